@@ -19,8 +19,8 @@ from torch import Tensor, nn
 from liger_losses.chunked.engine import Head
 from liger_losses.chunked.engine.documentation import see
 from liger_losses.chunked.engine.quantized_kinds import find_quantized, is_quantized
-from liger_losses.chunked.engine.quantized_weight import QuantizedWeight
 from liger_losses.chunked.engine.ranks import VocabularyRanks
+from liger_losses.chunked.engine.weights import QuantizedWeight
 from liger_losses.patching.lazy import DeferredLogits, LazyLogits, lazy_linear, traced_linear
 from liger_losses.patching.lazy.tensor import autocast_of
 from liger_losses.patching.linear_forward import LazyProducts, local_parameters

@@ -12,13 +12,12 @@ from liger_losses.chunked.engine.ops import (
 )
 from liger_losses.chunked.engine.plan import EngineOptions
 from liger_losses.chunked.engine.quantized_kinds import register_quantized_weight
-from liger_losses.chunked.engine.quantized_weight import QuantizedWeight
-from liger_losses.chunked.engine.query import Largest, Statistics
-from liger_losses.chunked.engine.registered import register_statistic
+from liger_losses.chunked.engine.query import Largest, Statistics, register_statistic
 from liger_losses.chunked.engine.support import TokenSupport
 from liger_losses.chunked.engine.teacher_files import TeacherFiles, TeacherWriter
 from liger_losses.chunked.engine.teachers import Teacher, TeacherLogits, Teachers, TeacherTopK, projected_teacher
 from liger_losses.chunked.engine.tokens import Tokens
+from liger_losses.chunked.engine.weights import QuantizedWeight
 
 __all__ = [
     "EngineOptions",

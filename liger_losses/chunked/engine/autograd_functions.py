@@ -12,99 +12,62 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from liger_losses.chunked.engine.call import Call, make_call
-from liger_losses.chunked.engine.head import Head
-from liger_losses.chunked.engine.plan import EngineOptions
-from liger_losses.chunked.engine.query import Query, Statistics, read_by, wrong_token_losses
+from liger_losses.chunked.engine.call import Call, Tensors
+from liger_losses.chunked.engine.query import Statistics
 from liger_losses.chunked.engine.stream import passes_of
-from liger_losses.chunked.engine.token_losses import weighted_sum
-from liger_losses.chunked.engine.tokens import Tokens
 from liger_losses.chunked.engine.zero_rows import counted_tokens
 from liger_losses.kernels.autograd import once_differentiable, scale_
 
 
-def query_statistics(
-    hidden_states: Any, head: Head, labels: Any, query: Query, options: EngineOptions
-) -> list[Statistics]:
-    """The statistics of each tensor of labels, in its shape."""
-    if head.adapters:
-        hidden_states, head = head.expand(hidden_states)
-    hidden, call = make_call(hidden_states, head, labels, query, options)
-    return statistics_of(call, head, hidden)
+def separable_losses(calls: Sequence[tuple[Tensors, Call]]) -> tuple[Tensor, list[list[Statistics]]]:
+    """The sum of the calls' separable losses, and for each call the detached statistics of each tensor of labels.
 
-
-def flat_statistics(
-    hidden_states: Any,
-    head: Head,
-    labels: Any,
-    query: Query,
-    options: EngineOptions,
-    known: Mapping[str, Tensor] | None = None,
-) -> dict[str, Tensor]:
-    """The statistics ``[T]`` of all tokens; where nothing needs a gradient, with ``lse``.
-
-    ``known`` are these of an earlier call without gradients, which are not computed again.
+    A tensor that several calls have has one gradient.
     """
-    hidden, call = make_call(hidden_states, head, labels, query, options)
-    return _compute_statistics(call, head, hidden, known)
+    losses, found = list[Tensor](), dict[int, list[Statistics]]()
+    one_pass, uses, distinct, numbers = dict[int, Call](), list[list[int]](), list[Any](), dict[int, int]()
+    for i, (tensors, call) in enumerate(calls):
+        if call.strategy == "one_pass":
+            one_pass[i] = call
+            uses.append([])
+            for tensor in tensors:
+                number = numbers.setdefault(id(tensor), len(distinct))
+                distinct += [tensor] if number == len(distinct) else []
+                uses[-1].append(number)
+            continue
+        values, query, tokens = compute_statistics(tensors, call), call.query, call.tokens
+        active = {name: tokens.gather_flat(value) for name, value in values.items()}
+        given = query.token_inputs if query.token_weights is None else query.token_weights
+        each = tokens.masked(query.losses(active, tokens.labels, given))
+        losses.append(each.sum().to(call.work.logits_dtype))
+        found[i] = call.by_tensor({name: values[name].detach() for name in call.outputs})
+    if one_pass:
+        loss, *outputs = _OnePassLosses.apply([*one_pass.values()], uses, *distinct)
+        losses.append(loss)
+        for i, call in one_pass.items():
+            found[i] = call.by_tensor(dict(zip(call.outputs, outputs, strict=False)))
+            del outputs[: len(call.outputs)]
+    return losses[0] if len(losses) == 1 else torch.stack(losses).sum(), [found[i] for i in range(len(calls))]
 
 
-def separable_loss(
-    hidden_states: Tensor, head: Head, labels: Tensor | Tokens, query: Query, options: EngineOptions
-) -> tuple[Tensor, Statistics]:
-    """The loss that the query's token loss, or its token weights, make of the statistics; and the statistics."""
-    if head.adapters:
-        hidden_states, head = head.expand(hidden_states)
-    hidden, call = make_call(hidden_states, head, labels, query, options)
-    if call.strategy == "one_pass":
-        loss, (values,) = one_pass_losses([call], [(head.weight, head.bias, *hidden)])
-        return loss, call.by_tensor(values)[0]
-    loss, found = loss_of_statistics(call, head, hidden)
-    return loss, found[0]
-
-
-def loss_of_statistics(call: Call, head: Head, hidden: tuple[Tensor, ...]) -> tuple[Tensor, list[Statistics]]:
-    """A separable loss that does not take one pass, and the detached statistics of each tensor of labels."""
-    values = _compute_statistics(call, head, hidden)
-    active = {name: call.tokens.gather_flat(value) for name, value in values.items()}
-    detached = call.by_tensor({name: values[name].detach() for name in call.outputs})
-    if call.query.token_weights is not None:
-        rows = slice(0, call.tokens.count)
-        return weighted_sum(call, call.query.token_weights, active, rows).sum(), detached
-    assert call.query.token_loss is not None
-    named = read_by(call.query.token_loss, Statistics(**active), call.query.registered)
-    result = call.query.token_loss(named, call.tokens.labels, **call.query.token_inputs)
-    loss = call.tokens.masked(differentiable(result, named, call.tokens.count)).sum()
-    return loss.to(call.work.logits_dtype), detached
-
-
-def differentiable(result: Any, statistics: Any, count: int) -> Tensor:
-    """What a token loss of so many tokens returned: where that is values and derivatives, a function that has both."""
-    losses, derivatives = result if isinstance(result, tuple) else (result, None)
-    if not isinstance(losses, Tensor) or losses.shape != (count,):
-        raise wrong_token_losses(losses, count)
-    if derivatives is None:
-        return losses
-    values = {name: getattr(statistics, name) for name in derivatives}
-    terms = [g.detach() * (values[n] - values[n].detach()) for n, g in derivatives.items()]
-    return losses.detach() + sum([term.sum(-1) if term.dim() > 1 else term for term in terms])
-
-
-def statistics_of(call: Call, head: Head, hidden: tuple[Tensor, ...]) -> list[Statistics]:
+def statistics_of(tensors: Tensors, call: Call) -> list[Statistics]:
     """The statistics of each tensor of labels, in its shape."""
-    values = _compute_statistics(call, head, hidden)
+    values = compute_statistics(tensors, call)
     return call.by_tensor({name: values[name] for name in call.outputs})
 
 
-def _compute_statistics(
-    call: Call, head: Head, hidden: tuple[Tensor, ...], known: Mapping[str, Tensor] | None = None
-) -> dict[str, Tensor]:
-    """The statistics and metrics of every token, ``[T]`` each, by any strategy but ``one_pass``."""
+def compute_statistics(tensors: Tensors, call: Call, known: Mapping[str, Tensor] | None = None) -> dict[str, Tensor]:
+    """The statistics and metrics of every token, ``[T]`` each, by any strategy but ``one_pass``; where nothing needs a
+    gradient, with ``lse``.
+
+    ``known`` are these of an earlier call without gradients, which are not computed again.
+    """
     if call.strategy != "statistics":
-        outputs = _LinearStatistics.apply(call, known, head.weight, head.bias, *hidden)
+        outputs = _LinearStatistics.apply(call, known, *tensors)
         return dict(zip(call.outputs, outputs, strict=True))
-    with torch.no_grad(), _without_autocast(head.weight):
-        values, _ = passes_of(call, head.weight, head.bias, hidden).statistics()
+    weight, bias, *hidden = tensors
+    with torch.no_grad(), _without_autocast(weight):
+        values, _ = passes_of(call, weight, bias, hidden).statistics()
     return {name: call.tokens.scatter(values[name]) for name in dict.fromkeys((*call.outputs, "lse"))}
 
 
@@ -176,23 +139,6 @@ class _LinearStatistics(torch.autograd.Function):
             pending = counted_tokens(call, gradients, block)
             stream = passes_of(call, weight, bias, hidden, multiplies=block is None)
             return None, None, *stream.gradients(values, gradients, block, pending)
-
-
-def one_pass_losses(
-    calls: Sequence[Call], tensors: Sequence[Sequence[Tensor | None]]
-) -> tuple[Tensor, list[dict[str, Tensor]]]:
-    """The sum of separable losses that take one pass each, and the statistics ``[T]`` of each call.
-
-    ``tensors`` are ``(weight, bias, *hidden_states)`` of each call; one that several calls have has one gradient.
-    """
-    distinct, uses = list(tensors[0]), [list(range(len(tensors[0])))]
-    if len(calls) > 1:
-        distinct = list({id(tensor): tensor for given in tensors for tensor in given}.values())
-        numbers = {id(tensor): number for number, tensor in enumerate(distinct)}
-        uses = [[numbers[id(tensor)] for tensor in given] for given in tensors]
-    loss, *outputs = _OnePassLosses.apply(calls, uses, *distinct)
-    values = iter(outputs)
-    return loss, [{name: next(values) for name in call.outputs} for call in calls]
 
 
 class _OnePassLosses(torch.autograd.Function):

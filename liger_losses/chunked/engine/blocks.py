@@ -15,8 +15,8 @@ from torch import Tensor
 from liger_losses.chunked.engine.accumulation import HeadGradients
 from liger_losses.chunked.engine.call import Call, OpenCall
 from liger_losses.chunked.engine.plan import blocks, padded
+from liger_losses.chunked.engine.query import registered_gradient, registered_values
 from liger_losses.chunked.engine.ranks import on_device
-from liger_losses.chunked.engine.registered import registered_gradient, registered_values
 from liger_losses.chunked.engine.weights import Projection
 from liger_losses.kernels.divergence import TEMPORARIES
 from liger_losses.kernels.divergence_forms import finite_logs
@@ -117,12 +117,7 @@ class Block:
         self.wait()  # the block's memory is about to be freed
 
 
-def fused_statistics(opened: OpenCall, part: Part, out: Tensor | None = None) -> dict[str, Tensor]:
-    """Statistics ``[R]`` whose logits never reach memory, by name; ``out [R, V]`` gets the projections, if given."""
-    return _fused(opened, part, opened.weight, _of_part(opened.labels, part), part.epilogue, part.values, out)
-
-
-def _fused(
+def fused_statistics(
     opened: OpenCall,
     part: Part,
     weight: Tensor,
@@ -131,7 +126,8 @@ def _fused(
     values: dict[str, Tensor],
     out: Tensor | None = None,
 ) -> dict[str, Tensor]:
-    """The statistics of the softmax over the rows of ``weight``, into ``values`` where they are there."""
+    """Statistics ``[R]`` of the softmax over the rows of ``weight``, into ``values`` where they are there; their logits
+    never reach memory, but ``out [R, V]`` gets the projections, if given."""
     call = opened.call
     names, backend, invariant = call.block_names - OF_LOGITS, call.backend, call.batch_invariant
     if not names <= {"logp", "lse", "mean_logit", "entropy"}:
@@ -174,7 +170,12 @@ class Columns(Block):
         return self.memory if whole else self.memory[:tokens, :columns]
 
     def fill(self, part: Part, upstream: Upstream | None = None) -> None:
-        computed = self._merged(part) if self.call.work.walks else fused_statistics(self.opened, part)
+        opened = self.opened
+        if self.call.work.walks:
+            computed = self._merged(part)
+        else:
+            labels = _of_part(opened.labels, part)
+            computed = fused_statistics(opened, part, opened.weight, labels, part.epilogue, part.values)
         self.opened.merge_(part.rows, computed)
         part.put(computed, whole=len(part.hidden) == self.opened.count)
 
@@ -210,7 +211,7 @@ class Columns(Block):
         weight = projection.weights.matrix(call.work.operand_dtype)
         if call.work.fused and weight is not None:
             new = {name: torch.empty(len(labels), device=opened.device) for name in call.block_names - {"argmax"}}
-            return _fused(opened, part, weight, labels, epilogue, new)
+            return fused_statistics(opened, part, weight, labels, epilogue, new)
         projected = projection.into(self._tile(len(labels), width), part.hidden, 0, width)
         return softmax_statistics(
             projected, labels, call.block_names, epilogue, scratch=call.plan.scratch, backend=call.backend
@@ -270,14 +271,16 @@ class LogitBlock(Block):
         self._fuses = wanted and self.call.work.fused_products
 
     def fill(self, part: Part, upstream: Upstream | None = None) -> None:
-        call, projected = self.call, self.projections[: len(part.hidden), : self.vocab_size]
+        call, projected, labels = self.call, self._projected(part), self.opened.labels[part.rows]
         if self._fuses:
-            computed = fused_statistics(self.opened, part, projected)
+            computed = fused_statistics(
+                self.opened, part, self.opened.weight, labels, part.epilogue, part.values, projected
+            )
         else:
             self.opened.projection.into(projected, part.hidden, 0, self.vocab_size)
             computed = softmax_statistics(
                 projected,
-                self.opened.labels[part.rows],
+                labels,
                 call.block_names - OF_LOGITS,
                 part.epilogue,
                 scratch=call.plan.scratch,
@@ -339,13 +342,17 @@ class LogitBlock(Block):
         move_rows_(self.projections, sources, targets, backend=self.call.backend)
 
     def refill(self, part: Part, upstream: Upstream) -> None:
-        projected = self.projections[: len(part.hidden), : self.vocab_size]
+        opened, projected = self.opened, self._projected(part)
         if self._fuses and self.call.batch_invariant:
-            lse, names = part.values["lse"], self.call.block_names - OF_LOGITS
-            new = {name: torch.empty_like(lse) for name in names}  # forward's statistics are saved
-            fused_statistics(self.opened, part._replace(values=new), projected)
+            labels, lse = opened.labels[part.rows], part.values["lse"]
+            new = {name: torch.empty_like(lse) for name in self.call.block_names - OF_LOGITS}  # forward's are saved
+            fused_statistics(opened, part, opened.weight, labels, part.epilogue, new, projected)
         else:
-            self.opened.projection.into(projected, part.hidden, 0, self.vocab_size)
+            opened.projection.into(projected, part.hidden, 0, self.vocab_size)
+
+    def _projected(self, part: Part) -> Tensor:
+        """The memory of the part's projections, ``[R, V]``."""
+        return self.projections[: len(part.hidden), : self.vocab_size]
 
     def gradients(
         self, part: Part, upstream: Upstream, head_grads: HeadGradients, out_view: Tensor | None = None
@@ -359,7 +366,7 @@ class LogitBlock(Block):
         registered = upstream.get("registered")
         upstream = {name: g for name, g in upstream.items() if name != "registered"}
         coefficients = SoftmaxGradient.of(upstream, part.values, self.call.query.class_weight)
-        projected = self.projections[: len(part.hidden), columns]
+        projected = self._projected(part)
         if registered is not None:
             self._write_registered(projected, part, registered, coefficients, head_grads.bias)
             grad = projected.view(self.call.work.operand_dtype)[:, columns]

@@ -15,16 +15,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from liger_losses.chunked.engine.agreement import Given, given_to_loss, lines_of, running
 from liger_losses.chunked.engine.decision import Decision, decide, listed
-from liger_losses.chunked.engine.given import Given, given_to_loss, lines_of, running
 from liger_losses.chunked.engine.head import Head
 from liger_losses.chunked.engine.plan import EngineOptions, Plan, Workload, default_bound, device_memory
-from liger_losses.chunked.engine.quantized_weight import QuantizedWeight
-from liger_losses.chunked.engine.query import Query, Statistics
+from liger_losses.chunked.engine.query import Query, Statistics, read_by, wrong_token_losses
 from liger_losses.chunked.engine.ranks import ALONE, Ranks
 from liger_losses.chunked.engine.teachers import Teacher
 from liger_losses.chunked.engine.tokens import Counting, Tokens, check_temperature
-from liger_losses.chunked.engine.weights import Projection, weights_of
+from liger_losses.chunked.engine.weights import Projection, QuantizedWeight, weights_of
 from liger_losses.kernels.logit_transform import Epilogue, LogitTransform, said
 
 
@@ -66,6 +65,44 @@ class Call:
         """Split statistics ``[T]`` of all tokens into statistics of each tensor of labels, in its shape."""
         parts = {name: self.tokens.split(value) for name, value in values.items()}
         return [Statistics(**{name: p[i] for name, p in parts.items()}) for i in range(len(self.tokens.shapes))]
+
+    def token_losses(self, values: Mapping[str, Tensor], rows: slice) -> tuple[Tensor, dict[str, Tensor]]:
+        """The tokens' losses ``[n]``, and their derivatives by each statistic: autograd's, unless the loss gives them.
+
+        Args:
+            values: ``[n]``, the statistics of these tokens.
+            rows: which of the active tokens these are.
+        """
+        tokens, query, count = self.tokens, self.query, rows.stop - rows.start
+        function, whole = query.token_loss, count == tokens.labels.shape[0]
+        assert function is not None
+        inputs, labels = query.token_inputs, tokens.labels
+        if not whole:
+            inputs, labels = {name: value[rows] for name, value in inputs.items()}, labels[rows]
+        known = getattr(getattr(function, "func", function), "closed_form", False)  # of a partial, its function's
+        with torch.set_grad_enabled(not known):
+            leaves = values if known else {name: values[name].detach().requires_grad_() for name in query.statistics}
+            named = {name: leaves[name] for name in query.statistics} | {name: values[name] for name in query.metrics}
+            result = function(read_by(function, Statistics(**named), query.registered), labels, **inputs)
+            losses, derivatives = result if isinstance(result, tuple) else (result, None)
+            if not isinstance(losses, Tensor) or losses.shape != (count,):
+                raise wrong_token_losses(losses, count)
+            losses = tokens.masked(losses, rows)
+            if derivatives is not None:
+                dtype = self.work.logits_dtype  # autograd's dtype: of fp64 weights, derivatives are fp64
+                masked = {name: tokens.masked(g.detach().to(dtype), rows) for name, g in derivatives.items()}
+                return losses.detach(), masked
+            if not losses.requires_grad:
+                return losses, {}
+            upstream = torch.autograd.grad(losses.sum(), [leaves[name] for name in query.statistics], allow_unused=True)
+        # Masked again: where a loss is not finite, not even 0 times its derivative is.
+        pairs = zip(query.statistics, upstream, strict=True)
+        return losses.detach(), {name: tokens.masked(g, rows) for name, g in pairs if g is not None}
+
+    def weighted_sum(self, weights: Mapping[str, Tensor], values: Mapping[str, Tensor], rows: slice) -> Tensor:
+        """The tokens' losses ``[n]``, ``sum_s w_s s`` over their statistics; 0 for those without loss."""
+        terms = [weight * values[name] for name, weight in weights.items()]
+        return self.tokens.masked(sum(terms[1:], terms[0]), rows)
 
 
 class OpenCall:
@@ -125,23 +162,29 @@ def _flat(hidden_states: Tensor) -> Tensor:
         return hidden_states
 
 
+#: ``(weight, bias, *hidden_states)``, which autograd tracks.
+Tensors = tuple[Any, ...]
+
+
 def make_call(
     hidden_states: Any, head: Head, labels: Any, query: Query, options: EngineOptions
-) -> tuple[tuple[Tensor, ...], Call]:
-    """Check the inputs, select the active tokens, and decide how to run; return the hidden states and the call.
+) -> tuple[Tensors, Call]:
+    """Check the inputs, select the active tokens, and decide how to run.
 
     Ranks that share a vocabulary agree on the call, or all raise an error.
     """
+    if head.adapters:
+        hidden_states, head = head.expand(hidden_states)
     if head.ranks is not ALONE:
         return _make_shared_call(hidden_states, head, labels, query, options)
     hidden, labels = listed(hidden_states, labels)
     decision = decide(hidden, head, labels, query, options)
-    return hidden, _call(decision, head, query, _counted(decision, head, labels))
+    return (head.weight, head.bias, *hidden), _call(decision, head, query, _counted(decision, head, labels))
 
 
 def _make_shared_call(
     hidden_states: Any, head: Head, labels: Any, query: Query, options: EngineOptions
-) -> tuple[tuple[Tensor, ...], Call]:
+) -> tuple[Tensors, Call]:
     device, call = head.weight.device, None
     alone = not isinstance(hidden_states, (list, tuple))
     # Exchanges that all ranks reach, before checks of which one rank alone may fail.
@@ -166,7 +209,7 @@ def _make_shared_call(
             agreement.wait()
         raise
     agreement.wait()
-    return hidden, call
+    return (head.weight, head.bias, *hidden), call
 
 
 def _counted(decision: Decision, head: Head, labels: tuple[Tensor, ...] | Tokens) -> Tokens | Counting:
@@ -179,7 +222,8 @@ def _counted(decision: Decision, head: Head, labels: tuple[Tensor, ...] | Tokens
 def _call(decision: Decision, head: Head, query: Query, counted: Tokens | Counting) -> Call:
     """The call, once the active tokens are known."""
     tokens = counted.tokens() if isinstance(counted, Counting) else counted
-    run, transform = decision.run(tokens.count, not tokens.are_all), head.transform
+    gathers = tokens.indices[0] is not None or tokens.ignored is not None  # of one tensor, whether rows are copied
+    run, transform = decision.run(tokens.count, gathers), head.transform
     dtype = run.work.logits_dtype
     if isinstance(transform.temperature, Tensor):
         transform = replace(transform, temperature=tokens.temperatures(transform.temperature, dtype))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from numbers import Integral, Real
 from types import MappingProxyType
 from typing import Any, TypeGuard
@@ -226,6 +226,31 @@ def check_device(weight: Tensor, /, **tensors: Tensor) -> None:
             raise ValueError(f"{name} is on {tensor.device}, the weight on {weight.device}; move it with .to(...).")
     if weight.device.type in WITHOUT_VALUES:
         raise ValueError(NO_VALUES)
+
+
+def rows_of_all(name: str, values: Sequence[Any], shapes: Sequence[torch.Size], weight: Tensor) -> Tensor:
+    """``[T, k]`` of all tokens, from ``[..., k]`` in the shape of each tensor of labels; or that of the only one.
+
+    Raises:
+        TypeError, ValueError: not one tensor for each tensor of labels, in its shape.
+    """
+    if len(values) != len(shapes):
+        raise ValueError(f"{name} must be as many tensors as there are of labels, {len(shapes)}, got {len(values)}.")
+    for value, shape in zip(values, shapes, strict=True):
+        check_like_labels(name, value, shape, weight)
+    if len(values) == 1:
+        return values[0]
+    return torch.cat([value.flatten(0, len(shape) - 1) for value, shape in zip(values, shapes, strict=True)])
+
+
+def check_like_labels(name: str, value: Any, labels_shape: torch.Size, weight: Tensor) -> None:
+    """Raise TypeError or ValueError unless this is a tensor of one value, or row, for each label, beside a weight."""
+    check_tensor(name, value)
+    check_device(weight, **{name: value})
+    if value.shape[: len(labels_shape)] != labels_shape or value.dim() > len(labels_shape) + 1:
+        raise ValueError(
+            f"{name} has shape {tuple(value.shape)}, but there is one value for each label: {tuple(labels_shape)}."
+        )
 
 
 def check_weight(weight: Any, bias: Any = None) -> None:

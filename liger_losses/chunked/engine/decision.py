@@ -14,9 +14,17 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from liger_losses.chunked.engine.checks import check_device, check_names
+from liger_losses.chunked.engine import checks
+from liger_losses.chunked.engine.checks import (
+    FLOATS,
+    LOSS_INPUTS,
+    check_device,
+    check_labels,
+    check_names,
+    check_tensor,
+)
+from liger_losses.chunked.engine.documentation import see
 from liger_losses.chunked.engine.head import Head, can_fuse, check_invariant, dequantized_bytes, operand_dtype
-from liger_losses.chunked.engine.input_checks import check_inputs
 from liger_losses.chunked.engine.plan import (
     EngineOptions,
     Plan,
@@ -31,7 +39,7 @@ from liger_losses.chunked.engine.teachers import Teacher, TeacherLogits, teacher
 from liger_losses.chunked.engine.tokens import Tokens
 from liger_losses.kernels import LOGIT_DTYPES, choose_backend
 from liger_losses.kernels._triton import BACKEND_VARIABLE
-from liger_losses.kernels.autograd import autocast_dtype, within_transform
+from liger_losses.kernels.autograd import NO_TRANSFORMS, autocast_dtype, within_transform
 from liger_losses.kernels.divergence import TEMPORARIES
 from liger_losses.kernels.matmul import HALF_DTYPES, wide_dtype
 
@@ -50,7 +58,6 @@ class Run(NamedTuple):
 class Decision:
     """What shapes, dtypes, options and settings decide of a call: all but what depends on the active tokens."""
 
-    compute_dtype: torch.dtype  # of the inputs, or autocast's
     vocab_size: int  # the number of columns that the query is about
     backend: str
     needs_hidden: tuple[bool, ...]
@@ -68,10 +75,6 @@ class Decision:
     runs: dict[tuple[int, bool], Run] = field(default_factory=dict)
     said: list[str] = field(default_factory=list)  # where ranks compare the call: the text of it, once that is known
 
-    @property
-    def needs_gradient(self) -> bool:
-        return any(self.needs_hidden) or self.needs_weight or self.needs_bias
-
     def run(self, tokens: int, gathers: bool) -> Run:
         """How so many active tokens run; ``gathers`` says whether some are masked, so that their rows are copied."""
         run = self.runs.get((tokens, gathers))
@@ -86,7 +89,7 @@ class Decision:
     def _chosen(self, work: Workload, plan: Plan) -> Run:
         """The cheapest strategy that is exact here and fits the workspace, or the one that was asked for."""
         dtype, strategy = self.grad_weight_dtype, "statistics"
-        if self.needs_gradient:
+        if any(self.needs_hidden) or self.needs_weight or self.needs_bias:
             # A half-precision grad_weight must not be rounded many times.
             few_roundings = dtype not in HALF_DTYPES or plan.few_blocks or not self.needs_weight
             one_pass = self.one_pass and few_roundings
@@ -129,7 +132,92 @@ def check(hidden_states: Any, head: Head, labels: Any, query: Query) -> tuple[to
     return compute_dtype, check_query(query, head, shapes_of(labels))
 
 
-def shapes_of(labels: tuple[Tensor, ...] | Tokens) -> tuple[torch.Size, ...]:
+def check_inputs(hidden_states: Sequence[Tensor], head: Head, labels: Sequence[Tensor] | Tokens) -> torch.dtype:
+    """Raise TypeError or ValueError unless hidden states ``[..., H]`` and labels ``[...]`` fit each other and a head.
+
+    So it does within a transform of ``torch.func``. Returns the dtype to compute in: the inputs' common one, or
+    autocast's.
+    """
+    if within_transform():
+        raise RuntimeError(NO_TRANSFORMS)
+    if not hidden_states:
+        raise ValueError("got an empty sequence; give one tensor of hidden states or more, and labels for each.")
+    for part in hidden_states:
+        check_tensor("hidden_states", part)
+        if part.dtype not in FLOATS:
+            raise TypeError(
+                f"hidden_states must be floating point, got {part.dtype} of shape {tuple(part.shape)}. They come from "
+                "the model's last layer; token ids go into labels."
+            )
+    targets = [] if isinstance(labels, Tokens) else labels
+    for target in targets:
+        check_labels(target)
+    shapes = shapes_of(labels)
+    if len(hidden_states) != len(shapes):
+        raise ValueError(
+            f"there must be as many tensors of labels as of hidden states, got {len(shapes)} and {len(hidden_states)}."
+        )
+    weight_shape = head.weight.shape
+    if head.quantized is not None:
+        weight_shape = torch.Size((len(head.weight), head.hidden_size))
+    for part, shape in zip(hidden_states, shapes, strict=True):
+        _check_shapes(part.shape, shape, weight_shape)
+    devices = {tensor.device for tensor in (head.weight, *hidden_states, *targets)}
+    if len(devices) > 1:
+        raise ValueError(
+            f"all tensors must be on one device, got {', '.join(sorted(map(str, devices)))}; move them with .to(...)."
+        )
+    if head.weight.device.type in checks.WITHOUT_VALUES:
+        raise ValueError(checks.NO_VALUES)
+    return _compute_dtype(hidden_states, head)
+
+
+def _check_shapes(hidden_states: torch.Size, labels: torch.Size, weight: torch.Size) -> None:
+    if len(hidden_states) < 2 or hidden_states[-1] != weight[1]:
+        logits = ""
+        if len(hidden_states) > 1 and hidden_states[-1] == weight[0]:
+            logits = (
+                f" These look like logits: pass the last hidden states; {LOSS_INPUTS}. Of a patched model, take the "
+                "model's own loss (labels=)."
+            )
+        raise ValueError(
+            f"hidden_states must be [..., {weight[1]}] to fit the weight {tuple(weight)}, "
+            f"got shape {tuple(hidden_states)}. The weight is [vocab_size, hidden_size], as in nn.Linear.{logits}"
+            + see("shapes-dtypes-and-devices")
+        )
+    if labels != hidden_states[:-1]:
+        if labels == weight[:1]:
+            raise ValueError(
+                f"weight {tuple(weight)} and hidden states {tuple(hidden_states)} were swapped: there are labels "
+                f"{tuple(labels)}, one for each row of the weight." + see("shapes-dtypes-and-devices")
+            )
+        advice = "Shorten neither: with shift=True, each position predicts the next one's label."
+        if labels.numel() == hidden_states[:-1].numel() and len(labels) != len(hidden_states) - 1:
+            advice = f"Give both flat, or both {list(labels if len(labels) > 1 else hidden_states[:-1])}."
+        raise ValueError(
+            f"labels must have one entry per hidden state: hidden_states {tuple(hidden_states)} need labels "
+            f"of shape {tuple(hidden_states[:-1])}, got {tuple(labels)}. {advice}" + see("shapes-dtypes-and-devices")
+        )
+
+
+def _compute_dtype(hidden_states: Sequence[Tensor], head: Head) -> torch.dtype:
+    # Rows that are dequantized take the dtype of the hidden states.
+    weights = [head.weight] if head.weight.shape[1] else []
+    tensors = [*hidden_states, *weights, *([] if head.bias is None else [head.bias])]
+    dtypes, autocast = {tensor.dtype for tensor in tensors}, autocast_dtype(tensors[0].device)
+    if autocast is not None and torch.float64 not in dtypes:
+        return autocast
+    if len(dtypes) > 1:
+        names = [*["hidden_states"] * len(hidden_states), *["weight"] * len(weights), "bias"]
+        given = dict.fromkeys(f"{name} {tensor.dtype}" for name, tensor in zip(names, tensors, strict=False))
+        raise TypeError(
+            f"hidden_states, weight and bias must share a dtype outside autocast, got {', '.join(given)}. "
+            "Cast one side, or run under torch.autocast." + see("shapes-dtypes-and-devices")
+        )
+    return dtypes.pop()
+
+
+def shapes_of(labels: Sequence[Tensor] | Tokens) -> tuple[torch.Size, ...]:
     return labels.shapes if isinstance(labels, Tokens) else tuple([part.shape for part in labels])
 
 
@@ -257,6 +345,16 @@ def _decide(
     # fp16 cannot hold exponentials of every size.
     exponentials = fused and not walks and operand == torch.bfloat16 and query.of_exponentials
     head.ranks.check_columns(vocab_size if teacher is None else min(vocab_size, teacher.vocab_size))
+    # Rows of temporaries that elementwise work needs, and what a teacher adds to the bytes of a token.
+    temporaries = 4 if backend == "torch" or (needs_bias and teacher is None) else 0
+    if query.in_torch or (backend == "torch" and teacher is not None):
+        temporaries = TEMPORARIES
+    of_teacher: dict[str, Any] = {}
+    if teacher is not None:
+        of_teacher["teacher_row_bytes"] = teacher_row_bytes_of(teacher, vocab_size, operand)
+    if isinstance(teacher, Teacher):
+        of_teacher["teacher_hidden_bytes"] = 2 * teacher.head.hidden_size * operand.itemsize
+        of_teacher["teacher_gathers"] = not _dense([teacher.local_hidden_states], operand)
     work = Workload(
         tokens=0,
         hidden_size=head.hidden_size,
@@ -264,7 +362,7 @@ def _decide(
         vocab_size=head.ranks.most_columns(vocab_size),
         operand_dtype=operand,
         device=device,
-        temporaries=_temporaries(query, backend, needs_bias),
+        temporaries=temporaries,
         gathers=not _dense(hidden, operand),
         fused=fused,
         exponentials=exponentials,
@@ -274,7 +372,7 @@ def _decide(
         copied_row_bytes=sum([each.weights.copied_row_bytes(operand) for each in heads if not at_once]),
         dequantized_bytes=at_once,
         walks=walks,
-        **_of_teacher(teacher, vocab_size, operand),
+        **of_teacher,
     )
     if (
         isinstance(teacher, Teacher)
@@ -288,7 +386,6 @@ def _decide(
         # A bias's gradient is summed before anything is rounded, which takes whole rows of logits.
         work = replace(work, divergence_tiles=can_fuse(teacher.head, operand, backend, at_once > 0))
     made = Decision(
-        compute_dtype=compute_dtype,
         vocab_size=vocab_size,
         backend=backend,
         needs_hidden=needs_hidden,
@@ -315,24 +412,6 @@ def _decide(
         if small.run(most, True).plan.rows >= most:
             return small
     return made
-
-
-def _temporaries(query: Query, backend: str, needs_bias: bool) -> int:
-    """Rows of temporaries that elementwise work needs."""
-    if query.in_torch or (backend == "torch" and query.comparison is not None):
-        return TEMPORARIES
-    return 4 if backend == "torch" or (needs_bias and query.comparison is None) else 0
-
-
-def _of_teacher(teacher: Teacher | TeacherLogits | None, vocab_size: int, operand: torch.dtype) -> dict[str, Any]:
-    """What a teacher adds to the bytes of a token."""
-    if teacher is None:
-        return {}
-    found: dict[str, Any] = {"teacher_row_bytes": teacher_row_bytes_of(teacher, vocab_size, operand)}
-    if isinstance(teacher, Teacher):
-        found["teacher_hidden_bytes"] = 2 * teacher.head.hidden_size * operand.itemsize
-        found["teacher_gathers"] = not _dense([teacher.local_hidden_states], operand)
-    return found
 
 
 def drops_tokens(shapes: Sequence[torch.Size], head: Head, options: EngineOptions) -> bool:

@@ -19,9 +19,8 @@ from liger_losses.chunked.engine.adapters import LowRank, adapters_of, side_by_s
 from liger_losses.chunked.engine.checks import check_vector, check_weight, is_weight_and_bias
 from liger_losses.chunked.engine.plan import fits_dequantized
 from liger_losses.chunked.engine.quantized_kinds import find_quantized
-from liger_losses.chunked.engine.quantized_weight import QuantizedWeight
 from liger_losses.chunked.engine.ranks import ALONE, Ranks, VocabularyRanks, local_rows, share_mesh, share_vocabulary
-from liger_losses.chunked.engine.weights import Weights, weights_of
+from liger_losses.chunked.engine.weights import QuantizedWeight, Weights, weights_of
 from liger_losses.kernels.logit_transform import LogitTransform
 from liger_losses.kernels.matmul import HALF_DTYPES, wide_dtype
 from liger_losses.kernels.tracing import outside_graphs

@@ -16,12 +16,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from liger_losses.chunked.engine.autograd_functions import loss_of_statistics, one_pass_losses, statistics_of
-from liger_losses.chunked.engine.call import Call, make_call
-from liger_losses.chunked.engine.checks import LISTS, check_labels, check_shift, one_each
-from liger_losses.chunked.engine.decision import drops_tokens
+from liger_losses.chunked.engine.autograd_functions import separable_losses, statistics_of
+from liger_losses.chunked.engine.call import Call, Tensors, make_call
+from liger_losses.chunked.engine.checks import LISTS, check_labels, check_shift, one_each, rows_of_all
+from liger_losses.chunked.engine.decision import check_inputs, drops_tokens
 from liger_losses.chunked.engine.head import Head
-from liger_losses.chunked.engine.input_checks import check_inputs, rows_of_all
 from liger_losses.chunked.engine.plan import EngineOptions, default_bound
 from liger_losses.chunked.engine.query import Query, Statistics
 from liger_losses.chunked.engine.ranks import ALONE
@@ -114,7 +113,7 @@ class HeadGroup:
         shapes = labels.shapes if isinstance(labels, Tokens) else [part.shape for part in labels]
 
         def ours(name: str, values: Sequence[Tensor]) -> Tensor:
-            return rows_of_all(name, [values[i] for i in self.places], shapes, self.head)
+            return rows_of_all(name, [values[i] for i in self.places], shapes, self.head.weight)
 
         selected = query.selected
         if selected is not None:
@@ -203,71 +202,49 @@ class Targets:
 
     def statistics(self, query: Query) -> list[Statistics]:
         """The statistics of each target, differentiable."""
-        found = list[tuple[HeadGroup, list[Statistics]]]()
-        for group, hidden, call in self._calls(query):
-            found.append((group, statistics_of(call, group.head, hidden)))
-        return self.in_order(found)
+        groups, calls = self.calls(query)
+        return self.in_order(groups, [statistics_of(*call) for call in calls])
 
     def token_loss(self, query: Query, inputs: Mapping[str, Any]) -> tuple[Tensor, list[Statistics]]:
         """The sum of all targets' separable losses, and the detached statistics of each."""
-        each = {name: one_each(value, self.count) for name, value in inputs.items()}
-        found, losses = list[tuple[HeadGroup, list[Statistics]]](), list[Tensor]()
-        one_pass, tensors = list[tuple[HeadGroup, Call]](), list[tuple[Tensor | None, ...]]()
-        for group, hidden, call in self._calls(query, each):
-            head = group.head
-            if call.strategy == "one_pass":
-                one_pass.append((group, call))
-                tensors.append((head.weight, head.bias, *hidden))
-            else:
-                loss, statistics = loss_of_statistics(call, head, hidden)
-                found.append((group, statistics))
-                losses.append(loss)
-        if one_pass:
-            loss, values = one_pass_losses([call for _, call in one_pass], tensors)
-            losses.append(loss)
-            found += [(group, call.by_tensor(part)) for (group, call), part in zip(one_pass, values, strict=True)]
-        return torch.stack(losses).sum(), self.in_order(found)
+        groups, calls = self.calls(query, {name: one_each(value, self.count) for name, value in inputs.items()})
+        loss, found = separable_losses(calls)
+        return loss, self.in_order(groups, found)
 
-    def check(self, query: Query) -> None:
-        """Raise what :meth:`statistics` or :meth:`token_loss` would before any work, but for wrong inputs of tokens."""
-        self._calls(query)
-
-    def _calls(
+    def calls(
         self, query: Query, inputs: Mapping[str, Sequence[Tensor]] | None = None
-    ) -> list[tuple[HeadGroup, tuple[Tensor, ...], Call]]:
-        """The calls of each group; all are made, and so checked, before the first one runs."""
-        calls, kept = list[tuple[HeadGroup, tuple[Tensor, ...], Call]](), 0
+    ) -> tuple[list[HeadGroup], list[tuple[Tensors, Call]]]:
+        """The groups and the call of each; all are made, and so checked, before the first one runs."""
+        # Whether the user's workspace leaves no room to add up gradients of the weight from several streams.
+        bounded = self.options.workspace is not None or default_bound() is not None
+        groups, calls, kept = list[HeadGroup](), list[tuple[Tensors, Call]](), 0
 
-        def make(group: HeadGroup, options: EngineOptions) -> None:
+        def make(group: HeadGroup, options: EngineOptions) -> Call:
             asked = group.query(query, inputs or {})
-            calls.append((group, *make_call(group.hidden_states, group.head, group.labels, asked, options)))
+            calls.append(make_call(group.hidden_states, group.head, group.labels, asked, options))
+            groups.append(group)
+            return calls[-1][1]
 
         for group in self.groups:
-            make(group, self.options)
-            call, before = calls[-1][-1], len(calls) - 1
+            call, before = make(group, self.options), len(calls) - 1
             if call.strategy == "resident":  # what all heads keep until backward fits one workspace
                 size = call.work.row_bytes * call.tokens.count
                 if kept and kept + size > call.plan.kept:
                     calls.pop()
+                    groups.pop()
                     make(group, replace(self.options, strategy="two_pass"))
                 else:
                     kept += size
-            elif call.strategy == "two_pass" and query.separable and not call.plan.few_blocks and not self._bounded:
-                for part in group.parts(call):
-                    make(part, self.options)
-                several = any(part.strategy == "one_pass" for *_, part in calls[before + 1 :])
-                del calls[slice(before, before + 1) if several else slice(before + 1, None)]
-        return calls
+            elif call.strategy == "two_pass" and query.separable and not call.plan.few_blocks and not bounded:
+                several = "one_pass" in [make(part, self.options).strategy for part in group.parts(call)]
+                for made in (groups, calls):
+                    del made[slice(before, before + 1) if several else slice(before + 1, None)]
+        return groups, calls
 
-    @property
-    def _bounded(self) -> bool:
-        """Whether the user's workspace leaves no room to add up gradients of the weight from several streams."""
-        return self.options.workspace is not None or default_bound() is not None
-
-    def in_order(self, found: Sequence[tuple[HeadGroup, list[Statistics]]]) -> list[Statistics]:
+    def in_order(self, groups: Sequence[HeadGroup], found: Sequence[list[Statistics]]) -> list[Statistics]:
         """From what each group has for its targets to one list of all targets."""
         placed: dict[int, Statistics] = {}
-        for group, values in found:
+        for group, values in zip(groups, found, strict=True):
             placed |= zip(group.places, values, strict=True)
         return [placed[i] for i in range(self.count)]
 

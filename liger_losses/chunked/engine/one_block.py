@@ -15,7 +15,6 @@ from liger_losses.chunked.engine.accumulation import side_by_side
 from liger_losses.chunked.engine.blocks import Upstream
 from liger_losses.chunked.engine.call import Call
 from liger_losses.chunked.engine.plan import padded
-from liger_losses.chunked.engine.token_losses import token_losses, weighted_sum
 from liger_losses.kernels.logit_transform import Epilogue
 from liger_losses.kernels.matmul import matmul_into
 from liger_losses.kernels.softmax_grad import SoftmaxGradient, softmax_gradient_into
@@ -56,10 +55,10 @@ class OneBlock:
         projected, weights = self._projected(), self.call.query.token_weights
         values = self._statistics(projected)
         if weights is None:
-            losses, upstream = token_losses(self.call, values, slice(0, self.count))
+            losses, upstream = self.call.token_losses(values, slice(0, self.count))
         else:
             upstream = dict(weights)
-            losses = weighted_sum(self.call, weights, values, slice(0, self.count))
+            losses = self.call.weighted_sum(weights, values, slice(0, self.count))
         return losses.sum(dtype=values["lse"].dtype), values, self._gradients(projected, values, upstream)
 
     def _projected(self) -> Tensor:

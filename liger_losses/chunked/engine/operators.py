@@ -1,7 +1,7 @@
 """Under torch.compile, what the engine computes is a registered operator, and losses are traced as the code they are.
 
-``liger_losses::statistics`` returns statistics of every token, and ``liger_losses::gradients`` is its backward;
-``liger_losses::token_loss`` returns a separable loss, and gradients that its backward scales.
+``liger_losses::call`` returns statistics of every token, whose backward is ``liger_losses::gradients``; or a separable
+loss too, and gradients that its backward scales.
 
 T tokens.
 """
@@ -11,6 +11,7 @@ from __future__ import annotations
 import functools
 import importlib
 import math
+import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields, replace
@@ -18,19 +19,19 @@ from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch.compiler import is_dynamo_compiling
 
-from liger_losses.chunked.engine.agreement import RankError, raise_on_all_ranks
+from liger_losses.chunked.engine.agreement import RankError, raise_on_all_ranks, running
 from liger_losses.chunked.engine.arguments import by_forward_names, wrong_arguments
-from liger_losses.chunked.engine.autograd_functions import differentiable, flat_statistics, separable_loss
+from liger_losses.chunked.engine.autograd_functions import compute_statistics, separable_losses, statistics_of
+from liger_losses.chunked.engine.call import make_call
 from liger_losses.chunked.engine.checks import is_weight_and_bias, one_each
 from liger_losses.chunked.engine.decision import check
-from liger_losses.chunked.engine.given import running
 from liger_losses.chunked.engine.head import Head
 from liger_losses.chunked.engine.many_heads import Targets
 from liger_losses.chunked.engine.plan import EngineOptions
-from liger_losses.chunked.engine.query import Comparison, Largest, Query, Statistics, read_by
+from liger_losses.chunked.engine.query import REGISTERED, Comparison, Largest, Query, Statistics
 from liger_losses.chunked.engine.ranks import ALONE
-from liger_losses.chunked.engine.registered import REGISTERED
 from liger_losses.chunked.engine.support import TokenSupport, linear_support_statistics
 from liger_losses.chunked.engine.teachers import Teacher, TeacherLogits
 from liger_losses.kernels.autograd import autocast_dtype
@@ -43,14 +44,8 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 #: Losses of tokens that an operator can compute: frozen dataclasses of numbers and words, by their names.
 _token_losses: dict[str, Any] = {}
-#: The arguments of all operators, as in :class:`Given`.
-_SCHEMA = (
-    "Tensor[] hidden_states, Tensor[] labels, Tensor weight, Tensor? bias, bool batch_invariant, str[] statistics, "
-    "str[] metrics, Tensor? class_weight, Tensor? selected, Tensor[] support, bool add_label, SymInt shift, "
-    "Tensor[] teacher, str divergence, float[] numbers, Tensor?[] changing, SymInt ignore_index, bool compact, "
-    "SymInt? workspace, SymInt? chunk_size, ScalarType? accum_dtype, str? backend, str? strategy, "
-    "ScalarType? autocast, ScalarType dtype"
-)
+#: From the annotations of :class:`Given` to the types of an operator's schema.
+_SCHEMA = {r"Sequence\[(.+)\]": r"\1[]", r" \| None": "?", r"^int\b": "SymInt", r"torch\.dtype": "ScalarType"}
 
 
 def _no_number(value: Any) -> bool:
@@ -81,7 +76,7 @@ def token_operator(cls: C) -> C:
 
 
 class Given(NamedTuple):
-    """What operators are given."""
+    """What operators are given; their schema has the same names."""
 
     hidden_states: Sequence[Tensor]
     labels: Sequence[Tensor]
@@ -92,10 +87,10 @@ class Given(NamedTuple):
     metrics: Sequence[str]
     class_weight: Tensor | None
     selected: Tensor | None
-    support: Sequence[Any]  # ids, and offsets
+    support: Sequence[Tensor]  # ids, and offsets
     add_label: bool
     shift: int  # of labels beside a support
-    teacher: Sequence[Any]  # hidden states, weight and bias; or logits
+    teacher: Sequence[Tensor]  # hidden states, weight and bias; or logits
     divergence: str
     numbers: Sequence[float]  # scales, soft-caps, temperatures, a divergence's parameters; NaN for None
     changing: Sequence[Tensor | None]  # in the same order, numbers that differ from call to call, or token to token
@@ -108,6 +103,16 @@ class Given(NamedTuple):
     strategy: str | None
     autocast: torch.dtype | None
     dtype: torch.dtype  # of statistics
+    needs: Sequence[bool]  # which of `trained` need a gradient
+    # Of a separable loss: its weights, or the inputs, the class and the words of its token loss.
+    token_inputs: Sequence[Tensor] = ()
+    input_names: Sequence[str] = ()
+    token_loss: str = ""
+    words: Sequence[str] = ()
+
+    @property
+    def separable(self) -> bool:
+        return bool(self.input_names or self.token_loss)
 
     def number(self, place: int) -> Any:
         """One of the numbers; a tensor for one number per token."""
@@ -123,8 +128,8 @@ class Given(NamedTuple):
 
     @property
     def names(self) -> list[str]:
-        """The names of what ``liger_losses::statistics`` returns, of which some serve its backward alone."""
-        return self.asked if self.support else list(dict.fromkeys(("lse", *self.asked)))
+        """The names of the statistics that are returned, of which some serve their backward alone."""
+        return self.asked if self.support or self.separable else list(dict.fromkeys(("lse", *self.asked)))
 
     @property
     def trained(self) -> list[Tensor | None]:
@@ -173,30 +178,52 @@ class Given(NamedTuple):
         return [self.weight.new_empty(shape, dtype=dtype) for shape, dtype in zip(shapes, dtypes, strict=True)]
 
 
-# --- Tracing: torch.compile traces this part --------------------------------------------------------------------------
+# --- What operations call: in a compiled function, torch.compile traces it --------------------------------------------
 
 
-def traced_statistics(
-    hidden_states: Any,
-    head: Head,
-    labels: Any,
-    query: Query,
-    options: EngineOptions,
-    support: TokenSupport | None = None,
-    shift: int = 0,
+def query_statistics(
+    hidden_states: Any, head: Head, labels: Any, query: Query, options: EngineOptions
 ) -> list[Statistics]:
-    """The statistics of each tensor of labels, in its shape, or with ``support`` those over kept columns."""
-    given = _given(hidden_states, head, labels, query, options, support, shift)
-    return given.shaped(dict(zip(given.names, torch.ops.liger_losses.statistics(*given), strict=True)))
+    """The statistics of each tensor of labels, in its shape."""
+    if not is_dynamo_compiling():
+        return statistics_of(*make_call(hidden_states, head, labels, query, options))
+    return _traced(_given(hidden_states, head, labels, query, options))
 
 
-def traced_token_loss(
+def support_statistics(
+    hidden_states: Tensor,
+    head: Head,
+    labels: Tensor,
+    support: TokenSupport,
+    names: tuple[str, ...],
+    options: EngineOptions,
+    shift: int = 0,
+) -> Statistics:
+    """:func:`linear_support_statistics`, also in a compiled function."""
+    if not is_dynamo_compiling():
+        return linear_support_statistics(hidden_states, head, labels, support, names, options, shift=shift)
+    if support.sparse_grad:
+        raise ValueError("no compiled function returns sparse gradients; leave sparse_grad=True out of it.")
+    query = Query(names, selected=support.ids if "selected_logps" in names else None)
+    return _traced(_given(hidden_states, head, labels, query, options, support, shift))[0]
+
+
+def _traced(given: Given) -> list[Statistics]:
+    return given.shaped(dict(zip(given.names, torch.ops.liger_losses.call(*given), strict=True)))
+
+
+def separable_loss(
     hidden_states: Any, head: Head, labels: Any, query: Query, options: EngineOptions
 ) -> tuple[Tensor, list[Statistics]]:
-    """A separable loss, in one pass where an operator computes it, and the statistics of each tensor of labels.
+    """The loss that the query's token loss, or its token weights, make of the statistics; and the detached statistics
+    of each tensor of labels.
 
-    fp16 gradients underflow without the loss scale, which is only known in backward: they take two passes.
+    A compiled loss takes one pass where an operator computes it. fp16 gradients underflow without the loss scale, which
+    is only known in backward: they take two passes.
     """
+    if not is_dynamo_compiling():
+        total, (of_call,) = separable_losses((make_call(hidden_states, head, labels, query, options),))
+        return total, of_call
     loss, inputs = query.token_loss, query.token_weights or query.token_inputs
     name = "" if loss is None else type(loss).__name__
     known = name in _token_losses
@@ -205,39 +232,31 @@ def traced_token_loss(
     given = _given(hidden_states, head, labels, query, options, numbers=numbers)
     halves = torch.float16 in (given.autocast, *[tensor.dtype for tensor in given.trained if tensor is not None])
     if (known or loss is None) and not halves:
-        needs = [torch.is_grad_enabled() and tensor is not None and tensor.requires_grad for tensor in given.trained]
-        arguments = list(inputs.values()), list(inputs), name, words, needs
-        total, *found = torch.ops.liger_losses.token_loss(*given, *arguments)
+        given = given._replace(
+            token_inputs=list(inputs.values()), input_names=list(inputs), token_loss=name, words=words
+        )
+        total, *found = torch.ops.liger_losses.call(*given)
         return total, given.shaped({n: value.detach() for n, value in zip(given.asked, found, strict=False)})
-    every = dict(zip(given.names, torch.ops.liger_losses.statistics(*given), strict=True))
+    every = dict(zip(given.names, torch.ops.liger_losses.call(*given), strict=True))
     targets, asked = torch.cat([part.flatten() for part in given.labels]), {n: every[n] for n in given.asked}
     dims, mask = given.labels[0].dim() if len(given.labels) == 1 else 1, targets != given.ignore_index
     flat = {n: value.detach().flatten(0, dims - 1) for n, value in inputs.items()}
-    if loss is None:
-        terms = torch.stack([weight * asked[n] for n, weight in flat.items()]).sum(0)
-    else:
-        named = read_by(loss, Statistics(**asked))
-        result = loss(named, targets.masked_fill(~mask, 0), **flat)
-        terms = differentiable(result, named, targets.shape[0])
+    terms = query.losses(asked, targets.masked_fill(~mask, 0), flat)
     detached = given.shaped({n: value.detach() for n, value in asked.items()})
     return torch.where(mask, terms, 0.0).sum().to(given.dtype), detached
 
 
-def traced_targets(targets: Targets, query: Query, inputs: Mapping[str, Any] | None = None) -> Any:
+def of_targets(targets: Targets, query: Query, inputs: Mapping[str, Any] | None = None) -> Any:
     """Statistics of several targets; with ``inputs``, their separable loss, and detached statistics."""
-    found: list[Any] = []
-    losses: list[Tensor] = []
+    if not is_dynamo_compiling():
+        return targets.statistics(query) if inputs is None else targets.token_loss(query, inputs)
     each = {name: one_each(value, targets.count) for name, value in (inputs or {}).items()}
-    for group in targets.groups:
-        call = group.hidden_states, group.head, group.labels
-        if inputs is None:
-            found.append((group, traced_statistics(*call, group.query(query, {}), targets.options)))
-        else:
-            loss, statistics = traced_token_loss(*call, group.query(query, each), targets.options)
-            losses.append(loss)
-            found.append((group, statistics))
-    values = targets.in_order(found)
-    return values if inputs is None else (torch.stack(losses).sum(), values)
+    calls = [(g.hidden_states, g.head, g.labels, g.query(query, each), targets.options) for g in targets.groups]
+    if inputs is None:
+        return targets.in_order(targets.groups, [query_statistics(*call) for call in calls])
+    found = [separable_loss(*call) for call in calls]
+    values = targets.in_order(targets.groups, [statistics for _, statistics in found])
+    return torch.stack([loss for loss, _ in found]).sum(), values
 
 
 def _given(
@@ -275,6 +294,8 @@ def _given(
     every = [transform.temperature, transform.logit_scale, transform.softcap, *of_teacher, *numbers]
     static = [not isinstance(value, Tensor) and (value is None or has_static_value(value)) for value in every]
     pairs = list(zip(every, static, strict=True))
+    trained = [*hidden, head.weight, head.bias]
+    unit = torch.ones((), dtype=torch.float64)  # a number that changes would be compiled anew for each value
     return Given(
         hidden_states=hidden,
         labels=targets,
@@ -291,7 +312,7 @@ def _given(
         teacher=teacher,
         divergence="" if comparison is None else comparison.divergence.form,
         numbers=[math.nan if value is None else float(value) if known else 0.0 for value, known in pairs],
-        changing=[None if known else _as_tensor(value) for value, known in pairs],
+        changing=[None if known else value if isinstance(value, Tensor) else unit * value for value, known in pairs],
         ignore_index=options.ignore_index,
         compact=options.compact,
         workspace=options.workspace,
@@ -301,12 +322,8 @@ def _given(
         strategy=options.strategy,
         autocast=autocast_dtype(head.weight.device),
         dtype=torch.promote_types(torch.float32, dtype),
+        needs=[torch.is_grad_enabled() and tensor is not None and tensor.requires_grad for tensor in trained],
     )
-
-
-def _as_tensor(value: Any) -> Tensor:
-    """As an operator's argument, a number that changes would be compiled again for each value."""
-    return value if isinstance(value, Tensor) else torch.ones((), dtype=torch.float64) * value
 
 
 # --- Running ----------------------------------------------------------------------------------------------------------
@@ -314,7 +331,13 @@ def _as_tensor(value: Any) -> Tensor:
 
 def _operator(name: str, others: str = "") -> Any:
     """Register a function of :class:`Given`'s fields, and others, that returns tensors."""
-    schema = f"({_SCHEMA}{others}) -> Tensor[]"
+    arguments = []
+    for field, kind in Given.__annotations__.items():
+        kind = str(getattr(kind, "__forward_arg__", kind))
+        for annotation, of_schema in _SCHEMA.items():
+            kind = re.sub(annotation, of_schema, kind)
+        arguments.append(f"{kind} {field}")
+    schema = f"({', '.join(arguments)}{others}) -> Tensor[]"
     return torch.library.custom_op(name, mutates_args=(), schema=schema, tags=(torch.Tag.cudagraph_unsafe,))
 
 
@@ -327,7 +350,8 @@ def _compute(given: Given, known: Mapping[str, Tensor] | None = None) -> list[An
     (head, query, options), (hidden, *_), (labels, *_) = given.opened(), given.hidden_states, given.labels
     with _autocast(given):
         if not given.support:
-            values = flat_statistics(given.hidden_states, head, given.labels, query, options, known)
+            made = make_call(given.hidden_states, head, given.labels, query, options)
+            values = compute_statistics(*made, known)
             return [values.get(name) for name in given.names]
         ids, *offsets = given.support
         kept = TokenSupport(ids, offsets[0] if offsets else None, given.add_label)
@@ -341,13 +365,13 @@ def _separate(tensors: Sequence[Tensor]) -> list[Tensor]:
     return [tensor.detach().clone(memory_format=torch.contiguous_format) for tensor in tensors]
 
 
-def _leaves(given: Given, needs: Sequence[bool]) -> tuple[Given, list[Any]]:
-    """The call of leaves of a graph, and the leaves that need gradients."""
-    pairs = zip(given.trained, needs, strict=True)
+def _leaves(given: Given) -> tuple[Given, list[Any]]:
+    """The call of leaves of a graph, and those of which gradients are needed."""
+    pairs = list(zip(given.trained, given.needs, strict=True))
     leaves: list[Any] = [None if tensor is None else tensor.detach().requires_grad_(need) for tensor, need in pairs]
     *hidden, weight, bias = leaves
     made = given._replace(hidden_states=hidden, weight=weight, bias=bias)
-    return made, [leaf for leaf, need in zip(leaves, needs, strict=True) if need]
+    return made, [leaf for leaf, need in zip(leaves, given.needs, strict=True) if need]
 
 
 def _differentiate(outputs: Sequence[Tensor], leaves: Sequence[Tensor], upstream: Any = None) -> list[Tensor]:
@@ -356,38 +380,47 @@ def _differentiate(outputs: Sequence[Tensor], leaves: Sequence[Tensor], upstream
     return [torch.zeros_like(leaf) if grad is None else grad.contiguous() for leaf, grad in pairs]
 
 
-def _empty_gradients(given: Given, needs: Sequence[bool]) -> list[Tensor]:
-    pairs = zip(given.trained, needs, strict=True)
+def _empty_gradients(given: Given) -> list[Tensor]:
+    pairs = zip(given.trained, given.needs, strict=True)
     return [tensor.new_empty(tensor.shape) for tensor, need in pairs if need and tensor is not None]
 
 
-def _by_input(ctx: Any, gradients: Sequence[Tensor | None]) -> tuple[Any, ...]:
-    """What a backward returns: lists of tensors have lists of gradients."""
-    found = iter(gradients)
-    *hidden, weight, bias = [next(found) if need else None for need in ctx.needs]
-    lists = [isinstance(value, list) and all(part is _SAVED for part in value) for value in ctx.inputs]
-    nothing = [[None] * len(value) if listed else None for value, listed in zip(ctx.inputs, lists, strict=True)]
-    return hidden, nothing[1], weight, bias, *nothing[4:]
+@_operator("liger_losses::call")
+def _call(*arguments: Any) -> list[Tensor]:
+    """The statistics ``[T]``; of a separable loss before them the loss, and after them the gradients of what ``needs``
+    them."""
+    given = Given(*arguments)
+    if not given.separable:
+        with torch.inference_mode(False), torch.no_grad():
+            return _separate(_compute(given))
+    call, leaves = _leaves(given)
+    (head, query, options), tensors = call.opened(), dict(zip(call.input_names, call.token_inputs, strict=True))
+    if call.token_loss:
+        numbers = [call.number(place) for place in range(9, len(call.numbers))]
+        query = replace(query, token_loss=_made(_token_losses[call.token_loss], call.words, numbers))
+    with torch.inference_mode(False), torch.set_grad_enabled(bool(leaves)), _autocast(call):
+        weighted = not call.token_loss
+        query = replace(query, token_weights=tensors) if weighted else replace(query, token_inputs=tensors)
+        loss, (found,) = separable_losses([make_call(call.hidden_states, head, call.labels, query, options)])
+        gradients = _differentiate([loss] if loss.requires_grad else [], leaves)
+    return [*_separate([loss, *call.flat(found, call.asked)]), *gradients]
 
 
-@_operator("liger_losses::statistics")
-def _statistics(*given: Any) -> list[Tensor]:
-    with torch.inference_mode(False), torch.no_grad():
-        return _separate(_compute(Given(*given)))
+@_call.register_fake
+def _(*arguments: Any) -> list[Tensor]:
+    given = Given(*arguments)
+    found = given.empty(given.names)
+    return (
+        [given.weight.new_empty((), dtype=given.dtype), *found, *_empty_gradients(given)] if given.separable else found
+    )
 
 
-@_statistics.register_fake
-def _(*given: Any) -> list[Tensor]:
-    return Given(*given).empty(Given(*given).names)
-
-
-@_operator("liger_losses::gradients", ", Tensor[] values, Tensor?[] upstream, bool[] needs")
+@_operator("liger_losses::gradients", ", Tensor[] values, Tensor?[] upstream")
 def _gradients(*arguments: Any) -> list[Tensor]:
-    """From the gradients of statistics to the gradients of what ``needs`` them; ``values`` are all that forward
-    returned."""
-    *given, values, upstream, needs = arguments
+    """From the gradients of statistics to those of what ``needs`` them; ``values`` are all that forward returned."""
+    *given, values, upstream = arguments
     with torch.inference_mode(False), torch.enable_grad():
-        call, leaves = _leaves(Given(*given), needs)
+        call, leaves = _leaves(Given(*given))
         found = _compute(call, dict(zip(call.names, values, strict=True)))
         asked = [(f, g) for f, g in zip(found, upstream, strict=True) if f is not None and g is not None]
         pairs = [(f, g) for f, g in asked if f.requires_grad]
@@ -396,7 +429,7 @@ def _gradients(*arguments: Any) -> list[Tensor]:
 
 @_gradients.register_fake
 def _(*arguments: Any) -> list[Tensor]:
-    return _empty_gradients(Given(*arguments[:-3]), arguments[-1])
+    return _empty_gradients(Given(*arguments[:-2]))
 
 
 def _mapped(inputs: Sequence[Any], change: Callable[[Any], Any]) -> list[Any]:
@@ -404,8 +437,12 @@ def _mapped(inputs: Sequence[Any], change: Callable[[Any], Any]) -> list[Any]:
     return [[change(v) for v in value] if isinstance(value, (list, tuple)) else change(value) for value in inputs]
 
 
-def _save_call(ctx: Any, inputs: tuple[Any, ...], output: Sequence[Tensor]) -> None:
-    tensors = list[Tensor]()
+#: Stands for a tensor that is saved.
+_SAVED = object()
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: Sequence[Tensor]) -> None:
+    given, tensors = Given(*inputs), list[Tensor]()
     ctx.set_materialize_grads(False)
 
     def save(value: Any) -> Any:
@@ -414,45 +451,25 @@ def _save_call(ctx: Any, inputs: tuple[Any, ...], output: Sequence[Tensor]) -> N
         tensors.append(value)
         return _SAVED
 
-    ctx.inputs = _mapped(inputs, save)
-    ctx.needs = [tensor is not None and tensor.requires_grad for tensor in Given(*inputs).trained]
-    ctx.save_for_backward(*tensors, *output)
+    ctx.needs, ctx.separable, ctx.inputs = given.needs, given.separable, _mapped(inputs, save)
+    ctx.save_for_backward(*(output[1 + len(given.asked) :] if given.separable else (*tensors, *output)))
 
 
-def _backward_of_statistics(ctx: Any, upstream: Sequence[Tensor | None]) -> Any:
+def _backward(ctx: Any, upstream: Sequence[Tensor | None]) -> tuple[Any, ...]:
     saved = iter(ctx.saved_tensors)
-    given = _mapped(ctx.inputs, lambda v: next(saved) if v is _SAVED else v)
-    found = torch.ops.liger_losses.gradients(*given, list(saved), list(upstream), ctx.needs)
-    return _by_input(ctx, found)
+    if ctx.separable:
+        gradients = iter([None if upstream[0] is None else gradient * upstream[0] for gradient in saved])
+    else:
+        given = _mapped(ctx.inputs, lambda v: next(saved) if v is _SAVED else v)
+        gradients = iter(torch.ops.liger_losses.gradients(*given, list(saved), list(upstream)))
+    *hidden, weight, bias = [next(gradients) if need else None for need in ctx.needs]
+    # Lists of tensors have lists of gradients.
+    lists = [isinstance(value, list) and all(part is _SAVED for part in value) for value in ctx.inputs]
+    nothing = [[None] * len(value) if listed else None for value, listed in zip(ctx.inputs, lists, strict=True)]
+    return hidden, nothing[1], weight, bias, *nothing[4:]
 
 
-_SAVED = object()
-_statistics.register_autograd(_backward_of_statistics, setup_context=_save_call)
-
-
-@_operator(
-    "liger_losses::token_loss", ", Tensor[] token_inputs, str[] names, str token_loss, str[] words, bool[] needs"
-)
-def _token_loss(*arguments: Any) -> list[Tensor]:
-    """The loss, its statistics ``[T]``, and the gradients of what ``needs`` them."""
-    *given, inputs, names, name, words, needs = arguments
-    call, leaves = _leaves(Given(*given), needs)
-    (head, query, options), tensors = call.opened(), dict(zip(names, inputs, strict=True))
-    if name:
-        numbers = [call.number(place) for place in range(9, len(call.numbers))]
-        query = replace(query, token_loss=_made(_token_losses[name], words, numbers))
-    with torch.inference_mode(False), torch.set_grad_enabled(bool(leaves)), _autocast(call):
-        if len(call.labels) > 1:
-            sizes = [part.numel() for part in call.labels]
-            parts = {name: list(value.split(sizes)) for name, value in tensors.items()}
-            rows = [part.flatten(0, -2) for part in call.hidden_states]
-            call = call._replace(labels=[part.flatten() for part in call.labels])
-            loss, found = Targets.of(rows, [head] * len(sizes), call.labels, options).token_loss(query, parts)
-        else:
-            query = replace(query, token_inputs=tensors) if name else replace(query, token_weights=tensors)
-            loss, *found = separable_loss(call.hidden_states[0], head, call.labels[0], query, options)
-        gradients = _differentiate([loss] if loss.requires_grad else [], leaves)
-    return [*_separate([loss, *call.flat(found, call.asked)]), *gradients]
+_call.register_autograd(_backward, setup_context=_save)
 
 
 def _made(cls: Any, words: Sequence[str], numbers: Sequence[Any]) -> Any:
@@ -465,27 +482,6 @@ def _made(cls: Any, words: Sequence[str], numbers: Sequence[Any]) -> Any:
 
 
 _KINDS: dict[str, Callable[[Any], Any]] = {"bool": bool, "int": int, "int | None": int}
-
-
-@_token_loss.register_fake
-def _(*arguments: Any) -> list[Tensor]:
-    call = Given(*arguments[:-5])
-    loss = call.weight.new_empty((), dtype=call.dtype)
-    return [loss, *call.empty(call.asked), *_empty_gradients(call, arguments[-1])]
-
-
-def _save_gradients(ctx: Any, inputs: tuple[Any, ...], output: Sequence[Tensor]) -> None:
-    ctx.set_materialize_grads(False)
-    ctx.needs, ctx.inputs = inputs[-1], _mapped(inputs, lambda v: _SAVED if isinstance(v, Tensor) else v)
-    ctx.save_for_backward(*output[1 + len(Given(*inputs[:-5]).asked) :])
-
-
-def _backward_of_token_loss(ctx: Any, upstream: Sequence[Tensor | None]) -> Any:
-    scaled = [None if upstream[0] is None else gradient * upstream[0] for gradient in ctx.saved_tensors]
-    return _by_input(ctx, scaled)
-
-
-_token_loss.register_autograd(_backward_of_token_loss, setup_context=_save_gradients)
 
 
 # --- The way in -------------------------------------------------------------------------------------------------------
@@ -512,7 +508,7 @@ def _entry(function: F, of_loss: bool) -> F:
             keywords = by_forward_names(loss, len(given), keywords)
         elif "head" in keywords:  # as the documentation calls the weight
             keywords = {"weight" if name == "head" else name: value for name, value in keywords.items()}
-        if torch.compiler.is_dynamo_compiling():
+        if is_dynamo_compiling():
             message = wrong(len(given), tuple(keywords), None if loss is None else type(loss))
             if message is not None:
                 raise TypeError(message)

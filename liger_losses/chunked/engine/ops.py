@@ -18,17 +18,20 @@ import torch
 from torch import Tensor, nn
 from torch.compiler import is_dynamo_compiling
 
-from liger_losses.chunked.engine.autograd_functions import query_statistics, separable_loss
-from liger_losses.chunked.engine.checks import LISTS, check_shift, check_tensor
+from liger_losses.chunked.engine.checks import LISTS, check_shift, check_tensor, rows_of_all
 from liger_losses.chunked.engine.head import Head
-from liger_losses.chunked.engine.input_checks import rows_of_all
 from liger_losses.chunked.engine.many_heads import Targets
-from liger_losses.chunked.engine.operators import operator, traced_statistics, traced_targets, traced_token_loss
+from liger_losses.chunked.engine.operators import (
+    of_targets,
+    operator,
+    query_statistics,
+    separable_loss,
+    support_statistics,
+)
 from liger_losses.chunked.engine.plan import EngineOptions
-from liger_losses.chunked.engine.query import Comparison, EqualWeights, Largest, Query, Statistics
-from liger_losses.chunked.engine.registered import REGISTERED
+from liger_losses.chunked.engine.query import REGISTERED, Comparison, EqualWeights, Largest, Query, Statistics
 from liger_losses.chunked.engine.straight_line import straight_statistics
-from liger_losses.chunked.engine.support import TokenSupport, linear_support_statistics
+from liger_losses.chunked.engine.support import TokenSupport
 from liger_losses.chunked.engine.teachers import Teacher, TeacherLogits, Teachers
 from liger_losses.chunked.engine.tokens import Tokens, shift_labels
 from liger_losses.kernels.divergence_forms import Divergence
@@ -81,13 +84,12 @@ def linear_statistics(
     query, selected = _query(statistics, metrics, selected, class_weight=class_weight)
     if isinstance(weight, LISTS) or (isinstance(hidden_states, LISTS) and isinstance(labels, Tensor)):
         targets = Targets.of(hidden_states, weight, labels, options, bias=bias, transform=transform, selected=selected)
-        return traced_targets(targets, query) if is_dynamo_compiling() else targets.statistics(query)
+        return of_targets(targets, query)
     head = Head.of(weight, bias, transform)
     if isinstance(selected, (list, tuple)) and isinstance(labels, (list, tuple, Tokens)):
         shapes: Any = labels.shapes if isinstance(labels, Tokens) else [part.shape for part in labels]
-        query = replace(query, selected=rows_of_all("selected", selected, shapes, head))
-    compute = traced_statistics if is_dynamo_compiling() else query_statistics
-    found = compute(hidden_states, head, labels, query, options)
+        query = replace(query, selected=rows_of_all("selected", selected, shapes, head.weight))
+    found = query_statistics(hidden_states, head, labels, query, options)
     return found if isinstance(hidden_states, (list, tuple)) else found[0]
 
 
@@ -155,8 +157,7 @@ def linear_logps(
         if support is not None:
             raise TypeError("support= goes with one tensor of hidden states and one head, not with lists of them.")
         targets = Targets.of(hidden_states, weight, labels, options, bias=bias, transform=transform, shift=shift)
-        query = Query(names)
-        found = traced_targets(targets, query) if is_dynamo_compiling() else targets.statistics(query)
+        found = of_targets(targets, Query(names))
         return found if len(names) > 1 else [part.logp for part in found]
     check_tensor("labels", labels)
     head = Head.of(weight, bias, transform)
@@ -164,7 +165,10 @@ def linear_logps(
     if of_each and labels.shape[:-1] == hidden_states.shape[:-1]:
         if support is not None or shift:
             raise ValueError("several labels for each hidden state go without support= and shift=.")
-        statistics = _of_several_labels(hidden_states, head, labels, names, options)
+        one, columns, mask = _several_labels(labels, options)
+        asked = ("selected_logps", *(name for name in names if name != "logp"))
+        found = linear_statistics(hidden_states, head, one, asked, selected=columns, options=options)
+        statistics = found._replace(logp=torch.where(mask, found.selected_logps, 0.0), selected_logps=None)
     elif support is None:
         labels = shift_labels(labels, ignore_index, int(shift)) if shift else labels
         statistics = linear_statistics(hidden_states, head, labels, names, options=options)
@@ -239,15 +243,6 @@ def _several_labels(labels: Tensor, options: EngineOptions) -> tuple[Tensor, Ten
     mask = labels != options.ignore_index
     columns = labels.masked_fill(~mask, 0)
     return columns.amax(-1).masked_fill(~mask.any(-1), options.ignore_index), columns, mask
-
-
-def _of_several_labels(
-    hidden_states: Tensor, head: Head, labels: Tensor, names: Sequence[str], options: EngineOptions
-) -> Statistics:
-    one, columns, mask = _several_labels(labels, options)
-    names = ("selected_logps", *(name for name in names if name != "logp"))
-    found = linear_statistics(hidden_states, head, one, names, selected=columns, options=options)
-    return found._replace(logp=torch.where(mask, found.selected_logps, 0.0), selected_logps=None)
 
 
 @operator
@@ -355,8 +350,7 @@ def linear_divergence(
             found.append(linear_divergence(hidden_states, head, own, one, divergence, **given))
         return _added(found)
     query = Query(names, comparison=Comparison(teacher, divergence, temperature))
-    compute = traced_statistics if is_dynamo_compiling() else query_statistics
-    return compute(hidden_states, Head.of(weight, bias, transform), labels, query, options)[0]
+    return query_statistics(hidden_states, Head.of(weight, bias, transform), labels, query, options)[0]
 
 
 @operator
@@ -422,8 +416,9 @@ def linear_token_loss(
         targets = Targets.of(
             hidden_states, weight, labels, options, bias=bias, transform=transform, inputs=inputs, selected=selected
         )
-        return traced_targets(targets, query, inputs) if is_dynamo_compiling() else targets.token_loss(query, inputs)
-    return _separable_loss(hidden_states, Head.of(weight, bias, transform), labels, query, options)
+        return of_targets(targets, query, inputs)
+    loss, (found,) = separable_loss(hidden_states, Head.of(weight, bias, transform), labels, query, options)
+    return loss, found
 
 
 @operator
@@ -466,7 +461,8 @@ def linear_divergence_loss(
         return torch.stack(losses).sum(), _added(parts)
     comparison = Comparison(teacher, divergence, temperature)
     query = Query(tuple(weights), tuple(metrics), comparison=comparison, token_weights=weights)
-    return _separable_loss(hidden_states, Head.of(weight, bias, transform), labels, query, options)
+    loss, (found,) = separable_loss(hidden_states, Head.of(weight, bias, transform), labels, query, options)
+    return loss, found
 
 
 @operator
@@ -494,34 +490,8 @@ def linear_weighted_loss(
     """
     check_tensor("hidden_states", hidden_states, allow_dtensor=True)
     query = Query(tuple(weights), metrics, class_weight=class_weight, token_weights=weights)
-    return _separable_loss(hidden_states, Head.of(weight), labels, query, options)
-
-
-def support_statistics(
-    hidden_states: Tensor,
-    head: Head,
-    labels: Tensor,
-    support: TokenSupport,
-    names: tuple[str, ...],
-    options: EngineOptions,
-    shift: int = 0,
-) -> Statistics:
-    """:func:`linear_support_statistics`, also in a compiled function."""
-    if is_dynamo_compiling():
-        if support.sparse_grad:
-            raise ValueError("no compiled function returns sparse gradients; leave sparse_grad=True out of it.")
-        query = Query(names, selected=support.ids if "selected_logps" in names else None)
-        return traced_statistics(hidden_states, head, labels, query, options, support, shift)[0]
-    return linear_support_statistics(hidden_states, head, labels, support, names, options, shift=shift)
-
-
-def _separable_loss(
-    hidden_states: Tensor, head: Head, labels: Any, query: Query, options: EngineOptions
-) -> tuple[Tensor, Statistics]:
-    if not is_dynamo_compiling():
-        return separable_loss(hidden_states, head, labels, query, options)
-    loss, found = traced_token_loss(hidden_states, head, labels, query, options)
-    return loss, found[0]
+    loss, (found,) = separable_loss(hidden_states, Head.of(weight), labels, query, options)
+    return loss, found
 
 
 def _of_each(teachers: Teachers, labels: Any, options: EngineOptions) -> list[tuple[Any, Tensor]]:

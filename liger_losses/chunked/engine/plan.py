@@ -6,7 +6,7 @@ N active tokens, H hidden size, V vocabulary size.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from functools import cache, cached_property, lru_cache
+from functools import cache, cached_property
 from numbers import Integral
 from typing import NamedTuple
 
@@ -181,11 +181,6 @@ class Workload:
         logits = 2 * padded(self.vocab_size) * self.logits_dtype.itemsize
         return logits + self.teacher_row_bytes + 4096 if self.teacher_row_bytes else 0
 
-    @property
-    def keeping_pays(self) -> bool:
-        """Whether it is faster to keep the logits of all tokens until backward than to compute them again."""
-        return self.exponentials or not self.fused or self.hidden_size >= MIN_KEPT_HIDDEN_SIZE
-
     def default_workspace(self) -> int:
         """Bytes that keep the device busy.
 
@@ -271,21 +266,8 @@ def make_plan(work: Workload, workspace: int | None = None, chunk_size: int | No
     Raises:
         ValueError: the workspace cannot hold even one row.
     """
-    bound = default_bound() if workspace is None else workspace
-    memory = device_memory(work.device) if work.device_memory is None else work.device_memory
-    return _make_plan(work, bound, workspace is None, work.default_workspace(), memory, chunk_size)
-
-
-@lru_cache(256)
-def _make_plan(
-    work: Workload, bound: int | None, by_default: bool, usual: int, memory: int, chunk_size: int | None
-) -> Plan:
-    """Kept, because the device is idle while the host plans.
-
-    ``bound`` is the call's own workspace, or ``by_default`` what the user has set for all, or ``None``; ``usual`` that
-    of the workload.
-    """
-    budget, tokens = _budget(work, bound, by_default, usual, memory), work.tokens
+    bound, by_default = default_bound() if workspace is None else workspace, workspace is None
+    budget, tokens = _budget(work, bound, by_default), work.tokens
     teacher = work.teacher_row_bytes > 0
     part = _part_rows(work, budget.blocks) if teacher else 0
     tiled = work.divergence_tiles and chunk_size is None and part < min(MIN_PART, tokens)
@@ -340,8 +322,11 @@ class _Budget(NamedTuple):
     weight_chunk: int  # rows
 
 
-def _budget(work: Workload, bound: int | None, by_default: bool, usual: int, memory: int) -> _Budget:
-    """Divide the call's workspace, the user's default, or the default for the workload and the device."""
+def _budget(work: Workload, bound: int | None, by_default: bool) -> _Budget:
+    """Divide ``bound``, the call's own workspace or ``by_default`` what the user has set for all calls; where there is
+    none, the workspace of the workload and the device."""
+    memory = device_memory(work.device) if work.device_memory is None else work.device_memory
+    usual = work.default_workspace()
     item, teacher = work.logits_dtype.itemsize, work.teacher_row_bytes > 0
     # Per-token vectors (labels, positions, statistics and their gradients) are small, but not nothing.
     numbers = 32 if work.fused or work.divergence_tiles else 16
@@ -367,7 +352,9 @@ def _budget(work: Workload, bound: int | None, by_default: bool, usual: int, mem
     chunk = min(max(1, copies // max(work.copied_row_bytes, 1)), work.vocab_size) if work.copied_row_bytes else 0
     chunk = chunk // 64 * 64 or chunk  # aligned products
     taken = scratch + chunk * work.copied_row_bytes
-    return _Budget(size - taken, (most if work.keeping_pays else size) - taken, scratch, chunk or work.vocab_size)
+    # Whether it is faster to keep the logits of all tokens until backward than to compute them again.
+    keeps = work.exponentials or not work.fused or work.hidden_size >= MIN_KEPT_HIDDEN_SIZE
+    return _Budget(size - taken, (most if keeps else size) - taken, scratch, chunk or work.vocab_size)
 
 
 def _part_rows(work: Workload, size: int) -> int:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from liger_losses.chunked.engine.documentation import see
-from liger_losses.chunked.engine.quantized_weight import QuantizedWeight
+from liger_losses.chunked.engine.weights import QuantizedWeight
 
 #: From a tensor or layer to its rows, or ``None`` for one that holds an ordinary weight.
 Finder = Callable[[Any], "QuantizedWeight | None"]

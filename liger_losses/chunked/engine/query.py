@@ -6,20 +6,21 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from numbers import Integral
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 
-from liger_losses.chunked.engine.checks import check_names, check_vector
+from liger_losses.chunked.engine.checks import check_like_labels, check_names, check_vector
 from liger_losses.chunked.engine.head import Head
-from liger_losses.chunked.engine.input_checks import check_like_labels
 from liger_losses.chunked.engine.ranks import Ranks
 from liger_losses.chunked.engine.teachers import Teacher, TeacherLogits, check_comparison
 from liger_losses.chunked.engine.tokens import Tokens, check_temperature
 from liger_losses.kernels.divergence_forms import Divergence
 from liger_losses.kernels.logit_transform import LogitTransform
 from liger_losses.kernels.softmax_stats import STATISTICS
+
+F = TypeVar("F", bound=Callable[..., Any])
 
 _DIFFERENTIABLE: tuple[str, ...] = tuple(name for name in STATISTICS if name != "argmax")
 
@@ -84,6 +85,12 @@ def read_by(token_loss: Callable[..., Any], values: Sequence[Any], registered: S
     name = getattr(token_loss, "__name__", type(token_loss).__name__)
     place = "statistics=, or to metrics= where it needs no gradient"
     return DeclaredStatistics(values, f"token_loss ({name})", place, registered)
+
+
+def closed_form(token_loss: F) -> F:
+    """Mark a ``token_loss`` that returns ``(values, derivatives)``: autograd records no graph for it."""
+    token_loss.closed_form = True  # type: ignore[attr-defined]
+    return token_loss
 
 
 def wrong_token_losses(losses: Any, count: int) -> ValueError:
@@ -196,6 +203,25 @@ class Query:
             token_weights=weights,
         )
 
+    def losses(self, statistics: Mapping[str, Tensor], labels: Tensor, given: Mapping[str, Tensor]) -> Tensor:
+        """The tokens' losses ``[n]``, differentiable by their statistics; ``given`` are the token weights or inputs.
+
+        Where a token loss returns values and derivatives, a function that has both.
+        """
+        if self.token_loss is None:
+            terms = [weight * statistics[name] for name, weight in given.items()]
+            return sum(terms[1:], terms[0])
+        named, count = read_by(self.token_loss, Statistics(**statistics), self.registered), labels.shape[0]
+        result = self.token_loss(named, labels, **given)
+        losses, derivatives = result if isinstance(result, tuple) else (result, None)
+        if not isinstance(losses, Tensor) or losses.shape != (count,):
+            raise wrong_token_losses(losses, count)
+        if derivatives is None:
+            return losses
+        values = {name: getattr(named, name) for name in derivatives}
+        terms = [g.detach() * (values[n] - values[n].detach()) for n, g in derivatives.items()]
+        return losses.detach() + sum([term.sum(-1) if term.dim() > 1 else term for term in terms])
+
     @property
     def weight_tensors(self) -> dict[str, Tensor]:
         """The token weights that are not equal ones."""
@@ -218,9 +244,7 @@ def check_query(query: Query, head: Head, shapes: Sequence[torch.Size]) -> int:
     names, vocab_size = _DIFFERENTIABLE, head.vocab_size
     metrics: tuple[str, ...] = STATISTICS
     if query.selects:
-        names = ("selected_logps", *names)
-    if query.selects:
-        metrics = ("rest", *metrics)
+        names, metrics = ("selected_logps", *names), ("rest", *metrics)
     if query.largest:
         metrics = ("columns", *metrics)
         if query.largest > vocab_size:
@@ -245,12 +269,74 @@ def check_query(query: Query, head: Head, shapes: Sequence[torch.Size]) -> int:
     check_names(query.metrics, ("entropy",) if query.comparison is not None else metrics, "statistic")
     like = shapes[0] if len(shapes) == 1 else torch.Size([sum([math.prod(shape) for shape in shapes])])
     if query.selected is not None:
-        check_like_labels("selected", query.selected, like, head)
+        check_like_labels("selected", query.selected, like, head.weight)
         if query.selected.dtype != torch.int64 or query.selected.shape[:-1] != like:
             raise ValueError(
                 f"selected must be int64 columns [..., k] for each label of {tuple(like)}, got "
                 f"{query.selected.dtype} of {tuple(query.selected.shape)}."
             )
     for name, value in {**query.token_inputs, **query.weight_tensors}.items():
-        check_like_labels(name, value, like, head)
+        check_like_labels(name, value, like, head.weight)
     return vocab_size
+
+
+# --- Statistics of a user's own: sums over the vocabulary of a function of the log-probabilities ----------------------
+
+#: The terms t of what :func:`register_statistic` was given, by name. With ``S = sum_v t(log p_v)``, the gradient is
+#: ``dS / dz_v = t'(log p_v) - p_v sum_u t'(log p_u)``, where t' comes from autograd.
+REGISTERED: dict[str, Callable[[Tensor], Tensor]] = {}
+
+
+def register_statistic(name: str, term: Callable[[Tensor], Tensor]) -> None:
+    """Make ``sum_v term(log p_v)`` a statistic that losses may read, differentiable by hidden states, weight and bias.
+
+    It is computed by PyTorch from blocks of fp32 logits, on every device.
+
+    Args:
+        name: a name that no other statistic has.
+        term: ``log_p [R, V] -> [R, V]``, elementwise and differentiable; ``log_p`` is at least -10,000.
+
+    Raises:
+        TypeError, ValueError: a name that is taken; terms of another shape, that are not finite, whose derivative is
+            not, or that are not elementwise.
+    """
+    if not isinstance(name, str) or not name.isidentifier():
+        raise TypeError(f"the name of a new statistic must be an identifier, got {name!r}.")
+    if name in REGISTERED or name in (*STATISTICS, "selected_logps", "divergence", "columns", "rest", "registered"):
+        raise ValueError(f"there is a statistic {name!r} already; take another name.")
+    g = torch.Generator().manual_seed(0)
+    log_p = torch.randn(3, 7, generator=g, dtype=torch.float64).log_softmax(-1)
+    log_p[0, 0] = -1e4
+    found, derivative = _term_and_derivative(term, log_p)
+    if not isinstance(found, Tensor) or found.shape != log_p.shape:
+        got = tuple(found.shape) if isinstance(found, Tensor) else type(found).__name__
+        raise ValueError(f"the term of {name!r} must return one value per entry, {tuple(log_p.shape)}, got {got}.")
+    if not (found.isfinite().all() and derivative.isfinite().all()):
+        raise ValueError(f"the term of {name!r}, or its derivative, is not finite for log-probabilities down to -1e4.")
+    if not torch.allclose(term(log_p[1:, 2:]), found[1:, 2:]):
+        raise ValueError(f"the term of {name!r} must be elementwise: an entry's value depends on other entries.")
+    REGISTERED[name] = term
+
+
+def _term_and_derivative(term: Callable[[Tensor], Tensor], log_p: Tensor) -> tuple[Tensor, Tensor]:
+    with torch.enable_grad():
+        leaf = log_p.detach().requires_grad_()
+        found = term(leaf)
+        if not isinstance(found, Tensor) or not found.requires_grad:
+            return found, torch.zeros_like(log_p)
+        (derivative,) = torch.autograd.grad(found.sum(), leaf)
+    return found.detach(), derivative
+
+
+def registered_values(names: Sequence[str], log_p: Tensor, ranks: Ranks) -> Tensor:
+    """The statistics ``[R, m]`` of log-probabilities ``[R, V]``."""
+    return ranks.sum_(torch.stack([REGISTERED[name](log_p).sum(1) for name in names], 1))
+
+
+def registered_gradient(names: Sequence[str], log_p: Tensor, upstream: Tensor, ranks: Ranks) -> Tensor:
+    """d loss / d logits ``[R, V]`` from d loss / d statistics ``[R, m]``."""
+    derivative = torch.zeros_like(log_p)
+    for name, g in zip(names, upstream.unbind(1), strict=True):
+        derivative += g[:, None] * _term_and_derivative(REGISTERED[name], log_p)[1]
+    total = ranks.sum_(derivative.sum(1))
+    return derivative.addcmul_(log_p.exp(), total[:, None], value=-1.0)

@@ -17,11 +17,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from liger_losses.chunked.engine.agreement import VOCABULARY, Agreement, all_gather, known_of
+from liger_losses.chunked.engine.agreement import VOCABULARY, Agreement, Given, all_gather, known_of
 from liger_losses.chunked.engine.checks import check_group, check_tensor, check_vector, check_weight
 from liger_losses.chunked.engine.documentation import see
-from liger_losses.chunked.engine.given import Given
-from liger_losses.chunked.engine.quantized_weight import QuantizedWeight
+from liger_losses.chunked.engine.weights import QuantizedWeight
 from liger_losses.kernels.online_softmax import merge
 
 if TYPE_CHECKING:

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from liger_losses.chunked.engine.accumulation import side_by_side
 from liger_losses.chunked.engine.decision import decide
 from liger_losses.chunked.engine.head import Head
-from liger_losses.chunked.engine.plan import EngineOptions, default_bound, padded
+from liger_losses.chunked.engine.plan import EngineOptions, default_bound, is_small, padded
 from liger_losses.chunked.engine.query import EqualWeights, Query
 from liger_losses.chunked.engine.tokens import check_right
 from liger_losses.kernels._triton import BACKEND_VARIABLE
@@ -115,18 +115,20 @@ def _prepared(
     Raises:
         TypeError, ValueError: inputs that do not fit together.
     """
+    (size, depth), tokens = weight.shape, labels.numel()
+    dense = hidden.is_contiguous() and labels.is_contiguous() and isinstance(transform.temperature, float)
+    aligned = depth % ALIGNED == 0 and (tokens % ALIGNED == 0 or tokens <= MIN_CUT_SIZE) and padded(size) == size
+    if not (dense and aligned and is_small(tokens, depth, size, weight.device)):
+        return None
     decision = decide((hidden,), Head(weight, None, transform), (labels,), query, options)
-    run, (size, depth) = decision.run(labels.numel(), True), weight.shape
+    run = decision.run(tokens, True)
     dtypes = {hidden.dtype, weight.dtype, run.work.operand_dtype, run.grad_weight_dtype}
     here = not weight.is_cuda or (
         weight.get_device() == torch.cuda.current_device() and not torch.cuda.is_current_stream_capturing()
     )
-    dense = hidden.is_contiguous() and labels.is_contiguous() and isinstance(transform.temperature, float)
-    aligned = depth % ALIGNED == 0 and (labels.numel() % ALIGNED == 0 or labels.numel() <= MIN_CUT_SIZE)
     known = run.strategy == "one_pass" if query.separable else {*query.statistics} <= NAMES
-    if not (run.one_block and decision.backend == "triton" and here and known and len(dtypes) == 1):
-        return None
-    if not (dense and aligned and padded(size) == size and run.work.logits_dtype == torch.float32):
+    alike = len(dtypes) == 1 and run.work.logits_dtype == torch.float32
+    if not (run.one_block and decision.backend == "triton" and here and known and alike):
         return None
     return StraightLine(labels, weight, query, run.strategy, decision.options.ignore_index, transform)
 

@@ -17,7 +17,6 @@ from liger_losses.chunked.engine.call import Call, OpenCall
 from liger_losses.chunked.engine.one_block import OneBlock
 from liger_losses.chunked.engine.plan import blocks
 from liger_losses.chunked.engine.ranks import ALONE
-from liger_losses.chunked.engine.token_losses import token_losses, weighted_sum
 from liger_losses.chunked.engine.two_models import TwoModels, row_constants
 from liger_losses.chunked.engine.zero_rows import Pending
 
@@ -119,14 +118,14 @@ class Stream:
                 block.fill(part, known)
                 upstream: Upstream = {}
                 if known is None:
-                    found, upstream = token_losses(self.call, part.values, part.rows)
+                    found, upstream = self.call.token_losses(part.values, part.rows)
                     losses.append(found)
                 else:
                     upstream = known
                 grads = grads or Gradients(self.opened)
                 self._write_gradients(block, part, upstream, grads)
                 if known is not None:  # the last statistic may be found together with the gradients
-                    losses.append(weighted_sum(self.call, known, part.values, part.rows))
+                    losses.append(self.call.weighted_sum(known, part.values, part.rows))
         every = losses[0] if len(losses) == 1 else torch.cat([values["lse"][:0], *losses])
         return every.sum(dtype=values["lse"].dtype), values, (grads or Gradients(self.opened)).results()
 

@@ -10,7 +10,6 @@ T tokens, H hidden size, V vocabulary size, K kept columns of a token, P kept co
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from itertools import chain
 
@@ -18,14 +17,15 @@ import torch
 from torch import Tensor
 
 from liger_losses.chunked.engine.adapters import low_rank_factors
-from liger_losses.chunked.engine.autograd_functions import query_statistics
+from liger_losses.chunked.engine.agreement import Given, given_to_loss
+from liger_losses.chunked.engine.autograd_functions import statistics_of
+from liger_losses.chunked.engine.call import make_call
 from liger_losses.chunked.engine.checks import check_tensor
-from liger_losses.chunked.engine.given import Given, given_to_loss
+from liger_losses.chunked.engine.decision import check_inputs
 from liger_losses.chunked.engine.head import Head, operand_dtype
-from liger_losses.chunked.engine.input_checks import check_inputs
 from liger_losses.chunked.engine.plan import EngineOptions, default_bound, default_workspace, device_memory
 from liger_losses.chunked.engine.query import Query, Statistics
-from liger_losses.chunked.engine.tokens import check_temperature, checked_temperatures, shift_labels
+from liger_losses.chunked.engine.tokens import check_temperature, checked_temperatures, shift_labels, start_reading
 from liger_losses.kernels import LOGIT_DTYPES, choose_backend
 from liger_losses.kernels.autograd import autocast_dtype
 from liger_losses.kernels.given_columns import (
@@ -47,6 +47,8 @@ SUPPORT_STATISTICS = ("logp", "entropy", "lse")
 #: columns each of 128256, H 4096: 40.3 and 19.0 ms by rows, 37.2 and 14.9 by products); on other devices, from those of
 #: fp32 on two cores.
 _COST = {"cuda": (160, 190), "cpu": (300, 300)}
+#: What the host reads.
+_FACTS = "which tokens have kept columns; capture the model without its loss"
 _INTEGERS = (torch.int32, torch.int64)
 
 
@@ -166,7 +168,7 @@ def linear_support_statistics(
         labels = shift_labels(labels, options.ignore_index, shift) if shift else labels
         how = _How.of(local, head, labels, support, options, compute_dtype)
         groups = how.groups(local.reshape(-1, local.shape[-1]), labels.reshape(-1), support, shift)
-        read = _start_reading(functools.reduce(torch.add, [group.call.found.facts.sum(1) for group in groups]))
+        read = start_reading(functools.reduce(torch.add, [group.call.found.facts.sum(1) for group in groups]), _FACTS)
         for group in groups:
             project_(group.call, head.bias, *group.factors)
         if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in groups[0].factors[1::2]):
@@ -180,7 +182,7 @@ def linear_support_statistics(
     parts = list[Statistics]()
     if numbers.uncut:
         uncut = labels.masked_fill(groups[0].facts.uncut.view(labels.shape) == 0, options.ignore_index)
-        parts += query_statistics([hidden_states], head, [uncut], Query(names), options)
+        parts += statistics_of(*make_call(hidden_states, head, uncut, Query(names), options))
     if numbers.cut or not parts:
         # Ranks sum their projections once all have agreed to the call.
         found = found or [evaluate(group.call, names) for group in groups]
@@ -264,7 +266,7 @@ class _How:
             wide = lengths > most
             told = [lengths.masked_fill(wide, 0).amax(), lengths.amax(), wide.sum()]
             told += [] if offsets is None else [lengths.amin(), offsets[0], offsets[-1]]
-            longest, widest, number, *rises = _start_reading(torch.stack([each.long() for each in told]))()
+            longest, widest, number, *rises = start_reading(torch.stack([each.long() for each in told]), _FACTS)()
             if rises and (rises[0] < 0 or rises[1:] != [0, len(ids)]):
                 raise ValueError(
                     f"TokenSupport's offsets must rise from 0 to {len(ids)}, the number of ids; they go from "
@@ -367,23 +369,3 @@ class _How:
         if isinstance(self.transform.temperature, Tensor):
             found.add("temperatures", self.transform.temperature)
         return found
-
-
-def _start_reading(numbers: Tensor) -> Callable[[], list[int]]:
-    """Copy numbers to the host beside what is queued next; the function that is returned waits for them alone."""
-    if not numbers.is_cuda:
-        return numbers.tolist
-    if torch.cuda.is_current_stream_capturing():
-        raise RuntimeError(
-            "a CUDA graph is being captured, and the host cannot read which tokens have kept columns; capture the "
-            "model without its loss."
-        )
-    host = numbers.to("cpu", non_blocking=True)  # into pinned memory
-    copied = torch.cuda.Event()
-    copied.record(torch.cuda.current_stream(numbers.device))
-
-    def read() -> list[int]:
-        copied.synchronize()
-        return host.tolist()
-
-    return read

@@ -159,7 +159,14 @@ def _path(folder: Path, name: str | int) -> Path:
 
 
 def _on_cpu(values: dict[str, Any]) -> dict[str, Any]:
-    return {n: _alone(v.cpu()) if isinstance(v, Tensor) else v for n, v in values.items()}
+    """Contiguous tensors without the rest of their storage, which would be written with them."""
+    found = dict(values)
+    for name, value in values.items():
+        if isinstance(value, Tensor):
+            value = value.cpu()
+            whole = value.is_contiguous() and value.untyped_storage().nbytes() == value.nbytes
+            found[name] = value if whole else value.contiguous().clone()
+    return found
 
 
 def _digest(values: dict[str, Any]) -> str:
@@ -182,12 +189,6 @@ def _write(path: Path, values: dict[str, Any]) -> None:
         os.replace(unfinished, path)
     finally:
         unfinished.unlink(missing_ok=True)
-
-
-def _alone(tensor: Tensor) -> Tensor:
-    """A contiguous tensor without the rest of its storage, which would be written with it."""
-    whole = tensor.is_contiguous() and tensor.untyped_storage().nbytes() == tensor.nbytes
-    return tensor if whole else tensor.contiguous().clone()
 
 
 def _read(path: Path, what: str, needed: str) -> dict[str, Any]:

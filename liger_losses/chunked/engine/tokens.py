@@ -6,7 +6,7 @@ T tokens, N of them active, H hidden size.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -32,6 +32,27 @@ def shift_labels(labels: Tensor, ignore_index: int = -100, positions: int = 1) -
 def host_checks(device: torch.device) -> bool:
     """Whether labels can be read at no cost, so that a bad one is an ordinary error."""
     return device.type == "cpu"
+
+
+def start_reading(numbers: Tensor, what: str) -> Callable[[], Any]:
+    """Copy numbers to the host beside what is queued next; the function that is returned waits for them alone.
+
+    Raises:
+        RuntimeError: a CUDA graph is being captured, which says ``what`` the host cannot read, and what to do.
+    """
+    if not numbers.is_cuda:
+        return numbers.tolist
+    if torch.cuda.is_current_stream_capturing():
+        raise RuntimeError(f"a CUDA graph is being captured, and the host cannot read {what}.")
+    host = numbers.to("cpu", non_blocking=True)  # into pinned memory
+    copied = torch.cuda.Event()
+    copied.record(torch.cuda.current_stream(numbers.device))
+
+    def read() -> Any:
+        copied.synchronize()
+        return host.tolist()
+
+    return read
 
 
 def check_temperature(temperature: Tensor, device: torch.device, shapes: Sequence[torch.Size]) -> None:
@@ -116,10 +137,6 @@ class Tokens:
         backend = choose_backend(backend, [(part.device, torch.float32) for part in labels])
         return Counting(labels, vocab_size, ignore_index, compact, backend).tokens()
 
-    def first(self, parts: int) -> Tokens:
-        """The active tokens of the first ``parts`` tensors of labels."""
-        return self.part(slice(0, parts))
-
     def part(self, parts: slice) -> Tokens:
         """The active tokens of some of the tensors of labels, which follow each other."""
         rows = slice(sum(self.counts[: parts.start]), sum(self.counts[: parts.stop]))
@@ -146,11 +163,6 @@ class Tokens:
         """N."""
         return sum(self.counts)
 
-    @property
-    def are_all(self) -> bool:
-        """Whether the first tensor's tokens all carry loss, so that its rows are not copied."""
-        return self.indices[0] is None and self.ignored is None
-
     def pieces(self, start: int, stop: int) -> list[tuple[int, int, int]]:
         """``(which tensor, first, last)`` for the active tokens ``start`` to ``stop``."""
         pieces, offset = [], 0
@@ -171,11 +183,13 @@ class Tokens:
         rows = []
         for segment, first, last in self.pieces(start, stop):
             index, source = self.indices[segment], sources[segment]
+            if index is not None and last - first < len(index):
+                index = index[first:last]
             if source.dim() > 2:
-                flat = torch.arange(first, last, device=source.device) if index is None else index[first:last]
+                flat = torch.arange(first, last, device=source.device) if index is None else index
                 rows.append(source[torch.unravel_index(flat, self.shapes[segment])])
             else:
-                rows.append(source[first:last] if index is None else source.index_select(0, index[first:last]))
+                rows.append(source[first:last] if index is None else source.index_select(0, index))
         if not rows:  # still part of the graph
             return sources[0][:0] if sources[0].dim() <= 2 else sources[0].new_empty(0, sources[0].shape[-1])
         return rows[0] if len(rows) == 1 else torch.cat(rows)
@@ -204,11 +218,13 @@ class Tokens:
         for segment, first, last in self.pieces(start, stop):
             index, target = self.indices[segment], targets[segment]
             if target is not None:
-                part = values[offset : offset + last - first]
+                size = last - first
+                part = values if size == len(values) else values[offset : offset + size]
                 if index is None:
                     target[first:last].copy_(part)
                 else:
-                    target.index_copy_(0, index[first:last], part.to(target.dtype))
+                    index = index if size == len(index) else index[first:last]
+                    target.index_copy_(0, index, part.to(target.dtype))
             offset += last - first
 
     def gather_flat(self, values: Tensor) -> Tensor:
@@ -296,32 +312,22 @@ class Counting:
         compact: bool,
         backend: str,
     ) -> None:
-        self.shapes, self.vocab_size, self.ignore_index = tuple([p.shape for p in labels]), vocab_size, ignore_index
-        self.backend = backend
-        self.labels = [part.reshape(-1).contiguous() for part in labels]  # a flat view may still have a stride
-        #: What :func:`label_facts` returns, and its copy on the host; ``None`` where all tokens are projected.
+        self.vocab_size, self.ignore_index, self.backend = vocab_size, ignore_index, backend
+        self.shapes, self.labels = tuple[torch.Size, ...](), list[Tensor]()
+        for part in labels:
+            self.shapes += (part.shape,)
+            self.labels.append(part.reshape(-1).contiguous())  # a flat view may still have a stride
+        #: What :func:`label_facts` returns, and what reads it on the host; ``None`` where all tokens are projected.
         self.facts: Tensor | None = None
-        self.on_host: Tensor | None = None
-        self.copied: torch.cuda.Event | None = None
-        if not compact:
-            return
-        on_gpu = self.labels[0].is_cuda
-        if on_gpu and torch.cuda.is_current_stream_capturing():
-            raise RuntimeError(
-                "a CUDA graph is being captured, and the host cannot read how many tokens carry loss; give "
-                "compact=False, with which all of them are projected."
-            )
-        self.facts = self.on_host = label_facts(self.labels, ignore_index, backend=backend)
-        if on_gpu:
-            self.on_host = self.facts.to("cpu", non_blocking=True)  # into pinned memory
-            self.copied = torch.cuda.Event()
-            self.copied.record(torch.cuda.current_stream(self.labels[0].device))
+        self.read: Callable[[], Any] | None = None
+        if compact:
+            self.facts = label_facts(self.labels, ignore_index, backend=backend)
+            advice = "give compact=False, with which all of them are projected"
+            self.read = start_reading(self.facts, f"how many tokens carry loss; {advice}")
 
     def masked_values(self, values: Tensor) -> Tensor:
-        """``[T]`` (or ``[T, k]``), from ``[..., k]`` in the labels' shape; 0 for tokens without loss.
-
-        Of several tensors of labels, the values are ``[T, k]``, those of all tokens.
-        """
+        """``[T]`` (or ``[T, k]``), from ``[..., k]`` in the labels' shape, or of all tokens of several; 0 for tokens
+        without loss."""
         active = torch.cat([part != self.ignore_index for part in self.labels])
         dims = len(self.shapes[0]) if len(self.shapes) == 1 else 1
         flat = values.detach().reshape(len(active), *values.shape[dims:])
@@ -334,26 +340,22 @@ class Counting:
 
     def tokens(self) -> Tokens:
         """The active tokens, once their number is known."""
-        if self.on_host is None:
+        if self.read is None:
             return self._all_tokens()
-        if self.copied is not None:
-            self.copied.synchronize()
-        facts, flat = self.on_host.tolist(), self.labels
-        extremes = [extreme for _, low, high, _ in facts for extreme in (low, high)]
+        facts, extremes = self.read(), list[int]()
+        for _, *ends, _ in facts:
+            extremes += ends
         _check_vocabulary(extremes, self.vocab_size, self.ignore_index)
-        counts = tuple([count for count, *_ in facts])
-        indices = tuple(
-            [
-                None
-                if count == part.numel()
-                else torch.nonzero_static(part != self.ignore_index, size=count).squeeze(-1)
-                for part, count in zip(flat, counts, strict=True)
-            ]
-        )
-        active = [
-            part if index is None else part.index_select(0, index) for part, index in zip(flat, indices, strict=True)
-        ]
-        return Tokens(active[0] if len(active) == 1 else torch.cat(active), self.shapes, counts, indices, None)
+        counts, indices, active = list[int](), list[Tensor | None](), list[Tensor]()
+        for part, (count, *_) in zip(self.labels, facts, strict=True):
+            index = None
+            if count < part.numel():
+                index = torch.nonzero_static(part != self.ignore_index, size=count).squeeze(-1)
+            counts.append(count)
+            indices.append(index)
+            active.append(part if index is None else part.index_select(0, index))
+        labels = active[0] if len(active) == 1 else torch.cat(active)
+        return Tokens(labels, self.shapes, tuple(counts), tuple(indices), None)
 
     def _all_tokens(self) -> Tokens:
         """All tokens as active ones, with a mask."""

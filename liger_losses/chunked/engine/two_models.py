@@ -8,7 +8,7 @@ log-probabilities are asked for, else V.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -28,7 +28,6 @@ from liger_losses.kernels.hopper_pipeline import ROWS
 from liger_losses.kernels.linear_exp import Exponentials, linear_exponentials
 from liger_losses.kernels.linear_grad import linear_softmax_gradient_into
 from liger_losses.kernels.linear_lse import log_sum_exps_into, row_log_sum_exps_into
-from liger_losses.kernels.linear_stats import linear_softmax_statistics
 from liger_losses.kernels.logit_transform import Epilogue, LogitTransform
 from liger_losses.kernels.matmul import start_beside
 from liger_losses.kernels.softmax_grad import SoftmaxGradient, softmax_gradient_into
@@ -39,14 +38,6 @@ _DEVICES_OF_LSE = ("cuda",)
 #: Log-sum-exps of so few tokens, if half of the kernels' last tiles of rows would be empty: cuBLAS multiplies, and a
 #: kernel reads its product. (On an H200, 192 tokens, V 151936, H 2048 and 4096: 216 and 392 us; tiles: 367 and 689.)
 _FEW_ROWS = 2 * ROWS + ROWS // 2
-
-
-@dataclass(frozen=True)
-class _Model:
-    """The student or the teacher: its projection, and whether a Triton kernel computes it."""
-
-    projection: Projection
-    fused: bool
 
 
 class TwoModels(Block):
@@ -86,9 +77,9 @@ class TwoModels(Block):
         self.soft_epilogue = Epilogue(soft, opened.bias).columns(slice(0, self.shared))
         #: The hard loss is of the student's whole vocabulary at temperature 1, the divergence of the shared columns.
         self.separate = has_two_softmaxes(call)
-        self.student = _Model(opened.projection, call.work.fused_products)
+        self.student = replace(opened.projection, fused=call.work.fused_products)
         #: The teacher, if its logits are computed here.
-        self.teacher: _Model | None = None
+        self.teacher: Projection | None = None
         self.teacher_epilogue = Epilogue(LogitTransform(comparison.temperature))
         if isinstance(comparison.teacher, TeacherLogits):
             return
@@ -97,10 +88,8 @@ class TwoModels(Block):
         bias = None if head.bias is None else head.bias.contiguous()
         self.teacher_epilogue = Epilogue(replace(head.transform, temperature=comparison.temperature), bias)
         weights = head.weights.dequantized(call.work.operand_dtype) if call.work.dequantized_bytes else head.weights
-        projection = replace(opened.projection, weights=weights)
-        self.teacher = _Model(
-            projection, can_fuse(head, call.work.operand_dtype, call.backend, weights is not head.weights)
-        )
+        fused = can_fuse(head, call.work.operand_dtype, call.backend, weights is not head.weights)
+        self.teacher = replace(opened.projection, weights=weights, fused=fused)
         states = comparison.teacher.local_hidden_states.detach()
         self.teacher_states = states.reshape(-1, states.shape[-1]) if states.is_contiguous() else states
 
@@ -200,6 +189,9 @@ class TwoModels(Block):
     @staticmethod
     def _parts_of(part: Part, size: int) -> Iterator[tuple[slice, Part]]:
         """``size`` or fewer tokens of the part at a time, and where in the part they are."""
+        if size >= len(part.hidden) > 0:
+            yield slice(0, len(part.hidden)), part
+            return
         for at in blocks(len(part.hidden), size):
             rows = slice(part.rows.start + at.start, part.rows.start + at.stop)
             yield at, Part(rows, part.hidden[at], {n: value[at] for n, value in part.values.items()}, part.epilogue)
@@ -245,8 +237,7 @@ class TwoModels(Block):
         """:func:`divergence_into`, of the columns of all ranks; what gradients in tiles need goes into ``values``."""
         divergence, call, sums = self.divergence, self.call, None
         options: dict[str, Any] = {"scratch": call.plan.scratch, "backend": call.backend}
-        of_rows = {} if parameter is None else {"parameter": parameter}
-        whole_rows = {"whole_rows": call.batch_invariant, **of_rows, **options}
+        whole_rows = {"whole_rows": call.batch_invariant, "parameter": parameter, **options}
         if self.opened.others is not None or self.constants:
             squares = None
             if divergence.form == "cosine":
@@ -364,7 +355,7 @@ class TwoModels(Block):
         self,
         out: Tensor,
         statistics: Mapping[str, Tensor],
-        model: _Model,
+        model: Projection,
         hidden: Tensor,
         labels: Tensor,
         epilogue: Epilogue,
@@ -374,10 +365,10 @@ class TwoModels(Block):
         alone = statistics.keys() == {"lse"} and hidden.device.type in _DEVICES_OF_LSE and not invariant
         few = len(hidden) <= _FEW_ROWS and 0 < len(hidden) % ROWS <= ROWS // 2
         if not model.fused or (alone and few):
-            model.projection.into(out, hidden, 0, out.shape[1])
+            model.into(out, hidden, 0, out.shape[1])
             self._compute_statistics(statistics, out, labels, epilogue)
             return
-        weight, backend = model.projection.weights.rows(slice(None), hidden.dtype), self.call.backend
+        weight, backend = model.weights.rows(slice(None), hidden.dtype), self.call.backend
         if alone and log_sum_exps_into(statistics["lse"], hidden, weight, out, epilogue, backend=backend):
             return
         linear_exponentials(
@@ -410,20 +401,22 @@ class TwoModels(Block):
     def _compute_softmaxes(self, part: Part) -> None:
         """The statistics of both models, each by one product whose logits stay in registers."""
         opened, values, cosine = self.opened, self.values, self.divergence.form == "cosine"
+        compute = partial(linear_exponentials, backend=self.call.backend)
         soft_epilogue, teacher_epilogue = self._soft_epilogues(part.rows)
         labels, shared_labels = opened.labels[part.rows], self.shared_labels[part.rows]
         own: dict[str, Tensor] = {name: values[name] for name in ("lse", "logp") if name in values}
         soft = {"entropy": values["entropy"]} if "entropy" in values else {}
         shared = opened.weight[: self.shared]
         if self.separate:
-            _compute(own, part.hidden, opened.weight, labels, opened.epilogue, self.call.backend)
+            compute(part.hidden, opened.weight, labels, None, opened.epilogue, found=Exponentials.into(own))
             own, labels = {"lse": values["soft_lse"]} if "soft_lse" in values else {}, shared_labels
         elif cosine and "logp" not in own:
             own["lse"].zero_()
             own = {}
         if own or soft:
             own = own or {"lse": torch.empty_like(values["lse"])}
-            _compute(own | soft, part.hidden, shared, shared_labels, soft_epilogue, self.call.backend)
+            found = Exponentials.into(own | soft)
+            compute(part.hidden, shared, shared_labels, None, soft_epilogue, found=found)
         if cosine:
             squares = torch.zeros(2, len(part.hidden), device=shared.device)
             for _, student, teacher in self._tiles(part):
@@ -432,9 +425,9 @@ class TwoModels(Block):
             values["teacher_squares"].copy_(squares[1])
         else:
             assert self.teacher is not None
-            found, hidden = {"lse": values["teacher_lse"]}, self._teacher_hidden(part.rows)
-            weight = self.teacher.projection.weights.rows(slice(None), hidden.dtype)
-            _compute(found, hidden, weight, shared_labels, teacher_epilogue, self.call.backend)
+            found, hidden = Exponentials.into({"lse": values["teacher_lse"]}), self._teacher_hidden(part.rows)
+            weight = self.teacher.weights.rows(slice(None), hidden.dtype)
+            compute(hidden, weight, shared_labels, None, teacher_epilogue, found=found)
 
     def _add_terms(self, part: Part, value: Tensor) -> None:
         """The divergence and sum(h) of all columns."""
@@ -461,10 +454,10 @@ class TwoModels(Block):
         both = hidden.new_empty(2, len(hidden), width, dtype=torch.float32)
         for columns in blocks(self.shared, self.call.plan.tile_columns):
             student, teacher = both[:, :, : columns.stop - columns.start]
-            of_teacher_into = partial(self.teacher.projection.into, teacher, hidden, columns.start, columns.stop)
+            of_teacher_into = partial(self.teacher.into, teacher, hidden, columns.start, columns.stop)
             wait = start_beside(hidden.device, of_teacher_into)
             try:
-                self.student.projection.into(student, part.hidden, columns.start, columns.stop)
+                self.student.into(student, part.hidden, columns.start, columns.stop)
             finally:
                 wait()
             yield (
@@ -500,15 +493,3 @@ def row_constants(call: Call) -> list[str]:
         return ["h", "student_squares", "teacher_squares"]
     soft = ["soft_lse"] if has_two_softmaxes(call) else []
     return [*soft, "teacher_lse"] if comparison.divergence.balanced else [*soft, "teacher_lse", "h"]
-
-
-def _compute(
-    found: Mapping[str, Tensor], hidden: Tensor, weight: Tensor, labels: Tensor, epilogue: Epilogue, backend: str
-) -> None:
-    """Statistics of the softmax of a product, written into the tensors given."""
-    if found.keys() <= {"lse", "logp", "entropy"}:
-        linear_exponentials(hidden, weight, labels, None, epilogue, found=Exponentials.into(found), backend=backend)
-        return
-    computed = linear_softmax_statistics(hidden, weight, labels, frozenset(found), epilogue, backend=backend)
-    for name, value in found.items():
-        value.copy_(computed[name])

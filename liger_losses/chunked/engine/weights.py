@@ -1,7 +1,7 @@
 """What multiplies hidden states into projections: a matrix, or rows that are dequantized when they are needed.
 
 T tokens, H hidden size, V vocabulary size, C columns of a slice of the vocabulary. A head's adapters become columns of
-its weight (:mod:`liger_losses.chunked.engine.adapters`), so that there are two kinds: :class:`Dense` and
+its weight (:mod:`liger_losses.chunked.engine.adapters`), so that there are two kinds: :class:`Weights` and
 :class:`Quantized`. Nothing outside this file asks which of them a head has.
 """
 
@@ -9,17 +9,67 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from liger_losses.chunked.engine.quantized_weight import QuantizedWeight
 from liger_losses.kernels.matmul import matmul_into, wide_dtype
 
 #: Rows and columns of the products of a :class:`Projection` that is fixed, on a CPU and elsewhere; and what the hidden
 #: size is padded to a multiple of: BLAS sums the last rows of a product of odd sizes in another order than the first.
 _FIXED_PRODUCT, _FIXED_PRODUCT_GPU, _FIXED_DEPTH = (64, 1024), (512, 8192), 8
+
+
+class QuantizedWeight:
+    """A frozen weight ``[V, H]`` in any form, of which some rows at a time exist in floating point.
+
+    Derive from it for a format of your own, and define :meth:`rows`: :class:`liger_losses.Head` takes an instance in
+    place of a weight. :func:`liger_losses.register_quantized_weight` makes every operation, ``patch`` and TRL's
+    trainers find it in tensors or layers of a type.
+
+    Args:
+        shape: ``(V, H)``.
+        dtype: the floating-point dtype that the weight stands for. Products are computed in the hidden states' dtype.
+        device: where the rows are.
+
+    Attributes:
+        temporary_bytes: what :meth:`rows` allocates at most for each entry of its result, and the result itself.
+
+    Raises:
+        TypeError, ValueError: a dtype that is not floating point, or sizes that are not positive.
+    """
+
+    temporary_bytes = 10
+
+    def __init__(self, shape: tuple[int, int], dtype: torch.dtype, device: torch.device | str) -> None:
+        if not dtype.is_floating_point:
+            raise TypeError(f"a QuantizedWeight stands for a weight of a floating-point dtype, got {dtype}.")
+        if len(shape) != 2 or min(shape) < 1:
+            raise ValueError(f"a QuantizedWeight has the shape (vocab_size, hidden_size), got {tuple(shape)}.")
+        self.shape, self.dtype, self.device = (int(shape[0]), int(shape[1])), dtype, torch.device(device)
+
+    def rows(self, start: int, stop: int) -> Tensor:
+        """The rows ``start`` to ``stop``, dequantized: ``[stop - start, H]``, floating point, on the device."""
+        raise NotImplementedError
+
+    def part(self, start: int, stop: int) -> QuantizedWeight:
+        """The weight of these rows alone."""
+        return self if (start, stop) == (0, self.shape[0]) else _Part(self, start, stop)
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}(shape={self.shape}, dtype={self.dtype}, device={self.device})"
+
+
+class _Part(QuantizedWeight):
+    """Some rows of a weight."""
+
+    def __init__(self, whole: QuantizedWeight, start: int, stop: int) -> None:
+        super().__init__((stop - start, whole.shape[1]), whole.dtype, whole.device)
+        self.whole, self.start, self.temporary_bytes = whole, start, whole.temporary_bytes
+
+    def rows(self, start: int, stop: int) -> Tensor:
+        return self.whole.rows(self.start + start, self.start + stop)
 
 
 class Factor(NamedTuple):
@@ -31,89 +81,55 @@ class Factor(NamedTuple):
     parts: Callable[[], Iterator[tuple[int, Tensor]]] | None = None
 
 
-class Weights(Protocol):
-    """Rows ``[V, H]`` of a head, of which ``trained`` is the part that gets a gradient."""
-
-    @property
-    def shape(self) -> tuple[int, int]: ...
-
-    @property
-    def trained(self) -> Tensor:
-        """``[V, r]``, the last r columns of the rows."""
-        ...
-
-    def columns(self, part: slice) -> Weights:
-        """The weights of some columns of the vocabulary."""
-        ...
-
-    def rows(self, ids: slice | Tensor, dtype: torch.dtype) -> Tensor:
-        """Some rows ``[C, H]`` in this dtype; the memory is shared where that needs no copy."""
-        ...
-
-    def factors(self, dtype: torch.dtype, memory: int) -> list[Factor]:
-        """All rows, of which those that are computed in this dtype take at most so many bytes at a time."""
-        ...
-
-    def matrix(self, dtype: torch.dtype) -> Tensor | None:
-        """All rows, if they are in memory in this dtype, as fused kernels read them."""
-        ...
-
-    def copied_row_bytes(self, dtype: torch.dtype) -> int:
-        """What :meth:`rows` allocates for each row: the row in this dtype, and temporaries; 0 for a matrix."""
-        ...
-
-    def dequantized_bytes(self, dtype: torch.dtype) -> int:
-        """The size of a copy that is made of all rows, where the workspace has room for it; 0 for a matrix."""
-        ...
-
-    def dequantized(self, dtype: torch.dtype) -> Weights:
-        """The same rows as a matrix, without a gradient where they were quantized."""
-        ...
-
-
 @dataclass(frozen=True, eq=False)
-class Dense:
-    """A floating-point matrix."""
+class Weights:
+    """Rows ``[V, H]`` of a head: a floating-point matrix, unless it is :class:`Quantized`."""
 
-    trained: Tensor
+    trained: Tensor  # [V, r], the last r columns of the rows, which get a gradient
 
     @property
     def shape(self) -> tuple[int, int]:
         return self.trained.shape[0], self.trained.shape[1]
 
-    def columns(self, part: slice) -> Dense:
-        return Dense(self.trained[part])
+    def columns(self, part: slice) -> Weights:
+        """The weights of some columns of the vocabulary."""
+        return Weights(self.trained[part])
 
     def rows(self, ids: slice | Tensor, dtype: torch.dtype) -> Tensor:
+        """Some rows ``[C, H]`` in this dtype; the memory is shared where that needs no copy."""
         whole = isinstance(ids, slice) and ids == slice(0, self.trained.shape[0])
         rows = self.trained if whole else self.trained[ids]
         return rows if rows.dtype == dtype else rows.to(dtype)
 
     def factors(self, dtype: torch.dtype, memory: int) -> list[Factor]:
+        """All rows, of which those that are computed in this dtype take at most so many bytes at a time."""
         return [Factor(slice(None), self.trained)]
 
     def matrix(self, dtype: torch.dtype) -> Tensor | None:
+        """All rows, if they are in memory in this dtype, as fused kernels read them."""
         return self.trained if self.trained.dtype == dtype and self.trained.stride(1) == 1 else None
 
     def copied_row_bytes(self, dtype: torch.dtype) -> int:
+        """What :meth:`rows` allocates for each row: the row in this dtype, and temporaries; 0 for a matrix."""
         # A part of grad_weight is computed wide before it is rounded.
         wide = wide_dtype(dtype).itemsize
         return 0 if self.trained.dtype == dtype else self.shape[1] * (dtype.itemsize + wide)
 
     def dequantized_bytes(self, dtype: torch.dtype) -> int:
+        """The size of a copy that is made of all rows, where the workspace has room for it; 0 for a matrix."""
         return 0
 
-    def dequantized(self, dtype: torch.dtype) -> Dense:
+    def dequantized(self, dtype: torch.dtype) -> Weights:
+        """The same rows as a matrix, without a gradient where they were quantized."""
         return self
 
 
 @dataclass(frozen=True, eq=False)
-class Quantized:
+class Quantized(Weights):
     """``[codes, trained]``: frozen columns that are dequantized, and beside them the columns of adapters,
     ``[V, r]``."""
 
     codes: QuantizedWeight
-    trained: Tensor
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -121,7 +137,7 @@ class Quantized:
 
     def columns(self, part: slice) -> Quantized:
         start, stop, _ = part.indices(len(self.trained))
-        return Quantized(self.codes.part(start, stop), self.trained[part])
+        return Quantized(self.trained[part], self.codes.part(start, stop))
 
     def rows(self, ids: slice | Tensor, dtype: torch.dtype) -> Tensor:
         if isinstance(ids, Tensor):
@@ -152,7 +168,7 @@ class Quantized:
     def dequantized_bytes(self, dtype: torch.dtype) -> int:
         return self.shape[0] * self.shape[1] * dtype.itemsize
 
-    def dequantized(self, dtype: torch.dtype) -> Dense:
+    def dequantized(self, dtype: torch.dtype) -> Weights:
         count, size = self.shape
         out = torch.empty(count, size, dtype=dtype, device=self.trained.device)
         step = max(64, count // 10)  # temporaries are small beside the matrix
@@ -160,12 +176,12 @@ class Quantized:
             rows = slice(first, min(first + step, count))
             out[rows, : self.codes.shape[1]].copy_(self.codes.rows(rows.start, rows.stop))
             out[rows, self.codes.shape[1] :].copy_(self.trained.detach()[rows])
-        return Dense(out)
+        return Weights(out)
 
 
 def weights_of(weight: Tensor, quantized: QuantizedWeight | None) -> Weights:
     """``[quantized, weight]``."""
-    return Dense(weight) if quantized is None else Quantized(quantized, weight)
+    return Weights(weight) if quantized is None else Quantized(weight, quantized)
 
 
 @dataclass(frozen=True)
@@ -176,12 +192,13 @@ class Projection:
     dtype: torch.dtype
     chunk: int
     fixed: bool = False  # projections are products of one size, so that a token's bits are the same in any batch
+    fused: bool = False  # whether a Triton kernel can compute a product together with its epilogue
 
     def columns(self, part: slice) -> Projection:
         """The products with some columns of the vocabulary, whose rows are copied once, if they are few enough."""
         weights = self.weights.columns(part)
         if weights.copied_row_bytes(self.dtype) and weights.shape[0] <= self.chunk:
-            weights = Dense(weights.rows(slice(None), self.dtype))
+            weights = Weights(weights.rows(slice(None), self.dtype))
         return replace(self, weights=weights)
 
     def _chunks(self, start: int, stop: int) -> Iterator[tuple[slice, Tensor]]:

@@ -19,7 +19,7 @@ from liger_losses.chunked.engine.blocks import Block
 from liger_losses.chunked.engine.call import Call
 from liger_losses.chunked.engine.head import Head
 from liger_losses.chunked.engine.ranks import ALONE
-from liger_losses.chunked.engine.tokens import Tokens
+from liger_losses.chunked.engine.tokens import Tokens, start_reading
 
 #: The host waits for M only if both gradient products take at least so many floating-point operations, by the kind of
 #: device: on an H200 10 ms, of which the wait is less than 1 %.
@@ -35,11 +35,7 @@ class Pending:
 
     def __init__(self, counts: Tensor) -> None:
         self.counts, self.total = counts, counts.sum()
-        #: M, 0-dim, and on a GPU when the host has it.
-        self.number, self.copied = self.total.to("cpu", non_blocking=True), None  # into pinned memory
-        if counts.is_cuda:
-            self.copied = torch.cuda.Event()
-            self.copied.record(torch.cuda.current_stream(counts.device))
+        self._read = start_reading(self.total, "how many tokens have a coefficient")
 
     @cached_property
     def moves(self) -> tuple[Tensor, Tensor]:
@@ -61,10 +57,8 @@ class Pending:
 
     def found(self) -> int | None:
         """M, or a few more; ``None`` where these are all N. The host waits."""
-        if self.copied is not None:
-            self.copied.synchronize()
         rounded = ROUNDED.get(self.counts.device.type, 1)
-        found = -(-max(int(self.number), 1) // rounded) * rounded  # one row at least, which writes the gradients
+        found = -(-max(self._read(), 1) // rounded) * rounded  # one row at least, which writes the gradients
         return None if found >= len(self.counts) else found
 
     def call(self, call: Call) -> Call:

@@ -15,14 +15,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from liger_losses.chunked.engine import EngineOptions, Head, Statistics, linear_statistics
-from liger_losses.chunked.engine.agreement import agree
+from liger_losses.chunked.engine.agreement import agree, note
 from liger_losses.chunked.engine.arguments import constructor_signature, named_options
 from liger_losses.chunked.engine.checks import check_labels, check_shift, check_tensor, checked_items
 from liger_losses.chunked.engine.decision import drops_tokens
-from liger_losses.chunked.engine.given import note
 from liger_losses.chunked.engine.operators import loss_operator
-from liger_losses.chunked.engine.query import DeclaredStatistics, Query
-from liger_losses.chunked.engine.registered import REGISTERED
+from liger_losses.chunked.engine.query import REGISTERED, DeclaredStatistics, Query
 from liger_losses.chunked.engine.tokens import Tokens, shift_labels
 from liger_losses.chunked.losses.context_parallel import check_call, check_sliced, sum_over_group
 from liger_losses.kernels.logit_transform import LogitTransform

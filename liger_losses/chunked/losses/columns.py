@@ -26,7 +26,8 @@ from liger_losses.chunked.engine import (
     linear_token_loss,
     linear_topk,
 )
-from liger_losses.chunked.engine.ops import linear_weighted_loss, support_statistics
+from liger_losses.chunked.engine.operators import support_statistics
+from liger_losses.chunked.engine.ops import linear_weighted_loss
 from liger_losses.chunked.engine.query import Query
 from liger_losses.chunked.engine.teachers import check_comparison
 from liger_losses.chunked.losses.softmax_divergences import sparse_divergence

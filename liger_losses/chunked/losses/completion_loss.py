@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from liger_losses.chunked.engine import EngineOptions, Head, Statistics, Tokens, linear_statistics
-from liger_losses.chunked.engine.agreement import agree
+from liger_losses.chunked.engine.agreement import agree, note
 from liger_losses.chunked.engine.checks import (
     check_alike,
     check_device,
@@ -25,7 +25,6 @@ from liger_losses.chunked.engine.checks import (
     checked_mask,
 )
 from liger_losses.chunked.engine.decision import active_tokens
-from liger_losses.chunked.engine.given import note
 from liger_losses.chunked.engine.query import Query
 from liger_losses.chunked.engine.tokens import check_temperature
 from liger_losses.chunked.losses.base import AnyHead, ChunkedLoss, LossOptions
@@ -220,7 +219,8 @@ class CompletionBatch:
             pairs = zip(self.groups(self.labels), self.ref_logps, strict=True)
             return [None if logps is None else _given(logps, labels != options.ignore_index) for labels, logps in pairs]
         with torch.no_grad(), naming_the_reference():
-            tokens = tokens.first(len(self.labels)) if isinstance(tokens, Tokens) else tokens[: len(self.labels)]
+            own = slice(0, len(self.labels))
+            tokens = tokens.part(own) if isinstance(tokens, Tokens) else tokens[own]
             head = self.at_temperatures(self.ref_head)
             found = linear_statistics(self.ref_hidden_states, head, tokens, options=options)
         return list(self.groups([part.logp for part in found]))

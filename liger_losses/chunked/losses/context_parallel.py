@@ -73,6 +73,4 @@ def check_sliced(group: Any, shift: bool, reads_order: str | None) -> None:
 
 def check_call(hidden_states: Any, head: Head, tokens: Tokens, query: Query, options: EngineOptions) -> None:
     """Raise what this call would, such as that its workspace is too small for this rank's tokens, before any work."""
-    if head.adapters:
-        hidden_states, head = head.expand(hidden_states)
     make_call(hidden_states, head, tokens, query, options)

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from liger_losses.chunked.engine import EngineOptions, Head, Statistics, linear_statistics, linear_token_loss
+from liger_losses.chunked.engine.agreement import note
 from liger_losses.chunked.engine.checks import (
     LISTS,
     check_device,
@@ -22,7 +23,6 @@ from liger_losses.chunked.engine.checks import (
     checked_items,
     one_each,
 )
-from liger_losses.chunked.engine.given import note
 from liger_losses.chunked.engine.many_heads import Targets, count_targets, heads_of, shift_each
 from liger_losses.chunked.engine.operators import loss_operator, token_operator
 from liger_losses.chunked.engine.ops import linear_weighted_loss
@@ -367,7 +367,8 @@ class LigerFusedLinearCrossEntropyLoss(ChunkedLoss):
             note(each.labels, o.ignore_index, **{name: each.token_weights})
         note(ce_weight=self.ce_weight, num_items_in_batch=num_items_in_batch)
         if self.spans_ranks:
-            Targets.of(hidden, heads, labels, self.options).check(Query(*self._names(), token_loss=self._per_token))
+            query = Query(*self._names(), token_loss=self._per_token)
+            Targets.of(hidden, heads, labels, self.options).calls(query)  # raises before any work
             self.agree(numbers, labels[0].device)
             _ = [self._inputs(each) for each in targets]  # sums over the ranks, also of one that has no tokens
         scales = [1.0] * count if o.head_weights is None else o.head_weights

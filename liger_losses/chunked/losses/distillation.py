@@ -22,8 +22,8 @@ from liger_losses.chunked.engine import (
     TeacherTopK,
     linear_divergence_loss,
 )
+from liger_losses.chunked.engine.agreement import note
 from liger_losses.chunked.engine.checks import check_names, check_range, checked_items
-from liger_losses.chunked.engine.given import note
 from liger_losses.chunked.engine.operators import loss_operator
 from liger_losses.chunked.engine.query import Comparison, EqualWeights, Query
 from liger_losses.chunked.engine.teachers import TAILS

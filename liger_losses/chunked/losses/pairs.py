@@ -12,8 +12,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from liger_losses.chunked.engine import Head, Statistics
+from liger_losses.chunked.engine.agreement import note
 from liger_losses.chunked.engine.checks import check_range, check_tensor, meant
-from liger_losses.chunked.engine.given import note
 from liger_losses.chunked.engine.operators import loss_operator
 from liger_losses.chunked.engine.query import DeclaredStatistics
 from liger_losses.chunked.losses.base import AnyHead, LossOptions

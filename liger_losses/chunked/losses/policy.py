@@ -11,10 +11,9 @@ import torch
 from torch import Tensor
 
 from liger_losses.chunked.engine import EngineOptions, Head, Statistics, Tokens, linear_statistics, linear_token_loss
+from liger_losses.chunked.engine.agreement import checksum
 from liger_losses.chunked.engine.checks import check_device, check_range, check_tensor
-from liger_losses.chunked.engine.given import checksum
-from liger_losses.chunked.engine.operators import loss_operator, token_operator
-from liger_losses.chunked.engine.ops import support_statistics
+from liger_losses.chunked.engine.operators import loss_operator, support_statistics, token_operator
 from liger_losses.chunked.engine.query import Query
 from liger_losses.chunked.engine.support import TokenSupport
 from liger_losses.chunked.engine.zero_rows import split_tokens

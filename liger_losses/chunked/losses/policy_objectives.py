@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from liger_losses.chunked.engine.agreement import agree, meet, telling_slices
+from liger_losses.chunked.engine.agreement import agree, meet, note, telling_slices
 from liger_losses.chunked.engine.arguments import options_of
 from liger_losses.chunked.engine.checks import (
     check_alike,
@@ -24,7 +24,6 @@ from liger_losses.chunked.engine.checks import (
     checked_items,
     checked_mask,
 )
-from liger_losses.chunked.engine.given import note
 from liger_losses.chunked.engine.head import Head
 from liger_losses.chunked.losses.batches import gather_over_processes, sum_over_processes, world_size
 from liger_losses.chunked.losses.completion_loss import MAX_EXPONENT, wide_dtype

@@ -11,7 +11,7 @@ from liger_losses import (
     Teacher,
     linear_divergence,
 )
-from liger_losses.chunked.engine import plan, two_models
+from liger_losses.chunked.engine import decision, plan, two_models
 from liger_losses.chunked.engine.call import make_call
 from liger_losses.chunked.engine.query import Comparison, Query
 from tests.chunked.losses.test_distillation import divergence, formula
@@ -30,7 +30,7 @@ def in_tiles(monkeypatch, request):
     by_rows = getattr(request, "param", "rows") == "rows"
     for name in ("TILE", "HALF_TILE"):
         monkeypatch.setattr(plan, name, 4 if by_rows else 64)
-    plan._make_plan.cache_clear()
+    decision._decisions.clear()
     monkeypatch.setattr(two_models, "_DEVICES_OF_LSE", (DEVICE,))
 
     def counted(self, *arguments):
@@ -41,7 +41,7 @@ def in_tiles(monkeypatch, request):
 
     monkeypatch.setattr(two_models.TwoModels, "gradients", counted)
     yield taken
-    plan._make_plan.cache_clear()
+    decision._decisions.clear()
 
 
 def models(dtype=torch.bfloat16, tokens=19, vocab=200, teacher_vocab=200, bias=False):

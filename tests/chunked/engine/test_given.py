@@ -3,7 +3,7 @@
 import torch
 
 from liger_losses import LigerFusedLinearCrossEntropyLoss
-from liger_losses.chunked.engine.given import Given, checksum, differences, given_to_loss, note, running
+from liger_losses.chunked.engine.agreement import Given, checksum, differences, given_to_loss, note, running
 
 
 def test_a_checksum_depends_on_every_entry_and_its_place():

@@ -12,7 +12,7 @@ from liger_losses import (
     linear_token_loss,
     linear_topk,
 )
-from liger_losses.chunked.engine import registered
+from liger_losses.chunked.engine import query
 from liger_losses.kernels import BACKENDS, largest
 from liger_losses.kernels.logit_transform import Epilogue
 from tests.reference import assert_as_exact_as_plain, double, plain_logits, problem
@@ -76,7 +76,7 @@ def second_moment():
     liger_losses.register_statistic("second_moment", lambda log_p: log_p.exp() * log_p.square())
     liger_losses.register_statistic("square_sum", lambda log_p: (2 * log_p).exp())
     yield
-    del registered.REGISTERED["second_moment"], registered.REGISTERED["square_sum"]
+    del query.REGISTERED["second_moment"], query.REGISTERED["square_sum"]
 
 
 class VarentropyLoss(ChunkedLoss):
@@ -144,4 +144,4 @@ def test_registered_statistics_have_the_order_of_the_call():
 def test_wrong_statistics_are_refused(name, term, message):
     with pytest.raises((TypeError, ValueError), match=message):
         liger_losses.register_statistic(name, term)
-    assert "mine" not in registered.REGISTERED
+    assert "mine" not in query.REGISTERED

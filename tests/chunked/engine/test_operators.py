@@ -155,7 +155,8 @@ def test_frozen_parts():
         check(function, lambda d: call_all(theirs, d), [batch(6)], head.parameters())
     assert counter.frame_count == 1
     # Nothing else is differentiated.
-    pairs = [pair for call in leaves.call_args_list for pair in zip(call.args[0].trained, call.args[1], strict=True)]
+    calls = [call.args[0] for call in leaves.call_args_list]
+    pairs = [pair for call in calls for pair in zip(call.trained, call.needs, strict=True)]
     assert {tuple(tensor.shape) for tensor, need in pairs if need} == {(V,)}
 
 

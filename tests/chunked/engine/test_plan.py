@@ -8,7 +8,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from liger_losses import EngineOptions, LogitTransform, linear_logps, linear_statistics, linear_token_loss
 from liger_losses.chunked.engine.plan import MiB, Workload, make_plan
-from liger_losses.chunked.engine.weights import Dense
+from liger_losses.chunked.engine.weights import Weights
 from tests.chunked.engine.test_stream import gradients, weighted
 from tests.reference import NAMES, assert_as_exact_as_plain, double, peak_bytes, plain_statistics, problem
 
@@ -26,7 +26,7 @@ def test_many_tiles_and_weight_chunks(dtype, needs):
         hidden_size=24,
         vocab_size=3001,
         operand_dtype=torch.float32,
-        copied_row_bytes=Dense(weight).copied_row_bytes(torch.float32),
+        copied_row_bytes=Weights(weight).copied_row_bytes(torch.float32),
         device=torch.device("cpu"),
     )
     plan = make_plan(work, workspace=workspace)

@@ -30,8 +30,7 @@ from liger_losses import (
     linear_token_loss,
     workspace,
 )
-from liger_losses.chunked.engine.agreement import CHECK_VARIABLE, VOCABULARY, Agreement, RankError, known_of
-from liger_losses.chunked.engine.given import Given
+from liger_losses.chunked.engine.agreement import CHECK_VARIABLE, VOCABULARY, Agreement, Given, RankError, known_of
 from liger_losses.integrations import skyrl
 from liger_losses.integrations.megatron import OutputOptions, output_processor
 from liger_losses.integrations.verl import linear_cross_entropy

@@ -282,7 +282,7 @@ def test_one_graph_with_the_loss_and_without_logits(name):
     check(compiled, patched, plain, [inputs()])
     assert graphs.count == 1
     assert graphs.entries < B * (T - 1) * model_zoo.VOCABULARY
-    assert sum(op.startswith("liger_losses.token_loss") for op in graphs.operators) == 1
+    assert sum(op.startswith("liger_losses.call") for op in graphs.operators) == 1
 
 
 @pytest.mark.slow

@@ -16,7 +16,6 @@ from typing import Any
 
 import pytest
 import torch
-from liger_losses.chunked.engine.registered import REGISTERED
 from torch import Tensor
 
 from liger_losses import (
@@ -34,6 +33,7 @@ from liger_losses import (
 )
 from liger_losses.chunked.engine import support as engine_support
 from liger_losses.chunked.engine.adapters import LowRank
+from liger_losses.chunked.engine.query import REGISTERED
 from tests.chunked.losses.test_distillation import divergence, formula
 from tests.quantized_layers import Int8Weight
 from tests.reference import assert_as_exact_as_plain, plain_logits, plain_statistics, rounding, small_calls

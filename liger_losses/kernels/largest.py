@@ -17,7 +17,7 @@ GROUP = 64
 _GROUPS = 32
 #: Entries that are gathered and sorted at a time; and those of a row among which one program of the kernels chooses.
 _SORTED = 2**21
-_MOST = 2**14
+_MOST = 2**13
 
 
 def group_maxima(projected: Tensor, epilogue: Epilogue, backend: str | None = None) -> Tensor:

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.compiler import is_dynamo_compiling
 
 from liger_losses.chunked.engine.checks import LISTS, check_shift, check_tensor, rows_of_all
+from liger_losses.chunked.engine.decision import drops_tokens
 from liger_losses.chunked.engine.head import Head
 from liger_losses.chunked.engine.many_heads import Targets
 from liger_losses.chunked.engine.operators import (
@@ -30,10 +31,12 @@ from liger_losses.chunked.engine.operators import (
 )
 from liger_losses.chunked.engine.plan import EngineOptions
 from liger_losses.chunked.engine.query import REGISTERED, Comparison, EqualWeights, Largest, Query, Statistics
+from liger_losses.chunked.engine.ranks import ALONE
 from liger_losses.chunked.engine.straight_line import straight_statistics
 from liger_losses.chunked.engine.support import TokenSupport
 from liger_losses.chunked.engine.teachers import Teacher, TeacherLogits, Teachers
-from liger_losses.chunked.engine.tokens import Tokens, shift_labels
+from liger_losses.chunked.engine.tokens import Counting, Tokens, shift_labels
+from liger_losses.kernels import choose_backend
 from liger_losses.kernels.divergence_forms import Divergence
 from liger_losses.kernels.logit_transform import LogitTransform
 
@@ -345,7 +348,7 @@ def linear_divergence(
     names = ("divergence", "logp") if logp else ("divergence",)
     if isinstance(teacher, Teachers):
         head, found = Head.of(weight, bias, transform), list[Any]()
-        for one, own in _of_each(teacher, labels, options):
+        for one, own in _of_each(teacher, labels, head, options):
             given: Any = {"logp": logp, "temperature": temperature, "options": options}
             found.append(linear_divergence(hidden_states, head, own, one, divergence, **given))
         return _added(found)
@@ -453,7 +456,7 @@ def linear_divergence_loss(
     if isinstance(teacher, Teachers):
         # Each teacher's tokens are a call of the student's head: no product is taken twice.
         head, losses, parts = Head.of(weight, bias, transform), list[Tensor](), list[Any]()
-        for one, own in _of_each(teacher, labels, options):
+        for one, own in _of_each(teacher, labels, head, options):
             given: Any = {"metrics": metrics, "temperature": temperature, "options": options}
             loss, found = linear_divergence_loss(hidden_states, head, own, one, divergence, weights, **given)
             losses.append(loss)
@@ -494,10 +497,16 @@ def linear_weighted_loss(
     return loss, found
 
 
-def _of_each(teachers: Teachers, labels: Any, options: EngineOptions) -> list[tuple[Any, Tensor]]:
-    """Each teacher, and the labels of its tokens."""
+def _of_each(teachers: Teachers, labels: Any, head: Head, options: EngineOptions) -> list[tuple[Any, Any]]:
+    """Each teacher, and its tokens, or the labels of these."""
     check_tensor("labels", labels)
-    return list(zip(teachers.teachers, teachers.labels(labels, options.ignore_index), strict=True))
+    each: list[Any] = teachers.labels(labels, options.ignore_index)
+    if not is_dynamo_compiling() and head.ranks is ALONE and drops_tokens([labels.shape], head, options):
+        # All are counted before the first call, so that nobody waits for its products.
+        backend = choose_backend(options.backend, [(labels.device, torch.float32)])
+        counting = [Counting([own], head.vocab_size, options.ignore_index, True, backend) for own in each]
+        each = [one.tokens() for one in counting]
+    return list(zip(teachers.teachers, each, strict=True))
 
 
 def _added(parts: Sequence[Statistics]) -> Statistics:

@@ -24,6 +24,7 @@ from liger_losses import (
     projected_teacher,
     teacher_topk,
 )
+from liger_losses.chunked.engine import plan
 from tests.reference import relative_error
 
 B, T, HS, HT, V = 3, 7, 16, 24, 101
@@ -155,8 +156,10 @@ def test_divergences_by_the_teachers_entropy(options, backend):
     torch.testing.assert_close(functional.divergence(log_p.detach(), log_q.detach(), which), each.detach())
 
 
+@pytest.mark.parametrize("small", [1.5e8, 0])
 @pytest.mark.parametrize("per_token", [False, True])
-def test_teachers_by_row_or_token(per_token):
+def test_teachers_by_row_or_token(per_token, small, monkeypatch):
+    monkeypatch.setattr(plan, "SMALL_CALL_LOGITS", small)  # all tokens in one block, or each teacher's
     hidden, weight, labels, first, second = problem()
     which = torch.randint(2, (B, T) if per_token else (B,), generator=torch.Generator().manual_seed(1))
     both = [log_softmaxes(hidden, weight, teacher) for teacher in (first, second)]

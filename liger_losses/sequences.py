@@ -26,8 +26,7 @@ def split_by_coefficient(
     stand_in: Callable[[], T] | None = None,
     group: dist.ProcessGroup | None = None,
 ) -> T:
-    """The outputs of ``forward`` for the whole batch, with a gradient only through sequences whose coefficient is not
-    0.
+    """The outputs of ``forward`` for the whole batch, with a gradient only through sequences that have a coefficient.
 
     ``logps = split_by_coefficient(lambda rows: logps_of(model, ids[rows], mask[rows]), advantages)`` equals
     ``logps_of(model, ids, mask)``, and so do the loss and all gradients where each sequence's loss is a multiple of its

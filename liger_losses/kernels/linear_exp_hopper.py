@@ -74,8 +74,7 @@ class _Arguments(NamedTuple):
 
 @gluon_jit
 def _add_below_largest(x, tops, sums, columns, inside, masked, bias, transform, inverse):
-    """The rows' largest logits times log2(e), and the sums of exponentials relative to them, with the columns of
-    ``x``."""
+    """The rows' largest logits times log2(e), and sums of exponentials relative to them, including ``x``."""
     if bias is not None or transform.factor is not None:
         x = transform_block(x, bias, columns, inside, transform, inverse)
     if masked:

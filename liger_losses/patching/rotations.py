@@ -287,8 +287,7 @@ def _enclosed(cell: types.CellType) -> types.FunctionType | None:
 
 
 def _copy(function: Any, rotations: dict[tuple[str, str], Rotation], made: dict[Any, Any]) -> Any:
-    """A copy of a function that calls ``rotations`` instead of the functions of its file; itself if it calls none of
-    them.
+    """A copy of a function that calls ``rotations`` instead of functions of its file; itself if it calls none.
 
     ``made`` are the copies so far.
     """

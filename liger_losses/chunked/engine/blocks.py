@@ -330,8 +330,7 @@ class LogitBlock(Block):
             yield at, finite_logs(own(projected[at]) - lse[at, None]), own
 
     def _selected(self, columns: Tensor) -> tuple[Tensor, Tensor | None]:
-        """The selected columns ``[R, k]`` that this rank computes, and which they are (0 for columns of other
-        ranks)."""
+        """The selected columns ``[R, k]`` that this rank computes, and which they are (0 for others)."""
         if self.opened.others is None:
             return columns, None
         columns = columns - self.opened.first_column

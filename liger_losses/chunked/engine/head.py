@@ -206,8 +206,7 @@ class Head:
         return self.with_fields(weight=self.weight[columns], **changes)
 
     def expand(self, hidden_states: Any) -> tuple[Any, Head]:
-        """Hidden states (or a list of them) and a head without adapters, with the same logits as ``hidden_states`` with
-        this head."""
+        """Hidden states (or a list of them) and a head without adapters that have the same logits."""
         if isinstance(hidden_states, (list, tuple)):
             pairs = [self.expand(part) for part in hidden_states]
             return [hidden for hidden, _ in pairs], pairs[0][1]

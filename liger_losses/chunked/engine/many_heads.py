@@ -73,8 +73,7 @@ def heads_of(layers: Sequence[Any], biases: Sequence[Any], transform: LogitTrans
 
 
 def _with_own_temperatures(heads: list[Head], shapes: list[torch.Size]) -> list[Head]:
-    """The heads of targets whose labels have these shapes; temperatures ``[T]`` of all tokens are divided among
-    them."""
+    """The heads of targets whose labels have these shapes; temperatures ``[T]`` are split among them."""
     sizes = [shape.numel() for shape in shapes]
     found: list[Head] = []
     for i, (head, shape) in enumerate(zip(heads, shapes, strict=True)):

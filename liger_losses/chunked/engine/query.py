@@ -26,8 +26,7 @@ _DIFFERENTIABLE: tuple[str, ...] = tuple(name for name in STATISTICS if name != 
 
 
 class Statistics(NamedTuple):
-    """Per-token statistics of the logits' softmax; ``None`` for statistics that were not requested, 0 for tokens
-    without loss.
+    """Per-token statistics of the logits' softmax; ``None`` if not requested, 0 for tokens without loss.
 
     :func:`liger_losses.kernels.softmax_stats.softmax_statistics` defines them; ``selected_logps [..., k]`` are the
     log-probabilities of selected columns, ``divergence`` the divergence from a teacher. ``columns [..., k]`` have the

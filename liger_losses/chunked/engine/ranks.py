@@ -92,8 +92,8 @@ class Ranks:
         return Agreement(None)
 
     def merge_(self, labels: Tensor, *softmaxes: Mapping[str, Tensor], class_weight: Tensor | None = None) -> None:
-        """Merge the statistics of this rank's columns into statistics of the whole vocabulary, for several softmaxes at
-        once; see :func:`merge`."""
+        """Merge this rank's statistics into statistics of the whole vocabulary, for several softmaxes at once; see
+        :func:`merge`."""
 
     def sum_(self, values: Tensor) -> Tensor:
         """Replace values by their sum over the ranks."""

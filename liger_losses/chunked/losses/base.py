@@ -206,8 +206,7 @@ class ChunkedLoss(nn.Module):
 
     @property
     def common_options(self) -> dict[str, Any]:
-        """The options that must be equal on all ranks that compute this loss together: the ranks of :attr:`group`, and
-        ranks that share the vocabulary. Ranks may stream differently."""
+        """The options that must be equal on all ranks of :attr:`group`, and on ranks that share the vocabulary."""
         own = {*EngineOptions.__match_args__, "compiled"}
         plain = (bool, int, float, str, list, tuple, type(None))
         # Not every attribute: a loss may keep what differs from rank to rank, such as the rank itself.

@@ -1,5 +1,4 @@
-"""Messages about lazy logits: the warning where their values are needed, the error where they cannot be computed any
-more."""
+"""Messages about lazy logits: a warning if their values are needed, an error if these cannot be computed any more."""
 
 from __future__ import annotations
 

@@ -113,9 +113,9 @@ WRONG = {
         lambda h, w, y: DPO(loss_type="sigmoidd"),
         r"'sigmoidd' \(did you mean 'sigmoid'\?\); it must be",
     ),
-    "GSPO": (lambda h, w, y: GRPO(loss_type="gspo"), "'gspo'; here it is importance_sampling_level='sequence' with"),
-    "RLOO": (lambda h, w, y: GRPO(loss_type="rloo"), "here it is importance_sampling_level='sequence_sum'"),
-    "unpaired DPO": (lambda h, w, y: DPO(loss_type="kto_pair"), "here it is LigerFusedLinearKTOLoss, of single"),
+    "GSPO": (lambda h, w, y: GRPO(loss_type="gspo"), "'gspo'; use importance_sampling_level='sequence' with"),
+    "RLOO": (lambda h, w, y: GRPO(loss_type="rloo"), "use importance_sampling_level='sequence_sum'"),
+    "unpaired DPO": (lambda h, w, y: DPO(loss_type="kto_pair"), "use LigerFusedLinearKTOLoss, of single"),
     "a piece": (
         lambda h, w, y: patch(w, mlp=True),
         r"no mlp= \(did you mean 'mlps'\?\); its arguments are model,",

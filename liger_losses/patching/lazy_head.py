@@ -111,7 +111,7 @@ def make_head_lazy(
     """
     layers = _head_layers(model)
     if not layers:
-        without = "it has no output embedding; pass the model with its lm_head (AutoModelForCausalLM)"
+        without = "it has no output embedding; for token losses, pass the model with its lm_head (AutoModelForCausalLM)"
         return [Entry("", type(model).__name__, None, without)]
     entries = []
     for module in layers:

@@ -221,7 +221,7 @@ class CheapLinear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         if x.shape[-1] != self.in_features:
-            raise Mismatch(f"a layer for {self.in_features} features is given {x.shape[-1]}")
+            raise Mismatch(f"no gated MLP: {self.name}, of {self.in_features} inputs, is called with {x.shape[-1]}")
         self.calls.append(self.name)
         return x[..., self.index] * self.scale.to(x.dtype)
 

@@ -59,7 +59,7 @@ def check_names(
     for name in names:
         if name not in known:
             close = meant(name, known) if isinstance(name, str) and name not in elsewhere else ""
-            hint = f"; here it is {elsewhere[name]}" if isinstance(name, str) and name in elsewhere else ""
+            hint = f"; use {elsewhere[name]}" if isinstance(name, str) and name in elsewhere else ""
             raise ValueError(f"unknown {what} {name!r}{close}{hint}; it must be one of {', '.join(known)}.")
 
 
@@ -258,7 +258,8 @@ def check_weight(weight: Any, bias: Any = None) -> None:
     check_tensor("weight", weight)
     if weight.dtype not in FLOATS:
         raise TypeError(
-            f"weight must be floating point, got {weight.dtype} of shape {tuple(weight.shape)}; dequantize it first."
+            f"weight must be floating point, got {weight.dtype} of shape {tuple(weight.shape)}; dequantize it first, "
+            "or pass the quantized layer."
         )
     if weight.dim() != 2:
         swapped = "; were weight and hidden states swapped?" if weight.dim() == 3 else "."

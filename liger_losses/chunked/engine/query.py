@@ -73,9 +73,9 @@ class DeclaredStatistics:
         if name not in Statistics._fields:
             raise AttributeError(f"there is no statistic {name!r}; it must be one of {', '.join(Statistics._fields)}.")
         known = ", ".join([field for field in Statistics._fields if field in self.__dict__])
+        declared = f"only {known}" if known else "none"
         raise AttributeError(
-            f"{self._reader} reads statistics.{name}, which was not asked for; declared are {known or 'none'}. Add "
-            f"{name!r} to {self._place}."
+            f"{self._reader} reads statistics.{name}, but declares {declared}. Add {name!r} to {self._place}."
         )
 
 

@@ -49,6 +49,7 @@ def warn_materialized(operation: str, lazy: Any) -> None:
             ("torch.", "liger_losses.", "contextlib.")
         )
     )
+    in_trainer = caller.startswith("transformers.trainer")
     key = (operation, caller) if training else ("evaluation", "")
     if key not in _WARNED:
         _WARNED.add(key)
@@ -56,6 +57,7 @@ def warn_materialized(operation: str, lazy: Any) -> None:
             f"{operation}, called in {caller}, needs the values of lazy logits: all [tokens, vocab] of them "
             "are computed now. The losses of liger_losses do not need them"
             + ("." if training else ", nor do cross_entropy, argmax, topk, logsumexp and the like of logits.")
+            + (" Pass the Trainer a preprocess_logits_for_metrics that reduces them." if in_trainer else "")
             + see("lazy-logits-that-were-materialized"),
             RuntimeWarning,
             stacklevel=2,

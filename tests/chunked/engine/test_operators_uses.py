@@ -158,7 +158,7 @@ WRONG_LOSSES = {
     "loss, a count": (_Counts(), r"_Counts.loss must return .* one floating-point number .*, got torch.int64 of shape"),
     "sequence_weight": (
         _WeightsByEntropy(),
-        "_WeightsByEntropy.sequence_weight reads statistics.entropy, which was not asked for; declared are logp, "
+        "_WeightsByEntropy.sequence_weight reads statistics.entropy, but declares only logp, "
         "mean_logit. Add 'entropy' to the metrics that _WeightsByEntropy names",
     ),
     "loss per token": (
@@ -167,12 +167,12 @@ WRONG_LOSSES = {
     ),
     "loss": (
         _WithEntropy(),
-        "_WithEntropy reads statistics.entropy, which was not asked for; declared are logp. Add 'entropy' to the "
+        "_WithEntropy reads statistics.entropy, but declares only logp. Add 'entropy' to the "
         "statistics that _WithEntropy names",
     ),
     "token_loss": (
         lambda head, hidden, labels: linear_token_loss(hidden, head, labels, _with_entropy),
-        r"token_loss \(_with_entropy\) reads statistics.entropy, .* declared are logp. Add 'entropy' to statistics=",
+        r"token_loss \(_with_entropy\) reads statistics.entropy, but declares only logp. Add 'entropy' to statistics=",
     ),
     "token_loss in two passes": (
         lambda head, hidden, labels: linear_token_loss(hidden.detach(), head.weight.detach(), labels, _with_entropy),

@@ -460,6 +460,7 @@ def test_evaluation_that_needs_logits_has_those_of_the_model(tmp_path, monkeypat
             predictions = trainer.predict(rows_of).predictions
         ours = [w for w in caught if "needs the values" in str(w.message)]
         assert len(ours) == isinstance(model.lm_head, LazyLinear)
+        assert all("Pass the Trainer a preprocess_logits_for_metrics" in str(w.message) for w in ours)
         assert rows == ([2 * T, T] if ours else [])
         results.append(predictions)
     assert (results[0] == results[1]).all()

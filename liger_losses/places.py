@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
 import inspect
 from collections.abc import Callable, Iterable
@@ -23,6 +24,19 @@ class Missing(LookupError):
     def __init__(self, reason: str, package: str | None = None) -> None:
         super().__init__(reason)
         self.package = package
+
+
+def around(function: Callable[..., Any]) -> Callable[[Any], Any]:
+    """For :class:`Place`: ``function(original, *arguments)`` is called where the original was."""
+
+    def make(original: Any) -> Any:
+        @functools.wraps(original)
+        def replacement(*args: Any, **kwargs: Any) -> Any:
+            return function(original, *args, **kwargs)
+
+        return replacement
+
+    return make
 
 
 class Found(NamedTuple):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -11,7 +10,7 @@ from typing import Any
 from torch import nn
 
 from liger_losses.patching.patch import patch
-from liger_losses.places import Found, Replaced
+from liger_losses.places import Found, Replaced, around
 
 #: From a model that was loaded to the options of :func:`liger_losses.patch`; ``None`` leaves the model.
 Options = Callable[[nn.Module], dict[str, Any] | None]
@@ -44,7 +43,7 @@ def patch_loaded_models(options: Options | None = None, **same_for_all: Any) -> 
     options = options or (lambda model: same_for_all)
     _wanted.append(options)
     if not len(_replaced):
-        methods = {name: _patching(vars(PreTrainedModel)[name].__func__) for name in _METHODS}
+        methods = {name: around(_patching)(vars(PreTrainedModel)[name].__func__) for name in _METHODS}
         _replaced.add([Found(PreTrainedModel, name, classmethod(method)) for name, method in methods.items()])
     return options
 
@@ -73,22 +72,17 @@ def patched_loading(options: Options | None = None, **same_for_all: Any) -> Iter
         leave_loaded_models(options)
 
 
-def _patching(method: Callable[..., Any]) -> Callable[..., Any]:
-    """A class's constructor that patches the model. Constructors may call each other: the outermost one patches."""
-
-    @functools.wraps(method)
-    def wrapped(cls: Any, *args: Any, **kwargs: Any) -> Any:
-        outer = getattr(_thread, "loading", False)
-        _thread.loading = True
-        try:
-            loaded = method(cls, *args, **kwargs)
-        finally:
-            _thread.loading = outer
-        if not outer:
-            _patch(loaded[0] if isinstance(loaded, tuple) else loaded)  # with output_loading_info=True
-        return loaded
-
-    return wrapped
+def _patching(method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Construct a model, and patch it. Constructors may call each other: the outermost one patches."""
+    outer = getattr(_thread, "loading", False)
+    _thread.loading = True
+    try:
+        loaded = method(*args, **kwargs)
+    finally:
+        _thread.loading = outer
+    if not outer:
+        _patch(loaded[0] if isinstance(loaded, tuple) else loaded)  # with output_loading_info=True
+    return loaded
 
 
 def _patch(model: Any) -> None:

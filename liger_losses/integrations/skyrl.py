@@ -6,7 +6,6 @@ size, W ranks share the vocabulary.
 
 from __future__ import annotations
 
-import functools
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -17,7 +16,7 @@ from torch import Tensor
 
 from liger_losses.integrations.replacements import Replacements
 from liger_losses.integrations.token_statistics import token_statistics
-from liger_losses.places import Place
+from liger_losses.places import Place, around
 
 #: The temperature of the call that this thread is in.
 _thread = threading.local()
@@ -66,18 +65,13 @@ def fused_entropy(
         return token_statistics(hidden, lm_head_weight, labels, ("entropy",), temperature, tp_group).entropy
 
 
-def _with_temperature(original: Callable[..., Any]) -> Callable[..., Any]:
+def _with_temperature(original: Callable[..., Any], *args: Any, temperature: float = 1.0, **kwargs: Any) -> Any:
     """SkyRL divides the weight by the temperature, which copies and rounds it: let the head divide the logits."""
-
-    @functools.wraps(original)
-    def wrapped(*args: Any, temperature: float = 1.0, **kwargs: Any) -> Any:
-        _thread.temperature = float(temperature)
-        try:
-            return original(*args, **kwargs)
-        finally:
-            _thread.temperature = 1.0
-
-    return wrapped
+    _thread.temperature = float(temperature)
+    try:
+        return original(*args, **kwargs)
+    finally:
+        _thread.temperature = 1.0
 
 
 _MODULE = "skyrl.backends.skyrl_train.distributed.megatron.model_utils"
@@ -88,8 +82,10 @@ _REPLACEMENTS = Replacements(
     "the fused head",
     Place(_MODULE, "_fused_lm_head_logprob_apply", lambda original: fused_lm_head_logprob, fused_lm_head_logprob),
     Place(_MODULE, "_fused_vocab_parallel_entropy_from_hidden", lambda original: fused_entropy, fused_entropy),
-    Place(_MODULE, "from_parallel_hidden_to_logprobs", _with_temperature, takes=("temperature",)),
-    Place(_MODULE, "from_parallel_hidden_to_logprobs_packed_sequences", _with_temperature, takes=("temperature",)),
+    Place(_MODULE, "from_parallel_hidden_to_logprobs", around(_with_temperature), takes=("temperature",)),
+    Place(
+        _MODULE, "from_parallel_hidden_to_logprobs_packed_sequences", around(_with_temperature), takes=("temperature",)
+    ),
 )
 #: Replace SkyRL's fused head, now or when SkyRL imports it; and restore SkyRL's.
 install, uninstall = _REPLACEMENTS.install, _REPLACEMENTS.uninstall

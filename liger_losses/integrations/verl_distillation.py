@@ -26,7 +26,7 @@ from liger_losses.chunked.engine.teachers import Teacher
 from liger_losses.integrations.token_statistics import token_statistics
 from liger_losses.kernels.divergence_forms import Divergence
 from liger_losses.kernels.logit_transform import LogitTransform
-from liger_losses.places import Place
+from liger_losses.places import Place, around
 
 LOSSES, ENGINE = "verl.trainer.distillation.fsdp.losses", "verl.workers.engine.fsdp.transformer_impl"
 REGISTRY = "verl.trainer.distillation.losses"
@@ -162,31 +162,26 @@ class _Tie(torch.autograd.Function):
         return grads
 
 
-def _loss_of_columns(original: Callable[..., Any]) -> Callable[..., Any]:
+def _loss_of_columns(original: Callable[..., Any], student_logits: Any, *args: Any, **kwargs: Any) -> Any:
     """verl's ``compute_forward_kl_topk``, which takes the log-probabilities of the teacher's columns too.
 
     ``sum_k q_k (log q_k - log p_k)`` over the teacher's columns; neither distribution sums to 1. Divergences over the
     whole vocabulary are returned as they are, with masses of 1.
     """
-
-    @functools.wraps(original)
-    def compute_forward_kl_topk(student_logits: Any, *args: Any, **kwargs: Any) -> Any:
-        if not isinstance(student_logits, _Distilled):
-            return original(student_logits, *args, **kwargs)
-        assert student_logits.student is not None
-        if student_logits.mode is not None:
-            ones = torch.ones_like(student_logits.student)
-            return {"distillation_losses": student_logits.student, "student_mass": ones, "teacher_mass": ones}
-        config = kwargs["config"] if "config" in kwargs else args[2]
-        lowest = config.distillation_loss.log_prob_min_clamp
-        student, teacher = student_logits.student.float(), student_logits.teacher.float()
-        masses = [logps.detach().exp().sum(-1) for logps in (student, teacher)]
-        if lowest is not None:
-            student, teacher = student.clamp_min(lowest), teacher.clamp_min(lowest)
-        losses = (teacher.exp() * (teacher - student)).sum(-1)
-        return {"distillation_losses": losses, "student_mass": masses[0], "teacher_mass": masses[1]}
-
-    return compute_forward_kl_topk
+    if not isinstance(student_logits, _Distilled):
+        return original(student_logits, *args, **kwargs)
+    assert student_logits.student is not None
+    if student_logits.mode is not None:
+        ones = torch.ones_like(student_logits.student)
+        return {"distillation_losses": student_logits.student, "student_mass": ones, "teacher_mass": ones}
+    config = kwargs["config"] if "config" in kwargs else args[2]
+    lowest = config.distillation_loss.log_prob_min_clamp
+    student, teacher = student_logits.student.float(), student_logits.teacher.float()
+    masses = [logps.detach().exp().sum(-1) for logps in (student, teacher)]
+    if lowest is not None:
+        student, teacher = student.clamp_min(lowest), teacher.clamp_min(lowest)
+    losses = (teacher.exp() * (teacher - student)).sum(-1)
+    return {"distillation_losses": losses, "student_mass": masses[0], "teacher_mass": masses[1]}
 
 
 def _asked(data: Any, key: str, default: bool = False) -> bool:
@@ -195,47 +190,39 @@ def _asked(data: Any, key: str, default: bool = False) -> bool:
     return bool(tensordict_utils.get_non_tensor_data(data=data, key=key, default=default))
 
 
-def _inputs_with_teacher(original: Callable[..., Any]) -> Callable[..., Any]:
+def _inputs_with_teacher(original: Callable[..., Any], self: Any, micro_batch: Any) -> Any:
     """``prepare_model_inputs``, which keeps the teacher for the call of the head."""
+    _thread.batch = None
+    inputs = original(self, micro_batch)
+    asked = functools.partial(_asked, micro_batch)
+    # Without packed sequences, the engine reads no losses from a fused head.
+    packed = asked("use_fused_kernels") and asked("use_remove_padding", True)
+    if packed and asked("distillation_use_topk") and "teacher_ids" in micro_batch.keys():  # noqa: SIM118
+        parts = [micro_batch[name].values().unsqueeze(0) for name in ("teacher_ids", "teacher_logprobs")]
+        if self.use_ulysses_sp:
+            from verl.utils.ulysses import slice_input_tensor
 
-    @functools.wraps(original)
-    def prepare_model_inputs(self: Any, micro_batch: Any) -> Any:
-        _thread.batch = None
-        inputs = original(self, micro_batch)
-        asked = functools.partial(_asked, micro_batch)
-        # Without packed sequences, the engine reads no losses from a fused head.
-        packed = asked("use_fused_kernels") and asked("use_remove_padding", True)
-        if packed and asked("distillation_use_topk") and "teacher_ids" in micro_batch.keys():  # noqa: SIM118
-            parts = [micro_batch[name].values().unsqueeze(0) for name in ("teacher_ids", "teacher_logprobs")]
-            if self.use_ulysses_sp:
-                from verl.utils.ulysses import slice_input_tensor
-
-                parts = [slice_input_tensor(part, dim=1) for part in parts]
-            mode = getattr(_thread, "mode", None)
-            _thread.batch = _Distilled(asked("calculate_entropy"), parts[0].long(), parts[1], mode)
-        return inputs
-
-    return prepare_model_inputs
+            parts = [slice_input_tensor(part, dim=1) for part in parts]
+        mode = getattr(_thread, "mode", None)
+        _thread.batch = _Distilled(asked("calculate_entropy"), parts[0].long(), parts[1], mode)
+    return inputs
 
 
-def _step_of_mode(original: Callable[..., Any]) -> Callable[..., Any]:
+def _step_of_mode(
+    original: Callable[..., Any], self: Any, micro_batch: Any, loss_function: Any, forward_only: bool
+) -> Any:
     """``forward_step``, which notes the loss mode for the call of the head."""
-
-    @functools.wraps(original)
-    def forward_step(self: Any, micro_batch: Any, loss_function: Any, forward_only: bool) -> Any:
-        config: Any = getattr(loss_function, "keywords", {}).get("distillation_config")
-        name = None if config is None else config.distillation_loss.loss_mode
-        _thread.mode = None
-        if name in MODES:
-            if not _asked(micro_batch, "use_fused_kernels"):
-                raise ValueError(f"loss_mode={name} needs use_fused_kernels=True: it takes hidden states, not logits.")
-            folders = [teacher.model_path for teacher in config.teacher_models.values()]
-            if len(folders) != 1:
-                raise ValueError(f"loss_mode={name} takes one teacher, got {len(folders)}.")
-            _thread.mode = _Mode(MODES[name], folders[0])
-        return original(self, micro_batch, loss_function, forward_only)
-
-    return forward_step
+    config: Any = getattr(loss_function, "keywords", {}).get("distillation_config")
+    name = None if config is None else config.distillation_loss.loss_mode
+    _thread.mode = None
+    if name in MODES:
+        if not _asked(micro_batch, "use_fused_kernels"):
+            raise ValueError(f"loss_mode={name} needs use_fused_kernels=True: it takes hidden states, not logits.")
+        folders = [teacher.model_path for teacher in config.teacher_models.values()]
+        if len(folders) != 1:
+            raise ValueError(f"loss_mode={name} takes one teacher, got {len(folders)}.")
+        _thread.mode = _Mode(MODES[name], folders[0])
+    return original(self, micro_batch, loss_function, forward_only)
 
 
 def _with_modes(registry: Mapping[str, Any]) -> dict[str, Any]:
@@ -243,31 +230,26 @@ def _with_modes(registry: Mapping[str, Any]) -> dict[str, Any]:
     return {**registry, **dict.fromkeys(MODES, registry["forward_kl_topk"])}
 
 
-def _outputs_with_loss(original: Callable[..., Any]) -> Callable[..., Any]:
+def _outputs_with_loss(
+    original: Callable[..., Any], self: Any, output: Any, output_args: Any, micro_batch: Any, logits_processor_func: Any
+) -> Any:
     """``prepare_model_outputs``, which finds the distillation's losses where it looks for them."""
-
-    @functools.wraps(original)
-    def prepare_model_outputs(
-        self: Any, output: Any, output_args: Any, micro_batch: Any, logits_processor_func: Any
-    ) -> Any:
-        batch, _thread.batch = getattr(_thread, "batch", None), None
-        if batch is not None and batch.student is not None and logits_processor_func is not None:
-            losses = logits_processor_func(student_logits=batch, data=micro_batch)
-            output.fused_linear_aux = SimpleNamespace(**losses)
-        return original(self, output, output_args, micro_batch, logits_processor_func)
-
-    return prepare_model_outputs
+    batch, _thread.batch = getattr(_thread, "batch", None), None
+    if batch is not None and batch.student is not None and logits_processor_func is not None:
+        losses = logits_processor_func(student_logits=batch, data=micro_batch)
+        output.fused_linear_aux = SimpleNamespace(**losses)
+    return original(self, output, output_args, micro_batch, logits_processor_func)
 
 
 PLACES = (
     *(Place(REGISTRY, f"DISTILLATION_{kind}_REGISTRY", _with_modes) for kind in ("LOSS", "SETTINGS")),
-    Place(LOSSES, "compute_forward_kl_topk", _loss_of_columns, takes=("student_logits", "config")),
-    Place(ENGINE, "FSDPEngineWithLMHead.forward_step", _step_of_mode, takes=("micro_batch", "loss_function")),
-    Place(ENGINE, "FSDPEngineWithLMHead.prepare_model_inputs", _inputs_with_teacher, takes=("micro_batch",)),
+    Place(LOSSES, "compute_forward_kl_topk", around(_loss_of_columns), takes=("student_logits", "config")),
+    Place(ENGINE, "FSDPEngineWithLMHead.forward_step", around(_step_of_mode), takes=("micro_batch", "loss_function")),
+    Place(ENGINE, "FSDPEngineWithLMHead.prepare_model_inputs", around(_inputs_with_teacher), takes=("micro_batch",)),
     Place(
         ENGINE,
         "FSDPEngineWithLMHead.prepare_model_outputs",
-        _outputs_with_loss,
+        around(_outputs_with_loss),
         takes=("output", "output_args", "micro_batch", "logits_processor_func"),
     ),
 )

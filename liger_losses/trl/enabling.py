@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -15,7 +14,7 @@ from liger_losses.chunked.engine.documentation import see
 from liger_losses.kernels.divergence_forms import Divergence
 from liger_losses.patching.lazy_layers import is_lazy_layer
 from liger_losses.patching.patch import patch
-from liger_losses.places import Missing, Place, Replaced
+from liger_losses.places import Missing, Place, Replaced, around
 from liger_losses.trl.divergences import chosen
 from liger_losses.trl.features import FEATURES, TESTED, ZERO_ADVANTAGES, Feature, find
 
@@ -71,7 +70,9 @@ def enable(*, kernels: bool = False, skip_zero_advantages: bool = True, divergen
     if kernels and all(feature.name != "kernels" for feature in _enabled):
         heads = [place for feature in _enabled for place in feature.places if place.name == "add_fused_lm_head"]
         # A trainer loads models itself, and gives them their head.
-        _add((Feature("kernels", (KERNELS, *(Place(p.module, p.name, _with_kernels) for p in heads))),), version)
+        _add(
+            (Feature("kernels", (KERNELS, *(Place(p.module, p.name, around(_with_kernels)) for p in heads))),), version
+        )
 
 
 def _add(features: Sequence[Feature], version: str) -> None:
@@ -123,44 +124,34 @@ def _restore(replaced: int, features: int) -> None:
     del _enabled[features:]
 
 
-def _with_kernels(function: Callable[..., None]) -> Callable[..., None]:
-    """A function that patches the models among its arguments before it runs."""
-
-    @functools.wraps(function)
-    def wrapped(*args: Any, **kwargs: Any) -> None:
-        for argument in (*args, *kwargs.values()):
-            if isinstance(argument, nn.Module):
-                patch(argument, loss_head=False)
-            if getattr(argument, "use_liger_kernel", False):  # of the trainer's configuration
-                warnings.warn(
-                    "use_liger_kernel=True and liger_losses.trl.enable(kernels=True) each replace norms, MLPs and "
-                    "rotary embeddings; liger-kernel's will run. Leave one of them out.",
-                    stacklevel=2,
-                )
-        function(*args, **kwargs)
-
-    return wrapped
-
-
-def _warns_if_built_early(train: Callable[..., Any]) -> Callable[..., Any]:
-    """A trainer's ``train`` that warns where its head was made, when it was built, before ``enable``."""
-
-    @functools.wraps(train)
-    def wrapped(self: Any, *args: Any, **kwargs: Any) -> Any:
-        places = (place for feature in _enabled if feature in FEATURES for place in feature.places)
-        made_early = {p.module for p in places if p.name == "add_fused_lm_head" or p.name.endswith(".__init__")}
-        ours = any(map(is_lazy_layer, self.model.modules()))
-        if not ours and made_early.intersection(cls.__module__ for cls in type(self).__mro__):
+def _with_kernels(function: Callable[..., None], *args: Any, **kwargs: Any) -> None:
+    """Patch the models among a function's arguments before it runs."""
+    for argument in (*args, *kwargs.values()):
+        if isinstance(argument, nn.Module):
+            patch(argument, loss_head=False)
+        if getattr(argument, "use_liger_kernel", False):  # of the trainer's configuration
             warnings.warn(
-                f"this {type(self).__name__} was built before liger_losses.trl.enable(), and keeps TRL's own head. "
-                "Build it again to train with this library's." + see("trl"),
-                stacklevel=2,
+                "use_liger_kernel=True and liger_losses.trl.enable(kernels=True) each replace norms, MLPs and "
+                "rotary embeddings; liger-kernel's will run. Leave one of them out.",
+                stacklevel=3,
             )
-        return train(self, *args, **kwargs)
+    function(*args, **kwargs)
 
-    return wrapped
+
+def _warns_if_built_early(train: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
+    """Warn where a trainer trains whose head was made, when it was built, before ``enable``."""
+    places = (place for feature in _enabled if feature in FEATURES for place in feature.places)
+    made_early = {p.module for p in places if p.name == "add_fused_lm_head" or p.name.endswith(".__init__")}
+    ours = any(map(is_lazy_layer, self.model.modules()))
+    if not ours and made_early.intersection(cls.__module__ for cls in type(self).__mro__):
+        warnings.warn(
+            f"this {type(self).__name__} was built before liger_losses.trl.enable(), and keeps TRL's own head. "
+            "Build it again to train with this library's." + see("trl"),
+            stacklevel=3,
+        )
+    return train(self, *args, **kwargs)
 
 
 #: Replaced with the kernels, where trainers get their models.
-KERNELS = Place(_BASE, "_BaseTrainer.__init__", _with_kernels)
-BUILT_EARLY = Feature("warning of early trainers", (Place(_BASE, "_BaseTrainer.train", _warns_if_built_early),))
+KERNELS = Place(_BASE, "_BaseTrainer.__init__", around(_with_kernels))
+BUILT_EARLY = Feature("warning of early trainers", (Place(_BASE, "_BaseTrainer.train", around(_warns_if_built_early)),))

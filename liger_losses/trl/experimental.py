@@ -1,15 +1,14 @@
 """Lazy logits in TRL's experimental trainers, which compute their losses from ``model(...).logits``.
 
-Decorators of trainers' methods make heads lazy. TRL's helper functions ignore ``__torch_function__`` and would get the
-values of lazy logits, so each has an *answer* here: a function with the parameters and the result of TRL's, which
-computes with the engine, or raises :class:`NeedsLogits` where TRL's own function is to run.
+Functions that run around trainers' methods make heads lazy. TRL's helper functions ignore ``__torch_function__`` and
+would get the values of lazy logits, so each has an *answer* here: a function with the parameters and the result of
+TRL's, which computes with the engine, or raises :class:`NeedsLogits` where TRL's own function is to run.
 B batch size, T tokens of a sequence, V vocabulary size.
 """
 
 from __future__ import annotations
 
 import contextlib
-import functools
 import inspect
 import warnings
 from collections.abc import Callable
@@ -29,48 +28,36 @@ from liger_losses.patching.lazy_head import make_head_lazy
 from liger_losses.trl.divergences import IGNORE_INDEX, check_columns, divergence_of, mean_divergence
 
 
-def with_lazy_heads(init: Callable[..., None]) -> Callable[..., None]:
-    """A trainer's ``__init__`` that also makes the heads of its models lazy, or raises TypeError if it cannot.
+def with_lazy_heads(init: Callable[..., None], self: Any, *args: Any, **kwargs: Any) -> None:
+    """Build a trainer, and make the heads of its models lazy, or raise TypeError if they cannot be.
 
     A reference or teacher model whose head cannot be lazy computes its logits, with a warning.
     """
-
-    @functools.wraps(init)
-    def wrapped(self: Any, *args: Any, **kwargs: Any) -> None:
-        init(self, *args, **kwargs)
-        for role in ("model", "ref_model", "teacher_model"):
-            model = getattr(self, role, None)
-            changes = make_head_lazy(model) if isinstance(model, torch.nn.Module) else []
-            reasons = [f"{change.path or 'the head'}: {change.reason}" for change in changes if change.reason]
-            message = f"the last layer of {type(model).__name__} cannot be lazy ({'; '.join(reasons)})"
-            if reasons and role == "model":
-                raise TypeError(
-                    f"{message}: train it outside of liger_losses.trl.enable()." + see("models-that-cannot-be-patched")
-                )
-            if reasons:
-                warnings.warn(f"{message}: as {role}, it computes its logits, [tokens, vocab].", stacklevel=2)
-
-    return wrapped
+    init(self, *args, **kwargs)
+    for role in ("model", "ref_model", "teacher_model"):
+        model = getattr(self, role, None)
+        changes = make_head_lazy(model) if isinstance(model, torch.nn.Module) else []
+        reasons = [f"{change.path or 'the head'}: {change.reason}" for change in changes if change.reason]
+        message = f"the last layer of {type(model).__name__} cannot be lazy ({'; '.join(reasons)})"
+        if reasons and role == "model":
+            raise TypeError(
+                f"{message}: train it outside of liger_losses.trl.enable()." + see("models-that-cannot-be-patched")
+            )
+        if reasons:
+            warnings.warn(f"{message}: as {role}, it computes its logits, [tokens, vocab].", stacklevel=3)
 
 
 #: The mask ``[B, T]`` of active tokens, while a loss runs whose helper functions do not get it.
 _LOSS_MASK: ContextVar[Tensor | None] = ContextVar("loss_mask", default=None)
 
 
-def with_loss_mask(method: Callable[..., Tensor]) -> Callable[..., Tensor]:
+def with_loss_mask(method: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor:
     """``_compute_self_distillation_loss`` of SDFT and SDPO, with divergences of active tokens alone."""
-
-    signature = inspect.signature(method)
-
-    @functools.wraps(method)
-    def wrapped(*args: Any, **kwargs: Any) -> Tensor:
-        token = _LOSS_MASK.set(signature.bind(*args, **kwargs).arguments["distillation_logits"].loss_mask)
-        try:
-            return method(*args, **kwargs)
-        finally:
-            _LOSS_MASK.reset(token)
-
-    return wrapped
+    token = _LOSS_MASK.set(inspect.signature(method).bind(*args, **kwargs).arguments["distillation_logits"].loss_mask)
+    try:
+        return method(*args, **kwargs)
+    finally:
+        _LOSS_MASK.reset(token)
 
 
 def _masked_labels(logits: Tensor) -> Tensor:
@@ -84,17 +71,11 @@ class NeedsLogits(Exception):
     """An answer cannot be computed without the values of the logits: TRL's own function is to run."""
 
 
-def with_answer(answer: Callable[..., Any], original: Callable[..., Any]) -> Callable[..., Any]:
-    """A function of TRL that runs only where ``answer`` (see the module) raises :class:`NeedsLogits`."""
-    signature = inspect.signature(original)
-
-    @functools.wraps(original)
-    def wrapped(*args: Any, **kwargs: Any) -> Any:
-        with contextlib.suppress(NeedsLogits):
-            return answer(**signature.bind(*args, **kwargs).arguments)
-        return original(*args, **kwargs)
-
-    return wrapped
+def with_answer(answer: Callable[..., Any], original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """``answer`` (see the module), or the function of TRL where it raises :class:`NeedsLogits`."""
+    with contextlib.suppress(NeedsLogits):
+        return answer(**inspect.signature(original).bind(*args, **kwargs).arguments)
+    return original(*args, **kwargs)
 
 
 def _deferred(logits: Tensor) -> DeferredLogits:
@@ -205,26 +186,20 @@ def topk_self_distillation(
     return sparse_divergence(logps, teacher_logps, divergence_of(distillation_alpha), tail)
 
 
-def sequence_by_sequence(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
+def sequence_by_sequence(original: Callable[..., Tensor], self: Any, *args: Any, **kwargs: Any) -> Tensor:
     """GOLD's loss across tokenizers, which sorts the probabilities of whole rows: the mean over sequences.
 
     With lazy logits it runs for one sequence at a time, and again in backward, so that the logits of one exist at once.
     """
-    signature = inspect.signature(original)
+    batch = inspect.signature(original).bind(self, *args, **kwargs).arguments
+    batch.pop("self")
+    if deferred_logits(batch["student_logits"]) is None:
+        return original(self, **batch)
 
-    @functools.wraps(original)
-    def wrapped(self: Any, *args: Any, **kwargs: Any) -> Tensor:
-        batch = signature.bind(self, *args, **kwargs).arguments
-        batch.pop("self")
-        if deferred_logits(batch["student_logits"]) is None:
-            return original(self, **batch)
+    def loss(i: int) -> Tensor:
+        with allow_materialization():
+            sequence = {name: None if value is None else value[i : i + 1] for name, value in batch.items()}
+            return original(self, **sequence).reshape(())
 
-        def loss(i: int) -> Tensor:
-            with allow_materialization():
-                sequence = {name: None if value is None else value[i : i + 1] for name, value in batch.items()}
-                return original(self, **sequence).reshape(())
-
-        losses = [checkpoint(loss, i, use_reentrant=False) for i in range(len(batch["student_labels"]))]
-        return torch.stack(losses).mean()
-
-    return wrapped
+    losses = [checkpoint(loss, i, use_reentrant=False) for i in range(len(batch["student_labels"]))]
+    return torch.stack(losses).mean()

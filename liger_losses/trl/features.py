@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from liger_losses.patching.lazy_layers import force_lazy_head
-from liger_losses.places import Found, Missing, Place
+from liger_losses.places import Found, Missing, Place, around
 from liger_losses.trl import experimental
 from liger_losses.trl.divergences import chunked_divergence_loss, chunked_jsd_loss
 from liger_losses.trl.fused_head import add_fused_lm_head
@@ -64,8 +64,12 @@ class NoAdapter:
 _Row = Callable[..., Place]
 
 
-def _wrapped(wrapper: Callable[[Any], Any], *takes: str) -> _Row:
-    return functools.partial(Place, make=wrapper, takes=takes)
+def _made(make: Callable[[Any], Any], *takes: str) -> _Row:
+    return functools.partial(Place, make=make, takes=takes)
+
+
+def _around(function: Callable[..., Any], *takes: str) -> _Row:
+    return _made(around(function), *takes)
 
 
 def _function(function: Callable[..., Any]) -> _Row:
@@ -73,23 +77,23 @@ def _function(function: Callable[..., Any]) -> _Row:
 
 
 def _answer(answer: Callable[..., Any]) -> _Row:
-    return functools.partial(Place, make=functools.partial(experimental.with_answer, answer), function=answer)
+    return functools.partial(Place, make=around(functools.partial(experimental.with_answer, answer)), function=answer)
 
 
 # The replaced attributes of a module; names that begin with a dot are attributes of the trainer's class.
 _HEAD = {"add_fused_lm_head": _function(add_fused_lm_head)}
 # SFT's loss is the sum of the log-probabilities that the model's forward returns, so forward takes its gradient.
 _SFT_HEAD = {"add_fused_lm_head": _function(functools.partial(add_fused_lm_head, one_pass=True))}
-_NO_ADAPTER = {"BaseTunerLayer": _wrapped(lambda original: NoAdapter)}
+_NO_ADAPTER = {"BaseTunerLayer": _made(lambda original: NoAdapter)}
 _LOGPS = {"selective_log_softmax": _answer(experimental.selective_log_softmax)}
 _LOGPS_AND_ENTROPY = {"selective_log_softmax_and_entropy": _answer(experimental.selective_log_softmax_and_entropy)}
 _ENTROPY = {"entropy_from_logits": _answer(experimental.entropy_from_logits)}
-_LAZY_HEADS = {".__init__": _wrapped(experimental.with_lazy_heads, "self", "model")}
+_LAZY_HEADS = {".__init__": _around(experimental.with_lazy_heads, "self", "model")}
 # Heads are lazy without gradients too, as for a teacher.
-_FORCED = _wrapped(lambda method: force_lazy_head()(method), "self", "model")
+_FORCED = _made(lambda method: force_lazy_head()(method), "self", "model")
 _JSD = {**_LAZY_HEADS, ".compute_loss": _FORCED, ".generalized_jsd_loss": _answer(experimental.generalized_jsd_loss)}
-_BY_SEQUENCE = _wrapped(experimental.sequence_by_sequence, "self", "student_logits", "student_labels")
-_LOSS_MASK = _wrapped(experimental.with_loss_mask, "self", "distillation_logits")
+_BY_SEQUENCE = _around(experimental.sequence_by_sequence, "self", "student_logits", "student_labels")
+_LOSS_MASK = _around(experimental.with_loss_mask, "self", "distillation_logits")
 _SELF_DISTILLATION = {
     **_LAZY_HEADS,
     **_LOGPS,
@@ -120,7 +124,7 @@ _GOLD = {**_JSD, "ULDLoss._compute_distillation_loss": _BY_SEQUENCE}
 
 
 def _zero_advantages(module: str, trainer: str, part_of: str, *terms: str) -> Feature:
-    row = {"._compute_loss": _wrapped(without_zero_advantages(terms), "self", "model", "inputs")}
+    row = {"._compute_loss": _made(without_zero_advantages(terms), "self", "model", "inputs")}
     places = _places(module, row, f"{trainer}Trainer")
     return Feature(f"sequences without advantage in {trainer}", places, part_of)
 

@@ -195,7 +195,9 @@ def run_experimental(folder, name):
     from liger_losses.trl import experimental
 
     names = ("selective_log_softmax", "entropy_from_logits")
-    answers = [experimental.with_answer(getattr(experimental, name), getattr(utils, name)) for name in names]
+    answers = [
+        functools.partial(experimental.with_answer, getattr(experimental, name), getattr(utils, name)) for name in names
+    ]
 
     def logps_and_entropy(model):
         ids, _ = batch()

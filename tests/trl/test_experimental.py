@@ -11,13 +11,14 @@ from tests.trl.trainers import lora, sft, train
 
 def test_a_teacher_whose_head_cannot_be_lazy_is_used_as_it_is():
     from liger_losses.patching.lazy_head import LazyLinear
+    from liger_losses.places import around
     from liger_losses.trl.experimental import with_lazy_heads
 
     class Quantised(torch.nn.Linear):
         pass
 
     class Trainer:
-        @with_lazy_heads
+        @around(with_lazy_heads)
         def __init__(self, model, teacher_model):
             self.model, self.teacher_model = model, teacher_model
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from functools import cache
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -100,6 +102,11 @@ def start_beside(device: torch.device, work: Callable[[], object]) -> Callable[[
         main.wait_stream(side)
         raise
     return lambda: main.wait_stream(side)
+
+
+def on_side_stream(device: torch.device) -> AbstractContextManager[Any]:
+    """Queue work after that of :func:`start_beside`, before the caller's stream waits for either."""
+    return nullcontext() if device.type != "cuda" else torch.cuda.stream(_side_stream(device))
 
 
 @cache

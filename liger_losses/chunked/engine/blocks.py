@@ -6,8 +6,9 @@ N active tokens, R tokens of a block, C columns of a slice, H hidden size, V voc
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -26,7 +27,7 @@ from liger_losses.kernels.linear_exp import Exponentials, gradient_scales, linea
 from liger_losses.kernels.linear_grad import linear_softmax_gradient_into
 from liger_losses.kernels.linear_stats import linear_softmax_statistics
 from liger_losses.kernels.logit_transform import Epilogue
-from liger_losses.kernels.matmul import start_beside
+from liger_losses.kernels.matmul import on_side_stream, start_beside
 from liger_losses.kernels.move_rows import move_rows_
 from liger_losses.kernels.online_softmax import merge
 from liger_losses.kernels.softmax_grad import SoftmaxGradient, softmax_gradient_into
@@ -91,9 +92,14 @@ class Block:
     ) -> Tensor | None:
         """Add the head's gradients to ``head_grads``; return the tokens' ``[R, H]``, if any token needs one.
 
-        It can be called once per fill. ``out_view`` is memory that the result may be written to.
+        It can be called once per fill. ``out_view`` is memory that the result may be written to. The result is there
+        :meth:`beside` the caller's stream, and after :meth:`wait` for it.
         """
         raise NotImplementedError
+
+    def beside(self) -> AbstractContextManager[Any]:
+        """The stream on which the gradients of hidden states are computed."""
+        return nullcontext()
 
     #: Whether :meth:`move` and :meth:`keep` work.
     movable = False
@@ -524,10 +530,13 @@ class ExponentialBlock(Block):
             device, partial(self.opened.projection.back_into, self.product, exponentials, 0)
         )
 
+    def beside(self) -> AbstractContextManager[Any]:
+        return on_side_stream(self.opened.device)
+
     def wait(self) -> None:
         if self.wait_for_product is not None:
             self.wait_for_product()
-            self.wait_for_product = None
+        self.wait_for_product = self.product = None
 
     def gradients(
         self, part: Part, upstream: Upstream, head_grads: HeadGradients, out_view: Tensor | None = None
@@ -540,29 +549,22 @@ class ExponentialBlock(Block):
             label_coef = label_coef.masked_fill(opened.others[part.rows], 0.0)
         if self.product is None:
             self._start_product(len(hidden))
-        try:
-            scale, at_label, scaled = gradient_scales(
-                coefficients.p_coef,
-                label_coef,
-                self.offsets,
-                head_grads.trained(hidden) if call.needs_weight else None,
-                head_grads.labels_out(part.rows),
-                transform=part.epilogue.transform,
-                backend=call.backend,
-            )
-            if scaled is not None:
-                head_grads.add_weight(exponentials, scaled, columns, first=part.rows.start == 0)
-        finally:
-            self.wait()
-        product, self.product = self.product, None
-        if product is None:
-            return None
-        return scale_and_add_label_rows(
-            torch.empty_like(hidden, memory_format=torch.contiguous_format) if out_view is None else out_view,
-            product,
-            scale,
-            at_label,
-            opened.weight,
-            opened.labels[part.rows],
+        scale, at_label, scaled = gradient_scales(
+            coefficients.p_coef,
+            label_coef,
+            self.offsets,
+            head_grads.trained(hidden) if call.needs_weight else None,
+            head_grads.labels_out(part.rows),
+            transform=part.epilogue.transform,
             backend=call.backend,
         )
+        product, out = self.product, None
+        if product is not None:
+            out = torch.empty_like(hidden, memory_format=torch.contiguous_format) if out_view is None else out_view
+            labels, backend = opened.labels[part.rows], call.backend
+            # Before the weight's product is queued: what follows of hidden states, as a sum over ranks, runs beside it.
+            add = partial(scale_and_add_label_rows, out, product, scale, at_label, opened.weight, labels)
+            self.wait_for_product = start_beside(hidden.device, partial(add, backend=backend))
+        if scaled is not None:
+            head_grads.add_weight(exponentials, scaled, columns, first=part.rows.start == 0)
+        return out

@@ -95,6 +95,7 @@ class Stream:
                 block.fill(part)
                 ones = {statistic: torch.ones_like(part.values["lse"])}
                 gradient = block.gradients(part, ones, head_grads, out_view)
+                block.wait()
                 if gradient is not None and gradient is not out_view:
                     out_view.copy_(gradient)
         self.call.ranks.of_gradients.sum_(unit_gradient)
@@ -165,7 +166,10 @@ class Stream:
 
     def _write_gradients(self, block: Block, part: Part, upstream: Upstream, grads: Gradients) -> None:
         out_view = grads.hidden.out_view(part.rows)
-        grads.hidden.write(part.rows, block.gradients(part, upstream, grads.head, out_view))
+        gradient = block.gradients(part, upstream, grads.head, out_view)
+        with block.beside():
+            grads.hidden.write(part.rows, gradient)
+        block.wait()
 
     def _empty_statistics(self) -> dict[str, Tensor]:
         """Memory for the statistics ``[N]`` (``selected_logps``: ``[N, k]``) of every active token.

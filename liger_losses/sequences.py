@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from liger_losses.kernels.autograd import once_differentiable
+from liger_losses.kernels.reading import start_reading
 
 T = TypeVar("T")
 
@@ -60,10 +61,11 @@ def split_by_coefficient(
     leaves_out = (~counts).any().to(torch.int32).reshape(1)
     if dist.is_available() and dist.is_initialized() and dist.get_world_size(group) > 1:
         dist.all_reduce(leaves_out, dist.ReduceOp.MIN, group=group)
-    splits, *chosen = torch.cat([leaves_out, counts.to(torch.int32)]).tolist()
+    splits, number = torch.cat([leaves_out, counts.sum(dtype=torch.int32).reshape(1)]).tolist()
     if not splits:
         return forward(indices)
-    counted, others = (indices.new_tensor([i for i, c in enumerate(chosen) if c == part]) for part in (1, 0))
+    sizes = (counts, number), (~counts, len(counts) - number)
+    counted, others = (torch.nonzero_static(which, size=size).squeeze(-1) for which, size in sizes)
     with torch.no_grad():
         left_out = forward(others)
     torch.clear_autocast_cache()  # it has the weights' casts, made without a gradient
@@ -89,6 +91,16 @@ def _merged(counted: Any, left_out: Any, rows: Tensor, others: Tensor) -> Any:
     return _Merge.apply(counted, left_out, rows.to(left_out.device), others.to(left_out.device))
 
 
+def _at_the_end_of_backward(function: Callable[[], None]) -> None:
+    """Call a function when all of this backward is queued, which raises its errors; at once where torch cannot."""
+    # fully_shard and DDP are called so too; torch has no public name for it.
+    queue = getattr(getattr(torch.autograd.Variable, "_execution_engine", None), "queue_callback", None)
+    if queue is None:
+        function()
+    else:
+        queue(function)
+
+
 class _Merge(torch.autograd.Function):
     """Outputs of the sequences ``rows`` and ``others``, in the batch's order; only the first have a gradient."""
 
@@ -107,12 +119,17 @@ class _Merge(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
         rows, others = ctx.saved_tensors
         without = gradient[others]
-        if bool((without.isfinite() & (without != 0)).any()):
-            raise RuntimeError(
-                "a sequence whose coefficient is 0 has a gradient: the loss has a term, such as a KL penalty or an "
-                "entropy bonus, that is not multiplied by the coefficients. Run all sequences with a gradient: without "
-                "split_by_coefficient, or with liger_losses.trl.enable(skip_zero_advantages=False)."
-            )
+        wrong = start_reading((without.isfinite() & (without != 0)).any(), "which sequences have a gradient")
+
+        def check() -> None:
+            if wrong():
+                raise RuntimeError(
+                    "a sequence whose coefficient is 0 has a gradient: the loss has a term, such as a KL penalty or an "
+                    "entropy bonus, that is not multiplied by the coefficients. Run all sequences with a gradient: "
+                    "without split_by_coefficient, or with liger_losses.trl.enable(skip_zero_advantages=False)."
+                )
+
+        _at_the_end_of_backward(check)
         # NaN where theirs is not finite, as it would be in the whole batch's gradients.
         found = gradient[rows] if len(rows) else gradient.new_zeros(ctx.shape)
         return found + 0 * without.sum(), None, None, None

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from liger_losses.chunked.engine import Head, tokens
 from liger_losses.chunked.engine.checks import check_labels
 from liger_losses.chunked.engine.documentation import see
+from liger_losses.kernels.reading import ask_about_labels
 from liger_losses.patching.lazy.tensor import deferred_logits
 from liger_losses.patching.lazy_head import make_head_lazy
 from liger_losses.patching.lazy_layers import force_lazy_head
@@ -93,6 +94,14 @@ def loss_inputs(
             "with that token's label. Give a causal language model, or pass them as shift_labels=, which are taken as "
             "they are."
         )
+    if shift_labels is None:
+        shifted, mask = tokens.shift_labels(targets, ignore_index), batch.get("attention_mask")
+        if mask is not None and mask.shape == targets.shape:
+            active = mask.to(targets.device) != 0
+            shifted = shifted.where(active & active.roll(-1, -1), ignore_index)
+    else:
+        shifted = targets
+    ask_about_labels(shifted, ignore_index)  # the device counts them before the layers run
     with force_lazy_head():
         logits = getattr(model(**batch), "logits", None)
     deferred = deferred_logits(logits)
@@ -101,19 +110,13 @@ def loss_inputs(
             f"{name} must return logits that are its last layer's, scaled or soft-capped, got {type(logits).__name__}: "
             "its forward applies an operation to them that needs their values." + see("models-that-cannot-be-patched")
         )
-    hidden_states, mask = deferred.hidden_states, batch.get("attention_mask")
+    hidden_states = deferred.hidden_states
     if hidden_states.shape[:-1] != targets.shape:
         raise ValueError(
             f"{name} returned logits of {tuple(hidden_states.shape[:-1])} tokens, and there are labels of "
             f"{tuple(targets.shape)}; give labels= for each of the logits, with ignore_index={ignore_index} for tokens "
             "that the model inserts, and leave out logits_to_keep."
         )
-    if shift_labels is not None:
-        return LossInputs(deferred.head, hidden_states, targets.to(hidden_states.device))
-    shifted = tokens.shift_labels(targets, ignore_index)
-    if mask is not None and mask.shape == targets.shape:
-        active = mask.to(targets.device) != 0
-        shifted = shifted.where(active & active.roll(-1, -1), ignore_index)
     return LossInputs(deferred.head, hidden_states, shifted.to(hidden_states.device))
 
 

@@ -22,6 +22,7 @@ from liger_losses.chunked.engine import Statistics, linear_statistics, linear_to
 from liger_losses.chunked.engine.documentation import see
 from liger_losses.kernels.autograd import once_differentiable
 from liger_losses.kernels.logit_transform import LogitTransform
+from liger_losses.kernels.reading import ask_about_labels
 from liger_losses.patching.lazy import DeferredLogits, TracedLogits
 from liger_losses.patching.lazy.gradients import recomputed_gradients
 from liger_losses.patching.lazy.tensor import deferred_logits
@@ -114,6 +115,8 @@ def fused_forward(model: Any, forward: Any, labels: Any = None, shift_labels: An
     kwargs.update(use_cache=False, return_dict=True)
     if getattr(config, "output_router_logits", False):
         kwargs.setdefault("output_router_logits", True)
+    target = labels[:, 1:].contiguous() if shift_labels is None else shift_labels
+    ask_about_labels(target, IGNORE_INDEX)  # the device counts them before the layers run
     with force_lazy_head():
         outputs = forward(**kwargs)
     logits = getattr(outputs, "logits", None)
@@ -128,8 +131,8 @@ def fused_forward(model: Any, forward: Any, labels: Any = None, shift_labels: An
             + see("models-that-cannot-be-patched")
         )
     if shift_labels is None:
-        deferred, shift_labels = deferred.on_rows(lambda hidden_states: hidden_states[:, :-1]), labels[:, 1:]
-    target = shift_labels.to(deferred.hidden_states.device)
+        deferred = deferred.on_rows(lambda hidden_states: hidden_states[:, :-1])
+    target = target.to(deferred.hidden_states.device)
     mask = target != IGNORE_INDEX
     tensors = [tensor for tensor in deferred.tensors[1:] if tensor is not None and tensor.numel()]
     if any(tensor.untyped_storage().size() == 0 for tensor in tensors):

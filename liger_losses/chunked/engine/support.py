@@ -25,7 +25,7 @@ from liger_losses.chunked.engine.decision import check_inputs
 from liger_losses.chunked.engine.head import Head, operand_dtype
 from liger_losses.chunked.engine.plan import EngineOptions, default_bound, default_workspace, device_memory
 from liger_losses.chunked.engine.query import Query, Statistics
-from liger_losses.chunked.engine.tokens import check_temperature, checked_temperatures, shift_labels, start_reading
+from liger_losses.chunked.engine.tokens import check_temperature, checked_temperatures, shift_labels
 from liger_losses.kernels import LOGIT_DTYPES, choose_backend
 from liger_losses.kernels.autograd import autocast_dtype
 from liger_losses.kernels.given_columns import (
@@ -39,6 +39,7 @@ from liger_losses.kernels.given_columns import (
 )
 from liger_losses.kernels.given_ids import Facts, GivenIds, find
 from liger_losses.kernels.logit_transform import LogitTransform
+from liger_losses.kernels.reading import start_reading
 
 #: What can be asked about kept columns.
 SUPPORT_STATISTICS = ("logp", "entropy", "lse")

@@ -6,7 +6,7 @@ T tokens, N of them active, H hidden size.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,6 +16,7 @@ from torch import Tensor
 from liger_losses.chunked.engine.documentation import see
 from liger_losses.kernels._triton import choose_backend
 from liger_losses.kernels.label_rows import equal_shares, label_facts, masked_labels
+from liger_losses.kernels.reading import facts_of_labels
 
 
 def shift_labels(labels: Tensor, ignore_index: int = -100, positions: int = 1) -> Tensor:
@@ -32,27 +33,6 @@ def shift_labels(labels: Tensor, ignore_index: int = -100, positions: int = 1) -
 def host_checks(device: torch.device) -> bool:
     """Whether labels can be read at no cost, so that a bad one is an ordinary error."""
     return device.type == "cpu"
-
-
-def start_reading(numbers: Tensor, what: str) -> Callable[[], Any]:
-    """Copy numbers to the host beside what is queued next; the function that is returned waits for them alone.
-
-    Raises:
-        RuntimeError: a CUDA graph is being captured, which says ``what`` the host cannot read, and what to do.
-    """
-    if not numbers.is_cuda:
-        return numbers.tolist
-    if torch.cuda.is_current_stream_capturing():
-        raise RuntimeError(f"a CUDA graph is being captured, and the host cannot read {what}.")
-    host = numbers.to("cpu", non_blocking=True)  # into pinned memory
-    copied = torch.cuda.Event()
-    copied.record(torch.cuda.current_stream(numbers.device))
-
-    def read() -> Any:
-        copied.synchronize()
-        return host.tolist()
-
-    return read
 
 
 def check_temperature(temperature: Tensor, device: torch.device, shapes: Sequence[torch.Size]) -> None:
@@ -93,6 +73,15 @@ def _check_vocabulary(extremes: Sequence[int], vocab_size: int, ignore_index: in
             f"found labels from {min(extremes)} to {max(extremes)}. Mask padding with ignore_index, and check "
             "that the tokenizer and the weight have the same vocabulary." + see("labels-outside-of-the-vocabulary")
         )
+
+
+def _unravelled(flat: Tensor, shape: torch.Size) -> tuple[Tensor, ...]:
+    """``torch.unravel_index``, which copies the shape to the device and waits for it."""
+    found = []
+    for size in reversed(shape):
+        found.append(flat % size)
+        flat = flat // size
+    return tuple(reversed(found))
 
 
 def check_right(right: Tensor, labels: Tensor, vocab_size: int, ignore_index: int) -> None:
@@ -187,7 +176,7 @@ class Tokens:
                 index = index[first:last]
             if source.dim() > 2:
                 flat = torch.arange(first, last, device=source.device) if index is None else index
-                rows.append(source[torch.unravel_index(flat, self.shapes[segment])])
+                rows.append(source[_unravelled(flat, self.shapes[segment])])
             else:
                 rows.append(source[first:last] if index is None else source.index_select(0, index))
         if not rows:  # still part of the graph
@@ -317,13 +306,8 @@ class Counting:
         for part in labels:
             self.shapes += (part.shape,)
             self.labels.append(part.reshape(-1).contiguous())  # a flat view may still have a stride
-        #: What :func:`label_facts` returns, and what reads it on the host; ``None`` where all tokens are projected.
-        self.facts: Tensor | None = None
-        self.read: Callable[[], Any] | None = None
-        if compact:
-            self.facts = label_facts(self.labels, ignore_index, backend=backend)
-            advice = "give compact=False, with which all of them are projected"
-            self.read = start_reading(self.facts, f"how many tokens carry loss; {advice}")
+        #: ``None`` where all tokens are projected.
+        self.facts = facts_of_labels(self.labels, ignore_index, backend) if compact else None
 
     def masked_values(self, values: Tensor) -> Tensor:
         """``[T]`` (or ``[T, k]``), from ``[..., k]`` in the labels' shape, or of all tokens of several; 0 for tokens
@@ -335,14 +319,15 @@ class Counting:
 
     def checksum(self, backend: str) -> Tensor:
         """A checksum of all labels, 0-dim: see :func:`label_facts`."""
-        facts = label_facts(self.labels, self.ignore_index, backend=backend) if self.facts is None else self.facts
+        known = None if self.facts is None else self.facts.numbers
+        facts = label_facts(self.labels, self.ignore_index, backend=backend) if known is None else known
         return facts[:, 3].sum()
 
     def tokens(self) -> Tokens:
         """The active tokens, once their number is known."""
-        if self.read is None:
+        if self.facts is None:
             return self._all_tokens()
-        facts, extremes = self.read(), list[int]()
+        facts, extremes = self.facts.read(), list[int]()
         for _, *ends, _ in facts:
             extremes += ends
         _check_vocabulary(extremes, self.vocab_size, self.ignore_index)

@@ -19,7 +19,8 @@ from liger_losses.chunked.engine.blocks import Block
 from liger_losses.chunked.engine.call import Call
 from liger_losses.chunked.engine.head import Head
 from liger_losses.chunked.engine.ranks import ALONE
-from liger_losses.chunked.engine.tokens import Tokens, start_reading
+from liger_losses.chunked.engine.tokens import Tokens
+from liger_losses.kernels.reading import start_reading
 
 #: The host waits for M only if both gradient products take at least so many floating-point operations, by the kind of
 #: device: on an H200 10 ms, of which the wait is less than 1 %.

@@ -1,0 +1,75 @@
+"""A patched model asks how many of its labels carry loss when its forward begins, so that its loss waits for nobody.
+
+transformers' losses shift the labels themselves. They take labels that are shifted as well, and so get those that were
+asked about.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from liger_losses.chunked.engine.tokens import shift_labels
+from liger_losses.kernels.reading import ask_about_labels
+
+_IGNORE_INDEX = -100
+
+
+class LossOfKnownLabels:
+    """A model's loss function, which is given shifted labels where the model's hook has asked about them.
+
+    Attributes:
+        function: the model's own.
+        added: the names of the model's attributes that are there because of this one.
+        shifted: the labels of the forward that is running, and these shifted.
+    """
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        self.function, self.added = function, frozenset[str]()
+        self.shifted: tuple[Tensor, Tensor] | None = None
+
+    def __call__(self, logits: Any, labels: Any, *args: Any, **kwargs: Any) -> Any:
+        if not torch.compiler.is_dynamo_compiling() and self.shifted is not None:
+            (given, shifted), self.shifted = self.shifted, None
+            usual = kwargs.get("ignore_index", _IGNORE_INDEX) == _IGNORE_INDEX
+            if given is labels and usual and kwargs.get("shift_labels") is None:
+                kwargs["shift_labels"] = shifted
+        return self.function(logits, labels, *args, **kwargs)
+
+
+def know_labels(model: Any) -> None:
+    """Let a model of transformers, whose loss takes shifted labels, ask about them when its forward begins."""
+    function = getattr(model, "loss_function", None)
+    if not inspect.isfunction(function) or not {"labels", "shift_labels"} <= set(
+        inspect.signature(function).parameters
+    ):
+        return
+    before, wrapper = set(vars(model)), LossOfKnownLabels(function)
+    model.loss_function = wrapper
+    wrapper.added = frozenset(set(vars(model)) - before)
+    model.register_forward_pre_hook(ask_for_loss, with_kwargs=True)
+
+
+def ask_for_loss(model: Any, args: Any, kwargs: dict[str, Any]) -> None:
+    """The hook of :func:`know_labels`."""
+    labels, loss = kwargs.get("labels"), getattr(model, "loss_function", None)
+    if torch.compiler.is_dynamo_compiling() or not isinstance(loss, LossOfKnownLabels):
+        return
+    loss.shifted = None
+    if type(labels) is Tensor and labels.dtype == torch.int64 and labels.dim() == 2:
+        shifted = shift_labels(labels, _IGNORE_INDEX)
+        ask_about_labels(shifted, _IGNORE_INDEX)
+        loss.shifted = labels, shifted
+
+
+def forget_labels(model: Any) -> None:
+    """Undo :func:`know_labels`."""
+    loss = getattr(model, "loss_function", None)
+    if isinstance(loss, LossOfKnownLabels):
+        model.loss_function = loss.function
+        for name in loss.added:
+            vars(model).pop(name, None)

@@ -1,0 +1,57 @@
+"""What the host asks of labels before a model runs: asked once, and read by the loss that is given them."""
+
+import pytest
+import torch
+
+from liger_losses import LigerFusedLinearCrossEntropyLoss, linear_logps
+from liger_losses.kernels import reading
+from tests.reference import problem, small_calls
+
+
+@pytest.fixture
+def asked(monkeypatch):
+    """How often labels were asked about."""
+    calls, facts = [], reading.label_facts
+    monkeypatch.setattr(reading, "label_facts", lambda *given, **how: calls.append(1) or facts(*given, **how))
+    reading._asked.clear()
+    with small_calls(0):
+        yield calls
+
+
+def test_a_loss_reads_what_was_asked_before(asked):
+    hidden, weight, labels, _ = problem()
+    expected = LigerFusedLinearCrossEntropyLoss()(weight, hidden, labels)
+    assert len(asked) == 1
+    reading.ask_about_labels(labels)
+    assert len(asked) == 2
+    for given in (labels, labels.view(-1)):
+        loss = LigerFusedLinearCrossEntropyLoss()(weight, hidden.view(*given.shape, -1), given)
+        torch.testing.assert_close(loss, expected, rtol=0, atol=0)
+    assert len(asked) == 2
+
+
+@pytest.mark.parametrize("change", ["copied", "changed", "a part", "another ignore_index"])
+def test_other_labels_are_asked_about_again(change, asked):
+    hidden, weight, labels, _ = problem()
+    reading.ask_about_labels(labels)
+    options = {}
+    if change == "copied":
+        labels = labels.clone()
+    elif change == "changed":
+        labels[0].fill_(-100)
+    elif change == "a part":
+        hidden, labels = hidden[1:], labels[1:]
+    else:
+        options["ignore_index"], labels = -1, labels.masked_fill_(labels == -100, -1)
+    found = linear_logps(hidden, weight, labels, **options)
+    assert len(asked) == 2
+    torch.testing.assert_close(found, linear_logps(hidden, weight, labels.clone(), **options), rtol=0, atol=0)
+
+
+def test_what_was_asked_is_forgotten(asked):
+    for _ in range(20):
+        reading.ask_about_labels(torch.zeros(3, dtype=torch.int64))
+    reading.ask_about_labels(torch.zeros(3))
+    reading.ask_about_labels(torch.zeros(3, 4, dtype=torch.int64)[:, 1:])
+    assert len(asked) == 20
+    assert len(reading._asked) <= 8

@@ -1,4 +1,4 @@
-"""The k largest entries of each row. R rows, C columns.
+"""The k largest entries of each row, and what the others add up to. R rows, C columns.
 
 The k largest are all in the k groups of columns whose maxima are largest: one pass over the rows finds the maxima of
 groups, and choosing is left to R x (C / 64) maxima and R x 64 k entries.
@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from liger_losses.kernels._triton import LOGIT_DTYPES, choose_backend, jit, tl, triton
-from liger_losses.kernels.logit_transform import Epilogue, inverse_temperature, load_logits
+from liger_losses.kernels.logit_transform import Epilogue, inverse_temperature, load_logits, transform_block
 
 #: Columns of a group, and groups that a program reads at a time.
 GROUP = 64
@@ -85,6 +85,53 @@ def _largest_triton(projected: Tensor, epilogue: Epilogue, k: int) -> tuple[Tens
     )  # fmt: skip
     values, order = values.sort(-1, descending=True)
     return values, ids.gather(1, order)
+
+
+def sum_of_probabilities(
+    projected: Tensor, lse: Tensor, epilogue: Epilogue, *, scratch: int, backend: str | None = None
+) -> Tensor:
+    """``sum_v exp(z_v - lse)`` over the columns of each row whose projection is not -inf, ``[R]``.
+
+    Args:
+        projected, epilogue, backend: as in :func:`group_maxima`.
+        lse: ``[R]``.
+        scratch: bytes that temporaries may take.
+    """
+    rows, columns = projected.shape
+    if choose_backend(backend, [projected], dtypes=LOGIT_DTYPES) == "triton":
+        out = torch.empty(rows, device=projected.device)
+        if rows:
+            _sum_of_probabilities_kernel[(rows,)](
+                out, projected, projected.stride(0), lse, epilogue.bias, epilogue.transform.for_kernel(), columns,
+                BLOCK=4096, num_warps=8,
+            )  # fmt: skip
+        return out
+    found = [projected.new_empty(0)]
+    size = max(1, scratch // (4 * columns * projected.element_size()))
+    for start in range(0, rows, size):
+        at = slice(start, start + size)
+        p = (epilogue.rows(at)(projected[at]) - lse[at, None]).exp()
+        found.append(p.masked_fill(projected[at] == -torch.inf, 0.0).sum(1))
+    return torch.cat(found)
+
+
+@jit(do_not_specialize_on_alignment=["lse"])
+def _sum_of_probabilities_kernel(out, projected, stride, lse, bias, transform, columns, BLOCK: tl.constexpr):
+    """One program for each row."""
+    row = tl.program_id(0).to(tl.int64)
+    inverse = 1.0
+    if transform.temperature is not None:
+        inverse = inverse_temperature(transform, row, True, 0)
+    row_lse = tl.load(lse + row)
+    sums = tl.zeros((BLOCK,), tl.float32)
+    for start in range(0, columns, BLOCK):
+        at = start + tl.arange(0, BLOCK)
+        x = tl.load(projected + row * stride + at, mask=at < columns, other=-float("inf"))
+        z = x
+        if bias is not None or transform.factor is not None:
+            z = transform_block(x, bias, at, at < columns, transform, inverse)
+        sums += tl.where(x > -float("inf"), tl.exp(z - row_lse), 0.0)
+    tl.store(out + row, tl.sum(sums, 0))
 
 
 @jit

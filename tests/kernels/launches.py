@@ -25,7 +25,7 @@ from liger_losses.kernels.given_columns import ByRows, GivenCall, GivenColumns, 
 from liger_losses.kernels.given_ids import GivenIds, find
 from liger_losses.kernels.glu import glu, glu_fused
 from liger_losses.kernels.label_rows import label_facts, masked_labels
-from liger_losses.kernels.largest import largest
+from liger_losses.kernels.largest import largest, sum_of_probabilities
 from liger_losses.kernels.layer_norm import layer_norm
 from liger_losses.kernels.linear_exp import linear_exponentials
 from liger_losses.kernels.logit_transform import Epilogue
@@ -200,6 +200,13 @@ def heads() -> dict[str, Callable[[], None]]:
         "largest": lambda: largest(tensor(TOKENS, VOCAB, dtype=FP32), Epilogue(warm), 64, backend="triton"),
         "largest, temperatures and bias": lambda: largest(
             tensor(TOKENS, VOCAB, dtype=FP32), Epilogue(each_capped, tensor(VOCAB, dtype=FP32)), 128, backend="triton"
+        ),
+        "rest of rows": lambda: sum_of_probabilities(
+            tensor(TOKENS, VOCAB, dtype=FP32),
+            tensor(TOKENS, dtype=FP32),
+            Epilogue(each_capped, tensor(VOCAB, dtype=FP32)),
+            scratch=0,
+            backend="triton",
         ),
         "rows that move": lambda: move_rows_(
             tensor(TOKENS, VOCAB), *[tensor(8, dtype=torch.long)] * 2, backend="triton"

@@ -22,7 +22,7 @@ from liger_losses.chunked.engine.weights import Projection
 from liger_losses.kernels.divergence import TEMPORARIES
 from liger_losses.kernels.divergence_forms import finite_logs
 from liger_losses.kernels.label_rows import scale_and_add_label_rows
-from liger_losses.kernels.largest import largest
+from liger_losses.kernels.largest import largest, sum_of_probabilities
 from liger_losses.kernels.linear_exp import Exponentials, gradient_scales, linear_exponentials
 from liger_losses.kernels.linear_grad import linear_softmax_gradient_into
 from liger_losses.kernels.linear_stats import linear_softmax_statistics
@@ -305,20 +305,27 @@ class LogitBlock(Block):
             # All ranks have the columns of the largest.
             self.opened.merge_(part.rows, {name: value for name, value in computed.items() if name != "columns"})
         if "rest" in part.values:
-            computed["rest"] = torch.empty_like(computed["lse"])
-            columns, owned = self._selected(
-                part.columns(call) if call.query.selected is not None else computed["columns"]
-            )
-            columns = columns if owned is None else torch.where(owned, columns, self.vocab_size)
-            for at, log_p, _ in self._log_probs(projected, computed["lse"], part.epilogue):
-                one_more = torch.nn.functional.pad(log_p, (0, 1))  # a column for the columns of other ranks
-                p = one_more.scatter_(1, columns[at], -torch.inf)[:, :-1].exp().sum(1)
-                computed["rest"][at] = call.ranks.sum_(p).log()
+            columns = part.columns(call) if call.query.selected is not None else computed["columns"]
+            computed["rest"] = self._rest(projected, columns, computed["lse"], part.epilogue)
         if call.query.registered:
             computed["registered"] = projected.new_empty(len(projected), len(call.query.registered))
             for at, log_p, _ in self._log_probs(projected, computed["lse"], part.epilogue):
                 computed["registered"][at] = registered_values(call.query.registered, log_p, call.ranks)
         part.put(computed, whole=len(part.hidden) == self.opened.count)
+
+    def _rest(self, projected: Tensor, columns: Tensor, lse: Tensor, epilogue: Epilogue) -> Tensor:
+        """The log-probability of all columns but ``[R, k]``, from their sum: these are -inf for as long as it takes."""
+        columns, owned = self._selected(columns)
+        wide = projected
+        if owned is not None:  # a column beside the vocabulary stands for those of other ranks
+            wide = projected.as_strided((len(projected), self.vocab_size + 1), projected.stride())
+            columns = torch.where(owned, columns, self.vocab_size)
+        kept = wide.gather(1, columns)
+        wide.scatter_(1, columns, -torch.inf)
+        scratch, backend = self.call.plan.scratch, self.call.backend
+        sums = sum_of_probabilities(projected, lse, epilogue, scratch=scratch, backend=backend)
+        wide.scatter_(1, columns, kept)
+        return self.call.ranks.sum_(sums).log()
 
     def _largest(self, projected: Tensor, part: Part) -> Tensor:
         """The columns ``[R, k]`` of the largest logits of the whole vocabulary, on all ranks that share it."""

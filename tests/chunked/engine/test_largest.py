@@ -6,6 +6,7 @@ import torch
 import liger_losses
 from liger_losses import (
     ChunkedLoss,
+    EngineOptions,
     Largest,
     LogitTransform,
     linear_statistics,
@@ -39,6 +40,34 @@ def test_largest_of_rows(columns, k, backend):
     if k < 4:
         maxima = largest.group_maxima(rows, epilogue, backend)
         torch.testing.assert_close(maxima, largest.group_maxima(rows, epilogue, "torch"))
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("given", [{}, {"logit_scale": 0.7, "softcap": 3.0}, {"temperature": 0.5}], ids=str)
+def test_the_rest_of_rows(given, backend):
+    """Also where the largest have nearly all of the probability."""
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    rows = torch.randn(13, 5003, generator=torch.Generator().manual_seed(0)).to(device)[:, :5000]
+    rows[:, 7] = 40.0
+    epilogue = Epilogue(LogitTransform(**given), rows[0].flip(0).contiguous() if given else None)
+    logits = epilogue(rows).double()
+    columns, lse = logits.topk(3, -1).indices, logits.logsumexp(-1)
+    exact = (logits - lse[:, None]).exp().scatter(1, columns, 0.0).sum(1)
+    marked = rows.scatter(1, columns, -torch.inf)
+    found = largest.sum_of_probabilities(marked, lse.float(), epilogue, scratch=10**5, backend=backend)
+    torch.testing.assert_close(found.double(), exact, rtol=2e-5, atol=0)
+
+
+def test_the_rest_leaves_gradients_as_they_are():
+    hidden, weight, labels, _ = problem(v=401, dtype=torch.float64)
+    grads = []
+    for rest in (True, False):
+        found = linear_topk(hidden, weight, 5, labels, rest=rest, options=EngineOptions(strategy="resident"))
+        grads.append(torch.autograd.grad(found.logps.exp().sum(), (hidden, weight)))
+        if rest:
+            others = torch.log1p(-found.logps.exp().sum(-1))[labels != -100]
+            torch.testing.assert_close(found.rest[labels != -100], others)
+    torch.testing.assert_close(*grads, rtol=0, atol=0)
 
 
 def test_a_loss_of_the_largest_in_one_pass():

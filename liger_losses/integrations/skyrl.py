@@ -87,5 +87,8 @@ _REPLACEMENTS = Replacements(
         _MODULE, "from_parallel_hidden_to_logprobs_packed_sequences", around(_with_temperature), takes=("temperature",)
     ),
 )
-#: Replace SkyRL's fused head, now or when SkyRL imports it; and restore SkyRL's.
-install, uninstall = _REPLACEMENTS.install, _REPLACEMENTS.uninstall
+
+install = _REPLACEMENTS.install
+"""Replace SkyRL's fused head, now or when SkyRL imports it."""
+uninstall = _REPLACEMENTS.uninstall
+"""Restore what :func:`install` replaced."""

@@ -63,7 +63,12 @@ REPLACEMENTS = Replacements(
     ),
     *verl_distillation.PLACES,
 )
-#: Replace verl's fused heads and its top-k distillation, where or when it imports them; and put its own back. The heads
-#: are ``FusedLinearForPPO.forward``, of its FSDP engine with the backends ``torch`` and ``liger``, and
-#: ``linear_cross_entropy``, of its FSDP engine with the backend ``triton`` and of its Megatron engine.
-install, uninstall = REPLACEMENTS.install, REPLACEMENTS.uninstall
+
+install = REPLACEMENTS.install
+"""Replace verl's fused heads and its distillation, now or when verl imports them.
+
+The heads are ``FusedLinearForPPO.forward``, of the FSDP engine with the backends ``torch`` and ``liger``, and
+``linear_cross_entropy``, of the FSDP engine with the backend ``triton`` and of the Megatron engine.
+"""
+uninstall = REPLACEMENTS.uninstall
+"""Restore what :func:`install` replaced."""

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from liger_losses.integrations import verl, verl_distillation
+from liger_losses.places import around
 from tests.reference import double, plain_statistics, problem, relative_error
 from tests.test_run import ROOT
 
@@ -74,7 +75,7 @@ def test_steps_that_cannot_take_hidden_states(teachers, fused, message, monkeypa
     distillation = SimpleNamespace(loss_mode="jsd_hidden_states")
     models = {str(i): SimpleNamespace(model_path="folder") for i in range(teachers)}
     config = SimpleNamespace(distillation_loss=distillation, teacher_models=models)
-    step = verl_distillation._step_of_mode(lambda *arguments: verl_distillation._thread.mode)
+    step = around(verl_distillation._step_of_mode)(lambda *arguments: verl_distillation._thread.mode)
     with pytest.raises(ValueError, match=message):
         step(None, None, functools.partial(print, distillation_config=config), False)
     distillation.loss_mode = "k3"

@@ -5,10 +5,13 @@ N tokens, H hidden size, V vocabulary size, S splits of the vocabulary.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
 from liger_losses.kernels._tiles import (
+    descriptor,
     project_tile,
     split_tile,
     store_tile,
@@ -16,8 +19,9 @@ from liger_losses.kernels._tiles import (
     tiles_of,
     with_contiguous_rows,
 )
-from liger_losses.kernels._triton import jit, tl, triton
-from liger_losses.kernels.logit_transform import Epilogue, inverse_temperature, transform_block
+from liger_losses.kernels._triton import Launcher, jit, tl, triton
+from liger_losses.kernels.logit_transform import Epilogue, LogitTransform, inverse_temperature, transform_block
+from liger_losses.kernels.masked_rows import MaskedRows, RowStatistics
 from liger_losses.kernels.matmul import HALF_DTYPES
 from liger_losses.kernels.online_softmax import PARTIAL_SUMS, Sums, combine, online_start, online_step, store_sums
 from liger_losses.kernels.softmax_stats import softmax_statistics
@@ -129,10 +133,67 @@ def _merged(partial: Tensor, sums: Sums) -> Tensor:
     return merged
 
 
-@jit(do_not_specialize=["splits", "tokens"], do_not_specialize_on_alignment=["partial", "merged"])
-def _merge_kernel(partial, merged, splits, tokens, sums, BLOCK: tl.constexpr, SPLITS: tl.constexpr):
-    """One program per block of tokens."""
-    rows = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+class MaskedStatistics:
+    """Statistics of ``hidden @ weight.T``, of calls of one kind, some of whose tokens carry no loss: in two launches.
+
+    Args:
+        hidden: ``[N, H]``, rows contiguous, half precision.
+        weight: ``[V, H]``, rows contiguous, of the same dtype.
+        ignore_index, transform, right: as in :class:`~liger_losses.kernels.masked_rows.MaskedRows`.
+        entropy: whether entropies are computed.
+        backend: ``torch`` or ``triton``.
+    """
+
+    def __init__(
+        self,
+        hidden: Tensor,
+        weight: Tensor,
+        ignore_index: int,
+        transform: LogitTransform,
+        right: Tensor,
+        entropy: bool,
+        backend: str,
+    ) -> None:
+        self.ignore_index, self.transform, self.right = ignore_index, transform, right
+        self.entropy, self.triton, self.tokens = entropy, backend == "triton", len(hidden)
+        if not self.triton:
+            return
+        row_tiles, column_tiles, programs, given = tiles_of(hidden, weight, Epilogue(transform))
+        group, blocks = max(1, min(row_tiles, _GROUP)), [given[name] for name in ("BLOCK_N", "BLOCK_V", "BLOCK_H")]
+        self.splits, sums = max(1, min(programs // group, column_tiles)), Sums(moment=1 if entropy else None)
+        self.kinds = len(PARTIAL_SUMS) if entropy else 3
+        self.by_descriptors = given["hidden_stride"] is None
+        self.rows_of_blocks, self.depth = blocks[:2], blocks[2]
+        names = "hidden_stride", "weight_stride", "tokens", "vocab_size", "hidden_size"
+        self.sizes, options = [given[name] for name in names], {n: given[n] for n in ("num_warps", "num_stages")}
+        self.rest = None, self.splits, group, given["transform"], sums, *blocks, None, None
+        self.launch = Launcher(_linear_statistics_kernel, row_tiles * self.splits, **options)
+        self.merge = Launcher(_masked_merge_kernel, triton.cdiv(self.tokens, 64))
+        self.of_merge = self.splits, self.tokens, len(weight), ignore_index, sums, 64, 32
+
+    def __call__(self, hidden: Tensor, weight: Tensor, labels: Tensor) -> RowStatistics:
+        """Of labels ``[...]``, N of them, contiguous, whose shape log-probabilities and entropies have."""
+        if not self.triton:
+            projected, columns = hidden.float() @ weight.float().t(), len(weight)
+            rows = MaskedRows(self.tokens, columns, self.ignore_index, self.transform, self.right, "torch")
+            return rows.statistics(projected, labels, self.entropy)
+        matrices: list[Any] = [hidden, weight]
+        if self.by_descriptors:
+            pairs = zip(matrices, self.rows_of_blocks, strict=True)
+            matrices = [descriptor(matrix, rows, self.depth) for matrix, rows in pairs]
+        device = hidden.device
+        partial = torch.empty(self.kinds, self.splits, self.tokens, dtype=torch.float32, device=device)
+        lse = torch.empty(self.tokens, dtype=torch.float32, device=device)
+        logp = torch.empty(labels.shape, dtype=torch.float32, device=device)
+        entropy = torch.empty_like(logp) if self.entropy else None
+        self.launch(*matrices, *self.sizes, labels, None, None, partial, *self.rest)
+        self.merge(partial, labels, self.right, lse, logp, entropy, *self.of_merge)
+        return RowStatistics(lse, logp, entropy)
+
+
+@jit
+def _merged_splits(partial, rows, splits, tokens, sums, BLOCK: tl.constexpr, SPLITS: tl.constexpr):
+    """The sums of all splits, in an order that depends on their number alone, and the label's logit."""
     step = splits.to(tl.int64) * tokens
     zero = tl.zeros((BLOCK,), tl.float32)
     top = zero - 3.0e38
@@ -165,8 +226,38 @@ def _merge_kernel(partial, merged, splits, tokens, sums, BLOCK: tl.constexpr, SP
         if sums.argmax is not None:
             column = tl.load(at + 7 * step, mask=mask, other=3.0e38)
             best = tl.minimum(best, tl.min(tl.where(below == 0.0, column, 3.0e38), 0))
-    state = (best, logit_sum, moment, squares, top, total, 0.0, weighted_sum)
+    return (best, logit_sum, moment, squares, top, total, 0.0, weighted_sum), label_logit
+
+
+@jit(do_not_specialize=["splits", "tokens"], do_not_specialize_on_alignment=["partial", "merged"])
+def _merge_kernel(partial, merged, splits, tokens, sums, BLOCK: tl.constexpr, SPLITS: tl.constexpr):
+    """One program per block of tokens."""
+    rows = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    state, label_logit = _merged_splits(partial, rows, splits, tokens, sums, BLOCK, SPLITS)
     store_sums(merged + rows, tokens, rows < tokens, label_logit, state, sums)
+
+
+@jit(do_not_specialize=["splits", "tokens", "ignore_index"], do_not_specialize_on_alignment=["labels"])
+def _masked_merge_kernel(
+    partial, labels, right, lse, logp, entropy, splits, tokens, columns, ignore_index, sums,
+    BLOCK: tl.constexpr, SPLITS: tl.constexpr,
+):  # fmt: skip
+    """One program per block of tokens."""
+    rows = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    valid = rows < tokens
+    state, label_logit = _merged_splits(partial, rows, splits, tokens, sums, BLOCK, SPLITS)
+    _best, _logit_sum, moment, _squares, top, total, _weight_sum, _weighted_sum = state
+    label = tl.load(labels + rows, mask=valid, other=ignore_index)
+    active = label != ignore_index
+    wrong = active & ((label < 0) | (label >= columns))
+    if tl.sum(wrong.to(tl.int32), 0) > 0:
+        tl.store(right, 0 > 1)
+    total = tl.where(active, total, 1.0)
+    log_total = tl.log(total)
+    tl.store(lse + rows, tl.where(active, top + log_total, 0.0), mask=valid)
+    tl.store(logp + rows, tl.where(active, (label_logit - top) - log_total, 0.0), mask=valid)
+    if entropy is not None:
+        tl.store(entropy + rows, tl.where(active, log_total - moment / total, 0.0), mask=valid)
 
 
 @jit(

@@ -17,11 +17,13 @@ from liger_losses.kernels._triton import Launcher, jit, tl
 from liger_losses.kernels.label_rows import masked_labels
 from liger_losses.kernels.logit_transform import Epilogue, LogitTransform, load_logits, transform_gradient
 from liger_losses.kernels.online_softmax import Sums, online_start, online_step, reference_statistics
+from liger_losses.kernels.rows import power_of_two
 from liger_losses.kernels.softmax_grad import SoftmaxGradient, softmax_gradient_into
-from liger_losses.kernels.softmax_stats import step_of
+from liger_losses.kernels.targets import target_of
 
-#: Labels that are counted, and entries of hidden states that are copied, at a time.
-_AT_ONCE = 1024
+#: Entries of a row that a program reads, and labels that it counts, at a time (H100: 64 to 1024 rows of 49,152 to
+#: 151,936 entries take 2 to 25 % less time than with half as many and 8 warps).
+_BLOCK, _AT_ONCE = 8192, 1024
 
 
 class RowStatistics(NamedTuple):
@@ -72,8 +74,9 @@ class MaskedRows:
         self.tokens, self.columns, self.ignore_index, self.right = tokens, columns, int(ignore_index), right
         self.transform, self.triton = transform, backend == "triton"
         if self.triton:
-            options = step_of(columns)
-            self.block, warps = options["BLOCK"], {"num_warps": options["num_warps"]}
+            # Few rows leave processors idle: each program is as large as there are.
+            self.block = min(_BLOCK, power_of_two(columns))
+            warps = {"num_warps": target_of(right.device).warps(self.block // 8)}
             self.for_kernel = transform.for_kernel()
             self.launch_statistics = Launcher(_statistics_kernel, tokens, **warps)
             # By which derivatives there are.

@@ -28,6 +28,7 @@ from liger_losses.kernels.label_rows import label_facts, masked_labels
 from liger_losses.kernels.largest import largest, sum_of_probabilities
 from liger_losses.kernels.layer_norm import layer_norm
 from liger_losses.kernels.linear_exp import linear_exponentials
+from liger_losses.kernels.linear_stats import MaskedStatistics
 from liger_losses.kernels.logit_transform import Epilogue
 from liger_losses.kernels.masked_rows import Derivatives, MaskedRows
 from liger_losses.kernels.move_rows import move_rows_
@@ -61,6 +62,13 @@ def masked_rows(dtype: torch.dtype = BF16, softcap: float | None = None) -> None
     for scales, mean in (((-1.0, None), True), ((-0.9, -0.1), False)):
         rows = MaskedRows(TOKENS, VOCAB, -100, transform, right, "triton")
         rows.loss(projected, labels, hidden, scales, mean)
+
+
+def masked_statistics(dtype: torch.dtype = BF16, softcap: float | None = None, hidden_size: int = HIDDEN) -> None:
+    hidden, weight, labels = problem(dtype, hidden_size)
+    for entropy in (False, True):
+        right, transform = tensor(dtype=torch.bool), LogitTransform(softcap=softcap)
+        MaskedStatistics(hidden, weight, -100, transform, right, entropy, "triton")(hidden, weight, labels)
 
 
 def bias_of(weight: Tensor) -> Tensor:
@@ -196,6 +204,8 @@ def heads() -> dict[str, Callable[[], None]]:
         "support, fp32": lambda: support(True, FP32, warm),
         "masked rows": masked_rows,
         "masked rows, fp32, soft-cap": lambda: masked_rows(FP32, 30.0),
+        "masked statistics": masked_statistics,
+        "masked statistics, rows of an odd length, soft-cap": lambda: masked_statistics(FP16, 30.0, 1001),
         "masked labels": lambda: masked_labels(tensor(TOKENS, dtype=torch.long), -100, 1000, backend="triton"),
         "largest": lambda: largest(tensor(TOKENS, VOCAB, dtype=FP32), Epilogue(warm), 64, backend="triton"),
         "largest, temperatures and bias": lambda: largest(

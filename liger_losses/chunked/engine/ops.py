@@ -147,11 +147,13 @@ def linear_logps(
             without the label.
     """
     names = ("logp", *(name for name, wanted in (("entropy", entropy), ("lse", lse)) if wanted))
-    options = EngineOptions(ignore_index, compact, workspace, chunk_size, backend=backend)
     if support is None and bias is None and not shift and isinstance(temperature, float) and not is_dynamo_compiling():
-        of_few = straight_statistics(hidden_states, weight, labels, names, options, temperature, logit_scale, softcap)
+        streaming = ignore_index, compact, workspace, chunk_size, None, backend
+        logits = temperature, logit_scale, softcap
+        of_few = straight_statistics(hidden_states, weight, labels, names, streaming, logits)
         if of_few is not None:
             return of_few[0] if len(names) == 1 else Statistics(**dict(zip(names, of_few, strict=True)))
+    options = EngineOptions(ignore_index, compact, workspace, chunk_size, backend=backend)
     transform = LogitTransform(temperature, logit_scale, softcap)
     several = isinstance(hidden_states, LISTS) or isinstance(weight, LISTS)
     if not isinstance(shift, bool):

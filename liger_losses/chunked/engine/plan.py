@@ -217,10 +217,13 @@ class Plan:
     tiled: bool = False  # with a teacher, whether gradients are computed in tiles of the vocabulary
 
 
-def is_small(tokens: int, hidden_size: int, vocab_size: int, device: torch.device) -> bool:
+def is_small(
+    tokens: int, hidden_size: int, vocab_size: int, device: torch.device, *, writes_logits: bool = True
+) -> bool:
     """Whether a call of so many tokens, masked ones included, is not worth looking for the active ones."""
     logits = tokens * vocab_size
-    return logits <= SMALL_CALL_LOGITS and 6 * logits * hidden_size <= SMALL_CALL_FLOPS.get(device.type, 0.0)
+    few = logits <= SMALL_CALL_LOGITS or not writes_logits
+    return few and 6 * logits * hidden_size <= SMALL_CALL_FLOPS.get(device.type, 0.0)
 
 
 def padded(columns: int) -> int:

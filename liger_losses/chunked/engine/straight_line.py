@@ -25,6 +25,7 @@ from liger_losses.chunked.engine.query import EqualWeights, Query
 from liger_losses.chunked.engine.tokens import check_right
 from liger_losses.kernels._triton import BACKEND_VARIABLE
 from liger_losses.kernels.autograd import Scaling, once_differentiable, within_transform
+from liger_losses.kernels.linear_stats import MaskedStatistics
 from liger_losses.kernels.logit_transform import LogitTransform
 from liger_losses.kernels.masked_rows import Derivatives, MaskedRows, RowGradients, RowStatistics
 from liger_losses.kernels.matmul import ALIGNED, MIN_CUT_SIZE, matmul
@@ -35,20 +36,29 @@ _PLAIN = frozenset((Tensor, nn.Parameter))
 _lines: dict[Any, StraightLine | None] = {}
 _MOST_LINES = 1024
 
+#: Of a product with fewer multiplications, the host takes longer to describe both matrices to the kernel that computes
+#: statistics beside it than the device takes to write and read the logits.
+MIN_FUSED = 2e10
 #: Statistics that a straight line computes.
 NAMES = frozenset(("logp", "entropy", "lse"))
 
 
 def straight_statistics(
-    hidden_states: Any, weight: Any, labels: Any, names: tuple[str, ...], options: EngineOptions, *transform: Any
+    hidden_states: Any,
+    weight: Any,
+    labels: Any,
+    names: tuple[str, ...],
+    options: tuple[Any, ...],
+    transform: tuple[Any, ...],
 ) -> tuple[Tensor, ...] | None:
     """Statistics in the labels' shape; ``None`` where the call has no straight line.
 
-    ``transform`` are the numbers of a :class:`LogitTransform`.
+    ``options`` and ``transform`` are the fields of :class:`EngineOptions` and :class:`LogitTransform`.
     """
 
     def prepare() -> StraightLine | None:
-        return _prepared(hidden_states, weight, labels, Query(names), options, LogitTransform(*transform))
+        how = Query(names), EngineOptions(*options), LogitTransform(*transform)
+        return _prepared(hidden_states, weight, labels, *how)
 
     line = _line((names, options, transform), hidden_states, weight, labels, prepare)
     if line is None:
@@ -110,27 +120,36 @@ def _line(
 def _prepared(
     hidden: Tensor, weight: Tensor, labels: Tensor, query: Query, options: EngineOptions, transform: LogitTransform
 ) -> StraightLine | None:
-    """The line of a call that is one block of rows which nothing is cast, padded or cut for.
+    """The line of a call for which nothing is cast, padded or cut.
 
     Raises:
         TypeError, ValueError: inputs that do not fit together.
     """
-    (size, depth), tokens = weight.shape, labels.numel()
+    (size, depth), tokens, device = weight.shape, labels.numel(), weight.device
     dense = hidden.is_contiguous() and labels.is_contiguous() and isinstance(transform.temperature, float)
-    aligned = depth % ALIGNED == 0 and (tokens % ALIGNED == 0 or tokens <= MIN_CUT_SIZE) and padded(size) == size
-    if not (dense and aligned and is_small(tokens, depth, size, weight.device)):
+    if not (dense and is_small(tokens, depth, size, device, writes_logits=False)):
         return None
-    decision = decide((hidden,), Head(weight, None, transform), (labels,), query, options)
+    head = Head(weight, None, transform)
+    decision = decide((hidden,), head, (labels,), query, options)
     run = decision.run(tokens, True)
     dtypes = {hidden.dtype, weight.dtype, run.work.operand_dtype, run.grad_weight_dtype}
     here = not weight.is_cuda or (
         weight.get_device() == torch.cuda.current_device() and not torch.cuda.is_current_stream_capturing()
     )
     known = run.strategy == "one_pass" if query.separable else {*query.statistics} <= NAMES
-    alike = len(dtypes) == 1 and run.work.logits_dtype == torch.float32
-    if not (run.one_block and decision.backend == "triton" and here and known and alike):
+    alike = len(dtypes) == 1 and run.work.logits_dtype == torch.float32 and not head.batch_invariant
+    if not (decision.backend == "triton" and here and known and alike):
         return None
-    return StraightLine(labels, weight, query, run.strategy, decision.options.ignore_index, transform)
+    line = StraightLine(labels, weight, query, run.strategy, decision.options.ignore_index, transform)
+    unbounded = options.workspace is None and options.chunk_size is None and options.strategy is None
+    unbounded = unbounded and default_bound() is None and options.compact
+    if run.strategy == "statistics" and run.work.fused_products and unbounded and line.multiplications >= MIN_FUSED:
+        flat, entropy = line.flat(hidden), "entropy" in query.statistics
+        ignore_index = decision.options.ignore_index
+        line.fused = MaskedStatistics(flat, weight, ignore_index, transform, line.right, entropy, "triton")
+        return line
+    aligned = depth % ALIGNED == 0 and (tokens % ALIGNED == 0 or tokens <= MIN_CUT_SIZE) and padded(size) == size
+    return line if run.one_block and aligned else None
 
 
 @cache
@@ -157,6 +176,7 @@ class StraightLine:
         self.multiplications = tokens * weight.numel()
         self.right = _right(weight.device)
         self.rows = MaskedRows(tokens, self.vocab_size, ignore_index, transform, self.right, "triton")
+        self.fused: MaskedStatistics | None = None
         self.scaling = Scaling("triton")
         given = query.token_weights or {}
         #: Whether the loss is the tokens' mean, and what their log-probabilities are multiplied by.
@@ -166,7 +186,12 @@ class StraightLine:
 
     def statistics(self, hidden_states: Tensor, weight: Tensor, labels: Tensor) -> tuple[Tensor, ...]:
         """The statistics, without a gradient."""
-        return self.named(self.row_statistics(self.projected(self.flat(hidden_states), weight), labels), labels)
+        hidden = self.flat(hidden_states)
+        if self.fused is None:
+            return self.named(self.row_statistics(self.projected(hidden, weight), labels), labels)
+        found = self.fused(hidden, weight, labels)
+        check_right(self.right, labels, self.vocab_size, self.ignore_index)
+        return self.named(found, labels)
 
     def flat(self, hidden_states: Tensor) -> Tensor:
         """``[T, H]``."""
@@ -203,7 +228,8 @@ class StraightLine:
         grads: list[Tensor | None] = [None, None]
 
         def of_hidden() -> None:
-            grads[0] = matmul(found.grad, weight, weight.dtype).view(hidden_states.shape)
+            product = matmul(found.grad, weight, weight.dtype)
+            grads[0] = product if hidden_states.dim() == 2 else product.view(hidden_states.shape)
 
         def of_weight() -> None:
             grads[1] = matmul(found.grad.t(), found.hidden, weight.dtype)

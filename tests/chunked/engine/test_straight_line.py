@@ -182,3 +182,26 @@ def test_lines_do_not_pile_up(monkeypatch):
     for i in range(1, 6):
         linear_logps(hidden[0, :i], weight, labels[0, :i], backend="triton")
     assert lines()[0] <= 2
+
+
+def test_statistics_beside_the_product(monkeypatch):
+    """Without a gradient, of calls that take the device longer than the host: no logits are written."""
+    monkeypatch.setattr(straight_line, "MIN_FUSED", 0.0)
+    hidden, weight, labels = problem(torch.bfloat16)
+    _, _, log_p = exact(hidden, weight, labels, LogitTransform(softcap=5.0))
+    active = labels != -100
+    with torch.no_grad():
+        hidden[~active] = float("nan")
+        found = linear_logps(hidden, weight, labels, softcap=5.0, entropy=True, lse=True, backend="triton")
+    assert next(iter(straight_line._lines.values())).fused is not None
+    expected = {
+        "logp": log_p.gather(-1, labels.clamp(min=0)[..., None])[..., 0],
+        "entropy": -(log_p.exp() * log_p).sum(-1),
+    }
+    for name, value in expected.items():
+        torch.testing.assert_close(getattr(found, name).double(), value.where(active, 0.0), rtol=1e-5, atol=1e-5)
+    assert not found.lse[~active].any()
+    labels[0, 0] = VOCAB
+    if DEVICE == "cpu":
+        with torch.no_grad(), pytest.raises(ValueError, match="to 128"):
+            linear_logps(hidden, weight, labels, softcap=5.0, entropy=True, lse=True, backend="triton")

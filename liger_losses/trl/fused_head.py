@@ -23,7 +23,7 @@ from liger_losses.chunked.engine.documentation import see
 from liger_losses.kernels.autograd import once_differentiable
 from liger_losses.kernels.logit_transform import LogitTransform
 from liger_losses.kernels.reading import ask_about_labels
-from liger_losses.patching.lazy import DeferredLogits, TracedLogits
+from liger_losses.patching.lazy import DeferredLogits, LazyLogits, TracedLogits
 from liger_losses.patching.lazy.gradients import recomputed_gradients
 from liger_losses.patching.lazy.tensor import deferred_logits
 from liger_losses.patching.lazy_head import make_head_lazy
@@ -124,10 +124,11 @@ def fused_forward(model: Any, forward: Any, labels: Any = None, shift_labels: An
         logits = logits.lazy()
     deferred = deferred_logits(logits)
     if deferred is None:
+        given = "their values" if isinstance(logits, LazyLogits) else type(logits).__name__
         raise TypeError(
-            f"the logits of {type(model).__name__} must be LazyLogits here, got {type(logits).__name__}: its forward "
-            "applies an operation to them that needs their values, or torch's parallelize_module has split its last "
-            "layer (tensor parallelism). Train it with TRL's own head, outside of liger_losses.trl.enable()."
+            f"the logits of {type(model).__name__} must be LazyLogits here, got {given}: its forward applies an "
+            "operation to them that needs their values, or torch's parallelize_module has split its last layer (tensor "
+            "parallelism). Train it with TRL's own head, outside of liger_losses.trl.enable()."
             + see("models-that-cannot-be-patched")
         )
     if shift_labels is None:

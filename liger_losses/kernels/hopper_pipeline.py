@@ -45,7 +45,7 @@ AVAILABLE = not INTERPRETED
 #: Rows, columns and depth of a tile. Two groups of four warps that take tiles of 128 x 128 in turn take 0.93 to 0.98 of
 #: cuBLAS's time on an H200 (benchmarks/results/exponentials_kernel.txt); tiles of 64 x 256, 0.97 to 0.99; two groups
 #: that share tiles of 128 x 256, and whose exponentials nothing runs beside, 0.98 to 1.00.
-ROWS, _COLUMNS, _DEPTH = 128, 128, 64
+ROWS, COLUMNS, _DEPTH = 128, 128, 64
 #: Buffers of the ring, by the bytes of what a call stores (0: nothing): as many as shared memory has room for.
 _STAGES = {0: 6, 2: 6, 4: 5}
 #: Registers of a thread that multiplies.
@@ -66,7 +66,7 @@ def pipeline_tiles(hidden: Tensor, weight: Tensor, epilogue: Epilogue, out: Tens
         descriptors = {
             "hidden": _descriptor(hidden, _DEPTH),
             "weight": _descriptor(weight, _DEPTH),
-            "out": None if out is None else _descriptor(out, _COLUMNS // 2),
+            "out": None if out is None else _descriptor(out, COLUMNS // 2),
         }
     except (AttributeError, ImportError, TypeError) as error:  # descriptors of another version of Triton
         _give_up(error)
@@ -79,13 +79,13 @@ def pipeline_tiles(hidden: Tensor, weight: Tensor, epilogue: Epilogue, out: Tens
         "bias": epilogue.bias,
         "transform": epilogue.transform.for_kernel(),
         "BLOCK_N": ROWS,
-        "BLOCK_V": _COLUMNS,
+        "BLOCK_V": COLUMNS,
         "BLOCK_H": _DEPTH,
         "STAGES": _STAGES[0 if out is None else out.dtype.itemsize],
         "REGISTERS": _REGISTERS,
         "num_warps": 4,
     }
-    return Tiles(-(-len(hidden) // ROWS), -(-len(weight) // _COLUMNS), processors(hidden.device), arguments)
+    return Tiles(-(-len(hidden) // ROWS), -(-len(weight) // COLUMNS), processors(hidden.device), arguments)
 
 
 def _give_up(error: Exception) -> None:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from liger_losses.kernels._triton import LOGIT_DTYPES, choose_backend, jit, tl, triton
+from liger_losses.kernels.hopper_pipeline import COLUMNS
 from liger_losses.kernels.logit_transform import Epilogue, inverse_temperature, load_logits, transform_block
 
 #: Columns of a group, and groups that a program reads at a time.
@@ -44,17 +45,23 @@ def group_maxima(projected: Tensor, epilogue: Epilogue, backend: str | None = No
     return padded.view(rows, groups, GROUP).amax(-1)
 
 
-def largest(projected: Tensor, epilogue: Epilogue, k: int, backend: str | None = None) -> tuple[Tensor, Tensor]:
+def largest(
+    projected: Tensor, epilogue: Epilogue, k: int, backend: str | None = None, *, maxima: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
     """The k largest logits of each row, in descending order, and their columns, ``[R, k]`` each.
 
     Args:
         projected, epilogue, backend: as in :func:`group_maxima`.
         k: at most C.
+        maxima: what :func:`~liger_losses.kernels.linear_lse.log_sum_exps_into` returned, if it has been called.
     """
     rows, columns = projected.shape
-    on_triton = choose_backend(backend, [projected], dtypes=LOGIT_DTYPES) == "triton"
-    if on_triton and rows and columns > 4 * GROUP * k and GROUP * triton.next_power_of_2(k) <= _MOST:
-        return _largest_triton(projected, epilogue, k)
+    if choose_backend(backend, [projected], dtypes=LOGIT_DTYPES) == "triton" and rows:
+        most = min(_MOST // triton.next_power_of_2(k), columns // (4 * k))  # columns of a group, for the kernels
+        if maxima is not None and most >= COLUMNS:
+            return _largest_triton(projected, epilogue, k, maxima, COLUMNS)
+        if most >= GROUP:
+            return _largest_triton(projected, epilogue, k, group_maxima(projected, epilogue, "triton").t(), GROUP)
     size = max(1, _SORTED // (GROUP * k))
     if rows > size:
         parts = [slice(start, start + size) for start in range(0, rows, size)]
@@ -71,17 +78,17 @@ def largest(projected: Tensor, epilogue: Epilogue, k: int, backend: str | None =
     return values, ids.gather(1, at)
 
 
-def _largest_triton(projected: Tensor, epilogue: Epilogue, k: int) -> tuple[Tensor, Tensor]:
+def _largest_triton(projected: Tensor, epilogue: Epilogue, k: int, maxima: Tensor, group: int) -> tuple[Tensor, Tensor]:
+    """:func:`largest`, from the maxima ``[C / group, R]`` of groups."""
     (rows, columns), device = projected.shape, projected.device
-    maxima = group_maxima(projected, epilogue, "triton")
-    groups = torch.empty(rows, k, dtype=torch.int32, device=device)
+    groups, entries = torch.empty(rows, k, dtype=torch.int32, device=device), group * triton.next_power_of_2(k)
     _largest_groups_kernel[(rows,)](
-        groups, maxima, maxima.shape[1], k, BLOCK=triton.next_power_of_2(maxima.shape[1]), num_warps=4
+        groups, maxima, *maxima.stride(), len(maxima), k, BLOCK=triton.next_power_of_2(len(maxima)), num_warps=4
     )
     values, ids = torch.empty(rows, k, device=device), torch.empty(rows, k, dtype=torch.int64, device=device)
     _largest_of_groups_kernel[(rows,)](
         values, ids, projected, projected.stride(0), epilogue.bias, epilogue.transform.for_kernel(), groups, columns, k,
-        GROUP=GROUP, GROUPS=triton.next_power_of_2(k), num_warps=4 if k <= 32 else 8 if k <= 64 else 16,
+        GROUP=group, GROUPS=triton.next_power_of_2(k), num_warps=4 if entries <= 2048 else 8 if entries <= 4096 else 16,
     )  # fmt: skip
     values, order = values.sort(-1, descending=True)
     return values, ids.gather(1, order)
@@ -159,13 +166,13 @@ def _places_of_largest(key, k):
     return taken, tl.cumsum(taken.to(tl.int32), 0) - 1
 
 
-@jit(do_not_specialize=["groups", "k"])
-def _largest_groups_kernel(out, maxima, groups, k, BLOCK: tl.constexpr):
+@jit(do_not_specialize=["row_stride", "group_stride", "groups", "k"])
+def _largest_groups_kernel(out, maxima, group_stride, row_stride, groups, k, BLOCK: tl.constexpr):
     """One program for each row."""
     row = tl.program_id(0).to(tl.int64)
     at = tl.arange(0, BLOCK)
     inside = at < groups
-    key = _ordered(tl.load(maxima + row * groups + at, mask=inside, other=0.0), inside)
+    key = _ordered(tl.load(maxima + row * row_stride + at * group_stride, mask=inside, other=0.0), inside)
     taken, place = _places_of_largest(key, k)
     tl.store(out + row * k + place, at, mask=taken & inside)
 

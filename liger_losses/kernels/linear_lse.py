@@ -14,7 +14,7 @@ from torch import Tensor
 
 from liger_losses.kernels._tiles import with_contiguous_rows
 from liger_losses.kernels._triton import jit, tl, triton
-from liger_losses.kernels.hopper_pipeline import AVAILABLE, NotCompiledError, launch, pipeline_tiles
+from liger_losses.kernels.hopper_pipeline import AVAILABLE, COLUMNS, NotCompiledError, launch, pipeline_tiles
 from liger_losses.kernels.linear_exp_hopper import hopper_exponentials_kernel
 from liger_losses.kernels.logit_transform import Epilogue, inverse_temperature, transform_block
 from liger_losses.kernels.targets import target_of
@@ -33,7 +33,7 @@ def log_sum_exps_into(
     epilogue: Epilogue = Epilogue(),
     *,
     backend: str = "torch",
-) -> bool:
+) -> Tensor | None:
     """``lse_n = log sum_v exp(z_nv)`` of the logits ``z = epilogue(hidden @ weight.T)``, if there is a kernel for it.
 
     Args:
@@ -46,20 +46,23 @@ def log_sum_exps_into(
             tensor memory accelerator supports.
 
     Returns:
-        Whether the kernel has run; nothing is written otherwise. Where this version of Triton cannot run it, a warning
-        says why, once.
+        ``[V / 128, N]``, the largest logit of each 128 columns, in their order: of nearly equal ones, rounding may make
+        equals. ``None`` where no kernel has run, and nothing is written. Where this version of Triton cannot run it, a
+        warning says why, once.
     """
     if backend == "torch":
         torch.mm(hidden.to(out.dtype), weight.to(out.dtype).t(), out=out)
-        lse.copy_(epilogue(out.clone()).logsumexp(1))
-        return True
+        logits = epilogue(out.clone())
+        lse.copy_(logits.logsumexp(1))
+        padded = torch.nn.functional.pad(logits, (0, -len(weight) % COLUMNS), value=-torch.inf)
+        return padded.unflatten(1, (-1, COLUMNS)).amax(-1).t()
     tiles = pipeline_tiles(with_contiguous_rows(hidden), weight, epilogue, out) if AVAILABLE else None
     if tiles is None:
-        return False
+        return None
     row_tiles, column_tiles, programs, arguments = tiles
-    if not len(hidden):
-        return True
     partial = torch.empty(2, column_tiles, len(hidden), device=hidden.device)
+    if not len(hidden):
+        return partial[0]
     grid, tops_and_sums = (min(programs, row_tiles * column_tiles),), {"tops": partial[0], "partial": partial[1]}
     together = target_of(hidden.device).orders.stored.together
     nothing = dict.fromkeys(["labels", "offset", "logit_sums", "moments", "needed"])
@@ -71,7 +74,7 @@ def log_sum_exps_into(
     except NotCompiledError:
         return log_sum_exps_into(lse, hidden, weight, out, epilogue, backend=backend)  # warns
     sum_tiles(lse, partial)
-    return True
+    return partial[0]
 
 
 def row_log_sum_exps_into(

@@ -25,6 +25,7 @@ from liger_losses.kernels.label_rows import scale_and_add_label_rows
 from liger_losses.kernels.largest import largest, sum_of_probabilities
 from liger_losses.kernels.linear_exp import Exponentials, gradient_scales, linear_exponentials
 from liger_losses.kernels.linear_grad import linear_softmax_gradient_into
+from liger_losses.kernels.linear_lse import log_sum_exps_into
 from liger_losses.kernels.linear_stats import linear_softmax_statistics
 from liger_losses.kernels.logit_transform import Epilogue
 from liger_losses.kernels.matmul import on_side_stream, start_beside
@@ -278,22 +279,28 @@ class LogitBlock(Block):
 
     def fill(self, part: Part, upstream: Upstream | None = None) -> None:
         call, projected, labels = self.call, self._projected(part), self.opened.labels[part.rows]
-        if self._fuses:
-            computed = fused_statistics(
-                self.opened, part, self.opened.weight, labels, part.epilogue, part.values, projected
+        names, weight, maxima = call.block_names - OF_LOGITS, self.opened.weight, None
+        computed: dict[str, Tensor] = {"lse": part.values["lse"]}
+        if self._fuses and names == {"lse"} and not call.batch_invariant:
+            maxima = log_sum_exps_into(
+                computed["lse"], part.hidden, weight, projected, part.epilogue, backend=call.backend
             )
+        if maxima is not None:
+            pass
+        elif self._fuses:
+            computed = fused_statistics(self.opened, part, weight, labels, part.epilogue, part.values, projected)
         else:
             self.opened.projection.into(projected, part.hidden, 0, self.vocab_size)
             computed = softmax_statistics(
                 projected,
                 labels,
-                call.block_names - OF_LOGITS,
+                names,
                 part.epilogue,
                 scratch=call.plan.scratch,
                 backend=call.backend,
             )
         if call.query.largest:
-            computed["columns"] = self._largest(projected, part)
+            computed["columns"] = self._largest(projected, part, maxima)
         if call.query.selects and "selected_logps" in part.values:
             columns, owned = self._selected(computed["columns"] if call.query.largest else part.columns(call))
             bias = None if self.opened.bias is None else self.opened.bias[columns]
@@ -327,10 +334,10 @@ class LogitBlock(Block):
         wide.scatter_(1, columns, kept)
         return self.call.ranks.sum_(sums).log()
 
-    def _largest(self, projected: Tensor, part: Part) -> Tensor:
+    def _largest(self, projected: Tensor, part: Part, maxima: Tensor | None) -> Tensor:
         """The columns ``[R, k]`` of the largest logits of the whole vocabulary, on all ranks that share it."""
         k, backend = min(self.call.query.largest, self.vocab_size), self.call.backend
-        logits, columns = largest(projected, part.epilogue, k, backend)
+        logits, columns = largest(projected, part.epilogue, k, backend, maxima=maxima)
         return self.call.ranks.largest(logits, columns + self.opened.first_column, self.call.query.largest)
 
     def _log_probs(

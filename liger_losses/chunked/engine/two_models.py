@@ -369,8 +369,10 @@ class TwoModels(Block):
             self._compute_statistics(statistics, out, labels, epilogue)
             return
         weight, backend = model.weights.rows(slice(None), hidden.dtype), self.call.backend
-        if alone and log_sum_exps_into(statistics["lse"], hidden, weight, out, epilogue, backend=backend):
-            return
+        if alone:
+            found = log_sum_exps_into(statistics["lse"], hidden, weight, out, epilogue, backend=backend)
+            if found is not None:
+                return
         linear_exponentials(
             hidden,
             weight,

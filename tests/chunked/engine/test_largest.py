@@ -32,6 +32,9 @@ def test_largest_of_rows(columns, k, backend):
     exact = (4 * torch.tanh((rows + bias) / 4) / torch.linspace(0.5, 2, 5, device=device)[:, None]).topk(k, -1)
     torch.testing.assert_close(values, exact.values)
     assert torch.equal(ids, exact.indices)
+    of_tiles = torch.nn.functional.pad(epilogue(rows), (0, -columns % 128), value=-torch.inf).view(5, -1, 128)
+    known = largest.largest(rows, epilogue, k, backend, maxima=of_tiles.amax(-1).t())
+    torch.testing.assert_close(known, (values, ids))
     rows[:, ::7] = 3.0  # many are equal, with or without bias
     values, ids = largest.largest(rows, Epilogue(), k, backend)
     torch.testing.assert_close(values, rows.topk(k, -1).values)

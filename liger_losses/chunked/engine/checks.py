@@ -74,7 +74,7 @@ def check_tensor(name: str, value: Any, *, allow_dtensor: bool = False) -> None:
         raise TypeError(
             f"{name} is a DTensor, of which this process holds a part. Patch the model (liger_losses.patch), which "
             "computes the loss within the model's forward, where the whole weight is at hand; or, where no gradient "
-            f"is needed, pass {name}.full_tensor()." + see("weights-of-which-a-process-holds-a-part")
+            f"is needed, pass {name}.full_tensor()." + see("sharded-weights")
         )
     if value.layout != torch.strided:
         raise TypeError(f"{name} is a sparse tensor ({value.layout}); pass {name}.to_dense().")

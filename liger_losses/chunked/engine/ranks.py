@@ -183,7 +183,7 @@ class VocabularyRanks(Ranks):
                 "the weight, or Head(weight.to_local(), group=weight.device_mesh.get_group()). Where each rank has "
                 "tokens of its own (FSDP2), patch the model (liger_losses.patch), or call the loss inside the forward "
                 "of the root module, where the weight is gathered; where no gradient is needed, pass "
-                "weight.full_tensor()." + see("weights-of-which-a-process-holds-a-part")
+                "weight.full_tensor()." + see("sharded-weights")
             )
         if hidden_states.device_mesh != self.mesh:
             raise ValueError(

@@ -4,6 +4,7 @@ import os
 
 import pytest
 import torch
+import torch.distributed as dist
 
 # Files that tests share: where an assert fails in one, pytest shows the values.
 folders = ("benchmarks.coverage", "tests.chunked", "tests.integrations", "tests.kernels", "tests.patching", "tests.trl")
@@ -19,6 +20,14 @@ def nothing_compiled():
     torch._dynamo.reset()
     yield
     torch._dynamo.reset()
+
+
+@pytest.fixture
+def one_process():
+    """The group of this process alone."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield dist.group.WORLD
+    dist.destroy_process_group()
 
 
 @pytest.fixture

@@ -124,7 +124,7 @@ MUTANTS: dict[str, list[tuple[str, str, str]]] = {
     "tests/chunked/engine/test_divergence_tiles.py -k 'tiles-rows or reverse or cosine'": [
         ("chunked/engine/two_models.py", "h += sums.h", "h += 0"),
     ],
-    "tests/chunked/losses/test_policy.py tests/test_functional.py": [
+    "tests/chunked/losses/test_policy.py tests/chunked/losses/test_policy_tables.py": [
         ("chunked/losses/policy_tables.py", "is None else ratio.clamp(max=delta)", "is None else ratio"),
         ("chunked/losses/policy_tables.py", "return torch.expm1(d) - d", "return torch.expm1(d)"),
         ("chunked/losses/policy_objectives.py", "(drift <= o.off_policy", "(drift >= o.off_policy"),

@@ -95,7 +95,7 @@ def test_a_study_that_was_cut_short_goes_on(tmp_path, monkeypatch):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("method", ["sft", "dpo", "grpo", "distillation"])
+@pytest.mark.parametrize("method", ["dpo", "grpo"])
 def test_two_steps_of_both_providers(tmp_path, method):
     pytest.importorskip("trl", reason="TRL is not installed")
     flags = [

@@ -137,6 +137,8 @@ class Row:
             return False  # refused by its own test: one tensor of labels
         if self.strategy is not None and (self.kept or self.compares):
             return False
+        if self.compares and self.backend == "triton" and self.blocks == "small workspace":
+            return False  # tiles so small take long in Triton's interpreter; they have a test of their own
         if self.asks == "largest" and self.dtype in ("bfloat16", "float16"):
             return False  # logits that are nearly equal may change places
         if self.labels == "one unlikely" and self.asks in ("metrics", "largest") and self.transform != "none":

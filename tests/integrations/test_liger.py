@@ -98,54 +98,6 @@ def test_functions_of_grpo_jsd_and_kto():
 
 
 @pytest.mark.peers
-def test_calls_of_ms_swift():
-    """The keywords with which ms-swift 4.6 builds and calls the losses of its GRPO and GKD trainers."""
-    pytest.importorskip("liger_kernel.chunked_loss", reason="liger-kernel is not installed")
-    hidden, weight, labels, _ = problem(n=20, shape=(4, 5))
-    ids, mask, old = labels.clamp(min=0), (labels != -100).long(), -normal(4, 5, seed=1).abs()
-    teacher = normal(4, 6, 12, seed=6)[:, :-1], normal(61, 12, seed=7)
-    found = []
-    for ours in (False, True):
-        if ours:
-            liger.install()
-        from liger_kernel.chunked_loss import LigerFusedLinearGRPOLoss, LigerFusedLinearJSDLoss
-
-        options = {"sapo_temperature_pos": 1.0, "sapo_temperature_neg": 1.05, "importance_sampling_level": "token"}
-        clip = {"epsilon_low": 0.2, "epsilon_high": 0.28, "max_completion_length": 5, "loss_type": "grpo"}
-        grpo = LigerFusedLinearGRPOLoss(
-            beta=0.04, compiled=False, temperature=0.9, use_ref_model=True, **clip, **options
-        )
-        loss, metrics = grpo(
-            _input=hidden,
-            lin_weight=weight,
-            selected_token_ids=ids,
-            attention_mask=mask,
-            advantages=normal(4, seed=2),
-            bias=None,
-            old_per_token_logps=old,
-            ref_per_token_logps=old - 0.1,
-            vllm_is_ratio=None,
-        )
-        jsd = LigerFusedLinearJSDLoss(
-            weight_hard_loss=0.0, weight_soft_loss=1.0, beta=0.3, ignore_index=-100, temperature=0.9, compiled=False
-        )
-        divergence = jsd(
-            student_input=hidden,
-            student_weight=weight,
-            teacher_input=teacher[0],
-            teacher_weight=teacher[1],
-            true_labels=labels,
-            student_bias=None,
-            teacher_bias=None,
-        )
-        liger.uninstall()
-        grads = torch.autograd.grad(loss + divergence, (hidden, weight))
-        found.append((loss.detach(), metrics[0], metrics[-1], divergence.detach(), *grads))
-    assert isinstance(grpo, liger_losses.LigerFusedLinearGRPOLoss)
-    torch.testing.assert_close(found[1], found[0], rtol=1e-3, atol=1e-6)
-
-
-@pytest.mark.peers
 def test_scaled_cross_entropy_of_tokens():
     pytest.importorskip("liger_kernel.ops", reason="liger-kernel is not installed")
     hidden, weight, labels, _ = problem()

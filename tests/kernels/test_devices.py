@@ -23,8 +23,7 @@ CALLS = {
 
 
 @pytest.mark.skipif(not INTERPRETED, reason="needs Triton's interpreter")
-@pytest.mark.parametrize("small", [False, True])
-@pytest.mark.parametrize("autocast", [False, True])
+@pytest.mark.parametrize(("small", "autocast"), [(False, False), (True, True)])
 @pytest.mark.parametrize("call", CALLS.values(), ids=CALLS)
 def test_device_is_current_at_every_launch(call, autocast, small, monkeypatch):
     current, launched = [], []

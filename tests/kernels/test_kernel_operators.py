@@ -58,13 +58,9 @@ def check_kernel(kernel, backend):
     assert counter.frame_count == 1
 
 
-@pytest.mark.parametrize("name", KERNELS)
-def test_kernels(name):
-    check_kernel(lambda x, y: KERNELS[name](x, y, "triton"), "aot_eager")
-
-
-def test_kernels_in_torch():
-    check_kernel(lambda x, y: [kernel(x, y, "torch") for kernel in KERNELS.values()], "eager")
+@pytest.mark.parametrize(("backend", "compiler"), [("triton", "aot_eager"), ("torch", "eager")])
+def test_kernels(backend, compiler):
+    check_kernel(lambda x, y: [kernel(x, y, backend) for kernel in KERNELS.values()], compiler)
 
 
 def test_kernels_of_two_dtypes_in_one_graph():

@@ -19,7 +19,7 @@ def padded_rows(block, width):
     return buffer
 
 
-@pytest.mark.parametrize("columns", [1, 17, 64, 5000])
+@pytest.mark.parametrize("columns", [1, 64, 2100])
 @pytest.mark.parametrize(("class_weighted", "with_bias"), [(False, False), (True, True)])
 @pytest.mark.parametrize("options", TRANSFORMS, ids=str)
 def test_statistics_and_their_closed_form_gradients(backend, options, class_weighted, with_bias, columns):

@@ -5,7 +5,6 @@ import re
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -101,14 +100,10 @@ def test_adapters_and_patched_models():
     assert_same(peft.get_peft_model(make(), config), batch())
 
 
-def test_distributed_data_parallel():
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    try:
-        model, plain = make(), make()
-        loss = LigerFusedLinearCrossEntropyLoss()(*loss_inputs(DistributedDataParallel(model), **batch()))
-        loss.backward()
-    finally:
-        dist.destroy_process_group()
+def test_distributed_data_parallel(one_process):
+    model, plain = make(), make()
+    loss = LigerFusedLinearCrossEntropyLoss()(*loss_inputs(DistributedDataParallel(model), **batch()))
+    loss.backward()
     for ours, theirs in zip(model.parameters(), gradients(plain_loss(plain, batch()), plain), strict=True):
         torch.testing.assert_close(ours.grad, theirs)
 

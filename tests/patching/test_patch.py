@@ -10,7 +10,6 @@ import weakref
 
 import pytest
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 from torch.distributed.fsdp import fully_shard
@@ -236,22 +235,18 @@ def test_unpatching_restores_classes(llama):
     unpatch(llama)
 
 
-def test_unpatching_what_fully_shard_has_made_a_unit():
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    try:
-        plain = MLP()
-        ours = copy.deepcopy(plain)
-        patch(ours, loss_head=False)
-        fully_shard(ours)
-        assert isinstance(replacement_of(ours), GatedMLP)
-        x = torch.randn(3, plain.down_proj.out_features)
-        torch.testing.assert_close(ours(x), plain(x))
-        unpatch(ours)
-        assert replacement_of(ours) is None
-        assert inspect.getattr_static(type(ours), "forward") is MLP.forward
-        torch.testing.assert_close(ours(x), plain(x))
-    finally:
-        dist.destroy_process_group()
+def test_unpatching_what_fully_shard_has_made_a_unit(one_process):
+    plain = MLP()
+    ours = copy.deepcopy(plain)
+    patch(ours, loss_head=False)
+    fully_shard(ours)
+    assert isinstance(replacement_of(ours), GatedMLP)
+    x = torch.randn(3, plain.down_proj.out_features)
+    torch.testing.assert_close(ours(x), plain(x))
+    unpatch(ours)
+    assert replacement_of(ours) is None
+    assert inspect.getattr_static(type(ours), "forward") is MLP.forward
+    torch.testing.assert_close(ours(x), plain(x))
 
 
 def test_what_changed_since_is_not_undone_by_mistake(llama):

@@ -5,7 +5,6 @@ import pickle
 
 import pytest
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
@@ -460,16 +459,12 @@ def test_processes(tmp_path, backend):
     start(work, 2, tmp_path, backend=backend)
 
 
-def test_a_layer_that_is_a_unit_of_its_own():
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    try:
-        plain, x = made(dtype=torch.float32), inputs(13, dtype=torch.float32)
-        expected = results(plain, x)
-        ours = tiled(plain)
-        fully_shard(ours.up_proj)
-        fully_shard(ours)
-        with pytest.warns(RuntimeWarning, match="fully_shard has made its up_proj a separate unit"):
-            out = ours(x)
-        torch.testing.assert_close(out, expected[0], rtol=1e-5, atol=1e-5)
-    finally:
-        dist.destroy_process_group()
+def test_a_layer_that_is_a_unit_of_its_own(one_process):
+    plain, x = made(dtype=torch.float32), inputs(13, dtype=torch.float32)
+    expected = results(plain, x)
+    ours = tiled(plain)
+    fully_shard(ours.up_proj)
+    fully_shard(ours)
+    with pytest.warns(RuntimeWarning, match="fully_shard has made its up_proj a separate unit"):
+        out = ours(x)
+    torch.testing.assert_close(out, expected[0], rtol=1e-5, atol=1e-5)

@@ -354,6 +354,7 @@ def test_the_configuration_of_accelerate_is_one_of_fsdp2():
 
 
 @pytest.mark.distributed
+@pytest.mark.slow
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_tensor_parallelism_on_two_processes(backend):
     pytest.importorskip("transformers", minversion="5.23")

@@ -1,11 +1,10 @@
 """TRL's trainers with image-text models, plain and enabled."""
 
-import copy
-
 import pytest
 import torch
 
-from tests.trl.trainers import check_training, datasets, reward, settings, trl
+from tests.trl import trainers
+from tests.trl.trainers import trl
 
 IMAGE, SIDE, PATCH = "<image>", 8, 4
 
@@ -91,66 +90,28 @@ def rows(text, *columns):
         }
 
 
-def dataset(text, *columns):
-    return datasets.Dataset.from_list(list(rows(text, *columns)))
+def with_images(build, *columns, **own):
+    """The trainer of a builder for texts."""
 
+    def built(output, _, __, text, **options):
+        given = {**own, **options, "rows": list(rows(text, *columns))}
+        return build(output, llava(), processor(), text, **given)
 
-def dpo(output, _, __, text, **options):
-    model = llava()
-    return trl.DPOTrainer(
-        model,
-        copy.deepcopy(model),
-        args=settings(trl.DPOConfig, output, max_length=None, **options),
-        train_dataset=dataset(text, "chosen", "rejected"),
-        processing_class=processor(),
-    )
-
-
-def kto(output, _, __, text, **options):
-    model = llava()
-    data = [{**row, "label": i % 2 == 0} for i, row in enumerate(rows(text, "completion"))]
-    return trl.KTOTrainer(
-        model,
-        copy.deepcopy(model),
-        args=settings(trl.KTOConfig, output, max_length=None, **options),
-        train_dataset=datasets.Dataset.from_list(data),
-        processing_class=processor(),
-    )
-
-
-def sft(output, _, __, text, **options):
-    return trl.SFTTrainer(
-        llava(),
-        settings(trl.SFTConfig, output, max_length=None, **options),
-        train_dataset=dataset(text, "completion"),
-        processing_class=processor(),
-    )
+    return built
 
 
 def completion_reward(completions, **kwargs):
-    return reward([completion[0]["content"] for completion in completions])
+    return trainers.reward([completion[0]["content"] for completion in completions])
 
 
-def online(trainer, config):
-    def build(output, _, __, text, **options):
-        model = llava()
-        model.save_pretrained(output / "model")
-        given = {"num_generations": 2, "max_completion_length": 6, "beta": 0.1, **options}
-        return trainer(
-            type(model).from_pretrained(output / "model"),
-            reward_funcs=completion_reward,
-            args=settings(config, output, **given),
-            train_dataset=dataset(text),
-            processing_class=processor(),
-        )
-
-    return build
+def online(trainer, config, **own):
+    return with_images(trainers.online(trainer, config), rewards=completion_reward, **own)
 
 
 CASES = {
-    "SFT": sft,
-    "DPO": dpo,
-    "KTO": kto,
+    "SFT": with_images(trainers.sft, "completion", max_length=None),
+    "DPO": with_images(trainers.dpo, "chosen", "rejected", max_length=None),
+    "KTO": with_images(trainers.kto, "completion", max_length=None),
     "GRPO": online(trl.GRPOTrainer, trl.GRPOConfig),
     "RLOO": online(trl.RLOOTrainer, trl.RLOOConfig),
 }
@@ -160,4 +121,4 @@ CASES = {
     "name", ["SFT", "DPO", "GRPO", *(pytest.param(n, marks=pytest.mark.slow) for n in ("KTO", "RLOO"))]
 )
 def test_image_text_models(name, tmp_path):
-    check_training(CASES[name], tmp_path)
+    trainers.check_training(CASES[name], tmp_path)

@@ -84,41 +84,36 @@ def mixture(output, model, tokenizer, text, **options):
     return sft(output, MixtralForCausalLM(config), tokenizer, text, **options)
 
 
-def sft(output, model, tokenizer, text, **options):
-    rows = datasets.Dataset.from_list([{"prompt": text(3), "completion": text(2 + i % 5)} for i in range(16)])
-    adapter, metrics = options.pop("adapter", None), options.pop("compute_metrics", None)
-    return trl.SFTTrainer(
-        model,
-        settings(trl.SFTConfig, output, **options),
-        train_dataset=rows,
-        processing_class=tokenizer,
-        compute_metrics=metrics,
-        **({"peft_config": lora(*adapter)} if adapter else {}),
-    )
+def pairs(text):
+    return [{"prompt": text(3), "chosen": text(2 + i % 5), "rejected": text(1 + i % 4)} for i in range(16)]
 
 
-def dpo(output, model, tokenizer, text, **options):
-    rows = [{"prompt": text(3), "chosen": text(2 + i % 5), "rejected": text(1 + i % 4)} for i in range(16)]
-    adapter = options.pop("adapter", None)
+def completions(text):
+    return [{"prompt": text(3), "completion": text(2 + i % 5)} for i in range(16)]
+
+
+def given_to(trainer, output, tokenizer, rows, adapter=None, config=None, **options):
+    """What all trainers take by name."""
+    args = settings(config or getattr(trl, trainer.__name__.replace("Trainer", "Config")), output, **options)
+    found = {"args": args, "train_dataset": datasets.Dataset.from_list(rows), "processing_class": tokenizer}
+    return found | ({"peft_config": lora(*adapter)} if adapter else {})
+
+
+def sft(output, model, tokenizer, text, rows=None, compute_metrics=None, **options):
+    given = given_to(trl.SFTTrainer, output, tokenizer, rows or completions(text), **options)
+    return trl.SFTTrainer(model, compute_metrics=compute_metrics, **given)
+
+
+def dpo(output, model, tokenizer, text, rows=None, **options):
+    reference = None if options.get("adapter") else copy.deepcopy(model)
     return trl.DPOTrainer(
-        model,
-        None if adapter else copy.deepcopy(model),
-        args=settings(trl.DPOConfig, output, **options),
-        train_dataset=datasets.Dataset.from_list(rows),
-        processing_class=tokenizer,
-        **({"peft_config": lora(*adapter)} if adapter else {}),
+        model, reference, **given_to(trl.DPOTrainer, output, tokenizer, rows or pairs(text), **options)
     )
 
 
-def kto(output, model, tokenizer, text, **options):
-    rows = [{"prompt": text(3), "completion": text(2 + i % 5), "label": i % 2 == 0} for i in range(16)]
-    return trl.KTOTrainer(
-        model,
-        copy.deepcopy(model),
-        args=settings(trl.KTOConfig, output, **options),
-        train_dataset=datasets.Dataset.from_list(rows),
-        processing_class=tokenizer,
-    )
+def kto(output, model, tokenizer, text, rows=None, **options):
+    marked = [{**row, "label": i % 2 == 0} for i, row in enumerate(rows or completions(text))]
+    return trl.KTOTrainer(model, copy.deepcopy(model), **given_to(trl.KTOTrainer, output, tokenizer, marked, **options))
 
 
 def reward(completions, **kwargs):
@@ -134,19 +129,12 @@ def reward_half(completions, prompts, **kwargs):
 def online(trainer, config, **own):
     own = own or {"num_generations": 2, "max_completion_length": 6, "beta": 0.1}
 
-    def build(output, model, tokenizer, text, **options):
-        rows = datasets.Dataset.from_list([{"prompt": text(3)} for _ in range(16)])
-        given = {**own, **options}
-        rewards = given.pop("rewards", reward)
+    def build(output, model, tokenizer, text, rows=None, rewards=reward, **options):
+        rows = rows or [{"prompt": text(3)} for _ in range(16)]
         tokenizer.padding_side = "left"
         model.save_pretrained(output / "model")  # the reference is loaded from where the model came from
-        return trainer(
-            type(model).from_pretrained(output / "model"),
-            reward_funcs=rewards,
-            args=settings(config, output, **given),
-            train_dataset=rows,
-            processing_class=tokenizer,
-        )
+        given = given_to(trainer, output, tokenizer, rows, config=config, **{**own, **options})
+        return trainer(type(model).from_pretrained(output / "model"), reward_funcs=rewards, **given)
 
     return build
 
@@ -157,32 +145,24 @@ def distillation(output, model, tokenizer, text, **options):
         for parameter in teacher.parameters():
             parameter.add_(0.05 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(3)))
     tokenizer.padding_side = "left"
-    return trl.DistillationTrainer(
-        model=model,
-        teacher_model=teacher,
-        args=settings(trl.DistillationConfig, output, max_completion_length=6, **options),
-        train_dataset=datasets.Dataset.from_list([{"prompt": text(3)} for _ in range(16)]),
-        processing_class=tokenizer,
-    )
+    rows = [{"prompt": text(3)} for _ in range(16)]
+    given = given_to(trl.DistillationTrainer, output, tokenizer, rows, max_completion_length=6, **options)
+    return trl.DistillationTrainer(model=model, teacher_model=teacher, **given)
 
 
 def preference(trainer):
     """CPO's and ORPO's rows are of text."""
 
     def build(output, model, tokenizer, text, **options):
-        rows = [{"prompt": text(3), "chosen": text(2 + i % 5), "rejected": text(1 + i % 4)} for i in range(16)]
         module = __import__(f"trl.experimental.{trainer}", fromlist=["*"])
-        name, adapter = trainer.upper(), options.pop("adapter", None)
-        if adapter:  # of a head that shares its weight with the embedding, it would not be the head's alone
+        kind, config = (getattr(module, f"{trainer.upper()}{what}") for what in ("Trainer", "Config"))
+        if options.get(
+            "adapter"
+        ):  # of a head that shares its weight with the embedding, it would not be the head's alone
             model.lm_head.weight = torch.nn.Parameter(model.lm_head.weight.detach().clone())
             model.config.tie_word_embeddings = False
-        return getattr(module, f"{name}Trainer")(
-            model,
-            settings(getattr(module, f"{name}Config"), output, max_length=32, **options),
-            train_dataset=datasets.Dataset.from_list(rows),
-            processing_class=tokenizer,
-            **({"peft_config": lora(*adapter)} if adapter else {}),
-        )
+        given = given_to(kind, output, tokenizer, pairs(text), config=config, max_length=32, **options)
+        return kind(model, **given)
 
     return build
 
@@ -190,16 +170,8 @@ def preference(trainer):
 def tpo(output, model, tokenizer, text, **options):
     from trl.experimental.tpo import TPOConfig, TPOTrainer
 
-    rows = [
-        {"prompt": text(3), "chosen": text(2 + i % 5), "rejected": text(1 + i % 4), "reference": text(3)}
-        for i in range(16)
-    ]
-    return TPOTrainer(
-        model,
-        args=settings(TPOConfig, output, **options),
-        train_dataset=datasets.Dataset.from_list(rows),
-        processing_class=tokenizer,
-    )
+    rows = [{**row, "reference": text(3)} for row in pairs(text)]
+    return TPOTrainer(model, **given_to(TPOTrainer, output, tokenizer, rows, config=TPOConfig, **options))
 
 
 def of_bytes(model):
@@ -238,13 +210,9 @@ def from_a_teacher(name, trainer, **own):
         ]
         if options.get("use_uld_loss"):
             own["teacher_tokenizer_name_or_path"] = str(output / "model")
-        return getattr(module, f"{trainer}Trainer")(
-            model=model,
-            teacher_model=teacher,
-            args=settings(getattr(module, f"{trainer}Config"), output, **{**own, **options}),
-            train_dataset=datasets.Dataset.from_list(rows),
-            processing_class=tokenizer,
-        )
+        kind, config = (getattr(module, f"{trainer}{what}") for what in ("Trainer", "Config"))
+        given = given_to(kind, output, tokenizer, rows, config=config, **{**own, **options})
+        return kind(model=model, teacher_model=teacher, **given)
 
     return build
 
@@ -260,14 +228,9 @@ def self_distillation(name, trainer):
         rewards = {"reward_funcs": reward} if name == "sdpo" else {}
         model.save_pretrained(output / "model")  # the teacher is loaded from where the model came from
         model = type(model).from_pretrained(output / "model")
-        options = {"num_generations": 2, **options}
-        return getattr(module, f"{trainer}Trainer")(
-            model,
-            args=settings(getattr(module, f"{trainer}Config"), output, max_completion_length=6, **options),
-            train_dataset=datasets.Dataset.from_list(rows),
-            processing_class=tokenizer,
-            **rewards,
-        )
+        kind, config = (getattr(module, f"{trainer}{what}") for what in ("Trainer", "Config"))
+        options = {"num_generations": 2, "max_completion_length": 6, **options}
+        return kind(model, **given_to(kind, output, tokenizer, rows, config=config, **options), **rewards)
 
     return build
 
@@ -321,18 +284,10 @@ def from_a_server(output, model, tokenizer, text, **options):
     tokenizer.padding_side = "left"
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("trl.generation.vllm_client.VLLMClient", Server)
-        return ServerDistillationTrainer(
-            model=model,
-            args=settings(
-                ServerDistillationConfig,
-                output,
-                max_completion_length=6,
-                teacher_model_server_url="http://localhost",
-                **options,
-            ),
-            train_dataset=datasets.Dataset.from_list([{"prompt": text(3)} for _ in range(16)]),
-            processing_class=tokenizer,
-        )
+        rows = [{"prompt": text(3)} for _ in range(16)]
+        options |= {"max_completion_length": 6, "teacher_model_server_url": "http://localhost"}
+        given = given_to(None, output, tokenizer, rows, config=ServerDistillationConfig, **options)
+        return ServerDistillationTrainer(model=model, **given)
 
 
 gkd = from_a_teacher("gkd", "GKD", lmbda=0.0, max_new_tokens=4)

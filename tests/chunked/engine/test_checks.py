@@ -267,30 +267,22 @@ def test_num_items_in_batch_is_one_number_that_is_not_negative(items):
     assert torch.equal(same[0], same[2])
 
 
-def test_a_weight_of_which_there_is_a_part_is_refused():
+def test_a_weight_of_which_there_is_a_part_is_refused(one_process):
     hidden, weight, labels = good()
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    try:
-        part = distribute_tensor(weight.detach(), init_device_mesh("cpu", (1,)), [Shard(0)])
-        for call in (lambda: CE(part, hidden, labels), lambda: linear_logps(hidden, part, labels)):
-            with pytest.raises(TypeError, match=r"weight is a DTensor.*liger_losses.patch.*weight.full_tensor\(\)"):
-                call()
-        CE(part.full_tensor(), hidden, labels)
-    finally:
-        dist.destroy_process_group()
+    part = distribute_tensor(weight.detach(), init_device_mesh("cpu", (1,)), [Shard(0)])
+    for call in (lambda: CE(part, hidden, labels), lambda: linear_logps(hidden, part, labels)):
+        with pytest.raises(TypeError, match=r"weight is a DTensor.*liger_losses.patch.*weight.full_tensor\(\)"):
+            call()
+    CE(part.full_tensor(), hidden, labels)
 
 
-def test_temperatures_of_another_shape_where_ranks_share_the_vocabulary():
+def test_temperatures_of_another_shape_where_ranks_share_the_vocabulary(one_process):
     """Ranks compare temperatures before they are gathered."""
     hidden, weight, labels = good()
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    try:
-        head = Head(weight, group=dist.group.WORLD)
-        for wrong in (torch.ones(len(labels)), torch.ones(labels.numel() + 1), torch.ones(labels.shape, device="meta")):
-            with pytest.raises(ValueError, match="temperature (must be a number, or a tensor|is on meta)"):
-                linear_logps(hidden, head, labels, temperature=wrong)
-    finally:
-        dist.destroy_process_group()
+    head = Head(weight, group=dist.group.WORLD)
+    for wrong in (torch.ones(len(labels)), torch.ones(labels.numel() + 1), torch.ones(labels.shape, device="meta")):
+        with pytest.raises(ValueError, match="temperature (must be a number, or a tensor|is on meta)"):
+            linear_logps(hidden, head, labels, temperature=wrong)
 
 
 def test_numbers_of_numpy_are_numbers_and_bools_are_not():

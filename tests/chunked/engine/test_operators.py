@@ -53,7 +53,11 @@ def of_any_length(d):
     return d
 
 
-@pytest.mark.parametrize("name", LOSSES)
+#: Beside others of their kind, ``make test`` leaves these out.
+_SLOW = ("DPO", "ORPO", "KTO", "cosine", "KL, logits", "cross entropy, shifted", "head with a transform")
+
+
+@pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.slow] * (n in _SLOW)) for n in LOSSES])
 def test_losses(name):
     """One graph for many lengths, and for calls without any token. A loss's own state changes as it does eagerly."""
     build, call = LOSSES[name]

@@ -124,7 +124,7 @@ def test_squares_of_half_precision_temperatures():
     assert torch.equal(found, expected)
 
 
-def test_what_is_refused_where_ranks_work_together(tmp_path, monkeypatch):
+def test_what_is_refused_where_ranks_work_together(monkeypatch, one_process):
     """Before the ranks hear that all of them go on."""
     hidden, weight, labels, _ = problem(6, 8, 31, masked=0.0, shape=(2, 3))
     wrong = temperatures((2, 3)).index_fill(0, torch.tensor([1]), 0.0)
@@ -132,23 +132,19 @@ def test_what_is_refused_where_ranks_work_together(tmp_path, monkeypatch):
     head = Head(weight, transform=LogitTransform(wrong))
     for module in ("base", "completion_loss"):
         monkeypatch.setattr(f"liger_losses.chunked.losses.{module}.agree", lambda *_, **facts: agreed.append(facts))
-    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/rendezvous", rank=0, world_size=1)
-    try:
-        group = dist.group.WORLD
-        distillation = DistillationLoss(Divergence.forward_kl(), group=group)
-        for call in (
-            lambda: distillation(weight, hidden, labels, teacher, temperature=wrong),
-            lambda: LigerFusedLinearCrossEntropyLoss(group=group)(head, hidden, labels),
-            lambda: LigerFusedLinearSimPOLoss(group=group)(head, hidden, labels),
-        ):
-            with pytest.raises(ValueError, match="positive and finite"):
-                call()
-        assert not agreed
-        shared = Head(weight, transform=LogitTransform(wrong.flatten()), group=group)
-        with pytest.raises(ValueError, match=r"one for each hidden state, \[2, 3\], got shape \[6\]"):
-            linear_logps(hidden, shared, labels)
-    finally:
-        dist.destroy_process_group()
+    group = dist.group.WORLD
+    distillation = DistillationLoss(Divergence.forward_kl(), group=group)
+    for call in (
+        lambda: distillation(weight, hidden, labels, teacher, temperature=wrong),
+        lambda: LigerFusedLinearCrossEntropyLoss(group=group)(head, hidden, labels),
+        lambda: LigerFusedLinearSimPOLoss(group=group)(head, hidden, labels),
+    ):
+        with pytest.raises(ValueError, match="positive and finite"):
+            call()
+    assert not agreed
+    shared = Head(weight, transform=LogitTransform(wrong.flatten()), group=group)
+    with pytest.raises(ValueError, match=r"one for each hidden state, \[2, 3\], got shape \[6\]"):
+        linear_logps(hidden, shared, labels)
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])

@@ -4,13 +4,10 @@ import pytest
 import torch
 
 from liger_losses import (
-    Completions,
     Divergence,
     EngineOptions,
     Head,
     LigerFusedLinearCrossEntropyLoss,
-    LigerFusedLinearDPOLoss,
-    LigerFusedLinearGRPOLoss,
     LigerFusedLinearJSDLoss,
     Teacher,
     TeacherTopK,
@@ -25,18 +22,6 @@ from tests.reference import double, problem, small_calls
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 
-def dpo(hidden, weight, labels, bias):
-    (chosen, rejected), ref = hidden.chunk(2), torch.linspace(-3, -2, 2, dtype=torch.float64)
-    sides = [Completions(h, y, ref_logps=ref) for h, y in zip((chosen, rejected), labels.chunk(2), strict=True)]
-    return LigerFusedLinearDPOLoss(beta=0.3)(Head(weight, bias), *sides)[0]
-
-
-def grpo(hidden, weight, labels, bias):
-    mask, advantages = labels != -100, torch.linspace(-1, 1, len(labels))
-    loss = LigerFusedLinearGRPOLoss(beta=0.0, entropy_coef=0.1)
-    return loss(hidden, weight, labels.clamp(min=0), mask, advantages, bias)[0]
-
-
 CASES = {
     "cross-entropy": lambda h, w, y, b: LigerFusedLinearCrossEntropyLoss()(w, h, y, bias=b),
     "label smoothing": lambda h, w, y, b: LigerFusedLinearCrossEntropyLoss(label_smoothing=0.2)(w, h, y, bias=b),
@@ -45,12 +30,7 @@ CASES = {
     "all options": lambda h, w, y, b: LigerFusedLinearCrossEntropyLoss(
         label_smoothing=0.1, lse_square_scale=1e-2, softcap=9.0, reduction="sum", accum_dtype=torch.float32
     )(w, h, y, bias=b),
-    "each token's": lambda h, w, y, b: (
-        LigerFusedLinearCrossEntropyLoss(reduction="none")(w, h, y, bias=b).square().sum()
-    ),
     "logps": lambda h, w, y, b: linear_logps(h, w, y, bias=b).square().sum(),
-    "DPO": dpo,
-    "GRPO": grpo,
 }
 
 

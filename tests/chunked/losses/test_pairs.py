@@ -98,14 +98,6 @@ def test_nll_leaves_out_a_token_without_probability():
     torch.testing.assert_close(metrics.chosen_nll_loss, -exact_logp.sum().detach() / (nll_target[:B] != -100).sum())
 
 
-def test_shift():
-    hidden, weight, labels, ref_hidden, ref_weight = batch()
-    module = LigerFusedLinearDPOLoss(shift=True)
-    ours = module(weight, hidden, labels, None, ref_hidden, ref_weight)[0]
-    by_hand = LigerFusedLinearDPOLoss()(weight, hidden[:, :-1], labels[:, 1:], None, ref_hidden[:, :-1], ref_weight)[0]
-    torch.testing.assert_close(ours, by_hand)
-
-
 ALL = [
     *[(f"dpo-{n}", LigerFusedLinearDPOLoss(loss_type=n, label_smoothing=0.1)) for n in DPO_LOSSES],
     *[(f"dpo-{n}", LigerFusedLinearDPOLoss(f_divergence_type=n, f_alpha_divergence_coef=2.0)) for n in F_DIVERGENCES],

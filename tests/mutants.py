@@ -51,7 +51,7 @@ MUTANTS: dict[str, list[tuple[str, str, str]]] = {
         ("kernels/softmax_grad.py", "grad_bias += projected.sum(0, ", "grad_bias += 0 * projected.sum(0, "),
     ],
     "tests/chunked/engine/test_tokens.py -k never_leak": [
-        ("chunked/engine/token_losses.py", "{name: tokens.masked(g, rows) for", "{name: g for"),
+        ("chunked/engine/call.py", "{name: tokens.masked(g, rows) for", "{name: g for"),
     ],
     "tests/kernels/test_online_softmax.py tests/kernels/test_linear_stats.py": [
         ("kernels/online_softmax.py", '(sums["moment"] + sums["total"] * below)', 'sums["moment"]'),

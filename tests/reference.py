@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import gc
 from contextlib import contextmanager
+from unittest import mock
 
 import torch
 from torch import Tensor
 
-from liger_losses.chunked.engine import decision, plan
+from liger_losses.chunked.engine import call, decision, plan, straight_line
 
 NAMES = ("logp", "entropy", "lse", "mean_logp", "log_sum_sq_probs", "mean_logit")
 
@@ -93,6 +94,19 @@ def peak_bytes(function) -> int:
         peak = max(peak, now)
     del result
     return peak
+
+
+@contextmanager
+def engine_calls():
+    """A list that grows by one with each call of the engine, by any of its two ways."""
+    calls, decide = [], decision.decide
+
+    def counted(*arguments):
+        calls.append(1)
+        return decide(*arguments)
+
+    with mock.patch.object(call, "decide", counted), mock.patch.object(straight_line, "decide", counted):
+        yield calls
 
 
 @contextmanager

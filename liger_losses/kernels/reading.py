@@ -6,6 +6,7 @@ them long before these have run.
 
 from __future__ import annotations
 
+import weakref
 from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -46,9 +47,9 @@ class LabelFacts(NamedTuple):
 
 
 class _Asked(NamedTuple):
-    """Labels that were asked about: they are kept, so that nothing else can be where they are in memory."""
+    """Labels that were asked about: forgotten with them, so that nothing else can be where they are in memory."""
 
-    labels: Tensor
+    labels: weakref.ref[Tensor]
     version: int
     facts: LabelFacts
 
@@ -71,7 +72,8 @@ def ask_about_labels(labels: Tensor, ignore_index: int = -100) -> None:
         return
     backend = choose_backend(None, [(labels.device, torch.float32)])
     facts = _ask([labels.view(-1)], ignore_index, backend)
-    _asked[_place(labels, ignore_index)] = _Asked(labels, _version(labels), facts)
+    place = _place(labels, ignore_index)
+    _asked[place] = _Asked(weakref.ref(labels, lambda gone: _forget(place, gone)), _version(labels), facts)
     if len(_asked) > _MOST_ASKED:
         _asked.popitem(last=False)
 
@@ -86,6 +88,11 @@ def facts_of_labels(labels: list[Tensor], ignore_index: int, backend: str) -> La
     if asked is not None and asked.version == _version(labels[0]) >= 0:
         return asked.facts
     return _ask(labels, ignore_index, backend)
+
+
+def _forget(place: Any, labels: weakref.ref[Tensor]) -> None:
+    if place in _asked and _asked[place].labels is labels:
+        del _asked[place]
 
 
 def _ask(labels: list[Tensor], ignore_index: int, backend: str) -> LabelFacts:

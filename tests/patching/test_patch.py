@@ -16,6 +16,7 @@ from torch.distributed.fsdp import fully_shard
 
 from benchmarks.coverage import model_zoo
 from benchmarks.coverage.patches import check, loss_and_grads
+from liger_losses.kernels import reading
 from liger_losses.patching.mlps import GatedExperts, GatedMLP
 from liger_losses.patching.norms import Norm
 from liger_losses.patching.patch import AutoLigerModelForCausalLM, patch, unpatch
@@ -342,27 +343,31 @@ def test_nothing_of_the_process_outlives_a_patched_model(end):
         pass
 
     model = model_zoo.build("llama")
+    reading._asked.clear()
 
     class OwnAttention(type(model.model.layers[0].self_attn)):
         pass
 
     model.model.layers[0].mlp, model.model.layers[1].self_attn.__class__ = OwnMLP(size=64), OwnAttention
-    names = [dict(vars(module)) for module in KEPT]
+    names, own = [dict(vars(module)) for module in KEPT], {*vars(model)}
     if end == "failed":
         with pytest.raises(ZeroDivisionError):
             patch(model, filter_fn=lambda module, path: 1 / ("1.self_attn" not in path))
     else:
         patch(model)
-    model(**model_zoo.inputs_of(model)).loss.backward()
+    inputs = model_zoo.inputs_of(model)
+    model(**inputs).loss.backward()
     layers = (model.model.layers[0].mlp, model.model.layers[1].self_attn, model.model.norm, model.lm_head)
     kept = [*map(weakref.ref, layers), *(weakref.ref(type(layer)) for layer in layers[:2]), weakref.ref(OwnMLP)]
     if end == "unpatched":
         unpatch(model)
-    del model, layers, OwnMLP, OwnAttention
+        assert {*vars(model)} == own
+    del model, layers, inputs, OwnMLP, OwnAttention
     for _ in range(3):  # what was made of a class is deleted first
         gc.collect()
     assert [reference() for reference in kept] == [None] * 7
     assert [dict(vars(module)) for module in KEPT] == names
+    assert not reading._asked
 
 
 #: Modules with hooks and functions of the whole process.

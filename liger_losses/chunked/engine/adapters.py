@@ -34,7 +34,7 @@ class LowRank:
 def low_rank_factors(
     hidden_states: Tensor, weight: Tensor, adapters: tuple[LowRank, ...]
 ) -> list[tuple[Tensor, Tensor]]:
-    """``scale dropout(h) A^T`` and ``B`` of each adapter, whose products are added to those with the weight."""
+    """``scale dropout(h) A^T`` and ``B`` of each adapter: their products are added to the product with the weight."""
     found = []
     for adapter in adapters:
         if adapter.a.shape[1:] != hidden_states.shape[-1:] or adapter.b.shape != (len(weight), len(adapter.a)):
@@ -48,7 +48,8 @@ def low_rank_factors(
 
 
 def side_by_side(hidden_states: Tensor, weight: Tensor, adapters: tuple[LowRank, ...]) -> tuple[Tensor, Tensor]:
-    """Hidden states and weight of one product that has the adapters': ``[h, scale dropout(h) A^T]`` and ``[W, B]``."""
+    """Hidden states and weight of one product that includes the adapters: ``[h, scale dropout(h) A^T]`` and
+    ``[W, B]``."""
     autocast = None if hidden_states.dtype == torch.float64 else autocast_dtype(hidden_states.device)
     dtype, low_rank = autocast or hidden_states.dtype, low_rank_factors(hidden_states, weight, adapters)
     parts, rows = [hidden_states, *[part for part, _ in low_rank]], [weight, *[b for _, b in low_rank]]
@@ -57,7 +58,7 @@ def side_by_side(hidden_states: Tensor, weight: Tensor, adapters: tuple[LowRank,
 
 
 def adapters_of(layer: Any) -> tuple[nn.Module, tuple[LowRank, ...]]:
-    """What PEFT's LoRA layer is around, and its active adapters, as its forward adds them.
+    """The layer inside PEFT's LoRA layer, and the active adapters, as its forward adds them.
 
     Raises:
         TypeError: another kind of adapter than plain LoRA (DoRA, biases, embeddings).

@@ -175,7 +175,7 @@ def _of_active_tokens(labels: Tensor | None, ignore_index: int, value: Tensor) -
 
 
 class RankError(RuntimeError, ValueError):
-    """Another rank has raised, or makes another call, so that this one raises too."""
+    """Another rank has raised, or makes another call: this rank raises too."""
 
     def __init__(self, message: str, *told: Any) -> None:
         super().__init__(message)
@@ -183,7 +183,7 @@ class RankError(RuntimeError, ValueError):
 
 
 class _Group:
-    """What is known of a process group."""
+    """What this process knows of a process group."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         pairs = [pair.split(":") for pair in dist.get_backend_config(group).split(",")]

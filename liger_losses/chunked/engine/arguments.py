@@ -1,4 +1,4 @@
-"""Says how a loss or an operation is called, and a loss built, where arguments are missing or not known."""
+"""Errors for missing and unknown arguments, which say how a loss or an operation is called, and a loss built."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def wrong_arguments(function: Callable[..., Any], count: int, keywords: Iterable
 
 
 def lists_arguments(function: C) -> C:
-    """Decorate a function: wrong arguments are a TypeError that lists those which it has."""
+    """Decorate a function: wrong arguments raise a TypeError that lists its arguments."""
 
     @functools.wraps(function)
     def wrapped(*arguments: Any, **keywords: Any) -> Any:

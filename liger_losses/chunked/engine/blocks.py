@@ -1,4 +1,4 @@
-"""What is remembered of the logits of some tokens: nothing, exponentials or logits.
+"""What a block remembers of the logits of some tokens: nothing, exponentials or logits.
 
 N active tokens, R tokens of a block, C columns of a slice, H hidden size, V vocabulary size, k selected columns.
 """
@@ -70,7 +70,7 @@ def _of_part(labels: Tensor, part: Part) -> Tensor:
 
 
 class Block:
-    """The memory of one part at a time: it is filled, gives statistics, and gives gradients once the loss's are known.
+    """The memory of one part at a time: filled, it has statistics; with the loss's derivatives, it computes gradients.
 
     ``rows`` is the largest number of tokens of a part.
     """

@@ -1,4 +1,4 @@
-"""How a call runs, as far as its signature tells: decided once, and kept.
+"""How a call runs, as far as its signature determines: decided once, and cached.
 
 N active tokens, H hidden size, V vocabulary size.
 """
@@ -56,7 +56,7 @@ class Run(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Decision:
-    """What shapes, dtypes, options and settings decide of a call: all but what depends on the active tokens."""
+    """All decisions about a call that depend on shapes, dtypes, options and settings, and not on the active tokens."""
 
     vocab_size: int  # the number of columns that the query is about
     backend: str
@@ -87,7 +87,7 @@ class Decision:
         return run
 
     def _chosen(self, work: Workload, plan: Plan) -> Run:
-        """The cheapest strategy that is exact here and fits the workspace, or the one that was asked for."""
+        """The cheapest strategy that is exact here and fits the workspace, or the requested one."""
         dtype, strategy = self.grad_weight_dtype, "statistics"
         if any(self.needs_hidden) or self.needs_weight or self.needs_bias:
             # A half-precision grad_weight must not be rounded many times.
@@ -229,7 +229,7 @@ def decide(
     options: EngineOptions,
     memory: int | None = None,
 ) -> Decision:
-    """:func:`check` a call, and decide how it runs; kept for calls of the same :func:`_signature`.
+    """:func:`check` a call, and decide how it runs; cached for calls of the same :func:`_signature`.
 
     ``memory`` is the number of bytes of the smallest device, where ranks share the vocabulary.
 

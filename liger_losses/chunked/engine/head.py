@@ -1,4 +1,4 @@
-"""Whatever multiplies hidden states into logits is a :class:`Head`; and the products with it.
+""":class:`Head`, which multiplies hidden states into logits, and the products with it.
 
 T tokens, H hidden size, V vocabulary size, C columns of a slice of the vocabulary.
 """

@@ -1,4 +1,4 @@
-"""Under torch.compile, what the engine computes is a registered operator, and losses are traced as the code they are.
+"""Under torch.compile, the engine's work is a registered operator, and losses are traced as ordinary code.
 
 ``liger_losses::call`` returns statistics of every token, whose backward is ``liger_losses::gradients``; or a separable
 loss too, and gradients that its backward scales.
@@ -366,7 +366,7 @@ def _separate(tensors: Sequence[Tensor]) -> list[Tensor]:
 
 
 def _leaves(given: Given) -> tuple[Given, list[Any]]:
-    """The call of leaves of a graph, and those of which gradients are needed."""
+    """The call of leaves of a graph, and the leaves that need gradients."""
     pairs = list(zip(given.trained, given.needs, strict=True))
     leaves: list[Any] = [None if tensor is None else tensor.detach().requires_grad_(need) for tensor, need in pairs]
     *hidden, weight, bias = leaves
@@ -417,7 +417,7 @@ def _(*arguments: Any) -> list[Tensor]:
 
 @_operator("liger_losses::gradients", ", Tensor[] values, Tensor?[] upstream")
 def _gradients(*arguments: Any) -> list[Tensor]:
-    """From the gradients of statistics to those of what ``needs`` them; ``values`` are all that forward returned."""
+    """Turn gradients of statistics into gradients of what ``needs`` them; ``values`` are all results of forward."""
     *given, values, upstream = arguments
     with torch.inference_mode(False), torch.enable_grad():
         call, leaves = _leaves(Given(*given))
@@ -433,7 +433,7 @@ def _(*arguments: Any) -> list[Tensor]:
 
 
 def _mapped(inputs: Sequence[Any], change: Callable[[Any], Any]) -> list[Any]:
-    """Inputs, or entries of those that are lists, changed."""
+    """Inputs, or the entries of inputs that are lists, changed."""
     return [[change(v) for v in value] if isinstance(value, (list, tuple)) else change(value) for value in inputs]
 
 

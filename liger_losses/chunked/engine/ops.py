@@ -183,8 +183,8 @@ def linear_logps(
 
 
 class TopK(NamedTuple):
-    """What :func:`linear_topk` returns: log-probabilities ``[..., k]`` in descending order, their columns, and where
-    they were asked for the log-probabilities ``[...]`` of all other columns together."""
+    """What :func:`linear_topk` returns: log-probabilities ``[..., k]`` in descending order, their columns, and with
+    ``rest`` the log-probability ``[...]`` of all other columns."""
 
     logps: Tensor
     ids: Tensor

@@ -1,4 +1,4 @@
-"""What a call asks about each token: statistics, a divergence from a teacher, or a loss of them."""
+"""What a call computes for each token: statistics, a divergence from a teacher, or a loss of them."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class Statistics(NamedTuple):
 
 
 class DeclaredStatistics:
-    """The :class:`Statistics` that a loss of a user's own reads: one that was not asked for is an AttributeError.
+    """The :class:`Statistics` that a custom loss reads: reading an undeclared one is an AttributeError.
 
     It is not a named tuple, since torch.compile reads all fields of a named tuple.
 
@@ -228,7 +228,7 @@ class Query:
         return {name: weight for name, weight in weights if not isinstance(weight, EqualWeights)}
 
     def subset(self, order: Tensor) -> Query:
-        """What is asked about some of the active tokens, in this order, once their losses are known."""
+        """The query for some of the active tokens, in this order, once their losses are known."""
         comparison = self.comparison
         if comparison is not None and isinstance(comparison.temperature, Tensor):
             comparison = replace(comparison, temperature=comparison.temperature[order])

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 
 class Ranks:
-    """The processes that have the columns of a head's vocabulary: here this one alone, so that nothing is exchanged.
+    """The processes that have the columns of a head's vocabulary: here this process alone, and nothing is exchanged.
 
     :class:`VocabularyRanks` are several that share it. Who calls these methods need not know which.
     """
@@ -48,7 +48,7 @@ class Ranks:
 
     @property
     def signature(self) -> tuple[Any, ...]:
-        """All that decides of a call how it runs."""
+        """Everything about the ranks that determines how a call runs."""
         return ()
 
     @property
@@ -88,7 +88,7 @@ class Ranks:
         """Raise ValueError (on a GPU, a device-side assertion) for columns that no rank has, as indexing would."""
 
     def agreement(self, device: torch.device) -> Agreement:
-        """Within it, checks of which one rank alone may fail: see :class:`Agreement`."""
+        """A context for checks that may fail on one rank alone: see :class:`Agreement`."""
         return Agreement(None)
 
     def merge_(self, labels: Tensor, *softmaxes: Mapping[str, Tensor], class_weight: Tensor | None = None) -> None:

@@ -1,8 +1,8 @@
 """Calls of few tokens that are made again with the same shapes: product, one kernel of the rows, two products.
 
-What a call of a few hundred tokens takes is the host's time, and most of that is to find out how to run. A
-:class:`StraightLine` is that, found once for everything that a call's tensors and options tell without their values;
-the next call of the kind goes from the arguments to the launches. What has none takes the engine's usual way.
+A call of a few hundred tokens takes as long as the host takes, mostly to find out how to run. A :class:`StraightLine`
+keeps what follows from a call's tensors and options without their values; the next call of the same kind goes from the
+arguments straight to the launches. A call without one takes the engine's usual path.
 
 T tokens, H hidden size, V vocabulary size.
 """
@@ -202,7 +202,7 @@ class StraightLine:
         return matmul(hidden, weight.t(), torch.float32)
 
     def row_statistics(self, projected: Tensor, labels: Tensor) -> RowStatistics:
-        """Those of each row, whose labels are checked."""
+        """The statistics of each row, whose labels are checked."""
         found = self.rows.statistics(projected, labels, "entropy" in self.names)
         check_right(self.right, labels, self.vocab_size, self.ignore_index)
         return found

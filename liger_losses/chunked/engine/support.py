@@ -249,7 +249,7 @@ class _How:
         return cls(head, transform, options.ignore_index, backend, most, products, support.sparse_grad)
 
     def groups(self, hidden: Tensor, labels: Tensor, support: TokenSupport, shift: int) -> list[_Group]:
-        """All tokens, without the columns of those that have many; and these, if there are any.
+        """All tokens, without the columns of tokens that have many; and these tokens, if there are any.
 
         Raises:
             ValueError: offsets that do not rise from 0 to the number of ids.

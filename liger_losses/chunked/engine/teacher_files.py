@@ -170,7 +170,7 @@ def _on_cpu(values: dict[str, Any]) -> dict[str, Any]:
 
 
 def _digest(values: dict[str, Any]) -> str:
-    """The same for the same values; tensors are contiguous, on the CPU, and read where they lie, without numpy."""
+    """A digest of the values; tensors are contiguous, on the CPU, and read in place, without numpy."""
     digest = hashlib.sha256()
     for name, value in values.items():
         if isinstance(value, Tensor):

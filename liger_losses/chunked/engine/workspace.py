@@ -1,4 +1,4 @@
-"""How much memory calls take that give no ``workspace=``: a setting of the process, and of a part of the program."""
+"""The memory of calls without ``workspace=``: a setting of the process, and of a part of the program."""
 
 from __future__ import annotations
 

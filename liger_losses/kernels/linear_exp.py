@@ -19,7 +19,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from liger_losses.kernels._tiles import project_tile, split_tile, store_tile, tiles_of, with_contiguous_rows
+from liger_losses.kernels._tiles import Tiles, project_tile, split_tile, store_tile, tiles_of, with_contiguous_rows
 from liger_losses.kernels._triton import jit, tl, triton
 from liger_losses.kernels.hopper_pipeline import AVAILABLE, NotCompiledError
 from liger_losses.kernels.hopper_pipeline import ROWS as _ROWS_OF_HOPPER
@@ -132,7 +132,10 @@ def linear_exponentials(
     by_place = batch_invariant and depth * hidden.dtype.itemsize % 16 != 0
     tiles = hopper_tiles(hidden, weight, epilogue, out) if AVAILABLE and in_turn and not by_place else None
     row_tiles, column_tiles, programs, arguments = tiles or tiles_of(hidden, weight, epilogue, out)
-    grid, parts = (min(programs, row_tiles * column_tiles),), None
+    grid, parts, same = (min(programs, row_tiles * column_tiles),), None, None
+    if tiles is None:  # a run for the log-sum-exps takes the same
+        same = Tiles(row_tiles, column_tiles, programs, dict(arguments))
+        same.arguments.pop("out", None), same.arguments.pop("out_stride", None)
     hopper = with_arguments(launch_on_hopper, hopper_exponentials_kernel, grid)
     product = _exponentials_kernel[grid] if tiles is None else hopper
     shape, group = (column_tiles, tokens), together  # of the sums of tiles
@@ -165,7 +168,9 @@ def linear_exponentials(
     try:
         needed = launch(label_logit, None)
         # These kernels return at once unless the device has set `needed`: without a synchronization, and in no time.
-        sums = partial_sums(hidden, weight, labels, frozenset(), epilogue, needed, batch_invariant=batch_invariant)
+        sums = partial_sums(
+            hidden, weight, labels, frozenset(), epilogue, needed, tiles=same, batch_invariant=batch_invariant
+        )
         sum_tiles(statistics.offset, sums, needed)
         if projections:  # they do not depend on the offset, and are not written again
             arguments |= {"out": None} | dict.fromkeys(arguments.keys() & {"out_stride"})

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from liger_losses.kernels._tiles import (
+    Tiles,
     descriptor,
     project_tile,
     split_tile,
@@ -100,16 +101,18 @@ def partial_sums(
     needed: Tensor | None = None,
     *,
     out: Tensor | None = None,
+    tiles: Tiles | None = None,
     batch_invariant: bool = False,
 ) -> Tensor:
     """Each split's sums ``[K, S, N]``, K in the order of :data:`PARTIAL_SUMS`, of which the first three always exist.
 
     With ``needed`` (int32, 0-dim), they are computed only if the device finds it set, and are undefined otherwise.
-    ``out`` gets the projections, if it is given. With ``batch_invariant``, S does not depend on N.
+    ``out`` gets the projections, if it is given; ``tiles`` are those of this product, where they are known. With
+    ``batch_invariant``, S does not depend on N.
     """
     sums = Sums.needed(names, epilogue.class_weight)
     tokens = len(hidden)
-    row_tiles, column_tiles, programs, arguments = tiles_of(hidden, weight, epilogue, out)
+    row_tiles, column_tiles, programs, arguments = tiles or tiles_of(hidden, weight, epilogue, out)
     group = max(1, min(row_tiles, _GROUP))
     splits = max(1, min(FIXED_SPLITS if batch_invariant else programs // group, column_tiles))
     partial = torch.empty(len(PARTIAL_SUMS) if any(sums) else 3, splits, tokens, device=hidden.device)

@@ -149,8 +149,7 @@ class HiddenGradients:
         self.dtype = dtypes.pop() if len(dtypes) == 1 else functools.reduce(torch.promote_types, dtypes)
         self.summing: tuple[slice, Tensor, Any] | None = None
         #: Where all tokens are active, every row is written.
-        whole = opened.count and self.tokens.indices == (None,) * len(self.tokens.indices)
-        new = torch.empty if whole else torch.zeros
+        new = torch.empty if opened.count and self.tokens.are_all else torch.zeros
         self.results = [
             new(part.shape, dtype=part.dtype, device=part.device) if need else None
             for part, need in zip(opened.hidden_states, opened.call.needs_hidden, strict=True)
@@ -166,11 +165,10 @@ class HiddenGradients:
         target = self.flat[part]
         return None if target is None or self.tokens.indices[part] is not None else target[first:last]
 
-    def write(self, rows: slice, values: Tensor | None) -> None:
+    def write(self, rows: slice, values: Tensor | None, out_view: Tensor | None) -> None:
         """Store the gradients ``[R, H]`` of some active tokens, unless they are in their :meth:`out_view` already."""
         if values is None:
             return
-        out_view = self.out_view(rows)
         if out_view is not None and out_view.data_ptr() != values.data_ptr():
             out_view.copy_(values)
         if self.sums_over is not ALONE:

@@ -114,7 +114,8 @@ class _LinearStatistics(torch.autograd.Function):
         ctx.save_for_backward(weight, bias, *hidden, *needed.values(), call.tokens.labels)
         outputs = [call.tokens.scatter(values[name]) for name in call.outputs]
         # Users may change an output in place; what backward needs must not change with it.
-        outputs = [out.clone() if any(out is v for v in values.values()) else out for out in outputs]
+        shared = {*map(id, values.values())}
+        outputs = [out.clone() if id(out) in shared else out for out in outputs]
         ctx.mark_non_differentiable(*outputs[len(call.query.statistics) :])
         return tuple(outputs)
 

@@ -106,7 +106,7 @@ class Stream:
         hidden_grads = HiddenGradients(self.opened, ALONE)  # the unit gradient is summed over ranks already
         g = next(iter(upstream.values()), torch.zeros_like(unit_gradient[:, 0]))
         for rows in blocks(self.count, self.call.plan.rows):
-            hidden_grads.write(rows, unit_gradient[rows] * g[rows, None])
+            hidden_grads.write(rows, unit_gradient[rows] * g[rows, None], hidden_grads.out_view(rows))
         return hidden_grads.results
 
     def token_loss(self) -> tuple[Tensor, dict[str, Tensor], tuple[Tensor | None, ...]]:
@@ -168,7 +168,7 @@ class Stream:
         out_view = grads.hidden.out_view(part.rows)
         gradient = block.gradients(part, upstream, grads.head, out_view)
         with block.beside():
-            grads.hidden.write(part.rows, gradient)
+            grads.hidden.write(part.rows, gradient, out_view)
         block.wait()
 
     def _empty_statistics(self) -> dict[str, Tensor]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -147,10 +148,20 @@ class Tokens:
         (index,) = self.indices
         return Tokens(self.labels[order], self.shapes, (len(order),), (order if index is None else index[order],), None)
 
-    @property
+    @cached_property
     def count(self) -> int:
         """N."""
         return sum(self.counts)
+
+    @cached_property
+    def sizes(self) -> list[int]:
+        """How many tokens, active or not, each tensor of labels has."""
+        return [math.prod(shape) for shape in self.shapes]
+
+    @cached_property
+    def are_all(self) -> bool:
+        """Whether no token was dropped."""
+        return self.indices == (None,) * len(self.indices)
 
     def pieces(self, start: int, stop: int) -> list[tuple[int, int, int]]:
         """``(which tensor, first, last)`` for the active tokens ``start`` to ``stop``."""
@@ -218,7 +229,7 @@ class Tokens:
 
     def gather_flat(self, values: Tensor) -> Tensor:
         """From one value (or row) per token ``[T]`` to one per active token ``[N]``."""
-        return self.gather(values.split([math.prod(shape) for shape in self.shapes]), 0, self.count)
+        return self.gather(values.split(self.sizes), 0, self.count)
 
     def gather_all(self, values: Tensor) -> Tensor:
         """From one value per token ``[T]`` to one per active token ``[N]``; 0 for masked ones."""
@@ -275,18 +286,17 @@ class Tokens:
         """From one value (or row) per active token ``[N]`` to one per token ``[T]``; 0 for those without loss."""
         if self.ignored is not None:
             return self.masked(values)
-        if all(index is None for index in self.indices):
+        if self.are_all:
             return values if values._base is None else values.clone()  # kernels return rows of one tensor
-        sizes = [math.prod(shape) for shape in self.shapes]
-        out = values.new_zeros(sum(sizes), *values.shape[1:])
-        self.scatter_(out.split(sizes), 0, self.count, values)
+        out = values.new_zeros(sum(self.sizes), *values.shape[1:])
+        self.scatter_(out.split(self.sizes), 0, self.count, values)
         return out
 
     def split(self, values: Tensor) -> list[Tensor]:
         """From ``[T]`` (or ``[T, k]``) to one tensor per tensor of labels, in its shape."""
         if len(self.shapes) == 1:
             return [values.view(*self.shapes[0], *values.shape[1:])]
-        parts = values.split([math.prod(shape) for shape in self.shapes])
+        parts = values.split(self.sizes)
         return [part.view(*shape, *values.shape[1:]) for part, shape in zip(parts, self.shapes, strict=True)]
 
 

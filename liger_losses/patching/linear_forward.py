@@ -88,7 +88,7 @@ def match_shared(module: Any) -> VocabularyRanks:
     hidden = random((1, 3, weight.shape[1]), torch.Generator().manual_seed(0), weight.dtype).to(weight.device)
     with isolated():
         found, (gradient,) = observe(vars(module)["forward"], [hidden])
-        if found.shape != (1, 3, ranks.vocab_size()):
+        if found.shape != (1, 3, ranks.vocab_size):
             raise Mismatch(f"it returns {tuple(found.shape)} and not all logits")
         expected, (other,) = observe(lambda x: linear(x, weight, bias, ranks=ranks), [hidden])
     check_close("its output", found, expected, 2e-2)

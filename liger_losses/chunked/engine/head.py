@@ -164,7 +164,7 @@ class Head:
     @property
     def vocab_size(self) -> int:
         """V, of all ranks."""
-        return self.ranks.vocab_size(self.weight.shape[0])
+        return self.weight.shape[0] if self.ranks is ALONE else self.ranks.vocab_size
 
     @property
     def vocabulary_ranks(self) -> int:

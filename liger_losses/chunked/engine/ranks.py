@@ -56,9 +56,10 @@ class Ranks:
         """The ranks over which the hidden states' gradients are summed here."""
         return ALONE if self.partial_gradients else self
 
-    def vocab_size(self, rows: int) -> int:
-        """V, of a head that has so many rows on this rank."""
-        return rows
+    @property
+    def vocab_size(self) -> int:
+        """V, where several ranks share it."""
+        raise NotImplementedError
 
     def most_columns(self, vocab_size: int) -> int:
         """How many of the first ``vocab_size`` columns a rank has at most."""
@@ -149,7 +150,8 @@ class VocabularyRanks(Ranks):
     def signature(self) -> tuple[Any, ...]:
         return self.group.group_name, self.rank, self.sizes, self.partial_gradients
 
-    def vocab_size(self, rows: int = 0) -> int:
+    @property
+    def vocab_size(self) -> int:
         return sum(self.sizes)
 
     def most_columns(self, vocab_size: int) -> int:
@@ -212,13 +214,13 @@ class VocabularyRanks(Ranks):
             )
 
     def check_selected(self, selected: Tensor) -> None:
-        inside = ((selected >= 0) & (selected < self.vocab_size())).all()
+        inside = ((selected >= 0) & (selected < self.vocab_size)).all()
         if selected.device.type != "cpu":
             torch._assert_async(inside)
         elif not inside:
             found = f"{int(selected.min())} to {int(selected.max())}"
             raise ValueError(
-                f"selected columns must be in [0, {self.vocab_size()}), the whole vocabulary, found {found}."
+                f"selected columns must be in [0, {self.vocab_size}), the whole vocabulary, found {found}."
             )
 
     # --- What the ranks exchange --------------------------------------------------------------------------------------
@@ -283,7 +285,7 @@ def check_teacher_ranks(student: Ranks, teacher: Ranks) -> None:
             "the teacher's vocabulary is shared by a group and the student's is not; share both, or gather the "
             "teacher's weight first."
         )
-    common = min(student.vocab_size(), teacher.vocab_size())
+    common = min(student.vocab_size, teacher.vocab_size)
     both = [[dist.get_process_group_ranks(ranks.group), ranks.columns(common)] for ranks in (student, teacher)]
     if both[0] != both[1]:
         raise ValueError(

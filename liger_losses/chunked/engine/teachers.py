@@ -83,7 +83,7 @@ class Teacher:
 
     @property
     def vocab_size(self) -> int:
-        return self.head.vocab_size
+        return self._parts[1].vocab_size
 
     def check(self, tokens: torch.Size, student: Head) -> None:
         """Raise TypeError or ValueError unless this fits the shape of the student's tokens, and the student's head."""

@@ -61,6 +61,31 @@ class Call:
         beside = {"max_logit"} if merges and "argmax" in self.outputs else set()
         return frozenset({*self.outputs, "lse", *beside})
 
+    @cached_property
+    def shared_columns(self) -> int:
+        """How many columns student and teacher have in common."""
+        comparison = self.query.comparison
+        return self.vocab_size if comparison is None else min(self.vocab_size, comparison.teacher.vocab_size)
+
+    @cached_property
+    def has_two_softmaxes(self) -> bool:
+        """Whether the hard loss and the divergence are of different softmaxes of the student."""
+        temperature = 1.0 if self.query.comparison is None else self.query.comparison.temperature
+        other = isinstance(temperature, Tensor) or temperature != 1.0
+        return "logp" in self.outputs and (other or self.vocab_size > self.shared_columns)
+
+    @cached_property
+    def row_constants(self) -> list[str]:
+        """What gradients of a divergence that are computed in tiles need of each token, beside its statistics:
+        log-sum-exps, sum(h), and norms for the cosine."""
+        comparison = self.query.comparison
+        if comparison is None or not self.plan.tiled:
+            return []
+        if comparison.divergence.form == "cosine":
+            return ["h", "student_squares", "teacher_squares"]
+        soft = ["soft_lse"] if self.has_two_softmaxes else []
+        return [*soft, "teacher_lse"] if comparison.divergence.balanced else [*soft, "teacher_lse", "h"]
+
     def by_tensor(self, values: Mapping[str, Tensor]) -> list[Statistics]:
         """Split statistics ``[T]`` of all tokens into statistics of each tensor of labels, in its shape."""
         parts = {name: self.tokens.split(value) for name, value in values.items()}

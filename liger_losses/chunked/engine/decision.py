@@ -24,7 +24,7 @@ from liger_losses.chunked.engine.checks import (
     check_tensor,
 )
 from liger_losses.chunked.engine.documentation import see
-from liger_losses.chunked.engine.head import Head, can_fuse, check_invariant, dequantized_bytes, operand_dtype
+from liger_losses.chunked.engine.head import Head, check_invariant, dequantized_bytes, operand_dtype
 from liger_losses.chunked.engine.plan import (
     EngineOptions,
     Plan,
@@ -37,6 +37,7 @@ from liger_losses.chunked.engine.query import Comparison, EqualWeights, Query, c
 from liger_losses.chunked.engine.ranks import ALONE
 from liger_losses.chunked.engine.teachers import Teacher, TeacherLogits, teacher_row_bytes_of
 from liger_losses.chunked.engine.tokens import Tokens
+from liger_losses.chunked.engine.weights import can_fuse
 from liger_losses.kernels import LOGIT_DTYPES, choose_backend
 from liger_losses.kernels._triton import BACKEND_VARIABLE
 from liger_losses.kernels.autograd import NO_TRANSFORMS, autocast_dtype, within_transform
@@ -340,7 +341,7 @@ def _decide(
     needs_bias = grad and head.bias is not None and head.bias.requires_grad
     # Rows that are dequantized where they are needed serve all tokens of a tile, in any number of them.
     walks = head.quantized is not None and not at_once and not query.needs_logits
-    fused_products = can_fuse(head, operand, backend, at_once > 0 or walks)
+    fused_products = can_fuse(head.weights, operand, backend, at_once > 0 or walks)
     fused = fused_products and not needs_bias and not query.needs_logits
     # fp16 cannot hold exponentials of every size.
     exponentials = fused and not walks and operand == torch.bfloat16 and query.of_exponentials
@@ -384,7 +385,7 @@ def _decide(
         and not (query.in_torch or query.comparison.divergence.by_entropy)
     ):
         # A bias's gradient is summed before anything is rounded, which takes whole rows of logits.
-        work = replace(work, divergence_tiles=can_fuse(teacher.head, operand, backend, at_once > 0))
+        work = replace(work, divergence_tiles=can_fuse(teacher.head.weights, operand, backend, at_once > 0))
     made = Decision(
         vocab_size=vocab_size,
         backend=backend,

@@ -286,15 +286,6 @@ def _say_what_to_pass(module: nn.Module) -> str:
     )
 
 
-def can_fuse(head: Head, operand: torch.dtype, backend: str, dequantized: bool = False) -> bool:
-    """Whether one Triton kernel can compute both the product with this head's weight and its epilogue.
-
-    ``dequantized`` says that a quantized weight is a matrix by then, in the operand dtype.
-    """
-    ready = dequantized if head.quantized is not None else head.weights.matrix(operand) is not None
-    return backend == "triton" and ready and operand in HALF_DTYPES
-
-
 def check_invariant(head: Head, backend: str, dequantized_bytes: int) -> None:
     """Raise ValueError for a call that cannot be batch invariant: without Triton on a GPU, or of a quantized head that
     is not dequantized at once."""

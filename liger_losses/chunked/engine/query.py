@@ -194,7 +194,7 @@ class Query:
             }
         return replace(
             self,
-            metrics=tuple(name for name in self.metrics if name not in self.statistics),
+            metrics=self.metrics and tuple(name for name in self.metrics if name not in self.statistics),
             class_weight=None if self.class_weight is None else self.class_weight.detach().to(dtype).contiguous(),
             selected=selected,
             comparison=comparison,

@@ -17,7 +17,7 @@ from liger_losses.chunked.engine.call import Call, OpenCall
 from liger_losses.chunked.engine.one_block import OneBlock
 from liger_losses.chunked.engine.plan import blocks
 from liger_losses.chunked.engine.ranks import ALONE
-from liger_losses.chunked.engine.two_models import TwoModels, row_constants
+from liger_losses.chunked.engine.two_models import TwoModels
 from liger_losses.chunked.engine.zero_rows import Pending
 
 
@@ -180,13 +180,14 @@ class Stream:
         query = self.call.query
         widths: dict[str, Sequence[int]] = {"registered": (len(query.registered),), "columns": (query.largest,)}
         widths["selected_logps"] = (query.largest,) if query.selected is None else query.selected.shape[1:]
-
-        def empty(name: str) -> Tensor:
-            dtype = torch.int64 if name in ("argmax", "columns") else self.call.work.logits_dtype
-            return torch.empty(self.count, *widths.get(name, ()), dtype=dtype, device=self.opened.device)
-
-        constants = row_constants(self.call)
-        return {name: empty(name) for name in dict.fromkeys(("lse", *self.call.outputs, *constants))}
+        names = "lse", *self.call.outputs, *self.call.row_constants
+        wide, integers = self.call.work.logits_dtype, {"argmax": torch.int64, "columns": torch.int64}
+        return {
+            name: torch.empty(
+                self.count, *widths.get(name, ()), dtype=integers.get(name, wide), device=self.opened.device
+            )
+            for name in dict.fromkeys(names)
+        }
 
 
 def passes_of(

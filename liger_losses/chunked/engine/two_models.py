@@ -17,12 +17,11 @@ from torch import Tensor
 
 from liger_losses.chunked.engine.accumulation import HeadGradients
 from liger_losses.chunked.engine.blocks import Block, Part, Upstream
-from liger_losses.chunked.engine.call import Call, OpenCall
-from liger_losses.chunked.engine.head import can_fuse
+from liger_losses.chunked.engine.call import OpenCall
 from liger_losses.chunked.engine.plan import blocks, padded
 from liger_losses.chunked.engine.ranks import ALONE
 from liger_losses.chunked.engine.teachers import TeacherLogits
-from liger_losses.chunked.engine.weights import Projection
+from liger_losses.chunked.engine.weights import Projection, can_fuse
 from liger_losses.kernels.divergence import Coefficients, Logits, RowSums, divergence_into, square_sums
 from liger_losses.kernels.hopper_pipeline import ROWS
 from liger_losses.kernels.linear_exp import Exponentials, linear_exponentials
@@ -63,12 +62,11 @@ class TwoModels(Block):
         self.gradient: Tensor | None = None
         self.grad_bias: Tensor | None = None
         #: Where gradients are computed in tiles: what they need of each token, and where they add up the divergence.
-        self.constants = row_constants(call)
+        self.constants = call.row_constants
         self.values: dict[str, Tensor] = {}
         self.value: Tensor | None = None
         #: V, of which ``shared`` are computed here; and labels inside it, for statistics that do not depend on them.
-        shared = min(call.vocab_size, comparison.teacher.vocab_size)
-        columns = call.ranks.columns(shared)
+        columns = call.ranks.columns(call.shared_columns)
         self.shared = columns.stop - columns.start
         self.shared_labels = opened.labels
         if opened.weight_rows > self.shared:
@@ -76,7 +74,7 @@ class TwoModels(Block):
         soft = replace(call.transform, temperature=comparison.temperature)
         self.soft_epilogue = Epilogue(soft, opened.bias).columns(slice(0, self.shared))
         #: The hard loss is of the student's whole vocabulary at temperature 1, the divergence of the shared columns.
-        self.separate = has_two_softmaxes(call)
+        self.separate = call.has_two_softmaxes
         self.student = replace(opened.projection, fused=call.work.fused_products)
         #: The teacher, if its logits are computed here.
         self.teacher: Projection | None = None
@@ -84,11 +82,15 @@ class TwoModels(Block):
         if isinstance(comparison.teacher, TeacherLogits):
             return
         head = comparison.teacher.head.detach()
-        head = head.columns(columns if head.ranks is ALONE else slice(0, self.shared))
+        columns = columns if head.ranks is ALONE else slice(0, self.shared)
+        if columns != slice(0, head.weight.shape[0]):
+            head = head.columns(columns)
         bias = None if head.bias is None else head.bias.contiguous()
         self.teacher_epilogue = Epilogue(replace(head.transform, temperature=comparison.temperature), bias)
-        weights = head.weights.dequantized(call.work.operand_dtype) if call.work.dequantized_bytes else head.weights
-        fused = can_fuse(head, call.work.operand_dtype, call.backend, weights is not head.weights)
+        weights = head.weights
+        if call.work.dequantized_bytes:
+            weights = weights.dequantized(call.work.operand_dtype)
+        fused = can_fuse(weights, call.work.operand_dtype, call.backend)
         self.teacher = replace(opened.projection, weights=weights, fused=fused)
         states = comparison.teacher.local_hidden_states.detach()
         self.teacher_states = states.reshape(-1, states.shape[-1]) if states.is_contiguous() else states
@@ -105,7 +107,9 @@ class TwoModels(Block):
             if self.grad_bias is not None:
                 self.grad_bias.zero_()
             for at, smaller in self._parts_of(part, plan.part_rows):
-                wanted = None if upstream is None else {name: g[at] for name, g in upstream.items()}
+                wanted = upstream
+                if upstream is not None and smaller is not part:
+                    wanted = {name: g[at] for name, g in upstream.items()}
                 out = None if self.gradient is None or wanted is None else self.gradient[at, : self.vocab_size]
                 value = smaller.values.get("divergence")
                 self._fill_rows(smaller, value, wanted, out)
@@ -474,24 +478,3 @@ def _coefficients(upstream: Upstream, hard_lse: Tensor) -> Coefficients:
     g, soft_g = upstream.get("logp"), upstream.get("divergence")
     soft_g = torch.zeros_like(hard_lse) if soft_g is None else soft_g
     return Coefficients(soft_g) if g is None else Coefficients(soft_g, -g, g, hard_lse)
-
-
-def has_two_softmaxes(call: Call) -> bool:
-    """Whether the hard loss and the divergence are of different softmaxes of the student."""
-    comparison = call.query.comparison
-    assert comparison is not None
-    wider = call.vocab_size > comparison.teacher.vocab_size
-    other = isinstance(comparison.temperature, Tensor) or comparison.temperature != 1.0
-    return "logp" in call.outputs and (other or wider)
-
-
-def row_constants(call: Call) -> list[str]:
-    """What gradients that are computed in tiles need of each token, beside its statistics: log-sum-exps, sum(h), and
-    norms for the cosine."""
-    comparison = call.query.comparison
-    if comparison is None or not call.plan.tiled:
-        return []
-    if comparison.divergence.form == "cosine":
-        return ["h", "student_squares", "teacher_squares"]
-    soft = ["soft_lse"] if has_two_softmaxes(call) else []
-    return [*soft, "teacher_lse"] if comparison.divergence.balanced else [*soft, "teacher_lse", "h"]

@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from liger_losses.kernels.matmul import matmul_into, wide_dtype
+from liger_losses.kernels.matmul import HALF_DTYPES, matmul_into, wide_dtype
 
 #: Rows and columns of the products of a :class:`Projection` that is fixed, on a CPU and elsewhere; and what the hidden
 #: size is padded to a multiple of: BLAS sums the last rows of a product of odd sizes in another order than the first.
@@ -182,6 +182,15 @@ class Quantized(Weights):
 def weights_of(weight: Tensor, quantized: QuantizedWeight | None) -> Weights:
     """``[quantized, weight]``."""
     return Weights(weight) if quantized is None else Quantized(weight, quantized)
+
+
+def can_fuse(weights: Weights, operand: torch.dtype, backend: str, dequantized: bool = False) -> bool:
+    """Whether one Triton kernel can compute both the product with these weights and its epilogue.
+
+    ``dequantized`` says that quantized weights are a matrix by then, in the operand dtype.
+    """
+    ready = weights.matrix(operand) is not None or (dequantized and weights.dequantized_bytes(operand) > 0)
+    return backend == "triton" and ready and operand in HALF_DTYPES
 
 
 @dataclass(frozen=True)

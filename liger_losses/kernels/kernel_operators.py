@@ -15,9 +15,10 @@ from liger_losses.kernels.autograd import NO_TRANSFORMS, within_transform
 
 def records_nothing() -> bool:
     """Whether neither autograd, a transform nor torch.compile records what runs now."""
+    if torch.compiler.is_dynamo_compiling():
+        return False
     # torch has no public name for whether forward-mode differentiation is on.
-    recorded = torch.is_grad_enabled() or within_transform() or getattr(forward_ad, "_current_level", 0) >= 0
-    return not (recorded or torch.compiler.is_dynamo_compiling())
+    return not (torch.is_grad_enabled() or within_transform() or getattr(forward_ad, "_current_level", 0) >= 0)
 
 
 def operator(

@@ -61,12 +61,12 @@ class Norm(Replacement):
             args, kwargs = (*args, kwargs[self.gate]), {}
         if kwargs or len(args) != (1 if self.gate is None else 2):
             return NotImplemented
-        parameters = [getattr(module, name) for name in self.parameters if name is not None]
-        if not is_plain(*args, *parameters) or args[0].shape != args[-1].shape:
+        parameters = [None if name is None else getattr(module, name) for name in self.parameters]
+        if not is_plain(*args, *[p for p in parameters if p is not None]) or args[0].shape != args[-1].shape:
             return NotImplemented
         x, *gate = args
         if autocast_dtype(x.device) is None:
-            return self.compute(module, x, *gate)
+            return self.function(*args, *parameters, **dict(self.options))
         if self.cast_by_autocast and x.device.type != "cpu" and x.dtype in (torch.float16, torch.bfloat16):
             x = x.float()
         with torch.autocast(x.device.type, enabled=False):

@@ -2,7 +2,7 @@
 
 python -m liger_losses.run train.py --its --arguments   # patches what transformers loads in it
 python -m liger_losses.run --trl -m trl.scripts.sft ...  # and gives TRL's trainers this library's heads
-python -m liger_losses.run --liger train.py ...          # and answers what it imports of liger-kernel
+python -m liger_losses.run --liger train.py ...          # and replaces what it imports of liger-kernel
 python -m liger_losses.run --install skyrl -m ...        # and calls liger_losses.integrations.skyrl.install()
 torchrun --nproc-per-node 8 -m liger_losses.run train.py ...
 
@@ -46,7 +46,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Run what ``arguments`` (by default the command line's) name; see the module."""
     parser = argparse.ArgumentParser(prog="python -m liger_losses.run", description=__doc__, add_help=True)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    parser.add_argument("--liger", action="store_true", help="answer liger-kernel's names with this library")
+    parser.add_argument("--liger", action="store_true", help="replace liger-kernel's names by this library")
     parser.add_argument("--install", action="append", default=[], choices=INSTALLABLE, help="call its install()")
     parser.add_argument("--trl", action="store_true", help="call liger_losses.trl.enable() when TRL is imported")
     parser.add_argument("--no-patch", action="store_true", help="leave the models that are loaded")

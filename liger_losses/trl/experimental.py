@@ -1,8 +1,8 @@
 """Lazy logits in TRL's experimental trainers, which compute their losses from ``model(...).logits``.
 
 Functions that run around trainers' methods make heads lazy. TRL's helper functions ignore ``__torch_function__`` and
-would get the values of lazy logits, so each has an *answer* here: a function with the parameters and the result of
-TRL's, which computes with the engine, or raises :class:`NeedsLogits` where TRL's own function is to run.
+would get the values of lazy logits, so each has a replacement here: a function with TRL's parameters and result,
+which computes with the engine, or raises :class:`NeedsLogits`, and then TRL's function runs.
 B batch size, T tokens of a sequence, V vocabulary size.
 """
 
@@ -68,13 +68,13 @@ def _masked_labels(logits: Tensor) -> Tensor:
 
 
 class NeedsLogits(Exception):
-    """An answer cannot be computed without the values of the logits: TRL's own function is to run."""
+    """A replacement cannot be computed without the values of the logits: TRL's function runs."""
 
 
-def with_answer(answer: Callable[..., Any], original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """``answer`` (see the module), or the function of TRL where it raises :class:`NeedsLogits`."""
+def with_replacement(replacement: Callable[..., Any], original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """``replacement``, or TRL's function if it raises :class:`NeedsLogits`."""
     with contextlib.suppress(NeedsLogits):
-        return answer(**inspect.signature(original).bind(*args, **kwargs).arguments)
+        return replacement(**inspect.signature(original).bind(*args, **kwargs).arguments)
     return original(*args, **kwargs)
 
 
@@ -107,20 +107,20 @@ def _statistics(
 
 
 def selective_log_softmax(logits: Tensor, index: Tensor, temperature: float = 1.0, row_mask: Any = None) -> Any:
-    """Answers for one column of each token: the log-probabilities ``[B, T]`` of ``index``."""
+    """The log-probabilities ``[B, T]`` of ``index``, one column per token."""
     return _statistics(logits, index, ("logp",), temperature, row_mask).logp
 
 
 def selective_log_softmax_and_entropy(
     logits: Tensor, index: Tensor, entropy_requires_grad: bool = True, temperature: float = 1.0, row_mask: Any = None
 ) -> Any:
-    """Answers with the log-probabilities ``[B, T]`` of ``index``, and the entropies ``[B, T]``."""
+    """The log-probabilities ``[B, T]`` of ``index``, and the entropies ``[B, T]``."""
     statistics = _statistics(logits, index, ("logp", "entropy"), temperature, row_mask)
     return statistics.logp, statistics.entropy if entropy_requires_grad else statistics.entropy.detach()
 
 
 def entropy_from_logits(logits: Tensor, chunk_size: int = 128) -> Any:
-    """Answers with the entropies ``[B, T]`` of active tokens."""
+    """The entropies ``[B, T]`` of active tokens."""
     return _statistics(logits, _masked_labels(logits), ("entropy",)).entropy
 
 
@@ -136,7 +136,7 @@ def generalized_jsd_loss(
     add_tail: bool = True,
     logits_are_probs: bool = False,
 ) -> Any:
-    """The loss of GKD, GOLD and IW-OPD: answers where it is a scalar and over the whole vocabulary.
+    """The loss of GKD, GOLD and IW-OPD, if it is a scalar and over the whole vocabulary.
 
     With ``top_k``, TRL's function runs: its ``gather`` of lazy logits is fused already.
     """
@@ -156,7 +156,7 @@ def generalized_jsd_loss(
 
 
 def full_logit_self_distillation(student_logits: Tensor, teacher_logits: Tensor, *, distillation_alpha: float) -> Any:
-    """Each token's divergence ``[B, T]`` of SDFT and SDPO: answers over the whole vocabulary."""
+    """Each token's divergence ``[B, T]`` of SDFT and SDPO over the whole vocabulary."""
     student = _deferred(student_logits)
     labels, teacher = _masked_labels(student_logits), _teacher(teacher_logits)
     check_columns(student.head, teacher)
@@ -173,7 +173,7 @@ def topk_self_distillation(
     distillation_alpha: float,
     distillation_add_tail: bool,
 ) -> Any:
-    """Each token's divergence ``[B, T]`` of SDFT and SDPO: answers over the student's k most probable columns.
+    """Each token's divergence ``[B, T]`` of SDFT and SDPO over the student's k most probable columns.
 
     TRL's function would not materialize lazy logits either, but take the gradients of log-sum-exp and columns apart.
     """

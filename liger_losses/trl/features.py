@@ -76,8 +76,10 @@ def _function(function: Callable[..., Any]) -> _Row:
     return functools.partial(Place, make=lambda original: function, function=function)
 
 
-def _answer(answer: Callable[..., Any]) -> _Row:
-    return functools.partial(Place, make=around(functools.partial(experimental.with_answer, answer)), function=answer)
+def _replaced(function: Callable[..., Any]) -> _Row:
+    return functools.partial(
+        Place, make=around(functools.partial(experimental.with_replacement, function)), function=function
+    )
 
 
 # The replaced attributes of a module; names that begin with a dot are attributes of the trainer's class.
@@ -85,13 +87,13 @@ _HEAD = {"add_fused_lm_head": _function(add_fused_lm_head)}
 # SFT's loss is the sum of the log-probabilities that the model's forward returns, so forward takes its gradient.
 _SFT_HEAD = {"add_fused_lm_head": _function(functools.partial(add_fused_lm_head, one_pass=True))}
 _NO_ADAPTER = {"BaseTunerLayer": _made(lambda original: NoAdapter)}
-_LOGPS = {"selective_log_softmax": _answer(experimental.selective_log_softmax)}
-_LOGPS_AND_ENTROPY = {"selective_log_softmax_and_entropy": _answer(experimental.selective_log_softmax_and_entropy)}
-_ENTROPY = {"entropy_from_logits": _answer(experimental.entropy_from_logits)}
+_LOGPS = {"selective_log_softmax": _replaced(experimental.selective_log_softmax)}
+_LOGPS_AND_ENTROPY = {"selective_log_softmax_and_entropy": _replaced(experimental.selective_log_softmax_and_entropy)}
+_ENTROPY = {"entropy_from_logits": _replaced(experimental.entropy_from_logits)}
 _LAZY_HEADS = {".__init__": _around(experimental.with_lazy_heads, "self", "model")}
 # Heads are lazy without gradients too, as for a teacher.
 _FORCED = _made(lambda method: force_lazy_head()(method), "self", "model")
-_JSD = {**_LAZY_HEADS, ".compute_loss": _FORCED, ".generalized_jsd_loss": _answer(experimental.generalized_jsd_loss)}
+_JSD = {**_LAZY_HEADS, ".compute_loss": _FORCED, ".generalized_jsd_loss": _replaced(experimental.generalized_jsd_loss)}
 _BY_SEQUENCE = _around(experimental.sequence_by_sequence, "self", "student_logits", "student_labels")
 _LOSS_MASK = _around(experimental.with_loss_mask, "self", "distillation_logits")
 _SELF_DISTILLATION = {
@@ -99,8 +101,8 @@ _SELF_DISTILLATION = {
     **_LOGPS,
     "._forward_logits": _FORCED,
     "._compute_self_distillation_loss": _LOSS_MASK,
-    "compute_full_logit_self_distillation_loss": _answer(experimental.full_logit_self_distillation),
-    "compute_topk_self_distillation_loss": _answer(experimental.topk_self_distillation),
+    "compute_full_logit_self_distillation_loss": _replaced(experimental.full_logit_self_distillation),
+    "compute_topk_self_distillation_loss": _replaced(experimental.topk_self_distillation),
 }
 
 

@@ -196,7 +196,8 @@ def run_experimental(folder, name):
 
     names = ("selective_log_softmax", "entropy_from_logits")
     answers = [
-        functools.partial(experimental.with_answer, getattr(experimental, name), getattr(utils, name)) for name in names
+        functools.partial(experimental.with_replacement, getattr(experimental, name), getattr(utils, name))
+        for name in names
     ]
 
     def logps_and_entropy(model):

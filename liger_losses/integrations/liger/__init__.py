@@ -19,7 +19,7 @@ from importlib.util import find_spec
 from typing import Any
 
 from liger_losses.integrations.liger.models import apply_to, stop_applying
-from liger_losses.integrations.liger.names import ANSWERS
+from liger_losses.integrations.liger.names import REPLACEMENTS
 from liger_losses.integrations.replacements import announce
 from liger_losses.places import Found, Replaced
 
@@ -42,10 +42,10 @@ def install() -> None:
     if is_installed():
         return
     if find_spec("liger_kernel") is None:
-        for stand_in in sorted({parent for name in ANSWERS for parent in _parents(name)}):
+        for stand_in in sorted({parent for name in REPLACEMENTS for parent in _parents(name)}):
             _make(stand_in)
         return
-    early = [name for name in ANSWERS if name in sys.modules]
+    early = [name for name in REPLACEMENTS if name in sys.modules]
     if early:
         warnings.warn(
             f"{early[0]} was imported before liger_losses.integrations.liger.install(): code that has imported names "
@@ -53,23 +53,23 @@ def install() -> None:
             stacklevel=2,
         )
     announce("liger-kernel", "liger-kernel", "0.8", "the losses and patches")
-    for module, answers in _modules():
+    for module, replacements in _modules():
         names = vars(module)
         functions = {name: f for name, f in names.items() if name.startswith(_APPLY)}
         table = names.get(_TABLE, {})
         kinds = {name: [kind for kind, applies in table.items() if applies is f] for name, f in functions.items()}
         applies = {name: apply_to(name.removeprefix(_APPLY), kinds[name], f) for name, f in functions.items()}
         of_kinds = {kind: apply_to(kind, [kind], f) for kind, f in table.items()}
-        ours = {**answers, **applies, _TABLE: of_kinds}
+        ours = {**replacements, **applies, _TABLE: of_kinds}
         _replaced.add([Found(module, name, value) for name, value in ours.items() if name in names])
 
 
 def _modules() -> list[tuple[types.ModuleType, dict[str, Any]]]:
     """The modules of liger-kernel whose names are replaced, by what; all are imported before the first is changed."""
     found = []
-    for name, answers in ANSWERS.items():
+    for name, replacements in REPLACEMENTS.items():
         try:
-            found.append((importlib.import_module(name), answers))
+            found.append((importlib.import_module(name), replacements))
         except ModuleNotFoundError as error:  # of another version
             if not (error.name or "").startswith("liger_kernel"):
                 raise
@@ -99,8 +99,9 @@ def _parents(name: str) -> list[str]:
 
 def _make(name: str) -> None:
     """A module that stands in for one of liger-kernel, with this library's losses as its names."""
-    module, answers = types.ModuleType(name, "liger-kernel's names, computed by liger_losses."), ANSWERS.get(name, {})
-    vars(module).update(answers, __path__=[], __spec__=ModuleSpec(name, None, is_package=True))
+    module = types.ModuleType(name, "liger-kernel's names, computed by liger_losses.")
+    replacements = REPLACEMENTS.get(name, {})
+    vars(module).update(replacements, __path__=[], __spec__=ModuleSpec(name, None, is_package=True))
 
     def absent(attribute: str) -> Any:
         if attribute.startswith(_APPLY):
@@ -108,8 +109,8 @@ def _make(name: str) -> None:
         if attribute.startswith("__"):
             raise AttributeError(f"module {name!r} has no attribute {attribute!r}")
         raise ImportError(
-            f"liger_losses answers no {attribute!r} of {name}, and liger-kernel is not installed. It answers "
-            f"{', '.join(sorted(answers)) or 'nothing in this module'}. For the rest, pip install liger-kernel."
+            f"liger_losses does not replace {attribute!r} of {name}, and liger-kernel is not installed. It replaces "
+            f"{', '.join(sorted(replacements)) or 'nothing in this module'}. For the rest, pip install liger-kernel."
         )
 
     vars(module)["__getattr__"] = absent

@@ -1,4 +1,4 @@
-"""Which of liger-kernel's names this library answers, and by what."""
+"""Which of liger-kernel's names this library replaces, and by what."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from liger_losses.integrations.liger.call_forms import function_class
 
 #: The middle of the names ``LigerFusedLinear...Loss`` where the module of ``chunked_loss`` has another name.
 _MODULES = {"CosineSimilarity": "cosine_similarity"}
-#: Autograd functions of ``liger_kernel.ops``: the module, the middle of their names, and what answers ``apply``.
+#: Autograd functions of ``liger_kernel.ops``: the module, the middle of their names, and what replaces ``apply``.
 _OPS: tuple[tuple[str, str, Any], ...] = (
     ("fused_linear_cross_entropy", "FusedLinearCrossEntropy", losses.apply_fused_linear_cross_entropy),
     ("fused_linear_scaled_cross_entropy", "FusedLinearScaledCrossEntropy", losses.scaled_cross_entropy),
@@ -21,7 +21,7 @@ _OPS: tuple[tuple[str, str, Any], ...] = (
     ("kl_div", "KLDivLoss", losses.kl_div),
     ("tvd", "TVDLoss", losses.total_variation),
 )
-#: Of ``liger_kernel.transformers``: the module that defines a name, and what answers it, by its own name.
+#: Of ``liger_kernel.transformers``: by name, the module that defines it, and what replaces it.
 _TRANSFORMERS: tuple[tuple[str, Any], ...] = (
     ("fused_linear_cross_entropy", liger_losses.LigerFusedLinearCrossEntropyLoss),
     ("cross_entropy", losses.LigerCrossEntropyLoss),
@@ -48,7 +48,7 @@ _MONKEY_PATCH = {
 }
 
 
-def _answers() -> dict[str, dict[str, Any]]:
+def _replacements() -> dict[str, dict[str, Any]]:
     names: dict[str, dict[str, Any]] = {"liger_kernel.transformers.functional": _FUNCTIONAL}
 
     def add(package: str, module: str, name: str, value: Any) -> None:
@@ -71,4 +71,4 @@ def _answers() -> dict[str, dict[str, Any]]:
 
 
 #: By module of liger-kernel, by name.
-ANSWERS = _answers()
+REPLACEMENTS = _replacements()

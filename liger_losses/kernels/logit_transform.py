@@ -90,6 +90,11 @@ class LogitTransform:
         return grad
 
     @property
+    def fields(self) -> tuple[float | Tensor, float, float | None]:
+        """Its arguments."""
+        return self.temperature, self.logit_scale, self.softcap
+
+    @property
     def said(self) -> str:
         """In words, for messages; ranks that share a vocabulary compare these, without a tensor's values."""
         return f"temperature {said(self.temperature)}, logit_scale {self.logit_scale}, softcap {self.softcap}"

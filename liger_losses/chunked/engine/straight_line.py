@@ -60,6 +60,7 @@ def straight_statistics(
         how = Query(names), EngineOptions(*options), LogitTransform(*transform)
         return _prepared(hidden_states, weight, labels, *how)
 
+    weight, transform = _opened(weight, transform)
     line = _line((names, options, transform), hidden_states, weight, labels, prepare)
     if line is None:
         return None
@@ -74,7 +75,7 @@ def straight_loss(
     labels: Any,
     weights: tuple[tuple[str, EqualWeights], ...] | None,
     options: EngineOptions,
-    transform: LogitTransform,
+    transform: tuple[Any, ...],
 ) -> Tensor | None:
     """``sum_t sum_s weights[s] s_t`` of ``logp`` and ``mean_logp``; ``None`` where the call has no straight line."""
     if weights is None:
@@ -82,10 +83,25 @@ def straight_loss(
 
     def prepare() -> StraightLine | None:
         query = Query(tuple([name for name, _ in weights]), token_weights=dict(weights))
-        return _prepared(hidden_states, weight, labels, query, options, transform)
+        return _prepared(hidden_states, weight, labels, query, options, LogitTransform(*transform))
 
+    weight, transform = _opened(weight, transform)
     line = _line((weights, options, transform), hidden_states, weight, labels, prepare)
     return None if line is None else _Loss.apply(line, hidden_states, weight, labels)
+
+
+#: The fields of the transform that changes nothing.
+NO_TRANSFORM = LogitTransform().fields
+
+
+def _opened(weight: Any, transform: tuple[Any, ...]) -> tuple[Any, tuple[Any, ...]]:
+    """The matrix of a linear layer or a head that is one, and the transform of its logits; else what was given."""
+    if type(weight) is nn.Linear and weight.bias is None:
+        return weight.weight, transform
+    if isinstance(weight, Head) and transform == NO_TRANSFORM and weight.is_plain:
+        own = weight.transform.fields
+        return (weight.weight, own) if isinstance(own[0], float) else (weight, transform)
+    return weight, transform
 
 
 def _line(

@@ -166,7 +166,11 @@ def test_which_calls_have_a_line():
     assert not has(backend="torch")
     assert not has(temperature=torch.ones(TOKENS, device=DEVICE))
     assert not has(shift=1)
-    assert not has(w=Head(weight))
+    assert has(w=Head(weight, None, LogitTransform(softcap=3.0)))
+    assert not has(w=Head(weight, torch.ones(VOCAB, device=DEVICE)))
+    layer = torch.nn.Linear(HIDDEN, VOCAB, bias=False)
+    layer.weight = torch.nn.Parameter(weight.detach())
+    assert has(w=layer)
     with torch.autocast(DEVICE, torch.bfloat16):
         assert not has()
     set_default_workspace(4000)

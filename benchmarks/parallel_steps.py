@@ -161,6 +161,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, help="a JSON file, beside which the table is written as text")
     parser.add_argument("--rounds", type=int, default=1)
     parser.add_argument("--only", type=int, nargs="*", help=f"which cases, from 0 to {len(CASES) - 1}")
+    parser.add_argument("--providers", nargs="*", help="which of plain, liger-kernel and ours; all by default")
     parser.add_argument("--ranks", type=int, help="processes; all GPUs, or two processes on a CPU, by default")
     parser.add_argument("--tiny", action="store_true", help="a tiny model")
     options = parser.parse_args()
@@ -172,6 +173,8 @@ def main() -> None:
                 continue
             for turn in range(options.rounds):
                 for provider in PROVIDERS[kind][:: -1 if turn % 2 else 1]:
+                    if options.providers and provider not in options.providers:
+                        continue
                     with socket.socket() as listening:
                         listening.bind(("127.0.0.1", 0))
                         port = listening.getsockname()[1]

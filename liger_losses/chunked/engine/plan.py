@@ -62,6 +62,9 @@ MIN_PART = 256
 SMALL_CALL_FLOPS = {"cuda": 2e12, "cpu": 1e7}
 #: Of more logits, writing and reading them in fp32 takes longer than the host saves (an H200, hidden size 576).
 SMALL_CALL_LOGITS = 1.5e8
+#: Of so few operations, the host takes longer than so many logits (an H100, 4096 x 576 x 49152: 1.8 times the bare
+#: products, and 4.5 times in blocks of the active tokens).
+FEWEST_FLOPS, MOST_SMALL_LOGITS = 1e12, 2.6e8
 #: The part of a workspace that holds copies of a head's rows (cast, or dequantized): one n-th. Where each copy serves
 #: all tokens of a tile, more of it.
 COPIES, COPIES_OF_TILES = 8, 3
@@ -193,7 +196,9 @@ class Workload:
             largest = TEACHER_ROWS * self.row_bytes + TEACHER_ROWS // TEACHER_PARTS * self.part_bytes
             return min(largest, TEACHER_WORKSPACE)
         if not self.exponentials:
-            return default_workspace(self.vocab_size, self.logits_dtype.itemsize, self.device)
+            usual = default_workspace(self.vocab_size, self.logits_dtype.itemsize, self.device)
+            small = is_small(self.tokens, self.hidden_size, self.vocab_size, self.device)
+            return max(usual, self.tokens * self.row_bytes * 5 // 4) if small else usual
         long_enough = int(FULL_BLOCK_FLOPS / (6 * self.hidden_size * self.vocab_size))
         full_rows = max(FULL_ROWS, min(long_enough, MAX_SMALL_BLOCK // self.row_bytes))
         return min(full_rows * self.row_bytes, 1536 * MiB)
@@ -222,8 +227,9 @@ def is_small(
 ) -> bool:
     """Whether a call of so many tokens, masked ones included, is not worth looking for the active ones."""
     logits = tokens * vocab_size
-    few = logits <= SMALL_CALL_LOGITS or not writes_logits
-    return few and 6 * logits * hidden_size <= SMALL_CALL_FLOPS.get(device.type, 0.0)
+    flops = 6 * logits * hidden_size
+    few = logits <= (MOST_SMALL_LOGITS if flops <= FEWEST_FLOPS else SMALL_CALL_LOGITS) or not writes_logits
+    return few and flops <= SMALL_CALL_FLOPS.get(device.type, 0.0)
 
 
 def padded(columns: int) -> int:

@@ -58,7 +58,7 @@ def tiles_of(hidden: Tensor, weight: Tensor, epilogue: Epilogue, out: Tensor | N
         "vocab_size": vocab_size,
         "hidden_size": hidden_size,
         "bias": epilogue.bias,
-        "transform": epilogue.transform.for_kernel(),
+        "transform": epilogue.transform.for_kernel,
         "BLOCK_N": height,
         "BLOCK_V": width,
         "BLOCK_H": depth,

@@ -58,7 +58,7 @@ class Logits(NamedTuple):
 
     def for_kernel(self) -> Side:
         """The argument of the kernels."""
-        return Side(self.projected, self.projected.stride(0), self.epilogue.bias, self.epilogue.transform.for_kernel())
+        return Side(self.projected, self.projected.stride(0), self.epilogue.bias, self.epilogue.transform.for_kernel)
 
     def log_probs(self) -> Tensor:
         return finite_logs(self.logits() - self.lse[:, None])

@@ -235,7 +235,7 @@ def evaluate(call: GivenCall, names: tuple[str, ...]) -> Evaluated:
     if call.sum_ is not None:
         call.sum_(logits)
     with device_of(logits), torch.no_grad():
-        if call.transform.for_kernel().factor is not None:  # of an infinite logit, a soft-cap makes a finite one
+        if call.transform.for_kernel.factor is not None:  # of an infinite logit, a soft-cap makes a finite one
             logits = call.transform(logits).masked_fill_(logits == float("-inf"), float("-inf"))
         asked = frozenset(names) & {"logp", "entropy"}
         return Evaluated(logits, softmax_statistics(logits, call.found.label_at, asked, backend=call.backend))

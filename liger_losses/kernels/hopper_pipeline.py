@@ -77,7 +77,7 @@ def pipeline_tiles(hidden: Tensor, weight: Tensor, epilogue: Epilogue, out: Tens
         "vocab_size": len(weight),
         "hidden_size": hidden.shape[1],
         "bias": epilogue.bias,
-        "transform": epilogue.transform.for_kernel(),
+        "transform": epilogue.transform.for_kernel,
         "BLOCK_N": ROWS,
         "BLOCK_V": COLUMNS,
         "BLOCK_H": _DEPTH,

@@ -121,7 +121,7 @@ def label_logits(
     if len(labels):
         _label_logits_kernel[(len(labels),)](
             out, hidden, weight, hidden.stride(0), weight.stride(0),
-            bias, labels, hidden.shape[1], epilogue.transform.for_kernel(),
+            bias, labels, hidden.shape[1], epilogue.transform.for_kernel,
             BLOCK=1024,
         )  # fmt: skip
     return out

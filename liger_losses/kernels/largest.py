@@ -35,7 +35,7 @@ def group_maxima(projected: Tensor, epilogue: Epilogue, backend: str | None = No
         out = torch.empty(rows, groups, dtype=torch.float32, device=projected.device)
         if rows:
             grid = (rows, triton.cdiv(groups, _GROUPS))
-            transform = epilogue.transform.for_kernel()
+            transform = epilogue.transform.for_kernel
             _group_maxima_kernel[grid](
                 out, projected, projected.stride(0), epilogue.bias, transform, columns, groups, GROUP, _GROUPS
             )
@@ -87,7 +87,7 @@ def _largest_triton(projected: Tensor, epilogue: Epilogue, k: int, maxima: Tenso
     )
     values, ids = torch.empty(rows, k, device=device), torch.empty(rows, k, dtype=torch.int64, device=device)
     _largest_of_groups_kernel[(rows,)](
-        values, ids, projected, projected.stride(0), epilogue.bias, epilogue.transform.for_kernel(), groups, columns, k,
+        values, ids, projected, projected.stride(0), epilogue.bias, epilogue.transform.for_kernel, groups, columns, k,
         GROUP=group, GROUPS=triton.next_power_of_2(k), num_warps=4 if entries <= 2048 else 8 if entries <= 4096 else 16,
     )  # fmt: skip
     values, order = values.sort(-1, descending=True)
@@ -109,7 +109,7 @@ def sum_of_probabilities(
         out = torch.empty(rows, device=projected.device)
         if rows:
             _sum_of_probabilities_kernel[(rows,)](
-                out, projected, projected.stride(0), lse, epilogue.bias, epilogue.transform.for_kernel(), columns,
+                out, projected, projected.stride(0), lse, epilogue.bias, epilogue.transform.for_kernel, columns,
                 BLOCK=4096, num_warps=8,
             )  # fmt: skip
         return out

@@ -76,7 +76,7 @@ def linear_exponentials(
     out: Tensor | None = None,
     epilogue: Epilogue = Epilogue(),
     *,
-    found: Exponentials | None = None,
+    found: Exponentials | Mapping[str, Tensor] | None = None,
     label_logit: Tensor | None = None,
     projections: bool = False,
     batch_invariant: bool = False,
@@ -90,8 +90,8 @@ def linear_exponentials(
     Args:
         hidden, weight, labels, epilogue: as in :func:`~liger_losses.kernels.linear_stats.linear_softmax_statistics`.
         out: ``[N, V]``, rows contiguous; without it only the statistics are computed.
-        found: the tensors to write the statistics into; new ones by default, without the mean logit and the
-            entropy.
+        found: the tensors to write the statistics into, or some of them by their names; new ones by default, without
+            the mean logit and the entropy.
         label_logit: ``[N]`` fp32, the labels' logits, where they are known.
         projections: write projections into ``out`` instead of exponentials.
         batch_invariant: of ``triton``, compute a token's statistics with the same bits whatever N is.
@@ -100,14 +100,18 @@ def linear_exponentials(
     Returns:
         :class:`Exponentials`, in fp32.
     """
-    statistics = Exponentials(*torch.empty(3, len(hidden), device=hidden.device)) if found is None else found
+    statistics = Exponentials.into(found) if isinstance(found, Mapping) else found
+    if statistics is None:
+        statistics = Exponentials(*torch.empty(3, len(hidden), device=hidden.device))
     if backend == "torch":
         values = _exponentials_torch(hidden, weight, labels, out, epilogue, label_logit, projections)
         for target, value in zip(statistics, values, strict=True):
             if target is not None and value is not None:
                 target.copy_(value)
         return statistics
-    hidden, tokens = with_contiguous_rows(hidden, batch_invariant), len(hidden)
+    tokens = len(hidden)
+    if batch_invariant or hidden.stride(1) != 1:
+        hidden = with_contiguous_rows(hidden, batch_invariant)
     if label_logit is None:
         label_logit = label_logits(hidden, weight, labels, epilogue, backend=backend)
     most = _MAX_TOKENS
@@ -228,7 +232,7 @@ def gradient_scales(
     if len(scale):
         _scales_kernel[(len(scale),)](
             scale, at_label, scaled, hidden, *((0, 0) if hidden is None else (hidden.stride(0), hidden.shape[1])),
-            p_coef.contiguous(), label_coef.contiguous(), *found[:3], transform.for_kernel(),
+            p_coef.contiguous(), label_coef.contiguous(), *found[:3], transform.for_kernel,
             BLOCK=1024,
         )  # fmt: skip
     return scale, at_label, scaled

@@ -13,7 +13,6 @@ from liger_losses.kernels._tiles import (
     store_tile,
     tile_position,
     tiles_of,
-    with_contiguous_rows,
 )
 from liger_losses.kernels._triton import jit, tl
 from liger_losses.kernels.logit_transform import Epilogue, inverse_temperature, transform_block
@@ -63,11 +62,12 @@ def linear_softmax_gradient_into(
         )  # fmt: skip
     if not len(hidden):
         return out
-    row_tiles, column_tiles, programs, arguments = tiles_of(with_contiguous_rows(hidden), weight, epilogue, out)
+    hidden = hidden if hidden.stride(1) == 1 else hidden.contiguous()
+    row_tiles, column_tiles, programs, arguments = tiles_of(hidden, weight, epilogue, out)
     programs = min(programs, row_tiles * column_tiles)
     vectors = {"lse": lse, "labels": labels, "class_weight": epilogue.class_weight}
     _linear_gradient_kernel[(programs,)](
-        **arguments, **vectors, **coefficients.contiguous()._asdict(),
+        **arguments, **vectors, **{n: v if v is None else v.contiguous() for n, v in coefficients._asdict().items()},
         first_column=first_column, inverse_vocab_size=1.0 / vocab_size, programs=programs, GROUP=_GROUP,
     )  # fmt: skip
     return out

@@ -97,7 +97,7 @@ def row_log_sum_exps_into(
     block = min(_COLUMNS, triton.next_power_of_2(columns))
     partial = torch.empty(2, triton.cdiv(columns, block), rows, device=projected.device)
     _row_sums_kernel[(rows, partial.shape[1])](
-        partial, projected, projected.stride(0), columns, epilogue.bias, epilogue.transform.for_kernel(), BLOCK=block
+        partial, projected, projected.stride(0), columns, epilogue.bias, epilogue.transform.for_kernel, BLOCK=block
     )
     sum_tiles(lse, partial)
 

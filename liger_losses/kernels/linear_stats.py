@@ -110,7 +110,7 @@ def partial_sums(
     ``out`` gets the projections, if it is given; ``tiles`` are those of this product, where they are known. With
     ``batch_invariant``, S does not depend on N.
     """
-    sums = Sums.needed(names, epilogue.class_weight)
+    sums = Sums.needed(names, epilogue.class_weight) if names else Sums()
     tokens = len(hidden)
     row_tiles, column_tiles, programs, arguments = tiles or tiles_of(hidden, weight, epilogue, out)
     group = max(1, min(row_tiles, _GROUP))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from numbers import Real
 from typing import Any, NamedTuple
 
@@ -11,6 +11,20 @@ import torch
 from torch import Tensor
 
 from liger_losses.kernels._triton import jit, tl
+
+
+class KernelTransform(NamedTuple):
+    """A :class:`LogitTransform` in a kernel: ``logits = cap tanh(factor / cap x)``, or ``factor x`` without a cap.
+
+    With a temperature per token, factor and cap are for temperature 1, and what :func:`inverse_temperature` loads
+    multiplies both.
+
+    Kernels ask what is ``None`` in it: Triton 3.6 cannot compare a tuple that holds ``None``.
+    """
+
+    factor: float | None  # logit_scale / temperature; None for 1 without a cap
+    cap: float | None  # softcap / temperature
+    temperature: Tensor | None = None  # [R] in fp32, of the launch's tokens
 
 
 @dataclass(frozen=True)
@@ -33,6 +47,8 @@ class LogitTransform:
     temperature: float | Tensor = 1.0
     logit_scale: float = 1.0
     softcap: float | None = None
+    #: The transform as a kernel argument.
+    for_kernel: KernelTransform = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         for name in ("temperature", "logit_scale", "softcap"):
@@ -49,6 +65,7 @@ class LogitTransform:
                 raise ValueError(f"{name} must be a positive finite number, got {value!r}.")
         if not -math.inf < self.logit_scale < math.inf:
             raise ValueError(f"logit_scale must be finite, got {self.logit_scale!r}.")
+        object.__setattr__(self, "for_kernel", self._for_kernel())
 
     def __call__(self, projected: Tensor, bias: Tensor | None = None) -> Tensor:
         """Logits ``[R, C]`` of projections ``[R, C]``, which are returned themselves where there is nothing to do."""
@@ -99,8 +116,7 @@ class LogitTransform:
         """In words, for messages; ranks that share a vocabulary compare these, without a tensor's values."""
         return f"temperature {said(self.temperature)}, logit_scale {self.logit_scale}, softcap {self.softcap}"
 
-    def for_kernel(self) -> KernelTransform:
-        """The transform as a kernel argument."""
+    def _for_kernel(self) -> KernelTransform:
         if isinstance(self.temperature, Tensor):
             return KernelTransform(float(self.logit_scale), self.softcap, self.temperature)
         if self.softcap is None:
@@ -155,20 +171,6 @@ class Epilogue(NamedTuple):
     def __call__(self, projected: Tensor) -> Tensor:
         """Logits ``[R, C]``; the projections themselves where there is nothing to do."""
         return self.transform(projected, self.bias)
-
-
-class KernelTransform(NamedTuple):
-    """A :class:`LogitTransform` in a kernel: ``logits = cap tanh(factor / cap x)``, or ``factor x`` without a cap.
-
-    With a temperature per token, factor and cap are for temperature 1, and what :func:`inverse_temperature` loads
-    multiplies both.
-
-    Kernels ask what is ``None`` in it: Triton 3.6 cannot compare a tuple that holds ``None``.
-    """
-
-    factor: float | None  # logit_scale / temperature; None for 1 without a cap
-    cap: float | None  # softcap / temperature
-    temperature: Tensor | None = None  # [R] in fp32, of the launch's tokens
 
 
 @jit

@@ -77,7 +77,7 @@ class MaskedRows:
             # Few rows leave processors idle: each program is as large as there are.
             self.block = min(_BLOCK, power_of_two(columns))
             warps = {"num_warps": target_of(right.device).warps(self.block // 8)}
-            self.for_kernel = transform.for_kernel()
+            self.for_kernel = transform.for_kernel
             self.launch_statistics = Launcher(_statistics_kernel, tokens, **warps)
             # By which derivatives there are.
             self.launch_gradient = cache(lambda *given: Launcher(_gradient_kernel, tokens, **warps))

@@ -143,7 +143,7 @@ def softmax_gradient_into(
                 target, target.stride(0), projected, projected.stride(0),
                 lse, labels, epilogue.bias, epilogue.class_weight,
                 *coefficients.contiguous(),
-                first_column, columns, 1.0 / vocab_size, epilogue.transform.for_kernel(),
+                first_column, columns, 1.0 / vocab_size, epilogue.transform.for_kernel,
                 **step_of(columns),
             )  # fmt: skip
         if grad_bias is not None:

@@ -63,7 +63,7 @@ def softmax_statistics(
             _statistics_kernel[(rows,)](
                 projected, projected.stride(0), labels, epilogue.bias, epilogue.class_weight,
                 stored, argmax, rows, columns,
-                epilogue.transform.for_kernel(), Sums.needed(names, epilogue.class_weight),
+                epilogue.transform.for_kernel, Sums.needed(names, epilogue.class_weight),
                 **step_of(columns),
             )  # fmt: skip
         values = {name: stored[i] for i, name in enumerate(STORED) if name in names or name == "lse"}

@@ -268,7 +268,7 @@ def test_sums_of_tiles_and_of_parts(monkeypatch, row_tiles, column_tiles, progra
 
     def tiles(hidden, weight, epilogue, out):
         arguments = {"hidden": hidden, "weight": weight, "out": out, "tokens": tokens, "vocab_size": columns}
-        arguments |= {"hidden_size": 8, "bias": bias, "transform": epilogue.transform.for_kernel()}
+        arguments |= {"hidden_size": 8, "bias": bias, "transform": epilogue.transform.for_kernel}
         arguments |= {"BLOCK_N": 128, "BLOCK_V": 8}
         return linear_exp_hopper.Tiles(row_tiles, column_tiles, programs, arguments)
 

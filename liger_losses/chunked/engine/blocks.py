@@ -147,7 +147,7 @@ def fused_statistics(
         labels,
         out,
         epilogue,
-        found=Exponentials.into(values),
+        found=values,
         projections=out is not None,
         batch_invariant=invariant,
         backend=backend,
@@ -183,7 +183,8 @@ class Columns(Block):
         else:
             labels = _of_part(opened.labels, part)
             computed = fused_statistics(opened, part, opened.weight, labels, part.epilogue, part.values)
-        self.opened.merge_(part.rows, computed)
+        if opened.others is not None:
+            opened.merge_(part.rows, computed)
         part.put(computed, whole=len(part.hidden) == self.opened.count)
 
     def _merged(self, part: Part) -> dict[str, Tensor]:
@@ -246,6 +247,7 @@ class Columns(Block):
         """d loss / d projection ``[R, C]`` in the operand dtype."""
         opened, call, width = self.opened, self.call, columns.stop - columns.start
         tile, weight = self._tile(len(part.hidden), width), projection.weights.matrix(call.work.operand_dtype)
+        plain = opened.bias is None and call.query.class_weight is None
         if not call.work.fused or weight is None:
             projection.into(tile, part.hidden, 0, width)
             return projection_gradient(opened, tile, part, columns, coefficients, grad_bias)
@@ -256,7 +258,7 @@ class Columns(Block):
             part.values["lse"],
             call.tokens.labels[part.rows],
             coefficients,
-            part.epilogue.columns(columns),
+            part.epilogue if plain else part.epilogue.columns(columns),
             first_column=opened.first_column + columns.start,
             vocab_size=call.vocab_size,
             backend=call.backend,
@@ -506,7 +508,7 @@ class ExponentialBlock(Block):
             _of_part(opened.labels, part),
             exponentials,
             part.epilogue,
-            found=Exponentials.into(part.values),
+            found=part.values,
             batch_invariant=call.batch_invariant,
             backend=call.backend,
         )

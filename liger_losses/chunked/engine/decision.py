@@ -309,7 +309,8 @@ def _signature_of_comparison(comparison: Comparison, head: Head) -> tuple[Any, .
     of_head: Any = None
     given: Tensor | None = None
     # Whatever is warned of, or refused, is checked again.
-    if not isinstance(teacher, (Teacher, TeacherLogits)) or teacher.vocab_size != head.vocab_size:
+    columns = teacher.vocab_size if isinstance(teacher, (Teacher, TeacherLogits)) else None
+    if columns != head.vocab_size:
         return None
     if isinstance(teacher, Teacher):
         of_head, given = _signature_of_head(teacher.head), teacher.local_hidden_states
@@ -318,7 +319,7 @@ def _signature_of_comparison(comparison: Comparison, head: Head) -> tuple[Any, .
     elif isinstance(teacher.logits, Tensor):
         given = teacher.logits
     facts = _facts(given, comparison.temperature)
-    kind = type(teacher), teacher.columns_correspond, comparison.divergence, teacher.vocab_size
+    kind = type(teacher), teacher.columns_correspond, comparison.divergence, columns
     return None if facts is None else (of_head, facts, kind)
 
 
@@ -423,9 +424,10 @@ def drops_tokens(shapes: Sequence[torch.Size], head: Head, options: EngineOption
     as_told = options.strategy is not None or options.chunk_size is not None
     special = head.batch_invariant or head.quantized is not None or head.ranks is not ALONE
     tokens = sum([shape.numel() for shape in shapes])
-    return (
-        not tokens or as_told or special or not is_small(tokens, head.hidden_size, head.vocab_size, head.weight.device)
-    )
+    if not tokens or as_told or special:
+        return True
+    vocab_size, hidden_size = head.weight.shape
+    return not is_small(tokens, hidden_size, vocab_size, head.weight.device)
 
 
 def active_tokens(labels: Sequence[Tensor], head: Head, options: EngineOptions, vocab_size: int | None = None) -> Any:
@@ -433,7 +435,7 @@ def active_tokens(labels: Sequence[Tensor], head: Head, options: EngineOptions, 
 
     Labels must be columns of the head, or be below ``vocab_size``.
     """
-    for part in labels:
+    for part in {part.device: part for part in labels}.values():
         check_device(head.weight, labels=part)
     if torch.compiler.is_dynamo_compiling():
         return labels

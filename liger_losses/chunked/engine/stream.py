@@ -115,7 +115,9 @@ class Stream:
         grads, losses = None, list[Tensor]()
         with self._block(self.call.plan.rows) as block:
             for part in self._parts(block.rows, values):
-                known = None if weights is None else _rows_of(weights, part.rows)
+                known = weights
+                if weights is not None and len(part.hidden) < self.count:
+                    known = _rows_of(weights, part.rows)
                 block.fill(part, known)
                 upstream: Upstream = {}
                 if known is None:
@@ -137,7 +139,8 @@ class Stream:
         epilogue, per_token = self.opened.epilogue, isinstance(self.call.transform.temperature, Tensor)
         tokens = self.call.tokens  # those without loss, if they are among them, may hold anything
         for rows in blocks(self.count if count is None else count, size):
-            hidden = tokens.masked(tokens.gather(self.opened.flat, rows.start, rows.stop), rows)
+            hidden = tokens.gather(self.opened.flat, rows.start, rows.stop)
+            hidden = hidden if tokens.ignored is None else tokens.masked(hidden, rows)
             own = epilogue.rows(rows) if per_token else epilogue
             of_part = values if len(hidden) == self.count else _rows_of(values, rows)
             yield Part(rows, hidden.to(self.call.work.operand_dtype), of_part, own)

@@ -108,6 +108,11 @@ class Tokens:
     indices: tuple[Tensor | None, ...]  # for each tensor, the flat positions of its active tokens; None for all
     ignored: Tensor | None  # [N] bool, true for tokens without loss, if they are not dropped but among the active ones
     shares: Tensor | None = None  # [N] fp32, 1 / number of tokens with loss for each of them, 0 for the others
+    positions: Tensor | None = None  # [N] of the active tokens among the tokens of all tensors; None for all
+
+    def __post_init__(self) -> None:
+        if len(self.indices) == 1:
+            object.__setattr__(self, "positions", self.indices[0])
 
     @classmethod
     def select(
@@ -130,8 +135,11 @@ class Tokens:
     def part(self, parts: slice) -> Tokens:
         """The active tokens of some of the tensors of labels, which follow each other."""
         rows = slice(sum(self.counts[: parts.start]), sum(self.counts[: parts.stop]))
-        ignored = None if self.ignored is None else self.ignored[rows]
-        return Tokens(self.labels[rows], self.shapes[parts], self.counts[parts], self.indices[parts], ignored)
+        positions, ignored = (None if each is None else each[rows] for each in (self.positions, self.ignored))
+        before = sum([math.prod(shape) for shape in self.shapes[: parts.start]])
+        positions = positions - before if positions is not None and before else positions
+        of_parts = self.shapes[parts], self.counts[parts], self.indices[parts]
+        return Tokens(self.labels[rows], *of_parts, ignored, positions=positions)
 
     def masked_values(self, values: Tensor) -> Tensor:
         """``[N]`` (or ``[N, k]``), from ``[..., k]`` in the labels' shape; 0 for tokens without loss."""
@@ -182,9 +190,7 @@ class Tokens:
             return sources[0] if stop - start == sources[0].shape[0] else sources[0][start:stop]
         rows = []
         for segment, first, last in self.pieces(start, stop):
-            index, source = self.indices[segment], sources[segment]
-            if index is not None and last - first < len(index):
-                index = index[first:last]
+            index, source = _rows(self.indices[segment], first, last), sources[segment]
             if source.dim() > 2:
                 flat = torch.arange(first, last, device=source.device) if index is None else index
                 rows.append(source[_unravelled(flat, self.shapes[segment])])
@@ -216,20 +222,18 @@ class Tokens:
         """
         offset = 0
         for segment, first, last in self.pieces(start, stop):
-            index, target = self.indices[segment], targets[segment]
+            index, target = _rows(self.indices[segment], first, last), targets[segment]
             if target is not None:
-                size = last - first
-                part = values if size == len(values) else values[offset : offset + size]
+                part = _rows(values, offset, offset + last - first)
                 if index is None:
                     target[first:last].copy_(part)
                 else:
-                    index = index if size == len(index) else index[first:last]
                     target.index_copy_(0, index, part.to(target.dtype))
             offset += last - first
 
     def gather_flat(self, values: Tensor) -> Tensor:
         """From one value (or row) per token ``[T]`` to one per active token ``[N]``."""
-        return self.gather(values.split(self.sizes), 0, self.count)
+        return values if self.positions is None else values.index_select(0, self.positions)
 
     def gather_all(self, values: Tensor) -> Tensor:
         """From one value per token ``[T]`` to one per active token ``[N]``; 0 for masked ones."""
@@ -240,10 +244,10 @@ class Tokens:
 
         Of several tensors of labels, the values are ``[T, k]``, those of all tokens.
         """
-        if len(self.shapes) > 1:
-            return self.gather_flat(values)
-        (shape,) = self.shapes
-        return self.gather([values.reshape(shape.numel(), *values.shape[len(shape) :])], 0, self.count)
+        if len(self.shapes) == 1:
+            (shape,) = self.shapes
+            values = values.reshape(shape.numel(), *values.shape[len(shape) :])
+        return self.gather_flat(values)
 
     def temperatures(self, temperature: Tensor, dtype: torch.dtype) -> Tensor:
         """Each active token's temperature ``[N]``, a copy: see :func:`check_temperature`.
@@ -286,11 +290,9 @@ class Tokens:
         """From one value (or row) per active token ``[N]`` to one per token ``[T]``; 0 for those without loss."""
         if self.ignored is not None:
             return self.masked(values)
-        if self.are_all:
+        if self.positions is None:
             return values if values._base is None else values.clone()  # kernels return rows of one tensor
-        out = values.new_zeros(sum(self.sizes), *values.shape[1:])
-        self.scatter_(out.split(self.sizes), 0, self.count, values)
-        return out
+        return values.new_zeros(sum(self.sizes), *values.shape[1:]).index_copy_(0, self.positions, values)
 
     def split(self, values: Tensor) -> list[Tensor]:
         """From ``[T]`` (or ``[T, k]``) to one tensor per tensor of labels, in its shape."""
@@ -298,6 +300,11 @@ class Tokens:
             return [values.view(*self.shapes[0], *values.shape[1:])]
         parts = values.split(self.sizes)
         return [part.view(*shape, *values.shape[1:]) for part, shape in zip(parts, self.shapes, strict=True)]
+
+
+def _rows(values: Any, first: int, last: int) -> Any:
+    """Some rows of a tensor; no view is made of all, which takes the host time too."""
+    return values if values is None or (first == 0 and last == len(values)) else values[first:last]
 
 
 class Counting:
@@ -341,16 +348,16 @@ class Counting:
         for _, *ends, _ in facts:
             extremes += ends
         _check_vocabulary(extremes, self.vocab_size, self.ignore_index)
-        counts, indices, active = list[int](), list[Tensor | None](), list[Tensor]()
-        for part, (count, *_) in zip(self.labels, facts, strict=True):
-            index = None
-            if count < part.numel():
-                index = torch.nonzero_static(part != self.ignore_index, size=count).squeeze(-1)
-            counts.append(count)
-            indices.append(index)
-            active.append(part if index is None else part.index_select(0, index))
-        labels = active[0] if len(active) == 1 else torch.cat(active)
-        return Tokens(labels, self.shapes, tuple(counts), tuple(indices), None)
+        flat = self.labels
+        counts, merged = tuple([count for count, *_ in facts]), flat[0] if len(flat) == 1 else torch.cat(flat)
+        if sum(counts) == len(merged):
+            return Tokens(merged, self.shapes, counts, (None,) * len(flat), None)
+        positions = torch.nonzero_static(merged != self.ignore_index, size=sum(counts)).squeeze(-1)
+        indices, before = list[Tensor | None](), 0
+        for part, index in zip(flat, positions.split(counts), strict=True):
+            indices.append(None if len(index) == len(part) else index - before if before else index)
+            before += len(part)
+        return Tokens(merged.index_select(0, positions), self.shapes, counts, tuple(indices), None, None, positions)
 
     def _all_tokens(self) -> Tokens:
         """All tokens as active ones, with a mask."""

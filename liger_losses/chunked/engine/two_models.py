@@ -24,7 +24,7 @@ from liger_losses.chunked.engine.teachers import TeacherLogits
 from liger_losses.chunked.engine.weights import Projection, can_fuse
 from liger_losses.kernels.divergence import Coefficients, Logits, RowSums, divergence_into, square_sums
 from liger_losses.kernels.hopper_pipeline import ROWS
-from liger_losses.kernels.linear_exp import Exponentials, linear_exponentials
+from liger_losses.kernels.linear_exp import linear_exponentials
 from liger_losses.kernels.linear_grad import linear_softmax_gradient_into
 from liger_losses.kernels.linear_lse import log_sum_exps_into, row_log_sum_exps_into
 from liger_losses.kernels.logit_transform import Epilogue, LogitTransform
@@ -37,6 +37,16 @@ _DEVICES_OF_LSE = ("cuda",)
 #: Log-sum-exps of so few tokens, if half of the kernels' last tiles of rows would be empty: cuBLAS multiplies, and a
 #: kernel reads its product. (On an H200, 192 tokens, V 151936, H 2048 and 4096: 216 and 392 us; tiles: 367 and 689.)
 _FEW_ROWS = 2 * ROWS + ROWS // 2
+
+
+def _rows(values: Tensor, rows: slice) -> Tensor:
+    """Some rows; no view is made of all, which takes the host time too."""
+    return values if rows == slice(0, len(values)) else values[rows]
+
+
+def _columns(values: Tensor, count: int) -> Tensor:
+    """The first columns; no view is made of all."""
+    return values if values.shape[1] == count else values[:, :count]
 
 
 class TwoModels(Block):
@@ -208,17 +218,17 @@ class TwoModels(Block):
         if self.logits is None:
             shape = 2, min(call.plan.part_rows, self.rows), padded(self.vocab_size)
             self.logits = torch.empty(shape, dtype=call.work.logits_dtype, device=self.opened.device)
-        student_logits, teacher_logits = self.logits[:, : len(hidden)]
-        student_logits, hard_lse = student_logits[:, : self.vocab_size], values["lse"]
-        student, teacher, parameter = self._logits_of(part, student_logits, teacher_logits[:, : self.shared])
-        labels = self.opened.labels[rows]
+        student_logits, teacher_logits = _columns(self.logits, len(hidden))
+        student_logits, hard_lse = _columns(student_logits, self.vocab_size), values["lse"]
+        student, teacher, parameter = self._logits_of(part, student_logits, _columns(teacher_logits, self.shared))
+        labels = _rows(self.opened.labels, rows)
         if self.opened.others is not None:
             labels = labels.masked_fill(self.opened.others[rows], self.vocab_size)
         coefficients = None if upstream is None else _coefficients(upstream, hard_lse)
         # The bias's gradient is a sum over all tokens: it is taken before anything is rounded.
         target = out if self.grad_bias is None or out is None else student_logits
         value = torch.empty_like(hard_lse) if value is None else value
-        shared = None if target is None else target[:, : self.shared]
+        shared = None if target is None else _columns(target, self.shared)
         self._divergence(value, student, teacher, values, shared, coefficients, labels, parameter)
         if target is not None and self.vocab_size > self.shared:
             g = None if upstream is None else upstream.get("logp")
@@ -317,8 +327,9 @@ class TwoModels(Block):
         """
         rows, hidden, values, own_epilogue = part
         soft_epilogue, teacher_epilogue = self._soft_epilogues(rows)
-        labels, shared_labels = self.opened.labels[rows], self.shared_labels[rows]
-        shared_logits, lse = student_logits[:, : self.shared], values["lse"]
+        labels = _rows(self.opened.labels, rows)
+        shared_labels = _rows(self.shared_labels, rows)
+        shared_logits, lse = _columns(student_logits, self.shared), values["lse"]
         found = {name: value for name, value in values.items() if name in ("lse", "logp")}
         first_epilogue = own_epilogue if self.separate else soft_epilogue
         first_labels = labels if "logp" in found else shared_labels
@@ -383,7 +394,7 @@ class TwoModels(Block):
             labels,
             out,
             epilogue,
-            found=Exponentials.into(statistics),
+            found=statistics,
             projections=True,
             batch_invariant=invariant,
             backend=backend,
@@ -414,15 +425,14 @@ class TwoModels(Block):
         soft = {"entropy": values["entropy"]} if "entropy" in values else {}
         shared = opened.weight[: self.shared]
         if self.separate:
-            compute(part.hidden, opened.weight, labels, None, opened.epilogue, found=Exponentials.into(own))
+            compute(part.hidden, opened.weight, labels, None, opened.epilogue, found=own)
             own, labels = {"lse": values["soft_lse"]} if "soft_lse" in values else {}, shared_labels
         elif cosine and "logp" not in own:
             own["lse"].zero_()
             own = {}
         if own or soft:
             own = own or {"lse": torch.empty_like(values["lse"])}
-            found = Exponentials.into(own | soft)
-            compute(part.hidden, shared, shared_labels, None, soft_epilogue, found=found)
+            compute(part.hidden, shared, shared_labels, None, soft_epilogue, found=own | soft)
         if cosine:
             squares = torch.zeros(2, len(part.hidden), device=shared.device)
             for _, student, teacher in self._tiles(part):
@@ -431,7 +441,7 @@ class TwoModels(Block):
             values["teacher_squares"].copy_(squares[1])
         else:
             assert self.teacher is not None
-            found, hidden = Exponentials.into({"lse": values["teacher_lse"]}), self._teacher_hidden(part.rows)
+            found, hidden = {"lse": values["teacher_lse"]}, self._teacher_hidden(part.rows)
             weight = self.teacher.weights.rows(slice(None), hidden.dtype)
             compute(hidden, weight, shared_labels, None, teacher_epilogue, found=found)
 

@@ -97,7 +97,7 @@ class Weights:
 
     def rows(self, ids: slice | Tensor, dtype: torch.dtype) -> Tensor:
         """Some rows ``[C, H]`` in this dtype; the memory is shared where that needs no copy."""
-        whole = isinstance(ids, slice) and ids == slice(0, self.trained.shape[0])
+        whole = isinstance(ids, slice) and ids in (slice(None), slice(0, self.trained.shape[0]))
         rows = self.trained if whole else self.trained[ids]
         return rows if rows.dtype == dtype else rows.to(dtype)
 
@@ -111,9 +111,10 @@ class Weights:
 
     def copied_row_bytes(self, dtype: torch.dtype) -> int:
         """What :meth:`rows` allocates for each row: the row in this dtype, and temporaries; 0 for a matrix."""
+        if self.trained.dtype == dtype:
+            return 0
         # A part of grad_weight is computed wide before it is rounded.
-        wide = wide_dtype(dtype).itemsize
-        return 0 if self.trained.dtype == dtype else self.shape[1] * (dtype.itemsize + wide)
+        return self.shape[1] * (dtype.itemsize + wide_dtype(dtype).itemsize)
 
     def dequantized_bytes(self, dtype: torch.dtype) -> int:
         """The size of a copy that is made of all rows, where the workspace has room for it; 0 for a matrix."""

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from liger_losses.chunked.engine import EngineOptions, Head, Statistics, Tokens, linear_statistics
+from liger_losses.chunked.engine import EngineOptions, Head, Statistics, Tokens
 from liger_losses.chunked.engine.agreement import agree, note
 from liger_losses.chunked.engine.checks import (
     check_alike,
@@ -25,6 +25,7 @@ from liger_losses.chunked.engine.checks import (
     checked_mask,
 )
 from liger_losses.chunked.engine.decision import active_tokens
+from liger_losses.chunked.engine.operators import query_statistics
 from liger_losses.chunked.engine.query import Query
 from liger_losses.chunked.engine.tokens import check_temperature
 from liger_losses.chunked.losses.base import AnyHead, ChunkedLoss, LossOptions
@@ -171,9 +172,9 @@ class CompletionBatch:
     temperatures: list[Tensor] | None = None
 
     @classmethod
-    def of(cls, head: Head, **groups: Completions) -> CompletionBatch:
-        """A batch of named groups."""
-        parts = list(groups.values())
+    def of(cls, head: Head, **groups: Any) -> CompletionBatch:
+        """A batch of named groups, each ``Completions`` or a ``(hidden_states, labels)`` tuple."""
+        parts = [as_completions(value, name) for name, value in groups.items()]
         refs = [part.ref_hidden_states for part in parts if part.ref_hidden_states is not None]
         temperatures = [part.temperature for part in parts if part.temperature is not None]
         for name, found in {"ref_hidden_states": refs, "temperature": temperatures}.items():
@@ -208,10 +209,12 @@ class CompletionBatch:
     def select(self, options: EngineOptions, extra: Sequence[Tensor] = ()) -> Any:
         """The active tokens of all labels (and of ``extra`` ones), for policy and reference alike."""
         labels = [*self.labels, *extra]
-        if self.ref_head is None or self.ref_head.vocab_size >= self.head.vocab_size:
+        ref = self.ref_head
+        same = ref is None or (ref.weight.shape[0] == self.head.weight.shape[0] and ref.ranks is self.head.ranks)
+        if ref is None or same or ref.vocab_size >= self.head.vocab_size:
             return active_tokens(labels, self.head, options)
         with naming_the_reference():
-            return active_tokens(labels, self.head, options, self.ref_head.vocab_size)
+            return active_tokens(labels, self.head, options, ref.vocab_size)
 
     def reference_logps(self, tokens: Any, options: EngineOptions) -> list[Tensor | None]:
         """Each group's log-probabilities under the reference, ``[B]`` or ``[B, T]``; ``None`` without one."""
@@ -222,7 +225,7 @@ class CompletionBatch:
             own = slice(0, len(self.labels))
             tokens = tokens.part(own) if isinstance(tokens, Tokens) else tokens[own]
             head = self.at_temperatures(self.ref_head)
-            found = linear_statistics(self.ref_hidden_states, head, tokens, options=options)
+            found = query_statistics(self.ref_hidden_states, head, tokens, Query(("logp",)), options)
         return list(self.groups([part.logp for part in found]))
 
     def check_reference(self, needed: str | None, how: str) -> None:
@@ -252,7 +255,6 @@ class CompletionBatch:
                 "there if the reference model shares it."
             )
         for ref, part in zip(hidden or [], self.labels, strict=False):
-            check_tensor("the reference's hidden states", ref, allow_dtensor=True)
             if ref.shape[:-1] != part.shape:
                 expected = f"[{part.shape[0]}, {part.shape[1]}, hidden_size], one for each label"
                 raise ValueError(f"the reference's hidden states must be {expected}, got {tuple(ref.shape)}.")
@@ -376,18 +378,20 @@ class CompletionLoss(ChunkedLoss):
         others, options = [] if extra is None else [extra], self.options
         tokens = batch.select(options, [other.labels for other in others])
         for name, labels, logps in zip(batch.names, batch.groups(batch.labels), batch.ref_logps, strict=True):
-            note(labels, self.ignore_index, **{f"ref_logps of the {name} completions": logps})
+            if logps is not None:
+                note(labels, self.ignore_index, **{f"ref_logps of the {name} completions": logps})
         reference = batch.reference_logps(tokens, options)
         hidden = [*batch.hidden_states, *(other.hidden_states for other in others)]
         head = batch.at_temperatures(
             batch.head, [other.temperature for other in others if other.temperature is not None]
         )
+        query = Query(("logp",), tuple(metrics))
         if self.group is not None:
-            check_call(hidden, head, tokens, Query(("logp",), tuple(metrics)), options)
+            check_call(hidden, head, tokens, query, options)
             ref_dims = [None if logps is None else logps.dim() for logps in reference]
             facts = {"completions": batch.names, "sequences": [len(part) for part in batch.labels]}
             agree(self.group, **self.common_options, **facts, dimensions_of_ref_logps=ref_dims)
-        found = linear_statistics(hidden, head, tokens, metrics=metrics, options=options)
+        found = query_statistics(hidden, head, tokens, query, options)
         masks = batch.groups([part != self.ignore_index for part in batch.labels])
         parts = batch.group_statistics(found[: len(batch.labels)])
         each = zip(parts, masks, self.token_weights(masks), reference, strict=True)

@@ -24,7 +24,7 @@ from liger_losses.chunked.engine import (
 )
 from liger_losses.chunked.engine.agreement import note
 from liger_losses.chunked.engine.checks import check_names, check_range, checked_items
-from liger_losses.chunked.engine.operators import loss_operator
+from liger_losses.chunked.engine.operators import loss_operator, separable_loss
 from liger_losses.chunked.engine.query import Comparison, EqualWeights, Query
 from liger_losses.chunked.engine.teachers import TAILS
 from liger_losses.chunked.engine.tokens import check_temperature
@@ -212,12 +212,14 @@ class DistillationLoss(ChunkedLoss):
                 factor = factor * torch.where(mask, squares, 0.0)  # it may be anything without loss
         which, hard = self.which, self.weight_hard_loss != 0 or self.return_soft_hard_loss
         tokens: Any = labels
+        columns = self.top_k is not None or isinstance(taught, TeacherTopK)
+        names = ("divergence", "logp") if hard else ("divergence",)
+        if columns or isinstance(taught, Teachers):
+            query = None
+        else:
+            query = Query(names, comparison=Comparison(taught, which, t))
         if self.group is not None:
-            if isinstance(taught, TeacherTopK):
-                calls = sparse_calls(head, mask, taught, which, hard, t)
-            else:
-                names = ("divergence", "logp") if hard else ("divergence",)
-                calls = [(head, Query(names, comparison=Comparison(taught, which, t)))]
+            calls = sparse_calls(head, mask, taught, which, hard, t) if query is None else [(head, query)]
             tokens = self.agreed_tokens(hidden, labels, num_items_in_batch, calls)
         if num_items_in_batch is None:
             number = self.total(mask).clamp(min=1)
@@ -227,8 +229,7 @@ class DistillationLoss(ChunkedLoss):
         weights: dict[str, Any] = {"divergence": self.weight_soft_loss * factor}
         if hard:
             weights["logp"] = -self.weight_hard_loss
-        columns = self.top_k is not None or isinstance(taught, TeacherTopK)
-        if columns or isinstance(taught, Teachers) or torch.compiler.is_dynamo_compiling() or t is temperature:
+        if query is None or torch.compiler.is_dynamo_compiling() or t is temperature:
             per_token = mask.to(torch.float64 if head.weight.dtype == torch.float64 else torch.float32) / number
             weights = {name: weight * per_token for name, weight in weights.items()}
         else:  # the same for every token
@@ -243,10 +244,13 @@ class DistillationLoss(ChunkedLoss):
         if columns:
             own = {"top_k": self.top_k, "tail": self.tail}
             loss, found = loss_over_columns(hidden, head, labels, taught, which, weights, t, options, **own)
-        else:
+        elif query is None:
             loss, found = linear_divergence_loss(
                 hidden, head, tokens, taught, which, weights, temperature=t, options=options
             )
+        else:
+            query = replace(query, token_weights=weights)
+            loss, (found,) = separable_loss(hidden, head, tokens, query, options)
         divergences = found.divergence if isinstance(factor, float) and factor == 1.0 else factor * found.divergence
         soft_loss, hard_loss = divergences.sum() / number, -found.logp.sum() / number if hard else None
         if self.group is not None:

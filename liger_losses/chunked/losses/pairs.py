@@ -23,7 +23,6 @@ from liger_losses.chunked.losses.completion_loss import (
     CompletionOptions,
     Completions,
     Scored,
-    as_completions,
     only_in_completions,
 )
 
@@ -170,9 +169,10 @@ class PreferenceLoss(CompletionLoss):
         Returns:
             The loss (0-dim, fp32; fp64 for fp64 inputs) and :class:`PreferenceMetrics`.
         """
-        head = Head.of(lin_weight, bias, self.transform)
+        transform = self.transform
+        head = Head.of(lin_weight, bias, transform)
         batch = _read_pairs(head, _input, target, ref_input, (ref_chosen_logps, ref_rejected_logps), temperature)
-        batch = self.prepare(batch, ref_weight, ref_bias)
+        batch = self.prepare(batch, ref_weight, ref_bias, transform)
         nll_labels = None if nll_target is None else self._nll_labels(nll_target, batch.groups(batch.labels)[0])
         extra = None
         if nll_labels is not None:  # tokens that only the likelihood asks for are streamed along with the others
@@ -247,11 +247,11 @@ def _read_pairs(
     """
     if not isinstance(first, Tensor):
         only_in_completions("pairs", (ref_input, *ref_logps), temperature)
-        chosen, rejected = as_completions(first, "chosen"), as_completions(second, "rejected")
-        counts = [side.labels.shape[0] for side in (chosen, rejected)]
+        batch = CompletionBatch.of(head, chosen=first, rejected=second)
+        counts = [len(labels) for labels in batch.labels]
         if counts[0] != counts[1]:
             raise ValueError(f"there must be as many chosen as rejected completions, got {counts[0]} and {counts[1]}.")
-        return CompletionBatch.of(head, chosen=chosen, rejected=rejected)
+        return batch
 
     if not isinstance(second, Tensor):
         raise TypeError(f"target must be a tensor of labels in the stacked form, got {type(second).__name__}.")

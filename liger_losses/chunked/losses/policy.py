@@ -264,6 +264,8 @@ class LigerFusedLinearGRPOLoss(CompletionLoss):
             objectives.per_token(name, value, mask, column=name in of_completions)
         objectives.check_needs(self.settings, mask, sampling_per_token_logps, prompts, self.group)
         labels = selected_token_ids.masked_fill(~mask, self.ignore_index)
+        if ref_input is not None:
+            check_tensor("the reference's hidden states", ref_input, allow_dtensor=True)
         refs = None if ref_input is None else [ref_input]
         batch = CompletionBatch(("given",), head, [_input], [labels], refs, (ref_per_token_logps,))
         batch = self.prepare(batch, ref_weight, ref_bias, transform)

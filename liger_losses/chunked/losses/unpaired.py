@@ -357,11 +357,10 @@ def _read_unpaired(
             raise ValueError(
                 "desirable and undesirable completions were given separately; preference_labels= would mark them again."
             )
-        desirable, undesirable = as_completions(given, "desirable"), as_completions(others, "undesirable")
-        counts = [part.labels.shape[0] for part in (desirable, undesirable)]
-        marks = torch.arange(sum(counts), device=head.weight.device) < counts[0]
-        return CompletionBatch.of(head, desirable=desirable, undesirable=undesirable), marks
-    batch = CompletionBatch.of(head, given=as_completions(given, "given"))
+        batch = CompletionBatch.of(head, desirable=given, undesirable=others)
+        counts = [len(labels) for labels in batch.labels]
+        return batch, torch.arange(sum(counts), device=head.weight.device) < counts[0]
+    batch = CompletionBatch.of(head, given=given)
     if preference_labels is None:
         raise ValueError(
             "the loss needs to know which completions are desirable: give preference_labels=, a bool for each, or "

@@ -53,15 +53,15 @@ def largest(
     Args:
         projected, epilogue, backend: as in :func:`group_maxima`.
         k: at most C.
-        maxima: what :func:`~liger_losses.kernels.linear_lse.log_sum_exps_into` returned, if it has been called.
+        maxima: what :func:`~liger_losses.kernels.linear_lse.log_sum_exps_into` returned; read only where the group of
+            :func:`group_of_kernels` has as many columns.
     """
     rows, columns = projected.shape
-    if choose_backend(backend, [projected], dtypes=LOGIT_DTYPES) == "triton" and rows:
-        most = min(_MOST // triton.next_power_of_2(k), columns // (4 * k))  # columns of a group, for the kernels
-        if maxima is not None and most >= COLUMNS:
-            return _largest_triton(projected, epilogue, k, maxima, COLUMNS)
-        if most >= GROUP:
-            return _largest_triton(projected, epilogue, k, group_maxima(projected, epilogue, "triton").t(), GROUP)
+    group = group_of_kernels(k, columns)
+    if group and rows and choose_backend(backend, [projected], dtypes=LOGIT_DTYPES) == "triton":
+        if maxima is None or group != COLUMNS:
+            group, maxima = GROUP, group_maxima(projected, epilogue, "triton").t()
+        return _largest_triton(projected, epilogue, k, maxima, group)
     size = max(1, _SORTED // (GROUP * k))
     if rows > size:
         parts = [slice(start, start + size) for start in range(0, rows, size)]
@@ -76,6 +76,12 @@ def largest(
     logits = epilogue.transform(projected.gather(1, ids), bias).masked_fill(~inside, -torch.inf)
     values, at = logits.topk(k, -1)
     return values, ids.gather(1, at)
+
+
+def group_of_kernels(k: int, columns: int) -> int:
+    """The most columns of a group among whose entries one program can choose; 0 where the entries are sorted."""
+    most = min(_MOST >> (k - 1).bit_length(), columns // (4 * k)) if k else 0
+    return next((group for group in (COLUMNS, GROUP) if group <= most), 0)
 
 
 def _largest_triton(projected: Tensor, epilogue: Epilogue, k: int, maxima: Tensor, group: int) -> tuple[Tensor, Tensor]:

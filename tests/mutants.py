@@ -164,6 +164,22 @@ MUTANTS: dict[str, list[tuple[str, str, str]]] = {
     "tests/patching/test_norms.py": [
         ("patching/probing.py", "if off and (rare is None or largest > rare or", "if off and (False and"),
     ],
+    "tests/kernels/test_masked_rows.py tests/chunked/engine/test_straight_line.py": [
+        ("kernels/masked_rows.py", "p_coef += p_logp_coef * tl.load(entropy", "p_coef += tl.load(entropy"),
+        ("kernels/masked_rows.py", "read = tl.where(active, hidden_size, 0)", "read = hidden_size"),
+        ("kernels/masked_rows.py", "1.0 / tl.maximum(tl.sum(counts, 0), 1)", "1.0 / (1 + tl.sum(counts, 0))"),
+        ("kernels/linear_stats.py", "        tl.store(right, 0 > 1)", "        tl.store(right, 0 < 1)"),
+        ("kernels/autograd.py", "_scale(second, f, second_count,", "_scale(second, 1.0, second_count,"),
+        ("chunked/engine/straight_line.py", 'else found.clone() for name, found', 'else found for name, found'),
+        ("chunked/engine/straight_line.py", "unbounded and default_bound() is None and", "unbounded and"),
+    ],
+    "tests/kernels/test_reading.py tests/patching/test_known_labels.py tests/test_sequences.py": [
+        ("kernels/reading.py", "asked.version == _version(labels[0]) >= 0", "asked.version >= 0"),
+        ("kernels/reading.py", "labels.numel(), labels.dtype, int(ignore_index)", "labels.numel(), labels.dtype"),
+        ("patching/known_labels.py", "        ask_about_labels(shifted, _IGNORE_INDEX)", "        pass"),
+        ("trl/fused_head.py", "    ask_about_labels(target, IGNORE_INDEX)", "    pass"),
+        ("sequences.py", "        _at_the_end_of_backward(check)", "        pass"),
+    ],
     "tests/patching/test_tiles.py": [
         ("patching/tiles.py", "ctx.random_states = None if same else before", "ctx.random_states = None"),
         ("patching/tiles.py", "sums[i] = _sum(sums[i], of_weight)", "sums[i] = of_weight"),

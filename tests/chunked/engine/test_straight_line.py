@@ -100,6 +100,8 @@ def test_statistics(names, dtype):
     for value, same, theirs in zip(values, alone, wanted, strict=True):
         assert torch.equal(value, same)
         torch.testing.assert_close(value.double(), theirs, rtol=SIZES[dtype], atol=SIZES[dtype])
+    with torch.no_grad():
+        _ = [value.zero_() for value in values]  # what backward needs is kept elsewhere
     for _ in range(2):  # the second time, the projections are computed again
         gradients = [upstream[i].float() for i in range(len(values))]
         ours = torch.autograd.grad(values, (hidden, weight), gradients, retain_graph=True)
@@ -205,6 +207,13 @@ def test_statistics_beside_the_product(monkeypatch):
     for name, value in expected.items():
         torch.testing.assert_close(getattr(found, name).double(), value.where(active, 0.0), rtol=1e-5, atol=1e-5)
     assert not found.lse[~active].any()
+    for workspace in (None, 2**20):
+        straight_line._lines.clear()
+        set_default_workspace(None if workspace else 2**20)
+        with torch.no_grad():
+            linear_logps(hidden, weight, labels, workspace=workspace, backend="triton")
+        set_default_workspace(None)
+        assert next(iter(straight_line._lines.values())).fused is None
     labels[0, 0] = VOCAB
     if DEVICE == "cpu":
         with torch.no_grad(), pytest.raises(ValueError, match="to 128"):

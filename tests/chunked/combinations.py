@@ -214,11 +214,6 @@ REFUSED: tuple[tuple[dict[str, tuple[Any, ...]], type[Exception], str], ...] = (
         ValueError,
         "batch_invariant takes a quantized head that is dequantized as a whole",
     ),
-    (
-        {"asks": ("token loss",), "targets": ("two of one head",), "transform": ("per token",)},
-        ValueError,
-        "temperature must be a number, or a tensor with one for each hidden state",
-    ),
 )
 
 

@@ -91,14 +91,16 @@ def _merged(counted: Any, left_out: Any, rows: Tensor, others: Tensor) -> Any:
     return _Merge.apply(counted, left_out, rows.to(left_out.device), others.to(left_out.device))
 
 
+#: Calls a function when all of a backward is queued, as DDP is called; torch has no public name for it.
+_queue_callback: Any = getattr(getattr(torch.autograd.Variable, "_execution_engine", None), "queue_callback", None)
+
+
 def _at_the_end_of_backward(function: Callable[[], None]) -> None:
     """Call a function when all of this backward is queued, which raises its errors; at once where torch cannot."""
-    # fully_shard and DDP are called so too; torch has no public name for it.
-    queue = getattr(getattr(torch.autograd.Variable, "_execution_engine", None), "queue_callback", None)
-    if queue is None:
+    if _queue_callback is None:
         function()
     else:
-        queue(function)
+        _queue_callback(function)
 
 
 class _Merge(torch.autograd.Function):

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from liger_losses import LigerFusedLinearGRPOLoss, split_by_coefficient
+from liger_losses import LigerFusedLinearGRPOLoss, sequences, split_by_coefficient
 
 B, T, H, V = 5, 4, 8, 11
 Outputs = namedtuple("Outputs", "logps entropy missing")
@@ -121,7 +121,11 @@ def test_what_is_not_finite_reaches_all_gradients(value):
     assert all(p.grad.isnan().all() for p in model.layers.parameters())
 
 
-def test_a_gradient_where_there_is_no_coefficient_is_an_error():
+@pytest.mark.parametrize("queues", [True, False])
+def test_a_gradient_where_there_is_no_coefficient_is_an_error(queues, monkeypatch):
+    """At the end of backward; at once where torch has no name for that."""
+    if not queues:
+        monkeypatch.setattr(sequences, "_queue_callback", None)
     found = split_by_coefficient(Model(), COEFFICIENTS["some"])
     with pytest.raises(RuntimeError, match=r"a sequence whose coefficient is 0 has a gradient"):
         found["a"].logps.sum().backward()

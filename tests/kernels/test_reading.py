@@ -47,6 +47,15 @@ def test_other_labels_are_asked_about_again(change, asked):
     torch.testing.assert_close(found, linear_logps(hidden, weight, labels.clone(), **options), rtol=0, atol=0)
 
 
+def test_labels_whose_changes_are_not_counted_are_asked_about_again(asked):
+    hidden, weight, labels, _ = problem()
+    with torch.inference_mode():
+        labels = labels.clone()
+        reading.ask_about_labels(labels)
+        linear_logps(hidden, weight, labels)
+    assert len(asked) == 2
+
+
 def test_what_was_asked_is_forgotten(asked):
     kept = [torch.zeros(3, dtype=torch.int64) for _ in range(20)]
     for labels in kept:

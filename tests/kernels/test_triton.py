@@ -8,10 +8,13 @@ import types
 
 import pytest
 import torch
+from torch.autograd import forward_ad
 
 import liger_losses.kernels
 from liger_losses.kernels import LOGIT_DTYPES, choose_backend
-from liger_losses.kernels._triton import tl, triton
+from liger_losses.kernels._triton import Launcher, tl, triton
+from liger_losses.kernels.kernel_operators import records_nothing
+from liger_losses.kernels.prepared import Prepared
 from tests.kernels.cases import triton_or_skip
 
 
@@ -32,6 +35,69 @@ def test_backend_is_chosen_from_the_tensor_and_can_be_overridden(monkeypatch):
     with pytest.raises(ValueError, match="LIGER_LOSSES_BACKEND"):
         chosen(cpu)
     assert chosen(cpu, "torch") == "torch"
+
+
+class Kernel:
+    """Stands in for a kernel, which notes who launched what: Triton, or its compiled kernel if that takes these."""
+
+    def __init__(self, takes=True):
+        self.takes, self.launched = takes, []
+
+    def __getitem__(self, grid):
+        return lambda *given, **options: self.launched.append(("jit", grid, given, options)) or Compiled(self)
+
+
+class Compiled:
+    def __init__(self, kernel):
+        self.kernel = kernel
+
+    def __getitem__(self, grid):
+        def launch(*given):
+            if not self.kernel.takes:
+                raise TypeError("other arguments")
+            self.kernel.launched.append(("compiled", grid, given))
+
+        return launch
+
+
+@pytest.mark.parametrize("takes", [True, False])
+def test_a_kernel_is_found_once(takes):
+    """Where Triton's compiled kernels take the same arguments; where not, Triton finds it each time."""
+    kernel = Kernel(takes)
+    launch = Launcher(kernel, 5, num_warps=2)
+    for i in range(3):
+        launch(i, None)
+    by_triton = [("jit", (5, 1, 1), (i, None), {"num_warps": 2}) for i in range(3)]
+    compiled = [("compiled", (5, 1, 1), (i, None)) for i in range(1, 3)]
+    assert kernel.launched == ([by_triton[0], *compiled] if takes else by_triton)
+
+
+def test_kinds_of_calls():
+    """Each is prepared once, and those that cannot be told each time."""
+    prepared, made = Prepared(most=3), []
+
+    def of(*tensors, settings=1):
+        return prepared.of(settings, tensors, lambda: made.append(1) or len(made))
+
+    x = torch.zeros(4, 6)
+    assert of(x) == of(x.clone()) == 1
+    others = [x.t(), x[1:], x.double(), x.flatten()[1:].view(23), x.clone().requires_grad_(), None]
+    assert [of(other) for other in others] == list(range(2, 8))
+    assert of(x, settings=2) != of(x, settings=3)
+    before = len(made)
+    for _ in range(2):
+        of(x.to_sparse())
+        of(x, settings=[])
+    assert len(made) == before + 4
+    assert len(prepared.found) <= 3
+
+
+def test_what_records_nothing(monkeypatch):
+    assert not records_nothing()
+    with torch.no_grad():
+        assert records_nothing()
+        monkeypatch.delattr(forward_ad, "_current_level", raising=False)  # where it cannot be told
+        assert not records_nothing()
 
 
 def kernels():

@@ -49,64 +49,49 @@ def apply_both(module, name, *arguments, trained):
     return found
 
 
-@pytest.mark.peers
-@pytest.mark.parametrize(
-    ("module", "name", "options"),
-    [
-        ("dpo_loss", "DPO", (-100, 0.2, True, False, True, True, 1, "sigmoid")),
-        ("orpo_loss", "ORPO", (-100, 0.2, True, None, False)),
-        ("cpo_loss", "CPO", (-100, 0.2, 0.5, 0.1, True, False)),
-        ("simpo_loss", "SimPO", (-100, 0.2, 1.0, 0.0, False, False, 0.7)),
-    ],
-)
-def test_functions_of_pairs(module, name, options):
-    pytest.importorskip("liger_kernel.chunked_loss", reason="liger-kernel is not installed")
+def arguments_of(name):
+    """Of liger-kernel's autograd functions: inputs and options, and which of the inputs are trained."""
     hidden, weight, labels, bias = problem(n=20, shape=(4, 5), bias=True)
-    reference = (normal(4, 5, 24, seed=3), normal(61, 24, seed=4), normal(61, seed=5)) if name == "DPO" else ()
-    arguments = (hidden, weight, labels, bias, *reference, *options)
-    theirs, ours = apply_both(
-        f"liger_kernel.chunked_loss.{module}", f"LigerFusedLinear{name}Function", *arguments, trained=(hidden, weight)
-    )
+    if name == "DPO":
+        reference = normal(4, 5, 24, seed=3), normal(61, 24, seed=4), normal(61, seed=5)
+        options = -100, 0.2, True, False, True, True, 1, "sigmoid"
+        return (hidden, weight, labels, bias, *reference, *options), (hidden, weight)
+    if name == "KTO":
+        preferred, kl = torch.tensor([True, False, True, False]), torch.tensor(0.1)
+        reference = hidden.detach() + 0.1 * normal(4, 5, 24, seed=8), weight.detach(), None
+        return (hidden, weight, labels, preferred, None, *reference, kl, -100, 0.2, False, True), (hidden, weight)
+    if name == "GRPO":
+        old = -normal(4, 5, seed=1).abs()
+        inputs = hidden, weight, labels.clamp(min=0), labels != -100, normal(4, seed=2), None, old - 0.1, old
+        options = None, None, None, 0.1, 0.2, 0.3, "grpo", None, "token", 1.0, 1.05, 0.9, False
+        return (*inputs, *options), (hidden, weight)
+    flat = hidden.detach().flatten(0, 1).requires_grad_()
+    if name == "JSD":
+        inputs = flat, weight, normal(20, 24, seed=6), normal(61, 24, seed=7), labels.flatten(), None, None
+        return (*inputs, 0.3, 0.7, 0.2, -100, 2.0, False), (flat, weight)
+    if name == "ScaledCrossEntropy":
+        columns = torch.tensor([5, 0, 5])
+        return (flat, weight, labels.flatten(), 0.7, -100, 1, True, columns), (flat, weight)
+    options = {
+        "ORPO": (-100, 0.2, True, None, False),
+        "CPO": (-100, 0.2, 0.5, 0.1, True, False),
+        "SimPO": (-100, 0.2, 1.0, 0.0, False, False, 0.7),
+    }
+    return (hidden, weight, labels, bias, *options[name]), (hidden, weight)
+
+
+@pytest.mark.peers
+@pytest.mark.parametrize("name", ["DPO", "ORPO", "CPO", "SimPO", "GRPO", "JSD", "KTO", "ScaledCrossEntropy"])
+def test_autograd_functions(name):
+    pytest.importorskip("liger_kernel.chunked_loss", reason="liger-kernel is not installed")
+    module = "ops" if name == "ScaledCrossEntropy" else f"chunked_loss.{name.lower()}_loss"
+    arguments, trained = arguments_of(name)
+    theirs, ours = apply_both(f"liger_kernel.{module}", f"LigerFusedLinear{name}Function", *arguments, trained=trained)
     torch.testing.assert_close(ours[0], theirs[0], rtol=1e-4, atol=1e-5)
     torch.testing.assert_close(ours[2], theirs[2], rtol=1e-3, atol=1e-6)
     assert len(ours[1]) == len(theirs[1])
-
-
-@pytest.mark.peers
-def test_functions_of_grpo_jsd_and_kto():
-    pytest.importorskip("liger_kernel.chunked_loss", reason="liger-kernel is not installed")
-    hidden, weight, labels, _ = problem(n=20, shape=(4, 5))
-    ids, mask = labels.clamp(min=0), labels != -100
-    old = -normal(4, 5, seed=1).abs()
-    arguments = (hidden, weight, ids, mask, normal(4, seed=2), None, old - 0.1, old, None, None, None, 0.1, 0.2, 0.3)
-    arguments += ("grpo", None, "token", 1.0, 1.05, 0.9, False)
-    where = "liger_kernel.chunked_loss.grpo_loss", "LigerFusedLinearGRPOFunction"
-    results = [apply_both(*where, *arguments, trained=(hidden, weight))]
-    teacher = normal(20, 24, seed=6), normal(61, 24, seed=7)
-    flat = hidden.detach().flatten(0, 1).requires_grad_()
-    arguments = (flat, weight, *teacher, labels.flatten(), None, None, 0.3, 0.7, 0.2, -100, 2.0, False)
-    where = "liger_kernel.chunked_loss.jsd_loss", "LigerFusedLinearJSDFunction"
-    results.append(apply_both(*where, *arguments, trained=(flat, weight)))
-    preferred, kl = torch.tensor([True, False, True, False]), torch.tensor(0.1)
-    reference = hidden.detach() + 0.1 * normal(4, 5, 24, seed=8), weight.detach(), None
-    arguments = (hidden, weight, labels, preferred, None, *reference, kl, -100, 0.2, False, True)
-    where = "liger_kernel.chunked_loss.kto_loss", "LigerFusedLinearKTOFunction"
-    results.append(apply_both(*where, *arguments, trained=(hidden, weight)))
-    for theirs, ours in results:
-        torch.testing.assert_close(ours[0], theirs[0], rtol=1e-4, atol=1e-5)
-        torch.testing.assert_close(ours[2], theirs[2], rtol=1e-3, atol=1e-6)
-
-
-@pytest.mark.peers
-def test_scaled_cross_entropy_of_tokens():
-    pytest.importorskip("liger_kernel.ops", reason="liger-kernel is not installed")
-    hidden, weight, labels, _ = problem()
-    columns = torch.tensor([5, 0, 5])
-    arguments = (hidden, weight, labels, 0.7, -100, 1, True, columns)
-    where = "liger_kernel.ops", "LigerFusedLinearScaledCrossEntropyFunction"
-    theirs, ours = apply_both(*where, *arguments, trained=(hidden, weight))
-    torch.testing.assert_close(ours[:2], theirs[:2], rtol=1e-4, atol=1e-5)
-    torch.testing.assert_close(ours[2], theirs[2], rtol=1e-4, atol=1e-6)
+    if name == "ScaledCrossEntropy":
+        torch.testing.assert_close(ours[1], theirs[1], rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.peers
@@ -146,6 +131,10 @@ def test_fused_linear_cross_entropy_by_each_of_its_names(installed):
     # What liger-kernel's own model forwards call, which get the answer through its functional module.
     loss = LigerForCausalLMLoss(hidden, weight, None, hidden.shape[-1], num_items_in_batch=5, shift_labels=labels)
     torch.testing.assert_close(loss, F.cross_entropy(flat @ weight.t(), targets, reduction="sum") / 5)
+    options = {"label_smoothing": 0.3, "ce_weight": torch.linspace(0.5, 2.0, 61)}
+    loss = LigerForCausalLMLoss(hidden, weight, None, hidden.shape[-1], shift_labels=labels, **options)
+    expected = F.cross_entropy(flat @ weight.t(), targets, options["ce_weight"], label_smoothing=0.3)
+    torch.testing.assert_close(loss, expected)
 
 
 @pytest.mark.parametrize("backend_dtype", [torch.float32, torch.bfloat16])
@@ -349,18 +338,6 @@ def arguments_of_grpo():
     ids = torch.arange(10).view(2, 5)
     options = (0.9, 0.0, 0.2, 0.4, True, "vespo", None, "token", True)
     return normal(2, 6, 17), None, None, ids, torch.tensor([1.0, -1.0]), None, *options
-
-
-@pytest.mark.peers
-def test_models_of_liger_kernel_pass_on_options(installed):
-    from liger_kernel.transformers.model.loss_utils import LigerForCausalLMLoss
-
-    hidden, weight, labels, _ = problem(shape=(2, 6))
-    options = {"label_smoothing": 0.3, "ce_weight": torch.linspace(0.5, 2.0, 61)}
-    loss = LigerForCausalLMLoss(hidden, weight, None, hidden.shape[-1], shift_labels=labels, **options)
-    logits = hidden.flatten(0, 1) @ weight.t()
-    expected = F.cross_entropy(logits, labels.flatten(), options["ce_weight"], label_smoothing=0.3)
-    torch.testing.assert_close(loss, expected)
 
 
 @pytest.mark.peers

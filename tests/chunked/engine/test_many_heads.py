@@ -43,7 +43,11 @@ OPTIONS = [
     {"ce_weight": True, "label_smoothing": 0.2, "lse_square_scale": 1e-2, "softcap": 3.0},
     {"use_token_scaling": True, "lse_square_scale": 1e-2, "token_weights": True},
     {"num_items_in_batch": True, "temperature": 0.5},
+    dict.fromkeys(("return_z_loss", "return_token_accuracy", "return_predicted_tokens"), True)
+    | {"lse_square_scale": 0.1},
 ]
+#: What metrics of many heads, and the results of single ones, call what else they return.
+OTHERS = {"z_losses": "z_loss", "token_accuracies": "token_accuracy", "predicted_tokens": "predicted_tokens"}
 
 
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
@@ -64,10 +68,13 @@ def test_equals_the_sum_of_single_calls(wiring, options):
     for k, (hidden, weight, bias) in enumerate(zip(*each, strict=True)):
         single = LigerFusedLinearCrossEntropyLoss(**build, shift=k + 1)
         parts.append(single(weight, hidden, labels, bias, **{name: values[k] for name, values in call.items()}))
+    for name, single in OTHERS.items() if "return_z_loss" in options else ():
+        torch.testing.assert_close(list(getattr(metrics, name)), [getattr(part, single) for part in parts])
+    parts = [getattr(part, "loss", part) for part in parts]
     expected = sum(w * part for w, part in zip(WEIGHTS, parts, strict=True))
     torch.testing.assert_close(loss, expected)
     torch.testing.assert_close(metrics.losses, torch.stack(parts).detach())
-    assert not metrics.losses.requires_grad
+    assert not any(getattr(found, "requires_grad", False) for found in metrics)
     torch.testing.assert_close(torch.autograd.grad(loss * 0.5, leaves), torch.autograd.grad(expected * 0.5, leaves))
 
 
@@ -226,32 +233,6 @@ def test_a_head_with_more_tokens_than_one_pass_takes(monkeypatch):
     streams.clear()
     call(chunk_size=10, workspace=2**20)
     assert [call.strategy for call in streams] == ["two_pass"], "a second gradient of the weight is no workspace"
-
-
-def test_what_else_it_returns():
-    _, (hidden, weights, _), labels = targets("own heads")
-    out = LigerFusedLinearCrossEntropyLoss(
-        lse_square_scale=0.1,
-        shift=[1, 2, 3],
-        head_weights=[1.0, 0.0, 0.5],
-        return_z_loss=True,
-        return_token_accuracy=True,
-        return_predicted_tokens=True,
-    )
-    loss, metrics = out(nn.ModuleList([linear(weight) for weight in weights]), hidden, labels)
-    single = [
-        LigerFusedLinearCrossEntropyLoss(
-            lse_square_scale=0.1, return_z_loss=True, return_token_accuracy=True, return_predicted_tokens=True
-        )(weights[k], hidden[k], shift_labels(labels, -100, k + 1))
-        for k in range(K)
-    ]
-    torch.testing.assert_close(metrics.losses, torch.stack([s.loss for s in single]).detach())
-    torch.testing.assert_close(loss, single[0].loss + 0.5 * single[2].loss)
-    torch.testing.assert_close(metrics.z_losses, torch.stack([s.z_loss for s in single]))
-    torch.testing.assert_close(metrics.token_accuracies, torch.stack([s.token_accuracy for s in single]))
-    for k in range(K):
-        assert torch.equal(metrics.predicted_tokens[k], single[k].predicted_tokens)
-    assert not any(t.requires_grad for t in (metrics.losses, metrics.z_losses, metrics.token_accuracies))
 
 
 @pytest.mark.parametrize("weights", [[1.0, 0.0, 0.5], [0.0, 0.0, 0.0]])

@@ -87,18 +87,6 @@ def test_padding_never_leaks(loss_type):
         assert (other[2][0][~mask.bool()] == 0).all()
 
 
-def test_whole_completions_ratio():
-    """RLOO as TRL has it: the ratio of the completions' probabilities, clipped, averaged over completions."""
-    hidden, weight, bias, ids, mask, advantages, logps, noise = problem()
-    old = logps - 0.05 * noise
-    loss = LigerFusedLinearGRPOLoss(beta=0.0, loss_type="grpo", importance_sampling_level="sequence_sum")
-    ours = run(loss, (hidden, weight, bias), ids, mask, advantages, old_per_token_logps=old)
-    plain = plain_statistics(hidden, weight, ids, bias)["logp"]
-    ratio = ((plain - old) * mask).sum(-1).exp()
-    expected = -torch.minimum(ratio * advantages, ratio.clamp(0.8, 1.2) * advantages).mean()
-    close(ours, (expected, None, torch.autograd.grad(expected, (hidden, weight, bias))))
-
-
 @pytest.mark.peers
 @pytest.mark.parametrize("threshold", [-1.0, 0.02, 5.0])
 def test_off_policy_mask(threshold):

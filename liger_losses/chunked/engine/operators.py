@@ -149,7 +149,7 @@ class Given(NamedTuple):
             comparison = Comparison(teacher, Divergence(self.divergence, *numbers[5:8]), numbers[8])
         asked = tuple(self.statistics), tuple(self.metrics)
         query = Query(*asked, class_weight=self.class_weight, selected=self.selected, comparison=comparison)
-        return head, query, EngineOptions(*[getattr(self, field.name) for field in fields(EngineOptions)])
+        return head, query, EngineOptions(*[getattr(self, name) for name in EngineOptions.__match_args__])
 
     def flat(self, found: Sequence[Statistics], names: Sequence[str]) -> list[Tensor]:
         """Statistics ``[T]`` of all tokens, joined from the statistics of each tensor of labels."""
@@ -313,13 +313,7 @@ def _given(
         divergence="" if comparison is None else comparison.divergence.form,
         numbers=[math.nan if value is None else float(value) if known else 0.0 for value, known in pairs],
         changing=[None if known else value if isinstance(value, Tensor) else unit * value for value, known in pairs],
-        ignore_index=options.ignore_index,
-        compact=options.compact,
-        workspace=options.workspace,
-        chunk_size=options.chunk_size,
-        accum_dtype=options.accum_dtype,
-        backend=options.backend,
-        strategy=options.strategy,
+        **{name: getattr(options, name) for name in EngineOptions.__match_args__},
         autocast=autocast_dtype(head.weight.device),
         dtype=torch.promote_types(torch.float32, dtype),
         needs=[torch.is_grad_enabled() and tensor is not None and tensor.requires_grad for tensor in trained],

@@ -3,12 +3,12 @@
 # mypy: disable-error-code="override, misc, overload-overlap, overload-cannot-match"
 # pyright: reportIncompatibleMethodOverride=false, reportOverlappingOverload=false
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, Generic, Literal, overload
+from typing import Any, Generic, Literal, TypedDict, overload
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from typing_extensions import TypeVar
+from typing_extensions import TypeVar, Unpack
 
 from liger_losses import functional as functional
 from liger_losses import modules as modules
@@ -136,21 +136,31 @@ __all__ = [
     "workspace",
 ]
 
+class _ChunkedLossOptions(TypedDict, total=False):
+    logit_scale: float
+    shift: Any
+    compact: bool
+    workspace: int | None
+    backend: str | None
+    group: dist.ProcessGroup | None
+
+class _DistillationLossOptions(_ChunkedLossOptions, total=False):
+    softcap: float | None
+    accum_dtype: torch.dtype | None
+    temperature_squared: bool
+    top_k: int | None
+    top_k_of: str
+    tail: str
+    entry_limit: float | None
+
+class _PreferenceLossOptions(_ChunkedLossOptions, total=False):
+    temperature: float
+    softcap: float | None
+    accum_dtype: torch.dtype | None
+
 class ChunkedLoss(_base.ChunkedLoss):
     def __init__(
-        self,
-        *,
-        ignore_index: int = ...,
-        temperature: float = ...,
-        logit_scale: float = ...,
-        softcap: float | None = ...,
-        shift: Any = ...,
-        compact: bool = ...,
-        workspace: int | None = ...,
-        chunk_size: int | None = ...,
-        accum_dtype: torch.dtype | None = ...,
-        backend: str | None = ...,
-        group: dist.ProcessGroup | None = ...,
+        self, *, ignore_index: int = ..., chunk_size: int | None = ..., **options: Unpack[_PreferenceLossOptions]
     ) -> None: ...
     def __call__(
         self,
@@ -172,20 +182,7 @@ class DistillationLoss(ChunkedLoss, _distillation.DistillationLoss):
         compiled: bool = ...,
         chunk_size: int | None = ...,
         return_soft_hard_loss: bool = ...,
-        *,
-        logit_scale: float = ...,
-        softcap: float | None = ...,
-        shift: Any = ...,
-        compact: bool = ...,
-        workspace: int | None = ...,
-        accum_dtype: torch.dtype | None = ...,
-        backend: str | None = ...,
-        group: dist.ProcessGroup | None = ...,
-        temperature_squared: bool = ...,
-        top_k: int | None = ...,
-        top_k_of: str = ...,
-        tail: str = ...,
-        entry_limit: float | None = ...,
+        **options: Unpack[_DistillationLossOptions],
     ) -> None: ...
     @overload
     def __call__(
@@ -233,14 +230,9 @@ class LigerFusedLinearCrossEntropyLoss(ChunkedLoss, _cross_entropy.LigerFusedLin
         return_predicted_tokens: Literal[False] = ...,
         *,
         temperature: float = ...,
-        logit_scale: float = ...,
-        shift: Any = ...,
-        compact: bool = ...,
-        workspace: int | None = ...,
         chunk_size: int | None = ...,
-        backend: str | None = ...,
-        group: dist.ProcessGroup | None = ...,
         head_weights: Sequence[float] | None = ...,
+        **options: Unpack[_ChunkedLossOptions],
     ) -> None: ...
     @overload
     def __init__(
@@ -258,14 +250,9 @@ class LigerFusedLinearCrossEntropyLoss(ChunkedLoss, _cross_entropy.LigerFusedLin
         return_predicted_tokens: bool = ...,
         *,
         temperature: float = ...,
-        logit_scale: float = ...,
-        shift: Any = ...,
-        compact: bool = ...,
-        workspace: int | None = ...,
         chunk_size: int | None = ...,
-        backend: str | None = ...,
-        group: dist.ProcessGroup | None = ...,
         head_weights: Sequence[float] | None = ...,
+        **options: Unpack[_ChunkedLossOptions],
     ) -> None: ...
     @overload
     def __call__(
@@ -324,20 +311,7 @@ class LigerFusedLinearAlphaBetaLoss(DistillationLoss, _distillation.LigerFusedLi
         compiled: bool = ...,
         chunk_size: int | None = ...,
         return_soft_hard_loss: bool = ...,
-        *,
-        logit_scale: float = ...,
-        softcap: float | None = ...,
-        shift: Any = ...,
-        compact: bool = ...,
-        workspace: int | None = ...,
-        accum_dtype: torch.dtype | None = ...,
-        backend: str | None = ...,
-        group: dist.ProcessGroup | None = ...,
-        temperature_squared: bool = ...,
-        top_k: int | None = ...,
-        top_k_of: str = ...,
-        tail: str = ...,
-        entry_limit: float | None = ...,
+        **options: Unpack[_DistillationLossOptions],
     ) -> None: ...
 
 class LigerFusedLinearCosineSimilarityLoss(DistillationLoss, _distillation.LigerFusedLinearCosineSimilarityLoss):
@@ -351,20 +325,7 @@ class LigerFusedLinearCosineSimilarityLoss(DistillationLoss, _distillation.Liger
         compiled: bool = ...,
         chunk_size: int | None = ...,
         return_soft_hard_loss: bool = ...,
-        *,
-        logit_scale: float = ...,
-        softcap: float | None = ...,
-        shift: Any = ...,
-        compact: bool = ...,
-        workspace: int | None = ...,
-        accum_dtype: torch.dtype | None = ...,
-        backend: str | None = ...,
-        group: dist.ProcessGroup | None = ...,
-        temperature_squared: bool = ...,
-        top_k: int | None = ...,
-        top_k_of: str = ...,
-        tail: str = ...,
-        entry_limit: float | None = ...,
+        **options: Unpack[_DistillationLossOptions],
     ) -> None: ...
 
 class LigerFusedLinearGRPOLoss(ChunkedLoss, _policy.LigerFusedLinearGRPOLoss):
@@ -390,14 +351,8 @@ class LigerFusedLinearGRPOLoss(ChunkedLoss, _policy.LigerFusedLinearGRPOLoss):
         vespo_lambda_neg: float = ...,
         *,
         ignore_index: int = ...,
-        logit_scale: float = ...,
         softcap: float | None = ...,
-        shift: Any = ...,
-        compact: bool = ...,
-        workspace: int | None = ...,
         accum_dtype: torch.dtype | None = ...,
-        backend: str | None = ...,
-        group: dist.ProcessGroup | None = ...,
         off_policy_mask_threshold: float | None = ...,
         kl_estimator: str = ...,
         normalizer: str = ...,
@@ -417,6 +372,7 @@ class LigerFusedLinearGRPOLoss(ChunkedLoss, _policy.LigerFusedLinearGRPOLoss):
         cov_penalty: float = ...,
         top_entropy_quantile: float = ...,
         entropy_coef: float | AdaptiveEntropy = ...,
+        **options: Unpack[_ChunkedLossOptions],
     ) -> None: ...
     @overload
     def __call__(
@@ -475,20 +431,8 @@ class LigerFusedLinearJSDLoss(DistillationLoss, _distillation.LigerFusedLinearJS
         chunk_size: int | None = ...,
         return_soft_hard_loss: bool = ...,
         *,
-        logit_scale: float = ...,
-        softcap: float | None = ...,
-        shift: Any = ...,
-        compact: bool = ...,
-        workspace: int | None = ...,
-        accum_dtype: torch.dtype | None = ...,
-        backend: str | None = ...,
-        group: dist.ProcessGroup | None = ...,
-        temperature_squared: bool = ...,
-        top_k: int | None = ...,
-        top_k_of: str = ...,
-        tail: str = ...,
-        entry_limit: float | None = ...,
         convention: str = ...,
+        **options: Unpack[_DistillationLossOptions],
     ) -> None: ...
 
 class LigerFusedLinearKLLoss(DistillationLoss, _distillation.LigerFusedLinearKLLoss):
@@ -502,20 +446,8 @@ class LigerFusedLinearKLLoss(DistillationLoss, _distillation.LigerFusedLinearKLL
         chunk_size: int | None = ...,
         return_soft_hard_loss: bool = ...,
         *,
-        logit_scale: float = ...,
-        softcap: float | None = ...,
-        shift: Any = ...,
-        compact: bool = ...,
-        workspace: int | None = ...,
-        accum_dtype: torch.dtype | None = ...,
-        backend: str | None = ...,
-        group: dist.ProcessGroup | None = ...,
-        temperature_squared: bool = ...,
-        top_k: int | None = ...,
-        top_k_of: str = ...,
-        tail: str = ...,
-        entry_limit: float | None = ...,
         skew: float = ...,
+        **options: Unpack[_DistillationLossOptions],
     ) -> None: ...
 
 class LigerFusedLinearMiniLLMLoss(DistillationLoss, _minillm.LigerFusedLinearMiniLLMLoss):
@@ -527,24 +459,12 @@ class LigerFusedLinearMiniLLMLoss(DistillationLoss, _minillm.LigerFusedLinearMin
         *,
         ignore_index: int = ...,
         temperature: float = ...,
-        logit_scale: float = ...,
-        softcap: float | None = ...,
-        shift: Any = ...,
-        compact: bool = ...,
-        workspace: int | None = ...,
         chunk_size: int | None = ...,
-        accum_dtype: torch.dtype | None = ...,
-        backend: str | None = ...,
-        group: dist.ProcessGroup | None = ...,
         weight_hard_loss: float = ...,
         weight_soft_loss: float = ...,
         compiled: bool = ...,
         return_soft_hard_loss: bool = ...,
-        temperature_squared: bool = ...,
-        top_k: int | None = ...,
-        top_k_of: str = ...,
-        tail: str = ...,
-        entry_limit: float | None = ...,
+        **options: Unpack[_DistillationLossOptions],
     ) -> None: ...
     def __call__(
         self,
@@ -567,20 +487,7 @@ class LigerFusedLinearTVDLoss(DistillationLoss, _distillation.LigerFusedLinearTV
         compiled: bool = ...,
         chunk_size: int | None = ...,
         return_soft_hard_loss: bool = ...,
-        *,
-        logit_scale: float = ...,
-        softcap: float | None = ...,
-        shift: Any = ...,
-        compact: bool = ...,
-        workspace: int | None = ...,
-        accum_dtype: torch.dtype | None = ...,
-        backend: str | None = ...,
-        group: dist.ProcessGroup | None = ...,
-        temperature_squared: bool = ...,
-        top_k: int | None = ...,
-        top_k_of: str = ...,
-        tail: str = ...,
-        entry_limit: float | None = ...,
+        **options: Unpack[_DistillationLossOptions],
     ) -> None: ...
 
 class PreferenceLoss(ChunkedLoss, _pairs.PreferenceLoss):
@@ -594,16 +501,7 @@ class PreferenceLoss(ChunkedLoss, _pairs.PreferenceLoss):
         use_ref_model: bool = ...,
         chunk_size: int | None = ...,
         compiled: bool = ...,
-        *,
-        temperature: float = ...,
-        logit_scale: float = ...,
-        softcap: float | None = ...,
-        shift: Any = ...,
-        compact: bool = ...,
-        workspace: int | None = ...,
-        accum_dtype: torch.dtype | None = ...,
-        backend: str | None = ...,
-        group: dist.ProcessGroup | None = ...,
+        **options: Unpack[_PreferenceLossOptions],
     ) -> None: ...
     @overload
     def __call__(
@@ -654,7 +552,7 @@ class PreferenceLoss(ChunkedLoss, _pairs.PreferenceLoss):
         temperature: Tensor | None = ...,
     ) -> tuple[Tensor, PreferenceMetrics]: ...
 
-class LigerFusedLinearBCOLoss(ChunkedLoss, _unpaired.LigerFusedLinearBCOLoss):
+class _UnpairedPreferenceLoss(ChunkedLoss):
     def __init__(
         self,
         ignore_index: int = ...,
@@ -664,18 +562,10 @@ class LigerFusedLinearBCOLoss(ChunkedLoss, _unpaired.LigerFusedLinearBCOLoss):
         average_log_prob: bool | None = ...,
         chunk_size: int | None = ...,
         *,
-        temperature: float = ...,
-        logit_scale: float = ...,
-        softcap: float | None = ...,
-        shift: Any = ...,
-        compact: bool = ...,
-        workspace: int | None = ...,
-        accum_dtype: torch.dtype | None = ...,
-        backend: str | None = ...,
-        group: dist.ProcessGroup | None = ...,
         loss_type: str = ...,
         desirable_weight: float = ...,
         undesirable_weight: float = ...,
+        **options: Unpack[_PreferenceLossOptions],
     ) -> None: ...
     @overload
     def __call__(
@@ -749,6 +639,8 @@ class LigerFusedLinearBCOLoss(ChunkedLoss, _unpaired.LigerFusedLinearBCOLoss):
         temperature: Tensor | None = ...,
     ) -> tuple[Tensor, UnpairedMetrics]: ...
 
+class LigerFusedLinearBCOLoss(_UnpairedPreferenceLoss, _unpaired.LigerFusedLinearBCOLoss): ...
+
 class LigerFusedLinearCPOLoss(PreferenceLoss, _reference_free.LigerFusedLinearCPOLoss):
     def __init__(
         self,
@@ -761,19 +653,11 @@ class LigerFusedLinearCPOLoss(PreferenceLoss, _reference_free.LigerFusedLinearCP
         average_log_prob: bool | None = ...,
         chunk_size: int | None = ...,
         *,
-        temperature: float = ...,
-        logit_scale: float = ...,
-        softcap: float | None = ...,
-        shift: Any = ...,
-        compact: bool = ...,
-        workspace: int | None = ...,
-        accum_dtype: torch.dtype | None = ...,
-        backend: str | None = ...,
-        group: dist.ProcessGroup | None = ...,
         use_ref_model: bool = ...,
         loss_type: str = ...,
         gamma: float = ...,
         reward_alpha: float = ...,
+        **options: Unpack[_PreferenceLossOptions],
     ) -> None: ...
 
 class LigerFusedLinearDPOLoss(PreferenceLoss, _dpo.LigerFusedLinearDPOLoss):
@@ -791,116 +675,15 @@ class LigerFusedLinearDPOLoss(PreferenceLoss, _dpo.LigerFusedLinearDPOLoss):
         label_smoothing: float = ...,
         discopop_tau: float = ...,
         *,
-        temperature: float = ...,
-        logit_scale: float = ...,
-        softcap: float | None = ...,
-        shift: Any = ...,
-        compact: bool = ...,
-        workspace: int | None = ...,
-        accum_dtype: torch.dtype | None = ...,
-        backend: str | None = ...,
-        group: dist.ProcessGroup | None = ...,
         loss_weights: Sequence[float] | None = ...,
         f_divergence_type: str = ...,
         f_alpha_divergence_coef: float = ...,
         ld_alpha: float | None = ...,
         use_weighting: bool = ...,
+        **options: Unpack[_PreferenceLossOptions],
     ) -> None: ...
 
-class LigerFusedLinearKTOLoss(ChunkedLoss, _unpaired.LigerFusedLinearKTOLoss):
-    def __init__(
-        self,
-        ignore_index: int = ...,
-        beta: float = ...,
-        compiled: bool = ...,
-        use_ref_model: bool = ...,
-        average_log_prob: bool | None = ...,
-        chunk_size: int | None = ...,
-        *,
-        temperature: float = ...,
-        logit_scale: float = ...,
-        softcap: float | None = ...,
-        shift: Any = ...,
-        compact: bool = ...,
-        workspace: int | None = ...,
-        accum_dtype: torch.dtype | None = ...,
-        backend: str | None = ...,
-        group: dist.ProcessGroup | None = ...,
-        loss_type: str = ...,
-        desirable_weight: float = ...,
-        undesirable_weight: float = ...,
-    ) -> None: ...
-    @overload
-    def __call__(
-        self,
-        head: Tensor | nn.Module | Head,
-        desirable: Completions | tuple[Tensor, Tensor],
-        undesirable: Completions | tuple[Tensor, Tensor],
-        *,
-        bias: Tensor | None = ...,
-        preference_labels: Tensor | None = ...,
-        ref_input: Tensor | None = ...,
-        ref_weight: Tensor | nn.Module | Head | None = ...,
-        ref_bias: Tensor | None = ...,
-        kl: Tensor | float | None = ...,
-        ref_logps: Tensor | None = ...,
-        kl_completions: Any = ...,
-        sample_weights: Tensor | None = ...,
-        temperature: Tensor | None = ...,
-    ) -> tuple[Tensor, UnpairedMetrics]: ...
-    @overload
-    def __call__(
-        self,
-        head: Tensor | nn.Module | Head,
-        completions: Completions | tuple[Tensor, Tensor],
-        *,
-        bias: Tensor | None = ...,
-        preference_labels: Tensor | None = ...,
-        ref_input: Tensor | None = ...,
-        ref_weight: Tensor | nn.Module | Head | None = ...,
-        ref_bias: Tensor | None = ...,
-        kl: Tensor | float | None = ...,
-        ref_logps: Tensor | None = ...,
-        kl_completions: Any = ...,
-        sample_weights: Tensor | None = ...,
-        temperature: Tensor | None = ...,
-    ) -> tuple[Tensor, UnpairedMetrics]: ...
-    @overload
-    def __call__(
-        self,
-        hidden_states: Tensor,
-        head: Tensor | nn.Module | Head,
-        labels: Tensor,
-        bias: Tensor | None = ...,
-        preference_labels: Tensor | None = ...,
-        ref_input: Tensor | None = ...,
-        ref_weight: Tensor | nn.Module | Head | None = ...,
-        ref_bias: Tensor | None = ...,
-        kl: Tensor | float | None = ...,
-        *,
-        ref_logps: Tensor | None = ...,
-        kl_completions: Any = ...,
-        sample_weights: Tensor | None = ...,
-        temperature: Tensor | None = ...,
-    ) -> tuple[Tensor, UnpairedMetrics]: ...
-    @overload
-    def __call__(
-        self,
-        _input: Tensor,
-        lin_weight: Tensor | nn.Module | Head,
-        target: Tensor,
-        bias: Tensor | None = ...,
-        preference_labels: Tensor | None = ...,
-        ref_input: Tensor | None = ...,
-        ref_weight: Tensor | nn.Module | Head | None = ...,
-        ref_bias: Tensor | None = ...,
-        kl: Tensor | float | None = ...,
-        *,
-        ref_logps: Tensor | None = ...,
-        kl_completions: Any = ...,
-        sample_weights: Tensor | None = ...,
-        temperature: Tensor | None = ...,
-    ) -> tuple[Tensor, UnpairedMetrics]: ...
+class LigerFusedLinearKTOLoss(_UnpairedPreferenceLoss, _unpaired.LigerFusedLinearKTOLoss): ...
 
 class LigerFusedLinearORPOLoss(PreferenceLoss, _reference_free.LigerFusedLinearORPOLoss):
     def __init__(
@@ -911,18 +694,10 @@ class LigerFusedLinearORPOLoss(PreferenceLoss, _reference_free.LigerFusedLinearO
         compiled: bool = ...,
         chunk_size: int | None = ...,
         *,
-        temperature: float = ...,
-        logit_scale: float = ...,
-        softcap: float | None = ...,
-        shift: Any = ...,
-        compact: bool = ...,
-        workspace: int | None = ...,
-        accum_dtype: torch.dtype | None = ...,
-        backend: str | None = ...,
-        group: dist.ProcessGroup | None = ...,
         average_log_prob: bool | None = ...,
         use_ref_model: bool = ...,
         alpha: float = ...,
+        **options: Unpack[_PreferenceLossOptions],
     ) -> None: ...
     @overload
     def __call__(
@@ -953,32 +728,7 @@ class LigerFusedLinearORPOLoss(PreferenceLoss, _reference_free.LigerFusedLinearO
         nll_target: Tensor | None = ...,
     ) -> tuple[Tensor, ORPOMetrics]: ...
 
-class LigerFusedLinearReverseKLLoss(LigerFusedLinearKLLoss, _distillation.LigerFusedLinearReverseKLLoss):
-    def __init__(
-        self,
-        weight_hard_loss: float = ...,
-        weight_soft_loss: float = ...,
-        ignore_index: int = ...,
-        temperature: float = ...,
-        compiled: bool = ...,
-        chunk_size: int | None = ...,
-        return_soft_hard_loss: bool = ...,
-        *,
-        logit_scale: float = ...,
-        softcap: float | None = ...,
-        shift: Any = ...,
-        compact: bool = ...,
-        workspace: int | None = ...,
-        accum_dtype: torch.dtype | None = ...,
-        backend: str | None = ...,
-        group: dist.ProcessGroup | None = ...,
-        temperature_squared: bool = ...,
-        top_k: int | None = ...,
-        top_k_of: str = ...,
-        tail: str = ...,
-        entry_limit: float | None = ...,
-        skew: float = ...,
-    ) -> None: ...
+class LigerFusedLinearReverseKLLoss(LigerFusedLinearKLLoss, _distillation.LigerFusedLinearReverseKLLoss): ...
 
 class LigerFusedLinearSimPOLoss(LigerFusedLinearCPOLoss, _reference_free.LigerFusedLinearSimPOLoss):
     def __init__(
@@ -992,20 +742,23 @@ class LigerFusedLinearSimPOLoss(LigerFusedLinearCPOLoss, _reference_free.LigerFu
         gamma: float = ...,
         chunk_size: int | None = ...,
         *,
-        temperature: float = ...,
-        logit_scale: float = ...,
-        softcap: float | None = ...,
-        shift: Any = ...,
-        compact: bool = ...,
-        workspace: int | None = ...,
-        accum_dtype: torch.dtype | None = ...,
-        backend: str | None = ...,
-        group: dist.ProcessGroup | None = ...,
         average_log_prob: bool | None = ...,
         use_ref_model: bool = ...,
         loss_type: str = ...,
         reward_alpha: float = ...,
+        **options: Unpack[_PreferenceLossOptions],
     ) -> None: ...
+
+class _linear_logps_options(TypedDict, total=False):
+    support: TokenSupport | None
+    ignore_index: int
+    temperature: float | Tensor
+    logit_scale: float
+    softcap: float | None
+    compact: bool
+    workspace: int | None
+    chunk_size: int | None
+    backend: str | None
 
 @overload
 def linear_logps(
@@ -1013,19 +766,11 @@ def linear_logps(
     weight: Tensor | nn.Module | Head,
     labels: Tensor,
     *,
-    support: TokenSupport | None = ...,
     bias: Tensor | None = ...,
     entropy: Literal[False] = ...,
     lse: Literal[False] = ...,
-    ignore_index: int = ...,
     shift: bool | int = ...,
-    temperature: float | Tensor = ...,
-    logit_scale: float = ...,
-    softcap: float | None = ...,
-    compact: bool = ...,
-    workspace: int | None = ...,
-    chunk_size: int | None = ...,
-    backend: str | None = ...,
+    **options: Unpack[_linear_logps_options],
 ) -> Tensor: ...
 @overload
 def linear_logps(
@@ -1033,19 +778,11 @@ def linear_logps(
     head: Tensor | nn.Module | Head,
     labels: Tensor,
     *,
-    support: TokenSupport | None = ...,
     bias: Tensor | None = ...,
     entropy: Literal[False] = ...,
     lse: Literal[False] = ...,
-    ignore_index: int = ...,
     shift: bool | int = ...,
-    temperature: float | Tensor = ...,
-    logit_scale: float = ...,
-    softcap: float | None = ...,
-    compact: bool = ...,
-    workspace: int | None = ...,
-    chunk_size: int | None = ...,
-    backend: str | None = ...,
+    **options: Unpack[_linear_logps_options],
 ) -> Tensor: ...
 @overload
 def linear_logps(
@@ -1053,19 +790,11 @@ def linear_logps(
     weight: Tensor | nn.Module | Head,
     labels: Tensor,
     *,
-    support: TokenSupport | None = ...,
     bias: Tensor | None = ...,
     entropy: bool = ...,
     lse: bool = ...,
-    ignore_index: int = ...,
     shift: bool | int = ...,
-    temperature: float | Tensor = ...,
-    logit_scale: float = ...,
-    softcap: float | None = ...,
-    compact: bool = ...,
-    workspace: int | None = ...,
-    chunk_size: int | None = ...,
-    backend: str | None = ...,
+    **options: Unpack[_linear_logps_options],
 ) -> Statistics: ...
 @overload
 def linear_logps(
@@ -1073,19 +802,11 @@ def linear_logps(
     head: Tensor | nn.Module | Head,
     labels: Tensor,
     *,
-    support: TokenSupport | None = ...,
     bias: Tensor | None = ...,
     entropy: bool = ...,
     lse: bool = ...,
-    ignore_index: int = ...,
     shift: bool | int = ...,
-    temperature: float | Tensor = ...,
-    logit_scale: float = ...,
-    softcap: float | None = ...,
-    compact: bool = ...,
-    workspace: int | None = ...,
-    chunk_size: int | None = ...,
-    backend: str | None = ...,
+    **options: Unpack[_linear_logps_options],
 ) -> Statistics: ...
 @overload
 def linear_logps(
@@ -1093,19 +814,11 @@ def linear_logps(
     weight: Tensor | nn.Module | Head | Sequence[Tensor | nn.Module | Head],
     labels: Tensor | Sequence[Tensor],
     *,
-    support: TokenSupport | None = ...,
     bias: Tensor | Sequence[Tensor] | None = ...,
     entropy: bool = ...,
     lse: bool = ...,
-    ignore_index: int = ...,
     shift: Any = ...,
-    temperature: float | Tensor = ...,
-    logit_scale: float = ...,
-    softcap: float | None = ...,
-    compact: bool = ...,
-    workspace: int | None = ...,
-    chunk_size: int | None = ...,
-    backend: str | None = ...,
+    **options: Unpack[_linear_logps_options],
 ) -> list[Any]: ...
 @overload
 def linear_logps(
@@ -1113,20 +826,20 @@ def linear_logps(
     head: Tensor | nn.Module | Head | Sequence[Tensor | nn.Module | Head],
     labels: Tensor | Sequence[Tensor],
     *,
-    support: TokenSupport | None = ...,
     bias: Tensor | Sequence[Tensor] | None = ...,
     entropy: bool = ...,
     lse: bool = ...,
-    ignore_index: int = ...,
     shift: Any = ...,
-    temperature: float | Tensor = ...,
-    logit_scale: float = ...,
-    softcap: float | None = ...,
-    compact: bool = ...,
-    workspace: int | None = ...,
-    chunk_size: int | None = ...,
-    backend: str | None = ...,
+    **options: Unpack[_linear_logps_options],
 ) -> list[Any]: ...
+
+class _linear_statistics_options(TypedDict, total=False):
+    metrics: Iterable[str] | str
+    selected: Any
+    class_weight: Tensor | None
+    transform: LogitTransform | None
+    options: EngineOptions
+
 @overload
 def linear_statistics(
     hidden_states: Tensor,
@@ -1134,12 +847,8 @@ def linear_statistics(
     labels: Tensor,
     statistics: Iterable[str] | str = ...,
     *,
-    metrics: Iterable[str] | str = ...,
-    selected: Any = ...,
     bias: Tensor | None = ...,
-    class_weight: Tensor | None = ...,
-    transform: LogitTransform | None = ...,
-    options: EngineOptions = ...,
+    **options: Unpack[_linear_statistics_options],
 ) -> Statistics: ...
 @overload
 def linear_statistics(
@@ -1148,12 +857,8 @@ def linear_statistics(
     labels: Tensor,
     statistics: Iterable[str] | str = ...,
     *,
-    metrics: Iterable[str] | str = ...,
-    selected: Any = ...,
     bias: Tensor | None = ...,
-    class_weight: Tensor | None = ...,
-    transform: LogitTransform | None = ...,
-    options: EngineOptions = ...,
+    **options: Unpack[_linear_statistics_options],
 ) -> Statistics: ...
 @overload
 def linear_statistics(
@@ -1162,12 +867,8 @@ def linear_statistics(
     labels: Tensor | Sequence[Tensor],
     statistics: Iterable[str] | str = ...,
     *,
-    metrics: Iterable[str] | str = ...,
-    selected: Any = ...,
     bias: Tensor | Sequence[Tensor] | None = ...,
-    class_weight: Tensor | None = ...,
-    transform: LogitTransform | None = ...,
-    options: EngineOptions = ...,
+    **options: Unpack[_linear_statistics_options],
 ) -> list[Statistics]: ...
 @overload
 def linear_statistics(
@@ -1176,13 +877,18 @@ def linear_statistics(
     labels: Tensor | Sequence[Tensor],
     statistics: Iterable[str] | str = ...,
     *,
-    metrics: Iterable[str] | str = ...,
-    selected: Any = ...,
     bias: Tensor | Sequence[Tensor] | None = ...,
-    class_weight: Tensor | None = ...,
-    transform: LogitTransform | None = ...,
-    options: EngineOptions = ...,
+    **options: Unpack[_linear_statistics_options],
 ) -> list[Statistics]: ...
+
+class _linear_token_loss_options(TypedDict, total=False):
+    metrics: Iterable[str] | str
+    token_inputs: Mapping[str, Any] | None
+    selected: Any
+    class_weight: Tensor | None
+    transform: LogitTransform | None
+    options: EngineOptions
+
 @overload
 def linear_token_loss(
     hidden_states: Tensor,
@@ -1191,13 +897,8 @@ def linear_token_loss(
     token_loss: Callable[..., Any],
     statistics: Iterable[str] | str = ...,
     *,
-    metrics: Iterable[str] | str = ...,
-    token_inputs: Mapping[str, Any] | None = ...,
-    selected: Any = ...,
     bias: Tensor | None = ...,
-    class_weight: Tensor | None = ...,
-    transform: LogitTransform | None = ...,
-    options: EngineOptions = ...,
+    **options: Unpack[_linear_token_loss_options],
 ) -> tuple[Tensor, Statistics]: ...
 @overload
 def linear_token_loss(
@@ -1207,13 +908,8 @@ def linear_token_loss(
     token_loss: Callable[..., Any],
     statistics: Iterable[str] | str = ...,
     *,
-    metrics: Iterable[str] | str = ...,
-    token_inputs: Mapping[str, Any] | None = ...,
-    selected: Any = ...,
     bias: Tensor | None = ...,
-    class_weight: Tensor | None = ...,
-    transform: LogitTransform | None = ...,
-    options: EngineOptions = ...,
+    **options: Unpack[_linear_token_loss_options],
 ) -> tuple[Tensor, Statistics]: ...
 @overload
 def linear_token_loss(
@@ -1223,13 +919,8 @@ def linear_token_loss(
     token_loss: Callable[..., Any],
     statistics: Iterable[str] | str = ...,
     *,
-    metrics: Iterable[str] | str = ...,
-    token_inputs: Mapping[str, Any] | None = ...,
-    selected: Any = ...,
     bias: Tensor | Sequence[Tensor] | None = ...,
-    class_weight: Tensor | None = ...,
-    transform: LogitTransform | None = ...,
-    options: EngineOptions = ...,
+    **options: Unpack[_linear_token_loss_options],
 ) -> tuple[Tensor, list[Statistics]]: ...
 @overload
 def linear_token_loss(
@@ -1239,13 +930,8 @@ def linear_token_loss(
     token_loss: Callable[..., Any],
     statistics: Iterable[str] | str = ...,
     *,
-    metrics: Iterable[str] | str = ...,
-    token_inputs: Mapping[str, Any] | None = ...,
-    selected: Any = ...,
     bias: Tensor | Sequence[Tensor] | None = ...,
-    class_weight: Tensor | None = ...,
-    transform: LogitTransform | None = ...,
-    options: EngineOptions = ...,
+    **options: Unpack[_linear_token_loss_options],
 ) -> tuple[Tensor, list[Statistics]]: ...
 @overload
 def linear_divergence(

@@ -13,9 +13,10 @@ import pathlib
 import re
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import MISSING, fields
-from typing import Any
+from typing import Any, NamedTuple
 
 import liger_losses
 from liger_losses import functional
@@ -27,12 +28,12 @@ HEADER = '''"""Types for checkers and editors, written by tests/project/stubs.py
 # mypy: disable-error-code="override, misc, overload-overlap, overload-cannot-match"
 # pyright: reportIncompatibleMethodOverride=false, reportOverlappingOverload=false
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, Generic, Literal, overload
+from typing import Any, Generic, Literal, TypedDict, overload
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from typing_extensions import TypeVar
+from typing_extensions import TypeVar, Unpack
 
 '''
 HEAD, HEADS = "Tensor | nn.Module | Head", "Tensor | nn.Module | Head | Sequence[Tensor | nn.Module | Head]"
@@ -88,46 +89,79 @@ def parameters_of(function: object, skip: int = 0) -> dict[str, inspect.Paramete
     return dict([*inspect.signature(function).parameters.items()][skip:])  # type: ignore[arg-type]
 
 
-def written(parameters: Mapping[str, inspect.Parameter], types: Mapping[str, str]) -> str:
-    """Parameters as they stand in a stub, with these types instead of theirs."""
-    found, kind = [], inspect.Parameter
+class Written(NamedTuple):
+    """A signature as it stands in a stub: parameters by position, the types of others by keyword, and the result."""
+
+    positional: list[str]
+    keywords: dict[str, str]
+    result: str
+
+
+def written(
+    parameters: Mapping[str, inspect.Parameter], types: Mapping[str, str], result: str, me: str = ""
+) -> Written:
+    """A signature with these types instead of its own."""
+    positional, keywords, kind = [me] if me else [], dict[str, str](), inspect.Parameter
     for name, each in parameters.items():
-        if each.kind == kind.KEYWORD_ONLY and "*" not in found:
-            found.append("*")
         annotation = types.get(name, "Any" if each.annotation is kind.empty else str(each.annotation))
-        default = "" if each.default is kind.empty else " = ..."
-        stars = {kind.VAR_POSITIONAL: "*", kind.VAR_KEYWORD: "**"}.get(each.kind, "")
         for alias, spelled in (("AnyHead", HEAD), ("AnyTeacher", ARGUMENTS["teacher"]), ("OneOrEach", "Any")):
             annotation = re.sub(rf"\b{alias}\b", spelled, annotation)  # names of the library's own files
-        found.append(f"{stars}{name}: {annotation}{default}")
-    return ", ".join(found)
+        if each.kind == kind.KEYWORD_ONLY and each.default is not kind.empty:
+            keywords[name] = annotation
+        else:
+            default = "" if each.default is kind.empty else " = ..."
+            stars = {kind.VAR_POSITIONAL: "*", kind.VAR_KEYWORD: "**"}.get(each.kind, "")
+            positional.append(f"{stars}{name}: {annotation}{default}")
+    return Written(positional, keywords, result)
 
 
-def functions(name: str, calls: list[tuple[str, str]], indent: str = "") -> Iterator[str]:
-    """A function with one call, or overloads: each is parameters and result."""
-    calls = list(dict.fromkeys(calls))
-    for parameters, result in calls:
-        if len(calls) > 1:
-            yield f"{indent}@overload"
-        yield f"{indent}def {name}({parameters}) -> {result}: ..."
+#: Keywords that several signatures share: the fields of a TypedDict, by its name.
+Shared = dict[str, dict[str, str]]
 
 
-def calls_of(loss: Any) -> Iterator[tuple[str, str]]:
+def shared(name: str, signatures: Sequence[Written], others: Shared) -> Iterator[str]:
+    """A TypedDict of the keywords that all of these signatures have, added to ``others``, if it makes them shorter."""
+    count, items = len(signatures), [each.keywords.items() for each in signatures]
+    base = max((each for each in others if others[each].items() <= items[0]), key=lambda e: len(others[e]), default="")
+    fields = {k: v for k, v in items[0] if all((k, v) in each for each in items) and k not in others.get(base, {})}
+    if count * len(fields) > count + len(fields) + 3:
+        yield f"class {name}({base or 'TypedDict'}, total=False):"
+        yield from (f"    {key}: {value}" for key, value in fields.items())
+        others[name] = fields | others.get(base, {})
+
+
+def functions(name: str, calls: Sequence[Written], others: Shared, indent: str = "") -> Iterator[str]:
+    """A function with one call, or overloads."""
+    lines = []
+    for positional, keywords, result in calls:
+        parameters, fits = [*positional], [each for each in others if others[each].items() <= keywords.items()]
+        options = max(fits, key=lambda each: len(others[each]), default=None)
+        own = {k: v for k, v in keywords.items() if options is None or k not in others[options]}
+        variadic = [parameters.pop()] if parameters and parameters[-1].startswith("**") else []
+        parameters += ["*"] if own else []
+        parameters += [f"{key}: {value} = ..." for key, value in own.items()] + variadic
+        parameters += [] if options is None else [f"**options: Unpack[{options}]"]
+        lines.append(f"{indent}def {name}({', '.join(parameters)}) -> {result}: ...")
+    for line in dict.fromkeys(lines):
+        yield from ([f"{indent}@overload", line] if len({*lines}) > 1 else [line])
+
+
+def calls_of(loss: Any) -> Iterator[Written]:
     """The calls of a loss: by the documented names of each form, and by liger-kernel's, which `forward` has."""
     given, result = parameters_of(loss.forward, 1), str(inspect.signature(loss.forward).return_annotation)
     if "Any" in result:
         result = next((RESULTS[each.__name__] for each in loss.__mro__ if each.__name__ in RESULTS), result)
     for form in loss.forms:
         parameters = in_form(given, form)
-        yield "self, " + written(parameters, ARGUMENTS), result
+        yield written(parameters, ARGUMENTS, result, "self")
         if loss.options_type.several:
-            yield "self, " + written(parameters, SEVERAL), MANY
+            yield written(parameters, SEVERAL, MANY, "self")
     needed = {name: each.replace(default=inspect.Parameter.empty) for name, each in given.items() if name in LIGER}
     if needed:
         last = "Any" if "teacher_input" in needed else result
-        yield "self, " + written(given | needed, ARGUMENTS | LIGER), last
+        yield written(given | needed, ARGUMENTS | LIGER, last, "self")
         if loss.options_type.several:
-            yield "self, " + written(given | needed, SEVERAL | OF_LISTS), MANY
+            yield written(given | needed, SEVERAL | OF_LISTS, MANY, "self")
 
 
 def in_form(given: Mapping[str, inspect.Parameter], form: Sequence[str]) -> dict[str, inspect.Parameter]:
@@ -145,19 +179,24 @@ def in_form(given: Mapping[str, inspect.Parameter], form: Sequence[str]) -> dict
     return found
 
 
-def class_of(name: str, loss: Any, public: Mapping[str, Any]) -> Iterator[str]:
-    """A loss with its options and calls."""
+def constructors(name: str, loss: Any) -> list[Written]:
+    """The constructor of a loss; overloads where its options decide what a call returns."""
+    options = parameters_of(loss)
+    if not loss.options_type.several:
+        return [written(options, {}, "None", "self")]
+    plain = {option: "Literal[False]" for option in options if option.startswith("return_")}
+    return [written(options, types, "None", f"self: {name}[{r}]") for r, types in (("Tensor", plain), ("Any", {}))]
+
+
+def class_of(name: str, loss: Any, public: Mapping[str, Any], others: Shared) -> tuple[list[str], list[str]]:
+    """The bases of a loss's stub, and its body: options and calls."""
     base = next((each.__name__ for each in loss.__mro__[1:] if public.get(each.__name__) is each), None)
     bases = [*([base] if base else []), f"_{loss.__module__.rpartition('.')[2]}.{name}"]
-    options, chosen = parameters_of(loss), [("self", {})]
-    if loss.options_type.several:
-        bases.append("Generic[R]")
-        plain = {option: "Literal[False]" for option in options if option.startswith("return_")}
-        chosen = [(f"self: {name}[Tensor]", plain), (f"self: {name}[Any]", {})]
-    yield f"class {name}({', '.join(bases)}):"
-    yield from functions("__init__", [(f"{me}, {written(options, types)}", "None") for me, types in chosen], "    ")
+    bases += ["Generic[R]"] if loss.options_type.several else []
+    body = [*functions("__init__", constructors(name, loss), others, "    ")]
     if base is None or public[base].forward is not loss.forward:
-        yield from functions("__call__", [*calls_of(loss)], "    ")
+        body += functions("__call__", [*calls_of(loss)], {}, "    ")
+    return bases, body
 
 
 def package() -> str:
@@ -173,15 +212,34 @@ def package() -> str:
     files = sorted({loss.__module__.removeprefix("liger_losses.chunked.losses.") for loss in losses.values()})
     lines += [f"from liger_losses.chunked.losses import {file} as _{file}" for file in files]
     lines += ['R = TypeVar("R", default=Tensor)', "__version__: str", f"__all__ = {liger_losses.__all__}"]
-    for name in sorted(losses, key=lambda name: len(losses[name].__mro__)):
-        lines += class_of(name, losses[name], losses)
+    others: Shared = {}
+    for base in ("ChunkedLoss", "DistillationLoss", "PreferenceLoss"):
+        family = [each for each in losses.values() if issubclass_of(each, losses[base])]
+        lines += shared(f"_{base}Options", [one for each in family for one in constructors("", each)], others)
+    classes = {
+        name: class_of(name, losses[name], losses, others)
+        for name in sorted(losses, key=lambda name: len(losses[name].__mro__))
+    }
+    inherits = {name: bases[0] in classes and classes[bases[0]][1] == body for name, (bases, body) in classes.items()}
+    bodies = Counter("\n".join(body) for name, (_, body) in classes.items() if not inherits[name])
+    known = dict[str, str]()  # the stub of losses with the same options and calls
+    for name, (bases, body) in classes.items():
+        text = "\n".join(body)
+        if not inherits[name] and bodies[text] > 1:
+            if text not in known:
+                known[text] = f"_{losses[name].__mro__[1].__name__}"
+                lines += [f"class {known[text]}({bases[0]}):", text]
+            bases = [known[text], *bases[1:]]
+        lines += [f"class {name}({', '.join(bases)}):", "    ..." if inherits[name] or text in known else text]
     for name, rows in OPERATIONS.items():
-        given, calls = parameters_of(public[name]), []
+        given, calls = parameters_of(public[name]), list[Written]()
         for types, result in rows:
-            calls.append((written(given, types), result))
+            calls.append(written(given, types, result))
             renamed = {("head" if each == "weight" else each): value for each, value in given.items()}
-            calls.append((written(renamed, types | {"head": types.get("weight", HEAD)}), result))
-        lines += functions(name, calls)
+            calls.append(written(renamed, types | {"head": types.get("weight", HEAD)}, result))
+        own: Shared = {}
+        lines += shared(f"_{name}_options", calls, own)
+        lines += functions(name, calls, own)
     return "\n".join(lines) + "\n"
 
 
@@ -198,7 +256,8 @@ def of_functional() -> str:
         for field in fields(options):
             default = kind.empty if field.default is MISSING else field.default
             given[field.name] = kind(field.name, kind.KEYWORD_ONLY, default=default, annotation=field.type)
-        lines += functions(name, [(written(given, {}), str(inspect.signature(function).return_annotation))])
+        result = str(inspect.signature(function).return_annotation)
+        lines += functions(name, [written(given, {}, result)], {})
     return "\n".join(lines) + "\n"
 
 

@@ -52,15 +52,16 @@ def separable_losses(calls: Sequence[tuple[Tensors, Call]]) -> tuple[Tensor, lis
 
 def statistics_of(tensors: Tensors, call: Call) -> list[Statistics]:
     """The statistics of each tensor of labels, in its shape."""
-    values = compute_statistics(tensors, call)
-    return call.by_tensor({name: values[name] for name in call.outputs})
+    return call.by_tensor(compute_statistics(tensors, call))
 
 
-def compute_statistics(tensors: Tensors, call: Call, known: Mapping[str, Tensor] | None = None) -> dict[str, Tensor]:
+def compute_statistics(
+    tensors: Tensors, call: Call, known: Mapping[str, Tensor] | None = None, others: Sequence[str] = ()
+) -> dict[str, Tensor]:
     """The statistics and metrics of every token, ``[T]`` each, by any strategy but ``one_pass``; where nothing needs a
-    gradient, with ``lse``.
+    gradient, with ``others`` too.
 
-    ``known`` are these of an earlier call without gradients, which are not computed again.
+    ``known`` are these, and ``lse``, of an earlier call without gradients, which are not computed again.
     """
     if call.strategy != "statistics":
         outputs = _LinearStatistics.apply(call, known, *tensors)
@@ -68,7 +69,7 @@ def compute_statistics(tensors: Tensors, call: Call, known: Mapping[str, Tensor]
     weight, bias, *hidden = tensors
     with torch.no_grad(), _without_autocast(weight):
         values, _ = passes_of(call, weight, bias, hidden).statistics()
-    return {name: call.tokens.scatter(values[name]) for name in dict.fromkeys((*call.outputs, "lse"))}
+    return {name: call.tokens.scatter(values[name]) for name in dict.fromkeys((*call.outputs, *others))}
 
 
 def _without_autocast(weight: Tensor) -> AbstractContextManager[Any]:

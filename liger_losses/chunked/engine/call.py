@@ -104,7 +104,7 @@ class Call:
         inputs, labels = query.token_inputs, tokens.labels
         if not whole:
             inputs, labels = {name: value[rows] for name, value in inputs.items()}, labels[rows]
-        known = getattr(getattr(function, "func", function), "closed_form", False)  # of a partial, its function's
+        known = getattr(function, "closed_form", False)
         with torch.set_grad_enabled(not known):
             leaves = values if known else {name: values[name].detach().requires_grad_() for name in query.statistics}
             named = {name: leaves[name] for name in query.statistics} | {name: values[name] for name in query.metrics}

@@ -345,7 +345,7 @@ def _compute(given: Given, known: Mapping[str, Tensor] | None = None) -> list[An
     with _autocast(given):
         if not given.support:
             made = make_call(given.hidden_states, head, given.labels, query, options)
-            values = compute_statistics(*made, known)
+            values = compute_statistics(*made, known, ("lse",))
             return [values.get(name) for name in given.names]
         ids, *offsets = given.support
         kept = TokenSupport(ids, offsets[0] if offsets else None, given.add_label)

@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from numbers import Integral
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -19,8 +19,6 @@ from liger_losses.chunked.engine.tokens import Tokens, check_temperature
 from liger_losses.kernels.divergence_forms import Divergence
 from liger_losses.kernels.logit_transform import LogitTransform
 from liger_losses.kernels.softmax_stats import STATISTICS
-
-F = TypeVar("F", bound=Callable[..., Any])
 
 _DIFFERENTIABLE: tuple[str, ...] = tuple(name for name in STATISTICS if name != "argmax")
 
@@ -84,12 +82,6 @@ def read_by(token_loss: Callable[..., Any], values: Sequence[Any], registered: S
     name = getattr(token_loss, "__name__", type(token_loss).__name__)
     place = "statistics=, or to metrics= where it needs no gradient"
     return DeclaredStatistics(values, f"token_loss ({name})", place, registered)
-
-
-def closed_form(token_loss: F) -> F:
-    """Mark a ``token_loss`` that returns ``(values, derivatives)``: autograd records no graph for it."""
-    token_loss.closed_form = True  # type: ignore[attr-defined]
-    return token_loss
 
 
 def wrong_token_losses(losses: Any, count: int) -> ValueError:

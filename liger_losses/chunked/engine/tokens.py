@@ -298,6 +298,8 @@ class Tokens:
         """From ``[T]`` (or ``[T, k]``) to one tensor per tensor of labels, in its shape."""
         if len(self.shapes) == 1:
             return [values.view(*self.shapes[0], *values.shape[1:])]
+        if len({*self.shapes}) == 1:
+            return list(values.view(len(self.shapes), *self.shapes[0], *values.shape[1:]).unbind())
         parts = values.split(self.sizes)
         return [part.view(*shape, *values.shape[1:]) for part, shape in zip(parts, self.shapes, strict=True)]
 

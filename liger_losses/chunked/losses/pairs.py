@@ -192,7 +192,7 @@ class PreferenceLoss(CompletionLoss):
         lengths = chosen.lengths, rejected.lengths
         pairs = Pairs(chosen.logps, rejected.logps, chosen.ref_logps, rejected.ref_logps, *lengths, chosen_nll)
         losses = self._pair_losses(pairs, sides)
-        loss = losses.sum() / max(losses.shape[0], 1)
+        loss = losses.mean() if len(losses) else losses.sum()
         if self.compute_nll_loss:
             loss = loss + self.alpha * chosen_nll
         with torch.no_grad():

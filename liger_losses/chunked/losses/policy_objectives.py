@@ -338,13 +338,8 @@ def clipped_tokens(logps: Tensor, inputs: PolicyInputs) -> tuple[Tensor, Tensor]
     """Which tokens' gradients clipping removed, ``[B, T]`` bool, and the ratios ``[B, T]`` or ``[B, 1]``."""
     o = inputs.options
     ratio = ratio_of(RATIOS[o.level](inputs.log_ratio(logps), inputs))
-    cut, keep, dropped = (
-        OBJECTIVES[LOSS_TYPES[o.loss_type].objective].cut,
-        o.mask.weights,
-        torch.zeros_like(inputs.mask),
-    )
-    if cut is not None:
-        dropped = cut(ratio, inputs.advantages, o)
+    cut, keep = OBJECTIVES[LOSS_TYPES[o.loss_type].objective].cut, o.mask.weights
+    dropped = torch.zeros_like(inputs.mask) if cut is None else cut(ratio, inputs.advantages, o)
     if keep is not None:
         old = logps if inputs.old_logps is None else inputs.old_logps
         sampler = old if inputs.sampler is None else inputs.sampler

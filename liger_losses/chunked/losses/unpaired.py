@@ -138,14 +138,9 @@ class UnpairedMetrics(NamedTuple):
     rejected_rewards_sum: Tensor
 
 
-def total_and_count(values: Tensor) -> Tensor:
-    """Sum and number of all processes' values (any shape), ``[2]``."""
-    return sum_over_processes(torch.stack([values.sum(), values.new_tensor(float(values.numel()))]))
-
-
 def mean_over_processes(values: Tensor) -> Tensor:
     """The mean ``[]`` of all processes' values (any shape): their sum over their number; 0 if there are none."""
-    total, count = total_and_count(values)
+    total, count = sum_over_processes(torch.stack([values.sum(), values.new_tensor(float(values.numel()))]))
     return total / count.clamp(min=1)
 
 

@@ -183,9 +183,10 @@ def add_to_label_rows_(
         # and skipped.
         past_end = len(grad_weight)
         ordered, order = labels.masked_fill(coef == 0, past_end).sort(stable=True)
+        source = order if rows is None else rows[order]
         block = min(1024, triton.next_power_of_2(hidden.shape[1]))
         _add_to_label_rows_kernel[(len(labels), triton.cdiv(hidden.shape[1], block))](
-            grad_weight, grad_weight.stride(0), ordered, order, rows, coef.contiguous(), hidden, hidden.stride(0),
+            grad_weight, grad_weight.stride(0), ordered, source, coef[order], hidden, hidden.stride(0),
             len(labels), past_end, hidden.shape[1],
             BLOCK=block, AT_ONCE=4,
         )  # fmt: skip
@@ -280,9 +281,9 @@ def _add_label_rows_kernel(
         tl.store(out + row * out_stride + at, (s * value + c * w).to(out.dtype.element_ty), mask=inside)
 
 
-@jit(do_not_specialize=["tokens"], do_not_specialize_on_alignment=["ordered", "order", "rows", "coef"])
+@jit(do_not_specialize=["tokens"], do_not_specialize_on_alignment=["ordered", "source", "coef"])
 def _add_to_label_rows_kernel(
-    grad_weight, grad_stride, ordered, order, rows, coef, hidden, hidden_stride, tokens, past_end, hidden_size,
+    grad_weight, grad_stride, ordered, source, coef, hidden, hidden_stride, tokens, past_end, hidden_size,
     BLOCK: tl.constexpr, AT_ONCE: tl.constexpr,
 ):  # fmt: skip
     """One program per token in the labels' order; the first of each label sums all of that label's tokens."""
@@ -299,11 +300,8 @@ def _add_to_label_rows_kernel(
         while next_label == label:
             members = start + tl.arange(0, AT_ONCE)
             same_label = (members < tokens) & (tl.load(ordered + members, mask=members < tokens, other=-1) == label)
-            token = tl.load(order + members, mask=same_label, other=0)
-            row = token
-            if rows is not None:
-                row = tl.load(rows + token, mask=same_label, other=0)
-            c = tl.load(coef + token, mask=same_label, other=0.0)
+            row = tl.load(source + members, mask=same_label, other=0)
+            c = tl.load(coef + members, mask=same_label, other=0.0)
             h = tl.load(
                 hidden + row[:, None] * hidden_stride + at[None, :],
                 mask=same_label[:, None] & inside[None, :],

@@ -214,8 +214,8 @@ def gradient_scales(
     Returns:
         ``scale [N]``, ``at_label [N]``, and ``scale hidden [N, H]``, rounded once, in its dtype (or ``None``).
     """
-    zero = found.lse.new_zeros(()).expand_as(found.lse)
-    p_coef, label_coef = (zero if coef is None else coef for coef in (p_coef, label_coef))
+    p_coef = torch.zeros_like(found.lse) if p_coef is None else p_coef
+    label_coef = torch.zeros_like(found.lse) if label_coef is None else label_coef
     scaled = None if hidden is None else torch.empty(hidden.shape, dtype=hidden.dtype, device=hidden.device)
     at_label = torch.empty_like(found.lse) if at_label is None else at_label
     if backend == "torch":

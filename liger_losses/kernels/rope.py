@@ -6,16 +6,15 @@ gradients: it needs cos and sin, but not q and k.
 
 from __future__ import annotations
 
-import os
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from liger_losses.kernels._triton import BACKEND_VARIABLE, Launcher, choose_backend, device_of, jit, tl, warn_once
+from liger_losses.kernels._triton import Launcher, choose_backend, device_of, jit, tl, warn_once
 from liger_losses.kernels.autograd import once_differentiable
-from liger_losses.kernels.kernel_operators import operator, records_nothing
+from liger_losses.kernels.kernel_operators import operator
 from liger_losses.kernels.prepared import Prepared
 from liger_losses.kernels.rows import power_of_two
 
@@ -63,39 +62,6 @@ def rope(
 
     Source: Su et al., arXiv:2104.09864.
     """
-    if records_nothing():
-        settings = interleaved, unsqueeze_dim, backend, os.environ.get(BACKEND_VARIABLE)
-        rotate = _prepared.of(settings, (q, k, cos, sin), lambda: _prepare(q, k, cos, sin, *settings[:3]))
-        return rotate(q, k, cos, sin)
-    return _checked(q, k, cos, sin, interleaved, unsqueeze_dim, backend)
-
-
-def _prepare(
-    q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, unsqueeze_dim: int, backend: str | None
-) -> Callable[..., tuple[Tensor, Tensor]]:
-    """What rotates tensors of one kind, without a gradient."""
-    how = interleaved, unsqueeze_dim, backend
-    _checked(q, k, cos, sin, *how)  # raises for what is wrong
-    adjacent = all(x.stride(-1) == 1 for x in (q, k, cos, sin))
-    if not adjacent or choose_backend(backend, (q, k, cos, sin)) != "triton":
-        return lambda q, k, cos, sin: _checked(q, k, cos, sin, *how)
-    batched = cos.dim() == 3
-    outputs = _like((q, k), dtypes := _dtypes(q, k, cos, sin))
-    angles = (cos, sin) if batched else (cos[None], sin[None])
-    launch = _Launch((q, outputs[0], k, outputs[1], *angles), Layout(interleaved, unsqueeze_dim), False)
-
-    def rotate(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-        q_out, k_out = torch.empty_like(q, dtype=dtypes[0]), torch.empty_like(k, dtype=dtypes[1])
-        with device_of(q):
-            launch((q, q_out, k, k_out, cos, sin))
-        return q_out, k_out
-
-    return rotate
-
-
-def _checked(
-    q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, unsqueeze_dim: int, backend: str | None
-) -> tuple[Tensor, Tensor]:
     if unsqueeze_dim not in (1, 2):
         raise ValueError(f"unsqueeze_dim must be the dimension of the heads, 1 or 2, got {unsqueeze_dim}.")
     if q.dim() != 4 or k.dim() != 4:
@@ -262,7 +228,6 @@ class _Launch:
 
 
 _launches: Prepared[_Launch] = Prepared()
-_prepared: Prepared[Callable[..., tuple[Tensor, Tensor]]] = Prepared()
 
 
 @jit

@@ -126,7 +126,6 @@ class DistillationLoss(ChunkedLoss):
     positions: ClassVar[tuple[str, ...]] = ("divergence", *_WEIGHTS, *_OTHERS)
 
     def check_options(self) -> None:
-        super().check_options()
         if not isinstance(self.divergence, Divergence):
             raise TypeError(
                 f"divergence must be a Divergence, such as Divergence.forward_kl(), got {self.divergence!r}."

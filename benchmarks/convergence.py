@@ -176,8 +176,8 @@ def short_words(completions: list[Any], **_: Any) -> list[float]:
 
 
 def mostly_short_words(completions: list[Any], **_: Any) -> list[float]:
-    """1 where at least two thirds of the words are short, else 0."""
-    return [float(share >= 2 / 3) for share in short_words(completions)]
+    """1 where at least seven of eight words are short, else 0."""
+    return [float(share >= 7 / 8) for share in short_words(completions)]
 
 
 def make_trainer(args: argparse.Namespace, model: Any, tokenizer: Any, gpu: bool) -> Any:

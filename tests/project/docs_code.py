@@ -36,4 +36,6 @@ def write():
 
 if __name__ == "__main__":
     write()
-    sys.exit(subprocess.run([sys.executable, "-m", "mypy", *map(str, FOLDER.glob("*.py"))], cwd=ROOT).returncode)
+    # What the blocks import is checked elsewhere, or, like benchmarks, not at all.
+    command = [sys.executable, "-m", "mypy", "--follow-imports=silent", *map(str, FOLDER.glob("*.py"))]
+    sys.exit(subprocess.run(command, cwd=ROOT).returncode)

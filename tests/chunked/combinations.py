@@ -565,7 +565,9 @@ def check(row: Row, part: Any = None) -> None:
         error, rounded = (float((v.detach().double() - e.detach()).abs().max()) for v in (a, p))
         allowed = 2 * rounded + (1e-12 if row.dtype == "float64" else 1e-5) * (1 + float(e.detach().abs().max()))
         assert error <= allowed, f"result {i}: error {error:.3e}, allowed {allowed:.3e}"
-    size = 4 * max(float(leaf.detach().double().norm()) for leaf in wide.of_leaves())
+    # Logits of the token with an unlikely label are large, and rounded as such; ranks run few rows of them.
+    norms = [float(tensor.norm()) for tensor in wide.tensors.values() if tensor.is_floating_point()]
+    size = 0.0 if row.labels == "random" else max(norms) * (2.0 if part is None else 0.5)
     others = gradients(rough, clean.of_leaves()), gradients(exact, wide.of_leaves())
     for name, a, p, e in zip(given.leaves, ours, *others, strict=True):
         if part is not None and name.split()[0] in ("weight", "bias", "b"):

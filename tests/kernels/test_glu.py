@@ -31,26 +31,39 @@ FORMS = [{"activation": name, "limit": limit} for name in ACTIVATIONS for limit 
 FORMS += [{"activation": "silu", "limit": 1.5, "alpha": 1.702, "up_offset": 1.0}]
 
 
-@pytest.mark.parametrize("columns", [1, 33, 2500])
-@pytest.mark.parametrize("form", FORMS, ids=str)
-def test_glu(backend, dtype, form, columns):
-    rows = 6 if columns > 1 else 60
-    inputs = (normal(rows, columns, dtype=dtype, scale=2.0), normal(rows, columns, dtype=dtype, seed=1))
-    check(lambda g, u: glu(g, u, backend=backend, **form), lambda g, u: plain_glu(g, u, **form), inputs)
+#: How gate and up are given, and in how many tensors: two, or one that has them as halves or in turns.
+LAYERS = {"two": 2, "halves": 1, "interleaved": 1}
 
 
-@pytest.mark.parametrize("interleaved", [False, True])
-@pytest.mark.parametrize("columns", [1, 33, 2500])
-@pytest.mark.parametrize("form", FORMS[::3], ids=str)
-def test_glu_fused(backend, dtype, form, columns, interleaved):
-    def plain(both):
-        gate, up = (both[..., ::2], both[..., 1::2]) if interleaved else both.chunk(2, -1)
-        return plain_glu(gate, up, **form)
+def plain_of(inner, layout, **form):
+    if layout != "two":
+        (both,) = inner
+        inner = (both[..., ::2], both[..., 1::2]) if layout == "interleaved" else both.chunk(2, -1)
+    return plain_glu(*inner, **form)
 
-    def ours(both):
-        return glu_fused(both, interleaved=interleaved, backend=backend, **form)
 
-    check(ours, plain, (normal(2, 3 if columns > 1 else 20, 2 * columns, dtype=dtype, scale=2.0),))
+def inner_of(layout, *shape, dtype):
+    """Gate and up of ``shape``."""
+    *rows, columns = shape
+    count = LAYERS[layout]
+    return [normal(*rows, columns * 2 // count, dtype=dtype, scale=2.0, seed=i) for i in range(count)]
+
+
+@pytest.mark.parametrize(
+    ("form", "layout", "columns"),
+    [(form, "two", 33) for form in FORMS]
+    + [(form, layout, 33) for form in FORMS[::3] for layout in ("halves", "interleaved")]
+    + [(FORMS[0], layout, columns) for layout in LAYERS for columns in (1, 2500)],
+    ids=str,
+)
+def test_glu(backend, dtype, form, layout, columns):
+    def ours(*inner):
+        if layout == "two":
+            return glu(*inner, backend=backend, **form)
+        return glu_fused(*inner, interleaved=layout == "interleaved", backend=backend, **form)
+
+    inner = inner_of(layout, 2, 3 if columns > 1 else 30, columns, dtype=dtype)
+    check(ours, lambda *inner: plain_of(inner, layout, **form), inner)
 
 
 @pytest.mark.parametrize("limit", [1.3, 1.302, 1.5, 2.0, 7.0])
@@ -72,23 +85,16 @@ def test_glu_rounds_where_eager_pytorch_rounds(backend, form):
     assert same.float().mean() > 0.995
 
 
-@pytest.mark.parametrize("layout", ["two", "halves", "interleaved"])
+@pytest.mark.parametrize("layout", LAYERS)
 @pytest.mark.parametrize("form", FORMS[::3], ids=str)
 def test_glu_linear(backend, dtype, form, layout):
-    def plain(*inputs):
-        *inner, weight, bias = inputs
-        if layout != "two":
-            (both,) = inner
-            inner = (both[..., ::2], both[..., 1::2]) if layout == "interleaved" else both.chunk(2, -1)
-        return F.linear(plain_glu(*inner, **form), weight, bias)
-
     def ours(*inputs):
         gate, up = (inputs[0], inputs[1]) if layout == "two" else (inputs[0], None)
         return glu_linear(gate, up, *inputs[-2:], interleaved=layout == "interleaved", backend=backend, **form)
 
-    width = 33 if layout == "two" else 66
-    inner = [normal(2, 5, width, dtype=dtype, scale=2.0, seed=i) for i in range(2 if layout == "two" else 1)]
-    check(ours, plain, (*inner, normal(7, 33, dtype=dtype, seed=5), normal(7, dtype=dtype, seed=6)))
+    inner = inner_of(layout, 2, 5, 33, dtype=dtype)
+    layer = normal(7, 33, dtype=dtype, seed=5), normal(7, dtype=dtype, seed=6)
+    check(ours, lambda *inputs: F.linear(plain_of(inputs[:-2], layout, **form), *inputs[-2:]), (*inner, *layer))
 
 
 def test_glu_linear_keeps_no_product(backend):
@@ -144,9 +150,6 @@ def test_a_second_backward_of_glu_linear(backend):
         out.sum().backward()
 
 
-LAYERS = {"two": 2, "halves": 1, "interleaved": 1}
-
-
 def mlp_of(layout, dtype=torch.float32, bias=True, width=33):
     """The input of an MLP, and weight and bias of its layers, the last of which is down."""
     shapes = [(width * 2 // LAYERS[layout], 8)] * LAYERS[layout] + [(7, width)]
@@ -159,11 +162,7 @@ def mlp_of(layout, dtype=torch.float32, bias=True, width=33):
 
 def plain_mlp(x, layers, layout, **form):
     *inner, down = layers
-    inner = [F.linear(x, *layer) for layer in inner]
-    if layout != "two":
-        (both,) = inner
-        inner = (both[..., ::2], both[..., 1::2]) if layout == "interleaved" else both.chunk(2, -1)
-    return F.linear(plain_glu(*inner, **form), *down)
+    return F.linear(plain_of([F.linear(x, *layer) for layer in inner], layout, **form), *down)
 
 
 def our_mlp(x, layers, layout, backend=None, **form):
@@ -171,9 +170,12 @@ def our_mlp(x, layers, layout, backend=None, **form):
     return glu_mlp(x, gate, up, down, interleaved=layout == "interleaved", backend=backend, **form)
 
 
-@pytest.mark.parametrize("bias", [True, False])
-@pytest.mark.parametrize("layout", LAYERS)
-@pytest.mark.parametrize("form", FORMS[::3], ids=str)
+@pytest.mark.parametrize(
+    ("form", "layout", "bias"),
+    [(form, layout, True) for form in FORMS[::3] for layout in LAYERS]
+    + [(FORMS[0], layout, False) for layout in LAYERS],
+    ids=str,
+)
 def test_glu_mlp(backend, dtype, form, layout, bias):
     x, layers = mlp_of(layout, dtype, bias)
     given = [tensor for layer in layers for tensor in layer if tensor is not None]

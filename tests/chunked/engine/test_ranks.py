@@ -81,7 +81,9 @@ def combinations(parts, chosen=SHARED):
 
 
 def in_triton(parts):
-    combinations(parts, IN_TRITON[::4])
+    """Some of them, and all whose blocks hold exponentials."""
+    of_exponentials = [row for row in IN_TRITON if row.asks in ("logp", "metrics") and row.bias != "trained"]
+    combinations(parts, list(dict.fromkeys([*of_exponentials, *IN_TRITON[:13:4]])))
 
 
 def all_in_triton(parts):

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 from torch.autograd.function import once_differentiable as _once_differentiable
 
 from liger_losses.kernels._triton import Launcher, jit, tl, triton
@@ -30,6 +31,11 @@ def once_differentiable(backward: Callable[..., Any]) -> Callable[..., Any]:
         return inner(ctx, *gradients)
 
     return wrapped
+
+
+def records_tangents() -> bool:
+    """Whether forward-mode differentiation may be on; torch has no public name for that."""
+    return getattr(forward_ad, "_current_level", 0) >= 0
 
 
 #: Whether a transform of ``torch.func`` runs. None reaches into kernels that write to given memory.

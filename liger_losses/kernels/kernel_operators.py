@@ -8,17 +8,15 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd import forward_ad
 
-from liger_losses.kernels.autograd import NO_TRANSFORMS, within_transform
+from liger_losses.kernels.autograd import NO_TRANSFORMS, records_tangents, within_transform
 
 
 def records_nothing() -> bool:
     """Whether neither autograd, a transform nor torch.compile records what runs now."""
     if torch.compiler.is_dynamo_compiling():
         return False
-    # torch has no public name for whether forward-mode differentiation is on.
-    return not (torch.is_grad_enabled() or within_transform() or getattr(forward_ad, "_current_level", 0) >= 0)
+    return not (torch.is_grad_enabled() or within_transform() or records_tangents())
 
 
 def operator(

@@ -73,7 +73,7 @@ def ask_about_labels(labels: Tensor, ignore_index: int = -100) -> None:
     backend = choose_backend(None, [(labels.device, torch.float32)])
     facts = _ask([labels.view(-1)], ignore_index, backend)
     place = _place(labels, ignore_index)
-    _asked[place] = _Asked(weakref.ref(labels, lambda gone: _forget(place, gone)), _version(labels), facts)
+    _asked[place] = _Asked(weakref.ref(labels, lambda gone: _forget(place, gone)), version_of(labels), facts)
     if len(_asked) > _MOST_ASKED:
         _asked.popitem(last=False)
 
@@ -85,7 +85,7 @@ def facts_of_labels(labels: list[Tensor], ignore_index: int, backend: str) -> La
         RuntimeError: a CUDA graph is being captured.
     """
     asked = _asked.get(_place(labels[0], ignore_index)) if len(labels) == 1 and _asked else None
-    if asked is not None and asked.version == _version(labels[0]) >= 0:
+    if asked is not None and asked.version == version_of(labels[0]) >= 0:
         return asked.facts
     return _ask(labels, ignore_index, backend)
 
@@ -104,6 +104,6 @@ def _place(labels: Tensor, ignore_index: int) -> tuple[Any, ...]:
     return labels.device, labels.data_ptr(), labels.numel(), labels.dtype, int(ignore_index)
 
 
-def _version(tensor: Tensor) -> int:
+def version_of(tensor: Tensor) -> int:
     """Counts the in-place operations on a tensor's memory; torch has no public name for it. -1 where it does not."""
     return -1 if tensor.is_inference() else getattr(tensor, "_version", -1)

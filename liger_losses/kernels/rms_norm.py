@@ -17,6 +17,7 @@ from torch import Tensor
 from liger_losses.kernels._triton import BACKEND_VARIABLE, device_of, jit, tl
 from liger_losses.kernels.autograd import once_differentiable
 from liger_losses.kernels.kernel_operators import operator, records_nothing, where_needed
+from liger_losses.kernels.plain import is_plain
 from liger_losses.kernels.prepared import Prepared
 from liger_losses.kernels.rows import (
     Forward,
@@ -147,7 +148,7 @@ def _options(eps: float, offset: float, multiply: str, gate_first: bool = False)
 
 
 def _apply(inputs: _Inputs, options: Options, backend: str | None) -> Any:
-    if records_nothing():
+    if records_nothing() and is_plain(*[tensor for tensor in inputs if tensor is not None]):
         settings = options, backend, os.environ.get(BACKEND_VARIABLE)
         return _prepared.of(settings, inputs, lambda: _prepare(inputs, options, backend))(inputs)
     return _checked(inputs, options, backend)

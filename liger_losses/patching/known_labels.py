@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from liger_losses.chunked.engine.tokens import shift_labels
-from liger_losses.kernels.reading import ask_about_labels
+from liger_losses.kernels.reading import ask_about_labels, version_of
 
 _IGNORE_INDEX = -100
 
@@ -25,18 +25,20 @@ class LossOfKnownLabels:
     Attributes:
         function: the model's own.
         added: the names of the model's attributes that are there because of this one.
-        shifted: the labels of the forward that is running, and these shifted.
+        shifted: the labels of the forward that is running, their version, and these labels shifted.
     """
 
     def __init__(self, function: Callable[..., Any]) -> None:
         self.function, self.added = function, frozenset[str]()
-        self.shifted: tuple[Tensor, Tensor] | None = None
+        self.shifted: tuple[Tensor, int, Tensor] | None = None
 
     def __call__(self, logits: Any, labels: Any, *args: Any, **kwargs: Any) -> Any:
-        if not torch.compiler.is_dynamo_compiling() and self.shifted is not None:
-            (given, shifted), self.shifted = self.shifted, None
+        known = None if torch.compiler.is_dynamo_compiling() else self.shifted
+        if known is not None:
+            (given, version, shifted), self.shifted = known, None
             usual = kwargs.get("ignore_index", _IGNORE_INDEX) == _IGNORE_INDEX
-            if given is labels and usual and kwargs.get("shift_labels") is None:
+            same = given is labels and version_of(labels) == version >= 0  # they may have been changed in place
+            if same and usual and kwargs.get("shift_labels") is None:
                 kwargs["shift_labels"] = shifted
         return self.function(logits, labels, *args, **kwargs)
 
@@ -63,7 +65,7 @@ def ask_for_loss(model: Any, args: Any, kwargs: dict[str, Any]) -> None:
     if type(labels) is Tensor and labels.dtype == torch.int64 and labels.dim() == 2:
         shifted = shift_labels(labels, _IGNORE_INDEX)
         ask_about_labels(shifted, _IGNORE_INDEX)
-        loss.shifted = labels, shifted
+        loss.shifted = labels, version_of(labels), shifted
 
 
 def forget_labels(model: Any) -> None:

@@ -67,12 +67,12 @@ def compute_statistics(
         outputs = _LinearStatistics.apply(call, known, *tensors)
         return dict(zip(call.outputs, outputs, strict=True))
     weight, bias, *hidden = tensors
-    with torch.no_grad(), _without_autocast(weight):
+    with torch.no_grad(), without_autocast(weight):
         values, _ = passes_of(call, weight, bias, hidden).statistics()
     return {name: call.tokens.scatter(values[name]) for name in dict.fromkeys((*call.outputs, *others))}
 
 
-def _without_autocast(weight: Tensor) -> AbstractContextManager[Any]:
+def without_autocast(weight: Tensor) -> AbstractContextManager[Any]:
     """Autocast is off, and the weight's device current, where Triton launches: a model may be spread over several GPUs.
 
     Switching autocast off costs the host as much as several launches: only where it is on.
@@ -100,7 +100,7 @@ class _LinearStatistics(torch.autograd.Function):
     ) -> tuple[Tensor, ...]:
         ctx.set_materialize_grads(False)
         ctx.call, ctx.block, ctx.unit_gradient = call, None, None
-        with _without_autocast(weight):
+        with without_autocast(weight):
             stream = passes_of(call, weight, bias, hidden)
             if known is not None:
                 values = {name: call.tokens.gather_all(value) for name, value in known.items()}
@@ -132,7 +132,7 @@ class _LinearStatistics(torch.autograd.Function):
             for name, g in zip(call.query.statistics, upstream, strict=False)
             if g is not None
         }
-        with _without_autocast(weight):
+        with without_autocast(weight):
             if ctx.unit_gradient is not None:
                 scaled = passes_of(call, weight, bias, hidden, multiplies=False).scaled(ctx.unit_gradient, gradients)
                 return None, None, None, None, *scaled
@@ -177,7 +177,7 @@ def _run(
     gradients: list[Tensor | None] = [None] * len(tensors)
     for call, places in zip(calls, uses, strict=True):
         weight, bias, *hidden = [tensors[i] for i in places]
-        with _without_autocast(weight):
+        with without_autocast(weight):
             loss, values, found = passes_of(call, weight, bias, hidden).token_loss()
         losses.append(loss)
         outputs += [call.tokens.scatter(values[name]) for name in call.outputs]

@@ -18,17 +18,24 @@ import torch
 from torch import Tensor, nn
 
 from liger_losses.chunked.engine.accumulation import side_by_side
+from liger_losses.chunked.engine.autograd_functions import without_autocast
 from liger_losses.chunked.engine.decision import decide
 from liger_losses.chunked.engine.head import Head
 from liger_losses.chunked.engine.plan import EngineOptions, default_bound, is_small, padded
 from liger_losses.chunked.engine.query import EqualWeights, Query
 from liger_losses.chunked.engine.tokens import check_right
 from liger_losses.kernels._triton import BACKEND_VARIABLE
-from liger_losses.kernels.autograd import Scaling, once_differentiable, within_transform
+from liger_losses.kernels.autograd import (
+    Scaling,
+    autocast_dtype,
+    once_differentiable,
+    records_tangents,
+    within_transform,
+)
 from liger_losses.kernels.linear_stats import MaskedStatistics
 from liger_losses.kernels.logit_transform import LogitTransform
 from liger_losses.kernels.masked_rows import Derivatives, MaskedRows, RowGradients, RowStatistics
-from liger_losses.kernels.matmul import ALIGNED, MIN_CUT_SIZE, matmul
+from liger_losses.kernels.matmul import ALIGNED, MIN_CUT_SIZE, matmul, matmul_into
 
 #: Plain tensors, which have memory and no overridden behaviour.
 _PLAIN = frozenset((Tensor, nn.Parameter))
@@ -60,12 +67,15 @@ def straight_statistics(
         how = Query(names), EngineOptions(*options), LogitTransform(*transform)
         return _prepared(hidden_states, weight, labels, *how)
 
+    if isinstance(transform[0], Tensor):  # a temperature for each token
+        return None
     weight, transform = _opened(weight, transform)
     line = _line((names, options, transform), hidden_states, weight, labels, prepare)
     if line is None:
         return None
     if line.strategy == "statistics":
-        return line.statistics(hidden_states, weight, labels)
+        with without_autocast(weight):
+            return line.statistics(hidden_states, weight, labels)
     return _Statistics.apply(line, hidden_states, weight, labels)
 
 
@@ -78,7 +88,7 @@ def straight_loss(
     transform: tuple[Any, ...],
 ) -> Tensor | None:
     """``sum_t sum_s weights[s] s_t`` of ``logp`` and ``mean_logp``; ``None`` where the call has no straight line."""
-    if weights is None:
+    if weights is None or isinstance(transform[0], Tensor):
         return None
 
     def prepare() -> StraightLine | None:
@@ -108,12 +118,14 @@ def _line(
     settings: Hashable, hidden: Any, weight: Any, labels: Any, prepare: Callable[[], StraightLine | None]
 ) -> StraightLine | None:
     """The line of a call, which is prepared the first time."""
-    if type(hidden) not in _PLAIN or type(weight) not in _PLAIN or type(labels) is not Tensor or within_transform():
+    plain = type(hidden) in _PLAIN and type(weight) in _PLAIN and type(labels) is Tensor
+    # Autograd keeps no labels that were made in inference mode.
+    if not plain or labels.is_inference() or within_transform() or records_tangents():
         return None
     try:
         device = weight.device
         key = (
-            *(settings, torch.is_grad_enabled(), torch.is_autocast_enabled(device.type), default_bound()),
+            *(settings, torch.is_grad_enabled(), autocast_dtype(device), default_bound(), weight.data_ptr() % 16),
             *(os.environ.get(BACKEND_VARIABLE), device, torch.cuda.current_device() if weight.is_cuda else None),
             *(weight.shape, weight.stride(), weight.dtype, weight.requires_grad, hidden.device, hidden.data_ptr() % 16),
             *(hidden.shape, hidden.stride(), hidden.dtype, hidden.requires_grad),
@@ -123,6 +135,8 @@ def _line(
     except (RuntimeError, TypeError):  # tensors without strides or memory; options that cannot be hashed
         return None
     if line is _lines:
+        if weight.is_cuda and torch.cuda.is_current_stream_capturing():
+            return None
         try:
             line = prepare()
         except (TypeError, ValueError):  # of which the usual way tells the user
@@ -149,9 +163,7 @@ def _prepared(
     decision = decide((hidden,), head, (labels,), query, options)
     run = decision.run(tokens, True)
     dtypes = {hidden.dtype, weight.dtype, run.work.operand_dtype, run.grad_weight_dtype}
-    here = not weight.is_cuda or (
-        weight.get_device() == torch.cuda.current_device() and not torch.cuda.is_current_stream_capturing()
-    )
+    here = not weight.is_cuda or weight.get_device() == torch.cuda.current_device()
     known = run.strategy == "one_pass" if query.separable else {*query.statistics} <= NAMES
     alike = len(dtypes) == 1 and run.work.logits_dtype == torch.float32 and not head.batch_invariant
     if not (decision.backend == "triton" and here and known and alike):
@@ -243,9 +255,12 @@ class StraightLine:
         """The gradients by hidden states and weight, where they are needed."""
         grads: list[Tensor | None] = [None, None]
 
+        if needs[0]:  # allocated on the caller's stream, as the product may run on another
+            grads[0] = torch.empty(hidden_states.shape, dtype=weight.dtype, device=self.device)
+
         def of_hidden() -> None:
-            product = matmul(found.grad, weight, weight.dtype)
-            grads[0] = product if hidden_states.dim() == 2 else product.view(hidden_states.shape)
+            if grads[0] is not None:
+                matmul_into(self.flat(grads[0]), found.grad, weight)
 
         def of_weight() -> None:
             grads[1] = matmul(found.grad.t(), found.hidden, weight.dtype)
@@ -261,8 +276,9 @@ class _Statistics(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, line: StraightLine, hidden: Tensor, weight: Tensor, labels: Tensor) -> tuple[Tensor, ...]:
         ctx.set_materialize_grads(False)
-        ctx.line, ctx.block = line, line.projected(line.flat(hidden), weight)
-        values = line.row_statistics(ctx.block, labels)
+        with without_autocast(weight):
+            ctx.line, ctx.block = line, line.projected(line.flat(hidden), weight)
+            values = line.row_statistics(ctx.block, labels)
         ctx.save_for_backward(hidden, weight, labels, values.lse, values.entropy)
         # Users may change an output in place; what backward needs must not change with it.
         named = zip(line.names, line.named(values, labels), strict=True)
@@ -274,13 +290,14 @@ class _Statistics(torch.autograd.Function):
         line: StraightLine = ctx.line
         hidden_states, weight, labels, lse, entropy = ctx.saved_tensors
         hidden = line.flat(hidden_states)
-        # Gradients overwrite the block: a second backward computes it again.
-        block, ctx.block = ctx.block, None
-        block = line.projected(hidden, weight) if block is None else block
         given = {name: None if g is None else g.contiguous() for name, g in zip(line.names, upstream, strict=True)}
         derivatives = Derivatives(given.get("lse"), given.get("logp"), given.get("entropy"))
-        found = line.rows.gradients(block, labels, hidden, lse, entropy, derivatives)
-        return None, *line.products(found, hidden_states, weight, ctx.needs_input_grad[1:3]), None
+        # Gradients overwrite the block: a second backward computes it again.
+        block, ctx.block = ctx.block, None
+        with without_autocast(weight):
+            block = line.projected(hidden, weight) if block is None else block
+            found = line.rows.gradients(block, labels, hidden, lse, entropy, derivatives)
+            return None, *line.products(found, hidden_states, weight, ctx.needs_input_grad[1:3]), None
 
 
 class _Loss(torch.autograd.Function):
@@ -290,15 +307,17 @@ class _Loss(torch.autograd.Function):
     def forward(ctx: Any, line: StraightLine, hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
         ctx.line = line
         ctx.save_for_backward(hidden, weight, labels)
-        loss, ctx.gradients = line.loss(hidden, weight, labels, ctx.needs_input_grad[1:3])
+        with without_autocast(weight):
+            loss, ctx.gradients = line.loss(hidden, weight, labels, ctx.needs_input_grad[1:3])
         return loss
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, upstream: Tensor) -> tuple[Any, ...]:
-        hidden, weight, labels = ctx.saved_tensors
         gradients, ctx.gradients = ctx.gradients, None
         if gradients is None:  # the first backward scaled them in place and returned them
-            _, gradients = ctx.line.loss(hidden, weight, labels, ctx.needs_input_grad[1:3])
+            hidden, weight, labels = ctx.saved_tensors
+            with without_autocast(weight):
+                _, gradients = ctx.line.loss(hidden, weight, labels, ctx.needs_input_grad[1:3])
         ctx.line.scaling(upstream, *[grad for grad in gradients if grad is not None])
         return None, *gradients, None

@@ -90,6 +90,7 @@ def check_right(right: Tensor, labels: Tensor, vocab_size: int, ignore_index: in
     if not host_checks(labels.device):
         torch._assert_async(right)
     elif not right:
+        right.fill_(True)  # of the next call
         found = labels[labels != ignore_index]
         _check_vocabulary([int(found.amin()), int(found.amax())], vocab_size, ignore_index)
 

@@ -40,14 +40,15 @@ class Pending:
 
     @cached_property
     def moves(self) -> tuple[Tensor, Tensor]:
-        """``[N // 2]`` rows that move, N for none, and where to: of the first M, those that do not count are taken."""
-        n = len(self.counts)
-        first = torch.arange(n, device=self.counts.device) < self.total
+        """``[N // 2]`` rows that move, N for none, and where to: of the first M or a few more, those that do not count
+        are taken, and what is not taken keeps its own row."""
+        n, rounded = len(self.counts), ROUNDED.get(self.counts.device.type, 1)
+        first = torch.arange(n, device=self.counts.device) < (self.total + rounded - 1) // rounded * rounded
         sources, targets = (
             torch.nonzero_static(found, size=n // 2, fill_value=n).squeeze(-1)
             for found in (self.counts & ~first, first & ~self.counts)
         )
-        return sources, targets
+        return sources, targets.masked_fill(sources == n, n)
 
     @cached_property
     def order(self) -> Tensor:

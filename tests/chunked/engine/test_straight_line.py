@@ -148,6 +148,54 @@ def test_what_was_changed_before_backward():
     labels.clamp_(min=0)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         logps.sum().backward()
+    loss = LigerFusedLinearCrossEntropyLoss(backend="triton")(weight, hidden, labels)
+    labels.zero_()  # gradients were computed in forward
+    loss.backward(retain_graph=True)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
+@pytest.mark.parametrize("loss", [True, False])
+def test_autocast_that_begins_before_backward(loss):
+    hidden, weight, labels = problem(torch.float32)
+
+    def gradients(autocast):
+        if loss:
+            value = LigerFusedLinearCrossEntropyLoss(backend="triton")(weight, hidden, labels)
+        else:
+            value = linear_logps(hidden, weight, labels, backend="triton").sum()
+        with torch.autocast(DEVICE, torch.bfloat16, enabled=autocast):
+            return [torch.autograd.grad(value, (hidden, weight), retain_graph=True) for _ in range(2)]
+
+    assert lines() == (0, 0)
+    for found, expected in zip(gradients(True), gradients(False), strict=True):
+        assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+    assert lines() == (1, 1)
+
+
+def test_labels_of_inference_mode():
+    hidden, weight, labels = problem(torch.float32)
+    with torch.inference_mode():
+        labels = labels.clone()
+    LigerFusedLinearCrossEntropyLoss(backend="triton")(weight, hidden, labels).backward()
+    assert weight.grad is not None
+
+
+def test_alignment_of_the_weight():
+    """Kernels are compiled for it."""
+    hidden, weight, labels = problem(torch.float32)
+    shifted = torch.cat([weight.detach().flatten()[:1], weight.detach().flatten()])[1:].view_as(weight)
+    for each in (weight.detach(), shifted):
+        linear_logps(hidden.detach(), each, labels, backend="triton")
+    assert lines()[0] == 2
+
+
+def test_temperatures_of_tokens_are_not_kept():
+    hidden, weight, labels = problem(torch.float32)
+    for head in (weight, Head(weight)):
+        temperature = torch.full(TOKENS, 0.5, device=DEVICE)
+        LigerFusedLinearCrossEntropyLoss(backend="triton", temperature=temperature)(head, hidden, labels).backward()
+    assert lines() == (0, 0)
 
 
 def test_which_calls_have_a_line():

@@ -238,6 +238,23 @@ def test_numbers_of_rows_are_rounded(zeros, rounded, multiplied, counts, monkeyp
     torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-12)
 
 
+def test_rows_beside_those_that_count_are_their_own(counts, monkeypatch):
+    """The number of rows is rounded up: a row that is multiplied beside the others, with 0, must not hold the logits of
+    a token that moved away, whose exponentials relative to another token's log-sum-exp have no end."""
+    monkeypatch.setattr(zero_rows, "ROUNDED", {"cpu": 64})
+    hidden, weight, labels, _ = problem(200, H, V, masked=0.0)
+    counted = torch.arange(200).sub(40).abs() < 40
+    hidden = (hidden.detach() * torch.where(counted, 200.0, 1e-3)[:, None]).requires_grad_()
+    options = EngineOptions(strategy="resident")
+    found = linear_statistics(hidden, weight, labels, ("logp", "entropy"), options=options)
+    counted &= torch.arange(200) >= 40
+    loss = ((found.logp + found.entropy) * counted).sum()
+    ours = torch.autograd.grad(loss, [hidden, weight])
+    assert counts == [64]
+    assert all(grad.isfinite().all() for grad in ours)
+    assert not ours[0][~counted].any()
+
+
 @pytest.mark.parametrize("backend", ["torch", "triton"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_rows_move(backend, dtype):

@@ -127,11 +127,15 @@ class _Merge(torch.autograd.Function):
             if wrong():
                 raise RuntimeError(
                     "a sequence whose coefficient is 0 has a gradient: the loss has a term, such as a KL penalty or an "
-                    "entropy bonus, that is not multiplied by the coefficients. Run all sequences with a gradient: "
+                    "entropy bonus, that is not multiplied by the coefficients. The gradients that were written are "
+                    "wrong: set them to None. Run all sequences with a gradient: "
                     "without split_by_coefficient, or with liger_losses.trl.enable(skip_zero_advantages=False)."
                 )
 
-        _at_the_end_of_backward(check)
+        if gradient.is_cuda:
+            _at_the_end_of_backward(check)
+        else:
+            check()
         # NaN where theirs is not finite, as it would be in the whole batch's gradients.
         found = gradient[rows] if len(rows) else gradient.new_zeros(ctx.shape)
         return found + 0 * without.sum(), None, None, None

@@ -126,9 +126,11 @@ def test_a_gradient_where_there_is_no_coefficient_is_an_error(queues, monkeypatc
     """At the end of backward; at once where torch has no name for that."""
     if not queues:
         monkeypatch.setattr(sequences, "_queue_callback", None)
-    found = split_by_coefficient(Model(), COEFFICIENTS["some"])
+    model = Model()
+    found = split_by_coefficient(model, COEFFICIENTS["some"])
     with pytest.raises(RuntimeError, match=r"a sequence whose coefficient is 0 has a gradient"):
         found["a"].logps.sum().backward()
+    assert all(p.grad is None for p in model.layers.parameters())  # where the host can read the values at once
 
 
 @pytest.mark.parametrize("outputs", [torch.zeros(4, T), torch.tensor(1.0), "words"], ids=["4", "scalar", "words"])

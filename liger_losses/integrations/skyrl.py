@@ -88,7 +88,12 @@ _REPLACEMENTS = Replacements(
     ),
 )
 
-install = _REPLACEMENTS.install
-"""Replace SkyRL's fused head, now or when SkyRL imports it."""
-uninstall = _REPLACEMENTS.uninstall
-"""Restore what :func:`install` replaced."""
+
+def install() -> None:
+    """Replace SkyRL's fused head, now or when SkyRL imports it."""
+    _REPLACEMENTS.install()
+
+
+def uninstall() -> None:
+    """Restore what :func:`install` replaced."""
+    _REPLACEMENTS.uninstall()

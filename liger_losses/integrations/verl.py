@@ -64,11 +64,16 @@ REPLACEMENTS = Replacements(
     *verl_distillation.PLACES,
 )
 
-install = REPLACEMENTS.install
-"""Replace verl's fused heads and its distillation, now or when verl imports them.
 
-The heads are ``FusedLinearForPPO.forward``, of the FSDP engine with the backends ``torch`` and ``liger``, and
-``linear_cross_entropy``, of the FSDP engine with the backend ``triton`` and of the Megatron engine.
-"""
-uninstall = REPLACEMENTS.uninstall
-"""Restore what :func:`install` replaced."""
+def install() -> None:
+    """Replace verl's fused heads and its distillation, now or when verl imports them.
+
+    The heads are ``FusedLinearForPPO.forward``, of the FSDP engine with the backends ``torch`` and ``liger``, and
+    ``linear_cross_entropy``, of the FSDP engine with the backend ``triton`` and of the Megatron engine.
+    """
+    REPLACEMENTS.install()
+
+
+def uninstall() -> None:
+    """Restore what :func:`install` replaced."""
+    REPLACEMENTS.uninstall()

@@ -24,12 +24,13 @@ class LossOfKnownLabels:
 
     Attributes:
         function: the model's own.
+        kind: the model's ``loss_type``, which names the function.
         added: the names of the model's attributes that are there because of this one.
         shifted: the labels of the forward that is running, their version, and these labels shifted.
     """
 
-    def __init__(self, function: Callable[..., Any]) -> None:
-        self.function, self.added = function, frozenset[str]()
+    def __init__(self, function: Callable[..., Any], kind: Any) -> None:
+        self.function, self.kind, self.added = function, kind, frozenset[str]()
         self.shifted: tuple[Tensor, int, Tensor] | None = None
 
     def __call__(self, logits: Any, labels: Any, *args: Any, **kwargs: Any) -> Any:
@@ -50,7 +51,7 @@ def know_labels(model: Any) -> None:
         inspect.signature(function).parameters
     ):
         return
-    before, wrapper = set(vars(model)), LossOfKnownLabels(function)
+    before, wrapper = set(vars(model)), LossOfKnownLabels(function, getattr(model, "loss_type", None))
     model.loss_function = wrapper
     wrapper.added = frozenset(set(vars(model)) - before)
     model.register_forward_pre_hook(ask_for_loss, with_kwargs=True)
@@ -62,7 +63,9 @@ def ask_for_loss(model: Any, args: Any, kwargs: dict[str, Any]) -> None:
     if torch.compiler.is_dynamo_compiling() or not isinstance(loss, LossOfKnownLabels):
         return
     loss.shifted = None
-    if type(labels) is Tensor and labels.dtype == torch.int64 and labels.dim() == 2:
+    if getattr(model, "loss_type", None) != loss.kind:  # another function, which was chosen since
+        forget_labels(model)
+    elif type(labels) is Tensor and labels.dtype == torch.int64 and labels.dim() == 2:
         shifted = shift_labels(labels, _IGNORE_INDEX)
         ask_about_labels(shifted, _IGNORE_INDEX)
         loss.shifted = labels, version_of(labels), shifted

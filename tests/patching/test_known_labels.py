@@ -81,3 +81,22 @@ def test_trls_fused_head(one_pass, model, events):
     add_fused_lm_head(model, one_pass=one_pass)
     model(input_ids=ids, labels=labels, fused_lm_head=True).loss.backward()
     assert events == ["asked", "layer"]
+
+
+def test_labels_that_a_hook_changes(model):
+    """After the model has asked about them: the loss is of what they are by then."""
+    ids, labels = batch()
+    model.model.register_forward_pre_hook(lambda *given: [labels[:, :7].fill_(-100)].clear())
+    patch(model)
+    found = model(input_ids=ids, labels=labels).loss
+    unpatch(model)
+    torch.testing.assert_close(found, model(input_ids=ids, labels=labels).loss)
+
+
+def test_a_loss_type_that_is_set_later(model):
+    ids, labels = batch()
+    patch(model)
+    model.loss_type = "ForMaskedLM"
+    found = model(input_ids=ids, labels=labels).loss
+    unpatch(model)
+    torch.testing.assert_close(found, model(input_ids=ids, labels=labels).loss)

@@ -158,7 +158,8 @@ class ChunkedLoss(nn.Module):
         if "__init__" in vars(cls):  # torch.compile cannot trace it
             outside_graphs(cls, "__init__")
         cls.option_names = tuple(constructor_signature(cls).parameters)
-        cls.computes_options = any(hasattr(cls, field.name) for field in fields(LossOptions))
+        names = {field.name for field in fields(cls.options_type)} - {"divergence"}  # which each loss has as a property
+        cls.computes_options = any(hasattr(cls, name) for name in names)
         if "forward" in vars(cls):
             cls.argument_names = tuple(inspect.signature(cls.forward).parameters)[1:]
 

@@ -140,6 +140,10 @@ class DistillationLoss(ChunkedLoss):
     @property
     def divergence(self) -> Divergence:
         """What student and teacher are compared by."""
+        if self.computes_options and self.options_type is not DivergenceOptions:
+            made = self.options_type.of_options(self)  # type: ignore[attr-defined]
+            assert isinstance(made, Divergence)
+            return made
         return self._divergence
 
     @property

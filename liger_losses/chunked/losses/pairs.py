@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, fields
 from typing import Any, ClassVar, NamedTuple
 
 import torch
@@ -48,8 +48,6 @@ class Pairs:
         ref_chosen_logps, ref_rejected_logps: ``[B]``, the reference's; 0 without a reference.
         chosen_lengths, rejected_lengths: ``[B]``, numbers of tokens that carry loss.
         chosen_nll: 0-dim, mean negative log-likelihood of the chosen completions' tokens.
-
-    ``chosen_logratios`` and ``rejected_logratios`` ``[B]`` are ``log pi(y | x) - log pi_ref(y | x)`` of each.
     """
 
     chosen_logps: Tensor
@@ -59,16 +57,20 @@ class Pairs:
     chosen_lengths: Tensor
     rejected_lengths: Tensor
     chosen_nll: Tensor
-    chosen_logratios: Tensor = field(init=False)
-    rejected_logratios: Tensor = field(init=False)
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "chosen_logratios", self.chosen_logps - self.ref_chosen_logps)
-        object.__setattr__(self, "rejected_logratios", self.rejected_logps - self.ref_rejected_logps)
 
     def __getattr__(self, name: str) -> Any:
-        names = [field.name for field in fields(self)]
+        names = [*(field.name for field in fields(self)), "chosen_logratios", "rejected_logratios"]
         raise AttributeError(f"pairs have no {name!r}{meant(name, names)}; they have {', '.join(names)}.")
+
+    @property
+    def chosen_logratios(self) -> Tensor:
+        """``log pi(y_w | x) - log pi_ref(y_w | x)``, ``[B]``."""
+        return self.chosen_logps - self.ref_chosen_logps
+
+    @property
+    def rejected_logratios(self) -> Tensor:
+        """``log pi(y_l | x) - log pi_ref(y_l | x)``, ``[B]``."""
+        return self.rejected_logps - self.ref_rejected_logps
 
 
 def smoothed(margin: Tensor, label_smoothing: float) -> Tensor:

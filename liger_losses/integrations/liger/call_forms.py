@@ -35,19 +35,28 @@ def module_class(name: str, function: Callable[..., Tensor], inputs: str, option
         options: the arguments of the module's constructor, and its attributes, with the function's defaults.
     """
     names = dict(zip(inputs.split(), inspect.signature(function).parameters, strict=False))
-    made = inspect.Signature([inspect.signature(function).parameters[name] for name in options.split()])
+    of_function = inspect.signature(function).parameters
+    made = inspect.Signature([of_function[name] for name in options.split()])
+    called = inspect.Signature([of_function[own].replace(name=name) for name, own in names.items()])
+
+    def bound(signature: inspect.Signature, *arguments: Any, **named: Any) -> inspect.BoundArguments:
+        try:
+            return signature.bind(*arguments, **named)
+        except TypeError as error:
+            raise TypeError(f"{name}{signature}: {error}") from None
 
     def __init__(self: Any, *arguments: Any, **named: Any) -> None:
         nn.Module.__init__(self)
-        given = made.bind(*arguments, **named)
+        given = bound(made, *arguments, **named)
         given.apply_defaults()
         vars(self).update(given.arguments)
 
     def forward(self: Any, *arguments: Any, **named: Any) -> Tensor:
-        given = {names.get(name, name): value for name, value in named.items()}
-        return function(*arguments, **given, **{name: getattr(self, name) for name in made.parameters})
+        given = {names[key]: value for key, value in bound(called, *arguments, **named).arguments.items()}
+        return function(**given, **{name: getattr(self, name) for name in made.parameters})
 
-    members = {"__init__": __init__, "forward": forward, "__doc__": function.__doc__, "__module__": function.__module__}
+    members: dict[str, Any] = {"__init__": __init__, "forward": forward, "__signature__": made}
+    members |= {"__doc__": function.__doc__, "__module__": function.__module__}
     return type(name, (nn.Module,), members)
 
 

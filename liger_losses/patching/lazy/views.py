@@ -38,7 +38,10 @@ def _on_token_dims(name: str, lazy: LazyLogits, *args: Any, **kwargs: Any) -> An
     results = found if isinstance(found, tuple) else (found,)
     last = [(part.shape[-1:], part.stride()[-1:], part.dtype) == (lazy.shape[-1:], (1,), lazy.dtype) for part in parts]
     same = [part.shape[:-1] for part in parts] == [result.shape[:-1] for result in results]
-    if not all(last) or not same or lazy.shape[-1] == 1 or (parts[0].dim() < 2 and (shaped or name == "unbind")):
+    same = same and all(result.shape[-1:] == hidden.shape[-1:] for result in results)
+    if not parts or not all(last) or not same or lazy.shape[-1] == 1:
+        return NotImplemented
+    if parts[0].dim() < 2 and (shaped or name == "unbind"):
         return NotImplemented
     made = tuple(_on_rows(lazy, lambda _, result=result: result) for result in results)  # type: ignore[misc]
     return made if isinstance(found, tuple) else made[0]
@@ -50,8 +53,10 @@ for _name in "view reshape flatten split chunk unbind transpose permute unsqueez
 
 @implements("index_select")
 def _index_select(lazy: LazyLogits, dim: int, index: Tensor) -> Any:
-    in_range = -lazy.dim() <= dim < lazy.dim()
-    return _getitem(lazy, (slice(None),) * (dim % lazy.dim()) + (index,)) if in_range else NotImplemented
+    whole = index.dtype in (torch.int32, torch.int64) and index.dim() <= 1
+    if is_vocabulary(lazy, dim) or not whole or not -lazy.dim() <= dim < lazy.dim():
+        return NotImplemented
+    return lazy.derive(lazy.deferred.on_rows(lambda hidden: hidden.index_select(dim % lazy.dim(), index)))
 
 
 @implements("contiguous")

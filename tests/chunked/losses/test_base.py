@@ -321,6 +321,24 @@ def test_how_to_stream_is_read_at_each_call():
         cross_entropy(loss)
 
 
+def test_an_option_of_a_divergence_that_a_subclass_computes():
+    class Annealed(LigerFusedLinearJSDLoss):
+        share = 0.9
+
+        @property
+        def beta(self):
+            return self.share
+
+        @beta.setter
+        def beta(self, value):
+            pass
+
+    loss = Annealed()
+    assert loss.divergence == LigerFusedLinearJSDLoss(beta=0.9).divergence
+    loss.share = 0.3
+    assert loss.divergence == LigerFusedLinearJSDLoss(beta=0.3).divergence
+
+
 def test_options_that_a_subclass_computes_are_read_at_each_call():
     schedule = {"temperature": 1.0, "chunk_size": 2}
 

@@ -147,6 +147,7 @@ def test_any_margin(name, margin):
     w, l = (torch.full((2,), side * margin / 2, dtype=torch.float64, requires_grad=True) for side in (1, -1))
     zero, length = torch.zeros(2, dtype=torch.float64), torch.tensor([3, 1])
     pairs = Pairs(w, l, zero, zero, length, length, w.mean())
+    pairs = Pairs(**vars(pairs))  # no more than its arguments
     losses = DPO_LOSSES[name].loss(pairs, w - l, DPOOptions(beta=0.1, label_smoothing=0.1))
     assert losses.isfinite().all()
     assert all(g.isfinite().all() for g in torch.autograd.grad(losses.sum(), (w, l), materialize_grads=True))

@@ -410,6 +410,29 @@ def test_columns_outside_of_the_vocabulary_are_an_error():
         logits.gather(5, torch.zeros(B, T, 1, dtype=torch.int64))
 
 
+@pytest.mark.parametrize("index", [[2], 2, [-1], [7], [True, False, True, True, False], [[0, 1]]], ids=str)
+def test_index_select_is_that_of_torch(index):
+    hidden, weight, _, _ = problem()
+    logits, index = hidden @ weight.t(), torch.tensor(index)
+    try:
+        expected = logits.index_select(1, index)
+    except (RuntimeError, IndexError) as error:
+        with warnings.catch_warnings(), pytest.raises(type(error)):
+            warnings.simplefilter("ignore")
+            true_values(lazy_linear(hidden, weight).index_select(1, index))
+        return
+    torch.testing.assert_close(true_values(lazy_linear(hidden, weight).index_select(1, index)), expected)
+
+
+def test_views_without_tokens_or_hidden_size():
+    _, weight, _, _ = problem()
+    assert lazy_linear(torch.zeros(0, T, H).double(), weight).unbind() == ()
+    one = lazy_linear(torch.ones(1, 1, 1).double(), weight[:, :1])
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        torch.testing.assert_close(true_values(one.squeeze()), weight[:, 0])
+
+
 def test_ddp_passes_them_on_without_their_values(one_process):
     """Where it looks for unused parameters, its output goes through a function of its own; also with static graphs."""
 

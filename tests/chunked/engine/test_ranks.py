@@ -71,19 +71,19 @@ LABELS = r"they differ in labels\. Where each rank has a batch"
 SIZES = {2: (33, 12), 4: (13, 1, 19, 12)}
 
 
-def combinations(parts, chosen=SHARED):
+def combinations(parts, chosen=SHARED, **options):
     """Rows take turns with the groups of ranks."""
     groups = [part.group for part in parts.values()]
     for i, row in enumerate(chosen):
         group = groups[i % len(groups)]
         with case_named(str(row)):
-            check(row, Part.of(group, SIZES[group.size()]))
+            check(row, Part.of(group, SIZES[group.size()]), **options)
 
 
 def in_triton(parts):
     """Some of them, and all whose blocks hold exponentials."""
     of_exponentials = [row for row in IN_TRITON if row.asks in ("logp", "metrics") and row.bias != "trained"]
-    combinations(parts, list(dict.fromkeys([*of_exponentials, *IN_TRITON[:13:4]])))
+    combinations(parts, list(dict.fromkeys([*of_exponentials, *IN_TRITON[:13:4]])), large=0.5)
 
 
 def all_in_triton(parts):

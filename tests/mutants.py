@@ -174,7 +174,7 @@ MUTANTS: dict[str, list[tuple[str, str, str]]] = {
         ("chunked/engine/straight_line.py", "unbounded and default_bound() is None and", "unbounded and"),
     ],
     "tests/kernels/test_reading.py tests/patching/test_known_labels.py tests/test_sequences.py": [
-        ("kernels/reading.py", "asked.version == _version(labels[0]) >= 0", "asked.version >= 0"),
+        ("kernels/reading.py", "asked.version == version_of(labels[0]) >= 0", "asked.version >= 0"),
         ("kernels/reading.py", "labels.numel(), labels.dtype, int(ignore_index)", "labels.numel(), labels.dtype"),
         ("patching/known_labels.py", "        ask_about_labels(shifted, _IGNORE_INDEX)", "        pass"),
         ("trl/fused_head.py", "    ask_about_labels(target, IGNORE_INDEX)", "    pass"),

@@ -183,7 +183,8 @@ class Stream:
         query = self.call.query
         widths: dict[str, Sequence[int]] = {"registered": (len(query.registered),), "columns": (query.largest,)}
         widths["selected_logps"] = (query.largest,) if query.selected is None else query.selected.shape[1:]
-        names = "lse", *self.call.outputs, *self.call.row_constants
+        columns = ("columns",) if query.largest else ()  # of which gradients are taken, whoever asked for them
+        names = "lse", *self.call.outputs, *self.call.row_constants, *columns
         wide, integers = self.call.work.logits_dtype, {"argmax": torch.int64, "columns": torch.int64}
         return {
             name: torch.empty(

@@ -73,6 +73,17 @@ def test_the_rest_leaves_gradients_as_they_are():
     torch.testing.assert_close(*grads, rtol=0, atol=0)
 
 
+@pytest.mark.parametrize("strategy", ["resident", "two_pass"])
+def test_the_columns_need_not_be_asked_for(strategy):
+    hidden, weight, labels, _ = problem(v=401, dtype=torch.float64)
+    options = {"selected": Largest(4), "options": EngineOptions(strategy=strategy)}
+    grads = []
+    for metrics in ((), ("columns",)):
+        found = linear_statistics(hidden, weight, labels, "selected_logps", metrics=metrics, **options)
+        grads.append(torch.autograd.grad(found.selected_logps.exp().sum(), (hidden, weight)))
+    torch.testing.assert_close(*grads, rtol=0, atol=0)
+
+
 def test_a_loss_of_the_largest_in_one_pass():
     """The entropy of the 5 largest, renormalized: the columns are found in the block that gradients are taken of."""
     hidden, weight, labels, _ = problem(v=401, dtype=torch.float64)

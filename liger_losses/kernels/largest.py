@@ -16,7 +16,7 @@ from liger_losses.kernels.logit_transform import Epilogue, inverse_temperature, 
 #: Columns of a group, and groups that a program reads at a time.
 GROUP = 64
 _GROUPS = 32
-#: Entries that are gathered and sorted at a time; and those of a row among which one program of the kernels chooses.
+#: How many entries are gathered and sorted at a time, and among how many entries of a row one program chooses.
 _SORTED = 2**21
 _MOST = 2**13
 

@@ -107,7 +107,7 @@ def partial_sums(
     """Each split's sums ``[K, S, N]``, K in the order of :data:`PARTIAL_SUMS`, of which the first three always exist.
 
     With ``needed`` (int32, 0-dim), they are computed only if the device finds it set, and are undefined otherwise.
-    ``out`` gets the projections, if it is given; ``tiles`` are those of this product, where they are known. With
+    ``out`` gets the projections, if it is given; ``tiles`` are the tiles of this product, if they are known. With
     ``batch_invariant``, S does not depend on N.
     """
     sums = Sums.needed(names, epilogue.class_weight) if names else Sums()

@@ -1,6 +1,6 @@
 """Rows of logits of which some belong to tokens without loss: statistics and gradients, one launch each.
 
-For calls of few tokens, whose time is that of the host: what they would otherwise launch on its own (labels without
+For calls of few tokens, which take as long as the host takes: what would otherwise be launches (labels without
 ``ignore_index``, a check of them, hidden states without what padding may hold) is done by the programs of the rows.
 T rows (tokens), V columns (vocabulary), H hidden size.
 """
@@ -243,7 +243,7 @@ def _write_gradient(
     projected, out, columns, active, label, lse, p_coef, p_logp_coef, label_coef, uniform_coef, transform,
     HAS_LOGP: tl.constexpr, HAS_UNIFORM: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """d loss / d projections of a row, from left to right: a row of ``out`` begins where that of projections does."""
+    """d loss / d projections of a row, from left to right: a row of ``out`` begins where its projections do."""
     read = tl.where(active, columns, 0)
     for start in range(0, columns, BLOCK):
         at = start + tl.arange(0, BLOCK)

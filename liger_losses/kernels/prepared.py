@@ -1,4 +1,4 @@
-"""What calls of one kind have in common is found once, and kept: the time of a short call is mostly that of the host.
+"""What calls of one kind have in common is found once, and kept: the host takes most of the time of a short call.
 
 A kind is all that can be told without the values of the tensors.
 """

@@ -322,10 +322,13 @@ class LogitBlock(Block):
         part.put(computed, whole=len(part.hidden) == self.opened.count)
 
     def _rest(self, projected: Tensor, columns: Tensor, lse: Tensor, epilogue: Epilogue) -> Tensor:
-        """The log-probability of all columns but ``[R, k]``, from their sum: these are -inf for as long as it takes."""
+        """The log-probability of all columns but ``[R, k]``, from the sum of their probabilities.
+
+        The projections of the k columns are -inf while the sum is taken.
+        """
         columns, owned = self._selected(columns)
         wide = projected
-        if owned is not None:  # a column beside the vocabulary stands for those of other ranks
+        if owned is not None:  # one column beside the vocabulary stands for all columns of other ranks
             wide = projected.as_strided((len(projected), self.vocab_size + 1), projected.stride())
             columns = torch.where(owned, columns, self.vocab_size)
         kept = wide.gather(1, columns)

@@ -229,7 +229,7 @@ def check_device(weight: Tensor, /, **tensors: Tensor) -> None:
 
 
 def rows_of_all(name: str, values: Sequence[Any], shapes: Sequence[torch.Size], weight: Tensor) -> Tensor:
-    """``[T, k]`` of all tokens, from ``[..., k]`` in the shape of each tensor of labels; or that of the only one.
+    """``[T, k]`` of all tokens, from ``[..., k]`` in the shape of each tensor of labels; of one tensor, as it is.
 
     Raises:
         TypeError, ValueError: not one tensor for each tensor of labels, in its shape.

@@ -1,4 +1,4 @@
-"""Divergences over some columns of each token: those of a sparse teacher, or the student's largest.
+"""Divergences over some columns of each token: a sparse teacher's columns, or the student's largest.
 
 k columns of a token. The divergence is at the loss's temperature, and the hard loss, the student's cross-entropy, at 1:
 where these differ, they take a pass each.
@@ -72,7 +72,7 @@ def _at(head: Head, temperature: float | Tensor) -> Head:
 def sparse_calls(
     head: Head, mask: Tensor, teacher: TeacherTopK, which: Divergence, hard: bool, temperature: float | Tensor
 ) -> list[tuple[Head, Query]]:
-    """The calls that a sparse teacher takes, once it fits: that of the divergence first."""
+    """The calls that a sparse teacher takes, after checking it: first the divergence's, then the hard loss's."""
     teacher.check(mask.shape, head)
     if which.form == "cosine":
         raise ValueError(
@@ -107,7 +107,7 @@ def loss_over_columns(
 ) -> tuple[Tensor, Statistics]:
     """``sum_t (weights["divergence"]_t divergence_t + weights["logp"]_t logp_t)``, and its statistics.
 
-    The columns are those of a :class:`TeacherTopK`, or the student's ``top_k`` largest, which its block of logits
+    The columns are given by a :class:`TeacherTopK`, or are the student's ``top_k`` largest, which its block of logits
     finds; the teacher's log-probabilities there are then one product.
     """
     mask, soft, hard = labels != options.ignore_index, weights["divergence"], weights.get("logp")

@@ -172,7 +172,7 @@ class TokenCrossEntropy:
         token_weights: Tensor | None = None,
         label_weights: Tensor | None = None,
     ) -> CrossEntropyTerms:
-        """Its parts; denominators are ``[]`` or ``[n]``, of the z-loss by default those of the cross-entropy."""
+        """Its parts; denominators are ``[]`` or ``[n]``, and the z-loss by default has the cross-entropy's."""
         ce_scale = ce_total.to(values.logp.dtype).reciprocal()
         z_scale = ce_scale if z_total is None else z_total.to(values.logp.dtype).reciprocal()
         # In the statistics' dtype: fp32 weights would make fp64 scales fp32.

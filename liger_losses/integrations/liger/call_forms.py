@@ -63,7 +63,7 @@ def module_class(name: str, function: Callable[..., Tensor], inputs: str, option
 def applied(loss: type, names: str, **defaults: Any) -> Callable[..., Any]:
     """The ``apply`` of a function of ``chunked_loss``: arguments of a loss's constructor and call by position.
 
-    ``defaults`` are those of the constructor that the function has otherwise.
+    ``defaults`` are defaults of the function that differ from the constructor's.
     """
     order = names.split()
     # A temperature that is a number is the constructor's, one per token the call's.

@@ -274,7 +274,7 @@ LigerFusedLinearJSD = module_class(
 LigerJSD = module_class("LigerJSD", mean_jsd, "log_q log_p shift_labels", "beta ignore_index")
 LigerTVDLoss = module_class("LigerTVDLoss", total_variation, "p q shift_labels", "reduction ignore_index")
 
-#: From the names of ``triton_grpo_loss``'s arguments to those of :func:`on_logits.grpo_loss`, where these differ.
+#: The arguments of ``triton_grpo_loss`` that :func:`on_logits.grpo_loss` calls by other names.
 _GRPO_NAMES = {
     "old_logp": "old_logps",
     "ref_logp": "ref_logps",

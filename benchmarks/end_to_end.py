@@ -1,10 +1,11 @@
 """Whole training steps, forward to optimizer, on models of real shapes with random weights.
 
-python -m benchmarks.end_to_end [--out FILE.json]
+python -m benchmarks.end_to_end [--other FOLDER] [--out FILE.json]
 
 Every provider runs in a process of its own: what liger-kernel patches stays patched for the rest of its process. With
 ``--rounds``, providers take turns, in the other order every second time, as a card that is warm is slower: the median
-of all steps counts.
+of all steps counts. With ``--other``, a folder that holds a ``liger_losses`` package of another commit, SFT steps of
+four models are measured with this package and with that one.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from benchmarks.compare import OTHER, import_other, importer
 from benchmarks.measure import environment
 
 IGNORED = -100
@@ -34,6 +36,15 @@ _LLAMA_8B = {
     "num_attention_heads": 32,
     "num_key_value_heads": 8,
     "max_position_embeddings": 8192,
+}
+_QWEN3 = {
+    "vocab_size": 151936,
+    "num_hidden_layers": 28,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "tie_word_embeddings": True,
+    "max_position_embeddings": 40960,
 }
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "Llama-3.2-1B": (
@@ -61,6 +72,22 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
             "num_key_value_heads": 2,
             "tie_word_embeddings": True,
             "max_position_embeddings": 32768,
+        },
+    ),
+    "Qwen3-0.6B": ("qwen3", {**_QWEN3, "hidden_size": 1024, "intermediate_size": 3072}),
+    "Qwen3-1.7B": ("qwen3", {**_QWEN3, "hidden_size": 2048, "intermediate_size": 6144}),
+    "Gemma-2-2B": (
+        "gemma2",
+        {
+            "vocab_size": 256000,
+            "hidden_size": 2304,
+            "intermediate_size": 9216,
+            "num_hidden_layers": 26,
+            "num_attention_heads": 8,
+            "num_key_value_heads": 4,
+            "head_dim": 256,
+            "query_pre_attn_scalar": 256,
+            "tie_word_embeddings": True,
         },
     ),
     "Llama-3-8B": ("llama", {**_LLAMA_8B, "num_hidden_layers": 32}),
@@ -110,6 +137,13 @@ HEADS = (
     Case("NLL", "Llama-3-8B", 8, 2048, 0.5, True),
     Case("DPO", "Llama-3-8B", 8, 2048, 0.5, True),
     Case("GRPO", "Llama-3-8B", 8, 2048, 0.5, True),
+)
+#: Measured with this package and with another commit's.
+COMMITS = (
+    Case("SFT", "Llama-3.2-1B", 4, 4096),
+    Case("SFT", "Qwen3-0.6B", 8, 2048),
+    Case("SFT", "Qwen3-1.7B", 4, 2048),
+    Case("SFT", "Gemma-2-2B", 2, 2048),
 )
 
 
@@ -187,6 +221,8 @@ def provide(provider: str, case: Case, model: Any) -> Step:
             from liger_losses.patching.patch import patch
 
             patch(model)
+        elif provider == "other":
+            importer(OTHER)("patching.patch:patch")(model)
         return own_loss
     outputs = {"NLL": ("log_probs", "entropy", "is_top1"), "DPO": ("log_probs", "entropy", "mean_logits", "is_top1")}
     wanted = outputs.get(case.task, ("log_probs", "entropy"))
@@ -323,6 +359,20 @@ def merged(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return list(found.values())
 
 
+def compared(rows: list[dict[str, Any]]) -> list[str]:
+    """A line for each model: tokens per second and peak memory with this package over the ones with another."""
+    found = {(row["model"], row["provider"]): row for row in rows if "tokens_per_second" in row}
+    pairs = [
+        (model, row, found.get((model, "other"))) for (model, provider), row in found.items() if provider == "ours"
+    ]
+    return [
+        f"{model:15} ours over other: tokens/s {ours['tokens_per_second'] / other['tokens_per_second']:.4f}, "
+        f"memory {ours['peak_gib'] / other['peak_gib']:.4f}"
+        for model, ours, other in pairs
+        if other is not None
+    ]
+
+
 def line(row: dict[str, Any]) -> str:
     """One line of the table."""
     return (
@@ -345,9 +395,11 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=1)
     parser.add_argument("--only", default="", help="only models whose names contain this")
     parser.add_argument("--first", type=int, help="only so many cases of a group")
-    parser.add_argument("--group", choices=("trainer", "heads"), help="only the model's own loss, or only TRL's heads")
+    parser.add_argument("--other", type=Path, help="a folder that holds a package of another commit")
+    named = ("trainer", "heads", "commits")
+    parser.add_argument("--group", choices=named, help="only the model's own loss, TRL's heads, or both commits")
     options = parser.parse_args()
-    groups = {"trainer": list(TRAINER), "heads": list(HEADS)}
+    groups = {"trainer": list(TRAINER), "heads": list(HEADS), "commits": list(COMMITS)}
     groups = {
         name: [case for case in cases if options.only in case.model][: options.first] for name, cases in groups.items()
     }
@@ -356,6 +408,8 @@ def main() -> None:
             name: [Case(c.task, "tiny", 2, 32, c.masked, c.checkpointing) for c in cs] for name, cs in groups.items()
         }
     if options.provider:
+        if options.other:
+            import_other(options.other)
         rows = run(options.provider, groups[options.group], options.steps)
         if options.out:
             options.out.write_text(json.dumps(rows))
@@ -365,6 +419,9 @@ def main() -> None:
     providers = {"trainer": trainer, "heads": ("plain", "TRL", "TRL+liger-kernel", "ours", "ours+kernels")}
     passed_on = ["--steps", str(options.steps), "--only", options.only, *["--tiny"] * options.tiny]
     passed_on += ["--first", str(options.first)] if options.first else []
+    if options.other:
+        providers = {"commits": ("other", "ours")}
+        passed_on += ["--other", str(options.other)]
     rows = []
     for group, names in providers.items():
         if options.group not in (None, group):
@@ -389,6 +446,7 @@ def main() -> None:
     rows = merged(rows)
     if options.rounds > 1:
         print("all rounds", *map(line, rows), sep="\n")
+    print(*compared(rows), sep="\n")
     if options.out:
         device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         options.out.write_text(json.dumps({"environment": environment(device), "rows": rows}, indent=1) + "\n")

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -59,19 +60,21 @@ def losses(hidden: Tensor, weight: Tensor, labels: Tensor, share: float) -> dict
     }
 
 
-def products(hidden: Tensor, weight: Tensor, rounds: int) -> tuple[float, float]:
-    """Median milliseconds of the bare first product, and of both gradient products together."""
-    device, logits = hidden.device, torch.empty(len(hidden), len(weight), dtype=hidden.dtype, device=hidden.device)
-    out, of_weight = torch.empty_like(hidden), torch.empty_like(weight)
+def products(hidden: Tensor, weight: Tensor) -> dict[str, Callable[[], object]]:
+    """The bare first product, and both gradient products, whose operands are logits."""
+    logits = hidden.detach() @ weight.detach().t()
+    of_hidden, of_weight = torch.empty_like(hidden), torch.empty_like(weight)
 
+    @torch.no_grad()
+    def first() -> None:
+        torch.mm(hidden, weight.t(), out=logits)
+
+    @torch.no_grad()
     def gradients() -> None:
-        torch.mm(logits, weight, out=out)
+        torch.mm(logits, weight, out=of_hidden)
         torch.mm(logits.t(), hidden, out=of_weight)
 
-    runs = {"first": lambda: torch.mm(hidden, weight.t(), out=logits), "gradients": gradients}
-    with torch.no_grad():
-        times = {name: [timed(run, device) for _ in range(rounds + 2)][2:] for name, run in runs.items()}
-    return median(times["first"]), median(times["gradients"])
+    return {"first": first, "gradients": gradients}
 
 
 def measure(shape: tuple[int, int, int], rounds: int, device: torch.device) -> list[dict[str, Any]]:
@@ -79,31 +82,30 @@ def measure(shape: tuple[int, int, int], rounds: int, device: torch.device) -> l
     n, h, v = shape
     g = torch.Generator(device).manual_seed(0)
     hidden, weight = (
-        torch.randn(size, h, device=device, generator=g).mul_(scale).to(torch.bfloat16)
+        torch.randn(size, h, device=device, generator=g).mul_(scale).to(torch.bfloat16).requires_grad_()
         for size, scale in ((n, 1.0), (v, h**-0.5))
     )
     labels = torch.randint(v, (n,), device=device, generator=g)
     rows, kept = [], dict(zero_rows.MIN_FLOPS)
-    first, gradients = products(hidden, weight, rounds)
-    hidden.requires_grad_()
-    weight.requires_grad_()
     modes = {"left out": kept if device.type == "cuda" else ALWAYS, "all": {}}
     for share in SHARES:
         for name, loss in losses(hidden, weight, labels, share).items():
-            times: dict[str, list[float]] = {mode: [] for mode in modes}
 
-            def both_ways(loss: Callable[[], Tensor] = loss) -> None:
+            def both_ways(limits: dict[str, float], loss: Callable[[], Tensor] = loss) -> None:
                 hidden.grad = weight.grad = None
+                zero_rows.MIN_FLOPS = limits
                 loss().backward()
 
+            # The card's clock falls with what it does: the products take turns with the losses.
+            runs = products(hidden, weight) | {mode: partial(both_ways, limits) for mode, limits in modes.items()}
+            times: dict[str, list[float]] = {name: [] for name in runs}
             for i in range(rounds + 2):
-                for mode in [*modes][:: 1 if i % 2 else -1]:
-                    zero_rows.MIN_FLOPS = modes[mode]
-                    times[mode].append(timed(both_ways, device))
+                for key in [*runs][:: 1 if i % 2 else -1]:
+                    times[key].append(timed(runs[key], device))
             zero_rows.MIN_FLOPS = kept
-            bare = first + share * gradients
-            rows.append({"shape": shape, "share": share, "loss": name, "products": bare, "rounds": times})
-            rows[-1] |= {mode: median(times[mode][2:]) for mode in modes}
+            found = {key: median(values[2:]) for key, values in times.items()}
+            bare = found.pop("first") + share * found.pop("gradients")
+            rows.append({"shape": shape, "share": share, "loss": name, "products": bare, "rounds": times, **found})
             print(line(rows[-1]), flush=True)
     return rows
 

@@ -554,7 +554,9 @@ def check(row: Row, part: Any = None, large: float = 4.0) -> None:
         found = found_by(row, given, part, workspace)
         ours, again = (gradients(found, given.of_leaves()) for _ in range(2))
     for a, b in zip(ours, again, strict=True):
-        torch.testing.assert_close(a, b, rtol=rounding(a.dtype), atol=0.0 if not row.invariant else 1e-6)
+        # PyTorch adds up kept columns in any order on a GPU, of which small entries that cancel have the rounding.
+        close = rounding(a.dtype) * float(a.detach().abs().max()) if a.is_cuda and a.numel() else 0.0
+        torch.testing.assert_close(a, b, rtol=rounding(a.dtype), atol=1e-6 if row.invariant else close)
     wide = clean.cast(torch.float64)
     rough, exact = plain(row, clean), plain(row, wide)
     floor = max(2 * rounding(getattr(torch, row.dtype)), 1e-12 if row.dtype == "float64" else 1e-6)

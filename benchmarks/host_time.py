@@ -1,7 +1,7 @@
 """The host's time before a call's first product, without a GPU: kernels are compiled for Hopper, and none is launched.
 
-``python -m benchmarks.host_time [--other FOLDER] [--rounds 300] [--only TEXT] [--profile]``. FOLDER holds a
-``liger_losses`` package of another commit, which is called in turns with this checkout's.
+``python -m benchmarks.host_time [--other FOLDER] [--rounds 300] [--only TEXT] [--profile] [--backward]``. FOLDER holds
+a ``liger_losses`` package of another commit, which is called in turns with this checkout's.
 
 Tensors lie on the CPU and are passed off as a GPU's, and what is large is allocated and never filled. The engine and
 Triton take the way that they take on an H200, up to Triton's driver, in whose place a stand-in notes the time. What
@@ -159,7 +159,8 @@ def without_gpu(packages: Sequence[str]) -> None:
             "matmul_into": lambda out, a, b, *, accumulate=False, to=aligned: to(out, a, b, accumulate),
             "processors": lambda device: 132,
             "host_checks": lambda device: False,
-            "SMALL_CALL_FLOPS": {"cpu": 2e12},  # a GPU's
+            "SMALL_CALL_FLOPS": {"cpu": 2e12},  # a GPU's, as the next
+            "MIN_FLOPS": {"cpu": 8e12},
         }
         for name, module in list(sys.modules.items()):
             if name.partition(".")[0] == package:
@@ -204,13 +205,29 @@ def cases(tokens: int, hidden_size: int, vocab_size: int) -> Iterator[tuple[str,
             head, count = weight.detach().requires_grad_(), tokens // 4 * 4
             states = hidden[:count].view(4, -1, hidden_size).detach().requires_grad_()
             mask, ids = (labels[:count] >= 0).view(4, -1), labels[:count].clamp(min=0).view(4, -1)
-            advantages, old = torch.zeros(4), torch.zeros(ids.shape)
+            advantages, old = torch.tensor([1.0, -1.0, 0.5, -0.5]), torch.zeros(ids.shape)
             return lambda: loss(states, head, ids, mask, advantages, old_per_token_logps=old)
 
         yield f"forward log-probabilities {size}{said}", logps
         yield f"cross-entropy {size}{said}", cross_entropy
         yield f"DPO of one pair {size}{said}", dpo
         yield f"GRPO of four completions {size}{said}", grpo
+
+
+def both_ways(call: Call) -> Call:
+    """The call of a loss, and its backward."""
+
+    def run() -> object:
+        found: Any = call()
+        loss = found[0] if isinstance(found, tuple) else found
+        leaves, functions = [], [loss.grad_fn]
+        while functions:
+            function = functions.pop()
+            leaves += [function.variable] if hasattr(function, "variable") else []
+            functions += [before for before, _ in getattr(function, "next_functions", ()) if before is not None]
+        return found, torch.autograd.grad(loss, leaves) if leaves else ()
+
+    return run
 
 
 class Times(NamedTuple):
@@ -260,6 +277,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=ROUNDS)
     parser.add_argument("--only", default="", help="run the cases whose names contain this")
     parser.add_argument("--profile", action="store_true", help="also print this checkout's functions by their time")
+    parser.add_argument("--backward", action="store_true", help="the end is the end of backward")
     parser.add_argument("--size", type=int, nargs=3, default=(1000, 4096, 128256), metavar=("N", "H", "V"))
     arguments = parser.parse_args()
     packages = ["liger_losses"]
@@ -273,7 +291,7 @@ def main() -> None:
     for name, make in cases(*arguments.size):
         if arguments.only not in name:
             continue
-        calls = [make(package) for package in packages]
+        calls = [both_ways(make(package)) if arguments.backward else make(package) for package in packages]
         times = ["{:8.1f} ({:6.1f}) {:8.1f} ({:6.1f})".format(*found) for found in measure(calls, arguments.rounds)]
         print(f"{name:60}{' | '.join(times)}", flush=True)
         if arguments.profile:

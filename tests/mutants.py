@@ -170,7 +170,7 @@ MUTANTS: dict[str, list[tuple[str, str, str]]] = {
         ("kernels/masked_rows.py", "1.0 / tl.maximum(tl.sum(counts, 0), 1)", "1.0 / (1 + tl.sum(counts, 0))"),
         ("kernels/linear_stats.py", "        tl.store(right, 0 > 1)", "        tl.store(right, 0 < 1)"),
         ("kernels/autograd.py", "_scale(second, f, second_count,", "_scale(second, 1.0, second_count,"),
-        ("chunked/engine/straight_line.py", 'else found.clone() for name, found', 'else found for name, found'),
+        ("chunked/engine/straight_line.py", 'found.clone() if name in', 'found if name in'),
         ("chunked/engine/straight_line.py", "unbounded and default_bound() is None and", "unbounded and"),
     ],
     "tests/kernels/test_reading.py tests/patching/test_known_labels.py tests/test_sequences.py": [

@@ -32,6 +32,7 @@ class RowStatistics(NamedTuple):
     lse: Tensor
     logp: Tensor
     entropy: Tensor | None = None
+    mean_logit: Tensor | None = None
 
 
 class Derivatives(NamedTuple):
@@ -78,29 +79,32 @@ class MaskedRows:
             self.block = min(_BLOCK, power_of_two(columns))
             warps = {"num_warps": target_of(right.device).warps(self.block // 8)}
             self.for_kernel = transform.for_kernel
-            self.launch_statistics = Launcher(_statistics_kernel, tokens, **warps)
-            # By which derivatives there are.
+            # By which statistics, and which derivatives, there are.
+            self.launch_statistics = cache(lambda *asked: Launcher(_statistics_kernel, tokens, **warps))
             self.launch_gradient = cache(lambda *given: Launcher(_gradient_kernel, tokens, **warps))
             self.launch_loss = Launcher(_loss_kernel, tokens, **warps)
 
-    def statistics(self, projected: Tensor, labels: Tensor, entropy: bool = False) -> RowStatistics:
-        """Log-sum-exp, the label's log-probability and the entropy of each row.
+    def statistics(
+        self, projected: Tensor, labels: Tensor, entropy: bool = False, mean_logit: bool = False
+    ) -> RowStatistics:
+        """Log-sum-exp, the label's log-probability, the entropy and the mean logit of each row.
 
         Args:
             projected: ``[T, V]`` fp32, contiguous.
-            labels: ``[...]`` int64, T of them, contiguous; the log-probabilities and entropies have their shape.
-            entropy: whether to compute it.
+            labels: ``[...]`` int64, T of them, contiguous; all statistics but the log-sum-exps have their shape.
+            entropy, mean_logit: whether to compute it.
         """
         if not self.triton:
-            return self._reference(projected, labels, entropy)
+            return self._reference(projected, labels, entropy, mean_logit)
         lse = torch.empty(self.tokens, dtype=torch.float32, device=projected.device)
         logp = torch.empty(labels.shape, dtype=torch.float32, device=projected.device)
         entropies = torch.empty_like(logp) if entropy else None
-        self.launch_statistics(
-            projected, labels, self.right, lse, logp, entropies,
-            self.columns, self.ignore_index, self.for_kernel, _SUMS[entropy], self.block,
+        means = torch.empty_like(logp) if mean_logit else None
+        self.launch_statistics(entropy, mean_logit)(
+            projected, labels, self.right, lse, logp, entropies, means,
+            self.columns, self.ignore_index, self.for_kernel, _SUMS[entropy, mean_logit], self.block,
         )  # fmt: skip
-        return RowStatistics(lse, logp, entropies)
+        return RowStatistics(lse, logp, entropies, means)
 
     def gradients(
         self,
@@ -170,12 +174,13 @@ class MaskedRows:
         self.right.logical_and_(right)
         return safe, ignored, shares
 
-    def _reference(self, projected: Tensor, labels: Tensor, entropy: bool) -> RowStatistics:
+    def _reference(self, projected: Tensor, labels: Tensor, entropy: bool, mean_logit: bool) -> RowStatistics:
         safe, ignored, _ = self._masked(labels)
-        names = frozenset({"logp", "entropy"} if entropy else {"logp"})
+        asked = {"logp": True, "entropy": entropy, "mean_logit": mean_logit}
+        names = frozenset([name for name, wanted in asked.items() if wanted])
         found = reference_statistics(projected, safe, names, Epilogue(self.transform))
-        lse, logp, *more = [found[name].masked_fill(ignored, 0) for name in ("lse", "logp", "entropy")[: 2 + entropy]]
-        return RowStatistics(lse, logp.view(labels.shape), *[value.view(labels.shape) for value in more])
+        shaped = {name: found[name].masked_fill(ignored, 0).view(labels.shape) for name in names}
+        return RowStatistics(found["lse"].masked_fill(ignored, 0), **shaped)
 
     def _reference_gradients(
         self,
@@ -215,8 +220,12 @@ class MaskedRows:
         )
 
 
-#: By whether there is an entropy; by whether there is a mean log-probability.
-_SUMS = {False: Sums(), True: Sums(moment=1)}
+#: By whether there are an entropy and a mean logit; by whether there is a mean log-probability.
+_SUMS = {
+    (entropy, mean): Sums(moment=1 if entropy else None, logits=1 if mean else None)
+    for entropy in (False, True)
+    for mean in (False, True)
+}
 _SUMS_OF_MEANS = {False: Sums(), True: Sums(logits=1)}
 
 
@@ -266,7 +275,7 @@ def _write_gradient(
 
 @jit(do_not_specialize=["ignore_index"], do_not_specialize_on_alignment=["labels"])
 def _statistics_kernel(
-    projected, labels, right, lse, logp, entropy,
+    projected, labels, right, lse, logp, entropy, mean_logit,
     columns, ignore_index, transform, sums,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
@@ -281,13 +290,15 @@ def _statistics_kernel(
         inside = at < columns
         z = load_logits(own, None, at, inside, transform, 1.0)
         state = online_step(z, start, at, inside, None, state, sums, 0)
-    _best, _logit_sum, moment, _squares, top, total, _weight_sum, _weighted_sum = state
+    _best, logit_sum, moment, _squares, top, total, _weight_sum, _weighted_sum = state
     label_logit = load_logits(own, None, label, active, transform, 1.0)
     log_total = tl.log(tl.where(active, total, 1.0))
     tl.store(lse + row, tl.where(active, top + log_total, 0.0))
     tl.store(logp + row, tl.where(active, (label_logit - top) - log_total, 0.0))
     if entropy is not None:
         tl.store(entropy + row, tl.where(active, log_total - moment / total, 0.0))
+    if mean_logit is not None:
+        tl.store(mean_logit + row, tl.where(active, logit_sum / columns, 0.0))
 
 
 @jit(

@@ -32,14 +32,14 @@ def same(found, expected):
             assert not ours[1].any()
 
 
-@pytest.mark.parametrize("entropy", [False, True])
-def test_statistics_and_gradients(entropy):
+@pytest.mark.parametrize(("entropy", "mean_logit"), [(False, False), (False, True), (True, False), (True, True)])
+def test_statistics_and_gradients(entropy, mean_logit):
     projected, labels, hidden = problem()
     g = torch.tensor([0.3, float("nan"), -2.0], device=DEVICE)
     found = []
     for backend in ("triton", "torch"):
         kernels, block = rows(backend), projected.clone()
-        values = kernels.statistics(block, labels, entropy)
+        values = kernels.statistics(block, labels, entropy, mean_logit)
         upstream = Derivatives(-g, g, 2 * g if entropy else None)
         found.append((*values, *kernels.gradients(block, labels, hidden, values.lse, values.entropy, upstream)))
     same(*found)

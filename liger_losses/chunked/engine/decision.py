@@ -431,7 +431,8 @@ def drops_tokens(shapes: Sequence[torch.Size], head: Head, options: EngineOption
 
 
 def active_tokens(labels: Sequence[Tensor], head: Head, options: EngineOptions, vocab_size: int | None = None) -> Any:
-    """The active tokens of labels, for several calls about them; in a graph of torch.compile the labels themselves.
+    """The active tokens of labels, for several calls about them; in a graph of torch.compile, and of few tokens, the
+    labels themselves.
 
     Labels must be columns of the head, or be below ``vocab_size``.
     """
@@ -440,6 +441,8 @@ def active_tokens(labels: Sequence[Tensor], head: Head, options: EngineOptions, 
     if torch.compiler.is_dynamo_compiling():
         return labels
     compact = drops_tokens([part.shape for part in labels], head, options)
+    if options.compact and not compact:
+        return labels
     vocab_size = head.vocab_size if vocab_size is None else vocab_size
     return Tokens.select(labels, vocab_size, options.ignore_index, compact, options.backend)
 

@@ -32,6 +32,7 @@ from liger_losses.chunked.engine.many_heads import Targets
 from liger_losses.chunked.engine.plan import EngineOptions
 from liger_losses.chunked.engine.query import REGISTERED, Comparison, Largest, Query, Statistics
 from liger_losses.chunked.engine.ranks import ALONE
+from liger_losses.chunked.engine.straight_line import straight_query
 from liger_losses.chunked.engine.support import TokenSupport, linear_support_statistics
 from liger_losses.chunked.engine.teachers import Teacher, TeacherLogits
 from liger_losses.kernels.autograd import autocast_dtype
@@ -186,7 +187,8 @@ def query_statistics(
 ) -> list[Statistics]:
     """The statistics of each tensor of labels, in its shape."""
     if not is_dynamo_compiling():
-        return statistics_of(*make_call(hidden_states, head, labels, query, options))
+        of_few = straight_query(hidden_states, head, labels, query, options)
+        return statistics_of(*make_call(hidden_states, head, labels, query, options)) if of_few is None else of_few
     return _traced(_given(hidden_states, head, labels, query, options))
 
 

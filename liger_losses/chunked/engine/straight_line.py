@@ -19,11 +19,11 @@ from torch import Tensor, nn
 
 from liger_losses.chunked.engine.accumulation import side_by_side
 from liger_losses.chunked.engine.autograd_functions import without_autocast
-from liger_losses.chunked.engine.decision import decide
+from liger_losses.chunked.engine.decision import decide, drops_tokens
 from liger_losses.chunked.engine.head import Head
 from liger_losses.chunked.engine.plan import EngineOptions, default_bound, is_small, padded
-from liger_losses.chunked.engine.query import EqualWeights, Query
-from liger_losses.chunked.engine.tokens import check_right
+from liger_losses.chunked.engine.query import EqualWeights, Query, Statistics
+from liger_losses.chunked.engine.tokens import Tokens, check_right
 from liger_losses.kernels._triton import BACKEND_VARIABLE
 from liger_losses.kernels.autograd import (
     Scaling,
@@ -46,8 +46,45 @@ _MOST_LINES = 1024
 #: Of a product with fewer multiplications, the host takes longer to describe both matrices to the kernel that computes
 #: statistics beside it than the device takes to write and read the logits.
 MIN_FUSED = 2e10
-#: Statistics that a straight line computes.
+#: Statistics that a straight line computes: with their gradients, and without.
 NAMES = frozenset(("logp", "entropy", "lse"))
+METRICS = NAMES | {"mean_logit"}
+
+
+def straight_query(
+    hidden_states: Any, head: Head, labels: Any, query: Query, options: EngineOptions
+) -> list[Statistics] | None:
+    """The statistics of each tensor of labels, in its shape; ``None`` where the call has no straight line."""
+    if isinstance(labels, Tokens) or not (query.is_plain and head.is_plain):
+        return None
+    metrics = query.metrics and tuple([name for name in query.metrics if name not in query.statistics])
+    names, how = query.statistics + metrics, (query.statistics, metrics, options, NO_TRANSFORM)
+    several = isinstance(hidden_states, (list, tuple))
+    if not several or len(hidden_states) == len(labels) == 1:
+        one = (hidden_states[0], labels[0]) if several else (hidden_states, labels)
+        found = straight_statistics(one[0], head, one[1], *how)
+        return None if found is None else [Statistics(**dict(zip(names, found, strict=True)))]
+    joined = _joined(hidden_states, labels, head, options)
+    found = None if joined is None else straight_statistics(joined[0], head, joined[1], *how)
+    if found is None:
+        return None
+    sizes = [part.numel() for part in labels]
+    parts = [[v.view(y.shape) for v, y in zip(value.split(sizes), labels, strict=True)] for value in found]
+    return [Statistics(**dict(zip(names, of_one, strict=True))) for of_one in zip(*parts, strict=True)]
+
+
+def _joined(
+    hidden_states: Sequence[Any], labels: Sequence[Any], head: Head, options: EngineOptions
+) -> tuple[Tensor, Tensor] | None:
+    """Few tokens of several tensors as one stream, ``[T, H]`` and ``[T]``; ``None`` for others."""
+    plain = len(hidden_states) == len(labels) and all(type(part) in _PLAIN for part in (*hidden_states, *labels))
+    if not plain or drops_tokens([part.shape for part in labels], head, options):
+        return None
+    fits = [h.shape == (*y.shape, head.weight.shape[1]) for h, y in zip(hidden_states, labels, strict=True)]
+    kinds = [{(part.dtype, part.device) for part in parts} for parts in (hidden_states, labels)]
+    if not all(fits) or len(kinds[0]) > 1 or len(kinds[1]) > 1:
+        return None
+    return torch.cat([part.flatten(0, -2) for part in hidden_states]), torch.cat([part.flatten() for part in labels])
 
 
 def straight_statistics(
@@ -55,22 +92,24 @@ def straight_statistics(
     weight: Any,
     labels: Any,
     names: tuple[str, ...],
-    options: tuple[Any, ...],
+    metrics: tuple[str, ...],
+    options: EngineOptions | tuple[Any, ...],
     transform: tuple[Any, ...],
 ) -> tuple[Tensor, ...] | None:
-    """Statistics in the labels' shape; ``None`` where the call has no straight line.
+    """Statistics in the labels' shape, ``metrics`` without a gradient; ``None`` where the call has no straight line.
 
-    ``options`` and ``transform`` are the fields of :class:`EngineOptions` and :class:`LogitTransform`.
+    ``options`` are, or have the fields of, :class:`EngineOptions`; ``transform`` has the fields of
+    :class:`LogitTransform`.
     """
 
     def prepare() -> StraightLine | None:
-        how = Query(names), EngineOptions(*options), LogitTransform(*transform)
-        return _prepared(hidden_states, weight, labels, *how)
+        how = options if isinstance(options, EngineOptions) else EngineOptions(*options)
+        return _prepared(hidden_states, weight, labels, Query(names, metrics), how, LogitTransform(*transform))
 
     if isinstance(transform[0], Tensor):  # a temperature for each token
         return None
     weight, transform = _opened(weight, transform)
-    line = _line((names, options, transform), hidden_states, weight, labels, prepare)
+    line = _line((names, metrics, options, transform), hidden_states, weight, labels, prepare)
     if line is None:
         return None
     if line.strategy == "statistics":
@@ -123,7 +162,9 @@ def _line(
     if not plain or labels.is_inference() or within_transform() or records_tangents():
         return None
     try:
-        device = weight.device
+        (size, depth), device = weight.shape, weight.device
+        if not is_small(labels.numel(), depth, size, device, writes_logits=False):
+            return None
         key = (
             *(settings, torch.is_grad_enabled(), autocast_dtype(device), default_bound(), weight.data_ptr() % 16),
             *(os.environ.get(BACKEND_VARIABLE), device, torch.cuda.current_device() if weight.is_cuda else None),
@@ -132,7 +173,7 @@ def _line(
             *(labels.shape, labels.stride(), labels.dtype, labels.device),
         )
         line = _lines.get(key, _lines)
-    except (RuntimeError, TypeError):  # tensors without strides or memory; options that cannot be hashed
+    except (RuntimeError, TypeError, ValueError):  # no matrix; no strides or memory; options that cannot be hashed
         return None
     if line is _lines:
         if weight.is_cuda and torch.cuda.is_current_stream_capturing():
@@ -155,24 +196,25 @@ def _prepared(
     Raises:
         TypeError, ValueError: inputs that do not fit together.
     """
-    (size, depth), tokens, device = weight.shape, labels.numel(), weight.device
-    dense = hidden.is_contiguous() and labels.is_contiguous() and isinstance(transform.temperature, float)
-    if not (dense and is_small(tokens, depth, size, device, writes_logits=False)):
+    (size, depth), tokens = weight.shape, labels.numel()
+    if not (hidden.is_contiguous() and labels.is_contiguous() and isinstance(transform.temperature, float)):
         return None
     head = Head(weight, None, transform)
     decision = decide((hidden,), head, (labels,), query, options)
     run = decision.run(tokens, True)
     dtypes = {hidden.dtype, weight.dtype, run.work.operand_dtype, run.grad_weight_dtype}
     here = not weight.is_cuda or weight.get_device() == torch.cuda.current_device()
-    known = run.strategy == "one_pass" if query.separable else {*query.statistics} <= NAMES
+    known = {*query.statistics} <= NAMES and {*query.metrics} <= METRICS
+    known = run.strategy == "one_pass" if query.separable else known
     alike = len(dtypes) == 1 and run.work.logits_dtype == torch.float32 and not head.batch_invariant
     if not (decision.backend == "triton" and here and known and alike):
         return None
     line = StraightLine(labels, weight, query, run.strategy, decision.options.ignore_index, transform)
     unbounded = options.workspace is None and options.chunk_size is None and options.strategy is None
     unbounded = unbounded and default_bound() is None and options.compact
-    if run.strategy == "statistics" and run.work.fused_products and unbounded and line.multiplications >= MIN_FUSED:
-        flat, entropy = line.flat(hidden), "entropy" in query.statistics
+    large = unbounded and line.multiplications >= MIN_FUSED and not line.mean_logit
+    if run.strategy == "statistics" and run.work.fused_products and large:
+        flat, entropy = line.flat(hidden), line.entropy
         ignore_index = decision.options.ignore_index
         line.fused = MaskedStatistics(flat, weight, ignore_index, transform, line.right, entropy, "triton")
         return line
@@ -198,7 +240,9 @@ class StraightLine:
         ignore_index: int,
         transform: LogitTransform,
     ) -> None:
-        self.names, self.strategy, self.ignore_index = query.statistics, strategy, ignore_index
+        self.names, self.strategy, self.ignore_index = query.statistics + query.metrics, strategy, ignore_index
+        self.metrics, self.entropy = len(query.metrics), "entropy" in self.names
+        self.mean_logit = "mean_logit" in self.names
         self.device, self.dtype = weight.device, weight.dtype
         tokens, (self.vocab_size, self.hidden_size) = labels.numel(), weight.shape
         self.multiplications = tokens * weight.numel()
@@ -231,7 +275,7 @@ class StraightLine:
 
     def row_statistics(self, projected: Tensor, labels: Tensor) -> RowStatistics:
         """The statistics of each row, whose labels are checked."""
-        found = self.rows.statistics(projected, labels, "entropy" in self.names)
+        found = self.rows.statistics(projected, labels, self.entropy, self.mean_logit)
         check_right(self.right, labels, self.vocab_size, self.ignore_index)
         return found
 
@@ -282,7 +326,10 @@ class _Statistics(torch.autograd.Function):
         ctx.save_for_backward(hidden, weight, labels, values.lse, values.entropy)
         # Users may change an output in place; what backward needs must not change with it.
         named = zip(line.names, line.named(values, labels), strict=True)
-        return tuple([found if name == "logp" else found.clone() for name, found in named])
+        outputs = [found.clone() if name in ("lse", "entropy") else found for name, found in named]
+        if line.metrics:
+            ctx.mark_non_differentiable(*outputs[-line.metrics :])
+        return tuple(outputs)
 
     @staticmethod
     @once_differentiable

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import warnings
 from dataclasses import dataclass
@@ -9,6 +10,7 @@ from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.compiler import is_dynamo_compiling
 
 from liger_losses.chunked.engine import EngineOptions, Head, Statistics, Tokens, linear_statistics, linear_token_loss
 from liger_losses.chunked.engine.agreement import checksum
@@ -121,6 +123,12 @@ class TokenPolicyLoss(PolicyOptions):
         terms = policy_terms(s.logp, log_ratio, advantages, self, old=old, sampler=sampler, ref=ref, is_ratio=is_ratio)
         terms = weights * terms
         return terms if entropy_weight is None else terms - entropy_weight * s.entropy
+
+
+@functools.lru_cache(maxsize=256, typed=True)
+def _token_loss(options: tuple[Any, ...]) -> TokenPolicyLoss:
+    """The loss of these fields of :class:`PolicyOptions`, which are checked once."""
+    return TokenPolicyLoss(*options)
 
 
 class PolicyMetrics(NamedTuple):
@@ -252,7 +260,7 @@ class LigerFusedLinearGRPOLoss(CompletionLoss):
         """
         transform = self.transform_at(temperature)
         head = Head.of(lin_weight, bias, transform)
-        mask = self._active(head, _input, selected_token_ids, attention_mask)
+        mask, labels = self._active(head, _input, selected_token_ids, attention_mask)
         if ref_per_token_logps is not None and ref_input is not None:
             warnings.warn("both ref_per_token_logps and ref_input were given: the former are used.", stacklevel=4)
             ref_input = None
@@ -260,10 +268,10 @@ class LigerFusedLinearGRPOLoss(CompletionLoss):
         of_completions = {"advantages": advantages, "vllm_is_ratio": vllm_is_ratio}
         of_tokens = {"ref_per_token_logps": ref_per_token_logps, "old_per_token_logps": old_per_token_logps}
         of_tokens |= {"sampling_per_token_logps": sampling_per_token_logps}
-        for name, value in {**of_completions, **of_tokens}.items():  # checked before any work
-            objectives.per_token(name, value, mask, column=name in of_completions)
+        for name, value in {**of_completions, **of_tokens}.items():  # before any work
+            if value is not None:
+                objectives.check_per_token(name, value, mask, column=name in of_completions)
         objectives.check_needs(self.settings, mask, sampling_per_token_logps, prompts, self.group)
-        labels = selected_token_ids.masked_fill(~mask, self.ignore_index)
         if ref_input is not None:
             check_tensor("the reference's hidden states", ref_input, allow_dtensor=True)
         refs = None if ref_input is None else [ref_input]
@@ -304,7 +312,10 @@ class LigerFusedLinearGRPOLoss(CompletionLoss):
             head=head,
             common_options=None if self.group is None else self.common_options,
         )
-        if support is None and inputs.options.separable and self.top_entropy_quantile == 1.0:
+        # Few tokens are labels still: their logits stay in memory until the loss is known.
+        of_few = support is None and isinstance(tokens, list) and not is_dynamo_compiling()
+        one_pass = support is None and inputs.options.separable and self.top_entropy_quantile == 1.0
+        if one_pass and not of_few:
             loss, logps = self._one_pass(head, _input, tokens, inputs, options)
         else:
             found = statistics(_input, head, *self._names()) if found is None else found
@@ -316,11 +327,11 @@ class LigerFusedLinearGRPOLoss(CompletionLoss):
         estimate = KL_ESTIMATORS[self.kl_estimator]
         kl = torch.zeros_like(logps) if inputs.ref_logps is None else estimate(inputs.ref_logps - logps)
         kl = kl * ratio if self.use_bias_correction_kl else kl
-        kl = inputs.total(torch.where(mask, kl, 0.0)) / inputs.tokens.clamp(min=1)
+        kl = inputs.total(torch.where(mask, kl, 0.0)) / inputs.counted
         return loss.float(), PolicyMetrics(kl, clip_ratio)
 
-    def _active(self, head: Head, hidden: Tensor, token_ids: Tensor, attention_mask: Tensor) -> Tensor:
-        """The mask ``[B, T]`` as bool, if everything fits."""
+    def _active(self, head: Head, hidden: Tensor, token_ids: Tensor, attention_mask: Tensor) -> tuple[Tensor, Tensor]:
+        """The mask ``[B, T]`` as bool, and the labels, if everything fits."""
         check_tensor("_input", hidden, allow_dtensor=True)
         for name, value in (("selected_token_ids", token_ids), ("attention_mask", attention_mask)):
             check_tensor(name, value)
@@ -332,8 +343,10 @@ class LigerFusedLinearGRPOLoss(CompletionLoss):
         if attention_mask.shape != token_ids.shape:
             raise ValueError(f"attention_mask must be {list(token_ids.shape)}, got {list(attention_mask.shape)}.")
         check_device(head.weight, selected_token_ids=token_ids, attention_mask=attention_mask)
+        given = attention_mask if attention_mask.dtype == torch.bool else attention_mask != 0
         # ignore_index is no token, whatever the mask says.
-        return (attention_mask != 0) & (token_ids != self.ignore_index)
+        labels = torch.where(given, token_ids, self.ignore_index)
+        return labels != self.ignore_index, labels
 
     @property
     def common_options(self) -> dict[str, Any]:
@@ -344,8 +357,7 @@ class LigerFusedLinearGRPOLoss(CompletionLoss):
         """The weight of the entropy bonus; ``None`` for losses without one."""
         if not isinstance(self.entropy_coef, AdaptiveEntropy):
             return self.entropy_coef or None
-        compiling = torch.compiler.is_dynamo_compiling()
-        return self.entropy_coef.coef_tensor if compiling else self.entropy_coef.coef
+        return self.entropy_coef.coef_tensor if is_dynamo_compiling() else self.entropy_coef.coef
 
     def _names(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
         """The statistics that the loss reads, and further ones."""
@@ -365,10 +377,10 @@ class LigerFusedLinearGRPOLoss(CompletionLoss):
         if inputs.sampling_logps is not None and inputs.options.reads_sampler:
             optional["sampler"] = inputs.sampler
         if coef is not None:
-            optional["entropy_weight"] = (coef / inputs.tokens.clamp(min=1)).expand(inputs.mask.shape)
+            optional["entropy_weight"] = (coef / inputs.counted).expand(inputs.mask.shape)
         token_inputs = {name: value for name, value in optional.items() if value is not None}
         token_inputs |= {"weights": inputs.weights, "advantages": inputs.advantages}
-        token_loss = TokenPolicyLoss(**{name: getattr(inputs.options, name) for name in PolicyOptions.__match_args__})
+        token_loss = _token_loss(tuple([getattr(inputs.options, name) for name in PolicyOptions.__match_args__]))
         split = None if coef is not None else self._split(tokens, head, inputs)
         counted, others = (tokens, None) if split is None else split
         loss, found = linear_token_loss(
@@ -392,18 +404,19 @@ class LigerFusedLinearGRPOLoss(CompletionLoss):
         other_terms = (o.beta and inputs.ref_logps is not None) or o.value("log_ratio_penalty")
         if other_terms or not OBJECTIVES[LOSS_TYPES[o.loss_type].objective].of_advantages:
             return None
-        if torch.compiler.is_dynamo_compiling():
+        if is_dynamo_compiling():
             return None
         counts = (inputs.advantages != 0) & (inputs.weights != 0)
         return split_tokens(tokens, counts if ratio is None else counts & (ratio != 0), head)
 
     def _two_passes(self, found: Statistics, inputs: PolicyInputs, copies: int) -> tuple[Tensor, Tensor]:
         """The same from all tokens' statistics, of which there are so many copies."""
-        coef, share, acting = self._coef, self.top_entropy_quantile, inputs.mask
+        coef, share, acting = self._coef, self.top_entropy_quantile, None
         if share < 1.0:
-            acting = objectives.high_entropy_mask(found.entropy, acting, share, copies=copies)
+            acting = objectives.high_entropy_mask(found.entropy, inputs.mask, share, copies=copies)
         loss = objectives.coupled_loss(found.logp, inputs, acting)
         if coef is not None:
+            acting = inputs.mask if acting is None else acting
             total, count = (found.entropy * acting).sum(), acting.sum()
             self._observe(total, count, found.logp)
             loss = loss - coef * inputs.total(total) / inputs.total(count).clamp(min=1)

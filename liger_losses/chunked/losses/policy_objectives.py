@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -71,7 +72,7 @@ class PolicyInputs:
     ) -> None:
         def masked(name: str, value: Tensor | None, column: bool = False) -> Any:
             value = per_token(name, value, mask, column)
-            return None if value is None else torch.where(mask, value.expand(mask.shape), 0.0)
+            return None if value is None else torch.where(mask, value, 0.0)
 
         check_tensor("advantages", advantages)
         check_needs(options, mask, sampling_logps, prompts, group)
@@ -83,8 +84,14 @@ class PolicyInputs:
         self.token_is_ratio = masked("is_ratio", is_ratio, column=True)
         # As it was given, [B, 1] or [B, T].
         self.is_ratio = per_token("is_ratio", is_ratio, mask, column=True)
-        note(advantages=self.advantages, is_ratio=self.token_is_ratio, num_items_in_batch=num_items_in_batch)
-        note(old_logps=self.old_logps, ref_logps=self.ref_logps, sampling_logps=self.sampling_logps)
+        note(
+            advantages=self.advantages,
+            is_ratio=self.token_is_ratio,
+            num_items_in_batch=num_items_in_batch,
+            old_logps=self.old_logps,
+            ref_logps=self.ref_logps,
+            sampling_logps=self.sampling_logps,
+        )
         lengths = mask.sum(-1, keepdim=True)
         if group is not None:
             if num_items_in_batch is not None:
@@ -94,7 +101,7 @@ class PolicyInputs:
             facts = {"sequences": len(mask), "is_ratio_of_whole_sequences": whole, "num_items_in_batch": given}
             agree(group, **{**(common_options or vars(options)), **facts})
             (lengths,) = sum_over_group(group, lengths)
-        self.tokens, self.lengths, self.has_tokens = lengths.sum(), lengths.clamp(min=1), lengths > 0
+        self.tokens, self.own_lengths = lengths.sum(), lengths
         normalizer = options.row_normalizer
         # Only losses that divide by it synchronize all processes.
         copies = 1 if head is None else head.vocabulary_ranks
@@ -103,8 +110,10 @@ class PolicyInputs:
         if normalizer == "items":
             if head is not None and num_items_in_batch is None:
                 meet(head)  # a rank whose inputs are wrong does not get to the sum
-            items = _items(mask, num_items_in_batch, copies, ranks)
-        sizes = Sizes(mask.float(), self.lengths, options.max_completion_length, items)
+            alone = num_items_in_batch is None and ranks == world_size() == 1
+            items = self.counted if alone else _items(mask, num_items_in_batch, copies, ranks)
+        sizes = Sizes(mask.float(), lengths.clamp(min=1), options.max_completion_length, items)
+        self.lengths = sizes.lengths
         if prompts is not None:
             same, of_prompt = self.of_one_prompt()
             tokens = (same * lengths[:, 0]).sum(1, keepdim=True)
@@ -118,13 +127,19 @@ class PolicyInputs:
     def of_one_prompt(self) -> tuple[Tensor, Tensor]:
         """Which completions with tokens answer the same prompt, ``[B, B]`` bool, and how many, ``[B]``."""
         assert self.prompts is not None
-        same = (self.prompts[:, None] == self.prompts) & self.has_tokens & self.has_tokens[:, 0]
+        has_tokens = self.own_lengths > 0
+        same = (self.prompts[:, None] == self.prompts) & has_tokens & has_tokens[:, 0]
         return same, same.sum(1)
 
     @staticmethod
     def number_of_prompts(of_prompt: Tensor) -> Tensor:
         """The number of prompts, 0-dim, from the number of completions of each completion's prompt ``[B]``."""
         return torch.where(of_prompt > 0, 1 / of_prompt.clamp(min=1), 0.0).sum()
+
+    @cached_property
+    def counted(self) -> Tensor:
+        """The number of tokens, 0-dim, at least 1."""
+        return self.tokens.clamp(min=1)
 
     @property
     def sampler(self) -> Tensor | None:
@@ -148,18 +163,26 @@ def per_token(name: str, value: Tensor | None, mask: Tensor, column: bool = Fals
     """A constant ``[B, T]``, or ``[B, 1]`` if one value per completion is allowed."""
     if value is None:
         return None
+    check_per_token(name, value, mask, column)
+    value = value[:, None] if column and value.dim() == 1 else value
+    return value.detach().to(_WIDER.get(value.dtype, torch.float32))
+
+
+#: Constants are in fp32, or in fp64.
+_WIDER = {torch.float64: torch.float64}
+
+
+def check_per_token(name: str, value: Any, mask: Tensor, column: bool = False) -> None:
+    """Raise TypeError or ValueError for what :func:`per_token` does not take."""
     check_tensor(name, value)
     shape = tuple(mask.shape)
-    if column and value.shape == shape[:1]:
-        value = value[:, None]
-    if value.shape != shape and not (column and value.shape == (shape[0], 1)):
+    if value.shape != shape and not (column and value.shape in (shape[:1], (shape[0], 1))):
         allowed = f"[{shape[0]}], [{shape[0]}, 1] or {list(shape)}" if column else f"{list(shape)}"
         raise ValueError(f"{name} must be {allowed}, as the completions, got {list(value.shape)}.")
     if value.device != mask.device:
         raise ValueError(f"{name} is on {value.device}, the completions on {mask.device}; move it with .to(...).")
     if value.is_complex() or (not column and not value.is_floating_point()):
         raise TypeError(f"{name} must be floating point, got {value.dtype}.")
-    return value.detach().to(torch.promote_types(value.dtype, torch.float32))
 
 
 def check_needs(options: PolicyOptions, mask: Tensor, sampling_logps: Any, prompts: Any, group: Any) -> None:
@@ -245,16 +268,17 @@ def coupled_terms(logps: Tensor, inputs: PolicyInputs, acting: Tensor | None = N
         # By log p, the derivatives of a completion's ratio and of its tokens' kl are of size e^d, and cancel to -d in a
         # completion of one token, or of one unlikely one: fp32 has no digits of it left from a gap of 17 nats on.
         logps = logps.to(wide_dtype(logps.device))
-    log_ratio, acting = inputs.log_ratio(logps), mask if acting is None else acting
+    log_ratio, advantages = inputs.log_ratio(logps), inputs.advantages
     if o.off_policy_mask_threshold is not None:
         sampler = next(x for x in (inputs.sampling_logps, inputs.old_logps, logps.detach()) if x is not None)
         drift = (torch.nan_to_num(sampler, nan=0.0) - logps.detach()) * ~sampler.isnan() * mask
         drift = inputs.sequence_sums(drift) / inputs.lengths
-        acting = acting & ((inputs.advantages >= 0) | (drift <= o.off_policy_mask_threshold))
+        near = (advantages >= 0) | (drift <= o.off_policy_mask_threshold)
+        acting = near if acting is None else acting & near
     return policy_terms(
         logps,
         RATIOS[o.level](log_ratio, inputs),
-        inputs.advantages * acting,
+        advantages if acting is None else advantages * acting,
         o,
         old=inputs.old_logps,
         sampler=inputs.sampler,
@@ -350,7 +374,7 @@ def clipped_tokens(logps: Tensor, inputs: PolicyInputs) -> tuple[Tensor, Tensor]
 def clip_fraction(logps: Tensor, inputs: PolicyInputs) -> tuple[Tensor, Tensor]:
     """The share of tokens whose gradient clipping removed, 0-dim, and the ratios ``[B, T]`` or ``[B, 1]``."""
     clipped, ratio = clipped_tokens(logps, inputs)
-    return inputs.total(clipped.float()) / inputs.tokens.clamp(min=1), ratio
+    return inputs.total(clipped.float()) / inputs.counted, ratio
 
 
 def high_entropy_mask(entropy: Tensor, mask: Tensor, share: float, *, copies: int = 1) -> Tensor:

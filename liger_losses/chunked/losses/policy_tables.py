@@ -345,14 +345,16 @@ def _clipped(log_ratio: Tensor, logps: Tensor, advantages: Tensor, o: PolicyOpti
     """``min(min(r, delta) A, clip(r, 1 - e_low, 1 + e_high) A)``: PPO (arXiv:1707.06347, eq. 7), GRPO
     (arXiv:2402.03300, eq. 3), with DAPO's two bounds (arXiv:2503.14476) and INTELLECT-2's ``delta`` (arXiv:2505.07291).
     """
-    ratio, delta = ratio_of(log_ratio), o.value("delta")
-    clipped = ratio.clamp(1 - o.epsilon_low, 1 + o.epsilon_high)
-    bounded = ratio if delta is None else ratio.clamp(max=delta)
-    return torch.minimum(bounded * advantages, clipped * advantages)
+    ratio, low, high, delta = ratio_of(log_ratio), 1 - o.epsilon_low, 1 + o.epsilon_high, o.value("delta")
+    if delta is not None:
+        return torch.minimum(ratio.clamp(max=delta) * advantages, ratio.clamp(low, high) * advantages)
+    # Where the clipped ratio makes the smaller product, it is a bound, which has no gradient.
+    gain, bound = ratio * advantages, ratio.detach().clamp(low, high) * advantages
+    return torch.where(gain <= bound, gain, bound)
 
 
 def _is_clipped(ratio: Tensor, a: Tensor, o: PolicyOptions) -> Tensor:
-    return ((ratio < 1 - o.epsilon_low) & (a < 0)) | ((ratio > 1 + o.epsilon_high) & (a > 0))
+    return (ratio - ratio.clamp(1 - o.epsilon_low, 1 + o.epsilon_high)) * a > 0
 
 
 def _importance(log_ratio: Tensor, logps: Tensor, advantages: Tensor, o: PolicyOptions) -> Tensor:

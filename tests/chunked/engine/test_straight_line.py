@@ -3,7 +3,16 @@
 import pytest
 import torch
 
-from liger_losses import Head, LigerFusedLinearCrossEntropyLoss, LogitTransform, linear_logps, set_default_workspace
+from liger_losses import (
+    Completions,
+    Head,
+    LigerFusedLinearCrossEntropyLoss,
+    LigerFusedLinearDPOLoss,
+    LigerFusedLinearGRPOLoss,
+    LogitTransform,
+    linear_logps,
+    set_default_workspace,
+)
 from liger_losses.chunked.engine import straight_line
 from liger_losses.chunked.losses.cross_entropy import linear_cross_entropy
 from tests.kernels.cases import triton_or_skip
@@ -110,13 +119,57 @@ def test_statistics(names, dtype):
             torch.testing.assert_close(own.double(), theirs, rtol=SIZES[dtype], atol=size)
 
 
+def dpo(hidden, weight, labels, backend):
+    """Chosen and rejected completions of different lengths."""
+    sides = [Completions(h, y, ref_logps=y.new_full((1,), -9.0).to(h)) for h, y in zip(hidden, labels, strict=True)]
+    return LigerFusedLinearDPOLoss(backend=backend, compute_nll_loss=True)(weight, *sides)
+
+
+def stacked_dpo(hidden, weight, labels, backend):
+    hidden, labels = torch.cat([part[:, :2] for part in hidden]), torch.cat([part[:, :2] for part in labels])
+    reference = {f"ref_{side}_logps": torch.full((1,), -7.0, device=DEVICE) for side in ("chosen", "rejected")}
+    return LigerFusedLinearDPOLoss(backend=backend)(weight, hidden, labels, **reference)
+
+
+def grpo(hidden, weight, labels, backend):
+    hidden, labels = torch.cat([part[:, :2] for part in hidden]), torch.cat([part[:, :2] for part in labels])
+    loss = LigerFusedLinearGRPOLoss(beta=0.1, entropy_coef=0.01, backend=backend)
+    old, advantages = torch.full(labels.shape, -4.9, device=DEVICE), torch.tensor([1.0, -0.5], device=DEVICE)
+    active = labels != -100
+    rest = {"ref_per_token_logps": old - 0.1, "old_per_token_logps": old.where(active, float("nan"))}
+    return loss(hidden, weight, labels.where(active, 0), active, advantages, **rest)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("loss", [dpo, stacked_dpo, grpo])
+def test_losses_of_completions(loss, dtype):
+    hidden, weight, labels = problem(dtype, masked=(1, 5))
+    sides = [hidden.detach()[:1], hidden.detach()[1:, :2]]
+    leaves = [part.clone().requires_grad_() for part in sides]
+    exact = [tensor.detach().double().requires_grad_() for tensor in (*leaves, weight)]
+    labels, found = [labels[:1], labels[1:, :2]], []
+    expected, metrics = loss(exact[:2], exact[2], labels, "torch")
+    gradients = torch.autograd.grad(3 * expected, exact)
+    with torch.no_grad():
+        leaves[0][labels[0] == -100] = float("nan")
+    for _ in range(2):
+        value, own = loss(leaves, weight, labels, "triton")
+        first = torch.autograd.grad(3 * value, (*leaves, weight), retain_graph=True)
+        found.append((value, *own, *first, *torch.autograd.grad(3 * value, (*leaves, weight))))
+    assert lines()[1] == 1
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+    for ours, theirs in zip(found[0], (expected, *metrics, *gradients, *gradients), strict=True):
+        size = SIZES[dtype] * theirs.detach().abs().max().item()
+        torch.testing.assert_close(ours.double(), theirs.double(), rtol=SIZES[dtype], atol=size)
+
+
 @pytest.mark.parametrize("frozen", [0, 1])
 def test_what_is_frozen_has_no_gradient(frozen):
     given = problem(torch.float32)
     given[frozen].requires_grad_(False)
     LigerFusedLinearCrossEntropyLoss(backend="triton")(given[1], given[0], given[2]).backward()
     linear_logps(*given, backend="triton").sum().backward()
-    assert lines() == (2, 2 - frozen)  # a gradient per token, [T, H], takes less memory
+    assert lines()[1] == 2 - frozen  # a gradient per token, [T, H], takes less memory
     assert given[frozen].grad is None
     assert given[1 - frozen].grad is not None
 
@@ -215,7 +268,7 @@ def test_which_calls_have_a_line():
     assert not has(chunk_size=4)
     assert not has(backend="torch")
     assert not has(temperature=torch.ones(TOKENS, device=DEVICE))
-    assert not has(shift=1)
+    assert has(shift=1)
     assert has(w=Head(weight, None, LogitTransform(softcap=3.0)))
     assert not has(w=Head(weight, torch.ones(VOCAB, device=DEVICE)))
     layer = torch.nn.Linear(HIDDEN, VOCAB, bias=False)

@@ -125,10 +125,8 @@ class TokenPolicyLoss(PolicyOptions):
         return terms if entropy_weight is None else terms - entropy_weight * s.entropy
 
 
-@functools.lru_cache(maxsize=256, typed=True)
-def _token_loss(options: tuple[Any, ...]) -> TokenPolicyLoss:
-    """The loss of these fields of :class:`PolicyOptions`, which are checked once."""
-    return TokenPolicyLoss(*options)
+#: The loss of fields that are checked once.
+_token_loss = functools.lru_cache(maxsize=256, typed=True)(TokenPolicyLoss)
 
 
 class PolicyMetrics(NamedTuple):
@@ -380,7 +378,8 @@ class LigerFusedLinearGRPOLoss(CompletionLoss):
             optional["entropy_weight"] = (coef / inputs.counted).expand(inputs.mask.shape)
         token_inputs = {name: value for name, value in optional.items() if value is not None}
         token_inputs |= {"weights": inputs.weights, "advantages": inputs.advantages}
-        token_loss = _token_loss(tuple([getattr(inputs.options, name) for name in PolicyOptions.__match_args__]))
+        make = TokenPolicyLoss if is_dynamo_compiling() else _token_loss
+        token_loss = make(*[getattr(inputs.options, name) for name in PolicyOptions.__match_args__])
         split = None if coef is not None else self._split(tokens, head, inputs)
         counted, others = (tokens, None) if split is None else split
         loss, found = linear_token_loss(

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from functools import cached_property
 from typing import Any
 
 import torch
@@ -49,7 +48,7 @@ class PolicyInputs:
 
     ``head`` is the policy's; ranks that share its vocabulary have the same completions. ``common_options`` are those of
     the loss, which all ranks of the group have in common. ``lengths [B, 1]`` and ``tokens []`` are the numbers of
-    tokens of each completion and of all completions, over the group.
+    tokens of each completion and of all completions, over the group; ``counted`` is the latter, or 1 without any.
     """
 
     lengths: Tensor
@@ -102,6 +101,7 @@ class PolicyInputs:
             agree(group, **{**(common_options or vars(options)), **facts})
             (lengths,) = sum_over_group(group, lengths)
         self.tokens, self.own_lengths = lengths.sum(), lengths
+        self.counted = self.tokens.clamp(min=1)
         normalizer = options.row_normalizer
         # Only losses that divide by it synchronize all processes.
         copies = 1 if head is None else head.vocabulary_ranks
@@ -135,11 +135,6 @@ class PolicyInputs:
     def number_of_prompts(of_prompt: Tensor) -> Tensor:
         """The number of prompts, 0-dim, from the number of completions of each completion's prompt ``[B]``."""
         return torch.where(of_prompt > 0, 1 / of_prompt.clamp(min=1), 0.0).sum()
-
-    @cached_property
-    def counted(self) -> Tensor:
-        """The number of tokens, 0-dim, at least 1."""
-        return self.tokens.clamp(min=1)
 
     @property
     def sampler(self) -> Tensor | None:

@@ -208,10 +208,16 @@ def cases(tokens: int, hidden_size: int, vocab_size: int) -> Iterator[tuple[str,
             advantages, old = torch.tensor([1.0, -1.0, 0.5, -0.5]), torch.zeros(ids.shape)
             return lambda: loss(states, head, ids, mask, advantages, old_per_token_logps=old)
 
+        def largest(package: str, labels: Tensor | None = labels if masked else None) -> Call:
+            load = importer(package)
+            function, options = load(":linear_topk"), load(":EngineOptions")(backend="triton")
+            return lambda: function(hidden, weight, 64, labels, options=options)
+
         yield f"forward log-probabilities {size}{said}", logps
         yield f"cross-entropy {size}{said}", cross_entropy
         yield f"DPO of one pair {size}{said}", dpo
         yield f"GRPO of four completions {size}{said}", grpo
+        yield f"the k largest {size}{said}", largest
 
 
 def both_ways(call: Call) -> Call:
@@ -291,7 +297,11 @@ def main() -> None:
     for name, make in cases(*arguments.size):
         if arguments.only not in name:
             continue
-        calls = [both_ways(make(package)) if arguments.backward else make(package) for package in packages]
+        try:
+            calls = [both_ways(make(package)) if arguments.backward else make(package) for package in packages]
+        except AttributeError as error:  # the other commit has no such operation
+            print(f"{name:60}{error}")
+            continue
         times = ["{:8.1f} ({:6.1f}) {:8.1f} ({:6.1f})".format(*found) for found in measure(calls, arguments.rounds)]
         print(f"{name:60}{' | '.join(times)}", flush=True)
         if arguments.profile:

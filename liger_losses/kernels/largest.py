@@ -1,7 +1,8 @@
 """The k largest entries of each row, and what the others add up to. R rows, C columns.
 
-The k largest are all in the k groups of columns whose maxima are largest: one pass over the rows finds the maxima of
-groups, and choosing is left to R x (C / 64) maxima and R x 64 k entries.
+The k largest are all in the k groups of columns whose maxima are largest, and the least of these maxima is a bound that
+at least k entries reach. One pass over the rows finds the maxima of groups; another reads the k groups of each row, and
+keeps the entries that reach the bound. There are hardly more of them than k, and they are put in order.
 """
 
 from __future__ import annotations
@@ -16,9 +17,14 @@ from liger_losses.kernels.logit_transform import Epilogue, inverse_temperature, 
 #: Columns of a group, and groups that a program reads at a time.
 GROUP = 64
 _GROUPS = 32
-#: How many entries are gathered and sorted at a time, and among how many entries of a row one program chooses.
+#: How many entries are gathered and sorted at a time, where no kernel chooses.
 _SORTED = 2**21
-_MOST = 2**13
+#: The largest k that kernels serve; how many entries of a row they keep at least, for each of the k (rounded up to a
+#: power of two), and at most where k is small.
+_MOST, _KEPT, _FEW = 1024, 4, 256
+#: By which share of itself the bound is lowered, because maxima may come rounded: the kernel that takes them together
+#: with log-sum-exps multiplies by log2(e) and by its inverse.
+_ROUNDING = 1e-6
 
 
 def group_maxima(projected: Tensor, epilogue: Epilogue, backend: str | None = None) -> Tensor:
@@ -46,7 +52,14 @@ def group_maxima(projected: Tensor, epilogue: Epilogue, backend: str | None = No
 
 
 def largest(
-    projected: Tensor, epilogue: Epilogue, k: int, backend: str | None = None, *, maxima: Tensor | None = None
+    projected: Tensor,
+    epilogue: Epilogue,
+    k: int,
+    backend: str | None = None,
+    *,
+    maxima: Tensor | None = None,
+    lse: Tensor | None = None,
+    out: tuple[Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, Tensor]:
     """The k largest logits of each row, in descending order, and their columns, ``[R, k]`` each.
 
@@ -55,17 +68,38 @@ def largest(
         k: at most C.
         maxima: what :func:`~liger_losses.kernels.linear_lse.log_sum_exps_into` returned; read only where the group of
             :func:`group_of_kernels` has as many columns.
+        lse: ``[R]``, subtracted from the logits: log-probabilities are returned if these are the log-sum-exps.
+        out: the tensors to write into, rows contiguous; columns are int64.
     """
     rows, columns = projected.shape
     group = group_of_kernels(k, columns)
-    if group and rows and choose_backend(backend, [projected], dtypes=LOGIT_DTYPES) == "triton":
+    if group and choose_backend(backend, [projected], dtypes=LOGIT_DTYPES) == "triton":
         if maxima is None or group != COLUMNS:
             group, maxima = GROUP, group_maxima(projected, epilogue, "triton").t()
-        return _largest_triton(projected, epilogue, k, maxima, group)
+        if out is None:
+            device = projected.device
+            out = torch.empty(rows, k, device=device), torch.empty(rows, k, dtype=torch.int64, device=device)
+        if rows:
+            _largest_triton(out, projected, epilogue, k, maxima, group, lse)
+        return out
+    values, ids = _largest_torch(projected, epilogue, k, backend)
+    values = values if lse is None else values - lse[:, None]
+    return (values, ids) if out is None else (out[0].copy_(values), out[1].copy_(ids))
+
+
+def group_of_kernels(k: int, columns: int) -> int:
+    """The columns of a group, of which k are at most a quarter of all; 0 where kernels do not serve this k."""
+    most = columns // (4 * k) if 0 < k <= _MOST else 0
+    return next((group for group in (COLUMNS, GROUP) if group <= most), 0)
+
+
+def _largest_torch(projected: Tensor, epilogue: Epilogue, k: int, backend: str | None) -> tuple[Tensor, Tensor]:
+    """:func:`largest`, where the entries of groups are gathered and sorted."""
+    rows, columns = projected.shape
     size = max(1, _SORTED // (GROUP * k))
     if rows > size:
         parts = [slice(start, start + size) for start in range(0, rows, size)]
-        found = [largest(projected[at], epilogue.rows(at), k, backend) for at in parts]
+        found = [_largest_torch(projected[at], epilogue.rows(at), k, backend) for at in parts]
         return torch.cat([part[0] for part in found]), torch.cat([part[1] for part in found])
     if columns <= 4 * GROUP * k:  # most groups would be kept
         return tuple(epilogue(projected).topk(k, -1))  # type: ignore[return-value]
@@ -78,26 +112,30 @@ def largest(
     return values, ids.gather(1, at)
 
 
-def group_of_kernels(k: int, columns: int) -> int:
-    """The most columns of a group among whose entries one program can choose; 0 where the entries are sorted."""
-    most = min(_MOST >> (k - 1).bit_length(), columns // (4 * k)) if k else 0
-    return next((group for group in (COLUMNS, GROUP) if group <= most), 0)
-
-
-def _largest_triton(projected: Tensor, epilogue: Epilogue, k: int, maxima: Tensor, group: int) -> tuple[Tensor, Tensor]:
+def _largest_triton(
+    out: tuple[Tensor, Tensor],
+    projected: Tensor,
+    epilogue: Epilogue,
+    k: int,
+    maxima: Tensor,
+    group: int,
+    lse: Tensor | None,
+) -> None:
     """:func:`largest`, from the maxima ``[C / group, R]`` of groups."""
-    (rows, columns), device = projected.shape, projected.device
-    groups, entries = torch.empty(rows, k, dtype=torch.int32, device=device), group * triton.next_power_of_2(k)
+    (rows, columns), device, width = projected.shape, projected.device, triton.next_power_of_2(k)
+    kept = min(max(_KEPT * width, _FEW), group * width)
+    groups, bounds = torch.empty(rows, k, dtype=torch.int32, device=device), torch.empty(rows, device=device)
     _largest_groups_kernel[(rows,)](
-        groups, maxima, *maxima.stride(), len(maxima), k, BLOCK=triton.next_power_of_2(len(maxima)), num_warps=4
-    )
-    values, ids = torch.empty(rows, k, device=device), torch.empty(rows, k, dtype=torch.int64, device=device)
-    _largest_of_groups_kernel[(rows,)](
-        values, ids, projected, projected.stride(0), epilogue.bias, epilogue.transform.for_kernel, groups, columns, k,
-        GROUP=group, GROUPS=triton.next_power_of_2(k), num_warps=4 if entries <= 2048 else 8 if entries <= 4096 else 16,
+        groups, bounds, maxima, *maxima.stride(), len(maxima), k, _ROUNDING,
+        BLOCK=triton.next_power_of_2(len(maxima)), num_warps=2 if len(maxima) <= 1024 else 4,
     )  # fmt: skip
-    values, order = values.sort(-1, descending=True)
-    return values, ids.gather(1, order)
+    warps = 4 if kept <= 512 else 8 if kept <= 1024 else 16
+    scratch = torch.empty(rows, kept, device=device), torch.empty(rows, kept, dtype=torch.int32, device=device)
+    _largest_of_groups_kernel[(rows,)](
+        *out, *scratch, projected, projected.stride(0), epilogue.bias, epilogue.transform.for_kernel, lse,
+        groups, bounds, columns, k, out[0].stride(0), out[1].stride(0),
+        GROUP=group, KEPT=kept, BLOCK=min(1024, group * width), PIECE=min(512 * warps // kept, kept), num_warps=warps,
+    )  # fmt: skip
 
 
 def sum_of_probabilities(
@@ -149,57 +187,135 @@ def _sum_of_probabilities_kernel(out, projected, stride, lse, bias, transform, c
 
 @jit
 def _ordered(x, inside):
-    """Integers in the order of fp32 numbers; the smallest outside."""
+    """Integers in the order of fp32 numbers, NaN above all of them, as in torch; the smallest outside."""
     bits = x.to(tl.int32, bitcast=True)
-    return tl.where(inside, bits ^ ((bits >> 31) & 0x7FFFFFFF), -0x80000000).to(tl.int32)
-
-
-@jit
-def _places_of_largest(key, k):
-    """Which entries are the k largest, the first ones of equal ones, and the place of each among them, in their order.
-
-    The k-th largest is found bit by bit, from the highest.
-    """
-    threshold = tl.where(tl.sum((key >= 0).to(tl.int32), 0) >= k, 0, -0x80000000).to(tl.int32)
-    bit = 0x40000000
-    while bit > 0:
-        higher = threshold + bit
-        threshold = tl.where(tl.sum((key >= higher).to(tl.int32), 0) >= k, higher, threshold)
-        bit = bit // 2
-    above = key > threshold
-    equal = (key == threshold).to(tl.int32)
-    taken = above | ((equal > 0) & (tl.cumsum(equal, 0) <= k - tl.sum(above.to(tl.int32), 0)))
-    return taken, tl.cumsum(taken.to(tl.int32), 0) - 1
+    bits = tl.where(x == x, bits ^ ((bits >> 31) & 0x7FFFFFFF), 0x7FFFFFFF)
+    return tl.where(inside, bits, -0x80000000).to(tl.int32)
 
 
 @jit(do_not_specialize=["row_stride", "group_stride", "groups", "k"])
-def _largest_groups_kernel(out, maxima, group_stride, row_stride, groups, k, BLOCK: tl.constexpr):
-    """One program for each row."""
+def _largest_groups_kernel(
+    out, bounds, maxima, group_stride, row_stride, groups, k, rounding: tl.constexpr, BLOCK: tl.constexpr
+):
+    """One program for each row: the k groups of the largest maxima, in their order, and the least of these maxima.
+
+    The k-th largest is found bit by bit, from the highest, until exactly k are as large. Of equal ones, the first ones
+    are taken.
+    """
     row = tl.program_id(0).to(tl.int64)
     at = tl.arange(0, BLOCK)
     inside = at < groups
-    key = _ordered(tl.load(maxima + row * row_stride + at * group_stride, mask=inside, other=0.0), inside)
-    taken, place = _places_of_largest(key, k)
-    tl.store(out + row * k + place, at, mask=taken & inside)
+    top = tl.load(maxima + row * row_stride + at * group_stride, mask=inside, other=0.0)
+    key = _ordered(top, inside)
+    count = tl.sum((key >= 0).to(tl.int32), 0)
+    threshold = tl.where(count >= k, 0, -0x80000000).to(tl.int32)
+    count = tl.where(count >= k, count, BLOCK)
+    bit = 0x40000000
+    while (bit > 0) & (count != k):
+        higher = threshold + bit
+        found = tl.sum((key >= higher).to(tl.int32), 0)
+        threshold = tl.where(found >= k, higher, threshold)
+        count = tl.where(found >= k, found, count)
+        bit = bit // 2
+    above = key > threshold
+    equal = (key == threshold).to(tl.int32)
+    taken = inside & (above | ((equal > 0) & (tl.cumsum(equal, 0) <= k - tl.sum(above.to(tl.int32), 0))))
+    tl.store(out + row * k + tl.cumsum(taken.to(tl.int32), 0) - 1, at, mask=taken)
+    bound = tl.min(tl.where(taken, top, float("inf")), 0)
+    tl.store(bounds + row, bound - tl.abs(bound) * rounding)
 
 
-@jit(do_not_specialize=["k"])
-def _largest_of_groups_kernel(
-    values, ids, projected, stride, bias, transform, chosen, columns, k, GROUP: tl.constexpr, GROUPS: tl.constexpr
-):
-    """One program for each row."""
-    row = tl.program_id(0).to(tl.int64)
-    slot = tl.arange(0, GROUPS * GROUP)
+@jit
+def _entries(row, start, k, GROUP: tl.constexpr, BLOCK: tl.constexpr):
+    """Logits of the groups that a row has chosen, their columns, and integers in their order."""
+    projected, bias, transform, inverse, chosen, columns = row
+    slot = start + tl.arange(0, BLOCK)
     inside = slot // GROUP < k
-    at = tl.load(chosen + row * k + slot // GROUP, mask=inside, other=0) * GROUP + slot % GROUP
+    at = tl.load(chosen + slot // GROUP, mask=inside, other=0) * GROUP + slot % GROUP
     inside = inside & (at < columns)
+    z = load_logits(projected, bias, at, inside, transform, inverse)
+    return z, at, _ordered(z, inside)
+
+
+@jit
+def _keep(values, ids, row, threshold, k, GROUP: tl.constexpr, KEPT: tl.constexpr, BLOCK: tl.constexpr):
+    """Write the entries above a threshold and the first k that equal it, in the order of columns, as far as there is
+    room; return their number."""
+    above = 0
+    equal = 0
+    for start in range(0, k * GROUP, BLOCK):
+        z, at, key = _entries(row, start, k, GROUP, BLOCK)
+        # Both numbers in one: of those above in the lower half, of equal ones in the upper half.
+        both = (key > threshold).to(tl.int32) + ((key == threshold).to(tl.int32) << 16)
+        before = tl.cumsum(both, 0)
+        equals = equal + (before >> 16)
+        taken = (key > threshold) | ((key == threshold) & (equals <= k))
+        place = above + (before & 0xFFFF) + tl.minimum(equals, k) - 1
+        tl.store(values + place, z, mask=taken & (place < KEPT))
+        tl.store(ids + place, at, mask=taken & (place < KEPT))
+        every = tl.sum(both, 0)
+        above += every & 0xFFFF
+        equal += every >> 16
+    return above + tl.minimum(equal, k)
+
+
+@jit
+def _reaching(row, threshold, k, GROUP: tl.constexpr, BLOCK: tl.constexpr):
+    """How many entries reach a threshold."""
+    count = 0
+    for start in range(0, k * GROUP, BLOCK):
+        _, _, key = _entries(row, start, k, GROUP, BLOCK)
+        count += tl.sum((key >= threshold).to(tl.int32), 0)
+    return count
+
+
+@jit(do_not_specialize=["k"], do_not_specialize_on_alignment=["values", "ids", "lse", "values_stride", "ids_stride"])
+def _largest_of_groups_kernel(
+    values, ids, kept_values, kept_ids, projected, stride, bias, transform, lse, chosen, bounds, columns, k,
+    values_stride, ids_stride,
+    GROUP: tl.constexpr, KEPT: tl.constexpr, BLOCK: tl.constexpr, PIECE: tl.constexpr,
+):  # fmt: skip
+    """One program for each row.
+
+    Where the entries that reach the bound are more than ``KEPT``, or, as the bound is rounded, fewer than k, the k-th
+    largest is found bit by bit.
+    """
+    at_row = tl.program_id(0).to(tl.int64)
     inverse = 1.0
     if transform.temperature is not None:
-        inverse = inverse_temperature(transform, row, True, 0)
-    z = load_logits(projected + row * stride, bias, at, inside, transform, inverse)
-    taken, place = _places_of_largest(_ordered(z, inside), k)
-    tl.store(values + row * k + place, z, mask=taken & inside)
-    tl.store(ids + row * k + place, at.to(tl.int64), mask=taken & inside)
+        inverse = inverse_temperature(transform, at_row, True, 0)
+    row = (projected + at_row * stride, bias, transform, inverse, chosen + at_row * k, columns)
+    kept_values += at_row * KEPT
+    kept_ids += at_row * KEPT
+    threshold = _ordered(tl.load(bounds + at_row), True)
+    count = _keep(kept_values, kept_ids, row, threshold, k, GROUP, KEPT, BLOCK)
+    if (count < k) | (count > KEPT):
+        threshold = tl.where(_reaching(row, 0, k, GROUP, BLOCK) >= k, 0, -0x80000000).to(tl.int32)
+        bit = 0x40000000
+        while bit > 0:
+            higher = threshold + bit
+            threshold = tl.where(_reaching(row, higher, k, GROUP, BLOCK) >= k, higher, threshold)
+            bit = bit // 2
+        tl.debug_barrier()  # what was kept is overwritten
+        count = _keep(kept_values, kept_ids, row, threshold, k, GROUP, KEPT, BLOCK)
+    tl.debug_barrier()  # all of it is in memory
+    slot = tl.arange(0, KEPT)
+    inside = slot < count
+    z = tl.load(kept_values + slot, mask=inside, other=0.0)
+    key = _ordered(z, inside)
+    preceding = tl.zeros((KEPT, PIECE), tl.int32)
+    for start in range(0, count, PIECE):
+        other = start + tl.arange(0, PIECE)
+        others = _ordered(tl.load(kept_values + other, mask=other < count, other=0.0), other < count)[None, :]
+        first = (others == key[:, None]) & (other[None, :] < slot[:, None])
+        preceding += ((others > key[:, None]) | first).to(tl.int32)
+    place = tl.sum(preceding, 1)
+    inside = inside & (place < k)
+    at = tl.load(kept_ids + slot, mask=inside, other=0)
+    if lse is not None:
+        z -= tl.load(lse + at_row)
+    tl.store(values + at_row * values_stride + place, z, mask=inside)
+    tl.store(ids + at_row * ids_stride + place, at.to(tl.int64), mask=inside)
 
 
 @jit
@@ -215,6 +331,7 @@ def _group_maxima_kernel(
     if transform.temperature is not None:
         inverse = inverse_temperature(transform, row, True, 0)
     z = tl.where(inside, load_logits(projected + row * stride, bias, at, inside, transform, inverse), -float("inf"))
+    z = tl.where(z == z, z, float("inf"))  # a maximum leaves NaN out, which is among the largest
     maxima = tl.max(tl.reshape(z, (GROUPS, GROUP)), 1)
     group = first + tl.arange(0, GROUPS)
     tl.store(out + row * groups + group, maxima, mask=group < groups)

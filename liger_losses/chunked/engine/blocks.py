@@ -301,8 +301,8 @@ class LogitBlock(Block):
                 backend=call.backend,
             )
         if call.query.largest:
-            computed["columns"] = self._largest(projected, part, maxima)
-        if call.query.selects and "selected_logps" in part.values:
+            self._add_largest(computed, projected, part, maxima)
+        if call.query.selects and "selected_logps" in part.values.keys() - computed.keys():
             columns, owned = self._selected(computed["columns"] if call.query.largest else part.columns(call))
             bias = None if self.opened.bias is None else self.opened.bias[columns]
             logits = part.epilogue.transform(projected.gather(1, columns), bias)
@@ -338,11 +338,18 @@ class LogitBlock(Block):
         wide.scatter_(1, columns, kept)
         return self.call.ranks.sum_(sums).log()
 
-    def _largest(self, projected: Tensor, part: Part, maxima: Tensor | None) -> Tensor:
-        """The columns ``[R, k]`` of the largest logits of the whole vocabulary, on all ranks that share it."""
-        k, backend = min(self.call.query.largest, self.vocab_size), self.call.backend
+    def _add_largest(self, computed: dict[str, Tensor], projected: Tensor, part: Part, maxima: Tensor | None) -> None:
+        """Compute the columns ``[R, k]`` of the largest logits of the whole vocabulary, on all ranks that share it; and
+        their log-probabilities, where one process has them all."""
+        k, backend, ranks = min(self.call.query.largest, self.vocab_size), self.call.backend, self.call.ranks
+        if self.opened.others is None:
+            names, lse = ("selected_logps", "columns"), computed["lse"]
+            out = (part.values[names[0]], part.values[names[1]]) if part.values.keys() >= {*names} else None
+            found = largest(projected, part.epilogue, k, backend, maxima=maxima, lse=lse, out=out)
+            computed.update(zip(names, found, strict=True))
+            return
         logits, columns = largest(projected, part.epilogue, k, backend, maxima=maxima)
-        return self.call.ranks.largest(logits, columns + self.opened.first_column, self.call.query.largest)
+        computed["columns"] = ranks.largest(logits, columns + self.opened.first_column, self.call.query.largest)
 
     def _log_probs(
         self, projected: Tensor, lse: Tensor, epilogue: Epilogue

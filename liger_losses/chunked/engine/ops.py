@@ -225,12 +225,10 @@ def linear_topk(
         TypeError, ValueError: as :func:`linear_statistics`; a k that is not a number of columns.
     """
     check_tensor("hidden_states", hidden_states, allow_dtensor=True)
-    if labels is None:
-        labels = torch.zeros(hidden_states.shape[:-1], dtype=torch.int64, device=hidden_states.device)
     found = linear_statistics(
         hidden_states,
         weight,
-        labels,
+        Tokens.every(hidden_states.shape[:-1], hidden_states.device) if labels is None else labels,
         ("selected_logps",),
         metrics=("columns", "rest") if rest else ("columns",),
         selected=Largest(k),

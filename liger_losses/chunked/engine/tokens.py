@@ -133,6 +133,12 @@ class Tokens:
         backend = choose_backend(backend, [(part.device, torch.float32) for part in labels])
         return Counting(labels, vocab_size, ignore_index, compact, backend).tokens()
 
+    @classmethod
+    def every(cls, shape: torch.Size, device: torch.device) -> Tokens:
+        """All tokens of a tensor of this shape, without labels that anybody reads: no number is asked of the device."""
+        labels = torch.zeros(shape.numel(), dtype=torch.int64, device=device)
+        return cls(labels, (shape,), (len(labels),), (None,), None)
+
     def part(self, parts: slice) -> Tokens:
         """The active tokens of some of the tensors of labels, which follow each other."""
         rows = slice(sum(self.counts[: parts.start]), sum(self.counts[: parts.stop]))

@@ -13,14 +13,14 @@ from liger_losses import (
     linear_token_loss,
     linear_topk,
 )
-from liger_losses.chunked.engine import query
+from liger_losses.chunked.engine import query, tokens
 from liger_losses.kernels import BACKENDS, largest
 from liger_losses.kernels.logit_transform import Epilogue
 from tests.reference import plain_logits, problem
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize(("columns", "k"), [(700, 1), (2048, 3), (5000, 16), (61, 61), (18000, 65)])
+@pytest.mark.parametrize(("columns", "k"), [(700, 1), (2048, 3), (5000, 16), (61, 61), (17000, 65)])
 def test_largest_of_rows(columns, k, backend):
     g = torch.Generator().manual_seed(0)
     device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -36,13 +36,66 @@ def test_largest_of_rows(columns, k, backend):
     known = largest.largest(rows, epilogue, k, backend, maxima=of_tiles.amax(-1).t())
     torch.testing.assert_close(known, (values, ids))
     rows[:, ::7] = 3.0  # many are equal, with or without bias
-    values, ids = largest.largest(rows, Epilogue(), k, backend)
-    torch.testing.assert_close(values, rows.topk(k, -1).values)
-    assert torch.equal(rows.gather(1, ids), values)
-    assert all(len(row.unique()) == k for row in ids)
+    some = rows[1:2]
+    values, ids = largest.largest(some, Epilogue(), k, backend)
+    torch.testing.assert_close(values, some.topk(k, -1).values)
+    assert torch.equal(some.gather(1, ids), values)
+    assert len(ids.unique()) == k
     if k < 4:
         maxima = largest.group_maxima(rows, epilogue, backend)
         torch.testing.assert_close(maxima, largest.group_maxima(rows, epilogue, "torch"))
+
+
+#: From random rows ``[C]`` to rows that are hard to choose from.
+SPECIAL_ROWS = {
+    "zeros": torch.zeros_like,
+    "all equal": lambda x: torch.full_like(x, -1.7),
+    "many equal": lambda x: (2 * x).round() / 2,
+    "-inf": lambda x: torch.full_like(x, -torch.inf),
+    "inf": lambda x: torch.full_like(x, torch.inf),
+    "-inf but for few": lambda x: x.where(torch.arange(len(x)) % 997 == 5, -torch.inf),
+    "the largest side by side": lambda x: x + 40.0 * (torch.arange(len(x)) // 700 == 2),
+    "ascending": lambda x: torch.arange(len(x)) / len(x),
+    "NaN": lambda x: torch.full_like(x, torch.nan),
+    "one NaN": lambda x: x.where(torch.arange(len(x)) != 77, torch.nan),
+}
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize(("columns", "k"), [(4200, 8), (700, 1)])
+def test_largest_of_special_rows(columns, k, backend):
+    """More entries than kernels keep, fewer finite ones than are asked for, and equal ones, of which the kernels take
+    the first; with exact maxima of groups, and with rounded ones."""
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    noise = torch.randn(columns, generator=torch.Generator().manual_seed(0))
+    rows = torch.stack([make(noise) for make in SPECIAL_ROWS.values()]).to(device)
+    exact = rows.double().topk(k, -1).values.float()
+    of_tiles = torch.nn.functional.pad(rows, (0, -columns % 128), value=-torch.inf).view(len(rows), -1, 128)
+    rounded = of_tiles.nan_to_num(torch.inf).amax(-1).clamp(min=-2e38) * (1 + 1e-7 * noise[: of_tiles.shape[1]])
+    for maxima in (None, rounded.t()):
+        values, ids = largest.largest(rows, Epilogue(), k, backend, maxima=maxima)
+        torch.testing.assert_close(values, exact, rtol=0, atol=0, equal_nan=True)
+        torch.testing.assert_close(rows.gather(1, ids), values, rtol=0, atol=0, equal_nan=True)
+        assert all(len(row.unique()) == k for row in ids)
+        if backend == "triton":
+            equal = values[:, 1:] == values[:, :-1]
+            assert (ids[:, 1:] > ids[:, :-1])[equal].all()
+    empty = largest.largest(rows[:0], Epilogue(), k, backend)
+    assert [part.shape for part in empty] == [(0, k)] * 2
+
+
+def test_log_probabilities_are_written_where_they_are_wanted():
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    rows, k = torch.randn(6, 900, generator=torch.Generator().manual_seed(0)).to(device), 3
+    lse = torch.arange(6.0, device=device)
+    exact = rows.topk(k, -1)
+    for backend in BACKENDS:
+        out = torch.full((8, k), torch.nan, device=device), torch.full((8, k), -1, device=device)
+        inside = out[0][1:-1], out[1][1:-1]
+        largest.largest(rows, Epilogue(), k, backend, lse=lse, out=inside)
+        torch.testing.assert_close(inside, (exact.values - lse[:, None], exact.indices))
+        assert out[0][[0, -1]].isnan().all()
+        assert (out[1][[0, -1]] == -1).all()
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -71,6 +124,15 @@ def test_the_rest_leaves_gradients_as_they_are():
             others = torch.log1p(-found.logps.exp().sum(-1))[labels != -100]
             torch.testing.assert_close(found.rest[labels != -100], others)
     torch.testing.assert_close(*grads, rtol=0, atol=0)
+
+
+def test_nothing_is_asked_of_the_device(monkeypatch):
+    """Without labels, all tokens are active, whatever the label to ignore is."""
+    hidden, weight, _, _ = problem(v=401, dtype=torch.float64)
+    monkeypatch.setattr(tokens, "facts_of_labels", None)
+    found = linear_topk(hidden, weight, 3, options=EngineOptions(ignore_index=0))
+    exact = plain_logits(hidden, weight).log_softmax(-1).topk(3, -1)
+    torch.testing.assert_close((found.logps, found.ids), tuple(exact))
 
 
 @pytest.mark.parametrize("strategy", ["resident", "two_pass"])

@@ -13,7 +13,7 @@ beside two groups, which call :func:`first_turn`, and for each of their tiles :f
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import cache
+from functools import cache, partial
 from typing import Any, NamedTuple
 
 import torch
@@ -98,29 +98,41 @@ class NotCompiledError(Exception):
     """Triton cannot compile the kernel, and :func:`pipeline_tiles` returns ``None`` from now on."""
 
 
-def launch(kernel: Any, grid: tuple[int, ...], **arguments: Any) -> None:
-    """Launch a kernel; what the device raises, such as too little memory, is raised as it is.
+def launch(kernel: Any, grid: tuple[int, ...], *arguments: Any, **named: Any) -> Any:
+    """Launch a kernel, and return it compiled; what the device raises, such as too little memory, is raised as it is.
 
     Raises:
         NotCompiledError: Triton cannot compile the kernel for these arguments, or the GPU cannot hold it.
     """
     try:
-        kernel[grid](**arguments)
+        return kernel[grid](*arguments, **named)
     except Exception as error:
-        if not _cannot_be_built(kernel, grid, arguments, error):
+        if not _cannot_be_built(kernel, grid, arguments, named, error):
             raise
         _give_up(error)
         raise NotCompiledError from error
 
 
-def _cannot_be_built(kernel: Any, grid: tuple[int, ...], arguments: dict[str, Any], error: Exception) -> bool:
+class Launchable:
+    """A kernel for :class:`~liger_losses.kernels._triton.Launcher`, which :func:`launch` launches."""
+
+    def __init__(self, kernel: Any) -> None:
+        self.kernel = kernel
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., Any]:
+        return partial(launch, self.kernel, grid)
+
+
+def _cannot_be_built(
+    kernel: Any, grid: tuple[int, ...], arguments: tuple[Any, ...], named: dict[str, Any], error: Exception
+) -> bool:
     """Whether a launch raised the error because the kernel does not compile, or has too many registers to be loaded."""
     import triton
 
     if isinstance(error, triton.OutOfResources):
         return True
     try:
-        kernel.warmup(**arguments, grid=grid)  # compiles what is not compiled yet, and launches nothing
+        kernel.warmup(*arguments, **named, grid=grid)  # compiles what is not compiled yet, and launches nothing
     except Exception:
         return True
     return False

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from functools import partial as with_arguments
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -25,7 +25,7 @@ from liger_losses.kernels.hopper_pipeline import AVAILABLE, NotCompiledError
 from liger_losses.kernels.hopper_pipeline import ROWS as _ROWS_OF_HOPPER
 from liger_losses.kernels.hopper_pipeline import launch as launch_on_hopper
 from liger_losses.kernels.label_rows import label_logits
-from liger_losses.kernels.linear_exp_hopper import group_of_sums, hopper_exponentials_kernel, hopper_tiles
+from liger_losses.kernels.linear_exp_hopper import hopper_exponentials_kernel, hopper_tiles, sums_on_hopper
 from liger_losses.kernels.linear_lse import sum_tiles
 from liger_losses.kernels.linear_stats import UNFUSED, partial_sums
 from liger_losses.kernels.logit_transform import (
@@ -45,7 +45,7 @@ _MAX_TOKENS = 8192
 #: Rows of a program that adds up the tiles' sums.
 _ROWS = 32
 #: Larger sums of e are computed again: e reaches 1e26 if p_label is below 1e-26, and fp32 and bf16 end at 3e38.
-_LARGEST_SUM = 1e26
+LARGEST_SUM = 1e26
 #: Arguments whose alignment is no reason to compile again: slices of vectors begin anywhere.
 _VECTORS = ["offset", "lse", "logp", "mean_logit", "entropy", "p_coef", "label_coef", "at_label_out"]
 
@@ -136,7 +136,8 @@ def linear_exponentials(
     by_place = batch_invariant and depth * hidden.dtype.itemsize % 16 != 0
     tiles = hopper_tiles(hidden, weight, epilogue, out) if AVAILABLE and in_turn and not by_place else None
     row_tiles, column_tiles, programs, arguments = tiles or tiles_of(hidden, weight, epilogue, out)
-    grid, parts, same = (min(programs, row_tiles * column_tiles),), None, None
+    grid, same = (min(programs, row_tiles * column_tiles),), None
+    parts: int | None = None
     if tiles is None:  # a run for the log-sum-exps takes the same
         same = Tiles(row_tiles, column_tiles, programs, dict(arguments))
         same.arguments.pop("out", None), same.arguments.pop("out_stride", None)
@@ -144,13 +145,9 @@ def linear_exponentials(
     product = _exponentials_kernel[grid] if tiles is None else hopper
     shape, group = (column_tiles, tokens), together  # of the sums of tiles
     if tiles is not None:
-        # Sums of several tiles have other bits for another number of tokens. Always `None`: one sum for each tile.
-        of_tiles |= batch_invariant
-        group_of_parts = None if of_tiles else group_of_sums(row_tiles, column_tiles, 2 * grid[0], together)
-        arguments |= {"SUMS_OF_TILES": group_of_parts is None, "tops": None}
-        if group_of_parts is not None:
-            group, parts = group_of_parts, 2 * grid[0]
-            shape = (-(-row_tiles // group) * parts, arguments["BLOCK_N"])
+        # Sums of several tiles have other bits for another number of tokens.
+        shape, group, parts = sums_on_hopper(tiles, tokens, together, of_tiles or batch_invariant)
+        arguments |= {"SUMS_OF_TILES": parts is None, "tops": None}
     partial = torch.empty(shape, device=hidden.device)
     logit_sums = None if statistics.mean_logit is None else torch.empty_like(partial)
     moments = None if statistics.entropy is None else torch.empty_like(partial)
@@ -160,7 +157,7 @@ def linear_exponentials(
 
     def launch(offset: Tensor, needed: Tensor | None) -> Tensor:
         product(**arguments, offset=offset, needed=needed)
-        limit, found = None if needed is not None else _LARGEST_SUM, needed
+        limit, found = None if needed is not None else LARGEST_SUM, needed
         if found is None:  # allocated once the product is queued
             found = torch.zeros((), dtype=torch.int32, device=hidden.device)
         _row_statistics_kernel[by_row](
@@ -186,6 +183,11 @@ def linear_exponentials(
             backend=backend,
         )  # fmt: skip
     return statistics
+
+
+def kernel_of(in_turn: bool) -> Any:
+    """The kernel of the product, where its order of tiles is ``in_turn``, and where it is not."""
+    return hopper_exponentials_kernel if in_turn else _exponentials_kernel
 
 
 def gradient_scales(
@@ -259,7 +261,7 @@ def _exponentials_torch(
     def exponentials(offset: Tensor) -> Tensor:
         return (logits - offset[:, None]).exp().masked_fill(is_label, 0.0)
 
-    unsafe = ~(exponentials(label_logit).sum(1) <= _LARGEST_SUM)
+    unsafe = ~(exponentials(label_logit).sum(1) <= LARGEST_SUM)
     offset = torch.where(unsafe, logits.logsumexp(1).clamp(min=-1.0e38), label_logit)
     e = exponentials(offset)
     if out is not None and not projections:
@@ -290,6 +292,28 @@ def expm1(x):
 _HOPPER_ROWS = _ROWS_OF_HOPPER if tl is None else tl.constexpr(_ROWS_OF_HOPPER)
 
 
+@jit
+def place_of_sums(first_row, column_tiles, tokens, parts, group):
+    """Where the sums of some rows are, which begin at ``first_row`` and do not cross a tile: the first of row 0, the
+    step from one of a row to its next, and how many each row has.
+
+    With ``parts``, there is one sum for each part that has tiles of these rows: see ``group_of_sums``.
+    """
+    if parts is None:
+        first = 0
+        step = tokens
+        count = column_tiles
+    else:
+        row_tile = first_row // _HOPPER_ROWS
+        first_tile = row_tile // group * group
+        size = tl.minimum(tl.cdiv(tokens, _HOPPER_ROWS) - first_tile, group)
+        part = (first_tile * column_tiles + row_tile - first_tile) % size  # the first of them
+        first = (first_tile // group * parts + part) * _HOPPER_ROWS - row_tile * _HOPPER_ROWS
+        step = size * _HOPPER_ROWS
+        count = parts // size
+    return first, step, count
+
+
 @jit(do_not_specialize=["column_tiles", "tokens", "parts", "group"], do_not_specialize_on_alignment=_VECTORS)
 def _row_statistics_kernel(
     partial, logit_sums, moments, label_logit, offset, lse, logp, mean_logit, entropy, needed,
@@ -297,8 +321,6 @@ def _row_statistics_kernel(
 ):  # fmt: skip
     """Log-sum-exp and log-probability from the tiles' sums over all columns but the label's; the mean of all logits;
     the entropy, ``log sum(e) - sum(e (z - offset)) / sum(e)``, with the same rounding errors as ``logp``.
-
-    With ``parts``, there is one sum for each part that has tiles of these rows: see ``group_of_sums``.
 
     The first run, with the largest sum as ``limit``, sets ``needed`` and makes the offset NaN where a sum is larger.
     The second run has no limit and reads the offsets.
@@ -311,18 +333,7 @@ def _row_statistics_kernel(
     rest = tl.zeros((BLOCK,), tl.float32)
     total = tl.zeros((BLOCK,), tl.float32)
     moment = tl.zeros((BLOCK,), tl.float32)
-    if parts is None:
-        count = column_tiles
-        step = tokens
-        first = 0
-    else:
-        row_tile = tl.program_id(0) * BLOCK // _HOPPER_ROWS
-        first_tile = row_tile // group * group
-        size = tl.minimum(tl.cdiv(tokens, _HOPPER_ROWS) - first_tile, group)
-        part = (first_tile * column_tiles + row_tile - first_tile) % size  # the first of them
-        count = parts // size
-        step = size * _HOPPER_ROWS
-        first = (first_tile // group * parts + part) * _HOPPER_ROWS - row_tile * _HOPPER_ROWS
+    first, step, count = place_of_sums(tl.program_id(0) * BLOCK, column_tiles, tokens, parts, group)
     for start in range(0, count, TILES):
         place = start + tl.arange(0, TILES)
         mask = (place < count)[:, None] & inside[None, :]

@@ -57,6 +57,19 @@ def group_of_sums(row_tiles: int, column_tiles: int, parts: int, usual: int) -> 
     return None
 
 
+def sums_on_hopper(tiles: Tiles, tokens: int, usual: int, of_tiles: bool) -> tuple[tuple[int, int], int, int | None]:
+    """The shape of ``partial`` of :func:`hopper_exponentials_kernel`, its ``group``, and the number of parts.
+
+    That is ``None`` where there is one sum for each tile: with ``of_tiles``, and where :func:`group_of_sums` is.
+    """
+    row_tiles, column_tiles, programs, arguments = tiles
+    parts = 2 * min(programs, row_tiles * column_tiles)
+    group = None if of_tiles else group_of_sums(row_tiles, column_tiles, parts, usual)
+    if group is None:
+        return (column_tiles, tokens), usual, None
+    return (-(-row_tiles // group) * parts, arguments["BLOCK_N"]), group, parts
+
+
 class _Arguments(NamedTuple):
     """What :func:`hopper_exponentials_kernel` takes for its exponentials."""
 

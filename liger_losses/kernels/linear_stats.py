@@ -169,7 +169,7 @@ class MaskedStatistics:
         self.rows_of_blocks, self.depth = blocks[:2], blocks[2]
         names = "hidden_stride", "weight_stride", "tokens", "vocab_size", "hidden_size"
         self.sizes, options = [given[name] for name in names], {n: given[n] for n in ("num_warps", "num_stages")}
-        self.rest = None, self.splits, group, given["transform"], sums, *blocks, None, None
+        self.rest = self.splits, group, given["transform"], sums, *blocks, None, None
         self.launch = Launcher(_linear_statistics_kernel, row_tiles * self.splits, **options)
         self.merge = Launcher(_masked_merge_kernel, triton.cdiv(self.tokens, 64))
         self.of_merge = self.splits, self.tokens, len(weight), ignore_index, sums, 64, 32
@@ -180,18 +180,22 @@ class MaskedStatistics:
             projected, columns = hidden.float() @ weight.float().t(), len(weight)
             rows = MaskedRows(self.tokens, columns, self.ignore_index, self.transform, self.right, "torch")
             return rows.statistics(projected, labels, self.entropy)
+        partial, device = self.partial_sums(hidden, weight, labels), hidden.device
+        lse = torch.empty(self.tokens, dtype=torch.float32, device=device)
+        logp = torch.empty(labels.shape, dtype=torch.float32, device=device)
+        entropy = torch.empty_like(logp) if self.entropy else None
+        self.merge(partial, labels, self.right, lse, logp, entropy, *self.of_merge)
+        return RowStatistics(lse, logp, entropy)
+
+    def partial_sums(self, hidden: Tensor, weight: Tensor, labels: Tensor, needed: Tensor | None = None) -> Tensor:
+        """What :func:`partial_sums` returns; all calls have a ``needed``, or none."""
         matrices: list[Any] = [hidden, weight]
         if self.by_descriptors:
             pairs = zip(matrices, self.rows_of_blocks, strict=True)
             matrices = [descriptor(matrix, rows, self.depth) for matrix, rows in pairs]
-        device = hidden.device
-        partial = torch.empty(self.kinds, self.splits, self.tokens, dtype=torch.float32, device=device)
-        lse = torch.empty(self.tokens, dtype=torch.float32, device=device)
-        logp = torch.empty(labels.shape, dtype=torch.float32, device=device)
-        entropy = torch.empty_like(logp) if self.entropy else None
-        self.launch(*matrices, *self.sizes, labels, None, None, partial, *self.rest)
-        self.merge(partial, labels, self.right, lse, logp, entropy, *self.of_merge)
-        return RowStatistics(lse, logp, entropy)
+        partial = torch.empty(self.kinds, self.splits, self.tokens, dtype=torch.float32, device=hidden.device)
+        self.launch(*matrices, *self.sizes, labels, None, None, partial, needed, *self.rest)
+        return partial
 
 
 @jit

@@ -16,6 +16,7 @@ from torch import Tensor
 from liger_losses.kernels._triton import Launcher, jit, tl
 from liger_losses.kernels.label_rows import masked_labels
 from liger_losses.kernels.logit_transform import Epilogue, LogitTransform, load_logits, transform_gradient
+from liger_losses.kernels.matmul import matmul, matmul_into
 from liger_losses.kernels.online_softmax import Sums, online_start, online_step, reference_statistics
 from liger_losses.kernels.rows import power_of_two
 from liger_losses.kernels.softmax_grad import SoftmaxGradient, softmax_gradient_into
@@ -50,12 +51,14 @@ class RowGradients(NamedTuple):
     """What :class:`MaskedRows` computes for the products of the gradients.
 
     ``grad`` is d loss / d projections ``[T, V]``, in the memory of the projections, and ``hidden`` are the hidden
-    states ``[T, H]``; both are 0 for tokens without loss. ``losses [T]`` are terms of the loss, where it is known.
+    states ``[T, H]``; both are 0 for tokens without loss. ``losses [T]`` are terms of the loss, where it is known. With
+    a ``scale [T]``, the gradient by hidden states is ``scale (grad @ weight)``, and ``hidden`` have this factor.
     """
 
     grad: Tensor
     hidden: Tensor
     losses: Tensor | None = None
+    scale: Tensor | None = None
 
 
 class MaskedRows:
@@ -68,6 +71,9 @@ class MaskedRows:
         right: 0-dim bool, true, on the device: a label outside of ``[0, V)`` makes it false.
         backend: ``torch`` or ``triton``.
     """
+
+    #: Whether gradients are written over the block, so that it serves one backward.
+    overwrites = True
 
     def __init__(
         self, tokens: int, columns: int, ignore_index: int, transform: LogitTransform, right: Tensor, backend: str
@@ -83,6 +89,10 @@ class MaskedRows:
             self.launch_statistics = cache(lambda *asked: Launcher(_statistics_kernel, tokens, **warps))
             self.launch_gradient = cache(lambda *given: Launcher(_gradient_kernel, tokens, **warps))
             self.launch_loss = Launcher(_loss_kernel, tokens, **warps)
+
+    def project(self, hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
+        """``hidden @ weight.T`` ``[T, V]`` in fp32."""
+        return matmul(hidden, weight.t(), torch.float32)
 
     def statistics(
         self, projected: Tensor, labels: Tensor, entropy: bool = False, mean_logit: bool = False
@@ -163,6 +173,14 @@ class MaskedRows:
         )  # fmt: skip
         return RowGradients(grad, clean, losses)
 
+    def hidden_gradient_into(self, out: Tensor, found: RowGradients, weight: Tensor) -> None:
+        """Write the gradient by hidden states ``[T, H]``."""
+        matmul_into(out, found.grad, weight)
+
+    def weight_gradient(self, found: RowGradients, dtype: torch.dtype) -> Tensor:
+        """The gradient by the weight ``[V, H]``."""
+        return matmul(found.grad.t(), found.hidden, dtype)
+
     def _in_place(self, projected: Tensor, hidden: Tensor) -> Tensor:
         """Each row of gradients in the hidden states' dtype, at the beginning of its row of projections."""
         return projected if hidden.dtype == projected.dtype else projected.view(hidden.dtype)[:, : self.columns]
@@ -230,7 +248,7 @@ _SUMS_OF_MEANS = {False: Sums(), True: Sums(logits=1)}
 
 
 @jit
-def _label_of(labels, row, ignore_index, columns):
+def label_of(labels, row, ignore_index, columns):
     """A row's label, whether it carries loss, and whether it is in the vocabulary."""
     label = tl.load(labels + row)
     known = (label >= 0) & (label < columns)
@@ -238,7 +256,7 @@ def _label_of(labels, row, ignore_index, columns):
 
 
 @jit
-def _copy_row(clean, hidden, hidden_stride, row, active, hidden_size, BLOCK: tl.constexpr):
+def copy_row(clean, hidden, hidden_stride, row, active, hidden_size, BLOCK: tl.constexpr):
     """A row of hidden states, or zeros where it carries no loss: it may hold anything, and 0 times NaN is NaN."""
     read = tl.where(active, hidden_size, 0)
     for start in range(0, hidden_size, BLOCK):
@@ -281,7 +299,7 @@ def _statistics_kernel(
 ):  # fmt: skip
     """One program per row."""
     row = tl.program_id(0).to(tl.int64)
-    label, active, known = _label_of(labels, row, ignore_index, columns)
+    label, active, known = label_of(labels, row, ignore_index, columns)
     tl.store(right, known, mask=active & (known == 0))
     own = projected + row * columns
     state = online_start(tl.zeros((), tl.float32))
@@ -312,7 +330,7 @@ def _gradient_kernel(
 ):  # fmt: skip
     """One program per row."""
     row = tl.program_id(0).to(tl.int64)
-    label, active, _known = _label_of(labels, row, ignore_index, columns)
+    label, active, _known = label_of(labels, row, ignore_index, columns)
     p_coef = 0.0
     p_logp_coef = 0.0
     label_coef = 0.0
@@ -330,7 +348,7 @@ def _gradient_kernel(
         own, out, columns, active, label, tl.load(lse + row), p_coef, p_logp_coef, label_coef, 0.0, transform,
         g_entropy is not None, False, BLOCK,
     )  # fmt: skip
-    _copy_row(clean, hidden, hidden_stride, row, active, hidden_size, AT_ONCE)
+    copy_row(clean, hidden, hidden_stride, row, active, hidden_size, AT_ONCE)
 
 
 @jit(do_not_specialize=["tokens", "ignore_index"], do_not_specialize_on_alignment=["labels"])
@@ -341,9 +359,9 @@ def _loss_kernel(
 ):  # fmt: skip
     """One program per row, which reads all labels for the share of each: a launch takes the host longer."""
     row = tl.program_id(0).to(tl.int64)
-    label, active, known = _label_of(labels, row, ignore_index, columns)
+    label, active, known = label_of(labels, row, ignore_index, columns)
     tl.store(right, known, mask=active & (known == 0))
-    _copy_row(clean, hidden, hidden_stride, row, active, hidden_size, AT_ONCE)
+    copy_row(clean, hidden, hidden_stride, row, active, hidden_size, AT_ONCE)
     share = 1.0
     if MEAN:
         counts = tl.zeros((AT_ONCE,), tl.int32)

@@ -21,6 +21,7 @@ from liger_losses import (
     linear_divergence_loss,
     linear_statistics,
 )
+from liger_losses.kernels.exponential_rows import ExponentialRows
 from liger_losses.kernels.given_columns import ByRows, GivenCall, GivenColumns, evaluate, project_, with_gradients
 from liger_losses.kernels.given_ids import GivenIds, find
 from liger_losses.kernels.glu import glu, glu_fused
@@ -62,6 +63,17 @@ def masked_rows(dtype: torch.dtype = BF16, softcap: float | None = None) -> None
     for scales, mean in (((-1.0, None), True), ((-0.9, -0.1), False)):
         rows = MaskedRows(TOKENS, VOCAB, -100, transform, right, "triton")
         rows.loss(projected, labels, hidden, scales, mean)
+
+
+def exponential_rows(hidden_size: int = HIDDEN, transform: LogitTransform = LogitTransform()) -> None:
+    hidden, weight, labels = problem(hidden_size=hidden_size)
+    rows = ExponentialRows(weight, TOKENS, -100, transform, tensor(dtype=torch.bool), "triton")
+    block = rows.project(hidden, weight, labels)
+    rows.gradients(block, labels, hidden, block.lse, None, Derivatives(logp=block.logp))
+    found = rows.loss(block, labels, hidden, (-1.0, None), True)
+    rows.hidden_gradient_into(hidden, found, weight)
+    rows = ExponentialRows(weight, TOKENS, -100, transform, tensor(dtype=torch.bool), "triton")
+    rows.loss(rows.project(hidden, weight, labels), labels, hidden, (-1.0, None), False)
 
 
 def masked_statistics(dtype: torch.dtype = BF16, softcap: float | None = None, hidden_size: int = HIDDEN) -> None:
@@ -204,6 +216,9 @@ def heads() -> dict[str, Callable[[], None]]:
         "support, fp32": lambda: support(True, FP32, warm),
         "masked rows": masked_rows,
         "masked rows, fp32, soft-cap": lambda: masked_rows(FP32, 30.0),
+        "exponential rows": exponential_rows,
+        "exponential rows, temperature": lambda: exponential_rows(512, warm),
+        "exponential rows of an odd length": lambda: exponential_rows(1001),
         "masked statistics": masked_statistics,
         "masked statistics, rows of an odd length, soft-cap": lambda: masked_statistics(FP16, 30.0, 1001),
         "masked labels": lambda: masked_labels(tensor(TOKENS, dtype=torch.long), -100, 1000, backend="triton"),

@@ -9,6 +9,7 @@ T tokens, H hidden size, V vocabulary size.
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Callable, Hashable, Sequence
 from functools import cache
@@ -32,10 +33,11 @@ from liger_losses.kernels.autograd import (
     records_tangents,
     within_transform,
 )
+from liger_losses.kernels.exponential_rows import ExponentialRows
 from liger_losses.kernels.linear_stats import MaskedStatistics
 from liger_losses.kernels.logit_transform import LogitTransform
 from liger_losses.kernels.masked_rows import Derivatives, MaskedRows, RowGradients, RowStatistics
-from liger_losses.kernels.matmul import ALIGNED, MIN_CUT_SIZE, matmul, matmul_into
+from liger_losses.kernels.matmul import ALIGNED, MIN_CUT_SIZE
 
 #: Plain tensors, which have memory and no overridden behaviour.
 _PLAIN = frozenset((Tensor, nn.Parameter))
@@ -46,6 +48,9 @@ _MOST_LINES = 1024
 #: Of a product with fewer multiplications, the host takes longer to describe both matrices to the kernel that computes
 #: statistics beside it than the device takes to write and read the logits.
 MIN_FUSED = 2e10
+#: With fewer multiplications, the host takes longer for the launches of exponentials than the device takes to write and
+#: read the logits.
+MIN_EXPONENTIALS = math.inf
 #: Statistics that a straight line computes: with their gradients, and without.
 NAMES = frozenset(("logp", "entropy", "lse"))
 METRICS = NAMES | {"mean_logit"}
@@ -219,6 +224,12 @@ def _prepared(
         line.fused = MaskedStatistics(flat, weight, ignore_index, transform, line.right, entropy, "triton")
         return line
     aligned = depth % ALIGNED == 0 and (tokens % ALIGNED == 0 or tokens <= MIN_CUT_SIZE) and padded(size) == size
+    if run.one_block and run.work.fused_products and line.multiplications >= MIN_EXPONENTIALS:
+        of_logp = query.statistics == ("logp",) and not query.metrics and run.strategy in ("one_pass", "resident")
+        if of_logp and weight.dtype == torch.bfloat16 and transform.softcap is None and weight.stride(1) == 1:
+            ignore_index = decision.options.ignore_index
+            line.rows = ExponentialRows(weight, tokens, ignore_index, transform, line.right, "triton")
+            return line
     return line if run.one_block and aligned else None
 
 
@@ -247,7 +258,9 @@ class StraightLine:
         tokens, (self.vocab_size, self.hidden_size) = labels.numel(), weight.shape
         self.multiplications = tokens * weight.numel()
         self.right = _right(weight.device)
-        self.rows = MaskedRows(tokens, self.vocab_size, ignore_index, transform, self.right, "triton")
+        self.rows: MaskedRows | ExponentialRows = MaskedRows(
+            tokens, self.vocab_size, ignore_index, transform, self.right, "triton"
+        )
         self.fused: MaskedStatistics | None = None
         self.scaling = Scaling("triton")
         given = query.token_weights or {}
@@ -260,7 +273,7 @@ class StraightLine:
         """The statistics, without a gradient."""
         hidden = self.flat(hidden_states)
         if self.fused is None:
-            return self.named(self.row_statistics(self.projected(hidden, weight), labels), labels)
+            return self.named(self.row_statistics(self.rows.project(hidden, weight, labels), labels), labels)
         found = self.fused(hidden, weight, labels)
         check_right(self.right, labels, self.vocab_size, self.ignore_index)
         return self.named(found, labels)
@@ -269,13 +282,9 @@ class StraightLine:
         """``[T, H]``."""
         return hidden_states if hidden_states.dim() == 2 else hidden_states.view(-1, self.hidden_size)
 
-    def projected(self, hidden: Tensor, weight: Tensor) -> Tensor:
-        """``hidden @ weight.T`` ``[T, V]`` in fp32."""
-        return matmul(hidden, weight.t(), torch.float32)
-
-    def row_statistics(self, projected: Tensor, labels: Tensor) -> RowStatistics:
+    def row_statistics(self, block: Any, labels: Tensor) -> RowStatistics:
         """The statistics of each row, whose labels are checked."""
-        found = self.rows.statistics(projected, labels, self.entropy, self.mean_logit)
+        found = self.rows.statistics(block, labels, self.entropy, self.mean_logit)
         check_right(self.right, labels, self.vocab_size, self.ignore_index)
         return found
 
@@ -288,7 +297,8 @@ class StraightLine:
     ) -> tuple[Tensor, list[Tensor | None]]:
         """The loss, 0-dim, and its gradients by hidden states and weight, where they are needed."""
         hidden = self.flat(hidden_states)
-        found = self.rows.loss(self.projected(hidden, weight), labels, hidden, self.scales, self.mean)
+        block: Any = self.rows.project(hidden, weight, labels)
+        found = self.rows.loss(block, labels, hidden, self.scales, self.mean)
         check_right(self.right, labels, self.vocab_size, self.ignore_index)
         assert found.losses is not None
         return found.losses.sum(), self.products(found, hidden_states, weight, needs)
@@ -304,10 +314,10 @@ class StraightLine:
 
         def of_hidden() -> None:
             if grads[0] is not None:
-                matmul_into(self.flat(grads[0]), found.grad, weight)
+                self.rows.hidden_gradient_into(self.flat(grads[0]), found, weight)
 
         def of_weight() -> None:
-            grads[1] = matmul(found.grad.t(), found.hidden, weight.dtype)
+            grads[1] = self.rows.weight_gradient(found, weight.dtype)
 
         wanted = [product for product, need in zip((of_hidden, of_weight), needs, strict=True) if need]
         side_by_side(self.device, wanted, self.multiplications)
@@ -315,13 +325,13 @@ class StraightLine:
 
 
 class _Statistics(torch.autograd.Function):
-    """Statistics, whose block of projections is kept until backward."""
+    """Statistics, whose block of rows is kept until backward."""
 
     @staticmethod
     def forward(ctx: Any, line: StraightLine, hidden: Tensor, weight: Tensor, labels: Tensor) -> tuple[Tensor, ...]:
         ctx.set_materialize_grads(False)
         with without_autocast(weight):
-            ctx.line, ctx.block = line, line.projected(line.flat(hidden), weight)
+            ctx.line, ctx.block = line, line.rows.project(line.flat(hidden), weight, labels)
             values = line.row_statistics(ctx.block, labels)
         ctx.save_for_backward(hidden, weight, labels, values.lse, values.entropy)
         # Users may change an output in place; what backward needs must not change with it.
@@ -339,10 +349,11 @@ class _Statistics(torch.autograd.Function):
         hidden = line.flat(hidden_states)
         given = {name: None if g is None else g.contiguous() for name, g in zip(line.names, upstream, strict=True)}
         derivatives = Derivatives(given.get("lse"), given.get("logp"), given.get("entropy"))
-        # Gradients overwrite the block: a second backward computes it again.
-        block, ctx.block = ctx.block, None
+        block: Any = ctx.block
+        if line.rows.overwrites:  # a second backward computes the block again
+            ctx.block = None
         with without_autocast(weight):
-            block = line.projected(hidden, weight) if block is None else block
+            block = line.rows.project(hidden, weight, labels) if block is None else block
             found = line.rows.gradients(block, labels, hidden, lse, entropy, derivatives)
             return None, *line.products(found, hidden_states, weight, ctx.needs_input_grad[1:3]), None
 

@@ -15,8 +15,10 @@ from liger_losses import (
 )
 from liger_losses.chunked.engine import straight_line
 from liger_losses.chunked.losses.cross_entropy import linear_cross_entropy
+from liger_losses.kernels._triton import INTERPRETED
+from liger_losses.kernels.exponential_rows import ExponentialRows
 from tests.kernels.cases import triton_or_skip
-from tests.reference import small_calls
+from tests.reference import assert_as_exact_as_plain, small_calls
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 TOKENS, HIDDEN, VOCAB = (2, 3), 16, 128
@@ -319,3 +321,74 @@ def test_statistics_beside_the_product(monkeypatch):
     if DEVICE == "cpu":
         with torch.no_grad(), pytest.raises(ValueError, match="to 128"):
             linear_logps(hidden, weight, labels, softcap=5.0, entropy=True, lse=True, backend="triton")
+
+
+@pytest.mark.parametrize(("shape", "vocab", "scale"), [((2, 3), 128, 1.0), ((3, 3), 101, 30.0)])
+def test_exponentials(shape, vocab, scale, monkeypatch, small_tiles):
+    """Of calls that take the device longer than the host: no logits are written; labels may be hopeless, or sure."""
+    monkeypatch.setattr(straight_line, "MIN_EXPONENTIALS", 0.0)
+    g = torch.Generator().manual_seed(3)
+    hidden, weight = (torch.randn(*n, HIDDEN, generator=g).bfloat16().to(DEVICE) for n in (shape, (vocab,)))
+    labels = torch.randint(vocab, shape, generator=g).to(DEVICE)
+    hidden[0] *= scale
+    labels[0, 0], labels[1, :2] = (hidden[0, 0].float() @ weight.float().t()).argmax(), -100
+    active, upstream = labels != -100, torch.randn(shape, generator=g).to(DEVICE)
+
+    def by_autograd(dtype):
+        h, w = (t.to(dtype).requires_grad_() for t in (hidden, weight))
+        logp = ((h @ w.t()) / 0.7).to(torch.promote_types(dtype, torch.float32)).log_softmax(-1)
+        logp = logp.gather(-1, labels.clamp(min=0)[..., None])[..., 0].where(active, 0.0)
+        loss = -logp.sum() / active.sum()
+        sums = 3 * loss, (logp * upstream).sum()
+        return [
+            loss.detach(),
+            logp.detach(),
+            *(g for s in sums for g in torch.autograd.grad(s, (h, w), retain_graph=True)),
+        ]
+
+    exact, plain, found = by_autograd(torch.float64), by_autograd(torch.bfloat16), []
+    given = [t.clone().requires_grad_() for t in (hidden, weight)]
+    with torch.no_grad():
+        given[0][~active] = float("nan")
+    for _ in range(2):
+        loss = LigerFusedLinearCrossEntropyLoss(temperature=0.7, backend="triton")(given[1], given[0], labels)
+        logp = linear_logps(*given, labels, temperature=0.7, backend="triton")
+        values = loss.detach(), logp.detach().clone()
+        with torch.no_grad():
+            _ = logp.zero_()  # what backward needs is kept elsewhere
+        for again in (True, False):
+            gradients = [
+                g for s, u in ((3 * loss, None), (logp, upstream)) for g in torch.autograd.grad(s, given, u, again)
+            ]
+            found.append([*values, *gradients])
+    assert [type(line.rows) for line in straight_line._lines.values()] == [ExponentialRows] * 2
+    for ours, *others, theirs, wanted in zip(*found, plain, exact, strict=True):
+        assert all(torch.equal(ours, other) for other in others)
+        # The interpreter truncates where a GPU rounds to bfloat16.
+        assert_as_exact_as_plain(ours, theirs, wanted, slack=4.0 if INTERPRETED else 2.0)
+
+
+def test_which_calls_have_exponentials(monkeypatch):
+    monkeypatch.setattr(straight_line, "MIN_EXPONENTIALS", 0.0)
+    given = problem(torch.bfloat16)
+
+    def has(loss=None, inputs=given, **options):
+        straight_line._lines.clear()
+        if loss is None:
+            linear_logps(*inputs, **{"backend": "triton", **options})
+        else:
+            LigerFusedLinearCrossEntropyLoss(backend="triton", **options)(inputs[1], inputs[0], inputs[2])
+        found = [line.rows for line in straight_line._lines.values() if line is not None]
+        return any(isinstance(rows, ExponentialRows) for rows in found)
+
+    assert has()
+    assert has(True)
+    assert has(True, reduction="sum")
+    assert not has(True, label_smoothing=0.1)
+    assert not has(entropy=True)
+    assert not has(softcap=3.0)
+    assert not has(inputs=problem(torch.float16))
+    assert not has(inputs=problem(torch.float32))
+    assert not has(inputs=[given[0], given[1].detach().t().contiguous().t().requires_grad_(), given[2]])
+    with torch.no_grad():
+        assert not has()

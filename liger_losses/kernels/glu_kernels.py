@@ -16,7 +16,7 @@ from torch import Tensor
 from liger_losses.kernels._triton import Launcher, device_of, jit, tl
 from liger_losses.kernels.activations import ACTIVATIONS, activate
 from liger_losses.kernels.prepared import Prepared
-from liger_losses.kernels.rows import as_output, as_rows, wide, with_strides
+from liger_losses.kernels.rows import as_output, as_rows, interleaved, wide, with_strides
 
 # Measured on an H200: elements of a block, and warps.
 _FORWARD_BLOCK, _BACKWARD_BLOCK = (2048, 8), (1024, 4)
@@ -170,8 +170,7 @@ class _Launch:
         if self.launch is not None:
             if self.copies:
                 tensors = [None if tensor is None else as_rows(tensor) for tensor in tensors]
-            pairs = zip(tensors, self.strides, strict=True)
-            self.launch(*[entry for pair in pairs for entry in pair], *self.sizes)
+            self.launch(*interleaved(tensors, self.strides), *self.sizes)
 
 
 _launches: Prepared[_Launch] = Prepared()

@@ -32,16 +32,8 @@ class Prepared(Generic[T]):
             settings: all that the call depends on beside the tensors.
             tensors: of which shape, strides, dtype, device, alignment and ``requires_grad`` count.
         """
-        facts = list[Any]()
         try:
-            for t in tensors:
-                if t is None:
-                    facts.append(None)
-                elif type(t) in PLAIN:
-                    facts += t.shape, t.stride(), t.dtype, t.device, t.data_ptr() % 16, t.requires_grad
-                else:
-                    return prepare()
-            key = settings, *facts
+            key = settings, *map(_kind, tensors)
             found = self.found.get(key)
         except (RuntimeError, TypeError):
             return prepare()
@@ -50,3 +42,12 @@ class Prepared(Generic[T]):
                 self.found.clear()
             found = self.found[key] = prepare()
         return found
+
+
+def _kind(t: Tensor | None) -> Any:
+    """All that is asked of a tensor; TypeError or RuntimeError if it cannot be told."""
+    if t is None:
+        return None
+    if type(t) not in PLAIN:
+        raise TypeError
+    return t.shape, t.stride(), t.dtype, t.device, t.data_ptr() % 16, t.requires_grad

@@ -23,6 +23,7 @@ from liger_losses.kernels.rows import (
     Forward,
     as_output,
     choose_row_backend,
+    empty_like,
     launch_backward,
     launch_forward,
     load_tile,
@@ -81,7 +82,7 @@ def rms_norm(
 
     Source: Zhang and Sennrich, arXiv:1910.07467.
     """
-    return _apply((x, None, None, weight), _options(eps, offset, multiply), backend)
+    return _apply((x, None, None, weight), (eps, offset, False, multiply), backend)
 
 
 def add_rms_norm(
@@ -106,7 +107,7 @@ def add_rms_norm(
     Raises:
         ValueError: as in :func:`rms_norm`.
     """
-    return _apply((x, residual, None, weight), _options(eps, offset, multiply), backend)
+    return _apply((x, residual, None, weight), (eps, offset, False, multiply), backend)
 
 
 def gated_rms_norm(
@@ -138,37 +139,39 @@ def gated_rms_norm(
     Raises:
         ValueError: as in :func:`rms_norm`.
     """
-    return _apply((x, None, gate, weight), _options(eps, 0.0, multiply, gate_first), backend)
+    return _apply((x, None, gate, weight), (eps, 0.0, gate_first, multiply), backend)
 
 
-def _options(eps: float, offset: float, multiply: str, gate_first: bool = False) -> Options:
-    if multiply not in MULTIPLY:
-        raise ValueError(f"multiply must be one of {', '.join(MULTIPLY)}, got {multiply!r}.")
-    return Options(eps, float(offset), gate_first, multiply == "cast_first")
+# eps, offset, gate_first and multiply, as they are given.
+_Arguments = tuple[float, float, bool, str]
 
 
-def _apply(inputs: _Inputs, options: Options, backend: str | None) -> Any:
-    if records_nothing() and is_plain(*[tensor for tensor in inputs if tensor is not None]):
-        settings = options, backend, os.environ.get(BACKEND_VARIABLE)
-        return _prepared.of(settings, inputs, lambda: _prepare(inputs, options, backend))(inputs)
-    return _checked(inputs, options, backend)
+def _apply(inputs: _Inputs, arguments: _Arguments, backend: str | None) -> Any:
+    if records_nothing():
+        settings = arguments, backend, os.environ.get(BACKEND_VARIABLE)
+        return _prepared.of(settings, inputs, lambda: _prepare(inputs, arguments, backend))(inputs)
+    return _checked(inputs, arguments, backend)
 
 
-def _prepare(inputs: _Inputs, options: Options, backend: str | None) -> Callable[[_Inputs], Any]:
+def _prepare(inputs: _Inputs, arguments: _Arguments, backend: str | None) -> Callable[[_Inputs], Any]:
     """What computes the norm of inputs of one kind, without a gradient."""
     x, residual, gate, weight = inputs
-    _checked(inputs, options, backend)  # raises for what is wrong
-    if not choose_row_backend(backend, inputs[:3], weight=weight):
-        return lambda inputs: _checked(inputs, options, backend)
+    on_triton = is_plain(*[tensor for tensor in inputs if tensor is not None])
+    if on_triton:
+        _checked(inputs, arguments, backend)  # raises for what is wrong
+        on_triton = choose_row_backend(backend, inputs[:3], weight=weight)
+    if not on_triton:
+        return lambda inputs: _checked(inputs, arguments, backend)
+    options = _options(*arguments)
     summed_dtype = x.dtype if residual is None else torch.promote_types(x.dtype, residual.dtype)
     normalized = x if residual is None else x.new_empty(0, dtype=summed_dtype)
-    dtype, shape, device = _result_dtype(normalized, gate, weight, options), x.shape, x.device
+    dtype = _result_dtype(normalized, gate, weight, options)
     forward = Forward(_forward_kernel, 16, inputs[:3], inputs[3:], *options)
 
     def compute(inputs: _Inputs) -> Any:
         x, residual, _, _ = inputs
-        y = torch.empty(shape, dtype=dtype, device=device)
-        summed = x if residual is None else torch.empty(shape, dtype=summed_dtype, device=device)
+        y = empty_like(x, dtype)
+        summed = x if residual is None else empty_like(x, summed_dtype)
         with device_of(x):
             forward(inputs[:3], inputs[3:], (summed, y, None))
         return y if residual is None else (y, summed)
@@ -179,7 +182,14 @@ def _prepare(inputs: _Inputs, options: Options, backend: str | None) -> Callable
 _prepared: Prepared[Callable[[_Inputs], Any]] = Prepared()
 
 
-def _checked(inputs: _Inputs, options: Options, backend: str | None) -> Any:
+def _options(eps: float, offset: float, gate_first: bool, multiply: str) -> Options:
+    if multiply not in MULTIPLY:
+        raise ValueError(f"multiply must be one of {', '.join(MULTIPLY)}, got {multiply!r}.")
+    return Options(eps, float(offset), gate_first, multiply == "cast_first")
+
+
+def _checked(inputs: _Inputs, arguments: _Arguments, backend: str | None) -> Any:
+    options = _options(*arguments)
     x, residual, gate, weight = inputs
     for name, other in (("residual", residual), ("gate", gate)):
         if other is not None and other.shape != x.shape:

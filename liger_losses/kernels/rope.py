@@ -6,15 +6,17 @@ gradients: it needs cos and sin, but not q and k.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import os
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from liger_losses.kernels._triton import Launcher, choose_backend, device_of, jit, tl, warn_once
+from liger_losses.kernels._triton import BACKEND_VARIABLE, Launcher, choose_backend, device_of, jit, tl, warn_once
 from liger_losses.kernels.autograd import once_differentiable
-from liger_losses.kernels.kernel_operators import operator
+from liger_losses.kernels.kernel_operators import operator, records_nothing
+from liger_losses.kernels.plain import is_plain
 from liger_losses.kernels.prepared import Prepared
 from liger_losses.kernels.rows import power_of_two
 
@@ -62,12 +64,43 @@ def rope(
 
     Source: Su et al., arXiv:2104.09864.
     """
+    given, layout = (q, k, cos, sin), Layout(interleaved, unsqueeze_dim)
+    if records_nothing():
+        settings = interleaved, unsqueeze_dim, backend, os.environ.get(BACKEND_VARIABLE)
+        return _prepared.of(settings, given, lambda: _prepare(given, layout, backend))(*given)
+    return _checked(*given, layout, backend)
+
+
+#: From q, k, cos and sin to q and k rotated.
+_Rotate = Callable[[Tensor, Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
+
+
+def _prepare(given: tuple[Tensor, Tensor, Tensor, Tensor], layout: Layout, backend: str | None) -> _Rotate:
+    """What rotates tensors of one kind, without a gradient."""
+    if is_plain(*given):
+        _checked(*given, layout, backend)  # raises for what is wrong
+        if choose_backend(backend, given) == "triton":
+            q, k, cos, sin = given
+            return _Launch((q, k, _batched(cos), _batched(sin)), _dtypes(*given), layout)
+    return lambda q, k, cos, sin: _checked(q, k, cos, sin, layout, backend)
+
+
+_prepared: Prepared[_Rotate] = Prepared()
+
+
+def _batched(angles: Tensor) -> Tensor:
+    return angles[None] if angles.dim() == 2 else angles
+
+
+def _checked(
+    q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, layout: Layout, backend: str | None
+) -> tuple[Tensor, Tensor]:
+    unsqueeze_dim = layout.unsqueeze_dim
     if unsqueeze_dim not in (1, 2):
         raise ValueError(f"unsqueeze_dim must be the dimension of the heads, 1 or 2, got {unsqueeze_dim}.")
     if q.dim() != 4 or k.dim() != 4:
         raise ValueError(f"q and k must have 4 dimensions, got shapes {tuple(q.shape)} and {tuple(k.shape)}.")
-    if cos.dim() == 2:
-        cos, sin = cos[None], sin[None]
+    cos, sin = _batched(cos), _batched(sin)
     tokens, rotated = q.shape[3 - unsqueeze_dim], cos.shape[-1]
     if cos.shape != sin.shape or cos.dim() != 3 or cos.shape[0] not in (1, q.shape[0]) or cos.shape[1] != tokens:
         raise ValueError(
@@ -80,13 +113,13 @@ def rope(
         raise ValueError(
             f"q and k may differ in the number of heads alone, got shapes {tuple(q.shape)} and {tuple(k.shape)}."
         )
-    layout = Layout(interleaved, unsqueeze_dim)
     on_triton = choose_backend(backend, (q, k, cos, sin)) == "triton"
     if torch.is_grad_enabled() and (cos.requires_grad or sin.requires_grad):
         if on_triton:
             warn_once("A slower torch kernel runs instead of a Triton kernel: cos or sin requires a gradient.")
         return _rotate_torch(q, cos, sin, layout), _rotate_torch(k, cos, sin, layout)
-    return _rotate(q, k, cos, sin, *layout, on_triton)
+    q, k = _rotate(q, k, cos, sin, *layout, on_triton)
+    return q, k
 
 
 class _Rope(torch.autograd.Function):
@@ -118,10 +151,9 @@ def _rotated(
     q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, unsqueeze_dim: int, on_triton: bool
 ) -> tuple[Tensor, ...]:
     layout = Layout(interleaved, unsqueeze_dim)
-    with device_of(q):
-        if on_triton:
-            return _rotate_triton(q, k, cos, sin, _dtypes(q, k, cos, sin), layout)
-        return _rotate_torch(q, cos, sin, layout), _rotate_torch(k, cos, sin, layout)
+    if on_triton:
+        return _rotate_triton(q, k, cos, sin, _dtypes(q, k, cos, sin), layout)
+    return _rotate_torch(q, cos, sin, layout), _rotate_torch(k, cos, sin, layout)
 
 
 def _dtypes(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> list[torch.dtype]:
@@ -148,9 +180,12 @@ def _gradients(
 
 
 def _like(tensors: Sequence[Tensor], dtypes: Sequence[torch.dtype]) -> list[Tensor]:
-    """Where :func:`_rotate_triton` writes: dense inputs keep their layout, so that attention reads their strides."""
-    rows = [x if x.stride(-1) == 1 else x.contiguous() for x in tensors]
-    return [torch.empty_like(x, dtype=dtype) for x, dtype in zip(rows, dtypes, strict=True)]
+    """Where Triton writes: dense inputs keep their layout, so that attention reads their strides."""
+    return [torch.empty_like(_readable(x), dtype=dtype) for x, dtype in zip(tensors, dtypes, strict=True)]
+
+
+def _readable(x: Tensor) -> Tensor:
+    return x if x.stride(-1) == 1 else x.contiguous()
 
 
 def _fake(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *how: Any) -> list[Tensor]:
@@ -195,23 +230,24 @@ def _rotate_torch(x: Tensor, cos: Tensor, sin: Tensor, layout: Layout, inverse: 
 def _rotate_triton(
     q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, dtypes: Sequence[torch.dtype], layout: Layout, inverse: bool = False
 ) -> tuple[Tensor, ...]:
-    q, k, cos, sin = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, cos, sin))
-    q_out, k_out = _like((q, k), dtypes)
-    tensors = q, q_out, k, k_out, cos, sin
-    launch = _launches.of((layout, inverse), tensors, lambda: _Launch(tensors, layout, inverse))
-    launch(tensors)
-    return q_out, k_out
+    given = q, k, cos, sin
+    launch = _launches.of((layout, inverse, *dtypes), given, lambda: _Launch(given, dtypes, layout, inverse))
+    return launch(*given)
 
 
 class _Launch:
-    """The rotation of tensors of one kind: q and k, each followed by what it becomes, cos and sin."""
+    """The rotation of tensors of one kind: q, k, cos and sin, each angle of a batch."""
 
-    def __init__(self, tensors: Sequence[Tensor], layout: Layout, inverse: bool) -> None:
-        q, _, k, _, cos, sin = tensors
+    def __init__(
+        self, given: Sequence[Tensor], dtypes: Sequence[torch.dtype], layout: Layout, inverse: bool = False
+    ) -> None:
+        self.copies, self.dtypes = any(x.stride(-1) != 1 for x in given), dtypes
+        q, k, cos, sin = map(_readable, given)
+        q_out, k_out = _like((q, k), dtypes)
         heads, token = layout.unsqueeze_dim, 3 - layout.unsqueeze_dim
         sequences, tokens, size, rotated = q.shape[0], q.shape[token], q.shape[-1], cos.shape[-1]
-        self.strides: list[tuple[int, ...]] = [(x.stride(0), x.stride(token), x.stride(heads)) for x in tensors[:4]]
-        self.strides += [(x.stride(0) if x.shape[0] > 1 else 0, x.stride(1)) for x in (cos, sin)]
+        self.strides = [(x.stride(0), x.stride(token), x.stride(heads)) for x in (q, q_out, k, k_out)]
+        self.angle_strides = [(x.stride(0) if x.shape[0] > 1 else 0, x.stride(1)) for x in (cos, sin)]
         half = power_of_two(rotated // 2)
         self.sizes = (
             *(tokens, q.shape[heads], k.shape[heads], rotated, size - rotated, layout.interleaved, inverse),
@@ -221,10 +257,20 @@ class _Launch:
         programs = sequences * tokens if size else 0
         self.launch = Launcher(_rotate_kernel, programs, num_warps=_WARPS) if programs else None
 
-    def __call__(self, tensors: Sequence[Tensor]) -> None:
+    def __call__(self, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+        if self.copies:
+            q, k, cos, sin = map(_readable, (q, k, cos, sin))
+        q_out, k_out = torch.empty_like(q, dtype=self.dtypes[0]), torch.empty_like(k, dtype=self.dtypes[1])
         if self.launch is not None:
-            pairs = zip(tensors, self.strides, strict=True)
-            self.launch(*[entry for x, strides in pairs for entry in (x, *strides)], *self.sizes)
+            of_q, of_q_out, of_k, of_k_out = self.strides
+            of_cos, of_sin = self.angle_strides
+            with device_of(q):
+                self.launch(
+                    *(q, *of_q, q_out, *of_q_out, k, *of_k, k_out, *of_k_out),
+                    *(cos, *of_cos, sin, *of_sin),
+                    *self.sizes,
+                )
+        return q_out, k_out
 
 
 _launches: Prepared[_Launch] = Prepared()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -51,22 +51,27 @@ class Norm(Replacement):
         )
         return self.function.__name__ + (f" ({', '.join(filter(None, details))})" if any(details) else "")
 
+    @cached_property
+    def kernel(self) -> Callable[..., Tensor]:
+        """The kernel with its options."""
+        return partial(self.function, **dict(self.options))
+
     def compute(self, module: nn.Module, *inputs: Tensor, backend: str | None = None) -> Tensor:
         """The normalized first input ``[..., H]``, with the module's parameters."""
         parameters = [None if name is None else getattr(module, name) for name in self.parameters]
-        return self.function(*inputs, *parameters, backend=backend, **dict(self.options))
+        return self.kernel(*inputs, *parameters, backend=backend)
 
     def call(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         if self.gate is not None and list(kwargs) == [self.gate]:
             args, kwargs = (*args, kwargs[self.gate]), {}
         if kwargs or len(args) != (1 if self.gate is None else 2):
             return NotImplemented
-        parameters = [None if name is None else getattr(module, name) for name in self.parameters]
-        if not is_plain(*args, *[p for p in parameters if p is not None]) or args[0].shape != args[-1].shape:
+        parameters = [getattr(module, name) for name in self.parameters if name is not None]
+        if not is_plain(*args, *parameters) or (self.gate is not None and args[0].shape != args[1].shape):
             return NotImplemented
         x, *gate = args
         if autocast_dtype(x.device) is None:
-            return self.function(*args, *parameters, **dict(self.options))
+            return self.kernel(*args, *(parameters or (None,)))
         if self.cast_by_autocast and x.device.type != "cpu" and x.dtype in (torch.float16, torch.bfloat16):
             x = x.float()
         with torch.autocast(x.device.type, enabled=False):

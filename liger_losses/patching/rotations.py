@@ -154,14 +154,19 @@ def _observe(function: Callable[..., Any], tensors: int, unsqueeze_dim: int, nam
 
 def _wrapper(original: Callable[..., Any], rotation: Rotation) -> Callable[..., Any]:
     names = list(inspect.signature(_with_signature(original)).parameters)
+    count = rotation.tensors + 2
 
     @functools.wraps(_with_signature(original))
     def rotate(*args: Any, **kwargs: Any) -> Any:
-        options = dict(zip(names, args, strict=False)) | kwargs
-        unsqueeze_dim = options.pop("unsqueeze_dim", 1)
-        tensors = [options.pop(name, None) for name in names[: rotation.tensors + 2]]
-        unknown = any(value is not None for value in options.values())
-        if unknown or not is_plain(*tensors) or not _was_probed(*tensors, unsqueeze_dim=unsqueeze_dim):
+        tensors: Any = args
+        unsqueeze_dim: Any = 1
+        if kwargs or len(args) != count:
+            options = dict(zip(names, args, strict=False)) | kwargs
+            unsqueeze_dim = options.pop("unsqueeze_dim", 1)
+            tensors = [options.pop(name, None) for name in names[:count]]
+            if any(value is not None for value in options.values()):
+                return original(*args, **kwargs)
+        if not is_plain(*tensors) or not _was_probed(*tensors, unsqueeze_dim=unsqueeze_dim):
             return original(*args, **kwargs)
         return rotation.compute(*tensors, unsqueeze_dim=unsqueeze_dim)
 
@@ -170,12 +175,12 @@ def _wrapper(original: Callable[..., Any], rotation: Rotation) -> Callable[..., 
 
 def _was_probed(*tensors: Tensor, unsqueeze_dim: Any) -> bool:
     """Whether a call has shapes that were probed; the original function broadcasts all others."""
-    q, k, cos, sin = tensors[0], tensors[-3], tensors[-2], tensors[-1]
-    if unsqueeze_dim not in (1, 2) or q.dim() != 4 or k.dim() != 4 or cos.dim() != 3 or cos.shape != sin.shape:
+    q, k, cos, sin = tensors[0].shape, tensors[-3].shape, tensors[-2].shape, tensors[-1].shape
+    if unsqueeze_dim not in (1, 2) or len(q) != 4 or len(k) != 4 or len(cos) != 3 or cos != sin:
         return False
     token_dim = 3 - unsqueeze_dim
-    same_tokens = q.shape[token_dim] == k.shape[token_dim] == cos.shape[1]
-    return same_tokens and (q.shape[0], q.shape[-1]) == (k.shape[0], k.shape[-1]) and cos.shape[0] in (1, q.shape[0])
+    same_tokens = q[token_dim] == k[token_dim] == cos[1]
+    return same_tokens and q[0] == k[0] and q[3] == k[3] and cos[0] in (1, q[0])
 
 
 @dataclass(frozen=True)

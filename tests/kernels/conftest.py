@@ -35,3 +35,9 @@ def dtype(request, backend):
     if request.param == "bfloat16" and backend == "triton" and INTERPRETED:
         pytest.skip("the interpreter truncates where a GPU rounds to bfloat16")
     return getattr(torch, request.param)
+
+
+@pytest.fixture(params=[True, False], ids=["with gradients", "without gradients"])
+def with_gradients_or_without(request):
+    with torch.set_grad_enabled(request.param):
+        yield

@@ -65,6 +65,7 @@ def test_rope_with_many_heads(backend):
     )
 
 
+@pytest.mark.usefixtures("with_gradients_or_without")
 def test_rope_keeps_the_layout_and_leaves_inputs_alone(backend):
     qkv = normal(2, 5, 9, 8, grad=False)
     q, k = qkv[:, :, :6].transpose(1, 2), qkv[:, :, 6:].transpose(1, 2)
@@ -89,6 +90,7 @@ def test_rope_gives_gradients_to_angles_that_ask(backend):
     check(lambda *x: rope(*x, backend=backend), plain_rope, (q, k, cos, sin))
 
 
+@pytest.mark.usefixtures("with_gradients_or_without")
 def test_errors_of_rope_name_what_was_given(backend):
     q, cos = normal(2, 3, 5, 8), normal(5, 8, grad=False)
     with pytest.raises(ValueError, match=r"must be \[2 or 1, 5, R\]"):

@@ -56,6 +56,26 @@ def test_norms_of_any_strides_equal_those_of_contiguous_tensors(norm, backend):
         torch.testing.assert_close(found_grad, expected_grad)
 
 
+def _rotated(x, weight, **options):
+    heads, angles = x.unflatten(-1, (2, -1)), weight[: x.shape[-1] // 2].expand(x.shape[1], -1)
+    return rope(heads, heads[:, :, :1], angles, angles, unsqueeze_dim=2, **options)
+
+
+ALL = {**NORMS, "glu": lambda x, w, **o: glu(x, x, **o), "rope": _rotated}
+
+
+@pytest.mark.parametrize("kernel", ALL.values(), ids=ALL)
+def test_without_gradients_results_are_the_same(kernel, backend):
+    """What is prepared for tensors of one kind serves others of that kind, and none of another."""
+    whole, weight = normal(4, 6, 40, grad=False), normal(16, grad=False)
+    wholes = (whole, 2 * whole)
+    views = [v for w in wholes for v in (w[..., :16], w[..., 4:36:2], w.transpose(0, 1)[..., 8:24], w[1:, :, 8:24])]
+    expected = [kernel(view.contiguous(), weight, backend=backend) for view in views]
+    with torch.no_grad():
+        found = [kernel(view, weight, backend=backend) for view in views]
+    torch.testing.assert_close(found, expected, check_stride=kernel is not _rotated)
+
+
 @pytest.mark.parametrize("norm", NORMS.values(), ids=NORMS)
 def test_norms_of_many_rows(norm, backend):
     """More tiles than persistent programs, and a last tile that is not full."""
@@ -64,6 +84,7 @@ def test_norms_of_many_rows(norm, backend):
     check(lambda x, w: norm(x, w, backend=backend), lambda x, w: norm(x, w, backend="torch"), (x, weight))
 
 
+@pytest.mark.usefixtures("with_gradients_or_without")
 def test_errors_of_norms_name_what_was_given(backend):
     x, weight = normal(2, 8), normal(8)
     with pytest.raises(ValueError, match="multiply must be one of cast_first, fp32, got 'first'"):

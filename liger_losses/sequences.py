@@ -30,23 +30,27 @@ def split_by_coefficient(
     """The outputs of ``forward`` for the whole batch, with a gradient only through sequences that have a coefficient.
 
     ``logps = split_by_coefficient(lambda rows: logps_of(model, ids[rows], mask[rows]), advantages)`` equals
-    ``logps_of(model, ids, mask)``, and so do the loss and all gradients where each sequence's loss is a multiple of its
-    coefficient. A share f of sequences with a coefficient takes 1/3 + 2/3 f of the time of a forward and backward of
-    all, and 1/4 + 3/4 f where the model is checkpointed. Dropout draws different masks than for the whole batch.
+    ``logps_of(model, ids, mask)``. If the loss of each sequence is a multiple of its coefficient, the loss and all
+    gradients are equal too. If a share f of the sequences has a coefficient, forward and backward take 1/3 + 2/3 f of
+    their time, or 1/4 + 3/4 f with gradient checkpointing. Dropout draws different masks than for the whole batch.
 
-    The processes of a group split together or not at all: if one has no sequence to leave out, none splits, as the
-    others would wait for it. Each then runs one forward without and one with a gradient: DDP, FSDP and ZeRO run the
-    same collectives on all. That takes one all-reduce of a number, and the host waits once for the coefficients.
+    Either all processes of a group split their batch, or none. If one has no sequence to leave out, none splits,
+    because the others would wait for it. Each process then runs one forward without and one with a gradient, so DDP,
+    FSDP and ZeRO run the same collectives on all. This takes one all-reduce of a number, and the host waits once for
+    the coefficients. others would wait for it. Each then runs one forward without and one with a gradient: DDP, FSDP
+    and ZeRO run the same collectives on all. That takes one all-reduce of a number, and the host waits once for the
+    coefficients.
 
     Args:
-        forward: from indices ``[b]`` of sequences to their outputs: tensors ``[b, ...]``, or tuples and dictionaries of
-            such tensors and of ``None``. It must treat sequences independently.
-        coefficients: ``[B]`` or ``[B, T]``, what a sequence's loss is multiplied by: advantages, or advantages times a
+        forward: a function of indices ``[b]`` of sequences that returns their outputs: tensors ``[b, ...]``, or tuples
+            and dictionaries of such tensors and of ``None``. It must treat sequences independently.
+        coefficients: ``[B]`` or ``[B, T]``, the factors of the sequences in the loss: advantages, or advantages times a
             mask. A sequence is left out if all its coefficients are exactly 0; NaN is not 0. On the process group's
             device.
-        stand_in: outputs for any small input, run with a gradient of zero where no sequence of this process has a
-            coefficient, as other processes wait for its backward. By default the first sequence runs.
-        group: processes that run the model together, by default all.
+        stand_in: a function that returns outputs for any small input. If no sequence of this process has a coefficient,
+            it runs with a gradient of zero, because other processes wait for its backward. By default the first
+            sequence runs.
+        group: the processes that run the model together; by default all.
 
     Raises:
         ValueError: ``forward`` returned another number of sequences than it was asked for.

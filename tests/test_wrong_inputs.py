@@ -53,7 +53,7 @@ WRONG = {
     "z-loss as text": (lambda h, w, y: CE(lse_square_scale="x"), "lse_square_scale must be a number, got 'x'"),
     "compact": (lambda h, w, y: CE(compact="no"), "compact must be True or False, got 'no'"),
     "a flag as text": (lambda h, w, y: DPO(use_ref_model="false"), "use_ref_model must be True or False, got 'false'"),
-    "shifts": (lambda h, w, y: DPO(shift=[1, 2]), "shift=.1, 2. goes with lists of hidden states"),
+    "shifts": (lambda h, w, y: DPO(shift=[1, 2]), "shift=.1, 2. needs lists of hidden states"),
     "alpha": (lambda h, w, y: DPO(alpha=NAN), r"alpha must lie in \[0.0, inf\), got nan"),
     "loss weights": (lambda h, w, y: DPO(loss_weights=1.0), "loss_weights must have one entry per loss_type"),
     "a loss weight": (lambda h, w, y: DPO(loss_weights=[NAN]), "each of loss_weights must be a finite number, got nan"),
@@ -75,7 +75,7 @@ WRONG = {
         r"nested tensor; pass hidden_states.to_padded_tensor",
     ),
     "complex weights": (lambda h, w, y: CE()(w, h, y, token_weights=PER_TOKEN * 1j), "token_weights must be real"),
-    "statistics": (lambda h, w, y: linear_statistics(h, w, y, 3), r"named, as in \('logp', 'entropy'\); got 3"),
+    "statistics": (lambda h, w, y: linear_statistics(h, w, y, 3), r"names, such as \('logp', 'entropy'\); got 3"),
     "columns elsewhere": (
         lambda h, w, y: linear_statistics(h, w, y, "selected_logps", selected=y[..., None].to("meta")),
         "selected is on meta, the weight on cpu",

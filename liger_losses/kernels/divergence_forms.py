@@ -87,11 +87,12 @@ class Divergence:
         return torch.where(entropy > self.b, self.a, 0.0)
 
     def limited(self, limit: float) -> Divergence:
-        """The sum of ``min(term, limit)``, of terms as the divergence is written, which may be negative, as may the sum
-        then be: the clipping of each entry of the vocabulary of OPSD (arXiv:2601.18734).
+        """The sum of ``min(term, limit)`` over the vocabulary, as in OPSD (arXiv:2601.18734).
+
+        Terms are as the divergence is written; they may be negative, and so may the sum.
 
         Raises:
-            ValueError: there is a limit for the forward and reverse KL and GKD's JSD alone.
+            ValueError: the divergence is neither the forward KL, the reverse KL nor GKD's JSD.
         """
         limits = {"forward_kl": (limit,), "reverse_kl": (limit,), "gkd_mixture": (self.a, limit)}
         matched = self.form != "gkd_mixture" or (self.b, self.c) == (self.a, 1 - self.a)

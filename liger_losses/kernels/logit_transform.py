@@ -31,11 +31,11 @@ class KernelTransform(NamedTuple):
 class LogitTransform:
     """``logits = softcap(logit_scale * (hidden_states @ weight.T + bias)) / temperature``
 
-    with ``softcap(x) = softcap * tanh(x / softcap)`` where a soft-cap is given.
+    where ``softcap(x) = softcap * tanh(x / softcap)`` if a soft-cap is given, and ``x`` otherwise.
 
     Args:
-        temperature: divisor of the logits, applied last (> 0): a number, or a floating-point tensor ``[...]`` with one
-            for each hidden state. It is a constant; for tokens without loss, any value may be there.
+        temperature: divides the logits, after scale and soft-cap (> 0): a number, or a floating-point tensor ``[...]``
+            with one for each hidden state. It is a constant; at masked tokens, it may have any value.
         logit_scale: factor of the projection (Cohere's ``logit_scale``, 1 / Granite's ``logits_scaling``).
         softcap: Gemma's ``final_logit_softcapping`` (> 0) or ``None``.
 
@@ -133,10 +133,7 @@ def _check_temperatures(temperature: Tensor) -> None:
             f"{temperature.dtype} of shape {tuple(temperature.shape)}; convert it with .float()."
         )
     if temperature.requires_grad:
-        raise ValueError(
-            "temperature requires a gradient, and there is none with respect to temperatures; pass "
-            "temperature.detach()."
-        )
+        raise ValueError("temperature requires a gradient, but temperatures get none; pass temperature.detach().")
 
 
 def said(temperature: float | Tensor) -> str:

@@ -111,7 +111,7 @@ def _checked(
         raise ValueError(f"cos must have an even width of at most {q.shape[-1]}, the head size, got {rotated}.")
     if k.shape[0] != q.shape[0] or k.shape[3 - unsqueeze_dim] != tokens or k.shape[-1] != q.shape[-1]:
         raise ValueError(
-            f"q and k may differ in the number of heads alone, got shapes {tuple(q.shape)} and {tuple(k.shape)}."
+            f"q and k may differ only in the number of heads, got shapes {tuple(q.shape)} and {tuple(k.shape)}."
         )
     on_triton = choose_backend(backend, (q, k, cos, sin)) == "triton"
     if torch.is_grad_enabled() and (cos.requires_grad or sin.requires_grad):

@@ -48,17 +48,18 @@ def loss_inputs(
         loss = LigerFusedLinearCrossEntropyLoss()(*loss_inputs(model, **batch))
 
     The model's forward runs, with all wrappers (PEFT, DistributedDataParallel, fully_shard). The head therefore
-    includes bias, adapters, and the model's scale and soft-cap of logits. Losses that the model adds itself, such as a
-    router's, are not included. Under autocast, call the loss there too.
+    includes bias, adapters, and the model's scale and soft-cap of logits. Losses that the model adds, such as a
+    router's auxiliary loss, are not included. Under autocast, call the loss under autocast too.
 
     Args:
         model: a model of transformers, with or without wrappers. The call prepares its head for lazy logits; the logits
             of ordinary forwards do not change.
         labels: ``[B, T]`` int64, not shifted, as transformers' models take them; ``input_ids`` by default.
-        shift_labels: ``[B, T]`` int64, instead of ``labels``: shifted by the caller, as it must be before sequences
-            are cut for context parallelism, or the labels of a model that does not shift them; returned as they are.
-        ignore_index: the label of tokens that carry no loss: the last position, and tokens that are padding or
-            would be predicted from padding, where ``attention_mask [B, T]`` is 0.
+        shift_labels: ``[B, T]`` int64, instead of ``labels``: labels that need no shift. Either the caller has shifted
+            them, which is necessary before sequences are cut for context parallelism; or the model does not shift
+            labels. Returned unchanged.
+        ignore_index: the label of masked tokens: the last position, padding, and tokens that would be predicted from
+            padding, where ``attention_mask [B, T]`` is 0.
         batch: the other arguments of the model's forward: ``input_ids``, ``attention_mask``, ...
 
     Returns:
@@ -69,8 +70,8 @@ def loss_inputs(
         ValueError: an encoder-decoder; labels, not given as ``shift_labels``, of a model whose loss does not shift
             them, such as a masked language model; labels that are missing or do not fit the hidden states.
 
-    A transformers class that computes its loss without transformers' loss functions is run once more for its first
-    batch, without gradients, to find out whether it shifts its labels.
+    If a transformers class computes its loss without transformers' loss functions, the model runs once more on its
+    first batch, without gradients, to find out whether it shifts its labels.
     """
     if by_position:
         raise TypeError("pass the batch by keyword: loss_inputs(model, input_ids=..., attention_mask=...).")
@@ -90,9 +91,9 @@ def loss_inputs(
         )
     if shift_labels is None and not _shifts_labels(inner, model, batch, targets):
         raise ValueError(
-            f"{name} does not shift its labels, as a causal language model does: the logits of a token are compared "
-            "with that token's label. Give a causal language model, or pass them as shift_labels=, which are taken as "
-            "they are."
+            f"{name} does not shift its labels, as a causal language model does: the logits of a token are "
+            "compared with that token's label. Give a causal language model, or pass the labels as "
+            "shift_labels=, which are not shifted."
         )
     if shift_labels is None:
         shifted, mask = tokens.shift_labels(targets, ignore_index), batch.get("attention_mask")

@@ -39,36 +39,39 @@ def patch(
     tile_mlps: bool | int = False,
     filter_fn: Filter | None = None,
 ) -> PatchReport:
-    """Replace the pieces of a model that kernels can compute, in place; results change only by rounding.
+    """Replace modules of a model that kernels can compute, in place; results change only by rounding.
 
-    Pieces are found by running small copies of them, and replaced only if outputs and gradients agree. Parameters,
-    their names and the state dict stay as they are. Change modules (their eps, their activation) before patching.
-    Patching again replaces new pieces only, and reports all of them. No weight is read: models on the meta
-    device can be patched. A head that is resized or gets adapters later is made lazy again by the model's next forward;
-    if it cannot be, that forward warns.
+    :func:`patch` runs small copies of the modules, and replaces a module only if outputs and gradients agree with a
+    kernel. Parameters, their names and the state dict do not change. If you change a module (its eps, its activation),
+    do so before you call :func:`patch`. A second call only replaces new modules, and reports all of them. No weight is
+    read, so models on the meta device can be patched. If the head is later resized or gets adapters, the model's next
+    forward makes it lazy again; if it cannot be, that forward warns.
 
-    Replacements are part of the model: copies and unpickled models have them too, and other models of the process, of
-    the same classes or not, have none. A module that rotates its queries and keys runs copies of its methods, which see
-    the globals of its file as they are now, and not what is replaced in that file later.
+    Replacements belong to the model. Copies and unpickled models have them too; other models of the process, even of
+    the same classes, have none. A module that rotates its queries and keys runs copies of its methods. They see the
+    globals of its file as they are at the time of the call, and not functions that are replaced in that file later.
 
     Args:
         model: any model of transformers, with or without adapters, or any other module.
         loss_head: make the output embedding return lazy logits.
         norms: replace normalizations over the last dimension.
-        mlps: replace what gated MLPs and experts compute between their linear layers; the layers stay.
+        mlps: replace the computation of gated MLPs and experts between their linear layers; the layers stay.
         rope: replace rotary position embedding.
-        tile_mlps: compute MLPs for this many tokens at a time, for long sequences; True chooses a number from the
-            input's size. Their tensors of the intermediate size then exist for one tile only. Backward computes each
-            tile again up to its product (with gradient checkpointing, which does so anyway, that is no extra work).
-            Outputs and gradients equal the whole MLP's; the gradients of weights are summed in fp32. Patching again
-            with another number changes it. Applies to the gated MLPs that are replaced, and to other MLPs of linear
-            layers that compute each token by itself. Hooks on their layers are called for each tile. torch.compile ends
-            its graph at such an MLP. With ZeRO-3, FSDP1, or a layer of the MLP as a separate FSDP2 unit, it is
-            computed as a whole, with a warning.
-        filter_fn: called with a module and its name in the model; where it returns False, the module is left.
+        tile_mlps: compute MLPs for this number of tokens at a time, for long sequences. True chooses the number from
+            the input's size. Tensors of the intermediate size then exist only for one tile.
+
+            Backward computes each tile again up to its product. With gradient checkpointing, which recomputes anyway,
+            this is no extra work. Outputs and gradients equal those of the whole MLP; the gradients of weights are
+            summed in fp32. A second :func:`patch` with another number changes it.
+
+            This applies to the gated MLPs that are replaced, and to other MLPs of linear layers that compute each token
+            separately. Hooks on their layers are called for each tile. Under torch.compile, the graph breaks at such an
+            MLP. With ZeRO-3, FSDP1, or a layer of the MLP as a separate FSDP2 unit, the MLP is computed as a whole,
+            with a warning.
+        filter_fn: a function of a module and its name in the model. If it returns False, the module is left.
 
     Returns:
-        The pieces that were replaced, and those that were left with the reason.
+        A report of the modules that were replaced, and of those that were left, with the reason.
 
     Raises:
         TypeError: ``model`` is not a module.
@@ -103,15 +106,15 @@ def _replaced_in(model: nn.Module) -> list[Any]:
 
 
 def unpatch(model: nn.Module) -> None:
-    """Undo :func:`patch`: the model computes what it did before, to the bit.
+    """Undo :func:`patch`. The results of the model are then bitwise the same as before.
 
     Args:
         model: a model; one that was not patched stays as it is.
 
     Raises:
         TypeError: ``model`` is not a module.
-        RuntimeError: something else changed a patched module since (for example by sharding or parametrizing it);
-            nothing is undone then.
+        RuntimeError: something else has changed a patched module since (for example by sharding or parametrizing it).
+            Nothing is undone then.
     """
     _check_model(model)
     for path, module in model.named_modules():

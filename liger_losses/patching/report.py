@@ -29,11 +29,11 @@ class Entry:
 
 @dataclass
 class PatchReport:
-    """The pieces of a model that could be replaced. Prints as a table with one line for equal pieces of all layers.
+    """The modules of a model that could be replaced. Prints as a table, with one line for equal modules of all layers.
 
     Attributes:
-        entries: one :class:`Entry` per piece, in the order of the model.
-        unchanged: whether all that is replaced was so before.
+        entries: one :class:`Entry` per module, in the order of the model.
+        unchanged: whether all modules had already been replaced by an earlier call.
     """
 
     entries: list[Entry] = field(default_factory=list)
@@ -41,17 +41,17 @@ class PatchReport:
 
     @property
     def replaced(self) -> list[Entry]:
-        """The pieces that were replaced."""
+        """The modules that were replaced."""
         return [entry for entry in self.entries if entry.replaced_by is not None]
 
     @property
     def left(self) -> list[Entry]:
-        """The pieces that were left as they are, with the reason."""
+        """The modules that were left as they are, with the reason."""
         return [entry for entry in self.entries if entry.replaced_by is None]
 
     @property
     def counts(self) -> dict[str, int]:
-        """The number of pieces per replacement; under ``left``, the number of pieces that were not replaced."""
+        """The number of modules per replacement; under ``left``, the number of modules that were not replaced."""
         counts = Counter(entry.replaced_by for entry in self.entries if entry.replaced_by is not None)
         return dict(counts) | ({"left": len(self.left)} if self.left else {})
 

@@ -26,28 +26,29 @@ _enabled: list[Feature] = []
 
 @lists_arguments
 def enable(*, kernels: bool = False, skip_zero_advantages: bool = True, divergence: Divergence | None = None) -> None:
-    """Make the TRL trainers that are built from now on use this library's loss heads. All of their options work.
+    """Make TRL's trainers use this library's loss heads, if they are built from now on. All of their options work.
 
-    Covers SFT, DPO, KTO, GRPO, RLOO, asynchronous GRPO, distillation (also asynchronous and from a server); of the
-    experimental trainers CPO and SimPO, ORPO, TPO, A2PO, GMPO, online DPO, GKD, GOLD, IW-OPD, SDFT and SDPO. LoRA on
-    ``lm_head`` works. If the installed TRL lacks a name that one of these features replaces, that feature is left out
-    with a warning, and TRL's code runs for it. A second call can add the kernels, and changes nothing else. A trainer
+    Supported are SFT, DPO, KTO, GRPO, RLOO, asynchronous GRPO and distillation (also asynchronous and from a server),
+    and the experimental trainers CPO and SimPO, ORPO, TPO, A2PO, GMPO, online DPO, GKD, GOLD, IW-OPD, SDFT and SDPO.
+    LoRA on ``lm_head`` works. If the installed TRL lacks a name that one of these features replaces, TRL's code runs
+    for this feature, and a warning names it. A second call can add the kernels, and changes nothing else. A trainer
     that was built before keeps TRL's head, and warns when it trains.
 
     Args:
         kernels: also :func:`~liger_losses.patch` the models, for faster norms, MLPs and rotary embeddings that save
-            less for backward. The models stay patched; :func:`~liger_losses.unpatch` restores them.
-        skip_zero_advantages: in GRPO, RLOO and GMPO, run sequences whose advantage is zero without a gradient; their
-            gradient is zero if the loss has no other term (a KL penalty, an entropy bonus). Losses, gradients and
-            metrics do not change. Applies to all trainers, until :func:`disable`.
-        divergence: the divergence of distillation trainers (distillation, GKD, GOLD, IW-OPD, SDFT, SDPO), instead of
-            TRL's generalized JSD with ``beta`` or ``distillation_alpha``: ``Divergence.kl_by_entropy(0.8)``, for
-            example, or one with a limit per column. For all trainers, until :func:`disable`.
+            less for backward. The models stay patched; to restore one, call :func:`~liger_losses.unpatch`.
+        skip_zero_advantages: in GRPO, RLOO and GMPO, run sequences whose advantage is 0 without a gradient. Their
+            gradient is 0 if the loss has no other term (a KL penalty, an entropy bonus). Losses, gradients and metrics
+            do not change. Applies to all trainers, until :func:`disable`.
+        divergence: the divergence of the distillation trainers (distillation, GKD, GOLD, IW-OPD, SDFT, SDPO), instead
+            of TRL's generalized JSD with ``beta`` or ``distillation_alpha``. For example
+            ``Divergence.kl_by_entropy(0.8)``, or one with a limit per vocabulary entry. Applies to all trainers, until
+            :func:`disable`.
 
     Raises:
         ImportError: TRL is not installed.
-        RuntimeError: this TRL version lacks names of every feature; the error lists them, and nothing is changed. Or an
-            earlier call enabled another value of ``skip_zero_advantages`` or another divergence.
+        RuntimeError: this version of TRL lacks names of every feature. The error lists them, and nothing is changed. Or
+            an earlier call enabled another value of ``skip_zero_advantages`` or another divergence.
     """
     for name, value in (("kernels", kernels), ("skip_zero_advantages", skip_zero_advantages)):
         if not isinstance(value, bool):

@@ -97,7 +97,7 @@ def test_errors_of_rope_name_what_was_given(backend):
         rope(q, q, cos[:4], cos[:4], backend=backend)
     with pytest.raises(ValueError, match="even width of at most 8"):
         rope(q, q, cos[:, :7], cos[:, :7], backend=backend)
-    with pytest.raises(ValueError, match="number of heads alone"):
+    with pytest.raises(ValueError, match="only in the number of heads"):
         rope(q, q[..., :4], cos[:, :4], cos[:, :4], backend=backend)
     with pytest.raises(ValueError, match="4 dimensions"):
         rope(q[0], q[0], cos, cos, backend=backend)

@@ -175,7 +175,7 @@ def test_a_model_whose_labels_are_not_shifted_is_refused(kind, options):
     """The first by the loss that transformers gives its class, the others, which compute their own, by running it."""
     model, ids = small(kind, **options).eval(), batch()["input_ids"]
     for _ in range(2):
-        with pytest.raises(ValueError, match=f"{kind} does not shift its labels.*pass them as shift_labels="):
+        with pytest.raises(ValueError, match=f"{kind} does not shift its labels.*pass the labels as shift_labels="):
             loss_inputs(model, input_ids=ids, labels=ids)
     plain = model(input_ids=ids, labels=ids).loss
     loss = LigerFusedLinearCrossEntropyLoss()(*loss_inputs(model, input_ids=ids, shift_labels=ids))

@@ -72,8 +72,8 @@ def adapters_of(layer: Any) -> tuple[nn.Module, tuple[LowRank, ...]]:
     for name in layer.active_adapters:
         if name in getattr(layer, "lora_embedding_A", ()):
             raise TypeError(
-                f"the adapter {name!r} of {type(layer).__name__} is an embedding's, which is added to rows and not to "
-                "logits; pass the head's own layer, or Head(merged_weight, bias)."
+                f"the adapter {name!r} of {type(layer).__name__} belongs to an embedding: it is added to "
+                "embeddings, not to logits. Pass the head's layer, or Head(merged_weight, bias)."
             )
         if name not in layer.lora_A:
             continue

@@ -72,8 +72,8 @@ def check_tensor(name: str, value: Any, *, allow_dtensor: bool = False) -> None:
         raise TypeError(f"{name} must be a tensor, got {type(value).__name__}{_what_to_do(name, value)}.")
     if hasattr(value, "full_tensor") and not allow_dtensor:
         raise TypeError(
-            f"{name} is a DTensor, of which this process holds a part. Patch the model (liger_losses.patch), which "
-            "computes the loss within the model's forward, where the whole weight is at hand; or, where no gradient "
+            f"{name} is a DTensor, of which this process holds a part. Patch the model (liger_losses.patch), "
+            "which computes the loss within the model's forward, where the weight is whole; or, if no gradient "
             f"is needed, pass {name}.full_tensor()." + see("sharded-weights")
         )
     if value.layout != torch.strided:
@@ -130,7 +130,7 @@ def check_shift(shift: Any, several: bool = True) -> None:
     """Raise TypeError or ValueError unless this is a number of positions, or with ``several`` a list of them."""
     if isinstance(shift, (list, tuple)) and not several:
         raise TypeError(
-            f"shift={shift!r} goes with lists of hidden states or heads: for one of each, give a number of positions."
+            f"shift={shift!r} needs lists of hidden states or heads; for one head, pass a number of positions."
         )
     for positions in shift if isinstance(shift, (list, tuple)) else [shift]:
         if not isinstance(positions, Integral):
@@ -235,7 +235,7 @@ def rows_of_all(name: str, values: Sequence[Any], shapes: Sequence[torch.Size], 
         TypeError, ValueError: not one tensor for each tensor of labels, in its shape.
     """
     if len(values) != len(shapes):
-        raise ValueError(f"{name} must be as many tensors as there are of labels, {len(shapes)}, got {len(values)}.")
+        raise ValueError(f"{name} must have one tensor for each tensor of labels, {len(shapes)}, got {len(values)}.")
     for value, shape in zip(values, shapes, strict=True):
         check_like_labels(name, value, shape, weight)
     if len(values) == 1:

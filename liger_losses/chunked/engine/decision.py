@@ -142,7 +142,7 @@ def check_inputs(hidden_states: Sequence[Tensor], head: Head, labels: Sequence[T
     if within_transform():
         raise RuntimeError(NO_TRANSFORMS)
     if not hidden_states:
-        raise ValueError("got an empty sequence; give one tensor of hidden states or more, and labels for each.")
+        raise ValueError("got an empty sequence; pass at least one tensor of hidden states, and labels for each.")
     for part in hidden_states:
         check_tensor("hidden_states", part)
         if part.dtype not in FLOATS:

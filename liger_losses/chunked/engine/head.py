@@ -34,10 +34,17 @@ _BATCH_INVARIANT = os.environ.get(BATCH_INVARIANT_VARIABLE) == "1"
 class Head:
     """A language model's last layer: ``logits = transform(hidden_states @ weight.T + bias)``.
 
-    Every operation and every loss takes a head as its weight; policy, reference and teacher may have different heads.
-    A head is checked once, when it is made.
+    Every operation and every loss takes a head as its weight. Policy, reference and teacher may have different heads. A
+    head is checked once, when it is made.
 
-    With ``group``, the ranks of a process group share the vocabulary: each passes some rows of weight and bias, any
+    With ``group``, the head is vocabulary-parallel: each rank of a process group passes some rows of weight and bias,
+    any number of them, in the order of the ranks. Labels, selected columns, class weights and a teacher's columns refer
+    to the whole vocabulary. All ranks must make the head, and every call with it, together, on the same hidden states
+    and labels. Each rank gets the same results, the whole gradient of the hidden states, and the gradients of its rows
+    of weight and bias.
+
+        A weight that is a DTensor with placements ``[Shard(0)]`` is shared by the ranks of its mesh. Hidden states are
+        then DTensors on this mesh, replicated or sharded along the sequence, and so are gradients.
     number of them, which follow each other in the order of the ranks. Labels, selected columns, class weights and a
     teacher's columns count the whole vocabulary. All ranks make the head, and every call with it, together, on the same
     hidden states and labels. Each rank gets the same results, the whole gradient of the hidden states, and the
@@ -45,17 +52,17 @@ class Head:
     shared by its mesh; hidden states are then DTensors on this mesh, replicated or sharded along the sequence, and so
     are gradients.
 
-    A quantized weight is frozen, and dequantized for each pass, some rows at a time if it is large.
+    A quantized weight is frozen. It is dequantized for each pass, some rows at a time if it is large.
 
     Args:
         weight: ``[V, H]``, floating point, as in ``nn.Linear``, or quantized; with ``group``, this rank's rows.
         bias: ``[V]`` or ``None``; with ``group``, this rank's entries.
         transform: temperature, scale and soft-cap of the logits.
-        group: the process group whose ranks share the vocabulary.
+        group: the process group whose ranks hold the rows.
         batch_invariant: compute each token's forward statistics with the same bits in any batch, for any number and
             order of tokens, mask and workspace. The default is True if the environment variable
             ``LIGER_LOSSES_BATCH_INVARIANT`` was 1 when the package was imported.
-        adapters: LoRA, whose products are added.
+        adapters: LoRA adapters; their output is added to the logits.
 
     Raises:
         TypeError: not tensors, or neither floating point nor of a known quantized type; a group of which this rank is
@@ -99,7 +106,7 @@ class Head:
                 ranks = share_vocabulary(group, matrix, bias, quantized)
         elif hasattr(matrix, "full_tensor"):  # a DTensor
             if group is not None:
-                raise ValueError("a weight that is a DTensor has its group from its mesh; leave group= out.")
+                raise ValueError("the group of a DTensor weight is that of its mesh; leave group= out.")
             mesh = matrix.device_mesh
             rows, bias = local_rows("weight", matrix, mesh), None if bias is None else local_rows("bias", bias, mesh)
             check_weight(rows, bias)
@@ -115,8 +122,8 @@ class Head:
         object.__setattr__(self, "batch_invariant", _BATCH_INVARIANT if batch_invariant is None else batch_invariant)
         if self.batch_invariant and ranks is not ALONE:
             raise ValueError(
-                "batch_invariant takes a head that is whole: the order in which ranks that share a vocabulary add up "
-                "their parts is not fixed. Gather the weight, or leave batch_invariant out."
+                "batch_invariant takes a whole head, because the order in which ranks add up their parts is not "
+                "fixed. Gather the weight, or leave batch_invariant out."
             )
         object.__setattr__(self, "adapters", adapters)
         object.__setattr__(self, "quantized", quantized)
@@ -131,7 +138,8 @@ class Head:
             weight: ``[V, H]``; or an ``nn.Linear`` (or ``nn.Embedding``, for tied weights) that holds it and the bias;
                 or a quantized layer, or PEFT's LoRA around any of these; or a head, which is returned.
             bias: ``[V]``, for a weight without a bias.
-            transform: joined with the head's transform: what one of the two leaves at its default comes from the other.
+            transform: combined with the head's transform: an option that has its default in one of them is taken from
+                the other.
 
         Raises:
             TypeError: a module that is not a linear layer: a whole model, an adapter that is not LoRA, an unknown
@@ -157,13 +165,13 @@ class Head:
 
     @property
     def is_plain(self) -> bool:
-        """Whether it is a weight and a transform, and nothing else."""
+        """Whether the head has only a weight and a transform."""
         beside = self.bias is not None or self.quantized is not None or self.adapters
         return not (beside or self.batch_invariant) and self.ranks is ALONE
 
     @property
     def vocab_size(self) -> int:
-        """V, of all ranks."""
+        """The vocabulary size V, over all ranks."""
         return self.weight.shape[0] if self.ranks is ALONE else self.ranks.vocab_size
 
     @property
@@ -181,17 +189,17 @@ class Head:
         return self.weights.shape[1]
 
     def with_fields(self, **changes: Any) -> Head:
-        """This head with other fields that follow from its fields: nothing is checked again."""
+        """A copy with other fields, which are not checked again."""
         made = object.__new__(Head)
         for name in Head.__match_args__:
             object.__setattr__(made, name, changes.get(name, getattr(self, name)))
         return made
 
     def with_partial_gradients(self) -> Head:
-        """This head, for which each rank gets its columns' part of the hidden states' gradients.
+        """A copy of this head with which each rank gets only its columns' part of the hidden states' gradients.
 
-        For callers that sum these parts over the ranks in backward themselves, such as Megatron's gather of a sharded
-        sequence, whose backward is a reduce-scatter. Without a group, it is the head itself.
+        For callers that sum these parts over the ranks in backward, such as Megatron's gather of a sharded sequence,
+        whose backward is a reduce-scatter. Without a group, the result is the head itself.
         """
         if not isinstance(self.ranks, VocabularyRanks):
             return self
@@ -212,8 +220,8 @@ class Head:
             return [hidden for hidden, _ in pairs], pairs[0][1]
         if self.batch_invariant:
             raise ValueError(
-                "batch_invariant takes a head without adapters, as torch's product with them depends on the number of "
-                "tokens: merge them into the weight, or leave batch_invariant out."
+                "batch_invariant takes a head without adapters, because torch's product with them depends on the "
+                "number of tokens: merge them into the weight, or leave batch_invariant out."
             )
         hidden, weight = side_by_side(hidden_states, self.weight, self.adapters)
         return hidden, self.with_fields(weight=weight, adapters=())
@@ -297,8 +305,9 @@ def check_invariant(head: Head, backend: str, dequantized_bytes: int) -> None:
         )
     if device.type != "cpu" and backend == "torch":
         raise ValueError(
-            f"batch_invariant takes Triton's kernels on {device.type}, as torch's sums depend on the number of tokens, "
-            "but backend 'torch' was chosen, or serves fp64 alone; leave backend= or batch_invariant out."
+            f"batch_invariant takes Triton's kernels on {device.type}, because torch's sums depend on the number "
+            "of tokens, but the backend is 'torch', which was chosen or is the only one for fp64; leave backend= "
+            "or batch_invariant out."
         )
 
 

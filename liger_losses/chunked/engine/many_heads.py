@@ -44,7 +44,9 @@ def count_targets(**given: Any) -> int:
         )
     if not lengths or 0 in lengths.values() or len(set(lengths.values())) > 1:
         found = ", ".join(f"{length} of {name}" for name, length in lengths.items()) or "no list"
-        raise ValueError(f"got {found}: each argument is one for all heads, or a list that has one for each of them.")
+        raise ValueError(
+            f"got {found}: pass each argument as one value for all heads, or as a list with one value for each head."
+        )
     return next(iter(lengths.values()))
 
 

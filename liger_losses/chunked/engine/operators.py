@@ -205,7 +205,7 @@ def support_statistics(
     if not is_dynamo_compiling():
         return linear_support_statistics(hidden_states, head, labels, support, names, options, shift=shift)
     if support.sparse_grad:
-        raise ValueError("no compiled function returns sparse gradients; leave sparse_grad=True out of it.")
+        raise ValueError("a compiled function cannot return sparse gradients; leave sparse_grad=True out.")
     query = Query(names, selected=support.ids if "selected_logps" in names else None)
     return _traced(_given(hidden_states, head, labels, query, options, support, shift))[0]
 

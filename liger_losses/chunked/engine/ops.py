@@ -61,16 +61,15 @@ def linear_statistics(
     """Per-token statistics of ``hidden_states @ weight.T``, differentiable, without the logits in memory.
 
     Args:
-        hidden_states: ``[..., H]``, or a sequence of such tensors that are streamed as one.
-        weight: the ``lm_head``: ``[V, H]``, a linear layer, or a :class:`Head`; or a list of them, one for each tensor
+        hidden_states: ``[..., H]``, or a sequence of such tensors, which are computed together.
+        weight: the ``lm_head``: ``[V, H]``, a linear layer, or a :class:`Head`. Or a list of them, one for each tensor
             of hidden states (or all for the only one), which run one after another.
         labels: ``[...]`` int64, one for each hidden state (a sequence where ``hidden_states`` is one).
         statistics: names from :data:`liger_losses.kernels.softmax_stats.STATISTICS` (or one name), differentiable.
-        metrics: further names, returned without gradient.
-        selected: ``[..., k]`` int64, one row for each label: the statistics may then include
-            ``selected_logps [..., k]``, the log-probabilities of these columns. A list where there are several tensors
-            of labels, or ``[T, k]`` for all tokens of one head. Or a :class:`Largest`, whose columns the metric
-            ``columns`` has.
+        metrics: names of statistics that are returned without a gradient.
+        selected: ``[..., k]`` int64, one row of vocabulary entries for each label. The statistics may then include
+            their log-probabilities, ``selected_logps [..., k]``. A list if there are several tensors of labels, or
+            ``[T, k]`` for all tokens of one head. Or a :class:`Largest`; the metric ``columns`` then has the entries.
         bias: ``[V]``, or a list where ``weight`` is one.
         class_weight: ``[V]``, the weights in ``mean_logp``.
         transform: temperature, scale and soft-cap of the logits.
@@ -78,7 +77,7 @@ def linear_statistics(
 
     Returns:
         :class:`Statistics` of tensors in the labels' shape (a list of them for a sequence); fp32, or fp64 for fp64
-        inputs. Tokens without loss get 0.
+        inputs. Results of masked tokens are 0.
 
     Raises:
         TypeError, ValueError: shapes, dtypes or devices that do not fit together, labels outside the vocabulary,
@@ -121,20 +120,21 @@ def linear_logps(
     ``logp_t = log_softmax(hidden_states_t @ weight.T + bias)[labels_t]``
 
     Args:
-        hidden_states: ``[..., H]``; or a list of K, one for each head (multi-token prediction, Medusa heads). Of
-            hidden states, heads, labels and biases, some may be lists of K; what there is one of serves all.
+        hidden_states: ``[..., H]``; or a list of K, one for each head (multi-token prediction, Medusa heads). Hidden
+            states, heads, labels and biases may each be a list of K, or one value for all heads.
         weight: the ``lm_head``: ``[V, H]``, a linear layer, or a :class:`Head`; or a list of K.
-        labels: ``[...]`` int64; or a list of K. Or ``[..., m]``, several labels for each hidden state, as of texts that
-            share a prefix: one projection serves all of them; ``ignore_index`` where a hidden state has fewer labels.
-        support: the columns that a sampler kept for each token; log-softmax, entropy and log-sum-exp are then taken
-            over these alone.
+        labels: ``[...]`` int64; or a list of K. Or ``[..., m]``, several labels for each hidden state, for example of
+            texts that share a prefix, which share one projection; ``ignore_index`` where a hidden state has fewer
+            labels.
+        support: the vocabulary entries that a sampler kept for each token. Log-softmax, entropy and log-sum-exp are
+            then over only these.
         bias: ``[V]``; or a list of K.
         entropy: also return each token's entropy, in nats, differentiable.
         lse: also return each token's log-sum-exp, differentiable.
-        ignore_index: the label of tokens that need no log-probability; they get 0 and cost nothing.
-        shift: position ``t`` predicts the label at ``t + shift``, ``True`` is 1; the last positions get 0. A list of K
-            gives each head its own: ``[1, 2, 3]`` for the next three tokens.
-        temperature: what logits are divided by: a number, or ``[...]`` with one for each hidden state.
+        ignore_index: the label of masked tokens; their results are 0, and their logits are not computed.
+        shift: position ``t`` predicts the label at ``t + shift``, and ``True`` is 1; the results of the last positions
+            are 0. A list of K has one number for each head: ``[1, 2, 3]`` for the next three tokens.
+        temperature: divides the logits: a number, or ``[...]`` with one for each hidden state.
         logit_scale, softcap: see :class:`liger_losses.LogitTransform`.
         compact, workspace, chunk_size, backend: see :class:`EngineOptions`.
 
@@ -160,7 +160,7 @@ def linear_logps(
         check_shift(shift, several)
     if several:
         if support is not None:
-            raise TypeError("support= goes with one tensor of hidden states and one head, not with lists of them.")
+            raise TypeError("support= takes one tensor of hidden states and one head, not lists of them.")
         targets = Targets.of(hidden_states, weight, labels, options, bias=bias, transform=transform, shift=shift)
         found = of_targets(targets, Query(names))
         return found if len(names) > 1 else [part.logp for part in found]
@@ -169,7 +169,7 @@ def linear_logps(
     of_each = isinstance(hidden_states, Tensor) and labels.dim() == hidden_states.dim() > 1
     if of_each and labels.shape[:-1] == hidden_states.shape[:-1]:
         if support is not None or shift:
-            raise ValueError("several labels for each hidden state go without support= and shift=.")
+            raise ValueError("several labels for each hidden state do not work with support= and shift=.")
         one, columns, mask = _several_labels(labels, options)
         asked = ("selected_logps", *(name for name in names if name != "logp"))
         found = linear_statistics(hidden_states, head, one, asked, selected=columns, options=options)
@@ -203,17 +203,18 @@ def linear_topk(
     transform: LogitTransform | None = None,
     options: EngineOptions = EngineOptions(),
 ) -> TopK:
-    """The k largest log-probabilities of each token, without the logits in memory.
+    """The k largest log-probabilities of each token and their vocabulary ids, without the logits in memory.
 
-    The log-probabilities are over the whole vocabulary, and differentiable; the choice of columns is not.
+    The log-probabilities are over the whole vocabulary. They are differentiable; the choice of entries is not.
 
     Args:
         hidden_states: ``[..., H]``.
         weight: the ``lm_head``: ``[V, H]``, a linear layer, or a :class:`Head`.
         k: how many, at most V.
-        labels: ``[...]`` int64; tokens whose label is ``ignore_index`` get zeros and cost nothing. All by default.
-        rest: also return the log-probability of all other columns together, without a gradient, computed from their
-            sum: it is exact even where the k largest have nearly all of the probability.
+        labels: ``[...]`` int64. Results of tokens with the label ``ignore_index`` are 0, and their logits are not
+            computed. By default, no token is masked.
+        rest: also return the log-probability of all other entries together, without a gradient. It is computed from
+            their sum, so it is exact even if the k largest have nearly all of the probability.
         bias: ``[V]``.
         transform: temperature, scale and soft-cap of the logits.
         options: how to stream.
@@ -261,7 +262,8 @@ def linear_labels_loss(
 ) -> tuple[Tensor, Tensor]:
     """``-sum_t sum_m w_tm log p(y_tm)``: cross-entropy of hidden states that have several labels each, in one pass.
 
-    One projection serves all labels of a hidden state: the hidden states of a prefix that several texts share (trees of
+    All labels of a hidden state share one projection. For example, if several texts share a prefix (trees of rollouts),
+    its hidden states are projected once, and the weight of a label is the number of texts in which it follows.
     rollouts) are projected once, and a label's weight says in how many texts it follows.
 
     Args:
@@ -320,20 +322,20 @@ def linear_divergence(
     transform: LogitTransform | None = None,
     options: EngineOptions = EngineOptions(),
 ) -> Statistics:
-    """Each token's divergence between student and teacher, an ordinary differentiable operation.
+    """The divergence between student and teacher for each token, a differentiable operation.
 
-    Backward computes the logits again; where the loss is a sum with weights that are known, use
+    Backward computes the logits again. If the loss is a weighted sum with known weights, use
     :func:`linear_divergence_loss`.
 
     Args:
-        hidden_states: ``[..., H]``, the student's.
+        hidden_states: ``[..., H]``, of the student.
         weight: the student's ``lm_head``: ``[Vs, H]``, a linear layer, or a :class:`Head`.
-        labels: ``[...]`` int64; without ``logp``, only their ``ignore_index`` counts.
+        labels: ``[...]`` int64. Without ``logp``, they only say which tokens are masked (``ignore_index``).
         teacher: see :class:`liger_losses.Teacher`.
         divergence: see :class:`liger_losses.Divergence`.
         logp: also return the student's log-probabilities of the labels, over its whole vocabulary and at temperature
             1, differentiable.
-        temperature: what both models' logits are divided by in the divergence: a number, or ``[...]`` with one for each
+        temperature: divides the logits of both models in the divergence: a number, or ``[...]`` with one for each
             hidden state.
         bias: ``[Vs]``.
         transform: scale and soft-cap of the student's logits.
@@ -374,24 +376,25 @@ def linear_token_loss(
 ) -> tuple[Tensor, Any]:
     """``sum_t token_loss(statistics_t, labels_t, inputs_t)``: loss and gradients in one pass over the blocks.
 
-    Use it when every token's contribution depends on that token's own statistics and on numbers known beforehand
-    (weights, advantages, old log-probs); :func:`linear_statistics` serves all other losses.
+    Use it if the term of a token depends only on the statistics of this token and on numbers known in advance (weights,
+    advantages, old log-probabilities). For all other losses, use :func:`linear_statistics`.
 
     Args:
-        hidden_states: ``[..., H]``; or a list of K, one for each head. Of hidden states, heads, labels, biases and
-            token inputs, some may be lists of K; what there is one of serves all. Targets of one head are one stream,
-            which may give ``token_loss`` tokens of several of them; different heads run one after another.
+        hidden_states: ``[..., H]``; or a list of K, one for each head. Hidden states, heads, labels, biases and token
+            inputs may each be a list of K, or one value for all heads. Targets of the same head are computed together,
+            so a call of ``token_loss`` may get tokens of several targets. Different heads run one after another.
         weight: the ``lm_head``: ``[V, H]``, a linear layer, or a :class:`Head`; or a list of K.
         labels: ``[...]`` int64; or a list of K.
-        token_loss: ``(statistics, labels, **inputs) -> [n]``, elementwise over the tokens it is given. It is
-            differentiated with respect to the statistics alone; where it returns ``([n], {statistic: [n]})``, the
-            second are its derivatives, and no graph is built for them.
-        statistics: what ``token_loss`` reads and is differentiated by.
-        metrics: what is returned (and readable in ``token_loss``) without a gradient.
+        token_loss: ``(statistics, labels, **inputs) -> [n]``, elementwise over the n tokens that it gets. It is
+            differentiated with respect to the statistics only. It may also return ``([n], {statistic: [n]})``, where
+            the second are the derivatives; no autograd graph is then built.
+        statistics: the names of the statistics that ``token_loss`` reads, with a gradient.
+        metrics: the names of statistics that are returned, and that ``token_loss`` may read, without a gradient.
         token_inputs: tensors of the labels' shape that ``token_loss`` gets as keywords, without gradient; they may
             have one more dimension.
-        selected: ``[..., k]`` int64, one row for each label, or a list, or a :class:`Largest`: the statistics then
-            include ``selected_logps [n, k]``, the log-probabilities of these columns, and the metrics ``columns``.
+        selected: ``[..., k]`` int64, one row of vocabulary entries for each label, or a list, or a :class:`Largest`.
+            The statistics then include ``selected_logps [n, k]``, the log-probabilities of these entries, and the
+            metrics ``columns``.
         bias, class_weight, transform, options: as in :func:`linear_statistics`.
 
     Returns:
@@ -442,7 +445,7 @@ def linear_divergence_loss(
     """``sum_t (weights["divergence"]_t divergence_t + weights["logp"]_t logp_t)`` in one pass.
 
     Args:
-        weights: ``[...]`` in the labels' shape, of ``divergence`` and, if it is there, of ``logp``; constants.
+        weights: the weights of ``divergence`` and, optionally, of ``logp``; constants ``[...]`` in the labels' shape.
         metrics: ``("entropy",)`` to also return the student's entropy, at the temperature.
         hidden_states, weight, labels, teacher, divergence, temperature, bias, transform, options: as in
             :func:`linear_divergence`.
@@ -528,5 +531,5 @@ def _query(statistics: Any, metrics: Any, selected: Any, **fields: Any) -> tuple
 
 def _names(names: Iterable[str] | str) -> tuple[str, ...]:
     if not isinstance(names, Iterable):
-        raise TypeError(f"statistics are named, as in ('logp', 'entropy'); got {names!r}.")
+        raise TypeError(f"statistics must be names, such as ('logp', 'entropy'); got {names!r}.")
     return (names,) if isinstance(names, str) else tuple(names)

@@ -84,17 +84,17 @@ STRATEGIES = {
 
 @dataclass(frozen=True)
 class EngineOptions:
-    """How to stream; no option changes a result beyond rounding.
+    """Options of the engine. They change results only by rounding.
 
     Args:
-        ignore_index: the label of tokens without loss.
-        compact: drop tokens without loss before the projection, at the cost of one host synchronization; calls of few
-            tokens (:data:`SMALL_CALL_FLOPS`) do not. With False, they are projected, and their results are 0.
-        workspace: bytes for everything beyond inputs and outputs; by default chosen from the shapes, the device's
+        ignore_index: the label of masked tokens.
+        compact: drop masked tokens before the projection, at the cost of one host synchronization. Calls of few tokens
+            (:data:`SMALL_CALL_FLOPS`) drop none. With False, they are projected, and their results are 0.
+        workspace: bytes for everything beyond inputs and outputs. By default chosen from the shapes, the device's
             memory and :func:`liger_losses.set_default_workspace`.
         chunk_size: the largest number of tokens whose logits one block of the forward pass holds.
-        accum_dtype: dtype in which grad_weight is accumulated, ``torch.float32`` or ``None`` for the weight's own. It
-            costs a buffer of the weight's size.
+        accum_dtype: dtype in which the gradient of the weight is accumulated: ``torch.float32``, or ``None`` for the
+            weight's dtype. It takes a buffer of the weight's size.
         backend: ``torch`` or ``triton`` for the work between the products; chosen from the device by default, or by
             the environment variable ``LIGER_LOSSES_BACKEND``.
         strategy: force one of :data:`STRATEGIES` (for tests and measurements).

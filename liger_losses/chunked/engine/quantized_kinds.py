@@ -21,13 +21,13 @@ Finder = Callable[[Any], "QuantizedWeight | None"]
 
 
 def register_quantized_weight(kind: type | str, finder: Finder) -> None:
-    """Tell all heads how to read the weight of a type of tensors or layers.
+    """Register how to read the quantized weight of a type of tensors or layers.
 
     Args:
-        kind: the type, whose subclasses are found too; or its module and name, as in
-            ``"bitsandbytes.nn.modules.Linear4bit"``. The last registration of a type holds.
-        finder: from an instance to a :class:`liger_losses.QuantizedWeight`, or to ``None`` if it holds an ordinary
-            weight.
+        kind: the type, including its subclasses; or its module and name, as in
+            ``"bitsandbytes.nn.modules.Linear4bit"``. A later registration of a type replaces an earlier one.
+        finder: a function of an instance that returns a :class:`liger_losses.QuantizedWeight`, or ``None`` if the
+            instance holds an ordinary weight.
 
     Raises:
         TypeError: arguments of other types.
@@ -93,8 +93,8 @@ def _of_tensor(weight: Any) -> QuantizedWeight:
     """A tensor subclass (torchao's) that can be sliced by rows, and dequantizes what it is."""
     if weight.requires_grad:
         raise TypeError(
-            f"the quantized weight {type(weight).__name__} requires a gradient, which it cannot get here: call "
-            "weight.requires_grad_(False), and train adapters (LoRA) instead."
+            f"the quantized weight {type(weight).__name__} requires a gradient, but quantized weights get none: "
+            "call weight.requires_grad_(False), and train adapters (LoRA) instead."
         )
     return _Rows(weight, weight.device, lambda start, stop: weight.detach()[start:stop].dequantize())
 

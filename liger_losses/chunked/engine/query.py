@@ -24,12 +24,13 @@ _DIFFERENTIABLE: tuple[str, ...] = tuple(name for name in STATISTICS if name != 
 
 
 class Statistics(NamedTuple):
-    """Per-token statistics of the logits' softmax; ``None`` if not requested, 0 for tokens without loss.
+    """Per-token statistics of the softmax of the logits; ``None`` if not requested, 0 for masked tokens.
 
-    :func:`liger_losses.kernels.softmax_stats.softmax_statistics` defines them; ``selected_logps [..., k]`` are the
-    log-probabilities of selected columns, ``divergence`` the divergence from a teacher. ``columns [..., k]`` have the
-    largest log-probabilities, ``rest`` the log-probability of all columns that are not selected together, and
-    ``registered [..., m]`` the statistics of :func:`liger_losses.register_statistic`, in the order of the request.
+    :func:`liger_losses.kernels.softmax_stats.softmax_statistics` defines most of them. ``selected_logps [..., k]`` are
+    the log-probabilities of the selected vocabulary entries. ``divergence`` is the divergence from a teacher.
+    ``columns [..., k]`` are the ids of the largest log-probabilities. ``rest`` is the log-probability of all entries
+    together that are not selected. ``registered [..., m]`` are statistics of :func:`liger_losses.register_statistic`,
+    in the order of the request.
     """
 
     logp: Any = None
@@ -107,7 +108,7 @@ class Comparison:
 
 @dataclass(frozen=True)
 class Largest:
-    """``selected=Largest(k)``: the k columns of each token whose log-probabilities are largest, in descending order."""
+    """``selected=Largest(k)``: the k most likely vocabulary entries of each token, in descending order."""
 
     k: int
 
@@ -287,7 +288,7 @@ REGISTERED: dict[str, Callable[[Tensor], Tensor]] = {}
 def register_statistic(name: str, term: Callable[[Tensor], Tensor]) -> None:
     """Make ``sum_v term(log p_v)`` a statistic that losses may read, differentiable by hidden states, weight and bias.
 
-    It is computed by PyTorch from blocks of fp32 logits, on every device.
+    PyTorch computes it from blocks of fp32 logits, on every device.
 
     Args:
         name: a name that no other statistic has.

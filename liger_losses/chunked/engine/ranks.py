@@ -180,11 +180,11 @@ class VocabularyRanks(Ranks):
 
         if not isinstance(hidden_states, DTensor):
             raise TypeError(
-                "the weight is a DTensor, of which this rank has some rows, and hidden_states is a plain tensor. Where "
-                "the ranks share the vocabulary (tensor parallelism), pass hidden_states as a DTensor on the mesh of "
-                "the weight, or Head(weight.to_local(), group=weight.device_mesh.get_group()). Where each rank has "
-                "tokens of its own (FSDP2), patch the model (liger_losses.patch), or call the loss inside the forward "
-                "of the root module, where the weight is gathered; where no gradient is needed, pass "
+                "the weight is a DTensor, of which this rank has some rows, and hidden_states is a plain tensor. "
+                "For tensor parallelism (the ranks share the vocabulary), pass hidden_states as a DTensor on the "
+                "mesh of the weight, or Head(weight.to_local(), group=weight.device_mesh.get_group()). For FSDP2 "
+                "(each rank has different tokens), patch the model (liger_losses.patch), or call the loss inside "
+                "the forward of the root module, where the weight is gathered; if no gradient is needed, pass "
                 "weight.full_tensor()." + see("sharded-weights")
             )
         if hidden_states.device_mesh != self.mesh:
@@ -282,15 +282,16 @@ def check_teacher_ranks(student: Ranks, teacher: Ranks) -> None:
         return
     if not isinstance(student, VocabularyRanks):
         raise ValueError(
-            "the teacher's vocabulary is shared by a group and the student's is not; share both, or gather the "
-            "teacher's weight first."
+            "the teacher's head is vocabulary-parallel, and the student's is not; make both vocabulary-parallel, "
+            "or gather the teacher's weight first."
         )
     common = min(student.vocab_size, teacher.vocab_size)
     both = [[dist.get_process_group_ranks(ranks.group), ranks.columns(common)] for ranks in (student, teacher)]
     if both[0] != both[1]:
         raise ValueError(
-            f"student and teacher must share their common {common} columns alike, by the same ranks, but student has "
-            f"{both[0][1]} of ranks {both[0][0]} here and teacher {both[1][1]} of ranks {both[1][0]}."
+            f"each rank must hold the same part of the {common} columns that student and teacher have in common, "
+            f"but the student has {both[0][1]} of ranks {both[0][0]} here and the teacher {both[1][1]} of ranks "
+            f"{both[1][0]}."
         )
 
 
@@ -310,9 +311,9 @@ def local_rows(name: str, value: Any, mesh: DeviceMesh) -> Tensor:
         raise TypeError(f"the weight is a DTensor and {name} is not; make {name} one, with the weight's placements.")
     if value.device_mesh != mesh or mesh.ndim != 1 or value.placements != (Shard(0),):
         raise ValueError(
-            f"{name} must be a DTensor with placements [Shard(0)] on a one-dimensional mesh, that of the weight, got "
-            f"{list(value.placements)} on {value.device_mesh}. Of a larger mesh, take the dimension whose ranks share "
-            f'the vocabulary, as in mesh["tp"]; or, where no gradient is needed, pass {name}.full_tensor().'
+            f"{name} must be a DTensor with placements [Shard(0)] on the one-dimensional mesh of the weight, got "
+            f"{list(value.placements)} on {value.device_mesh}. For a larger mesh, take the dimension whose ranks "
+            f'share the vocabulary, such as mesh["tp"]; or, if no gradient is needed, pass {name}.full_tensor().'
         )
     return value.to_local()
 

@@ -55,22 +55,21 @@ _INTEGERS = (torch.int32, torch.int64)
 
 @dataclass(frozen=True, eq=False)
 class TokenSupport:
-    """The columns of the vocabulary that a sampler kept for each token (by top-k, top-p, min-p ...), its support.
+    """The vocabulary entries that a sampler kept for each token (by top-k, top-p, min-p ...).
 
-    Tokens without kept columns have no cut, and are scored over the whole vocabulary. The columns of tokens without
-    loss do not matter. Only the kept rows of the ``lm_head`` are read: time and memory grow with their number, not with
-    the vocabulary. Tokens with so many columns that products with the whole head are faster are scored by these
-    products.
+    A token without kept entries is evaluated over the whole vocabulary. The entries of masked tokens have no influence.
+    Only the kept rows of the ``lm_head`` are read, so time and memory grow with their number, not with the vocabulary.
+    Tokens with very many kept entries are computed by products with the whole head, which is faster.
 
     Args:
-        ids: int64 or int32 columns, the ``S_t`` of token t: ``[..., K]``, one row for each label (with ``shift`` too),
-            padded with -1 at any place; or ``[P]`` with ``offsets``.
+        ids: int64 or int32 ids of the kept entries. ``[..., K]``, one row for each label (with ``shift`` too), padded
+            with -1 at any place; or ``[P]`` with ``offsets``.
         offsets: ``[T + 1]`` int64 or int32: in the order of the flattened labels, token t has
             ``ids[offsets[t]:offsets[t + 1]]``.
-        add_label: add a token's label to its columns where they lack it; otherwise a missing label is an error.
-        sparse_grad: the gradient of the weight is a sparse tensor of the rows that some token keeps, as for
-            ``nn.Embedding(sparse=True)``, for optimizers that take one. The kept rows of all tokens are then read,
-            however many there are. If some token has no cut, the gradient is dense.
+        add_label: if a token's label is not among its kept entries, add it. By default, a missing label is an error.
+        sparse_grad: make the gradient of the weight a sparse tensor of the rows that some token keeps, as for
+            ``nn.Embedding(sparse=True)``, for optimizers that take one. The kept rows of all tokens are then read, for
+            any number of kept entries. If some token has no kept entries, the gradient is dense.
 
     Raises:
         TypeError, ValueError: not integer tensors, or of other shapes.
@@ -119,8 +118,8 @@ class TokenSupport:
             raise ValueError(f"there are no labels, but {self.ids.numel()} of TokenSupport's ids.")
         if self.sparse_grad and torch.is_grad_enabled() and weight.requires_grad and not weight.is_leaf:
             raise ValueError(
-                "TokenSupport(sparse_grad=True) takes a weight that is a parameter, or detached: what this weight was "
-                "computed with has no backward for sparse gradients. Leave sparse_grad out."
+                "TokenSupport(sparse_grad=True) takes a weight that is a parameter, or detached: the operation "
+                "that computed this weight has no backward for sparse gradients. Leave sparse_grad out."
             )
 
 

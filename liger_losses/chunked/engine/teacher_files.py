@@ -32,16 +32,16 @@ _DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 class TeacherWriter:
     """Writes a teacher to a folder, for :class:`TeacherFiles` of this or another process.
 
-    Several writers may share a folder, if their heads are the same: a batch is only read with the head it was written
-    with.
+    Several writers may share a folder if their heads are the same. A batch is only read with the head that it was
+    written with.
 
     Args:
-        folder: made if it does not exist. Batches that are in it are kept; its head is replaced.
-        head: the teacher's: a weight ``[Vt, Ht]``, a linear layer, or a :class:`liger_losses.Head`. Written at once, in
-            its dtype, as one weight: dequantized, and with its adapters added. Ranks that share its vocabulary make
-            the writer together.
-        dtype: of the hidden states in the files: bf16, fp16, fp32 or fp64. A teacher that runs in bf16 loses nothing
-            with the default.
+        folder: the folder, which is created if it does not exist. Batches in it are kept; its head is replaced.
+        head: the teacher's head: a weight ``[Vt, Ht]``, a linear layer, or a :class:`liger_losses.Head`. It is written
+            at once, in its dtype, as one weight: dequantized, and with its adapters added. The ranks of a
+            vocabulary-parallel head make the writer together.
+        dtype: the dtype of the hidden states in the files: bf16, fp16, fp32 or fp64. The default is exact for a teacher
+            that runs in bf16.
 
     Raises:
         TypeError, ValueError: another dtype; a head that :class:`liger_losses.Head` refuses, or one with a temperature.
@@ -67,10 +67,10 @@ class TeacherWriter:
         _write(self.folder / _HEAD, {**values, "digest": self._head_digest})
 
     def write(self, name: str | int, hidden_states: Tensor) -> None:
-        """Write a batch. Readers see it when it is complete; one of the same name is replaced.
+        """Write a batch. Readers see it when it is complete. A batch of the same name is replaced.
 
         Args:
-            name: of the batch, such as its number.
+            name: the name of the batch, such as its number.
             hidden_states: ``[..., Ht]``, one for each of the student's.
 
         Raises:
@@ -88,14 +88,15 @@ class TeacherWriter:
 
 
 class TeacherFiles:
-    """Reads what a :class:`TeacherWriter` has written, or is writing.
+    """Reads the files of a :class:`TeacherWriter`, also while it writes.
 
     Args:
-        folder: the writer's.
-        device: where teachers are computed: the student's.
-        dtype: of the teachers' head and hidden states, such as the student's; by default, each as it was written.
-        timeout: seconds to wait for the head, and by default for each batch.
-        columns_correspond: of the teachers; see :class:`liger_losses.Teacher`.
+        folder: the folder of the writer.
+        device: the device on which the teacher's logits are computed, which is the student's.
+        dtype: the dtype of the teacher's head and hidden states, such as the student's; by default as they were
+            written.
+        timeout: seconds to wait for the head, and by default also for each batch.
+        columns_correspond: see :class:`liger_losses.Teacher`.
 
     Raises:
         FileNotFoundError: no head within that time.
@@ -123,9 +124,9 @@ class TeacherFiles:
         """The teacher of a batch, with hidden states in the shape in which they were written.
 
         Args:
-            name: the batch's, as it was written.
+            name: the name with which the batch was written.
             timeout: seconds to wait for it.
-            remove: remove the file, which is read only once. (Its memory is freed when the teacher is.)
+            remove: remove the file after it was read once. (Its memory is freed when the teacher is.)
 
         Raises:
             FileNotFoundError: no such batch within that time.
@@ -200,7 +201,7 @@ def _read(path: Path, what: str, needed: str) -> dict[str, Any]:
         raise
     except Exception as error:  # torch raises many kinds
         raise RuntimeError(
-            f"{what} in {path} cannot be read: the file was cut off, or is not a TeacherWriter's "
+            f"{what} in {path} cannot be read: the file was cut off, or was not written by a TeacherWriter "
             f"({type(error).__name__}: {error}); write it again."
         ) from error
     return found

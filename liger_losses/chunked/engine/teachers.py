@@ -37,13 +37,13 @@ class Teacher:
     """Hidden states and a head: the teacher's logits are computed block by block and never materialized.
 
     Args:
-        hidden_states: ``[..., Ht]``, one for each of the student's.
+        hidden_states: ``[..., Ht]``, one for each hidden state of the student.
         weight: ``[Vt, Ht]``, the teacher's ``lm_head``: a tensor, a linear layer, or a :class:`liger_losses.Head`.
         bias: ``[Vt]``, for a weight without a bias.
-        logit_scale, softcap: the teacher's; see :class:`liger_losses.LogitTransform`.
-        columns_correspond: the columns that both models have are the same tokens, although their numbers differ.
-            Otherwise a number that differs from the student's is a warning, and an error if it differs by more than
-            1,024 columns, which padding does not explain.
+        logit_scale, softcap: of the teacher's logits; see :class:`liger_losses.LogitTransform`.
+        columns_correspond: say that the vocabulary entries that both models have are the same tokens, although the
+            sizes of the vocabularies differ. By default, a difference is a warning, and an error if it is more than
+            1,024 entries, which padding does not explain.
     """
 
     hidden_states: Tensor
@@ -103,11 +103,11 @@ class Teacher:
 
 @dataclass(frozen=True, eq=False)
 class TeacherLogits:
-    """Logits that are in memory, or that a function returns when they are needed.
+    """A teacher's logits: a tensor, or a function that returns them when they are needed.
 
     Args:
-        logits: ``[..., Vt]``, one row for each of the student's hidden states; or a function from positions
-            ``[n]`` (int64, of the flattened tokens, on the student's device) to their logits ``[n, Vt]``.
+        logits: ``[..., Vt]``, one row for each hidden state of the student; or a function from positions ``[n]``
+            (int64, of the flattened tokens, on the student's device) to their logits ``[n, Vt]``.
         columns: Vt, needed with a function.
         columns_correspond: as in :class:`Teacher`.
     """
@@ -157,8 +157,8 @@ class Teachers:
     """Several teachers, one for each token or sequence; their hidden sizes and heads may differ.
 
     Args:
-        teachers: :class:`Teacher` or :class:`TeacherLogits`, each for all of the student's tokens. Values at tokens of
-            other teachers have no influence.
+        teachers: :class:`Teacher` or :class:`TeacherLogits`, each for all of the student's tokens. Their values at
+            tokens of other teachers have no influence.
         which: ``[...]`` int64, the index of each token's teacher; or ``[B]``, of each sequence's.
     """
 
@@ -206,15 +206,15 @@ def projected_teacher(
     """A teacher with another tokenizer: ``q = M softmax(z / temperature)`` on the student's vocabulary, block by block.
 
     Args:
-        hidden_states: ``[..., Ht]``, one for each of the student's tokens; positions of both texts are aligned by the
-            caller.
+        hidden_states: ``[..., Ht]``, one for each token of the student. The caller aligns the positions of both texts.
         weight, bias, logit_scale, softcap: the teacher's head, as in :class:`Teacher`.
-        projection: ``[Vs, Vt]``, sparse (COO or CSR), the share of each of the teacher's columns that goes to each of
-            the student's. If columns add up to less than 1, the result is divided by the remaining probability.
-        temperature: the loss's.
+        projection: ``[Vs, Vt]``, sparse (COO or CSR): the share of the probability of each teacher's token that goes to
+            each student's token. If the shares of a token add up to less than 1, the result is divided by the remaining
+            probability.
+        temperature: the temperature of the loss.
 
     Returns:
-        :class:`TeacherLogits`, for any divergence but the cosine. Columns of the student without a share have
+        :class:`TeacherLogits`, for any divergence except the cosine. Tokens of the student without a share have
         probability 0.
 
     Raises:
@@ -248,16 +248,16 @@ def projected_teacher(
 
 @dataclass(frozen=True, eq=False)
 class TeacherTopK:
-    """Log-probabilities of each token's k most likely columns, as inference servers and files provide them.
+    """Log-probabilities of the k most likely tokens at each position, as inference servers and files provide them.
 
     Args:
-        logps: ``[..., k]``, log-probabilities over the whole vocabulary, at the distillation's temperature.
-        indices: ``[..., k]`` int64, which columns; no column twice for a token that carries loss.
-        tail: how the other columns count. ``bucket`` (or ``lump``): the remaining probability of student and teacher is
-            pooled into one extra class. ``renormalize``: both distributions are restricted to the k columns. ``none``:
-            the other columns are left out of the sum.
-        tail_logps: ``[...]``, the logarithm of the teacher's remaining probability, for ``bucket``. The default, 1
-            minus the sum of the k probabilities, is inexact where that sum is near 1.
+        logps: ``[..., k]``, log-probabilities over the whole vocabulary, at the temperature of the distillation.
+        indices: ``[..., k]`` int64, the ids of these tokens. At an active position, no id may occur twice.
+        tail: what happens to all other tokens. ``bucket`` (or ``lump``) treats them as one extra class with the
+            remaining probability of student and teacher. ``renormalize`` normalizes both distributions over the k
+            tokens. ``none`` leaves them out of the sum.
+        tail_logps: ``[...]``, the logarithm of the teacher's remaining probability, for ``bucket``. By default, it is
+            computed as 1 minus the sum of the k probabilities, which is inexact if this sum is close to 1.
     """
 
     logps: Tensor
@@ -314,8 +314,8 @@ class TeacherTopK:
 def _check_fits(name: str, shape: torch.Size, tokens: torch.Size, student: Head, **tensors: Tensor) -> None:
     if shape != tokens:
         raise ValueError(
-            f"the teacher's {name} are of {tuple(shape)} tokens, the student's of {tuple(tokens)}: give one row for "
-            "each of the student's tokens, in the same order."
+            f"the teacher's {name} have {tuple(shape)} tokens, the student's hidden states {tuple(tokens)}: give "
+            "one row for each of the student's tokens, in the same order."
         )
     check_device(student.weight, **tensors)
 
@@ -335,7 +335,7 @@ def _check_columns(teacher: Teacher | TeacherLogits, student: Head) -> None:
     if abs(sizes[0] - sizes[1]) > MOST_PADDING:
         raise ValueError(f"{differ}: more than {MOST_PADDING} apart, which padding does not explain; {advice}")
     if not torch.compiler.is_compiling():
-        warnings.warn(f"{differ}, and those that one of them lacks are taken as padding: {advice}", stacklevel=3)
+        warnings.warn(f"{differ}. Columns that only one of them has are treated as padding: {advice}", stacklevel=3)
 
 
 def teacher_row_bytes_of(teacher: Teacher | TeacherLogits, vocab_size: int, operand: torch.dtype) -> int:

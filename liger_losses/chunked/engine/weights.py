@@ -22,19 +22,19 @@ _FIXED_PRODUCT, _FIXED_PRODUCT_GPU, _FIXED_DEPTH = (64, 1024), (512, 8192), 8
 
 
 class QuantizedWeight:
-    """A frozen weight ``[V, H]`` in any form, of which some rows at a time exist in floating point.
+    """A frozen weight ``[V, H]`` in any format, which can return some of its rows in floating point.
 
-    Derive from it for a format of your own, and define :meth:`rows`: :class:`liger_losses.Head` takes an instance in
-    place of a weight. :func:`liger_losses.register_quantized_weight` makes every operation, ``patch`` and TRL's
-    trainers find it in tensors or layers of a type.
+    To support a format, derive from this class and define :meth:`rows`. :class:`liger_losses.Head` takes an instance as
+    the weight. With :func:`liger_losses.register_quantized_weight`, every operation, ``patch`` and TRL's trainers find
+    it in tensors or layers of a type.
 
     Args:
         shape: ``(V, H)``.
-        dtype: the floating-point dtype that the weight stands for. Products are computed in the hidden states' dtype.
+        dtype: the floating-point dtype of the dequantized weight. Products are computed in the hidden states' dtype.
         device: where the rows are.
 
     Attributes:
-        temporary_bytes: what :meth:`rows` allocates at most for each entry of its result, and the result itself.
+        temporary_bytes: the most bytes that :meth:`rows` allocates for each entry of its result, including the result.
 
     Raises:
         TypeError, ValueError: a dtype that is not floating point, or sizes that are not positive.
@@ -44,9 +44,12 @@ class QuantizedWeight:
 
     def __init__(self, shape: tuple[int, int], dtype: torch.dtype, device: torch.device | str) -> None:
         if not dtype.is_floating_point:
-            raise TypeError(f"a QuantizedWeight stands for a weight of a floating-point dtype, got {dtype}.")
+            raise TypeError(
+                "the dtype of a QuantizedWeight must be a floating-point dtype, that of the dequantized weight, got "
+                f"{dtype}."
+            )
         if len(shape) != 2 or min(shape) < 1:
-            raise ValueError(f"a QuantizedWeight has the shape (vocab_size, hidden_size), got {tuple(shape)}.")
+            raise ValueError(f"a QuantizedWeight must have the shape (vocab_size, hidden_size), got {tuple(shape)}.")
         self.shape, self.dtype, self.device = (int(shape[0]), int(shape[1])), dtype, torch.device(device)
 
     def rows(self, start: int, stop: int) -> Tensor:

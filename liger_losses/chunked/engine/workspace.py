@@ -55,10 +55,10 @@ def bytes_of(value: int | str, name: str = "the default workspace") -> int:
 def set_default_workspace(value: int | str | None) -> None:
     """Bound the memory of calls that give no ``workspace=``, for the whole process.
 
-    A call takes less than the bound if more would not make it faster. Without a bound, it takes as much as keeps the
-    device busy (at most 1.5 GiB); a loss that couples tokens takes up to 1/32 of the GPU's memory, if it can then keep
-    its logits until backward instead of computing them twice. Each such call keeps its logits until its backward, or
-    until its graph is freed. How much memory is free has no influence.
+    A call takes less than the bound if more memory would not make it faster. Without a bound, it takes as much as keeps
+    the device busy (at most 1.5 GiB). A loss that couples tokens takes up to 1/32 of the GPU's memory, if it can then
+    keep its logits until backward instead of computing them twice. Each such call keeps its logits until its backward,
+    or until its graph is freed. How much memory is free has no influence.
 
     Args:
         value: bytes, or text such as ``"300MiB"``; ``None`` for no bound. The environment variable
@@ -74,11 +74,13 @@ def set_default_workspace(value: int | str | None) -> None:
 def workspace(value: int | str | None) -> Iterator[None]:
     """``with liger_losses.workspace("300MiB"):`` is :func:`set_default_workspace` for the calls within, of this thread.
 
-    A call's ``workspace=`` takes precedence. In asyncio, each task has a setting. A compiled function
-    reads it when it runs: put the context around its call. Backward keeps to what forward has read, unless it
-    computes forward again: under activation checkpointing, or for a compiled operation with a result per token, such as
-    :func:`liger_losses.linear_logps`. It then reads the setting again; on a GPU it does so in a thread of autograd,
-    where only the process's setting holds.
+    A call's ``workspace=`` takes precedence. In asyncio, each task has a separate setting. A compiled function reads
+    the setting when it runs, so put the context around its call.
+
+    Backward uses the setting that forward has read. There are two exceptions, in which backward computes forward again
+    and reads the setting again: activation checkpointing, and compiled operations with a result per token, such as
+    :func:`liger_losses.linear_logps`. On a GPU, they do so in a thread of autograd, where only the setting of the
+    process applies.
 
     Args:
         value: as in :func:`set_default_workspace`.

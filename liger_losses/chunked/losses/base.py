@@ -105,28 +105,32 @@ class _Signature:
 class ChunkedLoss(nn.Module):
     """A loss on the output of ``lm_head``, computed without materializing the logits.
 
-    To write one, derive from it, name the :attr:`statistics` that it reads and define :meth:`loss`.
+    To write a loss, derive from this class, name the :attr:`statistics` that the loss reads, and define :meth:`loss`.
 
-    Every option is an attribute that is read at each call. Assigning a wrong value raises an error and leaves the
+    Every option is an attribute, and each call reads it. Assigning a wrong value raises an error and leaves the
     attribute unchanged.
 
     Args:
-        ignore_index: label of tokens that carry no loss; they are dropped before the projection.
+        ignore_index: the label of tokens that do not contribute to the loss. They are dropped before the projection.
         temperature, logit_scale, softcap: see :class:`liger_losses.LogitTransform`.
-        shift: labels are unshifted: position ``t`` predicts the label at ``t + 1``.
-        compact: drop tokens without loss, at the cost of one host synchronization (except in calls of few tokens).
+        shift: labels are not shifted yet: position ``t`` predicts the label at ``t + 1``.
+        compact: drop masked tokens before the projection, at the cost of one host synchronization (except in calls of
+            few tokens).
         workspace: upper bound in bytes for all temporary memory; see :func:`liger_losses.set_default_workspace` for
             the default.
         chunk_size: upper bound for the tokens of a block in the forward pass.
-        accum_dtype: ``torch.float32`` to accumulate the weight's gradient in a buffer of that dtype.
+        accum_dtype: ``torch.float32`` accumulates the weight's gradient in an fp32 buffer.
         backend: ``torch`` or ``triton``; chosen from the device by default.
         group: a ``torch.distributed`` process group. Each rank passes a slice of every sequence (context parallelism),
             with labels that were shifted before they were cut. Sums over a sequence or over the batch include all
             ranks. Each rank gets the loss and the metrics of the whole sequences, and the gradient of its hidden
-            states. The gradient of the ``lm_head`` is this rank's part; the whole gradient is the sum over the group:
-            if DDP or FSDP average over these ranks too, multiply the loss by the group's size before ``backward()``.
-            Pass arguments with one number per sequence (advantages, a reference's sums) for the whole sequence, equal
-            on all ranks; results per token are for the slice.
+            states.
+
+            The gradient of the ``lm_head`` is this rank's part; the whole gradient is the sum over the group. If DDP or
+            FSDP also average over these ranks, multiply the loss by the group's size before ``backward()``.
+
+            Arguments with one number per sequence (advantages, a reference's sums) are for the whole sequence, and
+            equal on all ranks. Results per token are for the slice.
 
     Raises:
         TypeError, ValueError: an option of the wrong type or out of its range (in subclasses too).
@@ -294,8 +298,8 @@ class ChunkedLoss(nn.Module):
         """The loss of all tokens, 0-dim, or a tuple of that and metrics; subclasses define it.
 
         Args:
-            statistics: tensors ``[...]`` in the labels' shape, 0 for tokens without loss.
-            mask: ``[...]`` bool, true for tokens that carry loss.
+            statistics: tensors ``[...]`` in the labels' shape, 0 for masked tokens.
+            mask: ``[...]`` bool, true for active tokens.
             inputs: the keyword arguments of the call.
         """
         raise NotImplementedError(f"{type(self).__name__} must define loss(statistics, mask, **inputs)")
@@ -318,8 +322,8 @@ class ChunkedLoss(nn.Module):
         """
         if self.group is not None:
             raise ValueError(
-                f"{type(self).__name__} has a loss(statistics, mask) of its own, which sees this rank's tokens alone: "
-                "leave out group=, and sum over the ranks there."
+                f"{type(self).__name__} defines loss(statistics, mask), which sees only this rank's tokens: leave "
+                "out group=, and sum over the ranks in this method."
             )
         labels, head, options = self.labels(labels), Head.of(weight, bias, self.transform), self.options
         note(labels, self.ignore_index, **inputs)

@@ -37,13 +37,13 @@ from liger_losses.kernels.divergence_forms import Divergence
 def teacher_topk(
     teacher: Teacher, k: int, labels: Tensor | None = None, *, temperature: float = 1.0, tail: str = "bucket"
 ) -> TeacherTopK:
-    """The k most likely columns of each of a teacher's tokens, with the logarithm of the rest, streamed; to be saved.
+    """The k most likely tokens of a teacher at each position, and the log-probability of all others, to be saved.
 
     Args:
         teacher: hidden states and head.
-        k: how many.
-        labels: ``[...]``; tokens whose label is -100 get zeros. All by default.
-        temperature: of the distillation, which divides the logits.
+        k: the number of tokens per position.
+        labels: ``[...]``. Results of tokens with the label -100 are 0. By default, no token is masked.
+        temperature: the temperature of the distillation, which divides the logits.
         tail: as in :class:`TeacherTopK`.
 
     Returns:

@@ -52,16 +52,17 @@ def sequence_logps(
     """``sum_t w_t logp_t``, or ``sum_t w_t logp_t / sum_t mask_t``; 0 for a sequence without tokens.
 
     Args:
-        logps: ``[B, T]``; values where the mask is false never matter.
-        mask: ``[B, T]`` bool, true for tokens that count.
+        logps: ``[B, T]``; values where the mask is false have no influence.
+        mask: ``[B, T]`` bool, true for the tokens to sum.
         average: divide by their number.
         weights: ``[B, T]``, the ``w_t``; 1 by default.
-        group: the ranks that hold the slices of these sequences, over which both sums go; every rank must compute the
-            same from the result.
+        group: the ranks that hold slices of these sequences; both sums are over all ranks. Every rank must then compute
+            the same from the result.
 
     Returns:
-        ``[B]`` in fp64: a preference is a small difference of sums that grow with the length, and at 64k tokens fp32
-        would leave it two digits. (Devices without fp64: fp32.)
+        ``[B]`` in fp64. A preference is a small difference of sums that grow with the length; at 64k tokens, fp32 would
+        leave two digits of it. (On devices without fp64: fp32.) would leave it two digits. (Devices without fp64:
+        fp32.)
     """
     check_alike(logps=logps)
     mask = checked_mask("mask", mask, "logps", logps)
@@ -85,13 +86,13 @@ class Completions:
 
     Args:
         hidden_states: ``[B, T, H]``, or ``[T, H]`` for a single completion.
-        labels: ``[B, T]`` or ``[T]``; prompts and padding carry ``ignore_index``.
+        labels: ``[B, T]`` or ``[T]``; prompts and padding have the label ``ignore_index``.
         ref_hidden_states: the reference model's hidden states, in the shape of ``hidden_states``.
-        ref_logps: or the reference model's precomputed log-probabilities: per sequence ``[B]`` (summed, averaged or
-            weighted as the loss does it), or per token in the shape of ``labels``, at the position of the label that
-            is predicted (after any shift).
-        temperature: in the shape of ``labels``, what each token's logits are divided by, policy's and reference's
-            alike, for a loss whose own temperature is 1.
+        ref_logps: or the reference model's precomputed log-probabilities, without a gradient. Either per sequence
+            ``[B]``, summed, averaged or weighted as the loss does; or per token in the shape of ``labels``, at the
+            position of the predicted label (after any shift).
+        temperature: in the shape of ``labels``, divides the logits of each token, for policy and reference. The loss's
+            ``temperature`` must then be 1.
     """
 
     hidden_states: Tensor

@@ -62,12 +62,12 @@ def check_sliced(group: Any, shift: bool, reads_order: str | None) -> None:
     check_group(group, "cp")
     if shift:
         raise ValueError(
-            "with group=, each rank sees a slice of the sequences, and the label of its last token is on another rank: "
-            "labels are shifted across slices by whoever cut them; pass shift_labels as the labels, and shift=False."
+            "with group=, each rank has a slice of the sequences, and the label of its last token is on another "
+            "rank: shift the labels before you cut the sequences, and pass shift=False."
         )
     if reads_order is not None:
         raise ValueError(
-            f"{reads_order} depends on where tokens are in their sequences: pass whole sequences, and no group=."
+            f"{reads_order} depends on the position of tokens in their sequences: pass whole sequences, and no group=."
         )
 
 

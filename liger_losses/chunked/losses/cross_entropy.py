@@ -41,11 +41,11 @@ class CrossEntropyOutput(NamedTuple):
 
 
 class ManyHeadsMetrics(NamedTuple):
-    """What a call with several heads returns beside the loss, without gradient; ``None`` for what was not asked for.
+    """The results of a call with several heads beside the loss, without a gradient; ``None`` if not requested.
 
-    ``losses [K]`` are the heads' own, without ``head_weights`` (for reduction ``none``, their sums over the tokens);
-    ``z_losses [K]`` is their z-loss's part, ``token_accuracies [K]`` the share of tokens whose label is the argmax, and
-    ``predicted_tokens`` a list of K tensors ``[...]``.
+    ``losses [K]`` are the losses of the heads before ``head_weights`` (for reduction ``none``, their sums over the
+    tokens). ``z_losses [K]`` are the z-losses. ``token_accuracies [K]`` are the shares of tokens whose label is the
+    argmax. ``predicted_tokens`` is a list of K tensors ``[...]``.
     """
 
     losses: Tensor
@@ -101,16 +101,17 @@ def cross_entropy(
     """``ce_t = -(1 - e) c_t logp_t - e mean_logp_t`` and ``z_t = s lse_t^2``, with ``e`` the label smoothing.
 
     Args:
-        logps: ``[n]``, log-probabilities of the labels; or a list, one tensor for each of K heads: every other tensor
-            is then one for all of them, or a list.
+        logps: ``[n]``, log-probabilities of the labels; or a list with one tensor for each of K heads. Any other tensor
+            is then one for all heads, or a list.
         mean_logps: ``[n]``, mean log-probability over the vocabulary (weighted by class), if ``label_smoothing``.
         lse: ``[n]``, log-sum-exp of the logits, for the z-loss (PaLM, arXiv:2204.02311, section 5).
         label_weights: ``[n]``, class weight ``c_t`` of each label; 1 by default.
         label_smoothing, lse_square_scale: ``e`` and ``s``.
-        ce_scale, z_scale: what ``ce`` and ``z`` are multiplied by, ``[]`` or ``[n]``, constants; 1 by default.
+        ce_scale, z_scale: factors of ``ce`` and ``z``, ``[]`` or ``[n]``, constants; 1 by default.
 
     Returns:
-        :class:`CrossEntropyTerms`: tokens' terms, differentiable, and their derivatives; a list of K for lists.
+        :class:`CrossEntropyTerms`: the differentiable terms of the tokens, and their derivatives; a list of K for
+        lists.
 
     Raises:
         ValueError: lists of several lengths.
@@ -274,21 +275,22 @@ class LigerFusedLinearCrossEntropyLoss(ChunkedLoss):
     With ``w`` the token weights and ``c`` the class weights: ``sum``: ``sum_t w_t (ce_t + z_t)``.
     ``mean``: ``sum_t w_t ce_t / sum_t w_t c_label + sum_t w_t z_t / sum_t w_t``, with both denominators replaced by
     ``num_items_in_batch`` if that is given. ``none``: ``w_t (ce_t + z_t)`` per token, 0 for ignored ones.
-    A batch in which no token carries loss has loss 0.
+    A batch without active tokens has loss 0.
 
     Args:
         ce_weight: class weights ``[V]``, as ``torch.nn.CrossEntropyLoss(weight=)``.
         lse_square_scale: weight of the z-loss (PaLM, arXiv:2204.02311, section 5).
-        label_smoothing: share of the target distribution that is uniform, in [0, 1].
+        label_smoothing: share of the uniform distribution in the target distribution, in [0, 1].
         reduction: ``mean``, ``sum`` or ``none``.
-        return_z_loss: also return the z-loss's part of the loss.
-        use_token_scaling: multiply a token's loss by its probability, detached (DFT, arXiv:2508.05629, eq. 9).
+        return_z_loss: also return the z-loss, which is a part of the loss.
+        use_token_scaling: multiply the loss of a token by its detached probability (DFT, arXiv:2508.05629, eq. 9).
         return_token_accuracy: also return the share of tokens whose label is the argmax (per token for ``none``).
-        return_predicted_tokens: also return each token's argmax, -1 for ignored ones.
-        head_weights: with K heads, the weight of each one's loss in the sum, such as Medusa's ``0.8**k``; 1 by default.
-            The loss of a head of weight 0, even NaN, is only in the metrics.
-        shift: how many positions labels are moved by: position ``t`` predicts the label at ``t + shift``, ``True`` is
-            1. With K heads, a list has one for each: ``[1, 2, 3]`` for the next three tokens.
+        return_predicted_tokens: also return the argmax of each token, -1 for ignored tokens.
+        head_weights: with K heads, the weight of each head's loss in the sum, such as Medusa's ``0.8**k``; 1 by
+            default. The loss of a head of weight 0 is only in the metrics, even if it is NaN.
+        shift: the number of positions by which labels are moved: position ``t`` predicts the label at ``t + shift``,
+            and ``True`` is 1. With K heads, a list has one number for each head: ``[1, 2, 3]`` for the next three
+            tokens.
         ignore_index, softcap, accum_dtype, options: as in :class:`liger_losses.ChunkedLoss`.
     """
 
@@ -325,19 +327,19 @@ class LigerFusedLinearCrossEntropyLoss(ChunkedLoss):
         """The loss of ``_input @ lin_weight.T + bias`` against ``target``, or of K such pairs.
 
         With K heads (multi-token prediction, Medusa heads), ``loss = sum_k head_weights_k loss_k``, where ``loss_k`` is
-        the reduction over the tokens of head k. Either ``lin_weight`` or ``_input`` is then a list of K; each of the
-        other arguments is one for all heads, or a list of K. Targets of the same head are one stream with one gradient
-        of the weight; different heads run one after another.
+        the reduction over the tokens of head k. Either ``lin_weight`` or ``_input`` is then a list of K. Any other
+        argument is one value for all heads, or a list of K. Targets of the same head are computed together, with one
+        gradient of the weight. Different heads run one after another.
 
         Args:
             lin_weight, _input, target, bias: as in :meth:`ChunkedLoss.forward`; or lists of K.
-            num_items_in_batch: what ``mean`` divides by, instead of this call's number of tokens (gradient
+            num_items_in_batch: divisor of ``mean``, instead of the number of tokens in this call (gradient
                 accumulation).
-            token_weights: ``[...]``, weight of each token; a constant for the gradient.
+            token_weights: ``[...]``, the weight of each token, without a gradient.
 
         Returns:
             The loss, or :class:`CrossEntropyOutput` if an option requests more. With K heads ``(loss, metrics)``, where
-            metrics are :class:`ManyHeadsMetrics`; the loss for reduction ``none`` is a list of K tensors.
+            metrics are :class:`ManyHeadsMetrics`; with reduction ``none``, the loss is a list of K tensors.
         """
         o = self.settings
         beside = bias is not None or num_items_in_batch is not None or token_weights is not None
@@ -414,7 +416,8 @@ class LigerFusedLinearCrossEntropyLoss(ChunkedLoss):
         if num_items_in_batch is not None:
             if self.reduction != "mean":
                 raise ValueError(
-                    f"num_items_in_batch is what 'mean' divides by; the reduction is {self.reduction!r}; leave it out."
+                    "num_items_in_batch is the divisor of the reduction 'mean', but the reduction is "
+                    f"{self.reduction!r}; leave it out."
                 )
             num_items_in_batch = checked_items(num_items_in_batch, labels.device)
         if token_weights is not None:

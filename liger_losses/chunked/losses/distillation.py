@@ -98,24 +98,25 @@ class DivergenceOptions(DistillationOptions):
 class DistillationLoss(ChunkedLoss):
     """``(weight_hard_loss sum_t ce_t + weight_soft_loss sum_t D_t) / n``, over tokens whose label is not ignored.
 
-    ``D`` is the divergence over the columns that both vocabularies have, ``ce`` the student's cross-entropy over its
-    whole vocabulary at temperature 1, ``n`` the number of tokens.
+    ``D`` is the divergence over the vocabulary entries that both models have, ``ce`` is the student's cross-entropy
+    over its whole vocabulary at temperature 1, and ``n`` is the number of tokens.
 
     Args:
-        divergence: ``None`` in subclasses that have a property of this name.
-        weight_hard_loss, weight_soft_loss: at least 0.
-        temperature: what the logits of both models are divided by in the divergence (> 0).
-        compiled: accepted for code written for liger-kernel; there is nothing to compile.
-        return_soft_hard_loss: in liger-kernel's call form, return ``(loss, soft_loss, hard_loss)``.
-        temperature_squared: multiply the divergence by ``temperature ** 2``, which keeps the size of its gradients
-            (Hinton et al. 2015, arXiv:1503.02531, section 2). liger-kernel and TRL do not.
-        top_k, top_k_of, tail: take the divergence over this many columns, the student's largest or the teacher's
-            (``student``, ``teacher``), and the probability outside them as a ``tail`` of :class:`TeacherTopK`. The
-            student's are found at each call; their choice has no gradient.
-        entry_limit: the most that a column of the vocabulary adds to a token's divergence, in nats; see
+        divergence: the divergence of student and teacher; ``None`` in subclasses that define it as a property.
+        weight_hard_loss, weight_soft_loss: weights of the cross-entropy and of the divergence, at least 0.
+        temperature: divides the logits of both models in the divergence (> 0).
+        compiled: accepted for code written for liger-kernel, without effect.
+        return_soft_hard_loss: with liger-kernel's call form, return ``(loss, soft_loss, hard_loss)``.
+        temperature_squared: multiply the divergence by ``temperature ** 2``, so that the size of its gradients does not
+            depend on the temperature (Hinton et al. 2015, arXiv:1503.02531, section 2). liger-kernel and TRL do not do
+            this.
+        top_k, top_k_of, tail: compute the divergence over only the ``top_k`` most likely tokens of the ``student`` or
+            the ``teacher`` (``top_k_of``). ``tail`` says what happens to all other tokens, as in :class:`TeacherTopK`.
+            The student's tokens are found in each call; their choice has no gradient.
+        entry_limit: the largest term of a vocabulary entry in a token's divergence, in nats; see
             :meth:`liger_losses.Divergence.limited`.
-        ignore_index, chunk_size, options: as in :class:`liger_losses.ChunkedLoss`; ``logit_scale`` and ``softcap`` are
-            the student's.
+        ignore_index, chunk_size, options: as in :class:`liger_losses.ChunkedLoss`; ``logit_scale`` and ``softcap``
+            apply to the student.
     """
 
     forms = (("head", "hidden_states", "labels", "teacher"),)
@@ -319,7 +320,7 @@ class LigerFusedLinearJSDLoss(DistillationLoss):
     Args:
         beta: share of the teacher in the mixture, in [0, 1].
         convention: ``gkd`` or ``interpolated``.
-        arguments: from ``ignore_index`` on.
+        arguments: positional arguments from ``ignore_index`` on, as in :class:`DistillationLoss`.
     """
 
     options_type = JSDOptions
@@ -350,7 +351,7 @@ class LigerFusedLinearKLLoss(DistillationLoss):
     """``KL(q || p)``; with ``skew``, ``KL(q || skew q + (1 - skew) p)`` (DistiLLM, arXiv:2402.03898, eq. 4).
 
     Args:
-        skew: share of the teacher in what it is compared with, at least 0 and below 1.
+        skew: share of the teacher in the second distribution, at least 0 and below 1.
         arguments, options: as in :class:`DistillationLoss`, without the divergence.
     """
 
@@ -419,8 +420,8 @@ class LigerFusedLinearCosineSimilarityLoss(DistillationLoss):
     """``beta (1 - cos(student's logits, teacher's logits))``. Other arguments as in :class:`DistillationLoss`.
 
     Args:
-        beta: what the distance is multiplied by, at least 0.
-        arguments: from ``ignore_index`` on.
+        beta: factor of the distance, at least 0.
+        arguments: positional arguments from ``ignore_index`` on, as in :class:`DistillationLoss`.
     """
 
     options_type = CosineSimilarityOptions

@@ -276,15 +276,16 @@ class LigerFusedLinearDPOLoss(PreferenceLoss):
         ignore_index, beta, alpha, compute_nll_loss, compiled, use_ref_model, average_log_prob, chunk_size, options: as
             in :class:`PreferenceLoss`.
         loss_type: a name from :data:`DPO_LOSSES`, or several.
-        label_smoothing: share of pairs assumed to be labeled the wrong way round, in [0, 1]; ``robust`` needs less
-            than 0.5, ``exo_pair`` more than 0. Read by ``sigmoid``, ``sigmoid_norm``, ``exo_pair``, ``robust``,
-            ``aot`` and ``aot_unpaired``; the others' papers have none.
+        label_smoothing: assumed share of pairs whose labels are swapped, in [0, 1]. ``robust`` needs less than 0.5, and
+            ``exo_pair`` more than 0. Used by ``sigmoid``, ``sigmoid_norm``, ``exo_pair``, ``robust``, ``aot`` and
+            ``aot_unpaired``; the papers of the other variants have no label smoothing.
         discopop_tau: temperature of DiscoPOP's mixture (> 0).
         loss_weights: one per ``loss_type``; 1 by default.
-        f_divergence_type: a name from :data:`F_DIVERGENCES`; ``reverse_kl`` unless the loss is of the margin alone.
+        f_divergence_type: a name from :data:`F_DIVERGENCES`. Must be ``reverse_kl`` unless the loss depends only on the
+            margin.
         f_alpha_divergence_coef: alpha of ``alpha_divergence``.
         ld_alpha: weight of the tokens beyond the pair's shared length (LD-DPO, arXiv:2409.06411), in [0, 1].
-        use_weighting: weight pairs by how likely the policy is to sample them (WPO, arXiv:2406.11827, eq. 2).
+        use_weighting: weight pairs by the policy's probability of sampling them (WPO, arXiv:2406.11827, eq. 2).
     """
 
     options_type = DPOLossOptions
@@ -299,7 +300,7 @@ class LigerFusedLinearDPOLoss(PreferenceLoss):
         return ("mean_logit", "log_sum_sq_probs") if self.use_weighting else ("mean_logit",)
 
     def token_weights(self, masks: Sequence[Tensor]) -> Sequence[Tensor | None]:
-        """LD-DPO's (arXiv:2409.06411): 1 up to the shorter completion's length, then ``ld_alpha``."""
+        """Token weights of LD-DPO (arXiv:2409.06411): 1 up to the shorter completion's length, then ``ld_alpha``."""
         if self.ld_alpha is None:
             return [None] * len(masks)
         dtype, device = wide_dtype(masks[0].device), masks[0].device

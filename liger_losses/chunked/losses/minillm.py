@@ -33,8 +33,8 @@ class MiniLLMOptions(DistillationOptions):
         check_range("gamma", self.gamma, 0.0, 1.0)
         if self.temperature != 1.0:
             raise ValueError(
-                "MiniLLM's rewards are of the distribution that wrote the completions: temperature must be 1, got "
-                f"{self.temperature!r}."
+                "MiniLLM computes rewards under the distribution that generated the completions: temperature "
+                f"must be 1, got {self.temperature!r}."
             )
         if (self.weight_hard_loss, self.weight_soft_loss) != (0.0, 1.0):
             raise ValueError(
@@ -48,15 +48,15 @@ class MiniLLMOptions(DistillationOptions):
 
 
 class LigerFusedLinearMiniLLMLoss(DistillationLoss):
-    """MiniLLM's gradient of the reverse KL over whole completions that the student wrote, token by token.
+    """MiniLLM: the gradient of the reverse KL over whole completions that the student generated, token by token.
 
     With ``r_t = log q(y_t) - log p(y_t)``, per token and averaged over all of them::
 
         KL(p_t || q_t) - w_t R_t log p(y_t),    R_t = sum_{u > t} gamma^(u - t - 1) r_u  (/ number of those tokens)
 
-    The first term is exact over the vocabulary (the paper's single-step part, eq. 4); the second is a policy gradient
-    whose advantage is the return of later tokens (eq. 3 and 5). ``w`` is the importance ratio of completions that an
-    older policy, or a mixture with the teacher, wrote. Gu et al. 2024, arXiv:2306.08543, section 2.2.
+    The first term is exact over the vocabulary (the paper's single-step part, eq. 4). The second term is a policy
+    gradient, whose advantage is the return of later tokens (eq. 3 and 5). ``w`` is the importance ratio of completions
+    that an older policy, or a mixture with the teacher, generated. Gu et al. 2024, arXiv:2306.08543, section 2.2.
 
     Args:
         gamma: discount of later tokens, in [0, 1].
@@ -86,7 +86,7 @@ class LigerFusedLinearMiniLLMLoss(DistillationLoss):
         """The loss of completions ``[B, T]``; arguments as in :meth:`DistillationLoss.forward`'s first form.
 
         Args:
-            old_logps: ``[B, T]``, log-probabilities under the policy that wrote the completions; by default the
+            old_logps: ``[B, T]``, log-probabilities under the policy that generated the completions; by default the
                 student.
 
         Returns:
@@ -98,7 +98,7 @@ class LigerFusedLinearMiniLLMLoss(DistillationLoss):
         labels = self.labels(labels)
         if labels.dim() != 2:
             raise ValueError(
-                f"MiniLLM's rewards run along completions: labels must be [B, T], got {tuple(labels.shape)}."
+                f"MiniLLM sums rewards over each completion: labels must be [B, T], got {tuple(labels.shape)}."
             )
         if not isinstance(teacher, Teacher):
             raise TypeError(f"MiniLLM takes a Teacher(hidden_states, weight), got {type(teacher).__name__}.")

@@ -28,7 +28,7 @@ from liger_losses.chunked.losses.completion_loss import (
 
 
 class PreferenceMetrics(NamedTuple):
-    """Detached, in liger-kernel's order; the mean logits are over tokens that carry loss."""
+    """Detached metrics, in liger-kernel's order. Mean logits are over active tokens."""
 
     chosen_logps: Tensor
     rejected_logps: Tensor
@@ -46,7 +46,7 @@ class Pairs:
     Args:
         chosen_logps, rejected_logps: ``[B]``, the policy's log-probability of each completion (sums or averages).
         ref_chosen_logps, ref_rejected_logps: ``[B]``, the reference's; 0 without a reference.
-        chosen_lengths, rejected_lengths: ``[B]``, numbers of tokens that carry loss.
+        chosen_lengths, rejected_lengths: ``[B]``, numbers of active tokens.
         chosen_nll: 0-dim, mean negative log-likelihood of the chosen completions' tokens.
     """
 
@@ -101,8 +101,8 @@ class PreferenceLoss(CompletionLoss):
         ignore_index, average_log_prob, use_ref_model, chunk_size, compiled: as in
             :class:`liger_losses.chunked.losses.completion_loss.CompletionLoss`.
         beta: temperature of the implicit reward (> 0).
-        alpha: weight of the chosen completions' mean negative log-likelihood.
-        compute_nll_loss: whether to add it.
+        alpha: factor of the chosen completions' mean negative log-likelihood.
+        compute_nll_loss: whether to add this negative log-likelihood.
         options: as in :class:`liger_losses.ChunkedLoss`.
     """
 
@@ -128,7 +128,7 @@ class PreferenceLoss(CompletionLoss):
         return self.beta * pairs.chosen_logratios, self.beta * pairs.rejected_logratios
 
     def sequence_weight(self, statistics: Statistics, mask: Tensor) -> Tensor | None:
-        """Constant weights ``[B]`` of one side, ``None`` for 1; a pair's loss is multiplied by both sides' weights."""
+        """Constant weights ``[B]`` of the chosen or the rejected completions' pairs, or ``None`` for 1."""
         return None
 
     def result(self, loss: Tensor, pairs: Pairs, metrics: PreferenceMetrics) -> tuple[Tensor, Any]:
@@ -153,20 +153,21 @@ class PreferenceLoss(CompletionLoss):
     ) -> tuple[Tensor, Any]:
         """The loss of pairs, in one of two forms.
 
-        - ``loss(weight, chosen, rejected)``: two :class:`Completions` or ``(hidden_states, labels)`` tuples, which
-          bring their reference with them;
-        - ``loss(weight, hidden_states, labels)``, liger-kernel's: ``[2 B, T, H]`` and ``[2 B, T]``, chosen rows first.
+            - ``loss(weight, chosen, rejected)``: two :class:`Completions`, which contain the reference, or
+              ``(hidden_states, labels)`` tuples;
+        - ``loss(weight, hidden_states, labels)``, liger-kernel's form: ``[2 B, T, H]`` and ``[2 B, T]``, chosen rows
+          first.
 
         Args:
             lin_weight, bias: the ``lm_head``, as in :meth:`liger_losses.ChunkedLoss.forward`.
             _input, target: as in these forms.
             ref_weight, ref_bias: the reference model's ``lm_head``.
-            ref_input, ref_chosen_logps, ref_rejected_logps: its hidden states, or its precomputed log-probabilities
-                ``[B]`` or per token (stacked form).
-            nll_target: labels of the chosen completions (or of all; the first B rows count) for the negative
-                log-likelihood, if it is taken over other tokens than the preference.
-            temperature: ``[2 B, T]``, what the logits of each token are divided by, policy's and reference's alike,
-                instead of the loss's own temperature, which is then 1 (stacked form; else in :class:`Completions`).
+            ref_input, ref_chosen_logps, ref_rejected_logps: the reference's hidden states, or its precomputed
+                log-probabilities ``[B]`` or per token (stacked form).
+            nll_target: labels of the chosen completions for the negative log-likelihood, if it is over other tokens
+                than the preference. (If you pass labels of all completions, the first B rows are used.)
+            temperature: ``[2 B, T]``, divides the logits of each token, for policy and reference. The loss's
+                ``temperature`` must then be 1. For the stacked form; in the pair form, pass it to :class:`Completions`.
 
         Returns:
             The loss (0-dim, fp32; fp64 for fp64 inputs) and :class:`PreferenceMetrics`.

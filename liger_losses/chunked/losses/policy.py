@@ -34,13 +34,13 @@ from liger_losses.chunked.losses.policy_tables import KL_ESTIMATORS, LOSS_TYPES,
 
 
 class AdaptiveEntropy:
-    """A coefficient of the entropy bonus that rises while entropy is at or below a target (arXiv:2505.22312).
+    """A coefficient of the entropy bonus that rises while the entropy is at or below a target (arXiv:2505.22312).
 
     Args:
         coef: the initial coefficient.
         target: nats per token.
         low, high: bounds of the coefficient.
-        delta: how much every :meth:`step` changes it.
+        delta: the change of the coefficient in every :meth:`step`.
     """
 
     def __init__(
@@ -75,8 +75,8 @@ class AdaptiveEntropy:
     def observe(self, entropy_sum: Tensor, tokens: Tensor, batch: Tensor | None = None) -> None:
         """Add a batch to the window since the last step.
 
-        ``batch`` is a number (0-dim int64) that other batches do not have: with it, one that activation checkpointing
-        runs again in backward counts once.
+        ``batch`` is a number (0-dim int64) that identifies the batch. If activation checkpointing runs a batch again in
+        backward, it is counted once. runs again in backward counts once.
         """
         values = torch.stack([entropy_sum.detach().float(), tokens.float()])
         self._window = self._window.to(values.device)
@@ -158,7 +158,7 @@ class GRPOOptions(PolicyOptions, LossOptions):
         PolicyOptions.__post_init__(self)
         if self.shift:
             states = "the hidden states that predict the completions, hidden_states[:, :-1] of the whole text"
-            raise ValueError(f"GRPO takes {states}, beside their tokens: there is no shift; leave it out.")
+            raise ValueError(f"GRPO takes {states}, and has no shift; leave it out.")
         if self.ignore_index >= 0:
             raise ValueError(f"ignore_index must not be a token id (>= 0) here, got {self.ignore_index}; leave it out.")
         check_range("top_entropy_quantile", self.top_entropy_quantile, 0.0, 1.0, open_low=True)
@@ -169,14 +169,14 @@ class GRPOOptions(PolicyOptions, LossOptions):
 class LigerFusedLinearGRPOLoss(CompletionLoss):
     """GRPO and its variants: :func:`grpo_loss`, less ``entropy_coef * mean entropy``.
 
-    Losses in which every token's term depends on that token alone run in one pass. Ratios of whole completions,
-    ``vespo``, and masks by entropy or by divergence take two, as they need all of a completion's tokens first.
+    If the term of every token depends only on this token, the loss takes one pass. Ratios of whole completions,
+    ``vespo``, and masks by entropy or by divergence need all tokens of a completion first, and take two passes.
 
     Args:
         beta, epsilon_low, ..., vespo_lambda_neg, off_policy_mask_threshold: the fields of :class:`PolicyOptions`.
         temperature: divides the logits.
-        top_entropy_quantile: only this share of tokens, with the highest entropies over all processes, has a policy
-            objective and an entropy bonus (arXiv:2506.01939).
+        top_entropy_quantile: only this share of the tokens, those with the highest entropies over all processes, have a
+            policy objective and an entropy bonus (arXiv:2506.01939).
         entropy_coef: weight of the bonus for the mean entropy, or an :class:`AdaptiveEntropy`.
         compiled, chunk_size, use_ref_model, options: as in
             :class:`liger_losses.chunked.losses.completion_loss.CompletionLoss`.
@@ -240,16 +240,18 @@ class LigerFusedLinearGRPOLoss(CompletionLoss):
             _input: ``[B, T, H]``, hidden states that predict the completions' tokens.
             lin_weight, bias: the ``lm_head``, as in :meth:`liger_losses.ChunkedLoss.forward`.
             selected_token_ids: ``[B, T]`` int64, the completions.
-            attention_mask: ``[B, T]``, 0 for padding and other tokens without loss, whose values have no influence.
+            attention_mask: ``[B, T]``, 0 for padding and other tokens that do not contribute to the loss. Their values
+                have no influence.
             advantages: ``[B]``, or per token ``[B, T]``.
-            ref_input, ref_weight, ref_bias: the reference's hidden states and ``lm_head``, for ``ref_per_token_logps``.
+            ref_input, ref_weight, ref_bias: the hidden states and ``lm_head`` of the reference, instead of
+                ``ref_per_token_logps``.
             ref_per_token_logps, old_per_token_logps, sampling_per_token_logps, vllm_is_ratio, num_items_in_batch: the
                 ``ref_logps``, ``old_logps``, ``sampling_logps``, ``is_ratio`` and ``num_items_in_batch`` of
                 :func:`grpo_loss`.
-            support: the columns of the vocabulary that the sampler kept for each token. Log-probabilities and entropies
-                of the policy, and of a reference that comes as ``ref_input``, are taken over these alone; pass other
-                log-probabilities over the same columns.
-            temperature: ``[B, T]``, divides the logits of each token, of policy and reference; the loss's
+            support: the vocabulary entries that the sampler kept for each token. Log-probabilities and entropies of the
+                policy, and of a reference that is passed as ``ref_input``, are computed over only these. Pass other
+                log-probabilities over the same entries.
+            temperature: ``[B, T]``, divides the logits of each token, for policy and reference. The loss's
                 ``temperature`` must then be 1.
             prompts: ``[B]`` integers, which prompt each completion answers; see :func:`grpo_loss`.
 

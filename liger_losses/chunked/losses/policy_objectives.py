@@ -184,7 +184,7 @@ def check_needs(options: PolicyOptions, mask: Tensor, sampling_logps: Any, promp
     """Raise TypeError or ValueError unless a loss has the inputs that its row needs."""
     loss = f"loss_type={options.loss_type!r}"
     if group is not None and options.needs_order:
-        raise ValueError(f"{loss} reads the tokens of whole completions: pass these, and no group=.")
+        raise ValueError(f"{loss} reads the tokens of whole completions: pass whole completions, and no group=.")
     if options.mask.of_sampler and sampling_logps is None:
         raise ValueError(
             f"{loss} with this token_mask compares the old policy with the sampler: pass the sampler's "
@@ -302,23 +302,26 @@ def grpo_loss(
 
     For ``loss_type="grpo"`` (arXiv:2402.03300, eq. 3), ``objective = min(r A, clip(r, 1 - e_low, 1 + e_high) A)`` with
     ``r = exp(logp - old_logp)``, ``kl`` is :func:`k3`, and the weights average over the tokens of a completion, then
-    over completions. :data:`LOSS_TYPES` has the others with their sources.
+    over completions. :data:`LOSS_TYPES` has the other loss types with their sources.
 
     Args:
         logps: ``[B, T]``, the policy's log-probability of each completion token.
         advantages: ``[B]`` or ``[B, T]``.
-        mask: ``[B, T]``, 0 for padding; what other tensors hold there never matters, if it is finite in ``logps``.
-        old_logps, ref_logps, sampling_logps: ``[B, T]``, under the policy that the ratio is to (the current one by
-            default), the reference (no KL divergence without), and the sampler (the old policy by default; NaN if
-            unknown; for masks and the penalty on its log-ratio).
-        is_ratio: ``[B]``, ``[B, 1]`` or ``[B, T]``, correction for a sampler with other probabilities.
-        acting: ``[B, T]`` bool, tokens that have an objective (:func:`high_entropy_mask`); all by default.
-        num_items_in_batch: what ``dapo``, ``cispo`` and ``vespo`` divide by: completion tokens over all processes and
-            accumulated batches; this batch's by default.
-        prompts: ``[B]`` integers, which prompt each completion answers, for ``real`` and the normalizer
+        mask: ``[B, T]``, 0 for padding. The values of other tensors at padding have no influence; ``logps`` must be
+            finite there.
+        old_logps, ref_logps, sampling_logps: ``[B, T]``, log-probabilities under other policies. ``old_logps`` is the
+            denominator of the ratio (by default the current policy). ``ref_logps`` is the reference; without it, there
+            is no KL divergence. ``sampling_logps`` is the sampler (by default the old policy; NaN if unknown), for
+            masks and for the penalty on its log-ratio.
+        is_ratio: ``[B]``, ``[B, 1]`` or ``[B, T]``, importance weights that correct for the sampler's probabilities.
+        acting: ``[B, T]`` bool, the tokens that have an objective (:func:`high_entropy_mask`); by default all.
+        num_items_in_batch: the divisor of ``dapo``, ``cispo`` and ``vespo``: the number of completion tokens over all
+            processes and accumulated batches; by default the number in this batch.
+        prompts: ``[B]`` integers that say which prompt each completion answers, for ``real`` and the normalizer
             ``prompt_mean``.
-        group: ranks that hold slices ``[B, T]`` of the same completions: all get the loss of the whole completions,
-            and the gradient of their log-probabilities. Backward is a collective for ratios of completions.
+        group: the ranks that hold slices ``[B, T]`` of the same completions. Each rank gets the loss of the whole
+            completions, and the gradient of its log-probabilities. With ratios of completions, backward is a
+            collective.
         options: the fields of :class:`PolicyOptions`: ``loss_type="dapo"``, ``beta=0.04``, ``epsilon_low=0.2``, ...
 
     Returns:
@@ -373,12 +376,12 @@ def clip_fraction(logps: Tensor, inputs: PolicyInputs) -> tuple[Tensor, Tensor]:
 
 
 def high_entropy_mask(entropy: Tensor, mask: Tensor, share: float, *, copies: int = 1) -> Tensor:
-    """The ``share`` of all processes' tokens that have the highest entropy, ``[B, T]`` bool (arXiv:2506.01939).
+    """The tokens with the highest entropy, a ``share`` of the tokens of all processes (arXiv:2506.01939).
 
     Args:
         entropy, mask: ``[B, T]``; the mask is bool.
         share: in (0, 1].
-        copies: how many processes have the same tokens, as those that share a vocabulary do.
+        copies: the number of processes that have the same tokens, such as the ranks of a vocabulary-parallel head.
 
     Returns:
         ``[B, T]`` bool; the mask itself if no process has a token. A collective.

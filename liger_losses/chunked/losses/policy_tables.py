@@ -27,34 +27,37 @@ OF_LOSS_TYPE = "default"
 
 @dataclass(frozen=True)
 class PolicyOptions:
-    """The options of :func:`grpo_loss`. Those that are ``None`` by default have the value of the loss's row.
+    """The options of :func:`grpo_loss`. The default of an option that is ``None`` depends on the loss type.
 
     Args:
         loss_type: one of :data:`LOSS_TYPES`.
         beta: weight of the KL divergence from the reference.
-        epsilon_low, epsilon_high: the ratio is clipped to ``[1 - epsilon_low, 1 + epsilon_high]``; by ``cispo`` to
-            ``[cispo_low, epsilon_high]``, by the level ``geometric`` to ``[exp(-epsilon_low), exp(epsilon_high)]``.
+        epsilon_low, epsilon_high: the bounds of the ratio, ``[1 - epsilon_low, 1 + epsilon_high]``. For ``cispo``, the
+            bounds are ``[cispo_low, epsilon_high]``; for the level ``geometric``,
+            ``[exp(-epsilon_low), exp(epsilon_high)]``.
         delta: largest ratio of the unclipped objective (dual clipping), or largest weight of ``importance``.
         importance_sampling_level: one of :data:`RATIOS`: ``token``, ``sequence`` (GSPO), ``sequence_token``
             (GSPO-token), ``sequence_sum`` (RLOO) or ``geometric`` (GMPO).
         max_completion_length: largest number of tokens in a completion, for ``dr_grpo``.
         use_bias_correction_kl: multiply ``kl`` by the ratio (DeepSeek-V3.2, arXiv:2512.02556).
-        off_policy_mask_threshold: completions of negative advantage whose mean ``log p_sampler - log p`` is above it
-            have no policy objective (DeepSeek-V3.2, arXiv:2512.02556, eq. 9).
+        off_policy_mask_threshold: completions with a negative advantage have no policy objective if their mean
+            ``log p_sampler - log p`` exceeds this threshold (DeepSeek-V3.2, arXiv:2512.02556, eq. 9).
         sapo_temperature_pos, sapo_temperature_neg: for tokens with positive advantage, and for the others.
         vespo_k_pos, vespo_lambda_pos, vespo_k_neg, vespo_lambda_neg: shape and rate of the gamma weighting for
             non-negative advantages, and for negative ones.
         kl_estimator: one of :data:`KL_ESTIMATORS`.
-        normalizer: one of :data:`NORMALIZERS`, instead of the loss's own.
-        token_mask: one of :data:`MASKS`, instead of the loss's own.
+        normalizer: one of :data:`NORMALIZERS`; by default the one of the loss type.
+        token_mask: one of :data:`MASKS`; by default the one of the loss type.
         mask_low, mask_high: the bounds of the mask.
-        log_ratio_penalty: weight of ``(log p - log p_sampler)^2`` (Kimi K2.5, arXiv:2602.02276).
-        cispo_low: smallest weight of ``cispo``.
-        fipo_half_life, fipo_low, fipo_high, fipo_safe_ratio: after how many tokens a later token counts half, bounds of
-            the weights, and the ratio above which weights of negative advantages are at most 1.
-        real_temperature: what the scores of ``real`` are divided by.
-        cov_share, cov_low, cov_high, cov_penalty: share of the tokens that ``clip_cov`` drops and ``kl_cov`` penalizes,
-            the covariances that ``clip_cov`` drops, and the weight of ``kl_cov``'s penalty.
+        log_ratio_penalty: factor of ``(log p - log p_sampler)^2`` (Kimi K2.5, arXiv:2602.02276).
+        cispo_low: the lower bound of the ratio in ``cispo``.
+        fipo_half_life, fipo_low, fipo_high, fipo_safe_ratio: the number of tokens after which the weight of a later
+            token is halved, the bounds of the weights, and the ratio above which the weights of negative advantages are
+            at most 1.
+        real_temperature: divides the scores of ``real``.
+        cov_share, cov_low, cov_high, cov_penalty: the share of the tokens that ``clip_cov`` drops and ``kl_cov``
+            penalizes, the range of the covariances of the tokens that ``clip_cov`` drops, and the factor of
+            ``kl_cov``'s penalty.
 
     Raises:
         TypeError, ValueError: an option out of its range; a ratio of completions with an objective of tokens.

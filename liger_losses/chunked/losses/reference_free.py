@@ -91,7 +91,7 @@ def simpo_loss(
     Args:
         chosen_logps, rejected_logps: ``[B]``, means over tokens.
         beta, gamma: as in the formula.
-        label_smoothing: share of pairs assumed to be labeled the wrong way round, in [0, 1].
+        label_smoothing: assumed share of pairs whose labels are swapped, in [0, 1].
     """
     _check(chosen_logps, rejected_logps, beta, label_smoothing)
     return _CPO_LOSSES["simpo"].loss(chosen_logps - rejected_logps, beta, label_smoothing, gamma)
@@ -180,9 +180,9 @@ class LigerFusedLinearCPOLoss(PreferenceLoss):
 
     Args:
         ignore_index, beta, alpha, compute_nll_loss, compiled, chunk_size, options: as in :class:`PreferenceLoss`.
-        label_smoothing: share of pairs assumed to be labeled the wrong way round, in [0, 1].
-        average_log_prob: average each sequence's log-probabilities; ``None`` for what the variant's paper does (all
-            but ``sigmoid`` and ``hinge`` average).
+        label_smoothing: assumed share of pairs whose labels are swapped, in [0, 1].
+        average_log_prob: average the log-probabilities of each sequence. ``None`` follows the paper of the variant: all
+            variants except ``sigmoid`` and ``hinge`` average.
         loss_type: ``sigmoid``, ``hinge``, ``ipo``, ``simpo`` or ``alphapo``.
         gamma: target reward margin of ``simpo`` and ``alphapo``.
         reward_alpha: AlphaPO's ``a``; 0 for plain log-probabilities.

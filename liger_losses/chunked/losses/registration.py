@@ -38,16 +38,18 @@ def register_objective(
     """Make ``loss_type=name`` a policy loss: ``sum_t weight_t (-value_t + beta kl_t)``.
 
     Args:
-        name: a name that no other loss has.
-        value: what is maximized, ``(log_ratio, logps, advantages, options) -> [...]``, elementwise over tokens of any
-            number: log ratios to the old policy, log-probabilities, advantages, and the loss's :class:`PolicyOptions`.
-            It is differentiated by autograd; what is constant must be detached.
-        normalizer: what tokens are divided by, a row of ``NORMALIZERS``.
-        level: how the ratio is taken, a row of ``RATIOS``.
+        name: a name that no other loss type has.
+        value: the objective, which is maximized: ``(log_ratio, logps, advantages, options) -> [...]``, elementwise over
+            any number of tokens. It gets the log-ratios to the old policy, log-probabilities, advantages, and the
+            loss's :class:`PolicyOptions`. Autograd differentiates it; detach all constants.
+        normalizer: the divisor of the tokens, a row of ``NORMALIZERS``.
+        level: the definition of the ratio, a row of ``RATIOS``.
         mask: which tokens have an objective, a row of ``MASKS``.
-        cut: where clipping removes the gradient, bool from (ratios, advantages, options), for ``clip_ratio``.
-        coupled: a token's value depends on other tokens. ``value`` then gets ``[B, T]``, zeros at padding, and a fifth
-            argument, a :class:`Batch`, whose ``mask``, ``lengths`` and ``sequence_sums`` it may use.
+        cut: a function of (ratios, advantages, options) that returns bools, true where clipping removes the gradient.
+            It is for the metric ``clip_ratio``.
+        coupled: set it if a token's value depends on other tokens. ``value`` then gets ``[B, T]`` with zeros at
+            padding, and a fifth argument, a :class:`Batch`, whose ``mask``, ``lengths`` and ``sequence_sums`` it may
+            use.
         defaults: values of options that are ``None`` by default.
 
     Raises:
@@ -85,7 +87,9 @@ def _check_objective(name: str, coupled: bool) -> None:
     terms = torch.where(mask, terms, 0.0)
     _check_finite(f"the objective {name!r}", terms)
     if not terms.requires_grad:
-        raise ValueError(f"the objective {name!r} has no gradient by log_ratio or logps: do not detach all of it.")
+        raise ValueError(
+            f"the objective {name!r} has no gradient with respect to log_ratio or logps: do not detach all of it."
+        )
     (gradient,) = torch.autograd.grad(terms.sum(), leaf, retain_graph=True)
     _check_finite(f"the gradient of the objective {name!r}", gradient)
     if not gradient.any():
@@ -112,14 +116,16 @@ def register_divergence(
 
     Args:
         name: a name that no other divergence has.
-        terms: ``(log_p, log_q) -> f`` or ``-> (f, h)``, elementwise, in torch; ``h = df / d log p`` comes from
-            autograd where it is not returned. With one to three more parameters (a, b, c), these are the divergence's.
-        triton: the same in Triton, a ``@jit`` function ``(log_p, log_q, a, b, c) -> (f, h)``. Without one, torch
-            computes the terms on every device; the products are as fast.
-        balanced: ``sum_v h`` is 0 for all p and q, as for the forward KL: gradients then take one pass less.
-        smooth: near the teacher, f and h are computed as power series in ``log p - log q``, from ``terms`` of complex
-            numbers: so it must take them, without ``abs``, ``sign``, ``clamp`` or ``where``, and return ``(f, h)``.
-        power: with ``smooth``, the s of (a, b, c) for which ``f / q^s`` depends on ``log p - log q`` alone.
+        terms: ``(log_p, log_q) -> f`` or ``-> (f, h)``, elementwise, in torch. If ``h = df / d log p`` is not returned,
+            autograd computes it. With one to three more parameters (a, b, c), these are parameters of the divergence.
+        triton: the same in Triton, a ``@jit`` function ``(log_p, log_q, a, b, c) -> (f, h)``. Without it, torch
+            computes the terms on every device; the matrix products are as fast.
+        balanced: say that ``sum_v h`` is 0 for all p and q, as for the forward KL. Gradients then take one pass less.
+        smooth: compute f and h close to the teacher as power series in ``log p - log q``. The series are found by
+            evaluating ``terms`` on complex numbers, so it must accept them, use no ``abs``, ``sign``, ``clamp`` or
+            ``where``, and return ``(f, h)``.
+        power: with ``smooth``, a function of (a, b, c) that returns the s for which ``f / q^s`` depends only on
+            ``log p - log q``.
 
     Returns:
         A function of a, b and c (0 by default) that makes the :class:`Divergence`, for

@@ -30,15 +30,15 @@ KINDS = tuple(f"{level}_{bound}" for level in LEVELS for bound in BOUNDS)
 
 
 class SamplerMetrics(NamedTuple):
-    """Detached, 0-dim. Ratios are those before bounds, of the weights' level.
+    """Metrics of :func:`sampler_weights`, detached and 0-dim. Ratios are before clipping, at the level of the weights.
 
     Args:
         kl: the mean of ``log p_sampler - log p`` over tokens: KL(sampler || trainer) per token.
-        kl_k3: the mean of ``r - log r - 1``, the same with less variance.
+        kl_k3: the mean of ``r - log r - 1``, an estimate of the same KL with less variance.
         masked: share of the tokens whose weight is 0.
-        out_of_bounds: share of the tokens whose ratio is.
+        out_of_bounds: share of the tokens whose ratio is outside of the bounds.
         effective_sample_size: ``(sum w)^2 / (n sum w^2)``, 1 where all weights are equal.
-        mean_ratio, min_ratio, max_ratio: over tokens, or completions.
+        mean_ratio, min_ratio, max_ratio: mean, minimum and maximum over tokens, or over completions.
     """
 
     kl: Tensor
@@ -52,7 +52,7 @@ class SamplerMetrics(NamedTuple):
 
 
 class SamplerWeights(NamedTuple):
-    """What :func:`sampler_weights` returns."""
+    """The result of :func:`sampler_weights`: weights and metrics."""
 
     weights: Tensor
     metrics: SamplerMetrics
@@ -71,18 +71,18 @@ def sampler_weights(
 ) -> SamplerWeights:
     """The importance weights ``p / p_sampler`` of sampled tokens, within bounds, and metrics to log.
 
-    The weights are the ``is_ratio`` of :func:`grpo_loss` (``vllm_is_ratio=`` of losses). ``kind`` is a level and a
-    bound, such as ``token_truncate`` (TIS), ``token_mask`` (IcePop, arXiv:2510.18855), ``sequence_mask`` (TRL's
+    The weights are the ``is_ratio`` of :func:`grpo_loss` (``vllm_is_ratio=`` of losses). ``kind`` combines a level and
+    a bound, such as ``token_truncate`` (TIS), ``token_mask`` (IcePop, arXiv:2510.18855), ``sequence_mask`` (TRL's
     default) or ``geometric_reject``:
 
-    - ``token``: each token's ratio; ``sequence``: the completion's, the product of these; ``geometric``: their
-      geometric mean.
-    - ``truncate``: ratios are clipped to ``[low, high]``; ``mask``: ratios outside become 0; ``reject``: they become
-      0, and the others 1.
+    - ``token`` is the ratio of each token, ``sequence`` the product over the completion, and ``geometric`` the
+      geometric mean over the completion.
+    - ``truncate`` clips ratios to ``[low, high]``. ``mask`` sets ratios outside to 0. ``reject`` sets ratios outside to
+      0 and all others to 1.
 
     Args:
-        logps: ``[B, T]``, the trainer's log-probabilities of the tokens, of the policy that was sampled.
-        sampling_logps: ``[B, T]``, the sampler's; where they are NaN, the ratio is 1.
+        logps: ``[B, T]``, the trainer's log-probabilities of the tokens, under the policy that was sampled.
+        sampling_logps: ``[B, T]``, the sampler's log-probabilities; where they are NaN, the ratio is 1.
         mask: ``[B, T]``, 0 for padding.
         kind: one of :data:`KINDS`.
         low, high: the bounds of the ratio.

@@ -30,13 +30,13 @@ def generalized_jsd(beta: float = 0.5, convention: str = "gkd") -> Divergence:
 
 
 def divergence(log_p: Tensor, log_q: Tensor, which: Divergence) -> Tensor:
-    """Any :class:`liger_losses.Divergence` but the cosine, ``[...]``, from log-probabilities of C columns.
+    """Any :class:`liger_losses.Divergence` except the cosine, ``[...]``, from the log-probabilities of C classes.
 
     Args:
-        log_p: ``[..., C]``, the student's log-softmax, differentiable (once). The gradient leaves out what the
-            log-softmax's backward removes anyway, and keeps its digits where p and q are close. A probability of 0
-            (a logarithm of -inf, or below -1e30) counts as -10,000 nats, in both models.
-        log_q: ``[..., C]``, the teacher's, a constant.
+        log_p: ``[..., C]``, the student's log-softmax, differentiable (once). The gradient is accurate even if p and q
+            are close. A probability of 0 (a logarithm of -inf, or below -1e30) is treated as -10,000 nats, in both
+            models. The gradient omits a term that the backward of the log-softmax would remove.
+        log_q: ``[..., C]``, the teacher's log-softmax, a constant.
         which: ``Divergence.reverse_kl()``, for example.
 
     Returns:
@@ -104,10 +104,10 @@ def reverse_kl(log_p: Tensor, log_q: Tensor) -> Tensor:
 def jsd(log_p: Tensor, log_q: Tensor, *, beta: float = 0.5, convention: str = "gkd") -> Tensor:
     """The generalized Jensen-Shannon divergence with ``m = beta q + (1 - beta) p``.
 
-    - ``convention="gkd"``: ``beta KL(q || m) + (1 - beta) KL(p || m)``: GKD (arXiv:2306.13649, eq. 1), liger-kernel
-      and TRL. It vanishes towards both ends: beta also sets its size.
-    - ``convention="interpolated"``: ``(1 - beta) KL(q || m) + beta KL(p || m)``, which runs from ``KL(q || p)`` to
-      ``KL(p || q)``. TRL's GKD had this one until March 2025, with ``1 - beta`` for beta.
+    - ``convention="gkd"``: ``beta KL(q || m) + (1 - beta) KL(p || m)``, as in GKD (arXiv:2306.13649, eq. 1),
+      liger-kernel and TRL. It goes to 0 towards both ends, so beta also changes its size.
+    - ``convention="interpolated"``: ``(1 - beta) KL(q || m) + beta KL(p || m)``, which interpolates between
+      ``KL(q || p)`` and ``KL(p || q)``. TRL's GKD used it until March 2025, with ``1 - beta`` for beta.
 
     In both, ``beta=0`` is ``KL(q || p)`` and ``beta=1`` is ``KL(p || q)``, and at 1/2 they are the same.
 
@@ -156,16 +156,15 @@ def sparse_divergence(
     tail: str = "bucket",
     teacher_tail_logps: Tensor | None = None,
 ) -> Tensor:
-    """A divergence over k columns, the teacher's or the student's largest, and the probability outside them, ``[...]``.
+    """A divergence over k vocabulary entries, the largest of the teacher or the student, and the remaining probability.
 
     Args:
-        logps: ``[..., k]``, the student's log-probabilities of these columns, differentiable (once).
-        teacher_logps: ``[..., k]``, the teacher's.
+        logps: ``[..., k]``, the student's log-probabilities of these entries, differentiable (once).
+        teacher_logps: ``[..., k]``, the teacher's log-probabilities of these entries.
         which: see :func:`divergence`.
         tail: ``bucket`` (or ``lump``), ``renormalize`` or ``none``; see :class:`liger_losses.TeacherTopK`. With
-            ``none``, the sum is of the terms as the divergence is written, ``q (log q - log p)`` for example, and may
-            be negative.
-        teacher_tail_logps: ``[...]``, the teacher's log-probability of all other columns, for ``bucket``.
+            ``none``, the terms are those of the formula, such as ``q (log q - log p)``, and the sum may be negative.
+        teacher_tail_logps: ``[...]``, the teacher's log-probability of all other entries together, for ``bucket``.
 
     Returns:
         ``[...]``, in nats.

@@ -128,7 +128,7 @@ def bco_loss(
 
 
 class UnpairedMetrics(NamedTuple):
-    """Detached sums over completions, in liger-kernel's order; sums of logits are over tokens that carry loss."""
+    """Detached sums over completions, in liger-kernel's order. Sums of logits are over active tokens."""
 
     chosen_logps_sum: Tensor
     rejected_logps_sum: Tensor
@@ -350,7 +350,7 @@ def _read_unpaired(
     if others is not None:
         if preference_labels is not None:
             raise ValueError(
-                "desirable and undesirable completions were given separately; preference_labels= would mark them again."
+                "desirable and undesirable completions were given separately; leave preference_labels= out."
             )
         batch = CompletionBatch.of(head, desirable=given, undesirable=others)
         counts = [len(labels) for labels in batch.labels]
@@ -364,8 +364,8 @@ def _read_unpaired(
     _check_per_completion("preference_labels", preference_labels, batch.labels[0].shape[0], head)
     if preference_labels.dtype != torch.bool:
         raise TypeError(
-            f"preference_labels must be bool, true for desirable completions, got {preference_labels.dtype}; compare "
-            "them with the value that marks these."
+            f"preference_labels must be bool, true for desirable completions, got {preference_labels.dtype}; pass "
+            "preference_labels == value, for the value that means desirable."
         )
     return batch, preference_labels
 
@@ -381,9 +381,9 @@ def _check_per_completion(name: str, value: Any, count: int, head: Head) -> None
 class LigerFusedLinearKTOLoss(UnpairedPreferenceLoss):
     """KTO: the mean of :func:`kto_loss`, without a reference by default (Ethayarajh et al. 2024, arXiv:2402.01306).
 
-    Rewards are compared with an estimate of the policy's KL divergence from the reference: the mean log-ratio of
-    completions that belong to other prompts, over all processes, clamped at 0; a constant for the gradient.
-    ``loss_type="apo_zero_unpaired"`` has none (APO-zero without pairs, arXiv:2408.06266, eq. 7).
+    Rewards are compared with an estimate of the policy's KL divergence from the reference. The estimate is the mean
+    log-ratio of completions that belong to other prompts, over all processes, clamped at 0. It has no gradient.
+    ``loss_type="apo_zero_unpaired"`` uses no estimate (APO-zero without pairs, arXiv:2408.06266, eq. 7).
 
     Arguments as in :class:`UnpairedPreferenceLoss`. See the paper's eq. 9 for weights of unbalanced data.
     """
@@ -394,10 +394,16 @@ class LigerFusedLinearKTOLoss(UnpairedPreferenceLoss):
 class LigerFusedLinearBCOLoss(UnpairedPreferenceLoss):
     """BCO: the mean of ``w_i`` times :func:`bco_loss`, with a reference by default (Jung et al., arXiv:2404.04656).
 
-    ``shift`` is the running mean of the rewards: the mean of each training batch, this one included, over all
-    processes, counts once. It is a buffer that is saved with the module; in evaluation (:meth:`torch.nn.Module.eval`)
-    it is not updated. A batch with the same log-probabilities, bit for bit, as one of the last 64 batches counts as
-    that batch, run again by activation checkpointing: it does not change the mean, and is compared with the same mean.
+    ``shift`` is the running mean of the rewards. The mean of each training batch, including the current one, is counted
+    once, over all processes. The running mean is a buffer that is saved with the module. It is not updated in
+    evaluation (:meth:`torch.nn.Module.eval`).
+
+        Activation checkpointing runs a batch again. A batch whose log-probabilities are bitwise equal to one of the
+        last 64 batches is therefore treated as the same batch. It does not change the running mean, and is compared
+        with the same mean as before. processes, counts once. It is a buffer that is saved with the module; in
+        evaluation (:meth:`torch.nn.Module.eval`) it is not updated. A batch with the same log-probabilities, bit for
+        bit, as one of the last 64 batches counts as that batch, run again by activation checkpointing: it does not
+        change the mean, and is compared with the same mean.
     """
 
     options_type = BCOOptions

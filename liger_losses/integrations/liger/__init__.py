@@ -48,8 +48,8 @@ def install() -> None:
     early = [name for name in REPLACEMENTS if name in sys.modules]
     if early:
         warnings.warn(
-            f"{early[0]} was imported before liger_losses.integrations.liger.install(): code that has imported names "
-            "of it keeps liger-kernel's. Call install() first.",
+            f"{early[0]} was imported before liger_losses.integrations.liger.install(): code that has imported "
+            "names from it keeps liger-kernel's objects. Call install() first.",
             stacklevel=2,
         )
     announce("liger-kernel", "liger-kernel", "0.8", "the losses and patches")

@@ -58,8 +58,9 @@ class DeferredLogits:
         """
         if self.version not in (None, version_of(self.hidden_states)):
             raise cannot_compute(
-                "the hidden states of lazy logits have changed in place since the forward, so these logits cannot be "
-                "computed any more. Compute what you need of them before that, such as logits.argmax(-1)."
+                "the hidden states of lazy logits have changed in place since the forward, so these logits "
+                "cannot be computed any more. Compute what you need from them before that, such as "
+                "logits.argmax(-1)."
             )
         if self.weights is not None:
             self.weights.check(values)

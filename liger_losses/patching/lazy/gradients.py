@@ -113,8 +113,8 @@ class LazyGradient(Tensor):
         if func is _aten.add.Tensor and not kwargs:
             return LazyGradient.make(source, _sums(*parts))
         raise RuntimeError(
-            f"{func} needs the values of a gradient with respect to lazy logits, which were never computed, as the "
-            "loss was not computed of the logits' values. Where you need that gradient, compute the loss of "
+            f"{func} needs the values of a gradient with respect to lazy logits, which were not computed, because "
+            "the loss was not computed from values of the logits. To get this gradient, compute the loss from "
             "liger_losses.patching.lazy.true_values(logits)."
         )
 

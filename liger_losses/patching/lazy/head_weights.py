@@ -59,9 +59,9 @@ class HeadWeights:
         """Raise RuntimeError if the weights have changed; with ``values``, also if some of their values have."""
         if self.are_there and (self._changed() or (values and self._written())):
             raise cannot_compute(
-                "the weight or bias of lazy logits has changed since the forward, by an in-place operation such as an "
-                "optimizer's step, so these logits and their gradients cannot be computed any more. Call "
-                "loss.backward() before optimizer.step(), and compute what else you need of the logits before it, "
+                "the weight or bias of lazy logits has changed since the forward, by an in-place operation such "
+                "as an optimizer's step, so these logits and their gradients cannot be computed any more. Call "
+                "loss.backward() before optimizer.step(). Compute other results from the logits before it too, "
                 "such as logits.argmax(-1); liger_losses.patching.lazy.true_values(logits) computes all of them."
             )
 
@@ -94,9 +94,10 @@ class HeadWeights:
             self.gathered = whole if whole is not None and self._are_samples_of(whole) else None
         if self.gathered is None:
             raise cannot_compute(
-                "the head's weights were freed after its forward or backward (by fully_shard, say), so these lazy "
-                "logits cannot be computed any more. Compute what you need of them, such as logits.argmax(-1), "
-                "before loss.backward(); or keep the weights with model.set_reshard_after_backward(False)."
+                "the head's weights were freed after its forward or backward (for example by fully_shard), so "
+                "these lazy logits cannot be computed any more. Compute what you need from them, such as "
+                "logits.argmax(-1), before loss.backward(); or keep the weights with "
+                "model.set_reshard_after_backward(False)."
             )
         for original, found in zip(self.tensors, self.gathered, strict=True):
             offset = tensor.storage_offset() - original.storage_offset()

@@ -258,9 +258,9 @@ def _check_inputs_of_grad(outputs: Any, inputs: Any, *args: Any, **kwargs: Any) 
     """Raise RuntimeError for gradients with respect to logits whose values no loss can have been computed of."""
     if any(isinstance(tensor, LazyLogits) and tensor.materialized is None for tensor in inputs):
         raise cannot_compute(
-            "torch.autograd.grad cannot give the gradient with respect to lazy logits, as losses are computed of the "
-            "hidden states. Call liger_losses.patching.lazy.true_values(logits) before the loss is computed: these "
-            "logits are an ordinary tensor then."
+            "torch.autograd.grad cannot give the gradient with respect to lazy logits, because losses are "
+            "computed from the hidden states. Call liger_losses.patching.lazy.true_values(logits) before you "
+            "compute the loss; the logits are then an ordinary tensor."
         )
 
 
@@ -324,15 +324,15 @@ class _LazyLinear(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
         if ctx.changed:
             raise cannot_compute(
-                "logits that were changed in place were then used by code that does not look at their class, so their "
-                "gradient is not known; use the tensor that the in-place operation returned, or call logits.clone() "
-                "before it."
+                "logits that were changed in place were then used by code that does not check their class, so "
+                "their gradient is not known; use the tensor that the in-place operation returned, or call "
+                "logits.clone() before it."
             )
         if not isinstance(gradient, LazyGradient):
             return None, *ctx.source.gradients(true_values(gradient), ctx.saved_tensors)
         if gradient.source is not ctx.source:
             raise RuntimeError(
-                "an autograd function has passed the gradient of lazy logits on to other lazy logits, where its values "
-                "are not known; compute the loss of liger_losses.patching.lazy.true_values(logits)."
+                "an autograd function has passed the gradient of lazy logits on to other lazy logits, where its "
+                "values are not known; compute the loss from liger_losses.patching.lazy.true_values(logits)."
             )
         return None, *gradient.gradients(ctx.saved_tensors)

@@ -55,7 +55,7 @@ def test_lora_on_an_embedding_is_refused():
     peft = pytest.importorskip("peft")
     config = peft.LoraConfig(r=4, target_modules=["0"], init_lora_weights=False)
     layer = peft.get_peft_model(nn.Sequential(nn.Embedding(V, H)), config).base_model.model[0]
-    with pytest.raises(TypeError, match="'default' of Embedding is an embedding's"):
+    with pytest.raises(TypeError, match="'default' of Embedding belongs to an embedding"):
         Head.of(layer)
 
 

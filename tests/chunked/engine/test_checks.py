@@ -208,7 +208,7 @@ MISTAKES = {
         lambda h, w, y: LigerFusedLinearDPOLoss()(w, h, y, None, h, w[:20]),
         r"^of the reference model.* labels must be in \[0, 20\)",
     ),
-    "no tensors": (lambda h, w, y: linear_statistics([], w, []), "empty sequence; give one tensor"),
+    "no tensors": (lambda h, w, y: linear_statistics([], w, []), "empty sequence; pass at least one tensor"),
     "shapes of a function": (
         lambda h, w, y: functional.grpo_loss(h[..., 0], torch.ones(4), y[:, 1:]),
         r"logps and mask must both be \[B, T\], got \(4, 5\) and \(4, 4\)",

@@ -127,8 +127,8 @@ def test_nothing_runs_before_all_targets_are_checked(monkeypatch):
         (lambda: LigerFusedLinearCrossEntropyLoss(shift=[1, -1]), ValueError, "must not be negative"),
         (lambda: LigerFusedLinearCrossEntropyLoss(shift=[0.5]), TypeError, "shift must be a number of positions"),
         (lambda: linear_logps(hidden, weights, labels, shift=[1]), ValueError, "1 of shift"),
-        (lambda: linear_logps(hidden[0], weights[0], labels, shift=[1, 2]), TypeError, "goes with lists of hidden"),
-        (lambda: linear_logps(hidden, weights, labels, support=1), TypeError, "support= goes with one"),
+        (lambda: linear_logps(hidden[0], weights[0], labels, shift=[1, 2]), TypeError, "needs lists of hidden"),
+        (lambda: linear_logps(hidden, weights, labels, support=1), TypeError, "support= takes one"),
         (lambda: loss(weights, None, labels), TypeError, "hidden_states must be a tensor, got NoneType"),
         (lambda: loss([weights[0], weights[1].to("meta")], hidden[0], labels), ValueError, "on one device, got cpu, m"),
     ):

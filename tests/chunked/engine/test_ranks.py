@@ -210,7 +210,7 @@ def errors(parts):
     )
     other = Part.of(group, (8, 2, 12, 8)).rows
     teacher = Teacher(d["other"], Head(weight[other], group=group))
-    alike = "must share their common" if rank in (0, 1) else "rank 0 .* raised"
+    alike = "must hold the same part" if rank in (0, 1) else "rank 0 .* raised"
     expect(alike, alike, lambda: linear_divergence(hidden, head, labels, teacher, Divergence.forward_kl()))
     small = Teacher(d["other"], weight[:20])
     expect(

@@ -548,9 +548,9 @@ def test_what_no_group_can_be_given_to(one_process):
     group = dist.group.WORLD
     with pytest.raises(ValueError, match=r"labels are shifted across slices by whoever cut them; pass"):
         build("CrossEntropy", group=group)(shift=True)
-    with pytest.raises(ValueError, match="ld_alpha depends on where tokens are"):
+    with pytest.raises(ValueError, match="ld_alpha depends on the position of tokens"):
         build("DPO", group=group)(ld_alpha=0.5)
-    with pytest.raises(ValueError, match="later tokens' rewards depends on where tokens are"):
+    with pytest.raises(ValueError, match="later tokens' rewards depends on the position of tokens"):
         build("MiniLLM", group=group)()
 
     class Own(liger_losses.ChunkedLoss):

@@ -317,8 +317,8 @@ def test_the_class_equals_the_function(loss_type):
         ({"loss_type": "real"}, {}, "needs prompts="),
         ({"loss_type": "dapo", "normalizer": "prompt_mean"}, {}, "needs prompts="),
         ({"loss_type": "real"}, {"prompts": torch.zeros(2)}, "prompts must be integers"),
-        ({"loss_type": "fipo"}, {"group": object()}, "pass these, and no group="),
-        ({"loss_type": "kl_cov"}, {"group": object()}, "pass these, and no group="),
+        ({"loss_type": "fipo"}, {"group": object()}, "pass whole completions, and no group="),
+        ({"loss_type": "kl_cov"}, {"group": object()}, "pass whole completions, and no group="),
     ],
 )
 def test_what_a_row_needs_is_asked_for(options, given, message):

@@ -271,7 +271,7 @@ def test_hooks_that_wait_for_their_gradient(loss, twice):
     assert [x.shape for x in seen] == [plain.shape] * 2
     if type(seen[1]) is LazyGradient:
         assert str(seen[1]) == f"LazyGradient(shape=({B}, {T}, {V}), dtype=torch.float64, device=cpu)"
-        with pytest.raises(RuntimeError, match=r"compute the loss of liger_losses\.patching\.lazy\.true_values"):
+        with pytest.raises(RuntimeError, match=r"compute the loss from liger_losses\.patching\.lazy\.true_values"):
             seen[1].norm()
     else:
         torch.testing.assert_close(seen[1], seen[0])

@@ -11,7 +11,6 @@ T rows (tokens), V columns (vocabulary), H hidden size.
 
 from __future__ import annotations
 
-import math
 from functools import cache
 from typing import NamedTuple
 
@@ -44,8 +43,8 @@ class RowExponentials(NamedTuple):
     """What :meth:`ExponentialRows.project` computes of a call.
 
     ``values`` are the exponentials ``[T, V]``, with minus the sum of the others at the label; ``hidden`` the hidden
-    states ``[T, H]``, 0 for tokens without loss, as their exponentials are. ``lse [T]``, ``logp [...]`` and ``ratio
-    [T]`` are fp32, 0 for tokens without loss; ``facts`` int32: the second is the number of the other tokens.
+    states ``[T, H]``; ``lse [T]``, ``logp [...]`` and ``ratio [T]`` are fp32. All but ``values`` are 0 for tokens
+    without loss. The second of ``facts``, int32, is the number of the other tokens.
     """
 
     values: Tensor
@@ -145,10 +144,10 @@ class ExponentialRows:
         logp, sums = [torch.empty(shape, dtype=fp32, device=device) for shape in (labels.shape, self.sums_shape)]
         facts = torch.empty(2, dtype=torch.int32, device=device)
         self.launch_start(
-            hidden, hidden.stride(0), weight, weight.stride(0), labels, self.right, clean, label_logit, offset, facts,
+            hidden, hidden.stride(0), weight, weight.stride(0), labels, self.right, clean, label_logit, facts,
             self.tokens, columns, hidden_size, self.ignore_index, self.transform.for_kernel, _BLOCK, _AT_ONCE,
         )  # fmt: skip
-        own = {"labels": labels, "offset": offset, "partial": sums}
+        own = {"labels": labels, "partial": sums}
         arguments = {**self.fixed, **self._tiles(clean, weight, values).arguments, **own}
         arguments.setdefault("out", values)
         statistics = sums, labels, label_logit, offset, values, values.stride(0), lse, logp, ratio, facts
@@ -156,7 +155,7 @@ class ExponentialRows:
         for second in (False, True):
             if second:  # these return at once unless the device has found a label whose sum is too large
                 self.find_offsets(offset, self.again.partial_sums(clean, weight, labels, facts), facts)
-            arguments["needed"] = facts if second else None
+            arguments |= {"offset": offset, "needed": facts} if second else {"offset": label_logit, "needed": None}
             try:
                 self.launch_product(second)(*[arguments[name] for name in self.names])
             except NotCompiledError:
@@ -241,23 +240,19 @@ class ExponentialRows:
         found = linear_exponentials(clean, weight, safe, values, Epilogue(self.transform))
         ratio = (found.offset - found.lse).exp()
         others = -found.logp.expm1() / ratio
-        values.scatter_(1, safe[:, None], -others[:, None].to(values.dtype)).masked_fill_(ignored[:, None], 0)
+        values.scatter_(1, safe[:, None], -others[:, None].to(values.dtype))
         lse, logp, ratio = [value.masked_fill(ignored, 0) for value in (found.lse, found.logp, ratio)]
         facts = torch.stack([ignored.sum() * 0, (~ignored).sum()]).int()
         return RowExponentials(values, clean, lse, logp.view(labels.shape), ratio, facts)
 
 
-_INFINITY = math.inf if tl is None else tl.constexpr(math.inf)
-
-
 @jit(do_not_specialize=["tokens", "ignore_index"], do_not_specialize_on_alignment=["labels"])
 def _start_kernel(
-    hidden, hidden_stride, weight, weight_stride, labels, right, clean, label_logit, offset, facts,
+    hidden, hidden_stride, weight, weight_stride, labels, right, clean, label_logit, facts,
     tokens, columns, hidden_size, ignore_index, transform,
     BLOCK: tl.constexpr, AT_ONCE: tl.constexpr,
 ):  # fmt: skip
-    """One program per row: hidden states without what tokens without loss may hold; the label's logit, which is the
-    offset. An infinite one makes all exponentials of a row 0."""
+    """One program per row: hidden states without what tokens without loss may hold, and the label's logit."""
     row = tl.program_id(0).to(tl.int64)
     label, active, known = label_of(labels, row, ignore_index, columns)
     tl.store(right, known, mask=active & (known == 0))
@@ -272,7 +267,6 @@ def _start_kernel(
     if transform.factor is not None:
         z = transform_block(z, None, label, True, transform, 1.0)
     tl.store(label_logit + row, tl.where(active, z, 0.0))
-    tl.store(offset + row, tl.where(active, z, _INFINITY))
     if row == 0:
         counts = tl.zeros((AT_ONCE,), tl.int32)
         for start in range(0, tokens, AT_ONCE):
@@ -293,8 +287,8 @@ def _sums_kernel(
 ):  # fmt: skip
     """Log-probabilities and ratios from the tiles' sums over all columns but the label's; minus these go there.
 
-    The first run, with the largest sum as ``limit``, sets the first of ``facts`` and makes the offset NaN where a sum
-    is larger. The second run has no limit and reads the offsets.
+    The first run, whose offsets are the labels' logits, has the largest sum as ``limit``; where a sum is larger, it
+    sets the first of ``facts`` and makes the offset NaN. The second run reads the offsets.
     """
     if limit is None:  # noqa: SIM102, because Triton resolves only the outer condition while compiling
         if tl.load(facts) == 0:
@@ -311,7 +305,7 @@ def _sums_kernel(
     active = label != ignore_index
     z = tl.load(label_logit + rows, mask=inside, other=0.0)
     if limit is None:
-        used = tl.where(active, tl.load(offset + rows, mask=inside, other=0.0), 0.0)
+        used = tl.load(offset + rows, mask=inside, other=0.0)
         at_label = tl.exp(z - used)
         log_total = tl.where(used == z, log1p(others), tl.log(others + at_label))
     else:
@@ -319,7 +313,7 @@ def _sums_kernel(
         at_label = 1.0
         log_total = log1p(others)
         unsafe = active & ((others <= limit) == 0)  # NaN is not safe
-        tl.store(offset + rows, z + float("nan"), mask=unsafe)
+        tl.store(offset + rows, tl.where(unsafe, float("nan"), z), mask=inside)
         if tl.max(unsafe.to(tl.int32), 0) > 0:
             tl.store(facts, 1)
     tl.store(lse + rows, tl.where(active, used + log_total, 0.0), mask=inside)

@@ -18,10 +18,10 @@ from liger_losses.kernels.plain import is_plain
 from liger_losses.kernels.rms_norm import gated_rms_norm, rms_norm
 from liger_losses.patching import probing
 from liger_losses.patching.probing import Case, Mismatch
-from liger_losses.patching.swap import Replacement
+from liger_losses.patching.swap import Replacement, is_short
 
-#: Operations that autocast runs in fp32 on a GPU, whatever their input.
-_CAST_BY_AUTOCAST = {F.layer_norm, F.rms_norm, torch.layer_norm, torch.rms_norm, torch.native_layer_norm}
+#: Normalizations of torch, which autocast runs in fp32 on a GPU, whatever their input.
+_OF_TORCH = {F.layer_norm, F.rms_norm, torch.layer_norm, torch.rms_norm, torch.native_layer_norm}
 
 
 @dataclass(frozen=True)
@@ -33,14 +33,15 @@ class Norm(Replacement):
         parameters: the names of the module's weight and bias; ``None`` for no weight.
         options: keyword arguments of the kernel, among them the module's eps at the time of patching.
         gate: the name of the second argument of a gated norm.
-        cast_by_autocast: whether autocast casts its input to fp32 on a GPU.
+        of_torch: whether it calls one of torch's normalizations, a single operation, whose input autocast casts to
+            fp32 on a GPU.
     """
 
     function: Callable[..., Tensor]
     parameters: tuple[str | None, ...]
     options: tuple[tuple[str, Any], ...]
     gate: str | None = None
-    cast_by_autocast: bool = False
+    of_torch: bool = False
 
     def __str__(self) -> str:
         options = dict(self.options)
@@ -70,9 +71,11 @@ class Norm(Replacement):
         if not is_plain(*args, *parameters) or (self.gate is not None and args[0].shape != args[1].shape):
             return NotImplemented
         x, *gate = args
+        if self.of_torch and is_short(x):
+            return NotImplemented
         if autocast_dtype(x.device) is None:
             return self.kernel(*args, *(parameters or (None,)))
-        if self.cast_by_autocast and x.device.type != "cpu" and x.dtype in (torch.float16, torch.bfloat16):
+        if self.of_torch and x.device.type != "cpu" and x.dtype in (torch.float16, torch.bfloat16):
             x = x.float()
         with torch.autocast(x.device.type, enabled=False):
             return self.compute(module, x, *gate)
@@ -101,7 +104,7 @@ class Norm(Replacement):
             except Mismatch as mismatch:
                 mismatches.append(mismatch)
             else:
-                return replace(norm, cast_by_autocast=bool(functions.called & _CAST_BY_AUTOCAST))
+                return replace(norm, of_torch=bool(functions.called & _OF_TORCH))
         raise mismatches[0]
 
     @classmethod

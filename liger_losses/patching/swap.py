@@ -8,8 +8,9 @@ import weakref
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Protocol
 
-from torch import nn
+from torch import Tensor, nn
 
+from liger_losses.kernels.kernel_operators import records_nothing
 from liger_losses.patching import probing
 
 
@@ -64,6 +65,15 @@ class Replacement(Protocol):
     def is_worth_listing(cls, module: nn.Module) -> bool:
         """Whether the report names a candidate that was not replaced."""
         return True
+
+
+#: A model's own one or two operations on so few tokens take the host less time than it takes to launch a kernel.
+FEW_TOKENS = 128
+
+
+def is_short(x: Tensor) -> bool:
+    """Whether there are few tokens ``[..., H]`` and no gradients, as in generation, where the host decides."""
+    return x.numel() <= FEW_TOKENS * x.shape[-1] and records_nothing()
 
 
 def swap(module: nn.Module, replacement: Replacement) -> None:

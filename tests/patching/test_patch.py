@@ -5,7 +5,9 @@ import gc
 import importlib
 import inspect
 import io
+import os
 import pickle
+import sys
 import weakref
 
 import pytest
@@ -17,11 +19,13 @@ from torch.distributed.fsdp import fully_shard
 from benchmarks.coverage import model_zoo
 from benchmarks.coverage.patches import check, loss_and_grads
 from liger_losses.kernels import reading
+from liger_losses.kernels._triton import Launcher
 from liger_losses.patching.mlps import GatedExperts, GatedMLP
 from liger_losses.patching.norms import Norm
 from liger_losses.patching.patch import AutoLigerModelForCausalLM, patch, unpatch
 from liger_losses.patching.rotations import Rotations
 from liger_losses.patching.swap import replacement_of
+from tests.kernels.cases import triton_or_skip
 from tests.patching.test_mlps import MLP
 
 pytest.importorskip("transformers")
@@ -376,3 +380,59 @@ KEPT = (
     torch.nn.functional,
     importlib.import_module("transformers.models.llama.modeling_llama"),
 )
+
+
+# Few tokens without gradients, as in generation
+
+
+def _functions(call):
+    """How many functions of the package a call enters, from Python."""
+    entered = []
+
+    def note(frame, event, _):
+        if event == "call" and f"{os.sep}liger_losses{os.sep}" in frame.f_code.co_filename:
+            entered.append(frame.f_code.co_name)
+
+    sys.setprofile(note)
+    try:
+        call()
+    finally:
+        sys.setprofile(None)
+    return len(entered)
+
+
+def test_one_token_takes_few_steps_and_launches(monkeypatch):
+    """What a call depends on is found once: by its kind, one look-up; then outputs are allocated, and one launch."""
+    triton_or_skip()
+    monkeypatch.setenv("LIGER_LOSSES_BACKEND", "triton")
+    launches = []
+    monkeypatch.setattr(Launcher, "__call__", lambda self, *arguments: launches.append(arguments))
+    model = model_zoo.build("llama", num_hidden_layers=1)
+    patch(model)
+    attention, norm, mlp = model.model.layers[0].self_attn, model.model.norm, model.model.layers[0].mlp
+    rotate = inspect.getclosurevars(type(attention).forward).nonlocals["new"].__globals__["apply_rotary_pos_emb"]
+    x, heads, angles = torch.zeros(1, 1, model.config.hidden_size), torch.zeros(1, 2, 1, 16), torch.zeros(1, 1, 16)
+    calls = {
+        "norm": (lambda: norm(x), 20, 1),
+        "rotation": (lambda: rotate(heads, heads, angles, angles), 16, 1),
+        "MLP": (lambda: mlp(x), 6, 0),
+        "head": (lambda: model.lm_head(x), 3, 0),
+    }
+    with torch.no_grad():
+        for name, (call, most, launched) in calls.items():
+            call()
+            launches.clear()
+            assert _functions(call) <= most, name
+            assert len(launches) == launched, name
+
+
+def test_torchs_norms_of_few_tokens_run_themselves():
+    """They are one operation."""
+    plain = nn.ModuleList([nn.LayerNorm(32), nn.RMSNorm(32, eps=1e-6), model_zoo.build("llama").model.norm])
+    patched = copy.deepcopy(plain)
+    patch(patched)
+    with torch.no_grad():
+        for module, its in zip(patched, (True, True, False), strict=True):
+            size = module.weight.shape[0]
+            own = [replacement_of(module).call(module, torch.randn(n, size)) is NotImplemented for n in (8, 500)]
+            assert own == [its, False]

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from liger_losses.chunked.engine import Head, linear_statistics
-from liger_losses.patching.lazy.head_weights import HeadWeights, version_of
+from liger_losses.kernels.reading import version_of
+from liger_losses.patching.lazy.head_weights import HeadWeights
 from liger_losses.patching.lazy.linear_products import linear
 from liger_losses.patching.lazy.warning import cannot_compute
 

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Sequence
 
 from torch import Tensor
 
+from liger_losses.kernels.reading import version_of
 from liger_losses.patching.lazy.warning import cannot_compute
 
 #: Entries of a weight, in each of its dimensions, that are compared with their values in the forward.
@@ -116,11 +117,6 @@ def _refuse_gradient(gradient: Tensor) -> None:
         "the head's weights were freed before these lazy logits were read, so there is no gradient of the weights. "
         "Compute the loss before any backward(), or keep the weights with model.set_reshard_after_backward(False)."
     )
-
-
-def version_of(tensor: Tensor) -> int:
-    """Counts the in-place operations on a tensor's memory, where torch does."""
-    return 0 if tensor.is_inference() else getattr(tensor, "_version", 0)
 
 
 def samples_of(tensors: Iterable[Tensor | None]) -> tuple[Tensor, ...]:

@@ -16,6 +16,7 @@ from liger_losses.chunked.engine import Head
 from liger_losses.chunked.engine.quantized_kinds import is_quantized
 from liger_losses.chunked.engine.ranks import ALONE, Ranks
 from liger_losses.kernels.autograd import autocast_dtype, once_differentiable
+from liger_losses.kernels.reading import version_of
 from liger_losses.patching.lazy.deferred import DeferredLogits
 from liger_losses.patching.lazy.gradients import (
     LazyGradient,
@@ -25,7 +26,7 @@ from liger_losses.patching.lazy.gradients import (
     make_empty,
     without_subclasses,
 )
-from liger_losses.patching.lazy.head_weights import Gather, HeadWeights, version_of
+from liger_losses.patching.lazy.head_weights import Gather, HeadWeights
 from liger_losses.patching.lazy.warning import cannot_compute, warn_materialized
 
 #: By the name of an operation that needs no values: the function for it, and its signature.

@@ -66,13 +66,14 @@ def largest(
     Args:
         projected, epilogue, backend: as in :func:`group_maxima`.
         k: at most C.
-        maxima: what :func:`~liger_losses.kernels.linear_lse.log_sum_exps_into` returned; read only where the group of
-            :func:`group_of_kernels` has as many columns.
+        maxima: what :func:`~liger_losses.kernels.linear_lse.log_sum_exps_into` returned; read where the kernels choose
+            among groups of as many columns.
         lse: ``[R]``, subtracted from the logits: log-probabilities are returned if these are the log-sum-exps.
         out: the tensors to write into, rows contiguous; columns are int64.
     """
     rows, columns = projected.shape
-    group = group_of_kernels(k, columns)
+    most = columns // (4 * k) if 0 < k <= _MOST else 0  # otherwise, most groups would be kept
+    group = next((group for group in (COLUMNS, GROUP) if group <= most), 0)
     if group and choose_backend(backend, [projected], dtypes=LOGIT_DTYPES) == "triton":
         if maxima is None or group != COLUMNS:
             group, maxima = GROUP, group_maxima(projected, epilogue, "triton").t()
@@ -85,12 +86,6 @@ def largest(
     values, ids = _largest_torch(projected, epilogue, k, backend)
     values = values if lse is None else values - lse[:, None]
     return (values, ids) if out is None else (out[0].copy_(values), out[1].copy_(ids))
-
-
-def group_of_kernels(k: int, columns: int) -> int:
-    """The columns of a group, of which k are at most a quarter of all; 0 where kernels do not serve this k."""
-    most = columns // (4 * k) if 0 < k <= _MOST else 0
-    return next((group for group in (COLUMNS, GROUP) if group <= most), 0)
 
 
 def _largest_torch(projected: Tensor, epilogue: Epilogue, k: int, backend: str | None) -> tuple[Tensor, Tensor]:

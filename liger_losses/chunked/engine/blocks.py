@@ -22,7 +22,7 @@ from liger_losses.chunked.engine.weights import Projection
 from liger_losses.kernels.divergence import TEMPORARIES
 from liger_losses.kernels.divergence_forms import finite_logs
 from liger_losses.kernels.label_rows import scale_and_add_label_rows
-from liger_losses.kernels.largest import COLUMNS, group_of_kernels, largest, sum_of_probabilities
+from liger_losses.kernels.largest import largest, sum_of_probabilities
 from liger_losses.kernels.linear_exp import Exponentials, gradient_scales, linear_exponentials
 from liger_losses.kernels.linear_grad import linear_softmax_gradient_into
 from liger_losses.kernels.linear_lse import log_sum_exps_into
@@ -276,15 +276,13 @@ class LogitBlock(Block):
         width = padded(opened.vocab_size + (opened.others is not None))
         self.projections = torch.empty(rows, width, dtype=self.call.work.logits_dtype, device=opened.device)
         #: Whether one kernel computes projections and statistics.
-        wanted = self.call.batch_invariant or self.call.query.largest > 0
+        wanted = self.call.batch_invariant or self.call.query.selects
         self._fuses = wanted and self.call.work.fused_products
-        group = group_of_kernels(self.call.query.largest, self.vocab_size)
-        self._finds_maxima = self._fuses and not self.call.batch_invariant and group == COLUMNS
 
     def fill(self, part: Part, upstream: Upstream | None = None) -> None:
         call, projected, labels = self.call, self._projected(part), self.opened.labels[part.rows]
         names, weight, lse, maxima = call.block_names - OF_LOGITS, self.opened.weight, part.values["lse"], None
-        if self._finds_maxima and names == {"lse"}:
+        if self._fuses and not call.batch_invariant and names == {"lse"}:
             maxima = log_sum_exps_into(lse, part.hidden, weight, projected, part.epilogue, backend=call.backend)
         if maxima is not None:
             computed = {"lse": lse}

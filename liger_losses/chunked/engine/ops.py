@@ -196,7 +196,7 @@ def linear_topk(
     hidden_states: Tensor,
     weight: Tensor | nn.Module | Head,
     k: int,
-    labels: Tensor | None = None,
+    labels: Tensor | Tokens | None = None,
     *,
     rest: bool = False,
     bias: Tensor | None = None,

@@ -173,7 +173,7 @@ class Query:
     def in_torch(self) -> bool:
         """Whether PyTorch computes something of whole rows of logits, on every device."""
         without_kernel = self.comparison is not None and not self.comparison.divergence.has_kernel
-        return bool(self.registered) or "rest" in self.metrics or without_kernel
+        return bool(self.registered) or without_kernel
 
     def of_active_tokens(self, tokens: Tokens, dtype: torch.dtype, ranks: Ranks) -> Query:
         """The query with its per-token tensors gathered; tensors that enter the arithmetic are cast to ``dtype``."""

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -138,6 +138,10 @@ class Tokens:
         """All tokens of a tensor of this shape, without labels that anybody reads: no number is asked of the device."""
         labels = torch.zeros(shape.numel(), dtype=torch.int64, device=device)
         return cls(labels, (shape,), (len(labels),), (None,), None)
+
+    def unlabelled(self) -> Tokens:
+        """The same tokens, with labels that every vocabulary has."""
+        return replace(self, labels=torch.zeros_like(self.labels))
 
     def part(self, parts: slice) -> Tokens:
         """The active tokens of some of the tensors of labels, which follow each other."""

@@ -26,10 +26,13 @@ from liger_losses.chunked.engine import (
     linear_token_loss,
     linear_topk,
 )
+from liger_losses.chunked.engine.checks import check_labels
+from liger_losses.chunked.engine.decision import active_tokens
 from liger_losses.chunked.engine.operators import support_statistics
 from liger_losses.chunked.engine.ops import linear_weighted_loss
 from liger_losses.chunked.engine.query import Query
 from liger_losses.chunked.engine.teachers import check_comparison
+from liger_losses.chunked.engine.tokens import Tokens
 from liger_losses.chunked.losses.softmax_divergences import sparse_divergence
 from liger_losses.kernels.divergence_forms import Divergence
 
@@ -60,6 +63,7 @@ def largest_of(
 ) -> TeacherTopK:
     """A teacher's largest columns; its logits are computed once, and not again for the student."""
     states, head = teacher.local_hidden_states, _at(teacher.head, temperature)
+    labels = labels.unlabelled() if isinstance(labels, Tokens) else labels
     found = linear_topk(states, head, k, labels, rest=rest, options=options)
     return TeacherTopK(found.logps, found.ids, tail, found.rest)
 
@@ -72,7 +76,8 @@ def _at(head: Head, temperature: float | Tensor) -> Head:
 def sparse_calls(
     head: Head, mask: Tensor, teacher: TeacherTopK, which: Divergence, hard: bool, temperature: float | Tensor
 ) -> list[tuple[Head, Query]]:
-    """The calls that a sparse teacher takes, after checking it: first the divergence's, then the hard loss's."""
+    """The calls that a sparse teacher takes, after checking all but its values: first the divergence's, then the hard
+    loss's."""
     teacher.check(mask.shape, head)
     if which.form == "cosine":
         raise ValueError(
@@ -85,7 +90,6 @@ def sparse_calls(
             f"the student's head has temperature {own}, which must be 1: give the loss's "
             "temperature= instead, which divides both models' logits."
         )
-    teacher.check_active(mask, head.vocab_size)
     together = hard and _is_one(temperature)
     statistics = ("selected_logps", "logp") if together else ("selected_logps",)
     soft = _at(head, temperature), Query(statistics, selected=teacher.indices)
@@ -103,15 +107,26 @@ def loss_over_columns(
     options: EngineOptions,
     *,
     top_k: int | None = None,
+    top_k_of: str = "student",
     tail: str = "bucket",
 ) -> tuple[Tensor, Statistics]:
     """``sum_t (weights["divergence"]_t divergence_t + weights["logp"]_t logp_t)``, and its statistics.
 
-    The columns are given by a :class:`TeacherTopK`, or are the student's ``top_k`` largest, which its block of logits
-    finds; the teacher's log-probabilities there are then one product.
+    The columns are given by a :class:`TeacherTopK`, or are the ``top_k`` largest: the teacher's, found before, or the
+    student's, which its block of logits finds; the teacher's log-probabilities there are then one product.
     """
     mask, soft, hard = labels != options.ignore_index, weights["divergence"], weights.get("logp")
     together = hard is not None and _is_one(temperature)
+    of_teacher = top_k if top_k_of == "teacher" else None
+    tokens: Any = labels
+    if of_teacher or (hard is not None and not together):  # several calls, for which tokens are counted once
+        check_labels(labels)
+        counted = active_tokens([labels], head, options)
+        tokens = counted if isinstance(counted, Tokens) else labels
+    checked = False
+    if of_teacher:
+        checked, with_rest = teacher.vocab_size <= head.vocab_size, tail in ("bucket", "lump")
+        teacher = largest_of(teacher, of_teacher, tokens, temperature, tail, with_rest, options)
     # Positions count from 1, as calls that drop no token give 0 for the masked ones.
     positions = torch.arange(1, labels.numel() + 1, device=labels.device).view(labels.shape)
     inputs = {"soft": soft, "at": positions}
@@ -120,6 +135,8 @@ def loss_over_columns(
     selected: Any = Largest(top_k or 1)
     if isinstance(teacher, TeacherTopK):
         sparse_calls(head, mask, teacher, which, hard is not None, temperature)
+        if not checked:
+            teacher.check_active(mask, head.vocab_size)
         selected, tail = teacher.indices, teacher.tail
         inputs["teacher_logps"] = teacher.logps.to(soft.dtype)
         if teacher.tail_logps is not None:
@@ -151,7 +168,7 @@ def loss_over_columns(
         total, found = linear_token_loss(
             hidden,
             soft_head,
-            labels,
+            tokens,
             loss,
             ("selected_logps", "logp") if together else ("selected_logps",),
             metrics=("columns",) if isinstance(selected, Largest) else (),
@@ -161,7 +178,7 @@ def loss_over_columns(
         )
     logp = found.logp
     if hard is not None and not together:
-        added, others = linear_weighted_loss(hidden, head, labels, {"logp": hard}, options=options)
+        added, others = linear_weighted_loss(hidden, head, tokens, {"logp": hard}, options=options)
         total, logp = total + added, others.logp
     return total, Statistics(logp=logp, divergence=torch.where(mask, values[1:].view(labels.shape), 0.0))
 
@@ -181,6 +198,6 @@ def _logps_of(
         logits = logits / (own[:, None] if isinstance(own, Tensor) else own)
         return logits.log_softmax(-1).gather(-1, columns)
     states = teacher.local_hidden_states.flatten(0, -2)[at]
-    names, labels = ("selected_logps",), columns[:, 0]
-    found = linear_statistics(states, _at(teacher.head, own), labels, names, selected=columns, options=options)
+    names, tokens = ("selected_logps",), Tokens.every(columns.shape[:1], columns.device)
+    found = linear_statistics(states, _at(teacher.head, own), tokens, names, selected=columns, options=options)
     return found.selected_logps

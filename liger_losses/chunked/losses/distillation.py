@@ -29,7 +29,7 @@ from liger_losses.chunked.engine.query import Comparison, EqualWeights, Query
 from liger_losses.chunked.engine.teachers import TAILS
 from liger_losses.chunked.engine.tokens import check_temperature
 from liger_losses.chunked.losses.base import ChunkedLoss, LossOptions
-from liger_losses.chunked.losses.columns import largest_of, loss_over_columns, sparse_calls
+from liger_losses.chunked.losses.columns import loss_over_columns, sparse_calls
 from liger_losses.chunked.losses.softmax_divergences import alpha_beta, generalized_jsd
 from liger_losses.kernels.divergence_forms import Divergence
 from liger_losses.kernels.logit_transform import LogitTransform
@@ -223,7 +223,9 @@ class DistillationLoss(ChunkedLoss):
         else:
             query = Query(names, comparison=Comparison(taught, which, t))
         if self.group is not None:
-            calls = sparse_calls(head, mask, taught, which, hard, t) if query is None else [(head, query)]
+            calls = [(head, query)] if query is not None else sparse_calls(head, mask, taught, which, hard, t)
+            if isinstance(taught, TeacherTopK):
+                taught.check_active(mask, head.vocab_size)
             tokens = self.agreed_tokens(hidden, labels, num_items_in_batch, calls)
         if num_items_in_batch is None:
             number = self.total(mask).clamp(min=1)
@@ -240,13 +242,10 @@ class DistillationLoss(ChunkedLoss):
             total = None if num_items_in_batch is None and self.group is None else number
             weights = {name: EqualWeights(weight, total) for name, weight in weights.items()}
         options = self.options
-        if self.top_k is not None and self.top_k_of == "teacher":
-            if not isinstance(taught, Teacher):
-                message = "top_k_of='teacher' takes a Teacher(hidden_states, weight); or give a TeacherTopK(...)."
-                raise TypeError(message)
-            taught = largest_of(taught, self.top_k, labels, t, self.tail, self.tail in ("bucket", "lump"), options)
+        if self.top_k is not None and self.top_k_of == "teacher" and not isinstance(taught, Teacher):
+            raise TypeError("top_k_of='teacher' takes a Teacher(hidden_states, weight); or give a TeacherTopK(...).")
         if columns:
-            own = {"top_k": self.top_k, "tail": self.tail}
+            own = {"top_k": self.top_k, "top_k_of": self.top_k_of, "tail": self.tail}
             loss, found = loss_over_columns(hidden, head, labels, taught, which, weights, t, options, **own)
         elif query is None:
             loss, found = linear_divergence_loss(

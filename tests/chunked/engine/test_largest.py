@@ -56,8 +56,8 @@ SPECIAL_ROWS = {
     "-inf but for few": lambda x: x.where(torch.arange(len(x)) % 997 == 5, -torch.inf),
     "the largest side by side": lambda x: x + 40.0 * (torch.arange(len(x)) // 700 == 2),
     "ascending": lambda x: torch.arange(len(x)) / len(x),
-    "NaN": lambda x: torch.full_like(x, torch.nan),
-    "one NaN": lambda x: x.where(torch.arange(len(x)) != 77, torch.nan),
+    "NaN": lambda x: torch.full_like(x, -torch.nan),
+    "one NaN": lambda x: x.where(torch.arange(len(x)) != 77, -torch.nan),
 }
 
 

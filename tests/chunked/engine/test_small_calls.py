@@ -287,6 +287,18 @@ def test_the_divergence_over_some_columns_is_of_active_tokens(options):
     torch.testing.assert_close(found[0], found[1])
 
 
+@pytest.mark.parametrize("options", [{"top_k_of": "teacher"}, {"temperature": 2.0}])
+def test_tokens_are_counted_once_for_all_passes_over_some_columns(options, monkeypatch):
+    hidden, weight, labels, _ = inputs(torch.float32, False)
+    teacher, counted, count = Teacher(hidden.detach().flip(0), weight.detach()), [], tokens.facts_of_labels
+    with monkeypatch.context() as patched, small_calls(0.0):
+        patched.setattr(tokens, "facts_of_labels", lambda *given: counted.append(1) or count(*given))
+        found = LigerFusedLinearJSDLoss(top_k=4, **options)(weight, hidden, labels, teacher)
+    assert counted == [1]
+    with small_calls(1e30):
+        torch.testing.assert_close(found, LigerFusedLinearJSDLoss(top_k=4, **options)(weight, hidden, labels, teacher))
+
+
 def test_losses_with_a_teacher_drop_tokens(monkeypatch):
     """As the teacher's hidden states of masked tokens may hold anything; of slices of sequences too."""
     hidden, weight, labels, _ = inputs(torch.float32, False)

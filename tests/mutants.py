@@ -185,7 +185,7 @@ MUTANTS: dict[str, list[tuple[str, str, str]]] = {
         ("kernels/reading.py", "labels.numel(), labels.dtype, int(ignore_index)", "labels.numel(), labels.dtype"),
         ("patching/known_labels.py", "        ask_about_labels(shifted, _IGNORE_INDEX)", "        pass"),
         ("trl/fused_head.py", "    ask_about_labels(target, IGNORE_INDEX)", "    pass"),
-        ("sequences.py", "        _at_the_end_of_backward(check)", "        pass"),
+        ("sequences.py", "            check()\n", "            pass\n"),
     ],
     "tests/patching/test_tiles.py": [
         ("patching/tiles.py", "ctx.random_states = None if same else before", "ctx.random_states = None"),

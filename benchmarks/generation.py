@@ -1,9 +1,11 @@
-"""Greedy generation of patched models: milliseconds of a new token, which the host decides, and launches of a token.
+"""Greedy generation of patched models: milliseconds of a new token, which the host decides.
 
-python -m benchmarks.generation [--modules] [--only NAME] [--out FILE.json]
+python -m benchmarks.generation [--modules] [--launches] [--only NAME] [--out FILE.json]
 
 The models have real shapes and random weights, in bf16. All providers take turns in one process, each on a copy of the
-model; medians of the rounds count. With ``--modules``, the library's kinds of modules are patched one at a time, too.
+model; medians of the rounds count. Whether they choose the same tokens is found in fp32, as ties in bf16 are decided by
+rounding. With ``--modules``, the library's kinds of modules are patched one at a time, too. With ``--launches``, the
+launches of a token are counted at the end: a profiler makes what is launched afterwards slower.
 """
 
 from __future__ import annotations
@@ -88,28 +90,38 @@ def launches(patched: Patched, ids: Tensor) -> float:
     return (events(5) - events(1)) / 4
 
 
-def measure(name: str, providers: list[str], rounds: int, new: int, device: torch.device) -> list[dict[str, Any]]:
-    """One row for each batch size."""
+def every(name: str, providers: list[str], device: torch.device) -> list[Patched]:
+    """A copy of a model for each provider."""
     model = build(Case("generation", name, 1, PROMPT), device).eval()
     model.config.use_cache = True
-    every, rows = [Patched(provider, model) for provider in providers], []
+    return [Patched(provider, model) for provider in providers]
+
+
+def prompt(name: str, batch: int, device: torch.device) -> Tensor:
+    """Random tokens."""
+    generator = torch.Generator(device).manual_seed(0)
+    return torch.randint(2, MODELS[name][1]["vocab_size"], (batch, PROMPT), device=device, generator=generator)
+
+
+def measure(name: str, providers: list[str], rounds: int, new: int, device: torch.device) -> list[dict[str, Any]]:
+    """One row for each batch size."""
+    rows, models = [], every(name, providers, device)
     for batch in BATCHES:
-        generator = torch.Generator(device).manual_seed(0)
-        ids = torch.randint(2, MODELS[name][1]["vocab_size"], (batch, PROMPT), device=device, generator=generator)
-        tokens = [generate(patched, ids, new) for patched in every]  # compiles, too
-        times: dict[str, list[float]] = {patched.name: [] for patched in every}
-        for patched in [p for i in range(rounds) for p in every[:: -1 if i % 2 else 1]]:
-            times[patched.name].append(timed(lambda p=patched, x=ids: generate(p, x, new), device) / new)
-        counted = [launches(patched, ids) if device.type == "cuda" else None for patched in every]
-        row = {
-            "model": name,
-            "batch": batch,
-            "milliseconds": {provider: round(median(found), 3) for provider, found in times.items()},
-            "launches": dict(zip(times, counted, strict=True)),
-            "same_tokens": {p.name: float((t == tokens[0]).float().mean()) for p, t in zip(every, tokens, strict=True)},
-            "rounds": times,
+        ids = prompt(name, batch, device)
+        times: dict[str, list[float]] = {patched.name: [] for patched in models}
+        for i in range(rounds + 1):  # the first compiles
+            for patched in models[:: -1 if i % 2 else 1]:
+                time = timed(lambda p=patched, x=ids: generate(p, x, new), device) / new
+                times[patched.name] += [time] if i else []
+        medians = {provider: round(median(found), 3) for provider, found in times.items()}
+        rows.append({"model": name, "batch": batch, "milliseconds": medians, "rounds": times})
+    for patched in models:
+        patched.model.float()
+    for row in rows:
+        tokens = [generate(patched, prompt(name, row["batch"], device), new) for patched in models]
+        row["same_tokens"] = {
+            p.name: float((t == tokens[0]).float().mean()) for p, t in zip(models, tokens, strict=True)
         }
-        rows.append(row)
         print("\n".join(lines(row)), flush=True)
     return rows
 
@@ -120,7 +132,7 @@ def lines(row: dict[str, Any]) -> list[str]:
     best = min(time for provider, time in times.items() if not provider.startswith("ours"))
     return [
         f"{row['model']:15} batch {row['batch']:2}  {provider:16} {time:8.3f} ms a token  {time / best:6.3f}  "
-        f"{row['launches'][provider] or '-'} launches  {row['same_tokens'][provider]:.1%} of the tokens are plain's"
+        f"{row['same_tokens'][provider]:.1%} of the tokens are the first's"
         for provider, time in times.items()
     ]
 
@@ -129,6 +141,7 @@ def main() -> None:
     """Measure, print and write."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--modules", action="store_true")
+    parser.add_argument("--launches", action="store_true")
     parser.add_argument("--only", default="", help="only models whose names contain this")
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--new", type=int, default=NEW, help="tokens that are generated")
@@ -140,8 +153,12 @@ def main() -> None:
     providers = options.providers.split(",") + [f"ours, {kind}" for kind in KINDS if options.modules]
     names = ["tiny"] if options.tiny else [name for name in NAMES if options.only in name]
     rows = [row for name in names for row in measure(name, providers, options.rounds, options.new, device)]
+    for name in names if options.launches and device.type == "cuda" else []:
+        counts = {p.name: launches(p, prompt(name, 1, device)) for p in every(name, providers, device)}
+        rows.append({"model": name, "launches": counts})
+        print(f"{name}: launches of a token: {counts}", flush=True)
     if options.out:
-        save(options.out, device, rows, __doc__, [line for row in rows for line in lines(row)])
+        save(options.out, device, rows, __doc__, [line for row in rows if "batch" in row for line in lines(row)])
 
 
 if __name__ == "__main__":

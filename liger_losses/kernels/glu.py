@@ -5,8 +5,9 @@ R rows (all leading dimensions), I intermediate size. Backward reads the inputs 
 
 from __future__ import annotations
 
+import os
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -14,11 +15,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from liger_losses.kernels._triton import choose_backend
+from liger_losses.kernels._triton import BACKEND_VARIABLE, choose_backend
 from liger_losses.kernels.activations import ACTIVATIONS
 from liger_losses.kernels.autograd import autocast_dtype, once_differentiable
-from liger_losses.kernels.glu_kernels import Formula, product_of, write_gradients
-from liger_losses.kernels.kernel_operators import operator, where_needed
+from liger_losses.kernels.glu_kernels import Formula, Product, product_of, write_gradients
+from liger_losses.kernels.kernel_operators import operator, records_nothing, where_needed
+from liger_losses.kernels.plain import is_plain
+from liger_losses.kernels.prepared import Prepared
 
 #: Fewer rows make matrix products slower per row.
 _FROZEN_ROWS = 2048
@@ -61,8 +64,7 @@ def glu(
 
     Source: Shazeer, arXiv:2002.05202.
     """
-    formula, on_triton = _checked(gate, up, backend, Formula(False, activation, limit, alpha, up_offset))
-    return _gated(gate, up, *formula, on_triton)[0]
+    return _apply(gate, up, Formula(False, activation, limit, alpha, up_offset), backend)
 
 
 def glu_fused(
@@ -88,13 +90,33 @@ def glu_fused(
     Raises:
         ValueError: as in :func:`glu`, or the last dimension is odd.
     """
-    formula = Formula(interleaved, activation, limit, alpha, up_offset)
-    formula, on_triton = _checked(gate_up, None, backend, formula)
-    return _gated(gate_up, None, *formula, on_triton)[0]
+    return _apply(gate_up, None, Formula(interleaved, activation, limit, alpha, up_offset), backend)
+
+
+def _apply(gate: Tensor, up: Tensor | None, formula: Formula, backend: str | None) -> Tensor:
+    """Here and below, ``gate`` holds both if ``up`` is None."""
+    if records_nothing():
+        settings = formula, backend, os.environ.get(BACKEND_VARIABLE)
+        return _prepared.of(settings, (gate, up), lambda: _prepare(gate, up, formula, backend))(gate, up)
+    formula, on_triton = _checked(gate, up, backend, formula)
+    return _gated(gate, up, *formula, on_triton)[0]
+
+
+def _prepare(
+    gate: Tensor, up: Tensor | None, formula: Formula, backend: str | None
+) -> Callable[[Tensor, Tensor | None], Tensor]:
+    """What computes the product of tensors of one kind, without a gradient."""
+    formula, on_triton = _checked(gate, up, backend, formula)
+    if on_triton and is_plain(gate) and (up is None or is_plain(up)):
+        return Product(gate, up, formula)
+    return lambda gate, up: _gated(gate, up, *formula, on_triton)[0]
+
+
+_prepared: Prepared[Callable[[Tensor, Tensor | None], Tensor]] = Prepared()
 
 
 def _checked(gate: Tensor, up: Tensor | None, backend: str | None, formula: Formula) -> _How:
-    """Raise ValueError if the arguments do not fit. Here and below, ``gate`` holds both if ``up`` is None."""
+    """Raise ValueError if the arguments do not fit."""
     _, activation, limit, alpha, up_offset = formula
     if up is None and gate.shape[-1] % 2:
         raise ValueError(f"gate_up must hold gate and up, so an even number of columns, got {gate.shape[-1]}.")
@@ -234,7 +256,7 @@ def glu_mlp(
     how = _checked(gate[0].t(), None if up is None else up[0].t(), backend, formula)
     tensors = [x, *(tensor for layer in layers for tensor in layer)]
     if torch.compiler.is_compiling() or not _need_gradient(*tensors) or not _have_one_dtype(*tensors, *down):
-        inner = _apply(layers, x)
+        inner = _outputs(layers, x)
         return F.linear(_gated(*inner, *[None] * (2 - len(inner)), *how[0], how[1])[0], *down)
     return _saved_and_computed([x], layers, down, how)
 
@@ -299,7 +321,7 @@ class _SavedFirst(torch.autograd.Function):
         inputs: Any = tensors[:count]
         layers = list(zip(tensors[count::2], tensors[count + 1 :: 2], strict=True))
         ctx.layers = len(layers)
-        made = _apply(layers, inputs[0])
+        made = _outputs(layers, inputs[0])
         ctx.inner, ctx.overwritten = made or list(inputs), False
         ctx.trained = any(ctx.needs_input_grad[2 + count :])
         x = inputs if ctx.trained or not layers else (None,)
@@ -312,7 +334,7 @@ class _SavedFirst(torch.autograd.Function):
         return None, None, *grads, *[None] * (2 * ctx.layers)
 
 
-def _apply(layers: Sequence[Any], x: Tensor) -> list[Tensor]:
+def _outputs(layers: Sequence[Any], x: Tensor) -> list[Tensor]:
     return [F.linear(x, weight, bias) for weight, bias in layers]
 
 
@@ -349,7 +371,7 @@ class _GLULinear(torch.autograd.Function):
         product = grad_product if needs[0] else None  # nothing else uses grad_product
         if node.trained:
             if node.overwritten:
-                inner = _apply(layers, x)
+                inner = _outputs(layers, x)
             node.overwritten = True
             # Autograd must not count this as an operation on what was saved.
             inner = [tensor.data for tensor in inner]

@@ -16,7 +16,7 @@ from torch import Tensor
 from liger_losses.kernels._triton import Launcher, device_of, jit, tl
 from liger_losses.kernels.activations import ACTIVATIONS, activate
 from liger_losses.kernels.prepared import Prepared
-from liger_losses.kernels.rows import as_output, as_rows, interleaved, wide, with_strides
+from liger_losses.kernels.rows import as_output, as_rows, empty_like, interleaved, wide, with_strides
 
 # Measured on an H200: elements of a block, and warps.
 _FORWARD_BLOCK, _BACKWARD_BLOCK = (2048, 8), (1024, 4)
@@ -45,15 +45,29 @@ class Formula(NamedTuple):
 
 
 def product_of(gate: Tensor, up: Tensor | None, formula: Formula, on_triton: bool) -> Tensor:
-    if up is None:
-        gate, up = _halves(gate, formula, on_triton)
-    if not on_triton:
-        return _forward_torch(gate, up, formula)
-    columns = gate.shape[-1] // (2 if formula.interleaved else 1)
-    out = gate.new_empty(*gate.shape[:-1], columns, dtype=torch.promote_types(gate.dtype, up.dtype))
-    with device_of(gate):
-        _launch(_forward_kernel, (out, gate, up), formula, *_FORWARD_BLOCK)
-    return out
+    if on_triton:
+        return _products.of(formula, (gate, up), lambda: Product(gate, up, formula))(gate, up)
+    return _forward_torch(*(_halves(gate, formula, False) if up is None else (gate, up)), formula)
+
+
+class Product:
+    """:func:`product_of` of tensors of one kind, by Triton."""
+
+    def __init__(self, gate: Tensor, up: Tensor | None, formula: Formula) -> None:
+        self.formula = formula
+        self.shape = *gate.shape[:-1], gate.shape[-1] // (2 if up is None else 1)
+        self.dtype = gate.dtype if up is None else torch.promote_types(gate.dtype, up.dtype)
+        out = gate.new_empty(self.shape, dtype=self.dtype)
+        self.launch = _Launch(_forward_kernel, (out, *self._inputs(gate, up)), formula, *_FORWARD_BLOCK)
+
+    def __call__(self, gate: Tensor, up: Tensor | None) -> Tensor:
+        out = gate.new_empty(self.shape, dtype=self.dtype) if up is None else empty_like(gate, self.dtype)
+        with device_of(gate):
+            self.launch((out, *self._inputs(gate, up)))
+        return out
+
+    def _inputs(self, gate: Tensor, up: Tensor | None) -> tuple[Tensor, Tensor]:
+        return _halves(gate, self.formula, True) if up is None else (gate, up)
 
 
 def write_gradients(
@@ -174,6 +188,7 @@ class _Launch:
 
 
 _launches: Prepared[_Launch] = Prepared()
+_products: Prepared[Product] = Prepared()
 
 
 @jit

@@ -61,7 +61,13 @@ def _rotated(x, weight, **options):
     return rope(heads, heads[:, :, :1], angles, angles, unsqueeze_dim=2, **options)
 
 
-ALL = {**NORMS, "glu": lambda x, w, **o: glu(x, x, **o), "rope": _rotated}
+ALL = {
+    **NORMS,
+    "glu": lambda x, w, **o: glu(x, x, **o),
+    "glu_fused": lambda x, w, **o: glu_fused(x, **o),
+    "glu_fused, interleaved": lambda x, w, **o: glu_fused(x, interleaved=True, **o),
+    "rope": _rotated,
+}
 
 
 @pytest.mark.parametrize("kernel", ALL.values(), ids=ALL)

@@ -37,9 +37,7 @@ def split_by_coefficient(
     Either all processes of a group split their batch, or none. If one has no sequence to leave out, none splits,
     because the others would wait for it. Each process then runs one forward without and one with a gradient, so DDP,
     FSDP and ZeRO run the same collectives on all. This takes one all-reduce of a number, and the host waits once for
-    the coefficients. others would wait for it. Each then runs one forward without and one with a gradient: DDP, FSDP
-    and ZeRO run the same collectives on all. That takes one all-reduce of a number, and the host waits once for the
-    coefficients.
+    the coefficients.
 
     Args:
         forward: a function of indices ``[b]`` of sequences that returns their outputs: tensors ``[b, ...]``, or tuples

@@ -26,7 +26,7 @@ def patch_loaded_models(options: Options | None = None, **same_for_all: Any) -> 
     """Patch every language model that transformers' ``from_pretrained`` or ``from_config`` returns from now on.
 
     Models without a head for tokens, such as encoders, are left. The report of each is its ``liger_report``.
-    Called again, the last options that are given for a model count.
+    If several calls give options for a model, the last options apply.
 
     Args:
         options: from a model to the keyword arguments of :func:`liger_losses.patch`, ``None`` to leave the model.
@@ -52,7 +52,7 @@ def leave_loaded_models(options: Options | None = None) -> None:
     """Undo :func:`patch_loaded_models`; models that were loaded in between stay patched.
 
     Args:
-        options: what one call of it returned, to undo that one; all by default.
+        options: the result of one call, to undo only this call; by default all calls.
     """
     if options is None:
         _wanted.clear()

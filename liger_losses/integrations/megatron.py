@@ -20,12 +20,12 @@ IGNORE_INDEX = -100
 
 @dataclass(frozen=True)
 class OutputOptions:
-    """What ``output_processor_context=`` may be.
+    """Options of :func:`output_processor`, for ``output_processor_context=``.
 
     Args:
         temperature: divides the logits: a number, or ``[B, S]``.
         entropy: return log-probabilities and entropies instead of the loss.
-        ignore_index: the label of tokens without loss.
+        ignore_index: the label of masked tokens.
     """
 
     temperature: float | Tensor = 1.0

@@ -85,10 +85,10 @@ def grpo_loss(
     """:func:`liger_losses.functional.grpo_loss` of given logits.
 
     Args:
-        logits: ``[B, T, V]``, those that predict the completions' tokens.
+        logits: ``[B, T, V]``, which predict the tokens of the completions.
         completion_ids: ``[B, T]`` int64.
         mask: ``[B, T]``, 0 for padding; all tokens by default.
-        temperature: what the logits are divided by: a number, or ``[B, T]``.
+        temperature: divides the logits: a number, or ``[B, T]``.
         per_token: return each token's terms instead of their weighted sum.
         advantages, old_logps, ref_logps, is_ratio, num_items_in_batch, options: as in that function.
 

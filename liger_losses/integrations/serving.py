@@ -24,9 +24,10 @@ def token_support(
     """The columns that a sampler kept for each token, as a :class:`TokenSupport` for labels ``[B, T]``.
 
     Args:
-        kept: for each completion, for each of its tokens, the ids of the columns; none, or ``None``, for a token
-            without a cut. For vLLM (``return_sampling_mask=True``), ``output.sampling_mask.token_ids`` of each output;
-            for SGLang (the same in the request), ``output["meta_info"]["output_token_sampling_mask"]``.
+        kept: for each completion, for each of its tokens, the ids of the kept entries; none, or ``None``, for a token
+            without a cut. For vLLM (``return_sampling_mask=True``), pass ``output.sampling_mask.token_ids`` of each
+            output. For SGLang (the same option in the request), pass
+            ``output["meta_info"]["output_token_sampling_mask"]``.
         length: T; by default the length of the longest completion. Shorter ones are padded on the right.
         device: where the head is.
         options: ``add_label``, ``sparse_grad`` of :class:`TokenSupport`.
@@ -54,18 +55,18 @@ def teacher_topk(
 ) -> TeacherTopK:
     """The log-probabilities of each token's k most likely columns, as a :class:`TeacherTopK` for labels ``[B, T]``.
 
-    Request at least k of them from the engine; others, such as the sampled token, are left out. They must be over the
-    whole vocabulary, and at the temperature of the distillation: vLLM's are at 1, and with
-    ``logprobs_mode="processed_logprobs"`` at the sampler's temperature, but then over what top-k and top-p kept.
+    Request at least k log-probabilities from the engine. Others, such as the sampled token, are left out. The
+    log-probabilities must be over the whole vocabulary, and at the temperature of the distillation. vLLM's are at
+    temperature 1. With ``logprobs_mode="processed_logprobs"``, they are at the sampler's temperature, but only over the
+    tokens that top-k and top-p kept.
 
     Args:
-        logprobs: for each completion, for each of its tokens, a mapping from columns to log-probabilities or to what
-            has them as ``logprob`` (vLLM), or a list of ``(log-probability, column, text)`` (SGLang). ``None`` for a
-            token that was not scored, as the first of a prompt: it must carry no loss (label -100), otherwise the loss
-            is NaN. For vLLM, ``output.logprobs`` of each output, or ``request.prompt_logprobs`` if the teacher scores
-            what the student wrote; for SGLang, ``output["meta_info"]["output_top_logprobs"]``, or
-            ``input_top_logprobs``.
-        k: how many columns; tokens that have fewer are an error.
+        logprobs: for each completion, for each of its tokens, a mapping from ids to log-probabilities, or to objects
+            with the attribute ``logprob`` (vLLM), or a list of ``(log-probability, id, text)`` (SGLang). ``None`` for a
+            token that was not scored, such as the first of a prompt; label it -100, because the loss is NaN otherwise.
+            For vLLM, pass ``output.logprobs`` of each output, or ``request.prompt_logprobs`` if the teacher scores the
+            student's text. For SGLang, pass ``output["meta_info"]["output_top_logprobs"]``, or ``input_top_logprobs``.
+        k: the number of tokens per position; positions with fewer raise an error.
         length, device: as in :func:`token_support`.
         tail: of :class:`TeacherTopK`.
 

@@ -86,15 +86,15 @@ def choose_backend(
         backend: the caller's choice; ``None`` for the value of the environment variable :data:`BACKEND_VARIABLE`.
         operands: the floating-point inputs, ``(device, dtype)`` of tensors that do not exist yet, or ``None`` for an
             input that was left out. The first one's device decides without an explicit choice.
-        dtypes: what the Triton kernel supports: :data:`HALF_AND_SINGLE`, or :data:`LOGIT_DTYPES`, for which ``torch``
-            runs in any other dtype without a warning.
-        unsupported_reason: another reason why Triton cannot serve this call, or ``None``.
+        dtypes: the dtypes that the Triton kernel supports: :data:`HALF_AND_SINGLE`, or :data:`LOGIT_DTYPES`, for which
+            ``torch`` runs in any other dtype without a warning.
+        unsupported_reason: another reason why Triton cannot compute this call, or ``None``.
 
     Returns:
         ``torch`` or ``triton``.
 
     Raises:
-        ValueError: an unknown name, or an explicit ``triton`` that cannot serve these operands on this machine.
+        ValueError: an unknown name, or an explicit ``triton`` that cannot compute these operands on this machine.
     """
     asked = backend or os.environ.get(BACKEND_VARIABLE)
     if asked is not None and asked not in BACKENDS:

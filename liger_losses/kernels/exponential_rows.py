@@ -63,7 +63,7 @@ class ExponentialRows:
     Args:
         weight: ``[V, H]`` bf16, rows contiguous.
         tokens: T.
-        ignore_index: the label of tokens without loss.
+        ignore_index: the label of masked tokens.
         transform: from projections to logits, without a soft-cap; one temperature for all tokens.
         right: 0-dim bool, true, on the device: a label outside of ``[0, V)`` makes it false.
         backend: ``torch`` or ``triton``.

@@ -36,7 +36,7 @@ def label_facts(labels: Sequence[Tensor], ignore_index: int, *, backend: str = "
 
     Args:
         labels: ``[T]`` int64 each, contiguous; S tensors.
-        ignore_index: the label of tokens without loss.
+        ignore_index: the label of masked tokens.
         backend: ``torch`` or ``triton``.
 
     Returns:
@@ -69,7 +69,7 @@ def masked_labels(
 
     Args:
         labels: ``[T]`` int64, contiguous.
-        ignore_index: the label of tokens without loss.
+        ignore_index: the label of masked tokens.
         vocab_size: V.
         backend: ``torch`` or ``triton``.
 

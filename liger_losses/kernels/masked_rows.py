@@ -66,7 +66,7 @@ class MaskedRows:
 
     Args:
         tokens, columns: T and V.
-        ignore_index: the label of tokens without loss.
+        ignore_index: the label of masked tokens.
         transform: from projections to logits; one temperature for all tokens.
         right: 0-dim bool, true, on the device: a label outside of ``[0, V)`` makes it false.
         backend: ``torch`` or ``triton``.

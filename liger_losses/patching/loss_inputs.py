@@ -41,7 +41,7 @@ def loss_inputs(
     ignore_index: int = -100,
     **batch: Any,
 ) -> LossInputs:
-    """Run a causal language model without computing its logits, and return what a loss needs.
+    """Run a causal language model without computing its logits, and return the arguments of a loss.
 
     ``hidden_states[:, t]`` predicts ``labels[:, t]``, the batch's label at ``t + 1``::
 

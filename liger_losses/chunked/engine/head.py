@@ -43,14 +43,8 @@ class Head:
     and labels. Each rank gets the same results, the whole gradient of the hidden states, and the gradients of its rows
     of weight and bias.
 
-        A weight that is a DTensor with placements ``[Shard(0)]`` is shared by the ranks of its mesh. Hidden states are
-        then DTensors on this mesh, replicated or sharded along the sequence, and so are gradients.
-    number of them, which follow each other in the order of the ranks. Labels, selected columns, class weights and a
-    teacher's columns count the whole vocabulary. All ranks make the head, and every call with it, together, on the same
-    hidden states and labels. Each rank gets the same results, the whole gradient of the hidden states, and the
-    gradients of the rows of weight and bias that it holds. A weight that is a DTensor with placements ``[Shard(0)]`` is
-    shared by its mesh; hidden states are then DTensors on this mesh, replicated or sharded along the sequence, and so
-    are gradients.
+    A weight that is a DTensor with placements ``[Shard(0)]`` is shared by the ranks of its mesh. Hidden states are then
+    DTensors on this mesh, replicated or sharded along the sequence, and so are gradients.
 
     A quantized weight is frozen. It is dequantized for each pass, some rows at a time if it is large.
 
@@ -68,7 +62,7 @@ class Head:
         TypeError: not tensors, or neither floating point nor of a known quantized type; a group of which this rank is
             not a member.
         ValueError: shapes or devices that do not fit together; heads of the ranks that do not fit together; a DTensor
-            with other placements, or beside ``group``; ``batch_invariant`` where ranks share the vocabulary.
+            with other placements, or together with ``group``; ``batch_invariant`` of a vocabulary-parallel head.
         RuntimeError: another rank of the group has raised.
     """
 
@@ -176,7 +170,7 @@ class Head:
 
     @property
     def vocabulary_ranks(self) -> int:
-        """How many ranks share the vocabulary."""
+        """The number of ranks that hold rows of the head."""
         return self.ranks.size
 
     @property
@@ -230,7 +224,7 @@ class Head:
     def merged(self) -> Head:
         """The same head as one floating-point weight: dequantized, with its adapters added, of all ranks; a constant.
 
-        Ranks that share the vocabulary call it together.
+        All ranks of a vocabulary-parallel head call it together.
         """
         weight = self.weights.dequantized(self.weight.dtype if self.quantized is None else self.quantized.dtype).trained
         for adapter in self.adapters:

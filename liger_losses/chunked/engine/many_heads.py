@@ -165,7 +165,7 @@ class Targets:
             hidden_states: ``[..., H]``.
             weight: the ``lm_head``; a list may repeat one.
             labels: ``[...]`` int64.
-            options: how to stream.
+            options: see :class:`EngineOptions`.
             bias: ``[V]`` or ``None``.
             transform: of all heads.
             shift: how many positions labels are moved by.

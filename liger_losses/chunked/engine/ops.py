@@ -73,7 +73,7 @@ def linear_statistics(
         bias: ``[V]``, or a list where ``weight`` is one.
         class_weight: ``[V]``, the weights in ``mean_logp``.
         transform: temperature, scale and soft-cap of the logits.
-        options: how to stream.
+        options: see :class:`EngineOptions`.
 
     Returns:
         :class:`Statistics` of tensors in the labels' shape (a list of them for a sequence); fp32, or fp64 for fp64
@@ -217,7 +217,7 @@ def linear_topk(
             their sum, so it is exact even if the k largest have nearly all of the probability.
         bias: ``[V]``.
         transform: temperature, scale and soft-cap of the logits.
-        options: how to stream.
+        options: see :class:`EngineOptions`.
 
     Returns:
         ``logps [..., k]``, fp32 (fp64 for fp64 inputs), ``ids [..., k]`` int64, and ``rest [...]`` or ``None``.
@@ -264,7 +264,6 @@ def linear_labels_loss(
 
     All labels of a hidden state share one projection. For example, if several texts share a prefix (trees of rollouts),
     its hidden states are projected once, and the weight of a label is the number of texts in which it follows.
-    rollouts) are projected once, and a label's weight says in how many texts it follows.
 
     Args:
         hidden_states: ``[..., H]``.
@@ -273,7 +272,7 @@ def linear_labels_loss(
         weights: ``[..., m]``, constants; advantages, for example.
         bias: ``[V]``.
         transform: temperature, scale and soft-cap of the logits.
-        options: how to stream.
+        options: see :class:`EngineOptions`.
 
     Returns:
         The loss (0-dim), differentiable once, and the detached log-probabilities ``[..., m]``, 0 where there is no
@@ -339,7 +338,7 @@ def linear_divergence(
             hidden state.
         bias: ``[Vs]``.
         transform: scale and soft-cap of the student's logits.
-        options: how to stream.
+        options: see :class:`EngineOptions`.
 
     Returns:
         :class:`Statistics` with ``divergence`` (and ``logp``) in the labels' shape; fp32, or fp64 for fp64 inputs.

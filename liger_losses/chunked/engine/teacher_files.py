@@ -71,7 +71,7 @@ class TeacherWriter:
 
         Args:
             name: the name of the batch, such as its number.
-            hidden_states: ``[..., Ht]``, one for each of the student's.
+            hidden_states: ``[..., Ht]``, one for each hidden state of the student.
 
         Raises:
             TypeError, ValueError: not a floating-point tensor of the head's hidden size.

@@ -57,7 +57,7 @@ class QuantizedWeight:
         raise NotImplementedError
 
     def part(self, start: int, stop: int) -> QuantizedWeight:
-        """The weight of these rows alone."""
+        """The weight of only these rows."""
         return self if (start, stop) == (0, self.shape[0]) else _Part(self, start, stop)
 
     def __repr__(self) -> str:

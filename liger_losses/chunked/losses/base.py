@@ -199,7 +199,7 @@ class ChunkedLoss(nn.Module):
         return self
 
     def check_options(self) -> None:
-        """Raise TypeError or ValueError for wrong attributes, in subclasses that have attributes beside options.
+        """Raise TypeError or ValueError for wrong attributes, in subclasses with attributes that are not options.
 
         The constructor calls it. Assigning an attribute calls it on a copy of the loss that has the new value.
         """
@@ -211,7 +211,7 @@ class ChunkedLoss(nn.Module):
 
     @property
     def common_options(self) -> dict[str, Any]:
-        """The options that must be equal on all ranks of :attr:`group`, and on ranks that share the vocabulary."""
+        """The options that must be equal on all ranks of :attr:`group` and of a vocabulary-parallel head."""
         own = {*EngineOptions.__match_args__, "compiled"}
         plain = (bool, int, float, str, list, tuple, type(None))
         # Not every attribute: a loss may keep what differs from rank to rank, such as the rank itself.

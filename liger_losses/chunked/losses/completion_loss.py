@@ -61,8 +61,7 @@ def sequence_logps(
 
     Returns:
         ``[B]`` in fp64. A preference is a small difference of sums that grow with the length; at 64k tokens, fp32 would
-        leave two digits of it. (On devices without fp64: fp32.) would leave it two digits. (Devices without fp64:
-        fp32.)
+        leave two digits of it. (On devices without fp64: fp32.)
     """
     check_alike(logps=logps)
     mask = checked_mask("mask", mask, "logps", logps)

@@ -394,7 +394,7 @@ class LigerFusedLinearCrossEntropyLoss(ChunkedLoss):
             return loss, metrics._replace(predicted_tokens=predicted if self.return_predicted_tokens else None)
 
     def of_statistics(self, values: Statistics, labels: Tensor) -> Any:
-        """What :meth:`forward` returns, from the statistics ``[...]`` of logits that exist already, differentiable."""
+        """The result of :meth:`forward`, from the statistics ``[...]`` of given logits, differentiable."""
         target = _Target(None, None, labels, self.ignore_index)
         loss, _ = self._of_tokens(values, target)
         return self._with_outputs(loss if self.reduction == "none" else loss.sum(), values, target)

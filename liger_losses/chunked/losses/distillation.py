@@ -140,7 +140,7 @@ class DistillationLoss(ChunkedLoss):
 
     @property
     def divergence(self) -> Divergence:
-        """What student and teacher are compared by."""
+        """The divergence between student and teacher."""
         if self.computes_options and self.options_type is not DivergenceOptions:
             made = self.options_type.of_options(self)  # type: ignore[attr-defined]
             assert isinstance(made, Divergence)
@@ -153,7 +153,7 @@ class DistillationLoss(ChunkedLoss):
 
     @property
     def factor(self) -> float:
-        """What the divergence is multiplied by."""
+        """The factor of the divergence."""
         return self.temperature**2 if self.temperature_squared else 1.0
 
     @property
@@ -428,5 +428,5 @@ class LigerFusedLinearCosineSimilarityLoss(DistillationLoss):
 
     @property
     def factor(self) -> float:
-        """What the divergence is multiplied by: ``beta`` too."""
+        """The factor of the divergence, which includes ``beta``."""
         return self.beta * self.temperature**2 if self.temperature_squared else self.beta

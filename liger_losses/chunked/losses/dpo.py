@@ -200,7 +200,7 @@ def dpo_loss(
 
     Args:
         chosen_logps, rejected_logps: ``[B]``, the policy's log-probability of each completion.
-        ref_chosen_logps, ref_rejected_logps: ``[B]``, the reference's; zeros without a reference.
+        ref_chosen_logps, ref_rejected_logps: ``[B]``, the same under the reference; zeros without a reference.
         chosen_lengths, rejected_lengths: ``[B]``, numbers of tokens, for ``ipo`` and ``sigmoid_norm``.
         chosen_nll: 0-dim, mean negative log-likelihood of the chosen tokens, for ``sft``.
         options: ``beta=0.1``, ``loss_type="sigmoid"`` (or several names), ``loss_weights``, ``label_smoothing=0.0``,

@@ -45,7 +45,7 @@ class Pairs:
 
     Args:
         chosen_logps, rejected_logps: ``[B]``, the policy's log-probability of each completion (sums or averages).
-        ref_chosen_logps, ref_rejected_logps: ``[B]``, the reference's; 0 without a reference.
+        ref_chosen_logps, ref_rejected_logps: ``[B]``, the same under the reference; 0 without a reference.
         chosen_lengths, rejected_lengths: ``[B]``, numbers of active tokens.
         chosen_nll: 0-dim, mean negative log-likelihood of the chosen completions' tokens.
     """
@@ -132,7 +132,7 @@ class PreferenceLoss(CompletionLoss):
         return None
 
     def result(self, loss: Tensor, pairs: Pairs, metrics: PreferenceMetrics) -> tuple[Tensor, Any]:
-        """What :meth:`forward` returns."""
+        """The result of :meth:`forward`."""
         return loss, metrics
 
     @loss_operator
@@ -153,8 +153,8 @@ class PreferenceLoss(CompletionLoss):
     ) -> tuple[Tensor, Any]:
         """The loss of pairs, in one of two forms.
 
-            - ``loss(weight, chosen, rejected)``: two :class:`Completions`, which contain the reference, or
-              ``(hidden_states, labels)`` tuples;
+        - ``loss(weight, chosen, rejected)``: two :class:`Completions`, which contain the reference, or
+          ``(hidden_states, labels)`` tuples;
         - ``loss(weight, hidden_states, labels)``, liger-kernel's form: ``[2 B, T, H]`` and ``[2 B, T]``, chosen rows
           first.
 

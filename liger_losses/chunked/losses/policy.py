@@ -76,7 +76,7 @@ class AdaptiveEntropy:
         """Add a batch to the window since the last step.
 
         ``batch`` is a number (0-dim int64) that identifies the batch. If activation checkpointing runs a batch again in
-        backward, it is counted once. runs again in backward counts once.
+        backward, it is counted once.
         """
         values = torch.stack([entropy_sum.detach().float(), tokens.float()])
         self._window = self._window.to(values.device)

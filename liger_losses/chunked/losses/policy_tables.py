@@ -152,7 +152,7 @@ class PolicyOptions:
 
     @property
     def separable(self) -> bool:
-        """Whether every token's loss depends on that token alone."""
+        """Whether the loss of every token depends only on this token."""
         coupled = OBJECTIVES[LOSS_TYPES[self.loss_type].objective].coupled
         return self.level == "token" and not coupled and self.off_policy_mask_threshold is None
 
@@ -421,7 +421,7 @@ def fipo_weights(log_ratio: Tensor, mask: Tensor, advantages: Tensor, o: PolicyO
     """``clip(exp(sum_(u >= t) g^(u - t) log r_u), fipo_low, fipo_high)``, ``g = 2^(-1 / half life)``: FIPO
     (arXiv:2603.19835).
 
-    Tokens whose ratio is above ``delta`` count as 0 in the sum. Where the advantage is negative and the ratio above
+    Tokens whose ratio is above ``delta`` are left out of the sum. Where the advantage is negative and the ratio above
     ``fipo_safe_ratio``, the weight is at most 1.
 
     Args:

@@ -248,7 +248,7 @@ class LigerFusedLinearORPOLoss(PreferenceLoss):
     def forward(  # type: ignore[override]
         self, lin_weight: Any, _input: Any, target: Any, bias: Tensor | None = None, nll_target: Tensor | None = None
     ) -> tuple[Tensor, ORPOMetrics]:
-        """Like :meth:`PreferenceLoss.forward`, with ``nll_target`` in the place of a reference."""
+        """Like :meth:`PreferenceLoss.forward`, with ``nll_target`` instead of a reference."""
         return super().forward(lin_weight, _input, target, bias, nll_target=nll_target)
 
     def pair_loss(self, pairs: Pairs) -> Tensor:

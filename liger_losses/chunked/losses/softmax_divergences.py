@@ -112,7 +112,7 @@ def jsd(log_p: Tensor, log_q: Tensor, *, beta: float = 0.5, convention: str = "g
     In both, ``beta=0`` is ``KL(q || p)`` and ``beta=1`` is ``KL(p || q)``, and at 1/2 they are the same.
 
     Args:
-        log_p, log_q: as in :func:`divergence`, as is the result.
+        log_p, log_q: as in :func:`divergence`, which also describes the result.
         beta: share of the teacher in the mixture, in [0, 1].
         convention: ``gkd`` or ``interpolated``.
 
@@ -131,7 +131,7 @@ def alpha_beta_divergence(log_p: Tensor, log_q: Tensor, alpha: float, beta: floa
     """``sum (a/s q^s + b/s p^s - q^a p^b) / (a b)``, ``s = a + b`` (ABKD, arXiv:2505.04560), and its limits.
 
     Args:
-        log_p, log_q: as in :func:`divergence`, as is the result.
+        log_p, log_q: as in :func:`divergence`, which also describes the result.
         alpha, beta: ``a`` and ``b``, at least 0, and not both 0: (1, 0) is ``KL(q || p)``, (0, 1) is ``KL(p || q)``.
 
     Raises:

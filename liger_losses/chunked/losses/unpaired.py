@@ -105,7 +105,7 @@ def kto_loss(
     Args:
         logps, ref_logps: ``[B]``, log-probabilities of completions under policy and reference.
         kl: estimate of the policy's KL divergence from the reference, at least 0, constant; 0 gives unpaired APO-zero.
-        desirable, desirable_weight, undesirable_weight: as in :func:`unpaired_loss`, as is the result.
+        desirable, desirable_weight, undesirable_weight: as in :func:`unpaired_loss`, which also describes the result.
     """
     check_alike(logps=logps, ref_logps=ref_logps)
     check_number("beta", beta, 0.0, math.inf, open_low=True)
@@ -398,12 +398,9 @@ class LigerFusedLinearBCOLoss(UnpairedPreferenceLoss):
     once, over all processes. The running mean is a buffer that is saved with the module. It is not updated in
     evaluation (:meth:`torch.nn.Module.eval`).
 
-        Activation checkpointing runs a batch again. A batch whose log-probabilities are bitwise equal to one of the
-        last 64 batches is therefore treated as the same batch. It does not change the running mean, and is compared
-        with the same mean as before. processes, counts once. It is a buffer that is saved with the module; in
-        evaluation (:meth:`torch.nn.Module.eval`) it is not updated. A batch with the same log-probabilities, bit for
-        bit, as one of the last 64 batches counts as that batch, run again by activation checkpointing: it does not
-        change the mean, and is compared with the same mean.
+    Activation checkpointing runs a batch again. A batch whose log-probabilities are bitwise equal to one of the last 64
+    batches is therefore treated as the same batch. It does not change the running mean, and is compared with the same
+    mean as before.
     """
 
     options_type = BCOOptions

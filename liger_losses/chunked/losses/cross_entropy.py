@@ -272,9 +272,13 @@ class CrossEntropyOptions(LossOptions):
 class LigerFusedLinearCrossEntropyLoss(ChunkedLoss):
     """:func:`cross_entropy` with class weights, label smoothing, z-loss and token scaling.
 
-    With ``w`` the token weights and ``c`` the class weights: ``sum``: ``sum_t w_t (ce_t + z_t)``.
-    ``mean``: ``sum_t w_t ce_t / sum_t w_t c_label + sum_t w_t z_t / sum_t w_t``, with both denominators replaced by
-    ``num_items_in_batch`` if that is given. ``none``: ``w_t (ce_t + z_t)`` per token, 0 for ignored ones.
+    The loss depends on ``reduction``. ``w_t`` is the weight of a token, and ``c_t`` the class weight of its label:
+
+    - ``sum``: ``sum_t w_t (ce_t + z_t)``
+    - ``mean``: ``sum_t w_t ce_t / sum_t w_t c_t + sum_t w_t z_t / sum_t w_t``. If ``num_items_in_batch`` is given, it
+      replaces both denominators.
+    - ``none``: ``w_t (ce_t + z_t)`` per token, 0 for masked tokens
+
     A batch without active tokens has loss 0.
 
     Args:

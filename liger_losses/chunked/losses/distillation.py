@@ -102,7 +102,7 @@ class DistillationLoss(ChunkedLoss):
     over its whole vocabulary at temperature 1, and ``n`` is the number of tokens.
 
     Args:
-        divergence: the divergence of student and teacher; ``None`` in subclasses that define it as a property.
+        divergence: the divergence between student and teacher, such as ``Divergence.reverse_kl()``.
         weight_hard_loss, weight_soft_loss: weights of the cross-entropy and of the divergence, at least 0.
         temperature: divides the logits of both models in the divergence (> 0).
         compiled: accepted for code written for liger-kernel, without effect.

@@ -98,12 +98,14 @@ class PreferenceLoss(CompletionLoss):
     ``loss = mean over pairs of pair_loss + alpha * chosen_nll`` (the latter with ``compute_nll_loss``)
 
     Args:
-        ignore_index, average_log_prob, use_ref_model, chunk_size, compiled: as in
-            :class:`liger_losses.chunked.losses.completion_loss.CompletionLoss`.
+        average_log_prob: divide the log-probability of each completion by its length.
+        use_ref_model: whether the loss compares the policy with a reference model.
+        chunk_size, compiled: accepted for code written for liger-kernel, without effect. ``workspace=`` bounds the
+            memory.
         beta: temperature of the implicit reward (> 0).
         alpha: factor of the chosen completions' mean negative log-likelihood.
         compute_nll_loss: whether to add this negative log-likelihood.
-        options: as in :class:`liger_losses.ChunkedLoss`.
+        ignore_index, options: as in :class:`liger_losses.ChunkedLoss`.
     """
 
     metrics = ("mean_logit",)

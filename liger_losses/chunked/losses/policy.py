@@ -178,8 +178,10 @@ class LigerFusedLinearGRPOLoss(CompletionLoss):
         top_entropy_quantile: only this share of the tokens, those with the highest entropies over all processes, have a
             policy objective and an entropy bonus (arXiv:2506.01939).
         entropy_coef: weight of the bonus for the mean entropy, or an :class:`AdaptiveEntropy`.
-        compiled, chunk_size, use_ref_model, options: as in
-            :class:`liger_losses.chunked.losses.completion_loss.CompletionLoss`.
+        use_ref_model: False ignores ``beta``: the loss has no KL term and takes no reference.
+        compiled, chunk_size: accepted for code written for liger-kernel, without effect. ``workspace=`` bounds the
+            memory.
+        options: as in :class:`liger_losses.ChunkedLoss`.
     """
 
     reference_forms = (

@@ -184,10 +184,14 @@ class UnpairedPreferenceLoss(CompletionLoss):
     """Base of losses on single completions: the mean of :func:`unpaired_loss`.
 
     Args:
-        ignore_index, beta, compiled, use_ref_model, average_log_prob, chunk_size, options: as in
-            :class:`liger_losses.chunked.losses.completion_loss.CompletionLoss`.
+        beta: temperature of the implicit reward (> 0).
+        average_log_prob: divide the log-probability of each completion by its length.
+        use_ref_model: whether the loss compares the policy with a reference model.
+        chunk_size, compiled: accepted for code written for liger-kernel, without effect. ``workspace=`` bounds the
+            memory.
+        ignore_index, options: as in :class:`liger_losses.ChunkedLoss`.
         loss_type: a name from :data:`LOSSES`; ``kto`` by default, in BCO's loss ``bco``.
-        desirable_weight, undesirable_weight: ``w`` of each kind, not negative.
+        desirable_weight, undesirable_weight: the weights of desirable and undesirable completions, not negative.
     """
 
     metrics = ("mean_logit",)
@@ -385,7 +389,16 @@ class LigerFusedLinearKTOLoss(UnpairedPreferenceLoss):
     log-ratio of completions that belong to other prompts, over all processes, clamped at 0. It has no gradient.
     ``loss_type="apo_zero_unpaired"`` uses no estimate (APO-zero without pairs, arXiv:2408.06266, eq. 7).
 
-    Arguments as in :class:`UnpairedPreferenceLoss`. See the paper's eq. 9 for weights of unbalanced data.
+    See eq. 9 of the paper for weights of unbalanced data.
+
+    Args:
+        beta: temperature of the implicit reward (> 0).
+        desirable_weight, undesirable_weight: the weights of desirable and undesirable completions, not negative.
+        loss_type: ``kto`` or ``apo_zero_unpaired``.
+        average_log_prob: divide the log-probability of each completion by its length.
+        use_ref_model: whether the loss compares the policy with a reference model.
+        chunk_size, compiled: accepted for code written for liger-kernel, without effect.
+        ignore_index, options: as in :class:`liger_losses.ChunkedLoss`.
     """
 
     options_type = KTOOptions
@@ -401,6 +414,14 @@ class LigerFusedLinearBCOLoss(UnpairedPreferenceLoss):
     Activation checkpointing runs a batch again. A batch whose log-probabilities are bitwise equal to one of the last 64
     batches is therefore treated as the same batch. It does not change the running mean, and is compared with the same
     mean as before.
+
+    Args:
+        beta: temperature of the implicit reward (> 0).
+        desirable_weight, undesirable_weight: the weights of desirable and undesirable completions, not negative.
+        average_log_prob: divide the log-probability of each completion by its length.
+        use_ref_model: whether the loss compares the policy with a reference model.
+        chunk_size, compiled: accepted for code written for liger-kernel, without effect.
+        ignore_index, options: as in :class:`liger_losses.ChunkedLoss`.
     """
 
     options_type = BCOOptions

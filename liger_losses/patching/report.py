@@ -1,4 +1,4 @@
-"""The report of :func:`liger_losses.patch`: which pieces of a model were replaced, and why others were not."""
+"""The report of :func:`liger_losses.patch`: which modules of a model were replaced, and why others were not."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ class PatchReport:
         )
         rows = [(path, kind, str(count), by, reason) for (path, kind, by, reason), count in groups.items()]
         counts = ", ".join(f"{name} {count}" for name, count in self.counts.items())
-        summary = f"{len(self.replaced)} of {len(self.entries)} pieces replaced" + (f": {counts}" if counts else "")
+        summary = f"{len(self.replaced)} of {len(self.entries)} modules replaced" + (f": {counts}" if counts else "")
         table = [("module", "class", "count", "replaced by", "reason"), *rows]
         widths = [max(map(len, column)) for column in zip(*table, strict=True)]
         lines = ("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in table)

@@ -17,7 +17,7 @@ def test_the_report_prints_as_a_table():
     assert lines[0].split() == ["module", "class", "count", "replaced", "by", "reason"]
     assert lines[1].split() == ["layers.*.norm", "Norm", "3", "rms_norm"]
     assert lines[2].split() == ["head.*", "Odd", "1", "-", "it", "is", "odd"]
-    assert lines[3] == "3 of 4 pieces replaced: rms_norm 3, left 1"
+    assert lines[3] == "3 of 4 modules replaced: rms_norm 3, left 1"
 
 
 def test_patching_again_says_that_nothing_was_changed():

@@ -40,8 +40,11 @@ def matmul_into(out: Tensor, a: Tensor, b: Tensor, *, accumulate: bool = False) 
     if a.dtype == out.dtype and a.dtype not in HALF_DTYPES:
         return torch.addmm(out, a, b, out=out) if accumulate else torch.mm(a, b, out=out)
     # CPU libraries round a half-precision product before it can be added up: multiply in fp32 there.
-    wide = wide_dtype(a.dtype)
-    product = torch.mm(a.to(wide), b.to(wide))
+    wide = torch.float32 if a.dtype in HALF_DTYPES else wide_dtype(a.dtype)
+    a, b = a.to(wide), b.to(wide)
+    if out.dtype == wide:
+        return torch.addmm(out, a, b, out=out) if accumulate else torch.mm(a, b, out=out)
+    product = torch.mm(a, b)
     return out.add_(product) if accumulate else out.copy_(product)
 
 

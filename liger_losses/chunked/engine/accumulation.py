@@ -55,7 +55,9 @@ class HeadGradients:
             self.whole_weight = new(shape, dtype=self.call.grad_weight_dtype, device=weight.device)
             if opened.weight_rows > opened.vocab_size:
                 self.whole_weight[opened.vocab_size :].zero_()
-            self.weight = self.whole_weight[: opened.vocab_size]
+            self.weight = self.whole_weight
+            if opened.weight_rows > opened.vocab_size:
+                self.weight = self.whole_weight[: opened.vocab_size]
         if self.call.needs_bias and bias is not None:
             self.whole_bias = torch.zeros(opened.weight_rows, dtype=self.call.work.logits_dtype, device=bias.device)
             self.bias = self.whole_bias[: opened.vocab_size]
@@ -69,12 +71,12 @@ class HeadGradients:
         first: bool,
         out: Tensor | None = None,
         into: Tensor | None = None,
-        projection: Projection | None = None,
+        rows: Projection | Tensor | None = None,
     ) -> Tensor | None:
         """Add ``grad.T @ hidden`` to the weight's gradient and return ``out + grad @ weight[columns]``, side by side.
 
-        ``into`` is memory that may take the result where there is no ``out``; ``projection`` are the products with
-        these columns alone, if their rows have been copied.
+        ``into`` is memory that may take the result where there is no ``out``; ``rows`` are these columns' rows of the
+        head, or the products with them, where they are at hand.
 
         ``grad`` is d loss / d projection ``[R, C]`` in the operand dtype; ``first`` says whether these are the first
         tokens whose gradients reach these columns. One product over the whole vocabulary is rounded to half precision
@@ -88,8 +90,11 @@ class HeadGradients:
             out = into if fits else hidden.new_empty(hidden.shape, dtype=dtype)
         products = list[Callable[[], object]]()
         if out is not None:
-            rows, start = (self.projection, columns.start) if projection is None else (projection, 0)
-            products.append(partial(rows.back_into, out, grad, start, accumulate=accumulate))
+            if isinstance(rows, Tensor):
+                products.append(partial(matmul_into, out, grad, rows, accumulate=accumulate))
+            else:
+                back, start = (self.projection, columns.start) if rows is None else (rows, 0)
+                products.append(partial(back.back_into, out, grad, start, accumulate=accumulate))
         if self.weight is not None:
             products.append(partial(self.add_weight, grad, self.trained(hidden), columns, first=first))
         side_by_side(grad.device, products, grad.numel() * hidden.shape[1])
@@ -145,6 +150,8 @@ class HiddenGradients:
 
     def __init__(self, opened: OpenCall, sums_over: Ranks) -> None:
         self.tokens, self.sums_over = opened.call.tokens, sums_over
+        #: The types of its tensors' indices: one is ``NoneType`` where all tokens of a tensor are active.
+        self.dropped = {*map(type, self.tokens.indices)}
         dtypes = {part.dtype for part in opened.hidden_states}
         self.dtype = dtypes.pop() if len(dtypes) == 1 else functools.reduce(torch.promote_types, dtypes)
         self.summing: tuple[slice, Tensor, Any] | None = None
@@ -158,6 +165,8 @@ class HiddenGradients:
 
     def out_view(self, rows: slice) -> Tensor | None:
         """The slice ``[R, H]`` of the gradient for these active tokens, or ``None`` if they are scattered."""
+        if type(None) not in self.dropped:  # the rows of every tensor are scattered
+            return None
         pieces = self.tokens.pieces(rows.start, rows.stop)
         if len(pieces) != 1:
             return None

@@ -40,19 +40,24 @@ def separable_losses(calls: Sequence[tuple[Tensors, Call]]) -> tuple[Tensor, lis
         given = query.token_inputs if query.token_weights is None else query.token_weights
         each = tokens.masked(query.losses(active, tokens.labels, given))
         losses.append(each.sum().to(call.work.logits_dtype))
-        found[i] = call.by_tensor({name: values[name].detach() for name in call.outputs})
+        found[i] = _by_tensor(call, {name: values[name].detach() for name in call.outputs})
     if one_pass:
         loss, *outputs = _OnePassLosses.apply([*one_pass.values()], uses, *distinct)
         losses.append(loss)
         for i, call in one_pass.items():
-            found[i] = call.by_tensor(dict(zip(call.outputs, outputs, strict=False)))
+            found[i] = _by_tensor(call, dict(zip(call.outputs, outputs, strict=False)))
             del outputs[: len(call.outputs)]
     return losses[0] if len(losses) == 1 else torch.stack(losses).sum(), [found[i] for i in range(len(calls))]
 
 
 def statistics_of(tensors: Tensors, call: Call) -> list[Statistics]:
     """The statistics of each tensor of labels, in its shape."""
-    return call.by_tensor(compute_statistics(tensors, call))
+    return _by_tensor(call, compute_statistics(tensors, call))
+
+
+def _by_tensor(call: Call, values: Mapping[str, Tensor]) -> list[Statistics]:
+    """Statistics ``[T]`` of all tokens as statistics of each tensor of labels, in its shape."""
+    return [Statistics(**of_one) for of_one in call.tokens.split(values)]
 
 
 def compute_statistics(
@@ -69,7 +74,8 @@ def compute_statistics(
     weight, bias, *hidden = tensors
     with torch.no_grad(), without_autocast(weight):
         values, _ = passes_of(call, weight, bias, hidden).statistics()
-    return {name: call.tokens.scatter(values[name]) for name in dict.fromkeys((*call.outputs, *others))}
+    names = tuple(dict.fromkeys((*call.outputs, *others)))
+    return dict(zip(names, call.tokens.scatter(values, names), strict=True))
 
 
 def without_autocast(weight: Tensor) -> AbstractContextManager[Any]:
@@ -113,7 +119,7 @@ class _LinearStatistics(torch.autograd.Function):
         ctx.saved_names = tuple(needed)
         # The labels are saved for their version alone: they may be the user's own, and must not have changed by then.
         ctx.save_for_backward(weight, bias, *hidden, *needed.values(), call.tokens.labels)
-        outputs = [call.tokens.scatter(values[name]) for name in call.outputs]
+        outputs = call.tokens.scatter(values, call.outputs)
         # Users may change an output in place; what backward needs must not change with it.
         shared = {*map(id, values.values())}
         outputs = [out.clone() if id(out) in shared else out for out in outputs]
@@ -180,7 +186,7 @@ def _run(
         with without_autocast(weight):
             loss, values, found = passes_of(call, weight, bias, hidden).token_loss()
         losses.append(loss)
-        outputs += [call.tokens.scatter(values[name]) for name in call.outputs]
+        outputs += call.tokens.scatter(values, call.outputs)
         for i, grad in zip(places, found, strict=True):
             before = gradients[i]
             if grad is not None:

@@ -13,12 +13,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from liger_losses.chunked.engine.accumulation import HeadGradients
+from liger_losses.chunked.engine.accumulation import Gradients, HeadGradients
 from liger_losses.chunked.engine.call import Call, OpenCall
 from liger_losses.chunked.engine.plan import blocks, padded
 from liger_losses.chunked.engine.query import registered_gradient, registered_values
 from liger_losses.chunked.engine.ranks import on_device
-from liger_losses.chunked.engine.weights import Projection
 from liger_losses.kernels.divergence import TEMPORARIES
 from liger_losses.kernels.divergence_forms import finite_logs
 from liger_losses.kernels.label_rows import scale_and_add_label_rows
@@ -98,6 +97,16 @@ class Block:
         """
         raise NotImplementedError
 
+    def write(self, part: Part, upstream: Upstream, grads: Gradients, *, filled: bool = True) -> None:
+        """Add the part's gradients to ``grads``; a block that is not ``filled`` is refilled first."""
+        if not filled:
+            self.refill(part, upstream)
+        out_view = grads.hidden.out_view(part.rows)
+        gradient = self.gradients(part, upstream, grads.head, out_view)
+        with self.beside():
+            grads.hidden.write(part.rows, gradient, out_view)
+        self.wait()
+
     def beside(self) -> AbstractContextManager[Any]:
         """The stream on which the gradients of hidden states are computed."""
         return nullcontext()
@@ -152,6 +161,8 @@ def fused_statistics(
         batch_invariant=invariant,
         backend=backend,
     )
+    if "logp" in names and len(names) == len(values):
+        return values
     return {name: getattr(found, name) for name in {*names, "logp"}}
 
 
@@ -185,7 +196,8 @@ class Columns(Block):
             computed = fused_statistics(opened, part, opened.weight, labels, part.epilogue, part.values)
         if opened.others is not None:
             opened.merge_(part.rows, computed)
-        part.put(computed, whole=len(part.hidden) == self.opened.count)
+        if computed is not part.values:
+            part.put(computed, whole=len(part.hidden) == self.opened.count)
 
     def _merged(self, part: Part) -> dict[str, Tensor]:
         """The statistics of all columns, merged from the statistics of each tile."""
@@ -228,41 +240,36 @@ class Columns(Block):
     def gradients(
         self, part: Part, upstream: Upstream, head_grads: HeadGradients, out_view: Tensor | None = None
     ) -> Tensor | None:
-        coefficients, out = SoftmaxGradient.of(upstream, part.values, self.call.query.class_weight), None
-        for columns in blocks(self.vocab_size, self.call.plan.tile_columns):
-            projection = self.opened.projection.columns(columns)
-            grad = self._gradient(part, projection, columns, coefficients, head_grads.bias)
-            first = part.rows.start == 0
-            out = head_grads.add(grad, part.hidden, columns, first=first, out=out, projection=projection)
-        return out
-
-    def _gradient(
-        self,
-        part: Part,
-        projection: Projection,
-        columns: slice,
-        coefficients: SoftmaxGradient,
-        grad_bias: Tensor | None,
-    ) -> Tensor:
-        """d loss / d projection ``[R, C]`` in the operand dtype."""
-        opened, call, width = self.opened, self.call, columns.stop - columns.start
-        tile, weight = self._tile(len(part.hidden), width), projection.weights.matrix(call.work.operand_dtype)
+        opened, call = self.opened, self.call
+        coefficients, out = SoftmaxGradient.of(upstream, part.values, call.query.class_weight), None
+        labels, first = _of_part(call.tokens.labels, part), part.rows.start == 0
         plain = opened.bias is None and call.query.class_weight is None
-        if not call.work.fused or weight is None:
-            projection.into(tile, part.hidden, 0, width)
-            return projection_gradient(opened, tile, part, columns, coefficients, grad_bias)
-        return linear_softmax_gradient_into(
-            tile,
-            part.hidden,
-            weight,
-            part.values["lse"],
-            call.tokens.labels[part.rows],
-            coefficients,
-            part.epilogue if plain else part.epilogue.columns(columns),
-            first_column=opened.first_column + columns.start,
-            vocab_size=call.vocab_size,
-            backend=call.backend,
-        )
+        whole: Any = opened.weight if call.work.fused else None
+        for start in range(0, self.vocab_size, call.plan.tile_columns):
+            columns = slice(start, min(start + call.plan.tile_columns, self.vocab_size))
+            width = columns.stop - start
+            projection = opened.projection.columns(columns) if whole is None else None
+            weight: Any = whole[columns] if projection is None else projection.weights.matrix(call.work.operand_dtype)
+            grad = self._tile(len(part.hidden), width)
+            if projection is not None and (weight is None or not call.work.fused):
+                projection.into(grad, part.hidden, 0, width)
+                grad = projection_gradient(opened, grad, part, columns, coefficients, head_grads.bias)
+            else:
+                linear_softmax_gradient_into(
+                    grad,
+                    part.hidden,
+                    weight,
+                    part.values["lse"],
+                    labels,
+                    coefficients,
+                    part.epilogue if plain else part.epilogue.columns(columns),
+                    first_column=opened.first_column + start,
+                    vocab_size=call.vocab_size,
+                    backend=call.backend,
+                )
+            rows = weight if projection is None else projection
+            out = head_grads.add(grad, part.hidden, columns, first=first, out=out, rows=rows)
+        return out
 
 
 class LogitBlock(Block):

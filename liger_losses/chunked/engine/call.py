@@ -47,32 +47,9 @@ class Call:
     needs_weight: bool
     needs_bias: bool
     decision: Decision  # what is known of such a call with any number of active tokens
+    outputs: tuple[str, ...]  # the names that the user gets, differentiable ones first
+    block_names: frozenset[str]  # the statistics that blocks compute
     one_block: bool = False  # whether all tokens are one block of logits of one dense head
-
-    @cached_property
-    def outputs(self) -> tuple[str, ...]:
-        """The names that the user gets, differentiable ones first."""
-        return self.query.statistics + self.query.metrics
-
-    @cached_property
-    def block_names(self) -> frozenset[str]:
-        """The statistics that blocks compute."""
-        merges = self.ranks is not ALONE or self.work.walks
-        beside = {"max_logit"} if merges and "argmax" in self.outputs else set()
-        return frozenset({*self.outputs, "lse", *beside})
-
-    @cached_property
-    def shared_columns(self) -> int:
-        """How many columns student and teacher have in common."""
-        comparison = self.query.comparison
-        return self.vocab_size if comparison is None else min(self.vocab_size, comparison.teacher.vocab_size)
-
-    @cached_property
-    def has_two_softmaxes(self) -> bool:
-        """Whether the hard loss and the divergence are of different softmaxes of the student."""
-        temperature = 1.0 if self.query.comparison is None else self.query.comparison.temperature
-        other = isinstance(temperature, Tensor) or temperature != 1.0
-        return "logp" in self.outputs and (other or self.vocab_size > self.shared_columns)
 
     @cached_property
     def row_constants(self) -> list[str]:
@@ -83,13 +60,8 @@ class Call:
             return []
         if comparison.divergence.form == "cosine":
             return ["h", "student_squares", "teacher_squares"]
-        soft = ["soft_lse"] if self.has_two_softmaxes else []
+        soft = ["soft_lse"] if self.decision.has_two_softmaxes else []
         return [*soft, "teacher_lse"] if comparison.divergence.balanced else [*soft, "teacher_lse", "h"]
-
-    def by_tensor(self, values: Mapping[str, Tensor]) -> list[Statistics]:
-        """Split statistics ``[T]`` of all tokens into statistics of each tensor of labels, in its shape."""
-        parts = {name: self.tokens.split(value) for name, value in values.items()}
-        return [Statistics(**{name: p[i] for name, p in parts.items()}) for i in range(len(self.tokens.shapes))]
 
     def token_losses(self, values: Mapping[str, Tensor], rows: slice) -> tuple[Tensor, dict[str, Tensor]]:
         """The tokens' losses ``[n]``, and their derivatives by each statistic: autograd's, unless the loss gives them.
@@ -141,9 +113,8 @@ class OpenCall:
         self, call: Call, weight: Tensor, bias: Tensor | None, hidden_states: Sequence[Tensor], multiplies: bool = True
     ) -> None:
         #: The columns computed here, and each label's among them; for a label of another rank, any column.
-        columns = call.ranks.columns(call.vocab_size)
+        columns, self.labels, self.others = call.ranks.share(call.tokens.labels, call.vocab_size)
         self.first_column, self.vocab_size = columns.start, columns.stop - columns.start
-        self.labels, self.others = call.ranks.local_labels(call.tokens.labels, call.vocab_size)
         #: Rows of the head's gradient; those beyond ``vocab_size`` are 0.
         self.weight_rows = weight.shape[0]
         class_weight = None if call.query.class_weight is None else call.query.class_weight[columns]
@@ -154,7 +125,7 @@ class OpenCall:
         self.trained, self.device = weights.trained, weight.device
         self.bias = None if bias is None else bias[: self.vocab_size].contiguous()
         self.count = call.tokens.count
-        self.flat = [_flat(part) for part in hidden_states]
+        self.flat = _flat(hidden_states)
         if call.work.dequantized_bytes and multiplies:
             weights = weights.dequantized(call.work.operand_dtype)
         self.projection = Projection(weights, call.work.operand_dtype, call.plan.weight_chunk, call.batch_invariant)
@@ -168,7 +139,7 @@ class OpenCall:
         """The same tensors for a call of some of the tokens."""
         opened = copy.copy(self)
         opened.call, opened.count = call, call.tokens.count
-        opened.labels, opened.others = call.ranks.local_labels(call.tokens.labels, call.vocab_size)
+        _, opened.labels, opened.others = call.ranks.share(call.tokens.labels, call.vocab_size)
         opened.epilogue = self.epilogue._replace(transform=call.transform)
         return opened
 
@@ -179,12 +150,15 @@ class OpenCall:
             self.call.ranks.merge_(labels, *softmaxes, class_weight=class_weight)
 
 
-def _flat(hidden_states: Tensor) -> Tensor:
-    """``[T, H]``, or the tensor itself where that would copy it: then only the active tokens are gathered."""
-    try:
-        return hidden_states.view(-1, hidden_states.shape[-1])
-    except RuntimeError:
-        return hidden_states
+def _flat(hidden_states: Sequence[Tensor]) -> list[Tensor]:
+    """``[T, H]`` each, or the tensor itself where that would copy it: then only the active tokens are gathered."""
+    found = list[Tensor]()
+    for part in hidden_states:
+        try:
+            found.append(part if part.dim() == 2 else part.view(-1, part.shape[-1]))
+        except RuntimeError:
+            found.append(part)
+    return found
 
 
 #: ``(weight, bias, *hidden_states)``, which autograd tracks.
@@ -248,7 +222,8 @@ def _call(decision: Decision, head: Head, query: Query, counted: Tokens | Counti
     """The call, once the active tokens are known."""
     tokens = counted.tokens() if isinstance(counted, Counting) else counted
     gathers = tokens.indices[0] is not None or tokens.ignored is not None  # of one tensor, whether rows are copied
-    run, transform = decision.run(tokens.count, gathers), head.transform
+    run = decision.runs.get((tokens.count, gathers)) or decision.run(tokens.count, gathers)
+    transform = head.transform
     dtype = run.work.logits_dtype
     if isinstance(transform.temperature, Tensor):
         transform = replace(transform, temperature=tokens.temperatures(transform.temperature, dtype))
@@ -265,6 +240,8 @@ def _call(decision: Decision, head: Head, query: Query, counted: Tokens | Counti
         needs_weight=decision.needs_weight,
         needs_bias=decision.needs_bias,
         decision=decision,
+        outputs=decision.outputs,
+        block_names=decision.block_names,
         **run._asdict(),
     )
 

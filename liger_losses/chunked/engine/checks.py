@@ -109,12 +109,6 @@ def check_group(group: Any, dimension: str) -> None:
         )
 
 
-def check_tensors(tensors: Mapping[str, Any], dtensors: Iterable[str] = ()) -> None:
-    """:func:`check_tensor` of tensors by their names, of which ``dtensors`` may be DTensors."""
-    for name, value in tensors.items():
-        check_tensor(name, value, allow_dtensor=name in dtensors)
-
-
 def check_labels(*labels: Any) -> None:
     """Raise TypeError unless these are labels."""
     for part in labels:

@@ -72,6 +72,10 @@ class Decision:
     options: EngineOptions
     grad_weight_dtype: torch.dtype
     one_block: bool  # whether all tokens may be one block of logits of one dense head
+    outputs: tuple[str, ...]  # the names that the user gets, differentiable ones first
+    block_names: frozenset[str]  # the statistics that blocks compute
+    shared_columns: int  # how many columns student and teacher have in common
+    has_two_softmaxes: bool  # whether the hard loss and the divergence are of different softmaxes of the student
     work: Workload  # of no tokens, which ``gathers`` where hidden states are copied even if all tokens are active
     runs: dict[tuple[int, bool], Run] = field(default_factory=dict)
     said: list[str] = field(default_factory=list)  # where ranks compare the call: the text of it, once that is known
@@ -265,7 +269,7 @@ def _signature(
     of_labels = (labels.shapes, labels.ignored is None) if isinstance(labels, Tokens) else len(labels)
     targets = () if isinstance(labels, Tokens) else labels
     beside = query.class_weight, query.selected, *query.token_inputs.values(), *of_tokens
-    names = query.statistics, query.metrics, tuple(query.token_inputs), tuple(weights), query.separable
+    names = query.statistics, query.metrics, tuple(query.token_inputs), tuple(weights), query.token_loss is not None
     of_columns = query.largest, query.registered
     settings = (
         torch.is_grad_enabled(),
@@ -301,7 +305,8 @@ def _signature_of_head(head: Head) -> tuple[Any, ...] | None:
     transform, codes = head.transform, head.quantized
     facts = _facts(head.weight, head.bias, transform.temperature, transform.logit_scale, transform.softcap)
     of_codes = None if codes is None else (type(codes), codes.shape, codes.dtype, codes.device, codes.temporary_bytes)
-    return None if facts is None else (facts, of_codes, head.batch_invariant, head.ranks.signature)
+    ranks = () if head.ranks is ALONE else head.ranks.signature
+    return None if facts is None else (facts, of_codes, head.batch_invariant, ranks)
 
 
 def _signature_of_comparison(comparison: Comparison, head: Head) -> tuple[Any, ...] | None:
@@ -309,15 +314,16 @@ def _signature_of_comparison(comparison: Comparison, head: Head) -> tuple[Any, .
     of_head: Any = None
     given: Tensor | None = None
     # Whatever is warned of, or refused, is checked again.
-    columns = teacher.vocab_size if isinstance(teacher, (Teacher, TeacherLogits)) else None
-    if columns != head.vocab_size:
-        return None
+    columns: int | None = None
     if isinstance(teacher, Teacher):
-        of_head, given = _signature_of_head(teacher.head), teacher.local_hidden_states
+        given, own = teacher.parts
+        of_head, columns = _signature_of_head(own), own.vocab_size
         if of_head is None:
             return None
-    elif isinstance(teacher.logits, Tensor):
-        given = teacher.logits
+    elif isinstance(teacher, TeacherLogits):
+        columns, given = teacher.vocab_size, teacher.logits if isinstance(teacher.logits, Tensor) else None
+    if columns != head.vocab_size:
+        return None
     facts = _facts(given, comparison.temperature)
     kind = type(teacher), teacher.columns_correspond, comparison.divergence, columns
     return None if facts is None else (of_head, facts, kind)
@@ -387,8 +393,18 @@ def _decide(
     ):
         # A bias's gradient is summed before anything is rounded, which takes whole rows of logits.
         work = replace(work, divergence_tiles=can_fuse(teacher.head.weights, operand, backend, at_once > 0))
+    outputs = query.statistics + tuple([name for name in query.metrics if name not in query.statistics])
+    beside = {"max_logit"} if "argmax" in outputs and (walks or head.ranks is not ALONE) else set()
+    shared, other = vocab_size, False
+    if query.comparison is not None and teacher is not None:
+        shared, temperature = min(vocab_size, teacher.vocab_size), query.comparison.temperature
+        other = isinstance(temperature, Tensor) or temperature != 1.0
     made = Decision(
         vocab_size=vocab_size,
+        shared_columns=shared,
+        has_two_softmaxes="logp" in outputs and (other or vocab_size > shared),
+        outputs=outputs,
+        block_names=frozenset({*outputs, "lse", *beside}),
         backend=backend,
         needs_hidden=needs_hidden,
         needs_weight=needs_weight,
@@ -436,8 +452,9 @@ def active_tokens(labels: Sequence[Tensor], head: Head, options: EngineOptions, 
 
     Labels must be columns of the head, or be below ``vocab_size``.
     """
-    for part in {part.device: part for part in labels}.values():
-        check_device(head.weight, labels=part)
+    for part in labels:
+        if part.device != head.weight.device or part.is_meta:
+            check_device(head.weight, labels=part)
     if torch.compiler.is_dynamo_compiling():
         return labels
     compact = drops_tokens([part.shape for part in labels], head, options)

@@ -35,6 +35,7 @@ from liger_losses.chunked.engine.ranks import ALONE
 from liger_losses.chunked.engine.straight_line import straight_query
 from liger_losses.chunked.engine.support import TokenSupport, linear_support_statistics
 from liger_losses.chunked.engine.teachers import Teacher, TeacherLogits
+from liger_losses.chunked.engine.tokens import Tokens
 from liger_losses.kernels.autograd import autocast_dtype
 from liger_losses.kernels.divergence_forms import Divergence
 from liger_losses.kernels.logit_transform import LogitTransform
@@ -187,7 +188,8 @@ def query_statistics(
 ) -> list[Statistics]:
     """The statistics of each tensor of labels, in its shape."""
     if not is_dynamo_compiling():
-        of_few = straight_query(hidden_states, head, labels, query, options)
+        counted = isinstance(labels, Tokens)
+        of_few = None if counted else straight_query(hidden_states, head, labels, query, options)
         return statistics_of(*make_call(hidden_states, head, labels, query, options)) if of_few is None else of_few
     return _traced(_given(hidden_states, head, labels, query, options))
 
@@ -500,7 +502,7 @@ def _entry(function: F, of_loss: bool) -> F:
     @functools.wraps(function)
     def wrapped(*arguments: Any, **keywords: Any) -> Any:
         loss, given = (arguments[0], arguments[1:]) if of_loss else (None, arguments)
-        if of_loss and keywords:
+        if loss is not None and not keywords.keys() <= loss.argument_set:
             keywords = by_forward_names(loss, len(given), keywords)
         elif "head" in keywords:  # as the documentation calls the weight
             keywords = {"weight" if name == "head" else name: value for name, value in keywords.items()}

@@ -103,7 +103,8 @@ class Comparison:
     temperature: float | Tensor = 1.0  # what both models' logits are divided by in the divergence
 
     def __post_init__(self) -> None:
-        LogitTransform(self.temperature)  # raises unless it can be one
+        if type(self.temperature) is not float or not 0.0 < self.temperature < math.inf:
+            LogitTransform(self.temperature)  # raises unless it can be one
 
 
 @dataclass(frozen=True)
@@ -178,6 +179,9 @@ class Query:
     def of_active_tokens(self, tokens: Tokens, dtype: torch.dtype, ranks: Ranks) -> Query:
         """The query with its per-token tensors gathered; tensors that enter the arithmetic are cast to ``dtype``."""
         selected, weights, comparison = self.selected, self.token_weights, self.comparison
+        of_tokens = self.token_inputs or selected is not None or weights is not None or comparison is not None
+        if not of_tokens and self.class_weight is None and not self.metrics:
+            return self
         if comparison is not None and isinstance(comparison.temperature, Tensor):
             comparison = replace(comparison, temperature=tokens.temperatures(comparison.temperature, dtype))
         if selected is not None:
@@ -193,7 +197,7 @@ class Query:
             }
         return replace(
             self,
-            metrics=self.metrics and tuple(name for name in self.metrics if name not in self.statistics),
+            metrics=self.metrics and tuple([name for name in self.metrics if name not in self.statistics]),
             class_weight=None if self.class_weight is None else self.class_weight.detach().to(dtype).contiguous(),
             selected=selected,
             comparison=comparison,

@@ -69,10 +69,10 @@ class Ranks:
         """This rank's columns among the first ``vocab_size`` of the vocabulary."""
         return slice(0, vocab_size)
 
-    def local_labels(self, labels: Tensor, vocab_size: int) -> tuple[Tensor, Tensor | None]:
-        """Labels as numbers of this rank's columns, and which labels other ranks have, whose numbers are any and differ
-        from each other; ``None`` stands for none."""
-        return labels, None
+    def share(self, labels: Tensor, vocab_size: int) -> tuple[slice, Tensor, Tensor | None]:
+        """This rank's :meth:`columns`, labels as numbers of these, and which labels other ranks have, whose numbers are
+        any and differ from each other; ``None`` stands for none."""
+        return slice(0, vocab_size), labels, None
 
     def local(self, hidden_states: Tensor) -> Tensor:
         """This rank's hidden states, of all tokens."""
@@ -161,12 +161,12 @@ class VocabularyRanks(Ranks):
         first = min(sum(self.sizes[: self.rank]), vocab_size)
         return slice(first, min(first + self.sizes[self.rank], vocab_size))
 
-    def local_labels(self, labels: Tensor, vocab_size: int) -> tuple[Tensor, Tensor | None]:
+    def share(self, labels: Tensor, vocab_size: int) -> tuple[slice, Tensor, Tensor | None]:
         columns = self.columns(vocab_size)
         labels = labels - columns.start
         # Spread over the columns: the gradients of tokens that have one label are summed one after another.
         inside = labels.remainder(columns.stop - columns.start)
-        return inside, inside != labels
+        return columns, inside, inside != labels
 
     def local(self, hidden_states: Tensor) -> Tensor:
         """This rank's hidden states, of all tokens.

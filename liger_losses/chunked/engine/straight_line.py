@@ -24,7 +24,7 @@ from liger_losses.chunked.engine.decision import decide, drops_tokens
 from liger_losses.chunked.engine.head import Head
 from liger_losses.chunked.engine.plan import EngineOptions, default_bound, is_small, padded
 from liger_losses.chunked.engine.query import EqualWeights, Query, Statistics
-from liger_losses.chunked.engine.tokens import Tokens, check_right
+from liger_losses.chunked.engine.tokens import check_right
 from liger_losses.kernels._triton import BACKEND_VARIABLE
 from liger_losses.kernels.autograd import (
     Scaling,
@@ -60,7 +60,7 @@ def straight_query(
     hidden_states: Any, head: Head, labels: Any, query: Query, options: EngineOptions
 ) -> list[Statistics] | None:
     """The statistics of each tensor of labels, in its shape; ``None`` where the call has no straight line."""
-    if isinstance(labels, Tokens) or not (query.is_plain and head.is_plain):
+    if not (query.is_plain and head.is_plain):
         return None
     metrics = query.metrics and tuple([name for name in query.metrics if name not in query.statistics])
     names, how = query.statistics + metrics, (query.statistics, metrics, options, NO_TRANSFORM)

@@ -75,9 +75,7 @@ class Stream:
                 kept.keep(opened, counted)
             for part in self._parts(block.rows, values, counted):
                 wanted = _rows_of(upstream, part.rows)
-                if kept is None:
-                    block.refill(part, wanted)
-                self._write_gradients(block, part, wanted, grads)
+                block.write(part, wanted, grads, filled=kept is not None)
         return grads.results()
 
     def statistics_and_unit_gradient(self) -> tuple[dict[str, Tensor], Tensor]:
@@ -126,7 +124,7 @@ class Stream:
                 else:
                     upstream = known
                 grads = grads or Gradients(self.opened)
-                self._write_gradients(block, part, upstream, grads)
+                block.write(part, upstream, grads)
                 if known is not None:  # the last statistic may be found together with the gradients
                     losses.append(self.call.weighted_sum(known, part.values, part.rows))
         every = losses[0] if len(losses) == 1 else torch.cat([values["lse"][:0], *losses])
@@ -138,11 +136,13 @@ class Stream:
         """The active tokens, or the first ``count`` of them, ``size`` or fewer at a time."""
         epilogue, per_token = self.opened.epilogue, isinstance(self.call.transform.temperature, Tensor)
         tokens = self.call.tokens  # those without loss, if they are among them, may hold anything
-        for rows in blocks(self.count if count is None else count, size):
+        count = self.count if count is None else count
+        for start in range(0, count, max(size, 1)):
+            rows = slice(start, min(start + size, count))
             hidden = tokens.gather(self.opened.flat, rows.start, rows.stop)
             hidden = hidden if tokens.ignored is None else tokens.masked(hidden, rows)
             own = epilogue.rows(rows) if per_token else epilogue
-            of_part = values if len(hidden) == self.count else _rows_of(values, rows)
+            of_part = values if len(hidden) == self.count else {name: v[rows] for name, v in values.items()}
             yield Part(rows, hidden.to(self.call.work.operand_dtype), of_part, own)
 
     def _block(self, rows: int) -> Block:
@@ -158,7 +158,9 @@ class Stream:
         if not work.fused and not work.walks:
             return self._block(plan.rows)
         # The tokens whose hidden states are gathered at once: all where that copies nothing, else even parts that fit.
-        parts = -(-self.count // plan.tile_rows) if work.gathers or work.walks else 1
+        # A pass of gradients that follows takes more memory for each token, gathered or not.
+        most = plan.tile_rows * (2 if self.call.strategy == "two_pass" and not work.walks else 1)
+        parts = -(-self.count // most) if work.gathers or work.walks else 1
         return Columns(self.opened, -(-self.count // max(parts, 1)))
 
     def _block_of_gradients(self) -> Block:
@@ -166,13 +168,6 @@ class Stream:
         if self.call.query.needs_logits:
             return self._block(self.call.plan.rows)
         return Columns(self.opened, min(self.call.plan.tile_rows, self.count))
-
-    def _write_gradients(self, block: Block, part: Part, upstream: Upstream, grads: Gradients) -> None:
-        out_view = grads.hidden.out_view(part.rows)
-        gradient = block.gradients(part, upstream, grads.head, out_view)
-        with block.beside():
-            grads.hidden.write(part.rows, gradient, out_view)
-        block.wait()
 
     def _empty_statistics(self) -> dict[str, Tensor]:
         """Memory for the statistics ``[N]`` (``selected_logps``: ``[N, k]``) of every active token.
@@ -184,7 +179,8 @@ class Stream:
         widths: dict[str, Sequence[int]] = {"registered": (len(query.registered),), "columns": (query.largest,)}
         widths["selected_logps"] = (query.largest,) if query.selected is None else query.selected.shape[1:]
         columns = ("columns",) if query.largest else ()  # of which gradients are taken, whoever asked for them
-        names = "lse", *self.call.outputs, *self.call.row_constants, *columns
+        constants = self.call.row_constants if self.call.plan.tiled else ()
+        names = "lse", *self.call.outputs, *constants, *columns
         wide, integers = self.call.work.logits_dtype, {"argmax": torch.int64, "columns": torch.int64}
         return {
             name: torch.empty(

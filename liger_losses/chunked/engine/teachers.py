@@ -54,7 +54,7 @@ class Teacher:
     columns_correspond: bool = False
 
     @property
-    def _parts(self) -> tuple[Tensor, Head]:
+    def parts(self) -> tuple[Tensor, Head]:
         """Hidden states and head, checked when they are first read; adapters are columns of both."""
         # torch.compile cannot trace a cached property.
         return self._checked() if torch.compiler.is_dynamo_compiling() else self._kept
@@ -74,16 +74,16 @@ class Teacher:
 
     @property
     def head(self) -> Head:
-        return self._parts[1]
+        return self.parts[1]
 
     @property
     def local_hidden_states(self) -> Tensor:
         """The hidden states; of a DTensor, the hidden states of all tokens, on this rank."""
-        return self._parts[0]
+        return self.parts[0]
 
     @property
     def vocab_size(self) -> int:
-        return self._parts[1].vocab_size
+        return self.parts[1].vocab_size
 
     def check(self, tokens: torch.Size, student: Head) -> None:
         """Raise TypeError or ValueError unless this fits the shape of the student's tokens, and the student's head."""

@@ -6,7 +6,7 @@ T tokens, N of them active, H hidden size.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -180,7 +180,7 @@ class Tokens:
     @cached_property
     def are_all(self) -> bool:
         """Whether no token was dropped."""
-        return self.indices == (None,) * len(self.indices)
+        return {*map(type, self.indices)} == {type(None)}
 
     def pieces(self, start: int, stop: int) -> list[tuple[int, int, int]]:
         """``(which tensor, first, last)`` for the active tokens ``start`` to ``stop``."""
@@ -201,7 +201,9 @@ class Tokens:
             return sources[0] if stop - start == sources[0].shape[0] else sources[0][start:stop]
         rows = []
         for segment, first, last in self.pieces(start, stop):
-            index, source = _rows(self.indices[segment], first, last), sources[segment]
+            index, source = self.indices[segment], sources[segment]
+            if index is not None and last - first < len(index):  # a view of all takes the host time too
+                index = index[first:last]
             if source.dim() > 2:
                 flat = torch.arange(first, last, device=source.device) if index is None else index
                 rows.append(source[_unravelled(flat, self.shapes[segment])])
@@ -297,22 +299,34 @@ class Tokens:
         ignored = self.ignored if len(values) == len(self.ignored) else self.ignored[rows]
         return values.masked_fill(ignored if values.dim() == 1 else ignored.view(-1, *[1] * (values.dim() - 1)), 0)
 
-    def scatter(self, values: Tensor) -> Tensor:
-        """From one value (or row) per active token ``[N]`` to one per token ``[T]``; 0 for those without loss."""
-        if self.ignored is not None:
-            return self.masked(values)
-        if self.positions is None:
-            return values if values._base is None else values.clone()  # kernels return rows of one tensor
-        return values.new_zeros(sum(self.sizes), *values.shape[1:]).index_copy_(0, self.positions, values)
+    def scatter(self, named: Mapping[str, Tensor], names: Iterable[str]) -> list[Tensor]:
+        """From values (or rows) per active token ``[N]`` to one per token ``[T]`` of each of these names; 0 for tokens
+        without loss."""
+        found = list[Tensor]()
+        for name in names:
+            values = named[name]
+            if self.ignored is not None:
+                values = self.masked(values)
+            elif self.positions is not None:
+                whole = values.new_zeros(sum(self.sizes), *values.shape[1:])
+                values = whole.index_copy_(0, self.positions, values)
+            elif values._base is not None:
+                values = values.clone()  # kernels return rows of one tensor
+            found.append(values)
+        return found
 
-    def split(self, values: Tensor) -> list[Tensor]:
-        """From ``[T]`` (or ``[T, k]``) to one tensor per tensor of labels, in its shape."""
-        if len(self.shapes) == 1:
-            return [values.view(*self.shapes[0], *values.shape[1:])]
-        if len({*self.shapes}) == 1:
-            return list(values.view(len(self.shapes), *self.shapes[0], *values.shape[1:]).unbind())
-        parts = values.split(self.sizes)
-        return [part.view(*shape, *values.shape[1:]) for part, shape in zip(parts, self.shapes, strict=True)]
+    def split(self, named: Mapping[str, Tensor]) -> list[dict[str, Tensor]]:
+        """From ``[T]`` (or ``[T, k]``) each to values of each tensor of labels, in its shape."""
+        found: list[dict[str, Tensor]] = [{} for _ in self.shapes]
+        alike = len(found) > 1 and len({*self.shapes}) == 1
+        for name, values in named.items():
+            if alike:
+                parts = values.view(len(found), *self.shapes[0], *values.shape[1:]).unbind()
+            else:
+                parts = values.split(self.sizes) if len(found) > 1 else (values,)
+            for of_one, part, shape in zip(found, parts, self.shapes, strict=True):
+                of_one[name] = part if alike else part.view(*shape, *values.shape[1:])
+        return found
 
 
 def _rows(values: Any, first: int, last: int) -> Any:

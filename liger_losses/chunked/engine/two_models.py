@@ -49,6 +49,13 @@ def _columns(values: Tensor, count: int) -> Tensor:
     return values if values.shape[1] == count else values[:, :count]
 
 
+def _at_temperature(transform: LogitTransform, temperature: float | Tensor) -> LogitTransform:
+    """The transform with another temperature."""
+    own = transform.temperature
+    numbers = not isinstance(own, Tensor) and not isinstance(temperature, Tensor)
+    return transform if numbers and own == temperature else replace(transform, temperature=temperature)
+
+
 class TwoModels(Block):
     """A divergence: by default half-precision gradients ``[R, W]``, from fp32 logits of r tokens of both models.
 
@@ -72,37 +79,38 @@ class TwoModels(Block):
         self.gradient: Tensor | None = None
         self.grad_bias: Tensor | None = None
         #: Where gradients are computed in tiles: what they need of each token, and where they add up the divergence.
-        self.constants = call.row_constants
+        self.constants = call.row_constants if call.plan.tiled else []
         self.values: dict[str, Tensor] = {}
         self.value: Tensor | None = None
         #: V, of which ``shared`` are computed here; and labels inside it, for statistics that do not depend on them.
-        columns = call.ranks.columns(call.shared_columns)
+        columns = call.ranks.columns(call.decision.shared_columns)
         self.shared = columns.stop - columns.start
         self.shared_labels = opened.labels
         if opened.weight_rows > self.shared:
             self.shared_labels = self.shared_labels.clamp(max=self.shared - 1)
-        soft = replace(call.transform, temperature=comparison.temperature)
+        soft = _at_temperature(call.transform, comparison.temperature)
         self.soft_epilogue = Epilogue(soft, opened.bias).columns(slice(0, self.shared))
         #: The hard loss is of the student's whole vocabulary at temperature 1, the divergence of the shared columns.
-        self.separate = call.has_two_softmaxes
+        self.separate = call.decision.has_two_softmaxes
         self.student = replace(opened.projection, fused=call.work.fused_products)
         #: The teacher, if its logits are computed here.
         self.teacher: Projection | None = None
-        self.teacher_epilogue = Epilogue(LogitTransform(comparison.temperature))
         if isinstance(comparison.teacher, TeacherLogits):
+            self.teacher_epilogue = Epilogue(LogitTransform(comparison.temperature))
             return
-        head = comparison.teacher.head.detach()
+        states, head = comparison.teacher.parts
+        head = head.detach()
         columns = columns if head.ranks is ALONE else slice(0, self.shared)
         if columns != slice(0, head.weight.shape[0]):
             head = head.columns(columns)
         bias = None if head.bias is None else head.bias.contiguous()
-        self.teacher_epilogue = Epilogue(replace(head.transform, temperature=comparison.temperature), bias)
+        self.teacher_epilogue = Epilogue(_at_temperature(head.transform, comparison.temperature), bias)
         weights = head.weights
         if call.work.dequantized_bytes:
             weights = weights.dequantized(call.work.operand_dtype)
         fused = can_fuse(weights, call.work.operand_dtype, call.backend)
         self.teacher = replace(opened.projection, weights=weights, fused=fused)
-        states = comparison.teacher.local_hidden_states.detach()
+        states = states.detach()
         self.teacher_states = states.reshape(-1, states.shape[-1]) if states.is_contiguous() else states
 
     # --- The block ----------------------------------------------------------------------------------------------------

@@ -78,12 +78,12 @@ class LossOptions:
 
 
 #: Types of values of which equal ones make the same options.
-_PLAIN = (int, float, bool, str, type(None), torch.dtype)
+_PLAIN = {int, float, bool, str, type(None), torch.dtype}
 
 
 def _options(kind: Any, values: Mapping[str, Any]) -> LossOptions:
     """The options of these values, which are checked once where they are plain."""
-    plain = all(type(value) in _PLAIN for value in values.values())
+    plain = {*map(type, values.values())} <= _PLAIN
     return _kept_options(kind, **values) if plain else kind(**values)
 
 
@@ -153,6 +153,7 @@ class ChunkedLoss(nn.Module):
     #: The documented names of its arguments by position, in each form; and those of :meth:`forward`'s parameters.
     forms: ClassVar[tuple[tuple[str, ...], ...]] = (("head", "hidden_states", "labels"),)
     argument_names: ClassVar[tuple[str, ...]] = ("weight", "hidden_states", "labels", "bias")
+    argument_set: ClassVar[frozenset[str]] = frozenset(argument_names)
     #: What its constructor takes: the options, and what the constructors of subclasses name.
     option_names: ClassVar[tuple[str, ...]] = tuple(field.name for field in fields(LossOptions))
     __signature__ = _Signature()
@@ -166,6 +167,7 @@ class ChunkedLoss(nn.Module):
         cls.computes_options = any(hasattr(cls, name) for name in names)
         if "forward" in vars(cls):
             cls.argument_names = tuple(inspect.signature(cls.forward).parameters)[1:]
+            cls.argument_set = frozenset(cls.argument_names)
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         settings = _options(self.options_type, named_options(type(self), arguments, options))

@@ -21,7 +21,6 @@ from liger_losses.chunked.engine.checks import (
     check_device,
     check_shape_of,
     check_tensor,
-    check_tensors,
     checked_mask,
 )
 from liger_losses.chunked.engine.decision import active_tokens
@@ -102,8 +101,12 @@ class Completions:
 
     def batched(self) -> Completions:
         """The same with a batch dimension; a single completion becomes a batch of one."""
-        given = {n: v for n, v in vars(self).items() if v is not None or n in ("hidden_states", "labels")}
-        check_tensors(given, dtensors=("hidden_states", "ref_hidden_states"))
+        given = {}
+        for name, value in vars(self).items():
+            if value is not None or name in ("hidden_states", "labels"):
+                given[name] = value
+                if type(value) is not Tensor:
+                    check_tensor(name, value, allow_dtensor=name in ("hidden_states", "ref_hidden_states"))
         if self.labels.dim() != 1:
             return self
         of_one = {"ref_logps": self.ref_logps} if self.ref_logps is not None and self.ref_logps.shape == (1,) else {}
@@ -130,12 +133,11 @@ def as_completions(value: Any, which: str) -> Completions:
 
 def only_in_completions(what: str, reference: Sequence[Tensor | None], temperature: Tensor | None) -> None:
     """Raise ValueError for what :class:`Completions` bring with them."""
-    for name, values, fields in (
-        ("reference", reference, "ref_hidden_states=, ref_logps="),
-        ("temperature", [temperature], "temperature="),
-    ):
-        if any(value is not None for value in values):
-            raise ValueError(f"with {what}, give the {name} in Completions(..., {fields}).")
+    for value in reference:
+        if value is not None:
+            raise ValueError(f"with {what}, give the reference in Completions(..., ref_hidden_states=, ref_logps=).")
+    if temperature is not None:
+        raise ValueError(f"with {what}, give the temperature in Completions(..., temperature=).")
 
 
 @contextmanager
@@ -174,16 +176,19 @@ class CompletionBatch:
     @classmethod
     def of(cls, head: Head, **groups: Any) -> CompletionBatch:
         """A batch of named groups, each ``Completions`` or a ``(hidden_states, labels)`` tuple."""
-        parts = [as_completions(value, name) for name, value in groups.items()]
-        refs = [part.ref_hidden_states for part in parts if part.ref_hidden_states is not None]
-        temperatures = [part.temperature for part in parts if part.temperature is not None]
-        for name, found in {"ref_hidden_states": refs, "temperature": temperatures}.items():
-            if found and len(found) < len(parts):
+        columns: list[list[Any]] = [[], [], [], [], []]
+        for name, value in groups.items():
+            part = as_completions(value, name)
+            for column, of_part in zip(columns, vars(part).values(), strict=True):
+                column.append(of_part)
+        hidden, labels, refs, ref_logps, temperatures = columns
+        refs, temperatures = ([value for value in found if value is not None] for found in (refs, temperatures))
+        for name, found in (("ref_hidden_states", refs), ("temperature", temperatures)):
+            if found and len(found) < len(groups):
                 each = " and ".join(f"the {name}" for name in groups)
                 raise ValueError(f"give {name} for both {each} completions, or for neither.")
-        hidden, labels = [part.hidden_states for part in parts], [part.labels for part in parts]
-        ref_logps = tuple(part.ref_logps for part in parts)
-        return cls(tuple(groups), head, hidden, labels, refs or None, ref_logps, temperatures=temperatures or None)
+        references = refs or None, tuple(ref_logps)
+        return cls(tuple(groups), head, hidden, labels, *references, temperatures=temperatures or None)
 
     def at_temperatures(self, head: Head, extra: Sequence[Tensor] = ()) -> Head:
         """A head whose logits are divided by each token's temperature, if there is one; ``extra`` ones come last."""
@@ -197,8 +202,7 @@ class CompletionBatch:
         """One tensor per group, from one per tensor of labels."""
         if len(tensors) == len(self.names):
             return list(tensors)
-        half = tensors[0].shape[0] // 2
-        return [tensors[0][:half], tensors[0][half:]]
+        return list(tensors[0].unflatten(0, (2, tensors[0].shape[0] // 2)).unbind())
 
     def group_statistics(self, found: Sequence[Statistics]) -> list[Statistics]:
         """The same for the engine's statistics."""
@@ -223,7 +227,10 @@ class CompletionBatch:
             return [None if logps is None else _given(logps, labels != options.ignore_index) for labels, logps in pairs]
         with torch.no_grad(), naming_the_reference():
             own = slice(0, len(self.labels))
-            tokens = tokens.part(own) if isinstance(tokens, Tokens) else tokens[own]
+            if not isinstance(tokens, Tokens):
+                tokens = tokens[own]
+            elif len(tokens.shapes) > len(self.labels):
+                tokens = tokens.part(own)
             head = self.at_temperatures(self.ref_head)
             found = query_statistics(self.ref_hidden_states, head, tokens, Query(("logp",)), options)
         return list(self.groups([part.logp for part in found]))

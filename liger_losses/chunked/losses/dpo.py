@@ -14,7 +14,7 @@ from torch import Tensor
 from liger_losses.chunked.engine import Statistics
 from liger_losses.chunked.engine.arguments import options_of
 from liger_losses.chunked.engine.checks import check_alike, check_names, check_range, check_shape_of, check_tensor
-from liger_losses.chunked.losses.completion_loss import MAX_EXPONENT, sequence_logps, wide_dtype
+from liger_losses.chunked.losses.completion_loss import MAX_EXPONENT, Scored, sequence_logps, wide_dtype
 from liger_losses.chunked.losses.pairs import Pairs, PreferenceLoss, PreferenceOptions, smoothed
 
 #: Losses that TRL's DPO had, or that are separate classes.
@@ -231,13 +231,15 @@ def dpo_loss(
 
 def _losses(pairs: Pairs, o: DPOOptions) -> Tensor:
     """:func:`dpo_loss` of checked options."""
-    logratios, alpha = (pairs.chosen_logratios, pairs.rejected_logratios), o.f_alpha_divergence_coef
-    chosen, rejected = (F_DIVERGENCES[o.f_divergence_type](u, alpha) for u in logratios)
+    score, alpha = F_DIVERGENCES[o.f_divergence_type], o.f_alpha_divergence_coef
+    chosen, rejected = score(pairs.chosen_logratios, alpha), score(pairs.rejected_logratios, alpha)
     terms = []
-    for row in o.variants:
-        margin = chosen - rejected
+    for name in o.loss_types:
+        row = DPO_LOSSES[name]
         if row.per_token:
             margin = chosen / pairs.chosen_lengths.clamp(min=1) - rejected / pairs.rejected_lengths.clamp(min=1)
+        else:
+            margin = chosen - rejected
         terms.append(row.loss(pairs, margin, o))
     if o.loss_weights is not None:
         terms = [weight * term for weight, term in zip(o.loss_weights, terms, strict=True)]
@@ -310,6 +312,9 @@ class LigerFusedLinearDPOLoss(PreferenceLoss):
 
     def pair_loss(self, pairs: Pairs) -> Tensor:
         return _losses(pairs, self.settings)
+
+    def _pair_losses(self, pairs: Pairs, sides: Sequence[Scored]) -> Tensor:
+        return super()._pair_losses(pairs, sides if self.use_weighting else ())
 
     def sequence_weight(self, statistics: Statistics, mask: Tensor) -> Tensor | None:
         if not self.use_weighting:

@@ -205,9 +205,8 @@ def errors(parts):
     expect("ce_weight must be", "ce_weight must be", lambda: CE(weight[rows, 0])(head, hidden, labels))
     expect("must be a torch.distributed", "must be a torch.distributed", lambda: Head(weight[rows], group="tp"))
     teacher = Teacher(d["other"], Head(weight[rows], group=group))
-    expect(
-        "share both", "share both", lambda: linear_divergence(hidden, weight, labels, teacher, Divergence.forward_kl())
-    )
+    said = "make both vocabulary-parallel"
+    expect(said, said, lambda: linear_divergence(hidden, weight, labels, teacher, Divergence.forward_kl()))
     other = Part.of(group, (8, 2, 12, 8)).rows
     teacher = Teacher(d["other"], Head(weight[other], group=group))
     alike = "must hold the same part" if rank in (0, 1) else "rank 0 .* raised"

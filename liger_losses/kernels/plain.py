@@ -13,6 +13,9 @@ _LINEAR_FORWARD = nn.Linear.forward
 _has_global_hook: Callable[[], bool] = getattr(torch.nn.modules.module, "_has_any_global_hook", lambda: False)
 
 
+#: Where modules keep their hooks. One that torch does not have counts as a hook.
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+
 #: Tensors that kernels can read, and no subclasses of them.
 PLAIN = frozenset((Tensor, nn.Parameter))
 
@@ -26,7 +29,7 @@ def is_plain_linear(module: nn.Module) -> bool:
     """Whether a module is ``nn.Linear``, no subclass, with ordinary parameters, no hooks, not compiled or patched."""
     if type(module) is not nn.Linear or not is_plain(module.weight):
         return False
-    hooks = (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks)
+    hooks = [getattr(module, name, True) for name in _HOOKS]
     replaced = "forward" in vars(module) or nn.Linear.forward is not _LINEAR_FORWARD
     compiled = getattr(module, "_compiled_call_impl", None) is not None
     return (module.bias is None or is_plain(module.bias)) and not (

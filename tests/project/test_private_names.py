@@ -5,7 +5,11 @@ import pathlib
 import subprocess
 import sys
 
+import pytest
+from torch import nn
+
 import liger_losses
+from liger_losses.kernels.plain import _HOOKS, is_plain_linear
 
 #: Where the name is, the name, and whether torch itself needs it, so that it is absent during the import alone.
 NAMES = [
@@ -88,6 +92,14 @@ def test_without_private_names():
         lazy = name != "_make_wrapper_subclass"
         assert kind == ("LazyLogits" if lazy else "Tensor"), name
         assert [name in reason for reason in reasons] == [True] * (not lazy), name
+
+
+@pytest.mark.parametrize("name", _HOOKS)
+def test_a_layer_whose_hooks_cannot_be_told_is_called(name):
+    layer = nn.Linear(2, 3)
+    assert is_plain_linear(layer)
+    delattr(layer, name)
+    assert not is_plain_linear(layer)
 
 
 def test_the_list_has_names_that_the_package_uses():

@@ -92,7 +92,9 @@ def main():
     parser.add_argument("--batch-size", type=int, default=8)
     parser.add_argument("--learning-rate", type=float, default=3e-4)
     parser.add_argument("--beta", type=float, default=0.5)
-    parser.add_argument("--hard", type=float, default=0.2, help="weight of cross-entropy; the divergence has the rest")
+    parser.add_argument(
+        "--hard", type=float, default=0.2, help="weight of cross-entropy; 1 - this is the weight of the divergence"
+    )
     parser.add_argument("--max-length", type=int, default=128)
     parser.add_argument("--save-teacher", metavar="DIR", help="write the teacher's hidden states and head, and stop")
     parser.add_argument("--teacher", metavar="DIR", help="take the teacher from these files, also while it is written")

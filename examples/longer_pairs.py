@@ -93,7 +93,7 @@ def run(lengths: list[int], hidden_size: int, vocab_size: int, plot: pathlib.Pat
             raise SystemExit(f"{side} failed with exit code {done.returncode}; its error is above.")
         found[side] = json.loads(done.stdout.splitlines()[-1])
     print(f"\nDPO's loss on one pair, from hidden states [2, tokens, {hidden_size}] to gradients,")
-    print(f"with {vocab_size} words; memory is what it takes beside its inputs\n")
+    print(f"with a vocabulary of {vocab_size}; memory is the peak beyond the inputs\n")
     print(f"{'tokens':>8}" + "".join(f"{side + ', MiB':>22}{'seconds':>10}{'loss':>10}" for side in SIDES))
     for number, length in enumerate(lengths):
         cells = (found[side][number] for side in SIDES)

@@ -35,7 +35,9 @@ def main():
     parser.add_argument("--batch-size", type=int, default=8)
     parser.add_argument("--new-tokens", type=int, default=48)
     parser.add_argument("--learning-rate", type=float, default=3e-4)
-    parser.add_argument("--beta", type=float, default=0.0, help="0: KL(teacher, student); 1: the other; between: JSD")
+    parser.add_argument(
+        "--beta", type=float, default=0.0, help="0: KL(teacher, student); 1: KL(student, teacher); between: JSD"
+    )
     parser.add_argument("--output", default="runs/trl_distill")
     args = parser.parse_args()
 

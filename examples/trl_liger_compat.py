@@ -1,4 +1,4 @@
-"""Give this library's classes to trainers that build losses of ``liger_kernel.chunked_loss``.
+"""Use this library's classes in trainers that build losses of ``liger_kernel.chunked_loss``.
 
 TRL up to 1.12 builds them with ``use_liger_kernel=True``. This library's classes have the same names, constructor
 keywords, calls and metrics, so only the import changes: call :func:`use_instead_of_liger` before you import a trainer.

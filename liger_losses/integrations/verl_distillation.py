@@ -96,7 +96,7 @@ def teacher_head(folder: str, device: torch.device, dtype: torch.dtype) -> Tenso
                     return file.get_tensor(name).to(dtype)
     raise ValueError(
         f"the teacher's head is read from {' or '.join(_HEADS)} in model.safetensors, or the files of its index, but "
-        f"{folder!r} has none of these; set the teacher's model_path to a folder that has."
+        f"{folder!r} has none of these; set the teacher's model_path to a folder that contains one of them."
     )
 
 
@@ -123,8 +123,8 @@ def head_statistics(
     tokens = columns.shape[:-1].numel()
     if tokens != shape.numel():
         raise ValueError(
-            f"the teacher's columns are of {tokens} tokens, the student's of {shape.numel()}: they must be of the same "
-            "packed sequences."
+            f"the teacher's columns have {tokens} tokens, the student's hidden states {shape.numel()}: pass the "
+            "columns of the same packed sequences."
         )
     if batch.mode is not None:
         head = teacher_head(batch.mode.folder, hidden_states.device, hidden_states.dtype)

@@ -40,7 +40,7 @@ def test_the_head_of_a_batch_that_is_distilled(tokens, monkeypatch):
     batch = verl_distillation._Distilled(False, columns, columns.float())
     monkeypatch.setattr(verl_distillation._thread, "batch", batch, raising=False)
     if tokens == 8:
-        with pytest.raises(ValueError, match="columns are of 8 tokens, the student's of 9"):
+        with pytest.raises(ValueError, match="columns have 8 tokens, the student's hidden states 9"):
             verl.fused_linear_for_ppo(None, hidden, weight, labels)
         return
     logps, entropy = verl.fused_linear_for_ppo(None, hidden[:, :tokens], weight, labels[:, :tokens])

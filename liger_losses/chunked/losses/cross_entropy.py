@@ -270,7 +270,7 @@ class CrossEntropyOptions(LossOptions):
 
 
 class LigerFusedLinearCrossEntropyLoss(ChunkedLoss):
-    """:func:`cross_entropy` with class weights, label smoothing, z-loss and token scaling.
+    """Cross-entropy (:func:`cross_entropy`) with class weights, label smoothing, z-loss and token scaling.
 
     The loss depends on ``reduction``. ``w_t`` is the weight of a token, and ``c_t`` the class weight of its label:
 
@@ -314,7 +314,7 @@ class LigerFusedLinearCrossEntropyLoss(ChunkedLoss):
 
     @property
     def spans_ranks(self) -> bool:
-        """Whether the loss is one of all ranks of :attr:`group`; a loss per token is not."""
+        """Whether all ranks of :attr:`group` compute one loss; a loss per token (``none``) is not."""
         return self.group is not None and self.reduction != "none"
 
     @loss_operator

@@ -135,7 +135,7 @@ class DistillationLoss(ChunkedLoss):
 
     @property
     def transform(self) -> LogitTransform:
-        """The student's, at temperature 1."""
+        """The transform of the student's logits, at temperature 1."""
         return replace(super().transform, temperature=1.0) if self.computes_options else self._transform
 
     @property
@@ -314,7 +314,7 @@ class JSDOptions(DistillationOptions):
 
 
 class LigerFusedLinearJSDLoss(DistillationLoss):
-    """The generalized Jensen-Shannon divergence: :func:`jsd`. Other arguments as in :class:`DistillationLoss`.
+    """Distillation with the generalized Jensen-Shannon divergence, :func:`jsd`.
 
     Args:
         beta: share of the teacher in the mixture, in [0, 1].
@@ -347,7 +347,9 @@ class ReverseKLOptions(KLOptions):
 
 
 class LigerFusedLinearKLLoss(DistillationLoss):
-    """``KL(q || p)``; with ``skew``, ``KL(q || skew q + (1 - skew) p)`` (DistiLLM, arXiv:2402.03898, eq. 4).
+    """Distillation with the forward KL divergence ``KL(q || p)`` of the teacher q and the student p.
+
+    With ``skew``, it is ``KL(q || skew q + (1 - skew) p)`` (DistiLLM, arXiv:2402.03898, eq. 4).
 
     Args:
         skew: share of the teacher in the second distribution, at least 0 and below 1.
@@ -359,16 +361,18 @@ class LigerFusedLinearKLLoss(DistillationLoss):
 
 
 class LigerFusedLinearReverseKLLoss(LigerFusedLinearKLLoss):
-    """``KL(p || q)``; with ``skew``, ``KL(p || skew p + (1 - skew) q)`` (DistiLLM, arXiv:2402.03898, section 3.1).
+    """Distillation with the reverse KL divergence ``KL(p || q)`` of the student p and the teacher q.
 
-    Arguments as in :class:`LigerFusedLinearKLLoss`; here ``skew`` is the student's share.
+    With ``skew``, it is ``KL(p || skew p + (1 - skew) q)`` (DistiLLM, arXiv:2402.03898, section 3.1).
+
+    Arguments as in :class:`LigerFusedLinearKLLoss`. Here ``skew`` is the share of the student.
     """
 
     options_type = ReverseKLOptions
 
 
 class LigerFusedLinearTVDLoss(DistillationLoss):
-    """Total variation: :func:`total_variation`. Arguments as in :class:`DistillationLoss`, without the divergence."""
+    """Distillation with the total variation, :func:`total_variation`. Arguments as in :class:`DistillationLoss`."""
 
     options_type = DistillationOptions
     positions = (*_WEIGHTS, *_OTHERS)
@@ -393,7 +397,9 @@ class AlphaBetaOptions(DistillationOptions):
 
 
 class LigerFusedLinearAlphaBetaLoss(DistillationLoss):
-    """:func:`alpha_beta_divergence`; with ``beta=None`` the alpha divergence, ``beta = 1 - alpha``.
+    """Distillation with the alpha-beta divergence, :func:`alpha_beta_divergence`.
+
+    With ``beta=None``, it is the alpha divergence, ``beta = 1 - alpha``.
 
     Args:
         alpha, beta: at least 0, and not both 0.
@@ -416,7 +422,7 @@ class CosineSimilarityOptions(DistillationOptions):
 
 
 class LigerFusedLinearCosineSimilarityLoss(DistillationLoss):
-    """``beta (1 - cos(student's logits, teacher's logits))``. Other arguments as in :class:`DistillationLoss`.
+    """Distillation with the cosine distance of the logits: ``beta (1 - cos(student's logits, teacher's logits))``.
 
     Args:
         beta: factor of the distance, at least 0.

@@ -167,7 +167,7 @@ class GRPOOptions(PolicyOptions, LossOptions):
 
 
 class LigerFusedLinearGRPOLoss(CompletionLoss):
-    """GRPO and its variants: :func:`grpo_loss`, less ``entropy_coef * mean entropy``.
+    """GRPO and its variants: :func:`grpo_loss`, minus ``entropy_coef`` times the mean entropy.
 
     If the term of every token depends only on this token, the loss takes one pass. Ratios of whole completions,
     ``vespo``, and masks by entropy or by divergence need all tokens of a completion first, and take two passes.

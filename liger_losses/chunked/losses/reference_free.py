@@ -176,7 +176,7 @@ class ORPOOptions(ReferenceFreeOptions):
 
 
 class LigerFusedLinearCPOLoss(PreferenceLoss):
-    """CPO and its variants: :func:`cpo_loss`, plus the chosen likelihood.
+    """CPO and its variants: the mean of :func:`cpo_loss`, plus the chosen completions' negative log-likelihood.
 
     Args:
         ignore_index, beta, alpha, compute_nll_loss, compiled, chunk_size, options: as in :class:`PreferenceLoss`.
@@ -212,7 +212,10 @@ class LigerFusedLinearCPOLoss(PreferenceLoss):
 
 
 class LigerFusedLinearSimPOLoss(LigerFusedLinearCPOLoss):
-    """SimPO: :func:`simpo_loss`, plus the chosen likelihood. It is CPO with ``loss_type="simpo"``."""
+    """SimPO: the mean of :func:`simpo_loss`, plus the chosen completions' negative log-likelihood.
+
+    It is CPO with ``loss_type="simpo"``; arguments as in :class:`LigerFusedLinearCPOLoss`.
+    """
 
     options_type = SimPOOptions
     positions = (
@@ -235,7 +238,7 @@ class ORPOMetrics(NamedTuple):
 
 
 class LigerFusedLinearORPOLoss(PreferenceLoss):
-    """ORPO: :func:`orpo_loss`, plus the chosen completions' mean negative log-likelihood (Hong et al. 2024).
+    """ORPO: the mean of :func:`orpo_loss`, plus the chosen completions' negative log-likelihood (arXiv:2403.07691).
 
     Args:
         ignore_index, beta, compute_nll_loss, compiled, chunk_size, options: as in :class:`PreferenceLoss`.

@@ -405,7 +405,7 @@ class LigerFusedLinearKTOLoss(UnpairedPreferenceLoss):
 
 
 class LigerFusedLinearBCOLoss(UnpairedPreferenceLoss):
-    """BCO: the mean of ``w_i`` times :func:`bco_loss`, with a reference by default (Jung et al., arXiv:2404.04656).
+    """BCO: the weighted mean of :func:`bco_loss`, with a reference by default (Jung et al., arXiv:2404.04656).
 
     ``shift`` is the running mean of the rewards. The mean of each training batch, including the current one, is counted
     once, over all processes. The running mean is a buffer that is saved with the module. It is not updated in
@@ -437,7 +437,7 @@ class LigerFusedLinearBCOLoss(UnpairedPreferenceLoss):
         self.register_buffer("counted", no_batches(4), persistent=False)
 
     def reward_shift(self, rewards: Tensor, logps: Tensor) -> Tensor:
-        """The running mean of the rewards, in training with this batch's ``[B]`` counted."""
+        """The running mean of the rewards. In training, it includes the rewards ``[B]`` of this batch."""
         state = self.running_shift, self.batches, self.counted
         shift, batches, counted = (value.to(rewards.device) for value in state)
         if not self.training:

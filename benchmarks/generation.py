@@ -118,6 +118,7 @@ def measure(name: str, providers: list[str], rounds: int, new: int, device: torc
             times[patched.name].append(timed(lambda p=patched, x=ids: generate(p, x, new), device) / new)
         medians = {provider: round(median(found), 3) for provider, found in times.items()}
         rows.append({"model": name, "batch": batch, "milliseconds": medians, "rounds": times})
+    gc.unfreeze()
     for patched in models:
         patched.model.float()
     for row in rows:

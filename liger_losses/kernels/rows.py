@@ -105,32 +105,39 @@ def launch_forward(
     return launch(inputs, vectors, outputs, per_row)
 
 
-class Forward:
-    """:func:`launch_forward` of tensors of one kind."""
+class _Arguments:
+    """What kernels take of inputs and vectors of one kind: rows with their strides, and contiguous vectors."""
 
-    def __init__(self, kernel: Any, per_thread: int, inputs: _Tensors, vectors: _Tensors, *options: Any) -> None:
+    def __init__(self, inputs: _Tensors, vectors: _Tensors) -> None:
         arguments = _arguments(inputs, vectors)
-        x: Tensor = arguments[0]
-        self.rows, columns = x.shape
+        self.rows, self.columns = arguments[0].shape
         self.strides = arguments[1 : 2 * len(inputs) : 2]
         given, used = [*inputs, *vectors], [*arguments[: 2 * len(inputs) : 2], *arguments[2 * len(inputs) :]]
         self.copies = any(
             a is not None and b is not None and a.data_ptr() != b.data_ptr() for a, b in zip(given, used, strict=True)
         )
+
+    def of(self, inputs: _Tensors, vectors: _Tensors) -> list[Any]:
+        """The arguments."""
+        return _arguments(inputs, vectors) if self.copies else [*interleaved(inputs, self.strides), *vectors]
+
+
+class Forward:
+    """:func:`launch_forward` of tensors of one kind."""
+
+    def __init__(self, kernel: Any, per_thread: int, inputs: _Tensors, vectors: _Tensors, *options: Any) -> None:
+        self.arguments, x = _Arguments(inputs, vectors), cast(Tensor, inputs[0])
+        rows, columns = self.arguments.rows, self.arguments.columns
         height, width = tile_of(columns, _FORWARD_ELEMENTS)
-        self.sizes = self.rows, columns, *options, height, width
+        self.sizes = rows, columns, *options, height, width
         warps = target_of(x.device).warps(height * width // per_thread)
-        self.launch = Launcher(kernel, max(1, -(-self.rows // height)), num_warps=warps)
+        self.launch = Launcher(kernel, max(1, -(-rows // height)), num_warps=warps)
 
     def __call__(self, inputs: _Tensors, vectors: _Tensors, outputs: _Tensors, per_row: int = 0) -> list[Tensor]:
-        x = cast(Tensor, inputs[0])
-        row_outputs = [torch.empty(self.rows, dtype=torch.float32, device=x.device) for _ in range(per_row)]
-        if self.copies:
-            arguments = _arguments(inputs, vectors)
-        else:
-            arguments = [*interleaved(inputs, self.strides), *vectors]
-        if self.rows:
-            self.launch(*arguments, *outputs, *row_outputs, *self.sizes)
+        x, rows = cast(Tensor, inputs[0]), self.arguments.rows
+        row_outputs = [torch.empty(rows, dtype=torch.float32, device=x.device) for _ in range(per_row)]
+        if rows:
+            self.launch(*self.arguments.of(inputs, vectors), *outputs, *row_outputs, *self.sizes)
         return row_outputs
 
 
@@ -153,24 +160,52 @@ def launch_backward(
     Returns:
         The sums, ``[C]``; the order of summation is always the same.
     """
-    arguments = _arguments(inputs, vectors)
-    x: Tensor = arguments[0]
-    rows, columns = x.shape
-    if rows == 0:
-        return [None if dtype is None else x.new_zeros(columns, dtype=dtype) for dtype in sum_dtypes]
-    target, (height, width) = target_of(x.device), tile_of(columns, _BACKWARD_ELEMENTS)
-    tiles = -(-rows // height)
-    # No more programs than share the tiles in as few rounds: each writes sums that are read again.
-    rounds = -(-tiles // (processors(x.device) * _BACKWARD_PROGRAMS))
-    programs = -(-tiles // rounds)
-    partials = [None if dtype is None else x.new_empty(programs, columns, dtype=torch.float32) for dtype in sum_dtypes]
-    # Rows are loaded two tiles ahead if shared memory holds three tiles of each of two programs per multiprocessor.
-    entry_bytes = sum([tensor.element_size() for tensor in inputs if tensor is not None])
-    stages = 3 if 3 * height * width * entry_bytes <= target.shared_memory // _BACKWARD_PROGRAMS else 1
-    sizes = (rows, columns, programs, *options, height, width, stages)
-    warps = target.warps(height * width // target.tiling.row_entries)
-    kernel[(programs,)](*arguments, *others, *partials, *sizes, num_warps=warps)
-    return [None if dtype is None else _column_sums(partials[i], dtype) for i, dtype in enumerate(sum_dtypes)]
+    settings = kernel, tuple(sum_dtypes), options
+    launch = _backwards.of(
+        settings, (*inputs, *vectors, *others), lambda: _Backward(kernel, inputs, vectors, sum_dtypes, *options)
+    )
+    return launch(inputs, vectors, others)
+
+
+class _Backward:
+    """:func:`launch_backward` of tensors of one kind."""
+
+    def __init__(self, kernel: Any, inputs: _Tensors, vectors: _Tensors, sum_dtypes: _Dtypes, *options: Any) -> None:
+        self.arguments, x = _Arguments(inputs, vectors), cast(Tensor, inputs[0])
+        self.dtypes, rows, columns = sum_dtypes, self.arguments.rows, self.arguments.columns
+        target, (height, width) = target_of(x.device), tile_of(columns, _BACKWARD_ELEMENTS)
+        tiles = max(1, -(-rows // height))
+        # No more programs than share the tiles in as few rounds: each writes sums that are read again.
+        rounds = -(-tiles // (processors(x.device) * _BACKWARD_PROGRAMS))
+        programs = -(-tiles // rounds)
+        # Rows are loaded two tiles ahead if shared memory holds three tiles of each of two programs per multiprocessor.
+        entry_bytes = sum([tensor.element_size() for tensor in inputs if tensor is not None])
+        stages = 3 if 3 * height * width * entry_bytes <= target.shared_memory // _BACKWARD_PROGRAMS else 1
+        self.sizes = rows, columns, programs, *options, height, width, stages
+        warps = target.warps(height * width // target.tiling.row_entries)
+        self.launch = Launcher(kernel, programs, num_warps=warps)
+        self.partial, self.columns = (programs, columns), columns
+        self.sum_sizes = programs, columns, min(512, power_of_two(programs)), _SUM_COLUMNS
+        blocks = -(-columns // _SUM_COLUMNS)
+        self.add_up = [Launcher(_column_sums_kernel, blocks, num_warps=_SUM_WARPS) for _ in sum_dtypes]
+
+    def __call__(self, inputs: _Tensors, vectors: _Tensors, others: _Tensors) -> list[Tensor | None]:
+        device, rows = cast(Tensor, inputs[0]).device, self.arguments.rows
+        make = torch.empty if rows else torch.zeros
+        sums = [None if dtype is None else make(self.columns, dtype=dtype, device=device) for dtype in self.dtypes]
+        partials = [
+            None if dtype is None else torch.empty(self.partial, dtype=torch.float32, device=device)
+            for dtype in self.dtypes
+        ]
+        if rows:
+            self.launch(*self.arguments.of(inputs, vectors), *others, *partials, *self.sizes)
+            for total, partial, add_up in zip(sums, partials, self.add_up, strict=True):
+                if total is not None:  # always in the same order, and rounded once
+                    add_up(partial, total, *self.sum_sizes)
+        return sums
+
+
+_backwards: Prepared[_Backward] = Prepared()
 
 
 def with_strides(matrices: _Tensors) -> list[Any]:
@@ -186,15 +221,6 @@ def interleaved(tensors: Iterable[Tensor | None], strides: Iterable[int]) -> Ite
 def _arguments(inputs: _Tensors, vectors: _Tensors) -> list[Any]:
     rows = [None if tensor is None else as_rows(tensor) for tensor in inputs]
     return [*with_strides(rows), *(None if vector is None else vector.contiguous() for vector in vectors)]
-
-
-def _column_sums(partial: Any, dtype: torch.dtype) -> Tensor:
-    """``[P, C]`` fp32 summed over P, always in the same order, and rounded once, to ``[C]``."""
-    programs, columns = partial.shape
-    out = partial.new_empty(columns, dtype=dtype)
-    sizes = programs, columns, min(512, power_of_two(programs)), _SUM_COLUMNS
-    _column_sums_kernel[(-(-columns // _SUM_COLUMNS),)](partial, out, *sizes, num_warps=_SUM_WARPS)
-    return out
 
 
 # --- Triton -----------------------------------------------------------------------------------------------------------

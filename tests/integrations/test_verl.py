@@ -59,7 +59,7 @@ def test_the_head_of_a_teacher_that_sends_hidden_states(name, tmp_path):
     safetensors = pytest.importorskip("safetensors.torch", reason="safetensors is not installed")
     teacher_head, given = verl_distillation.teacher_head, (str(tmp_path), torch.device("cpu"), torch.float64)
     if name is None:
-        with pytest.raises(ValueError, match="set the teacher's model_path to a folder that has"):
+        with pytest.raises(ValueError, match="set the teacher's model_path to a folder that contains"):
             teacher_head(*given)
         return
     weights = {name: torch.randn(5, 3), "model.norm.weight": torch.ones(3)}

@@ -546,7 +546,7 @@ def test_slices_of_sequences_on_two_processes(tmp_path, backend):
 
 def test_what_no_group_can_be_given_to(one_process):
     group = dist.group.WORLD
-    with pytest.raises(ValueError, match=r"labels are shifted across slices by whoever cut them; pass"):
+    with pytest.raises(ValueError, match=r"shift the labels before you cut the sequences, and pass"):
         build("CrossEntropy", group=group)(shift=True)
     with pytest.raises(ValueError, match="ld_alpha depends on the position of tokens"):
         build("DPO", group=group)(ld_alpha=0.5)

@@ -66,7 +66,7 @@ def plain_cross_entropy(hidden, weight, labels, bias, build, call, reduction="me
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
 def test_equals_the_definition(dtype, options, bias, reduction):
     if "num_items_in_batch" in options and reduction != "mean":
-        pytest.skip("num_items_in_batch is what 'mean' divides by")
+        pytest.skip("num_items_in_batch is the divisor of 'mean'")
     inputs = problem(37, 24, 131, dtype=dtype, bias=bias)
     hidden, weight, labels, b = inputs
     build, call = split_options(options, 131, 37, dtype)

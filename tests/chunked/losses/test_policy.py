@@ -264,7 +264,7 @@ def test_empty_batches():
         ({"top_entropy_quantile": 0.0}, "top_entropy_quantile"),
         ({"temperature": 0.0}, "temperature"),
         ({"chunk_size": 0}, "chunk_size"),
-        ({"shift": True}, "there is no shift"),
+        ({"shift": True}, "has no shift"),
         ({"ignore_index": 5}, "must not be a token id"),
         ({"vespo_k_pos": -1.0}, "vespo_k_pos"),
         ({"loss_type": "dr_grpo", "max_completion_length": "a"}, "max_completion_length"),

@@ -59,14 +59,14 @@ def masked_rows(dtype: torch.dtype = BF16, softcap: float | None = None) -> None
     rows = MaskedRows(TOKENS, VOCAB, -100, transform, right, "triton")
     for entropy in (False, True):
         values = rows.statistics(projected, labels, entropy)
-        rows.gradients(projected, labels, hidden, values.lse, values.entropy, Derivatives(*values))
+        rows.gradients(projected, labels, hidden, values.lse, values.entropy, Derivatives(*values[:3]))
     for scales, mean in (((-1.0, None), True), ((-0.9, -0.1), False)):
         rows = MaskedRows(TOKENS, VOCAB, -100, transform, right, "triton")
         rows.loss(projected, labels, hidden, scales, mean)
 
 
 def exponential_rows(hidden_size: int = HIDDEN, transform: LogitTransform = LogitTransform()) -> None:
-    hidden, weight, labels = problem(hidden_size=hidden_size)
+    hidden, weight, labels = (part.detach() for part in problem(hidden_size=hidden_size))
     rows = ExponentialRows(weight, TOKENS, -100, transform, tensor(dtype=torch.bool), "triton")
     block = rows.project(hidden, weight, labels)
     rows.gradients(block, labels, hidden, block.lse, None, Derivatives(logp=block.logp))

@@ -165,11 +165,12 @@ MUTANTS: dict[str, list[tuple[str, str, str]]] = {
         ("patching/probing.py", "if off and (rare is None or largest > rare or", "if off and (False and"),
     ],
     "tests/kernels/test_exponential_rows.py": [
-        ("kernels/exponential_rows.py", "= tl.where(active, -g * tl.load(ratio + row), 0.0)", "= -g * tl.load(ratio)"),
-        ("kernels/exponential_rows.py", "active & ((others <= limit) == 0)", "active & (others < 0)"),
-        ("kernels/exponential_rows.py", "1.0 / (at_label + others)", "1.0 / (1.0 + others)"),
-        ("kernels/exponential_rows.py", "(-others).to(", "others.to("),
+        ("kernels/exponential_rows.py", "    g = tl.where(active, g, 0.0)\n", ""),
+        ("kernels/exponential_rows.py", "active & ((rest <= limit) == 0)", "active & (rest < 0)"),
+        ("kernels/exponential_rows.py", "tl.store(ratio + rows, 1.0, mask=unsafe)", "pass"),
+        ("kernels/exponential_rows.py", "(at[:, None] < rows[None, :])", "(at[:, None] < 0)"),
         ("kernels/exponential_rows.py", "tl.load(facts + 1), 1)", "tl.load(facts), 1)"),
+        ("kernels/exponential_rows.py", "(s * value + c * w)", "(s * value)"),
     ],
     "tests/kernels/test_masked_rows.py tests/chunked/engine/test_straight_line.py": [
         ("kernels/masked_rows.py", "p_coef += p_logp_coef * tl.load(entropy", "p_coef += tl.load(entropy"),

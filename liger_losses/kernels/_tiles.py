@@ -39,14 +39,16 @@ def with_contiguous_rows(matrix: Tensor, with_aligned: bool = False) -> Tensor:
     return matrix if matrix.stride(1) == 1 else matrix.contiguous()
 
 
-def tiles_of(hidden: Tensor, weight: Tensor, epilogue: Epilogue, out: Tensor | None = None) -> Tiles:
+def tiles_of(
+    hidden: Tensor, weight: Tensor, epilogue: Epilogue, out: Tensor | None = None, by_pointers: bool = False
+) -> Tiles:
     """The launch over ``hidden @ weight.T``; ``out`` is what :func:`store_tile` writes, in halves of tiles.
 
     The tensor memory accelerator (Hopper and later) loads and stores matrices with 16-byte aligned rows, as
-    descriptors, whose stride is ``None``; others are pointers.
+    descriptors, whose stride is ``None``; others are pointers, as all are ``by_pointers``.
     """
     (tokens, hidden_size), (vocab_size, _), device = hidden.shape, weight.shape, hidden.device
-    tiling, accelerated = target_of(device).tiling, has_tma(device)
+    tiling, accelerated = target_of(device).tiling, not by_pointers and has_tma(device)
     tma = accelerated and aligned(hidden) and aligned(weight)
     height, width, depth, warps, stages = tiling.by_descriptors if tma else tiling.by_pointers
     arguments = {

@@ -49,8 +49,8 @@ class Launcher:
     Here, the first launch finds it for all. Arguments are given by position, constants too.
     """
 
-    def __init__(self, kernel: Any, programs: int, **options: Any) -> None:
-        self.kernel, self.grid, self.options = kernel, (programs, 1, 1), options
+    def __init__(self, kernel: Any, *programs: int, **options: Any) -> None:
+        self.kernel, self.grid, self.options = kernel, (*programs, 1, 1)[:3], options
         self.compiled: Callable[..., Any] | None = None
         self.keeps = True
 

@@ -1,10 +1,7 @@
-"""Rows of exponentials of which some belong to tokens without loss: log-probabilities, a loss, and gradients.
+"""Rows of exponentials of which some belong to masked tokens: log-probabilities, a loss, and gradients.
 
 For calls of some thousand tokens, which take as long as the device takes: fp32 logits would be written once and read
-twice. As in :mod:`liger_losses.kernels.linear_exp`, e = exp(z - offset) comes out of the product, and p = ratio e with
-ratio = 1 / sum(e). The label's e is then replaced by minus the sum of the others. As d logp / d z is -p at the others,
-and 1 - p at the label, which is the sum of the others' p, ``d logp / d z = -ratio e`` in all columns: both products of
-the gradients are taken with e, and nothing is added for labels.
+twice. As in :mod:`liger_losses.kernels.linear_exp`, e = exp(z - offset) comes out of the product, and p = e / sum(e).
 
 T rows (tokens), V columns (vocabulary), H hidden size.
 """
@@ -12,39 +9,48 @@ T rows (tokens), V columns (vocabulary), H hidden size.
 from __future__ import annotations
 
 from functools import cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from liger_losses.kernels._tiles import Tiles, tiles_of
+from liger_losses.kernels import hopper_pipeline
+from liger_losses.kernels._tiles import tiles_of
 from liger_losses.kernels._triton import Launcher, jit, tl, triton
 from liger_losses.kernels.hopper_pipeline import AVAILABLE, Launchable, NotCompiledError
-from liger_losses.kernels.label_rows import masked_labels
+from liger_losses.kernels.label_rows import LabelRows, masked_labels
 from liger_losses.kernels.linear_exp import LARGEST_SUM, kernel_of, linear_exponentials, log1p, place_of_sums
 from liger_losses.kernels.linear_exp_hopper import hopper_tiles, sums_on_hopper
-from liger_losses.kernels.linear_lse import SumTiles
-from liger_losses.kernels.linear_stats import MaskedStatistics
+from liger_losses.kernels.linear_stats import MaskedStatistics, merged_splits
 from liger_losses.kernels.logit_transform import Epilogue, LogitTransform, transform_block
-from liger_losses.kernels.masked_rows import Derivatives, RowGradients, RowStatistics, copy_row, label_of
+from liger_losses.kernels.masked_rows import Derivatives, RowStatistics, copy_row, label_of
 from liger_losses.kernels.matmul import matmul_into
+from liger_losses.kernels.online_softmax import Sums
 from liger_losses.kernels.rows import power_of_two
 from liger_losses.kernels.targets import order_of
 
-#: Entries of a row of hidden states, and labels, that a program reads at a time.
+#: The most tokens: each label is compared with all others, to sort them.
+MOST_TOKENS = 8192
+#: Entries of a row of hidden states, and of a vector of all tokens, that a program reads at a time.
 _BLOCK, _AT_ONCE = 1024, 4096
-#: Rows of a program that adds up sums of tiles, and the most tiles that it reads at a time.
+#: Rows of a program that adds up sums of tiles; the most tiles, and labels, that it reads at a time.
 _ROWS, _TILES = 8, 512
+#: Rows of a program, and splits that it reads at a time, where offsets were too small.
+_AGAIN, _SPLITS = 64, 32
 #: Columns of a row of exponentials in memory are a multiple, so that products are aligned.
 _PADDED = 64
+#: Arguments whose alignment is no reason to compile again.
+_VECTORS = ["labels", "label_logit", "offset", "lse", "logp", "ratio", "others", "rank", "ordered", "source"]
 
 
 class RowExponentials(NamedTuple):
     """What :meth:`ExponentialRows.project` computes of a call.
 
-    ``values`` are the exponentials ``[T, V]``, with minus the sum of the others at the label; ``hidden`` the hidden
-    states ``[T, H]``; ``lse [T]``, ``logp [...]`` and ``ratio [T]`` are fp32. All but ``values`` are 0 for tokens
-    without loss. The second of ``facts``, int32, is the number of the other tokens.
+    ``values`` are the exponentials e ``[T, V]``, 0 at the label, and anything for masked tokens. Others are 0 for
+    these: ``hidden [T, H]``; ``lse``, ``logp``, ``ratio``, which is p / e, and ``others``, which is 1 - p of the label,
+    ``[T]`` fp32 each (``logp`` in the labels' shape). ``ordered`` are the labels in ascending order, V for masked
+    tokens, ``source`` the row of each, and ``rank`` the place of each row. The second of ``facts`` is the number
+    of tokens that carry loss.
     """
 
     values: Tensor
@@ -52,7 +58,26 @@ class RowExponentials(NamedTuple):
     lse: Tensor
     logp: Tensor
     ratio: Tensor
+    others: Tensor
+    ordered: Tensor
+    source: Tensor
+    rank: Tensor
     facts: Tensor
+
+
+class ExponentialGradients(NamedTuple):
+    """What products of the gradients are taken of: d loss / d projections is ``scale e``, and ``coef [T]`` at labels.
+
+    ``scaled`` are the hidden states with the factor ``scale [T]``; ``ordered_coef`` are in the order of the labels.
+    """
+
+    block: RowExponentials
+    labels: Tensor
+    scale: Tensor
+    coef: Tensor
+    ordered_coef: Tensor
+    scaled: Tensor
+    loss: Tensor | None
 
 
 class ExponentialRows:
@@ -62,7 +87,7 @@ class ExponentialRows:
 
     Args:
         weight: ``[V, H]`` bf16, rows contiguous.
-        tokens: T.
+        tokens: T, at most :data:`MOST_TOKENS`.
         ignore_index: the label of masked tokens.
         transform: from projections to logits, without a soft-cap; one temperature for all tokens.
         right: 0-dim bool, true, on the device: a label outside of ``[0, V)`` makes it false.
@@ -76,57 +101,46 @@ class ExponentialRows:
         self, weight: Tensor, tokens: int, ignore_index: int, transform: LogitTransform, right: Tensor, backend: str
     ) -> None:
         self.tokens, self.ignore_index, self.right = tokens, int(ignore_index), right
-        self.transform, self.triton = transform, backend == "triton"
+        self.transform, self.triton, (self.columns, self.hidden_size) = transform, backend == "triton", weight.shape
         self.factor = transform.for_kernel.factor
+        self.label_rows = LabelRows(tokens, self.hidden_size, backend)
         if not self.triton:
             return
         self.launch_start = Launcher(_start_kernel, tokens)
-        # By whether it is the run that follows only if some offset was too small.
-        self.launch_sums = cache(lambda second: Launcher(_sums_kernel, triton.cdiv(tokens, _ROWS), num_warps=8))
+        self.launch_sums = Launcher(_sums_kernel, triton.cdiv(tokens, _ROWS), num_warps=8)
+        self.launch_offsets = Launcher(_offsets_kernel, triton.cdiv(tokens, _AGAIN))
         # By whether there is an upstream gradient.
         self.launch_scales = cache(lambda upstream: Launcher(_scales_kernel, tokens))
-        self.launch_scaling = Launcher(_scaled_rows_kernel, tokens)
+        self.launch_hidden_gradient = Launcher(_hidden_gradient_kernel, tokens)
         self._prepare(weight)
 
     def _prepare(self, weight: Tensor) -> None:
-        """Choose the kernel of the product, and what runs where its offsets were too small."""
-        tokens, (columns, hidden_size), device = self.tokens, weight.shape, weight.device
-        clean, values = weight.new_empty(tokens, hidden_size), self._values(weight)
-        in_turn, together, of_tiles = order_of(device, True, tokens, hidden_size, columns)
-        self.in_turn = (
-            AVAILABLE and in_turn and hopper_tiles(clean, weight, Epilogue(self.transform), values) is not None
-        )
-        tiles = self._tiles(clean, weight, values)
-        self.parts: int | None = None
+        """Choose the kernel of the product, and those that follow where offsets were too small."""
+        tokens, device, epilogue = self.tokens, weight.device, Epilogue(self.transform)
+        clean, values = weight.new_empty(tokens, self.hidden_size), self._values(weight)
+        in_turn, together, of_tiles = order_of(device, True, tokens, self.hidden_size, self.columns)
+        found = hopper_tiles(clean, weight, epilogue, values) if AVAILABLE and in_turn else None
+        self.in_turn, tiles = found is not None, found or tiles_of(clean, weight, epilogue, values)
+        sums: tuple[tuple[int, int], int, int | None] = (tiles.column_tiles, tokens), together, None
         if self.in_turn:
-            self.sums_shape, self.group, self.parts = sums_on_hopper(tiles, tokens, together, of_tiles)
-        else:
-            self.sums_shape, self.group = (tiles.column_tiles, tokens), together
-        self.column_tiles, self.count = tiles.column_tiles, min(_TILES, power_of_two(self.sums_shape[0]))
-        kernel = kernel_of(self.in_turn)
-        options = {name: tiles.arguments[name] for name in ("num_warps", "num_stages") if name in tiles.arguments}
-        self.names, programs = kernel.arg_names, min(tiles.programs, tiles.row_tiles * tiles.column_tiles)
-        self.fixed = {
-            **dict.fromkeys(("out_stride", "tops", "logit_sums", "moments")),
-            "group": self.group,
-            "PROJECTIONS": False,
-            "SUMS_OF_TILES": self.parts is None,
-        }
-        launched = Launchable(kernel) if self.in_turn else kernel
-        self.launch_product = cache(lambda second: Launcher(launched, programs, **options))
+            sums = sums_on_hopper(tiles, tokens, together, of_tiles)
+        shape, group, parts = sums
+        at_once = min(_TILES, power_of_two(shape[0]))
+        sizes = tiles.column_tiles, tokens, self.columns, self.ignore_index, parts, group
+        self.of_sums = *sizes, LARGEST_SUM, _ROWS, at_once, _TILES
+        beside: dict[str, Any] = {"group": group, "PROJECTIONS": False, "SUMS_OF_TILES": parts is None}
+        beside |= dict.fromkeys(("needed", "out_stride", "tops", "logit_sums", "moments"))
+        self.product = _Product(kernel_of(self.in_turn), beside | tiles.arguments, tiles, self.in_turn)
+        # Where this runs is seldom, and descriptors would take the host some time in each call.
+        tiles = tiles_of(clean, weight, epilogue, values, by_pointers=True)
+        self.sums_size = max(shape[0] * shape[1], tiles.column_tiles * tokens)  # for either
+        self.again = _Product(kernel_of(False), beside | tiles.arguments, tiles)
         rest = self.ignore_index, self.transform, self.right, False, "triton"
-        self.again = MaskedStatistics(clean, weight, *rest)
-        self.find_offsets = SumTiles(tokens)
+        self.statistics_again = MaskedStatistics(clean, weight, *rest, by_pointers=True)
 
     def _values(self, weight: Tensor) -> Tensor:
-        columns = len(weight)
-        padded = weight.new_empty(self.tokens, -(-columns // _PADDED) * _PADDED)
-        return padded if padded.shape[1] == columns else padded[:, :columns]
-
-    def _tiles(self, hidden: Tensor, weight: Tensor, values: Tensor) -> Tiles:
-        epilogue = Epilogue(self.transform)
-        found = hopper_tiles(hidden, weight, epilogue, values) if self.in_turn else None
-        return found or tiles_of(hidden, weight, epilogue, values)
+        padded = weight.new_empty(self.tokens, -(-self.columns // _PADDED) * _PADDED)
+        return padded if padded.shape[1] == self.columns else padded[:, : self.columns]
 
     def project(self, hidden: Tensor, weight: Tensor, labels: Tensor) -> RowExponentials:
         """Exponentials, log-probabilities, and what gradients are computed of.
@@ -138,32 +152,33 @@ class ExponentialRows:
         """
         if not self.triton:
             return self._reference(hidden, weight, labels)
-        (columns, hidden_size), device, fp32 = weight.shape, weight.device, torch.float32
-        clean, values = weight.new_empty(self.tokens, hidden_size), self._values(weight)
-        label_logit, offset, lse, ratio = [torch.empty(self.tokens, dtype=fp32, device=device) for _ in range(4)]
-        logp, sums = [torch.empty(shape, dtype=fp32, device=device) for shape in (labels.shape, self.sums_shape)]
+        tokens, device, fp32 = self.tokens, weight.device, torch.float32
+        clean, values = weight.new_empty(tokens, self.hidden_size), self._values(weight)
+        label_logit, offset, *found = torch.empty(5, tokens, dtype=fp32, device=device).unbind()
+        logp = torch.empty(labels.shape, dtype=fp32, device=device)
+        sums = torch.empty(self.sums_size, dtype=fp32, device=device)
+        ordered, source, rank = torch.empty(3, tokens, dtype=torch.int64, device=device).unbind()
         facts = torch.empty(2, dtype=torch.int32, device=device)
         self.launch_start(
             hidden, hidden.stride(0), weight, weight.stride(0), labels, self.right, clean, label_logit, facts,
-            self.tokens, columns, hidden_size, self.ignore_index, self.transform.for_kernel, _BLOCK, _AT_ONCE,
+            tokens, self.columns, self.hidden_size, self.ignore_index, self.transform.for_kernel, _BLOCK, _AT_ONCE,
         )  # fmt: skip
-        own = {"labels": labels, "partial": sums}
-        arguments = {**self.fixed, **self._tiles(clean, weight, values).arguments, **own}
-        arguments.setdefault("out", values)
-        statistics = sums, labels, label_logit, offset, values, values.stride(0), lse, logp, ratio, facts
-        sizes = self.column_tiles, self.tokens, columns, self.ignore_index, self.parts, self.group
-        for second in (False, True):
-            if second:  # these return at once unless the device has found a label whose sum is too large
-                self.find_offsets(offset, self.again.partial_sums(clean, weight, labels, facts), facts)
-            arguments |= {"offset": offset, "needed": facts} if second else {"offset": label_logit, "needed": None}
-            try:
-                self.launch_product(second)(*[arguments[name] for name in self.names])
-            except NotCompiledError:
-                self._prepare(weight)
-                return self.project(hidden, weight, labels)
-            limit = None if second else LARGEST_SUM
-            self.launch_sums(second)(*statistics, *sizes, limit, _ROWS, self.count)
-        return RowExponentials(values, clean, lse, logp, ratio, facts)
+        matrices = self._operands(clean, weight, values)
+        try:
+            self.product(**matrices, labels=labels, offset=label_logit, partial=sums)
+        except NotCompiledError:
+            self._prepare(weight)
+            return self.project(hidden, weight, labels)
+        self.launch_sums(sums, labels, label_logit, offset, logp, *found, ordered, source, rank, facts, *self.of_sums)
+        # These return at once unless the device has found a label whose sum is too large.
+        again = self.statistics_again.partial_sums(clean, weight, labels, facts)
+        self.launch_offsets(
+            again, label_logit, offset, logp, *found, facts, again.shape[1], tokens, Sums(), _AGAIN, _SPLITS
+        )
+        matrices = {"hidden": clean, "weight": weight, "out": values}
+        self.again(**matrices, labels=labels, offset=offset, partial=sums, needed=facts)
+        lse, ratio, others = found
+        return RowExponentials(values, clean, lse, logp, ratio, others, ordered, source, rank, facts)
 
     def statistics(
         self, block: RowExponentials, labels: Tensor, entropy: bool = False, mean_logit: bool = False
@@ -179,15 +194,14 @@ class ExponentialRows:
         lse: Tensor,
         entropy: Tensor | None,
         upstream: Derivatives,
-    ) -> RowGradients:
+    ) -> ExponentialGradients:
         """The gradient of any function of the log-probabilities, by which it has the derivatives ``upstream``."""
         return self._gradients(block, labels, upstream.logp, 1.0, False)
 
     def loss(
         self, block: RowExponentials, labels: Tensor, hidden: Tensor, scales: tuple[float, float | None], mean: bool
-    ) -> RowGradients:
-        """The terms of ``sum_t share s logp_t`` and its gradient; ``share`` is 1, or 1 over the number of tokens that
-        carry loss.
+    ) -> ExponentialGradients:
+        """``sum_t share s logp_t`` and its gradient; ``share`` is 1, or 1 over the number of tokens that carry loss.
 
         Args:
             block, labels: as in :meth:`project`.
@@ -199,60 +213,109 @@ class ExponentialRows:
 
     def _gradients(
         self, block: RowExponentials, labels: Tensor, upstream: Tensor | None, coefficient: float, mean: bool
-    ) -> RowGradients:
+    ) -> ExponentialGradients:
         """``upstream``, or ``coefficient`` and a loss: d loss / d logp."""
-        ratio, clean = block.ratio, block.hidden
         if not self.triton:
-            ignored, share = (labels == self.ignore_index).reshape(-1), 1.0 / block.facts[1].clamp(min=1)
-            g = torch.full_like(ratio, coefficient) * (share if mean else 1.0)
-            g = (g if upstream is None else upstream.reshape(-1)).masked_fill(ignored, 0)
-            scale = -g * ratio * (1.0 if self.factor is None else self.factor)
-            terms = g * block.logp.reshape(-1)
-            return RowGradients(block.values, (scale[:, None] * clean).to(clean.dtype), terms, scale)
-        scale, scaled = torch.empty_like(ratio), torch.empty_like(clean)
-        losses = None if upstream is not None else torch.empty_like(ratio)
+            return self._reference_gradients(block, labels, upstream, coefficient, mean)
+        scale, coef, ordered_coef = torch.empty(3, self.tokens, dtype=torch.float32, device=labels.device).unbind()
+        scaled = torch.empty_like(block.hidden)
+        loss = None if upstream is not None else torch.empty((), dtype=torch.float32, device=labels.device)
         self.launch_scales(upstream is not None)(
-            labels, block.logp, ratio, block.facts, upstream, clean, scale, scaled, losses,
-            clean.shape[1], self.ignore_index, coefficient, self.factor, mean, _BLOCK,
+            labels, block.logp, block.ratio, block.others, block.rank, block.facts, upstream, block.hidden,
+            scale, coef, ordered_coef, scaled, loss,
+            self.tokens, self.hidden_size, self.ignore_index, coefficient, self.factor, mean, _BLOCK, _AT_ONCE,
         )  # fmt: skip
-        return RowGradients(block.values, scaled, losses, scale)
+        return ExponentialGradients(block, labels, scale, coef, ordered_coef, scaled, loss)
 
-    def hidden_gradient_into(self, out: Tensor, found: RowGradients, weight: Tensor) -> None:
+    def hidden_gradient_into(self, out: Tensor, found: ExponentialGradients, weight: Tensor) -> None:
         """Write the gradient by hidden states ``[T, H]``, rounded once."""
         product = torch.empty(out.shape, dtype=torch.float32, device=out.device)
-        matmul_into(product, found.grad, weight)
-        assert found.scale is not None
+        matmul_into(product, found.block.values, weight)
         if self.triton:
-            self.launch_scaling(out, product, found.scale, out.shape[1], _BLOCK)
-        else:
-            out.copy_(product * found.scale[:, None])
+            self.launch_hidden_gradient(
+                out, product, found.scale, found.coef, weight, weight.stride(0), found.labels,
+                self.columns, self.hidden_size, self.ignore_index, _BLOCK,
+            )  # fmt: skip
+            return
+        rows = weight[found.labels.reshape(-1).clamp(0, self.columns - 1)].float()
+        out.copy_(product * found.scale[:, None] + rows * found.coef[:, None])
 
-    def weight_gradient(self, found: RowGradients, dtype: torch.dtype) -> Tensor:
+    def weight_gradient(self, found: ExponentialGradients, dtype: torch.dtype) -> Tensor:
         """The gradient by the weight ``[V, H]``."""
-        out = found.hidden.new_empty(found.grad.shape[1], found.hidden.shape[1], dtype=dtype)
-        return matmul_into(out, found.grad.t(), found.hidden)
+        block = found.block
+        out = torch.empty(self.columns, self.hidden_size, dtype=dtype, device=block.values.device)
+        matmul_into(out, block.values.t(), found.scaled)
+        return self.label_rows.add_(out, block.ordered, block.source, found.ordered_coef, block.hidden)
+
+    def _operands(self, hidden: Tensor, weight: Tensor, out: Tensor) -> dict[str, Any]:
+        """The matrices of :attr:`product`."""
+        if self.in_turn:
+            return hopper_pipeline.operands(hidden, weight, out)
+        given = tiles_of(hidden, weight, Epilogue(self.transform), out).arguments
+        return {name: given[name] for name in ("hidden", "weight", "out")}
+
+    # --- The reference, in torch ---------------------------------------------------------------------------------
 
     def _reference(self, hidden: Tensor, weight: Tensor, labels: Tensor) -> RowExponentials:
-        """In torch."""
-        safe, ignored, _, right = masked_labels(labels.reshape(-1), self.ignore_index, len(weight))
+        safe, ignored, _, right = masked_labels(labels.reshape(-1), self.ignore_index, self.columns)
         self.right.logical_and_(right)
         clean, values = hidden.masked_fill(ignored[:, None], 0), self._values(weight)
         found = linear_exponentials(clean, weight, safe, values, Epilogue(self.transform))
-        ratio = (found.offset - found.lse).exp()
-        others = -found.logp.expm1() / ratio
-        values.scatter_(1, safe[:, None], -others[:, None].to(values.dtype))
-        lse, logp, ratio = [value.masked_fill(ignored, 0) for value in (found.lse, found.logp, ratio)]
+        vectors = found.lse, found.logp, (found.offset - found.lse).exp(), -found.logp.expm1()
+        lse, logp, ratio, others = [value.masked_fill(ignored, 0) for value in vectors]
+        ordered, source = safe.masked_fill(ignored, self.columns).sort(stable=True)
         facts = torch.stack([ignored.sum() * 0, (~ignored).sum()]).int()
-        return RowExponentials(values, clean, lse, logp.view(labels.shape), ratio, facts)
+        vectors = lse, logp.view(labels.shape), ratio, others
+        return RowExponentials(values, clean, *vectors, ordered, source, source.argsort(), facts)
+
+    def _reference_gradients(
+        self, block: RowExponentials, labels: Tensor, upstream: Tensor | None, coefficient: float, mean: bool
+    ) -> ExponentialGradients:
+        ignored, share = (labels == self.ignore_index).reshape(-1), 1.0 / block.facts[1].clamp(min=1)
+        g = torch.full_like(block.ratio, coefficient) * (share if mean else 1.0)
+        g = (g if upstream is None else upstream.reshape(-1)).masked_fill(ignored, 0)
+        by_projection = g if self.factor is None else g * self.factor
+        scale, coef = -by_projection * block.ratio, by_projection * block.others
+        scaled = (scale[:, None] * block.hidden).to(block.hidden.dtype)
+        loss = (g * block.logp.reshape(-1)).sum()
+        return ExponentialGradients(block, labels, scale, coef, coef[block.source], scaled, loss)
 
 
-@jit(do_not_specialize=["tokens", "ignore_index"], do_not_specialize_on_alignment=["labels"])
+class _Product:
+    """Launches of a kernel of :mod:`~liger_losses.kernels.linear_exp`, all of whose arguments are of one kind.
+
+    Args:
+        kernel: the kernel.
+        given: its arguments by their names, those that each launch has included.
+        tiles: of the product.
+        in_turn: whether it is the kernel for Hopper.
+    """
+
+    def __init__(self, kernel: Any, given: dict[str, Any], tiles: Any, in_turn: bool = False) -> None:
+        self.names, self.given = kernel.arg_names, given
+        options = {name: given[name] for name in ("num_warps", "num_stages") if name in given}
+        programs = min(tiles.programs, tiles.row_tiles * tiles.column_tiles)
+        self.launch = Launcher(Launchable(kernel) if in_turn else kernel, programs, **options)
+        for name in ("hidden", "weight", "out"):  # what it was prepared with is not kept
+            given[name] = None
+
+    def __call__(self, **own: Any) -> None:
+        """Launch it.
+
+        Raises:
+            NotCompiledError: Triton cannot compile the kernel for Hopper.
+        """
+        arguments = {**self.given, **own}
+        self.launch(*[arguments[name] for name in self.names])
+
+
+@jit(do_not_specialize=["tokens", "ignore_index"], do_not_specialize_on_alignment=_VECTORS)
 def _start_kernel(
     hidden, hidden_stride, weight, weight_stride, labels, right, clean, label_logit, facts,
     tokens, columns, hidden_size, ignore_index, transform,
     BLOCK: tl.constexpr, AT_ONCE: tl.constexpr,
 ):  # fmt: skip
-    """One program per row: hidden states without what tokens without loss may hold, and the label's logit."""
+    """One program per row: hidden states without what masked tokens may hold, and the label's logit."""
     row = tl.program_id(0).to(tl.int64)
     label, active, known = label_of(labels, row, ignore_index, columns)
     tl.store(right, known, mask=active & (known == 0))
@@ -276,64 +339,92 @@ def _start_kernel(
         tl.store(facts + 1, tl.sum(counts, 0))
 
 
+@jit
+def _sorted_by(labels, rows, inside, ignore_index, columns):
+    """What labels are sorted by: V for masked tokens."""
+    label = tl.load(labels + rows, mask=inside, other=ignore_index)
+    return tl.where((label != ignore_index) & (label >= 0) & (label < columns), label, columns)
+
+
 @jit(
     do_not_specialize=["column_tiles", "tokens", "ignore_index", "parts", "group"],
-    do_not_specialize_on_alignment=["labels", "logp"],
+    do_not_specialize_on_alignment=_VECTORS,
 )
 def _sums_kernel(
-    partial, labels, label_logit, offset, values, values_stride, lse, logp, ratio, facts,
+    partial, labels, label_logit, offset, logp, lse, ratio, others, ordered, source, rank, facts,
     column_tiles, tokens, columns, ignore_index, parts, group, limit,
-    BLOCK: tl.constexpr, TILES: tl.constexpr,
+    BLOCK: tl.constexpr, TILES: tl.constexpr, LABELS: tl.constexpr,
 ):  # fmt: skip
-    """Log-probabilities and ratios from the tiles' sums over all columns but the label's; minus these go there.
+    """Log-probabilities from the tiles' sums over all columns but the label's; the order of the labels.
 
-    The first run, whose offsets are the labels' logits, has the largest sum as ``limit``; where a sum is larger, it
-    sets the first of ``facts`` and makes the offset NaN. The second run reads the offsets.
+    Where a sum is larger than the ``limit``, the first of ``facts`` is set, and the offset, which is the label's logit
+    elsewhere, is NaN.
     """
-    if limit is None:  # noqa: SIM102, because Triton resolves only the outer condition while compiling
-        if tl.load(facts) == 0:
-            return
     rows = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = rows < tokens
     first, step, count = place_of_sums(tl.program_id(0) * BLOCK, column_tiles, tokens, parts, group)
-    others = tl.zeros((BLOCK,), tl.float32)
+    rest = tl.zeros((BLOCK,), tl.float32)
     for start in range(0, count, TILES):
         tile = start + tl.arange(0, TILES)
         mask = (tile < count)[:, None] & inside[None, :]
-        others += tl.sum(tl.load(partial + first + tile[:, None] * step + rows[None, :], mask=mask, other=0.0), 0)
-    label = tl.load(labels + rows, mask=inside, other=ignore_index)
-    active = label != ignore_index
+        rest += tl.sum(tl.load(partial + first + tile[:, None] * step + rows[None, :], mask=mask, other=0.0), 0)
+    active = tl.load(labels + rows, mask=inside, other=ignore_index) != ignore_index
     z = tl.load(label_logit + rows, mask=inside, other=0.0)
-    if limit is None:
-        used = tl.load(offset + rows, mask=inside, other=0.0)
-        at_label = tl.exp(z - used)
-        log_total = tl.where(used == z, log1p(others), tl.log(others + at_label))
-    else:
-        used = z
-        at_label = 1.0
-        log_total = log1p(others)
-        unsafe = active & ((others <= limit) == 0)  # NaN is not safe
-        tl.store(offset + rows, tl.where(unsafe, float("nan"), z), mask=inside)
-        if tl.max(unsafe.to(tl.int32), 0) > 0:
-            tl.store(facts, 1)
-    tl.store(lse + rows, tl.where(active, used + log_total, 0.0), mask=inside)
-    tl.store(logp + rows, tl.where(active, z - used - log_total, 0.0), mask=inside)
-    tl.store(ratio + rows, tl.where(active, 1.0 / (at_label + others), 0.0), mask=inside)
-    known = active & (label >= 0) & (label < columns)
-    at = values + rows.to(tl.int64) * values_stride + label
-    tl.store(at, (-others).to(values.dtype.element_ty), mask=known)
+    unsafe = active & ((rest <= limit) == 0)  # NaN is not safe
+    tl.store(offset + rows, tl.where(unsafe, float("nan"), z), mask=inside)
+    if tl.max(unsafe.to(tl.int32), 0) > 0:
+        tl.store(facts, 1)
+    log_total = log1p(rest)
+    tl.store(lse + rows, tl.where(active, z + log_total, 0.0), mask=inside)
+    tl.store(logp + rows, tl.where(active, -log_total, 0.0), mask=inside)
+    tl.store(ratio + rows, tl.where(active, 1.0 / (1.0 + rest), 0.0), mask=inside)
+    tl.store(others + rows, tl.where(active, rest / (1.0 + rest), 0.0), mask=inside)
+    own = _sorted_by(labels, rows, inside, ignore_index, columns)
+    place = tl.zeros((BLOCK,), tl.int64)
+    for start in range(0, tokens, LABELS):
+        at = start + tl.arange(0, LABELS)
+        key = _sorted_by(labels, at, at < tokens, ignore_index, columns)
+        smaller = (key[:, None] < own[None, :]) | ((key[:, None] == own[None, :]) & (at[:, None] < rows[None, :]))
+        place += tl.sum((smaller & (at < tokens)[:, None]).to(tl.int32), 0)
+    tl.store(rank + rows, place, mask=inside)
+    tl.store(ordered + place, own, mask=inside)
+    tl.store(source + place, rows.to(tl.int64), mask=inside)
+
+
+@jit(do_not_specialize=["splits", "tokens"], do_not_specialize_on_alignment=_VECTORS)
+def _offsets_kernel(
+    partial, label_logit, offset, logp, lse, ratio, others, facts, splits, tokens, sums,
+    BLOCK: tl.constexpr, SPLITS: tl.constexpr,
+):  # fmt: skip
+    """Log-sum-exps, as offsets in the place of NaN, and what follows from them: all e of such a row sum to 1."""
+    if tl.load(facts) == 0:
+        return
+    rows = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    inside = rows < tokens
+    state, _label_logit = merged_splits(partial, rows, splits, tokens, sums, BLOCK, SPLITS)
+    _best, _logit_sum, _moment, _squares, top, total, _weight_sum, _weighted_sum = state
+    found = top + tl.log(tl.where(inside, total, 1.0))
+    found = tl.where(found == float("-inf"), -1.0e38, found)  # all logits are -inf: finite, also in base 2
+    used = tl.load(offset + rows, mask=inside, other=0.0)
+    z = tl.load(label_logit + rows, mask=inside, other=0.0)
+    unsafe = inside & (used != used)
+    tl.store(offset + rows, found, mask=unsafe)
+    tl.store(lse + rows, found, mask=unsafe)
+    tl.store(logp + rows, z - found, mask=unsafe)
+    tl.store(ratio + rows, 1.0, mask=unsafe)
+    tl.store(others + rows, 1.0 - tl.exp(z - found), mask=unsafe)
 
 
 @jit(
-    do_not_specialize=["ignore_index", "coefficient"],
-    do_not_specialize_on_alignment=["labels", "logp", "upstream"],
+    do_not_specialize=["tokens", "ignore_index", "coefficient"], do_not_specialize_on_alignment=[*_VECTORS, "upstream"]
 )
 def _scales_kernel(
-    labels, logp, ratio, facts, upstream, clean, scale_out, scaled, losses,
-    hidden_size, ignore_index, coefficient, factor,
-    MEAN: tl.constexpr, BLOCK: tl.constexpr,
+    labels, logp, ratio, others, rank, facts, upstream, clean, scale_out, coef_out, ordered_coef, scaled, loss,
+    tokens, hidden_size, ignore_index, coefficient, factor,
+    MEAN: tl.constexpr, BLOCK: tl.constexpr, AT_ONCE: tl.constexpr,
 ):  # fmt: skip
-    """One program per row: what its exponentials and its hidden states are multiplied by, and a term of a loss."""
+    """One program per row: what its exponentials and its hidden states are multiplied by, and the label's derivative.
+    The first one adds up the loss."""
     row = tl.program_id(0).to(tl.int64)
     active = tl.load(labels + row) != ignore_index
     if upstream is not None:
@@ -342,23 +433,37 @@ def _scales_kernel(
         g = coefficient * 1.0
         if MEAN:
             g = g / tl.maximum(tl.load(facts + 1), 1).to(tl.float32)
-        tl.store(losses + row, tl.where(active, g * tl.load(logp + row), 0.0))
-    scale = tl.where(active, -g * tl.load(ratio + row), 0.0)
+        if row == 0:
+            terms = tl.zeros((AT_ONCE,), tl.float32)
+            for start in range(0, tokens, AT_ONCE):
+                at = start + tl.arange(0, AT_ONCE)
+                terms += tl.load(logp + at, mask=at < tokens, other=0.0)
+            tl.store(loss, g * tl.sum(terms, 0))
     if factor is not None:
-        scale *= factor
+        g *= factor
+    g = tl.where(active, g, 0.0)
+    scale = -g * tl.load(ratio + row)
+    coef = g * tl.load(others + row)
     tl.store(scale_out + row, scale)
+    tl.store(coef_out + row, coef)
+    tl.store(ordered_coef + tl.load(rank + row), coef)
     for start in range(0, hidden_size, BLOCK):
         at = start + tl.arange(0, BLOCK)
         h = tl.load(clean + row * hidden_size + at, mask=at < hidden_size, other=0.0).to(tl.float32)
         tl.store(scaled + row * hidden_size + at, (scale * h).to(scaled.dtype.element_ty), mask=at < hidden_size)
 
 
-@jit
-def _scaled_rows_kernel(out, product, scale, hidden_size, BLOCK: tl.constexpr):
+@jit(do_not_specialize=["ignore_index"], do_not_specialize_on_alignment=["labels", "scale", "coef"])
+def _hidden_gradient_kernel(
+    out, product, scale, coef, weight, weight_stride, labels, columns, hidden_size, ignore_index, BLOCK: tl.constexpr
+):
     """One program per row."""
     row = tl.program_id(0).to(tl.int64)
+    label, _active, _known = label_of(labels, row, ignore_index, columns)
     s = tl.load(scale + row)
+    c = tl.load(coef + row)
     for start in range(0, hidden_size, BLOCK):
         at = start + tl.arange(0, BLOCK)
         value = tl.load(product + row * hidden_size + at, mask=at < hidden_size, other=0.0)
-        tl.store(out + row * hidden_size + at, (s * value).to(out.dtype.element_ty), mask=at < hidden_size)
+        w = tl.load(weight + label * weight_stride + at, mask=at < hidden_size, other=0.0).to(tl.float32)
+        tl.store(out + row * hidden_size + at, (s * value + c * w).to(out.dtype.element_ty), mask=at < hidden_size)

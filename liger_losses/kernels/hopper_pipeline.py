@@ -63,11 +63,7 @@ def pipeline_tiles(hidden: Tensor, weight: Tensor, epilogue: Epilogue, out: Tens
     if not aligned(hidden) or not aligned(weight) or not (out is None or aligned(out)):
         return None
     try:
-        descriptors = {
-            "hidden": _descriptor(hidden, _DEPTH),
-            "weight": _descriptor(weight, _DEPTH),
-            "out": None if out is None else _descriptor(out, COLUMNS // 2),
-        }
+        descriptors = operands(hidden, weight, out)
     except (AttributeError, ImportError, TypeError) as error:  # descriptors of another version of Triton
         _give_up(error)
         return pipeline_tiles(hidden, weight, epilogue, out)  # warns
@@ -86,6 +82,15 @@ def pipeline_tiles(hidden: Tensor, weight: Tensor, epilogue: Epilogue, out: Tens
         "num_warps": 4,
     }
     return Tiles(-(-len(hidden) // ROWS), -(-len(weight) // COLUMNS), processors(hidden.device), arguments)
+
+
+def operands(hidden: Tensor, weight: Tensor, out: Tensor | None) -> dict[str, object]:
+    """The arguments that are matrices."""
+    return {
+        "hidden": _descriptor(hidden, _DEPTH),
+        "weight": _descriptor(weight, _DEPTH),
+        "out": None if out is None else _descriptor(out, COLUMNS // 2),
+    }
 
 
 def _give_up(error: Exception) -> None:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from liger_losses.kernels._tiles import with_contiguous_rows
-from liger_losses.kernels._triton import jit, tl, triton
+from liger_losses.kernels._triton import Launcher, jit, tl, triton
 from liger_losses.kernels.logit_transform import Epilogue, inverse_temperature, transform_block
 
 #: An odd number whose multiples modulo 2^64 are spread evenly: 2^63 over the golden ratio.
@@ -191,6 +191,41 @@ def add_to_label_rows_(
             BLOCK=block, AT_ONCE=4,
         )  # fmt: skip
     return grad_weight
+
+
+class LabelRows:
+    """:func:`add_to_label_rows_` of calls of one kind, whose labels are sorted already.
+
+    Args:
+        tokens, hidden_size: T and H.
+        backend: ``torch`` or ``triton``.
+    """
+
+    def __init__(self, tokens: int, hidden_size: int, backend: str) -> None:
+        self.tokens, self.hidden_size, self.triton = tokens, hidden_size, backend == "triton"
+        if not self.triton:
+            return
+        self.block = min(1024, triton.next_power_of_2(hidden_size))
+        self.launch = Launcher(_add_to_label_rows_kernel, tokens, triton.cdiv(hidden_size, self.block))
+
+    def add_(self, grad_weight: Tensor, ordered: Tensor, source: Tensor, coef: Tensor, hidden: Tensor) -> Tensor:
+        """``grad_weight[v] += sum_{i: ordered_i = v} coef_i hidden[source_i]``; labels of V add nothing.
+
+        Args:
+            grad_weight: ``[V, H]``, contiguous.
+            ordered: ``[T]`` int64, the labels in ascending order.
+            source: ``[T]`` int64, the row of each in ``hidden``.
+            coef: ``[T]`` fp32.
+            hidden: ``[T, H]``, contiguous.
+        """
+        if not self.triton:
+            keep = ordered < len(grad_weight)
+            return add_to_label_rows_(grad_weight, ordered[keep], coef[keep], hidden, source[keep])
+        self.launch(
+            grad_weight, self.hidden_size, ordered, source, coef, hidden, self.hidden_size,
+            self.tokens, len(grad_weight), self.hidden_size, self.block, 4,
+        )  # fmt: skip
+        return grad_weight
 
 
 @jit(do_not_specialize=["count", "ignore_index", "vocab_size"], do_not_specialize_on_alignment=["labels"])

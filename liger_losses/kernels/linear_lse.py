@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from liger_losses.kernels._tiles import with_contiguous_rows
-from liger_losses.kernels._triton import Launcher, jit, tl, triton
+from liger_losses.kernels._triton import jit, tl, triton
 from liger_losses.kernels.hopper_pipeline import AVAILABLE, COLUMNS, NotCompiledError, launch, pipeline_tiles
 from liger_losses.kernels.linear_exp_hopper import hopper_exponentials_kernel
 from liger_losses.kernels.logit_transform import Epilogue, inverse_temperature, transform_block
@@ -131,18 +131,6 @@ def sum_tiles(lse: Tensor, partial: Tensor, needed: Tensor | None = None) -> Non
     _sum_tiles_kernel[(triton.cdiv(tokens, _SUM_ROWS),)](
         lse, partial, needed, column_tiles, tokens, BLOCK=_SUM_ROWS, TILES=_SUM_TILES, num_warps=8
     )
-
-
-class SumTiles:
-    """:func:`sum_tiles` with ``needed``, of calls that have this number of tokens."""
-
-    def __init__(self, tokens: int) -> None:
-        self.tokens = tokens
-        self.launch = Launcher(_sum_tiles_kernel, triton.cdiv(tokens, _SUM_ROWS), num_warps=8)
-
-    def __call__(self, lse: Tensor, partial: Tensor, needed: Tensor) -> None:
-        """See :func:`sum_tiles`."""
-        self.launch(lse, partial, needed, partial.shape[1], self.tokens, _SUM_ROWS, _SUM_TILES)
 
 
 @jit(do_not_specialize=["column_tiles", "tokens"], do_not_specialize_on_alignment=["lse", "needed"])

@@ -145,6 +145,7 @@ class MaskedStatistics:
         ignore_index, transform, right: as in :class:`~liger_losses.kernels.masked_rows.MaskedRows`.
         entropy: whether entropies are computed.
         backend: ``torch`` or ``triton``.
+        by_pointers: load both without descriptors, which take the host some time.
     """
 
     def __init__(
@@ -156,12 +157,13 @@ class MaskedStatistics:
         right: Tensor,
         entropy: bool,
         backend: str,
+        by_pointers: bool = False,
     ) -> None:
         self.ignore_index, self.transform, self.right = ignore_index, transform, right
         self.entropy, self.triton, self.tokens = entropy, backend == "triton", len(hidden)
         if not self.triton:
             return
-        row_tiles, column_tiles, programs, given = tiles_of(hidden, weight, Epilogue(transform))
+        row_tiles, column_tiles, programs, given = tiles_of(hidden, weight, Epilogue(transform), None, by_pointers)
         group, blocks = max(1, min(row_tiles, _GROUP)), [given[name] for name in ("BLOCK_N", "BLOCK_V", "BLOCK_H")]
         self.splits, sums = max(1, min(programs // group, column_tiles)), Sums(moment=1 if entropy else None)
         self.kinds = len(PARTIAL_SUMS) if entropy else 3
@@ -199,7 +201,7 @@ class MaskedStatistics:
 
 
 @jit
-def _merged_splits(partial, rows, splits, tokens, sums, BLOCK: tl.constexpr, SPLITS: tl.constexpr):
+def merged_splits(partial, rows, splits, tokens, sums, BLOCK: tl.constexpr, SPLITS: tl.constexpr):
     """The sums of all splits, in an order that depends on their number alone, and the label's logit."""
     step = splits.to(tl.int64) * tokens
     zero = tl.zeros((BLOCK,), tl.float32)
@@ -240,7 +242,7 @@ def _merged_splits(partial, rows, splits, tokens, sums, BLOCK: tl.constexpr, SPL
 def _merge_kernel(partial, merged, splits, tokens, sums, BLOCK: tl.constexpr, SPLITS: tl.constexpr):
     """One program per block of tokens."""
     rows = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    state, label_logit = _merged_splits(partial, rows, splits, tokens, sums, BLOCK, SPLITS)
+    state, label_logit = merged_splits(partial, rows, splits, tokens, sums, BLOCK, SPLITS)
     store_sums(merged + rows, tokens, rows < tokens, label_logit, state, sums)
 
 
@@ -252,7 +254,7 @@ def _masked_merge_kernel(
     """One program per block of tokens."""
     rows = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     valid = rows < tokens
-    state, label_logit = _merged_splits(partial, rows, splits, tokens, sums, BLOCK, SPLITS)
+    state, label_logit = merged_splits(partial, rows, splits, tokens, sums, BLOCK, SPLITS)
     _best, _logit_sum, moment, _squares, top, total, _weight_sum, _weighted_sum = state
     label = tl.load(labels + rows, mask=valid, other=ignore_index)
     active = label != ignore_index

@@ -51,14 +51,18 @@ class RowGradients(NamedTuple):
     """What :class:`MaskedRows` computes for the products of the gradients.
 
     ``grad`` is d loss / d projections ``[T, V]``, in the memory of the projections, and ``hidden`` are the hidden
-    states ``[T, H]``; both are 0 for tokens without loss. ``losses [T]`` are terms of the loss, where it is known. With
-    a ``scale [T]``, the gradient by hidden states is ``scale (grad @ weight)``, and ``hidden`` have this factor.
+    states ``[T, H]``; both are 0 for tokens without loss. ``losses [T]`` are terms of the loss, where it is known.
     """
 
     grad: Tensor
     hidden: Tensor
     losses: Tensor | None = None
-    scale: Tensor | None = None
+
+    @property
+    def loss(self) -> Tensor:
+        """The loss, 0-dim."""
+        assert self.losses is not None
+        return self.losses.sum()
 
 
 class MaskedRows:

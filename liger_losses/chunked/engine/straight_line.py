@@ -33,10 +33,10 @@ from liger_losses.kernels.autograd import (
     records_tangents,
     within_transform,
 )
-from liger_losses.kernels.exponential_rows import ExponentialRows
+from liger_losses.kernels.exponential_rows import MOST_TOKENS, ExponentialRows
 from liger_losses.kernels.linear_stats import MaskedStatistics
 from liger_losses.kernels.logit_transform import LogitTransform
-from liger_losses.kernels.masked_rows import Derivatives, MaskedRows, RowGradients, RowStatistics
+from liger_losses.kernels.masked_rows import Derivatives, MaskedRows, RowStatistics
 from liger_losses.kernels.matmul import ALIGNED, MIN_CUT_SIZE
 
 #: Plain tensors, which have memory and no overridden behaviour.
@@ -224,7 +224,8 @@ def _prepared(
         line.fused = MaskedStatistics(flat, weight, ignore_index, transform, line.right, entropy, "triton")
         return line
     aligned = depth % ALIGNED == 0 and (tokens % ALIGNED == 0 or tokens <= MIN_CUT_SIZE) and padded(size) == size
-    if run.one_block and run.work.fused_products and line.multiplications >= MIN_EXPONENTIALS:
+    large = line.multiplications >= MIN_EXPONENTIALS and tokens <= MOST_TOKENS
+    if run.one_block and run.work.fused_products and large:
         of_logp = query.statistics == ("logp",) and not query.metrics and run.strategy in ("one_pass", "resident")
         if of_logp and weight.dtype == torch.bfloat16 and transform.softcap is None and weight.stride(1) == 1:
             ignore_index = decision.options.ignore_index
@@ -298,14 +299,11 @@ class StraightLine:
         """The loss, 0-dim, and its gradients by hidden states and weight, where they are needed."""
         hidden = self.flat(hidden_states)
         block: Any = self.rows.project(hidden, weight, labels)
-        found = self.rows.loss(block, labels, hidden, self.scales, self.mean)
+        found: Any = self.rows.loss(block, labels, hidden, self.scales, self.mean)
         check_right(self.right, labels, self.vocab_size, self.ignore_index)
-        assert found.losses is not None
-        return found.losses.sum(), self.products(found, hidden_states, weight, needs)
+        return found.loss, self.products(found, hidden_states, weight, needs)
 
-    def products(
-        self, found: RowGradients, hidden_states: Tensor, weight: Tensor, needs: Sequence[bool]
-    ) -> list[Tensor | None]:
+    def products(self, found: Any, hidden_states: Tensor, weight: Tensor, needs: Sequence[bool]) -> list[Tensor | None]:
         """The gradients by hidden states and weight, where they are needed."""
         grads: list[Tensor | None] = [None, None]
 

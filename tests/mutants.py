@@ -31,7 +31,7 @@ MUTANTS: dict[str, list[tuple[str, str, str]]] = {
         ("chunked/engine/accumulation.py", " grad.t(), hidden, accumulate=not first", " grad.t(), hidden"),
         ("chunked/engine/accumulation.py", "tokens.are_all else torch.zeros", "tokens.are_all else torch.ones"),
         ("chunked/engine/stream.py", "unit_gradient[rows] * g[rows, None]", "unit_gradient[rows]"),
-        ("chunked/engine/tokens.py", "return self.masked(values)\n        if self", "return values\n        if self"),
+        ("chunked/engine/tokens.py", "values = self.masked(values)\n            elif", "pass\n            elif"),
         ("chunked/engine/blocks.py", "total += _sum_repeated(columns, upstream)", "total += upstream"),
         ("kernels/online_softmax.py", 'share * (parts["entropy"] - log_share)', 'share * parts["entropy"]'),
         ("kernels/online_softmax.py", "(totals[ends] - totals[ends - sizes])", "totals[ends]"),
@@ -112,11 +112,11 @@ MUTANTS: dict[str, list[tuple[str, str, str]]] = {
     ],
     "tests/chunked/engine/test_ranks.py": [
         ("chunked/engine/blocks.py", "torch.where(others, logit_here - found.lse, found.logp)", "found.logp"),
-        ("chunked/engine/ranks.py", "return inside, inside != labels", "return inside, inside != inside"),
+        ("chunked/engine/ranks.py", "return columns, inside, inside != labels", "return columns, inside, inside != inside"),
         ("chunked/engine/agreement.py", "if digest == -1:", "if False:"),
     ],
     "tests/chunked/losses/test_distillation.py tests/chunked/engine/test_teachers.py": [
-        ("chunked/engine/call.py", 'return "logp" in self.outputs and (other or self', "return False and (self"),
+        ("chunked/engine/decision.py", '"logp" in outputs and (other or vocab_size >', "False and (vocab_size >"),
         ("chunked/engine/two_models.py", "self.grad_bias += student_logits.sum(0)", "self.grad_bias += 0"),
         ("chunked/losses/distillation.py", "return self.temperature**2 if self", "return self.temperature if self"),
         ("chunked/engine/teachers.py", "(ordered[:, 1:] == ordered[:, :-1]).any()", "outside"),

@@ -69,6 +69,7 @@ def test_largest_of_special_rows(columns, k, backend):
     device = "cuda" if torch.cuda.is_available() else "cpu"
     noise = torch.randn(columns, generator=torch.Generator().manual_seed(0))
     rows = torch.stack([make(noise) for make in SPECIAL_ROWS.values()]).to(device)
+    noise = noise.to(device)
     exact = rows.double().topk(k, -1).values.float()
     of_tiles = torch.nn.functional.pad(rows, (0, -columns % 128), value=-torch.inf).view(len(rows), -1, 128)
     rounded = of_tiles.nan_to_num(torch.inf).amax(-1).clamp(min=-2e38) * (1 + 1e-7 * noise[: of_tiles.shape[1]])

@@ -43,7 +43,7 @@ def largest(k: int, gradients: bool = False) -> Provider:
     def build(inputs: Any) -> Call:
         def call() -> tuple[Tensor, ...]:
             with torch.set_grad_enabled(gradients):
-                found = liger_losses.linear_topk(inputs.hidden, inputs.weight, k, inputs.labels)
+                found = liger_losses.linear_topk(inputs.hidden, inputs.weight, k)
             return with_gradients(found.logps.sum(), inputs.leaves) if gradients else (found.logps.sum(),)
 
         return call

@@ -7,6 +7,8 @@ keeps the entries that reach the bound. There are hardly more of them than k, an
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
@@ -51,41 +53,52 @@ def group_maxima(projected: Tensor, epilogue: Epilogue, backend: str | None = No
     return padded.view(rows, groups, GROUP).amax(-1)
 
 
+class Found(NamedTuple):
+    """The k largest of each row and their columns; ``[R]``, the log-probability of all others where tiles told it."""
+
+    values: Tensor
+    ids: Tensor
+    rest: Tensor | None = None
+
+
 def largest(
     projected: Tensor,
     epilogue: Epilogue,
     k: int,
     backend: str | None = None,
     *,
-    maxima: Tensor | None = None,
+    tiles: Tensor | None = None,
     lse: Tensor | None = None,
     out: tuple[Tensor, Tensor] | None = None,
-) -> tuple[Tensor, Tensor]:
+    rest: bool = False,
+) -> Found:
     """The k largest logits of each row, in descending order, and their columns, ``[R, k]`` each.
 
     Args:
         projected, epilogue, backend: as in :func:`group_maxima`.
         k: at most C.
-        maxima: what :func:`~liger_losses.kernels.linear_lse.log_sum_exps_into` returned; read where the kernels choose
+        tiles: what :func:`~liger_losses.kernels.linear_lse.log_sum_exps_into` returned; read where the kernels choose
             among groups of as many columns.
-        lse: ``[R]``, subtracted from the logits: log-probabilities are returned if these are the log-sum-exps.
+        lse: ``[R]``, the log-sum-exps: log-probabilities are returned.
         out: the tensors to write into, rows contiguous; columns are int64.
+        rest: with ``lse``, also return the log-probability of all other columns, where the tiles are read.
     """
     rows, columns = projected.shape
     most = columns // (4 * k) if 0 < k <= _MOST else 0  # otherwise, most groups would be kept
     group = next((group for group in (COLUMNS, GROUP) if group <= most), 0)
     if group and choose_backend(backend, [projected], dtypes=LOGIT_DTYPES) == "triton":
-        if maxima is None or group != COLUMNS:
-            group, maxima = GROUP, group_maxima(projected, epilogue, "triton").t()
+        if tiles is None or group != COLUMNS:
+            group, tiles = GROUP, group_maxima(projected, epilogue, "triton").t()[None]
+        device, told = projected.device, rest and lse is not None and len(tiles) > 1
         if out is None:
-            device = projected.device
             out = torch.empty(rows, k, device=device), torch.empty(rows, k, dtype=torch.int64, device=device)
+        found = Found(*out, torch.empty(rows, device=device) if told else None)
         if rows:
-            _largest_triton(out, projected, epilogue, k, maxima, group, lse)
-        return out
+            _largest_triton(found, projected, epilogue, k, tiles, group, lse)
+        return found
     values, ids = _largest_torch(projected, epilogue, k, backend)
     values = values if lse is None else values - lse[:, None]
-    return (values, ids) if out is None else (out[0].copy_(values), out[1].copy_(ids))
+    return Found(values, ids) if out is None else Found(out[0].copy_(values), out[1].copy_(ids))
 
 
 def _largest_torch(projected: Tensor, epilogue: Epilogue, k: int, backend: str | None) -> tuple[Tensor, Tensor]:
@@ -108,27 +121,23 @@ def _largest_torch(projected: Tensor, epilogue: Epilogue, k: int, backend: str |
 
 
 def _largest_triton(
-    out: tuple[Tensor, Tensor],
-    projected: Tensor,
-    epilogue: Epilogue,
-    k: int,
-    maxima: Tensor,
-    group: int,
-    lse: Tensor | None,
+    found: Found, projected: Tensor, epilogue: Epilogue, k: int, tiles: Tensor, group: int, lse: Tensor | None
 ) -> None:
-    """:func:`largest`, from the maxima ``[C / group, R]`` of groups."""
+    """:func:`largest`, from the maxima of groups and maybe their sums, ``[1 or 2, C / group, R]``."""
     (rows, columns), device, width = projected.shape, projected.device, triton.next_power_of_2(k)
     kept = min(max(_KEPT * width, _FEW), group * width)
     groups, bounds = torch.empty(rows, k, dtype=torch.int32, device=device), torch.empty(rows, device=device)
+    maxima, *sums = tiles
+    values, ids, rest = found
     _largest_groups_kernel[(rows,)](
-        groups, bounds, maxima, *maxima.stride(), len(maxima), k, _ROUNDING,
-        BLOCK=triton.next_power_of_2(len(maxima)), num_warps=2 if len(maxima) <= 1024 else 4,
+        groups, bounds, rest, maxima, None if rest is None else sums[0], lse, *maxima.stride(), len(maxima), k,
+        _ROUNDING, BLOCK=triton.next_power_of_2(len(maxima)), num_warps=2 if len(maxima) <= 1024 else 4,
     )  # fmt: skip
     warps = 4 if kept <= 512 else 8 if kept <= 1024 else 16
     scratch = torch.empty(rows, kept, device=device), torch.empty(rows, kept, dtype=torch.int32, device=device)
     _largest_of_groups_kernel[(rows,)](
-        *out, *scratch, projected, projected.stride(0), epilogue.bias, epilogue.transform.for_kernel, lse,
-        groups, bounds, columns, k, out[0].stride(0), out[1].stride(0),
+        values, ids, rest, *scratch, projected, projected.stride(0), epilogue.bias, epilogue.transform.for_kernel, lse,
+        groups, bounds, columns, k, values.stride(0), ids.stride(0),
         GROUP=group, KEPT=kept, BLOCK=min(1024, group * width), PIECE=min(512 * warps // kept, kept), num_warps=warps,
     )  # fmt: skip
 
@@ -188,11 +197,16 @@ def _ordered(x, inside):
     return tl.where(inside, bits, -0x80000000).to(tl.int32)
 
 
-@jit(do_not_specialize=["row_stride", "group_stride", "groups", "k"])
+@jit(
+    do_not_specialize=["row_stride", "group_stride", "groups", "k"],
+    do_not_specialize_on_alignment=["rest", "maxima", "sums", "lse"],
+)
 def _largest_groups_kernel(
-    out, bounds, maxima, group_stride, row_stride, groups, k, rounding: tl.constexpr, BLOCK: tl.constexpr
-):
-    """One program for each row: the k groups of the largest maxima, in their order, and the least of these maxima.
+    out, bounds, rest, maxima, sums, lse, group_stride, row_stride, groups, k,
+    rounding: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """One program for each row: the k groups of the largest maxima, in their order, the least of these maxima, and the
+    probability of all other groups.
 
     The k-th largest is found bit by bit, from the highest, until exactly k are as large. Of equal ones, the first ones
     are taken.
@@ -218,6 +232,10 @@ def _largest_groups_kernel(
     tl.store(out + row * k + tl.cumsum(taken.to(tl.int32), 0) - 1, at, mask=taken)
     bound = tl.min(tl.where(taken, top, float("inf")), 0)
     tl.store(bounds + row, bound - tl.abs(bound) * rounding)
+    if rest is not None:
+        total = tl.load(sums + row * row_stride + at * group_stride, mask=inside, other=0.0)
+        others = tl.where(inside & (taken == 0), total * tl.exp(top - tl.load(lse + row)), 0.0)
+        tl.store(rest + row, tl.sum(others, 0))
 
 
 @jit
@@ -229,17 +247,21 @@ def _entries(row, start, k, GROUP: tl.constexpr, BLOCK: tl.constexpr):
     at = tl.load(chosen + slot // GROUP, mask=inside, other=0) * GROUP + slot % GROUP
     inside = inside & (at < columns)
     z = load_logits(projected, bias, at, inside, transform, inverse)
-    return z, at, _ordered(z, inside)
+    return z, at, inside, _ordered(z, inside)
 
 
 @jit
-def _keep(values, ids, row, threshold, k, GROUP: tl.constexpr, KEPT: tl.constexpr, BLOCK: tl.constexpr):
+def _keep(
+    values, ids, row, threshold, row_lse, k,
+    REST: tl.constexpr, GROUP: tl.constexpr, KEPT: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     """Write the entries above a threshold and the first k that equal it, in the order of columns, as far as there is
-    room; return their number."""
+    room; return their number, and with ``REST`` the probability of the others."""
     above = 0
     equal = 0
+    others = 0.0
     for start in range(0, k * GROUP, BLOCK):
-        z, at, key = _entries(row, start, k, GROUP, BLOCK)
+        z, at, inside, key = _entries(row, start, k, GROUP, BLOCK)
         # Both numbers in one: of those above in the lower half, of equal ones in the upper half.
         both = (key > threshold).to(tl.int32) + ((key == threshold).to(tl.int32) << 16)
         before = tl.cumsum(both, 0)
@@ -251,7 +273,9 @@ def _keep(values, ids, row, threshold, k, GROUP: tl.constexpr, KEPT: tl.constexp
         every = tl.sum(both, 0)
         above += every & 0xFFFF
         equal += every >> 16
-    return above + tl.minimum(equal, k)
+        if REST:
+            others += tl.sum(tl.where(inside & (taken == 0), tl.exp(z - row_lse), 0.0), 0)
+    return above + tl.minimum(equal, k), others
 
 
 @jit
@@ -259,14 +283,17 @@ def _reaching(row, threshold, k, GROUP: tl.constexpr, BLOCK: tl.constexpr):
     """How many entries reach a threshold."""
     count = 0
     for start in range(0, k * GROUP, BLOCK):
-        _, _, key = _entries(row, start, k, GROUP, BLOCK)
+        _, _, _, key = _entries(row, start, k, GROUP, BLOCK)
         count += tl.sum((key >= threshold).to(tl.int32), 0)
     return count
 
 
-@jit(do_not_specialize=["k"], do_not_specialize_on_alignment=["values", "ids", "lse", "values_stride", "ids_stride"])
+@jit(
+    do_not_specialize=["k"],
+    do_not_specialize_on_alignment=["values", "ids", "rest", "lse", "values_stride", "ids_stride"],
+)
 def _largest_of_groups_kernel(
-    values, ids, kept_values, kept_ids, projected, stride, bias, transform, lse, chosen, bounds, columns, k,
+    values, ids, rest, kept_values, kept_ids, projected, stride, bias, transform, lse, chosen, bounds, columns, k,
     values_stride, ids_stride,
     GROUP: tl.constexpr, KEPT: tl.constexpr, BLOCK: tl.constexpr, PIECE: tl.constexpr,
 ):  # fmt: skip
@@ -282,8 +309,14 @@ def _largest_of_groups_kernel(
     row = (projected + at_row * stride, bias, transform, inverse, chosen + at_row * k, columns)
     kept_values += at_row * KEPT
     kept_ids += at_row * KEPT
+    row_lse = 0.0
+    if lse is not None:
+        row_lse = tl.load(lse + at_row)
+    outside = 0.0
+    if rest is not None:
+        outside = tl.load(rest + at_row)
     threshold = _ordered(tl.load(bounds + at_row), True)
-    count = _keep(kept_values, kept_ids, row, threshold, k, GROUP, KEPT, BLOCK)
+    count, others = _keep(kept_values, kept_ids, row, threshold, row_lse, k, rest is not None, GROUP, KEPT, BLOCK)
     if (count < k) | (count > KEPT):
         threshold = tl.where(_reaching(row, 0, k, GROUP, BLOCK) >= k, 0, -0x80000000).to(tl.int32)
         bit = 0x40000000
@@ -292,7 +325,7 @@ def _largest_of_groups_kernel(
             threshold = tl.where(_reaching(row, higher, k, GROUP, BLOCK) >= k, higher, threshold)
             bit = bit // 2
         tl.debug_barrier()  # what was kept is overwritten
-        count = _keep(kept_values, kept_ids, row, threshold, k, GROUP, KEPT, BLOCK)
+        count, others = _keep(kept_values, kept_ids, row, threshold, row_lse, k, rest is not None, GROUP, KEPT, BLOCK)
     tl.debug_barrier()  # all of it is in memory
     slot = tl.arange(0, KEPT)
     inside = slot < count
@@ -301,14 +334,16 @@ def _largest_of_groups_kernel(
     preceding = tl.zeros((KEPT, PIECE), tl.int32)
     for start in range(0, count, PIECE):
         other = start + tl.arange(0, PIECE)
-        others = _ordered(tl.load(kept_values + other, mask=other < count, other=0.0), other < count)[None, :]
-        first = (others == key[:, None]) & (other[None, :] < slot[:, None])
-        preceding += ((others > key[:, None]) | first).to(tl.int32)
+        keys = _ordered(tl.load(kept_values + other, mask=other < count, other=0.0), other < count)[None, :]
+        first = (keys == key[:, None]) & (other[None, :] < slot[:, None])
+        preceding += ((keys > key[:, None]) | first).to(tl.int32)
     place = tl.sum(preceding, 1)
+    z -= row_lse
+    if rest is not None:
+        others += tl.sum(tl.where(inside & (place >= k), tl.exp(z), 0.0), 0)
+        tl.store(rest + at_row, tl.log(outside + others))
     inside = inside & (place < k)
     at = tl.load(kept_ids + slot, mask=inside, other=0)
-    if lse is not None:
-        z -= tl.load(lse + at_row)
     tl.store(values + at_row * values_stride + place, z, mask=inside)
     tl.store(ids + at_row * ids_stride + place, at.to(tl.int64), mask=inside)
 

@@ -226,6 +226,15 @@ def heads() -> dict[str, Callable[[], None]]:
         "largest, temperatures and bias": lambda: largest(
             tensor(TOKENS, VOCAB, dtype=FP32), Epilogue(each_capped, tensor(VOCAB, dtype=FP32)), 128, backend="triton"
         ),
+        "largest and the rest": lambda: largest(
+            tensor(TOKENS, VOCAB, dtype=FP32),
+            Epilogue(),
+            250,
+            backend="triton",
+            tiles=tensor(2, VOCAB // 128, TOKENS, dtype=FP32),
+            lse=tensor(TOKENS, dtype=FP32),
+            rest=True,
+        ),
         "rest of rows": lambda: sum_of_probabilities(
             tensor(TOKENS, VOCAB, dtype=FP32),
             tensor(TOKENS, dtype=FP32),

@@ -30,7 +30,7 @@ def check(size, dtype, every_option, backend):
         epilogue, wide = Epilogue(transform, bias), Epilogue(transform, bias.double())
     out, lse = (torch.full(shape, float("nan"), device=DEVICE) for shape in ((tokens, vocab + 4), (tokens,)))
     out = out[:, :vocab]
-    maxima = log_sum_exps_into(lse, hidden, weight, out, epilogue, backend=backend)
+    maxima, sums = log_sum_exps_into(lse, hidden, weight, out, epilogue, backend=backend)
     projected = hidden.double() @ weight.double().t()
     largest = projected.abs().amax(1, keepdim=True)  # wgmma does not round, but drops digits of its sums
     torch.testing.assert_close(out / largest, projected / largest, rtol=0, atol=2e-5, check_dtype=False)
@@ -38,6 +38,8 @@ def check(size, dtype, every_option, backend):
     of_tiles = torch.nn.functional.pad(epilogue(out.clone()), (0, -vocab % 128), value=-math.inf).view(tokens, -1, 128)
     exact = of_tiles.amax(-1).t().clamp(min=-3.0e38)
     torch.testing.assert_close(maxima, exact.where(exact > -3.0e38, maxima), rtol=1e-6, atol=1e-6)
+    of_tiles = of_tiles.double().logsumexp(-1).t()
+    torch.testing.assert_close(sums.double().log() + maxima, of_tiles, rtol=1e-5, atol=1e-5)
     again = torch.empty_like(lse)
     log_sum_exps_into(again, hidden, weight, out, epilogue, backend=backend)
     assert torch.equal(lse, again)
@@ -115,7 +117,7 @@ def test_losses_without_a_label_take_them(hard, monkeypatch):
     """The teacher always; the student, unless its log-probabilities are asked for."""
     pytest.importorskip("triton", reason="triton is not installed")
     monkeypatch.setattr(two_models, "_DEVICES_OF_LSE", (DEVICE,))
-    monkeypatch.setattr(two_models, "ROWS", 32)  # of which 20 tokens are more than half
+    monkeypatch.setattr(linear_lse, "ROWS", 32)  # of which 20 tokens are more than half
     taken = []
 
     def counted(lse, hidden, *given, **options):

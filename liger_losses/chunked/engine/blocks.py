@@ -24,7 +24,7 @@ from liger_losses.kernels.label_rows import scale_and_add_label_rows
 from liger_losses.kernels.largest import largest, sum_of_probabilities
 from liger_losses.kernels.linear_exp import Exponentials, gradient_scales, linear_exponentials
 from liger_losses.kernels.linear_grad import linear_softmax_gradient_into
-from liger_losses.kernels.linear_lse import log_sum_exps_into
+from liger_losses.kernels.linear_lse import few_rows, log_sum_exps_into
 from liger_losses.kernels.linear_stats import linear_softmax_statistics
 from liger_losses.kernels.logit_transform import Epilogue
 from liger_losses.kernels.matmul import on_side_stream, start_beside
@@ -288,12 +288,14 @@ class LogitBlock(Block):
 
     def fill(self, part: Part, upstream: Upstream | None = None) -> None:
         call, projected, labels = self.call, self._projected(part), self.opened.labels[part.rows]
-        names, weight, lse, maxima = call.block_names - OF_LOGITS, self.opened.weight, part.values["lse"], None
-        if self._fuses and not call.batch_invariant and names == {"lse"}:
-            maxima = log_sum_exps_into(lse, part.hidden, weight, projected, part.epilogue, backend=call.backend)
-        if maxima is not None:
+        names, weight, lse, tiles = call.block_names - OF_LOGITS, self.opened.weight, part.values["lse"], None
+        alone = names == {"lse"} and not call.batch_invariant
+        few = alone and few_rows(len(part.hidden))
+        if self._fuses and alone and not few:
+            tiles = log_sum_exps_into(lse, part.hidden, weight, projected, part.epilogue, backend=call.backend)
+        if tiles is not None:
             computed = {"lse": lse}
-        elif self._fuses:
+        elif self._fuses and not few:
             computed = fused_statistics(self.opened, part, weight, labels, part.epilogue, part.values, projected)
         else:
             self.opened.projection.into(projected, part.hidden, 0, self.vocab_size)
@@ -306,7 +308,7 @@ class LogitBlock(Block):
                 backend=call.backend,
             )
         if call.query.largest:
-            self._add_largest(computed, projected, part, maxima)
+            self._add_largest(computed, projected, part, tiles)
         if call.query.selects and "selected_logps" in part.values.keys() - computed.keys():
             columns, owned = self._selected(computed["columns"] if call.query.largest else part.columns(call))
             bias = None if self.opened.bias is None else self.opened.bias[columns]
@@ -317,7 +319,7 @@ class LogitBlock(Block):
         if self.opened.others is not None:
             # All ranks have the columns of the largest.
             self.opened.merge_(part.rows, {name: value for name, value in computed.items() if name != "columns"})
-        if "rest" in part.values:
+        if "rest" in part.values.keys() - computed.keys():
             columns = part.columns(call) if call.query.selected is not None else computed["columns"]
             computed["rest"] = self._rest(projected, columns, computed["lse"], part.epilogue)
         if call.query.registered:
@@ -343,18 +345,21 @@ class LogitBlock(Block):
         wide.scatter_(1, columns, kept)
         return self.call.ranks.sum_(sums).log()
 
-    def _add_largest(self, computed: dict[str, Tensor], projected: Tensor, part: Part, maxima: Tensor | None) -> None:
+    def _add_largest(self, computed: dict[str, Tensor], projected: Tensor, part: Part, tiles: Tensor | None) -> None:
         """Compute the columns ``[R, k]`` of the largest logits of the whole vocabulary, on all ranks that share it; and
-        their log-probabilities, where one process has them all."""
+        where one process has them all, their log-probabilities, and that of all others where it costs nothing."""
         k, backend, ranks = min(self.call.query.largest, self.vocab_size), self.call.backend, self.call.ranks
-        if self.opened.others is None:
-            names, lse = ("selected_logps", "columns"), computed["lse"]
-            out = (part.values[names[0]], part.values[names[1]]) if part.values.keys() >= {*names} else None
-            found = largest(projected, part.epilogue, k, backend, maxima=maxima, lse=lse, out=out)
-            computed.update(zip(names, found, strict=True))
+        if self.opened.others is not None:
+            logits, columns, _ = largest(projected, part.epilogue, k, backend)
+            computed["columns"] = ranks.largest(logits, columns + self.opened.first_column, self.call.query.largest)
             return
-        logits, columns = largest(projected, part.epilogue, k, backend, maxima=maxima)
-        computed["columns"] = ranks.largest(logits, columns + self.opened.first_column, self.call.query.largest)
+        names, lse = ("selected_logps", "columns"), computed["lse"]
+        out = (part.values[names[0]], part.values[names[1]]) if part.values.keys() >= {*names} else None
+        rest = "rest" in part.values
+        found = largest(projected, part.epilogue, k, backend, tiles=tiles, lse=lse, out=out, rest=rest)
+        computed.update(zip(names, found[:2], strict=True))
+        if found.rest is not None:
+            computed["rest"] = found.rest
 
     def _log_probs(
         self, projected: Tensor, lse: Tensor, epilogue: Epilogue

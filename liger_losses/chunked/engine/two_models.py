@@ -23,10 +23,9 @@ from liger_losses.chunked.engine.ranks import ALONE
 from liger_losses.chunked.engine.teachers import TeacherLogits
 from liger_losses.chunked.engine.weights import Projection, can_fuse
 from liger_losses.kernels.divergence import Coefficients, Logits, RowSums, divergence_into, square_sums
-from liger_losses.kernels.hopper_pipeline import ROWS
 from liger_losses.kernels.linear_exp import linear_exponentials
 from liger_losses.kernels.linear_grad import linear_softmax_gradient_into
-from liger_losses.kernels.linear_lse import log_sum_exps_into, row_log_sum_exps_into
+from liger_losses.kernels.linear_lse import few_rows, log_sum_exps_into, row_log_sum_exps_into
 from liger_losses.kernels.logit_transform import Epilogue, LogitTransform
 from liger_losses.kernels.matmul import start_beside
 from liger_losses.kernels.softmax_grad import SoftmaxGradient, softmax_gradient_into
@@ -34,9 +33,6 @@ from liger_losses.kernels.softmax_stats import softmax_statistics
 
 #: Where log-sum-exps alone take other ways than :func:`linear_exponentials`.
 _DEVICES_OF_LSE = ("cuda",)
-#: Log-sum-exps of so few tokens, if half of the kernels' last tiles of rows would be empty: cuBLAS multiplies, and a
-#: kernel reads its product. (On an H200, 192 tokens, V 151936, H 2048 and 4096: 216 and 392 us; tiles: 367 and 689.)
-_FEW_ROWS = 2 * ROWS + ROWS // 2
 
 
 def _rows(values: Tensor, rows: slice) -> Tensor:
@@ -386,8 +382,7 @@ class TwoModels(Block):
         """A model's projections into ``out``, and the statistics of its logits."""
         invariant = self.call.batch_invariant
         alone = statistics.keys() == {"lse"} and hidden.device.type in _DEVICES_OF_LSE and not invariant
-        few = len(hidden) <= _FEW_ROWS and 0 < len(hidden) % ROWS <= ROWS // 2
-        if not model.fused or (alone and few):
+        if not model.fused or (alone and few_rows(len(hidden))):
             model.into(out, hidden, 0, out.shape[1])
             self._compute_statistics(statistics, out, labels, epilogue)
             return

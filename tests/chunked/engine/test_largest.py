@@ -26,18 +26,25 @@ def test_largest_of_rows(columns, k, backend):
     device = "cuda" if torch.cuda.is_available() else "cpu"
     rows = torch.randn(5, columns + 3, generator=g).to(device)[:, :columns] - 6  # no logit is above 0
     rows[:, -1] += 4  # the last group, which is not full, is among the largest
+    rows[:, 9:19] += 7  # one group has more than its share
     bias = torch.randn(columns, generator=g).to(device)
     epilogue = Epilogue(LogitTransform(temperature=torch.linspace(0.5, 2, 5, device=device), softcap=4.0), bias)
-    values, ids = largest.largest(rows, epilogue, k, backend)
+    values, ids, _ = largest.largest(rows, epilogue, k, backend)
     exact = (4 * torch.tanh((rows + bias) / 4) / torch.linspace(0.5, 2, 5, device=device)[:, None]).topk(k, -1)
     torch.testing.assert_close(values, exact.values)
     assert torch.equal(ids, exact.indices)
     of_tiles = torch.nn.functional.pad(epilogue(rows), (0, -columns % 128), value=-torch.inf).view(5, -1, 128)
-    known = largest.largest(rows, epilogue, k, backend, maxima=of_tiles.amax(-1).t())
-    torch.testing.assert_close(known, (values, ids))
+    tops, lse = of_tiles.amax(-1), epilogue(rows).logsumexp(-1)
+    sums = (of_tiles - tops[..., None]).exp().sum(-1)
+    known = largest.largest(rows, epilogue, k, backend, tiles=torch.stack([tops.t(), sums.t()]), lse=lse, rest=True)
+    torch.testing.assert_close(known[:2], (values - lse[:, None], ids))
+    assert (known.rest is not None) == (backend == "triton" and 4 * 128 * k <= columns)
+    if known.rest is not None:
+        others = (epilogue(rows) - lse[:, None]).double().scatter(1, ids, -torch.inf).logsumexp(-1)
+        torch.testing.assert_close(known.rest.double(), others, rtol=1e-5, atol=1e-5)
     rows[:, ::7] = 3.0  # many are equal, with or without bias
     some = rows[1:2]
-    values, ids = largest.largest(some, Epilogue(), k, backend)
+    values, ids, _ = largest.largest(some, Epilogue(), k, backend)
     torch.testing.assert_close(values, some.topk(k, -1).values)
     assert torch.equal(some.gather(1, ids), values)
     assert len(ids.unique()) == k
@@ -73,15 +80,14 @@ def test_largest_of_special_rows(columns, k, backend):
     exact = rows.double().topk(k, -1).values.float()
     of_tiles = torch.nn.functional.pad(rows, (0, -columns % 128), value=-torch.inf).view(len(rows), -1, 128)
     rounded = of_tiles.nan_to_num(torch.inf).amax(-1).clamp(min=-2e38) * (1 + 1e-7 * noise[: of_tiles.shape[1]])
-    for maxima in (None, rounded.t()):
-        values, ids = largest.largest(rows, Epilogue(), k, backend, maxima=maxima)
+    for tiles in (None, rounded.t()[None]):
+        values, ids, _ = largest.largest(rows, Epilogue(), k, backend, tiles=tiles)
         torch.testing.assert_close(values, exact, rtol=0, atol=0, equal_nan=True)
         torch.testing.assert_close(rows.gather(1, ids), values, rtol=0, atol=0, equal_nan=True)
         assert all(len(row.unique()) == k for row in ids)
-        if backend == "triton":
-            equal = values[:, 1:] == values[:, :-1]
-            assert (ids[:, 1:] > ids[:, :-1])[equal].all()
-    empty = largest.largest(rows[:0], Epilogue(), k, backend)
+        if backend == "triton" and tiles is None:  # rounding may change which of equal groups are first
+            assert torch.equal(ids, rows.sort(dim=-1, descending=True, stable=True).indices[:, :k])
+    empty = largest.largest(rows[:0], Epilogue(), k, backend)[:2]
     assert [part.shape for part in empty] == [(0, k)] * 2
 
 

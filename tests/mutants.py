@@ -85,6 +85,13 @@ MUTANTS: dict[str, list[tuple[str, str, str]]] = {
         ("kernels/layer_norm.py", "None if bias_dtype is None else g.", "None if bias_dtype is None else xhat."),
         ("kernels/rope.py", "turned = -_turn(", "turned = _turn("),
     ],
+    "tests/kernels/test_rows.py -k are_the_same": [
+        ("kernels/prepared.py", "t.shape, t.stride(), t.dtype", "t.shape, t.dtype"),
+        ("kernels/rows.py", "_arguments(inputs, vectors) if self.copies else ", ""),
+    ],
+    "tests/patching/test_patch.py -k few_tokens": [
+        ("patching/norms.py", "if self.of_torch and is_short(x):", "if False:"),
+    ],
     "tests/kernels/test_glu.py": [
         ("kernels/glu_kernels.py", "d_up.masked_fill_(", "d_up.masked_fill("),
         ("kernels/glu.py", "if node.overwritten:", "if False:"),

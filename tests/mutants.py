@@ -50,6 +50,11 @@ MUTANTS: dict[str, list[tuple[str, str, str]]] = {
     "tests/chunked/test_combinations.py -k 'in_triton and trained and statistics'": [
         ("kernels/softmax_grad.py", "grad_bias += projected.sum(0, ", "grad_bias += 0 * projected.sum(0, "),
     ],
+    "tests/chunked/engine/test_largest.py -k 'rows and triton'": [
+        ("kernels/largest.py", "(equals <= k))", "(equals <= 2 * k))"),
+        ("kernels/largest.py", "(count < k) | (count > KEPT)", "count > KEPT"),
+        ("kernels/largest.py", "inside & (place >= k), tl.exp(z)", "inside & (place > k), tl.exp(z)"),
+    ],
     "tests/chunked/engine/test_tokens.py -k never_leak": [
         ("chunked/engine/call.py", "{name: tokens.masked(g, rows) for", "{name: g for"),
     ],

@@ -283,15 +283,18 @@ class LogitBlock(Block):
         width = padded(opened.vocab_size + (opened.others is not None))
         self.projections = torch.empty(rows, width, dtype=self.call.work.logits_dtype, device=opened.device)
         #: Whether one kernel computes projections and statistics.
-        wanted = self.call.batch_invariant or self.call.query.selects
+        wanted = self.call.batch_invariant or self.call.query.largest > 0
         self._fuses = wanted and self.call.work.fused_products
+        #: Whether one kernel computes projections, and log-sum-exps where nothing else is asked for.
+        selects = self.call.query.selects and not self.call.batch_invariant
+        self._takes_tiles = selects and self.call.work.fused_products
 
     def fill(self, part: Part, upstream: Upstream | None = None) -> None:
         call, projected, labels = self.call, self._projected(part), self.opened.labels[part.rows]
         names, weight, lse, tiles = call.block_names - OF_LOGITS, self.opened.weight, part.values["lse"], None
         alone = names == {"lse"} and not call.batch_invariant
         few = alone and few_rows(len(part.hidden))
-        if self._fuses and alone and not few:
+        if self._takes_tiles and alone and not few:
             tiles = log_sum_exps_into(lse, part.hidden, weight, projected, part.epilogue, backend=call.backend)
         if tiles is not None:
             computed = {"lse": lse}
@@ -350,7 +353,7 @@ class LogitBlock(Block):
         where one process has them all, their log-probabilities, and that of all others where it costs nothing."""
         k, backend, ranks = min(self.call.query.largest, self.vocab_size), self.call.backend, self.call.ranks
         if self.opened.others is not None:
-            logits, columns, _ = largest(projected, part.epilogue, k, backend)
+            logits, columns, _ = largest(projected, part.epilogue, k, backend, tiles=tiles)
             computed["columns"] = ranks.largest(logits, columns + self.opened.first_column, self.call.query.largest)
             return
         names, lse = ("selected_logps", "columns"), computed["lse"]

@@ -124,7 +124,7 @@ MUTANTS: dict[str, list[tuple[str, str, str]]] = {
     ],
     "tests/chunked/engine/test_ranks.py": [
         ("chunked/engine/blocks.py", "torch.where(others, logit_here - found.lse, found.logp)", "found.logp"),
-        ("chunked/engine/ranks.py", "return columns, inside, inside != labels", "return columns, inside, inside != inside"),
+        ("chunked/engine/ranks.py", "columns, inside, inside != labels", "columns, inside, inside != inside"),
         ("chunked/engine/agreement.py", "if digest == -1:", "if False:"),
     ],
     "tests/chunked/losses/test_distillation.py tests/chunked/engine/test_teachers.py": [

@@ -33,6 +33,7 @@ from liger_losses.kernels.autograd import (
     records_tangents,
     within_transform,
 )
+from liger_losses.kernels.coupled_rows import Coupled
 from liger_losses.kernels.exponential_rows import MOST_TOKENS, ExponentialRows
 from liger_losses.kernels.linear_stats import MaskedStatistics
 from liger_losses.kernels.logit_transform import LogitTransform
@@ -90,6 +91,43 @@ def _joined(
     if not all(fits) or len(kinds[0]) > 1 or len(kinds[1]) > 1:
         return None
     return torch.cat([part.flatten(0, -2) for part in hidden_states]), torch.cat([part.flatten() for part in labels])
+
+
+def straight_coupled_loss(
+    hidden_states: Sequence[Any],
+    head: Head,
+    labels: Sequence[Any],
+    query: Query,
+    options: EngineOptions,
+    make: Callable[..., Any],
+    settings: tuple[Any, ...],
+    inputs: Sequence[Tensor | None],
+) -> tuple[Tensor, tuple[Tensor, ...]] | None:
+    """A loss and its metrics, computed by ``make(*settings, backend)`` from the statistics, labels and inputs (see
+    :mod:`liger_losses.kernels.coupled_rows`); ``None`` where the call has no straight line.
+
+    ``inputs`` are constants, contiguous.
+    """
+    several = len(hidden_states) > 1
+    one = _joined(hidden_states, labels, head, options) if several else (hidden_states[0], labels[0])
+    if one is None or not head.is_plain or not all(each is None or each.is_contiguous() for each in inputs):
+        return None
+    hidden, targets = one
+
+    def prepare() -> StraightLine | None:
+        found = _prepared(hidden, weight, targets, query, options, LogitTransform(*transform))
+        if found is not None:
+            found.coupled = make(*settings, "triton")
+        return found
+
+    weight, transform = _opened(head, NO_TRANSFORM)
+    kinds = tuple([None if each is None else (each.dtype, each.device) for each in inputs])
+    key = (make, settings, kinds, query.statistics, query.metrics, options, transform)
+    line = _line(key, hidden, weight, targets, prepare)
+    if line is None:
+        return None
+    metrics: list[Tensor] = []
+    return _Loss.apply(line, hidden, weight, targets, inputs, metrics), tuple(metrics)
 
 
 def straight_statistics(
@@ -263,6 +301,8 @@ class StraightLine:
             tokens, self.vocab_size, ignore_index, transform, self.right, "triton"
         )
         self.fused: MaskedStatistics | None = None
+        #: What computes the loss from all tokens' statistics.
+        self.coupled: Callable[..., Coupled] | None = None
         self.scaling = Scaling("triton")
         given = query.token_weights or {}
         #: Whether the loss is the tokens' mean, and what their log-probabilities are multiplied by.
@@ -272,12 +312,16 @@ class StraightLine:
 
     def statistics(self, hidden_states: Tensor, weight: Tensor, labels: Tensor) -> tuple[Tensor, ...]:
         """The statistics, without a gradient."""
-        hidden = self.flat(hidden_states)
+        return self.named(self.values(self.flat(hidden_states), weight, labels)[0], labels)
+
+    def values(self, hidden: Tensor, weight: Tensor, labels: Tensor) -> tuple[RowStatistics, Any]:
+        """The statistics of each row, whose labels are checked, and the block, if there is one."""
         if self.fused is None:
-            return self.named(self.row_statistics(self.rows.project(hidden, weight, labels), labels), labels)
+            block = self.rows.project(hidden, weight, labels)
+            return self.row_statistics(block, labels), block
         found = self.fused(hidden, weight, labels)
         check_right(self.right, labels, self.vocab_size, self.ignore_index)
-        return self.named(found, labels)
+        return found, None
 
     def flat(self, hidden_states: Tensor) -> Tensor:
         """``[T, H]``."""
@@ -294,14 +338,28 @@ class StraightLine:
         return tuple([values.lse.view(labels.shape) if name == "lse" else getattr(values, name) for name in self.names])
 
     def loss(
-        self, hidden_states: Tensor, weight: Tensor, labels: Tensor, needs: Sequence[bool]
-    ) -> tuple[Tensor, list[Tensor | None]]:
-        """The loss, 0-dim, and its gradients by hidden states and weight, where they are needed."""
-        hidden = self.flat(hidden_states)
-        block: Any = self.rows.project(hidden, weight, labels)
-        found: Any = self.rows.loss(block, labels, hidden, self.scales, self.mean)
-        check_right(self.right, labels, self.vocab_size, self.ignore_index)
-        return found.loss, self.products(found, hidden_states, weight, needs)
+        self,
+        hidden_states: Tensor,
+        weight: Tensor,
+        labels: Tensor,
+        needs: Sequence[bool],
+        inputs: Sequence[Tensor | None] = (),
+    ) -> tuple[Tensor, Sequence[Tensor], list[Tensor | None]]:
+        """The loss, 0-dim, its metrics, and its gradients by hidden states and weight, where they are needed."""
+        hidden, metrics = self.flat(hidden_states), tuple[Tensor, ...]()
+        found: Any
+        if self.coupled is not None:
+            values, block = self.values(hidden, weight, labels)
+            loss, metrics, derivative = self.coupled(values, labels, *inputs)
+            if not any(needs):
+                return loss, metrics, [None, None]
+            found = self.rows.gradients(block, labels, hidden, values.lse, None, Derivatives(logp=derivative))
+        else:
+            own: Any = self.rows.project(hidden, weight, labels)
+            found = self.rows.loss(own, labels, hidden, self.scales, self.mean)
+            check_right(self.right, labels, self.vocab_size, self.ignore_index)
+            loss = found.loss
+        return loss, metrics, self.products(found, hidden_states, weight, needs)
 
     def products(self, found: Any, hidden_states: Tensor, weight: Tensor, needs: Sequence[bool]) -> list[Tensor | None]:
         """The gradients by hidden states and weight, where they are needed."""
@@ -360,11 +418,21 @@ class _Loss(torch.autograd.Function):
     """A loss, whose gradients are computed in forward; backward only scales these."""
 
     @staticmethod
-    def forward(ctx: Any, line: StraightLine, hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
+    def forward(
+        ctx: Any,
+        line: StraightLine,
+        hidden: Tensor,
+        weight: Tensor,
+        labels: Tensor,
+        inputs: Sequence[Tensor | None] = (),
+        metrics: list[Tensor] | None = None,
+    ) -> Tensor:
         ctx.line = line
-        ctx.save_for_backward(hidden, weight, labels)
+        ctx.save_for_backward(hidden, weight, labels, *inputs)
         with without_autocast(weight):
-            loss, ctx.gradients = line.loss(hidden, weight, labels, ctx.needs_input_grad[1:3])
+            loss, others, ctx.gradients = line.loss(hidden, weight, labels, ctx.needs_input_grad[1:3], inputs)
+        if metrics is not None:
+            metrics += others
         return loss
 
     @staticmethod
@@ -372,8 +440,8 @@ class _Loss(torch.autograd.Function):
     def backward(ctx: Any, upstream: Tensor) -> tuple[Any, ...]:
         gradients, ctx.gradients = ctx.gradients, None
         if gradients is None:  # the first backward scaled them in place and returned them
-            hidden, weight, labels = ctx.saved_tensors
+            hidden, weight, labels, *inputs = ctx.saved_tensors
             with without_autocast(weight):
-                _, gradients = ctx.line.loss(hidden, weight, labels, ctx.needs_input_grad[1:3])
+                *_, gradients = ctx.line.loss(hidden, weight, labels, ctx.needs_input_grad[1:3], inputs)
         ctx.line.scaling(upstream, *[grad for grad in gradients if grad is not None])
-        return None, *gradients, None
+        return (None, *gradients, None, None, None)[: len(ctx.needs_input_grad)]

@@ -14,8 +14,17 @@ from torch import Tensor
 from liger_losses.chunked.engine import Statistics
 from liger_losses.chunked.engine.arguments import options_of
 from liger_losses.chunked.engine.checks import check_alike, check_names, check_range, check_shape_of, check_tensor
-from liger_losses.chunked.losses.completion_loss import MAX_EXPONENT, Scored, sequence_logps, wide_dtype
-from liger_losses.chunked.losses.pairs import Pairs, PreferenceLoss, PreferenceOptions, smoothed
+from liger_losses.chunked.engine.query import Query
+from liger_losses.chunked.engine.straight_line import straight_coupled_loss
+from liger_losses.chunked.losses.completion_loss import (
+    MAX_EXPONENT,
+    CompletionBatch,
+    Scored,
+    sequence_logps,
+    wide_dtype,
+)
+from liger_losses.chunked.losses.pairs import Pairs, PreferenceLoss, PreferenceMetrics, PreferenceOptions, smoothed
+from liger_losses.kernels.coupled_rows import PairRows
 
 #: Losses that TRL's DPO had, or that are separate classes.
 _OTHERS = {
@@ -312,6 +321,24 @@ class LigerFusedLinearDPOLoss(PreferenceLoss):
 
     def pair_loss(self, pairs: Pairs) -> Tensor:
         return _losses(pairs, self.settings)
+
+    def _of_few(self, batch: CompletionBatch) -> tuple[Tensor, PreferenceMetrics] | None:
+        o, refs = self.settings, batch.ref_logps
+        plain = type(self) is LigerFusedLinearDPOLoss and o.loss_type == "sigmoid" and o.loss_weights is None
+        plain = plain and o.f_divergence_type == "reverse_kl" and o.ld_alpha is None and self.group is None
+        weighted = o.use_weighting or o.compute_nll_loss or o.average_log_prob
+        beside = batch.ref_hidden_states is not None or batch.temperatures is not None
+        if not plain or weighted or beside or any(ref is not None and ref.dim() > 1 for ref in refs):
+            return None
+        pairs, length = batch.labels[0].shape
+        lengths = (length, batch.labels[-1].shape[1])
+        pairs = pairs // 2 if len(batch.labels) == 1 else pairs
+        if not (pairs and all(lengths)):
+            return None
+        how = PairRows, (pairs, lengths, o.ignore_index, o.beta, o.label_smoothing)
+        query, given = Query(("logp",), ("mean_logit",)), [None if ref is None else ref.detach() for ref in refs]
+        found = straight_coupled_loss(batch.hidden_states, batch.head, batch.labels, query, self.options, *how, given)
+        return None if found is None else (found[0], PreferenceMetrics(*found[1]))
 
     def _pair_losses(self, pairs: Pairs, sides: Sequence[Scored]) -> Tensor:
         return super()._pair_losses(pairs, sides if self.use_weighting else ())

@@ -10,6 +10,7 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.compiler import is_dynamo_compiling
 
 from liger_losses.chunked.engine import Head, Statistics
 from liger_losses.chunked.engine.agreement import note
@@ -178,6 +179,9 @@ class PreferenceLoss(CompletionLoss):
         head = Head.of(lin_weight, bias, transform)
         batch = _read_pairs(head, _input, target, ref_input, (ref_chosen_logps, ref_rejected_logps), temperature)
         batch = self.prepare(batch, ref_weight, ref_bias, transform)
+        of_few = None if nll_target is not None or is_dynamo_compiling() else self._of_few(batch)
+        if of_few is not None:
+            return of_few
         nll_labels = None if nll_target is None else self._nll_labels(nll_target, batch.groups(batch.labels)[0])
         extra = None
         if nll_labels is not None:  # tokens that only the likelihood asks for are streamed along with the others
@@ -206,6 +210,10 @@ class PreferenceLoss(CompletionLoss):
             constants = [value.to(means[0].dtype) for value in values]
             metrics = PreferenceMetrics(*[value.detach() if value.requires_grad else value for value in constants])
         return self.result(loss.to(chosen_nll.dtype), pairs, metrics)
+
+    def _of_few(self, batch: CompletionBatch) -> tuple[Tensor, Any] | None:
+        """The result, where one launch computes this loss of few tokens."""
+        return None
 
     def _nll_labels(self, nll_target: Tensor, chosen: Tensor) -> Tensor:
         """The labels of the likelihood, in the shape of the chosen completions' labels."""

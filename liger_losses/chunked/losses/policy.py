@@ -17,11 +17,12 @@ from liger_losses.chunked.engine.agreement import checksum
 from liger_losses.chunked.engine.checks import check_device, check_range, check_tensor
 from liger_losses.chunked.engine.operators import loss_operator, support_statistics, token_operator
 from liger_losses.chunked.engine.query import Query
+from liger_losses.chunked.engine.straight_line import straight_coupled_loss
 from liger_losses.chunked.engine.support import TokenSupport
 from liger_losses.chunked.engine.zero_rows import split_tokens
 from liger_losses.chunked.losses import policy_objectives as objectives
 from liger_losses.chunked.losses.base import AnyHead, LossOptions
-from liger_losses.chunked.losses.batches import find_batch, no_batches, sum_over_processes, with_batch
+from liger_losses.chunked.losses.batches import find_batch, no_batches, sum_over_processes, with_batch, world_size
 from liger_losses.chunked.losses.completion_loss import (
     STREAMING_OF_COMPLETIONS,
     CompletionBatch,
@@ -31,6 +32,8 @@ from liger_losses.chunked.losses.completion_loss import (
 from liger_losses.chunked.losses.context_parallel import check_call
 from liger_losses.chunked.losses.policy_objectives import PolicyInputs, clip_fraction, policy_terms
 from liger_losses.chunked.losses.policy_tables import KL_ESTIMATORS, LOSS_TYPES, OBJECTIVES, PolicyOptions
+from liger_losses.kernels._triton import HALF_AND_SINGLE
+from liger_losses.kernels.coupled_rows import PolicyRows
 
 
 class AdaptiveEntropy:
@@ -262,7 +265,7 @@ class LigerFusedLinearGRPOLoss(CompletionLoss):
         """
         transform = self.transform_at(temperature)
         head = Head.of(lin_weight, bias, transform)
-        mask, labels = self._active(head, _input, selected_token_ids, attention_mask)
+        labels = self._active(head, _input, selected_token_ids, attention_mask)
         if ref_per_token_logps is not None and ref_input is not None:
             warnings.warn("both ref_per_token_logps and ref_input were given: the former are used.", stacklevel=4)
             ref_input = None
@@ -272,14 +275,20 @@ class LigerFusedLinearGRPOLoss(CompletionLoss):
         of_tokens |= {"sampling_per_token_logps": sampling_per_token_logps}
         for name, value in {**of_completions, **of_tokens}.items():  # before any work
             if value is not None:
-                objectives.check_per_token(name, value, mask, column=name in of_completions)
-        objectives.check_needs(self.settings, mask, sampling_per_token_logps, prompts, self.group)
+                objectives.check_per_token(name, value, labels, column=name in of_completions)
+        objectives.check_needs(self.settings, labels, sampling_per_token_logps, prompts, self.group)
         if ref_input is not None:
             check_tensor("the reference's hidden states", ref_input, allow_dtensor=True)
         refs = None if ref_input is None else [ref_input]
         batch = CompletionBatch(("given",), head, [_input], [labels], refs, (ref_per_token_logps,))
         batch = self.prepare(batch, ref_weight, ref_bias, transform)
         options = self.options
+        plain = support is None and vllm_is_ratio is None and num_items_in_batch is None and refs is None
+        if plain and not is_dynamo_compiling():
+            found_at_once = self._of_few(batch, advantages, old_per_token_logps, ref_per_token_logps)
+            if found_at_once is not None:
+                return found_at_once
+        mask = labels != self.ignore_index
         # Over kept columns no tokens are selected, for which the host would wait.
         tokens: Any = batch.select(options) if support is None else None
         if self.group is not None and support is None:
@@ -332,8 +341,8 @@ class LigerFusedLinearGRPOLoss(CompletionLoss):
         kl = inputs.total(torch.where(mask, kl, 0.0)) / inputs.counted
         return loss.float(), PolicyMetrics(kl, clip_ratio)
 
-    def _active(self, head: Head, hidden: Tensor, token_ids: Tensor, attention_mask: Tensor) -> tuple[Tensor, Tensor]:
-        """The mask ``[B, T]`` as bool, and the labels, if everything fits."""
+    def _active(self, head: Head, hidden: Tensor, token_ids: Tensor, attention_mask: Tensor) -> Tensor:
+        """The labels, if everything fits."""
         check_tensor("_input", hidden, allow_dtensor=True)
         for name, value in (("selected_token_ids", token_ids), ("attention_mask", attention_mask)):
             check_tensor(name, value)
@@ -347,8 +356,32 @@ class LigerFusedLinearGRPOLoss(CompletionLoss):
         check_device(head.weight, selected_token_ids=token_ids, attention_mask=attention_mask)
         given = attention_mask if attention_mask.dtype == torch.bool else attention_mask != 0
         # ignore_index is no token, whatever the mask says.
-        labels = torch.where(given, token_ids, self.ignore_index)
-        return labels != self.ignore_index, labels
+        return torch.where(given, token_ids, self.ignore_index)
+
+    def _of_few(
+        self, batch: CompletionBatch, advantages: Tensor, old: Tensor | None, ref: Tensor | None
+    ) -> tuple[Tensor, PolicyMetrics | PolicyMetricsWithoutKL] | None:
+        """The result, where one launch computes this loss of few tokens."""
+        o, (labels,) = self.settings, batch.labels
+        row = LOSS_TYPES[o.loss_type]
+        plain = type(self) is LigerFusedLinearGRPOLoss and o.separable and row.objective == "clipped"
+        plain = plain and o.row_normalizer == "items" and o.value("delta") is None and not o.reads_sampler
+        plain = plain and self._coef is None and o.top_entropy_quantile == 1.0 and not o.use_bias_correction_kl
+        alone = self.group is None and world_size() == 1
+        given = [advantages, old, ref if o.beta else None]
+        halves = all(each is None or each.dtype in HALF_AND_SINGLE for each in given)
+        if not (plain and alone and halves and labels.numel()) or (o.beta and o.kl_estimator != "k3"):
+            return None
+        length = labels.shape[1] if advantages.numel() == len(labels) else 1
+        bounds = 1 - o.epsilon_low, 1 + o.epsilon_high
+        how = PolicyRows, (labels.numel(), length, o.ignore_index, bounds, o.beta)
+        inputs = [None if each is None else each.detach() for each in given]
+        hidden, head, query = batch.hidden_states, batch.head, Query(("logp",))
+        found = straight_coupled_loss(hidden, head, batch.labels, query, self.options, *how, inputs)
+        if found is None:
+            return None
+        loss, (clip_ratio, kl) = found
+        return loss, PolicyMetrics(kl, clip_ratio) if o.beta else PolicyMetricsWithoutKL(clip_ratio)
 
     @property
     def common_options(self) -> dict[str, Any]:

@@ -121,10 +121,14 @@ def test_statistics(names, dtype):
             torch.testing.assert_close(own.double(), theirs, rtol=SIZES[dtype], atol=size)
 
 
-def dpo(hidden, weight, labels, backend):
+def dpo(hidden, weight, labels, backend, **options):
     """Chosen and rejected completions of different lengths."""
     sides = [Completions(h, y, ref_logps=y.new_full((1,), -9.0).to(h)) for h, y in zip(hidden, labels, strict=True)]
-    return LigerFusedLinearDPOLoss(backend=backend, compute_nll_loss=True)(weight, *sides)
+    return LigerFusedLinearDPOLoss(backend=backend, **options)(weight, *sides)
+
+
+def dpo_with_likelihood(*given):
+    return dpo(*given, compute_nll_loss=True)
 
 
 def stacked_dpo(hidden, weight, labels, backend):
@@ -133,9 +137,13 @@ def stacked_dpo(hidden, weight, labels, backend):
     return LigerFusedLinearDPOLoss(backend=backend)(weight, hidden, labels, **reference)
 
 
-def grpo(hidden, weight, labels, backend):
+def grpo_with_entropy(*given):
+    return grpo(*given, entropy_coef=0.01)
+
+
+def grpo(hidden, weight, labels, backend, **options):
     hidden, labels = torch.cat([part[:, :2] for part in hidden]), torch.cat([part[:, :2] for part in labels])
-    loss = LigerFusedLinearGRPOLoss(beta=0.1, entropy_coef=0.01, backend=backend)
+    loss = LigerFusedLinearGRPOLoss(beta=0.1, backend=backend, **options)
     old, advantages = torch.full(labels.shape, -4.9, device=DEVICE), torch.tensor([1.0, -0.5], device=DEVICE)
     active = labels != -100
     rest = {"ref_per_token_logps": old - 0.1, "old_per_token_logps": old.where(active, float("nan"))}
@@ -143,7 +151,7 @@ def grpo(hidden, weight, labels, backend):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("loss", [dpo, stacked_dpo, grpo])
+@pytest.mark.parametrize("loss", [dpo, dpo_with_likelihood, stacked_dpo, grpo, grpo_with_entropy])
 def test_losses_of_completions(loss, dtype):
     hidden, weight, labels = problem(dtype, masked=(1, 5))
     sides = [hidden.detach()[:1], hidden.detach()[1:, :2]]
@@ -159,6 +167,10 @@ def test_losses_of_completions(loss, dtype):
         first = torch.autograd.grad(3 * value, (*leaves, weight), retain_graph=True)
         found.append((value, *own, *first, *torch.autograd.grad(3 * value, (*leaves, weight))))
     assert lines()[1] == 1
+    at_once = any(line.coupled is not None for line in straight_line._lines.values() if line is not None)
+    assert at_once == (loss in (dpo, stacked_dpo, grpo))
+    with torch.no_grad():
+        assert torch.equal(loss(leaves, weight, labels, "triton")[0], found[0][0])
     assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
     for ours, theirs in zip(found[0], (expected, *metrics, *gradients, *gradients), strict=True):
         size = SIZES[dtype] * theirs.detach().abs().max().item()

@@ -453,7 +453,7 @@ class LogitBlock(Block):
         slope = transform.slope(logits) * transform.factor(logits)
         class_weight = None if query.class_weight is None else query.class_weight[columns]
         total = coefficients.at(logits, lse, columns == labels, class_weight, self.call.vocab_size)
-        total += _sum_repeated(columns, upstream)
+        total += upstream if query.largest else _sum_repeated(columns, upstream)
         if grad_bias is not None:
             added = upstream * slope if owned is None else torch.where(owned, upstream * slope, 0.0)
             # Unlike index_add_, this is the same from run to run.

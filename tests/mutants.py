@@ -179,7 +179,7 @@ MUTANTS: dict[str, list[tuple[str, str, str]]] = {
     "tests/kernels/test_exponential_rows.py": [
         ("kernels/exponential_rows.py", "    g = tl.where(active, g, 0.0)\n", ""),
         ("kernels/exponential_rows.py", "active & ((rest <= limit) == 0)", "active & (rest < 0)"),
-        ("kernels/exponential_rows.py", "tl.store(ratio + rows, 1.0, mask=unsafe)", "pass"),
+        ("kernels/exponential_rows.py", "tl.store(ratio + rows, 1.0, mask=again)", "pass"),
         ("kernels/exponential_rows.py", "(at[:, None] < rows[None, :])", "(at[:, None] < 0)"),
         ("kernels/exponential_rows.py", "tl.load(facts + 1), 1)", "tl.load(facts), 1)"),
         ("kernels/exponential_rows.py", "(s * value + c * w)", "(s * value)"),

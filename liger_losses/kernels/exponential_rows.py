@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from liger_losses.kernels import hopper_pipeline
-from liger_losses.kernels._tiles import tiles_of
+from liger_losses.kernels._tiles import project_tile, tiles_of
 from liger_losses.kernels._triton import Launcher, jit, tl, triton
 from liger_losses.kernels.hopper_pipeline import AVAILABLE, Launchable, NotCompiledError
 from liger_losses.kernels.label_rows import LabelRows, masked_labels
@@ -35,12 +35,12 @@ MOST_TOKENS = 8192
 _BLOCK, _AT_ONCE = 1024, 4096
 #: Rows of a program that adds up sums of tiles; the most tiles, and labels, that it reads at a time.
 _ROWS, _TILES = 8, 512
-#: Rows of a program, and splits that it reads at a time, where offsets were too small.
-_AGAIN, _SPLITS = 64, 32
+#: Splits whose sums a program reads at a time, where the label's logit was too small an offset.
+_SPLITS = 32
 #: Columns of a row of exponentials in memory are a multiple, so that products are aligned.
 _PADDED = 64
 #: Arguments whose alignment is no reason to compile again.
-_VECTORS = ["labels", "label_logit", "offset", "lse", "logp", "ratio", "others", "rank", "ordered", "source"]
+_VECTORS = ["labels", "label_logit", "unsafe", "lse", "logp", "ratio", "others", "rank", "ordered", "source"]
 
 
 class RowExponentials(NamedTuple):
@@ -108,14 +108,13 @@ class ExponentialRows:
             return
         self.launch_start = Launcher(_start_kernel, tokens)
         self.launch_sums = Launcher(_sums_kernel, triton.cdiv(tokens, _ROWS), num_warps=8)
-        self.launch_offsets = Launcher(_offsets_kernel, triton.cdiv(tokens, _AGAIN))
         # By whether there is an upstream gradient.
         self.launch_scales = cache(lambda upstream: Launcher(_scales_kernel, tokens))
         self.launch_hidden_gradient = Launcher(_hidden_gradient_kernel, tokens)
         self._prepare(weight)
 
     def _prepare(self, weight: Tensor) -> None:
-        """Choose the kernel of the product, and those that follow where offsets were too small."""
+        """Choose the kernel of the product, and those that follow where a label's logit was too small an offset."""
         tokens, device, epilogue = self.tokens, weight.device, Epilogue(self.transform)
         clean, values = weight.new_empty(tokens, self.hidden_size), self._values(weight)
         in_turn, together, of_tiles = order_of(device, True, tokens, self.hidden_size, self.columns)
@@ -124,17 +123,25 @@ class ExponentialRows:
         sums: tuple[tuple[int, int], int, int | None] = (tiles.column_tiles, tokens), together, None
         if self.in_turn:
             sums = sums_on_hopper(tiles, tokens, together, of_tiles)
-        shape, group, parts = sums
-        at_once = min(_TILES, power_of_two(shape[0]))
+        self.sums_shape, group, parts = sums
+        at_once = min(_TILES, power_of_two(self.sums_shape[0]))
         sizes = tiles.column_tiles, tokens, self.columns, self.ignore_index, parts, group
         self.of_sums = *sizes, LARGEST_SUM, _ROWS, at_once, _TILES
+        kernel, programs = kernel_of(self.in_turn), min(tiles.programs, tiles.row_tiles * tiles.column_tiles)
+        options = {name: tiles.arguments[name] for name in ("num_warps", "num_stages") if name in tiles.arguments}
+        self.launch_product = Launcher(Launchable(kernel) if self.in_turn else kernel, programs, **options)
+        none = dict.fromkeys(("needed", "out_stride", "tops", "logit_sums", "moments"))
         beside: dict[str, Any] = {"group": group, "PROJECTIONS": False, "SUMS_OF_TILES": parts is None}
-        beside |= dict.fromkeys(("needed", "out_stride", "tops", "logit_sums", "moments"))
-        self.product = _Product(kernel_of(self.in_turn), beside | tiles.arguments, tiles, self.in_turn)
-        # Where this runs is seldom, and descriptors would take the host some time in each call.
-        tiles = tiles_of(clean, weight, epilogue, values, by_pointers=True)
-        self.sums_size = max(shape[0] * shape[1], tiles.column_tiles * tokens)  # for either
-        self.again = _Product(kernel_of(False), beside | tiles.arguments, tiles)
+        self.names, self.given = kernel.arg_names, {**none, **beside, **tiles.arguments}
+        for name in ("hidden", "weight", "out"):  # each call has its own
+            del self.given[name]
+        # Descriptors take the host some time in each call, and these seldom run.
+        tiles = tiles_of(clean, weight, epilogue, by_pointers=True)
+        height, width, depth = [tiles.arguments[name] for name in ("BLOCK_N", "BLOCK_V", "BLOCK_H")]
+        options = {name: tiles.arguments[name] for name in ("num_warps", "num_stages")}
+        self.launch_again = Launcher(_again_kernel, tiles.programs, **options)
+        matrices = tokens, self.columns, self.hidden_size, self.transform.for_kernel
+        self.of_again = *matrices, Sums(), height, max(16, width // 2), depth, _SPLITS
         rest = self.ignore_index, self.transform, self.right, False, "triton"
         self.statistics_again = MaskedStatistics(clean, weight, *rest, by_pointers=True)
 
@@ -154,29 +161,29 @@ class ExponentialRows:
             return self._reference(hidden, weight, labels)
         tokens, device, fp32 = self.tokens, weight.device, torch.float32
         clean, values = weight.new_empty(tokens, self.hidden_size), self._values(weight)
-        label_logit, offset, *found = torch.empty(5, tokens, dtype=fp32, device=device).unbind()
+        label_logit, *found = torch.empty(4, tokens, dtype=fp32, device=device).unbind()
         logp = torch.empty(labels.shape, dtype=fp32, device=device)
-        sums = torch.empty(self.sums_size, dtype=fp32, device=device)
-        ordered, source, rank = torch.empty(3, tokens, dtype=torch.int64, device=device).unbind()
+        sums = torch.empty(self.sums_shape, dtype=fp32, device=device)
+        ordered, source, rank, unsafe = torch.empty(4, tokens, dtype=torch.int64, device=device).unbind()
         facts = torch.empty(2, dtype=torch.int32, device=device)
         self.launch_start(
             hidden, hidden.stride(0), weight, weight.stride(0), labels, self.right, clean, label_logit, facts,
             tokens, self.columns, self.hidden_size, self.ignore_index, self.transform.for_kernel, _BLOCK, _AT_ONCE,
         )  # fmt: skip
-        matrices = self._operands(clean, weight, values)
+        own = {"labels": labels, "offset": label_logit, "partial": sums}
+        arguments = {**self.given, **self._operands(clean, weight, values), **own}
         try:
-            self.product(**matrices, labels=labels, offset=label_logit, partial=sums)
+            self.launch_product(*[arguments[name] for name in self.names])
         except NotCompiledError:
             self._prepare(weight)
             return self.project(hidden, weight, labels)
-        self.launch_sums(sums, labels, label_logit, offset, logp, *found, ordered, source, rank, facts, *self.of_sums)
+        self.launch_sums(sums, labels, label_logit, unsafe, logp, *found, ordered, source, rank, facts, *self.of_sums)
         # These return at once unless the device has found a label whose sum is too large.
         again = self.statistics_again.partial_sums(clean, weight, labels, facts)
-        self.launch_offsets(
-            again, label_logit, offset, logp, *found, facts, again.shape[1], tokens, Sums(), _AGAIN, _SPLITS
-        )
-        matrices = {"hidden": clean, "weight": weight, "out": values}
-        self.again(**matrices, labels=labels, offset=offset, partial=sums, needed=facts)
+        self.launch_again(
+            clean, weight, weight.stride(0), labels, label_logit, unsafe, again, again.shape[1], values,
+            values.stride(0), logp, *found, facts, *self.of_again,
+        )  # fmt: skip
         lse, ratio, others = found
         return RowExponentials(values, clean, lse, logp, ratio, others, ordered, source, rank, facts)
 
@@ -248,7 +255,7 @@ class ExponentialRows:
         return self.label_rows.add_(out, block.ordered, block.source, found.ordered_coef, block.hidden)
 
     def _operands(self, hidden: Tensor, weight: Tensor, out: Tensor) -> dict[str, Any]:
-        """The matrices of :attr:`product`."""
+        """The matrices of the product."""
         if self.in_turn:
             return hopper_pipeline.operands(hidden, weight, out)
         given = tiles_of(hidden, weight, Epilogue(self.transform), out).arguments
@@ -279,34 +286,6 @@ class ExponentialRows:
         scaled = (scale[:, None] * block.hidden).to(block.hidden.dtype)
         loss = (g * block.logp.reshape(-1)).sum()
         return ExponentialGradients(block, labels, scale, coef, coef[block.source], scaled, loss)
-
-
-class _Product:
-    """Launches of a kernel of :mod:`~liger_losses.kernels.linear_exp`, all of whose arguments are of one kind.
-
-    Args:
-        kernel: the kernel.
-        given: its arguments by their names, those that each launch has included.
-        tiles: of the product.
-        in_turn: whether it is the kernel for Hopper.
-    """
-
-    def __init__(self, kernel: Any, given: dict[str, Any], tiles: Any, in_turn: bool = False) -> None:
-        self.names, self.given = kernel.arg_names, given
-        options = {name: given[name] for name in ("num_warps", "num_stages") if name in given}
-        programs = min(tiles.programs, tiles.row_tiles * tiles.column_tiles)
-        self.launch = Launcher(Launchable(kernel) if in_turn else kernel, programs, **options)
-        for name in ("hidden", "weight", "out"):  # what it was prepared with is not kept
-            given[name] = None
-
-    def __call__(self, **own: Any) -> None:
-        """Launch it.
-
-        Raises:
-            NotCompiledError: Triton cannot compile the kernel for Hopper.
-        """
-        arguments = {**self.given, **own}
-        self.launch(*[arguments[name] for name in self.names])
 
 
 @jit(do_not_specialize=["tokens", "ignore_index"], do_not_specialize_on_alignment=_VECTORS)
@@ -351,14 +330,13 @@ def _sorted_by(labels, rows, inside, ignore_index, columns):
     do_not_specialize_on_alignment=_VECTORS,
 )
 def _sums_kernel(
-    partial, labels, label_logit, offset, logp, lse, ratio, others, ordered, source, rank, facts,
+    partial, labels, label_logit, unsafe, logp, lse, ratio, others, ordered, source, rank, facts,
     column_tiles, tokens, columns, ignore_index, parts, group, limit,
     BLOCK: tl.constexpr, TILES: tl.constexpr, LABELS: tl.constexpr,
 ):  # fmt: skip
     """Log-probabilities from the tiles' sums over all columns but the label's; the order of the labels.
 
-    Where a sum is larger than the ``limit``, the first of ``facts`` is set, and the offset, which is the label's logit
-    elsewhere, is NaN.
+    A row whose sum is larger than the ``limit`` is ``unsafe``: the first of ``facts`` says whether there is one.
     """
     rows = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = rows < tokens
@@ -370,9 +348,9 @@ def _sums_kernel(
         rest += tl.sum(tl.load(partial + first + tile[:, None] * step + rows[None, :], mask=mask, other=0.0), 0)
     active = tl.load(labels + rows, mask=inside, other=ignore_index) != ignore_index
     z = tl.load(label_logit + rows, mask=inside, other=0.0)
-    unsafe = active & ((rest <= limit) == 0)  # NaN is not safe
-    tl.store(offset + rows, tl.where(unsafe, float("nan"), z), mask=inside)
-    if tl.max(unsafe.to(tl.int32), 0) > 0:
+    too_large = active & ((rest <= limit) == 0)  # NaN is too large
+    tl.store(unsafe + rows, too_large.to(tl.int64), mask=inside)
+    if tl.max(too_large.to(tl.int32), 0) > 0:
         tl.store(facts, 1)
     log_total = log1p(rest)
     tl.store(lse + rows, tl.where(active, z + log_total, 0.0), mask=inside)
@@ -392,27 +370,44 @@ def _sums_kernel(
 
 
 @jit(do_not_specialize=["splits", "tokens"], do_not_specialize_on_alignment=_VECTORS)
-def _offsets_kernel(
-    partial, label_logit, offset, logp, lse, ratio, others, facts, splits, tokens, sums,
-    BLOCK: tl.constexpr, SPLITS: tl.constexpr,
+def _again_kernel(
+    hidden, weight, weight_stride, labels, label_logit, unsafe, partial, splits, values, values_stride,
+    logp, lse, ratio, others, facts, tokens, columns, hidden_size, transform, sums,
+    BLOCK_N: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_H: tl.constexpr, SPLITS: tl.constexpr,
 ):  # fmt: skip
-    """Log-sum-exps, as offsets in the place of NaN, and what follows from them: all e of such a row sum to 1."""
+    """Persistent programs: rows that are ``unsafe`` get exponentials relative to the log-sum-exp, whose sum is 1."""
     if tl.load(facts) == 0:
         return
-    rows = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    inside = rows < tokens
-    state, _label_logit = merged_splits(partial, rows, splits, tokens, sums, BLOCK, SPLITS)
-    _best, _logit_sum, _moment, _squares, top, total, _weight_sum, _weighted_sum = state
-    found = top + tl.log(tl.where(inside, total, 1.0))
-    found = tl.where(found == float("-inf"), -1.0e38, found)  # all logits are -inf: finite, also in base 2
-    used = tl.load(offset + rows, mask=inside, other=0.0)
-    z = tl.load(label_logit + rows, mask=inside, other=0.0)
-    unsafe = inside & (used != used)
-    tl.store(offset + rows, found, mask=unsafe)
-    tl.store(lse + rows, found, mask=unsafe)
-    tl.store(logp + rows, z - found, mask=unsafe)
-    tl.store(ratio + rows, 1.0, mask=unsafe)
-    tl.store(others + rows, 1.0 - tl.exp(z - found), mask=unsafe)
+    row_tiles = tl.cdiv(tokens, BLOCK_N)
+    for tile in range(tl.program_id(0), row_tiles * tl.cdiv(columns, BLOCK_V), tl.num_programs(0)):
+        first_row = tile % row_tiles * BLOCK_N
+        first_column = tile // row_tiles * BLOCK_V
+        rows = first_row + tl.arange(0, BLOCK_N)
+        inside = rows < tokens
+        again = inside & (tl.load(unsafe + rows, mask=inside, other=0) != 0)
+        if tl.max(again.to(tl.int32), 0) > 0:
+            state, _label_logit = merged_splits(partial, rows, splits, tokens, sums, BLOCK_N, SPLITS)
+            _best, _logit_sum, _moment, _squares, top, total, _weight_sum, _weighted_sum = state
+            offset = top + tl.log(tl.where(inside, total, 1.0))
+            offset = tl.where(offset == float("-inf"), -1.0e38, offset)  # all logits are -inf: finite, also in base 2
+            z = project_tile(
+                hidden, weight, hidden_size, weight_stride, first_row, first_column, tokens, columns, hidden_size,
+                BLOCK_N, BLOCK_V, BLOCK_H,
+            )  # fmt: skip
+            at = first_column + tl.arange(0, BLOCK_V)
+            if transform.factor is not None:
+                z = transform_block(z, None, at, at < columns, transform, 1.0)
+            label = tl.load(labels + rows, mask=inside, other=-1)
+            e = tl.exp2(z * 1.4426950408889634 - offset[:, None] * 1.4426950408889634)
+            e = tl.where(at[None, :] != label[:, None], e, 0.0)
+            places = values + rows.to(tl.int64)[:, None] * values_stride + at[None, :]
+            tl.store(places, e.to(values.dtype.element_ty), mask=again[:, None] & (at < columns)[None, :])
+            if first_column == 0:
+                label_z = tl.load(label_logit + rows, mask=inside, other=0.0)
+                tl.store(lse + rows, offset, mask=again)
+                tl.store(logp + rows, label_z - offset, mask=again)
+                tl.store(ratio + rows, 1.0, mask=again)
+                tl.store(others + rows, 1.0 - tl.exp(label_z - offset), mask=again)
 
 
 @jit(

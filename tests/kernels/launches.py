@@ -21,6 +21,7 @@ from liger_losses import (
     linear_divergence_loss,
     linear_statistics,
 )
+from liger_losses.kernels.coupled_rows import PairRows, PolicyRows
 from liger_losses.kernels.exponential_rows import ExponentialRows
 from liger_losses.kernels.given_columns import ByRows, GivenCall, GivenColumns, evaluate, project_, with_gradients
 from liger_losses.kernels.given_ids import GivenIds, find
@@ -31,7 +32,7 @@ from liger_losses.kernels.layer_norm import layer_norm
 from liger_losses.kernels.linear_exp import linear_exponentials
 from liger_losses.kernels.linear_stats import MaskedStatistics
 from liger_losses.kernels.logit_transform import Epilogue
-from liger_losses.kernels.masked_rows import Derivatives, MaskedRows
+from liger_losses.kernels.masked_rows import Derivatives, MaskedRows, RowStatistics
 from liger_losses.kernels.move_rows import move_rows_
 from liger_losses.kernels.rms_norm import add_rms_norm, gated_rms_norm, rms_norm
 from liger_losses.kernels.rope import rope
@@ -58,11 +59,21 @@ def masked_rows(dtype: torch.dtype = BF16, softcap: float | None = None) -> None
     transform = LogitTransform(softcap=softcap)
     rows = MaskedRows(TOKENS, VOCAB, -100, transform, right, "triton")
     for entropy in (False, True):
-        values = rows.statistics(projected, labels, entropy)
+        values = rows.statistics(projected, labels, entropy, mean_logit=not entropy)
         rows.gradients(projected, labels, hidden, values.lse, values.entropy, Derivatives(*values[:3]))
     for scales, mean in (((-1.0, None), True), ((-0.9, -0.1), False)):
         rows = MaskedRows(TOKENS, VOCAB, -100, transform, right, "triton")
         rows.loss(projected, labels, hidden, scales, mean)
+
+
+def coupled_rows(dtype: torch.dtype | None) -> None:
+    """``dtype`` of a reference's log-probabilities, if there is one."""
+    each, labels = tensor(TOKENS, dtype=FP32), tensor(TOKENS, dtype=torch.long)
+    values = RowStatistics(each, each, None, each)
+    pair, ref = (None if dtype is None else tensor(n, dtype=dtype) for n in (2, TOKENS))
+    PairRows(2, (TOKENS // 4, TOKENS // 4), -100, 0.1, 0.0, "triton")(values, labels, pair, pair)
+    policy = PolicyRows(TOKENS, TOKENS // 4, -100, (0.8, 1.2), 0.04, "triton")
+    policy(values, labels, tensor(4, dtype=dtype or FP32), ref, ref)
 
 
 def exponential_rows(hidden_size: int = HIDDEN, transform: LogitTransform = LogitTransform()) -> None:
@@ -216,6 +227,8 @@ def heads() -> dict[str, Callable[[], None]]:
         "support, fp32": lambda: support(True, FP32, warm),
         "masked rows": masked_rows,
         "masked rows, fp32, soft-cap": lambda: masked_rows(FP32, 30.0),
+        "coupled rows": lambda: coupled_rows(None),
+        "coupled rows, a reference": lambda: coupled_rows(BF16),
         "exponential rows": exponential_rows,
         "exponential rows, temperature": lambda: exponential_rows(512, warm),
         "exponential rows of an odd length": lambda: exponential_rows(1001),

@@ -19,10 +19,10 @@ from liger_losses.kernels.logit_transform import Epilogue, inverse_temperature, 
 #: Columns of a group, and groups that a program reads at a time.
 GROUP = 64
 _GROUPS = 32
-#: How many entries are gathered and sorted at a time, where no kernel chooses.
+#: How many logits are computed at a time, where no kernel chooses.
 _SORTED = 2**21
-#: The largest k that kernels serve; how many entries of a row they keep at least, for each of the k (rounded up to a
-#: power of two), and at most where k is small.
+#: The largest k that kernels serve; how many entries of a row they keep for each of the k, which is rounded up to a power
+#: of two, and how many at least.
 _MOST, _KEPT, _FEW = 1024, 4, 256
 #: By which share of itself the bound is lowered, because maxima may come rounded: the kernel that takes them together
 #: with log-sum-exps multiplies by log2(e) and by its inverse.
@@ -96,28 +96,13 @@ def largest(
         if rows:
             _largest_triton(found, projected, epilogue, k, tiles, group, lse)
         return found
-    values, ids = _largest_torch(projected, epilogue, k, backend)
+    size, every = max(1, _SORTED // max(columns, 1)), list[tuple[Tensor, Tensor]]()
+    for start in range(0, max(rows, 1), size):
+        at = slice(start, start + size)
+        every.append(epilogue.rows(at)(projected[at]).topk(k, -1))
+    values, ids = (torch.cat(parts) for parts in zip(*every, strict=True))
     values = values if lse is None else values - lse[:, None]
     return Found(values, ids) if out is None else Found(out[0].copy_(values), out[1].copy_(ids))
-
-
-def _largest_torch(projected: Tensor, epilogue: Epilogue, k: int, backend: str | None) -> tuple[Tensor, Tensor]:
-    """:func:`largest`, where the entries of groups are gathered and sorted."""
-    rows, columns = projected.shape
-    size = max(1, _SORTED // (GROUP * k))
-    if rows > size:
-        parts = [slice(start, start + size) for start in range(0, rows, size)]
-        found = [_largest_torch(projected[at], epilogue.rows(at), k, backend) for at in parts]
-        return torch.cat([part[0] for part in found]), torch.cat([part[1] for part in found])
-    if columns <= 4 * GROUP * k:  # most groups would be kept
-        return tuple(epilogue(projected).topk(k, -1))  # type: ignore[return-value]
-    groups = group_maxima(projected, epilogue, backend).topk(k, -1, sorted=False).indices
-    ids = (groups[:, :, None] * GROUP + torch.arange(GROUP, device=groups.device)).flatten(1)
-    inside, ids = ids < columns, ids.clamp(max=columns - 1)
-    bias = None if epilogue.bias is None else epilogue.bias[ids]
-    logits = epilogue.transform(projected.gather(1, ids), bias).masked_fill(~inside, -torch.inf)
-    values, at = logits.topk(k, -1)
-    return values, ids.gather(1, at)
 
 
 def _largest_triton(

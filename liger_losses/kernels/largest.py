@@ -21,8 +21,8 @@ GROUP = 64
 _GROUPS = 32
 #: How many logits are computed at a time, where no kernel chooses.
 _SORTED = 2**21
-#: The largest k that kernels serve; how many entries of a row they keep for each of the k (rounded up to a power of two),
-#: and how many at least.
+#: The largest k that kernels serve; how many entries of a row they keep for each of the k (rounded up to a power of
+#: two), and how many at least.
 _MOST, _KEPT, _FEW = 1024, 4, 256
 #: By which share of itself the bound is lowered, because maxima may come rounded: the kernel that takes them together
 #: with log-sum-exps multiplies by log2(e) and by its inverse.

@@ -180,9 +180,10 @@ MUTANTS: dict[str, list[tuple[str, str, str]]] = {
         ("kernels/exponential_rows.py", "    g = tl.where(active, g, 0.0)\n", ""),
         ("kernels/exponential_rows.py", "active & ((rest <= limit) == 0)", "active & (rest < 0)"),
         ("kernels/exponential_rows.py", "tl.store(ratio + rows, 1.0, mask=again)", "pass"),
-        ("kernels/exponential_rows.py", "(at[:, None] < rows[None, :])", "(at[:, None] < 0)"),
+        ("kernels/exponential_rows.py", "(other[:, None] < rows[None, :])", "(other[:, None] < 0)"),
         ("kernels/exponential_rows.py", "tl.load(facts + 1), 1)", "tl.load(facts), 1)"),
         ("kernels/exponential_rows.py", "(s * value + c * w)", "(s * value)"),
+        ("kernels/exponential_rows.py", "total / columns", "total / (columns + 1)"),
     ],
     "tests/kernels/test_masked_rows.py tests/chunked/engine/test_straight_line.py": [
         ("kernels/masked_rows.py", "p_coef += p_logp_coef * tl.load(entropy", "p_coef += tl.load(entropy"),

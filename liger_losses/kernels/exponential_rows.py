@@ -40,17 +40,34 @@ _SPLITS = 32
 #: Columns of a row of exponentials in memory are a multiple, so that products are aligned.
 _PADDED = 64
 #: Arguments whose alignment is no reason to compile again.
-_VECTORS = ["labels", "label_logit", "unsafe", "lse", "logp", "ratio", "others", "rank", "ordered", "source"]
+_VECTORS = [
+    "labels",
+    "label_logit",
+    "unsafe",
+    "lse",
+    "logp",
+    "mean_logit",
+    "ratio",
+    "others",
+    "rank",
+    "ordered",
+    "source",
+]
+
+
+def exponentials_serve(weight: Tensor, transform: LogitTransform) -> bool:
+    """Whether :class:`ExponentialRows` takes a head: bf16 holds exponentials of any size, and fp16 does not."""
+    return weight.dtype == torch.bfloat16 and weight.stride(1) == 1 and transform.softcap is None
 
 
 class RowExponentials(NamedTuple):
     """What :meth:`ExponentialRows.project` computes of a call.
 
-    ``values`` are the exponentials e ``[T, V]``, 0 at the label, and anything for masked tokens. Others are 0 for
-    these: ``hidden [T, H]``; ``lse``, ``logp``, ``ratio``, which is p / e, and ``others``, which is 1 - p of the label,
-    ``[T]`` fp32 each (``logp`` in the labels' shape). ``ordered`` are the labels in ascending order, V for masked
-    tokens, ``source`` the row of each, and ``rank`` the place of each row. The second of ``facts`` is the number
-    of tokens that carry loss.
+    ``values`` are the exponentials e ``[T, V]``, 0 at the label, and anything for masked tokens. Others are 0 there:
+    ``hidden [T, H]``; ``lse``, ``logp``, ``ratio``, which is p / e, ``others``, which is 1 - p of the label, and
+    ``mean_logit``, ``[T]`` fp32 each (``logp`` and ``mean_logit`` in the labels' shape). ``ordered`` are the labels in
+    ascending order, V for masked tokens, ``source`` the row of each, and ``rank`` the place of each row. The second of
+    ``facts`` is the number of tokens that carry loss.
     """
 
     values: Tensor
@@ -63,6 +80,7 @@ class RowExponentials(NamedTuple):
     source: Tensor
     rank: Tensor
     facts: Tensor
+    mean_logit: Tensor | None = None
 
 
 class ExponentialGradients(NamedTuple):
@@ -83,7 +101,7 @@ class ExponentialGradients(NamedTuple):
 class ExponentialRows:
     """The kernels of calls that have these shapes, strides, dtypes, alignments and options.
 
-    It computes what :class:`~liger_losses.kernels.masked_rows.MaskedRows` does, of log-probabilities alone.
+    It computes what :class:`~liger_losses.kernels.masked_rows.MaskedRows` does, of log-probabilities and mean logits.
 
     Args:
         weight: ``[V, H]`` bf16, rows contiguous.
@@ -92,15 +110,23 @@ class ExponentialRows:
         transform: from projections to logits, without a soft-cap; one temperature for all tokens.
         right: 0-dim bool, true, on the device: a label outside of ``[0, V)`` makes it false.
         backend: ``torch`` or ``triton``.
+        mean_logit: whether mean logits are computed.
     """
 
     #: Whether gradients are written over the block, so that it serves one backward.
     overwrites = False
 
     def __init__(
-        self, weight: Tensor, tokens: int, ignore_index: int, transform: LogitTransform, right: Tensor, backend: str
+        self,
+        weight: Tensor,
+        tokens: int,
+        ignore_index: int,
+        transform: LogitTransform,
+        right: Tensor,
+        backend: str,
+        mean_logit: bool = False,
     ) -> None:
-        self.tokens, self.ignore_index, self.right = tokens, int(ignore_index), right
+        self.tokens, self.ignore_index, self.right, self.mean_logit = tokens, int(ignore_index), right, mean_logit
         self.transform, self.triton, (self.columns, self.hidden_size) = transform, backend == "triton", weight.shape
         self.factor = transform.for_kernel.factor
         self.label_rows = LabelRows(tokens, self.hidden_size, backend)
@@ -130,7 +156,7 @@ class ExponentialRows:
         kernel, programs = kernel_of(self.in_turn), min(tiles.programs, tiles.row_tiles * tiles.column_tiles)
         options = {name: tiles.arguments[name] for name in ("num_warps", "num_stages") if name in tiles.arguments}
         self.launch_product = Launcher(Launchable(kernel) if self.in_turn else kernel, programs, **options)
-        none = dict.fromkeys(("needed", "out_stride", "tops", "logit_sums", "moments"))
+        none = dict.fromkeys(("needed", "out_stride", "tops", "moments"))
         beside: dict[str, Any] = {"group": group, "PROJECTIONS": False, "SUMS_OF_TILES": parts is None}
         self.names, self.given = kernel.arg_names, {**none, **beside, **tiles.arguments}
         for name in ("hidden", "weight", "out"):  # each call has its own
@@ -163,21 +189,26 @@ class ExponentialRows:
         clean, values = weight.new_empty(tokens, self.hidden_size), self._values(weight)
         label_logit, *found = torch.empty(4, tokens, dtype=fp32, device=device).unbind()
         logp = torch.empty(labels.shape, dtype=fp32, device=device)
+        mean = torch.empty_like(logp) if self.mean_logit else None
         sums = torch.empty(self.sums_shape, dtype=fp32, device=device)
+        logit_sums = torch.empty_like(sums) if self.mean_logit else None
         ordered, source, rank, unsafe = torch.empty(4, tokens, dtype=torch.int64, device=device).unbind()
         facts = torch.empty(2, dtype=torch.int32, device=device)
         self.launch_start(
             hidden, hidden.stride(0), weight, weight.stride(0), labels, self.right, clean, label_logit, facts,
             tokens, self.columns, self.hidden_size, self.ignore_index, self.transform.for_kernel, _BLOCK, _AT_ONCE,
         )  # fmt: skip
-        own = {"labels": labels, "offset": label_logit, "partial": sums}
+        own = {"labels": labels, "offset": label_logit, "partial": sums, "logit_sums": logit_sums}
         arguments = {**self.given, **self._operands(clean, weight, values), **own}
         try:
             self.launch_product(*[arguments[name] for name in self.names])
         except NotCompiledError:
             self._prepare(weight)
             return self.project(hidden, weight, labels)
-        self.launch_sums(sums, labels, label_logit, unsafe, logp, *found, ordered, source, rank, facts, *self.of_sums)
+        self.launch_sums(
+            sums, logit_sums, labels, label_logit, unsafe, logp, mean, *found, ordered, source, rank, facts,
+            *self.of_sums,
+        )  # fmt: skip
         # These return at once unless the device has found a label whose sum is too large.
         again = self.statistics_again.partial_sums(clean, weight, labels, facts)
         self.launch_again(
@@ -185,13 +216,13 @@ class ExponentialRows:
             values.stride(0), logp, *found, facts, *self.of_again,
         )  # fmt: skip
         lse, ratio, others = found
-        return RowExponentials(values, clean, lse, logp, ratio, others, ordered, source, rank, facts)
+        return RowExponentials(values, clean, lse, logp, ratio, others, ordered, source, rank, facts, mean)
 
     def statistics(
         self, block: RowExponentials, labels: Tensor, entropy: bool = False, mean_logit: bool = False
     ) -> RowStatistics:
-        """The log-sum-exps and the labels' log-probabilities; nothing else can be asked for."""
-        return RowStatistics(block.lse, block.logp)
+        """The log-sum-exps, the labels' log-probabilities and the mean logits; there are no entropies."""
+        return RowStatistics(block.lse, block.logp, None, block.mean_logit)
 
     def gradients(
         self,
@@ -267,13 +298,16 @@ class ExponentialRows:
         safe, ignored, _, right = masked_labels(labels.reshape(-1), self.ignore_index, self.columns)
         self.right.logical_and_(right)
         clean, values = hidden.masked_fill(ignored[:, None], 0), self._values(weight)
-        found = linear_exponentials(clean, weight, safe, values, Epilogue(self.transform))
+        names = ("lse", "mean_logit")[: 1 + self.mean_logit]
+        into = {name: torch.empty(self.tokens, device=hidden.device) for name in names}
+        found = linear_exponentials(clean, weight, safe, values, Epilogue(self.transform), found=into)
         vectors = found.lse, found.logp, (found.offset - found.lse).exp(), -found.logp.expm1()
         lse, logp, ratio, others = [value.masked_fill(ignored, 0) for value in vectors]
         ordered, source = safe.masked_fill(ignored, self.columns).sort(stable=True)
         facts = torch.stack([ignored.sum() * 0, (~ignored).sum()]).int()
         vectors = lse, logp.view(labels.shape), ratio, others
-        return RowExponentials(values, clean, *vectors, ordered, source, source.argsort(), facts)
+        mean = found.mean_logit.masked_fill(ignored, 0).view(labels.shape) if found.mean_logit is not None else None
+        return RowExponentials(values, clean, *vectors, ordered, source, source.argsort(), facts, mean)
 
     def _reference_gradients(
         self, block: RowExponentials, labels: Tensor, upstream: Tensor | None, coefficient: float, mean: bool
@@ -330,8 +364,8 @@ def _sorted_by(labels, rows, inside, ignore_index, columns):
     do_not_specialize_on_alignment=_VECTORS,
 )
 def _sums_kernel(
-    partial, labels, label_logit, unsafe, logp, lse, ratio, others, ordered, source, rank, facts,
-    column_tiles, tokens, columns, ignore_index, parts, group, limit,
+    partial, logit_sums, labels, label_logit, unsafe, logp, mean_logit, lse, ratio, others, ordered, source, rank,
+    facts, column_tiles, tokens, columns, ignore_index, parts, group, limit,
     BLOCK: tl.constexpr, TILES: tl.constexpr, LABELS: tl.constexpr,
 ):  # fmt: skip
     """Log-probabilities from the tiles' sums over all columns but the label's; the order of the labels.
@@ -342,16 +376,22 @@ def _sums_kernel(
     inside = rows < tokens
     first, step, count = place_of_sums(tl.program_id(0) * BLOCK, column_tiles, tokens, parts, group)
     rest = tl.zeros((BLOCK,), tl.float32)
+    total = tl.zeros((BLOCK,), tl.float32)
     for start in range(0, count, TILES):
         tile = start + tl.arange(0, TILES)
         mask = (tile < count)[:, None] & inside[None, :]
-        rest += tl.sum(tl.load(partial + first + tile[:, None] * step + rows[None, :], mask=mask, other=0.0), 0)
+        at = first + tile[:, None] * step + rows[None, :]
+        rest += tl.sum(tl.load(partial + at, mask=mask, other=0.0), 0)
+        if logit_sums is not None:
+            total += tl.sum(tl.load(logit_sums + at, mask=mask, other=0.0), 0)
     active = tl.load(labels + rows, mask=inside, other=ignore_index) != ignore_index
     z = tl.load(label_logit + rows, mask=inside, other=0.0)
     too_large = active & ((rest <= limit) == 0)  # NaN is too large
     tl.store(unsafe + rows, too_large.to(tl.int64), mask=inside)
     if tl.max(too_large.to(tl.int32), 0) > 0:
         tl.store(facts, 1)
+    if mean_logit is not None:
+        tl.store(mean_logit + rows, tl.where(active, total / columns, 0.0), mask=inside)
     log_total = log1p(rest)
     tl.store(lse + rows, tl.where(active, z + log_total, 0.0), mask=inside)
     tl.store(logp + rows, tl.where(active, -log_total, 0.0), mask=inside)
@@ -360,10 +400,10 @@ def _sums_kernel(
     own = _sorted_by(labels, rows, inside, ignore_index, columns)
     place = tl.zeros((BLOCK,), tl.int64)
     for start in range(0, tokens, LABELS):
-        at = start + tl.arange(0, LABELS)
-        key = _sorted_by(labels, at, at < tokens, ignore_index, columns)
-        smaller = (key[:, None] < own[None, :]) | ((key[:, None] == own[None, :]) & (at[:, None] < rows[None, :]))
-        place += tl.sum((smaller & (at < tokens)[:, None]).to(tl.int32), 0)
+        other = start + tl.arange(0, LABELS)
+        key = _sorted_by(labels, other, other < tokens, ignore_index, columns)
+        before = (key[:, None] < own[None, :]) | ((key[:, None] == own[None, :]) & (other[:, None] < rows[None, :]))
+        place += tl.sum((before & (other < tokens)[:, None]).to(tl.int32), 0)
     tl.store(rank + rows, place, mask=inside)
     tl.store(ordered + place, own, mask=inside)
     tl.store(source + place, rows.to(tl.int64), mask=inside)

@@ -49,7 +49,8 @@ def computed(rows, hidden, weight, labels, upstream):
         of_hidden = torch.empty_like(hidden)
         rows.hidden_gradient_into(of_hidden, gradients, weight)
         found += [of_hidden, rows.weight_gradient(gradients, weight.dtype)]
-    return [rows.statistics(block, labels).logp, gradients.loss, *found]
+    statistics = rows.statistics(block, labels)
+    return [statistics.logp, statistics.mean_logit, gradients.loss, *found]
 
 
 def expected(hidden, weight, labels, upstream, dtype):
@@ -61,7 +62,7 @@ def expected(hidden, weight, labels, upstream, dtype):
     losses = -1.5 * logp / active.sum()
     for value in ((logp * upstream.where(active, 0)).sum(), losses.sum()):
         found += torch.autograd.grad(value, (hidden, weight), retain_graph=True)
-    return [logp.detach(), losses.sum().detach(), *found]
+    return [logp.detach(), logits.mean(1).where(active, 0).detach(), losses.sum().detach(), *found]
 
 
 @pytest.mark.parametrize(
@@ -75,14 +76,14 @@ def test_log_probabilities_losses_and_gradients(tokens, hidden_size, columns, ex
     exact, plain = (expected(hidden, weight, labels, upstream, dtype) for dtype in (torch.float64, torch.bfloat16))
     for backend in ("torch", "triton"):
         right = torch.ones((), dtype=torch.bool, device=DEVICE)
-        rows = ExponentialRows(weight, tokens, -100, TRANSFORM, right, backend)
+        rows = ExponentialRows(weight, tokens, -100, TRANSFORM, right, backend, mean_logit=True)
         found, again = (computed(rows, hidden, weight, labels, upstream) for _ in range(2))
         assert right.item()
         for ours, same, theirs, wanted in zip(found, again, plain, exact, strict=True):
             assert torch.equal(ours, same)
             # The interpreter truncates where a GPU rounds to bfloat16.
             assert_as_exact_as_plain(ours, theirs, wanted, backend, slack=4.0 if INTERPRETED else 2.0)
-        assert not any(value[1].any() for value in (found[0], found[2]))
+        assert not any(value[1].any() for value in (found[0], found[1], found[3]))
 
 
 @pytest.mark.parametrize("backend", ["torch", "triton"])

@@ -34,7 +34,7 @@ from liger_losses.kernels.autograd import (
     within_transform,
 )
 from liger_losses.kernels.coupled_rows import Coupled
-from liger_losses.kernels.exponential_rows import MOST_TOKENS, ExponentialRows
+from liger_losses.kernels.exponential_rows import MOST_TOKENS, ExponentialRows, exponentials_serve
 from liger_losses.kernels.linear_stats import MaskedStatistics
 from liger_losses.kernels.logit_transform import LogitTransform
 from liger_losses.kernels.masked_rows import Derivatives, MaskedRows, RowStatistics
@@ -264,10 +264,10 @@ def _prepared(
     aligned = depth % ALIGNED == 0 and (tokens % ALIGNED == 0 or tokens <= MIN_CUT_SIZE) and padded(size) == size
     large = line.multiplications >= MIN_EXPONENTIALS and tokens <= MOST_TOKENS
     if run.one_block and run.work.fused_products and large:
-        of_logp = query.statistics == ("logp",) and not query.metrics and run.strategy in ("one_pass", "resident")
-        if of_logp and weight.dtype == torch.bfloat16 and transform.softcap is None and weight.stride(1) == 1:
-            ignore_index = decision.options.ignore_index
-            line.rows = ExponentialRows(weight, tokens, ignore_index, transform, line.right, "triton")
+        of_logp = query.statistics == ("logp",) and {*query.metrics} <= {"mean_logit"}
+        if of_logp and run.strategy in ("one_pass", "resident") and exponentials_serve(weight, transform):
+            how = decision.options.ignore_index, transform, line.right, "triton", line.mean_logit
+            line.rows = ExponentialRows(weight, tokens, *how)
             return line
     return line if run.one_block and aligned else None
 

@@ -150,9 +150,10 @@ def grpo(hidden, weight, labels, backend, **options):
     return loss(hidden, weight, labels.where(active, 0), active, advantages, **rest)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("dtype", "limit"), [(torch.float32, 1e30), (torch.bfloat16, 1e30), (torch.bfloat16, 0.0)])
 @pytest.mark.parametrize("loss", [dpo, dpo_with_likelihood, stacked_dpo, grpo, grpo_with_entropy])
-def test_losses_of_completions(loss, dtype):
+def test_losses_of_completions(loss, dtype, limit, monkeypatch, small_tiles):
+    monkeypatch.setattr(straight_line, "MIN_EXPONENTIALS", limit)
     hidden, weight, labels = problem(dtype, masked=(1, 5))
     sides = [hidden.detach()[:1], hidden.detach()[1:, :2]]
     leaves = [part.clone().requires_grad_() for part in sides]
@@ -169,8 +170,11 @@ def test_losses_of_completions(loss, dtype):
     assert lines()[1] == 1
     at_once = any(line.coupled is not None for line in straight_line._lines.values() if line is not None)
     assert at_once == (loss in (dpo, stacked_dpo, grpo))
+    rows = [type(line.rows) for line in straight_line._lines.values() if line is not None]
+    assert (ExponentialRows in rows) == (limit == 0 and loss is not grpo_with_entropy)
     with torch.no_grad():
-        assert torch.equal(loss(leaves, weight, labels, "triton")[0], found[0][0])
+        alone = loss(leaves, weight, labels, "triton")[0]
+    assert torch.equal(alone, found[0][0]) or (limit == 0 and torch.allclose(alone, found[0][0], rtol=1e-5))
     assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
     for ours, theirs in zip(found[0], (expected, *metrics, *gradients, *gradients), strict=True):
         size = SIZES[dtype] * theirs.detach().abs().max().item()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from functools import cached_property, partial
+from functools import partial
 from typing import Any
 
 import torch
@@ -52,15 +52,10 @@ class Norm(Replacement):
         )
         return self.function.__name__ + (f" ({', '.join(filter(None, details))})" if any(details) else "")
 
-    @cached_property
-    def kernel(self) -> Callable[..., Tensor]:
-        """The kernel with its options."""
-        return partial(self.function, **dict(self.options))
-
     def compute(self, module: nn.Module, *inputs: Tensor, backend: str | None = None) -> Tensor:
         """The normalized first input ``[..., H]``, with the module's parameters."""
         parameters = [None if name is None else getattr(module, name) for name in self.parameters]
-        return self.kernel(*inputs, *parameters, backend=backend)
+        return self.function(*inputs, *parameters, backend=backend, **dict(self.options))
 
     def call(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         if self.gate is not None and list(kwargs) == [self.gate]:
@@ -74,7 +69,7 @@ class Norm(Replacement):
         if self.of_torch and is_short(x):
             return NotImplemented
         if autocast_dtype(x.device) is None:
-            return self.kernel(*args, *(parameters or (None,)))
+            return self.function(*args, *(parameters or (None,)), **dict(self.options))
         if self.of_torch and x.device.type != "cpu" and x.dtype in (torch.float16, torch.bfloat16):
             x = x.float()
         with torch.autocast(x.device.type, enabled=False):

@@ -413,7 +413,7 @@ def test_one_token_takes_few_steps_and_launches(monkeypatch):
     rotate = inspect.getclosurevars(type(attention).forward).nonlocals["new"].__globals__["apply_rotary_pos_emb"]
     x, heads, angles = torch.zeros(1, 1, model.config.hidden_size), torch.zeros(1, 2, 1, 16), torch.zeros(1, 1, 16)
     calls = {
-        "norm": (lambda: norm(x), 20, 1),
+        "norm": (lambda: norm(x), 21, 1),
         "rotation": (lambda: rotate(heads, heads, angles, angles), 16, 1),
         "MLP": (lambda: mlp(x), 6, 0),
         "head": (lambda: model.lm_head(x), 3, 0),

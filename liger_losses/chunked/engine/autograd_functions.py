@@ -14,7 +14,7 @@ from torch import Tensor
 
 from liger_losses.chunked.engine.call import Call, Tensors
 from liger_losses.chunked.engine.query import Statistics
-from liger_losses.chunked.engine.stream import passes_of
+from liger_losses.chunked.engine.stream import Stream
 from liger_losses.chunked.engine.zero_rows import counted_tokens
 from liger_losses.kernels.autograd import once_differentiable, scale_
 
@@ -73,7 +73,7 @@ def compute_statistics(
         return dict(zip(call.outputs, outputs, strict=True))
     weight, bias, *hidden = tensors
     with torch.no_grad(), without_autocast(weight):
-        values, _ = passes_of(call, weight, bias, hidden).statistics()
+        values, _ = Stream(call, weight, bias, hidden).statistics()
     names = tuple(dict.fromkeys((*call.outputs, *others)))
     return dict(zip(names, call.tokens.scatter(values, names), strict=True))
 
@@ -107,7 +107,7 @@ class _LinearStatistics(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         ctx.call, ctx.block, ctx.unit_gradient = call, None, None
         with without_autocast(weight):
-            stream = passes_of(call, weight, bias, hidden)
+            stream = Stream(call, weight, bias, hidden)
             if known is not None:
                 values = {name: call.tokens.gather_all(value) for name, value in known.items()}
             elif call.strategy == "frozen_head":
@@ -140,12 +140,12 @@ class _LinearStatistics(torch.autograd.Function):
         }
         with without_autocast(weight):
             if ctx.unit_gradient is not None:
-                scaled = passes_of(call, weight, bias, hidden, multiplies=False).scaled(ctx.unit_gradient, gradients)
+                scaled = Stream(call, weight, bias, hidden, multiplies=False).scaled(ctx.unit_gradient, gradients)
                 return None, None, None, None, *scaled
             # Gradients overwrite the block, and its memory is wanted back: a second backward computes it again.
             block, ctx.block = ctx.block, None
             pending = counted_tokens(call, gradients, block)
-            stream = passes_of(call, weight, bias, hidden, multiplies=block is None)
+            stream = Stream(call, weight, bias, hidden, multiplies=block is None)
             return None, None, *stream.gradients(values, gradients, block, pending)
 
 
@@ -184,7 +184,7 @@ def _run(
     for call, places in zip(calls, uses, strict=True):
         weight, bias, *hidden = [tensors[i] for i in places]
         with without_autocast(weight):
-            loss, values, found = passes_of(call, weight, bias, hidden).token_loss()
+            loss, values, found = Stream(call, weight, bias, hidden).token_loss()
         losses.append(loss)
         outputs += call.tokens.scatter(values, call.outputs)
         for i, grad in zip(places, found, strict=True):

@@ -49,7 +49,6 @@ class Call:
     decision: Decision  # what is known of such a call with any number of active tokens
     outputs: tuple[str, ...]  # the names that the user gets, differentiable ones first
     block_names: frozenset[str]  # the statistics that blocks compute
-    one_block: bool = False  # whether all tokens are one block of logits of one dense head
 
     @cached_property
     def row_constants(self) -> list[str]:

@@ -52,7 +52,6 @@ class Run(NamedTuple):
     plan: Plan
     strategy: str  # one of STRATEGIES
     grad_weight_dtype: torch.dtype  # in which the weight's gradient is accumulated
-    one_block: bool = False
 
 
 @dataclass(frozen=True, eq=False)
@@ -71,7 +70,6 @@ class Decision:
     selects: bool  # whether columns are selected, each block of whose gradients reaches all of grad_weight
     options: EngineOptions
     grad_weight_dtype: torch.dtype
-    one_block: bool  # whether all tokens may be one block of logits of one dense head
     outputs: tuple[str, ...]  # the names that the user gets, differentiable ones first
     block_names: frozenset[str]  # the statistics that blocks compute
     shared_columns: int  # how many columns student and teacher have in common
@@ -109,8 +107,7 @@ class Decision:
         if work.walks or many_blocks:
             # Many parts are added to grad_weight: they are accumulated wide, at the cost of a buffer.
             dtype = torch.promote_types(dtype, torch.float32)
-        one_block = self.one_block and not work.fused and strategy in ("statistics", "one_pass", "resident")
-        return Run(work, plan, strategy, dtype, one_block)
+        return Run(work, plan, strategy, dtype)
 
 
 #: What :func:`decide` has found, by :func:`_signature`.
@@ -416,7 +413,6 @@ def _decide(
         selects=query.selects,
         options=options,
         grad_weight_dtype=torch.promote_types(head.weight.dtype, options.accum_dtype or head.weight.dtype),
-        one_block=False,
         work=work,
     )
     drops = labels.ignored is None if isinstance(labels, Tokens) else drops_tokens(shapes, head, options)
@@ -424,8 +420,7 @@ def _decide(
         return made
     # A block of fp32 logits, if it fits: the fewest launches.
     work = replace(work, fused=False, exponentials=False)
-    one_block = not query.needs_logits and head.weights.matrix(operand) is not None
-    small = replace(made, compact=False, work=work, one_block=one_block, runs={})
+    small = replace(made, compact=False, work=work, runs={})
     with suppress(ValueError):  # the workspace is too small for it
         if small.run(most, True).plan.rows >= most:
             return small

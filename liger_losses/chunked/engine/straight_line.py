@@ -263,13 +263,15 @@ def _prepared(
         return line
     aligned = depth % ALIGNED == 0 and (tokens % ALIGNED == 0 or tokens <= MIN_CUT_SIZE) and padded(size) == size
     large = line.multiplications >= MIN_EXPONENTIALS and tokens <= MOST_TOKENS
-    if run.one_block and run.work.fused_products and large:
+    in_one_block = not (decision.compact or run.work.fused or run.work.exponentials) and run.plan.rows >= tokens
+    in_one_block = in_one_block and run.strategy in ("statistics", "one_pass", "resident")
+    if in_one_block and run.work.fused_products and large:
         of_logp = query.statistics == ("logp",) and {*query.metrics} <= {"mean_logit"}
         if of_logp and run.strategy in ("one_pass", "resident") and exponentials_serve(weight, transform):
             how = decision.options.ignore_index, transform, line.right, "triton", line.mean_logit
             line.rows = ExponentialRows(weight, tokens, *how)
             return line
-    return line if run.one_block and aligned else None
+    return line if in_one_block and aligned else None
 
 
 @cache

@@ -6,7 +6,6 @@ N active tokens, H hidden size, V vocabulary size, R rows and C columns of a blo
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,7 +13,6 @@ from torch import Tensor
 from liger_losses.chunked.engine.accumulation import Gradients, HeadGradients, HiddenGradients
 from liger_losses.chunked.engine.blocks import Block, Columns, ExponentialBlock, LogitBlock, Part, Upstream
 from liger_losses.chunked.engine.call import Call, OpenCall
-from liger_losses.chunked.engine.one_block import OneBlock
 from liger_losses.chunked.engine.plan import blocks
 from liger_losses.chunked.engine.ranks import ALONE
 from liger_losses.chunked.engine.two_models import TwoModels
@@ -188,12 +186,3 @@ class Stream:
             )
             for name in dict.fromkeys(names)
         }
-
-
-def passes_of(
-    call: Call, weight: Tensor, bias: Tensor | None, hidden_states: Sequence[Tensor], multiplies: bool = True
-) -> Any:
-    """What computes the call: one block of all tokens, or a stream of blocks."""
-    if call.one_block:
-        return OneBlock(call, weight, bias, hidden_states)
-    return Stream(call, weight, bias, hidden_states, multiplies)

@@ -163,9 +163,10 @@ class Tokens:
         return facts[:, 3].sum()
 
     def subset(self, order: Tensor) -> Tokens:
-        """Some of the active tokens of one tensor of labels, in this order, all of which carry loss."""
-        (index,) = self.indices
-        return Tokens(self.labels[order], self.shapes, (len(order),), (order if index is None else index[order],), None)
+        """Some of the active tokens of one tensor of labels, in this order."""
+        (index,), ignored = self.indices, None if self.ignored is None else self.ignored[order]
+        index = order if index is None else index[order]
+        return Tokens(self.labels[order], self.shapes, (len(order),), (index,), ignored)
 
     @cached_property
     def count(self) -> int:

@@ -90,7 +90,7 @@ def counted_tokens(call: Call, upstream: Mapping[str, Tensor], kept: Block | Non
     ``kept`` is the block that holds all tokens, if there is one.
     """
     tokens, work = call.tokens, call.work
-    if call.one_block or not upstream or not _is_large(tokens.count, work.hidden_size, work.vocab_size, work.device):
+    if not upstream or not _is_large(tokens.count, work.hidden_size, work.vocab_size, work.device):
         return None
     # Ranks that share a vocabulary would all have to find the same number; tensors of one head follow each other.
     if call.ranks is not ALONE or len(tokens.shapes) > 1 or (kept is not None and not kept.movable):

@@ -238,6 +238,20 @@ def test_numbers_of_rows_are_rounded(zeros, rounded, multiplied, counts, monkeyp
     torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-12)
 
 
+@pytest.mark.parametrize("strategy", ["resident", "two_pass"])
+def test_masked_tokens_beside_those_that_count(strategy, counts, monkeypatch):
+    """What they hold has no influence where the number of rows is rounded up to some of them."""
+    monkeypatch.setattr(zero_rows, "ROUNDED", {"cpu": 64})
+    hidden, weight, labels, _ = problem(200, H, V, masked=0.0)
+    labels[10:] = -100
+    with torch.no_grad():
+        hidden[10:] = float("nan")
+    logps = linear_statistics(hidden, weight, labels, options=EngineOptions(strategy=strategy, compact=False)).logp
+    ours = torch.autograd.grad(logps.sum(), [hidden, weight])
+    assert counts == [64]
+    assert all(grad.isfinite().all() for grad in ours)
+
+
 def test_rows_beside_those_that_count_are_their_own(counts, monkeypatch):
     """The number of rows is rounded up: a row that is multiplied beside the others, with 0, must not hold the logits of
     a token that moved away, whose exponentials relative to another token's log-sum-exp have no end."""

@@ -81,9 +81,9 @@ def test_equals_the_sum_of_single_calls(wiring, options):
 def test_a_head_of_several_targets_is_one_stream(monkeypatch):
     """And the host waits for the device once for all heads."""
     streams, selections = [], []
-    stream, select = autograd_functions.passes_of, Tokens.select
+    stream, select = autograd_functions.Stream, Tokens.select
     monkeypatch.setattr(
-        autograd_functions, "passes_of", lambda *given, **options: streams.append(given[0]) or stream(*given, **options)
+        autograd_functions, "Stream", lambda *given, **options: streams.append(given[0]) or stream(*given, **options)
     )
     monkeypatch.setattr(Tokens, "select", lambda *given: selections.append(given[0]) or select(*given))
     for wiring, expected in (("one head", [K]), ("own heads", [1] * K), ("two of one head", [2, 1])):
@@ -98,7 +98,7 @@ def test_a_head_of_several_targets_is_one_stream(monkeypatch):
 
 
 def test_nothing_runs_before_all_targets_are_checked(monkeypatch):
-    monkeypatch.setattr(autograd_functions, "passes_of", None)
+    monkeypatch.setattr(autograd_functions, "Stream", None)
     _, (hidden, weights, _), labels = targets("own heads")
     outside = labels.masked_fill(labels == -100, 0) + V - 1
     loss = LigerFusedLinearCrossEntropyLoss()
@@ -191,10 +191,10 @@ def test_what_is_kept_until_backward_fits_one_workspace(dtype, reduction):
 
 def test_a_head_with_more_tokens_than_one_pass_takes(monkeypatch):
     """It takes several streams of one pass each, as calls of their own would, and not two passes of one."""
-    streams, stream = [], autograd_functions.passes_of
+    streams, stream = [], autograd_functions.Stream
     for module in (autograd_functions,):
         monkeypatch.setattr(
-            module, "passes_of", lambda *given, **options: streams.append(given[0]) or stream(*given, **options)
+            module, "Stream", lambda *given, **options: streams.append(given[0]) or stream(*given, **options)
         )
     g = torch.Generator().manual_seed(0)
     counts = [20, 40, 30, 90, 100, 10]
@@ -327,9 +327,9 @@ def test_the_pure_function_of_lists():
 def test_a_repeated_head_in_a_compiled_function(monkeypatch):
     """It is one stream there too."""
     streams = []
-    stream = autograd_functions.passes_of
+    stream = autograd_functions.Stream
     monkeypatch.setattr(
-        autograd_functions, "passes_of", lambda *given, **options: streams.append(given[0]) or stream(*given, **options)
+        autograd_functions, "Stream", lambda *given, **options: streams.append(given[0]) or stream(*given, **options)
     )
     loss_module = LigerFusedLinearCrossEntropyLoss(shift=[1, 2, 3])
     (first, second, third, weight, *_), _, labels = targets("own heads")

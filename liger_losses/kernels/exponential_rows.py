@@ -64,23 +64,20 @@ class RowExponentials(NamedTuple):
     """What :meth:`ExponentialRows.project` computes of a call.
 
     ``values`` are the exponentials e ``[T, V]``, 0 at the label, and anything for masked tokens. Others are 0 there:
-    ``hidden [T, H]``; ``lse``, ``logp``, ``ratio``, which is p / e, ``others``, which is 1 - p of the label, and
-    ``mean_logit``, ``[T]`` fp32 each (``logp`` and ``mean_logit`` in the labels' shape). ``ordered`` are the labels in
-    ascending order, V for masked tokens, ``source`` the row of each, and ``rank`` the place of each row. The second of
-    ``facts`` is the number of tokens that carry loss.
+    ``hidden [T, H]``; ``ratio [T]``, which is p / e; and ``others [T]``, which is 1 - p of the label. ``ordered`` are
+    the labels in ascending order, V for masked tokens, ``source`` the row of each, and ``rank`` the place of each row.
+    The second of ``facts`` is the number of tokens that carry loss. Backward needs no ``statistics``.
     """
 
     values: Tensor
     hidden: Tensor
-    lse: Tensor
-    logp: Tensor
     ratio: Tensor
     others: Tensor
     ordered: Tensor
     source: Tensor
     rank: Tensor
     facts: Tensor
-    mean_logit: Tensor | None = None
+    statistics: RowStatistics | None = None
 
 
 class ExponentialGradients(NamedTuple):
@@ -187,7 +184,7 @@ class ExponentialRows:
             return self._reference(hidden, weight, labels)
         tokens, device, fp32 = self.tokens, weight.device, torch.float32
         clean, values = weight.new_empty(tokens, self.hidden_size), self._values(weight)
-        label_logit, *found = torch.empty(4, tokens, dtype=fp32, device=device).unbind()
+        label_logit, lse, ratio, others = torch.empty(4, tokens, dtype=fp32, device=device).unbind()
         logp = torch.empty(labels.shape, dtype=fp32, device=device)
         mean = torch.empty_like(logp) if self.mean_logit else None
         sums = torch.empty(self.sums_shape, dtype=fp32, device=device)
@@ -206,23 +203,24 @@ class ExponentialRows:
             self._prepare(weight)
             return self.project(hidden, weight, labels)
         self.launch_sums(
-            sums, logit_sums, labels, label_logit, unsafe, logp, mean, *found, ordered, source, rank, facts,
-            *self.of_sums,
+            sums, logit_sums, labels, label_logit, unsafe, logp, mean, lse, ratio, others, ordered, source,
+            rank, facts,             *self.of_sums,
         )  # fmt: skip
         # These return at once unless the device has found a label whose sum is too large.
         again = self.statistics_again.partial_sums(clean, weight, labels, facts)
         self.launch_again(
             clean, weight, weight.stride(0), labels, label_logit, unsafe, again, again.shape[1], values,
-            values.stride(0), logp, *found, facts, *self.of_again,
+            values.stride(0), logp, lse, ratio, others, facts, *self.of_again,
         )  # fmt: skip
-        lse, ratio, others = found
-        return RowExponentials(values, clean, lse, logp, ratio, others, ordered, source, rank, facts, mean)
+        statistics = RowStatistics(lse, logp, None, mean)
+        return RowExponentials(values, clean, ratio, others, ordered, source, rank, facts, statistics)
 
     def statistics(
         self, block: RowExponentials, labels: Tensor, entropy: bool = False, mean_logit: bool = False
     ) -> RowStatistics:
         """The log-sum-exps, the labels' log-probabilities and the mean logits; there are no entropies."""
-        return RowStatistics(block.lse, block.logp, None, block.mean_logit)
+        assert block.statistics is not None
+        return block.statistics
 
     def gradients(
         self,
@@ -255,11 +253,12 @@ class ExponentialRows:
         """``upstream``, or ``coefficient`` and a loss: d loss / d logp."""
         if not self.triton:
             return self._reference_gradients(block, labels, upstream, coefficient, mean)
+        logp = None if block.statistics is None else block.statistics.logp
         scale, coef, ordered_coef = torch.empty(3, self.tokens, dtype=torch.float32, device=labels.device).unbind()
         scaled = torch.empty_like(block.hidden)
         loss = None if upstream is not None else torch.empty((), dtype=torch.float32, device=labels.device)
         self.launch_scales(upstream is not None)(
-            labels, block.logp, block.ratio, block.others, block.rank, block.facts, upstream, block.hidden,
+            labels, logp, block.ratio, block.others, block.rank, block.facts, upstream, block.hidden,
             scale, coef, ordered_coef, scaled, loss,
             self.tokens, self.hidden_size, self.ignore_index, coefficient, self.factor, mean, _BLOCK, _AT_ONCE,
         )  # fmt: skip
@@ -305,9 +304,9 @@ class ExponentialRows:
         lse, logp, ratio, others = [value.masked_fill(ignored, 0) for value in vectors]
         ordered, source = safe.masked_fill(ignored, self.columns).sort(stable=True)
         facts = torch.stack([ignored.sum() * 0, (~ignored).sum()]).int()
-        vectors = lse, logp.view(labels.shape), ratio, others
         mean = found.mean_logit.masked_fill(ignored, 0).view(labels.shape) if found.mean_logit is not None else None
-        return RowExponentials(values, clean, *vectors, ordered, source, source.argsort(), facts, mean)
+        statistics = RowStatistics(lse, logp.view(labels.shape), None, mean)
+        return RowExponentials(values, clean, ratio, others, ordered, source, source.argsort(), facts, statistics)
 
     def _reference_gradients(
         self, block: RowExponentials, labels: Tensor, upstream: Tensor | None, coefficient: float, mean: bool
@@ -318,7 +317,7 @@ class ExponentialRows:
         by_projection = g if self.factor is None else g * self.factor
         scale, coef = -by_projection * block.ratio, by_projection * block.others
         scaled = (scale[:, None] * block.hidden).to(block.hidden.dtype)
-        loss = (g * block.logp.reshape(-1)).sum()
+        loss = None if block.statistics is None else (g * block.statistics.logp.reshape(-1)).sum()
         return ExponentialGradients(block, labels, scale, coef, coef[block.source], scaled, loss)
 
 

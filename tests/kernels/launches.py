@@ -80,7 +80,7 @@ def exponential_rows(hidden_size: int = HIDDEN, transform: LogitTransform = Logi
     hidden, weight, labels = (part.detach() for part in problem(hidden_size=hidden_size))
     rows = ExponentialRows(weight, TOKENS, -100, transform, tensor(dtype=torch.bool), "triton")
     block = rows.project(hidden, weight, labels)
-    rows.gradients(block, labels, hidden, block.lse, None, Derivatives(logp=block.logp))
+    rows.gradients(block, labels, hidden, block.ratio, None, Derivatives(logp=block.ratio))
     found = rows.loss(block, labels, hidden, (-1.0, None), True)
     rows.hidden_gradient_into(hidden, found, weight)
     rows = ExponentialRows(weight, TOKENS, -100, transform, tensor(dtype=torch.bool), "triton", mean_logit=True)

@@ -43,7 +43,7 @@ def computed(rows, hidden, weight, labels, upstream):
     """Log-probabilities, losses, and the gradients of both."""
     block, found = rows.project(hidden, weight, labels), []
     for gradients in (
-        rows.gradients(block, labels, hidden, block.lse, None, Derivatives(logp=upstream)),
+        rows.gradients(block, labels, hidden, torch.empty(0), None, Derivatives(logp=upstream)),
         rows.loss(block, labels, hidden, (-1.5, None), True),
     ):
         of_hidden = torch.empty_like(hidden)

@@ -34,7 +34,7 @@ from liger_losses.kernels.autograd import (
     within_transform,
 )
 from liger_losses.kernels.coupled_rows import Coupled
-from liger_losses.kernels.exponential_rows import MOST_TOKENS, ExponentialRows, exponentials_serve
+from liger_losses.kernels.exponential_rows import MOST_TOKENS, ExponentialRows, RowExponentials, exponentials_serve
 from liger_losses.kernels.linear_stats import MaskedStatistics
 from liger_losses.kernels.logit_transform import LogitTransform
 from liger_losses.kernels.masked_rows import Derivatives, MaskedRows, RowStatistics
@@ -389,9 +389,10 @@ class _Statistics(torch.autograd.Function):
     def forward(ctx: Any, line: StraightLine, hidden: Tensor, weight: Tensor, labels: Tensor) -> tuple[Tensor, ...]:
         ctx.set_materialize_grads(False)
         with without_autocast(weight):
-            ctx.line, ctx.block = line, line.rows.project(line.flat(hidden), weight, labels)
-            values = line.row_statistics(ctx.block, labels)
-        ctx.save_for_backward(hidden, weight, labels, values.lse, values.entropy)
+            block: Any = line.rows.project(line.flat(hidden), weight, labels)
+            values = line.row_statistics(block, labels)
+        ctx.line, ctx.block, kept = (line, block, ()) if line.rows.overwrites else (line, None, block[:-1])
+        ctx.save_for_backward(hidden, weight, labels, values.lse, values.entropy, *kept)
         # Users may change an output in place; what backward needs must not change with it.
         named = zip(line.names, line.named(values, labels), strict=True)
         outputs = [found.clone() if name in ("lse", "entropy") else found for name, found in named]
@@ -403,13 +404,13 @@ class _Statistics(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, *upstream: Tensor | None) -> tuple[Any, ...]:
         line: StraightLine = ctx.line
-        hidden_states, weight, labels, lse, entropy = ctx.saved_tensors
+        hidden_states, weight, labels, lse, entropy, *kept = ctx.saved_tensors
         hidden = line.flat(hidden_states)
         given = {name: None if g is None else g.contiguous() for name, g in zip(line.names, upstream, strict=True)}
         derivatives = Derivatives(given.get("lse"), given.get("logp"), given.get("entropy"))
-        block: Any = ctx.block
-        if line.rows.overwrites:  # a second backward computes the block again
-            ctx.block = None
+        # A second backward computes a block again that gradients overwrite.
+        block: Any = RowExponentials(*kept) if kept else ctx.block
+        ctx.block = None
         with without_autocast(weight):
             block = line.rows.project(hidden, weight, labels) if block is None else block
             found = line.rows.gradients(block, labels, hidden, lse, entropy, derivatives)

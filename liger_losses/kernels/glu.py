@@ -5,9 +5,8 @@ R rows (all leading dimensions), I intermediate size. Backward reads the inputs 
 
 from __future__ import annotations
 
-import os
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -15,18 +14,19 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from liger_losses.kernels._triton import BACKEND_VARIABLE, choose_backend
+from liger_losses.kernels._triton import choose_backend
 from liger_losses.kernels.activations import ACTIVATIONS
 from liger_losses.kernels.autograd import autocast_dtype, once_differentiable
 from liger_losses.kernels.glu_kernels import Formula, Product, product_of, write_gradients
-from liger_losses.kernels.kernel_operators import operator, records_nothing, where_needed
-from liger_losses.kernels.plain import is_plain
-from liger_losses.kernels.prepared import Prepared
+from liger_losses.kernels.kernel_operators import operator, where_needed
+from liger_losses.kernels.prepared import PreparedKernel
 
 #: Fewer rows make matrix products slower per row.
 _FROZEN_ROWS = 2048
 
 _How = tuple[Formula, bool]  # the bool: whether Triton runs
+
+_Inputs = tuple[Tensor, Tensor | None]  # gate and up
 
 #: Weight ``[out, in]`` and bias ``[out]`` of a linear layer.
 Linear = tuple[Tensor, Tensor | None]
@@ -64,7 +64,8 @@ def glu(
 
     Source: Shazeer, arXiv:2002.05202.
     """
-    return _apply(gate, up, Formula(False, activation, limit, alpha, up_offset), backend)
+    product: Tensor = _kernel((gate, up), Formula(False, activation, limit, alpha, up_offset), backend)
+    return product
 
 
 def glu_fused(
@@ -90,33 +91,12 @@ def glu_fused(
     Raises:
         ValueError: as in :func:`glu`, or the last dimension is odd.
     """
-    return _apply(gate_up, None, Formula(interleaved, activation, limit, alpha, up_offset), backend)
-
-
-def _apply(gate: Tensor, up: Tensor | None, formula: Formula, backend: str | None) -> Tensor:
-    """Here and below, ``gate`` holds both if ``up`` is None."""
-    if records_nothing():
-        settings = formula, backend, os.environ.get(BACKEND_VARIABLE)
-        return _prepared.of(settings, (gate, up), lambda: _prepare(gate, up, formula, backend))(gate, up)
-    formula, on_triton = _checked(gate, up, backend, formula)
-    return _gated(gate, up, *formula, on_triton)[0]
-
-
-def _prepare(
-    gate: Tensor, up: Tensor | None, formula: Formula, backend: str | None
-) -> Callable[[Tensor, Tensor | None], Tensor]:
-    """What computes the product of tensors of one kind, without a gradient."""
-    formula, on_triton = _checked(gate, up, backend, formula)
-    if on_triton and is_plain(gate) and (up is None or is_plain(up)):
-        return Product(gate, up, formula)
-    return lambda gate, up: _gated(gate, up, *formula, on_triton)[0]
-
-
-_prepared: Prepared[Callable[[Tensor, Tensor | None], Tensor]] = Prepared()
+    product: Tensor = _kernel((gate_up, None), Formula(interleaved, activation, limit, alpha, up_offset), backend)
+    return product
 
 
 def _checked(gate: Tensor, up: Tensor | None, backend: str | None, formula: Formula) -> _How:
-    """Raise ValueError if the arguments do not fit."""
+    """Raise ValueError if the arguments do not fit. Here and below, ``gate`` holds both if ``up`` is None."""
     _, activation, limit, alpha, up_offset = formula
     if up is None and gate.shape[-1] % 2:
         raise ValueError(f"gate_up must hold gate and up, so an even number of columns, got {gate.shape[-1]}.")
@@ -131,6 +111,20 @@ def _checked(gate: Tensor, up: Tensor | None, backend: str | None, formula: Form
     limit = None if limit is None else float(limit)
     formula = Formula(formula.interleaved, activation, limit, float(alpha), float(up_offset))
     return formula, choose_backend(backend, (gate, up)) == "triton"
+
+
+def _differentiable(inputs: _Inputs, formula: Formula, backend: str | None) -> Tensor:
+    formula, on_triton = _checked(*inputs, backend, formula)
+    product: Tensor = _gated(*inputs, *formula, on_triton)[0]
+    return product
+
+
+def _launch(inputs: _Inputs, formula: Formula, backend: str | None) -> Product | None:
+    formula, on_triton = _checked(*inputs, backend, formula)
+    return Product(*inputs, formula) if on_triton else None
+
+
+_kernel = PreparedKernel(_differentiable, _launch)
 
 
 class _GLU(torch.autograd.Function):

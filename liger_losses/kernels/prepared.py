@@ -5,11 +5,14 @@ A kind is all that can be told without the values of the tensors.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Hashable, Iterable
 from typing import Any, Generic, TypeVar
 
 from torch import Tensor
 
+from liger_losses.kernels._triton import BACKEND_VARIABLE
+from liger_losses.kernels.kernel_operators import records_nothing
 from liger_losses.kernels.plain import PLAIN
 
 T = TypeVar("T")
@@ -51,3 +54,31 @@ def _kind(t: Tensor | None) -> Any:
     if type(t) not in PLAIN:
         raise TypeError
     return t.shape, t.stride(), t.dtype, t.device, t.data_ptr() % 16, t.requires_grad
+
+
+class PreparedKernel:
+    """A kernel whose launch is found once for tensors of one kind, where neither autograd nor anything else records it.
+
+    Args:
+        checked: from tensors, options and backend to the result; checks them, and is differentiable.
+        launch: from the same, checked, to a function of such tensors that launches Triton's kernel and returns the
+            result; or to ``None`` where Triton does not run.
+    """
+
+    def __init__(self, checked: Callable[..., Any], launch: Callable[..., Callable[..., Any] | None]) -> None:
+        self.checked, self.launch = checked, launch
+        self.prepared: Prepared[Callable[..., Any]] = Prepared()
+
+    def __call__(self, tensors: tuple[Tensor | None, ...], options: Hashable, backend: str | None) -> Any:
+        """The result."""
+        if not records_nothing():
+            return self.checked(tensors, options, backend)
+        settings = options, backend, os.environ.get(BACKEND_VARIABLE)
+        return self.prepared.of(settings, tensors, lambda: self._prepare(tensors, options, backend))(*tensors)
+
+    def _prepare(self, tensors: tuple[Tensor | None, ...], options: Any, backend: str | None) -> Callable[..., Any]:
+        launch = None
+        if all(tensor is None or type(tensor) in PLAIN for tensor in tensors):
+            self.checked(tensors, options, backend)  # raises for what is wrong
+            launch = self.launch(tensors, options, backend)
+        return launch or (lambda *tensors: self.checked(tensors, options, backend))

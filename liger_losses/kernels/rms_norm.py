@@ -6,7 +6,6 @@ number per row, ``rstd = (mean(x^2) + eps)^(-1/2)``.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from typing import Any, NamedTuple, cast
 
@@ -14,11 +13,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from liger_losses.kernels._triton import BACKEND_VARIABLE, device_of, jit, tl
+from liger_losses.kernels._triton import device_of, jit, tl
 from liger_losses.kernels.autograd import once_differentiable
-from liger_losses.kernels.kernel_operators import operator, records_nothing, where_needed
-from liger_losses.kernels.plain import is_plain
-from liger_losses.kernels.prepared import Prepared
+from liger_losses.kernels.kernel_operators import operator, where_needed
+from liger_losses.kernels.prepared import PreparedKernel
 from liger_losses.kernels.rows import (
     Forward,
     as_output,
@@ -82,7 +80,7 @@ def rms_norm(
 
     Source: Zhang and Sennrich, arXiv:1910.07467.
     """
-    return _apply((x, None, None, weight), (eps, offset, False, multiply), backend)
+    return _kernel((x, None, None, weight), (eps, offset, False, multiply), backend)
 
 
 def add_rms_norm(
@@ -107,7 +105,7 @@ def add_rms_norm(
     Raises:
         ValueError: as in :func:`rms_norm`.
     """
-    return _apply((x, residual, None, weight), (eps, offset, False, multiply), backend)
+    return _kernel((x, residual, None, weight), (eps, offset, False, multiply), backend)
 
 
 def gated_rms_norm(
@@ -139,47 +137,11 @@ def gated_rms_norm(
     Raises:
         ValueError: as in :func:`rms_norm`.
     """
-    return _apply((x, None, gate, weight), (eps, 0.0, gate_first, multiply), backend)
+    return _kernel((x, None, gate, weight), (eps, 0.0, gate_first, multiply), backend)
 
 
 # eps, offset, gate_first and multiply, as they are given.
 _Arguments = tuple[float, float, bool, str]
-
-
-def _apply(inputs: _Inputs, arguments: _Arguments, backend: str | None) -> Any:
-    if records_nothing():
-        settings = arguments, backend, os.environ.get(BACKEND_VARIABLE)
-        return _prepared.of(settings, inputs, lambda: _prepare(inputs, arguments, backend))(inputs)
-    return _checked(inputs, arguments, backend)
-
-
-def _prepare(inputs: _Inputs, arguments: _Arguments, backend: str | None) -> Callable[[_Inputs], Any]:
-    """What computes the norm of inputs of one kind, without a gradient."""
-    x, residual, gate, weight = inputs
-    on_triton = is_plain(*[tensor for tensor in inputs if tensor is not None])
-    if on_triton:
-        _checked(inputs, arguments, backend)  # raises for what is wrong
-        on_triton = choose_row_backend(backend, inputs[:3], weight=weight)
-    if not on_triton:
-        return lambda inputs: _checked(inputs, arguments, backend)
-    options = _options(*arguments)
-    summed_dtype = x.dtype if residual is None else torch.promote_types(x.dtype, residual.dtype)
-    normalized = x if residual is None else x.new_empty(0, dtype=summed_dtype)
-    dtype = _result_dtype(normalized, gate, weight, options)
-    forward = Forward(_forward_kernel, 16, inputs[:3], inputs[3:], *options)
-
-    def compute(inputs: _Inputs) -> Any:
-        x, residual, _, _ = inputs
-        y = empty_like(x, dtype)
-        summed = x if residual is None else empty_like(x, summed_dtype)
-        with device_of(x):
-            forward(inputs[:3], inputs[3:], (summed, y, None))
-        return y if residual is None else (y, summed)
-
-    return compute
-
-
-_prepared: Prepared[Callable[[_Inputs], Any]] = Prepared()
 
 
 def _options(eps: float, offset: float, gate_first: bool, multiply: str) -> Options:
@@ -196,6 +158,29 @@ def _checked(inputs: _Inputs, arguments: _Arguments, backend: str | None) -> Any
             raise ValueError(f"{name} must have the shape of x, {tuple(x.shape)}, got {tuple(other.shape)}; expand it.")
     y, *others = _norm(*inputs, *options, choose_row_backend(backend, inputs[:3], weight=weight))
     return y if residual is None else (y, others[1])
+
+
+def _launch(inputs: _Inputs, arguments: _Arguments, backend: str | None) -> Callable[..., Any] | None:
+    x, residual, gate, weight = inputs
+    if not choose_row_backend(backend, inputs[:3], weight=weight):
+        return None
+    options = _options(*arguments)
+    summed_dtype = x.dtype if residual is None else torch.promote_types(x.dtype, residual.dtype)
+    normalized = x if residual is None else x.new_empty(0, dtype=summed_dtype)
+    dtype = _result_dtype(normalized, gate, weight, options)
+    forward = Forward(_forward_kernel, 16, inputs[:3], inputs[3:], *options)
+
+    def launch(x: Tensor, residual: Tensor | None, gate: Tensor | None, weight: Tensor | None) -> Any:
+        y = empty_like(x, dtype)
+        summed = x if residual is None else empty_like(x, summed_dtype)
+        with device_of(x):
+            forward((x, residual, gate), (weight,), (summed, y, None))
+        return y if residual is None else (y, summed)
+
+    return launch
+
+
+_kernel = PreparedKernel(_checked, _launch)
 
 
 class _RMSNorm(torch.autograd.Function):

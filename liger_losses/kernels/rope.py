@@ -6,18 +6,16 @@ gradients: it needs cos and sin, but not q and k.
 
 from __future__ import annotations
 
-import os
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from liger_losses.kernels._triton import BACKEND_VARIABLE, Launcher, choose_backend, device_of, jit, tl, warn_once
+from liger_losses.kernels._triton import Launcher, choose_backend, device_of, jit, tl, warn_once
 from liger_losses.kernels.autograd import once_differentiable
-from liger_losses.kernels.kernel_operators import operator, records_nothing
-from liger_losses.kernels.plain import is_plain
-from liger_losses.kernels.prepared import Prepared
+from liger_losses.kernels.kernel_operators import operator
+from liger_losses.kernels.prepared import Prepared, PreparedKernel
 from liger_losses.kernels.rows import power_of_two
 
 # Measured on an H200: elements of a tile (heads by half of the dimensions), and warps.
@@ -64,37 +62,20 @@ def rope(
 
     Source: Su et al., arXiv:2104.09864.
     """
-    given, layout = (q, k, cos, sin), Layout(interleaved, unsqueeze_dim)
-    if records_nothing():
-        settings = interleaved, unsqueeze_dim, backend, os.environ.get(BACKEND_VARIABLE)
-        return _prepared.of(settings, given, lambda: _prepare(given, layout, backend))(*given)
-    return _checked(*given, layout, backend)
+    rotated: tuple[Tensor, Tensor] = _kernel((q, k, cos, sin), Layout(interleaved, unsqueeze_dim), backend)
+    return rotated
 
 
-#: From q, k, cos and sin to q and k rotated.
-_Rotate = Callable[[Tensor, Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
-
-
-def _prepare(given: tuple[Tensor, Tensor, Tensor, Tensor], layout: Layout, backend: str | None) -> _Rotate:
-    """What rotates tensors of one kind, without a gradient."""
-    if is_plain(*given):
-        _checked(*given, layout, backend)  # raises for what is wrong
-        if choose_backend(backend, given) == "triton":
-            q, k, cos, sin = given
-            return _Launch((q, k, _batched(cos), _batched(sin)), _dtypes(*given), layout)
-    return lambda q, k, cos, sin: _checked(q, k, cos, sin, layout, backend)
-
-
-_prepared: Prepared[_Rotate] = Prepared()
+#: q, k, cos and sin.
+_Given = tuple[Tensor, Tensor, Tensor, Tensor]
 
 
 def _batched(angles: Tensor) -> Tensor:
     return angles[None] if angles.dim() == 2 else angles
 
 
-def _checked(
-    q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, layout: Layout, backend: str | None
-) -> tuple[Tensor, Tensor]:
+def _checked(given: _Given, layout: Layout, backend: str | None) -> tuple[Tensor, Tensor]:
+    q, k, cos, sin = given
     unsqueeze_dim = layout.unsqueeze_dim
     if unsqueeze_dim not in (1, 2):
         raise ValueError(f"unsqueeze_dim must be the dimension of the heads, 1 or 2, got {unsqueeze_dim}.")
@@ -120,6 +101,16 @@ def _checked(
         return _rotate_torch(q, cos, sin, layout), _rotate_torch(k, cos, sin, layout)
     q, k = _rotate(q, k, cos, sin, *layout, on_triton)
     return q, k
+
+
+def _launch(given: _Given, layout: Layout, backend: str | None) -> _Launch | None:
+    q, k, cos, sin = given
+    if choose_backend(backend, given) == "torch":
+        return None
+    return _Launch((q, k, _batched(cos), _batched(sin)), _dtypes(*given), layout)
+
+
+_kernel = PreparedKernel(_checked, _launch)
 
 
 class _Rope(torch.autograd.Function):

@@ -56,7 +56,8 @@ class Rotation:
             tensors = [x.unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2) for x in given]
         # The kernel takes two; the second one may have no heads.
         q, k = tensors if self.tensors == 2 else (tensors[0], tensors[0].narrow(unsqueeze_dim, 0, 0))
-        cos, sin = _angles(cos, self.angles), _angles(sin, self.angles)
+        if self.angles != "full":
+            cos, sin = _angles(cos, self.angles), _angles(sin, self.angles)
         rotated = rope(q, k, cos, sin, interleaved=self.interleaved, unsqueeze_dim=unsqueeze_dim, backend=backend)
         if self.cast_back:
             rotated = rotated[0].to(given[0].dtype), rotated[1].to(given[-1].dtype)
@@ -64,8 +65,6 @@ class Rotation:
 
 
 def _angles(x: Tensor, form: str) -> Tensor:
-    if form == "full":
-        return x
     which, order = form.split(" ")
     x = x[..., : x.shape[-1] // 2] if which == "half" else x
     return x.repeat_interleave(2, -1) if order == "pairs" else torch.cat((x, x), -1)

@@ -455,7 +455,8 @@ def active_tokens(labels: Sequence[Tensor], head: Head, options: EngineOptions, 
     compact = drops_tokens([part.shape for part in labels], head, options)
     if options.compact and not compact:
         return labels
-    vocab_size = head.vocab_size if vocab_size is None else vocab_size
+    if vocab_size is None:
+        vocab_size = len(head.weight) if head.ranks is ALONE else head.vocab_size
     return Tokens.select(labels, vocab_size, options.ignore_index, compact, options.backend)
 
 

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.measure import release, save
-from benchmarks.small_calls import MASKED, milliseconds, tasks
+from benchmarks.small_calls import MASKED, TINY, Inputs, milliseconds, tasks
 
 TOKENS = (128, 256, 512, 1024, 4096, 16384)
 #: Hidden size and vocabulary size.
@@ -110,27 +110,30 @@ def main() -> None:
     )
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--draw", action="store_true", help="only draw the rows of the file")
+    parser.add_argument("--tiny", action="store_true", help="one tiny cell on the CPU, to see that everything runs")
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
     if options.draw:
         made = json.loads(options.out.read_text())
         return draw(made["rows"], made["environment"]["device"], options.out.with_suffix(".png"))
-    device, others, rows = torch.device("cuda"), peers(), list[dict[str, Any]]()
-    for head in (HEADS[i] for i in options.heads):
-        for tokens in options.tokens:
-            shape = (tokens, *head)
-            for task, calls in tasks(*shape, ["liger_losses"], others).items():
-                if task not in options.tasks:
-                    continue
-                chosen = {name: call for name, call in calls.items() if name not in options.without}
-                found = {name: round(ms, 3) for name, ms in milliseconds(chosen, options.rounds).items()}
-                rows.append({"task": task, "shape": shape, "masked": MASKED, "milliseconds": found})
-                print(line(rows[-1]), flush=True)
-            release(device)
-            if options.out:
-                save(options.out, device, rows, __doc__, map(line, rows))
+    device, rows = torch.device("cpu" if options.tiny else "cuda"), list[dict[str, Any]]()
+    others = {} if options.tiny else peers()
+    cells = [(tokens, *HEADS[i]) for i in options.heads for tokens in options.tokens]
+    for shape in [TINY] if options.tiny else cells:
+        torch._dynamo.reset()
+        for task, calls in tasks(Inputs(*shape, device.type), ["liger_losses"], others).items():
+            if task not in options.tasks:
+                continue
+            chosen = {name: call for name, call in calls.items() if name not in options.without}
+            found = {name: round(ms, 3) for name, ms in milliseconds(chosen, options.rounds).items()}
+            rows.append({"task": task, "shape": shape, "masked": MASKED, "milliseconds": found})
+            print(line(rows[-1]), flush=True)
+        release(device)
+        if options.out:
+            save(options.out, device, rows, __doc__, map(line, rows))
     if options.out:
-        draw(rows, torch.cuda.get_device_name(), options.out.with_suffix(".png"))
+        name = "CPU" if options.tiny else torch.cuda.get_device_name()
+        draw(rows, name, options.out.with_suffix(".png"))
 
 
 if __name__ == "__main__":

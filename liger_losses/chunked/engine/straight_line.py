@@ -9,7 +9,6 @@ T tokens, H hidden size, V vocabulary size.
 
 from __future__ import annotations
 
-import math
 import os
 from collections.abc import Callable, Hashable, Sequence
 from functools import cache
@@ -22,7 +21,7 @@ from liger_losses.chunked.engine.accumulation import side_by_side
 from liger_losses.chunked.engine.autograd_functions import without_autocast
 from liger_losses.chunked.engine.decision import decide, drops_tokens
 from liger_losses.chunked.engine.head import Head
-from liger_losses.chunked.engine.plan import EngineOptions, default_bound, is_small, padded
+from liger_losses.chunked.engine.plan import MOST_SMALL_LOGITS, EngineOptions, default_bound, is_small, padded
 from liger_losses.chunked.engine.query import EqualWeights, Query, Statistics
 from liger_losses.chunked.engine.tokens import check_right
 from liger_losses.kernels._triton import BACKEND_VARIABLE
@@ -51,7 +50,7 @@ _MOST_LINES = 1024
 MIN_FUSED = 2e10
 #: With fewer multiplications, the host takes longer for the launches of exponentials than the device takes to write and
 #: read the logits.
-MIN_EXPONENTIALS = math.inf
+MIN_EXPONENTIALS = 1e11
 #: Statistics that a straight line computes: with their gradients, and without.
 NAMES = frozenset(("logp", "entropy", "lse"))
 METRICS = NAMES | {"mean_logit"}
@@ -262,15 +261,17 @@ def _prepared(
         line.fused = MaskedStatistics(flat, weight, ignore_index, transform, line.right, entropy, "triton")
         return line
     aligned = depth % ALIGNED == 0 and (tokens % ALIGNED == 0 or tokens <= MIN_CUT_SIZE) and padded(size) == size
-    large = line.multiplications >= MIN_EXPONENTIALS and tokens <= MOST_TOKENS
     in_one_block = not (decision.compact or run.work.fused or run.work.exponentials) and run.plan.rows >= tokens
     in_one_block = in_one_block and run.strategy in ("statistics", "one_pass", "resident")
-    if in_one_block and run.work.fused_products and large:
-        of_logp = query.statistics == ("logp",) and {*query.metrics} <= {"mean_logit"}
-        if of_logp and run.strategy in ("one_pass", "resident") and exponentials_serve(weight, transform):
-            how = decision.options.ignore_index, transform, line.right, "triton", line.mean_logit
-            line.rows = ExponentialRows(weight, tokens, *how)
-            return line
+    of_logp = query.statistics == ("logp",) and {*query.metrics} <= {"mean_logit"}
+    large = line.multiplications >= MIN_EXPONENTIALS and tokens <= MOST_TOKENS and run.work.fused_products
+    # Exponentials take half the memory of logits.
+    fits = in_one_block or (unbounded and tokens * size <= MOST_SMALL_LOGITS)
+    trains = run.strategy in ("one_pass", "resident", "two_pass")
+    if of_logp and large and fits and trains and exponentials_serve(weight, transform):
+        how = decision.options.ignore_index, transform, line.right, "triton", line.mean_logit
+        line.rows = ExponentialRows(weight, tokens, *how)
+        return line
     return line if in_one_block and aligned else None
 
 

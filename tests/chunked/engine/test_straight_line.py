@@ -13,7 +13,7 @@ from liger_losses import (
     linear_logps,
     set_default_workspace,
 )
-from liger_losses.chunked.engine import straight_line
+from liger_losses.chunked.engine import decision, plan, straight_line
 from liger_losses.chunked.losses.cross_entropy import linear_cross_entropy
 from liger_losses.kernels._triton import INTERPRETED
 from liger_losses.kernels.exponential_rows import ExponentialRows
@@ -408,3 +408,13 @@ def test_which_calls_have_exponentials(monkeypatch):
     assert not has(inputs=[given[0], given[1].detach().t().contiguous().t().requires_grad_(), given[2]])
     with torch.no_grad():
         assert not has()
+    # More logits than one block of fp32 takes.
+    monkeypatch.setattr(plan, "SMALL_CALL_LOGITS", 0)
+    monkeypatch.setattr(plan, "FEWEST_FLOPS", 0)
+    decision._decisions.clear()
+    assert has()
+    assert has(True)
+    assert not has(chunk_size=4)
+    assert not has(inputs=[given[0], given[1].detach(), given[2]])
+    monkeypatch.setattr(straight_line, "MOST_SMALL_LOGITS", 100)
+    assert not has()

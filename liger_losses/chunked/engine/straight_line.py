@@ -100,16 +100,17 @@ def straight_coupled_loss(
     options: EngineOptions,
     make: Callable[..., Any],
     settings: tuple[Any, ...],
-    inputs: Sequence[Tensor | None],
-) -> tuple[Tensor, tuple[Tensor, ...]] | None:
-    """A loss and its metrics, computed by ``make(*settings, backend)`` from the statistics, labels and inputs (see
-    :mod:`liger_losses.kernels.coupled_rows`); ``None`` where the call has no straight line.
+    dtypes: tuple[torch.dtype | None, ...],
+) -> Callable[[Sequence[Tensor | None]], tuple[Tensor, tuple[Tensor, ...]]] | None:
+    """What computes a loss and its metrics from constant inputs of these dtypes (``None`` for those that are left out);
+    ``None`` where the call has no straight line.
 
-    ``inputs`` are constants, contiguous.
+    ``make(*settings, backend)`` computes them from the statistics, labels and inputs: see
+    :mod:`liger_losses.kernels.coupled_rows`.
     """
     several = len(hidden_states) > 1
     one = _joined(hidden_states, labels, head, options) if several else (hidden_states[0], labels[0])
-    if one is None or not head.is_plain or not all(each is None or each.is_contiguous() for each in inputs):
+    if one is None or not head.is_plain:
         return None
     hidden, targets = one
 
@@ -120,13 +121,18 @@ def straight_coupled_loss(
         return found
 
     weight, transform = _opened(head, NO_TRANSFORM)
-    kinds = tuple([None if each is None else (each.dtype, each.device) for each in inputs])
-    key = (make, settings, kinds, query.statistics, query.metrics, options, transform)
+    key = (make, settings, dtypes, query.statistics, query.metrics, options, transform)
     line = _line(key, hidden, weight, targets, prepare)
     if line is None:
         return None
-    metrics: list[Tensor] = []
-    return _Loss.apply(line, hidden, weight, targets, inputs, metrics), tuple(metrics)
+
+    def loss(inputs: Sequence[Tensor | None]) -> tuple[Tensor, tuple[Tensor, ...]]:
+        pairs = zip(inputs, dtypes, strict=True)
+        given = [None if each is None else each.detach().to(dtype).contiguous() for each, dtype in pairs]
+        metrics: list[Tensor] = []
+        return _Loss.apply(line, hidden, weight, targets, given, metrics), tuple(metrics)
+
+    return loss
 
 
 def straight_statistics(

@@ -280,6 +280,13 @@ class DPOLossOptions(DPOOptions, PreferenceOptions):
         return None if self.ld_alpha is None else "ld_alpha"
 
 
+def _summed(logps: Tensor | None, labels: Tensor, dtype: torch.dtype) -> Tensor:
+    """A reference's log-probabilities ``[B]``, from these or ``[B, T]``; 0 without one."""
+    if logps is None:
+        return torch.zeros(len(labels), dtype=dtype, device=labels.device)
+    return logps.sum(-1, dtype=dtype) if logps.dim() > 1 else logps.to(dtype)
+
+
 class LigerFusedLinearDPOLoss(PreferenceLoss):
     """DPO and its variants, one or several at once: :func:`dpo_loss` (Rafailov et al. 2023, arXiv:2305.18290).
 
@@ -327,8 +334,7 @@ class LigerFusedLinearDPOLoss(PreferenceLoss):
         plain = type(self) is LigerFusedLinearDPOLoss and o.loss_type == "sigmoid" and o.loss_weights is None
         plain = plain and o.f_divergence_type == "reverse_kl" and o.ld_alpha is None and self.group is None
         weighted = o.use_weighting or o.compute_nll_loss or o.average_log_prob
-        beside = batch.ref_hidden_states is not None or batch.temperatures is not None
-        if not plain or weighted or beside or any(ref is not None and ref.dim() > 1 for ref in refs):
+        if not plain or weighted or batch.temperatures is not None:
             return None
         pairs, length = batch.labels[0].shape
         lengths = (length, batch.labels[-1].shape[1])
@@ -336,9 +342,19 @@ class LigerFusedLinearDPOLoss(PreferenceLoss):
         if not (pairs and all(lengths)):
             return None
         how = PairRows, (pairs, lengths, o.ignore_index, o.beta, o.label_smoothing)
-        query, given = Query(("logp",), ("mean_logit",)), [None if ref is None else ref.detach() for ref in refs]
-        found = straight_coupled_loss(batch.hidden_states, batch.head, batch.labels, query, self.options, *how, given)
-        return None if found is None else (found[0], PreferenceMetrics(*found[1]))
+        of_tokens = batch.ref_hidden_states is not None or any(ref is not None and ref.dim() > 1 for ref in refs)
+        wide = wide_dtype(batch.labels[0].device)
+        dtypes = (wide, wide) if of_tokens else tuple([None if ref is None else ref.dtype for ref in refs])
+        query = Query(("logp",), ("mean_logit",))
+        line = straight_coupled_loss(batch.hidden_states, batch.head, batch.labels, query, self.options, *how, dtypes)
+        if line is None:
+            return None
+        given: Sequence[Tensor | None] = refs
+        if of_tokens:
+            logps = batch.reference_logps(batch.labels, self.options)
+            given = [_summed(ref, labels, wide) for ref, labels in zip(logps, batch.groups(batch.labels), strict=True)]
+        loss, metrics = line(given)
+        return loss, PreferenceMetrics(*metrics)
 
     def _pair_losses(self, pairs: Pairs, sides: Sequence[Scored]) -> Tensor:
         return super()._pair_losses(pairs, sides if self.use_weighting else ())

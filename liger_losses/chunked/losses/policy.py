@@ -283,7 +283,7 @@ class LigerFusedLinearGRPOLoss(CompletionLoss):
         batch = CompletionBatch(("given",), head, [_input], [labels], refs, (ref_per_token_logps,))
         batch = self.prepare(batch, ref_weight, ref_bias, transform)
         options = self.options
-        plain = support is None and vllm_is_ratio is None and num_items_in_batch is None and refs is None
+        plain = support is None and vllm_is_ratio is None and num_items_in_batch is None
         if plain and not is_dynamo_compiling():
             found_at_once = self._of_few(batch, advantages, old_per_token_logps, ref_per_token_logps)
             if found_at_once is not None:
@@ -368,19 +368,23 @@ class LigerFusedLinearGRPOLoss(CompletionLoss):
         plain = plain and o.row_normalizer == "items" and o.value("delta") is None and not o.reads_sampler
         plain = plain and self._coef is None and o.top_entropy_quantile == 1.0 and not o.use_bias_correction_kl
         alone = self.group is None and world_size() == 1
-        given = [advantages, old, ref if o.beta else None]
-        halves = all(each is None or each.dtype in HALF_AND_SINGLE for each in given)
+        given: list[Tensor | None] = [advantages, old, ref if o.beta else None]
+        dtypes = [None if each is None else each.dtype for each in given]
+        if o.beta and batch.ref_hidden_states is not None:
+            dtypes[2] = torch.float32
+        halves = {*dtypes} <= {None, *HALF_AND_SINGLE}
         if not (plain and alone and halves and labels.numel()) or (o.beta and o.kl_estimator != "k3"):
             return None
         length = labels.shape[1] if advantages.numel() == len(labels) else 1
         bounds = 1 - o.epsilon_low, 1 + o.epsilon_high
         how = PolicyRows, (labels.numel(), length, o.ignore_index, bounds, o.beta)
-        inputs = [None if each is None else each.detach() for each in given]
-        hidden, head, query = batch.hidden_states, batch.head, Query(("logp",))
-        found = straight_coupled_loss(hidden, head, batch.labels, query, self.options, *how, inputs)
-        if found is None:
+        call = batch.hidden_states, batch.head, batch.labels, Query(("logp",)), self.options
+        line = straight_coupled_loss(*call, *how, tuple(dtypes))
+        if line is None:
             return None
-        loss, (clip_ratio, kl) = found
+        if o.beta and batch.ref_hidden_states is not None:
+            (given[2],) = batch.reference_logps(batch.labels, self.options)
+        loss, (clip_ratio, kl) = line(given)
         return loss, PolicyMetrics(kl, clip_ratio) if o.beta else PolicyMetricsWithoutKL(clip_ratio)
 
     @property

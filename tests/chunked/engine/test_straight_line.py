@@ -131,10 +131,32 @@ def dpo_with_likelihood(*given):
     return dpo(*given, compute_nll_loss=True)
 
 
+def dpo_with_references(hidden, weight, labels, backend):
+    """Of one side by token, of the other by completion."""
+    refs = [torch.full(labels[0].shape, -5.0, device=DEVICE), torch.full((1,), -7.0, device=DEVICE)]
+    refs[0][labels[0] == -100] = float("nan")
+    sides = [Completions(h, y, ref_logps=ref) for h, y, ref in zip(hidden, labels, refs, strict=True)]
+    return LigerFusedLinearDPOLoss(backend=backend)(weight, *sides)
+
+
+def dpo_with_a_reference_model(hidden, weight, labels, backend):
+    states = [h.detach().flip(-1).nan_to_num() for h in hidden]
+    sides = [Completions(h, y, ref_hidden_states=r) for h, y, r in zip(hidden, labels, states, strict=True)]
+    return LigerFusedLinearDPOLoss(backend=backend)(weight, *sides, ref_weight=weight.detach())
+
+
 def stacked_dpo(hidden, weight, labels, backend):
     hidden, labels = torch.cat([part[:, :2] for part in hidden]), torch.cat([part[:, :2] for part in labels])
     reference = {f"ref_{side}_logps": torch.full((1,), -7.0, device=DEVICE) for side in ("chosen", "rejected")}
     return LigerFusedLinearDPOLoss(backend=backend)(weight, hidden, labels, **reference)
+
+
+def grpo_with_a_reference_model(hidden, weight, labels, backend):
+    hidden, labels = torch.cat([part[:, :2] for part in hidden]), torch.cat([part[:, :2] for part in labels])
+    loss, active = LigerFusedLinearGRPOLoss(beta=0.1, backend=backend), labels != -100
+    rest = {"ref_input": hidden.detach().flip(-1).nan_to_num(), "ref_weight": weight.detach()}
+    advantages = torch.tensor([[1.0], [-0.5]], device=DEVICE)
+    return loss(hidden, weight, labels.where(active, 0), active.long(), advantages, **rest)
 
 
 def grpo_with_entropy(*given):
@@ -150,8 +172,12 @@ def grpo(hidden, weight, labels, backend, **options):
     return loss(hidden, weight, labels.where(active, 0), active, advantages, **rest)
 
 
+#: What one launch computes.
+AT_ONCE = [dpo, dpo_with_references, dpo_with_a_reference_model, stacked_dpo, grpo, grpo_with_a_reference_model]
+
+
 @pytest.mark.parametrize(("dtype", "limit"), [(torch.float32, 1e30), (torch.bfloat16, 1e30), (torch.bfloat16, 0.0)])
-@pytest.mark.parametrize("loss", [dpo, dpo_with_likelihood, stacked_dpo, grpo, grpo_with_entropy])
+@pytest.mark.parametrize("loss", [*AT_ONCE, dpo_with_likelihood, grpo_with_entropy])
 def test_losses_of_completions(loss, dtype, limit, monkeypatch, small_tiles):
     monkeypatch.setattr(straight_line, "MIN_EXPONENTIALS", limit)
     hidden, weight, labels = problem(dtype, masked=(1, 5))
@@ -167,9 +193,9 @@ def test_losses_of_completions(loss, dtype, limit, monkeypatch, small_tiles):
         value, own = loss(leaves, weight, labels, "triton")
         first = torch.autograd.grad(3 * value, (*leaves, weight), retain_graph=True)
         found.append((value, *own, *first, *torch.autograd.grad(3 * value, (*leaves, weight))))
-    assert lines()[1] == 1
+    assert lines()[1] == 1 + (loss in (dpo_with_a_reference_model, grpo_with_a_reference_model))
     at_once = any(line.coupled is not None for line in straight_line._lines.values() if line is not None)
-    assert at_once == (loss in (dpo, stacked_dpo, grpo))
+    assert at_once == (loss in AT_ONCE)
     rows = [type(line.rows) for line in straight_line._lines.values() if line is not None]
     assert (ExponentialRows in rows) == (limit == 0 and loss is not grpo_with_entropy)
     with torch.no_grad():

@@ -40,19 +40,8 @@ _SPLITS = 32
 #: Columns of a row of exponentials in memory are a multiple, so that products are aligned.
 _PADDED = 64
 #: Arguments whose alignment is no reason to compile again.
-_VECTORS = [
-    "labels",
-    "label_logit",
-    "unsafe",
-    "lse",
-    "logp",
-    "mean_logit",
-    "ratio",
-    "others",
-    "rank",
-    "ordered",
-    "source",
-]
+_VECTORS = ["labels", "label_logit", "unsafe", "lse", "logp", "mean_logit", "ratio", "others", "upstream"]
+_VECTORS += ["rank", "ordered", "source"]
 
 
 def exponentials_serve(weight: Tensor, transform: LogitTransform) -> bool:
@@ -204,7 +193,7 @@ class ExponentialRows:
             return self.project(hidden, weight, labels)
         self.launch_sums(
             sums, logit_sums, labels, label_logit, unsafe, logp, mean, lse, ratio, others, ordered, source,
-            rank, facts,             *self.of_sums,
+            rank, facts, *self.of_sums,
         )  # fmt: skip
         # These return at once unless the device has found a label whose sum is too large.
         again = self.statistics_again.partial_sums(clean, weight, labels, facts)
@@ -253,7 +242,8 @@ class ExponentialRows:
         """``upstream``, or ``coefficient`` and a loss: d loss / d logp."""
         if not self.triton:
             return self._reference_gradients(block, labels, upstream, coefficient, mean)
-        logp = None if block.statistics is None else block.statistics.logp
+        # A loss is summed up of what backward has no more.
+        logp = block.statistics.logp if block.statistics is not None and upstream is None else None
         scale, coef, ordered_coef = torch.empty(3, self.tokens, dtype=torch.float32, device=labels.device).unbind()
         scaled = torch.empty_like(block.hidden)
         loss = None if upstream is not None else torch.empty((), dtype=torch.float32, device=labels.device)
@@ -449,9 +439,7 @@ def _again_kernel(
                 tl.store(others + rows, 1.0 - tl.exp(label_z - offset), mask=again)
 
 
-@jit(
-    do_not_specialize=["tokens", "ignore_index", "coefficient"], do_not_specialize_on_alignment=[*_VECTORS, "upstream"]
-)
+@jit(do_not_specialize=["tokens", "ignore_index", "coefficient"], do_not_specialize_on_alignment=_VECTORS)
 def _scales_kernel(
     labels, logp, ratio, others, rank, facts, upstream, clean, scale_out, coef_out, ordered_coef, scaled, loss,
     tokens, hidden_size, ignore_index, coefficient, factor,

@@ -115,7 +115,7 @@ def straight_coupled_loss(
     hidden, targets = one
 
     def prepare() -> StraightLine | None:
-        found = _prepared(hidden, weight, targets, query, options, LogitTransform(*transform))
+        found = _prepared(hidden, weight, targets, query, options, LogitTransform(*transform), coupled=True)
         if found is not None:
             found.coupled = make(*settings, "triton")
         return found
@@ -237,9 +237,15 @@ def _line(
 
 
 def _prepared(
-    hidden: Tensor, weight: Tensor, labels: Tensor, query: Query, options: EngineOptions, transform: LogitTransform
+    hidden: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    query: Query,
+    options: EngineOptions,
+    transform: LogitTransform,
+    coupled: bool = False,
 ) -> StraightLine | None:
-    """The line of a call for which nothing is cast, padded or cut.
+    """The line of a call for which nothing is cast, padded or cut; ``coupled``: of a loss of all tokens' statistics.
 
     Raises:
         TypeError, ValueError: inputs that do not fit together.
@@ -268,7 +274,8 @@ def _prepared(
         return line
     aligned = depth % ALIGNED == 0 and (tokens % ALIGNED == 0 or tokens <= MIN_CUT_SIZE) and padded(size) == size
     in_one_block = not (decision.compact or run.work.fused or run.work.exponentials) and run.plan.rows >= tokens
-    in_one_block = in_one_block and run.strategy in ("statistics", "one_pass", "resident")
+    # Of a coupled loss, gradients are computed in forward: nothing is kept until backward.
+    in_one_block = in_one_block and (coupled or run.strategy in ("statistics", "one_pass", "resident"))
     of_logp = query.statistics == ("logp",) and {*query.metrics} <= {"mean_logit"}
     large = line.multiplications >= MIN_EXPONENTIALS and tokens <= MOST_TOKENS and run.work.fused_products
     # Exponentials take half the memory of logits.

@@ -218,6 +218,19 @@ def test_what_is_frozen_has_no_gradient(frozen):
     assert given[1 - frozen].grad is not None
 
 
+@pytest.mark.parametrize("loss", [dpo, grpo])
+def test_coupled_losses_of_a_frozen_head(loss):
+    hidden, weight, labels = problem(torch.float32)
+    sides, of_sides = (
+        [hidden.detach()[:1].requires_grad_(), hidden.detach()[1:].requires_grad_()],
+        list(labels.split(1)),
+    )
+    expected = torch.autograd.grad(loss(sides, weight, of_sides, "triton")[0], sides)
+    found = torch.autograd.grad(loss(sides, weight.detach(), of_sides, "triton")[0], sides)
+    assert lines() == (2, 2)
+    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+
+
 def test_a_patched_models_cross_entropy():
     hidden, weight, labels = problem(torch.float32)
     loss = linear_cross_entropy(hidden.flatten(0, 1), Head(weight), labels.flatten())

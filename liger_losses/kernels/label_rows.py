@@ -15,6 +15,9 @@ from liger_losses.kernels._tiles import with_contiguous_rows
 from liger_losses.kernels._triton import Launcher, jit, tl, triton
 from liger_losses.kernels.logit_transform import Epilogue, inverse_temperature, transform_block
 
+#: Columns and tokens that a program adds up at a time, where few tokens' labels are sorted: of a text's most frequent
+#: token there are hundreds, and nothing else runs then.
+_COLUMNS, _TOKENS = 256, 16
 #: An odd number whose multiples modulo 2^64 are spread evenly: 2^63 over the golden ratio.
 PLACE_FACTOR = 0x4F1BBCDCBFA53E0B
 _PLACE_FACTOR = PLACE_FACTOR if tl is None else tl.constexpr(PLACE_FACTOR)
@@ -205,7 +208,7 @@ class LabelRows:
         self.tokens, self.hidden_size, self.triton = tokens, hidden_size, backend == "triton"
         if not self.triton:
             return
-        self.block = min(1024, triton.next_power_of_2(hidden_size))
+        self.block = min(_COLUMNS, triton.next_power_of_2(hidden_size))
         self.launch = Launcher(_add_to_label_rows_kernel, tokens, triton.cdiv(hidden_size, self.block))
 
     def add_(self, grad_weight: Tensor, ordered: Tensor, source: Tensor, coef: Tensor, hidden: Tensor) -> Tensor:
@@ -223,7 +226,7 @@ class LabelRows:
             return add_to_label_rows_(grad_weight, ordered[keep], coef[keep], hidden, source[keep])
         self.launch(
             grad_weight, self.hidden_size, ordered, source, coef, hidden, self.hidden_size,
-            self.tokens, len(grad_weight), self.hidden_size, self.block, 4,
+            self.tokens, len(grad_weight), self.hidden_size, self.block, _TOKENS,
         )  # fmt: skip
         return grad_weight
 

@@ -83,6 +83,7 @@ def exponential_rows(hidden_size: int = HIDDEN, transform: LogitTransform = Logi
     rows.gradients(block, labels, hidden, block.ratio, None, Derivatives(logp=block.ratio))
     found = rows.loss(block, labels, hidden, (-1.0, None), True)
     rows.hidden_gradient_into(hidden, found, weight)
+    rows.weight_gradient(found, BF16)
     rows = ExponentialRows(weight, TOKENS, -100, transform, tensor(dtype=torch.bool), "triton", mean_logit=True)
     rows.loss(rows.project(hidden, weight, labels), labels, hidden, (-1.0, None), False)
 

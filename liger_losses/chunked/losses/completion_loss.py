@@ -373,7 +373,12 @@ class CompletionLoss(ChunkedLoss):
         return [None] * len(masks)
 
     def score(
-        self, batch: CompletionBatch, extra: Completions | None = None, *, metrics: Sequence[str] = ()
+        self,
+        batch: CompletionBatch,
+        extra: Completions | None = None,
+        *,
+        metrics: Sequence[str] = (),
+        tokens: Any = None,
     ) -> tuple[list[Scored], Statistics | None]:
         """Each group's log-probabilities under policy and reference; the policy's statistics of ``extra`` completions.
 
@@ -381,9 +386,11 @@ class CompletionLoss(ChunkedLoss):
 
         Args:
             metrics: the policy's statistics to return besides log-probabilities.
+            tokens: what :meth:`CompletionBatch.select` has found, if it is known.
         """
         others, options = [] if extra is None else [extra], self.options
-        tokens = batch.select(options, [other.labels for other in others])
+        if tokens is None:
+            tokens = batch.select(options, [other.labels for other in others])
         for name, labels, logps in zip(batch.names, batch.groups(batch.labels), batch.ref_logps, strict=True):
             if logps is not None:
                 note(labels, self.ignore_index, **{f"ref_logps of the {name} completions": logps})

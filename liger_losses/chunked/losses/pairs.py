@@ -179,16 +179,20 @@ class PreferenceLoss(CompletionLoss):
         head = Head.of(lin_weight, bias, transform)
         batch = _read_pairs(head, _input, target, ref_input, (ref_chosen_logps, ref_rejected_logps), temperature)
         batch = self.prepare(batch, ref_weight, ref_bias, transform)
-        of_few = None if nll_target is not None or is_dynamo_compiling() else self._of_few(batch)
-        if of_few is not None:
-            return of_few
+        tokens = batch.select(self.options) if nll_target is None else None
+        if isinstance(tokens, list) and not is_dynamo_compiling():  # few tokens, of which these are the labels
+            of_few = self._of_few(batch)
+            if of_few is not None:
+                return of_few
         nll_labels = None if nll_target is None else self._nll_labels(nll_target, batch.groups(batch.labels)[0])
         extra = None
         if nll_labels is not None:  # tokens that only the likelihood asks for are streamed along with the others
             only_nll = nll_labels.masked_fill(nll_labels == batch.groups(batch.labels)[0], self.ignore_index)
             divided_by = None if batch.temperatures is None else batch.groups(batch.temperatures)[0]
             extra = Completions(batch.groups(batch.hidden_states)[0], only_nll, temperature=divided_by)
-        sides, found = self.score(batch, extra, metrics=tuple(dict.fromkeys(("mean_logit", *self.metrics))))
+        sides, found = self.score(
+            batch, extra, tokens=tokens, metrics=tuple(dict.fromkeys(("mean_logit", *self.metrics)))
+        )
         chosen, rejected = sides
         counts = [side.lengths.sum().clamp(min=1) for side in sides]
         nll_logps, nll_count = chosen.statistics.logp, counts[0]
@@ -259,7 +263,9 @@ def _read_pairs(
     ``[2 B, T, H]`` or ``ref_logps`` of chosen and rejected completions.
     """
     if not isinstance(first, Tensor):
-        only_in_completions("pairs", (ref_input, *ref_logps), temperature)
+        for value in (ref_input, *ref_logps, temperature):
+            if value is not None:
+                only_in_completions("pairs", (ref_input, *ref_logps), temperature)
         batch = CompletionBatch.of(head, chosen=first, rejected=second)
         counts = [len(labels) for labels in batch.labels]
         if counts[0] != counts[1]:

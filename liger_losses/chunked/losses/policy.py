@@ -283,14 +283,15 @@ class LigerFusedLinearGRPOLoss(CompletionLoss):
         batch = CompletionBatch(("given",), head, [_input], [labels], refs, (ref_per_token_logps,))
         batch = self.prepare(batch, ref_weight, ref_bias, transform)
         options = self.options
-        plain = support is None and vllm_is_ratio is None and num_items_in_batch is None
-        if plain and not is_dynamo_compiling():
+        # Over kept columns no tokens are selected, for which the host would wait.
+        tokens: Any = batch.select(options) if support is None else None
+        # Few tokens are labels still: their logits stay in memory until the loss is known.
+        few = isinstance(tokens, list) and not is_dynamo_compiling()
+        if few and vllm_is_ratio is None and num_items_in_batch is None:
             found_at_once = self._of_few(batch, advantages, old_per_token_logps, ref_per_token_logps)
             if found_at_once is not None:
                 return found_at_once
         mask = labels != self.ignore_index
-        # Over kept columns no tokens are selected, for which the host would wait.
-        tokens: Any = batch.select(options) if support is None else None
         if self.group is not None and support is None:
             check_call([_input], head, tokens, Query(*self._names()), options)  # before anything that all ranks reach
 
@@ -323,10 +324,8 @@ class LigerFusedLinearGRPOLoss(CompletionLoss):
             head=head,
             common_options=None if self.group is None else self.common_options,
         )
-        # Few tokens are labels still: their logits stay in memory until the loss is known.
-        of_few = support is None and isinstance(tokens, list) and not is_dynamo_compiling()
         one_pass = support is None and inputs.options.separable and self.top_entropy_quantile == 1.0
-        if one_pass and not of_few:
+        if one_pass and not few:
             loss, logps = self._one_pass(head, _input, tokens, inputs, options)
         else:
             found = statistics(_input, head, *self._names()) if found is None else found

@@ -19,6 +19,8 @@ from liger_losses.kernels.masked_rows import RowStatistics
 #: Tokens that a program reads at a time; and the largest exponent, beyond which ratios are constant.
 _BLOCK = 1024
 _MAX_EXPONENT = 80.0
+#: Of more pairs, which one program takes one after another, the launches of PyTorch's operations take less time.
+MOST_PAIRS = 64
 
 
 class Coupled(NamedTuple):

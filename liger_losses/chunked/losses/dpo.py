@@ -24,7 +24,7 @@ from liger_losses.chunked.losses.completion_loss import (
     wide_dtype,
 )
 from liger_losses.chunked.losses.pairs import Pairs, PreferenceLoss, PreferenceMetrics, PreferenceOptions, smoothed
-from liger_losses.kernels.coupled_rows import PairRows
+from liger_losses.kernels.coupled_rows import MOST_PAIRS, PairRows
 
 #: Losses that TRL's DPO had, or that are separate classes.
 _OTHERS = {
@@ -339,7 +339,7 @@ class LigerFusedLinearDPOLoss(PreferenceLoss):
         pairs, length = batch.labels[0].shape
         lengths = (length, batch.labels[-1].shape[1])
         pairs = pairs // 2 if len(batch.labels) == 1 else pairs
-        if not (pairs and all(lengths)):
+        if not (0 < pairs <= MOST_PAIRS and all(lengths)):
             return None
         how = PairRows, (pairs, lengths, o.ignore_index, o.beta, o.label_smoothing)
         of_tokens = batch.ref_hidden_states is not None or any(ref is not None and ref.dim() > 1 for ref in refs)

@@ -558,7 +558,7 @@ def test_what_no_group_can_be_given_to(one_process):
             return -statistics.logp.sum()
 
     p = problem()
-    with pytest.raises(ValueError, match="Own has a loss"):
+    with pytest.raises(ValueError, match="Own defines loss"):
         Own(group=group)(p.weight, p.hidden, p.labels)
     loss = build("ORPO")()
     loss.group = group

@@ -310,11 +310,11 @@ def test_bad_input_is_refused():
         with pytest.raises(error, match=message):
             loss(given["weight"], given["hidden"], given["labels"], teacher)
 
-    refuses("are of .* tokens", Teacher(states[:, :-1], rows))
+    refuses("have .* tokens", Teacher(states[:, :-1], rows))
     refuses("do not fit its weight", Teacher(states, rows[:, :-1]))
     refuses("bias must be", Teacher(states, rows, theirs[:-1]))
     refuses("floating point", Teacher(states.long(), rows), TypeError)
-    refuses("are of .* tokens", TeacherLogits(F.linear(states, rows)[:, 1:]))
+    refuses("have .* tokens", TeacherLogits(F.linear(states, rows)[:, 1:]))
     refuses("needs columns=", TeacherLogits(lambda positions: None))
     refuses("must return logits", TeacherLogits(lambda positions: torch.zeros(2, 2), columns=V))
     refuses("labels must be in", labels=labels + V)
@@ -324,7 +324,7 @@ def test_bad_input_is_refused():
     refuses("at most 0", TeacherTopK(-logps, indices))
     refuses("int64", TeacherTopK(logps, indices.int()), TypeError)
     refuses("unknown tail", TeacherTopK(logps, indices, tail="drop"))
-    refuses("are of .* tokens", TeacherTopK(logps[1:], indices[1:]))
+    refuses("have .* tokens", TeacherTopK(logps[1:], indices[1:]))
     with pytest.raises(ValueError, match="there is no teacher"):
         loss(weight, hidden, labels)
     with pytest.raises(ValueError, match="given twice"):

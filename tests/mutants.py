@@ -185,6 +185,15 @@ MUTANTS: dict[str, list[tuple[str, str, str]]] = {
         ("kernels/exponential_rows.py", "(s * value + c * w)", "(s * value)"),
         ("kernels/exponential_rows.py", "total / columns", "total / (columns + 1)"),
     ],
+    "tests/kernels/test_coupled_rows.py": [
+        ("kernels/coupled_rows.py", "rejected_length, -slope.to(", "rejected_length, slope.to("),
+        ("kernels/coupled_rows.py", "& (gap <= MAX_EXPONENT), gain", "& (gap <= 1e9), gain"),
+        ("kernels/coupled_rows.py", "clipped += (active & ((ratio", "clipped += (active & ((within"),
+        ("kernels/coupled_rows.py", "smoothing * log_not_s", "smoothing * log_s"),
+    ],
+    "tests/chunked/engine/test_zero_rows.py -k masked": [
+        ("chunked/engine/tokens.py", "None if self.ignored is None else self.ignored[order]", "None"),
+    ],
     "tests/kernels/test_masked_rows.py tests/chunked/engine/test_straight_line.py": [
         ("kernels/masked_rows.py", "p_coef += p_logp_coef * tl.load(entropy", "p_coef += tl.load(entropy"),
         ("kernels/masked_rows.py", "read = tl.where(active, hidden_size, 0)", "read = hidden_size"),
@@ -193,6 +202,7 @@ MUTANTS: dict[str, list[tuple[str, str, str]]] = {
         ("kernels/autograd.py", "_scale(second, f, second_count,", "_scale(second, 1.0, second_count,"),
         ("chunked/engine/straight_line.py", 'found.clone() if name in', 'found if name in'),
         ("chunked/engine/straight_line.py", "unbounded and default_bound() is None and", "unbounded and"),
+        ("chunked/engine/straight_line.py", "if not any(needs):", "if True:"),
     ],
     "tests/kernels/test_reading.py tests/patching/test_known_labels.py tests/test_sequences.py": [
         ("kernels/reading.py", "asked.version == version_of(labels[0]) >= 0", "asked.version >= 0"),

@@ -73,22 +73,28 @@ def straight_query(
     found = None if joined is None else straight_statistics(joined[0], head, joined[1], *how)
     if found is None:
         return None
-    sizes = [part.numel() for part in labels]
-    parts = [[v.view(y.shape) for v, y in zip(value.split(sizes), labels, strict=True)] for value in found]
+    shapes = [part.shape for part in labels]
+    if len({*shapes}) == 1:
+        parts: list[Any] = [value.view(len(shapes), *shapes[0]).unbind() for value in found]
+    else:
+        sizes = [shape.numel() for shape in shapes]
+        parts = [[v.view(shape) for v, shape in zip(value.split(sizes), shapes, strict=True)] for value in found]
     return [Statistics(**dict(zip(names, of_one, strict=True))) for of_one in zip(*parts, strict=True)]
 
 
 def _joined(
     hidden_states: Sequence[Any], labels: Sequence[Any], head: Head, options: EngineOptions
 ) -> tuple[Tensor, Tensor] | None:
-    """Few tokens of several tensors as one stream, ``[T, H]`` and ``[T]``; ``None`` for others."""
+    """Few tokens of several tensors as one stream, ``[..., H]`` and ``[...]``; ``None`` for others."""
     plain = len(hidden_states) == len(labels) and all(type(part) in _PLAIN for part in (*hidden_states, *labels))
     if not plain or drops_tokens([part.shape for part in labels], head, options):
         return None
     fits = [h.shape == (*y.shape, head.weight.shape[1]) for h, y in zip(hidden_states, labels, strict=True)]
     kinds = [{(part.dtype, part.device) for part in parts} for parts in (hidden_states, labels)]
-    if not all(fits) or len(kinds[0]) > 1 or len(kinds[1]) > 1:
+    if not all(fits) or len(kinds[0]) > 1 or len(kinds[1]) > 1 or not labels[0].dim():
         return None
+    if len({part.shape for part in labels}) == 1:  # views of each would take the host time too
+        return torch.cat([*hidden_states]), torch.cat([*labels])
     return torch.cat([part.flatten(0, -2) for part in hidden_states]), torch.cat([part.flatten() for part in labels])
 
 
@@ -128,7 +134,7 @@ def straight_coupled_loss(
 
     def loss(inputs: Sequence[Tensor | None]) -> tuple[Tensor, tuple[Tensor, ...]]:
         pairs = zip(inputs, dtypes, strict=True)
-        given = [None if each is None else each.detach().to(dtype).contiguous() for each, dtype in pairs]
+        given = [each if each is None else each.detach().to(dtype).contiguous() for each, dtype in pairs]
         metrics: list[Tensor] = []
         return _Loss.apply(line, hidden, weight, targets, given, metrics), tuple(metrics)
 

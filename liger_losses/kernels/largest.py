@@ -24,6 +24,8 @@ _SORTED = 2**21
 #: The largest k that kernels serve; how many entries of a row they keep for each of the k (rounded up to a power of
 #: two), and how many at least.
 _MOST, _KEPT, _FEW = 1024, 4, 256
+#: Entries that a program reads at a time, and how many of those that it keeps are compared with as many at a time.
+_READ, _COMPARED = 1024, 16
 #: By which share of itself the bound is lowered, because maxima may come rounded: the kernel that takes them together
 #: with log-sum-exps multiplies by log2(e) and by its inverse.
 _ROUNDING = 1e-6
@@ -118,12 +120,11 @@ def _largest_triton(
         groups, bounds, rest, maxima, None if rest is None else sums[0], lse, *maxima.stride(), len(maxima), k,
         _ROUNDING, BLOCK=triton.next_power_of_2(len(maxima)), num_warps=2 if len(maxima) <= 1024 else 4,
     )  # fmt: skip
-    warps = 4 if kept <= 512 else 8 if kept <= 1024 else 16
-    scratch = torch.empty(rows, kept, device=device), torch.empty(rows, kept, dtype=torch.int32, device=device)
+    scratch = torch.empty(2, rows, kept, dtype=torch.int32, device=device)
     _largest_of_groups_kernel[(rows,)](
         values, ids, rest, *scratch, projected, projected.stride(0), epilogue.bias, epilogue.transform.for_kernel, lse,
         groups, bounds, columns, k, values.stride(0), ids.stride(0),
-        GROUP=group, KEPT=kept, BLOCK=min(1024, group * width), PIECE=min(512 * warps // kept, kept), num_warps=warps,
+        GROUP=group, GROUPS=min(_READ // group, width), KEPT=kept, PIECE=_COMPARED, num_warps=1,
     )  # fmt: skip
 
 
@@ -224,52 +225,86 @@ def _largest_groups_kernel(
 
 
 @jit
-def _entries(row, start, k, GROUP: tl.constexpr, BLOCK: tl.constexpr):
-    """Logits of the groups that a row has chosen, their columns, and integers in their order."""
-    projected, bias, transform, inverse, chosen, columns = row
-    slot = start + tl.arange(0, BLOCK)
-    inside = slot // GROUP < k
-    at = tl.load(chosen + slot // GROUP, mask=inside, other=0) * GROUP + slot % GROUP
-    inside = inside & (at < columns)
-    z = load_logits(projected, bias, at, inside, transform, inverse)
-    return z, at, inside, _ordered(z, inside)
+def _number(key):
+    """The fp32 number of an integer of :func:`_ordered`."""
+    return (key ^ ((key >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
 
 
 @jit
-def _keep(
-    values, ids, row, threshold, row_lse, k,
-    REST: tl.constexpr, GROUP: tl.constexpr, KEPT: tl.constexpr, BLOCK: tl.constexpr,
+def _entries(row, first, k, GROUP: tl.constexpr, GROUPS: tl.constexpr):
+    """Logits of some of the groups that a row has chosen, ``[GROUPS, GROUP]``, their columns, and which exist."""
+    projected, bias, transform, inverse, chosen, columns = row
+    slot = first + tl.arange(0, GROUPS)
+    group = tl.load(chosen + slot, mask=slot < k, other=0)
+    at = group[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
+    inside = (slot < k)[:, None] & (at < columns)
+    return load_logits(projected, bias, at, inside, transform, inverse), at, inside
+
+
+@jit
+def _keep_reaching(
+    keys, ids, row, bound, row_lse, k,
+    REST: tl.constexpr, GROUP: tl.constexpr, GROUPS: tl.constexpr, KEPT: tl.constexpr,
 ):  # fmt: skip
-    """Write the entries above a threshold and the first k that equal it, in the order of columns, as far as there is
-    room; return their number, and with ``REST`` the probability of the others."""
+    """Write the entries that reach a bound, in any order, as long as there is room; return their number, and with
+    ``REST`` the probability of the others.
+
+    The largest of each group first: hardly any group has another one.
+    """
+    count = 0
+    others = 0.0
+    for first in range(0, k, GROUPS):
+        z, at, inside = _entries(row, first, k, GROUP, GROUPS)
+        key = _ordered(z, inside)
+        if REST:
+            others += tl.sum(tl.sum(tl.where(inside & (key < bound), tl.exp(z - row_lse), 0.0), 1), 0)
+        key = tl.where(key >= bound, key, -0x80000000)
+        top = tl.max(key, 1)
+        while (tl.max(top, 0) > -0x80000000) & (count <= KEPT):
+            column = tl.min(tl.where(key == top[:, None], at, 0x7FFFFFFF), 1)
+            there = top > -0x80000000
+            place = count + tl.cumsum(there.to(tl.int32), 0) - 1
+            tl.store(keys + place, top, mask=there & (place < KEPT))
+            tl.store(ids + place, column, mask=there & (place < KEPT))
+            count += tl.sum(there.to(tl.int32), 0)
+            key = tl.where(at == column[:, None], -0x80000000, key)
+            top = tl.max(key, 1)
+    return count, others
+
+
+@jit
+def _keep_largest(keys, ids, row, threshold, row_lse, k, REST: tl.constexpr, GROUP: tl.constexpr, GROUPS: tl.constexpr):
+    """Write the entries above a threshold, fewer than k, and the first k that equal it; return as above."""
     above = 0
     equal = 0
     others = 0.0
-    for start in range(0, k * GROUP, BLOCK):
-        z, at, inside, key = _entries(row, start, k, GROUP, BLOCK)
+    for first in range(0, k, GROUPS):
+        z, at, inside = _entries(row, first, k, GROUP, GROUPS)
+        key = _ordered(z, inside)
         # Both numbers in one: of those above in the lower half, of equal ones in the upper half.
         both = (key > threshold).to(tl.int32) + ((key == threshold).to(tl.int32) << 16)
-        before = tl.cumsum(both, 0)
+        of_group = tl.sum(both, 1)
+        before = (tl.cumsum(of_group, 0) - of_group)[:, None] + tl.cumsum(both, 1)
         equals = equal + (before >> 16)
         taken = (key > threshold) | ((key == threshold) & (equals <= k))
         place = above + (before & 0xFFFF) + tl.minimum(equals, k) - 1
-        tl.store(values + place, z, mask=taken & (place < KEPT))
-        tl.store(ids + place, at, mask=taken & (place < KEPT))
-        every = tl.sum(both, 0)
+        tl.store(keys + place, key, mask=taken)
+        tl.store(ids + place, at, mask=taken)
+        every = tl.sum(of_group, 0)
         above += every & 0xFFFF
         equal += every >> 16
         if REST:
-            others += tl.sum(tl.where(inside & (taken == 0), tl.exp(z - row_lse), 0.0), 0)
+            others += tl.sum(tl.sum(tl.where(inside & (taken == 0), tl.exp(z - row_lse), 0.0), 1), 0)
     return above + tl.minimum(equal, k), others
 
 
 @jit
-def _reaching(row, threshold, k, GROUP: tl.constexpr, BLOCK: tl.constexpr):
+def _reaching(row, threshold, k, GROUP: tl.constexpr, GROUPS: tl.constexpr):
     """How many entries reach a threshold."""
     count = 0
-    for start in range(0, k * GROUP, BLOCK):
-        _, _, _, key = _entries(row, start, k, GROUP, BLOCK)
-        count += tl.sum((key >= threshold).to(tl.int32), 0)
+    for first in range(0, k, GROUPS):
+        z, _, inside = _entries(row, first, k, GROUP, GROUPS)
+        count += tl.sum(tl.sum((_ordered(z, inside) >= threshold).to(tl.int32), 1), 0)
     return count
 
 
@@ -278,11 +313,11 @@ def _reaching(row, threshold, k, GROUP: tl.constexpr, BLOCK: tl.constexpr):
     do_not_specialize_on_alignment=["values", "ids", "rest", "lse", "values_stride", "ids_stride"],
 )
 def _largest_of_groups_kernel(
-    values, ids, rest, kept_values, kept_ids, projected, stride, bias, transform, lse, chosen, bounds, columns, k,
+    values, ids, rest, kept_keys, kept_ids, projected, stride, bias, transform, lse, chosen, bounds, columns, k,
     values_stride, ids_stride,
-    GROUP: tl.constexpr, KEPT: tl.constexpr, BLOCK: tl.constexpr, PIECE: tl.constexpr,
+    GROUP: tl.constexpr, GROUPS: tl.constexpr, KEPT: tl.constexpr, PIECE: tl.constexpr,
 ):  # fmt: skip
-    """One program for each row.
+    """One program for each row, of one warp.
 
     Where the entries that reach the bound are more than ``KEPT``, or, as the bound is rounded, fewer than k, the k-th
     largest is found bit by bit.
@@ -292,7 +327,7 @@ def _largest_of_groups_kernel(
     if transform.temperature is not None:
         inverse = inverse_temperature(transform, at_row, True, 0)
     row = (projected + at_row * stride, bias, transform, inverse, chosen + at_row * k, columns)
-    kept_values += at_row * KEPT
+    kept_keys += at_row * KEPT
     kept_ids += at_row * KEPT
     row_lse = 0.0
     if lse is not None:
@@ -300,37 +335,39 @@ def _largest_of_groups_kernel(
     outside = 0.0
     if rest is not None:
         outside = tl.load(rest + at_row)
-    threshold = _ordered(tl.load(bounds + at_row), True)
-    count, others = _keep(kept_values, kept_ids, row, threshold, row_lse, k, rest is not None, GROUP, KEPT, BLOCK)
+    bound = _ordered(tl.load(bounds + at_row), True)
+    SLOW: tl.constexpr = 2  # groups at a time, so that the usual way needs no registers for the other
+    count, others = _keep_reaching(kept_keys, kept_ids, row, bound, row_lse, k, rest is not None, GROUP, GROUPS, KEPT)
     if (count < k) | (count > KEPT):
-        threshold = tl.where(_reaching(row, 0, k, GROUP, BLOCK) >= k, 0, -0x80000000).to(tl.int32)
+        threshold = tl.where(_reaching(row, 0, k, GROUP, SLOW) >= k, 0, -0x80000000).to(tl.int32)
         bit = 0x40000000
         while bit > 0:
             higher = threshold + bit
-            threshold = tl.where(_reaching(row, higher, k, GROUP, BLOCK) >= k, higher, threshold)
+            threshold = tl.where(_reaching(row, higher, k, GROUP, SLOW) >= k, higher, threshold)
             bit = bit // 2
         tl.debug_barrier()  # what was kept is overwritten
-        count, others = _keep(kept_values, kept_ids, row, threshold, row_lse, k, rest is not None, GROUP, KEPT, BLOCK)
+        count, others = _keep_largest(kept_keys, kept_ids, row, threshold, row_lse, k, rest is not None, GROUP, SLOW)
     tl.debug_barrier()  # all of it is in memory
-    slot = tl.arange(0, KEPT)
-    inside = slot < count
-    z = tl.load(kept_values + slot, mask=inside, other=0.0)
-    key = _ordered(z, inside)
-    preceding = tl.zeros((KEPT, PIECE), tl.int32)
-    for start in range(0, count, PIECE):
-        other = start + tl.arange(0, PIECE)
-        keys = _ordered(tl.load(kept_values + other, mask=other < count, other=0.0), other < count)[None, :]
-        first = (keys == key[:, None]) & (other[None, :] < slot[:, None])
-        preceding += ((keys > key[:, None]) | first).to(tl.int32)
-    place = tl.sum(preceding, 1)
-    z -= row_lse
+    for first in range(0, count, PIECE):
+        slot = first + tl.arange(0, PIECE)
+        inside = slot < count
+        key = tl.load(kept_keys + slot, mask=inside, other=0)
+        at = tl.load(kept_ids + slot, mask=inside, other=0)
+        preceding = tl.zeros((PIECE, PIECE), tl.int32)
+        for start in range(0, count, PIECE):
+            other = start + tl.arange(0, PIECE)
+            keys = tl.load(kept_keys + other, mask=other < count, other=-0x80000000)[None, :]
+            before = tl.load(kept_ids + other, mask=other < count, other=0)[None, :] < at[:, None]
+            preceding += ((keys > key[:, None]) | ((keys == key[:, None]) & before)).to(tl.int32)
+        place = tl.sum(preceding, 1)
+        z = _number(key) - row_lse
+        if rest is not None:
+            others += tl.sum(tl.where(inside & (place >= k), tl.exp(z), 0.0), 0)
+        inside = inside & (place < k)
+        tl.store(values + at_row * values_stride + place, z, mask=inside)
+        tl.store(ids + at_row * ids_stride + place, at.to(tl.int64), mask=inside)
     if rest is not None:
-        others += tl.sum(tl.where(inside & (place >= k), tl.exp(z), 0.0), 0)
         tl.store(rest + at_row, tl.log(outside + others))
-    inside = inside & (place < k)
-    at = tl.load(kept_ids + slot, mask=inside, other=0)
-    tl.store(values + at_row * values_stride + place, z, mask=inside)
-    tl.store(ids + at_row * ids_stride + place, at.to(tl.int64), mask=inside)
 
 
 @jit

@@ -280,7 +280,10 @@ def _prepared(
         return line
     aligned = depth % ALIGNED == 0 and (tokens % ALIGNED == 0 or tokens <= MIN_CUT_SIZE) and padded(size) == size
     in_one_block = not (decision.compact or run.work.fused or run.work.exponentials) and run.plan.rows >= tokens
-    # Of a coupled loss, gradients are computed in forward: nothing is kept until backward.
+    # Of a coupled loss, gradients are computed in forward: nothing is kept until backward. fp16 gradients underflow
+    # without the loss scale, which is only known there.
+    if coupled and hidden.dtype == torch.float16:
+        return None
     in_one_block = in_one_block and (coupled or run.strategy in ("statistics", "one_pass", "resident"))
     of_logp = query.statistics == ("logp",) and {*query.metrics} <= {"mean_logit"}
     large = line.multiplications >= MIN_EXPONENTIALS and tokens <= MOST_TOKENS and run.work.fused_products

@@ -102,7 +102,7 @@ class PairRows:
 
 
 class PolicyRows:
-    """``1 / n sum_t (beta kl_t - min(r_t A_t, clip(r_t, low, high) A_t))`` over the n tokens that carry loss: GRPO
+    """``1 / d sum_t (beta kl_t - min(r_t A_t, clip(r_t, low, high) A_t))`` over the tokens that carry loss: GRPO
     (arXiv:2402.03300, eq. 3) with DAPO's average (arXiv:2503.14476), ``r = exp(logp - old)``,
     ``kl = exp(ref - logp) - (ref - logp) - 1``.
 
@@ -123,26 +123,39 @@ class PolicyRows:
         self.launch = Launcher(_policy_kernel, 1)
 
     def __call__(
-        self, values: RowStatistics, labels: Tensor, advantages: Tensor, old: Tensor | None, ref: Tensor | None
+        self,
+        values: RowStatistics,
+        labels: Tensor,
+        advantages: Tensor,
+        old: Tensor | None,
+        ref: Tensor | None,
+        items: Tensor | None = None,
     ) -> Coupled:
-        """The loss from the statistics, ``T / length`` advantages, and ``[T]`` log-probabilities under the old policy
-        (this one by default) and the reference (no divergence without one).
+        """The loss from the statistics, ``T / length`` advantages, ``[T]`` log-probabilities under the old policy (this
+        one by default) and the reference (no divergence without one), and d ``[]``, at least 1: the number of tokens
+        that carry loss by default.
 
         The metrics, 0-dim, are the share of clipped tokens and the mean divergence.
         """
         if not self.triton:
-            return self._reference(values, labels, advantages, old, ref)
+            return self._reference(values, labels, advantages, old, ref, items)
         logp, device = values.logp, values.logp.device
         loss, means = (torch.empty(n, dtype=torch.float32, device=device) for n in ((), (2,)))
         derivative = torch.empty_like(logp)
         self.launch(
-            logp, labels, advantages, old, ref, derivative, loss, means,
+            logp, labels, advantages, old, ref, items, derivative, loss, means,
             *self.sizes, *self.bounds, self.beta, _BLOCK, _MAX_EXPONENT,
         )  # fmt: skip
         return Coupled(loss, means.unbind(), derivative)
 
     def _reference(
-        self, values: RowStatistics, labels: Tensor, advantages: Tensor, old: Tensor | None, ref: Tensor | None
+        self,
+        values: RowStatistics,
+        labels: Tensor,
+        advantages: Tensor,
+        old: Tensor | None,
+        ref: Tensor | None,
+        items: Tensor | None,
     ) -> Coupled:
         """The reference in torch."""
         (_, length, ignore_index), (low, high) = self.sizes, self.bounds
@@ -160,7 +173,8 @@ class PolicyRows:
         slope = slope - self.beta * d.expm1().where(away <= _MAX_EXPONENT, zeros.double())
         cut = (ratio - ratio.clamp(low, high)) * a > 0
         metrics = (cut.sum() / count).float(), (kl.sum() / count).float()
-        loss, found = (terms.sum() / count).float(), (slope / count).float().where(active, zeros)
+        divisor = count if items is None else items
+        loss, found = (terms.sum() / divisor).float(), (slope / divisor).float().where(active, zeros)
         return Coupled(loss, metrics, found.view(values.logp.shape))
 
 
@@ -239,10 +253,10 @@ def _pairs_kernel(
 
 @jit(
     do_not_specialize=["tokens", "length", "ignore_index"],
-    do_not_specialize_on_alignment=["labels", "advantages", "old", "ref"],
+    do_not_specialize_on_alignment=["labels", "advantages", "old", "ref", "items"],
 )
 def _policy_kernel(
-    logp, labels, advantages, old, ref, derivative, loss, means,
+    logp, labels, advantages, old, ref, items, derivative, loss, means,
     tokens, length, ignore_index, low, high, beta,
     BLOCK: tl.constexpr, MAX_EXPONENT: tl.constexpr,
 ):  # fmt: skip
@@ -252,6 +266,9 @@ def _policy_kernel(
         at = first + tl.arange(0, BLOCK)
         counts += (tl.load(labels + at, mask=at < tokens, other=ignore_index) != ignore_index).to(tl.int32)
     count = tl.maximum(tl.sum(counts, 0), 1).to(tl.float32)
+    divisor = count
+    if items is not None:
+        divisor = tl.load(items)
     total = tl.zeros((BLOCK,), tl.float64)
     divergence = tl.zeros((BLOCK,), tl.float64)
     clipped = tl.zeros((BLOCK,), tl.int32)
@@ -278,7 +295,7 @@ def _policy_kernel(
             divergence += tl.where(active, rise - d, 0.0)
         total += tl.where(active, term, 0.0)
         clipped += (active & ((ratio - within) * a > 0.0)).to(tl.int32)
-        tl.store(derivative + at, tl.where(active, slope / count, 0.0).to(tl.float32), mask=at < tokens)
-    tl.store(loss, (tl.sum(total, 0) / count).to(tl.float32))
+        tl.store(derivative + at, tl.where(active, slope / divisor, 0.0).to(tl.float32), mask=at < tokens)
+    tl.store(loss, (tl.sum(total, 0) / divisor).to(tl.float32))
     tl.store(means, tl.sum(clipped, 0) / count)
     tl.store(means + 1, (tl.sum(divergence, 0) / count).to(tl.float32))

@@ -73,7 +73,7 @@ def coupled_rows(dtype: torch.dtype | None) -> None:
     pair, ref = (None if dtype is None else tensor(n, dtype=dtype) for n in (2, TOKENS))
     PairRows(2, (TOKENS // 4, TOKENS // 4), -100, 0.1, 0.0, "triton")(values, labels, pair, pair)
     policy = PolicyRows(TOKENS, TOKENS // 4, -100, (0.8, 1.2), 0.04, "triton")
-    policy(values, labels, tensor(4, dtype=dtype or FP32), ref, ref)
+    policy(values, labels, tensor(4, dtype=dtype or FP32), ref, ref, None if dtype is None else tensor(dtype=FP32))
 
 
 def exponential_rows(hidden_size: int = HIDDEN, transform: LogitTransform = LogitTransform()) -> None:

@@ -50,6 +50,7 @@ def test_pairs(lengths, smoothing, referenced, backend):
 @pytest.mark.parametrize("completions", [3, 300])
 @pytest.mark.parametrize(("old", "ref", "of_tokens"), [(True, True, False), (True, False, True), (False, True, False)])
 def test_policy(old, ref, of_tokens, completions, backend):
+    items = torch.tensor(17.0, device=DEVICE) if of_tokens else None
     triton_or_skip()
     length, g = 4, torch.Generator().manual_seed(2)
     tokens = completions * length
@@ -63,15 +64,16 @@ def test_policy(old, ref, of_tokens, completions, backend):
     old_logps, ref_logps = nan[0] if old else None, nan[1] if ref else None
     advantages = torch.randn(shape if of_tokens else shape[:1], generator=g).to(DEVICE)
     rows = PolicyRows(tokens, 1 if of_tokens else length, -100, (0.8, 1.3), 0.1, backend)
-    found = rows(values, labels, advantages, old_logps, ref_logps)
+    found = rows(values, labels, advantages, old_logps, ref_logps, items)
     leaf = values.logp.double().view(shape).requires_grad_()
     options = {"beta": 0.1, "epsilon_low": 0.2, "epsilon_high": 0.3, "loss_type": "dapo"}
-    loss = grpo_loss(leaf, advantages, active, old_logps=old_logps, ref_logps=ref_logps, **options)
+    given = {"old_logps": old_logps, "ref_logps": ref_logps, "num_items_in_batch": items}
+    loss = grpo_loss(leaf, advantages, active, **given, **options)
     (derivative,) = torch.autograd.grad(loss, leaf)
     assert found.metrics[0] == 0 if not old else 0 < found.metrics[0] < 1
     assert (found.metrics[1] > 0) == ref
     close(found.loss, loss)
     close(found.derivative.view(shape), derivative)
-    again = rows(values, labels, advantages, old_logps, ref_logps)
+    again = rows(values, labels, advantages, old_logps, ref_logps, items)
     assert torch.equal(found.derivative, again.derivative)
     assert not found.derivative[labels == -100].any()

@@ -14,7 +14,7 @@ from torch.compiler import is_dynamo_compiling
 
 from liger_losses.chunked.engine import EngineOptions, Head, Statistics, Tokens, linear_statistics, linear_token_loss
 from liger_losses.chunked.engine.agreement import checksum
-from liger_losses.chunked.engine.checks import check_device, check_range, check_tensor
+from liger_losses.chunked.engine.checks import check_device, check_range, check_tensor, checked_items
 from liger_losses.chunked.engine.operators import loss_operator, support_statistics, token_operator
 from liger_losses.chunked.engine.query import Query
 from liger_losses.chunked.engine.straight_line import straight_coupled_loss
@@ -287,8 +287,9 @@ class LigerFusedLinearGRPOLoss(CompletionLoss):
         tokens: Any = batch.select(options) if support is None else None
         # Few tokens are labels still: their logits stay in memory until the loss is known.
         few = isinstance(tokens, list) and not is_dynamo_compiling()
-        if few and vllm_is_ratio is None and num_items_in_batch is None:
-            found_at_once = self._of_few(batch, advantages, old_per_token_logps, ref_per_token_logps)
+        if few and vllm_is_ratio is None:
+            given = advantages, old_per_token_logps, ref_per_token_logps
+            found_at_once = self._of_few(batch, *given, num_items_in_batch)
             if found_at_once is not None:
                 return found_at_once
         mask = labels != self.ignore_index
@@ -358,7 +359,7 @@ class LigerFusedLinearGRPOLoss(CompletionLoss):
         return torch.where(given, token_ids, self.ignore_index)
 
     def _of_few(
-        self, batch: CompletionBatch, advantages: Tensor, old: Tensor | None, ref: Tensor | None
+        self, batch: CompletionBatch, advantages: Tensor, old: Tensor | None, ref: Tensor | None, items: Any
     ) -> tuple[Tensor, PolicyMetrics | PolicyMetricsWithoutKL] | None:
         """The result, where one launch computes this loss of few tokens."""
         o, (labels,) = self.settings, batch.labels
@@ -378,12 +379,13 @@ class LigerFusedLinearGRPOLoss(CompletionLoss):
         bounds = 1 - o.epsilon_low, 1 + o.epsilon_high
         how = PolicyRows, (labels.numel(), length, o.ignore_index, bounds, o.beta)
         call = batch.hidden_states, batch.head, batch.labels, Query(("logp",)), self.options
-        line = straight_coupled_loss(*call, *how, tuple(dtypes))
+        line = straight_coupled_loss(*call, *how, (*dtypes, None if items is None else torch.float32))
         if line is None:
             return None
         if o.beta and batch.ref_hidden_states is not None:
             (given[2],) = batch.reference_logps(batch.labels, self.options)
-        loss, (clip_ratio, kl) = line(given)
+        divisor = None if items is None else checked_items(items, labels.device).clamp(min=1)
+        loss, (clip_ratio, kl) = line([*given, divisor])
         return loss, PolicyMetrics(kl, clip_ratio) if o.beta else PolicyMetricsWithoutKL(clip_ratio)
 
     @property

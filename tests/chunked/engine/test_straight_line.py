@@ -156,6 +156,7 @@ def grpo_with_a_reference_model(hidden, weight, labels, backend):
     loss, active = LigerFusedLinearGRPOLoss(beta=0.1, backend=backend), labels != -100
     rest = {"ref_input": hidden.detach().flip(-1).nan_to_num(), "ref_weight": weight.detach()}
     advantages = torch.tensor([[1.0], [-0.5]], device=DEVICE)
+    rest["num_items_in_batch"] = 7
     return loss(hidden, weight, labels.where(active, 0), active.long(), advantages, **rest)
 
 

@@ -13,12 +13,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from liger_losses.kernels._triton import Launcher, jit, tl
+from liger_losses.kernels._triton import HALF_AND_SINGLE, Launcher, jit, tl
 from liger_losses.kernels.masked_rows import RowStatistics
 
 #: Tokens that a program reads at a time; and the largest exponent, beyond which ratios are constant.
 _BLOCK = 1024
 _MAX_EXPONENT = 80.0
+#: Of the constant inputs: advantages, and log-probabilities under other policies.
+INPUT_DTYPES = HALF_AND_SINGLE
 #: Of more pairs, which one program takes one after another, the launches of PyTorch's operations take less time.
 MOST_PAIRS = 64
 

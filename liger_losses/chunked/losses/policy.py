@@ -32,8 +32,7 @@ from liger_losses.chunked.losses.completion_loss import (
 from liger_losses.chunked.losses.context_parallel import check_call
 from liger_losses.chunked.losses.policy_objectives import PolicyInputs, clip_fraction, policy_terms
 from liger_losses.chunked.losses.policy_tables import KL_ESTIMATORS, LOSS_TYPES, OBJECTIVES, PolicyOptions
-from liger_losses.kernels._triton import HALF_AND_SINGLE
-from liger_losses.kernels.coupled_rows import PolicyRows
+from liger_losses.kernels.coupled_rows import INPUT_DTYPES, PolicyRows
 
 
 class AdaptiveEntropy:
@@ -372,7 +371,7 @@ class LigerFusedLinearGRPOLoss(CompletionLoss):
         dtypes = [None if each is None else each.dtype for each in given]
         if o.beta and batch.ref_hidden_states is not None:
             dtypes[2] = torch.float32
-        halves = {*dtypes} <= {None, *HALF_AND_SINGLE}
+        halves = {*dtypes} <= {None, *INPUT_DTYPES}
         if not (plain and alone and halves and labels.numel()) or (o.beta and o.kl_estimator != "k3"):
             return None
         length = labels.shape[1] if advantages.numel() == len(labels) else 1

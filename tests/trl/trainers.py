@@ -8,6 +8,7 @@ import warnings
 import pytest
 import torch
 import torch._dynamo.utils
+import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from liger_losses.trl import disable, enable
@@ -200,15 +201,16 @@ def from_a_teacher(name, trainer, **own):
             teacher.model.norm.weight.mul_(1.5)
         tokenizer.chat_template = "{% for m in messages %}{{ m['content'] }}{% endfor %}"
         tokenizer.padding_side = "left"
-        # Whose tokenizer is looked at, to be the student's.
-        tokenizer.save_pretrained(output / "model")
-        teacher.config._name_or_path = model.config._name_or_path = str(output / "model")
+        # Whose tokenizer is looked at, to be the student's. Each process reads files that no other one writes.
+        folder = output / f"model{dist.get_rank() if dist.is_initialized() else ''}"
+        tokenizer.save_pretrained(folder)
+        teacher.config._name_or_path = model.config._name_or_path = str(folder)
         rows = [
             {"messages": [{"role": "user", "content": text(3)}, {"role": "assistant", "content": text(2 + i % 5)}]}
             for i in range(16)
         ]
         if options.get("use_uld_loss"):
-            own["teacher_tokenizer_name_or_path"] = str(output / "model")
+            own["teacher_tokenizer_name_or_path"] = str(folder)
         kind, config = (getattr(module, f"{trainer}{what}") for what in ("Trainer", "Config"))
         given = given_to(kind, output, tokenizer, rows, config=config, **{**own, **options})
         return kind(model=model, teacher_model=teacher, **given)

@@ -61,8 +61,8 @@ def patch(
             the input's size. Tensors of the intermediate size then exist only for one tile.
 
             Backward computes each tile again up to its product. With gradient checkpointing, which recomputes anyway,
-            this is no extra work. Outputs and gradients equal those of the whole MLP; the gradients of weights are
-            summed in fp32. A second :func:`patch` with another number changes it.
+            this is no extra work. Outputs and gradients do not change; the gradients of weights are summed over the
+            tiles in fp32. A second :func:`patch` with another number changes it.
 
             This applies to the gated MLPs that are replaced, and to other MLPs of linear layers that compute each token
             separately. Hooks on their layers are called for each tile. Under torch.compile, the graph breaks at such an

@@ -349,8 +349,11 @@ class LogitBlock(Block):
         return self.call.ranks.sum_(sums).log()
 
     def _add_largest(self, computed: dict[str, Tensor], projected: Tensor, part: Part, tiles: Tensor | None) -> None:
-        """Compute the columns ``[R, k]`` of the largest logits of the whole vocabulary, on all ranks that share it; and
-        where one process has them all, their log-probabilities, and that of all others where it costs nothing."""
+        """Compute the columns ``[R, k]`` of the largest logits of the whole vocabulary, on all ranks that share it.
+
+        If one process has the whole vocabulary, also compute their log-probabilities; and, if the query asks for it and
+        the kernel has it anyway, the log-probability of all other columns.
+        """
         k, backend, ranks = min(self.call.query.largest, self.vocab_size), self.call.backend, self.call.ranks
         if self.opened.others is not None:
             logits, columns, _ = largest(projected, part.epilogue, k, backend, tiles=tiles)

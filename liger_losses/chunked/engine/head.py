@@ -100,7 +100,7 @@ class Head:
                 ranks = share_vocabulary(group, matrix, bias, quantized)
         elif hasattr(matrix, "full_tensor"):  # a DTensor
             if group is not None:
-                raise ValueError("the group of a DTensor weight is that of its mesh; leave group= out.")
+                raise ValueError("a DTensor weight has a device mesh, whose group the head uses; leave group= out.")
             mesh = matrix.device_mesh
             rows, bias = local_rows("weight", matrix, mesh), None if bias is None else local_rows("bias", bias, mesh)
             check_weight(rows, bias)

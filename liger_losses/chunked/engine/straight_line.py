@@ -269,13 +269,13 @@ def _prepared(
     alike = len(dtypes) == 1 and run.work.logits_dtype == torch.float32 and not head.batch_invariant
     if not (decision.backend == "triton" and here and known and alike):
         return None
-    line = StraightLine(labels, weight, query, run.strategy, decision.options.ignore_index, transform)
+    ignore_index = decision.options.ignore_index
+    line = StraightLine(labels, weight, query, run.strategy, ignore_index, transform)
     unbounded = options.workspace is None and options.chunk_size is None and options.strategy is None
     unbounded = unbounded and default_bound() is None and options.compact
     large = unbounded and line.multiplications >= MIN_FUSED and not line.mean_logit
     if run.strategy == "statistics" and run.work.fused_products and large:
         flat, entropy = line.flat(hidden), line.entropy
-        ignore_index = decision.options.ignore_index
         line.fused = MaskedStatistics(flat, weight, ignore_index, transform, line.right, entropy, "triton")
         return line
     aligned = depth % ALIGNED == 0 and (tokens % ALIGNED == 0 or tokens <= MIN_CUT_SIZE) and padded(size) == size
@@ -291,7 +291,7 @@ def _prepared(
     fits = in_one_block or (unbounded and tokens * size <= MOST_SMALL_LOGITS)
     trains = run.strategy in ("one_pass", "resident", "two_pass")
     if of_logp and large and fits and trains and exponentials_serve(weight, transform):
-        how = decision.options.ignore_index, transform, line.right, "triton", line.mean_logit
+        how = ignore_index, transform, line.right, "triton", line.mean_logit
         line.rows = ExponentialRows(weight, tokens, *how)
         return line
     return line if in_one_block and aligned else None

@@ -163,7 +163,7 @@ def sparse_divergence(
         teacher_logps: ``[..., k]``, the teacher's log-probabilities of these entries.
         which: see :func:`divergence`.
         tail: ``bucket`` (or ``lump``), ``renormalize`` or ``none``; see :class:`liger_losses.TeacherTopK`. With
-            ``none``, the terms are those of the formula, such as ``q (log q - log p)``, and the sum may be negative.
+            ``none``, each entry adds the term of the formula, such as ``q (log q - log p)``; the sum may be negative.
         teacher_tail_logps: ``[...]``, the teacher's log-probability of all other entries together, for ``bucket``.
 
     Returns:

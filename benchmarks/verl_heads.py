@@ -50,7 +50,7 @@ def providers(
 ) -> dict[str, Callable[..., tuple[Tensor, Tensor]]]:
     """By name, functions of hidden states, weight and labels."""
     found: dict[str, Callable[..., tuple[Tensor, Tensor]]] = {
-        "ours": lambda h, w, y: token_statistics(h, w, y, temperature=TEMPERATURE, group=group)
+        "ours": lambda h, w, y: token_statistics(h, w, y, temperature=TEMPERATURE, group=group)[:2]
     }
     if folder is None:
         return found

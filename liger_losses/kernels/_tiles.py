@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from liger_losses.kernels._triton import INTERPRETED, jit, tl, warn_once
+from liger_losses.kernels._triton import INTERPRETED, jit, kinds, tl, warn_once
 from liger_losses.kernels.logit_transform import Epilogue
 from liger_losses.kernels.targets import target_of
 
@@ -24,6 +24,12 @@ class Tiles(NamedTuple):
     column_tiles: int
     programs: int
     arguments: dict[str, Any]
+
+
+def kind_of(hidden: Tensor, weight: Tensor, epilogue: Epilogue, out: Tensor | None = None) -> tuple[Any, ...]:
+    """What Triton compiles kernels over ``hidden @ weight.T`` for, beside their constants and vectors: see
+    :func:`~liger_losses.kernels._triton.launcher`. It does not depend on the number of tokens."""
+    return *kinds(hidden, weight, out), weight.shape, epilogue.kind, hidden.device
 
 
 @cache

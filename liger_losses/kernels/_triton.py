@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Hashable, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from functools import cache, partial
 from typing import Any
@@ -46,25 +46,58 @@ class Launcher:
     """A kernel all of whose launches have arguments of one kind: the same dtypes, alignments, integers and constants.
 
     Triton finds the compiled kernel by the arguments of each launch, which takes the host longer than to launch it.
-    Here, the first launch finds it for all. Arguments are given by position, constants too.
+    Here, the first launch finds it for all. Arguments are given by position, or all by name; constants too.
     """
 
     def __init__(self, kernel: Any, *programs: int, **options: Any) -> None:
         self.kernel, self.grid, self.options = kernel, (*programs, 1, 1)[:3], options
-        self.compiled: Callable[..., Any] | None = None
-        self.keeps = True
+        #: The compiled kernel, and the last launch's grid with what launches it there.
+        self.compiled: Any = None
+        self.last: tuple[tuple[int, ...], Callable[..., Any]] | None = None
+        #: For AMD GPUs, Triton also compiles by how much memory each tensor has.
+        self.keeps = torch.version.hip is None
 
     def __call__(self, *arguments: Any) -> None:
         """Launch it."""
-        if self.compiled is not None:
+        self.over(self.grid, *arguments)
+
+    def over(self, grid: tuple[int, ...], *arguments: Any, **named: Any) -> None:
+        """Launch it over a grid of three numbers."""
+        last = self.last  # read once: another thread may launch it too
+        if last is not None:
+            if last[0] != grid:
+                last = self.last = grid, self.compiled[grid]
             try:
-                self.compiled(*arguments)
+                last[1](*arguments, *map(named.get, self.kernel.arg_names)) if named else last[1](*arguments)
                 return
             except TypeError:  # a version of Triton whose compiled kernels take other arguments: nothing was launched
-                self.compiled, self.keeps = None, False
-        found = self.kernel[self.grid](*arguments, **self.options)
+                self.last, self.keeps = None, False
+        found = self.kernel[grid](*arguments, **named, **self.options)
         if self.keeps and found is not None:  # the interpreter compiles nothing
-            self.compiled = found[self.grid]
+            self.compiled, self.last = found, (grid, found[grid])
+
+
+def kinds(*tensors: torch.Tensor | None) -> tuple[Any, ...]:
+    """What Triton compiles for, of each tensor: see :func:`launcher`."""
+    return tuple([t if t is None else (t.dtype, t.stride(), t.data_ptr() % 16) for t in tensors])
+
+
+_launchers: dict[Any, Launcher] = {}
+_MOST_LAUNCHERS = 4096
+
+
+def launcher(kernel: Any, kind: Hashable, by: Callable[[Any], Any] | None = None, **options: Any) -> Launcher:
+    """The launcher of a kernel, for any grid and calls of this kind: what Triton compiles it for beside the options.
+
+    ``by`` makes what launches the kernel.
+    """
+    key = id(kernel), kind, *options.items()  # hashing a kernel takes longer
+    found = _launchers.get(key)
+    if found is None:
+        if len(_launchers) >= _MOST_LAUNCHERS:
+            _launchers.clear()
+        found = _launchers[key] = Launcher(kernel if by is None else by(kernel), **options)
+    return found
 
 
 #: What elementwise and row-wise kernels serve; all of them compute in fp32.

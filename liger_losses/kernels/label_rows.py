@@ -11,8 +11,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from liger_losses.kernels._tiles import with_contiguous_rows
-from liger_losses.kernels._triton import Launcher, jit, tl, triton
+from liger_losses.kernels._tiles import kind_of, with_contiguous_rows
+from liger_losses.kernels._triton import Launcher, jit, kinds, launcher, tl, triton
 from liger_losses.kernels.logit_transform import Epilogue, inverse_temperature, transform_block
 
 #: Columns and tokens that a program adds up at a time, where few tokens' labels are sorted: of a text's most frequent
@@ -57,11 +57,13 @@ def label_facts(labels: Sequence[Tensor], ignore_index: int, *, backend: str = "
             first += len(part)
         return torch.stack(rows)
     facts, first = torch.empty(len(labels), 4, dtype=torch.int64, device=labels[0].device), 0
+    ignore_index = int(ignore_index)
+    launch = launcher(_label_facts_kernel, (facts.device, ignore_index), num_warps=8)
     with torch.cuda.device_of(facts):  # the first launch of a call, before anything else has made it current
         for i, part in enumerate(labels):
             out = facts[i] if i else facts  # a view takes the host time before the first product
-            _label_facts_kernel[(1,)](out, part, len(part), first, int(ignore_index), BLOCK=2048, num_warps=8)
-            first += len(part)
+            launch.over((1, 1, 1), out, part, part.numel(), first, ignore_index, 2048)
+            first += part.numel()
     return facts
 
 
@@ -121,11 +123,10 @@ def label_logits(
         projected = (hidden.float() * weight[labels].float()).sum(-1)[:, None]
         return epilogue.transform(projected, None if bias is None else bias[labels, None].float())[:, 0]
     out = torch.empty(len(labels), device=hidden.device)
-    if len(labels):
-        _label_logits_kernel[(len(labels),)](
-            out, hidden, weight, hidden.stride(0), weight.stride(0),
-            bias, labels, hidden.shape[1], epilogue.transform.for_kernel,
-            BLOCK=1024,
+    if tokens := labels.numel():
+        launcher(_label_logits_kernel, kind_of(hidden, weight, epilogue)).over(
+            (tokens, 1, 1), out, hidden, weight, hidden.stride(0), weight.stride(0),
+            bias, labels, hidden.shape[1], epilogue.transform.for_kernel, 1024,
         )  # fmt: skip
     return out
 
@@ -146,10 +147,11 @@ def scale_and_add_label_rows(
     """
     if backend == "torch":
         return out.copy_(product * scale[:, None] + coef[:, None] * weight[labels].to(product.dtype))
-    if len(labels):
-        _add_label_rows_kernel[(len(labels),)](
-            out, out.stride(0), product, scale, coef, weight, weight.stride(0), labels, product.shape[1], BLOCK=1024
-        )
+    if tokens := labels.numel():
+        launcher(_add_label_rows_kernel, (*kinds(out, product, weight), product.shape[1], out.device)).over(
+            (tokens, 1, 1),
+            out, out.stride(0), product, scale, coef, weight, weight.stride(0), labels, product.shape[1], 1024,
+        )  # fmt: skip
     return out
 
 
@@ -188,10 +190,11 @@ def add_to_label_rows_(
         ordered, order = labels.masked_fill(coef == 0, past_end).sort(stable=True)
         source = order if rows is None else rows[order]
         block = min(1024, triton.next_power_of_2(hidden.shape[1]))
-        _add_to_label_rows_kernel[(len(labels), triton.cdiv(hidden.shape[1], block))](
+        kind = kinds(grad_weight, hidden), grad_weight.shape, grad_weight.device
+        launcher(_add_to_label_rows_kernel, kind).over(
+            (len(labels), triton.cdiv(hidden.shape[1], block), 1),
             grad_weight, grad_weight.stride(0), ordered, source, coef[order], hidden, hidden.stride(0),
-            len(labels), past_end, hidden.shape[1],
-            BLOCK=block, AT_ONCE=4,
+            len(labels), past_end, hidden.shape[1], block, 4,
         )  # fmt: skip
     return grad_weight
 

@@ -13,17 +13,23 @@ with the log-sum-exp as offset; the device decides that, without a synchronizati
 from __future__ import annotations
 
 from collections.abc import Mapping
-from functools import partial as with_arguments
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from liger_losses.kernels._tiles import Tiles, project_tile, split_tile, store_tile, tiles_of, with_contiguous_rows
-from liger_losses.kernels._triton import jit, tl, triton
-from liger_losses.kernels.hopper_pipeline import AVAILABLE, NotCompiledError
+from liger_losses.kernels._tiles import (
+    Tiles,
+    kind_of,
+    project_tile,
+    split_tile,
+    store_tile,
+    tiles_of,
+    with_contiguous_rows,
+)
+from liger_losses.kernels._triton import jit, kinds, launcher, tl, triton
+from liger_losses.kernels.hopper_pipeline import AVAILABLE, Launchable, NotCompiledError
 from liger_losses.kernels.hopper_pipeline import ROWS as _ROWS_OF_HOPPER
-from liger_losses.kernels.hopper_pipeline import launch as launch_on_hopper
 from liger_losses.kernels.label_rows import label_logits
 from liger_losses.kernels.linear_exp_hopper import hopper_exponentials_kernel, hopper_tiles, sums_on_hopper
 from liger_losses.kernels.linear_lse import sum_tiles
@@ -136,15 +142,13 @@ def linear_exponentials(
     by_place = batch_invariant and depth * hidden.dtype.itemsize % 16 != 0
     tiles = hopper_tiles(hidden, weight, epilogue, out) if AVAILABLE and in_turn and not by_place else None
     row_tiles, column_tiles, programs, arguments = tiles or tiles_of(hidden, weight, epilogue, out)
-    grid, same = (min(programs, row_tiles * column_tiles),), None
+    same: Tiles | None = None
     parts: int | None = None
+    shape, group = (column_tiles, tokens), together  # of the sums of tiles
     if tiles is None:  # a run for the log-sum-exps takes the same
         same = Tiles(row_tiles, column_tiles, programs, dict(arguments))
         same.arguments.pop("out", None), same.arguments.pop("out_stride", None)
-    hopper = with_arguments(launch_on_hopper, hopper_exponentials_kernel, grid)
-    product = _exponentials_kernel[grid] if tiles is None else hopper
-    shape, group = (column_tiles, tokens), together  # of the sums of tiles
-    if tiles is not None:
+    else:
         # Sums of several tiles have other bits for another number of tokens.
         shape, group, parts = sums_on_hopper(tiles, tokens, together, of_tiles or batch_invariant)
         arguments |= {"SUMS_OF_TILES": parts is None, "tops": None}
@@ -152,17 +156,23 @@ def linear_exponentials(
     logit_sums = None if statistics.mean_logit is None else torch.empty_like(partial)
     moments = None if statistics.entropy is None else torch.empty_like(partial)
     arguments |= {"labels": labels, "partial": partial, "logit_sums": logit_sums, "moments": moments, "group": group}
-    arguments |= {"PROJECTIONS": projections, **(UNFUSED if batch_invariant else {})}
-    by_row = (triton.cdiv(tokens, _ROWS),)
+    arguments |= {"PROJECTIONS": projections}
+    options: dict[str, Any] = {n: arguments.pop(n) for n in ("num_warps", "num_stages") if n in arguments}
+    options |= UNFUSED if batch_invariant else {}
+    kernel, by = (_exponentials_kernel, None) if tiles is None else (hopper_exponentials_kernel, Launchable)
+    of_vectors = logit_sums is None, moments is None, parts is None
+    kind, inverse = (*kind_of(hidden, weight, epilogue, out), *of_vectors, projections), 1.0 / len(weight)
 
     def launch(offset: Tensor, needed: Tensor | None) -> Tensor:
-        product(**arguments, offset=offset, needed=needed)
-        limit, found = None if needed is not None else LARGEST_SUM, needed
+        again = needed is not None
+        product = launcher(kernel, (kind, again), by, **options)
+        product.over((min(programs, row_tiles * column_tiles), 1, 1), **arguments, offset=offset, needed=needed)
+        limit, found = None if again else LARGEST_SUM, needed
         if found is None:  # allocated once the product is queued
             found = torch.zeros((), dtype=torch.int32, device=hidden.device)
-        _row_statistics_kernel[by_row](
-            partial, logit_sums, moments, label_logit, *statistics, found,
-            column_tiles, tokens, 1.0 / len(weight), limit, parts, group, BLOCK=_ROWS, TILES=32,
+        launcher(_row_statistics_kernel, (hidden.device, of_vectors, again)).over(
+            (triton.cdiv(tokens, _ROWS), 1, 1), partial, logit_sums, moments, label_logit, *statistics, found,
+            column_tiles, tokens, inverse, limit, parts, group, _ROWS, 32,
         )  # fmt: skip
         return found
 
@@ -175,6 +185,7 @@ def linear_exponentials(
         sum_tiles(statistics.offset, sums, needed)
         if projections:  # they do not depend on the offset, and are not written again
             arguments |= {"out": None} | dict.fromkeys(arguments.keys() & {"out_stride"})
+            kind = (*kind, None)
         launch(statistics.offset, needed)
     except NotCompiledError:
         return linear_exponentials(
@@ -231,11 +242,12 @@ def gradient_scales(
         return scale, at_label, scaled
     scale = torch.empty_like(found.lse)
     hidden = None if hidden is None else with_contiguous_rows(hidden)
-    if len(scale):
-        _scales_kernel[(len(scale),)](
-            scale, at_label, scaled, hidden, *((0, 0) if hidden is None else (hidden.stride(0), hidden.shape[1])),
-            p_coef.contiguous(), label_coef.contiguous(), *found[:3], transform.for_kernel,
-            BLOCK=1024,
+    if tokens := len(scale):
+        sizes = (0, 0) if hidden is None else (hidden.stride(0), hidden.shape[1])
+        kind = scale.device, sizes, *kinds(hidden, p_coef, label_coef), Epilogue(transform).kind
+        launcher(_scales_kernel, kind).over(
+            (tokens, 1, 1), scale, at_label, scaled, hidden, *sizes,
+            p_coef.contiguous(), label_coef.contiguous(), *found[:3], transform.for_kernel, 1024,
         )  # fmt: skip
     return scale, at_label, scaled
 

@@ -8,13 +8,14 @@ from __future__ import annotations
 from torch import Tensor
 
 from liger_losses.kernels._tiles import (
+    kind_of,
     project_tile,
     split_tile,
     store_tile,
     tile_position,
     tiles_of,
 )
-from liger_losses.kernels._triton import jit, tl
+from liger_losses.kernels._triton import jit, kinds, launcher, tl
 from liger_losses.kernels.logit_transform import Epilogue, inverse_temperature, transform_block
 from liger_losses.kernels.softmax_grad import (
     GRADIENT_VECTORS,
@@ -66,8 +67,11 @@ def linear_softmax_gradient_into(
     row_tiles, column_tiles, programs, arguments = tiles_of(hidden, weight, epilogue, out)
     programs = min(programs, row_tiles * column_tiles)
     vectors = {"lse": lse, "labels": labels, "class_weight": epilogue.class_weight}
-    _linear_gradient_kernel[(programs,)](
-        **arguments, **vectors, **{n: v if v is None else v.contiguous() for n, v in coefficients._asdict().items()},
+    vectors |= coefficients.contiguous()._asdict()
+    options = {name: arguments.pop(name) for name in ("num_warps", "num_stages")}
+    kind = *kind_of(hidden, weight, epilogue, out), *kinds(*vectors.values())
+    launcher(_linear_gradient_kernel, kind, **options).over(
+        (programs, 1, 1), **arguments, **vectors,
         first_column=first_column, inverse_vocab_size=1.0 / vocab_size, programs=programs, GROUP=_GROUP,
     )  # fmt: skip
     return out

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from liger_losses.kernels._tiles import with_contiguous_rows
-from liger_losses.kernels._triton import jit, tl, triton
+from liger_losses.kernels._triton import jit, launcher, tl, triton
 from liger_losses.kernels.hopper_pipeline import AVAILABLE, COLUMNS, ROWS, NotCompiledError, launch, pipeline_tiles
 from liger_losses.kernels.linear_exp_hopper import hopper_exponentials_kernel
 from liger_losses.kernels.logit_transform import Epilogue, inverse_temperature, transform_block
@@ -138,8 +138,8 @@ def sum_tiles(lse: Tensor, partial: Tensor, needed: Tensor | None = None) -> Non
     With ``needed``, only where this is not 0, only in the place of NaN, and as a finite number.
     """
     _, column_tiles, tokens = partial.shape
-    _sum_tiles_kernel[(triton.cdiv(tokens, _SUM_ROWS),)](
-        lse, partial, needed, column_tiles, tokens, BLOCK=_SUM_ROWS, TILES=_SUM_TILES, num_warps=8
+    launcher(_sum_tiles_kernel, (lse.device, needed is None), num_warps=8).over(
+        (triton.cdiv(tokens, _SUM_ROWS), 1, 1), lse, partial, needed, column_tiles, tokens, _SUM_ROWS, _SUM_TILES
     )
 
 

@@ -13,6 +13,7 @@ from torch import Tensor
 from liger_losses.kernels._tiles import (
     Tiles,
     descriptor,
+    kind_of,
     project_tile,
     split_tile,
     store_tile,
@@ -20,7 +21,7 @@ from liger_losses.kernels._tiles import (
     tiles_of,
     with_contiguous_rows,
 )
-from liger_losses.kernels._triton import Launcher, jit, tl, triton
+from liger_losses.kernels._triton import Launcher, jit, kinds, launcher, tl, triton
 from liger_losses.kernels.logit_transform import Epilogue, LogitTransform, inverse_temperature, transform_block
 from liger_losses.kernels.masked_rows import MaskedRows, RowStatistics
 from liger_losses.kernels.matmul import HALF_DTYPES
@@ -117,9 +118,12 @@ def partial_sums(
     splits = max(1, min(FIXED_SPLITS if batch_invariant else programs // group, column_tiles))
     partial = torch.empty(len(PARTIAL_SUMS) if any(sums) else 3, splits, tokens, device=hidden.device)
     if tokens:
-        own = {"labels": labels, "class_weight": epilogue.class_weight, "partial": partial, "needed": needed}
-        sizes = {"splits": splits, "group": group, "sums": sums, **(UNFUSED if batch_invariant else {})}
-        _linear_statistics_kernel[(row_tiles * splits,)](**arguments, **own, **sizes)
+        own: dict[str, Any] = {"labels": labels, "class_weight": epilogue.class_weight, "partial": partial, "needed": needed}
+        own |= {"splits": splits, "group": group, "sums": sums}
+        options = {name: arguments.pop(name) for name in ("num_warps", "num_stages")}
+        options |= UNFUSED if batch_invariant else {}
+        kind = *kind_of(hidden, weight, epilogue, out), kinds(epilogue.class_weight), needed is None, sums
+        launcher(_linear_statistics_kernel, kind, **options).over((row_tiles * splits, 1, 1), **arguments, **own)
     return partial
 
 

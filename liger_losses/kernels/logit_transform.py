@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Hashable
 from dataclasses import dataclass, field, replace
 from numbers import Real
 from typing import Any, NamedTuple
@@ -10,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from liger_losses.kernels._triton import jit, tl
+from liger_losses.kernels._triton import jit, kinds, tl
 
 
 class KernelTransform(NamedTuple):
@@ -164,6 +165,12 @@ class Epilogue(NamedTuple):
             return self
         vectors = [None if vector is None else vector[columns] for vector in (self.bias, self.class_weight)]
         return Epilogue(self.transform, *vectors)
+
+    @property
+    def kind(self) -> Hashable:
+        """What Triton compiles kernels for that have it."""
+        factor, cap, temperature = self.transform.for_kernel
+        return factor is None, cap is None, *kinds(self.bias, temperature)
 
     def __call__(self, projected: Tensor) -> Tensor:
         """Logits ``[R, C]``; the projections themselves where there is nothing to do."""

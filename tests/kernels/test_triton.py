@@ -12,7 +12,7 @@ from torch.autograd import forward_ad
 
 import liger_losses.kernels
 from liger_losses.kernels import LOGIT_DTYPES, choose_backend
-from liger_losses.kernels._triton import Launcher, tl, triton
+from liger_losses.kernels._triton import Launcher, kinds, launcher, tl, triton
 from liger_losses.kernels.kernel_operators import records_nothing
 from liger_losses.kernels.prepared import Prepared
 from tests.kernels.cases import triton_or_skip
@@ -70,6 +70,27 @@ def test_a_kernel_is_found_once(takes):
     by_triton = [("jit", (5, 1, 1), (i, None), {"num_warps": 2}) for i in range(3)]
     compiled = [("compiled", (5, 1, 1), (i, None)) for i in range(1, 3)]
     assert kernel.launched == ([by_triton[0], *compiled] if takes else by_triton)
+
+
+def test_launches_of_a_kind_over_any_grid():
+    """Triton finds the compiled kernel once for each kind; named arguments come in the kernel's order."""
+    kernel = Kernel()
+    kernel.arg_names = ["a", "b", "c"]
+    for kind, grid in (("x", (2, 1, 1)), ("x", (3, 1, 1)), ("y", (3, 1, 1)), ("x", (2, 1, 1))):
+        launcher(kernel, kind, num_warps=4).over(grid, b=grid[0], a=0)
+    first = [("jit", (n, 1, 1), (), {"a": 0, "b": n, "num_warps": 4}) for n in (2, 3)]
+    compiled = [("compiled", (n, 1, 1), (0, n, None)) for n in (3, 2)]
+    assert kernel.launched == [first[0], compiled[0], first[1], compiled[1]]
+    assert launcher(kernel, "x") is launcher(kernel, "x") is not launcher(kernel, "x", num_warps=4)
+    assert launcher(Kernel(), "x") is not launcher(Kernel(), "x")
+
+
+def test_what_is_compiled_again_for():
+    """A dtype, strides, an alignment of 16 bytes: nothing else of a tensor."""
+    x = torch.zeros(8, 16)
+    assert kinds(x, None) == kinds(x[4:], None)
+    others = [x.t(), x.half(), x[:, 1:], x[:, ::2]]
+    assert len({kinds(other) for other in [x, *others]}) == 5
 
 
 def test_kinds_of_calls():

@@ -150,7 +150,7 @@ def linear_logps(
     if support is None and bias is None and not shift and isinstance(temperature, float) and not is_dynamo_compiling():
         streaming = ignore_index, compact, workspace, chunk_size, None, backend
         logits = temperature, logit_scale, softcap
-        of_few = straight_statistics(hidden_states, weight, labels, names, (), streaming, logits)
+        of_few = straight_statistics((hidden_states,), weight, (labels,), names, (), streaming, logits)
         if of_few is not None:
             return of_few[0] if len(names) == 1 else Statistics(**dict(zip(names, of_few, strict=True)))
     options = EngineOptions(ignore_index, compact, workspace, chunk_size, backend=backend)

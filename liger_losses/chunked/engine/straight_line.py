@@ -11,15 +11,15 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Hashable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from liger_losses.chunked.engine.accumulation import side_by_side
-from liger_losses.chunked.engine.autograd_functions import without_autocast
-from liger_losses.chunked.engine.decision import decide, drops_tokens
+from liger_losses.chunked.engine.decision import decide
 from liger_losses.chunked.engine.head import Head
 from liger_losses.chunked.engine.plan import MOST_SMALL_LOGITS, EngineOptions, default_bound, is_small, padded
 from liger_losses.chunked.engine.query import EqualWeights, Query, Statistics
@@ -65,92 +65,86 @@ def straight_query(
     metrics = query.metrics and tuple([name for name in query.metrics if name not in query.statistics])
     names, how = query.statistics + metrics, (query.statistics, metrics, options, NO_TRANSFORM)
     several = isinstance(hidden_states, (list, tuple))
-    if not several or len(hidden_states) == len(labels) == 1:
-        one = (hidden_states[0], labels[0]) if several else (hidden_states, labels)
-        found = straight_statistics(one[0], head, one[1], *how)
-        return None if found is None else [Statistics(**dict(zip(names, found, strict=True)))]
-    joined = _joined(hidden_states, labels, head, options)
-    found = None if joined is None else straight_statistics(joined[0], head, joined[1], *how)
+    hidden, targets = (hidden_states, labels) if several else ((hidden_states,), (labels,))
+    found = straight_statistics(hidden, head, targets, *how)
     if found is None:
         return None
-    shapes = [part.shape for part in labels]
-    if len({*shapes}) == 1:
-        parts: list[Any] = [value.view(len(shapes), *shapes[0]).unbind() for value in found]
+    shapes = [part.shape for part in targets]
+    if len(shapes) == 1:
+        parts: list[Any] = [[value] for value in found]
+    elif len({*shapes}) == 1:
+        parts = [value.view(len(shapes), *shapes[0]).unbind() for value in found]
     else:
         sizes = [shape.numel() for shape in shapes]
         parts = [[v.view(shape) for v, shape in zip(value.split(sizes), shapes, strict=True)] for value in found]
     return [Statistics(**dict(zip(names, of_one, strict=True))) for of_one in zip(*parts, strict=True)]
 
 
-def _joined(
-    hidden_states: Sequence[Any], labels: Sequence[Any], head: Head, options: EngineOptions
-) -> tuple[Tensor, Tensor] | None:
-    """Few tokens of several tensors as one stream, ``[..., H]`` and ``[...]``; ``None`` for others."""
-    plain = len(hidden_states) == len(labels) and all(type(part) in _PLAIN for part in (*hidden_states, *labels))
-    if not plain or drops_tokens([part.shape for part in labels], head, options):
-        return None
-    fits = [h.shape == (*y.shape, head.weight.shape[1]) for h, y in zip(hidden_states, labels, strict=True)]
-    kinds = [{(part.dtype, part.device) for part in parts} for parts in (hidden_states, labels)]
-    if not all(fits) or len(kinds[0]) > 1 or len(kinds[1]) > 1 or not labels[0].dim():
-        return None
-    if len({part.shape for part in labels}) == 1:  # views of each would take the host time too
-        return torch.cat([*hidden_states]), torch.cat([*labels])
-    return torch.cat([part.flatten(0, -2) for part in hidden_states]), torch.cat([part.flatten() for part in labels])
+class FewTokens(NamedTuple):
+    """The tokens of a coupled loss: hidden states ``[..., H]`` and labels ``[...]``, one or several tensors of each,
+    and a mask ``[...]`` that is not 0 for labels that carry loss."""
+
+    hidden_states: Sequence[Any]
+    labels: Sequence[Any]
+    mask: Any = None
+
+
+#: From constant inputs to a loss and its metrics.
+CoupledLoss = Callable[[Sequence[Tensor | None]], tuple[Tensor, Sequence[Tensor]]]
 
 
 def straight_coupled_loss(
-    hidden_states: Sequence[Any],
-    head: Head,
-    labels: Sequence[Any],
-    query: Query,
-    options: EngineOptions,
-    make: Callable[..., Any],
-    settings: tuple[Any, ...],
-    dtypes: tuple[torch.dtype | None, ...],
-) -> Callable[[Sequence[Tensor | None]], tuple[Tensor, tuple[Tensor, ...]]] | None:
-    """What computes a loss and its metrics from constant inputs of these dtypes (``None`` for those that are left out);
-    ``None`` where the call has no straight line.
+    tokens: FewTokens,
+    head: Any,
+    transform: tuple[Any, ...],
+    settings: Hashable,
+    inputs: Sequence[Tensor | torch.dtype | None],
+    make: Callable[[], tuple[Callable[..., Coupled], Query, EngineOptions] | None],
+) -> CoupledLoss | None:
+    """What computes a loss of all tokens from constant inputs; ``None`` where the call has no straight line.
 
-    ``make(*settings, backend)`` computes them from the statistics, labels and inputs: see
-    :mod:`liger_losses.kernels.coupled_rows`.
+    ``transform`` are fields of :class:`LogitTransform`, ``settings`` all else that the call depends on. ``inputs`` are
+    the constants, or their dtypes (``None`` for those that are left out), which are then contiguous. ``make()`` checks
+    the call, the first time that there is one of its kind, and returns what computes the loss from the statistics of
+    a query, labels and inputs (see :mod:`liger_losses.kernels.coupled_rows`), or ``None``.
     """
-    several = len(hidden_states) > 1
-    one = _joined(hidden_states, labels, head, options) if several else (hidden_states[0], labels[0])
-    if one is None or not head.is_plain:
-        return None
-    hidden, targets = one
 
     def prepare() -> StraightLine | None:
-        found = _prepared(hidden, weight, targets, query, options, LogitTransform(*transform), coupled=True)
+        made = make()
+        if made is None:
+            return None
+        coupled, query, options = made
+        found = _prepared(tokens, weight, query, options, LogitTransform(*transform), coupled=True)
         if found is not None:
-            found.coupled = make(*settings, "triton")
+            found.coupled = coupled
         return found
 
-    weight, transform = _opened(head, NO_TRANSFORM)
-    key = (make, settings, dtypes, query.statistics, query.metrics, options, transform)
-    line = _line(key, hidden, weight, targets, prepare)
+    weight, transform = _opened(head, transform)
+    line = _line((settings, transform), tokens, weight, prepare, inputs)
     if line is None:
         return None
 
-    def loss(inputs: Sequence[Tensor | None]) -> tuple[Tensor, tuple[Tensor, ...]]:
-        pairs = zip(inputs, dtypes, strict=True)
-        given = [each if each is None else each.detach().to(dtype).contiguous() for each, dtype in pairs]
-        metrics: list[Tensor] = []
-        return _Loss.apply(line, hidden, weight, targets, given, metrics), tuple(metrics)
+    def loss(inputs: Sequence[Tensor | None]) -> tuple[Tensor, Sequence[Tensor]]:
+        if line.strategy == "statistics":
+            with line.without_autocast():
+                return line.coupled_loss(tokens, weight, inputs)[0][:2]
+        found, *metrics = _CoupledLoss.apply(line, weight, tokens, inputs, *tokens.hidden_states)
+        return found, metrics
 
     return loss
 
 
 def straight_statistics(
-    hidden_states: Any,
+    hidden_states: Sequence[Any],
     weight: Any,
-    labels: Any,
+    labels: Sequence[Any],
     names: tuple[str, ...],
     metrics: tuple[str, ...],
     options: EngineOptions | tuple[Any, ...],
     transform: tuple[Any, ...],
 ) -> tuple[Tensor, ...] | None:
-    """Statistics in the labels' shape, ``metrics`` without a gradient; ``None`` where the call has no straight line.
+    """Statistics in the labels' shape (of several tensors with other shapes ``[T]``), ``metrics`` without a gradient;
+    ``None`` where the call has no straight line.
 
     ``options`` are, or have the fields of, :class:`EngineOptions`; ``transform`` has the fields of
     :class:`LogitTransform`.
@@ -158,18 +152,20 @@ def straight_statistics(
 
     def prepare() -> StraightLine | None:
         how = options if isinstance(options, EngineOptions) else EngineOptions(*options)
-        return _prepared(hidden_states, weight, labels, Query(names, metrics), how, LogitTransform(*transform))
+        return _prepared(tokens, weight, Query(names, metrics), how, LogitTransform(*transform))
 
     if isinstance(transform[0], Tensor):  # a temperature for each token
         return None
+    tokens = FewTokens(hidden_states, labels)
     weight, transform = _opened(weight, transform)
-    line = _line((names, metrics, options, transform), hidden_states, weight, labels, prepare)
+    line = _line((names, metrics, options, transform), tokens, weight, prepare)
     if line is None:
         return None
     if line.strategy == "statistics":
-        with without_autocast(weight):
-            return line.statistics(hidden_states, weight, labels)
-    return _Statistics.apply(line, hidden_states, weight, labels)
+        with line.without_autocast():
+            hidden, targets = line.joined(tokens)
+            return line.named(line.values(hidden, weight, targets)[0], targets)
+    return _Statistics.apply(line, weight, tokens, *hidden_states)
 
 
 def straight_loss(
@@ -186,11 +182,12 @@ def straight_loss(
 
     def prepare() -> StraightLine | None:
         query = Query(tuple([name for name, _ in weights]), token_weights=dict(weights))
-        return _prepared(hidden_states, weight, labels, query, options, LogitTransform(*transform))
+        return _prepared(tokens, weight, query, options, LogitTransform(*transform))
 
     weight, transform = _opened(weight, transform)
-    line = _line((weights, options, transform), hidden_states, weight, labels, prepare)
-    return None if line is None else _Loss.apply(line, hidden_states, weight, labels)
+    tokens = FewTokens((hidden_states,), (labels,))
+    line = _line((weights, options, transform), tokens, weight, prepare)
+    return None if line is None else _Loss.apply(line, weight, labels, hidden_states)
 
 
 #: The fields of the transform that changes nothing.
@@ -208,26 +205,41 @@ def _opened(weight: Any, transform: tuple[Any, ...]) -> tuple[Any, tuple[Any, ..
 
 
 def _line(
-    settings: Hashable, hidden: Any, weight: Any, labels: Any, prepare: Callable[[], StraightLine | None]
+    settings: Hashable,
+    tokens: FewTokens,
+    weight: Any,
+    prepare: Callable[[], StraightLine | None],
+    inputs: Sequence[Tensor | torch.dtype | None] = (),
 ) -> StraightLine | None:
     """The line of a call, which is prepared the first time."""
-    plain = type(hidden) in _PLAIN and type(weight) in _PLAIN and type(labels) is Tensor
+    hidden, labels, mask = tokens
     # Autograd keeps no labels that were made in inference mode.
-    if not plain or labels.is_inference() or within_transform() or records_tangents():
+    for part in labels:
+        if type(part) is not Tensor or part.is_inference():
+            return None
+    for part in hidden:
+        if type(part) not in _PLAIN:
+            return None
+    if type(weight) not in _PLAIN or within_transform() or records_tangents():
         return None
     try:
         (size, depth), device = weight.shape, weight.device
-        if not is_small(labels.numel(), depth, size, device, writes_logits=False):
+        count = labels[0].numel() if len(labels) == 1 else sum([part.numel() for part in labels])
+        if not is_small(count, depth, size, device, writes_logits=False):
             return None
-        key = (
+        facts = [
             *(settings, torch.is_grad_enabled(), autocast_dtype(device), default_bound(), weight.data_ptr() % 16),
             *(os.environ.get(BACKEND_VARIABLE), device, torch.cuda.current_device() if weight.is_cuda else None),
-            *(weight.shape, weight.stride(), weight.dtype, weight.requires_grad, hidden.device, hidden.data_ptr() % 16),
-            *(hidden.shape, hidden.stride(), hidden.dtype, hidden.requires_grad),
-            *(labels.shape, labels.stride(), labels.dtype, labels.device),
-        )
+            *(weight.shape, weight.stride(), weight.dtype, weight.requires_grad, len(hidden), len(labels)),
+        ]
+        for part in hidden:
+            facts += part.shape, part.stride(), part.dtype, part.device, part.requires_grad, part.data_ptr() % 16
+        for part in (*labels, mask, *inputs):
+            facts += (part.shape, part.stride(), part.dtype, part.device) if type(part) in _PLAIN else (part,)
+        key = tuple(facts)
         line = _lines.get(key, _lines)
-    except (RuntimeError, TypeError, ValueError):  # no matrix; no strides or memory; options that cannot be hashed
+    # No matrix; no strides or memory; options that cannot be hashed.
+    except (AttributeError, RuntimeError, TypeError, ValueError):
         return None
     if line is _lines:
         if weight.is_cuda and torch.cuda.is_current_stream_capturing():
@@ -243,9 +255,8 @@ def _line(
 
 
 def _prepared(
-    hidden: Tensor,
+    tokens: FewTokens,
     weight: Tensor,
-    labels: Tensor,
     query: Query,
     options: EngineOptions,
     transform: LogitTransform,
@@ -256,12 +267,16 @@ def _prepared(
     Raises:
         TypeError, ValueError: inputs that do not fit together.
     """
-    (size, depth), tokens = weight.shape, labels.numel()
-    if not (hidden.is_contiguous() and labels.is_contiguous() and isinstance(transform.temperature, float)):
+    (hidden, *others), labels, mask = tokens
+    (size, depth), count = weight.shape, sum([part.numel() for part in labels])
+    # Several tensors are copied.
+    dense = labels[0].dim() > 0 if others else hidden.is_contiguous() and labels[0].is_contiguous()
+    dense = dense and (mask is None or mask.is_contiguous())
+    if not (dense and isinstance(transform.temperature, float)):
         return None
     head = Head(weight, None, transform)
-    decision = decide((hidden,), head, (labels,), query, options)
-    run = decision.run(tokens, True)
+    decision = decide((hidden, *others), head, tuple(labels), query, options)
+    run = decision.run(count, True)
     dtypes = {hidden.dtype, weight.dtype, run.work.operand_dtype, run.grad_weight_dtype}
     here = not weight.is_cuda or weight.get_device() == torch.cuda.current_device()
     known = {*query.statistics} <= NAMES and {*query.metrics} <= METRICS
@@ -275,24 +290,20 @@ def _prepared(
     unbounded = unbounded and default_bound() is None and options.compact
     large = unbounded and line.multiplications >= MIN_FUSED and not line.mean_logit
     if run.strategy == "statistics" and run.work.fused_products and large:
-        flat, entropy = line.flat(hidden), line.entropy
+        flat, entropy = line.joined(tokens)[0], line.entropy
         line.fused = MaskedStatistics(flat, weight, ignore_index, transform, line.right, entropy, "triton")
         return line
-    aligned = depth % ALIGNED == 0 and (tokens % ALIGNED == 0 or tokens <= MIN_CUT_SIZE) and padded(size) == size
-    in_one_block = not (decision.compact or run.work.fused or run.work.exponentials) and run.plan.rows >= tokens
-    # Of a coupled loss, gradients are computed in forward: nothing is kept until backward. fp16 gradients underflow
-    # without the loss scale, which is only known there.
-    if coupled and hidden.dtype == torch.float16:
-        return None
+    aligned = depth % ALIGNED == 0 and (count % ALIGNED == 0 or count <= MIN_CUT_SIZE) and padded(size) == size
+    in_one_block = not (decision.compact or run.work.fused or run.work.exponentials) and run.plan.rows >= count
     in_one_block = in_one_block and (coupled or run.strategy in ("statistics", "one_pass", "resident"))
     of_logp = query.statistics == ("logp",) and {*query.metrics} <= {"mean_logit"}
-    large = line.multiplications >= MIN_EXPONENTIALS and tokens <= MOST_TOKENS and run.work.fused_products
+    large = line.multiplications >= MIN_EXPONENTIALS and count <= MOST_TOKENS and run.work.fused_products
     # Exponentials take half the memory of logits.
-    fits = in_one_block or (unbounded and tokens * size <= MOST_SMALL_LOGITS)
+    fits = in_one_block or (unbounded and count * size <= MOST_SMALL_LOGITS)
     trains = run.strategy in ("one_pass", "resident", "two_pass")
     if of_logp and large and fits and trains and exponentials_serve(weight, transform):
         how = ignore_index, transform, line.right, "triton", line.mean_logit
-        line.rows = ExponentialRows(weight, tokens, *how)
+        line.rows = ExponentialRows(weight, count, *how)
         return line
     return line if in_one_block and aligned else None
 
@@ -308,7 +319,7 @@ class StraightLine:
 
     def __init__(
         self,
-        labels: Tensor,
+        labels: Sequence[Tensor],
         weight: Tensor,
         query: Query,
         strategy: str,
@@ -319,11 +330,18 @@ class StraightLine:
         self.metrics, self.entropy = len(query.metrics), "entropy" in self.names
         self.mean_logit = "mean_logit" in self.names
         self.device, self.dtype = weight.device, weight.dtype
-        tokens, (self.vocab_size, self.hidden_size) = labels.numel(), weight.shape
-        self.multiplications = tokens * weight.numel()
+        self.vocab_size, self.hidden_size = weight.shape
+        #: Of each tensor of labels; and whether all have the same.
+        self.shapes = [part.shape for part in labels]
+        self.alike = len({*self.shapes}) == 1
+        self.sizes = [shape.numel() for shape in self.shapes]
+        self.tokens = sum(self.sizes)
+        self.multiplications = self.tokens * weight.numel()
         self.right = _right(weight.device)
+        #: The label of tokens that a mask leaves out, on the device.
+        self.ignored = torch.full((), ignore_index, device=weight.device)
         self.rows: MaskedRows | ExponentialRows = MaskedRows(
-            tokens, self.vocab_size, ignore_index, transform, self.right, "triton"
+            self.tokens, self.vocab_size, ignore_index, transform, self.right, "triton"
         )
         self.fused: MaskedStatistics | None = None
         #: What computes the loss from all tokens' statistics.
@@ -335,87 +353,132 @@ class StraightLine:
         scales = {name: scale / (1.0 if total is None else total) for name, (scale, total) in given.items()}
         self.scales = scales.get("logp", 0.0), scales.get("mean_logp")
 
-    def statistics(self, hidden_states: Tensor, weight: Tensor, labels: Tensor) -> tuple[Tensor, ...]:
-        """The statistics, without a gradient."""
-        return self.named(self.values(self.flat(hidden_states), weight, labels)[0], labels)
+    def without_autocast(self) -> AbstractContextManager[Any]:
+        """Autocast is off. The weight's device is the current one: in backward, autograd makes it that."""
+        kind = self.device.type
+        return torch.autocast(kind, enabled=False) if torch.is_autocast_enabled(kind) else _NO_CHANGE
+
+    def joined(self, tokens: FewTokens) -> tuple[Tensor, Tensor]:
+        """The hidden states ``[T, H]`` and the labels of all tensors, a copy of several."""
+        hidden, labels, mask = tokens
+        if len(hidden) == 1:
+            (states,), (targets,) = hidden, labels
+        elif self.alike:  # views of each would take the host time too
+            states, targets = torch.cat(hidden), torch.cat(labels)  # type: ignore[arg-type]
+        else:
+            states = torch.cat([part.flatten(0, -2) for part in hidden])
+            targets = torch.cat([part.flatten() for part in labels])
+        if mask is not None:  # the ignore_index is no token, whatever the mask says
+            targets = torch.where(mask if mask.dtype == torch.bool else mask != 0, targets, self.ignored)
+        return states if states.dim() == 2 else states.view(-1, self.hidden_size), targets
 
     def values(self, hidden: Tensor, weight: Tensor, labels: Tensor) -> tuple[RowStatistics, Any]:
         """The statistics of each row, whose labels are checked, and the block, if there is one."""
+        block: Any = None
         if self.fused is None:
             block = self.rows.project(hidden, weight, labels)
-            return self.row_statistics(block, labels), block
-        found = self.fused(hidden, weight, labels)
+            found = self.rows.statistics(block, labels, self.entropy, self.mean_logit)
+        else:
+            found = self.fused(hidden, weight, labels)
         check_right(self.right, labels, self.vocab_size, self.ignore_index)
-        return found, None
-
-    def flat(self, hidden_states: Tensor) -> Tensor:
-        """``[T, H]``."""
-        return hidden_states if hidden_states.dim() == 2 else hidden_states.view(-1, self.hidden_size)
-
-    def row_statistics(self, block: Any, labels: Tensor) -> RowStatistics:
-        """The statistics of each row, whose labels are checked."""
-        found = self.rows.statistics(block, labels, self.entropy, self.mean_logit)
-        check_right(self.right, labels, self.vocab_size, self.ignore_index)
-        return found
+        return found, block
 
     def named(self, values: RowStatistics, labels: Tensor) -> tuple[Tensor, ...]:
         """What the user gets, in the order of the names."""
         return tuple([values.lse.view(labels.shape) if name == "lse" else getattr(values, name) for name in self.names])
 
+    def coupled_loss(
+        self, tokens: FewTokens, weight: Tensor, inputs: Sequence[Tensor | None]
+    ) -> tuple[Coupled, Any, Tensor, Tensor, Tensor]:
+        """A loss of all tokens' statistics; and the block, hidden states, labels and log-sum-exps for backward."""
+        hidden, labels = self.joined(tokens)
+        values, block = self.values(hidden, weight, labels)
+        assert self.coupled is not None
+        return self.coupled(values, labels, *inputs), block, hidden, labels, values.lse
+
     def loss(
-        self,
-        hidden_states: Tensor,
-        weight: Tensor,
-        labels: Tensor,
-        needs: Sequence[bool],
-        inputs: Sequence[Tensor | None] = (),
-    ) -> tuple[Tensor, Sequence[Tensor], list[Tensor | None]]:
-        """The loss, 0-dim, its metrics, and its gradients by hidden states and weight, where they are needed."""
-        hidden, metrics = self.flat(hidden_states), tuple[Tensor, ...]()
-        found: Any
-        if self.coupled is not None:
-            values, block = self.values(hidden, weight, labels)
-            loss, metrics, derivative = self.coupled(values, labels, *inputs)
-            if not any(needs):
-                return loss, metrics, [None, None]
-            found = self.rows.gradients(block, labels, hidden, values.lse, None, Derivatives(logp=derivative))
+        self, hidden_states: Tensor, weight: Tensor, labels: Tensor, needs: Sequence[bool]
+    ) -> tuple[Tensor, list[Tensor | None], Tensor | None]:
+        """A sum of the tokens' own losses, 0-dim, and the gradients by hidden states and weight that are needed."""
+        hidden = hidden_states if hidden_states.dim() == 2 else hidden_states.view(-1, self.hidden_size)
+        own: Any = self.rows.project(hidden, weight, labels)
+        found: Any = self.rows.loss(own, labels, hidden, self.scales, self.mean)
+        check_right(self.right, labels, self.vocab_size, self.ignore_index)
+        return found.loss, *self.products(found, weight, needs)
+
+    def products(self, found: Any, weight: Tensor, needs: Sequence[bool]) -> tuple[list[Tensor | None], Tensor | None]:
+        """The gradients by each tensor of hidden states and by the weight, which comes first in ``needs``."""
+        of_weight, *of_hidden = needs
+        grad_hidden = grad_weight = None
+        products = list[Callable[[], object]]()
+
+        if any(of_hidden):  # allocated on the caller's stream, as the product may run on another
+            grad_hidden = torch.empty(self.tokens, self.hidden_size, dtype=weight.dtype, device=self.device)
+            products.append(lambda: self.rows.hidden_gradient_into(grad_hidden, found, weight))
+
+        def multiply() -> None:
+            nonlocal grad_weight
+            grad_weight = self.rows.weight_gradient(found, weight.dtype)
+
+        if of_weight:
+            products.append(multiply)
+        side_by_side(self.device, products, self.multiplications)
+        return self.separated(grad_hidden, of_hidden), grad_weight
+
+    def separated(self, grad: Tensor | None, needed: Sequence[bool]) -> list[Tensor | None]:
+        """Rows ``[T, H]`` as those of each tensor of hidden states."""
+        if grad is None:
+            return [None] * len(needed)
+        first = self.shapes[0]
+        if len(needed) == 1:
+            parts: Sequence[Tensor] = [grad if len(first) == 1 else grad.view(*first, self.hidden_size)]
+        elif self.alike:
+            parts = grad.view(len(needed), *first, self.hidden_size).unbind()
         else:
-            own: Any = self.rows.project(hidden, weight, labels)
-            found = self.rows.loss(own, labels, hidden, self.scales, self.mean)
-            check_right(self.right, labels, self.vocab_size, self.ignore_index)
-            loss = found.loss
-        return loss, metrics, self.products(found, hidden_states, weight, needs)
+            each = zip(grad.split(self.sizes), self.shapes, strict=True)
+            parts = [part.view(*shape, self.hidden_size) for part, shape in each]
+        return [part if need else None for part, need in zip(parts, needed, strict=True)]
 
-    def products(self, found: Any, hidden_states: Tensor, weight: Tensor, needs: Sequence[bool]) -> list[Tensor | None]:
-        """The gradients by hidden states and weight, where they are needed."""
-        grads: list[Tensor | None] = [None, None]
 
-        if needs[0]:  # allocated on the caller's stream, as the product may run on another
-            grads[0] = torch.empty(hidden_states.shape, dtype=weight.dtype, device=self.device)
+#: A context in which nothing is different.
+_NO_CHANGE = nullcontext()
 
-        def of_hidden() -> None:
-            if grads[0] is not None:
-                self.rows.hidden_gradient_into(self.flat(grads[0]), found, weight)
 
-        def of_weight() -> None:
-            grads[1] = self.rows.weight_gradient(found, weight.dtype)
+def _keep(ctx: Any, line: StraightLine, block: Any, hidden: Tensor, weight: Tensor, labels: Tensor) -> None:
+    """Keep a block of rows until backward; what gradients do not overwrite serves further ones."""
+    ctx.set_materialize_grads(False)
+    ctx.line, ctx.block, kept = (line, block, ()) if line.rows.overwrites else (line, None, block[:-1])
+    ctx.save_for_backward(hidden, weight, labels, *kept)
 
-        wanted = [product for product, need in zip((of_hidden, of_weight), needs, strict=True) if need]
-        side_by_side(self.device, wanted, self.multiplications)
-        return grads
+
+def _gradients(
+    ctx: Any, derivatives: Derivatives, lse: Tensor, entropy: Tensor | None = None
+) -> tuple[Tensor | None, ...]:
+    """The gradients of a function of a kept block's statistics, by the weight and by each tensor of hidden states."""
+    line: StraightLine = ctx.line
+    hidden, weight, labels, *kept = ctx.saved_tensors
+    # A second backward computes a block again that gradients overwrite.
+    block: Any = RowExponentials(*kept) if kept else ctx.block
+    ctx.block = None
+    with line.without_autocast():
+        block = line.rows.project(hidden, weight, labels) if block is None else block
+        found = line.rows.gradients(block, labels, hidden, lse, entropy, derivatives)
+        del block
+        needs = ctx.needs_input_grad
+        of_hidden, of_weight = line.products(found, weight, (needs[1], *needs[-len(line.shapes) :]))
+    return of_weight, *of_hidden
 
 
 class _Statistics(torch.autograd.Function):
     """Statistics, whose block of rows is kept until backward."""
 
     @staticmethod
-    def forward(ctx: Any, line: StraightLine, hidden: Tensor, weight: Tensor, labels: Tensor) -> tuple[Tensor, ...]:
-        ctx.set_materialize_grads(False)
-        with without_autocast(weight):
-            block: Any = line.rows.project(line.flat(hidden), weight, labels)
-            values = line.row_statistics(block, labels)
-        ctx.line, ctx.block, kept = (line, block, ()) if line.rows.overwrites else (line, None, block[:-1])
-        ctx.save_for_backward(hidden, weight, labels, values.lse, values.entropy, *kept)
+    def forward(ctx: Any, line: StraightLine, weight: Tensor, tokens: FewTokens, *_: Tensor) -> tuple[Tensor, ...]:
+        with line.without_autocast():
+            hidden, labels = line.joined(tokens)
+            values, block = line.values(hidden, weight, labels)
+        _keep(ctx, line, block, hidden, weight, labels)
+        ctx.lse, ctx.entropy = values.lse, values.entropy
         # Users may change an output in place; what backward needs must not change with it.
         named = zip(line.names, line.named(values, labels), strict=True)
         outputs = [found.clone() if name in ("lse", "entropy") else found for name, found in named]
@@ -426,39 +489,42 @@ class _Statistics(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *upstream: Tensor | None) -> tuple[Any, ...]:
-        line: StraightLine = ctx.line
-        hidden_states, weight, labels, lse, entropy, *kept = ctx.saved_tensors
-        hidden = line.flat(hidden_states)
-        given = {name: None if g is None else g.contiguous() for name, g in zip(line.names, upstream, strict=True)}
+        given = {name: None if g is None else g.contiguous() for name, g in zip(ctx.line.names, upstream, strict=True)}
         derivatives = Derivatives(given.get("lse"), given.get("logp"), given.get("entropy"))
-        # A second backward computes a block again that gradients overwrite.
-        block: Any = RowExponentials(*kept) if kept else ctx.block
-        ctx.block = None
-        with without_autocast(weight):
-            block = line.rows.project(hidden, weight, labels) if block is None else block
-            found = line.rows.gradients(block, labels, hidden, lse, entropy, derivatives)
-            return None, *line.products(found, hidden_states, weight, ctx.needs_input_grad[1:3]), None
+        of_weight, *of_hidden = _gradients(ctx, derivatives, ctx.lse, ctx.entropy)
+        return None, of_weight, None, *of_hidden
 
 
-class _Loss(torch.autograd.Function):
-    """A loss, whose gradients are computed in forward; backward only scales these."""
+class _CoupledLoss(torch.autograd.Function):
+    """A loss of all tokens' statistics, whose block of rows is kept until backward, and its metrics."""
 
     @staticmethod
     def forward(
-        ctx: Any,
-        line: StraightLine,
-        hidden: Tensor,
-        weight: Tensor,
-        labels: Tensor,
-        inputs: Sequence[Tensor | None] = (),
-        metrics: list[Tensor] | None = None,
-    ) -> Tensor:
+        ctx: Any, line: StraightLine, weight: Tensor, tokens: FewTokens, inputs: Sequence[Tensor | None], *_: Tensor
+    ) -> tuple[Tensor, ...]:
+        with line.without_autocast():
+            found, block, hidden, labels, ctx.lse = line.coupled_loss(tokens, weight, inputs)
+        _keep(ctx, line, block, hidden, weight, labels)
+        ctx.derivative = found.derivative
+        ctx.mark_non_differentiable(*found.metrics)
+        return found.loss, *found.metrics
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, upstream: Tensor, *_: None) -> tuple[Any, ...]:
+        of_weight, *of_hidden = _gradients(ctx, Derivatives(logp=ctx.derivative, scale=upstream), ctx.lse)
+        return None, of_weight, None, None, *of_hidden
+
+
+class _Loss(torch.autograd.Function):
+    """A sum of the tokens' own losses, whose gradients are computed in forward; backward only scales these."""
+
+    @staticmethod
+    def forward(ctx: Any, line: StraightLine, weight: Tensor, labels: Tensor, hidden: Tensor) -> Tensor:
         ctx.line = line
-        ctx.save_for_backward(hidden, weight, labels, *inputs)
-        with without_autocast(weight):
-            loss, others, ctx.gradients = line.loss(hidden, weight, labels, ctx.needs_input_grad[1:3], inputs)
-        if metrics is not None:
-            metrics += others
+        ctx.save_for_backward(hidden, weight, labels)
+        with line.without_autocast():
+            loss, *ctx.gradients = line.loss(hidden, weight, labels, ctx.needs_input_grad[1::2])
         return loss
 
     @staticmethod
@@ -466,8 +532,9 @@ class _Loss(torch.autograd.Function):
     def backward(ctx: Any, upstream: Tensor) -> tuple[Any, ...]:
         gradients, ctx.gradients = ctx.gradients, None
         if gradients is None:  # the first backward scaled them in place and returned them
-            hidden, weight, labels, *inputs = ctx.saved_tensors
-            with without_autocast(weight):
-                *_, gradients = ctx.line.loss(hidden, weight, labels, ctx.needs_input_grad[1:3], inputs)
-        ctx.line.scaling(upstream, *[grad for grad in gradients if grad is not None])
-        return (None, *gradients, None, None, None)[: len(ctx.needs_input_grad)]
+            hidden, weight, labels = ctx.saved_tensors
+            with ctx.line.without_autocast():
+                _, *gradients = ctx.line.loss(hidden, weight, labels, ctx.needs_input_grad[1::2])
+        (of_hidden,), of_weight = gradients
+        ctx.line.scaling(upstream, *[grad for grad in (of_hidden, of_weight) if grad is not None])
+        return None, of_weight, None, of_hidden

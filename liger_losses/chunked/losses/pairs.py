@@ -175,9 +175,14 @@ class PreferenceLoss(CompletionLoss):
         Returns:
             The loss (0-dim, fp32; fp64 for fp64 inputs) and :class:`PreferenceMetrics`.
         """
-        transform = self.transform
+        transform, ref_logps = self.transform, (ref_chosen_logps, ref_rejected_logps)
+        beside = bias, ref_input, ref_weight, ref_bias, nll_target, temperature
+        if beside == _NOTHING and not is_dynamo_compiling():
+            of_few = self._at_once(lin_weight, _input, target, ref_logps)
+            if of_few is not None:
+                return of_few
         head = Head.of(lin_weight, bias, transform)
-        batch = _read_pairs(head, _input, target, ref_input, (ref_chosen_logps, ref_rejected_logps), temperature)
+        batch = read_pairs(head, _input, target, ref_input, ref_logps, temperature)
         batch = self.prepare(batch, ref_weight, ref_bias, transform)
         tokens = batch.select(self.options) if nll_target is None else None
         if isinstance(tokens, list) and not is_dynamo_compiling():  # few tokens, of which these are the labels
@@ -215,8 +220,15 @@ class PreferenceLoss(CompletionLoss):
             metrics = PreferenceMetrics(*[value.detach() if value.requires_grad else value for value in constants])
         return self.result(loss.to(chosen_nll.dtype), pairs, metrics)
 
+    def _at_once(
+        self, weight: AnyHead, first: Any, second: Any, ref_logps: tuple[Tensor | None, Tensor | None]
+    ) -> tuple[Tensor, Any] | None:
+        """The result of a call that was made before with tensors of the same shapes, where one launch computes this
+        loss of few tokens."""
+        return None
+
     def _of_few(self, batch: CompletionBatch) -> tuple[Tensor, Any] | None:
-        """The result, where one launch computes this loss of few tokens."""
+        """The result of a checked batch, where one launch computes this loss of few tokens."""
         return None
 
     def _nll_labels(self, nll_target: Tensor, chosen: Tensor) -> Tensor:
@@ -249,7 +261,11 @@ class PreferenceLoss(CompletionLoss):
         return losses
 
 
-def _read_pairs(
+#: Optional arguments that were left out.
+_NOTHING = (None,) * 6
+
+
+def read_pairs(
     head: Head,
     first: Any,
     second: Any,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import math
 import warnings
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple
 
@@ -17,7 +18,12 @@ from liger_losses.chunked.engine.agreement import checksum
 from liger_losses.chunked.engine.checks import check_device, check_range, check_tensor, checked_items
 from liger_losses.chunked.engine.operators import loss_operator, support_statistics, token_operator
 from liger_losses.chunked.engine.query import Query
-from liger_losses.chunked.engine.straight_line import straight_coupled_loss
+from liger_losses.chunked.engine.straight_line import (
+    NO_TRANSFORM,
+    CoupledLoss,
+    FewTokens,
+    straight_coupled_loss,
+)
 from liger_losses.chunked.engine.support import TokenSupport
 from liger_losses.chunked.engine.zero_rows import split_tokens
 from liger_losses.chunked.losses import policy_objectives as objectives
@@ -167,6 +173,28 @@ class GRPOOptions(PolicyOptions, LossOptions):
         if not isinstance(self.entropy_coef, AdaptiveEntropy):
             check_range("entropy_coef", self.entropy_coef, -math.inf, math.inf)
 
+    @functools.cached_property
+    def has_kernel(self) -> bool:
+        """Whether one launch computes the loss from few tokens' statistics."""
+        row = LOSS_TYPES[self.loss_type]
+        plain = self.separable and row.objective == "clipped" and self.row_normalizer == "items"
+        plain = plain and self.value("delta") is None and not self.reads_sampler and not self.use_bias_correction_kl
+        return plain and self.top_entropy_quantile == 1.0 and (not self.beta or self.kl_estimator == "k3")
+
+
+#: Optional arguments that were left out.
+_NOTHING = (None,) * 10
+#: What a launch that computes the loss of few tokens reads.
+_READ = Query(("logp",))
+
+
+def _check_inputs(labels: Tensor, of_completions: dict[str, Any], of_tokens: dict[str, Any]) -> None:
+    """Raise TypeError or ValueError unless these, of which the advantages must be there, fit the labels."""
+    check_tensor("advantages", of_completions["advantages"])
+    for name, value in {**of_completions, **of_tokens}.items():  # before any work
+        if value is not None:
+            objectives.check_per_token(name, value, labels, column=name in of_completions)
+
 
 class LigerFusedLinearGRPOLoss(CompletionLoss):
     """GRPO and its variants: :func:`grpo_loss`, minus ``entropy_coef`` times the mean entropy.
@@ -262,19 +290,25 @@ class LigerFusedLinearGRPOLoss(CompletionLoss):
         Returns:
             The loss (0-dim, fp32) and :class:`PolicyMetrics` (:class:`PolicyMetricsWithoutKL` for ``beta=0``).
         """
+        of_models = bias, ref_input, ref_weight, ref_bias, support, temperature
+        beside = vllm_is_ratio, num_items_in_batch, sampling_per_token_logps, prompts, *of_models
+        given = advantages, old_per_token_logps, ref_per_token_logps
+        if beside == _NOTHING and not is_dynamo_compiling():
+            at_once = self._at_once(lin_weight, _input, selected_token_ids, attention_mask, given)
+            if at_once is not None:
+                return at_once
         transform = self.transform_at(temperature)
         head = Head.of(lin_weight, bias, transform)
-        labels = self._active(head, _input, selected_token_ids, attention_mask)
+        self._check(head, _input, selected_token_ids, attention_mask)
+        given_mask = attention_mask if attention_mask.dtype == torch.bool else attention_mask != 0
+        # ignore_index is no token, whatever the mask says.
+        labels = torch.where(given_mask, selected_token_ids, self.ignore_index)
         if ref_per_token_logps is not None and ref_input is not None:
             warnings.warn("both ref_per_token_logps and ref_input were given: the former are used.", stacklevel=4)
             ref_input = None
-        check_tensor("advantages", advantages)
-        of_completions = {"advantages": advantages, "vllm_is_ratio": vllm_is_ratio}
         of_tokens = {"ref_per_token_logps": ref_per_token_logps, "old_per_token_logps": old_per_token_logps}
         of_tokens |= {"sampling_per_token_logps": sampling_per_token_logps}
-        for name, value in {**of_completions, **of_tokens}.items():  # before any work
-            if value is not None:
-                objectives.check_per_token(name, value, labels, column=name in of_completions)
+        _check_inputs(labels, {"advantages": advantages, "vllm_is_ratio": vllm_is_ratio}, of_tokens)
         objectives.check_needs(self.settings, labels, sampling_per_token_logps, prompts, self.group)
         if ref_input is not None:
             check_tensor("the reference's hidden states", ref_input, allow_dtensor=True)
@@ -287,10 +321,9 @@ class LigerFusedLinearGRPOLoss(CompletionLoss):
         # Few tokens are labels still: their logits stay in memory until the loss is known.
         few = isinstance(tokens, list) and not is_dynamo_compiling()
         if few and vllm_is_ratio is None:
-            given = advantages, old_per_token_logps, ref_per_token_logps
-            found_at_once = self._of_few(batch, *given, num_items_in_batch)
-            if found_at_once is not None:
-                return found_at_once
+            of_few = self._of_few(batch, (advantages, old_per_token_logps, ref_per_token_logps), num_items_in_batch)
+            if of_few is not None:
+                return of_few
         mask = labels != self.ignore_index
         if self.group is not None and support is None:
             check_call([_input], head, tokens, Query(*self._names()), options)  # before anything that all ranks reach
@@ -340,8 +373,9 @@ class LigerFusedLinearGRPOLoss(CompletionLoss):
         kl = inputs.total(torch.where(mask, kl, 0.0)) / inputs.counted
         return loss.float(), PolicyMetrics(kl, clip_ratio)
 
-    def _active(self, head: Head, hidden: Tensor, token_ids: Tensor, attention_mask: Tensor) -> Tensor:
-        """The labels, if everything fits."""
+    @staticmethod
+    def _check(head: Head, hidden: Tensor, token_ids: Tensor, attention_mask: Tensor) -> None:
+        """Raise TypeError or ValueError unless these fit."""
         check_tensor("_input", hidden, allow_dtensor=True)
         for name, value in (("selected_token_ids", token_ids), ("attention_mask", attention_mask)):
             check_tensor(name, value)
@@ -353,39 +387,82 @@ class LigerFusedLinearGRPOLoss(CompletionLoss):
         if attention_mask.shape != token_ids.shape:
             raise ValueError(f"attention_mask must be {list(token_ids.shape)}, got {list(attention_mask.shape)}.")
         check_device(head.weight, selected_token_ids=token_ids, attention_mask=attention_mask)
-        given = attention_mask if attention_mask.dtype == torch.bool else attention_mask != 0
-        # ignore_index is no token, whatever the mask says.
-        return torch.where(given, token_ids, self.ignore_index)
+
+    def _at_once(
+        self, weight: AnyHead, hidden: Tensor, token_ids: Tensor, mask: Tensor, given: tuple[Any, ...]
+    ) -> tuple[Tensor, PolicyMetrics | PolicyMetricsWithoutKL] | None:
+        """The result of a call that was made before with tensors of the same shapes, where one launch computes this
+        loss of few tokens. ``given`` are advantages, and log-probabilities under the old policy and the reference."""
+        advantages, old, ref = given
+        if ref is not None and not self.beta:  # it is not read, but checked
+            return None
+
+        def check() -> Tensor | None:
+            head = Head.of(weight, None, self.transform)
+            self._check(head, hidden, token_ids, mask)
+            _check_inputs(token_ids, {"advantages": advantages}, {"ref_per_token_logps": ref, "old": old})
+            batch = self.prepare(CompletionBatch(("given",), head, [hidden], [token_ids], None, (ref,)), None, None)
+            few = isinstance(batch.select(self.options), list)
+            return token_ids if few and all(each is None or each.is_contiguous() for each in given) else None
+
+        tokens = FewTokens((hidden,), (token_ids,), mask)
+        loss = self._straight(tokens, weight, self.transform.fields, (*given, None), check)
+        return None if loss is None else self._with_metrics(*loss((*given, None)))
 
     def _of_few(
-        self, batch: CompletionBatch, advantages: Tensor, old: Tensor | None, ref: Tensor | None, items: Any
+        self, batch: CompletionBatch, given: tuple[Any, ...], items: Any
     ) -> tuple[Tensor, PolicyMetrics | PolicyMetricsWithoutKL] | None:
-        """The result, where one launch computes this loss of few tokens."""
-        o, (labels,) = self.settings, batch.labels
-        row = LOSS_TYPES[o.loss_type]
-        plain = type(self) is LigerFusedLinearGRPOLoss and o.separable and row.objective == "clipped"
-        plain = plain and o.row_normalizer == "items" and o.value("delta") is None and not o.reads_sampler
-        plain = plain and self._coef is None and o.top_entropy_quantile == 1.0 and not o.use_bias_correction_kl
-        alone = self.group is None and world_size() == 1
-        given: list[Tensor | None] = [advantages, old, ref if o.beta else None]
-        dtypes = [None if each is None else each.dtype for each in given]
-        if o.beta and batch.ref_hidden_states is not None:
+        """The result of a checked batch, where one launch computes this loss of few tokens."""
+        o, (labels,), (advantages, old, ref) = self.settings, batch.labels, given
+        inputs: list[Tensor | None] = [advantages, old, ref if o.beta else None]
+        dtypes = [None if each is None else each.dtype for each in inputs]
+        of_states = o.beta and batch.ref_hidden_states is not None
+        if of_states:
             dtypes[2] = torch.float32
-        halves = {*dtypes} <= {None, *INPUT_DTYPES}
-        if not (plain and alone and halves and labels.numel()) or (o.beta and o.kl_estimator != "k3"):
+        dtypes.append(None if items is None else torch.float32)
+        tokens = FewTokens(batch.hidden_states, batch.labels)
+        # Advantages may be of completions or of tokens.
+        loss = self._straight(tokens, batch.head, NO_TRANSFORM, dtypes, lambda: labels, advantages.numel())
+        if loss is None:
             return None
-        length = labels.shape[1] if advantages.numel() == len(labels) else 1
-        bounds = 1 - o.epsilon_low, 1 + o.epsilon_high
-        how = PolicyRows, (labels.numel(), length, o.ignore_index, bounds, o.beta)
-        call = batch.hidden_states, batch.head, batch.labels, Query(("logp",)), self.options
-        line = straight_coupled_loss(*call, *how, (*dtypes, None if items is None else torch.float32))
-        if line is None:
-            return None
-        if o.beta and batch.ref_hidden_states is not None:
-            (given[2],) = batch.reference_logps(batch.labels, self.options)
+        if of_states:
+            (inputs[2],) = batch.reference_logps(batch.labels, self.options)
+        inputs = [each if each is None else each.detach().contiguous() for each in inputs]
         divisor = None if items is None else checked_items(items, labels.device).clamp(min=1)
-        loss, (clip_ratio, kl) = line([*given, divisor])
-        return loss, PolicyMetrics(kl, clip_ratio) if o.beta else PolicyMetricsWithoutKL(clip_ratio)
+        return self._with_metrics(*loss([*inputs, divisor]))
+
+    def _straight(
+        self,
+        tokens: FewTokens,
+        head: AnyHead,
+        transform: tuple[Any, ...],
+        inputs: Sequence[Any],
+        check: Callable[[], Tensor | None],
+        count: int | None = None,
+    ) -> CoupledLoss | None:
+        """What computes the loss of few tokens, where one launch does, of token ids that are checked once for their
+        kind; ``inputs`` are advantages, of which there are so many, and what is given for each token, or dtypes."""
+        o, advantages = self.settings, inputs[0]
+        plain = type(self) is LigerFusedLinearGRPOLoss and o.has_kernel and self._coef is None
+        if not (plain and self.group is None and world_size() == 1):
+            return None
+
+        def make() -> tuple[PolicyRows, Query, EngineOptions] | None:
+            labels, kinds = check(), [getattr(each, "dtype", each) for each in inputs]
+            if labels is None or not labels.numel() or not {*kinds} <= {None, *INPUT_DTYPES}:
+                return None
+            each = (advantages.numel() if count is None else count) == len(labels)
+            length, bounds = labels.shape[1] if each else 1, (1 - o.epsilon_low, 1 + o.epsilon_high)
+            rows = PolicyRows(labels.numel(), length, o.ignore_index, bounds, o.beta, "triton")
+            return rows, _READ, self.options
+
+        return straight_coupled_loss(tokens, head, transform, (o, count), inputs, make)
+
+    def _with_metrics(
+        self, loss: Tensor, metrics: Sequence[Tensor]
+    ) -> tuple[Tensor, PolicyMetrics | PolicyMetricsWithoutKL]:
+        clip_ratio, kl = metrics
+        return loss, PolicyMetrics(kl, clip_ratio) if self.beta else PolicyMetricsWithoutKL(clip_ratio)
 
     @property
     def common_options(self) -> dict[str, Any]:

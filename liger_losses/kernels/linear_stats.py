@@ -118,12 +118,13 @@ def partial_sums(
     splits = max(1, min(FIXED_SPLITS if batch_invariant else programs // group, column_tiles))
     partial = torch.empty(len(PARTIAL_SUMS) if any(sums) else 3, splits, tokens, device=hidden.device)
     if tokens:
-        own: dict[str, Any] = {"labels": labels, "class_weight": epilogue.class_weight, "partial": partial, "needed": needed}
-        own |= {"splits": splits, "group": group, "sums": sums}
+        own = {"labels": labels, "class_weight": epilogue.class_weight, "partial": partial, "needed": needed}
+        sizes = {"splits": splits, "group": group, "sums": sums}
         options = {name: arguments.pop(name) for name in ("num_warps", "num_stages")}
         options |= UNFUSED if batch_invariant else {}
         kind = *kind_of(hidden, weight, epilogue, out), kinds(epilogue.class_weight), needed is None, sums
-        launcher(_linear_statistics_kernel, kind, **options).over((row_tiles * splits, 1, 1), **arguments, **own)
+        launch = launcher(_linear_statistics_kernel, kind, **options)
+        launch.over((row_tiles * splits, 1, 1), **arguments, **own, **sizes)
     return partial
 
 

@@ -83,6 +83,8 @@ class _Arguments(NamedTuple):
     transform: Any
     projections: Any
     sums_of_tiles: Any
+    slots: Any
+    kept: Any
 
 
 @gluon_jit
@@ -107,7 +109,9 @@ def _consume(ring, grid, out, staging, arguments, PART: gl.constexpr):
     half: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HALF, 16])
     by_row: gl.constexpr = gl.SliceLayout(1, half)
     by_column: gl.constexpr = gl.SliceLayout(0, half)
-    bias, labels, offset, partial, tops, logit_sums, moments, transform, PROJECTIONS, SUMS_OF_TILES = arguments
+    bias, labels, offset, partial, tops, logit_sums, moments, transform, PROJECTIONS, SUMS_OF_TILES, slots, kept = (
+        arguments
+    )
     program = gl.program_id(0)
     programs = gl.num_programs(0)
     used, turn = first_turn(grid, PART)
@@ -165,6 +169,11 @@ def _consume(ring, grid, out, staging, arguments, PART: gl.constexpr):
             x = left if part == 0 else right
             if PROJECTIONS and out is not None:
                 store_half(out, staging, x, first_row, start)
+            if slots is not None:  # halves of tiles that a row keeps
+                at = rows.to(gl.int64) * (grid.column_tiles * 2) + column_tile * 2 + part
+                slot = gl.load(slots + at, mask=inside, other=-1).to(gl.int64)
+                into = kept + (slot * HALF)[:, None] + columns[None, :]
+                gl.store(into, x, mask=(slot >= 0)[:, None] & (columns >= 0)[None, :])
             if offset is None:
                 highest, sums = _add_below_largest(
                     x,
@@ -218,7 +227,7 @@ def hopper_exponentials_kernel(
     bias, labels, offset, partial, tops, logit_sums, moments, needed, group, transform,
     PROJECTIONS: gl.constexpr, SUMS_OF_TILES: gl.constexpr,
     BLOCK_N: gl.constexpr, BLOCK_V: gl.constexpr, BLOCK_H: gl.constexpr,
-    STAGES: gl.constexpr, REGISTERS: gl.constexpr,
+    STAGES: gl.constexpr, REGISTERS: gl.constexpr, slots=None, kept=None,
 ):  # fmt: skip
     """Persistent programs: each takes every ``programs``-th tile.
 
@@ -229,9 +238,11 @@ def hopper_exponentials_kernel(
 
     Without an ``offset``, exponentials are relative to the largest logit of a tile's row, which ``tops`` gets: with
     ``SUMS_OF_TILES``, and no labels, exponentials to store, sums of logits or moments.
+
+    ``slots`` and ``kept`` are those of :class:`~liger_losses.kernels.linear_lse.Kept`.
     """
     arguments = _Arguments(
-        bias, labels, offset, partial, tops, logit_sums, moments, transform, PROJECTIONS, SUMS_OF_TILES
+        bias, labels, offset, partial, tops, logit_sums, moments, transform, PROJECTIONS, SUMS_OF_TILES, slots, kept
     )
     ring, grid = set_up(
         hidden, weight, tokens, vocab_size, hidden_size, needed, group, BLOCK_N, BLOCK_V, BLOCK_H, STAGES

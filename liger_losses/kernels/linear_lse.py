@@ -9,6 +9,8 @@ of all tiles.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
@@ -28,6 +30,30 @@ _FEW_ROWS = 2 * ROWS + ROWS // 2
 _COLUMNS = 4096
 
 
+class Kept(NamedTuple):
+    """Which groups of half a tile's columns a token keeps the projections of: ``slots [N, 2 V / 128]`` int32 (rounded
+    up), the group's place in ``projections [places, 64]`` fp32, or -1."""
+
+    slots: Tensor
+    projections: Tensor
+
+    @classmethod
+    def of(cls, columns: Tensor, vocab_size: int) -> Kept:
+        """Room for the groups of ``columns [N, k]``: each token has k places, the same one for columns of a group."""
+        (tokens, k), device = columns.shape, columns.device
+        groups = 2 * -(-vocab_size // COLUMNS)
+        slots = torch.full((tokens, groups), -1, dtype=torch.int32, device=device)
+        every = torch.arange(tokens * k, dtype=torch.int32, device=device).view(tokens, k)
+        slots.scatter_(1, columns // (COLUMNS // 2), every)  # of one group, any of its columns' places
+        return cls(slots, torch.empty(tokens * k, COLUMNS // 2, device=device))
+
+    def at(self, columns: Tensor) -> Tensor:
+        """The projections ``[N, k]`` of the columns."""
+        half = COLUMNS // 2
+        places = self.slots.gather(1, columns // half).long()
+        return self.projections.flatten()[places * half + columns % half]
+
+
 def few_rows(tokens: int) -> bool:
     """Whether a product in memory, which :func:`row_log_sum_exps_into` reads, takes less time than tiles."""
     return tokens <= _FEW_ROWS and 0 < tokens % ROWS <= ROWS // 2
@@ -37,9 +63,10 @@ def log_sum_exps_into(
     lse: Tensor,
     hidden: Tensor,
     weight: Tensor,
-    out: Tensor,
+    out: Tensor | None,
     epilogue: Epilogue = Epilogue(),
     *,
+    kept: Kept | None = None,
     backend: str = "torch",
 ) -> Tensor | None:
     """``lse_n = log sum_v exp(z_nv)`` of the logits ``z = epilogue(hidden @ weight.T)``, if there is a kernel for it.
@@ -48,8 +75,9 @@ def log_sum_exps_into(
         lse: ``[N]`` fp32, the tensor to write them into.
         hidden: ``[N, H]``, fp16 or bf16 for ``triton``.
         weight: ``[V, H]``, rows contiguous, of the same dtype.
-        out: ``[N, V]`` fp32, rows contiguous, which gets ``hidden @ weight.T``.
+        out: ``[N, V]`` fp32, rows contiguous, which gets ``hidden @ weight.T``; or ``None``.
         epilogue: from projections to logits.
+        kept: groups of columns, which get ``hidden @ weight.T`` too.
         backend: ``torch`` holds all logits twice; ``triton`` serves compute capability 9.0, and matrices that the
             tensor memory accelerator supports.
 
@@ -59,8 +87,12 @@ def log_sum_exps_into(
         written. Where this version of Triton cannot run it, a warning says why, once.
     """
     if backend == "torch":
-        torch.mm(hidden.to(out.dtype), weight.to(out.dtype).t(), out=out)
-        logits = epilogue(out.clone())
+        wide = lse.dtype if out is None else out.dtype
+        projected = torch.mm(hidden.to(wide), weight.to(wide).t(), out=out)
+        if kept is not None:
+            padded, there = torch.nn.functional.pad(projected, (0, -len(weight) % COLUMNS)), kept.slots >= 0
+            kept.projections[kept.slots[there].long()] = padded.unflatten(1, (-1, COLUMNS // 2))[there]
+        logits = epilogue(projected.clone())
         lse.copy_(logits.logsumexp(1))
         padded = torch.nn.functional.pad(logits, (0, -len(weight) % COLUMNS), value=-torch.inf)
         tiles = padded.unflatten(1, (-1, COLUMNS))
@@ -74,11 +106,13 @@ def log_sum_exps_into(
     if not len(hidden):
         return partial
     grid, tops_and_sums = (min(programs, row_tiles * column_tiles),), {"tops": partial[0], "partial": partial[1]}
-    together = target_of(hidden.device).orders.stored.together
+    orders = target_of(hidden.device).orders
+    together = (orders.alone if out is None else orders.stored).together
     nothing = dict.fromkeys(["labels", "offset", "logit_sums", "moments", "needed"])
+    of_kept = {} if kept is None else {"slots": kept.slots, "kept": kept.projections}
     try:
         launch(
-            hopper_exponentials_kernel, grid, **arguments, **tops_and_sums, **nothing,
+            hopper_exponentials_kernel, grid, **arguments, **tops_and_sums, **nothing, **of_kept,
             group=together, PROJECTIONS=True, SUMS_OF_TILES=True,
         )  # fmt: skip
     except NotCompiledError:

@@ -185,7 +185,8 @@ class OnTheHost:
         self.product = None
         names = {
             "gl": SimpleNamespace(
-                float32=torch.float32, int32=torch.int32, static_range=range, minimum=min,
+                float32=torch.float32, int32=torch.int32, int64=torch.int64, static_range=range,
+                minimum=lambda a, b: a.clamp(max=b) if isinstance(a, torch.Tensor) else min(a, b),
                 NVMMADistributedLayout=self.nothing, SliceLayout=self.nothing,
                 program_id=lambda axis: self.program, num_programs=lambda axis: self.programs,
                 zeros=lambda shape, dtype, layout: torch.zeros(shape, dtype=dtype),
@@ -233,18 +234,19 @@ class OnTheHost:
 
     def launch(
         self, hidden, weight, out, tokens, vocab_size, hidden_size, bias, labels, offset, partial, tops, logit_sums,
-        moments, needed, group, transform, PROJECTIONS, SUMS_OF_TILES, BLOCK_N, BLOCK_V, **options,
+        moments, needed, group, transform, PROJECTIONS, SUMS_OF_TILES, BLOCK_N, BLOCK_V, slots=None, kept=None,
+        **options,
     ):  # fmt: skip
         self.matrices, self.shape = (hidden, weight), (BLOCK_N, BLOCK_V)
         row_tiles, column_tiles = -(-tokens // BLOCK_N), -(-vocab_size // BLOCK_V)
         tiles = row_tiles * column_tiles * (1 if needed is None else int(needed))
-        given = (bias, labels, offset, partial, tops, logit_sums, moments)
-        vectors = [None if vector is None else Pointer(vector) for vector in given]
+        given = (bias, labels, offset, partial, tops, logit_sums, moments, slots, kept)
+        *vectors, slots, kept = [None if vector is None else Pointer(vector) for vector in given]
         if transform.temperature is not None:
             transform = transform._replace(temperature=Pointer(transform.temperature))
         ring = SimpleNamespace(hidden=SimpleNamespace(shape=(1, BLOCK_N)), weight=SimpleNamespace(shape=(1, BLOCK_V)))
         grid = hopper_pipeline.Grid(tiles, 1, group, row_tiles, column_tiles, tokens, vocab_size)
-        arguments = linear_exp_hopper._Arguments(*vectors, transform, PROJECTIONS, SUMS_OF_TILES)
+        arguments = linear_exp_hopper._Arguments(*vectors, transform, PROJECTIONS, SUMS_OF_TILES, slots, kept)
         for program in range(self.programs):
             self.program = program
             for part in range(2):

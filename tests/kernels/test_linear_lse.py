@@ -7,11 +7,11 @@ import torch
 
 from liger_losses import DistillationLoss, Divergence, Teacher
 from liger_losses.chunked.engine import two_models
-from liger_losses.kernels import hopper_pipeline, linear_lse
+from liger_losses.kernels import hopper_pipeline, linear_exp_hopper, linear_lse
 from liger_losses.kernels._triton import tl
-from liger_losses.kernels.linear_lse import log_sum_exps_into, row_log_sum_exps_into
+from liger_losses.kernels.linear_lse import Kept, log_sum_exps_into, row_log_sum_exps_into
 from liger_losses.kernels.logit_transform import Epilogue, LogitTransform
-from tests.kernels.test_linear_exp_hopper import Failing, hopper, on_hopper
+from tests.kernels.test_linear_exp_hopper import Failing, OnTheHost, hopper, on_hopper
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
@@ -43,6 +43,13 @@ def check(size, dtype, every_option, backend):
     again = torch.empty_like(lse)
     log_sum_exps_into(again, hidden, weight, out, epilogue, backend=backend)
     assert torch.equal(lse, again)
+    # Some groups of columns alone, of which some are chosen by several columns.
+    columns = torch.randint(vocab, (tokens, 5), device=DEVICE, generator=g)
+    columns[:, 1], columns[:, 2] = vocab - 1, 0
+    kept = Kept.of(columns, vocab)
+    log_sum_exps_into(again, hidden, weight, None, epilogue, kept=kept, backend=backend)
+    torch.testing.assert_close(again, lse)
+    torch.testing.assert_close(kept.at(columns), out.gather(1, columns))
 
 
 @pytest.mark.parametrize("every_option", [False, True])
@@ -56,6 +63,23 @@ def test_reference(every_option):
 @pytest.mark.parametrize("size", [(1, 8, 8), (129, 1024, 4112), (300, 272, 1008), (2000, 528, 20016), (128, 4160, 256)])
 def test_kernel(size, dtype, every_option):
     check(size, dtype, every_option, "triton")
+
+
+@pytest.mark.skipif(not hopper_pipeline.INTERPRETED, reason="runs in Triton's interpreter")
+def test_groups_that_are_kept(monkeypatch):
+    """By the kernel's own code: two row tiles of which one is not full, and a last column tile of one group."""
+    kernel = OnTheHost(monkeypatch)
+    monkeypatch.setattr(linear_exp_hopper, "_add_below_largest", linear_exp_hopper._add_below_largest.fn)
+    monkeypatch.setattr(linear_lse, "hopper_exponentials_kernel", kernel)
+    monkeypatch.setattr(linear_lse, "AVAILABLE", True)
+
+    def tiles(hidden, weight, epilogue, out):
+        arguments = {"hidden": hidden, "weight": weight, "out": out, "tokens": 200, "vocab_size": 300}
+        arguments |= {"hidden_size": 8, "bias": None, "transform": epilogue.transform.for_kernel}
+        return linear_exp_hopper.Tiles(2, 3, 4, arguments | {"BLOCK_N": 128, "BLOCK_V": 128})
+
+    monkeypatch.setattr(linear_lse, "pipeline_tiles", tiles)
+    check((200, 8, 300), torch.bfloat16, False, "triton")
 
 
 def test_sums_of_tiles():

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from functools import partial
+from functools import cached_property, partial
 from typing import Any, NamedTuple
 
 import torch
@@ -24,7 +24,7 @@ from liger_losses.kernels.label_rows import scale_and_add_label_rows
 from liger_losses.kernels.largest import largest, sum_of_probabilities
 from liger_losses.kernels.linear_exp import Exponentials, gradient_scales, linear_exponentials
 from liger_losses.kernels.linear_grad import linear_softmax_gradient_into
-from liger_losses.kernels.linear_lse import few_rows, log_sum_exps_into
+from liger_losses.kernels.linear_lse import Kept, few_rows, log_sum_exps_into
 from liger_losses.kernels.linear_stats import linear_softmax_statistics
 from liger_losses.kernels.logit_transform import Epilogue
 from liger_losses.kernels.matmul import on_side_stream, start_beside
@@ -35,6 +35,8 @@ from liger_losses.kernels.softmax_stats import softmax_statistics
 
 #: Not statistics of the softmax over a row: blocks compute them from whole rows of logits.
 OF_LOGITS = frozenset({"selected_logps", "columns", "rest", "registered"})
+#: Columns are selected without logits in memory if they are at most one in so many: 64 projections are kept for each.
+KEPT_COLUMNS = 256
 #: Tiles whose statistics are merged at once: each merge is dozens of small operations.
 MOST_TILES = 128
 
@@ -279,9 +281,6 @@ class LogitBlock(Block):
 
     def __init__(self, opened: OpenCall, rows: int) -> None:
         super().__init__(opened, rows)
-        #: One column beside the vocabulary takes what belongs to columns of other ranks.
-        width = padded(opened.vocab_size + (opened.others is not None))
-        self.projections = torch.empty(rows, width, dtype=self.call.work.logits_dtype, device=opened.device)
         #: Whether one kernel computes projections and statistics.
         wanted = self.call.batch_invariant or self.call.query.largest > 0
         self._fuses = wanted and self.call.work.fused_products
@@ -289,11 +288,38 @@ class LogitBlock(Block):
         selects = self.call.query.selects and not self.call.batch_invariant
         self._takes_tiles = selects and self.call.work.fused_products
 
+    @cached_property
+    def projections(self) -> Tensor:
+        """Memory of the projections ``[R, V]``."""
+        opened = self.opened
+        #: One column beside the vocabulary takes what belongs to columns of other ranks.
+        width = padded(opened.vocab_size + (opened.others is not None))
+        return torch.empty(self.rows, width, dtype=self.call.work.logits_dtype, device=opened.device)
+
+    def _without_logits(self, part: Part) -> bool:
+        """Compute the log-probabilities of selected columns alone, from projections that do not reach memory, where a
+        kernel does so and no gradient is to follow."""
+        call, opened, k = self.call, self.opened, self.call.query.selected
+        if call.strategy != "statistics" or opened.others is not None or k is None:
+            return False
+        if part.values.keys() != {"lse", "selected_logps"} or k.shape[1] * KEPT_COLUMNS > self.vocab_size:
+            return False
+        columns, lse, weight, epilogue = part.columns(call), part.values["lse"], opened.weight, part.epilogue
+        kept = Kept.of(columns, self.vocab_size)
+        if log_sum_exps_into(lse, part.hidden, weight, None, epilogue, kept=kept, backend=call.backend) is None:
+            return False
+        bias = None if opened.bias is None else opened.bias[columns]
+        part.values["selected_logps"].copy_(epilogue.transform(kept.at(columns), bias) - lse[:, None])
+        return True
+
     def fill(self, part: Part, upstream: Upstream | None = None) -> None:
-        call, projected, labels = self.call, self._projected(part), self.opened.labels[part.rows]
+        call, labels = self.call, self.opened.labels[part.rows]
         names, weight, lse, tiles = call.block_names - OF_LOGITS, self.opened.weight, part.values["lse"], None
         alone = names == {"lse"} and not call.batch_invariant
         few = alone and few_rows(len(part.hidden))
+        if self._takes_tiles and alone and not few and self._without_logits(part):
+            return
+        projected = self._projected(part)
         if self._takes_tiles and alone and not few:
             tiles = log_sum_exps_into(lse, part.hidden, weight, projected, part.epilogue, backend=call.backend)
         if tiles is not None:

@@ -12,8 +12,9 @@ What a rank does with the messages depends on what it has seen before, which is 
   They also hold checksums of the labels and of every other tensor that must be equal. What differs is an error on all
   ranks, which says what.
 - Of a call of a known signature, the message was made before, and has no checksums. It is read where that costs
-  nothing, on CPUs. On a GPU nobody waits for it: if another rank raises, or makes a call that is new there, that rank
-  says so, and this one stays in its next collective until the launcher ends it, or the group's timeout does.
+  nothing, on CPUs. On a GPU nobody waits for it, and the exchange begins after the first product: if another rank
+  raises, or makes a call that is new there, that rank says so, and this one stays in its next collective until the
+  launcher ends it, or the group's timeout does.
 - Where the environment variable ``LIGER_LOSSES_CHECK_RANKS`` is 1 on all ranks, every call is compared as a new one is.
 """
 
@@ -196,6 +197,16 @@ class _Group:
         self.last = 0
         #: Bytes of the smallest device of the ranks, by its type.
         self.least_memory: dict[str, int] = {}
+        #: The message of an exchange that begins with the next collective: see :func:`settle`.
+        self.owed: Tensor | None = None
+
+    def exchange(self, group: dist.ProcessGroup, message: Tensor) -> Tensor:
+        """The messages of all ranks, in their order."""
+        messages = message.new_empty(dist.get_world_size(group), _SIZE)
+        all_gather(messages.view(-1), message, group=group)
+        type(running).exchanges += 1  # on all threads: backward has its own
+        self.last = running.exchanges
+        return messages
 
 
 _groups: WeakKeyDictionary[dist.ProcessGroup, _Group] = WeakKeyDictionary()
@@ -211,12 +222,23 @@ def known_of(group: dist.ProcessGroup, device: torch.device | None = None) -> _G
     return known
 
 
+def settle(group: dist.ProcessGroup) -> None:
+    """Begin the exchange that was put off until the ranks' next collective, if there is one."""
+    known = _groups.get(group)
+    if known is not None and known.owed is not None:
+        message, known.owed = known.owed, None
+        known.exchange(group, message)
+
+
 class Agreement:
     """Within this context each rank makes its checks; after :meth:`wait` all ranks go on, or each raises an error.
 
     What a rank was :attr:`given` for the call that it is about to make must be the same on all ranks; :attr:`number`
     may be any, and is read. The exchange begins at the end of the context, and :meth:`wait` comes before any other
     collective. Without a group, nothing is exchanged.
+
+    An exchange that nobody reads may begin :attr:`later`, with the ranks' next collective: the host then launches what
+    comes before that first. Whoever sets this calls :func:`settle` before each collective that follows.
     """
 
     def __init__(
@@ -226,6 +248,7 @@ class Agreement:
         self.known: Any = None if group is None else known_of(group, device)
         self.number: int | None = None
         self.messages: Tensor | None = None
+        self.later = False
 
     def __enter__(self) -> Agreement:
         return self
@@ -234,18 +257,25 @@ class Agreement:
         if self.group is None or (error is not None and not isinstance(error, Exception)):
             return
         known, message = self.known, None
-        if error is not None:
-            message = _message(f"{type(error).__name__}: {error}", known.device, digest=-1)
-        elif self.number is None and os.environ.get(CHECK_VARIABLE) != "1":
+        if error is None:
+            settle(self.group)
+        else:  # other ranks find it where they expect what this rank owes
+            known.owed, message = None, _message(f"{type(error).__name__}: {error}", known.device, digest=-1)
+        if error is None and self.number is None and os.environ.get(CHECK_VARIABLE) != "1":
             message = known.signatures.get(self.given.text)
-        reads = message is None or known.device.type == "cpu"
+        reads = message is None or self._reads_all
         if message is None:
             message = _message(self.given.text, known.device, self.number or 0, self.given.checksums())
-        messages = message.new_empty(dist.get_world_size(self.group), _SIZE)
-        all_gather(messages.view(-1), message, group=self.group)
-        type(running).exchanges += 1  # on all threads: backward has its own
-        known.last = running.exchanges
-        self.messages = messages if reads else None
+        if self.later and error is None and not reads:
+            known.owed = message
+        else:
+            messages = known.exchange(self.group, message)
+            self.messages = messages if reads else None
+
+    @property
+    def _reads_all(self) -> bool:
+        """Whether messages of known signatures are read too, which costs nothing on CPUs."""
+        return bool(self.known.device.type == "cpu")
 
     def wait(self) -> tuple[int, ...]:
         """The :attr:`number` of each rank, in their order; empty where nothing is compared.

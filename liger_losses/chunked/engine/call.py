@@ -197,6 +197,7 @@ def _make_shared_call(
         decision = decide(hidden, head, labels, query, options, memory)
         counted = _counted(decision, head, labels)
         agreement.given = _given(decision, head, hidden, query, counted)
+        agreement.later = True
         if device.type == "cpu":  # which also finds what is wrong with the values of one rank
             call = _call(decision, head, query, counted)
     try:
@@ -207,6 +208,8 @@ def _make_shared_call(
             agreement.wait()
         raise
     agreement.wait()
+    if not call.tokens.count:  # no collective follows
+        head.ranks.settle()
     return (head.weight, head.bias, *hidden), call
 
 

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from liger_losses.chunked.engine.agreement import VOCABULARY, Agreement, Given, all_gather, known_of
+from liger_losses.chunked.engine.agreement import VOCABULARY, Agreement, Given, all_gather, known_of, settle
 from liger_losses.chunked.engine.checks import check_group, check_tensor, check_vector, check_weight
 from liger_losses.chunked.engine.documentation import see
 from liger_losses.chunked.engine.weights import QuantizedWeight
@@ -91,6 +91,9 @@ class Ranks:
     def agreement(self, device: torch.device) -> Agreement:
         """A context for checks that may fail on one rank alone: see :class:`Agreement`."""
         return Agreement(None)
+
+    def settle(self) -> None:
+        """Begin the exchange that was put off until the ranks' next collective, if there is one."""
 
     def merge_(self, labels: Tensor, *softmaxes: Mapping[str, Tensor], class_weight: Tensor | None = None) -> None:
         """Merge this rank's statistics into statistics of the whole vocabulary, for several softmaxes at once; see
@@ -225,18 +228,24 @@ class VocabularyRanks(Ranks):
 
     # --- What the ranks exchange --------------------------------------------------------------------------------------
 
+    def settle(self) -> None:
+        settle(self.group)
+
     def gather(self, values: Tensor) -> Tensor:
         """``[W, *]``: the values of all ranks, which have one shape and dtype."""
         values = values.contiguous()
         out = values.new_empty(len(self.sizes), *values.shape)
+        self.settle()
         all_gather(out.view(-1), values.view(-1), group=self.group)
         return out
 
     def sum_(self, values: Tensor) -> Tensor:
+        self.settle()
         dist.all_reduce(values, group=self.group)
         return values
 
     def start_sum_(self, values: Tensor) -> Any:
+        self.settle()
         return dist.all_reduce(values, group=self.group, async_op=True)
 
     def whole(self, rows: Tensor) -> Tensor:

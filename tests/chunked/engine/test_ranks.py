@@ -31,6 +31,7 @@ from liger_losses import (
     workspace,
 )
 from liger_losses.chunked.engine.agreement import CHECK_VARIABLE, VOCABULARY, Agreement, Given, RankError, known_of
+from liger_losses.chunked.engine.weights import Projection
 from liger_losses.integrations import skyrl
 from liger_losses.integrations.megatron import OutputOptions, output_processor
 from liger_losses.integrations.verl import linear_cross_entropy
@@ -48,6 +49,7 @@ from tests.chunked.engine.shared_vocabulary import (
     all_cases,
     batch,
     case_of,
+    compare,
     errors_before_a_call,
     flat,
     run,
@@ -472,7 +474,39 @@ def heads_of_frameworks(parts):
         torch.testing.assert_close(grad_hidden, grads[0])
 
 
+def exchanges_after_the_first_product(parts):
+    """As on GPUs, where nobody reads the messages of known signatures: these are exchanged before the first merge."""
+    (part, *_), order = parts.values(), []
+
+    def noting(owner, name):
+        original = getattr(owner, name)
+
+        def noted(*args, **options):
+            order.append(name)
+            return original(*args, **options)
+
+        patched.setattr(owner, name, noted)
+
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(Agreement, "_reads_all", False)
+        d, logps = batch(), lambda d, rows: linear_logps(d["h"][:rows], head, d["y"][:rows])
+        for name in ("cross entropy", "DPO", "GRPO, by items", "KL, top-k", "cross entropy"):
+            compare(case_of(name), d, VARIANTS["bias"], part)
+        head = Head(d["weight"][part.rows], group=part.group)
+        expected, none = logps(d, 7), logps(d, 0)
+        noting(Projection, "into")
+        noting(type(known_of(part.group)), "exchange")
+        noting(type(head.ranks), "merge_")
+        assert torch.equal(logps(d, 7), expected)
+        assert order == ["into", "merge_", "exchange"], order
+        assert torch.equal(logps(d, 0), none)
+        assert order[3:] == ["exchange"]  # also where no collective follows
+        with pytest.raises(ValueError, match="labels"):  # which takes the place of the exchange
+            linear_logps(d["h"], head, d["y"] + VOCAB)
+
+
 CHECKS = (
+    exchanges_after_the_first_product,
     all_cases,
     combinations,
     in_triton,

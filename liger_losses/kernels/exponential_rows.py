@@ -142,9 +142,8 @@ class ExponentialRows:
         kernel, programs = kernel_of(self.in_turn), min(tiles.programs, tiles.row_tiles * tiles.column_tiles)
         options = {name: tiles.arguments[name] for name in ("num_warps", "num_stages") if name in tiles.arguments}
         self.launch_product = Launcher(Launchable(kernel) if self.in_turn else kernel, programs, **options)
-        none = dict.fromkeys(("needed", "out_stride", "tops", "moments"))
         beside: dict[str, Any] = {"group": group, "PROJECTIONS": False, "SUMS_OF_TILES": parts is None}
-        self.names, self.given = kernel.arg_names, {**none, **beside, **tiles.arguments}
+        self.names, self.given = kernel.arg_names, {**beside, **tiles.arguments}
         for name in ("hidden", "weight", "out"):  # each call has its own
             del self.given[name]
         # Descriptors take the host some time in each call, and these seldom run.
@@ -187,7 +186,8 @@ class ExponentialRows:
         own = {"labels": labels, "offset": label_logit, "partial": sums, "logit_sums": logit_sums}
         arguments = {**self.given, **self._operands(clean, weight, values), **own}
         try:
-            self.launch_product(*[arguments[name] for name in self.names])
+            # What is not given, these kernels do without.
+            self.launch_product(*[arguments.get(name) for name in self.names])
         except NotCompiledError:
             self._prepare(weight)
             return self.project(hidden, weight, labels)

@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from liger_losses.kernels._triton import HALF_AND_SINGLE, Launcher, jit, tl
+from liger_losses.kernels.label_rows import count_active
 from liger_losses.kernels.masked_rows import RowStatistics
 
 #: Tokens that a program reads at a time; and the largest exponent, beyond which ratios are constant.
@@ -263,11 +264,7 @@ def _policy_kernel(
     BLOCK: tl.constexpr, MAX_EXPONENT: tl.constexpr,
 ):  # fmt: skip
     """One program, which counts the tokens first."""
-    counts = tl.zeros((BLOCK,), tl.int32)
-    for first in range(0, tokens, BLOCK):
-        at = first + tl.arange(0, BLOCK)
-        counts += (tl.load(labels + at, mask=at < tokens, other=ignore_index) != ignore_index).to(tl.int32)
-    count = tl.maximum(tl.sum(counts, 0), 1).to(tl.float32)
+    count = count_active(labels, tokens, ignore_index, BLOCK).to(tl.float32)
     divisor = count
     if items is not None:
         divisor = tl.load(items)

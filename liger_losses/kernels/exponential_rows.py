@@ -18,7 +18,7 @@ from liger_losses.kernels import hopper_pipeline
 from liger_losses.kernels._tiles import project_tile, tiles_of
 from liger_losses.kernels._triton import Launcher, jit, tl, triton
 from liger_losses.kernels.hopper_pipeline import AVAILABLE, Launchable, NotCompiledError
-from liger_losses.kernels.label_rows import LabelRows, masked_labels
+from liger_losses.kernels.label_rows import ASSERTS, LabelRows, check_known, count_active, masked_labels
 from liger_losses.kernels.linear_exp import LARGEST_SUM, kernel_of, linear_exponentials, log1p, place_of_sums
 from liger_losses.kernels.linear_exp_hopper import hopper_tiles, sums_on_hopper
 from liger_losses.kernels.linear_stats import MaskedStatistics, merged_splits
@@ -55,7 +55,7 @@ class RowExponentials(NamedTuple):
     ``values`` are the exponentials e ``[T, V]``, 0 at the label, and anything for masked tokens. Others are 0 there:
     ``hidden [T, H]``; ``ratio [T]``, which is p / e; and ``others [T]``, which is 1 - p of the label. ``ordered`` are
     the labels in ascending order, V for masked tokens, ``source`` the row of each, and ``rank`` the place of each row.
-    The second of ``facts`` is the number of tokens that carry loss. Backward needs no ``statistics``.
+    The second of ``facts`` is the number of tokens that carry loss, at least 1. Backward needs no ``statistics``.
     """
 
     values: Tensor
@@ -118,7 +118,7 @@ class ExponentialRows:
         self.label_rows = LabelRows(tokens, self.hidden_size, backend)
         if not self.triton:
             return
-        self.launch_start = Launcher(_start_kernel, tokens)
+        self.launch_start = Launcher(_start_kernel, tokens, **ASSERTS)
         self.launch_sums = Launcher(_sums_kernel, triton.cdiv(tokens, _ROWS), num_warps=8)
         # By whether there are an upstream gradient and a factor of it.
         self.launch_scales = cache(lambda *given: Launcher(_scales_kernel, tokens))
@@ -296,7 +296,7 @@ class ExponentialRows:
         vectors = found.lse, found.logp, (found.offset - found.lse).exp(), -found.logp.expm1()
         lse, logp, ratio, others = [value.masked_fill(ignored, 0) for value in vectors]
         ordered, source = safe.masked_fill(ignored, self.columns).sort(stable=True)
-        facts = torch.stack([ignored.sum() * 0, (~ignored).sum()]).int()
+        facts = torch.stack([ignored.sum() * 0, (~ignored).sum().clamp(min=1)]).int()
         mean = found.mean_logit.masked_fill(ignored, 0).view(labels.shape) if found.mean_logit is not None else None
         statistics = RowStatistics(lse, logp.view(labels.shape), None, mean)
         return RowExponentials(values, clean, ratio, others, ordered, source, source.argsort(), facts, statistics)
@@ -304,7 +304,7 @@ class ExponentialRows:
     def _reference_gradients(
         self, block: RowExponentials, labels: Tensor, upstream: Tensor | None, coefficient: float, mean: bool
     ) -> ExponentialGradients:
-        ignored, share = (labels == self.ignore_index).reshape(-1), 1.0 / block.facts[1].clamp(min=1)
+        ignored, share = (labels == self.ignore_index).reshape(-1), 1.0 / block.facts[1]
         g = torch.full_like(block.ratio, coefficient) * (share if mean else 1.0)
         g = (g if upstream is None else upstream.reshape(-1)).masked_fill(ignored, 0)
         by_projection = g if self.factor is None else g * self.factor
@@ -323,7 +323,7 @@ def _start_kernel(
     """One program per row: hidden states without what masked tokens may hold, and the label's logit."""
     row = tl.program_id(0).to(tl.int64)
     label, active, known = label_of(labels, row, ignore_index, columns)
-    tl.store(right, known, mask=active & (known == 0))
+    check_known(right, known | (active == 0))
     copy_row(clean, hidden, hidden_stride, row, active, hidden_size, BLOCK)
     products = tl.zeros((BLOCK,), tl.float32)
     for start in range(0, tl.where(active, hidden_size, 0), BLOCK):
@@ -336,12 +336,8 @@ def _start_kernel(
         z = transform_block(z, None, label, True, transform, 1.0)
     tl.store(label_logit + row, tl.where(active, z, 0.0))
     if row == 0:
-        counts = tl.zeros((AT_ONCE,), tl.int32)
-        for start in range(0, tokens, AT_ONCE):
-            at = start + tl.arange(0, AT_ONCE)
-            counts += (tl.load(labels + at, mask=at < tokens, other=ignore_index) != ignore_index).to(tl.int32)
         tl.store(facts, 0)
-        tl.store(facts + 1, tl.sum(counts, 0))
+        tl.store(facts + 1, count_active(labels, tokens, ignore_index, AT_ONCE))
 
 
 @jit
@@ -459,7 +455,7 @@ def _scales_kernel(
     else:
         g = coefficient * 1.0
         if MEAN:
-            g = g / tl.maximum(tl.load(facts + 1), 1).to(tl.float32)
+            g = g / tl.load(facts + 1).to(tl.float32)
         if row == 0:
             terms = tl.zeros((AT_ONCE,), tl.float32)
             for start in range(0, tokens, AT_ONCE):

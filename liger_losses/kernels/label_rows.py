@@ -23,6 +23,10 @@ PLACE_FACTOR = 0x4F1BBCDCBFA53E0B
 _PLACE_FACTOR = PLACE_FACTOR if tl is None else tl.constexpr(PLACE_FACTOR)
 
 
+#: Options of launches that assert on the device that labels are right, which Triton compiles only where it debugs.
+ASSERTS = {"debug": True, "sanitize_overflow": False}
+
+
 def place_weights(first: int, count: int, device: torch.device) -> Tensor:
     """A weight for each of the places ``first`` to ``first + count``, ``[count]`` int64, for checksums.
 
@@ -232,6 +236,23 @@ class LabelRows:
             self.tokens, len(grad_weight), self.hidden_size, self.block, _TOKENS,
         )  # fmt: skip
         return grad_weight
+
+
+@jit
+def count_active(labels, tokens, ignore_index, BLOCK: tl.constexpr):
+    """How many labels carry loss, at least 1."""
+    counts = tl.zeros((BLOCK,), tl.int32)
+    for start in range(0, tokens, BLOCK):
+        at = start + tl.arange(0, BLOCK)
+        counts += (tl.load(labels + at, mask=at < tokens, other=ignore_index) != ignore_index).to(tl.int32)
+    return tl.maximum(tl.sum(counts, 0), 1)
+
+
+@jit
+def check_known(right, known):
+    """Label(s) that are not ``known`` make ``right`` false, which hosts read that can, and end all work on a GPU."""
+    tl.store(right, known, mask=known == 0)
+    tl.device_assert(known, "labels must be in [0, vocab_size), the rows of the weight, or ignore_index")
 
 
 @jit(do_not_specialize=["count", "ignore_index", "vocab_size"], do_not_specialize_on_alignment=["labels"])

@@ -22,6 +22,7 @@ from liger_losses.kernels._tiles import (
     with_contiguous_rows,
 )
 from liger_losses.kernels._triton import Launcher, jit, kinds, launcher, tl, triton
+from liger_losses.kernels.label_rows import ASSERTS, check_known
 from liger_losses.kernels.logit_transform import Epilogue, LogitTransform, inverse_temperature, transform_block
 from liger_losses.kernels.masked_rows import MaskedRows, RowStatistics
 from liger_losses.kernels.matmul import HALF_DTYPES
@@ -178,7 +179,7 @@ class MaskedStatistics:
         self.sizes, options = [given[name] for name in names], {n: given[n] for n in ("num_warps", "num_stages")}
         self.rest = self.splits, group, given["transform"], sums, *blocks, None, None
         self.launch = Launcher(_linear_statistics_kernel, row_tiles * self.splits, **options)
-        self.merge = Launcher(_masked_merge_kernel, triton.cdiv(self.tokens, 64))
+        self.merge = Launcher(_masked_merge_kernel, triton.cdiv(self.tokens, 64), **ASSERTS)
         self.of_merge = self.splits, self.tokens, len(weight), ignore_index, sums, 64, 32
 
     def __call__(self, hidden: Tensor, weight: Tensor, labels: Tensor) -> RowStatistics:
@@ -264,8 +265,7 @@ def _masked_merge_kernel(
     label = tl.load(labels + rows, mask=valid, other=ignore_index)
     active = label != ignore_index
     wrong = active & ((label < 0) | (label >= columns))
-    if tl.sum(wrong.to(tl.int32), 0) > 0:
-        tl.store(right, 0 > 1)
+    check_known(right, tl.sum(wrong.to(tl.int32), 0) == 0)
     total = tl.where(active, total, 1.0)
     log_total = tl.log(total)
     tl.store(lse + rows, tl.where(active, top + log_total, 0.0), mask=valid)

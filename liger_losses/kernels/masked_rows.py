@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from liger_losses.kernels._triton import Launcher, jit, tl
-from liger_losses.kernels.label_rows import masked_labels
+from liger_losses.kernels.label_rows import ASSERTS, check_known, count_active, masked_labels
 from liger_losses.kernels.logit_transform import Epilogue, LogitTransform, load_logits, transform_gradient
 from liger_losses.kernels.matmul import matmul, matmul_into
 from liger_losses.kernels.online_softmax import Sums, online_start, online_step, reference_statistics
@@ -95,11 +95,12 @@ class MaskedRows:
             # Few rows leave processors idle: each program is as large as there are.
             self.block = min(_BLOCK, power_of_two(columns))
             warps = {"num_warps": target_of(right.device).warps(self.block // 8)}
+            asserts = warps | ASSERTS
             self.for_kernel = transform.for_kernel
             # By which statistics, and which derivatives, there are.
-            self.launch_statistics = cache(lambda *asked: Launcher(_statistics_kernel, tokens, **warps))
+            self.launch_statistics = cache(lambda *asked: Launcher(_statistics_kernel, tokens, **asserts))
             self.launch_gradient = cache(lambda *given: Launcher(_gradient_kernel, tokens, **warps))
-            self.launch_loss = Launcher(_loss_kernel, tokens, **warps)
+            self.launch_loss = Launcher(_loss_kernel, tokens, **asserts)
 
     def project(self, hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
         """``hidden @ weight.T`` ``[T, V]`` in fp32."""
@@ -309,7 +310,7 @@ def _statistics_kernel(
     """One program per row."""
     row = tl.program_id(0).to(tl.int64)
     label, active, known = label_of(labels, row, ignore_index, columns)
-    tl.store(right, known, mask=active & (known == 0))
+    check_known(right, known | (active == 0))
     own = projected + row * columns
     state = online_start(tl.zeros((), tl.float32))
     for start in range(0, tl.where(active, columns, 0), BLOCK):
@@ -374,15 +375,11 @@ def _loss_kernel(
     """One program per row, which reads all labels for the share of each: a launch takes the host longer."""
     row = tl.program_id(0).to(tl.int64)
     label, active, known = label_of(labels, row, ignore_index, columns)
-    tl.store(right, known, mask=active & (known == 0))
+    check_known(right, known | (active == 0))
     copy_row(clean, hidden, hidden_stride, row, active, hidden_size, AT_ONCE)
     share = 1.0
     if MEAN:
-        counts = tl.zeros((AT_ONCE,), tl.int32)
-        for start in range(0, tokens, AT_ONCE):
-            at = start + tl.arange(0, AT_ONCE)
-            counts += (tl.load(labels + at, mask=at < tokens, other=ignore_index) != ignore_index).to(tl.int32)
-        share = 1.0 / tl.maximum(tl.sum(counts, 0), 1).to(tl.float32)
+        share = 1.0 / count_active(labels, tokens, ignore_index, AT_ONCE).to(tl.float32)
     own = projected + row * columns
     state = online_start(tl.zeros((), tl.float32))
     for start in range(0, tl.where(active, columns, 0), BLOCK):

@@ -23,7 +23,7 @@ from liger_losses.chunked.engine.decision import decide
 from liger_losses.chunked.engine.head import Head
 from liger_losses.chunked.engine.plan import MOST_SMALL_LOGITS, EngineOptions, default_bound, is_small, padded
 from liger_losses.chunked.engine.query import EqualWeights, Query, Statistics
-from liger_losses.chunked.engine.tokens import check_right
+from liger_losses.chunked.engine.tokens import check_right, host_checks
 from liger_losses.kernels._triton import BACKEND_VARIABLE
 from liger_losses.kernels.autograd import (
     Scaling,
@@ -337,7 +337,7 @@ class StraightLine:
         self.sizes = [shape.numel() for shape in self.shapes]
         self.tokens = sum(self.sizes)
         self.multiplications = self.tokens * weight.numel()
-        self.right = _right(weight.device)
+        self.right, self.host_checks = _right(weight.device), host_checks(weight.device)
         #: The label of tokens that a mask leaves out, on the device.
         self.ignored = torch.full((), ignore_index, device=weight.device)
         self.rows: MaskedRows | ExponentialRows = MaskedRows(
@@ -380,8 +380,13 @@ class StraightLine:
             found = self.rows.statistics(block, labels, self.entropy, self.mean_logit)
         else:
             found = self.fused(hidden, weight, labels)
-        check_right(self.right, labels, self.vocab_size, self.ignore_index)
+        self.check(labels)
         return found, block
+
+    def check(self, labels: Tensor) -> None:
+        """Raise ValueError if a label is outside of the vocabulary; on a GPU, kernels have asserted that none is."""
+        if self.host_checks:
+            check_right(self.right, labels, self.vocab_size, self.ignore_index)
 
     def named(self, values: RowStatistics, labels: Tensor) -> tuple[Tensor, ...]:
         """What the user gets, in the order of the names."""
@@ -403,7 +408,7 @@ class StraightLine:
         hidden = hidden_states if hidden_states.dim() == 2 else hidden_states.view(-1, self.hidden_size)
         own: Any = self.rows.project(hidden, weight, labels)
         found: Any = self.rows.loss(own, labels, hidden, self.scales, self.mean)
-        check_right(self.right, labels, self.vocab_size, self.ignore_index)
+        self.check(labels)
         return found.loss, *self.products(found, weight, needs)
 
     def products(self, found: Any, weight: Tensor, needs: Sequence[bool]) -> tuple[list[Tensor | None], Tensor | None]:

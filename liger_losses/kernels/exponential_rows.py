@@ -41,7 +41,7 @@ _SPLITS = 32
 _PADDED = 64
 #: Arguments whose alignment is no reason to compile again.
 _VECTORS = ["labels", "label_logit", "unsafe", "lse", "logp", "mean_logit", "ratio", "others", "upstream"]
-_VECTORS += ["rank", "ordered", "source", "g_scale"]
+_VECTORS += ["rank", "ordered", "source"]
 
 
 def exponentials_serve(weight: Tensor, transform: LogitTransform) -> bool:
@@ -120,8 +120,8 @@ class ExponentialRows:
             return
         self.launch_start = Launcher(_start_kernel, tokens, **ASSERTS)
         self.launch_sums = Launcher(_sums_kernel, triton.cdiv(tokens, _ROWS), num_warps=8)
-        # By whether there are an upstream gradient and a factor of it.
-        self.launch_scales = cache(lambda *given: Launcher(_scales_kernel, tokens))
+        # By whether there is an upstream gradient.
+        self.launch_scales = cache(lambda upstream: Launcher(_scales_kernel, tokens))
         self.launch_hidden_gradient = Launcher(_hidden_gradient_kernel, tokens)
         self._prepare(weight)
 
@@ -221,7 +221,7 @@ class ExponentialRows:
         upstream: Derivatives,
     ) -> ExponentialGradients:
         """The gradient of any function of the log-probabilities, by which it has the derivatives ``upstream``."""
-        return self._gradients(block, labels, upstream, 1.0, False)
+        return self._gradients(block, labels, upstream.logp, 1.0, False)
 
     def loss(
         self, block: RowExponentials, labels: Tensor, hidden: Tensor, scales: tuple[float, float | None], mean: bool
@@ -237,21 +237,18 @@ class ExponentialRows:
         return self._gradients(block, labels, None, scales[0], mean)
 
     def _gradients(
-        self, block: RowExponentials, labels: Tensor, upstream: Derivatives | None, coefficient: float, mean: bool
+        self, block: RowExponentials, labels: Tensor, upstream: Tensor | None, coefficient: float, mean: bool
     ) -> ExponentialGradients:
         """``upstream``, or ``coefficient`` and a loss: d loss / d logp."""
-        given = Derivatives() if upstream is None else upstream
-        g, factor = given.logp, given.scale
         if not self.triton:
-            whole = g if g is None or factor is None else g * factor
-            return self._reference_gradients(block, labels, whole, coefficient, mean)
+            return self._reference_gradients(block, labels, upstream, coefficient, mean)
         # A loss is summed up of what backward has no more.
         logp = block.statistics.logp if block.statistics is not None and upstream is None else None
         scale, coef, ordered_coef = torch.empty(3, self.tokens, dtype=torch.float32, device=labels.device).unbind()
         scaled = torch.empty_like(block.hidden)
         loss = None if upstream is not None else torch.empty((), dtype=torch.float32, device=labels.device)
-        self.launch_scales(g is None, factor is None)(
-            labels, logp, block.ratio, block.others, block.rank, block.facts, g, factor, block.hidden,
+        self.launch_scales(upstream is not None)(
+            labels, logp, block.ratio, block.others, block.rank, block.facts, upstream, block.hidden,
             scale, coef, ordered_coef, scaled, loss,
             self.tokens, self.hidden_size, self.ignore_index, coefficient, self.factor, mean, _BLOCK, _AT_ONCE,
         )  # fmt: skip
@@ -440,8 +437,8 @@ def _again_kernel(
 
 @jit(do_not_specialize=["tokens", "ignore_index", "coefficient"], do_not_specialize_on_alignment=_VECTORS)
 def _scales_kernel(
-    labels, logp, ratio, others, rank, facts, upstream, g_scale, clean, scale_out, coef_out, ordered_coef, scaled,
-    loss, tokens, hidden_size, ignore_index, coefficient, factor,
+    labels, logp, ratio, others, rank, facts, upstream, clean, scale_out, coef_out, ordered_coef, scaled, loss,
+    tokens, hidden_size, ignore_index, coefficient, factor,
     MEAN: tl.constexpr, BLOCK: tl.constexpr, AT_ONCE: tl.constexpr,
 ):  # fmt: skip
     """One program per row: what its exponentials and its hidden states are multiplied by, and the label's derivative.
@@ -450,8 +447,6 @@ def _scales_kernel(
     active = tl.load(labels + row) != ignore_index
     if upstream is not None:
         g = tl.load(upstream + row)
-        if g_scale is not None:
-            g *= tl.load(g_scale)
     else:
         g = coefficient * 1.0
         if MEAN:

@@ -39,19 +39,12 @@ class RowStatistics(NamedTuple):
 class Derivatives(NamedTuple):
     """The derivatives of a function by each statistic, ``[T]`` fp32, contiguous; ``None`` for 0.
 
-    For tokens without loss, they may be anything. ``scale``, 0-dim, is a factor of all of them; ``None`` for 1.
+    For tokens without loss, they may be anything.
     """
 
     lse: Tensor | None = None
     logp: Tensor | None = None
     entropy: Tensor | None = None
-    scale: Tensor | None = None
-
-    def masked(self, ignored: Tensor) -> dict[str, Tensor]:
-        """Those that there are by the statistics' names, ``[T]``, 0 for ignored tokens."""
-        given = {name: getattr(self, name) for name in ("lse", "logp", "entropy")}
-        scale = 1.0 if self.scale is None else self.scale
-        return {n: (g.reshape(-1) * scale).masked_fill(ignored, 0) for n, g in given.items() if g is not None}
 
 
 class RowGradients(NamedTuple):
@@ -148,8 +141,10 @@ class MaskedRows:
         grad = self._in_place(projected, hidden)
         if not self.triton:
             ignored = (labels == self.ignore_index).reshape(-1)
+            given = {name: g for name, g in upstream._asdict().items() if g is not None}
+            masked = {name: g.reshape(-1).masked_fill(ignored, 0) for name, g in given.items()}
             values = {} if entropy is None else {"entropy": entropy.reshape(-1)}
-            coefficients = SoftmaxGradient.of(upstream.masked(ignored), values)
+            coefficients = SoftmaxGradient.of(masked, values)
             return self._reference_gradients(grad, projected, labels, hidden, lse, coefficients)
         clean = torch.empty_like(hidden)
         self.launch_gradient(*[g is None for g in upstream])(
@@ -331,10 +326,10 @@ def _statistics_kernel(
 
 @jit(
     do_not_specialize=["ignore_index"],
-    do_not_specialize_on_alignment=["labels", "entropy", "g_lse", "g_logp", "g_entropy", "g_scale"],
+    do_not_specialize_on_alignment=["labels", "entropy", "g_lse", "g_logp", "g_entropy"],
 )
 def _gradient_kernel(
-    projected, labels, lse, entropy, g_lse, g_logp, g_entropy, g_scale, hidden, hidden_stride, clean,
+    projected, labels, lse, entropy, g_lse, g_logp, g_entropy, hidden, hidden_stride, clean,
     columns, hidden_size, ignore_index, transform,
     BLOCK: tl.constexpr, AT_ONCE: tl.constexpr,
 ):  # fmt: skip
@@ -352,11 +347,6 @@ def _gradient_kernel(
     if g_entropy is not None:
         p_logp_coef = -tl.load(g_entropy + row)
         p_coef += p_logp_coef * tl.load(entropy + row)
-    if g_scale is not None:
-        factor = tl.load(g_scale)
-        p_coef *= factor
-        p_logp_coef *= factor
-        label_coef *= factor
     own = projected + row * columns
     out = own.to(tl.pointer_type(clean.dtype.element_ty), bitcast=True)
     _write_gradient(

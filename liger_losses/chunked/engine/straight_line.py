@@ -127,8 +127,8 @@ def straight_coupled_loss(
     def loss(inputs: Sequence[Tensor | None]) -> tuple[Tensor, Sequence[Tensor]]:
         if line.strategy == "statistics":
             with line.without_autocast():
-                return line.coupled_loss(tokens, weight, inputs)[0][:2]
-        found, *metrics = _CoupledLoss.apply(line, weight, tokens, inputs, *tokens.hidden_states)
+                return line.loss(tokens, weight, inputs, ())[:2]
+        found, *metrics = _Loss.apply(line, weight, tokens, inputs, *tokens.hidden_states)
         return found, metrics
 
     return loss
@@ -187,7 +187,7 @@ def straight_loss(
     weight, transform = _opened(weight, transform)
     tokens = FewTokens((hidden_states,), (labels,))
     line = _line((weights, options, transform), tokens, weight, prepare)
-    return None if line is None else _Loss.apply(line, weight, labels, hidden_states)
+    return None if line is None else _Loss.apply(line, weight, tokens, (), hidden_states)
 
 
 #: The fields of the transform that changes nothing.
@@ -295,6 +295,10 @@ def _prepared(
         return line
     aligned = depth % ALIGNED == 0 and (count % ALIGNED == 0 or count <= MIN_CUT_SIZE) and padded(size) == size
     in_one_block = not (decision.compact or run.work.fused or run.work.exponentials) and run.plan.rows >= count
+    # Of a coupled loss, gradients are computed in forward: nothing is kept until backward. fp16 gradients underflow
+    # without the loss scale, which is only known there.
+    if coupled and hidden.dtype == torch.float16:
+        return None
     in_one_block = in_one_block and (coupled or run.strategy in ("statistics", "one_pass", "resident"))
     of_logp = query.statistics == ("logp",) and {*query.metrics} <= {"mean_logit"}
     large = line.multiplications >= MIN_EXPONENTIALS and count <= MOST_TOKENS and run.work.fused_products
@@ -392,34 +396,38 @@ class StraightLine:
         """What the user gets, in the order of the names."""
         return tuple([values.lse.view(labels.shape) if name == "lse" else getattr(values, name) for name in self.names])
 
-    def coupled_loss(
-        self, tokens: FewTokens, weight: Tensor, inputs: Sequence[Tensor | None]
-    ) -> tuple[Coupled, Any, Tensor, Tensor, Tensor]:
-        """A loss of all tokens' statistics; and the block, hidden states, labels and log-sum-exps for backward."""
-        hidden, labels = self.joined(tokens)
-        values, block = self.values(hidden, weight, labels)
-        assert self.coupled is not None
-        return self.coupled(values, labels, *inputs), block, hidden, labels, values.lse
-
     def loss(
-        self, hidden_states: Tensor, weight: Tensor, labels: Tensor, needs: Sequence[bool]
-    ) -> tuple[Tensor, list[Tensor | None], Tensor | None]:
-        """A sum of the tokens' own losses, 0-dim, and the gradients by hidden states and weight that are needed."""
-        hidden = hidden_states if hidden_states.dim() == 2 else hidden_states.view(-1, self.hidden_size)
-        own: Any = self.rows.project(hidden, weight, labels)
-        found: Any = self.rows.loss(own, labels, hidden, self.scales, self.mean)
-        self.check(labels)
-        return found.loss, *self.products(found, weight, needs)
+        self, tokens: FewTokens, weight: Tensor, inputs: Sequence[Tensor | None], needs: Sequence[bool]
+    ) -> tuple[Tensor, tuple[Tensor, ...], Any]:
+        """The loss, 0-dim, its metrics, and its gradients as from :meth:`products`."""
+        hidden, labels = self.joined(tokens)
+        found: Any
+        block: Any
+        if self.coupled is None:
+            block = self.rows.project(hidden, weight, labels)
+            found = self.rows.loss(block, labels, hidden, self.scales, self.mean)
+            self.check(labels)
+            return found.loss, (), self.products(found, weight, needs)
+        values, block = self.values(hidden, weight, labels)
+        loss, metrics, derivative = self.coupled(values, labels, *inputs)
+        if not any(needs):
+            return loss, metrics, None
+        found = self.rows.gradients(block, labels, hidden, values.lse, None, Derivatives(logp=derivative))
+        return loss, metrics, self.products(found, weight, needs)
 
-    def products(self, found: Any, weight: Tensor, needs: Sequence[bool]) -> tuple[list[Tensor | None], Tensor | None]:
-        """The gradients by each tensor of hidden states and by the weight, which comes first in ``needs``."""
+    def products(
+        self, found: Any, weight: Tensor, needs: Sequence[bool]
+    ) -> tuple[list[Tensor], tuple[Tensor | None, ...]]:
+        """The gradients that are needed, one of all hidden states; and those by the weight and by each tensor of them.
+
+        ``needs`` has the weight's first.
+        """
         of_weight, *of_hidden = needs
-        grad_hidden = grad_weight = None
+        hidden = grad_weight = None
         products = list[Callable[[], object]]()
-
         if any(of_hidden):  # allocated on the caller's stream, as the product may run on another
-            grad_hidden = torch.empty(self.tokens, self.hidden_size, dtype=weight.dtype, device=self.device)
-            products.append(lambda: self.rows.hidden_gradient_into(grad_hidden, found, weight))
+            hidden = torch.empty(self.tokens, self.hidden_size, dtype=weight.dtype, device=self.device)
+            products.append(lambda: self.rows.hidden_gradient_into(hidden, found, weight))
 
         def multiply() -> None:
             nonlocal grad_weight
@@ -428,7 +436,8 @@ class StraightLine:
         if of_weight:
             products.append(multiply)
         side_by_side(self.device, products, self.multiplications)
-        return self.separated(grad_hidden, of_hidden), grad_weight
+        whole = [grad for grad in (hidden, grad_weight) if grad is not None]
+        return whole, (grad_weight, *self.separated(hidden, of_hidden))
 
     def separated(self, grad: Tensor | None, needed: Sequence[bool]) -> list[Tensor | None]:
         """Rows ``[T, H]`` as those of each tensor of hidden states."""
@@ -449,40 +458,17 @@ class StraightLine:
 _NO_CHANGE = nullcontext()
 
 
-def _keep(ctx: Any, line: StraightLine, block: Any, hidden: Tensor, weight: Tensor, labels: Tensor) -> None:
-    """Keep a block of rows until backward; what gradients do not overwrite serves further ones."""
-    ctx.set_materialize_grads(False)
-    ctx.line, ctx.block, kept = (line, block, ()) if line.rows.overwrites else (line, None, block[:-1])
-    ctx.save_for_backward(hidden, weight, labels, *kept)
-
-
-def _gradients(
-    ctx: Any, derivatives: Derivatives, lse: Tensor, entropy: Tensor | None = None
-) -> tuple[Tensor | None, ...]:
-    """The gradients of a function of a kept block's statistics, by the weight and by each tensor of hidden states."""
-    line: StraightLine = ctx.line
-    hidden, weight, labels, *kept = ctx.saved_tensors
-    # A second backward computes a block again that gradients overwrite.
-    block: Any = RowExponentials(*kept) if kept else ctx.block
-    ctx.block = None
-    with line.without_autocast():
-        block = line.rows.project(hidden, weight, labels) if block is None else block
-        found = line.rows.gradients(block, labels, hidden, lse, entropy, derivatives)
-        del block
-        needs = ctx.needs_input_grad
-        of_hidden, of_weight = line.products(found, weight, (needs[1], *needs[-len(line.shapes) :]))
-    return of_weight, *of_hidden
-
-
 class _Statistics(torch.autograd.Function):
     """Statistics, whose block of rows is kept until backward."""
 
     @staticmethod
     def forward(ctx: Any, line: StraightLine, weight: Tensor, tokens: FewTokens, *_: Tensor) -> tuple[Tensor, ...]:
+        ctx.set_materialize_grads(False)
         with line.without_autocast():
             hidden, labels = line.joined(tokens)
             values, block = line.values(hidden, weight, labels)
-        _keep(ctx, line, block, hidden, weight, labels)
+        ctx.line, ctx.block, kept = (line, block, ()) if line.rows.overwrites else (line, None, block[:-1])
+        ctx.save_for_backward(hidden, weight, labels, *kept)
         ctx.lse, ctx.entropy = values.lse, values.entropy
         # Users may change an output in place; what backward needs must not change with it.
         named = zip(line.names, line.named(values, labels), strict=True)
@@ -494,52 +480,52 @@ class _Statistics(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *upstream: Tensor | None) -> tuple[Any, ...]:
-        given = {name: None if g is None else g.contiguous() for name, g in zip(ctx.line.names, upstream, strict=True)}
+        line: StraightLine = ctx.line
+        hidden, weight, labels, *kept = ctx.saved_tensors
+        given = {name: None if g is None else g.contiguous() for name, g in zip(line.names, upstream, strict=True)}
         derivatives = Derivatives(given.get("lse"), given.get("logp"), given.get("entropy"))
-        of_weight, *of_hidden = _gradients(ctx, derivatives, ctx.lse, ctx.entropy)
+        # A second backward computes a block again that gradients overwrite.
+        block: Any = RowExponentials(*kept) if kept else ctx.block
+        ctx.block = None
+        with line.without_autocast():
+            block = line.rows.project(hidden, weight, labels) if block is None else block
+            found = line.rows.gradients(block, labels, hidden, ctx.lse, ctx.entropy, derivatives)
+            del block
+            needs = ctx.needs_input_grad
+            _, (of_weight, *of_hidden) = line.products(found, weight, (needs[1], *needs[3:]))
         return None, of_weight, None, *of_hidden
 
 
-class _CoupledLoss(torch.autograd.Function):
-    """A loss of all tokens' statistics, whose block of rows is kept until backward, and its metrics."""
+class _Loss(torch.autograd.Function):
+    """A loss, whose gradients are computed in forward; backward only scales these. Its metrics follow it."""
 
     @staticmethod
     def forward(
         ctx: Any, line: StraightLine, weight: Tensor, tokens: FewTokens, inputs: Sequence[Tensor | None], *_: Tensor
-    ) -> tuple[Tensor, ...]:
+    ) -> Any:
+        ctx.line = line
+        ctx.save_for_backward(weight, *tokens.hidden_states, *tokens.labels, tokens.mask, *inputs)
+        needs = ctx.needs_input_grad
         with line.without_autocast():
-            found, block, hidden, labels, ctx.lse = line.coupled_loss(tokens, weight, inputs)
-        _keep(ctx, line, block, hidden, weight, labels)
-        ctx.derivative = found.derivative
-        ctx.mark_non_differentiable(*found.metrics)
-        return found.loss, *found.metrics
+            loss, metrics, ctx.gradients = line.loss(tokens, weight, inputs, (needs[1], *needs[4:]))
+        if not metrics:
+            return loss
+        ctx.set_materialize_grads(False)
+        ctx.mark_non_differentiable(*metrics)
+        return loss, *metrics
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, upstream: Tensor, *_: None) -> tuple[Any, ...]:
-        of_weight, *of_hidden = _gradients(ctx, Derivatives(logp=ctx.derivative, scale=upstream), ctx.lse)
-        return None, of_weight, None, None, *of_hidden
-
-
-class _Loss(torch.autograd.Function):
-    """A sum of the tokens' own losses, whose gradients are computed in forward; backward only scales these."""
-
-    @staticmethod
-    def forward(ctx: Any, line: StraightLine, weight: Tensor, labels: Tensor, hidden: Tensor) -> Tensor:
-        ctx.line = line
-        ctx.save_for_backward(hidden, weight, labels)
-        with line.without_autocast():
-            loss, *ctx.gradients = line.loss(hidden, weight, labels, ctx.needs_input_grad[1::2])
-        return loss
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, upstream: Tensor) -> tuple[Any, ...]:
+        line, needs = ctx.line, ctx.needs_input_grad
         gradients, ctx.gradients = ctx.gradients, None
         if gradients is None:  # the first backward scaled them in place and returned them
-            hidden, weight, labels = ctx.saved_tensors
-            with ctx.line.without_autocast():
-                _, *gradients = ctx.line.loss(hidden, weight, labels, ctx.needs_input_grad[1::2])
-        (of_hidden,), of_weight = gradients
-        ctx.line.scaling(upstream, *[grad for grad in (of_hidden, of_weight) if grad is not None])
-        return None, of_weight, None, of_hidden
+            weight, *saved = ctx.saved_tensors
+            count = len(line.shapes)
+            hidden, labels, (mask, *inputs) = saved[:count], saved[count : 2 * count], saved[2 * count :]
+            with line.without_autocast():
+                tokens = FewTokens(hidden, labels, mask)
+                *_, gradients = line.loss(tokens, weight, inputs, (needs[1], *needs[4:]))
+        whole, (of_weight, *of_hidden) = gradients
+        line.scaling(upstream, *whole)
+        return None, of_weight, None, None, *of_hidden

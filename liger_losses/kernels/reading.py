@@ -39,6 +39,15 @@ def start_reading(numbers: Tensor, what: str) -> Callable[[], Any]:
     return read
 
 
+def _assert_here(right: Tensor) -> None:
+    if not right:
+        raise RuntimeError("labels, temperatures or selected columns are not what they must be.")
+
+
+#: Fails on the device where a flag is False, and nobody waits for it; torch has no public name for it.
+assert_on_device: Callable[[Tensor], None] = getattr(torch, "_assert_async", _assert_here)
+
+
 class LabelFacts(NamedTuple):
     """What :func:`~liger_losses.kernels.label_rows.label_facts` returns, and what reads it on the host."""
 

@@ -42,7 +42,7 @@ def unsupported_reason(module: nn.Module) -> str | None:
     if not (sharded or type(module.weight) is nn.Parameter) or not module.weight.is_floating_point():
         return f"its weight is a {type(module.weight).__name__} of {module.weight.dtype}"
     hooks = [hook for kind in HOOKS for hook in hooks_of(module, kind).values()]
-    if sharded and any(getattr(hook, "__module__", "") == "torch.distributed.tensor._api" for hook in hooks):
+    if sharded and any(getattr(hook, "__module__", "").startswith("torch.distributed.tensor.") for hook in hooks):
         return (
             "torch's parallelize_module has split its weight, and takes DTensors from it: load the model with "
             'transformers\' DistributedConfig(tp_plan="auto"), or take the loss from the last hidden states and a '

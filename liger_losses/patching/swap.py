@@ -130,8 +130,8 @@ HOOKS = ("forward_pre_hooks", "forward_hooks", "backward_pre_hooks", "backward_h
 
 
 def hooks_of(module: nn.Module, kind: str) -> dict[int, Any]:
-    """A module's hooks of a kind, by number; torch has no public name for them."""
-    return getattr(module, f"_{kind}", {})
+    """A module's hooks of a kind, by number; torch has no public name for them, and without names there may be some."""
+    return getattr(module, f"_{kind}", {0: None})
 
 
 def reason_not_to_swap(

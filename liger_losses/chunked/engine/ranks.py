@@ -22,6 +22,7 @@ from liger_losses.chunked.engine.checks import check_group, check_tensor, check_
 from liger_losses.chunked.engine.documentation import see
 from liger_losses.chunked.engine.weights import QuantizedWeight
 from liger_losses.kernels.online_softmax import merge
+from liger_losses.kernels.reading import assert_on_device
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -219,7 +220,7 @@ class VocabularyRanks(Ranks):
     def check_selected(self, selected: Tensor) -> None:
         inside = ((selected >= 0) & (selected < self.vocab_size)).all()
         if selected.device.type != "cpu":
-            torch._assert_async(inside)
+            assert_on_device(inside)
         elif not inside:
             found = f"{int(selected.min())} to {int(selected.max())}"
             raise ValueError(

@@ -17,7 +17,7 @@ from torch import Tensor
 from liger_losses.chunked.engine.documentation import see
 from liger_losses.kernels._triton import choose_backend
 from liger_losses.kernels.label_rows import equal_shares, label_facts, masked_labels
-from liger_losses.kernels.reading import facts_of_labels
+from liger_losses.kernels.reading import assert_on_device, facts_of_labels
 
 
 def shift_labels(labels: Tensor, ignore_index: int = -100, positions: int = 1) -> Tensor:
@@ -57,7 +57,7 @@ def checked_temperatures(found: Tensor) -> Tensor:
     """The temperatures, unless one is not positive and finite: a ValueError on a CPU, a device assertion on a GPU."""
     right = ((found > 0) & (found < math.inf)).all()
     if not host_checks(found.device):
-        torch._assert_async(right)
+        assert_on_device(right)
     elif not right:
         wrong = found[~((found > 0) & (found < math.inf))]
         raise ValueError(
@@ -88,7 +88,7 @@ def _unravelled(flat: Tensor, shape: torch.Size) -> tuple[Tensor, ...]:
 def check_right(right: Tensor, labels: Tensor, vocab_size: int, ignore_index: int) -> None:
     """Raise ValueError unless it is ``right`` that all labels are in the vocabulary; on a GPU, assert it there."""
     if not host_checks(labels.device):
-        torch._assert_async(right)
+        assert_on_device(right)
     elif not right:
         right.fill_(True)  # of the next call
         found = labels[labels != ignore_index]
@@ -311,7 +311,7 @@ class Tokens:
             elif self.positions is not None:
                 whole = values.new_zeros(sum(self.sizes), *values.shape[1:])
                 values = whole.index_copy_(0, self.positions, values)
-            elif values._base is not None:
+            elif getattr(values, "_base", values) is not None:
                 values = values.clone()  # kernels return rows of one tensor
             found.append(values)
         return found

@@ -108,6 +108,30 @@ WRONG = {
         "old_per_token_logps must be floating point, got torch.int64",
     ),
     "complex advantages": (lambda h, w, y: policy(h, w, y, ONES * 1j), "advantages must be floating point"),
+    "a head first": (
+        lambda h, w, y: linear_logps(w, h, y),
+        r"\(4, 5, 24\); were weight and hidden states swapped\? linear_logps .* take hidden_states, lm_head, labels;",
+    ),
+    "a layer first": (
+        lambda h, w, y: linear_logps(torch.nn.Linear(24, 61), w, y),
+        "hidden_states must be a tensor, got Linear; a layer .*take hidden_states, lm_head, labels; most losses",
+    ),
+    "a reference's head alone": (
+        lambda h, w, y: DPO()(w, (h, y), (h, y), ref_weight=w),
+        "a ref_weight=, but no hidden states of the reference that it multiplies; give them to Completions as",
+    ),
+    "few labels beside a reference": (
+        lambda h, w, y: DPO()(w, *[Completions(h, y[:, :3], h)] * 2, ref_weight=w),
+        r"hidden_states \(4, 5, 24\) need labels of shape \(4, 5\), got \(4, 3\)\. Give positions without",
+    ),
+    "labels without the first": (
+        lambda h, w, y: CE()(w, h, y[:, 1:]),
+        r"got \(4, 4\)\. Shorten neither: with shift=True, each position predicts the next one's label",
+    ),
+    "few hidden states of a reference": (
+        lambda h, w, y: DPO()(w, *[Completions(h, y, h[:, 1:])] * 2, ref_weight=w),
+        r"the reference's hidden states must be \[4, 5, hidden_size\], one for each label, got \(4, 4, 24\)",
+    ),
     # names
     "a misspelt loss": (
         lambda h, w, y: DPO(loss_type="sigmoidd"),
@@ -119,6 +143,10 @@ WRONG = {
     "a piece": (
         lambda h, w, y: patch(w, mlp=True),
         r"no mlp= \(did you mean 'mlps'\?\); its arguments are model,",
+    ),
+    "kernels of patch": (
+        lambda h, w, y: patch(w, kernel=True),
+        r"no kernel=; its arguments are model,.*\. kernels= is an argument of liger_losses.trl.enable; patch uses",
     ),
     "TRL": (lambda h, w, y: enable(kernel=True), r"no kernel= \(did you mean 'kernels'\?\); its arguments are kernels"),
     "no labels": (

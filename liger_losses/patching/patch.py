@@ -100,6 +100,11 @@ def patch(
     return PatchReport(entries, _replaced_in(model) == before)
 
 
+patch.arguments_elsewhere = {  # type: ignore[attr-defined]
+    "kernels": "kernels= is an argument of liger_losses.trl.enable; patch uses kernels for norms=, mlps= and rope=."
+}
+
+
 def _replaced_in(model: nn.Module) -> list[Any]:
     """What is replaced in a model, to be compared."""
     return [(path, replacement_of(module), is_patched_head(module)) for path, module in model.named_modules()]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import functools
 import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -60,13 +61,18 @@ def wrong_arguments(function: Callable[..., Any], count: int, keywords: Iterable
 
 
 def lists_arguments(function: C) -> C:
-    """Decorate a function: wrong arguments raise a TypeError that lists its arguments."""
+    """Decorate a function: wrong arguments raise a TypeError that lists its arguments.
+
+    If it has the attribute ``arguments_elsewhere``, that says of other functions' arguments what to do instead.
+    """
 
     @functools.wraps(function)
     def wrapped(*arguments: Any, **keywords: Any) -> Any:
         message = wrong_arguments(function, len(arguments), keywords)
         if message is not None:
-            raise TypeError(message)
+            elsewhere = getattr(wrapped, "arguments_elsewhere", {})
+            hints = [hint for name, hint in elsewhere.items() if difflib.get_close_matches(name, keywords, 1)]
+            raise TypeError(" ".join([message, *hints]))
         return function(*arguments, **keywords)
 
     return wrapped  # type: ignore[return-value]

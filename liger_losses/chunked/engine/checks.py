@@ -22,6 +22,9 @@ LISTS = (list, tuple, nn.ModuleList)
 #: Where hidden states come from.
 LOSS_INPUTS = "loss_inputs(model, input_ids=...) gives head, hidden states and labels"
 
+#: In which order a head and hidden states are given.
+ORDER = "linear_logps and the like take hidden_states, lm_head, labels; most losses take lm_head, hidden_states, labels"
+
 #: The types of devices whose tensors have no values.
 WITHOUT_VALUES: tuple[str, ...] = ("meta",)
 NO_VALUES = (
@@ -85,7 +88,7 @@ def check_tensor(name: str, value: Any, *, allow_dtensor: bool = False) -> None:
 def _what_to_do(name: str, value: Any) -> str:
     """What to pass instead of something that is not a tensor."""
     if isinstance(value, nn.Module):
-        return "; a layer such as model.lm_head goes where the weight goes"
+        return f"; a layer such as model.lm_head goes where the weight goes. {ORDER}"
     if getattr(value, "last_hidden_state", None) is not None:
         return "; pass its .last_hidden_state"
     if hasattr(value, "logits"):
@@ -256,7 +259,7 @@ def check_weight(weight: Any, bias: Any = None) -> None:
             "or pass the quantized layer."
         )
     if weight.dim() != 2:
-        swapped = "; were weight and hidden states swapped?" if weight.dim() == 3 else "."
+        swapped = f"; were weight and hidden states swapped? {ORDER}." if weight.dim() == 3 else "."
         raise ValueError(f"weight must be [vocab_size, hidden_size], got shape {tuple(weight.shape)}{swapped}")
     if 0 in weight.shape:
         raise ValueError(f"weight must not be empty, got shape {tuple(weight.shape)}.")

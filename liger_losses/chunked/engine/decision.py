@@ -191,9 +191,11 @@ def _check_shapes(hidden_states: torch.Size, labels: torch.Size, weight: torch.S
         if labels == weight[:1]:
             raise ValueError(
                 f"weight {tuple(weight)} and hidden states {tuple(hidden_states)} were swapped: there are labels "
-                f"{tuple(labels)}, one for each row of the weight." + see("shapes-dtypes-and-devices")
+                f"{tuple(labels)}, one for each row of the weight. {checks.ORDER}." + see("shapes-dtypes-and-devices")
             )
-        advice = "Shorten neither: with shift=True, each position predicts the next one's label."
+        advice = "Give positions without a label ignore_index."
+        if labels and labels[:-1] == hidden_states[:-2] and abs(labels[-1] - hidden_states[-2]) == 1:
+            advice = "Shorten neither: with shift=True, each position predicts the next one's label."
         if labels.numel() == hidden_states[:-1].numel() and len(labels) != len(hidden_states) - 1:
             advice = f"Give both flat, or both {list(labels if len(labels) > 1 else hidden_states[:-1])}."
         raise ValueError(

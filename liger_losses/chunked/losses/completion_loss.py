@@ -23,7 +23,7 @@ from liger_losses.chunked.engine.checks import (
     check_tensor,
     checked_mask,
 )
-from liger_losses.chunked.engine.decision import active_tokens
+from liger_losses.chunked.engine.decision import active_tokens, check_inputs
 from liger_losses.chunked.engine.operators import query_statistics
 from liger_losses.chunked.engine.query import Query
 from liger_losses.chunked.engine.tokens import check_temperature
@@ -263,6 +263,7 @@ class CompletionBatch:
             )
         for ref, part in zip(hidden or [], self.labels, strict=False):
             if ref.shape[:-1] != part.shape:
+                check_inputs(self.hidden_states, self.head, self.labels)  # the labels may be what does not fit
                 expected = f"[{part.shape[0]}, {part.shape[1]}, hidden_size], one for each label"
                 raise ValueError(f"the reference's hidden states must be {expected}, got {tuple(ref.shape)}.")
 
@@ -351,8 +352,14 @@ class CompletionLoss(ChunkedLoss):
         if batch.ref_hidden_states is not None and ref_weight is not None:
             with naming_the_reference():
                 ref_head = Head.of(ref_weight, ref_bias, transform or self.transform)
+        given = batch.ref_hidden_states is not None or any(logps is not None for logps in batch.ref_logps)
+        if ref_weight is not None and not given:
+            raise ValueError(
+                "there is a ref_weight=, but no hidden states of the reference that it multiplies; give them to "
+                "Completions as ref_hidden_states=, or to a call without Completions as ref_input=."
+            )
         batch = replace(batch, ref_head=ref_head, labels=self.each_labels(batch.labels))
-        if not self.use_ref_model and (batch.ref_hidden_states or any(logps is not None for logps in batch.ref_logps)):
+        if not self.use_ref_model and given:
             name = type(self).__name__
             raise ValueError(
                 f"a reference was given to {name}, which was built without one (use_ref_model=False): leave it out, or "

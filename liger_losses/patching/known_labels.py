@@ -6,8 +6,9 @@ asked about.
 
 from __future__ import annotations
 
+import contextlib
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -77,4 +78,20 @@ def forget_labels(model: Any) -> None:
     if isinstance(loss, LossOfKnownLabels):
         model.loss_function = loss.function
         for name in loss.added:
+            vars(model).pop(name, None)
+
+
+@contextlib.contextmanager
+def loss_function_replaced(model: Any, function: Callable[..., Any] | None) -> Iterator[None]:
+    """Within this context, a model has another loss function; ``None`` leaves its own."""
+    before, own = set(vars(model)), getattr(model, "loss_function", None)
+    if function is not None:
+        model.loss_function = function
+    added = set(vars(model)) - before
+    try:
+        yield
+    finally:
+        if function is not None:
+            model.loss_function = own
+        for name in added:
             vars(model).pop(name, None)

@@ -8,7 +8,7 @@ import math
 import warnings
 import weakref
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, ClassVar
 
@@ -21,8 +21,8 @@ from liger_losses.chunked.engine.documentation import see
 from liger_losses.chunked.engine.quantized_kinds import find_quantized, is_quantized
 from liger_losses.chunked.engine.ranks import VocabularyRanks
 from liger_losses.chunked.engine.weights import QuantizedWeight
-from liger_losses.patching.lazy import DeferredLogits, LazyLogits, lazy_linear, traced_linear
-from liger_losses.patching.lazy.tensor import autocast_of
+from liger_losses.patching.lazy import LazyLogits, lazy_linear, traced_linear
+from liger_losses.patching.lazy.tensor import deferred_linear
 from liger_losses.patching.linear_forward import LazyProducts, local_parameters
 from liger_losses.patching.probing import Mismatch
 from liger_losses.patching.swap import Replacement, original_class, replacement_of
@@ -266,15 +266,14 @@ def _disagreement(layer: nn.Module, found: QuantizedWeight) -> float:
 @torch.compiler.disable
 def _lazy_quantized_forward(module: Any, hidden_states: Tensor) -> Tensor:
     """Lazy logits in the dtype of the hidden states, or autocast's."""
-    autocast, dtype = autocast_of(hidden_states), hidden_states.dtype
     # The layer may round hidden states before the product; its result has their own dtype then.
     compute_dtype = getattr(module, "compute_dtype", None)
-    operand = compute_dtype or dtype
+    operand = compute_dtype or hidden_states.dtype
     # A copy: a bias that is trained may have changed by the time that the logits are read.
     bias = None if module.bias is None else module.bias.to(operand, copy=True)
     head = Head(find_quantized(module), bias)  # type: ignore[arg-type]
-    deferred = DeferredLogits(hidden_states.to(operand), head, autocast=autocast)
-    return LazyLogits.make(deferred, dtype if compute_dtype is not None else autocast or dtype)
+    deferred = deferred_linear(hidden_states.to(operand), head)
+    return LazyLogits.make(deferred if compute_dtype is None else replace(deferred, dtype=hidden_states.dtype))
 
 
 def _product_of_tokens(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Any:

@@ -15,13 +15,14 @@ from liger_losses.chunked.engine import Head, tokens
 from liger_losses.chunked.engine.checks import check_labels
 from liger_losses.chunked.engine.documentation import see
 from liger_losses.kernels.reading import ask_about_labels
+from liger_losses.patching.known_labels import loss_function_replaced
 from liger_losses.patching.lazy.tensor import deferred_logits
 from liger_losses.patching.lazy_head import make_head_lazy
 from liger_losses.patching.lazy_layers import force_lazy_head
 
 #: What most batches consist of, for which no signature is looked up in every step.
 _USUAL = {"input_ids", "attention_mask", "position_ids", "inputs_embeds"}
-#: For classes that compute their loss themselves: whether the loss shifts the labels.
+#: For classes of models: whether the loss shifts the labels.
 _SHIFTS: weakref.WeakKeyDictionary[type, bool] = weakref.WeakKeyDictionary()
 
 
@@ -70,8 +71,7 @@ def loss_inputs(
         ValueError: an encoder-decoder; labels, not given as ``shift_labels``, of a model whose loss does not shift
             them, such as a masked language model; labels that are missing or do not fit the hidden states.
 
-    If a transformers class computes its loss without transformers' loss functions, the model runs once more on its
-    first batch, without gradients, to find out whether it shifts its labels.
+    The first forward of each class is given labels that show whether it shifts them.
     """
     if by_position:
         raise TypeError("pass the batch by keyword: loss_inputs(model, input_ids=..., attention_mask=...).")
@@ -89,12 +89,6 @@ def loss_inputs(
         raise TypeError(
             f"the last layer of {name} gives no Head: {'; '.join(reasons)}." + see("models-that-cannot-be-patched")
         )
-    if shift_labels is None and not _shifts_labels(inner, model, batch, targets):
-        raise ValueError(
-            f"{name} does not shift its labels, as a causal language model does: the logits of a token are "
-            "compared with that token's label. Give a causal language model, or pass the labels as "
-            "shift_labels=, which are not shifted."
-        )
     if shift_labels is None:
         shifted, mask = tokens.shift_labels(targets, ignore_index), batch.get("attention_mask")
         if mask is not None and mask.shape == targets.shape:
@@ -104,7 +98,14 @@ def loss_inputs(
         shifted = targets
     ask_about_labels(shifted, ignore_index)  # the device counts them before the layers run
     with force_lazy_head():
-        logits = getattr(model(**batch), "logits", None)
+        output = model(**batch) if shift_labels is not None else _run_shifting(inner, model, batch, targets)
+    if output is None:
+        raise ValueError(
+            f"{name} does not shift its labels, as a causal language model does: the logits of a token are "
+            "compared with that token's label. Give a causal language model, or pass the labels as "
+            "shift_labels=, which are not shifted."
+        )
+    logits = getattr(output, "logits", None)
     deferred = deferred_logits(logits)
     if deferred is None or deferred.normalized:
         raise TypeError(
@@ -121,36 +122,35 @@ def loss_inputs(
     return LossInputs(deferred.head, hidden_states, shifted.to(hidden_states.device))
 
 
-def _shifts_labels(inner: Any, model: nn.Module, batch: dict[str, Any], targets: Tensor) -> bool:
-    """Whether a model compares the logits at ``t`` with the label at ``t + 1``; True where nothing says otherwise."""
+def _run_shifting(inner: Any, model: nn.Module, batch: dict[str, Any], targets: Tensor) -> Any:
+    """The output of a model that compares the logits at ``t`` with the label at ``t + 1``; ``None`` of another model.
+
+    The first batch of a class is given labels of which a shift drops all that carry loss.
+    """
     inner = inner.get_base_model() if hasattr(inner, "get_base_model") else inner  # of PEFT
-    if getattr(inner, "loss_type", None) == "ForMaskedLM":
-        return False
-    forward = inspect.unwrap(type(inner).forward)
-    uses_transformers = "loss_function" in getattr(getattr(forward, "__code__", None), "co_names", ())
-    if uses_transformers or "labels" not in inspect.signature(forward).parameters:
-        return True
-    if type(inner) not in _SHIFTS:
-        found = _drops_first_label(model, batch, targets)
-        if found is None:
-            return True
-        _SHIFTS[type(inner)] = found
-    return _SHIFTS[type(inner)]
-
-
-def _drops_first_label(model: nn.Module, batch: dict[str, Any], targets: Tensor) -> bool | None:
-    """Whether a model's own loss has no tokens left where each row's first label is the only one; None: not known."""
-    if targets.shape[-1] < 2 or batch.get("past_key_values") is not None:
-        return None
+    takes_labels = "labels" in inspect.signature(inspect.unwrap(type(inner).forward)).parameters
+    tells = takes_labels and targets.shape[-1] > 1 and batch.get("past_key_values") is None
+    if not tells or type(inner) in _SHIFTS:
+        return model(**batch) if _SHIFTS.get(type(inner), True) else None
     labels = torch.full_like(targets, -100)
     labels[..., 0] = 0
-    gpus = {p.device.index for p in model.parameters() if p.device.type == "cuda"}
-    with torch.no_grad(), torch.random.fork_rng(gpus), force_lazy_head():
-        try:
-            loss = model(**batch, labels=labels).loss
-        except Exception:  # the forward without labels says what is wrong with the batch
-            return None
-    return None if loss is None else not bool((torch.isfinite(loss) & (loss != 0)).any())
+    losses, function = list[Tensor](), getattr(inner, "loss_function", None)
+
+    def of_two_tokens(*args: Any, **kwargs: Any) -> Tensor:
+        """The model's loss function alone, without a router's loss that the model adds."""
+        losses.append(function(torch.zeros(1, 2, 3), torch.tensor([[0, -100]]), vocab_size=3))  # type: ignore[misc]
+        return labels.new_zeros((), dtype=torch.float32)
+
+    try:
+        with loss_function_replaced(inner, of_two_tokens if function else None):
+            output = model(**batch, labels=labels)
+    except Exception:  # without labels, the forward says what is wrong with the batch
+        return model(**batch)
+    loss = losses[0] if losses else getattr(output, "loss", None)
+    if loss is None:
+        return output
+    _SHIFTS[type(inner)] = not bool((torch.isfinite(loss) & (loss != 0)).any())
+    return output if _SHIFTS[type(inner)] else None
 
 
 def _check_names(model: Any, batch: dict[str, Any]) -> None:

@@ -103,7 +103,7 @@ def _statistics(
     labels = index if mask is None else torch.where(mask != 0, index, IGNORE_INDEX)
     if temperature != 1.0:
         deferred = _deferred(logits / temperature)
-    return deferred.statistics(labels, names)
+    return deferred.statistics(labels, *names)
 
 
 def selective_log_softmax(logits: Tensor, index: Tensor, temperature: float = 1.0, row_mask: Any = None) -> Any:
@@ -180,8 +180,8 @@ def topk_self_distillation(
     student, teacher = _deferred(student_logits), _deferred(teacher_logits)
     labels = _masked_labels(student_logits)
     columns = student_logits.detach().topk(distillation_topk).indices
-    logps = student.statistics(labels, ("selected_logps",), selected=columns).selected_logps
-    teacher_logps = teacher.statistics(labels, ("selected_logps",), selected=columns).selected_logps
+    logps = student.statistics(labels, "selected_logps", selected=columns).selected_logps
+    teacher_logps = teacher.statistics(labels, "selected_logps", selected=columns).selected_logps
     tail = "bucket" if distillation_add_tail else "renormalize"
     return sparse_divergence(logps, teacher_logps, divergence_of(distillation_alpha), tail)
 

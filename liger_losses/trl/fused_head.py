@@ -132,7 +132,7 @@ def fused_forward(model: Any, forward: Any, labels: Any = None, shift_labels: An
             + see("models-that-cannot-be-patched")
         )
     if shift_labels is None:
-        deferred = deferred.on_rows(lambda hidden_states: hidden_states[:, :-1])
+        deferred = deferred.with_rows(deferred.hidden_states[:, :-1])
     target = target.to(deferred.hidden_states.device)
     mask = target != IGNORE_INDEX
     tensors = [tensor for tensor in deferred.tensors[1:] if tensor is not None and tensor.numel()]

@@ -172,7 +172,7 @@ BART = {"vocab_size": 61, "d_model": 16, "decoder_layers": 1, "decoder_attention
     ("kind", "options"), [("BertForMaskedLM", BERT), ("XLNetLMHeadModel", XLNET), ("BartForCausalLM", BART)]
 )
 def test_a_model_whose_labels_are_not_shifted_is_refused(kind, options):
-    """The first by the loss that transformers gives its class, the others, which compute their own, by running it."""
+    """The first by the loss function that its forward calls, the others, which call none, by their loss."""
     model, ids = small(kind, **options).eval(), batch()["input_ids"]
     for _ in range(2):
         with pytest.raises(ValueError, match=f"{kind} does not shift its labels.*pass the labels as shift_labels="):
@@ -183,7 +183,7 @@ def test_a_model_whose_labels_are_not_shifted_is_refused(kind, options):
 
 
 def test_a_model_that_shifts_its_labels_itself():
-    """Its forward runs once more for the first batch, which does not change the random numbers that follow."""
+    """Its forward tells, which runs once for each batch."""
     sizes = {"vocab_size": 61, "n_embd": 16, "n_layer": 1, "n_head": 2, "n_positions": 32}
     torch.manual_seed(0)
     model, ids, calls = (
@@ -196,14 +196,40 @@ def test_a_model_that_shifts_its_labels_itself():
     torch.manual_seed(1)
     first = loss_inputs(model, input_ids=ids)
     after = torch.rand(1)
-    assert len(calls) == 2
+    assert len(calls) == 1
     torch.manual_seed(1)
     second = loss_inputs(model, input_ids=ids)
-    assert len(calls) == 3
+    assert len(calls) == 2
     assert torch.equal(after, torch.rand(1))
     assert torch.equal(first.hidden_states, second.hidden_states)
     plain = model.eval()(input_ids=ids, labels=ids).loss
     torch.testing.assert_close(LigerFusedLinearCrossEntropyLoss()(*loss_inputs(model, input_ids=ids)), plain)
+
+
+def test_a_loss_that_the_model_adds_and_functions_of_other_names_do_not_matter(monkeypatch):
+    """A router's loss is no sign of a label; nor is the name by which a forward calls its loss function."""
+    monkeypatch.setattr("liger_losses.patching.loss_inputs._SHIFTS", {})
+    sizes = {**SIZES, **HEADS, "num_local_experts": 2, "output_router_logits": True}
+    torch.manual_seed(0)
+    model = transformers.MixtralForCausalLM(transformers.MixtralConfig(**sizes))
+    ids, attributes = batch()["input_ids"], set(vars(model))
+    assert model(input_ids=ids, labels=torch.full_like(ids, -100)).aux_loss > 0
+    loss_inputs(model, input_ids=ids)
+    assert set(vars(model)) == attributes
+
+    class Masked(transformers.LlamaForCausalLM):
+        def forward(self, input_ids, labels=None, **kwargs):
+            output = super().forward(input_ids=input_ids)
+            if labels is not None:
+                output.loss = getattr(self, "loss_" + "function")(output.logits, labels, vocab_size=61)
+            return output
+
+    model = Masked(transformers.LlamaConfig(**SIZES, **HEADS))
+    model.loss_function = lambda logits, labels, vocab_size: nn.functional.cross_entropy(
+        logits.view(-1, vocab_size), labels.view(-1)
+    )
+    with pytest.raises(ValueError, match="Masked does not shift its labels"):
+        loss_inputs(model, input_ids=ids)
 
 
 @pytest.mark.parametrize(("given", "meant"), [("attn_mask", "attention_mask"), ("label", "labels")])

@@ -2,15 +2,14 @@
 
 A patched ``lm_head`` returns :class:`LazyLogits`: a tensor of the right shape, dtype and device that holds the hidden
 states, the head, and what was done to the logits since (:class:`DeferredLogits`). Reshaping, slicing, casting, scaling
-and soft-capping leave it lazy (``views.py``); losses and reductions over the vocabulary are computed by the engine
-(``reductions.py``); anything else gets the true values, with one warning that names the operation and its caller.
+and soft-capping leave it lazy; losses and reductions over the vocabulary are computed by the engine
+(``operations.py``); anything else gets the true values, with one warning that names the operation and its caller.
 
 It has a ``grad_fn``: code that never looks at the Python class, such as custom autograd functions and DDP, gets the
 right gradients; so does ``torch.autograd.grad(loss, logits)`` (``gradients.py``). Once an optimizer's step has changed
 the head, reading them is an error (``head_weights.py``).
 """
 
-from liger_losses.patching.lazy import reductions, views  # noqa: F401 - they register their operations
 from liger_losses.patching.lazy.deferred import DeferredLogits
 from liger_losses.patching.lazy.tensor import LazyLogits, lazy_linear, true_values
 from liger_losses.patching.lazy.traced_logits import TracedLogits, is_one_graph, traced_linear

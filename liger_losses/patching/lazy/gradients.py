@@ -8,8 +8,7 @@ computed from tensors that depend on the logits (:func:`inputs_of`); they send a
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -22,24 +21,24 @@ _aten = torch.ops.aten
 _SAME = (_aten.detach.default, _aten.alias.default, _aten.clone.default)
 _LINEAR = (_aten.mul.Tensor, _aten.div.Tensor, _aten.mul.Scalar, _aten.div.Scalar, _aten.neg.default)
 
-
 #: Makes a tensor without memory, of a subclass; ``None`` in a torch that cannot, where no logits are lazy.
 make_empty: Any = getattr(Tensor, "_make_wrapper_subclass", None)
 
 
-@dataclass(frozen=True, eq=False)
-class Source:
-    """What a node of the graph computes lazy logits of.
-
-    Attributes:
-        deferred: without the graph.
-        dtype: of the logits.
-        needs_grad: whether hidden states, weight and bias need a gradient.
-    """
+class Source(NamedTuple):
+    """What a node of the graph computes lazy logits of: tensors without a graph, and which of them need a gradient."""
 
     deferred: DeferredLogits
-    dtype: torch.dtype
     needs_grad: tuple[bool, ...]
+
+    @classmethod
+    def of(cls, deferred: DeferredLogits) -> Source:
+        return cls(deferred.detach(), tuple([t is not None and t.requires_grad for t in deferred.tensors]))
+
+    def empty(self, kind: type[Tensor]) -> Any:
+        """A tensor without memory that looks like the logits."""
+        deferred = self.deferred
+        return make_empty(kind, deferred.shape, dtype=deferred.dtype, device=deferred.hidden_states.device)
 
     def gradients(self, gradient: Tensor, tensors: Any) -> list[Tensor | None]:
         """From the gradient of the logits to the gradients of the given hidden states, weight and bias."""
@@ -75,6 +74,7 @@ class LazyGradient(Tensor):
     It can be scaled, added to others and passed on, as hooks and autograd functions do that only wait for it.
 
     Attributes:
+        source: of the node whose gradient it is.
         parts: gradients of hidden states, weight and bias, and a gradient of the logits that was added to them.
     """
 
@@ -84,15 +84,9 @@ class LazyGradient(Tensor):
     @staticmethod
     def make(source: Source, parts: list[Tensor | None]) -> LazyGradient:
         """The gradient of a node's logits."""
-        shape, device = source.deferred.shape, source.deferred.hidden_states.device
-        gradient: LazyGradient = make_empty(LazyGradient, shape, dtype=source.dtype, device=device)
+        gradient: LazyGradient = source.empty(LazyGradient)
         gradient.source, gradient.parts = source, parts
         return gradient
-
-    def gradients(self, tensors: Any) -> list[Tensor | None]:
-        """The gradients of hidden states, weight and bias, which are given."""
-        *known, values = self.parts
-        return known if values is None else _sums(known, self.source.gradients(values, tensors))
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"LazyGradient(shape={tuple(self.shape)}, dtype={self.dtype}, device={self.device})"
@@ -111,7 +105,7 @@ class LazyGradient(Tensor):
         if func in _LINEAR and numbers:
             return LazyGradient.make(source, [part if part is None else func(part, *args[1:]) for part in parts[0]])
         if func is _aten.add.Tensor and not kwargs:
-            return LazyGradient.make(source, _sums(*parts))
+            return LazyGradient.make(source, sums(*parts))
         raise RuntimeError(
             f"{func} needs the values of a gradient with respect to lazy logits, which were not computed, because "
             "the loss was not computed from values of the logits. To get this gradient, compute the loss from "
@@ -119,7 +113,8 @@ class LazyGradient(Tensor):
         )
 
 
-def _sums(one: list[Tensor | None], two: list[Tensor | None]) -> list[Tensor | None]:
+def sums(one: list[Tensor | None], two: list[Tensor | None]) -> list[Tensor | None]:
+    """The sums of gradients, of which ``None`` is 0."""
     return [b if a is None else a if b is None else a + b for a, b in zip(one, two, strict=True)]
 
 
@@ -130,10 +125,10 @@ class _Inputs(torch.autograd.Function):
     def forward(ctx: Any, source: Source, logits: Tensor) -> tuple[Tensor | None, ...]:
         ctx.source = source
         ctx.set_materialize_grads(False)
-        inputs = tuple(t if t is None else t.detach() for t in source.deferred.tensors)
+        inputs = [t if t is None else t.detach() for t in source.deferred.tensors]
         frozen = [t for t, needs in zip(inputs, source.needs_grad, strict=True) if t is not None and not needs]
         ctx.mark_non_differentiable(*frozen)
-        return inputs
+        return tuple(inputs)
 
     @staticmethod
     @once_differentiable

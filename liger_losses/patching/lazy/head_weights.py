@@ -58,7 +58,7 @@ class HeadWeights:
 
     def check(self, values: bool = False) -> None:
         """Raise RuntimeError if the weights have changed; with ``values``, also if some of their values have."""
-        if self.are_there and (self._changed() or (values and self._written())):
+        if self.are_there and (self._changed() or (values and self._may_be_written() and self._differ(self.tensors))):
             raise cannot_compute(
                 "the weight or bias of lazy logits has changed since the forward, by an in-place operation such "
                 "as an optimizer's step, so these logits and their gradients cannot be computed any more. Call "
@@ -74,13 +74,12 @@ class HeadWeights:
     def _have_gradients(self) -> bool:
         return any(p.is_leaf and p.grad is not None for p in self.parameters)
 
-    def _written(self) -> bool:
-        """Whether some of the values have changed, if they may have."""
-        may_have = self.was_read or self.forward != _FORWARDS[0] or self._have_gradients()
-        return (may_have or self.tensors[0].device.type == "cpu") and not self._are_samples_of(self.tensors)
+    def _may_be_written(self) -> bool:
+        on_host = self.tensors[0].device.type == "cpu"
+        return on_host or self.was_read or self.forward != _FORWARDS[0] or self._have_gradients()
 
-    def _are_samples_of(self, tensors: list[Tensor]) -> bool:
-        return all(_sample(tensor).equal(sample) for tensor, sample in zip(tensors, self.samples, strict=True))
+    def _differ(self, tensors: list[Tensor]) -> bool:
+        return not all(_sample(tensor).equal(sample) for tensor, sample in zip(tensors, self.samples, strict=True))
 
     def gather_tensor(self, tensor: Tensor | None) -> Tensor | None:
         """A weight whose memory was freed, or a slice of one, gathered again; other tensors as they are.
@@ -92,7 +91,7 @@ class HeadWeights:
             return tensor
         if self.gathered is None:
             whole = None if self.gather is None else self.gather()
-            self.gathered = whole if whole is not None and self._are_samples_of(whole) else None
+            self.gathered = None if whole is None or self._differ(whole) else whole
         if self.gathered is None:
             raise cannot_compute(
                 "the head's weights were freed after its forward or backward (for example by fully_shard), so "

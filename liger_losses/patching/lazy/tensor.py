@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
@@ -15,22 +14,22 @@ from torch.nn import Parameter
 from liger_losses.chunked.engine import Head
 from liger_losses.chunked.engine.quantized_kinds import is_quantized
 from liger_losses.chunked.engine.ranks import ALONE, Ranks
-from liger_losses.kernels.autograd import autocast_dtype, once_differentiable
+from liger_losses.kernels.autograd import once_differentiable
 from liger_losses.kernels.reading import version_of
-from liger_losses.patching.lazy.deferred import DeferredLogits
+from liger_losses.patching.lazy.deferred import DeferredLogits, autocast_of
 from liger_losses.patching.lazy.gradients import (
     LazyGradient,
     Source,
     WithGradientOf,
     inputs_of,
     make_empty,
+    sums,
     without_subclasses,
 )
 from liger_losses.patching.lazy.head_weights import Gather, HeadWeights
+from liger_losses.patching.lazy.operations import OPERATIONS, Operation
 from liger_losses.patching.lazy.warning import cannot_compute, warn_materialized
 
-#: By the name of an operation that needs no values: the function for it, and its signature.
-_IMPLEMENTATIONS: dict[str, tuple[Callable[..., Any], inspect.Signature]] = {}
 #: Methods that ask about the tensor and not about its values.
 _METADATA = frozenset(
     """size dim ndimension numel nelement stride storage_offset element_size get_device dim_order result_type can_cast
@@ -46,31 +45,6 @@ _SUMS = frozenset(("add", "__add__", "__radd__"))
 _RESHAPING = frozenset(("unsqueeze_", "squeeze_", "transpose_", "t_", "swapaxes_", "swapdims_", "resize_", "set_"))
 
 
-def implements(*names: str) -> Callable[[Any], Any]:
-    """Register a function for operations of these names: methods, functions and operators.
-
-    It gets the operation's arguments, and returns ``NotImplemented`` where the values are needed after all.
-    """
-
-    def register(function: Any) -> Any:
-        _IMPLEMENTATIONS.update(dict.fromkeys(names, (function, inspect.signature(function))))
-        return function
-
-    return register
-
-
-def _call_implementation(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """``NotImplemented`` if there is no function for the operation, or none that takes these arguments."""
-    if name not in _IMPLEMENTATIONS:
-        return NotImplemented
-    function, signature = _IMPLEMENTATIONS[name]
-    try:
-        signature.bind(*args, **kwargs)
-    except TypeError:
-        return NotImplemented
-    return function(*args, **kwargs)
-
-
 class LazyLogits(Tensor):
     """Logits ``[..., V]`` that are computed when their values are needed; made by :func:`lazy_linear`.
 
@@ -78,7 +52,7 @@ class LazyLogits(Tensor):
         deferred: how to compute them.
         materialized: their values, an ordinary tensor, once an operation has needed them; it serves all later ones.
         memory: values of these logits and of views of them, with their in-place versions; views share the list.
-        source: the node of the graph that computes them; copies that an autograd function returns have it too.
+        source: what their node in the graph computes them of; copies that an autograd function returns have it too.
         connected: whether ``deferred`` and ``materialized`` have the gradient of this tensor. Not if an autograd
             function has returned it, or a hook waits for its gradient: :meth:`check` then connects them.
         changed: not empty once the values were changed in place; the node shares the list.
@@ -92,36 +66,27 @@ class LazyLogits(Tensor):
     changed: list[bool]
 
     @staticmethod
-    def _empty(shape: torch.Size, dtype: torch.dtype, device: torch.device) -> LazyLogits:
-        lazy: LazyLogits = make_empty(LazyLogits, shape, dtype=dtype, device=device)
-        lazy.materialized, lazy.source, lazy.connected = None, None, False
+    def _empty(source: Source) -> LazyLogits:
+        lazy: LazyLogits = source.empty(LazyLogits)
+        lazy.deferred, lazy.source, lazy.materialized, lazy.connected = source.deferred, None, None, False
         lazy.memory, lazy.changed = [], []
         return lazy
 
     @classmethod
-    def make(cls, deferred: DeferredLogits, dtype: torch.dtype, view_of: LazyLogits | None = None) -> LazyLogits:
-        """Lazy logits of the dtype that the model's own would have; ``view_of`` would share its memory with them."""
-        deferred = deferred.with_version()
+    def make(cls, deferred: DeferredLogits) -> LazyLogits:
+        """The logits as a tensor."""
+        deferred = replace(deferred, version=version_of(deferred.hidden_states))
         # The autograd node gets the tensors as inputs; what it holds beside them must not keep their graph alive.
-        needs_grad = tuple(tensor is not None and tensor.requires_grad for tensor in deferred.tensors)
-        source = Source(deferred.detach(), dtype, needs_grad)
+        source = Source.of(deferred)
         lazy: LazyLogits = _LazyLinear.apply(source, *deferred.tensors)
-        # What is made of logits without gradients has none either, whenever it is made.
-        lazy.deferred = deferred if torch.is_grad_enabled() else source.deferred
-        if lazy.requires_grad:
-            lazy.source, lazy.connected = source, True
-        if view_of is not None:
-            lazy.memory = view_of.memory
+        if lazy.requires_grad:  # what is made without gradients has none, whenever its values are computed
+            lazy.deferred, lazy.source, lazy.connected = deferred, source, True
         return lazy
 
-    def derive(self, deferred: DeferredLogits, dtype: torch.dtype | None = None, is_view: bool = False) -> LazyLogits:
-        """The result of an operation on these logits, in their dtype by default."""
-        return LazyLogits.make(deferred, dtype or self.dtype, self if is_view else None)
-
-    def detached(self, is_view: bool = True) -> LazyLogits:
+    def copy(self, is_view: bool) -> LazyLogits:
         """The same logits without gradients; an autograd function may give them some."""
-        lazy = LazyLogits._empty(self.shape, self.dtype, self.device)
-        lazy.deferred, lazy.source = self.deferred.detach(), self.source
+        lazy = LazyLogits._empty(Source.of(self.deferred))
+        lazy.source = self.source
         if is_view:
             lazy.materialized, lazy.memory = self.materialized, self.memory
         return lazy
@@ -145,8 +110,9 @@ class LazyLogits(Tensor):
         """Let the gradient of what is computed from now on pass through this tensor."""
         self.connected = True
         if self.source is not None and self.materialized is None:
-            deferred = self.source.deferred.with_tensors(*inputs_of(self, self.source)).with_version()
-            self.deferred = replace(deferred, weights=self.deferred.weights)
+            deferred = self.source.deferred.with_tensors(*inputs_of(self, self.source))
+            version = version_of(deferred.hidden_states)
+            self.deferred = replace(deferred, weights=self.deferred.weights, version=version)
             return
         if self.materialized is None:
             warn_materialized("an autograd function", self)
@@ -168,7 +134,7 @@ class LazyLogits(Tensor):
         # Also where the first that asks is a metric under no_grad: the loss may be the next.
         inference = torch.is_inference_mode_enabled() and not self.requires_grad
         with torch.inference_mode(inference), torch.set_grad_enabled(self.requires_grad):
-            values = self.deferred.values().to(self.dtype)
+            values = self.deferred.values()
         self.deferred.mark_read()
         return self._keep(values)
 
@@ -196,7 +162,11 @@ class LazyLogits(Tensor):
                 if name == "register_hook":
                     first.connected = False
                     return without_subclasses(func, *args, **kwargs)
-                result = _call_implementation(name, args, kwargs)
+                # What autograd does to an argument that an autograd function returns, without gradients.
+                passed_on = not torch.is_grad_enabled() and (name == "clone" or _is_same_view(name, *args))
+                if name in ("detach", "data") or passed_on:
+                    return first.copy(is_view=name != "clone")
+                result = NotImplemented if name not in OPERATIONS else _compute(OPERATIONS[name], *args, **kwargs)
                 if result is not NotImplemented:
                     return result
             if name in _RESHAPING:
@@ -210,9 +180,33 @@ class LazyLogits(Tensor):
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Operations that do not come through :meth:`__torch_function__`; autograd, above, knows their gradients."""
         if func in (torch.ops.aten.detach.default, torch.ops.aten.alias.default):
-            return args[0].detached()
+            return args[0].copy(is_view=True)
         with torch.no_grad():
             return func(*_materialize_all(args, str(func)), **_materialize_all(kwargs or {}, str(func)))
+
+
+def _is_same_view(name: str, lazy: Tensor, other: Any = None, *others: Any) -> bool:
+    return name == "view_as" and isinstance(other, Tensor) and other.shape == lazy.shape
+
+
+def _compute(operation: Operation, lazy: LazyLogits, *args: Any, **kwargs: Any) -> Any:
+    """The result of an operation on lazy logits; lazy where it is deferred."""
+    others = [deferred_logits(arg) if isinstance(arg, LazyLogits) else arg for arg in args]
+    found = operation(lazy.deferred, *others, **kwargs)
+    if found is lazy.deferred and operation is not OPERATIONS["clone"]:
+        return lazy
+    parts = found if isinstance(found, tuple) else (found,)
+    if not parts or not isinstance(parts[0], DeferredLogits):
+        return found
+    made = [LazyLogits.make(part) for part in parts]
+    for part in made if operation.of_tokens else ():
+        if _memory_of(part) == _memory_of(lazy):
+            part.memory = lazy.memory
+    return tuple(made) if isinstance(found, tuple) else made[0]
+
+
+def _memory_of(lazy: LazyLogits) -> int:
+    return lazy.deferred.hidden_states.untyped_storage().data_ptr()
 
 
 def true_values(tensor: Tensor) -> Tensor:
@@ -277,28 +271,27 @@ def lazy_linear(
     """``F.linear``, whose values are computed only if an operation needs them.
 
     Args:
-        hidden_states, weight, bias: ``[..., H]``, ``[V, H]``, ``[V]``.
-        gather: returns weight and bias (where there is one) again, should their memory be freed.
-        ranks: where weight and bias are this rank's rows of a vocabulary that a process group shares. All ranks must
-            read the logits together.
-        parameters: where weight and bias are parts of other tensors (DTensors), these, which count in-place operations.
+        hidden_states: ``[..., H]``.
+        weight, bias: ``[V, H]`` and ``[V]``, or this rank's rows of them.
+        gather: gathers weights whose memory is freed after the forward.
+        ranks: this rank's part of the vocabulary, where the ranks of a group share it.
+        parameters: of which weight and bias are parts, if optimizers change these.
 
     Returns:
         :class:`LazyLogits` ``[..., V]``, in the dtype that ``F.linear`` would give. Inputs that ``F.linear`` would
         refuse, empty weights and quantized ones go to ``F.linear``.
     """
-    autocast = autocast_of(hidden_states)
     if not can_be_lazy(hidden_states, weight, bias):
         return F.linear(hidden_states, weight, bias)
     weights = HeadWeights(weight, bias, hidden_states.shape[:-1].numel(), gather, parameters)
-    head = Head(weight, bias).with_fields(ranks=ranks)
-    deferred = DeferredLogits(hidden_states, head, autocast=autocast, weights=weights)
-    return LazyLogits.make(deferred, autocast or hidden_states.dtype)
+    deferred = deferred_linear(hidden_states, Head(weight, bias).with_fields(ranks=ranks))
+    return LazyLogits.make(replace(deferred, weights=weights))
 
 
-def autocast_of(hidden_states: Tensor) -> torch.dtype | None:
-    """The dtype to which autocast would cast these; it leaves fp64 alone."""
-    return None if hidden_states.dtype == torch.float64 else autocast_dtype(hidden_states.device)
+def deferred_linear(hidden_states: Tensor, head: Head) -> DeferredLogits:
+    """The product with a head, under the autocast that is on."""
+    autocast = autocast_of(hidden_states)
+    return DeferredLogits(hidden_states, head, autocast or hidden_states.dtype, autocast)
 
 
 def can_be_lazy(hidden_states: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
@@ -315,7 +308,7 @@ class _LazyLinear(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, source: Source, *tensors: Tensor | None) -> Tensor:
-        lazy = LazyLogits._empty(source.deferred.shape, source.dtype, source.deferred.hidden_states.device)
+        lazy = LazyLogits._empty(source)
         ctx.source, ctx.changed = source, lazy.changed
         ctx.save_for_backward(*tensors)
         return lazy
@@ -336,4 +329,5 @@ class _LazyLinear(torch.autograd.Function):
                 "an autograd function has passed the gradient of lazy logits on to other lazy logits, where its "
                 "values are not known; compute the loss from liger_losses.patching.lazy.true_values(logits)."
             )
-        return None, *gradient.gradients(ctx.saved_tensors)
+        *known, values = gradient.parts
+        return None, *(known if values is None else sums(known, ctx.source.gradients(values, ctx.saved_tensors)))

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from liger_losses.kernels._tiles import processors
-from liger_losses.kernels._triton import LOGIT_DTYPES, choose_backend, jit, tl, triton
+from liger_losses.kernels._triton import INTERPRETED, LOGIT_DTYPES, choose_backend, jit, tl, triton
 from liger_losses.kernels.divergence_forms import (
     FORMS,
     Divergence,
@@ -256,6 +256,10 @@ _NO_SERIES = KernelSeries(0.0, 0.0, 0.0, 0.0, None, None)
 _BLOCK, _WARPS = 2048, 8
 #: Programs for each multiprocessor, of which it runs some at a time: rows that are fewer are summed in parts.
 _PROGRAMS = 8
+#: Entries and warps of a program that keeps its part of a row in registers, and the most parts of a row: fewer than any
+#: GPU runs at a time, so that no part waits for one that cannot start. The interpreter runs one after the other.
+_SHARED_BLOCK, _SHARED_WARPS = 4096, 8
+_MOST_PARTS = 1 if INTERPRETED else 64
 
 
 def _divergence_triton(
@@ -287,6 +291,15 @@ def _divergence_triton(
     if form is not None:
         rest = (student.lse, teacher.lse, parameter, series_argument(divergence), None, None)
         launch |= {"FORM": form.triton, "BALANCED": form.balanced}
+    shared = min(_SHARED_BLOCK, triton.next_power_of_2(columns))
+    parts = triton.cdiv(columns, shared)
+    if out is not None and sums is None and form is not None and not form.balanced and parts <= _MOST_PARTS:
+        places = torch.full((2 * rows * parts + 1,), -1, dtype=torch.int32, device=value.device)
+        _shared_rows_kernel[(rows * parts,)](
+            *common[:-1], *rest[:-2], places, parts, FORM=form.triton,
+            PARTS=triton.next_power_of_2(parts), BLOCK=shared, num_warps=_SHARED_WARPS,
+        )  # fmt: skip
+        return
     parts = 1
     if out is None and not whole_rows and form is not None:
         parts = min(processors(value.device) * _PROGRAMS // rows, triton.cdiv(columns, block))
@@ -466,6 +479,66 @@ def _divergence_kernel(
             grad = projection_gradient_block(grad, s, at == label, hard, temperature, student.transform, inverse)
             tl.store(out + at, grad.to(out.dtype.element_ty), mask=inside)
     tl.store(value + place, tl.sum(f_sum, 0))
+
+
+@jit
+def _announce(place, total):
+    """Write a sum that other programs wait for, whose bits are never those of -1."""
+    tl.atomic_xchg(place, tl.where(total == total, total, float("nan")).to(tl.int32, bitcast=True), sem="relaxed")
+
+
+@jit
+def _sum_of_announced(places, parts, PARTS: tl.constexpr):
+    """Wait until all parts have announced their sums, and add them up."""
+    part = tl.arange(0, PARTS)
+    found = tl.load(places + part, mask=part < parts, other=0, volatile=True)
+    while tl.max((found == -1).to(tl.int32), 0) > 0:
+        found = tl.load(places + part, mask=part < parts, other=0, volatile=True)
+    return tl.sum(found.to(tl.float32, bitcast=True), 0)
+
+
+@jit(do_not_specialize=["parts"], do_not_specialize_on_alignment=[*_VECTORS, *_OF_MODELS])
+def _shared_rows_kernel(
+    value, student, teacher, out, out_stride, columns,
+    coef, labels, hard_p, hard_label, hard_lse, temperature,
+    student_lse, teacher_lse, parameter, series, places, parts,
+    FORM: tl.constexpr, PARTS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """The divergence and the gradient of a form that is not balanced, from logits that are read once: ``parts`` programs
+    share a row, and each keeps the terms of its columns until it has the sum of h of all.
+
+    ``places`` are the number of programs that have started, less one, and the sums of each part's h and f, or -1. As
+    programs are numbered in the order in which they start, all parts of the first row that is not complete are running
+    or next to start.
+    """
+    number = tl.atomic_add(places, 1, sem="relaxed") + 1
+    row = (number // parts).to(tl.int64)
+    part = number % parts
+    places += 1 + row * parts * 2
+    a = series.a
+    if parameter is not None:
+        a = tl.load(parameter + row)
+    inverse = 1.0
+    if student.transform.temperature is not None:
+        inverse = inverse_temperature(student.transform, row, True, 0)
+    s_lse = tl.load(student_lse + row)
+    t_lse = tl.load(teacher_lse + row)
+    at, inside, s, p, f, h = _terms(
+        student, teacher, row, part, columns, inverse, s_lse, t_lse, a, series, FORM, BLOCK
+    )
+    _announce(places + part, tl.sum(h, 0))
+    _announce(places + parts + part, tl.sum(f, 0))
+    if hard_p is not None:
+        hard = load_hard(hard_p, hard_label, hard_lse, row, True)
+        label = tl.load(labels + row).to(tl.int32)
+    else:
+        hard = (None, None, None)
+        label = -1
+    grad = tl.load(coef + row) * (h - p * _sum_of_announced(places, parts, PARTS))
+    grad = projection_gradient_block(grad, s, at == label, hard, temperature, student.transform, inverse)
+    tl.store(out + row * out_stride + at, grad.to(out.dtype.element_ty), mask=inside)
+    if part == 0:
+        tl.store(value + row, _sum_of_announced(places + parts, parts, PARTS))
 
 
 @jit(do_not_specialize_on_alignment=["student_out", "teacher_out"])

@@ -504,8 +504,9 @@ def _shared_rows_kernel(
     student_lse, teacher_lse, parameter, series, places, parts,
     FORM: tl.constexpr, PARTS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """The divergence and the gradient of a form that is not balanced, from logits that are read once: ``parts`` programs
-    share a row, and each keeps the terms of its columns until it has the sum of h of all.
+    """The divergence and the gradient of a form that is not balanced, from logits that are read once.
+
+    ``parts`` programs share a row. Each keeps the terms of its columns until it has the sum of h of all.
 
     ``places`` are the number of programs that have started, less one, and the sums of each part's h and f, or -1. As
     programs are numbered in the order in which they start, all parts of the first row that is not complete are running
@@ -523,9 +524,7 @@ def _shared_rows_kernel(
         inverse = inverse_temperature(student.transform, row, True, 0)
     s_lse = tl.load(student_lse + row)
     t_lse = tl.load(teacher_lse + row)
-    at, inside, s, p, f, h = _terms(
-        student, teacher, row, part, columns, inverse, s_lse, t_lse, a, series, FORM, BLOCK
-    )
+    at, inside, s, p, f, h = _terms(student, teacher, row, part, columns, inverse, s_lse, t_lse, a, series, FORM, BLOCK)
     _announce(places + part, tl.sum(h, 0))
     _announce(places + parts + part, tl.sum(f, 0))
     if hard_p is not None:

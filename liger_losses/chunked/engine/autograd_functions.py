@@ -184,9 +184,10 @@ def _run(
     for call, places in zip(calls, uses, strict=True):
         weight, bias, *hidden = [tensors[i] for i in places]
         with without_autocast(weight):
-            loss, values, found = Stream(call, weight, bias, hidden).token_loss()
+            stream = Stream(call, weight, bias, hidden)
+            loss, values, found = stream.token_loss()
         losses.append(loss)
-        outputs += call.tokens.scatter(values, call.outputs)
+        outputs += stream.call.tokens.scatter(values, call.outputs)  # whose order may be another
         for i, grad in zip(places, found, strict=True):
             before = gradients[i]
             if grad is not None:

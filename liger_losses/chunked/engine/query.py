@@ -143,6 +143,7 @@ class Query:
     token_loss: Callable[..., Any] | None = None  # of a separable loss: (statistics, labels, **inputs) -> [n]
     token_inputs: Mapping[str, Tensor] = field(default_factory=dict)  # what it gets as keywords
     token_weights: Mapping[str, Any] | None = None  # of a separable loss that is a weighted sum of statistics
+    counts: Tensor | None = None  # of a separable loss: bool, false for tokens whose term is a constant 0
 
     @property
     def separable(self) -> bool:
@@ -203,6 +204,7 @@ class Query:
             comparison=comparison,
             token_inputs={n: tokens.masked_values(value) for n, value in self.token_inputs.items()},
             token_weights=weights,
+            counts=None if self.counts is None else tokens.gather_like_labels(self.counts),
         )
 
     def losses(self, statistics: Mapping[str, Tensor], labels: Tensor, given: Mapping[str, Tensor]) -> Tensor:
@@ -230,13 +232,15 @@ class Query:
         weights = (self.token_weights or {}).items()
         return {name: weight for name, weight in weights if not isinstance(weight, EqualWeights)}
 
-    def subset(self, order: Tensor) -> Query:
-        """The query for some of the active tokens, in this order, once their losses are known."""
+    def subset(self, order: Tensor, losses: bool = False) -> Query:
+        """The query for some of the active tokens, in this order; with what their ``losses`` read, unless these are
+        known."""
         comparison = self.comparison
         if comparison is not None and isinstance(comparison.temperature, Tensor):
             comparison = replace(comparison, temperature=comparison.temperature[order])
         selected = None if self.selected is None else self.selected[order]
-        return replace(self, selected=selected, comparison=comparison, token_inputs={}, token_weights=None)
+        inputs = {name: value[order] for name, value in self.token_inputs.items()} if losses else {}
+        return replace(self, selected=selected, comparison=comparison, token_inputs=inputs, token_weights=None)
 
 
 def check_query(query: Query, head: Head, shapes: Sequence[torch.Size]) -> int:

@@ -13,10 +13,10 @@ from torch import Tensor
 from liger_losses.chunked.engine.accumulation import Gradients, HeadGradients, HiddenGradients
 from liger_losses.chunked.engine.blocks import Block, Columns, ExponentialBlock, LogitBlock, Part, Upstream
 from liger_losses.chunked.engine.call import Call, OpenCall
-from liger_losses.chunked.engine.plan import blocks
+from liger_losses.chunked.engine.plan import blocks, padded
 from liger_losses.chunked.engine.ranks import ALONE
 from liger_losses.chunked.engine.two_models import TwoModels
-from liger_losses.chunked.engine.zero_rows import Pending
+from liger_losses.chunked.engine.zero_rows import MOST_COUNTED, Pending, tokens_that_count
 
 
 def _rows_of(values: Mapping[str, Tensor], rows: slice) -> dict[str, Tensor]:
@@ -107,14 +107,19 @@ class Stream:
 
     def token_loss(self) -> tuple[Tensor, dict[str, Tensor], tuple[Tensor | None, ...]]:
         """A separable loss (0-dim), the statistics, and ``(grad_weight, grad_bias, grad_hidden)`` of the loss."""
+        pending = tokens_that_count(self.call)
+        if pending is not None:
+            self.opened = self.opened.of_tokens(pending.call(self.call, losses=True))
+            self.call = self.opened.call
         values, weights = self._empty_statistics(), self.call.query.token_weights
         grads, losses = None, list[Tensor]()
         with self._block(self.call.plan.rows) as block:
-            for part in self._parts(block.rows, values):
+            for part in self._parts(block.rows, values) if pending is None else self._counted(block, values, pending):
                 known = weights
                 if weights is not None and len(part.hidden) < self.count:
                     known = _rows_of(weights, part.rows)
-                block.fill(part, known)
+                if pending is None:
+                    block.fill(part, known)
                 upstream: Upstream = {}
                 if known is None:
                     found, upstream = self.call.token_losses(part.values, part.rows)
@@ -130,12 +135,36 @@ class Stream:
 
     # --- Their steps -----------------------------------------------------------------------------------------------
 
-    def _parts(self, size: int, values: dict[str, Tensor], count: int | None = None) -> Iterator[Part]:
-        """The active tokens, or the first ``count`` of them, ``size`` or fewer at a time."""
+    def _counted(self, block: Block, values: dict[str, Tensor], pending: Pending) -> Iterator[Part]:
+        """The parts of tokens that count, with which the block is filled; then the statistics of all others.
+
+        The block is filled with the first ones before the host knows how many count.
+        """
+        block.waits = True
+        (first,) = self._parts(block.rows, values, min(block.rows, self.count))
+        block.fill(first)
+        found, done = pending.found(), len(first.hidden)
+        total = self.count if found is None or found > MOST_COUNTED * self.count else found
+        block.keep(self.opened, min(total, done))
+        yield first.first(min(total, done))
+        if total > done:
+            even = -(-(total - done) // -(-(total - done) // block.rows))
+            for part in self._parts(min(padded(even), block.rows), values, total, done):
+                block.fill(part)
+                block.keep(self.opened, len(part.hidden))
+                yield part
+        done = max(total, done)
+        if done < self.count:
+            with self._block_of_statistics() as others:
+                for part in self._parts(others.rows, values, start=done):
+                    others.fill(part)
+
+    def _parts(self, size: int, values: dict[str, Tensor], count: int | None = None, start: int = 0) -> Iterator[Part]:
+        """The active tokens, or those from ``start`` to ``count``, ``size`` or fewer at a time."""
         epilogue, per_token = self.opened.epilogue, isinstance(self.call.transform.temperature, Tensor)
         tokens = self.call.tokens  # those without loss, if they are among them, may hold anything
         count = self.count if count is None else count
-        for start in range(0, count, max(size, 1)):
+        for start in range(start, count, max(size, 1)):  # noqa: B020
             rows = slice(start, min(start + size, count))
             hidden = tokens.gather(self.opened.flat, rows.start, rows.stop)
             hidden = hidden if tokens.ignored is None else tokens.masked(hidden, rows)

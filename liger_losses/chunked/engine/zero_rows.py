@@ -17,25 +17,26 @@ from torch import Tensor
 
 from liger_losses.chunked.engine.blocks import Block
 from liger_losses.chunked.engine.call import Call
-from liger_losses.chunked.engine.head import Head
 from liger_losses.chunked.engine.ranks import ALONE
-from liger_losses.chunked.engine.tokens import Tokens
 from liger_losses.kernels.reading import start_reading
 
 #: The host waits for M only if both gradient products take at least so many floating-point operations, by the kind of
 #: device: on an H200 10 ms, of which the wait is less than 1 %.
 MIN_FLOPS = {"cuda": 8e12, "cpu": 1e7}
-#: The largest share M / N with which a call is split: each of the two takes time to start.
+#: The largest share M / N with which the others' statistics are computed alone: that reads the whole head for them.
 MOST_COUNTED = 0.98
 #: On a GPU, M is rounded up to a multiple of so many rows, with which products are faster.
 ROUNDED = {"cuda": 64}
 
 
 class Pending:
-    """Tokens that are being counted. The device puts those that count first, while the host waits for their number."""
+    """Tokens that are being counted. The device puts those that count first, while the host waits for their number.
 
-    def __init__(self, counts: Tensor) -> None:
-        self.counts, self.total = counts, counts.sum()
+    ``moves`` says whether rows of a block move, so that as few as possible are to change their places.
+    """
+
+    def __init__(self, counts: Tensor, moves: bool) -> None:
+        self.counts, self.total, self._moves = counts, counts.sum(), moves
         self._read = start_reading(self.total, "how many tokens have a coefficient")
 
     @cached_property
@@ -53,6 +54,8 @@ class Pending:
     @cached_property
     def order(self) -> Tensor:
         """``[N]``, which of the N tokens is where."""
+        if not self._moves:
+            return self.counts.argsort(descending=True, stable=True)
         (sources, targets), n = self.moves, len(self.counts)
         order = torch.arange(n + 1, device=self.counts.device)
         return order.index_copy_(0, targets, sources).index_copy_(0, sources, targets)[:n]
@@ -63,15 +66,17 @@ class Pending:
         found = -(-max(self._read(), 1) // rounded) * rounded  # one row at least, which writes the gradients
         return None if found >= len(self.counts) else found
 
-    def call(self, call: Call) -> Call:
-        """The call of all tokens in this order."""
-        temperature = call.transform.temperature
+    def call(self, call: Call, losses: bool = False) -> Call:
+        """The call of all tokens in this order; with what their ``losses`` read, unless these are known."""
+        temperature, (work, plan, *_) = call.transform.temperature, call.decision.run(call.tokens.count, gathers=True)
         if isinstance(temperature, Tensor):
             temperature = temperature[self.order]
         return replace(
             call,
+            work=work,
+            plan=plan,
             tokens=call.tokens.subset(self.order),
-            query=call.query.subset(self.order),
+            query=call.query.subset(self.order, losses),
             transform=replace(call.transform, temperature=temperature),
         )
 
@@ -80,8 +85,15 @@ class Pending:
         return {name: value[self.order] for name, value in values.items()}
 
 
-def _is_large(tokens: int, hidden_size: int, vocab_size: int, device: torch.device) -> bool:
-    return 4.0 * tokens * hidden_size * vocab_size >= MIN_FLOPS.get(device.type, float("inf"))
+def _is_large(call: Call) -> bool:
+    """Whether to wait for the number of tokens that count, on this device, in this call."""
+    tokens, work, device = call.tokens, call.work, call.work.device
+    # Ranks that share a vocabulary would all have to find the same number; tensors of one head follow each other.
+    if call.ranks is not ALONE or len(tokens.shapes) > 1:
+        return False
+    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        return False
+    return 4.0 * tokens.count * work.hidden_size * work.vocab_size >= MIN_FLOPS.get(device.type, float("inf"))
 
 
 def counted_tokens(call: Call, upstream: Mapping[str, Tensor], kept: Block | None) -> Pending | None:
@@ -89,29 +101,13 @@ def counted_tokens(call: Call, upstream: Mapping[str, Tensor], kept: Block | Non
 
     ``kept`` is the block that holds all tokens, if there is one.
     """
-    tokens, work = call.tokens, call.work
-    if not upstream or not _is_large(tokens.count, work.hidden_size, work.vocab_size, work.device):
+    if not upstream or not _is_large(call) or (kept is not None and not kept.movable):
         return None
-    # Ranks that share a vocabulary would all have to find the same number; tensors of one head follow each other.
-    if call.ranks is not ALONE or len(tokens.shapes) > 1 or (kept is not None and not kept.movable):
-        return None
-    if work.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-        return None
-    return Pending(
-        torch.stack([(g != 0).flatten(1).any(1) if g.dim() > 1 else g != 0 for g in upstream.values()]).any(0)
-    )
+    counts = torch.stack([(g != 0).flatten(1).any(1) if g.dim() > 1 else g != 0 for g in upstream.values()]).any(0)
+    return Pending(counts, moves=kept is not None)
 
 
-def split_tokens(tokens: Tokens, counts: Tensor, head: Head) -> tuple[Tokens, Tokens] | None:
-    """The active tokens of one tensor of labels that count, and the others; ``None`` where all are to be multiplied.
-
-    ``counts`` is bool, in the labels' shape. As :func:`counted_tokens`, for losses that know it before any statistic.
-    """
-    large = _is_large(tokens.count, head.hidden_size, head.vocab_size, tokens.labels.device)
-    if not large or head.ranks is not ALONE or tokens.ignored is not None:
-        return None
-    pending = Pending(tokens.gather_like_labels(counts))
-    found = pending.found()
-    if found is None or found > MOST_COUNTED * tokens.count:
-        return None
-    return tokens.subset(pending.order[:found]), tokens.subset(pending.order[found:])
+def tokens_that_count(call: Call) -> Pending | None:
+    """As :func:`counted_tokens`, for a separable loss that knows it before any statistic: see :attr:`Query.counts`."""
+    counts = call.query.counts
+    return None if counts is None or not _is_large(call) else Pending(counts, moves=False)

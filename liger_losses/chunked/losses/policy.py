@@ -13,10 +13,10 @@ import torch
 from torch import Tensor
 from torch.compiler import is_dynamo_compiling
 
-from liger_losses.chunked.engine import EngineOptions, Head, Statistics, Tokens, linear_statistics, linear_token_loss
+from liger_losses.chunked.engine import EngineOptions, Head, Statistics, Tokens, linear_statistics
 from liger_losses.chunked.engine.agreement import checksum
 from liger_losses.chunked.engine.checks import check_device, check_range, check_tensor, checked_items
-from liger_losses.chunked.engine.operators import loss_operator, support_statistics, token_operator
+from liger_losses.chunked.engine.operators import loss_operator, separable_loss, support_statistics, token_operator
 from liger_losses.chunked.engine.query import Query
 from liger_losses.chunked.engine.straight_line import (
     NO_TRANSFORM,
@@ -25,7 +25,6 @@ from liger_losses.chunked.engine.straight_line import (
     straight_coupled_loss,
 )
 from liger_losses.chunked.engine.support import TokenSupport
-from liger_losses.chunked.engine.zero_rows import split_tokens
 from liger_losses.chunked.losses import policy_objectives as objectives
 from liger_losses.chunked.losses.base import AnyHead, LossOptions
 from liger_losses.chunked.losses.batches import find_batch, no_batches, sum_over_processes, with_batch, world_size
@@ -498,15 +497,9 @@ class LigerFusedLinearGRPOLoss(CompletionLoss):
         token_inputs |= {"weights": inputs.weights, "advantages": inputs.advantages}
         make = TokenPolicyLoss if is_dynamo_compiling() else _token_loss
         token_loss = make(*[getattr(inputs.options, name) for name in PolicyOptions.__match_args__])
-        split = None if coef is not None else self._split(tokens, head, inputs)
-        counted, others = (tokens, None) if split is None else split
-        loss, found = linear_token_loss(
-            hidden, head, counted, token_loss, names, token_inputs=token_inputs, options=options
-        )
-        if others is not None:
-            with torch.no_grad():
-                (without,) = linear_statistics([hidden], head, others, options=options)
-            found = found._replace(logp=found.logp + without.logp)
+        counts = None if coef is not None else self._counts(inputs)
+        query = Query(names, token_loss=token_loss, token_inputs=token_inputs, counts=counts)
+        loss, (found,) = separable_loss(hidden, head, tokens, query, options)
         if coef is not None:
             self._observe(found.entropy.sum(), inputs.mask.sum(), found.logp)
         if self.group is not None:
@@ -514,17 +507,15 @@ class LigerFusedLinearGRPOLoss(CompletionLoss):
         return loss, found.logp
 
     @staticmethod
-    def _split(tokens: Tokens, head: Head, inputs: PolicyInputs) -> tuple[Tokens, Tokens] | None:
-        """The tokens whose term has a gradient, and those with an advantage or a weight of 0; ``None`` for losses with
+    def _counts(inputs: PolicyInputs) -> Tensor | None:
+        """``[B, T]``, false for tokens whose term is 0, with an advantage or a weight of 0; ``None`` for losses with
         other terms."""
         o, ratio = inputs.options, inputs.token_is_ratio
         other_terms = (o.beta and inputs.ref_logps is not None) or o.value("log_ratio_penalty")
         if other_terms or not OBJECTIVES[LOSS_TYPES[o.loss_type].objective].of_advantages:
             return None
-        if is_dynamo_compiling():
-            return None
         counts = (inputs.advantages != 0) & (inputs.weights != 0)
-        return split_tokens(tokens, counts if ratio is None else counts & (ratio != 0), head)
+        return counts if ratio is None else counts & (ratio != 0)
 
     def _two_passes(self, found: Statistics, inputs: PolicyInputs, copies: int) -> tuple[Tensor, Tensor]:
         """The same from all tokens' statistics, of which there are so many copies."""

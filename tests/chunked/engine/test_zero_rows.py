@@ -17,7 +17,8 @@ from liger_losses import (
     linear_statistics,
 )
 from liger_losses.chunked.engine import accumulation, zero_rows
-from liger_losses.chunked.engine.query import Largest
+from liger_losses.chunked.engine.operators import separable_loss
+from liger_losses.chunked.engine.query import Largest, Query
 from liger_losses.chunked.engine.tokens import Counting
 from liger_losses.kernels.move_rows import move_rows_
 from tests.kernels.cases import DEVICE, triton_or_skip
@@ -183,6 +184,51 @@ def test_policy_losses(name, monkeypatch):
         found.append([loss, *metrics, *torch.autograd.grad(loss, [hidden, weight]), sum(multiplied)])
     torch.testing.assert_close(found[0][:-1], found[1][:-1], rtol=1e-6, atol=1e-9)
     assert (found[0][-1] < found[1][-1]) is left_out
+
+
+@pytest.mark.parametrize("exponentials", [False, True])
+@pytest.mark.parametrize("share", [0.0, 0.1, 0.3, 0.6, 1.0])
+def test_separable_losses_that_know_which_tokens_count(share, exponentials, counts, monkeypatch):
+    """The first block is filled before their number is known: fewer count, or more, and in uneven blocks; twice."""
+    if exponentials:
+        triton_or_skip()
+    device, dtype = (DEVICE, torch.bfloat16) if exponentials else ("cpu", torch.float64)
+    hidden, weight, labels, _ = problem(150, H, V, dtype=dtype)
+    hidden, weight = (tensor.detach().to(device).requires_grad_() for tensor in (hidden, weight))
+    upstream, counted = upstream_of(("g",), share, labels, torch.float32)
+    inputs = {name: value.to(device) for name, value in (*upstream.items(), ("c", torch.linspace(0.5, 2.0, 150)))}
+    backend = "triton" if exponentials else "torch"
+    options = EngineOptions(chunk_size=32, backend=backend, strategy="one_pass", accum_dtype=torch.float32)
+    head, multiplied = Head(weight, transform=LogitTransform(torch.linspace(0.5, 2.0, 150, device=device))), []
+    matmul_into = accumulation.matmul_into
+
+    def spy(out, a, b, **more):
+        multiplied.append(len(b))
+        return matmul_into(out, a, b, **more)
+
+    monkeypatch.setattr(accumulation, "matmul_into", spy)
+
+    def found(which):
+        multiplied.clear()
+        query = Query(
+            ("logp",), ("lse",), token_inputs=inputs, counts=which,
+            token_loss=lambda s, labels, g, c: g * (c * s.logp).exp(),
+        )  # fmt: skip
+        loss, (statistics,) = separable_loss(hidden, head, labels.to(device), query, options)
+        rows = sum(multiplied)
+        grads = [torch.autograd.grad(loss, [hidden, weight], retain_graph=True) for _ in range(2)]
+        assert torch.equal(grads[0][0], grads[1][0])
+        assert torch.equal(grads[0][1], grads[1][1])
+        return (loss, statistics.logp, statistics.lse, *grads[0]), rows
+
+    (expected, every), (ours, rows) = found(None), found(inputs["g"] != 0)
+    tolerance = {"rtol": 2e-2, "atol": 2e-3} if exponentials else {"rtol": 1e-9, "atol": 1e-12}
+    for value, right in zip(ours, expected, strict=True):
+        torch.testing.assert_close(value, right, **tolerance)
+    active, most = int(counted.sum()), int((labels != -100).sum())
+    assert counts[0] == (None if active == most else max(active, 1))
+    # Of the product with the weight's rows, and of that with hidden states.
+    assert every - rows == most - max(active, 1)
 
 
 @pytest.mark.parametrize("options", [{}, {"label_smoothing": 0.1, "lse_square_scale": 0.01}, {"return_z_loss": True}])

@@ -1,7 +1,10 @@
 """Calls of few tokens that go from their arguments to the launches: as exact as others, and taken where they can be."""
 
+from collections import Counter
+
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from liger_losses import (
     Completions,
@@ -15,7 +18,7 @@ from liger_losses import (
 )
 from liger_losses.chunked.engine import decision, plan, straight_line
 from liger_losses.chunked.losses.cross_entropy import linear_cross_entropy
-from liger_losses.kernels._triton import INTERPRETED
+from liger_losses.kernels._triton import INTERPRETED, Launcher
 from liger_losses.kernels.exponential_rows import ExponentialRows
 from tests.kernels.cases import triton_or_skip
 from tests.reference import assert_as_exact_as_plain, small_calls
@@ -206,6 +209,61 @@ def test_losses_of_completions(loss, dtype, limit, monkeypatch, small_tiles):
     for ours, theirs in zip(found[0], (expected, *metrics, *gradients, *gradients), strict=True):
         size = SIZES[dtype] * theirs.detach().abs().max().item()
         torch.testing.assert_close(ours.double(), theirs.double(), rtol=SIZES[dtype], atol=size)
+
+
+class Operations(TorchDispatchMode):
+    """Counts PyTorch's operations, but for those that launch nothing on a GPU."""
+
+    FREE = {"view", "t", "detach", "slice", "narrow", "unbind", "empty", "empty_like", "new_empty"}
+
+    def __init__(self):
+        super().__init__()
+        self.found = Counter()
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        name = function.overloadpacket.__name__
+        if name not in self.FREE | {"_local_scalar_dense"}:  # a CPU reads whether labels are right
+            self.found[name] += 1
+        return function(*args, **(kwargs or {}))
+
+
+#: What a call launches, forward and backward, which is most of what it takes the host.
+LAUNCHES = {
+    "cross-entropy": (["_loss_kernel", "_scale_kernel"], {"mm": 3, "sum": 1, "ones_like": 1}),
+    "DPO": (
+        ["_statistics_kernel", "_pairs_kernel", "_gradient_kernel", "_scale_kernel"],
+        {"mm": 3, "cat": 2, "ones_like": 1},
+    ),
+    "GRPO": (
+        ["_statistics_kernel", "_policy_kernel", "_gradient_kernel", "_scale_kernel"],
+        {"mm": 3, "where": 1, "ones_like": 1},
+    ),
+}
+
+
+@pytest.mark.parametrize("name", LAUNCHES)
+def test_launches_of_a_call_that_was_made_before(name, monkeypatch):
+    hidden, weight, labels = problem(torch.float32)
+    states = [hidden[:1].detach().requires_grad_(), hidden[1:].detach().requires_grad_()]
+    ref, ids, mask = torch.zeros(1, device=DEVICE), labels.clamp(min=0), labels >= 0
+    sides = [Completions(h, y, ref_logps=ref) for h, y in zip(states, labels.split(1), strict=True)]
+    losses = LigerFusedLinearCrossEntropyLoss, LigerFusedLinearDPOLoss, LigerFusedLinearGRPOLoss
+    of_tokens, of_pairs, of_group = (loss(backend="triton") for loss in losses)
+    of_group.beta = 0.0
+    advantages = torch.tensor([1.0, -1.0], device=DEVICE)
+    calls = {
+        "cross-entropy": lambda: of_tokens(weight, hidden, labels),
+        "DPO": lambda: of_pairs(weight, *sides)[0],
+        "GRPO": lambda: of_group(hidden, weight, ids, mask, advantages)[0],
+    }
+    leaves = [weight, *(states if name == "DPO" else [hidden])]
+    torch.autograd.grad(calls[name](), leaves)
+    launched, (kernels, operations) = [], LAUNCHES[name]
+    monkeypatch.setattr(Launcher, "__call__", lambda self, *given: launched.append(self.kernel.fn.__name__))
+    with Operations() as seen:
+        torch.autograd.grad(calls[name](), leaves)
+    assert launched == kernels
+    assert seen.found == operations
 
 
 @pytest.mark.parametrize("frozen", [0, 1])

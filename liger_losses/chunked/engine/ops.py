@@ -32,7 +32,7 @@ from liger_losses.chunked.engine.operators import (
 from liger_losses.chunked.engine.plan import EngineOptions
 from liger_losses.chunked.engine.query import REGISTERED, Comparison, EqualWeights, Largest, Query, Statistics
 from liger_losses.chunked.engine.ranks import ALONE
-from liger_losses.chunked.engine.straight_line import straight_statistics
+from liger_losses.chunked.engine.straight_line import FewTokens, straight_statistics
 from liger_losses.chunked.engine.support import TokenSupport
 from liger_losses.chunked.engine.teachers import Teacher, TeacherLogits, Teachers
 from liger_losses.chunked.engine.tokens import Counting, Tokens, shift_labels
@@ -149,10 +149,11 @@ def linear_logps(
     names = ("logp", *(name for name, wanted in (("entropy", entropy), ("lse", lse)) if wanted))
     if support is None and bias is None and not shift and isinstance(temperature, float) and not is_dynamo_compiling():
         streaming = ignore_index, compact, workspace, chunk_size, None, backend
-        logits = temperature, logit_scale, softcap
-        of_few = straight_statistics((hidden_states,), weight, (labels,), names, (), streaming, logits)
+        tokens = FewTokens((hidden_states,), (labels,), weight, (temperature, logit_scale, softcap))
+        of_few = straight_statistics(tokens, names, (), streaming)
         if of_few is not None:
-            return of_few[0] if len(names) == 1 else Statistics(**dict(zip(names, of_few, strict=True)))
+            values = [value for (value,) in of_few]
+            return values[0] if len(names) == 1 else Statistics(**dict(zip(names, values, strict=True)))
     options = EngineOptions(ignore_index, compact, workspace, chunk_size, backend=backend)
     transform = LogitTransform(temperature, logit_scale, softcap)
     several = isinstance(hidden_states, LISTS) or isinstance(weight, LISTS)

@@ -56,6 +56,23 @@ NAMES = frozenset(("logp", "entropy", "lse"))
 METRICS = NAMES | {"mean_logit"}
 
 
+class FewTokens(NamedTuple):
+    """Hidden states ``[..., H]`` and labels ``[...]``, one or several tensors of each; the head, and the fields of a
+    :class:`LogitTransform` beside it; a mask ``[...]``, 0 for labels that carry no loss; a coupled loss's constants."""
+
+    hidden_states: Sequence[Any]
+    labels: Sequence[Any]
+    head: Any
+    transform: tuple[Any, ...]
+    mask: Any = None
+    inputs: Sequence[Any] = ()
+
+
+#: What computes a coupled loss of a query's statistics, labels and constants (see
+#: :mod:`liger_losses.kernels.coupled_rows`), the query, and options.
+Made = tuple[Callable[..., Coupled] | None, Query, EngineOptions]
+
+
 def straight_query(
     hidden_states: Any, head: Head, labels: Any, query: Query, options: EngineOptions
 ) -> list[Statistics] | None:
@@ -63,131 +80,74 @@ def straight_query(
     if not (query.is_plain and head.is_plain):
         return None
     metrics = query.metrics and tuple([name for name in query.metrics if name not in query.statistics])
-    names, how = query.statistics + metrics, (query.statistics, metrics, options, NO_TRANSFORM)
     several = isinstance(hidden_states, (list, tuple))
-    hidden, targets = (hidden_states, labels) if several else ((hidden_states,), (labels,))
-    found = straight_statistics(hidden, head, targets, *how)
+    states, targets = (hidden_states, labels) if several else ((hidden_states,), (labels,))
+    found = straight_statistics(FewTokens(states, targets, head, NO_TRANSFORM), query.statistics, metrics, options)
     if found is None:
         return None
-    shapes = [part.shape for part in targets]
-    if len(shapes) == 1:
-        parts: list[Any] = [[value] for value in found]
-    elif len({*shapes}) == 1:
-        parts = [value.view(len(shapes), *shapes[0]).unbind() for value in found]
-    else:
-        sizes = [shape.numel() for shape in shapes]
-        parts = [[v.view(shape) for v, shape in zip(value.split(sizes), shapes, strict=True)] for value in found]
-    return [Statistics(**dict(zip(names, of_one, strict=True))) for of_one in zip(*parts, strict=True)]
-
-
-class FewTokens(NamedTuple):
-    """The tokens of a coupled loss: hidden states ``[..., H]`` and labels ``[...]``, one or several tensors of each,
-    and a mask ``[...]`` that is not 0 for labels that carry loss."""
-
-    hidden_states: Sequence[Any]
-    labels: Sequence[Any]
-    mask: Any = None
-
-
-#: From constant inputs to a loss and its metrics.
-CoupledLoss = Callable[[Sequence[Tensor | None]], tuple[Tensor, Sequence[Tensor]]]
+    names = query.statistics + metrics
+    return [Statistics(**dict(zip(names, of_one, strict=True))) for of_one in zip(*found, strict=True)]
 
 
 def straight_coupled_loss(
-    tokens: FewTokens,
-    head: Any,
-    transform: tuple[Any, ...],
-    settings: Hashable,
-    inputs: Sequence[Tensor | torch.dtype | None],
-    make: Callable[[], tuple[Callable[..., Coupled], Query, EngineOptions] | None],
-) -> CoupledLoss | None:
-    """What computes a loss of all tokens from constant inputs; ``None`` where the call has no straight line.
+    tokens: FewTokens, settings: object, make: Callable[[], Made] | None = None
+) -> Callable[[Sequence[Tensor | None]], tuple[Tensor, Sequence[Tensor]]] | None:
+    """From constants to a loss of all tokens and its metrics; ``None`` where the call has no straight line.
 
-    ``transform`` are fields of :class:`LogitTransform`, ``settings`` all else that the call depends on. ``inputs`` are
-    the constants, or their dtypes (``None`` for those that are left out), which are then contiguous. ``make()`` checks
-    the call, the first time that there is one of its kind, and returns what computes the loss from the statistics of
-    a query, labels and inputs (see :mod:`liger_losses.kernels.coupled_rows`), or ``None``.
+    In the place of the tokens' constants, there may be what tells their kind. ``settings`` are what the call depends on
+    beside its tensors, always the same object. Without ``make``, which is called for the first call of a kind, once it
+    is checked, only calls of a known kind have a line.
     """
-
-    def prepare() -> StraightLine | None:
-        made = make()
-        if made is None:
-            return None
-        coupled, query, options = made
-        found = _prepared(tokens, weight, query, options, LogitTransform(*transform), coupled=True)
-        if found is not None:
-            found.coupled = coupled
-        return found
-
-    weight, transform = _opened(head, transform)
-    line = _line((settings, transform), tokens, weight, prepare, inputs)
+    line, weight = _line(id(settings), tokens, make)
     if line is None:
         return None
+    line.settings = settings  # whose id no other object has meanwhile
 
     def loss(inputs: Sequence[Tensor | None]) -> tuple[Tensor, Sequence[Tensor]]:
+        given = tokens._replace(inputs=inputs)
         if line.strategy == "statistics":
             with line.without_autocast():
-                return line.loss(tokens, weight, inputs, ())[:2]
-        found, *metrics = _Loss.apply(line, weight, tokens, inputs, *tokens.hidden_states)
+                return line.loss(given, weight, ())[:2]
+        found, *metrics = _Loss.apply(line, weight, given, *tokens.hidden_states)
         return found, metrics
 
     return loss
 
 
 def straight_statistics(
-    hidden_states: Sequence[Any],
-    weight: Any,
-    labels: Sequence[Any],
-    names: tuple[str, ...],
-    metrics: tuple[str, ...],
-    options: EngineOptions | tuple[Any, ...],
-    transform: tuple[Any, ...],
-) -> tuple[Tensor, ...] | None:
-    """Statistics in the labels' shape (of several tensors with other shapes ``[T]``), ``metrics`` without a gradient;
-    ``None`` where the call has no straight line.
+    tokens: FewTokens, names: tuple[str, ...], metrics: tuple[str, ...], options: EngineOptions | tuple[Any, ...]
+) -> list[Sequence[Tensor]] | None:
+    """Each statistic of each tensor of labels, ``metrics`` without a gradient; ``None`` where the call has no straight
+    line. ``options`` are, or have the fields of, :class:`EngineOptions`."""
 
-    ``options`` are, or have the fields of, :class:`EngineOptions`; ``transform`` has the fields of
-    :class:`LogitTransform`.
-    """
-
-    def prepare() -> StraightLine | None:
+    def make() -> Made:
         how = options if isinstance(options, EngineOptions) else EngineOptions(*options)
-        return _prepared(tokens, weight, Query(names, metrics), how, LogitTransform(*transform))
+        return None, Query(names, metrics), how
 
-    if isinstance(transform[0], Tensor):  # a temperature for each token
-        return None
-    tokens = FewTokens(hidden_states, labels)
-    weight, transform = _opened(weight, transform)
-    line = _line((names, metrics, options, transform), tokens, weight, prepare)
+    line, weight = _line((names, metrics, options), tokens, make)
     if line is None:
         return None
     if line.strategy == "statistics":
         with line.without_autocast():
             hidden, targets = line.joined(tokens)
-            return line.named(line.values(hidden, weight, targets)[0], targets)
-    return _Statistics.apply(line, weight, tokens, *hidden_states)
+            found = line.named(line.values(hidden, weight, targets)[0], targets)
+    else:
+        found = _Statistics.apply(line, weight, tokens, *tokens.hidden_states)
+    return [line.separated(value) for value in found]
 
 
 def straight_loss(
-    hidden_states: Any,
-    weight: Any,
-    labels: Any,
-    weights: tuple[tuple[str, EqualWeights], ...] | None,
-    options: EngineOptions,
-    transform: tuple[Any, ...],
+    tokens: FewTokens, weights: tuple[tuple[str, EqualWeights], ...] | None, options: EngineOptions
 ) -> Tensor | None:
     """``sum_t sum_s weights[s] s_t`` of ``logp`` and ``mean_logp``; ``None`` where the call has no straight line."""
-    if weights is None or isinstance(transform[0], Tensor):
+    if weights is None:
         return None
 
-    def prepare() -> StraightLine | None:
-        query = Query(tuple([name for name, _ in weights]), token_weights=dict(weights))
-        return _prepared(tokens, weight, query, options, LogitTransform(*transform))
+    def make() -> Made:
+        return None, Query(tuple([name for name, _ in weights]), token_weights=dict(weights)), options
 
-    weight, transform = _opened(weight, transform)
-    tokens = FewTokens((hidden_states,), (labels,))
-    line = _line((weights, options, transform), tokens, weight, prepare)
-    return None if line is None else _Loss.apply(line, weight, tokens, (), hidden_states)
+    line, weight = _line((weights, options), tokens, make)
+    return None if line is None else _Loss.apply(line, weight, tokens, *tokens.hidden_states)
 
 
 #: The fields of the transform that changes nothing.
@@ -204,33 +164,26 @@ def _opened(weight: Any, transform: tuple[Any, ...]) -> tuple[Any, tuple[Any, ..
     return weight, transform
 
 
-def _line(
-    settings: Hashable,
-    tokens: FewTokens,
-    weight: Any,
-    prepare: Callable[[], StraightLine | None],
-    inputs: Sequence[Tensor | torch.dtype | None] = (),
-) -> StraightLine | None:
-    """The line of a call, which is prepared the first time."""
-    hidden, labels, mask = tokens
+def _line(settings: Hashable, tokens: FewTokens, make: Callable[[], Made] | None) -> tuple[Any, Any]:
+    """The line of a call, which is prepared the first time, and its weight."""
+    hidden, labels, weight, transform, mask, inputs = tokens
+    if isinstance(transform[0], Tensor) or within_transform() or records_tangents():
+        return _NO_LINE
+    if type(weight) not in _PLAIN:
+        weight, transform = _opened(weight, transform)
     # Autograd keeps no labels that were made in inference mode.
-    for part in labels:
-        if type(part) is not Tensor or part.is_inference():
-            return None
-    for part in hidden:
-        if type(part) not in _PLAIN:
-            return None
-    if type(weight) not in _PLAIN or within_transform() or records_tangents():
-        return None
+    special = [part for part in labels if type(part) is not Tensor or part.is_inference()]
+    if special or [part for part in (weight, *hidden) if type(part) not in _PLAIN]:
+        return _NO_LINE
     try:
         (size, depth), device = weight.shape, weight.device
         count = labels[0].numel() if len(labels) == 1 else sum([part.numel() for part in labels])
         if not is_small(count, depth, size, device, writes_logits=False):
-            return None
+            return _NO_LINE
         facts = [
-            *(settings, torch.is_grad_enabled(), autocast_dtype(device), default_bound(), weight.data_ptr() % 16),
+            *(settings, transform, torch.is_grad_enabled(), autocast_dtype(device), default_bound()),
             *(os.environ.get(BACKEND_VARIABLE), device, torch.cuda.current_device() if weight.is_cuda else None),
-            *(weight.shape, weight.stride(), weight.dtype, weight.requires_grad, len(hidden), len(labels)),
+            *(weight.shape, weight.stride(), weight.dtype, weight.requires_grad, weight.data_ptr() % 16, len(hidden)),
         ]
         for part in hidden:
             facts += part.shape, part.stride(), part.dtype, part.device, part.requires_grad, part.data_ptr() % 16
@@ -240,39 +193,41 @@ def _line(
         line = _lines.get(key, _lines)
     # No matrix; no strides or memory; options that cannot be hashed.
     except (AttributeError, RuntimeError, TypeError, ValueError):
-        return None
+        return _NO_LINE
     if line is _lines:
-        if weight.is_cuda and torch.cuda.is_current_stream_capturing():
-            return None
+        if make is None or (weight.is_cuda and torch.cuda.is_current_stream_capturing()):
+            return _NO_LINE
         try:
-            line = prepare()
+            line = _prepared(tokens, weight, LogitTransform(*transform), *make())
         except (TypeError, ValueError):  # of which the usual way tells the user
-            return None
+            return _NO_LINE
         if len(_lines) >= _MOST_LINES:
             _lines.clear()
         _lines[key] = line
-    return line  # type: ignore[return-value]
+    return line, weight
+
+
+_NO_LINE = None, None
 
 
 def _prepared(
     tokens: FewTokens,
     weight: Tensor,
+    transform: LogitTransform,
+    coupled: Callable[..., Coupled] | None,
     query: Query,
     options: EngineOptions,
-    transform: LogitTransform,
-    coupled: bool = False,
 ) -> StraightLine | None:
-    """The line of a call for which nothing is cast, padded or cut; ``coupled``: of a loss of all tokens' statistics.
+    """The line of a call for which nothing is cast, padded or cut.
 
     Raises:
         TypeError, ValueError: inputs that do not fit together.
     """
-    (hidden, *others), labels, mask = tokens
+    (hidden, *others), labels, mask = tokens.hidden_states, tokens.labels, tokens.mask
     (size, depth), count = weight.shape, sum([part.numel() for part in labels])
     # Several tensors are copied.
     dense = labels[0].dim() > 0 if others else hidden.is_contiguous() and labels[0].is_contiguous()
-    dense = dense and (mask is None or mask.is_contiguous())
-    if not (dense and isinstance(transform.temperature, float)):
+    if not dense or (mask is not None and not mask.is_contiguous()):
         return None
     head = Head(weight, None, transform)
     decision = decide((hidden, *others), head, tuple(labels), query, options)
@@ -285,7 +240,7 @@ def _prepared(
     if not (decision.backend == "triton" and here and known and alike):
         return None
     ignore_index = decision.options.ignore_index
-    line = StraightLine(labels, weight, query, run.strategy, ignore_index, transform)
+    line = StraightLine(labels, weight, query, run.strategy, ignore_index, transform, coupled)
     unbounded = options.workspace is None and options.chunk_size is None and options.strategy is None
     unbounded = unbounded and default_bound() is None and options.compact
     large = unbounded and line.multiplications >= MIN_FUSED and not line.mean_logit
@@ -329,12 +284,12 @@ class StraightLine:
         strategy: str,
         ignore_index: int,
         transform: LogitTransform,
+        coupled: Callable[..., Coupled] | None,
     ) -> None:
         self.names, self.strategy, self.ignore_index = query.statistics + query.metrics, strategy, ignore_index
         self.metrics, self.entropy = len(query.metrics), "entropy" in self.names
         self.mean_logit = "mean_logit" in self.names
-        self.device, self.dtype = weight.device, weight.dtype
-        self.vocab_size, self.hidden_size = weight.shape
+        self.device, (self.vocab_size, self.hidden_size) = weight.device, weight.shape
         #: Of each tensor of labels; and whether all have the same.
         self.shapes = [part.shape for part in labels]
         self.alike = len({*self.shapes}) == 1
@@ -349,7 +304,8 @@ class StraightLine:
         )
         self.fused: MaskedStatistics | None = None
         #: What computes the loss from all tokens' statistics.
-        self.coupled: Callable[..., Coupled] | None = None
+        self.coupled = coupled
+        self.settings: object = None
         self.scaling = Scaling("triton")
         given = query.token_weights or {}
         #: Whether the loss is the tokens' mean, and what their log-probabilities are multiplied by.
@@ -364,7 +320,7 @@ class StraightLine:
 
     def joined(self, tokens: FewTokens) -> tuple[Tensor, Tensor]:
         """The hidden states ``[T, H]`` and the labels of all tensors, a copy of several."""
-        hidden, labels, mask = tokens
+        hidden, labels, mask = tokens.hidden_states, tokens.labels, tokens.mask
         if len(hidden) == 1:
             (states,), (targets,) = hidden, labels
         elif self.alike:  # views of each would take the host time too
@@ -396,9 +352,7 @@ class StraightLine:
         """What the user gets, in the order of the names."""
         return tuple([values.lse.view(labels.shape) if name == "lse" else getattr(values, name) for name in self.names])
 
-    def loss(
-        self, tokens: FewTokens, weight: Tensor, inputs: Sequence[Tensor | None], needs: Sequence[bool]
-    ) -> tuple[Tensor, tuple[Tensor, ...], Any]:
+    def loss(self, tokens: FewTokens, weight: Tensor, needs: Sequence[bool]) -> tuple[Tensor, tuple[Tensor, ...], Any]:
         """The loss, 0-dim, its metrics, and its gradients as from :meth:`products`."""
         hidden, labels = self.joined(tokens)
         found: Any
@@ -409,7 +363,7 @@ class StraightLine:
             self.check(labels)
             return found.loss, (), self.products(found, weight, needs)
         values, block = self.values(hidden, weight, labels)
-        loss, metrics, derivative = self.coupled(values, labels, *inputs)
+        loss, metrics, derivative = self.coupled(values, labels, *tokens.inputs)
         if not any(needs):
             return loss, metrics, None
         found = self.rows.gradients(block, labels, hidden, values.lse, None, Derivatives(logp=derivative))
@@ -436,22 +390,18 @@ class StraightLine:
         if of_weight:
             products.append(multiply)
         side_by_side(self.device, products, self.multiplications)
-        whole = [grad for grad in (hidden, grad_weight) if grad is not None]
-        return whole, (grad_weight, *self.separated(hidden, of_hidden))
+        parts = of_hidden if hidden is None else self.separated(hidden, self.hidden_size)
+        each: Any = [part if need else None for part, need in zip(parts, of_hidden, strict=True)]
+        return [grad for grad in (hidden, grad_weight) if grad is not None], (grad_weight, *each)
 
-    def separated(self, grad: Tensor | None, needed: Sequence[bool]) -> list[Tensor | None]:
-        """Rows ``[T, H]`` as those of each tensor of hidden states."""
-        if grad is None:
-            return [None] * len(needed)
-        first = self.shapes[0]
-        if len(needed) == 1:
-            parts: Sequence[Tensor] = [grad if len(first) == 1 else grad.view(*first, self.hidden_size)]
-        elif self.alike:
-            parts = grad.view(len(needed), *first, self.hidden_size).unbind()
-        else:
-            each = zip(grad.split(self.sizes), self.shapes, strict=True)
-            parts = [part.view(*shape, self.hidden_size) for part, shape in each]
-        return [part if need else None for part, need in zip(parts, needed, strict=True)]
+    def separated(self, value: Tensor, *rest: int) -> Sequence[Tensor]:
+        """``[T, *rest]``, or in the labels' shape, as what each tensor of labels has."""
+        if len(self.shapes) == 1:
+            shape = (*self.shapes[0], *rest)
+            return (value if value.shape == shape else value.view(shape),)
+        if self.alike:
+            return value.view(len(self.shapes), *self.shapes[0], *rest).unbind()
+        return [part.view(*shape, *rest) for part, shape in zip(value.split(self.sizes), self.shapes, strict=True)]
 
 
 #: A context in which nothing is different.
@@ -500,14 +450,12 @@ class _Loss(torch.autograd.Function):
     """A loss, whose gradients are computed in forward; backward only scales these. Its metrics follow it."""
 
     @staticmethod
-    def forward(
-        ctx: Any, line: StraightLine, weight: Tensor, tokens: FewTokens, inputs: Sequence[Tensor | None], *_: Tensor
-    ) -> Any:
+    def forward(ctx: Any, line: StraightLine, weight: Tensor, tokens: FewTokens, *_: Tensor) -> Any:
         ctx.line = line
-        ctx.save_for_backward(weight, *tokens.hidden_states, *tokens.labels, tokens.mask, *inputs)
+        ctx.save_for_backward(weight, *tokens.hidden_states, *tokens.labels, tokens.mask, *tokens.inputs)
         needs = ctx.needs_input_grad
         with line.without_autocast():
-            loss, metrics, ctx.gradients = line.loss(tokens, weight, inputs, (needs[1], *needs[4:]))
+            loss, metrics, ctx.gradients = line.loss(tokens, weight, (needs[1], *needs[3:]))
         if not metrics:
             return loss
         ctx.set_materialize_grads(False)
@@ -524,8 +472,8 @@ class _Loss(torch.autograd.Function):
             count = len(line.shapes)
             hidden, labels, (mask, *inputs) = saved[:count], saved[count : 2 * count], saved[2 * count :]
             with line.without_autocast():
-                tokens = FewTokens(hidden, labels, mask)
-                *_, gradients = line.loss(tokens, weight, inputs, (needs[1], *needs[4:]))
+                tokens = FewTokens(hidden, labels, None, (), mask, inputs)
+                *_, gradients = line.loss(tokens, weight, (needs[1], *needs[3:]))
         whole, (of_weight, *of_hidden) = gradients
         line.scaling(upstream, *whole)
-        return None, of_weight, None, None, *of_hidden
+        return None, of_weight, None, *of_hidden

@@ -27,7 +27,7 @@ from liger_losses.chunked.engine.many_heads import Targets, count_targets, heads
 from liger_losses.chunked.engine.operators import loss_operator, token_operator
 from liger_losses.chunked.engine.ops import linear_weighted_loss
 from liger_losses.chunked.engine.query import EqualWeights, Query
-from liger_losses.chunked.engine.straight_line import NO_TRANSFORM, straight_loss
+from liger_losses.chunked.engine.straight_line import NO_TRANSFORM, FewTokens, straight_loss
 from liger_losses.chunked.losses.base import ChunkedLoss, LossOptions
 
 
@@ -213,8 +213,8 @@ def linear_cross_entropy(
     """``F.cross_entropy`` of the logits of hidden states ``[T, H]``; 0 where no token carries loss."""
     if class_weight is None and reduction != "none" and not torch.compiler.is_dynamo_compiling():
         weights = _weights_of_statistics(label_smoothing, None if reduction == "mean" else 1.0)
-        how = (*weights.items(),), EngineOptions(ignore_index), NO_TRANSFORM
-        of_few = straight_loss(hidden_states, head, labels, *how)
+        tokens = FewTokens((hidden_states,), (labels,), head, NO_TRANSFORM)
+        of_few = straight_loss(tokens, (*weights.items(),), EngineOptions(ignore_index))
         if of_few is not None:
             return of_few
         return linear_weighted_loss(hidden_states, head, labels, weights, options=EngineOptions(ignore_index))[0]
@@ -348,7 +348,8 @@ class LigerFusedLinearCrossEntropyLoss(ChunkedLoss):
         o = self.settings
         beside = bias is not None or num_items_in_batch is not None or token_weights is not None
         if not (torch.compiler.is_dynamo_compiling() or beside) and self.ce_weight is None:
-            of_few = straight_loss(_input, lin_weight, target, o.sum_of_statistics, self.options, self.transform.fields)
+            tokens = FewTokens((_input,), (target,), lin_weight, self.transform.fields)
+            of_few = straight_loss(tokens, o.sum_of_statistics, self.options)
             if of_few is not None:
                 return of_few
         several, count = isinstance(_input, LISTS) or isinstance(lin_weight, LISTS), 1

@@ -12,33 +12,19 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from liger_losses.chunked.engine import EngineOptions, Head, Statistics
+from liger_losses.chunked.engine import Statistics
 from liger_losses.chunked.engine.arguments import options_of
 from liger_losses.chunked.engine.checks import check_alike, check_names, check_range, check_shape_of, check_tensor
 from liger_losses.chunked.engine.query import Query
-from liger_losses.chunked.engine.straight_line import (
-    NO_TRANSFORM,
-    CoupledLoss,
-    FewTokens,
-    straight_coupled_loss,
-)
-from liger_losses.chunked.losses.base import AnyHead
+from liger_losses.chunked.engine.straight_line import NO_TRANSFORM, FewTokens, straight_coupled_loss
 from liger_losses.chunked.losses.completion_loss import (
     MAX_EXPONENT,
     CompletionBatch,
-    Completions,
     Scored,
     sequence_logps,
     wide_dtype,
 )
-from liger_losses.chunked.losses.pairs import (
-    Pairs,
-    PreferenceLoss,
-    PreferenceMetrics,
-    PreferenceOptions,
-    read_pairs,
-    smoothed,
-)
+from liger_losses.chunked.losses.pairs import Pairs, PreferenceLoss, PreferenceMetrics, PreferenceOptions, smoothed
 from liger_losses.kernels.coupled_rows import MOST_PAIRS, PairRows
 
 #: Losses that TRL's DPO had, or that are separate classes.
@@ -355,43 +341,30 @@ class LigerFusedLinearDPOLoss(PreferenceLoss):
     def pair_loss(self, pairs: Pairs) -> Tensor:
         return _losses(pairs, self.settings)
 
-    def _at_once(
-        self, weight: AnyHead, first: Any, second: Any, ref_logps: tuple[Tensor | None, Tensor | None]
+    def _of_few(
+        self, few: FewTokens | None, batch: CompletionBatch | None = None
     ) -> tuple[Tensor, PreferenceMetrics] | None:
-        if not self.settings.has_kernel or self.settings.shift:
+        o = self.settings
+        if type(self) is not LigerFusedLinearDPOLoss or not o.has_kernel:
             return None
-        if type(first) is type(second) is Completions and ref_logps == (None, None):
-            sides = first, second
-            tokens = FewTokens([side.hidden_states for side in sides], [side.labels for side in sides])
-            refs: tuple[Any, ...] = first.ref_logps, second.ref_logps
-            if any(s.ref_hidden_states is not None or s.temperature is not None for s in sides):
+        if batch is None:
+            loss = None if few is None else straight_coupled_loss(few, o)
+            if few is None or loss is None:
                 return None
-        else:
-            tokens, refs = FewTokens((first,), (second,)), ref_logps
-
-        def check() -> CompletionBatch | None:
-            batch = read_pairs(Head.of(weight, None, self.transform), first, second, None, ref_logps)
-            batch = self.prepare(batch, None, None)
-            few = isinstance(batch.select(self.options), list)
-            return (
-                batch if few and all(ref is None or (ref.dim() < 2 and ref.is_contiguous()) for ref in refs) else None
-            )
-
-        loss = self._straight(tokens, weight, self.transform.fields, refs, check)
-        if loss is None:
-            return None
-        found, metrics = loss(refs)
-        return found, PreferenceMetrics(*metrics)
-
-    def _of_few(self, batch: CompletionBatch) -> tuple[Tensor, PreferenceMetrics] | None:
-        refs = batch.ref_logps
-        if not self.settings.has_kernel or batch.temperatures is not None:
+            found, metrics = loss(few.inputs)
+            return found, PreferenceMetrics(*metrics)
+        refs, (pairs, length) = batch.ref_logps, batch.labels[0].shape
+        pairs, lengths = pairs // (3 - len(batch.labels)), (length, batch.labels[-1].shape[1])
+        if batch.temperatures is not None or not (0 < pairs <= MOST_PAIRS and all(lengths)):
             return None
         of_tokens = batch.ref_hidden_states is not None or any(ref is not None and ref.dim() > 1 for ref in refs)
+        strided = any(not (ref is None or ref.is_contiguous()) for ref in refs)
         wide = wide_dtype(batch.labels[0].device)
-        dtypes = [wide if of_tokens else None if ref is None else ref.dtype for ref in refs]
-        tokens = FewTokens(batch.hidden_states, batch.labels)
-        loss = self._straight(tokens, batch.head, NO_TRANSFORM, dtypes, lambda: batch)
+        if few is None or of_tokens or strided or o.shift:
+            kinds = [wide if of_tokens else None if ref is None else ref.dtype for ref in refs]
+            few = FewTokens(batch.hidden_states, batch.labels, batch.head, NO_TRANSFORM, None, kinds)
+        how = pairs, lengths, o.ignore_index, o.beta, o.label_smoothing, "triton"
+        loss = straight_coupled_loss(few, o, lambda: (PairRows(*how), _READ, self.options))
         if loss is None:
             return None
         if of_tokens:
@@ -399,32 +372,6 @@ class LigerFusedLinearDPOLoss(PreferenceLoss):
             refs = tuple([_summed(ref, y, wide) for ref, y in zip(logps, batch.groups(batch.labels), strict=True)])
         found, metrics = loss([ref if ref is None else ref.detach().contiguous() for ref in refs])
         return found, PreferenceMetrics(*metrics)
-
-    def _straight(
-        self,
-        tokens: FewTokens,
-        head: AnyHead,
-        transform: tuple[Any, ...],
-        refs: Sequence[Any],
-        check: Callable[[], CompletionBatch | None],
-    ) -> CoupledLoss | None:
-        """What computes the loss of few tokens, where one launch does, of a batch that is checked once for its kind."""
-
-        def make() -> tuple[PairRows, Query, EngineOptions] | None:
-            batch, o = check(), self.settings
-            if batch is None:
-                return None
-            pairs, length = batch.labels[0].shape
-            lengths = (length, batch.labels[-1].shape[1])
-            pairs = pairs // 2 if len(batch.labels) == 1 else pairs
-            if not (0 < pairs <= MOST_PAIRS and all(lengths)):
-                return None
-            rows = PairRows(pairs, lengths, o.ignore_index, o.beta, o.label_smoothing, "triton")
-            return rows, _READ, self.options
-
-        if type(self) is not LigerFusedLinearDPOLoss:
-            return None
-        return straight_coupled_loss(tokens, head, transform, self.settings, refs, make)
 
     def _pair_losses(self, pairs: Pairs, sides: Sequence[Scored]) -> Tensor:
         return super()._pair_losses(pairs, sides if self.use_weighting else ())

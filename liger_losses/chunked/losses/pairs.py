@@ -17,6 +17,7 @@ from liger_losses.chunked.engine.agreement import note
 from liger_losses.chunked.engine.checks import check_range, check_tensor, meant
 from liger_losses.chunked.engine.operators import loss_operator
 from liger_losses.chunked.engine.query import DeclaredStatistics
+from liger_losses.chunked.engine.straight_line import FewTokens
 from liger_losses.chunked.losses.base import AnyHead, LossOptions
 from liger_losses.chunked.losses.completion_loss import (
     CompletionBatch,
@@ -26,6 +27,7 @@ from liger_losses.chunked.losses.completion_loss import (
     Scored,
     only_in_completions,
 )
+from liger_losses.kernels.logit_transform import LogitTransform
 
 
 class PreferenceMetrics(NamedTuple):
@@ -176,17 +178,18 @@ class PreferenceLoss(CompletionLoss):
             The loss (0-dim, fp32; fp64 for fp64 inputs) and :class:`PreferenceMetrics`.
         """
         transform, ref_logps = self.transform, (ref_chosen_logps, ref_rejected_logps)
-        beside = bias, ref_input, ref_weight, ref_bias, nll_target, temperature
-        if beside == _NOTHING and not is_dynamo_compiling():
-            of_few = self._at_once(lin_weight, _input, target, ref_logps)
+        beside, few = (bias, ref_input, ref_weight, ref_bias, nll_target, temperature), None
+        if beside == (None,) * 6 and not is_dynamo_compiling():
+            few = _few_tokens(lin_weight, transform, _input, target, ref_logps)
+            of_few = None if few is None else self._of_few(few)
             if of_few is not None:
                 return of_few
         head = Head.of(lin_weight, bias, transform)
-        batch = read_pairs(head, _input, target, ref_input, ref_logps, temperature)
+        batch = _read_pairs(head, _input, target, ref_input, ref_logps, temperature)
         batch = self.prepare(batch, ref_weight, ref_bias, transform)
         tokens = batch.select(self.options) if nll_target is None else None
         if isinstance(tokens, list) and not is_dynamo_compiling():  # few tokens, of which these are the labels
-            of_few = self._of_few(batch)
+            of_few = self._of_few(few, batch)
             if of_few is not None:
                 return of_few
         nll_labels = None if nll_target is None else self._nll_labels(nll_target, batch.groups(batch.labels)[0])
@@ -220,15 +223,9 @@ class PreferenceLoss(CompletionLoss):
             metrics = PreferenceMetrics(*[value.detach() if value.requires_grad else value for value in constants])
         return self.result(loss.to(chosen_nll.dtype), pairs, metrics)
 
-    def _at_once(
-        self, weight: AnyHead, first: Any, second: Any, ref_logps: tuple[Tensor | None, Tensor | None]
-    ) -> tuple[Tensor, Any] | None:
-        """The result of a call that was made before with tensors of the same shapes, where one launch computes this
-        loss of few tokens."""
-        return None
-
-    def _of_few(self, batch: CompletionBatch) -> tuple[Tensor, Any] | None:
-        """The result of a checked batch, where one launch computes this loss of few tokens."""
+    def _of_few(self, few: FewTokens | None, batch: CompletionBatch | None = None) -> tuple[Tensor, Any] | None:
+        """The result, where one launch computes this loss of few tokens: of a checked batch, or of a call as it was
+        given, if there was one of its kind before."""
         return None
 
     def _nll_labels(self, nll_target: Tensor, chosen: Tensor) -> Tensor:
@@ -261,11 +258,21 @@ class PreferenceLoss(CompletionLoss):
         return losses
 
 
-#: Optional arguments that were left out.
-_NOTHING = (None,) * 6
+def _few_tokens(
+    head: AnyHead, transform: LogitTransform, first: Any, second: Any, ref_logps: tuple[Any, ...]
+) -> FewTokens | None:
+    """The tensors of a call of either form, if that is all that there is; the reference's log-probabilities."""
+    if type(first) is not Completions or type(second) is not Completions:
+        return FewTokens((first,), (second,), head, transform.fields, None, ref_logps)
+    sides = first, second
+    others = (*ref_logps, *[part for side in sides for part in (side.ref_hidden_states, side.temperature)])
+    if others != (None,) * 6:
+        return None
+    states, labels, refs = zip(*[(side.hidden_states, side.labels, side.ref_logps) for side in sides], strict=True)
+    return FewTokens(states, labels, head, transform.fields, None, refs)
 
 
-def read_pairs(
+def _read_pairs(
     head: Head,
     first: Any,
     second: Any,

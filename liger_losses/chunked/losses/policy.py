@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import math
 import warnings
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple
 
@@ -18,12 +17,7 @@ from liger_losses.chunked.engine.agreement import checksum
 from liger_losses.chunked.engine.checks import check_device, check_range, check_tensor, checked_items
 from liger_losses.chunked.engine.operators import loss_operator, separable_loss, support_statistics, token_operator
 from liger_losses.chunked.engine.query import Query
-from liger_losses.chunked.engine.straight_line import (
-    NO_TRANSFORM,
-    CoupledLoss,
-    FewTokens,
-    straight_coupled_loss,
-)
+from liger_losses.chunked.engine.straight_line import NO_TRANSFORM, FewTokens, straight_coupled_loss
 from liger_losses.chunked.engine.support import TokenSupport
 from liger_losses.chunked.losses import policy_objectives as objectives
 from liger_losses.chunked.losses.base import AnyHead, LossOptions
@@ -181,18 +175,8 @@ class GRPOOptions(PolicyOptions, LossOptions):
         return plain and self.top_entropy_quantile == 1.0 and (not self.beta or self.kl_estimator == "k3")
 
 
-#: Optional arguments that were left out.
-_NOTHING = (None,) * 10
 #: What a launch that computes the loss of few tokens reads.
 _READ = Query(("logp",))
-
-
-def _check_inputs(labels: Tensor, of_completions: dict[str, Any], of_tokens: dict[str, Any]) -> None:
-    """Raise TypeError or ValueError unless these, of which the advantages must be there, fit the labels."""
-    check_tensor("advantages", of_completions["advantages"])
-    for name, value in {**of_completions, **of_tokens}.items():  # before any work
-        if value is not None:
-            objectives.check_per_token(name, value, labels, column=name in of_completions)
 
 
 class LigerFusedLinearGRPOLoss(CompletionLoss):
@@ -291,23 +275,25 @@ class LigerFusedLinearGRPOLoss(CompletionLoss):
         """
         of_models = bias, ref_input, ref_weight, ref_bias, support, temperature
         beside = vllm_is_ratio, num_items_in_batch, sampling_per_token_logps, prompts, *of_models
-        given = advantages, old_per_token_logps, ref_per_token_logps
-        if beside == _NOTHING and not is_dynamo_compiling():
-            at_once = self._at_once(lin_weight, _input, selected_token_ids, attention_mask, given)
-            if at_once is not None:
-                return at_once
+        given, plain = (advantages, old_per_token_logps, ref_per_token_logps), beside == (None,) * len(beside)
         transform = self.transform_at(temperature)
+        few = FewTokens((_input,), (selected_token_ids,), lin_weight, transform.fields, attention_mask, given)
+        if plain and not is_dynamo_compiling():
+            of_few = self._of_few(few)
+            if of_few is not None:
+                return of_few
         head = Head.of(lin_weight, bias, transform)
-        self._check(head, _input, selected_token_ids, attention_mask)
-        given_mask = attention_mask if attention_mask.dtype == torch.bool else attention_mask != 0
-        # ignore_index is no token, whatever the mask says.
-        labels = torch.where(given_mask, selected_token_ids, self.ignore_index)
+        labels = self._active(head, _input, selected_token_ids, attention_mask)
         if ref_per_token_logps is not None and ref_input is not None:
             warnings.warn("both ref_per_token_logps and ref_input were given: the former are used.", stacklevel=4)
             ref_input = None
+        check_tensor("advantages", advantages)
+        of_completions = {"advantages": advantages, "vllm_is_ratio": vllm_is_ratio}
         of_tokens = {"ref_per_token_logps": ref_per_token_logps, "old_per_token_logps": old_per_token_logps}
         of_tokens |= {"sampling_per_token_logps": sampling_per_token_logps}
-        _check_inputs(labels, {"advantages": advantages, "vllm_is_ratio": vllm_is_ratio}, of_tokens)
+        for name, value in {**of_completions, **of_tokens}.items():  # before any work
+            if value is not None:
+                objectives.check_per_token(name, value, labels, column=name in of_completions)
         objectives.check_needs(self.settings, labels, sampling_per_token_logps, prompts, self.group)
         if ref_input is not None:
             check_tensor("the reference's hidden states", ref_input, allow_dtensor=True)
@@ -318,9 +304,9 @@ class LigerFusedLinearGRPOLoss(CompletionLoss):
         # Over kept columns no tokens are selected, for which the host would wait.
         tokens: Any = batch.select(options) if support is None else None
         # Few tokens are labels still: their logits stay in memory until the loss is known.
-        few = isinstance(tokens, list) and not is_dynamo_compiling()
-        if few and vllm_is_ratio is None:
-            of_few = self._of_few(batch, (advantages, old_per_token_logps, ref_per_token_logps), num_items_in_batch)
+        are_few = isinstance(tokens, list) and not is_dynamo_compiling()
+        if are_few and vllm_is_ratio is None:
+            of_few = self._of_few(few, batch, num_items_in_batch, plain)
             if of_few is not None:
                 return of_few
         mask = labels != self.ignore_index
@@ -357,7 +343,7 @@ class LigerFusedLinearGRPOLoss(CompletionLoss):
             common_options=None if self.group is None else self.common_options,
         )
         one_pass = support is None and inputs.options.separable and self.top_entropy_quantile == 1.0
-        if one_pass and not few:
+        if one_pass and not are_few:
             loss, logps = self._one_pass(head, _input, tokens, inputs, options)
         else:
             found = statistics(_input, head, *self._names()) if found is None else found
@@ -372,9 +358,8 @@ class LigerFusedLinearGRPOLoss(CompletionLoss):
         kl = inputs.total(torch.where(mask, kl, 0.0)) / inputs.counted
         return loss.float(), PolicyMetrics(kl, clip_ratio)
 
-    @staticmethod
-    def _check(head: Head, hidden: Tensor, token_ids: Tensor, attention_mask: Tensor) -> None:
-        """Raise TypeError or ValueError unless these fit."""
+    def _active(self, head: Head, hidden: Tensor, token_ids: Tensor, attention_mask: Tensor) -> Tensor:
+        """The labels, if everything fits."""
         check_tensor("_input", hidden, allow_dtensor=True)
         for name, value in (("selected_token_ids", token_ids), ("attention_mask", attention_mask)):
             check_tensor(name, value)
@@ -386,82 +371,44 @@ class LigerFusedLinearGRPOLoss(CompletionLoss):
         if attention_mask.shape != token_ids.shape:
             raise ValueError(f"attention_mask must be {list(token_ids.shape)}, got {list(attention_mask.shape)}.")
         check_device(head.weight, selected_token_ids=token_ids, attention_mask=attention_mask)
-
-    def _at_once(
-        self, weight: AnyHead, hidden: Tensor, token_ids: Tensor, mask: Tensor, given: tuple[Any, ...]
-    ) -> tuple[Tensor, PolicyMetrics | PolicyMetricsWithoutKL] | None:
-        """The result of a call that was made before with tensors of the same shapes, where one launch computes this
-        loss of few tokens. ``given`` are advantages, and log-probabilities under the old policy and the reference."""
-        advantages, old, ref = given
-        if ref is not None and not self.beta:  # it is not read, but checked
-            return None
-
-        def check() -> Tensor | None:
-            head = Head.of(weight, None, self.transform)
-            self._check(head, hidden, token_ids, mask)
-            _check_inputs(token_ids, {"advantages": advantages}, {"ref_per_token_logps": ref, "old": old})
-            batch = self.prepare(CompletionBatch(("given",), head, [hidden], [token_ids], None, (ref,)), None, None)
-            few = isinstance(batch.select(self.options), list)
-            return token_ids if few and all(each is None or each.is_contiguous() for each in given) else None
-
-        tokens = FewTokens((hidden,), (token_ids,), mask)
-        loss = self._straight(tokens, weight, self.transform.fields, (*given, None), check)
-        return None if loss is None else self._with_metrics(*loss((*given, None)))
+        given = attention_mask if attention_mask.dtype == torch.bool else attention_mask != 0
+        # ignore_index is no token, whatever the mask says.
+        return torch.where(given, token_ids, self.ignore_index)
 
     def _of_few(
-        self, batch: CompletionBatch, given: tuple[Any, ...], items: Any
+        self, few: FewTokens, batch: CompletionBatch | None = None, items: Any = None, plain: bool = True
     ) -> tuple[Tensor, PolicyMetrics | PolicyMetricsWithoutKL] | None:
-        """The result of a checked batch, where one launch computes this loss of few tokens."""
-        o, (labels,), (advantages, old, ref) = self.settings, batch.labels, given
-        inputs: list[Tensor | None] = [advantages, old, ref if o.beta else None]
-        dtypes = [None if each is None else each.dtype for each in inputs]
-        of_states = o.beta and batch.ref_hidden_states is not None
-        if of_states:
-            dtypes[2] = torch.float32
-        dtypes.append(None if items is None else torch.float32)
-        tokens = FewTokens(batch.hidden_states, batch.labels)
-        # Advantages may be of completions or of tokens.
-        loss = self._straight(tokens, batch.head, NO_TRANSFORM, dtypes, lambda: labels, advantages.numel())
+        """The result, where one launch computes this loss of few tokens: of a checked batch, or of a call as it was
+        given, if there was one of its kind before. A ``plain`` call has no inputs but these."""
+        o, (advantages, old, ref) = self.settings, few.inputs
+        known = type(self) is LigerFusedLinearGRPOLoss and o.has_kernel and self._coef is None
+        if not (known and self.group is None and world_size() == 1):
+            return None
+        inputs: list[Any] = [advantages, old, ref if o.beta else None, items]
+        if batch is None:
+            loss = straight_coupled_loss(few, o)
+        else:
+            (labels,), of_states = batch.labels, o.beta and batch.ref_hidden_states is not None
+            dtypes = [getattr(each, "dtype", None) for each in inputs[:3]]
+            dtypes[2:] = torch.float32 if of_states else dtypes[2], None if items is None else torch.float32
+            if not labels.numel() or not {*dtypes} <= {None, *INPUT_DTYPES}:
+                return None
+            strided = any(not (each is None or each.is_contiguous()) for each in few.inputs)
+            if not plain or strided or (ref is not None and not o.beta):
+                kinds = *dtypes, advantages.numel()  # of completions or of tokens
+                few = FewTokens(batch.hidden_states, batch.labels, batch.head, NO_TRANSFORM, None, kinds)
+            length = labels.shape[1] if advantages.numel() == len(labels) else 1
+            how = labels.numel(), length, o.ignore_index, (1 - o.epsilon_low, 1 + o.epsilon_high), o.beta, "triton"
+            loss = straight_coupled_loss(few, o, lambda: (PolicyRows(*how), _READ, self.options))
+            if loss is not None and of_states:
+                (inputs[2],) = batch.reference_logps(batch.labels, self.options)
+            if items is not None:
+                inputs[3] = checked_items(items, labels.device).clamp(min=1)
+            inputs = [each if each is None else each.detach().contiguous() for each in inputs]
         if loss is None:
             return None
-        if of_states:
-            (inputs[2],) = batch.reference_logps(batch.labels, self.options)
-        inputs = [each if each is None else each.detach().contiguous() for each in inputs]
-        divisor = None if items is None else checked_items(items, labels.device).clamp(min=1)
-        return self._with_metrics(*loss([*inputs, divisor]))
-
-    def _straight(
-        self,
-        tokens: FewTokens,
-        head: AnyHead,
-        transform: tuple[Any, ...],
-        inputs: Sequence[Any],
-        check: Callable[[], Tensor | None],
-        count: int | None = None,
-    ) -> CoupledLoss | None:
-        """What computes the loss of few tokens, where one launch does, of token ids that are checked once for their
-        kind; ``inputs`` are advantages, of which there are so many, and what is given for each token, or dtypes."""
-        o, advantages = self.settings, inputs[0]
-        plain = type(self) is LigerFusedLinearGRPOLoss and o.has_kernel and self._coef is None
-        if not (plain and self.group is None and world_size() == 1):
-            return None
-
-        def make() -> tuple[PolicyRows, Query, EngineOptions] | None:
-            labels, kinds = check(), [getattr(each, "dtype", each) for each in inputs]
-            if labels is None or not labels.numel() or not {*kinds} <= {None, *INPUT_DTYPES}:
-                return None
-            each = (advantages.numel() if count is None else count) == len(labels)
-            length, bounds = labels.shape[1] if each else 1, (1 - o.epsilon_low, 1 + o.epsilon_high)
-            rows = PolicyRows(labels.numel(), length, o.ignore_index, bounds, o.beta, "triton")
-            return rows, _READ, self.options
-
-        return straight_coupled_loss(tokens, head, transform, (o, count), inputs, make)
-
-    def _with_metrics(
-        self, loss: Tensor, metrics: Sequence[Tensor]
-    ) -> tuple[Tensor, PolicyMetrics | PolicyMetricsWithoutKL]:
-        clip_ratio, kl = metrics
-        return loss, PolicyMetrics(kl, clip_ratio) if self.beta else PolicyMetricsWithoutKL(clip_ratio)
+        found, (clip_ratio, kl) = loss(inputs)
+        return found, PolicyMetrics(kl, clip_ratio) if o.beta else PolicyMetricsWithoutKL(clip_ratio)
 
     @property
     def common_options(self) -> dict[str, Any]:

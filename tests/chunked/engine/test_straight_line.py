@@ -214,7 +214,7 @@ def test_losses_of_completions(loss, dtype, limit, monkeypatch, small_tiles):
 class Operations(TorchDispatchMode):
     """Counts PyTorch's operations, but for those that launch nothing on a GPU."""
 
-    FREE = {"view", "t", "detach", "slice", "narrow", "unbind", "empty", "empty_like", "new_empty"}
+    FREE = ("view", "t", "detach", "slice", "narrow", "unbind", "empty", "empty_like", "new_empty")
 
     def __init__(self):
         super().__init__()
@@ -222,7 +222,7 @@ class Operations(TorchDispatchMode):
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         name = function.overloadpacket.__name__
-        if name not in self.FREE | {"_local_scalar_dense"}:  # a CPU reads whether labels are right
+        if name not in (*self.FREE, "_local_scalar_dense"):  # a CPU reads whether labels are right
             self.found[name] += 1
         return function(*args, **(kwargs or {}))
 

@@ -12,7 +12,6 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Hashable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from functools import cache
 from typing import Any, NamedTuple
 
 import torch
@@ -267,12 +266,6 @@ def _prepared(
     return line if in_one_block and aligned else None
 
 
-@cache
-def _right(device: torch.device) -> Tensor:
-    """Whether all labels were in the vocabulary: once they were not, a device assertion has ended all work there."""
-    return torch.ones((), dtype=torch.bool, device=device)
-
-
 class StraightLine:
     """How calls of one kind run."""
 
@@ -296,9 +289,10 @@ class StraightLine:
         self.sizes = [shape.numel() for shape in self.shapes]
         self.tokens = sum(self.sizes)
         self.multiplications = self.tokens * weight.numel()
-        self.right, self.host_checks = _right(weight.device), host_checks(weight.device)
+        #: Whether all labels were in the vocabulary, which a host reads where that costs nothing.
+        self.right, self.host_checks = torch.ones((), dtype=torch.bool, device=self.device), host_checks(self.device)
         #: The label of tokens that a mask leaves out, on the device.
-        self.ignored = torch.full((), ignore_index, device=weight.device)
+        self.ignored = torch.full((), ignore_index, device=self.device)
         self.rows: MaskedRows | ExponentialRows = MaskedRows(
             self.tokens, self.vocab_size, ignore_index, transform, self.right, "triton"
         )

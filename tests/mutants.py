@@ -81,6 +81,7 @@ MUTANTS: dict[str, list[tuple[str, str, str]]] = {
     ],
     "tests/kernels/test_label_rows.py": [
         ("kernels/label_rows.py", "(before != label) & (label < past_end)", "(label < past_end)"),
+        ("kernels/label_rows.py", "tl.store(source + place, row,", "tl.store(source + place, at.to(tl.int64),"),
     ],
     "tests/chunked/engine/test_support.py -k shifted": [
         ("chunked/engine/support.py", "shift_labels(labels, options.ignore_index, shift) if shift else", ""),

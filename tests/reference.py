@@ -100,6 +100,7 @@ def peak_bytes(function) -> int:
 def engine_calls():
     """A list that grows by one with each call of the engine, by any of its two ways."""
     calls, decide = [], decision.decide
+    straight_line._lines.clear()  # of calls that were made before, nothing is decided again
 
     def counted(*arguments):
         calls.append(1)
@@ -114,8 +115,10 @@ def small_calls(flops: float = 1e30):
     """Calls of at most so many floating-point operations take the way of small ones; none does with 0."""
     before, plan.SMALL_CALL_FLOPS = plan.SMALL_CALL_FLOPS, {"cpu": flops, "cuda": flops}
     decision._decisions.clear()
+    straight_line._lines.clear()
     try:
         yield
     finally:
         plan.SMALL_CALL_FLOPS = before
         decision._decisions.clear()
+        straight_line._lines.clear()

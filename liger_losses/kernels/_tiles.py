@@ -26,10 +26,10 @@ class Tiles(NamedTuple):
     arguments: dict[str, Any]
 
 
-def kind_of(hidden: Tensor, weight: Tensor, epilogue: Epilogue, out: Tensor | None = None) -> tuple[Any, ...]:
-    """What Triton compiles kernels over ``hidden @ weight.T`` for, beside their constants and vectors: see
-    :func:`~liger_losses.kernels._triton.launcher`. It does not depend on the number of tokens."""
-    return *kinds(hidden, weight, out), weight.shape, epilogue.kind, hidden.device
+def kind_of(hidden: Tensor, weight: Tensor, epilogue: Epilogue) -> tuple[Any, ...]:
+    """What Triton compiles kernels over ``hidden @ weight.T`` for, beside their constants, vectors and outputs: see
+    :func:`~liger_losses.kernels._triton.launcher`. It does not depend on the number of tokens; the device is last."""
+    return *kinds(hidden, weight), weight.shape, epilogue.kind, hidden.device
 
 
 @cache
@@ -85,7 +85,7 @@ def aligned(matrix: Tensor) -> bool:
     which none is the same memory as another (as elements of an ``expand`` are)."""
     stride, adjacent = matrix.stride()
     in_16_bytes = stride * matrix.dtype.itemsize % 16 == 0 and matrix.data_ptr() % 16 == 0
-    return in_16_bytes and adjacent == 1 and stride >= matrix.shape[1] > 0 and len(matrix) > 0
+    return in_16_bytes and adjacent == 1 and stride >= matrix.shape[1] > 0 and matrix.shape[0] > 0
 
 
 @cache

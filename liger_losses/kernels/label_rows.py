@@ -7,6 +7,7 @@ hidden size, V vocabulary size.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,6 +19,8 @@ from liger_losses.kernels.logit_transform import Epilogue, inverse_temperature, 
 #: Columns and tokens that a program adds up at a time, where few tokens' labels are sorted: of a text's most frequent
 #: token there are hundreds, and nothing else runs then.
 _COLUMNS, _TOKENS = 256, 16
+#: Labels of so few tokens are put in order by comparing each with all others, in one launch.
+MOST_COMPARED = 8192
 #: An odd number whose multiples modulo 2^64 are spread evenly: 2^63 over the golden ratio.
 PLACE_FACTOR = 0x4F1BBCDCBFA53E0B
 _PLACE_FACTOR = PLACE_FACTOR if tl is None else tl.constexpr(PLACE_FACTOR)
@@ -38,12 +41,16 @@ def place_weights(first: int, count: int, device: torch.device) -> Tensor:
     return x ^ (x >> 32)
 
 
-def label_facts(labels: Sequence[Tensor], ignore_index: int, *, backend: str = "torch") -> Tensor:
+def label_facts(
+    labels: Sequence[Tensor], ignore_index: int, kept: Tensor | None = None, *, backend: str = "torch"
+) -> Tensor:
     """What a host must know of labels before it can choose how to run, in one launch for each tensor of them.
 
     Args:
         labels: ``[T]`` int64 each, contiguous; S tensors.
         ignore_index: the label of masked tokens.
+        kept: ``[2, T]`` int64 of one tensor, T rounded up to an even number, contiguous: it gets the places of the
+            active labels, and these labels, in order. What follows them is any number.
         backend: ``torch`` or ``triton``.
 
     Returns:
@@ -59,14 +66,17 @@ def label_facts(labels: Sequence[Tensor], ignore_index: int, *, backend: str = "
             checksum = ((part + 1) * place_weights(first, len(part), part.device)).sum()
             rows.append(torch.stack([active.sum(), low.clamp(max=0), high.clamp(min=0), checksum]))
             first += len(part)
+        if kept is not None:
+            order = (labels[0] == ignore_index).sort(stable=True).indices
+            kept[:, : len(order)] = torch.stack([order, labels[0][order]])
         return torch.stack(rows)
     facts, first = torch.empty(len(labels), 4, dtype=torch.int64, device=labels[0].device), 0
     ignore_index = int(ignore_index)
-    launch = launcher(_label_facts_kernel, (facts.device, ignore_index), num_warps=8)
+    launch = launcher(_label_facts_kernel, (facts.device, ignore_index, kept is None), num_warps=8)
     with torch.cuda.device_of(facts):  # the first launch of a call, before anything else has made it current
         for i, part in enumerate(labels):
             out = facts[i] if i else facts  # a view takes the host time before the first product
-            launch.over((1, 1, 1), out, part, part.numel(), first, ignore_index, 2048)
+            launch.over((1, 1, 1), out, part, part.numel(), first, ignore_index, kept, 2048)
             first += part.numel()
     return facts
 
@@ -108,7 +118,13 @@ def equal_shares(ignored: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
 
 
 def label_logits(
-    hidden: Tensor, weight: Tensor, labels: Tensor, epilogue: Epilogue = Epilogue(), *, backend: str = "torch"
+    hidden: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    epilogue: Epilogue = Epilogue(),
+    kind: tuple[Any, ...] | None = None,
+    *,
+    backend: str = "torch",
 ) -> Tensor:
     """``out_n = transform(hidden_n . weight[labels_n] + bias[labels_n])``, summed in fp32.
 
@@ -117,6 +133,7 @@ def label_logits(
         weight: ``[V, H]``, rows contiguous.
         labels: ``[N]`` int64 in ``[0, V)``.
         epilogue: from projections to logits.
+        kind: :func:`~liger_losses.kernels._tiles.kind_of` the product, if it is known.
         backend: ``torch`` or ``triton``.
 
     Returns:
@@ -126,9 +143,10 @@ def label_logits(
     if backend == "torch":
         projected = (hidden.float() * weight[labels].float()).sum(-1)[:, None]
         return epilogue.transform(projected, None if bias is None else bias[labels, None].float())[:, 0]
-    out = torch.empty(len(labels), device=hidden.device)
-    if tokens := labels.numel():
-        launcher(_label_logits_kernel, kind_of(hidden, weight, epilogue)).over(
+    tokens = labels.shape[0]
+    out = torch.empty(tokens, dtype=torch.float32, device=hidden.device)
+    if tokens:
+        launcher(_label_logits_kernel, kind or kind_of(hidden, weight, epilogue)).over(
             (tokens, 1, 1), out, hidden, weight, hidden.stride(0), weight.stride(0),
             bias, labels, hidden.shape[1], epilogue.transform.for_kernel, 1024,
         )  # fmt: skip
@@ -188,19 +206,33 @@ def add_to_label_rows_(
         return grad_weight.index_copy_(0, present, sums.to(grad_weight.dtype))
     if len(labels):
         hidden = with_contiguous_rows(hidden)
-        # Tokens that add nothing (masked ones, with label 0) would make a long sum of zeros: they are sorted to the end
-        # and skipped.
-        past_end = len(grad_weight)
-        ordered, order = labels.masked_fill(coef == 0, past_end).sort(stable=True)
-        source = order if rows is None else rows[order]
+        tokens, past_end = labels.shape[0], grad_weight.shape[0]
+        ordered, source, coef = _in_order(labels, coef, rows, past_end)
         block = min(1024, triton.next_power_of_2(hidden.shape[1]))
         kind = kinds(grad_weight, hidden), grad_weight.shape, grad_weight.device
         launcher(_add_to_label_rows_kernel, kind).over(
-            (len(labels), triton.cdiv(hidden.shape[1], block), 1),
-            grad_weight, grad_weight.stride(0), ordered, source, coef[order], hidden, hidden.stride(0),
-            len(labels), past_end, hidden.shape[1], block, 4,
+            (tokens, -(-hidden.shape[1] // block), 1),
+            grad_weight, grad_weight.stride(0), ordered, source, coef, hidden, hidden.stride(0),
+            tokens, past_end, hidden.shape[1], block, 4,
         )  # fmt: skip
     return grad_weight
+
+
+def _in_order(labels: Tensor, coef: Tensor, rows: Tensor | None, past_end: int) -> tuple[Tensor, Tensor, Tensor]:
+    """The labels in ascending order, equal ones in that of the tokens, with the row and the coefficient of each.
+
+    Tokens that add nothing (masked ones, with label 0) would make a long sum of zeros: they have the label V.
+    """
+    tokens = labels.shape[0]
+    if tokens > MOST_COMPARED:
+        ordered, order = labels.masked_fill(coef == 0, past_end).sort(stable=True)
+        return ordered, order if rows is None else rows[order], coef[order]
+    ordered, source = torch.empty(2, tokens, dtype=torch.int64, device=labels.device).unbind()
+    ordered_coef = torch.empty(tokens, dtype=torch.float32, device=labels.device)
+    launcher(_order_kernel, (labels.device, rows is None), num_warps=8).over(
+        (-(-tokens // 4), 1, 1), ordered, source, ordered_coef, labels, coef, rows, tokens, past_end, 4, 1024
+    )
+    return ordered, source, ordered_coef
 
 
 class LabelRows:
@@ -280,8 +312,9 @@ def _masked_labels_kernel(safe, ignored, shares, right, labels, count, ignore_in
 
 
 @jit(do_not_specialize=["tokens", "first", "ignore_index"], do_not_specialize_on_alignment=["out", "labels"])
-def _label_facts_kernel(out, labels, tokens, first, ignore_index, BLOCK: tl.constexpr):
+def _label_facts_kernel(out, labels, tokens, first, ignore_index, kept, BLOCK: tl.constexpr):
     """One program: a million labels take it 0.2 ms, and what comes after them seconds."""
+    before = tl.zeros((), tl.int32)
     count = tl.zeros((BLOCK,), tl.int64)
     low = tl.zeros((BLOCK,), tl.int64)
     high = tl.zeros((BLOCK,), tl.int64)
@@ -291,10 +324,15 @@ def _label_facts_kernel(out, labels, tokens, first, ignore_index, BLOCK: tl.cons
         inside = at < tokens
         label = tl.load(labels + at, mask=inside, other=0)
         active = inside & (label != ignore_index)
-        kept = tl.where(active, label, 0)
+        if kept is not None:
+            place = before + tl.cumsum(active.to(tl.int32), 0) - 1
+            tl.store(kept + place, at.to(tl.int64), mask=active)
+            tl.store(kept + tokens + tokens % 2 + place, label, mask=active)
+            before += tl.sum(active.to(tl.int32), 0)
+        value = tl.where(active, label, 0)
         count += active.to(tl.int64)
-        low = tl.minimum(low, kept)
-        high = tl.maximum(high, kept)
+        low = tl.minimum(low, value)
+        high = tl.maximum(high, value)
         place = (first + at + 1).to(tl.int64) * _PLACE_FACTOR
         checksum += tl.where(inside, (label + 1) * (place ^ (place >> 32)), 0)
     tl.store(out, tl.sum(count, 0))
@@ -341,6 +379,35 @@ def _add_label_rows_kernel(
         value = tl.load(product + row * hidden_size + at, mask=inside, other=0.0)
         w = tl.load(weight + label * weight_stride + at, mask=inside, other=0.0).to(tl.float32)
         tl.store(out + row * out_stride + at, (s * value + c * w).to(out.dtype.element_ty), mask=inside)
+
+
+@jit(
+    do_not_specialize=["tokens", "past_end"],
+    do_not_specialize_on_alignment=["ordered", "source", "ordered_coef", "labels", "coef", "rows"],
+)
+def _order_kernel(
+    ordered, source, ordered_coef, labels, coef, rows, tokens, past_end, BLOCK: tl.constexpr, AT_ONCE: tl.constexpr
+):
+    """One program for some tokens, whose labels it compares with all."""
+    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    inside = at < tokens
+    c = tl.load(coef + at, mask=inside, other=0.0)
+    label = tl.where(c == 0.0, past_end, tl.load(labels + at, mask=inside, other=0).to(tl.int32))
+    place = tl.zeros((BLOCK,), tl.int32)
+    for start in range(0, tokens, AT_ONCE):
+        other = start + tl.arange(0, AT_ONCE)
+        exists = other < tokens
+        adds = tl.load(coef + other, mask=exists, other=0.0) != 0.0
+        others = tl.where(adds, tl.load(labels + other, mask=exists, other=0).to(tl.int32), past_end)[None, :]
+        earlier = (others == label[:, None]) & (other[None, :] < at[:, None])
+        before = ((others < label[:, None]) | earlier) & exists[None, :]
+        place += tl.sum(before.to(tl.int32), 1)
+    row = at.to(tl.int64)
+    if rows is not None:
+        row = tl.load(rows + at, mask=inside, other=0)
+    tl.store(ordered + place, label.to(tl.int64), mask=inside)
+    tl.store(source + place, row, mask=inside)
+    tl.store(ordered_coef + place, c, mask=inside)
 
 
 @jit(do_not_specialize=["tokens"], do_not_specialize_on_alignment=["ordered", "source", "coef"])

@@ -27,7 +27,7 @@ from liger_losses.kernels._tiles import (
     tiles_of,
     with_contiguous_rows,
 )
-from liger_losses.kernels._triton import jit, kinds, launcher, tl, triton
+from liger_losses.kernels._triton import jit, kinds, launcher, tl
 from liger_losses.kernels.hopper_pipeline import AVAILABLE, Launchable, NotCompiledError
 from liger_losses.kernels.hopper_pipeline import ROWS as _ROWS_OF_HOPPER
 from liger_losses.kernels.label_rows import label_logits
@@ -52,6 +52,7 @@ _MAX_TOKENS = 8192
 _ROWS = 32
 #: Larger sums of e are computed again: e reaches 1e26 if p_label is below 1e-26, and fp32 and bf16 end at 3e38.
 LARGEST_SUM = 1e26
+_NO_NAMES: frozenset[str] = frozenset()
 #: Arguments whose alignment is no reason to compile again: slices of vectors begin anywhere.
 _VECTORS = ["offset", "lse", "logp", "mean_logit", "entropy", "p_coef", "label_coef", "at_label_out"]
 
@@ -115,11 +116,12 @@ def linear_exponentials(
             if target is not None and value is not None:
                 target.copy_(value)
         return statistics
-    tokens = len(hidden)
+    tokens, depth, columns = hidden.shape[0], hidden.shape[1], weight.shape[0]
     if batch_invariant or hidden.stride(1) != 1:
         hidden = with_contiguous_rows(hidden, batch_invariant)
+    kind = kind_of(hidden, weight, epilogue)
     if label_logit is None:
-        label_logit = label_logits(hidden, weight, labels, epilogue, backend=backend)
+        label_logit = label_logits(hidden, weight, labels, epilogue, kind, backend=backend)
     most = _MAX_TOKENS
     if not batch_invariant and target_of(hidden.device).orders.alone.of_tiles:
         most //= 2
@@ -136,9 +138,9 @@ def linear_exponentials(
         return statistics
     # The bits of the two kernels differ, so which one a batch-invariant call takes must not depend on what is stored,
     # nor on where its hidden states lie: rows of such a size may be aligned where they lie, and not in a copy.
-    stored, depth = out is not None and not batch_invariant, hidden.shape[1]
+    stored = out is not None and not batch_invariant
     # Nor on the number of tokens.
-    in_turn, together, of_tiles = order_of(hidden.device, stored, 0 if batch_invariant else tokens, depth, len(weight))
+    in_turn, together, of_tiles = order_of(hidden.device, stored, 0 if batch_invariant else tokens, depth, columns)
     by_place = batch_invariant and depth * hidden.dtype.itemsize % 16 != 0
     tiles = hopper_tiles(hidden, weight, epilogue, out) if AVAILABLE and in_turn and not by_place else None
     row_tiles, column_tiles, programs, arguments = tiles or tiles_of(hidden, weight, epilogue, out)
@@ -161,17 +163,18 @@ def linear_exponentials(
     options |= UNFUSED if batch_invariant else {}
     kernel, by = (_exponentials_kernel, None) if tiles is None else (hopper_exponentials_kernel, Launchable)
     of_vectors = logit_sums is None, moments is None, parts is None
-    kind, inverse = (*kind_of(hidden, weight, epilogue, out), *of_vectors, projections), 1.0 / len(weight)
+    of_product: tuple[Any, ...] = kind, kinds(out), of_vectors, projections
+    of_rows, inverse = (kind[-1], of_vectors), 1.0 / columns
 
     def launch(offset: Tensor, needed: Tensor | None) -> Tensor:
         again = needed is not None
-        product = launcher(kernel, (kind, again), by, **options)
+        product = launcher(kernel, (of_product, again), by, **options)
         product.over((min(programs, row_tiles * column_tiles), 1, 1), **arguments, offset=offset, needed=needed)
         limit, found = None if again else LARGEST_SUM, needed
         if found is None:  # allocated once the product is queued
             found = torch.zeros((), dtype=torch.int32, device=hidden.device)
-        launcher(_row_statistics_kernel, (hidden.device, of_vectors, again)).over(
-            (triton.cdiv(tokens, _ROWS), 1, 1), partial, logit_sums, moments, label_logit, *statistics, found,
+        launcher(_row_statistics_kernel, (of_rows, again)).over(
+            (-(-tokens // _ROWS), 1, 1), partial, logit_sums, moments, label_logit, *statistics, found,
             column_tiles, tokens, inverse, limit, parts, group, _ROWS, 32,
         )  # fmt: skip
         return found
@@ -180,12 +183,16 @@ def linear_exponentials(
         needed = launch(label_logit, None)
         # These kernels return at once unless the device has set `needed`: without a synchronization, and in no time.
         sums = partial_sums(
-            hidden, weight, labels, frozenset(), epilogue, needed, tiles=same, batch_invariant=batch_invariant
+            hidden, weight, labels, _NO_NAMES, epilogue, needed, tiles=same, kind=kind, batch_invariant=batch_invariant
         )
+        # Projections do not depend on the offset, and mean logits neither.
+        if (out is None or projections) and moments is None:
+            sum_tiles(statistics.offset, sums, needed, label_logit, (statistics.lse, statistics.logp))
+            return statistics
         sum_tiles(statistics.offset, sums, needed)
-        if projections:  # they do not depend on the offset, and are not written again
+        if projections:
             arguments |= {"out": None} | dict.fromkeys(arguments.keys() & {"out_stride"})
-            kind = (*kind, None)
+            of_product = (kind, None, of_vectors, "again")
         launch(statistics.offset, needed)
     except NotCompiledError:
         return linear_exponentials(

@@ -69,7 +69,7 @@ def linear_softmax_gradient_into(
     vectors = {"lse": lse, "labels": labels, "class_weight": epilogue.class_weight}
     vectors |= coefficients.contiguous()._asdict()
     options = {name: arguments.pop(name) for name in ("num_warps", "num_stages")}
-    kind = *kind_of(hidden, weight, epilogue, out), *kinds(*vectors.values())
+    kind = kind_of(hidden, weight, epilogue), kinds(out, *vectors.values())
     launcher(_linear_gradient_kernel, kind, **options).over(
         (programs, 1, 1), **arguments, **vectors,
         first_column=first_column, inverse_vocab_size=1.0 / vocab_size, programs=programs, GROUP=_GROUP,

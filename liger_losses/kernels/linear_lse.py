@@ -166,19 +166,32 @@ def _row_sums_kernel(partial, projected, stride, columns, bias, transform, BLOCK
     tl.store(place + tl.num_programs(1) * tl.num_programs(0), tl.sum(tl.exp(z - top), 0))
 
 
-def sum_tiles(lse: Tensor, partial: Tensor, needed: Tensor | None = None) -> None:
+def sum_tiles(
+    lse: Tensor,
+    partial: Tensor,
+    needed: Tensor | None = None,
+    label_logit: Tensor | None = None,
+    found: tuple[Tensor, Tensor] | None = None,
+) -> None:
     """The log-sum-exps of rows, from ``partial [2, column tiles, tokens]``.
 
-    With ``needed``, only where this is not 0, only in the place of NaN, and as a finite number.
+    With ``needed``, only where this is not 0, only in the place of NaN, and as a finite number. ``found`` are then two
+    vectors that get log-sum-exps and, with the labels' logits ``label_logit``, their log-probabilities.
     """
     _, column_tiles, tokens = partial.shape
-    launcher(_sum_tiles_kernel, (lse.device, needed is None), num_warps=8).over(
-        (triton.cdiv(tokens, _SUM_ROWS), 1, 1), lse, partial, needed, column_tiles, tokens, _SUM_ROWS, _SUM_TILES
-    )
+    launcher(_sum_tiles_kernel, (lse.device, needed is None, found is None), num_warps=8).over(
+        (-(-tokens // _SUM_ROWS), 1, 1),
+        lse, partial, needed, label_logit, *(found or (None, None)), column_tiles, tokens, _SUM_ROWS, _SUM_TILES,
+    )  # fmt: skip
 
 
-@jit(do_not_specialize=["column_tiles", "tokens"], do_not_specialize_on_alignment=["lse", "needed"])
-def _sum_tiles_kernel(lse, partial, needed, column_tiles, tokens, BLOCK: tl.constexpr, TILES: tl.constexpr):
+@jit(
+    do_not_specialize=["column_tiles", "tokens"],
+    do_not_specialize_on_alignment=["lse", "needed", "label_logit", "found", "logp"],
+)
+def _sum_tiles_kernel(
+    lse, partial, needed, label_logit, found, logp, column_tiles, tokens, BLOCK: tl.constexpr, TILES: tl.constexpr
+):
     """``partial [2, column tiles, tokens]`` are maxima of logits, and sums of exponentials relative to them."""
     if needed is not None:  # noqa: SIM102, because Triton resolves only the outer condition while compiling
         if tl.load(needed) == 0:
@@ -196,9 +209,12 @@ def _sum_tiles_kernel(lse, partial, needed, column_tiles, tokens, BLOCK: tl.cons
         highest = tl.maximum(top, tl.max(tops, 0))
         total = total * tl.exp(top - highest) + tl.sum(sums * tl.exp(tops - highest[None, :]), 0)
         top = highest
-    found = top + tl.log(tl.where(inside, total, 1.0))
+    summed = top + tl.log(tl.where(inside, total, 1.0))
     if needed is not None:
-        found = tl.where(found == float("-inf"), -1.0e38, found)  # all logits are -inf: finite, also in base 2
         old = tl.load(lse + rows, mask=inside, other=0.0)
-        found = tl.where(old == old, old, found)
-    tl.store(lse + rows, found, mask=inside)
+        inside = inside & (old != old)
+        if found is not None:
+            tl.store(found + rows, summed, mask=inside)
+            tl.store(logp + rows, tl.load(label_logit + rows, mask=inside, other=0.0) - summed, mask=inside)
+        summed = tl.where(summed == float("-inf"), -1.0e38, summed)  # all logits are -inf: finite, also in base 2
+    tl.store(lse + rows, summed, mask=inside)

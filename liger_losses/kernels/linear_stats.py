@@ -104,16 +104,17 @@ def partial_sums(
     *,
     out: Tensor | None = None,
     tiles: Tiles | None = None,
+    kind: tuple[Any, ...] | None = None,
     batch_invariant: bool = False,
 ) -> Tensor:
     """Each split's sums ``[K, S, N]``, K in the order of :data:`PARTIAL_SUMS`, of which the first three always exist.
 
     With ``needed`` (int32, 0-dim), they are computed only if the device finds it set, and are undefined otherwise.
-    ``out`` gets the projections, if it is given; ``tiles`` are the tiles of this product, if they are known. With
-    ``batch_invariant``, S does not depend on N.
+    ``out`` gets the projections, if it is given; ``tiles`` are the tiles of this product, and ``kind`` is its
+    :func:`kind_of`, if they are known. With ``batch_invariant``, S does not depend on N.
     """
     sums = Sums.needed(names, epilogue.class_weight) if names else Sums()
-    tokens = len(hidden)
+    tokens = hidden.shape[0]
     row_tiles, column_tiles, programs, arguments = tiles or tiles_of(hidden, weight, epilogue, out)
     group = max(1, min(row_tiles, _GROUP))
     splits = max(1, min(FIXED_SPLITS if batch_invariant else programs // group, column_tiles))
@@ -123,7 +124,7 @@ def partial_sums(
         sizes = {"splits": splits, "group": group, "sums": sums}
         options = {name: arguments.pop(name) for name in ("num_warps", "num_stages")}
         options |= UNFUSED if batch_invariant else {}
-        kind = *kind_of(hidden, weight, epilogue, out), kinds(epilogue.class_weight), needed is None, sums
+        kind = kind or kind_of(hidden, weight, epilogue), kinds(epilogue.class_weight, out), needed is None, sums
         launch = launcher(_linear_statistics_kernel, kind, **options)
         launch.over((row_tiles * splits, 1, 1), **arguments, **own, **sizes)
     return partial

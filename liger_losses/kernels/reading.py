@@ -49,10 +49,12 @@ assert_on_device: Callable[[Tensor], None] = getattr(torch, "_assert_async", _as
 
 
 class LabelFacts(NamedTuple):
-    """What :func:`~liger_losses.kernels.label_rows.label_facts` returns, and what reads it on the host."""
+    """What :func:`~liger_losses.kernels.label_rows.label_facts` returns, what reads it on the host, and what it keeps,
+    where one launch finds that too."""
 
     numbers: Tensor
     read: Callable[[], Any]
+    kept: Tensor | None = None
 
 
 class _Asked(NamedTuple):
@@ -66,6 +68,8 @@ class _Asked(NamedTuple):
 #: By where the labels are in memory; the oldest are forgotten.
 _asked: OrderedDict[Any, _Asked] = OrderedDict()
 _MOST_ASKED = 8
+#: The most labels of which one program finds the active ones: of more, several kernels take less time.
+_MOST_KEPT = 65536
 _WHAT = "how many tokens carry loss; give compact=False, with which all of them are projected"
 
 
@@ -105,8 +109,12 @@ def _forget(place: Any, labels: weakref.ref[Tensor]) -> None:
 
 
 def _ask(labels: list[Tensor], ignore_index: int, backend: str) -> LabelFacts:
-    numbers = label_facts(labels, ignore_index, backend=backend)
-    return LabelFacts(numbers, start_reading(numbers, _WHAT))
+    count, kept = labels[0].numel(), None
+    # Autograd keeps no tensor that was made in inference mode.
+    if backend == "triton" and len(labels) == 1 and count <= _MOST_KEPT and not torch.is_inference_mode_enabled():
+        kept = torch.empty(2, count + count % 2, dtype=torch.int64, device=labels[0].device)
+    numbers = label_facts(labels, ignore_index, kept, backend=backend)
+    return LabelFacts(numbers, start_reading(numbers, _WHAT), kept)
 
 
 def _place(labels: Tensor, ignore_index: int) -> tuple[Any, ...]:

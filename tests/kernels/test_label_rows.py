@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from liger_losses.kernels.label_rows import (
+    MOST_COMPARED,
     add_to_label_rows_,
     label_facts,
     label_logits,
@@ -33,6 +34,18 @@ def test_what_the_host_must_know_of_labels():
             place += len(part)
         for backend in ("torch", "triton"):
             assert label_facts(parts, ignore_index, backend=backend).tolist() == expected
+
+
+@pytest.mark.parametrize("backend", ["torch", "triton"])
+@pytest.mark.parametrize("tokens", [1, 7, 2048, 5001])
+def test_active_labels_in_order(backend, tokens):
+    labels = torch.randint(0, 50, (tokens,), device=DEVICE)
+    labels[::3] = -100
+    kept = torch.empty(2, tokens + tokens % 2, dtype=torch.int64, device=DEVICE)
+    facts, places = label_facts([labels], -100, kept, backend=backend), (labels != -100).nonzero()[:, 0]
+    assert torch.equal(facts, label_facts([labels], -100))
+    assert torch.equal(kept[0, : len(places)], places)
+    assert torch.equal(kept[1, : len(places)], labels[places])
 
 
 @pytest.mark.parametrize("backend", ["torch", "triton"])
@@ -76,7 +89,7 @@ def test_labels_in_another_order_have_another_checksum(backend):
 
 @HALF
 @pytest.mark.parametrize(("tokens", "hidden_size", "columns"), [(1, 5, 3), (40, 70, 6), (9, 1030, 50)])
-def test_label_rows(backend, tokens, hidden_size, columns, dtype):
+def test_label_rows(backend, tokens, hidden_size, columns, dtype, monkeypatch):
     hidden, weight, labels, _, _ = head(tokens, hidden_size, columns, dtype)
     scale, coef = torch.linspace(-1, 1, 2 * tokens, device=DEVICE).split(tokens)
     bias = torch.linspace(-1, 1, columns, device=DEVICE)
@@ -93,7 +106,11 @@ def test_label_rows(backend, tokens, hidden_size, columns, dtype):
         scale_and_add_label_rows(wide, out, scale, coef, weight, labels, backend=backend)
         torch.testing.assert_close(wide.double(), exact, rtol=torch.finfo(out_dtype).eps, atol=1e-5)
 
-    grad = weight.clone()
-    exact = weight.double().index_add(0, labels, coef.double()[:, None] * hidden.double())
-    add_to_label_rows_(grad, labels, coef, hidden, backend=backend)
-    torch.testing.assert_close(grad.double(), exact, rtol=torch.finfo(dtype).eps, atol=1e-5)
+    rows = torch.arange(tokens, device=DEVICE).flip(0)
+    for most, of_rows in ((MOST_COMPARED, None), (MOST_COMPARED, rows), (0, None), (0, rows)):
+        monkeypatch.setattr("liger_losses.kernels.label_rows.MOST_COMPARED", most)
+        grad, coef[::3] = weight.clone(), 0.0
+        own = hidden if of_rows is None else hidden[of_rows]
+        exact = weight.double().index_add(0, labels, coef.double()[:, None] * own.double())
+        add_to_label_rows_(grad, labels, coef, hidden, of_rows, backend=backend)
+        torch.testing.assert_close(grad.double(), exact, rtol=torch.finfo(dtype).eps, atol=1e-5)

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from liger_losses.kernels import hopper_pipeline, linear_exp, linear_exp_hopper, linear_lse, targets
-from liger_losses.kernels._triton import warn_once
+from liger_losses.kernels._triton import triton, warn_once
 from liger_losses.kernels.linear_exp import Exponentials, linear_exponentials
 from liger_losses.kernels.linear_exp_hopper import group_of_sums, hopper_tiles
 from liger_losses.kernels.logit_transform import Epilogue, LogitTransform
@@ -394,7 +394,7 @@ def test_a_kernel_that_cannot_be_compiled(monkeypatch):
         torch.testing.assert_close(values.logp, expected.logp)
     # One that is compiled and does not fit the GPU.
     forget()
-    too_large = Failing(linear_exp.triton.OutOfResources(300_000, 232_448, "shared memory"), compiles=True)
+    too_large = Failing(triton.OutOfResources(300_000, 232_448, "shared memory"), compiles=True)
     monkeypatch.setattr(linear_exp, "hopper_exponentials_kernel", too_large)
     with pytest.warns(RuntimeWarning, match="OutOfResources"):
         found = linear_exponentials(hidden, weight, labels, backend="triton")
@@ -436,7 +436,8 @@ def test_the_choice_of_the_kernel(monkeypatch):
     monkeypatch.setattr(linear_exp, "hopper_tiles", lambda *call: linear_exp_hopper.Tiles(1, 1, 4, {"out": 7}))
     monkeypatch.setattr(linear_exp, "order_of", lambda *given: Order(True, 4))
     call, options = (hidden, weight, torch.zeros(5, dtype=torch.long)), {"backend": "triton"}
-    linear_exponentials(*call, projections=True, **options)
+    with_entropy = Exponentials.into({name: torch.empty(5) for name in ("lse", "entropy")})
+    linear_exponentials(*call, projections=True, found=with_entropy, **options)
     assert [grid for grid, _ in launches] == [(1, 1, 1), (1, 1, 1)]
     assert [arguments["out"] for _, arguments in launches] == [7, None]  # projections are not written again
     monkeypatch.setattr(linear_exp, "hopper_tiles", lambda *call: None)

@@ -121,11 +121,12 @@ class HeadGradients:
         """Where a block writes the coefficients ``[R]`` of its labels' own terms, which :meth:`results` adds."""
         if self.weight is None:
             return None
+        whole = rows.stop - rows.start == self.opened.count
         if self.label_coefficients is None:
             self.label_coefficients = torch.empty(self.opened.count, device=self.weight.device)
-            if rows.stop - rows.start < self.opened.count:
+            if not whole:
                 self.label_coefficients.zero_()  # tokens that no block has add nothing
-        return self.label_coefficients[rows]
+        return self.label_coefficients if whole else self.label_coefficients[rows]
 
     def results(self) -> tuple[Tensor | None, Tensor | None]:
         """``(grad_weight, grad_bias)``, in the dtypes of weight and bias."""
@@ -133,7 +134,9 @@ class HeadGradients:
         if self.weight is not None and self.label_coefficients is not None:
             # All tokens of a label at once, in fp32: however many blocks there were, this is rounded once.
             for part, hidden, index in tokens.sources(opened.flat, self.call.plan.rows):
-                labels, coefficients = opened.labels[part], self.label_coefficients[part]
+                labels, coefficients = opened.labels, self.label_coefficients
+                if part.stop - part.start < opened.count:
+                    labels, coefficients = labels[part], coefficients[part]
                 hidden = self.trained(hidden)
                 add_to_label_rows_(self.weight, labels, coefficients, hidden, index, backend=self.call.backend)
         return (
@@ -152,8 +155,7 @@ class HiddenGradients:
         self.tokens, self.sums_over = opened.call.tokens, sums_over
         #: The types of its tensors' indices: one is ``NoneType`` where all tokens of a tensor are active.
         self.dropped = {*map(type, self.tokens.indices)}
-        dtypes = {part.dtype for part in opened.hidden_states}
-        self.dtype = dtypes.pop() if len(dtypes) == 1 else functools.reduce(torch.promote_types, dtypes)
+        self.dtype = functools.reduce(torch.promote_types, [part.dtype for part in opened.hidden_states])
         self.summing: tuple[slice, Tensor, Any] | None = None
         #: Where all tokens are active, every row is written.
         new = torch.empty if opened.count and self.tokens.are_all else torch.zeros
@@ -161,7 +163,9 @@ class HiddenGradients:
             new(part.shape, dtype=part.dtype, device=part.device) if need else None
             for part, need in zip(opened.hidden_states, opened.call.needs_hidden, strict=True)
         ]
-        self.flat = [None if part is None else part.view(-1, part.shape[-1]) for part in self.results]
+        self.flat = [
+            part if part is None or part.dim() == 2 else part.view(-1, part.shape[-1]) for part in self.results
+        ]
 
     def out_view(self, rows: slice) -> Tensor | None:
         """The slice ``[R, H]`` of the gradient for these active tokens, or ``None`` if they are scattered."""
@@ -172,7 +176,9 @@ class HiddenGradients:
             return None
         ((part, first, last),) = pieces
         target = self.flat[part]
-        return None if target is None or self.tokens.indices[part] is not None else target[first:last]
+        if target is None or self.tokens.indices[part] is not None:
+            return None
+        return target if last - first == target.shape[0] else target[first:last]
 
     def write(self, rows: slice, values: Tensor | None, out_view: Tensor | None) -> None:
         """Store the gradients ``[R, H]`` of some active tokens, unless they are in their :meth:`out_view` already."""

@@ -19,8 +19,11 @@ from liger_losses.chunked.engine.zero_rows import counted_tokens
 from liger_losses.kernels.autograd import once_differentiable, scale_
 
 
-def separable_losses(calls: Sequence[tuple[Tensors, Call]]) -> tuple[Tensor, list[list[Statistics]]]:
-    """The sum of the calls' separable losses, and for each call the detached statistics of each tensor of labels.
+def separable_losses(
+    calls: Sequence[tuple[Tensors, Call]], *, alone: bool = False
+) -> tuple[Tensor, list[list[Statistics]]]:
+    """The sum of the calls' separable losses, and for each call the detached statistics of each tensor of labels, or
+    none where the loss ``alone`` is wanted.
 
     A tensor that several calls have has one gradient.
     """
@@ -42,12 +45,13 @@ def separable_losses(calls: Sequence[tuple[Tensors, Call]]) -> tuple[Tensor, lis
         losses.append(each.sum().to(call.work.logits_dtype))
         found[i] = _by_tensor(call, {name: values[name].detach() for name in call.outputs})
     if one_pass:
-        loss, *outputs = _OnePassLosses.apply([*one_pass.values()], uses, *distinct)
+        loss, *outputs = _OnePassLosses.apply([*one_pass.values()], uses, alone, *distinct)
         losses.append(loss)
-        for i, call in one_pass.items():
+        for i, call in () if alone else one_pass.items():
             found[i] = _by_tensor(call, dict(zip(call.outputs, outputs, strict=False)))
             del outputs[: len(call.outputs)]
-    return losses[0] if len(losses) == 1 else torch.stack(losses).sum(), [found[i] for i in range(len(calls))]
+    total = losses[0] if len(losses) == 1 else torch.stack(losses).sum()
+    return total, [] if alone else [found[i] for i in range(len(calls))]
 
 
 def statistics_of(tensors: Tensors, call: Call) -> list[Statistics]:
@@ -153,10 +157,12 @@ class _OnePassLosses(torch.autograd.Function):
     """Separable losses, one after another, and their gradients in forward; backward only scales these."""
 
     @staticmethod
-    def forward(ctx: Any, calls: Sequence[Call], uses: Sequence[list[int]], *tensors: Any) -> tuple[Tensor, ...]:
+    def forward(
+        ctx: Any, calls: Sequence[Call], uses: Sequence[list[int]], alone: bool, *tensors: Any
+    ) -> tuple[Tensor, ...]:
         ctx.set_materialize_grads(False)
         ctx.calls, ctx.uses = calls, uses
-        loss, outputs, ctx.gradients = _run(calls, uses, tensors)
+        loss, outputs, ctx.gradients = _run(calls, uses, tensors, alone)
         ctx.save_for_backward(*tensors, *[call.tokens.labels for call in calls])
         ctx.mark_non_differentiable(*outputs)
         return loss, *outputs
@@ -166,19 +172,20 @@ class _OnePassLosses(torch.autograd.Function):
     def backward(ctx: Any, upstream: Tensor | None, *statistics: None) -> tuple[Any, ...]:
         gradients, ctx.gradients = ctx.gradients, None
         if upstream is None:
-            return None, None, *[None] * (len(ctx.needs_input_grad) - 2)
+            return (None,) * len(ctx.needs_input_grad)
         if gradients is None:
             # The first backward scaled them in place and returned them: a second one computes them again.
-            *_, gradients = _run(ctx.calls, ctx.uses, ctx.saved_tensors[: -len(ctx.calls)])
+            *_, gradients = _run(ctx.calls, ctx.uses, ctx.saved_tensors[: -len(ctx.calls)], alone=True)
         backend = ctx.calls[0].backend
         scale_(upstream, [grad for grad in gradients if grad is not None], backend=backend)
-        return None, None, *gradients
+        return None, None, None, *gradients
 
 
 def _run(
-    calls: Sequence[Call], uses: Sequence[list[int]], tensors: Sequence[Any]
+    calls: Sequence[Call], uses: Sequence[list[int]], tensors: Sequence[Any], alone: bool
 ) -> tuple[Tensor, list[Tensor], list[Tensor | None]]:
-    """The loss, all calls' statistics, and the gradient of each tensor, which is added up as the calls run."""
+    """The loss, all calls' statistics (none where the loss ``alone`` is wanted), and the gradient of each tensor, which
+    is added up as the calls run."""
     losses, outputs = list[Tensor](), list[Tensor]()
     gradients: list[Tensor | None] = [None] * len(tensors)
     for call, places in zip(calls, uses, strict=True):
@@ -187,7 +194,8 @@ def _run(
             stream = Stream(call, weight, bias, hidden)
             loss, values, found = stream.token_loss()
         losses.append(loss)
-        outputs += stream.call.tokens.scatter(values, call.outputs)  # whose order may be another
+        if not alone:
+            outputs += stream.call.tokens.scatter(values, call.outputs)  # whose order may be another
         for i, grad in zip(places, found, strict=True):
             before = gradients[i]
             if grad is not None:

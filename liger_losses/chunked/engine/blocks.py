@@ -565,24 +565,26 @@ class ExponentialBlock(Block):
         self.wait_for_product: Callable[[], None] | None = None
 
     def fill(self, part: Part, upstream: Upstream | None = None) -> None:
-        call, opened, exponentials = self.call, self.opened, self.exponentials
-        size = part.rows.stop - part.rows.start, self.vocab_size
-        if exponentials.shape != size:  # a view of all takes the host time before the product too
-            exponentials = exponentials[: size[0], : size[1]]
+        call, opened, count = self.call, self.opened, part.rows.stop - part.rows.start
         self.offsets = linear_exponentials(
             part.hidden,
             opened.weight,
             _of_part(opened.labels, part),
-            exponentials,
+            self._values(count),
             part.epilogue,
             found=part.values,
             batch_invariant=call.batch_invariant,
             backend=call.backend,
         )
         if not self.waits:
-            self._start_product(size[0])
+            self._start_product(count)
         if opened.others is not None:
             self.offsets = self._merged(self.offsets, part, opened.others[part.rows])
+
+    def _values(self, count: int) -> Tensor:
+        """The exponentials ``[count, V]``; a view of all takes the host time too."""
+        whole = self.exponentials.shape == (count, self.vocab_size)
+        return self.exponentials if whole else self.exponentials[:count, : self.vocab_size]
 
     def _merged(self, found: Exponentials, part: Part, others: Tensor) -> Exponentials:
         """The statistics of all ranks' columns; ``logp`` belongs to the column that stands here for the label."""
@@ -607,7 +609,7 @@ class ExponentialBlock(Block):
         """Start the product with the head before the loss is evaluated: the upstream gradients only scale its rows."""
         if not any(self.call.needs_hidden):
             return
-        exponentials, device = self.exponentials[:count, : self.vocab_size], self.opened.device
+        exponentials, device = self._values(count), self.opened.device
         self.product = torch.empty(count, self.call.work.hidden_size, dtype=torch.float32, device=device)
         self.wait_for_product = start_beside(
             device, partial(self.opened.projection.back_into, self.product, exponentials, 0)
@@ -627,11 +629,11 @@ class ExponentialBlock(Block):
         assert self.offsets is not None
         call, opened, hidden, columns = self.call, self.opened, part.hidden, slice(0, self.vocab_size)
         coefficients = SoftmaxGradient.of(upstream, part.values, call.query.class_weight)
-        exponentials, label_coef = self.exponentials[: len(hidden), columns], coefficients.label_coef
+        count, label_coef = part.rows.stop - part.rows.start, coefficients.label_coef
         if opened.others is not None and label_coef is not None:
             label_coef = label_coef.masked_fill(opened.others[part.rows], 0.0)
         if self.product is None:
-            self._start_product(len(hidden))
+            self._start_product(count)
         scale, at_label, scaled = gradient_scales(
             coefficients.p_coef,
             label_coef,
@@ -644,10 +646,10 @@ class ExponentialBlock(Block):
         product, out = self.product, None
         if product is not None:
             out = torch.empty_like(hidden, memory_format=torch.contiguous_format) if out_view is None else out_view
-            labels, backend = opened.labels[part.rows], call.backend
+            labels, backend = _of_part(opened.labels, part), call.backend
             # Before the weight's product is queued: what follows of hidden states, as a sum over ranks, runs beside it.
             add = partial(scale_and_add_label_rows, out, product, scale, at_label, opened.weight, labels)
             self.wait_for_product = start_beside(hidden.device, partial(add, backend=backend))
         if scaled is not None:
-            head_grads.add_weight(exponentials, scaled, columns, first=part.rows.start == 0)
+            head_grads.add_weight(self._values(count), scaled, columns, first=part.rows.start == 0)
         return out

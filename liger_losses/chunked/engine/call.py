@@ -19,7 +19,7 @@ from liger_losses.chunked.engine.agreement import Given, given_to_loss, lines_of
 from liger_losses.chunked.engine.decision import Decision, decide, listed
 from liger_losses.chunked.engine.head import Head
 from liger_losses.chunked.engine.plan import EngineOptions, Plan, Workload, default_bound, device_memory
-from liger_losses.chunked.engine.query import Query, Statistics, read_by, wrong_token_losses
+from liger_losses.chunked.engine.query import Query, Statistics, made_of, read_by, wrong_token_losses
 from liger_losses.chunked.engine.ranks import ALONE, Ranks
 from liger_losses.chunked.engine.teachers import Teacher
 from liger_losses.chunked.engine.tokens import Counting, Tokens, check_temperature
@@ -121,18 +121,23 @@ class OpenCall:
         weights = weights_of(weight, call.quantized)
         if self.vocab_size < self.weight_rows:
             weights = weights.columns(slice(0, self.vocab_size))
-        self.trained, self.device = weights.trained, weight.device
+        self.trained, self.device, self.weights = weights.trained, weight.device, weights
         self.bias = None if bias is None else bias[: self.vocab_size].contiguous()
         self.count = call.tokens.count
         self.flat = _flat(hidden_states)
         if call.work.dequantized_bytes and multiplies:
-            weights = weights.dequantized(call.work.operand_dtype)
-        self.projection = Projection(weights, call.work.operand_dtype, call.plan.weight_chunk, call.batch_invariant)
+            self.weights = weights = weights.dequantized(call.work.operand_dtype)
         #: The head's rows ``[V, H]`` as fused kernels read them; ``None`` where the plan has no such kernels.
         self.weight: Any = weights.matrix(call.work.operand_dtype)
         self.epilogue = Epilogue(call.transform, self.bias, class_weight)
         #: How many of the hidden states' columns are multiplied by rows that get no gradient.
         self.frozen_columns = call.work.hidden_size - self.trained.shape[1]
+
+    @cached_property
+    def projection(self) -> Projection:
+        """The products with the head."""
+        call = self.call
+        return Projection(self.weights, call.work.operand_dtype, call.plan.weight_chunk, call.batch_invariant)
 
     def of_tokens(self, call: Call) -> OpenCall:
         """The same tensors for a call of some of the tokens."""
@@ -177,7 +182,13 @@ def make_call(
         return _make_shared_call(hidden_states, head, labels, query, options)
     hidden, labels = listed(hidden_states, labels)
     decision = decide(hidden, head, labels, query, options)
-    return (head.weight, head.bias, *hidden), _call(decision, head, query, _counted(decision, head, labels))
+    return (head.weight, head.bias, *hidden), counted_call(decision, head, query, labels)
+
+
+def counted_call(decision: Decision, head: Head, query: Query, labels: Sequence[Tensor] | Tokens) -> Call:
+    """The call of which all that needs no number is decided, once the active tokens are counted; the head may lack its
+    weight."""
+    return _call(decision, head, query, _counted(decision, labels))
 
 
 def _make_shared_call(
@@ -195,7 +206,7 @@ def _make_shared_call(
     with head.ranks.agreement(device) as agreement:
         hidden, labels = listed(hidden_states, labels)
         decision = decide(hidden, head, labels, query, options, memory)
-        counted = _counted(decision, head, labels)
+        counted = _counted(decision, labels)
         agreement.given = _given(decision, head, hidden, query, counted)
         agreement.later = True
         if device.type == "cpu":  # which also finds what is wrong with the values of one rank
@@ -213,11 +224,11 @@ def _make_shared_call(
     return (head.weight, head.bias, *hidden), call
 
 
-def _counted(decision: Decision, head: Head, labels: tuple[Tensor, ...] | Tokens) -> Tokens | Counting:
+def _counted(decision: Decision, labels: Sequence[Tensor] | Tokens) -> Tokens | Counting:
     """The active tokens, which a GPU counts while the host does what needs no count."""
     if isinstance(labels, Tokens):
         return labels
-    return Counting(labels, head.vocab_size, decision.options.ignore_index, decision.compact, decision.backend)
+    return Counting(labels, decision.head_columns, decision.options.ignore_index, decision.compact, decision.backend)
 
 
 def _call(decision: Decision, head: Head, query: Query, counted: Tokens | Counting) -> Call:
@@ -229,22 +240,16 @@ def _call(decision: Decision, head: Head, query: Query, counted: Tokens | Counti
     dtype = run.work.logits_dtype
     if isinstance(transform.temperature, Tensor):
         transform = replace(transform, temperature=tokens.temperatures(transform.temperature, dtype))
-    return Call(
+    return made_of(
+        Call,
+        run.known,
         query=query.of_active_tokens(tokens, dtype, head.ranks),
         transform=transform,
         batch_invariant=head.batch_invariant,
         ranks=head.ranks,
         quantized=head.quantized,
-        vocab_size=decision.vocab_size,
         tokens=tokens,
-        backend=decision.backend,
-        needs_hidden=decision.needs_hidden,
-        needs_weight=decision.needs_weight,
-        needs_bias=decision.needs_bias,
         decision=decision,
-        outputs=decision.outputs,
-        block_names=decision.block_names,
-        **run._asdict(),
     )
 
 

@@ -52,6 +52,7 @@ class Run(NamedTuple):
     plan: Plan
     strategy: str  # one of STRATEGIES
     grad_weight_dtype: torch.dtype  # in which the weight's gradient is accumulated
+    known: dict[str, Any]  # the fields of a call that follow from the decision
 
 
 @dataclass(frozen=True, eq=False)
@@ -59,6 +60,7 @@ class Decision:
     """All decisions about a call that depend on shapes, dtypes, options and settings, and not on the active tokens."""
 
     vocab_size: int  # the number of columns that the query is about
+    head_columns: int  # the number of columns of the head, which has all labels
     backend: str
     needs_hidden: tuple[bool, ...]
     needs_weight: bool
@@ -107,9 +109,13 @@ class Decision:
         if work.walks or many_blocks:
             # Many parts are added to grad_weight: they are accumulated wide, at the cost of a buffer.
             dtype = torch.promote_types(dtype, torch.float32)
-        return Run(work, plan, strategy, dtype)
+        known = {name: getattr(self, name) for name in _OF_CALLS}
+        known |= {"work": work, "plan": plan, "strategy": strategy, "grad_weight_dtype": dtype}
+        return Run(work, plan, strategy, dtype, known)
 
 
+#: Fields of a decision that a call has too.
+_OF_CALLS = "vocab_size", "backend", "needs_hidden", "needs_weight", "needs_bias", "outputs", "block_names"
 #: What :func:`decide` has found, by :func:`_signature`.
 _decisions: dict[Any, Decision] = {}
 MOST_DECISIONS = 1024
@@ -400,6 +406,7 @@ def _decide(
         other = isinstance(temperature, Tensor) or temperature != 1.0
     made = Decision(
         vocab_size=vocab_size,
+        head_columns=head.vocab_size,
         shared_columns=shared,
         has_two_softmaxes="logp" in outputs and (other or vocab_size > shared),
         outputs=outputs,

@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from numbers import Integral
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -19,6 +19,8 @@ from liger_losses.chunked.engine.tokens import Tokens, check_temperature
 from liger_losses.kernels.divergence_forms import Divergence
 from liger_losses.kernels.logit_transform import LogitTransform
 from liger_losses.kernels.softmax_stats import STATISTICS
+
+D = TypeVar("D")
 
 _DIFFERENTIABLE: tuple[str, ...] = tuple(name for name in STATISTICS if name != "argmax")
 
@@ -118,6 +120,13 @@ class Largest:
             raise ValueError(f"k must be a positive integer, got {self.k!r}.")
 
 
+def made_of(kind: type[D], fields: Mapping[str, Any], **others: Any) -> D:
+    """A frozen dataclass of checked fields; its constructor takes the host longer, or checks them again."""
+    made = object.__new__(kind)
+    made.__dict__.update(fields, **others)
+    return made
+
+
 class EqualWeights(NamedTuple):
     """The same weight ``scale / total`` for every token that carries loss; ``None`` is their number."""
 
@@ -196,8 +205,9 @@ class Query:
                 else tokens.masked(tokens.gather_like_labels(weight.detach())).to(dtype)
                 for name, weight in weights.items()
             }
-        return replace(
-            self,
+        return made_of(
+            Query,
+            self.__dict__,
             metrics=self.metrics and tuple([name for name in self.metrics if name not in self.statistics]),
             class_weight=None if self.class_weight is None else self.class_weight.detach().to(dtype).contiguous(),
             selected=selected,

@@ -2,7 +2,7 @@
 
 A call of a few hundred tokens takes as long as the host takes, mostly to find out how to run. A :class:`StraightLine`
 keeps what follows from a call's tensors and options without their values; the next call of the same kind goes from the
-arguments straight to the launches. A call without one takes the engine's usual path.
+arguments straight to the launches. Of a plain call without one, what was decided is :class:`Known` the next time.
 
 T tokens, H hidden size, V vocabulary size.
 """
@@ -18,7 +18,9 @@ import torch
 from torch import Tensor, nn
 
 from liger_losses.chunked.engine.accumulation import side_by_side
-from liger_losses.chunked.engine.decision import decide
+from liger_losses.chunked.engine.autograd_functions import compute_statistics, separable_losses
+from liger_losses.chunked.engine.call import Call, Tensors, counted_call
+from liger_losses.chunked.engine.decision import Decision, decide
 from liger_losses.chunked.engine.head import Head
 from liger_losses.chunked.engine.plan import MOST_SMALL_LOGITS, EngineOptions, default_bound, is_small, padded
 from liger_losses.chunked.engine.query import EqualWeights, Query, Statistics
@@ -41,7 +43,7 @@ from liger_losses.kernels.matmul import ALIGNED, MIN_CUT_SIZE
 #: Plain tensors, which have memory and no overridden behaviour.
 _PLAIN = frozenset((Tensor, nn.Parameter))
 #: By what tensors and options tell; ``None`` for calls that have no straight line.
-_lines: dict[Any, StraightLine | None] = {}
+_lines: dict[Any, StraightLine | Known | None] = {}
 _MOST_LINES = 1024
 
 #: Of a product with fewer multiplications, the host takes longer to describe both matrices to the kernel that computes
@@ -97,7 +99,7 @@ def straight_coupled_loss(
     beside its tensors, always the same object. Without ``make``, which is called for the first call of a kind, once it
     is checked, only calls of a known kind have a line.
     """
-    line, weight = _line(id(settings), tokens, make)
+    line, weight = _line(id(settings), tokens, make, few=True)
     if line is None:
         return None
     line.settings = settings  # whose id no other object has meanwhile
@@ -126,6 +128,10 @@ def straight_statistics(
     line, weight = _line((names, metrics, options), tokens, make)
     if line is None:
         return None
+    if isinstance(line, Known):
+        tensors, call = line.call(tokens, weight)
+        parts = call.tokens.split(compute_statistics(tensors, call))
+        return [[part[name] for part in parts] for name in names + metrics]
     if line.strategy == "statistics":
         with line.without_autocast():
             hidden, targets = line.joined(tokens)
@@ -146,6 +152,8 @@ def straight_loss(
         return None, Query(tuple([name for name, _ in weights]), token_weights=dict(weights)), options
 
     line, weight = _line((weights, options), tokens, make)
+    if isinstance(line, Known):
+        return separable_losses([line.call(tokens, weight)], alone=True)[0]
     return None if line is None else _Loss.apply(line, weight, tokens, *tokens.hidden_states)
 
 
@@ -163,8 +171,8 @@ def _opened(weight: Any, transform: tuple[Any, ...]) -> tuple[Any, tuple[Any, ..
     return weight, transform
 
 
-def _line(settings: Hashable, tokens: FewTokens, make: Callable[[], Made] | None) -> tuple[Any, Any]:
-    """The line of a call, which is prepared the first time, and its weight."""
+def _line(settings: Hashable, tokens: FewTokens, make: Callable[[], Made] | None, few: bool = False) -> tuple[Any, Any]:
+    """The line of a call, which is prepared the first time, and its weight; ``few``: only where tokens are few."""
     hidden, labels, weight, transform, mask, inputs = tokens
     if isinstance(transform[0], Tensor) or within_transform() or records_tangents():
         return _NO_LINE
@@ -175,9 +183,8 @@ def _line(settings: Hashable, tokens: FewTokens, make: Callable[[], Made] | None
     if special or [part for part in (weight, *hidden) if type(part) not in _PLAIN]:
         return _NO_LINE
     try:
-        (size, depth), device = weight.shape, weight.device
-        count = labels[0].numel() if len(labels) == 1 else sum([part.numel() for part in labels])
-        if not is_small(count, depth, size, device, writes_logits=False):
+        device = weight.device
+        if few and not _are_few(labels, weight):
             return _NO_LINE
         facts = [
             *(settings, transform, torch.is_grad_enabled(), autocast_dtype(device), default_bound()),
@@ -209,6 +216,11 @@ def _line(settings: Hashable, tokens: FewTokens, make: Callable[[], Made] | None
 _NO_LINE = None, None
 
 
+def _are_few(labels: Sequence[Tensor], weight: Tensor) -> bool:
+    (size, depth), count = weight.shape, sum([part.numel() for part in labels])
+    return is_small(count, depth, size, weight.device, writes_logits=False)
+
+
 def _prepared(
     tokens: FewTokens,
     weight: Tensor,
@@ -216,28 +228,32 @@ def _prepared(
     coupled: Callable[..., Coupled] | None,
     query: Query,
     options: EngineOptions,
-) -> StraightLine | None:
-    """The line of a call for which nothing is cast, padded or cut.
+) -> StraightLine | Known | None:
+    """The line of a call of few tokens for which nothing is cast, padded or cut, and of others what is known of them.
 
     Raises:
         TypeError, ValueError: inputs that do not fit together.
     """
     (hidden, *others), labels, mask = tokens.hidden_states, tokens.labels, tokens.mask
     (size, depth), count = weight.shape, sum([part.numel() for part in labels])
-    # Several tensors are copied.
-    dense = labels[0].dim() > 0 if others else hidden.is_contiguous() and labels[0].is_contiguous()
-    if not dense or (mask is not None and not mask.is_contiguous()):
-        return None
     head = Head(weight, None, transform)
     decision = decide((hidden, *others), head, tuple(labels), query, options)
+    known = None
+    if decision.backend == "triton" and not (coupled or head.batch_invariant):
+        known = Known(decision, head.with_fields(weight=None), query)
+    # Several tensors are copied.
+    dense = labels[0].dim() > 0 if others else hidden.is_contiguous() and labels[0].is_contiguous()
+    dense = dense and (mask is None or mask.is_contiguous())
+    if not (dense and _are_few(labels, weight)):
+        return known
     run = decision.run(count, True)
     dtypes = {hidden.dtype, weight.dtype, run.work.operand_dtype, run.grad_weight_dtype}
     here = not weight.is_cuda or weight.get_device() == torch.cuda.current_device()
-    known = {*query.statistics} <= NAMES and {*query.metrics} <= METRICS
-    known = run.strategy == "one_pass" if query.separable else known
+    served = {*query.statistics} <= NAMES and {*query.metrics} <= METRICS
+    served = run.strategy == "one_pass" if query.separable else served
     alike = len(dtypes) == 1 and run.work.logits_dtype == torch.float32 and not head.batch_invariant
-    if not (decision.backend == "triton" and here and known and alike):
-        return None
+    if not (decision.backend == "triton" and here and served and alike):
+        return known
     ignore_index = decision.options.ignore_index
     line = StraightLine(labels, weight, query, run.strategy, ignore_index, transform, coupled)
     unbounded = options.workspace is None and options.chunk_size is None and options.strategy is None
@@ -263,7 +279,20 @@ def _prepared(
         how = ignore_index, transform, line.right, "triton", line.mean_logit
         line.rows = ExponentialRows(weight, count, *how)
         return line
-    return line if in_one_block and aligned else None
+    return line if in_one_block and aligned else known
+
+
+class Known(NamedTuple):
+    """A call without a straight line that was made before: what was decided, and all of its head but the weight."""
+
+    decision: Decision
+    head: Head
+    query: Query
+
+    def call(self, tokens: FewTokens, weight: Tensor) -> tuple[Tensors, Call]:
+        """The call of other tensors."""
+        call = counted_call(self.decision, self.head, self.query, tokens.labels)
+        return (weight, None, *tokens.hidden_states), call
 
 
 class StraightLine:

@@ -163,14 +163,14 @@ class Stream:
         """The active tokens, or those from ``start`` to ``count``, ``size`` or fewer at a time."""
         epilogue, per_token = self.opened.epilogue, isinstance(self.call.transform.temperature, Tensor)
         tokens = self.call.tokens  # those without loss, if they are among them, may hold anything
-        count = self.count if count is None else count
+        count, operand = self.count if count is None else count, self.call.work.operand_dtype
         for start in range(start, count, max(size, 1)):  # noqa: B020
             rows = slice(start, min(start + size, count))
             hidden = tokens.gather(self.opened.flat, rows.start, rows.stop)
             hidden = hidden if tokens.ignored is None else tokens.masked(hidden, rows)
             own = epilogue.rows(rows) if per_token else epilogue
-            of_part = values if len(hidden) == self.count else {name: v[rows] for name, v in values.items()}
-            yield Part(rows, hidden.to(self.call.work.operand_dtype), of_part, own)
+            of_part = values if hidden.shape[0] == self.count else {name: v[rows] for name, v in values.items()}
+            yield Part(rows, hidden if hidden.dtype == operand else hidden.to(operand), of_part, own)
 
     def _block(self, rows: int) -> Block:
         """A block of whole rows, which remembers what gradients are taken of."""
@@ -202,16 +202,18 @@ class Stream:
         Where a divergence is computed in tiles, what its gradient needs beside them is among them.
         """
 
-        query = self.call.query
-        widths: dict[str, Sequence[int]] = {"registered": (len(query.registered),), "columns": (query.largest,)}
-        widths["selected_logps"] = (query.largest,) if query.selected is None else query.selected.shape[1:]
-        columns = ("columns",) if query.largest else ()  # of which gradients are taken, whoever asked for them
-        constants = self.call.row_constants if self.call.plan.tiled else ()
-        names = "lse", *self.call.outputs, *constants, *columns
-        wide, integers = self.call.work.logits_dtype, {"argmax": torch.int64, "columns": torch.int64}
+        call, count, device = self.call, self.count, self.opened.device
+        query, wide, widths = call.query, call.work.logits_dtype, dict[str, Sequence[int]]()
+        integers = {"argmax": torch.int64, "columns": torch.int64}
+        names = "lse", *call.outputs
+        if call.plan.tiled:
+            names += tuple(call.row_constants)
+        if query.needs_logits:
+            widths = {"registered": (len(query.registered),), "columns": (query.largest,)}
+            widths["selected_logps"] = (query.largest,) if query.selected is None else query.selected.shape[1:]
+            # Gradients are taken of the columns of the largest, whoever asked for them.
+            names += ("columns",) if query.largest else ()
         return {
-            name: torch.empty(
-                self.count, *widths.get(name, ()), dtype=integers.get(name, wide), device=self.opened.device
-            )
+            name: torch.empty(count, *widths.get(name, ()), dtype=integers.get(name, wide), device=device)
             for name in dict.fromkeys(names)
         }

@@ -380,6 +380,9 @@ class Counting:
         counts, merged = tuple([count for count, *_ in facts]), flat[0] if len(flat) == 1 else torch.cat(flat)
         if sum(counts) == len(merged):
             return Tokens(merged, self.shapes, counts, (None,) * len(flat), None)
+        if self.facts.kept is not None:
+            positions, active = self.facts.kept[:, : counts[0]].unbind()
+            return Tokens(active, self.shapes, counts, (positions,), None)
         positions = torch.nonzero_static(merged != self.ignore_index, size=sum(counts)).squeeze(-1)
         indices, before = list[Tensor | None](), 0
         for part, index in zip(flat, positions.split(counts), strict=True):

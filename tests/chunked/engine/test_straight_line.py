@@ -45,7 +45,12 @@ def problem(dtype, masked=(2, 3)):
 
 def lines():
     """How many kinds of calls there were, and how many of them have a line."""
-    return len(straight_line._lines), sum(line is not None for line in straight_line._lines.values())
+    return len(straight_line._lines), len(made())
+
+
+def made():
+    """The lines."""
+    return [line for line in straight_line._lines.values() if isinstance(line, straight_line.StraightLine)]
 
 
 def exact(hidden, weight, labels, transform):
@@ -198,9 +203,9 @@ def test_losses_of_completions(loss, dtype, limit, monkeypatch, small_tiles):
         first = torch.autograd.grad(3 * value, (*leaves, weight), retain_graph=True)
         found.append((value, *own, *first, *torch.autograd.grad(3 * value, (*leaves, weight))))
     assert lines()[1] == 1 + (loss in (dpo_with_a_reference_model, grpo_with_a_reference_model))
-    at_once = any(line.coupled is not None for line in straight_line._lines.values() if line is not None)
+    at_once = any(line.coupled is not None for line in made())
     assert at_once == (loss in AT_ONCE)
-    rows = [type(line.rows) for line in straight_line._lines.values() if line is not None]
+    rows = [type(line.rows) for line in made()]
     assert (ExponentialRows in rows) == (limit == 0 and loss is not grpo_with_entropy)
     with torch.no_grad():
         alone = loss(leaves, weight, labels, "triton")[0]
@@ -285,7 +290,7 @@ def test_gradients_of_fp16_wait_for_the_loss_scale(loss):
         list(labels.split(1)),
     )
     loss(sides, weight, of_sides, "triton")[0].backward()
-    assert not any(line.coupled for line in straight_line._lines.values() if line is not None)
+    assert not any(line.coupled for line in made())
 
 
 @pytest.mark.parametrize("loss", [dpo, grpo])
@@ -503,7 +508,7 @@ def test_which_calls_have_exponentials(monkeypatch):
             linear_logps(*inputs, **{"backend": "triton", **options})
         else:
             LigerFusedLinearCrossEntropyLoss(backend="triton", **options)(inputs[1], inputs[0], inputs[2])
-        found = [line.rows for line in straight_line._lines.values() if line is not None]
+        found = [line.rows for line in made()]
         return any(isinstance(rows, ExponentialRows) for rows in found)
 
     assert has()

@@ -271,6 +271,9 @@ def heads() -> dict[str, Callable[[], None]]:
             tensor(TOKENS, VOCAB), *[tensor(8, dtype=torch.long)] * 2, backend="triton"
         ),
         "label facts": lambda: label_facts([tensor(TOKENS, dtype=torch.long)] * 2, -100, backend="triton"),
+        "active labels": lambda: label_facts(
+            [tensor(TOKENS, dtype=torch.long)], -100, tensor(2, TOKENS, dtype=torch.long), backend="triton"
+        ),
     }
     forms = {
         "forward KL": Divergence.forward_kl(),

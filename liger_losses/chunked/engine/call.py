@@ -235,7 +235,7 @@ def _call(decision: Decision, head: Head, query: Query, counted: Tokens | Counti
     """The call, once the active tokens are known."""
     tokens = counted.tokens() if isinstance(counted, Counting) else counted
     gathers = tokens.indices[0] is not None or tokens.ignored is not None  # of one tensor, whether rows are copied
-    run = decision.runs.get((tokens.count, gathers)) or decision.run(tokens.count, gathers)
+    run = decision.run(tokens.count, gathers)
     transform = head.transform
     dtype = run.work.logits_dtype
     if isinstance(transform.temperature, Tensor):

@@ -32,6 +32,7 @@ from liger_losses.chunked.engine.plan import (
     default_bound,
     is_small,
     make_plan,
+    padded,
 )
 from liger_losses.chunked.engine.query import Comparison, EqualWeights, Query, check_query
 from liger_losses.chunked.engine.ranks import ALONE
@@ -82,6 +83,9 @@ class Decision:
 
     def run(self, tokens: int, gathers: bool) -> Run:
         """How so many active tokens run; ``gathers`` says whether some are masked, so that their rows are copied."""
+        bounded = self.options.workspace is not None or self.options.chunk_size is not None
+        if tokens >= MANY and not bounded and default_bound() is None:
+            tokens = padded(tokens)  # a GPU is idle while the host plans, and each step of training has another number
         run = self.runs.get((tokens, gathers))
         if run is None:
             if len(self.runs) >= MOST_DECISIONS:
@@ -119,6 +123,8 @@ _OF_CALLS = "vocab_size", "backend", "needs_hidden", "needs_weight", "needs_bias
 #: What :func:`decide` has found, by :func:`_signature`.
 _decisions: dict[Any, Decision] = {}
 MOST_DECISIONS = 1024
+#: Of so many active tokens, a few more have the same plan, where no bound of the memory may refuse them.
+MANY = 1024
 
 
 def listed(hidden_states: Any, labels: Any) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...] | Tokens]:

@@ -198,6 +198,15 @@ def test_what_is_decided_is_kept_by_all_that_it_depends_on():
             torch.func.grad(lambda h: linear_logps(h, weight, labels).sum())(hidden)
 
 
+def test_nearly_as_many_tokens_have_one_plan():
+    hidden, weight, labels = torch.zeros(1200, 8), torch.zeros(9, 8), torch.zeros(1200, dtype=torch.int64)
+    for options, alike in ((EngineOptions(), True), (EngineOptions(workspace=2**24), False)):
+        made = decision.decide((hidden,), Head(weight), (labels,), Query(("logp",)), options)
+        assert (made.run(1100, True) is made.run(1101, True)) == alike
+        assert made.run(1100, True) is not made.run(1200, True)
+        assert made.run(1100, True).plan.rows >= 1100
+
+
 def test_decisions_do_not_pile_up(monkeypatch):
     hidden, weight, labels, _ = inputs(torch.float32, False)
     monkeypatch.setattr(decision, "MOST_DECISIONS", 2)

@@ -532,3 +532,35 @@ def test_which_calls_have_exponentials(monkeypatch):
     assert not has(inputs=[given[0], given[1].detach(), given[2]])
     monkeypatch.setattr(straight_line, "MOST_SMALL_LOGITS", 100)
     assert not has()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_calls_of_many_tokens_that_were_made_before_are_known(dtype):
+    """They have other values, masks and weights, and labels of theirs may be wrong; no weight is kept."""
+    loss, made_before, decide = LigerFusedLinearCrossEntropyLoss(backend="triton"), [], straight_line.decide
+    with small_calls(0), pytest.MonkeyPatch.context() as patched:
+        patched.setattr(straight_line, "decide", lambda *given: made_before.append(1) or decide(*given))
+        for masked in ((2, 3), (), (0, 1, 2, 4), (2, 3)):
+            hidden, weight, labels = problem(dtype, masked)
+            with torch.no_grad():
+                weight.copy_(weight.flip(0) + len(masked))
+            h, w, log_p = exact(hidden, weight, labels, LogitTransform())
+            logp = log_p.gather(-1, labels.clamp(min=0)[..., None])[..., 0].where(labels != -100, 0.0)
+            found = linear_logps(hidden, weight, labels, backend="triton")
+            gradients = torch.autograd.grad(found.sum(), (hidden, weight))
+            value = loss(weight, hidden, labels)
+            of_mean = torch.autograd.grad(value, (hidden, weight))
+            each = (found, *gradients, value, *of_mean)
+            expected = torch.autograd.grad(logp.sum(), (h, w), retain_graph=True)
+            mean = -logp.sum() / max(int((labels != -100).sum()), 1)
+            expected = (logp, *expected, mean, *torch.autograd.grad(mean, (h, w)))
+            for ours, theirs in zip(each, expected, strict=True):
+                size = SIZES[dtype] * max(float(theirs.detach().abs().max()), 1.0)
+                torch.testing.assert_close(ours.double(), theirs, rtol=SIZES[dtype], atol=size)
+        assert len(made_before) == len(straight_line._lines) == 2
+        assert {type(line) for line in straight_line._lines.values()} == {straight_line.Known}
+        assert all(line.head.weight is None for line in straight_line._lines.values())
+        labels[0, 0] = VOCAB
+        for _ in range(2):
+            with pytest.raises(ValueError, match="labels must be in"):
+                loss(weight, hidden, labels)

@@ -6,7 +6,6 @@ import contextlib
 import contextvars
 import math
 import warnings
-import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
@@ -73,7 +72,7 @@ class LazyLinear(nn.Linear):
         gathers = hasattr(self, "set_reshard_after_forward")
         if gathers or any(hasattr(self.weight, name) for name in ("full_tensor", "ds_id")):
             return _lazy_forward_outside(self, input)
-        return _compute(self, traced_linear, input)
+        return _compute(self, input)
 
 
 def _returns_lazy_logits(layer: Any, hidden_states: Tensor) -> bool:
@@ -90,11 +89,11 @@ def _returns_lazy_logits(layer: Any, hidden_states: Tensor) -> bool:
     return forced or (lazy and not layer.only_when_forced)
 
 
-def _compute(layer: Any, product: Callable[..., Any], hidden_states: Tensor) -> Any:
-    """The layer's forward with ``product`` instead of ``F.linear``."""
+def _compute(layer: Any, hidden_states: Tensor) -> Any:
+    """The layer's forward with lazy products."""
     if layer.own_forward is None:
-        return product(hidden_states, layer.weight, layer.bias)
-    with LazyProducts(product):
+        return _product(hidden_states, layer.weight, layer.bias)
+    with LazyProducts(_product):
         return layer.own_forward(hidden_states)
 
 
@@ -107,41 +106,27 @@ def _lazy_forward(layer: Any, hidden_states: Tensor) -> Any:
             RuntimeWarning,
             stacklevel=2,
         )
-        return _compute(layer, F.linear, hidden_states)
+        return _compute(layer, hidden_states)
     if hasattr(layer, "set_reshard_after_forward"):  # a unit of fully_shard; its weights must stay until backward
         layer.set_reshard_after_forward(False, recurse=False)
     if layer.ranks is not None:
         parameters = layer.weight, layer.bias
         return lazy_linear(hidden_states, *local_parameters(layer), ranks=layer.ranks, parameters=parameters)
-    return _compute(layer, partial(_product, layer), hidden_states)
+    return _compute(layer, hidden_states)
 
 
 _lazy_forward_outside = torch.compiler.disable(_lazy_forward)
 
 
-def _product(layer: Any, hidden_states: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """``F.linear`` in a layer's forward, lazy."""
-    dtypes = [None if t is None else t.dtype for t in (weight, bias)]
-    gather = partial(_gather_again, weakref.ref(layer), dtypes) if weight is layer.weight else None
+def _product(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Any:
+    """``F.linear`` in a layer's forward, lazy; with the names of its arguments."""
+    if hasattr(weight, "full_tensor"):
+        return F.linear(input, weight, bias)
+    if torch.compiler.is_dynamo_compiling():
+        return traced_linear(input, weight, bias)
     # DeepSpeed's parameters have a ds_id.
     parameters: Any = [KeepGathered.apply(p) if hasattr(p, "ds_id") else p for p in (weight, bias)]
-    return lazy_linear(hidden_states, *parameters, gather=gather)
-
-
-def _gather_again(layer: weakref.ref[nn.Linear], dtypes: list[torch.dtype | None]) -> list[Tensor] | None:
-    """Weight and bias of a layer that ``fully_shard`` has sharded since its forward, in all processes at once."""
-    tensors: list[Any] = [getattr(layer(), name, None) for name in ("weight", "bias")]
-    given = [(tensor, dtype) for tensor, dtype in zip(tensors, dtypes, strict=True) if dtype is not None]
-    if not all(hasattr(tensor, "full_tensor") for tensor, _ in given):
-        return None
-    warnings.warn(
-        "lazy logits are read after fully_shard has freed the head's weights, which are gathered again: all processes "
-        "must read them. Reading them before loss.backward() gathers nothing."
-        + see("lazy-logits-that-cannot-be-computed-any-more"),
-        RuntimeWarning,
-        stacklevel=2,
-    )
-    return [tensor.detach().full_tensor().to(dtype) for tensor, dtype in given]
+    return lazy_linear(input, *parameters)
 
 
 class KeepGathered(torch.autograd.Function):
@@ -181,7 +166,7 @@ class LazyTokens(Replacement):
         """The layer's own forward, with lazy products."""
         if not _returns_lazy_logits(module, hidden_states):
             return NotImplemented
-        with LazyProducts(_product_of_tokens):
+        with LazyProducts(_product):
             return original_class(module).forward(module, hidden_states, *args, **kwargs)
 
     @classmethod
@@ -274,12 +259,6 @@ def _lazy_quantized_forward(module: Any, hidden_states: Tensor) -> Tensor:
     head = Head(find_quantized(module), bias)  # type: ignore[arg-type]
     deferred = deferred_linear(hidden_states.to(operand), head)
     return LazyLogits.make(deferred if compute_dtype is None else replace(deferred, dtype=hidden_states.dtype))
-
-
-def _product_of_tokens(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Any:
-    """``F.linear``, lazy."""
-    lazy = traced_linear if torch.compiler.is_dynamo_compiling() else lazy_linear
-    return (F.linear if hasattr(weight, "full_tensor") else lazy)(input, weight, bias)
 
 
 def is_lazy_layer(layer: nn.Module) -> bool:

@@ -230,6 +230,12 @@ def test_a_loss_that_the_model_adds_and_functions_of_other_names_do_not_matter(m
     )
     with pytest.raises(ValueError, match="Masked does not shift its labels"):
         loss_inputs(model, input_ids=ids)
+    model, calls = make(), []
+    model.loss_function = lambda logits, labels, vocab_size, *, more: logits.sum()
+    model.register_forward_pre_hook(lambda *_: calls.append(1))
+    monkeypatch.setattr("liger_losses.patching.loss_inputs._SHIFTS", {})
+    loss_inputs(model, input_ids=ids)
+    assert len(calls) == 1
 
 
 @pytest.mark.parametrize(("given", "meant"), [("attn_mask", "attention_mask"), ("label", "labels")])

@@ -59,8 +59,13 @@ class DeferredLogits:
         """Whether one of the tensors requires a gradient."""
         return any(tensor is not None and tensor.requires_grad for tensor in self.tensors)
 
+    @property
+    def device(self) -> torch.device:
+        """The device of the hidden states."""
+        return self.hidden_states.device
+
     def check(self, values: bool = False) -> None:
-        """Raise RuntimeError if the tensors have changed since the forward; ``values`` compares the weights' too."""
+        """Raise RuntimeError if the tensors have changed since the forward; with ``values``, the weights' are read."""
         if self.version is not None and self.version != version_of(self.hidden_states):
             raise cannot_compute(
                 "the hidden states of lazy logits have changed in place since the forward, so these logits "
@@ -69,14 +74,6 @@ class DeferredLogits:
             )
         if self.weights is not None:
             self.weights.check(values)
-
-    def current(self) -> DeferredLogits:
-        """The same logits, if the weights have not changed since the forward; otherwise RuntimeError."""
-        self.check(values=True)
-        if self.weights is None or self.weights.are_there:
-            return self
-        weight, bias = (self.weights.gather_tensor(t) for t in (self.head.weight, self.head.bias))
-        return replace(self, head=self.head.with_fields(weight=weight, bias=bias))
 
     def with_tensors(self, hidden_states: Tensor, weight: Tensor, bias: Tensor | None) -> DeferredLogits:
         """The same operations on other tensors."""
@@ -98,12 +95,13 @@ class DeferredLogits:
 
     def under_forward_autocast(self) -> torch.autocast:
         """The autocast state of the head's forward, which may have ended by now."""
-        return torch.autocast(self.hidden_states.device.type, self.autocast, enabled=self.autocast is not None)
+        return torch.autocast(self.device.type, self.autocast, enabled=self.autocast is not None)
 
     def values(self) -> Tensor:
         """The logits as an ordinary, differentiable tensor ``[..., V]``, computed by the model's own operations."""
+        self.check(values=True)
         with self.under_forward_autocast():
-            logits = linear(*self.current().tensors, self.head.quantized, self.head.ranks, self.autocast)
+            logits = linear(*self.tensors, self.head.quantized, self.head.ranks, self.autocast)
             for name, *args in self.steps:
                 logits = getattr(logits, name)(*args)
         logits = logits.log_softmax(-1) if self.normalized else logits
@@ -111,15 +109,16 @@ class DeferredLogits:
 
     def statistics(self, labels: Tensor | None, *names: str, selected: Tensor | None = None, **options: Any) -> Any:
         """:func:`linear_statistics` of these hidden states and this head; ``labels=None`` for those without labels."""
-        head, hidden_states = self.current().head, self.hidden_states
+        self.check(values=True)
+        hidden_states = self.hidden_states
         if labels is None:
-            labels = torch.zeros(self.shape[:-1], dtype=torch.int64, device=hidden_states.device)
+            labels = torch.zeros(self.shape[:-1], dtype=torch.int64, device=self.device)
         one_token = hidden_states.dim() == 1  # the engine takes a batch
         if one_token:
             hidden_states, labels = hidden_states[None], labels[None]
             selected = None if selected is None else selected[None]
         with self.under_forward_autocast():
-            found = linear_statistics(hidden_states, head, labels, names, selected=selected, **options)
+            found = linear_statistics(hidden_states, self.head, labels, names, selected=selected, **options)
         self.mark_read()
         return found._make(None if value is None else value[0] for value in found) if one_token else found
 

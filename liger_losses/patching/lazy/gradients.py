@@ -38,7 +38,7 @@ class Source(NamedTuple):
     def empty(self, kind: type[Tensor]) -> Any:
         """A tensor without memory that looks like the logits."""
         deferred = self.deferred
-        return make_empty(kind, deferred.shape, dtype=deferred.dtype, device=deferred.hidden_states.device)
+        return make_empty(kind, deferred.shape, dtype=deferred.dtype, device=deferred.device)
 
     def gradients(self, gradient: Tensor, tensors: Any) -> list[Tensor | None]:
         """From the gradient of the logits to the gradients of the given hidden states, weight and bias."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 
 from torch import Tensor
 
@@ -12,8 +12,6 @@ from liger_losses.patching.lazy.warning import cannot_compute
 #: Entries of a weight, in each of its dimensions, that are compared with their values in the forward.
 _SAMPLED = (64, 32)
 
-#: Gathers weights whose memory was freed, in the dtypes of the forward; or returns ``None``.
-Gather = Callable[[], "list[Tensor] | None"]
 #: Counts the forwards of lazy heads.
 _FORWARDS = [0]
 
@@ -35,30 +33,31 @@ class HeadWeights:
         weight: Tensor,
         bias: Tensor | None,
         tokens: int,
-        gather: Gather | None = None,
         parameters: Sequence[Tensor | None] = (),
         samples: Sequence[Tensor] | None = None,
     ) -> None:
-        self.tokens, self.gather = tokens, gather
+        self.tokens = tokens
         self.given = [t for t in (weight, bias) if t is not None]
         self.tensors = [t.detach() for t in self.given]  # their memory, which a new .data would not share
         self.parameters = [t for t in parameters if t is not None] or self.given
         self.versions = [version_of(t) for t in self.parameters]
         self.was_read = samples is not None or self._have_gradients()
         self.samples = samples_of(self.tensors) if samples is None else samples
-        self.gathered: list[Tensor] | None = None
         _FORWARDS[0] += 1
         self.forward = _FORWARDS[0]
 
-    @property
-    def are_there(self) -> bool:
-        """Whether the weights are where they were."""
-        freed = any(t.numel() and t.untyped_storage().size() == 0 for t in self.tensors)
-        return self.gathered is None and not freed
-
     def check(self, values: bool = False) -> None:
-        """Raise RuntimeError if the weights have changed; with ``values``, also if some of their values have."""
-        if self.are_there and (self._changed() or (values and self._may_be_written() and self._differ(self.tensors))):
+        """Raise RuntimeError if the weights have changed; with ``values``, also if some of their values have, or if
+        their memory was freed."""
+        freed = any(t.numel() and t.untyped_storage().size() == 0 for t in self.tensors)
+        if freed and values:
+            raise cannot_compute(
+                "the head's weights were freed after its forward or backward (for example by fully_shard), so "
+                "these lazy logits cannot be computed any more. Compute what you need from them, such as "
+                "logits.argmax(-1), before loss.backward(); or keep the weights with "
+                "model.set_reshard_after_backward(False)."
+            )
+        if not freed and (self._changed() or (values and self._may_be_written() and self._differ())):
             raise cannot_compute(
                 "the weight or bias of lazy logits has changed since the forward, by an in-place operation such "
                 "as an optimizer's step, so these logits and their gradients cannot be computed any more. Call "
@@ -78,44 +77,8 @@ class HeadWeights:
         on_host = self.tensors[0].device.type == "cpu"
         return on_host or self.was_read or self.forward != _FORWARDS[0] or self._have_gradients()
 
-    def _differ(self, tensors: list[Tensor]) -> bool:
-        return not all(_sample(tensor).equal(sample) for tensor, sample in zip(tensors, self.samples, strict=True))
-
-    def gather_tensor(self, tensor: Tensor | None) -> Tensor | None:
-        """A weight whose memory was freed, or a slice of one, gathered again; other tensors as they are.
-
-        Raises:
-            RuntimeError: nobody can gather them, or they have changed.
-        """
-        if tensor is None:
-            return tensor
-        if self.gathered is None:
-            whole = None if self.gather is None else self.gather()
-            self.gathered = None if whole is None or self._differ(whole) else whole
-        if self.gathered is None:
-            raise cannot_compute(
-                "the head's weights were freed after its forward or backward (for example by fully_shard), so "
-                "these lazy logits cannot be computed any more. Compute what you need from them, such as "
-                "logits.argmax(-1), before loss.backward(); or keep the weights with "
-                "model.set_reshard_after_backward(False)."
-            )
-        for original, found in zip(self.tensors, self.gathered, strict=True):
-            offset = tensor.storage_offset() - original.storage_offset()
-            shared = tensor.untyped_storage().data_ptr() == original.untyped_storage().data_ptr()
-            if shared and 0 <= offset < original.numel():
-                again = found.as_strided(tensor.shape, tensor.stride(), offset).requires_grad_(tensor.requires_grad)
-                if again.requires_grad:
-                    again.register_hook(_refuse_gradient)
-                return again
-        return tensor
-
-
-def _refuse_gradient(gradient: Tensor) -> None:
-    """The hook of a gathered weight, whose gradient would not reach the parameter."""
-    raise cannot_compute(
-        "the head's weights were freed before these lazy logits were read, so there is no gradient of the weights. "
-        "Compute the loss before any backward(), or keep the weights with model.set_reshard_after_backward(False)."
-    )
+    def _differ(self) -> bool:
+        return not all(_sample(t).equal(sample) for t, sample in zip(self.tensors, self.samples, strict=True))
 
 
 def samples_of(tensors: Iterable[Tensor | None]) -> tuple[Tensor, ...]:

@@ -109,11 +109,6 @@ for _name in "flatten split chunk unbind transpose permute unsqueeze squeeze nar
     _operation(_name, of_tokens=True)(partial(_on_tokens, _name))
 
 
-@_operation("view_as", of_tokens=True)
-def _view_as(deferred: DeferredLogits, other: Tensor) -> Any:
-    return _reshape(deferred, other.shape)
-
-
 @_operation("contiguous", of_tokens=True, in_graphs=True)
 def _contiguous(deferred: DeferredLogits) -> DeferredLogits:
     return deferred.with_rows(deferred.hidden_states.contiguous())
@@ -122,13 +117,6 @@ def _contiguous(deferred: DeferredLogits) -> DeferredLogits:
 @_operation("clone")
 def _clone(deferred: DeferredLogits, *, memory_format: Any = None) -> DeferredLogits:
     return deferred
-
-
-@_operation("index_select", of_tokens=True)
-def _index_select(deferred: DeferredLogits, dim: int, index: Tensor) -> Any:
-    if _is_vocabulary(deferred, dim):
-        return NotImplemented
-    return deferred.with_rows(deferred.hidden_states.index_select(dim % len(deferred.shape), index))
 
 
 @_operation("__getitem__", of_tokens=True, in_graphs=True)
@@ -177,12 +165,14 @@ for _name, _dtype in _CASTS.items():
     _operation(_name, in_graphs=True)(partial(_cast, dtype=_dtype))
 
 
-@_operation("to", of_tokens=True, in_graphs=True)
+@_operation("to", in_graphs=True)
 def _to(deferred: DeferredLogits, *args: Any, **kwargs: Any) -> Any:
     """An empty tensor shows what the arguments mean."""
-    device = deferred.hidden_states.device
-    moved = torch.empty(0, dtype=deferred.dtype, device=device).to(*args, **kwargs)
-    if moved.device != device or kwargs.get("memory_format") is not None:
+    try:
+        moved = torch.empty(0, dtype=deferred.dtype, device=deferred.device).to(*args, **kwargs)
+    except (TypeError, RuntimeError):  # arguments that torch refuses
+        return NotImplemented
+    if moved.device != deferred.device or kwargs.get("memory_format") is not None or kwargs.get("copy"):
         return NotImplemented
     return _cast(deferred, moved.dtype)
 
@@ -263,7 +253,7 @@ def _log_softmax(
     if not _is_vocabulary(deferred, dim) or deferred.normalized:
         return NotImplemented
     dtype = next((arg for arg in args if isinstance(arg, torch.dtype)), dtype)
-    if dtype is None and deferred.hidden_states.is_cuda and torch.is_autocast_enabled("cuda"):
+    if dtype is None and deferred.device.type == "cuda" and torch.is_autocast_enabled("cuda"):
         dtype = torch.float32  # autocast runs it in fp32 on a GPU
     cast = deferred if dtype is None else _cast(deferred, dtype)
     return cast if cast is NotImplemented else replace(cast, normalized=True)
@@ -272,8 +262,8 @@ def _log_softmax(
 # --- Reductions: the engine computes them -----------------------------------------------------------------------------
 
 
-@_operation("cross_entropy", in_graphs=True)
 def _cross_entropy(
+    normalized: bool,
     deferred: DeferredLogits,
     target: Tensor,
     weight: Tensor | None = None,
@@ -283,15 +273,18 @@ def _cross_entropy(
     reduction: str = "mean",
     label_smoothing: float = 0.0,
 ) -> Any:
+    """``cross_entropy`` of logits; ``nll_loss``, which has no label smoothing, of log-probabilities."""
     class_indices = isinstance(target, Tensor) and target.dtype == torch.int64 and target.dim() == 1
     right = reduction in ("mean", "sum", "none") and 0 <= label_smoothing <= 1
     right = right and (weight is None or weight.shape == deferred.shape[-1:])  # otherwise torch says what is wrong
     deprecated = size_average is not None or reduce is not None
-    if deprecated or not (class_indices and right) or len(deferred.shape) != 2 or deferred.normalized:
+    if deprecated or not (class_indices and right) or len(deferred.shape) != 2:
         return NotImplemented
-    current = deferred.current()
-    with current.under_forward_autocast():
-        tensors = current.hidden_states, current.head, target, weight
+    if deferred.normalized != normalized or deferred.negated:
+        return NotImplemented
+    deferred.check(values=True)
+    with deferred.under_forward_autocast():
+        tensors = deferred.hidden_states, deferred.head, target, weight
         loss = linear_cross_entropy(
             *tensors, ignore_index=ignore_index, reduction=reduction, label_smoothing=label_smoothing
         )
@@ -300,11 +293,8 @@ def _cross_entropy(
     return loss if autocast_dtype(loss.device) is not None else loss.to(deferred.dtype)
 
 
-@_operation("nll_loss")
-def _nll_loss(deferred: DeferredLogits, target: Tensor, *args: Any, **options: Any) -> Any:
-    if not deferred.normalized or deferred.negated:
-        return NotImplemented
-    return OPERATIONS["cross_entropy"](replace(deferred, normalized=False), target, *args, **options)
+_operation("cross_entropy", in_graphs=True)(partial(_cross_entropy, False))
+_operation("nll_loss")(partial(_cross_entropy, True))
 
 
 @_operation("gather")
@@ -336,12 +326,12 @@ def _by_rows(name: str, deferred: DeferredLogits, dim: Any, **options: Any) -> A
     """
     if not _is_vocabulary(deferred, dim):
         return NotImplemented
-    current, (*shape, vocab_size) = deferred.current(), deferred.shape
-    hidden_states = current.hidden_states.detach().reshape(-1, current.hidden_states.shape[-1])
-    rows = max(1, default_workspace(vocab_size, 4, hidden_states.device) // (8 * vocab_size))
+    (*shape, vocab_size), hidden_states = deferred.shape, deferred.hidden_states.detach()
+    hidden_states = hidden_states.reshape(-1, hidden_states.shape[-1])
+    rows = max(1, default_workspace(vocab_size, 4, deferred.device) // (8 * vocab_size))
     with torch.no_grad():
         blocks = [
-            getattr(current.with_rows(part).values(), name)(dim=-1, **options) for part in hidden_states.split(rows)
+            getattr(deferred.with_rows(part).values(), name)(dim=-1, **options) for part in hidden_states.split(rows)
         ]
     parts = zip(*blocks, strict=True) if isinstance(blocks[0], tuple) else [blocks]
     values, *columns = [torch.cat([*part]).view((*shape, *part[0].shape[1:])) for part in parts]

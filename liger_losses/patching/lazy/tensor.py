@@ -26,7 +26,7 @@ from liger_losses.patching.lazy.gradients import (
     sums,
     without_subclasses,
 )
-from liger_losses.patching.lazy.head_weights import Gather, HeadWeights
+from liger_losses.patching.lazy.head_weights import HeadWeights
 from liger_losses.patching.lazy.operations import OPERATIONS, Operation
 from liger_losses.patching.lazy.warning import cannot_compute, warn_materialized
 
@@ -162,9 +162,9 @@ class LazyLogits(Tensor):
                 if name == "register_hook":
                     first.connected = False
                     return without_subclasses(func, *args, **kwargs)
-                # What autograd does to an argument that an autograd function returns, without gradients.
-                passed_on = not torch.is_grad_enabled() and (name == "clone" or _is_same_view(name, *args))
-                if name in ("detach", "data") or passed_on:
+                # The last two are what autograd does to an argument that an autograd function returns.
+                passed_on = name == "clone" or (name == "view_as" and args[1].shape == first.shape)
+                if name in ("detach", "data") or (passed_on and not torch.is_grad_enabled()):
                     return first.copy(is_view=name != "clone")
                 result = NotImplemented if name not in OPERATIONS else _compute(OPERATIONS[name], *args, **kwargs)
                 if result is not NotImplemented:
@@ -183,10 +183,6 @@ class LazyLogits(Tensor):
             return args[0].copy(is_view=True)
         with torch.no_grad():
             return func(*_materialize_all(args, str(func)), **_materialize_all(kwargs or {}, str(func)))
-
-
-def _is_same_view(name: str, lazy: Tensor, other: Any = None, *others: Any) -> bool:
-    return name == "view_as" and isinstance(other, Tensor) and other.shape == lazy.shape
 
 
 def _compute(operation: Operation, lazy: LazyLogits, *args: Any, **kwargs: Any) -> Any:
@@ -264,7 +260,6 @@ def lazy_linear(
     weight: Tensor,
     bias: Tensor | None = None,
     *,
-    gather: Gather | None = None,
     ranks: Ranks = ALONE,
     parameters: Sequence[Tensor | None] = (),
 ) -> Tensor:
@@ -273,7 +268,6 @@ def lazy_linear(
     Args:
         hidden_states: ``[..., H]``.
         weight, bias: ``[V, H]`` and ``[V]``, or this rank's rows of them.
-        gather: gathers weights whose memory is freed after the forward.
         ranks: this rank's part of the vocabulary, where the ranks of a group share it.
         parameters: of which weight and bias are parts, if optimizers change these.
 
@@ -283,7 +277,7 @@ def lazy_linear(
     """
     if not can_be_lazy(hidden_states, weight, bias):
         return F.linear(hidden_states, weight, bias)
-    weights = HeadWeights(weight, bias, hidden_states.shape[:-1].numel(), gather, parameters)
+    weights = HeadWeights(weight, bias, hidden_states.shape[:-1].numel(), parameters)
     deferred = deferred_linear(hidden_states, Head(weight, bias).with_fields(ranks=ranks))
     return LazyLogits.make(replace(deferred, weights=weights))
 

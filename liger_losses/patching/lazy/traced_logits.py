@@ -55,39 +55,21 @@ class TracedLogits:
     def __init__(self, deferred: DeferredLogits, weights: tuple[Tensor, Tensor | None], samples: Any) -> None:
         self.deferred, self.weights, self.samples = deferred, weights, samples
 
-    @property
-    def shape(self) -> torch.Size:
-        """``[..., V]``."""
-        return self.deferred.shape
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """The dtype that the model's logits would have."""
-        return self.deferred.dtype
-
-    @property
-    def device(self) -> torch.device:
-        """The device of the hidden states."""
-        return self.deferred.hidden_states.device
-
-    @property
-    def requires_grad(self) -> bool:
-        """Whether hidden states or head require a gradient."""
-        return self.deferred.requires_grad
-
     def dim(self) -> int:
         """The number of dimensions."""
-        return len(self.shape)
+        return len(self.deferred.shape)
 
     def size(self, dim: int | None = None) -> Any:
         """The shape, or one of its entries."""
-        return self.shape if dim is None else self.shape[dim]
+        return self.deferred.shape if dim is None else self.deferred.shape[dim]
 
     def lazy(self) -> LazyLogits:
         """The same logits as a tensor, outside of compiled graphs."""
         return _lazy(self.deferred, self.weights, self.samples)
 
     def __getattr__(self, name: str) -> Any:
+        if name in ("shape", "dtype", "device", "requires_grad"):
+            return getattr(self.deferred, name)
         operation = OPERATIONS.get(name)
         if operation is None or not operation.in_graphs:
             return getattr(self.lazy(), name)

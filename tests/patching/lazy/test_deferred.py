@@ -236,19 +236,6 @@ def test_freed_weights_say_what_to_do():
         logits.argmax(-1)
 
 
-def test_weights_that_are_gathered_again_have_no_gradient():
-    hidden, weight = torch.randn(4, H, requires_grad=True), torch.randn(V, H, requires_grad=True)
-    expected, whole = F.linear(hidden, weight).detach(), weight.detach().clone()
-    logits = lazy_linear(hidden, weight, gather=lambda: [whole])
-    columns = logits[:, 10:50]
-    weight.untyped_storage().resize_(0)
-    assert torch.equal(logits.argmax(-1), expected.argmax(-1))
-    loss = F.cross_entropy(columns, torch.arange(4))
-    torch.testing.assert_close(loss, F.cross_entropy(expected[:, 10:50], torch.arange(4)))
-    with pytest.raises(RuntimeError, match=r"no gradient of the weights.*before any backward\(\)"):
-        loss.backward()
-
-
 @pytest.mark.parametrize("softcap", [None, 4.0])
 def test_argmax_is_the_models_own_in_half_precision(softcap):
     hidden = torch.randn(300, H, generator=torch.Generator().manual_seed(0)).bfloat16()

@@ -91,18 +91,17 @@ def straight_query(
 
 
 def straight_coupled_loss(
-    tokens: FewTokens, settings: object, make: Callable[[], Made] | None = None
+    tokens: FewTokens, module: Any, make: Callable[[], Made] | None = None
 ) -> Callable[[Sequence[Tensor | None]], tuple[Tensor, Sequence[Tensor]]] | None:
-    """From constants to a loss of all tokens and its metrics; ``None`` where the call has no straight line.
+    """From constants to a module's loss of all tokens and its metrics; ``None`` where the call has no straight line.
 
-    In the place of the tokens' constants, there may be what tells their kind. ``settings`` are what the call depends on
-    beside its tensors, always the same object. Without ``make``, which is called for the first call of a kind, once it
-    is checked, only calls of a known kind have a line.
+    In the place of the tokens' constants, there may be what tells their kind. Without ``make``, which is called for the
+    first call of a kind once it is checked, only calls of a known kind have a line.
     """
-    line, weight = _line(id(settings), tokens, make, few=True)
+    line, weight = _line((type(module), id(module.settings)), tokens, make, few=True)
     if line is None:
         return None
-    line.settings = settings  # whose id no other object has meanwhile
+    line.settings = module.settings  # whose id no other object has meanwhile
 
     def loss(inputs: Sequence[Tensor | None]) -> tuple[Tensor, Sequence[Tensor]]:
         given = tokens._replace(inputs=inputs)
@@ -113,6 +112,12 @@ def straight_coupled_loss(
         return found, metrics
 
     return loss
+
+
+def known_loss(tokens: FewTokens, module: Any) -> tuple[Tensor, Sequence[Tensor]] | None:
+    """:func:`straight_coupled_loss` of a call as the user gave it, if there was one of its kind before."""
+    loss = straight_coupled_loss(tokens, module)
+    return None if loss is None else loss(tokens.inputs)
 
 
 def straight_statistics(

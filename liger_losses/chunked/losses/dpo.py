@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any, NamedTuple
 
 import torch
@@ -280,13 +279,6 @@ class DPOLossOptions(DPOOptions, PreferenceOptions):
     def reads_order(self) -> str | None:
         return None if self.ld_alpha is None else "ld_alpha"
 
-    @cached_property
-    def has_kernel(self) -> bool:
-        """Whether one launch computes the loss from few tokens' statistics."""
-        other = self.loss_type != "sigmoid" or self.f_divergence_type != "reverse_kl" or self.ld_alpha is not None
-        weighted = self.use_weighting or self.compute_nll_loss or self.average_log_prob
-        return not (other or weighted or self.loss_weights is not None or self.group is not None)
-
 
 def _summed(logps: Tensor | None, labels: Tensor, dtype: torch.dtype) -> Tensor:
     """A reference's log-probabilities ``[B]``, from these or ``[B, T]``; 0 without one."""
@@ -341,30 +333,23 @@ class LigerFusedLinearDPOLoss(PreferenceLoss):
     def pair_loss(self, pairs: Pairs) -> Tensor:
         return _losses(pairs, self.settings)
 
-    def _of_few(
-        self, few: FewTokens | None, batch: CompletionBatch | None = None
-    ) -> tuple[Tensor, PreferenceMetrics] | None:
-        o = self.settings
-        if type(self) is not LigerFusedLinearDPOLoss or not o.has_kernel:
+    def _of_few(self, batch: CompletionBatch, given: FewTokens | None) -> tuple[Tensor, PreferenceMetrics] | None:
+        o, refs, (rows, length) = self.settings, batch.ref_logps, batch.labels[0].shape
+        other = o.loss_type != "sigmoid" or o.f_divergence_type != "reverse_kl" or o.ld_alpha is not None
+        other = other or o.use_weighting or o.compute_nll_loss or o.average_log_prob or o.loss_weights is not None
+        if type(self) is not LigerFusedLinearDPOLoss or other or self.group is not None or batch.temperatures:
             return None
-        if batch is None:
-            loss = None if few is None else straight_coupled_loss(few, o)
-            if few is None or loss is None:
-                return None
-            found, metrics = loss(few.inputs)
-            return found, PreferenceMetrics(*metrics)
-        refs, (pairs, length) = batch.ref_logps, batch.labels[0].shape
-        pairs, lengths = pairs // (3 - len(batch.labels)), (length, batch.labels[-1].shape[1])
-        if batch.temperatures is not None or not (0 < pairs <= MOST_PAIRS and all(lengths)):
+        pairs, lengths = rows // (3 - len(batch.labels)), (length, batch.labels[-1].shape[1])
+        if not (0 < pairs <= MOST_PAIRS and all(lengths)):
             return None
         of_tokens = batch.ref_hidden_states is not None or any(ref is not None and ref.dim() > 1 for ref in refs)
         strided = any(not (ref is None or ref.is_contiguous()) for ref in refs)
         wide = wide_dtype(batch.labels[0].device)
-        if few is None or of_tokens or strided or o.shift:
+        if given is None or of_tokens or strided or o.shift:
             kinds = [wide if of_tokens else None if ref is None else ref.dtype for ref in refs]
-            few = FewTokens(batch.hidden_states, batch.labels, batch.head, NO_TRANSFORM, None, kinds)
+            given = FewTokens(batch.hidden_states, batch.labels, batch.head, NO_TRANSFORM, None, kinds)
         how = pairs, lengths, o.ignore_index, o.beta, o.label_smoothing, "triton"
-        loss = straight_coupled_loss(few, o, lambda: (PairRows(*how), _READ, self.options))
+        loss = straight_coupled_loss(given, self, lambda: (PairRows(*how), _READ, self.options))
         if loss is None:
             return None
         if of_tokens:

@@ -17,7 +17,7 @@ from liger_losses.chunked.engine.agreement import note
 from liger_losses.chunked.engine.checks import check_range, check_tensor, meant
 from liger_losses.chunked.engine.operators import loss_operator
 from liger_losses.chunked.engine.query import DeclaredStatistics
-from liger_losses.chunked.engine.straight_line import FewTokens
+from liger_losses.chunked.engine.straight_line import FewTokens, known_loss
 from liger_losses.chunked.losses.base import AnyHead, LossOptions
 from liger_losses.chunked.losses.completion_loss import (
     CompletionBatch,
@@ -181,15 +181,15 @@ class PreferenceLoss(CompletionLoss):
         beside, few = (bias, ref_input, ref_weight, ref_bias, nll_target, temperature), None
         if beside == (None,) * 6 and not is_dynamo_compiling():
             few = _few_tokens(lin_weight, transform, _input, target, ref_logps)
-            of_few = None if few is None else self._of_few(few)
-            if of_few is not None:
-                return of_few
+            known = None if few is None else known_loss(few, self)
+            if known is not None:
+                return known[0], PreferenceMetrics(*known[1])
         head = Head.of(lin_weight, bias, transform)
         batch = _read_pairs(head, _input, target, ref_input, ref_logps, temperature)
         batch = self.prepare(batch, ref_weight, ref_bias, transform)
         tokens = batch.select(self.options) if nll_target is None else None
         if isinstance(tokens, list) and not is_dynamo_compiling():  # few tokens, of which these are the labels
-            of_few = self._of_few(few, batch)
+            of_few = self._of_few(batch, few)
             if of_few is not None:
                 return of_few
         nll_labels = None if nll_target is None else self._nll_labels(nll_target, batch.groups(batch.labels)[0])
@@ -223,9 +223,8 @@ class PreferenceLoss(CompletionLoss):
             metrics = PreferenceMetrics(*[value.detach() if value.requires_grad else value for value in constants])
         return self.result(loss.to(chosen_nll.dtype), pairs, metrics)
 
-    def _of_few(self, few: FewTokens | None, batch: CompletionBatch | None = None) -> tuple[Tensor, Any] | None:
-        """The result, where one launch computes this loss of few tokens: of a checked batch, or of a call as it was
-        given, if there was one of its kind before."""
+    def _of_few(self, batch: CompletionBatch, given: FewTokens | None) -> tuple[Tensor, Any] | None:
+        """The result, where one launch computes this loss of few tokens, of a batch and of the call as it was given."""
         return None
 
     def _nll_labels(self, nll_target: Tensor, chosen: Tensor) -> Tensor:
@@ -262,14 +261,16 @@ def _few_tokens(
     head: AnyHead, transform: LogitTransform, first: Any, second: Any, ref_logps: tuple[Any, ...]
 ) -> FewTokens | None:
     """The tensors of a call of either form, if that is all that there is; the reference's log-probabilities."""
-    if type(first) is not Completions or type(second) is not Completions:
-        return FewTokens((first,), (second,), head, transform.fields, None, ref_logps)
-    sides = first, second
-    others = (*ref_logps, *[part for side in sides for part in (side.ref_hidden_states, side.temperature)])
-    if others != (None,) * 6:
-        return None
-    states, labels, refs = zip(*[(side.hidden_states, side.labels, side.ref_logps) for side in sides], strict=True)
-    return FewTokens(states, labels, head, transform.fields, None, refs)
+    states: Any
+    labels: Any
+    states, labels = (first,), (second,)
+    if type(first) is Completions and type(second) is Completions:
+        columns = zip(vars(first).values(), vars(second).values(), strict=True)
+        states, labels, ref_states, refs, temperatures = columns
+        if (*ref_states, *temperatures, *ref_logps) != (None,) * 6:
+            return None
+        ref_logps = refs
+    return FewTokens(states, labels, head, transform.fields, None, ref_logps)
 
 
 def _read_pairs(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import math
 import warnings
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple
 
@@ -17,7 +18,7 @@ from liger_losses.chunked.engine.agreement import checksum
 from liger_losses.chunked.engine.checks import check_device, check_range, check_tensor, checked_items
 from liger_losses.chunked.engine.operators import loss_operator, separable_loss, support_statistics, token_operator
 from liger_losses.chunked.engine.query import Query
-from liger_losses.chunked.engine.straight_line import NO_TRANSFORM, FewTokens, straight_coupled_loss
+from liger_losses.chunked.engine.straight_line import NO_TRANSFORM, FewTokens, known_loss, straight_coupled_loss
 from liger_losses.chunked.engine.support import TokenSupport
 from liger_losses.chunked.losses import policy_objectives as objectives
 from liger_losses.chunked.losses.base import AnyHead, LossOptions
@@ -166,14 +167,6 @@ class GRPOOptions(PolicyOptions, LossOptions):
         if not isinstance(self.entropy_coef, AdaptiveEntropy):
             check_range("entropy_coef", self.entropy_coef, -math.inf, math.inf)
 
-    @functools.cached_property
-    def has_kernel(self) -> bool:
-        """Whether one launch computes the loss from few tokens' statistics."""
-        row = LOSS_TYPES[self.loss_type]
-        plain = self.separable and row.objective == "clipped" and self.row_normalizer == "items"
-        plain = plain and self.value("delta") is None and not self.reads_sampler and not self.use_bias_correction_kl
-        return plain and self.top_entropy_quantile == 1.0 and (not self.beta or self.kl_estimator == "k3")
-
 
 #: What a launch that computes the loss of few tokens reads.
 _READ = Query(("logp",))
@@ -278,10 +271,10 @@ class LigerFusedLinearGRPOLoss(CompletionLoss):
         given, plain = (advantages, old_per_token_logps, ref_per_token_logps), beside == (None,) * len(beside)
         transform = self.transform_at(temperature)
         few = FewTokens((_input,), (selected_token_ids,), lin_weight, transform.fields, attention_mask, given)
-        if plain and not is_dynamo_compiling():
-            of_few = self._of_few(few)
-            if of_few is not None:
-                return of_few
+        if plain and not is_dynamo_compiling() and world_size() == 1:
+            found_at_once = known_loss(few, self)
+            if found_at_once is not None:
+                return self._with_metrics(*found_at_once)
         head = Head.of(lin_weight, bias, transform)
         labels = self._active(head, _input, selected_token_ids, attention_mask)
         if ref_per_token_logps is not None and ref_input is not None:
@@ -306,7 +299,7 @@ class LigerFusedLinearGRPOLoss(CompletionLoss):
         # Few tokens are labels still: their logits stay in memory until the loss is known.
         are_few = isinstance(tokens, list) and not is_dynamo_compiling()
         if are_few and vllm_is_ratio is None:
-            of_few = self._of_few(few, batch, num_items_in_batch, plain)
+            of_few = self._of_few(batch, few, num_items_in_batch, plain)
             if of_few is not None:
                 return of_few
         mask = labels != self.ignore_index
@@ -376,39 +369,41 @@ class LigerFusedLinearGRPOLoss(CompletionLoss):
         return torch.where(given, token_ids, self.ignore_index)
 
     def _of_few(
-        self, few: FewTokens, batch: CompletionBatch | None = None, items: Any = None, plain: bool = True
+        self, batch: CompletionBatch, given: FewTokens, items: Any, plain: bool
     ) -> tuple[Tensor, PolicyMetrics | PolicyMetricsWithoutKL] | None:
-        """The result, where one launch computes this loss of few tokens: of a checked batch, or of a call as it was
-        given, if there was one of its kind before. A ``plain`` call has no inputs but these."""
-        o, (advantages, old, ref) = self.settings, few.inputs
-        known = type(self) is LigerFusedLinearGRPOLoss and o.has_kernel and self._coef is None
-        if not (known and self.group is None and world_size() == 1):
+        """The result, where one launch computes this loss of few tokens, of a batch and of the call as it was given; a
+        ``plain`` one has no other inputs."""
+        o, (labels,), (advantages, old, ref) = self.settings, batch.labels, given.inputs
+        row = LOSS_TYPES[o.loss_type]
+        known = type(self) is LigerFusedLinearGRPOLoss and o.separable and row.objective == "clipped"
+        known = known and o.row_normalizer == "items" and o.value("delta") is None and not o.reads_sampler
+        known = known and self._coef is None and o.top_entropy_quantile == 1.0 and not o.use_bias_correction_kl
+        alone, of_states = self.group is None and world_size() == 1, o.beta and batch.ref_hidden_states is not None
+        inputs: list[Any] = [advantages, old, ref if o.beta else None]
+        dtypes = [None if each is None else each.dtype for each in inputs]
+        dtypes[2:] = torch.float32 if of_states else dtypes[2], None if items is None else torch.float32
+        halves = {*dtypes} <= {None, *INPUT_DTYPES}
+        if not (known and alone and halves and labels.numel()) or (o.beta and o.kl_estimator != "k3"):
             return None
-        inputs: list[Any] = [advantages, old, ref if o.beta else None, items]
-        if batch is None:
-            loss = straight_coupled_loss(few, o)
-        else:
-            (labels,), of_states = batch.labels, o.beta and batch.ref_hidden_states is not None
-            dtypes = [getattr(each, "dtype", None) for each in inputs[:3]]
-            dtypes[2:] = torch.float32 if of_states else dtypes[2], None if items is None else torch.float32
-            if not labels.numel() or not {*dtypes} <= {None, *INPUT_DTYPES}:
-                return None
-            strided = any(not (each is None or each.is_contiguous()) for each in few.inputs)
-            if not plain or strided or (ref is not None and not o.beta):
-                kinds = *dtypes, advantages.numel()  # of completions or of tokens
-                few = FewTokens(batch.hidden_states, batch.labels, batch.head, NO_TRANSFORM, None, kinds)
-            length = labels.shape[1] if advantages.numel() == len(labels) else 1
-            how = labels.numel(), length, o.ignore_index, (1 - o.epsilon_low, 1 + o.epsilon_high), o.beta, "triton"
-            loss = straight_coupled_loss(few, o, lambda: (PolicyRows(*how), _READ, self.options))
-            if loss is not None and of_states:
-                (inputs[2],) = batch.reference_logps(batch.labels, self.options)
-            if items is not None:
-                inputs[3] = checked_items(items, labels.device).clamp(min=1)
-            inputs = [each if each is None else each.detach().contiguous() for each in inputs]
+        strided = any(not (each is None or each.is_contiguous()) for each in given.inputs)
+        if not plain or strided or (ref is not None and not o.beta):
+            kinds = *dtypes, advantages.numel()  # of completions or of tokens
+            given = FewTokens(batch.hidden_states, batch.labels, batch.head, NO_TRANSFORM, None, kinds)
+        length = labels.shape[1] if advantages.numel() == len(labels) else 1
+        how = labels.numel(), length, o.ignore_index, (1 - o.epsilon_low, 1 + o.epsilon_high), o.beta, "triton"
+        loss = straight_coupled_loss(given, self, lambda: (PolicyRows(*how), _READ, self.options))
         if loss is None:
             return None
-        found, (clip_ratio, kl) = loss(inputs)
-        return found, PolicyMetrics(kl, clip_ratio) if o.beta else PolicyMetricsWithoutKL(clip_ratio)
+        if of_states:
+            (inputs[2],) = batch.reference_logps(batch.labels, self.options)
+        inputs.append(None if items is None else checked_items(items, labels.device).clamp(min=1))
+        return self._with_metrics(*loss([each if each is None else each.detach().contiguous() for each in inputs]))
+
+    def _with_metrics(
+        self, loss: Tensor, metrics: Sequence[Tensor]
+    ) -> tuple[Tensor, PolicyMetrics | PolicyMetricsWithoutKL]:
+        clip_ratio, kl = metrics
+        return loss, PolicyMetrics(kl, clip_ratio) if self.beta else PolicyMetricsWithoutKL(clip_ratio)
 
     @property
     def common_options(self) -> dict[str, Any]:

@@ -1,5 +1,7 @@
 """Calls of few tokens that go from their arguments to the launches: as exact as others, and taken where they can be."""
 
+import subprocess
+import sys
 from collections import Counter
 
 import pytest
@@ -316,7 +318,7 @@ def test_a_patched_models_cross_entropy():
 def test_labels_outside_of_the_vocabulary():
     hidden, weight, labels = problem(torch.float32)
     if DEVICE == "cuda":
-        pytest.skip("an assertion on the device, which ends the process's work there")
+        pytest.skip("an assertion on the device, which the next test sees")
     labels[1, 1] = VOCAB
     for _ in range(2):
         with pytest.raises(ValueError, match=r"labels must be in \[0, 128\).*to 128"):
@@ -325,6 +327,41 @@ def test_labels_outside_of_the_vocabulary():
             LigerFusedLinearCrossEntropyLoss(backend="triton")(weight, hidden, labels)
     labels[1, 1] = 0
     linear_logps(hidden, weight, labels, backend="triton")
+
+
+#: Calls of each kernel that reads labels first, of which one is outside of the vocabulary.
+WRONG = """
+import torch
+from liger_losses import LigerFusedLinearCrossEntropyLoss, linear_logps
+from liger_losses.chunked.engine import straight_line
+hidden, weight = (torch.zeros(n, 64, dtype=torch.bfloat16, device="cuda", requires_grad=True) for n in (16, 256))
+labels = torch.full((16,), 256, device="cuda")
+straight_line.MIN_{} = 0.0
+with torch.set_grad_enabled({}):
+    {}
+torch.cuda.synchronize()
+"""
+
+
+OF_TOKENS = "linear_logps(hidden, weight, labels)"
+
+
+@pytest.mark.skipif(DEVICE == "cpu", reason="needs a GPU")
+@pytest.mark.parametrize(
+    ("limit", "grad", "call"),
+    [
+        ("OTHER", True, "LigerFusedLinearCrossEntropyLoss()(weight, hidden, labels)"),
+        ("OTHER", True, OF_TOKENS),
+        ("FUSED", False, OF_TOKENS),
+        ("EXPONENTIALS", True, OF_TOKENS),
+    ],
+)
+def test_a_gpu_asserts_that_labels_are_right(limit, grad, call):
+    """In a process of its own, whose work there ends; the message names the labels."""
+    code = WRONG.format(limit, grad, call)
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300)
+    assert ended.returncode
+    assert "labels must be in [0, vocab_size)" in ended.stderr
 
 
 def test_what_was_changed_before_backward():

@@ -287,10 +287,6 @@ def _summed(logps: Tensor | None, labels: Tensor, dtype: torch.dtype) -> Tensor:
     return logps.sum(-1, dtype=dtype) if logps.dim() > 1 else logps.to(dtype)
 
 
-#: What a launch that computes the loss of few tokens reads.
-_READ = Query(("logp",), ("mean_logit",))
-
-
 class LigerFusedLinearDPOLoss(PreferenceLoss):
     """DPO and its variants, one or several at once: :func:`dpo_loss` (Rafailov et al. 2023, arXiv:2305.18290).
 
@@ -349,7 +345,8 @@ class LigerFusedLinearDPOLoss(PreferenceLoss):
             kinds = [wide if of_tokens else None if ref is None else ref.dtype for ref in refs]
             given = FewTokens(batch.hidden_states, batch.labels, batch.head, NO_TRANSFORM, None, kinds)
         how = pairs, lengths, o.ignore_index, o.beta, o.label_smoothing, "triton"
-        loss = straight_coupled_loss(given, self, lambda: (PairRows(*how), _READ, self.options))
+        query = Query(("logp",), ("mean_logit",))
+        loss = straight_coupled_loss(given, self, lambda: (PairRows(*how), query, self.options))
         if loss is None:
             return None
         if of_tokens:

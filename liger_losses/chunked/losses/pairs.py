@@ -178,8 +178,8 @@ class PreferenceLoss(CompletionLoss):
             The loss (0-dim, fp32; fp64 for fp64 inputs) and :class:`PreferenceMetrics`.
         """
         transform, ref_logps = self.transform, (ref_chosen_logps, ref_rejected_logps)
-        beside, few = (bias, ref_input, ref_weight, ref_bias, nll_target, temperature), None
-        if beside == (None,) * 6 and not is_dynamo_compiling():
+        few, beside = None, (bias, ref_input, ref_weight, ref_bias, nll_target, temperature)
+        if not is_dynamo_compiling() and {*map(type, beside)} == {type(None)}:
             few = _few_tokens(lin_weight, transform, _input, target, ref_logps)
             known = None if few is None else known_loss(few, self)
             if known is not None:
@@ -261,16 +261,13 @@ def _few_tokens(
     head: AnyHead, transform: LogitTransform, first: Any, second: Any, ref_logps: tuple[Any, ...]
 ) -> FewTokens | None:
     """The tensors of a call of either form, if that is all that there is; the reference's log-probabilities."""
-    states: Any
-    labels: Any
-    states, labels = (first,), (second,)
-    if type(first) is Completions and type(second) is Completions:
-        columns = zip(vars(first).values(), vars(second).values(), strict=True)
-        states, labels, ref_states, refs, temperatures = columns
-        if (*ref_states, *temperatures, *ref_logps) != (None,) * 6:
-            return None
-        ref_logps = refs
-    return FewTokens(states, labels, head, transform.fields, None, ref_logps)
+    if not (type(first) is type(second) is Completions):
+        return FewTokens((first,), (second,), head, transform.fields, None, ref_logps)
+    sides = zip(vars(first).values(), vars(second).values(), strict=True)
+    states, labels, ref_states, of_sides, temperatures = sides
+    if {*map(type, (*ref_states, *temperatures, *ref_logps))} != {type(None)}:
+        return None
+    return FewTokens(states, labels, head, transform.fields, None, of_sides)
 
 
 def _read_pairs(

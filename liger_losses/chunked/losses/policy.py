@@ -168,10 +168,6 @@ class GRPOOptions(PolicyOptions, LossOptions):
             check_range("entropy_coef", self.entropy_coef, -math.inf, math.inf)
 
 
-#: What a launch that computes the loss of few tokens reads.
-_READ = Query(("logp",))
-
-
 class LigerFusedLinearGRPOLoss(CompletionLoss):
     """GRPO and its variants: :func:`grpo_loss`, minus ``entropy_coef`` times the mean entropy.
 
@@ -266,15 +262,14 @@ class LigerFusedLinearGRPOLoss(CompletionLoss):
         Returns:
             The loss (0-dim, fp32) and :class:`PolicyMetrics` (:class:`PolicyMetricsWithoutKL` for ``beta=0``).
         """
+        transform, given = self.transform_at(temperature), (advantages, old_per_token_logps, ref_per_token_logps)
+        few = FewTokens((_input,), (selected_token_ids,), lin_weight, transform.fields, attention_mask, given)
         of_models = bias, ref_input, ref_weight, ref_bias, support, temperature
         beside = vllm_is_ratio, num_items_in_batch, sampling_per_token_logps, prompts, *of_models
-        given, plain = (advantages, old_per_token_logps, ref_per_token_logps), beside == (None,) * len(beside)
-        transform = self.transform_at(temperature)
-        few = FewTokens((_input,), (selected_token_ids,), lin_weight, transform.fields, attention_mask, given)
-        if plain and not is_dynamo_compiling() and world_size() == 1:
-            found_at_once = known_loss(few, self)
-            if found_at_once is not None:
-                return self._with_metrics(*found_at_once)
+        plain = not is_dynamo_compiling() and {*map(type, beside)} == {type(None)}
+        found_at_once = known_loss(few, self) if plain and world_size() == 1 else None
+        if found_at_once is not None:
+            return self._with_metrics(*found_at_once)
         head = Head.of(lin_weight, bias, transform)
         labels = self._active(head, _input, selected_token_ids, attention_mask)
         if ref_per_token_logps is not None and ref_input is not None:
@@ -391,7 +386,7 @@ class LigerFusedLinearGRPOLoss(CompletionLoss):
             given = FewTokens(batch.hidden_states, batch.labels, batch.head, NO_TRANSFORM, None, kinds)
         length = labels.shape[1] if advantages.numel() == len(labels) else 1
         how = labels.numel(), length, o.ignore_index, (1 - o.epsilon_low, 1 + o.epsilon_high), o.beta, "triton"
-        loss = straight_coupled_loss(given, self, lambda: (PolicyRows(*how), _READ, self.options))
+        loss = straight_coupled_loss(given, self, lambda: (PolicyRows(*how), Query(("logp",)), self.options))
         if loss is None:
             return None
         if of_states:

@@ -156,6 +156,30 @@ def divergence_into(
     return value
 
 
+def summed_terms(
+    divergence: Divergence, log_p: Tensor, log_q: Tensor, parameter: Tensor | None = None, backend: str | None = None
+) -> tuple[Tensor, Tensor]:
+    """The sum of f over each row, ``[...]``, and h of every entry ``[..., C]``, from log-probabilities ``[..., C]``.
+
+    Args:
+        divergence, parameter: as in :func:`divergence_into`.
+        log_p, log_q: the student's and the teacher's.
+        backend: ``torch`` or ``triton``; chosen from the tensor by default.
+    """
+    if not divergence.has_kernel or choose_backend(backend, [log_p, log_q], dtypes=LOGIT_DTYPES) == "torch":
+        f, h = terms(divergence, log_p, log_q, parameter)
+        return f.sum(-1), h
+    log_p, log_q = log_p.contiguous(), log_q.contiguous()
+    value, h, columns = log_p.new_empty(log_p.shape[:-1]), torch.empty_like(log_p), log_p.shape[-1]
+    if h.numel():
+        block = min(_TERMS, triton.next_power_of_2(columns))
+        _summed_terms_kernel[(triton.cdiv(value.numel(), _TERMS // block),)](
+            value, h, log_p, log_q, None if parameter is None else parameter.contiguous(), value.numel(), columns,
+            series_argument(divergence), FORM=FORMS[divergence.form].triton, ROWS=_TERMS // block, BLOCK=block,
+        )  # fmt: skip
+    return (value if h.numel() else value.zero_()), h
+
+
 def square_sums(student: Logits, teacher: Logits, *, scratch: int | None = None, backend: str | None = None) -> Tensor:
     """``[2, R]``: each row's sum of squared logits of student and teacher, which ``cosine`` needs.
 
@@ -254,6 +278,8 @@ def series_argument(divergence: Divergence) -> KernelSeries:
 _NO_SERIES = KernelSeries(0.0, 0.0, 0.0, 0.0, None, None)
 #: Entries and warps of a program.
 _BLOCK, _WARPS = 2048, 8
+#: Entries that a program of :func:`summed_terms` takes at a time.
+_TERMS = 1024
 #: Programs for each multiprocessor, of which it runs some at a time: rows that are fewer are summed in parts.
 _PROGRAMS = 8
 #: Entries and warps of a program that keeps its part of a row in registers, and the most parts of a row: fewer than any
@@ -481,6 +507,29 @@ def _divergence_kernel(
     tl.store(value + place, tl.sum(f_sum, 0))
 
 
+@jit(do_not_specialize=["rows"])
+def _summed_terms_kernel(
+    value, h_out, log_p, log_q, parameter, rows, columns, series,
+    FORM: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """One program for ``ROWS`` rows."""
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    a = series.a
+    if parameter is not None:
+        a = tl.load(parameter + row, mask=row < rows, other=0.0)[:, None]
+    total = tl.zeros((ROWS, BLOCK), tl.float32)
+    for start in range(0, columns, BLOCK):
+        at = start + tl.arange(0, BLOCK)
+        inside = (row < rows)[:, None] & (at < columns)[None, :]
+        place = row[:, None] * columns + at[None, :]
+        s = tl.load(log_p + place, mask=inside, other=0.0)
+        t = tl.load(log_q + place, mask=inside, other=0.0)
+        _p, f, h = terms_block(s, t, 0.0, 0.0, a, series, FORM)
+        tl.store(h_out + place, h, mask=inside)
+        total += tl.where(inside, f, 0.0)
+    tl.store(value + row, tl.sum(total, 1), mask=row < rows)
+
+
 @jit
 def _announce(place, total):
     """Write a sum that other programs wait for, whose bits are never those of -1."""
@@ -527,13 +576,14 @@ def _shared_rows_kernel(
     at, inside, s, p, f, h = _terms(student, teacher, row, part, columns, inverse, s_lse, t_lse, a, series, FORM, BLOCK)
     _announce(places + part, tl.sum(h, 0))
     _announce(places + parts + part, tl.sum(f, 0))
+    row_coef = tl.load(coef + row)
     if hard_p is not None:
         hard = load_hard(hard_p, hard_label, hard_lse, row, True)
         label = tl.load(labels + row).to(tl.int32)
     else:
         hard = (None, None, None)
         label = -1
-    grad = tl.load(coef + row) * (h - p * _sum_of_announced(places, parts, PARTS))
+    grad = row_coef * (h - p * _sum_of_announced(places, parts, PARTS))
     grad = projection_gradient_block(grad, s, at == label, hard, temperature, student.transform, inverse)
     tl.store(out + row * out_stride + at, grad.to(out.dtype.element_ty), mask=inside)
     if part == 0:

@@ -22,6 +22,7 @@ from liger_losses import (
     linear_statistics,
 )
 from liger_losses.kernels.coupled_rows import PairRows, PolicyRows
+from liger_losses.kernels.divergence import summed_terms
 from liger_losses.kernels.exponential_rows import ExponentialRows
 from liger_losses.kernels.given_columns import ByRows, GivenCall, GivenColumns, evaluate, project_, with_gradients
 from liger_losses.kernels.given_ids import GivenIds, find
@@ -259,6 +260,9 @@ def heads() -> dict[str, Callable[[], None]]:
             tiles=tensor(2, VOCAB // 128, TOKENS, dtype=FP32),
             lse=tensor(TOKENS, dtype=FP32),
             rest=True,
+        ),
+        "summed terms": lambda: summed_terms(
+            Divergence.mixture(0.5, 0.5, 0.5), *[tensor(TOKENS, 64, dtype=FP32)] * 2, backend="triton"
         ),
         "rest of rows": lambda: sum_of_probabilities(
             tensor(TOKENS, VOCAB, dtype=FP32),

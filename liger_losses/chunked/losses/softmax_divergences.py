@@ -14,7 +14,8 @@ from torch import Tensor
 from liger_losses.chunked.engine.checks import check_alike, check_names, check_range
 from liger_losses.chunked.engine.teachers import TAILS
 from liger_losses.kernels.autograd import once_differentiable
-from liger_losses.kernels.divergence_forms import FORMS, Divergence, finite_logs, terms
+from liger_losses.kernels.divergence import summed_terms
+from liger_losses.kernels.divergence_forms import FORMS, Divergence, finite_logs
 
 #: Both forms of the generalized JSD that are in use: the factors of KL(q || m) and KL(p || m).
 JSD_CONVENTIONS = {"gkd": lambda beta: (beta, 1 - beta), "interpolated": lambda beta: (1 - beta, beta)}
@@ -62,10 +63,10 @@ class _SumOfTerms(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, log_p: Tensor, log_q: Tensor, which: Divergence, parameter: Tensor | None) -> Tensor:
-        compute = _terms if torch.compiler.is_compiling() else terms
-        f, h = compute(which, log_p, log_q, parameter)
+        compute = _summed if torch.compiler.is_compiling() else summed_terms
+        total, h = compute(which, log_p, log_q, parameter)
         ctx.save_for_backward(h)
-        return f.sum(-1)
+        return total
 
     @staticmethod
     @once_differentiable
@@ -74,21 +75,21 @@ class _SumOfTerms(torch.autograd.Function):
         return h * g[..., None], None, None, None
 
 
-def _terms(which: Divergence, log_p: Tensor, log_q: Tensor, parameter: Tensor | None) -> tuple[Tensor, Tensor]:
-    """:func:`terms` as an operator: torch.compile cannot trace how a power series is found."""
-    return _terms_operator(log_p, log_q, parameter, which.form, which.a, which.b, which.c)
+def _summed(which: Divergence, log_p: Tensor, log_q: Tensor, parameter: Tensor | None) -> tuple[Tensor, Tensor]:
+    """:func:`summed_terms` as an operator: torch.compile cannot trace how a power series is found."""
+    return _summed_operator(log_p, log_q, parameter, which.form, which.a, which.b, which.c)
 
 
 @torch.library.custom_op("liger_losses::divergence_terms", mutates_args=())
-def _terms_operator(
+def _summed_operator(
     log_p: Tensor, log_q: Tensor, parameter: Tensor | None, form: str, a: float, b: float, c: float
 ) -> tuple[Tensor, Tensor]:
-    return terms(Divergence(form, a, b, c), log_p, log_q, parameter)
+    return summed_terms(Divergence(form, a, b, c), log_p, log_q, parameter)
 
 
-@_terms_operator.register_fake
+@_summed_operator.register_fake
 def _(log_p: Tensor, log_q: Tensor, parameter: Any, form: str, a: float, b: float, c: float) -> tuple[Tensor, Tensor]:
-    return torch.empty_like(log_p), torch.empty_like(log_p)
+    return log_p.new_empty(log_p.shape[:-1]), torch.empty_like(log_p)
 
 
 def forward_kl(log_p: Tensor, log_q: Tensor) -> Tensor:

@@ -134,6 +134,10 @@ class Block:
         have their rows."""
         raise NotImplementedError
 
+    def begin(self, count: int) -> None:
+        """Queue what the first ``count`` tokens need before it is known how many are kept: so many at least, or all but
+        these in vain."""
+
     def keep(self, opened: OpenCall, count: int) -> None:
         """Go on with the first ``count`` tokens of ``opened``, and queue what needs nothing but this number."""
         self.opened, self.call = opened, opened.call
@@ -562,6 +566,7 @@ class ExponentialBlock(Block):
         self.waits = opened.call.strategy == "resident"
         self.offsets: Exponentials | None = None
         self.product: Tensor | None = None
+        self.begun = 0  # rows of it that are queued
         self.wait_for_product: Callable[[], None] | None = None
 
     def fill(self, part: Part, upstream: Upstream | None = None) -> None:
@@ -599,21 +604,32 @@ class ExponentialBlock(Block):
         offset, lse, logp, *_ = self.offsets
         self.offsets = Exponentials(offset[order], lse[order], logp[order])
 
+    def begin(self, count: int) -> None:
+        self._start_product(count, len(self.exponentials))
+
     def keep(self, opened: OpenCall, count: int) -> None:
         assert self.offsets is not None
         super().keep(opened, count)
         self._start_product(count)
         self.offsets = Exponentials(*(value[:count] for value in self.offsets[:3] if value is not None))
 
-    def _start_product(self, count: int) -> None:
-        """Start the product with the head before the loss is evaluated: the upstream gradients only scale its rows."""
+    def _start_product(self, count: int, room: int = 0) -> None:
+        """Start the product with the head before the loss is evaluated: the upstream gradients only scale its rows.
+
+        Those of ``count`` tokens that are not begun are; with ``room`` for more.
+        """
         if not any(self.call.needs_hidden):
             return
-        exponentials, device = self._values(count), self.opened.device
-        self.product = torch.empty(count, self.call.work.hidden_size, dtype=torch.float32, device=device)
-        self.wait_for_product = start_beside(
-            device, partial(self.opened.projection.back_into, self.product, exponentials, 0)
-        )
+        device, begun, size = self.opened.device, self.begun, max(count, room)
+        if self.product is None:
+            self.product = torch.empty(size, self.call.work.hidden_size, dtype=torch.float32, device=device)
+        product, whole = self.product, self._values(count)
+        if begun or size > count:
+            product, whole = product[begun:count], whole[begun:]
+        self.product, self.begun = self.product if len(self.product) == size else self.product[:size], max(begun, count)
+        if count > begun:
+            back = partial(self.opened.projection.back_into, product, whole, 0)
+            self.wait_for_product = start_beside(device, back)
 
     def beside(self) -> AbstractContextManager[Any]:
         return on_side_stream(self.opened.device)
@@ -621,7 +637,7 @@ class ExponentialBlock(Block):
     def wait(self) -> None:
         if self.wait_for_product is not None:
             self.wait_for_product()
-        self.wait_for_product = self.product = None
+        self.wait_for_product, self.product, self.begun = None, None, 0
 
     def gradients(
         self, part: Part, upstream: Upstream, head_grads: HeadGradients, out_view: Tensor | None = None

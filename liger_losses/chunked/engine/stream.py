@@ -19,6 +19,10 @@ from liger_losses.chunked.engine.two_models import TwoModels
 from liger_losses.chunked.engine.zero_rows import MOST_COUNTED, Pending, tokens_that_count
 
 
+#: Rows of the gradient products that run while the host reads how many there are: one wave of tiles.
+EARLY_ROWS = 1024
+
+
 def _rows_of(values: Mapping[str, Tensor], rows: slice) -> dict[str, Tensor]:
     """Views of some tokens' values."""
     return {name: value[rows] for name, value in values.items()}
@@ -61,6 +65,7 @@ class Stream:
             grads = Gradients(ordered)
             if kept is not None:
                 kept.move(pending.order, *pending.moves)
+                kept.begin(min(EARLY_ROWS, self.count // 8))
             found = pending.found()
             if found is None:
                 del grads  # before others are allocated

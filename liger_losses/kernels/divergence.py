@@ -12,7 +12,6 @@ where d is small, f and h are computed as power series in d times a power of q.
 
 from __future__ import annotations
 
-from functools import cache
 from typing import Any, NamedTuple
 
 import torch
@@ -23,9 +22,10 @@ from liger_losses.kernels._triton import INTERPRETED, LOGIT_DTYPES, choose_backe
 from liger_losses.kernels.divergence_forms import (
     FORMS,
     Divergence,
+    KernelSeries,
     cosine_terms,
     finite_logs,
-    series_of,
+    series_argument,
     terms,
     terms_block,
 )
@@ -156,30 +156,6 @@ def divergence_into(
     return value
 
 
-def summed_terms(
-    divergence: Divergence, log_p: Tensor, log_q: Tensor, parameter: Tensor | None = None, backend: str | None = None
-) -> tuple[Tensor, Tensor]:
-    """The sum of f over each row, ``[...]``, and h of every entry ``[..., C]``, from log-probabilities ``[..., C]``.
-
-    Args:
-        divergence, parameter: as in :func:`divergence_into`.
-        log_p, log_q: the student's and the teacher's.
-        backend: ``torch`` or ``triton``; chosen from the tensor by default.
-    """
-    if not divergence.has_kernel or choose_backend(backend, [log_p, log_q], dtypes=LOGIT_DTYPES) == "torch":
-        f, h = terms(divergence, log_p, log_q, parameter)
-        return f.sum(-1), h
-    log_p, log_q = log_p.contiguous(), log_q.contiguous()
-    value, h, columns = log_p.new_empty(log_p.shape[:-1]), torch.empty_like(log_p), log_p.shape[-1]
-    if h.numel():
-        block = min(_TERMS, triton.next_power_of_2(columns))
-        _summed_terms_kernel[(triton.cdiv(value.numel(), _TERMS // block),)](
-            value, h, log_p, log_q, None if parameter is None else parameter.contiguous(), value.numel(), columns,
-            series_argument(divergence), FORM=FORMS[divergence.form].triton, ROWS=_TERMS // block, BLOCK=block,
-        )  # fmt: skip
-    return (value if h.numel() else value.zero_()), h
-
-
 def square_sums(student: Logits, teacher: Logits, *, scratch: int | None = None, backend: str | None = None) -> Tensor:
     """``[2, R]``: each row's sum of squared logits of student and teacher, which ``cosine`` needs.
 
@@ -250,41 +226,15 @@ class Side(NamedTuple):
     transform: KernelTransform
 
 
-class KernelSeries(NamedTuple):
-    """A divergence's parameters and power series in a kernel; see :func:`series_argument`."""
-
-    a: float
-    b: float
-    c: float
-    radius: float
-    power: float | None
-    coefficients: tuple[float, ...] | None  # arguments, which the device reads from its constant memory
-
-
-@cache
-def series_argument(divergence: Divergence) -> KernelSeries:
-    """``coefficients`` are f's of d^2 to d^8 and h's of d to d^8, ``None`` without a series; ``power`` is ``None`` for
-    1."""
-    series = series_of(divergence)
-    a, b, c = (float(parameter) for parameter in (divergence.a, divergence.b, divergence.c))
-    power = None if series.power == 1 else float(series.power)
-    coefficients = None
-    if series.radius > 0:
-        coefficients = *series.f[2:], *series.h[1:]
-    return KernelSeries(a, b, c, series.radius, power, coefficients)
-
-
 #: For the cosine distance.
 _NO_SERIES = KernelSeries(0.0, 0.0, 0.0, 0.0, None, None)
 #: Entries and warps of a program.
 _BLOCK, _WARPS = 2048, 8
-#: Entries that a program of :func:`summed_terms` takes at a time.
-_TERMS = 1024
 #: Programs for each multiprocessor, of which it runs some at a time: rows that are fewer are summed in parts.
 _PROGRAMS = 8
-#: Entries and warps of a program that keeps its part of a row in registers, and the most parts of a row: fewer than any
-#: GPU runs at a time, so that no part waits for one that cannot start. The interpreter runs one after the other.
-_SHARED_BLOCK, _SHARED_WARPS = 4096, 8
+#: Entries and warps of a program that keeps its part of a row in registers, and the most parts of a row. They are no more
+#: than multiprocessors, so that no part waits for one that cannot start; the interpreter runs one after the other.
+_SHARED_BLOCK, _SHARED_WARPS = 4096, 4
 _MOST_PARTS = 1 if INTERPRETED else 64
 
 
@@ -319,7 +269,8 @@ def _divergence_triton(
         launch |= {"FORM": form.triton, "BALANCED": form.balanced}
     shared = min(_SHARED_BLOCK, triton.next_power_of_2(columns))
     parts = triton.cdiv(columns, shared)
-    if out is not None and sums is None and form is not None and not form.balanced and parts <= _MOST_PARTS:
+    waits = parts <= min(_MOST_PARTS, processors(value.device))
+    if waits and out is not None and sums is None and form is not None and not form.balanced:
         places = torch.full((2 * rows * parts + 1,), -1, dtype=torch.int32, device=value.device)
         _shared_rows_kernel[(rows * parts,)](
             *common[:-1], *rest[:-2], places, parts, FORM=form.triton,
@@ -505,29 +456,6 @@ def _divergence_kernel(
             grad = projection_gradient_block(grad, s, at == label, hard, temperature, student.transform, inverse)
             tl.store(out + at, grad.to(out.dtype.element_ty), mask=inside)
     tl.store(value + place, tl.sum(f_sum, 0))
-
-
-@jit(do_not_specialize=["rows"])
-def _summed_terms_kernel(
-    value, h_out, log_p, log_q, parameter, rows, columns, series,
-    FORM: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
-    """One program for ``ROWS`` rows."""
-    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
-    a = series.a
-    if parameter is not None:
-        a = tl.load(parameter + row, mask=row < rows, other=0.0)[:, None]
-    total = tl.zeros((ROWS, BLOCK), tl.float32)
-    for start in range(0, columns, BLOCK):
-        at = start + tl.arange(0, BLOCK)
-        inside = (row < rows)[:, None] & (at < columns)[None, :]
-        place = row[:, None] * columns + at[None, :]
-        s = tl.load(log_p + place, mask=inside, other=0.0)
-        t = tl.load(log_q + place, mask=inside, other=0.0)
-        _p, f, h = terms_block(s, t, 0.0, 0.0, a, series, FORM)
-        tl.store(h_out + place, h, mask=inside)
-        total += tl.where(inside, f, 0.0)
-    tl.store(value + row, tl.sum(total, 1), mask=row < rows)
 
 
 @jit

@@ -30,6 +30,17 @@ _FEW_ROWS = 2 * ROWS + ROWS // 2
 _COLUMNS = 4096
 
 
+#: Tokens that keep groups of columns, at a time, on GPUs with less memory bandwidth: without stores that they wait for,
+#: programs move further apart in longer products. (An H100, hidden size 8192: 1.07 of cuBLAS's product, and 1.20 for
+#: twice as many. An H200 takes as long for any number.)
+_KEPT_ROWS = 1024
+
+
+def most_kept_rows(device: torch.device) -> int:
+    """The most tokens that a product which keeps groups of columns is to have."""
+    return 2**20 if target_of(device).orders.large is None else _KEPT_ROWS
+
+
 class Kept(NamedTuple):
     """Which groups of half a tile's columns a token keeps the projections of: ``slots [N, 2 V / 128]`` int32 (rounded
     up), the group's place in ``projections [places, 64]`` fp32, or -1."""

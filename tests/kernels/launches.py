@@ -22,7 +22,7 @@ from liger_losses import (
     linear_statistics,
 )
 from liger_losses.kernels.coupled_rows import PairRows, PolicyRows
-from liger_losses.kernels.divergence import summed_terms
+from liger_losses.kernels.divergence_forms import summed_terms
 from liger_losses.kernels.exponential_rows import ExponentialRows
 from liger_losses.kernels.given_columns import ByRows, GivenCall, GivenColumns, evaluate, project_, with_gradients
 from liger_losses.kernels.given_ids import GivenIds, find
@@ -35,7 +35,7 @@ from liger_losses.kernels.linear_lse import Kept, log_sum_exps_into
 from liger_losses.kernels.linear_stats import MaskedStatistics
 from liger_losses.kernels.logit_transform import Epilogue
 from liger_losses.kernels.masked_rows import Derivatives, MaskedRows, RowStatistics
-from liger_losses.kernels.move_rows import move_rows_
+from liger_losses.kernels.move_rows import move_rows_, put_first
 from liger_losses.kernels.rms_norm import add_rms_norm, gated_rms_norm, rms_norm
 from liger_losses.kernels.rope import rope
 from liger_losses.kernels.targets import target_of
@@ -274,6 +274,7 @@ def heads() -> dict[str, Callable[[], None]]:
         "rows that move": lambda: move_rows_(
             tensor(TOKENS, VOCAB), *[tensor(8, dtype=torch.long)] * 2, backend="triton"
         ),
+        "rows that count": lambda: put_first(tensor(TOKENS, dtype=torch.bool), 64, backend="triton"),
         "label facts": lambda: label_facts([tensor(TOKENS, dtype=torch.long)] * 2, -100, backend="triton"),
         "active labels": lambda: label_facts(
             [tensor(TOKENS, dtype=torch.long)], -100, tensor(2, TOKENS, dtype=torch.long), backend="triton"

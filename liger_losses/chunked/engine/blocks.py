@@ -24,7 +24,7 @@ from liger_losses.kernels.label_rows import scale_and_add_label_rows
 from liger_losses.kernels.largest import largest, sum_of_probabilities
 from liger_losses.kernels.linear_exp import Exponentials, gradient_scales, linear_exponentials
 from liger_losses.kernels.linear_grad import linear_softmax_gradient_into
-from liger_losses.kernels.linear_lse import Kept, few_rows, log_sum_exps_into
+from liger_losses.kernels.linear_lse import Kept, few_rows, log_sum_exps_into, most_kept_rows
 from liger_losses.kernels.linear_stats import linear_softmax_statistics
 from liger_losses.kernels.logit_transform import Epilogue
 from liger_losses.kernels.matmul import on_side_stream, start_beside
@@ -37,9 +37,6 @@ from liger_losses.kernels.softmax_stats import softmax_statistics
 OF_LOGITS = frozenset({"selected_logps", "columns", "rest", "registered"})
 #: Columns are selected without logits in memory if they are at most one in so many: 64 projections are kept for each.
 KEPT_COLUMNS = 256
-#: And so many tokens at a time: without stores that they wait for, programs move further apart in longer products. (An
-#: H100, hidden size 8192: 1.07 of cuBLAS's product, and 1.20 for twice as many.)
-KEPT_ROWS = 1024
 #: Tiles whose statistics are merged at once: each merge is dozens of small operations.
 MOST_TILES = 128
 
@@ -322,7 +319,7 @@ class LogitBlock(Block):
         if part.values.keys() != {"lse", "selected_logps"} or k.shape[1] * KEPT_COLUMNS > self.vocab_size:
             return False
         every = part.columns(call)
-        for at in blocks(len(every), KEPT_ROWS):
+        for at in blocks(len(every), most_kept_rows(opened.device)):
             columns, lse, epilogue = every[at], part.values["lse"][at], part.epilogue.rows(at)
             given, kept = (lse, part.hidden[at], opened.weight, None, epilogue), Kept.of(columns, self.vocab_size)
             if log_sum_exps_into(*given, kept=kept, backend=call.backend) is None:

@@ -18,7 +18,6 @@ from liger_losses.chunked.engine.ranks import ALONE
 from liger_losses.chunked.engine.two_models import TwoModels
 from liger_losses.chunked.engine.zero_rows import MOST_COUNTED, Pending, tokens_that_count
 
-
 #: Rows of the gradient products that run while the host reads how many there are: one wave of tiles.
 EARLY_ROWS = 1024
 
@@ -57,22 +56,16 @@ class Stream:
         # A kept block has the head that was dequantized.
         opened = self.opened if kept is None else kept.opened
         counted = self.count
-        if pending is None:
-            grads = Gradients(opened)
-        else:
-            # Whatever needs no number is queued before the host waits for it.
-            ordered, rows = opened.of_tokens(pending.call(self.call)), (pending.rows(values), pending.rows(upstream))
-            grads = Gradients(ordered)
+        if pending is not None:
             if kept is not None:
                 kept.move(pending.order, *pending.moves)
-                kept.begin(min(EARLY_ROWS, self.count // 8))
+                kept.begin(min(EARLY_ROWS, self.count // 8))  # while the host waits
             found = pending.found()
-            if found is None:
-                del grads  # before others are allocated
-                grads = Gradients(opened)
-            else:
-                opened, counted, (values, upstream) = ordered, found, rows
+            if found is not None:
+                opened, counted = opened.of_tokens(pending.call(self.call)), found
+                values, upstream = pending.rows(values), pending.rows(upstream)
                 self.opened, self.call = opened, opened.call
+        grads = Gradients(opened)
         with self._block_of_gradients() if kept is None else kept as block:
             if kept is not None and pending is not None:
                 kept.keep(opened, counted)
@@ -112,14 +105,16 @@ class Stream:
 
     def token_loss(self) -> tuple[Tensor, dict[str, Tensor], tuple[Tensor | None, ...]]:
         """A separable loss (0-dim), the statistics, and ``(grad_weight, grad_bias, grad_hidden)`` of the loss."""
-        pending = tokens_that_count(self.call)
+        pending, given = tokens_that_count(self.call), self.opened
         if pending is not None:
             self.opened = self.opened.of_tokens(pending.call(self.call, losses=True))
             self.call = self.opened.call
         values, weights = self._empty_statistics(), self.call.query.token_weights
         grads, losses = None, list[Tensor]()
         with self._block(self.call.plan.rows) as block:
-            for part in self._parts(block.rows, values) if pending is None else self._counted(block, values, pending):
+            for part in (
+                self._parts(block.rows, values) if pending is None else self._counted(block, values, pending, given)
+            ):
                 known = weights
                 if weights is not None and len(part.hidden) < self.count:
                     known = _rows_of(weights, part.rows)
@@ -140,15 +135,18 @@ class Stream:
 
     # --- Their steps -----------------------------------------------------------------------------------------------
 
-    def _counted(self, block: Block, values: dict[str, Tensor], pending: Pending) -> Iterator[Part]:
+    def _counted(self, block: Block, values: dict[str, Tensor], pending: Pending, given: OpenCall) -> Iterator[Part]:
         """The parts of tokens that count, with which the block is filled; then the statistics of all others.
 
-        The block is filled with the first ones before the host knows how many count.
+        The block is filled with the first ones before the host knows how many count. If these are all, they are where
+        they were ``given``.
         """
         block.waits = True
         (first,) = self._parts(block.rows, values, min(block.rows, self.count))
         block.fill(first)
         found, done = pending.found(), len(first.hidden)
+        if found is None:
+            self.opened, self.call = given, given.call
         total = self.count if found is None or found > MOST_COUNTED * self.count else found
         block.keep(self.opened, min(total, done))
         yield first.first(min(total, done))

@@ -8,9 +8,9 @@ N active tokens, of which M have a coefficient; H hidden size, V vocabulary size
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
 from dataclasses import replace
-from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -18,6 +18,7 @@ from torch import Tensor
 from liger_losses.chunked.engine.blocks import Block
 from liger_losses.chunked.engine.call import Call
 from liger_losses.chunked.engine.ranks import ALONE
+from liger_losses.kernels.move_rows import put_first
 from liger_losses.kernels.reading import start_reading
 
 #: The host waits for M only if both gradient products take at least so many floating-point operations, by the kind of
@@ -30,41 +31,17 @@ ROUNDED = {"cuda": 64}
 
 
 class Pending:
-    """Tokens that are being counted. The device puts those that count first, while the host waits for their number.
+    """Tokens that are being counted. The device puts those that count first, while the host waits for their number."""
 
-    ``moves`` says whether rows of a block move, so that as few as possible are to change their places.
-    """
-
-    def __init__(self, counts: Tensor, moves: bool) -> None:
-        self.counts, self.total, self._moves = counts, counts.sum(), moves
-        self._read = start_reading(self.total, "how many tokens have a coefficient")
-
-    @cached_property
-    def moves(self) -> tuple[Tensor, Tensor]:
-        """``[N // 2]`` rows that move, N for none, and where to: of the first M or a few more, those that do not count
-        are taken, and what is not taken keeps its own row."""
-        n, rounded = len(self.counts), ROUNDED.get(self.counts.device.type, 1)
-        first = torch.arange(n, device=self.counts.device) < (self.total + rounded - 1) // rounded * rounded
-        sources, targets = (
-            torch.nonzero_static(found, size=n // 2, fill_value=n).squeeze(-1)
-            for found in (self.counts & ~first, first & ~self.counts)
-        )
-        return sources, targets.masked_fill(sources == n, n)
-
-    @cached_property
-    def order(self) -> Tensor:
-        """``[N]``, which of the N tokens is where."""
-        if not self._moves:
-            return self.counts.argsort(descending=True, stable=True)
-        (sources, targets), n = self.moves, len(self.counts)
-        order = torch.arange(n + 1, device=self.counts.device)
-        return order.index_copy_(0, targets, sources).index_copy_(0, sources, targets)[:n]
+    def __init__(self, counts: Tensor, backend: str) -> None:
+        self.count, self.rounded = len(counts), ROUNDED.get(counts.device.type, 1)
+        total, *self.moves, self.order = put_first(counts, self.rounded, backend=backend)
+        self._read = start_reading(total, "how many tokens have a coefficient")
 
     def found(self) -> int | None:
         """M, or a few more; ``None`` where these are all N. The host waits."""
-        rounded = ROUNDED.get(self.counts.device.type, 1)
-        found = -(-max(self._read(), 1) // rounded) * rounded  # one row at least, which writes the gradients
-        return None if found >= len(self.counts) else found
+        found = -(-max(self._read(), 1) // self.rounded) * self.rounded  # one at least, which writes the gradients
+        return None if found >= self.count else found
 
     def call(self, call: Call, losses: bool = False) -> Call:
         """The call of all tokens in this order; with what their ``losses`` read, unless these are known."""
@@ -103,11 +80,11 @@ def counted_tokens(call: Call, upstream: Mapping[str, Tensor], kept: Block | Non
     """
     if not upstream or not _is_large(call) or (kept is not None and not kept.movable):
         return None
-    counts = torch.stack([(g != 0).flatten(1).any(1) if g.dim() > 1 else g != 0 for g in upstream.values()]).any(0)
-    return Pending(counts, moves=kept is not None)
+    each = [(g != 0).flatten(1).any(1) if g.dim() > 1 else g != 0 for g in upstream.values()]
+    return Pending(functools.reduce(torch.logical_or, each), call.backend)
 
 
 def tokens_that_count(call: Call) -> Pending | None:
     """As :func:`counted_tokens`, for a separable loss that knows it before any statistic: see :attr:`Query.counts`."""
     counts = call.query.counts
-    return None if counts is None or not _is_large(call) else Pending(counts, moves=False)
+    return None if counts is None or not _is_large(call) else Pending(counts, call.backend)

@@ -20,7 +20,7 @@ from liger_losses.chunked.engine import accumulation, zero_rows
 from liger_losses.chunked.engine.operators import separable_loss
 from liger_losses.chunked.engine.query import Largest, Query
 from liger_losses.chunked.engine.tokens import Counting
-from liger_losses.kernels.move_rows import move_rows_
+from liger_losses.kernels.move_rows import move_rows_, put_first
 from tests.kernels.cases import DEVICE, triton_or_skip
 from tests.reference import assert_as_exact_as_plain, double, plain_statistics, problem
 
@@ -313,6 +313,29 @@ def test_rows_beside_those_that_count_are_their_own(counts, monkeypatch):
     assert counts == [64]
     assert all(grad.isfinite().all() for grad in ours)
     assert not ours[0][~counted].any()
+
+
+@pytest.mark.parametrize("backend", ["torch", "triton"])
+@pytest.mark.parametrize("rounded", [1, 64])
+@pytest.mark.parametrize(
+    ("rows", "share"), [(1, 0.0), (1, 1.0), (2, 0.5), (130, 0.0), (131, 0.3), (1000, 0.7), (64, 1.0)]
+)
+def test_which_rows_are_first(rows, share, rounded, backend):
+    if backend == "triton":
+        triton_or_skip()
+    device = DEVICE if backend == "triton" else "cpu"
+    counts = torch.rand(rows, generator=torch.Generator().manual_seed(rows)).to(device) < share
+    total, sources, targets, order = put_first(counts, rounded, backend=backend)
+    first = -(-int(counts.sum()) // rounded) * rounded
+    assert total == counts.sum()
+    assert torch.equal(order.sort().values, torch.arange(rows, device=device))
+    assert not counts[order][first:].any()
+    moves, moved = sources < rows, torch.arange(rows, device=device)
+    moved[targets[moves]] = sources[moves]
+    assert torch.equal(moved[:first], order[:first])
+    expected = put_first(counts, rounded)
+    assert torch.equal(sources, expected.sources)
+    assert torch.equal(targets, expected.targets)
 
 
 @pytest.mark.parametrize("backend", ["torch", "triton"])

@@ -232,8 +232,8 @@ _NO_SERIES = KernelSeries(0.0, 0.0, 0.0, 0.0, None, None)
 _BLOCK, _WARPS = 2048, 8
 #: Programs for each multiprocessor, of which it runs some at a time: rows that are fewer are summed in parts.
 _PROGRAMS = 8
-#: Entries and warps of a program that keeps its part of a row in registers, and the most parts of a row. They are no more
-#: than multiprocessors, so that no part waits for one that cannot start; the interpreter runs one after the other.
+#: Entries and warps of a program that keeps its part of a row in registers, and the most parts of a row: at most one
+#: for each multiprocessor, so that no part waits for one that cannot start. The interpreter runs one after the other.
 _SHARED_BLOCK, _SHARED_WARPS = 4096, 4
 _MOST_PARTS = 1 if INTERPRETED else 64
 

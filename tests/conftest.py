@@ -1,5 +1,7 @@
 """Without a GPU, Triton kernels run in Triton's interpreter, which must be asked for before they are defined."""
 
+import importlib.util
+import inspect
 import os
 
 import pytest
@@ -12,6 +14,47 @@ pytest.register_assert_rewrite(*folders)
 
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
+
+
+@pytest.fixture(scope="session", autouse=True)
+def language_patched_once():
+    """Triton's interpreter patches ``triton.language`` for each launch, and again for each call of a device function.
+
+    That is half of the time that tests of kernels take: here it happens once for each launch, and finds what it patches
+    once for all.
+    """
+    interpreter = None
+    if os.environ.get("TRITON_INTERPRET") == "1" and importlib.util.find_spec("triton") is not None:
+        interpreter = importlib.import_module("triton.runtime.interpreter")
+    if not hasattr(interpreter, "_LangPatchScope"):  # another version of Triton
+        yield
+        return
+    patch, is_builtin = interpreter._patch_lang, interpreter.tl.core.is_builtin
+    patched, names = set(), {}
+
+    def patch_builtin(owner, builder, scope):
+        if owner not in names:
+            names[owner] = [name for name, member in inspect.getmembers(owner) if is_builtin(member)]
+        for name in names[owner]:
+            if is_builtin(member := getattr(owner, name)):
+                interpreter._patch_attr(owner, name, member, builder, scope)
+
+    def patch_once(function):
+        language = (interpreter.tl, interpreter.tl.core)
+        seen = {id(value) for value in function.__globals__.values() if any(value is each for each in language)}
+        if seen <= patched:  # of a kernel that runs
+            return interpreter._LangPatchScope()
+        first, scope = not patched, patch(function)
+        patched.update(seen)
+        if first:
+            restore = scope.restore
+            scope.restore = lambda: (restore(), patched.clear())
+        return scope
+
+    with pytest.MonkeyPatch.context() as context:
+        context.setattr(interpreter, "_patch_builtin", patch_builtin)
+        context.setattr(interpreter, "_patch_lang", patch_once)
+        yield
 
 
 @pytest.fixture

@@ -9,20 +9,12 @@ from tests.trl.trainers import CASES, check_training, train
 
 FOUND = find(FEATURES)
 #: The features of cases that are named after something else.
-_FEATURES = {"GMPO": "GRPO", "SimPO": "CPO"}
-#: ``make test`` leaves out those that take long, and those whose own part of the loss TRL takes of the same outputs.
+_FEATURES = {"GMPO": "GRPO"}
+#: ``make test`` leaves out those that take long.
 _SLOW = {
-    *(
-        "SFT, compiled",
-        "DPO, compiled",
-        "GRPO, compiled",
-        "SFT, dft",
-        "SFT, prompt tuning",
-        "SimPO",
-        "ORPO, checkpointing",
-    ),
-    *("DPO, several losses", "DPO, WPO", "DPO, length-desensitised", "DPO, synchronised reference"),
-    *("GRPO, sequences", "GRPO, head in fp32", "GOLD, hybrid", "IW-OPD, JSD", "server distillation, JSD"),
+    *("SFT, compiled", "DPO, compiled", "CPO, compiled", "GRPO, compiled"),
+    *("SFT, prompt tuning", "ORPO, checkpointing", "DPO, synchronised reference"),
+    *("GOLD, hybrid", "IW-OPD, JSD", "server distillation, JSD"),
 }
 
 

@@ -301,7 +301,6 @@ sdft, sdpo = self_distillation("sdft", "SDFT"), self_distillation("sdpo", "SDPO"
 _HALF = {"beta": 0.0, "rewards": reward_half}
 CASES = {
     "SFT": (sft, {}),
-    "SFT, dft": (sft, {"loss_type": "dft"}),
     "SFT, accumulated": (sft, {"gradient_accumulation_steps": 2, "per_device_train_batch_size": 2}),
     "SFT, checkpointing": (sft, {"gradient_checkpointing": True}),
     "SFT, packed": (sft, {"packing": True, "max_length": 16, "padding_free": False}),
@@ -312,9 +311,6 @@ CASES = {
     "SFT, experts": (mixture, {}),
     "DPO": (dpo, {}),
     "DPO, LoRA": (dpo, {"adapter": ("q_proj", "v_proj")}),
-    "DPO, several losses": (dpo, {"loss_type": ["sigmoid", "bco_pair", "sft"], "loss_weights": [0.8, 0.2, 1.0]}),
-    "DPO, WPO": (dpo, {"use_weighting": True, "precompute_ref_log_probs": True}),
-    "DPO, length-desensitised": (dpo, {"ld_alpha": 0.4}),
     "DPO, synchronised reference": (dpo, {"sync_ref_model": True, "ref_model_sync_steps": 1}),
     "DPO, compiled": (dpo, {"torch_compile": True, "torch_compile_backend": "eager"}),
     "GRPO, compiled": (
@@ -324,10 +320,6 @@ CASES = {
     "CPO, compiled": (preference("cpo"), {"torch_compile": True, "torch_compile_backend": "eager"}),
     "KTO": (kto, {}),
     "GRPO": (online(trl.GRPOTrainer, trl.GRPOConfig), {}),
-    "GRPO, sequences": (
-        online(trl.GRPOTrainer, trl.GRPOConfig),
-        {"importance_sampling_level": "sequence", "top_entropy_quantile": 0.5},
-    ),
     "GRPO, entropy bonus": (online(trl.GRPOTrainer, trl.GRPOConfig), {"entropy_coef": 0.05}),
     "GRPO, iterations": (
         online(trl.GRPOTrainer, trl.GRPOConfig),
@@ -337,7 +329,6 @@ CASES = {
         online(trl.GRPOTrainer, trl.GRPOConfig),
         {"gradient_accumulation_steps": 2, "gradient_checkpointing": True, "per_device_train_batch_size": 2, **_HALF},
     ),
-    "GRPO, head in fp32": (online(trl.GRPOTrainer, trl.GRPOConfig), {"cast_lm_head_to_fp32": True}),
     "GRPO, head in fp32, bf16": (
         online(trl.GRPOTrainer, trl.GRPOConfig),
         {"cast_lm_head_to_fp32": True, "bf16": True, "optim": "sgd"},
@@ -350,7 +341,6 @@ CASES = {
     "distillation": (distillation, {}),
     "distillation, JSD": (distillation, {"beta": 0.5, "temperature": 1.3}),
     "CPO": (preference("cpo"), {}),
-    "SimPO": (preference("cpo"), {"loss_type": "simpo", "cpo_alpha": 0.5}),
     "CPO, bf16": (preference("cpo"), {"bf16": True}),
     "ORPO": (preference("orpo"), {}),
     "ORPO, LoRA": (preference("orpo"), {"adapter": ("q_proj", "lm_head")}),

@@ -147,8 +147,8 @@ class Squared(PreferenceLoss):
 pairs, marked, distillation = map(with_reference, (calls.pairs, calls.marked, calls.distilled))
 #: Losses that differ from another one by a formula alone, which has no part in how they are compiled.
 ALIKE = (
-    *("CPO", "SimPO", "KL", "reverse KL", "TVD", "alpha-beta", "mixture", "soft loss of a smaller teacher"),
-    *("JSD, whole teacher", "JSD, smaller teacher", "GRPO, by items", "cross entropy, many heads"),
+    *("DPO", "KTO", "CPO", "SimPO", "KL", "reverse KL", "TVD", "alpha-beta", "mixture", "JSD, whole teacher"),
+    *("JSD, smaller teacher", "soft loss of a smaller teacher", "GRPO, by items", "cross entropy, many heads"),
 )
 #: How to build a loss, and how to call it.
 LOSSES = {

@@ -98,9 +98,7 @@ DRAWS = [
 
 @interpreted
 @pytest.mark.parametrize("names", [("logp", "lse"), ("logp", "entropy", "lse", "mean_logp", "log_sum_sq_probs")])
-@pytest.mark.parametrize(
-    "dtype", [torch.bfloat16, *[pytest.param(d, marks=pytest.mark.slow) for d in (torch.float16, torch.float32)]]
-)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, pytest.param(torch.float32, marks=pytest.mark.slow)])
 def test_by_triton_kernels(names, dtype):
     assert differing(head_of(dtype, 16, 600, True), DRAWS, names, "triton") == 0
 
@@ -170,9 +168,7 @@ def test_unlikely_labels():
 @pytest.mark.parametrize(
     ("dtype", "backend"), [(torch.float32, "torch"), pytest.param(torch.bfloat16, "triton", marks=interpreted)]
 )
-@pytest.mark.parametrize(
-    "form", [Divergence.forward_kl(), Divergence.mixture(0.3, 0.3, 0.7), Divergence.cosine()], ids=str
-)
+@pytest.mark.parametrize("form", [Divergence.forward_kl(), Divergence.cosine()], ids=str)
 def test_divergences(form, dtype, backend):
     """Of any part of the tokens, one alone included, in any workspace, with a gradient or without."""
     count, columns = (POOL, 600) if backend == "torch" else (40, 70)

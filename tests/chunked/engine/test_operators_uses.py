@@ -91,6 +91,7 @@ def test_losses_of_users_own(make):
     compiled = torch.compile(lambda *inputs: loss(*inputs), backend="aot_eager", fullgraph=True)
     for tokens in (5, 6):
         inputs = _head_and_batch(tokens)
+        torch._dynamo.mark_dynamic(inputs[1], 1), torch._dynamo.mark_dynamic(inputs[2], 1)
         torch.testing.assert_close(_results(compiled, loss, *inputs), _results(loss, loss, *inputs))
 
 
@@ -197,8 +198,7 @@ WRONG_LOSSES = {
 
 @pytest.mark.parametrize(
     ("name", "compiled"),
-    [(name, False) for name in WRONG_LOSSES]
-    + [(name, how) for name in ("pair_loss, a mean", "token_loss") for how in ("full graph", "graph breaks")],
+    [(name, False) for name in WRONG_LOSSES] + [("pair_loss, a mean", "graph breaks"), ("token_loss", "full graph")],
 )
 def test_wrong_losses_of_users_own(name, compiled):
     loss, message = WRONG_LOSSES[name]

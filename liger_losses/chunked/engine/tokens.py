@@ -326,7 +326,7 @@ class Tokens:
             else:
                 parts = values.split(self.sizes) if len(found) > 1 else (values,)
             for of_one, part, shape in zip(found, parts, self.shapes, strict=True):
-                of_one[name] = part if alike else part.view(*shape, *values.shape[1:])
+                of_one[name] = part if alike or len(shape) == len(found) == 1 else part.view(*shape, *values.shape[1:])
         return found
 
 
@@ -350,7 +350,8 @@ class Counting:
         self.shapes, self.labels = tuple[torch.Size, ...](), list[Tensor]()
         for part in labels:
             self.shapes += (part.shape,)
-            self.labels.append(part.reshape(-1).contiguous())  # a flat view may still have a stride
+            # A flat view may still have a stride.
+            self.labels.append(part if part.dim() == 1 and part.is_contiguous() else part.reshape(-1).contiguous())
         #: ``None`` where all tokens are projected.
         self.facts = facts_of_labels(self.labels, ignore_index, backend) if compact else None
 

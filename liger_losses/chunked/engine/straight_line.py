@@ -241,6 +241,8 @@ def _prepared(
     """
     (hidden, *others), labels, mask = tokens.hidden_states, tokens.labels, tokens.mask
     (size, depth), count = weight.shape, sum([part.numel() for part in labels])
+    if not weight.is_cuda and (options.backend or os.environ.get(BACKEND_VARIABLE)) != "triton":
+        return None
     head = Head(weight, None, transform)
     decision = decide((hidden, *others), head, tuple(labels), query, options)
     known = None

@@ -47,8 +47,7 @@ class HeadWeights:
         self.forward = _FORWARDS[0]
 
     def check(self, values: bool = False) -> None:
-        """Raise RuntimeError if the weights have changed; with ``values``, also if some of their values have, or if
-        their memory was freed."""
+        """Raise RuntimeError if the weights have changed; with ``values``, also if they were freed or written to."""
         freed = any(t.numel() and t.untyped_storage().size() == 0 for t in self.tensors)
         if freed and values:
             raise cannot_compute(

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from benchmarks.entries import TRL_CHUNK
 from benchmarks.measure import release, save
 from benchmarks.small_calls import MASKED, TINY, Inputs, milliseconds, tasks
 
@@ -49,7 +50,7 @@ def peers() -> dict[str, dict[str, Any]]:
 
     def logps(h: Tensor, w: Tensor, y: Tensor) -> Tensor:
         active = y != -100  # TRL's trainers drop the others, as this does
-        return ChunkedLogProbFunction.apply(h[active], w, None, y[active], 1.0, 256, None, 1.0, ())[0]
+        return ChunkedLogProbFunction.apply(h[active], w, None, y[active], 1.0, TRL_CHUNK, None, 1.0, ())[0]
 
     found["cross-entropy"]["TRL"] = lambda h, w, y: -logps(h, w, y).mean()
     found["log-probs, forward"]["TRL"] = logps

@@ -201,9 +201,9 @@ MUTANTS: dict[str, list[tuple[str, str, str]]] = {
         ("kernels/label_rows.py", "    return tl.maximum(tl.sum(counts, 0), 1)", "    return 1 + tl.sum(counts, 0)"),
         ("kernels/linear_stats.py", "check_known(right, tl.sum(wrong", "check_known(right, 1 + tl.sum(wrong"),
         ("kernels/autograd.py", "_scale(second, f, second_count,", "_scale(second, 1.0, second_count,"),
-        ("chunked/engine/straight_line.py", 'found.clone() if name in', 'found if name in'),
+        ("chunked/engine/few_tokens.py", 'found.clone() if name in', 'found if name in'),
         ("chunked/engine/straight_line.py", "unbounded and default_bound() is None and", "unbounded and"),
-        ("chunked/engine/straight_line.py", "targets, self.ignored)", "targets, targets)"),
+        ("chunked/engine/few_tokens.py", "targets, self.ignored)", "targets, targets)"),
     ],
     "tests/kernels/test_reading.py tests/patching/test_known_labels.py tests/test_sequences.py": [
         ("kernels/reading.py", "asked.version == version_of(labels[0]) >= 0", "asked.version >= 0"),

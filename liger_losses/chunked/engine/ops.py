@@ -20,6 +20,7 @@ from torch.compiler import is_dynamo_compiling
 
 from liger_losses.chunked.engine.checks import LISTS, check_shift, check_tensor, rows_of_all
 from liger_losses.chunked.engine.decision import drops_tokens
+from liger_losses.chunked.engine.few_tokens import FewTokens
 from liger_losses.chunked.engine.head import Head
 from liger_losses.chunked.engine.many_heads import Targets
 from liger_losses.chunked.engine.operators import (
@@ -32,7 +33,7 @@ from liger_losses.chunked.engine.operators import (
 from liger_losses.chunked.engine.plan import EngineOptions
 from liger_losses.chunked.engine.query import REGISTERED, Comparison, EqualWeights, Largest, Query, Statistics
 from liger_losses.chunked.engine.ranks import ALONE
-from liger_losses.chunked.engine.straight_line import FewTokens, straight_statistics
+from liger_losses.chunked.engine.straight_line import straight_statistics
 from liger_losses.chunked.engine.support import TokenSupport
 from liger_losses.chunked.engine.teachers import Teacher, TeacherLogits, Teachers
 from liger_losses.chunked.engine.tokens import Counting, Tokens, shift_labels

@@ -14,8 +14,9 @@ from torch import Tensor
 from liger_losses.chunked.engine import Statistics
 from liger_losses.chunked.engine.arguments import options_of
 from liger_losses.chunked.engine.checks import check_alike, check_names, check_range, check_shape_of, check_tensor
+from liger_losses.chunked.engine.few_tokens import FewTokens
 from liger_losses.chunked.engine.query import Query
-from liger_losses.chunked.engine.straight_line import NO_TRANSFORM, FewTokens, straight_coupled_loss
+from liger_losses.chunked.engine.straight_line import NO_TRANSFORM, straight_coupled_loss
 from liger_losses.chunked.losses.completion_loss import (
     MAX_EXPONENT,
     CompletionBatch,

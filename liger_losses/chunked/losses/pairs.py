@@ -15,9 +15,10 @@ from torch.compiler import is_dynamo_compiling
 from liger_losses.chunked.engine import Head, Statistics
 from liger_losses.chunked.engine.agreement import note
 from liger_losses.chunked.engine.checks import check_range, check_tensor, meant
+from liger_losses.chunked.engine.few_tokens import FewTokens
 from liger_losses.chunked.engine.operators import loss_operator
 from liger_losses.chunked.engine.query import DeclaredStatistics
-from liger_losses.chunked.engine.straight_line import FewTokens, known_loss
+from liger_losses.chunked.engine.straight_line import known_loss
 from liger_losses.chunked.losses.base import AnyHead, LossOptions
 from liger_losses.chunked.losses.completion_loss import (
     CompletionBatch,

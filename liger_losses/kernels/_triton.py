@@ -38,66 +38,73 @@ def jit(function: Callable[..., Any] | None = None, **options: Any) -> Any:
 
 def with_options(kernel: Any) -> Any:
     """The kernel, every launch of which has :data:`_OPTIONS`."""
-    kernel.run = partial(kernel.run, **_OPTIONS)
+    run = partial(kernel.run, **_OPTIONS)
+    kernel.run = run if INTERPRETED else Run(run, kernel.arg_names)
     return kernel
+
+
+#: For AMD GPUs, Triton also compiles by how much memory each tensor has: its compiled kernels are not kept.
+KEEPS = torch.version.hip is None
+
+
+class Run:
+    """Launches a kernel. Triton finds the compiled kernel by all arguments, which takes the host longer than to launch.
+
+    Here, the first launch of a ``kind=`` finds it for all others: the device, and all that Triton compiles for. The
+    interpreter, which compiles nothing, does without.
+    """
+
+    def __init__(self, run: Callable[..., Any], names: list[str]) -> None:
+        self.run, self.names, self.found, self.keeps = run, names, dict[Any, Any](), KEEPS
+
+    def __call__(self, *arguments: Any, grid: Any, warmup: bool, kind: Hashable = None, **named: Any) -> Any:
+        """Launch it; of what is given by name, kernels do without what is not."""
+        found = self.found.get(kind)
+        if found is not None and not warmup:
+            try:
+                found[(*grid, 1, 1)[:3]](*arguments, *map(named.get, self.names[len(arguments) :]))
+                return found
+            except TypeError:  # a version of Triton whose compiled kernels take other arguments: nothing was launched
+                self.found, self.keeps = {}, False
+        found = self.run(*arguments, grid=grid, warmup=warmup, **named)
+        if kind is not None and found is not None and self.keeps and not warmup:
+            if len(self.found) >= _MOST_KINDS:
+                self.found.clear()
+            self.found[kind] = found
+        return found
+
+
+_MOST_KINDS = 1024
 
 
 class Launcher:
     """A kernel all of whose launches have arguments of one kind: the same dtypes, alignments, integers and constants.
 
     Triton finds the compiled kernel by the arguments of each launch, which takes the host longer than to launch it.
-    Here, the first launch finds it for all. Arguments are given by position, or all by name; constants too.
+    Here, the first launch finds it for all. Arguments are given by position, constants too.
     """
 
     def __init__(self, kernel: Any, *programs: int, **options: Any) -> None:
         self.kernel, self.grid, self.options = kernel, (*programs, 1, 1)[:3], options
-        #: The compiled kernel, and the last launch's grid with what launches it there.
-        self.compiled: Any = None
-        self.last: tuple[tuple[int, ...], Callable[..., Any]] | None = None
-        #: For AMD GPUs, Triton also compiles by how much memory each tensor has.
-        self.keeps = torch.version.hip is None
+        self.compiled: Callable[..., Any] | None = None
+        self.keeps = KEEPS
 
     def __call__(self, *arguments: Any) -> None:
         """Launch it."""
-        self.over(self.grid, *arguments)
-
-    def over(self, grid: tuple[int, ...], *arguments: Any, **named: Any) -> None:
-        """Launch it over a grid of three numbers."""
-        last = self.last  # read once: another thread may launch it too
-        if last is not None:
-            if last[0] != grid:
-                last = self.last = grid, self.compiled[grid]
+        if self.compiled is not None:
             try:
-                last[1](*arguments, *map(named.get, self.kernel.arg_names)) if named else last[1](*arguments)
+                self.compiled(*arguments)
                 return
             except TypeError:  # a version of Triton whose compiled kernels take other arguments: nothing was launched
-                self.last, self.keeps = None, False
-        found = self.kernel[grid](*arguments, **named, **self.options)
+                self.compiled, self.keeps = None, False
+        found = self.kernel[self.grid](*arguments, **self.options)
         if self.keeps and found is not None:  # the interpreter compiles nothing
-            self.compiled, self.last = found, (grid, found[grid])
+            self.compiled = found[self.grid]
 
 
 def kinds(*tensors: torch.Tensor | None) -> tuple[Any, ...]:
-    """What Triton compiles for, of each tensor: see :func:`launcher`."""
+    """What Triton compiles for, of each tensor: see :class:`Run`."""
     return tuple([t if t is None else (t.dtype, t.stride(), t.data_ptr() % 16) for t in tensors])
-
-
-_launchers: dict[Any, Launcher] = {}
-_MOST_LAUNCHERS = 4096
-
-
-def launcher(kernel: Any, kind: Hashable, by: Callable[[Any], Any] | None = None, **options: Any) -> Launcher:
-    """The launcher of a kernel, for any grid and calls of this kind: what Triton compiles it for beside the options.
-
-    ``by`` makes what launches the kernel.
-    """
-    key = id(kernel), kind, *options.items()  # hashing a kernel takes longer
-    found = _launchers.get(key)
-    if found is None:
-        if len(_launchers) >= _MOST_LAUNCHERS:
-            _launchers.clear()
-        found = _launchers[key] = Launcher(kernel if by is None else by(kernel), **options)
-    return found
 
 
 #: What elementwise and row-wise kernels serve; all of them compute in fp32.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Hashable, Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 from torch.autograd.function import once_differentiable as _once_differentiable
 
-from liger_losses.kernels._triton import Launcher, jit, kinds, tl
+from liger_losses.kernels._triton import Launcher, jit, tl, triton
 
 
 def once_differentiable(backward: Callable[..., Any]) -> Callable[..., Any]:
@@ -64,18 +64,21 @@ class Scaling:
     """
 
     def __init__(self, backend: str) -> None:
-        self.backend, self.launcher = backend, Launcher(_scale_kernel, num_warps=8)
+        self.backend = backend
+        self.launcher: Any = None
 
     def __call__(self, factor: Tensor, *tensors: Tensor) -> None:
-        """Scale tensors of one kind in every call: see :func:`scale_`."""
+        """Scale tensors of the same shapes, dtypes and alignments in every call."""
         if self.backend == "torch" or not tensors:
             for tensor in tensors:
                 tensor.mul_(factor)
             return
         first, second = tensors if len(tensors) == 2 else (tensors[0], None)
         counts = first.numel(), 0 if second is None else second.numel()
-        programs = min(max(-(-max(counts) // _BLOCK), 1), 4096)
-        self.launcher.over((programs, 1, 1), factor, first, counts[0], second, counts[1], programs, _BLOCK)
+        programs = min(max(triton.cdiv(max(counts), _BLOCK), 1), 4096)
+        if self.launcher is None:
+            self.launcher = Launcher(_scale_kernel, programs, num_warps=8)
+        self.launcher(factor, first, counts[0], second, counts[1], programs, _BLOCK)
 
 
 def scale_(factor: Tensor, tensors: Iterable[Tensor], *, backend: str = "torch") -> None:
@@ -88,14 +91,7 @@ def scale_(factor: Tensor, tensors: Iterable[Tensor], *, backend: str = "torch")
     """
     every = list(tensors)
     for start in range(0, len(every), 2):
-        pair = every[start : start + 2]
-        sizes = [(count % 16, count == 1, count >> 31 > 0) for count in map(Tensor.numel, pair)]
-        _scaling(backend, factor.dtype, factor.device, kinds(*pair), *sizes)(factor, *pair)
-
-
-@functools.lru_cache(1024)
-def _scaling(backend: str, *kind: Hashable) -> Scaling:
-    return Scaling(backend)
+        Scaling(backend)(factor, *every[start : start + 2])
 
 
 _BLOCK = 4096

@@ -123,7 +123,6 @@ class Launchable:
 
     def __init__(self, kernel: Any) -> None:
         self.kernel = kernel
-        self.arg_names = getattr(kernel, "arg_names", ())
 
     def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., Any]:
         return partial(launch, self.kernel, grid)

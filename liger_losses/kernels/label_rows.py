@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from liger_losses.kernels._tiles import kind_of, with_contiguous_rows
-from liger_losses.kernels._triton import Launcher, device_of, jit, kinds, launcher, tl, triton
+from liger_losses.kernels._tiles import with_contiguous_rows
+from liger_losses.kernels._triton import INTERPRETED, Launcher, device_of, jit, kinds, tl, triton
 from liger_losses.kernels.logit_transform import Epilogue, inverse_temperature, transform_block
 
 #: Columns and tokens that a program adds up at a time, where few tokens' labels are sorted: of a text's most frequent
@@ -72,11 +72,12 @@ def label_facts(
         return torch.stack(rows)
     facts, first = torch.empty(len(labels), 4, dtype=torch.int64, device=labels[0].device), 0
     ignore_index = int(ignore_index)
-    launch = launcher(_label_facts_kernel, (facts.device, ignore_index, kept is None), num_warps=8)
+    kind = facts.device, ignore_index, kept is None
     with device_of(facts):  # the first launch of a call, before anything else has made it current
         for i, part in enumerate(labels):
             out = facts[i] if i else facts  # a view takes the host time before the first product
-            launch.over((1, 1, 1), out, part, part.numel(), first, ignore_index, kept, 2048)
+            arguments = out, part, part.numel(), first, ignore_index, kept
+            _label_facts_kernel[(1,)](*arguments, BLOCK=2048, num_warps=8, kind=kind)
             first += part.numel()
     return facts
 
@@ -146,9 +147,9 @@ def label_logits(
     tokens = labels.shape[0]
     out = torch.empty(tokens, dtype=torch.float32, device=hidden.device)
     if tokens:
-        launcher(_label_logits_kernel, kind or kind_of(hidden, weight, epilogue)).over(
-            (tokens, 1, 1), out, hidden, weight, hidden.stride(0), weight.stride(0),
-            bias, labels, hidden.shape[1], epilogue.transform.for_kernel, 1024,
+        _label_logits_kernel[(tokens,)](
+            out, hidden, weight, hidden.stride(0), weight.stride(0),
+            bias, labels, hidden.shape[1], epilogue.transform.for_kernel, BLOCK=1024, kind=kind,
         )  # fmt: skip
     return out
 
@@ -170,9 +171,9 @@ def scale_and_add_label_rows(
     if backend == "torch":
         return out.copy_(product * scale[:, None] + coef[:, None] * weight[labels].to(product.dtype))
     if tokens := labels.numel():
-        launcher(_add_label_rows_kernel, (*kinds(out, product, weight), product.shape[1], out.device)).over(
-            (tokens, 1, 1),
-            out, out.stride(0), product, scale, coef, weight, weight.stride(0), labels, product.shape[1], 1024,
+        _add_label_rows_kernel[(tokens,)](
+            out, out.stride(0), product, scale, coef, weight, weight.stride(0), labels, product.shape[1], BLOCK=1024,
+            kind=None if INTERPRETED else (*kinds(out, product, weight), product.shape[1], out.device),
         )  # fmt: skip
     return out
 
@@ -209,11 +210,10 @@ def add_to_label_rows_(
         tokens, past_end = labels.shape[0], grad_weight.shape[0]
         ordered, source, coef = _in_order(labels, coef, rows, past_end)
         block = min(1024, triton.next_power_of_2(hidden.shape[1]))
-        kind = kinds(grad_weight, hidden), grad_weight.shape, grad_weight.device
-        launcher(_add_to_label_rows_kernel, kind).over(
-            (tokens, -(-hidden.shape[1] // block), 1),
+        kind = None if INTERPRETED else (kinds(grad_weight, hidden), grad_weight.shape, grad_weight.device)
+        _add_to_label_rows_kernel[(tokens, -(-hidden.shape[1] // block))](
             grad_weight, grad_weight.stride(0), ordered, source, coef, hidden, hidden.stride(0),
-            tokens, past_end, hidden.shape[1], block, 4,
+            tokens, past_end, hidden.shape[1], BLOCK=block, AT_ONCE=4, kind=kind,
         )  # fmt: skip
     return grad_weight
 
@@ -229,9 +229,10 @@ def _in_order(labels: Tensor, coef: Tensor, rows: Tensor | None, past_end: int) 
         return ordered, order if rows is None else rows[order], coef[order]
     ordered, source = torch.empty(2, tokens, dtype=torch.int64, device=labels.device).unbind()
     ordered_coef = torch.empty(tokens, dtype=torch.float32, device=labels.device)
-    launcher(_order_kernel, (labels.device, rows is None), num_warps=8).over(
-        (-(-tokens // 4), 1, 1), ordered, source, ordered_coef, labels, coef, rows, tokens, past_end, 4, 1024
-    )
+    _order_kernel[(-(-tokens // 4),)](
+        ordered, source, ordered_coef, labels, coef, rows, tokens, past_end, BLOCK=4, AT_ONCE=1024, num_warps=8,
+        kind=(labels.device, rows is None),
+    )  # fmt: skip
     return ordered, source, ordered_coef
 
 

@@ -13,6 +13,7 @@ with the log-sum-exp as offset; the device decides that, without a synchronizati
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial as with_arguments
 from typing import Any, NamedTuple
 
 import torch
@@ -27,9 +28,10 @@ from liger_losses.kernels._tiles import (
     tiles_of,
     with_contiguous_rows,
 )
-from liger_losses.kernels._triton import jit, kinds, launcher, tl
-from liger_losses.kernels.hopper_pipeline import AVAILABLE, Launchable, NotCompiledError
+from liger_losses.kernels._triton import INTERPRETED, jit, kinds, tl
+from liger_losses.kernels.hopper_pipeline import AVAILABLE, NotCompiledError
 from liger_losses.kernels.hopper_pipeline import ROWS as _ROWS_OF_HOPPER
+from liger_losses.kernels.hopper_pipeline import launch as launch_on_hopper
 from liger_losses.kernels.label_rows import label_logits
 from liger_losses.kernels.linear_exp_hopper import hopper_exponentials_kernel, hopper_tiles, sums_on_hopper
 from liger_losses.kernels.linear_lse import sum_tiles
@@ -119,7 +121,7 @@ def linear_exponentials(
     tokens, depth, columns = hidden.shape[0], hidden.shape[1], weight.shape[0]
     if batch_invariant or hidden.stride(1) != 1:
         hidden = with_contiguous_rows(hidden, batch_invariant)
-    kind = kind_of(hidden, weight, epilogue)
+    kind = None if INTERPRETED else kind_of(hidden, weight, epilogue)
     if label_logit is None:
         label_logit = label_logits(hidden, weight, labels, epilogue, kind, backend=backend)
     most = _MAX_TOKENS
@@ -159,23 +161,27 @@ def linear_exponentials(
     moments = None if statistics.entropy is None else torch.empty_like(partial)
     arguments |= {"labels": labels, "partial": partial, "logit_sums": logit_sums, "moments": moments, "group": group}
     arguments |= {"PROJECTIONS": projections}
-    options: dict[str, Any] = {n: arguments.pop(n) for n in ("num_warps", "num_stages") if n in arguments}
-    options |= UNFUSED if batch_invariant else {}
-    kernel, by = (_exponentials_kernel, None) if tiles is None else (hopper_exponentials_kernel, Launchable)
+    arguments |= UNFUSED if batch_invariant else {}
+    grid = (min(programs, row_tiles * column_tiles),)
+    product = (
+        _exponentials_kernel[grid]
+        if tiles is None
+        else with_arguments(launch_on_hopper, hopper_exponentials_kernel, grid)
+    )
     of_vectors = logit_sums is None, moments is None, parts is None
-    of_product: tuple[Any, ...] = kind, kinds(out), of_vectors, projections
-    of_rows, inverse = (kind[-1], of_vectors), 1.0 / columns
+    of_rows, inverse = (hidden.device, of_vectors), 1.0 / columns
+    of_product: Any = None if kind is None else (kind, kinds(out), of_vectors, projections, batch_invariant)
 
     def launch(offset: Tensor, needed: Tensor | None) -> Tensor:
         again = needed is not None
-        product = launcher(kernel, (of_product, again), by, **options)
-        product.over((min(programs, row_tiles * column_tiles), 1, 1), **arguments, offset=offset, needed=needed)
+        own = None if of_product is None else (of_product, again)
+        product(**arguments, offset=offset, needed=needed, kind=own)
         limit, found = None if again else LARGEST_SUM, needed
         if found is None:  # allocated once the product is queued
             found = torch.zeros((), dtype=torch.int32, device=hidden.device)
-        launcher(_row_statistics_kernel, (of_rows, again)).over(
-            (-(-tokens // _ROWS), 1, 1), partial, logit_sums, moments, label_logit, *statistics, found,
-            column_tiles, tokens, inverse, limit, parts, group, _ROWS, 32,
+        _row_statistics_kernel[(-(-tokens // _ROWS),)](
+            partial, logit_sums, moments, label_logit, *statistics, found,
+            column_tiles, tokens, inverse, limit, parts, group, BLOCK=_ROWS, TILES=32, kind=(of_rows, again),
         )  # fmt: skip
         return found
 
@@ -192,7 +198,7 @@ def linear_exponentials(
         sum_tiles(statistics.offset, sums, needed)
         if projections:
             arguments |= {"out": None} | dict.fromkeys(arguments.keys() & {"out_stride"})
-            of_product = (kind, None, of_vectors, "again")
+            of_product = None if kind is None else (kind, "again", of_vectors, projections, batch_invariant)
         launch(statistics.offset, needed)
     except NotCompiledError:
         return linear_exponentials(
@@ -251,10 +257,12 @@ def gradient_scales(
     hidden = None if hidden is None else with_contiguous_rows(hidden)
     if tokens := len(scale):
         sizes = (0, 0) if hidden is None else (hidden.stride(0), hidden.shape[1])
-        kind = scale.device, sizes, *kinds(hidden, p_coef, label_coef), Epilogue(transform).kind
-        launcher(_scales_kernel, kind).over(
-            (tokens, 1, 1), scale, at_label, scaled, hidden, *sizes,
-            p_coef.contiguous(), label_coef.contiguous(), *found[:3], transform.for_kernel, 1024,
+        kind = None
+        if not INTERPRETED:
+            kind = scale.device, sizes, kinds(hidden, p_coef, label_coef), Epilogue(transform).kind
+        _scales_kernel[(tokens,)](
+            scale, at_label, scaled, hidden, *sizes, p_coef.contiguous(), label_coef.contiguous(), *found[:3],
+            transform.for_kernel, BLOCK=1024, kind=kind,
         )  # fmt: skip
     return scale, at_label, scaled
 

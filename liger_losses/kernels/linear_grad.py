@@ -15,7 +15,7 @@ from liger_losses.kernels._tiles import (
     tile_position,
     tiles_of,
 )
-from liger_losses.kernels._triton import jit, kinds, launcher, tl
+from liger_losses.kernels._triton import INTERPRETED, jit, kinds, tl
 from liger_losses.kernels.logit_transform import Epilogue, inverse_temperature, transform_block
 from liger_losses.kernels.softmax_grad import (
     GRADIENT_VECTORS,
@@ -68,11 +68,10 @@ def linear_softmax_gradient_into(
     programs = min(programs, row_tiles * column_tiles)
     vectors = {"lse": lse, "labels": labels, "class_weight": epilogue.class_weight}
     vectors |= coefficients.contiguous()._asdict()
-    options = {name: arguments.pop(name) for name in ("num_warps", "num_stages")}
-    kind = kind_of(hidden, weight, epilogue), kinds(out, *vectors.values())
-    launcher(_linear_gradient_kernel, kind, **options).over(
-        (programs, 1, 1), **arguments, **vectors,
-        first_column=first_column, inverse_vocab_size=1.0 / vocab_size, programs=programs, GROUP=_GROUP,
+    kind = None if INTERPRETED else (kind_of(hidden, weight, epilogue), kinds(out, *vectors.values()))
+    _linear_gradient_kernel[(programs,)](
+        **arguments, **vectors, first_column=first_column, inverse_vocab_size=1.0 / vocab_size, programs=programs,
+        GROUP=_GROUP, kind=kind,
     )  # fmt: skip
     return out
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from liger_losses.kernels._tiles import with_contiguous_rows
-from liger_losses.kernels._triton import jit, launcher, tl, triton
+from liger_losses.kernels._triton import jit, tl, triton
 from liger_losses.kernels.hopper_pipeline import AVAILABLE, COLUMNS, ROWS, NotCompiledError, launch, pipeline_tiles
 from liger_losses.kernels.linear_exp_hopper import hopper_exponentials_kernel
 from liger_losses.kernels.logit_transform import Epilogue, inverse_temperature, transform_block
@@ -190,9 +190,9 @@ def sum_tiles(
     vectors that get log-sum-exps and, with the labels' logits ``label_logit``, their log-probabilities.
     """
     _, column_tiles, tokens = partial.shape
-    launcher(_sum_tiles_kernel, (lse.device, needed is None, found is None), num_warps=8).over(
-        (-(-tokens // _SUM_ROWS), 1, 1),
-        lse, partial, needed, label_logit, *(found or (None, None)), column_tiles, tokens, _SUM_ROWS, _SUM_TILES,
+    _sum_tiles_kernel[(-(-tokens // _SUM_ROWS),)](
+        lse, partial, needed, label_logit, *(found or (None, None)), column_tiles, tokens,
+        BLOCK=_SUM_ROWS, TILES=_SUM_TILES, num_warps=8, kind=(lse.device, needed is None, found is None),
     )  # fmt: skip
 
 

@@ -21,7 +21,7 @@ from liger_losses.kernels._tiles import (
     tiles_of,
     with_contiguous_rows,
 )
-from liger_losses.kernels._triton import Launcher, jit, kinds, launcher, tl, triton
+from liger_losses.kernels._triton import INTERPRETED, Launcher, jit, kinds, tl, triton
 from liger_losses.kernels.label_rows import ASSERTS, check_known
 from liger_losses.kernels.logit_transform import Epilogue, LogitTransform, inverse_temperature, transform_block
 from liger_losses.kernels.masked_rows import MaskedRows, RowStatistics
@@ -121,12 +121,12 @@ def partial_sums(
     partial = torch.empty(len(PARTIAL_SUMS) if any(sums) else 3, splits, tokens, device=hidden.device)
     if tokens:
         own = {"labels": labels, "class_weight": epilogue.class_weight, "partial": partial, "needed": needed}
-        sizes = {"splits": splits, "group": group, "sums": sums}
-        options = {name: arguments.pop(name) for name in ("num_warps", "num_stages")}
-        options |= UNFUSED if batch_invariant else {}
-        kind = kind or kind_of(hidden, weight, epilogue), kinds(epilogue.class_weight, out), needed is None, sums
-        launch = launcher(_linear_statistics_kernel, kind, **options)
-        launch.over((row_tiles * splits, 1, 1), **arguments, **own, **sizes)
+        sizes: dict[str, Any] = {"splits": splits, "group": group, "sums": sums}
+        if not INTERPRETED:
+            kind = kind or kind_of(hidden, weight, epilogue), kinds(epilogue.class_weight, out), needed is None, sums
+            sizes["kind"] = kind, batch_invariant
+        sizes |= UNFUSED if batch_invariant else {}
+        _linear_statistics_kernel[(row_tiles * splits,)](**arguments, **own, **sizes)
     return partial
 
 

@@ -12,7 +12,7 @@ from torch.autograd import forward_ad
 
 import liger_losses.kernels
 from liger_losses.kernels import LOGIT_DTYPES, choose_backend
-from liger_losses.kernels._triton import Launcher, kinds, launcher, tl, triton
+from liger_losses.kernels._triton import Launcher, Run, kinds, tl, triton
 from liger_losses.kernels.kernel_operators import records_nothing
 from liger_losses.kernels.prepared import Prepared
 from tests.kernels.cases import triton_or_skip
@@ -74,15 +74,15 @@ def test_a_kernel_is_found_once(takes):
 
 def test_launches_of_a_kind_over_any_grid():
     """Triton finds the compiled kernel once for each kind; named arguments come in the kernel's order."""
-    kernel = Kernel()
-    kernel.arg_names = ["a", "b", "c"]
-    for kind, grid in (("x", (2, 1, 1)), ("x", (3, 1, 1)), ("y", (3, 1, 1)), ("x", (2, 1, 1))):
-        launcher(kernel, kind, num_warps=4).over(grid, b=grid[0], a=0)
-    first = [("jit", (n, 1, 1), (), {"a": 0, "b": n, "num_warps": 4}) for n in (2, 3)]
-    compiled = [("compiled", (n, 1, 1), (0, n, None)) for n in (3, 2)]
-    assert kernel.launched == [first[0], compiled[0], first[1], compiled[1]]
-    assert launcher(kernel, "x") is launcher(kernel, "x") is not launcher(kernel, "x", num_warps=4)
-    assert launcher(Kernel(), "x") is not launcher(Kernel(), "x")
+    for takes in (True, False):
+        kernel = Kernel(takes)
+        run = Run(lambda *given, grid, warmup, **named: kernel[grid](*given, **named), ["a", "b", "c"])  # noqa: B023
+        for kind, grid in (("x", (2,)), ("x", (3,)), ("y", (3,)), ("x", (2, 5)), (None, (1,))):
+            run(0, grid=grid, warmup=False, kind=kind, b=grid[0], num_warps=4)
+        by_triton = [("jit", grid, (0,), {"b": grid[0], "num_warps": 4}) for grid in ((2,), (3,), (3,), (2, 5), (1,))]
+        compiled = [("compiled", (3, 1, 1), (0, 3, None)), ("compiled", (2, 5, 1), (0, 2, None))]
+        found_once = [by_triton[0], compiled[0], by_triton[2], compiled[1], by_triton[4]]
+        assert kernel.launched == (found_once if takes else by_triton)
 
 
 def test_what_is_compiled_again_for():

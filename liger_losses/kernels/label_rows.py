@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from liger_losses.kernels._tiles import with_contiguous_rows
-from liger_losses.kernels._triton import INTERPRETED, Launcher, device_of, jit, kinds, tl, triton
+from liger_losses.kernels._triton import INTERPRETED, Launcher, jit, kinds, tl, triton
 from liger_losses.kernels.logit_transform import Epilogue, inverse_temperature, transform_block
 
 #: Columns and tokens that a program adds up at a time, where few tokens' labels are sorted: of a text's most frequent
@@ -73,7 +73,7 @@ def label_facts(
     facts, first = torch.empty(len(labels), 4, dtype=torch.int64, device=labels[0].device), 0
     ignore_index = int(ignore_index)
     kind = facts.device, ignore_index, kept is None
-    with device_of(facts):  # the first launch of a call, before anything else has made it current
+    with torch.cuda.device_of(facts):  # the first launch of a call, before anything else has made it current
         for i, part in enumerate(labels):
             out = facts[i] if i else facts  # a view takes the host time before the first product
             arguments = out, part, part.numel(), first, ignore_index, kept

@@ -19,7 +19,7 @@ from liger_losses.chunked.engine.agreement import Given, given_to_loss, lines_of
 from liger_losses.chunked.engine.decision import Decision, decide, listed
 from liger_losses.chunked.engine.head import Head
 from liger_losses.chunked.engine.plan import EngineOptions, Plan, Workload, default_bound, device_memory
-from liger_losses.chunked.engine.query import Query, Statistics, made_of, read_by, wrong_token_losses
+from liger_losses.chunked.engine.query import Query, Statistics, read_by, wrong_token_losses
 from liger_losses.chunked.engine.ranks import ALONE, Ranks
 from liger_losses.chunked.engine.teachers import Teacher
 from liger_losses.chunked.engine.tokens import Counting, Tokens, check_temperature
@@ -235,13 +235,13 @@ def _call(decision: Decision, head: Head, query: Query, counted: Tokens | Counti
     """The call, once the active tokens are known."""
     tokens = counted.tokens() if isinstance(counted, Counting) else counted
     gathers = tokens.indices[0] is not None or tokens.ignored is not None  # of one tensor, whether rows are copied
-    run = decision.run(tokens.count, gathers)
+    run = decision.runs.get((tokens.count, gathers)) or decision.run(tokens.count, gathers)
     transform = head.transform
     dtype = run.work.logits_dtype
     if isinstance(transform.temperature, Tensor):
         transform = replace(transform, temperature=tokens.temperatures(transform.temperature, dtype))
-    return made_of(
-        Call,
+    made = object.__new__(Call)  # whose constructor takes the host longer
+    made.__dict__.update(
         run.known,
         query=query.of_active_tokens(tokens, dtype, head.ranks),
         transform=transform,
@@ -251,6 +251,7 @@ def _call(decision: Decision, head: Head, query: Query, counted: Tokens | Counti
         tokens=tokens,
         decision=decision,
     )
+    return made
 
 
 def _given(made: Decision, head: Head, hidden: tuple[Tensor, ...], query: Query, labels: Tokens | Counting) -> Given:

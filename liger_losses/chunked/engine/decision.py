@@ -83,16 +83,20 @@ class Decision:
 
     def run(self, tokens: int, gathers: bool) -> Run:
         """How so many active tokens run; ``gathers`` says whether some are masked, so that their rows are copied."""
-        bounded = self.options.workspace is not None or self.options.chunk_size is not None
-        if tokens >= MANY and not bounded and default_bound() is None:
-            tokens = padded(tokens)  # a GPU is idle while the host plans, and each step of training has another number
         run = self.runs.get((tokens, gathers))
         if run is None:
             if len(self.runs) >= MOST_DECISIONS:
                 self.runs.clear()
-            work = replace(self.work, tokens=tokens, gathers=gathers or self.work.gathers)
-            plan = make_plan(work, self.options.workspace, self.options.chunk_size)
-            run = self.runs[tokens, gathers] = self._chosen(work, plan)
+            options, planned = self.options, tokens
+            if tokens >= MANY and options.workspace is None and options.chunk_size is None and default_bound() is None:
+                # A GPU is idle while the host plans, and each step of training has another number.
+                planned = padded(tokens)
+            run = self.runs.get((planned, gathers))
+            if run is None:
+                work = replace(self.work, tokens=planned, gathers=gathers or self.work.gathers)
+                plan = make_plan(work, options.workspace, options.chunk_size)
+                run = self.runs[planned, gathers] = self._chosen(work, plan)
+            self.runs[tokens, gathers] = run
         return run
 
     def _chosen(self, work: Workload, plan: Plan) -> Run:

@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from numbers import Integral
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -19,8 +19,6 @@ from liger_losses.chunked.engine.tokens import Tokens, check_temperature
 from liger_losses.kernels.divergence_forms import Divergence
 from liger_losses.kernels.logit_transform import LogitTransform
 from liger_losses.kernels.softmax_stats import STATISTICS
-
-D = TypeVar("D")
 
 _DIFFERENTIABLE: tuple[str, ...] = tuple(name for name in STATISTICS if name != "argmax")
 
@@ -120,13 +118,6 @@ class Largest:
             raise ValueError(f"k must be a positive integer, got {self.k!r}.")
 
 
-def made_of(kind: type[D], fields: Mapping[str, Any], **others: Any) -> D:
-    """A frozen dataclass of checked fields; its constructor takes the host longer, or checks them again."""
-    made = object.__new__(kind)
-    made.__dict__.update(fields, **others)
-    return made
-
-
 class EqualWeights(NamedTuple):
     """The same weight ``scale / total`` for every token that carries loss; ``None`` is their number."""
 
@@ -205,8 +196,8 @@ class Query:
                 else tokens.masked(tokens.gather_like_labels(weight.detach())).to(dtype)
                 for name, weight in weights.items()
             }
-        return made_of(
-            Query,
+        made = object.__new__(Query)  # whose constructor takes the host longer
+        made.__dict__.update(
             self.__dict__,
             metrics=self.metrics and tuple([name for name in self.metrics if name not in self.statistics]),
             class_weight=None if self.class_weight is None else self.class_weight.detach().to(dtype).contiguous(),
@@ -216,6 +207,7 @@ class Query:
             token_weights=weights,
             counts=None if self.counts is None else tokens.gather_like_labels(self.counts),
         )
+        return made
 
     def losses(self, statistics: Mapping[str, Tensor], labels: Tensor, given: Mapping[str, Tensor]) -> Tensor:
         """The tokens' losses ``[n]``, differentiable by their statistics; ``given`` are the token weights or inputs.

@@ -211,7 +211,7 @@ class Stream:
         names = "lse", *call.outputs
         if call.plan.tiled:
             names += tuple(call.row_constants)
-        if query.needs_logits:
+        if query.selected is not None or query.largest or query.registered:
             widths = {"registered": (len(query.registered),), "columns": (query.largest,)}
             widths["selected_logps"] = (query.largest,) if query.selected is None else query.selected.shape[1:]
             # Gradients are taken of the columns of the largest, whoever asked for them.

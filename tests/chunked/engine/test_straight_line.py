@@ -266,7 +266,7 @@ def test_launches_of_a_call_that_was_made_before(name, monkeypatch):
     leaves = [weight, *(states if name == "DPO" else [hidden])]
     torch.autograd.grad(calls[name](), leaves)
     launched, (kernels, operations) = [], LAUNCHES[name]
-    monkeypatch.setattr(Launcher, "over", lambda self, *given, **named: launched.append(self.kernel.fn.__name__))
+    monkeypatch.setattr(Launcher, "__call__", lambda self, *given, **named: launched.append(self.kernel.fn.__name__))
     with Operations() as seen:
         torch.autograd.grad(calls[name](), leaves)
     assert launched == kernels

@@ -67,7 +67,7 @@ def linear_softmax_gradient_into(
     row_tiles, column_tiles, programs, arguments = tiles_of(hidden, weight, epilogue, out)
     programs = min(programs, row_tiles * column_tiles)
     vectors = {"lse": lse, "labels": labels, "class_weight": epilogue.class_weight}
-    vectors |= coefficients.contiguous()._asdict()
+    vectors |= {name: v if v is None else v.contiguous() for name, v in coefficients._asdict().items()}
     kind = None if INTERPRETED else (kind_of(hidden, weight, epilogue), kinds(out, *vectors.values()))
     _linear_gradient_kernel[(programs,)](
         **arguments, **vectors, first_column=first_column, inverse_vocab_size=1.0 / vocab_size, programs=programs,

@@ -121,23 +121,18 @@ class OpenCall:
         weights = weights_of(weight, call.quantized)
         if self.vocab_size < self.weight_rows:
             weights = weights.columns(slice(0, self.vocab_size))
-        self.trained, self.device, self.weights = weights.trained, weight.device, weights
+        self.trained, self.device = weights.trained, weight.device
         self.bias = None if bias is None else bias[: self.vocab_size].contiguous()
         self.count = call.tokens.count
         self.flat = _flat(hidden_states)
         if call.work.dequantized_bytes and multiplies:
-            self.weights = weights = weights.dequantized(call.work.operand_dtype)
+            weights = weights.dequantized(call.work.operand_dtype)
+        self.projection = Projection(weights, call.work.operand_dtype, call.plan.weight_chunk, call.batch_invariant)
         #: The head's rows ``[V, H]`` as fused kernels read them; ``None`` where the plan has no such kernels.
         self.weight: Any = weights.matrix(call.work.operand_dtype)
         self.epilogue = Epilogue(call.transform, self.bias, class_weight)
         #: How many of the hidden states' columns are multiplied by rows that get no gradient.
         self.frozen_columns = call.work.hidden_size - self.trained.shape[1]
-
-    @cached_property
-    def projection(self) -> Projection:
-        """The products with the head."""
-        call = self.call
-        return Projection(self.weights, call.work.operand_dtype, call.plan.weight_chunk, call.batch_invariant)
 
     def of_tokens(self, call: Call) -> OpenCall:
         """The same tensors for a call of some of the tokens."""

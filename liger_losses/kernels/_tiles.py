@@ -29,7 +29,7 @@ class Tiles(NamedTuple):
 def kind_of(hidden: Tensor, weight: Tensor, epilogue: Epilogue) -> tuple[Any, ...]:
     """What Triton compiles kernels over ``hidden @ weight.T`` for, beside their constants, vectors and outputs: see
     :class:`~liger_losses.kernels._triton.Run`. It does not depend on the number of tokens."""
-    return *kinds(hidden, weight), weight.shape, epilogue.kind, hidden.device
+    return *kinds(hidden, weight), weight.shape, epilogue.kind, hidden.device, has_tma(hidden.device)
 
 
 @cache

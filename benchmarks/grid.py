@@ -88,7 +88,7 @@ def draw(rows: list[dict[str, Any]], device: str, file: Path) -> None:
                     ours = name == "ours"
                     panel.plot(*zip(*points, strict=True), marker="o" if ours else ".", lw=2.2 if ours else 1.2,
                                color=f"C{number}", label=name)  # fmt: skip
-            panel.set(xscale="log", yscale="log", ylim=(0.9, None), title=f"{task}, {head[0]} x {head[1]}")
+            panel.set(xscale="log", yscale="log", ylim=(0.7, None), title=f"{task}, {head[0]} x {head[1]}")
             panel.set_xscale("log", base=2)
             panel.grid(alpha=0.3)
             panel.title.set_fontsize(8)

@@ -159,7 +159,7 @@ def test_the_new_statistic(run_it, tmp_path):
 # --- Links -----------------------------------------------------------------------------------------------------------
 
 LINK = re.compile(r"(?<!`)\[[^\]]*\]\(([^)\s]+)\)")
-TEXTS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *PAGES]
+TEXTS = [*(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "benchmarks/README.md")), *PAGES]
 
 
 def anchors_of(path):

@@ -338,7 +338,7 @@ def _budget(work: Workload, bound: int | None, by_default: bool) -> _Budget:
     usual = work.default_workspace()
     item, teacher = work.logits_dtype.itemsize, work.teacher_row_bytes > 0
     # Per-token vectors (labels, positions, statistics and their gradients) are small, but not nothing.
-    numbers = 56 if work.fused or work.divergence_tiles else 40
+    numbers = 32 if work.fused or work.divergence_tiles else 16
     vectors = 0 if bound is None else work.tokens * numbers * item
     least_scratch = work.temporaries * padded(work.vocab_size) * item
     least = work.row_bytes + work.part_bytes + least_scratch + vectors + work.copied_row_bytes + work.dequantized_bytes

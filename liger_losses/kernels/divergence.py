@@ -460,7 +460,7 @@ def _divergence_kernel(
 
 @jit
 def _announce(place, total):
-    """Write a sum that other programs wait for, whose bits are never those of -1."""
+    """Write a sum that other programs wait for. They read -1 until then: no float32 that is written has these bits."""
     tl.atomic_xchg(place, tl.where(total == total, total, float("nan")).to(tl.int32, bitcast=True), sem="relaxed")
 
 

@@ -18,7 +18,14 @@ from liger_losses.kernels import hopper_pipeline
 from liger_losses.kernels._tiles import project_tile, tiles_of
 from liger_losses.kernels._triton import Launcher, jit, tl, triton
 from liger_losses.kernels.hopper_pipeline import AVAILABLE, Launchable, NotCompiledError
-from liger_losses.kernels.label_rows import ASSERTS, LabelRows, check_known, count_active, masked_labels
+from liger_losses.kernels.label_rows import (
+    ASSERTS,
+    MOST_COMPARED,
+    LabelRows,
+    check_known,
+    count_active,
+    masked_labels,
+)
 from liger_losses.kernels.linear_exp import LARGEST_SUM, kernel_of, linear_exponentials, log1p, place_of_sums
 from liger_losses.kernels.linear_exp_hopper import hopper_tiles, sums_on_hopper
 from liger_losses.kernels.linear_stats import MaskedStatistics, merged_splits
@@ -29,8 +36,8 @@ from liger_losses.kernels.online_softmax import Sums
 from liger_losses.kernels.rows import power_of_two
 from liger_losses.kernels.targets import order_of
 
-#: The most tokens: each label is compared with all others, to sort them.
-MOST_TOKENS = 8192
+#: The most tokens, whose labels are sorted in one launch.
+MOST_TOKENS = MOST_COMPARED
 #: Entries of a row of hidden states, and of a vector of all tokens, that a program reads at a time.
 _BLOCK, _AT_ONCE = 1024, 4096
 #: Rows of a program that adds up sums of tiles; the most tiles, and labels, that it reads at a time.

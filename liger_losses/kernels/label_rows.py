@@ -219,7 +219,7 @@ def add_to_label_rows_(
 
 
 def _in_order(labels: Tensor, coef: Tensor, rows: Tensor | None, past_end: int) -> tuple[Tensor, Tensor, Tensor]:
-    """The labels in ascending order, equal ones in that of the tokens, with the row and the coefficient of each.
+    """Sort the labels, stably: the sorted labels, and the row and the coefficient of each.
 
     Tokens that add nothing (masked ones, with label 0) would make a long sum of zeros: they have the label V.
     """
@@ -283,7 +283,7 @@ def count_active(labels, tokens, ignore_index, BLOCK: tl.constexpr):
 
 @jit
 def check_known(right, known):
-    """Label(s) that are not ``known`` make ``right`` false, which hosts read that can, and end all work on a GPU."""
+    """A label outside of the vocabulary sets ``right`` to false, and on a GPU raises a device-side assertion."""
     tl.store(right, known, mask=known == 0)
     tl.device_assert(known, "labels must be in [0, vocab_size), the rows of the weight, or ignore_index")
 

@@ -239,7 +239,7 @@ def hopper_exponentials_kernel(
     Without an ``offset``, exponentials are relative to the largest logit of a tile's row, which ``tops`` gets: with
     ``SUMS_OF_TILES``, and no labels, exponentials to store, sums of logits or moments.
 
-    ``slots`` and ``kept`` are those of :class:`~liger_losses.kernels.linear_lse.Kept`.
+    ``slots`` and ``kept`` are the ``slots`` and ``projections`` of :class:`~liger_losses.kernels.linear_lse.Kept`.
     """
     arguments = _Arguments(
         bias, labels, offset, partial, tops, logit_sums, moments, transform, PROJECTIONS, SUMS_OF_TILES, slots, kept

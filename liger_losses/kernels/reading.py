@@ -41,7 +41,7 @@ def start_reading(numbers: Tensor, what: str) -> Callable[[], Any]:
 
 def _assert_here(right: Tensor) -> None:
     if not right:
-        raise RuntimeError("labels, temperatures or selected columns are not what they must be.")
+        raise RuntimeError("a label or selected column is outside of the vocabulary, or a temperature is not positive.")
 
 
 #: Fails on the device where a flag is False, and nobody waits for it; torch has no public name for it.

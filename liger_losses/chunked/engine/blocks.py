@@ -613,7 +613,8 @@ class ExponentialBlock(Block):
     def _start_product(self, count: int, room: int = 0) -> None:
         """Start the product with the head before the loss is evaluated: the upstream gradients only scale its rows.
 
-        Those of ``count`` tokens that are not begun are; with ``room`` for more.
+        Rows of the first ``count`` tokens that were not started before are started now. The buffer has room for
+        ``room`` tokens, if these are more.
         """
         if not any(self.call.needs_hidden):
             return

@@ -165,7 +165,7 @@ MUTANTS: dict[str, list[tuple[str, str, str]]] = {
         ("chunked/losses/unpaired.py", "new = counts & ~again", "new = counts"),
     ],
     "tests/chunked/losses/test_minillm.py": [
-        ("chunked/losses/minillm.py", "out + gamma**length * shifted", "out + gamma * shifted"),
+        ("chunked/losses/policy_tables.py", "values + discount**length * later", "values + discount * later"),
     ],
     "tests/patching/test_probing.py": [
         ("patching/probing.py", "if not torch.equal(state, torch.get_rng_state()):", "if False:"),

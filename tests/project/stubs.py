@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 
 import liger_losses
 from liger_losses import functional
+from liger_losses.chunked.engine.checks import RANGES
 from liger_losses.chunked.losses.dpo import DPOOptions
 
 FOLDER = pathlib.Path(liger_losses.__file__).parent
@@ -104,7 +105,8 @@ def written(
     positional, keywords, kind = [me] if me else [], dict[str, str](), inspect.Parameter
     for name, each in parameters.items():
         annotation = types.get(name, "Any" if each.annotation is kind.empty else str(each.annotation))
-        for alias, spelled in (("AnyHead", HEAD), ("AnyTeacher", ARGUMENTS["teacher"]), ("OneOrEach", "Any")):
+        aliases = {"AnyHead": HEAD, "AnyTeacher": ARGUMENTS["teacher"], "OneOrEach": "Any"}
+        for alias, spelled in (aliases | dict.fromkeys(RANGES, "float")).items():
             annotation = re.sub(rf"\b{alias}\b", spelled, annotation)  # names of the library's own files
         if each.kind == kind.KEYWORD_ONLY and each.default is not kind.empty:
             keywords[name] = annotation

@@ -5,9 +5,10 @@ from __future__ import annotations
 import difflib
 import math
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import fields
 from numbers import Integral, Real
 from types import MappingProxyType
-from typing import Any, TypeGuard
+from typing import Any, TypeAlias, TypeGuard
 
 import torch
 import torch.distributed as dist
@@ -35,6 +36,19 @@ NO_VALUES = (
 
 #: The dtypes of hidden states, weights and biases.
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+
+#: The types of options that are finite numbers, by their ranges.
+Number: TypeAlias = float
+NotNegative: TypeAlias = float
+Positive: TypeAlias = float
+Share: TypeAlias = float
+#: The bounds of each, and whether the lower one itself is out of the range.
+RANGES = {
+    "Number": (-math.inf, math.inf, False),
+    "NotNegative": (0.0, math.inf, False),
+    "Positive": (0.0, math.inf, True),
+    "Share": (0.0, 1.0, False),
+}
 
 
 def one_each(value: Any, count: int) -> list[Any]:
@@ -145,6 +159,16 @@ def check_range(name: str, value: float, low: float, high: float, *, open_low: b
         left, right = "(" if open_low else "[", "]" if math.isfinite(high) else ")"
         range_ = f"lie in {left}{low}, {high}{right}" if math.isfinite(low) else "be a finite number"
         raise ValueError(f"{name} must {range_}, got {value!r}.")
+
+
+def check_ranges(options: Any) -> None:
+    """Raise TypeError or ValueError unless the fields of a dataclass are in the :data:`RANGES` of their types."""
+    for field in fields(options):
+        kind, _, optional = str(field.type).partition(" | ")
+        value = getattr(options, field.name)
+        if kind in RANGES and not (optional and value is None):
+            low, high, open_low = RANGES[kind]
+            check_range(field.name, value, low, high, open_low=open_low)
 
 
 def check_number(name: str, value: Any, low: float, high: float, *, open_low: bool = False) -> None:

@@ -15,6 +15,8 @@ from liger_losses.chunked.engine import EngineOptions, Head, Statistics, linear_
 from liger_losses.chunked.engine.agreement import note
 from liger_losses.chunked.engine.checks import (
     LISTS,
+    NotNegative,
+    Share,
     check_device,
     check_names,
     check_range,
@@ -153,17 +155,9 @@ class TokenCrossEntropy:
     use_token_scaling: bool = False
     reads_lse: bool = False  # for the z-loss's terms, even where it has no weight
 
-    def __call__(
-        self,
-        values: Statistics,
-        labels: Tensor,
-        ce_total: Tensor,
-        z_total: Tensor | None = None,
-        token_weights: Tensor | None = None,
-        label_weights: Tensor | None = None,
-    ) -> tuple[Tensor, dict[str, Tensor]]:
-        """The loss ``[n]`` of tokens with these numbers, and its derivatives."""
-        ce, z, derivatives = self.terms(values, ce_total, z_total, token_weights, label_weights)
+    def __call__(self, values: Statistics, labels: Tensor, **inputs: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+        """The loss ``[n]`` of tokens with the inputs of :meth:`terms`, and its derivatives."""
+        ce, z, derivatives = self.terms(values, **inputs)
         return ce + z if self.lse_square_scale else ce, derivatives
 
     def terms(
@@ -240,8 +234,8 @@ class CrossEntropyOptions(LossOptions):
 
     several = True
 
-    lse_square_scale: float = 0.0
-    label_smoothing: float = 0.0
+    lse_square_scale: NotNegative = 0.0
+    label_smoothing: Share = 0.0
     reduction: str = "mean"
     return_z_loss: bool = False
     use_token_scaling: bool = False
@@ -251,8 +245,6 @@ class CrossEntropyOptions(LossOptions):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_range("label_smoothing", self.label_smoothing, 0.0, 1.0)
-        check_range("lse_square_scale", self.lse_square_scale, 0.0, math.inf)
         check_names([self.reduction], ("mean", "sum", "none"), "reduction")
         if self.head_weights is not None:
             if not isinstance(self.head_weights, (list, tuple)):
@@ -260,12 +252,17 @@ class CrossEntropyOptions(LossOptions):
             for value in self.head_weights:
                 check_range("each of head_weights", value, 0.0, math.inf)
 
+    @property
+    def weighs_equally(self) -> bool:
+        """Whether the loss is a sum of statistics in which all tokens have one weight, but for those of the call."""
+        of_each = self.use_token_scaling or self.lse_square_scale or self.return_z_loss
+        return not of_each and self.group is None
+
     @functools.cached_property
     def sum_of_statistics(self) -> tuple[tuple[str, EqualWeights], ...] | None:
         """The loss as a sum of statistics with one weight for all tokens, where it is one and nothing else is asked."""
-        beside = self.return_z_loss or self.return_token_accuracy or self.return_predicted_tokens or self.shift
-        of_each = self.use_token_scaling or self.lse_square_scale or self.reduction == "none"
-        if beside or of_each or self.group is not None or self.head_weights is not None:
+        beside = self.return_token_accuracy or self.return_predicted_tokens or self.shift or self.reduction == "none"
+        if beside or not self.weighs_equally or self.head_weights is not None:
             return None
         return (*_weights_of_statistics(self.label_smoothing, None if self.reduction == "mean" else 1.0).items(),)
 
@@ -474,10 +471,8 @@ class LigerFusedLinearCrossEntropyLoss(ChunkedLoss):
     def _equal_weights(self, target: _Target) -> dict[str, EqualWeights] | None:
         """The loss as a sum of statistics with one weight for all tokens, where it is one: it is known beforehand."""
         o, total = self.settings, 1.0 if self.reduction == "sum" else target.items
-        of_each = o.use_token_scaling or o.lse_square_scale or o.return_z_loss
-        if of_each or self.ce_weight is not None or target.token_weights is not None or self.group is not None:
-            return None
-        if torch.compiler.is_dynamo_compiling():
+        own = self.ce_weight is not None or target.token_weights is not None
+        if own or not o.weighs_equally or torch.compiler.is_dynamo_compiling():
             return None
         if isinstance(total, Tensor):
             total = total.masked_fill(total == 0, 1.0)

@@ -23,7 +23,7 @@ from liger_losses.chunked.engine import (
     linear_divergence_loss,
 )
 from liger_losses.chunked.engine.agreement import note
-from liger_losses.chunked.engine.checks import check_names, check_range, checked_items
+from liger_losses.chunked.engine.checks import NotNegative, Positive, check_names, check_range, checked_items
 from liger_losses.chunked.engine.operators import loss_operator, separable_loss
 from liger_losses.chunked.engine.query import Comparison, EqualWeights, Query
 from liger_losses.chunked.engine.teachers import TAILS
@@ -53,15 +53,16 @@ _OTHERS = ("ignore_index", "temperature", "compiled", "chunk_size", "return_soft
 class DistillationOptions(LossOptions):
     """The options of distillation, but for the divergence; see :class:`DistillationLoss`."""
 
-    weight_hard_loss: float = 0.5
-    weight_soft_loss: float = 0.5
+    temperature: Positive = 1.0
+    weight_hard_loss: NotNegative = 0.5
+    weight_soft_loss: NotNegative = 0.5
     compiled: bool = True
     return_soft_hard_loss: bool = False
     temperature_squared: bool = False
     top_k: int | None = None
     top_k_of: str = "student"
     tail: str = "bucket"
-    entry_limit: float | None = None
+    entry_limit: Positive | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -71,11 +72,6 @@ class DistillationOptions(LossOptions):
             Largest(self.top_k)  # which checks it
             if self.group is not None:
                 raise ValueError("top_k takes whole sequences: leave out group=.")
-        if self.entry_limit is not None:
-            check_range("entry_limit", self.entry_limit, 0.0, math.inf, open_low=True)
-        check_range("temperature", self.temperature, 0.0, math.inf, open_low=True)
-        for name in _WEIGHTS:
-            check_range(name, getattr(self, name), 0.0, math.inf)
         # At temperature 1: the loss's own is for the divergence, and divides both models' logits.
         object.__setattr__(self, "_transform", LogitTransform(1.0, self.logit_scale, self.softcap))
         object.__setattr__(self, "_divergence", self.of_options())

@@ -10,11 +10,12 @@ from torch import Tensor
 
 from liger_losses.chunked.engine import Head, Teacher, Tokens, linear_divergence_loss, linear_statistics
 from liger_losses.chunked.engine.agreement import note
-from liger_losses.chunked.engine.checks import check_alike, check_range, check_tensor, checked_mask
+from liger_losses.chunked.engine.checks import Share, check_alike, check_range, check_tensor, checked_mask
 from liger_losses.chunked.engine.operators import loss_operator
 from liger_losses.chunked.losses.base import AnyHead
 from liger_losses.chunked.losses.completion_loss import MAX_EXPONENT
 from liger_losses.chunked.losses.distillation import DistillationLoss, DistillationMetrics, DistillationOptions
+from liger_losses.chunked.losses.policy_tables import discounted_sums
 from liger_losses.kernels.divergence_forms import Divergence
 
 
@@ -24,13 +25,12 @@ class MiniLLMOptions(DistillationOptions):
 
     weight_hard_loss: float = 0.0
     weight_soft_loss: float = 1.0
-    gamma: float = 1.0
+    gamma: Share = 1.0
     length_normalization: bool = True
     single_step: bool = True
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_range("gamma", self.gamma, 0.0, 1.0)
         if self.temperature != 1.0:
             raise ValueError(
                 "MiniLLM computes rewards under the distribution that generated the completions: temperature "
@@ -148,12 +148,8 @@ def minillm_returns(rewards: Tensor, mask: Tensor, gamma: float = 1.0, length_no
 
 
 def _returns(rewards: Tensor, mask: Tensor, gamma: float, length_normalization: bool) -> Tensor:
-    # Sums of 1, 2, 4 ... rewards from u = t + 1 on, each from two of half the length.
-    out, length = torch.cat([rewards[:, 1:], torch.zeros_like(rewards[:, :1])], 1), 1
-    while length < rewards.shape[1]:
-        shifted = torch.zeros_like(out)
-        shifted[:, :-length] = out[:, length:]
-        out, length = out + gamma**length * shifted, 2 * length
+    later = torch.cat([rewards[:, 1:], torch.zeros_like(rewards[:, :1])], 1)
+    out = discounted_sums(later, gamma)
     if length_normalization:
         after = mask.flip(1).cumsum(1).flip(1) - mask.long()
         out = out / after.clamp(min=1)

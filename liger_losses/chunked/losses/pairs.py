@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from typing import Any, ClassVar, NamedTuple
@@ -14,7 +13,7 @@ from torch.compiler import is_dynamo_compiling
 
 from liger_losses.chunked.engine import Head, Statistics
 from liger_losses.chunked.engine.agreement import note
-from liger_losses.chunked.engine.checks import check_range, check_tensor, meant
+from liger_losses.chunked.engine.checks import NotNegative, Positive, check_tensor, meant
 from liger_losses.chunked.engine.few_tokens import FewTokens
 from liger_losses.chunked.engine.operators import loss_operator
 from liger_losses.chunked.engine.query import DeclaredStatistics
@@ -87,13 +86,9 @@ def smoothed(margin: Tensor, label_smoothing: float) -> Tensor:
 class PreferenceOptions(CompletionOptions):
     """The options of losses on pairs; see :class:`PreferenceLoss`."""
 
-    alpha: float = 1.0
+    beta: Positive = 0.1
+    alpha: NotNegative = 1.0
     compute_nll_loss: bool = False
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_range("beta", self.beta, 0.0, math.inf, open_low=True)
-        check_range("alpha", self.alpha, 0.0, math.inf)
 
 
 class PreferenceLoss(CompletionLoss):
@@ -102,14 +97,10 @@ class PreferenceLoss(CompletionLoss):
     ``loss = mean over pairs of pair_loss + alpha * chosen_nll`` (the latter with ``compute_nll_loss``)
 
     Args:
-        average_log_prob: divide the log-probability of each completion by its length.
-        use_ref_model: whether the loss compares the policy with a reference model.
-        chunk_size, compiled: accepted for code written for liger-kernel, without effect. ``workspace=`` bounds the
-            memory.
         beta: temperature of the implicit reward (> 0).
         alpha: factor of the chosen completions' mean negative log-likelihood.
         compute_nll_loss: whether to add this negative log-likelihood.
-        ignore_index, options: as in :class:`liger_losses.ChunkedLoss`.
+        options: as in :class:`CompletionLoss`.
     """
 
     metrics = ("mean_logit",)

@@ -30,9 +30,7 @@ from liger_losses.chunked.losses.completion_loss import MAX_EXPONENT, wide_dtype
 from liger_losses.chunked.losses.context_parallel import sum_over_group
 from liger_losses.chunked.losses.policy_tables import (
     KL_ESTIMATORS,
-    LOSS_TYPES,
     NORMALIZERS,
-    OBJECTIVES,
     RATIOS,
     PolicyOptions,
     Sizes,
@@ -183,7 +181,7 @@ def check_per_token(name: str, value: Any, mask: Tensor, column: bool = False) -
 def check_needs(options: PolicyOptions, mask: Tensor, sampling_logps: Any, prompts: Any, group: Any) -> None:
     """Raise TypeError or ValueError unless a loss has the inputs that its row needs."""
     loss = f"loss_type={options.loss_type!r}"
-    if group is not None and options.needs_order:
+    if group is not None and options.objective.whole:
         raise ValueError(f"{loss} reads the tokens of whole completions: pass whole completions, and no group=.")
     if options.mask.of_sampler and sampling_logps is None:
         raise ValueError(
@@ -225,9 +223,8 @@ def policy_terms(
 ) -> Tensor:
     """``-objective_t + beta kl_t`` of tokens, elementwise; ``log_ratio`` of the options' level, others as in
     :func:`grpo_loss`. Objectives that couple tokens read ``inputs``."""
-    row = LOSS_TYPES[o.loss_type]
-    objective = OBJECTIVES[row.objective].value(log_ratio, logps, advantages, o, *([] if inputs is None else [inputs]))
-    if is_ratio is not None and not row.corrected:
+    objective = o.objective.value(log_ratio, logps, advantages, o, *([] if inputs is None else [inputs]))
+    if is_ratio is not None and not o.row.corrected:
         objective = objective * is_ratio
     penalty, keep = o.value("log_ratio_penalty"), o.mask.weights
     if penalty or keep is not None:
@@ -279,7 +276,7 @@ def coupled_terms(logps: Tensor, inputs: PolicyInputs, acting: Tensor | None = N
         sampler=inputs.sampler,
         ref=inputs.ref_logps,
         is_ratio=inputs.token_is_ratio,
-        inputs=inputs if OBJECTIVES[LOSS_TYPES[o.loss_type].objective].coupled else None,
+        inputs=inputs if o.objective.coupled else None,
     ).to(dtype)
 
 
@@ -360,7 +357,7 @@ def clipped_tokens(logps: Tensor, inputs: PolicyInputs) -> tuple[Tensor, Tensor]
     """Which tokens' gradients clipping removed, ``[B, T]`` bool, and the ratios ``[B, T]`` or ``[B, 1]``."""
     o = inputs.options
     ratio = ratio_of(RATIOS[o.level](inputs.log_ratio(logps), inputs))
-    cut, keep = OBJECTIVES[LOSS_TYPES[o.loss_type].objective].cut, o.mask.weights
+    cut, keep = o.objective.cut, o.mask.weights
     dropped = torch.zeros_like(inputs.mask) if cut is None else cut(ratio, inputs.advantages, o)
     if keep is not None:
         old = logps if inputs.old_logps is None else inputs.old_logps

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from liger_losses.chunked.engine.checks import check_names, check_range
+from liger_losses.chunked.engine.checks import NotNegative, Number, Positive, check_names, check_ranges
 from liger_losses.chunked.losses.completion_loss import MAX_EXPONENT
 from liger_losses.chunked.losses.context_parallel import sum_over_group
 
@@ -64,36 +64,36 @@ class PolicyOptions:
     """
 
     loss_type: str = "dapo"
-    beta: float = 0.04
-    epsilon_low: float = 0.2
-    epsilon_high: float = 0.2
-    delta: float | None = None
+    beta: NotNegative = 0.04
+    epsilon_low: NotNegative = 0.2
+    epsilon_high: NotNegative = 0.2
+    delta: Positive | None = None
     importance_sampling_level: str = "token"
     max_completion_length: int | None = None
     use_bias_correction_kl: bool = False
-    off_policy_mask_threshold: float | None = None
-    sapo_temperature_pos: float = 1.0
-    sapo_temperature_neg: float = 1.05
-    vespo_k_pos: float = 2.0
-    vespo_lambda_pos: float = 3.0
-    vespo_k_neg: float = 3.0
-    vespo_lambda_neg: float = 2.0
+    off_policy_mask_threshold: Number | None = None
+    sapo_temperature_pos: Positive = 1.0
+    sapo_temperature_neg: Positive = 1.05
+    vespo_k_pos: NotNegative = 2.0
+    vespo_lambda_pos: NotNegative = 3.0
+    vespo_k_neg: NotNegative = 3.0
+    vespo_lambda_neg: NotNegative = 2.0
     kl_estimator: str = "k3"
     normalizer: str = OF_LOSS_TYPE
     token_mask: str = OF_LOSS_TYPE
-    mask_low: float | None = None
-    mask_high: float | None = None
-    log_ratio_penalty: float | None = None
-    cispo_low: float = 0.0
-    fipo_half_life: float = 32.0
-    fipo_low: float = 0.8
-    fipo_high: float = 1.2
-    fipo_safe_ratio: float = 4.0
-    real_temperature: float = 0.5
-    cov_share: float = 2e-4
-    cov_low: float = 1.0
-    cov_high: float = 5.0
-    cov_penalty: float = 1.0
+    mask_low: NotNegative | None = None
+    mask_high: NotNegative | None = None
+    log_ratio_penalty: NotNegative | None = None
+    cispo_low: NotNegative = 0.0
+    fipo_half_life: Positive = 32.0
+    fipo_low: NotNegative = 0.8
+    fipo_high: NotNegative = 1.2
+    fipo_safe_ratio: NotNegative = 4.0
+    real_temperature: Positive = 0.5
+    cov_share: Positive = 2e-4
+    cov_low: Number = 1.0
+    cov_high: Number = 5.0
+    cov_penalty: NotNegative = 1.0
 
     def __post_init__(self) -> None:
         check_names([self.loss_type], LOSS_TYPES, "loss_type", _LEVELS)
@@ -101,20 +101,8 @@ class PolicyOptions:
         check_names([self.kl_estimator], KL_ESTIMATORS, "kl_estimator")
         check_names([self.normalizer], (OF_LOSS_TYPE, *NORMALIZERS), "normalizer")
         check_names([self.token_mask], (OF_LOSS_TYPE, *MASKS), "token_mask")
-        for name in _NOT_NEGATIVE:
-            check_range(name, getattr(self, name), 0.0, math.inf)
-        for name in ("sapo_temperature_pos", "sapo_temperature_neg", "fipo_half_life", "real_temperature", "cov_share"):
-            check_range(name, getattr(self, name), 0.0, math.inf, open_low=True)
-        if self.delta is not None:
-            check_range("delta", self.delta, 0.0, math.inf, open_low=True)
-        for name in ("mask_low", "mask_high", "log_ratio_penalty"):
-            if getattr(self, name) is not None:
-                check_range(name, getattr(self, name), 0.0, math.inf)
-        for name in ("cov_low", "cov_high"):
-            check_range(name, getattr(self, name), -math.inf, math.inf)
-        if self.off_policy_mask_threshold is not None:
-            check_range("off_policy_mask_threshold", self.off_policy_mask_threshold, -math.inf, math.inf)
-        level, limit, row = self.importance_sampling_level, self.max_completion_length, LOSS_TYPES[self.loss_type]
+        check_ranges(self)
+        level, limit, row = self.importance_sampling_level, self.max_completion_length, self.row
         if level not in ("token", row.level) and row.of_tokens:
             message = f"loss_type={self.loss_type!r} is defined for tokens' ratios, not for a completion's"
             if row.level != "token":
@@ -132,29 +120,38 @@ class PolicyOptions:
     def value(self, name: str) -> Any:
         """An option, or where it is ``None`` its value for this loss and mask, ``None`` for those without one."""
         value = getattr(self, name)
-        return {**self.mask.bounds, **LOSS_TYPES[self.loss_type].defaults}.get(name) if value is None else value
+        return {**self.mask.bounds, **self.row.defaults}.get(name) if value is None else value
+
+    @property
+    def row(self) -> LossType:
+        """The row of :data:`LOSS_TYPES`."""
+        return LOSS_TYPES[self.loss_type]
+
+    @property
+    def objective(self) -> Objective:
+        """The row of :data:`OBJECTIVES`."""
+        return OBJECTIVES[self.row.objective]
 
     @property
     def level(self) -> str:
         """The row of :data:`RATIOS`."""
         level = self.importance_sampling_level
-        return LOSS_TYPES[self.loss_type].level if level == "token" else level
+        return self.row.level if level == "token" else level
 
     @property
     def row_normalizer(self) -> str:
         """The row of :data:`NORMALIZERS`."""
-        return LOSS_TYPES[self.loss_type].normalizer if self.normalizer == OF_LOSS_TYPE else self.normalizer
+        return self.row.normalizer if self.normalizer == OF_LOSS_TYPE else self.normalizer
 
     @property
     def mask(self) -> Mask:
         """The row of :data:`MASKS`."""
-        return MASKS[LOSS_TYPES[self.loss_type].mask if self.token_mask == OF_LOSS_TYPE else self.token_mask]
+        return MASKS[self.row.mask if self.token_mask == OF_LOSS_TYPE else self.token_mask]
 
     @property
     def separable(self) -> bool:
         """Whether the loss of every token depends only on this token."""
-        coupled = OBJECTIVES[LOSS_TYPES[self.loss_type].objective].coupled
-        return self.level == "token" and not coupled and self.off_policy_mask_threshold is None
+        return self.level == "token" and not self.objective.coupled and self.off_policy_mask_threshold is None
 
     @property
     def reads_sampler(self) -> bool:
@@ -162,14 +159,9 @@ class PolicyOptions:
         return self.mask.weights is not None or bool(self.value("log_ratio_penalty"))
 
     @property
-    def needs_order(self) -> bool:
-        """Whether the loss reads all tokens of the batch at once, or their order, so that no rank may hold a slice."""
-        return OBJECTIVES[LOSS_TYPES[self.loss_type].objective].whole
-
-    @property
     def needs_prompts(self) -> bool:
         """Whether the loss compares or averages over the completions of a prompt."""
-        return self.row_normalizer == "prompt_mean" or OBJECTIVES[LOSS_TYPES[self.loss_type].objective].of_prompts
+        return self.row_normalizer == "prompt_mean" or self.objective.of_prompts
 
 
 class Batch(Protocol):
@@ -188,6 +180,9 @@ class Batch(Protocol):
     def of_one_prompt(self) -> tuple[Tensor, Tensor]:
         """Which completions with tokens answer the same prompt, ``[B, B]`` bool, and how many, ``[B]``."""
 
+    def number_of_prompts(self, of_prompt: Tensor) -> Tensor:
+        """The number of prompts, 0-dim, from the number of completions of each completion's prompt ``[B]``."""
+
 
 #: Losses of other names that are a level of the ratio here.
 _LEVELS = {
@@ -195,12 +190,6 @@ _LEVELS = {
     "gspo_token": "importance_sampling_level='sequence_token' with loss_type='grpo'",
     "rloo": "importance_sampling_level='sequence_sum' with loss_type='grpo'",
 }
-
-#: Options that are at least 0.
-_NOT_NEGATIVE = (
-    *("beta", "epsilon_low", "epsilon_high", "vespo_k_pos", "vespo_lambda_pos", "vespo_k_neg", "vespo_lambda_neg"),
-    *("cispo_low", "fipo_low", "fipo_high", "fipo_safe_ratio", "cov_penalty"),
-)
 
 
 # --- Ratios -----------------------------------------------------------------------------------------------------------
@@ -287,24 +276,9 @@ def _kl(logps: Tensor, old: Tensor, sampler: Tensor, a: Tensor, o: PolicyOptions
     return ~((higher & (kl > o.value("mask_high"))) | (lower & (kl > o.value("mask_low"))))
 
 
-def _change(logps: Tensor, old: Tensor, sampler: Tensor, a: Tensor, o: PolicyOptions) -> Tensor:
-    """``|p - p_sampler| <= mask_high``, whatever the advantage: prime-rl's IPO."""
-    return (logps.exp() - sampler.exp()).abs() <= o.value("mask_high")
-
-
-def _ratio(logps: Tensor, old: Tensor, sampler: Tensor, a: Tensor, o: PolicyOptions) -> Tensor:
-    """``mask_low <= p / p_sampler <= mask_high`` (INTELLECT-3, arXiv:2512.16144, eq. 1)."""
-    return _within(logps - sampler, o)
-
-
 def _within(log_ratio: Tensor, o: PolicyOptions) -> Tensor:
     ratio = ratio_of(log_ratio)
     return (ratio >= o.value("mask_low")) & (ratio <= o.value("mask_high"))
-
-
-def _icepop(logps: Tensor, old: Tensor, sampler: Tensor, a: Tensor, o: PolicyOptions) -> Tensor:
-    """``k = p_old / p_sampler`` where that is within the bounds, else 0: IcePop (arXiv:2510.18855)."""
-    return torch.where(_within(old - sampler, o), ratio_of(old - sampler), 0.0)
 
 
 def _kpop(logps: Tensor, old: Tensor, sampler: Tensor, a: Tensor, o: PolicyOptions) -> Tensor:
@@ -334,9 +308,19 @@ MASKS = {
     "none": Mask(None),
     "tv": Mask(_tv, {"mask_low": 0.15, "mask_high": 0.15}),
     "kl": Mask(_kl, {"mask_low": 0.05, "mask_high": 0.05}),
-    "change": Mask(_change, {"mask_high": 0.1}),
-    "ratio": Mask(_ratio, {"mask_low": 0.2, "mask_high": 5.0}),
-    "icepop": Mask(_icepop, {"mask_low": 0.5, "mask_high": 5.0}, of_sampler=True),
+    # |p - p_sampler| <= mask_high, whatever the advantage: prime-rl's IPO
+    "change": Mask(
+        lambda logps, old, sampler, a, o: (logps.exp() - sampler.exp()).abs() <= o.value("mask_high"),
+        {"mask_high": 0.1},
+    ),
+    # mask_low <= p / p_sampler <= mask_high (INTELLECT-3, arXiv:2512.16144, eq. 1)
+    "ratio": Mask(lambda logps, old, sampler, a, o: _within(logps - sampler, o), {"mask_low": 0.2, "mask_high": 5.0}),
+    # k = p_old / p_sampler where that is within the bounds, else 0: IcePop (arXiv:2510.18855)
+    "icepop": Mask(
+        lambda logps, old, sampler, a, o: torch.where(_within(old - sampler, o), ratio_of(old - sampler), 0.0),
+        {"mask_low": 0.5, "mask_high": 5.0},
+        of_sampler=True,
+    ),
     "kpop": Mask(_kpop, {"mask_high": 0.1}, of_sampler=True),
 }
 
@@ -416,6 +400,16 @@ def _vespo(log_ratio: Tensor, logps: Tensor, advantages: Tensor, o: PolicyOption
     return weights * advantages * logps
 
 
+def discounted_sums(values: Tensor, discount: float) -> Tensor:
+    """``sum_(u >= t) g^(u - t) v_u`` of values ``[B, T]`` with the discount ``g``, in their shape."""
+    length = 1
+    while length < values.shape[1]:  # sums of 1, 2, 4 ... terms, each of two of half the length
+        later = torch.zeros_like(values)
+        later[:, :-length] = values[:, length:]
+        values, length = values + discount**length * later, 2 * length
+    return values
+
+
 @torch.no_grad()
 def fipo_weights(log_ratio: Tensor, mask: Tensor, advantages: Tensor, o: PolicyOptions) -> Tensor:
     """``clip(exp(sum_(u >= t) g^(u - t) log r_u), fipo_low, fipo_high)``, ``g = 2^(-1 / half life)``: FIPO
@@ -432,12 +426,8 @@ def fipo_weights(log_ratio: Tensor, mask: Tensor, advantages: Tensor, o: PolicyO
         ``[B, T]``.
     """
     ratio, delta = ratio_of(log_ratio), o.value("delta")
-    found = torch.where(mask if delta is None else mask & (ratio <= delta), log_ratio, 0.0)
-    decay, length = 2.0 ** (-1.0 / o.fipo_half_life), 1
-    while length < found.shape[1]:  # sums of 1, 2, 4 ... terms, each of two of half the length
-        later = torch.zeros_like(found)
-        later[:, :-length] = found[:, length:]
-        found, length = found + decay**length * later, 2 * length
+    counted = torch.where(mask if delta is None else mask & (ratio <= delta), log_ratio, 0.0)
+    found = discounted_sums(counted, 2.0 ** (-1.0 / o.fipo_half_life))
     weights = ratio_of(found).clamp(o.fipo_low, o.fipo_high)
     return torch.where((advantages < 0) & (ratio > o.fipo_safe_ratio), weights.clamp(max=1.0), weights)
 
@@ -464,7 +454,7 @@ def _real(log_ratio: Tensor, logps: Tensor, advantages: Tensor, o: PolicyOptions
         # One score for "else", of which every row has a finite maximum.
         terms.append((torch.cat([rows, torch.zeros_like(rows[:, :1])], 1).logsumexp(1), members.any(1)))
     (negatives, has_negative), (positives, has_positive) = terms
-    prompts = (1 / of_prompt.clamp(min=1) * (of_prompt > 0)).sum().clamp(min=1)
+    prompts = inputs.number_of_prompts(of_prompt).clamp(min=1)
     share = len(scores) / (of_prompt.clamp(min=1) * prompts)
     return -(torch.where(has_negative & has_positive, negatives + positives, 0.0) * share)[:, None]
 

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from liger_losses.chunked.engine.checks import check_alike, check_names, check_number, check_range
+from liger_losses.chunked.engine.checks import Number, Share, check_alike, check_names, check_number
 from liger_losses.chunked.engine.operators import loss_operator
 from liger_losses.chunked.losses.completion_loss import MAX_EXPONENT
 from liger_losses.chunked.losses.pairs import Pairs, PreferenceLoss, PreferenceMetrics, PreferenceOptions, smoothed
@@ -142,17 +142,14 @@ class CPOOptions(ReferenceFreeOptions):
     """The options of :class:`LigerFusedLinearCPOLoss`."""
 
     average_log_prob: bool | None = None
-    label_smoothing: float = 0.0
+    label_smoothing: Share = 0.0
     loss_type: str = "sigmoid"
-    gamma: float = 0.5
-    reward_alpha: float = 0.0
+    gamma: Number = 0.5
+    reward_alpha: Number = 0.0
 
     def __post_init__(self) -> None:
         super().__post_init__()
         check_names([self.loss_type], _CPO_LOSSES, "loss_type")
-        check_range("label_smoothing", self.label_smoothing, 0.0, 1.0)
-        for name in ("gamma", "reward_alpha"):
-            check_range(name, getattr(self, name), -math.inf, math.inf)
         if self.loss_type == "alphapo" and self.reward_alpha == 0:
             raise ValueError("loss_type='alphapo' needs a reward_alpha other than 0; its paper recommends 0.25.")
 

@@ -18,6 +18,8 @@ from torch import Tensor, nn
 from liger_losses.chunked.engine import Head
 from liger_losses.chunked.engine.agreement import checksum, note
 from liger_losses.chunked.engine.checks import (
+    NotNegative,
+    Positive,
     as_tensor,
     check_alike,
     check_device,
@@ -153,15 +155,13 @@ class UnpairedOptions(CompletionOptions):
 
     compiled: bool = True
     loss_type: str = "kto"
-    desirable_weight: float = 1.0
-    undesirable_weight: float = 1.0
+    beta: Positive = 0.1
+    desirable_weight: NotNegative = 1.0
+    undesirable_weight: NotNegative = 1.0
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_range("beta", self.beta, 0.0, math.inf, open_low=True)
         check_names([self.loss_type], self.loss_types, "loss_type")
-        for name in ("desirable_weight", "undesirable_weight"):
-            check_range(name, getattr(self, name), 0.0, math.inf)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -185,13 +185,9 @@ class UnpairedPreferenceLoss(CompletionLoss):
 
     Args:
         beta: temperature of the implicit reward (> 0).
-        average_log_prob: divide the log-probability of each completion by its length.
-        use_ref_model: whether the loss compares the policy with a reference model.
-        chunk_size, compiled: accepted for code written for liger-kernel, without effect. ``workspace=`` bounds the
-            memory.
-        ignore_index, options: as in :class:`liger_losses.ChunkedLoss`.
         loss_type: a name from :data:`LOSSES`; ``kto`` by default, in BCO's loss ``bco``.
         desirable_weight, undesirable_weight: the weights of desirable and undesirable completions, not negative.
+        options: as in :class:`CompletionLoss`.
     """
 
     metrics = ("mean_logit",)
@@ -392,13 +388,8 @@ class LigerFusedLinearKTOLoss(UnpairedPreferenceLoss):
     See eq. 9 of the paper for weights of unbalanced data.
 
     Args:
-        beta: temperature of the implicit reward (> 0).
-        desirable_weight, undesirable_weight: the weights of desirable and undesirable completions, not negative.
         loss_type: ``kto`` or ``apo_zero_unpaired``.
-        average_log_prob: divide the log-probability of each completion by its length.
-        use_ref_model: whether the loss compares the policy with a reference model.
-        chunk_size, compiled: accepted for code written for liger-kernel, without effect.
-        ignore_index, options: as in :class:`liger_losses.ChunkedLoss`.
+        options: as in :class:`UnpairedPreferenceLoss`.
     """
 
     options_type = KTOOptions
@@ -415,13 +406,7 @@ class LigerFusedLinearBCOLoss(UnpairedPreferenceLoss):
     batches is therefore treated as the same batch. It does not change the running mean, and is compared with the same
     mean as before.
 
-    Args:
-        beta: temperature of the implicit reward (> 0).
-        desirable_weight, undesirable_weight: the weights of desirable and undesirable completions, not negative.
-        average_log_prob: divide the log-probability of each completion by its length.
-        use_ref_model: whether the loss compares the policy with a reference model.
-        chunk_size, compiled: accepted for code written for liger-kernel, without effect.
-        ignore_index, options: as in :class:`liger_losses.ChunkedLoss`.
+    Options as in :class:`UnpairedPreferenceLoss`.
     """
 
     options_type = BCOOptions

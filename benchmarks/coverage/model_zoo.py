@@ -321,15 +321,30 @@ def _tiny(config_class: Any, model_type: str) -> dict[str, Any]:
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
     tiny = _shrunk(config_class, model_type)
-    for name, spec in config_class.sub_configs_defaults.items():
-        if spec.optional and name not in tiny:
-            continue
-        part, given, own = spec.config_class, dict(spec.init_kwargs), tiny.get(name) or {}
+    for name, (part, default_type, given) in _nested(config_class, tiny).items():
+        own = tiny.get(name) or {}
         if part.__name__ == "AutoConfig":
-            given["model_type"] = own.get("model_type", spec.model_type)
+            given["model_type"] = own.get("model_type", default_type)
             part = CONFIG_MAPPING[given["model_type"]]
         tiny[name] = given | _tiny(part, part.model_type) | own
     return tiny
+
+
+def _nested(config_class: Any, given: dict[str, Any]) -> dict[str, tuple[Any, str | None, dict[str, Any]]]:
+    """The class, default type and default arguments of each nested configuration that is given, or made if it is not.
+
+    Before release 5.18 of transformers, only a configuration that is made shows the default type.
+    """
+    if hasattr(config_class, "sub_configs_defaults"):
+        specs = config_class.sub_configs_defaults.items()
+        return {
+            name: (spec.config_class, spec.model_type, dict(spec.init_kwargs))
+            for name, spec in specs
+            if not spec.optional or name in given
+        }
+    made = config_class() if config_class.sub_configs else None
+    types = {name: getattr(getattr(made, name, None), "model_type", None) for name in config_class.sub_configs}
+    return {n: (config_class.sub_configs[n], t, {}) for n, t in types.items() if t is not None or n in given}
 
 
 def _shrunk(config_class: Any, model_type: str) -> dict[str, Any]:

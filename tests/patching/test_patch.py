@@ -14,6 +14,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from benchmarks.coverage import model_zoo
@@ -244,7 +245,7 @@ def test_unpatching_what_fully_shard_has_made_a_unit(one_process):
     plain = MLP()
     ours = copy.deepcopy(plain)
     patch(ours, loss_head=False)
-    fully_shard(ours)
+    fully_shard(ours, mesh=init_device_mesh("cpu", (1,)))  # otherwise it moves the weights to a GPU
     assert isinstance(replacement_of(ours), GatedMLP)
     x = torch.randn(3, plain.down_proj.out_features)
     torch.testing.assert_close(ours(x), plain(x))

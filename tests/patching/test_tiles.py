@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -19,6 +20,7 @@ from liger_losses.patching.mlps import GatedMLP, TokenMLP
 from liger_losses.patching.patch import patch, unpatch
 from liger_losses.patching.swap import replacement_of
 from liger_losses.patching.tiles import Tiles
+from tests.kernels.cases import DEVICE
 from tests.processes import BACKENDS, start
 
 H, INNER = 16, 40
@@ -96,7 +98,7 @@ def results(module, x, through=lambda module, x: module(x)):
     module.zero_grad()
     x = x.detach().requires_grad_(x.requires_grad)
     out = through(module, x)
-    upstream = torch.linspace(-1, 1, out.numel(), dtype=out.dtype).view_as(out)
+    upstream = torch.linspace(-1, 1, out.numel(), dtype=out.dtype, device=out.device).view_as(out)
     out.backward(upstream)
     return [out.detach(), x.grad, *(weight.grad for weight in module.parameters())]
 
@@ -124,8 +126,9 @@ def test_tiles_give_what_the_whole_gives(name, leading):
 @pytest.mark.parametrize("backend", ["torch", "triton"])
 def test_in_half_precision_as_exact_as_the_whole(backend, monkeypatch):
     monkeypatch.setenv("LIGER_LOSSES_BACKEND", backend)
-    plain = made(dtype=torch.bfloat16)
-    x = inputs(3, 40, dtype=torch.bfloat16)
+    device = DEVICE if backend == "triton" else "cpu"
+    plain = made(dtype=torch.bfloat16).to(device)
+    x = inputs(3, 40, dtype=torch.bfloat16).to(device).detach().requires_grad_()
     exact = results(copy.deepcopy(plain).double(), x.double().detach().requires_grad_())
     whole, ours = results(plain, x), results(tiled(plain, 8), x)
     for a, w, e in zip(ours, whole, exact, strict=True):
@@ -313,7 +316,7 @@ def test_weights_that_changed_before_backward():
     for name, change in changes.items():
         ours = tiled(plain)
         weights, out = list(ours.parameters()), ours(x)
-        upstream = torch.linspace(-1, 1, out.numel(), dtype=out.dtype).view_as(out)
+        upstream = torch.linspace(-1, 1, out.numel(), dtype=out.dtype, device=out.device).view_as(out)
         change(ours)
         if name == "modified":
             with pytest.raises(RuntimeError, match="modified by an inplace operation"):
@@ -463,8 +466,9 @@ def test_a_layer_that_is_a_unit_of_its_own(one_process):
     plain, x = made(dtype=torch.float32), inputs(13, dtype=torch.float32)
     expected = results(plain, x)
     ours = tiled(plain)
-    fully_shard(ours.up_proj)
-    fully_shard(ours)
+    mesh = init_device_mesh("cpu", (1,))  # otherwise it moves the weights to a GPU
+    fully_shard(ours.up_proj, mesh=mesh)
+    fully_shard(ours, mesh=mesh)
     with pytest.warns(RuntimeWarning, match="fully_shard has made its up_proj a separate unit"):
         out = ours(x)
     torch.testing.assert_close(out, expected[0], rtol=1e-5, atol=1e-5)

@@ -65,6 +65,9 @@ SMALL_CALL_LOGITS = 1.5e8
 #: Of so few operations, the host takes longer than so many logits (an H100, 4096 x 576 x 49152: 1.8 times the bare
 #: products, and 4.5 times in blocks of the active tokens).
 FEWEST_FLOPS, MOST_SMALL_LOGITS = 1e12, 2.6e8
+#: What is left free of a workspace that was given, where it has room. The caching allocator of CUDA may hand out a block
+#: of memory that is up to 1 MiB larger than a large buffer, and counts all of it; a few such buffers exist at a time.
+LARGER_BUFFERS = {"cuda": 3 * MiB}
 #: The part of a workspace that holds copies of a head's rows (cast, or dequantized): one n-th. Where each copy serves
 #: all tokens of a tile, more of it.
 COPIES, COPIES_OF_TILES = 8, 3
@@ -352,7 +355,10 @@ def _budget(work: Workload, bound: int | None, by_default: bool) -> _Budget:
             f"{given} too small for {work.tokens} tokens of {models} a vocabulary of {work.vocab_size}: give at least "
             f"{least} bytes, {advice}." + see("workspace")
         )
-    most = max(usual, memory // MEMORY_PARTS) if bound is None else bound
+    if bound is None:
+        most = max(usual, memory // MEMORY_PARTS)
+    else:
+        most = bound - min(LARGER_BUFFERS.get(work.device.type, 0), (bound - least) // 4)
     most, least = max(most, least) - vectors - work.dequantized_bytes, least - work.dequantized_bytes
     size = most if not by_default else max(min(usual, most), least - vectors)
     scratch_limit = (4 if work.device.type == "cpu" else 96) * MiB

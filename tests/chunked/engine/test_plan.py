@@ -147,6 +147,21 @@ def test_peak_memory_is_flat_in_the_length_and_under_the_workspace():
     assert max(peaks) <= workspace, peaks
 
 
+def test_blocks_leave_room_for_the_buffers_of_an_allocator():
+    """A GPU's may be 1 MiB larger than asked for; the least workspace is the same, and blocks of it take all of it."""
+    sizes = {"hidden_size": 256, "vocab_size": 50257, "operand_dtype": torch.bfloat16, "temporaries": 0}
+    tokens, memory = 10923, 80 * 2**30
+    gpu, cpu = (Workload(tokens, device=torch.device(kind), device_memory=memory, **sizes) for kind in ("cuda", "cpu"))
+    vectors = tokens * 16 * 4
+    least = gpu.row_bytes + vectors
+    cases = (gpu, 192 * MiB, 3 * MiB), (gpu, least + 4000, 1000), (gpu, least, 0), (cpu, 192 * MiB, 0)
+    for work, bound, spare in cases:
+        assert planning._budget(work, bound, False).kept == planning._budget(work, bound, False).blocks
+        assert planning._budget(work, bound, False).blocks == bound - vectors - spare
+    with pytest.raises(ValueError, match=f"give at least {least} bytes"):
+        planning._budget(gpu, least - 1, False)
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
 def test_peak_memory_in_other_dtypes(dtype):
     workspace = 6 * 2**20

@@ -32,7 +32,7 @@ MUTANTS: dict[str, list[tuple[str, str, str]]] = {
         ("chunked/engine/accumulation.py", "tokens.are_all else torch.zeros", "tokens.are_all else torch.ones"),
         ("chunked/engine/stream.py", "unit_gradient[rows] * g[rows, None]", "unit_gradient[rows]"),
         ("chunked/engine/tokens.py", "values = self.masked(values)\n            elif", "pass\n            elif"),
-        ("chunked/engine/blocks.py", "else _sum_repeated(columns, upstream)", "else upstream"),
+        ("chunked/engine/logit_block.py", "else _sum_repeated(columns, upstream)", "else upstream"),
         ("kernels/online_softmax.py", 'share * (parts["entropy"] - log_share)', 'share * parts["entropy"]'),
         ("kernels/online_softmax.py", "(totals[ends] - totals[ends - sizes])", "totals[ends]"),
         ("kernels/online_softmax.py", ".long() + (ends - sizes)[:, None]", ".long()"),

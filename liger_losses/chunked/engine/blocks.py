@@ -1,13 +1,13 @@
-"""What a block remembers of the logits of some tokens: nothing, exponentials or logits.
+"""What a block remembers of the logits of some tokens: nothing, or exponentials; see :mod:`.logit_block` for logits.
 
 N active tokens, R tokens of a block, C columns of a slice, H hidden size, V vocabulary size, k selected columns.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from functools import cached_property, partial
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -16,15 +16,10 @@ from torch import Tensor
 from liger_losses.chunked.engine.accumulation import Gradients, HeadGradients
 from liger_losses.chunked.engine.call import Call, OpenCall
 from liger_losses.chunked.engine.plan import blocks, padded
-from liger_losses.chunked.engine.query import registered_gradient, registered_values
 from liger_losses.chunked.engine.ranks import on_device
-from liger_losses.kernels.divergence import TEMPORARIES
-from liger_losses.kernels.divergence_forms import finite_logs
 from liger_losses.kernels.label_rows import scale_and_add_label_rows
-from liger_losses.kernels.largest import largest, sum_of_probabilities
 from liger_losses.kernels.linear_exp import Exponentials, gradient_scales, linear_exponentials
 from liger_losses.kernels.linear_grad import linear_softmax_gradient_into
-from liger_losses.kernels.linear_lse import Kept, few_rows, log_sum_exps_into, most_kept_rows
 from liger_losses.kernels.linear_stats import linear_softmax_statistics
 from liger_losses.kernels.logit_transform import Epilogue
 from liger_losses.kernels.matmul import on_side_stream, start_beside
@@ -35,8 +30,6 @@ from liger_losses.kernels.softmax_stats import softmax_statistics
 
 #: Not statistics of the softmax over a row: blocks compute them from whole rows of logits.
 OF_LOGITS = frozenset({"selected_logps", "columns", "rest", "registered"})
-#: Columns are selected without logits in memory if they are at most one in so many: 64 projections are kept for each.
-KEPT_COLUMNS = 256
 #: Tiles whose statistics are merged at once: each merge is dozens of small operations.
 MOST_TILES = 128
 
@@ -286,235 +279,6 @@ class Columns(Block):
             rows = weight if projection is None else projection
             out = head_grads.add(grad, part.hidden, columns, first=first, out=out, rows=rows)
         return out
-
-
-class LogitBlock(Block):
-    """Projections in fp32, whose memory their gradient overwrites: for any statistics, in any dtype."""
-
-    movable = True
-
-    def __init__(self, opened: OpenCall, rows: int) -> None:
-        super().__init__(opened, rows)
-        #: Whether one kernel computes projections and statistics.
-        wanted = self.call.batch_invariant or self.call.query.largest > 0
-        self._fuses = wanted and self.call.work.fused_products
-        #: Whether one kernel computes projections, and log-sum-exps where nothing else is asked for.
-        selects = self.call.query.selects and not self.call.batch_invariant
-        self._takes_tiles = selects and self.call.work.fused_products
-
-    @cached_property
-    def projections(self) -> Tensor:
-        """Memory of the projections ``[R, V]``."""
-        opened = self.opened
-        #: One column beside the vocabulary takes what belongs to columns of other ranks.
-        width = padded(opened.vocab_size + (opened.others is not None))
-        return torch.empty(self.rows, width, dtype=self.call.work.logits_dtype, device=opened.device)
-
-    def _without_logits(self, part: Part) -> bool:
-        """Compute the log-probabilities of selected columns alone, from projections that do not reach memory, where a
-        kernel does so and no gradient is to follow."""
-        call, opened, k = self.call, self.opened, self.call.query.selected
-        if call.strategy != "statistics" or opened.others is not None or k is None:
-            return False
-        if part.values.keys() != {"lse", "selected_logps"} or k.shape[1] * KEPT_COLUMNS > self.vocab_size:
-            return False
-        every = part.columns(call)
-        for at in blocks(len(every), most_kept_rows(opened.device)):
-            columns, lse, epilogue = every[at], part.values["lse"][at], part.epilogue.rows(at)
-            given, kept = (lse, part.hidden[at], opened.weight, None, epilogue), Kept.of(columns, self.vocab_size)
-            if log_sum_exps_into(*given, kept=kept, backend=call.backend) is None:
-                return False
-            bias = None if opened.bias is None else opened.bias[columns]
-            part.values["selected_logps"][at] = epilogue.transform(kept.at(columns), bias) - lse[:, None]
-        return True
-
-    def fill(self, part: Part, upstream: Upstream | None = None) -> None:
-        call, labels = self.call, self.opened.labels[part.rows]
-        names, weight, lse, tiles = call.block_names - OF_LOGITS, self.opened.weight, part.values["lse"], None
-        alone = names == {"lse"} and not call.batch_invariant
-        few = alone and few_rows(len(part.hidden))
-        if self._takes_tiles and alone and not few and self._without_logits(part):
-            return
-        projected = self._projected(part)
-        if self._takes_tiles and alone and not few:
-            tiles = log_sum_exps_into(lse, part.hidden, weight, projected, part.epilogue, backend=call.backend)
-        if tiles is not None:
-            computed = {"lse": lse}
-        elif self._fuses and not few:
-            computed = fused_statistics(self.opened, part, weight, labels, part.epilogue, part.values, projected)
-        else:
-            self.opened.projection.into(projected, part.hidden, 0, self.vocab_size)
-            computed = softmax_statistics(
-                projected,
-                labels,
-                names,
-                part.epilogue,
-                scratch=call.plan.scratch,
-                backend=call.backend,
-            )
-        if call.query.largest:
-            self._add_largest(computed, projected, part, tiles)
-        if call.query.selects and "selected_logps" in part.values.keys() - computed.keys():
-            columns, owned = self._selected(computed["columns"] if call.query.largest else part.columns(call))
-            bias = None if self.opened.bias is None else self.opened.bias[columns]
-            logits = part.epilogue.transform(projected.gather(1, columns), bias)
-            computed["selected_logps"] = (
-                logits - computed["lse"][:, None] if owned is None else torch.where(owned, logits, 0.0)
-            )
-        if self.opened.others is not None:
-            # All ranks have the columns of the largest.
-            self.opened.merge_(part.rows, {name: value for name, value in computed.items() if name != "columns"})
-        if "rest" in part.values.keys() - computed.keys():
-            columns = part.columns(call) if call.query.selected is not None else computed["columns"]
-            computed["rest"] = self._rest(projected, columns, computed["lse"], part.epilogue)
-        if call.query.registered:
-            computed["registered"] = projected.new_empty(len(projected), len(call.query.registered))
-            for at, log_p, _ in self._log_probs(projected, computed["lse"], part.epilogue):
-                computed["registered"][at] = registered_values(call.query.registered, log_p, call.ranks)
-        part.put(computed, whole=len(part.hidden) == self.opened.count)
-
-    def _rest(self, projected: Tensor, columns: Tensor, lse: Tensor, epilogue: Epilogue) -> Tensor:
-        """The log-probability of all columns but ``[R, k]``, from the sum of their probabilities.
-
-        The projections of the k columns are -inf while the sum is taken.
-        """
-        columns, owned = self._selected(columns)
-        wide = projected
-        if owned is not None:  # one column beside the vocabulary stands for all columns of other ranks
-            wide = projected.as_strided((len(projected), self.vocab_size + 1), projected.stride())
-            columns = torch.where(owned, columns, self.vocab_size)
-        kept = wide.gather(1, columns)
-        wide.scatter_(1, columns, -torch.inf)
-        scratch, backend = self.call.plan.scratch, self.call.backend
-        sums = sum_of_probabilities(projected, lse, epilogue, scratch=scratch, backend=backend)
-        wide.scatter_(1, columns, kept)
-        return self.call.ranks.sum_(sums).log()
-
-    def _add_largest(self, computed: dict[str, Tensor], projected: Tensor, part: Part, tiles: Tensor | None) -> None:
-        """Compute the columns ``[R, k]`` of the largest logits of the whole vocabulary, on all ranks that share it.
-
-        If one process has the whole vocabulary, also compute their log-probabilities; and, if the query asks for it and
-        the kernel has it anyway, the log-probability of all other columns.
-        """
-        k, backend, ranks = min(self.call.query.largest, self.vocab_size), self.call.backend, self.call.ranks
-        if self.opened.others is not None:
-            logits, columns, _ = largest(projected, part.epilogue, k, backend, tiles=tiles)
-            computed["columns"] = ranks.largest(logits, columns + self.opened.first_column, self.call.query.largest)
-            return
-        names, lse = ("selected_logps", "columns"), computed["lse"]
-        out = (part.values[names[0]], part.values[names[1]]) if part.values.keys() >= {*names} else None
-        rest = "rest" in part.values
-        found = largest(projected, part.epilogue, k, backend, tiles=tiles, lse=lse, out=out, rest=rest)
-        computed.update(zip(names, found[:2], strict=True))
-        if found.rest is not None:
-            computed["rest"] = found.rest
-
-    def _log_probs(
-        self, projected: Tensor, lse: Tensor, epilogue: Epilogue
-    ) -> Iterator[tuple[slice, Tensor, Epilogue]]:
-        """Some rows at a time: which, their log-probabilities ``[r, V]``, and their epilogue."""
-        row_bytes = TEMPORARIES * self.call.work.vocab_size * projected.dtype.itemsize  # as the largest rank has
-        for at in blocks(len(projected), self.call.plan.scratch // max(row_bytes, 1)):
-            own = epilogue.rows(at)
-            yield at, finite_logs(own(projected[at]) - lse[at, None]), own
-
-    def _selected(self, columns: Tensor) -> tuple[Tensor, Tensor | None]:
-        """The selected columns ``[R, k]`` that this rank computes, and which they are (0 for others)."""
-        if self.opened.others is None:
-            return columns, None
-        columns = columns - self.opened.first_column
-        owned = (columns >= 0) & (columns < self.vocab_size)
-        return torch.where(owned, columns, 0), owned
-
-    def move(self, order: Tensor, sources: Tensor, targets: Tensor) -> None:
-        move_rows_(self.projections, sources, targets, backend=self.call.backend)
-
-    def refill(self, part: Part, upstream: Upstream) -> None:
-        opened, projected = self.opened, self._projected(part)
-        if self._fuses and self.call.batch_invariant:
-            labels, lse = opened.labels[part.rows], part.values["lse"]
-            new = {name: torch.empty_like(lse) for name in self.call.block_names - OF_LOGITS}  # forward's are saved
-            fused_statistics(opened, part, opened.weight, labels, part.epilogue, new, projected)
-        else:
-            opened.projection.into(projected, part.hidden, 0, self.vocab_size)
-
-    def _projected(self, part: Part) -> Tensor:
-        """The memory of the part's projections, ``[R, V]``."""
-        return self.projections[: len(part.hidden), : self.vocab_size]
-
-    def gradients(
-        self, part: Part, upstream: Upstream, head_grads: HeadGradients, out_view: Tensor | None = None
-    ) -> Tensor | None:
-        columns = slice(0, self.vocab_size)
-        selected = upstream.get("selected_logps")
-        if selected is not None:
-            # Every log-probability adds -g p to the whole row; what it adds at its label's column follows.
-            others = {name: g for name, g in upstream.items() if name != "selected_logps"}
-            upstream = {**others, "lse": others.get("lse", 0.0) - selected.sum(1)}
-        registered = upstream.get("registered")
-        upstream = {name: g for name, g in upstream.items() if name != "registered"}
-        coefficients = SoftmaxGradient.of(upstream, part.values, self.call.query.class_weight)
-        projected = self._projected(part)
-        if registered is not None:
-            self._write_registered(projected, part, registered, coefficients, head_grads.bias)
-            grad = projected.view(self.call.work.operand_dtype)[:, columns]
-        else:
-            grad = projection_gradient(self.opened, projected, part, columns, coefficients, head_grads.bias)
-        if selected is not None:
-            self._add_selected(grad, part, coefficients, selected, head_grads.bias)
-        return head_grads.add(grad, part.hidden, columns, first=part.rows.start == 0, into=out_view)
-
-    def _write_registered(
-        self,
-        projected: Tensor,
-        part: Part,
-        upstream: Tensor,
-        coefficients: SoftmaxGradient,
-        grad_bias: Tensor | None,
-    ) -> None:
-        """Write the gradient of all statistics in the memory of the projections, ``upstream [R, m]`` of registered ones
-        included: nothing is rounded twice."""
-        query, call, opened = self.call.query, self.call, self.opened
-        columns = torch.arange(self.vocab_size, device=opened.device) + opened.first_column
-        own_weight = None if query.class_weight is None else query.class_weight[columns]
-        labels, lse = call.tokens.labels[part.rows, None], part.values["lse"]
-        for at, log_p, epilogue in self._log_probs(projected, lse, part.epilogue):
-            logits, own = epilogue(projected[at]), coefficients.rows(at.start, at.stop)
-            grad = own.at(logits, lse[at], columns == labels[at], own_weight, call.vocab_size)
-            grad += registered_gradient(query.registered, log_p, upstream[at], call.ranks)
-            grad = epilogue.transform.chain_(grad, logits)
-            if grad_bias is not None:
-                grad_bias += grad.sum(0)
-            projected.view(call.work.operand_dtype)[at, : self.vocab_size].copy_(grad)
-
-    def _add_selected(
-        self, grad: Tensor, part: Part, coefficients: SoftmaxGradient, upstream: Tensor, grad_bias: Tensor | None
-    ) -> None:
-        """Write the gradient at the selected columns again, with ``upstream [R, k]``: nothing is rounded twice."""
-        query, lse, transform = self.call.query, part.values["lse"], part.epilogue.transform
-        columns, labels = part.columns(self.call), self.call.tokens.labels[part.rows, None]
-        local, owned = self._selected(columns)
-        logits = part.values["selected_logps"] + lse[:, None]
-        slope = transform.slope(logits) * transform.factor(logits)
-        class_weight = None if query.class_weight is None else query.class_weight[columns]
-        total = coefficients.at(logits, lse, columns == labels, class_weight, self.call.vocab_size)
-        total += upstream if query.largest else _sum_repeated(columns, upstream)
-        if grad_bias is not None:
-            added = upstream * slope if owned is None else torch.where(owned, upstream * slope, 0.0)
-            # Unlike index_add_, this is the same from run to run.
-            grad_bias.index_put_((local.flatten(),), added.flatten(), accumulate=True)
-        if owned is not None:
-            grad = grad.as_strided((len(grad), self.vocab_size + 1), grad.stride())
-            local = torch.where(owned, local, self.vocab_size)
-        grad.scatter_(1, local, (total * slope).to(grad.dtype))
-
-
-def _sum_repeated(columns: Tensor, values: Tensor) -> Tensor:
-    """``values [R, k]``; where a row of ``columns [R, k]`` repeats a column, the sum of its values at each place."""
-    ordered, order = columns.sort(dim=-1, stable=True)
-    first = torch.searchsorted(ordered, ordered)
-    sums = torch.zeros_like(values).scatter_add_(1, first, values.gather(1, order))
-    return torch.empty_like(values).scatter_(1, order, sums.gather(1, first))
 
 
 def projection_gradient(

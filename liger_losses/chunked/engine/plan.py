@@ -65,7 +65,7 @@ SMALL_CALL_LOGITS = 1.5e8
 #: Of so few operations, the host takes longer than so many logits (an H100, 4096 x 576 x 49152: 1.8 times the bare
 #: products, and 4.5 times in blocks of the active tokens).
 FEWEST_FLOPS, MOST_SMALL_LOGITS = 1e12, 2.6e8
-#: What is left free of a workspace that was given, where it has room. The caching allocator of CUDA may hand out a block
+#: What is left free of a workspace that was given, where it has room. CUDA's caching allocator may hand out a block
 #: of memory that is up to 1 MiB larger than a large buffer, and counts all of it; a few such buffers exist at a time.
 LARGER_BUFFERS = {"cuda": 3 * MiB}
 #: The part of a workspace that holds copies of a head's rows (cast, or dequantized): one n-th. Where each copy serves

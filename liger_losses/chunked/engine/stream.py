@@ -11,8 +11,9 @@ import torch
 from torch import Tensor
 
 from liger_losses.chunked.engine.accumulation import Gradients, HeadGradients, HiddenGradients
-from liger_losses.chunked.engine.blocks import Block, Columns, ExponentialBlock, LogitBlock, Part, Upstream
+from liger_losses.chunked.engine.blocks import Block, Columns, ExponentialBlock, Part, Upstream
 from liger_losses.chunked.engine.call import Call, OpenCall
+from liger_losses.chunked.engine.logit_block import LogitBlock
 from liger_losses.chunked.engine.plan import blocks, padded
 from liger_losses.chunked.engine.ranks import ALONE
 from liger_losses.chunked.engine.two_models import TwoModels

@@ -13,7 +13,7 @@ from liger_losses import (
     linear_token_loss,
     linear_topk,
 )
-from liger_losses.chunked.engine import blocks, query, tokens
+from liger_losses.chunked.engine import logit_block, query, tokens
 from liger_losses.kernels import BACKENDS, largest
 from liger_losses.kernels._triton import INTERPRETED
 from liger_losses.kernels.linear_lse import log_sum_exps_into
@@ -214,8 +214,8 @@ def test_selected_columns_without_logits_in_memory(monkeypatch):
             options=EngineOptions(backend=backend, compact=False),
         ).selected_logps  # fmt: skip
 
-    monkeypatch.setattr(blocks, "log_sum_exps_into", counted)
-    monkeypatch.setattr(blocks, "few_rows", lambda tokens: False)
+    monkeypatch.setattr(logit_block, "log_sum_exps_into", counted)
+    monkeypatch.setattr(logit_block, "few_rows", lambda tokens: False)
     exact = found("torch", columns)
     torch.testing.assert_close(found("triton", columns), exact, rtol=1e-4, atol=1e-4)
     assert calls == [None]

@@ -204,6 +204,7 @@ MUTANTS: dict[str, list[tuple[str, str, str]]] = {
         ("chunked/engine/few_tokens.py", 'found.clone() if name in', 'found if name in'),
         ("chunked/engine/straight_line.py", "unbounded and default_bound() is None and", "unbounded and"),
         ("chunked/engine/few_tokens.py", "targets, self.ignored)", "targets, targets)"),
+        ("chunked/engine/few_tokens.py", "labels != self.ignore_index).sum()", "labels != 1).sum()"),
     ],
     "tests/kernels/test_reading.py tests/patching/test_known_labels.py tests/test_sequences.py": [
         ("kernels/reading.py", "asked.version == version_of(labels[0]) >= 0", "asked.version >= 0"),

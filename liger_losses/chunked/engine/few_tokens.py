@@ -120,6 +120,8 @@ class StraightLine:
         hidden, labels = self.joined(tokens)
         found: Any
         block: Any
+        if self.coupled is None and self.fused is not None:
+            return self.of_logps(self.values(hidden, weight, labels)[0].logp, labels), (), None
         if self.coupled is None:
             block = self.rows.project(hidden, weight, labels)
             found = self.rows.loss(block, labels, hidden, self.scales, self.mean)
@@ -131,6 +133,11 @@ class StraightLine:
             return loss, metrics, None
         found = self.rows.gradients(block, labels, hidden, values.lse, None, Derivatives(logp=derivative))
         return loss, metrics, self.products(found, weight, needs)
+
+    def of_logps(self, logps: Tensor, labels: Tensor) -> Tensor:
+        """The loss of log-probabilities, which are 0 for tokens without loss."""
+        total = logps.sum() * self.scales[0]
+        return total / (labels != self.ignore_index).sum().clamp_(min=1) if self.mean else total
 
     def products(
         self, found: Any, weight: Tensor, needs: Sequence[bool]

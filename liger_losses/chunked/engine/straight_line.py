@@ -235,7 +235,7 @@ def _prepared(
     dtypes = {hidden.dtype, weight.dtype, run.work.operand_dtype, run.grad_weight_dtype}
     here = not weight.is_cuda or weight.get_device() == torch.cuda.current_device()
     served = {*query.statistics} <= NAMES and {*query.metrics} <= METRICS
-    served = run.strategy == "one_pass" if query.separable else served
+    served = run.strategy in ("one_pass", "statistics") if query.separable else served
     alike = len(dtypes) == 1 and run.work.logits_dtype == torch.float32 and not head.batch_invariant
     if not (decision.backend == "triton" and here and served and alike):
         return known
@@ -245,6 +245,8 @@ def _prepared(
     unbounded = unbounded and default_bound() is None and options.compact
     large = unbounded and line.multiplications >= MIN_FUSED and not line.mean_logit
     if run.strategy == "statistics" and run.work.fused_products and large:
+        if line.scales[1] is not None:
+            return known
         flat, entropy = line.joined(tokens)[0], line.entropy
         line.fused = MaskedStatistics(flat, weight, ignore_index, transform, line.right, entropy, "triton")
         return line

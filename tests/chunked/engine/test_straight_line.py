@@ -90,6 +90,11 @@ def test_cross_entropy(name, dtype):
         found.append((value, *gradients, *again))
     assert lines() == (1, 1)
     assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+    with torch.no_grad():
+        alone = loss(weight, hidden, labels)
+        empty = loss(weight, hidden, labels.fill_(-100))
+    assert torch.equal(alone, found[0][0])
+    assert (lines(), float(empty)) == ((2, 2), 0.0)
     for ours, theirs in zip(found[0], (expected, h.grad, w.grad, h.grad, w.grad), strict=True):
         size = SIZES[dtype] * theirs.detach().abs().max().item()
         torch.testing.assert_close(ours.double(), theirs, rtol=SIZES[dtype], atol=size)
@@ -477,6 +482,14 @@ def test_statistics_beside_the_product(monkeypatch):
     for name, value in expected.items():
         torch.testing.assert_close(getattr(found, name).double(), value.where(active, 0.0), rtol=1e-5, atol=1e-5)
     assert not found.lse[~active].any()
+    for reduction in ("mean", "sum"):
+        straight_line._lines.clear()
+        loss = LigerFusedLinearCrossEntropyLoss(reduction=reduction, softcap=5.0, backend="triton")
+        with torch.no_grad():
+            total = loss(weight, hidden, labels)
+        assert next(iter(straight_line._lines.values())).fused is not None
+        terms = -expected["logp"][active]
+        assert abs(float(total) - float(terms.mean() if reduction == "mean" else terms.sum())) < 1e-4
     for workspace in (None, 2**20):
         straight_line._lines.clear()
         set_default_workspace(None if workspace else 2**20)

@@ -33,18 +33,13 @@ def fused_lm_head_logprob(
     tp_group: dist.ProcessGroup,
     inference_only: bool,
 ) -> Tensor:
-    """Replaces ``_fused_lm_head_logprob_apply``: the log-probabilities of the targets.
+    """Replaces ``_fused_lm_head_logprob_apply``: the log-probabilities ``[B, S]`` of the targets, fp32.
 
     Args:
         hidden: ``[B, S, H]``, of a sequence that is gathered. Its gradient is this rank's part, as SkyRL's own.
         weight: ``[V / W, H]``, this rank's rows, ``vocab_start_index`` to ``vocab_end_index``.
         target: ``[B, S]``, shifted already.
-        tp_group: the ranks that share the vocabulary.
-        inference_only: without gradients.
         backend, chunk_size: make no difference.
-
-    Returns:
-        ``[B, S]``, fp32.
     """
     temperature = getattr(_thread, "temperature", 1.0)
     with torch.set_grad_enabled(torch.is_grad_enabled() and not inference_only):
@@ -82,18 +77,9 @@ _REPLACEMENTS = Replacements(
     "the fused head",
     Place(_MODULE, "_fused_lm_head_logprob_apply", lambda original: fused_lm_head_logprob, fused_lm_head_logprob),
     Place(_MODULE, "_fused_vocab_parallel_entropy_from_hidden", lambda original: fused_entropy, fused_entropy),
-    Place(_MODULE, "from_parallel_hidden_to_logprobs", around(_with_temperature), takes=("temperature",)),
-    Place(
-        _MODULE, "from_parallel_hidden_to_logprobs_packed_sequences", around(_with_temperature), takes=("temperature",)
+    *(
+        Place(_MODULE, f"from_parallel_hidden_to_logprobs{end}", around(_with_temperature), takes=("temperature",))
+        for end in ("", "_packed_sequences")
     ),
 )
-
-
-def install() -> None:
-    """Replace SkyRL's fused head, now or when SkyRL imports it."""
-    _REPLACEMENTS.install()
-
-
-def uninstall() -> None:
-    """Restore what :func:`install` replaced."""
-    _REPLACEMENTS.uninstall()
+install, uninstall = _REPLACEMENTS.install, _REPLACEMENTS.uninstall

@@ -1,8 +1,9 @@
 """verl's fused heads, computed by this library: with ``use_fused_kernels=True``, that is all there is to do.
 
-verl 0.9 imports :mod:`liger_losses.integrations.verl_plugin` by itself where this package is installed, and that
-installs this. ``fused_kernel_options.impl_backend`` then makes no difference. N tokens, H hidden size, V vocabulary
-size.
+verl 0.9 imports :mod:`liger_losses.integrations.verl_plugin` by itself where this package is installed, and that calls
+:func:`install`, which replaces them and the distillation, now or when verl imports them. The heads are
+``FusedLinearForPPO.forward``, of the FSDP engine with the backends ``torch`` and ``liger``, and
+``linear_cross_entropy``, of the FSDP engine with the backend ``triton`` and of the Megatron engine.
 """
 
 from __future__ import annotations
@@ -48,32 +49,19 @@ def linear_cross_entropy(
     return {"none": logps, "sum": logps.sum(), "mean": logps.mean()}[reduction.lower()], entropy
 
 
-TORCH_HEAD, TRITON_HEAD = "verl.utils.experimental.torch_functional", "verl.utils.kernel.linear_cross_entropy"
-#: Modules that import the second head's function by name.
-_USERS = ("verl.models.mcore.model_forward_fused", "verl.models.mcore.model_forward_1f1b_overlap")
+_TORCH_HEAD = "verl.utils.experimental.torch_functional"
+#: The module of the second head's function, and those that import it by name.
+_TRITON_HEAD = (
+    "verl.utils.kernel.linear_cross_entropy",
+    *("verl.models.mcore.model_forward_fused", "verl.models.mcore.model_forward_1f1b_overlap"),
+)
 REPLACEMENTS = Replacements(
     "verl",
     "verl",
     "0.9",
     "the fused heads and the top-k distillation",
-    Place(TORCH_HEAD, "FusedLinearForPPO.forward", lambda original: fused_linear_for_ppo, fused_linear_for_ppo),
-    *(
-        Place(module, "linear_cross_entropy", lambda original: linear_cross_entropy)
-        for module in (TRITON_HEAD, *_USERS)
-    ),
+    Place(_TORCH_HEAD, "FusedLinearForPPO.forward", lambda original: fused_linear_for_ppo, fused_linear_for_ppo),
+    *(Place(module, "linear_cross_entropy", lambda original: linear_cross_entropy) for module in _TRITON_HEAD),
     *verl_distillation.PLACES,
 )
-
-
-def install() -> None:
-    """Replace verl's fused heads and its distillation, now or when verl imports them.
-
-    The heads are ``FusedLinearForPPO.forward``, of the FSDP engine with the backends ``torch`` and ``liger``, and
-    ``linear_cross_entropy``, of the FSDP engine with the backend ``triton`` and of the Megatron engine.
-    """
-    REPLACEMENTS.install()
-
-
-def uninstall() -> None:
-    """Restore what :func:`install` replaced."""
-    REPLACEMENTS.uninstall()
+install, uninstall = REPLACEMENTS.install, REPLACEMENTS.uninstall

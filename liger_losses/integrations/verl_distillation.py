@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -40,13 +40,6 @@ MODES = {
 _HEADS = ("lm_head.weight", "model.embed_tokens.weight")
 
 
-class _Mode(NamedTuple):
-    """A step's loss mode among :data:`MODES`, and the folder of the teacher's checkpoint."""
-
-    divergence: Divergence
-    folder: str
-
-
 @dataclass
 class _Distilled:
     """A micro-batch that is distilled while its head computes log-probabilities.
@@ -55,14 +48,14 @@ class _Distilled:
         entropy: whether entropies are wanted.
         columns, teacher: the teacher's ``[1, N, K]``, and their log-probabilities, for the tokens that the head gets;
             or anything ``[1, N, 1]``, and the teacher's hidden states ``[1, N, Ht]``.
-        mode: where they are hidden states, the loss mode.
+        mode: where they are hidden states, the divergence and the folder of the teacher's checkpoint.
         student: the log-probabilities ``[1, N, K]``, or the divergences ``[1, N]``, that the head has found.
     """
 
     entropy: bool
     columns: Tensor
     teacher: Tensor
-    mode: _Mode | None = None
+    mode: tuple[Divergence, str] | None = None
     student: Tensor | None = None
 
     @property
@@ -71,7 +64,7 @@ class _Distilled:
         return self.columns.shape
 
 
-#: ``mode``: of the step that this thread is in, or ``None``; ``batch``: its micro-batch, or ``None``.
+#: ``mode``: of the step that this thread is in, as in :class:`_Distilled`; ``batch``: its micro-batch, or ``None``.
 _thread = threading.local()
 
 
@@ -127,12 +120,13 @@ def head_statistics(
             "columns of the same packed sequences."
         )
     if batch.mode is not None:
-        head = teacher_head(batch.mode.folder, hidden_states.device, hidden_states.dtype)
+        divergence, folder = batch.mode
+        head = teacher_head(folder, hidden_states.device, hidden_states.dtype)
         teacher = Teacher(batch.teacher.reshape(*shape, -1).to(hidden_states.dtype), head)
         # As verl's logits: the student's are divided by the temperature, the teacher's are not.
         transform = LogitTransform(logit_scale=1 / float(temperature))
         found = linear_divergence(
-            hidden_states, weight, labels.long(), teacher, batch.mode.divergence, logp=True, transform=transform
+            hidden_states, weight, labels.long(), teacher, divergence, logp=True, transform=transform
         )
         logps, student = _Tie.apply(found.logp, found.divergence)
         batch.student = student.reshape(columns.shape[:-1])
@@ -221,7 +215,7 @@ def _step_of_mode(
         folders = [teacher.model_path for teacher in config.teacher_models.values()]
         if len(folders) != 1:
             raise ValueError(f"loss_mode={name} takes one teacher, got {len(folders)}.")
-        _thread.mode = _Mode(MODES[name], folders[0])
+        _thread.mode = MODES[name], folders[0]
     return original(self, micro_batch, loss_function, forward_only)
 
 

@@ -6,7 +6,8 @@ distributions is a constant.
 
 from __future__ import annotations
 
-import inspect
+import functools
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -17,28 +18,23 @@ import liger_losses
 from liger_losses.chunked.engine import EngineOptions, Head, linear_statistics
 from liger_losses.chunked.losses.softmax_divergences import jsd
 from liger_losses.integrations import on_logits
-from liger_losses.integrations.liger.call_forms import module_class, with_arguments
+from liger_losses.integrations.liger.call_forms import called_as, module_class
 from liger_losses.kernels.logit_transform import LogitTransform
 
+_OPTIONS = " ".join(("ce_weight", *liger_losses.LigerFusedLinearCrossEntropyLoss.positions))
 
+
+@called_as(f"input weight target bias {_OPTIONS} chunk_mem_const:")
 def fused_linear_cross_entropy(
-    input: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None = None, *options: Any, **named: Any
+    input: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None = None, **options: Any
 ) -> Any:
     """``liger_fused_linear_cross_entropy``: the loss of :class:`liger_losses.LigerFusedLinearCrossEntropyLoss`.
 
-    liger-kernel's model forwards read the names of these arguments, and pass on what they find among them.
-
     Args:
         input, weight, target, bias: ``[N, H]``, ``[V, H]``, ``[N]``, ``[V]``.
-        options, named: arguments of that class's constructor; and ``chunk_mem_const``, which has no effect.
+        options: arguments of that class's constructor; ``chunk_mem_const`` has no effect.
     """
-    named.pop("chunk_mem_const", None)
-    loss = liger_losses.LigerFusedLinearCrossEntropyLoss(*options[: len(_OPTIONS)], **named)
-    return loss(weight, input, target, bias)
-
-
-_OPTIONS = ("ce_weight", *liger_losses.LigerFusedLinearCrossEntropyLoss.positions)
-with_arguments(fused_linear_cross_entropy, f"input weight target bias {' '.join(_OPTIONS)} chunk_mem_const", 3)
+    return liger_losses.LigerFusedLinearCrossEntropyLoss(**options)(weight, input, target, bias)
 
 
 class LigerCrossEntropyLoss(on_logits.CrossEntropyOfLogits):
@@ -61,38 +57,33 @@ class LigerCrossEntropyLoss(on_logits.CrossEntropyOfLogits):
         return found._replace(loss=found.loss.to(_input.dtype), z_loss=z_loss)
 
 
-def cross_entropy(*arguments: Any, **keywords: Any) -> Any:
-    """``liger_cross_entropy``: :class:`LigerCrossEntropyLoss` by torch's arguments.
-
-    ``size_average`` and ``reduce`` have no effect.
-    """
-    options = inspect.signature(cross_entropy).bind(*arguments, **keywords).arguments
-    logits, target = options.pop("input"), options.pop("target")
-    options = {name: value for name, value in options.items() if name not in ("size_average", "reduce")}
-    return LigerCrossEntropyLoss(**options)(logits, target)
-
-
-with_arguments(
-    cross_entropy,
-    "input target weight size_average ignore_index reduce reduction label_smoothing lse_square_scale softcap "
-    "return_z_loss return_token_accuracy return_predicted_tokens",
-    2,
+@called_as(
+    "input target weight size_average: ignore_index reduce: reduction label_smoothing lse_square_scale softcap "
+    "return_z_loss return_token_accuracy return_predicted_tokens"
 )
+def cross_entropy(input: Tensor, target: Tensor, **options: Any) -> Any:
+    """``liger_cross_entropy``: :class:`LigerCrossEntropyLoss` by torch's arguments."""
+    return LigerCrossEntropyLoss(**options)(input, target)
 
 
-def _of_apply(found: Any) -> tuple[Tensor | None, ...]:
-    """Loss, z-loss, token accuracy, predicted tokens; ``None`` for what was not asked for."""
-    return tuple(found) if isinstance(found, tuple) else (found, None, None, None)
+def _with_all_results(function: Callable[..., Any]) -> Callable[..., tuple[Tensor | None, ...]]:
+    """``apply``, which returns loss, z-loss, token accuracy, predicted tokens; ``None`` for what was not asked for."""
+
+    @functools.wraps(function)
+    def apply(*arguments: Any) -> tuple[Tensor | None, ...]:
+        found = function(*arguments)
+        return tuple(found) if isinstance(found, tuple) else (found, None, None, None)
+
+    return apply
 
 
-def apply_fused_linear_cross_entropy(*arguments: Any) -> tuple[Tensor | None, ...]:
-    """``LigerFusedLinearCrossEntropyFunction.apply``: loss, z-loss, token accuracy, predicted tokens."""
-    return _of_apply(fused_linear_cross_entropy(*arguments))
+apply_fused_linear_cross_entropy = _with_all_results(fused_linear_cross_entropy)
 
 
-def apply_cross_entropy(_input: Tensor, target: Tensor, *options: Any) -> tuple[Tensor | None, ...]:
-    """``LigerCrossEntropyFunction.apply``: loss, z-loss, token accuracy, predicted tokens."""
-    return _of_apply(LigerCrossEntropyLoss(*options[:9])(_input, target))
+@_with_all_results
+def apply_cross_entropy(_input: Tensor, target: Tensor, *options: Any) -> Any:
+    """``LigerCrossEntropyFunction.apply``: :class:`LigerCrossEntropyLoss` by position."""
+    return LigerCrossEntropyLoss(*options[:9])(_input, target)
 
 
 def scaled_cross_entropy(
@@ -128,23 +119,13 @@ def scaled_cross_entropy(
     return outputs if len(outputs) > 1 else outputs[0]
 
 
-def scaled_cross_entropy_tp(
-    _input: Tensor,
-    weight: Tensor,
-    target: Tensor,
-    tp_group: dist.ProcessGroup | None = None,
-    temperature: float = 1.0,
-    ignore_index: int = -100,
-    tiles_per_reduce: int = 1,
-    return_entropy: bool = False,
-) -> Any:
+@called_as("_input weight target tp_group:group temperature ignore_index tiles_per_reduce: return_entropy")
+def scaled_cross_entropy_tp(*, group: dist.ProcessGroup | None = None, **call: Any) -> Any:
     """``LigerFusedLinearScaledCrossEntropyTPFunction.apply``: the same for ranks that share the vocabulary.
 
     ``tp_group`` are all ranks by default.
     """
-    group = dist.group.WORLD if tp_group is None else tp_group
-    options = (temperature, ignore_index, tiles_per_reduce, return_entropy)
-    return scaled_cross_entropy(_input, weight, target, *options, group=group)
+    return scaled_cross_entropy(**call, group=dist.group.WORLD if group is None else group)
 
 
 def fused_linear_jsd(
@@ -215,17 +196,8 @@ def kl_div(
     return nn.functional.kl_div(input.float(), target.detach().float(), reduction=reduction, log_target=log_target)
 
 
-def functional_kl_div(
-    input: Tensor,
-    target: Tensor,
-    size_average: bool = True,
-    reduce: bool = True,
-    reduction: str = "mean",
-    log_target: bool = False,
-    eps: float = 1e-10,
-) -> Tensor:
-    """``liger_kl_div``: :func:`kl_div` by torch's arguments; ``size_average`` and ``reduce`` have no effect."""
-    return kl_div(input, target, reduction, log_target)
+#: ``liger_kl_div``: :func:`kl_div` by torch's arguments.
+functional_kl_div = called_as("input target size_average: reduce: reduction log_target eps", reduction="mean")(kl_div)
 
 
 class LigerKLDIVLoss(nn.KLDivLoss):
@@ -260,63 +232,47 @@ def total_variation(
     return terms.sum() / divisors[reduction]
 
 
-def functional_tvd(
-    input: Tensor, target: Tensor, shift_labels: Tensor | None = None, reduction: str = "mean", ignore_index: int = -100
-) -> Tensor:
-    """``liger_tvd``: :func:`total_variation`, with another reduction by default."""
-    return total_variation(input, target, shift_labels, reduction, ignore_index)
-
-
-_MODELS = "student_input student_weight teacher_input teacher_weight shift_labels"
+#: ``liger_tvd``: :func:`total_variation`, with another reduction by default.
+functional_tvd = called_as("input:p target:q shift_labels reduction ignore_index", reduction="mean")(total_variation)
 LigerFusedLinearJSD = module_class(
-    "LigerFusedLinearJSD", fused_linear_jsd, _MODELS, "jsd_beta ignore_index temperature accum_dtype"
+    "LigerFusedLinearJSD", fused_linear_jsd, "jsd_beta ignore_index temperature accum_dtype"
 )
-LigerJSD = module_class("LigerJSD", mean_jsd, "log_q log_p shift_labels", "beta ignore_index")
-LigerTVDLoss = module_class("LigerTVDLoss", total_variation, "p q shift_labels", "reduction ignore_index")
-
-#: The arguments of ``triton_grpo_loss`` that :func:`on_logits.grpo_loss` calls by other names.
-_GRPO_NAMES = {
-    "old_logp": "old_logps",
-    "ref_logp": "ref_logps",
-    "completion_mask": "mask",
-    "eps_low": "epsilon_low",
-    "eps_high": "epsilon_high",
-    "vllm_is_ratio": "is_ratio",
-}
-#: The defaults of those arguments that this library's loss does not have.
-_GRPO_DEFAULTS: dict[str, Any] = {
-    "temperature": 0.9,
-    "beta": 0.04,
-    "eps_low": 0.2,
-    "eps_high": 0.4,
-    "loss_type": "dapo",
-}
+LigerJSD = module_class(
+    "LigerJSD", called_as("log_q:input log_p:target shift_labels beta ignore_index")(mean_jsd), "beta ignore_index"
+)
+LigerTVDLoss = module_class("LigerTVDLoss", total_variation, "reduction ignore_index")
 
 
-def triton_grpo_loss(*arguments: Any, **keywords: Any) -> Any:
+@called_as(
+    "logits old_logp:old_logps ref_logp:ref_logps completion_ids advantages completion_mask:mask temperature beta "
+    "eps_low:epsilon_low eps_high:epsilon_high inplace: loss_type max_completion_length importance_sampling_level "
+    "reduce sapo_temperature_pos sapo_temperature_neg vllm_is_ratio:is_ratio delta use_bias_correction_kl "
+    "num_items_in_batch vespo_k_pos vespo_lambda_pos vespo_k_neg vespo_lambda_neg",
+    temperature=0.9,
+    epsilon_high=0.4,
+)
+def triton_grpo_loss(
+    logits: Tensor,
+    old_logps: Tensor | None,
+    ref_logps: Tensor | None,
+    completion_ids: Tensor,
+    advantages: Tensor,
+    *,
+    beta: float = 0.04,
+    max_completion_length: int | None = None,
+    reduce: bool = False,
+    **options: Any,
+) -> Any:
     """``triton_grpo_loss``: :func:`liger_losses.integrations.on_logits.grpo_loss`.
 
     Args:
-        logits: ``[B, T + 1, V]``; the last position predicts no token of the completion.
-        inplace: no effect; the logits stay as they are.
+        logits: ``[B, T + 1, V]``; the last position predicts no token of the completion, and all stay as they are.
         reduce: return the loss and a list of metrics, instead of each token's loss, KL estimate and clipping.
     """
-    call: dict[str, Any] = _GRPO_DEFAULTS | inspect.signature(triton_grpo_loss).bind(*arguments, **keywords).arguments
-    call["max_completion_length"] = call.get("max_completion_length") or call["completion_ids"].shape[1]
-    logits, reduce, _ = call.pop("logits"), call.pop("reduce", False), call.pop("inplace", None)
-    options = {_GRPO_NAMES.get(name, name): value for name, value in call.items()}
-    loss, *others = on_logits.grpo_loss(logits[:, :-1], per_token=not reduce, **options)
+    options |= {"beta": beta, "old_logps": old_logps, "ref_logps": ref_logps, "per_token": not reduce}
+    options["max_completion_length"] = max_completion_length or completion_ids.shape[1]
+    loss, *others = on_logits.grpo_loss(logits[:, :-1], completion_ids, advantages, **options)
     if reduce:
         return loss, list(others[0])
     kl, clipped = others
-    return loss, kl if call["beta"] else None, clipped
-
-
-with_arguments(
-    triton_grpo_loss,
-    "logits old_logp ref_logp completion_ids advantages completion_mask temperature beta eps_low eps_high inplace "
-    "loss_type max_completion_length importance_sampling_level reduce sapo_temperature_pos sapo_temperature_neg "
-    "vllm_is_ratio delta use_bias_correction_kl num_items_in_batch vespo_k_pos vespo_lambda_pos vespo_k_neg "
-    "vespo_lambda_neg",
-    5,
-)
+    return loss, kl if beta else None, clipped

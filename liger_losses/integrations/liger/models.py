@@ -104,9 +104,6 @@ def apply_to_type(model_type: str, **options: Any) -> None:
     apply_liger_kernel(model_types=(model_type,), **options)
 
 
-apply_to_instance = apply_liger_kernel  # ``_apply_liger_kernel_to_instance``, which transformers' Trainer calls
-
-
 class AutoLigerKernelForCausalLM(AutoLigerModelForCausalLM):
     """transformers' ``AutoModelForCausalLM``, patched on load, with :func:`apply_liger_kernel`'s options."""
 

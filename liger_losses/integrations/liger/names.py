@@ -44,7 +44,7 @@ _FUNCTIONAL: dict[str, Any] = {
 }
 _MONKEY_PATCH = {
     "_apply_liger_kernel": models.apply_to_type,
-    "_apply_liger_kernel_to_instance": models.apply_to_instance,
+    "_apply_liger_kernel_to_instance": models.apply_liger_kernel,  # transformers' Trainer calls it
 }
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import re
 from collections.abc import Iterator
 from typing import Any
@@ -18,6 +19,15 @@ class Roles(griffe.Extension):
         if obj.docstring is not None:
             text = _ROLE.sub(lambda match: f"`{match.group(1).split('.')[-1]}`", obj.docstring.value)
             obj.docstring.value = re.sub(r"::$", ":", text, flags=re.MULTILINE)
+
+
+class PublicNames(griffe.Extension):
+    """Finds the package's public names, which are imported when they are read, in the modules that its table names."""
+
+    def on_package(self, *, pkg: griffe.Module, **kwargs: Any) -> None:
+        for module, names in ast.literal_eval(str(pkg["_MODULES"].value)).items():
+            for name in names.split():
+                pkg.set_member(name, griffe.Alias(name, f"{pkg.name}.{module}.{name}", parent=pkg))
 
 
 class Options(griffe.Extension):

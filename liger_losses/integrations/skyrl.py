@@ -82,4 +82,13 @@ _REPLACEMENTS = Replacements(
         for end in ("", "_packed_sequences")
     ),
 )
-install, uninstall = _REPLACEMENTS.install, _REPLACEMENTS.uninstall
+
+
+def install() -> None:
+    """Replace SkyRL's fused head, now or when SkyRL imports it."""
+    _REPLACEMENTS.install()
+
+
+def uninstall() -> None:
+    """Restore what :func:`install` replaced."""
+    _REPLACEMENTS.uninstall()

@@ -1,9 +1,7 @@
 """verl's fused heads, computed by this library: with ``use_fused_kernels=True``, that is all there is to do.
 
 verl 0.9 imports :mod:`liger_losses.integrations.verl_plugin` by itself where this package is installed, and that calls
-:func:`install`, which replaces them and the distillation, now or when verl imports them. The heads are
-``FusedLinearForPPO.forward``, of the FSDP engine with the backends ``torch`` and ``liger``, and
-``linear_cross_entropy``, of the FSDP engine with the backend ``triton`` and of the Megatron engine.
+:func:`install`. ``fused_kernel_options.impl_backend`` then makes no difference.
 """
 
 from __future__ import annotations
@@ -64,4 +62,17 @@ REPLACEMENTS = Replacements(
     *(Place(module, "linear_cross_entropy", lambda original: linear_cross_entropy) for module in _TRITON_HEAD),
     *verl_distillation.PLACES,
 )
-install, uninstall = REPLACEMENTS.install, REPLACEMENTS.uninstall
+
+
+def install() -> None:
+    """Replace verl's fused heads and its distillation, now or when verl imports them.
+
+    The heads are ``FusedLinearForPPO.forward``, of the FSDP engine with the backends ``torch`` and ``liger``, and
+    ``linear_cross_entropy``, of the FSDP engine with the backend ``triton`` and of the Megatron engine.
+    """
+    REPLACEMENTS.install()
+
+
+def uninstall() -> None:
+    """Restore what :func:`install` replaced."""
+    REPLACEMENTS.uninstall()

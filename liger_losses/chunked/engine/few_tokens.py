@@ -126,7 +126,7 @@ class StraightLine:
             block = self.rows.project(hidden, weight, labels)
             found = self.rows.loss(block, labels, hidden, self.scales, self.mean)
             self.check(labels)
-            return found.loss, (), self.products(found, weight, needs)
+            return found.loss, (), self.products(found, weight, needs) if any(needs) else None
         values, block = self.values(hidden, weight, labels)
         loss, metrics, derivative = self.coupled(values, labels, *tokens.inputs)
         if not any(needs):

@@ -82,11 +82,7 @@ def straight_coupled_loss(
     line.settings = module.settings  # whose id no other object has meanwhile
 
     def loss(inputs: Sequence[Tensor | None]) -> tuple[Tensor, Sequence[Tensor]]:
-        given = tokens._replace(inputs=inputs)
-        if line.strategy == "statistics":
-            with line.without_autocast():
-                return line.loss(given, weight, ())[:2]
-        found, *metrics = LineLoss.apply(line, weight, given, *tokens.hidden_states)
+        found, *metrics = _loss_of(line, weight, tokens._replace(inputs=inputs))
         return found, metrics
 
     return loss
@@ -137,7 +133,18 @@ def straight_loss(
     line, weight = _line((weights, options), tokens, make)
     if isinstance(line, Known):
         return separable_losses([line.call(tokens, weight)], alone=True)[0]
-    return None if line is None else LineLoss.apply(line, weight, tokens, *tokens.hidden_states)
+    return None if line is None else _loss_of(line, weight, tokens)[0]
+
+
+def _loss_of(line: StraightLine, weight: Tensor, tokens: FewTokens) -> tuple[Tensor, ...]:
+    """The loss of a line, and its metrics; without a gradient, no autograd function is called, which takes the host
+    time."""
+    if line.strategy != "statistics":
+        found = LineLoss.apply(line, weight, tokens, *tokens.hidden_states)
+        return found if isinstance(found, tuple) else (found,)
+    with line.without_autocast():
+        loss, metrics, _ = line.loss(tokens, weight, ())
+    return loss, *metrics
 
 
 #: The fields of the transform that changes nothing.

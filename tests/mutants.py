@@ -29,7 +29,7 @@ MUTANTS: dict[str, list[tuple[str, str, str]]] = {
         ("kernels/softmax_grad.py", '"p_logp_coef": -g}', '"p_logp_coef": g}'),
         ("kernels/softmax_grad.py", "2 * g * torch.exp(-values", "g * torch.exp(-values"),
         ("chunked/engine/accumulation.py", " grad.t(), hidden, accumulate=not first", " grad.t(), hidden"),
-        ("chunked/engine/accumulation.py", "tokens.are_all else torch.zeros", "tokens.are_all else torch.ones"),
+        ("chunked/engine/accumulation.py", "{type(None)} else torch.zeros", "{type(None)} else torch.ones"),
         ("chunked/engine/stream.py", "unit_gradient[rows] * g[rows, None]", "unit_gradient[rows]"),
         ("chunked/engine/tokens.py", "values = self.masked(values)\n            elif", "pass\n            elif"),
         ("chunked/engine/logit_block.py", "else _sum_repeated(columns, upstream)", "else upstream"),

@@ -105,13 +105,19 @@ def descriptor(matrix: Tensor, rows: int, columns: int, layout: Any = None) -> o
 
     ``layout`` is how a block lies in shared memory, which Gluon's kernels say.
     """
-    if layout is None:
-        from triton.tools.tensor_descriptor import TensorDescriptor
+    blocks = ([rows, columns],) if layout is None else ([rows, columns], layout)
+    return _descriptor_class(layout is not None)(matrix, matrix.shape, matrix.stride(), *blocks)
 
-        return TensorDescriptor(matrix, matrix.shape, matrix.stride(), [rows, columns])
-    from triton.experimental.gluon.nvidia.hopper import TensorDescriptor as GluonDescriptor
 
-    return GluonDescriptor(matrix, matrix.shape, matrix.stride(), [rows, columns], layout)
+@cache
+def _descriptor_class(of_gluon: bool) -> Any:
+    if of_gluon:
+        from triton.experimental.gluon.nvidia.hopper import TensorDescriptor as GluonDescriptor
+
+        return GluonDescriptor
+    from triton.tools.tensor_descriptor import TensorDescriptor
+
+    return TensorDescriptor
 
 
 #: The interpreter cannot multiply bf16.

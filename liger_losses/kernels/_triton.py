@@ -59,10 +59,15 @@ class Run:
 
     def __call__(self, *arguments: Any, grid: Any, warmup: bool, kind: Hashable = None, **named: Any) -> Any:
         """Launch it; of what is given by name, kernels do without what is not."""
-        found = self.found.get(kind)
+        found, launches = self.found.get(kind, _NOT_FOUND)
         if found is not None and not warmup:
+            launch = launches.get(grid)
+            if launch is None:
+                if len(launches) >= _MOST_KINDS:
+                    launches.clear()
+                launch = launches[grid] = found[(*grid, 1, 1)[:3]]
             try:
-                found[(*grid, 1, 1)[:3]](*arguments, *map(named.get, self.names[len(arguments) :]))
+                launch(*arguments, *map(named.get, self.names[len(arguments) :]))
                 return found
             except TypeError:  # a version of Triton whose compiled kernels take other arguments: nothing was launched
                 self.found, self.keeps = {}, False
@@ -70,11 +75,13 @@ class Run:
         if kind is not None and found is not None and self.keeps and not warmup:
             if len(self.found) >= _MOST_KINDS:
                 self.found.clear()
-            self.found[kind] = found
+            self.found[kind] = found, {}
         return found
 
 
 _MOST_KINDS = 1024
+#: In the place of a compiled kernel, and what launches it for each grid.
+_NOT_FOUND: tuple[Any, dict[Any, Any]] = None, {}
 
 
 class Launcher:
@@ -169,7 +176,10 @@ def device_of(tensor: torch.Tensor) -> AbstractContextManager[Any]:
     """Make the tensor's device current, where Triton launches: a model may be spread over several GPUs."""
     if tensor.is_cuda and tensor.get_device() != torch.cuda.current_device():
         return torch.cuda.device(tensor.device)
-    return nullcontext()
+    return _HERE
+
+
+_HERE = nullcontext()
 
 
 @cache

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
 import torch
@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 from torch.autograd.function import once_differentiable as _once_differentiable
 
-from liger_losses.kernels._triton import Launcher, jit, tl, triton
+from liger_losses.kernels._triton import jit, kinds, tl
 
 
 def once_differentiable(backward: Callable[..., Any]) -> Callable[..., Any]:
@@ -57,41 +57,28 @@ def autocast_dtype(device: torch.device) -> torch.dtype | None:
     return torch.get_autocast_dtype(kind) if available else None
 
 
-class Scaling:
-    """``tensor *= factor`` of one or two tensors, in one launch whose arguments are always of one kind.
+def scale_(factor: Tensor, tensors: Sequence[Tensor], *, kind: Hashable = None, backend: str = "torch") -> None:
+    """``tensor *= factor``, of each tensor; two of them take one launch.
 
     The upstream gradient of a loss is mostly 1, which the host cannot know.
-    """
-
-    def __init__(self, backend: str) -> None:
-        self.backend = backend
-        self.launcher: Any = None
-
-    def __call__(self, factor: Tensor, *tensors: Tensor) -> None:
-        """Scale tensors of the same shapes, dtypes and alignments in every call."""
-        if self.backend == "torch" or not tensors:
-            for tensor in tensors:
-                tensor.mul_(factor)
-            return
-        first, second = tensors if len(tensors) == 2 else (tensors[0], None)
-        counts = first.numel(), 0 if second is None else second.numel()
-        programs = min(max(triton.cdiv(max(counts), _BLOCK), 1), 4096)
-        if self.launcher is None:
-            self.launcher = Launcher(_scale_kernel, programs, num_warps=8)
-        self.launcher(factor, first, counts[0], second, counts[1], programs, _BLOCK)
-
-
-def scale_(factor: Tensor, tensors: Iterable[Tensor], *, backend: str = "torch") -> None:
-    """``tensor *= factor``, of each tensor.
 
     Args:
         factor: 0-dim, on the same device.
         tensors: any shape, contiguous, floating point.
+        kind: stands for the device, shapes, dtypes and alignments of one or two tensors, where the caller knows that
+            they are the same each time.
         backend: ``torch`` or ``triton``.
     """
-    every = list(tensors)
-    for start in range(0, len(every), 2):
-        Scaling(backend)(factor, *every[start : start + 2])
+    for start in range(0, len(tensors), 2):
+        first, second = tensors[start], tensors[start + 1] if start + 1 < len(tensors) else None
+        if backend == "torch":
+            first.mul_(factor)
+            second = None if second is None else second.mul_(factor)
+            continue
+        counts = first.numel(), 0 if second is None else second.numel()
+        programs = min(max(-(-max(counts) // _BLOCK), 1), 4096)
+        own = kind or (first.device, factor.dtype, counts, kinds(first, second))
+        _scale_kernel[(programs,)](factor, first, counts[0], second, counts[1], programs, _BLOCK, num_warps=8, kind=own)
 
 
 _BLOCK = 4096

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from liger_losses.kernels._tiles import with_contiguous_rows
-from liger_losses.kernels._triton import INTERPRETED, Launcher, jit, kinds, tl, triton
+from liger_losses.kernels._triton import INTERPRETED, Launcher, device_of, jit, kinds, tl, triton
 from liger_losses.kernels.logit_transform import Epilogue, inverse_temperature, transform_block
 
 #: Columns and tokens that a program adds up at a time, where few tokens' labels are sorted: of a text's most frequent
@@ -73,7 +73,7 @@ def label_facts(
     facts, first = torch.empty(len(labels), 4, dtype=torch.int64, device=labels[0].device), 0
     ignore_index = int(ignore_index)
     kind = facts.device, ignore_index, kept is None
-    with torch.cuda.device_of(facts):  # the first launch of a call, before anything else has made it current
+    with device_of(facts):  # the first launch of a call, before anything else has made it current
         for i, part in enumerate(labels):
             out = facts[i] if i else facts  # a view takes the host time before the first product
             arguments = out, part, part.numel(), first, ignore_index, kept
@@ -105,7 +105,7 @@ def masked_labels(
     safe, ignored = torch.empty_like(labels), torch.empty(len(labels), dtype=torch.bool, device=labels.device)
     right = torch.empty((), dtype=torch.bool, device=labels.device)
     shares = torch.empty(len(labels), device=labels.device)
-    with torch.cuda.device_of(labels):
+    with device_of(labels):
         _masked_labels_kernel[(1,)](
             safe, ignored, shares, right, labels, len(labels), int(ignore_index), vocab_size, BLOCK=2048, num_warps=8
         )
@@ -205,11 +205,10 @@ def add_to_label_rows_(
         wide = torch.promote_types(torch.float32, grad_weight.dtype)
         sums = grad_weight[present].to(wide).index_add_(0, inverse, coef.to(wide)[:, None] * hidden.to(wide))
         return grad_weight.index_copy_(0, present, sums.to(grad_weight.dtype))
-    if len(labels):
-        hidden = with_contiguous_rows(hidden)
-        tokens, past_end = labels.shape[0], grad_weight.shape[0]
+    if tokens := labels.shape[0]:
+        hidden, past_end = with_contiguous_rows(hidden), grad_weight.shape[0]
         ordered, source, coef = _in_order(labels, coef, rows, past_end)
-        block = min(1024, triton.next_power_of_2(hidden.shape[1]))
+        block = min(1024, 1 << (hidden.shape[1] - 1).bit_length())
         kind = None if INTERPRETED else (kinds(grad_weight, hidden), grad_weight.shape, grad_weight.device)
         _add_to_label_rows_kernel[(tokens, -(-hidden.shape[1] // block))](
             grad_weight, grad_weight.stride(0), ordered, source, coef, hidden, hidden.stride(0),

@@ -56,7 +56,7 @@ _ROWS = 32
 LARGEST_SUM = 1e26
 _NO_NAMES: frozenset[str] = frozenset()
 #: Arguments whose alignment is no reason to compile again: slices of vectors begin anywhere.
-_VECTORS = ["offset", "lse", "logp", "mean_logit", "entropy", "p_coef", "label_coef", "at_label_out"]
+_VECTORS = ["offset", "lse", "logp", "mean_logit", "entropy", "of_logp", "of_lse", "elsewhere", "at_label_out"]
 
 
 class Exponentials(NamedTuple):
@@ -109,9 +109,10 @@ def linear_exponentials(
     Returns:
         :class:`Exponentials`, in fp32.
     """
-    statistics = Exponentials.into(found) if isinstance(found, Mapping) else found
-    if statistics is None:
+    if found is None:
         statistics = Exponentials(*torch.empty(3, len(hidden), device=hidden.device))
+    else:
+        statistics = found if isinstance(found, Exponentials) else Exponentials.into(found)
     if backend == "torch":
         values = _exponentials_torch(hidden, weight, labels, out, epilogue, label_logit, projections)
         for target, value in zip(statistics, values, strict=True):
@@ -215,37 +216,41 @@ def kernel_of(in_turn: bool) -> Any:
 
 
 def gradient_scales(
-    p_coef: Tensor | None,
-    label_coef: Tensor | None,
+    of_logp: Tensor | float | None,
+    of_lse: Tensor | float | None,
     found: Exponentials,
     hidden: Tensor | None = None,
     at_label: Tensor | None = None,
+    elsewhere: Tensor | None = None,
     *,
     transform: LogitTransform = LogitTransform(),
     backend: str = "torch",
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """The factors of products with exponentials, from ``d loss / d z = p_coef p + label_coef onehot``.
+    """The factors of products with exponentials, from ``d loss / d z = (of_lse - of_logp) p + of_logp onehot``.
 
     ``d loss / d projection = scale out`` at all columns but the label's, with ``out`` of :func:`linear_exponentials`;
     at the label's, it is ``at_label``.
 
     Args:
-        p_coef, label_coef: ``[N]`` fp32, or ``None`` for 0.
+        of_logp, of_lse: the loss's derivatives by both statistics, ``[N]`` fp32, or a number for all tokens; ``None``
+            for 0.
         found: what :func:`linear_exponentials` returned.
         hidden: ``[N, H]``, to be scaled, or ``None``.
         at_label: ``[N]`` fp32, the tensor to write ``at_label`` into; a new one by default.
+        elsewhere: ``[N]`` bool, of which tokens the label's column is another rank's: their one-hot term is left out.
         transform: from projections to logits.
         backend: ``torch`` or ``triton``.
 
     Returns:
         ``scale [N]``, ``at_label [N]``, and ``scale hidden [N, H]``, rounded once, in its dtype (or ``None``).
     """
-    p_coef = torch.zeros_like(found.lse) if p_coef is None else p_coef
-    label_coef = torch.zeros_like(found.lse) if label_coef is None else label_coef
     scaled = None if hidden is None else torch.empty(hidden.shape, dtype=hidden.dtype, device=hidden.device)
     at_label = torch.empty_like(found.lse) if at_label is None else at_label
     if backend == "torch":
         offset, lse, logp = found[:3]
+        label_coef, p_coef = [torch.zeros_like(lse) + (0.0 if g is None else g) for g in (of_logp, of_lse)]
+        p_coef -= label_coef
+        label_coef = label_coef if elsewhere is None else label_coef.masked_fill(elsewhere, 0.0)
         scale = p_coef * (offset - lse).exp() * transform.factor(lse)
         # p_coef p + label_coef with p = 1 + expm1(logp), so that p - 1 keeps its digits.
         total = (p_coef + label_coef) + p_coef * logp.expm1()
@@ -255,14 +260,17 @@ def gradient_scales(
         return scale, at_label, scaled
     scale = torch.empty_like(found.lse)
     hidden = None if hidden is None else with_contiguous_rows(hidden)
-    if tokens := len(scale):
+    if tokens := scale.shape[0]:
         sizes = (0, 0) if hidden is None else (hidden.stride(0), hidden.shape[1])
         kind = None
         if not INTERPRETED:
-            kind = scale.device, sizes, kinds(hidden, p_coef, label_coef), Epilogue(transform).kind
+            of_each = isinstance(of_logp, Tensor), isinstance(of_lse, Tensor)
+            kind = scale.device, sizes, kinds(hidden, elsewhere), of_each, Epilogue(transform).kind
+        vectors = [g.contiguous() if isinstance(g, Tensor) else None for g in (of_logp, of_lse)]
+        numbers = [0.0 if g is None or isinstance(g, Tensor) else g for g in (of_logp, of_lse)]
         _scales_kernel[(tokens,)](
-            scale, at_label, scaled, hidden, *sizes, p_coef.contiguous(), label_coef.contiguous(), *found[:3],
-            transform.for_kernel, BLOCK=1024, kind=kind,
+            scale, at_label, scaled, hidden, *sizes, *vectors, *numbers, elsewhere, *found[:3], transform.for_kernel,
+            BLOCK=1024, kind=kind,
         )  # fmt: skip
     return scale, at_label, scaled
 
@@ -395,13 +403,18 @@ def _row_statistics_kernel(
 @jit(do_not_specialize_on_alignment=[*_VECTORS, "hidden"])
 def _scales_kernel(
     scale_out, at_label_out, scaled, hidden, hidden_stride, hidden_size,
-    p_coef, label_coef, offset, lse, logp, transform,
+    of_logp, of_lse, label_c, lse_c, elsewhere, offset, lse, logp, transform,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """One program per token."""
+    """One program per token; ``label_c`` and ``lse_c`` are the derivatives of tokens that have none of their own."""
     row = tl.program_id(0).to(tl.int64)
-    p_c = tl.load(p_coef + row)
-    label_c = tl.load(label_coef + row)
+    if of_logp is not None:
+        label_c = tl.load(of_logp + row)
+    if of_lse is not None:
+        lse_c = tl.load(of_lse + row)
+    p_c = lse_c - label_c
+    if elsewhere is not None:
+        label_c = tl.where(tl.load(elsewhere + row), 0.0, label_c)
     row_lse = tl.load(lse + row)
     row_logp = tl.load(logp + row)
     s = p_c * tl.exp(tl.load(offset + row) - row_lse)

@@ -68,25 +68,32 @@ def test_tiles_of_all_groups_are_summed(monkeypatch):
 @pytest.mark.parametrize("transform", TRANSFORMS_OF_HEAD, ids=str)
 def test_scales_of_exponentials(backend, transform):
     logp = -torch.tensor([1e-12, 1e-5, 0.3, 5.0, 80.0, 200.0], device=DEVICE)
-    p_coef, label_coef = (torch.linspace(start, 2.0, 6, device=DEVICE) for start in (-2.0, -0.5))
-    label_coef[0] = -p_coef[0]  # what is left is p - 1
+    of_logp, of_lse = (torch.linspace(start, 2.0, 6, device=DEVICE) for start in (-2.0, -0.5))
+    of_lse[0] = 0.0  # what is left is p - 1
     lse = torch.linspace(-3.0, 6.0, 6, device=DEVICE)
     offset = lse + logp
     offset[-1] = lse[-1]
-    found = Exponentials(offset, lse, logp)
-    for coefs in ((p_coef, label_coef), (p_coef, None), (None, label_coef)):
-        p_c, label_c = (0.0 if coef is None else coef.double() for coef in coefs)
+    found, others = Exponentials(offset, lse, logp), torch.tensor([0, 0, 1, 0, 1, 0], device=DEVICE).bool()
+    for *given, elsewhere in (
+        *((of_logp, of_lse, None), (of_logp, None, None), (None, of_lse, None), (0.75, None, None)),
+        *((-0.25, of_lse, None), (of_logp, of_lse, others), (0.75, None, others)),
+    ):
+        g_logp, g_lse = (0.0 if g is None else g.double() if isinstance(g, torch.Tensor) else g for g in given)
+        p_c, label_c = g_lse - g_logp, torch.zeros_like(lse).double() + g_logp
+        label_c = label_c if elsewhere is None else label_c.masked_fill(elsewhere, 0.0)
         exact = p_c * (offset - lse).double().exp() * transform.factor(lse)
         at_label = (p_c + label_c + p_c * logp.double().expm1()) * transform.slope((logp + lse).double())
         hidden = torch.linspace(-1, 1, 6 * 1030, device=DEVICE).view(6, 1030).bfloat16()
         place = torch.full((6,), float("nan"), device=DEVICE)
-        scale, ours, scaled = gradient_scales(*coefs, found, hidden, place, transform=transform, backend=backend)
+        scale, ours, scaled = gradient_scales(
+            *given, found, hidden, place, elsewhere, transform=transform, backend=backend
+        )
         exact = torch.zeros_like(found.lse) + exact
         torch.testing.assert_close(scale.double(), exact.double(), rtol=1e-5, atol=1e-37)
         torch.testing.assert_close(ours.double(), at_label * transform.factor(lse), rtol=2e-5, atol=1e-37)
         torch.testing.assert_close(scaled.double(), hidden.double() * scale.double()[:, None], rtol=8e-3, atol=1e-37)
         assert ours is place
-        assert gradient_scales(*coefs, found, transform=transform, backend=backend)[2] is None
+        assert gradient_scales(*given, found, transform=transform, backend=backend)[2] is None
 
 
 def test_confident_tokens_are_exact():

@@ -158,7 +158,7 @@ class HiddenGradients:
         self.dtype = functools.reduce(torch.promote_types, [part.dtype for part in opened.hidden_states])
         self.summing: tuple[slice, Tensor, Any] | None = None
         #: Where all tokens are active, every row is written.
-        new = torch.empty if opened.count and self.tokens.are_all else torch.zeros
+        new = torch.empty if opened.count and self.dropped == {type(None)} else torch.zeros
         self.results = [
             new(part.shape, dtype=part.dtype, device=part.device) if need else None
             for part, need in zip(opened.hidden_states, opened.call.needs_hidden, strict=True)

@@ -33,8 +33,8 @@ OF_LOGITS = frozenset({"selected_logps", "columns", "rest", "registered"})
 #: Tiles whose statistics are merged at once: each merge is dozens of small operations.
 MOST_TILES = 128
 
-#: d loss / d statistic of some tokens, ``[R]`` each, by name.
-Upstream = Mapping[str, Tensor]
+#: d loss / d statistic of some tokens, ``[R]`` each, by name; to exponentials also a number for all of them.
+Upstream = Mapping[str, Any]
 
 
 class Part(NamedTuple):
@@ -388,7 +388,8 @@ class ExponentialBlock(Block):
         product, whole = self.product, self._values(count)
         if begun or size > count:
             product, whole = product[begun:count], whole[begun:]
-        self.product, self.begun = self.product if len(self.product) == size else self.product[:size], max(begun, count)
+        self.product = self.product if self.product.shape[0] == size else self.product[:size]
+        self.begun = max(begun, count)
         if count > begun:
             back = partial(self.opened.projection.back_into, product, whole, 0)
             self.wait_for_product = start_beside(device, back)
@@ -406,18 +407,16 @@ class ExponentialBlock(Block):
     ) -> Tensor | None:
         assert self.offsets is not None
         call, opened, hidden, columns = self.call, self.opened, part.hidden, slice(0, self.vocab_size)
-        coefficients = SoftmaxGradient.of(upstream, part.values, call.query.class_weight)
-        count, label_coef = part.rows.stop - part.rows.start, coefficients.label_coef
-        if opened.others is not None and label_coef is not None:
-            label_coef = label_coef.masked_fill(opened.others[part.rows], 0.0)
+        count = part.rows.stop - part.rows.start
         if self.product is None:
             self._start_product(count)
         scale, at_label, scaled = gradient_scales(
-            coefficients.p_coef,
-            label_coef,
+            upstream.get("logp"),
+            upstream.get("lse"),
             self.offsets,
             head_grads.trained(hidden) if call.needs_weight else None,
             head_grads.labels_out(part.rows),
+            None if opened.others is None else opened.others[part.rows],
             transform=part.epilogue.transform,
             backend=call.backend,
         )

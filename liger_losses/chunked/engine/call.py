@@ -238,7 +238,7 @@ def _call(decision: Decision, head: Head, query: Query, counted: Tokens | Counti
     made = object.__new__(Call)  # whose constructor takes the host longer
     made.__dict__.update(
         run.known,
-        query=query.of_active_tokens(tokens, dtype, head.ranks),
+        query=query.of_active_tokens(tokens, dtype, head.ranks, run.takes_numbers),
         transform=transform,
         batch_invariant=head.batch_invariant,
         ranks=head.ranks,

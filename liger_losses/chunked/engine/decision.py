@@ -53,6 +53,7 @@ class Run(NamedTuple):
     plan: Plan
     strategy: str  # one of STRATEGIES
     grad_weight_dtype: torch.dtype  # in which the weight's gradient is accumulated
+    takes_numbers: bool  # whether a weight of all tokens may be a number
     known: dict[str, Any]  # the fields of a call that follow from the decision
 
 
@@ -119,7 +120,7 @@ class Decision:
             dtype = torch.promote_types(dtype, torch.float32)
         known = {name: getattr(self, name) for name in _OF_CALLS}
         known |= {"work": work, "plan": plan, "strategy": strategy, "grad_weight_dtype": dtype}
-        return Run(work, plan, strategy, dtype, known)
+        return Run(work, plan, strategy, dtype, strategy == "one_pass" and work.exponentials, known)
 
 
 #: Fields of a decision that a call has too.

@@ -15,7 +15,7 @@ from torch import Tensor
 from liger_losses.chunked.engine.accumulation import side_by_side
 from liger_losses.chunked.engine.query import Query
 from liger_losses.chunked.engine.tokens import check_right, host_checks
-from liger_losses.kernels.autograd import Scaling, once_differentiable
+from liger_losses.kernels.autograd import once_differentiable, scale_
 from liger_losses.kernels.coupled_rows import Coupled
 from liger_losses.kernels.exponential_rows import ExponentialRows, RowExponentials
 from liger_losses.kernels.linear_stats import MaskedStatistics
@@ -69,7 +69,6 @@ class StraightLine:
         #: What computes the loss from all tokens' statistics.
         self.coupled = coupled
         self.settings: object = None
-        self.scaling = Scaling("triton")
         given = query.token_weights or {}
         #: Whether the loss is the tokens' mean, and what their log-probabilities are multiplied by.
         self.mean = any(weight.total is None for weight in given.values())
@@ -245,5 +244,5 @@ class LineLoss(torch.autograd.Function):
                 tokens = FewTokens(hidden, labels, None, (), mask, inputs)
                 *_, gradients = line.loss(tokens, weight, (needs[1], *needs[3:]))
         whole, (of_weight, *of_hidden) = gradients
-        line.scaling(upstream, *whole)
+        scale_(upstream, whole, kind=line, backend="triton")
         return None, of_weight, None, *of_hidden

@@ -177,8 +177,11 @@ class Query:
         without_kernel = self.comparison is not None and not self.comparison.divergence.has_kernel
         return bool(self.registered) or without_kernel
 
-    def of_active_tokens(self, tokens: Tokens, dtype: torch.dtype, ranks: Ranks) -> Query:
-        """The query with its per-token tensors gathered; tensors that enter the arithmetic are cast to ``dtype``."""
+    def of_active_tokens(self, tokens: Tokens, dtype: torch.dtype, ranks: Ranks, numbers: bool = False) -> Query:
+        """The query with its per-token tensors gathered; tensors that enter the arithmetic are cast to ``dtype``.
+
+        With ``numbers``, equal weights may be numbers.
+        """
         selected, weights, comparison = self.selected, self.token_weights, self.comparison
         of_tokens = self.token_inputs or selected is not None or weights is not None or comparison is not None
         if not of_tokens and self.class_weight is None and not self.metrics:
@@ -191,7 +194,7 @@ class Query:
             ranks.check_selected(selected)
         if weights is not None:
             weights = {
-                name: tokens.equal_weights(*weight, dtype)
+                name: tokens.equal_weights(*weight, dtype, numbers)
                 if isinstance(weight, EqualWeights)
                 else tokens.masked(tokens.gather_like_labels(weight.detach())).to(dtype)
                 for name, weight in weights.items()

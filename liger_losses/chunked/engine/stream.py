@@ -24,8 +24,8 @@ EARLY_ROWS = 1024
 
 
 def _rows_of(values: Mapping[str, Tensor], rows: slice) -> dict[str, Tensor]:
-    """Views of some tokens' values."""
-    return {name: value[rows] for name, value in values.items()}
+    """Views of some tokens' values; a number is one of all."""
+    return {name: value[rows] if isinstance(value, Tensor) else value for name, value in values.items()}
 
 
 class Stream:
@@ -117,7 +117,7 @@ class Stream:
                 self._parts(block.rows, values) if pending is None else self._counted(block, values, pending, given)
             ):
                 known = weights
-                if weights is not None and len(part.hidden) < self.count:
+                if weights is not None and part.hidden.shape[0] < self.count:
                     known = _rows_of(weights, part.rows)
                 if pending is None:
                     block.fill(part, known)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
@@ -110,8 +110,10 @@ class Tokens:
     ignored: Tensor | None  # [N] bool, true for tokens without loss, if they are not dropped but among the active ones
     shares: Tensor | None = None  # [N] fp32, 1 / number of tokens with loss for each of them, 0 for the others
     positions: Tensor | None = None  # [N] of the active tokens among the tokens of all tensors; None for all
+    count: int = field(init=False)  # N
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "count", sum(self.counts))
         if len(self.indices) == 1:
             object.__setattr__(self, "positions", self.indices[0])
 
@@ -169,19 +171,9 @@ class Tokens:
         return Tokens(self.labels[order], self.shapes, (len(order),), (index,), ignored)
 
     @cached_property
-    def count(self) -> int:
-        """N."""
-        return sum(self.counts)
-
-    @cached_property
     def sizes(self) -> list[int]:
         """How many tokens, active or not, each tensor of labels has."""
         return [math.prod(shape) for shape in self.shapes]
-
-    @cached_property
-    def are_all(self) -> bool:
-        """Whether no token was dropped."""
-        return {*map(type, self.indices)} == {type(None)}
 
     def pieces(self, start: int, stop: int) -> list[tuple[int, int, int]]:
         """``(which tensor, first, last)`` for the active tokens ``start`` to ``stop``."""
@@ -278,10 +270,11 @@ class Tokens:
             found.masked_fill_(self.ignored, 1.0)
         return checked_temperatures(found)
 
-    def equal_weights(self, scale: float, total: Any, dtype: torch.dtype) -> Tensor:
+    def equal_weights(self, scale: float, total: Any, dtype: torch.dtype, numbers: bool = False) -> Any:
         """``[N]``: ``scale / total`` for each token that carries loss, 0 for the others.
 
-        ``total`` is a number or a tensor ``[]``; ``None`` is the number of tokens that carry loss.
+        ``total`` is a number or a tensor ``[]``; ``None`` is the number of tokens that carry loss. With ``numbers``, a
+        number where that is known and one for all tokens.
         """
         if total is None and self.ignored is not None:
             narrow = dtype == torch.float32
@@ -290,6 +283,8 @@ class Tokens:
         if isinstance(total, Tensor):
             return self.masked((scale / total.to(dtype)).expand(self.labels.shape))
         each = scale / (max(self.count, 1) if total is None else total)
+        if numbers and self.ignored is None:
+            return each
         weights = torch.full(self.labels.shape, each, dtype=dtype, device=self.labels.device)
         return weights if self.ignored is None else self.masked(weights)
 
@@ -379,7 +374,7 @@ class Counting:
         _check_vocabulary(extremes, self.vocab_size, self.ignore_index)
         flat = self.labels
         counts, merged = tuple([count for count, *_ in facts]), flat[0] if len(flat) == 1 else torch.cat(flat)
-        if sum(counts) == len(merged):
+        if sum(counts) == merged.shape[0]:
             return Tokens(merged, self.shapes, counts, (None,) * len(flat), None)
         if self.facts.kept is not None:
             positions, active = self.facts.kept[:, : counts[0]].unbind()

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from benchmarks.measure import save
 from liger_losses import LigerFusedLinearGRPOLoss, linear_logps
-from liger_losses.chunked.engine import zero_rows
+from liger_losses.chunked.engine import stream
 
 SHARES = (1.0, 0.8, 0.5, 0.2)
 SHAPES = ((8192, 4096, 128256), (8192, 2048, 151936))
@@ -86,14 +86,14 @@ def measure(shape: tuple[int, int, int], rounds: int, device: torch.device) -> l
         for size, scale in ((n, 1.0), (v, h**-0.5))
     )
     labels = torch.randint(v, (n,), device=device, generator=g)
-    rows, kept = [], dict(zero_rows.MIN_FLOPS)
+    rows, kept = [], dict(stream.MIN_FLOPS)
     modes = {"left out": kept if device.type == "cuda" else ALWAYS, "all": {}}
     for share in SHARES:
         for name, loss in losses(hidden, weight, labels, share).items():
 
             def both_ways(limits: dict[str, float], loss: Callable[[], Tensor] = loss) -> None:
                 hidden.grad = weight.grad = None
-                zero_rows.MIN_FLOPS = limits
+                stream.MIN_FLOPS = limits
                 loss().backward()
 
             # The card's clock falls with what it does: the products take turns with the losses.
@@ -102,7 +102,7 @@ def measure(shape: tuple[int, int, int], rounds: int, device: torch.device) -> l
             for i in range(rounds + 2):
                 for key in [*runs][:: 1 if i % 2 else -1]:
                     times[key].append(timed(runs[key], device))
-            zero_rows.MIN_FLOPS = kept
+            stream.MIN_FLOPS = kept
             found = {key: median(values[2:]) for key, values in times.items()}
             bare = found.pop("first") + share * found.pop("gradients")
             rows.append({"shape": shape, "share": share, "loss": name, "products": bare, "rounds": times, **found})

@@ -5,6 +5,7 @@ N tokens, H hidden size, V vocabulary size.
 
 from __future__ import annotations
 
+from contextlib import suppress
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -14,6 +15,9 @@ from torch import Tensor
 from liger_losses.kernels._triton import INTERPRETED, jit, kinds, tl, warn_once
 from liger_losses.kernels.logit_transform import Epilogue
 from liger_losses.kernels.targets import target_of
+
+with suppress(ImportError):  # nothing is launched without Triton
+    from triton.tools.tensor_descriptor import TensorDescriptor
 
 
 class Tiles(NamedTuple):
@@ -100,24 +104,9 @@ def has_tma(device: torch.device) -> bool:
     return reason is None
 
 
-def descriptor(matrix: Tensor, rows: int, columns: int, layout: Any = None) -> object:
-    """The matrix as the tensor memory accelerator takes it, in blocks of ``rows`` and ``columns``.
-
-    ``layout`` is how a block lies in shared memory, which Gluon's kernels say.
-    """
-    blocks = ([rows, columns],) if layout is None else ([rows, columns], layout)
-    return _descriptor_class(layout is not None)(matrix, matrix.shape, matrix.stride(), *blocks)
-
-
-@cache
-def _descriptor_class(of_gluon: bool) -> Any:
-    if of_gluon:
-        from triton.experimental.gluon.nvidia.hopper import TensorDescriptor as GluonDescriptor
-
-        return GluonDescriptor
-    from triton.tools.tensor_descriptor import TensorDescriptor
-
-    return TensorDescriptor
+def descriptor(matrix: Tensor, rows: int, columns: int) -> object:
+    """The matrix as the tensor memory accelerator takes it, in blocks of ``rows`` and ``columns``."""
+    return TensorDescriptor(matrix, matrix.shape, matrix.stride(), [rows, columns])
 
 
 #: The interpreter cannot multiply bf16.

@@ -176,10 +176,7 @@ def device_of(tensor: torch.Tensor) -> AbstractContextManager[Any]:
     """Make the tensor's device current, where Triton launches: a model may be spread over several GPUs."""
     if tensor.is_cuda and tensor.get_device() != torch.cuda.current_device():
         return torch.cuda.device(tensor.device)
-    return _HERE
-
-
-_HERE = nullcontext()
+    return nullcontext()
 
 
 @cache

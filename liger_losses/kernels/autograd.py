@@ -65,8 +65,7 @@ def scale_(factor: Tensor, tensors: Sequence[Tensor], *, kind: Hashable = None, 
     Args:
         factor: 0-dim, on the same device.
         tensors: any shape, contiguous, floating point.
-        kind: stands for the device, shapes, dtypes and alignments of one or two tensors, where the caller knows that
-            they are the same each time.
+        kind: stands for the device, shapes, dtypes and alignments, where a caller knows that they are always the same.
         backend: ``torch`` or ``triton``.
     """
     for start in range(0, len(tensors), 2):

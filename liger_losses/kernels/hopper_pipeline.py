@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from liger_losses.kernels._tiles import Tiles, aligned, descriptor, processors, tile_position
+from liger_losses.kernels._tiles import Tiles, aligned, processors, tile_position
 from liger_losses.kernels._triton import INTERPRETED, warn_once, with_options
 from liger_losses.kernels.logit_transform import Epilogue
 from liger_losses.kernels.targets import target_of
@@ -36,6 +36,7 @@ try:
         warpgroup_mma,
         warpgroup_mma_wait,
     )
+    from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 except ImportError as error:
     gluon = gl = tma = None
     unusable.append(error)
@@ -158,8 +159,8 @@ def _serves(device: torch.device) -> bool:
 
 
 def _descriptor(matrix: Tensor, columns: int) -> object:
-    """The matrix as the tensor memory accelerator takes it, in blocks of :data:`ROWS` rows and so many columns."""
-    return descriptor(matrix, ROWS, columns, _layout(matrix.dtype.itemsize))
+    """As :func:`~liger_losses.kernels._tiles.descriptor`, in blocks of :data:`ROWS` rows and so many columns."""
+    return TensorDescriptor(matrix, matrix.shape, matrix.stride(), [ROWS, columns], _layout(matrix.dtype.itemsize))
 
 
 @cache

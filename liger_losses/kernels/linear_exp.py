@@ -110,9 +110,8 @@ def linear_exponentials(
         :class:`Exponentials`, in fp32.
     """
     if found is None:
-        statistics = Exponentials(*torch.empty(3, len(hidden), device=hidden.device))
-    else:
-        statistics = found if isinstance(found, Exponentials) else Exponentials.into(found)
+        found = Exponentials(*torch.empty(3, len(hidden), device=hidden.device))
+    statistics = found if isinstance(found, Exponentials) else Exponentials.into(found)
     if backend == "torch":
         values = _exponentials_torch(hidden, weight, labels, out, epilogue, label_logit, projections)
         for target, value in zip(statistics, values, strict=True):

@@ -74,21 +74,14 @@ def test_scales_of_exponentials(backend, transform):
     offset = lse + logp
     offset[-1] = lse[-1]
     found, others = Exponentials(offset, lse, logp), torch.tensor([0, 0, 1, 0, 1, 0], device=DEVICE).bool()
-    for *given, elsewhere in (
-        *((of_logp, of_lse, None), (of_logp, None, None), (None, of_lse, None), (0.75, None, None)),
-        *((-0.25, of_lse, None), (of_logp, of_lse, others), (0.75, None, others)),
-    ):
-        g_logp, g_lse = (0.0 if g is None else g.double() if isinstance(g, torch.Tensor) else g for g in given)
-        p_c, label_c = g_lse - g_logp, torch.zeros_like(lse).double() + g_logp
-        label_c = label_c if elsewhere is None else label_c.masked_fill(elsewhere, 0.0)
+    for *given, other in ((of_logp, of_lse, None), (0.75, None, None), (None, -0.25, None), (of_logp, of_lse, others)):
+        label_c, lse_c = (torch.zeros_like(lse).double() + (0.0 if g is None else g) for g in given)
+        p_c, label_c = lse_c - label_c, label_c if other is None else label_c.masked_fill(other, 0.0)
         exact = p_c * (offset - lse).double().exp() * transform.factor(lse)
         at_label = (p_c + label_c + p_c * logp.double().expm1()) * transform.slope((logp + lse).double())
         hidden = torch.linspace(-1, 1, 6 * 1030, device=DEVICE).view(6, 1030).bfloat16()
         place = torch.full((6,), float("nan"), device=DEVICE)
-        scale, ours, scaled = gradient_scales(
-            *given, found, hidden, place, elsewhere, transform=transform, backend=backend
-        )
-        exact = torch.zeros_like(found.lse) + exact
+        scale, ours, scaled = gradient_scales(*given, found, hidden, place, other, transform=transform, backend=backend)
         torch.testing.assert_close(scale.double(), exact.double(), rtol=1e-5, atol=1e-37)
         torch.testing.assert_close(ours.double(), at_label * transform.factor(lse), rtol=2e-5, atol=1e-37)
         torch.testing.assert_close(scaled.double(), hidden.double() * scale.double()[:, None], rtol=8e-3, atol=1e-37)

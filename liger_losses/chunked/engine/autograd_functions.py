@@ -14,9 +14,7 @@ from torch import Tensor
 
 from liger_losses.chunked.engine.call import Call, Tensors
 from liger_losses.chunked.engine.query import Statistics
-from liger_losses.chunked.engine.stream import Stream
-from liger_losses.chunked.engine.zero_rows import counted_tokens
-from liger_losses.kernels._triton import device_of
+from liger_losses.chunked.engine.stream import Stream, counted_tokens
 from liger_losses.kernels.autograd import once_differentiable, scale_
 
 
@@ -88,7 +86,7 @@ def without_autocast(weight: Tensor) -> AbstractContextManager[Any]:
 
     Switching autocast off costs the host as much as several launches: only where it is on.
     """
-    on_device, kind = device_of(weight), weight.device.type
+    on_device, kind = torch.cuda.device_of(weight), weight.device.type
     if not torch.is_autocast_enabled(kind):
         return on_device
     both = ExitStack()

@@ -120,7 +120,7 @@ class Block:
     waits = False
 
     def move(self, order: Tensor, sources: Tensor, targets: Tensor) -> None:
-        """Put tokens, once the block is filled, in the order of a :class:`~.zero_rows.Pending`. Only the first of them
+        """Put tokens, once the block is filled, in the order of a :class:`~.stream.Pending`. Only the first of them
         have their rows."""
         raise NotImplementedError
 

@@ -16,7 +16,7 @@ from liger_losses import (
     linear_logps,
     linear_statistics,
 )
-from liger_losses.chunked.engine import accumulation, zero_rows
+from liger_losses.chunked.engine import accumulation, stream
 from liger_losses.chunked.engine.operators import separable_loss
 from liger_losses.chunked.engine.query import Largest, Query
 from liger_losses.chunked.engine.tokens import Counting
@@ -30,10 +30,10 @@ N, H, V = 37, 16, 53
 @pytest.fixture(autouse=True)
 def counts(monkeypatch):
     """Calls of any size are looked at; how many tokens each of them has multiplied."""
-    found, number = [], zero_rows.Pending.found
-    monkeypatch.setattr(zero_rows, "MIN_FLOPS", {"cpu": 0.0, "cuda": 0.0})
-    monkeypatch.setattr(zero_rows, "ROUNDED", {})
-    monkeypatch.setattr(zero_rows.Pending, "found", lambda self: found.append(number(self)) or found[-1])
+    found, number = [], stream.Pending.found
+    monkeypatch.setattr(stream, "MIN_FLOPS", {"cpu": 0.0, "cuda": 0.0})
+    monkeypatch.setattr(stream, "ROUNDED", {})
+    monkeypatch.setattr(stream.Pending, "found", lambda self: found.append(number(self)) or found[-1])
     return found
 
 
@@ -133,7 +133,7 @@ def test_what_belongs_to_a_token_goes_with_it(values, by_token, counts, monkeypa
         return [torch.autograd.grad((value * upstream["x"]).sum(), leaves) for value in all_values]
 
     found, seen = evaluated(), list(counts)
-    monkeypatch.setattr(zero_rows, "MIN_FLOPS", {})
+    monkeypatch.setattr(stream, "MIN_FLOPS", {})
     torch.testing.assert_close(found, evaluated(), rtol=1e-9, atol=1e-12)
     assert seen == [int(counted.sum())] * len(found)
     assert counts == seen
@@ -176,7 +176,7 @@ def test_policy_losses(name, monkeypatch):
     monkeypatch.setattr(accumulation, "matmul_into", spy)
     found = []
     for least in ({"cpu": 0.0}, {}):
-        monkeypatch.setattr(zero_rows, "MIN_FLOPS", least)
+        monkeypatch.setattr(stream, "MIN_FLOPS", least)
         multiplied.clear()
         loss, metrics = LigerFusedLinearGRPOLoss(**{"beta": 0.0, **options})(
             hidden, weight, labels.clamp(min=0), mask, **given
@@ -274,12 +274,12 @@ def test_backward_may_run_again(counts):
     ("zeros", "rounded", "multiplied"), [(0, 1, None), (1, 1, 199), (1, 64, None), (9, 64, 192), (200, 64, 64)]
 )
 def test_numbers_of_rows_are_rounded(zeros, rounded, multiplied, counts, monkeypatch):
-    monkeypatch.setattr(zero_rows, "ROUNDED", {"cpu": rounded})
+    monkeypatch.setattr(stream, "ROUNDED", {"cpu": rounded})
     hidden, weight, labels, _ = problem(200, H, V, dtype=torch.float64, masked=0.0)
     upstream = torch.ones(200, dtype=torch.float64).index_fill(0, torch.arange(200)[:zeros], 0.0)
     found = torch.autograd.grad(linear_logps(hidden, weight, labels), [hidden, weight], upstream)
     assert counts == [multiplied]
-    monkeypatch.setattr(zero_rows, "MIN_FLOPS", {})
+    monkeypatch.setattr(stream, "MIN_FLOPS", {})
     expected = torch.autograd.grad(linear_logps(hidden, weight, labels), [hidden, weight], upstream)
     torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-12)
 
@@ -287,7 +287,7 @@ def test_numbers_of_rows_are_rounded(zeros, rounded, multiplied, counts, monkeyp
 @pytest.mark.parametrize("strategy", ["resident", "two_pass"])
 def test_masked_tokens_beside_those_that_count(strategy, counts, monkeypatch):
     """What they hold has no influence where the number of rows is rounded up to some of them."""
-    monkeypatch.setattr(zero_rows, "ROUNDED", {"cpu": 64})
+    monkeypatch.setattr(stream, "ROUNDED", {"cpu": 64})
     hidden, weight, labels, _ = problem(200, H, V, masked=0.0)
     labels[10:] = -100
     with torch.no_grad():
@@ -301,7 +301,7 @@ def test_masked_tokens_beside_those_that_count(strategy, counts, monkeypatch):
 def test_rows_beside_those_that_count_are_their_own(counts, monkeypatch):
     """The number of rows is rounded up: a row that is multiplied beside the others, with 0, must not hold the logits of
     a token that moved away, whose exponentials relative to another token's log-sum-exp have no end."""
-    monkeypatch.setattr(zero_rows, "ROUNDED", {"cpu": 64})
+    monkeypatch.setattr(stream, "ROUNDED", {"cpu": 64})
     hidden, weight, labels, _ = problem(200, H, V, masked=0.0)
     counted = torch.arange(200).sub(40).abs() < 40
     hidden = (hidden.detach() * torch.where(counted, 200.0, 1e-3)[:, None]).requires_grad_()

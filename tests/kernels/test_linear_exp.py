@@ -71,8 +71,7 @@ def test_scales_of_exponentials(backend, transform):
     of_logp, of_lse = (torch.linspace(start, 2.0, 6, device=DEVICE) for start in (-2.0, -0.5))
     of_lse[0] = 0.0  # what is left is p - 1
     lse = torch.linspace(-3.0, 6.0, 6, device=DEVICE)
-    offset = lse + logp
-    offset[-1] = lse[-1]
+    offset = torch.cat([(lse + logp)[:-1], lse[-1:]])
     found, others = Exponentials(offset, lse, logp), torch.tensor([0, 0, 1, 0, 1, 0], device=DEVICE).bool()
     for *given, other in ((of_logp, of_lse, None), (0.75, None, None), (None, -0.25, None), (of_logp, of_lse, others)):
         label_c, lse_c = (torch.zeros_like(lse).double() + (0.0 if g is None else g) for g in given)

@@ -20,6 +20,7 @@ T tokens, n tokens, C columns of the vocabulary::
   :func:`total_variation`, :func:`alpha_beta_divergence`, :func:`sparse_divergence`.
 """
 
+# ruff: noqa: F401
 from liger_losses.chunked.losses.completion_loss import sequence_logps
 from liger_losses.chunked.losses.cross_entropy import cross_entropy
 from liger_losses.chunked.losses.dpo import dpo_loss
@@ -39,31 +40,5 @@ from liger_losses.chunked.losses.softmax_divergences import (
 )
 from liger_losses.chunked.losses.unpaired import bco_loss, kto_loss, unpaired_loss
 
-__all__ = [
-    "PolicyOptions",
-    "SamplerMetrics",
-    "SamplerWeights",
-    "alpha_beta_divergence",
-    "bco_loss",
-    "cpo_loss",
-    "cross_entropy",
-    "divergence",
-    "dpo_loss",
-    "fipo_weights",
-    "forward_kl",
-    "grpo_loss",
-    "high_entropy_mask",
-    "jsd",
-    "k3",
-    "kto_loss",
-    "minillm_returns",
-    "orpo_loss",
-    "reverse_kl",
-    "sampler_weights",
-    "sequence_logps",
-    "simpo_loss",
-    "sparse_divergence",
-    "total_variation",
-    "unpaired_loss",
-    "vespo_weights",
-]
+#: What is imported above.
+__all__ = [name for name in dir() if not name.startswith("_")]

@@ -161,11 +161,14 @@ def check_range(name: str, value: float, low: float, high: float, *, open_low: b
         raise ValueError(f"{name} must {range_}, got {value!r}.")
 
 
-def check_ranges(options: Any) -> None:
-    """Raise TypeError or ValueError unless the fields of a dataclass are in the :data:`RANGES` of their types."""
+def check_fields(options: Any) -> None:
+    """Raise TypeError or ValueError for fields of a dataclass that are out of the :data:`RANGES` of their types, and
+    for texts and fractions as bools."""
     for field in fields(options):
         kind, _, optional = str(field.type).partition(" | ")
         value = getattr(options, field.name)
+        if kind == "bool" and isinstance(value, (str, float)):  # all texts would be true
+            raise TypeError(f"{field.name} must be True or False, got {value!r}.")
         if kind in RANGES and not (optional and value is None):
             low, high, open_low = RANGES[kind]
             check_range(field.name, value, low, high, open_low=open_low)

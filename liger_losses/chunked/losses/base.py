@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from liger_losses.chunked.engine import EngineOptions, Head, Statistics, linear_statistics
 from liger_losses.chunked.engine.agreement import agree, note
 from liger_losses.chunked.engine.arguments import constructor_signature, named_options
-from liger_losses.chunked.engine.checks import check_labels, check_ranges, check_shift, check_tensor, checked_items
+from liger_losses.chunked.engine.checks import check_fields, check_labels, check_shift, check_tensor, checked_items
 from liger_losses.chunked.engine.decision import drops_tokens
 from liger_losses.chunked.engine.operators import loss_operator
 from liger_losses.chunked.engine.query import REGISTERED, DeclaredStatistics, Query
@@ -64,11 +64,7 @@ class LossOptions:
         object.__setattr__(self, "_options", replace(options, **others) if others else options)
         if not isinstance(self.shift, bool):
             check_shift(self.shift, self.several)
-        for field in fields(self):
-            value = getattr(self, field.name)
-            if str(field.type).startswith("bool") and isinstance(value, (str, float)):  # all texts would be true
-                raise TypeError(f"{field.name} must be True or False, got {value!r}.")
-        check_ranges(self)
+        check_fields(self)
         if self.group is not None:
             check_sliced(self.group, self.shift, self.reads_order)
 

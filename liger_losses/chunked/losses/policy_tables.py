@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from liger_losses.chunked.engine.checks import NotNegative, Number, Positive, check_names, check_ranges
+from liger_losses.chunked.engine.checks import NotNegative, Number, Positive, check_fields, check_names
 from liger_losses.chunked.losses.completion_loss import MAX_EXPONENT
 from liger_losses.chunked.losses.context_parallel import sum_over_group
 
@@ -101,7 +101,7 @@ class PolicyOptions:
         check_names([self.kl_estimator], KL_ESTIMATORS, "kl_estimator")
         check_names([self.normalizer], (OF_LOSS_TYPE, *NORMALIZERS), "normalizer")
         check_names([self.token_mask], (OF_LOSS_TYPE, *MASKS), "token_mask")
-        check_ranges(self)
+        check_fields(self)
         level, limit, row = self.importance_sampling_level, self.max_completion_length, self.row
         if level not in ("token", row.level) and row.of_tokens:
             message = f"loss_type={self.loss_type!r} is defined for tokens' ratios, not for a completion's"

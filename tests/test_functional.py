@@ -42,6 +42,20 @@ def test_shares_of_tokens_by_entropy():
     assert torch.equal(keep, mask & (entropy >= torch.quantile(entropy[mask], 0.75)))
 
 
+@pytest.mark.parametrize(
+    "loss",
+    [
+        lambda *logps: functional.dpo_loss(*logps, loss_type="hinge", beta=0.2).sum(),
+        lambda logps, old, *_: functional.grpo_loss(
+            logps[:, None], old, torch.ones(B, 1, dtype=torch.bool), old_logps=old[:, None], loss_type="gmpo", beta=0.0
+        ),
+    ],
+)
+def test_functions_with_options_are_traced(loss):
+    inputs = sums()
+    same(torch.compile(loss, fullgraph=True, backend="eager")(*inputs), loss(*inputs), inputs[0])
+
+
 def test_dpo_loss_of_several_types_and_what_it_needs():
     chosen, rejected, *refs = sums()
     nll = randn(1, seed=5).abs()[0]

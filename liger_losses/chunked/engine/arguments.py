@@ -97,7 +97,7 @@ def by_forward_names(loss: Any, count: int, keywords: dict[str, Any]) -> dict[st
 
 def options_of(cls: type[C], function: Callable[..., Any], options: Mapping[str, Any]) -> C:
     """An instance of a dataclass, the ``**options`` of a function; a TypeError that lists its arguments for others."""
-    names = [field.name for field in fields(cls)]
+    names = [*cls.__dataclass_fields__]
     unknown = ", ".join(f"{name!r}{meant(name, names)}" for name in options if name not in names)
     if unknown:
         parameters = inspect.signature(function).parameters.values()

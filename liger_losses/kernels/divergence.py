@@ -309,37 +309,36 @@ def _both_logits(student, teacher, row, block, columns, inverse, BLOCK: tl.const
 
 
 @jit
-def projection_gradient_block(grad, s, at_label, hard, temperature, transform, inverse):
-    """From d divergence / d logits to d loss / d projections of the student, whose logits are s.
-
-    ``hard`` are the row's factors of p1 and of the label's column, and its log-sum-exp, of a hard loss, or ``None``.
-    """
-    hard_p, hard_label, hard_lse = hard
+def _load_hard(labels, hard_p, hard_label, hard_lse, row):
+    """A row's label, its factors of a hard loss, and its log-sum-exp; without a hard loss, unused numbers."""
+    hard = (-1, 0.0, 0.0, 0.0)
     if hard_p is not None:
-        if transform.temperature is not None:
-            temperature = 1.0 / inverse
-        p1 = tl.exp(s * temperature - hard_lse)
-        grad += temperature * (p1 * hard_p + tl.where(at_label, hard_label, 0.0))
-    if transform.factor is not None:
-        grad = transform_gradient(grad, s, transform, inverse)
-    return grad
+        label = tl.load(labels + row).to(tl.int32)
+        hard = (label, tl.load(hard_p + row), tl.load(hard_label + row), tl.load(hard_lse + row))
+    return hard
 
 
 @jit
-def load_hard(hard_p, hard_label, hard_lse, rows, valid):
-    """The rows' factors of a hard loss, and its log-sum-exp."""
-    hard_p = tl.load(hard_p + rows, mask=valid, other=0.0)
-    hard_label = tl.load(hard_label + rows, mask=valid, other=0.0)
-    hard_lse = tl.load(hard_lse + rows, mask=valid, other=0.0)
-    return hard_p, hard_label, hard_lse
+def _store_gradient(out, grad, s, at, inside, hard_p, hard, temperature, transform, inverse):
+    """From d divergence / d logits to d loss / d projections of the student, whose logits are s.
+
+    ``hard`` is what :func:`_load_hard` returned, of a hard loss if ``hard_p`` is not ``None``.
+    """
+    label, p_coef, label_coef, lse = hard
+    if hard_p is not None:
+        if transform.temperature is not None:
+            temperature = 1.0 / inverse
+        p1 = tl.exp(s * temperature - lse)
+        grad += temperature * (p1 * p_coef + tl.where(at == label, label_coef, 0.0))
+    if transform.factor is not None:
+        grad = transform_gradient(grad, s, transform, inverse)
+    tl.store(out + at, grad.to(out.dtype.element_ty), mask=inside)
 
 
 @jit
 def _row_squares(student, teacher, row, columns, BLOCK: tl.constexpr):
     """A row's sums of squared logits."""
-    inverse = 1.0
-    if student.transform.temperature is not None:
-        inverse = inverse_temperature(student.transform, row, True, 0)
+    inverse = inverse_temperature(student.transform, row, True, 0)
     s_sum = tl.zeros((BLOCK,), tl.float32)
     t_sum = tl.zeros((BLOCK,), tl.float32)
     for i in range(tl.cdiv(columns, BLOCK)):
@@ -409,9 +408,7 @@ def _divergence_kernel(
     a = series.a
     if parameter is not None:
         a = tl.load(parameter + row)
-    inverse = 1.0
-    if student.transform.temperature is not None:
-        inverse = inverse_temperature(student.transform, row, True, 0)
+    inverse = inverse_temperature(student.transform, row, True, 0)
     blocks = tl.cdiv(columns, BLOCK)
     f_sum = tl.zeros((BLOCK,), tl.float32)
     h_sum = tl.zeros((BLOCK,), tl.float32)
@@ -434,12 +431,7 @@ def _divergence_kernel(
         if row_sums is not None:
             total = tl.load(row_sums + row)
         row_coef = tl.load(coef + row)
-        if hard_p is not None:
-            hard = load_hard(hard_p, hard_label, hard_lse, row, True)
-            label = tl.load(labels + row).to(tl.int32)
-        else:
-            hard = (None, None, None)
-            label = -1
+        hard = _load_hard(labels, hard_p, hard_label, hard_lse, row)
         for i in range(blocks):
             block = blocks - 1 - i if FORM is not None else i
             at, inside, s, p, f, h = _terms(
@@ -453,8 +445,7 @@ def _divergence_kernel(
                 grad = row_coef * (h - p * total)
             if FORM is None:
                 grad *= s_lse
-            grad = projection_gradient_block(grad, s, at == label, hard, temperature, student.transform, inverse)
-            tl.store(out + at, grad.to(out.dtype.element_ty), mask=inside)
+            _store_gradient(out, grad, s, at, inside, hard_p, hard, temperature, student.transform, inverse)
     tl.store(value + place, tl.sum(f_sum, 0))
 
 
@@ -496,24 +487,16 @@ def _shared_rows_kernel(
     a = series.a
     if parameter is not None:
         a = tl.load(parameter + row)
-    inverse = 1.0
-    if student.transform.temperature is not None:
-        inverse = inverse_temperature(student.transform, row, True, 0)
+    inverse = inverse_temperature(student.transform, row, True, 0)
     s_lse = tl.load(student_lse + row)
     t_lse = tl.load(teacher_lse + row)
     at, inside, s, p, f, h = _terms(student, teacher, row, part, columns, inverse, s_lse, t_lse, a, series, FORM, BLOCK)
     _announce(places + part, tl.sum(h, 0))
     _announce(places + parts + part, tl.sum(f, 0))
-    row_coef = tl.load(coef + row)
-    if hard_p is not None:
-        hard = load_hard(hard_p, hard_label, hard_lse, row, True)
-        label = tl.load(labels + row).to(tl.int32)
-    else:
-        hard = (None, None, None)
-        label = -1
-    grad = row_coef * (h - p * _sum_of_announced(places, parts, PARTS))
-    grad = projection_gradient_block(grad, s, at == label, hard, temperature, student.transform, inverse)
-    tl.store(out + row * out_stride + at, grad.to(out.dtype.element_ty), mask=inside)
+    hard = _load_hard(labels, hard_p, hard_label, hard_lse, row)
+    grad = tl.load(coef + row) * (h - p * _sum_of_announced(places, parts, PARTS))
+    out += row * out_stride
+    _store_gradient(out, grad, s, at, inside, hard_p, hard, temperature, student.transform, inverse)
     if part == 0:
         tl.store(value + row, _sum_of_announced(places + parts, parts, PARTS))
 

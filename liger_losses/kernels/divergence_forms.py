@@ -12,7 +12,7 @@ import contextlib
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from numbers import Real
 from typing import Any, NamedTuple
 
@@ -168,28 +168,45 @@ def fast_log(x):
 # --- The forms --------------------------------------------------------------------------------------------------------
 
 
-def _forward_kl(log_p: Tensor, log_q: Tensor, a: float, b: float, c: float) -> tuple[Tensor, Tensor]:
-    p, q = log_p.exp(), log_q.exp()
+# Those that are sums, products and exponentials are written once, for both: in torch, ``exp`` is its own.
+
+
+def _forward_kl(log_p, log_q, a, b, c, exp=fast_exp):
+    p = exp(log_p)
+    q = exp(log_q)
     return p - q - q * (log_p - log_q), p - q
 
 
-@jit
-def _forward_kl_t(log_p, log_q, a, b, c):
-    p = fast_exp(log_p)
-    q = fast_exp(log_q)
-    return p - q - q * (log_p - log_q), p - q
-
-
-def _reverse_kl(log_p: Tensor, log_q: Tensor, a: float, b: float, c: float) -> tuple[Tensor, Tensor]:
-    p, h = log_p.exp(), log_p.exp() * (log_p - log_q)
-    return log_q.exp() - p + h, h
-
-
-@jit
-def _reverse_kl_t(log_p, log_q, a, b, c):
-    p = fast_exp(log_p)
+def _reverse_kl(log_p, log_q, a, b, c, exp=fast_exp):
+    p = exp(log_p)
     h = p * (log_p - log_q)
-    return fast_exp(log_q) - p + h, h
+    return exp(log_q) - p + h, h
+
+
+def _kl_by_entropy(log_p, log_q, a, b, c, exp=fast_exp):
+    p = exp(log_p)
+    q = exp(log_q)
+    d = log_p - log_q
+    return q - p + p * d + a * (p - q - q * d), p * d + a * (p - q)
+
+
+def _alpha_beta(log_p, log_q, a, b, c, exp=fast_exp):
+    s = a + b
+    p_s = exp(s * log_p)
+    both = exp(a * log_q + b * log_p)
+    return (b / s * p_s + a / s * exp(s * log_q) - both) / (a * b), (p_s - both) / a
+
+
+def _alpha_zero(log_p, log_q, a, b, c, exp=fast_exp):
+    p_a = exp(a * log_p)
+    d = log_p - log_q
+    return (exp(a * log_q) - p_a + a * p_a * d) / (a * a), p_a * d
+
+
+def _beta_zero(log_p, log_q, a, b, c, exp=fast_exp):
+    p_a = exp(a * log_p)
+    q_a = exp(a * log_q)
+    return (p_a - q_a - a * q_a * (log_p - log_q)) / (a * a), (p_a - q_a) / a
 
 
 def _mixture(log_p: Tensor, log_q: Tensor, a: float, b: float, c: float) -> tuple[Tensor, Tensor]:
@@ -246,44 +263,6 @@ def _total_variation_t(log_p, log_q, a, b, c):
     return tl.abs(p - fast_exp(log_q)) / 2, p * tl.where(d > 0, 0.5, tl.where(d < 0, -0.5, 0.0))
 
 
-def _alpha_beta(log_p: Tensor, log_q: Tensor, a: float, b: float, c: float) -> tuple[Tensor, Tensor]:
-    s = a + b
-    p_s, both = (s * log_p).exp(), (a * log_q + b * log_p).exp()
-    return (b / s * p_s + a / s * (s * log_q).exp() - both) / (a * b), (p_s - both) / a
-
-
-@jit
-def _alpha_beta_t(log_p, log_q, a, b, c):
-    s = a + b
-    p_s = fast_exp(s * log_p)
-    both = fast_exp(a * log_q + b * log_p)
-    return (b / s * p_s + a / s * fast_exp(s * log_q) - both) / (a * b), (p_s - both) / a
-
-
-def _alpha_zero(log_p: Tensor, log_q: Tensor, a: float, b: float, c: float) -> tuple[Tensor, Tensor]:
-    p_a, d = (a * log_p).exp(), log_p - log_q
-    return ((a * log_q).exp() - p_a + a * p_a * d) / a**2, p_a * d
-
-
-@jit
-def _alpha_zero_t(log_p, log_q, a, b, c):
-    p_a = fast_exp(a * log_p)
-    d = log_p - log_q
-    return (fast_exp(a * log_q) - p_a + a * p_a * d) / (a * a), p_a * d
-
-
-def _beta_zero(log_p: Tensor, log_q: Tensor, a: float, b: float, c: float) -> tuple[Tensor, Tensor]:
-    p_a, q_a = (a * log_p).exp(), (a * log_q).exp()
-    return (p_a - q_a - a * q_a * (log_p - log_q)) / a**2, (p_a - q_a) / a
-
-
-@jit
-def _beta_zero_t(log_p, log_q, a, b, c):
-    p_a = fast_exp(a * log_p)
-    q_a = fast_exp(a * log_q)
-    return (p_a - q_a - a * q_a * (log_p - log_q)) / (a * a), (p_a - q_a) / a
-
-
 def cosine_terms(
     student: Tensor,
     teacher: Tensor,
@@ -303,19 +282,6 @@ def cosine_terms(
     f = difference.square() / 2
     distance = f.sum(1) if distance is None else distance
     return f, (difference - unit * distance[:, None]) / norms[0]
-
-
-def _kl_by_entropy(log_p: Tensor, log_q: Tensor, a: Any, b: float, c: float) -> tuple[Tensor, Tensor]:
-    p, q, d = log_p.exp(), log_q.exp(), log_p - log_q
-    return q - p + p * d + a * (p - q - q * d), p * d + a * (p - q)
-
-
-@jit
-def _kl_by_entropy_t(log_p, log_q, a, b, c):
-    p = fast_exp(log_p)
-    q = fast_exp(log_q)
-    d = log_p - log_q
-    return q - p + p * d + a * (p - q - q * d), p * d + a * (p - q)
 
 
 def _limited(f: Tensor, h: Tensor, limit: float) -> tuple[Tensor, Tensor]:
@@ -373,20 +339,25 @@ class Form(NamedTuple):
     added: Callable[[float, float, float], float] = lambda a, b, c: 0.0
 
 
+def _of_both(form: Callable[..., Any], **properties: Any) -> Form:
+    """The row of a form that is written once."""
+    return Form(partial(form, exp=torch.exp), jit(form), **properties)
+
+
 #: What a :class:`Divergence` may sum.
 FORMS = {
-    "forward_kl": Form(_forward_kl, _forward_kl_t, balanced=True, added=lambda a, b, c: 1.0),
-    "reverse_kl": Form(_reverse_kl, _reverse_kl_t, added=lambda a, b, c: -1.0),
+    "forward_kl": _of_both(_forward_kl, balanced=True, added=lambda a, b, c: 1.0),
+    "reverse_kl": _of_both(_reverse_kl, added=lambda a, b, c: -1.0),
     "mixture": Form(_mixture, _mixture_t, added=lambda a, b, c: b * (1 - a) - c * a),
     "gkd_mixture": Form(_mixture, _gkd_mixture_t),
-    "kl_by_entropy": Form(_kl_by_entropy, _kl_by_entropy_t, smooth=False),
+    "kl_by_entropy": _of_both(_kl_by_entropy, smooth=False),
     "limited_forward_kl": Form(_limited_forward_kl, _limited_forward_kl_t, smooth=False),
     "limited_reverse_kl": Form(_limited_reverse_kl, _limited_reverse_kl_t, smooth=False),
     "limited_gkd_mixture": Form(_limited_gkd_mixture, _limited_gkd_mixture_t, smooth=False),
     "total_variation": Form(_total_variation, _total_variation_t, smooth=False),
-    "alpha_beta": Form(_alpha_beta, _alpha_beta_t, power=lambda a, b, c: a + b),
-    "alpha_zero": Form(_alpha_zero, _alpha_zero_t, power=lambda a, b, c: a),
-    "beta_zero": Form(_beta_zero, _beta_zero_t, power=lambda a, b, c: a),
+    "alpha_beta": _of_both(_alpha_beta, power=lambda a, b, c: a + b),
+    "alpha_zero": _of_both(_alpha_zero, power=lambda a, b, c: a),
+    "beta_zero": _of_both(_beta_zero, power=lambda a, b, c: a),
 }
 
 

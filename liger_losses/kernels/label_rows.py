@@ -357,9 +357,7 @@ def _label_logits_kernel(
         products += h * w
     logit = tl.sum(products, 0)
     if bias is not None or transform.factor is not None:
-        inverse = 1.0
-        if transform.temperature is not None:
-            inverse = inverse_temperature(transform, row, True, 0)
+        inverse = inverse_temperature(transform, row, True, 0)
         logit = transform_block(logit, bias, label, True, transform, inverse)
     tl.store(out + row, logit)
 

@@ -160,9 +160,7 @@ def sum_of_probabilities(
 def _sum_of_probabilities_kernel(out, projected, stride, lse, bias, transform, columns, BLOCK: tl.constexpr):
     """One program for each row."""
     row = tl.program_id(0).to(tl.int64)
-    inverse = 1.0
-    if transform.temperature is not None:
-        inverse = inverse_temperature(transform, row, True, 0)
+    inverse = inverse_temperature(transform, row, True, 0)
     row_lse = tl.load(lse + row)
     sums = tl.zeros((BLOCK,), tl.float32)
     for start in range(0, columns, BLOCK):
@@ -323,9 +321,7 @@ def _largest_of_groups_kernel(
     largest is found bit by bit.
     """
     at_row = tl.program_id(0).to(tl.int64)
-    inverse = 1.0
-    if transform.temperature is not None:
-        inverse = inverse_temperature(transform, at_row, True, 0)
+    inverse = inverse_temperature(transform, at_row, True, 0)
     row = (projected + at_row * stride, bias, transform, inverse, chosen + at_row * k, columns)
     kept_keys += at_row * KEPT
     kept_ids += at_row * KEPT
@@ -379,9 +375,7 @@ def _group_maxima_kernel(
     first = tl.program_id(1) * GROUPS
     at = first * GROUP + tl.arange(0, GROUPS * GROUP)
     inside = at < columns
-    inverse = 1.0
-    if transform.temperature is not None:
-        inverse = inverse_temperature(transform, row, True, 0)
+    inverse = inverse_temperature(transform, row, True, 0)
     z = tl.where(inside, load_logits(projected + row * stride, bias, at, inside, transform, inverse), -float("inf"))
     z = tl.where(z == z, z, float("inf"))  # a maximum leaves NaN out, which is among the largest
     maxima = tl.max(tl.reshape(z, (GROUPS, GROUP)), 1)

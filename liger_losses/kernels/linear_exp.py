@@ -420,9 +420,7 @@ def _scales_kernel(
     # p_coef p + label_coef with p = 1 + expm1(logp), so that p - 1 keeps its digits.
     at_label = (p_c + label_c) + p_c * expm1(row_logp)
     if transform.factor is not None:
-        inverse = 1.0
-        if transform.temperature is not None:
-            inverse = inverse_temperature(transform, row, True, 0)
+        inverse = inverse_temperature(transform, row, True, 0)
         s *= transform.factor
         if transform.temperature is not None:
             s *= inverse
@@ -473,9 +471,7 @@ def _exponentials_kernel(
         rows = first_row + tl.arange(0, BLOCK_N)
         row_offset = tl.load(offset + rows, mask=rows < tokens, other=0.0) * 1.4426950408889634
         label = tl.load(labels + rows, mask=rows < tokens, other=-1).to(tl.int32)
-        inverse = 1.0
-        if transform.temperature is not None:
-            inverse = inverse_temperature(transform, rows, rows < tokens, 1)
+        inverse = inverse_temperature(transform, rows, rows < tokens, 1)
         sums = tl.zeros((BLOCK_N,), tl.float32)
         totals = tl.zeros((BLOCK_N,), tl.float32)
         moment = tl.zeros((BLOCK_N,), tl.float32)

@@ -105,9 +105,7 @@ def _linear_gradient_kernel(
         row_lse = tl.load(lse + rows, mask=valid, other=0.0)[:, None]
         label = (tl.load(labels + rows, mask=valid, other=-1).to(tl.int32) - first_column)[:, None]
         values = load_coefficients(coefficients, rows, valid, inverse_vocab_size, 1)
-        inverse = 1.0
-        if transform.temperature is not None:
-            inverse = inverse_temperature(transform, rows, valid, 1)
+        inverse = inverse_temperature(transform, rows, valid, 1)
         left, right = split_tile(z, BLOCK_N, BLOCK_V)
         for half in tl.static_range(2):
             start = first_of_tile + half * (BLOCK_V // 2)

@@ -161,9 +161,7 @@ def row_log_sum_exps_into(
 def _row_sums_kernel(partial, projected, stride, columns, bias, transform, BLOCK: tl.constexpr):
     """The maximum of the logits of a block of a row, and the sum of exponentials relative to it."""
     row = tl.program_id(0).to(tl.int64)
-    inverse = 1.0
-    if transform.temperature is not None:
-        inverse = inverse_temperature(transform, row, True, 0)
+    inverse = inverse_temperature(transform, row, True, 0)
     at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = at < columns
     z = tl.load(projected + row * stride + at, mask=inside, other=0.0)

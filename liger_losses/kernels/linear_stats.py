@@ -294,9 +294,7 @@ def _linear_statistics_kernel(
     rows = first_row + tl.arange(0, BLOCK_N)
     valid = rows < tokens
     label = tl.load(labels + rows, mask=valid, other=-1).to(tl.int32)
-    inverse = 1.0
-    if transform.temperature is not None:
-        inverse = inverse_temperature(transform, rows, valid, 1)
+    inverse = inverse_temperature(transform, rows, valid, 1)
     column_tiles = tl.cdiv(vocab_size, BLOCK_V)
     per_split = tl.cdiv(column_tiles, splits)
     first_tile = split * per_split

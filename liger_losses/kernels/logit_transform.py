@@ -179,13 +179,15 @@ class Epilogue(NamedTuple):
 
 @jit
 def inverse_temperature(transform, rows, valid, AXIS: tl.constexpr):
-    """1 / temperature of the ``rows`` that are ``valid``, for a temperature per token.
+    """1 / temperature of the ``rows`` that are ``valid``, for a temperature per token; otherwise an unused 1.
 
     Of one row or of a vector of rows (``AXIS`` 0), or ``[R, 1]`` of a tile's (``AXIS`` 1).
     """
-    inverse = 1.0 / tl.load(transform.temperature + rows, mask=valid, other=1.0)
-    if AXIS == 1:
-        inverse = inverse[:, None]
+    inverse = 1.0
+    if transform.temperature is not None:
+        inverse = 1.0 / tl.load(transform.temperature + rows, mask=valid, other=1.0)
+        if AXIS == 1:
+            inverse = inverse[:, None]
     return inverse
 
 
@@ -193,7 +195,7 @@ def inverse_temperature(transform, rows, valid, AXIS: tl.constexpr):
 def transform_block(x, bias, columns, inside, transform, inverse):
     """Logits of projections ``x [..., C]`` (or one of them): ``bias`` is a pointer or None, read at ``columns [C]``.
 
-    ``inverse`` is what :func:`inverse_temperature` returned; where all tokens have one temperature, it is not read.
+    ``inverse`` is what :func:`inverse_temperature` returned.
     """
     if bias is not None:
         x += tl.load(bias + columns, mask=inside, other=0.0).to(tl.float32)

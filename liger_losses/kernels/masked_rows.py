@@ -15,11 +15,11 @@ from torch import Tensor
 
 from liger_losses.kernels._triton import Launcher, jit, tl
 from liger_losses.kernels.label_rows import ASSERTS, check_known, count_active, masked_labels
-from liger_losses.kernels.logit_transform import Epilogue, LogitTransform, load_logits, transform_gradient
+from liger_losses.kernels.logit_transform import Epilogue, LogitTransform, load_logits
 from liger_losses.kernels.matmul import matmul, matmul_into
-from liger_losses.kernels.online_softmax import Sums, online_start, online_step, reference_statistics
+from liger_losses.kernels.online_softmax import Sums, online_row, reference_statistics
 from liger_losses.kernels.rows import power_of_two
-from liger_losses.kernels.softmax_grad import SoftmaxGradient, softmax_gradient_into
+from liger_losses.kernels.softmax_grad import SoftmaxGradient, softmax_gradient_into, store_row_gradient
 from liger_losses.kernels.targets import target_of
 
 #: Entries of a row that a program reads, and labels that it counts, at a time (H100: 64 to 1024 rows of 49,152 to
@@ -270,32 +270,6 @@ def copy_row(clean, hidden, hidden_stride, row, active, hidden_size, BLOCK: tl.c
         tl.store(clean + row * hidden_size + at, value, mask=at < hidden_size)
 
 
-@jit
-def _write_gradient(
-    projected, out, columns, active, label, lse, p_coef, p_logp_coef, label_coef, uniform_coef, transform,
-    HAS_LOGP: tl.constexpr, HAS_UNIFORM: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
-    """d loss / d projections of a row, from left to right: a row of ``out`` begins where its projections do."""
-    read = tl.where(active, columns, 0)
-    for start in range(0, columns, BLOCK):
-        at = start + tl.arange(0, BLOCK)
-        z = load_logits(projected, None, at, at < read, transform, 1.0)
-        log_p = z - lse
-        p = tl.exp(log_p)
-        grad = p * p_coef
-        if HAS_LOGP:
-            # A probability of 0 has log p = -inf, and 0 * -inf is not 0 in floating point.
-            grad += p * p_logp_coef * tl.maximum(log_p, -1e4)
-        if HAS_UNIFORM:
-            grad += uniform_coef
-        grad += tl.where(at == label, label_coef, 0.0)
-        if transform.factor is not None:
-            grad = transform_gradient(grad, z, transform, 1.0)
-        # A narrower `out` overwrites this block and what lies to its left: all of it must have been read.
-        tl.debug_barrier()
-        tl.store(out + at, tl.where(active, grad, 0.0).to(out.dtype.element_ty), mask=at < columns)
-
-
 @jit(do_not_specialize=["ignore_index"], do_not_specialize_on_alignment=["labels"])
 def _statistics_kernel(
     projected, labels, right, lse, logp, entropy, mean_logit,
@@ -307,12 +281,7 @@ def _statistics_kernel(
     label, active, known = label_of(labels, row, ignore_index, columns)
     check_known(right, known | (active == 0))
     own = projected + row * columns
-    state = online_start(tl.zeros((), tl.float32))
-    for start in range(0, tl.where(active, columns, 0), BLOCK):
-        at = start + tl.arange(0, BLOCK)
-        inside = at < columns
-        z = load_logits(own, None, at, inside, transform, 1.0)
-        state = online_step(z, start, at, inside, None, state, sums, 0)
+    state = online_row(own, None, None, columns, tl.where(active, columns, 0), transform, 1.0, sums, BLOCK)
     _best, logit_sum, moment, _squares, top, total, _weight_sum, _weighted_sum = state
     label_logit = load_logits(own, None, label, active, transform, 1.0)
     log_total = tl.log(tl.where(active, total, 1.0))
@@ -349,9 +318,10 @@ def _gradient_kernel(
         p_coef += p_logp_coef * tl.load(entropy + row)
     own = projected + row * columns
     out = own.to(tl.pointer_type(clean.dtype.element_ty), bitcast=True)
-    _write_gradient(
-        own, out, columns, active, label, tl.load(lse + row), p_coef, p_logp_coef, label_coef, 0.0, transform,
-        g_entropy is not None, False, BLOCK,
+    store_row_gradient(
+        out, own, None, None, columns, tl.where(active, columns, 0), tl.load(lse + row), label,
+        (labels, g_entropy, None, labels, None, None), (p_coef, p_logp_coef, 0.0, label_coef, 0.0, 0.0), transform, 1.0,
+        BLOCK,
     )  # fmt: skip
     copy_row(clean, hidden, hidden_stride, row, active, hidden_size, AT_ONCE)
 
@@ -371,12 +341,7 @@ def _loss_kernel(
     if MEAN:
         share = 1.0 / count_active(labels, tokens, ignore_index, AT_ONCE).to(tl.float32)
     own = projected + row * columns
-    state = online_start(tl.zeros((), tl.float32))
-    for start in range(0, tl.where(active, columns, 0), BLOCK):
-        at = start + tl.arange(0, BLOCK)
-        inside = at < columns
-        z = load_logits(own, None, at, inside, transform, 1.0)
-        state = online_step(z, start, at, inside, None, state, sums, 0)
+    state = online_row(own, None, None, columns, tl.where(active, columns, 0), transform, 1.0, sums, BLOCK)
     _best, logit_sum, _moment, _squares, top, total, _weight_sum, _weighted_sum = state
     log_total = tl.log(tl.where(active, total, 1.0))
     lse = top + log_total
@@ -393,7 +358,8 @@ def _loss_kernel(
     out = own.to(tl.pointer_type(clean.dtype.element_ty), bitcast=True)
     # The label's logit and those of all columns have been read by all threads before any is overwritten.
     tl.debug_barrier()
-    _write_gradient(
-        own, out, columns, active, label, lse, p_coef, 0.0, label_coef, uniform_coef, transform,
-        False, mean_scale is not None, BLOCK,
+    store_row_gradient(
+        out, own, None, None, columns, tl.where(active, columns, 0), lse, label,
+        (labels, None, None, labels, mean_scale, None), (p_coef, 0.0, 0.0, label_coef, uniform_coef, 0.0), transform,
+        1.0, BLOCK,
     )  # fmt: skip

@@ -257,6 +257,29 @@ def gradient_block(z, columns, inside, lse, label, class_weight, coefficients, v
     return grad
 
 
+@jit
+def store_row_gradient(
+    out, projected, bias, class_weight, columns, read, lse, label, coefficients, values, transform, inverse,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    """d loss / d projections of a row, from left to right: ``out`` may begin where ``projected`` does.
+
+    Columns from ``read`` on, if this is not ``None``, are not read, and get 0; see :func:`gradient_block`.
+    """
+    for start in range(0, columns, BLOCK):
+        at = start + tl.arange(0, BLOCK)
+        inside = at < columns
+        if read is not None:
+            inside = at < read
+        z = load_logits(projected, bias, at, inside, transform, inverse)
+        grad = gradient_block(z, at, inside, lse, label, class_weight, coefficients, values, transform, inverse)
+        if read is not None:
+            grad = tl.where(inside, grad, 0.0)
+        # A narrower `out` overwrites this block and what lies to its left: all of it must have been read.
+        tl.debug_barrier()
+        tl.store(out + at, grad.to(out.dtype.element_ty), mask=at < columns)
+
+
 #: Arguments whose alignment is no reason to compile again: slices of vectors begin anywhere.
 GRADIENT_VECTORS = ["lse", "labels", "bias", "class_weight", *SoftmaxGradient._fields]
 
@@ -268,20 +291,14 @@ def _gradient_kernel(
     first_column, columns, inverse_vocab_size, transform,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """One program per row, from left to right: a row of ``out`` may begin where its row of projections does."""
+    """One program per row."""
     row = tl.program_id(0).to(tl.int64)
     row_lse = tl.load(lse + row)
     label = (tl.load(labels + row) - first_column).to(tl.int32)
     coefficients = (p_coef, p_logp_coef, p_squared_coef, label_coef, uniform_coef, class_coef)
     values = load_coefficients(coefficients, row, True, inverse_vocab_size, 0)
-    inverse = 1.0
-    if transform.temperature is not None:
-        inverse = inverse_temperature(transform, row, True, 0)
-    for start in range(0, columns, BLOCK):
-        at = start + tl.arange(0, BLOCK)
-        inside = at < columns
-        z = load_logits(projected + row * row_stride, bias, at, inside, transform, inverse)
-        grad = gradient_block(z, at, inside, row_lse, label, class_weight, coefficients, values, transform, inverse)
-        # A narrower `out` overwrites this block and what lies to its left: all of it must have been read.
-        tl.debug_barrier()
-        tl.store(out + row * out_stride + at, grad.to(out.dtype.element_ty), mask=inside)
+    inverse = inverse_temperature(transform, row, True, 0)
+    store_row_gradient(
+        out + row * out_stride, projected + row * row_stride, bias, class_weight, columns, None, row_lse, label,
+        coefficients, values, transform, inverse, BLOCK,
+    )  # fmt: skip

@@ -14,8 +14,7 @@ from liger_losses.kernels.online_softmax import (
     STATISTICS,
     STORED,
     Sums,
-    online_start,
-    online_step,
+    online_row,
     reference_statistics,
     store_statistics,
 )
@@ -103,15 +102,8 @@ def _statistics_kernel(
     """One program per row."""
     row = tl.program_id(0).to(tl.int64)
     projected += row * row_stride
-    inverse = 1.0
-    if transform.temperature is not None:
-        inverse = inverse_temperature(transform, row, True, 0)
-    state = online_start(tl.zeros((), tl.float32))
-    for start in range(0, columns, BLOCK):
-        at = start + tl.arange(0, BLOCK)
-        inside = at < columns
-        z = load_logits(projected, bias, at, inside, transform, inverse)
-        state = online_step(z, start, at, inside, class_weight, state, sums, 0)
+    inverse = inverse_temperature(transform, row, True, 0)
+    state = online_row(projected, bias, class_weight, columns, columns, transform, inverse, sums, BLOCK)
     label_logit = load_logits(projected, bias, tl.load(labels + row), True, transform, inverse)
     if argmax is not None:
         argmax += row

@@ -24,9 +24,11 @@ from liger_losses.kernels.label_rows import (
     LabelRows,
     check_known,
     count_active,
+    dot_product,
     masked_labels,
+    scale_and_add,
 )
-from liger_losses.kernels.linear_exp import LARGEST_SUM, kernel_of, linear_exponentials, log1p, place_of_sums
+from liger_losses.kernels.linear_exp import LARGEST_SUM, add_sums, kernel_of, linear_exponentials, log1p
 from liger_losses.kernels.linear_exp_hopper import hopper_tiles, sums_on_hopper
 from liger_losses.kernels.linear_stats import MaskedStatistics, merged_splits
 from liger_losses.kernels.logit_transform import Epilogue, LogitTransform, transform_block
@@ -329,13 +331,8 @@ def _start_kernel(
     label, active, known = label_of(labels, row, ignore_index, columns)
     check_known(right, known | (active == 0))
     copy_row(clean, hidden, hidden_stride, row, active, hidden_size, BLOCK)
-    products = tl.zeros((BLOCK,), tl.float32)
-    for start in range(0, tl.where(active, hidden_size, 0), BLOCK):
-        at = start + tl.arange(0, BLOCK)
-        h = tl.load(hidden + row * hidden_stride + at, mask=at < hidden_size, other=0.0).to(tl.float32)
-        w = tl.load(weight + label * weight_stride + at, mask=at < hidden_size, other=0.0).to(tl.float32)
-        products += h * w
-    z = tl.sum(products, 0)
+    read = tl.where(active, hidden_size, 0)
+    z = dot_product(hidden + row * hidden_stride, weight + label * weight_stride, read, BLOCK)
     if transform.factor is not None:
         z = transform_block(z, None, label, True, transform, 1.0)
     tl.store(label_logit + row, tl.where(active, z, 0.0))
@@ -364,18 +361,12 @@ def _sums_kernel(
 
     A row whose sum is larger than the ``limit`` is ``unsafe``: the first of ``facts`` says whether there is one.
     """
-    rows = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    first_row = tl.program_id(0) * BLOCK
+    rows = first_row + tl.arange(0, BLOCK)
     inside = rows < tokens
-    first, step, count = place_of_sums(tl.program_id(0) * BLOCK, column_tiles, tokens, parts, group)
-    rest = tl.zeros((BLOCK,), tl.float32)
-    total = tl.zeros((BLOCK,), tl.float32)
-    for start in range(0, count, TILES):
-        tile = start + tl.arange(0, TILES)
-        mask = (tile < count)[:, None] & inside[None, :]
-        at = first + tile[:, None] * step + rows[None, :]
-        rest += tl.sum(tl.load(partial + at, mask=mask, other=0.0), 0)
-        if logit_sums is not None:
-            total += tl.sum(tl.load(logit_sums + at, mask=mask, other=0.0), 0)
+    rest, total, _moment = add_sums(
+        partial, logit_sums, None, first_row, rows, inside, column_tiles, tokens, parts, group, BLOCK, TILES
+    )
     active = tl.load(labels + rows, mask=inside, other=ignore_index) != ignore_index
     z = tl.load(label_logit + rows, mask=inside, other=0.0)
     too_large = active & ((rest <= limit) == 0)  # NaN is too large
@@ -487,8 +478,5 @@ def _hidden_gradient_kernel(
     label, _active, _known = label_of(labels, row, ignore_index, columns)
     s = tl.load(scale + row)
     c = tl.load(coef + row)
-    for start in range(0, hidden_size, BLOCK):
-        at = start + tl.arange(0, BLOCK)
-        value = tl.load(product + row * hidden_size + at, mask=at < hidden_size, other=0.0)
-        w = tl.load(weight + label * weight_stride + at, mask=at < hidden_size, other=0.0).to(tl.float32)
-        tl.store(out + row * hidden_size + at, (s * value + c * w).to(out.dtype.element_ty), mask=at < hidden_size)
+    own = weight + label * weight_stride
+    scale_and_add(out + row * hidden_size, product + row * hidden_size, s, own, c, hidden_size, BLOCK)

@@ -341,6 +341,27 @@ def _label_facts_kernel(out, labels, tokens, first, ignore_index, kept, BLOCK: t
     tl.store(out + 3, tl.sum(checksum, 0))
 
 
+@jit
+def dot_product(first, second, size, BLOCK: tl.constexpr):
+    """The product of two rows, summed in fp32."""
+    products = tl.zeros((BLOCK,), tl.float32)
+    for start in range(0, size, BLOCK):
+        at = start + tl.arange(0, BLOCK)
+        a = tl.load(first + at, mask=at < size, other=0.0).to(tl.float32)
+        products += a * tl.load(second + at, mask=at < size, other=0.0).to(tl.float32)
+    return tl.sum(products, 0)
+
+
+@jit
+def scale_and_add(out, product, scale, added, coef, size, BLOCK: tl.constexpr):
+    """A row ``scale product + coef added``, rounded once."""
+    for start in range(0, size, BLOCK):
+        at = start + tl.arange(0, BLOCK)
+        value = tl.load(product + at, mask=at < size, other=0.0)
+        w = tl.load(added + at, mask=at < size, other=0.0).to(tl.float32)
+        tl.store(out + at, (scale * value + coef * w).to(out.dtype.element_ty), mask=at < size)
+
+
 @jit(do_not_specialize_on_alignment=["labels"])
 def _label_logits_kernel(
     out, hidden, weight, hidden_stride, weight_stride, bias, labels, hidden_size, transform, BLOCK: tl.constexpr
@@ -348,14 +369,7 @@ def _label_logits_kernel(
     """One program per token."""
     row = tl.program_id(0).to(tl.int64)
     label = tl.load(labels + row)
-    products = tl.zeros((BLOCK,), tl.float32)
-    for start in range(0, hidden_size, BLOCK):
-        at = start + tl.arange(0, BLOCK)
-        inside = at < hidden_size
-        h = tl.load(hidden + row * hidden_stride + at, mask=inside, other=0.0).to(tl.float32)
-        w = tl.load(weight + label * weight_stride + at, mask=inside, other=0.0).to(tl.float32)
-        products += h * w
-    logit = tl.sum(products, 0)
+    logit = dot_product(hidden + row * hidden_stride, weight + label * weight_stride, hidden_size, BLOCK)
     if bias is not None or transform.factor is not None:
         inverse = inverse_temperature(transform, row, True, 0)
         logit = transform_block(logit, bias, label, True, transform, inverse)
@@ -371,12 +385,8 @@ def _add_label_rows_kernel(
     label = tl.load(labels + row)
     s = tl.load(scale + row)
     c = tl.load(coef + row)
-    for start in range(0, hidden_size, BLOCK):
-        at = start + tl.arange(0, BLOCK)
-        inside = at < hidden_size
-        value = tl.load(product + row * hidden_size + at, mask=inside, other=0.0)
-        w = tl.load(weight + label * weight_stride + at, mask=inside, other=0.0).to(tl.float32)
-        tl.store(out + row * out_stride + at, (s * value + c * w).to(out.dtype.element_ty), mask=inside)
+    own = weight + label * weight_stride
+    scale_and_add(out + row * out_stride, product + row * hidden_size, s, own, c, hidden_size, BLOCK)
 
 
 @jit(

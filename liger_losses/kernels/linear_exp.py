@@ -348,6 +348,28 @@ def place_of_sums(first_row, column_tiles, tokens, parts, group):
     return first, step, count
 
 
+@jit
+def add_sums(
+    partial, logit_sums, moments, first_row, rows, inside, column_tiles, tokens, parts, group,
+    BLOCK: tl.constexpr, TILES: tl.constexpr,
+):  # fmt: skip
+    """The rows' sums over all tiles: of exponentials, of logits and of moments, each 0 where it is ``None``."""
+    rest = tl.zeros((BLOCK,), tl.float32)
+    total = tl.zeros((BLOCK,), tl.float32)
+    moment = tl.zeros((BLOCK,), tl.float32)
+    first, step, count = place_of_sums(first_row, column_tiles, tokens, parts, group)
+    for start in range(0, count, TILES):
+        place = start + tl.arange(0, TILES)
+        mask = (place < count)[:, None] & inside[None, :]
+        at = first + place[:, None] * step + rows[None, :]
+        rest += tl.sum(tl.load(partial + at, mask=mask, other=0.0), 0)
+        if logit_sums is not None:
+            total += tl.sum(tl.load(logit_sums + at, mask=mask, other=0.0), 0)
+        if moments is not None:
+            moment += tl.sum(tl.load(moments + at, mask=mask, other=0.0), 0)
+    return rest, total, moment
+
+
 @jit(do_not_specialize=["column_tiles", "tokens", "parts", "group"], do_not_specialize_on_alignment=_VECTORS)
 def _row_statistics_kernel(
     partial, logit_sums, moments, label_logit, offset, lse, logp, mean_logit, entropy, needed,
@@ -362,21 +384,12 @@ def _row_statistics_kernel(
     if limit is None:  # noqa: SIM102, because Triton resolves only the outer condition while compiling
         if tl.load(needed) == 0:
             return
-    rows = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    first_row = tl.program_id(0) * BLOCK
+    rows = first_row + tl.arange(0, BLOCK)
     inside = rows < tokens
-    rest = tl.zeros((BLOCK,), tl.float32)
-    total = tl.zeros((BLOCK,), tl.float32)
-    moment = tl.zeros((BLOCK,), tl.float32)
-    first, step, count = place_of_sums(tl.program_id(0) * BLOCK, column_tiles, tokens, parts, group)
-    for start in range(0, count, TILES):
-        place = start + tl.arange(0, TILES)
-        mask = (place < count)[:, None] & inside[None, :]
-        at = first + place[:, None] * step + rows[None, :]
-        rest += tl.sum(tl.load(partial + at, mask=mask, other=0.0), 0)
-        if logit_sums is not None:
-            total += tl.sum(tl.load(logit_sums + at, mask=mask, other=0.0), 0)
-        if moments is not None:
-            moment += tl.sum(tl.load(moments + at, mask=mask, other=0.0), 0)
+    rest, total, moment = add_sums(
+        partial, logit_sums, moments, first_row, rows, inside, column_tiles, tokens, parts, group, BLOCK, TILES
+    )
     if logit_sums is not None:
         tl.store(mean_logit + rows, total * inverse_vocab_size, mask=inside)
     z = tl.load(label_logit + rows, mask=inside, other=0.0)

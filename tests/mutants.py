@@ -87,8 +87,8 @@ MUTANTS: dict[str, list[tuple[str, str, str]]] = {
         ("chunked/engine/support.py", "shift_labels(labels, options.ignore_index, shift) if shift else", ""),
     ],
     "tests/kernels/test_rms_norm.py tests/kernels/test_layer_norm.py tests/kernels/test_rope.py": [
-        ("kernels/rms_norm.py", "(g - xhat * (g * xhat).mean(-1, keepdim=True))", "g"),
-        ("kernels/layer_norm.py", "None if bias_dtype is None else g.", "None if bias_dtype is None else xhat."),
+        ("kernels/rms_norm.py", "(centered - xhat * (g * xhat).mean(-1, keepdim=True))", "g"),
+        ("kernels/rms_norm.py", "None if bias_dtype is None else g.", "None if bias_dtype is None else xhat."),
         ("kernels/rope.py", "turned = -_turn(", "turned = _turn("),
     ],
     "tests/kernels/test_rows.py -k are_the_same": [

@@ -1,7 +1,7 @@
-"""Root-mean-square normalization: plain, after adding a residual, and gated.
+"""Root-mean-square normalization: plain, after adding a residual, and gated; and centered, as layer normalization is.
 
 R rows (all leading dimensions), H hidden size. Backward reads the inputs again and recomputes everything except one
-number per row, ``rstd = (mean(x^2) + eps)^(-1/2)``.
+number per row, ``rstd = (mean(x^2) + eps)^(-1/2)``, and the mean that was subtracted from x before, if it was.
 """
 
 from __future__ import annotations
@@ -33,20 +33,26 @@ from liger_losses.kernels.rows import (
 
 #: How the normalized row is multiplied by the weight.
 MULTIPLY = ("cast_first", "fp32")
+#: Entries of a tile that a thread takes in forward, without a mean and with one.
+_PER_THREAD = 16, 32
 
 
 class Options(NamedTuple):
-    """``eps``, ``offset`` and ``gate_first`` as in the public functions, and whether ``multiply`` is ``cast_first``."""
+    """``eps``, ``offset`` and ``gate_first`` as in the public functions, whether ``multiply`` is ``cast_first``, and
+    whether the mean is subtracted first."""
 
     eps: float
     offset: float
     gate_first: bool
     cast_first: bool
+    centered: bool
 
 
-# x, residual, gate and weight; in backward x (the sum, if there is a residual), gate, weight and rstd.
-_Inputs = tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]
-_Saved = tuple[Tensor, Tensor | None, Tensor | None, Tensor]
+# x, residual, gate, weight and bias; in backward x (the sum, if there is a residual), gate, weight, rstd and mean.
+_Inputs = tuple[Tensor, Tensor | None, Tensor | None, Tensor | None, Tensor | None]
+_Saved = tuple[Tensor, Tensor | None, Tensor | None, Tensor, Tensor | None]
+# Of the gradients of weight and bias; None where it is not needed.
+_Dtypes = tuple[torch.dtype | None, torch.dtype | None]
 
 
 def rms_norm(
@@ -80,7 +86,7 @@ def rms_norm(
 
     Source: Zhang and Sennrich, arXiv:1910.07467.
     """
-    return _kernel((x, None, None, weight), (eps, offset, False, multiply), backend)
+    return normalize((x, None, None, weight, None), (eps, offset, False, multiply, False), backend)
 
 
 def add_rms_norm(
@@ -105,7 +111,7 @@ def add_rms_norm(
     Raises:
         ValueError: as in :func:`rms_norm`.
     """
-    return _kernel((x, residual, None, weight), (eps, offset, False, multiply), backend)
+    return normalize((x, residual, None, weight, None), (eps, offset, False, multiply, False), backend)
 
 
 def gated_rms_norm(
@@ -137,69 +143,71 @@ def gated_rms_norm(
     Raises:
         ValueError: as in :func:`rms_norm`.
     """
-    return _kernel((x, None, gate, weight), (eps, 0.0, gate_first, multiply), backend)
+    return normalize((x, None, gate, weight, None), (eps, 0.0, gate_first, multiply, False), backend)
 
 
-# eps, offset, gate_first and multiply, as they are given.
-_Arguments = tuple[float, float, bool, str]
+# The options, with multiply as it is given.
+_Arguments = tuple[float, float, bool, str, bool]
 
 
-def _options(eps: float, offset: float, gate_first: bool, multiply: str) -> Options:
+def _options(eps: float, offset: float, gate_first: bool, multiply: str, centered: bool) -> Options:
     if multiply not in MULTIPLY:
         raise ValueError(f"multiply must be one of {', '.join(MULTIPLY)}, got {multiply!r}.")
-    return Options(eps, float(offset), gate_first, multiply == "cast_first")
+    return Options(eps, float(offset), gate_first, multiply == "cast_first", centered)
 
 
 def _checked(inputs: _Inputs, arguments: _Arguments, backend: str | None) -> Any:
     options = _options(*arguments)
-    x, residual, gate, weight = inputs
+    x, residual, gate, weight, bias = inputs
     for name, other in (("residual", residual), ("gate", gate)):
         if other is not None and other.shape != x.shape:
             raise ValueError(f"{name} must have the shape of x, {tuple(x.shape)}, got {tuple(other.shape)}; expand it.")
-    y, *others = _norm(*inputs, *options, choose_row_backend(backend, inputs[:3], weight=weight))
-    return y if residual is None else (y, others[1])
+    on_triton = choose_row_backend(backend, inputs[:3], weight=weight, bias=bias)
+    y, _, *others = _norm(*inputs, *options, on_triton)
+    return y if residual is None else (y, others[0])
 
 
 def _launch(inputs: _Inputs, arguments: _Arguments, backend: str | None) -> Callable[..., Any] | None:
-    x, residual, gate, weight = inputs
-    if not choose_row_backend(backend, inputs[:3], weight=weight):
+    x, residual, gate, weight, bias = inputs
+    if not choose_row_backend(backend, inputs[:3], weight=weight, bias=bias):
         return None
     options = _options(*arguments)
     summed_dtype = x.dtype if residual is None else torch.promote_types(x.dtype, residual.dtype)
     normalized = x if residual is None else x.new_empty(0, dtype=summed_dtype)
     dtype = _result_dtype(normalized, gate, weight, options)
-    forward = Forward(_forward_kernel, 16, inputs[:3], inputs[3:], *options)
+    forward = Forward(_forward_kernel, _PER_THREAD[options.centered], inputs[:3], inputs[3:], *options)
 
-    def launch(x: Tensor, residual: Tensor | None, gate: Tensor | None, weight: Tensor | None) -> Any:
+    def launch(x: Tensor, residual: Tensor | None, gate: Tensor | None, *vectors: Tensor | None) -> Any:
         y = empty_like(x, dtype)
         summed = x if residual is None else empty_like(x, summed_dtype)
         with device_of(x):
-            forward((x, residual, gate), (weight,), (summed, y, None))
+            forward((x, residual, gate), vectors, (summed, y, None, None))
         return y if residual is None else (y, summed)
 
     return launch
 
 
-_kernel = PreparedKernel(_checked, _launch)
+#: From :data:`_Inputs` and :data:`_Arguments` to the result, and the sum with the residual if there is one.
+normalize = PreparedKernel(_checked, _launch)
 
 
-class _RMSNorm(torch.autograd.Function):
+class _Norm(torch.autograd.Function):
     @staticmethod
     def forward(*inputs: Any) -> tuple[Tensor, ...]:
-        """The result, rstd, and ``x + residual`` where there is a residual."""
-        *tensors, eps, offset, gate_first, cast_first, on_triton = inputs
-        options = Options(eps, offset, gate_first, cast_first)
+        """The result, rstd, ``x + residual`` where there is a residual, and the mean where it was subtracted."""
+        tensors, options, on_triton = inputs[:5], Options(*inputs[5:-1]), inputs[-1]
         with device_of(tensors[0]):
-            y, summed, rstd = (_forward_triton if on_triton else _forward_torch)(tuple(tensors), options)
-        return (y, rstd) if summed is None else (y, rstd, summed)
+            found = (_forward_triton if on_triton else _forward_torch)(tensors, options)
+        return tuple([tensor for tensor in found if tensor is not None])
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        (x, residual, gate, weight, *ctx.options), (_, rstd, *summed) = inputs, output
+        (x, residual, gate, weight, bias, *ctx.options), (_, rstd, *others) = inputs, output
+        mean = others.pop() if Options(*ctx.options[:-1]).centered else None
         ctx.set_materialize_grads(False)
-        ctx.mark_non_differentiable(rstd)
-        ctx.save_for_backward(x if residual is None else summed[0], gate, weight, rstd)
-        ctx.dtypes = x.dtype, None if residual is None else residual.dtype
+        ctx.mark_non_differentiable(rstd, *[] if mean is None else [mean])
+        ctx.save_for_backward(x if residual is None else others[0], gate, weight, rstd, mean)
+        ctx.dtypes = [None if tensor is None else tensor.dtype for tensor in (x, residual, bias)]
 
     @staticmethod
     @once_differentiable
@@ -208,37 +216,40 @@ class _RMSNorm(torch.autograd.Function):
         grad_y: Tensor | None,
         grad_rstd: None = None,
         grad_summed: Tensor | None = None,
+        *_: None,
         gradients: Any = None,
     ) -> Any:
-        needs_x, needs_residual, needs_gate, needs_weight, *_ = ctx.needs_input_grad
-        x_dtype, residual_dtype = ctx.dtypes
-        grad_x, grad_gate, grad_weight = grad_summed, None, None
+        needs_x, needs_residual, needs_gate, needs_weight, needs_bias, *_options = ctx.needs_input_grad
+        x_dtype, residual_dtype, bias_dtype = ctx.dtypes
+        grad_x, grad_gate, grad_weight, grad_bias = grad_summed, None, None, None
         if grad_y is not None:
             saved = ctx.saved_tensors  # read once, or activation checkpointing raises
-            found = (gradients or _gradients)(grad_y, grad_summed, *saved, needs_weight, *ctx.options)
-            grad_x, grad_gate, grad_weight = where_needed(found, (True, saved[1] is not None, needs_weight))
+            needs = needs_weight, bias_dtype if needs_bias else None
+            found = (gradients or _gradients)(grad_y, grad_summed, *saved, *needs, *ctx.options)
+            there = True, saved[1] is not None, needs_weight, needs_bias
+            grad_x, grad_gate, grad_weight, grad_bias = where_needed(found, there)
         grad_residual = grad_x.to(residual_dtype) if grad_x is not None and needs_residual else None
         grad_x = grad_x.to(x_dtype) if grad_x is not None and needs_x else None
-        return grad_x, grad_residual, grad_gate if needs_gate else None, grad_weight, *[None] * 5
+        return grad_x, grad_residual, grad_gate if needs_gate else None, grad_weight, grad_bias, *[None] * 6
 
 
 def _gradients(grad_y: Tensor, grad_summed: Tensor | None, *arguments: Any) -> list[Tensor]:
-    """The gradients of x, and of the gate and the weight where there is one, or it is needed."""
-    *saved, needs_weight, eps, offset, gate_first, cast_first, on_triton = arguments
-    options = Options(eps, offset, gate_first, cast_first)
-    backward = _backward_triton if on_triton else _backward_torch
-    found = backward(grad_y, grad_summed, cast(_Saved, tuple(saved)), options, needs_weight)
+    """The gradients of x, and of the gate, the weight and the bias where there is one, or it is needed."""
+    saved, (needs_weight, bias_dtype), options = cast(_Saved, arguments[:5]), arguments[5:7], Options(*arguments[7:-1])
+    weight_dtype = saved[2].dtype if needs_weight and saved[2] is not None else None
+    backward = _backward_triton if arguments[-1] else _backward_torch
+    found = backward(grad_y, grad_summed, saved, options, (weight_dtype, bias_dtype))
     return [gradient for gradient in found if gradient is not None]
 
 
-_OPTIONS = "float eps, float offset, bool gate_first, bool cast_first, bool on_triton"
+_OPTIONS = "float eps, float offset, bool gate_first, bool cast_first, bool centered, bool on_triton"
 _norm = operator(
     "liger_losses::rms_norm",
-    _RMSNorm,
-    f"Tensor x, Tensor? residual, Tensor? gate, Tensor? weight, {_OPTIONS}",
+    _Norm,
+    f"Tensor x, Tensor? residual, Tensor? gate, Tensor? weight, Tensor? bias, {_OPTIONS}",
     _gradients,
-    f"Tensor grad_y, Tensor? grad_summed, Tensor x, Tensor? gate, Tensor? weight, Tensor rstd, bool needs_weight, "
-    f"{_OPTIONS}",
+    f"Tensor grad_y, Tensor? grad_summed, Tensor x, Tensor? gate, Tensor? weight, Tensor rstd, Tensor? mean, "
+    f"bool needs_weight, ScalarType? bias_dtype, {_OPTIONS}",
 )
 
 
@@ -248,14 +259,17 @@ def _result_dtype(x: Tensor, gate: Tensor | None, weight: Tensor | None, options
     return torch.promote_types(x.dtype, weight.dtype)
 
 
-def _forward_torch(inputs: _Inputs, options: Options) -> tuple[Tensor, Tensor | None, Tensor]:
-    """Reference implementation, transformers' formulas: the result, ``x + residual``, and ``rstd``, ``[R]``."""
-    x, residual, gate, weight = inputs
+def _forward_torch(inputs: Any, options: Options) -> tuple[Tensor | None, ...]:
+    """Reference implementation, transformers' formulas: the result, ``rstd [R]``, ``x + residual``, and the mean."""
+    x, residual, gate, weight, bias = inputs
     summed = None if residual is None else x + residual
     x = x if summed is None else summed
-    u = wide(x)
+    u, mean = wide(x), None
     if gate is not None and options.gate_first:
         u = u * F.silu(wide(gate))
+    if options.centered:
+        mean = u.mean(-1, keepdim=True)
+        u = u - mean
     rstd = torch.rsqrt(u.square().mean(-1, keepdim=True) + options.eps)
     y = u * rstd
     if options.cast_first:
@@ -264,16 +278,19 @@ def _forward_torch(inputs: _Inputs, options: Options) -> tuple[Tensor, Tensor | 
             y = (weight + options.offset if options.offset else weight) * y
     elif weight is not None:
         y = y * (options.offset + wide(weight))
+    if bias is not None:
+        y = y + wide(bias)
     if gate is not None and not options.gate_first:
         y = y * F.silu(wide(gate))
-    return as_output(y, _result_dtype(x, gate, weight, options)), summed, rstd.flatten()
+    result = as_output(y, _result_dtype(x, gate, weight, options))
+    return result, rstd.flatten(), summed, None if mean is None else mean.flatten()
 
 
 def _backward_torch(
-    grad_y: Tensor, grad_summed: Tensor | None, saved: _Saved, options: Options, needs_weight: bool
+    grad_y: Tensor, grad_summed: Tensor | None, saved: _Saved, options: Options, dtypes: _Dtypes
 ) -> tuple[Tensor | None, ...]:
-    """Reference implementation: the gradients of x, gate and weight."""
-    x, gate, weight, rstd = saved
+    """Reference implementation: the gradients of x, gate, weight and bias."""
+    (x, gate, weight, rstd, mean), (weight_dtype, bias_dtype) = saved, dtypes
     rstd = rstd.view(*x.shape[:-1], 1)
     g, u = wide(grad_y), wide(x)
     w = 1.0 if weight is None else options.offset + wide(weight)
@@ -283,49 +300,53 @@ def _backward_torch(
         silu, slope = z * sigmoid, sigmoid * (1 + z * (1 - sigmoid))
         if options.gate_first:
             u = u * silu
-    xhat = u * rstd
+    xhat = (u if mean is None else u - mean.view_as(rstd)) * rstd
     grad_gate = None
     if gate is not None and not options.gate_first:
         grad_gate = (g * (w * xhat) * slope).to(gate.dtype)
         g = g * silu
-    grad_weight = None
-    if needs_weight and weight is not None:
-        grad_weight = (g * xhat).flatten(0, -2).sum(0).to(weight.dtype)
+    grad_weight = None if weight_dtype is None else (g * xhat).flatten(0, -2).sum(0).to(weight_dtype)
+    grad_bias = None if bias_dtype is None else g.flatten(0, -2).sum(0).to(bias_dtype)
     g = g * w
-    grad_x = rstd * (g - xhat * (g * xhat).mean(-1, keepdim=True))
+    centered = g if mean is None else g - g.mean(-1, keepdim=True)
+    grad_x = rstd * (centered - xhat * (g * xhat).mean(-1, keepdim=True))
     if gate is not None and options.gate_first:
         grad_gate = (grad_x * wide(x) * slope).to(gate.dtype)
         grad_x = grad_x * silu
     if grad_summed is not None:
         grad_x = grad_x + grad_summed
-    return grad_x.to(x.dtype), grad_gate, grad_weight
+    return grad_x.to(x.dtype), grad_gate, grad_weight, grad_bias
 
 
-def _forward_triton(inputs: _Inputs, options: Options) -> tuple[Tensor, Tensor | None, Tensor]:
-    x, residual, gate, weight = inputs
+def _forward_triton(inputs: Any, options: Options) -> tuple[Tensor | None, ...]:
+    x, residual, gate, weight, bias = inputs
     summed = None if residual is None else x.new_empty(x.shape, dtype=torch.promote_types(x.dtype, residual.dtype))
     normalized = x if summed is None else summed
     y = x.new_empty(x.shape, dtype=_result_dtype(normalized, gate, weight, options))
-    (rstd,) = launch_forward(_forward_kernel, 16, (x, residual, gate), (weight,), (normalized, y), 1, *options)
-    return y, summed, rstd
+    mean = torch.empty(x.shape[:-1].numel(), device=x.device) if options.centered else None
+    tensors, outputs = (x, residual, gate), (normalized, y, mean)
+    (rstd,) = launch_forward(
+        _forward_kernel, _PER_THREAD[options.centered], tensors, (weight, bias), outputs, 1, *options
+    )
+    return y, rstd, summed, mean
 
 
 def _backward_triton(
-    grad_y: Tensor, grad_summed: Tensor | None, saved: _Saved, options: Options, needs_weight: bool
+    grad_y: Tensor, grad_summed: Tensor | None, saved: _Saved, options: Options, dtypes: _Dtypes
 ) -> tuple[Tensor | None, ...]:
-    x, gate, weight, rstd = saved
+    x, gate, weight, rstd, mean = saved
     grad_x, grad_gate = x.new_empty(x.shape), None if gate is None else gate.new_empty(gate.shape)
-    inputs, others = (grad_y, grad_summed, x, gate), (rstd, grad_x, grad_gate)
-    dtypes = (weight.dtype if needs_weight and weight is not None else None,)
+    inputs, others = (grad_y, grad_summed, x, gate), (rstd, mean, grad_x, grad_gate)
     sums = launch_backward(_backward_kernel, inputs, (weight,), others, dtypes, options.offset, options.gate_first)
     return grad_x, grad_gate, *sums
 
 
 @jit(do_not_specialize=["rows"])
 def _forward_kernel(
-    x, x_stride, residual, residual_stride, gate, gate_stride, weight, normalized, y, rstd,
+    x, x_stride, residual, residual_stride, gate, gate_stride, weight, bias, normalized, y, mean, rstd,
     rows, columns, eps, offset,
-    GATE_FIRST: tl.constexpr, CAST_FIRST: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    GATE_FIRST: tl.constexpr, CAST_FIRST: tl.constexpr, CENTERED: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     """One program per tile of rows. ``normalized`` is what is normalized: the sum with the residual, or ``x``."""
     r, c, inside = tile_indices(tl.program_id(0).to(tl.int64) * ROWS, rows, columns, ROWS, COLUMNS)
@@ -340,12 +361,19 @@ def _forward_kernel(
         silu = z / (1 + tl.exp(-z))
         if GATE_FIRST:
             u *= silu
-    if weight is not None:
+    if weight is not None and not CENTERED:  # otherwise, registers hold it later
         w = load_vector(weight, c, columns)
+    if CENTERED:
+        average = tl.sum(u, 1)[:, None] / columns
+        u = tl.where(c < columns, u - average, 0.0)
+        if mean is not None:
+            tl.store(mean + r, average, mask=r < rows)
     scale = tl.math.rsqrt(tl.sum(u * u, 1) / columns + eps)[:, None]
     if rstd is not None:
         tl.store(rstd + r, scale, mask=r < rows)
     value = u * scale
+    if weight is not None and CENTERED:
+        w = load_vector(weight, c, columns)
     if CAST_FIRST:
         value = value.to(normalized.dtype.element_ty).to(tl.float32)
     if weight is not None:
@@ -356,6 +384,8 @@ def _forward_kernel(
                 value = value.to(weight.dtype.element_ty).to(tl.float32)
         else:
             value *= offset + w
+    if bias is not None:
+        value += load_vector(bias, c, columns)
     if gate is not None and not GATE_FIRST:
         value *= silu
     tl.store(y + r * columns + c, value.to(y.dtype.element_ty), mask=inside)
@@ -364,19 +394,23 @@ def _forward_kernel(
 @jit(do_not_specialize=["rows", "programs"])
 def _backward_kernel(
     grad_y, grad_y_stride, grad_summed, grad_summed_stride, x, x_stride, gate, gate_stride,
-    weight, rstd, grad_x, grad_gate, weight_sums, rows, columns, programs, offset,
+    weight, rstd, mean, grad_x, grad_gate, weight_sums, bias_sums, rows, columns, programs, offset,
     GATE_FIRST: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Each program loops over tiles of rows and keeps its share of the weight's gradient in registers."""
+    """Each program loops over tiles of rows and keeps its share of the vectors' gradients in registers."""
     c = tl.arange(0, COLUMNS)[None, :]
     if weight is not None:
         w = offset + load_vector(weight, c, columns)
     if weight_sums is not None:
         weight_total = tl.zeros((ROWS, COLUMNS), tl.float32)
+    if bias_sums is not None:
+        bias_total = tl.zeros((ROWS, COLUMNS), tl.float32)
     for tile in tl.range(tl.program_id(0), tl.cdiv(rows, ROWS), programs, num_stages=STAGES):
         r, _, inside = tile_indices(tile * ROWS, rows, columns, ROWS, COLUMNS)
         g = load_tile(grad_y, grad_y_stride, r, c, inside)
         u = load_tile(x, x_stride, r, c, inside)
+        if mean is not None:
+            average = tl.load(mean + r, mask=r < rows, other=0.0)
         scale = tl.load(rstd + r, mask=r < rows, other=0.0)
         if grad_summed is not None:
             added = load_tile(grad_summed, grad_summed_stride, r, c, inside)
@@ -388,6 +422,8 @@ def _backward_kernel(
             if GATE_FIRST:
                 slope *= u
                 u *= silu
+        if mean is not None:
+            u = tl.where(c < columns, u - average, 0.0)
         xhat = u * scale
         if gate is not None and not GATE_FIRST:
             dz = g * xhat * slope
@@ -396,9 +432,14 @@ def _backward_kernel(
             g *= silu
         if weight_sums is not None:
             weight_total += g * xhat
+        if bias_sums is not None:
+            bias_total += g
         if weight is not None:
             g *= w
-        dx = scale * (g - xhat * (tl.sum(g * xhat, 1)[:, None] / columns))
+        along = tl.sum(g * xhat, 1)[:, None] / columns
+        if mean is not None:
+            g -= tl.sum(g, 1)[:, None] / columns
+        dx = scale * (g - xhat * along)
         if gate is not None and GATE_FIRST:
             dz = dx * slope
             dx *= silu
@@ -409,3 +450,5 @@ def _backward_kernel(
             tl.store(grad_gate + r * columns + c, dz.to(grad_gate.dtype.element_ty), mask=inside)
     if weight_sums is not None:
         store_partial_sum(weight_sums, weight_total, c, columns)
+    if bias_sums is not None:
+        store_partial_sum(bias_sums, bias_total, c, columns)

@@ -64,7 +64,7 @@ MUTANTS: dict[str, list[tuple[str, str, str]]] = {
     "tests/kernels/test_divergence.py tests/kernels/test_divergence_forms.py": [
         ("kernels/divergence_forms.py", "return exp(log_q) - p + h, h", "return exp(log_q) - p + h, p"),
         ("kernels/divergence_forms.py", "(b * (1 - a) - c * a) * (1 - a)", "(b * (1 - a) - c * a) * a"),
-        ("kernels/divergence_forms.py", "radius = 0.5 / max(power, 1.0)", "radius = 2.0 / max(power, 1.0)"),
+        ("kernels/divergence_terms.py", "radius = 0.5 / max(power, 1.0)", "radius = 2.0 / max(power, 1.0)"),
         ("kernels/divergence.py", "grad = row_coef * (h - p * total)", "grad = row_coef * h"),
         ("kernels/divergence_forms.py", "(difference - unit * distance[:, None])", "difference"),
     ],

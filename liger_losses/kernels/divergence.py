@@ -19,16 +19,8 @@ from torch import Tensor
 
 from liger_losses.kernels._tiles import processors
 from liger_losses.kernels._triton import INTERPRETED, LOGIT_DTYPES, choose_backend, jit, tl, triton
-from liger_losses.kernels.divergence_forms import (
-    FORMS,
-    Divergence,
-    KernelSeries,
-    cosine_terms,
-    finite_logs,
-    series_argument,
-    terms,
-    terms_block,
-)
+from liger_losses.kernels.divergence_forms import FORMS, Divergence, cosine_terms, finite_logs
+from liger_losses.kernels.divergence_terms import KernelSeries, series_argument, terms, terms_block
 from liger_losses.kernels.logit_transform import (
     Epilogue,
     KernelTransform,

@@ -1,31 +1,26 @@
-"""The divergences: the terms that are summed over the vocabulary, for torch and for Triton.
+"""The divergences, and the functions that they sum over the vocabulary, for torch and for Triton.
 
 p is the student's softmax, q the teacher's, d = log p - log q.
 
-A new divergence is two functions ``(log p, log q, a, b, c) -> (f, h)``, one for torch and one for Triton, a row of
-:data:`FORMS`, and a constructor of :class:`Divergence`. f is the term of the divergence, h = df / d log p.
+A new divergence is two functions ``(log p, log q, a, b, c) -> (f, h)``, one for torch and one for Triton, or one for
+both, a row of :data:`FORMS`, and a constructor of :class:`Divergence`. f is the term of the divergence,
+h = df / d log p.
 """
 
 from __future__ import annotations
 
-import contextlib
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import partial
 from numbers import Real
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from liger_losses.kernels._triton import INTERPRETED, LOGIT_DTYPES, choose_backend, jit, tl, triton
+from liger_losses.kernels._triton import INTERPRETED, jit, tl
 from liger_losses.kernels.targets import HAS_LIBDEVICE
-
-try:
-    from torch.utils._python_dispatch import _disable_current_modes as _without_modes
-except ImportError:  # torch has no public name for it
-    _without_modes = contextlib.nullcontext  # type: ignore[assignment]
 
 #: Added before a logarithm is taken: far below fp32's rounding of any term.
 _SMALLEST = 1e-37
@@ -163,6 +158,11 @@ def fast_log(x):
         return fast_logf(x)
     else:
         return tl.log(x)
+
+
+def finite_logs(logs: Tensor) -> Tensor:
+    """Log-probabilities, with -10,000 where the probability is 0 (:data:`_ZERO_BELOW`)."""
+    return logs.masked_fill(logs < max(_ZERO_BELOW, torch.finfo(logs.dtype).min), _LOG_OF_ZERO)
 
 
 # --- The forms --------------------------------------------------------------------------------------------------------
@@ -359,170 +359,3 @@ FORMS = {
     "alpha_zero": _of_both(_alpha_zero, power=lambda a, b, c: a),
     "beta_zero": _of_both(_beta_zero, power=lambda a, b, c: a),
 }
-
-
-# --- Close to the teacher -------------------------------------------------------------------------------------------
-
-#: Coefficients of a power series; the rest is below fp32's rounding within the radius.
-TERMS = 9
-#: Points of the circle on which a form is evaluated. The functions are analytic in more than its radius (up to pi).
-_POINTS = 64
-
-
-class Series(NamedTuple):
-    """Where ``|d| < radius``: ``f = q^power sum_n f_n d^n``, and h likewise."""
-
-    power: float
-    radius: float
-    f: list[float]
-    h: list[float]
-
-
-@cache
-def series_of(divergence: Divergence) -> Series:
-    """The power series of a divergence; its radius is 0 where there is none.
-
-    The coefficients are ``f_n = 1/N sum_k f(d_k) d_k^-n`` on the circle ``d_k = r exp(2 pi i k / N)`` (Cauchy's
-    formula): the reference form, evaluated on complex numbers with q = 1.
-    """
-    form, parameters = FORMS[divergence.form], (divergence.a, divergence.b, divergence.c)
-    power = form.power(*parameters)
-    if not form.smooth:
-        return Series(power, 0.0, [0.0] * TERMS, [0.0] * TERMS)
-    radius = 0.5 / max(power, 1.0)
-    with _without_modes():  # torch.compile may be tracing, but these are numbers, which are cached
-        angles = torch.arange(_POINTS, dtype=torch.float64, device="cpu") * (2 * math.pi / _POINTS)
-        d = torch.polar(torch.full_like(angles, 2 * radius), angles)
-        powers = torch.stack([d**-n for n in range(TERMS)])
-        values = form.torch(d, torch.zeros_like(d), *parameters)
-        f, h = ((powers * value).mean(1).real.tolist() for value in values)
-    # Where both models agree, a divergence is 0 and has a minimum: what the sums leave there is rounding.
-    f[0] = f[1] = h[0] = 0.0
-    return Series(power, radius, f, h)
-
-
-def finite_logs(logs: Tensor) -> Tensor:
-    """Log-probabilities, with -10,000 where the probability is 0 (:data:`_ZERO_BELOW`)."""
-    return logs.masked_fill(logs < max(_ZERO_BELOW, torch.finfo(logs.dtype).min), _LOG_OF_ZERO)
-
-
-def terms(
-    divergence: Divergence, log_p: Tensor, log_q: Tensor, parameter: Tensor | None = None
-) -> tuple[Tensor, Tensor]:
-    """f and h of every entry, in torch; ``parameter [...]`` is ``a`` of each row, where rows have one."""
-    a = divergence.a if parameter is None else parameter[..., None]
-    f, h = FORMS[divergence.form].torch(log_p, log_q, a, divergence.b, divergence.c)
-    series = series_of(divergence)
-    d = log_p - log_q
-    # In fp64 within a smaller radius, where the omitted terms are below its rounding.
-    near = d.abs() < series.radius * (0.04 if d.dtype == torch.float64 else 1.0)
-    d, q = d.clamp(-series.radius, series.radius), (series.power * log_q).exp()
-    return tuple(  # type: ignore[return-value]
-        torch.where(near, q * _polynomial(coefficients, d), far) for coefficients, far in ((series.f, f), (series.h, h))
-    )
-
-
-def _polynomial(coefficients: Sequence[float], d: Tensor) -> Tensor:
-    total = torch.full_like(d, coefficients[-1])
-    for coefficient in reversed(coefficients[:-1]):
-        total = total.mul_(d).add_(coefficient)
-    return total
-
-
-@jit
-def terms_block(s, t, s_lse, t_lse, a, series, FORM: tl.constexpr):
-    """p, f and h of a block of both models' logits, which are -inf outside the vocabulary; ``a`` is the row's."""
-    log_p = s - s_lse
-    log_q = t - t_lse
-    log_p = tl.where(log_p < -1e30, -1e4, log_p)  # as finite_logs
-    log_q = tl.where(log_q < -1e30, -1e4, log_q)
-    f, h = FORM(log_p, log_q, a, series.b, series.c)
-    if series.coefficients is not None:
-        d = log_p - log_q
-        near = tl.abs(d) < series.radius
-        q = fast_exp(log_q if series.power is None else series.power * log_q)
-        # f begins with d^2, h with d.
-        of_f = series.coefficients[6]
-        of_h = series.coefficients[14]
-        for n in tl.static_range(6):
-            of_f = of_f * d + series.coefficients[5 - n]
-            of_h = of_h * d + series.coefficients[13 - n]
-        of_h = of_h * d + series.coefficients[7]
-        f = tl.where(near, q * d * d * of_f, f)
-        h = tl.where(near, q * d * of_h, h)
-    return fast_exp(log_p), f, h
-
-
-class KernelSeries(NamedTuple):
-    """A divergence's parameters and power series in a kernel; see :func:`series_argument`."""
-
-    a: float
-    b: float
-    c: float
-    radius: float
-    power: float | None
-    coefficients: tuple[float, ...] | None  # arguments, which the device reads from its constant memory
-
-
-@cache
-def series_argument(divergence: Divergence) -> KernelSeries:
-    """``coefficients`` are f's of d^2 to d^8 and h's of d to d^8, ``None`` without a series; ``power`` is ``None`` for
-    1."""
-    series = series_of(divergence)
-    a, b, c = (float(parameter) for parameter in (divergence.a, divergence.b, divergence.c))
-    power = None if series.power == 1 else float(series.power)
-    coefficients = None
-    if series.radius > 0:
-        coefficients = *series.f[2:], *series.h[1:]
-    return KernelSeries(a, b, c, series.radius, power, coefficients)
-
-
-#: Entries that a program of :func:`summed_terms` takes at a time.
-_TERMS = 1024
-
-
-def summed_terms(
-    divergence: Divergence, log_p: Tensor, log_q: Tensor, parameter: Tensor | None = None, backend: str | None = None
-) -> tuple[Tensor, Tensor]:
-    """The sum of f over each row, ``[...]``, and h of every entry ``[..., C]``, from log-probabilities ``[..., C]``.
-
-    Args:
-        divergence, parameter: which divergence, and its ``a`` of each row, ``[...]``, where rows have one.
-        log_p, log_q: the student's and the teacher's.
-        backend: ``torch`` or ``triton``; chosen from the tensor by default.
-    """
-    if not divergence.has_kernel or choose_backend(backend, [log_p, log_q], dtypes=LOGIT_DTYPES) == "torch":
-        f, h = terms(divergence, log_p, log_q, parameter)
-        return f.sum(-1), h
-    log_p, log_q = log_p.contiguous(), log_q.contiguous()
-    value, h, columns = log_p.new_empty(log_p.shape[:-1]), torch.empty_like(log_p), log_p.shape[-1]
-    if h.numel():
-        block = min(_TERMS, triton.next_power_of_2(columns))
-        _summed_terms_kernel[(triton.cdiv(value.numel(), _TERMS // block),)](
-            value, h, log_p, log_q, None if parameter is None else parameter.contiguous(), value.numel(), columns,
-            series_argument(divergence), FORM=FORMS[divergence.form].triton, ROWS=_TERMS // block, BLOCK=block,
-        )  # fmt: skip
-    return (value if h.numel() else value.zero_()), h
-
-
-@jit(do_not_specialize=["rows"])
-def _summed_terms_kernel(
-    value, h_out, log_p, log_q, parameter, rows, columns, series,
-    FORM: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
-    """One program for ``ROWS`` rows."""
-    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
-    a = series.a
-    if parameter is not None:
-        a = tl.load(parameter + row, mask=row < rows, other=0.0)[:, None]
-    total = tl.zeros((ROWS, BLOCK), tl.float32)
-    for start in range(0, columns, BLOCK):
-        at = start + tl.arange(0, BLOCK)
-        inside = (row < rows)[:, None] & (at < columns)[None, :]
-        place = row[:, None] * columns + at[None, :]
-        s = tl.load(log_p + place, mask=inside, other=0.0)
-        t = tl.load(log_q + place, mask=inside, other=0.0)
-        _p, f, h = terms_block(s, t, 0.0, 0.0, a, series, FORM)
-        tl.store(h_out + place, h, mask=inside)
-        total += tl.where(inside, f, 0.0)
-    tl.store(value + row, tl.sum(total, 1), mask=row < rows)

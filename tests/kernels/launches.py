@@ -22,7 +22,7 @@ from liger_losses import (
     linear_statistics,
 )
 from liger_losses.kernels.coupled_rows import PairRows, PolicyRows
-from liger_losses.kernels.divergence_forms import summed_terms
+from liger_losses.kernels.divergence_terms import summed_terms
 from liger_losses.kernels.exponential_rows import ExponentialRows
 from liger_losses.kernels.given_columns import ByRows, GivenCall, GivenColumns, evaluate, project_, with_gradients
 from liger_losses.kernels.given_ids import GivenIds, find

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from liger_losses.functional import forward_kl
-from liger_losses.kernels.divergence_forms import series_of
+from liger_losses.kernels.divergence_terms import series_of
 from tests.chunked.losses.test_distillation import divergence
 
 

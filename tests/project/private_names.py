@@ -105,7 +105,7 @@ def run(names: list[str]) -> tuple[str, list[str]]:
     """Patch a model and train it, and compare that and some functions with plain ones."""
     import liger_losses as liger
     from liger_losses.chunked.engine import tokens
-    from liger_losses.kernels import divergence_forms, reading
+    from liger_losses.kernels import divergence_terms, reading
     from liger_losses.patching.lazy import traced_logits
 
     torch.manual_seed(0)
@@ -137,7 +137,7 @@ def run(names: list[str]) -> tuple[str, list[str]]:
     found = liger.linear_divergence(hidden, weight, ids, teacher, liger.Divergence.forward_kl()).divergence
     log_p, log_q = (x.log_softmax(-1) for x in (logits.flip(0), logits))
     torch.testing.assert_close(found, (log_p.exp() * (log_p - log_q)).sum(-1))
-    assert divergence_forms.series_of(liger.Divergence.forward_kl()).radius
+    assert divergence_terms.series_of(liger.Divergence.forward_kl()).radius
     with pytest.raises(RuntimeError):
         reading.assert_on_device(torch.tensor(False))
     assert "symbolic_convert" not in names or traced_logits.is_one_graph()

@@ -23,6 +23,7 @@ from liger_losses import (
 from liger_losses.chunked.losses import policy_tables
 from liger_losses.kernels import BACKENDS, divergence_forms
 from liger_losses.kernels._triton import jit, tl
+from liger_losses.kernels.divergence_terms import series_of
 from tests.reference import assert_as_exact_as_plain, double, plain_statistics, problem
 
 
@@ -157,10 +158,10 @@ class JeffreysLoss(DistillationLoss):
 
 @pytest.fixture
 def jeffreys_form(monkeypatch):
-    divergence_forms.series_of.cache_clear()  # another page may have registered one of this name
+    series_of.cache_clear()  # another page may have registered one of this name
     monkeypatch.setitem(divergence_forms.FORMS, "jeffreys", divergence_forms.Form(jeffreys, jeffreys_t))
     yield
-    divergence_forms.series_of.cache_clear()
+    series_of.cache_clear()
 
 
 def plain_jeffreys(log_p, log_q):

@@ -18,7 +18,7 @@ from liger_losses.chunked.engine.checks import check_names
 from liger_losses.chunked.losses import policy_objectives, policy_tables
 from liger_losses.chunked.losses.policy_tables import LossType, Objective, PolicyOptions
 from liger_losses.kernels.divergence_forms import FORMS, Divergence, Form, finite_logs
-from liger_losses.kernels.divergence_forms import terms as series_terms
+from liger_losses.kernels.divergence_terms import terms as series_terms
 
 #: Sizes of the random batch: completions, and tokens of the longest.
 _B, _T, _V = 4, 5, 12

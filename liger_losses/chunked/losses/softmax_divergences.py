@@ -14,7 +14,8 @@ from torch import Tensor
 from liger_losses.chunked.engine.checks import check_alike, check_names, check_range
 from liger_losses.chunked.engine.teachers import TAILS
 from liger_losses.kernels.autograd import once_differentiable
-from liger_losses.kernels.divergence_forms import FORMS, Divergence, finite_logs, summed_terms
+from liger_losses.kernels.divergence_forms import FORMS, Divergence, finite_logs
+from liger_losses.kernels.divergence_terms import summed_terms
 
 #: Both forms of the generalized JSD that are in use: the factors of KL(q || m) and KL(p || m).
 JSD_CONVENTIONS = {"gkd": lambda beta: (beta, 1 - beta), "interpolated": lambda beta: (1 - beta, beta)}

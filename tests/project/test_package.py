@@ -57,7 +57,7 @@ import liger_losses
 print(len(set(sys.modules) - before))
 from liger_losses import ChunkedLoss, LigerFusedLinearCrossEntropyLoss, LigerFusedLinearDPOLoss, Teacher, linear_logps
 assert not {"torch._dynamo", "sympy"} & set(sys.modules), "imported"
-from liger_losses.chunked.engine import head, operators
+from liger_losses.chunked.engine import compiled_calls, head, operators
 places = [(ChunkedLoss, "__init__"), (head, "share_vocabulary"), (operators, "raise_on_all_ranks")]
 enabled = [getattr(*place) for place in places]
 loss = LigerFusedLinearCrossEntropyLoss()(torch.ones(3, 2), torch.ones(4, 2), torch.ones(4, dtype=torch.long))
@@ -75,7 +75,7 @@ print(sorted({m.split(".")[0] for m in set(sys.modules) - before}))
 
 import torch._dynamo
 assert not set(enabled) & {getattr(*place) for place in places}, "nothing was disabled"
-assert operators.has_static_value is not operators._no_number
+assert compiled_calls.has_static_value is not compiled_calls._no_number
 """
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert out.returncode == 0, out.stderr

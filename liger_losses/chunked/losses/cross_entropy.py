@@ -25,9 +25,10 @@ from liger_losses.chunked.engine.checks import (
     checked_items,
     one_each,
 )
+from liger_losses.chunked.engine.compiled_calls import token_operator
 from liger_losses.chunked.engine.few_tokens import FewTokens
 from liger_losses.chunked.engine.many_heads import Targets, count_targets, heads_of, shift_each
-from liger_losses.chunked.engine.operators import loss_operator, token_operator
+from liger_losses.chunked.engine.operators import loss_operator
 from liger_losses.chunked.engine.ops import linear_weighted_loss
 from liger_losses.chunked.engine.query import EqualWeights, Query
 from liger_losses.chunked.engine.straight_line import NO_TRANSFORM, straight_loss

@@ -16,8 +16,9 @@ from torch.compiler import is_dynamo_compiling
 from liger_losses.chunked.engine import EngineOptions, Head, Statistics, Tokens, linear_statistics
 from liger_losses.chunked.engine.agreement import checksum
 from liger_losses.chunked.engine.checks import check_device, check_range, check_tensor, checked_items
+from liger_losses.chunked.engine.compiled_calls import token_operator
 from liger_losses.chunked.engine.few_tokens import FewTokens
-from liger_losses.chunked.engine.operators import loss_operator, separable_loss, support_statistics, token_operator
+from liger_losses.chunked.engine.operators import loss_operator, separable_loss, support_statistics
 from liger_losses.chunked.engine.query import Query
 from liger_losses.chunked.engine.straight_line import NO_TRANSFORM, known_loss, straight_coupled_loss
 from liger_losses.chunked.engine.support import TokenSupport

@@ -16,7 +16,7 @@ from liger_losses import (
     LigerFusedLinearJSDLoss,
     LigerFusedLinearKTOLoss,
 )
-from liger_losses.chunked.engine import operators
+from liger_losses.chunked.engine import compiled_calls
 from tests.chunked.engine.compiled import (
     CE,
     DEVICE,
@@ -153,7 +153,7 @@ def test_frozen_parts():
         return [*losses(head, d), OPERATIONS["logps"](head, d), OPERATIONS["token loss"](head, d)]
 
     function, counter = compiled(lambda d: call_all(ours, d))
-    with mock.patch.object(operators, "_leaves", wraps=operators._leaves) as leaves:
+    with mock.patch.object(compiled_calls, "_leaves", wraps=compiled_calls._leaves) as leaves:
         check(function, lambda d: call_all(theirs, d), [batch(6)], head.parameters())
     assert counter.frame_count == 1
     # Nothing else is differentiated.

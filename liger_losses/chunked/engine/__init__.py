@@ -1,9 +1,8 @@
 """Hidden states -> per-token statistics and gradients: the only code that sees logits."""
 
+from liger_losses.chunked.engine.divergence_ops import linear_divergence, linear_divergence_loss
 from liger_losses.chunked.engine.head import Head
 from liger_losses.chunked.engine.ops import (
-    linear_divergence,
-    linear_divergence_loss,
     linear_labels_loss,
     linear_logps,
     linear_statistics,

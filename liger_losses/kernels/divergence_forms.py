@@ -171,39 +171,39 @@ def finite_logs(logs: Tensor) -> Tensor:
 # Those that are sums, products and exponentials are written once, for both: in torch, ``exp`` is its own.
 
 
-def _forward_kl(log_p, log_q, a, b, c, exp=fast_exp):
+def _forward_kl(log_p, log_q, a, b, c, exp: tl.constexpr = fast_exp):
     p = exp(log_p)
     q = exp(log_q)
     return p - q - q * (log_p - log_q), p - q
 
 
-def _reverse_kl(log_p, log_q, a, b, c, exp=fast_exp):
+def _reverse_kl(log_p, log_q, a, b, c, exp: tl.constexpr = fast_exp):
     p = exp(log_p)
     h = p * (log_p - log_q)
     return exp(log_q) - p + h, h
 
 
-def _kl_by_entropy(log_p, log_q, a, b, c, exp=fast_exp):
+def _kl_by_entropy(log_p, log_q, a, b, c, exp: tl.constexpr = fast_exp):
     p = exp(log_p)
     q = exp(log_q)
     d = log_p - log_q
     return q - p + p * d + a * (p - q - q * d), p * d + a * (p - q)
 
 
-def _alpha_beta(log_p, log_q, a, b, c, exp=fast_exp):
+def _alpha_beta(log_p, log_q, a, b, c, exp: tl.constexpr = fast_exp):
     s = a + b
     p_s = exp(s * log_p)
     both = exp(a * log_q + b * log_p)
     return (b / s * p_s + a / s * exp(s * log_q) - both) / (a * b), (p_s - both) / a
 
 
-def _alpha_zero(log_p, log_q, a, b, c, exp=fast_exp):
+def _alpha_zero(log_p, log_q, a, b, c, exp: tl.constexpr = fast_exp):
     p_a = exp(a * log_p)
     d = log_p - log_q
     return (exp(a * log_q) - p_a + a * p_a * d) / (a * a), p_a * d
 
 
-def _beta_zero(log_p, log_q, a, b, c, exp=fast_exp):
+def _beta_zero(log_p, log_q, a, b, c, exp: tl.constexpr = fast_exp):
     p_a = exp(a * log_p)
     q_a = exp(a * log_q)
     return (p_a - q_a - a * q_a * (log_p - log_q)) / (a * a), (p_a - q_a) / a

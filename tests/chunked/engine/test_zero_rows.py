@@ -186,20 +186,21 @@ def test_policy_losses(name, monkeypatch):
     assert (found[0][-1] < found[1][-1]) is left_out
 
 
-@pytest.mark.parametrize("exponentials", [False, True])
-@pytest.mark.parametrize("share", [0.0, 0.1, 0.3, 0.6, 1.0])
+@pytest.mark.parametrize(
+    ("exponentials", "share"), [*((False, share) for share in (0.0, 0.1, 0.3, 0.6, 1.0)), (True, 0.1), (True, 1.0)]
+)
 def test_separable_losses_that_know_which_tokens_count(share, exponentials, counts, monkeypatch):
     """The first block is filled before their number is known: fewer count, or more, and in uneven blocks; twice."""
     if exponentials:
         triton_or_skip()
     device, dtype = (DEVICE, torch.bfloat16) if exponentials else ("cpu", torch.float64)
-    hidden, weight, labels, _ = problem(150, H, V, dtype=dtype)
+    hidden, weight, labels, _ = problem(N, H, V, dtype=dtype)
     hidden, weight = (tensor.detach().to(device).requires_grad_() for tensor in (hidden, weight))
     upstream, counted = upstream_of(("g",), share, labels, torch.float32)
-    inputs = {name: value.to(device) for name, value in (*upstream.items(), ("c", torch.linspace(0.5, 2.0, 150)))}
+    inputs = {name: value.to(device) for name, value in (*upstream.items(), ("c", torch.linspace(0.5, 2.0, N)))}
     backend = "triton" if exponentials else "torch"
-    options = EngineOptions(chunk_size=32, backend=backend, strategy="one_pass", accum_dtype=torch.float32)
-    head, multiplied = Head(weight, transform=LogitTransform(torch.linspace(0.5, 2.0, 150, device=device))), []
+    options = EngineOptions(chunk_size=8, backend=backend, strategy="one_pass", accum_dtype=torch.float32)
+    head, multiplied = Head(weight, transform=LogitTransform(torch.linspace(0.5, 2.0, N, device=device))), []
     matmul_into = accumulation.matmul_into
 
     def spy(out, a, b, **more):

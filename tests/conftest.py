@@ -1,5 +1,6 @@
 """Without a GPU, Triton kernels run in Triton's interpreter, which must be asked for before they are defined."""
 
+import gc
 import os
 
 import pytest
@@ -61,6 +62,16 @@ def products_of_one_order(monkeypatch):
         return runtime.TensorHandle(product + d.data, d.dtype.scalar)
 
     monkeypatch.setattr(runtime.InterpreterBuilder, "create_dot", create_dot)
+
+
+def pytest_collection_finish():
+    """What is imported by now stays: each search for garbage in it takes 0.3 s, and trainers ask for some."""
+    gc.collect()
+    gc.freeze()
+
+
+def pytest_sessionfinish():
+    gc.unfreeze()
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -90,9 +90,7 @@ def small_tiles():
         if os.environ.get("TRITON_INTERPRET") == "1":
             from liger_losses.kernels.targets import INTERPRETER, Tile
 
-            tiling = INTERPRETER.tiling._replace(
-                by_descriptors=Tile(16, 32, 64, 8, 3), by_pointers=Tile(16, 32, 32, 8, 3)
-            )
-            target = INTERPRETER._replace(tiling=tiling)
+            tiles = {"by_descriptors": Tile(16, 32, 64, 8, 3), "by_pointers": Tile(16, 32, 32, 8, 3)}
+            target = INTERPRETER._replace(tiling=INTERPRETER.tiling._replace(**tiles))
             context.setattr("liger_losses.kernels._tiles.target_of", lambda device: target)
         yield

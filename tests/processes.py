@@ -50,6 +50,7 @@ def start(work, world, folder, *arguments, method=None, backend="gloo"):
 
 def member(rank, work, world, folder, environment, backend, arguments):
     faulthandler.enable()  # a process that is killed by a signal says where it was
+    gc.freeze()  # what the server has imported is no garbage, and takes long to look through
     os.environ.clear()
     os.environ.update(environment)
     torch.set_num_threads(1)

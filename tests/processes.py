@@ -39,7 +39,10 @@ BACKENDS = [
 
 
 def start(work, world, folder, *arguments, method=None, backend="gloo"):
-    """Run ``work(rank, *arguments)`` on ``world`` processes of a group, which meet by a file in ``folder``."""
+    """Run ``work(rank, *arguments)`` on ``world`` processes of a group, which meet by a file in ``folder``.
+
+    Without a backend there is no group, and what they print is in the files ``0``, ``1``, ... of ``folder``.
+    """
     multiprocessing.set_forkserver_preload(IMPORTED)
     # CUDA does not work in forks of what has used it.
     method = method or ("spawn" if torch.cuda.is_available() else "forkserver")
@@ -54,6 +57,11 @@ def member(rank, work, world, folder, environment, backend, arguments):
     os.environ.clear()
     os.environ.update(environment)
     torch.set_num_threads(1)
+    if backend is None:
+        os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world))
+        with open(f"{folder}/{rank}", "w") as sys.stdout:
+            work(rank, *arguments)
+            leave()
     if "nccl" in backend:
         take_gpu(rank)
     rendezvous = f"file://{folder}/rendezvous"

@@ -52,7 +52,10 @@ def of_any_length(d):
 
 
 #: Beside others of their kind, ``make test`` leaves these out.
-_SLOW = ("ORPO", "cosine", "KL, logits", "cross entropy, shifted", "head with a transform")
+_SLOW = (
+    *("ORPO", "cosine", "KL, logits", "JSD", "MiniLLM", "GRPO", "head with a transform", "user's pairs", "user's loss"),
+    *("cross entropy", "cross entropy, shifted", "cross entropy, per token"),
+)
 
 
 @pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.slow] * (n in _SLOW)) for n in LOSSES])
@@ -112,7 +115,7 @@ DTYPES = {
 }
 
 
-@pytest.mark.parametrize("name", DTYPES)
+@pytest.mark.parametrize("name", ["fp16", pytest.param("bf16 autocast", marks=pytest.mark.slow)])
 def test_dtypes(name):
     """One graph for two lengths; gradients of fp16 are multiplied by the loss scale before they are rounded."""
     dtype, autocast, scale = DTYPES[name]

@@ -198,7 +198,8 @@ WRONG_LOSSES = {
 
 @pytest.mark.parametrize(
     ("name", "compiled"),
-    [(name, False) for name in WRONG_LOSSES] + [("pair_loss, a mean", "graph breaks"), ("token_loss", "full graph")],
+    [(name, "") for name in WRONG_LOSSES]
+    + [pytest.param("pair_loss, a mean", "graph breaks", marks=pytest.mark.slow), ("token_loss", "full graph")],
 )
 def test_wrong_losses_of_users_own(name, compiled):
     loss, message = WRONG_LOSSES[name]

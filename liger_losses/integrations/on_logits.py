@@ -113,14 +113,9 @@ def grpo_loss(
         is_ratio=is_ratio,
         num_items_in_batch=num_items_in_batch,
     )
-    estimate = objectives.KL_ESTIMATORS[o.kl_estimator]
-    kl = torch.zeros_like(logps) if inputs.ref_logps is None else estimate(inputs.ref_logps - logps.detach())
-    clipped, ratio = objectives.clipped_tokens(logps.detach(), inputs)
-    kl = torch.where(active, kl * ratio if o.use_bias_correction_kl else kl, 0.0)
+    clipped, kl = objectives.token_metrics(logps.detach(), inputs)
     terms = torch.where(active, objectives.coupled_terms(logps, inputs), 0.0)
     if per_token:
-        return terms, kl, clipped.float()
-    loss, clip_ratio = (inputs.weights * terms).sum(), clipped.sum() / inputs.tokens.clamp(min=1)
-    if not o.beta:
-        return loss, PolicyMetricsWithoutKL(clip_ratio)
-    return loss, PolicyMetrics(kl.sum() / inputs.tokens.clamp(min=1), clip_ratio)
+        return terms, kl, clipped
+    loss, clip_ratio = (inputs.weights * terms).sum(), clipped.sum() / inputs.counted
+    return loss, PolicyMetrics(kl.sum() / inputs.counted, clip_ratio) if o.beta else PolicyMetricsWithoutKL(clip_ratio)

@@ -13,7 +13,17 @@ from torch import Tensor
 
 from liger_losses.chunked.engine import Statistics
 from liger_losses.chunked.engine.arguments import options_of
-from liger_losses.chunked.engine.checks import check_alike, check_names, check_range, check_shape_of, check_tensor
+from liger_losses.chunked.engine.checks import (
+    Number,
+    Positive,
+    Share,
+    check_alike,
+    check_fields,
+    check_names,
+    check_range,
+    check_shape_of,
+    check_tensor,
+)
 from liger_losses.chunked.engine.few_tokens import FewTokens
 from liger_losses.chunked.engine.query import Query
 from liger_losses.chunked.engine.straight_line import NO_TRANSFORM, straight_coupled_loss
@@ -40,13 +50,13 @@ _OTHERS = {
 class DPOOptions:
     """The options of DPO's losses; see :class:`LigerFusedLinearDPOLoss`."""
 
-    beta: float = 0.1
-    label_smoothing: float = 0.0
-    discopop_tau: float = 0.05
+    beta: Positive = 0.1
+    label_smoothing: Share = 0.0
+    discopop_tau: Positive = 0.05
     loss_type: str | Sequence[str] = "sigmoid"
     loss_weights: Sequence[float] | None = None
     f_divergence_type: str = "reverse_kl"
-    f_alpha_divergence_coef: float = 1.0
+    f_alpha_divergence_coef: Number = 1.0
 
     @property
     def variants(self) -> list[Variant]:
@@ -61,24 +71,21 @@ class DPOOptions:
 
     def __post_init__(self) -> None:
         types, smoothing, weights = self.loss_types, self.label_smoothing, self.loss_weights
-        check_range("beta", self.beta, 0.0, math.inf, open_low=True)
+        check_fields(self)
         check_names(types or ("",), DPO_LOSSES, "loss_type", _OTHERS)
         if weights is not None and (not hasattr(weights, "__len__") or len(weights) != len(types)):
             raise ValueError(f"loss_weights must have one entry per loss_type, got {weights} for {types}.")
         for weight in () if weights is None else weights:
             check_range("each of loss_weights", weight, -math.inf, math.inf)
-        check_range("f_alpha_divergence_coef", self.f_alpha_divergence_coef, -math.inf, math.inf)
         check_names([self.f_divergence_type], F_DIVERGENCES, "f_divergence_type")
         if self.f_divergence_type != "reverse_kl":
             of_margin = [name for name, row in DPO_LOSSES.items() if row.of_margin]
             check_names(types, of_margin, f"loss_type for f_divergence_type={self.f_divergence_type!r}")
-        check_range("label_smoothing", smoothing, 0.0, 1.0)
         if "robust" in types and smoothing >= 0.5:
             raise ValueError(f"label_smoothing must be below 0.5 for loss_type='robust', got {smoothing!r}.")
         if "exo_pair" in types and not 0 < smoothing < 1:
             message = "label_smoothing must be above 0 for loss_type='exo_pair' (its paper recommends 1e-3)"
             raise ValueError(f"{message}, got {smoothing!r}.")
-        check_range("discopop_tau", self.discopop_tau, 0.0, math.inf, open_low=True)
 
 
 def _exo_pair(pairs: Pairs, margin: Tensor, o: DPOOptions) -> Tensor:
@@ -261,14 +268,12 @@ class DPOLossOptions(DPOOptions, PreferenceOptions):
     """The options of :class:`LigerFusedLinearDPOLoss`."""
 
     use_ref_model: bool = True
-    ld_alpha: float | None = None
+    ld_alpha: Share | None = None
     use_weighting: bool = False
 
     def __post_init__(self) -> None:
         PreferenceOptions.__post_init__(self)
         DPOOptions.__post_init__(self)
-        if self.ld_alpha is not None:
-            check_range("ld_alpha", self.ld_alpha, 0.0, 1.0)
         if self.use_weighting and any(row.sorts for row in self.variants):
             raise ValueError("leave out use_weighting with 'aot' and 'aot_unpaired', which sort away the pairs.")
         if self.average_log_prob and any(row.per_token for row in self.variants):

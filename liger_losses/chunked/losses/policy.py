@@ -32,8 +32,8 @@ from liger_losses.chunked.losses.completion_loss import (
     naming_the_reference,
 )
 from liger_losses.chunked.losses.context_parallel import check_call
-from liger_losses.chunked.losses.policy_objectives import PolicyInputs, clip_fraction, policy_terms
-from liger_losses.chunked.losses.policy_tables import KL_ESTIMATORS, LOSS_TYPES, OBJECTIVES, PolicyOptions
+from liger_losses.chunked.losses.policy_objectives import PolicyInputs, policy_terms
+from liger_losses.chunked.losses.policy_tables import PolicyOptions
 from liger_losses.kernels.coupled_rows import INPUT_DTYPES, PolicyRows
 
 
@@ -339,14 +339,8 @@ class LigerFusedLinearGRPOLoss(CompletionLoss):
             found = statistics(_input, head, *self._names()) if found is None else found
             loss, logps = self._two_passes(found, inputs, head.vocabulary_ranks)
         # Neither the log-probabilities nor the inputs have a graph: the metrics are constants.
-        clip_ratio, ratio = clip_fraction(logps, inputs)
-        if not self.beta:
-            return loss.float(), PolicyMetricsWithoutKL(clip_ratio)
-        estimate = KL_ESTIMATORS[self.kl_estimator]
-        kl = torch.zeros_like(logps) if inputs.ref_logps is None else estimate(inputs.ref_logps - logps)
-        kl = kl * ratio if self.use_bias_correction_kl else kl
-        kl = inputs.total(torch.where(mask, kl, 0.0)) / inputs.counted
-        return loss.float(), PolicyMetrics(kl, clip_ratio)
+        found_of_tokens = objectives.token_metrics(logps, inputs, kl=bool(self.beta))
+        return self._with_metrics(loss.float(), [inputs.total(each) / inputs.counted for each in found_of_tokens])
 
     def _active(self, head: Head, hidden: Tensor, token_ids: Tensor, attention_mask: Tensor) -> Tensor:
         """The labels, if everything fits."""
@@ -371,8 +365,7 @@ class LigerFusedLinearGRPOLoss(CompletionLoss):
         """The result, where one launch computes this loss of few tokens, of a batch and of the call as it was given; a
         ``plain`` one has no other inputs."""
         o, (labels,), (advantages, old, ref) = self.settings, batch.labels, given.inputs
-        row = LOSS_TYPES[o.loss_type]
-        known = type(self) is LigerFusedLinearGRPOLoss and o.separable and row.objective == "clipped"
+        known = type(self) is LigerFusedLinearGRPOLoss and o.separable and o.row.objective == "clipped"
         known = known and o.row_normalizer == "items" and o.value("delta") is None and not o.reads_sampler
         known = known and self._coef is None and o.top_entropy_quantile == 1.0 and not o.use_bias_correction_kl
         alone, of_states = self.group is None and world_size() == 1, o.beta and batch.ref_hidden_states is not None
@@ -399,8 +392,7 @@ class LigerFusedLinearGRPOLoss(CompletionLoss):
     def _with_metrics(
         self, loss: Tensor, metrics: Sequence[Tensor]
     ) -> tuple[Tensor, PolicyMetrics | PolicyMetricsWithoutKL]:
-        clip_ratio, kl = metrics
-        return loss, PolicyMetrics(kl, clip_ratio) if self.beta else PolicyMetricsWithoutKL(clip_ratio)
+        return loss, PolicyMetrics(metrics[1], metrics[0]) if self.beta else PolicyMetricsWithoutKL(metrics[0])
 
     @property
     def common_options(self) -> dict[str, Any]:
@@ -451,7 +443,7 @@ class LigerFusedLinearGRPOLoss(CompletionLoss):
         other terms."""
         o, ratio = inputs.options, inputs.token_is_ratio
         other_terms = (o.beta and inputs.ref_logps is not None) or o.value("log_ratio_penalty")
-        if other_terms or not OBJECTIVES[LOSS_TYPES[o.loss_type].objective].of_advantages:
+        if other_terms or not o.objective.of_advantages:
             return None
         counts = (inputs.advantages != 0) & (inputs.weights != 0)
         return counts if ratio is None else counts & (ratio != 0)

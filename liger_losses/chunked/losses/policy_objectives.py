@@ -353,23 +353,22 @@ def grpo_loss(
 
 
 @torch.no_grad()
-def clipped_tokens(logps: Tensor, inputs: PolicyInputs) -> tuple[Tensor, Tensor]:
-    """Which tokens' gradients clipping removed, ``[B, T]`` bool, and the ratios ``[B, T]`` or ``[B, 1]``."""
-    o = inputs.options
+def token_metrics(logps: Tensor, inputs: PolicyInputs, kl: bool = True) -> list[Tensor]:
+    """``[B, T]``: 1.0 for tokens whose gradients clipping removed, and estimates of the divergence; 0 at padding."""
+    o, mask = inputs.options, inputs.mask
     ratio = ratio_of(RATIOS[o.level](inputs.log_ratio(logps), inputs))
     cut, keep = o.objective.cut, o.mask.weights
-    dropped = torch.zeros_like(inputs.mask) if cut is None else cut(ratio, inputs.advantages, o)
+    dropped = torch.zeros_like(mask) if cut is None else cut(ratio, inputs.advantages, o)
     if keep is not None:
         old = logps if inputs.old_logps is None else inputs.old_logps
         sampler = old if inputs.sampler is None else inputs.sampler
         dropped = dropped | (keep(logps, old, sampler, inputs.advantages, o) == 0)
-    return dropped & inputs.mask, ratio
-
-
-def clip_fraction(logps: Tensor, inputs: PolicyInputs) -> tuple[Tensor, Tensor]:
-    """The share of tokens whose gradient clipping removed, 0-dim, and the ratios ``[B, T]`` or ``[B, 1]``."""
-    clipped, ratio = clipped_tokens(logps, inputs)
-    return inputs.total(clipped.float()) / inputs.counted, ratio
+    found = [(dropped & mask).float()]
+    if kl:
+        ref = inputs.ref_logps
+        estimates = torch.zeros_like(logps) if ref is None else KL_ESTIMATORS[o.kl_estimator](ref - logps)
+        found.append(torch.where(mask, estimates * ratio if o.use_bias_correction_kl else estimates, 0.0))
+    return found
 
 
 def high_entropy_mask(entropy: Tensor, mask: Tensor, share: float, *, copies: int = 1) -> Tensor:

@@ -37,17 +37,17 @@ NO_VALUES = (
 #: The dtypes of hidden states, weights and biases.
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
-#: The types of options that are finite numbers, by their ranges.
-Number: TypeAlias = float
-NotNegative: TypeAlias = float
-Positive: TypeAlias = float
-Share: TypeAlias = float
+#: The types of options that are finite numbers: any, at least 0, above 0, and from 0 to 1.
+FiniteFloat: TypeAlias = float
+NonNegativeFloat: TypeAlias = float
+PositiveFloat: TypeAlias = float
+UnitFloat: TypeAlias = float
 #: The bounds of each, and whether the lower one itself is out of the range.
 RANGES = {
-    "Number": (-math.inf, math.inf, False),
-    "NotNegative": (0.0, math.inf, False),
-    "Positive": (0.0, math.inf, True),
-    "Share": (0.0, 1.0, False),
+    "FiniteFloat": (-math.inf, math.inf, False),
+    "NonNegativeFloat": (0.0, math.inf, False),
+    "PositiveFloat": (0.0, math.inf, True),
+    "UnitFloat": (0.0, 1.0, False),
 }
 
 

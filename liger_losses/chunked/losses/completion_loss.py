@@ -314,15 +314,9 @@ class CompletionOptions(LossOptions):
 
 
 class CompletionLoss(ChunkedLoss):
-    """Base of losses on completions that may be compared with a reference model.
+    """Base of losses on completions that may be compared with a reference model; options as in :class:`PreferenceLoss`.
 
-    Args:
-        beta: weight of the reference: temperature of the implicit reward, or weight of the KL divergence.
-        average_log_prob: divide each completion's log-probability by its length.
-        use_ref_model: whether the loss compares with a reference model.
-        chunk_size, compiled: accepted for code written for liger-kernel, and without effect: ``workspace=`` bounds
-            memory, and there is nothing to compile.
-        ignore_index, options: as in :class:`liger_losses.ChunkedLoss`.
+    ``beta`` is the weight of the reference: the implicit reward's temperature, or the weight of the KL divergence.
     """
 
     #: How a reference is given, for the error message of a call without one.

@@ -15,8 +15,8 @@ from liger_losses.chunked.engine import EngineOptions, Head, Statistics, linear_
 from liger_losses.chunked.engine.agreement import note
 from liger_losses.chunked.engine.checks import (
     LISTS,
-    NotNegative,
-    Share,
+    NonNegativeFloat,
+    UnitFloat,
     check_device,
     check_names,
     check_range,
@@ -235,8 +235,8 @@ class CrossEntropyOptions(LossOptions):
 
     several = True
 
-    lse_square_scale: NotNegative = 0.0
-    label_smoothing: Share = 0.0
+    lse_square_scale: NonNegativeFloat = 0.0
+    label_smoothing: UnitFloat = 0.0
     reduction: str = "mean"
     return_z_loss: bool = False
     use_token_scaling: bool = False

@@ -23,7 +23,7 @@ from liger_losses.chunked.engine import (
     linear_divergence_loss,
 )
 from liger_losses.chunked.engine.agreement import note
-from liger_losses.chunked.engine.checks import NotNegative, Positive, check_names, check_range, checked_items
+from liger_losses.chunked.engine.checks import NonNegativeFloat, PositiveFloat, check_names, check_range, checked_items
 from liger_losses.chunked.engine.operators import loss_operator, separable_loss
 from liger_losses.chunked.engine.query import Comparison, EqualWeights, Query
 from liger_losses.chunked.engine.teachers import TAILS
@@ -53,16 +53,16 @@ _OTHERS = ("ignore_index", "temperature", "compiled", "chunk_size", "return_soft
 class DistillationOptions(LossOptions):
     """The options of distillation, but for the divergence; see :class:`DistillationLoss`."""
 
-    temperature: Positive = 1.0
-    weight_hard_loss: NotNegative = 0.5
-    weight_soft_loss: NotNegative = 0.5
+    temperature: PositiveFloat = 1.0
+    weight_hard_loss: NonNegativeFloat = 0.5
+    weight_soft_loss: NonNegativeFloat = 0.5
     compiled: bool = True
     return_soft_hard_loss: bool = False
     temperature_squared: bool = False
     top_k: int | None = None
     top_k_of: str = "student"
     tail: str = "bucket"
-    entry_limit: Positive | None = None
+    entry_limit: PositiveFloat | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -14,9 +14,9 @@ from torch import Tensor
 from liger_losses.chunked.engine import Statistics
 from liger_losses.chunked.engine.arguments import options_of
 from liger_losses.chunked.engine.checks import (
-    Number,
-    Positive,
-    Share,
+    FiniteFloat,
+    PositiveFloat,
+    UnitFloat,
     check_alike,
     check_fields,
     check_names,
@@ -50,13 +50,13 @@ _OTHERS = {
 class DPOOptions:
     """The options of DPO's losses; see :class:`LigerFusedLinearDPOLoss`."""
 
-    beta: Positive = 0.1
-    label_smoothing: Share = 0.0
-    discopop_tau: Positive = 0.05
+    beta: PositiveFloat = 0.1
+    label_smoothing: UnitFloat = 0.0
+    discopop_tau: PositiveFloat = 0.05
     loss_type: str | Sequence[str] = "sigmoid"
     loss_weights: Sequence[float] | None = None
     f_divergence_type: str = "reverse_kl"
-    f_alpha_divergence_coef: Number = 1.0
+    f_alpha_divergence_coef: FiniteFloat = 1.0
 
     @property
     def variants(self) -> list[Variant]:
@@ -268,7 +268,7 @@ class DPOLossOptions(DPOOptions, PreferenceOptions):
     """The options of :class:`LigerFusedLinearDPOLoss`."""
 
     use_ref_model: bool = True
-    ld_alpha: Share | None = None
+    ld_alpha: UnitFloat | None = None
     use_weighting: bool = False
 
     def __post_init__(self) -> None:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from liger_losses.chunked.engine import Head, Teacher, Tokens, linear_divergence_loss, linear_statistics
 from liger_losses.chunked.engine.agreement import note
-from liger_losses.chunked.engine.checks import Share, check_alike, check_range, check_tensor, checked_mask
+from liger_losses.chunked.engine.checks import UnitFloat, check_alike, check_range, check_tensor, checked_mask
 from liger_losses.chunked.engine.operators import loss_operator
 from liger_losses.chunked.losses.base import AnyHead
 from liger_losses.chunked.losses.completion_loss import MAX_EXPONENT
@@ -25,7 +25,7 @@ class MiniLLMOptions(DistillationOptions):
 
     weight_hard_loss: float = 0.0
     weight_soft_loss: float = 1.0
-    gamma: Share = 1.0
+    gamma: UnitFloat = 1.0
     length_normalization: bool = True
     single_step: bool = True
 

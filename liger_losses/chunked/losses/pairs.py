@@ -13,7 +13,7 @@ from torch.compiler import is_dynamo_compiling
 
 from liger_losses.chunked.engine import Head, Statistics
 from liger_losses.chunked.engine.agreement import note
-from liger_losses.chunked.engine.checks import NotNegative, Positive, check_tensor, meant
+from liger_losses.chunked.engine.checks import NonNegativeFloat, PositiveFloat, check_tensor, meant
 from liger_losses.chunked.engine.few_tokens import FewTokens
 from liger_losses.chunked.engine.operators import loss_operator
 from liger_losses.chunked.engine.query import DeclaredStatistics
@@ -86,8 +86,8 @@ def smoothed(margin: Tensor, label_smoothing: float) -> Tensor:
 class PreferenceOptions(CompletionOptions):
     """The options of losses on pairs; see :class:`PreferenceLoss`."""
 
-    beta: Positive = 0.1
-    alpha: NotNegative = 1.0
+    beta: PositiveFloat = 0.1
+    alpha: NonNegativeFloat = 1.0
     compute_nll_loss: bool = False
 
 
@@ -100,7 +100,11 @@ class PreferenceLoss(CompletionLoss):
         beta: temperature of the implicit reward (> 0).
         alpha: factor of the chosen completions' mean negative log-likelihood.
         compute_nll_loss: whether to add this negative log-likelihood.
-        options: as in :class:`CompletionLoss`.
+        average_log_prob: divide the log-probability of each completion by its length.
+        use_ref_model: whether the loss compares the policy with a reference model.
+        chunk_size, compiled: accepted for code written for liger-kernel, without effect. ``workspace=`` bounds the
+            memory.
+        ignore_index, options: as in :class:`liger_losses.ChunkedLoss`.
     """
 
     metrics = ("mean_logit",)

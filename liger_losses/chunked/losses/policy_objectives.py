@@ -181,7 +181,7 @@ def check_per_token(name: str, value: Any, mask: Tensor, column: bool = False) -
 def check_needs(options: PolicyOptions, mask: Tensor, sampling_logps: Any, prompts: Any, group: Any) -> None:
     """Raise TypeError or ValueError unless a loss has the inputs that its row needs."""
     loss = f"loss_type={options.loss_type!r}"
-    if group is not None and options.objective.whole:
+    if group is not None and options.needs_order:
         raise ValueError(f"{loss} reads the tokens of whole completions: pass whole completions, and no group=.")
     if options.mask.of_sampler and sampling_logps is None:
         raise ValueError(

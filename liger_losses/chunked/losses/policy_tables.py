@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from liger_losses.chunked.engine.checks import NotNegative, Number, Positive, check_fields, check_names
+from liger_losses.chunked.engine.checks import FiniteFloat, NonNegativeFloat, PositiveFloat, check_fields, check_names
 from liger_losses.chunked.losses.completion_loss import MAX_EXPONENT
 from liger_losses.chunked.losses.context_parallel import sum_over_group
 
@@ -64,36 +64,36 @@ class PolicyOptions:
     """
 
     loss_type: str = "dapo"
-    beta: NotNegative = 0.04
-    epsilon_low: NotNegative = 0.2
-    epsilon_high: NotNegative = 0.2
-    delta: Positive | None = None
+    beta: NonNegativeFloat = 0.04
+    epsilon_low: NonNegativeFloat = 0.2
+    epsilon_high: NonNegativeFloat = 0.2
+    delta: PositiveFloat | None = None
     importance_sampling_level: str = "token"
     max_completion_length: int | None = None
     use_bias_correction_kl: bool = False
-    off_policy_mask_threshold: Number | None = None
-    sapo_temperature_pos: Positive = 1.0
-    sapo_temperature_neg: Positive = 1.05
-    vespo_k_pos: NotNegative = 2.0
-    vespo_lambda_pos: NotNegative = 3.0
-    vespo_k_neg: NotNegative = 3.0
-    vespo_lambda_neg: NotNegative = 2.0
+    off_policy_mask_threshold: FiniteFloat | None = None
+    sapo_temperature_pos: PositiveFloat = 1.0
+    sapo_temperature_neg: PositiveFloat = 1.05
+    vespo_k_pos: NonNegativeFloat = 2.0
+    vespo_lambda_pos: NonNegativeFloat = 3.0
+    vespo_k_neg: NonNegativeFloat = 3.0
+    vespo_lambda_neg: NonNegativeFloat = 2.0
     kl_estimator: str = "k3"
     normalizer: str = OF_LOSS_TYPE
     token_mask: str = OF_LOSS_TYPE
-    mask_low: NotNegative | None = None
-    mask_high: NotNegative | None = None
-    log_ratio_penalty: NotNegative | None = None
-    cispo_low: NotNegative = 0.0
-    fipo_half_life: Positive = 32.0
-    fipo_low: NotNegative = 0.8
-    fipo_high: NotNegative = 1.2
-    fipo_safe_ratio: NotNegative = 4.0
-    real_temperature: Positive = 0.5
-    cov_share: Positive = 2e-4
-    cov_low: Number = 1.0
-    cov_high: Number = 5.0
-    cov_penalty: NotNegative = 1.0
+    mask_low: NonNegativeFloat | None = None
+    mask_high: NonNegativeFloat | None = None
+    log_ratio_penalty: NonNegativeFloat | None = None
+    cispo_low: NonNegativeFloat = 0.0
+    fipo_half_life: PositiveFloat = 32.0
+    fipo_low: NonNegativeFloat = 0.8
+    fipo_high: NonNegativeFloat = 1.2
+    fipo_safe_ratio: NonNegativeFloat = 4.0
+    real_temperature: PositiveFloat = 0.5
+    cov_share: PositiveFloat = 2e-4
+    cov_low: FiniteFloat = 1.0
+    cov_high: FiniteFloat = 5.0
+    cov_penalty: NonNegativeFloat = 1.0
 
     def __post_init__(self) -> None:
         check_names([self.loss_type], LOSS_TYPES, "loss_type", _LEVELS)
@@ -157,6 +157,11 @@ class PolicyOptions:
     def reads_sampler(self) -> bool:
         """Whether the loss reads the sampler's log-probabilities in each token's term."""
         return self.mask.weights is not None or bool(self.value("log_ratio_penalty"))
+
+    @property
+    def needs_order(self) -> bool:
+        """Whether the loss reads all tokens of the batch at once, or their order, so that no rank may hold a slice."""
+        return self.objective.whole
 
     @property
     def needs_prompts(self) -> bool:

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from liger_losses.chunked.engine.checks import Number, Share, check_alike, check_names, check_number
+from liger_losses.chunked.engine.checks import FiniteFloat, UnitFloat, check_alike, check_names, check_number
 from liger_losses.chunked.engine.operators import loss_operator
 from liger_losses.chunked.losses.completion_loss import MAX_EXPONENT
 from liger_losses.chunked.losses.pairs import Pairs, PreferenceLoss, PreferenceMetrics, PreferenceOptions, smoothed
@@ -142,10 +142,10 @@ class CPOOptions(ReferenceFreeOptions):
     """The options of :class:`LigerFusedLinearCPOLoss`."""
 
     average_log_prob: bool | None = None
-    label_smoothing: Share = 0.0
+    label_smoothing: UnitFloat = 0.0
     loss_type: str = "sigmoid"
-    gamma: Number = 0.5
-    reward_alpha: Number = 0.0
+    gamma: FiniteFloat = 0.5
+    reward_alpha: FiniteFloat = 0.0
 
     def __post_init__(self) -> None:
         super().__post_init__()

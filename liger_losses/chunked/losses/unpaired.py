@@ -18,8 +18,8 @@ from torch import Tensor, nn
 from liger_losses.chunked.engine import Head
 from liger_losses.chunked.engine.agreement import checksum, note
 from liger_losses.chunked.engine.checks import (
-    NotNegative,
-    Positive,
+    NonNegativeFloat,
+    PositiveFloat,
     as_tensor,
     check_alike,
     check_device,
@@ -155,9 +155,9 @@ class UnpairedOptions(CompletionOptions):
 
     compiled: bool = True
     loss_type: str = "kto"
-    beta: Positive = 0.1
-    desirable_weight: NotNegative = 1.0
-    undesirable_weight: NotNegative = 1.0
+    beta: PositiveFloat = 0.1
+    desirable_weight: NonNegativeFloat = 1.0
+    undesirable_weight: NonNegativeFloat = 1.0
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -183,11 +183,7 @@ class BCOOptions(UnpairedOptions):
 class UnpairedPreferenceLoss(CompletionLoss):
     """Base of losses on single completions: the mean of :func:`unpaired_loss`.
 
-    Args:
-        beta: temperature of the implicit reward (> 0).
-        loss_type: a name from :data:`LOSSES`; ``kto`` by default, in BCO's loss ``bco``.
-        desirable_weight, undesirable_weight: the weights of desirable and undesirable completions, not negative.
-        options: as in :class:`CompletionLoss`.
+    Options as in :class:`LigerFusedLinearKTOLoss`; ``loss_type`` is a name from :data:`LOSSES`.
     """
 
     metrics = ("mean_logit",)
@@ -388,8 +384,14 @@ class LigerFusedLinearKTOLoss(UnpairedPreferenceLoss):
     See eq. 9 of the paper for weights of unbalanced data.
 
     Args:
+        beta: temperature of the implicit reward (> 0).
+        desirable_weight, undesirable_weight: the weights of desirable and undesirable completions, not negative.
         loss_type: ``kto`` or ``apo_zero_unpaired``.
-        options: as in :class:`UnpairedPreferenceLoss`.
+        average_log_prob: divide the log-probability of each completion by its length.
+        use_ref_model: whether the loss compares the policy with a reference model.
+        chunk_size, compiled: accepted for code written for liger-kernel, without effect. ``workspace=`` bounds the
+            memory.
+        ignore_index, options: as in :class:`liger_losses.ChunkedLoss`.
     """
 
     options_type = KTOOptions
@@ -406,7 +408,7 @@ class LigerFusedLinearBCOLoss(UnpairedPreferenceLoss):
     batches is therefore treated as the same batch. It does not change the running mean, and is compared with the same
     mean as before.
 
-    Options as in :class:`UnpairedPreferenceLoss`.
+    Options as in :class:`LigerFusedLinearKTOLoss`, but for ``loss_type``.
     """
 
     options_type = BCOOptions

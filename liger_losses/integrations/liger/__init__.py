@@ -42,7 +42,8 @@ def install() -> None:
     if is_installed():
         return
     if find_spec("liger_kernel") is None:
-        for stand_in in sorted({parent for name in REPLACEMENTS for parent in _parents(name)}):
+        parts = [name.split(".") for name in REPLACEMENTS]
+        for stand_in in sorted({".".join(each[:end]) for each in parts for end in range(1, len(each) + 1)}):
             _make(stand_in)
         return
     early = [name for name in REPLACEMENTS if name in sys.modules]
@@ -90,11 +91,6 @@ def uninstall() -> None:
     while _made:
         sys.modules.pop(_made.pop(), None)
     stop_applying()
-
-
-def _parents(name: str) -> list[str]:
-    parts = name.split(".")
-    return [".".join(parts[:end]) for end in range(1, len(parts) + 1)]
 
 
 def _make(name: str) -> None:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -98,7 +99,8 @@ def _split(
 
     def outputs(rows: Tensor) -> Any:
         chosen = batch if len(rows) == len(input_ids) else _select(batch, rows)
-        return forward(model, logits_to_keep=logits_to_keep, **chosen, **shared)
+        with contextlib.nullcontext() if torch.is_grad_enabled() else _without_checkpointing(model):
+            return forward(model, logits_to_keep=logits_to_keep, **chosen, **shared)
 
     def stand_in() -> Any:
         ids = input_ids[:1, :_STAND_IN]
@@ -106,6 +108,19 @@ def _split(
 
     short = not per_sequence and input_ids.shape[1] > 1
     return split_by_coefficient(outputs, coefficients, stand_in=stand_in if short else None)
+
+
+@contextlib.contextmanager
+def _without_checkpointing(model: nn.Module) -> Iterator[None]:
+    """Layers of transformers that checkpoint themselves do so without a gradient too, which takes the host time."""
+    layers: list[Any] = [layer for layer in model.modules() if getattr(layer, "gradient_checkpointing", False)]
+    for layer in layers:
+        layer.gradient_checkpointing = False
+    try:
+        yield
+    finally:
+        for layer in layers:
+            layer.gradient_checkpointing = True
 
 
 def _select(batch: dict[str, Any], rows: Tensor) -> dict[str, Any]:

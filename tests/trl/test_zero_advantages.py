@@ -186,6 +186,18 @@ def test_batches_that_are_not_split(kind, advantages, others, trainers):
     assert [size[:2] for size in ran] == [(True, B)]
 
 
+def test_layers_checkpoint_themselves_with_a_gradient_alone(trainers):
+    trainer, seen = trainers("GRPO"), []
+    trainer.model.gradient_checkpointing_enable({"use_reentrant": False})
+    layer = trainer.model.model.layers[0]
+    with layer.register_forward_pre_hook(
+        lambda layer, _: seen.append((torch.is_grad_enabled(), layer.gradient_checkpointing))
+    ):
+        evaluated(trainer, inputs_of("GRPO", HALF), True, {})
+    assert seen == [(False, False), (True, True)]
+    trainer.model.gradient_checkpointing_disable()
+
+
 def test_batch_normalization_keeps_all_sequences(trainers):
     trainer = trainers("GRPO")
     with pytest.MonkeyPatch.context() as patch:

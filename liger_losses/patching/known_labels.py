@@ -6,9 +6,8 @@ asked about.
 
 from __future__ import annotations
 
-import contextlib
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -52,9 +51,8 @@ def know_labels(model: Any) -> None:
         inspect.signature(function).parameters
     ):
         return
-    before, wrapper = set(vars(model)), LossOfKnownLabels(function, getattr(model, "loss_type", None))
-    model.loss_function = wrapper
-    wrapper.added = frozenset(set(vars(model)) - before)
+    wrapper = LossOfKnownLabels(function, getattr(model, "loss_type", None))
+    wrapper.added = set_loss(model, wrapper)
     model.register_forward_pre_hook(ask_for_loss, with_kwargs=True)
 
 
@@ -76,22 +74,16 @@ def forget_labels(model: Any) -> None:
     """Undo :func:`know_labels`."""
     loss = getattr(model, "loss_function", None)
     if isinstance(loss, LossOfKnownLabels):
-        model.loss_function = loss.function
-        for name in loss.added:
-            vars(model).pop(name, None)
+        set_loss(model, loss.function, loss.added)
 
 
-@contextlib.contextmanager
-def loss_function_replaced(model: Any, function: Callable[..., Any] | None) -> Iterator[None]:
-    """Within this context, a model has another loss function; ``None`` leaves its own."""
-    before, own = set(vars(model)), getattr(model, "loss_function", None)
-    if function is not None:
-        model.loss_function = function
-    added = set(vars(model)) - before
-    try:
-        yield
-    finally:
-        if function is not None:
-            model.loss_function = own
-        for name in added:
-            vars(model).pop(name, None)
+def set_loss(model: Any, function: Callable[..., Any], added: frozenset[str] = frozenset()) -> frozenset[str]:
+    """Give a model a loss function; or give it back its own, without the attributes that the other one ``added``.
+
+    Returns the names of the attributes that are there because of this function.
+    """
+    before = set(vars(model))
+    model.loss_function = function
+    for name in added:
+        vars(model).pop(name, None)
+    return frozenset(set(vars(model)) - before)

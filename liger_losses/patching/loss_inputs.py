@@ -16,7 +16,7 @@ from liger_losses.chunked.engine import Head, tokens
 from liger_losses.chunked.engine.checks import check_labels
 from liger_losses.chunked.engine.documentation import see
 from liger_losses.kernels.reading import ask_about_labels
-from liger_losses.patching.known_labels import loss_function_replaced
+from liger_losses.patching.known_labels import set_loss
 from liger_losses.patching.lazy.tensor import deferred_logits
 from liger_losses.patching.lazy_head import make_head_lazy
 from liger_losses.patching.lazy_layers import force_lazy_head
@@ -143,11 +143,14 @@ def _run_shifting(inner: Any, model: nn.Module, batch: dict[str, Any], targets: 
             losses.append(function(torch.zeros(1, 2, 3), torch.tensor([[0, -100]]), vocab_size=3))  # type: ignore[misc]
         return labels.new_zeros((), dtype=torch.float32)
 
+    added = set_loss(inner, of_two_tokens) if function else frozenset[str]()
     try:
-        with loss_function_replaced(inner, of_two_tokens if function else None):
-            output = model(**batch, labels=labels)
+        output = model(**batch, labels=labels)
     except Exception:  # without labels, the forward says what is wrong with the batch
         return model(**batch)
+    finally:
+        if function:
+            set_loss(inner, function, added)
     loss = losses[0] if losses else getattr(output, "loss", None)
     if loss is None:
         return output

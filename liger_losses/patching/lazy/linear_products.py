@@ -37,35 +37,29 @@ def linear(
     if quantized is not None:
         weight = torch.cat([quantized.rows(0, len(weight)).to(dtype), weight], 1)
     with torch.autocast(hidden_states.device.type, enabled=False):
-        hidden_states = _OnEachRank.apply(ranks, hidden_states) if ranks.size > 1 else hidden_states
-        logits = F.linear(hidden_states, weight, None if bias is None else bias.to(dtype))
-        return _OfAllRanks.apply(ranks, logits) if ranks.size > 1 else logits
-
-
-class _OnEachRank(torch.autograd.Function):
-    """The hidden states, whose gradient is the sum over the ranks."""
-
-    @staticmethod
-    def forward(ctx: Any, ranks: Ranks, hidden_states: Tensor) -> Tensor:
-        ctx.ranks = ranks
-        return hidden_states.view_as(hidden_states)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> tuple[None, Tensor]:
-        return None, ctx.ranks.sum_(gradient.clone())
+        tensors = hidden_states, weight, None if bias is None else bias.to(dtype)
+        return F.linear(*tensors) if ranks.size == 1 else _OfAllRanks.apply(ranks, *tensors)
 
 
 class _OfAllRanks(torch.autograd.Function):
-    """The columns of all ranks, from each rank's ``[..., V_r]``."""
+    """The columns of all ranks; the gradient of the hidden states is the sum over the ranks."""
 
     @staticmethod
-    def forward(ctx: Any, ranks: Ranks, logits: Tensor) -> Tensor:
+    def forward(ctx: Any, ranks: Ranks, hidden_states: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         ctx.ranks = ranks
-        columns = ranks.whole(logits.flatten(0, -2).t())
-        return columns.t().contiguous().view(*logits.shape[:-1], len(columns))
+        ctx.save_for_backward(hidden_states, weight)
+        columns = ranks.whole(F.linear(hidden_states, weight, bias).flatten(0, -2).t())
+        return columns.t().contiguous().view(*hidden_states.shape[:-1], len(columns))
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> tuple[None, Tensor]:
-        return None, gradient[..., ctx.ranks.columns(gradient.shape[-1])]
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        (hidden_states, weight), (_, needs_hidden, needs_weight, needs_bias) = ctx.saved_tensors, ctx.needs_input_grad
+        gradient = gradient[..., ctx.ranks.columns(gradient.shape[-1])]
+        rows = gradient.flatten(0, -2)
+        return (
+            None,
+            ctx.ranks.sum_(gradient @ weight) if needs_hidden else None,
+            rows.t() @ hidden_states.flatten(0, -2) if needs_weight else None,
+            rows.sum(0) if needs_bias else None,
+        )

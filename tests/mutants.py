@@ -239,7 +239,7 @@ MUTANTS: dict[str, list[tuple[str, str, str]]] = {
         ("patching/lazy/tensor.py", "part.memory = lazy.memory", "pass"),
         ("patching/lazy/gradients.py", "part is None else func(part, *args[1:])", "part is None else part"),
         ("patching/lazy/operations.py", "if deferred.normalized or stop <= start or", "if stop <= start or"),
-        ("patching/lazy/head_weights.py", "and self._differ()", "and False"),
+        ("patching/lazy/deferred.py", "and self._differ()", "and False"),
         ("patching/lazy/warning.py", "(operation, caller) if training", "(operation, caller) if True"),
         ("patching/lazy/operations.py", "= 1.0 / other if", "= other if"),
         ("patching/lazy/operations.py", "(part).values(), name", "(part).values().bfloat16(), name"),
@@ -256,7 +256,7 @@ MUTANTS: dict[str, list[tuple[str, str, str]]] = {
     ],
     "tests/trl/test_enabling.py": [
         ("trl/enabling.py", "    if missing:", "    if False:"),
-        ("trl/enabling.py", "_restore(0, 0)", "_restore(1, 1)"),
+        ("trl/enabling.py", "_restore(0, 0, None)", "_restore(1, 1, None)"),
         ("trl/features.py", 'raise Missing(f"{feature.part_of} is missing"', 'Missing(f"{feature.part_of} is missing"'),
     ],
     "tests/integrations/test_liger.py": [

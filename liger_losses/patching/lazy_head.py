@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.utils import parametrize
 
 from liger_losses.chunked.engine.documentation import see
 from liger_losses.chunked.engine.quantized_kinds import is_quantized
@@ -36,8 +35,6 @@ def unsupported_reason(module: nn.Module) -> str | None:
         if isinstance(module, nn.Linear) and hasattr(module, "set_reshard_after_forward"):
             return "fully_shard has made it a unit and changed its class: shard it afterwards"
         return f"{type(module).__module__}.{type(module).__qualname__} is not torch.nn.Linear"
-    if parametrize.is_parametrized(module):
-        return "its weight is parametrized"
     sharded = hasattr(module.weight, "full_tensor")  # gathered by the time it is used
     if not (sharded or type(module.weight) is nn.Parameter) or not module.weight.is_floating_point():
         return f"its weight is a {type(module.weight).__name__} of {module.weight.dtype}"

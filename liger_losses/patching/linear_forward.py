@@ -16,7 +16,7 @@ from liger_losses.chunked.engine.checks import is_weight_and_bias
 from liger_losses.chunked.engine.ranks import VocabularyRanks, is_dtensor, local_rows, share_mesh
 from liger_losses.kernels.logit_transform import LogitTransform
 from liger_losses.patching.lazy import allow_materialization, lazy_linear
-from liger_losses.patching.lazy.linear_products import linear
+from liger_losses.patching.lazy.deferred import linear
 from liger_losses.patching.lazy.tensor import deferred_logits
 from liger_losses.patching.probing import Mismatch, call_with, check_close, isolated, observe, random, shape_of
 
@@ -61,7 +61,7 @@ def check_forward(module: Any) -> None:
     with isolated():
         forward = partial(call_with, small, lambda module, x: vars(module)["forward"](x), module)
         found = deferred_logits(_run(forward, random((1, 3, width), g), product))
-    if found is None or found.normalized or found.shape != (1, 3, 5):
+    if found is None or found.shape != (1, 3, 5):
         raise Mismatch("it does more than to call F.linear with its parameters, and to cast and scale the result")
 
 
@@ -123,6 +123,6 @@ def transform_of(layer: nn.Module, hidden_states: Tensor) -> LogitTransform:
         raise Mismatch("it does not call F.linear with its input, its weight and its bias")
     if any(a is not b for given in products for a, b in zip(given, expected, strict=True)):
         raise Mismatch("its product is of another input, weight or bias than the layer's")
-    if found is None or found.normalized or found.shape != logits.shape:
+    if found is None or found.shape != logits.shape:
         raise Mismatch("it does more to them than to scale and to soft-cap them")
     return found.head.transform

@@ -108,7 +108,7 @@ def loss_inputs(
         )
     logits = getattr(output, "logits", None)
     deferred = deferred_logits(logits)
-    if deferred is None or deferred.normalized:
+    if deferred is None:
         raise TypeError(
             f"{name} must return logits that are its last layer's, scaled or soft-capped, got {type(logits).__name__}: "
             "its forward applies an operation to them that needs their values." + see("models-that-cannot-be-patched")

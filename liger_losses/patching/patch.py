@@ -196,11 +196,8 @@ def _patch_module(
     if replacement is not None:
         if not isinstance(replacement, kind):
             return None
-        if (
-            tiles is not None
-            and reason_not_to_restore(module) is None
-            and (filter_fn is None or filter_fn(module, path))
-        ):
+        may_change = tiles is not None and reason_not_to_restore(module) is None
+        if may_change and (filter_fn is None or filter_fn(module, path)):
             replacement = replacement.in_tiles(tiles)
             restore(module)
             swap(module, replacement)

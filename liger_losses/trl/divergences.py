@@ -5,6 +5,7 @@ B batch size, T tokens of a sequence, N active tokens, H and Ht the hidden sizes
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -21,13 +22,8 @@ from liger_losses.patching.lazy_layers import KeepGathered
 IGNORE_INDEX = -100
 
 
-class _Chosen:
-    """What :func:`liger_losses.trl.enable` was given."""
-
-    divergence: Divergence | None = None
-
-
-chosen = _Chosen()
+#: What :func:`liger_losses.trl.enable` was given.
+chosen = SimpleNamespace(divergence=None)
 
 
 def divergence_of(beta: float) -> Divergence:

@@ -59,40 +59,37 @@ def enable(*, kernels: bool = False, skip_zero_advantages: bool = True, divergen
         raise TypeError(f"divergence must be a Divergence, such as Divergence.reverse_kl(), got {divergence!r}.")
     if _enabled and divergence is not None and chosen.divergence not in (None, divergence):
         raise RuntimeError("another divergence is enabled already: call liger_losses.trl.disable() first.")
+    if not _enabled:
+        left_out = () if skip_zero_advantages else ZERO_ADVANTAGES
+        _add((*(feature for feature in FEATURES if feature not in left_out), BUILT_EARLY))
+    if kernels and all(feature.name != "kernels" for feature in _enabled):
+        heads = [place for feature in _enabled for place in feature.places if place.name == "add_fused_lm_head"]
+        # A trainer loads models itself, and gives them their head.
+        _add((Feature("kernels", (KERNELS, *(Place(p.module, p.name, around(_with_kernels)) for p in heads))),))
+    chosen.divergence = divergence or chosen.divergence
+
+
+def _add(features: Sequence[Feature]) -> None:
     try:
         import trl
     except ImportError as error:
         raise ImportError('liger_losses.trl needs TRL: pip install "trl>=1.15".') from error
     version = getattr(trl, "__version__", "of unknown version")
-    chosen.divergence = divergence or chosen.divergence
-    if not _enabled:
-        left_out = () if skip_zero_advantages else ZERO_ADVANTAGES
-        _add((*(feature for feature in FEATURES if feature not in left_out), BUILT_EARLY), version)
-    if kernels and all(feature.name != "kernels" for feature in _enabled):
-        heads = [place for feature in _enabled for place in feature.places if place.name == "add_fused_lm_head"]
-        # A trainer loads models itself, and gives them their head.
-        _add(
-            (Feature("kernels", (KERNELS, *(Place(p.module, p.name, around(_with_kernels)) for p in heads))),), version
-        )
-
-
-def _add(features: Sequence[Feature], version: str) -> None:
     found = find(features)
     missing = {name: places for name, places in found.items() if isinstance(places, Missing) and not places.package}
     lacks = (
         f"TRL {version} lacks names that features of liger_losses.trl replace (tested with TRL {', '.join(TESTED)}): "
         + "; ".join(f"{name}: {reason}" for name, reason in missing.items())
     )
-    works = [feature for feature in features if not isinstance(found[feature.name], Missing)]
-    if not any(feature is not BUILT_EARLY for feature in works) and len(features) > 1:
+    if len(features) > 1 and all(isinstance(found[f.name], Missing) for f in features if f is not BUILT_EARLY):
         raise RuntimeError(f"{lacks}. Nothing was changed." + see("trl"))
     if missing:
         warnings.warn(f"{lacks}. These are left out; TRL's own code runs for them." + see("trl"), stacklevel=5)
-    for feature in works:
+    for feature in features:
         places = found[feature.name]
-        assert not isinstance(places, Missing)
-        _replaced.add(places)
-        _enabled.append(feature)
+        if not isinstance(places, Missing):
+            _replaced.add(places)
+            _enabled.append(feature)
 
 
 def is_enabled() -> bool:
@@ -102,8 +99,7 @@ def is_enabled() -> bool:
 
 def disable() -> None:
     """Restore TRL. Trainers that were built in between keep their heads."""
-    _restore(0, 0)
-    chosen.divergence = None
+    _restore(0, 0, None)
 
 
 @contextlib.contextmanager
@@ -111,18 +107,18 @@ def enabled(
     *, kernels: bool = False, skip_zero_advantages: bool = True, divergence: Divergence | None = None
 ) -> Iterator[None]:
     """:func:`enable` for the duration of a ``with`` block."""
-    before, known = (len(_replaced), len(_enabled)), chosen.divergence
+    before = len(_replaced), len(_enabled), chosen.divergence
     enable(kernels=kernels, skip_zero_advantages=skip_zero_advantages, divergence=divergence)
     try:
         yield
     finally:
         _restore(*before)
-        chosen.divergence = known
 
 
-def _restore(replaced: int, features: int) -> None:
+def _restore(replaced: int, features: int, divergence: Divergence | None) -> None:
     _replaced.restore(replaced)
     del _enabled[features:]
+    chosen.divergence = divergence
 
 
 def _with_kernels(function: Callable[..., None], *args: Any, **kwargs: Any) -> None:

@@ -81,16 +81,14 @@ def with_replacement(replacement: Callable[..., Any], original: Callable[..., An
 def _deferred(logits: Tensor) -> DeferredLogits:
     """As :func:`deferred_logits`; raises NeedsLogits for other tensors, and for log-probabilities."""
     deferred = deferred_logits(logits)
-    if deferred is None or deferred.normalized:
+    if deferred is None:
         raise NeedsLogits
     return deferred
 
 
 def _teacher(logits: Tensor) -> Teacher | TeacherLogits:
     deferred = deferred_logits(logits)
-    if deferred is None or deferred.normalized:
-        return TeacherLogits(logits)
-    return Teacher(deferred.hidden_states, deferred.head)
+    return TeacherLogits(logits) if deferred is None else Teacher(deferred.hidden_states, deferred.head)
 
 
 def _statistics(
@@ -193,7 +191,7 @@ def sequence_by_sequence(original: Callable[..., Tensor], self: Any, *args: Any,
     """
     batch = inspect.signature(original).bind(self, *args, **kwargs).arguments
     batch.pop("self")
-    if deferred_logits(batch["student_logits"]) is None:
+    if deferred_logits(batch["student_logits"], True) is None:
         return original(self, **batch)
 
     def loss(i: int) -> Tensor:

@@ -126,7 +126,7 @@ _GOLD = {**_JSD, "ULDLoss._compute_distillation_loss": _BY_SEQUENCE}
 
 
 def _zero_advantages(module: str, trainer: str, part_of: str, *terms: str) -> Feature:
-    row = {"._compute_loss": _made(without_zero_advantages(terms), "self", "model", "inputs")}
+    row = {"._compute_loss": _around(functools.partial(without_zero_advantages, terms), "self", "model", "inputs")}
     places = _places(module, row, f"{trainer}Trainer")
     return Feature(f"sequences without advantage in {trainer}", places, part_of)
 

@@ -122,7 +122,7 @@ def fused_forward(model: Any, forward: Any, labels: Any = None, shift_labels: An
     logits = getattr(outputs, "logits", None)
     if isinstance(logits, TracedLogits):
         logits = logits.lazy()
-    deferred = deferred_logits(logits)
+    deferred = deferred_logits(logits, True)
     if deferred is None:
         given = "their values" if isinstance(logits, LazyLogits) else type(logits).__name__
         raise TypeError(
@@ -232,6 +232,4 @@ class _RecomputedInBackward(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Any, ...]:
         constants = [None] * (2 + len(gradients))
         needed = ctx.needs_input_grad[len(constants) :]
-        if all(gradient is None for gradient in gradients):
-            return *constants, *[None] * len(needed)
         return *constants, *recomputed_gradients(ctx.recompute, ctx.saved_tensors, needed, gradients)

@@ -22,37 +22,33 @@ TERMS = {
 }
 #: The loss types of GRPO in which each token's loss is a multiple of its advantage.
 LOSS_TYPES = ("grpo", "bnpo", "dr_grpo", "dapo", "luspo", "sapo", "cispo", "vespo")
-#: Layers whose outputs for a sequence depend on the others of the batch.
+#: Layers that couple the sequences of a batch.
 _COUPLING = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 #: As short as this a sequence runs with a gradient of zero, where none of a process has an advantage.
 _STAND_IN = 16
 
 
-def without_zero_advantages(terms: tuple[str, ...]) -> Callable[[Any], Any]:
-    """A decorator of a trainer's ``_compute_loss``: sequences without advantage run without a gradient.
+def without_zero_advantages(
+    terms: tuple[str, ...], method: Callable[..., Tensor], self: Any, model: nn.Module, inputs: dict[str, Any]
+) -> Tensor:
+    """A trainer's ``_compute_loss``, with sequences without advantage run without a gradient.
 
     Args:
         terms: the names in :data:`TERMS` that are in this trainer's loss. If one of them is not zero, all sequences
             have gradients and run as before, with one warning.
+        method: TRL's.
+        self, model, inputs: its arguments.
     """
-
-    def decorate(method: Callable[..., Tensor]) -> Callable[..., Tensor]:
-        @functools.wraps(method)
-        def wrapped(self: Any, model: nn.Module, inputs: dict[str, Any]) -> Tensor:
-            if not torch.is_grad_enabled() or not _qualifies(self, model, terms):
-                return method(self, model, inputs)
-            # The method that computes log-probabilities, on this trainer alone while its loss is computed.
-            self._get_per_token_logps_and_entropies = functools.partial(
-                _split, self._get_per_token_logps_and_entropies, _coefficients(inputs)
-            )
-            try:
-                return method(self, model, inputs)
-            finally:
-                del self._get_per_token_logps_and_entropies
-
-        return wrapped
-
-    return decorate
+    if not torch.is_grad_enabled() or not _qualifies(self, model, terms):
+        return method(self, model, inputs)
+    # The method that computes log-probabilities, on this trainer alone while its loss is computed.
+    self._get_per_token_logps_and_entropies = functools.partial(
+        _split, self._get_per_token_logps_and_entropies, _coefficients(inputs)
+    )
+    try:
+        return method(self, model, inputs)
+    finally:
+        del self._get_per_token_logps_and_entropies
 
 
 def _qualifies(trainer: Any, model: nn.Module, terms: tuple[str, ...]) -> bool:
@@ -66,7 +62,7 @@ def _qualifies(trainer: Any, model: nn.Module, terms: tuple[str, ...]) -> bool:
         warnings.warn(
             f"sequences whose advantage is 0 take part in the backward of this {type(trainer).__name__}: "
             f"{', '.join(reasons)}." + see("sequences-without-advantage"),
-            stacklevel=4,
+            stacklevel=5,
         )
     return not reasons
 

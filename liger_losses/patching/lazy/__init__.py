@@ -7,7 +7,7 @@ and soft-capping leave it lazy; losses and reductions over the vocabulary are co
 
 It has a ``grad_fn``: code that never looks at the Python class, such as custom autograd functions and DDP, gets the
 right gradients; so does ``torch.autograd.grad(loss, logits)`` (``gradients.py``). Once an optimizer's step has changed
-the head, reading them is an error (``head_weights.py``).
+the head, reading them is an error (:class:`HeadWeights`).
 """
 
 from liger_losses.patching.lazy.deferred import DeferredLogits

@@ -1,19 +1,26 @@
-"""How to compute logits later. H hidden size, V vocabulary size."""
+"""How to compute logits later, and whether they still can be computed. H hidden size, V vocabulary size."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-from liger_losses.chunked.engine import Head, linear_statistics
-from liger_losses.kernels.autograd import autocast_dtype
+from liger_losses.chunked.engine import Head, QuantizedWeight, linear_statistics
+from liger_losses.chunked.engine.ranks import ALONE, Ranks
+from liger_losses.kernels.autograd import autocast_dtype, once_differentiable
 from liger_losses.kernels.reading import version_of
-from liger_losses.patching.lazy.head_weights import HeadWeights
-from liger_losses.patching.lazy.linear_products import linear
 from liger_losses.patching.lazy.warning import cannot_compute
+
+#: Entries of a weight, in each of its dimensions, that are compared with their values in the forward.
+_SAMPLED = (64, 32)
+
+#: Counts the forwards of lazy heads.
+_FORWARDS = [0]
 
 
 @dataclass(frozen=True, eq=False)
@@ -131,3 +138,130 @@ class DeferredLogits:
 def autocast_of(hidden_states: Tensor) -> torch.dtype | None:
     """The dtype to which autocast would cast these; it leaves fp64 alone."""
     return None if hidden_states.dtype == torch.float64 else autocast_dtype(hidden_states.device)
+
+
+class HeadWeights:
+    """Weight and bias of one forward of ``tokens`` tokens; shared by all lazy logits that were made of its logits.
+
+    The weights are not copied, so logits can only be computed while they are the same. Changes are noticed: from the
+    in-place version and, as torch's fused optimizers and writes to ``parameter.data`` do not count there, from some of
+    the values. On a GPU the host would wait for these, so they are compared only after a loss or another forward, or if
+    a parameter has a gradient, with which an optimizer may have changed it.
+
+    ``parameters`` are those that count in-place operations, if weight and bias are parts of them (DTensors).
+    ``samples`` are :func:`samples_of` the weights in a forward that was not just now, with which they are compared.
+    """
+
+    def __init__(
+        self,
+        weight: Tensor,
+        bias: Tensor | None,
+        tokens: int,
+        parameters: Sequence[Tensor | None] = (),
+        samples: Sequence[Tensor] | None = None,
+    ) -> None:
+        self.tokens = tokens
+        self.given = [t for t in (weight, bias) if t is not None]
+        self.tensors = [t.detach() for t in self.given]  # their memory, which a new .data would not share
+        self.parameters = [t for t in parameters if t is not None] or self.given
+        self.versions = [version_of(t) for t in self.parameters]
+        self.was_read = samples is not None or self._have_gradients()
+        self.samples = samples_of(self.tensors) if samples is None else samples
+        _FORWARDS[0] += 1
+        self.forward = _FORWARDS[0]
+
+    def check(self, values: bool = False) -> None:
+        """Raise RuntimeError if the weights have changed; with ``values``, also if they were freed or written to."""
+        freed = any(t.numel() and t.untyped_storage().size() == 0 for t in self.tensors)
+        if freed and values:
+            raise cannot_compute(
+                "the head's weights were freed after its forward or backward (for example by fully_shard), so "
+                "these lazy logits cannot be computed any more. Compute what you need from them, such as "
+                "logits.argmax(-1), before loss.backward(); or keep the weights with "
+                "model.set_reshard_after_backward(False)."
+            )
+        if not freed and (self._changed() or (values and self._may_be_written() and self._differ())):
+            raise cannot_compute(
+                "the weight or bias of lazy logits has changed since the forward, by an in-place operation such "
+                "as an optimizer's step, so these logits and their gradients cannot be computed any more. Call "
+                "loss.backward() before optimizer.step(). Compute other results from the logits before it too, "
+                "such as logits.argmax(-1); liger_losses.patching.lazy.true_values(logits) computes all of them."
+            )
+
+    def _changed(self) -> bool:
+        """Whether a parameter was changed in place, or has other memory now."""
+        moved = any(a.data_ptr() != b.data_ptr() for a, b in zip(self.given, self.tensors, strict=True))
+        return moved or self.versions != [version_of(p) for p in self.parameters]
+
+    def _have_gradients(self) -> bool:
+        return any(p.is_leaf and p.grad is not None for p in self.parameters)
+
+    def _may_be_written(self) -> bool:
+        on_host = self.tensors[0].device.type == "cpu"
+        return on_host or self.was_read or self.forward != _FORWARDS[0] or self._have_gradients()
+
+    def _differ(self) -> bool:
+        return not all(_sample(t).equal(sample) for t, sample in zip(self.tensors, self.samples, strict=True))
+
+
+def samples_of(tensors: Iterable[Tensor | None]) -> tuple[Tensor, ...]:
+    """Some entries of each weight, copied."""
+    return tuple([_sample(tensor.detach()).clone() for tensor in tensors if tensor is not None])
+
+
+def _sample(tensor: Tensor) -> Tensor:
+    """Some of a weight's entries, a view."""
+    steps = (max(1, size // sampled) for size, sampled in zip(tensor.shape, _SAMPLED, strict=False))
+    return tensor[tuple(slice(None, None, step) for step in steps)]
+
+
+def linear(
+    hidden_states: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    quantized: QuantizedWeight | None = None,
+    ranks: Ranks = ALONE,
+    cast: torch.dtype | None = None,
+) -> Tensor:
+    """``hidden_states @ [quantized, weight].T + bias`` of all ranks' rows, ``[..., V]``, the same on each rank.
+
+    Args:
+        hidden_states: ``[..., H]``, or ``[..., H + r]``; the same on each rank.
+        weight, bias: ``[V_r, H]``, ``[V_r]``; beside a quantized weight ``[V_r, r]``.
+        quantized: ``[V_r, H]``, which gets no gradient.
+        ranks: which rows these are.
+        cast: autocast's dtype, or ``None``.
+    """
+    if quantized is None and ranks.size == 1:
+        return F.linear(hidden_states, weight, bias)
+    dtype = cast or hidden_states.dtype
+    hidden_states, weight = hidden_states.to(dtype), weight.to(dtype)
+    if quantized is not None:
+        weight = torch.cat([quantized.rows(0, len(weight)).to(dtype), weight], 1)
+    with torch.autocast(hidden_states.device.type, enabled=False):
+        tensors = hidden_states, weight, None if bias is None else bias.to(dtype)
+        return F.linear(*tensors) if ranks.size == 1 else _OfAllRanks.apply(ranks, *tensors)
+
+
+class _OfAllRanks(torch.autograd.Function):
+    """The columns of all ranks; the gradient of the hidden states is the sum over the ranks."""
+
+    @staticmethod
+    def forward(ctx: Any, ranks: Ranks, hidden_states: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        ctx.ranks = ranks
+        ctx.save_for_backward(hidden_states, weight)
+        columns = ranks.whole(F.linear(hidden_states, weight, bias).flatten(0, -2).t())
+        return columns.t().contiguous().view(*hidden_states.shape[:-1], len(columns))
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        (hidden_states, weight), (_, needs_hidden, needs_weight, needs_bias) = ctx.saved_tensors, ctx.needs_input_grad
+        gradient = gradient[..., ctx.ranks.columns(gradient.shape[-1])]
+        rows = gradient.flatten(0, -2)
+        return (
+            None,
+            ctx.ranks.sum_(gradient @ weight) if needs_hidden else None,
+            rows.t() @ hidden_states.flatten(0, -2) if needs_weight else None,
+            rows.sum(0) if needs_bias else None,
+        )

@@ -54,6 +54,8 @@ def recomputed_gradients(
     gradients: Sequence[Tensor | None],
 ) -> list[Tensor | None]:
     """The gradients of some ``tensors``, by computing the result once more; ``None`` for a tensor without one."""
+    if all(gradient is None for gradient in gradients):
+        return [None] * len(needs_grad)
     leaves = [t if t is None else t.detach().requires_grad_(n) for t, n in zip(tensors, needs_grad, strict=True)]
     with torch.enable_grad():
         outputs = compute(*leaves)

@@ -16,7 +16,7 @@ from liger_losses.chunked.engine.quantized_kinds import is_quantized
 from liger_losses.chunked.engine.ranks import ALONE, Ranks
 from liger_losses.kernels.autograd import once_differentiable
 from liger_losses.kernels.reading import version_of
-from liger_losses.patching.lazy.deferred import DeferredLogits, autocast_of
+from liger_losses.patching.lazy.deferred import DeferredLogits, HeadWeights, autocast_of
 from liger_losses.patching.lazy.gradients import (
     LazyGradient,
     Source,
@@ -26,7 +26,6 @@ from liger_losses.patching.lazy.gradients import (
     sums,
     without_subclasses,
 )
-from liger_losses.patching.lazy.head_weights import HeadWeights
 from liger_losses.patching.lazy.operations import OPERATIONS, Operation
 from liger_losses.patching.lazy.warning import cannot_compute, warn_materialized
 
@@ -187,7 +186,7 @@ class LazyLogits(Tensor):
 
 def _compute(operation: Operation, lazy: LazyLogits, *args: Any, **kwargs: Any) -> Any:
     """The result of an operation on lazy logits; lazy where it is deferred."""
-    others = [deferred_logits(arg) if isinstance(arg, LazyLogits) else arg for arg in args]
+    others = [deferred_logits(arg, True) if isinstance(arg, LazyLogits) else arg for arg in args]
     found = operation(lazy.deferred, *others, **kwargs)
     if found is lazy.deferred and operation is not OPERATIONS["clone"]:
         return lazy
@@ -210,12 +209,16 @@ def true_values(tensor: Tensor) -> Tensor:
     return tensor.materialize() if isinstance(tensor, LazyLogits) else tensor
 
 
-def deferred_logits(logits: Any) -> DeferredLogits | None:
-    """Hidden states and head of lazy logits; ``None`` for other tensors and for lazy logits that have values by now."""
+def deferred_logits(logits: Any, normalized: bool = False) -> DeferredLogits | None:
+    """Hidden states and head of lazy logits; ``None`` for other tensors and for lazy logits that have values by now.
+
+    Also for log-probabilities, unless ``normalized``.
+    """
     if not isinstance(logits, LazyLogits):
         return None
     logits.check()
-    return logits.deferred if logits.materialized is None else None
+    known = logits.materialized is not None or (logits.deferred.normalized and not normalized)
+    return None if known else logits.deferred
 
 
 def _materialize_all(arguments: Any, operation: str) -> Any:

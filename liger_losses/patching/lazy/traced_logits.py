@@ -12,8 +12,7 @@ from torch import Tensor
 
 from liger_losses.chunked.engine import Head
 from liger_losses.kernels.logit_transform import LogitTransform
-from liger_losses.patching.lazy.deferred import DeferredLogits
-from liger_losses.patching.lazy.head_weights import HeadWeights, samples_of
+from liger_losses.patching.lazy.deferred import DeferredLogits, HeadWeights, samples_of
 from liger_losses.patching.lazy.operations import OPERATIONS
 from liger_losses.patching.lazy.tensor import LazyLogits, can_be_lazy, deferred_linear
 

@@ -139,13 +139,11 @@ def _owner(model: nn.Module) -> nn.Module | None:
 
 def _make_lazy(module: Any, only_when_forced: bool) -> str | None:
     """Make a layer lazy, or return the reason not to."""
-    if LazyTokens.is_candidate(module):
-        restore(module)
-        swap(module, LazyTokens.match(module))
-    elif LazyQuantized.is_candidate(module):
+    kind = next((kind for kind in (LazyTokens, LazyQuantized) if kind.is_candidate(module)), None)
+    if kind is not None:
         restore(module)
         try:
-            swap(module, LazyQuantized.match(module))
+            swap(module, kind.match(module))
         except Mismatch as mismatch:
             return str(mismatch)
     else:

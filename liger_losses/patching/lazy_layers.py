@@ -226,7 +226,7 @@ _QUANTIZATION_ERROR = 0.05
 
 def _disagreement(layer: nn.Module, found: QuantizedWeight) -> float:
     """How far what a layer computes is from the product with the rows that were read, the first and the last."""
-    size, (vocab_size, hidden_size) = 64, found.shape
+    (vocab_size, hidden_size), size = found.shape, 64
     # The layer's own forward, also where it was patched to return lazy logits.
     own = getattr(type(layer), "_liger_original", type(layer)).forward
     forward = vars(layer).get("forward") or partial(own, layer)
@@ -236,14 +236,13 @@ def _disagreement(layer: nn.Module, found: QuantizedWeight) -> float:
         logits: Tensor = forward(hidden.requires_grad_()).float()
     if logits.shape != (2, vocab_size):
         return math.inf
-    errors = []
+    errors, bias = [], getattr(layer, "bias", None)
     with torch.no_grad():
-        bias = getattr(layer, "bias", None)
         for start in {0, max(vocab_size - size, 0)}:
-            stop = min(start + size, vocab_size)
-            expected = hidden.float() @ found.rows(start, stop).float().t()
-            expected = expected if bias is None else expected + bias[start:stop].float()
-            error = (logits[:, start:stop] - expected).norm()
+            part = slice(start, min(start + size, vocab_size))
+            expected = F.linear(hidden.float(), found.rows(part.start, part.stop).float())
+            expected = expected if bias is None else expected + bias[part].float()
+            error = (logits[:, part] - expected).norm()
             errors.append(float(error / expected.norm()) if error != 0 else 0.0)
     return max(math.inf if math.isnan(error) else error for error in errors)
 

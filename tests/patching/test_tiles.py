@@ -21,7 +21,7 @@ from liger_losses.patching.patch import patch, unpatch
 from liger_losses.patching.swap import replacement_of
 from liger_losses.patching.tiles import Tiles
 from tests.kernels.cases import DEVICE
-from tests.processes import BACKENDS, start
+from tests.processes import BACKENDS, device_type, start
 
 H, INNER = 16, 40
 
@@ -418,7 +418,9 @@ def test_the_size_of_a_tile():
 def spread_by(name, model):
     if name == "ddp":
         return DistributedDataParallel(model, static_graph=False)
-    policy = {"mp_policy": MixedPrecisionPolicy(torch.bfloat16, torch.float32)} if name == "fsdp, half" else {}
+    policy = {"mesh": init_device_mesh(device_type(), (2,))}  # otherwise it takes GPUs, and gloo none of their tensors
+    if name == "fsdp, half":
+        policy["mp_policy"] = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
     for part in model:
         fully_shard(part, **policy)
     return fully_shard(model, **policy)

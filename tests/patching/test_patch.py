@@ -26,7 +26,7 @@ from liger_losses.patching.norms import Norm
 from liger_losses.patching.patch import AutoLigerModelForCausalLM, patch, unpatch
 from liger_losses.patching.rotations import Rotations
 from liger_losses.patching.swap import replacement_of
-from tests.kernels.cases import triton_or_skip
+from tests.kernels.cases import DEVICE, triton_or_skip
 from tests.patching.test_mlps import MLP
 
 pytest.importorskip("transformers")
@@ -408,13 +408,14 @@ def test_one_token_takes_few_steps_and_launches(monkeypatch):
     monkeypatch.setenv("LIGER_LOSSES_BACKEND", "triton")
     launches = []
     monkeypatch.setattr(Launcher, "__call__", lambda self, *arguments: launches.append(arguments))
-    model = model_zoo.build("llama", num_hidden_layers=1)
+    model = model_zoo.build("llama", num_hidden_layers=1).to(DEVICE)
     patch(model)
     attention, norm, mlp = model.model.layers[0].self_attn, model.model.norm, model.model.layers[0].mlp
     rotate = inspect.getclosurevars(type(attention).forward).nonlocals["new"].__globals__["apply_rotary_pos_emb"]
-    x, heads, angles = torch.zeros(1, 1, model.config.hidden_size), torch.zeros(1, 2, 1, 16), torch.zeros(1, 1, 16)
+    sizes = (1, 1, model.config.hidden_size), (1, 2, 1, 16), (1, 1, 16)
+    x, heads, angles = [torch.zeros(size, device=DEVICE) for size in sizes]
     calls = {
-        "norm": (lambda: norm(x), 21, 1),
+        "norm": (lambda: norm(x), 22, 1),
         "rotation": (lambda: rotate(heads, heads, angles, angles), 16, 1),
         "MLP": (lambda: mlp(x), 6, 0),
         "head": (lambda: model.lm_head(x), 3, 0),

@@ -49,8 +49,9 @@ def label_facts(
     Args:
         labels: ``[T]`` int64 each, contiguous; S tensors.
         ignore_index: the label of masked tokens.
-        kept: ``[2, T]`` int64 of one tensor, T rounded up to an even number, contiguous: it gets the places of the
-            active labels, and these labels, in order. What follows them is any number.
+        kept: ``[2, T]`` int64 of T labels in all, rounded up to an even number, contiguous: it gets the places of the
+            active labels among all, and these labels, in order; with ``[3, T]``, also the place of each in its tensor.
+            What follows them is any number.
         backend: ``torch`` or ``triton``.
 
     Returns:
@@ -67,17 +68,21 @@ def label_facts(
             rows.append(torch.stack([active.sum(), low.clamp(max=0), high.clamp(min=0), checksum]))
             first += len(part)
         if kept is not None:
-            order = (labels[0] == ignore_index).sort(stable=True).indices
-            kept[:, : len(order)] = torch.stack([order, labels[0][order]])
+            every, own = (
+                torch.cat([*labels]),
+                torch.cat([torch.arange(len(part), device=part.device) for part in labels]),
+            )
+            order = (every == ignore_index).sort(stable=True).indices
+            kept[:, : len(order)] = torch.stack([order, every[order], own[order]])[: len(kept)]
         return torch.stack(rows)
-    facts, first = torch.empty(len(labels), 4, dtype=torch.int64, device=labels[0].device), 0
-    ignore_index = int(ignore_index)
-    kind = facts.device, ignore_index, kept is None
+    facts, first, ignore_index = labels[0].new_empty(len(labels), 4), 0, int(ignore_index)
+    depth, room = (0, 0) if kept is None else kept.shape
+    kind = facts.device, ignore_index, depth
     with device_of(facts):  # the first launch of a call, before anything else has made it current
         for i, part in enumerate(labels):
             out = facts[i] if i else facts  # a view takes the host time before the first product
-            arguments = out, part, part.numel(), first, ignore_index, kept
-            _label_facts_kernel[(1,)](*arguments, BLOCK=2048, num_warps=8, kind=kind)
+            arguments = out, part, part.numel(), first, ignore_index, kept, room, i
+            _label_facts_kernel[(1,)](*arguments, BLOCK=2048, WITHIN=depth == 3, num_warps=8, kind=kind)
             first += part.numel()
     return facts
 
@@ -145,7 +150,7 @@ def label_logits(
         projected = (hidden.float() * weight[labels].float()).sum(-1)[:, None]
         return epilogue.transform(projected, None if bias is None else bias[labels, None].float())[:, 0]
     tokens = labels.shape[0]
-    out = torch.empty(tokens, dtype=torch.float32, device=hidden.device)
+    out = hidden.new_empty(tokens, dtype=torch.float32)
     if tokens:
         _label_logits_kernel[(tokens,)](
             out, hidden, weight, hidden.stride(0), weight.stride(0),
@@ -226,8 +231,7 @@ def _in_order(labels: Tensor, coef: Tensor, rows: Tensor | None, past_end: int) 
     if tokens > MOST_COMPARED:
         ordered, order = labels.masked_fill(coef == 0, past_end).sort(stable=True)
         return ordered, order if rows is None else rows[order], coef[order]
-    ordered, source = torch.empty(2, tokens, dtype=torch.int64, device=labels.device).unbind()
-    ordered_coef = torch.empty(tokens, dtype=torch.float32, device=labels.device)
+    ordered, source, ordered_coef = torch.empty_like(labels), torch.empty_like(labels), torch.empty_like(coef)
     _order_kernel[(-(-tokens // 4),)](
         ordered, source, ordered_coef, labels, coef, rows, tokens, past_end, BLOCK=4, AT_ONCE=1024, num_warps=8,
         kind=(labels.device, rows is None),
@@ -311,10 +315,18 @@ def _masked_labels_kernel(safe, ignored, shares, right, labels, count, ignore_in
         tl.store(shares + at, tl.where(label != ignore_index, share, 0.0), mask=inside)
 
 
-@jit(do_not_specialize=["tokens", "first", "ignore_index"], do_not_specialize_on_alignment=["out", "labels"])
-def _label_facts_kernel(out, labels, tokens, first, ignore_index, kept, BLOCK: tl.constexpr):
-    """One program: a million labels take it 0.2 ms, and what comes after them seconds."""
+@jit(
+    do_not_specialize=["tokens", "first", "ignore_index", "room", "earlier"],
+    do_not_specialize_on_alignment=["out", "labels"],
+)
+def _label_facts_kernel(
+    out, labels, tokens, first, ignore_index, kept, room, earlier, BLOCK: tl.constexpr, WITHIN: tl.constexpr
+):
+    """One program: a million labels take it 0.2 ms, and what comes after them seconds. Launches before it have written
+    the facts of ``earlier`` tensors."""
     before = tl.zeros((), tl.int32)
+    for tensor in range(earlier):
+        before += tl.load(out - 4 * tensor - 4).to(tl.int32)
     count = tl.zeros((BLOCK,), tl.int64)
     low = tl.zeros((BLOCK,), tl.int64)
     high = tl.zeros((BLOCK,), tl.int64)
@@ -326,8 +338,10 @@ def _label_facts_kernel(out, labels, tokens, first, ignore_index, kept, BLOCK: t
         active = inside & (label != ignore_index)
         if kept is not None:
             place = before + tl.cumsum(active.to(tl.int32), 0) - 1
-            tl.store(kept + place, at.to(tl.int64), mask=active)
-            tl.store(kept + tokens + tokens % 2 + place, label, mask=active)
+            tl.store(kept + place, (first + at).to(tl.int64), mask=active)
+            tl.store(kept + room + place, label, mask=active)
+            if WITHIN:
+                tl.store(kept + 2 * room + place, at.to(tl.int64), mask=active)
             before += tl.sum(active.to(tl.int32), 0)
         value = tl.where(active, label, 0)
         count += active.to(tl.int64)

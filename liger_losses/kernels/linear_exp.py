@@ -178,7 +178,7 @@ def linear_exponentials(
         product(**arguments, offset=offset, needed=needed, kind=own)
         limit, found = None if again else LARGEST_SUM, needed
         if found is None:  # allocated once the product is queued
-            found = torch.zeros((), dtype=torch.int32, device=hidden.device)
+            found = hidden.new_zeros((), dtype=torch.int32)
         _row_statistics_kernel[(-(-tokens // _ROWS),)](
             partial, logit_sums, moments, label_logit, *statistics, found,
             column_tiles, tokens, inverse, limit, parts, group, BLOCK=_ROWS, TILES=32, kind=(of_rows, again),

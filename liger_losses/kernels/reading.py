@@ -109,10 +109,10 @@ def _forget(place: Any, labels: weakref.ref[Tensor]) -> None:
 
 
 def _ask(labels: list[Tensor], ignore_index: int, backend: str) -> LabelFacts:
-    count, kept = labels[0].numel(), None
+    count, kept = sum([part.numel() for part in labels]), None
     # Autograd keeps no tensor that was made in inference mode.
-    if backend == "triton" and len(labels) == 1 and count <= _MOST_KEPT and not torch.is_inference_mode_enabled():
-        kept = torch.empty(2, count + count % 2, dtype=torch.int64, device=labels[0].device)
+    if backend == "triton" and count <= _MOST_KEPT and not torch.is_inference_mode_enabled():
+        kept = labels[0].new_empty(min(len(labels), 2) + 1, count + count % 2)
     numbers = label_facts(labels, ignore_index, kept, backend=backend)
     return LabelFacts(numbers, start_reading(numbers, _WHAT), kept)
 

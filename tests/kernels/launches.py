@@ -277,7 +277,7 @@ def heads() -> dict[str, Callable[[], None]]:
         "rows that count": lambda: put_first(tensor(TOKENS, dtype=torch.bool), 64, backend="triton"),
         "label facts": lambda: label_facts([tensor(TOKENS, dtype=torch.long)] * 2, -100, backend="triton"),
         "active labels": lambda: label_facts(
-            [tensor(TOKENS, dtype=torch.long)], -100, tensor(2, TOKENS, dtype=torch.long), backend="triton"
+            [tensor(TOKENS, dtype=torch.long)] * 2, -100, tensor(3, 2 * TOKENS, dtype=torch.long), backend="triton"
         ),
     }
     forms = {

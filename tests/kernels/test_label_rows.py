@@ -37,15 +37,15 @@ def test_what_the_host_must_know_of_labels():
 
 
 @pytest.mark.parametrize("backend", ["torch", "triton"])
-@pytest.mark.parametrize("tokens", [1, 7, 2048, 5001])
-def test_active_labels_in_order(backend, tokens):
-    labels = torch.randint(0, 50, (tokens,), device=DEVICE)
+@pytest.mark.parametrize("sizes", [[1], [7], [2048], [5001], [3, 0, 4], [2049, 50]], ids=str)
+def test_active_labels_in_order(backend, sizes):
+    labels, own = torch.randint(0, 50, (sum(sizes),), device=DEVICE), [torch.arange(n, device=DEVICE) for n in sizes]
     labels[::3] = -100
-    kept = torch.empty(2, tokens + tokens % 2, dtype=torch.int64, device=DEVICE)
-    facts, places = label_facts([labels], -100, kept, backend=backend), (labels != -100).nonzero()[:, 0]
-    assert torch.equal(facts, label_facts([labels], -100))
-    assert torch.equal(kept[0, : len(places)], places)
-    assert torch.equal(kept[1, : len(places)], labels[places])
+    kept = torch.empty(min(len(sizes), 2) + 1, len(labels) + len(labels) % 2, dtype=torch.int64, device=DEVICE)
+    facts, places = label_facts(labels.split(sizes), -100, kept, backend=backend), (labels != -100).nonzero()[:, 0]
+    assert torch.equal(facts, label_facts(labels.split(sizes), -100))
+    for row, expected in zip(kept[:, : len(places)], (places, labels[places], torch.cat(own)[places]), strict=False):
+        assert torch.equal(row, expected)
 
 
 @pytest.mark.parametrize("backend", ["torch", "triton"])

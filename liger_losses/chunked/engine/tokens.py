@@ -5,6 +5,7 @@ T tokens, N of them active, H hidden size.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -372,23 +373,31 @@ class Counting:
         for _, *ends, _ in facts:
             extremes += ends
         _check_vocabulary(extremes, self.vocab_size, self.ignore_index)
-        flat = self.labels
-        counts, merged = tuple([count for count, *_ in facts]), flat[0] if len(flat) == 1 else torch.cat(flat)
-        if sum(counts) == merged.shape[0]:
-            return Tokens(merged, self.shapes, counts, (None,) * len(flat), None)
+        flat, counts = self.labels, tuple([count for count, *_ in facts])
+        sizes, total = [part.shape[0] for part in flat], sum(counts)
+        if total == sum(sizes):
+            return Tokens(self._merged, self.shapes, counts, (None,) * len(flat), None)
         if self.facts.kept is not None:
-            positions, active = self.facts.kept[:, : counts[0]].unbind()
-            return Tokens(active, self.shapes, counts, (positions,), None)
-        positions = torch.nonzero_static(merged != self.ignore_index, size=sum(counts)).squeeze(-1)
-        indices, before = list[Tensor | None](), 0
-        for part, index in zip(flat, positions.split(counts), strict=True):
-            indices.append(None if len(index) == len(part) else index - before if before else index)
-            before += len(part)
-        return Tokens(merged.index_select(0, positions), self.shapes, counts, tuple(indices), None, None, positions)
+            positions, active, *within = self.facts.kept[:, :total].unbind()
+            indices = within[0].split(counts) if within else (positions,)
+        else:
+            merged, firsts = self._merged, itertools.accumulate(sizes, initial=0)
+            positions = torch.nonzero_static(merged != self.ignore_index, size=total).squeeze(-1)
+            active = merged.index_select(0, positions)
+            indices = [
+                part - first if first else part for part, first in zip(positions.split(counts), firsts, strict=False)
+            ]
+        of_each = [None if n == size else index for n, size, index in zip(counts, sizes, indices, strict=True)]
+        return Tokens(active, self.shapes, counts, tuple(of_each), None, None, positions)
+
+    @property
+    def _merged(self) -> Tensor:
+        """The labels of all tensors, a copy of several."""
+        return self.labels[0] if len(self.labels) == 1 else torch.cat(self.labels)
 
     def _all_tokens(self) -> Tokens:
         """All tokens as active ones, with a mask."""
-        merged = self.labels[0] if len(self.labels) == 1 else torch.cat(self.labels)
+        merged = self._merged
         safe, ignored, shares, right = masked_labels(merged, self.ignore_index, self.vocab_size, backend=self.backend)
         check_right(right, merged, self.vocab_size, self.ignore_index)
         counts = tuple([part.numel() for part in self.labels])

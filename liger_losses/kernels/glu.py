@@ -16,9 +16,8 @@ from torch import Tensor
 
 from liger_losses.kernels._triton import choose_backend
 from liger_losses.kernels.activations import ACTIVATIONS
-from liger_losses.kernels.autograd import autocast_dtype, once_differentiable
+from liger_losses.kernels.autograd import autocast_dtype, once_differentiable, operator, where_needed
 from liger_losses.kernels.glu_kernels import Formula, Product, product_of, write_gradients
-from liger_losses.kernels.kernel_operators import operator, where_needed
 from liger_losses.kernels.prepared import PreparedKernel
 
 #: Fewer rows make matrix products slower per row.

@@ -1,12 +1,11 @@
 """Operations on labels and the rows of the head that they index.
 
-Which labels there are, the labels' logits, and the labels' terms of both gradients. T tokens, N of them active, H
+Labels as if all were active, the labels' logits, and the labels' terms of both gradients. T tokens, N of them active, H
 hidden size, V vocabulary size.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -21,70 +20,8 @@ from liger_losses.kernels.logit_transform import Epilogue, inverse_temperature, 
 _COLUMNS, _TOKENS = 256, 16
 #: Labels of so few tokens are put in order by comparing each with all others, in one launch.
 MOST_COMPARED = 8192
-#: An odd number whose multiples modulo 2^64 are spread evenly: 2^63 over the golden ratio.
-PLACE_FACTOR = 0x4F1BBCDCBFA53E0B
-_PLACE_FACTOR = PLACE_FACTOR if tl is None else tl.constexpr(PLACE_FACTOR)
-
-
 #: Options of launches that assert on the device that labels are right, which Triton compiles only where it debugs.
 ASSERTS = {"debug": True, "sanitize_overflow": False}
-
-
-def place_weights(first: int, count: int, device: torch.device) -> Tensor:
-    """A weight for each of the places ``first`` to ``first + count``, ``[count]`` int64, for checksums.
-
-    ``w_t = x ^ (x >> 32)`` with ``x = (t + 1) c`` modulo 2^64. The weights do not repeat, and the shift makes them
-    anything but linear in t, so that entries in another order have another sum: that of two tensors which differ is
-    the same once in some 2^32 times.
-    """
-    x = torch.arange(first + 1, first + count + 1, device=device) * PLACE_FACTOR
-    return x ^ (x >> 32)
-
-
-def label_facts(
-    labels: Sequence[Tensor], ignore_index: int, kept: Tensor | None = None, *, backend: str = "torch"
-) -> Tensor:
-    """What a host must know of labels before it can choose how to run, in one launch for each tensor of them.
-
-    Args:
-        labels: ``[T]`` int64 each, contiguous; S tensors.
-        ignore_index: the label of masked tokens.
-        kept: ``[2, T]`` int64 of T labels in all, rounded up to an even number, contiguous: it gets the places of the
-            active labels among all, and these labels, in order; with ``[3, T]``, also the place of each in its tensor.
-            What follows them is any number.
-        backend: ``torch`` or ``triton``.
-
-    Returns:
-        ``[S, 4]`` int64: of each tensor, how many labels are active; the smallest and the largest of these and 0; and a
-        checksum, ``sum_t (label_t + 1) w_t`` modulo 2^64 with the :func:`place_weights` ``w``, where t is counted
-        through all tensors.
-    """
-    if backend == "torch":
-        first, rows = 0, []
-        for part in labels:
-            active = part != ignore_index
-            low, high = torch.aminmax(part * active) if len(part) else part.new_zeros(2)
-            checksum = ((part + 1) * place_weights(first, len(part), part.device)).sum()
-            rows.append(torch.stack([active.sum(), low.clamp(max=0), high.clamp(min=0), checksum]))
-            first += len(part)
-        if kept is not None:
-            every, own = (
-                torch.cat([*labels]),
-                torch.cat([torch.arange(len(part), device=part.device) for part in labels]),
-            )
-            order = (every == ignore_index).sort(stable=True).indices
-            kept[:, : len(order)] = torch.stack([order, every[order], own[order]])[: len(kept)]
-        return torch.stack(rows)
-    facts, first, ignore_index = labels[0].new_empty(len(labels), 4), 0, int(ignore_index)
-    depth, room = (0, 0) if kept is None else kept.shape
-    kind = facts.device, ignore_index, depth
-    with device_of(facts):  # the first launch of a call, before anything else has made it current
-        for i, part in enumerate(labels):
-            out = facts[i] if i else facts  # a view takes the host time before the first product
-            arguments = out, part, part.numel(), first, ignore_index, kept, room, i
-            _label_facts_kernel[(1,)](*arguments, BLOCK=2048, WITHIN=depth == 3, num_warps=8, kind=kind)
-            first += part.numel()
-    return facts
 
 
 def masked_labels(
@@ -313,46 +250,6 @@ def _masked_labels_kernel(safe, ignored, shares, right, labels, count, ignore_in
         inside = at < count
         label = tl.load(labels + at, mask=inside, other=0)
         tl.store(shares + at, tl.where(label != ignore_index, share, 0.0), mask=inside)
-
-
-@jit(
-    do_not_specialize=["tokens", "first", "ignore_index", "room", "earlier"],
-    do_not_specialize_on_alignment=["out", "labels"],
-)
-def _label_facts_kernel(
-    out, labels, tokens, first, ignore_index, kept, room, earlier, BLOCK: tl.constexpr, WITHIN: tl.constexpr
-):
-    """One program: a million labels take it 0.2 ms, and what comes after them seconds. Launches before it have written
-    the facts of ``earlier`` tensors."""
-    before = tl.zeros((), tl.int32)
-    for tensor in range(earlier):
-        before += tl.load(out - 4 * tensor - 4).to(tl.int32)
-    count = tl.zeros((BLOCK,), tl.int64)
-    low = tl.zeros((BLOCK,), tl.int64)
-    high = tl.zeros((BLOCK,), tl.int64)
-    checksum = tl.zeros((BLOCK,), tl.int64)
-    for start in range(0, tokens, BLOCK):
-        at = start + tl.arange(0, BLOCK)
-        inside = at < tokens
-        label = tl.load(labels + at, mask=inside, other=0)
-        active = inside & (label != ignore_index)
-        if kept is not None:
-            place = before + tl.cumsum(active.to(tl.int32), 0) - 1
-            tl.store(kept + place, (first + at).to(tl.int64), mask=active)
-            tl.store(kept + room + place, label, mask=active)
-            if WITHIN:
-                tl.store(kept + 2 * room + place, at.to(tl.int64), mask=active)
-            before += tl.sum(active.to(tl.int32), 0)
-        value = tl.where(active, label, 0)
-        count += active.to(tl.int64)
-        low = tl.minimum(low, value)
-        high = tl.maximum(high, value)
-        place = (first + at + 1).to(tl.int64) * _PLACE_FACTOR
-        checksum += tl.where(inside, (label + 1) * (place ^ (place >> 32)), 0)
-    tl.store(out, tl.sum(count, 0))
-    tl.store(out + 1, tl.min(low, 0))
-    tl.store(out + 2, tl.max(high, 0))
-    tl.store(out + 3, tl.sum(checksum, 0))
 
 
 @jit

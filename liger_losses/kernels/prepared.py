@@ -12,7 +12,7 @@ from typing import Any, Generic, TypeVar
 from torch import Tensor
 
 from liger_losses.kernels._triton import BACKEND_VARIABLE
-from liger_losses.kernels.kernel_operators import records_nothing
+from liger_losses.kernels.autograd import records_nothing
 from liger_losses.kernels.plain import PLAIN
 
 T = TypeVar("T")

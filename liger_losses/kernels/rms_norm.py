@@ -14,8 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from liger_losses.kernels._triton import device_of, jit, tl
-from liger_losses.kernels.autograd import once_differentiable
-from liger_losses.kernels.kernel_operators import operator, where_needed
+from liger_losses.kernels.autograd import once_differentiable, operator, where_needed
 from liger_losses.kernels.prepared import PreparedKernel
 from liger_losses.kernels.rows import (
     Forward,

@@ -13,8 +13,7 @@ import torch
 from torch import Tensor
 
 from liger_losses.kernels._triton import Launcher, choose_backend, device_of, jit, tl, warn_once
-from liger_losses.kernels.autograd import once_differentiable
-from liger_losses.kernels.kernel_operators import operator
+from liger_losses.kernels.autograd import once_differentiable, operator
 from liger_losses.kernels.prepared import Prepared, PreparedKernel
 from liger_losses.kernels.rows import power_of_two
 

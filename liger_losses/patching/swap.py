@@ -10,7 +10,7 @@ from typing import Any, Protocol
 
 from torch import Tensor, nn
 
-from liger_losses.kernels.kernel_operators import records_nothing
+from liger_losses.kernels.autograd import records_nothing
 from liger_losses.patching import probing
 
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from benchmarks.host_time import Launcher, measure
-from liger_losses.kernels.label_rows import label_facts
+from liger_losses.kernels.reading import label_facts
 
 
 def launcher(name):

@@ -27,7 +27,7 @@ from liger_losses.kernels.exponential_rows import ExponentialRows
 from liger_losses.kernels.given_columns import ByRows, GivenCall, GivenColumns, evaluate, project_, with_gradients
 from liger_losses.kernels.given_ids import GivenIds, find
 from liger_losses.kernels.glu import glu, glu_fused
-from liger_losses.kernels.label_rows import label_facts, masked_labels
+from liger_losses.kernels.label_rows import masked_labels
 from liger_losses.kernels.largest import largest, sum_of_probabilities
 from liger_losses.kernels.layer_norm import layer_norm
 from liger_losses.kernels.linear_exp import linear_exponentials
@@ -36,6 +36,7 @@ from liger_losses.kernels.linear_stats import MaskedStatistics
 from liger_losses.kernels.logit_transform import Epilogue
 from liger_losses.kernels.masked_rows import Derivatives, MaskedRows, RowStatistics
 from liger_losses.kernels.move_rows import move_rows_, put_first
+from liger_losses.kernels.reading import label_facts
 from liger_losses.kernels.rms_norm import add_rms_norm, gated_rms_norm, rms_norm
 from liger_losses.kernels.rope import rope
 from liger_losses.kernels.targets import target_of

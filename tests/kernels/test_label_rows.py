@@ -6,13 +6,12 @@ import torch
 from liger_losses.kernels.label_rows import (
     MOST_COMPARED,
     add_to_label_rows_,
-    label_facts,
     label_logits,
     masked_labels,
-    place_weights,
     scale_and_add_label_rows,
 )
 from liger_losses.kernels.logit_transform import Epilogue, LogitTransform
+from liger_losses.kernels.reading import label_facts, place_weights
 from tests.kernels.cases import DEVICE, HALF, head
 
 

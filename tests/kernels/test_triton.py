@@ -13,7 +13,7 @@ from torch.autograd import forward_ad
 import liger_losses.kernels
 from liger_losses.kernels import LOGIT_DTYPES, choose_backend
 from liger_losses.kernels._triton import Launcher, Run, kinds, tl, triton
-from liger_losses.kernels.kernel_operators import records_nothing
+from liger_losses.kernels.autograd import records_nothing
 from liger_losses.kernels.prepared import Prepared
 from tests.kernels.cases import triton_or_skip
 

@@ -34,7 +34,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from liger_losses.chunked.engine.arguments import wrong_arguments
-from liger_losses.kernels.label_rows import place_weights
+from liger_losses.kernels.reading import place_weights
 
 CHECK_VARIABLE = "LIGER_LOSSES_CHECK_RANKS"
 VOCABULARY, SLICES = "the group that shares the vocabulary", "the loss's group="

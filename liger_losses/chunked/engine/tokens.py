@@ -5,7 +5,6 @@ T tokens, N of them active, H hidden size.
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -17,8 +16,8 @@ from torch import Tensor
 
 from liger_losses.chunked.engine.documentation import see
 from liger_losses.kernels._triton import choose_backend
-from liger_losses.kernels.label_rows import equal_shares, label_facts, masked_labels
-from liger_losses.kernels.reading import assert_on_device, facts_of_labels
+from liger_losses.kernels.label_rows import equal_shares, masked_labels
+from liger_losses.kernels.reading import assert_on_device, facts_of_labels, label_facts
 
 
 def shift_labels(labels: Tensor, ignore_index: int = -100, positions: int = 1) -> Tensor:
@@ -373,31 +372,26 @@ class Counting:
         for _, *ends, _ in facts:
             extremes += ends
         _check_vocabulary(extremes, self.vocab_size, self.ignore_index)
-        flat, counts = self.labels, tuple([count for count, *_ in facts])
-        sizes, total = [part.shape[0] for part in flat], sum(counts)
-        if total == sum(sizes):
-            return Tokens(self._merged, self.shapes, counts, (None,) * len(flat), None)
-        if self.facts.kept is not None:
-            positions, active, *within = self.facts.kept[:, :total].unbind()
-            indices = within[0].split(counts) if within else (positions,)
+        flat, counts, kept = self.labels, tuple([count for count, *_ in facts]), self.facts.kept
+        total, whole, before, indices = sum(counts), sum(map(Tensor.numel, flat)), 0, list[Tensor | None]()
+        if kept is not None and total < whole:
+            positions, active, *within = kept[:, :total].unbind()
+            own = within[0].split(counts) if within else (positions,)
         else:
-            merged, firsts = self._merged, itertools.accumulate(sizes, initial=0)
+            merged = flat[0] if len(flat) == 1 else torch.cat(flat)
+            if total == whole:
+                return Tokens(merged, self.shapes, counts, (None,) * len(flat), None)
             positions = torch.nonzero_static(merged != self.ignore_index, size=total).squeeze(-1)
-            active = merged.index_select(0, positions)
-            indices = [
-                part - first if first else part for part, first in zip(positions.split(counts), firsts, strict=False)
-            ]
-        of_each = [None if n == size else index for n, size, index in zip(counts, sizes, indices, strict=True)]
-        return Tokens(active, self.shapes, counts, tuple(of_each), None, None, positions)
-
-    @property
-    def _merged(self) -> Tensor:
-        """The labels of all tensors, a copy of several."""
-        return self.labels[0] if len(self.labels) == 1 else torch.cat(self.labels)
+            active, own = merged.index_select(0, positions), positions.split(counts)
+        for part, index in zip(flat, own, strict=True):
+            offset = before if kept is None else 0
+            indices.append(None if index.shape == part.shape else index - offset if offset else index)
+            before += part.shape[0]
+        return Tokens(active, self.shapes, counts, tuple(indices), None, None, positions)
 
     def _all_tokens(self) -> Tokens:
         """All tokens as active ones, with a mask."""
-        merged = self._merged
+        merged = self.labels[0] if len(self.labels) == 1 else torch.cat(self.labels)
         safe, ignored, shares, right = masked_labels(merged, self.ignore_index, self.vocab_size, backend=self.backend)
         check_right(right, merged, self.vocab_size, self.ignore_index)
         counts = tuple([part.numel() for part in self.labels])

@@ -26,7 +26,7 @@ from liger_losses import (
 from liger_losses.chunked.engine import checks
 from liger_losses.chunked.engine.call import make_call
 from liger_losses.chunked.engine.query import Query
-from liger_losses.kernels import label_rows, linear_exp
+from liger_losses.kernels import label_rows, linear_exp, reading
 from liger_losses.kernels._triton import INTERPRETED, triton
 from tests.reference import double, plain_statistics, problem, small_calls
 
@@ -320,8 +320,8 @@ def test_little_comes_before_the_first_product(name, masked, monkeypatch, large_
             return launch
 
     monkeypatch.setattr(linear_exp, "_exponentials_kernel", Stop())
-    for kernel in ("_label_facts_kernel", "_label_logits_kernel"):
-        monkeypatch.setattr(label_rows, kernel, Counted(getattr(label_rows, kernel)))
+    for file, kernel in ((reading, "_label_facts_kernel"), (label_rows, "_label_logits_kernel")):
+        monkeypatch.setattr(file, kernel, Counted(getattr(file, kernel)))
     with Operations() as operations, pytest.raises(FirstProduct):
         call()
     assert launched == ["_label_facts_kernel", "_label_logits_kernel"]

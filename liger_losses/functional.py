@@ -22,11 +22,12 @@ T tokens, n tokens, C columns of the vocabulary::
 
 # ruff: noqa: F401
 from liger_losses.chunked.losses.completion_loss import sequence_logps
-from liger_losses.chunked.losses.cross_entropy import cross_entropy
+from liger_losses.chunked.losses.cross_entropy_terms import cross_entropy
 from liger_losses.chunked.losses.dpo import dpo_loss
 from liger_losses.chunked.losses.minillm import minillm_returns
+from liger_losses.chunked.losses.policy_estimates import k3
 from liger_losses.chunked.losses.policy_objectives import grpo_loss, high_entropy_mask
-from liger_losses.chunked.losses.policy_tables import PolicyOptions, fipo_weights, k3, vespo_weights
+from liger_losses.chunked.losses.policy_tables import PolicyOptions, fipo_weights, vespo_weights
 from liger_losses.chunked.losses.reference_free import cpo_loss, orpo_loss, simpo_loss
 from liger_losses.chunked.losses.sampler import SamplerMetrics, SamplerWeights, sampler_weights
 from liger_losses.chunked.losses.softmax_divergences import (

@@ -8,12 +8,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from liger_losses.chunked.losses.completion_loss import sequence_logps as sequence_logps
-from liger_losses.chunked.losses.cross_entropy import cross_entropy as cross_entropy
+from liger_losses.chunked.losses.cross_entropy_terms import cross_entropy as cross_entropy
 from liger_losses.chunked.losses.minillm import minillm_returns as minillm_returns
+from liger_losses.chunked.losses.policy_estimates import k3 as k3
 from liger_losses.chunked.losses.policy_objectives import high_entropy_mask as high_entropy_mask
 from liger_losses.chunked.losses.policy_tables import PolicyOptions as PolicyOptions
 from liger_losses.chunked.losses.policy_tables import fipo_weights as fipo_weights
-from liger_losses.chunked.losses.policy_tables import k3 as k3
 from liger_losses.chunked.losses.policy_tables import vespo_weights as vespo_weights
 from liger_losses.chunked.losses.reference_free import cpo_loss as cpo_loss
 from liger_losses.chunked.losses.reference_free import orpo_loss as orpo_loss

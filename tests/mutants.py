@@ -139,7 +139,7 @@ MUTANTS: dict[str, list[tuple[str, str, str]]] = {
     ],
     "tests/chunked/losses/test_policy.py tests/chunked/losses/test_policy_tables.py": [
         ("chunked/losses/policy_tables.py", "torch.minimum(ratio.clamp(max=delta) * adv", "torch.minimum(ratio * adv"),
-        ("chunked/losses/policy_tables.py", "return torch.expm1(d) - d", "return torch.expm1(d)"),
+        ("chunked/losses/policy_estimates.py", "return torch.expm1(d) - d", "return torch.expm1(d)"),
         ("chunked/losses/policy_objectives.py", "(drift <= o.off_policy", "(drift >= o.off_policy"),
         ("chunked/losses/policy_objectives.py", "at = (1 - share) *", "at = share *"),
     ],
@@ -149,7 +149,7 @@ MUTANTS: dict[str, list[tuple[str, str, str]]] = {
     ],
     "tests/chunked/losses/test_cross_entropy.py": [
         ("kernels/softmax_grad.py", "-g * c.mean()", "-g"),
-        ("chunked/losses/cross_entropy.py", "scales.append(values.logp.detach().exp())", "pass"),
+        ("chunked/losses/cross_entropy_terms.py", "scales.append(values.logp.detach().exp())", "pass"),
     ],
     "tests/chunked/losses/test_dpo.py tests/test_functional.py": [
         ("chunked/losses/dpo.py", "(margin - 1 / (2 * o.beta))", "(margin - 1 / o.beta)"),
@@ -165,7 +165,7 @@ MUTANTS: dict[str, list[tuple[str, str, str]]] = {
         ("chunked/losses/unpaired.py", "new = counts & ~again", "new = counts"),
     ],
     "tests/chunked/losses/test_minillm.py": [
-        ("chunked/losses/policy_tables.py", "values + discount**length * later", "values + discount * later"),
+        ("chunked/losses/policy_estimates.py", "values + discount**length * later", "values + discount * later"),
     ],
     "tests/patching/test_probing.py": [
         ("patching/probing.py", "if not torch.equal(state, torch.get_rng_state()):", "if False:"),

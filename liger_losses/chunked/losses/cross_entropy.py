@@ -11,7 +11,7 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
-from liger_losses.chunked.engine import EngineOptions, Head, Statistics, linear_statistics, linear_token_loss
+from liger_losses.chunked.engine import Head, Statistics, linear_statistics, linear_token_loss
 from liger_losses.chunked.engine.agreement import note
 from liger_losses.chunked.engine.checks import (
     LISTS,
@@ -25,14 +25,14 @@ from liger_losses.chunked.engine.checks import (
     checked_items,
     one_each,
 )
-from liger_losses.chunked.engine.compiled_calls import token_operator
 from liger_losses.chunked.engine.few_tokens import FewTokens
 from liger_losses.chunked.engine.many_heads import Targets, count_targets, heads_of, shift_each
 from liger_losses.chunked.engine.operators import loss_operator
 from liger_losses.chunked.engine.ops import linear_weighted_loss
 from liger_losses.chunked.engine.query import EqualWeights, Query
-from liger_losses.chunked.engine.straight_line import NO_TRANSFORM, straight_loss
+from liger_losses.chunked.engine.straight_line import straight_loss
 from liger_losses.chunked.losses.base import ChunkedLoss, LossOptions
+from liger_losses.chunked.losses.cross_entropy_terms import TokenCrossEntropy, weights_of_statistics
 
 
 class CrossEntropyOutput(NamedTuple):
@@ -58,14 +58,6 @@ class ManyHeadsMetrics(NamedTuple):
     predicted_tokens: list[Tensor] | None = None
 
 
-class CrossEntropyTerms(NamedTuple):
-    """Each token's cross-entropy and z-loss ``[n]``, and the derivatives of their sum by each statistic."""
-
-    ce: Tensor
-    z: Tensor
-    derivatives: dict[str, Tensor]
-
-
 @dataclass
 class _Target:
     """The tokens that one head predicts, and what is known of them beforehand."""
@@ -89,144 +81,6 @@ class _Target:
         inputs = None if self.inputs is None else {name: value[:0] for name, value in self.inputs.items()}
         given = {"hidden_states": self.hidden_states[:0], "labels": self.labels[:0]}
         return replace(self, **given, token_weights=weights, inputs=inputs)
-
-
-def cross_entropy(
-    logps: Any,
-    *,
-    mean_logps: Any = None,
-    lse: Any = None,
-    label_weights: Any = None,
-    label_smoothing: float = 0.0,
-    lse_square_scale: float = 0.0,
-    ce_scale: Any = None,
-    z_scale: Any = None,
-) -> Any:
-    """``ce_t = -(1 - e) c_t logp_t - e mean_logp_t`` and ``z_t = s lse_t^2``, with ``e`` the label smoothing.
-
-    Args:
-        logps: ``[n]``, log-probabilities of the labels; or a list with one tensor for each of K heads. Any other tensor
-            is then one for all heads, or a list.
-        mean_logps: ``[n]``, mean log-probability over the vocabulary (weighted by class), if ``label_smoothing``.
-        lse: ``[n]``, log-sum-exp of the logits, for the z-loss (PaLM, arXiv:2204.02311, section 5).
-        label_weights: ``[n]``, class weight ``c_t`` of each label; 1 by default.
-        label_smoothing, lse_square_scale: ``e`` and ``s``.
-        ce_scale, z_scale: factors of ``ce`` and ``z``, ``[]`` or ``[n]``, constants; 1 by default.
-
-    Returns:
-        :class:`CrossEntropyTerms`: the differentiable terms of the tokens, and their derivatives; a list of K for
-        lists.
-
-    Raises:
-        ValueError: lists of several lengths.
-    """
-    if isinstance(logps, (list, tuple)):
-        tensors = {"mean_logps": mean_logps, "lse": lse, "label_weights": label_weights}
-        tensors |= {"ce_scale": ce_scale, "z_scale": z_scale}
-        count = count_targets(logps=logps, **tensors)
-        numbers = {"label_smoothing": label_smoothing, "lse_square_scale": lse_square_scale}
-        each = [{name: one_each(value, count)[k] for name, value in tensors.items()} for k in range(count)]
-        return [cross_entropy(part, **given, **numbers) for part, given in zip(logps, each, strict=True)]
-    if (label_smoothing and mean_logps is None) or (lse_square_scale and lse is None):
-        raise ValueError("label_smoothing needs mean_logps=, and lse_square_scale needs lse=.")
-    ce_scale = logps.new_ones(()) if ce_scale is None else ce_scale
-    label_scale = ce_scale if label_weights is None else ce_scale * label_weights
-    derivatives = {"logp": (label_scale * (label_smoothing - 1)).expand_as(logps)}
-    ce = derivatives["logp"] * logps
-    if label_smoothing:
-        derivatives["mean_logp"] = (-label_smoothing * ce_scale).expand_as(logps)
-        ce = ce + derivatives["mean_logp"] * mean_logps
-    if lse is None:
-        return CrossEntropyTerms(ce, logps.new_zeros(()).expand_as(ce), derivatives)
-    z_scale = logps.new_ones(()) if z_scale is None else z_scale
-    if lse_square_scale:
-        derivatives["lse"] = 2 * lse_square_scale * z_scale * lse.detach()
-    return CrossEntropyTerms(ce, lse_square_scale * z_scale * lse.square(), derivatives)
-
-
-@token_operator
-@dataclass(frozen=True)
-class TokenCrossEntropy:
-    """Each token's :func:`cross_entropy` over the denominators, with token weights and token scaling."""
-
-    closed_form: ClassVar[bool] = True  # it returns derivatives, for which no graph is recorded
-
-    label_smoothing: float = 0.0
-    lse_square_scale: float = 0.0
-    use_token_scaling: bool = False
-    reads_lse: bool = False  # for the z-loss's terms, even where it has no weight
-
-    def __call__(self, values: Statistics, labels: Tensor, **inputs: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-        """The loss ``[n]`` of tokens with the inputs of :meth:`terms`, and its derivatives."""
-        ce, z, derivatives = self.terms(values, **inputs)
-        return ce + z if self.lse_square_scale else ce, derivatives
-
-    def terms(
-        self,
-        values: Statistics,
-        ce_total: Tensor,
-        z_total: Tensor | None = None,
-        token_weights: Tensor | None = None,
-        label_weights: Tensor | None = None,
-    ) -> CrossEntropyTerms:
-        """Its parts; denominators are ``[]`` or ``[n]``, and the z-loss by default has the cross-entropy's."""
-        ce_scale = ce_total.to(values.logp.dtype).reciprocal()
-        z_scale = ce_scale if z_total is None else z_total.to(values.logp.dtype).reciprocal()
-        # In the statistics' dtype: fp32 weights would make fp64 scales fp32.
-        scales = [] if token_weights is None else [token_weights.to(values.logp.dtype)]
-        if self.use_token_scaling:
-            scales.append(values.logp.detach().exp())
-        for scale in scales:
-            ce_scale, z_scale = ce_scale * scale, z_scale * scale
-        return cross_entropy(
-            values.logp,
-            mean_logps=values.mean_logp if self.label_smoothing else None,
-            lse=values.lse if self.lse_square_scale or self.reads_lse else None,
-            label_weights=None if label_weights is None else label_weights.to(ce_scale.dtype),
-            label_smoothing=self.label_smoothing,
-            lse_square_scale=self.lse_square_scale,
-            ce_scale=ce_scale,
-            z_scale=z_scale,
-        )
-
-
-def _weights_of_statistics(label_smoothing: float, total: Any) -> dict[str, EqualWeights]:
-    """The cross-entropy of tokens of one weight as a sum of statistics; without a total, their mean."""
-    scales = {"logp": label_smoothing - 1.0, "mean_logp": -label_smoothing}
-    return {name: EqualWeights(scale, total) for name, scale in scales.items() if scale or name == "logp"}
-
-
-def linear_cross_entropy(
-    hidden_states: Tensor,
-    head: Head,
-    labels: Tensor,
-    class_weight: Tensor | None = None,
-    *,
-    ignore_index: int = -100,
-    reduction: str = "mean",
-    label_smoothing: float = 0.0,
-) -> Tensor:
-    """``F.cross_entropy`` of the logits of hidden states ``[T, H]``; 0 where no token carries loss."""
-    if class_weight is None and reduction != "none" and not torch.compiler.is_dynamo_compiling():
-        weights = _weights_of_statistics(label_smoothing, None if reduction == "mean" else 1.0)
-        tokens = FewTokens((hidden_states,), (labels,), head, NO_TRANSFORM)
-        of_few = straight_loss(tokens, (*weights.items(),), EngineOptions(ignore_index))
-        if of_few is not None:
-            return of_few
-        return linear_weighted_loss(hidden_states, head, labels, weights, options=EngineOptions(ignore_index))[0]
-    per_token, mask = TokenCrossEntropy(label_smoothing), labels != ignore_index
-    names = ("logp", "mean_logp") if label_smoothing else ("logp",)
-    label_weights = None if class_weight is None else class_weight[labels.where(mask, 0)]
-    counted = mask if label_weights is None else label_weights.where(mask, 0.0)
-    total = counted.sum() if reduction == "mean" else mask.new_ones((), dtype=torch.int64)
-    inputs = {"ce_total": total.masked_fill(total == 0, 1).to(torch.float32).expand(labels.shape)}
-    inputs |= {} if label_weights is None else {"label_weights": label_weights}
-    given: dict[str, Any] = {"options": EngineOptions(ignore_index)}
-    given["class_weight"] = class_weight if label_smoothing else None
-    if reduction == "none":
-        found = linear_statistics(hidden_states, head, labels, names, **given)
-        return torch.where(mask, per_token(found, labels, **inputs)[0], 0.0)
-    return linear_token_loss(hidden_states, head, labels, per_token, names, token_inputs=inputs, **given)[0]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -265,7 +119,7 @@ class CrossEntropyOptions(LossOptions):
         beside = self.return_token_accuracy or self.return_predicted_tokens or self.shift or self.reduction == "none"
         if beside or not self.weighs_equally or self.head_weights is not None:
             return None
-        return (*_weights_of_statistics(self.label_smoothing, None if self.reduction == "mean" else 1.0).items(),)
+        return (*weights_of_statistics(self.label_smoothing, None if self.reduction == "mean" else 1.0).items(),)
 
 
 class LigerFusedLinearCrossEntropyLoss(ChunkedLoss):
@@ -477,7 +331,7 @@ class LigerFusedLinearCrossEntropyLoss(ChunkedLoss):
             return None
         if isinstance(total, Tensor):
             total = total.masked_fill(total == 0, 1.0)
-        return _weights_of_statistics(o.label_smoothing, total)
+        return weights_of_statistics(o.label_smoothing, total)
 
     def _statistics(self, targets: Sequence[_Target], several: bool) -> list[Statistics]:
         """The statistics of each target, differentiable."""

@@ -15,7 +15,7 @@ from liger_losses.chunked.engine.operators import loss_operator
 from liger_losses.chunked.losses.base import AnyHead
 from liger_losses.chunked.losses.completion_loss import MAX_EXPONENT
 from liger_losses.chunked.losses.distillation import DistillationLoss, DistillationMetrics, DistillationOptions
-from liger_losses.chunked.losses.policy_tables import discounted_sums
+from liger_losses.chunked.losses.policy_estimates import discounted_sums
 from liger_losses.kernels.divergence_forms import Divergence
 
 

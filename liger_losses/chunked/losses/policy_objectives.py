@@ -28,14 +28,8 @@ from liger_losses.chunked.engine.head import Head
 from liger_losses.chunked.losses.batches import gather_over_processes, sum_over_processes, world_size
 from liger_losses.chunked.losses.completion_loss import MAX_EXPONENT, wide_dtype
 from liger_losses.chunked.losses.context_parallel import sum_over_group
-from liger_losses.chunked.losses.policy_tables import (
-    KL_ESTIMATORS,
-    NORMALIZERS,
-    RATIOS,
-    PolicyOptions,
-    Sizes,
-    ratio_of,
-)
+from liger_losses.chunked.losses.policy_estimates import KL_ESTIMATORS, NORMALIZERS, Sizes, ratio_of
+from liger_losses.chunked.losses.policy_tables import RATIOS, PolicyOptions
 
 
 class PolicyInputs:

@@ -18,8 +18,14 @@ import torch.distributed as dist
 from torch import Tensor
 
 from liger_losses.chunked.engine.checks import FiniteFloat, NonNegativeFloat, PositiveFloat, check_fields, check_names
-from liger_losses.chunked.losses.completion_loss import MAX_EXPONENT
 from liger_losses.chunked.losses.context_parallel import sum_over_group
+from liger_losses.chunked.losses.policy_estimates import (
+    KL_ESTIMATORS,
+    NORMALIZERS,
+    binary_kl,
+    discounted_sums,
+    ratio_of,
+)
 
 #: The value of an option that leaves the choice to the row of :data:`LOSS_TYPES`.
 OF_LOSS_TYPE = "default"
@@ -228,44 +234,7 @@ RATIOS: dict[str, Callable[[Tensor, Batch], Tensor]] = {
 }
 
 
-def ratio_of(log_ratio: Tensor) -> Tensor:
-    """``exp(log_ratio)``, finite in fp32."""
-    return log_ratio.clamp(max=MAX_EXPONENT).exp()
-
-
-# --- KL divergences ---------------------------------------------------------------------------------------------------
-
-
-def k3(log_ratio: Tensor) -> Tensor:
-    """``exp(d) - d - 1`` of ``d = log p_ref - log p``, any shape: an estimate of KL(p || p_ref) from samples of p.
-
-    It is unbiased and never negative (joschu.net/blog/kl-approx.html).
-    """
-    d = log_ratio.clamp(max=MAX_EXPONENT)
-    return torch.expm1(d) - d
-
-
-#: Estimates of KL(p || p_ref) from ``d = log p_ref - log p`` of samples of p (joschu.net/blog/kl-approx.html). A name
-#: with ``+`` has the value of its estimate and the gradient of k2, whose mean is the gradient of the divergence.
-KL_ESTIMATORS: dict[str, Callable[[Tensor], Tensor]] = {
-    "k1": lambda d: -d,
-    "k2": lambda d: d.square() / 2,
-    "k3": k3,
-    "abs": lambda d: d.abs(),
-    "k1+": lambda d: d.square() / 2 - (d.square() / 2 + d).detach(),
-    "k3+": lambda d: d.square() / 2 + (k3(d) - d.square() / 2).detach(),
-}
-
-
 # --- Masks ------------------------------------------------------------------------------------------------------------
-
-
-def _binary_kl(log_p: Tensor, log_q: Tensor) -> Tensor:
-    """``p log(p / q) + (1 - p) log((1 - p) / (1 - q))``, of a token and all others together."""
-    p = log_p.exp()
-    rest_p, rest_q = (-torch.expm1(x.clamp(max=0.0)) for x in (log_p, log_q))
-    others = rest_p * (rest_p / rest_q.clamp(min=torch.finfo(p.dtype).tiny)).log()
-    return p * (log_p - log_q) + torch.where(rest_p > 0, others, 0.0)
 
 
 def _tv(logps: Tensor, old: Tensor, sampler: Tensor, a: Tensor, o: PolicyOptions) -> Tensor:
@@ -276,7 +245,7 @@ def _tv(logps: Tensor, old: Tensor, sampler: Tensor, a: Tensor, o: PolicyOptions
 
 def _kl(logps: Tensor, old: Tensor, sampler: Tensor, a: Tensor, o: PolicyOptions) -> Tensor:
     """DPPO's KL divergence of a token and all others (arXiv:2602.04879, eq. 14)."""
-    kl = _binary_kl(sampler, logps)
+    kl = binary_kl(sampler, logps)
     higher, lower = (a > 0) & (logps > sampler), (a < 0) & (logps < sampler)
     return ~((higher & (kl > o.value("mask_high"))) | (lower & (kl > o.value("mask_low"))))
 
@@ -289,7 +258,7 @@ def _within(log_ratio: Tensor, o: PolicyOptions) -> Tensor:
 def _kpop(logps: Tensor, old: Tensor, sampler: Tensor, a: Tensor, o: PolicyOptions) -> Tensor:
     """``k = p_old / p_sampler`` where both binary KL divergences of the two are small, else 0: KPop
     (ringtech.notion.site/kpop)."""
-    kl = torch.maximum(_binary_kl(old, sampler), _binary_kl(sampler, old))
+    kl = torch.maximum(binary_kl(old, sampler), binary_kl(sampler, old))
     return torch.where(kl <= o.value("mask_high"), ratio_of(old - sampler), 0.0)
 
 
@@ -403,16 +372,6 @@ def _vespo(log_ratio: Tensor, logps: Tensor, advantages: Tensor, o: PolicyOption
     number = inputs.mask.to(log_ratio.dtype)
     weights = vespo_weights(log_ratio, number, inputs.advantages, inputs.is_ratio, o, inputs.group)
     return weights * advantages * logps
-
-
-def discounted_sums(values: Tensor, discount: float) -> Tensor:
-    """``sum_(u >= t) g^(u - t) v_u`` of values ``[B, T]`` with the discount ``g``, in their shape."""
-    length = 1
-    while length < values.shape[1]:  # sums of 1, 2, 4 ... terms, each of two of half the length
-        later = torch.zeros_like(values)
-        later[:, :-length] = values[:, length:]
-        values, length = values + discount**length * later, 2 * length
-    return values
 
 
 @torch.no_grad()
@@ -538,32 +497,6 @@ OBJECTIVES = {
     "real": Objective(_real, coupled=True, of_prompts=True),
     "clip_cov": Objective(_clip_cov, _is_clipped, coupled=True, whole=True),
     "kl_cov": Objective(_kl_cov, coupled=True, whole=True),
-}
-
-
-# --- Normalizers ------------------------------------------------------------------------------------------------------
-
-
-class Sizes(NamedTuple):
-    """What tokens may be divided by."""
-
-    mask: Tensor  # [B, T] fp32
-    lengths: Tensor  # [B, 1], at least 1
-    limit: int | None  # of tokens in a completion
-    items: Tensor  # tokens of all completions, over all processes for the losses that say so
-    of_prompt: Tensor | None = None  # [B, 1], tokens of the completion's prompt
-    prompts: Tensor | None = None  # their number
-
-
-#: What tokens are divided by: :class:`Sizes` to weights ``[B, T]``.
-NORMALIZERS: dict[str, Callable[[Sizes], Tensor]] = {
-    "sequence_mean": lambda s: s.mask / s.lengths / max(len(s.mask), 1),
-    "sequence_sum": lambda s: s.mask / max(len(s.mask), 1),
-    "token_mean": lambda s: s.mask / s.items.clamp(min=1),
-    "limit": lambda s: s.mask / (max(len(s.mask), 1) * (s.limit or 1)),
-    "items": lambda s: s.mask / s.items,
-    # the mean over a prompt's tokens, then over prompts: ScaleRL (arXiv:2510.13786)
-    "prompt_mean": lambda s: s.mask / (s.of_prompt * s.prompts).clamp(min=1),  # type: ignore[operator]
 }
 
 

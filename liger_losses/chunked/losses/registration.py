@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from liger_losses.chunked.engine.checks import check_names
-from liger_losses.chunked.losses import policy_objectives, policy_tables
+from liger_losses.chunked.losses import policy_estimates, policy_objectives, policy_tables
 from liger_losses.chunked.losses.policy_tables import LossType, Objective, PolicyOptions
 from liger_losses.kernels.divergence_forms import FORMS, Divergence, Form, finite_logs
 from liger_losses.kernels.divergence_terms import terms as series_terms
@@ -57,7 +57,7 @@ def register_objective(
             a gradient, or that depends on other tokens without ``coupled``.
     """
     _check_new("objective", name, policy_tables.LOSS_TYPES)
-    check_names([normalizer], policy_tables.NORMALIZERS, "normalizer")
+    check_names([normalizer], policy_estimates.NORMALIZERS, "normalizer")
     check_names([level], policy_tables.RATIOS, "level")
     check_names([mask], policy_tables.MASKS, "mask")
     objective = Objective(value, cut, coupled, whole=coupled)

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from liger_losses.chunked.engine import EngineOptions
 from liger_losses.chunked.engine.plan import default_workspace
-from liger_losses.chunked.losses.cross_entropy import linear_cross_entropy
+from liger_losses.chunked.losses.cross_entropy_terms import linear_cross_entropy
 from liger_losses.kernels.autograd import autocast_dtype
 from liger_losses.patching.lazy.deferred import DeferredLogits
 from liger_losses.patching.lazy.gradients import WithGradientOf

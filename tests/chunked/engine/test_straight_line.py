@@ -19,7 +19,7 @@ from liger_losses import (
     set_default_workspace,
 )
 from liger_losses.chunked.engine import decision, few_tokens, plan, straight_line
-from liger_losses.chunked.losses.cross_entropy import linear_cross_entropy
+from liger_losses.chunked.losses.cross_entropy_terms import linear_cross_entropy
 from liger_losses.kernels._triton import INTERPRETED, Launcher
 from liger_losses.kernels.exponential_rows import ExponentialRows
 from tests.kernels.cases import triton_or_skip

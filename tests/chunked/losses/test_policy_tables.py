@@ -6,15 +6,9 @@ import pytest
 import torch
 
 from liger_losses import LigerFusedLinearGRPOLoss, functional
+from liger_losses.chunked.losses.policy_estimates import KL_ESTIMATORS, NORMALIZERS
 from liger_losses.chunked.losses.policy_objectives import check_needs
-from liger_losses.chunked.losses.policy_tables import (
-    KL_ESTIMATORS,
-    LOSS_TYPES,
-    MASKS,
-    NORMALIZERS,
-    RATIOS,
-    PolicyOptions,
-)
+from liger_losses.chunked.losses.policy_tables import LOSS_TYPES, MASKS, RATIOS, PolicyOptions
 from liger_losses.chunked.losses.sampler import KINDS
 from tests.reference import plain_statistics
 

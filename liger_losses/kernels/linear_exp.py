@@ -38,11 +38,9 @@ from liger_losses.kernels.linear_lse import sum_tiles
 from liger_losses.kernels.linear_stats import UNFUSED, partial_sums
 from liger_losses.kernels.logit_transform import (
     Epilogue,
-    LogitTransform,
     capped_tanh,
     inverse_temperature,
     transform_block,
-    transform_gradient,
 )
 from liger_losses.kernels.targets import order_of, target_of
 
@@ -56,7 +54,7 @@ _ROWS = 32
 LARGEST_SUM = 1e26
 _NO_NAMES: frozenset[str] = frozenset()
 #: Arguments whose alignment is no reason to compile again: slices of vectors begin anywhere.
-_VECTORS = ["offset", "lse", "logp", "mean_logit", "entropy", "of_logp", "of_lse", "elsewhere", "at_label_out"]
+_VECTORS = ["offset", "lse", "logp", "mean_logit", "entropy"]
 
 
 class Exponentials(NamedTuple):
@@ -214,66 +212,6 @@ def kernel_of(in_turn: bool) -> Any:
     return hopper_exponentials_kernel if in_turn else _exponentials_kernel
 
 
-def gradient_scales(
-    of_logp: Tensor | float | None,
-    of_lse: Tensor | float | None,
-    found: Exponentials,
-    hidden: Tensor | None = None,
-    at_label: Tensor | None = None,
-    elsewhere: Tensor | None = None,
-    *,
-    transform: LogitTransform = LogitTransform(),
-    backend: str = "torch",
-) -> tuple[Tensor, Tensor, Tensor | None]:
-    """The factors of products with exponentials, from ``d loss / d z = (of_lse - of_logp) p + of_logp onehot``.
-
-    ``d loss / d projection = scale out`` at all columns but the label's, with ``out`` of :func:`linear_exponentials`;
-    at the label's, it is ``at_label``.
-
-    Args:
-        of_logp, of_lse: the loss's derivatives by both statistics, ``[N]`` fp32, or a number for all tokens; ``None``
-            for 0.
-        found: what :func:`linear_exponentials` returned.
-        hidden: ``[N, H]``, to be scaled, or ``None``.
-        at_label: ``[N]`` fp32, the tensor to write ``at_label`` into; a new one by default.
-        elsewhere: ``[N]`` bool, of which tokens the label's column is another rank's: their one-hot term is left out.
-        transform: from projections to logits.
-        backend: ``torch`` or ``triton``.
-
-    Returns:
-        ``scale [N]``, ``at_label [N]``, and ``scale hidden [N, H]``, rounded once, in its dtype (or ``None``).
-    """
-    scaled = None if hidden is None else torch.empty(hidden.shape, dtype=hidden.dtype, device=hidden.device)
-    at_label = torch.empty_like(found.lse) if at_label is None else at_label
-    if backend == "torch":
-        offset, lse, logp = found[:3]
-        label_coef, p_coef = [torch.zeros_like(lse) + (0.0 if g is None else g) for g in (of_logp, of_lse)]
-        p_coef -= label_coef
-        label_coef = label_coef if elsewhere is None else label_coef.masked_fill(elsewhere, 0.0)
-        scale = p_coef * (offset - lse).exp() * transform.factor(lse)
-        # p_coef p + label_coef with p = 1 + expm1(logp), so that p - 1 keeps its digits.
-        total = (p_coef + label_coef) + p_coef * logp.expm1()
-        at_label.copy_(total * transform.slope(logp + lse) * transform.factor(lse))
-        if scaled is not None and hidden is not None:
-            scaled.copy_(scale[:, None] * hidden)
-        return scale, at_label, scaled
-    scale = torch.empty_like(found.lse)
-    hidden = None if hidden is None else with_contiguous_rows(hidden)
-    if tokens := scale.shape[0]:
-        sizes = (0, 0) if hidden is None else (hidden.stride(0), hidden.shape[1])
-        kind = None
-        if not INTERPRETED:
-            of_each = isinstance(of_logp, Tensor), isinstance(of_lse, Tensor)
-            kind = scale.device, sizes, kinds(hidden, elsewhere), of_each, Epilogue(transform).kind
-        vectors = [g.contiguous() if isinstance(g, Tensor) else None for g in (of_logp, of_lse)]
-        numbers = [0.0 if g is None or isinstance(g, Tensor) else g for g in (of_logp, of_lse)]
-        _scales_kernel[(tokens,)](
-            scale, at_label, scaled, hidden, *sizes, *vectors, *numbers, elsewhere, *found[:3], transform.for_kernel,
-            BLOCK=1024, kind=kind,
-        )  # fmt: skip
-    return scale, at_label, scaled
-
-
 def _exponentials_torch(
     hidden: Tensor,
     weight: Tensor,
@@ -313,13 +251,6 @@ def log1p(x):
     """``log(1 + x)``, exact for small x: the rounding error of 1 + x is divided out (Kahan's method)."""
     u = 1.0 + x
     return tl.where(u == 1.0, x, tl.log(u) * (x / (u - 1.0)))
-
-
-@jit
-def expm1(x):
-    """``exp(x) - 1`` for x <= 0, exact for small x (Kahan's method)."""
-    u = tl.exp(x)
-    return tl.where(u == 1.0, x, tl.where(u < 1e-7, u - 1.0, (u - 1.0) * x / tl.log(u)))
 
 
 #: Rows of a tile of the kernel for Hopper.
@@ -410,42 +341,6 @@ def _row_statistics_kernel(
         tl.store(entropy + rows, tl.where(found < 0, 0.0, found), mask=inside)  # NaN stays
     tl.store(lse + rows, used + log_total, mask=inside)
     tl.store(logp + rows, z - used - log_total, mask=inside)
-
-
-@jit(do_not_specialize_on_alignment=[*_VECTORS, "hidden"])
-def _scales_kernel(
-    scale_out, at_label_out, scaled, hidden, hidden_stride, hidden_size,
-    of_logp, of_lse, label_c, lse_c, elsewhere, offset, lse, logp, transform,
-    BLOCK: tl.constexpr,
-):  # fmt: skip
-    """One program per token; ``label_c`` and ``lse_c`` are the derivatives of tokens that have none of their own."""
-    row = tl.program_id(0).to(tl.int64)
-    if of_logp is not None:
-        label_c = tl.load(of_logp + row)
-    if of_lse is not None:
-        lse_c = tl.load(of_lse + row)
-    p_c = lse_c - label_c
-    if elsewhere is not None:
-        label_c = tl.where(tl.load(elsewhere + row), 0.0, label_c)
-    row_lse = tl.load(lse + row)
-    row_logp = tl.load(logp + row)
-    s = p_c * tl.exp(tl.load(offset + row) - row_lse)
-    # p_coef p + label_coef with p = 1 + expm1(logp), so that p - 1 keeps its digits.
-    at_label = (p_c + label_c) + p_c * expm1(row_logp)
-    if transform.factor is not None:
-        inverse = inverse_temperature(transform, row, True, 0)
-        s *= transform.factor
-        if transform.temperature is not None:
-            s *= inverse
-        at_label = transform_gradient(at_label, row_logp + row_lse, transform, inverse)
-    tl.store(scale_out + row, s)
-    tl.store(at_label_out + row, at_label)
-    if hidden is not None:
-        for start in range(0, hidden_size, BLOCK):
-            at = start + tl.arange(0, BLOCK)
-            inside = at < hidden_size
-            h = tl.load(hidden + row * hidden_stride + at, mask=inside, other=0.0).to(tl.float32)
-            tl.store(scaled + row * hidden_size + at, (s * h).to(scaled.dtype.element_ty), mask=inside)
 
 
 @jit(

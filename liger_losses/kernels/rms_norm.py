@@ -6,7 +6,7 @@ number per row, ``rstd = (mean(x^2) + eps)^(-1/2)``, and the mean that was subtr
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -50,8 +50,6 @@ class Options(NamedTuple):
 # x, residual, gate, weight and bias; in backward x (the sum, if there is a residual), gate, weight, rstd and mean.
 _Inputs = tuple[Tensor, Tensor | None, Tensor | None, Tensor | None, Tensor | None]
 _Saved = tuple[Tensor, Tensor | None, Tensor | None, Tensor, Tensor | None]
-# Of the gradients of weight and bias; None where it is not needed.
-_Dtypes = tuple[torch.dtype | None, torch.dtype | None]
 
 
 def rms_norm(
@@ -286,7 +284,7 @@ def _forward_torch(inputs: Any, options: Options) -> tuple[Tensor | None, ...]:
 
 
 def _backward_torch(
-    grad_y: Tensor, grad_summed: Tensor | None, saved: _Saved, options: Options, dtypes: _Dtypes
+    grad_y: Tensor, grad_summed: Tensor | None, saved: _Saved, options: Options, dtypes: Sequence[torch.dtype | None]
 ) -> tuple[Tensor | None, ...]:
     """Reference implementation: the gradients of x, gate, weight and bias."""
     (x, gate, weight, rstd, mean), (weight_dtype, bias_dtype) = saved, dtypes
@@ -323,15 +321,13 @@ def _forward_triton(inputs: Any, options: Options) -> tuple[Tensor | None, ...]:
     normalized = x if summed is None else summed
     y = x.new_empty(x.shape, dtype=_result_dtype(normalized, gate, weight, options))
     mean = torch.empty(x.shape[:-1].numel(), device=x.device) if options.centered else None
-    tensors, outputs = (x, residual, gate), (normalized, y, mean)
-    (rstd,) = launch_forward(
-        _forward_kernel, _PER_THREAD[options.centered], tensors, (weight, bias), outputs, 1, *options
-    )
+    tensors, outputs, per_thread = (x, residual, gate), (normalized, y, mean), _PER_THREAD[options.centered]
+    (rstd,) = launch_forward(_forward_kernel, per_thread, tensors, (weight, bias), outputs, 1, *options)
     return y, rstd, summed, mean
 
 
 def _backward_triton(
-    grad_y: Tensor, grad_summed: Tensor | None, saved: _Saved, options: Options, dtypes: _Dtypes
+    grad_y: Tensor, grad_summed: Tensor | None, saved: _Saved, options: Options, dtypes: Sequence[torch.dtype | None]
 ) -> tuple[Tensor | None, ...]:
     x, gate, weight, rstd, mean = saved
     grad_x, grad_gate = x.new_empty(x.shape), None if gate is None else gate.new_empty(gate.shape)

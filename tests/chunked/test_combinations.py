@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from liger_losses.chunked.engine import blocks
-from liger_losses.kernels import given_columns
+from liger_losses.kernels import row_sums
 from liger_losses.kernels._triton import INTERPRETED, triton
 from tests.chunked.combinations import COLUMNS, check, documentation, rows
 from tests.processes import case_named
@@ -29,8 +29,8 @@ interpreted = pytest.mark.skipif(not INTERPRETED or triton is None, reason="need
 def many_parts(monkeypatch):
     """Statistics of tiles are merged several times; long sums over kept columns are taken in parts and slices."""
     monkeypatch.setattr(blocks, "MOST_TILES", 2)
-    monkeypatch.setattr(given_columns, "_PART", 4)
-    monkeypatch.setattr(given_columns, "GATHERED_BYTES", 3000)
+    monkeypatch.setattr(row_sums, "_PART", 4)
+    monkeypatch.setattr(row_sums, "GATHERED_BYTES", 3000)
 
 
 #: In so small workspaces, quantized rows are dequantized where they are needed, and statistics of tiles merged.

@@ -5,7 +5,8 @@ import torch
 
 from liger_losses.kernels import linear_exp
 from liger_losses.kernels._triton import INTERPRETED
-from liger_losses.kernels.linear_exp import Exponentials, gradient_scales, linear_exponentials
+from liger_losses.kernels.exponential_scales import gradient_scales
+from liger_losses.kernels.linear_exp import Exponentials, linear_exponentials
 from liger_losses.kernels.logit_transform import Epilogue, LogitTransform
 from liger_losses.kernels.softmax_stats import softmax_statistics
 from liger_losses.kernels.targets import Order

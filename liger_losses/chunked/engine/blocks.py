@@ -17,8 +17,9 @@ from liger_losses.chunked.engine.accumulation import Gradients, HeadGradients
 from liger_losses.chunked.engine.call import Call, OpenCall
 from liger_losses.chunked.engine.plan import blocks, padded
 from liger_losses.chunked.engine.ranks import on_device
+from liger_losses.kernels.exponential_scales import gradient_scales
 from liger_losses.kernels.label_rows import scale_and_add_label_rows
-from liger_losses.kernels.linear_exp import Exponentials, gradient_scales, linear_exponentials
+from liger_losses.kernels.linear_exp import Exponentials, linear_exponentials
 from liger_losses.kernels.linear_grad import linear_softmax_gradient_into
 from liger_losses.kernels.linear_stats import linear_softmax_statistics
 from liger_losses.kernels.logit_transform import Epilogue

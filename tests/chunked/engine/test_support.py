@@ -20,7 +20,7 @@ from liger_losses.chunked.engine import support as engine_support
 from liger_losses.chunked.engine.support import linear_support_statistics
 from liger_losses.chunked.engine.tokens import Tokens
 from liger_losses.chunked.losses import columns
-from liger_losses.kernels import given_columns
+from liger_losses.kernels import row_sums
 from liger_losses.kernels._triton import INTERPRETED
 from liger_losses.kernels.given_columns import ByRows, GivenCall, GivenColumns, evaluate, project_, with_gradients
 from liger_losses.kernels.given_ids import Facts, GivenIds, find
@@ -207,7 +207,7 @@ def test_the_whole_vocabulary(backend):
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_gradients_are_the_same_every_time(backend, monkeypatch):
-    monkeypatch.setattr(given_columns, "_PART", 4)
+    monkeypatch.setattr(row_sums, "_PART", 4)
     hidden, weight, labels, _ = problem(6, 20, 5, dtype=torch.bfloat16, masked=0.0)
     support, runs = TokenSupport(kept(labels, 5, 4)), []
     for _ in range(2):
@@ -260,7 +260,7 @@ def test_memory_is_that_of_the_pairs():
         found[:] = gradients(linear_logps(hidden, weight, labels, support=support).sum(), (hidden, weight))
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(given_columns, "GATHERED_BYTES", 2**17)
+        patch.setattr(row_sums, "GATHERED_BYTES", 2**17)
         assert peak_bytes(call) < weight.numel() * 4 + 4 * size + 2**21  # all rows would be 16 x size, logits 7 MB
     assert len(found) == 2
 

@@ -22,10 +22,7 @@ from liger_losses.kernels._triton import INTERPRETED, LOGIT_DTYPES, choose_backe
 from liger_losses.kernels.divergence_forms import FORMS, Divergence, cosine_terms, finite_logs
 from liger_losses.kernels.divergence_kernels import divergence_kernel, shared_rows_kernel, squares_kernel
 from liger_losses.kernels.divergence_terms import KernelSeries, series_argument, terms
-from liger_losses.kernels.logit_transform import (
-    Epilogue,
-    KernelTransform,
-)
+from liger_losses.kernels.logit_transform import Epilogue, KernelTransform
 from liger_losses.kernels.softmax_stats import row_slices
 
 #: Temporaries of the reference implementation, each as large as the rows it works on.

@@ -264,10 +264,7 @@ def _total_variation_t(log_p, log_q, a, b, c):
 
 
 def cosine_terms(
-    student: Tensor,
-    teacher: Tensor,
-    squares: Tensor | None = None,
-    distance: Tensor | None = None,
+    student: Tensor, teacher: Tensor, squares: Tensor | None = None, distance: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
     """The terms of the cosine distance of logits, and its gradient with respect to the student's logits.
 

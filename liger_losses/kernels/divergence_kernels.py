@@ -4,11 +4,7 @@ from __future__ import annotations
 
 from liger_losses.kernels._triton import jit, tl
 from liger_losses.kernels.divergence_terms import terms_block
-from liger_losses.kernels.logit_transform import (
-    inverse_temperature,
-    transform_block,
-    transform_gradient,
-)
+from liger_losses.kernels.logit_transform import inverse_temperature, transform_block, transform_gradient
 
 
 @jit

@@ -7,12 +7,7 @@ from __future__ import annotations
 
 from liger_losses.kernels._tiles import project_tile
 from liger_losses.kernels._triton import jit, tl
-from liger_losses.kernels.label_rows import (
-    check_known,
-    count_active,
-    dot_product,
-    scale_and_add,
-)
+from liger_losses.kernels.label_rows import check_known, count_active, dot_product, scale_and_add
 from liger_losses.kernels.linear_exp import add_sums, log1p
 from liger_losses.kernels.linear_stats import merged_splits
 from liger_losses.kernels.logit_transform import transform_block

@@ -25,12 +25,7 @@ from liger_losses.kernels.exponential_row_kernels import (
     sums_kernel,
 )
 from liger_losses.kernels.hopper_pipeline import AVAILABLE, Launchable, NotCompiledError
-from liger_losses.kernels.label_rows import (
-    ASSERTS,
-    MOST_COMPARED,
-    LabelRows,
-    masked_labels,
-)
+from liger_losses.kernels.label_rows import ASSERTS, MOST_COMPARED, LabelRows, masked_labels
 from liger_losses.kernels.linear_exp import LARGEST_SUM, kernel_of, linear_exponentials
 from liger_losses.kernels.linear_exp_hopper import hopper_tiles, sums_on_hopper
 from liger_losses.kernels.linear_stats import MaskedStatistics

@@ -101,10 +101,7 @@ class ByRows:
         none = int((present < 0).sum())  # 1 where there are empty places
         starts, present = torch.cat([lengths.new_zeros(1), lengths.cumsum(0)])[none:], present[none:].long()
         sums = Sums(given.tokens(order), starts, count, numbers.int() - none)
-        found, shape = (
-            self.sum_rows(values.view(-1)[order], sums, hidden, dtype),
-            (given.size, hidden.shape[1]),
-        )
+        found, shape = (self.sum_rows(values.view(-1)[order], sums, hidden, dtype), (given.size, hidden.shape[1]))
         return torch.sparse_coo_tensor(present[None], found, shape, is_coalesced=True, check_invariants=False)
 
     def sum_rows(self, values: Tensor, sums: Sums, matrix: Tensor, dtype: torch.dtype) -> Tensor:

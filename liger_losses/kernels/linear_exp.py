@@ -36,12 +36,7 @@ from liger_losses.kernels.label_rows import label_logits
 from liger_losses.kernels.linear_exp_hopper import hopper_exponentials_kernel, hopper_tiles, sums_on_hopper
 from liger_losses.kernels.linear_lse import sum_tiles
 from liger_losses.kernels.linear_stats import UNFUSED, partial_sums
-from liger_losses.kernels.logit_transform import (
-    Epilogue,
-    capped_tanh,
-    inverse_temperature,
-    transform_block,
-)
+from liger_losses.kernels.logit_transform import Epilogue, capped_tanh, inverse_temperature, transform_block
 from liger_losses.kernels.targets import order_of, target_of
 
 #: Tokens of one launch without exponentials, which bounds the memory of the tiles' sums (16 MiB for 131072 columns; 1

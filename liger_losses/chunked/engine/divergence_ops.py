@@ -16,11 +16,7 @@ from torch.compiler import is_dynamo_compiling
 from liger_losses.chunked.engine.checks import check_tensor
 from liger_losses.chunked.engine.decision import drops_tokens
 from liger_losses.chunked.engine.head import Head
-from liger_losses.chunked.engine.operators import (
-    operator,
-    query_statistics,
-    separable_loss,
-)
+from liger_losses.chunked.engine.operators import operator, query_statistics, separable_loss
 from liger_losses.chunked.engine.plan import EngineOptions
 from liger_losses.chunked.engine.query import Comparison, Query, Statistics
 from liger_losses.chunked.engine.ranks import ALONE

@@ -86,12 +86,7 @@ class LogitBlock(Block):
         else:
             self.opened.projection.into(projected, part.hidden, 0, self.vocab_size)
             computed = softmax_statistics(
-                projected,
-                labels,
-                names,
-                part.epilogue,
-                scratch=call.plan.scratch,
-                backend=call.backend,
+                projected, labels, names, part.epilogue, scratch=call.plan.scratch, backend=call.backend
             )
         if call.query.largest:
             self._add_largest(computed, projected, part, tiles)
@@ -206,12 +201,7 @@ class LogitBlock(Block):
         return head_grads.add(grad, part.hidden, columns, first=part.rows.start == 0, into=out_view)
 
     def _write_registered(
-        self,
-        projected: Tensor,
-        part: Part,
-        upstream: Tensor,
-        coefficients: SoftmaxGradient,
-        grad_bias: Tensor | None,
+        self, projected: Tensor, part: Part, upstream: Tensor, coefficients: SoftmaxGradient, grad_bias: Tensor | None
     ) -> None:
         """Write the gradient of all statistics in the memory of the projections, ``upstream [R, m]`` of registered ones
         included: nothing is rounded twice."""

@@ -270,7 +270,7 @@ MUTANTS: dict[str, list[tuple[str, str, str]]] = {
         ("integrations/verl_distillation.py", "_Tie.apply(found.logp, found.sel", "(found.logp, found.sel"),
     ],
     "tests/integrations/test_torchtitan.py -k 'class or shard'": [
-        ("integrations/torchtitan.py", "            del lm_head.forward", "            pass"),
+        ("integrations/torchtitan.py", "        replaced.restore()", "        pass"),
         ("integrations/torchtitan.py", "loss / global_valid_tokens, {}", "loss, {}"),
     ],
     "tests/integrations/test_megatron.py tests/integrations/test_serving.py tests/integrations/test_replacements.py": [

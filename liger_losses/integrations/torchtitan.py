@@ -17,6 +17,7 @@ from liger_losses.chunked.losses.cross_entropy import LigerFusedLinearCrossEntro
 from liger_losses.integrations.replacements import announce
 from liger_losses.patching.linear_forward import transform_of
 from liger_losses.patching.probing import Mismatch
+from liger_losses.places import Found, Replaced
 
 
 def cross_entropy_in_forward(lm_head: Any, hidden_states: Tensor, labels: Tensor) -> Tensor:
@@ -42,15 +43,12 @@ def cross_entropy_in_forward(lm_head: Any, hidden_states: Tensor, labels: Tensor
             ) from None
         return loss(Head(lm_head.weight, getattr(lm_head, "bias", None), transform), hidden, labels)
 
-    before = vars(lm_head).get("forward")
-    lm_head.forward = forward
+    replaced = Replaced()
+    replaced.add([Found(lm_head, "forward", forward)])
     try:
         return lm_head(hidden_states)
     finally:
-        if before is None:
-            del lm_head.forward
-        else:
-            lm_head.forward = before
+        replaced.restore()
 
 
 @functools.cache

@@ -133,7 +133,7 @@ _MOST_KEPT = 65536
 _WHAT = "how many tokens carry loss; give compact=False, with which all of them are projected"
 
 
-def ask_about_labels(labels: Tensor, ignore_index: int = -100) -> None:
+def ask_about_labels(labels: Tensor, ignore_index: int = -100, backend: str | None = None) -> None:
     """Ask which labels there are, before the model runs whose loss will be given this tensor.
 
     The loss then does not wait for the number of tokens that carry loss. It may be given another view of the same
@@ -143,7 +143,7 @@ def ask_about_labels(labels: Tensor, ignore_index: int = -100) -> None:
         return
     if labels.is_cuda and torch.cuda.is_current_stream_capturing():
         return
-    backend = choose_backend(None, [(labels.device, torch.float32)])
+    backend = choose_backend(backend, [(labels.device, torch.float32)])
     facts = _ask([labels.view(-1)], ignore_index, backend)
     place = _place(labels, ignore_index)
     _asked[place] = _Asked(weakref.ref(labels, lambda gone: _forget(place, gone)), version_of(labels), facts)

@@ -155,7 +155,6 @@ class HiddenGradients:
         self.tokens, self.sums_over = opened.call.tokens, sums_over
         #: The types of its tensors' indices: one is ``NoneType`` where all tokens of a tensor are active.
         self.dropped = {*map(type, self.tokens.indices)}
-        self.dtype = functools.reduce(torch.promote_types, [part.dtype for part in opened.hidden_states])
         self.summing: tuple[slice, Tensor, Any] | None = None
         #: Where all tokens are active, every row is written.
         new = torch.empty if opened.count and self.dropped == {type(None)} else torch.zeros
@@ -188,7 +187,8 @@ class HiddenGradients:
             out_view.copy_(values)
         if self.sums_over is not ALONE:
             self.finish()
-            part = values.to(self.dtype).contiguous() if out_view is None else out_view
+            dtype = functools.reduce(torch.promote_types, [each.dtype for each in self.flat if each is not None])
+            part = values.to(dtype).contiguous() if out_view is None else out_view
             self.summing = rows, part, self.sums_over.start_sum_(part)
         elif out_view is None:
             self.tokens.scatter_(self.flat, rows.start, rows.stop, values)

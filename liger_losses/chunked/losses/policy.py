@@ -17,6 +17,7 @@ from liger_losses.chunked.engine import EngineOptions, Head, Statistics, Tokens,
 from liger_losses.chunked.engine.agreement import checksum
 from liger_losses.chunked.engine.checks import check_device, check_range, check_tensor, checked_items
 from liger_losses.chunked.engine.compiled_calls import token_operator
+from liger_losses.chunked.engine.decision import drops_tokens
 from liger_losses.chunked.engine.few_tokens import FewTokens
 from liger_losses.chunked.engine.operators import loss_operator, separable_loss, support_statistics
 from liger_losses.chunked.engine.query import Query
@@ -35,6 +36,7 @@ from liger_losses.chunked.losses.context_parallel import check_call
 from liger_losses.chunked.losses.policy_objectives import PolicyInputs, policy_terms
 from liger_losses.chunked.losses.policy_tables import PolicyOptions
 from liger_losses.kernels.coupled_rows import INPUT_DTYPES, PolicyRows
+from liger_losses.kernels.reading import ask_about_labels
 
 
 class AdaptiveEntropy:
@@ -291,11 +293,14 @@ class LigerFusedLinearGRPOLoss(CompletionLoss):
         batch = CompletionBatch(("given",), head, [_input], [labels], refs, (ref_per_token_logps,))
         batch = self.prepare(batch, ref_weight, ref_bias, transform)
         options = self.options
-        # Over kept columns no tokens are selected, for which the host would wait.
-        tokens: Any = batch.select(options) if support is None else None
         # Few tokens are labels still: their logits stay in memory until the loss is known.
-        are_few = isinstance(tokens, list) and not is_dynamo_compiling()
-        if are_few and vllm_is_ratio is None:
+        are_few = not is_dynamo_compiling() and options.compact and not drops_tokens([labels.shape], head, options)
+        # Over kept columns no tokens are selected, for which the host would wait.
+        early = are_few or self.group is not None or bool(self.beta and batch.ref_hidden_states)
+        tokens: Any = batch.select(options) if support is None and early else None
+        if support is None and not early and not is_dynamo_compiling():  # counted while the host prepares the inputs
+            ask_about_labels(labels, self.ignore_index, options.backend)
+        if are_few and support is None and vllm_is_ratio is None:
             of_few = self._of_few(batch, few, num_items_in_batch, plain)
             if of_few is not None:
                 return of_few
@@ -332,6 +337,7 @@ class LigerFusedLinearGRPOLoss(CompletionLoss):
             head=head,
             common_options=None if self.group is None else self.common_options,
         )
+        tokens = batch.select(options) if tokens is None and support is None else tokens
         one_pass = support is None and inputs.options.separable and self.top_entropy_quantile == 1.0
         if one_pass and not are_few:
             loss, logps = self._one_pass(head, _input, tokens, inputs, options)

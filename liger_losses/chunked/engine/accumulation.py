@@ -162,9 +162,7 @@ class HiddenGradients:
             new(part.shape, dtype=part.dtype, device=part.device) if need else None
             for part, need in zip(opened.hidden_states, opened.call.needs_hidden, strict=True)
         ]
-        self.flat = [
-            part if part is None or part.dim() == 2 else part.view(-1, part.shape[-1]) for part in self.results
-        ]
+        self.flat = [p if p is None or p.dim() == 2 else p.view(-1, p.shape[-1]) for p in self.results]
 
     def out_view(self, rows: slice) -> Tensor | None:
         """The slice ``[R, H]`` of the gradient for these active tokens, or ``None`` if they are scattered."""

@@ -153,9 +153,7 @@ class Stream:
         """Statistics, and the gradient ``[N, H]`` of the only one with respect to each token's hidden state."""
         (statistic,) = self.call.query.statistics
         values, head_grads = self._empty_statistics(), HeadGradients(self.opened)
-        dtype = self.opened.hidden_states[0].dtype
-        for tensor in self.opened.hidden_states:
-            dtype = torch.promote_types(dtype, tensor.dtype)
+        dtype = functools.reduce(torch.promote_types, [part.dtype for part in self.opened.hidden_states])
         shape = self.count, self.call.work.hidden_size
         unit_gradient = torch.empty(shape, dtype=dtype, device=self.opened.device)
         with self._block(self.call.plan.rows) as block:

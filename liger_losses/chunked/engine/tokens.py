@@ -368,10 +368,8 @@ class Counting:
         """The active tokens, once their number is known."""
         if self.facts is None:
             return self._all_tokens()
-        facts, extremes = self.facts.read(), list[int]()
-        for _, *ends, _ in facts:
-            extremes += ends
-        _check_vocabulary(extremes, self.vocab_size, self.ignore_index)
+        facts = self.facts.read()
+        _check_vocabulary([end for _, *ends, _ in facts for end in ends], self.vocab_size, self.ignore_index)
         flat, counts, kept = self.labels, tuple([count for count, *_ in facts]), self.facts.kept
         total, whole, before, indices = sum(counts), sum(map(Tensor.numel, flat)), 0, list[Tensor | None]()
         if kept is not None and total < whole:

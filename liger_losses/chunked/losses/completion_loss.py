@@ -397,9 +397,8 @@ class CompletionLoss(ChunkedLoss):
                 note(labels, self.ignore_index, **{f"ref_logps of the {name} completions": logps})
         reference = batch.reference_logps(tokens, options)
         hidden = [*batch.hidden_states, *(other.hidden_states for other in others)]
-        head = batch.at_temperatures(
-            batch.head, [other.temperature for other in others if other.temperature is not None]
-        )
+        more = [other.temperature for other in others if other.temperature is not None]
+        head = batch.at_temperatures(batch.head, more)
         query = Query(("logp",), tuple(metrics))
         if self.group is not None:
             check_call(hidden, head, tokens, query, options)

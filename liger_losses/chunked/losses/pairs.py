@@ -194,9 +194,8 @@ class PreferenceLoss(CompletionLoss):
             only_nll = nll_labels.masked_fill(nll_labels == batch.groups(batch.labels)[0], self.ignore_index)
             divided_by = None if batch.temperatures is None else batch.groups(batch.temperatures)[0]
             extra = Completions(batch.groups(batch.hidden_states)[0], only_nll, temperature=divided_by)
-        sides, found = self.score(
-            batch, extra, tokens=tokens, metrics=tuple(dict.fromkeys(("mean_logit", *self.metrics)))
-        )
+        wanted = tuple(dict.fromkeys(("mean_logit", *self.metrics)))
+        sides, found = self.score(batch, extra, tokens=tokens, metrics=wanted)
         chosen, rejected = sides
         counts = [side.lengths.sum().clamp(min=1) for side in sides]
         nll_logps, nll_count = chosen.statistics.logp, counts[0]

@@ -295,11 +295,11 @@ class LigerFusedLinearGRPOLoss(CompletionLoss):
         options = self.options
         # Few tokens are labels still: their logits stay in memory until the loss is known.
         are_few = not is_dynamo_compiling() and options.compact and not drops_tokens([labels.shape], head, options)
-        # Over kept columns no tokens are selected, for which the host would wait.
-        early = are_few or self.group is not None or bool(self.beta and batch.ref_hidden_states)
+        early = is_dynamo_compiling() or are_few or self.group is not None or (self.beta and batch.ref_hidden_states)
         tokens: Any = batch.select(options) if support is None and early else None
-        if support is None and not early and not is_dynamo_compiling():  # counted while the host prepares the inputs
-            ask_about_labels(labels, self.ignore_index, options.backend)
+        # Over kept columns no tokens are selected; others are counted while the host prepares the inputs.
+        if support is None and tokens is None:
+            ask_about_labels(batch.labels[0], self.ignore_index, options.backend)
         if are_few and support is None and vllm_is_ratio is None:
             of_few = self._of_few(batch, few, num_items_in_batch, plain)
             if of_few is not None:
@@ -311,8 +311,7 @@ class LigerFusedLinearGRPOLoss(CompletionLoss):
         def statistics(hidden: Tensor, head: Head, names: tuple[str, ...], metrics: tuple[str, ...] = ()) -> Statistics:
             if support is None:
                 return linear_statistics([hidden], head, tokens, names, metrics=metrics, options=options)[0]
-            names = tuple(dict.fromkeys((*names, *metrics)))
-            return support_statistics(hidden, head, labels, support, names, options)
+            return support_statistics(hidden, head, labels, support, tuple(dict.fromkeys((*names, *metrics))), options)
 
         if self.beta and support is not None and ref_input is not None:
             assert batch.ref_head is not None
@@ -439,9 +438,7 @@ class LigerFusedLinearGRPOLoss(CompletionLoss):
         loss, (found,) = separable_loss(hidden, head, tokens, query, options)
         if coef is not None:
             self._observe(found.entropy.sum(), inputs.mask.sum(), found.logp)
-        if self.group is not None:
-            loss = self.total(loss)
-        return loss, found.logp
+        return loss if self.group is None else self.total(loss), found.logp
 
     @staticmethod
     def _counts(inputs: PolicyInputs) -> Tensor | None:

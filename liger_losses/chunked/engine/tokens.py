@@ -17,7 +17,7 @@ from torch import Tensor
 from liger_losses.chunked.engine.documentation import see
 from liger_losses.kernels._triton import choose_backend
 from liger_losses.kernels.label_rows import equal_shares, masked_labels
-from liger_losses.kernels.reading import assert_on_device, facts_of_labels, label_facts
+from liger_losses.kernels.reading import ask_about_labels, assert_on_device, facts_of_labels, label_facts
 
 
 def shift_labels(labels: Tensor, ignore_index: int = -100, positions: int = 1) -> Tensor:
@@ -134,6 +134,9 @@ class Tokens:
         """
         backend = choose_backend(backend, [(part.device, torch.float32) for part in labels])
         return Counting(labels, vocab_size, ignore_index, compact, backend).tokens()
+
+    #: Have the active tokens of labels counted, before :meth:`select` waits for their number.
+    ask = staticmethod(ask_about_labels)
 
     @classmethod
     def every(cls, shape: torch.Size, device: torch.device) -> Tokens:

@@ -36,7 +36,6 @@ from liger_losses.chunked.losses.context_parallel import check_call
 from liger_losses.chunked.losses.policy_objectives import PolicyInputs, policy_terms
 from liger_losses.chunked.losses.policy_tables import PolicyOptions
 from liger_losses.kernels.coupled_rows import INPUT_DTYPES, PolicyRows
-from liger_losses.kernels.reading import ask_about_labels
 
 
 class AdaptiveEntropy:
@@ -299,7 +298,7 @@ class LigerFusedLinearGRPOLoss(CompletionLoss):
         tokens: Any = batch.select(options) if support is None and early else None
         # Over kept columns no tokens are selected; others are counted while the host prepares the inputs.
         if support is None and tokens is None:
-            ask_about_labels(batch.labels[0], self.ignore_index, options.backend)
+            Tokens.ask(batch.labels[0], self.ignore_index, options.backend)
         if are_few and support is None and vllm_is_ratio is None:
             of_few = self._of_few(batch, few, num_items_in_batch, plain)
             if of_few is not None:

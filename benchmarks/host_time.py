@@ -62,7 +62,7 @@ class Launcher:
             Launcher.first_product = time.thread_time_ns() - Launcher.counting
         elif self.indices is not None:
             start = time.thread_time_ns()
-            _ = [each.zero_() for each in rest[self.indices] if each is not None]
+            _ = [each.zero_() for each in rest[self.indices] if isinstance(each, Tensor)]
             if self.counts_labels:  # the host reads the number of active tokens
                 out, labels = rest[4:6]
                 out.view(-1, 4)[0].copy_(label_facts([labels], -100)[0])

@@ -4,16 +4,12 @@ import pytest
 import torch
 
 from liger_losses import LigerFusedLinearCrossEntropyLoss, linear_logps
-from liger_losses.kernels import label_rows, linear_exp, linear_grad, linear_stats, softmax_grad, softmax_stats
+from liger_losses.kernels import label_rows, linear_exp, linear_grad, linear_stats, reading, softmax_grad, softmax_stats
 from liger_losses.kernels._triton import INTERPRETED
 from tests.reference import problem, small_calls
 
-KERNELS = [
-    (module, name)
-    for module in (label_rows, linear_exp, linear_grad, linear_stats, softmax_grad, softmax_stats)
-    for name in vars(module)
-    if name.endswith("_kernel")
-]
+MODULES = label_rows, linear_exp, linear_grad, linear_stats, reading, softmax_grad, softmax_stats
+KERNELS = [(module, name) for module in MODULES for name in vars(module) if name.endswith("_kernel")]
 CALLS = {
     "one pass": lambda h, w, y, **on: LigerFusedLinearCrossEntropyLoss(**on)(w, h, y),
     "statistics": lambda h, w, y, **on: linear_logps(h.detach(), w.detach(), y, **on).sum(),
@@ -47,6 +43,9 @@ def test_device_is_current_at_every_launch(call, autocast, small, monkeypatch):
             current.pop()
 
     monkeypatch.setattr(torch.cuda, "device_of", Within)
+    for module in MODULES:
+        if hasattr(module, "device_of"):
+            monkeypatch.setattr(module, "device_of", Within)
     for module, name in KERNELS:
         if hasattr(module, name):
             monkeypatch.setattr(module, name, Watched(name, getattr(module, name)))

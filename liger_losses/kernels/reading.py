@@ -55,8 +55,8 @@ def place_weights(first: int, count: int, device: torch.device) -> Tensor:
     """A weight for each of the places ``first`` to ``first + count``, ``[count]`` int64, for checksums.
 
     ``w_t = x ^ (x >> 32)`` with ``x = (t + 1) c`` modulo 2^64. The weights do not repeat, and the shift makes them
-    anything but linear in t, so that entries in another order have another sum: that of two tensors which differ is
-    the same once in some 2^32 times.
+    nonlinear in t, so that a checksum changes where entries change places. Two different tensors have the same checksum
+    in about one of 2^32 cases.
     """
     x = torch.arange(first + 1, first + count + 1, device=device) * PLACE_FACTOR
     return x ^ (x >> 32)

@@ -108,7 +108,7 @@ def _split(
 
 @contextlib.contextmanager
 def _without_checkpointing(model: nn.Module) -> Iterator[None]:
-    """Layers of transformers that checkpoint themselves do so without a gradient too, which takes the host time."""
+    """Turn off checkpointing in transformers' layers: without a gradient it saves no memory and takes host time."""
     layers: list[Any] = [layer for layer in model.modules() if getattr(layer, "gradient_checkpointing", False)]
     for layer in layers:
         layer.gradient_checkpointing = False

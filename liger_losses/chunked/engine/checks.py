@@ -162,8 +162,8 @@ def check_range(name: str, value: float, low: float, high: float, *, open_low: b
 
 
 def check_fields(options: Any) -> None:
-    """Raise TypeError or ValueError for fields of a dataclass that are out of the :data:`RANGES` of their types, and
-    for texts and fractions as bools."""
+    """Raise TypeError or ValueError if a field is out of the range that :data:`RANGES` has for its type, or if a bool
+    was given as text or as a float."""
     for field in fields(options):
         kind, _, optional = str(field.type).partition(" | ")
         value = getattr(options, field.name)

@@ -137,8 +137,7 @@ def straight_loss(
 
 
 def _loss_of(line: StraightLine, weight: Tensor, tokens: FewTokens) -> tuple[Tensor, ...]:
-    """The loss of a line, and its metrics; without a gradient, no autograd function is called, which takes the host
-    time."""
+    """The loss of a line, and its metrics. Without a gradient, it calls no autograd function, which saves host time."""
     if line.strategy != "statistics":
         found = LineLoss.apply(line, weight, tokens, *tokens.hidden_states)
         return found if isinstance(found, tuple) else (found,)

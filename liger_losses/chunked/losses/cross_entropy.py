@@ -109,7 +109,7 @@ class CrossEntropyOptions(LossOptions):
 
     @property
     def weighs_equally(self) -> bool:
-        """Whether the loss is a sum of statistics in which all tokens have one weight, but for those of the call."""
+        """Whether these options give every token the same weight; weights that a call is given come on top."""
         of_each = self.use_token_scaling or self.lse_square_scale or self.return_z_loss
         return not of_each and self.group is None
 

@@ -194,7 +194,7 @@ def test_layers_checkpoint_themselves_with_a_gradient_alone(trainers):
         lambda layer, _: seen.append((torch.is_grad_enabled(), layer.gradient_checkpointing))
     ):
         evaluated(trainer, inputs_of("GRPO", HALF), True, {})
-    assert seen == [(False, False), (True, True)]
+    assert list(dict.fromkeys(seen)) == [(False, False), (True, True)]  # the backward may run the layer again
     trainer.model.gradient_checkpointing_disable()
 
 

@@ -250,36 +250,43 @@ class Columns(Block):
     def gradients(
         self, part: Part, upstream: Upstream, head_grads: HeadGradients, out_view: Tensor | None = None
     ) -> Tensor | None:
-        opened, call = self.opened, self.call
-        coefficients, out = SoftmaxGradient.of(upstream, part.values, call.query.class_weight), None
-        labels, first = _of_part(call.tokens.labels, part), part.rows.start == 0
-        plain = opened.bias is None and call.query.class_weight is None
-        whole: Any = opened.weight if call.work.fused else None
-        for start in range(0, self.vocab_size, call.plan.tile_columns):
-            columns = slice(start, min(start + call.plan.tile_columns, self.vocab_size))
-            width = columns.stop - start
-            projection = opened.projection.columns(columns) if whole is None else None
-            weight: Any = whole[columns] if projection is None else projection.weights.matrix(call.work.operand_dtype)
-            grad = self._tile(len(part.hidden), width)
-            if projection is not None and (weight is None or not call.work.fused):
-                projection.into(grad, part.hidden, 0, width)
-                grad = projection_gradient(opened, grad, part, columns, coefficients, head_grads.bias)
-            else:
-                linear_softmax_gradient_into(
-                    grad,
-                    part.hidden,
-                    weight,
-                    part.values["lse"],
-                    labels,
-                    coefficients,
-                    part.epilogue if plain else part.epilogue.columns(columns),
-                    first_column=opened.first_column + start,
-                    vocab_size=call.vocab_size,
-                    backend=call.backend,
-                )
-            rows = weight if projection is None else projection
-            out = head_grads.add(grad, part.hidden, columns, first=first, out=out, rows=rows)
+        coefficients, out = SoftmaxGradient.of(upstream, part.values, self.call.query.class_weight), None
+        width = self.call.plan.tile_columns
+        for start in range(0, self.vocab_size, width):
+            columns = slice(start, min(start + width, self.vocab_size))
+            out = self._add(part, coefficients, columns, head_grads, out)
         return out
+
+    def _add(
+        self, part: Part, coefficients: SoftmaxGradient, columns: slice, head_grads: HeadGradients, out: Tensor | None
+    ) -> Tensor | None:
+        """Add the gradients of a tile's columns. Copies of its rows are freed before the next tile's are made."""
+        opened, call = self.opened, self.call
+        labels, width = _of_part(call.tokens.labels, part), columns.stop - columns.start
+        projection = None if call.work.fused and not call.work.walks else opened.projection.columns(columns)
+        weight: Any = (
+            opened.weight[columns] if projection is None else projection.weights.matrix(call.work.operand_dtype)
+        )
+        grad = self._tile(len(part.hidden), width)
+        if projection is not None and (weight is None or not call.work.fused):
+            projection.into(grad, part.hidden, 0, width)
+            grad = projection_gradient(opened, grad, part, columns, coefficients, head_grads.bias)
+        else:
+            plain = opened.bias is None and call.query.class_weight is None
+            linear_softmax_gradient_into(
+                grad,
+                part.hidden,
+                weight,
+                part.values["lse"],
+                labels,
+                coefficients,
+                part.epilogue if plain else part.epilogue.columns(columns),
+                first_column=opened.first_column + columns.start,
+                vocab_size=call.vocab_size,
+                backend=call.backend,
+            )
+        rows = weight if projection is None else projection
+        return head_grads.add(grad, part.hidden, columns, first=part.rows.start == 0, out=out, rows=rows)
 
 
 def projection_gradient(

@@ -70,7 +70,7 @@ FEWEST_FLOPS, MOST_SMALL_LOGITS = 1e12, 2.6e8
 LARGER_BUFFERS = {"cuda": 3 * MiB}
 #: The part of a workspace that holds copies of a head's rows (cast, or dequantized): one n-th. Where each copy serves
 #: all tokens of a tile, more of it.
-COPIES, COPIES_OF_TILES = 8, 3
+COPIES, COPIES_OF_TILES = 8, 4
 #: The part of what is left for tiles that goes to their tokens; more where each tile's rows are copied for all of them.
 TILE_TOKENS, TILE_TOKENS_OF_COPIES = 5 / 8, 3 / 4
 
@@ -287,17 +287,19 @@ def make_plan(work: Workload, workspace: int | None = None, chunk_size: int | No
     tile_rows, tile_columns = _tile(tokens, *_tile_bytes(work, budget.blocks, by_default, tiled), share)
     if tiled:
         rows, part = tile_rows, _rows_of_logits(work, budget.blocks, tile_rows)
-        tile_columns = _full_waves(tile_rows, tile_columns, processors(work.device))
     else:
         rows = max(1, min((budget.blocks - part * work.part_bytes) // work.row_bytes, max(tokens, 1)))
         rows = min(_whole_tiles(rows) if teacher else rows, chunk_size or rows)
         rows = _even(tokens, rows)
+    tile_columns = min(tile_columns, budget.weight_chunk if work.walks else padded(work.vocab_size))
+    if (tiled or (work.walks and work.fused)) and tile_columns < work.vocab_size:
+        tile_columns = _full_waves(tile_rows, tile_columns, processors(work.device))
     most_blocks = MAX_EXPONENTIAL_BLOCKS if work.exponentials else MAX_HALF_PRECISION_BLOCKS
     return Plan(
         rows=rows,
         part_rows=part if tiled else _even(rows, max(1, min(part, rows))) if teacher else rows,
         tile_rows=tile_rows,
-        tile_columns=min(tile_columns, budget.weight_chunk if work.walks else padded(work.vocab_size)),
+        tile_columns=tile_columns,
         scratch=budget.scratch,
         weight_chunk=budget.weight_chunk,
         kept=budget.kept,

@@ -19,6 +19,8 @@ from liger_losses.kernels.matmul import HALF_DTYPES, matmul_into, wide_dtype
 #: Rows and columns of the products of a :class:`Projection` that is fixed, on a CPU and elsewhere; and what the hidden
 #: size is padded to a multiple of: BLAS sums the last rows of a product of odd sizes in another order than the first.
 _FIXED_PRODUCT, _FIXED_PRODUCT_GPU, _FIXED_DEPTH = (64, 1024), (512, 8192), 8
+#: Rows are dequantized in so many parts, so that temporaries are small beside the rows, and stay in a GPU's cache.
+PARTS = 10
 
 
 class QuantizedWeight:
@@ -117,7 +119,7 @@ class Weights:
         if self.trained.dtype == dtype:
             return 0
         # A part of grad_weight is computed wide before it is rounded.
-        return self.shape[1] * (dtype.itemsize + wide_dtype(dtype).itemsize)
+        return self.trained.shape[1] * (dtype.itemsize + wide_dtype(dtype).itemsize)
 
     def dequantized_bytes(self, dtype: torch.dtype) -> int:
         """The size of a copy that is made of all rows, where the workspace has room for it; 0 for a matrix."""
@@ -148,8 +150,13 @@ class Quantized(Weights):
             # Formats dequantize ranges: of ids, the range from the first to the last one of each run is read.
             return torch.cat([self.rows(slice(i, i + 1), dtype) for i in ids.tolist()])
         start, stop, _ = ids.indices(len(self.trained))
-        found = self.codes.rows(start, stop).to(dtype)
-        return torch.cat([found, self.trained[ids].to(dtype)], 1) if self.trained.shape[1] else found
+        found = torch.empty(stop - start, self.shape[1], dtype=dtype, device=self.trained.device)
+        size, step = self.codes.shape[1], -(-(stop - start) // PARTS)
+        for first in range(start, stop, max(step, 1)):
+            last = min(first + step, stop)
+            found[first - start : last - start, :size].copy_(self.codes.rows(first, last))
+        found[:, size:].copy_(self.trained[ids])
+        return found
 
     def factors(self, dtype: torch.dtype, memory: int) -> list[Factor]:
         count, size = self.codes.shape
@@ -166,21 +173,14 @@ class Quantized(Weights):
         return None
 
     def copied_row_bytes(self, dtype: torch.dtype) -> int:
-        wide = wide_dtype(dtype).itemsize
-        return self.shape[1] * max(self.codes.temporary_bytes, dtype.itemsize + 2 * wide)
+        temporaries = -(-self.codes.temporary_bytes // PARTS)
+        return self.shape[1] * dtype.itemsize + self.codes.shape[1] * temporaries + super().copied_row_bytes(dtype)
 
     def dequantized_bytes(self, dtype: torch.dtype) -> int:
         return self.shape[0] * self.shape[1] * dtype.itemsize
 
     def dequantized(self, dtype: torch.dtype) -> Weights:
-        count, size = self.shape
-        out = torch.empty(count, size, dtype=dtype, device=self.trained.device)
-        step = max(64, count // 10)  # temporaries are small beside the matrix
-        for first in range(0, count, step):
-            rows = slice(first, min(first + step, count))
-            out[rows, : self.codes.shape[1]].copy_(self.codes.rows(rows.start, rows.stop))
-            out[rows, self.codes.shape[1] :].copy_(self.trained.detach()[rows])
-        return Weights(out)
+        return Weights(self.rows(slice(None), dtype).detach())
 
 
 def weights_of(weight: Tensor, quantized: QuantizedWeight | None) -> Weights:

@@ -4,7 +4,8 @@ python -m benchmarks.coefficients [--out FILE.json]
 
 All tokens need the product of the statistics, 2 N H V floating-point operations, and those with a coefficient two
 gradient products of as many: the bare products of these sizes take ``first + f (second + third)``. Each loss runs in
-turns with tokens left out and with all of them multiplied.
+turns with tokens left out and with all of them multiplied. The device has work before each call, as it has in a
+training step; in a column of its own it is idle, and waits until the host has launched the first product.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from benchmarks.compare import AHEAD_CYCLES
 from benchmarks.measure import save
 from liger_losses import LigerFusedLinearGRPOLoss, linear_logps
 from liger_losses.chunked.engine import stream
@@ -30,13 +32,15 @@ COMPLETIONS = 128
 ALWAYS: dict[str, float] = {"cuda": 0.0, "cpu": 0.0}
 
 
-def timed(run: Callable[[], object], device: torch.device) -> float:
-    """Milliseconds on the device, the host's wait included."""
+def timed(run: Callable[[], object], device: torch.device, idle: bool = False) -> float:
+    """Milliseconds on the device, the host's wait included; on an ``idle`` one, the host's first launches too."""
     if device.type != "cuda":
         run()
         return 0.0
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     torch.cuda.synchronize()
+    if not idle:
+        torch.cuda._sleep(AHEAD_CYCLES)  # type: ignore[no-untyped-call]
     start.record()
     run()
     end.record()
@@ -98,10 +102,11 @@ def measure(shape: tuple[int, int, int], rounds: int, device: torch.device) -> l
 
             # The card's clock falls with what it does: the products take turns with the losses.
             runs = products(hidden, weight) | {mode: partial(both_ways, limits) for mode, limits in modes.items()}
+            runs["idle"] = runs["left out"]
             times: dict[str, list[float]] = {name: [] for name in runs}
             for i in range(rounds + 2):
                 for key in [*runs][:: 1 if i % 2 else -1]:
-                    times[key].append(timed(runs[key], device))
+                    times[key].append(timed(runs[key], device, idle=key == "idle"))
             stream.MIN_FLOPS = kept
             found = {key: median(values[2:]) for key, values in times.items()}
             bare = found.pop("first") + share * found.pop("gradients")
@@ -116,7 +121,7 @@ def line(row: dict[str, Any]) -> str:
     ratios = f"{skipped / bare:5.3f} of the products, {whole / skipped:5.3f} times as fast" if bare and skipped else ""
     return (
         f"{' x '.join(map(str, row['shape'])):22} f {row['share']:3}  {row['loss']:12} left out {skipped:7.3f} ms  "
-        f"all {whole:7.3f} ms  products {bare:7.3f} ms  {ratios}"
+        f"all {whole:7.3f} ms  products {bare:7.3f} ms  {ratios}, on an idle device {row['idle']:7.3f} ms"
     )
 
 

@@ -35,7 +35,7 @@ def split_by_coefficient(
     their time, or 1/4 + 3/4 f with gradient checkpointing. Dropout draws different masks than for the whole batch.
 
     Either all processes of a group split their batch, or none. If one has no sequence to leave out, none splits,
-    because the others would wait for it. Each process then runs one forward without and one with a gradient, so DDP,
+    because the others would wait for it. Each process then runs one forward with and one without a gradient, so DDP,
     FSDP and ZeRO run the same collectives on all. This takes one all-reduce of a number, and the host waits once for
     the coefficients.
 
@@ -68,10 +68,10 @@ def split_by_coefficient(
         return forward(indices)
     sizes = (counts, number), (~counts, len(counts) - number)
     counted, others = (torch.nonzero_static(which, size=size).squeeze(-1) for which, size in sizes)
+    # The host falls behind in the forward with a gradient, and gets ahead again in the other, which takes it less time.
+    found = forward(counted) if stand_in is None or len(counted) else stand_in()
     with torch.no_grad():
         left_out = forward(others)
-    torch.clear_autocast_cache()  # it has the weights' casts, made without a gradient
-    found = forward(counted) if stand_in is None or len(counted) else stand_in()
     return _merged(found, left_out, counted, others)
 
 

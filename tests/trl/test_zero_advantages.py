@@ -143,7 +143,7 @@ def test_loss_gradients_and_metrics_are_those_of_all_sequences(name, checkpointi
     for key, values in metrics.items():
         assert found[2][key] == pytest.approx(values, rel=1e-6, abs=1e-6, nan_ok=True), key
     ((whole, *size),) = ran
-    (without, left_out, *_), (with_gradient, counted, length) = found[3]
+    (with_gradient, counted, length), (without, left_out, *_) = found[3]
     assert (whole, without, with_gradient, size[0]) == (True, False, True, B)
     if advantages is NONE and kind != "image":  # a short input stands in
         assert (left_out, counted) == (B, 1)
@@ -194,7 +194,7 @@ def test_layers_checkpoint_themselves_with_a_gradient_alone(trainers):
         lambda layer, _: seen.append((torch.is_grad_enabled(), layer.gradient_checkpointing))
     ):
         evaluated(trainer, inputs_of("GRPO", HALF), True, {})
-    assert list(dict.fromkeys(seen)) == [(False, False), (True, True)]  # the backward may run the layer again
+    assert list(dict.fromkeys(seen)) == [(True, True), (False, False)]  # the backward may run the layer again
     trainer.model.gradient_checkpointing_disable()
 
 

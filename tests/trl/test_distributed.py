@@ -502,7 +502,7 @@ def without_coefficient(rank):
         (logps * weights * coefficients[:, None]).sum().backward()
         check_gradients(ours, plain)
         counted = max(1, ROWS[rank] - left_out[rank])
-        assert ran == [(False, left_out[rank])] * (left_out[rank] > 0) + [(True, counted)], ran
+        assert ran == [(True, counted)] + [(False, left_out[rank])] * (left_out[rank] > 0), ran
 
 
 CHECKS = (

@@ -3,8 +3,8 @@
 python -m benchmarks.coefficients [--out FILE.json]
 
 All tokens need the product of the statistics, 2 N H V floating-point operations, and those with a coefficient two
-gradient products of as many: the bare products of these sizes take ``first + f (second + third)``. Each loss runs in
-turns with tokens left out and with all of them multiplied. The device has work before each call, as it has in a
+gradient products: the bare products are one of N tokens and two of f N. Each loss runs in turns with them, with tokens
+left out and with all of them multiplied. The device has work before each call, as it has in a
 training step; in a column of its own it is idle, and waits until the host has launched the first product.
 """
 
@@ -64,21 +64,18 @@ def losses(hidden: Tensor, weight: Tensor, labels: Tensor, share: float) -> dict
     }
 
 
-def products(hidden: Tensor, weight: Tensor) -> dict[str, Callable[[], object]]:
-    """The bare first product, and both gradient products, whose operands are logits."""
-    logits = hidden.detach() @ weight.detach().t()
+def products(hidden: Tensor, weight: Tensor, share: float) -> Callable[[], None]:
+    """The bare products, one after another; the operands of the gradient products are logits."""
+    logits, count = hidden.detach() @ weight.detach().t(), round(share * len(hidden))
     of_hidden, of_weight = torch.empty_like(hidden), torch.empty_like(weight)
 
     @torch.no_grad()
-    def first() -> None:
+    def run() -> None:
         torch.mm(hidden, weight.t(), out=logits)
+        torch.mm(logits[:count], weight, out=of_hidden[:count])
+        torch.mm(logits[:count].t(), hidden[:count], out=of_weight)
 
-    @torch.no_grad()
-    def gradients() -> None:
-        torch.mm(logits, weight, out=of_hidden)
-        torch.mm(logits.t(), hidden, out=of_weight)
-
-    return {"first": first, "gradients": gradients}
+    return run
 
 
 def measure(shape: tuple[int, int, int], rounds: int, device: torch.device) -> list[dict[str, Any]]:
@@ -101,16 +98,15 @@ def measure(shape: tuple[int, int, int], rounds: int, device: torch.device) -> l
                 loss().backward()
 
             # The card's clock falls with what it does: the products take turns with the losses.
-            runs = products(hidden, weight) | {mode: partial(both_ways, limits) for mode, limits in modes.items()}
-            runs["idle"] = runs["left out"]
+            runs = {mode: partial(both_ways, limits) for mode, limits in modes.items()}
+            runs |= {"idle": runs["left out"], "products": products(hidden, weight, share)}
             times: dict[str, list[float]] = {name: [] for name in runs}
             for i in range(rounds + 2):
                 for key in [*runs][:: 1 if i % 2 else -1]:
                     times[key].append(timed(runs[key], device, idle=key == "idle"))
             stream.MIN_FLOPS = kept
             found = {key: median(values[2:]) for key, values in times.items()}
-            bare = found.pop("first") + share * found.pop("gradients")
-            rows.append({"shape": shape, "share": share, "loss": name, "products": bare, "rounds": times, **found})
+            rows.append({"shape": shape, "share": share, "loss": name, "rounds": times, **found})
             print(line(rows[-1]), flush=True)
     return rows
 

@@ -183,7 +183,7 @@ MUTANTS: dict[str, list[tuple[str, str, str]]] = {
         ("kernels/exponential_row_kernels.py", "tl.store(ratio + rows, 1.0, mask=again)", "pass"),
         ("kernels/exponential_row_kernels.py", "(other[:, None] < rows[None, :])", "(other[:, None] < 0)"),
         ("kernels/exponential_row_kernels.py", "g / tl.load(facts + 1)", "g / tl.load(facts)"),
-        ("kernels/label_rows.py", "(scale * value + coef * w)", "(scale * value)"),
+        ("kernels/label_rows.py", "(s * value + c * w)", "(s * value)"),
         ("kernels/exponential_row_kernels.py", "total / columns", "total / (columns + 1)"),
     ],
     "tests/kernels/test_coupled_rows.py": [

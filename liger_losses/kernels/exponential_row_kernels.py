@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from liger_losses.kernels._tiles import project_tile
 from liger_losses.kernels._triton import jit, tl
-from liger_losses.kernels.label_rows import check_known, count_active, dot_product, scale_and_add
+from liger_losses.kernels.label_rows import check_known, count_active, dot_product
 from liger_losses.kernels.linear_exp import add_sums, log1p
 from liger_losses.kernels.linear_stats import merged_splits
 from liger_losses.kernels.logit_transform import transform_block
@@ -165,16 +165,3 @@ def scales_kernel(
         at = start + tl.arange(0, BLOCK)
         h = tl.load(clean + row * hidden_size + at, mask=at < hidden_size, other=0.0).to(tl.float32)
         tl.store(scaled + row * hidden_size + at, (scale * h).to(scaled.dtype.element_ty), mask=at < hidden_size)
-
-
-@jit(do_not_specialize=["ignore_index"], do_not_specialize_on_alignment=["labels", "scale", "coef"])
-def hidden_gradient_kernel(
-    out, product, scale, coef, weight, weight_stride, labels, columns, hidden_size, ignore_index, BLOCK: tl.constexpr
-):
-    """One program per row."""
-    row = tl.program_id(0).to(tl.int64)
-    label, _active, _known = label_of(labels, row, ignore_index, columns)
-    s = tl.load(scale + row)
-    c = tl.load(coef + row)
-    own = weight + label * weight_stride
-    scale_and_add(out + row * hidden_size, product + row * hidden_size, s, own, c, hidden_size, BLOCK)

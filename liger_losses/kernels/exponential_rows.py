@@ -19,13 +19,12 @@ from liger_losses.kernels._tiles import tiles_of
 from liger_losses.kernels._triton import Launcher, triton
 from liger_losses.kernels.exponential_row_kernels import (
     again_kernel,
-    hidden_gradient_kernel,
     scales_kernel,
     start_kernel,
     sums_kernel,
 )
 from liger_losses.kernels.hopper_pipeline import AVAILABLE, Launchable, NotCompiledError
-from liger_losses.kernels.label_rows import ASSERTS, MOST_COMPARED, LabelRows, masked_labels
+from liger_losses.kernels.label_rows import ASSERTS, MOST_COMPARED, LabelRows, add_label_rows_kernel, masked_labels
 from liger_losses.kernels.linear_exp import LARGEST_SUM, kernel_of, linear_exponentials
 from liger_losses.kernels.linear_exp_hopper import hopper_tiles, sums_on_hopper
 from liger_losses.kernels.linear_stats import MaskedStatistics
@@ -126,7 +125,7 @@ class ExponentialRows:
         self.launch_sums = Launcher(sums_kernel, triton.cdiv(tokens, _ROWS), num_warps=8)
         # By whether there is an upstream gradient.
         self.launch_scales = cache(lambda upstream: Launcher(scales_kernel, tokens))
-        self.launch_hidden_gradient = Launcher(hidden_gradient_kernel, tokens)
+        self.launch_hidden_gradient = Launcher(add_label_rows_kernel, tokens)
         self._prepare(weight)
 
     def _prepare(self, weight: Tensor) -> None:
@@ -264,8 +263,8 @@ class ExponentialRows:
         matmul_into(product, found.block.values, weight)
         if self.triton:
             self.launch_hidden_gradient(
-                out, product, found.scale, found.coef, weight, weight.stride(0), found.labels,
-                self.columns, self.hidden_size, self.ignore_index, _BLOCK,
+                out, self.hidden_size, product, found.scale, found.coef, weight, weight.stride(0), found.labels,
+                self.columns, self.hidden_size, _BLOCK,
             )  # fmt: skip
             return
         rows = weight[found.labels.reshape(-1).clamp(0, self.columns - 1)].float()

@@ -113,9 +113,9 @@ def scale_and_add_label_rows(
     if backend == "torch":
         return out.copy_(product * scale[:, None] + coef[:, None] * weight[labels].to(product.dtype))
     if tokens := labels.numel():
-        _add_label_rows_kernel[(tokens,)](
-            out, out.stride(0), product, scale, coef, weight, weight.stride(0), labels, product.shape[1], BLOCK=1024,
-            kind=None if INTERPRETED else (*kinds(out, product, weight), product.shape[1], out.device),
+        add_label_rows_kernel[(tokens,)](
+            out, out.stride(0), product, scale, coef, weight, weight.stride(0), labels, None, product.shape[1],
+            BLOCK=1024, kind=None if INTERPRETED else (*kinds(out, product, weight), product.shape[1], out.device),
         )  # fmt: skip
     return out
 
@@ -263,16 +263,6 @@ def dot_product(first, second, size, BLOCK: tl.constexpr):
     return tl.sum(products, 0)
 
 
-@jit
-def scale_and_add(out, product, scale, added, coef, size, BLOCK: tl.constexpr):
-    """A row ``scale product + coef added``, rounded once."""
-    for start in range(0, size, BLOCK):
-        at = start + tl.arange(0, BLOCK)
-        value = tl.load(product + at, mask=at < size, other=0.0)
-        w = tl.load(added + at, mask=at < size, other=0.0).to(tl.float32)
-        tl.store(out + at, (scale * value + coef * w).to(out.dtype.element_ty), mask=at < size)
-
-
 @jit(do_not_specialize_on_alignment=["labels"])
 def _label_logits_kernel(
     out, hidden, weight, hidden_stride, weight_stride, bias, labels, hidden_size, transform, BLOCK: tl.constexpr
@@ -287,17 +277,28 @@ def _label_logits_kernel(
     tl.store(out + row, logit)
 
 
-@jit(do_not_specialize_on_alignment=["out", "scale", "coef", "labels"])
-def _add_label_rows_kernel(
-    out, out_stride, product, scale, coef, weight, weight_stride, labels, hidden_size, BLOCK: tl.constexpr
+@jit(do_not_specialize=["columns"], do_not_specialize_on_alignment=["scale", "coef", "labels"])
+def add_label_rows_kernel(
+    out, out_stride, product, scale, coef, weight, weight_stride, labels, columns, hidden_size, BLOCK: tl.constexpr
 ):
-    """One program per token."""
+    """One program per token: ``scale product + coef weight[label]``, rounded once.
+
+    Where ``columns`` are given, a label outside of the vocabulary stands for the first column: its ``coef`` is 0.
+    """
     row = tl.program_id(0).to(tl.int64)
     label = tl.load(labels + row)
+    if columns is not None:
+        label = tl.where((label >= 0) & (label < columns), label, 0)
     s = tl.load(scale + row)
     c = tl.load(coef + row)
-    own = weight + label * weight_stride
-    scale_and_add(out + row * out_stride, product + row * hidden_size, s, own, c, hidden_size, BLOCK)
+    out += row * out_stride
+    product += row * hidden_size
+    weight += label * weight_stride
+    for start in range(0, hidden_size, BLOCK):
+        at = start + tl.arange(0, BLOCK)
+        value = tl.load(product + at, mask=at < hidden_size, other=0.0)
+        w = tl.load(weight + at, mask=at < hidden_size, other=0.0).to(tl.float32)
+        tl.store(out + at, (s * value + c * w).to(out.dtype.element_ty), mask=at < hidden_size)
 
 
 @jit(

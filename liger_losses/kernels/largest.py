@@ -14,11 +14,12 @@ from torch import Tensor
 
 from liger_losses.kernels._triton import LOGIT_DTYPES, choose_backend, jit, tl, triton
 from liger_losses.kernels.hopper_pipeline import COLUMNS
-from liger_losses.kernels.logit_transform import Epilogue, inverse_temperature, load_logits, transform_block
+from liger_losses.kernels.linear_lse import sums_of_groups
+from liger_losses.kernels.logit_transform import Epilogue, inverse_temperature, load_logits
+from liger_losses.kernels.softmax_stats import row_slices
 
-#: Columns of a group, and groups that a program reads at a time.
+#: Columns of a group.
 GROUP = 64
-_GROUPS = 32
 #: How many logits are computed at a time, where no kernel chooses.
 _SORTED = 2**21
 #: The largest k that kernels serve; how many entries of a row they keep for each of the k (rounded up to a power of
@@ -29,30 +30,6 @@ _READ, _COMPARED = 1024, 16
 #: By which share of itself the bound is lowered, because maxima may come rounded: the kernel that takes them together
 #: with log-sum-exps multiplies by log2(e) and by its inverse.
 _ROUNDING = 1e-6
-
-
-def group_maxima(projected: Tensor, epilogue: Epilogue, backend: str | None = None) -> Tensor:
-    """The largest logit of each group of :data:`GROUP` columns, ``[R, ceil(C / 64)]``.
-
-    Args:
-        projected: ``[R, C]`` fp32 or fp64, rows contiguous.
-        epilogue: from projections to logits.
-        backend: ``torch`` or ``triton``; chosen from the tensor by default.
-    """
-    rows, columns = projected.shape
-    groups = -(-columns // GROUP)
-    if choose_backend(backend, [projected], dtypes=LOGIT_DTYPES) == "triton":
-        out = torch.empty(rows, groups, dtype=torch.float32, device=projected.device)
-        if rows:
-            grid = (rows, triton.cdiv(groups, _GROUPS))
-            transform = epilogue.transform.for_kernel
-            _group_maxima_kernel[grid](
-                out, projected, projected.stride(0), epilogue.bias, transform, columns, groups, GROUP, _GROUPS
-            )
-        return out
-    logits = epilogue(projected)
-    padded = torch.nn.functional.pad(logits, (0, groups * GROUP - columns), value=-torch.inf)
-    return padded.view(rows, groups, GROUP).amax(-1)
 
 
 class Found(NamedTuple):
@@ -77,8 +54,10 @@ def largest(
     """The k largest logits of each row, in descending order, and their columns, ``[R, k]`` each.
 
     Args:
-        projected, epilogue, backend: as in :func:`group_maxima`.
+        projected: ``[R, C]`` fp32 or fp64, rows contiguous.
+        epilogue: from projections to logits.
         k: at most C.
+        backend: ``torch`` or ``triton``; chosen from the tensor by default.
         tiles: what :func:`~liger_losses.kernels.linear_lse.log_sum_exps_into` returned; read where the kernels choose
             among groups of as many columns.
         lse: ``[R]``, the log-sum-exps: log-probabilities are returned.
@@ -90,7 +69,7 @@ def largest(
     group = next((group for group in (COLUMNS, GROUP) if group <= most), 0)
     if group and choose_backend(backend, [projected], dtypes=LOGIT_DTYPES) == "triton":
         if tiles is None or group != COLUMNS:
-            group, tiles = GROUP, group_maxima(projected, epilogue, "triton").t()[None]
+            group, tiles = GROUP, sums_of_groups(projected, epilogue, GROUP, maxima_alone=True, backend="triton")
         device, told = projected.device, rest and lse is not None and len(tiles) > 1
         if out is None:
             out = torch.empty(rows, k, device=device), torch.empty(rows, k, dtype=torch.int64, device=device)
@@ -134,43 +113,16 @@ def sum_of_probabilities(
     """``sum_v exp(z_v - lse)`` over the columns of each row whose projection is not -inf, ``[R]``.
 
     Args:
-        projected, epilogue, backend: as in :func:`group_maxima`.
+        projected, epilogue, backend: as in :func:`largest`.
         lse: ``[R]``.
         scratch: bytes that temporaries may take.
     """
-    rows, columns = projected.shape
-    if choose_backend(backend, [projected], dtypes=LOGIT_DTYPES) == "triton":
-        out = torch.empty(rows, device=projected.device)
-        if rows:
-            _sum_of_probabilities_kernel[(rows,)](
-                out, projected, projected.stride(0), lse, epilogue.bias, epilogue.transform.for_kernel, columns,
-                BLOCK=4096, num_warps=8,
-            )  # fmt: skip
-        return out
-    found = [projected.new_empty(0)]
-    size = max(1, scratch // (4 * columns * projected.element_size()))
-    for start in range(0, rows, size):
-        at = slice(start, start + size)
-        p = (epilogue.rows(at)(projected[at]) - lse[at, None]).exp()
-        found.append(p.masked_fill(projected[at] == -torch.inf, 0.0).sum(1))
+    backend, found = choose_backend(backend, [projected], dtypes=LOGIT_DTYPES), [projected.new_empty(0)]
+    for at in row_slices(projected, None if backend == "triton" else scratch):
+        rows, of_rows = projected[at], epilogue.rows(at)
+        tops, sums = sums_of_groups(rows, of_rows, without_absent=True, backend=backend)
+        found.append((sums * (tops - lse[at]).exp()).sum(0))
     return torch.cat(found)
-
-
-@jit(do_not_specialize_on_alignment=["lse"])
-def _sum_of_probabilities_kernel(out, projected, stride, lse, bias, transform, columns, BLOCK: tl.constexpr):
-    """One program for each row."""
-    row = tl.program_id(0).to(tl.int64)
-    inverse = inverse_temperature(transform, row, True, 0)
-    row_lse = tl.load(lse + row)
-    sums = tl.zeros((BLOCK,), tl.float32)
-    for start in range(0, columns, BLOCK):
-        at = start + tl.arange(0, BLOCK)
-        x = tl.load(projected + row * stride + at, mask=at < columns, other=-float("inf"))
-        z = x
-        if bias is not None or transform.factor is not None:
-            z = transform_block(x, bias, at, at < columns, transform, inverse)
-        sums += tl.where(x > -float("inf"), tl.exp(z - row_lse), 0.0)
-    tl.store(out + row, tl.sum(sums, 0))
 
 
 @jit
@@ -364,20 +316,3 @@ def _largest_of_groups_kernel(
         tl.store(ids + at_row * ids_stride + place, at.to(tl.int64), mask=inside)
     if rest is not None:
         tl.store(rest + at_row, tl.log(outside + others))
-
-
-@jit
-def _group_maxima_kernel(
-    out, projected, stride, bias, transform, columns, groups, GROUP: tl.constexpr, GROUPS: tl.constexpr
-):
-    """One program for some groups of a row."""
-    row = tl.program_id(0).to(tl.int64)
-    first = tl.program_id(1) * GROUPS
-    at = first * GROUP + tl.arange(0, GROUPS * GROUP)
-    inside = at < columns
-    inverse = inverse_temperature(transform, row, True, 0)
-    z = tl.where(inside, load_logits(projected + row * stride, bias, at, inside, transform, inverse), -float("inf"))
-    z = tl.where(z == z, z, float("inf"))  # a maximum leaves NaN out, which is among the largest
-    maxima = tl.max(tl.reshape(z, (GROUPS, GROUP)), 1)
-    group = first + tl.arange(0, GROUPS)
-    tl.store(out + row * groups + group, maxima, mask=group < groups)

@@ -61,8 +61,11 @@ def test_largest_of_rows(columns, k, backend):
     assert torch.equal(some.gather(1, ids), values)
     assert len(ids.unique()) == k
     if k < 4:
-        maxima = largest.group_maxima(rows, epilogue, backend)
-        torch.testing.assert_close(maxima, largest.group_maxima(rows, epilogue, "torch"))
+        of_groups = [
+            largest.sums_of_groups(rows, epilogue, 64, maxima_alone=alone, backend=backend) for alone in (True, False)
+        ]
+        exact = largest.sums_of_groups(rows, epilogue, 64)
+        torch.testing.assert_close(of_groups, [exact[:1], exact])
 
 
 #: From random rows ``[C]`` to rows that are hard to choose from.

@@ -113,6 +113,10 @@ MUTANTS: dict[str, list[tuple[str, str, str]]] = {
         ("chunked/engine/autograd_functions.py", "ctx.gradients = ctx.gradients, None", "_ = ctx.gradients, None"),
         ("chunked/engine/plan.py", "MAX_HALF_PRECISION_BLOCKS = 8", "MAX_HALF_PRECISION_BLOCKS = 8000"),
     ],
+    "tests/chunked/engine/test_slabs.py -k frozen_heads": [
+        ("chunked/engine/tiled_exponentials.py", "scale_rows_(product, (offset - highest).exp(), backend", "print(backend"),
+        ("chunked/engine/tiled_exponentials.py", "labels - columns.start, -1)", "labels - columns.start, 0)"),
+    ],
     "tests/chunked/engine/test_plan.py tests/chunked/engine/test_workspace.py": [
         ("chunked/engine/plan.py", "resident=tokens * work.row_bytes <= budget.kept and", "resident="),
         ("chunked/engine/workspace.py", "context.reset(before)", "before.old_value"),

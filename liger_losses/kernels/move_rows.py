@@ -1,4 +1,5 @@
-"""Rows of a matrix that move to other rows of it, and which of them are to move.
+"""Rows of a matrix that move to other rows of it, or to another matrix, which of them are to move, and rows that are
+scaled.
 
 N rows.
 """
@@ -60,26 +61,45 @@ def put_first(counts: Tensor, rounded: int, *, backend: str = "torch") -> Moves:
     return Moves(total, sources, targets, order)
 
 
-def move_rows_(matrix: Tensor, sources: Tensor, targets: Tensor, *, backend: str = "torch") -> None:
-    """``matrix[targets_i] = matrix[sources_i]``, in place, where both are rows of it: others are left out.
+def move_rows_(
+    matrix: Tensor, sources: Tensor, targets: Tensor, *, into: Tensor | None = None, backend: str = "torch"
+) -> None:
+    """``into[targets_i] = matrix[sources_i]``, where ``sources_i`` is a row of the matrix: others are left out.
 
-    No row may be both a source and a target, or a target twice.
+    No row of one matrix may be both a source and a target, and none a target twice.
 
     Args:
         matrix: ``[N, C]``, rows contiguous, in any dtype.
         sources, targets: ``[M]`` int64.
+        into: ``[K, C]``, rows contiguous, in this dtype; ``matrix`` itself by default.
         backend: ``torch`` or ``triton``.
     """
     columns, itemsize = matrix.shape[1], matrix.element_size()
+    into = matrix if into is None else into
     if backend == "torch":
-        size, moves = max(1, _BYTES // max(columns * itemsize, 1)), sources < len(matrix)
+        size, moves = max(1, _BYTES // max(columns * itemsize, 1)), (sources >= 0) & (sources < len(matrix))
         sources, targets = sources[moves], targets[moves]
-        for rows, into in zip(sources.split(size), targets.split(size), strict=True):
-            matrix.index_copy_(0, into, matrix.index_select(0, rows))
+        for rows, places in zip(sources.split(size), targets.split(size), strict=True):
+            into.index_copy_(0, places, matrix.index_select(0, rows))
     elif len(sources):
         _move_rows_kernel[(len(sources),)](
-            matrix, matrix.stride(0), sources, targets, *matrix.shape, BLOCK=_COLUMNS, num_warps=8
+            into, into.stride(0), matrix, matrix.stride(0), sources, targets, *matrix.shape,
+            BLOCK=_COLUMNS, num_warps=8,
         )  # fmt: skip
+
+
+def scale_rows_(matrix: Tensor, factor: Tensor, *, backend: str = "torch") -> None:
+    """``matrix_n *= factor_n``; rows whose factor is 1 are not read.
+
+    Args:
+        matrix: ``[N, C]``, rows contiguous.
+        factor: ``[N]`` fp32.
+        backend: ``torch`` or ``triton``.
+    """
+    if backend == "torch":
+        matrix.copy_(matrix * factor[:, None])
+    elif len(factor):
+        _scale_rows_kernel[(len(factor),)](matrix, matrix.stride(0), factor, matrix.shape[1], BLOCK=_COLUMNS)
 
 
 @jit(do_not_specialize=["rows"], do_not_specialize_on_alignment=["counts", "total", "sources", "targets", "order"])
@@ -108,11 +128,22 @@ def _put_first_kernel(counts, total, sources, targets, order, rows, ROUNDED: tl.
 
 
 @jit(do_not_specialize=["rows"], do_not_specialize_on_alignment=["sources", "targets"])
-def _move_rows_kernel(matrix, row_stride, sources, targets, rows, columns, BLOCK: tl.constexpr):
+def _move_rows_kernel(into, into_stride, matrix, row_stride, sources, targets, rows, columns, BLOCK: tl.constexpr):
     """One program for each move."""
     source, target = tl.load(sources + tl.program_id(0)), tl.load(targets + tl.program_id(0))
-    if source < rows:
+    if (source >= 0) & (source < rows):
         for start in range(0, columns, BLOCK):
             at = start + tl.arange(0, BLOCK)
             row = tl.load(matrix + source * row_stride + at, mask=at < columns)
-            tl.store(matrix + target * row_stride + at, row, mask=at < columns)
+            tl.store(into + target * into_stride + at, row, mask=at < columns)
+
+
+@jit(do_not_specialize_on_alignment=["factor"])
+def _scale_rows_kernel(matrix, row_stride, factor, columns, BLOCK: tl.constexpr):
+    """One program for each row."""
+    row, by = tl.program_id(0).to(tl.int64), tl.load(factor + tl.program_id(0))
+    if by != 1.0:
+        for start in range(0, columns, BLOCK):
+            at = start + tl.arange(0, BLOCK)
+            values = tl.load(matrix + row * row_stride + at, mask=at < columns).to(tl.float32) * by
+            tl.store(matrix + row * row_stride + at, values.to(matrix.dtype.element_ty), mask=at < columns)

@@ -35,7 +35,7 @@ from liger_losses.kernels.linear_lse import Kept, log_sum_exps_into
 from liger_losses.kernels.linear_stats import MaskedStatistics
 from liger_losses.kernels.logit_transform import Epilogue
 from liger_losses.kernels.masked_rows import Derivatives, MaskedRows, RowStatistics
-from liger_losses.kernels.move_rows import move_rows_, put_first
+from liger_losses.kernels.move_rows import move_rows_, put_first, scale_rows_
 from liger_losses.kernels.reading import label_facts
 from liger_losses.kernels.rms_norm import add_rms_norm, gated_rms_norm, rms_norm
 from liger_losses.kernels.rope import rope
@@ -182,6 +182,9 @@ def of_slabs() -> None:
     hidden, weight, labels = problem()
     exponentials, label_logit = tensor(TOKENS, 8192), tensor(TOKENS, dtype=FP32)
     linear_exponentials(hidden, weight[:8192], labels, exponentials, label_logit=label_logit, backend="triton")
+    move_rows_(weight[:8192], labels, labels, into=tensor(TOKENS, weight.shape[1]), backend="triton")
+    for matrix in (exponentials, tensor(TOKENS, weight.shape[1], dtype=FP32)):
+        scale_rows_(matrix, label_logit, backend="triton")
 
 
 def support(ragged: bool, dtype: torch.dtype = BF16, transform: LogitTransform = LogitTransform()) -> None:

@@ -107,8 +107,9 @@ class Decision:
             # A half-precision grad_weight must not be rounded many times.
             few_roundings = dtype not in HALF_DTYPES or plan.few_blocks or not self.needs_weight
             one_pass = self.one_pass and few_roundings
-            allowed = {"one_pass": one_pass, "frozen_head": self.frozen, "resident": plan.resident}
-            single = [name for name, possible in allowed.items() if possible and not work.walks]
+            allowed = {"one_pass": one_pass, "frozen_head": self.frozen, "resident": plan.resident and not work.walks}
+            in_blocks = work.tiled_exponentials or not work.walks
+            single = [name for name, possible in allowed.items() if possible and in_blocks]
             # Logits that are kept are one block, of all tokens.
             tall_blocks = plan.tall_blocks or (plan.resident and not one_pass)
             possible = [*single, "two_pass"] if tall_blocks or not self.needs_weight else ["two_pass", *single]
@@ -367,7 +368,8 @@ def _decide(
     fused_products = can_fuse(head.weights, operand, backend, at_once > 0 or walks)
     fused = fused_products and not needs_bias and not query.needs_logits
     # fp16 cannot hold exponentials of every size.
-    exponentials = fused and not walks and operand == torch.bfloat16 and query.of_exponentials
+    of_exponentials = fused and operand == torch.bfloat16 and query.of_exponentials
+    plain = head.ranks is ALONE and not head.batch_invariant and "entropy" not in query.metrics
     head.ranks.check_columns(vocab_size if teacher is None else min(vocab_size, teacher.vocab_size))
     # Rows of temporaries that elementwise work needs, and what a teacher adds to the bytes of a token.
     temporaries = 4 if backend == "torch" or (needs_bias and teacher is None) else 0
@@ -389,13 +391,14 @@ def _decide(
         temporaries=temporaries,
         gathers=not _dense(hidden, operand),
         fused=fused,
-        exponentials=exponentials,
+        exponentials=of_exponentials and not walks,
         fused_products=fused_products,
         ranks=head.ranks.size,
         device_memory=memory,
         copied_row_bytes=sum([each.weights.copied_row_bytes(operand) for each in heads if not at_once]),
         dequantized_bytes=at_once,
         walks=walks,
+        tiled_exponentials=of_exponentials and walks and plain and not needs_weight,
         **of_teacher,
     )
     if (
@@ -439,7 +442,7 @@ def _decide(
     if drops or not options.compact or query.comparison is not None:
         return made
     # A block of fp32 logits, if it fits: the fewest launches.
-    work = replace(work, fused=False, exponentials=False)
+    work = replace(work, fused=False, exponentials=False, tiled_exponentials=False)
     small = replace(made, compact=False, work=work, runs={})
     with suppress(ValueError):  # the workspace is too small for it
         if small.run(most, True).plan.rows >= most:

@@ -154,6 +154,7 @@ class Workload:
     copied_row_bytes: int = 0  # of a row of both heads while it is copied, where the heads are not read as they are
     dequantized_bytes: int = 0  # of quantized weights, of both models, that are dequantized at once for each pass
     walks: bool = False  # whether rows of the head are dequantized where they are needed, for all tokens of a tile
+    tiled_exponentials: bool = False  # and whether gradients are taken of exponentials, as soon as a tile has them
 
     @cached_property
     def logits_dtype(self) -> torch.dtype:
@@ -165,7 +166,8 @@ class Workload:
         """Bytes of a token's hidden state in the gradient pass (gathered, cast or scaled), and of its gradient."""
         item, operand = self.logits_dtype.itemsize, self.operand_dtype.itemsize
         fused = self.fused or self.divergence_tiles
-        return self.hidden_size * (item + 2 * operand * self.gathers if fused else 8 + operand + 2 * item)
+        of_fused = item + 2 * operand * self.gathers + operand * self.tiled_exponentials  # the labels' rows
+        return self.hidden_size * (of_fused if fused else 8 + operand + 2 * item)
 
     @cached_property
     def row_bytes(self) -> int:
@@ -287,6 +289,8 @@ def make_plan(work: Workload, workspace: int | None = None, chunk_size: int | No
     tile_rows, tile_columns = _tile(tokens, *_tile_bytes(work, budget.blocks, by_default, tiled), share)
     if tiled:
         rows, part = tile_rows, _rows_of_logits(work, budget.blocks, tile_rows)
+    elif work.tiled_exponentials:
+        rows = min(tile_rows, chunk_size or tile_rows)
     else:
         rows = max(1, min((budget.blocks - part * work.part_bytes) // work.row_bytes, max(tokens, 1)))
         rows = min(_whole_tiles(rows) if teacher else rows, chunk_size or rows)

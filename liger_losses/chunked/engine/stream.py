@@ -22,6 +22,7 @@ from liger_losses.chunked.engine.call import Call, OpenCall
 from liger_losses.chunked.engine.logit_block import LogitBlock
 from liger_losses.chunked.engine.plan import blocks, padded
 from liger_losses.chunked.engine.ranks import ALONE
+from liger_losses.chunked.engine.tiled_exponentials import TiledExponentials
 from liger_losses.chunked.engine.two_models import TwoModels
 from liger_losses.kernels.move_rows import put_first
 from liger_losses.kernels.reading import start_reading
@@ -251,6 +252,8 @@ class Stream:
     def _block(self, rows: int) -> Block:
         """A block of whole rows, which remembers what gradients are taken of."""
         kind: type[Block] = ExponentialBlock if self.call.work.exponentials else LogitBlock
+        if self.call.work.tiled_exponentials:
+            kind = TiledExponentials
         if self.call.query.comparison is not None:
             kind = TwoModels
         return kind(self.opened, min(rows, self.count))

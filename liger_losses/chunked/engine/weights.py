@@ -20,7 +20,7 @@ from liger_losses.kernels.matmul import HALF_DTYPES, matmul_into, wide_dtype
 #: size is padded to a multiple of: BLAS sums the last rows of a product of odd sizes in another order than the first.
 _FIXED_PRODUCT, _FIXED_PRODUCT_GPU, _FIXED_DEPTH = (64, 1024), (512, 8192), 8
 #: Rows are dequantized in so many parts, so that temporaries are small beside the rows, and stay in a GPU's cache.
-PARTS = 10
+PARTS = 5
 
 
 class QuantizedWeight:

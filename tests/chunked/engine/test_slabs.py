@@ -5,19 +5,20 @@ import torch
 
 from liger_losses import (
     Head,
+    LigerFusedLinearCrossEntropyLoss,
     linear_logps,
     linear_statistics,
 )
-from liger_losses.chunked.engine import blocks
+from liger_losses.chunked.engine import blocks, plan
 from liger_losses.chunked.engine.adapters import LowRank
 from liger_losses.chunked.engine.call import make_call
 from liger_losses.chunked.engine.plan import EngineOptions
 from liger_losses.chunked.engine.query import Query
 from liger_losses.kernels._triton import INTERPRETED, triton
 from liger_losses.kernels.linear_exp import linear_exponentials
-from liger_losses.kernels.logit_transform import Epilogue
+from liger_losses.kernels.logit_transform import Epilogue, LogitTransform
 from tests.quantized_layers import Int8Weight
-from tests.reference import double, peak_bytes, plain_statistics, problem, relative_error
+from tests.reference import assert_as_exact_as_plain, double, peak_bytes, plain_statistics, problem, relative_error
 
 V, H, T = 100, 40, 40
 #: Bytes of workspaces in which the head is dequantized as a whole, and slab by slab.
@@ -147,6 +148,55 @@ def test_columns_without_probability(active):
     assert torch.equal(found.argmax, ((x @ w[active].t()).argmax(-1) + active.start) * (labels >= 0))
     for ours, theirs in zip(gradients(found._asdict(), names, hidden), gradients(exact, names, x), strict=True):
         assert relative_error(ours, theirs) < 1e-5
+
+
+@interpreted
+@pytest.mark.parametrize(
+    ("kind", "strategy"),
+    [
+        ("plain", "one_pass"),
+        ("plain", "frozen_head"),
+        ("bias and soft-cap", "one_pass"),
+        ("temperatures", "frozen_head"),
+        ("unlikely labels", "one_pass"),
+        ("unlikely labels", "frozen_head"),
+        ("several blocks", "one_pass"),
+        ("several blocks", "frozen_head"),
+    ],
+)
+def test_frozen_heads_take_gradients_of_exponentials(kind, strategy, monkeypatch):
+    """Each row is dequantized for the labels' rows and for the products, and the logits are computed once."""
+    monkeypatch.setattr(plan, "SMALL_CALL_FLOPS", {})
+    hidden, quantized, weight, labels, bias = inputs(torch.bfloat16, bias=kind == "bias and soft-cap")
+    weight, bias = weight.detach(), None if bias is None else bias.detach()
+    if kind == "unlikely labels":  # some tiles have their log-sum-exps as offsets
+        with torch.no_grad():
+            hidden *= 60
+        labels = torch.where(labels >= 0, (hidden.detach().float() @ weight.float().t()).argmin(1), labels)
+    softcap = 3.0 if kind == "bias and soft-cap" else None
+    temperature = torch.linspace(0.5, 3, T) if kind == "temperatures" else None
+    options = {"workspace": SLABS, "backend": "triton", "chunk_size": 7 if kind == "several blocks" else None}
+    query = Query(("logp",), token_weights={"logp": torch.ones(T)} if strategy == "one_pass" else None)
+    head = Head(quantized, bias, LogitTransform(softcap=softcap))
+    call = make_call(hidden, head, labels, query, EngineOptions(**options))[1]
+    assert (call.work.tiled_exponentials, call.strategy) == (True, strategy)
+    assert len(plan.blocks(V, call.plan.tile_columns)) > 2
+    quantized.counts.zero_()
+    if strategy == "one_pass":
+        loss = LigerFusedLinearCrossEntropyLoss(reduction="sum", softcap=softcap, **options)
+        found = -loss(Head(quantized, bias), hidden, labels)
+    else:
+        found = linear_logps(hidden, head, labels, temperature=1.0 if temperature is None else temperature, **options)
+    found = found, *torch.autograd.grad(found.sum(), hidden)
+    assert quantized.counts.max() == 2 * len(plan.blocks(call.tokens.count, call.plan.rows))
+    results = []
+    for x, w, b in ((hidden, weight, bias), double(hidden, weight, bias)):
+        divided = 1.0 if temperature is None else temperature[:, None].to(x.dtype)
+        logp = plain_statistics(x, w, labels, b, softcap=softcap, temperature=divided)["logp"]
+        logp = logp * (labels >= 0)
+        results.append((logp.sum() if strategy == "one_pass" else logp, *torch.autograd.grad(logp.sum(), x)))
+    for ours, rounded, exact in zip(found, *results, strict=True):
+        assert_as_exact_as_plain(ours, rounded, exact)
 
 
 def test_a_token_that_is_not_finite():

@@ -20,7 +20,7 @@ from liger_losses.chunked.engine import accumulation, stream
 from liger_losses.chunked.engine.operators import separable_loss
 from liger_losses.chunked.engine.query import Largest, Query
 from liger_losses.chunked.engine.tokens import Counting
-from liger_losses.kernels.move_rows import move_rows_, put_first
+from liger_losses.kernels.move_rows import move_rows_, put_first, scale_rows_
 from tests.kernels.cases import DEVICE, triton_or_skip
 from tests.reference import assert_as_exact_as_plain, double, plain_statistics, problem
 
@@ -353,3 +353,13 @@ def test_rows_move(backend, dtype):
     assert torch.equal(matrix, expected)
     move_rows_(matrix, sources[:0], targets[:0], backend=backend)
     assert torch.equal(matrix, expected)
+    other, expected = torch.randn(4, 600, device=device).to(dtype), torch.zeros(9, 640, device=device, dtype=dtype)
+    into, sources = expected[:, :600].clone(), torch.tensor([-1, 3, 4, 0], device=device)
+    expected = into.clone()
+    expected[targets[1]], expected[5] = other[3], other[0]
+    move_rows_(other, sources, torch.tensor([0, 3, 1, 5], device=device), into=into, backend=backend)
+    assert torch.equal(into, expected)
+    factor = torch.tensor([0.5, 1.0, 0.0, 2.0], device=device)
+    expected = other * factor[:, None].to(dtype)
+    scale_rows_(other, factor, backend=backend)
+    assert torch.equal(other, expected)

@@ -1,0 +1,110 @@
+"""Exponentials of a frozen head whose rows are dequantized tile by tile: one product less than logits taken twice.
+
+R tokens of a part, C columns of a tile, H hidden size, V vocabulary size.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from liger_losses.chunked.engine.accumulation import HeadGradients
+from liger_losses.chunked.engine.blocks import Block, Part, Upstream
+from liger_losses.chunked.engine.call import OpenCall
+from liger_losses.chunked.engine.plan import blocks
+from liger_losses.kernels.exponential_scales import gradient_scales
+from liger_losses.kernels.label_rows import label_logits, scale_and_add_label_rows
+from liger_losses.kernels.linear_exp import Exponentials, linear_exponentials
+from liger_losses.kernels.logit_transform import Epilogue
+from liger_losses.kernels.matmul import matmul_into
+from liger_losses.kernels.move_rows import move_rows_, scale_rows_
+
+
+class TiledExponentials(Block):
+    """The sum over tiles of ``exp(logit - offset) @ rows``, for losses of ``logp`` and ``lse``.
+
+    As with :class:`~.blocks.ExponentialBlock`, the hidden states' gradient is a multiple of it by row. A walk over the
+    tiles finds the labels' rows of the head, whose logits are the offsets; a second one adds up the products. Where a
+    label is so unlikely that a tile took its log-sum-exp as the offset, what was added up before is scaled.
+    """
+
+    def __init__(self, opened: OpenCall, rows: int) -> None:
+        super().__init__(opened, rows)
+        work, device = self.call.work, opened.device
+        self.tiles = blocks(self.vocab_size, self.call.plan.tile_columns)
+        self.label_rows = torch.empty(rows, work.hidden_size, dtype=work.operand_dtype, device=device)
+        self.product = torch.empty(rows, work.hidden_size, dtype=work.logits_dtype, device=device)
+        self.exponentials = torch.empty(rows, self.tiles[0].stop, dtype=work.operand_dtype, device=device)
+        self.found: Exponentials | None = None
+
+    def fill(self, part: Part, upstream: Upstream | None = None) -> None:
+        count, backend = len(part.hidden), self.call.backend
+        labels, label_rows = self.opened.labels[part.rows], self.label_rows[:count]
+        places = torch.arange(count, device=labels.device)
+        for columns in self.tiles:
+            move_rows_(self._rows(columns), labels - columns.start, places, into=label_rows, backend=backend)
+        bias = None if part.epilogue.bias is None else part.epilogue.bias[labels]
+        epilogue = Epilogue(part.epilogue.transform, bias)
+        label_logit = label_logits(part.hidden, label_rows, places, epilogue, backend=backend)
+        offset, log_rest = label_logit, torch.full_like(label_logit, -torch.inf, dtype=torch.float64)
+        mean_logit = torch.zeros_like(label_logit) if "mean_logit" in part.values else None
+        for columns in self.tiles:
+            found, offset = self._add(part, columns, labels, label_logit, offset)
+            surprise = -found.logp.double()  # of a softmax over the tile's columns and the label
+            log_rest = torch.logaddexp(log_rest, surprise + (-(-surprise).expm1()).log())
+            if mean_logit is not None and found.mean_logit is not None:
+                mean_logit += found.mean_logit * ((columns.stop - columns.start) / self.vocab_size)
+        logp = -F.softplus(log_rest).to(offset.dtype)
+        self.found = Exponentials(offset, label_logit - logp, logp, mean_logit)
+        for name in part.values.keys() & {"lse", "logp", "mean_logit"}:
+            part.values[name].copy_(getattr(self.found, name))
+
+    def _rows(self, columns: slice) -> Tensor:
+        rows: Tensor | None = self.opened.projection.columns(columns).weights.matrix(self.call.work.operand_dtype)
+        assert rows is not None
+        return rows
+
+    def _add(
+        self, part: Part, columns: slice, labels: Tensor, label_logit: Tensor, offset: Tensor
+    ) -> tuple[Exponentials, Tensor]:
+        """Add a tile's product, whose rows are freed before the next tile's are made; its statistics, and the offset
+        of the sum."""
+        weight, product, backend = self._rows(columns), self.product[: len(labels)], self.call.backend
+        e = self.exponentials[: len(labels), : len(weight)]
+        names = {"lse", *(part.values.keys() & {"mean_logit"})}
+        found = linear_exponentials(
+            part.hidden,
+            weight,
+            torch.where((labels >= columns.start) & (labels < columns.stop), labels - columns.start, -1),
+            e,
+            part.epilogue.columns(columns),
+            found={name: torch.empty_like(label_logit) for name in names},
+            label_logit=label_logit,
+            backend=backend,
+        )
+        highest = torch.maximum(offset, found.offset)
+        scale_rows_(e, (found.offset - highest).exp(), backend=backend)
+        if columns.start:
+            scale_rows_(product, (offset - highest).exp(), backend=backend)
+        matmul_into(product, e, weight, accumulate=columns.start > 0)
+        return found, highest
+
+    def gradients(
+        self, part: Part, upstream: Upstream, head_grads: HeadGradients, out_view: Tensor | None = None
+    ) -> Tensor | None:
+        assert self.found is not None
+        count, backend = len(part.hidden), self.call.backend
+        found = Exponentials(*(value[:count] for value in self.found[:3] if value is not None))
+        scale, at_label, _ = gradient_scales(
+            upstream.get("logp"), upstream.get("lse"), found, transform=part.epilogue.transform, backend=backend
+        )
+        return scale_and_add_label_rows(
+            torch.empty_like(part.hidden, memory_format=torch.contiguous_format) if out_view is None else out_view,
+            self.product[:count],
+            scale,
+            at_label,
+            self.label_rows[:count],
+            torch.arange(count, device=scale.device),
+            backend=backend,
+        )

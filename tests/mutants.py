@@ -59,7 +59,7 @@ MUTANTS: dict[str, list[tuple[str, str, str]]] = {
         ("chunked/engine/call.py", "{name: tokens.masked(g, rows) for", "{name: g for"),
     ],
     "tests/kernels/test_online_softmax.py tests/kernels/test_linear_stats.py": [
-        ("kernels/online_softmax.py", '(sums["moment"] + sums["total"] * below)', 'sums["moment"]'),
+        ("kernels/online_softmax.py", "(moments + totals * below) * scale", "moments * scale"),
     ],
     "tests/kernels/test_divergence.py tests/kernels/test_divergence_forms.py": [
         ("kernels/divergence_forms.py", "return exp(log_q) - p + h, h", "return exp(log_q) - p + h, p"),
@@ -183,12 +183,12 @@ MUTANTS: dict[str, list[tuple[str, str, str]]] = {
     ],
     "tests/kernels/test_exponential_rows.py": [
         ("kernels/exponential_row_kernels.py", "    g = tl.where(active, g, 0.0)\n", ""),
-        ("kernels/exponential_row_kernels.py", "active & ((rest <= limit) == 0)", "active & (rest < 0)"),
-        ("kernels/exponential_row_kernels.py", "tl.store(ratio + rows, 1.0, mask=again)", "pass"),
-        ("kernels/exponential_row_kernels.py", "(other[:, None] < rows[None, :])", "(other[:, None] < 0)"),
+        ("kernels/linear_exp.py", "active & ((rest <= limit) == 0)", "active & (rest < 0)"),
+        ("kernels/online_softmax.py", "tl.float32) + 1.0, mask=mask)", "tl.float32) + 2.0, mask=mask)"),
+        ("kernels/linear_exp.py", "(other[:, None] < rows[None, :])", "(other[:, None] < 0)"),
         ("kernels/exponential_row_kernels.py", "g / tl.load(facts + 1)", "g / tl.load(facts)"),
         ("kernels/label_rows.py", "(s * value + c * w)", "(s * value)"),
-        ("kernels/exponential_row_kernels.py", "total / columns", "total / (columns + 1)"),
+        ("kernels/linear_exp.py", "total / columns", "total / (columns + 1)"),
     ],
     "tests/kernels/test_coupled_rows.py": [
         ("kernels/coupled_rows.py", "rejected_length, -slope.to(", "rejected_length, slope.to("),
@@ -203,7 +203,7 @@ MUTANTS: dict[str, list[tuple[str, str, str]]] = {
         ("kernels/masked_rows.py", "p_coef += p_logp_coef * tl.load(entropy", "p_coef += tl.load(entropy"),
         ("kernels/masked_rows.py", "read = tl.where(active, hidden_size, 0)", "read = hidden_size"),
         ("kernels/label_rows.py", "    return tl.maximum(tl.sum(counts, 0), 1)", "    return 1 + tl.sum(counts, 0)"),
-        ("kernels/linear_stats.py", "check_known(right, tl.sum(wrong", "check_known(right, 1 + tl.sum(wrong"),
+        ("kernels/online_softmax.py", "check_known(right, tl.sum(wrong", "check_known(right, 1 + tl.sum(wrong"),
         ("kernels/autograd.py", "_scale(second, f, second_count,", "_scale(second, 1.0, second_count,"),
         ("chunked/engine/few_tokens.py", 'found.clone() if name in', 'found if name in'),
         ("chunked/engine/straight_line.py", "unbounded and default_bound() is None and", "unbounded and"),

@@ -18,20 +18,18 @@ from liger_losses.kernels import hopper_pipeline
 from liger_losses.kernels._tiles import tiles_of
 from liger_losses.kernels._triton import Launcher, triton
 from liger_losses.kernels.exponential_row_kernels import (
-    again_kernel,
     scales_kernel,
     start_kernel,
-    sums_kernel,
 )
 from liger_losses.kernels.hopper_pipeline import AVAILABLE, Launchable, NotCompiledError
 from liger_losses.kernels.label_rows import ASSERTS, MOST_COMPARED, LabelRows, add_label_rows_kernel, masked_labels
-from liger_losses.kernels.linear_exp import LARGEST_SUM, kernel_of, linear_exponentials
+from liger_losses.kernels.linear_exp import LARGEST_SUM, kernel_of, linear_exponentials, row_exponentials_kernel
 from liger_losses.kernels.linear_exp_hopper import hopper_tiles, sums_on_hopper
 from liger_losses.kernels.linear_stats import MaskedStatistics
 from liger_losses.kernels.logit_transform import Epilogue, LogitTransform
 from liger_losses.kernels.masked_rows import Derivatives, RowStatistics
 from liger_losses.kernels.matmul import matmul_into
-from liger_losses.kernels.online_softmax import Sums
+from liger_losses.kernels.online_softmax import MERGED, Sums, merge_kernel, stored
 from liger_losses.kernels.rows import power_of_two
 from liger_losses.kernels.targets import order_of
 
@@ -41,8 +39,6 @@ MOST_TOKENS = MOST_COMPARED
 _BLOCK, _AT_ONCE = 1024, 4096
 #: Rows of a program that adds up sums of tiles; the most tiles, and labels, that it reads at a time.
 _ROWS, _TILES = 8, 512
-#: Splits whose sums a program reads at a time, where the label's logit was too small an offset.
-_SPLITS = 32
 #: Columns of a row of exponentials in memory are a multiple, so that products are aligned.
 _PADDED = 64
 
@@ -58,7 +54,8 @@ class RowExponentials(NamedTuple):
     ``values`` are the exponentials e ``[T, V]``, 0 at the label, and anything for masked tokens. Others are 0 there:
     ``hidden [T, H]``; ``ratio [T]``, which is p / e; and ``others [T]``, which is 1 - p of the label. ``ordered`` are
     the labels in ascending order, V for masked tokens, ``source`` the row of each, and ``rank`` the place of each row.
-    The second of ``facts`` is the number of tokens that carry loss, at least 1. Backward needs no ``statistics``.
+    Of ``facts``, the first says whether the label's logit was too small an offset of some row, the second is the number
+    of tokens that carry loss, at least 1, and the others say which rows those are. Backward needs no ``statistics``.
     """
 
     values: Tensor
@@ -122,7 +119,8 @@ class ExponentialRows:
         if not self.triton:
             return
         self.launch_start = Launcher(start_kernel, tokens, **ASSERTS)
-        self.launch_sums = Launcher(sums_kernel, triton.cdiv(tokens, _ROWS), num_warps=8)
+        self.launch_sums = Launcher(row_exponentials_kernel, triton.cdiv(tokens, _ROWS), num_warps=8)
+        self.launch_merge = Launcher(merge_kernel, triton.cdiv(tokens, MERGED[0]))
         # By whether there is an upstream gradient.
         self.launch_scales = cache(lambda upstream: Launcher(scales_kernel, tokens))
         self.launch_hidden_gradient = Launcher(add_label_rows_kernel, tokens)
@@ -144,20 +142,17 @@ class ExponentialRows:
         self.of_sums = *sizes, LARGEST_SUM, _ROWS, at_once, _TILES
         kernel, programs = kernel_of(self.in_turn), min(tiles.programs, tiles.row_tiles * tiles.column_tiles)
         options = {name: tiles.arguments[name] for name in ("num_warps", "num_stages") if name in tiles.arguments}
-        self.launch_product = Launcher(Launchable(kernel) if self.in_turn else kernel, programs, **options)
+        product = Launchable(kernel) if self.in_turn else kernel
+        #: The second is for other offsets, where there are rows that need one.
+        self.launch_product, self.launch_again = (Launcher(product, programs, **options) for _ in range(2))
         beside: dict[str, Any] = {"group": group, "PROJECTIONS": False, "SUMS_OF_TILES": parts is None}
         self.names, self.given = kernel.arg_names, {**beside, **tiles.arguments}
         for name in ("hidden", "weight", "out"):  # each call has its own
             del self.given[name]
-        # Descriptors take the host some time in each call, and these seldom run.
-        tiles = tiles_of(clean, weight, epilogue, by_pointers=True)
-        height, width, depth = [tiles.arguments[name] for name in ("BLOCK_N", "BLOCK_V", "BLOCK_H")]
-        options = {name: tiles.arguments[name] for name in ("num_warps", "num_stages")}
-        self.launch_again = Launcher(again_kernel, tiles.programs, **options)
-        matrices = tokens, self.columns, self.hidden_size, self.transform.for_kernel
-        self.of_again = *matrices, Sums(), height, max(16, width // 2), depth, _SPLITS
         rest = self.ignore_index, self.transform, self.right, False, "triton"
+        # Descriptors take the host some time in each call, and this seldom runs.
         self.statistics_again = MaskedStatistics(clean, weight, *rest, by_pointers=True)
+        self.of_merge = self.statistics_again.splits, tokens, self.columns, self.ignore_index, Sums(), *MERGED
 
     def _values(self, weight: Tensor) -> Tensor:
         padded = weight.new_empty(self.tokens, -(-self.columns // _PADDED) * _PADDED)
@@ -180,8 +175,8 @@ class ExponentialRows:
         mean = torch.empty_like(logp) if self.mean_logit else None
         sums = torch.empty(self.sums_shape, dtype=fp32, device=device)
         logit_sums = torch.empty_like(sums) if self.mean_logit else None
-        ordered, source, rank, unsafe = torch.empty(4, tokens, dtype=torch.int64, device=device).unbind()
-        facts = torch.empty(2, dtype=torch.int32, device=device)
+        ordered, source, rank = torch.empty(3, tokens, dtype=torch.int64, device=device).unbind()
+        facts = torch.empty(2 + tokens, dtype=torch.int32, device=device)
         self.launch_start(
             hidden, hidden.stride(0), weight, weight.stride(0), labels, self.right, clean, label_logit, facts,
             tokens, self.columns, self.hidden_size, self.ignore_index, self.transform.for_kernel, _BLOCK, _AT_ONCE,
@@ -191,19 +186,21 @@ class ExponentialRows:
         try:
             # What is not given, these kernels do without.
             self.launch_product(*[arguments.get(name) for name in self.names])
+            self.launch_sums(
+                sums, logit_sums, None, label_logit, None, lse, logp, mean, None, facts,
+                labels, ratio, others, ordered, source, rank, *self.of_sums,
+            )  # fmt: skip
+            # These return at once unless the device has found a label whose sum is too large.
+            again = self.statistics_again.partial_sums(clean, weight, labels, facts)
+            self.launch_merge(
+                again, label_logit, None, None, facts, label_logit, ratio, others,
+                stored({"lse": lse, "logp": logp}), *self.of_merge,
+            )  # fmt: skip
+            arguments["needed"] = facts
+            self.launch_again(*[arguments.get(name) for name in self.names])
         except NotCompiledError:
             self._prepare(weight)
             return self.project(hidden, weight, labels)
-        self.launch_sums(
-            sums, logit_sums, labels, label_logit, unsafe, logp, mean, lse, ratio, others, ordered, source,
-            rank, facts, *self.of_sums,
-        )  # fmt: skip
-        # These return at once unless the device has found a label whose sum is too large.
-        again = self.statistics_again.partial_sums(clean, weight, labels, facts)
-        self.launch_again(
-            clean, weight, weight.stride(0), labels, label_logit, unsafe, again, again.shape[1], values,
-            values.stride(0), logp, lse, ratio, others, facts, *self.of_again,
-        )  # fmt: skip
         statistics = RowStatistics(lse, logp, None, mean)
         return RowExponentials(values, clean, ratio, others, ordered, source, rank, facts, statistics)
 

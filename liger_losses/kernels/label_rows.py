@@ -222,6 +222,14 @@ def count_active(labels, tokens, ignore_index, BLOCK: tl.constexpr):
 
 
 @jit
+def label_of(labels, row, ignore_index, columns):
+    """A row's label, whether it carries loss, and whether it is in the vocabulary."""
+    label = tl.load(labels + row)
+    known = (label >= 0) & (label < columns)
+    return tl.where(known, label, 0), label != ignore_index, known
+
+
+@jit
 def check_known(right, known):
     """A label outside of the vocabulary sets ``right`` to false, and on a GPU raises a device-side assertion."""
     tl.store(right, known, mask=known == 0)

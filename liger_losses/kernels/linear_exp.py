@@ -34,9 +34,9 @@ from liger_losses.kernels.hopper_pipeline import ROWS as _ROWS_OF_HOPPER
 from liger_losses.kernels.hopper_pipeline import launch as launch_on_hopper
 from liger_losses.kernels.label_rows import label_logits
 from liger_losses.kernels.linear_exp_hopper import hopper_exponentials_kernel, hopper_tiles, sums_on_hopper
-from liger_losses.kernels.linear_lse import sum_tiles
 from liger_losses.kernels.linear_stats import UNFUSED, partial_sums
 from liger_losses.kernels.logit_transform import Epilogue, capped_tanh, inverse_temperature, transform_block
+from liger_losses.kernels.online_softmax import Sums, merge_sums
 from liger_losses.kernels.targets import order_of, target_of
 
 #: Tokens of one launch without exponentials, which bounds the memory of the tiles' sums (16 MiB for 131072 columns; 1
@@ -47,9 +47,9 @@ _MAX_TOKENS = 8192
 _ROWS = 32
 #: Larger sums of e are computed again: e reaches 1e26 if p_label is below 1e-26, and fp32 and bf16 end at 3e38.
 LARGEST_SUM = 1e26
-_NO_NAMES: frozenset[str] = frozenset()
 #: Arguments whose alignment is no reason to compile again: slices of vectors begin anywhere.
-_VECTORS = ["offset", "lse", "logp", "mean_logit", "entropy"]
+_VECTORS = ["label_logit", "offset", "lse", "logp", "mean_logit", "entropy", "flags", "labels", "ratio", "others"]
+_VECTORS += ["ordered", "source", "rank"]
 
 
 class Exponentials(NamedTuple):
@@ -162,37 +162,25 @@ def linear_exponentials(
         else with_arguments(launch_on_hopper, hopper_exponentials_kernel, grid)
     )
     of_vectors = logit_sums is None, moments is None, parts is None
-    of_rows, inverse = (hidden.device, of_vectors), 1.0 / columns
     of_product: Any = None if kind is None else (kind, kinds(out), of_vectors, projections, batch_invariant)
-
-    def launch(offset: Tensor, needed: Tensor | None) -> Tensor:
-        again = needed is not None
-        own = None if of_product is None else (of_product, again)
-        product(**arguments, offset=offset, needed=needed, kind=own)
-        limit, found = None if again else LARGEST_SUM, needed
-        if found is None:  # allocated once the product is queued
-            found = hidden.new_zeros((), dtype=torch.int32)
-        _row_statistics_kernel[(-(-tokens // _ROWS),)](
-            partial, logit_sums, moments, label_logit, *statistics, found,
-            column_tiles, tokens, inverse, limit, parts, group, BLOCK=_ROWS, TILES=32, kind=(of_rows, again),
-        )  # fmt: skip
-        return found
-
+    vectors, sums = statistics._asdict(), Sums(moment=None if moments is None else 1)
     try:
-        needed = launch(label_logit, None)
-        # These kernels return at once unless the device has set `needed`: without a synchronization, and in no time.
-        sums = partial_sums(
-            hidden, weight, labels, _NO_NAMES, epilogue, needed, tiles=same, kind=kind, batch_invariant=batch_invariant
+        product(**arguments, offset=label_logit, needed=None, kind=of_product and (of_product, False))
+        flags = hidden.new_zeros(2 + tokens, dtype=torch.int32)  # allocated once the product is queued
+        row_exponentials_kernel[(-(-tokens // _ROWS),)](
+            partial, logit_sums, moments, label_logit, *statistics, flags, None, None, None, None, None, None,
+            column_tiles, tokens, columns, None, parts, group, LARGEST_SUM, BLOCK=_ROWS, TILES=32, LABELS=None,
+            kind=(hidden.device, of_vectors),
+        )  # fmt: skip
+        # These kernels return at once unless the device has flagged a row: without a synchronization, and in no time.
+        of_splits = partial_sums(
+            hidden, weight, labels, sums, epilogue, flags, tiles=same, kind=kind, batch_invariant=batch_invariant
         )
-        # Projections do not depend on the offset, and mean logits neither.
-        if (out is None or projections) and moments is None:
-            sum_tiles(statistics.offset, sums, needed, label_logit, (statistics.lse, statistics.logp))
-            return statistics
-        sum_tiles(statistics.offset, sums, needed)
-        if projections:
-            arguments |= {"out": None} | dict.fromkeys(arguments.keys() & {"out_stride"})
-            of_product = None if kind is None else (kind, "again", of_vectors, projections, batch_invariant)
-        launch(statistics.offset, needed)
+        again = {name: value for name, value in vectors.items() if name in ("lse", "logp", "entropy")}
+        given: dict[str, Any] = {"flags": flags, "label_logit": label_logit, "offset": statistics.offset}
+        merge_sums(again, of_splits, columns, sums, **given, **(UNFUSED if batch_invariant else {}))
+        if out is not None and not projections:
+            product(**arguments, offset=statistics.offset, needed=flags, kind=of_product and (of_product, True))
     except NotCompiledError:
         return linear_exponentials(
             hidden, weight, labels, out, epilogue,
@@ -296,46 +284,68 @@ def add_sums(
     return rest, total, moment
 
 
-@jit(do_not_specialize=["column_tiles", "tokens", "parts", "group"], do_not_specialize_on_alignment=_VECTORS)
-def _row_statistics_kernel(
-    partial, logit_sums, moments, label_logit, offset, lse, logp, mean_logit, entropy, needed,
-    column_tiles, tokens, inverse_vocab_size, limit, parts, group, BLOCK: tl.constexpr, TILES: tl.constexpr,
+@jit
+def _sorted_by(labels, rows, inside, ignore_index, columns):
+    """What labels are sorted by: V for masked tokens."""
+    label = tl.load(labels + rows, mask=inside, other=ignore_index)
+    return tl.where((label != ignore_index) & (label >= 0) & (label < columns), label, columns)
+
+
+@jit(
+    do_not_specialize=["column_tiles", "tokens", "columns", "ignore_index", "parts", "group"],
+    do_not_specialize_on_alignment=_VECTORS,
+)
+def row_exponentials_kernel(
+    partial, logit_sums, moments, label_logit, offset, lse, logp, mean_logit, entropy, flags,
+    labels, ratio, others, ordered, source, rank,
+    column_tiles, tokens, columns, ignore_index, parts, group, limit,
+    BLOCK: tl.constexpr, TILES: tl.constexpr, LABELS: tl.constexpr,
 ):  # fmt: skip
     """Log-sum-exp and log-probability from the tiles' sums over all columns but the label's; the mean of all logits;
     the entropy, ``log sum(e) - sum(e (z - offset)) / sum(e)``, with the same rounding errors as ``logp``.
 
-    The first run, with the largest sum as ``limit``, sets ``needed`` and makes the offset NaN where a sum is larger.
-    The second run has no limit and reads the offsets.
+    Rows whose sum is larger than the ``limit`` are flagged: ``flags`` are as :func:`merge_sums` takes them.
+
+    With ``labels``, tokens without loss get 0. The others get p / e as ``ratio``, and 1 - p of the label; and labels
+    are sorted, ``LABELS`` at a time.
     """
-    if limit is None:  # noqa: SIM102, because Triton resolves only the outer condition while compiling
-        if tl.load(needed) == 0:
-            return
     first_row = tl.program_id(0) * BLOCK
     rows = first_row + tl.arange(0, BLOCK)
     inside = rows < tokens
     rest, total, moment = add_sums(
         partial, logit_sums, moments, first_row, rows, inside, column_tiles, tokens, parts, group, BLOCK, TILES
     )
-    if logit_sums is not None:
-        tl.store(mean_logit + rows, total * inverse_vocab_size, mask=inside)
+    active = inside
+    if labels is not None:
+        active = tl.load(labels + rows, mask=inside, other=ignore_index) != ignore_index
     z = tl.load(label_logit + rows, mask=inside, other=0.0)
-    if limit is None:
-        used = tl.load(offset + rows, mask=inside, other=0.0)
-        log_total = tl.where(used == z, log1p(rest), tl.log(rest + tl.exp(z - used)))
-    else:
-        used = z
-        log_total = log1p(rest)
-        unsafe = inside & ((rest <= limit) == 0)  # NaN is not safe
-        tl.store(offset + rows, tl.where(unsafe, float("nan"), z), mask=inside)
-        tl.atomic_max(needed, tl.max(unsafe.to(tl.int32), 0))
-    if moments is not None:
-        at_label = tl.maximum(z - used, -140.0)  # 0 where the label's logit is the offset
-        e = tl.exp(at_label)
-        moment = moment * 0.6931471805599453 + e * at_label
-        found = log_total - moment / (rest + e)
+    too_large = active & ((rest <= limit) == 0)  # NaN is too large
+    tl.store(flags + 2 + rows, too_large.to(tl.int32), mask=inside)
+    if tl.max(too_large.to(tl.int32), 0) > 0:
+        tl.store(flags, 1)
+    log_total = log1p(rest)
+    if offset is not None:
+        tl.store(offset + rows, z, mask=inside)
+    tl.store(lse + rows, tl.where(active, z + log_total, 0.0), mask=inside)
+    tl.store(logp + rows, tl.where(active, -log_total, 0.0), mask=inside)
+    if mean_logit is not None:
+        tl.store(mean_logit + rows, tl.where(active, total / columns, 0.0), mask=inside)
+    if entropy is not None:
+        found = log_total - moment * 0.6931471805599453 / (1.0 + rest)
         tl.store(entropy + rows, tl.where(found < 0, 0.0, found), mask=inside)  # NaN stays
-    tl.store(lse + rows, used + log_total, mask=inside)
-    tl.store(logp + rows, z - used - log_total, mask=inside)
+    if LABELS is not None:
+        tl.store(ratio + rows, tl.where(active, 1.0 / (1.0 + rest), 0.0), mask=inside)
+        tl.store(others + rows, tl.where(active, rest / (1.0 + rest), 0.0), mask=inside)
+        own = _sorted_by(labels, rows, inside, ignore_index, columns)
+        place = tl.zeros((BLOCK,), tl.int64)
+        for start in range(0, tokens, LABELS):
+            other = start + tl.arange(0, LABELS)
+            key = _sorted_by(labels, other, other < tokens, ignore_index, columns)
+            before = (key[:, None] < own[None, :]) | ((key[:, None] == own[None, :]) & (other[:, None] < rows[None, :]))
+            place += tl.sum((before & (other < tokens)[:, None]).to(tl.int32), 0)
+        tl.store(rank + rows, place, mask=inside)
+        tl.store(ordered + place, own, mask=inside)
+        tl.store(source + place, rows.to(tl.int64), mask=inside)
 
 
 @jit(

@@ -19,11 +19,10 @@ from liger_losses.kernels._triton import jit, tl, triton
 from liger_losses.kernels.hopper_pipeline import AVAILABLE, COLUMNS, ROWS, NotCompiledError, launch, pipeline_tiles
 from liger_losses.kernels.linear_exp_hopper import hopper_exponentials_kernel
 from liger_losses.kernels.logit_transform import Epilogue, inverse_temperature, transform_block
+from liger_losses.kernels.online_softmax import merge_sums
 from liger_losses.kernels.rows import power_of_two
 from liger_losses.kernels.targets import target_of
 
-#: Rows of a program that adds up the tiles' sums, and the tiles that it reads at once.
-_SUM_ROWS, _SUM_TILES = 8, 512
 #: Log-sum-exps of so few tokens, if half of the kernels' last tiles of rows would be empty: cuBLAS multiplies, and a
 #: kernel reads its product. (On an H200, 192 tokens, V 151936, H 2048 and 4096: 216 and 392 us; tiles: 367 and 689.)
 _FEW_ROWS = 2 * ROWS + ROWS // 2
@@ -131,7 +130,7 @@ def log_sum_exps_into(
         )  # fmt: skip
     except NotCompiledError:
         return log_sum_exps_into(lse, hidden, weight, out, epilogue, backend=backend)  # warns
-    sum_tiles(lse, partial)
+    merge_sums({"lse": lse}, partial, len(weight))
     return partial
 
 
@@ -149,7 +148,7 @@ def row_log_sum_exps_into(
     if backend == "torch":
         lse.copy_(epilogue(projected).logsumexp(1))
     elif len(projected):
-        sum_tiles(lse, sums_of_groups(projected, epilogue, backend=backend))
+        merge_sums({"lse": lse}, sums_of_groups(projected, epilogue, backend=backend), projected.shape[1])
 
 
 def sums_of_groups(
@@ -224,57 +223,3 @@ def _group_sums_kernel(
     tl.store(tops + place, top, mask=group < groups)
     if sums is not None:
         tl.store(sums + place, tl.sum(tl.exp(z - top[:, None]), 1), mask=group < groups)
-
-
-def sum_tiles(
-    lse: Tensor,
-    partial: Tensor,
-    needed: Tensor | None = None,
-    label_logit: Tensor | None = None,
-    found: tuple[Tensor, Tensor] | None = None,
-) -> None:
-    """The log-sum-exps of rows, from ``partial [2, column tiles, tokens]``.
-
-    With ``needed``, only where this is not 0, only in the place of NaN, and as a finite number. ``found`` are then two
-    vectors that get log-sum-exps and, with the labels' logits ``label_logit``, their log-probabilities.
-    """
-    _, column_tiles, tokens = partial.shape
-    _sum_tiles_kernel[(-(-tokens // _SUM_ROWS),)](
-        lse, partial, needed, label_logit, *(found or (None, None)), column_tiles, tokens,
-        BLOCK=_SUM_ROWS, TILES=_SUM_TILES, num_warps=8, kind=(lse.device, needed is None, found is None),
-    )  # fmt: skip
-
-
-@jit(
-    do_not_specialize=["column_tiles", "tokens"],
-    do_not_specialize_on_alignment=["lse", "needed", "label_logit", "found", "logp"],
-)
-def _sum_tiles_kernel(
-    lse, partial, needed, label_logit, found, logp, column_tiles, tokens, BLOCK: tl.constexpr, TILES: tl.constexpr
-):
-    """``partial [2, column tiles, tokens]`` are maxima of logits, and sums of exponentials relative to them."""
-    if needed is not None:  # noqa: SIM102, because Triton resolves only the outer condition while compiling
-        if tl.load(needed) == 0:
-            return
-    rows = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    inside = rows < tokens
-    top = tl.zeros((BLOCK,), tl.float32) - 3.0e38
-    total = tl.zeros((BLOCK,), tl.float32)
-    for start in range(0, column_tiles, TILES):
-        tile = start + tl.arange(0, TILES)
-        mask = (tile < column_tiles)[:, None] & inside[None, :]
-        at = partial + tile[:, None] * tokens + rows[None, :]
-        tops = tl.load(at, mask=mask, other=-3.0e38)
-        sums = tl.load(at + column_tiles * tokens, mask=mask, other=0.0)
-        highest = tl.maximum(top, tl.max(tops, 0))
-        total = total * tl.exp(top - highest) + tl.sum(sums * tl.exp(tops - highest[None, :]), 0)
-        top = highest
-    summed = top + tl.log(tl.where(inside, total, 1.0))
-    if needed is not None:
-        old = tl.load(lse + rows, mask=inside, other=0.0)
-        inside = inside & (old != old)
-        if found is not None:
-            tl.store(found + rows, summed, mask=inside)
-            tl.store(logp + rows, tl.load(label_logit + rows, mask=inside, other=0.0) - summed, mask=inside)
-        summed = tl.where(summed == float("-inf"), -1.0e38, summed)  # all logits are -inf: finite, also in base 2
-    tl.store(lse + rows, summed, mask=inside)

@@ -22,11 +22,22 @@ from liger_losses.kernels._tiles import (
     with_contiguous_rows,
 )
 from liger_losses.kernels._triton import INTERPRETED, Launcher, jit, kinds, tl, triton
-from liger_losses.kernels.label_rows import ASSERTS, check_known
+from liger_losses.kernels.label_rows import ASSERTS
 from liger_losses.kernels.logit_transform import Epilogue, LogitTransform, inverse_temperature, transform_block
 from liger_losses.kernels.masked_rows import MaskedRows, RowStatistics
 from liger_losses.kernels.matmul import HALF_DTYPES
-from liger_losses.kernels.online_softmax import PARTIAL_SUMS, Sums, combine, online_start, online_step, store_sums
+from liger_losses.kernels.online_softmax import (
+    MERGED,
+    PARTIAL_SUMS,
+    Sums,
+    empty_statistics,
+    merge_kernel,
+    merge_sums,
+    online_start,
+    online_step,
+    store_sums,
+    stored,
+)
 from liger_losses.kernels.softmax_stats import softmax_statistics
 
 #: Row tiles that walk the vocabulary together, so that the cache serves each part of the head to all of them.
@@ -38,7 +49,7 @@ _MAX_TOKENS = 32768
 FIXED_SPLITS, _FIXED_TOKENS = 128, 8192
 #: The compiler then rounds every multiplication. Which of them it contracts with additions otherwise depends on what
 #: else a kernel does, such as writing projections.
-UNFUSED = {"enable_fp_fusion": False}
+UNFUSED: dict[str, Any] = {"enable_fp_fusion": False}
 
 
 def linear_softmax_statistics(
@@ -80,25 +91,23 @@ def linear_softmax_statistics(
             "backend='triton' multiplies hidden and weight of one half-precision dtype (fp16 or bf16), got "
             f"{hidden.dtype} and {weight.dtype}; cast them, or use 'torch'."
         )
-    hidden, parts = with_contiguous_rows(hidden, batch_invariant), []
-    size = _FIXED_TOKENS if batch_invariant else _MAX_TOKENS
-    for start in range(0, max(len(hidden), 1), size):
+    hidden, values = with_contiguous_rows(hidden, batch_invariant), empty_statistics(names, len(hidden), hidden.device)
+    size, sums = _FIXED_TOKENS if batch_invariant else _MAX_TOKENS, Sums.needed(names, epilogue.class_weight)
+    for start in range(0, len(hidden), size):
         rows = slice(start, start + size)
         partial = partial_sums(
-            hidden[rows], weight, labels[rows], names, epilogue.rows(rows), out=None if out is None else out[rows],
+            hidden[rows], weight, labels[rows], sums, epilogue.rows(rows), out=None if out is None else out[rows],
             batch_invariant=batch_invariant,
         )  # fmt: skip
-        if batch_invariant:
-            partial = _merged(partial, Sums.needed(names, epilogue.class_weight))
-        parts.append(combine(partial, names, len(weight), epilogue.class_weight))
-    return parts[0] if len(parts) == 1 else {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
+        merge_sums({name: value[rows] for name, value in values.items()}, partial, len(weight), sums)
+    return values
 
 
 def partial_sums(
     hidden: Tensor,
     weight: Tensor,
     labels: Tensor,
-    names: frozenset[str],
+    sums: Sums,
     epilogue: Epilogue,
     needed: Tensor | None = None,
     *,
@@ -109,11 +118,10 @@ def partial_sums(
 ) -> Tensor:
     """Each split's sums ``[K, S, N]``, K in the order of :data:`PARTIAL_SUMS`, of which the first three always exist.
 
-    With ``needed`` (int32, 0-dim), they are computed only if the device finds it set, and are undefined otherwise.
+    With ``needed`` (int32), they are computed only if the device finds its first set, and are undefined otherwise.
     ``out`` gets the projections, if it is given; ``tiles`` are the tiles of this product, and ``kind`` is its
     :func:`kind_of`, if they are known. With ``batch_invariant``, S does not depend on N.
     """
-    sums = Sums.needed(names, epilogue.class_weight) if names else Sums()
     tokens = hidden.shape[0]
     row_tiles, column_tiles, programs, arguments = tiles or tiles_of(hidden, weight, epilogue, out)
     group = max(1, min(row_tiles, _GROUP))
@@ -123,24 +131,11 @@ def partial_sums(
         own = {"labels": labels, "class_weight": epilogue.class_weight, "partial": partial, "needed": needed}
         sizes: dict[str, Any] = {"splits": splits, "group": group, "sums": sums}
         if not INTERPRETED:
-            kind = kind or kind_of(hidden, weight, epilogue), kinds(epilogue.class_weight, out), needed is None, sums
-            sizes["kind"] = kind, batch_invariant
+            kind = kind_of(hidden, weight, epilogue) if kind is None else kind
+            sizes["kind"] = kind, kinds(epilogue.class_weight, out), needed is None, sums, batch_invariant
         sizes |= UNFUSED if batch_invariant else {}
         _linear_statistics_kernel[(row_tiles * splits,)](**arguments, **own, **sizes)
     return partial
-
-
-def _merged(partial: Tensor, sums: Sums) -> Tensor:
-    """Merge the sums of S splits, ``[K, S, N]`` to ``[K, 1, N]``, in an order that depends on S alone.
-
-    (Torch's sums over S would be taken in another order for each N.)
-    """
-    kinds, splits, tokens = partial.shape
-    merged = partial.new_empty(kinds, 1, tokens)
-    if tokens:
-        grid = (triton.cdiv(tokens, 64),)
-        _merge_kernel[grid](partial, merged, splits, tokens, sums, BLOCK=64, SPLITS=32)
-    return merged
 
 
 class MaskedStatistics:
@@ -180,8 +175,8 @@ class MaskedStatistics:
         self.sizes, options = [given[name] for name in names], {n: given[n] for n in ("num_warps", "num_stages")}
         self.rest = self.splits, group, given["transform"], sums, *blocks, None, None
         self.launch = Launcher(_linear_statistics_kernel, row_tiles * self.splits, **options)
-        self.merge = Launcher(_masked_merge_kernel, triton.cdiv(self.tokens, 64), **ASSERTS)
-        self.of_merge = self.splits, self.tokens, len(weight), ignore_index, sums, 64, 32
+        self.merge = Launcher(merge_kernel, triton.cdiv(self.tokens, MERGED[0]), **ASSERTS)
+        self.of_merge = self.splits, self.tokens, len(weight), ignore_index, sums, *MERGED
 
     def __call__(self, hidden: Tensor, weight: Tensor, labels: Tensor) -> RowStatistics:
         """Of labels ``[...]``, N of them, contiguous, whose shape log-probabilities and entropies have."""
@@ -193,7 +188,10 @@ class MaskedStatistics:
         lse = torch.empty(self.tokens, dtype=torch.float32, device=device)
         logp = torch.empty(labels.shape, dtype=torch.float32, device=device)
         entropy = torch.empty_like(logp) if self.entropy else None
-        self.merge(partial, labels, self.right, lse, logp, entropy, *self.of_merge)
+        self.merge(
+            partial, None, labels, self.right, *[None] * 4, stored({"lse": lse, "logp": logp, "entropy": entropy}),
+            *self.of_merge,
+        )  # fmt: skip
         return RowStatistics(lse, logp, entropy)
 
     def partial_sums(self, hidden: Tensor, weight: Tensor, labels: Tensor, needed: Tensor | None = None) -> Tensor:
@@ -205,74 +203,6 @@ class MaskedStatistics:
         partial = torch.empty(self.kinds, self.splits, self.tokens, dtype=torch.float32, device=hidden.device)
         self.launch(*matrices, *self.sizes, labels, None, None, partial, needed, *self.rest)
         return partial
-
-
-@jit
-def merged_splits(partial, rows, splits, tokens, sums, BLOCK: tl.constexpr, SPLITS: tl.constexpr):
-    """The sums of all splits, in an order that depends on their number alone, and the label's logit."""
-    step = splits.to(tl.int64) * tokens
-    zero = tl.zeros((BLOCK,), tl.float32)
-    top = zero - 3.0e38
-    for start in range(0, splits, SPLITS):
-        split = start + tl.arange(0, SPLITS)
-        mask = (split < splits)[:, None] & (rows < tokens)[None, :]
-        at = partial + split[:, None] * tokens + rows[None, :]
-        top = tl.maximum(top, tl.max(tl.load(at, mask=mask, other=-3.0e38), 0))
-    total, label_logit, moment, squares, logit_sum, weighted_sum = zero, zero, zero, zero, zero, zero
-    best = zero + 3.0e38
-    for start in range(0, splits, SPLITS):
-        split = start + tl.arange(0, SPLITS)
-        mask = (split < splits)[:, None] & (rows < tokens)[None, :]
-        at = partial + split[:, None] * tokens + rows[None, :]
-        own_top = tl.load(at, mask=mask, other=-3.0e38)
-        own_total = tl.load(at + step, mask=mask, other=0.0)
-        below = own_top - top[None, :]
-        scale = tl.exp(below)
-        total += tl.sum(own_total * scale, 0)
-        label_logit += tl.sum(tl.load(at + 2 * step, mask=mask, other=0.0), 0)
-        if sums.moment is not None:
-            own_moment = tl.load(at + 3 * step, mask=mask, other=0.0)
-            moment += tl.sum((own_moment + own_total * below) * scale, 0)
-        if sums.squares is not None:
-            squares += tl.sum(tl.load(at + 4 * step, mask=mask, other=0.0) * scale * scale, 0)
-        if sums.logits is not None:
-            logit_sum += tl.sum(tl.load(at + 5 * step, mask=mask, other=0.0), 0)
-        if sums.weighted is not None:
-            weighted_sum += tl.sum(tl.load(at + 6 * step, mask=mask, other=0.0), 0)
-        if sums.argmax is not None:
-            column = tl.load(at + 7 * step, mask=mask, other=3.0e38)
-            best = tl.minimum(best, tl.min(tl.where(below == 0.0, column, 3.0e38), 0))
-    return (best, logit_sum, moment, squares, top, total, 0.0, weighted_sum), label_logit
-
-
-@jit(do_not_specialize=["splits", "tokens"], do_not_specialize_on_alignment=["partial", "merged"])
-def _merge_kernel(partial, merged, splits, tokens, sums, BLOCK: tl.constexpr, SPLITS: tl.constexpr):
-    """One program per block of tokens."""
-    rows = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    state, label_logit = merged_splits(partial, rows, splits, tokens, sums, BLOCK, SPLITS)
-    store_sums(merged + rows, tokens, rows < tokens, label_logit, state, sums)
-
-
-@jit(do_not_specialize=["splits", "tokens", "ignore_index"], do_not_specialize_on_alignment=["labels"])
-def _masked_merge_kernel(
-    partial, labels, right, lse, logp, entropy, splits, tokens, columns, ignore_index, sums,
-    BLOCK: tl.constexpr, SPLITS: tl.constexpr,
-):  # fmt: skip
-    """One program per block of tokens."""
-    rows = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    valid = rows < tokens
-    state, label_logit = merged_splits(partial, rows, splits, tokens, sums, BLOCK, SPLITS)
-    _best, _logit_sum, moment, _squares, top, total, _weight_sum, _weighted_sum = state
-    label = tl.load(labels + rows, mask=valid, other=ignore_index)
-    active = label != ignore_index
-    wrong = active & ((label < 0) | (label >= columns))
-    check_known(right, tl.sum(wrong.to(tl.int32), 0) == 0)
-    total = tl.where(active, total, 1.0)
-    log_total = tl.log(total)
-    tl.store(lse + rows, tl.where(active, top + log_total, 0.0), mask=valid)
-    tl.store(logp + rows, tl.where(active, (label_logit - top) - log_total, 0.0), mask=valid)
-    if entropy is not None:
-        tl.store(entropy + rows, tl.where(active, log_total - moment / total, 0.0), mask=valid)
 
 
 @jit(

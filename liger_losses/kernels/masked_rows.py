@@ -14,12 +14,13 @@ import torch
 from torch import Tensor
 
 from liger_losses.kernels._triton import Launcher, jit, tl
-from liger_losses.kernels.label_rows import ASSERTS, check_known, count_active, masked_labels
+from liger_losses.kernels.label_rows import ASSERTS, check_known, count_active, label_of, masked_labels
 from liger_losses.kernels.logit_transform import Epilogue, LogitTransform, load_logits
 from liger_losses.kernels.matmul import matmul, matmul_into
-from liger_losses.kernels.online_softmax import Sums, online_row, reference_statistics
+from liger_losses.kernels.online_softmax import Sums, online_row, reference_statistics, stored
 from liger_losses.kernels.rows import power_of_two
 from liger_losses.kernels.softmax_grad import SoftmaxGradient, softmax_gradient_into, store_row_gradient
+from liger_losses.kernels.softmax_stats import row_statistics_kernel
 from liger_losses.kernels.targets import target_of
 
 #: Entries of a row that a program reads, and labels that it counts, at a time (H100: 64 to 1024 rows of 49,152 to
@@ -91,7 +92,7 @@ class MaskedRows:
             asserts = warps | ASSERTS
             self.for_kernel = transform.for_kernel
             # By which statistics, and which derivatives, there are.
-            self.launch_statistics = cache(lambda *asked: Launcher(_statistics_kernel, tokens, **asserts))
+            self.launch_statistics = cache(lambda *asked: Launcher(row_statistics_kernel, tokens, **asserts))
             self.launch_gradient = cache(lambda *given: Launcher(_gradient_kernel, tokens, **warps))
             self.launch_loss = Launcher(_loss_kernel, tokens, **asserts)
 
@@ -116,8 +117,9 @@ class MaskedRows:
         entropies = torch.empty_like(logp) if entropy else None
         means = torch.empty_like(logp) if mean_logit else None
         self.launch_statistics(entropy, mean_logit)(
-            projected, labels, self.right, lse, logp, entropies, means,
-            self.columns, self.ignore_index, self.for_kernel, _SUMS[entropy, mean_logit], self.block,
+            projected, self.columns, labels, self.right, self.ignore_index, None, None,
+            stored({"lse": lse, "logp": logp, "entropy": entropies, "mean_logit": means}),
+            self.columns, self.for_kernel, _SUMS[entropy, mean_logit], self.block,
         )  # fmt: skip
         return RowStatistics(lse, logp, entropies, means)
 
@@ -253,14 +255,6 @@ _SUMS_OF_MEANS = {False: Sums(), True: Sums(logits=1)}
 
 
 @jit
-def label_of(labels, row, ignore_index, columns):
-    """A row's label, whether it carries loss, and whether it is in the vocabulary."""
-    label = tl.load(labels + row)
-    known = (label >= 0) & (label < columns)
-    return tl.where(known, label, 0), label != ignore_index, known
-
-
-@jit
 def copy_row(clean, hidden, hidden_stride, row, active, hidden_size, BLOCK: tl.constexpr):
     """A row of hidden states, or zeros where it carries no loss: it may hold anything, and 0 times NaN is NaN."""
     read = tl.where(active, hidden_size, 0)
@@ -268,29 +262,6 @@ def copy_row(clean, hidden, hidden_stride, row, active, hidden_size, BLOCK: tl.c
         at = start + tl.arange(0, BLOCK)
         value = tl.load(hidden + row * hidden_stride + at, mask=at < read, other=0.0)
         tl.store(clean + row * hidden_size + at, value, mask=at < hidden_size)
-
-
-@jit(do_not_specialize=["ignore_index"], do_not_specialize_on_alignment=["labels"])
-def _statistics_kernel(
-    projected, labels, right, lse, logp, entropy, mean_logit,
-    columns, ignore_index, transform, sums,
-    BLOCK: tl.constexpr,
-):  # fmt: skip
-    """One program per row."""
-    row = tl.program_id(0).to(tl.int64)
-    label, active, known = label_of(labels, row, ignore_index, columns)
-    check_known(right, known | (active == 0))
-    own = projected + row * columns
-    state = online_row(own, None, None, columns, tl.where(active, columns, 0), transform, 1.0, sums, BLOCK)
-    _best, logit_sum, moment, _squares, top, total, _weight_sum, _weighted_sum = state
-    label_logit = load_logits(own, None, label, active, transform, 1.0)
-    log_total = tl.log(tl.where(active, total, 1.0))
-    tl.store(lse + row, tl.where(active, top + log_total, 0.0))
-    tl.store(logp + row, tl.where(active, (label_logit - top) - log_total, 0.0))
-    if entropy is not None:
-        tl.store(entropy + row, tl.where(active, log_total - moment / total, 0.0))
-    if mean_logit is not None:
-        tl.store(mean_logit + row, tl.where(active, logit_sum / columns, 0.0))
 
 
 @jit(

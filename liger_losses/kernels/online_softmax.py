@@ -3,9 +3,9 @@
 R rows (tokens), C columns of a block, V vocabulary size, S splits of the vocabulary.
 
 A new statistic is added here: its name in :data:`STATISTICS` and :data:`STORED`, its formula in
-:func:`reference_statistics`, :func:`combine`, :func:`merge` and :func:`store_statistics` and, if it needs a sum that is
-not there yet, a field of :class:`Sums`, a name of :data:`PARTIAL_SUMS` and a line in :func:`online_step` and
-:func:`store_sums`. If it can be differentiated, its gradient is a row of the table in
+:func:`reference_statistics`, :func:`merge` and :func:`store_statistics` and, if it needs a sum that is not there yet, a
+field of :class:`Sums`, a name of :data:`PARTIAL_SUMS` and a line in :func:`online_step`, :func:`store_sums` and
+:func:`merged_splits`. If it can be differentiated, its gradient is a row of the table in
 :mod:`liger_losses.kernels.softmax_grad`.
 """
 
@@ -19,7 +19,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from liger_losses.kernels._triton import jit, tl
+from liger_losses.kernels._triton import jit, kinds, tl
+from liger_losses.kernels.label_rows import check_known
 from liger_losses.kernels.logit_transform import Epilogue, load_logits
 
 #: Above, ``exp`` of a difference may leave fp32, and sums of exponentials are taken relative to the largest.
@@ -39,12 +40,15 @@ def places(names: tuple[str, ...]) -> tuple[Any, ...]:
 
 #: What a loss may ask for. All but ``argmax`` can be differentiated.
 STATISTICS = ("logp", "entropy", "lse", "mean_logp", "log_sum_sq_probs", "mean_logit", "argmax")
-#: The rows that :func:`store_statistics` writes; ``argmax`` has a separate tensor. ``max_logit`` is for the engine.
-STORED = ("lse", "logp", "entropy", "mean_logp", "log_sum_sq_probs", "mean_logit", "max_logit")
-_LSE, _LOGP, _ENTROPY, _MEAN_LOGP, _LOG_SUM_SQ_PROBS, _MEAN_LOGIT, _MAX_LOGIT = places(STORED)
+#: What :func:`store_statistics` writes. ``max_logit`` is for the engine.
+STORED = ("lse", "logp", "entropy", "mean_logp", "log_sum_sq_probs", "mean_logit", "max_logit", "argmax")
 #: The sums of one split that :func:`store_sums` writes, with e = exp(z - top).
-PARTIAL_SUMS = ("top", "total", "label_logit", "moment", "squares", "logit_sum", "weighted_sum", "argmax")
-_TOP, _TOTAL, _LABEL_LOGIT, _MOMENT, _SQUARES, _LOGIT_SUM, _WEIGHTED_SUM, _ARGMAX = places(PARTIAL_SUMS)
+PARTIAL_SUMS = ("top", "total", "label_logit", "moment", "squares", "logit_sum", "weighted_sum", "weight_sum", "argmax")
+_TOP, _TOTAL, _LABEL_LOGIT, _MOMENT, _SQUARES, _LOGIT_SUM, _WEIGHTED_SUM, _WEIGHT_SUM, _ARGMAX = places(PARTIAL_SUMS)
+#: Tokens of a program that merges sums, and the splits that it reads at a time; and both, and warps, for more splits
+#: than the number (tiles).
+MERGED = 64, 32
+_MERGED_TILES, _FEW_SPLITS = (8, 512, 8), 128
 
 
 class Sums(NamedTuple):
@@ -106,31 +110,55 @@ def reference_statistics(
     return values
 
 
-def combine(partial: Tensor, names: frozenset[str], vocab_size: int, class_weight: Tensor | None) -> dict[str, Tensor]:
-    """The named statistics ``[R]`` and ``lse``, from the splits' :data:`PARTIAL_SUMS`, ``[S, R]`` each."""
-    sums = dict(zip(PARTIAL_SUMS, partial, strict=False))
-    top = sums["top"].amax(0)
-    below = sums["top"] - top
-    scale = below.exp()
-    total = (sums["total"] * scale).sum(0)
-    log_total = total.log()
-    values = {"lse": top + log_total, "logp": (sums["label_logit"].sum(0) - top) - log_total}
-    if "entropy" in names:
-        moment = ((sums["moment"] + sums["total"] * below) * scale).sum(0)
-        values["entropy"] = log_total - moment / total
-    if "log_sum_sq_probs" in names:
-        values["log_sum_sq_probs"] = (sums["squares"] * scale.square()).sum(0).log() - 2 * log_total
-    if "mean_logit" in names:
-        values["mean_logit"] = sums["logit_sum"].sum(0) / vocab_size
-    if "mean_logp" in names and class_weight is None:
-        values["mean_logp"] = sums["logit_sum"].sum(0) / vocab_size - values["lse"]
-    elif "mean_logp" in names and class_weight is not None:
-        values["mean_logp"] = (sums["weighted_sum"].sum(0) - values["lse"] * class_weight.sum()) / vocab_size
+def stored(values: Mapping[str, Tensor | None]) -> tuple[Tensor | None, ...]:
+    """The argument of kernels that store statistics, ``[R]`` each by name, in the order of :data:`STORED`.
+
+    For the elements of a tuple, Triton compiles by their alignment.
+    """
+    return tuple(map(values.get, STORED))
+
+
+def empty_statistics(names: frozenset[str], rows: int, device: torch.device) -> dict[str, Tensor]:
+    """New tensors ``[R]`` for the named statistics and ``lse``."""
+    wanted = [name for name in STORED[:-1] if name in names or name == "lse"]
+    values = dict(zip(wanted, torch.empty(len(wanted), rows, dtype=torch.float32, device=device).unbind(), strict=True))
     if "argmax" in names:
-        values["argmax"] = sums["argmax"].gather(0, sums["top"].argmax(0, keepdim=True))[0].long()
-    if "max_logit" in names:
-        values["max_logit"] = top
-    return {name: value for name, value in values.items() if name in names or name == "lse"}
+        values["argmax"] = torch.empty(rows, dtype=torch.int64, device=device)
+    return values
+
+
+def merge_sums(
+    values: Mapping[str, Tensor],
+    partial: Tensor,
+    columns: int,
+    sums: Sums = Sums(),
+    *,
+    flags: Tensor | None = None,
+    label_logit: Tensor | None = None,
+    offset: Tensor | None = None,
+    **options: Any,
+) -> None:
+    """Compute statistics from the sums of all splits, in an order that depends on their number alone (Triton only).
+
+    Args:
+        values: the tensors ``[R]`` to write them into, by name, ``lse`` among them.
+        partial: ``[K, S, R]``, the splits' :data:`PARTIAL_SUMS`, the first two at least.
+        columns: V.
+        sums: which sums there are.
+        flags: ``[2 + R]`` int32: only the rows whose flag, from the third on, is not 0; the first says whether there is
+            one. ``None`` for all rows.
+        label_logit: ``[R]``, the labels' logits, where they are not among the sums.
+        offset: ``[R]``, which gets a finite log-sum-exp.
+        options: of the launch.
+    """
+    _, splits, tokens = partial.shape
+    if tokens:
+        out, (block, at_once, warps) = stored(values), (*MERGED, 4) if splits <= _FEW_SPLITS else _MERGED_TILES
+        kind = partial.device, kinds(*out), sums, flags is None, label_logit is None, offset is None, block, *options
+        merge_kernel[(-(-tokens // block),)](
+            partial, label_logit, None, None, flags, offset, None, None, out,
+            splits, tokens, columns, 0, sums, block, at_once, num_warps=warps, kind=kind, **options,
+        )  # fmt: skip
 
 
 def merge(
@@ -238,32 +266,42 @@ def online_row(projected, bias, class_weight, columns, read, transform, inverse,
 
 
 @jit
-def store_statistics(out, step, argmax_out, label_logit, state, sums, vocab_size):
-    """One row's statistics, in the order of :data:`STORED`, ``step`` elements apart."""
+def store_statistics(out, at, mask, active, label_logit, state, sums, vocab_size):
+    """The statistics of a row, or of several, 0 where they are not ``active``; return log-sum-exp and log-probability.
+
+    ``out`` are pointers in the order of :data:`STORED`, ``None`` for what is not asked for; ``at`` is the row.
+    """
+    lse_out, logp_out, entropy_out, mean_logp_out, squares_out, mean_logit_out, top_out, argmax_out = out
     best, logit_sum, moment, squares, top, total, weight_sum, weighted_sum = state
-    log_total = tl.log(total)
+    log_total = tl.log(tl.where(active, total, 1.0))
     lse = top + log_total
-    tl.store(out + _LSE * step, lse)
-    tl.store(out + _LOGP * step, (label_logit - top) - log_total)
-    if sums.moment is not None:
-        tl.store(out + _ENTROPY * step, log_total - moment / total)
-    if sums.weighted is not None:
-        tl.store(out + _MEAN_LOGP * step, (weighted_sum - lse * weight_sum) / vocab_size)
-    elif sums.logits is not None:
-        tl.store(out + _MEAN_LOGP * step, logit_sum / vocab_size - lse)
-    if sums.squares is not None:
-        tl.store(out + _LOG_SUM_SQ_PROBS * step, tl.log(squares) - 2 * log_total)
-    if sums.logits is not None:
-        tl.store(out + _MEAN_LOGIT * step, logit_sum / vocab_size)
-    if sums.argmax is not None:
-        tl.store(out + _MAX_LOGIT * step, top)
-        tl.store(argmax_out, best.to(tl.int64))
+    logp = (label_logit - top) - log_total
+    tl.store(lse_out + at, tl.where(active, lse, 0.0), mask=mask)
+    if logp_out is not None:
+        tl.store(logp_out + at, tl.where(active, logp, 0.0), mask=mask)
+    if entropy_out is not None:
+        tl.store(entropy_out + at, tl.where(active, log_total - moment / total, 0.0), mask=mask)
+    if mean_logp_out is not None:
+        if sums.weighted is not None:
+            mean_logp = (weighted_sum - lse * weight_sum) / vocab_size
+        else:
+            mean_logp = logit_sum / vocab_size - lse
+        tl.store(mean_logp_out + at, tl.where(active, mean_logp, 0.0), mask=mask)
+    if squares_out is not None:
+        tl.store(squares_out + at, tl.where(active, tl.log(squares) - 2 * log_total, 0.0), mask=mask)
+    if mean_logit_out is not None:
+        tl.store(mean_logit_out + at, tl.where(active, logit_sum / vocab_size, 0.0), mask=mask)
+    if top_out is not None:
+        tl.store(top_out + at, top, mask=mask)
+    if argmax_out is not None:
+        tl.store(argmax_out + at, best.to(tl.int64), mask=mask)
+    return lse, logp
 
 
 @jit
 def store_sums(out, step, valid, label_logit, state, sums):
     """The sums of a tile's rows, in the order of :data:`PARTIAL_SUMS`, ``step`` elements apart."""
-    best, logit_sum, moment, squares, top, total, _weight_sum, weighted_sum = state
+    best, logit_sum, moment, squares, top, total, weight_sum, weighted_sum = state
     tl.store(out + _TOP * step, top, mask=valid)
     tl.store(out + _TOTAL * step, total, mask=valid)
     tl.store(out + _LABEL_LOGIT * step, label_logit, mask=valid)
@@ -275,5 +313,89 @@ def store_sums(out, step, valid, label_logit, state, sums):
         tl.store(out + _LOGIT_SUM * step, logit_sum, mask=valid)
     if sums.weighted is not None:
         tl.store(out + _WEIGHTED_SUM * step, weighted_sum, mask=valid)
+        tl.store(out + _WEIGHT_SUM * step, tl.zeros_like(top) + weight_sum, mask=valid)
     if sums.argmax is not None:
         tl.store(out + _ARGMAX * step, best.to(tl.float32), mask=valid)
+
+
+@jit
+def merged_splits(partial, rows, splits, tokens, sums, LABELS: tl.constexpr, BLOCK: tl.constexpr, SPLITS: tl.constexpr):
+    """The sums of all splits, in an order that depends on their number alone; with ``LABELS``, and the label's logit.
+
+    ``splits`` times ``tokens`` are the elements from one of the :data:`PARTIAL_SUMS` to the next.
+    """
+    step = splits.to(tl.int64) * tokens
+    zero = tl.zeros((BLOCK,), tl.float32)
+    best, logit_sum, moment, squares, top, total, _, weighted_sum = online_start(zero)
+    weight_sum = zero
+    label_logit = zero
+    for start in range(0, splits, SPLITS):
+        split = start + tl.arange(0, SPLITS)
+        mask = (split < splits)[:, None] & (rows < tokens)[None, :]
+        at = partial + split[:, None] * tokens + rows[None, :]
+        tops = tl.load(at + _TOP * step, mask=mask, other=-3.0e38)
+        totals = tl.load(at + _TOTAL * step, mask=mask, other=0.0)
+        new_top = tl.maximum(top, tl.max(tops, 0))
+        rescale = tl.exp(top - new_top)
+        below = tops - new_top[None, :]
+        scale = tl.exp(below)
+        if LABELS:
+            label_logit += tl.sum(tl.load(at + _LABEL_LOGIT * step, mask=mask, other=0.0), 0)
+        if sums.moment is not None:
+            moments = tl.load(at + _MOMENT * step, mask=mask, other=0.0)
+            moment = rescale * (moment + total * (top - new_top)) + tl.sum((moments + totals * below) * scale, 0)
+        if sums.squares is not None:
+            of_splits = tl.sum(tl.load(at + _SQUARES * step, mask=mask, other=0.0) * scale * scale, 0)
+            squares = squares * rescale * rescale + of_splits
+        if sums.logits is not None:
+            logit_sum += tl.sum(tl.load(at + _LOGIT_SUM * step, mask=mask, other=0.0), 0)
+        if sums.weighted is not None:
+            weighted_sum += tl.sum(tl.load(at + _WEIGHTED_SUM * step, mask=mask, other=0.0), 0)
+            weight_sum += tl.sum(tl.load(at + _WEIGHT_SUM * step, mask=mask, other=0.0), 0)
+        if sums.argmax is not None:
+            column = tl.load(at + _ARGMAX * step, mask=mask, other=3.0e38)
+            first = tl.min(tl.where(below == 0.0, column, 3.0e38), 0).to(tl.int32)
+            best = tl.where(new_top > top, first, best)
+        total = total * rescale + tl.sum(totals * scale, 0)
+        top = new_top
+    return (best, logit_sum, moment, squares, top, total, weight_sum, weighted_sum), label_logit
+
+
+#: Arguments whose alignment is no reason to compile again.
+_VECTORS = ["partial", "label_logit", "labels", "flags", "offset", "ratio", "others"]
+
+
+@jit(do_not_specialize=["splits", "tokens", "columns", "ignore_index"], do_not_specialize_on_alignment=_VECTORS)
+def merge_kernel(
+    partial, label_logit, labels, right, flags, offset, ratio, others,
+    out, splits, tokens, columns, ignore_index, sums,
+    BLOCK: tl.constexpr, SPLITS: tl.constexpr,
+):  # fmt: skip
+    """One program per block of tokens; see :func:`merge_sums`.
+
+    With ``labels``, tokens without loss get 0, and ``right`` whether all others are in the vocabulary. ``ratio`` and
+    ``others`` get p / e of exponentials relative to the offset, and 1 - p of the label.
+    """
+    if flags is not None:  # noqa: SIM102, because Triton resolves only the outer condition while compiling
+        if tl.load(flags) == 0:
+            return
+    rows = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    mask = rows < tokens
+    active = mask
+    if labels is not None:
+        label = tl.load(labels + rows, mask=mask, other=ignore_index)
+        active = label != ignore_index
+        wrong = active & ((label < 0) | (label >= columns))
+        check_known(right, tl.sum(wrong.to(tl.int32), 0) == 0)
+    has_logp: tl.constexpr = out[1] is not None
+    state, z = merged_splits(partial, rows, splits, tokens, sums, has_logp and label_logit is None, BLOCK, SPLITS)
+    if label_logit is not None:
+        z = tl.load(label_logit + rows, mask=mask, other=0.0)
+    if flags is not None:
+        mask = mask & (tl.load(flags + 2 + rows, mask=mask, other=0) != 0)
+    row_lse, row_logp = store_statistics(out, rows, mask, active, z, state, sums, columns)
+    if offset is not None:  # finite, also in base 2, where all logits are -inf
+        tl.store(offset + rows, tl.where(row_lse == float("-inf"), -1.0e38, row_lse), mask=mask)
+    if ratio is not None:
+        tl.store(ratio + rows, tl.zeros((BLOCK,), tl.float32) + 1.0, mask=mask)
+        tl.store(others + rows, 1.0 - tl.exp(row_logp), mask=mask)

@@ -239,7 +239,7 @@ class OnTheHost:
     ):  # fmt: skip
         self.matrices, self.shape = (hidden, weight), (BLOCK_N, BLOCK_V)
         row_tiles, column_tiles = -(-tokens // BLOCK_N), -(-vocab_size // BLOCK_V)
-        tiles = row_tiles * column_tiles * (1 if needed is None else int(needed))
+        tiles = row_tiles * column_tiles * (1 if needed is None else int(needed[0]))
         given = (bias, labels, offset, partial, tops, logit_sums, moments, slots, kept)
         *vectors, slots, kept = [None if vector is None else Pointer(vector) for vector in given]
         if transform.temperature is not None:
@@ -282,9 +282,10 @@ def test_sums_of_tiles_and_of_parts(monkeypatch, row_tiles, column_tiles, progra
     def logits():
         return epilogue(hidden.float() @ weight.float().t())
 
-    def sums(*arguments, **options):  # (maximum, sum of exponentials), in one part
+    def sums(*arguments, **options):  # maximum, sum of exponentials, none of a label, and moment, in one part
         top = logits().amax(1)
-        return torch.stack([top, (logits() - top[:, None]).exp().sum(1)])[:, None].contiguous()
+        e = (logits() - top[:, None]).exp()
+        return torch.stack([top, e.sum(1), 0 * top, (e * (logits() - top[:, None])).sum(1)])[:, None].contiguous()
 
     monkeypatch.setattr(linear_exp, "hopper_tiles", tiles)
     monkeypatch.setattr(linear_exp, "partial_sums", sums)
@@ -438,16 +439,16 @@ def test_the_choice_of_the_kernel(monkeypatch):
     call, options = (hidden, weight, torch.zeros(5, dtype=torch.long)), {"backend": "triton"}
     with_entropy = Exponentials.into({name: torch.empty(5) for name in ("lse", "entropy")})
     linear_exponentials(*call, projections=True, found=with_entropy, **options)
-    assert [grid for grid, _ in launches] == [(1,), (1,)]
-    assert [arguments["out"] for _, arguments in launches] == [7, None]  # projections are not written again
+    # Projections are not written again.
+    assert [(grid, arguments["out"], arguments["needed"]) for grid, arguments in launches] == [((1,), 7, None)]
     monkeypatch.setattr(linear_exp, "hopper_tiles", lambda *call: None)
     linear_exponentials(*call, **options)
-    assert len(launches) == 2
+    assert len(launches) == 1
     # Nor where whole programs take fewer bytes from memory: a batch-invariant call does not ask what is stored.
     monkeypatch.setattr(linear_exp, "hopper_tiles", lambda *call: linear_exp_hopper.Tiles(1, 1, 4, {"out": 7}))
     monkeypatch.setattr(linear_exp, "order_of", lambda device, stored, *given: Order(not stored, 4))
     out = torch.empty(5, 40, dtype=torch.bfloat16)
     linear_exponentials(*call, out, **options)
-    assert len(launches) == 2
+    assert len(launches) == 1
     linear_exponentials(*call, out, batch_invariant=True, **options)
-    assert len(launches) == 4
+    assert len(launches) == 3

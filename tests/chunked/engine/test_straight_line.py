@@ -243,11 +243,11 @@ class Operations(TorchDispatchMode):
 LAUNCHES = {
     "cross-entropy": (["_loss_kernel", "_scale_kernel"], {"mm": 3, "sum": 1, "ones_like": 1}),
     "DPO": (
-        ["_statistics_kernel", "_pairs_kernel", "_gradient_kernel", "_scale_kernel"],
+        ["row_statistics_kernel", "_pairs_kernel", "_gradient_kernel", "_scale_kernel"],
         {"mm": 3, "cat": 2, "ones_like": 1},
     ),
     "GRPO": (
-        ["_statistics_kernel", "_policy_kernel", "_gradient_kernel", "_scale_kernel"],
+        ["row_statistics_kernel", "_policy_kernel", "_gradient_kernel", "_scale_kernel"],
         {"mm": 3, "where": 1, "ones_like": 1},
     ),
 }

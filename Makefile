@@ -17,7 +17,7 @@
 PYTHON ?= python3
 PIP = .venv/$(1)/bin/python -m pip install --quiet --disable-pip-version-check -c requirements-tested.txt
 
-.PHONY: help demo test test-slow test-targets newest test-newest oldest test-oldest zero test-zero test-trl test-integrations notebook pyright stubs docs lint dist address clean
+.PHONY: help demo test test-fast test-slow test-targets newest test-newest oldest test-oldest zero test-zero test-trl test-integrations notebook pyright stubs docs lint ruff types dist address clean
 
 help:
 	@sed -n '/^#/!q; s/^# //p' Makefile
@@ -25,7 +25,11 @@ help:
 demo: .venv/demo/ready
 	.venv/demo/bin/python examples/trl_dpo.py $(ARGS)
 
-test: .venv/test/ready lint
+# mypy takes one core for half a minute, so it runs beside the tests.
+test: .venv/test/ready ruff
+	$(MAKE) --jobs 2 types test-fast
+
+test-fast: .venv/test/ready
 	OMP_NUM_THREADS=1 .venv/test/bin/python -m pytest -q -n 2 -m "not slow" $(ARGS)
 
 test-slow: .venv/test/ready
@@ -112,11 +116,17 @@ stubs: .venv/test/ready
 docs: .venv/docs/installed
 	NO_MKDOCS_2_WARNING=1 .venv/docs/bin/python -m mkdocs build --strict $(ARGS)
 
-lint: .venv/test/ready
+lint: ruff types
+
+ruff: .venv/test/ready
 	.venv/test/bin/python -m ruff check .
 	.venv/test/bin/python -m ruff format --check .
-	.venv/test/bin/python -m mypy
+
+# What pyproject.toml names, and the documentation's code, in one run. Benchmarks, which that code imports, are not checked.
+types: .venv/test/ready
 	.venv/test/bin/python -m tests.project.docs_code
+	.venv/test/bin/python -m mypy --follow-imports=silent \
+		liger_losses examples tests/project/typed_uses.py build/docs_code/*.py
 
 # A source distribution, and a wheel of what is in it.
 dist:

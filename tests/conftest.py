@@ -23,6 +23,16 @@ def faster_interpreter():
         yield
 
 
+@pytest.fixture(scope="session", autouse=True)
+def no_seeds_of_absent_devices():
+    """``torch.manual_seed`` keeps seeds for devices that are not there, with a traceback each: a millisecond."""
+    with pytest.MonkeyPatch.context() as patch:
+        for device in (torch.cuda, torch.xpu):
+            if not device.is_available():
+                patch.setattr(device, "manual_seed_all", lambda seed: None)
+        yield
+
+
 @pytest.fixture
 def nothing_compiled():
     """What torch.compile keeps of earlier functions is dropped, before a test and after it."""

@@ -19,12 +19,13 @@ import torch.multiprocessing as mp
 #: processes share the order of names in a set, so one slow test of ranks spawns its processes.)
 IMPORTED = [
     "liger_losses",
+    "pytest",
     "torch._dynamo",
     "torch.distributed.checkpoint.state_dict",
     "torch.distributed.fsdp",
     "torch.distributed.tensor.parallel",
     "transformers.models.llama.modeling_llama",
-    "trl",
+    "trl.trainer.sft_trainer",
 ]
 
 

@@ -40,7 +40,6 @@ def tiny_models():
     return {
         "llama": tiny("Llama", 31, False),
         "llama, tied": tiny("Llama", 40, True),
-        "qwen2": tiny("Qwen2", 40, False),
         "qwen3, tied": tiny("Qwen3", 40, True, "Qwen3RMSNorm", head_dim=8),
         "gemma2, tied": tiny("Gemma2", 33, True, head_dim=4, final_logit_softcapping=2.0),
         "mixtral": tiny("Mixtral", 40, False, num_local_experts=4, num_experts_per_tok=2, output_router_logits=True),

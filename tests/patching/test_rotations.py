@@ -214,72 +214,65 @@ def test_other_models_of_the_process_stay():
     assert type(patched.model.layers[0].self_attn) is modeling_llama.LlamaAttention
 
 
-def test_compiling_a_plain_model_while_a_patched_one_is_deleted():
-    plain, patched = (model_zoo.build("llama", num_hidden_layers=1) for _ in range(2))
-    inputs = model_zoo.inputs_of(plain)
-    expected = plain(**inputs).loss
-    patch(patched)
-    patched.cycle = [patched]  # so that it lives until a collection
+def attention_of(model):
+    """The model's first attention, and what it gets."""
+    g = torch.Generator().manual_seed(0)
+    hidden = torch.randn(2, 5, model.config.hidden_size, generator=g)
+    positions = model.model.rotary_emb(hidden, torch.arange(5)[None])
+    return model.model.layers[0].self_attn, {"hidden_states": hidden, "position_embeddings": positions}
+
+
+def compiled_attention(model, before=lambda: None, **options):
+    """The output of the model's attention, compiled, and the names of the operators in its graphs."""
+    attention, inputs = attention_of(model)
     operators = []
 
     def backend(graph, _):
-        gc.collect()  # as may happen at any time
+        before()
         operators.extend(str(node.target) for node in graph.graph.nodes)
         return graph
 
-    torch._dynamo.reset()
+    return torch.compile(attention, backend=backend, **options)(**inputs, attention_mask=None)[0], operators
+
+
+def rotates(operators):
+    return sum(name.startswith("liger_losses.rope") for name in operators)
+
+
+def test_compiling_a_plain_model_while_a_patched_one_is_deleted(nothing_compiled):
+    plain, patched = (model_zoo.build("llama", num_hidden_layers=1) for _ in range(2))
+    attention, inputs = attention_of(plain)
+    expected = attention(**inputs, attention_mask=None)[0]
+    patch(patched)
+    patched.cycle = [patched]  # so that it lives until a collection
     gc.collect()
     gc.disable()
     try:
         deleted = weakref.ref(patched)
         del patched
-        loss = torch.compile(plain, backend=backend)(**inputs).loss
+        found, operators = compiled_attention(plain, gc.collect)  # as may happen at any time
     finally:
         gc.enable()
-        torch._dynamo.reset()
     assert deleted() is None
-    assert torch.equal(loss, expected)
+    assert torch.equal(found, expected)
     assert not any("liger" in name for name in operators)
 
 
-def test_a_compiled_model_rotates_by_the_kernel():
-    model = model_zoo.build("llama", num_hidden_layers=1)
-    model.set_attn_implementation("sdpa")
-    inputs = model_zoo.inputs_of(model)
-    expected = model(**inputs).loss
-    graphs = []
-    for patched in (True, False):
-        if patched:
-            patch(model, loss_head=False, norms=False, mlps=False)
-        torch._dynamo.reset()
-        graphs.clear()
-        compiled = torch.compile(model, backend=lambda graph, _: graphs.append(graph) or graph, fullgraph=True)
-        loss = compiled(**inputs).loss
-        loss.backward()
-        torch.testing.assert_close(loss, expected)
-        calls = [str(node.target) for graph in graphs for node in graph.graph.nodes]
-        assert sum(call.startswith("liger_losses.rope") for call in calls) == patched
-        unpatch(model)
-    torch._dynamo.reset()
-
-
-def test_a_graph_that_ends_before_the_rotation():
-    """The copies are frames of their own then, beside those of an unpatched model."""
+@pytest.mark.parametrize("breaks", [False, True], ids=["one graph", "a graph that ends before the rotation"])
+def test_a_compiled_attention_rotates_by_the_kernel(nothing_compiled, breaks):
+    """Where a graph ends, the copies are frames of their own, beside those of an unpatched model."""
     plain, patched = (model_zoo.build("llama", num_hidden_layers=1) for _ in range(2))
-    inputs = model_zoo.inputs_of(plain)
-    expected = plain(**inputs).loss
+    attention, inputs = attention_of(plain)
+    expected = attention(**inputs, attention_mask=None)[0]
     patch(patched, loss_head=False, norms=False, mlps=False)
     for model in (plain, patched):
-        model.model.layers[0].self_attn.q_proj.register_forward_hook(lambda *_: torch._dynamo.graph_break())
-    graphs = []
-    torch._dynamo.reset()
-    for model in (plain, patched):
-        graphs.clear()
-        compiled = torch.compile(model, backend=lambda graph, _: graphs.append(graph) or graph)
-        torch.testing.assert_close(compiled(**inputs).loss, expected)
-        calls = [str(node.target) for graph in graphs for node in graph.graph.nodes]
-        assert any(call.startswith("liger_losses.rope") for call in calls) == (model is patched)
-    torch._dynamo.reset()
+        if breaks:
+            model.model.layers[0].self_attn.q_proj.register_forward_hook(lambda *_: torch._dynamo.graph_break())
+        found, operators = compiled_attention(model, fullgraph=not breaks)
+        torch.testing.assert_close(found, expected)
+        assert rotates(operators) == (model is patched)
+    unpatch(patched)
+    assert not rotates(compiled_attention(patched, fullgraph=not breaks)[1])
 
 
 @pytest.mark.parametrize("reentrant", [True, False])

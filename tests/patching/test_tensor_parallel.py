@@ -266,7 +266,7 @@ def run_trainer(folder):
         {"input_ids": x.tolist(), "completion_mask": (y != -100).long().tolist()}
         for x, y in zip(ids, labels, strict=True)
     ]
-    options = {"per_device_train_batch_size": 2, "max_steps": 3, "logging_steps": 1, "learning_rate": 1e-2, "seed": 0}
+    options = {"per_device_train_batch_size": 2, "max_steps": 2, "logging_steps": 1, "learning_rate": 1e-2, "seed": 0}
     options |= {
         "use_cpu": device_type() == "cpu",
         "bf16": False,
@@ -289,7 +289,7 @@ def run_trainer(folder):
             for log in trainer.state.log_history
         ]
         found.append((logs, {name: whole(p).detach() for name, p in model.named_parameters()}))
-    assert len(found[0][0]) == 4
+    assert len(found[0][0]) == 3
     assert "entropy" in found[0][0][0]
     close(*found)
 
@@ -329,7 +329,7 @@ def head_that_is_not_split(folder):
     plain, model = (load_split(folder, "llama", plan) for _ in range(2))
     assert patch(model).left == []
     with never_materialized():
-        for check in LAZY:
+        for check in (training, evaluation):
             close(check(model), check(plain), check.__name__)
 
 
@@ -380,7 +380,8 @@ MISFITS = (other_styles, head_that_is_not_split, torchs_own, patched_too_early, 
 
 
 def on_two(folder):
-    cases = {name: functools.partial(run_model, folder, name, left) for name, (_, left) in tiny_models().items()}
+    families = {name: left for name, (_, left) in tiny_models().items() if name != "llama, tied"}  # as Qwen3
+    cases = {name: functools.partial(run_model, folder, name, left) for name, left in families.items()}
     if find_spec("trl"):
         for name in ("llama", "gemma2, tied", "mixtral"):
             cases[f"{name}, fused head"] = functools.partial(run_fused, folder, name)

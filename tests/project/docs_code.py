@@ -1,12 +1,10 @@
-"""`python -m tests.project.docs_code`: the Python blocks of README.md and docs/ by the type checkers.
+"""`python -m tests.project.docs_code`: the Python blocks of README.md and docs/ for the type checkers.
 
-Writes the blocks to build/docs_code, as :mod:`tests.project.test_docs` runs them, and checks them with mypy in one run;
-an error's line is the line of the page. `make pyright` checks the same files.
+Writes the blocks to build/docs_code, as :mod:`tests.project.test_docs` runs them; an error's line is the line of the
+page. `make lint` checks the files with mypy, and `make pyright` with pyright.
 """
 
 import shutil
-import subprocess
-import sys
 
 from tests.project.test_docs import PAGES, ROOT, blocks_of, modules_of
 
@@ -36,6 +34,3 @@ def write():
 
 if __name__ == "__main__":
     write()
-    # What the blocks import is checked elsewhere, or, like benchmarks, not at all.
-    command = [sys.executable, "-m", "mypy", "--follow-imports=silent", *map(str, FOLDER.glob("*.py"))]
-    sys.exit(subprocess.run(command, cwd=ROOT).returncode)

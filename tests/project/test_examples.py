@@ -63,10 +63,13 @@ def test_custom_loss_runs(capsys):
     assert "nan" not in printed
 
 
-def test_classes_in_place_of_ligers():
-    done = run("trl_liger_compat")
-    assert done.returncode == 0, done.stderr
-    assert "liger_losses.chunked.losses.dpo: loss " in done.stdout
+def test_classes_in_place_of_ligers(run_here, monkeypatch):
+    """As in a process that has not imported liger-kernel's classes."""
+    monkeypatch.delitem(sys.modules, "liger_kernel.chunked_loss", raising=False)
+    code, printed = run_here("trl_liger_compat")
+    sys.modules.pop("liger_kernel.chunked_loss", None)
+    assert not code
+    assert "liger_losses.chunked.losses.dpo: loss " in printed
 
 
 def test_classes_in_place_of_ligers_come_too_late(monkeypatch):

@@ -2,6 +2,8 @@
 
 import ast
 import copy
+import functools
+import importlib
 import importlib.metadata
 import importlib.util
 import pathlib
@@ -25,6 +27,7 @@ def builder():
     spec = importlib.util.spec_from_file_location("build_hub_kernel", FOLDER / "build.py")
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
+    module.sources = functools.cache(module.sources)
     return module
 
 
@@ -100,37 +103,34 @@ def randomised(module):
     return module.to(DEVICE)
 
 
-def llama():
-    from transformers.models.llama import modeling_llama as module
+#: By family, our layers for its norm and its MLP, and options of its configuration.
+FAMILIES = {
+    "Llama": ("RMSNorm", "SwiGLUMLP", {}),
+    "Gemma": ("RMSNormZeroCentered", "GeGLUMLP", {"head_dim": 8, "hidden_activation": "gelu_pytorch_tanh"}),
+}
 
-    config = module.LlamaConfig(
+
+def tiny(family):
+    """The module of a family, a model, and our layers by the classes that they replace."""
+    module = importlib.import_module(f"transformers.models.{family.lower()}.modeling_{family.lower()}")
+    norm, mlp, options = FAMILIES[family]
+    config = getattr(module, f"{family}Config")(
         vocab_size=61, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=2, max_position_embeddings=32,
+        num_key_value_heads=2, max_position_embeddings=32, **options,
     )  # fmt: skip
-    layers = {module.LlamaRMSNorm: "RMSNorm", module.LlamaMLP: "SwiGLUMLP"}
-    return module, module.LlamaForCausalLM(config), layers
-
-
-def gemma():
-    from transformers.models.gemma import modeling_gemma as module
-
-    config = module.GemmaConfig(
-        vocab_size=61, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=2, head_dim=8, max_position_embeddings=32, hidden_activation="gelu_pytorch_tanh",
-    )  # fmt: skip
-    layers = {module.GemmaRMSNorm: "RMSNormZeroCentered", module.GemmaMLP: "GeGLUMLP"}
-    return module, module.GemmaForCausalLM(config), layers
+    layers = {getattr(module, f"{family}RMSNorm"): norm, getattr(module, f"{family}MLP"): mlp}
+    return module, getattr(module, f"{family}ForCausalLM")(config), layers
 
 
 @pytest.mark.parametrize("backend", ["torch", "triton"])
-@pytest.mark.parametrize("make", [llama, gemma])
-def test_a_kernelized_model_has_the_right_loss_and_gradients(built, monkeypatch, make, backend):
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_kernelized_model_has_the_right_loss_and_gradients(built, monkeypatch, family, backend):
     pytest.importorskip("transformers")
     if backend == "triton":
         pytest.importorskip("triton")
     from kernels import get_local_kernel
 
-    module, model, layers = make()
+    module, model, layers = tiny(family)
     plain = randomised(model).train()
     exact, ours = copy.deepcopy(plain).double(), copy.deepcopy(plain)
     g = torch.Generator().manual_seed(2)
@@ -225,7 +225,7 @@ def test_rotations_of_angles_that_are_held_once(built):
 
 def test_patching_finds_a_rotation_that_kernels_has_made_a_module_of(built, monkeypatch):
     pytest.importorskip("transformers")
-    module, model, _ = llama()
+    module, model, _ = tiny("Llama")
     function = annotate_rotation(monkeypatch, model, module)
     report = liger_losses.patch(model)
     assert report.counts["rope"] == 2

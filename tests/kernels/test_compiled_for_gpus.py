@@ -102,4 +102,5 @@ def test_bits_do_not_depend_on_triton_s_default_of_contraction(tmp_path):
     assert {name for name, contracted in ast.literal_eval(options[0].stdout) if not contracted} == {
         "linear_exp_hopper.hopper_exponentials_kernel",
         "linear_stats._linear_statistics_kernel",
+        "online_softmax.merge_kernel",
     }

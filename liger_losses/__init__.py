@@ -27,7 +27,8 @@ _MODULES = {
     "chunked.losses.dpo": "LigerFusedLinearDPOLoss",
     "chunked.losses.minillm": "LigerFusedLinearMiniLLMLoss",
     "chunked.losses.pairs": "Pairs PreferenceLoss PreferenceMetrics",
-    "chunked.losses.policy": "AdaptiveEntropy LigerFusedLinearGRPOLoss PolicyMetrics PolicyMetricsWithoutKL",
+    "chunked.losses.adaptive_entropy": "AdaptiveEntropy",
+    "chunked.losses.policy": "LigerFusedLinearGRPOLoss PolicyMetrics PolicyMetricsWithoutKL",
     "chunked.losses.reference_free": (
         "LigerFusedLinearCPOLoss LigerFusedLinearORPOLoss LigerFusedLinearSimPOLoss ORPOMetrics"
     ),

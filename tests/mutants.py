@@ -139,7 +139,7 @@ MUTANTS: dict[str, list[tuple[str, str, str]]] = {
         ("chunked/engine/teachers.py", "(ordered[:, 1:] == ordered[:, :-1]).any()", "outside"),
     ],
     "tests/chunked/engine/test_divergence_tiles.py -k 'tiles-rows or reverse or cosine'": [
-        ("chunked/engine/two_models.py", "h += sums.h", "h += 0"),
+        ("chunked/engine/divergence_tiles.py", "h += sums.h", "h += 0"),
     ],
     "tests/chunked/losses/test_policy.py tests/chunked/losses/test_policy_tables.py": [
         ("chunked/losses/policy_tables.py", "torch.minimum(ratio.clamp(max=delta) * adv", "torch.minimum(ratio * adv"),

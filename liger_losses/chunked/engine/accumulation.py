@@ -159,8 +159,8 @@ class HiddenGradients:
         #: Where all tokens are active, every row is written.
         new = torch.empty if opened.count and self.dropped == {type(None)} else torch.zeros
         self.results = [
-            new(part.shape, dtype=part.dtype, device=part.device) if need else None
-            for part, need in zip(opened.hidden_states, opened.call.needs_hidden, strict=True)
+            new((*shape, part.shape[-1]), dtype=part.dtype, device=part.device) if need else None
+            for part, shape, need in zip(opened.flat, self.tokens.shapes, opened.call.needs_hidden, strict=True)
         ]
         self.flat = [p if p is None or p.dim() == 2 else p.view(-1, p.shape[-1]) for p in self.results]
 

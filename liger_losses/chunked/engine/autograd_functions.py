@@ -17,12 +17,15 @@ from liger_losses.chunked.engine.query import Statistics
 from liger_losses.chunked.engine.stream import Stream, counted_tokens
 from liger_losses.kernels.autograd import once_differentiable, scale_
 
+#: Statistics whose gradients do not depend on their values.
+_UNREAD = {"logp", "mean_logp", "mean_logit"}
+
 
 def separable_losses(
-    calls: Sequence[tuple[Tensors, Call]], *, alone: bool = False
+    calls: Sequence[tuple[Tensors, Call]], *, beside: str | None = "tokens"
 ) -> tuple[Tensor, list[list[Statistics]]]:
-    """The sum of the calls' separable losses, and for each call the detached statistics of each tensor of labels, or
-    none where the loss ``alone`` is wanted.
+    """The sum of the calls' separable losses, and for each call the detached statistics ``beside`` it: those of each
+    tensor of labels' ``tokens``, one of their ``sums`` over all tokens, or none.
 
     A tensor that several calls have has one gradient.
     """
@@ -42,25 +45,29 @@ def separable_losses(
         given = query.token_inputs if query.token_weights is None else query.token_weights
         each = tokens.masked(query.losses(active, tokens.labels, given))
         losses.append(each.sum().to(call.work.logits_dtype))
-        found[i] = _by_tensor(call, {name: values[name].detach() for name in call.outputs})
+        constants = {name: values[name].detach() for name in call.outputs}
+        if beside == "sums":
+            constants = {name: value.sum() for name, value in constants.items()}
+        found[i] = _as_asked(call, constants, beside)
     if one_pass:
-        loss, *outputs = _OnePassLosses.apply([*one_pass.values()], uses, alone, *distinct)
+        loss, *outputs = _OnePassLosses.apply([*one_pass.values()], uses, beside, *distinct)
         losses.append(loss)
-        for i, call in () if alone else one_pass.items():
-            found[i] = _by_tensor(call, dict(zip(call.outputs, outputs, strict=False)))
+        for i, call in () if beside is None else one_pass.items():
+            found[i] = _as_asked(call, dict(zip(call.outputs, outputs, strict=False)), beside)
             del outputs[: len(call.outputs)]
     total = losses[0] if len(losses) == 1 else torch.stack(losses).sum()
-    return total, [] if alone else [found[i] for i in range(len(calls))]
+    return total, [] if beside is None else [found[i] for i in range(len(calls))]
 
 
 def statistics_of(tensors: Tensors, call: Call) -> list[Statistics]:
     """The statistics of each tensor of labels, in its shape."""
-    return _by_tensor(call, compute_statistics(tensors, call))
+    return _as_asked(call, compute_statistics(tensors, call), "tokens")
 
 
-def _by_tensor(call: Call, values: Mapping[str, Tensor]) -> list[Statistics]:
-    """Statistics ``[T]`` of all tokens as statistics of each tensor of labels, in its shape."""
-    return [Statistics(**of_one) for of_one in call.tokens.split(values)]
+def _as_asked(call: Call, values: Mapping[str, Tensor], beside: str | None) -> list[Statistics]:
+    """Statistics ``[T]`` of all tokens as statistics of each tensor of labels, in its shape; sums as one."""
+    parts = call.tokens.split(values) if beside == "tokens" else [values]
+    return [Statistics(**of_one) for of_one in parts]
 
 
 def compute_statistics(
@@ -117,11 +124,11 @@ class _LinearStatistics(torch.autograd.Function):
                 values, ctx.unit_gradient = stream.statistics_and_unit_gradient()
             else:
                 values, ctx.block = stream.statistics(keep_block=call.strategy == "resident")
-        kept = ("lse", "columns")
-        needed = {name: value for name, value in values.items() if name in kept or name not in call.query.metrics}
+        unread = {*call.query.metrics} - {"lse", "columns"} | (_UNREAD if call.query.comparison is None else set())
+        needed = {name: value for name, value in values.items() if name not in unread}
         ctx.saved_names = tuple(needed)
         # The labels are saved for their version alone: they may be the user's own, and must not have changed by then.
-        ctx.save_for_backward(weight, bias, *hidden, *needed.values(), call.tokens.labels)
+        ctx.save_for_backward(weight, bias, *stream.opened.flat, *needed.values(), call.tokens.labels)
         outputs = call.tokens.scatter(values, call.outputs)
         # Users may change an output in place; what backward needs must not change with it.
         shared = {*map(id, values.values())}
@@ -157,11 +164,11 @@ class _OnePassLosses(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, calls: Sequence[Call], uses: Sequence[list[int]], alone: bool, *tensors: Any
+        ctx: Any, calls: Sequence[Call], uses: Sequence[list[int]], beside: str | None, *tensors: Any
     ) -> tuple[Tensor, ...]:
         ctx.set_materialize_grads(False)
         ctx.calls, ctx.uses = calls, uses
-        loss, outputs, ctx.gradients = _run(calls, uses, tensors, alone)
+        loss, outputs, ctx.gradients = _run(calls, uses, tensors, beside)
         ctx.save_for_backward(*tensors, *[call.tokens.labels for call in calls])
         ctx.mark_non_differentiable(*outputs)
         return loss, *outputs
@@ -174,17 +181,17 @@ class _OnePassLosses(torch.autograd.Function):
             return (None,) * len(ctx.needs_input_grad)
         if gradients is None:
             # The first backward scaled them in place and returned them: a second one computes them again.
-            *_, gradients = _run(ctx.calls, ctx.uses, ctx.saved_tensors[: -len(ctx.calls)], alone=True)
+            *_, gradients = _run(ctx.calls, ctx.uses, ctx.saved_tensors[: -len(ctx.calls)], beside=None)
         backend = ctx.calls[0].backend
         scale_(upstream, [grad for grad in gradients if grad is not None], backend=backend)
         return None, None, None, *gradients
 
 
 def _run(
-    calls: Sequence[Call], uses: Sequence[list[int]], tensors: Sequence[Any], alone: bool
+    calls: Sequence[Call], uses: Sequence[list[int]], tensors: Sequence[Any], beside: str | None
 ) -> tuple[Tensor, list[Tensor], list[Tensor | None]]:
-    """The loss, all calls' statistics (none where the loss ``alone`` is wanted), and the gradient of each tensor, which
-    is added up as the calls run."""
+    """The loss, all calls' statistics (see :func:`separable_losses`), and the gradient of each tensor, which is added
+    up as the calls run."""
     losses, outputs = list[Tensor](), list[Tensor]()
     gradients: list[Tensor | None] = [None] * len(tensors)
     for call, places in zip(calls, uses, strict=True):
@@ -193,8 +200,11 @@ def _run(
             stream = Stream(call, weight, bias, hidden)
             loss, values, found = stream.token_loss()
         losses.append(loss)
-        if not alone:
-            outputs += stream.call.tokens.scatter(values, call.outputs)  # whose order may be another
+        tokens = stream.call.tokens  # whose order may be another
+        if beside == "tokens":
+            outputs += tokens.scatter(values, call.outputs)
+        elif beside == "sums":
+            outputs += [tokens.masked(values[name]).sum() for name in call.outputs]
         for i, grad in zip(places, found, strict=True):
             before = gradients[i]
             if grad is not None:

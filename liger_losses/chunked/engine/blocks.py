@@ -46,11 +46,11 @@ class Part(NamedTuple):
     values: dict[str, Tensor]  # memory of their statistics, [R] each, by name
     epilogue: Epilogue  # from their projections to logits
 
-    def first(self, count: int) -> Part:
-        """The first ``count`` of these tokens."""
-        if count == len(self.hidden):
+    def at(self, at: slice) -> Part:
+        """Some of these tokens."""
+        if at == slice(0, len(self.hidden)):
             return self
-        rows, at = slice(self.rows.start, self.rows.start + count), slice(0, count)
+        rows = slice(self.rows.start + at.start, self.rows.start + at.stop)
         values = {name: value[at] for name, value in self.values.items()}
         return Part(rows, self.hidden[at], values, self.epilogue.rows(at))
 

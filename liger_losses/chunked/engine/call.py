@@ -9,20 +9,20 @@ import copy
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from functools import cached_property, partial
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from liger_losses.chunked.engine.agreement import Given, given_to_loss, lines_of, running
-from liger_losses.chunked.engine.decision import Decision, decide, listed
+from liger_losses.chunked.engine.decision import Decision, decide
 from liger_losses.chunked.engine.head import Head
 from liger_losses.chunked.engine.plan import EngineOptions, Plan, Workload, default_bound, device_memory
 from liger_losses.chunked.engine.query import Query, Statistics, read_by, wrong_token_losses
 from liger_losses.chunked.engine.ranks import ALONE, Ranks
 from liger_losses.chunked.engine.teachers import Teacher
-from liger_losses.chunked.engine.tokens import Counting, Tokens, check_temperature
+from liger_losses.chunked.engine.tokens import Counting, Tokens, check_temperature, listed
 from liger_losses.chunked.engine.weights import Projection, QuantizedWeight, weights_of
 from liger_losses.kernels.logit_transform import Epilogue, LogitTransform, said
 
@@ -49,18 +49,6 @@ class Call:
     decision: Decision  # what is known of such a call with any number of active tokens
     outputs: tuple[str, ...]  # the names that the user gets, differentiable ones first
     block_names: frozenset[str]  # the statistics that blocks compute
-
-    @cached_property
-    def row_constants(self) -> list[str]:
-        """What gradients of a divergence that are computed in tiles need of each token, beside its statistics:
-        log-sum-exps, sum(h), and norms for the cosine."""
-        comparison = self.query.comparison
-        if comparison is None or not self.plan.tiled:
-            return []
-        if comparison.divergence.form == "cosine":
-            return ["h", "student_squares", "teacher_squares"]
-        soft = ["soft_lse"] if self.decision.has_two_softmaxes else []
-        return [*soft, "teacher_lse"] if comparison.divergence.balanced else [*soft, "teacher_lse", "h"]
 
     def token_losses(self, values: Mapping[str, Tensor], rows: slice) -> tuple[Tensor, dict[str, Tensor]]:
         """The tokens' losses ``[n]``, and their derivatives by each statistic: autograd's, unless the loss gives them.

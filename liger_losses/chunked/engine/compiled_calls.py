@@ -20,8 +20,8 @@ from torch import Tensor
 
 from liger_losses.chunked.engine.autograd_functions import compute_statistics, separable_losses
 from liger_losses.chunked.engine.call import make_call
-from liger_losses.chunked.engine.decision import check
 from liger_losses.chunked.engine.head import Head
+from liger_losses.chunked.engine.input_checks import check
 from liger_losses.chunked.engine.plan import EngineOptions
 from liger_losses.chunked.engine.query import Comparison, Query, Statistics
 from liger_losses.chunked.engine.support import TokenSupport, linear_support_statistics

@@ -19,8 +19,9 @@ from torch import Tensor
 from liger_losses.chunked.engine.autograd_functions import separable_losses, statistics_of
 from liger_losses.chunked.engine.call import Call, Tensors, make_call
 from liger_losses.chunked.engine.checks import LISTS, check_labels, check_shift, one_each, rows_of_all
-from liger_losses.chunked.engine.decision import check_inputs, drops_tokens
+from liger_losses.chunked.engine.decision import drops_tokens
 from liger_losses.chunked.engine.head import Head
+from liger_losses.chunked.engine.input_checks import check_inputs
 from liger_losses.chunked.engine.plan import EngineOptions, default_bound
 from liger_losses.chunked.engine.query import Query, Statistics
 from liger_losses.chunked.engine.ranks import ALONE

@@ -63,12 +63,15 @@ def support_statistics(
 
 
 def separable_loss(
-    hidden_states: Any, head: Head, labels: Any, query: Query, options: EngineOptions
+    hidden_states: Any, head: Head, labels: Any, query: Query, options: EngineOptions, beside: str = "tokens"
 ) -> tuple[Tensor, list[Statistics]]:
     """The loss that the query's token loss, or its token weights, make of the statistics; and the detached statistics
-    of each tensor of labels."""
+    ``beside`` it: those of each tensor of labels' ``tokens``, or their ``sums``, in one.
+
+    In a compiled function they are always those of tokens.
+    """
     if not is_dynamo_compiling():
-        total, (of_call,) = separable_losses((make_call(hidden_states, head, labels, query, options),))
+        total, (of_call,) = separable_losses((make_call(hidden_states, head, labels, query, options),), beside=beside)
         return total, of_call
     return traced_loss(hidden_states, head, labels, query, options)
 

@@ -19,6 +19,7 @@ from torch import Tensor
 from liger_losses.chunked.engine.accumulation import Gradients, HeadGradients, HiddenGradients
 from liger_losses.chunked.engine.blocks import Block, Columns, ExponentialBlock, Part, Upstream
 from liger_losses.chunked.engine.call import Call, OpenCall
+from liger_losses.chunked.engine.divergence_tiles import DivergenceTiles, row_constants
 from liger_losses.chunked.engine.logit_block import LogitBlock
 from liger_losses.chunked.engine.plan import blocks, padded
 from liger_losses.chunked.engine.ranks import ALONE
@@ -41,6 +42,16 @@ ROUNDED = {"cuda": 64}
 def _rows_of(values: Mapping[str, Tensor], rows: slice) -> dict[str, Tensor]:
     """Views of some tokens' values; a number is one of all."""
     return {name: value[rows] if isinstance(value, Tensor) else value for name, value in values.items()}
+
+
+def _in_parts(values: Mapping[str, Tensor], size: int, start: int, count: int) -> Sequence[dict[str, Tensor]]:
+    """Views of the values of ``start`` to ``count``, ``size`` or fewer at a time, which one operation makes."""
+    found: list[dict[str, Tensor]] = [{} for _ in range(start, count, size)]
+    for name, value in values.items():
+        each = value if start == 0 and count == len(value) else value[start:count]
+        for of_part, view in zip(found, each.split(size), strict=True):
+            of_part[name] = view
+    return found
 
 
 class Pending:
@@ -145,8 +156,8 @@ class Stream:
         with self._block_of_gradients() if kept is None else kept as block:
             if kept is not None and pending is not None:
                 kept.keep(opened, counted)
-            for part in self._parts(block.rows, values, counted):
-                wanted = _rows_of(upstream, part.rows)
+            known = _in_parts(upstream, max(block.rows, 1), 0, counted)
+            for part, wanted in zip(self._parts(block.rows, values, counted), known, strict=True):
                 block.write(part, wanted, grads, filled=kept is not None)
         return grads.results()
 
@@ -223,7 +234,7 @@ class Stream:
             self.opened, self.call = given, given.call
         total = self.count if found is None or found > MOST_COUNTED * self.count else found
         block.keep(self.opened, min(total, done))
-        yield first.first(min(total, done))
+        yield first.at(slice(0, min(total, done)))
         if total > done:
             even = -(-(total - done) // -(-(total - done) // block.rows))
             for part in self._parts(min(padded(even), block.rows), values, total, done):
@@ -240,13 +251,16 @@ class Stream:
         """The active tokens, or those from ``start`` to ``count``, ``size`` or fewer at a time."""
         epilogue, per_token = self.opened.epilogue, isinstance(self.call.transform.temperature, Tensor)
         tokens = self.call.tokens  # those without loss, if they are among them, may hold anything
-        count, operand = self.count if count is None else count, self.call.work.operand_dtype
-        for start in range(start, count, max(size, 1)):  # noqa: B020
-            rows = slice(start, min(start + size, count))
+        count, operand, size = self.count if count is None else count, self.call.work.operand_dtype, max(size, 1)
+        # A part of all tokens has the values themselves.
+        whole = start == 0 and size >= count == self.count
+        for first, of_part in zip(
+            range(start, count, size), [values] if whole else _in_parts(values, size, start, count), strict=False
+        ):
+            rows = slice(first, min(first + size, count))
             hidden = tokens.gather(self.opened.flat, rows.start, rows.stop)
             hidden = hidden if tokens.ignored is None else tokens.masked(hidden, rows)
             own = epilogue.rows(rows) if per_token else epilogue
-            of_part = values if hidden.shape[0] == self.count else {name: v[rows] for name, v in values.items()}
             yield Part(rows, hidden if hidden.dtype == operand else hidden.to(operand), of_part, own)
 
     def _block(self, rows: int) -> Block:
@@ -255,7 +269,7 @@ class Stream:
         if self.call.work.tiled_exponentials:
             kind = TiledExponentials
         if self.call.query.comparison is not None:
-            kind = TwoModels
+            kind = DivergenceTiles if self.call.plan.tiled else TwoModels
         return kind(self.opened, min(rows, self.count))
 
     def _block_of_statistics(self) -> Block:
@@ -286,7 +300,7 @@ class Stream:
         integers = {"argmax": torch.int64, "columns": torch.int64}
         names = "lse", *call.outputs
         if call.plan.tiled:
-            names += tuple(call.row_constants)
+            names += tuple(row_constants(call))
         if query.selected is not None or query.largest or query.registered:
             widths = {"registered": (len(query.registered),), "columns": (query.largest,)}
             widths["selected_logps"] = (query.largest,) if query.selected is None else query.selected.shape[1:]

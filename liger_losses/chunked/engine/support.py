@@ -21,8 +21,8 @@ from liger_losses.chunked.engine.agreement import Given, given_to_loss
 from liger_losses.chunked.engine.autograd_functions import statistics_of
 from liger_losses.chunked.engine.call import make_call
 from liger_losses.chunked.engine.checks import check_tensor
-from liger_losses.chunked.engine.decision import check_inputs
 from liger_losses.chunked.engine.head import Head, operand_dtype
+from liger_losses.chunked.engine.input_checks import check_inputs
 from liger_losses.chunked.engine.plan import EngineOptions, default_bound, default_workspace, device_memory
 from liger_losses.chunked.engine.query import Query, Statistics
 from liger_losses.chunked.engine.tokens import check_temperature, checked_temperatures, shift_labels

@@ -229,15 +229,16 @@ class Tokens:
 
         Rows whose target is ``None`` are skipped.
         """
-        offset = 0
+        offset, cast = 0, values
         for segment, first, last in self.pieces(start, stop):
             index, target = _rows(self.indices[segment], first, last), targets[segment]
             if target is not None:
-                part = _rows(values, offset, offset + last - first)
+                cast = cast if cast.dtype == target.dtype else values.to(target.dtype)
+                part = _rows(cast, offset, offset + last - first)
                 if index is None:
                     target[first:last].copy_(part)
                 else:
-                    target.index_copy_(0, index, part.to(target.dtype))
+                    target.index_copy_(0, index, part)
             offset += last - first
 
     def gather_flat(self, values: Tensor) -> Tensor:
@@ -326,6 +327,13 @@ class Tokens:
             for of_one, part, shape in zip(found, parts, self.shapes, strict=True):
                 of_one[name] = part if alike or len(shape) == len(found) == 1 else part.view(*shape, *values.shape[1:])
         return found
+
+
+def listed(hidden_states: Any, labels: Any) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...] | Tokens]:
+    """One tensor or several as a tuple; active tokens stay as they are."""
+    alone = not isinstance(hidden_states, (list, tuple))
+    hidden = (hidden_states,) if alone else tuple(hidden_states)
+    return hidden, labels if isinstance(labels, Tokens) else (labels,) if alone else tuple(labels)
 
 
 def _rows(values: Any, first: int, last: int) -> Any:

@@ -1,15 +1,14 @@
 """A block of two models: the student's gradient from the divergence between both models' logits.
 
-N active tokens, R tokens of a block, r of them whose logits exist at a time, C columns of a tile, H and Ht the hidden
-sizes, V the columns that both vocabularies have, W the student's columns that are computed: all of them where its
-log-probabilities are asked for, else V.
+N active tokens, R tokens of a block, r of them whose logits exist at a time, H and Ht the hidden sizes, V the columns
+that both vocabularies have, W the student's columns that are computed: all of them where its log-probabilities are
+asked for, else V.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import torch
@@ -24,10 +23,8 @@ from liger_losses.chunked.engine.teachers import TeacherLogits
 from liger_losses.chunked.engine.weights import Projection, can_fuse
 from liger_losses.kernels.divergence import Coefficients, Logits, RowSums, divergence_into, square_sums
 from liger_losses.kernels.linear_exp import linear_exponentials
-from liger_losses.kernels.linear_grad import linear_softmax_gradient_into
 from liger_losses.kernels.linear_lse import few_rows, log_sum_exps_into, row_log_sum_exps_into
 from liger_losses.kernels.logit_transform import Epilogue, LogitTransform
-from liger_losses.kernels.matmul import start_beside
 from liger_losses.kernels.softmax_grad import SoftmaxGradient, softmax_gradient_into
 from liger_losses.kernels.softmax_stats import softmax_statistics
 
@@ -57,13 +54,6 @@ class TwoModels(Block):
 
     The gradients of all R tokens are collected before the products with head and hidden states are taken, so that these
     are large and grad_weight is rounded few times.
-
-    Where memory is small (``plan.tiled``), the logits are computed once more for the gradients, in tiles ``[R, C]``.
-    The gradient of a balanced divergence follows from the log-sum-exps of both models, which take no logits in memory.
-    Of the others it also needs sum(h), which needs the log-sum-exps first: so the logits of r tokens, all columns of
-    both models, stay in memory between the two. (Where memory is too small even for that, the products are taken again,
-    in tiles.) A last pass computes the gradients, and writes grad_weight once for all R tokens. These are more
-    products, but for so few tokens at a time, reading the heads and adding to grad_weight would take longer.
     """
 
     def __init__(self, opened: OpenCall, rows: int) -> None:
@@ -74,10 +64,8 @@ class TwoModels(Block):
         self.logits: Tensor | None = None
         self.gradient: Tensor | None = None
         self.grad_bias: Tensor | None = None
-        #: Where gradients are computed in tiles: what they need of each token, and where they add up the divergence.
-        self.constants = call.row_constants if call.plan.tiled else []
-        self.values: dict[str, Tensor] = {}
-        self.value: Tensor | None = None
+        #: What gradients need of each token, beside its statistics, where they are computed later.
+        self.constants: Sequence[str] = ()
         #: V, of which ``shared`` are computed here; and labels inside it, for statistics that do not depend on them.
         columns = call.ranks.columns(call.decision.shared_columns)
         self.shared = columns.stop - columns.start
@@ -95,7 +83,6 @@ class TwoModels(Block):
             self.teacher_epilogue = Epilogue(LogitTransform(comparison.temperature))
             return
         states, head = comparison.teacher.parts
-        head = head.detach()
         columns = columns if head.ranks is ALONE else slice(0, self.shared)
         if columns != slice(0, head.weight.shape[0]):
             head = head.columns(columns)
@@ -106,113 +93,49 @@ class TwoModels(Block):
             weights = weights.dequantized(call.work.operand_dtype)
         fused = can_fuse(weights, call.work.operand_dtype, call.backend)
         self.teacher = replace(opened.projection, weights=weights, fused=fused)
-        states = states.detach()
         self.teacher_states = states.reshape(-1, states.shape[-1]) if states.is_contiguous() else states
 
     # --- The block ----------------------------------------------------------------------------------------------------
 
     def fill(self, part: Part, upstream: Upstream | None = None) -> None:
-        call, plan = self.call, self.call.plan
-        if not plan.tiled:
-            if upstream is not None and self.gradient is None:
-                self.gradient = part.hidden.new_empty(self.rows, padded(self.vocab_size))
-                if call.needs_bias:
-                    self.grad_bias = part.hidden.new_empty(self.vocab_size, dtype=call.work.logits_dtype)
-            if self.grad_bias is not None:
-                self.grad_bias.zero_()
-            for at, smaller in self._parts_of(part, plan.part_rows):
-                wanted = upstream
-                if upstream is not None and smaller is not part:
-                    wanted = {name: g[at] for name, g in upstream.items()}
-                out = None if self.gradient is None or wanted is None else self.gradient[at, : self.vocab_size]
-                value = smaller.values.get("divergence")
-                self._fill_rows(smaller, value, wanted, out)
+        call = self.call
+        if upstream is not None and self.gradient is None:
+            self.gradient = part.hidden.new_empty(self.rows, padded(self.vocab_size))
+            if call.needs_bias:
+                self.grad_bias = part.hidden.new_empty(self.vocab_size, dtype=call.work.logits_dtype)
+        if self.grad_bias is not None:
+            self.grad_bias.zero_()
+        count, value = len(part.hidden), part.values.get("divergence")
+        out = None if upstream is None else self._gradient_of(count)
+        if 0 < count <= call.plan.part_rows:
+            self._fill_rows(part, value, upstream, out)
             return
-        self.values = part.values
-        self.value = self.values.get("divergence", torch.empty_like(part.values["lse"])).zero_()
-        with_gradients = upstream is not None and self.divergence.balanced
-        if plan.part_rows and not with_gradients:
-            for at, smaller in self._parts_of(part, plan.part_rows):
-                self._fill_rows(smaller, self.value[at])
-            self.logits = None  # tiles take its memory
-            return
-        self._compute_softmaxes(part)
-        if not with_gradients:
-            self._add_terms(part, self.value)
+        for at in blocks(count, call.plan.part_rows):
+            wanted = None if upstream is None else {name: g[at] for name, g in upstream.items()}
+            of_rows = [None if each is None else each[at] for each in (value, out)]
+            self._fill_rows(part.at(at), of_rows[0], wanted, of_rows[1])
+
+    def _gradient_of(self, count: int) -> Tensor:
+        """The memory of the gradient of so many tokens; no view is made of all."""
+        assert self.gradient is not None
+        whole = self.gradient.shape == (count, self.vocab_size)
+        return self.gradient if whole else self.gradient[:count, : self.vocab_size]
 
     def refill(self, part: Part, upstream: Upstream) -> None:
-        self.values, self.value = part.values, torch.zeros_like(part.values["lse"])
-        if self.call.plan.tiled and self.values.keys() >= set(self.constants):
-            return
         # Backward must not write to the statistics that forward saved; and not all that save them save the constants.
-        names = {*self.values, *self.constants}
-        self.fill(part._replace(values={name: torch.empty_like(self.value) for name in names}), upstream)
+        lse = part.values["lse"]
+        names = {*part.values, *self.constants}
+        self.fill(part._replace(values={name: torch.empty_like(lse) for name in names}), upstream)
 
     def gradients(
         self, part: Part, upstream: Upstream, head_grads: HeadGradients, out_view: Tensor | None = None
     ) -> Tensor | None:
-        first = part.rows.start == 0
-        if not self.call.plan.tiled:
-            assert self.gradient is not None
-            columns = slice(0, self.vocab_size)
-            if self.grad_bias is not None and head_grads.bias is not None:
-                head_grads.bias += self.grad_bias
-            return head_grads.add(self.gradient[: len(part.hidden), columns], part.hidden, columns, first=first)
-        out, width = None, padded(min(self.call.plan.tile_columns, self.vocab_size))
-        gradient = part.hidden.new_empty(len(part.hidden), width)
-        for columns, grad in self._gradient_tiles(part, upstream, gradient):
-            out = head_grads.add(grad, part.hidden, columns, first=first, out=out)
-        return out
-
-    def _gradient_tiles(self, part: Part, upstream: Upstream, out: Tensor) -> Iterator[tuple[slice, Tensor]]:
-        """Columns, and the gradient ``[R, C]`` there, in the memory of ``out``."""
-        call, labels, value = self.call, self.call.tokens.labels[part.rows], torch.empty_like(self.values["lse"])
-        g, coefficients, sums = upstream.get("logp"), _coefficients(upstream, self.values["lse"]), self._sums()
-        for columns, student, teacher in self._tiles(part):
-            width = columns.stop - columns.start
-            grad, at = out[:, :width], labels - columns.start
-            divergence_into(
-                value,
-                student,
-                teacher,
-                self.divergence,
-                out=grad,
-                coefficients=coefficients,
-                labels=None if g is None else torch.where((at >= 0) & (at < width), at, width),
-                sums=sums,
-                backend=call.backend,
-            )
-            if self.value is not None and self.divergence.balanced:
-                self.value += value
-            yield columns, grad
-        # In the columns that only the student has, the gradient comes from the hard loss alone.
-        for columns in blocks(self.vocab_size - self.shared, call.plan.tile_columns):
-            columns = slice(columns.start + self.shared, columns.stop + self.shared)
-            grad = linear_softmax_gradient_into(
-                out[:, : columns.stop - columns.start],
-                part.hidden,
-                self.opened.weight[columns],
-                self.values["lse"],
-                labels,
-                SoftmaxGradient.of({} if g is None else {"logp": g}, {}),
-                self.opened.epilogue.columns(columns),
-                first_column=columns.start,
-                vocab_size=call.vocab_size,
-                backend=call.backend,
-            )
-            yield columns, grad
+        if self.grad_bias is not None and head_grads.bias is not None:
+            head_grads.bias += self.grad_bias
+        grad, columns = self._gradient_of(len(part.hidden)), slice(0, self.vocab_size)
+        return head_grads.add(grad, part.hidden, columns, first=part.rows.start == 0)
 
     # --- All columns of some tokens -----------------------------------------------------------------------------------
-
-    @staticmethod
-    def _parts_of(part: Part, size: int) -> Iterator[tuple[slice, Part]]:
-        """``size`` or fewer tokens of the part at a time, and where in the part they are."""
-        if size >= len(part.hidden) > 0:
-            yield slice(0, len(part.hidden)), part
-            return
-        for at in blocks(len(part.hidden), size):
-            rows = slice(part.rows.start + at.start, part.rows.start + at.stop)
-            yield at, Part(rows, part.hidden[at], {n: value[at] for n, value in part.values.items()}, part.epilogue)
 
     def _fill_rows(
         self, part: Part, value: Tensor | None, upstream: Upstream | None = None, out: Tensor | None = None
@@ -228,7 +151,7 @@ class TwoModels(Block):
         labels = _rows(self.opened.labels, rows)
         if self.opened.others is not None:
             labels = labels.masked_fill(self.opened.others[rows], self.vocab_size)
-        coefficients = None if upstream is None else _coefficients(upstream, hard_lse)
+        coefficients = None if upstream is None else coefficients_of(upstream, hard_lse)
         # The bias's gradient is a sum over all tokens: it is taken before anything is rounded.
         target = out if self.grad_bias is None or out is None else student_logits
         value = torch.empty_like(hard_lse) if value is None else value
@@ -416,77 +339,8 @@ class TwoModels(Block):
         for name, value in statistics.items():
             value.copy_(computed[name])
 
-    # --- All tokens of a part, in tiles of columns --------------------------------------------------------------------
 
-    def _compute_softmaxes(self, part: Part) -> None:
-        """The statistics of both models, each by one product whose logits stay in registers."""
-        opened, values, cosine = self.opened, self.values, self.divergence.form == "cosine"
-        compute = partial(linear_exponentials, backend=self.call.backend)
-        soft_epilogue, teacher_epilogue = self._soft_epilogues(part.rows)
-        labels, shared_labels = opened.labels[part.rows], self.shared_labels[part.rows]
-        own: dict[str, Tensor] = {name: values[name] for name in ("lse", "logp") if name in values}
-        soft = {"entropy": values["entropy"]} if "entropy" in values else {}
-        shared = opened.weight[: self.shared]
-        if self.separate:
-            compute(part.hidden, opened.weight, labels, None, opened.epilogue, found=own)
-            own, labels = {"lse": values["soft_lse"]} if "soft_lse" in values else {}, shared_labels
-        elif cosine and "logp" not in own:
-            own["lse"].zero_()
-            own = {}
-        if own or soft:
-            own = own or {"lse": torch.empty_like(values["lse"])}
-            compute(part.hidden, shared, shared_labels, None, soft_epilogue, found=own | soft)
-        if cosine:
-            squares = torch.zeros(2, len(part.hidden), device=shared.device)
-            for _, student, teacher in self._tiles(part):
-                squares += square_sums(student, teacher, backend=self.call.backend)
-            values["student_squares"].copy_(squares[0])
-            values["teacher_squares"].copy_(squares[1])
-        else:
-            assert self.teacher is not None
-            found, hidden = {"lse": values["teacher_lse"]}, self._teacher_hidden(part.rows)
-            weight = self.teacher.weights.rows(slice(None), hidden.dtype)
-            compute(hidden, weight, shared_labels, None, teacher_epilogue, found=found)
-
-    def _add_terms(self, part: Part, value: Tensor) -> None:
-        """The divergence and sum(h) of all columns."""
-        h = self.values["h"].zero_() if "h" in self.values else torch.zeros_like(value)
-        found, sums = torch.empty_like(value), self._sums()._replace(h=torch.empty_like(value))
-        for _, student, teacher in self._tiles(part):
-            divergence_into(found, student, teacher, self.divergence, sums=sums, backend=self.call.backend)
-            value += found
-            h += sums.h
-
-    def _sums(self) -> RowSums:
-        squares = None
-        if "student_squares" in self.values:
-            squares = torch.stack([self.values["student_squares"], self.values["teacher_squares"]])
-        return RowSums(self.values["h"] if "h" in self.values else torch.zeros_like(self.values["lse"]), squares)
-
-    def _tiles(self, part: Part) -> Iterator[tuple[slice, Logits, Logits]]:
-        """Columns that both models have, and both models' logits there."""
-        assert self.teacher is not None
-        hidden, (soft, of_teacher) = self._teacher_hidden(part.rows), self._soft_epilogues(part.rows)
-        lse = self.values["soft_lse"] if "soft_lse" in self.values else self.values["lse"]
-        teacher_lse = self.values.get("teacher_lse", lse)
-        width = padded(min(self.call.plan.tile_columns, self.shared))
-        both = hidden.new_empty(2, len(hidden), width, dtype=torch.float32)
-        for columns in blocks(self.shared, self.call.plan.tile_columns):
-            student, teacher = both[:, :, : columns.stop - columns.start]
-            of_teacher_into = partial(self.teacher.into, teacher, hidden, columns.start, columns.stop)
-            wait = start_beside(hidden.device, of_teacher_into)
-            try:
-                self.student.into(student, part.hidden, columns.start, columns.stop)
-            finally:
-                wait()
-            yield (
-                columns,
-                Logits(student, lse, soft.columns(columns)),
-                Logits(teacher, teacher_lse, of_teacher.columns(columns)),
-            )
-
-
-def _coefficients(upstream: Upstream, hard_lse: Tensor) -> Coefficients:
+def coefficients_of(upstream: Upstream, hard_lse: Tensor) -> Coefficients:
     """The loss's derivatives as the kernels of a divergence take them."""
     g, soft_g = upstream.get("logp"), upstream.get("divergence")
     soft_g = torch.zeros_like(hard_lse) if soft_g is None else soft_g

@@ -23,7 +23,8 @@ from liger_losses.chunked.engine.checks import (
     check_tensor,
     checked_mask,
 )
-from liger_losses.chunked.engine.decision import active_tokens, check_inputs
+from liger_losses.chunked.engine.decision import active_tokens
+from liger_losses.chunked.engine.input_checks import check_inputs
 from liger_losses.chunked.engine.operators import query_statistics
 from liger_losses.chunked.engine.query import Query
 from liger_losses.chunked.engine.tokens import check_temperature

@@ -237,7 +237,9 @@ class DistillationLoss(ChunkedLoss):
         else:  # the same for every token
             total = None if num_items_in_batch is None and self.group is None else number
             weights = {name: EqualWeights(weight, total) for name, weight in weights.items()}
-        options = self.options
+        options, beside = self.options, "tokens"
+        if query is not None and not (torch.compiler.is_dynamo_compiling() or isinstance(factor, Tensor)):
+            beside = "sums"
         if self.top_k is not None and self.top_k_of == "teacher" and not isinstance(taught, Teacher):
             raise TypeError("top_k_of='teacher' takes a Teacher(hidden_states, weight); or give a TeacherTopK(...).")
         if columns:
@@ -249,9 +251,11 @@ class DistillationLoss(ChunkedLoss):
             )
         else:
             query = replace(query, token_weights=weights)
-            loss, (found,) = separable_loss(hidden, head, tokens, query, options)
+            loss, (found,) = separable_loss(hidden, head, tokens, query, options, beside)
         divergences = found.divergence if isinstance(factor, float) and factor == 1.0 else factor * found.divergence
-        soft_loss, hard_loss = divergences.sum() / number, -found.logp.sum() / number if hard else None
+        if beside == "tokens":
+            divergences, found = divergences.sum(), found._replace(logp=found.logp.sum() if hard else None)
+        soft_loss, hard_loss = divergences / number, -found.logp / number if hard else None
         if self.group is not None:
             loss, soft_loss = self.total(loss), self.total(soft_loss)
             hard_loss = None if hard_loss is None else self.total(hard_loss)

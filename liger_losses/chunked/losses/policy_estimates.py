@@ -1,12 +1,13 @@
-"""What policy losses compute without options: ratios, estimates of KL divergences, sums of later tokens, divisors.
+"""What objectives of policy losses are made of: ratios, estimates of KL divergences, masks, sums of later tokens,
+divisors.
 
 B completions, T tokens of the longest.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import NamedTuple
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
@@ -56,6 +57,113 @@ def binary_kl(log_p: Tensor, log_q: Tensor) -> Tensor:
     rest_p, rest_q = (-torch.expm1(x.clamp(max=0.0)) for x in (log_p, log_q))
     others = rest_p * (rest_p / rest_q.clamp(min=torch.finfo(p.dtype).tiny)).log()
     return p * (log_p - log_q) + torch.where(rest_p > 0, others, 0.0)
+
+
+# --- Ratios -----------------------------------------------------------------------------------------------------------
+
+
+#: What functions of whole completions read: :class:`~.policy_objectives.PolicyInputs`, whose module imports this one.
+Batch: TypeAlias = Any
+
+
+def _sequence(log_ratio: Tensor, inputs: Batch) -> Tensor:
+    """The geometric mean over the completion: GSPO (arXiv:2507.18071, eq. 7)."""
+    return inputs.sequence_sums(log_ratio) / inputs.lengths
+
+
+def _sequence_token(log_ratio: Tensor, inputs: Batch) -> Tensor:
+    """The same number, with each token's gradient: GSPO-token (arXiv:2507.18071, eq. 14)."""
+    return _sequence(log_ratio.detach(), inputs) + log_ratio - log_ratio.detach()
+
+
+def _geometric(log_ratio: Tensor, inputs: Batch) -> Tensor:
+    """The geometric mean of ratios that are clipped token by token: GMPO (arXiv:2507.20673)."""
+    clipped = log_ratio.clamp(-inputs.options.epsilon_low, inputs.options.epsilon_high)
+    lower, higher = torch.minimum(log_ratio, clipped), torch.maximum(log_ratio, clipped)
+    return _sequence(torch.where(inputs.advantages > 0, lower, higher), inputs)
+
+
+#: How the importance ratio is taken: (log ratios of tokens ``[B, T]``, inputs) to ``[B, T]`` or ``[B, 1]``.
+RATIOS: dict[str, Callable[[Tensor, Batch], Tensor]] = {
+    "token": lambda log_ratio, inputs: log_ratio,
+    "sequence": _sequence,
+    "sequence_token": _sequence_token,
+    # the completion's own probability ratio: RLOO (arXiv:2402.14740)
+    "sequence_sum": lambda log_ratio, inputs: inputs.sequence_sums(log_ratio),
+    "geometric": _geometric,
+}
+
+
+# --- Masks ------------------------------------------------------------------------------------------------------------
+
+
+def _tv(logps: Tensor, old: Tensor, sampler: Tensor, a: Tensor, low: float, high: float) -> Tensor:
+    """DPPO's total variation of a token and all others (arXiv:2602.04879, eq. 13)."""
+    change = logps.exp() - sampler.exp()
+    return ~(((a > 0) & (change > high)) | ((a < 0) & (-change > low)))
+
+
+def _kl(logps: Tensor, old: Tensor, sampler: Tensor, a: Tensor, low: float, high: float) -> Tensor:
+    """DPPO's KL divergence of a token and all others (arXiv:2602.04879, eq. 14)."""
+    kl = binary_kl(sampler, logps)
+    higher, lower = (a > 0) & (logps > sampler), (a < 0) & (logps < sampler)
+    return ~((higher & (kl > high)) | (lower & (kl > low)))
+
+
+def _within(log_ratio: Tensor, low: float, high: float) -> Tensor:
+    ratio = ratio_of(log_ratio)
+    return (ratio >= low) & (ratio <= high)
+
+
+def _kpop(logps: Tensor, old: Tensor, sampler: Tensor, a: Tensor, low: Any, high: float) -> Tensor:
+    """``k = p_old / p_sampler`` where both binary KL divergences of the two are small, else 0: KPop
+    (ringtech.notion.site/kpop)."""
+    kl = torch.maximum(binary_kl(old, sampler), binary_kl(sampler, old))
+    return torch.where(kl <= high, ratio_of(old - sampler), 0.0)
+
+
+class Mask(NamedTuple):
+    """A row of :data:`MASKS`.
+
+    Args:
+        weights: what a token's objective is multiplied by, without gradient, from (log p, log p_old, log p_sampler,
+            advantages, mask_low, mask_high); bool, or a number.
+        bounds: the values of ``mask_low`` and ``mask_high`` where the options have none.
+        of_sampler: it compares the old policy with the sampler, whose log-probabilities it needs.
+    """
+
+    weights: Callable[[Tensor, Tensor, Tensor, Tensor, Any, Any], Tensor] | None
+    bounds: Mapping[str, float] = {}
+    of_sampler: bool = False
+
+
+#: Which tokens have an objective. Without the sampler's log-probabilities, the old policy is the sampler.
+MASKS = {
+    "none": Mask(None),
+    "tv": Mask(_tv, {"mask_low": 0.15, "mask_high": 0.15}),
+    "kl": Mask(_kl, {"mask_low": 0.05, "mask_high": 0.05}),
+    # |p - p_sampler| <= mask_high, whatever the advantage: prime-rl's IPO
+    "change": Mask(
+        lambda logps, old, sampler, a, low, high: (logps.exp() - sampler.exp()).abs() <= high, {"mask_high": 0.1}
+    ),
+    # mask_low <= p / p_sampler <= mask_high (INTELLECT-3, arXiv:2512.16144, eq. 1)
+    "ratio": Mask(
+        lambda logps, old, sampler, a, low, high: _within(logps - sampler, low, high),
+        {"mask_low": 0.2, "mask_high": 5.0},
+    ),
+    # k = p_old / p_sampler where that is within the bounds, else 0: IcePop (arXiv:2510.18855)
+    "icepop": Mask(
+        lambda logps, old, sampler, a, low, high: torch.where(
+            _within(old - sampler, low, high), ratio_of(old - sampler), 0.0
+        ),
+        {"mask_low": 0.5, "mask_high": 5.0},
+        of_sampler=True,
+    ),
+    "kpop": Mask(_kpop, {"mask_high": 0.1}, of_sampler=True),
+}
+
+
+# --- Divisors ---------------------------------------------------------------------------------------------------------
 
 
 class Sizes(NamedTuple):

@@ -175,7 +175,7 @@ def check_per_token(name: str, value: Any, mask: Tensor, column: bool = False) -
 def check_needs(options: PolicyOptions, mask: Tensor, sampling_logps: Any, prompts: Any, group: Any) -> None:
     """Raise TypeError or ValueError unless a loss has the inputs that its row needs."""
     loss = f"loss_type={options.loss_type!r}"
-    if group is not None and options.needs_order:
+    if group is not None and options.objective.whole:
         raise ValueError(f"{loss} reads the tokens of whole completions: pass whole completions, and no group=.")
     if options.mask.of_sampler and sampling_logps is None:
         raise ValueError(
@@ -183,7 +183,7 @@ def check_needs(options: PolicyOptions, mask: Tensor, sampling_logps: Any, promp
             "log-probabilities (sampling_logps= of functions, sampling_per_token_logps= of losses)."
         )
     if prompts is None:
-        if options.needs_prompts:
+        if options.row_normalizer == "prompt_mean" or options.objective.of_prompts:
             raise ValueError(f"{loss}, normalizer={options.row_normalizer!r} needs prompts=, int64 numbers [B].")
         return
     check_tensor("prompts", prompts)
@@ -220,14 +220,14 @@ def policy_terms(
     objective = o.objective.value(log_ratio, logps, advantages, o, *([] if inputs is None else [inputs]))
     if is_ratio is not None and not o.row.corrected:
         objective = objective * is_ratio
-    penalty, keep = o.value("log_ratio_penalty"), o.mask.weights
-    if penalty or keep is not None:
+    penalty, keeps_all = o.value("log_ratio_penalty"), o.mask.weights is None
+    if penalty or not keeps_all:
         constant = logps.detach()
         old = constant if old is None else old
         sampler = old if sampler is None else sampler
-        if keep is not None:
+        if not keeps_all:
             with torch.no_grad():
-                weights = keep(constant, old, sampler, advantages, o)
+                weights = o.mask_weights(constant, old, sampler, advantages)
             objective = torch.where(weights != 0, objective * weights, 0.0)
         if penalty:
             objective = objective - penalty * (logps - sampler).square()
@@ -351,12 +351,12 @@ def token_metrics(logps: Tensor, inputs: PolicyInputs, kl: bool = True) -> list[
     """``[B, T]``: 1.0 for tokens whose gradients clipping removed, and estimates of the divergence; 0 at padding."""
     o, mask = inputs.options, inputs.mask
     ratio = ratio_of(RATIOS[o.level](inputs.log_ratio(logps), inputs))
-    cut, keep = o.objective.cut, o.mask.weights
+    cut = o.objective.cut
     dropped = torch.zeros_like(mask) if cut is None else cut(ratio, inputs.advantages, o)
-    if keep is not None:
+    if o.mask.weights is not None:
         old = logps if inputs.old_logps is None else inputs.old_logps
         sampler = old if inputs.sampler is None else inputs.sampler
-        dropped = dropped | (keep(logps, old, sampler, inputs.advantages, o) == 0)
+        dropped = dropped | (o.mask_weights(logps, old, sampler, inputs.advantages) == 0)
     found = [(dropped & mask).float()]
     if kl:
         ref = inputs.ref_logps

@@ -2,7 +2,7 @@
 
 B completions, T tokens of the longest; r = p / p_old is the importance ratio, A the advantage. A loss is a row of
 :data:`LOSS_TYPES`: one of :data:`OBJECTIVES`, of :data:`NORMALIZERS`, and where it has them of :data:`RATIOS` and
-:data:`MASKS`.
+:data:`MASKS`, which ``policy_estimates.py`` has.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from numbers import Integral
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -21,8 +21,11 @@ from liger_losses.chunked.engine.checks import FiniteFloat, NonNegativeFloat, Po
 from liger_losses.chunked.losses.context_parallel import sum_over_group
 from liger_losses.chunked.losses.policy_estimates import (
     KL_ESTIMATORS,
+    MASKS,
     NORMALIZERS,
-    binary_kl,
+    RATIOS,
+    Batch,
+    Mask,
     discounted_sums,
     ratio_of,
 )
@@ -154,6 +157,11 @@ class PolicyOptions:
         """The row of :data:`MASKS`."""
         return MASKS[self.row.mask if self.token_mask == OF_LOSS_TYPE else self.token_mask]
 
+    def mask_weights(self, logps: Tensor, old: Tensor, sampler: Tensor, advantages: Tensor) -> Tensor:
+        """The weights of the :attr:`mask`, which has some."""
+        assert self.mask.weights is not None
+        return self.mask.weights(logps, old, sampler, advantages, self.value("mask_low"), self.value("mask_high"))
+
     @property
     def separable(self) -> bool:
         """Whether the loss of every token depends only on this token."""
@@ -164,138 +172,12 @@ class PolicyOptions:
         """Whether the loss reads the sampler's log-probabilities in each token's term."""
         return self.mask.weights is not None or bool(self.value("log_ratio_penalty"))
 
-    @property
-    def needs_order(self) -> bool:
-        """Whether the loss reads all tokens of the batch at once, or their order, so that no rank may hold a slice."""
-        return self.objective.whole
-
-    @property
-    def needs_prompts(self) -> bool:
-        """Whether the loss compares or averages over the completions of a prompt."""
-        return self.row_normalizer == "prompt_mean" or self.objective.of_prompts
-
-
-class Batch(Protocol):
-    """What a function of whole completions may read: constants ``[B, T]``, 0 at padding."""
-
-    options: PolicyOptions
-    mask: Tensor  # bool
-    advantages: Tensor
-    lengths: Tensor  # [B, 1], at least 1
-    is_ratio: Tensor | None  # the sampler's correction, [B, 1] or [B, T]
-    group: dist.ProcessGroup | None
-
-    def sequence_sums(self, values: Tensor) -> Tensor:
-        """Each completion's sum of values ``[B, T]`` over its tokens, ``[B, 1]``."""
-
-    def of_one_prompt(self) -> tuple[Tensor, Tensor]:
-        """Which completions with tokens answer the same prompt, ``[B, B]`` bool, and how many, ``[B]``."""
-
-    def number_of_prompts(self, of_prompt: Tensor) -> Tensor:
-        """The number of prompts, 0-dim, from the number of completions of each completion's prompt ``[B]``."""
-
 
 #: Losses of other names that are a level of the ratio here.
 _LEVELS = {
     "gspo": "importance_sampling_level='sequence' with loss_type='grpo'",
     "gspo_token": "importance_sampling_level='sequence_token' with loss_type='grpo'",
     "rloo": "importance_sampling_level='sequence_sum' with loss_type='grpo'",
-}
-
-
-# --- Ratios -----------------------------------------------------------------------------------------------------------
-
-
-def _sequence(log_ratio: Tensor, inputs: Batch) -> Tensor:
-    """The geometric mean over the completion: GSPO (arXiv:2507.18071, eq. 7)."""
-    return inputs.sequence_sums(log_ratio) / inputs.lengths
-
-
-def _sequence_token(log_ratio: Tensor, inputs: Batch) -> Tensor:
-    """The same number, with each token's gradient: GSPO-token (arXiv:2507.18071, eq. 14)."""
-    return _sequence(log_ratio.detach(), inputs) + log_ratio - log_ratio.detach()
-
-
-def _geometric(log_ratio: Tensor, inputs: Batch) -> Tensor:
-    """The geometric mean of ratios that are clipped token by token: GMPO (arXiv:2507.20673)."""
-    clipped = log_ratio.clamp(-inputs.options.epsilon_low, inputs.options.epsilon_high)
-    lower, higher = torch.minimum(log_ratio, clipped), torch.maximum(log_ratio, clipped)
-    return _sequence(torch.where(inputs.advantages > 0, lower, higher), inputs)
-
-
-#: How the importance ratio is taken: (log ratios of tokens ``[B, T]``, inputs) to ``[B, T]`` or ``[B, 1]``.
-RATIOS: dict[str, Callable[[Tensor, Batch], Tensor]] = {
-    "token": lambda log_ratio, inputs: log_ratio,
-    "sequence": _sequence,
-    "sequence_token": _sequence_token,
-    # the completion's own probability ratio: RLOO (arXiv:2402.14740)
-    "sequence_sum": lambda log_ratio, inputs: inputs.sequence_sums(log_ratio),
-    "geometric": _geometric,
-}
-
-
-# --- Masks ------------------------------------------------------------------------------------------------------------
-
-
-def _tv(logps: Tensor, old: Tensor, sampler: Tensor, a: Tensor, o: PolicyOptions) -> Tensor:
-    """DPPO's total variation of a token and all others (arXiv:2602.04879, eq. 13)."""
-    change = logps.exp() - sampler.exp()
-    return ~(((a > 0) & (change > o.value("mask_high"))) | ((a < 0) & (-change > o.value("mask_low"))))
-
-
-def _kl(logps: Tensor, old: Tensor, sampler: Tensor, a: Tensor, o: PolicyOptions) -> Tensor:
-    """DPPO's KL divergence of a token and all others (arXiv:2602.04879, eq. 14)."""
-    kl = binary_kl(sampler, logps)
-    higher, lower = (a > 0) & (logps > sampler), (a < 0) & (logps < sampler)
-    return ~((higher & (kl > o.value("mask_high"))) | (lower & (kl > o.value("mask_low"))))
-
-
-def _within(log_ratio: Tensor, o: PolicyOptions) -> Tensor:
-    ratio = ratio_of(log_ratio)
-    return (ratio >= o.value("mask_low")) & (ratio <= o.value("mask_high"))
-
-
-def _kpop(logps: Tensor, old: Tensor, sampler: Tensor, a: Tensor, o: PolicyOptions) -> Tensor:
-    """``k = p_old / p_sampler`` where both binary KL divergences of the two are small, else 0: KPop
-    (ringtech.notion.site/kpop)."""
-    kl = torch.maximum(binary_kl(old, sampler), binary_kl(sampler, old))
-    return torch.where(kl <= o.value("mask_high"), ratio_of(old - sampler), 0.0)
-
-
-class Mask(NamedTuple):
-    """A row of :data:`MASKS`.
-
-    Args:
-        weights: what a token's objective is multiplied by, without gradient, from (log p, log p_old, log p_sampler,
-            advantages, options); bool, or a number.
-        bounds: the values of ``mask_low`` and ``mask_high`` where the options have none.
-        of_sampler: it compares the old policy with the sampler, whose log-probabilities it needs.
-    """
-
-    weights: Callable[[Tensor, Tensor, Tensor, Tensor, PolicyOptions], Tensor] | None
-    bounds: Mapping[str, float] = {}
-    of_sampler: bool = False
-
-
-#: Which tokens have an objective. Without the sampler's log-probabilities, the old policy is the sampler.
-MASKS = {
-    "none": Mask(None),
-    "tv": Mask(_tv, {"mask_low": 0.15, "mask_high": 0.15}),
-    "kl": Mask(_kl, {"mask_low": 0.05, "mask_high": 0.05}),
-    # |p - p_sampler| <= mask_high, whatever the advantage: prime-rl's IPO
-    "change": Mask(
-        lambda logps, old, sampler, a, o: (logps.exp() - sampler.exp()).abs() <= o.value("mask_high"),
-        {"mask_high": 0.1},
-    ),
-    # mask_low <= p / p_sampler <= mask_high (INTELLECT-3, arXiv:2512.16144, eq. 1)
-    "ratio": Mask(lambda logps, old, sampler, a, o: _within(logps - sampler, o), {"mask_low": 0.2, "mask_high": 5.0}),
-    # k = p_old / p_sampler where that is within the bounds, else 0: IcePop (arXiv:2510.18855)
-    "icepop": Mask(
-        lambda logps, old, sampler, a, o: torch.where(_within(old - sampler, o), ratio_of(old - sampler), 0.0),
-        {"mask_low": 0.5, "mask_high": 5.0},
-        of_sampler=True,
-    ),
-    "kpop": Mask(_kpop, {"mask_high": 0.1}, of_sampler=True),
 }
 
 

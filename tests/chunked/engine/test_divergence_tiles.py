@@ -11,7 +11,7 @@ from liger_losses import (
     Teacher,
     linear_divergence,
 )
-from liger_losses.chunked.engine import decision, plan, two_models
+from liger_losses.chunked.engine import decision, divergence_tiles, plan, two_models
 from liger_losses.chunked.engine.call import make_call
 from liger_losses.chunked.engine.query import Comparison, Query
 from tests.chunked.losses.test_distillation import divergence, formula
@@ -26,7 +26,7 @@ SMALL = 42_000
 @pytest.fixture
 def in_tiles(monkeypatch, request):
     """The number of blocks that took their gradients in tiles, and their statistics from rows of logits or in tiles."""
-    taken, gradients = [], two_models.TwoModels.gradients
+    taken, gradients = [], divergence_tiles.DivergenceTiles.gradients
     by_rows = getattr(request, "param", "rows") == "rows"
     for name in ("TILE", "HALF_TILE"):
         monkeypatch.setattr(plan, name, 4 if by_rows else 64)
@@ -39,7 +39,7 @@ def in_tiles(monkeypatch, request):
             assert (self.call.plan.part_rows > 0) == by_rows
         return gradients(self, *arguments)
 
-    monkeypatch.setattr(two_models.TwoModels, "gradients", counted)
+    monkeypatch.setattr(divergence_tiles.DivergenceTiles, "gradients", counted)
     yield taken
     decision._decisions.clear()
 

@@ -4,7 +4,8 @@ import pytest
 import torch
 
 from liger_losses import DistillationLoss, Divergence, LigerFusedLinearJSDLoss, Teacher
-from liger_losses.chunked.engine import two_models
+from liger_losses.chunked.engine.divergence_tiles import DivergenceTiles
+from liger_losses.chunked.engine.two_models import TwoModels
 from tests.kernels.test_linear_lse import check_rows
 
 pytestmark = pytest.mark.gpu
@@ -50,13 +51,14 @@ def test_small_workspaces_agree_with_large_ones(name, close, monkeypatch):
     if close and name == "total variation":
         pytest.skip("its derivative is a sign, which is that of roundings where both logits are the same")
     hidden, weight, labels, theirs, head = inputs(1500, 512, 512 if close else 1024, 20016, close=close)
-    taken, fill = [], two_models.TwoModels.fill
+    taken, fills = [], {kind: kind.fill for kind in (TwoModels, DivergenceTiles)}
 
     def counted(self, *arguments):
         taken.append(self.call.plan.part_rows)
-        fill(self, *arguments)
+        fills[type(self)](self, *arguments)
 
-    monkeypatch.setattr(two_models.TwoModels, "fill", counted)
+    for kind in fills:
+        monkeypatch.setattr(kind, "fill", counted)
     found = []
     for workspace in (40 * MiB, 2000 * MiB):
         loss = DistillationLoss(DIVERGENCES[name], 0.2, 0.8, temperature=1.5, workspace=workspace)

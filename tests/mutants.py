@@ -36,7 +36,7 @@ MUTANTS: dict[str, list[tuple[str, str, str]]] = {
         ("kernels/online_softmax.py", 'share * (parts["entropy"] - log_share)', 'share * parts["entropy"]'),
         ("kernels/online_softmax.py", "(totals[ends] - totals[ends - sizes])", "totals[ends]"),
         ("kernels/online_softmax.py", ".long() + (ends - sizes)[:, None]", ".long()"),
-        ("chunked/engine/blocks.py", "(opened.labels[part.rows] - columns.start)", "opened.labels[part.rows]"),
+        ("chunked/engine/blocks.py", "(part.here - columns.start)", "part.here"),
         ("chunked/engine/blocks.py", "[self._merge(part, found, sizes)], [columns.stop]", "found[:1], sizes[:1]"),
         ("kernels/given_ids.py", "where(counts_here, 0.0, float", "where(counts_here, 1.0, float"),
         ("kernels/row_sums.py", "torch.where(rows >= 0, values[at], 0.0)", "torch.where(rows >= 0, 1.0, 0.0)"),

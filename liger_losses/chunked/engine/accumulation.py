@@ -49,6 +49,8 @@ class HeadGradients:
         self.weight: Tensor | None = None
         self.bias: Tensor | None = None
         self.label_coefficients: Tensor | None = None
+        #: Some columns' rows of the weight's gradient, by the first one and their number: all parts have the same.
+        self.tiles: dict[tuple[int, int], Tensor] = {}
         if self.call.needs_weight:
             new = torch.empty if opened.count else torch.zeros  # the first block overwrites it
             shape = (opened.weight_rows, weight.shape[1])
@@ -106,7 +108,9 @@ class HeadGradients:
             return
         width, chunk = grad.shape[1], self.projection.chunk
         if width <= chunk:
-            target = self.weight if width == self.weight.shape[0] else self.weight[columns]
+            target = self.weight if width == self.weight.shape[0] else self.tiles.get((columns.start, width))
+            if target is None:
+                target = self.tiles[columns.start, width] = self.weight[columns]
             matmul_into(target, grad.t(), hidden, accumulate=not first)
             return
         for part in blocks(width, chunk):
@@ -171,7 +175,7 @@ class HiddenGradients:
         pieces = self.tokens.pieces(rows.start, rows.stop)
         if len(pieces) != 1:
             return None
-        ((part, first, last),) = pieces
+        ((part, first, last, _),) = pieces
         target = self.flat[part]
         if target is None or self.tokens.indices[part] is not None:
             return None

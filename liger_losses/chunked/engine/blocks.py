@@ -45,6 +45,8 @@ class Part(NamedTuple):
     hidden: Tensor  # [R, H], their hidden states in the operand dtype
     values: dict[str, Tensor]  # memory of their statistics, [R] each, by name
     epilogue: Epilogue  # from their projections to logits
+    labels: Tensor  # [R], columns of the whole vocabulary
+    here: Tensor  # [R], the same as numbers of this rank's columns; any of these for a label of another rank
 
     def at(self, at: slice) -> Part:
         """Some of these tokens."""
@@ -52,7 +54,9 @@ class Part(NamedTuple):
             return self
         rows = slice(self.rows.start + at.start, self.rows.start + at.stop)
         values = {name: value[at] for name, value in self.values.items()}
-        return Part(rows, self.hidden[at], values, self.epilogue.rows(at))
+        labels = self.labels[at]
+        here = labels if self.here is self.labels else self.here[at]
+        return Part(rows, self.hidden[at], values, self.epilogue.rows(at), labels, here)
 
     def columns(self, call: Call) -> Tensor:
         """The selected columns ``[R, k]``."""
@@ -65,11 +69,6 @@ class Part(NamedTuple):
                 self.values[name] = computed[name]
             elif computed[name] is not self.values[name]:
                 self.values[name].copy_(computed[name])
-
-
-def _of_part(labels: Tensor, part: Part) -> Tensor:
-    """The labels of the part's tokens; no view is made where the part has all active tokens."""
-    return labels if part.rows.stop - part.rows.start == labels.shape[0] else labels[part.rows]
 
 
 class Block:
@@ -202,8 +201,7 @@ class Columns(Block):
         if self.call.work.walks:
             computed = self._merged(part)
         else:
-            labels = _of_part(opened.labels, part)
-            computed = fused_statistics(opened, part, opened.weight, labels, part.epilogue, part.values)
+            computed = fused_statistics(opened, part, opened.weight, part.here, part.epilogue, part.values)
         if opened.others is not None:
             opened.merge_(part.rows, computed)
         if computed is not part.values:
@@ -225,7 +223,7 @@ class Columns(Block):
         """Statistics of the first columns, in fp64: there are many roundings, of few numbers."""
         columns, class_weight = sum(sizes), part.epilogue.class_weight
         parts = {name: torch.stack([tile[name].double() for tile in found]) for name in found[0]}
-        labels = self.opened.labels[part.rows].clamp(max=columns - 1)
+        labels = part.here.clamp(max=columns - 1)
         return merge(
             parts,
             on_device(tuple(sizes), labels.device),
@@ -237,7 +235,7 @@ class Columns(Block):
         """Statistics of the softmax over a tile's columns; ``logp`` is any number for labels of other tiles."""
         opened, call, width = self.opened, self.call, columns.stop - columns.start
         projection, epilogue = opened.projection.columns(columns), part.epilogue.columns(columns)
-        labels = (opened.labels[part.rows] - columns.start).clamp(0, width - 1)
+        labels = (part.here - columns.start).clamp(0, width - 1)
         weight = projection.weights.matrix(call.work.operand_dtype)
         if call.work.fused and weight is not None:
             new = {name: torch.empty(len(labels), device=opened.device) for name in call.block_names - {"argmax"}}
@@ -251,22 +249,29 @@ class Columns(Block):
         self, part: Part, upstream: Upstream, head_grads: HeadGradients, out_view: Tensor | None = None
     ) -> Tensor | None:
         coefficients, out = SoftmaxGradient.of(upstream, part.values, self.call.query.class_weight), None
-        width = self.call.plan.tile_columns
-        for start in range(0, self.vocab_size, width):
+        width, fused = self.call.plan.tile_columns, self.call.work.fused and not self.call.work.walks
+        starts = range(0, self.vocab_size, width)
+        tiles: Any = self.opened.weight.split(width) if fused else [None] * len(starts)
+        for start, rows in zip(starts, tiles, strict=True):
             columns = slice(start, min(start + width, self.vocab_size))
-            out = self._add(part, coefficients, columns, head_grads, out)
+            out = self._add(part, coefficients, columns, rows, head_grads, out)
         return out
 
     def _add(
-        self, part: Part, coefficients: SoftmaxGradient, columns: slice, head_grads: HeadGradients, out: Tensor | None
+        self,
+        part: Part,
+        coefficients: SoftmaxGradient,
+        columns: slice,
+        rows: Tensor | None,
+        head_grads: HeadGradients,
+        out: Tensor | None,
     ) -> Tensor | None:
-        """Add the gradients of a tile's columns. Copies of its rows are freed before the next tile's are made."""
+        """Add the gradients of a tile's columns, whose ``rows`` of the head need no copy, if they are given. Copies are
+        freed before the next tile's are made."""
         opened, call = self.opened, self.call
-        labels, width = _of_part(call.tokens.labels, part), columns.stop - columns.start
-        projection = None if call.work.fused and not call.work.walks else opened.projection.columns(columns)
-        weight: Any = (
-            opened.weight[columns] if projection is None else projection.weights.matrix(call.work.operand_dtype)
-        )
+        width = columns.stop - columns.start
+        projection = None if rows is not None else opened.projection.columns(columns)
+        weight: Any = rows if projection is None else projection.weights.matrix(call.work.operand_dtype)
         grad = self._tile(len(part.hidden), width)
         if projection is not None and (weight is None or not call.work.fused):
             projection.into(grad, part.hidden, 0, width)
@@ -278,15 +283,15 @@ class Columns(Block):
                 part.hidden,
                 weight,
                 part.values["lse"],
-                labels,
+                part.labels,
                 coefficients,
                 part.epilogue if plain else part.epilogue.columns(columns),
                 first_column=opened.first_column + columns.start,
                 vocab_size=call.vocab_size,
                 backend=call.backend,
             )
-        rows = weight if projection is None else projection
-        return head_grads.add(grad, part.hidden, columns, first=part.rows.start == 0, out=out, rows=rows)
+        factor = weight if projection is None else projection
+        return head_grads.add(grad, part.hidden, columns, first=part.rows.start == 0, out=out, rows=factor)
 
 
 def projection_gradient(
@@ -306,7 +311,7 @@ def projection_gradient(
         projections.view(call.work.operand_dtype)[:, : columns.stop - columns.start],
         projections,
         part.values["lse"],
-        call.tokens.labels[part.rows],
+        part.labels,
         coefficients,
         part.epilogue.columns(columns),
         first_column=opened.first_column + columns.start,
@@ -343,7 +348,7 @@ class ExponentialBlock(Block):
         self.offsets = linear_exponentials(
             part.hidden,
             opened.weight,
-            _of_part(opened.labels, part),
+            part.here,
             self._values(count),
             part.epilogue,
             found=part.values,
@@ -431,10 +436,9 @@ class ExponentialBlock(Block):
         product, out = self.product, None
         if product is not None:
             out = torch.empty_like(hidden, memory_format=torch.contiguous_format) if out_view is None else out_view
-            labels, backend = _of_part(opened.labels, part), call.backend
             # Before the weight's product is queued: what follows of hidden states, as a sum over ranks, runs beside it.
-            add = partial(scale_and_add_label_rows, out, product, scale, at_label, opened.weight, labels)
-            self.wait_for_product = start_beside(hidden.device, partial(add, backend=backend))
+            add = partial(scale_and_add_label_rows, out, product, scale, at_label, opened.weight, part.here)
+            self.wait_for_product = start_beside(hidden.device, partial(add, backend=call.backend))
         if scaled is not None:
             head_grads.add_weight(self._values(count), scaled, columns, first=part.rows.start == 0)
         return out

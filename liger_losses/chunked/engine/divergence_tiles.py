@@ -80,7 +80,7 @@ class DivergenceTiles(TwoModels):
 
     def _gradient_tiles(self, part: Part, upstream: Upstream, out: Tensor) -> Iterator[tuple[slice, Tensor]]:
         """Columns, and the gradient ``[R, C]`` there, in the memory of ``out``."""
-        call, labels, value = self.call, self.call.tokens.labels[part.rows], torch.empty_like(self.values["lse"])
+        call, labels, value = self.call, part.labels, torch.empty_like(self.values["lse"])
         g, coefficients, sums = upstream.get("logp"), coefficients_of(upstream, self.values["lse"]), self._sums()
         for columns, student, teacher in self._tiles(part):
             width = columns.stop - columns.start
@@ -121,7 +121,7 @@ class DivergenceTiles(TwoModels):
         opened, values, cosine = self.opened, self.values, self.divergence.form == "cosine"
         compute = partial(linear_exponentials, backend=self.call.backend)
         soft_epilogue, teacher_epilogue = self._soft_epilogues(part.rows)
-        labels, shared_labels = opened.labels[part.rows], self.shared_labels[part.rows]
+        labels, shared_labels = part.here, self._shared_labels(part)
         own: dict[str, Tensor] = {name: values[name] for name in ("lse", "logp") if name in values}
         soft = {"entropy": values["entropy"]} if "entropy" in values else {}
         shared = opened.weight[: self.shared]

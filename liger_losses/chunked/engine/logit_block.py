@@ -70,7 +70,7 @@ class LogitBlock(Block):
         return True
 
     def fill(self, part: Part, upstream: Upstream | None = None) -> None:
-        call, labels = self.call, self.opened.labels[part.rows]
+        call = self.call
         names, weight, lse, tiles = call.block_names - OF_LOGITS, self.opened.weight, part.values["lse"], None
         alone = names == {"lse"} and not call.batch_invariant
         few = alone and few_rows(len(part.hidden))
@@ -82,11 +82,11 @@ class LogitBlock(Block):
         if tiles is not None:
             computed = {"lse": lse}
         elif self._fuses and not few:
-            computed = fused_statistics(self.opened, part, weight, labels, part.epilogue, part.values, projected)
+            computed = fused_statistics(self.opened, part, weight, part.here, part.epilogue, part.values, projected)
         else:
             self.opened.projection.into(projected, part.hidden, 0, self.vocab_size)
             computed = softmax_statistics(
-                projected, labels, names, part.epilogue, scratch=call.plan.scratch, backend=call.backend
+                projected, part.here, names, part.epilogue, scratch=call.plan.scratch, backend=call.backend
             )
         if call.query.largest:
             self._add_largest(computed, projected, part, tiles)
@@ -168,9 +168,9 @@ class LogitBlock(Block):
     def refill(self, part: Part, upstream: Upstream) -> None:
         opened, projected = self.opened, self._projected(part)
         if self._fuses and self.call.batch_invariant:
-            labels, lse = opened.labels[part.rows], part.values["lse"]
+            lse = part.values["lse"]
             new = {name: torch.empty_like(lse) for name in self.call.block_names - OF_LOGITS}  # forward's are saved
-            fused_statistics(opened, part, opened.weight, labels, part.epilogue, new, projected)
+            fused_statistics(opened, part, opened.weight, part.here, part.epilogue, new, projected)
         else:
             opened.projection.into(projected, part.hidden, 0, self.vocab_size)
 
@@ -208,7 +208,7 @@ class LogitBlock(Block):
         query, call, opened = self.call.query, self.call, self.opened
         columns = torch.arange(self.vocab_size, device=opened.device) + opened.first_column
         own_weight = None if query.class_weight is None else query.class_weight[columns]
-        labels, lse = call.tokens.labels[part.rows, None], part.values["lse"]
+        labels, lse = part.labels[:, None], part.values["lse"]
         for at, log_p, epilogue in self._log_probs(projected, lse, part.epilogue):
             logits, own = epilogue(projected[at]), coefficients.rows(at.start, at.stop)
             grad = own.at(logits, lse[at], columns == labels[at], own_weight, call.vocab_size)
@@ -223,7 +223,7 @@ class LogitBlock(Block):
     ) -> None:
         """Write the gradient at the selected columns again, with ``upstream [R, k]``: nothing is rounded twice."""
         query, lse, transform = self.call.query, part.values["lse"], part.epilogue.transform
-        columns, labels = part.columns(self.call), self.call.tokens.labels[part.rows, None]
+        columns, labels = part.columns(self.call), part.labels[:, None]
         local, owned = self._selected(columns)
         logits = part.values["selected_logps"] + lse[:, None]
         slope = transform.slope(logits) * transform.factor(logits)

@@ -49,7 +49,7 @@ def _in_parts(values: Mapping[str, Tensor], size: int, start: int, count: int) -
     found: list[dict[str, Tensor]] = [{} for _ in range(start, count, size)]
     for name, value in values.items():
         each = value if start == 0 and count == len(value) else value[start:count]
-        for of_part, view in zip(found, each.split(size), strict=True):
+        for of_part, view in zip(found, each.split(size), strict=False):  # of no tokens, there is an empty view
             of_part[name] = view
     return found
 
@@ -252,16 +252,20 @@ class Stream:
         epilogue, per_token = self.opened.epilogue, isinstance(self.call.transform.temperature, Tensor)
         tokens = self.call.tokens  # those without loss, if they are among them, may hold anything
         count, operand, size = self.count if count is None else count, self.call.work.operand_dtype, max(size, 1)
-        # A part of all tokens has the values themselves.
-        whole = start == 0 and size >= count == self.count
-        for first, of_part in zip(
-            range(start, count, size), [values] if whole else _in_parts(values, size, start, count), strict=False
-        ):
+        labels, here = tokens.labels, self.opened.labels
+        each: Sequence[dict[str, Tensor]] = [values]  # a part of all tokens has the values themselves
+        if start or count < self.count or size < count:
+            named = {**values, "": labels} if here is labels else {**values, "": labels, "here": here}
+            each = _in_parts(named, size, start, count)
+        for first, of_part in zip(range(start, count, size), each, strict=False):
             rows = slice(first, min(first + size, count))
+            if of_part is not values:
+                labels = of_part.pop("")
+                here = of_part.pop("here", labels)
             hidden = tokens.gather(self.opened.flat, rows.start, rows.stop)
             hidden = hidden if tokens.ignored is None else tokens.masked(hidden, rows)
             own = epilogue.rows(rows) if per_token else epilogue
-            yield Part(rows, hidden if hidden.dtype == operand else hidden.to(operand), of_part, own)
+            yield Part(rows, hidden if hidden.dtype == operand else hidden.to(operand), of_part, own, labels, here)
 
     def _block(self, rows: int) -> Block:
         """A block of whole rows, which remembers what gradients are taken of."""

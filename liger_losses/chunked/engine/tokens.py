@@ -178,13 +178,20 @@ class Tokens:
         """How many tokens, active or not, each tensor of labels has."""
         return [math.prod(shape) for shape in self.shapes]
 
-    def pieces(self, start: int, stop: int) -> list[tuple[int, int, int]]:
-        """``(which tensor, first, last)`` for the active tokens ``start`` to ``stop``."""
-        pieces, offset = [], 0
+    @cached_property
+    def _pieces(self) -> dict[tuple[int, int], list[tuple[int, int, int, Any]]]:
+        return {}
+
+    def pieces(self, start: int, stop: int) -> list[tuple[int, int, int, Any]]:
+        """``(which tensor, first, last, their flat positions or None for all)`` for the active tokens ``start`` to
+        ``stop``."""
+        pieces, offset = self._pieces.setdefault((start, stop), []), 0
+        if pieces:
+            return pieces
         for segment, count in enumerate(self.counts):
             first, last = max(start - offset, 0), min(stop - offset, count)
             if first < last:
-                pieces.append((segment, first, last))
+                pieces.append((segment, first, last, _rows(self.indices[segment], first, last)))
             offset += count
         return pieces
 
@@ -196,10 +203,8 @@ class Tokens:
         if len(sources) == 1 and self.indices[0] is None and sources[0].dim() <= 2:
             return sources[0] if stop - start == sources[0].shape[0] else sources[0][start:stop]
         rows = []
-        for segment, first, last in self.pieces(start, stop):
-            index, source = self.indices[segment], sources[segment]
-            if index is not None and last - first < len(index):  # a view of all takes the host time too
-                index = index[first:last]
+        for segment, first, last, index in self.pieces(start, stop):
+            source = sources[segment]
             if source.dim() > 2:
                 flat = torch.arange(first, last, device=source.device) if index is None else index
                 rows.append(source[_unravelled(flat, self.shapes[segment])])
@@ -230,8 +235,8 @@ class Tokens:
         Rows whose target is ``None`` are skipped.
         """
         offset, cast = 0, values
-        for segment, first, last in self.pieces(start, stop):
-            index, target = _rows(self.indices[segment], first, last), targets[segment]
+        for segment, first, last, index in self.pieces(start, stop):
+            target = targets[segment]
             if target is not None:
                 cast = cast if cast.dtype == target.dtype else values.to(target.dtype)
                 part = _rows(cast, offset, offset + last - first)

@@ -32,11 +32,6 @@ from liger_losses.kernels.softmax_stats import softmax_statistics
 _DEVICES_OF_LSE = ("cuda",)
 
 
-def _rows(values: Tensor, rows: slice) -> Tensor:
-    """Some rows; no view is made of all, which takes the host time too."""
-    return values if rows == slice(0, len(values)) else values[rows]
-
-
 def _columns(values: Tensor, count: int) -> Tensor:
     """The first columns; no view is made of all."""
     return values if values.shape[1] == count else values[:, :count]
@@ -66,12 +61,9 @@ class TwoModels(Block):
         self.grad_bias: Tensor | None = None
         #: What gradients need of each token, beside its statistics, where they are computed later.
         self.constants: Sequence[str] = ()
-        #: V, of which ``shared`` are computed here; and labels inside it, for statistics that do not depend on them.
+        #: V, of which ``shared`` are computed here.
         columns = call.ranks.columns(call.decision.shared_columns)
         self.shared = columns.stop - columns.start
-        self.shared_labels = opened.labels
-        if opened.weight_rows > self.shared:
-            self.shared_labels = self.shared_labels.clamp(max=self.shared - 1)
         soft = _at_temperature(call.transform, comparison.temperature)
         self.soft_epilogue = Epilogue(soft, opened.bias).columns(slice(0, self.shared))
         #: The hard loss is of the student's whole vocabulary at temperature 1, the divergence of the shared columns.
@@ -141,14 +133,14 @@ class TwoModels(Block):
         self, part: Part, value: Tensor | None, upstream: Upstream | None = None, out: Tensor | None = None
     ) -> None:
         """Statistics of some tokens, and with ``upstream`` their gradient ``[R, W]`` into ``out``."""
-        call, (rows, hidden, values, _) = self.call, part
+        call, (rows, hidden, values, *_) = self.call, part
         if self.logits is None:
             shape = 2, min(call.plan.part_rows, self.rows), padded(self.vocab_size)
             self.logits = torch.empty(shape, dtype=call.work.logits_dtype, device=self.opened.device)
         student_logits, teacher_logits = _columns(self.logits, len(hidden))
         student_logits, hard_lse = _columns(student_logits, self.vocab_size), values["lse"]
         student, teacher, parameter = self._logits_of(part, student_logits, _columns(teacher_logits, self.shared))
-        labels = _rows(self.opened.labels, rows)
+        labels = part.here
         if self.opened.others is not None:
             labels = labels.masked_fill(self.opened.others[rows], self.vocab_size)
         coefficients = None if upstream is None else coefficients_of(upstream, hard_lse)
@@ -159,7 +151,7 @@ class TwoModels(Block):
         self._divergence(value, student, teacher, values, shared, coefficients, labels, parameter)
         if target is not None and self.vocab_size > self.shared:
             g = None if upstream is None else upstream.get("logp")
-            self._write_extra_gradient(target, student_logits, hard_lse, call.tokens.labels[rows], g)
+            self._write_extra_gradient(target, student_logits, hard_lse, part.labels, g)
         if target is not None and target is not out and out is not None and self.grad_bias is not None:
             self.grad_bias += student_logits.sum(0)
             out.copy_(student_logits)
@@ -236,6 +228,10 @@ class TwoModels(Block):
             return self.soft_epilogue, self.teacher_epilogue
         return self.soft_epilogue.rows(rows), self.teacher_epilogue.rows(rows)
 
+    def _shared_labels(self, part: Part) -> Tensor:
+        """Labels inside the shared columns, for statistics that do not depend on them."""
+        return part.here if self.opened.weight_rows <= self.shared else part.here.clamp(max=self.shared - 1)
+
     def _teacher_hidden(self, rows: slice) -> Tensor:
         """The teacher's hidden states ``[R, Ht]`` of some active tokens, in the operand dtype."""
         tokens = self.call.tokens
@@ -252,14 +248,13 @@ class TwoModels(Block):
             student_logits: ``[R, W]`` fp32, for the student's projections.
             teacher_logits: ``[R, V]`` fp32, for the teacher's.
         """
-        rows, hidden, values, own_epilogue = part
+        rows, hidden, values, own_epilogue, *_ = part
         soft_epilogue, teacher_epilogue = self._soft_epilogues(rows)
-        labels = _rows(self.opened.labels, rows)
-        shared_labels = _rows(self.shared_labels, rows)
+        shared_labels = self._shared_labels(part)
         shared_logits, lse = _columns(student_logits, self.shared), values["lse"]
         found = {name: value for name, value in values.items() if name in ("lse", "logp")}
         first_epilogue = own_epilogue if self.separate else soft_epilogue
-        first_labels = labels if "logp" in found else shared_labels
+        first_labels = part.here if "logp" in found else shared_labels
         self._compute_logits(student_logits, found, self.student, hidden, first_labels, first_epilogue)
         if self.separate:
             lse = values["soft_lse"] if "soft_lse" in values else torch.empty_like(lse)

@@ -18,6 +18,7 @@ _MODULES = {
     "chunked.engine.workspace": "set_default_workspace workspace",
     "chunked.losses.base": "ChunkedLoss",
     "chunked.losses.columns": "teacher_topk",
+    "chunked.losses.batches": "AdaptiveEntropy",
     "chunked.losses.completion_loss": "Completions",
     "chunked.losses.cross_entropy": "CrossEntropyOutput LigerFusedLinearCrossEntropyLoss ManyHeadsMetrics",
     "chunked.losses.distillation": (
@@ -27,7 +28,6 @@ _MODULES = {
     "chunked.losses.dpo": "LigerFusedLinearDPOLoss",
     "chunked.losses.minillm": "LigerFusedLinearMiniLLMLoss",
     "chunked.losses.pairs": "Pairs PreferenceLoss PreferenceMetrics",
-    "chunked.losses.adaptive_entropy": "AdaptiveEntropy",
     "chunked.losses.policy": "LigerFusedLinearGRPOLoss PolicyMetrics PolicyMetricsWithoutKL",
     "chunked.losses.reference_free": (
         "LigerFusedLinearCPOLoss LigerFusedLinearORPOLoss LigerFusedLinearSimPOLoss ORPOMetrics"

@@ -41,7 +41,7 @@ from liger_losses.chunked.losses import pairs as _pairs
 from liger_losses.chunked.losses import policy as _policy
 from liger_losses.chunked.losses import reference_free as _reference_free
 from liger_losses.chunked.losses import unpaired as _unpaired
-from liger_losses.chunked.losses.adaptive_entropy import AdaptiveEntropy as AdaptiveEntropy
+from liger_losses.chunked.losses.batches import AdaptiveEntropy as AdaptiveEntropy
 from liger_losses.chunked.losses.columns import teacher_topk as teacher_topk
 from liger_losses.chunked.losses.completion_loss import Completions as Completions
 from liger_losses.chunked.losses.cross_entropy import CrossEntropyOutput as CrossEntropyOutput

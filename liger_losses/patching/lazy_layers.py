@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from liger_losses.chunked.engine import Head
-from liger_losses.chunked.engine.documentation import see
+from liger_losses.chunked.engine.checks import see
 from liger_losses.chunked.engine.quantized_kinds import find_quantized, is_quantized
 from liger_losses.chunked.engine.ranks import VocabularyRanks
 from liger_losses.chunked.engine.weights import QuantizedWeight

@@ -13,8 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from liger_losses.chunked.engine import Head, tokens
-from liger_losses.chunked.engine.checks import check_labels
-from liger_losses.chunked.engine.documentation import see
+from liger_losses.chunked.engine.checks import check_labels, see
 from liger_losses.kernels.reading import ask_about_labels
 from liger_losses.patching.known_labels import set_loss
 from liger_losses.patching.lazy.tensor import deferred_logits

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from liger_losses.chunked.engine import Statistics, linear_statistics, linear_token_loss
-from liger_losses.chunked.engine.documentation import see
+from liger_losses.chunked.engine.checks import see
 from liger_losses.kernels.autograd import once_differentiable
 from liger_losses.kernels.logit_transform import LogitTransform
 from liger_losses.kernels.reading import ask_about_labels

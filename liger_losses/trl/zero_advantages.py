@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from liger_losses.chunked.engine.documentation import see
+from liger_losses.chunked.engine.checks import see
 from liger_losses.sequences import split_by_coefficient
 
 #: Attributes of trainers, and the options by which tokens without advantage have a gradient where they are not zero.

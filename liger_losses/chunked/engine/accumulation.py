@@ -55,10 +55,9 @@ class HeadGradients:
             new = torch.empty if opened.count else torch.zeros  # the first block overwrites it
             shape = (opened.weight_rows, weight.shape[1])
             self.whole_weight = new(shape, dtype=self.call.grad_weight_dtype, device=weight.device)
-            if opened.weight_rows > opened.vocab_size:
-                self.whole_weight[opened.vocab_size :].zero_()
             self.weight = self.whole_weight
             if opened.weight_rows > opened.vocab_size:
+                self.whole_weight[opened.vocab_size :].zero_()
                 self.weight = self.whole_weight[: opened.vocab_size]
         if self.call.needs_bias and bias is not None:
             self.whole_bias = torch.zeros(opened.weight_rows, dtype=self.call.work.logits_dtype, device=bias.device)

@@ -140,12 +140,7 @@ def named_options(cls: Any, arguments: Sequence[Any], options: Mapping[str, Any]
         raise TypeError(f"{cls.__name__} was given {twice} by position and by name; leave one out.")
     unknown = [name for name in options if name not in known]
     if unknown:
-        raise TypeError(unknown_options(cls, unknown))
+        known = cls.option_names  # beside these, what constructors of subclasses name
+        found = ", ".join(f"{name!r}{meant(name, known)}" for name in unknown)
+        raise TypeError(f"{cls.__name__} has no option {found}; its options are {', '.join(known)}.")
     return by_position | dict(options)
-
-
-def unknown_options(cls: Any, unknown: Iterable[str]) -> str:
-    """What is wrong with the keywords of a loss's constructor, and which there are."""
-    known = cls.option_names
-    found = ", ".join(f"{name!r}{meant(name, known)}" for name in unknown)
-    return f"{cls.__name__} has no option {found}; its options are {', '.join(known)}."

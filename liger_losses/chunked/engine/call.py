@@ -19,7 +19,7 @@ from liger_losses.chunked.engine.agreement import Given, given_to_loss, lines_of
 from liger_losses.chunked.engine.decision import Decision, decide
 from liger_losses.chunked.engine.head import Head
 from liger_losses.chunked.engine.plan import EngineOptions, Plan, Workload, default_bound, device_memory
-from liger_losses.chunked.engine.query import Query, Statistics, read_by, wrong_token_losses
+from liger_losses.chunked.engine.query import Query
 from liger_losses.chunked.engine.ranks import ALONE, Ranks
 from liger_losses.chunked.engine.teachers import Teacher
 from liger_losses.chunked.engine.tokens import Counting, Tokens, check_temperature, listed
@@ -57,36 +57,24 @@ class Call:
             values: ``[n]``, the statistics of these tokens.
             rows: which of the active tokens these are.
         """
-        tokens, query, count = self.tokens, self.query, rows.stop - rows.start
-        function, whole = query.token_loss, count == tokens.labels.shape[0]
-        assert function is not None
+        tokens, query, dtype = self.tokens, self.query, self.work.logits_dtype
         inputs, labels = query.token_inputs, tokens.labels
-        if not whole:
+        if rows.stop - rows.start < labels.shape[0]:
             inputs, labels = {name: value[rows] for name, value in inputs.items()}, labels[rows]
-        known = getattr(function, "closed_form", False)
+        known = getattr(query.token_loss, "closed_form", False)
         with torch.set_grad_enabled(not known):
             leaves = values if known else {name: values[name].detach().requires_grad_() for name in query.statistics}
             named = {name: leaves[name] for name in query.statistics} | {name: values[name] for name in query.metrics}
-            result = function(read_by(function, Statistics(**named), query.registered), labels, **inputs)
-            losses, derivatives = result if isinstance(result, tuple) else (result, None)
-            if not isinstance(losses, Tensor) or losses.shape != (count,):
-                raise wrong_token_losses(losses, count)
+            losses, derivatives = query.evaluated(named, labels, inputs)
             losses = tokens.masked(losses, rows)
-            if derivatives is not None:
-                dtype = self.work.logits_dtype  # autograd's dtype: of fp64 weights, derivatives are fp64
-                masked = {name: tokens.masked(g.detach().to(dtype), rows) for name, g in derivatives.items()}
-                return losses.detach(), masked
-            if not losses.requires_grad:
-                return losses, {}
-            upstream = torch.autograd.grad(losses.sum(), [leaves[name] for name in query.statistics], allow_unused=True)
-        # Masked again: where a loss is not finite, not even 0 times its derivative is.
-        pairs = zip(query.statistics, upstream, strict=True)
-        return losses.detach(), {name: tokens.masked(g, rows) for name, g in pairs if g is not None}
-
-    def weighted_sum(self, weights: Mapping[str, Tensor], values: Mapping[str, Tensor], rows: slice) -> Tensor:
-        """The tokens' losses ``[n]``, ``sum_s w_s s`` over their statistics; 0 for those without loss."""
-        terms = [weight * values[name] for name, weight in weights.items()]
-        return self.tokens.masked(sum(terms[1:], terms[0]), rows)
+            if derivatives is None:
+                wanted = [leaves[name] for name in query.statistics] if losses.requires_grad else []
+                found = torch.autograd.grad(losses.sum(), wanted, allow_unused=True) if wanted else ()
+                derivatives = {name: g for name, g in zip(query.statistics, found, strict=False) if g is not None}
+        # Masked again: where a loss is not finite, not even 0 times its derivative is. Of fp64 weights, a function's
+        # own derivatives are fp64.
+        masked = {name: tokens.masked(g.detach().to(dtype), rows) for name, g in derivatives.items()}
+        return losses.detach(), masked
 
 
 class OpenCall:

@@ -14,8 +14,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from liger_losses.chunked.engine.documentation import see
 from liger_losses.kernels.tracing import when_compiling
+
+#: The site that ``make docs`` builds; the same as in pyproject.toml, which a test compares.
+DOCUMENTATION = "https://liger-losses.github.io/liger-losses/"
 
 #: What counts as several hidden states, heads or labels.
 LISTS = (list, tuple, nn.ModuleList)
@@ -49,6 +51,11 @@ RANGES = {
     "PositiveFloat": (0.0, math.inf, True),
     "UnitFloat": (0.0, 1.0, False),
 }
+
+
+def see(heading: str) -> str:
+    """The end of an error's text: its heading in the repository, and by the same anchor on the site."""
+    return f" See docs/errors.md#{heading} in the repository, or {DOCUMENTATION}errors/#{heading}"
 
 
 def one_each(value: Any, count: int) -> list[Any]:

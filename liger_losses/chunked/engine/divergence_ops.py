@@ -67,14 +67,13 @@ def linear_divergence(
         TypeError, ValueError: shapes, dtypes or devices that do not fit together.
     """
     names = ("divergence", "logp") if logp else ("divergence",)
+    head = Head.of(weight, bias, transform)
     if isinstance(teacher, Teachers):
-        head, found = Head.of(weight, bias, transform), list[Any]()
-        for one, own in _of_each(teacher, labels, head, options):
-            given: Any = {"logp": logp, "temperature": temperature, "options": options}
-            found.append(linear_divergence(hidden_states, head, own, one, divergence, **given))
-        return _added(found)
+        given: Any = {"logp": logp, "temperature": temperature, "options": options}
+        each = _of_each(teacher, labels, head, options)
+        return _added([linear_divergence(hidden_states, head, own, one, divergence, **given) for one, own in each])
     query = Query(names, comparison=Comparison(teacher, divergence, temperature))
-    return query_statistics(hidden_states, Head.of(weight, bias, transform), labels, query, options)[0]
+    return query_statistics(hidden_states, head, labels, query, options)[0]
 
 
 @operator
@@ -106,18 +105,16 @@ def linear_divergence_loss(
     Raises:
         TypeError, ValueError: as :func:`linear_divergence`; weights that are not one per token.
     """
+    head = Head.of(weight, bias, transform)
     if isinstance(teacher, Teachers):
         # Each teacher's tokens are a call of the student's head: no product is taken twice.
-        head, losses, parts = Head.of(weight, bias, transform), list[Tensor](), list[Any]()
-        for one, own in _of_each(teacher, labels, head, options):
-            given: Any = {"metrics": metrics, "temperature": temperature, "options": options}
-            loss, found = linear_divergence_loss(hidden_states, head, own, one, divergence, weights, **given)
-            losses.append(loss)
-            parts.append(found)
-        return torch.stack(losses).sum(), _added(parts)
+        given: Any = {"metrics": metrics, "temperature": temperature, "options": options}
+        pairs = _of_each(teacher, labels, head, options)
+        each = [linear_divergence_loss(hidden_states, head, y, one, divergence, weights, **given) for one, y in pairs]
+        return torch.stack([loss for loss, _ in each]).sum(), _added([found for _, found in each])
     comparison = Comparison(teacher, divergence, temperature)
     query = Query(tuple(weights), tuple(metrics), comparison=comparison, token_weights=weights)
-    loss, (found,) = separable_loss(hidden_states, Head.of(weight, bias, transform), labels, query, options)
+    loss, (found,) = separable_loss(hidden_states, head, labels, query, options)
     return loss, found
 
 

@@ -109,18 +109,16 @@ class Head:
             check_weight(matrix, bias)
         else:
             ranks = share_vocabulary(group, matrix, bias)
-        object.__setattr__(self, "weight", matrix)
-        object.__setattr__(self, "bias", bias)
-        object.__setattr__(self, "transform", transform or LogitTransform())
-        object.__setattr__(self, "ranks", ranks)
-        object.__setattr__(self, "batch_invariant", _BATCH_INVARIANT if batch_invariant is None else batch_invariant)
-        if self.batch_invariant and ranks is not ALONE:
+        batch_invariant = _BATCH_INVARIANT if batch_invariant is None else batch_invariant
+        if batch_invariant and ranks is not ALONE:
             raise ValueError(
                 "batch_invariant takes a whole head, because the order in which ranks add up their parts is not "
                 "fixed. Gather the weight, or leave batch_invariant out."
             )
-        object.__setattr__(self, "adapters", adapters)
-        object.__setattr__(self, "quantized", quantized)
+        transform = transform or LogitTransform()
+        values = matrix, bias, transform, ranks, batch_invariant, adapters, quantized
+        for name, value in zip(Head.__match_args__, values, strict=True):
+            object.__setattr__(self, name, value)
 
     @classmethod
     def of(

@@ -9,8 +9,7 @@ import torch
 from torch import Tensor
 
 from liger_losses.chunked.engine import checks
-from liger_losses.chunked.engine.checks import FLOATS, LOSS_INPUTS, check_labels, check_tensor
-from liger_losses.chunked.engine.documentation import see
+from liger_losses.chunked.engine.checks import FLOATS, LOSS_INPUTS, check_labels, check_tensor, see
 from liger_losses.chunked.engine.head import Head
 from liger_losses.chunked.engine.query import Query, check_query
 from liger_losses.chunked.engine.tokens import Tokens, listed

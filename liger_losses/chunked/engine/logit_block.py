@@ -15,7 +15,7 @@ from liger_losses.chunked.engine.accumulation import HeadGradients
 from liger_losses.chunked.engine.blocks import OF_LOGITS, Block, Part, Upstream, fused_statistics, projection_gradient
 from liger_losses.chunked.engine.call import OpenCall
 from liger_losses.chunked.engine.plan import blocks, padded
-from liger_losses.chunked.engine.query import registered_gradient, registered_values
+from liger_losses.chunked.engine.query import REGISTERED, registered_gradient
 from liger_losses.kernels.divergence import TEMPORARIES
 from liger_losses.kernels.divergence_forms import finite_logs
 from liger_losses.kernels.largest import largest, sum_of_probabilities
@@ -106,7 +106,8 @@ class LogitBlock(Block):
         if call.query.registered:
             computed["registered"] = projected.new_empty(len(projected), len(call.query.registered))
             for at, log_p, _ in self._log_probs(projected, computed["lse"], part.epilogue):
-                computed["registered"][at] = registered_values(call.query.registered, log_p, call.ranks)
+                sums = [REGISTERED[name](log_p).sum(1) for name in call.query.registered]
+                computed["registered"][at] = call.ranks.sum_(torch.stack(sums, 1))
         part.put(computed, whole=len(part.hidden) == self.opened.count)
 
     def _rest(self, projected: Tensor, columns: Tensor, lse: Tensor, epilogue: Epilogue) -> Tensor:

@@ -16,7 +16,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from liger_losses.chunked.engine.autograd_functions import separable_losses, statistics_of
 from liger_losses.chunked.engine.call import Call, Tensors, make_call
 from liger_losses.chunked.engine.checks import LISTS, check_labels, check_shift, one_each, rows_of_all
 from liger_losses.chunked.engine.decision import drops_tokens
@@ -201,17 +200,6 @@ class Targets:
                 expanded, head = group.head.expand(group.hidden_states)
                 groups[i] = replace(group, head=head, hidden_states=expanded)
         return cls(list(_select(groups, options)), count, options)
-
-    def statistics(self, query: Query) -> list[Statistics]:
-        """The statistics of each target, differentiable."""
-        groups, calls = self.calls(query)
-        return self.in_order(groups, [statistics_of(*call) for call in calls])
-
-    def token_loss(self, query: Query, inputs: Mapping[str, Any]) -> tuple[Tensor, list[Statistics]]:
-        """The sum of all targets' separable losses, and the detached statistics of each."""
-        groups, calls = self.calls(query, {name: one_each(value, self.count) for name, value in inputs.items()})
-        loss, found = separable_losses(calls)
-        return loss, self.in_order(groups, found)
 
     def calls(
         self, query: Query, inputs: Mapping[str, Sequence[Tensor]] | None = None

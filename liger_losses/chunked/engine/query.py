@@ -78,22 +78,6 @@ class DeclaredStatistics:
         )
 
 
-def read_by(token_loss: Callable[..., Any], values: Sequence[Any], registered: Sequence[str] = ()) -> Any:
-    """The statistics that the function of a separable loss reads."""
-    name = getattr(token_loss, "__name__", type(token_loss).__name__)
-    place = "statistics=, or to metrics= where it needs no gradient"
-    return DeclaredStatistics(values, f"token_loss ({name})", place, registered)
-
-
-def wrong_token_losses(losses: Any, count: int) -> ValueError:
-    """The error for a ``token_loss`` that has not returned one value for each of so many tokens."""
-    got = tuple(losses.shape) if isinstance(losses, Tensor) else type(losses).__name__
-    return ValueError(
-        f"token_loss must return one value per token, [{count}], got {got}. Return it before any sum or mean: the loss "
-        "is the sum over the tokens; a mean's divisor goes into token_inputs."
-    )
-
-
 @dataclass(frozen=True)
 class Comparison:
     """What a student is compared with, and how: see :func:`liger_losses.linear_divergence`."""
@@ -220,16 +204,32 @@ class Query:
         if self.token_loss is None:
             terms = [weight * statistics[name] for name, weight in given.items()]
             return sum(terms[1:], terms[0])
-        named, count = read_by(self.token_loss, Statistics(**statistics), self.registered), labels.shape[0]
-        result = self.token_loss(named, labels, **given)
-        losses, derivatives = result if isinstance(result, tuple) else (result, None)
-        if not isinstance(losses, Tensor) or losses.shape != (count,):
-            raise wrong_token_losses(losses, count)
+        losses, derivatives = self.evaluated(statistics, labels, given)
         if derivatives is None:
             return losses
-        values = {name: getattr(named, name) for name in derivatives}
-        terms = [g.detach() * (values[n] - values[n].detach()) for n, g in derivatives.items()]
+        terms = [g.detach() * (statistics[n] - statistics[n].detach()) for n, g in derivatives.items()]
         return losses.detach() + sum([term.sum(-1) if term.dim() > 1 else term for term in terms])
+
+    def evaluated(self, statistics: Mapping[str, Tensor], labels: Tensor, inputs: Mapping[str, Tensor]) -> Any:
+        """What the token loss returns, the tokens' losses ``[n]``, and the derivatives that it returns, or ``None``.
+
+        Raises:
+            ValueError: it has not returned one value for each token.
+        """
+        function, count = self.token_loss, labels.shape[0]
+        assert function is not None
+        reader = f"token_loss ({getattr(function, '__name__', type(function).__name__)})"
+        place = "statistics=, or to metrics= where it needs no gradient"
+        named: Any = DeclaredStatistics(Statistics(**statistics), reader, place, self.registered)
+        result = function(named, labels, **inputs)
+        losses, derivatives = result if isinstance(result, tuple) else (result, None)
+        if not isinstance(losses, Tensor) or losses.shape != (count,):
+            got = tuple(losses.shape) if isinstance(losses, Tensor) else type(losses).__name__
+            raise ValueError(
+                f"token_loss must return one value per token, [{count}], got {got}. Return it before any sum or mean: "
+                "the loss is the sum over the tokens; a mean's divisor goes into token_inputs."
+            )
+        return losses, derivatives
 
     @property
     def weight_tensors(self) -> dict[str, Tensor]:
@@ -337,11 +337,6 @@ def _term_and_derivative(term: Callable[[Tensor], Tensor], log_p: Tensor) -> tup
             return found, torch.zeros_like(log_p)
         (derivative,) = torch.autograd.grad(found.sum(), leaf)
     return found.detach(), derivative
-
-
-def registered_values(names: Sequence[str], log_p: Tensor, ranks: Ranks) -> Tensor:
-    """The statistics ``[R, m]`` of log-probabilities ``[R, V]``."""
-    return ranks.sum_(torch.stack([REGISTERED[name](log_p).sum(1) for name in names], 1))
 
 
 def registered_gradient(names: Sequence[str], log_p: Tensor, upstream: Tensor, ranks: Ranks) -> Tensor:

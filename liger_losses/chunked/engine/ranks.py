@@ -18,8 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from liger_losses.chunked.engine.agreement import VOCABULARY, Agreement, Given, all_gather, known_of, settle
-from liger_losses.chunked.engine.checks import check_group, check_tensor, check_vector, check_weight
-from liger_losses.chunked.engine.documentation import see
+from liger_losses.chunked.engine.checks import check_group, check_tensor, check_vector, check_weight, see
 from liger_losses.chunked.engine.weights import QuantizedWeight
 from liger_losses.kernels.online_softmax import merge
 from liger_losses.kernels.reading import assert_on_device

@@ -39,11 +39,6 @@ MOST_COUNTED = 0.98
 ROUNDED = {"cuda": 64}
 
 
-def _rows_of(values: Mapping[str, Tensor], rows: slice) -> dict[str, Tensor]:
-    """Views of some tokens' values; a number is one of all."""
-    return {name: value[rows] if isinstance(value, Tensor) else value for name, value in values.items()}
-
-
 def _in_parts(values: Mapping[str, Tensor], size: int, start: int, count: int) -> Sequence[dict[str, Tensor]]:
     """Views of the values of ``start`` to ``count``, ``size`` or fewer at a time, which one operation makes."""
     found: list[dict[str, Tensor]] = [{} for _ in range(start, count, size)]
@@ -201,8 +196,8 @@ class Stream:
                 self._parts(block.rows, values) if pending is None else self._counted(block, values, pending, given)
             ):
                 known = weights
-                if weights is not None and part.hidden.shape[0] < self.count:
-                    known = _rows_of(weights, part.rows)
+                if weights is not None and part.hidden.shape[0] < self.count:  # a number is one of all tokens
+                    known = {name: w[part.rows] if isinstance(w, Tensor) else w for name, w in weights.items()}
                 if pending is None:
                     block.fill(part, known)
                 upstream: Upstream = {}
@@ -214,7 +209,8 @@ class Stream:
                 grads = grads or Gradients(self.opened)
                 block.write(part, upstream, grads)
                 if known is not None:  # the last statistic may be found together with the gradients
-                    losses.append(self.call.weighted_sum(known, part.values, part.rows))
+                    terms = [weight * part.values[name] for name, weight in known.items()]
+                    losses.append(self.call.tokens.masked(sum(terms[1:], terms[0]), part.rows))
         every = losses[0] if len(losses) == 1 else torch.cat([values["lse"][:0], *losses])
         return every.sum(dtype=values["lse"].dtype), values, (grads or Gradients(self.opened)).results()
 

@@ -21,8 +21,8 @@ from torch import Tensor, nn
 
 from liger_losses.chunked.engine.checks import check_tensor
 from liger_losses.chunked.engine.head import Head
-from liger_losses.chunked.engine.teachers import Teacher
-from liger_losses.kernels.logit_transform import LogitTransform, said
+from liger_losses.chunked.engine.teachers import Teacher, check_no_temperature
+from liger_losses.kernels.logit_transform import LogitTransform
 
 _HEAD = "head.pt"
 #: What hidden states are written in; others would round them to nothing, or to NaN.
@@ -53,12 +53,7 @@ class TeacherWriter:
         if dtype not in _DTYPES:
             raise TypeError(f"dtype must be torch.bfloat16, float16, float32 or float64, got {dtype}.")
         self.folder, self.dtype, head = Path(folder), dtype, Head.of(head).merged()
-        temperature = head.transform.temperature
-        if isinstance(temperature, Tensor) or temperature != 1.0:
-            raise ValueError(
-                f"the teacher's head has temperature {said(temperature)}, which must be 1: give temperature= to the "
-                "loss that reads these files, which divides both models' logits."
-            )
+        check_no_temperature("teacher", head)
         self.hidden_size = head.hidden_size
         self.folder.mkdir(parents=True, exist_ok=True)
         transform = {"logit_scale": head.transform.logit_scale, "softcap": head.transform.softcap}

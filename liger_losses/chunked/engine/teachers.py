@@ -18,8 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from liger_losses.chunked.engine.checks import check_device, check_names, check_tensor
-from liger_losses.chunked.engine.documentation import see
+from liger_losses.chunked.engine.checks import check_device, check_names, check_tensor, see
 from liger_losses.chunked.engine.head import Head
 from liger_losses.chunked.engine.ranks import ALONE, check_teacher_ranks
 from liger_losses.chunked.engine.weights import Projection
@@ -346,6 +345,16 @@ def teacher_row_bytes_of(teacher: Teacher | TeacherLogits, vocab_size: int, oper
     return teacher.head.hidden_size * (operand.itemsize + item)
 
 
+def check_no_temperature(whose: str, head: Head) -> None:
+    """Raise ValueError unless a head's temperature is 1."""
+    own = head.transform.temperature
+    if isinstance(own, Tensor) or own != 1.0:
+        raise ValueError(
+            f"the {whose}'s head has temperature {said(own)}, which must be 1; give the loss or the operation "
+            "temperature= instead, which divides both models' logits."
+        )
+
+
 def check_comparison(teacher: Any, divergence: Any, head: Head, shape: torch.Size) -> None:
     """Raise TypeError or ValueError unless a student's head, of labels of this shape, can be compared so."""
     if not isinstance(teacher, (Teacher, TeacherLogits)):
@@ -358,11 +367,7 @@ def check_comparison(teacher: Any, divergence: Any, head: Head, shape: torch.Siz
     if isinstance(teacher, Teacher):
         heads["teacher"] = teacher.head
     for whose, either in heads.items():
-        if isinstance(either.transform.temperature, Tensor) or either.transform.temperature != 1.0:
-            raise ValueError(
-                f"the {whose}'s head has temperature {said(either.transform.temperature)}, which must be 1; give "
-                "temperature= instead, which divides both models' logits."
-            )
+        check_no_temperature(whose, either)
     teacher.check(shape, head)
     if "teacher" in heads:  # of a whole one, each rank computes its columns
         check_teacher_ranks(head.ranks, heads["teacher"].ranks)

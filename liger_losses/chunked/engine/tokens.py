@@ -7,14 +7,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from liger_losses.chunked.engine.documentation import see
+from liger_losses.chunked.engine.checks import see
 from liger_losses.kernels._triton import choose_backend
 from liger_losses.kernels.label_rows import equal_shares, masked_labels
 from liger_losses.kernels.reading import ask_about_labels, assert_on_device, facts_of_labels, label_facts
@@ -111,6 +111,7 @@ class Tokens:
     shares: Tensor | None = None  # [N] fp32, 1 / number of tokens with loss for each of them, 0 for the others
     positions: Tensor | None = None  # [N] of the active tokens among the tokens of all tensors; None for all
     count: int = field(init=False)  # N
+    found: dict[tuple[int, int], Any] = field(default_factory=dict, init=False, repr=False, compare=False)  # pieces
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "count", sum(self.counts))
@@ -144,10 +145,6 @@ class Tokens:
         labels = torch.zeros(shape.numel(), dtype=torch.int64, device=device)
         return cls(labels, (shape,), (len(labels),), (None,), None)
 
-    def unlabelled(self) -> Tokens:
-        """The same tokens, with labels that every vocabulary has."""
-        return replace(self, labels=torch.zeros_like(self.labels))
-
     def part(self, parts: slice) -> Tokens:
         """The active tokens of some of the tensors of labels, which follow each other."""
         rows = slice(sum(self.counts[: parts.start]), sum(self.counts[: parts.stop]))
@@ -178,14 +175,10 @@ class Tokens:
         """How many tokens, active or not, each tensor of labels has."""
         return [math.prod(shape) for shape in self.shapes]
 
-    @cached_property
-    def _pieces(self) -> dict[tuple[int, int], list[tuple[int, int, int, Any]]]:
-        return {}
-
     def pieces(self, start: int, stop: int) -> list[tuple[int, int, int, Any]]:
         """``(which tensor, first, last, their flat positions or None for all)`` for the active tokens ``start`` to
         ``stop``."""
-        pieces, offset = self._pieces.setdefault((start, stop), []), 0
+        pieces, offset = self.found.setdefault((start, stop), []), 0
         if pieces:
             return pieces
         for segment, count in enumerate(self.counts):

@@ -7,8 +7,8 @@ import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass
 from numbers import Integral
+from types import SimpleNamespace
 
 #: Environment variable: the process's setting until :func:`set_default_workspace` changes it.
 WORKSPACE_VARIABLE = "LIGER_LOSSES_WORKSPACE"
@@ -16,18 +16,9 @@ WORKSPACE_VARIABLE = "LIGER_LOSSES_WORKSPACE"
 _UNITS = {"": 1, "b": 1, "kib": 2**10, "mib": 2**20, "gib": 2**30, "kb": 10**3, "mb": 10**6, "gb": 10**9}
 
 
-@dataclass
-class _Process:
-    """The process's setting: bytes, the variable's text, or ``None`` for no bound.
-
-    The first call reads the text: ``import liger_losses`` must not fail for it.
-    """
-
-    bytes: int | str | None = os.environ.get(WORKSPACE_VARIABLE) or None
-
-
-#: Every call reads both, directly and not through functions.
-process = _Process()
+#: The process's setting: bytes, the variable's text, or ``None`` for no bound. The first call reads the text, as
+#: ``import liger_losses`` must not fail for it. Every call reads both settings, directly and not through functions.
+process = SimpleNamespace(bytes=os.environ.get(WORKSPACE_VARIABLE) or None)
 #: The setting within :func:`workspace`, in a tuple; ``None`` outside.
 context: ContextVar[tuple[int | None] | None] = ContextVar("liger_losses.workspace", default=None)
 

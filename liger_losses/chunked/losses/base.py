@@ -17,12 +17,13 @@ from torch import Tensor, nn
 from liger_losses.chunked.engine import EngineOptions, Head, Statistics, linear_statistics
 from liger_losses.chunked.engine.agreement import agree, note
 from liger_losses.chunked.engine.arguments import constructor_signature, named_options
+from liger_losses.chunked.engine.call import make_call
 from liger_losses.chunked.engine.checks import check_fields, check_labels, check_shift, check_tensor, checked_items
 from liger_losses.chunked.engine.decision import drops_tokens
 from liger_losses.chunked.engine.operators import loss_operator
 from liger_losses.chunked.engine.query import REGISTERED, DeclaredStatistics, Query
 from liger_losses.chunked.engine.tokens import Tokens, shift_labels
-from liger_losses.chunked.losses.context_parallel import check_call, check_sliced, sum_over_group
+from liger_losses.chunked.losses.context_parallel import check_sliced, sum_over_group
 from liger_losses.kernels.logit_transform import LogitTransform
 from liger_losses.kernels.tracing import outside_graphs
 
@@ -84,10 +85,8 @@ def _options(kind: Any, values: Mapping[str, Any]) -> LossOptions:
     return _kept_options(kind, **values) if plain else kind(**values)
 
 
-@functools.lru_cache(maxsize=256, typed=True)  # True equals 1, and is no number here
-def _kept_options(kind: Any, **values: Any) -> LossOptions:
-    options: LossOptions = kind(**values)
-    return options
+#: ``True`` equals 1, and is no number here.
+_kept_options = functools.lru_cache(maxsize=256, typed=True)(lambda kind, **values: kind(**values))
 
 
 class _Signature:
@@ -277,7 +276,7 @@ class ChunkedLoss(nn.Module):
         compact = options.compact if compares else drops_tokens([labels.shape], head, options)
         tokens = Tokens.select([labels], head.vocab_size, options.ignore_index, compact, options.backend)
         for head, query in calls:
-            check_call(hidden, head, tokens, query, options)
+            make_call(hidden, head, tokens, query, options)  # raises what the call would, before any work
         self.agree([num_items_in_batch], labels.device)
         return tokens
 

@@ -1,12 +1,16 @@
-"""Batches that a loss's own state depends on: sums over all data-parallel processes, and which ones it has counted."""
+"""What a loss keeps from batch to batch: sums over all data-parallel processes, and which batches it has counted; and a
+coefficient that follows them."""
 
 from __future__ import annotations
+
+import math
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from liger_losses.chunked.engine.agreement import all_gather
+from liger_losses.chunked.engine.checks import check_range
 
 
 def world_size() -> int:
@@ -64,3 +68,71 @@ def find_batch(memory: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
 def with_batch(memory: Tensor, row: Tensor, new: Tensor) -> Tensor:
     """The memory with another batch in the place of the oldest, where ``new`` (0-dim bool) is true."""
     return torch.where(new, torch.cat([memory[1:], row[None]]), memory)
+
+
+class AdaptiveEntropy:
+    """A coefficient of the entropy bonus that rises while the entropy is at or below a target (arXiv:2505.22312).
+
+    Args:
+        coef: the initial coefficient.
+        target: nats per token.
+        low, high: bounds of the coefficient.
+        delta: the change of the coefficient in every :meth:`step`.
+    """
+
+    def __init__(
+        self, coef: float = 0.0, *, target: float, low: float = 0.0, high: float = 1.0, delta: float = 0.005
+    ) -> None:
+        for name, value in {"coef": coef, "target": target, "low": low, "delta": delta}.items():
+            check_range(name, value, 0.0, math.inf)
+        check_range("high", high, low, math.inf)
+        self.value, self.target, self.low, self.high, self.delta = coef, target, low, high, delta
+        self.last_entropy = math.inf
+        self._window, self._counted = torch.zeros(2), no_batches(1)
+        self._update_tensor()
+
+    def _update_tensor(self) -> None:
+        #: :attr:`coef` for torch.compile, which would compile a function again for every other number.
+        self.coef_tensor = torch.tensor(self.coef, device="cpu")
+
+    def state_dict(self) -> dict[str, float]:
+        """The state for a checkpoint; the loss that holds this object saves it too."""
+        return {"value": self.value, "last_entropy": self.last_entropy}
+
+    def load_state_dict(self, state: dict[str, float]) -> None:
+        """Continue from a checkpoint."""
+        self.value, self.last_entropy = state["value"], state["last_entropy"]
+        self._update_tensor()
+
+    @property
+    def coef(self) -> float:
+        """The coefficient for the next batches: 0 while entropy is above the target, or not known yet."""
+        return self.value if self.last_entropy <= self.target else 0.0
+
+    def observe(self, entropy_sum: Tensor, tokens: Tensor, batch: Tensor | None = None) -> None:
+        """Add a batch to the window since the last step.
+
+        ``batch`` is a number (0-dim int64) that identifies the batch. If activation checkpointing runs a batch again in
+        backward, it is counted once.
+        """
+        values = torch.stack([entropy_sum.detach().float(), tokens.float()])
+        self._window = self._window.to(values.device)
+        if batch is None:
+            self._window = self._window + values
+            return
+        counted, key = self._counted.to(values.device), batch.reshape(1)
+        again, _ = find_batch(counted, key)
+        self._window = self._window + torch.where(again, 0.0, values)
+        self._counted = with_batch(counted, key, ~again)
+
+    def step(self) -> None:
+        """Update the coefficient from the window's mean entropy over all processes; call it after optimizer steps."""
+        # All processes take part, including those without a batch.
+        total, tokens = sum_over_processes(self._window).tolist()
+        self._window, self._counted = torch.zeros_like(self._window), torch.full_like(self._counted, -1)
+        if not tokens:
+            return
+        self.last_entropy = total / tokens
+        change = self.delta if self.last_entropy <= self.target else -self.delta
+        self.value = min(max(self.value + change, self.low), self.high)
+        self._update_tensor()

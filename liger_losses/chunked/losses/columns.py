@@ -31,7 +31,7 @@ from liger_losses.chunked.engine.decision import active_tokens
 from liger_losses.chunked.engine.operators import support_statistics
 from liger_losses.chunked.engine.ops import linear_weighted_loss
 from liger_losses.chunked.engine.query import Query
-from liger_losses.chunked.engine.teachers import check_comparison
+from liger_losses.chunked.engine.teachers import check_comparison, check_no_temperature
 from liger_losses.chunked.engine.tokens import Tokens
 from liger_losses.chunked.losses.softmax_divergences import sparse_divergence
 from liger_losses.kernels.divergence_forms import Divergence
@@ -63,7 +63,8 @@ def largest_of(
 ) -> TeacherTopK:
     """A teacher's largest columns; its logits are computed once, and not again for the student."""
     states, head = teacher.local_hidden_states, _at(teacher.head, temperature)
-    labels = labels.unlabelled() if isinstance(labels, Tokens) else labels
+    if isinstance(labels, Tokens):  # the teacher's vocabulary may lack the labels
+        labels = replace(labels, labels=torch.zeros_like(labels.labels))
     found = linear_topk(states, head, k, labels, rest=rest, options=options)
     return TeacherTopK(found.logps, found.ids, tail, found.rest)
 
@@ -84,12 +85,7 @@ def sparse_calls(
             "the cosine needs all logits of the teacher, and a TeacherTopK has log-probabilities: give "
             "Teacher(hidden_states, weight) or TeacherLogits(logits)."
         )
-    own = head.transform.temperature
-    if isinstance(own, Tensor) or own != 1.0:
-        raise ValueError(
-            f"the student's head has temperature {own}, which must be 1: give the loss's "
-            "temperature= instead, which divides both models' logits."
-        )
+    check_no_temperature("student", head)
     together = hard and _is_one(temperature)
     statistics = ("selected_logps", "logp") if together else ("selected_logps",)
     soft = _at(head, temperature), Query(statistics, selected=teacher.indices)

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from liger_losses.chunked.engine import EngineOptions, Head, Statistics, Tokens
 from liger_losses.chunked.engine.agreement import agree, note
+from liger_losses.chunked.engine.call import make_call
 from liger_losses.chunked.engine.checks import (
     check_alike,
     check_device,
@@ -29,7 +30,7 @@ from liger_losses.chunked.engine.operators import query_statistics
 from liger_losses.chunked.engine.query import Query
 from liger_losses.chunked.engine.tokens import check_temperature
 from liger_losses.chunked.losses.base import AnyHead, ChunkedLoss, LossOptions
-from liger_losses.chunked.losses.context_parallel import check_call, sum_over_group
+from liger_losses.chunked.losses.context_parallel import sum_over_group
 from liger_losses.kernels.logit_transform import LogitTransform
 
 #: exp() of more overflows fp32, and an overflow that a clip discards still makes gradients NaN.
@@ -207,9 +208,9 @@ class CompletionBatch:
 
     def group_statistics(self, found: Sequence[Statistics]) -> list[Statistics]:
         """The same for the engine's statistics."""
-        names = [name for name in Statistics._fields if getattr(found[0], name) is not None]
-        groups = {name: self.groups([getattr(part, name) for part in found]) for name in names}
-        return [Statistics(**{name: groups[name][i] for name in names}) for i in range(len(self.names))]
+        nothing = [None] * len(self.names)
+        groups = [nothing if each[0] is None else self.groups(each) for each in zip(*found, strict=True)]
+        return [Statistics(*of_group) for of_group in zip(*groups, strict=True)]
 
     def select(self, options: EngineOptions, extra: Sequence[Tensor] = ()) -> Any:
         """The active tokens of all labels (and of ``extra`` ones), for policy and reference alike."""
@@ -402,7 +403,7 @@ class CompletionLoss(ChunkedLoss):
         head = batch.at_temperatures(batch.head, more)
         query = Query(("logp",), tuple(metrics))
         if self.group is not None:
-            check_call(hidden, head, tokens, query, options)
+            make_call(hidden, head, tokens, query, options)  # raises what the call would, before any exchange
             ref_dims = [None if logps is None else logps.dim() for logps in reference]
             facts = {"completions": batch.names, "sequences": [len(part) for part in batch.labels]}
             agree(self.group, **self.common_options, **facts, dimensions_of_ref_logps=ref_dims)

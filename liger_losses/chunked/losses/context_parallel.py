@@ -11,12 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from liger_losses.chunked.engine.call import make_call
 from liger_losses.chunked.engine.checks import check_group
-from liger_losses.chunked.engine.head import Head
-from liger_losses.chunked.engine.plan import EngineOptions
-from liger_losses.chunked.engine.query import Query
-from liger_losses.chunked.engine.tokens import Tokens
 
 
 class _Sum(torch.autograd.Function):
@@ -69,8 +64,3 @@ def check_sliced(group: Any, shift: bool, reads_order: str | None) -> None:
         raise ValueError(
             f"{reads_order} depends on the position of tokens in their sequences: pass whole sequences, and no group=."
         )
-
-
-def check_call(hidden_states: Any, head: Head, tokens: Tokens, query: Query, options: EngineOptions) -> None:
-    """Raise what this call would, such as that its workspace is too small for this rank's tokens, before any work."""
-    make_call(hidden_states, head, tokens, query, options)

@@ -15,6 +15,7 @@ from torch.compiler import is_dynamo_compiling
 
 from liger_losses.chunked.engine import EngineOptions, Head, Statistics, Tokens, linear_statistics
 from liger_losses.chunked.engine.agreement import checksum
+from liger_losses.chunked.engine.call import make_call
 from liger_losses.chunked.engine.checks import check_device, check_range, check_tensor, checked_items
 from liger_losses.chunked.engine.compiled_calls import token_operator
 from liger_losses.chunked.engine.decision import drops_tokens
@@ -24,16 +25,14 @@ from liger_losses.chunked.engine.query import Query
 from liger_losses.chunked.engine.straight_line import NO_TRANSFORM, known_loss, straight_coupled_loss
 from liger_losses.chunked.engine.support import TokenSupport
 from liger_losses.chunked.losses import policy_objectives as objectives
-from liger_losses.chunked.losses.adaptive_entropy import AdaptiveEntropy
 from liger_losses.chunked.losses.base import AnyHead, LossOptions
-from liger_losses.chunked.losses.batches import world_size
+from liger_losses.chunked.losses.batches import AdaptiveEntropy, world_size
 from liger_losses.chunked.losses.completion_loss import (
     STREAMING_OF_COMPLETIONS,
     CompletionBatch,
     CompletionLoss,
     naming_the_reference,
 )
-from liger_losses.chunked.losses.context_parallel import check_call
 from liger_losses.chunked.losses.policy_objectives import PolicyInputs, policy_terms
 from liger_losses.chunked.losses.policy_tables import PolicyOptions
 from liger_losses.kernels.coupled_rows import INPUT_DTYPES, PolicyRows
@@ -238,7 +237,7 @@ class LigerFusedLinearGRPOLoss(CompletionLoss):
                 return of_few
         mask = labels != self.ignore_index
         if self.group is not None and support is None:
-            check_call([_input], head, tokens, Query(*self._names()), options)  # before anything that all ranks reach
+            make_call([_input], head, tokens, Query(*self._names()), options)  # raises before what all ranks reach
 
         def statistics(hidden: Tensor, head: Head, names: tuple[str, ...], metrics: tuple[str, ...] = ()) -> Statistics:
             if support is None:
@@ -388,7 +387,7 @@ class LigerFusedLinearGRPOLoss(CompletionLoss):
         coef, share, acting = self._coef, self.top_entropy_quantile, None
         if share < 1.0:
             acting = objectives.high_entropy_mask(found.entropy, inputs.mask, share, copies=copies)
-        loss = objectives.coupled_loss(found.logp, inputs, acting)
+        loss = inputs.total(inputs.weights * objectives.coupled_terms(found.logp, inputs, acting))
         if coef is not None:
             acting = inputs.mask if acting is None else acting
             total, count = (found.entropy * acting).sum(), acting.sum()

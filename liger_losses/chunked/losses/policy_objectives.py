@@ -242,11 +242,6 @@ def policy_terms(
     return o.beta * kl - objective
 
 
-def coupled_loss(logps: Tensor, inputs: PolicyInputs, acting: Tensor | None = None) -> Tensor:
-    """:func:`grpo_loss` of checked inputs."""
-    return inputs.total(inputs.weights * coupled_terms(logps, inputs, acting))
-
-
 def coupled_terms(logps: Tensor, inputs: PolicyInputs, acting: Tensor | None = None) -> Tensor:
     """The terms ``[B, T]`` that :func:`grpo_loss` weighs, of checked inputs."""
     o, mask, dtype = inputs.options, inputs.mask, logps.dtype
@@ -343,7 +338,7 @@ def grpo_loss(
             prompts=prompts,
             group=group,
         )
-    return coupled_loss(logps, inputs, acting)
+    return inputs.total(inputs.weights * coupled_terms(logps, inputs, acting))
 
 
 @torch.no_grad()

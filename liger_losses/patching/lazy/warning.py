@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from contextvars import ContextVar
 from typing import Any
 
-from liger_losses.chunked.engine.documentation import see
+from liger_losses.chunked.engine.checks import see
 
 _ALLOWED: ContextVar[bool] = ContextVar("allow_materialization", default=False)
 #: Operations and their callers for which the warning was given.

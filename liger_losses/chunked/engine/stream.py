@@ -251,12 +251,12 @@ class Stream:
         labels, here = tokens.labels, self.opened.labels
         each: Sequence[dict[str, Tensor]] = [values]  # a part of all tokens has the values themselves
         if start or count < self.count or size < count:
-            named = {**values, "": labels} if here is labels else {**values, "": labels, "here": here}
-            each = _in_parts(named, size, start, count)
+            of_labels = {"labels": labels} if here is labels else {"labels": labels, "here": here}
+            each = _in_parts({**values, **of_labels}, size, start, count)
         for first, of_part in zip(range(start, count, size), each, strict=False):
             rows = slice(first, min(first + size, count))
             if of_part is not values:
-                labels = of_part.pop("")
+                labels = of_part.pop("labels")
                 here = of_part.pop("here", labels)
             hidden = tokens.gather(self.opened.flat, rows.start, rows.stop)
             hidden = hidden if tokens.ignored is None else tokens.masked(hidden, rows)

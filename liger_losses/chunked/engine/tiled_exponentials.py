@@ -40,7 +40,7 @@ class TiledExponentials(Block):
 
     def fill(self, part: Part, upstream: Upstream | None = None) -> None:
         count, backend = len(part.hidden), self.call.backend
-        labels, label_rows = self.opened.labels[part.rows], self.label_rows[:count]
+        labels, label_rows = part.here, self.label_rows[:count]
         places = torch.arange(count, device=labels.device)
         for columns in self.tiles:
             move_rows_(self._rows(columns), labels - columns.start, places, into=label_rows, backend=backend)

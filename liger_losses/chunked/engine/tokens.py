@@ -178,14 +178,16 @@ class Tokens:
     def pieces(self, start: int, stop: int) -> list[tuple[int, int, int, Any]]:
         """``(which tensor, first, last, their flat positions or None for all)`` for the active tokens ``start`` to
         ``stop``."""
-        pieces, offset = self.found.setdefault((start, stop), []), 0
-        if pieces:
-            return pieces
+        known = self.found.get((start, stop))
+        if known is not None:
+            return known
+        pieces, offset = [], 0
         for segment, count in enumerate(self.counts):
             first, last = max(start - offset, 0), min(stop - offset, count)
             if first < last:
                 pieces.append((segment, first, last, _rows(self.indices[segment], first, last)))
             offset += count
+        self.found[start, stop] = pieces  # backward asks for the same
         return pieces
 
     def gather(self, sources: Sequence[Tensor], start: int, stop: int) -> Tensor:

@@ -115,9 +115,8 @@ class TwoModels(Block):
 
     def refill(self, part: Part, upstream: Upstream) -> None:
         # Backward must not write to the statistics that forward saved; and not all that save them save the constants.
-        lse = part.values["lse"]
-        names = {*part.values, *self.constants}
-        self.fill(part._replace(values={name: torch.empty_like(lse) for name in names}), upstream)
+        values = {name: torch.empty_like(part.values["lse"]) for name in {*part.values, *self.constants}}
+        self.fill(part._replace(values=values), upstream)
 
     def gradients(
         self, part: Part, upstream: Upstream, head_grads: HeadGradients, out_view: Tensor | None = None

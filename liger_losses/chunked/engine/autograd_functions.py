@@ -45,10 +45,7 @@ def separable_losses(
         given = query.token_inputs if query.token_weights is None else query.token_weights
         each = tokens.masked(query.losses(active, tokens.labels, given))
         losses.append(each.sum().to(call.work.logits_dtype))
-        constants = {name: values[name].detach() for name in call.outputs}
-        if beside == "sums":
-            constants = {name: value.sum() for name, value in constants.items()}
-        found[i] = _as_asked(call, constants, beside)
+        found[i] = _as_asked(call, {name: values[name].detach() for name in call.outputs}, beside)
     if one_pass:
         loss, *outputs = _OnePassLosses.apply([*one_pass.values()], uses, beside, *distinct)
         losses.append(loss)
@@ -65,9 +62,10 @@ def statistics_of(tensors: Tensors, call: Call) -> list[Statistics]:
 
 
 def _as_asked(call: Call, values: Mapping[str, Tensor], beside: str | None) -> list[Statistics]:
-    """Statistics ``[T]`` of all tokens as statistics of each tensor of labels, in its shape; sums as one."""
-    parts = call.tokens.split(values) if beside == "tokens" else [values]
-    return [Statistics(**of_one) for of_one in parts]
+    """Statistics ``[T]`` of all tokens as statistics of each tensor of labels, in its shape; or their sums."""
+    if beside == "sums":
+        return [Statistics(**{name: value.sum() for name, value in values.items()})]
+    return [Statistics(**of_one) for of_one in call.tokens.split(values)]
 
 
 def compute_statistics(
@@ -201,10 +199,9 @@ def _run(
             loss, values, found = stream.token_loss()
         losses.append(loss)
         tokens = stream.call.tokens  # whose order may be another
-        if beside == "tokens":
-            outputs += tokens.scatter(values, call.outputs)
-        elif beside == "sums":
-            outputs += [tokens.masked(values[name]).sum() for name in call.outputs]
+        if beside is not None:
+            masked = [tokens.masked(values[name]) for name in call.outputs] if beside == "sums" else None
+            outputs += tokens.scatter(values, call.outputs) if masked is None else masked
         for i, grad in zip(places, found, strict=True):
             before = gradients[i]
             if grad is not None:

@@ -71,6 +71,11 @@ class Part(NamedTuple):
                 self.values[name].copy_(computed[name])
 
 
+def corner(memory: Tensor, rows: int, columns: int) -> Tensor:
+    """The first rows and columns; a view of all takes the host time too."""
+    return memory if memory.shape == (rows, columns) else memory[:rows, :columns]
+
+
 class Block:
     """The memory of one part at a time: filled, it has statistics; with the loss's derivatives, it computes gradients.
 
@@ -193,8 +198,7 @@ class Columns(Block):
             width = padded(min(self.call.plan.tile_columns, self.vocab_size))
             dtype = work.operand_dtype if work.fused else work.logits_dtype
             self.memory = torch.empty(self.rows, width, dtype=dtype, device=self.opened.device)
-        whole = self.memory.shape == (tokens, columns)  # a view of all takes the host time too
-        return self.memory if whole else self.memory[:tokens, :columns]
+        return corner(self.memory, tokens, columns)
 
     def fill(self, part: Part, upstream: Upstream | None = None) -> None:
         opened = self.opened
@@ -349,7 +353,7 @@ class ExponentialBlock(Block):
             part.hidden,
             opened.weight,
             part.here,
-            self._values(count),
+            corner(self.exponentials, count, self.vocab_size),
             part.epilogue,
             found=part.values,
             batch_invariant=call.batch_invariant,
@@ -359,11 +363,6 @@ class ExponentialBlock(Block):
             self._start_product(count)
         if opened.others is not None:
             self.offsets = self._merged(self.offsets, part, opened.others[part.rows])
-
-    def _values(self, count: int) -> Tensor:
-        """The exponentials ``[count, V]``; a view of all takes the host time too."""
-        whole = self.exponentials.shape == (count, self.vocab_size)
-        return self.exponentials if whole else self.exponentials[:count, : self.vocab_size]
 
     def _merged(self, found: Exponentials, part: Part, others: Tensor) -> Exponentials:
         """The statistics of all ranks' columns; ``logp`` belongs to the column that stands here for the label."""
@@ -398,7 +397,7 @@ class ExponentialBlock(Block):
         device, begun, size = self.opened.device, self.begun, max(count, room)
         if self.product is None:
             self.product = torch.empty(size, self.call.work.hidden_size, dtype=torch.float32, device=device)
-        product, whole = self.product, self._values(count)
+        product, whole = self.product, corner(self.exponentials, count, self.vocab_size)
         if begun or size > count:
             product, whole = product[begun:count], whole[begun:]
         self.product = self.product if self.product.shape[0] == size else self.product[:size]
@@ -440,5 +439,6 @@ class ExponentialBlock(Block):
             add = partial(scale_and_add_label_rows, out, product, scale, at_label, opened.weight, part.here)
             self.wait_for_product = start_beside(hidden.device, partial(add, backend=call.backend))
         if scaled is not None:
-            head_grads.add_weight(self._values(count), scaled, columns, first=part.rows.start == 0)
+            values = corner(self.exponentials, count, self.vocab_size)
+            head_grads.add_weight(values, scaled, columns, first=part.rows.start == 0)
         return out

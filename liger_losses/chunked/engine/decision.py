@@ -161,10 +161,8 @@ def _signature(
     hidden: tuple[Tensor, ...], head: Head, labels: Any, query: Query, options: EngineOptions, memory: int | None
 ) -> tuple[Any, ...] | None:
     """All that :func:`_decide` reads of a call; ``None`` for calls whose decision is not kept."""
-    special = (
-        within_transform() or not isinstance(options, EngineOptions) or not isinstance(query.token_inputs, Mapping)
-    )
-    if special:
+    known = isinstance(options, EngineOptions) and isinstance(query.token_inputs, Mapping)
+    if within_transform() or not known:
         return None
     weights = {} if query.token_weights is None else query.token_weights
     of_tokens = [weight for weight in weights.values() if not isinstance(weight, EqualWeights)] if weights else []

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import pairwise
 from typing import Any
 
 import torch
@@ -122,11 +121,6 @@ class HeadGroup:
         token_inputs = {name: ours(name, values) for name, values in inputs.items()}
         return replace(query, token_inputs=token_inputs, selected=selected)
 
-    def part(self, tokens: Tokens, targets: slice) -> HeadGroup:
-        """Some of these targets, which follow each other; ``tokens`` are the active ones of all."""
-        places, hidden_states = self.places[targets], self.hidden_states[targets]
-        return replace(self, places=places, hidden_states=hidden_states, labels=tokens.part(targets))
-
     def parts(self, call: Call) -> list[HeadGroup]:
         """The fewest parts such that each takes one pass, or has only targets that could not take one."""
         starts, total, most = list[int](), 0, call.plan.few_rows
@@ -134,7 +128,11 @@ class HeadGroup:
             joins = i > 0 and (total + count <= most or min(total, count) > most)
             total = total + count if joins else count
             starts += [] if joins else [i]
-        return [self.part(call.tokens, slice(*ends)) for ends in pairwise([*starts, len(self.places)])]
+        found, ends = list[HeadGroup](), [*starts, len(self.places)]
+        for targets in map(slice, ends, ends[1:]):
+            places, hidden_states = self.places[targets], self.hidden_states[targets]
+            found.append(HeadGroup(self.head, places, hidden_states, call.tokens.part(targets)))
+        return found
 
 
 @dataclass(frozen=True)

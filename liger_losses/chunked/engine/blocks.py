@@ -54,9 +54,7 @@ class Part(NamedTuple):
             return self
         rows = slice(self.rows.start + at.start, self.rows.start + at.stop)
         values = {name: value[at] for name, value in self.values.items()}
-        labels = self.labels[at]
-        here = labels if self.here is self.labels else self.here[at]
-        return Part(rows, self.hidden[at], values, self.epilogue.rows(at), labels, here)
+        return Part(rows, self.hidden[at], values, self.epilogue.rows(at), self.labels[at], self.here[at])
 
     def columns(self, call: Call) -> Tensor:
         """The selected columns ``[R, k]``."""

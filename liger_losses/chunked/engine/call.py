@@ -73,8 +73,7 @@ class Call:
                 derivatives = {name: g for name, g in zip(query.statistics, found, strict=False) if g is not None}
         # Masked again: where a loss is not finite, not even 0 times its derivative is. Of fp64 weights, a function's
         # own derivatives are fp64.
-        masked = {name: tokens.masked(g.detach().to(dtype), rows) for name, g in derivatives.items()}
-        return losses.detach(), masked
+        return losses.detach(), {n: tokens.masked(g.detach().to(dtype), rows) for n, g in derivatives.items()}
 
 
 class OpenCall:

@@ -261,9 +261,13 @@ def _decide(
     of_teacher: dict[str, Any] = {}
     if teacher is not None:
         of_teacher["teacher_row_bytes"] = teacher_row_bytes_of(teacher, vocab_size, operand)
-    if isinstance(teacher, Teacher):
+    if isinstance(teacher, Teacher) and query.comparison is not None:
         of_teacher["teacher_hidden_bytes"] = 2 * teacher.head.hidden_size * operand.itemsize
         of_teacher["teacher_gathers"] = not _dense([teacher.local_hidden_states], operand)
+        # A bias's gradient is summed before anything is rounded, which takes whole rows of logits.
+        whole_rows = needs_bias or query.in_torch or query.comparison.divergence.by_entropy
+        if fused_products and head.ranks is ALONE and not (head.batch_invariant or whole_rows):
+            of_teacher["divergence_tiles"] = can_fuse(teacher.head.weights, operand, backend, at_once > 0)
     work = Workload(
         tokens=0,
         hidden_size=head.hidden_size,
@@ -284,17 +288,6 @@ def _decide(
         tiled_exponentials=of_exponentials and walks and plain and not needs_weight,
         **of_teacher,
     )
-    if (
-        isinstance(teacher, Teacher)
-        and fused_products
-        and not needs_bias
-        and head.ranks is ALONE
-        and not head.batch_invariant
-        and query.comparison is not None
-        and not (query.in_torch or query.comparison.divergence.by_entropy)
-    ):
-        # A bias's gradient is summed before anything is rounded, which takes whole rows of logits.
-        work = replace(work, divergence_tiles=can_fuse(teacher.head.weights, operand, backend, at_once > 0))
     outputs = query.statistics + tuple([name for name in query.metrics if name not in query.statistics])
     beside = {"max_logit"} if "argmax" in outputs and (walks or head.ranks is not ALONE) else set()
     shared, other = vocab_size, False

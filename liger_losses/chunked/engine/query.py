@@ -216,17 +216,16 @@ class Query:
         Raises:
             ValueError: it has not returned one value for each token.
         """
-        function, count = self.token_loss, labels.shape[0]
-        assert function is not None
+        function: Any = self.token_loss
         reader = f"token_loss ({getattr(function, '__name__', type(function).__name__)})"
         place = "statistics=, or to metrics= where it needs no gradient"
         named: Any = DeclaredStatistics(Statistics(**statistics), reader, place, self.registered)
         result = function(named, labels, **inputs)
         losses, derivatives = result if isinstance(result, tuple) else (result, None)
-        if not isinstance(losses, Tensor) or losses.shape != (count,):
+        if not isinstance(losses, Tensor) or losses.shape != labels.shape:
             got = tuple(losses.shape) if isinstance(losses, Tensor) else type(losses).__name__
             raise ValueError(
-                f"token_loss must return one value per token, [{count}], got {got}. Return it before any sum or mean: "
+                f"token_loss must return one value per token, [{len(labels)}], got {got}. Return it before any sum or mean: "
                 "the loss is the sum over the tokens; a mean's divisor goes into token_inputs."
             )
         return losses, derivatives

@@ -176,8 +176,7 @@ class Tokens:
         return [math.prod(shape) for shape in self.shapes]
 
     def pieces(self, start: int, stop: int) -> list[tuple[int, int, int, Any]]:
-        """``(which tensor, first, last, their flat positions or None for all)`` for the active tokens ``start`` to
-        ``stop``."""
+        """``(which tensor, first, last, flat positions or None for all)`` of active tokens ``start`` to ``stop``."""
         known = self.found.get((start, stop))
         if known is not None:
             return known

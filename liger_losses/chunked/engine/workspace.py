@@ -15,7 +15,6 @@ WORKSPACE_VARIABLE = "LIGER_LOSSES_WORKSPACE"
 
 _UNITS = {"": 1, "b": 1, "kib": 2**10, "mib": 2**20, "gib": 2**30, "kb": 10**3, "mb": 10**6, "gb": 10**9}
 
-
 #: The process's setting: bytes, the variable's text, or ``None`` for no bound. The first call reads the text, as
 #: ``import liger_losses`` must not fail for it. Every call reads both settings, directly and not through functions.
 process = SimpleNamespace(bytes=os.environ.get(WORKSPACE_VARIABLE) or None)

@@ -225,8 +225,8 @@ class Query:
         if not isinstance(losses, Tensor) or losses.shape != labels.shape:
             got = tuple(losses.shape) if isinstance(losses, Tensor) else type(losses).__name__
             raise ValueError(
-                f"token_loss must return one value per token, [{len(labels)}], got {got}. Return it before any sum or mean: "
-                "the loss is the sum over the tokens; a mean's divisor goes into token_inputs."
+                f"token_loss must return one value per token, [{len(labels)}], got {got}. Return it before any sum or "
+                "mean: the loss is the sum over the tokens; a mean's divisor goes into token_inputs."
             )
         return losses, derivatives
 

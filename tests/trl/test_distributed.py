@@ -37,6 +37,7 @@ from liger_losses.sequences import split_by_coefficient
 from liger_losses.trl.fused_head import add_fused_lm_head
 from tests.processes import BACKENDS, case_named, device_type, start
 from tests.reference import relative_error
+from tests.split_models import whole
 
 WORLD = 2
 VOCAB, LENGTH = 23, 9
@@ -164,10 +165,6 @@ CASES = {
 
 
 # --- What each process does -------------------------------------------------------------------------------------------
-
-
-def whole(tensor):
-    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
 
 
 def made(case):

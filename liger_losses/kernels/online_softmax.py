@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from liger_losses.kernels._triton import jit, kinds, tl
+from liger_losses.kernels._triton import jit, tl
 from liger_losses.kernels.label_rows import check_known
 from liger_losses.kernels.logit_transform import Epilogue, load_logits
 
@@ -154,7 +154,8 @@ def merge_sums(
     _, splits, tokens = partial.shape
     if tokens:
         out, (block, at_once, warps) = stored(values), (*MERGED, 4) if splits <= _FEW_SPLITS else _MERGED_TILES
-        kind = partial.device, kinds(*out), sums, flags is None, label_logit is None, offset is None, block, *options
+        aligned = tuple([each if each is None else each.data_ptr() % 16 == 0 for each in out])
+        kind = partial.device, aligned, sums, flags is None, label_logit is None, offset is None, block, *options
         merge_kernel[(-(-tokens // block),)](
             partial, label_logit, None, None, flags, offset, None, None, out,
             splits, tokens, columns, 0, sums, block, at_once, num_warps=warps, kind=kind, **options,

@@ -279,6 +279,7 @@ def make_plan(work: Workload, workspace: int | None = None, chunk_size: int | No
     Raises:
         ValueError: the workspace cannot hold even one row.
     """
+    workspace, chunk_size = [n if n is None else int(n) for n in (workspace, chunk_size)]  # torch takes none of NumPy's
     bound, by_default = default_bound() if workspace is None else workspace, workspace is None
     budget, tokens = _budget(work, bound, by_default), work.tokens
     teacher = work.teacher_row_bytes > 0

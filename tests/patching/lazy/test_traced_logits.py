@@ -285,8 +285,8 @@ def test_one_graph_with_the_loss_and_without_logits(name, shifted):
     assert graphs.count == 1
     assert graphs.entries < B * (T - 1) * model_zoo.VOCABULARY
     calls = Counter(op.split(".")[1] for op in graphs.operators if op.startswith("liger_losses."))
-    norms = {"llama": {"rms_norm": 3}, "gemma2": {"rms_norm": 5}, "cohere": {"layer_norm": 2}}[name]
-    assert calls.items() >= {"call": 1, "rope": 1, "glu": 1, **norms}.items()
+    norms = {"llama": 3, "gemma2": 5, "cohere": 2}[name]  # LayerNorm is an option of the same operator
+    assert calls.items() >= {"call": 1, "rope": 1, "glu": 1, "rms_norm": norms}.items()
 
 
 @pytest.mark.slow

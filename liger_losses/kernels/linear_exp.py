@@ -306,8 +306,8 @@ def row_exponentials_kernel(
 
     Rows whose sum is larger than the ``limit`` are flagged: ``flags`` are as :func:`merge_sums` takes them.
 
-    With ``labels``, tokens without loss get 0. The others get p / e as ``ratio``, and 1 - p of the label; and labels
-    are sorted, ``LABELS`` at a time.
+    With ``labels``, the statistics of tokens without loss are 0; ``ratio`` and ``others`` get p / e, and 1 - p of the
+    label; ``ordered``, ``source`` and ``rank`` get the sorted labels, of which ``LABELS`` are compared at a time.
     """
     first_row = tl.program_id(0) * BLOCK
     rows = first_row + tl.arange(0, BLOCK)

@@ -1,5 +1,4 @@
-"""Rows of a matrix that move to other rows of it, or to another matrix, which of them are to move, and rows that are
-scaled.
+"""Rows of a matrix: move them within it or to another matrix, scale them, and find which of them are to move.
 
 N rows.
 """
@@ -66,7 +65,7 @@ def move_rows_(
 ) -> None:
     """``into[targets_i] = matrix[sources_i]``, where ``sources_i`` is a row of the matrix: others are left out.
 
-    No row of one matrix may be both a source and a target, and none a target twice.
+    No row may be a target twice. Without ``into``, no row may be both a source and a target.
 
     Args:
         matrix: ``[N, C]``, rows contiguous, in any dtype.

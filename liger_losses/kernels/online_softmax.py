@@ -113,7 +113,7 @@ def reference_statistics(
 def stored(values: Mapping[str, Tensor | None]) -> tuple[Tensor | None, ...]:
     """The argument of kernels that store statistics, ``[R]`` each by name, in the order of :data:`STORED`.
 
-    For the elements of a tuple, Triton compiles by their alignment.
+    Triton compiles a kernel again if an element of a tuple has another alignment.
     """
     return tuple(map(values.get, STORED))
 
@@ -145,8 +145,8 @@ def merge_sums(
         partial: ``[K, S, R]``, the splits' :data:`PARTIAL_SUMS`, the first two at least.
         columns: V.
         sums: which sums there are.
-        flags: ``[2 + R]`` int32: only the rows whose flag, from the third on, is not 0; the first says whether there is
-            one. ``None`` for all rows.
+        flags: ``[2 + R]`` int32. Only the statistics of rows n with ``flags[2 + n] != 0`` are computed; ``flags[0]`` is
+            0 if there are none. ``None`` for all rows.
         label_logit: ``[R]``, the labels' logits, where they are not among the sums.
         offset: ``[R]``, which gets a finite log-sum-exp.
         options: of the launch.

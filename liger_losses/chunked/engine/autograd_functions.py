@@ -22,12 +22,13 @@ _UNREAD = {"logp", "mean_logp", "mean_logit"}
 
 
 def separable_losses(
-    calls: Sequence[tuple[Tensors, Call]], *, beside: str | None = "tokens"
+    calls: Sequence[tuple[Tensors, Call]], *, statistics: str | None = "per_token"
 ) -> tuple[Tensor, list[list[Statistics]]]:
-    """The sum of the calls' separable losses, and for each call the detached statistics ``beside`` it: those of each
-    tensor of labels' ``tokens``, one of their ``sums`` over all tokens, or none.
+    """The sum of the calls' separable losses, and the detached statistics of each call.
 
-    A tensor that several calls have has one gradient.
+    ``statistics`` says which are returned: ``per_token`` for one :class:`Statistics` for each tensor of labels, in its
+    shape; ``sum`` for a single one, of 0-dim sums over all tokens; ``None`` for none. A tensor that several calls have
+    has one gradient.
     """
     losses, found = list[Tensor](), dict[int, list[Statistics]]()
     one_pass, uses, distinct, numbers = dict[int, Call](), list[list[int]](), list[Any](), dict[int, int]()
@@ -45,25 +46,25 @@ def separable_losses(
         given = query.token_inputs if query.token_weights is None else query.token_weights
         each = tokens.masked(query.losses(active, tokens.labels, given))
         losses.append(each.sum().to(call.work.logits_dtype))
-        found[i] = _as_asked(call, {name: values[name].detach() for name in call.outputs}, beside)
+        found[i] = _returned(call, {name: values[name].detach() for name in call.outputs}, statistics)
     if one_pass:
-        loss, *outputs = _OnePassLosses.apply([*one_pass.values()], uses, beside, *distinct)
+        loss, *outputs = _OnePassLosses.apply([*one_pass.values()], uses, statistics, *distinct)
         losses.append(loss)
-        for i, call in () if beside is None else one_pass.items():
-            found[i] = _as_asked(call, dict(zip(call.outputs, outputs, strict=False)), beside)
+        for i, call in () if statistics is None else one_pass.items():
+            found[i] = _returned(call, dict(zip(call.outputs, outputs, strict=False)), statistics)
             del outputs[: len(call.outputs)]
     total = losses[0] if len(losses) == 1 else torch.stack(losses).sum()
-    return total, [] if beside is None else [found[i] for i in range(len(calls))]
+    return total, [] if statistics is None else [found[i] for i in range(len(calls))]
 
 
 def statistics_of(tensors: Tensors, call: Call) -> list[Statistics]:
     """The statistics of each tensor of labels, in its shape."""
-    return _as_asked(call, compute_statistics(tensors, call), "tokens")
+    return _returned(call, compute_statistics(tensors, call), "per_token")
 
 
-def _as_asked(call: Call, values: Mapping[str, Tensor], beside: str | None) -> list[Statistics]:
-    """Statistics ``[T]`` of all tokens as statistics of each tensor of labels, in its shape; or their sums."""
-    if beside == "sums":
+def _returned(call: Call, values: Mapping[str, Tensor], statistics: str | None) -> list[Statistics]:
+    """Return the statistics ``[T]`` of all tokens as :func:`separable_losses` does."""
+    if statistics == "sum":
         return [Statistics(**{name: value.sum() for name, value in values.items()})]
     return [Statistics(**of_one) for of_one in call.tokens.split(values)]
 
@@ -162,11 +163,11 @@ class _OnePassLosses(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, calls: Sequence[Call], uses: Sequence[list[int]], beside: str | None, *tensors: Any
+        ctx: Any, calls: Sequence[Call], uses: Sequence[list[int]], statistics: str | None, *tensors: Any
     ) -> tuple[Tensor, ...]:
         ctx.set_materialize_grads(False)
         ctx.calls, ctx.uses = calls, uses
-        loss, outputs, ctx.gradients = _run(calls, uses, tensors, beside)
+        loss, outputs, ctx.gradients = _run(calls, uses, tensors, statistics)
         ctx.save_for_backward(*tensors, *[call.tokens.labels for call in calls])
         ctx.mark_non_differentiable(*outputs)
         return loss, *outputs
@@ -179,14 +180,14 @@ class _OnePassLosses(torch.autograd.Function):
             return (None,) * len(ctx.needs_input_grad)
         if gradients is None:
             # The first backward scaled them in place and returned them: a second one computes them again.
-            *_, gradients = _run(ctx.calls, ctx.uses, ctx.saved_tensors[: -len(ctx.calls)], beside=None)
+            *_, gradients = _run(ctx.calls, ctx.uses, ctx.saved_tensors[: -len(ctx.calls)], statistics=None)
         backend = ctx.calls[0].backend
         scale_(upstream, [grad for grad in gradients if grad is not None], backend=backend)
         return None, None, None, *gradients
 
 
 def _run(
-    calls: Sequence[Call], uses: Sequence[list[int]], tensors: Sequence[Any], beside: str | None
+    calls: Sequence[Call], uses: Sequence[list[int]], tensors: Sequence[Any], statistics: str | None
 ) -> tuple[Tensor, list[Tensor], list[Tensor | None]]:
     """The loss, all calls' statistics (see :func:`separable_losses`), and the gradient of each tensor, which is added
     up as the calls run."""
@@ -199,9 +200,10 @@ def _run(
             loss, values, found = stream.token_loss()
         losses.append(loss)
         tokens = stream.call.tokens  # whose order may be another
-        if beside is not None:
-            masked = [tokens.masked(values[name]) for name in call.outputs] if beside == "sums" else None
-            outputs += tokens.scatter(values, call.outputs) if masked is None else masked
+        if statistics == "sum":
+            outputs += [tokens.masked(values[name]) for name in call.outputs]
+        elif statistics is not None:
+            outputs += tokens.scatter(values, call.outputs)
         for i, grad in zip(places, found, strict=True):
             before = gradients[i]
             if grad is not None:

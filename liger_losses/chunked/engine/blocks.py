@@ -70,7 +70,7 @@ class Part(NamedTuple):
 
 
 def corner(memory: Tensor, rows: int, columns: int) -> Tensor:
-    """The first rows and columns; a view of all takes the host time too."""
+    """``memory[:rows, :columns]``; the memory itself if that is all of it, because making a view takes host time."""
     return memory if memory.shape == (rows, columns) else memory[:rows, :columns]
 
 
@@ -268,8 +268,11 @@ class Columns(Block):
         head_grads: HeadGradients,
         out: Tensor | None,
     ) -> Tensor | None:
-        """Add the gradients of a tile's columns, whose ``rows`` of the head need no copy, if they are given. Copies are
-        freed before the next tile's are made."""
+        """Add the gradients of a tile's columns.
+
+        ``rows`` are the head's rows for these columns if no copy of them is needed. Otherwise they are copied here, and
+        the copy is freed when this returns, before the next tile's is made.
+        """
         opened, call = self.opened, self.call
         width = columns.stop - columns.start
         projection = None if rows is not None else opened.projection.columns(columns)

@@ -115,10 +115,13 @@ class Head:
                 "batch_invariant takes a whole head, because the order in which ranks add up their parts is not "
                 "fixed. Gather the weight, or leave batch_invariant out."
             )
-        transform = transform or LogitTransform()
-        values = matrix, bias, transform, ranks, batch_invariant, adapters, quantized
-        for name, value in zip(Head.__match_args__, values, strict=True):
-            object.__setattr__(self, name, value)
+        object.__setattr__(self, "weight", matrix)
+        object.__setattr__(self, "bias", bias)
+        object.__setattr__(self, "transform", transform or LogitTransform())
+        object.__setattr__(self, "ranks", ranks)
+        object.__setattr__(self, "batch_invariant", batch_invariant)
+        object.__setattr__(self, "adapters", adapters)
+        object.__setattr__(self, "quantized", quantized)
 
     @classmethod
     def of(

@@ -1,4 +1,4 @@
-"""What is checked of the inputs of a call together, without values."""
+"""Checks that the inputs of a call fit together, by their shapes, dtypes and devices alone."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from liger_losses.kernels.autograd import NO_TRANSFORMS, autocast_dtype, within_
 
 
 def check(hidden_states: Any, head: Head, labels: Any, query: Query) -> tuple[torch.dtype, int]:
-    """The dtype to compute in and the number of columns that a call is about, if all that can be checked without values
-    fits together.
+    """Check the inputs of a call; return the dtype to compute in, and the number of vocabulary columns.
 
     Raises:
-        TypeError, ValueError: what does not.
+        TypeError, ValueError: inputs that do not fit together.
+        RuntimeError: the call is within a transform of ``torch.func``.
     """
     hidden, labels = listed(hidden_states, labels)
     compute_dtype = check_inputs(hidden, head, labels)
@@ -29,10 +29,13 @@ def check(hidden_states: Any, head: Head, labels: Any, query: Query) -> tuple[to
 
 
 def check_inputs(hidden_states: Sequence[Tensor], head: Head, labels: Sequence[Tensor] | Tokens) -> torch.dtype:
-    """Raise TypeError or ValueError unless hidden states ``[..., H]`` and labels ``[...]`` fit each other and a head.
+    """Check hidden states ``[..., H]``, labels ``[...]`` and a head; return the dtype to compute in.
 
-    So it does within a transform of ``torch.func``. Returns the dtype to compute in: the inputs' common one, or
-    autocast's.
+    This is the inputs' common dtype, or autocast's.
+
+    Raises:
+        TypeError, ValueError: inputs that do not fit together.
+        RuntimeError: the call is within a transform of ``torch.func``.
     """
     if within_transform():
         raise RuntimeError(NO_TRANSFORMS)

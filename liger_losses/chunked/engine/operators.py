@@ -63,17 +63,19 @@ def support_statistics(
 
 
 def separable_loss(
-    hidden_states: Any, head: Head, labels: Any, query: Query, options: EngineOptions, beside: str = "tokens"
+    hidden_states: Any, head: Head, labels: Any, query: Query, options: EngineOptions, statistics: str = "per_token"
 ) -> tuple[Tensor, list[Statistics]]:
-    """The loss that the query's token loss, or its token weights, make of the statistics; and the detached statistics
-    ``beside`` it: those of each tensor of labels' ``tokens``, or their ``sums``, in one.
-
-    In a compiled function they are always those of tokens.
-    """
+    """The loss that the query's token loss, or its token weights, make of the statistics; and the detached statistics,
+    ``per_token`` for each tensor of labels, or one :class:`Statistics` of their ``sum``."""
     if not is_dynamo_compiling():
-        total, (of_call,) = separable_losses((make_call(hidden_states, head, labels, query, options),), beside=beside)
-        return total, of_call
-    return traced_loss(hidden_states, head, labels, query, options)
+        call = make_call(hidden_states, head, labels, query, options)
+        total, (found,) = separable_losses((call,), statistics=statistics)
+        return total, found
+    total, found = traced_loss(hidden_states, head, labels, query, options)
+    if statistics == "sum":
+        sums = [None if each[0] is None else sum([value.sum() for value in each]) for each in zip(*found, strict=True)]
+        found = [Statistics(*sums)]
+    return total, found
 
 
 def of_targets(targets: Targets, query: Query, inputs: Mapping[str, Any] | None = None) -> Any:

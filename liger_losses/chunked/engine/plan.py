@@ -153,7 +153,7 @@ class Workload:
     copied_row_bytes: int = 0  # of a row of both heads while it is copied, where the heads are not read as they are
     dequantized_bytes: int = 0  # of quantized weights, of both models, that are dequantized at once for each pass
     walks: bool = False  # whether rows of the head are dequantized where they are needed, for all tokens of a tile
-    tiled_exponentials: bool = False  # and whether gradients are taken of exponentials, as soon as a tile has them
+    tiled_exponentials: bool = False  # and whether each tile's exponentials are multiplied by the rows at once
 
     @cached_property
     def logits_dtype(self) -> torch.dtype:
@@ -279,7 +279,7 @@ def make_plan(work: Workload, workspace: int | None = None, chunk_size: int | No
     Raises:
         ValueError: the workspace cannot hold even one row.
     """
-    workspace, chunk_size = [n if n is None else int(n) for n in (workspace, chunk_size)]  # torch takes none of NumPy's
+    workspace, chunk_size = [n if n is None else int(n) for n in (workspace, chunk_size)]  # torch rejects NumPy's
     bound, by_default = default_bound() if workspace is None else workspace, workspace is None
     budget, tokens = _budget(work, bound, by_default), work.tokens
     teacher = work.teacher_row_bytes > 0

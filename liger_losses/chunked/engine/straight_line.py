@@ -132,7 +132,7 @@ def straight_loss(
 
     line, weight = _line((weights, options), tokens, make)
     if isinstance(line, Known):
-        return separable_losses([line.call(tokens, weight)], beside=None)[0]
+        return separable_losses([line.call(tokens, weight)], statistics=None)[0]
     return None if line is None else _loss_of(line, weight, tokens)[0]
 
 

@@ -40,7 +40,7 @@ ROUNDED = {"cuda": 64}
 
 
 def _in_parts(values: Mapping[str, Tensor], size: int, start: int, count: int) -> Sequence[dict[str, Tensor]]:
-    """Views of the values of ``start`` to ``count``, ``size`` or fewer at a time, which one operation makes."""
+    """Split the values of the tokens ``start`` to ``count`` into views of ``size`` tokens, by one operation a value."""
     found: list[dict[str, Tensor]] = [{} for _ in range(start, count, size)]
     for name, value in values.items():
         each = value if start == 0 and count == len(value) else value[start:count]
@@ -209,8 +209,8 @@ class Stream:
                 grads = grads or Gradients(self.opened)
                 block.write(part, upstream, grads)
                 if known is not None:  # the last statistic may be found together with the gradients
-                    terms = [weight * part.values[name] for name, weight in known.items()]
-                    losses.append(self.call.tokens.masked(sum(terms[1:], terms[0]), part.rows))
+                    each = self.call.query.losses(part.values, part.labels, known)
+                    losses.append(self.call.tokens.masked(each, part.rows))
         every = losses[0] if len(losses) == 1 else torch.cat([values["lse"][:0], *losses])
         return every.sum(dtype=values["lse"].dtype), values, (grads or Gradients(self.opened)).results()
 
@@ -265,11 +265,13 @@ class Stream:
 
     def _block(self, rows: int) -> Block:
         """A block of whole rows, which remembers what gradients are taken of."""
-        kind: type[Block] = ExponentialBlock if self.call.work.exponentials else LogitBlock
-        if self.call.work.tiled_exponentials:
-            kind = TiledExponentials
+        kind: type[Block]
         if self.call.query.comparison is not None:
             kind = DivergenceTiles if self.call.plan.tiled else TwoModels
+        elif self.call.work.tiled_exponentials:
+            kind = TiledExponentials
+        else:
+            kind = ExponentialBlock if self.call.work.exponentials else LogitBlock
         return kind(self.opened, min(rows, self.count))
 
     def _block_of_statistics(self) -> Block:

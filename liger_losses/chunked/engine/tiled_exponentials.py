@@ -1,4 +1,4 @@
-"""Exponentials of a frozen head whose rows are dequantized tile by tile: one product less than logits taken twice.
+"""Gradients through a frozen quantized head that is dequantized one tile of the vocabulary at a time.
 
 R tokens of a part, C columns of a tile, H hidden size, V vocabulary size.
 """
@@ -22,11 +22,12 @@ from liger_losses.kernels.move_rows import move_rows_, scale_rows_
 
 
 class TiledExponentials(Block):
-    """The sum over tiles of ``exp(logit - offset) @ rows``, for losses of ``logp`` and ``lse``.
+    """Sums ``exp(logit - offset) @ rows`` over the tiles, ``[R, H]``, for losses of ``logp`` and ``lse``.
 
-    As with :class:`~.blocks.ExponentialBlock`, the hidden states' gradient is a multiple of it by row. A walk over the
-    tiles finds the labels' rows of the head, whose logits are the offsets; a second one adds up the products. Where a
-    label is so unlikely that a tile took its log-sum-exp as the offset, what was added up before is scaled.
+    The gradient of each hidden state is a multiple of its row of this sum, as in :class:`~.blocks.ExponentialBlock`, so
+    that the logits are computed once, and not again in backward. A first pass over the tiles copies the labels' rows of
+    the head, whose logits are the offsets. A second pass computes the statistics and the sum. If a label's probability
+    is so small that a tile's exponentials could overflow, the tile has another offset, and the sum is scaled to it.
     """
 
     def __init__(self, opened: OpenCall, rows: int) -> None:
@@ -51,7 +52,7 @@ class TiledExponentials(Block):
         mean_logit = torch.zeros_like(label_logit) if "mean_logit" in part.values else None
         for columns in self.tiles:
             found, offset = self._add(part, columns, labels, label_logit, offset)
-            surprise = -found.logp.double()  # of a softmax over the tile's columns and the label
+            surprise = -found.logp.double()  # in a softmax over the tile's columns and the label alone
             log_rest = torch.logaddexp(log_rest, surprise + (-(-surprise).expm1()).log())
             if mean_logit is not None and found.mean_logit is not None:
                 mean_logit += found.mean_logit * ((columns.stop - columns.start) / self.vocab_size)
@@ -68,8 +69,10 @@ class TiledExponentials(Block):
     def _add(
         self, part: Part, columns: slice, labels: Tensor, label_logit: Tensor, offset: Tensor
     ) -> tuple[Exponentials, Tensor]:
-        """Add a tile's product, whose rows are freed before the next tile's are made; its statistics, and the offset
-        of the sum."""
+        """Add a tile to the sum. Return the tile's statistics, and the sum's offsets.
+
+        The tile's rows are freed when this returns, before the next tile is dequantized.
+        """
         weight, product, backend = self._rows(columns), self.product[: len(labels)], self.call.backend
         e = self.exponentials[: len(labels), : len(weight)]
         names = {"lse", *(part.values.keys() & {"mean_logit"})}

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from liger_losses.chunked.engine.accumulation import HeadGradients
-from liger_losses.chunked.engine.blocks import Block, Part, Upstream
+from liger_losses.chunked.engine.blocks import Block, Part, Upstream, corner
 from liger_losses.chunked.engine.call import OpenCall
 from liger_losses.chunked.engine.plan import blocks, padded
 from liger_losses.chunked.engine.ranks import ALONE
@@ -98,7 +98,9 @@ class TwoModels(Block):
         if self.grad_bias is not None:
             self.grad_bias.zero_()
         count, value = len(part.hidden), part.values.get("divergence")
-        out = None if upstream is None else self._gradient_of(count)
+        out = None
+        if upstream is not None and self.gradient is not None:
+            out = corner(self.gradient, count, self.vocab_size)
         if 0 < count <= call.plan.part_rows:
             self._fill_rows(part, value, upstream, out)
             return
@@ -106,12 +108,6 @@ class TwoModels(Block):
             wanted = None if upstream is None else {name: g[at] for name, g in upstream.items()}
             of_rows = [None if each is None else each[at] for each in (value, out)]
             self._fill_rows(part.at(at), of_rows[0], wanted, of_rows[1])
-
-    def _gradient_of(self, count: int) -> Tensor:
-        """The memory of the gradient of so many tokens; no view is made of all."""
-        assert self.gradient is not None
-        whole = self.gradient.shape == (count, self.vocab_size)
-        return self.gradient if whole else self.gradient[:count, : self.vocab_size]
 
     def refill(self, part: Part, upstream: Upstream) -> None:
         # Backward must not write to the statistics that forward saved; and not all that save them save the constants.
@@ -123,7 +119,8 @@ class TwoModels(Block):
     ) -> Tensor | None:
         if self.grad_bias is not None and head_grads.bias is not None:
             head_grads.bias += self.grad_bias
-        grad, columns = self._gradient_of(len(part.hidden)), slice(0, self.vocab_size)
+        assert self.gradient is not None
+        grad, columns = corner(self.gradient, len(part.hidden), self.vocab_size), slice(0, self.vocab_size)
         return head_grads.add(grad, part.hidden, columns, first=part.rows.start == 0)
 
     # --- All columns of some tokens -----------------------------------------------------------------------------------

@@ -19,7 +19,7 @@ from liger_losses.kernels.matmul import HALF_DTYPES, matmul_into, wide_dtype
 #: Rows and columns of the products of a :class:`Projection` that is fixed, on a CPU and elsewhere; and what the hidden
 #: size is padded to a multiple of: BLAS sums the last rows of a product of odd sizes in another order than the first.
 _FIXED_PRODUCT, _FIXED_PRODUCT_GPU, _FIXED_DEPTH = (64, 1024), (512, 8192), 8
-#: Rows are dequantized in so many parts, so that temporaries are small beside the rows, and stay in a GPU's cache.
+#: How many parts a range of rows is dequantized in. The temporaries of a part are small, and stay in a GPU's cache.
 PARTS = 5
 
 
@@ -155,7 +155,8 @@ class Quantized(Weights):
         for first in range(start, stop, max(step, 1)):
             last = min(first + step, stop)
             found[first - start : last - start, :size].copy_(self.codes.rows(first, last))
-        found[:, size:].copy_(self.trained[ids])
+        if self.trained.shape[1]:
+            found[:, size:].copy_(self.trained[ids])
         return found
 
     def factors(self, dtype: torch.dtype, memory: int) -> list[Factor]:

@@ -85,8 +85,10 @@ def _options(kind: Any, values: Mapping[str, Any]) -> LossOptions:
     return _kept_options(kind, **values) if plain else kind(**values)
 
 
-#: ``True`` equals 1, and is no number here.
-_kept_options = functools.lru_cache(maxsize=256, typed=True)(lambda kind, **values: kind(**values))
+@functools.lru_cache(maxsize=256, typed=True)  # True equals 1, and is no number here
+def _kept_options(kind: Any, **values: Any) -> LossOptions:
+    options: LossOptions = kind(**values)
+    return options
 
 
 class _Signature:

@@ -237,9 +237,7 @@ class DistillationLoss(ChunkedLoss):
         else:  # the same for every token
             total = None if num_items_in_batch is None and self.group is None else number
             weights = {name: EqualWeights(weight, total) for name, weight in weights.items()}
-        options, beside = self.options, "tokens"
-        if query is not None and not (torch.compiler.is_dynamo_compiling() or isinstance(factor, Tensor)):
-            beside = "sums"
+        options, summed = self.options, query is not None and not isinstance(factor, Tensor)
         if self.top_k is not None and self.top_k_of == "teacher" and not isinstance(taught, Teacher):
             raise TypeError("top_k_of='teacher' takes a Teacher(hidden_states, weight); or give a TeacherTopK(...).")
         if columns:
@@ -251,9 +249,10 @@ class DistillationLoss(ChunkedLoss):
             )
         else:
             query = replace(query, token_weights=weights)
-            loss, (found,) = separable_loss(hidden, head, tokens, query, options, beside)
+            statistics = "sum" if summed else "per_token"
+            loss, (found,) = separable_loss(hidden, head, tokens, query, options, statistics)
         divergences = found.divergence if isinstance(factor, float) and factor == 1.0 else factor * found.divergence
-        if beside == "tokens":
+        if not summed:
             divergences, found = divergences.sum(), found._replace(logp=found.logp.sum() if hard else None)
         soft_loss, hard_loss = divergences / number, -found.logp / number if hard else None
         if self.group is not None:

@@ -7,9 +7,10 @@ B completions, T tokens of the longest.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple, Protocol
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from liger_losses.chunked.losses.completion_loss import MAX_EXPONENT
@@ -62,8 +63,24 @@ def binary_kl(log_p: Tensor, log_q: Tensor) -> Tensor:
 # --- Ratios -----------------------------------------------------------------------------------------------------------
 
 
-#: What functions of whole completions read: :class:`~.policy_objectives.PolicyInputs`, whose module imports this one.
-Batch: TypeAlias = Any
+class Batch(Protocol):
+    """What a function of whole completions may read: constants ``[B, T]``, 0 at padding."""
+
+    options: Any  # the loss's PolicyOptions, whose module imports this one
+    mask: Tensor  # bool
+    advantages: Tensor
+    lengths: Tensor  # [B, 1], at least 1
+    is_ratio: Tensor | None  # the sampler's correction, [B, 1] or [B, T]
+    group: dist.ProcessGroup | None
+
+    def sequence_sums(self, values: Tensor) -> Tensor:
+        """Each completion's sum of values ``[B, T]`` over its tokens, ``[B, 1]``."""
+
+    def of_one_prompt(self) -> tuple[Tensor, Tensor]:
+        """Which completions with tokens answer the same prompt, ``[B, B]`` bool, and how many, ``[B]``."""
+
+    def number_of_prompts(self, of_prompt: Tensor) -> Tensor:
+        """The number of prompts, 0-dim, from the number of completions of each completion's prompt ``[B]``."""
 
 
 def _sequence(log_ratio: Tensor, inputs: Batch) -> Tensor:

@@ -182,12 +182,12 @@ def of_statistics(statistics, labels, w):
 
 def columns(d):
     """Some columns twice, and the label's among them."""
-    return (d["y"].clamp(min=0)[..., None] + torch.tensor([0, 7, 7, 19])) % VOCAB
+    return (d["y"].clamp(min=0)[..., None] + torch.tensor([0, 7, 7, 19], device=d["y"].device)) % VOCAB
 
 
 def support(d, **options):
     """Kept columns: the label's among them, fewer of some tokens, none of one."""
-    ids = (d["y"].clamp(min=0)[..., None] + torch.tensor([0, 7, 19, 20])) % VOCAB
+    ids = (d["y"].clamp(min=0)[..., None] + torch.tensor([0, 7, 19, 20], device=d["y"].device)) % VOCAB
     ids[:2, :, 2:], ids[3, 4] = -1, -1
     return TokenSupport(ids, **options)
 

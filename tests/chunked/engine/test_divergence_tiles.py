@@ -156,4 +156,4 @@ def test_only_small_workspaces_take_tiles():
     found = plan_of(workspace=2**20)
     assert found.tile_rows * (32 * 4 + found.tile_columns * (4 + 4 + 2)) < 2**20
     assert found.part_rows == 0  # of so few, reading the heads would take longer
-    assert plan_of(workspace=5 * 2**18).part_rows == 128
+    assert plan_of(workspace=11 * 2**17).part_rows == 128

@@ -47,6 +47,7 @@ class Part(NamedTuple):
     epilogue: Epilogue  # from their projections to logits
     labels: Tensor  # [R], columns of the whole vocabulary
     here: Tensor  # [R], the same as numbers of this rank's columns; any of these for a label of another rank
+    out: Tensor | None = None  # [R, H], memory that their gradient may be written to, where there is some already
 
     def at(self, at: slice) -> Part:
         """Some of these tokens."""
@@ -54,7 +55,8 @@ class Part(NamedTuple):
             return self
         rows = slice(self.rows.start + at.start, self.rows.start + at.stop)
         values = {name: value[at] for name, value in self.values.items()}
-        return Part(rows, self.hidden[at], values, self.epilogue.rows(at), self.labels[at], self.here[at])
+        out = None if self.out is None else self.out[at]
+        return Part(rows, self.hidden[at], values, self.epilogue.rows(at), self.labels[at], self.here[at], out)
 
     def columns(self, call: Call) -> Tensor:
         """The selected columns ``[R, k]``."""

@@ -165,8 +165,7 @@ class Workload:
         """Bytes of a token's hidden state in the gradient pass (gathered, cast or scaled), and of its gradient."""
         item, operand = self.logits_dtype.itemsize, self.operand_dtype.itemsize
         fused = self.fused or self.divergence_tiles
-        of_fused = item + 2 * operand * self.gathers + operand * self.tiled_exponentials  # the labels' rows
-        return self.hidden_size * (of_fused if fused else 8 + operand + 2 * item)
+        return self.hidden_size * (item + 2 * operand * self.gathers if fused else 8 + operand + 2 * item)
 
     @cached_property
     def row_bytes(self) -> int:

@@ -10,7 +10,7 @@ N active tokens, of which M have a coefficient; H hidden size, V vocabulary size
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
 import torch
@@ -164,14 +164,13 @@ class Stream:
         shape = self.count, self.call.work.hidden_size
         unit_gradient = torch.empty(shape, dtype=dtype, device=self.opened.device)
         with self._block(self.call.plan.rows) as block:
-            for part in self._parts(block.rows, values):
-                out_view = unit_gradient[part.rows]
+            for part in self._parts(block.rows, values, outs=unit_gradient.__getitem__):
                 block.fill(part)
                 ones = {statistic: torch.ones_like(part.values["lse"])}
-                gradient = block.gradients(part, ones, head_grads, out_view)
+                gradient = block.gradients(part, ones, head_grads, part.out)
                 block.wait()
-                if gradient is not None and gradient is not out_view:
-                    out_view.copy_(gradient)
+                if gradient is not None and part.out is not None and gradient is not part.out:
+                    part.out.copy_(gradient)
         self.call.ranks.of_gradients.sum_(unit_gradient)
         return values, unit_gradient
 
@@ -191,9 +190,14 @@ class Stream:
             self.call = self.opened.call
         values, weights = self._empty_statistics(), self.call.query.token_weights
         grads, losses = None, list[Tensor]()
+        if pending is None and self.call.work.tiled_exponentials:
+            grads = Gradients(self.opened)
+        outs = None if grads is None else grads.hidden.out_view
         with self._block(self.call.plan.rows) as block:
             for part in (
-                self._parts(block.rows, values) if pending is None else self._counted(block, values, pending, given)
+                self._parts(block.rows, values, outs=outs)
+                if pending is None
+                else self._counted(block, values, pending, given)
             ):
                 known = weights
                 if weights is not None and part.hidden.shape[0] < self.count:  # a number is one of all tokens
@@ -243,8 +247,18 @@ class Stream:
                 for part in self._parts(others.rows, values, start=done):
                     others.fill(part)
 
-    def _parts(self, size: int, values: dict[str, Tensor], count: int | None = None, start: int = 0) -> Iterator[Part]:
-        """The active tokens, or those from ``start`` to ``count``, ``size`` or fewer at a time."""
+    def _parts(
+        self,
+        size: int,
+        values: dict[str, Tensor],
+        count: int | None = None,
+        start: int = 0,
+        outs: Callable[[slice], Tensor | None] | None = None,
+    ) -> Iterator[Part]:
+        """The active tokens, or those from ``start`` to ``count``, ``size`` or fewer at a time.
+
+        ``outs`` returns the memory of tokens' gradients, where there is some already.
+        """
         epilogue, per_token = self.opened.epilogue, isinstance(self.call.transform.temperature, Tensor)
         tokens = self.call.tokens  # those without loss, if they are among them, may hold anything
         count, operand, size = self.count if count is None else count, self.call.work.operand_dtype, max(size, 1)
@@ -261,7 +275,8 @@ class Stream:
             hidden = tokens.gather(self.opened.flat, rows.start, rows.stop)
             hidden = hidden if tokens.ignored is None else tokens.masked(hidden, rows)
             own = epilogue.rows(rows) if per_token else epilogue
-            yield Part(rows, hidden if hidden.dtype == operand else hidden.to(operand), of_part, own, labels, here)
+            hidden, out = hidden if hidden.dtype == operand else hidden.to(operand), outs and outs(rows)
+            yield Part(rows, hidden, of_part, own, labels, here, out)
 
     def _block(self, rows: int) -> Block:
         """A block of whole rows, which remembers what gradients are taken of."""

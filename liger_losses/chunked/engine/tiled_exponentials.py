@@ -34,29 +34,31 @@ class TiledExponentials(Block):
         super().__init__(opened, rows)
         work, device = self.call.work, opened.device
         self.tiles = blocks(self.vocab_size, self.call.plan.tile_columns)
-        self.label_rows = torch.empty(rows, work.hidden_size, dtype=work.operand_dtype, device=device)
         self.product = torch.empty(rows, work.hidden_size, dtype=work.logits_dtype, device=device)
         self.exponentials = torch.empty(rows, self.tiles[0].stop, dtype=work.operand_dtype, device=device)
+        self.label_rows: Tensor | None = None
         self.found: Exponentials | None = None
 
     def fill(self, part: Part, upstream: Upstream | None = None) -> None:
         count, backend = len(part.hidden), self.call.backend
-        labels, label_rows = part.here, self.label_rows[:count]
-        places = torch.arange(count, device=labels.device)
+        labels, label_rows, places = part.here, part.out, torch.arange(count, device=part.here.device)
+        if label_rows is None or label_rows.dtype != part.hidden.dtype:
+            label_rows = torch.empty_like(part.hidden, memory_format=torch.contiguous_format)
+        self.label_rows = label_rows  # their gradients take the same memory
         for columns in self.tiles:
             move_rows_(self._rows(columns), labels - columns.start, places, into=label_rows, backend=backend)
         bias = None if part.epilogue.bias is None else part.epilogue.bias[labels]
         epilogue = Epilogue(part.epilogue.transform, bias)
         label_logit = label_logits(part.hidden, label_rows, places, epilogue, backend=backend)
-        offset, log_rest = label_logit, torch.full_like(label_logit, -torch.inf, dtype=torch.float64)
+        offset, surprises = label_logit, label_logit.new_empty(len(self.tiles), count)
         mean_logit = torch.zeros_like(label_logit) if "mean_logit" in part.values else None
-        for columns in self.tiles:
+        for columns, surprise in zip(self.tiles, surprises, strict=True):
             found, offset = self._add(part, columns, labels, label_logit, offset)
-            surprise = -found.logp.double()  # in a softmax over the tile's columns and the label alone
-            log_rest = torch.logaddexp(log_rest, surprise + (-(-surprise).expm1()).log())
+            torch.neg(found.logp, out=surprise)  # in a softmax over the tile's columns and the label alone
             if mean_logit is not None and found.mean_logit is not None:
                 mean_logit += found.mean_logit * ((columns.stop - columns.start) / self.vocab_size)
-        logp = -F.softplus(log_rest).to(offset.dtype)
+        wide = surprises.double()
+        logp = -F.softplus((wide + (-(-wide).expm1()).log()).logsumexp(0)).to(offset.dtype)
         self.found = Exponentials(offset, label_logit - logp, logp, mean_logit)
         for name in part.values.keys() & {"lse", "logp", "mean_logit"}:
             part.values[name].copy_(getattr(self.found, name))
@@ -97,17 +99,18 @@ class TiledExponentials(Block):
         self, part: Part, upstream: Upstream, head_grads: HeadGradients, out_view: Tensor | None = None
     ) -> Tensor | None:
         assert self.found is not None
+        assert self.label_rows is not None
         count, backend = len(part.hidden), self.call.backend
         found = Exponentials(*(value[:count] for value in self.found[:3] if value is not None))
         scale, at_label, _ = gradient_scales(
             upstream.get("logp"), upstream.get("lse"), found, transform=part.epilogue.transform, backend=backend
         )
         return scale_and_add_label_rows(
-            torch.empty_like(part.hidden, memory_format=torch.contiguous_format) if out_view is None else out_view,
+            self.label_rows,
             self.product[:count],
             scale,
             at_label,
-            self.label_rows[:count],
+            self.label_rows,
             torch.arange(count, device=scale.device),
             backend=backend,
         )

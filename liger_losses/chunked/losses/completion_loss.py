@@ -107,7 +107,7 @@ class Completions:
 
     def batched(self) -> Completions:
         """The same with a batch dimension; a single completion becomes a batch of one."""
-        given = {}
+        given: dict[str, Any] = {}
         for name, value in zip(self.__dataclass_fields__, self.values(), strict=True):
             if value is not None or name in ("hidden_states", "labels"):
                 given[name] = value

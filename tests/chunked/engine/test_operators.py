@@ -68,7 +68,8 @@ def test_losses(name):
         check(function, lambda d: call(theirs, head, d), [d], head.parameters())
         step(ours), step(theirs)
         assert str(ours.state_dict()) == str(theirs.state_dict())
-    assert counter.frame_count == 1
+    moved = DEVICE == "cuda" and isinstance(getattr(ours, "entropy_coef", None), AdaptiveEntropy)
+    assert counter.frame_count == 1 + moved  # the first call moves its sums to the GPU
 
 
 def test_operations():

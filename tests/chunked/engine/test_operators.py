@@ -62,7 +62,8 @@ _SLOW = (
 def test_losses(name):
     """One graph for many lengths, and for calls without any token. A loss's own state changes as it does eagerly."""
     build, call = LOSSES[name]
-    head, ours, theirs = layer(), build(), build()
+    # What a loss keeps is on the GPU at once: in a first call that moves it there, it is traced on the CPU.
+    head, (ours, theirs) = layer(), [loss.to(DEVICE) if hasattr(loss, "to") else loss for loss in (build(), build())]
     function, counter = compiled(lambda d: call(ours, head, d))
     for d in (of_any_length(batch(5)), masked(batch(5)), batch(8)):
         check(function, lambda d: call(theirs, head, d), [d], head.parameters())
@@ -88,6 +89,7 @@ class Several(nn.Module):
         super().__init__()
         self.losses = nn.ModuleList([LOSSES[name][0]() for name in names])
         self.calls = [LOSSES[name][1] for name in names]
+        self.to(DEVICE)
 
     def forward(self, head, d):
         return [call(loss, head, d) for loss, call in zip(self.losses, self.calls, strict=True)]
@@ -200,7 +202,7 @@ def test_several_backwards_and_losses_in_any_order():
 
 def test_the_running_mean_changes_once_for_each_call():
     """Not while it is traced, nor when a backward in fp16 makes the call again. Training and evaluation take turns."""
-    head, loss = layer(torch.float16), LigerFusedLinearBCOLoss(use_ref_model=False)
+    head, loss = layer(torch.float16), LigerFusedLinearBCOLoss(use_ref_model=False).to(DEVICE)
     function, counter = compiled(lambda d: marked(loss, head, d))
     for number, length in enumerate((5, 6, 8), start=1):
         result = function(of_any_length(batch(length, dtype=torch.float16)))

@@ -7,7 +7,7 @@ import pytest
 from liger_losses.chunked.engine import blocks
 from liger_losses.kernels import row_sums
 from liger_losses.kernels._triton import INTERPRETED, triton
-from tests.chunked.combinations import COLUMNS, check, documentation, rows
+from tests.chunked.combinations import COLUMNS, Sizes, check, documentation, rows
 from tests.processes import case_named
 
 #: Through the kernels, which take long in Triton's interpreter: fewer values of some columns.
@@ -18,9 +18,10 @@ TRITON = {
     "teacher": ("model", "wider"),
     "blocks": ("default", "chunks", "small workspace", "few tokens"),
     "strategy": (None, "two_pass"),
-    "layout": ("contiguous", "strided"),
+    "layout": ("contiguous", "strided", "nothing trained"),
     "dtype": ("bfloat16", "float32", "float16"),
     "backend": ("triton",),
+    "upstream": ("all", "some"),
 }
 interpreted = pytest.mark.skipif(not INTERPRETED or triton is None, reason="needs Triton's interpreter")
 
@@ -44,7 +45,14 @@ WALKS = {
     "invariant": (False,),
     "backend": ("torch",),
 }
-ROWS = dict.fromkeys([*rows(backend=("torch",)), *rows(**WALKS)])
+#: Beside the columns of the documentation.
+BESIDE = {
+    "asks": (*COLUMNS["asks"], "entropy"),
+    "layout": (*COLUMNS["layout"], "nothing trained"),
+    "sizes": (Sizes(), Sizes((3, 5), 33, 17, 150), Sizes((1, 1), 1, 3, 46), Sizes((2, 20), 5, 4, 61)),
+    "upstream": ("all", "some"),
+}
+ROWS = dict.fromkeys([*rows(backend=("torch",), **BESIDE), *rows(**WALKS)])
 
 
 @pytest.mark.parametrize("row", ROWS, ids=str)
@@ -71,6 +79,6 @@ def test_the_documentation_has_the_table():
 
 def test_every_value_meets_every_other():
     """But where they make no sense together, or are refused."""
-    met = {pair for row in ROWS for pair in zip(vars(row), vars(row).values(), strict=True)}
+    met = {(name, getattr(row, name)) for row in ROWS for name in COLUMNS}
     expected = {(name, value) for name, values in COLUMNS.items() for value in values if value != "triton"}
-    assert met == expected
+    assert met == expected | {("layout", "nothing trained"), ("asks", "entropy")}

@@ -247,44 +247,92 @@ def test_setting_an_option_equals_building_with_it(build, call, given, name, val
     assert changed, "the option changes nothing here, so that this test shows nothing"
 
 
+CE, DPO, CPO = LigerFusedLinearCrossEntropyLoss, LigerFusedLinearDPOLoss, LigerFusedLinearCPOLoss
+GRPO, JSD, KL = LigerFusedLinearGRPOLoss, LigerFusedLinearJSDLoss, LigerFusedLinearKLLoss
+#: Losses, options with a value that does not fit, and the errors.
+WRONG_VALUES = [
+    (CE, {"reduction": "average"}, "mean, sum, none"),
+    (CE, {"label_smoothing": 1.5}, r"label_smoothing must lie in \[0.0, 1.0\]"),
+    (CE, {"softcap": 0.0}, "softcap must be a positive"),
+    (CE, {"softcap": -1.0}, "softcap must be a positive"),
+    (CE, {"temperature": -1.0}, "temperature must be a positive"),
+    (CE, {"accum_dtype": torch.bfloat16}, "accum_dtype"),
+    (CE, {"workspace": 0}, "workspace must be a positive integer"),
+    (CE, {"backend": "cuda"}, "unknown backend 'cuda'"),
+    (DPO, {"beta": 0.0}, "beta must lie in"),
+    (DPO, {"beta": float("inf")}, "beta must lie in"),
+    (DPO, {"loss_type": "robust", "label_smoothing": 0.5}, "below 0.5"),
+    (DPO, {"loss_type": "exo_pair"}, "above 0 .*1e-3"),
+    (DPO, {"loss_type": ["sigmoid", "sft"], "loss_weights": [1.0]}, "one entry per loss_type"),
+    (DPO, {"loss_type": "nca_pair", "f_divergence_type": "forward_kl"}, "sigmoid, sigmoid_norm"),
+    (DPO, {"loss_type": "aot", "use_weighting": True}, "sort away"),
+    (DPO, {"loss_type": "ipo", "average_log_prob": True}, "twice"),
+    (DPO, {"loss_type": []}, "unknown loss_type"),
+    (DPO, {"loss_type": "dpo"}, "unknown loss_type"),
+    (DPO, {"ld_alpha": 2.0}, "ld_alpha"),
+    (DPO, {"chunk_size": 0}, "chunk_size"),
+    (DPO, {"discopop_tau": 0.0}, "discopop_tau"),
+    (CPO, {"loss_type": "alphapo"}, "reward_alpha"),
+    (CPO, {"use_ref_model": True}, "leave out use_ref_model"),
+    (LigerFusedLinearORPOLoss, {"use_ref_model": True}, "leave out use_ref_model"),
+    (LigerFusedLinearSimPOLoss, {"use_ref_model": True}, "leave out use_ref_model"),
+    (LigerFusedLinearKTOLoss, {"loss_type": "bco"}, "loss_type"),
+    (LigerFusedLinearKTOLoss, {"desirable_weight": -1.0}, "desirable_weight"),
+    (LigerFusedLinearBCOLoss, {"desirable_weight": -1.0}, "desirable_weight"),
+    (GRPO, {"loss_type": "grpoo"}, "unknown loss_type"),
+    (GRPO, {"loss_type": "dr_grpo"}, "max_completion_length"),
+    (GRPO, {"loss_type": "dr_grpo", "max_completion_length": "a"}, "max_completion_length"),
+    (GRPO, {"loss_type": "sapo", "importance_sampling_level": "sequence"}, "defined for tokens"),
+    (GRPO, {"loss_type": "gmpo", "importance_sampling_level": "sequence"}, "of the level 'geometric'"),
+    (GRPO, {"loss_type": "dro"}, "log_ratio_penalty="),
+    (GRPO, {"delta": 0.0}, "delta"),
+    (GRPO, {"sapo_temperature_pos": 0.0}, "sapo_temperature_pos"),
+    (GRPO, {"vespo_k_pos": -1.0}, "vespo_k_pos"),
+    (GRPO, {"beta": -1.0}, "beta"),
+    (GRPO, {"epsilon_low": -1.0}, "epsilon_low"),
+    (GRPO, {"top_entropy_quantile": 0.0}, "top_entropy_quantile"),
+    (GRPO, {"temperature": 0.0}, "temperature"),
+    (GRPO, {"chunk_size": 0}, "chunk_size"),
+    (GRPO, {"shift": True}, "has no shift"),
+    (GRPO, {"ignore_index": 0}, "must not be a token id"),
+    (GRPO, {"token_mask": "tvv"}, "unknown token_mask"),
+    (GRPO, {"normalizer": "limit"}, "max_completion_length"),
+    (JSD, {"beta": 1.1}, "beta must lie in"),
+    (JSD, {"convention": "other"}, "unknown convention"),
+    (JSD, {"temperature": 0.0}, "temperature must be"),
+    (JSD, {"weight_soft_loss": -1.0}, "weight_soft_loss must lie in"),
+    (KL, {"skew": 1.0}, "must"),
+    (KL, {"weight_hard_loss": -1.0}, "weight_hard_loss must lie in"),
+    (KL, {"top_k": 0}, "positive integer"),
+    (KL, {"top_k_of": "both"}, "unknown top_k_of"),
+    (KL, {"tail": "rest"}, "unknown tail"),
+    (KL, {"entry_limit": 0.0}, "entry_limit"),
+    (KL, {"entry_limit": 0.1, "skew": 0.1}, "take a limit"),
+    (LigerFusedLinearAlphaBetaLoss, {"alpha": 0.0, "beta": 0.0}, "must"),
+    (LigerFusedLinearMiniLLMLoss, {"gamma": 1.5}, "gamma must lie in"),
+    (LigerFusedLinearMiniLLMLoss, {"temperature": 2.0}, "temperature must be"),
+    (LigerFusedLinearMiniLLMLoss, {"weight_hard_loss": 0.5}, "has no cross-entropy"),
+]
+WRONG_TYPES = [
+    (CE, {"ignore_index": 1.5}, "must be an integer"),
+    (GRPO, {"entropy_coef": "high"}, "must be a number"),
+    (generic, {"divergence": "forward_kl"}, "must be a Divergence"),
+]
+
+
 @pytest.mark.parametrize(
-    ("build", "name", "value"),
-    [
-        (LigerFusedLinearCrossEntropyLoss, "label_smoothing", 2.0),
-        (LigerFusedLinearCrossEntropyLoss, "reduction", "average"),
-        (LigerFusedLinearCrossEntropyLoss, "softcap", -1.0),
-        (LigerFusedLinearCrossEntropyLoss, "workspace", 0),
-        (LigerFusedLinearCrossEntropyLoss, "backend", "cuda"),
-        (LigerFusedLinearCrossEntropyLoss, "ignore_index", 1.5),
-        (LigerFusedLinearDPOLoss, "beta", 0.0),
-        (LigerFusedLinearDPOLoss, "loss_type", "dpo"),
-        (LigerFusedLinearDPOLoss, "loss_type", "exo_pair"),
-        (LigerFusedLinearDPOLoss, "ld_alpha", 2.0),
-        (LigerFusedLinearDPOLoss, "chunk_size", 0),
-        (LigerFusedLinearCPOLoss, "loss_type", "alphapo"),
-        (LigerFusedLinearKTOLoss, "loss_type", "bco"),
-        (LigerFusedLinearBCOLoss, "desirable_weight", -1.0),
-        (LigerFusedLinearGRPOLoss, "beta", -1.0),
-        (LigerFusedLinearGRPOLoss, "epsilon_low", -1.0),
-        (LigerFusedLinearGRPOLoss, "shift", True),
-        (LigerFusedLinearGRPOLoss, "ignore_index", 0),
-        (LigerFusedLinearGRPOLoss, "entropy_coef", "high"),
-        (LigerFusedLinearGRPOLoss, "loss_type", "dr_grpo"),
-        (LigerFusedLinearJSDLoss, "beta", 1.1),
-        (LigerFusedLinearJSDLoss, "temperature", 0.0),
-        (LigerFusedLinearJSDLoss, "weight_soft_loss", -1.0),
-        (LigerFusedLinearKLLoss, "skew", 1.0),
-        (generic, "divergence", "forward_kl"),
-        (LigerFusedLinearMiniLLMLoss, "weight_hard_loss", 0.5),
-        (LigerFusedLinearMiniLLMLoss, "temperature", 2.0),
-    ],
+    ("build", "options", "message", "error"),
+    [*((*row, ValueError) for row in WRONG_VALUES), *((*row, TypeError) for row in WRONG_TYPES)],
 )
-def test_setting_a_value_that_does_not_fit_raises_and_changes_nothing(build, name, value):
-    loss = build()
-    before = getattr(loss, name)
-    with pytest.raises((TypeError, ValueError)):
-        setattr(loss, name, value)
-    assert getattr(loss, name) == before
+def test_a_value_that_does_not_fit_raises_and_changes_nothing(build, options, message, error):
+    with pytest.raises(error, match=message):
+        build(**options)
+    if len(options) == 1:
+        ((name, value),), loss = options.items(), build()
+        before = getattr(loss, name)
+        with pytest.raises(error, match=message):
+            setattr(loss, name, value)
+        assert getattr(loss, name) == before
 
 
 def test_what_follows_from_attributes_cannot_be_set():
@@ -496,12 +544,6 @@ def test_options_are_frozen_and_read_by_name():
 def test_wrong_options(call, message):
     with pytest.raises(TypeError, match=message):
         call()
-
-
-@pytest.mark.parametrize("build", [LigerFusedLinearCPOLoss, LigerFusedLinearORPOLoss, LigerFusedLinearSimPOLoss])
-def test_losses_without_a_reference_take_none(build):
-    with pytest.raises(ValueError, match="leave out use_ref_model"):
-        build(use_ref_model=True)
 
 
 def test_signatures_list_every_option():

@@ -1,5 +1,6 @@
 """Distillation against its definitions in float64, and against Liger and TRL."""
 
+import itertools
 import math
 
 import pytest
@@ -15,7 +16,6 @@ from liger_losses import (
     LigerFusedLinearCosineSimilarityLoss,
     LigerFusedLinearJSDLoss,
     LigerFusedLinearKLLoss,
-    LigerFusedLinearMiniLLMLoss,
     LigerFusedLinearReverseKLLoss,
     LigerFusedLinearTVDLoss,
     Teacher,
@@ -123,8 +123,16 @@ def plain(name, hidden, weight, bias, labels, teacher_hidden, teacher_weight, te
     return (hard * ce + soft * d) / mask.sum()
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("name", ["forward KL", "reverse KL", "JSD", "cosine", "alpha-beta 0.2 0.7"])
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    [
+        *itertools.product(NAMES, (torch.float64,)),
+        *itertools.product(
+            ("forward KL", "reverse KL", "JSD", "cosine", "alpha-beta 0.2 0.7"),
+            (torch.float32, torch.bfloat16, torch.float16),
+        ),
+    ],
+)
 def test_loss_and_gradients(name, dtype):
     temperature, given = 2.0, problem(dtype)
     hidden, weight, bias, labels, teacher_hidden, teacher_weight, teacher_bias = given
@@ -150,18 +158,6 @@ def test_loss_and_gradients(name, dtype):
         torch.testing.assert_close(
             0.3 * metrics.hard_loss + 0.7 * metrics.soft_loss, value.detach(), rtol=1e-5, atol=1e-6
         )
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_every_divergence_in_float64(name):
-    hidden, weight, bias, labels, *teacher = problem()
-    value, _ = DistillationLoss(divergence(name), 0.0, 1.0)(weight, hidden, labels, Teacher(*teacher), bias=bias)
-    expected = plain(name, hidden, weight, bias, labels, *teacher, 0.0, 1.0, 1.0)
-    torch.testing.assert_close(value, expected, rtol=1e-9, atol=1e-12)
-    inputs = (hidden, weight, bias)
-    torch.testing.assert_close(
-        torch.autograd.grad(value, inputs), torch.autograd.grad(expected, inputs), rtol=1e-8, atol=1e-10
-    )
 
 
 def test_the_hard_loss_is_the_same_for_dense_and_sparse_teachers():
@@ -342,15 +338,3 @@ def test_bad_input_is_refused():
             {"divergence": torch.ones(B)},
             options=EngineOptions(),
         )
-    for build in (
-        lambda: LigerFusedLinearJSDLoss(beta=1.1),
-        lambda: LigerFusedLinearJSDLoss(convention="other"),
-        lambda: LigerFusedLinearJSDLoss(temperature=0.0),
-        lambda: LigerFusedLinearKLLoss(skew=1.0),
-        lambda: LigerFusedLinearKLLoss(weight_hard_loss=-1.0),
-        lambda: LigerFusedLinearAlphaBetaLoss(0.0, 0.0),
-        lambda: LigerFusedLinearMiniLLMLoss(gamma=1.5),
-        lambda: LigerFusedLinearMiniLLMLoss(temperature=2.0),
-    ):
-        with pytest.raises(ValueError, match=r"must|temperature 1"):
-            build()

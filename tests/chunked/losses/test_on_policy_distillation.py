@@ -11,7 +11,6 @@ from liger_losses import (
     EngineOptions,
     Head,
     LigerFusedLinearJSDLoss,
-    LigerFusedLinearKLLoss,
     LigerFusedLinearReverseKLLoss,
     Teacher,
     TeacherLogits,
@@ -257,21 +256,6 @@ def test_several_labels_of_a_row():
     compare((streamed.logp.exp()).sum(), logps.exp().sum(), (hidden, weight), (hidden, weight), 1e-9)
     with pytest.raises(ValueError, match="weights must be"):
         linear_labels_loss(hidden, weight, labels, weights[..., :1])
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"top_k": 0}, "positive integer"),
-        ({"top_k_of": "both"}, "unknown top_k_of"),
-        ({"tail": "rest"}, "unknown tail"),
-        ({"entry_limit": 0.0}, "entry_limit"),
-        ({"entry_limit": 0.1, "skew": 0.1}, "take a limit"),
-    ],
-)
-def test_wrong_options_are_refused(options, message):
-    with pytest.raises(ValueError, match=message):
-        LigerFusedLinearKLLoss(**options)
 
 
 def test_extremes_are_finite():

@@ -253,33 +253,6 @@ def test_empty_batches():
 
 
 @pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"loss_type": "grpoo"}, "unknown loss_type"),
-        ({"loss_type": "dr_grpo"}, "max_completion_length"),
-        ({"loss_type": "sapo", "importance_sampling_level": "sequence"}, "defined for tokens"),
-        ({"delta": 0.0}, "delta"),
-        ({"sapo_temperature_pos": 0.0}, "sapo_temperature_pos"),
-        ({"beta": -1.0}, "beta"),
-        ({"top_entropy_quantile": 0.0}, "top_entropy_quantile"),
-        ({"temperature": 0.0}, "temperature"),
-        ({"chunk_size": 0}, "chunk_size"),
-        ({"shift": True}, "has no shift"),
-        ({"ignore_index": 5}, "must not be a token id"),
-        ({"vespo_k_pos": -1.0}, "vespo_k_pos"),
-        ({"loss_type": "dr_grpo", "max_completion_length": "a"}, "max_completion_length"),
-        ({"loss_type": "dro"}, "log_ratio_penalty="),
-        ({"loss_type": "gmpo", "importance_sampling_level": "sequence"}, "of the level 'geometric'"),
-        ({"token_mask": "tvv"}, "unknown token_mask"),
-        ({"normalizer": "limit"}, "max_completion_length"),
-    ],
-)
-def test_bad_options_are_refused(options, message):
-    with pytest.raises(ValueError, match=message):
-        LigerFusedLinearGRPOLoss(**options)
-
-
-@pytest.mark.parametrize(
     ("change", "message"),
     [
         ({"attention_mask": torch.ones(B, T - 1)}, "attention_mask must be"),

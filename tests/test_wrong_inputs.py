@@ -90,6 +90,11 @@ WRONG = {
     ),
     "complex weights": (lambda h, w, y: CE()(w, h, y, token_weights=PER_TOKEN * 1j), "token_weights must be real"),
     "statistics": (lambda h, w, y: linear_statistics(h, w, y, 3), r"names, such as \('logp', 'entropy'\); got 3"),
+    "statistics in lists": (lambda h, w, y: linear_statistics(h, w, y, [["logp"]]), "statistic"),
+    "sparse hidden states": (
+        lambda h, w, y: linear_logps(h.flatten(0, 1).to_sparse_csr(), w, y.flatten()),
+        "hidden_states is a sparse",
+    ),
     "columns elsewhere": (
         lambda h, w, y: linear_statistics(h, w, y, "selected_logps", selected=y[..., None].to("meta")),
         "selected is on meta, the weight on cpu",
@@ -341,28 +346,6 @@ def test_bad_labels_are_found_before_any_projection(monkeypatch):
     ):
         with pytest.raises(ValueError, match="labels must be in"):
             call()
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"beta": 0.0}, "beta must lie in"),
-        ({"loss_type": "robust", "label_smoothing": 0.5}, "below 0.5"),
-        ({"loss_type": "exo_pair"}, "above 0 .*1e-3"),
-        ({"loss_type": ["sigmoid", "sft"], "loss_weights": [1.0]}, "one entry per loss_type"),
-        ({"loss_type": "nca_pair", "f_divergence_type": "forward_kl"}, "sigmoid, sigmoid_norm"),
-        ({"ld_alpha": 2.0}, "ld_alpha"),
-        ({"loss_type": "aot", "use_weighting": True}, "sort away"),
-        ({"loss_type": "ipo", "average_log_prob": True}, "twice"),
-        ({"chunk_size": 0}, "chunk_size"),
-        ({"discopop_tau": 0.0}, "discopop_tau"),
-        ({"loss_type": []}, "unknown loss_type"),
-        ({"beta": float("inf")}, "beta must lie in"),
-    ],
-)
-def test_bad_dpo_options(options, message):
-    with pytest.raises(ValueError, match=message):
-        DPO(**options)
 
 
 def test_a_reference_that_does_not_fit_is_found_before_any_projection(monkeypatch):

@@ -13,17 +13,10 @@ from liger_losses import (
     EngineOptions,
     Head,
     LigerFusedLinearCrossEntropyLoss,
-    LigerFusedLinearDPOLoss,
-    LigerFusedLinearGRPOLoss,
-    LigerFusedLinearJSDLoss,
-    LigerFusedLinearKTOLoss,
     LogitTransform,
-    Teacher,
-    linear_divergence,
     linear_logps,
     linear_statistics,
 )
-from liger_losses.chunked.engine import checks
 from liger_losses.chunked.engine.call import make_call
 from liger_losses.chunked.engine.query import Query
 from liger_losses.kernels import label_rows, linear_exp, reading
@@ -95,16 +88,6 @@ def test_what_makes_no_head():
             make()
 
 
-def test_a_teacher_has_a_head_of_its_own():
-    hidden, weight, labels, _ = problem(20, 8, 31)
-    states, other, _, other_bias = problem(20, 12, 31, bias=True, seed=3)
-    divergence = liger_losses.Divergence.forward_kl()
-    transform = LogitTransform(logit_scale=1.2, softcap=5.0)
-    expected = linear_divergence(hidden, weight, labels, Teacher(states, other, other_bias, 1.2, 5.0), divergence)
-    found = linear_divergence(hidden, weight, labels, Teacher(states, Head(other, other_bias, transform)), divergence)
-    assert torch.equal(found.divergence, expected.divergence)
-
-
 # --- A metric never chooses the kernel -------------------------------------------------------------------------------
 
 
@@ -149,111 +132,6 @@ def test_a_metric_does_not_choose_the_kernel(softcap):
 
 
 # --- The way of a call -----------------------------------------------------------------------------------------------
-
-
-def loss_calls():
-    generator = torch.Generator().manual_seed(0)
-
-    def tensor(*shape):
-        return (torch.randn(*shape, generator=generator) * 0.3).to(torch.bfloat16).requires_grad_()
-
-    tokens, hidden_size, vocab_size = 40, 32, 70
-    weight, ref_weight = tensor(vocab_size, hidden_size), tensor(vocab_size, hidden_size).detach()
-    hidden, ref_hidden = tensor(tokens, hidden_size), tensor(tokens, hidden_size).detach()
-    labels = torch.randint(vocab_size, (tokens,), generator=generator)
-    labels[:5] = -100
-    pairs = (hidden.view(4, -1, hidden_size), labels.view(4, -1))
-    ref_pairs = ref_hidden.view(4, -1, hidden_size)
-    good = torch.tensor([True, False, True, False])
-    mask, advantages = torch.ones(4, tokens // 4), torch.tensor([1.0, -1.0, 0.5, 0.2])
-    ids = labels.clamp(min=0).view(4, -1)
-    options = {"backend": "triton"}
-    return {
-        "cross-entropy": (1, lambda: LigerFusedLinearCrossEntropyLoss(**options)(weight, hidden, labels)),
-        "DPO": (
-            2,
-            lambda: LigerFusedLinearDPOLoss(**options, workspace=2**18)(weight, *pairs, None, ref_pairs, ref_weight)[0],
-        ),
-        "KTO": (
-            2,
-            lambda: LigerFusedLinearKTOLoss(use_ref_model=True, **options)(
-                pairs[0], weight, pairs[1], None, good, ref_pairs, ref_weight, kl=0.0
-            )[0],
-        ),
-        "GRPO": (
-            2,
-            lambda: LigerFusedLinearGRPOLoss(**options)(
-                pairs[0], weight, ids, mask, advantages, ref_input=ref_pairs, ref_weight=ref_weight
-            )[0],
-        ),
-        "JSD": (
-            2,
-            lambda: LigerFusedLinearJSDLoss(**options, chunk_size=8)(
-                weight, hidden, labels, Teacher(ref_hidden, ref_weight)
-            )[0],
-        ),
-    }
-
-
-@interpreted
-@pytest.mark.parametrize("name", ["cross-entropy", "DPO", "KTO", "GRPO", "JSD"])
-def test_a_call_checks_each_head_once(name, monkeypatch):
-    heads, call = loss_calls()[name]
-    checked = []
-    check = checks.check_weight
-
-    def counted(weight, bias=None):
-        checked.append(weight)
-        return check(weight, bias)
-
-    monkeypatch.setattr("liger_losses.chunked.engine.head.check_weight", counted)
-    call().backward()
-    assert len(checked) == heads
-
-
-#: How many files of the package a call is to pass, and how often it is to cross from one of them into another, forth
-#: and back. A goal that holds is an error here: its mark goes then.
-GOALS = {"cross-entropy": (16, 110), "DPO": (20, 280), "JSD": (20, 200)}
-
-
-@interpreted
-@pytest.mark.xfail(reason="calls pass more files than they should", strict=True, raises=AssertionError)
-@pytest.mark.parametrize("name", list(GOALS))
-def test_a_call_passes_few_files(name, monkeypatch):
-    from triton.runtime.interpreter import GridExecutor
-
-    _, call = loss_calls()[name]
-    files, stack, root = list[str](), list[str](), str(ROOT)
-
-    def trace(frame, event, _):
-        if event[0] == "c" and event != "call":  # of a C function: by far the most
-            return
-        file = frame.f_code.co_filename
-        if not file.startswith(root):
-            return
-        if event == "call":
-            stack.append(file)
-        elif stack:
-            stack.pop()
-        if stack and (not files or files[-1] != stack[-1]):
-            files.append(stack[-1])
-
-    def launch(*arguments, run=GridExecutor.__call__, **keywords):
-        sys.setprofile(None)  # what the interpreter does is no part of a launch, and takes long to follow
-        run(*arguments, **keywords)
-        sys.setprofile(trace)
-
-    monkeypatch.setattr(GridExecutor, "__call__", launch)
-    with small_calls(1e7):
-        call().backward()  # compiles and fills caches
-        sys.setprofile(trace)
-        try:
-            call().backward()
-        finally:
-            sys.setprofile(None)
-    most_files, most_crossings = GOALS[name]
-    assert len({*files}) <= most_files, sorted(Path(file).relative_to(ROOT) for file in {*files})
-    assert len(files) - 1 <= most_crossings
 
 
 class FirstProduct(Exception):

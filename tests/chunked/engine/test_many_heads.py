@@ -78,13 +78,18 @@ def test_equals_the_sum_of_single_calls(wiring, options):
     torch.testing.assert_close(torch.autograd.grad(loss * 0.5, leaves), torch.autograd.grad(expected * 0.5, leaves))
 
 
-def test_a_head_of_several_targets_is_one_stream(monkeypatch):
+@pytest.fixture
+def streams(monkeypatch):
+    """The calls that were streamed."""
+    found, stream = [], autograd_functions.Stream
+    counted = lambda call, *more, **options: found.append(call) or stream(call, *more, **options)  # noqa: E731
+    monkeypatch.setattr(autograd_functions, "Stream", counted)
+    return found
+
+
+def test_a_head_of_several_targets_is_one_stream(streams, monkeypatch):
     """And the host waits for the device once for all heads."""
-    streams, selections = [], []
-    stream, select = autograd_functions.Stream, Tokens.select
-    monkeypatch.setattr(
-        autograd_functions, "Stream", lambda *given, **options: streams.append(given[0]) or stream(*given, **options)
-    )
+    selections, select = [], Tokens.select
     monkeypatch.setattr(Tokens, "select", lambda *given: selections.append(given[0]) or select(*given))
     for wiring, expected in (("one head", [K]), ("own heads", [1] * K), ("two of one head", [2, 1])):
         _, each, labels = targets(wiring)
@@ -189,13 +194,8 @@ def test_what_is_kept_until_backward_fits_one_workspace(dtype, reduction):
     torch.testing.assert_close(found, plain, atol=1e-3, rtol=1e-3)
 
 
-def test_a_head_with_more_tokens_than_one_pass_takes(monkeypatch):
+def test_a_head_with_more_tokens_than_one_pass_takes(streams):
     """It takes several streams of one pass each, as calls of their own would, and not two passes of one."""
-    streams, stream = [], autograd_functions.Stream
-    for module in (autograd_functions,):
-        monkeypatch.setattr(
-            module, "Stream", lambda *given, **options: streams.append(given[0]) or stream(*given, **options)
-        )
     g = torch.Generator().manual_seed(0)
     counts = [20, 40, 30, 90, 100, 10]
     hidden = [torch.randn(n, H, generator=g).bfloat16().requires_grad_() for n in counts]
@@ -324,13 +324,8 @@ def test_the_pure_function_of_lists():
         functional.cross_entropy(logps, lse=lse[:1])
 
 
-def test_a_repeated_head_in_a_compiled_function(monkeypatch):
+def test_a_repeated_head_in_a_compiled_function(streams):
     """It is one stream there too."""
-    streams = []
-    stream = autograd_functions.Stream
-    monkeypatch.setattr(
-        autograd_functions, "Stream", lambda *given, **options: streams.append(given[0]) or stream(*given, **options)
-    )
     loss_module = LigerFusedLinearCrossEntropyLoss(shift=[1, 2, 3])
     (first, second, third, weight, *_), _, labels = targets("own heads")
     layer = linear(weight)

@@ -1,6 +1,7 @@
 """Triton's interpreter, which runs kernels where there is no GPU, in less time."""
 
 import contextlib
+import dataclasses
 import importlib.util
 import inspect
 import math
@@ -15,6 +16,7 @@ def faster():
 
     That is a third of the time that tests of kernels take: here it happens once for each launch. What it patches,
     NumPy's names of dtypes, and the types and shapes of blocks, it finds once for all; and bf16 is half of fp32's bits.
+    Blocks of one shape need no broadcast, and nothing reads whether integers overflow: asserts are off.
     """
     interpreter = None
     if os.environ.get("TRITON_INTERPRET") == "1" and importlib.util.find_spec("triton") is not None:
@@ -24,15 +26,24 @@ def faster():
         return
     patch, is_builtin = interpreter._patch_lang, interpreter.tl.core.is_builtin
     dtype_of, language = interpreter._get_np_dtype, {id(interpreter.tl), id(interpreter.tl.core)}
-    patched, names, seen_by, dtypes, shapes, types = set(), {}, {}, {}, {}, {}
+    patched, names, seen_by, dtypes, shapes, types, sizes_of = set(), {}, {}, {}, {}, {}, {}
     core, convert, init_block = interpreter.tl.core, interpreter._convert_float, interpreter.tl.core.block_type.__init__
+    semantic = interpreter.interpreter_semantic
+    broadcast, options = semantic.broadcast_impl_value, semantic.builder.options
 
     def patch_builtin(owner, builder, scope):
         if owner not in names:
             names[owner] = [name for name, member in inspect.getmembers(owner) if is_builtin(member)]
         for name in names[owner]:
             if is_builtin(member := getattr(owner, name)):
-                interpreter._patch_attr(owner, name, member, builder, scope)
+                scope.set_attr(owner, name, of_kernels(getattr(member, "__wrapped__", member)))
+
+    def of_kernels(function):
+        def called(*args, **options):
+            options["_semantic"] = semantic
+            return function(*args, **options)
+
+        return called
 
     def patch_once(function):
         seen = seen_by.get(function)
@@ -60,19 +71,25 @@ def faster():
         return convert(data, source, target, rounding)
 
     def init_tensor(tensor, handle, type):
-        shape = (*type.shape,) if type.is_block() else ()
-        if shape not in shapes:
-            shapes[shape] = core.tuple([core.constexpr(size) for size in shape]), core.constexpr(math.prod(shape))
         tensor.handle, tensor.type, tensor.dtype = handle, type, type.scalar
-        tensor.shape, tensor.numel = shapes[shape]
+        tensor.shape, tensor.numel = shapes[sizes_of[id(type.shape)] if type.is_block() else ()]
 
     def init_type(block, element_ty, shape):
-        key = (element_ty.name, *(getattr(size, "value", size) for size in shape))
-        if key not in types:
+        sizes = sizes_of.get(id(shape)) or tuple([getattr(size, "value", size) for size in shape])
+        if (element_ty.name, sizes) not in types:
             init_block(block, element_ty, shape)
-            types[key] = vars(block).copy()
-        vars(block).update(types[key], element_ty=element_ty)
+            types[element_ty.name, sizes] = vars(block).copy()
+            sizes_of[id(block.shape)] = sizes
+            shapes[sizes] = shapes.get(sizes) or of_sizes(sizes)
+        vars(block).update(types[element_ty.name, sizes], element_ty=element_ty)
 
+    def of_sizes(sizes):
+        return core.tuple([core.constexpr(size) for size in sizes]), core.constexpr(math.prod(sizes))
+
+    def broadcast_others(one, other):
+        return (one, other) if one.shape is other.shape else broadcast(one, other)
+
+    shapes[()] = of_sizes(())
     with pytest.MonkeyPatch.context() as context:
         context.setattr(interpreter, "_get_np_dtype", numpy_dtype)
         context.setattr(interpreter, "_patch_builtin", patch_builtin)
@@ -80,6 +97,8 @@ def faster():
         context.setattr(interpreter, "_convert_float", convert_float)
         context.setattr(core.tensor, "__init__", init_tensor)
         context.setattr(core.block_type, "__init__", init_type)
+        context.setattr(semantic, "broadcast_impl_value", broadcast_others)
+        context.setattr(semantic.builder, "options", dataclasses.replace(options, sanitize_overflow=False))
         yield
 
 

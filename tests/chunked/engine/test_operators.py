@@ -54,7 +54,7 @@ def of_any_length(d):
 #: Beside others of their kind, ``make test`` leaves these out.
 _SLOW = (
     *("ORPO", "cosine", "KL, logits", "JSD", "MiniLLM", "GRPO", "head with a transform", "user's pairs", "user's loss"),
-    *("cross entropy", "cross entropy, shifted", "cross entropy, per token"),
+    *("cross entropy", "cross entropy, shifted", "cross entropy, per token", "BCO", "user's loss, a dictionary"),
 )
 
 
@@ -118,7 +118,8 @@ DTYPES = {
 }
 
 
-@pytest.mark.parametrize("name", ["fp16", pytest.param("bf16 autocast", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("name", DTYPES)
 def test_dtypes(name):
     """One graph for two lengths; gradients of fp16 are multiplied by the loss scale before they are rounded."""
     dtype, autocast, scale = DTYPES[name]
@@ -168,13 +169,12 @@ def test_frozen_parts():
 
 
 def test_empty_batches():
-    head, names = layer(), ("cross entropy, options", "JSD")
-    ours, theirs = Several(*names), Several(*names)
+    head, ours, theirs = layer(), Several(*KINDS[::2]), Several(*KINDS[::2])
 
     def call_all(losses, d):
         return [*losses(head, d), OPERATIONS["logps"](head, d), OPERATIONS["token loss"](head, d)]
 
-    function, counter = compiled(lambda d: call_all(ours, d))
+    function, counter = compiled(lambda d: call_all(ours, d), "eager")
     check(function, lambda d: call_all(theirs, d), [batch(5, rows=0)], head.parameters())
     assert counter.frame_count == 1
 
@@ -282,11 +282,12 @@ def test_copies_of_losses():
 def test_losses_of_one_class_are_told_apart():
     """Two losses whose calls are alike, and one that replaces another which is gone."""
     head, d = layer(), batch(6)
-    one, other = (LigerFusedLinearJSDLoss(beta=beta) for beta in (0.1, 0.9))
-    function, counter = compiled(lambda d: (distillation(one, head, d), distillation(other, head, d)), "eager")
-    assert_same(function(d), (distillation(one, head, d), distillation(other, head, d)))
-    one = LigerFusedLinearJSDLoss(beta=0.5)
-    assert_same(function(d), (distillation(one, head, d), distillation(other, head, d)))
+    one, other = (CE(label_smoothing=share) for share in (0.1, 0.9))
+    call_both = lambda d: [loss(head, d["h"], d["y"]) for loss in (one, other)]  # noqa: E731
+    function, counter = compiled(lambda d: call_both(d), "eager")
+    assert_same(function(d), call_both(d))
+    one = CE(label_smoothing=0.5)
+    assert_same(function(d), call_both(d))
     assert counter.frame_count == 2
 
 

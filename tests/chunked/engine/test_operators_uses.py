@@ -15,7 +15,6 @@ from benchmarks.coverage.model_zoo import VOCABULARY
 from liger_losses import (
     ChunkedLoss,
     LigerFusedLinearCrossEntropyLoss,
-    LigerFusedLinearDPOLoss,
     PreferenceLoss,
     linear_logps,
     linear_statistics,
@@ -244,7 +243,7 @@ def test_an_overridden_call_runs_once():
 
 @pytest.mark.parametrize("how", ["loss.compile()", "loss.forward"])
 def test_a_loss_alone_is_compiled(how):
-    loss = LigerFusedLinearDPOLoss(use_ref_model=False)
+    loss = LigerFusedLinearCrossEntropyLoss()
     plain, inputs = copy.deepcopy(loss), _head_and_batch()
     torch._dynamo.reset()
     options = {"backend": "eager", "fullgraph": True}

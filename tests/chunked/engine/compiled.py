@@ -153,10 +153,6 @@ ALIKE = (
 #: How to build a loss, and how to call it.
 LOSSES = {
     **{name: (build, with_reference(call)) for name, (build, call) in calls.LOSSES.items() if name not in ALIKE},
-    "cross entropy, shifted": (
-        CE,
-        lambda loss, head, d: loss(head.weight, d["h"][:, :-1], d["y"][:, 1:].contiguous(), head.bias),
-    ),
     "cross entropy, options": (
         lambda: CE(
             torch.linspace(0.5, 1.5, V, device=DEVICE),

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import liger_losses
-from benchmarks.coverage.model_zoo import VOCABULARY
+from benchmarks.coverage import model_zoo
 from liger_losses import (
     ChunkedLoss,
     LigerFusedLinearCrossEntropyLoss,
@@ -23,7 +23,7 @@ from liger_losses import (
 from liger_losses.patching.lazy_head import force_lazy_head, make_head_lazy
 
 peft = pytest.importorskip("peft")
-transformers = pytest.importorskip("transformers")
+pytest.importorskip("transformers")
 
 
 class _ScaledPairs(PreferenceLoss):
@@ -272,20 +272,8 @@ def test_a_loss_that_is_gone_before_backward():
     torch.testing.assert_close(gradient, torch.autograd.grad(function(*inputs), hidden_states)[0])
 
 
-SIZES = {
-    "vocab_size": VOCABULARY,
-    "hidden_size": 32,
-    "intermediate_size": 40,
-    "num_hidden_layers": 1,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 64,
-}
-
-
 def _llama(**options):
-    torch.manual_seed(0)
-    return transformers.LlamaForCausalLM(transformers.LlamaConfig(**SIZES, **options))
+    return model_zoo.build("llama", num_hidden_layers=1, vocab_size=model_zoo.VOCABULARY, **options)
 
 
 def test_lazy_logits_are_forced_in_one_thread_alone():
@@ -320,7 +308,7 @@ def test_adapters_of_the_head(name):
     liger_losses.patch(model)
     torch._dynamo.reset()
     compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
-    ids = torch.randint(VOCABULARY, (2, 6))
+    ids = torch.randint(model_zoo.VOCABULARY, (2, 6))
     results = []
     for function, parameters in ((compiled, model.parameters()), (plain, plain.parameters())):
         loss = function(input_ids=ids, labels=ids).loss

@@ -39,8 +39,9 @@ def timed(run: Callable[[], object], device: torch.device, idle: bool = False) -
         return 0.0
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     torch.cuda.synchronize()
-    if not idle:
-        torch.cuda._sleep(AHEAD_CYCLES)  # type: ignore[no-untyped-call]
+    torch.cuda._sleep(AHEAD_CYCLES)  # type: ignore[no-untyped-call]
+    if idle:  # after as long a pause, in which the card cools
+        torch.cuda.synchronize()
     start.record()
     run()
     end.record()

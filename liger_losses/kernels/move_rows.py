@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from liger_losses.kernels._triton import jit, tl, triton
+from liger_losses.kernels._triton import jit, kinds, tl, triton
 
 #: Elements of a row that a program moves at once; and bytes of rows that exist twice without Triton.
 _COLUMNS = 8192
@@ -46,7 +46,7 @@ def put_first(counts: Tensor, rounded: int, *, backend: str = "torch") -> Moves:
         block = triton.next_power_of_2(n)
         _put_first_kernel[(1,)](
             counts.contiguous().view(torch.uint8), total, sources, targets, order, n,
-            ROUNDED=rounded, BLOCK=block, num_warps=max(4, min(32, block // 256)),
+            ROUNDED=rounded, BLOCK=block, num_warps=max(4, min(32, block // 256)), kind=(device, rounded, block),
         )  # fmt: skip
         return Moves(total[0], sources, targets, order)
     total = counts.sum()
@@ -83,7 +83,7 @@ def move_rows_(
     elif len(sources):
         _move_rows_kernel[(len(sources),)](
             into, into.stride(0), matrix, matrix.stride(0), sources, targets, *matrix.shape,
-            BLOCK=_COLUMNS, num_warps=8,
+            BLOCK=_COLUMNS, num_warps=8, kind=(matrix.device, columns, kinds(into, matrix)),
         )  # fmt: skip
 
 

@@ -5,7 +5,6 @@ N active tokens, H hidden size, V vocabulary size, C columns of a slice of the v
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -19,7 +18,7 @@ from liger_losses.chunked.engine.agreement import Given, given_to_loss, lines_of
 from liger_losses.chunked.engine.decision import Decision, decide
 from liger_losses.chunked.engine.head import Head
 from liger_losses.chunked.engine.plan import EngineOptions, Plan, Workload, default_bound, device_memory
-from liger_losses.chunked.engine.query import Query
+from liger_losses.chunked.engine.query import Query, changed
 from liger_losses.chunked.engine.ranks import ALONE, Ranks
 from liger_losses.chunked.engine.teachers import Teacher
 from liger_losses.chunked.engine.tokens import Counting, Tokens, check_temperature, listed
@@ -111,8 +110,7 @@ class OpenCall:
 
     def of_tokens(self, call: Call) -> OpenCall:
         """The same tensors for a call of some of the tokens."""
-        opened = copy.copy(self)
-        opened.call, opened.count = call, call.tokens.count
+        opened = changed(self, call=call, count=call.tokens.count)
         _, opened.labels, opened.others = call.ranks.share(call.tokens.labels, call.vocab_size)
         opened.epilogue = self.epilogue._replace(transform=call.transform)
         return opened

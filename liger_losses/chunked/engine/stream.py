@@ -21,15 +21,15 @@ from liger_losses.chunked.engine.blocks import Block, Columns, ExponentialBlock,
 from liger_losses.chunked.engine.call import Call, OpenCall
 from liger_losses.chunked.engine.divergence_tiles import DivergenceTiles, row_constants
 from liger_losses.chunked.engine.logit_block import LogitBlock
-from liger_losses.chunked.engine.plan import blocks, padded
+from liger_losses.chunked.engine.plan import TILE, TILE_COLUMNS, blocks, padded
+from liger_losses.chunked.engine.query import changed
 from liger_losses.chunked.engine.ranks import ALONE
 from liger_losses.chunked.engine.tiled_exponentials import TiledExponentials
 from liger_losses.chunked.engine.two_models import TwoModels
+from liger_losses.kernels._tiles import processors
 from liger_losses.kernels.move_rows import put_first
 from liger_losses.kernels.reading import start_reading
 
-#: Rows of the gradient products that run while the host reads how many there are: one wave of tiles.
-EARLY_ROWS = 1024
 #: The host waits for M only if both gradient products take at least so many floating-point operations, by the kind of
 #: device: on an H200 10 ms, of which the wait is less than 1 %.
 MIN_FLOPS = {"cuda": 8e12, "cpu": 1e7}
@@ -44,7 +44,8 @@ def _in_parts(values: Mapping[str, Tensor], size: int, start: int, count: int) -
     found: list[dict[str, Tensor]] = [{} for _ in range(start, count, size)]
     for name, value in values.items():
         each = value if start == 0 and count == len(value) else value[start:count]
-        for of_part, view in zip(found, each.split(size), strict=False):  # of no tokens, there is an empty view
+        views = (each,) if len(found) == 1 else each.split(size)
+        for of_part, view in zip(found, views, strict=False):  # of no tokens, there is an empty view
             of_part[name] = view
     return found
 
@@ -62,23 +63,23 @@ class Pending:
         found = -(-max(self._read(), 1) // self.rounded) * self.rounded  # one at least, which writes the gradients
         return None if found >= self.count else found
 
-    def call(self, call: Call, losses: bool = False) -> Call:
-        """The call of all tokens in this order; with what their ``losses`` read, unless these are known."""
-        temperature, (work, plan, *_) = call.transform.temperature, call.decision.run(call.tokens.count, gathers=True)
-        if isinstance(temperature, Tensor):
-            temperature = temperature[self.order]
-        return replace(
-            call,
-            work=work,
-            plan=plan,
-            tokens=call.tokens.subset(self.order),
-            query=call.query.subset(self.order, losses),
-            transform=replace(call.transform, temperature=temperature),
-        )
+    def call(self, call: Call) -> Call:
+        """The call of all tokens in this order, without what their losses read."""
+        transform, (work, plan, *_) = call.transform, call.decision.run(call.tokens.count, gathers=True)
+        if isinstance(transform.temperature, Tensor):
+            transform = replace(transform, temperature=transform.temperature[self.order])
+        tokens, query = call.tokens.subset(self.order), call.query.subset(self.order)
+        return changed(call, work=work, plan=plan, tokens=tokens, query=query, transform=transform)
 
     def rows(self, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """The tokens' values, of ``[N]`` or ``[N, k]`` each, in this order."""
         return {name: value[self.order] for name, value in values.items()}
+
+
+def _rows_of_wave(call: Call) -> int:
+    """The rows of the hidden states' gradient whose tiles keep each processor busy once: fewer rows take as long."""
+    tiles = -(-call.work.hidden_size // TILE_COLUMNS)
+    return max(1, processors(call.work.device) // tiles) * TILE
 
 
 def _is_large(call: Call) -> bool:
@@ -141,7 +142,7 @@ class Stream:
         if pending is not None:
             if kept is not None:
                 kept.move(pending.order, *pending.moves)
-                kept.begin(min(EARLY_ROWS, self.count // 8))  # while the host waits
+                kept.begin(min(_rows_of_wave(self.call), self.count // 2))  # while the host waits
             found = pending.found()
             if found is not None:
                 opened, counted = opened.of_tokens(pending.call(self.call)), found
@@ -186,7 +187,7 @@ class Stream:
         """A separable loss (0-dim), the statistics, and ``(grad_weight, grad_bias, grad_hidden)`` of the loss."""
         pending, given = tokens_that_count(self.call), self.opened
         if pending is not None:
-            self.opened = self.opened.of_tokens(pending.call(self.call, losses=True))
+            self.opened = self.opened.of_tokens(pending.call(self.call))
             self.call = self.opened.call
         values, weights = self._empty_statistics(), self.call.query.token_weights
         grads, losses = None, list[Tensor]()
@@ -232,6 +233,8 @@ class Stream:
         found, done = pending.found(), len(first.hidden)
         if found is None:
             self.opened, self.call = given, given.call
+        else:
+            self.call = changed(self.call, query=given.call.query.subset(pending.order, losses=True))
         total = self.count if found is None or found > MOST_COUNTED * self.count else found
         block.keep(self.opened, min(total, done))
         yield first.at(slice(0, min(total, done)))

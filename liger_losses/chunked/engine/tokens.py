@@ -167,8 +167,8 @@ class Tokens:
     def subset(self, order: Tensor) -> Tokens:
         """Some of the active tokens of one tensor of labels, in this order."""
         (index,), ignored = self.indices, None if self.ignored is None else self.ignored[order]
-        index = order if index is None else index[order]
-        return Tokens(self.labels[order], self.shapes, (len(order),), (index,), ignored)
+        index = order if index is None else index.index_select(0, order)
+        return Tokens(self.labels.index_select(0, order), self.shapes, (len(order),), (index,), ignored)
 
     @cached_property
     def sizes(self) -> list[int]:

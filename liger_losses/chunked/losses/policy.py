@@ -267,9 +267,10 @@ class LigerFusedLinearGRPOLoss(CompletionLoss):
             head=head,
             common_options=None if self.group is None else self.common_options,
         )
-        tokens = batch.select(options) if tokens is None and support is None else tokens
-        one_pass = support is None and inputs.options.separable and self.top_entropy_quantile == 1.0
-        if one_pass and not are_few:
+        one_pass = support is None and not are_few and inputs.options.separable and self.top_entropy_quantile == 1.0
+        if tokens is None and support is None:  # one pass waits for their number once all else is decided
+            tokens = batch.labels if one_pass else batch.select(options)
+        if one_pass:
             loss, logps = self._one_pass(head, _input, tokens, inputs, options)
         else:
             found = statistics(_input, head, *self._names()) if found is None else found
@@ -351,7 +352,7 @@ class LigerFusedLinearGRPOLoss(CompletionLoss):
             self.entropy_coef.observe(entropy_sum, tokens, checksum(logps))
 
     def _one_pass(
-        self, head: Head, hidden: Tensor, tokens: Tokens, inputs: PolicyInputs, options: EngineOptions
+        self, head: Head, hidden: Tensor, tokens: Any, inputs: PolicyInputs, options: EngineOptions
     ) -> tuple[Tensor, Tensor]:
         """Loss and log-probabilities ``[B, T]`` where every token's term depends on that token alone."""
         coef, (names, _) = self._coef, self._names()
@@ -366,20 +367,20 @@ class LigerFusedLinearGRPOLoss(CompletionLoss):
         token_loss = make(*[getattr(inputs.options, name) for name in PolicyOptions.__match_args__])
         counts = None if coef is not None else self._counts(inputs)
         query = Query(names, token_loss=token_loss, token_inputs=token_inputs, counts=counts)
-        loss, (found,) = separable_loss(hidden, head, tokens, query, options)
+        loss, (found,) = separable_loss([hidden], head, tokens, query, options)
         if coef is not None:
             self._observe(found.entropy.sum(), inputs.mask.sum(), found.logp)
         return loss if self.group is None else self.total(loss), found.logp
 
     @staticmethod
     def _counts(inputs: PolicyInputs) -> Tensor | None:
-        """``[B, T]``, false for tokens whose term is 0, with an advantage or a weight of 0; ``None`` for losses with
-        other terms."""
+        """``[B, T]``, false for tokens whose term is 0, with an advantage or an importance ratio of 0; ``None`` for
+        losses with other terms."""
         o, ratio = inputs.options, inputs.token_is_ratio
         other_terms = (o.beta and inputs.ref_logps is not None) or o.value("log_ratio_penalty")
         if other_terms or not o.objective.of_advantages:
             return None
-        counts = (inputs.advantages != 0) & (inputs.weights != 0)
+        counts = inputs.advantages != 0
         return counts if ratio is None else counts & (ratio != 0)
 
     def _two_passes(self, found: Statistics, inputs: PolicyInputs, copies: int) -> tuple[Tensor, Tensor]:

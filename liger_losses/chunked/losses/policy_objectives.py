@@ -404,4 +404,4 @@ def _items(mask: Tensor, num_items_in_batch: Tensor | float | None, copies: int,
         total = sum_over_processes(mask.sum().float()) / copies
     else:
         total = checked_items(num_items_in_batch, mask.device)
-    return (total * ranks / world_size()).clamp(min=1)
+    return (total if world_size() == 1 else total * ranks / world_size()).clamp(min=1)

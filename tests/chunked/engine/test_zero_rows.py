@@ -1,5 +1,7 @@
 """Tokens whose upstream gradients are zero take no part in the gradient products, and all others do."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
@@ -310,3 +312,11 @@ def test_rows_move(backend, dtype):
     expected = other * factor[:, None].to(dtype)
     scale_rows_(other, factor, backend=backend)
     assert torch.equal(other, expected)
+
+
+@pytest.mark.parametrize(("hidden_size", "rows"), [(896, 4224), (2048, 2048), (4096, 1024), (2**16, 128)])
+def test_what_is_multiplied_meanwhile_is_one_wave_of_tiles(hidden_size, rows, monkeypatch):
+    """An H200 has 132 multiprocessors: as many tiles of 128 rows and 256 columns take as long as one."""
+    monkeypatch.setattr(stream, "processors", lambda device: 132)
+    work = SimpleNamespace(hidden_size=hidden_size, device=None)
+    assert stream._rows_of_wave(SimpleNamespace(work=work)) == rows

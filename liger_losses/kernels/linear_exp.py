@@ -54,21 +54,22 @@ _VECTORS += ["ordered", "source", "rank"]
 
 class Exponentials(NamedTuple):
     """The offset of ``e = exp(z - offset)``, the log-sum-exp and the label's log-probability, and the mean logit and
-    the entropy (or ``None``): ``[N]`` fp32 each."""
+    the entropy (or ``None``): ``[N]`` fp32 each. Without exponentials, the offset and ``logp`` may be ``None`` too."""
 
-    offset: Tensor
+    offset: Any
     lse: Tensor
-    logp: Tensor
+    logp: Any
     mean_logit: Tensor | None = None
     entropy: Tensor | None = None
 
     @classmethod
-    def into(cls, values: Mapping[str, Tensor]) -> Exponentials:
-        """Write ``lse``, ``logp``, ``mean_logit`` and ``entropy`` into the tensors of these names; the first two are
-        new if there are none."""
-        lse, logp = values["lse"], values.get("logp")
-        logp = torch.empty_like(lse) if logp is None else logp
-        return cls(torch.empty_like(lse), lse, logp, values.get("mean_logit"), values.get("entropy"))
+    def into(cls, values: Mapping[str, Tensor], exponentials: bool = True) -> Exponentials:
+        """Write ``lse``, ``logp``, ``mean_logit`` and ``entropy`` into the tensors of these names; with
+        ``exponentials``, ``logp`` is new if there is none."""
+        lse, logp, more = values["lse"], values.get("logp"), (values.get("mean_logit"), values.get("entropy"))
+        if not exponentials:
+            return cls(None, lse, logp, *more)
+        return cls(torch.empty_like(lse), lse, torch.empty_like(lse) if logp is None else logp, *more)
 
 
 def linear_exponentials(
@@ -92,8 +93,8 @@ def linear_exponentials(
     Args:
         hidden, weight, labels, epilogue: as in :func:`~liger_losses.kernels.linear_stats.linear_softmax_statistics`.
         out: ``[N, V]``, rows contiguous; without it only the statistics are computed.
-        found: the tensors to write the statistics into, or some of them by their names; new ones by default, without
-            the mean logit and the entropy.
+        found: the tensors to write the statistics into, or these by their names; new ones by default, without the mean
+            logit and the entropy.
         label_logit: ``[N]`` fp32, the labels' logits, where they are known.
         projections: write projections into ``out`` instead of exponentials.
         batch_invariant: of ``triton``, compute a token's statistics with the same bits whatever N is.
@@ -104,7 +105,8 @@ def linear_exponentials(
     """
     if found is None:
         found = Exponentials(*torch.empty(3, len(hidden), device=hidden.device))
-    statistics = found if isinstance(found, Exponentials) else Exponentials.into(found)
+    written = out is not None and not projections
+    statistics = found if isinstance(found, Exponentials) else Exponentials.into(found, written)
     if backend == "torch":
         values = _exponentials_torch(hidden, weight, labels, out, epilogue, label_logit, projections)
         for target, value in zip(statistics, values, strict=True):
@@ -161,7 +163,7 @@ def linear_exponentials(
         if tiles is None
         else with_arguments(launch_on_hopper, hopper_exponentials_kernel, grid)
     )
-    of_vectors = logit_sums is None, moments is None, parts is None
+    of_vectors = logit_sums is None, moments is None, parts is None, statistics.offset is None, statistics.logp is None
     of_product: Any = None if kind is None else (kind, kinds(out), of_vectors, projections, batch_invariant)
     vectors, sums = statistics._asdict(), Sums(moment=None if moments is None else 1)
     try:
@@ -179,7 +181,7 @@ def linear_exponentials(
         again = {name: value for name, value in vectors.items() if name in ("lse", "logp", "entropy")}
         given: dict[str, Any] = {"flags": flags, "label_logit": label_logit, "offset": statistics.offset}
         merge_sums(again, of_splits, columns, sums, **given, **(UNFUSED if batch_invariant else {}))
-        if out is not None and not projections:
+        if written:
             product(**arguments, offset=statistics.offset, needed=flags, kind=of_product and (of_product, True))
     except NotCompiledError:
         return linear_exponentials(
@@ -327,7 +329,8 @@ def row_exponentials_kernel(
     if offset is not None:
         tl.store(offset + rows, z, mask=inside)
     tl.store(lse + rows, tl.where(active, z + log_total, 0.0), mask=inside)
-    tl.store(logp + rows, tl.where(active, -log_total, 0.0), mask=inside)
+    if logp is not None:
+        tl.store(logp + rows, tl.where(active, -log_total, 0.0), mask=inside)
     if mean_logit is not None:
         tl.store(mean_logit + rows, tl.where(active, total / columns, 0.0), mask=inside)
     if entropy is not None:

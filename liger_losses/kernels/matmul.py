@@ -28,7 +28,7 @@ def matmul_into(out: Tensor, a: Tensor, b: Tensor, *, accumulate: bool = False) 
     Args:
         out: ``[M, N]``, any strides. Rounded once per call when it is narrower than fp32.
         a: ``[M, K]``.
-        b: ``[K, N]``, of the same dtype as ``a``.
+        b: ``[K, N]``, of the same dtype as ``a``; on a CPU, either may be cast to that of the sum.
         accumulate: add to ``out`` instead of overwriting it.
 
     Returns:
@@ -37,10 +37,8 @@ def matmul_into(out: Tensor, a: Tensor, b: Tensor, *, accumulate: bool = False) 
     on_gpu = a.device.type == "cuda" and a.dtype in HALF_DTYPES
     if on_gpu and out.dtype in (a.dtype, torch.float32):
         return _aligned(out, a, b, accumulate)
-    if a.dtype == out.dtype and a.dtype not in HALF_DTYPES:
-        return torch.addmm(out, a, b, out=out) if accumulate else torch.mm(a, b, out=out)
     # CPU libraries round a half-precision product before it can be added up: multiply in fp32 there.
-    wide = torch.float32 if a.dtype in HALF_DTYPES else wide_dtype(a.dtype)
+    wide = torch.float64 if a.dtype == torch.float64 else torch.float32
     a, b = a.to(wide), b.to(wide)
     if out.dtype == wide:
         return torch.addmm(out, a, b, out=out) if accumulate else torch.mm(a, b, out=out)

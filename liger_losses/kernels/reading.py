@@ -68,7 +68,7 @@ def label_facts(
     """What a host must know of labels before it can choose how to run, in one launch for each tensor of them.
 
     Args:
-        labels: ``[T]`` int64 each, contiguous; S tensors.
+        labels: int64, contiguous; S tensors of any shape.
         ignore_index: the label of masked tokens.
         kept: ``[2, T]`` int64 of T labels in all, rounded up to an even number, contiguous: it gets the places of the
             active labels among all, and these labels, in order; with ``[3, T]``, also the place of each in its tensor.
@@ -81,7 +81,7 @@ def label_facts(
         through all tensors.
     """
     if backend == "torch":
-        first, rows = 0, []
+        first, rows, labels = 0, [], [part.view(-1) for part in labels]
         for part in labels:
             active = part != ignore_index
             low, high = torch.aminmax(part * active) if len(part) else part.new_zeros(2)
@@ -144,7 +144,7 @@ def ask_about_labels(labels: Tensor, ignore_index: int = -100, backend: str | No
     if labels.is_cuda and torch.cuda.is_current_stream_capturing():
         return
     backend = choose_backend(backend, [(labels.device, torch.float32)])
-    facts = _ask([labels.view(-1)], ignore_index, backend)
+    facts = _ask([labels], ignore_index, backend)
     place = _place(labels, ignore_index)
     _asked[place] = _Asked(weakref.ref(labels, lambda gone: _forget(place, gone)), version_of(labels), facts)
     if len(_asked) > _MOST_ASKED:
@@ -152,7 +152,7 @@ def ask_about_labels(labels: Tensor, ignore_index: int = -100, backend: str | No
 
 
 def facts_of_labels(labels: list[Tensor], ignore_index: int, backend: str) -> LabelFacts:
-    """What was asked of the labels, flat tensors, or what is asked now.
+    """What was asked of the labels, contiguous tensors, or what is asked now.
 
     Raises:
         RuntimeError: a CUDA graph is being captured.

@@ -156,15 +156,15 @@ def fused_statistics(
     values: dict[str, Tensor],
     out: Tensor | None = None,
 ) -> dict[str, Tensor]:
-    """Statistics ``[R]`` of the softmax over the rows of ``weight``, into ``values`` where they are there; their logits
-    never reach memory, but ``out [R, V]`` gets the projections, if given."""
+    """Statistics ``[R]`` of the softmax over the rows of ``weight``, some of them in ``values``; their logits never
+    reach memory, but ``out [R, V]`` gets the projections, if given."""
     call = opened.call
     names, backend, invariant = call.block_names - OF_LOGITS, call.backend, call.batch_invariant
     if not names <= {"logp", "lse", "mean_logit", "entropy"}:
         return linear_softmax_statistics(
             part.hidden, weight, labels, names, epilogue, out, batch_invariant=invariant, backend=backend
         )
-    found = linear_exponentials(
+    linear_exponentials(
         part.hidden,
         weight,
         labels,
@@ -175,9 +175,7 @@ def fused_statistics(
         batch_invariant=invariant,
         backend=backend,
     )
-    if "logp" in names and len(names) == len(values):
-        return values
-    return {name: getattr(found, name) for name in {*names, "logp"}}
+    return values if len(names) == len(values) else {name: values[name] for name in names}
 
 
 class Columns(Block):

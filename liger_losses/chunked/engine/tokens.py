@@ -355,18 +355,24 @@ class Counting:
         self.shapes, self.labels = tuple[torch.Size, ...](), list[Tensor]()
         for part in labels:
             self.shapes += (part.shape,)
-            # A flat view may still have a stride.
-            self.labels.append(part if part.dim() == 1 and part.is_contiguous() else part.reshape(-1).contiguous())
+            self.labels.append(part.contiguous())
         #: ``None`` where all tokens are projected.
         self.facts = facts_of_labels(self.labels, ignore_index, backend) if compact else None
 
     def masked_values(self, values: Tensor) -> Tensor:
         """``[T]`` (or ``[T, k]``), from ``[..., k]`` in the labels' shape, or of all tokens of several; 0 for tokens
         without loss."""
-        active = torch.cat([part != self.ignore_index for part in self.labels])
+        active = self.flat() != self.ignore_index
         dims = len(self.shapes[0]) if len(self.shapes) == 1 else 1
         flat = values.detach().reshape(len(active), *values.shape[dims:])
         return torch.where(active.view(-1, *[1] * (flat.dim() - 1)), flat, 0)
+
+    def flat(self) -> Tensor:
+        """All labels, ``[T]``."""
+        first, *more = self.labels
+        if more:
+            return torch.cat([part.view(-1) for part in self.labels])
+        return first if first.dim() == 1 else first.view(-1)
 
     def checksum(self, backend: str) -> Tensor:
         """A checksum of all labels, 0-dim: see :func:`label_facts`."""
@@ -380,26 +386,26 @@ class Counting:
             return self._all_tokens()
         facts = self.facts.read()
         _check_vocabulary([end for _, *ends, _ in facts for end in ends], self.vocab_size, self.ignore_index)
-        flat, counts, kept = self.labels, tuple([count for count, *_ in facts]), self.facts.kept
-        total, whole, before, indices = sum(counts), sum(map(Tensor.numel, flat)), 0, list[Tensor | None]()
+        counts, kept, sizes = tuple([count for count, *_ in facts]), self.facts.kept, [*map(Tensor.numel, self.labels)]
+        total, whole, before, indices = sum(counts), sum(sizes), 0, list[Tensor | None]()
         if kept is not None and total < whole:
             positions, active, *within = kept[:, :total].unbind()
             own = within[0].split(counts) if within else (positions,)
         else:
-            merged = flat[0] if len(flat) == 1 else torch.cat(flat)
+            merged = self.flat()
             if total == whole:
-                return Tokens(merged, self.shapes, counts, (None,) * len(flat), None)
+                return Tokens(merged, self.shapes, counts, (None,) * len(sizes), None)
             positions = torch.nonzero_static(merged != self.ignore_index, size=total).squeeze(-1)
             active, own = merged.index_select(0, positions), positions.split(counts)
-        for part, index in zip(flat, own, strict=True):
+        for size, index in zip(sizes, own, strict=True):
             offset = before if kept is None else 0
-            indices.append(None if index.shape == part.shape else index - offset if offset else index)
-            before += part.shape[0]
+            indices.append(None if len(index) == size else index - offset if offset else index)
+            before += size
         return Tokens(active, self.shapes, counts, tuple(indices), None, None, positions)
 
     def _all_tokens(self) -> Tokens:
         """All tokens as active ones, with a mask."""
-        merged = self.labels[0] if len(self.labels) == 1 else torch.cat(self.labels)
+        merged = self.flat()
         safe, ignored, shares, right = masked_labels(merged, self.ignore_index, self.vocab_size, backend=self.backend)
         check_right(right, merged, self.vocab_size, self.ignore_index)
         counts = tuple([part.numel() for part in self.labels])

@@ -165,7 +165,7 @@ def linear_exponentials(
     )
     of_vectors = logit_sums is None, moments is None, parts is None, statistics.offset is None, statistics.logp is None
     of_product: Any = None if kind is None else (kind, kinds(out), of_vectors, projections, batch_invariant)
-    vectors, sums = statistics._asdict(), Sums(moment=None if moments is None else 1)
+    sums = Sums(moment=None if moments is None else 1)
     try:
         product(**arguments, offset=label_logit, needed=None, kind=of_product and (of_product, False))
         flags = hidden.new_zeros(2 + tokens, dtype=torch.int32)  # allocated once the product is queued
@@ -178,9 +178,10 @@ def linear_exponentials(
         of_splits = partial_sums(
             hidden, weight, labels, sums, epilogue, flags, tiles=same, kind=kind, batch_invariant=batch_invariant
         )
-        again = {name: value for name, value in vectors.items() if name in ("lse", "logp", "entropy")}
-        given: dict[str, Any] = {"flags": flags, "label_logit": label_logit, "offset": statistics.offset}
-        merge_sums(again, of_splits, columns, sums, **given, **(UNFUSED if batch_invariant else {}))
+        merge_sums(
+            {"lse": statistics.lse, "logp": statistics.logp, "entropy": statistics.entropy}, of_splits, columns, sums,
+            flags=flags, label_logit=label_logit, offset=statistics.offset, **(UNFUSED if batch_invariant else {}),
+        )  # fmt: skip
         if written:
             product(**arguments, offset=statistics.offset, needed=flags, kind=of_product and (of_product, True))
     except NotCompiledError:

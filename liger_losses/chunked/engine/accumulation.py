@@ -89,7 +89,7 @@ class HeadGradients:
             dtype = call.work.operand_dtype if whole else call.work.logits_dtype
             fits = into is not None and into.dtype == dtype and into.is_contiguous()
             out = into if fits else hidden.new_empty(hidden.shape, dtype=dtype)
-        products = list[Callable[[], object]]()
+        products: list[Callable[[], object]] = []
         grad = grad if grad.is_cuda else grad.to(call.work.logits_dtype)  # a CPU takes both products in that
         if out is not None:
             if isinstance(rows, Tensor):

@@ -6,7 +6,7 @@ T tokens.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from typing import Any
 
 import torch
@@ -81,7 +81,9 @@ def compute_statistics(
         outputs = _LinearStatistics.apply(call, known, *tensors)
         return dict(zip(call.outputs, outputs, strict=True))
     weight, bias, *hidden = tensors
-    with torch.no_grad(), without_autocast(weight):
+    # Nothing else could need a gradient: entering and leaving the mode takes the host as long as an allocation.
+    may_record = call.quantized is not None or call.query.comparison is not None
+    with torch.no_grad() if may_record else nullcontext(), without_autocast(weight):
         values, _ = Stream(call, weight, bias, hidden).statistics()
     names = tuple(dict.fromkeys((*call.outputs, *others)))
     return dict(zip(names, call.tokens.scatter(values, names), strict=True))

@@ -124,7 +124,7 @@ class OpenCall:
 
 def _flat(hidden_states: Sequence[Tensor]) -> list[Tensor]:
     """``[T, H]`` each, or the tensor itself where that would copy it: then only the active tokens are gathered."""
-    found = list[Tensor]()
+    found: list[Tensor] = []
     for part in hidden_states:
         try:
             found.append(part if part.dim() == 2 else part.view(-1, part.shape[-1]))

@@ -190,7 +190,7 @@ def _facts(*values: Any) -> tuple[Any, ...] | None:
 
     It does not exist for DTensors, for tensors that torch traces, and for what is not a tensor.
     """
-    facts = list[Any]()
+    facts: list[Any] = []
     for value in values:
         if value is None or type(value) is float or type(value) is int:
             facts.append(value)

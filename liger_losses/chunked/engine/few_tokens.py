@@ -147,7 +147,7 @@ class StraightLine:
         """
         of_weight, *of_hidden = needs
         hidden = grad_weight = None
-        products = list[Callable[[], object]]()
+        products: list[Callable[[], object]] = []
         if any(of_hidden):  # allocated on the caller's stream, as the product may run on another
             hidden = torch.empty(self.tokens, self.hidden_size, dtype=weight.dtype, device=self.device)
             products.append(lambda: self.rows.hidden_gradient_into(hidden, found, weight))

@@ -314,11 +314,10 @@ class Stream:
 
         Where a divergence is computed in tiles, what its gradient needs beside them is among them.
         """
-
         call, count, device = self.call, self.count, self.opened.device
-        query, wide, widths = call.query, call.work.logits_dtype, dict[str, Sequence[int]]()
+        query, wide, names = call.query, call.work.logits_dtype, ("lse", *call.outputs)
+        widths: dict[str, Sequence[int]] = {}
         integers = {"argmax": torch.int64, "columns": torch.int64}
-        names = "lse", *call.outputs
         if call.plan.tiled:
             names += tuple(row_constants(call))
         if query.selected is not None or query.largest or query.registered:

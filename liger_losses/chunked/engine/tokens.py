@@ -301,7 +301,7 @@ class Tokens:
     def scatter(self, named: Mapping[str, Tensor], names: Iterable[str]) -> list[Tensor]:
         """From values (or rows) per active token ``[N]`` to one per token ``[T]`` of each of these names; 0 for tokens
         without loss."""
-        found = list[Tensor]()
+        found: list[Tensor] = []
         for name in names:
             values = named[name]
             if self.ignored is not None:
@@ -352,7 +352,8 @@ class Counting:
         backend: str,
     ) -> None:
         self.vocab_size, self.ignore_index, self.backend = vocab_size, ignore_index, backend
-        self.shapes, self.labels = tuple[torch.Size, ...](), list[Tensor]()
+        self.shapes: tuple[torch.Size, ...] = ()
+        self.labels: list[Tensor] = []
         for part in labels:
             self.shapes += (part.shape,)
             self.labels.append(part.contiguous())
@@ -387,7 +388,8 @@ class Counting:
         facts = self.facts.read()
         _check_vocabulary([end for _, *ends, _ in facts for end in ends], self.vocab_size, self.ignore_index)
         counts, kept, sizes = tuple([count for count, *_ in facts]), self.facts.kept, [*map(Tensor.numel, self.labels)]
-        total, whole, before, indices = sum(counts), sum(sizes), 0, list[Tensor | None]()
+        indices: list[Tensor | None] = []
+        total, whole, before = sum(counts), sum(sizes), 0
         if kept is not None and total < whole:
             positions, active, *within = kept[:, :total].unbind()
             own = within[0].split(counts) if within else (positions,)

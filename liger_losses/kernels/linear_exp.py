@@ -66,10 +66,10 @@ class Exponentials(NamedTuple):
     def into(cls, values: Mapping[str, Tensor], exponentials: bool = True) -> Exponentials:
         """Write ``lse``, ``logp``, ``mean_logit`` and ``entropy`` into the tensors of these names; with
         ``exponentials``, ``logp`` is new if there is none."""
-        lse, logp, more = values["lse"], values.get("logp"), (values.get("mean_logit"), values.get("entropy"))
-        if not exponentials:
-            return cls(None, lse, logp, *more)
-        return cls(torch.empty_like(lse), lse, torch.empty_like(lse) if logp is None else logp, *more)
+        offset, lse, logp = None, values["lse"], values.get("logp")
+        if exponentials:
+            offset, logp = torch.empty_like(lse), torch.empty_like(lse) if logp is None else logp
+        return cls(offset, lse, logp, values.get("mean_logit"), values.get("entropy"))
 
 
 def linear_exponentials(
@@ -155,8 +155,8 @@ def linear_exponentials(
     logit_sums = None if statistics.mean_logit is None else torch.empty_like(partial)
     moments = None if statistics.entropy is None else torch.empty_like(partial)
     arguments |= {"labels": labels, "partial": partial, "logit_sums": logit_sums, "moments": moments, "group": group}
-    arguments |= {"PROJECTIONS": projections}
-    arguments |= UNFUSED if batch_invariant else {}
+    options, sums = UNFUSED if batch_invariant else {}, Sums(moment=None if moments is None else 1)
+    arguments |= {"PROJECTIONS": projections, **options}
     grid = (min(programs, row_tiles * column_tiles),)
     product = (
         _exponentials_kernel[grid]
@@ -165,7 +165,6 @@ def linear_exponentials(
     )
     of_vectors = logit_sums is None, moments is None, parts is None, statistics.offset is None, statistics.logp is None
     of_product: Any = None if kind is None else (kind, kinds(out), of_vectors, projections, batch_invariant)
-    sums = Sums(moment=None if moments is None else 1)
     try:
         product(**arguments, offset=label_logit, needed=None, kind=of_product and (of_product, False))
         flags = hidden.new_zeros(2 + tokens, dtype=torch.int32)  # allocated once the product is queued
@@ -178,10 +177,9 @@ def linear_exponentials(
         of_splits = partial_sums(
             hidden, weight, labels, sums, epilogue, flags, tiles=same, kind=kind, batch_invariant=batch_invariant
         )
-        merge_sums(
-            {"lse": statistics.lse, "logp": statistics.logp, "entropy": statistics.entropy}, of_splits, columns, sums,
-            flags=flags, label_logit=label_logit, offset=statistics.offset, **(UNFUSED if batch_invariant else {}),
-        )  # fmt: skip
+        again = {"lse": statistics.lse, "logp": statistics.logp, "entropy": statistics.entropy}
+        flagged: dict[str, Any] = {"flags": flags, "label_logit": label_logit, "offset": statistics.offset}
+        merge_sums(again, of_splits, columns, sums, **flagged, **options)
         if written:
             product(**arguments, offset=statistics.offset, needed=flags, kind=of_product and (of_product, True))
     except NotCompiledError:

@@ -81,7 +81,7 @@ def label_facts(
         through all tensors.
     """
     if backend == "torch":
-        first, rows, labels = 0, [], [part.view(-1) for part in labels]
+        first, rows, labels = 0, [], [part.flatten() for part in labels]
         for part in labels:
             active = part != ignore_index
             low, high = torch.aminmax(part * active) if len(part) else part.new_zeros(2)
@@ -89,10 +89,8 @@ def label_facts(
             rows.append(torch.stack([active.sum(), low.clamp(max=0), high.clamp(min=0), checksum]))
             first += len(part)
         if kept is not None:
-            every, own = (
-                torch.cat([*labels]),
-                torch.cat([torch.arange(len(part), device=part.device) for part in labels]),
-            )
+            every = torch.cat(labels)
+            own = torch.cat([torch.arange(len(part), device=part.device) for part in labels])
             order = (every == ignore_index).sort(stable=True).indices
             kept[:, : len(order)] = torch.stack([order, every[order], own[order]])[: len(kept)]
         return torch.stack(rows)

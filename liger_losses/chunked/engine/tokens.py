@@ -344,12 +344,7 @@ class Counting:
     """:meth:`Tokens.select` in two steps: a GPU counts the active tokens while the host does what needs no count."""
 
     def __init__(
-        self,
-        labels: Sequence[Tensor],
-        vocab_size: int,
-        ignore_index: int,
-        compact: bool,
-        backend: str,
+        self, labels: Sequence[Tensor], vocab_size: int, ignore_index: int, compact: bool, backend: str
     ) -> None:
         self.vocab_size, self.ignore_index, self.backend = vocab_size, ignore_index, backend
         self.shapes: tuple[torch.Size, ...] = ()
@@ -370,15 +365,13 @@ class Counting:
 
     def flat(self) -> Tensor:
         """All labels, ``[T]``."""
-        first, *more = self.labels
-        if more:
-            return torch.cat([part.view(-1) for part in self.labels])
-        return first if first.dim() == 1 else first.view(-1)
+        parts = [*map(Tensor.flatten, self.labels)]
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
 
     def checksum(self, backend: str) -> Tensor:
         """A checksum of all labels, 0-dim: see :func:`label_facts`."""
-        known = None if self.facts is None else self.facts.numbers
-        facts = label_facts(self.labels, self.ignore_index, backend=backend) if known is None else known
+        asked = self.facts
+        facts = label_facts(self.labels, self.ignore_index, backend=backend) if asked is None else asked.numbers
         return facts[:, 3].sum()
 
     def tokens(self) -> Tokens:
@@ -410,5 +403,5 @@ class Counting:
         merged = self.flat()
         safe, ignored, shares, right = masked_labels(merged, self.ignore_index, self.vocab_size, backend=self.backend)
         check_right(right, merged, self.vocab_size, self.ignore_index)
-        counts = tuple([part.numel() for part in self.labels])
-        return Tokens(safe, self.shapes, counts, (None,) * len(self.labels), ignored, shares)
+        counts = tuple(map(Tensor.numel, self.labels))
+        return Tokens(safe, self.shapes, counts, (None,) * len(counts), ignored, shares)

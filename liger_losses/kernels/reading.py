@@ -107,8 +107,7 @@ def label_facts(
 
 
 class LabelFacts(NamedTuple):
-    """What :func:`label_facts` returns, what reads it on the host, and what it keeps,
-    where one launch finds that too."""
+    """What :func:`label_facts` returns, what reads it on the host, and what it keeps if one launch finds that too."""
 
     numbers: Tensor
     read: Callable[[], Any]

@@ -85,7 +85,7 @@ def compute_statistics(
     may_record = call.quantized is not None or call.query.comparison is not None
     with torch.no_grad() if may_record else nullcontext(), without_autocast(weight):
         values, _ = Stream(call, weight, bias, hidden).statistics()
-    names = tuple(dict.fromkeys((*call.outputs, *others)))
+    names = tuple(dict.fromkeys((*call.outputs, *others))) if others else call.outputs
     return dict(zip(names, call.tokens.scatter(values, names), strict=True))
 
 
@@ -94,7 +94,8 @@ def without_autocast(weight: Tensor) -> AbstractContextManager[Any]:
 
     Switching autocast off costs the host as much as several launches: only where it is on.
     """
-    on_device, kind = torch.cuda.device_of(weight), weight.device.type
+    elsewhere, kind = weight.is_cuda and weight.get_device() != torch.cuda.current_device(), weight.device.type
+    on_device: AbstractContextManager[Any] = torch.cuda.device_of(weight) if elsewhere else nullcontext()
     if not torch.is_autocast_enabled(kind):
         return on_device
     both = ExitStack()

@@ -378,9 +378,9 @@ class Counting:
         """The active tokens, once their number is known."""
         if self.facts is None:
             return self._all_tokens()
-        facts = self.facts.read()
-        _check_vocabulary([end for _, *ends, _ in facts for end in ends], self.vocab_size, self.ignore_index)
-        counts, kept, sizes = tuple([count for count, *_ in facts]), self.facts.kept, [*map(Tensor.numel, self.labels)]
+        counts, lows, highs, _ = zip(*self.facts.read(), strict=True)
+        _check_vocabulary((*lows, *highs), self.vocab_size, self.ignore_index)
+        kept, sizes = self.facts.kept, [*map(Tensor.numel, self.labels)]
         indices: list[Tensor | None] = []
         total, whole, before = sum(counts), sum(sizes), 0
         if kept is not None and total < whole:

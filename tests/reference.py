@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from unittest import mock
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from liger_losses.chunked.engine import call, decision, plan, straight_line
 
@@ -58,6 +58,25 @@ def problem(n=13, h=24, v=61, *, dtype=torch.float32, masked=0.3, bias=False, se
 def double(*tensors):
     """fp64 copies that require gradients where the originals do."""
     return tuple(None if t is None else t.detach().double().requires_grad_(t.requires_grad) for t in tensors)
+
+
+def linear_of(weight: Tensor, bias: Tensor | None = None) -> nn.Linear:
+    """A layer with this weight and bias."""
+    layer = nn.Linear(weight.shape[1], weight.shape[0], bias=bias is not None)
+    layer.weight, layer.bias = nn.Parameter(weight.detach()), None if bias is None else nn.Parameter(bias.detach())
+    return layer
+
+
+def tensors_of(result) -> list[Tensor]:
+    """All tensors of a result: the loss, and metrics in any nesting."""
+    if result is None or isinstance(result, Tensor):
+        return [] if result is None else [result]
+    return [t for part in (result.values() if isinstance(result, dict) else result) for t in tensors_of(part)]
+
+
+def gradients(loss, inputs):
+    """Of the inputs that require them; they may be asked for again."""
+    return torch.autograd.grad(loss, [t for t in inputs if t is not None and t.requires_grad], retain_graph=True)
 
 
 def relative_error(value: Tensor, exact: Tensor) -> float:

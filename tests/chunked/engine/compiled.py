@@ -17,7 +17,7 @@ from liger_losses import (
 )
 from tests.chunked.engine import shared_vocabulary as calls
 from tests.chunked.engine.shared_vocabulary import CE
-from tests.reference import relative_error
+from tests.reference import relative_error, tensors_of
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 B, H, V = calls.ROWS, calls.HIDDEN, calls.VOCAB
@@ -49,31 +49,20 @@ def layer(dtype=torch.float32):
     return nn.Linear(H, V, device=DEVICE, dtype=dtype)
 
 
-def flat(result):
-    """All tensors of a result."""
-    if result is None:
-        return []
-    return [result] if isinstance(result, torch.Tensor) else [t for part in parts_of(result) for t in flat(part)]
-
-
-def parts_of(result):
-    return result.values() if isinstance(result, dict) else result
-
-
 def structure(result):
     """How they are arranged: the named tuples' classes, and where there is none."""
     if result is None or isinstance(result, torch.Tensor):
         return None if result is None else torch.Tensor
     return (
         type(result),
-        [structure(part) for part in parts_of(result)],
+        [structure(part) for part in (result.values() if isinstance(result, dict) else result)],
         list(result) if isinstance(result, dict) else None,
     )
 
 
 def gradients(result, leaves, scale=1.0):
     """Of a sum of all outputs in which no two entries count alike. (Zeros are as good as none.)"""
-    outputs = [tensor for tensor in flat(result) if tensor.requires_grad]
+    outputs = [tensor for tensor in tensors_of(result) if tensor.requires_grad]
     leaves = [leaf for leaf in leaves if leaf.requires_grad]
     assert outputs, "nothing to differentiate"
     weights = [(scale * torch.arange(1.0, 1 + o.numel()).cos()).view(o.shape).to(o) for o in outputs]
@@ -84,7 +73,7 @@ def gradients(result, leaves, scale=1.0):
 def assert_same(found, expected, tolerance=TOLERANCE):
     """Results of calls: structure, values, dtypes, and what can be differentiated."""
     assert structure(found) == structure(expected)
-    for a, b in zip(flat(found), flat(expected), strict=True):
+    for a, b in zip(tensors_of(found), tensors_of(expected), strict=True):
         torch.testing.assert_close(a, b, equal_nan=True, **tolerance)
         assert a.requires_grad == b.requires_grad
 

@@ -43,7 +43,7 @@ from liger_losses import (
 )
 from liger_losses.chunked.engine.agreement import RankError
 from tests.processes import case_named
-from tests.reference import relative_error
+from tests.reference import relative_error, tensors_of
 
 WORLD, ROWS, LENGTH, HIDDEN, VOCAB = 4, 4, 6, 16, 30
 #: How many rows each rank of a group has.
@@ -257,12 +257,6 @@ VARIANTS = {
 }
 
 
-def flat(result):
-    if result is None or isinstance(result, torch.Tensor):
-        return [] if result is None else [result]
-    return [tensor for part in result for tensor in flat(part)]
-
-
 @dataclass(frozen=True)
 class Part:
     """This rank's rows of a vocabulary."""
@@ -284,7 +278,7 @@ def run(call, d, variant, part=None):
     bias = d["bias"][rows].clone().requires_grad_(not variant.frozen) if variant.bias else None
     head = Head(weight, bias, variant.transform, group)
     ref = Head(d["ref_weight"][rows], None, variant.transform, group)
-    found = flat(call(head, ref, {**d, "h": hidden}))
+    found = tensors_of(call(head, ref, {**d, "h": hidden}))
     outputs = [tensor for tensor in found if tensor.requires_grad]
     upstream = [torch.arange(1.0, 1 + o.numel()).cos().view(o.shape).to(o) for o in outputs]
     leaves = [leaf for leaf in (hidden, weight, bias) if leaf is not None and leaf.requires_grad]

@@ -21,19 +21,11 @@ from liger_losses.chunked.engine.call import make_call
 from liger_losses.chunked.engine.query import Query
 from liger_losses.kernels import label_rows, linear_exp, reading
 from liger_losses.kernels._triton import INTERPRETED, triton
-from tests.reference import double, plain_statistics, problem, small_calls
+from tests.reference import double, linear_of, plain_statistics, problem, small_calls
 
 ROOT = Path(liger_losses.__file__).parent
 #: Where there is a GPU, Triton compiles: its interpreter, in which these tests run on the CPU, is off.
 interpreted = pytest.mark.skipif(not INTERPRETED or triton is None, reason="needs Triton's interpreter")
-
-
-def linear_of(weight, bias=None):
-    layer = nn.Linear(weight.shape[1], weight.shape[0], bias=bias is not None)
-    layer.weight = nn.Parameter(weight.detach())
-    if bias is not None:
-        layer.bias = nn.Parameter(bias.detach())
-    return layer
 
 
 def test_a_head_of_tensors_modules_and_heads():

@@ -14,7 +14,7 @@ from liger_losses import (
 )
 from liger_losses.chunked.engine import autograd_functions, plan
 from liger_losses.chunked.engine.tokens import Tokens, shift_labels
-from tests.reference import assert_as_exact_as_plain, double, peak_bytes, problem
+from tests.reference import assert_as_exact_as_plain, double, linear_of, peak_bytes, problem
 
 K, H, V, SHAPE = 3, 24, 131, (2, 11)
 WEIGHTS = [1.0, 0.8, 0.64]
@@ -269,12 +269,6 @@ def test_a_head_of_weight_0_may_hold_anything(what, reduction, weights, monkeypa
         torch.testing.assert_close(a, torch.zeros_like(a) if b is None else b)
 
 
-def linear(weight):
-    layer = nn.Linear(H, len(weight), bias=False)
-    layer.weight = nn.Parameter(weight.detach())
-    return layer
-
-
 def test_heads_of_different_vocabularies():
     """A draft model with a vocabulary of its own."""
     (hidden, weight, labels, _), (draft, small, _, _) = problem(20, 8, 31), problem(20, 12, 9, seed=1)
@@ -328,7 +322,7 @@ def test_a_repeated_head_in_a_compiled_function(streams):
     """It is one stream there too."""
     loss_module = LigerFusedLinearCrossEntropyLoss(shift=[1, 2, 3])
     (first, second, third, weight, *_), _, labels = targets("own heads")
-    layer = linear(weight)
+    layer = linear_of(weight)
 
     def function(first, second, third):
         return loss_module([layer] * 3, [first, second, torch.sin(third)], labels)[0]

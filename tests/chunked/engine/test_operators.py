@@ -28,13 +28,13 @@ from tests.chunked.engine.compiled import (
     check,
     compiled,
     distillation,
-    flat,
     gradients,
     layer,
     marked,
     masked,
     pairs,
 )
+from tests.reference import tensors_of
 
 pytestmark = pytest.mark.usefixtures("nothing_compiled")
 
@@ -184,9 +184,14 @@ def test_several_backwards_and_losses_in_any_order():
     """Two calls before a backward that runs twice, each of which makes the call again in fp16."""
     names, dtype = ("cross entropy", "BCO"), torch.float16
     head, ours, theirs = layer(dtype), Several(*names), Several(*names)
-    function, counter = compiled(lambda d: sum(tensor.sum() for tensor in flat(ours(head, d)) if tensor.requires_grad))
+    function, counter = compiled(
+        lambda d: sum(tensor.sum() for tensor in tensors_of(ours(head, d)) if tensor.requires_grad)
+    )
     results = []
-    for call in (function, lambda d: sum(tensor.sum() for tensor in flat(theirs(head, d)) if tensor.requires_grad)):
+    for call in (
+        function,
+        lambda d: sum(tensor.sum() for tensor in tensors_of(theirs(head, d)) if tensor.requires_grad),
+    ):
         one, other = of_any_length(batch(5, dtype=dtype)), batch(7, dtype=dtype)
         first, second = call(one), call(other)
         head.zero_grad()

@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from liger_losses import EngineOptions, linear_logps, linear_statistics, linear_token_loss
-from tests.chunked.engine.test_stream import OPTIONS, gradients
-from tests.reference import assert_as_exact_as_plain, double, plain_statistics, problem
+from tests.chunked.engine.test_stream import OPTIONS
+from tests.reference import assert_as_exact_as_plain, double, gradients, plain_statistics, problem
 
 
 def test_selected_columns_of_several_heads():

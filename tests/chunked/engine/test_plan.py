@@ -10,8 +10,8 @@ from liger_losses import EngineOptions, LogitTransform, linear_logps, linear_sta
 from liger_losses.chunked.engine import plan as planning
 from liger_losses.chunked.engine.plan import SMALL_CALL_FLOPS, MiB, Workload, is_small, make_plan
 from liger_losses.chunked.engine.weights import Weights
-from tests.chunked.engine.test_stream import gradients, weighted
-from tests.reference import NAMES, assert_as_exact_as_plain, double, peak_bytes, plain_statistics, problem
+from tests.chunked.engine.test_stream import weighted
+from tests.reference import NAMES, assert_as_exact_as_plain, double, gradients, peak_bytes, plain_statistics, problem
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

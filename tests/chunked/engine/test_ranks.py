@@ -52,12 +52,11 @@ from tests.chunked.engine.shared_vocabulary import (
     case_of,
     compare,
     errors_before_a_call,
-    flat,
     run,
     support,
 )
 from tests.processes import BACKENDS, case_named, device_type, start
-from tests.reference import problem, relative_error
+from tests.reference import problem, relative_error, tensors_of
 
 #: Rows of the table of combinations that ranks share the vocabulary of, and those that take the Triton kernels.
 ALONE = {"strategy": (None,), "layout": ("contiguous",), "invariant": (False,), "teacher": ("model", "narrower")}
@@ -118,7 +117,7 @@ def dtensors(parts):
         for leaf in (weight, bias):
             leaf.requires_grad_()
         with case_named(f"{name}, DTensors, {placement}"):
-            found = flat(call(Head(weight, bias), Head(ref), {**d, "h": hidden, "other": other}))
+            found = tensors_of(call(Head(weight, bias), Head(ref), {**d, "h": hidden, "other": other}))
             torch.testing.assert_close(found, expected)
             outputs = [tensor for tensor in found if tensor.requires_grad]
             upstream = [torch.arange(1.0, 1 + o.numel()).cos().view(o.shape).to(o) for o in outputs]

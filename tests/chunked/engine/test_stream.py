@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from liger_losses import EngineOptions, linear_logps, linear_statistics, linear_token_loss
-from tests.reference import assert_as_exact_as_plain, double, plain_statistics, problem
+from tests.reference import assert_as_exact_as_plain, double, gradients, plain_statistics, problem
 
 MiB = 2**20
 TRANSFORM = {"temperature": 0.7, "logit_scale": 1.3, "softcap": 5.0}
@@ -21,10 +21,6 @@ def weighted(values, seed=3):
     """A fixed random linear function of tensors, so that every statistic and token has its own upstream gradient."""
     g = torch.Generator().manual_seed(seed)
     return sum((v * torch.randn(v.shape, generator=g, dtype=torch.float64).to(v)).sum() for v in values)
-
-
-def gradients(loss, inputs):
-    return torch.autograd.grad(loss, [t for t in inputs if t is not None and t.requires_grad], retain_graph=True)
 
 
 def test_selected_columns_in_many_half_precision_blocks():

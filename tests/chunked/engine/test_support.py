@@ -24,7 +24,7 @@ from liger_losses.kernels import row_sums
 from liger_losses.kernels._triton import INTERPRETED
 from liger_losses.kernels.given_columns import ByRows, GivenCall, GivenColumns, evaluate, project_, with_gradients
 from liger_losses.kernels.given_ids import Facts, GivenIds, find
-from tests.reference import peak_bytes, plain_logits, problem
+from tests.reference import gradients, peak_bytes, plain_logits, problem
 
 NEEDS_TRITON = pytest.mark.skipif(not INTERPRETED, reason="needs TRITON_INTERPRET=1")
 BACKENDS = ["torch", pytest.param("triton", marks=NEEDS_TRITON)]
@@ -67,10 +67,6 @@ def total(values):
     upstream = torch.rand(3, *values["logp"].shape, generator=torch.Generator().manual_seed(7), dtype=torch.float64)
     upstream = upstream.to(values["logp"].device)
     return sum((values[name] * u).sum() for name, u in zip(NAMES, upstream - 0.4, strict=True))
-
-
-def gradients(loss, inputs):
-    return torch.autograd.grad(loss, [t for t in inputs if t is not None and t.requires_grad], retain_graph=True)
 
 
 @pytest.mark.parametrize(("backend", "uncut"), [("torch", ()), ("torch", (2,)), ("triton", ())])

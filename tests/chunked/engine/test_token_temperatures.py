@@ -24,15 +24,11 @@ from liger_losses import (
     linear_token_loss,
 )
 from liger_losses.integrations import megatron, on_logits, verl
-from tests.reference import problem
+from tests.reference import gradients, problem
 
 
 def temperatures(shape, seed=5, dtype=torch.float32):
     return (0.4 + 1.6 * torch.rand(shape, generator=torch.Generator().manual_seed(seed))).to(dtype)
-
-
-def grads(loss, inputs):
-    return torch.autograd.grad(loss, [t for t in inputs if t is not None and t.requires_grad], retain_graph=True)
 
 
 def test_distillation():
@@ -50,7 +46,7 @@ def test_distillation():
         soft = each * t.square() if squared else each
         expected = (0.3 * hard + 0.7 * soft)[mask].mean()
         torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
-        both = grads(found, (hidden, weight)), grads(expected, (hidden, weight))
+        both = gradients(found, (hidden, weight)), gradients(expected, (hidden, weight))
         torch.testing.assert_close(*both, rtol=1e-3, atol=1e-5)
 
 
@@ -74,7 +70,9 @@ def test_grpo(options):
     found, metrics = value(hidden, ref, temperature=torch.where(mask == 0, 0.0, t))
     expected, others = value(hidden / t[..., None], ref / t[..., None])
     torch.testing.assert_close((found, metrics), (expected, others), rtol=1e-4, atol=1e-6)
-    torch.testing.assert_close(grads(found, (hidden, weight)), grads(expected, (hidden, weight)), rtol=1e-3, atol=1e-6)
+    torch.testing.assert_close(
+        gradients(found, (hidden, weight)), gradients(expected, (hidden, weight)), rtol=1e-3, atol=1e-6
+    )
 
 
 def test_what_is_refused():
@@ -157,7 +155,7 @@ def test_of_logits_that_exist(monkeypatch, dtype):
     monkeypatch.setattr("liger_losses.integrations.logit_statistics._BLOCK", 5 * 17)  # several blocks
     found, _ = on_logits.grpo_loss(logits, labels, advantages, mask, beta=0.0, temperature=t.where(mask != 0, 0.0))
     torch.testing.assert_close(found, expected)
-    torch.testing.assert_close(grads(found, (logits,)), grads(expected, (logits,)))
+    torch.testing.assert_close(gradients(found, (logits,)), gradients(expected, (logits,)))
     with pytest.raises(ValueError, match=r"\[3, 4\], got shape \[3\]"):
         on_logits.grpo_loss(logits, labels, advantages, mask, temperature=t[:, 0])
 
@@ -179,10 +177,10 @@ def test_in_the_places_of_other_heads():
 def test_a_changed_temperature_does_not_reach_backward():
     hidden, weight, labels, _ = problem(6, 8, 31, masked=0.0)
     t = temperatures(6)
-    (expected,) = grads(linear_logps(hidden, weight, labels, temperature=t.clone()).sum(), (weight,))
+    (expected,) = gradients(linear_logps(hidden, weight, labels, temperature=t.clone()).sum(), (weight,))
     logps = linear_logps(hidden, weight, labels, temperature=t)
     t.fill_(3.0)
-    torch.testing.assert_close(grads(logps.sum(), (weight,))[0], expected)
+    torch.testing.assert_close(gradients(logps.sum(), (weight,))[0], expected)
 
 
 def test_compiled_once_for_all_values():
@@ -201,7 +199,9 @@ def test_compiled_once_for_all_values():
         t = temperatures(6, seed)
         found, expected = function(hidden, weight, t), linear_logps(hidden, weight, labels, temperature=t)
         torch.testing.assert_close(found, expected)
-        torch.testing.assert_close(grads(found.sum(), (hidden, weight)), grads(expected.sum(), (hidden, weight)))
+        torch.testing.assert_close(
+            gradients(found.sum(), (hidden, weight)), gradients(expected.sum(), (hidden, weight))
+        )
     assert len(built) == 1
 
 
@@ -243,7 +243,7 @@ def test_of_all_tokens_of_several_tensors(heads):
     wanted = [(h @ weight.T / own[:, None]).log_softmax(-1) for h, own in zip(hidden, t.split([5, 7]), strict=True)]
     logps = [w.gather(-1, y.clamp(0)[..., None])[..., 0] * (y >= 0) for w, y in zip(wanted, labels, strict=True)]
     inputs = [*hidden, weight]
-    for got, right in zip(grads(loss, inputs), grads(sum((p**2).sum() for p in logps), inputs), strict=True):
+    for got, right in zip(gradients(loss, inputs), gradients(sum((p**2).sum() for p in logps), inputs), strict=True):
         torch.testing.assert_close(got, right)
     for one, other in zip(linear_logps(hidden, layers, labels, temperature=t), logps, strict=True):
         torch.testing.assert_close(one, other)

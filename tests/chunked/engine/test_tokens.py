@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from liger_losses import EngineOptions, linear_logps, linear_statistics, linear_token_loss
-from tests.chunked.engine.test_stream import MiB, gradients, weighted
-from tests.reference import peak_bytes, plain_statistics, problem
+from tests.chunked.engine.test_stream import MiB, weighted
+from tests.reference import gradients, peak_bytes, plain_statistics, problem
 
 
 @pytest.mark.parametrize("strategy", ["one_pass", "two_pass", "resident"])

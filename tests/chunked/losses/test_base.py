@@ -35,6 +35,7 @@ from liger_losses import (
     Teacher,
     TeacherTopK,
 )
+from tests.reference import linear_of, tensors_of
 
 B, T, H, V = 4, 7, 12, 37
 g = torch.Generator().manual_seed(3)
@@ -45,13 +46,6 @@ LABELS = torch.randint(V - 1, (B, T), generator=g).masked_fill(torch.rand(B, T, 
 LABELS[0, 0], LABELS[3, 1] = V - 1, V - 1
 MARKS, ADVANTAGES = torch.tensor([True, False, False, True]), torch.tensor([1.0, -0.5, 0.3, -1.0])
 OLD = -3.6 + 0.5 * torch.randn(B, T, generator=g)
-
-
-def tuple_of(result):
-    """All tensors of a result: the loss, and metrics in any nesting."""
-    if isinstance(result, tuple):
-        return [tensor for part in result for tensor in tuple_of(part)]
-    return [] if result is None else [result]
 
 
 def labels_of(loss):
@@ -235,10 +229,10 @@ def test_setting_an_option_equals_building_with_it(build, call, given, name, val
     if name == "weight_hard_loss" and call is from_sparse:
         value = 0.2
     loss = build(**given)
-    before = tuple_of(call(loss))
+    before = tensors_of(call(loss))
     loss = build(**given)
     setattr(loss, name, value)
-    after, built = tuple_of(call(loss)), tuple_of(call(build(**{**given, name: value})))
+    after, built = tensors_of(call(loss)), tensors_of(call(build(**{**given, name: value})))
     assert len(after) == len(built)
     torch.testing.assert_close(after, built, rtol=0, atol=0)
     changed = len(before) != len(after) or any(
@@ -424,12 +418,6 @@ def test_an_adaptive_coefficient_may_be_set():
 # --- Heads ------------------------------------------------------------------------------------------------------------
 
 
-def module(weight, bias):
-    layer = nn.Linear(H, V, bias=bias is not None)
-    layer.weight, layer.bias = nn.Parameter(weight), None if bias is None else nn.Parameter(bias)
-    return layer
-
-
 HEADS = [
     (LigerFusedLinearCrossEntropyLoss(softcap=4.0), cross_entropy),
     (LigerFusedLinearDPOLoss(softcap=4.0), pairs),
@@ -445,12 +433,12 @@ HEAD_IDS = [f"{type(loss).__name__}-{call.__name__}" for loss, call in HEADS]
 
 @pytest.mark.parametrize(("loss", "call"), HEADS, ids=HEAD_IDS)
 def test_weights_may_be_tensors_modules_and_heads(loss, call):
-    expected = tuple_of(call(loss, WEIGHT, BIAS, REF_WEIGHT, BIAS))
-    for make in (module, Head):
-        found = tuple_of(call(loss, make(WEIGHT, BIAS), None, make(REF_WEIGHT, BIAS), None))
+    expected = tensors_of(call(loss, WEIGHT, BIAS, REF_WEIGHT, BIAS))
+    for make in (linear_of, Head):
+        found = tensors_of(call(loss, make(WEIGHT, BIAS), None, make(REF_WEIGHT, BIAS), None))
         torch.testing.assert_close(found, expected)
     with_its_own = Head(WEIGHT, BIAS, LogitTransform(softcap=4.0))
-    torch.testing.assert_close(tuple_of(call(loss, with_its_own, None, REF_WEIGHT, BIAS)), expected)
+    torch.testing.assert_close(tensors_of(call(loss, with_its_own, None, REF_WEIGHT, BIAS)), expected)
     with pytest.raises(ValueError, match="given twice"):
         call(loss, Head(WEIGHT, BIAS), BIAS)
     with pytest.raises(ValueError, match="softcap was given twice"):
@@ -481,10 +469,10 @@ def test_native_forms_take_heads():
         (LigerFusedLinearKTOLoss(use_ref_model=True), {"kl_completions": sides[0]}),
     ):
         expected = loss(WEIGHT, *sides, bias=BIAS, ref_weight=REF_WEIGHT, ref_bias=BIAS, **extra)[0]
-        found = loss(Head(WEIGHT, BIAS), *sides, ref_weight=module(REF_WEIGHT, BIAS), **extra)[0]
+        found = loss(Head(WEIGHT, BIAS), *sides, ref_weight=linear_of(REF_WEIGHT, BIAS), **extra)[0]
         torch.testing.assert_close(found, expected)
     jsd = LigerFusedLinearJSDLoss()
-    like_liger = jsd(HIDDEN, module(WEIGHT, BIAS), TEACHER_HIDDEN, Head(TEACHER_WEIGHT, BIAS), LABELS)
+    like_liger = jsd(HIDDEN, linear_of(WEIGHT, BIAS), TEACHER_HIDDEN, Head(TEACHER_WEIGHT, BIAS), LABELS)
     torch.testing.assert_close(like_liger, jsd(WEIGHT, HIDDEN, LABELS, teacher(bias=BIAS), bias=BIAS)[0])
 
 
@@ -517,7 +505,7 @@ def test_a_copy_has_options_of_its_own(build, call, copied):
     assert other.state_dict().keys() == loss.state_dict().keys()
     other.temperature = 2.0
     assert (loss.temperature, other.temperature) == (0.7, 2.0)
-    torch.testing.assert_close(tuple_of(call(other)), tuple_of(call(build(temperature=2.0))), rtol=0, atol=0)
+    torch.testing.assert_close(tensors_of(call(other)), tensors_of(call(build(temperature=2.0))), rtol=0, atol=0)
 
 
 def test_options_are_frozen_and_read_by_name():

@@ -18,7 +18,7 @@ from liger_losses.chunked.losses.policy import AdaptiveEntropy
 from liger_losses.chunked.losses.policy_tables import LOSS_TYPES
 from liger_losses.chunked.losses.unpaired import mean_over_processes
 from tests.processes import BACKENDS, case_named, start
-from tests.reference import small_calls
+from tests.reference import small_calls, tensors_of
 
 WORLD, ROWS, LENGTH, HIDDEN, VOCAB = 2, 4, 9, 6, 13
 CUT = 5  # the first rank has the first five tokens of each sequence, the second the other four
@@ -266,9 +266,7 @@ CASES["GRPO, vespo"] = (build("GRPO", loss_type="vespo"), policy_per_token)
 
 def numbers(found):
     """All tensors of a result, detached."""
-    if isinstance(found, torch.Tensor):
-        return [found.detach().clone()]
-    return [] if found is None else list(itertools.chain.from_iterable(numbers(part) for part in found))
+    return [tensor.detach().clone() for tensor in tensors_of(found)]
 
 
 def run(name, rank=None, group=None):

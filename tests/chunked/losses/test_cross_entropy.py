@@ -158,13 +158,6 @@ def test_other_ignore_index_and_batched_shapes_and_shift():
     torch.testing.assert_close(ours, F.cross_entropy(logits, labels[:, 1:].reshape(-1), ignore_index=7))
 
 
-def test_num_items_in_batch_as_a_tensor():
-    hidden, weight, labels, _ = problem()
-    total = LigerFusedLinearCrossEntropyLoss(reduction="sum")(weight, hidden, labels)
-    mean = LigerFusedLinearCrossEntropyLoss()(weight, hidden, labels, num_items_in_batch=torch.tensor(5))
-    torch.testing.assert_close(mean, total / 5)
-
-
 def test_ce_weight_moves_with_the_module_and_is_not_saved():
     module = LigerFusedLinearCrossEntropyLoss(ce_weight=torch.ones(3)).to(torch.float64)
     assert module.ce_weight.dtype == torch.float64

@@ -196,11 +196,6 @@ def test_a_single_completion_takes_one_reference_log_prob_and_its_own_nll_labels
     torch.testing.assert_close(LigerFusedLinearORPOLoss()(weight, *pair, None, labels[0])[0], plain)
 
 
-def test_attributes_are_those_that_were_given():
-    module = LigerFusedLinearDPOLoss(loss_type="ipo", label_smoothing=0.1, discopop_tau=0.2, beta=0.3)
-    assert (module.loss_type, module.label_smoothing, module.discopop_tau, module.beta) == ("ipo", 0.1, 0.2, 0.3)
-
-
 def test_a_loss_of_ones_own():
     class Margin(PreferenceLoss):
         def pair_loss(self, pairs: Pairs):

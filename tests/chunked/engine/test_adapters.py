@@ -5,10 +5,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from liger_losses import (
-    Head,
-    LigerFusedLinearCrossEntropyLoss,
-)
+from liger_losses import Head, LigerFusedLinearCrossEntropyLoss
 from tests.chunked.engine.test_quantized_weight import H, V, linear
 from tests.quantized_layers import LAYERS, dequantized
 from tests.reference import double, problem, relative_error

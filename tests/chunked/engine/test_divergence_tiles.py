@@ -4,13 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from liger_losses import (
-    DistillationLoss,
-    EngineOptions,
-    Head,
-    Teacher,
-    linear_divergence,
-)
+from liger_losses import DistillationLoss, EngineOptions, Head, Teacher, linear_divergence
 from liger_losses.chunked.engine import decision, divergence_tiles, plan, two_models
 from liger_losses.chunked.engine.call import make_call
 from liger_losses.chunked.engine.query import Comparison, Query

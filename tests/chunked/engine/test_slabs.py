@@ -3,12 +3,7 @@
 import pytest
 import torch
 
-from liger_losses import (
-    Head,
-    LigerFusedLinearCrossEntropyLoss,
-    linear_logps,
-    linear_statistics,
-)
+from liger_losses import Head, LigerFusedLinearCrossEntropyLoss, linear_logps, linear_statistics
 from liger_losses.chunked.engine import blocks, plan
 from liger_losses.chunked.engine.adapters import LowRank
 from liger_losses.chunked.engine.call import make_call

@@ -6,9 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from liger_losses import (
-    LigerFusedLinearDPOLoss,
-)
+from liger_losses import LigerFusedLinearDPOLoss
 from liger_losses.chunked.losses.dpo import DPO_LOSSES, F_DIVERGENCES
 from tests.reference import plain_statistics, problem
 

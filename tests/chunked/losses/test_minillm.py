@@ -5,10 +5,7 @@ import math
 import torch
 import torch.nn.functional as F
 
-from liger_losses import (
-    LigerFusedLinearMiniLLMLoss,
-    Teacher,
-)
+from liger_losses import LigerFusedLinearMiniLLMLoss, Teacher
 from liger_losses.chunked.losses.minillm import minillm_returns
 from tests.chunked.losses.test_distillation import B, T, kl, problem
 

@@ -3,9 +3,7 @@
 import pytest
 import torch
 
-from liger_losses import (
-    linear_statistics,
-)
+from liger_losses import linear_statistics
 from liger_losses.chunked.losses.dpo import DPO_LOSSES
 from tests.reference import problem
 

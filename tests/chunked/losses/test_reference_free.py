@@ -5,11 +5,7 @@ import math
 import torch
 import torch.nn.functional as F
 
-from liger_losses import (
-    LigerFusedLinearCPOLoss,
-    LigerFusedLinearORPOLoss,
-    LigerFusedLinearSimPOLoss,
-)
+from liger_losses import LigerFusedLinearCPOLoss, LigerFusedLinearORPOLoss, LigerFusedLinearSimPOLoss
 from tests.chunked.losses.test_dpo import BETA, FORMULAS, B, V, batch, s, sums
 
 

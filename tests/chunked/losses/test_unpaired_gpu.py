@@ -3,10 +3,7 @@
 import pytest
 import torch
 
-from liger_losses import (
-    LigerFusedLinearBCOLoss,
-    LigerFusedLinearKTOLoss,
-)
+from liger_losses import LigerFusedLinearBCOLoss, LigerFusedLinearKTOLoss
 from tests.chunked.engine.test_stream_gpu import gradients, on
 
 pytestmark = pytest.mark.gpu

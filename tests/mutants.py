@@ -43,8 +43,8 @@ MUTANTS: dict[str, list[tuple[str, str, str]]] = {
         ("chunked/engine/tokens.py", "found.masked_fill_(self.ignored, 1.0)", "found.clamp_(max=9.0)"),
         ("chunked/engine/weights.py", "accumulate=accumulate or part.start > 0)", "accumulate=accumulate)"),
         ("chunked/engine/adapters.py", ", adapter.a) * adapter.scale, ", ", adapter.a), "),
-        ("chunked/engine/stream.py", "temperature = temperature[self.order]", "temperature = temperature + 0"),
-        ("chunked/engine/stream.py", "query=call.query.subset(self.order, losses),", "query=call.query,"),
+        ("chunked/engine/stream.py", "transform.temperature[self.order])", "transform.temperature + 0)"),
+        ("chunked/engine/stream.py", "call.query.subset(self.order)", "call.query"),
         ("chunked/engine/stream.py", "{name: value[self.order] for", "{name: value for"),
     ],
     "tests/chunked/test_combinations.py -k 'in_triton and statistics'": [

@@ -169,11 +169,7 @@ def test_what_is_refused():
     head = Head(Int8Weight(weight))
     with pytest.raises(ValueError, match=r"hidden_states must be \[..., 40\] to fit the weight \(120, 40\)"):
         linear_logps(hidden[:, :30], head, labels)
-    with pytest.raises(ValueError, match="batch_invariant takes a quantized head that is dequantized as a whole"):
-        linear_logps(hidden, Head(Int8Weight(weight), batch_invariant=True), labels, workspace=30_000)
     adapter = LowRank(*lora())
-    with pytest.raises(ValueError, match="batch_invariant takes a head without adapters"):
-        linear_logps(hidden, Head(weight, batch_invariant=True, adapters=(adapter,)), labels)
     with pytest.raises(
         ValueError, match=r"\[rank, hidden_size\] and \[vocab_size, rank\], for hidden states \(20, 30\)"
     ):

@@ -293,10 +293,7 @@ def test_what_is_frozen_has_no_gradient(frozen):
 @pytest.mark.parametrize("loss", [dpo, grpo])
 def test_gradients_of_fp16_wait_for_the_loss_scale(loss):
     hidden, weight, labels = problem(torch.float16)
-    sides, of_sides = (
-        [hidden.detach()[:1].requires_grad_(), hidden.detach()[1:].requires_grad_()],
-        list(labels.split(1)),
-    )
+    sides, of_sides = [part.detach().requires_grad_() for part in hidden.split(1)], list(labels.split(1))
     loss(sides, weight, of_sides, "triton")[0].backward()
     assert not any(line.coupled for line in made())
 
@@ -304,10 +301,7 @@ def test_gradients_of_fp16_wait_for_the_loss_scale(loss):
 @pytest.mark.parametrize("loss", [dpo, grpo])
 def test_coupled_losses_of_a_frozen_head(loss):
     hidden, weight, labels = problem(torch.float32)
-    sides, of_sides = (
-        [hidden.detach()[:1].requires_grad_(), hidden.detach()[1:].requires_grad_()],
-        list(labels.split(1)),
-    )
+    sides, of_sides = [part.detach().requires_grad_() for part in hidden.split(1)], list(labels.split(1))
     expected = torch.autograd.grad(loss(sides, weight, of_sides, "triton")[0], sides)
     found = torch.autograd.grad(loss(sides, weight.detach(), of_sides, "triton")[0], sides)
     assert lines() == (2, 2)

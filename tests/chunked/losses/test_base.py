@@ -487,12 +487,6 @@ def test_a_teachers_head():
         distillation(LigerFusedLinearJSDLoss(), other=Head(TEACHER_WEIGHT, transform=LogitTransform(2.0)))
 
 
-def test_nothing_public_is_gone_but_what_nobody_used():
-    assert not {"ChunkedTokenLoss"} & set(liger_losses.__all__)
-    for name in ("Head", "functional", "ChunkedLoss"):
-        assert hasattr(liger_losses, name)
-
-
 # --- Copies, signatures -----------------------------------------------------------------------------------------------
 
 

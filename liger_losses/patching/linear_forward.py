@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import torch
@@ -15,7 +14,7 @@ from torch.overrides import TorchFunctionMode
 from liger_losses.chunked.engine.checks import is_weight_and_bias
 from liger_losses.chunked.engine.ranks import VocabularyRanks, is_dtensor, local_rows, share_mesh
 from liger_losses.kernels.logit_transform import LogitTransform
-from liger_losses.patching.lazy import allow_materialization, lazy_linear
+from liger_losses.patching.lazy import DeferredLogits, allow_materialization, lazy_linear
 from liger_losses.patching.lazy.deferred import linear
 from liger_losses.patching.lazy.tensor import deferred_logits
 from liger_losses.patching.probing import Mismatch, call_with, check_close, isolated, observe, random, shape_of
@@ -32,37 +31,43 @@ class LazyProducts(TorchFunctionMode):
         return (self.product if func is F.linear else func)(*args, **(kwargs or {}))
 
 
-def _run(forward: Callable[..., Any], hidden_states: Tensor, product: Callable[..., Any]) -> Any:
-    """What a forward returns with other products; Mismatch if it fails."""
-    with allow_materialization(), LazyProducts(product):
-        try:
-            return forward(hidden_states)
-        except Mismatch:
-            raise
-        except Exception as error:
-            raise Mismatch(f"{type(error).__name__}: {str(error)[:160]}") from error
+def _lazy_result(
+    module: Any, forward: Callable[[Any, Tensor], Any], dtype: torch.dtype, weight_dtype: torch.dtype, device: Any
+) -> tuple[DeferredLogits, list[Tensor]]:
+    """What ``forward(module, hidden states)`` returns where its products are lazy, and the tensors it was given.
 
-
-def check_forward(module: Any) -> None:
-    """Raise Mismatch unless the forward on a linear layer's instance returns lazy logits where its products are lazy.
-
-    It runs with small parameters instead of the layer's, which it must read at each call.
+    These are small, also the parameters, which it must read at each call. Raises Mismatch if it fails, or returns
+    anything but lazy logits.
     """
-    if "_hf_hook" in vars(module):
-        raise Mismatch("accelerate moves the layer's inputs or weights in it")
 
     def product(hidden_states: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         if is_dtensor(hidden_states):
             raise Mismatch("it splits its hidden states over processes")
         return lazy_linear(hidden_states, weight, bias)
 
-    width, g = shape_of(module.weight)[1], torch.Generator().manual_seed(0)
-    small = {"weight": random((5, width), g), **({} if module.bias is None else {"bias": random((5,), g)})}
-    with isolated():
-        forward = partial(call_with, small, lambda module, x: vars(module)["forward"](x), module)
-        found = deferred_logits(_run(forward, random((1, 3, width), g), product))
+    width = shape_of(module.weight)[1]
+    hidden_states = torch.zeros(1, 3, width, dtype=dtype, device=device)
+    small = {"weight": torch.zeros(5, width, dtype=weight_dtype, device=device)}
+    if getattr(module, "bias", None) is not None:
+        small["bias"] = torch.zeros(5, dtype=weight_dtype, device=device)
+    with allow_materialization(), LazyProducts(product):
+        try:
+            found = deferred_logits(call_with(small, forward, module, hidden_states))
+        except Mismatch:
+            raise
+        except Exception as error:
+            raise Mismatch(f"{type(error).__name__}: {str(error)[:160]}") from error
     if found is None or found.shape != (1, 3, 5):
         raise Mismatch("it does more than to call F.linear with its parameters, and to cast and scale the result")
+    return found, [hidden_states, *small.values()]
+
+
+def check_forward(module: Any) -> None:
+    """Raise Mismatch unless the forward on a linear layer's instance returns lazy logits if its products are lazy."""
+    if "_hf_hook" in vars(module):
+        raise Mismatch("accelerate moves the layer's inputs or weights in it")
+    with isolated():
+        _lazy_result(module, lambda module, x: vars(module)["forward"](x), torch.float32, torch.float32, "cpu")
 
 
 def local_parameters(module: Any) -> tuple[Tensor, Tensor | None]:
@@ -97,9 +102,7 @@ def match_shared(module: Any) -> VocabularyRanks:
 
 
 def transform_of(layer: nn.Module, hidden_states: Tensor) -> LogitTransform:
-    """What the forward of a linear layer's class does to its products, or Mismatch.
-
-    It runs on lazy logits instead of the products: nothing of their size is computed.
+    """What the forward of a linear layer's class does to the product of its input, weight and bias, or Mismatch.
 
     Args:
         layer: with a weight and, where it has one, a bias.
@@ -107,22 +110,9 @@ def transform_of(layer: nn.Module, hidden_states: Tensor) -> LogitTransform:
     """
     if is_weight_and_bias(layer):
         return LogitTransform()
-    inside = [name for name, _ in layer.named_children()]
-    if inside:
-        raise Mismatch(f"it contains other layers ({', '.join(inside)})")
-    small = [torch.zeros(size, dtype=hidden_states.dtype, device=hidden_states.device) for size in ((2, 4), (3, 4))]
-    logits, products = lazy_linear(*small), []
-
-    def product(*tensors: Tensor | None, bias: Tensor | None = None) -> Tensor:
-        products.append((*tensors, bias)[:3])
-        return logits
-
-    found = deferred_logits(_run(partial(type(layer).forward, layer), hidden_states, product))
-    expected = hidden_states, layer.weight, getattr(layer, "bias", None)
-    if not products:
-        raise Mismatch("it does not call F.linear with its input, its weight and its bias")
-    if any(a is not b for given in products for a, b in zip(given, expected, strict=True)):
+    weight: Any = layer.weight
+    found, given = _lazy_result(layer, type(layer).forward, hidden_states.dtype, weight.dtype, hidden_states.device)
+    used = [tensor for tensor in found.tensors if tensor is not None]
+    if [tensor.data_ptr() for tensor in used] != [tensor.data_ptr() for tensor in given]:
         raise Mismatch("its product is of another input, weight or bias than the layer's")
-    if found is None or found.shape != logits.shape:
-        raise Mismatch("it does more to them than to scale and to soft-cap them")
     return found.head.transform

@@ -14,6 +14,7 @@ from liger_losses.chunked.engine.quantized_kinds import is_quantized
 from liger_losses.patching.known_labels import ask_for_loss, forget_labels, know_labels
 from liger_losses.patching.lazy import LazyLogits, TracedLogits, is_one_graph
 from liger_losses.patching.lazy.gradients import make_empty
+from liger_losses.patching.lazy.traced_logits import without_traced
 from liger_losses.patching.lazy_layers import LazyLinear, LazyQuantized, LazyTokens, force_lazy_head, is_lazy_layer
 from liger_losses.patching.linear_forward import check_forward, match_shared
 from liger_losses.patching.probing import Mismatch
@@ -223,10 +224,8 @@ def _return_tensors(model: nn.Module, args: Any, output: Any) -> Any:
     """A compiled model returns lazy logits as a tensor, which ends its graph, unless ``fullgraph=True`` forbids it."""
     if not torch.compiler.is_dynamo_compiling() or is_one_graph():
         return output
-    if isinstance(output, TracedLogits):
-        return output.lazy()
-    if isinstance(output, tuple):
-        return tuple([part.lazy() if isinstance(part, TracedLogits) else part for part in output])
+    if isinstance(output, (TracedLogits, tuple)):
+        return without_traced(output)
     if isinstance(getattr(output, "logits", None), TracedLogits):
         output.logits = output.logits.lazy()
     return output

@@ -9,7 +9,7 @@ Nothing of other MLPs is replaced by a kernel: they are computed for some tokens
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -130,16 +130,11 @@ class GatedMLP(LinearsStay):
         return f"{'glu' if len(self.inner) == 2 else 'glu_fused'} ({self.gate}){tiles}"
 
     def call(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        if len(args) != 1 or kwargs or not is_plain(*args):
-            return NotImplemented
-        if is_short(args[0]):  # two operations between the layers
+        if len(args) != 1 or kwargs or not is_plain(*args) or is_short(args[0]):  # two operations between the layers
             return NotImplemented
         if self.tiles is None:
             return self.compute(module, args[0])
         return compute_tiled(self.compute, module, args[0], self.tiles, gradients_only)
-
-    def in_tiles(self, tiles: Tiles) -> GatedMLP:
-        return replace(self, tiles=tiles)
 
     def compute(self, module: Any, x: Tensor) -> Tensor:
         """The output of the MLP."""
@@ -315,9 +310,6 @@ class TokenMLP(LinearsStay):
 
     def __str__(self) -> str:
         return str(self.tiles)
-
-    def in_tiles(self, tiles: Tiles) -> TokenMLP:
-        return replace(self, tiles=tiles)
 
     def call(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         if len(args) != 1 or kwargs or not is_plain(*args):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copyreg
+import dataclasses
 import functools
 import weakref
 from collections.abc import Callable, Iterable, Mapping
@@ -34,8 +35,8 @@ class Replacement(Protocol):
         return self.call
 
     def in_tiles(self, tiles: Any) -> Any:
-        """The same for a tile of tokens at a time; by default without a change."""
-        return self
+        """The same for a tile of tokens at a time; itself if it has no field ``tiles``."""
+        return dataclasses.replace(self, tiles=tiles) if hasattr(self, "tiles") else self  # type: ignore[type-var]
 
     @classmethod
     def is_candidate(cls, module: nn.Module) -> bool:

@@ -39,6 +39,7 @@ class DeferredLogits:
         negated: whether the log-probabilities are multiplied by -1.
         weights: the head's weights in its forward; the head here may have slices of them.
         version: the in-place version of the hidden states, which must not change before the logits are computed.
+        needs_grad: of logits without a graph: which of the tensors with one need a gradient.
     """
 
     hidden_states: Tensor
@@ -50,6 +51,7 @@ class DeferredLogits:
     negated: bool = False
     weights: HeadWeights | None = None
     version: int | None = None
+    needs_grad: tuple[bool, ...] = ()
 
     @property
     def tensors(self) -> tuple[Tensor, Tensor, Tensor | None]:
@@ -89,7 +91,8 @@ class DeferredLogits:
 
     def detach(self) -> DeferredLogits:
         """The same logits without gradients."""
-        return replace(self, hidden_states=self.hidden_states.detach(), head=self.head.detach())
+        needs_grad = tuple([t is not None and t.requires_grad for t in self.tensors])
+        return replace(self, hidden_states=self.hidden_states.detach(), head=self.head.detach(), needs_grad=needs_grad)
 
     def with_rows(self, hidden_states: Tensor) -> DeferredLogits:
         """The logits of other tokens: an operation on the token dimensions was applied to the hidden states."""

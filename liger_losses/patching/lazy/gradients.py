@@ -8,7 +8,7 @@ computed from tensors that depend on the logits (:func:`inputs_of`); they send a
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -25,26 +25,16 @@ _LINEAR = (_aten.mul.Tensor, _aten.div.Tensor, _aten.mul.Scalar, _aten.div.Scala
 make_empty: Any = getattr(Tensor, "_make_wrapper_subclass", None)
 
 
-class Source(NamedTuple):
-    """What a node of the graph computes lazy logits of: tensors without a graph, and which of them need a gradient."""
+def empty(kind: type[Tensor], deferred: DeferredLogits) -> Any:
+    """A tensor without memory that looks like the logits."""
+    return make_empty(kind, deferred.shape, dtype=deferred.dtype, device=deferred.device)
 
-    deferred: DeferredLogits
-    needs_grad: tuple[bool, ...]
 
-    @classmethod
-    def of(cls, deferred: DeferredLogits) -> Source:
-        return cls(deferred.detach(), tuple([t is not None and t.requires_grad for t in deferred.tensors]))
-
-    def empty(self, kind: type[Tensor]) -> Any:
-        """A tensor without memory that looks like the logits."""
-        deferred = self.deferred
-        return make_empty(kind, deferred.shape, dtype=deferred.dtype, device=deferred.device)
-
-    def gradients(self, gradient: Tensor, tensors: Any) -> list[Tensor | None]:
-        """From the gradient of the logits to the gradients of the given hidden states, weight and bias."""
-        return recomputed_gradients(
-            lambda *leaves: [self.deferred.with_tensors(*leaves).values()], tensors, self.needs_grad, [gradient]
-        )
+def gradients_of_values(source: DeferredLogits, gradient: Tensor, tensors: Any) -> list[Tensor | None]:
+    """From the gradient of the logits to the gradients of the given hidden states, weight and bias."""
+    return recomputed_gradients(
+        lambda *leaves: [source.with_tensors(*leaves).values()], tensors, source.needs_grad, [gradient]
+    )
 
 
 def recomputed_gradients(
@@ -76,17 +66,17 @@ class LazyGradient(Tensor):
     It can be scaled, added to others and passed on, as hooks and autograd functions do that only wait for it.
 
     Attributes:
-        source: of the node whose gradient it is.
+        source: what the node whose gradient it is computes its logits of.
         parts: gradients of hidden states, weight and bias, and a gradient of the logits that was added to them.
     """
 
-    source: Source
+    source: DeferredLogits
     parts: list[Tensor | None]
 
     @staticmethod
-    def make(source: Source, parts: list[Tensor | None]) -> LazyGradient:
+    def make(source: DeferredLogits, parts: list[Tensor | None]) -> LazyGradient:
         """The gradient of a node's logits."""
-        gradient: LazyGradient = source.empty(LazyGradient)
+        gradient: LazyGradient = empty(LazyGradient, source)
         gradient.source, gradient.parts = source, parts
         return gradient
 
@@ -124,10 +114,10 @@ class _Inputs(torch.autograd.Function):
     """Hidden states, weight and bias as functions of the lazy logits that were computed of them."""
 
     @staticmethod
-    def forward(ctx: Any, source: Source, logits: Tensor) -> tuple[Tensor | None, ...]:
+    def forward(ctx: Any, source: DeferredLogits, logits: Tensor) -> tuple[Tensor | None, ...]:
         ctx.source = source
         ctx.set_materialize_grads(False)
-        inputs = [t if t is None else t.detach() for t in source.deferred.tensors]
+        inputs = [t if t is None else t.detach() for t in source.tensors]
         frozen = [t for t, needs in zip(inputs, source.needs_grad, strict=True) if t is not None and not needs]
         ctx.mark_non_differentiable(*frozen)
         return tuple(inputs)
@@ -138,7 +128,7 @@ class _Inputs(torch.autograd.Function):
         return None, LazyGradient.make(ctx.source, [*gradients, None])
 
 
-def inputs_of(logits: Tensor, source: Source) -> tuple[Any, ...]:
+def inputs_of(logits: Tensor, source: DeferredLogits) -> tuple[Any, ...]:
     """Hidden states, weight and bias whose gradients reach ``logits`` as a :class:`LazyGradient`."""
     with torch.inference_mode(False), torch.enable_grad():
         inputs: tuple[Any, ...] = _Inputs.apply(source, logits)

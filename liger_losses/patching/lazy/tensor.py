@@ -19,8 +19,9 @@ from liger_losses.kernels.reading import version_of
 from liger_losses.patching.lazy.deferred import DeferredLogits, HeadWeights, autocast_of
 from liger_losses.patching.lazy.gradients import (
     LazyGradient,
-    Source,
     WithGradientOf,
+    empty,
+    gradients_of_values,
     inputs_of,
     make_empty,
     sums,
@@ -51,7 +52,8 @@ class LazyLogits(Tensor):
         deferred: how to compute them.
         materialized: their values, an ordinary tensor, once an operation has needed them; it serves all later ones.
         memory: values of these logits and of views of them, with their in-place versions; views share the list.
-        source: what their node in the graph computes them of; copies that an autograd function returns have it too.
+        source: what their node in the graph computes them of, without a graph; copies that an autograd function
+            returns have it too.
         connected: whether ``deferred`` and ``materialized`` have the gradient of this tensor. Not if an autograd
             function has returned it, or a hook waits for its gradient: :meth:`check` then connects them.
         changed: not empty once the values were changed in place; the node shares the list.
@@ -60,14 +62,14 @@ class LazyLogits(Tensor):
     deferred: DeferredLogits
     materialized: Tensor | None
     memory: list[tuple[Tensor, int]]
-    source: Source | None
+    source: DeferredLogits | None
     connected: bool
     changed: list[bool]
 
     @staticmethod
-    def _empty(source: Source) -> LazyLogits:
-        lazy: LazyLogits = source.empty(LazyLogits)
-        lazy.deferred, lazy.source, lazy.materialized, lazy.connected = source.deferred, None, None, False
+    def _empty(source: DeferredLogits) -> LazyLogits:
+        lazy: LazyLogits = empty(LazyLogits, source)
+        lazy.deferred, lazy.source, lazy.materialized, lazy.connected = source, None, None, False
         lazy.memory, lazy.changed = [], []
         return lazy
 
@@ -76,7 +78,7 @@ class LazyLogits(Tensor):
         """The logits as a tensor."""
         deferred = replace(deferred, version=version_of(deferred.hidden_states))
         # The autograd node gets the tensors as inputs; what it holds beside them must not keep their graph alive.
-        source = Source.of(deferred)
+        source = deferred.detach()
         lazy: LazyLogits = _LazyLinear.apply(source, *deferred.tensors)
         if lazy.requires_grad:  # what is made without gradients has none, whenever its values are computed
             lazy.deferred, lazy.source, lazy.connected = deferred, source, True
@@ -84,7 +86,7 @@ class LazyLogits(Tensor):
 
     def copy(self, is_view: bool) -> LazyLogits:
         """The same logits without gradients; an autograd function may give them some."""
-        lazy = LazyLogits._empty(Source.of(self.deferred))
+        lazy = LazyLogits._empty(self.deferred.detach())
         lazy.source = self.source
         if is_view:
             lazy.materialized, lazy.memory = self.materialized, self.memory
@@ -109,7 +111,7 @@ class LazyLogits(Tensor):
         """Let the gradient of what is computed from now on pass through this tensor."""
         self.connected = True
         if self.source is not None and self.materialized is None:
-            deferred = self.source.deferred.with_tensors(*inputs_of(self, self.source))
+            deferred = self.source.with_tensors(*inputs_of(self, self.source))
             version = version_of(deferred.hidden_states)
             self.deferred = replace(deferred, weights=self.deferred.weights, version=version)
             return
@@ -221,18 +223,27 @@ def deferred_logits(logits: Any, normalized: bool = False) -> DeferredLogits | N
     return None if known else logits.deferred
 
 
+def replace_all(value: Any, kind: type, function: Callable[[Any], Any]) -> Any:
+    """``value`` with ``function`` of every object of a kind, also inside of lists, tuples and dicts, in its place."""
+    if isinstance(value, kind):
+        return function(value)
+    if isinstance(value, (list, tuple)):
+        parts = [replace_all(part, kind, function) for part in value]
+        return type(value)(*parts) if hasattr(value, "_fields") else type(value)(parts)
+    if isinstance(value, dict):
+        return {key: replace_all(part, kind, function) for key, part in value.items()}
+    return value
+
+
 def _materialize_all(arguments: Any, operation: str) -> Any:
-    """A function's arguments with every lazy tensor, also inside of lists, tuples and dicts, replaced by its values."""
-    if isinstance(arguments, LazyLogits):
-        if arguments.materialized is None:
-            warn_materialized(operation, arguments)
-        return arguments.materialize()
-    if isinstance(arguments, (list, tuple)):
-        parts = [_materialize_all(part, operation) for part in arguments]
-        return type(arguments)(*parts) if hasattr(arguments, "_fields") else type(arguments)(parts)
-    if isinstance(arguments, dict):
-        return {key: _materialize_all(value, operation) for key, value in arguments.items()}
-    return arguments
+    """A function's arguments with the values of every lazy tensor in its place."""
+
+    def values(lazy: LazyLogits) -> Tensor:
+        if lazy.materialized is None:
+            warn_materialized(operation, lazy)
+        return lazy.materialize()
+
+    return replace_all(arguments, LazyLogits, values)
 
 
 def _metadata(func: Callable[..., Any], name: str, attribute: str, args: tuple[Any, ...], kwargs: Any) -> Any:
@@ -304,7 +315,7 @@ class _LazyLinear(torch.autograd.Function):
     """Lazy logits as an output of hidden states, weight and bias, with the gradient that their values would have."""
 
     @staticmethod
-    def forward(ctx: Any, source: Source, *tensors: Tensor | None) -> Tensor:
+    def forward(ctx: Any, source: DeferredLogits, *tensors: Tensor | None) -> Tensor:
         lazy = LazyLogits._empty(source)
         ctx.source, ctx.changed = source, lazy.changed
         ctx.save_for_backward(*tensors)
@@ -320,11 +331,13 @@ class _LazyLinear(torch.autograd.Function):
                 "logits.clone() before it."
             )
         if not isinstance(gradient, LazyGradient):
-            return None, *ctx.source.gradients(true_values(gradient), ctx.saved_tensors)
+            return None, *gradients_of_values(ctx.source, true_values(gradient), ctx.saved_tensors)
         if gradient.source is not ctx.source:
             raise RuntimeError(
                 "an autograd function has passed the gradient of lazy logits on to other lazy logits, where its "
                 "values are not known; compute the loss from liger_losses.patching.lazy.true_values(logits)."
             )
         *known, values = gradient.parts
-        return None, *(known if values is None else sums(known, ctx.source.gradients(values, ctx.saved_tensors)))
+        if values is not None:
+            known = sums(known, gradients_of_values(ctx.source, values, ctx.saved_tensors))
+        return None, *known

@@ -14,7 +14,7 @@ from liger_losses.chunked.engine import Head
 from liger_losses.kernels.logit_transform import LogitTransform
 from liger_losses.patching.lazy.deferred import DeferredLogits, HeadWeights, samples_of
 from liger_losses.patching.lazy.operations import OPERATIONS
-from liger_losses.patching.lazy.tensor import LazyLogits, can_be_lazy, deferred_linear
+from liger_losses.patching.lazy.tensor import LazyLogits, can_be_lazy, deferred_linear, replace_all
 
 
 def traced_linear(hidden_states: Tensor, weight: Tensor, bias: Tensor | None = None) -> Any:
@@ -90,7 +90,7 @@ def _call(name: str, func: Callable[..., Any], args: Any, kwargs: dict[str, Any]
             return TracedLogits(found, first.weights, first.samples)
         if found is not NotImplemented:
             return found
-    return func(*_without_traced(args), **_without_traced(kwargs))
+    return func(*without_traced(args), **without_traced(kwargs))
 
 
 def _is_traced() -> bool:
@@ -110,13 +110,9 @@ for _name in """add radd sub rsub mul rmul truediv rtruediv floordiv rfloordiv m
     setattr(TracedLogits, f"__{_name}__", _operator(f"__{_name}__"))
 
 
-def _without_traced(value: Any) -> Any:
+def without_traced(value: Any) -> Any:
     """An argument in which :class:`LazyLogits` take the place of :class:`TracedLogits`."""
-    if isinstance(value, TracedLogits):
-        return value.lazy()
-    if isinstance(value, dict):
-        return {name: _without_traced(part) for name, part in value.items()}
-    return type(value)([_without_traced(part) for part in value]) if type(value) in (list, tuple) else value
+    return replace_all(value, TracedLogits, TracedLogits.lazy)
 
 
 @torch.compiler.disable

@@ -156,6 +156,8 @@ MUTANTS: dict[str, list[tuple[str, str, str]]] = {
     ],
     "tests/chunked/losses/test_cross_entropy.py": [
         ("kernels/softmax_grad.py", "-g * c.mean()", "-g"),
+        ("chunked/engine/tokens.py", "if self.ignored is None else self.masked(weights)", ""),
+        ("chunked/engine/tokens.py", "if total is None and self.ignored is not None:", "if False:"),
         ("chunked/losses/cross_entropy_terms.py", "scales.append(values.logp.detach().exp())", "pass"),
     ],
     "tests/chunked/losses/test_dpo.py tests/test_functional.py": [

@@ -90,6 +90,23 @@ WRONG = {
     ),
     "complex weights": (lambda h, w, y: CE()(w, h, y, token_weights=PER_TOKEN * 1j), "token_weights must be real"),
     "statistics": (lambda h, w, y: linear_statistics(h, w, y, 3), r"names, such as \('logp', 'entropy'\); got 3"),
+    "class weights": (lambda h, w, y: CE(ce_weight=torch.ones(60))(w, h, y), r"ce_weight must be \[61\]"),
+    "items of a sum": (lambda h, w, y: CE(reduction="sum")(w, h, y, num_items_in_batch=3), "the reduction is 'sum'"),
+    **{
+        f"token weights, {reduction}": (
+            lambda h, w, y, reduction=reduction: CE(reduction=reduction)(w, h, y, token_weights=ONES),
+            r"token_weights must have one value per label, \(4, 5\), got \(4,\)",
+        )
+        for reduction in ("mean", "none")
+    },
+    "a list of token weights": (
+        lambda h, w, y: CE()(w, h, y, token_weights=[1.0]),
+        "token_weights must be a tensor, got",
+    ),
+    "one temperature": (
+        lambda h, w, y: policy(h, w, y, temperature=0.7),
+        r"constructor, .*GRPOLoss\(temperature=0.7\)",
+    ),
     "statistics in lists": (lambda h, w, y: linear_statistics(h, w, y, [["logp"]]), "statistic"),
     "sparse hidden states": (
         lambda h, w, y: linear_logps(h.flatten(0, 1).to_sparse_csr(), w, y.flatten()),

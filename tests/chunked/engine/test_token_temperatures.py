@@ -212,14 +212,6 @@ def test_rows_of_a_transform():
     assert same.rows(slice(2, 4)) is same
 
 
-def test_one_number_in_a_call_is_sent_to_the_constructor():
-    x = torch.randn(2, 3, 8)
-    with pytest.raises(TypeError, match=r"goes to the constructor, LigerFusedLinearGRPOLoss\(temperature=0.7\)"):
-        LigerFusedLinearGRPOLoss()(
-            x, torch.randn(11, 8), torch.ones(2, 3).long(), torch.ones(2, 3), torch.ones(2), temperature=0.7
-        )
-
-
 @pytest.mark.parametrize("compact", [True, False])
 def test_tensors_of_one_shape_share_temperatures_of_that_shape(compact):
     """Such as chosen and rejected completions, by the head's temperature."""

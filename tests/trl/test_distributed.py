@@ -54,7 +54,7 @@ def llama(tied=False, checkpointing=False):
             vocab_size=VOCAB,
             hidden_size=16,
             intermediate_size=32,
-            num_hidden_layers=2,
+            num_hidden_layers=1,
             num_attention_heads=2,
             num_key_value_heads=1,
             initializer_range=0.3,

@@ -10,10 +10,10 @@ from tests.trl.trainers import CASES, check_training, train
 FOUND = find(FEATURES)
 #: The features of cases that are named after something else.
 _FEATURES = {"GMPO": "GRPO"}
-#: ``make test`` leaves out those that take long.
+#: ``make test`` leaves out those that take long, or whose option another trainer has.
 _SLOW = {
-    *("SFT, compiled", "DPO, compiled", "CPO, compiled", "GRPO, compiled"),
-    *("SFT, prompt tuning", "ORPO, checkpointing", "DPO, synchronised reference"),
+    *("SFT, compiled", "DPO, compiled", "CPO, compiled", "GRPO, compiled", "CPO, bf16", "DPO, LoRA", "SFT, accumulated"),
+    *("SFT, prompt tuning", "ORPO, checkpointing", "DPO, synchronised reference", "SDPO, top-k"),
     *("GOLD, hybrid", "IW-OPD, JSD", "server distillation, JSD"),
 }
 

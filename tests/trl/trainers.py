@@ -74,7 +74,7 @@ def mixture(output, model, tokenizer, text, **options):
         vocab_size=tokenizer.vocab_size,
         hidden_size=16,
         intermediate_size=32,
-        num_hidden_layers=2,
+        num_hidden_layers=1,
         num_attention_heads=2,
         num_key_value_heads=1,
         num_local_experts=4,

@@ -74,8 +74,10 @@ def products_of_one_order(monkeypatch):
     monkeypatch.setattr(runtime.InterpreterBuilder, "create_dot", create_dot)
 
 
-def pytest_collection_finish():
-    """What is imported by now stays: each search for garbage in it takes 0.3 s, and trainers ask for some."""
+@pytest.fixture(scope="module", autouse=True)
+def no_search_in_what_stays():
+    """What there is before a file's tests stays: each search for garbage in it takes up to a second, and trainers ask
+    for some."""
     gc.collect()
     gc.freeze()
 

@@ -5,8 +5,8 @@ import torch
 
 from liger_losses.kernels import glu, layer_norm, rms_norm, rope
 from liger_losses.modules import RMSNorm, SwiGLUMLP
-from tests.chunked.engine.compiled import DEVICE, HALF, assert_same, compiled, flat, gradients
-from tests.reference import relative_error
+from tests.chunked.engine.compiled import DEVICE, HALF, assert_same, compiled, gradients
+from tests.reference import relative_error, tensors_of
 
 pytestmark = pytest.mark.usefixtures("nothing_compiled")
 
@@ -59,7 +59,7 @@ def test_kernels():
             torch._dynamo.mark_dynamic(x, 1), torch._dynamo.mark_dynamic(y, 1)
         found, expected = function(x, y), call_all(x, y)
         assert_same(found, expected, {"rtol": 1e-4, "atol": 1e-5})
-        assert [t.stride() for t in flat(found)] == [t.stride() for t in flat(expected)]
+        assert [t.stride() for t in tensors_of(found)] == [t.stride() for t in tensors_of(expected)]
         inputs = (x, y, W, BIAS, DOWN)
         torch.testing.assert_close(gradients(found, inputs), gradients(expected, inputs), rtol=1e-4, atol=1e-4)
     assert counter.frame_count == 1
@@ -108,6 +108,6 @@ def test_calls_bind_no_signature_and_build_no_graph_without_gradients(kernel, mo
     found = KERNELS[kernel](x, y, "torch")
     with torch.no_grad():
         without = KERNELS[kernel](x, y, "torch")
-    for a, b in zip(flat(found), flat(without), strict=True):
+    for a, b in zip(tensors_of(found), tensors_of(without), strict=True):
         assert (a.requires_grad, b.requires_grad) == (True, False)
         assert torch.equal(a, b)

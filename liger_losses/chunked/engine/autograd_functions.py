@@ -94,8 +94,7 @@ def without_autocast(weight: Tensor) -> AbstractContextManager[Any]:
 
     Switching autocast off costs the host as much as several launches: only where it is on.
     """
-    elsewhere, kind = weight.is_cuda and weight.get_device() != torch.cuda.current_device(), weight.device.type
-    on_device: AbstractContextManager[Any] = torch.cuda.device_of(weight) if elsewhere else nullcontext()
+    on_device, kind = torch.cuda.device_of(weight), weight.device.type
     if not torch.is_autocast_enabled(kind):
         return on_device
     both = ExitStack()

@@ -628,11 +628,14 @@ def check(row: Row, part: Any = None, large: float = 4.0) -> None:
     norms = [float(tensor.norm()) for tensor in wide.tensors.values() if tensor.is_floating_point()]
     size = 0.0 if row.labels == "random" else large * max(norms)
     others = gradients(rough, clean.of_leaves(), row), gradients(exact, wide.of_leaves(), row)
+    # A weight's gradient is rounded to half precision after each of up to eight blocks: 1.9 times plain PyTorch's error
+    # on average, and of a small matrix a little more.
+    slack = 2.2 if row.blocks == "small workspace" else 2.0
     for name, a, p, e in zip(given.leaves, ours, *others, strict=True):
         if part is not None and name.split()[0] in ("weight", "bias", "b"):
             a, p, e = a[part.rows], p[part.rows], e[part.rows]
         assert a.dtype == given.tensors[name].dtype
-        assert_as_exact_as_plain(a, p, e, f"the gradient of {name}", floor=floor, scale=size)
+        assert_as_exact_as_plain(a, p, e, f"the gradient of {name}", slack, floor, size)
 
 
 # --- Rows -------------------------------------------------------------------------------------------------------------

@@ -64,8 +64,8 @@ class Exponentials(NamedTuple):
 
     @classmethod
     def into(cls, values: Mapping[str, Tensor], exponentials: bool = True) -> Exponentials:
-        """Write ``lse``, ``logp``, ``mean_logit`` and ``entropy`` into the tensors of these names; with
-        ``exponentials``, ``logp`` is new if there is none."""
+        """Write ``lse``, ``logp``, ``mean_logit`` and ``entropy`` into the tensors of these names. Where
+        ``exponentials`` are stored, the offset is allocated too, and ``logp`` if ``values`` has none."""
         offset, lse, logp = None, values["lse"], values.get("logp")
         if exponentials:
             offset, logp = torch.empty_like(lse), torch.empty_like(lse) if logp is None else logp

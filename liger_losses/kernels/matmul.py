@@ -28,7 +28,7 @@ def matmul_into(out: Tensor, a: Tensor, b: Tensor, *, accumulate: bool = False) 
     Args:
         out: ``[M, N]``, any strides. Rounded once per call when it is narrower than fp32.
         a: ``[M, K]``.
-        b: ``[K, N]``, of the same dtype as ``a``; on a CPU, either may be cast to that of the sum.
+        b: ``[K, N]``, of the dtype of ``a``; on a CPU, one of them may be fp32 if the other is half precision.
         accumulate: add to ``out`` instead of overwriting it.
 
     Returns:
@@ -38,7 +38,7 @@ def matmul_into(out: Tensor, a: Tensor, b: Tensor, *, accumulate: bool = False) 
     if on_gpu and out.dtype in (a.dtype, torch.float32):
         return _aligned(out, a, b, accumulate)
     # CPU libraries round a half-precision product before it can be added up: multiply in fp32 there.
-    wide = torch.float64 if a.dtype == torch.float64 else torch.float32
+    wide = wide_dtype(a.dtype)
     a, b = a.to(wide), b.to(wide)
     if out.dtype == wide:
         return torch.addmm(out, a, b, out=out) if accumulate else torch.mm(a, b, out=out)

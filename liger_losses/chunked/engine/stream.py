@@ -77,7 +77,7 @@ class Pending:
 
 
 def _rows_of_wave(call: Call) -> int:
-    """The rows of the hidden states' gradient whose tiles keep each processor busy once: fewer rows take as long."""
+    """How many rows of the hidden states' gradient give each multiprocessor one tile; fewer rows take as long."""
     tiles = -(-call.work.hidden_size // TILE_COLUMNS)
     return max(1, processors(call.work.device) // tiles) * TILE
 

@@ -101,14 +101,14 @@ class Completions:
     ref_logps: Tensor | None = None
     temperature: Tensor | None = None
 
-    def values(self) -> tuple[Tensor | None, ...]:
-        """Of all fields; torch.compile does not trace ``vars`` of a frozen dataclass before torch 2.13."""
+    def _values(self) -> tuple[Tensor | None, ...]:
+        """Return the values of all fields. torch.compile cannot trace ``vars`` of a frozen dataclass in torch 2.11."""
         return self.hidden_states, self.labels, self.ref_hidden_states, self.ref_logps, self.temperature
 
     def batched(self) -> Completions:
         """The same with a batch dimension; a single completion becomes a batch of one."""
         given: dict[str, Any] = {}
-        for name, value in zip(self.__dataclass_fields__, self.values(), strict=True):
+        for name, value in zip(self.__dataclass_fields__, self._values(), strict=True):
             if value is not None or name in ("hidden_states", "labels"):
                 given[name] = value
                 if type(value) is not Tensor:
@@ -185,7 +185,7 @@ class CompletionBatch:
         columns: list[list[Any]] = [[], [], [], [], []]
         for name, value in groups.items():
             part = as_completions(value, name)
-            for column, of_part in zip(columns, part.values(), strict=True):
+            for column, of_part in zip(columns, part._values(), strict=True):
                 column.append(of_part)
         hidden, labels, refs, ref_logps, temperatures = columns
         refs, temperatures = ([value for value in found if value is not None] for found in (refs, temperatures))

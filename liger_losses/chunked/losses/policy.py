@@ -352,7 +352,12 @@ class LigerFusedLinearGRPOLoss(CompletionLoss):
             self.entropy_coef.observe(entropy_sum, tokens, checksum(logps))
 
     def _one_pass(
-        self, head: Head, hidden: Tensor, tokens: Any, inputs: PolicyInputs, options: EngineOptions
+        self,
+        head: Head,
+        hidden: Tensor,
+        tokens: Tokens | Sequence[Tensor],
+        inputs: PolicyInputs,
+        options: EngineOptions,
     ) -> tuple[Tensor, Tensor]:
         """Loss and log-probabilities ``[B, T]`` where every token's term depends on that token alone."""
         coef, (names, _) = self._coef, self._names()

@@ -201,6 +201,12 @@ MUTANTS: dict[str, list[tuple[str, str, str]]] = {
         ("kernels/coupled_rows.py", "clipped += (active & ((ratio", "clipped += (active & ((within"),
         ("kernels/coupled_rows.py", "smoothing * log_not_s", "smoothing * log_s"),
     ],
+    "tests/chunked/engine/test_zero_rows.py -k separable": [
+        ("chunked/engine/stream.py", "every.subset(pending.order[:done], losses", "every.subset(slice(0, done), losses"),
+        ("chunked/engine/stream.py", "{name: g[:total] for", "{name: g[-total:] for"),
+        ("chunked/engine/stream.py", "each, upstream = each[:total]", "each, upstream = each[:1]"),
+        ("chunked/engine/stream.py", "every.subset(pending.order, losses=True)", "every"),
+    ],
     "tests/chunked/engine/test_zero_rows.py -k masked": [
         ("chunked/engine/tokens.py", "None if self.ignored is None else self.ignored[order]", "None"),
     ],

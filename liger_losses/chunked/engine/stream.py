@@ -30,6 +30,9 @@ from liger_losses.kernels._tiles import processors
 from liger_losses.kernels.move_rows import put_first
 from liger_losses.kernels.reading import start_reading
 
+#: The memory of some tokens' gradients of the hidden states, if there is some already.
+Outs = Callable[[slice], Tensor | None]
+
 #: The host waits for M only if both gradient products take at least so many floating-point operations, by the kind of
 #: device: on an H200 10 ms, of which the wait is less than 1 %.
 MIN_FLOPS = {"cuda": 8e12, "cpu": 1e7}
@@ -189,61 +192,87 @@ class Stream:
         if pending is not None:
             self.opened = self.opened.of_tokens(pending.call(self.call))
             self.call = self.opened.call
-        values, weights = self._empty_statistics(), self.call.query.token_weights
-        grads, losses = None, list[Tensor]()
+        values, losses, grads = self._empty_statistics(), list[Tensor](), None
         if pending is None and self.call.work.tiled_exponentials:
             grads = Gradients(self.opened)
         outs = None if grads is None else grads.hidden.out_view
         with self._block(self.call.plan.rows) as block:
-            for part in (
-                self._parts(block.rows, values, outs=outs)
-                if pending is None
-                else self._counted(block, values, pending, given)
-            ):
-                known = weights
-                if weights is not None and part.hidden.shape[0] < self.count:  # a number is one of all tokens
-                    known = {name: w[part.rows] if isinstance(w, Tensor) else w for name, w in weights.items()}
-                if pending is None:
-                    block.fill(part, known)
-                upstream: Upstream = {}
-                if known is None:
-                    found, upstream = self.call.token_losses(part.values, part.rows)
-                    losses.append(found)
-                else:
-                    upstream = known
+            if pending is not None:
+                parts = self._counted(block, values, losses, pending, given)
+            elif self.call.query.token_weights is None:
+                parts = self._evaluated(block, values, losses, outs)
+            else:
+                parts = self._weighted(block, values, losses, outs)
+            for part, upstream in parts:
                 grads = grads or Gradients(self.opened)
                 block.write(part, upstream, grads)
-                if known is not None:  # the last statistic may be found together with the gradients
-                    each = self.call.query.losses(part.values, part.labels, known)
-                    losses.append(self.call.tokens.masked(each, part.rows))
         every = losses[0] if len(losses) == 1 else torch.cat([values["lse"][:0], *losses])
         return every.sum(dtype=values["lse"].dtype), values, (grads or Gradients(self.opened)).results()
 
     # --- Their steps -----------------------------------------------------------------------------------------------
 
-    def _counted(self, block: Block, values: dict[str, Tensor], pending: Pending, given: OpenCall) -> Iterator[Part]:
-        """The parts of tokens that count, with which the block is filled; then the statistics of all others.
+    # Each of the next three fills the block with one part after the other, and yields it with its upstream gradients.
+    # The tokens' losses are appended to `losses`.
 
-        The block is filled with the first ones before the host knows how many count. If these are all, they are where
-        they were ``given``.
+    def _evaluated(
+        self, block: Block, values: dict[str, Tensor], losses: list[Tensor], outs: Outs | None
+    ) -> Iterator[tuple[Part, Upstream]]:
+        """Of a loss whose derivatives follow from the statistics."""
+        for part in self._parts(block.rows, values, outs=outs):
+            block.fill(part)
+            found, upstream = self.call.token_losses(part.values, part.rows)
+            losses.append(found)
+            yield part, upstream
+
+    def _weighted(
+        self, block: Block, values: dict[str, Tensor], losses: list[Tensor], outs: Outs | None
+    ) -> Iterator[tuple[Part, Upstream]]:
+        """Of a weighted sum of statistics, whose derivatives are the weights."""
+        query = self.call.query
+        weights = query.token_weights or {}
+        for part in self._parts(block.rows, values, outs=outs):
+            known = weights
+            if part.hidden.shape[0] < self.count:  # a number is one of all tokens
+                known = {name: w[part.rows] if isinstance(w, Tensor) else w for name, w in weights.items()}
+            block.fill(part, known)
+            yield part, known
+            # The last statistic may be found together with the gradients.
+            losses.append(self.call.tokens.masked(query.losses(part.values, part.labels, known), part.rows))
+
+    def _counted(
+        self, block: Block, values: dict[str, Tensor], losses: list[Tensor], pending: Pending, given: OpenCall
+    ) -> Iterator[tuple[Part, Upstream]]:
+        """Of the tokens that count; then the statistics of all others are computed.
+
+        The first part is filled, and its loss evaluated, before the host knows how many tokens count: only launches
+        of products follow the wait. If all tokens count, they are where they were ``given``.
         """
-        block.waits = True
+        block.waits, every = True, given.call.query
         (first,) = self._parts(block.rows, values, min(block.rows, self.count))
         block.fill(first)
-        found, done = pending.found(), len(first.hidden)
+        done = len(first.hidden)
+        self.call = changed(self.call, query=every.subset(pending.order[:done], losses=True))
+        each, upstream = self.call.token_losses(first.values, first.rows)
+        found = pending.found()
         if found is None:
             self.opened, self.call = given, given.call
-        else:
-            self.call = changed(self.call, query=given.call.query.subset(pending.order, losses=True))
         total = self.count if found is None or found > MOST_COUNTED * self.count else found
-        block.keep(self.opened, min(total, done))
-        yield first.at(slice(0, min(total, done)))
+        first = first.at(slice(0, min(total, done)))
+        if total < done:
+            each, upstream = each[:total], {name: g[:total] for name, g in upstream.items()}
+        losses.append(each)
+        block.keep(self.opened, len(first.hidden))
+        yield first, upstream
         if total > done:
+            if found is not None:
+                self.call = changed(self.call, query=every.subset(pending.order, losses=True))
             even = -(-(total - done) // -(-(total - done) // block.rows))
             for part in self._parts(min(padded(even), block.rows), values, total, done):
                 block.fill(part)
                 block.keep(self.opened, len(part.hidden))
-                yield part
+                found_here, upstream = self.call.token_losses(part.values, part.rows)
+                losses.append(found_here)
+                yield part, upstream
         done = max(total, done)
         if done < self.count:
             with self._block_of_statistics() as others:
@@ -256,7 +285,7 @@ class Stream:
         values: dict[str, Tensor],
         count: int | None = None,
         start: int = 0,
-        outs: Callable[[slice], Tensor | None] | None = None,
+        outs: Outs | None = None,
     ) -> Iterator[Part]:
         """The active tokens, or those from ``start`` to ``count``, ``size`` or fewer at a time.
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests import interpreter
+from tests import interpreter, processes
 
 # Files that tests share: where an assert fails in one, pytest shows the values.
 folders = ("benchmarks.coverage", "tests.chunked", "tests.integrations", "tests.kernels", "tests.patching", "tests.trl")
@@ -80,6 +80,11 @@ def no_search_in_what_stays():
     for some."""
     gc.collect()
     gc.freeze()
+
+
+def pytest_collection_finish(session):
+    if any(item.get_closest_marker("distributed") for item in session.items) and not torch.cuda.is_available():
+        processes.make_nursery()
 
 
 def pytest_sessionfinish():

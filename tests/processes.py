@@ -15,20 +15,6 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
-#: What a server imports once, from which processes fork: each of them would take longer for it than for a test. (Forked
-#: processes share the order of names in a set, so one slow test of ranks spawns its processes.)
-IMPORTED = [
-    "liger_losses",
-    "pytest",
-    "torch._dynamo",
-    "torch.distributed.checkpoint.state_dict",
-    "torch.distributed.fsdp",
-    "torch.distributed.tensor.parallel",
-    "transformers.models.llama.modeling_llama",
-    "trl.trainer.sft_trainer",
-]
-
-
 #: What connects the processes of a test: gloo on CPUs, or NCCL on two GPUs.
 BACKENDS = [
     "gloo",
@@ -37,6 +23,32 @@ BACKENDS = [
         marks=[pytest.mark.gpu, pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")],
     ),
 ]
+#: The process from which those of tests fork, by the connection to it.
+_nurseries = []
+
+
+def make_nursery():
+    """Fork the process from which those of tests fork: it has imported the tests, and runs none.
+
+    Each of theirs would take longer for the imports than for a test. (Forked processes share the order of names in a
+    set, so one slow test of ranks spawns its processes.)
+    """
+    ours, theirs = multiprocessing.Pipe()
+    if os.fork():
+        theirs.close()
+        _nurseries.append(ours)
+        return
+    try:
+        ours.close()
+        while True:  # until the tests have ended
+            arguments, world = theirs.recv()
+            try:
+                mp.start_processes(member, arguments, nprocs=world, start_method="fork")
+                theirs.send(None)
+            except Exception as error:
+                theirs.send(error)
+    finally:
+        os._exit(0)
 
 
 def start(work, world, folder, *arguments, method=None, backend="gloo"):
@@ -44,17 +56,19 @@ def start(work, world, folder, *arguments, method=None, backend="gloo"):
 
     Without a backend there is no group, and what they print is in the files ``0``, ``1``, ... of ``folder``.
     """
-    multiprocessing.set_forkserver_preload(IMPORTED)
-    # CUDA does not work in forks of what has used it.
-    method = method or ("spawn" if torch.cuda.is_available() else "forkserver")
-    # The server has the environment in which the first test started it.
     arguments = (work, world, folder, dict(os.environ), backend, arguments)
-    mp.start_processes(member, arguments, nprocs=world, start_method=method)
+    if method or torch.cuda.is_available():  # CUDA does not work in forks of what has used it
+        mp.start_processes(member, arguments, nprocs=world, start_method=method or "spawn")
+        return
+    (nursery,) = _nurseries
+    nursery.send((arguments, world))
+    if error := nursery.recv():
+        raise error
 
 
 def member(rank, work, world, folder, environment, backend, arguments):
     faulthandler.enable()  # a process that is killed by a signal says where it was
-    gc.freeze()  # what the server has imported is no garbage, and takes long to look through
+    gc.freeze()  # what was imported before is no garbage, and takes long to look through
     os.environ.clear()
     os.environ.update(environment)
     torch.set_num_threads(1)

@@ -75,12 +75,13 @@ SIZES = {2: (33, 12), 4: (13, 1, 19, 12)}
 
 
 def combinations(parts, chosen=SHARED, **options):
-    """Rows take turns with the groups of ranks."""
-    groups = [part.group for part in parts.values()]
+    """Rows take turns with the groups of ranks, and of four ranks, both pairs."""
+    groups, pairs = [part.group for part in parts.values()], dist.get_world_size() // 2
     for i, row in enumerate(chosen):
-        group = groups[i % len(groups)]
-        with case_named(str(row)):
-            check(row, Part.of(group, SIZES[group.size()]), **options)
+        group, pair = groups[i % len(groups)], i // len(groups) % pairs
+        if group.size() == WORLD or pair == dist.get_rank() // 2:
+            with case_named(str(row)):
+                check(row, Part.of(group, SIZES[group.size()]), **options)
 
 
 def in_triton(parts):

@@ -282,7 +282,7 @@ MUTANTS: dict[str, list[tuple[str, str, str]]] = {
     ],
     "tests/integrations/test_loading.py tests/integrations/test_verl.py": [
         ("integrations/loading.py", "if not outer:", "if True:"),
-        ("integrations/verl_distillation.py", "_Tie.apply(found.logp, found.sel", "(found.logp, found.sel"),
+        ("integrations/verl.py", "_Tie.apply(found.logp, found.sel", "(found.logp, found.sel"),
     ],
     "tests/integrations/test_torchtitan.py -k 'class or shard'": [
         ("integrations/torchtitan.py", "        replaced.restore()", "        pass"),

@@ -136,120 +136,113 @@ def verl_plugin():
     torch.testing.assert_close(entropy, -(exact.exp() * exact).sum(-1), rtol=1e-4, atol=1e-5)
 
 
-def verl_distillation():
-    """The FSDP engine's own steps around a model: from its logits, and with fused kernels, from this library's head."""
-    stand_in(*_VERL)
+def verl_step(config, teacher, module):
+    """A step of verl's FSDP engine and loss on a packed batch, around a module that gets the next tokens' ids.
+
+    Returns the loss, log-probabilities, and what else the engine has computed of each token, as one row.
+    """
     import verl.workers.engine.fsdp.transformer_impl as engine
     from tensordict import TensorDict
-    from verl.trainer.distillation.fsdp import losses
+    from verl.trainer.distillation import losses
     from verl.utils import tensordict_utils as tu
 
+    jagged, offsets, responses = (
+        torch.nested.nested_tensor_from_jagged,
+        torch.tensor([0, 4, 9]),
+        torch.tensor([0, 2, 5]),
+    )
+    settings = {"use_task_rewards": False, "use_policy_gradient": False, "loss_max_clamp": None}
+    actor = {"strategy": "fsdp", "loss_agg_mode": "token-mean", "global_batch_info": {}, "loss_scale_factor": None}
+    config = {"log_prob_min_clamp": None, "topk": 5, "fused": True, "path": None} | config
+    engine.get_device_id = engine.get_device_name = lambda: "cpu"
+    worker = object.__new__(engine.FSDPEngineWithLMHead)
+    worker.pad_to_length = worker.use_ulysses_sp = False
+    worker._autocast_dtype = torch.float32
+    worker.engine_config = types.SimpleNamespace(entropy_checkpointing=False, entropy_from_logits_with_chunking=False)
+    worker.compute_entropy_from_logits = lambda logits: torch.distributions.Categorical(logits=logits).entropy()
+    worker._get_packed_pad_size = lambda size: 0
+    worker._gather_and_unpad_packed = lambda values, pad: values
+    worker.get_data_parallel_group = lambda: None
+    worker.module = module
+    ids = teacher["ids"]
+    batch = TensorDict(
+        {
+            "input_ids": jagged(ids, offsets),
+            "position_ids": jagged(torch.arange(9), offsets),
+            "prompts": jagged(ids[:4], torch.tensor([0, 2, 4])),
+            "responses": jagged(ids[:5], responses),
+            "response_mask": torch.nested.as_nested_tensor([torch.ones(2), torch.ones(3)], layout=torch.jagged),
+            "teacher_logprobs": jagged(teacher["values"], offsets),
+            "teacher_ids": jagged(teacher["columns"], offsets),
+        },
+        batch_size=[2],
+    )
+    flags = {"distillation_use_topk": True, "temperature": 0.7, "calculate_entropy": True}
+    tu.assign_non_tensor(batch, **flags, use_fused_kernels=config["fused"])
+    tu.assign_non_tensor(batch, dp_size=1, batch_num_tokens=5, global_batch_size=2)
+    teachers = {"default": types.SimpleNamespace(model_path=config["path"])}
+    distillation = types.SimpleNamespace(
+        distillation_loss=types.SimpleNamespace(**settings, **config), teacher_models=teachers
+    )
+    of_step = functools.partial(
+        losses.distillation_ppo_loss, config=types.SimpleNamespace(**actor), distillation_config=distillation
+    )
+    loss, output = worker.forward_step(batch, of_step, False)
+    names = ("log_probs", "entropy", "distillation_losses", "student_mass", "teacher_mass")
+    return [loss, *(output["model_output"][name].values() for name in names)]
+
+
+def verl_distillation():
+    """From logits, and with fused kernels, from this library's head."""
+    stand_in(*_VERL)
     from liger_losses.integrations import verl
 
     hidden, weight, ids, _ = problem(n=9, masked=0.0, shape=(1, 9))
-    teacher = torch.randn(9, 61, generator=torch.Generator().manual_seed(3)).mul(3).log_softmax(-1).topk(5)
-    offsets = torch.tensor([0, 4, 9])
-    config = types.SimpleNamespace(distillation_loss=types.SimpleNamespace(log_prob_min_clamp=-4.0))
-    jagged = torch.nested.nested_tensor_from_jagged
-    worker = object.__new__(engine.FSDPEngineWithLMHead)
-    worker.pad_to_length = worker.use_ulysses_sp = False
-    worker.engine_config = types.SimpleNamespace(entropy_checkpointing=False)
-    worker._get_packed_pad_size = lambda size: 0
-    worker._gather_and_unpad_packed = lambda values, pad: values
-
-    def loss(student_logits, data):
-        return losses.compute_forward_kl_topk(
-            student_logits, data["teacher_logprobs"], data["teacher_ids"], config, "thd"
-        )
+    topk = torch.randn(9, 61, generator=torch.Generator().manual_seed(3)).mul(3).log_softmax(-1).topk(5)
+    teacher = {"ids": ids[0], "values": topk.values, "columns": topk.indices}
 
     def step(fused):
-        batch = TensorDict(
-            {
-                "input_ids": jagged(ids[0], offsets),
-                "position_ids": jagged(torch.arange(9), offsets),
-                "teacher_logprobs": jagged(teacher.values, offsets),
-                "teacher_ids": jagged(teacher.indices, offsets),
-            },
-            batch_size=[2],
-        )
-        tu.assign_non_tensor(
-            batch, use_fused_kernels=fused, distillation_use_topk=True, temperature=0.7, calculate_entropy=False
-        )
-        inputs, arguments = engine.FSDPEngineWithLMHead.prepare_model_inputs(worker, batch)
-        if fused:
-            logps, entropy = verl.fused_linear_for_ppo(None, hidden, weight, inputs["shift_labels"], 0.7)
-            output = types.SimpleNamespace(log_probs=logps, entropy=entropy)
-        else:
-            output = types.SimpleNamespace(logits=hidden @ weight.T)
-        found = engine.FSDPEngineWithLMHead.prepare_model_outputs(worker, output, arguments, batch, loss)
-        names = ("log_probs", "distillation_losses", "student_mass", "teacher_mass")
-        values = [found[name].values() for name in names]
-        total = (values[0] * torch.linspace(-1, 1, 9)).sum() + values[1].sum()
-        return [*values, *torch.autograd.grad(total, (hidden, weight))]
+        def module(shift_labels=None, **_):
+            if not fused:
+                logits = hidden @ weight.T
+                seen.append((logits / 0.7).log_softmax(-1).gather(-1, ids.roll(-1)[..., None])[..., 0])
+                return types.SimpleNamespace(logits=logits)
+            logps, entropy = verl.fused_linear_for_ppo(None, hidden, weight, shift_labels, 0.7)
+            seen.append(logps)
+            return types.SimpleNamespace(log_probs=logps, entropy=entropy)
+
+        seen, config = [], {"loss_mode": "forward_kl_topk", "log_prob_min_clamp": -4.0, "fused": fused}
+        loss, *others = verl_step(config, teacher, module)
+        total = loss + (seen[0] * torch.linspace(-1, 1, 9)).sum()
+        return [loss.detach(), *others, *torch.autograd.grad(total, (hidden, weight))]
 
     fused = iter((False, True))
     compare(lambda: step(next(fused)), verl.install)
 
 
 def verl_hidden_states():
-    """A step of the FSDP engine whose teacher sends hidden states, to verl's loss; beside the logits of both models."""
+    """From a teacher that sends hidden states; beside the logits of both models."""
     stand_in(*_VERL)
-    import verl.workers.engine.fsdp.transformer_impl as engine
     from safetensors.torch import save_file
-    from tensordict import TensorDict
-    from verl.trainer.distillation import losses
-    from verl.utils import tensordict_utils as tu
 
     from liger_losses.integrations import verl
 
-    verl.install()
-    mode, jagged = "reverse_kl_hidden_states", torch.nested.nested_tensor_from_jagged
-    assert losses.get_distillation_loss_settings(mode).use_topk
     hidden, weight, ids, _ = problem(n=9, masked=0.0, shape=(1, 9))
     states, head = (torch.randn(n, 16, generator=torch.Generator().manual_seed(n)) for n in (9, len(weight)))
-    given = {"loss_mode": mode, "use_task_rewards": False, "use_policy_gradient": False, "loss_max_clamp": None}
-    actor = {"strategy": "fsdp", "loss_agg_mode": "token-mean", "global_batch_info": {}, "loss_scale_factor": None}
-    engine.get_device_id = engine.get_device_name = lambda: "cpu"
-    worker = object.__new__(engine.FSDPEngineWithLMHead)
-    worker.pad_to_length = worker.use_ulysses_sp = False
-    worker._autocast_dtype = torch.float32
-    worker._get_packed_pad_size = lambda size: 0
-    worker._gather_and_unpad_packed = lambda values, pad: values
-    worker.get_data_parallel_group = lambda: None
+    teacher = {"ids": ids[0], "values": states, "columns": torch.zeros(9, 1, dtype=torch.int32)}
 
     def module(shift_labels, **_):
         logps, entropy = verl.fused_linear_for_ppo(None, hidden, weight, shift_labels, 0.7)
         return types.SimpleNamespace(log_probs=logps, entropy=entropy)
 
-    worker.module = module
-    offsets, responses = torch.tensor([0, 4, 9]), torch.tensor([0, 2, 5])
-    batch = TensorDict(
-        {
-            "input_ids": jagged(ids[0], offsets),
-            "position_ids": jagged(torch.arange(9), offsets),
-            "prompts": jagged(ids[0, :4], torch.tensor([0, 2, 4])),
-            "responses": jagged(ids[0, :5], responses),
-            "response_mask": torch.nested.as_nested_tensor([torch.ones(2), torch.ones(3)], layout=torch.jagged),
-            "teacher_logprobs": jagged(states, offsets),
-            "teacher_ids": jagged(torch.zeros(9, 1, dtype=torch.int32), offsets),
-        },
-        batch_size=[2],
-    )
-    flags = {"use_fused_kernels": True, "distillation_use_topk": True, "temperature": 0.7, "calculate_entropy": True}
-    tu.assign_non_tensor(batch, **flags, dp_size=1, batch_num_tokens=5, global_batch_size=2)
+    verl.install()
     with tempfile.TemporaryDirectory() as folder:
         save_file({"lm_head.weight": head}, f"{folder}/model.safetensors")
-        teachers = {"default": types.SimpleNamespace(model_path=folder)}
-        config = types.SimpleNamespace(distillation_loss=types.SimpleNamespace(**given), teacher_models=teachers)
-        of_step = functools.partial(
-            losses.distillation_ppo_loss, config=types.SimpleNamespace(**actor), distillation_config=config
-        )
-        loss, output = worker.forward_step(batch, of_step, False)
-    found = [loss, *torch.autograd.grad(loss, (hidden, weight)), output["model_output"]["log_probs"].values()]
+        loss, logps, *_ = verl_step({"loss_mode": "reverse_kl_hidden_states", "path": folder}, teacher, module)
+    found = [loss, *torch.autograd.grad(loss, (hidden, weight)), logps]
     log_p, log_q = (hidden[0] @ weight.T / 0.7).log_softmax(-1), (states @ head.T).log_softmax(-1)
     divergence = (log_p.exp() * (log_p - log_q)).sum(-1)
-    predicting = torch.tensor([1, 2, 5, 6, 7])  # the token before each of a response's
-    loss = divergence[predicting].mean()
+    loss = divergence[torch.tensor([1, 2, 5, 6, 7])].mean()  # of the token before each of a response's
     logps = log_p.gather(1, ids[0].roll(-1)[:, None])[:, 0]
     expected = [loss, *torch.autograd.grad(loss, (hidden, weight)), logps.detach()]
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)

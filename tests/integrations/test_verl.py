@@ -9,8 +9,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from liger_losses.integrations import verl, verl_distillation
-from liger_losses.places import around
+from liger_losses.integrations import verl
 from tests.reference import double, plain_statistics, problem, relative_error
 from tests.test_run import ROOT
 
@@ -37,27 +36,29 @@ def test_both_heads_give_log_probabilities_and_entropies():
 def test_the_head_of_a_batch_that_is_distilled(tokens, monkeypatch):
     hidden, weight, labels, _ = problem(shape=(1, 9), masked=0.0)
     columns = torch.zeros(1, tokens, 5, dtype=torch.int64)
-    batch = verl_distillation._Distilled(False, columns, columns.float())
-    monkeypatch.setattr(verl_distillation._thread, "batch", batch, raising=False)
+    config = SimpleNamespace(distillation_loss=SimpleNamespace(loss_mode="forward_kl_topk", log_prob_min_clamp=None))
+    batch = verl._Distilled(config, False, columns, columns.float())
+    monkeypatch.setattr(verl._thread, "batch", batch, raising=False)
     if tokens == 8:
         with pytest.raises(ValueError, match="columns have 8 tokens, the student's hidden states 9"):
             verl.fused_linear_for_ppo(None, hidden, weight, labels)
         return
     logps, entropy = verl.fused_linear_for_ppo(None, hidden[:, :tokens], weight, labels[:, :tokens])
     assert entropy is None
-    assert batch.student.shape == columns.shape
+    losses = batch.losses["distillation_losses"]
+    assert losses.shape == columns.shape[:-1]
     # FSDP gathers the head's weight in a hook on the model's output, before the head's backward.
     order = []
     hidden.register_hook(lambda grad: order.append("hidden states"))
     logps.register_hook(lambda grad: order.append("output"))
-    batch.student.sum().backward()
+    losses.sum().backward()
     assert order == ["output", "hidden states"]
 
 
 @pytest.mark.parametrize("name", ["lm_head.weight", "model.embed_tokens.weight", None])
 def test_the_head_of_a_teacher_that_sends_hidden_states(name, tmp_path):
     safetensors = pytest.importorskip("safetensors.torch", reason="safetensors is not installed")
-    teacher_head, given = verl_distillation.teacher_head, (str(tmp_path), torch.device("cpu"), torch.float64)
+    teacher_head, given = verl.teacher_head, (str(tmp_path), torch.device("cpu"), torch.float64)
     if name is None:
         with pytest.raises(ValueError, match="set the teacher's model_path to a folder that contains"):
             teacher_head(*given)
@@ -71,16 +72,20 @@ def test_the_head_of_a_teacher_that_sends_hidden_states(name, tmp_path):
 
 @pytest.mark.parametrize(("teachers", "fused", "message"), [(2, True, "takes one teacher, got 2"), (1, False, "needs")])
 def test_steps_that_cannot_take_hidden_states(teachers, fused, message, monkeypatch):
-    monkeypatch.setattr(verl_distillation, "_asked", lambda data, key: fused)
+    monkeypatch.setattr(verl, "_asked", lambda data, key: fused)
     distillation = SimpleNamespace(loss_mode="jsd_hidden_states")
     models = {str(i): SimpleNamespace(model_path="folder") for i in range(teachers)}
     config = SimpleNamespace(distillation_loss=distillation, teacher_models=models)
-    step = around(verl_distillation._step_of_mode)(lambda *arguments: verl_distillation._thread.mode)
+    of_step = functools.partial(print, distillation_config=config)
+
+    def step(loss_function):
+        return verl._distilled_step(lambda *_: verl._thread.config, None, None, loss_function, False)
+
     with pytest.raises(ValueError, match=message):
-        step(None, None, functools.partial(print, distillation_config=config), False)
+        step(of_step)
     distillation.loss_mode = "k3"
-    assert step(None, None, functools.partial(print, distillation_config=config), False) is None
-    assert step(None, None, print, False) is None
+    assert step(of_step) is config
+    assert step(print) is None
 
 
 def test_a_verl_that_fails_is_left_with_a_warning(monkeypatch):

@@ -1,8 +1,12 @@
 """The product with exponentials by each kernel and order of tiles, checked, and timed in turns with cuBLAS's product.
 
-``python -m benchmarks.tile_order [--rounds 4] [--seconds 150] [--out FILE.json]``; needs a Hopper GPU, because a GPU
-without groups of warps has one kernel. Each candidate's exponentials and statistics are compared with fp64 once; each
-line of the table has the medians of a size over cuBLAS's, with exponentials stored and added up alone.
+``python -m benchmarks.tile_order [--rounds 4] [--seconds 150] [--losses] [--out FILE.json]``; needs a Hopper GPU,
+because a GPU without groups of warps has one kernel. Each candidate's exponentials and statistics are compared with
+fp64 once; each line of the table has the medians of a size over cuBLAS's, with exponentials stored and added up alone.
+
+With ``--losses``, cross-entropy is timed both ways with some of the orders, in turns with its bare products: between
+products of gradients, the card's clock is lower, and kernels that need less bandwidth are faster. The labels are
+prefetched, as a patched model does, and the device has work before each call.
 """
 
 from __future__ import annotations
@@ -21,9 +25,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from benchmarks.coefficients import products, timed
 from benchmarks.measure import environment
+from liger_losses import LigerFusedLinearCrossEntropyLoss
 from liger_losses.kernels import linear_exp
 from liger_losses.kernels.linear_exp import Exponentials, linear_exponentials
+from liger_losses.kernels.reading import ask_about_labels
 from liger_losses.kernels.targets import Order
 
 HIDDEN_SIZES, TOKENS, VOCABULARIES = (4096, 2048, 896, 3072, 5120, 576), (4096, 16384, 1024), (128256, 151936, 32000)
@@ -41,6 +48,13 @@ CANDIDATES: dict[str, Order | None] = {
     **{f"turn {together}t": Order(True, together, of_tiles=True) for together in (4, 8, 16, 33, 66)},
     **{f"whole {together}": Order(False, together) for together in (2, 4, 8, 16, 33)},
 }
+#: Of losses: which of them, and the sizes.
+IN_LOSSES = ("chosen", "turn 4", "whole 33")
+LOSSES = [
+    (tokens, hidden_size, vocab_size)
+    for tokens in (16384, 4096)
+    for hidden_size, vocab_size in ((2048, 128256), (2560, 151936), (3072, 128256), (4096, 128256), (5120, 131072))
+] + [(1024, 4096, 128256), (1024, 5120, 131072)]
 
 
 @contextmanager
@@ -134,10 +148,35 @@ def measure(tokens: int, hidden_size: int, vocab_size: int, rounds: int) -> dict
     }
 
 
+def of_losses(tokens: int, hidden_size: int, vocab_size: int, rounds: int) -> dict[str, Any]:
+    """Milliseconds of the bare products of a cross-entropy, and the ratios of the whole of it with each order."""
+    hidden, weight, labels, _ = problem(tokens, hidden_size, vocab_size)
+    hidden, weight = hidden.requires_grad_(), weight.requires_grad_()
+    loss = LigerFusedLinearCrossEntropyLoss()
+
+    def both_ways(order: Order | None) -> None:
+        hidden.grad = weight.grad = None
+        with using(order):
+            loss(weight, hidden, labels).backward()
+
+    runs: dict[str, Callable[[], object]] = {"products": products(hidden, weight, 1.0)}
+    runs |= {name: partial(both_ways, CANDIDATES[name]) for name in IN_LOSSES}
+    taken: dict[str, list[float]] = {name: [] for name in runs}
+    for turn in range(rounds + 2):
+        for number in range(len(runs)):
+            name = [*runs][(number + turn) % len(runs)]
+            ask_about_labels(labels)
+            taken[name].append(timed(runs[name], hidden.device))
+    found = {name: statistics.median(spent[2:]) for name, spent in taken.items()}
+    base = found.pop("products")
+    return {"products, ms": round(base, 3), **{name: round(spent / base, 3) for name, spent in found.items()}}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=4)
     parser.add_argument("--seconds", type=float, default=150.0, help="begin no further size after so many")
+    parser.add_argument("--losses", action="store_true", help="time cross-entropy instead of one product")
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
     begun = time.perf_counter()
@@ -146,9 +185,18 @@ def main() -> None:
     results: dict[str, Any] = {
         "environment": environment(torch.device("cuda")),
         "properties": {name: getattr(properties, name, None) for name in told},
-        "checks": {name: check(order) or "right" for name, order in CANDIDATES.items()},
+        "checks": {} if options.losses else {name: check(order) or "right" for name, order in CANDIDATES.items()},
     }
     print(results["properties"], results["checks"], f"{time.perf_counter() - begun:.0f} s", flush=True)
+    for size_of_loss in LOSSES if options.losses else ():
+        size = "cross-entropy " + " x ".join(map(str, size_of_loss))
+        results[size] = found = of_losses(*size_of_loss, options.rounds)
+        print(f"{size:34}", *[f"{name} {value}" for name, value in found.items()], sep="  ", flush=True)
+        torch.cuda.empty_cache()
+    if options.losses:
+        if options.out:
+            options.out.write_text(json.dumps(results, indent=1) + "\n")
+        return
     print("ratios to cuBLAS's product:", *CANDIDATES, sep="  ")
     for vocab_size, tokens, hidden_size in itertools.product(VOCABULARIES, TOKENS, HIDDEN_SIZES):
         if time.perf_counter() - begun > options.seconds:

@@ -202,7 +202,7 @@ MUTANTS: dict[str, list[tuple[str, str, str]]] = {
         ("kernels/coupled_rows.py", "smoothing * log_not_s", "smoothing * log_s"),
     ],
     "tests/chunked/engine/test_zero_rows.py -k separable": [
-        ("chunked/engine/stream.py", "every.subset(pending.order[:done], losses", "every.subset(slice(0, done), losses"),
+        ("chunked/engine/stream.py", "pending.order[:done], losses=True", "slice(0, done), losses=True"),
         ("chunked/engine/stream.py", "{name: g[:total] for", "{name: g[-total:] for"),
         ("chunked/engine/stream.py", "each, upstream = each[:total]", "each, upstream = each[:1]"),
         ("chunked/engine/stream.py", "every.subset(pending.order, losses=True)", "every"),

@@ -92,10 +92,12 @@ _WHOLE = Orders(Order(False, 8), Order(False, 8))
 _BANDWIDTH = 4e12
 _WIDE_MEMORY = Orders(Order(True, 8), Order(True, 4))
 #: Of less bandwidth. On an H100 (3.4e12, 50 MiB of cache; benchmarks/results/tile_order.txt), groups in turn take 0.95
-#: to 1.05 of cuBLAS's time as long as about half of the cache holds the hidden states (three quarters, without stores),
-#: or the product is short, and up to 1.4 beyond that. There, whole programs take 1.00 to 1.10; nothing runs beside
-#: their exponentials, which for few hidden dimensions takes longer than what they gain. Multiplications, dimensions:
-_LONG, _DEEP, _SHALLOW = 1e12, 2048, 768
+#: to 1.05 of cuBLAS's time as long as a fifth of the cache holds the hidden states (three quarters, without stores), or
+#: the product is short, and up to 1.4 beyond that. There, whole programs take 1.00 to 1.10; nothing runs beside their
+#: exponentials, which for few hidden dimensions takes longer than what they gain. By itself, groups in turn are as fast
+#: with half of the cache; but between the products of gradients, which slow the card's clock, whole programs are up to
+#: 8 % faster from a fifth on. Multiplications, dimensions:
+_LONG, _DEEP, _SHALLOW = 6e11, 2048, 768
 
 
 class Target(NamedTuple):
@@ -155,7 +157,7 @@ def _orders(properties: Any) -> Orders:
     cache = getattr(properties, "L2_cache_size", 50 * 2**20)
     # A quarter of the programs that run at a time: four columns of tiles for each of their turns.
     large = Order(False, max(1, properties.multi_processor_count // 4))
-    return Orders(Order(True, 4), Order(True, 4, of_tiles=True), large, (cache * 0.45, cache * 0.75), Order(True, 8))
+    return Orders(Order(True, 4), Order(True, 4, of_tiles=True), large, (cache * 0.18, cache * 0.75), Order(True, 8))
 
 
 def order_of(device: torch.device, stored: bool, tokens: int, hidden_size: int, vocab_size: int) -> Order:

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from liger_losses import LigerFusedLinearCrossEntropyLoss, linear_logps
+from liger_losses import LigerFusedLinearCrossEntropyLoss, linear_logps, prefetch_labels
 from liger_losses.kernels import reading
 from tests.reference import problem, small_calls
 
@@ -22,7 +22,7 @@ def test_a_loss_reads_what_was_asked_before(asked):
     hidden, weight, labels, _ = problem()
     expected = LigerFusedLinearCrossEntropyLoss()(weight, hidden, labels)
     assert len(asked) == 1
-    reading.ask_about_labels(labels)
+    prefetch_labels(labels)
     assert len(asked) == 2
     for given in (labels, labels.view(-1)):
         loss = LigerFusedLinearCrossEntropyLoss()(weight, hidden.view(*given.shape, -1), given)
@@ -66,3 +66,10 @@ def test_what_was_asked_is_forgotten(asked):
     assert 1 <= len(reading._asked) <= 8
     del kept, labels
     assert not reading._asked
+
+
+def test_labels_that_the_loss_would_copy_are_not_prefetched():
+    with pytest.raises(ValueError, match=r"labels\.contiguous\(\)"):
+        prefetch_labels(torch.zeros(3, 4, dtype=torch.int64)[:, 1:])
+    with pytest.raises(TypeError, match="int64"):
+        prefetch_labels(torch.zeros(3))

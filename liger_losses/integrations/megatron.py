@@ -85,11 +85,6 @@ def output_processor(
 
 
 def _head(layer: Any, weight: Tensor | None, temperature: float | Tensor, scale_logits: Any) -> Head:
-    group = getattr(layer, "tp_group", None)
-    if group is None:
-        from megatron.core import parallel_state
-
-        group = parallel_state.get_tensor_model_parallel_group()
     scale = 1.0 if scale_logits is None else float(scale_logits(torch.ones((), device="cpu")))
     inside = [name for name, _ in layer.named_children()] if isinstance(layer, nn.Module) else []
     if inside:
@@ -100,4 +95,4 @@ def _head(layer: Any, weight: Tensor | None, temperature: float | Tensor, scale_
     weight = layer.weight if weight is None else weight
     # With skip_bias_add, it returns the bias beside the logits, and the model drops it.
     bias = None if getattr(layer, "skip_bias_add", False) else getattr(layer, "bias", None)
-    return Head(weight, bias, LogitTransform(temperature, scale), group if group.size() > 1 else None)
+    return Head(weight, bias, LogitTransform(temperature, scale), layer.tp_group if layer.tp_group.size() > 1 else None)

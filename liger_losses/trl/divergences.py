@@ -138,13 +138,11 @@ def chunked_jsd_loss(
     """
     divergence, tail = divergence_of(beta), "bucket" if add_tail_bucket else "renormalize"
 
-    def masked(logps: Tensor, mask: Tensor) -> Tensor:
-        return torch.where(mask, logps, float("-inf"))
-
     def token_loss(statistics: Statistics, labels: Tensor, teacher: Tensor, mask: Tensor) -> Tensor:
-        return sparse_divergence(masked(statistics.selected_logps, mask), teacher, divergence, tail)
+        student = torch.where(mask, statistics.selected_logps, float("-inf"))
+        return sparse_divergence(student, teacher, divergence, tail)
 
-    teacher = masked(teacher_target_logps.float(), valid_candidate_mask)
+    teacher = torch.where(valid_candidate_mask, teacher_target_logps.float(), float("-inf"))
     if autocast_dtype(hidden_valid.device) is None:  # autocast has a separate rule for dtypes that differ
         dtype = torch.promote_types(hidden_valid.dtype, lm_head_weight.dtype)
         hidden_valid, lm_head_weight = hidden_valid.to(dtype), lm_head_weight.to(dtype)
@@ -156,8 +154,7 @@ def chunked_jsd_loss(
         hidden_valid, head, labels, token_loss, names, metrics=("entropy",), token_inputs=inputs, selected=columns
     )
     with torch.no_grad():
-        student = masked(statistics.selected_logps, valid_candidate_mask)
-        divergences = sparse_divergence(student, teacher, divergence, tail)
+        divergences = token_loss(statistics, labels, **inputs)
         log_q = distribution(teacher, tail)
         entropies = -torch.where(log_q > float("-inf"), log_q.exp() * log_q, 0.0).sum(-1)
         per_teacher = divergences.new_zeros(num_teachers, 3)

@@ -13,7 +13,10 @@ import torch.nn.functional as F
 import liger_losses
 from liger_losses import functional
 from liger_losses.integrations import liger, loading, on_logits
+from liger_losses.integrations.liger import losses, models
+from liger_losses.integrations.liger.chunked import CHUNKED
 from liger_losses.integrations.logit_statistics import logit_statistics
+from tests.integrations.models import llama
 from tests.reference import double, plain_statistics, problem
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*was imported before liger_losses.integrations:UserWarning")
@@ -31,62 +34,55 @@ def normal(*shape, seed=0, dtype=torch.float32):
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(dtype)
 
 
-def apply_both(module, name, *arguments, trained):
-    """Results and gradients of an autograd function's ``apply``: this library's, and liger-kernel's."""
-    found = []
-    for ours in (False, True):
-        if ours:
-            liger.install()
-        try:
-            result = getattr(importlib.import_module(module), name).apply(*arguments)
-        finally:
-            liger.uninstall()
-        outputs = [*result] if isinstance(result, tuple) else [result]
-        loss, *metrics = outputs
-        if metrics and isinstance(metrics[0], tuple):
-            metrics = [*metrics[0]]
-        found.append((loss.detach(), metrics, torch.autograd.grad(loss.sum(), trained)))
-    return found
+def both(call):
+    """What ``call`` returns with liger-kernel, and with this library in its place."""
+    pytest.importorskip("liger_kernel.chunked_loss", reason="liger-kernel is not installed")
+    theirs = call()
+    liger.install()
+    try:
+        return theirs, call()
+    finally:
+        liger.uninstall()
 
 
 def arguments_of(name):
     """Of liger-kernel's autograd functions: inputs and options, and which of the inputs are trained."""
     hidden, weight, labels, bias = problem(n=20, shape=(4, 5), bias=True)
-    if name == "DPO":
-        reference = normal(4, 5, 24, seed=3), normal(61, 24, seed=4), normal(61, seed=5)
-        options = -100, 0.2, True, False, True, True, 1, "sigmoid"
-        return (hidden, weight, labels, bias, *reference, *options), (hidden, weight)
-    if name == "KTO":
-        preferred, kl = torch.tensor([True, False, True, False]), torch.tensor(0.1)
-        reference = hidden.detach() + 0.1 * normal(4, 5, 24, seed=8), weight.detach(), None
-        return (hidden, weight, labels, preferred, None, *reference, kl, -100, 0.2, False, True), (hidden, weight)
-    if name == "GRPO":
-        old = -normal(4, 5, seed=1).abs()
-        inputs = hidden, weight, labels.clamp(min=0), labels != -100, normal(4, seed=2), None, old - 0.1, old
-        options = None, None, None, 0.1, 0.2, 0.3, "grpo", None, "token", 1.0, 1.05, 0.9, False
-        return (*inputs, *options), (hidden, weight)
     flat = hidden.detach().flatten(0, 1).requires_grad_()
-    if name == "JSD":
-        inputs = flat, weight, normal(20, 24, seed=6), normal(61, 24, seed=7), labels.flatten(), None, None
-        return (*inputs, 0.3, 0.7, 0.2, -100, 2.0, False), (flat, weight)
-    if name == "ScaledCrossEntropy":
-        columns = torch.tensor([5, 0, 5])
-        return (flat, weight, labels.flatten(), 0.7, -100, 1, True, columns), (flat, weight)
-    options = {
-        "ORPO": (-100, 0.2, True, None, False),
-        "CPO": (-100, 0.2, 0.5, 0.1, True, False),
-        "SimPO": (-100, 0.2, 1.0, 0.0, False, False, 0.7),
+    old, near = -normal(4, 5, seed=1).abs(), hidden.detach() + 0.1 * normal(4, 5, 24, seed=8)
+    reference = normal(4, 5, 24, seed=3), normal(61, 24, seed=4), normal(61, seed=5)
+    preferred, kl = torch.tensor([True, False, True, False]), torch.tensor(0.1)
+    grpo = labels.clamp(min=0), labels != -100, normal(4, seed=2), None, old - 0.1, old, None, None, None
+    arguments = {
+        "DPO": (labels, bias, *reference, -100, 0.2, True, False, True, True, 1, "sigmoid"),
+        "ORPO": (labels, bias, -100, 0.2, True, None, False),
+        "CPO": (labels, bias, -100, 0.2, 0.5, 0.1, True, False),
+        "SimPO": (labels, bias, -100, 0.2, 1.0, 0.0, False, False, 0.7),
+        "KTO": (labels, preferred, None, near, weight.detach(), None, kl, -100, 0.2, False, True),
+        "GRPO": (*grpo, 0.1, 0.2, 0.3, "grpo", None, "token", 1.0, 1.05, 0.9, False),
     }
-    return (hidden, weight, labels, bias, *options[name]), (hidden, weight)
+    of_flat = {
+        "JSD": (normal(20, 24, seed=6), normal(61, 24, seed=7), labels.flatten(), None, None, 0.3, 0.7, 0.2, -100, 2.0),
+        "ScaledCrossEntropy": (labels.flatten(), 0.7, -100, 1, True, torch.tensor([5, 0, 5])),
+    }
+    trained = (hidden, weight) if name in arguments else (flat, weight)
+    return (*trained, *(arguments | of_flat)[name]), trained
 
 
 @pytest.mark.peers
 @pytest.mark.parametrize("name", ["DPO", "ORPO", "CPO", "SimPO", "GRPO", "JSD", "KTO", "ScaledCrossEntropy"])
 def test_autograd_functions(name):
-    pytest.importorskip("liger_kernel.chunked_loss", reason="liger-kernel is not installed")
     module = "ops" if name == "ScaledCrossEntropy" else f"chunked_loss.{name.lower()}_loss"
     arguments, trained = arguments_of(name)
-    theirs, ours = apply_both(f"liger_kernel.{module}", f"LigerFusedLinear{name}Function", *arguments, trained=trained)
+
+    def call():
+        found = getattr(importlib.import_module(f"liger_kernel.{module}"), f"LigerFusedLinear{name}Function")
+        result = found.apply(*arguments)
+        loss, *metrics = result if isinstance(result, tuple) else (result,)
+        metrics = [*metrics[0]] if metrics and isinstance(metrics[0], tuple) else metrics
+        return loss.detach(), metrics, torch.autograd.grad(loss.sum(), trained)
+
+    theirs, ours = both(call)
     torch.testing.assert_close(ours[0], theirs[0], rtol=1e-4, atol=1e-5)
     torch.testing.assert_close(ours[2], theirs[2], rtol=1e-3, atol=1e-6)
     assert len(ours[1]) == len(theirs[1])
@@ -204,8 +200,6 @@ def test_everything_masked_gives_zero():
 
 @pytest.mark.parametrize("loss_type", ["grpo", "dapo", "cispo", "vespo"])
 def test_grpo_of_logits(loss_type):
-    from liger_losses.integrations.liger.losses import triton_grpo_loss
-
     logits = normal(3, 6, 17).requires_grad_()
     ids, mask = torch.arange(15).view(3, 5), torch.arange(5) < torch.tensor([[5], [3], [4]])
     logps = (logits[:, :-1] / 0.9).log_softmax(-1).gather(-1, ids[..., None])[..., 0]
@@ -216,11 +210,11 @@ def test_grpo_of_logits(loss_type):
         logps, normal(3, seed=3), mask, old_logps=old, ref_logps=ref, epsilon_high=high, **options
     )
     arguments = (logits, old, ref, ids, normal(3, seed=3), mask)
-    loss, (kl, clip_ratio) = triton_grpo_loss(*arguments, eps_high=high, reduce=True, **options)
+    loss, (kl, clip_ratio) = losses.triton_grpo_loss(*arguments, eps_high=high, reduce=True, **options)
     torch.testing.assert_close(loss, expected)
     ours, theirs = (torch.autograd.grad(value, logits)[0] for value in (loss, expected))
     torch.testing.assert_close(ours, theirs)
-    per_token, per_token_kl, clipped = triton_grpo_loss(*arguments, eps_high=high, **options)
+    per_token, per_token_kl, clipped = losses.triton_grpo_loss(*arguments, eps_high=high, **options)
     torch.testing.assert_close(per_token_kl.sum() / mask.sum(), kl)
     torch.testing.assert_close(clipped.sum() / mask.sum(), clip_ratio)
     if loss_type == "dapo":
@@ -247,27 +241,21 @@ def test_divergences_of_distributions(installed):
 
 @pytest.mark.peers
 def test_trainers_use_liger_kernel_patches_the_model(installed):
-    transformers = pytest.importorskip("transformers")
     from transformers.integrations.liger import apply_liger_kernel
 
-    from benchmarks.coverage.model_zoo import build
     from liger_losses.patching.lazy_head import patched_heads
 
-    model = build("llama")
-    assert isinstance(model, transformers.PreTrainedModel)
+    model = llama()
     apply_liger_kernel(model, {"rope": False})
     assert patched_heads(model)
 
 
 @pytest.mark.peers
 def test_apply_to_models_that_are_loaded_later(installed):
-    pytest.importorskip("transformers")
     from liger_kernel.transformers import apply_liger_kernel_to_llama, apply_liger_kernel_to_qwen2
     from transformers import AutoModelForCausalLM
 
-    from benchmarks.coverage.model_zoo import build
-
-    config = build("llama").config
+    config = llama().config
     apply_liger_kernel_to_qwen2()
     assert not hasattr(AutoModelForCausalLM.from_config(config), "liger_report")
     apply_liger_kernel_to_llama(rope=False)
@@ -310,8 +298,6 @@ def test_without_liger_kernel(monkeypatch):
 def test_arguments_have_liger_kernels_order():
     """By name, for everything whose arguments are positional in liger-kernel."""
     pytest.importorskip("liger_kernel.transformers", reason="liger-kernel is not installed")
-    from liger_losses.integrations.liger import losses
-    from liger_losses.integrations.liger.chunked import CHUNKED
 
     def names(function):
         return list(inspect.signature(function).parameters)
@@ -364,10 +350,8 @@ def test_teachers_get_no_gradient(installed):
 
 
 def test_the_options_of_a_cross_entropy_can_be_read_and_changed():
-    from liger_losses.integrations.liger.losses import LigerCrossEntropyLoss
-
     logits, labels = normal(4, 7), torch.tensor([1, 2, 3, 0])
-    loss = LigerCrossEntropyLoss(reduction="sum")
+    loss = losses.LigerCrossEntropyLoss(reduction="sum")
     assert loss.reduction == "sum"
     loss.ignore_index = 0
     torch.testing.assert_close(loss(logits, labels), F.cross_entropy(logits, labels, ignore_index=0, reduction="sum"))
@@ -375,10 +359,7 @@ def test_the_options_of_a_cross_entropy_can_be_read_and_changed():
 
 @pytest.mark.peers
 def test_apply_takes_each_families_arguments(installed, monkeypatch):
-    pytest.importorskip("transformers")
     import liger_kernel.transformers.monkey_patch as theirs
-
-    from liger_losses.integrations.liger import models
 
     calls = []
     monkeypatch.setattr(models, "patch", lambda model, **options: calls.append((model, options)))
@@ -396,7 +377,6 @@ def test_apply_takes_each_families_arguments(installed, monkeypatch):
 
 @pytest.mark.peers
 def test_apply_leaves_other_types_with_a_longer_name(installed):
-    pytest.importorskip("transformers")
     from liger_kernel.transformers import apply_liger_kernel_to_llama, apply_liger_kernel_to_llama4
 
     apply_liger_kernel_to_llama()
@@ -414,12 +394,9 @@ def test_apply_leaves_other_types_with_a_longer_name(installed):
 
 @pytest.mark.peers
 def test_auto_class_takes_liger_kernels_options(installed):
-    pytest.importorskip("transformers")
     from liger_kernel.transformers import AutoLigerKernelForCausalLM
 
-    from benchmarks.coverage.model_zoo import build
-
-    model = AutoLigerKernelForCausalLM.from_config(build("llama").config, rope=False, swiglu=False, rms_norm=False)
+    model = AutoLigerKernelForCausalLM.from_config(llama().config, rope=False, swiglu=False, rms_norm=False)
     assert [entry.path for entry in model.liger_report.replaced] == ["lm_head"]
 
 
@@ -429,41 +406,32 @@ def test_auto_class_takes_liger_kernels_options(installed):
 @pytest.mark.parametrize("name", ["DPO", "ORPO", "CPO", "SimPO", "KTO"])
 def test_metrics_are_liger_kernels(name, compute_nll, dtype):
     """All of them, by position, with prompts and padding in the batch, through its classes."""
-    pytest.importorskip("liger_kernel.chunked_loss", reason="liger-kernel is not installed")
     hidden, weight, labels, bias = problem(n=20, shape=(4, 5), bias=True)
     hidden, weight, bias = (t.detach().to(dtype).requires_grad_() for t in (hidden, weight, bias))
     labels[:, -1], labels[:, 0] = -100, 3
-    options = {} if name == "KTO" else {"compute_nll_loss": compute_nll}
-    if name in ("DPO", "KTO"):
-        options["use_ref_model"] = False
-    arguments = {"ref_weight": weight.detach()} if name == "DPO" else {}  # which is ignored
+    options, arguments, classes = {"compute_nll_loss": compute_nll}, {}, []
+    if name == "DPO":
+        options["use_ref_model"], arguments = False, {"ref_weight": weight.detach()}  # which is ignored
     if name == "KTO":
         kl = torch.tensor(0.1) if compute_nll else None
+        options = {"use_ref_model": False}
         arguments = {"preference_labels": torch.tensor([True, False, True, False]), "kl": kl}
-    found = []
-    for ours in (False, True):
-        if ours:
-            liger.install()
-        try:
-            loss = getattr(importlib.import_module("liger_kernel.chunked_loss"), f"LigerFusedLinear{name}Loss")
-            value, metrics = loss(compiled=False, **options)(
-                _input=hidden, lin_weight=weight, target=labels, bias=bias, **arguments
-            )
-        finally:
-            liger.uninstall()
-        found.append([value.detach(), *(metric.detach().float() for metric in metrics)])
-    assert issubclass(loss, getattr(liger_losses, f"LigerFusedLinear{name}Loss"))
+
+    def call():
+        classes.append(getattr(importlib.import_module("liger_kernel.chunked_loss"), f"LigerFusedLinear{name}Loss"))
+        loss = classes[-1](compiled=False, **options)
+        value, metrics = loss(_input=hidden, lin_weight=weight, target=labels, bias=bias, **arguments)
+        return [found.detach().float() for found in (value, *metrics)]
+
+    theirs, ours = both(call)
+    assert issubclass(classes[1], getattr(liger_losses, f"LigerFusedLinear{name}Loss"))
     close = {"rtol": 1e-4, "atol": 1e-5} if dtype is torch.float32 else {"rtol": 5e-2, "atol": 2e-2}
-    assert len(found[0]) == len(found[1])
-    for theirs, value in zip(*found, strict=True):
-        torch.testing.assert_close(value.float(), theirs.float(), **close)
+    torch.testing.assert_close(ours, theirs, **close)
 
 
 @pytest.mark.parametrize("beta", [0.0, 0.3, 1.0])
 def test_jsd_of_what_does_not_sum_to_one(beta):
     """Loss and gradient as liger-kernel's kernel computes them, of the formulas in its comments."""
-    from liger_losses.integrations.liger.losses import LigerJSD
-
     log_q, log_p = normal(5, 7, seed=1).requires_grad_(), normal(5, 7, seed=2)
     labels = torch.tensor([1, -100, 2, 3, 0])
     q, p = log_q.detach().exp(), log_p.exp()
@@ -477,18 +445,18 @@ def test_jsd_of_what_does_not_sum_to_one(beta):
         gradient = (1 - beta) * q * (log_q.detach() - log_m)
         terms = beta * p * (log_p - log_m) + gradient
     active = (labels != -100).float()[:, None] / 4
-    loss = LigerJSD(beta)(log_q, log_p, labels)
+    loss = losses.LigerJSD(beta)(log_q, log_p, labels)
     torch.testing.assert_close(loss.detach(), (terms * active).sum())
     torch.testing.assert_close(torch.autograd.grad(loss, log_q)[0], gradient * active)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_losses_of_given_logits_have_their_dtype(dtype):
-    from liger_losses.integrations.liger.losses import LigerCrossEntropyLoss, apply_cross_entropy
-
     logits, labels = normal(4, 7, dtype=dtype).requires_grad_(), torch.tensor([1, 2, -100, 0])
-    loss = LigerCrossEntropyLoss()(logits, labels)
+    loss = losses.LigerCrossEntropyLoss()(logits, labels)
     assert loss.dtype == dtype
-    loss, z_loss, accuracy, _ = apply_cross_entropy(logits, labels, None, -100, 0.1, 0.0, "none", None, True, True)
+    loss, z_loss, accuracy, _ = losses.apply_cross_entropy(
+        logits, labels, None, -100, 0.1, 0.0, "none", None, True, True
+    )
     assert (loss.dtype, z_loss.dtype, accuracy.dtype) == (dtype, dtype, torch.float32)
     assert torch.autograd.grad(loss.sum(), logits)[0].dtype == dtype

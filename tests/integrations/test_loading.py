@@ -40,30 +40,22 @@ def test_models_that_are_loaded_by_several_threads(monkeypatch):
     assert all(is_patched(model) for model in models)
 
 
-def test_leaving_one_leaves_the_others(monkeypatch):
-    pytest.importorskip("transformers")
-    outer = loading.patch_loaded_models(lambda model: None)
-    try:
-        with loading.patched_loading(rope=False):
-            assert len(loading._wanted) == 2
-        assert loading._wanted == [outer]
-        assert len(loading._replaced)
-    finally:
-        loading.leave_loaded_models()
-    assert not loading._wanted
-    assert not len(loading._replaced)
-
-
-def test_leaving_one_of_two_that_are_the_same_leaves_the_other():
+@pytest.mark.parametrize("same", [True, False])
+def test_leaving_one_leaves_the_others(same):
+    """Be the options the same."""
     pytest.importorskip("transformers")
 
     def options(model):
         return None
 
-    with loading.patched_loading(options):
-        with loading.patched_loading(options):
-            pass
-        assert loading._wanted == [options]
+    outer = loading.patch_loaded_models(options)
+    try:
+        with loading.patched_loading(*[options] * same):
+            assert len(loading._wanted) == 2
+        assert loading._wanted == [outer]
+        assert len(loading._replaced)
+    finally:
+        loading.leave_loaded_models()
     assert not loading._wanted
     assert not len(loading._replaced)
 

@@ -1,7 +1,9 @@
 """torchtitan's losses."""
 
+import functools
 import sys
 import types
+from dataclasses import dataclass
 
 import pytest
 import torch
@@ -35,40 +37,15 @@ def test_torchtitan_loss_under_fully_shard(one_process):
     torch.testing.assert_close(head.weight.grad.full_tensor(), expected_grads[1] / 2)
 
 
-class SoftCapped(torch.nn.Linear):
+def head_of(name, forward, **options):
+    """A linear layer of a class with this ``forward``, of the layer and its input."""
+    return type(name, (torch.nn.Linear,), {"forward": forward})(24, 61, **options)
+
+
+def soft_capped(head, x, cap=None):
     """As the head of torchtitan's muse_glimmer: with a multiplier, and with or without a soft-cap."""
-
-    cap = 3.0
-
-    def forward(self, input):
-        logits = super().forward(input).float()
-        return logits * 2.5 if self.cap is None else self.cap * torch.tanh(logits * 2.5 / self.cap)
-
-
-class Adapted(torch.nn.Linear):
-    """As torchtitan's LoRA layers, a subclass of the layer's class."""
-
-    def __init__(self, *sizes, **options):
-        super().__init__(*sizes, **options)
-        self.lora_a, self.lora_b = torch.nn.Linear(sizes[0], 2), torch.nn.Linear(2, sizes[1])
-
-    def forward(self, input):
-        return super().forward(input) + self.lora_b(self.lora_a(input))
-
-
-class Normalized(torch.nn.Linear):
-    def forward(self, input):
-        return F.linear(input, F.normalize(self.weight, dim=-1))
-
-
-class Shifted(torch.nn.Linear):
-    def forward(self, input):
-        return super().forward(input) + torch.arange(61)
-
-
-class FromOtherInputs(torch.nn.Linear):
-    def forward(self, input):
-        return super().forward(input * 2)
+    logits = torch.nn.Linear.forward(head, x).float() * 2.5
+    return logits if cap is None else cap * torch.tanh(logits / cap)
 
 
 @pytest.mark.parametrize("cap", [3.0, None])
@@ -76,8 +53,7 @@ class FromOtherInputs(torch.nn.Linear):
 @pytest.mark.parametrize("sharded", [True, False])
 def test_a_head_that_transforms_its_logits(cap, bias, sharded, tmp_path):
     hidden, _, labels, _ = problem(n=24)
-    head = SoftCapped(24, 61, bias=bias)
-    head.cap = cap
+    head = head_of("SoftCapped", functools.partialmethod(soft_capped, cap=cap), bias=bias)
     expected = F.cross_entropy(head(hidden), labels, reduction="sum")
     expected.backward()
     grads = [hidden.grad.clone(), *(p.grad.clone() for p in head.parameters())]
@@ -99,16 +75,26 @@ def test_a_head_that_transforms_its_logits(cap, bias, sharded, tmp_path):
             dist.destroy_process_group()
 
 
-@pytest.mark.parametrize("kind", [Adapted, Normalized, Shifted, FromOtherInputs])
-def test_a_head_that_is_no_product_is_refused(kind):
+LORA = torch.nn.Sequential(torch.nn.Linear(24, 2), torch.nn.Linear(2, 61))
+FORWARDS = {
+    "Adapted": lambda head, x: torch.nn.Linear.forward(head, x) + head.lora(x),  # as torchtitan's LoRA layers
+    "Normalized": lambda head, x: F.linear(x, F.normalize(head.weight, dim=-1)),
+    "Shifted": lambda head, x: torch.nn.Linear.forward(head, x) + torch.arange(61),
+    "FromOtherInputs": lambda head, x: torch.nn.Linear.forward(head, x * 2),
+}
+
+
+@pytest.mark.parametrize("name", FORWARDS)
+def test_a_head_that_is_no_product_is_refused(name):
     hidden, _, labels, _ = problem(n=24)
-    with pytest.raises(TypeError, match=rf"{kind.__name__}.*does not compute .*keep torchtitan's ChunkedLossWrapper"):
-        torchtitan.cross_entropy_in_forward(kind(24, 61), hidden, labels)
+    head = head_of(name, FORWARDS[name])
+    if name == "Adapted":
+        head.lora = LORA
+    with pytest.raises(TypeError, match=rf"{name}.*does not compute .*keep torchtitan's ChunkedLossWrapper"):
+        torchtitan.cross_entropy_in_forward(head, hidden, labels)
 
 
 def test_torchtitan_loss_class(monkeypatch):
-    from dataclasses import dataclass
-
     loss_module = types.ModuleType("torchtitan.components.loss")
 
     class ChunkedLossWrapper:

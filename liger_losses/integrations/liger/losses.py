@@ -6,8 +6,6 @@ distributions is a constant.
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -66,24 +64,19 @@ def cross_entropy(input: Tensor, target: Tensor, **options: Any) -> Any:
     return LigerCrossEntropyLoss(**options)(input, target)
 
 
-def _with_all_results(function: Callable[..., Any]) -> Callable[..., tuple[Tensor | None, ...]]:
-    """``apply``, which returns loss, z-loss, token accuracy, predicted tokens; ``None`` for what was not asked for."""
-
-    @functools.wraps(function)
-    def apply(*arguments: Any) -> tuple[Tensor | None, ...]:
-        found = function(*arguments)
-        return tuple(found) if isinstance(found, tuple) else (found, None, None, None)
-
-    return apply
+def _all_results(found: Any) -> tuple[Tensor | None, ...]:
+    """Loss, z-loss, token accuracy, predicted tokens; ``None`` for what was not asked for."""
+    return tuple(found) if isinstance(found, tuple) else (found, None, None, None)
 
 
-apply_fused_linear_cross_entropy = _with_all_results(fused_linear_cross_entropy)
+def apply_fused_linear_cross_entropy(*arguments: Any) -> Any:
+    """``LigerFusedLinearCrossEntropyFunction.apply``: :func:`fused_linear_cross_entropy` by position."""
+    return _all_results(fused_linear_cross_entropy(*arguments))
 
 
-@_with_all_results
 def apply_cross_entropy(_input: Tensor, target: Tensor, *options: Any) -> Any:
     """``LigerCrossEntropyFunction.apply``: :class:`LigerCrossEntropyLoss` by position."""
-    return LigerCrossEntropyLoss(*options[:9])(_input, target)
+    return _all_results(LigerCrossEntropyLoss(*options[:9])(_input, target))
 
 
 def scaled_cross_entropy(

@@ -64,7 +64,7 @@ def output_processor(
         ValueError: without labels there is no loss; leave ``output_processor=`` out to get logits.
         TypeError: an output layer with layers inside of it, such as adapters.
     """
-    announce("Megatron-core", "megatron-core", "0.19", "the losses of output layers")
+    announce("Megatron-core", "0.19", "the losses of output layers")
     if labels is None:
         raise ValueError("output_processor computes losses of labels: give labels=, or leave output_processor= out.")
     options = context or OutputOptions()

@@ -15,16 +15,16 @@ _LOG = logging.getLogger("liger_losses")
 
 
 @functools.cache
-def announce(framework: str, package: str, tested: str, what: str) -> None:
+def announce(framework: str, tested: str, what: str) -> None:
     """Log at INFO that an integration is active, and warn where the framework's version was not tested; both once.
 
     Args:
-        framework, package: the framework's name, and its distribution's name.
+        framework: the name of its distribution, in whatever case.
         tested: how the versions that were tested begin, for example ``"0.9"``.
         what: what this library computes for it.
     """
     try:
-        version = importlib.metadata.version(package)
+        version = importlib.metadata.version(framework)
     except importlib.metadata.PackageNotFoundError:
         version = "of unknown version"
     if not f"{version}.".startswith(f"{tested}."):
@@ -41,12 +41,12 @@ class Replacements:
     A module that lacks one of its names is left as it is, with a warning.
 
     Args:
-        framework, package, tested, what: as :func:`announce` takes them.
+        framework, tested, what: as :func:`announce` takes them.
         places: what to replace.
     """
 
-    def __init__(self, framework: str, package: str, tested: str, what: str, *places: Place) -> None:
-        self.framework, self.package, self.tested, self.what = framework, package, tested, what
+    def __init__(self, framework: str, tested: str, what: str, *places: Place) -> None:
+        self.framework, self.tested, self.what = framework, tested, what
         self._places: dict[str, list[Place]] = {}
         for place in places:
             self._places.setdefault(place.module, []).append(place)
@@ -58,7 +58,7 @@ class Replacements:
         if self._installed:
             return
         self._installed = True
-        announce(self.framework, self.package, self.tested, self.what)
+        announce(self.framework, self.tested, self.what)
         for module in self._places:
             when_imported(module, self._replace)
 

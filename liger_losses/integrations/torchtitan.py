@@ -55,7 +55,7 @@ def cross_entropy_in_forward(lm_head: Any, hidden_states: Tensor, labels: Tensor
 def _loss_class() -> type:
     from torchtitan.components.loss import ChunkedLossWrapper
 
-    announce("torchtitan", "torchtitan", "0.3", "cross-entropy")
+    announce("torchtitan", "0.3", "cross-entropy")
 
     class LinearCrossEntropyLoss(ChunkedLossWrapper):  # the trainer gives heads to subclasses of it
         """``ChunkedLossWrapper`` with this library's cross-entropy instead of chunks and their loss function."""

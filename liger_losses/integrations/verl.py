@@ -254,7 +254,6 @@ def _of_engine(method: str, function: Callable[..., Any], *takes: str) -> Place:
 
 REPLACEMENTS = Replacements(
     "verl",
-    "verl",
     "0.9",
     "the fused heads and the top-k distillation",
     Place(_TORCH_HEAD, "FusedLinearForPPO.forward", lambda original: fused_linear_for_ppo, fused_linear_for_ppo),

@@ -16,7 +16,7 @@ from liger_losses.places import Place
 
 
 def replacements(*places):
-    return Replacements("Framework", "pytest", pytest.__version__, "everything", *places)
+    return Replacements("Pytest", pytest.__version__, "everything", *places)
 
 
 def test_names_are_replaced_when_they_are_imported(framework):
@@ -44,7 +44,7 @@ def test_names_are_replaced_when_they_are_imported(framework):
     assert late.Layer().size(1) == late.Layer.size(1) == 2
     assert "class Layer" in inspect.getsource(late)
     assert type(late.__spec__.loader) is type(late.__loader__) is type(early.__loader__)
-    with pytest.warns(UserWarning, match=r"Framework runs with its own code.*fw\.other\.head is not there \(tested"):
+    with pytest.warns(UserWarning, match=r"Pytest runs with its own code.*fw\.other\.head is not there \(tested"):
         importlib.import_module("fw.other")
     ours.uninstall()
     assert early.head() == "early"
@@ -109,10 +109,10 @@ def test_an_integration_says_that_it_is_active_and_which_versions_were_tested(ca
     with caplog.at_level(logging.INFO, "liger_losses"), warnings.catch_warnings():
         warnings.simplefilter("error")
         for _ in range(2):
-            announce("Pytest", "pytest", pytest.__version__.partition(".")[0], "the tests")
+            announce("Pytest", pytest.__version__.partition(".")[0], "the tests")
     assert caplog.messages == [f"liger_losses computes the tests of Pytest {pytest.__version__}."]
-    for package, version in (("pytest", pytest.__version__), ("no-such-package", "of unknown version")):
+    for name, version in (("Pytest", pytest.__version__), ("no-such-package", "of unknown version")):
         with pytest.warns(
-            UserWarning, match=rf"Pytest {version} was not tested with liger_losses, which.* Pytest 0\.1"
+            UserWarning, match=rf"{name} {version} was not tested with liger_losses, which.* {name} 0\.1"
         ):
-            announce("Pytest", package, "0.1", "the tests")
+            announce(name, "0.1", "the tests")

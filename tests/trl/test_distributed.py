@@ -244,19 +244,22 @@ def loss_of_head(head, spread, rank, rows=ROWS):
     return our_loss(spread, head != "lazy", rank, rows, **({"use_cache": False} if head == "lazy" else {}))
 
 
+def pair(name, serve):
+    """A model by transformers; one that ``serve`` has changed, spread as in a case; and what runs it until backward."""
+    case = CASES[name]
+    plain, ours = (llama(case.tied, case.checkpointing) for _ in range(2))
+    serve(ours)
+    return plain, ours, case.spread(ours)
+
+
 def accumulated(rank):
     """Gradients are reduced with the last of three backward passes."""
     for name, (head, serve) in itertools.product(("head, freed", "root", "tail, tied, freed", "DDP"), HEADS.items()):
-        case = CASES[name]
-        plain, ours = llama(case.tied), llama(case.tied)
-        serve(ours)
-        spread = case.spread(ours)
+        plain, ours, spread = pair(name, serve)
         for last in (False, False, True):
-            if name == "DDP":
-                with contextlib.nullcontext() if last else spread.no_sync():
-                    (loss_of_head(head, spread, rank) / 3).backward()
-            else:
+            if name != "DDP":
                 spread.set_requires_gradient_sync(last)
+            with spread.no_sync() if name == "DDP" and not last else contextlib.nullcontext():
                 (loss_of_head(head, spread, rank) / 3).backward()
         plain_loss(plain, head != "lazy").backward()
         check_gradients(ours, plain)
@@ -264,9 +267,7 @@ def accumulated(rank):
 
 def log_probs_alone(rank):
     """The loss that is returned takes no part in the backward."""
-    plain, ours = llama(), llama()
-    add_fused_lm_head(ours, one_pass=True)
-    CASES["head, freed"].spread(ours)
+    plain, ours, _ = pair("head, freed", HEADS["one pass"])
     ids, labels, _ = (part.split(ROWS)[rank] for part in batch())
     found = ours(input_ids=ids, labels=labels, fused_lm_head=True)
     (-found.log_probs.sum() * WORLD / (batch()[1][:, 1:] != -100).sum()).backward()
@@ -274,15 +275,15 @@ def log_probs_alone(rank):
     check_gradients(ours, plain)
 
 
+def with_kernels(model):
+    assert patch(model, loss_head=False).counts
+    add_fused_lm_head(model)
+
+
 def kernels(rank):
     """In the models too, whose weights are split or not."""
     for name in ("DDP", "root, freed", "layers", "layers, tied, checkpointing"):
-        case = CASES[name]
-        plain, ours = llama(case.tied, case.checkpointing), llama(case.tied, case.checkpointing)
-        report = patch(ours, loss_head=False)
-        assert report.counts
-        add_fused_lm_head(ours)
-        spread = case.spread(ours)  # which must live until the backward
+        plain, ours, spread = pair(name, with_kernels)
         our_loss(spread, True, rank).backward()
         plain_loss(plain, True).backward()
         check_gradients(ours, plain)
@@ -292,15 +293,12 @@ def kernels(rank):
 def lazy_logits(rank):
     """The head of :func:`make_head_lazy`, and the model's own loss."""
     for name in ("head, freed", "head, half", "layers, half", "root, tied", "tail, tied, freed", "tail, tied, kept"):
-        case = CASES[name]
-        plain, ours = llama(case.tied), llama(case.tied)
-        make_head_lazy(ours)
-        case.spread(ours)
+        plain, ours, _ = pair(name, make_head_lazy)
         found, expected = loss_of_head("lazy", ours, rank), plain_loss(plain, False)
         assert found.dtype == torch.float32
         found.backward()
         expected.backward()
-        check_gradients(ours, plain, case.rtol, case.atol)
+        check_gradients(ours, plain, CASES[name].rtol, CASES[name].atol)
 
 
 def offloaded(rank):
@@ -337,7 +335,7 @@ def checkpoints(rank):
             train_step(other, optimizer, rank)
             for key, value in model.state_dict().items():
                 torch.testing.assert_close(whole(other.state_dict()[key]), whole(value), rtol=1e-4, atol=1e-5, msg=key)
-            other = patched_llama(tied) if to_patched else llama(tied)  # whole
+            other = maybe_patched(tied, to_patched)  # whole
             weights = other.state_dict()
             checkpoint.load({"model": weights}, **place)
             other.load_state_dict(weights)
@@ -358,12 +356,12 @@ def patched_once(tied):
     return model
 
 
-def patched_llama(tied):
-    return copy.deepcopy(patched_once(tied))
+def maybe_patched(tied, patched):
+    return copy.deepcopy(patched_once(tied)) if patched else llama(tied)
 
 
 def sharded_and_optimizer(tied, patched):
-    model = patched_llama(tied) if patched else llama(tied)
+    model = maybe_patched(tied, patched)
     CASES["tail, tied, freed" if tied else "head, freed"].spread(model)
     return model, torch.optim.AdamW(model.parameters(), lr=1e-2)
 
@@ -377,9 +375,7 @@ def train_step(model, optimizer, rank):
 def lazy_logits_outlive_the_forward(rank):
     """The same, the loss taken of what the sharded model returned."""
     for name in ("root", "head, kept"):
-        plain, ours = llama(), llama()
-        make_head_lazy(ours)
-        CASES[name].spread(ours)
+        plain, ours, _ = pair(name, make_head_lazy)
         ids, labels, _ = (part.split(ROWS)[rank] for part in batch())
         logits = ours(input_ids=ids).logits[:, :-1].flatten(0, 1)
         assert isinstance(logits, LazyLogits)
@@ -392,9 +388,7 @@ def lazy_logits_outlive_the_forward(rank):
 def lazy_logits_read_after_the_backward(rank):
     """Where the weights were freed, or a step has changed them, an error says what to do."""
     for name in ("root", "head, freed"):
-        plain, ours = llama(), llama()
-        make_head_lazy(ours)
-        CASES[name].spread(ours)
+        plain, ours, _ = pair(name, make_head_lazy)
         ids, labels, _ = (part.split(ROWS)[rank] for part in batch())
         optimizer = torch.optim.SGD(ours.parameters(), lr=0.1)
         with torch.no_grad():
@@ -482,10 +476,8 @@ def without_coefficient(rank):
         *itertools.product(("DDP, tied, checkpointing", "root", "head, freed"), COEFFICIENTS[:1]),
     ]
     for name, (values, left_out, short) in cases:
-        case, coefficients = CASES[name], torch.tensor(values)
-        plain, ours = llama(case.tied, case.checkpointing), llama(case.tied, case.checkpointing)
-        add_fused_lm_head(ours)
-        spread = case.spread(ours)
+        coefficients = torch.tensor(values)
+        plain, ours, spread = pair(name, add_fused_lm_head)
         own_ids, own_labels, own_weights, own = (
             part.split(ROWS)[rank] for part in (ids, labels, weights, coefficients)
         )

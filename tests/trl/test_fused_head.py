@@ -8,8 +8,9 @@ import pytest
 import torch
 
 from liger_losses.trl import enabled
+from liger_losses.trl.fused_head import add_fused_lm_head
 from tests.project.test_examples import tiny_model
-from tests.trl.trainers import sft
+from tests.trl.trainers import sft, trl
 
 
 def forward_outputs(model, ids, labels, outputs, add, **options):
@@ -27,16 +28,14 @@ def forward_outputs(model, ids, labels, outputs, add, **options):
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
 @pytest.mark.parametrize("one_pass", [True, False])
 def test_the_contract_of_the_head(one_pass, temperature):
-    from trl.trainer.utils import add_fused_lm_head as theirs
-
-    from liger_losses.trl.fused_head import add_fused_lm_head as ours
-
     model, _, _ = tiny_model()
     ids = torch.randint(3, 19, (3, 9), generator=torch.Generator().manual_seed(0))
     labels = ids.masked_fill(torch.rand(3, 9, generator=torch.Generator().manual_seed(1)) < 0.4, -100)
     outputs = ("log_probs", "entropy", "log_sum_sq_probs", "mean_logits", "is_top1")
-    expected = forward_outputs(model, ids, labels, outputs, theirs, temperature=temperature)
-    found = forward_outputs(model, ids, labels, outputs, ours, temperature=temperature, one_pass=one_pass)
+    expected = forward_outputs(
+        model, ids, labels, outputs, trl.trainer.utils.add_fused_lm_head, temperature=temperature
+    )
+    found = forward_outputs(model, ids, labels, outputs, add_fused_lm_head, temperature=temperature, one_pass=one_pass)
     for name in (*outputs, "loss", "label_mask"):
         a, b = getattr(expected[0], name), getattr(found[0], name)
         torch.testing.assert_close(b, a.to(b.dtype), rtol=1e-4, atol=1e-5, msg=name)
@@ -47,17 +46,13 @@ def test_the_contract_of_the_head(one_pass, temperature):
 
 def test_the_head_in_fp32():
     """A model in bf16 whose head has been cast, and whose head's forward casts its input, as GRPO's trainer does it."""
-    from trl.trainer.utils import add_fused_lm_head as theirs
-
-    from liger_losses.trl.fused_head import add_fused_lm_head as ours
-
     model = tiny_model()[0]
     model.config.tie_word_embeddings = False
     model.lm_head.weight = torch.nn.Parameter(model.lm_head.weight.detach().clone())
     model.model.bfloat16()
     ids = torch.randint(3, 19, (3, 9), generator=torch.Generator().manual_seed(0))
     results = []
-    for add in (theirs, ours):
+    for add in (trl.trainer.utils.add_fused_lm_head, add_fused_lm_head):
 
         def cast_and_add(model, add=add, **options):
             head = model.lm_head
@@ -71,27 +66,6 @@ def test_the_head_in_fp32():
     for name, gradient in results[0][1].items():
         tolerance = 1e-5 if name == "lm_head.weight" else 2e-2  # of bf16
         torch.testing.assert_close(results[1][1][name], gradient, rtol=tolerance, atol=tolerance, msg=name)
-
-
-def test_the_head_of_shifted_labels_without_padding():
-    """As asynchronous GRPO calls it: one row of several sequences, labels shifted by the caller."""
-    from trl.trainer.utils import add_fused_lm_head as theirs
-
-    from liger_losses.trl.fused_head import add_fused_lm_head as ours
-
-    model, _, _ = tiny_model()
-    ids = torch.randint(3, 19, (1, 12), generator=torch.Generator().manual_seed(0))
-    positions = torch.tensor([[0, 1, 2, 3, 4, 0, 1, 2, 3, 4, 5, 6]])
-    labels = ids.roll(-1, 1).masked_fill(positions.roll(-1, 1) == 0, -100)
-    results = []
-    for add in (theirs, ours):
-        other = copy.deepcopy(model)
-        add(other, temperature=0.9, outputs=("log_probs", "entropy"))
-        found = other(input_ids=ids, position_ids=positions, shift_labels=labels, fused_lm_head=True)
-        found.log_probs.exp().sum().backward()
-        gradients = [p.grad for p in other.parameters()]
-        results.append([found.log_probs.detach(), found.entropy.detach(), found.label_mask, *gradients])
-    torch.testing.assert_close(*results[::-1], rtol=1e-4, atol=1e-6)
 
 
 def test_metrics_of_evaluation(tmp_path):
@@ -116,8 +90,6 @@ def test_metrics_of_evaluation(tmp_path):
 
 
 def test_the_forward_without_it_is_the_models_own():
-    from liger_losses.trl.fused_head import add_fused_lm_head
-
     model, _, _ = tiny_model()
     ids = torch.randint(3, 19, (2, 7))
     with torch.no_grad():
@@ -137,8 +109,6 @@ def test_the_forward_without_it_is_the_models_own():
 
 
 def test_models_it_cannot_serve_are_refused():
-    from liger_losses.trl.fused_head import add_fused_lm_head
-
     model, _, _ = tiny_model()
     ids = torch.randint(3, 19, (2, 7))
     with pytest.raises(ValueError, match="unknown outputs"):

@@ -2,6 +2,7 @@
 
 import contextlib
 import copy
+import importlib
 import math
 import warnings
 
@@ -150,12 +151,18 @@ def distillation(output, model, tokenizer, text, **options):
     return trl.DistillationTrainer(model=model, teacher_model=teacher, **given)
 
 
-def preference(trainer):
+def classes(name):
+    """An experimental trainer, and its configuration."""
+    module = importlib.import_module(f"trl.experimental.{name}")
+    trainer = "OnlineDPO" if name == "online_dpo" else name.upper().replace("_", "")
+    return getattr(module, f"{trainer}Trainer"), getattr(module, f"{trainer}Config")
+
+
+def preference(name):
     """CPO's and ORPO's rows are of text."""
 
     def build(output, model, tokenizer, text, **options):
-        module = __import__(f"trl.experimental.{trainer}", fromlist=["*"])
-        kind, config = (getattr(module, f"{trainer.upper()}{what}") for what in ("Trainer", "Config"))
+        kind, config = classes(name)
         if options.get(
             "adapter"
         ):  # of a head that shares its weight with the embedding, it would not be the head's alone
@@ -168,10 +175,9 @@ def preference(trainer):
 
 
 def tpo(output, model, tokenizer, text, **options):
-    from trl.experimental.tpo import TPOConfig, TPOTrainer
-
+    kind, config = classes("tpo")
     rows = [{**row, "reference": text(3)} for row in pairs(text)]
-    return TPOTrainer(model, **given_to(TPOTrainer, output, tokenizer, rows, config=TPOConfig, **options))
+    return kind(model, **given_to(kind, output, tokenizer, rows, config=config, **options))
 
 
 def of_bytes(model):
@@ -189,11 +195,11 @@ def of_bytes(model):
     return type(model)(config), tokenizer
 
 
-def from_a_teacher(name, trainer, **own):
+def from_a_teacher(name, **own):
     """GKD, GOLD and IW-OPD: completions of the data, and a teacher in the same process."""
 
     def build(output, model, tokenizer, text, **options):
-        module = __import__(f"trl.experimental.{name}", fromlist=["*"])
+        kind, config = classes(name)
         if name == "gold":  # which takes no other tokenizers
             model, tokenizer = of_bytes(model)
         teacher = copy.deepcopy(model)
@@ -211,50 +217,34 @@ def from_a_teacher(name, trainer, **own):
         ]
         if options.get("use_uld_loss"):
             own["teacher_tokenizer_name_or_path"] = str(folder)
-        kind, config = (getattr(module, f"{trainer}{what}") for what in ("Trainer", "Config"))
         given = given_to(kind, output, tokenizer, rows, config=config, **{**own, **options})
         return kind(model=model, teacher_model=teacher, **given)
 
     return build
 
 
-def self_distillation(name, trainer):
+def self_distillation(name):
     """SDFT and SDPO: a teacher that is the model itself, told more."""
 
     def build(output, model, tokenizer, text, **options):
-        module = __import__(f"trl.experimental.{name}", fromlist=["*"])
+        kind, config = classes(name)
         rows = [{"prompt": text(3), "privileged_context": text(2 + i % 3)} for i in range(16)]
         tokenizer.padding_side = "left"
         tokenizer.chat_template = "{% for m in messages %}{{ m['content'] }}{% endfor %}"
         rewards = {"reward_funcs": reward} if name == "sdpo" else {}
         model.save_pretrained(output / "model")  # the teacher is loaded from where the model came from
         model = type(model).from_pretrained(output / "model")
-        kind, config = (getattr(module, f"{trainer}{what}") for what in ("Trainer", "Config"))
         options = {"num_generations": 2, "max_completion_length": 6, **options}
         return kind(model, **given_to(kind, output, tokenizer, rows, config=config, **options), **rewards)
 
     return build
 
 
-def a2po(output, model, tokenizer, text, **options):
-    from trl.experimental.a2po import A2POConfig, A2POTrainer
+def online_experimental(name, **own):
+    def build(*arguments, **options):
+        return online(*classes(name), **own)(*arguments, **options)
 
-    return online(A2POTrainer, A2POConfig, max_completion_length=6, num_value_samples=2)(
-        output, model, tokenizer, text, **options
-    )
-
-
-def online_dpo(output, model, tokenizer, text, **options):
-    from trl.experimental.online_dpo import OnlineDPOConfig, OnlineDPOTrainer
-
-    given = {"max_new_tokens": 6, "top_k": 0, "disable_dropout": True}
-    return online(OnlineDPOTrainer, OnlineDPOConfig, **given)(output, model, tokenizer, text, **options)
-
-
-def gmpo(output, model, tokenizer, text, **options):
-    from trl.experimental.gmpo import GMPOConfig, GMPOTrainer
-
-    return online(GMPOTrainer, GMPOConfig)(output, model, tokenizer, text, **options)
+    return build
 
 
 def async_grpo(output, model, tokenizer, text, worker=False, **options):
@@ -291,10 +281,12 @@ def from_a_server(output, model, tokenizer, text, **options):
         return ServerDistillationTrainer(model=model, **given)
 
 
-gkd = from_a_teacher("gkd", "GKD", lmbda=0.0, max_new_tokens=4)
-gold = from_a_teacher("gold", "GOLD", lmbda=0.0, max_completion_length=4)
-iw_opd = from_a_teacher("iw_opd", "IWOPD", lmbda=0.0, max_completion_length=4)
-sdft, sdpo = self_distillation("sdft", "SDFT"), self_distillation("sdpo", "SDPO")
+grpo = online(trl.GRPOTrainer, trl.GRPOConfig)
+gmpo, a2po = online_experimental("gmpo"), online_experimental("a2po", max_completion_length=6, num_value_samples=2)
+online_dpo = online_experimental("online_dpo", max_new_tokens=6, top_k=0, disable_dropout=True)
+gkd = from_a_teacher("gkd", lmbda=0.0, max_new_tokens=4)
+gold, iw_opd = (from_a_teacher(name, lmbda=0.0, max_completion_length=4) for name in ("gold", "iw_opd"))
+sdft, sdpo = self_distillation("sdft"), self_distillation("sdpo")
 
 
 #: Half of the sequences have no advantage, nor another term in the loss, and take no part in the backward.
@@ -313,26 +305,17 @@ CASES = {
     "DPO, LoRA": (dpo, {"adapter": ("q_proj", "v_proj")}),
     "DPO, synchronised reference": (dpo, {"sync_ref_model": True, "ref_model_sync_steps": 1}),
     "DPO, compiled": (dpo, {"torch_compile": True, "torch_compile_backend": "eager"}),
-    "GRPO, compiled": (
-        online(trl.GRPOTrainer, trl.GRPOConfig),
-        {"torch_compile": True, "torch_compile_backend": "aot_eager"},
-    ),
+    "GRPO, compiled": (grpo, {"torch_compile": True, "torch_compile_backend": "aot_eager"}),
     "CPO, compiled": (preference("cpo"), {"torch_compile": True, "torch_compile_backend": "eager"}),
     "KTO": (kto, {}),
-    "GRPO": (online(trl.GRPOTrainer, trl.GRPOConfig), {}),
-    "GRPO, entropy bonus": (online(trl.GRPOTrainer, trl.GRPOConfig), {"entropy_coef": 0.05}),
-    "GRPO, iterations": (
-        online(trl.GRPOTrainer, trl.GRPOConfig),
-        {"num_iterations": 2, "loss_type": "dr_grpo", **_HALF},
-    ),
+    "GRPO": (grpo, {}),
+    "GRPO, entropy bonus": (grpo, {"entropy_coef": 0.05}),
+    "GRPO, iterations": (grpo, {"num_iterations": 2, "loss_type": "dr_grpo", **_HALF}),
     "GRPO, accumulated, checkpointing": (
-        online(trl.GRPOTrainer, trl.GRPOConfig),
+        grpo,
         {"gradient_accumulation_steps": 2, "gradient_checkpointing": True, "per_device_train_batch_size": 2, **_HALF},
     ),
-    "GRPO, head in fp32, bf16": (
-        online(trl.GRPOTrainer, trl.GRPOConfig),
-        {"cast_lm_head_to_fp32": True, "bf16": True, "optim": "sgd"},
-    ),
+    "GRPO, head in fp32, bf16": (grpo, {"cast_lm_head_to_fp32": True, "bf16": True, "optim": "sgd"}),
     "asynchronous GRPO": (async_grpo, {}),
     "asynchronous GRPO, its own worker": (async_grpo, {"worker": True}),
     "GMPO": (gmpo, _HALF),

@@ -53,7 +53,7 @@ def install() -> None:
             "names from it keeps liger-kernel's objects. Call install() first.",
             stacklevel=2,
         )
-    announce("liger-kernel", "liger-kernel", "0.8", "the losses and patches")
+    announce("liger-kernel", "0.8", "the losses and patches")
     for module, replacements in _modules():
         names = vars(module)
         functions = {name: f for name, f in names.items() if name.startswith(_APPLY)}

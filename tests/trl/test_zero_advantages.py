@@ -13,31 +13,32 @@ from liger_losses.trl import disable, enable, enabled
 from liger_losses.trl.zero_advantages import _select, without_zero_advantages
 from tests.project.test_examples import tiny_model
 from tests.trl.test_trainers_images import online as online_with_images
-from tests.trl.trainers import CASES, mixture, online, trl
+from tests.trl.trainers import gmpo, grpo, mixture, online, trl
 
-GRPO = (trl.GRPOTrainer, trl.GRPOConfig)
 B, P, C = 4, 3, 6
 LENGTHS = (6, 3, 5, 2)
 HALF, NONE, ALL, ONE = [0.0, 1.0, 0.0, -2.0], [0.0] * 4, [0.5, 1.0, -1.5, -2.0], [0.0, 0.0, 0.7, 0.0]
+
+
+BUILDERS = {
+    "GRPO": grpo,
+    "RLOO": online(trl.RLOOTrainer, trl.RLOOConfig),
+    "GMPO": gmpo,
+    "image": online_with_images(trl.GRPOTrainer, trl.GRPOConfig),
+    "experts": grpo,
+}
 
 
 def trainer_of(kind, folder):
     """A trainer of each kind, built once, with weights of its own."""
     made = folder / kind
     made.mkdir()
+    model, tokenizer, text = tiny_model()
+    if kind == "experts":
+        model = mixture(made, None, tokenizer, text).model
+    text = (lambda n: "word1 " * n) if kind == "image" else text
     options = {"beta": 0.0, "num_generations": 2, "max_completion_length": C}
-    if kind == "image":
-        trainer = online_with_images(*GRPO)(made, None, None, lambda n: "word1 " * n, **options)
-    elif kind == "GMPO":
-        trainer = CASES["GMPO"][0](made, *tiny_model(), **options)
-    elif kind == "experts":
-        _, tokenizer, text = tiny_model()
-        experts = mixture(made, None, tokenizer, text).model
-        trainer = online(*GRPO)(made, experts, tokenizer, text, **options)
-    else:
-        trainer = online(*{"GRPO": GRPO, "RLOO": (trl.RLOOTrainer, trl.RLOOConfig)}[kind])(
-            made, *tiny_model(), **options
-        )
+    trainer = BUILDERS[kind](made, model, tokenizer, text, **options)
     torch.manual_seed(0)
     for parameter in trainer.model.parameters():
         nn.init.normal_(parameter, std=0.3)
@@ -49,7 +50,7 @@ def trainer_of(kind, folder):
 def trainers(tmp_path_factory):
     folder = tmp_path_factory.mktemp("trainers")
     with enabled():
-        found = {kind: trainer_of(kind, folder) for kind in ("GRPO", "RLOO", "GMPO", "image", "experts")}
+        found = {kind: trainer_of(kind, folder) for kind in BUILDERS}
     return found.__getitem__
 
 

@@ -75,43 +75,37 @@ LOSSES = {
 
 _PAIRS = "_input lin_weight target bias"
 _REFERENCE = "ref_input ref_weight ref_bias"
-_DISTILLATION = (
-    "student_input student_weight teacher_input teacher_weight true_labels student_bias teacher_bias "
-    "weight_hard_loss weight_soft_loss beta ignore_index temperature compiled chunk_size return_soft_hard_loss"
-)
-
-
-#: The arguments of each function ``LigerFusedLinear...Function`` by position, and its defaults that its class's differ
-#: from.
-_FUNCTIONS: dict[str, tuple[str, dict[str, Any]]] = {
+_STUDENT = "student_input student_weight teacher_input teacher_weight true_labels student_bias teacher_bias"
+#: Functions ``LigerFusedLinear...Function``: their inputs by position, then their options if they have another order
+#: than their class's, and defaults that differ from its.
+_FUNCTIONS: dict[str, tuple[str, str, dict[str, Any]]] = {
+    "CPO": (_PAIRS, "", {"average_log_prob": False}),
+    "SimPO": (_PAIRS, "", {"compute_nll_loss": False}),
+    "KTO": (f"_input lin_weight target preference_labels bias {_REFERENCE} kl", "", {"use_ref_model": True}),
+    "JSD": (_STUDENT, "", {}),
+    "CosineSimilarity": (_STUDENT, "", {}),
+    "ORPO": (_PAIRS, "ignore_index beta compute_nll_loss nll_target compiled chunk_size", {}),
     "DPO": (
-        f"{_PAIRS} {_REFERENCE} ignore_index beta compute_nll_loss compiled use_ref_model average_log_prob chunk_size "
-        "loss_type label_smoothing discopop_tau alpha",
+        f"{_PAIRS} {_REFERENCE}",
+        "ignore_index beta compute_nll_loss compiled use_ref_model average_log_prob chunk_size loss_type "
+        "label_smoothing discopop_tau alpha",
         {},
-    ),
-    "ORPO": (f"{_PAIRS} ignore_index beta compute_nll_loss nll_target compiled chunk_size", {}),
-    "CPO": (
-        f"{_PAIRS} ignore_index beta alpha label_smoothing compute_nll_loss compiled average_log_prob chunk_size",
-        {"average_log_prob": False},
-    ),
-    "SimPO": (
-        f"{_PAIRS} ignore_index beta alpha label_smoothing compute_nll_loss compiled gamma chunk_size",
-        {"compute_nll_loss": False},
-    ),
-    "KTO": (
-        f"_input lin_weight target preference_labels bias {_REFERENCE} kl ignore_index beta compiled use_ref_model "
-        "average_log_prob chunk_size",
-        {"use_ref_model": True},
     ),
     "GRPO": (
         "_input lin_weight selected_token_ids attention_mask advantages bias ref_per_token_logps old_per_token_logps "
-        f"{_REFERENCE} beta epsilon_low epsilon_high loss_type max_completion_length importance_sampling_level "
+        f"{_REFERENCE}",
+        "beta epsilon_low epsilon_high loss_type max_completion_length importance_sampling_level "
         "sapo_temperature_pos sapo_temperature_neg temperature compiled use_ref_model chunk_size vllm_is_ratio delta "
         "use_bias_correction_kl vespo_k_pos vespo_lambda_pos vespo_k_neg vespo_lambda_neg num_items_in_batch",
         {},
     ),
-    "JSD": (_DISTILLATION, {}),
-    "CosineSimilarity": (_DISTILLATION, {}),
 }
+
+
+def _applied(middle: str, inputs: str, options: str, defaults: dict[str, Any]) -> Callable[..., Any]:
+    loss: Any = LOSSES[middle]
+    return applied(loss, f"{inputs} {options or ' '.join(loss.positions)}", **defaults)
+
+
 #: ``apply`` by the middle of the function's name.
-CHUNKED = {middle: applied(LOSSES[middle], names, **other) for middle, (names, other) in _FUNCTIONS.items()}
+CHUNKED = {middle: _applied(middle, *row) for middle, row in _FUNCTIONS.items()}

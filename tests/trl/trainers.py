@@ -384,10 +384,10 @@ def train(build, output, on, kernels=False, **options):
 _TIMES = ("time", "per_second", "runtime", "epoch", "perf/")
 
 
-def check_training(build, tmp_path, **options):
+def check_training(build, tmp_path, kernels=False, **options):
     """Train plain and enabled from one seed: the same numbers are logged, the weights are the same, no logits."""
     plain, expected = train(build, tmp_path / "plain", False, **options)
-    ours, found = train(build, tmp_path / "ours", True, **options)
+    ours, found = train(build, tmp_path / "ours", True, kernels, **options)
     bf16 = options.get("bf16", False)
     assert len(plain) == len(ours) == STEPS
     assert all(row["grad_norm"] > 0 for row in plain)

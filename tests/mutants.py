@@ -123,6 +123,8 @@ MUTANTS: dict[str, list[tuple[str, str, str]]] = {
     "tests/chunked/engine/test_plan.py tests/chunked/engine/test_workspace.py": [
         ("chunked/engine/plan.py", "resident=tokens * work.row_bytes <= budget.kept and", "resident="),
         ("chunked/engine/workspace.py", "context.reset(before)", "before.old_value"),
+        ("chunked/engine/decision.py", "return taller, self", "return plan, self"),
+        ("chunked/engine/decision.py", "return plan, torch.float32", "return plan, self.grad_weight_dtype"),
     ],
     "tests/chunked/engine/test_batch_invariance.py -k 'not triton'": [
         ("chunked/engine/weights.py", "hidden.new_zeros(most, size", "hidden.new_zeros(most := count, size"),

@@ -17,10 +17,7 @@ from torch import Tensor
 from liger_losses.kernels import hopper_pipeline
 from liger_losses.kernels._tiles import tiles_of
 from liger_losses.kernels._triton import Launcher, triton
-from liger_losses.kernels.exponential_row_kernels import (
-    scales_kernel,
-    start_kernel,
-)
+from liger_losses.kernels.exponential_row_kernels import scales_kernel, start_kernel
 from liger_losses.kernels.hopper_pipeline import AVAILABLE, Launchable, NotCompiledError
 from liger_losses.kernels.label_rows import ASSERTS, MOST_COMPARED, LabelRows, add_label_rows_kernel, masked_labels
 from liger_losses.kernels.linear_exp import LARGEST_SUM, kernel_of, linear_exponentials, row_exponentials_kernel

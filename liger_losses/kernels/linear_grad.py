@@ -7,14 +7,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from liger_losses.kernels._tiles import (
-    kind_of,
-    project_tile,
-    split_tile,
-    store_tile,
-    tile_position,
-    tiles_of,
-)
+from liger_losses.kernels._tiles import kind_of, project_tile, split_tile, store_tile, tile_position, tiles_of
 from liger_losses.kernels._triton import INTERPRETED, jit, kinds, tl
 from liger_losses.kernels.logit_transform import Epilogue, inverse_temperature, transform_block
 from liger_losses.kernels.softmax_grad import (

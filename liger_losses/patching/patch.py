@@ -14,14 +14,7 @@ from liger_losses.patching.norms import Norm
 from liger_losses.patching.probing import Mismatch
 from liger_losses.patching.report import LEFT_OUT, Entry, PatchReport
 from liger_losses.patching.rotations import Rotations, calling_methods
-from liger_losses.patching.swap import (
-    Replacement,
-    original_class,
-    reason_not_to_restore,
-    replacement_of,
-    restore,
-    swap,
-)
+from liger_losses.patching.swap import Replacement, original_class, reason_not_to_restore, replacement_of, restore, swap
 from liger_losses.patching.tiles import Tiles, tiles_of
 
 #: From a module and its name in the model to whether it may be replaced.

@@ -45,6 +45,23 @@ WALKS = {
     "invariant": (False,),
     "backend": ("torch",),
 }
+#: Blocks that would add to a half-precision gradient of the weight dozens of times.
+MANY_BLOCKS = {
+    "asks": ("logp", "token loss", "selected", "reverse KL", "JSD", "cosine"),
+    "weight": ("dense", "adapters"),
+    "bias": ("none", "trained"),
+    "transform": ("none",),
+    "targets": ("one",),
+    "teacher": ("model", "logits"),
+    "blocks": ("small workspace", "chunks"),
+    "strategy": (None,),
+    "dtype": ("bfloat16", "float16"),
+    "layout": ("contiguous",),
+    "labels": ("random",),
+    "invariant": (False,),
+    "backend": ("torch",),
+    "sizes": (Sizes((1, 300), 64, 48, 256),),
+}
 #: Beside the columns of the documentation.
 BESIDE = {
     "asks": (*COLUMNS["asks"], "entropy"),
@@ -57,6 +74,12 @@ ROWS = dict.fromkeys([*rows(backend=("torch",), **BESIDE), *rows(**WALKS)])
 
 @pytest.mark.parametrize("row", ROWS, ids=str)
 def test_any_two_together(row):
+    check(row)
+
+
+@pytest.mark.filterwarnings("ignore:a workspace of")
+@pytest.mark.parametrize("row", rows(**MANY_BLOCKS), ids=str)
+def test_many_blocks(row):
     check(row)
 
 

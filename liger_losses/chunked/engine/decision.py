@@ -6,6 +6,7 @@ N active tokens, H hidden size, V vocabulary size.
 from __future__ import annotations
 
 import os
+import warnings
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
@@ -14,21 +15,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from liger_losses.chunked.engine.checks import (
-    check_device,
-    check_names,
-)
+from liger_losses.chunked.engine.checks import check_device, check_names, see
 from liger_losses.chunked.engine.head import Head, check_invariant, dequantized_bytes, operand_dtype
 from liger_losses.chunked.engine.input_checks import check, shapes_of
-from liger_losses.chunked.engine.plan import (
-    EngineOptions,
-    Plan,
-    Workload,
-    default_bound,
-    is_small,
-    make_plan,
-    padded,
-)
+from liger_losses.chunked.engine.plan import EngineOptions, Plan, Workload, default_bound, is_small, make_plan, padded
 from liger_losses.chunked.engine.query import Comparison, EqualWeights, Query
 from liger_losses.chunked.engine.ranks import ALONE
 from liger_losses.chunked.engine.teachers import Teacher, TeacherLogits, teacher_row_bytes_of
@@ -66,9 +56,10 @@ class Decision:
     #: Which strategies are exact for the query and these gradients, whatever the sizes of blocks.
     one_pass: bool
     frozen: bool
-    selects: bool  # whether columns are selected, each block of whose gradients reaches all of grad_weight
+    needs_logits: bool  # whether blocks hold whole rows of logits, each of whose gradients reaches all of grad_weight
     options: EngineOptions
     grad_weight_dtype: torch.dtype
+    sums_bytes: int  # of an fp32 grad_weight, where parts of it would be added up in half precision; else 0
     outputs: tuple[str, ...]  # the names that the user gets, differentiable ones first
     block_names: frozenset[str]  # the statistics that blocks compute
     shared_columns: int  # how many columns student and teacher have in common
@@ -90,18 +81,17 @@ class Decision:
             run = self.runs.get((planned, gathers))
             if run is None:
                 work = replace(self.work, tokens=planned, gathers=gathers or self.work.gathers)
-                plan = make_plan(work, options.workspace, options.chunk_size)
-                run = self.runs[planned, gathers] = self._chosen(work, plan)
+                run = self.runs[planned, gathers] = self._chosen(work)
             self.runs[tokens, gathers] = run
         return run
 
-    def _chosen(self, work: Workload, plan: Plan) -> Run:
+    def _chosen(self, work: Workload) -> Run:
         """The cheapest strategy that is exact here and fits the workspace, or the requested one."""
+        plan = make_plan(work, self.options.workspace, self.options.chunk_size)
         dtype, strategy = self.grad_weight_dtype, "statistics"
         if any(self.needs_hidden) or self.needs_weight or self.needs_bias:
-            # A half-precision grad_weight must not be rounded many times.
-            few_roundings = dtype not in HALF_DTYPES or plan.few_blocks or not self.needs_weight
-            one_pass = self.one_pass and few_roundings
+            # A half-precision grad_weight must not be rounded many times; with a teacher, two passes change nothing.
+            one_pass = self.one_pass and (plan.few_blocks or not self.sums_bytes or work.teacher_row_bytes > 0)
             allowed = {"one_pass": one_pass, "frozen_head": self.frozen, "resident": plan.resident and not work.walks}
             in_blocks = work.tiled_exponentials or not work.walks
             single = [name for name, possible in allowed.items() if possible and in_blocks]
@@ -110,13 +100,36 @@ class Decision:
             possible = [*single, "two_pass"] if tall_blocks or not self.needs_weight else ["two_pass", *single]
             strategy = self.options.strategy or possible[0]
             check_names([strategy], possible, "strategy for these inputs")
-        many_blocks = self.selects and strategy == "two_pass" and not plan.few_blocks
-        if work.walks or many_blocks:
-            # Many parts are added to grad_weight: they are accumulated wide, at the cost of a buffer.
-            dtype = torch.promote_types(dtype, torch.float32)
+        if self.sums_bytes and not self._rounds_few_times(plan, strategy):
+            plan, dtype = self._exact(work, plan, strategy)
         known = {name: getattr(self, name) for name in _OF_CALLS}
         known |= {"work": work, "plan": plan, "strategy": strategy, "grad_weight_dtype": dtype}
         return Run(work, plan, strategy, dtype, strategy == "one_pass" and work.exponentials, known)
+
+    def _rounds_few_times(self, plan: Plan, strategy: str) -> bool:
+        """Whether a half-precision grad_weight is a sum of few parts."""
+        if strategy == "two_pass" and not self.needs_logits:
+            return plan.few_tiles
+        return plan.few_blocks or strategy == "resident"
+
+    def _exact(self, work: Workload, plan: Plan, strategy: str) -> tuple[Plan, torch.dtype]:
+        """Fewer parts if they fit; else the same, added up in fp32, at the cost of a buffer."""
+        workspace, chunk_size = self.options.workspace, self.options.chunk_size
+        taller = make_plan(work.taller(), workspace, chunk_size)
+        if self._rounds_few_times(taller, strategy):
+            return taller, self.grad_weight_dtype
+        bound = default_bound() if workspace is None else workspace
+        if bound is not None and self.sums_bytes <= bound // 2:
+            with suppress(ValueError):  # too little is left for one row
+                return make_plan(work, bound - self.sums_bytes, chunk_size), torch.float32
+        if bound is not None and not torch.compiler.is_compiling():
+            warnings.warn(
+                f"a workspace of {bound} bytes has no room for the gradients of an eighth of the tokens. To be exact, "
+                f"the gradient of the weight is added up in fp32, which takes {self.sums_bytes} bytes more: give a "
+                "larger workspace, or accum_dtype=torch.float32 to allow it." + see("workspace"),
+                stacklevel=3,
+            )
+        return plan, torch.float32
 
 
 #: Fields of a decision that a call has too.
@@ -288,6 +301,10 @@ def _decide(
         tiled_exponentials=of_exponentials and walks and plain and not needs_weight,
         **of_teacher,
     )
+    # Where rows are dequantized for each tile, there are many.
+    wide = torch.float32 if walks else options.accum_dtype or head.weight.dtype
+    grad_weight_dtype = torch.promote_types(head.weight.dtype, wide)
+    row_bytes = 4 * head.weight.shape[1] * (needs_weight and grad_weight_dtype in HALF_DTYPES)
     outputs = query.statistics + tuple([name for name in query.metrics if name not in query.statistics])
     beside = {"max_logit"} if "argmax" in outputs and (walks or head.ranks is not ALONE) else set()
     shared, other = vocab_size, False
@@ -309,9 +326,10 @@ def _decide(
         # fp16 gradients underflow without the loss scale, which is only known in backward.
         one_pass=query.separable and torch.float16 not in (compute_dtype, operand),
         frozen=not (needs_weight or needs_bias or query.needs_logits) and len(query.statistics) == 1,
-        selects=query.selects,
+        needs_logits=query.needs_logits,
         options=options,
-        grad_weight_dtype=torch.promote_types(head.weight.dtype, options.accum_dtype or head.weight.dtype),
+        grad_weight_dtype=grad_weight_dtype,
+        sums_bytes=head.ranks.most_columns(head.vocab_size) * row_bytes,
         work=work,
     )
     drops = labels.ignored is None if isinstance(labels, Tokens) else drops_tokens(shapes, head, options)

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from liger_losses.chunked.engine.adapters import LowRank, adapters_of, side_by_side
 from liger_losses.chunked.engine.checks import check_vector, check_weight, is_weight_and_bias
-from liger_losses.chunked.engine.plan import fits_dequantized
+from liger_losses.chunked.engine.plan import MEMORY_PARTS, default_bound, default_workspace, device_memory
 from liger_losses.chunked.engine.quantized_kinds import find_quantized
 from liger_losses.chunked.engine.ranks import ALONE, Ranks, VocabularyRanks, local_rows, share_mesh, share_vocabulary
 from liger_losses.chunked.engine.weights import QuantizedWeight, Weights, weights_of
@@ -316,10 +316,15 @@ def operand_dtype(compute_dtype: torch.dtype, device: torch.device, backend: str
 def dequantized_bytes(
     heads: Sequence[Head], tokens: int, operand: torch.dtype, workspace: int | None, memory: int | None
 ) -> int:
-    """Bytes of a call's quantized heads if they are dequantized as a whole; else 0."""
-    # For the rank that has the most rows: all ranks must decide alike.
+    """Bytes of a call's quantized heads if they are dequantized as a whole, in half of the workspace; else 0."""
+    # For the rank that has the most rows: all ranks must decide alike. Some rows of logits must fit beside the heads.
     rows = [head.ranks.most_columns(head.vocab_size) for head in heads]
     pairs = zip(heads, rows, strict=True)
     size = sum([head.weights.dequantized_bytes(operand) // len(head.weight) * count for head, count in pairs])
-    row = rows[0] * wide_dtype(operand).itemsize
-    return size if size and fits_dequantized(size, row, tokens, heads[0].weight.device, workspace, memory) else 0
+    row, vectors = rows[0] * wide_dtype(operand).itemsize, tokens * 32 * 4
+    bound = default_bound() if workspace is None else workspace
+    if bound is None and size:
+        memory = device_memory(heads[0].weight.device) if memory is None else memory
+        usual = default_workspace(row // 4, 4, heads[0].weight.device)
+        bound, vectors = max(usual, memory // MEMORY_PARTS), 0
+    return size if bound is not None and size + max(size, 64 * row + vectors) <= bound else 0

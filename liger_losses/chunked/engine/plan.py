@@ -38,8 +38,9 @@ MEMORY_PARTS = 32
 MIN_KEPT_HIDDEN_SIZE = 2560
 
 #: Adding up B blocks in half precision rounds B times: at 8 the error of grad_weight is 1.9 times the error of plain
-#: PyTorch, at 16 it is 2.5 times. Beyond 8, a second pass writes each part of grad_weight once instead. Exponential
-#: blocks add the labels' terms, most of grad_weight, once at the end: at 32 blocks the error of the whole is at most
+#: PyTorch, at 16 it is 2.5 times. Beyond 8, a second pass writes each part of grad_weight once instead; with a teacher,
+#: blocks are taller, or tiles of the vocabulary. Where these do not fit, parts are added up in fp32. Exponential blocks
+#: add the labels' terms, most of grad_weight, once at the end: at 32 blocks the error of the whole is at most
 #: the error of plain PyTorch, and twice as large on rows of the vocabulary that are no token's label.
 MAX_HALF_PRECISION_BLOCKS = 8
 MAX_EXPONENTIAL_BLOCKS = 32
@@ -95,8 +96,8 @@ class EngineOptions:
         workspace: bytes for everything beyond inputs and outputs. By default chosen from the shapes, the device's
             memory and :func:`liger_losses.set_default_workspace`.
         chunk_size: the largest number of tokens whose logits one block of the forward pass holds.
-        accum_dtype: dtype in which the gradient of the weight is accumulated: ``torch.float32``, or ``None`` for the
-            weight's dtype. It takes a buffer of the weight's size.
+        accum_dtype: dtype in which the gradient of the weight is accumulated: ``torch.float32``, which takes a buffer
+            of the weight's size, or ``None`` for the weight's dtype where that is as exact as plain PyTorch.
         backend: ``torch`` or ``triton`` for the work between the products; chosen from the device by default, or by
             the environment variable ``LIGER_LOSSES_BACKEND``.
         strategy: force one of :data:`STRATEGIES` (for tests and measurements).
@@ -150,6 +151,7 @@ class Workload:
     teacher_hidden_bytes: int = 0  # and of its hidden state, where that is gathered or cast:
     teacher_gathers: bool = False  # whether it is even if all tokens are active
     divergence_tiles: bool = False  # with a teacher, whether its gradients can be computed in tiles of the vocabulary
+    least_rows: int = 0  # the tokens that a tile of the gradient pass, or with a teacher a block, should have at least
     copied_row_bytes: int = 0  # of a row of both heads while it is copied, where the heads are not read as they are
     dequantized_bytes: int = 0  # of quantized weights, of both models, that are dequantized at once for each pass
     walks: bool = False  # whether rows of the head are dequantized where they are needed, for all tokens of a tile
@@ -187,6 +189,11 @@ class Workload:
         logits = 2 * padded(self.vocab_size) * self.logits_dtype.itemsize
         return logits + self.teacher_row_bytes + 4096 if self.teacher_row_bytes else 0
 
+    def taller(self) -> Workload:
+        """The same, if possible in blocks that are few enough to be added up in half precision."""
+        rows = -(-self.tokens // MAX_HALF_PRECISION_BLOCKS)
+        return replace(self, least_rows=rows if rows < TILE else -(-rows // TILE) * TILE)
+
     def default_workspace(self) -> int:
         """Bytes that keep the device busy.
 
@@ -221,6 +228,7 @@ class Plan:
     resident: bool  # whether the logits of all tokens fit there
     few_rows: int  # the most tokens whose grad_weight may be accumulated block by block in half precision
     few_blocks: bool  # whether there are no more
+    few_tiles: bool  # and whether tiles of the gradient pass add to grad_weight as few times
     tall_blocks: bool  # whether blocks of whole rows are tall enough to keep the device busy
     tiled: bool = False  # with a teacher, whether gradients are computed in tiles of the vocabulary
 
@@ -291,8 +299,10 @@ def make_plan(work: Workload, workspace: int | None = None, chunk_size: int | No
     elif work.tiled_exponentials:
         rows = min(tile_rows, chunk_size or tile_rows)
     else:
+        part = max(part, 1) if teacher else 0
         rows = max(1, min((budget.blocks - part * work.part_bytes) // work.row_bytes, max(tokens, 1)))
-        rows = min(_whole_tiles(rows) if teacher else rows, chunk_size or rows)
+        most = max(chunk_size or rows, work.least_rows * teacher)
+        rows = min(_whole_tiles(rows) if teacher else rows, most)
         rows = _even(tokens, rows)
     tile_columns = min(tile_columns, budget.weight_chunk if work.walks else padded(work.vocab_size))
     if (tiled or (work.walks and work.fused)) and tile_columns < work.vocab_size:
@@ -300,7 +310,7 @@ def make_plan(work: Workload, workspace: int | None = None, chunk_size: int | No
     most_blocks = MAX_EXPONENTIAL_BLOCKS if work.exponentials else MAX_HALF_PRECISION_BLOCKS
     return Plan(
         rows=rows,
-        part_rows=part if tiled else _even(rows, max(1, min(part, rows))) if teacher else rows,
+        part_rows=part if tiled else _even(rows, min(part, rows, chunk_size or rows)) if teacher else rows,
         tile_rows=tile_rows,
         tile_columns=tile_columns,
         scratch=budget.scratch,
@@ -308,26 +318,11 @@ def make_plan(work: Workload, workspace: int | None = None, chunk_size: int | No
         kept=budget.kept,
         resident=tokens * work.row_bytes <= budget.kept and chunk_size is None and not teacher,
         few_rows=rows * most_blocks,
-        few_blocks=tokens <= rows * most_blocks or teacher,
+        few_blocks=tokens <= rows * most_blocks,
+        few_tiles=tokens <= tile_rows * MAX_HALF_PRECISION_BLOCKS,
         tall_blocks=rows >= tokens or rows * work.hidden_size >= MIN_BLOCK_OUTPUTS or not work.exponentials,
         tiled=tiled,
     )
-
-
-def fits_dequantized(
-    size: int, row: int, tokens: int, device: torch.device, workspace: int | None, memory: int | None
-) -> bool:
-    """Whether quantized weights may be dequantized as a whole: ``size`` bytes, at most half of the workspace.
-
-    ``row`` is the number of bytes of a row of fp32 logits, of which some must fit beside them, as must the tokens'
-    vectors.
-    """
-    vectors = tokens * 32 * 4
-    bound = default_bound() if workspace is None else workspace
-    if bound is None:
-        memory = device_memory(device) if memory is None else memory
-        bound, vectors = max(default_workspace(row // 4, 4, device), memory // MEMORY_PARTS), 0
-    return size + max(size, 64 * row + vectors) <= bound
 
 
 class _Budget(NamedTuple):
@@ -344,6 +339,9 @@ def _budget(work: Workload, bound: int | None, by_default: bool) -> _Budget:
     none, the workspace of the workload and the device."""
     memory = device_memory(work.device) if work.device_memory is None else work.device_memory
     usual = work.default_workspace()
+    if work.least_rows and work.teacher_row_bytes:
+        taller = work.least_rows * work.row_bytes + MIN_PART * work.part_bytes
+        usual = max(usual, min(taller, memory // MEMORY_PARTS))
     item, teacher = work.logits_dtype.itemsize, work.teacher_row_bytes > 0
     # Per-token vectors (labels, positions, statistics and their gradients) are small, but not nothing.
     numbers = 32 if work.fused or work.divergence_tiles else 16
@@ -381,14 +379,15 @@ def _part_rows(work: Workload, size: int) -> int:
     """With a teacher, the number of tokens whose logits of both models ``size`` bytes hold, beside gradients."""
     part = _whole_tiles(size // (TEACHER_PARTS * work.row_bytes + work.part_bytes))
     if part < TILE <= size // (2 * work.part_bytes):
-        return TILE  # with fewer rows, loading the heads would take longer than multiplying by them
-    return part
+        part = TILE  # with fewer rows, loading the heads would take longer than multiplying by them
+    left = _whole_tiles((size - work.least_rows * work.row_bytes) // work.part_bytes)
+    return max(min(part, left), min(part, HALF_TILE)) if work.least_rows else part
 
 
 def _tile_bytes(work: Workload, size: int, by_default: bool, tiled: bool) -> tuple[int, int, int]:
     """Of the gradient pass's tiles: all bytes, the bytes of a token's hidden states, and of one entry."""
     item, operand = work.logits_dtype.itemsize, work.operand_dtype.itemsize
-    if work.fused and by_default:
+    if work.fused and by_default and not work.least_rows:
         statistics = 32 if work.ranks == 1 else 96  # numbers per token; the other ranks' numbers are gathered
         size = min(size, max(DEFAULT_TILES - work.tokens * statistics * item, 16 * MiB))
     if tiled:  # a half-precision gradient beside both models' projections, and sums of the kernels' programs

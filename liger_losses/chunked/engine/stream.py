@@ -68,11 +68,12 @@ class Pending:
 
     def call(self, call: Call) -> Call:
         """The call of all tokens in this order, without what their losses read."""
-        transform, (work, plan, *_) = call.transform, call.decision.run(call.tokens.count, gathers=True)
+        transform, run = call.transform, call.decision.run(call.tokens.count, gathers=True)
         if isinstance(transform.temperature, Tensor):
             transform = replace(transform, temperature=transform.temperature[self.order])
         tokens, query = call.tokens.subset(self.order), call.query.subset(self.order)
-        return changed(call, work=work, plan=plan, tokens=tokens, query=query, transform=transform)
+        known = {name: run.known[name] for name in ("work", "plan", "grad_weight_dtype")}
+        return changed(call, **known, tokens=tokens, query=query, transform=transform)
 
     def rows(self, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """The tokens' values, of ``[N]`` or ``[N, k]`` each, in this order."""

@@ -17,13 +17,7 @@ from torch import Tensor
 from liger_losses.chunked.engine import EngineOptions, Head, Statistics, Tokens
 from liger_losses.chunked.engine.agreement import agree, note
 from liger_losses.chunked.engine.call import make_call
-from liger_losses.chunked.engine.checks import (
-    check_alike,
-    check_device,
-    check_shape_of,
-    check_tensor,
-    checked_mask,
-)
+from liger_losses.chunked.engine.checks import check_alike, check_device, check_shape_of, check_tensor, checked_mask
 from liger_losses.chunked.engine.decision import active_tokens
 from liger_losses.chunked.engine.input_checks import check_inputs
 from liger_losses.chunked.engine.operators import query_statistics

@@ -1,12 +1,23 @@
 """Work and memory of a call: only the products that are needed, within the workspace."""
 
 import functools
+import warnings
 
 import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from liger_losses import EngineOptions, LogitTransform, linear_logps, linear_statistics, linear_token_loss
+from liger_losses import (
+    Divergence,
+    EngineOptions,
+    LogitTransform,
+    Teacher,
+    linear_divergence,
+    linear_logps,
+    linear_statistics,
+    linear_token_loss,
+)
+from liger_losses.chunked.engine import decision
 from liger_losses.chunked.engine import plan as planning
 from liger_losses.chunked.engine.plan import SMALL_CALL_FLOPS, MiB, Workload, is_small, make_plan
 from liger_losses.chunked.engine.weights import Weights
@@ -160,6 +171,45 @@ def test_blocks_leave_room_for_the_buffers_of_an_allocator():
         assert planning._budget(work, bound, False).blocks == bound - vectors - spare
     with pytest.raises(ValueError, match=f"give at least {least} bytes"):
         planning._budget(gpu, least - 1, False)
+
+
+@pytest.mark.parametrize(
+    ("workspace", "chunk_size", "wide", "warns"),
+    [
+        (800_000, None, False, False),  # blocks of an eighth of the tokens
+        (800_000, 16, False, False),
+        (200_000, None, True, False),  # a buffer in fp32 beside smaller blocks
+        (60_000, None, True, True),  # for which there is no room
+        (None, None, False, False),
+    ],
+)
+def test_a_teacher_adds_up_few_blocks_or_fp32(workspace, chunk_size, wide, warns):
+    hidden, weight, labels, _ = problem(400, 48, 256, dtype=torch.bfloat16, masked=0.0)
+    options = EngineOptions(workspace=workspace, chunk_size=chunk_size)
+    given, asked = Teacher(hidden.detach() / 2, weight.detach()), Divergence.reverse_kl()
+
+    def call():
+        found = linear_divergence(hidden, weight, labels, given, asked, options=options).divergence
+        return torch.autograd.grad(found.sum(), (hidden, weight))
+
+    decision._decisions.clear()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        peak = peak_bytes(call) - 2 * (hidden.numel() + weight.numel())
+    assert [warning.category for warning in caught if "accum_dtype" in str(warning.message)] == [UserWarning] * warns
+    assert workspace is None or peak <= workspace or warns
+    (run,) = [run for made in decision._decisions.values() for run in made.runs.values()]
+    assert (run.grad_weight_dtype == torch.float32) == wide != run.plan.few_blocks
+    assert chunk_size is None or run.plan.part_rows <= chunk_size < run.plan.rows
+
+
+def test_tiles_by_default_are_few():
+    """However many tokens there are, at the cost of more memory; and a given workspace is kept."""
+    sizes = {"hidden_size": 4096, "vocab_size": 128256, "operand_dtype": torch.bfloat16, "device": torch.device("cpu")}
+    work = Workload(tokens=2**16, fused=True, exponentials=True, temporaries=0, **sizes)
+    assert not make_plan(work).few_tiles
+    assert make_plan(work.taller()).few_tiles
+    assert make_plan(work, 512 * MiB) == make_plan(work.taller(), 512 * MiB)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])

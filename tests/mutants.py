@@ -254,7 +254,7 @@ MUTANTS: dict[str, list[tuple[str, str, str]]] = {
     ],
     "tests/patching/lazy/test_tensor.py tests/patching/lazy/test_deferred.py": [
         ("patching/lazy/tensor.py", "part.memory = lazy.memory", "pass"),
-        ("patching/lazy/gradients.py", "part is None else func(part, *args[1:])", "part is None else part"),
+        ("patching/lazy/gradients.py", "p is None else func(p, *args[1:])", "p is None else p"),
         ("patching/lazy/operations.py", "if deferred.normalized or stop <= start or", "if stop <= start or"),
         ("patching/lazy/deferred.py", "and self._differ()", "and False"),
         ("patching/lazy/warning.py", "(operation, caller) if training", "(operation, caller) if True"),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -40,6 +40,7 @@ class DeferredLogits:
         weights: the head's weights in its forward; the head here may have slices of them.
         version: the in-place version of the hidden states, which must not change before the logits are computed.
         needs_grad: of logits without a graph: which of the tensors with one need a gradient.
+        changed: not empty once values of the logits were changed in place.
     """
 
     hidden_states: Tensor
@@ -52,6 +53,7 @@ class DeferredLogits:
     weights: HeadWeights | None = None
     version: int | None = None
     needs_grad: tuple[bool, ...] = ()
+    changed: list[bool] = field(default_factory=list)
 
     @property
     def tensors(self) -> tuple[Tensor, Tensor, Tensor | None]:
@@ -75,6 +77,12 @@ class DeferredLogits:
 
     def check(self, values: bool = False) -> None:
         """Raise RuntimeError if the tensors have changed since the forward; with ``values``, the weights' are read."""
+        if self.changed:
+            raise cannot_compute(
+                "logits that were changed in place were then used by code that does not check their class, so "
+                "their gradient is not known; use the tensor that the in-place operation returned, or call "
+                "logits.clone() before it."
+            )
         if self.version is not None and self.version != version_of(self.hidden_states):
             raise cannot_compute(
                 "the hidden states of lazy logits have changed in place since the forward, so these logits "
@@ -85,13 +93,13 @@ class DeferredLogits:
             self.weights.check(values)
 
     def with_tensors(self, hidden_states: Tensor, weight: Tensor, bias: Tensor | None) -> DeferredLogits:
-        """The same operations on other tensors."""
-        head = self.head.with_fields(weight=weight, bias=bias)
-        return replace(self, hidden_states=hidden_states, head=head, weights=None, version=None)
+        """The same operations on other tensors, with the same values."""
+        return replace(self, hidden_states=hidden_states, head=self.head.with_fields(weight=weight, bias=bias))
 
     def detach(self) -> DeferredLogits:
         """The same logits without gradients."""
         needs_grad = tuple([t is not None and t.requires_grad for t in self.tensors])
+        needs_grad = needs_grad if any(needs_grad) else self.needs_grad
         return replace(self, hidden_states=self.hidden_states.detach(), head=self.head.detach(), needs_grad=needs_grad)
 
     def with_rows(self, hidden_states: Tensor) -> DeferredLogits:

@@ -1,8 +1,8 @@
-"""The gradient of lazy logits: the gradients of hidden states and head, which pass through the logits' node.
+"""Gradients of lazy logits, which are not known themselves, only as gradients of hidden states and head.
 
-The engine's gradients lead from a loss to the hidden states and the head, past the logits. Where something waits for
-the gradient of the logits themselves (a hook of fully_shard or DeepSpeed, an autograd function of DDP), the loss is
-computed from tensors that depend on the logits (:func:`inputs_of`); they send a :class:`LazyGradient` there.
+What is computed of lazy logits is computed of tensors that depend on them (:func:`inputs_of`): the hidden states,
+weight and bias. Backward sends the gradients of these through the logits' node as one :class:`LazyGradient`, so that
+what waits for the gradient of the logits (a hook of fully_shard or DeepSpeed, an autograd function of DDP) sees one.
 """
 
 from __future__ import annotations
@@ -30,11 +30,13 @@ def empty(kind: type[Tensor], deferred: DeferredLogits) -> Any:
     return make_empty(kind, deferred.shape, dtype=deferred.dtype, device=deferred.device)
 
 
-def gradients_of_values(source: DeferredLogits, gradient: Tensor, tensors: Any) -> list[Tensor | None]:
-    """From the gradient of the logits to the gradients of the given hidden states, weight and bias."""
-    return recomputed_gradients(
-        lambda *leaves: [source.with_tensors(*leaves).values()], tensors, source.needs_grad, [gradient]
+def of_inputs(source: DeferredLogits, gradient: Tensor) -> list[Tensor | None]:
+    """From the gradient of the logits to the gradients of hidden states, weight and bias."""
+    *known, values = _parts(source, gradient)
+    found = recomputed_gradients(
+        lambda *leaves: [source.with_tensors(*leaves).values()], source.tensors, source.needs_grad, [values]
     )
+    return _sums(known, found)
 
 
 def recomputed_gradients(
@@ -67,7 +69,7 @@ class LazyGradient(Tensor):
 
     Attributes:
         source: what the node whose gradient it is computes its logits of.
-        parts: gradients of hidden states, weight and bias, and a gradient of the logits that was added to them.
+        parts: gradients of hidden states, weight and bias, and of the logits, to be added; ``None`` is 0.
     """
 
     source: DeferredLogits
@@ -90,14 +92,13 @@ class LazyGradient(Tensor):
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         source = next(arg.source for arg in args if isinstance(arg, LazyGradient))
-        parts = [arg.parts if isinstance(arg, LazyGradient) else [None, None, None, arg] for arg in args]
         numbers = all(not isinstance(arg, Tensor) or arg.dim() == 0 for arg in args[1:])
         if func in _SAME:
-            return LazyGradient.make(source, parts[0])
+            return LazyGradient.make(source, args[0].parts)
         if func in _LINEAR and numbers:
-            return LazyGradient.make(source, [part if part is None else func(part, *args[1:]) for part in parts[0]])
+            return LazyGradient.make(source, [p if p is None else func(p, *args[1:]) for p in args[0].parts])
         if func is _aten.add.Tensor and not kwargs:
-            return LazyGradient.make(source, sums(*parts))
+            return LazyGradient.make(source, _sums(*(_parts(source, arg) for arg in args)))
         raise RuntimeError(
             f"{func} needs the values of a gradient with respect to lazy logits, which were not computed, because "
             "the loss was not computed from values of the logits. To get this gradient, compute the loss from "
@@ -105,8 +106,18 @@ class LazyGradient(Tensor):
         )
 
 
-def sums(one: list[Tensor | None], two: list[Tensor | None]) -> list[Tensor | None]:
-    """The sums of gradients, of which ``None`` is 0."""
+def _parts(source: DeferredLogits, gradient: Tensor) -> list[Tensor | None]:
+    if not isinstance(gradient, LazyGradient):
+        return [None, None, None, gradient]
+    if gradient.source is not source:
+        raise RuntimeError(
+            "an autograd function has passed the gradient of lazy logits on to other lazy logits, where its "
+            "values are not known; compute the loss from liger_losses.patching.lazy.true_values(logits)."
+        )
+    return gradient.parts
+
+
+def _sums(one: list[Tensor | None], two: list[Tensor | None]) -> list[Tensor | None]:
     return [b if a is None else a if b is None else a + b for a, b in zip(one, two, strict=True)]
 
 
@@ -128,11 +139,15 @@ class _Inputs(torch.autograd.Function):
         return None, LazyGradient.make(ctx.source, [*gradients, None])
 
 
-def inputs_of(logits: Tensor, source: DeferredLogits) -> tuple[Any, ...]:
-    """Hidden states, weight and bias whose gradients reach ``logits`` as a :class:`LazyGradient`."""
+def inputs_of(logits: Tensor, source: DeferredLogits) -> DeferredLogits:
+    """The logits' hidden states and head as tensors whose gradients reach ``logits`` as a :class:`LazyGradient`."""
+    if logits.grad_fn is None or not any(source.needs_grad):
+        raise RuntimeError(
+            "lazy logits were given a gradient that does not lead to their hidden states and head, by requires_grad_() "
+            "or an autograd function; give liger_losses.patching.lazy.true_values(logits) a gradient instead."
+        )
     with torch.inference_mode(False), torch.enable_grad():
-        inputs: tuple[Any, ...] = _Inputs.apply(source, logits)
-        return inputs
+        return source.with_tensors(*_Inputs.apply(source, logits))
 
 
 class WithGradientOf(torch.autograd.Function):

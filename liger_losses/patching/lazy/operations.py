@@ -116,7 +116,7 @@ def _contiguous(deferred: DeferredLogits) -> DeferredLogits:
 
 @_operation("clone")
 def _clone(deferred: DeferredLogits, *, memory_format: Any = None) -> DeferredLogits:
-    return deferred
+    return replace(deferred)
 
 
 @_operation("__getitem__", of_tokens=True, in_graphs=True)

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 
 from liger_losses.patching.lazy import lazy_linear, true_values
-from tests.patching.lazy.test_tensor import LAZY, B, T, V, chosen, problem
+from tests.patching.lazy.test_tensor import LAZY, V, chosen, problem
 
 
 class Halved(torch.autograd.Function):
@@ -23,15 +23,10 @@ class Halved(torch.autograd.Function):
         return None, gradient / 2, other
 
 
-#: Ways in which an autograd function may pass something on, and what is done with it then.
-WAYS = {
-    "detach": lambda z: z.detach(),
-    "clone": lambda z: z.clone(),
-    "product": lambda z: z * 1,
-    "slice": lambda z: z[:],
-    "view": lambda z: z.view(B, T, V),
-    "two steps": lambda z: z[:, :].double().clone(),
-}
+#: Ways in which an autograd function may pass them on, and what is done with them then.
+WAYS = {"itself": lambda z: z, "detach": lambda z: z.detach(), "clone": lambda z: z.clone()}
+#: What it may return instead: other lazy logits, to which their gradient does not lead.
+OTHERS = {"product": lambda z: z * 1, "slice": lambda z: z[:], "two steps": lambda z: z.detach()[:, :].double().clone()}
 USES = {
     **{name: LAZY[name] for name in ("cross entropy", "gather", "scaled", "sums")},
     "second argument": lambda z, y: (torch.ones(V, dtype=z.dtype) * z).square().sum(),
@@ -54,6 +49,42 @@ def test_an_autograd_function_that_passes_them_on_sees_their_gradient(way, use):
             loss = USES[use](logits, labels) + 0.1 * hidden_states.square().mean()
         results.append([loss, *torch.autograd.grad(loss, tensors)])
     torch.testing.assert_close(*results[::-1])
+
+
+@pytest.mark.parametrize("way", OTHERS)
+def test_an_autograd_function_that_returns_other_lazy_logits_is_refused(way):
+    *tensors, labels = problem()
+    logits, hidden_states = Halved.apply(OTHERS[way], lazy_linear(*tensors), tensors[0])
+    with pytest.raises(RuntimeError, match="passed the gradient of lazy logits on to other lazy logits"):
+        (chosen(logits, labels) + hidden_states.sum()).backward()
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_a_checkpoint_around_the_head(reentrant):
+    """The reentrant one gives gradients to logits that it has made without any."""
+    from torch.utils.checkpoint import checkpoint
+
+    *tensors, labels = problem()
+    results = []
+    for linear in (F.linear, lazy_linear):
+        loss = chosen(checkpoint(linear, *tensors, use_reentrant=reentrant), labels)
+        if reentrant and linear is lazy_linear:
+            with pytest.raises(RuntimeError, match=r"liger_losses\.patching\.lazy\.true_values\(logits\)"):
+                loss.backward()
+        else:
+            results.append([loss, *torch.autograd.grad(loss, tensors)] if not reentrant else [loss])
+    torch.testing.assert_close(results[-1], results[0])
+
+
+def test_gradients_that_lead_nowhere():
+    hidden_states, weight, *_ = problem()
+    leaf = lazy_linear(hidden_states, weight).detach().requires_grad_()
+    frozen = lazy_linear(hidden_states.detach(), weight.detach())
+    given, _ = Halved.apply(WAYS["detach"], frozen, hidden_states)
+    for logits in (leaf, given):
+        for use in (lambda z: z.logsumexp(-1), lambda z: z.float(), true_values):
+            with pytest.raises(RuntimeError, match=r"by requires_grad_\(\) or an autograd function"):
+                use(logits)
 
 
 class Summed(torch.autograd.Function):

@@ -12,7 +12,6 @@ import torch.nn.functional as F
 from torch import nn
 
 from liger_losses.patching.lazy import LazyLogits, lazy_linear, true_values
-from liger_losses.patching.lazy.gradients import LazyGradient
 from liger_losses.patching.lazy_head import LazyLinear
 
 B, T, H, V = 3, 5, 8, 13
@@ -260,25 +259,17 @@ def test_in_place_operations():
 
 @pytest.mark.filterwarnings("ignore:.*needs the values")
 @pytest.mark.parametrize("loss", [lambda z: z.logsumexp(-1).sum(), lambda z: z.sin().sum()], ids=["lazy", "values"])
-@pytest.mark.parametrize("twice", [False, True])
-def test_hooks_that_wait_for_their_gradient(loss, twice):
-    """And scale it; of the gradient of logits whose values nobody computed, there are no values."""
+def test_hooks_that_wait_for_their_gradient(loss):
+    """And scale it; it has no values."""
     leaves, _, plain, lazy = both()
     results, seen = [], []
     for logits in (plain, lazy):
-        if twice:
-            loss(logits)  # its gradient does not reach the hook
         logits.register_hook(seen.append)
         logits.register_hook(lambda g: (g * 3 + g) / 2)
         results.append(torch.autograd.grad(loss(logits), leaves))
     torch.testing.assert_close(*results[::-1])
     assert [x.shape for x in seen] == [plain.shape] * 2
-    if type(seen[1]) is LazyGradient:
-        assert str(seen[1]) == f"LazyGradient(shape=({B}, {T}, {V}), dtype=torch.float64, device=cpu)"
-        with pytest.raises(RuntimeError, match=r"compute the loss from liger_losses\.patching\.lazy\.true_values"):
-            seen[1].norm()
-    else:
-        torch.testing.assert_close(seen[1], seen[0])
+    assert str(seen[1]) == f"LazyGradient(shape=({B}, {T}, {V}), dtype=torch.float64, device=cpu)"
 
 
 @pytest.mark.filterwarnings("ignore:.*needs the values")
@@ -299,35 +290,16 @@ def test_gradients_that_have_no_way():
     """They are an error, and not silently wrong."""
     *leaves, labels = problem()
     logits = lazy_linear(*leaves)
-    with pytest.raises(RuntimeError, match=r"Call liger_losses\.patching\.lazy\.true_values\(logits\) before"):
-        torch.autograd.grad(chosen(logits, labels), [leaves[0], logits])
-    values = true_values(logits)
-    (found,) = torch.autograd.grad(chosen(logits, labels), logits)
-    (expected,) = torch.autograd.grad(chosen(values, labels), values)
-    torch.testing.assert_close(found, expected)
+    hidden_gradient, found = torch.autograd.grad(chosen(logits, labels), [leaves[0], logits])
+    assert hidden_gradient.isfinite().all()
+    with pytest.raises(RuntimeError, match=r"compute the loss from liger_losses\.patching\.lazy\.true_values"):
+        found.norm()
     crossed = Cross.apply(lazy_linear(*leaves), lazy_linear(*leaves))
     with pytest.raises(RuntimeError, match="passed the gradient of lazy logits on to other lazy logits"):
         crossed.logsumexp(-1).sum().backward()
     clipped = Clip.apply(lazy_linear(*leaves))
     with pytest.raises(RuntimeError, match="needs the values of a gradient"):
         clipped.logsumexp(-1).sum().backward()
-
-
-@pytest.mark.filterwarnings("ignore:.*needs the values")
-def test_a_detached_one_can_be_a_leaf():
-    from torch.utils.checkpoint import checkpoint
-
-    leaves, _, plain, lazy = both()
-    results = []
-    for logits in (plain, lazy):
-        leaf = logits.detach().requires_grad_()
-        leaf.logsumexp(-1).sum().backward()
-        loss = checkpoint(lambda z: z.logsumexp(-1).square().sum(), logits, use_reentrant=True)
-        for tensor in leaves:
-            tensor.grad = None
-        loss.backward()
-        results.append((leaf.grad, *(tensor.grad for tensor in leaves)))
-    torch.testing.assert_close(*results[::-1])
 
 
 @pytest.mark.filterwarnings("ignore:.*needs the values")

@@ -259,7 +259,7 @@ MUTANTS: dict[str, list[tuple[str, str, str]]] = {
         ("patching/lazy/deferred.py", "and self._differ()", "and False"),
         ("patching/lazy/warning.py", "(operation, caller) if training", "(operation, caller) if True"),
         ("patching/lazy/operations.py", "= 1.0 / other if", "= other if"),
-        ("patching/lazy/operations.py", "(part).values(), name", "(part).values().bfloat16(), name"),
+        ("patching/lazy/operations.py", "(part.values(), name", "(part.values().bfloat16(), name"),
     ],
     "tests/trl/test_fused_head.py": [
         ("trl/fused_head.py", '(per_token["is_top1"] == target)', '(per_token["is_top1"] != target)'),

@@ -152,7 +152,7 @@ def autocast_of(hidden_states: Tensor) -> torch.dtype | None:
 
 
 class HeadWeights:
-    """Weight and bias of one forward of ``tokens`` tokens; shared by all lazy logits that were made of its logits.
+    """Weight and bias of one forward; shared by all lazy logits that were made of its logits.
 
     The weights are not copied, so logits can only be computed while they are the same. Changes are noticed: from the
     in-place version and, as torch's fused optimizers and writes to ``parameter.data`` do not count there, from some of
@@ -167,15 +167,12 @@ class HeadWeights:
         self,
         weight: Tensor,
         bias: Tensor | None,
-        tokens: int,
         parameters: Sequence[Tensor | None] = (),
         samples: Sequence[Tensor] | None = None,
     ) -> None:
-        self.tokens = tokens
-        self.given = [t for t in (weight, bias) if t is not None]
-        self.tensors = [t.detach() for t in self.given]  # their memory, which a new .data would not share
-        self.parameters = [t for t in parameters if t is not None] or self.given
-        self.versions = [version_of(t) for t in self.parameters]
+        self.tensors = [t.detach() for t in (weight, bias) if t is not None]
+        self.parameters = [t for t in parameters or (weight, bias) if t is not None]
+        self.versions = self._versions()
         self.was_read = samples is not None or self._have_gradients()
         self.samples = samples_of(self.tensors) if samples is None else samples
         _FORWARDS[0] += 1
@@ -191,7 +188,8 @@ class HeadWeights:
                 "logits.argmax(-1), before loss.backward(); or keep the weights with "
                 "model.set_reshard_after_backward(False)."
             )
-        if not freed and (self._changed() or (values and self._may_be_written() and self._differ())):
+        changed = self.versions != self._versions()
+        if not freed and (changed or (values and self._may_be_written() and self._differ())):
             raise cannot_compute(
                 "the weight or bias of lazy logits has changed since the forward, by an in-place operation such "
                 "as an optimizer's step, so these logits and their gradients cannot be computed any more. Call "
@@ -199,10 +197,8 @@ class HeadWeights:
                 "such as logits.argmax(-1); liger_losses.patching.lazy.true_values(logits) computes all of them."
             )
 
-    def _changed(self) -> bool:
-        """Whether a parameter was changed in place, or has other memory now."""
-        moved = any(a.data_ptr() != b.data_ptr() for a, b in zip(self.given, self.tensors, strict=True))
-        return moved or self.versions != [version_of(p) for p in self.parameters]
+    def _versions(self) -> list[int]:
+        return [version_of(p) for p in self.parameters]
 
     def _have_gradients(self) -> bool:
         return any(p.is_leaf and p.grad is not None for p in self.parameters)

@@ -148,15 +148,3 @@ def inputs_of(logits: Tensor, source: DeferredLogits) -> DeferredLogits:
         )
     with torch.inference_mode(False), torch.enable_grad():
         return source.with_tensors(*_Inputs.apply(source, logits))
-
-
-class WithGradientOf(torch.autograd.Function):
-    """The first tensor's values, with the gradient of the second, which differs from it by rounding at most."""
-
-    @staticmethod
-    def forward(ctx: Any, values: Tensor, differentiable: Tensor) -> Tensor:
-        return values.detach()
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[None, Tensor]:
-        return None, gradient

@@ -22,7 +22,6 @@ from liger_losses.chunked.engine.plan import default_workspace
 from liger_losses.chunked.losses.cross_entropy_terms import linear_cross_entropy
 from liger_losses.kernels.autograd import autocast_dtype
 from liger_losses.patching.lazy.deferred import DeferredLogits
-from liger_losses.patching.lazy.gradients import WithGradientOf
 
 
 class Operation(NamedTuple):
@@ -45,12 +44,7 @@ class Operation(NamedTuple):
             self.signature.bind(*args, **kwargs)
         except TypeError:
             return NotImplemented
-        try:
-            return self.function(*args, **kwargs)
-        except (TypeError, RuntimeError, IndexError):
-            if self.of_tokens:  # torch refuses these arguments, and says of which shape the logits are
-                return NotImplemented
-            raise
+        return self.function(*args, **kwargs)
 
 
 #: By the names of methods, functions and operators.
@@ -122,24 +116,20 @@ def _clone(deferred: DeferredLogits, *, memory_format: Any = None) -> DeferredLo
 @_operation("__getitem__", of_tokens=True, in_graphs=True)
 def _getitem(deferred: DeferredLogits, index: Any) -> Any:
     """Any index of tokens, and a slice of the vocabulary."""
-    parts, dims = index if isinstance(index, tuple) else (index,), len(deferred.shape)
+    parts = index if isinstance(index, tuple) else (index,)
+    if any(isinstance(part, bool) for part in parts):
+        return NotImplemented
     masks = [part for part in parts if isinstance(part, Tensor) and part.dtype in (torch.bool, torch.uint8)]
-    indexed = sum([mask.dim() - 1 for mask in masks]) + sum([part is not None and part is not ... for part in parts])
+    dims = sum([part is not None and part is not ... for part in parts]) + sum([mask.dim() - 1 for mask in masks])
     at = next((i for i, part in enumerate(parts) if part is ...), len(parts))
-    leading, trailing = parts[:at], parts[at + 1 :]
-    if indexed >= dims and not trailing:  # an ellipsis stands for nothing
-        leading, trailing = leading[:-1], leading[-1:]
-    columns = trailing[-1] if trailing else slice(None)
+    whole = (slice(None),) * (len(deferred.shape) - dims)  # what an ellipsis stands for
+    parts = parts[:at] + whole + parts[at + 1 :]
+    columns = parts[-1]
     if not isinstance(columns, slice) or columns.step not in (None, 1):
         return NotImplemented
-    if any(part is None for part in trailing) or any(part is True or part is False for part in parts):
-        return NotImplemented
-    rows = (*leading, ..., *trailing[:-1], slice(None))
-    found = deferred.with_rows(deferred.hidden_states[rows])
-    if columns == slice(None):
-        return found
+    found = deferred.with_rows(deferred.hidden_states[parts[:-1] + (slice(None),)])
     head = deferred.head
-    start, stop, _ = columns.indices(head.vocab_size)
+    start, stop = (0, head.vocab_size) if columns == slice(None) else columns.indices(head.vocab_size)[:2]
     if (start, stop) == (0, head.vocab_size):
         return found
     if deferred.normalized or stop <= start or head.ranks.size > 1:
@@ -314,66 +304,56 @@ def _gather(deferred: DeferredLogits, dim: int, index: Tensor) -> Any:
     return (logps + found.lse[..., None] if lse else logps).to(deferred.dtype)
 
 
-@_operation("take_along_dim")
-def _take_along_dim(deferred: DeferredLogits, indices: Tensor, dim: int) -> Any:
-    return NotImplemented if indices.dim() != len(deferred.shape) else _gather(deferred, dim, indices)
+def _by_rows(name: str, deferred: DeferredLogits, **options: Any) -> list[Any]:
+    """``topk`` or ``argmax`` over the vocabulary, of the model's logits, whose rounding decides ties.
 
-
-def _by_rows(name: str, deferred: DeferredLogits, dim: Any, **options: Any) -> Any:
-    """``topk``, ``max``, ``min`` or ``argmax`` over the vocabulary, of the model's logits, whose rounding decides ties.
-
-    The logits exist for some tokens at a time. Values have the gradient of the logits in their columns.
+    The logits exist for some tokens at a time.
     """
-    if not _is_vocabulary(deferred, dim):
-        return NotImplemented
-    (*shape, vocab_size), hidden_states = deferred.shape, deferred.hidden_states.detach()
+    hidden_states, vocab_size = deferred.hidden_states.detach(), deferred.head.vocab_size
     hidden_states = hidden_states.reshape(-1, hidden_states.shape[-1])
     rows = max(1, default_workspace(vocab_size, 4, deferred.device) // (8 * vocab_size))
     with torch.no_grad():
-        blocks = [
-            getattr(deferred.with_rows(part).values(), name)(dim=-1, **options) for part in hidden_states.split(rows)
-        ]
-    parts = zip(*blocks, strict=True) if isinstance(blocks[0], tuple) else [blocks]
-    values, *columns = [torch.cat([*part]).view((*shape, *part[0].shape[1:])) for part in parts]
-    if not columns:
-        return values
-    if torch.is_grad_enabled() and deferred.requires_grad:
-        differentiable = _gather(deferred, -1, columns[0].view((*shape, -1))).view(values.shape)
-        values = WithGradientOf.apply(values, differentiable)
-    return getattr(torch.return_types, name)((values, *columns))
+        parts = (deferred.with_rows(part) for part in hidden_states.split(rows))
+        return [getattr(part.values(), name)(dim=-1, **options) for part in parts]
+
+
+@_operation("argmax")
+def _argmax(deferred: DeferredLogits, dim: int | None = None, keepdim: bool = False) -> Any:
+    if not _is_vocabulary(deferred, dim):
+        return NotImplemented
+    columns = torch.cat(_by_rows("argmax", deferred)).view(deferred.shape[:-1])
+    return columns[..., None] if keepdim else columns
 
 
 @_operation("topk")
 def _topk(deferred: DeferredLogits, k: int, dim: int = -1, largest: bool = True, sorted: bool = True) -> Any:
-    return _by_rows("topk", deferred, dim, k=k, largest=largest, sorted=sorted)
-
-
-def _extreme(name: str, deferred: DeferredLogits, dim: int | None = None, keepdim: bool = False) -> Any:
-    return _by_rows(name, deferred, dim, keepdim=keepdim)
-
-
-def _sum(
-    name: str, deferred: DeferredLogits, dim: Any = None, keepdim: bool = False, *, dtype: torch.dtype | None = None
-) -> Any:
-    """``logsumexp``, ``mean`` or ``sum`` over the vocabulary; the last two over everything, too."""
-    everything = dim is None and not keepdim and name != "logsumexp"
-    supported = everything or _is_vocabulary(deferred, dim)
-    if not supported or not (dtype or deferred.dtype).is_floating_point:
+    """Values have the gradient of the logits in their columns."""
+    if not _is_vocabulary(deferred, dim):
         return NotImplemented
-    statistic = "lse" if name == "logsumexp" else "mean_logp" if deferred.normalized else "mean_logit"
-    if statistic == "lse" and deferred.normalized:
+    parts = zip(*_by_rows("topk", deferred, k=k, largest=largest, sorted=sorted), strict=True)
+    values, columns = [torch.cat(part).view(*deferred.shape[:-1], k) for part in parts]
+    if torch.is_grad_enabled() and deferred.requires_grad:
+        gathered = _gather(deferred, -1, columns)
+        values = values + (gathered - gathered.detach())
+    return torch.return_types.topk((values, columns))
+
+
+@_operation("logsumexp")
+def _logsumexp(deferred: DeferredLogits, dim: Any, keepdim: bool = False) -> Any:
+    if not _is_vocabulary(deferred, dim) or deferred.normalized:
         return NotImplemented
-    result = getattr(deferred.statistics(None, statistic), statistic)
+    result = deferred.statistics(None, "lse").lse.to(deferred.dtype)
+    return result[..., None] if keepdim else result
+
+
+@_operation("sum")
+def _sum(deferred: DeferredLogits, dim: Any = None, keepdim: bool = False, *, dtype: torch.dtype | None = None) -> Any:
+    """Sums of log-probabilities over the vocabulary, of which losses with label smoothing are made."""
+    if not deferred.normalized or not _is_vocabulary(deferred, dim):
+        return NotImplemented
+    # In the engine's dtype, which holds sums that half precision would round.
+    result = deferred.statistics(None, "mean_logp").mean_logp * deferred.shape[-1]
     result = -result if deferred.negated else result
-    if name == "sum":
-        result = result * deferred.shape[-1]  # in the engine's dtype, which holds sums that half precision would round
-        if dtype is None and result.is_cuda and torch.is_autocast_enabled("cuda"):
-            dtype = torch.float32
-    if everything:
-        result = getattr(result, name)()
+    if dtype is None and result.is_cuda and torch.is_autocast_enabled("cuda"):
+        dtype = torch.float32
     return (result[..., None] if keepdim else result).to(dtype or deferred.dtype)
-
-
-for _function, _names in ((_extreme, ("max", "min", "argmax")), (_sum, ("logsumexp", "mean", "sum"))):
-    for _name in _names:
-        _operation(_name)(partial(_function, _name))

@@ -230,7 +230,7 @@ def lazy_linear(
     """
     if not can_be_lazy(hidden_states, weight, bias):
         return F.linear(hidden_states, weight, bias)
-    weights = HeadWeights(weight, bias, hidden_states.shape[:-1].numel(), parameters)
+    weights = HeadWeights(weight, bias, parameters)
     deferred = deferred_linear(hidden_states, Head(weight, bias).with_fields(ranks=ranks))
     return LazyLogits.make(replace(deferred, weights=weights))
 

@@ -118,5 +118,5 @@ def without_traced(value: Any) -> Any:
 @torch.compiler.disable
 def _lazy(deferred: DeferredLogits, weights: Any, samples: Any) -> LazyLogits:
     weight, bias = weights
-    kept = HeadWeights(weight, bias, deferred.shape[:-1].numel(), samples=samples)
+    kept = HeadWeights(weight, bias, samples=samples)
     return LazyLogits.make(replace(deferred, weights=kept))

@@ -34,14 +34,11 @@ def cannot_compute(message: str) -> RuntimeError:
 def warn_materialized(operation: str, lazy: Any) -> None:
     """Warn once per operation and caller, the innermost frame outside of torch and this package.
 
-    Evaluation needs logits more often than training. There, the first operation of a process warns, and none that
-    takes the logits of few of the tokens, as generation does.
+    Evaluation needs logits more often than training. There, the first operation of a process warns.
     """
-    training, weights = lazy.requires_grad, lazy.deferred.weights
-    tokens = lazy.numel() // lazy.shape[-1]
-    few = not training and weights is not None and tokens * 8 <= weights.tokens
-    if _ALLOWED.get() or few:
+    if _ALLOWED.get():
         return
+    training = lazy.requires_grad
     caller = next(
         f"{name}:{line}"
         for frame, line in traceback.walk_stack(None)
@@ -56,7 +53,7 @@ def warn_materialized(operation: str, lazy: Any) -> None:
         warnings.warn(
             f"{operation}, called in {caller}, needs the values of lazy logits: all [tokens, vocab] of them "
             "are computed now. The losses of liger_losses do not need them"
-            + ("." if training else ", nor do cross_entropy, argmax, topk, logsumexp and the like of logits.")
+            + ("." if training else ", nor do cross_entropy, argmax, topk and logsumexp of logits.")
             + (" Pass the Trainer a preprocess_logits_for_metrics that reduces them." if in_trainer else "")
             + see("lazy-logits-that-were-materialized"),
             RuntimeWarning,

@@ -252,6 +252,10 @@ MUTANTS: dict[str, list[tuple[str, str, str]]] = {
         ("patching/lazy/operations.py", "= transform.softcap * by", "= transform.softcap"),
         ("patching/lazy/operations.py", '"__getitem__", of_tokens=True, in_graphs', '"__getitem__", of_tokens'),
     ],
+    "tests/patching/lazy/test_gradients.py": [
+        ("patching/lazy/gradients.py", "if gradient.source is not source:", "if False:"),
+        ("patching/lazy/gradients.py", "or not any(source.needs_grad)", ""),
+    ],
     "tests/patching/lazy/test_tensor.py tests/patching/lazy/test_deferred.py": [
         ("patching/lazy/tensor.py", "part.memory = lazy.memory", "pass"),
         ("patching/lazy/gradients.py", "p is None else func(p, *args[1:])", "p is None else p"),

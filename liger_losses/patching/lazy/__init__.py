@@ -5,9 +5,9 @@ states, the head, and what was done to the logits since (:class:`DeferredLogits`
 and soft-capping leave it lazy; losses and reductions over the vocabulary are computed by the engine
 (``operations.py``); anything else gets the true values, with one warning that names the operation and its caller.
 
-It has a ``grad_fn``: code that never looks at the Python class, such as custom autograd functions and DDP, gets the
-right gradients; so does ``torch.autograd.grad(loss, logits)`` (``gradients.py``). Once an optimizer's step has changed
-the head, reading them is an error (:class:`HeadWeights`).
+It has a ``grad_fn``: gradients pass through it (``gradients.py``), so that hooks, DDP and autograd functions that never
+look at the Python class get them. Once an optimizer's step has changed the head, reading them is an error
+(:class:`HeadWeights`).
 """
 
 from liger_losses.patching.lazy.deferred import DeferredLogits

@@ -9,7 +9,6 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.nn import Parameter
 
 from liger_losses.chunked.engine import Head
 from liger_losses.chunked.engine.quantized_kinds import is_quantized
@@ -30,8 +29,6 @@ _METADATA = frozenset(
 )
 #: Properties that give values or views of them; all others are metadata.
 _PROPERTIES_OF_VALUES = frozenset(("T", "mT", "H", "mH", "data", "real", "imag", "__cuda_array_interface__"))
-#: Sums, whose arguments may change places.
-_SUMS = frozenset(("add", "__add__", "__radd__"))
 #: In-place operations that change a tensor's shape or memory.
 _RESHAPING = frozenset(("unsqueeze_", "squeeze_", "transpose_", "t_", "swapaxes_", "swapdims_", "resize_", "set_"))
 
@@ -110,8 +107,6 @@ class LazyLogits(Tensor):
             if name in _METADATA or attribute not in _PROPERTIES_OF_VALUES:
                 return without_subclasses(func, *args, **kwargs)
             name = attribute
-        if name in _SUMS and not kwargs and type(first) in (Tensor, Parameter) and type(args[1]) is LazyLogits:
-            args = first, _ = args[::-1]
         if isinstance(first, LazyLogits):
             first.check()
             if first.materialized is None:

@@ -62,9 +62,10 @@ class TracedLogits:
         """The shape, or one of its entries."""
         return self.deferred.shape if dim is None else self.deferred.shape[dim]
 
+    @torch.compiler.disable
     def lazy(self) -> LazyLogits:
         """The same logits as a tensor, outside of compiled graphs."""
-        return _lazy(self.deferred, self.weights, self.samples)
+        return LazyLogits.make(replace(self.deferred, weights=HeadWeights(*self.weights, samples=self.samples)))
 
     def __getattr__(self, name: str) -> Any:
         if name in ("shape", "dtype", "device", "requires_grad"):
@@ -113,10 +114,3 @@ for _name in """add radd sub rsub mul rmul truediv rtruediv floordiv rfloordiv m
 def without_traced(value: Any) -> Any:
     """An argument in which :class:`LazyLogits` take the place of :class:`TracedLogits`."""
     return replace_all(value, TracedLogits, TracedLogits.lazy)
-
-
-@torch.compiler.disable
-def _lazy(deferred: DeferredLogits, weights: Any, samples: Any) -> LazyLogits:
-    weight, bias = weights
-    kept = HeadWeights(weight, bias, samples=samples)
-    return LazyLogits.make(replace(deferred, weights=kept))

@@ -512,18 +512,6 @@ def test_what_was_read_of_an_evaluation_can_be_kept_while_training_goes_on():
     torch.testing.assert_close(true_values(logits), kept[0][2])  # computed once
 
 
-def test_arguments_in_either_order():
-    hidden, weight, vector = torch.randn(4, H, requires_grad=True), torch.randn(V, H), torch.rand(V) + 1
-    plain, lazy = (linear(hidden, weight) for linear in (F.linear, lazy_linear))
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        for change in (lambda z: z + vector, lambda z: nn.Parameter(vector) + z, lambda z: vector[None] + z):
-            torch.testing.assert_close(change(lazy).logsumexp(-1), change(plain).logsumexp(-1))
-    with pytest.warns(RuntimeWarning, match="add, called in"):
-        found = torch.add(vector, lazy, alpha=2)
-    torch.testing.assert_close(found, torch.add(vector, plain, alpha=2))
-
-
 def test_the_address_of_the_values_is_that_of_values_that_stay():
     hidden, weight = torch.randn(4, H, requires_grad=True), torch.randn(V, H)
     logits = lazy_linear(hidden, weight)

@@ -73,7 +73,7 @@ def evaluation(model):
     with torch.no_grad():
         outputs = model(input_ids=ids, labels=labels)
         top = outputs.logits.topk(3)
-        return outputs.loss, outputs.logits.argmax(-1), outputs.logits.max(-1).values, top.values, top.indices
+        return outputs.loss, outputs.logits.argmax(-1), top.values, top.indices
 
 
 def values(model):

@@ -157,7 +157,7 @@ def _orders(properties: Any) -> Orders:
     cache = getattr(properties, "L2_cache_size", 50 * 2**20)
     # A quarter of the programs that run at a time: four columns of tiles for each of their turns.
     large = Order(False, max(1, properties.multi_processor_count // 4))
-    return Orders(Order(True, 4), Order(True, 4, of_tiles=True), large, (cache * 0.18, cache * 0.75), Order(True, 8))
+    return Orders(Order(True, 4), Order(True, 4, of_tiles=True), large, (cache * 0.2, cache * 0.75), Order(True, 8))
 
 
 def order_of(device: torch.device, stored: bool, tokens: int, hidden_size: int, vocab_size: int) -> Order:

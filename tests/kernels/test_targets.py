@@ -57,8 +57,8 @@ IN_TURN, WHOLE = {True: Order(True, 4), False: Order(True, 4, of_tiles=True)}, O
     [
         (H200, (16384, 4096, 128256), Order(True, 8), Order(True, 4)),
         (H100, (1024, 4096, 128256), IN_TURN[True], IN_TURN[False]),
-        (H100, (2048, 2048, 151936), IN_TURN[True], IN_TURN[False]),
-        (H100, (2048, 2560, 151936), WHOLE, IN_TURN[False]),  # a fifth of the cache does not hold them
+        (H100, (2048, 2560, 151936), IN_TURN[True], IN_TURN[False]),
+        (H100, (2048, 3072, 128256), WHOLE, IN_TURN[False]),  # a fifth of the cache does not hold them
         (H100, (4096, 4096, 128256), WHOLE, IN_TURN[False]),
         (H100, (4096, 4096, 32000), IN_TURN[True], IN_TURN[False]),  # a short product
         (H100, (16384, 2048, 128256), WHOLE, WHOLE),

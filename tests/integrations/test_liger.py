@@ -224,7 +224,7 @@ def test_grpo_of_logits(loss_type):
 
 @pytest.mark.peers
 def test_divergences_of_distributions(installed):
-    from liger_kernel.transformers import LigerJSD, LigerKLDIVLoss, LigerTVDLoss
+    from liger_kernel.transformers import LigerFusedLinearJSD, LigerJSD, LigerKLDIVLoss, LigerTVDLoss
 
     student, teacher = (normal(6, 17, seed=i).log_softmax(-1) for i in (1, 2))
     labels = torch.tensor([-100, 1, 2, 3, -100, 5])
@@ -237,6 +237,11 @@ def test_divergences_of_distributions(installed):
     terms = 0.5 * (student.exp() - teacher.exp()).abs()
     torch.testing.assert_close(LigerTVDLoss()(student.exp(), teacher.exp(), labels), terms[active].sum() / 4)
     torch.testing.assert_close(LigerTVDLoss("mean")(student.exp(), teacher.exp()), terms.mean())
+    hidden, weight, wide = normal(6, 8, seed=3), normal(17, 8, seed=4), normal(6, 17, seed=5)
+    pair = (hidden @ weight.t() / 2.0).log_softmax(-1), (wide / 2.0).log_softmax(-1)
+    for given in (labels, None):
+        found = LigerFusedLinearJSD(0.3, temperature=2.0)(hidden, weight, wide, torch.eye(17), given)
+        torch.testing.assert_close(found, LigerJSD(0.3)(*pair, given))
 
 
 @pytest.mark.peers

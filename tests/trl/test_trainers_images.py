@@ -27,20 +27,15 @@ def processor():
                 batch["pixel_values"] = pixels.view(-1, 3, SIDE, SIDE)
             return batch
 
-        def apply_chat_template(self, conversation, tokenize=True, return_dict=False, **options):
+        def apply_chat_template(self, conversation, tokenize=True, **options):
             single = isinstance(conversation[0], dict)
-            rows = [conversation] if single else conversation
-            parts = [
-                [{"type": "text", "text": m["content"]}] if isinstance(m["content"], str) else m["content"]
-                for row in rows
-                for m in row
-            ]
-            counts = [len(row) for row in rows]
             texts, images = [], []
-            for count in counts:
-                found, parts = [part for message in parts[:count] for part in message], parts[count:]
-                texts.append(" ".join(IMAGE if part["type"] == "image" else part["text"] for part in found))
-                images.append([part["image"] for part in found if part["type"] == "image"])
+            for row in [conversation] if single else conversation:
+                contents = [m["content"] for m in row]
+                contents = [[{"type": "text", "text": c}] if isinstance(c, str) else c for c in contents]
+                parts = [part for content in contents for part in content]
+                texts.append(" ".join(IMAGE if part["type"] == "image" else part["text"] for part in parts))
+                images.append([part["image"] for part in parts if part["type"] == "image"])
             if not tokenize:
                 return texts[0] if single else texts
             names = ("padding", "padding_side", "return_tensors", "add_special_tokens")

@@ -7,7 +7,8 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from liger_losses import LigerFusedLinearGRPOLoss, sequences, split_by_coefficient
+from liger_losses import sequences, split_by_coefficient
+from tests.losses import GRPO
 
 B, T, H, V = 5, 4, 8, 11
 Outputs = namedtuple("Outputs", "logps entropy missing")
@@ -99,7 +100,7 @@ def test_hidden_states_for_a_fused_loss():
         layer, weight.grad = layers()[0], None
         run = lambda rows, layer=layer: layer(hidden_states[rows])  # noqa: E731
         of = split_by_coefficient(run, advantages) if split else layer(hidden_states)
-        loss = LigerFusedLinearGRPOLoss(beta=0.0)(of, weight, labels, torch.ones(B, T), advantages)[0]
+        loss = GRPO(beta=0.0)(of, weight, labels, torch.ones(B, T), advantages)[0]
         loss.backward()
         gradients.append([loss.detach(), weight.grad, layer.weight.grad, layer.bias.grad])
     torch.testing.assert_close(*gradients)

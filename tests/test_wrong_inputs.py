@@ -17,15 +17,6 @@ from liger_losses import (
     Completions,
     Divergence,
     Head,
-    LigerFusedLinearCPOLoss,
-    LigerFusedLinearCrossEntropyLoss,
-    LigerFusedLinearDPOLoss,
-    LigerFusedLinearGRPOLoss,
-    LigerFusedLinearJSDLoss,
-    LigerFusedLinearKLLoss,
-    LigerFusedLinearKTOLoss,
-    LigerFusedLinearORPOLoss,
-    LigerFusedLinearSimPOLoss,
     Teacher,
     TeacherLogits,
     TeacherTopK,
@@ -39,10 +30,10 @@ from liger_losses import (
     patch,
 )
 from liger_losses.trl import enable
+from tests.losses import CE, CPO, DPO, GRPO, JSD, KL, KTO, ORPO, SimPO
 from tests.reference import problem
 
-CE, DPO, GRPO = LigerFusedLinearCrossEntropyLoss, LigerFusedLinearDPOLoss, LigerFusedLinearGRPOLoss
-JSD, KTO, F = LigerFusedLinearJSDLoss, LigerFusedLinearKTOLoss, functional
+F = functional
 NAN, PER_TOKEN, ONES = math.nan, torch.zeros(4, 5), torch.ones(4)
 MASK, ZEROS = torch.ones(4, 5, dtype=torch.bool), torch.zeros(2)
 ALONE = DPO(use_ref_model=False)
@@ -73,11 +64,8 @@ WRONG = {
     "a loss weight": (lambda h, w, y: DPO(loss_weights=[NAN]), "each of loss_weights must be a finite number, got nan"),
     "loss type": (lambda h, w, y: DPO(loss_type=3), "unknown loss_type 3"),
     "f-alpha": (lambda h, w, y: DPO(f_alpha_divergence_coef=NAN), "f_alpha_divergence_coef must be a finite number"),
-    "gamma": (lambda h, w, y: LigerFusedLinearSimPOLoss(gamma="x"), "gamma must be a number"),
-    "AlphaPO's alpha": (
-        lambda h, w, y: LigerFusedLinearCPOLoss(reward_alpha=NAN),
-        "reward_alpha must be a finite number",
-    ),
+    "gamma": (lambda h, w, y: SimPO(gamma="x"), "gamma must be a number"),
+    "AlphaPO's alpha": (lambda h, w, y: CPO(reward_alpha=NAN), "reward_alpha must be a finite number"),
     "a form": (lambda h, w, y: Divergence("kl"), r"unknown divergence 'kl'; use a constructor.*reverse_kl\(\)"),
     "a mixture": (lambda h, w, y: Divergence.mixture(NAN, 1, 1), "parameters of a divergence must be finite"),
     "a head's transform": (lambda h, w, y: Head(w, transform=0.7), r"must be a liger_losses.LogitTransform\(...\)"),
@@ -176,19 +164,13 @@ WRONG = {
     "GSPO": (lambda h, w, y: GRPO(loss_type="gspo"), "'gspo'; use importance_sampling_level='sequence' with"),
     "RLOO": (lambda h, w, y: GRPO(loss_type="rloo"), "use importance_sampling_level='sequence_sum'"),
     "unpaired DPO": (lambda h, w, y: DPO(loss_type="kto_pair"), "use LigerFusedLinearKTOLoss, of single"),
-    "a piece": (
-        lambda h, w, y: patch(w, mlp=True),
-        r"no mlp= \(did you mean 'mlps'\?\); its arguments are model,",
-    ),
+    "a piece": (lambda h, w, y: patch(w, mlp=True), r"no mlp= \(did you mean 'mlps'\?\); its arguments are model,"),
     "kernels of patch": (
         lambda h, w, y: patch(w, kernel=True),
         r"no kernel=; its arguments are model,.*\. kernels= is an argument of liger_losses.trl.enable; patch uses",
     ),
     "TRL": (lambda h, w, y: enable(kernel=True), r"no kernel= \(did you mean 'kernels'\?\); its arguments are kernels"),
-    "no labels": (
-        lambda h, w, y: DPO()(w, (h, y)),
-        "required argument: 'rejected'; .* arguments are head, chosen",
-    ),
+    "no labels": (lambda h, w, y: DPO()(w, (h, y)), "required argument: 'rejected'; .* arguments are head, chosen"),
     # functions
     "a list": (lambda h, w, y: F.dpo_loss([1.0], ONES, ONES, ONES), "chosen_logps must be a tensor, got list"),
     "shapes": (
@@ -233,18 +215,15 @@ WRONG = {
     ),
     "a metric": (lambda h, w, y: linear_statistics(h, w, y, ("argmax",)), "unknown differentiable statistic 'argmax'"),
     "a loss type": (lambda h, w, y: DPO(loss_type="dpo"), "unknown loss_type 'dpo'.*sigmoid.*apo_zero"),
-    "a loss type of CPO": (lambda h, w, y: LigerFusedLinearCPOLoss(loss_type="orpo"), "loss_type 'orpo'.*simpo"),
+    "a loss type of CPO": (lambda h, w, y: CPO(loss_type="orpo"), "loss_type 'orpo'.*simpo"),
     "an f-divergence": (lambda h, w, y: DPO(f_divergence_type="kl"), "f_divergence_type.*js_divergence"),
-    "AlphaPO without its alpha": (lambda h, w, y: LigerFusedLinearCPOLoss(loss_type="alphapo"), r"reward_alpha.*0\.25"),
+    "AlphaPO without its alpha": (lambda h, w, y: CPO(loss_type="alphapo"), r"reward_alpha.*0\.25"),
     "an odd number": (lambda h, w, y: ALONE(w, h[:3], y[:3]), "odd number, 3"),
     "fewer rejected": (lambda h, w, y: ALONE(w, (h[:2], y[:2]), (h[2:3], y[2:3])), "as many chosen as rejected"),
     "rejected alone": (lambda h, w, y: ALONE(w, (h[:2], y[:2]), h[2:]), "rejected must be Completions"),
     "a target of two": (lambda h, w, y: ALONE(w, h, (h, y)), "target must be a tensor"),
     "flat pairs": (lambda h, w, y: ALONE(w, h.reshape(20, 24), y.reshape(20)), "stacked form takes hidden states"),
-    "labels of the likelihood": (
-        lambda h, w, y: LigerFusedLinearORPOLoss()(w, h, y, None, y[:, :3]),
-        "nll_target must have the shape",
-    ),
+    "labels of the likelihood": (lambda h, w, y: ORPO()(w, h, y, None, y[:, :3]), "nll_target must have the shape"),
     "no reference": (lambda h, w, y: DPO()(w, h, y), r"chosen completions have none.*ref_logps.*use_ref_model=False"),
     "one reference": (
         lambda h, w, y: DPO()(w, Completions(h[:2], y[:2], ref_logps=ZEROS), (h[2:], y[2:])),
@@ -276,10 +255,7 @@ WRONG = {
     "codes": (lambda h, w, y: linear_logps(h, w.to(torch.uint8), y), "weight must be floating point.*dequantize"),
     "a list of labels": (lambda h, w, y: ALONE(w, (h, [1]), (h, y)), "labels must be a tensor"),
     "a list of a reference": (lambda h, w, y: DPO()(w, h, y, ref_chosen_logps=[1.0]), "ref_chosen_logps must be"),
-    "a list of other labels": (
-        lambda h, w, y: LigerFusedLinearORPOLoss()(w, h, y, None, [[1]]),
-        "must be a tensor, got list",
-    ),
+    "a list of other labels": (lambda h, w, y: ORPO()(w, h, y, None, [[1]]), "must be a tensor, got list"),
     "beta as text": (lambda h, w, y: DPO(beta="0.1"), "beta must be a number"),
     "a list of class weights": (lambda h, w, y: CE(ce_weight=[1.0]), "must be a tensor"),
     "a loss without a loss": (lambda h, w, y: ChunkedLoss()(w, h, y), "must define loss"),
@@ -489,7 +465,7 @@ ON_META = {
     "KTO": lambda h, w, y: KTO()(h, w, y, preference_labels=ONES.to("meta") > 0, kl=0.3),
     "GRPO": lambda h, w, y: GRPO(beta=0.0)(h, w, y, MASK.to("meta"), ONES.to("meta")),
     "JSD": lambda h, w, y: JSD()(w, h, y, Teacher(h.detach(), w.detach())),
-    "KL, top-k": lambda h, w, y: LigerFusedLinearKLLoss()(w, h, y, TeacherTopK(h[..., :1].detach(), y[..., None])),
+    "KL, top-k": lambda h, w, y: KL()(w, h, y, TeacherTopK(h[..., :1].detach(), y[..., None])),
     "log-probabilities": lambda h, w, y: linear_logps(h, w, y),
     "kept columns": lambda h, w, y: linear_logps(h, w, y, support=TokenSupport(y[..., None])),
     "a loss of one's own": lambda h, w, y: linear_token_loss(h, w, y, lambda s, labels: -s.logp),

@@ -4,19 +4,10 @@ import torch
 from torch import nn
 from torch._dynamo.testing import CompileCounterWithBackend
 
-from liger_losses import (
-    AdaptiveEntropy,
-    ChunkedLoss,
-    Completions,
-    Head,
-    LigerFusedLinearDPOLoss,
-    LigerFusedLinearGRPOLoss,
-    LigerFusedLinearJSDLoss,
-    LogitTransform,
-    PreferenceLoss,
-)
+from liger_losses import AdaptiveEntropy, ChunkedLoss, Completions, Head, LogitTransform, PreferenceLoss
 from tests.chunked.engine import shared_vocabulary as calls
 from tests.chunked.engine.shared_vocabulary import CE
+from tests.losses import DPO, GRPO, JSD
 from tests.reference import relative_error, tensors_of
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -153,10 +144,10 @@ LOSSES = {
         ),
         lambda loss, head, d: loss(head, torch.tanh(d["h"]), d["y"]),
     ),
-    "DPO, several": (lambda: LigerFusedLinearDPOLoss(loss_type=["ipo", "sft"], ld_alpha=0.4), completions),
+    "DPO, several": (lambda: DPO(loss_type=["ipo", "sft"], ld_alpha=0.4), completions),
     "user's pairs": (Squared, pairs),
     "GRPO, two passes": (
-        lambda: LigerFusedLinearGRPOLoss(
+        lambda: GRPO(
             beta=0.0,
             importance_sampling_level="sequence",
             top_entropy_quantile=0.5,
@@ -165,7 +156,7 @@ LOSSES = {
         with_reference(calls.policy),
     ),
     "JSD, Liger's form": (
-        lambda: LigerFusedLinearJSDLoss(return_soft_hard_loss=True),
+        lambda: JSD(return_soft_hard_loss=True),
         lambda loss, head, d: loss(d["h"], head.weight, d["other"], head.weight.detach() * 0.7, d["y"]),
     ),
     "user's loss": (

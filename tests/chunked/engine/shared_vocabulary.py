@@ -14,21 +14,6 @@ from liger_losses import (
     Divergence,
     EngineOptions,
     Head,
-    LigerFusedLinearAlphaBetaLoss,
-    LigerFusedLinearBCOLoss,
-    LigerFusedLinearCosineSimilarityLoss,
-    LigerFusedLinearCPOLoss,
-    LigerFusedLinearCrossEntropyLoss,
-    LigerFusedLinearDPOLoss,
-    LigerFusedLinearGRPOLoss,
-    LigerFusedLinearJSDLoss,
-    LigerFusedLinearKLLoss,
-    LigerFusedLinearKTOLoss,
-    LigerFusedLinearMiniLLMLoss,
-    LigerFusedLinearORPOLoss,
-    LigerFusedLinearReverseKLLoss,
-    LigerFusedLinearSimPOLoss,
-    LigerFusedLinearTVDLoss,
     LogitTransform,
     Teacher,
     TeacherLogits,
@@ -42,6 +27,7 @@ from liger_losses import (
     linear_topk,
 )
 from liger_losses.chunked.engine.agreement import RankError
+from tests.losses import BCO, CE, CPO, DPO, GRPO, JSD, KL, KTO, ORPO, TVD, AlphaBeta, Cosine, MiniLLM, ReverseKL, SimPO
 from tests.processes import case_named
 from tests.reference import relative_error, tensors_of
 
@@ -118,7 +104,6 @@ def plain_call(loss, head, ref, d):
     return loss(head, d["h"], d["y"])
 
 
-CE = LigerFusedLinearCrossEntropyLoss
 LOSSES = {
     "cross entropy": (CE, plain_call),
     "cross entropy, options": (
@@ -137,21 +122,21 @@ LOSSES = {
         lambda: CE(head_weights=[1.0, 0.5, 0.8], shift=[0, 1, 2], return_token_accuracy=True),
         lambda loss, head, ref, d: loss([head, ref, head], [d["h"], d["h"], d["h"] + d["other"]], d["y"]),
     ),
-    "DPO": (lambda: LigerFusedLinearDPOLoss(beta=0.3, compute_nll_loss=True), pairs),
-    "DPO, several": (lambda: LigerFusedLinearDPOLoss(loss_type=["ipo", "sft"], ld_alpha=0.4), completions),
-    "CPO": (LigerFusedLinearCPOLoss, pairs),
-    "SimPO": (LigerFusedLinearSimPOLoss, pairs),
-    "ORPO": (LigerFusedLinearORPOLoss, pairs),
-    "KTO": (LigerFusedLinearKTOLoss, marked),
-    "BCO": (LigerFusedLinearBCOLoss, marked),
-    "GRPO": (lambda: LigerFusedLinearGRPOLoss(beta=0.1), policy),
+    "DPO": (lambda: DPO(beta=0.3, compute_nll_loss=True), pairs),
+    "DPO, several": (lambda: DPO(loss_type=["ipo", "sft"], ld_alpha=0.4), completions),
+    "CPO": (CPO, pairs),
+    "SimPO": (SimPO, pairs),
+    "ORPO": (ORPO, pairs),
+    "KTO": (KTO, marked),
+    "BCO": (BCO, marked),
+    "GRPO": (lambda: GRPO(beta=0.1), policy),
     "GRPO, by items": (
-        lambda: LigerFusedLinearGRPOLoss(beta=0.0, loss_type="dapo"),
+        lambda: GRPO(beta=0.0, loss_type="dapo"),
         # The ranks of one head have one share of the items; processes with whole heads have one each.
         lambda loss, head, ref, d: policy(loss, head, ref, d, num_items_in_batch=40.0 / head.vocabulary_ranks),
     ),
     "GRPO, two passes": (
-        lambda: LigerFusedLinearGRPOLoss(
+        lambda: GRPO(
             # A quantile between two tokens, however many processes have copies of them.
             beta=0.0,
             importance_sampling_level="sequence",
@@ -160,19 +145,19 @@ LOSSES = {
         ),
         policy,
     ),
-    "JSD": (lambda: LigerFusedLinearJSDLoss(beta=0.3, temperature=1.5), distilled),
-    "JSD, whole teacher": (LigerFusedLinearJSDLoss, from_whole_teacher),
-    "JSD, smaller teacher": (lambda: LigerFusedLinearJSDLoss(temperature=1.5), from_smaller_teacher),
-    "soft loss of a smaller teacher": (lambda: LigerFusedLinearJSDLoss(weight_hard_loss=0.0), from_smaller_teacher),
-    "KL": (LigerFusedLinearKLLoss, distilled),
-    "KL, top-k": (LigerFusedLinearKLLoss, from_top_k),
-    "KL, logits": (LigerFusedLinearKLLoss, from_logits),
-    "reverse KL": (LigerFusedLinearReverseKLLoss, distilled),
-    "TVD": (LigerFusedLinearTVDLoss, distilled),
-    "alpha-beta": (lambda: LigerFusedLinearAlphaBetaLoss(0.3, 0.6), distilled),
-    "cosine": (LigerFusedLinearCosineSimilarityLoss, distilled),
+    "JSD": (lambda: JSD(beta=0.3, temperature=1.5), distilled),
+    "JSD, whole teacher": (JSD, from_whole_teacher),
+    "JSD, smaller teacher": (lambda: JSD(temperature=1.5), from_smaller_teacher),
+    "soft loss of a smaller teacher": (lambda: JSD(weight_hard_loss=0.0), from_smaller_teacher),
+    "KL": (KL, distilled),
+    "KL, top-k": (KL, from_top_k),
+    "KL, logits": (KL, from_logits),
+    "reverse KL": (ReverseKL, distilled),
+    "TVD": (TVD, distilled),
+    "alpha-beta": (lambda: AlphaBeta(0.3, 0.6), distilled),
+    "cosine": (Cosine, distilled),
     "mixture": (lambda: DistillationLoss(Divergence.mixture(0.2, 0.7, 0.6)), distilled),
-    "MiniLLM": (LigerFusedLinearMiniLLMLoss, distilled),
+    "MiniLLM": (MiniLLM, distilled),
 }
 
 
@@ -196,9 +181,7 @@ OPERATIONS = {
     "kept columns, sparse": lambda head, ref, d: linear_logps(
         d["h"], head, d["y"], support=support(d, sparse_grad=True), shift=True
     ),
-    "kept columns, GRPO": lambda head, ref, d: policy(
-        LigerFusedLinearGRPOLoss(beta=0.0), head, ref, d, support=support(d)
-    ),
+    "kept columns, GRPO": lambda head, ref, d: policy(GRPO(beta=0.0), head, ref, d, support=support(d)),
     "logps": lambda head, ref, d: linear_logps(d["h"], head, d["y"], entropy=True, lse=True, temperature=0.7),
     "statistics": lambda head, ref, d: linear_statistics(
         d["h"], head, d["y"], ("logp", "entropy", "mean_logp", "log_sum_sq_probs"), metrics=("mean_logit", "argmax")
@@ -330,7 +313,7 @@ def errors_before_a_call(parts):
     head = Head(d["weight"][parts["four"].rows].detach(), group=group)
     ids, mask, signs = d["y"].clamp(min=0), d["y"] >= 0, d["signs"][: ROWS - bad]
     unknown, late = {"labls": d["y"]} if bad else {}, d["logps"][:, bad:]
-    grpo, ppo = LigerFusedLinearGRPOLoss(beta=0.0), LigerFusedLinearGRPOLoss(beta=0.0, loss_type="ppo")
+    grpo, ppo = GRPO(beta=0.0), GRPO(beta=0.0, loss_type="ppo")
     reference = {"ref_input": d["other"], "ref_weight": Head(d["ref_weight"][parts["four"].rows], group=group)}
     labels = d["y"].tolist() if bad else d["y"]
     calls = {
@@ -340,13 +323,13 @@ def errors_before_a_call(parts):
         "num_items_in_batch must": lambda: grpo(
             d["h"], head, ids, mask, d["signs"], num_items_in_batch=-3 if bad else 3
         ),
-        "ref_per_token_logps must be": lambda: LigerFusedLinearGRPOLoss()(
+        "ref_per_token_logps must be": lambda: GRPO()(
             d["h"], head, ids, mask, d["signs"], **({"ref_per_token_logps": late} if bad else reference)
         ),
         "CrossEntropyLoss: it has no labls=": lambda: CE()(head, d["h"], d["y"], **unknown),
         "token_weights must have": lambda: CE()(head, d["h"], d["y"], token_weights=late),
         "got 2 of hidden states": lambda: CE()(head, [d["h"]] * 2, [d["y"]] * (2 + bad)),
-        "kl must be one number": lambda: LigerFusedLinearKTOLoss()(
+        "kl must be one number": lambda: KTO()(
             d["h"], head, d["y"], preference_labels=d["signs"] > 0, kl=torch.zeros(ROWS - bad)
         ),
         "labels must be a tensor, got list": lambda: linear_logps(d["h"], head, labels),
@@ -373,7 +356,7 @@ def errors_before_a_call(parts):
     head = Head(d["weight"][part.rows], group=part.group)
     told = {1: "^advantages must", 0: "rank 1 of", 2: "rank 0 .* RankError: rank 1", 3: "rank 0 .* ValueError"}[rank]
     with case_named("slices"), pytest.raises((ValueError, RankError), match=f"{told}.*"):
-        LigerFusedLinearGRPOLoss(beta=0.0, group=slices)(d["h"], head, ids, mask, signs)
+        GRPO(beta=0.0, group=slices)(d["h"], head, ids, mask, signs)
     # The others have gone on when a loss of one's own raises: they cannot be told, and are in step afterwards.
     with case_named("own loss"), pytest.raises(ValueError, match="on rank 1") if bad else contextlib.nullcontext():
         RaisingLoss()(head, d["h"], d["y"])

@@ -5,8 +5,9 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from liger_losses import Head, LigerFusedLinearCrossEntropyLoss
+from liger_losses import Head
 from tests.chunked.engine.test_quantized_weight import H, V, linear
+from tests.losses import CE
 from tests.quantized_layers import LAYERS, dequantized
 from tests.reference import double, problem, relative_error
 
@@ -22,7 +23,7 @@ def test_peft_on_a_quantized_layer(name):
     nn.init.normal_(layer.lora_B["default"].weight, std=0.1)
     hidden, _, labels, _ = problem(30, H, V)
     weights = layer.lora_A["default"].weight, layer.lora_B["default"].weight
-    loss = LigerFusedLinearCrossEntropyLoss()(layer, hidden, labels)
+    loss = CE()(layer, hidden, labels)
     found = torch.autograd.grad(loss, (hidden, *weights))
     exact = double(hidden, *weights, dequantized(layer.base_layer))
     x, a, b, w = exact
@@ -65,10 +66,7 @@ def test_dropout_before_an_adapter():
     for training in (True, False):
         layer.train(training)
         results = []
-        for function in (
-            lambda: F.cross_entropy(layer(hidden), labels),
-            lambda: LigerFusedLinearCrossEntropyLoss()(layer, hidden, labels),
-        ):
+        for function in (lambda: F.cross_entropy(layer(hidden), labels), lambda: CE()(layer, hidden, labels)):
             torch.manual_seed(0)
             loss = function()
             results.append((loss, *torch.autograd.grad(loss, hidden)))

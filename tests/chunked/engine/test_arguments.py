@@ -4,23 +4,10 @@ import pytest
 import torch
 
 import liger_losses
-from liger_losses import (
-    ChunkedLoss,
-    LigerFusedLinearCrossEntropyLoss,
-    LigerFusedLinearDPOLoss,
-    LigerFusedLinearGRPOLoss,
-    LigerFusedLinearJSDLoss,
-    LigerFusedLinearKTOLoss,
-    LigerFusedLinearMiniLLMLoss,
-    LigerFusedLinearORPOLoss,
-    Teacher,
-    functional,
-    linear_logps,
-)
+from liger_losses import ChunkedLoss, Teacher, functional, linear_logps
+from tests.losses import CE, DPO, GRPO, JSD, KTO, ORPO, MiniLLM
 from tests.reference import problem
 
-CE, DPO = LigerFusedLinearCrossEntropyLoss, LigerFusedLinearDPOLoss
-GRPO, KTO, MiniLLM = LigerFusedLinearGRPOLoss, LigerFusedLinearKTOLoss, LigerFusedLinearMiniLLMLoss
 MARKS = torch.tensor([True, False, False, True])
 
 
@@ -47,10 +34,7 @@ MISTAKES = {
     ),
     "two forms": (lambda h, w, y: DPO()(w, chosen=(h, y), labels=y), "chosen=, labels= beside .* another form of the"),
     "a loss on pairs": (lambda h, w, y: DPO()(w, h), r"DPOLoss.*'rejected'.*\(head, chosen, rejected\)"),
-    "a loss that derives": (
-        lambda h, w, y: LigerFusedLinearORPOLoss()(w, h),
-        r"'rejected'.*\(head, chosen, reje",
-    ),
+    "a loss that derives": (lambda h, w, y: ORPO()(w, h), r"'rejected'.*\(head, chosen, reje"),
     "one's own": (lambda h, w, y: ChunkedLoss()(w, h), r"'labels'; call it as loss\(head, hidden_states, labels\)"),
     "a reference model": (lambda h, w, y: DPO()(w, h, y, ref_model=w), r"no ref_model=; of .* loss_inputs\(ref_model"),
     "an option of the constructor": (
@@ -62,10 +46,7 @@ MISTAKES = {
         r"no temp.*, x=; temperature=, label_smoothing= are options .*\(temperature=\.\.\., label_sm[^x]*; call",
     ),
     "an option": (lambda h, w, y: DPO(bta=1), "DPOLoss has no option 'bta' .*'beta'.*; its options are .*group"),
-    "an option of JSD": (
-        lambda h, w, y: LigerFusedLinearJSDLoss(x=1),
-        "JSDLoss has no option 'x'; .*beta, .*convention",
-    ),
+    "an option of JSD": (lambda h, w, y: JSD(x=1), "JSDLoss has no option 'x'; .*beta, .*convention"),
     "an operation": (
         lambda h, w, y: linear_logps(h, w, y, tmperature=2.0),
         r"linear_logps: it has no tmperature= \(did you mean 'temperature'\?\); its arguments are hidden_states, ",
@@ -123,12 +104,9 @@ def test_the_error_says_how_it_is_called(name):
 def test_a_compiled_function_says_the_same(name):
     call, message = MISTAKES[name]
     hidden, weight, labels, _ = problem(shape=(4, 5), masked=0.2)
-    losses = {"targets=": CE, "a loss on pairs": DPO, "a loss that derives": LigerFusedLinearORPOLoss}
+    losses = {"targets=": CE, "a loss on pairs": DPO, "a loss that derives": ORPO}
     loss = losses.get(name, ChunkedLoss)()
-    calls = {
-        "targets=": lambda h: loss(weight, h, targets=labels),
-        "an operation": lambda h: call(h, weight, labels),
-    }
+    calls = {"targets=": lambda h: loss(weight, h, targets=labels), "an operation": lambda h: call(h, weight, labels)}
     function = calls.get(name, lambda h: loss(weight, h))
     with pytest.raises(TypeError, match=message):
         torch.compile(function, backend="eager")(hidden)

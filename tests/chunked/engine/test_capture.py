@@ -7,17 +7,9 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from liger_losses import (
-    LigerFusedLinearCrossEntropyLoss,
-    LigerFusedLinearDPOLoss,
-    LigerFusedLinearGRPOLoss,
-    LigerFusedLinearJSDLoss,
-    LigerFusedLinearKTOLoss,
-    LigerFusedLinearSimPOLoss,
-    Teacher,
-    linear_logps,
-)
+from liger_losses import Teacher, linear_logps
 from liger_losses.kernels._triton import INTERPRETED, triton
+from tests.losses import CE, DPO, GRPO, JSD, KTO, SimPO
 from tests.reference import problem
 
 #: For their results the host waits for a GPU; ``lift_fresh`` is ``torch.tensor`` of numbers, a copy from the host.
@@ -43,39 +35,37 @@ def calls(backend, compact=False):
     options = {"compact": compact, "backend": backend}
 
     def cross_entropy(hidden, weight, labels):
-        smooth = LigerFusedLinearCrossEntropyLoss(label_smoothing=0.1, lse_square_scale=1e-3, **options)
-        return LigerFusedLinearCrossEntropyLoss(**options)(weight, hidden, labels) + smooth(weight, hidden, labels)
+        smooth = CE(label_smoothing=0.1, lse_square_scale=1e-3, **options)
+        return CE(**options)(weight, hidden, labels) + smooth(weight, hidden, labels)
 
-    def dpo(hidden, weight, labels, loss=LigerFusedLinearDPOLoss):
-        reference = {} if loss is LigerFusedLinearSimPOLoss else {"ref_input": hidden.detach().flip(0).view(4, -1, 24)}
+    def dpo(hidden, weight, labels, loss=DPO):
+        reference = {} if loss is SimPO else {"ref_input": hidden.detach().flip(0).view(4, -1, 24)}
         reference |= {"ref_weight": weight.detach()} if reference else {}
         return loss(**options)(weight, hidden.view(4, -1, 24), labels.view(4, -1), **reference)[0]
 
     def grpo(hidden, weight, labels):
         ids, advantages = labels.clamp(min=0).view(4, -1), torch.linspace(-1, 1, 4, device=labels.device)
         mask = (labels != -100).view(4, -1)
-        loss = LigerFusedLinearGRPOLoss(use_ref_model=False, beta=0.0, **options)
+        loss = GRPO(use_ref_model=False, beta=0.0, **options)
         return loss(hidden.view(4, -1, 24), weight, ids, mask, advantages)[0]
 
     def kto(hidden, weight, labels):
         good = torch.arange(4, device=labels.device) % 2 == 0
-        loss = LigerFusedLinearKTOLoss(use_ref_model=False, **options)
+        loss = KTO(use_ref_model=False, **options)
         return loss(hidden.view(4, -1, 24), weight, labels.view(4, -1), None, good, kl=0.0)[0]
 
     def jsd(hidden, weight, labels):
         teacher = Teacher(hidden.detach().flip(0), weight.detach())
-        return LigerFusedLinearJSDLoss(**options)(weight, hidden, labels, teacher)[0]
+        return JSD(**options)(weight, hidden, labels, teacher)[0]
 
     return {
         "cross-entropy": cross_entropy,
-        "cross-entropy, items": lambda h, w, y: LigerFusedLinearCrossEntropyLoss(**options)(
-            w, h, y, num_items_in_batch=31
-        ),
+        "cross-entropy, items": lambda h, w, y: CE(**options)(w, h, y, num_items_in_batch=31),
         "log-probs": lambda h, w, y: linear_logps(h, w, y, entropy=True, **options).logp.square().sum(),
         "log-probs, two passes": lambda h, w, y: linear_logps(h, w, y, workspace=2**19, **options).square().sum(),
         "DPO": dpo,
-        "DPO, ld_alpha": lambda h, w, y: dpo(h, w, y, partial(LigerFusedLinearDPOLoss, ld_alpha=0.3)),
-        "SimPO": lambda h, w, y: dpo(h, w, y, LigerFusedLinearSimPOLoss),
+        "DPO, ld_alpha": lambda h, w, y: dpo(h, w, y, partial(DPO, ld_alpha=0.3)),
+        "SimPO": lambda h, w, y: dpo(h, w, y, SimPO),
         "GRPO": grpo,
         "KTO": kto,
         "JSD": jsd,

@@ -3,10 +3,11 @@
 import pytest
 import torch
 
-from liger_losses import DistillationLoss, Divergence, LigerFusedLinearJSDLoss, Teacher
+from liger_losses import DistillationLoss, Divergence, Teacher
 from liger_losses.chunked.engine.divergence_tiles import DivergenceTiles
 from liger_losses.chunked.engine.two_models import TwoModels
 from tests.kernels.test_linear_lse import check_rows
+from tests.losses import JSD
 
 pytestmark = pytest.mark.gpu
 MiB = 2**20
@@ -78,7 +79,7 @@ def test_small_workspaces_agree_with_large_ones(name, close, monkeypatch):
 def test_memory(workspace, masked, beta):
     """A call takes no more than its workspace beside the gradients that it returns."""
     hidden, weight, labels, theirs, head = inputs(4000, 512, 1024, 131072, masked)
-    loss = LigerFusedLinearJSDLoss(0.0, 1.0, beta, workspace=workspace * MiB)
+    loss = JSD(0.0, 1.0, beta, workspace=workspace * MiB)
     for measured in (False, True):  # the first time, cuBLAS takes a workspace of its own
         torch.cuda.synchronize()
         torch.cuda.reset_peak_memory_stats()

@@ -2,8 +2,8 @@
 
 import torch
 
-from liger_losses import LigerFusedLinearCrossEntropyLoss
 from liger_losses.chunked.engine.agreement import Given, checksum, differences, given_to_loss, note, running
+from tests.losses import CE
 
 
 def test_a_checksum_depends_on_every_entry_and_its_place():
@@ -52,7 +52,7 @@ def test_a_loss_notes_what_it_was_given():
     assert running.noted == ()
     assert given_to_loss().values == {}
     labels = torch.tensor([[3, -100]])
-    running.loss = loss = LigerFusedLinearCrossEntropyLoss(label_smoothing=0.1)
+    running.loss = loss = CE(label_smoothing=0.1)
     try:
         sums = []
         for ignored in (7.0, float("nan")):

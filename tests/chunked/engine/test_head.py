@@ -9,18 +9,12 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import liger_losses
-from liger_losses import (
-    EngineOptions,
-    Head,
-    LigerFusedLinearCrossEntropyLoss,
-    LogitTransform,
-    linear_logps,
-    linear_statistics,
-)
+from liger_losses import EngineOptions, Head, LogitTransform, linear_logps, linear_statistics
 from liger_losses.chunked.engine.call import make_call
 from liger_losses.chunked.engine.query import Query
 from liger_losses.kernels import label_rows, linear_exp, reading
 from liger_losses.kernels._triton import INTERPRETED, triton
+from tests.losses import CE
 from tests.reference import double, linear_of, plain_statistics, problem, small_calls
 
 ROOT = Path(liger_losses.__file__).parent
@@ -160,7 +154,7 @@ def large_calls():
 @pytest.mark.parametrize("name", list(MOST_BEFORE))
 def test_little_comes_before_the_first_product(name, masked, monkeypatch, large_calls):
     hidden, weight, labels, _ = problem(40, 32, 70, dtype=torch.bfloat16, masked=0.3 * masked)
-    loss, launched = LigerFusedLinearCrossEntropyLoss(backend="triton"), []
+    loss, launched = CE(backend="triton"), []
 
     def call():
         if name == "cross-entropy":
@@ -232,7 +226,7 @@ class Named(nn.Linear):
 def test_a_linear_layer_with_a_forward_of_its_own_is_refused(compiled):
     """Its weight and bias are not all that it computes."""
     hidden, _, labels, _ = problem(16, 24, 61)
-    loss = LigerFusedLinearCrossEntropyLoss()
+    loss = CE()
 
     def call(layer):
         return loss(layer, hidden, labels)
@@ -256,6 +250,6 @@ def test_the_head_of_a_patched_model_is_taken():
 
     hidden, _, labels, _ = problem(16, 24, 61)
     layer = nn.Linear(24, 61)
-    expected = LigerFusedLinearCrossEntropyLoss()(layer, hidden, labels)
+    expected = CE()(layer, hidden, labels)
     layer.__class__ = LazyLinear
-    assert torch.equal(LigerFusedLinearCrossEntropyLoss()(layer, hidden, labels), expected)
+    assert torch.equal(CE()(layer, hidden, labels), expected)

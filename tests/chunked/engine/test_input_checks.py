@@ -3,8 +3,9 @@
 import pytest
 import torch
 
-from liger_losses import LigerFusedLinearCrossEntropyLoss, linear_logps
+from liger_losses import linear_logps
 from liger_losses.kernels.rms_norm import rms_norm
+from tests.losses import CE
 from tests.reference import problem
 
 WRONG = [
@@ -35,7 +36,7 @@ def test_inputs_that_do_not_fit_together(change, error, message):
     inputs = change(*problem(shape=(4, 5), masked=0.2)[:3])
     with pytest.raises(error, match=message):
         if isinstance(inputs[2], list):
-            LigerFusedLinearCrossEntropyLoss()(inputs[1], inputs[0], inputs[2])
+            CE()(inputs[1], inputs[0], inputs[2])
         linear_logps(*inputs)
 
 
@@ -43,7 +44,7 @@ def test_inputs_that_do_not_fit_together(change, error, message):
 @pytest.mark.parametrize(
     "function",
     [
-        lambda x: LigerFusedLinearCrossEntropyLoss()(x.new_ones(5, 4), x, torch.ones(3, dtype=torch.int64)),
+        lambda x: CE()(x.new_ones(5, 4), x, torch.ones(3, dtype=torch.int64)),
         lambda x: linear_logps(x, x.new_ones(5, 4), torch.ones(3, dtype=torch.int64)).sum(),
         lambda x: rms_norm(x, None).sum(),
     ],

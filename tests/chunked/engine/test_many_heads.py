@@ -4,16 +4,10 @@ import pytest
 import torch
 from torch import nn
 
-from liger_losses import (
-    EngineOptions,
-    Head,
-    LigerFusedLinearCrossEntropyLoss,
-    functional,
-    linear_logps,
-    linear_token_loss,
-)
+from liger_losses import EngineOptions, Head, functional, linear_logps, linear_token_loss
 from liger_losses.chunked.engine import autograd_functions, plan
 from liger_losses.chunked.engine.tokens import Tokens, shift_labels
+from tests.losses import CE
 from tests.reference import assert_as_exact_as_plain, double, linear_of, peak_bytes, problem
 
 K, H, V, SHAPE = 3, 24, 131, (2, 11)
@@ -62,11 +56,11 @@ def test_equals_the_sum_of_single_calls(wiring, options):
         call["token_weights"] = [torch.rand(SHAPE, generator=g, dtype=torch.float64) for _ in range(K)]
     if build.pop("num_items_in_batch", False):
         call["num_items_in_batch"] = [7, 5, 3]
-    several = LigerFusedLinearCrossEntropyLoss(**build, shift=[1, 2, 3], head_weights=WEIGHTS, chunk_size=9)
+    several = CE(**build, shift=[1, 2, 3], head_weights=WEIGHTS, chunk_size=9)
     loss, metrics = several(each[1], each[0], labels, each[2], **call)
     parts = []
     for k, (hidden, weight, bias) in enumerate(zip(*each, strict=True)):
-        single = LigerFusedLinearCrossEntropyLoss(**build, shift=k + 1)
+        single = CE(**build, shift=k + 1)
         parts.append(single(weight, hidden, labels, bias, **{name: values[k] for name, values in call.items()}))
     for name, single in OTHERS.items() if "return_z_loss" in options else ():
         torch.testing.assert_close(list(getattr(metrics, name)), [getattr(part, single) for part in parts])
@@ -95,7 +89,7 @@ def test_a_head_of_several_targets_is_one_stream(streams, monkeypatch):
         _, each, labels = targets(wiring)
         layers = {id(weight): nn.Linear(H, V, bias=False) for weight in each[1]}
         heads = [Head.of(layers[id(weight)]) for weight in each[1]]  # an object each
-        LigerFusedLinearCrossEntropyLoss(shift=[1, 2, 3])(heads, each[0], labels)
+        CE(shift=[1, 2, 3])(heads, each[0], labels)
         assert [len(call.tokens.shapes) for call in streams] == expected
         assert len(selections) == 1
         streams.clear()
@@ -106,7 +100,7 @@ def test_nothing_runs_before_all_targets_are_checked(monkeypatch):
     monkeypatch.setattr(autograd_functions, "Stream", None)
     _, (hidden, weights, _), labels = targets("own heads")
     outside = labels.masked_fill(labels == -100, 0) + V - 1
-    loss = LigerFusedLinearCrossEntropyLoss()
+    loss = CE()
     for call, error, words in (
         (lambda: loss(weights, hidden, [labels, labels, outside]), ValueError, r"labels must be in \[0, 131\)"),
         (lambda: loss(weights, hidden[:2], labels), ValueError, "2 of hidden states, 3 of heads"),
@@ -116,21 +110,13 @@ def test_nothing_runs_before_all_targets_are_checked(monkeypatch):
         (lambda: loss(weights, hidden, labels, token_weights=[labels]), ValueError, "1 of token_weights"),
         (lambda: loss(weights, hidden, labels, token_weights=labels[0]), ValueError, "one value per label"),
         (lambda: loss(weights, hidden, labels, num_items_in_batch=-1), ValueError, "num_items_in_batch"),
-        (lambda: LigerFusedLinearCrossEntropyLoss(shift=[1, 2])(weights, hidden, labels), ValueError, "2 of shift"),
-        (
-            lambda: LigerFusedLinearCrossEntropyLoss(shift=[1])(weights[0], hidden[0], labels),
-            ValueError,
-            "are for K heads: give a list",
-        ),
-        (
-            lambda: LigerFusedLinearCrossEntropyLoss(head_weights=[1.0])(weights, hidden, labels),
-            ValueError,
-            "1 of head_",
-        ),
-        (lambda: LigerFusedLinearCrossEntropyLoss(head_weights=0.8), TypeError, "a list of one number for each"),
-        (lambda: LigerFusedLinearCrossEntropyLoss(head_weights=[-1.0]), ValueError, "must lie in"),
-        (lambda: LigerFusedLinearCrossEntropyLoss(shift=[1, -1]), ValueError, "must not be negative"),
-        (lambda: LigerFusedLinearCrossEntropyLoss(shift=[0.5]), TypeError, "shift must be a number of positions"),
+        (lambda: CE(shift=[1, 2])(weights, hidden, labels), ValueError, "2 of shift"),
+        (lambda: CE(shift=[1])(weights[0], hidden[0], labels), ValueError, "are for K heads: give a list"),
+        (lambda: CE(head_weights=[1.0])(weights, hidden, labels), ValueError, "1 of head_"),
+        (lambda: CE(head_weights=0.8), TypeError, "a list of one number for each"),
+        (lambda: CE(head_weights=[-1.0]), ValueError, "must lie in"),
+        (lambda: CE(shift=[1, -1]), ValueError, "must not be negative"),
+        (lambda: CE(shift=[0.5]), TypeError, "shift must be a number of positions"),
         (lambda: linear_logps(hidden, weights, labels, shift=[1]), ValueError, "1 of shift"),
         (lambda: linear_logps(hidden[0], weights[0], labels, shift=[1, 2]), TypeError, "needs lists of hidden"),
         (lambda: linear_logps(hidden, weights, labels, support=1), TypeError, "support= takes one"),
@@ -151,7 +137,7 @@ def test_memory_does_not_grow_with_heads(wiring):
         made = [torch.randn(n, h, requires_grad=True) for _ in range(states)]
         weights = [torch.randn(v, h, requires_grad=True) for _ in range(1 if wiring == "one head" else count)]
         labels = [torch.randint(v, (n,)) for _ in range(count)]
-        loss_module = LigerFusedLinearCrossEntropyLoss(chunk_size=32)
+        loss_module = CE(chunk_size=32)
         hidden = made if states > 1 else made[0]
         heads = weights if len(weights) > 1 else weights[0]
         if count == 1:
@@ -182,7 +168,7 @@ def test_what_is_kept_until_backward_fits_one_workspace(dtype, reduction):
         return torch.autograd.grad(loss, leaves)
 
     one = n * v * 4 + 2**16  # the logits of one head
-    loss_module = LigerFusedLinearCrossEntropyLoss(reduction=reduction, workspace=3 * one)
+    loss_module = CE(reduction=reduction, workspace=3 * one)
     found = gradients(loss_module(heads, hidden, labels))
     outputs = sum(grad.nbytes for grad in found)
     assert peak_bytes(lambda: gradients(loss_module(heads, hidden, labels))) - outputs <= 3 * one
@@ -247,9 +233,9 @@ def test_a_head_of_weight_0_may_hold_anything(what, reduction, weights, monkeypa
             heads[1].mul_(float("nan"))
     monkeypatch.setattr(plan, "SMALL_CALL_FLOPS", {"cpu": 1e30 * ("few" in what)})
     options = {"reduction": reduction, "label_smoothing": 0.1, "lse_square_scale": 0.1}
-    out = LigerFusedLinearCrossEntropyLoss(head_weights=weights, **options, return_predicted_tokens=True)
+    out = CE(head_weights=weights, **options, return_predicted_tokens=True)
     loss, metrics = out(heads, broken, labels)
-    singles = [LigerFusedLinearCrossEntropyLoss(**options)(heads[k], hidden[k], labels) for k in range(K)]
+    singles = [CE(**options)(heads[k], hidden[k], labels) for k in range(K)]
     assert metrics.losses.isnan().tolist() == [False, True, False]
     for k in (0, 2):
         torch.testing.assert_close(metrics.losses[k], singles[k].detach().sum())
@@ -273,8 +259,8 @@ def test_heads_of_different_vocabularies():
     """A draft model with a vocabulary of its own."""
     (hidden, weight, labels, _), (draft, small, _, _) = problem(20, 8, 31), problem(20, 12, 9, seed=1)
     draft_labels = torch.where(labels < 9, labels, -100)
-    loss, metrics = LigerFusedLinearCrossEntropyLoss()([weight, small], [hidden, draft], [labels, draft_labels])
-    single = LigerFusedLinearCrossEntropyLoss()
+    loss, metrics = CE()([weight, small], [hidden, draft], [labels, draft_labels])
+    single = CE()
     expected = single(weight, hidden, labels), single(small, draft, draft_labels)
     torch.testing.assert_close(metrics.losses, torch.stack(expected).detach())
     torch.testing.assert_close(loss, sum(expected))
@@ -320,7 +306,7 @@ def test_the_pure_function_of_lists():
 
 def test_a_repeated_head_in_a_compiled_function(streams):
     """It is one stream there too."""
-    loss_module = LigerFusedLinearCrossEntropyLoss(shift=[1, 2, 3])
+    loss_module = CE(shift=[1, 2, 3])
     (first, second, third, weight, *_), _, labels = targets("own heads")
     layer = linear_of(weight)
 
@@ -342,5 +328,5 @@ def test_labels_from_later_positions(positions):
     hidden, weight = torch.randn(*SHAPE, 8), torch.randn(22, 8)
     found = linear_logps(hidden, weight, labels, shift=positions)
     assert torch.equal(found, linear_logps(hidden, weight, shifted))
-    found = LigerFusedLinearCrossEntropyLoss(shift=positions)(weight, hidden, labels)
-    torch.testing.assert_close(found, LigerFusedLinearCrossEntropyLoss()(weight, hidden, shifted))
+    found = CE(shift=positions)(weight, hidden, labels)
+    torch.testing.assert_close(found, CE()(weight, hidden, shifted))

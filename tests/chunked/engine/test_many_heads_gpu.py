@@ -5,8 +5,8 @@ import gc
 import pytest
 import torch
 
-from liger_losses import LigerFusedLinearCrossEntropyLoss
 from tests.chunked.engine.test_many_heads import WEIGHTS, K
+from tests.losses import CE
 from tests.reference import relative_error
 
 pytestmark = pytest.mark.gpu
@@ -35,7 +35,7 @@ def test_losses_and_gradients(dtype, bound, wiring):
     exact_leaves = [leaf.detach().cpu().double().requires_grad_() for leaf in leaves]
     exact_of = {id(leaf): exact for leaf, exact in zip(leaves, exact_leaves, strict=True)}
     for chunk_size in (None, 256):
-        loss_module = LigerFusedLinearCrossEntropyLoss(shift=[1, 2, 3], head_weights=WEIGHTS, chunk_size=chunk_size)
+        loss_module = CE(shift=[1, 2, 3], head_weights=WEIGHTS, chunk_size=chunk_size)
         hidden, weights = ([exact_of[id(tensor)] for tensor in part] for part in each[:2])
         results = []
         for given, y, of in ((each[1::-1], labels, leaves), ((weights, hidden), labels.cpu(), exact_leaves)):
@@ -52,7 +52,7 @@ def test_memory_does_not_grow_with_heads(wiring):
         _, (hidden, weights, _), labels = tensors(wiring, torch.bfloat16, (n,), h, v)
         hidden, weights = hidden[:count], weights[:count]
         leaves = list({id(t): t for t in (*hidden, *weights)}.values())
-        loss_module = LigerFusedLinearCrossEntropyLoss(shift=list(range(1, count + 1)), workspace=2**26)
+        loss_module = CE(shift=list(range(1, count + 1)), workspace=2**26)
 
         def call():
             return torch.autograd.grad(loss_module(weights, hidden, labels)[0], leaves)
@@ -75,7 +75,7 @@ def test_memory_does_not_grow_with_heads(wiring):
 @pytest.mark.parametrize("wiring", list(WIRINGS))
 def test_the_host_never_waits_without_compaction(wiring):
     leaves, each, labels = tensors(wiring, torch.bfloat16, (512,), 64, 1024)
-    loss_module = LigerFusedLinearCrossEntropyLoss(shift=[1, 2, 3], head_weights=WEIGHTS, compact=False)
+    loss_module = CE(shift=[1, 2, 3], head_weights=WEIGHTS, compact=False)
     torch.autograd.grad(loss_module(each[1], each[0], labels)[0], leaves)
     torch.cuda.set_sync_debug_mode("error")
     try:
@@ -83,5 +83,5 @@ def test_the_host_never_waits_without_compaction(wiring):
         loss.backward()
     finally:
         torch.cuda.set_sync_debug_mode("default")
-    compact, _ = LigerFusedLinearCrossEntropyLoss(shift=[1, 2, 3], head_weights=WEIGHTS)(each[1], each[0], labels)
+    compact, _ = CE(shift=[1, 2, 3], head_weights=WEIGHTS)(each[1], each[0], labels)
     torch.testing.assert_close(loss, compact)

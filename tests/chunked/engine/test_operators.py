@@ -8,13 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from liger_losses import (
-    AdaptiveEntropy,
-    LigerFusedLinearBCOLoss,
-    LigerFusedLinearDPOLoss,
-    LigerFusedLinearJSDLoss,
-    LigerFusedLinearKTOLoss,
-)
+from liger_losses import AdaptiveEntropy
 from liger_losses.chunked.engine import compiled_calls
 from tests.chunked.engine.compiled import (
     CE,
@@ -34,6 +28,7 @@ from tests.chunked.engine.compiled import (
     masked,
     pairs,
 )
+from tests.losses import BCO, DPO, JSD, KTO
 from tests.reference import tensors_of
 
 pytestmark = pytest.mark.usefixtures("nothing_compiled")
@@ -112,10 +107,7 @@ def test_without_gradients():
 
 
 #: The dtype of hidden states (and of the head, but under autocast), that of autocast, and the loss scale.
-DTYPES = {
-    "fp16": (torch.float16, None, 2.0**10),
-    "bf16 autocast": (torch.bfloat16, torch.bfloat16, 1.0),
-}
+DTYPES = {"fp16": (torch.float16, None, 2.0**10), "bf16 autocast": (torch.bfloat16, torch.bfloat16, 1.0)}
 
 
 @pytest.mark.slow
@@ -207,7 +199,7 @@ def test_several_backwards_and_losses_in_any_order():
 
 def test_the_running_mean_changes_once_for_each_call():
     """Not while it is traced, nor when a backward in fp16 makes the call again. Training and evaluation take turns."""
-    head, loss = layer(torch.float16), LigerFusedLinearBCOLoss(use_ref_model=False).to(DEVICE)
+    head, loss = layer(torch.float16), BCO(use_ref_model=False).to(DEVICE)
     function, counter = compiled(lambda d: marked(loss, head, d))
     for number, length in enumerate((5, 6, 8), start=1):
         result = function(of_any_length(batch(length, dtype=torch.float16)))
@@ -224,7 +216,7 @@ def test_the_running_mean_changes_once_for_each_call():
 
 def test_numbers_that_change():
     """Arguments that are numbers: a change is compiled once, not for each value."""
-    head, ce, kto = layer(), CE(), LigerFusedLinearKTOLoss(use_ref_model=False)
+    head, ce, kto = layer(), CE(), KTO(use_ref_model=False)
 
     def call_all(d, count, kl):
         return (
@@ -248,7 +240,7 @@ def test_numbers_that_change():
 
 def test_attributes_that_change():
     """Each is read at the next call; a value that an attribute had already compiles nothing."""
-    head, loss, d = layer(), LigerFusedLinearDPOLoss(beta=0.1), batch(6)
+    head, loss, d = layer(), DPO(beta=0.1), batch(6)
     function, counter = compiled(lambda d: pairs(loss, head, d), "eager")
     before = function(d)[0].item()
     for name, value in (("beta", 0.7), ("loss_type", ["ipo"]), ("use_ref_model", False)):
@@ -267,7 +259,7 @@ def test_attributes_that_change():
 
 def test_copies_of_losses():
     """A copy is another loss, with options and a state of its own, in functions that were compiled for the first."""
-    head, loss, d = layer(), LigerFusedLinearBCOLoss(beta=0.1, use_ref_model=False), batch(6)
+    head, loss, d = layer(), BCO(beta=0.1, use_ref_model=False), batch(6)
     function, counter = compiled(lambda loss, d: marked(loss, head, d), "eager")
     function(loss, d)
     pickled = lambda loss: pickle.loads(pickle.dumps(loss))  # noqa: E731
@@ -298,7 +290,7 @@ def test_losses_of_one_class_are_told_apart():
 
 @pytest.mark.slow
 def test_inductor():
-    head, loss, plain = layer(), LigerFusedLinearJSDLoss(beta=0.3), LigerFusedLinearJSDLoss(beta=0.3)
+    head, loss, plain = layer(), JSD(beta=0.3), JSD(beta=0.3)
     function, counter = compiled(lambda d: distillation(loss, head, {**d, "h": torch.tanh(d["h"])}), "inductor")
     batches = of_any_length(batch(5)), batch(7)
     check(function, lambda d: distillation(plain, head, {**d, "h": torch.tanh(d["h"])}), batches, head.parameters())

@@ -5,9 +5,10 @@ import copy
 import pytest
 import torch
 
-from liger_losses import LigerFusedLinearCrossEntropyLoss, LigerFusedLinearDPOLoss, linear_logps
+from liger_losses import linear_logps
 from liger_losses.kernels import glu, layer_norm, rms_norm, rope
 from liger_losses.patching.patch import patch
+from tests.losses import CE, DPO
 from tests.reference import relative_error
 
 pytestmark = [
@@ -32,7 +33,7 @@ CALLS = {
     "DPO": lambda loss: lambda w, h, y: loss(w, torch.tanh(h), y, None, h.detach(), w.detach())[0],
     "log-probs": lambda loss: lambda w, h, y: sum(linear_logps(torch.tanh(h), w, y, entropy=True)[:2]).sum(),
 }
-LOSSES = {"cross-entropy": LigerFusedLinearCrossEntropyLoss, "DPO": LigerFusedLinearDPOLoss, "log-probs": lambda: None}
+LOSSES = {"cross-entropy": CE, "DPO": DPO, "log-probs": lambda: None}
 
 
 @pytest.mark.parametrize("mode", MODES)

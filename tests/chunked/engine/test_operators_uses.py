@@ -12,15 +12,9 @@ from torch import nn
 
 import liger_losses
 from benchmarks.coverage import model_zoo
-from liger_losses import (
-    ChunkedLoss,
-    LigerFusedLinearCrossEntropyLoss,
-    PreferenceLoss,
-    linear_logps,
-    linear_statistics,
-    linear_token_loss,
-)
+from liger_losses import ChunkedLoss, PreferenceLoss, linear_logps, linear_statistics, linear_token_loss
 from liger_losses.patching.lazy_head import force_lazy_head, make_head_lazy
+from tests.losses import CE
 
 peft = pytest.importorskip("peft")
 pytest.importorskip("transformers")
@@ -37,12 +31,12 @@ class _ScaledPairs(PreferenceLoss):
         return (self.scale * (pairs.chosen_logps - pairs.rejected_logps) - 1).square()
 
 
-class _Doubled(LigerFusedLinearCrossEntropyLoss):
+class _Doubled(CE):
     def __call__(self, hidden_states, head, labels):
         return 2 * super().__call__(head, hidden_states, labels)
 
 
-class _Named(LigerFusedLinearCrossEntropyLoss):
+class _Named(CE):
     """Cross-entropy times a parameter, in a ``forward`` of its own that returns a dictionary."""
 
     def __init__(self):
@@ -53,7 +47,7 @@ class _Named(LigerFusedLinearCrossEntropyLoss):
         return {"loss": self.scale * super().forward(*arguments), "tokens": arguments[-1].numel()}
 
 
-class _Hooked(LigerFusedLinearCrossEntropyLoss):
+class _Hooked(CE):
     """Cross-entropy with hooks that change what it gets and returns."""
 
     def __init__(self):
@@ -238,7 +232,7 @@ def test_an_overridden_call_runs_once():
 
 @pytest.mark.parametrize("how", ["loss.compile()", "loss.forward"])
 def test_a_loss_alone_is_compiled(how):
-    loss = LigerFusedLinearCrossEntropyLoss()
+    loss = CE()
     plain, inputs = copy.deepcopy(loss), _head_and_batch()
     torch._dynamo.reset()
     options = {"backend": "eager", "fullgraph": True}
@@ -252,7 +246,7 @@ def test_a_loss_alone_is_compiled(how):
 
 def test_a_loss_made_in_the_compiled_function():
     def function(head, hidden_states, labels):
-        return LigerFusedLinearCrossEntropyLoss(label_smoothing=0.1)(head, hidden_states, labels)
+        return CE(label_smoothing=0.1)(head, hidden_states, labels)
 
     inputs = _head_and_batch()
     torch._dynamo.reset()
@@ -261,7 +255,7 @@ def test_a_loss_made_in_the_compiled_function():
 
 def test_a_loss_that_is_gone_before_backward():
     def function(head, hidden_states, labels):
-        return LigerFusedLinearCrossEntropyLoss(reduction="none")(head, hidden_states, labels).sum()
+        return CE(reduction="none")(head, hidden_states, labels).sum()
 
     torch._dynamo.reset()
     inputs = _head_and_batch()

@@ -5,19 +5,11 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from liger_losses import (
-    Head,
-    LigerFusedLinearCrossEntropyLoss,
-    LigerFusedLinearJSDLoss,
-    QuantizedWeight,
-    Teacher,
-    linear_logps,
-    linear_token_loss,
-    register_quantized_weight,
-)
+from liger_losses import Head, QuantizedWeight, Teacher, linear_logps, linear_token_loss, register_quantized_weight
 from liger_losses.chunked.engine import EngineOptions
 from liger_losses.chunked.engine.adapters import LowRank
 from liger_losses.chunked.engine.quantized_kinds import _FINDERS, find_quantized
+from tests.losses import CE, JSD
 from tests.quantized_layers import LAYERS, Int8Weight, dequantized
 from tests.reference import assert_as_exact_as_plain, double, peak_bytes, problem, relative_error
 
@@ -42,7 +34,7 @@ def test_cross_entropy_of_quantized_layers(name, dtype):
 
     bias = layer.bias.detach().to(dtype).requires_grad_()
     layer.bias = nn.Parameter(bias)
-    loss = LigerFusedLinearCrossEntropyLoss(workspace=200_000)(Head.of(layer), hidden, labels)
+    loss = CE(workspace=200_000)(Head.of(layer), hidden, labels)
     loss.backward()
     x, w, b = double(hidden, weight, bias)
     expected = torch.autograd.grad(plain(x, w, b), (x, b))
@@ -103,11 +95,11 @@ def test_the_weight_never_exists_as_a_whole(losses):
 
     def call():
         if losses == "cross-entropy":
-            loss = LigerFusedLinearCrossEntropyLoss(workspace=workspace)(head, hidden, labels)
+            loss = CE(workspace=workspace)(head, hidden, labels)
         elif losses in ("distillation", "teacher"):
             student = head if losses == "distillation" else narrow
             states = hidden if losses == "distillation" else hidden[:, :2]
-            loss, _ = LigerFusedLinearJSDLoss(workspace=workspace)(student, states, labels, teacher)
+            loss, _ = JSD(workspace=workspace)(student, states, labels, teacher)
         else:
             loss = linear_logps(hidden, head, labels, workspace=workspace, entropy=True).logp.sum()
         loss.backward()
@@ -187,7 +179,7 @@ def test_what_is_refused():
     "name", ["packed 4 bit", *(pytest.param(n, marks=SLOW) for n in ("torchao int8", "bitsandbytes nf4, nested"))]
 )
 def test_a_compiled_function_ends_its_graph(name):
-    layer, loss_function = LAYERS[name](linear()), LigerFusedLinearCrossEntropyLoss()
+    layer, loss_function = LAYERS[name](linear()), CE()
     hidden, _, labels, _ = problem(20, H, V)
     compiled = torch.compile(lambda hidden: loss_function(layer, hidden * 2, labels), backend="eager")
     assert torch.equal(compiled(hidden), loss_function(layer, hidden * 2, labels))

@@ -15,11 +15,6 @@ from torch.distributed.tensor import Partial, Replicate, Shard, distribute_tenso
 from liger_losses import (
     Divergence,
     Head,
-    LigerFusedLinearDPOLoss,
-    LigerFusedLinearGRPOLoss,
-    LigerFusedLinearJSDLoss,
-    LigerFusedLinearKLLoss,
-    LigerFusedLinearKTOLoss,
     LogitTransform,
     Teacher,
     TeacherTopK,
@@ -55,6 +50,7 @@ from tests.chunked.engine.shared_vocabulary import (
     run,
     support,
 )
+from tests.losses import DPO, GRPO, JSD, KL, KTO
 from tests.processes import BACKENDS, case_named, device_type, start
 from tests.reference import problem, relative_error, tensors_of
 
@@ -167,9 +163,7 @@ def errors(parts):
     expect(same, same, lambda: Head(weight[rows], bias[rows] if rank == 1 else None, group=group))
     expect(same, same, lambda: Head(weight[rows, : 8 + rank], group=group))
     expect(
-        "weight must be a tensor",
-        "rank 1 .* raised",
-        lambda: Head([1.0] if rank == 1 else weight[rows], group=group),
+        "weight must be a tensor", "rank 1 .* raised", lambda: Head([1.0] if rank == 1 else weight[rows], group=group)
     )
     expect(
         "must not be empty", "rank 1 .* raised", lambda: Head(weight[:0] if rank == 1 else weight[rows], group=group)
@@ -229,13 +223,13 @@ def errors(parts):
     first[:, 0], last[:, -1] = 3, 3
     rejected = hidden[:2] + 1
     for options in ({}, {"compact": False}):
-        dpo = LigerFusedLinearDPOLoss(use_ref_model=False, **options)
+        dpo = DPO(use_ref_model=False, **options)
         placed = last if rank == 1 else first
         call = functools.partial(dpo, head, (hidden[:2], placed), (rejected, first))
         expect(LABELS, LABELS, call)
     zeros = torch.zeros(2, 6, dtype=torch.int64)
     masked = zeros.masked_fill(torch.arange(6) == rank, -100)
-    dpo = LigerFusedLinearDPOLoss(use_ref_model=False, compact=False)
+    dpo = DPO(use_ref_model=False, compact=False)
     expect(LABELS, LABELS, lambda: dpo(head, (hidden[:2], masked), (rejected, zeros)))
     picked = torch.arange(12).view(2, 6, 1) + 2 * (rank == 1)
     expect(
@@ -290,12 +284,12 @@ def errors_of_losses(parts):
         return lambda **given: CE(**options)(head, d["h"], d["y"], **given)
 
     def grpo(**options):
-        loss = LigerFusedLinearGRPOLoss(**options)
+        loss = GRPO(**options)
         return lambda signs=d["signs"], **given: loss(d["h"], head, ids, mask, signs, **given)
 
     def kto(**given):
         given = {"preference_labels": d["signs"] > 0, "kl": 0.3} | given
-        return LigerFusedLinearKTOLoss()(d["h"], head, d["y"], **given)
+        return KTO()(d["h"], head, d["y"], **given)
 
     two = [head, head], [d["h"], d["other"]], d["y"]
     calls = {
@@ -307,20 +301,18 @@ def errors_of_losses(parts):
         "num_items_in_batch": lambda: ce()(num_items_in_batch=7 + other),
         "head_weights": lambda: CE(head_weights=[1.0, 0.5 + other])(*two),
         r"token_weights\[1\]": lambda: CE()(*two, token_weights=[ones, one_more(ones)]),
-        "beta": lambda: LigerFusedLinearDPOLoss(beta=0.1 + other)(head, d["h"], d["y"], None, d["other"], ref),
+        "beta": lambda: DPO(beta=0.1 + other)(head, d["h"], d["y"], None, d["other"], ref),
         "loss_type": grpo(beta=0.0, loss_type="bnpo" if other else "grpo"),
         "epsilon_low": grpo(beta=0.0, epsilon_low=0.2 + 0.1 * other),
         "advantages": lambda: grpo(beta=0.0, loss_type="bnpo")(advantages),
         "old_logps": lambda: grpo(beta=0.0, loss_type="bnpo")(old_per_token_logps=one_more(d["logps"])),
         "preference_labels": lambda: kto(preference_labels=d["signs"] > 0.2 + 0.2 * other),
         "kl": lambda: kto(kl=0.3 + other),
-        "weight_soft_loss": lambda: LigerFusedLinearJSDLoss(0.5, 0.5 + other)(head, d["h"], d["y"], distilled),
-        "the teacher's columns, selected columns": lambda: LigerFusedLinearKLLoss()(
+        "weight_soft_loss": lambda: JSD(0.5, 0.5 + other)(head, d["h"], d["y"], distilled),
+        "the teacher's columns, selected columns": lambda: KL()(
             head, d["h"], d["y"], TeacherTopK(logps, one_more(columns))
         ),
-        "the teacher's logps": lambda: LigerFusedLinearKLLoss()(
-            head, d["h"], d["y"], TeacherTopK(one_more(logps - 9), columns)
-        ),
+        "the teacher's logps": lambda: KL()(head, d["h"], d["y"], TeacherTopK(one_more(logps - 9), columns)),
         r"token_inputs\['w'\]": lambda: linear_token_loss(
             d["h"], head, d["y"], lambda s, labels, w: w * s.logp, token_inputs={"w": one_more(ones)}
         ),

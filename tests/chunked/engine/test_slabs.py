@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from liger_losses import Head, LigerFusedLinearCrossEntropyLoss, linear_logps, linear_statistics
+from liger_losses import Head, linear_logps, linear_statistics
 from liger_losses.chunked.engine import blocks, plan
 from liger_losses.chunked.engine.adapters import LowRank
 from liger_losses.chunked.engine.call import make_call
@@ -12,6 +12,7 @@ from liger_losses.chunked.engine.query import Query
 from liger_losses.kernels._triton import INTERPRETED, triton
 from liger_losses.kernels.linear_exp import linear_exponentials
 from liger_losses.kernels.logit_transform import Epilogue, LogitTransform
+from tests.losses import CE
 from tests.quantized_layers import Int8Weight
 from tests.reference import assert_as_exact_as_plain, double, peak_bytes, plain_statistics, problem, relative_error
 
@@ -178,7 +179,7 @@ def test_frozen_heads_take_gradients_of_exponentials(kind, strategy, monkeypatch
     assert len(plan.blocks(V, call.plan.tile_columns)) > 2
     quantized.counts.zero_()
     if strategy == "one_pass":
-        loss = LigerFusedLinearCrossEntropyLoss(reduction="sum", softcap=softcap, **options)
+        loss = CE(reduction="sum", softcap=softcap, **options)
         found = -loss(Head(quantized, bias), hidden, labels)
     else:
         found = linear_logps(hidden, head, labels, temperature=1.0 if temperature is None else temperature, **options)

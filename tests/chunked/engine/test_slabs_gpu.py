@@ -4,11 +4,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from liger_losses import Head, LigerFusedLinearCrossEntropyLoss, LigerFusedLinearJSDLoss, Teacher, linear_logps
+from liger_losses import Head, Teacher, linear_logps
 from liger_losses.chunked.engine.adapters import LowRank
 from liger_losses.chunked.engine.call import make_call
 from liger_losses.chunked.engine.plan import EngineOptions
 from liger_losses.chunked.engine.query import Query
+from tests.losses import CE, JSD
 from tests.quantized_layers import Int8Weight
 from tests.reference import assert_as_exact_as_plain, double, relative_error
 
@@ -33,7 +34,7 @@ def test_cross_entropy_and_lora(workspace, lora):
     quantized, hidden, labels, a, b = inputs()
     head = Head(quantized, adapters=(LowRank(a, b, 0.5),) if lora else ())
     parts = (hidden, a, b) if lora else (hidden,)
-    loss = LigerFusedLinearCrossEntropyLoss(workspace=workspace)(head, hidden, labels)
+    loss = CE(workspace=workspace)(head, hidden, labels)
     found = (loss, *torch.autograd.grad(loss, parts))
 
     def plain(w, x, a=None, b=None):
@@ -105,6 +106,6 @@ def test_log_probabilities_and_distillation():
     for head in (Head(quantized), weight):
         found = linear_logps(hidden, head, labels, entropy=True)
         value = found.logp.sum() + found.entropy.sum()
-        loss, _ = LigerFusedLinearJSDLoss()(head, hidden, labels, Teacher(teacher_hidden, head))
+        loss, _ = JSD()(head, hidden, labels, Teacher(teacher_hidden, head))
         results.append((value, *torch.autograd.grad(value, hidden), loss, *torch.autograd.grad(loss, hidden)))
     assert all(relative_error(a, b) < 1e-2 for a, b in zip(*results, strict=True))

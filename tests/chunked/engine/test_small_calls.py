@@ -7,8 +7,6 @@ from liger_losses import (
     Divergence,
     EngineOptions,
     Head,
-    LigerFusedLinearCrossEntropyLoss,
-    LigerFusedLinearJSDLoss,
     Teacher,
     TeacherTopK,
     linear_logps,
@@ -17,6 +15,7 @@ from liger_losses import (
 )
 from liger_losses.chunked.engine import accumulation, decision, tokens
 from liger_losses.chunked.engine.query import Comparison, Query
+from tests.losses import CE, JSD
 from tests.reference import double, problem, small_calls
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -39,8 +38,8 @@ def test_what_needs_no_gradient(frozen):
     given = [t.detach().requires_grad_(i not in frozen) for i, t in enumerate((hidden, weight, bias))]
     trained = [t for t in given if t.requires_grad]
     with small_calls():
-        value = LigerFusedLinearCrossEntropyLoss()(given[1], given[0], labels, given[2])
-    torch.testing.assert_close(value, LigerFusedLinearCrossEntropyLoss()(weight, hidden, labels, bias))
+        value = CE()(given[1], given[0], labels, given[2])
+    torch.testing.assert_close(value, CE()(weight, hidden, labels, bias))
     assert value.requires_grad == bool(trained)
     if trained:
         once = torch.autograd.grad(value, trained, retain_graph=True)
@@ -54,7 +53,7 @@ def test_a_column_that_no_token_can_have():
     with torch.no_grad():
         bias[0] = -torch.inf
     with small_calls():
-        loss = LigerFusedLinearCrossEntropyLoss()(weight, hidden, labels, bias=bias)
+        loss = CE()(weight, hidden, labels, bias=bias)
     logits = torch.nn.functional.linear(hidden, weight, bias)
     expected = torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten())
     assert_close(
@@ -74,7 +73,7 @@ def test_large_products_run_beside_one_another(monkeypatch):
     monkeypatch.setattr(accumulation, "start_beside", lambda *given: beside.append(given) or start(*given))
     for flops in (0.0, 1e30):
         with small_calls(flops):
-            loss = LigerFusedLinearCrossEntropyLoss()(weight, hidden, labels)
+            loss = CE()(weight, hidden, labels)
         assert_close([loss, *torch.autograd.grad(loss, (hidden, weight))], expected, torch.float32)
     assert len(beside) == 2
 
@@ -209,7 +208,7 @@ def test_the_divergence_over_some_columns_is_of_active_tokens(options):
     hidden, weight, labels, _ = inputs(torch.float32, False)
     states, head = hidden.detach().flip(0), weight.detach().flip(0)
     sparse = TeacherTopK(*(states @ head.T).log_softmax(-1).topk(4))
-    loss, found = LigerFusedLinearJSDLoss(**options), []
+    loss, found = JSD(**options), []
     for flops in (0.0, 1e30):
         with small_calls(flops):
             found.append(loss(weight, hidden, labels, Teacher(states, head) if options else sparse))
@@ -222,17 +221,17 @@ def test_tokens_are_counted_once_for_all_passes_over_some_columns(options, monke
     teacher, counted, count = Teacher(hidden.detach().flip(0), weight.detach()), [], tokens.facts_of_labels
     with monkeypatch.context() as patched, small_calls(0.0):
         patched.setattr(tokens, "facts_of_labels", lambda *given: counted.append(1) or count(*given))
-        found = LigerFusedLinearJSDLoss(top_k=4, **options)(weight, hidden, labels, teacher)
+        found = JSD(top_k=4, **options)(weight, hidden, labels, teacher)
     assert counted == [1]
     with small_calls(1e30):
-        torch.testing.assert_close(found, LigerFusedLinearJSDLoss(top_k=4, **options)(weight, hidden, labels, teacher))
+        torch.testing.assert_close(found, JSD(top_k=4, **options)(weight, hidden, labels, teacher))
 
 
 def test_losses_with_a_teacher_drop_tokens(monkeypatch):
     """As the teacher's hidden states of masked tokens may hold anything; of slices of sequences too."""
     hidden, weight, labels, _ = inputs(torch.float32, False)
-    loss, comparison = LigerFusedLinearJSDLoss(), Comparison(Teacher(hidden.detach(), weight), Divergence.reverse_kl())
-    monkeypatch.setattr(LigerFusedLinearJSDLoss, "agree", lambda *given: None)
+    loss, comparison = JSD(), Comparison(Teacher(hidden.detach(), weight), Divergence.reverse_kl())
+    monkeypatch.setattr(JSD, "agree", lambda *given: None)
     with small_calls():
         for query, drops in ((Query(("logp",)), False), (Query(("divergence", "logp"), comparison=comparison), True)):
             selected = loss.agreed_tokens(hidden, labels, None, [(Head(weight), query)])

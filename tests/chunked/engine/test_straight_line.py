@@ -8,21 +8,13 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from liger_losses import (
-    Completions,
-    Head,
-    LigerFusedLinearCrossEntropyLoss,
-    LigerFusedLinearDPOLoss,
-    LigerFusedLinearGRPOLoss,
-    LogitTransform,
-    linear_logps,
-    set_default_workspace,
-)
+from liger_losses import Completions, Head, LogitTransform, linear_logps, set_default_workspace
 from liger_losses.chunked.engine import decision, few_tokens, plan, straight_line
 from liger_losses.chunked.losses.cross_entropy_terms import linear_cross_entropy
 from liger_losses.kernels._triton import INTERPRETED, Launcher
 from liger_losses.kernels.exponential_rows import ExponentialRows
 from tests.kernels.cases import triton_or_skip
+from tests.losses import CE, DPO, GRPO
 from tests.reference import assert_as_exact_as_plain, small_calls
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -82,7 +74,7 @@ def test_cross_entropy(name, dtype):
     (3 * expected).backward()
     with torch.no_grad():
         hidden[labels == -100] = float("nan")
-    loss, found = LigerFusedLinearCrossEntropyLoss(backend="triton", **options), []
+    loss, found = CE(backend="triton", **options), []
     for _ in range(2):
         value = loss(weight, hidden, labels)
         gradients = torch.autograd.grad(3 * value, (hidden, weight), retain_graph=True)
@@ -139,7 +131,7 @@ def test_statistics(names, dtype):
 def dpo(hidden, weight, labels, backend, **options):
     """Chosen and rejected completions of different lengths."""
     sides = [Completions(h, y, ref_logps=y.new_full((1,), -9.0).to(h)) for h, y in zip(hidden, labels, strict=True)]
-    return LigerFusedLinearDPOLoss(backend=backend, **options)(weight, *sides)
+    return DPO(backend=backend, **options)(weight, *sides)
 
 
 def dpo_with_likelihood(*given):
@@ -151,24 +143,24 @@ def dpo_with_references(hidden, weight, labels, backend):
     refs = [torch.full(labels[0].shape, -5.0, device=DEVICE), torch.full((1,), -7.0, device=DEVICE)]
     refs[0][labels[0] == -100] = float("nan")
     sides = [Completions(h, y, ref_logps=ref) for h, y, ref in zip(hidden, labels, refs, strict=True)]
-    return LigerFusedLinearDPOLoss(backend=backend)(weight, *sides)
+    return DPO(backend=backend)(weight, *sides)
 
 
 def dpo_with_a_reference_model(hidden, weight, labels, backend):
     states = [h.detach().flip(-1).nan_to_num() for h in hidden]
     sides = [Completions(h, y, ref_hidden_states=r) for h, y, r in zip(hidden, labels, states, strict=True)]
-    return LigerFusedLinearDPOLoss(backend=backend)(weight, *sides, ref_weight=weight.detach())
+    return DPO(backend=backend)(weight, *sides, ref_weight=weight.detach())
 
 
 def stacked_dpo(hidden, weight, labels, backend):
     hidden, labels = torch.cat([part[:, :2] for part in hidden]), torch.cat([part[:, :2] for part in labels])
     reference = {f"ref_{side}_logps": torch.full((1,), -7.0, device=DEVICE) for side in ("chosen", "rejected")}
-    return LigerFusedLinearDPOLoss(backend=backend)(weight, hidden, labels, **reference)
+    return DPO(backend=backend)(weight, hidden, labels, **reference)
 
 
 def grpo_with_a_reference_model(hidden, weight, labels, backend):
     hidden, labels = torch.cat([part[:, :2] for part in hidden]), torch.cat([part[:, :2] for part in labels])
-    loss, active = LigerFusedLinearGRPOLoss(beta=0.1, backend=backend), labels != -100
+    loss, active = GRPO(beta=0.1, backend=backend), labels != -100
     rest = {"ref_input": hidden.detach().flip(-1).nan_to_num(), "ref_weight": weight.detach()}
     advantages = torch.tensor([[1.0], [-0.5]], device=DEVICE)
     rest["num_items_in_batch"] = 7
@@ -181,7 +173,7 @@ def grpo_with_entropy(*given):
 
 def grpo(hidden, weight, labels, backend, **options):
     hidden, labels = torch.cat([part[:, :2] for part in hidden]), torch.cat([part[:, :2] for part in labels])
-    loss = LigerFusedLinearGRPOLoss(beta=0.1, backend=backend, **options)
+    loss = GRPO(beta=0.1, backend=backend, **options)
     old, advantages = torch.full(labels.shape, -4.9, device=DEVICE), torch.tensor([1.0, -0.5], device=DEVICE)
     active = labels != -100
     rest = {"ref_per_token_logps": old - 0.1, "old_per_token_logps": old.where(active, float("nan"))}
@@ -259,7 +251,7 @@ def test_launches_of_a_call_that_was_made_before(name, monkeypatch):
     states = [hidden[:1].detach().requires_grad_(), hidden[1:].detach().requires_grad_()]
     ref, ids, mask = torch.zeros(1, device=DEVICE), labels.clamp(min=0), labels >= 0
     sides = [Completions(h, y, ref_logps=ref) for h, y in zip(states, labels.split(1), strict=True)]
-    losses = LigerFusedLinearCrossEntropyLoss, LigerFusedLinearDPOLoss, LigerFusedLinearGRPOLoss
+    losses = CE, DPO, GRPO
     of_tokens, of_pairs, of_group = (loss(backend="triton") for loss in losses)
     of_group.beta = 0.0
     advantages = torch.tensor([1.0, -1.0], device=DEVICE)
@@ -283,7 +275,7 @@ def test_launches_of_a_call_that_was_made_before(name, monkeypatch):
 def test_what_is_frozen_has_no_gradient(frozen):
     given = problem(torch.float32)
     given[frozen].requires_grad_(False)
-    LigerFusedLinearCrossEntropyLoss(backend="triton")(given[1], given[0], given[2]).backward()
+    CE(backend="triton")(given[1], given[0], given[2]).backward()
     linear_logps(*given, backend="triton").sum().backward()
     assert lines()[1] == 2 - frozen  # a gradient per token, [T, H], takes less memory
     assert given[frozen].grad is None
@@ -324,7 +316,7 @@ def test_labels_outside_of_the_vocabulary():
         with pytest.raises(ValueError, match=r"labels must be in \[0, 128\).*to 128"):
             linear_logps(hidden, weight, labels, backend="triton")
         with pytest.raises(ValueError, match=r"labels must be in \[0, 128\).*to 128"):
-            LigerFusedLinearCrossEntropyLoss(backend="triton")(weight, hidden, labels)
+            CE(backend="triton")(weight, hidden, labels)
     labels[1, 1] = 0
     linear_logps(hidden, weight, labels, backend="triton")
 
@@ -374,7 +366,7 @@ def test_what_was_changed_before_backward():
     labels.clamp_(min=0)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         logps.sum().backward()
-    loss = LigerFusedLinearCrossEntropyLoss(backend="triton")(weight, hidden, labels)
+    loss = CE(backend="triton")(weight, hidden, labels)
     labels.zero_()  # gradients were computed in forward
     loss.backward(retain_graph=True)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
@@ -387,7 +379,7 @@ def test_autocast_that_begins_before_backward(loss):
 
     def gradients(autocast):
         if loss:
-            value = LigerFusedLinearCrossEntropyLoss(backend="triton")(weight, hidden, labels)
+            value = CE(backend="triton")(weight, hidden, labels)
         else:
             value = linear_logps(hidden, weight, labels, backend="triton").sum()
         with torch.autocast(DEVICE, torch.bfloat16, enabled=autocast):
@@ -403,7 +395,7 @@ def test_labels_of_inference_mode():
     hidden, weight, labels = problem(torch.float32)
     with torch.inference_mode():
         labels = labels.clone()
-    LigerFusedLinearCrossEntropyLoss(backend="triton")(weight, hidden, labels).backward()
+    CE(backend="triton")(weight, hidden, labels).backward()
     assert weight.grad is not None
 
 
@@ -420,7 +412,7 @@ def test_temperatures_of_tokens_are_not_kept():
     hidden, weight, labels = problem(torch.float32)
     for head in (weight, Head(weight)):
         temperature = torch.full(TOKENS, 0.5, device=DEVICE)
-        LigerFusedLinearCrossEntropyLoss(backend="triton", temperature=temperature)(head, hidden, labels).backward()
+        CE(backend="triton", temperature=temperature)(head, hidden, labels).backward()
     assert lines() == (0, 0)
 
 
@@ -483,7 +475,7 @@ def test_statistics_beside_the_product(monkeypatch):
     assert not found.lse[~active].any()
     for reduction in ("mean", "sum"):
         straight_line._lines.clear()
-        loss = LigerFusedLinearCrossEntropyLoss(reduction=reduction, softcap=5.0, backend="triton")
+        loss = CE(reduction=reduction, softcap=5.0, backend="triton")
         with torch.no_grad():
             total = loss(weight, hidden, labels)
         assert next(iter(straight_line._lines.values())).fused is not None
@@ -530,7 +522,7 @@ def test_exponentials(shape, vocab, scale, monkeypatch, small_tiles):
     with torch.no_grad():
         given[0][~active] = float("nan")
     for _ in range(2):
-        loss = LigerFusedLinearCrossEntropyLoss(temperature=0.7, backend="triton")(given[1], given[0], labels)
+        loss = CE(temperature=0.7, backend="triton")(given[1], given[0], labels)
         logp = linear_logps(*given, labels, temperature=0.7, backend="triton")
         values = loss.detach(), logp.detach().clone()
         with torch.no_grad():
@@ -556,7 +548,7 @@ def test_which_calls_have_exponentials(monkeypatch):
         if loss is None:
             linear_logps(*inputs, **{"backend": "triton", **options})
         else:
-            LigerFusedLinearCrossEntropyLoss(backend="triton", **options)(inputs[1], inputs[0], inputs[2])
+            CE(backend="triton", **options)(inputs[1], inputs[0], inputs[2])
         found = [line.rows for line in made()]
         return any(isinstance(rows, ExponentialRows) for rows in found)
 
@@ -586,7 +578,7 @@ def test_which_calls_have_exponentials(monkeypatch):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_calls_of_many_tokens_that_were_made_before_are_known(dtype):
     """They have other values, masks and weights, and labels of theirs may be wrong; no weight is kept."""
-    loss, made_before, decide = LigerFusedLinearCrossEntropyLoss(backend="triton"), [], straight_line.decide
+    loss, made_before, decide = CE(backend="triton"), [], straight_line.decide
     with small_calls(0), pytest.MonkeyPatch.context() as patched:
         patched.setattr(straight_line, "decide", lambda *given: made_before.append(1) or decide(*given))
         for masked in ((2, 3), (), (0, 1, 2, 4), (2, 3)):

@@ -5,15 +5,7 @@ import warnings
 import pytest
 import torch
 
-from liger_losses import (
-    EngineOptions,
-    LigerFusedLinearCrossEntropyLoss,
-    LigerFusedLinearDPOLoss,
-    LogitTransform,
-    linear_logps,
-    linear_statistics,
-    linear_token_loss,
-)
+from liger_losses import EngineOptions, LogitTransform, linear_logps, linear_statistics, linear_token_loss
 from liger_losses.kernels import (
     _tiles,
     autograd,
@@ -25,6 +17,7 @@ from liger_losses.kernels import (
     targets,
 )
 from liger_losses.kernels._triton import warn_once
+from tests.losses import CE, DPO
 from tests.reference import NAMES, assert_as_exact_as_plain, double, plain_statistics, problem
 
 pytestmark = pytest.mark.gpu
@@ -207,7 +200,7 @@ def test_devices_without_tma_say_so_once(monkeypatch):
 
 def test_bitwise_the_same_from_run_to_run():
     hidden, weight, labels, bias = on_gpu(3000, 512, 32003, dtype=torch.bfloat16, bias=True)
-    module = LigerFusedLinearCrossEntropyLoss(label_smoothing=0.1, lse_square_scale=1e-4)
+    module = CE(label_smoothing=0.1, lse_square_scale=1e-4)
 
     def run():
         loss = module(weight, hidden, labels, bias)
@@ -229,7 +222,7 @@ def test_autocast(dtype, hidden_dtype):
     with torch.autocast("cuda", dtype):
         plain = plain_statistics(hidden, weight, labels, bias)["logp"]
         ours = linear_logps(hidden, weight, labels, bias=bias)
-        loss = LigerFusedLinearCrossEntropyLoss(reduction="sum")(weight, hidden, labels, bias)
+        loss = CE(reduction="sum")(weight, hidden, labels, bias)
     assert_as_exact_as_plain(ours, plain, exact, "logp")
     plain_grads, exact_grads = (gradients(v.sum(), x) for v, x in ((plain, (hidden, weight, bias)), (exact, exact_in)))
     for sign, value in ((1, ours.sum()), (-1, loss)):
@@ -298,8 +291,8 @@ def test_bad_labels_are_an_error_and_the_gpu_survives():
 def test_one_synchronisation_and_none_in_backward():
     hidden, weight, labels, _ = on_gpu(64, 32, 101)
     stacked = hidden.detach().view(8, 8, 32).requires_grad_()
-    module = LigerFusedLinearDPOLoss(use_ref_model=False, compact=False)
-    free = LigerFusedLinearCrossEntropyLoss(compact=False)
+    module = DPO(use_ref_model=False, compact=False)
+    free = CE(compact=False)
     torch.cuda.set_sync_debug_mode("error")
     try:
         loss, _ = module(weight, stacked, labels.view(8, 8))
@@ -307,7 +300,7 @@ def test_one_synchronisation_and_none_in_backward():
         total_loss.backward()
     finally:
         torch.cuda.set_sync_debug_mode("default")
-    compacted = LigerFusedLinearCrossEntropyLoss()(weight, hidden, labels)
+    compacted = CE()(weight, hidden, labels)
     torch.cuda.set_sync_debug_mode("error")
     try:
         compacted.backward()

@@ -5,17 +5,7 @@ import itertools
 import pytest
 import torch
 
-from liger_losses import (
-    EngineOptions,
-    Head,
-    LigerFusedLinearGRPOLoss,
-    LigerFusedLinearKLLoss,
-    LogitTransform,
-    TeacherTopK,
-    TokenSupport,
-    functional,
-    linear_logps,
-)
+from liger_losses import EngineOptions, Head, LogitTransform, TeacherTopK, TokenSupport, functional, linear_logps
 from liger_losses.chunked.engine import support as engine_support
 from liger_losses.chunked.engine.support import linear_support_statistics
 from liger_losses.chunked.engine.tokens import Tokens
@@ -24,6 +14,7 @@ from liger_losses.kernels import row_sums
 from liger_losses.kernels._triton import INTERPRETED
 from liger_losses.kernels.given_columns import ByRows, GivenCall, GivenColumns, evaluate, project_, with_gradients
 from liger_losses.kernels.given_ids import Facts, GivenIds, find
+from tests.losses import GRPO, KL
 from tests.reference import gradients, peak_bytes, plain_logits, problem
 
 NEEDS_TRITON = pytest.mark.skipif(not INTERPRETED, reason="needs TRITON_INTERPRET=1")
@@ -119,7 +110,7 @@ def test_log_probabilities_of_the_columns(backend):
 def test_a_sparse_teacher_that_is_renormalized_reads_its_columns_alone(hard, monkeypatch):
     hidden, weight, labels, bias = problem(0, 6, 30, shape=(2, 4), bias=True, masked=0.3)
     top = torch.randn(2, 4, 30, generator=torch.Generator().manual_seed(1)).log_softmax(-1).topk(5)
-    loss = LigerFusedLinearKLLoss(weight_hard_loss=hard, weight_soft_loss=0.8, temperature=2.0)
+    loss = KL(weight_hard_loss=hard, weight_soft_loss=0.8, temperature=2.0)
     teacher = TeacherTopK(top.values.masked_fill((labels == -100)[..., None], float("nan")), top.indices, "renormalize")
     if not hard:
         monkeypatch.setattr(columns, "linear_token_loss", None)
@@ -299,7 +290,7 @@ def test_grpo(options):
     mask, advantages = torch.ones(4, 6), torch.tensor([1.0, -0.5, 0.3, -1.0])
     mask[1, 4:] = 0
     old = linear_logps(hidden, weight, labels, bias=bias).detach() * 0.9
-    loss = LigerFusedLinearGRPOLoss(beta=0.1, **options)
+    loss = GRPO(beta=0.1, **options)
     found, _ = loss(
         hidden, weight, labels, mask, advantages, bias, ref_input=ref.detach(), ref_weight=ref_weight.detach(),
         old_per_token_logps=old, support=TokenSupport(ids),
@@ -320,7 +311,7 @@ def test_grpo_waits_for_no_selection_of_tokens(monkeypatch):
     support = TokenSupport(kept(labels, 30, 5))
     monkeypatch.setattr(Tokens, "select", None)
     mask = (labels != -100).long()
-    loss, _ = LigerFusedLinearGRPOLoss(beta=0.0)(hidden, weight, labels, mask, torch.ones(2), support=support)
+    loss, _ = GRPO(beta=0.0)(hidden, weight, labels, mask, torch.ones(2), support=support)
     assert loss.isfinite()
 
 
@@ -348,7 +339,7 @@ def test_a_head_with_a_transform_under_autocast(backend, cost, monkeypatch):
 def test_compiled():
     hidden, weight, labels, _ = problem(0, 8, 30, shape=(3, 3))
     ids = kept(labels, 30, 5, uncut=(2, 3))
-    grpo, mask, advantages = LigerFusedLinearGRPOLoss(beta=0.0), (labels != -100).long(), torch.tensor([1.0, -1.0, 0.5])
+    grpo, mask, advantages = GRPO(beta=0.0), (labels != -100).long(), torch.tensor([1.0, -1.0, 0.5])
 
     def call(hidden, weight, ids):
         support = TokenSupport(ids)

@@ -6,8 +6,9 @@ import time
 import pytest
 import torch
 
-from liger_losses import Head, LigerFusedLinearJSDLoss, LogitTransform, Teacher, TeacherFiles, TeacherWriter
+from liger_losses import Head, LogitTransform, Teacher, TeacherFiles, TeacherWriter
 from liger_losses.chunked.engine.adapters import LowRank
+from tests.losses import JSD
 from tests.quantized_layers import Int8Weight
 from tests.reference import problem
 
@@ -22,7 +23,7 @@ def models(dtype=torch.float32):
 
 
 def loss_and_gradients(hidden, weight, labels, teacher):
-    loss, _ = LigerFusedLinearJSDLoss(0.3, 0.7)(weight, hidden, labels, teacher)
+    loss, _ = JSD(0.3, 0.7)(weight, hidden, labels, teacher)
     return loss, *torch.autograd.grad(loss, (hidden, weight))
 
 

@@ -6,15 +6,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from liger_losses import (
-    DistillationLoss,
-    LigerFusedLinearJSDLoss,
-    LigerFusedLinearMiniLLMLoss,
-    Teacher,
-    TeacherLogits,
-    TeacherTopK,
-)
+from liger_losses import DistillationLoss, Teacher, TeacherLogits, TeacherTopK
 from tests.chunked.losses.test_distillation import DIVERGENCES, V, divergence, problem
+from tests.losses import JSD, MiniLLM
 
 
 def test_teachers_logits_and_functions():
@@ -27,7 +21,7 @@ def test_teachers_logits_and_functions():
         return logits.flatten(0, 1)[positions]
 
     teachers = (Teacher(*teacher), TeacherLogits(logits), TeacherLogits(function, columns=V))
-    loss = LigerFusedLinearJSDLoss(workspace=100_000)
+    loss = JSD(workspace=100_000)
     results = [torch.autograd.grad(loss(weight, hidden, labels, t, bias=bias)[0], (hidden, weight)) for t in teachers]
     for other in results[1:]:
         torch.testing.assert_close(results[0], other)
@@ -74,11 +68,11 @@ def teachers_of(columns, **options):
     ]
 
 
-@pytest.mark.parametrize("loss", [LigerFusedLinearJSDLoss(), LigerFusedLinearMiniLLMLoss()], ids=["JSD", "MiniLLM"])
+@pytest.mark.parametrize("loss", [JSD(), MiniLLM()], ids=["JSD", "MiniLLM"])
 @pytest.mark.parametrize(("student", "teacher"), [(300, 32_000), (1325, 300)])
 def test_vocabularies_that_padding_does_not_explain_are_refused(student, teacher, loss):
     hidden, weight, labels = torch.randn(2, 3, 4), torch.randn(student, 4), torch.randint(300, (2, 3))
-    kinds = teachers_of(teacher)[: 1 if isinstance(loss, LigerFusedLinearMiniLLMLoss) else 3]
+    kinds = teachers_of(teacher)[: 1 if isinstance(loss, MiniLLM) else 3]
     said = rf"the student has {student} columns and the teacher {teacher}.*more than 1024.*columns_correspond=True"
     for given in kinds:
         with pytest.raises(ValueError, match=said):
@@ -95,7 +89,7 @@ def test_vocabularies_that_padding_does_not_explain_are_refused(student, teacher
 @pytest.mark.parametrize(("student", "teacher"), [(300, 301), (300, 1324), (1324, 300)])
 def test_vocabularies_that_padding_explains_are_compared_with_a_warning(student, teacher):
     hidden, weight, labels = torch.randn(2, 3, 4), torch.randn(student, 4), torch.randint(300, (2, 3))
-    loss = LigerFusedLinearJSDLoss()
+    loss = JSD()
     for given in teachers_of(teacher):
         with pytest.warns(UserWarning, match=f"the student has {student} columns and the teacher {teacher}.*first 300"):
             loss(weight, hidden, labels, given)
@@ -109,6 +103,4 @@ def test_vocabularies_that_padding_explains_are_compared_with_a_warning(student,
 def test_columns_correspond_is_true_or_false(index):
     given = teachers_of(300, columns_correspond="no")[index]
     with pytest.raises(TypeError, match="columns_correspond must be True or False, got 'no'"):
-        LigerFusedLinearJSDLoss()(
-            torch.randn(300, 4), torch.randn(2, 3, 4), torch.zeros(2, 3, dtype=torch.int64), given
-        )
+        JSD()(torch.randn(300, 4), torch.randn(2, 3, 4), torch.zeros(2, 3, dtype=torch.int64), given)

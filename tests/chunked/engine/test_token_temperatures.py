@@ -12,9 +12,6 @@ from liger_losses import (
     Divergence,
     EngineOptions,
     Head,
-    LigerFusedLinearCrossEntropyLoss,
-    LigerFusedLinearGRPOLoss,
-    LigerFusedLinearSimPOLoss,
     LogitTransform,
     Teacher,
     TeacherTopK,
@@ -24,6 +21,7 @@ from liger_losses import (
     linear_token_loss,
 )
 from liger_losses.integrations import megatron, on_logits, verl
+from tests.losses import CE, GRPO, SimPO
 from tests.reference import gradients, problem
 
 
@@ -59,7 +57,7 @@ def test_grpo(options):
     mask[1, 4:] = 0
     t = temperatures((3, 6))
     old = torch.randn(3, 6) - 3
-    loss = LigerFusedLinearGRPOLoss(beta=0.1, **options)
+    loss = GRPO(beta=0.1, **options)
 
     def value(hidden, ref, **more):
         return loss(
@@ -99,7 +97,7 @@ def test_what_is_refused():
         linear_logps(hidden, Head(weight, transform=LogitTransform(0.5)), labels, temperature=t)
     arguments = hidden[None], weight, labels[None], torch.ones(1, 6), torch.ones(1)
     with pytest.raises(ValueError, match="built with 0.5, and the call has one per token"):
-        LigerFusedLinearGRPOLoss(beta=0.0, temperature=0.5)(*arguments, temperature=t[None])
+        GRPO(beta=0.0, temperature=0.5)(*arguments, temperature=t[None])
     with pytest.raises(ValueError, match="temperature one per token, which must be 1"):
         teacher = Teacher(hidden.detach(), Head(weight.detach(), transform=LogitTransform(t)))
         linear_divergence(hidden, weight, labels, teacher, Divergence.forward_kl())
@@ -134,8 +132,8 @@ def test_what_is_refused_where_ranks_work_together(monkeypatch, one_process):
     distillation = DistillationLoss(Divergence.forward_kl(), group=group)
     for call in (
         lambda: distillation(weight, hidden, labels, teacher, temperature=wrong),
-        lambda: LigerFusedLinearCrossEntropyLoss(group=group)(head, hidden, labels),
-        lambda: LigerFusedLinearSimPOLoss(group=group)(head, hidden, labels),
+        lambda: CE(group=group)(head, hidden, labels),
+        lambda: SimPO(group=group)(head, hidden, labels),
     ):
         with pytest.raises(ValueError, match="positive and finite"):
             call()

@@ -7,8 +7,9 @@ import pytest
 import torch
 
 import liger_losses
-from liger_losses import LigerFusedLinearCrossEntropyLoss, LigerFusedLinearDPOLoss, LigerFusedLinearJSDLoss, Teacher
+from liger_losses import Teacher
 from liger_losses.kernels._triton import INTERPRETED, triton
+from tests.losses import CE, DPO, JSD
 from tests.reference import small_calls
 
 ROOT = Path(liger_losses.__file__).parent
@@ -28,11 +29,11 @@ def loss_calls():
     labels[:5] = -100
     pairs, ref_pairs = (hidden.view(4, -1, 32), labels.view(4, -1)), ref_hidden.detach().view(4, -1, 32)
     teacher, options = Teacher(ref_hidden.detach(), ref_weight), {"backend": "triton"}
-    dpo = LigerFusedLinearDPOLoss(**options, workspace=2**18)
+    dpo = DPO(**options, workspace=2**18)
     return {
-        "cross-entropy": lambda: LigerFusedLinearCrossEntropyLoss(**options)(weight, hidden, labels),
+        "cross-entropy": lambda: CE(**options)(weight, hidden, labels),
         "DPO": lambda: dpo(weight, *pairs, None, ref_pairs, ref_weight)[0],
-        "JSD": lambda: LigerFusedLinearJSDLoss(**options, chunk_size=8)(weight, hidden, labels, teacher)[0],
+        "JSD": lambda: JSD(**options, chunk_size=8)(weight, hidden, labels, teacher)[0],
     }
 
 

@@ -8,20 +8,14 @@ import pytest
 import torch
 
 import liger_losses
-from liger_losses import (
-    EngineOptions,
-    Head,
-    LigerFusedLinearCrossEntropyLoss,
-    linear_logps,
-    linear_statistics,
-    set_default_workspace,
-)
+from liger_losses import EngineOptions, Head, linear_logps, linear_statistics, set_default_workspace
 from liger_losses.chunked.engine import plan
 from liger_losses.chunked.engine import workspace as settings
 from liger_losses.chunked.engine.call import make_call
 from liger_losses.chunked.engine.plan import MiB, Workload, default_bound, make_plan
 from liger_losses.chunked.engine.query import Query
 from liger_losses.kernels._triton import INTERPRETED, triton
+from tests.losses import CE
 from tests.reference import problem
 
 GiB = 1024 * MiB
@@ -166,7 +160,7 @@ def test_compiled_functions_read_it_when_they_run(monkeypatch):
     bounds, read = [], plan.default_bound
     monkeypatch.setattr(plan, "default_bound", lambda: bounds.append(read()) or bounds[-1])
     hidden, weight, labels, _ = problem(20, 8, 31)
-    loss = LigerFusedLinearCrossEntropyLoss()
+    loss = CE()
     compiled = torch.compile(lambda h: loss(weight, h, labels), backend="eager")
     for bound in (None, MiB, 2 * MiB):
         bounds.clear()

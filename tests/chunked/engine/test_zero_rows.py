@@ -5,21 +5,14 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from liger_losses import (
-    EngineOptions,
-    Head,
-    LigerFusedLinearCrossEntropyLoss,
-    LigerFusedLinearGRPOLoss,
-    LogitTransform,
-    linear_logps,
-    linear_statistics,
-)
+from liger_losses import EngineOptions, Head, LogitTransform, linear_logps, linear_statistics
 from liger_losses.chunked.engine import accumulation, stream
 from liger_losses.chunked.engine.operators import separable_loss
 from liger_losses.chunked.engine.query import Query
 from liger_losses.chunked.engine.tokens import Counting
 from liger_losses.kernels.move_rows import move_rows_, put_first, scale_rows_
 from tests.kernels.cases import DEVICE, triton_or_skip
+from tests.losses import CE, GRPO
 from tests.reference import problem, relative_error, rounding
 
 N, H, V = 37, 16, 53
@@ -127,9 +120,7 @@ def test_policy_losses(name, monkeypatch):
     for least in ({"cpu": 0.0}, {}):
         monkeypatch.setattr(stream, "MIN_FLOPS", least)
         multiplied.clear()
-        loss, metrics = LigerFusedLinearGRPOLoss(**{"beta": 0.0, **options})(
-            hidden, weight, labels.clamp(min=0), mask, **given
-        )
+        loss, metrics = GRPO(**{"beta": 0.0, **options})(hidden, weight, labels.clamp(min=0), mask, **given)
         found.append([loss, *metrics, *torch.autograd.grad(loss, [hidden, weight]), sum(multiplied)])
     torch.testing.assert_close(found[0][:-1], found[1][:-1], rtol=1e-6, atol=1e-9)
     assert (found[0][-1] < found[1][-1]) is left_out
@@ -185,7 +176,7 @@ def test_separable_losses_that_know_which_tokens_count(share, exponentials, coun
 def test_weighted_cross_entropy(options, monkeypatch):
     hidden, weight, labels, _ = problem(N, H, V, dtype=torch.float64)
     weights = torch.rand(N, generator=torch.Generator().manual_seed(1)).sub(0.5).clamp(min=0.0)
-    loss = LigerFusedLinearCrossEntropyLoss(reduction="sum", **options)
+    loss = CE(reduction="sum", **options)
     seen = []
     counting = Counting.tokens
     monkeypatch.setattr(Counting, "tokens", lambda self: seen.append(counting(self)) or seen[-1])

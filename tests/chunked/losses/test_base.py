@@ -16,25 +16,11 @@ from liger_losses import (
     DistillationLoss,
     Divergence,
     Head,
-    LigerFusedLinearAlphaBetaLoss,
-    LigerFusedLinearBCOLoss,
-    LigerFusedLinearCosineSimilarityLoss,
-    LigerFusedLinearCPOLoss,
-    LigerFusedLinearCrossEntropyLoss,
-    LigerFusedLinearDPOLoss,
-    LigerFusedLinearGRPOLoss,
-    LigerFusedLinearJSDLoss,
-    LigerFusedLinearKLLoss,
-    LigerFusedLinearKTOLoss,
-    LigerFusedLinearMiniLLMLoss,
-    LigerFusedLinearORPOLoss,
-    LigerFusedLinearReverseKLLoss,
-    LigerFusedLinearSimPOLoss,
-    LigerFusedLinearTVDLoss,
     LogitTransform,
     Teacher,
     TeacherTopK,
 )
+from tests.losses import BCO, CE, CPO, DPO, GRPO, JSD, KL, KTO, ORPO, TVD, AlphaBeta, Cosine, MiniLLM, ReverseKL, SimPO
 from tests.reference import linear_of, tensors_of
 
 B, T, H, V = 4, 7, 12, 37
@@ -100,7 +86,7 @@ def generic(**options):
 
 
 def skewed(**options):
-    return LigerFusedLinearAlphaBetaLoss(options.pop("alpha", 0.3), options.pop("beta", 0.6), **options)
+    return AlphaBeta(options.pop("alpha", 0.3), options.pop("beta", 0.6), **options)
 
 
 ENGINE = {"ignore_index": V - 1, "temperature": 0.7, "logit_scale": 1.3, "softcap": 2.0, "shift": True}
@@ -118,7 +104,7 @@ UNPAIRED = {"beta": 0.9, "average_log_prob": True, "desirable_weight": 2.0, "und
 #: How to build and call a loss, options that are given in any case, and the options that change its result.
 CASES = [
     (
-        LigerFusedLinearCrossEntropyLoss,
+        CE,
         cross_entropy,
         {},
         {
@@ -134,7 +120,7 @@ CASES = [
         },
     ),
     (
-        LigerFusedLinearDPOLoss,
+        DPO,
         pairs,
         {"compute_nll_loss": True},
         {
@@ -150,20 +136,20 @@ CASES = [
             "use_weighting": True,
         },
     ),
-    (LigerFusedLinearDPOLoss, pairs, {"loss_type": "discopop", "beta": 0.5}, {"discopop_tau": 0.9}),
-    (LigerFusedLinearDPOLoss, pairs, {"f_divergence_type": "alpha_divergence"}, {"f_alpha_divergence_coef": 0.4}),
+    (DPO, pairs, {"loss_type": "discopop", "beta": 0.5}, {"discopop_tau": 0.9}),
+    (DPO, pairs, {"f_divergence_type": "alpha_divergence"}, {"f_alpha_divergence_coef": 0.4}),
     (
-        LigerFusedLinearCPOLoss,
+        CPO,
         pairs,
         {},
         {**PAIRS, **NLL, "average_log_prob": True, "loss_type": "ipo", "label_smoothing": 0.2, "reward_alpha": 0.2},
     ),
-    (LigerFusedLinearSimPOLoss, pairs, {}, {**PAIRS, **NLL, "gamma": 0.9, "label_smoothing": 0.2}),
-    (LigerFusedLinearORPOLoss, pairs, {}, {**PAIRS, "compute_nll_loss": False}),
-    (LigerFusedLinearKTOLoss, unpaired, {}, {**UNPAIRED, "use_ref_model": True, "loss_type": "apo_zero_unpaired"}),
-    (LigerFusedLinearBCOLoss, unpaired, {}, {**UNPAIRED, "use_ref_model": False}),
+    (SimPO, pairs, {}, {**PAIRS, **NLL, "gamma": 0.9, "label_smoothing": 0.2}),
+    (ORPO, pairs, {}, {**PAIRS, "compute_nll_loss": False}),
+    (KTO, unpaired, {}, {**UNPAIRED, "use_ref_model": True, "loss_type": "apo_zero_unpaired"}),
+    (BCO, unpaired, {}, {**UNPAIRED, "use_ref_model": False}),
     (
-        LigerFusedLinearGRPOLoss,
+        GRPO,
         policy,
         {},
         {
@@ -180,43 +166,23 @@ CASES = [
             "entropy_coef": 0.2,
         },
     ),
+    (GRPO, policy, {"loss_type": "dr_grpo", "max_completion_length": 9}, {"max_completion_length": 3}),
+    (GRPO, policy, {"loss_type": "sapo"}, {"sapo_temperature_pos": 0.5, "sapo_temperature_neg": 0.5}),
     (
-        LigerFusedLinearGRPOLoss,
-        policy,
-        {"loss_type": "dr_grpo", "max_completion_length": 9},
-        {"max_completion_length": 3},
-    ),
-    (
-        LigerFusedLinearGRPOLoss,
-        policy,
-        {"loss_type": "sapo"},
-        {"sapo_temperature_pos": 0.5, "sapo_temperature_neg": 0.5},
-    ),
-    (
-        LigerFusedLinearGRPOLoss,
+        GRPO,
         policy,
         {"loss_type": "vespo"},
         {"vespo_k_pos": 1.5, "vespo_lambda_pos": 2.5, "vespo_k_neg": 2.5, "vespo_lambda_neg": 1.5},
     ),
     (generic, distillation, {"temperature": 1.5}, {**DISTILLATION, "divergence": Divergence.reverse_kl()}),
     (generic, from_sparse, {"temperature": 1.5}, {**DISTILLATION, "divergence": Divergence.reverse_kl()}),
-    (
-        LigerFusedLinearJSDLoss,
-        distillation,
-        {"beta": 0.2, "temperature": 1.5},
-        {"beta": 0.7, "convention": "interpolated", **DISTILLATION},
-    ),
-    (LigerFusedLinearKLLoss, distillation, {}, {"skew": 0.3, "weight_hard_loss": 0.9}),
-    (LigerFusedLinearReverseKLLoss, distillation, {}, {"skew": 0.3, "weight_hard_loss": 0.9}),
-    (LigerFusedLinearTVDLoss, distillation, {}, {"weight_hard_loss": 0.9}),
+    (JSD, distillation, {"beta": 0.2, "temperature": 1.5}, {"beta": 0.7, "convention": "interpolated", **DISTILLATION}),
+    (KL, distillation, {}, {"skew": 0.3, "weight_hard_loss": 0.9}),
+    (ReverseKL, distillation, {}, {"skew": 0.3, "weight_hard_loss": 0.9}),
+    (TVD, distillation, {}, {"weight_hard_loss": 0.9}),
     (skewed, distillation, {}, {"alpha": 0.5, "beta": 0.2, "weight_hard_loss": 0.9}),
-    (LigerFusedLinearCosineSimilarityLoss, distillation, {}, {"beta": 0.7, "weight_hard_loss": 0.9}),
-    (
-        LigerFusedLinearMiniLLMLoss,
-        distillation,
-        {},
-        {"gamma": 0.5, "length_normalization": False, "single_step": False, "softcap": 2.0},
-    ),
+    (Cosine, distillation, {}, {"beta": 0.7, "weight_hard_loss": 0.9}),
+    (MiniLLM, distillation, {}, {"gamma": 0.5, "length_normalization": False, "single_step": False, "softcap": 2.0}),
 ]
 CHANGES = [(b, c, given, n, v) for b, c, given, options in CASES for n, v in options.items()]
 IDS = [
@@ -241,8 +207,6 @@ def test_setting_an_option_equals_building_with_it(build, call, given, name, val
     assert changed, "the option changes nothing here, so that this test shows nothing"
 
 
-CE, DPO, CPO = LigerFusedLinearCrossEntropyLoss, LigerFusedLinearDPOLoss, LigerFusedLinearCPOLoss
-GRPO, JSD, KL = LigerFusedLinearGRPOLoss, LigerFusedLinearJSDLoss, LigerFusedLinearKLLoss
 #: Losses, options with a value that does not fit, and the errors.
 WRONG_VALUES = [
     (CE, {"reduction": "average"}, "mean, sum, none"),
@@ -268,11 +232,11 @@ WRONG_VALUES = [
     (DPO, {"discopop_tau": 0.0}, "discopop_tau"),
     (CPO, {"loss_type": "alphapo"}, "reward_alpha"),
     (CPO, {"use_ref_model": True}, "leave out use_ref_model"),
-    (LigerFusedLinearORPOLoss, {"use_ref_model": True}, "leave out use_ref_model"),
-    (LigerFusedLinearSimPOLoss, {"use_ref_model": True}, "leave out use_ref_model"),
-    (LigerFusedLinearKTOLoss, {"loss_type": "bco"}, "loss_type"),
-    (LigerFusedLinearKTOLoss, {"desirable_weight": -1.0}, "desirable_weight"),
-    (LigerFusedLinearBCOLoss, {"desirable_weight": -1.0}, "desirable_weight"),
+    (ORPO, {"use_ref_model": True}, "leave out use_ref_model"),
+    (SimPO, {"use_ref_model": True}, "leave out use_ref_model"),
+    (KTO, {"loss_type": "bco"}, "loss_type"),
+    (KTO, {"desirable_weight": -1.0}, "desirable_weight"),
+    (BCO, {"desirable_weight": -1.0}, "desirable_weight"),
     (GRPO, {"loss_type": "grpoo"}, "unknown loss_type"),
     (GRPO, {"loss_type": "dr_grpo"}, "max_completion_length"),
     (GRPO, {"loss_type": "dr_grpo", "max_completion_length": "a"}, "max_completion_length"),
@@ -302,10 +266,10 @@ WRONG_VALUES = [
     (KL, {"tail": "rest"}, "unknown tail"),
     (KL, {"entry_limit": 0.0}, "entry_limit"),
     (KL, {"entry_limit": 0.1, "skew": 0.1}, "take a limit"),
-    (LigerFusedLinearAlphaBetaLoss, {"alpha": 0.0, "beta": 0.0}, "must"),
-    (LigerFusedLinearMiniLLMLoss, {"gamma": 1.5}, "gamma must lie in"),
-    (LigerFusedLinearMiniLLMLoss, {"temperature": 2.0}, "temperature must be"),
-    (LigerFusedLinearMiniLLMLoss, {"weight_hard_loss": 0.5}, "has no cross-entropy"),
+    (AlphaBeta, {"alpha": 0.0, "beta": 0.0}, "must"),
+    (MiniLLM, {"gamma": 1.5}, "gamma must lie in"),
+    (MiniLLM, {"temperature": 2.0}, "temperature must be"),
+    (MiniLLM, {"weight_hard_loss": 0.5}, "has no cross-entropy"),
 ]
 WRONG_TYPES = [
     (CE, {"ignore_index": 1.5}, "must be an integer"),
@@ -332,9 +296,9 @@ def test_a_value_that_does_not_fit_raises_and_changes_nothing(build, options, me
 def test_what_follows_from_attributes_cannot_be_set():
     for name in ("transform", "options"):
         with pytest.raises(AttributeError):
-            setattr(LigerFusedLinearDPOLoss(), name, None)
+            setattr(DPO(), name, None)
     with pytest.raises(AttributeError):
-        LigerFusedLinearJSDLoss().divergence = Divergence.reverse_kl()
+        JSD().divergence = Divergence.reverse_kl()
 
 
 def test_a_subclass_may_assign_an_attribute_twice_before_the_options_are_there():
@@ -351,20 +315,20 @@ def test_a_subclass_may_assign_an_attribute_twice_before_the_options_are_there()
 
 
 def test_how_to_stream_is_read_at_each_call():
-    for build in (LigerFusedLinearCrossEntropyLoss, LigerFusedLinearDPOLoss, LigerFusedLinearJSDLoss):
+    for build in (CE, DPO, JSD):
         loss = build()
         loss.workspace, loss.backend, loss.compact, loss.accum_dtype = 10**6, "torch", False, torch.float32
         options = loss.options
         assert (options.workspace, options.backend, options.compact) == (10**6, "torch", False)
         assert options.accum_dtype == torch.float32
-    loss = LigerFusedLinearCrossEntropyLoss()
+    loss = CE()
     loss.workspace = 100
     with pytest.raises(ValueError, match="workspace=100"):
         cross_entropy(loss)
 
 
 def test_an_option_of_a_divergence_that_a_subclass_computes():
-    class Annealed(LigerFusedLinearJSDLoss):
+    class Annealed(JSD):
         share = 0.9
 
         @property
@@ -376,9 +340,9 @@ def test_an_option_of_a_divergence_that_a_subclass_computes():
             pass
 
     loss = Annealed()
-    assert loss.divergence == LigerFusedLinearJSDLoss(beta=0.9).divergence
+    assert loss.divergence == JSD(beta=0.9).divergence
     loss.share = 0.3
-    assert loss.divergence == LigerFusedLinearJSDLoss(beta=0.3).divergence
+    assert loss.divergence == JSD(beta=0.3).divergence
 
 
 def test_options_that_a_subclass_computes_are_read_at_each_call():
@@ -408,7 +372,7 @@ def test_options_that_a_subclass_computes_are_read_at_each_call():
 
 
 def test_an_adaptive_coefficient_may_be_set():
-    loss = LigerFusedLinearGRPOLoss()
+    loss = GRPO()
     loss.entropy_coef = AdaptiveEntropy(0.1, target=1.0)
     policy(loss)
     loss.entropy_coef.step()
@@ -419,14 +383,14 @@ def test_an_adaptive_coefficient_may_be_set():
 
 
 HEADS = [
-    (LigerFusedLinearCrossEntropyLoss(softcap=4.0), cross_entropy),
-    (LigerFusedLinearDPOLoss(softcap=4.0), pairs),
-    (LigerFusedLinearORPOLoss(softcap=4.0), pairs),
-    (LigerFusedLinearKTOLoss(use_ref_model=True, softcap=4.0), unpaired),
-    (LigerFusedLinearGRPOLoss(softcap=4.0), policy),
-    (LigerFusedLinearJSDLoss(softcap=4.0), distillation),
-    (LigerFusedLinearKLLoss(softcap=4.0), from_sparse),
-    (LigerFusedLinearMiniLLMLoss(softcap=4.0), distillation),
+    (CE(softcap=4.0), cross_entropy),
+    (DPO(softcap=4.0), pairs),
+    (ORPO(softcap=4.0), pairs),
+    (KTO(use_ref_model=True, softcap=4.0), unpaired),
+    (GRPO(softcap=4.0), policy),
+    (JSD(softcap=4.0), distillation),
+    (KL(softcap=4.0), from_sparse),
+    (MiniLLM(softcap=4.0), distillation),
 ]
 HEAD_IDS = [f"{type(loss).__name__}-{call.__name__}" for loss, call in HEADS]
 
@@ -464,14 +428,11 @@ def test_each_head_is_made_once(loss, call, monkeypatch):
 
 def test_native_forms_take_heads():
     sides = [Completions(HIDDEN[rows], LABELS[rows], REF_HIDDEN[rows]) for rows in (slice(2), slice(2, None))]
-    for loss, extra in (
-        (LigerFusedLinearDPOLoss(), {}),
-        (LigerFusedLinearKTOLoss(use_ref_model=True), {"kl_completions": sides[0]}),
-    ):
+    for loss, extra in ((DPO(), {}), (KTO(use_ref_model=True), {"kl_completions": sides[0]})):
         expected = loss(WEIGHT, *sides, bias=BIAS, ref_weight=REF_WEIGHT, ref_bias=BIAS, **extra)[0]
         found = loss(Head(WEIGHT, BIAS), *sides, ref_weight=linear_of(REF_WEIGHT, BIAS), **extra)[0]
         torch.testing.assert_close(found, expected)
-    jsd = LigerFusedLinearJSDLoss()
+    jsd = JSD()
     like_liger = jsd(HIDDEN, linear_of(WEIGHT, BIAS), TEACHER_HIDDEN, Head(TEACHER_WEIGHT, BIAS), LABELS)
     torch.testing.assert_close(like_liger, jsd(WEIGHT, HIDDEN, LABELS, teacher(bias=BIAS), bias=BIAS)[0])
 
@@ -484,7 +445,7 @@ def test_a_teachers_head():
     assert made.vocab_size == V
     assert teacher(bias=BIAS).head.bias is BIAS
     with pytest.raises(ValueError, match="teacher's head has temperature 2"):
-        distillation(LigerFusedLinearJSDLoss(), other=Head(TEACHER_WEIGHT, transform=LogitTransform(2.0)))
+        distillation(JSD(), other=Head(TEACHER_WEIGHT, transform=LogitTransform(2.0)))
 
 
 # --- Copies, signatures -----------------------------------------------------------------------------------------------
@@ -503,7 +464,7 @@ def test_a_copy_has_options_of_its_own(build, call, copied):
 
 
 def test_options_are_frozen_and_read_by_name():
-    loss = LigerFusedLinearDPOLoss(beta=0.3, ld_alpha=0.5)
+    loss = DPO(beta=0.3, ld_alpha=0.5)
     assert (loss.settings.beta, loss.beta, loss.ld_alpha) == (0.3, 0.3, 0.5)
     with pytest.raises(dataclasses.FrozenInstanceError):
         loss.settings.beta = 0.4
@@ -514,13 +475,10 @@ def test_options_are_frozen_and_read_by_name():
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (
-            lambda: LigerFusedLinearDPOLoss(*[1] * 12),
-            "takes at most 11 options by position, got 12: ignore_index, beta",
-        ),
-        (lambda: LigerFusedLinearDPOLoss(-100, ignore_index=-1), "was given ignore_index by position and by name"),
-        (lambda: LigerFusedLinearGRPOLoss(average_log_prob=True), "has no option 'average_log_prob'"),
-        (lambda: LigerFusedLinearAlphaBetaLoss(), "alpha"),
+        (lambda: DPO(*[1] * 12), "takes at most 11 options by position, got 12: ignore_index, beta"),
+        (lambda: DPO(-100, ignore_index=-1), "was given ignore_index by position and by name"),
+        (lambda: GRPO(average_log_prob=True), "has no option 'average_log_prob'"),
+        (lambda: AlphaBeta(), "alpha"),
     ],
 )
 def test_wrong_options(call, message):
@@ -529,13 +487,13 @@ def test_wrong_options(call, message):
 
 
 def test_signatures_list_every_option():
-    parameters = inspect.signature(LigerFusedLinearDPOLoss).parameters
+    parameters = inspect.signature(DPO).parameters
     assert list(parameters)[:3] == ["ignore_index", "beta", "alpha"]
     assert (parameters["beta"].default, parameters["workspace"].default) == (0.1, None)
     assert parameters["workspace"].kind is inspect.Parameter.KEYWORD_ONLY
-    assert next(iter(inspect.signature(LigerFusedLinearDPOLoss()).parameters)) != "ignore_index"
+    assert next(iter(inspect.signature(DPO()).parameters)) != "ignore_index"
 
-    class Own(LigerFusedLinearJSDLoss):
+    class Own(JSD):
         def __init__(self, floor=0.0, **options):
             self.floor = floor
             super().__init__(**options)

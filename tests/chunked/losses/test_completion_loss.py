@@ -3,40 +3,33 @@
 import pytest
 import torch
 
-from liger_losses import (
-    Completions,
-    Head,
-    LigerFusedLinearDPOLoss,
-    LigerFusedLinearGRPOLoss,
-    LigerFusedLinearKTOLoss,
-    LigerFusedLinearORPOLoss,
-    LogitTransform,
-)
+from liger_losses import Completions, Head, LogitTransform
 from liger_losses.chunked.engine.tokens import Counting
+from tests.losses import DPO, GRPO, KTO, ORPO
 from tests.reference import problem
 
 
 def test_ligers_chunk_size_of_completions_does_not_size_blocks():
-    for loss in (LigerFusedLinearDPOLoss(chunk_size=1), LigerFusedLinearGRPOLoss(chunk_size=1)):
+    for loss in (DPO(chunk_size=1), GRPO(chunk_size=1)):
         assert loss.chunk_size == 1
         assert loss.options.chunk_size is None
 
 
 def dpo(hidden, weight, labels):
-    return LigerFusedLinearDPOLoss()(weight, hidden, labels, None, hidden, weight)
+    return DPO()(weight, hidden, labels, None, hidden, weight)
 
 
 def orpo(hidden, weight, labels):
-    return LigerFusedLinearORPOLoss()(weight, hidden, labels)
+    return ORPO()(weight, hidden, labels)
 
 
 def kto(hidden, weight, labels):
-    loss, marks = LigerFusedLinearKTOLoss(use_ref_model=True), torch.tensor([True, False])
+    loss, marks = KTO(use_ref_model=True), torch.tensor([True, False])
     return loss(hidden, weight, labels, None, marks, hidden, weight, kl=0.3)
 
 
 def grpo(hidden, weight, labels):
-    loss, ids, mask = LigerFusedLinearGRPOLoss(), labels.clamp(min=0), labels >= 0
+    loss, ids, mask = GRPO(), labels.clamp(min=0), labels >= 0
     return loss(hidden, weight, ids, mask, torch.tensor([1.0, -1.0]), ref_input=hidden, ref_weight=weight)
 
 
@@ -66,7 +59,7 @@ def test_a_temperature_of_each_token_divides_policy_and_reference_in_every_form(
         given = {} if divided else {"temperature": t[part]}
         return Completions(hidden[part] / by, labels[part], ref[part] / by, **given)
 
-    pairs, unpaired = LigerFusedLinearDPOLoss(compute_nll_loss=True), LigerFusedLinearKTOLoss(use_ref_model=True)
+    pairs, unpaired = DPO(compute_nll_loss=True), KTO(use_ref_model=True)
     marks, first, second = torch.tensor([True, False, True, False]), slice(2), slice(2, None)
     by = t[..., None]
     for ours, expected in (
@@ -93,7 +86,7 @@ def test_a_temperature_of_each_token_divides_policy_and_reference_in_every_form(
 
 def test_a_temperature_that_does_not_fit_completions_is_an_error():
     hidden, weight, labels = (part.detach() for part in problem(shape=(4, 5))[:3])
-    t, loss = torch.ones(labels.shape, dtype=hidden.dtype), LigerFusedLinearDPOLoss(use_ref_model=False)
+    t, loss = torch.ones(labels.shape, dtype=hidden.dtype), DPO(use_ref_model=False)
     one, other = Completions(hidden[:2], labels[:2], temperature=t[:2]), Completions(hidden[2:], labels[2:])
     with pytest.raises(ValueError, match="give temperature for both the chosen and the rejected"):
         loss(weight, one, other)
@@ -102,6 +95,6 @@ def test_a_temperature_that_does_not_fit_completions_is_an_error():
     with pytest.raises(ValueError, match="one for each hidden state"):
         loss(weight, hidden, labels, temperature=t[:, 0])
     with pytest.raises(ValueError, match="given twice: the loss was built with 2.0"):
-        LigerFusedLinearDPOLoss(use_ref_model=False, temperature=2.0)(weight, hidden, labels, temperature=t)
+        DPO(use_ref_model=False, temperature=2.0)(weight, hidden, labels, temperature=t)
     with pytest.raises(ValueError, match="given twice: with the completions, and by a head"):
         loss(Head(weight, transform=LogitTransform(2.0)), hidden, labels, temperature=t)

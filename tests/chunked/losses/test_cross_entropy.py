@@ -4,8 +4,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from liger_losses import CrossEntropyOutput, LigerFusedLinearCrossEntropyLoss
+from liger_losses import CrossEntropyOutput
 from liger_losses.chunked.engine import tokens
+from tests.losses import CE
 from tests.reference import assert_as_exact_as_plain, double, plain_logits, plain_statistics, problem, small_calls
 
 OPTIONS = [
@@ -14,13 +15,7 @@ OPTIONS = [
     {"lse_square_scale": 1e-2},
     {"softcap": 3.0},
     {"ce_weight": True},
-    {
-        "ce_weight": True,
-        "label_smoothing": 0.2,
-        "lse_square_scale": 1e-2,
-        "softcap": 3.0,
-        "accum_dtype": torch.float32,
-    },
+    {"ce_weight": True, "label_smoothing": 0.2, "lse_square_scale": 1e-2, "softcap": 3.0, "accum_dtype": torch.float32},
     {"use_token_scaling": True, "lse_square_scale": 1e-2},
     {"token_weights": True},
     {"token_weights": True, "ce_weight": True, "label_smoothing": 0.1},
@@ -92,7 +87,7 @@ def test_equals_the_definition(dtype, options, bias, reduction, monkeypatch):
     # fp64: the denominators are sums of fp32 ones, weights in fp64
     floor = 1e-12 if dtype == torch.float64 else None
     for few in (False, True):
-        loss_module = LigerFusedLinearCrossEntropyLoss(**build, reduction=reduction, chunk_size=None if few else 11)
+        loss_module = CE(**build, reduction=reduction, chunk_size=None if few else 11)
         with small_calls(1e30 if few else 0.0), monkeypatch.context() as patched:
             if few:
                 patched.setattr(tokens, "label_facts", None)
@@ -109,7 +104,7 @@ def test_what_else_it_returns():
     hidden, weight, labels, _ = problem(20, 8, 5)
     labels[0] = -100
     for reduction in ("mean", "none"):
-        out = LigerFusedLinearCrossEntropyLoss(
+        out = CE(
             lse_square_scale=0.1,
             reduction=reduction,
             return_z_loss=True,
@@ -133,16 +128,14 @@ def test_what_else_it_returns():
 
 def test_return_z_loss_without_a_z_loss_is_zero():
     hidden, weight, labels, _ = problem()
-    assert LigerFusedLinearCrossEntropyLoss(return_z_loss=True)(weight, hidden, labels).z_loss == 0
+    assert CE(return_z_loss=True)(weight, hidden, labels).z_loss == 0
 
 
 @pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
 def test_a_fully_masked_batch_has_loss_and_gradient_zero(reduction):
     hidden, weight, labels, _ = problem()
     labels[:] = -100
-    module = LigerFusedLinearCrossEntropyLoss(
-        reduction=reduction, label_smoothing=0.1, ce_weight=torch.rand(61), return_token_accuracy=True
-    )
+    module = CE(reduction=reduction, label_smoothing=0.1, ce_weight=torch.rand(61), return_token_accuracy=True)
     loss = module(weight, hidden, labels).loss.sum()
     loss.backward()
     assert loss == 0
@@ -153,13 +146,13 @@ def test_a_fully_masked_batch_has_loss_and_gradient_zero(reduction):
 def test_other_ignore_index_and_batched_shapes_and_shift():
     hidden, weight, labels, _ = problem(shape=(3, 8), masked=0.0)
     labels[:, :4] = 7
-    ours = LigerFusedLinearCrossEntropyLoss(ignore_index=7, shift=True)(weight, hidden, labels)
+    ours = CE(ignore_index=7, shift=True)(weight, hidden, labels)
     logits = (hidden @ weight.t())[:, :-1].reshape(-1, 61)
     torch.testing.assert_close(ours, F.cross_entropy(logits, labels[:, 1:].reshape(-1), ignore_index=7))
 
 
 def test_ce_weight_moves_with_the_module_and_is_not_saved():
-    module = LigerFusedLinearCrossEntropyLoss(ce_weight=torch.ones(3)).to(torch.float64)
+    module = CE(ce_weight=torch.ones(3)).to(torch.float64)
     assert module.ce_weight.dtype == torch.float64
     assert module.state_dict() == {}
 
@@ -169,7 +162,7 @@ def test_ce_weight_moves_with_the_module_and_is_not_saved():
 def test_token_weights_are_constants(dtype, reduction):
     hidden, weight, labels, _ = problem(dtype=dtype)
     weights = torch.rand(13, requires_grad=True)
-    loss = LigerFusedLinearCrossEntropyLoss(reduction=reduction)(weight, hidden, labels, token_weights=weights)
+    loss = CE(reduction=reduction)(weight, hidden, labels, token_weights=weights)
     loss.sum().backward()
     assert weights.grad is None
 
@@ -180,7 +173,7 @@ def test_token_weights_of_another_dtype(dtype, of_weights, heads):
     hidden, weight, labels, _ = problem(dtype=dtype)
     weights = torch.rand(13, dtype=torch.float64).to(of_weights)
     given = hidden if heads == 1 else [hidden] * heads
-    loss = LigerFusedLinearCrossEntropyLoss()(weight, given, labels, token_weights=weights, num_items_in_batch=7)
+    loss = CE()(weight, given, labels, token_weights=weights, num_items_in_batch=7)
     loss = loss if heads == 1 else loss[0]
     exact_inputs = double(hidden, weight)
     exact = -heads * (weights * plain_statistics(*exact_inputs, labels)["logp"]).sum() / 7
@@ -199,7 +192,7 @@ def test_what_fp64_calls_divide_by_is_fp64(weighted, heads):
     weights = torch.rand(3000) if weighted != "classes" else None
     classes = torch.rand(50) if weighted != "tokens" else None
     given = hidden if heads == 1 else [hidden] * heads
-    loss = LigerFusedLinearCrossEntropyLoss(classes, lse_square_scale=0.1)(weight, given, labels, token_weights=weights)
+    loss = CE(classes, lse_square_scale=0.1)(weight, given, labels, token_weights=weights)
     call = {} if weights is None else {"token_weights": weights.double()}
     build = {"lse_square_scale": 0.1} | ({} if classes is None else {"ce_weight": classes.double()})
     exact = heads * plain_cross_entropy(hidden, weight, labels, None, build, call, "mean")
@@ -210,7 +203,7 @@ def test_what_fp64_calls_divide_by_is_fp64(weighted, heads):
 def test_no_items_in_the_batch(compact):
     hidden, weight, labels, _ = problem()
     labels[:] = -100
-    loss = LigerFusedLinearCrossEntropyLoss(compact=compact)(weight, hidden, labels, num_items_in_batch=0)
+    loss = CE(compact=compact)(weight, hidden, labels, num_items_in_batch=0)
     loss.backward()
     assert loss == 0
     assert (hidden.grad == 0).all()

@@ -12,12 +12,6 @@ from liger_losses import (
     Divergence,
     EngineOptions,
     Head,
-    LigerFusedLinearAlphaBetaLoss,
-    LigerFusedLinearCosineSimilarityLoss,
-    LigerFusedLinearJSDLoss,
-    LigerFusedLinearKLLoss,
-    LigerFusedLinearReverseKLLoss,
-    LigerFusedLinearTVDLoss,
     Teacher,
     TeacherLogits,
     TeacherTopK,
@@ -25,6 +19,7 @@ from liger_losses import (
     linear_divergence_loss,
 )
 from liger_losses.chunked.losses.softmax_divergences import JSD_CONVENTIONS
+from tests.losses import JSD, KL, TVD, AlphaBeta, Cosine, ReverseKL
 from tests.reference import assert_as_exact_as_plain, relative_error, rounding
 
 BACKENDS = ("torch", "triton")
@@ -167,7 +162,7 @@ def test_the_hard_loss_is_the_same_for_dense_and_sparse_teachers():
     mask, head = labels != -100, Head(weight, bias)
     expected = F.cross_entropy(F.linear(hidden, weight, bias)[mask], labels[mask])
     found = [
-        LigerFusedLinearKLLoss()(head, hidden, labels, given)[1]
+        KL()(head, hidden, labels, given)[1]
         for given in (Teacher(*teacher), TeacherTopK(logps, indices, tail="renormalize"))
     ]
     for metrics in found:
@@ -186,7 +181,7 @@ def test_the_hard_loss_is_the_same_for_dense_and_sparse_teachers():
 def test_transforms_of_both_models(options):
     hidden, weight, bias, labels, *teacher = problem()
     theirs = {"softcap": 2.0, "logit_scale": 1.1}
-    loss = LigerFusedLinearJSDLoss(temperature=1.7, temperature_squared=True, **options)
+    loss = JSD(temperature=1.7, temperature_squared=True, **options)
     value, _ = loss(weight, hidden, labels, Teacher(*teacher, **theirs), bias=bias)
 
     def logits(projected, logit_scale=1.0, softcap=None):
@@ -208,7 +203,7 @@ def test_transforms_of_both_models(options):
 def test_what_needs_no_gradient_gets_none(frozen):
     given = problem()
     inputs = [t.detach().requires_grad_(i not in frozen) for i, t in enumerate(given[:3])]
-    value, _ = LigerFusedLinearJSDLoss()(inputs[1], inputs[0], given[3], Teacher(*given[4:]), bias=inputs[2])
+    value, _ = JSD()(inputs[1], inputs[0], given[3], Teacher(*given[4:]), bias=inputs[2])
     expected = plain("JSD", *given, 0.5, 0.5, 1.0)
     torch.testing.assert_close(value.detach(), expected.detach())
     assert value.requires_grad == (len(frozen) < 3)
@@ -226,7 +221,7 @@ def test_no_tokens():
     for given in (torch.full_like(labels, -100), labels[:0]):
         rows = len(given)
         h = hidden.detach()[:rows].requires_grad_()
-        value, _ = LigerFusedLinearJSDLoss()(weight, h, given, Teacher(teacher[0][:rows], *teacher[1:]), bias=bias)
+        value, _ = JSD()(weight, h, given, Teacher(teacher[0][:rows], *teacher[1:]), bias=bias)
         grads = torch.autograd.grad(value, (h, weight, bias))
         assert value == 0
         assert all((g == 0).all() for g in grads)
@@ -240,7 +235,7 @@ def test_close_teachers_keep_their_digits():
     labels = torch.zeros(40, dtype=torch.long)
     for distance in (1e-1, 1e-2, 1e-3):
         hidden = (teacher + distance * torch.randn(40, 64, generator=g)).requires_grad_()
-        loss, _ = LigerFusedLinearJSDLoss(0.0, 1.0)(weight, hidden, labels, Teacher(teacher, weight))
+        loss, _ = JSD(0.0, 1.0)(weight, hidden, labels, Teacher(teacher, weight))
         (ours,) = torch.autograd.grad(loss, hidden)
         double = hidden.detach().double().requires_grad_()
         log_p, log_q = (t @ weight.double().t() for t in (double, teacher.double()))
@@ -254,17 +249,17 @@ def test_close_teachers_keep_their_digits():
 @pytest.mark.parametrize(
     ("loss", "expected"),
     [
-        (LigerFusedLinearJSDLoss(beta=0.0), Divergence.forward_kl()),
-        (LigerFusedLinearJSDLoss(beta=1.0, convention="interpolated"), Divergence.reverse_kl()),
-        (LigerFusedLinearJSDLoss(beta=0.3, convention="interpolated"), Divergence.mixture(0.3, 0.7, 0.3)),
-        (LigerFusedLinearKLLoss(), Divergence.forward_kl()),
-        (LigerFusedLinearKLLoss(skew=0.1), Divergence.mixture(0.1, 1.0, 0.0)),
-        (LigerFusedLinearReverseKLLoss(), Divergence.reverse_kl()),
-        (LigerFusedLinearReverseKLLoss(skew=0.25), Divergence.mixture(0.75, 0.0, 1.0)),
-        (LigerFusedLinearTVDLoss(), Divergence.total_variation()),
-        (LigerFusedLinearAlphaBetaLoss(0.2, 0.7), Divergence.alpha_beta(0.2, 0.7)),
-        (LigerFusedLinearAlphaBetaLoss(0.25), Divergence.alpha_beta(0.25, 0.75)),
-        (LigerFusedLinearAlphaBetaLoss(1.0), Divergence.alpha_beta(1.0, 0.0)),
+        (JSD(beta=0.0), Divergence.forward_kl()),
+        (JSD(beta=1.0, convention="interpolated"), Divergence.reverse_kl()),
+        (JSD(beta=0.3, convention="interpolated"), Divergence.mixture(0.3, 0.7, 0.3)),
+        (KL(), Divergence.forward_kl()),
+        (KL(skew=0.1), Divergence.mixture(0.1, 1.0, 0.0)),
+        (ReverseKL(), Divergence.reverse_kl()),
+        (ReverseKL(skew=0.25), Divergence.mixture(0.75, 0.0, 1.0)),
+        (TVD(), Divergence.total_variation()),
+        (AlphaBeta(0.2, 0.7), Divergence.alpha_beta(0.2, 0.7)),
+        (AlphaBeta(0.25), Divergence.alpha_beta(0.25, 0.75)),
+        (AlphaBeta(1.0), Divergence.alpha_beta(1.0, 0.0)),
     ],
 )
 def test_named_losses(loss, expected):
@@ -291,14 +286,14 @@ def test_equals_trl(beta):
     hidden, weight, bias, labels, *teacher = problem(torch.float32)
     student, theirs = F.linear(hidden, weight, bias), F.linear(*teacher)
     expected = peer.GKDTrainer.generalized_jsd_loss(student, theirs, labels, beta=beta, temperature=2.0)
-    loss = LigerFusedLinearJSDLoss(0.0, 1.0, beta, temperature=2.0)
+    loss = JSD(0.0, 1.0, beta, temperature=2.0)
     value, _ = loss(weight, hidden, labels, Teacher(*teacher), bias=bias)
     torch.testing.assert_close(value, expected, rtol=1e-5, atol=1e-6)
 
 
 def test_bad_input_is_refused():
     hidden, weight, _, labels, states, rows, theirs = problem(torch.float32)
-    loss, good = LigerFusedLinearJSDLoss(), Teacher(states, rows, theirs)
+    loss, good = JSD(), Teacher(states, rows, theirs)
 
     def refuses(message, teacher=good, error=ValueError, **changed):
         given = {"weight": weight, "hidden": hidden, "labels": labels, **changed}
@@ -325,9 +320,9 @@ def test_bad_input_is_refused():
     with pytest.raises(ValueError, match="given twice"):
         loss(weight, hidden, labels, good, teacher=good)
     with pytest.raises(ValueError, match="cosine needs"):
-        LigerFusedLinearCosineSimilarityLoss()(weight, hidden, labels, TeacherTopK(logps, indices))
+        Cosine()(weight, hidden, labels, TeacherTopK(logps, indices))
     with pytest.raises(ValueError, match="too small"):
-        LigerFusedLinearJSDLoss(workspace=5000)(weight, hidden, labels, good)
+        JSD(workspace=5000)(weight, hidden, labels, good)
     with pytest.raises(ValueError, match="has shape"):
         linear_divergence_loss(
             hidden,

@@ -6,14 +6,9 @@ import pytest
 import torch
 
 import liger_losses
-from liger_losses import (
-    DistillationLoss,
-    Divergence,
-    LigerFusedLinearJSDLoss,
-    LigerFusedLinearKLLoss,
-    Teacher,
-)
+from liger_losses import DistillationLoss, Divergence, Teacher
 from tests.chunked.engine.test_stream_gpu import MiB
+from tests.losses import JSD, KL
 from tests.reference import assert_as_exact_as_plain
 
 pytestmark = pytest.mark.gpu
@@ -59,11 +54,9 @@ def test_distillation_stays_under_its_workspace_and_repeats_itself():
     teacher = Teacher(hidden.detach().roll(1, 0), weight.detach().roll(1, 0))
     labels = torch.randint(50257, (4096,), device="cuda")
     for workspace in (None, 24 * MiB):  # cuBLAS allocates its own workspaces at the first call, and on a second stream
-        LigerFusedLinearJSDLoss(workspace=workspace)(weight, hidden, labels, teacher)
+        JSD(workspace=workspace)(weight, hidden, labels, teacher)
     # The smaller ones in tiles of the vocabulary, whose sums are cut by the processors alone.
-    for workspace, kind in itertools.product(
-        (24 * MiB, 64 * MiB, 300 * MiB, None), (LigerFusedLinearJSDLoss, LigerFusedLinearKLLoss)
-    ):
+    for workspace, kind in itertools.product((24 * MiB, 64 * MiB, 300 * MiB, None), (JSD, KL)):
         loss, results = kind(0.0, 1.0, workspace=workspace), []
         for _ in range(2):
             before = torch.cuda.memory_allocated()
@@ -95,9 +88,7 @@ def test_the_largest_log_probabilities(k):
 
 
 @pytest.mark.parametrize(
-    "options",
-    [{"top_k": 64, "tail": "none"}, {"top_k": 64, "top_k_of": "teacher"}, {"entry_limit": 0.05}, {}],
-    ids=str,
+    "options", [{"top_k": 64, "tail": "none"}, {"top_k": 64, "top_k_of": "teacher"}, {"entry_limit": 0.05}, {}], ids=str
 )
 def test_distillation_on_the_students_tokens(options):
     """As on a CPU in float64."""

@@ -6,8 +6,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from liger_losses import LigerFusedLinearDPOLoss
 from liger_losses.chunked.losses.dpo import DPO_LOSSES, F_DIVERGENCES
+from tests.losses import DPO
 from tests.reference import plain_statistics, problem
 
 B, T, H, V = 3, 9, 12, 37
@@ -79,9 +79,7 @@ def test_dpo_equals_its_formula(name):
     nll = -logp[:B].sum() / lengths[:B].sum()
     w, l = (policy - ref).chunk(2)
     exact = formula(name, w, l, policy, ref, lengths, nll, 0.1).mean() + 0.5 * nll
-    module = LigerFusedLinearDPOLoss(
-        beta=BETA, loss_type=name, label_smoothing=0.1, compute_nll_loss=True, alpha=0.5, chunk_size=1
-    )
+    module = DPO(beta=BETA, loss_type=name, label_smoothing=0.1, compute_nll_loss=True, alpha=0.5, chunk_size=1)
     ours, metrics = module(weight, hidden, labels, None, ref_hidden, ref_weight)
     torch.testing.assert_close(ours, exact)
     torch.testing.assert_close(
@@ -100,8 +98,8 @@ def test_several_losses_at_once():
     args = batch()
     args = (args[1], args[0], args[2], None, args[3], args[4])
     names, weights = ("sigmoid", "sft", "bco_pair"), (0.8, 1.0, 0.2)
-    together = LigerFusedLinearDPOLoss(loss_type=names, loss_weights=weights)(*args)[0]
-    apart = sum(x * LigerFusedLinearDPOLoss(loss_type=n)(*args)[0] for n, x in zip(names, weights, strict=True))
+    together = DPO(loss_type=names, loss_weights=weights)(*args)[0]
+    apart = sum(x * DPO(loss_type=n)(*args)[0] for n, x in zip(names, weights, strict=True))
     torch.testing.assert_close(together, apart)
 
 
@@ -119,7 +117,7 @@ def test_f_divergences(divergence, derivative):
     _, policy, _ = sums(hidden, weight, labels)
     _, ref, _ = sums(ref_hidden, ref_weight, labels)
     w, l = derivative((policy - ref).exp()).chunk(2)
-    module = LigerFusedLinearDPOLoss(beta=BETA, f_divergence_type=divergence, f_alpha_divergence_coef=0.4)
+    module = DPO(beta=BETA, f_divergence_type=divergence, f_alpha_divergence_coef=0.4)
     ours = module(weight, hidden, labels, None, ref_hidden, ref_weight)[0]
     torch.testing.assert_close(ours, -F.logsigmoid(BETA * (w - l)).mean())
 
@@ -139,7 +137,7 @@ def test_length_desensitised():
         at = [t for t in range(T) if labels[row, t] != -100]
         ratio.append(sum((logp - ref)[row, t] * (1.0 if i < shared else 0.25) for i, t in enumerate(at)))
     w, l = torch.stack(ratio).chunk(2)
-    ours = LigerFusedLinearDPOLoss(beta=BETA, ld_alpha=0.25)(weight, hidden, labels, None, ref_hidden, ref_weight)[0]
+    ours = DPO(beta=BETA, ld_alpha=0.25)(weight, hidden, labels, None, ref_hidden, ref_weight)[0]
     torch.testing.assert_close(ours, -F.logsigmoid(BETA * (w - l)).mean())
 
 
@@ -151,7 +149,7 @@ def test_wpo_weighting():
     ref = plain_statistics(ref_hidden, ref_weight, labels)["logp"].sum(-1)
     w, l = (values["logp"].sum(-1) - ref).chunk(2)
     exact = (-F.logsigmoid(BETA * (w - l)) * aligned[:B] * aligned[B:]).mean()
-    ours = LigerFusedLinearDPOLoss(beta=BETA, use_weighting=True)(weight, hidden, labels, None, ref_hidden, ref_weight)
+    ours = DPO(beta=BETA, use_weighting=True)(weight, hidden, labels, None, ref_hidden, ref_weight)
     torch.testing.assert_close(ours[0], exact)
     torch.testing.assert_close(
         torch.autograd.grad(ours[0], (hidden, weight)), torch.autograd.grad(exact, (hidden, weight))

@@ -5,9 +5,10 @@ import math
 import torch
 import torch.nn.functional as F
 
-from liger_losses import LigerFusedLinearMiniLLMLoss, Teacher
+from liger_losses import Teacher
 from liger_losses.chunked.losses.minillm import minillm_returns
 from tests.chunked.losses.test_distillation import B, T, kl, problem
+from tests.losses import MiniLLM
 
 
 def test_minillm():
@@ -25,7 +26,7 @@ def test_minillm():
     torch.testing.assert_close(minillm_returns(reward, mask, 0.9), returns)
     old = logp.detach() + 0.1
     expected = (torch.where(mask, kl(log_p, log_q), 0.0) - math.exp(-0.1) * returns * logp).sum() / mask.sum()
-    value, _ = LigerFusedLinearMiniLLMLoss(gamma=0.9)(weight, hidden, labels, Teacher(*teacher), bias, old_logps=old)
+    value, _ = MiniLLM(gamma=0.9)(weight, hidden, labels, Teacher(*teacher), bias, old_logps=old)
     torch.testing.assert_close(value, expected)
     inputs = (hidden, weight, bias)
     torch.testing.assert_close(

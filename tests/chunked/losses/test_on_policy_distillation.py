@@ -10,8 +10,6 @@ from liger_losses import (
     Divergence,
     EngineOptions,
     Head,
-    LigerFusedLinearJSDLoss,
-    LigerFusedLinearReverseKLLoss,
     Teacher,
     TeacherLogits,
     Teachers,
@@ -24,6 +22,7 @@ from liger_losses import (
     teacher_topk,
 )
 from liger_losses.chunked.engine import plan
+from tests.losses import JSD, ReverseKL
 from tests.reference import relative_error
 
 B, T, HS, HT, V = 3, 7, 16, 24, 101
@@ -109,7 +108,7 @@ def test_the_largest_columns_in_half_precision_and_in_parts():
     hidden, weight, labels, teacher, _ = problem(torch.bfloat16)
     values = []
     for options in ({}, {"workspace": 30_000}, {"chunk_size": 2}):
-        loss = LigerFusedLinearReverseKLLoss(0.0, 1.0, top_k=8, tail="none", **options)
+        loss = ReverseKL(0.0, 1.0, top_k=8, tail="none", **options)
         value, _ = loss(weight, hidden, labels, Teacher(*teacher))
         values.append((value, *torch.autograd.grad(value, (hidden, weight))))
     exact = [x.detach().double().requires_grad_() for x in (hidden, weight)]
@@ -168,7 +167,7 @@ def test_teachers_by_row_or_token(per_token, small, monkeypatch):
     for i, (states, head) in enumerate((first, second)):  # what belongs to another teacher may hold anything
         own = (which if per_token else which[:, None].expand(B, T)) == i
         poisoned.append(Teacher(torch.where(own[..., None], states, math.nan), head))
-    loss = LigerFusedLinearJSDLoss(0.0, 1.0, beta=0.3)
+    loss = JSD(0.0, 1.0, beta=0.3)
     value, _ = loss(weight, hidden, labels, Teachers(poisoned, which))
     mask = labels != -100
     compare(value, chosen[mask].mean(), (hidden, weight), (hidden, weight), 1e-6)
@@ -226,7 +225,7 @@ def test_a_tail_that_is_known_keeps_its_digits():
     exact = (own.exp() * (own - found)).sum(-1) + tail.exp() * (tail - rest)
     errors = []
     for teacher in (sparse, TeacherTopK(sparse.logps, sparse.indices)):
-        loss = LigerFusedLinearReverseKLLoss(0.0, 1.0, temperature=0.5)
+        loss = ReverseKL(0.0, 1.0, temperature=0.5)
         errors.append(relative_error(loss(weight, student, labels, teacher)[0], exact.mean()))
     assert errors[0] < 1e-5
     assert errors[1] > 1e-3  # without it, the digits are lost

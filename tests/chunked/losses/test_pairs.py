@@ -5,17 +5,10 @@ import math
 import pytest
 import torch
 
-from liger_losses import (
-    Completions,
-    LigerFusedLinearCPOLoss,
-    LigerFusedLinearDPOLoss,
-    LigerFusedLinearORPOLoss,
-    LigerFusedLinearSimPOLoss,
-    Pairs,
-    PreferenceLoss,
-)
+from liger_losses import Completions, Pairs, PreferenceLoss
 from liger_losses.chunked.losses.dpo import DPO_LOSSES, F_DIVERGENCES, DPOOptions
 from tests.chunked.losses.test_dpo import BETA, B, H, T, V, batch, sums
+from tests.losses import CPO, DPO, ORPO, SimPO
 from tests.reference import plain_statistics, problem
 
 
@@ -23,7 +16,7 @@ from tests.reference import plain_statistics, problem
 def test_pairs_equal_stacked(name):
     hidden, weight, labels, ref_hidden, ref_weight = batch()
     labels[B:, 6:] = -100  # so that the rejected side can be shorter
-    module = LigerFusedLinearDPOLoss(loss_type=name, label_smoothing=0.1, ld_alpha=0.3)
+    module = DPO(loss_type=name, label_smoothing=0.1, ld_alpha=0.3)
     stacked, stacked_metrics = module(weight, hidden, labels, None, ref_hidden, ref_weight)
     chosen = Completions(hidden[:B], labels[:B], ref_hidden[:B])
     rejected = Completions(hidden[B:, :6], labels[B:, :6], ref_hidden[B:, :6])
@@ -40,7 +33,7 @@ def test_pairs_equal_stacked(name):
 def test_pairs_of_any_lengths(pairs, chosen, rejected, masked):
     sides = [problem(shape=(pairs, n), masked=masked, seed=n) for n in (chosen, rejected)]
     weight, given = sides[0][1], [(hidden, labels) for hidden, _, labels, _ in sides]
-    loss, _ = LigerFusedLinearDPOLoss(use_ref_model=False)(weight, *given)
+    loss, _ = DPO(use_ref_model=False)(weight, *given)
     logps = [plain_statistics(hidden, weight, labels)["logp"].sum(-1) for hidden, labels in given]
     exact = -torch.nn.functional.logsigmoid(0.1 * (logps[0] - logps[1])).sum() / max(pairs, 1)
     torch.testing.assert_close(loss, exact)
@@ -52,26 +45,26 @@ def test_pairs_of_any_lengths(pairs, chosen, rejected, masked):
 def test_the_three_kinds_of_reference_agree():
     hidden, weight, labels, ref_hidden, ref_weight = batch()
     per_token, per_sequence, _ = sums(ref_hidden, ref_weight, labels)
-    module = LigerFusedLinearDPOLoss()
+    module = DPO()
     expected = module(weight, hidden, labels, None, ref_hidden, ref_weight)[0]
     for ref in (per_sequence, per_token):
         ours = module(weight, hidden, labels, ref_chosen_logps=ref[:B], ref_rejected_logps=ref[B:])[0]
         torch.testing.assert_close(ours, expected)
         sides = (Completions(hidden[r], labels[r], ref_logps=ref[r]) for r in (slice(B), slice(B, None)))
         torch.testing.assert_close(module(weight, *sides)[0], expected)
-    none = LigerFusedLinearDPOLoss(use_ref_model=False)(weight, hidden, labels)[0]
+    none = DPO(use_ref_model=False)(weight, hidden, labels)[0]
     zero = module(weight, hidden, labels, ref_chosen_logps=torch.zeros(B), ref_rejected_logps=torch.zeros(B))[0]
     torch.testing.assert_close(none, zero)
 
 
 def test_a_single_pair_without_batch_dimension():
     hidden, weight, labels, _, _ = batch()
-    module = LigerFusedLinearDPOLoss(use_ref_model=False)
+    module = DPO(use_ref_model=False)
     single = module(weight, (hidden[0], labels[0]), (hidden[1, :6], labels[1, :6]))[0]
     batched = module(weight, (hidden[:1], labels[:1]), (hidden[1:2, :6], labels[1:2, :6]))[0]
     torch.testing.assert_close(single, batched)
     ref = torch.tensor([0.3, -0.2], dtype=torch.float64)
-    module = LigerFusedLinearDPOLoss()
+    module = DPO()
     assert module(
         weight, Completions(hidden[0], labels[0], ref_logps=ref[0]), Completions(hidden[1], labels[1], ref_logps=ref[1])
     )[0].isfinite()
@@ -85,18 +78,17 @@ def test_nll_over_other_tokens():
     nll_target[2, 5] = -100  # a token that only the preference scores
     exact_logp = plain_statistics(hidden, weight, nll_target)["logp"][:B]
     exact_nll = -exact_logp.sum() / (nll_target[:B] != -100).sum()
-    preference = LigerFusedLinearORPOLoss(beta=BETA, compute_nll_loss=False)(weight, hidden, labels)[0]
+    preference = ORPO(beta=BETA, compute_nll_loss=False)(weight, hidden, labels)[0]
     exact = preference + exact_nll
     for args in (
         (weight, hidden, labels, None, nll_target),
         (weight, (hidden[:B], labels[:B]), (hidden[B:], labels[B:]), None, nll_target[:B]),
     ):
-        ours, metrics = LigerFusedLinearORPOLoss(beta=BETA)(*args)
+        ours, metrics = ORPO(beta=BETA)(*args)
         torch.testing.assert_close(ours, exact)
         torch.testing.assert_close(metrics.chosen_nll_loss, exact_nll.detach())
         torch.testing.assert_close(
-            torch.autograd.grad(ours, (hidden, weight)),
-            torch.autograd.grad(exact, (hidden, weight), retain_graph=True),
+            torch.autograd.grad(ours, (hidden, weight)), torch.autograd.grad(exact, (hidden, weight), retain_graph=True)
         )
 
 
@@ -108,20 +100,20 @@ def test_nll_leaves_out_a_token_without_probability():
     bias[6] = -math.inf
     nll_target = labels.masked_fill(labels == 6, -100)
     exact_logp = plain_statistics(hidden, weight, nll_target, bias)["logp"][:B]
-    _, metrics = LigerFusedLinearORPOLoss(beta=BETA)(weight, hidden, labels, bias, nll_target)
+    _, metrics = ORPO(beta=BETA)(weight, hidden, labels, bias, nll_target)
     torch.testing.assert_close(metrics.chosen_nll_loss, -exact_logp.sum().detach() / (nll_target[:B] != -100).sum())
 
 
 ALL = [
-    *[(f"dpo-{n}", LigerFusedLinearDPOLoss(loss_type=n, label_smoothing=0.1)) for n in DPO_LOSSES],
-    *[(f"dpo-{n}", LigerFusedLinearDPOLoss(f_divergence_type=n, f_alpha_divergence_coef=2.0)) for n in F_DIVERGENCES],
-    ("dpo-wpo", LigerFusedLinearDPOLoss(use_weighting=True)),
-    ("dpo-ld", LigerFusedLinearDPOLoss(ld_alpha=0.5)),
-    ("dpo-average", LigerFusedLinearDPOLoss(average_log_prob=True, compute_nll_loss=True)),
-    *[(f"cpo-{n}", LigerFusedLinearCPOLoss(loss_type=n)) for n in ("sigmoid", "hinge", "ipo", "simpo")],
-    ("alphapo", LigerFusedLinearCPOLoss(loss_type="alphapo", reward_alpha=0.25)),
-    ("simpo", LigerFusedLinearSimPOLoss()),
-    ("orpo", LigerFusedLinearORPOLoss()),
+    *[(f"dpo-{n}", DPO(loss_type=n, label_smoothing=0.1)) for n in DPO_LOSSES],
+    *[(f"dpo-{n}", DPO(f_divergence_type=n, f_alpha_divergence_coef=2.0)) for n in F_DIVERGENCES],
+    ("dpo-wpo", DPO(use_weighting=True)),
+    ("dpo-ld", DPO(ld_alpha=0.5)),
+    ("dpo-average", DPO(average_log_prob=True, compute_nll_loss=True)),
+    *[(f"cpo-{n}", CPO(loss_type=n)) for n in ("sigmoid", "hinge", "ipo", "simpo")],
+    ("alphapo", CPO(loss_type="alphapo", reward_alpha=0.25)),
+    ("simpo", SimPO()),
+    ("orpo", ORPO()),
 ]
 
 
@@ -170,13 +162,13 @@ def test_any_margin(name, margin):
 def test_a_completion_without_tokens_has_log_probability_zero():
     hidden, weight, labels, _, _ = batch()
     labels[0] = -100
-    for module in (LigerFusedLinearDPOLoss(use_ref_model=False), LigerFusedLinearSimPOLoss()):
+    for module in (DPO(use_ref_model=False), SimPO()):
         assert module(weight, hidden, labels)[1].chosen_logps[0] == 0
 
 
 def test_reference_log_probs_may_be_anything_at_masked_tokens():
     hidden, weight, labels, _, _ = batch()
-    module = LigerFusedLinearDPOLoss()
+    module = DPO()
     ref = torch.full(labels.shape, -1.0, dtype=torch.float64)
     clean = module(weight, hidden, labels, ref_chosen_logps=ref[:B], ref_rejected_logps=ref[B:])[0]
     ref[labels == -100] = -math.inf
@@ -190,10 +182,10 @@ def test_a_single_completion_takes_one_reference_log_prob_and_its_own_nll_labels
     for shape in ((), (1,)):
         ref = torch.full(shape, -20.0, dtype=torch.float64)
         sides = (Completions(hidden[i], labels[i], ref_logps=ref) for i in (0, 3))
-        assert LigerFusedLinearDPOLoss()(weight, *sides)[0].isfinite()
+        assert DPO()(weight, *sides)[0].isfinite()
     pair = ((hidden[0], labels[0]), (hidden[3], labels[3]))
-    plain = LigerFusedLinearORPOLoss()(weight, *pair)[0]
-    torch.testing.assert_close(LigerFusedLinearORPOLoss()(weight, *pair, None, labels[0])[0], plain)
+    plain = ORPO()(weight, *pair)[0]
+    torch.testing.assert_close(ORPO()(weight, *pair, None, labels[0])[0], plain)
 
 
 def test_a_loss_of_ones_own():
@@ -207,7 +199,7 @@ def test_a_loss_of_ones_own():
 
 
 def test_metrics_of_a_loss_of_ones_own_come_beside_the_losses():
-    class Confident(LigerFusedLinearDPOLoss):
+    class Confident(DPO):
         metrics = ("entropy",)
 
         def sequence_weight(self, statistics, mask):

@@ -6,9 +6,10 @@ import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from liger_losses import AdaptiveEntropy, LigerFusedLinearGRPOLoss, functional
+from liger_losses import AdaptiveEntropy, functional
 from liger_losses.chunked.losses import policy_objectives
 from liger_losses.chunked.losses.policy_tables import LOSS_TYPES, PolicyOptions, vespo_weights
+from tests.losses import GRPO
 from tests.reference import plain_statistics
 
 B, T, H, V = 4, 7, 16, 37
@@ -56,7 +57,7 @@ def test_on_policy_gradients_are_the_policy_gradient(loss_type):
     options, inputs = needed(loss_type, logps.detach())
     # What cispo clips at is its whole ratio.
     options |= {"epsilon_high": 5.0} if loss_type == "cispo" else {}
-    loss = LigerFusedLinearGRPOLoss(beta=0.0, loss_type=loss_type, **options)
+    loss = GRPO(beta=0.0, loss_type=loss_type, **options)
     _, _, grads = run(loss, (hidden, weight, bias), ids, mask, advantages, **inputs)
     number = mask.double()
     scales = {"sequence_mean": 1 / number.sum(-1) / B, "sequence_sum": torch.full((B,), 1 / B)}
@@ -80,7 +81,7 @@ def test_padding_never_leaks(loss_type):
             "vllm_is_ratio": poisoned[2],
         }
         options, inputs = needed(loss_type, poisoned[0])
-        loss = LigerFusedLinearGRPOLoss(beta=0.1, loss_type=loss_type, **options)
+        loss = GRPO(beta=0.1, loss_type=loss_type, **options)
         results.append(run(loss, (h, weight, bias), other_ids, mask, advantages, **keywords, **inputs))
     for other in results[1:]:
         close(results[0], other, atol=1e-7)
@@ -97,9 +98,9 @@ def test_off_policy_mask(threshold):
     options = {"beta": 0.0, "loss_type": "bnpo"}
     keep = trainer.get_off_policy_mask(advantages[:, None], logps, sampler, mask.float(), threshold)[:, 0]
     keywords = {"old_per_token_logps": old, "sampling_per_token_logps": sampler}
-    masked = LigerFusedLinearGRPOLoss(**options, off_policy_mask_threshold=threshold)
+    masked = GRPO(**options, off_policy_mask_threshold=threshold)
     ours = run(masked, (hidden, weight, bias), ids, mask, advantages, **keywords)
-    plain = run(LigerFusedLinearGRPOLoss(**options), (hidden, weight, bias), ids, mask, advantages * keep, **keywords)
+    plain = run(GRPO(**options), (hidden, weight, bias), ids, mask, advantages * keep, **keywords)
     close(ours, plain)
 
 
@@ -117,7 +118,7 @@ def test_vespo_weights_equal_trl():
 def test_entropy_quantile_and_bonus(quantile):
     hidden, weight, bias, ids, mask, advantages, logps, noise = problem(dtype=torch.float64)
     old = logps - 0.3 * noise
-    loss = LigerFusedLinearGRPOLoss(beta=0.0, loss_type="bnpo", top_entropy_quantile=quantile, entropy_coef=0.3)
+    loss = GRPO(beta=0.0, loss_type="bnpo", top_entropy_quantile=quantile, entropy_coef=0.3)
     ours = run(loss, (hidden, weight, bias), ids, mask, advantages, old_per_token_logps=old)
     found = plain_statistics(hidden, weight, ids, bias)
     keep = found["entropy"].detach() >= torch.quantile(found["entropy"].detach()[mask.bool()], 1 - quantile)
@@ -133,7 +134,7 @@ def test_entropy_bonus_in_one_pass_equals_two():
     keywords = {"old_per_token_logps": logps - 0.3 * noise}
     results = []
     for extra in ({}, {"off_policy_mask_threshold": 1e9}):
-        loss = LigerFusedLinearGRPOLoss(beta=0.0, entropy_coef=0.2, **extra)
+        loss = GRPO(beta=0.0, entropy_coef=0.2, **extra)
         results.append(run(loss, (hidden, weight, bias), ids, mask, advantages, **keywords))
     close(*results, atol=1e-8)
 
@@ -147,12 +148,12 @@ def test_adaptive_entropy_follows_its_target():
         adaptive.step()
         assert adaptive.coef == pytest.approx(coef)
     hidden, weight, bias, ids, mask, advantages, *_ = problem()
-    loss = LigerFusedLinearGRPOLoss(beta=0.0, entropy_coef=AdaptiveEntropy(0.1, target=1.0))
+    loss = GRPO(beta=0.0, entropy_coef=AdaptiveEntropy(0.1, target=1.0))
     run(loss, (hidden, weight, bias), ids, mask, advantages)
     loss.entropy_coef.step()
     entropy = plain_statistics(hidden, weight, ids, bias)["entropy"][mask.bool()].mean()
     assert loss.entropy_coef.last_entropy == pytest.approx(float(entropy), rel=1e-4)
-    restored = LigerFusedLinearGRPOLoss(beta=0.0, entropy_coef=AdaptiveEntropy(0.5, target=1.0))
+    restored = GRPO(beta=0.0, entropy_coef=AdaptiveEntropy(0.5, target=1.0))
     restored.load_state_dict(loss.state_dict())
     assert restored.entropy_coef.state_dict() == loss.entropy_coef.state_dict()
 
@@ -186,7 +187,7 @@ def test_activation_checkpointing_counts_entropies_once(options, reentrant):
     found = []
     for checkpointed in (False, True):
         adaptive = AdaptiveEntropy(0.1, target=10.0)
-        loss, values = LigerFusedLinearGRPOLoss(beta=0.0, entropy_coef=adaptive, **options), []
+        loss, values = GRPO(beta=0.0, entropy_coef=adaptive, **options), []
         for step in range(3):
             for seed in (2 * step, 2 * step + 1):
                 hidden, weight, bias, ids, mask, advantages, *_ = problem(seed)
@@ -210,7 +211,7 @@ def test_ids_that_stand_for_no_token_are_masked():
     marked[1, 2] = -100
     masked[1, 2] = 0
     for level in ("token", "sequence"):
-        loss = LigerFusedLinearGRPOLoss(beta=0.2, loss_type="bnpo", importance_sampling_level=level)
+        loss = GRPO(beta=0.2, loss_type="bnpo", importance_sampling_level=level)
         keywords = {"ref_per_token_logps": logps, "old_per_token_logps": logps + 0.1 * noise}
         first = run(loss, (hidden, weight, bias), marked, mask, advantages, **keywords)
         close(first, run(loss, (hidden, weight, bias), ids, masked, advantages, **keywords), atol=1e-7)
@@ -221,7 +222,7 @@ def test_extreme_ratios_stay_finite():
     for shift in (-500.0, 500.0):
         for loss_type in LOSS_TYPES:
             options, inputs = needed(loss_type, logps - shift)
-            loss = LigerFusedLinearGRPOLoss(beta=0.1, loss_type=loss_type, delta=2.0, **options)
+            loss = GRPO(beta=0.1, loss_type=loss_type, delta=2.0, **options)
             keywords = {"old_per_token_logps": logps + shift, "ref_per_token_logps": logps - shift} | inputs
             value, metrics, grads = run(loss, (hidden, weight, bias), ids, mask, advantages.abs(), **keywords)
             assert all(t.isfinite().all() for t in (value, *metrics, *grads)), (loss_type, shift)
@@ -231,7 +232,7 @@ def test_reference_hidden_states_equal_their_log_probabilities():
     hidden, weight, bias, ids, mask, advantages, *_ = problem()
     ref_hidden = hidden.detach() + 0.1
     ref_logps = plain_statistics(ref_hidden, weight, ids)["logp"].detach()
-    loss = LigerFusedLinearGRPOLoss(loss_type="grpo")
+    loss = GRPO(loss_type="grpo")
     tensors = (hidden, weight, bias)
     first = run(loss, tensors, ids, mask, advantages, ref_input=ref_hidden, ref_weight=weight.detach())
     second = run(loss, tensors, ids, mask, advantages, ref_per_token_logps=ref_logps)
@@ -246,7 +247,7 @@ def test_empty_batches():
     hidden, weight, bias, ids, mask, advantages, *_ = problem()
     for loss_type in LOSS_TYPES:
         options, inputs = needed(loss_type, torch.zeros(B, T))
-        loss = LigerFusedLinearGRPOLoss(beta=0.0, loss_type=loss_type, **options)
+        loss = GRPO(beta=0.0, loss_type=loss_type, **options)
         value, metrics, grads = run(loss, (hidden, weight, bias), ids, torch.zeros_like(mask), advantages, **inputs)
         assert value == 0
         assert all((g == 0).all() for g in (*grads, *metrics))
@@ -280,7 +281,7 @@ def test_bad_input_is_refused(change, message):
         **change,
     }
     with pytest.raises(ValueError, match=message):
-        LigerFusedLinearGRPOLoss()(hidden, weight, **arguments)
+        GRPO()(hidden, weight, **arguments)
 
 
 @pytest.mark.parametrize(
@@ -294,15 +295,15 @@ def test_bad_input_is_refused_before_the_reference_runs(name, monkeypatch):
     hidden, weight, _, ids, mask, advantages, _, _ = problem()
     arguments = {"attention_mask": mask, "advantages": advantages, name: torch.ones(B, T + 1)}
     with pytest.raises(ValueError, match=f"{name} must be"):
-        LigerFusedLinearGRPOLoss()(hidden, weight, ids, **arguments, ref_input=hidden, ref_weight=weight)
+        GRPO()(hidden, weight, ids, **arguments, ref_input=hidden, ref_weight=weight)
 
 
 def test_a_reference_that_was_declined_is_refused():
     hidden, weight, _, ids, mask, advantages, logps, _ = problem()
     with pytest.raises(ValueError, match="built without one"):
-        LigerFusedLinearGRPOLoss(use_ref_model=False)(hidden, weight, ids, mask, advantages, ref_per_token_logps=logps)
+        GRPO(use_ref_model=False)(hidden, weight, ids, mask, advantages, ref_per_token_logps=logps)
     with pytest.raises(TypeError, match="advantages must be a tensor"):
-        LigerFusedLinearGRPOLoss(beta=0.0)(hidden, weight, ids, mask, None)
+        GRPO(beta=0.0)(hidden, weight, ids, mask, None)
 
 
 def test_the_quantile_counts_each_token_once(monkeypatch):

@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from liger_losses import LigerFusedLinearGRPOLoss
 from liger_losses.chunked.losses.policy_tables import LOSS_TYPES
 from tests.chunked.engine.test_stream_gpu import gradients, on
+from tests.losses import GRPO
 
 pytestmark = pytest.mark.gpu
 
@@ -26,7 +26,7 @@ def test_policy_losses_equal_those_on_a_cpu(loss_type, level):
         options, inputs = needed(loss_type, logps + 0.05 * noise)
         inputs = {name: on(device, value) for name, value in inputs.items()}
         options |= {"loss_type": loss_type, "importance_sampling_level": level, "beta": 0.1, "use_ref_model": True}
-        module = LigerFusedLinearGRPOLoss(**options)
+        module = GRPO(**options)
         old, reference = logps + 0.1 * noise, logps + 0.2 * noise.flip(0)
         loss, _ = module(
             hidden,

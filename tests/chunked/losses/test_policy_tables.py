@@ -5,11 +5,12 @@ import math
 import pytest
 import torch
 
-from liger_losses import LigerFusedLinearGRPOLoss, functional
+from liger_losses import functional
 from liger_losses.chunked.losses.policy_estimates import KL_ESTIMATORS, NORMALIZERS
 from liger_losses.chunked.losses.policy_objectives import check_needs
 from liger_losses.chunked.losses.policy_tables import LOSS_TYPES, MASKS, RATIOS, PolicyOptions
 from liger_losses.chunked.losses.sampler import KINDS
+from tests.losses import GRPO
 from tests.reference import plain_statistics
 
 B, T, H, V = 6, 7, 16, 37
@@ -297,7 +298,7 @@ def test_the_class_equals_the_function(loss_type):
         logps, advantages, mask, old_logps=old, sampling_logps=sampler, prompts=prompts, **options
     )
     keywords = {"old_per_token_logps": old, "sampling_per_token_logps": sampler, "prompts": prompts}
-    loss, _ = LigerFusedLinearGRPOLoss(**options)(hidden, weight, ids, mask, advantages, **keywords)
+    loss, _ = GRPO(**options)(hidden, weight, ids, mask, advantages, **keywords)
     torch.testing.assert_close(loss, exact.float(), rtol=1e-5, atol=1e-6)
     grads = [torch.autograd.grad(x, hidden)[0] for x in (loss, exact)]
     torch.testing.assert_close(*grads, rtol=1e-4, atol=1e-6)

@@ -5,8 +5,8 @@ import math
 import torch
 import torch.nn.functional as F
 
-from liger_losses import LigerFusedLinearCPOLoss, LigerFusedLinearORPOLoss, LigerFusedLinearSimPOLoss
 from tests.chunked.losses.test_dpo import BETA, FORMULAS, B, V, batch, s, sums
+from tests.losses import CPO, ORPO, SimPO
 
 
 def test_cpo_simpo_orpo_equal_their_formulas():
@@ -18,20 +18,17 @@ def test_cpo_simpo_orpo_equal_their_formulas():
     reward = (1 - mean.exp() ** -0.25) / 0.25
     odds = mean.exp() / (1 - mean.exp())
     cases = [
-        (LigerFusedLinearCPOLoss(beta=BETA), -s(BETA * (sw - sl)).log() + nll),
-        (LigerFusedLinearCPOLoss(beta=BETA, label_smoothing=0.2), FORMULAS["sigmoid"](sw - sl, 0.2) + nll),
-        (LigerFusedLinearCPOLoss(beta=BETA, loss_type="hinge", alpha=0.1), FORMULAS["hinge"](sw - sl, 0) + 0.1 * nll),
-        (LigerFusedLinearCPOLoss(beta=BETA, loss_type="ipo"), (w - l - 1 / (2 * BETA)) ** 2 + nll),
+        (CPO(beta=BETA), -s(BETA * (sw - sl)).log() + nll),
+        (CPO(beta=BETA, label_smoothing=0.2), FORMULAS["sigmoid"](sw - sl, 0.2) + nll),
+        (CPO(beta=BETA, loss_type="hinge", alpha=0.1), FORMULAS["hinge"](sw - sl, 0) + 0.1 * nll),
+        (CPO(beta=BETA, loss_type="ipo"), (w - l - 1 / (2 * BETA)) ** 2 + nll),
+        (CPO(beta=BETA, loss_type="simpo", gamma=0.7, compute_nll_loss=False), -s(BETA * (w - l) - 0.7).log()),
         (
-            LigerFusedLinearCPOLoss(beta=BETA, loss_type="simpo", gamma=0.7, compute_nll_loss=False),
-            -s(BETA * (w - l) - 0.7).log(),
-        ),
-        (
-            LigerFusedLinearCPOLoss(beta=BETA, loss_type="alphapo", reward_alpha=0.25, compute_nll_loss=False),
+            CPO(beta=BETA, loss_type="alphapo", reward_alpha=0.25, compute_nll_loss=False),
             -s(BETA * (reward[:B] - reward[B:]) - 0.5).log(),
         ),
-        (LigerFusedLinearSimPOLoss(beta=BETA, gamma=0.7), -s(BETA * (w - l) - 0.7).log() + nll),
-        (LigerFusedLinearORPOLoss(beta=BETA), -BETA * s((odds[:B] / odds[B:]).log()).log() + nll),
+        (SimPO(beta=BETA, gamma=0.7), -s(BETA * (w - l) - 0.7).log() + nll),
+        (ORPO(beta=BETA), -BETA * s((odds[:B] / odds[B:]).log()).log() + nll),
     ]
     for module, exact in cases:
         ours, _ = module(weight, hidden, labels)
@@ -55,13 +52,13 @@ def certain(labels, sign=1.0):
 def test_orpo_as_probabilities_reach_one():
     labels = torch.randint(0, V, (2, 4))
     hidden, weight = certain(labels)
-    loss, metrics = LigerFusedLinearORPOLoss(beta=1.0, compute_nll_loss=False)(weight, hidden, labels)
+    loss, metrics = ORPO(beta=1.0, compute_nll_loss=False)(weight, hidden, labels)
     assert metrics.chosen_logps == 0  # p = 1 exactly, in fp32
     torch.testing.assert_close(loss, torch.tensor(math.log(2.0)))  # both sides equally certain
     half = torch.stack([labels[0], (labels[0] + 1) % V])
     hidden = F.one_hot(labels[:1].expand(2, -1), V).float().requires_grad_()
-    good, _ = LigerFusedLinearORPOLoss(beta=1.0, compute_nll_loss=False)(weight, hidden, half)
-    bad, _ = LigerFusedLinearORPOLoss(beta=1.0, compute_nll_loss=False)(weight, hidden, half.flip(0))
+    good, _ = ORPO(beta=1.0, compute_nll_loss=False)(weight, hidden, half)
+    bad, _ = ORPO(beta=1.0, compute_nll_loss=False)(weight, hidden, half.flip(0))
     assert 0 <= good < 1e-10
     # chosen: log p = -40 and so log-odds -40; rejected: p = 1, whose log-odds end at 15.94
     torch.testing.assert_close(bad, torch.tensor(40 + 23 * math.log(2.0)), rtol=1e-5, atol=0.0)

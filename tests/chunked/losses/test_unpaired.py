@@ -5,7 +5,8 @@ import torch
 import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
-from liger_losses import Completions, LigerFusedLinearBCOLoss, LigerFusedLinearKTOLoss
+from liger_losses import Completions
+from tests.losses import BCO, KTO
 from tests.reference import assert_as_exact_as_plain, plain_statistics, relative_error
 
 B, T, H, V = 5, 9, 16, 37
@@ -72,10 +73,8 @@ def test_equals_the_definition_in_every_form(loss_type, options, dtype):
     def module():
         common = {"beta": 0.2, "use_ref_model": True, **options}
         if loss_type == "bco":
-            return LigerFusedLinearBCOLoss(**common)
-        return LigerFusedLinearKTOLoss(
-            **common, loss_type=loss_type, desirable_weight=weights[0], undesirable_weight=weights[1]
-        )
+            return BCO(**common)
+        return KTO(**common, loss_type=loss_type, desirable_weight=weights[0], undesirable_weight=weights[1])
 
     keywords = {"ref_weight": ref_weight}
     if loss_type == "kto":
@@ -103,7 +102,7 @@ def test_equals_the_definition_in_every_form(loss_type, options, dtype):
 
 def test_the_divergence_is_never_negative_and_may_be_logged():
     hidden, weight, labels, ref_hidden, ref_weight, desirable = problem()
-    module = LigerFusedLinearKTOLoss(use_ref_model=True)
+    module = KTO(use_ref_model=True)
     for sign in (1.0, -1.0):
         ref_logps = sums(hidden, weight, labels).detach() - sign
         mismatched = Completions(hidden.detach(), labels, ref_logps=ref_logps)
@@ -118,7 +117,7 @@ def test_the_divergence_is_never_negative_and_may_be_logged():
 
 
 def test_the_running_shift_counts_every_training_batch_once():
-    module, means = LigerFusedLinearBCOLoss(beta=0.5, use_ref_model=False), []
+    module, means = BCO(beta=0.5, use_ref_model=False), []
     for seed in range(3):
         hidden, weight, labels, _, _, desirable = problem(seed)
         means.append((0.5 * sums(hidden, weight, labels)).mean())
@@ -127,7 +126,7 @@ def test_the_running_shift_counts_every_training_batch_once():
     before = module.running_shift.clone()
     loss, _ = module.eval()(weight, (hidden, labels), preference_labels=desirable)
     assert torch.equal(module.running_shift, before)
-    restored = LigerFusedLinearBCOLoss(beta=0.5, use_ref_model=False)
+    restored = BCO(beta=0.5, use_ref_model=False)
     restored.load_state_dict(module.state_dict())
     again, _ = restored.eval()(weight, (hidden, labels), preference_labels=desirable)
     assert torch.equal(loss, again)
@@ -141,7 +140,7 @@ def test_activation_checkpointing_counts_a_batch_once(at_once, reentrant):
     found = []
     for checkpointed in (False, True):
         torch.manual_seed(0)
-        module = LigerFusedLinearBCOLoss(beta=0.5, use_ref_model=False)
+        module = BCO(beta=0.5, use_ref_model=False)
         weight = problem()[1].detach().clone().requires_grad_()
         for step in range(3):
             batches = [problem(at_once * step + i) for i in range(at_once)]
@@ -167,7 +166,7 @@ def test_activation_checkpointing_counts_a_batch_once(at_once, reentrant):
 
 def test_batches_without_a_log_ratio_count_each():
     """Before the first step, policy and reference are the same, and all rewards 0."""
-    module = LigerFusedLinearBCOLoss()
+    module = BCO()
     for seed in range(3):
         hidden, weight, labels, _, _, desirable = problem(seed)
         given = Completions(hidden, labels, ref_hidden_states=hidden.detach())
@@ -177,7 +176,7 @@ def test_batches_without_a_log_ratio_count_each():
 
 def test_the_running_shift_ignores_what_says_nothing():
     hidden, weight, labels, _, _, desirable = problem()
-    module = LigerFusedLinearBCOLoss(beta=0.5)
+    module = BCO(beta=0.5)
     marks = {"preference_labels": desirable}
     module(weight, Completions(hidden, labels, ref_logps=torch.zeros(B)), **marks)
     before = module.running_shift.clone()
@@ -194,7 +193,7 @@ def test_the_running_shift_ignores_what_says_nothing():
 
 def test_sample_weights():
     hidden, weight, labels, _, _, desirable = problem()
-    module = LigerFusedLinearBCOLoss(use_ref_model=False).eval()
+    module = BCO(use_ref_model=False).eval()
     given = {"preference_labels": desirable}
     each = [
         module(weight, (hidden[i : i + 1], labels[i : i + 1]), preference_labels=desirable[i : i + 1])[0]
@@ -211,10 +210,7 @@ def test_batches_of_one_kind_and_empty_ones(rows):
     nothing = torch.full_like(labels, -100)
     for marks in (torch.ones(rows, dtype=torch.bool), torch.zeros(rows, dtype=torch.bool)):
         for targets in (labels, nothing):
-            for module, extra in (
-                (LigerFusedLinearKTOLoss(), {"kl": 0.1}),
-                (LigerFusedLinearBCOLoss(use_ref_model=False), {}),
-            ):
+            for module, extra in ((KTO(), {"kl": 0.1}), (BCO(use_ref_model=False), {})):
                 loss, metrics = module(weight, (hidden, targets), preference_labels=marks, **extra)
                 grads = torch.autograd.grad(loss, (hidden, weight))
                 assert all(value.isfinite().all() for value in (loss, *metrics, *grads))
@@ -226,10 +222,7 @@ def test_extreme_rewards_stay_finite():
     hidden, weight, labels, _, _, desirable = problem(dtype=torch.float32)
     for scale in (1e3, -1e3):
         ref_logps = torch.full((B,), scale)
-        for module, extra in (
-            (LigerFusedLinearKTOLoss(beta=10.0, use_ref_model=True), {"kl": 0.0}),
-            (LigerFusedLinearBCOLoss(beta=10.0), {}),
-        ):
+        for module, extra in ((KTO(beta=10.0, use_ref_model=True), {"kl": 0.0}), (BCO(beta=10.0), {})):
             given = Completions(hidden, labels, ref_logps=ref_logps)
             loss, _ = module(weight, given, preference_labels=desirable, **extra)
             grads = torch.autograd.grad(loss, (hidden, weight))
@@ -253,28 +246,28 @@ def test_bad_input_is_refused(change, message):
     if arguments.get("kl_completions") == "same":
         arguments["kl_completions"] = (hidden, labels)
     with pytest.raises(ValueError, match=message):
-        LigerFusedLinearKTOLoss()(weight, (hidden, labels), **arguments)
+        KTO()(weight, (hidden, labels), **arguments)
 
 
 def test_other_bad_input_is_refused():
     hidden, weight, labels, ref_hidden, _, desirable = problem()
     marks = {"preference_labels": desirable}
     with pytest.raises(ValueError, match="no divergence term"):
-        LigerFusedLinearKTOLoss(loss_type="apo_zero_unpaired")(weight, (hidden, labels), **marks, kl=0.0)
+        KTO(loss_type="apo_zero_unpaired")(weight, (hidden, labels), **marks, kl=0.0)
     with pytest.raises(ValueError, match="compares with a reference model"):
-        LigerFusedLinearBCOLoss()(weight, (hidden, labels), **marks)
+        BCO()(weight, (hidden, labels), **marks)
     with pytest.raises(ValueError, match="no ref_weight="):
-        LigerFusedLinearBCOLoss()(weight, Completions(hidden, labels, ref_hidden), **marks)
+        BCO()(weight, Completions(hidden, labels, ref_hidden), **marks)
     with pytest.raises(ValueError, match="leave preference_labels= out"):
-        LigerFusedLinearKTOLoss()(weight, (hidden, labels), (hidden, labels), **marks, kl=0.0)
+        KTO()(weight, (hidden, labels), (hidden, labels), **marks, kl=0.0)
     with pytest.raises(ValueError, match="sample_weights must be"):
-        LigerFusedLinearBCOLoss(use_ref_model=False)(weight, (hidden, labels), **marks, sample_weights=torch.ones(2))
+        BCO(use_ref_model=False)(weight, (hidden, labels), **marks, sample_weights=torch.ones(2))
     with pytest.raises(TypeError, match="preference_labels must be bool"):
         signs = torch.where(desirable, 1, -1)
-        LigerFusedLinearKTOLoss()(weight, (hidden, labels), preference_labels=signs, kl=0.0)
+        KTO()(weight, (hidden, labels), preference_labels=signs, kl=0.0)
     with pytest.raises(ValueError, match="kl must lie in"):
-        LigerFusedLinearKTOLoss()(weight, (hidden, labels), **marks, kl=-3.0)
+        KTO()(weight, (hidden, labels), **marks, kl=-3.0)
     with pytest.raises(ValueError, match="on meta"):
-        LigerFusedLinearKTOLoss()(weight, (hidden, labels), preference_labels=desirable.to("meta"), kl=0.0)
+        KTO()(weight, (hidden, labels), preference_labels=desirable.to("meta"), kl=0.0)
     with pytest.raises(TypeError, match="given must be Completions"):
-        LigerFusedLinearKTOLoss()(weight, hidden.tolist(), preference_labels=desirable, kl=0.0)
+        KTO()(weight, hidden.tolist(), preference_labels=desirable, kl=0.0)

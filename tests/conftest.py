@@ -2,6 +2,7 @@
 
 import gc
 import os
+import sys
 
 import pytest
 import torch
@@ -33,6 +34,15 @@ def no_seeds_of_absent_devices():
         for device in (torch.cuda, torch.xpu):
             if not device.is_available():
                 patch.setattr(device, "manual_seed_all", lambda seed: None)
+        yield
+
+
+@pytest.fixture(scope="session", autouse=True)
+def no_times_of_guards():
+    """``torch.compile`` measures each graph's guards for its log, and empties the processor's caches for it."""
+    with pytest.MonkeyPatch.context() as patch:
+        if guards := sys.modules.get("torch._dynamo.guards"):
+            patch.setattr(guards, "profile_guard_manager", lambda *_: 0.0, raising=False)
         yield
 
 

@@ -55,6 +55,13 @@ def problem(n=13, h=24, v=61, *, dtype=torch.float32, masked=0.3, bias=False, se
     return hidden, weight, labels, b
 
 
+def on_gpu(*sizes, **options):
+    """A problem's tensors on a GPU."""
+    hidden, weight, labels, bias = problem(*sizes, **options)
+    leaves = [None if t is None else t.detach().cuda().requires_grad_() for t in (hidden, weight, bias)]
+    return leaves[0], leaves[1], labels.cuda(), leaves[2]
+
+
 def double(*tensors):
     """fp64 copies that require gradients where the originals do."""
     return tuple(None if t is None else t.detach().double().requires_grad_(t.requires_grad) for t in tensors)
@@ -72,6 +79,11 @@ def tensors_of(result) -> list[Tensor]:
     if result is None or isinstance(result, Tensor):
         return [] if result is None else [result]
     return [t for part in (result.values() if isinstance(result, dict) else result) for t in tensors_of(part)]
+
+
+def total(values, names):
+    """Of statistics with a weight each."""
+    return sum((values[name] * (0.5 + i)).sum() for i, name in enumerate(names))
 
 
 def gradients(loss, inputs):

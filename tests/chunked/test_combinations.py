@@ -6,8 +6,8 @@ import pytest
 
 from liger_losses.chunked.engine import blocks
 from liger_losses.kernels import row_sums
-from liger_losses.kernels._triton import INTERPRETED, triton
 from tests.chunked.combinations import COLUMNS, Sizes, check, documentation, rows
+from tests.kernels.cases import interpreted
 from tests.processes import case_named
 
 #: Through the kernels, which take long in Triton's interpreter: fewer values of some columns.
@@ -23,7 +23,6 @@ TRITON = {
     "backend": ("triton",),
     "upstream": ("all", "some"),
 }
-interpreted = pytest.mark.skipif(not INTERPRETED or triton is None, reason="needs Triton's interpreter")
 
 
 @pytest.fixture(autouse=True)

@@ -6,8 +6,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 
 from liger_losses import AdaptiveEntropy, ChunkedLoss, Completions, Head, LogitTransform, PreferenceLoss
 from tests.chunked.engine import shared_vocabulary as calls
-from tests.chunked.engine.shared_vocabulary import CE
-from tests.losses import DPO, GRPO, JSD
+from tests.losses import CE, DPO, GRPO, JSD
 from tests.reference import relative_error, tensors_of
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"

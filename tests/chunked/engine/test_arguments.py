@@ -5,7 +5,7 @@ import torch
 
 import liger_losses
 from liger_losses import ChunkedLoss, Teacher, functional, linear_logps
-from tests.losses import CE, DPO, GRPO, JSD, KTO, ORPO, MiniLLM
+from tests.losses import CE, DPO, JSD, ORPO
 from tests.reference import problem
 
 MARKS = torch.tensor([True, False, False, True])

@@ -16,11 +16,10 @@ from liger_losses import (
     linear_statistics,
 )
 from liger_losses.kernels import linear_exp, linear_stats
-from liger_losses.kernels._triton import INTERPRETED, triton
+from tests.kernels.cases import interpreted
 from tests.reference import problem
 
 pytestmark = pytest.mark.usefixtures("products_of_one_order")
-interpreted = pytest.mark.skipif(not INTERPRETED or triton is None, reason="needs Triton's interpreter")
 SETTINGS = settings(max_examples=12, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
 ALL = ("logp", "entropy", "lse", "mean_logp", "log_sum_sq_probs", "mean_logit")
 POOL = 90

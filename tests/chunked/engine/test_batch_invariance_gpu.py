@@ -4,20 +4,10 @@ import pytest
 import torch
 
 from liger_losses import Divergence, EngineOptions, Head, LogitTransform, Teacher, linear_divergence, linear_statistics
-from tests.reference import NAMES, assert_as_exact_as_plain, double, plain_statistics, problem
+from tests.reference import NAMES, assert_as_exact_as_plain, double, on_gpu, plain_statistics, total
 
 pytestmark = pytest.mark.gpu
 MiB = 2**20
-
-
-def on_gpu(*sizes, **options):
-    hidden, weight, labels, bias = problem(*sizes, **options)
-    leaves = [None if t is None else t.detach().cuda().requires_grad_() for t in (hidden, weight, bias)]
-    return leaves[0], leaves[1], labels.cuda(), leaves[2]
-
-
-def total(values, names):
-    return sum((values[name] * (0.5 + i)).sum() for i, name in enumerate(names))
 
 
 @pytest.mark.parametrize("names", [("logp", "lse"), NAMES[:4]])

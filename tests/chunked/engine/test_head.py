@@ -13,13 +13,12 @@ from liger_losses import EngineOptions, Head, LogitTransform, linear_logps, line
 from liger_losses.chunked.engine.call import make_call
 from liger_losses.chunked.engine.query import Query
 from liger_losses.kernels import label_rows, linear_exp, reading
-from liger_losses.kernels._triton import INTERPRETED, triton
+from tests.kernels.cases import interpreted
 from tests.losses import CE
 from tests.reference import double, linear_of, plain_statistics, problem, small_calls
 
 ROOT = Path(liger_losses.__file__).parent
 #: Where there is a GPU, Triton compiles: its interpreter, in which these tests run on the CPU, is off.
-interpreted = pytest.mark.skipif(not INTERPRETED or triton is None, reason="needs Triton's interpreter")
 
 
 def test_a_head_of_tensors_modules_and_heads():

@@ -9,9 +9,9 @@ from liger_losses.chunked.engine.adapters import LowRank
 from liger_losses.chunked.engine.call import make_call
 from liger_losses.chunked.engine.plan import EngineOptions
 from liger_losses.chunked.engine.query import Query
-from liger_losses.kernels._triton import INTERPRETED, triton
 from liger_losses.kernels.linear_exp import linear_exponentials
 from liger_losses.kernels.logit_transform import Epilogue, LogitTransform
+from tests.kernels.cases import interpreted
 from tests.losses import CE
 from tests.quantized_layers import Int8Weight
 from tests.reference import assert_as_exact_as_plain, double, peak_bytes, plain_statistics, problem, relative_error
@@ -19,7 +19,6 @@ from tests.reference import assert_as_exact_as_plain, double, peak_bytes, plain_
 V, H, T = 100, 40, 40
 #: Bytes of workspaces in which the head is dequantized as a whole, and slab by slab.
 WHOLE, SLABS = 60_000, 32_000
-interpreted = pytest.mark.skipif(not INTERPRETED or triton is None, reason="needs Triton's interpreter")
 FLOAT32, BFLOAT16, FLOAT16 = (torch.float32, "torch"), (torch.bfloat16, "triton"), (torch.float16, "triton")
 
 

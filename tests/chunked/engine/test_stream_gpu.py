@@ -18,24 +18,10 @@ from liger_losses.kernels import (
 )
 from liger_losses.kernels._triton import warn_once
 from tests.losses import CE, DPO
-from tests.reference import NAMES, assert_as_exact_as_plain, double, plain_statistics, problem
+from tests.reference import NAMES, assert_as_exact_as_plain, double, gradients, on_gpu, plain_statistics, total
 
 pytestmark = pytest.mark.gpu
 MiB = 2**20
-
-
-def on_gpu(*sizes, **options):
-    hidden, weight, labels, bias = problem(*sizes, **options)
-    leaves = [None if t is None else t.detach().cuda().requires_grad_() for t in (hidden, weight, bias)]
-    return leaves[0], leaves[1], labels.cuda(), leaves[2]
-
-
-def gradients(loss, inputs):
-    return torch.autograd.grad(loss, [t for t in inputs if t is not None and t.requires_grad], retain_graph=True)
-
-
-def total(values, names):
-    return sum((values[name] * (0.5 + i)).sum() for i, name in enumerate(names))
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])

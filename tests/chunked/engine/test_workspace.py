@@ -14,13 +14,12 @@ from liger_losses.chunked.engine import workspace as settings
 from liger_losses.chunked.engine.call import make_call
 from liger_losses.chunked.engine.plan import MiB, Workload, default_bound, make_plan
 from liger_losses.chunked.engine.query import Query
-from liger_losses.kernels._triton import INTERPRETED, triton
+from tests.kernels.cases import interpreted
 from tests.losses import CE
 from tests.reference import problem
 
 GiB = 1024 * MiB
 H200 = int(139.8 * GiB)
-interpreted = pytest.mark.skipif(not INTERPRETED or triton is None, reason="needs Triton's interpreter")
 
 
 @pytest.fixture(autouse=True)

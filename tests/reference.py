@@ -91,6 +91,10 @@ def gradients(loss, inputs):
     return torch.autograd.grad(loss, [t for t in inputs if t is not None and t.requires_grad], retain_graph=True)
 
 
+def assert_close_gradients(found, expected, inputs, **tolerances):
+    torch.testing.assert_close(gradients(found, inputs), gradients(expected, inputs), **tolerances)
+
+
 def relative_error(value: Tensor, exact: Tensor) -> float:
     value, exact = value.detach().double(), exact.detach().double()
     return float((value - exact).norm() / exact.norm().clamp(min=1e-30))

@@ -18,7 +18,7 @@ from importlib.machinery import ModuleSpec
 from importlib.util import find_spec
 from typing import Any
 
-from liger_losses.integrations.liger.models import apply_to, stop_applying
+from liger_losses.integrations.liger.models import apply_to, later
 from liger_losses.integrations.liger.names import REPLACEMENTS
 from liger_losses.integrations.replacements import announce
 from liger_losses.places import Found, Replaced
@@ -90,7 +90,7 @@ def uninstall() -> None:
     _replaced.restore()
     while _made:
         sys.modules.pop(_made.pop(), None)
-    stop_applying()
+    later.close()
 
 
 def _make(name: str) -> None:

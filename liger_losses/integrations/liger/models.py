@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 from collections.abc import Callable, Sequence
 from typing import Any
 
 from torch import nn
 
-from liger_losses.integrations.loading import Options, leave_loaded_models, patch_loaded_models
+from liger_losses.integrations.loading import patched_loading
 from liger_losses.patching.patch import AutoLigerModelForCausalLM, patch
 from liger_losses.patching.report import PatchReport
 
-#: What patches models that are loaded later.
-_later: list[Options] = []
+#: Patches models that are loaded later, until it is closed.
+later = contextlib.ExitStack()
 
 
 def apply_liger_kernel(
@@ -39,7 +40,7 @@ def apply_liger_kernel(
         found = getattr(getattr(loaded, "config", None), "model_type", None)
         return options if model_types is None or found in model_types else None
 
-    _later.append(patch_loaded_models(options_of))
+    later.enter_context(patched_loading(options_of))
     return None
 
 
@@ -54,12 +55,6 @@ _KERNELS = {
 
 def _patch_options(kernels: dict[str, Any]) -> dict[str, Any]:
     return {name: all(kernels.get(kernel, True) for kernel in theirs) for name, theirs in _KERNELS.items()}
-
-
-def stop_applying() -> None:
-    """Leave the models that are loaded from now on."""
-    while _later:
-        leave_loaded_models(_later.pop())
 
 
 def apply_to(

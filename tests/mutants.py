@@ -133,7 +133,7 @@ MUTANTS: dict[str, list[tuple[str, str, str]]] = {
         ("chunked/engine/head.py", "ours if _differ(ours, default) else theirs", "theirs"),
     ],
     "tests/chunked/engine/test_ranks.py": [
-        ("chunked/engine/blocks.py", "torch.where(others, logit_here - found.lse, found.logp)", "found.logp"),
+        ("chunked/engine/blocks.py", "torch.where(others, logit_here - lse, logp)", "logp"),
         ("chunked/engine/ranks.py", "columns, inside, inside != labels", "columns, inside, inside != inside"),
         ("chunked/engine/agreement.py", "if digest == -1:", "if False:"),
     ],

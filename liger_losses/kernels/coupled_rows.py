@@ -47,13 +47,7 @@ class PairRows:
     """
 
     def __init__(
-        self,
-        pairs: int,
-        lengths: Sequence[int],
-        ignore_index: int,
-        beta: float,
-        label_smoothing: float,
-        backend: str,
+        self, pairs: int, lengths: Sequence[int], ignore_index: int, beta: float, label_smoothing: float, backend: str
     ) -> None:
         self.sizes = pairs, *lengths, int(ignore_index)
         self.beta, self.label_smoothing = float(beta), float(label_smoothing)

@@ -287,7 +287,8 @@ class ExponentialRows:
         names = ("lse", "mean_logit")[: 1 + self.mean_logit]
         into = {name: torch.empty(self.tokens, device=hidden.device) for name in names}
         found = linear_exponentials(clean, weight, safe, values, Epilogue(self.transform), found=into)
-        vectors = found.lse, found.logp, (found.offset - found.lse).exp(), -found.logp.expm1()
+        offset, lse, logp = found.stored
+        vectors = lse, logp, (offset - lse).exp(), -logp.expm1()
         lse, logp, ratio, others = [value.masked_fill(ignored, 0) for value in vectors]
         ordered, source = safe.masked_fill(ignored, self.columns).sort(stable=True)
         facts = torch.stack([ignored.sum() * 0, (~ignored).sum().clamp(min=1)]).int()

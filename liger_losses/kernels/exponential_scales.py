@@ -46,7 +46,7 @@ def gradient_scales(
     scaled = None if hidden is None else torch.empty(hidden.shape, dtype=hidden.dtype, device=hidden.device)
     at_label = torch.empty_like(found.lse) if at_label is None else at_label
     if backend == "torch":
-        offset, lse, logp = found[:3]
+        offset, lse, logp = found.stored
         label_coef, p_coef = [torch.zeros_like(lse) + (0.0 if g is None else g) for g in (of_logp, of_lse)]
         p_coef -= label_coef
         label_coef = label_coef if elsewhere is None else label_coef.masked_fill(elsewhere, 0.0)

@@ -56,11 +56,18 @@ class Exponentials(NamedTuple):
     """The offset of ``e = exp(z - offset)``, the log-sum-exp and the label's log-probability, and the mean logit and
     the entropy (or ``None``): ``[N]`` fp32 each. Without exponentials, the offset and ``logp`` may be ``None`` too."""
 
-    offset: Any
+    offset: Tensor | None
     lse: Tensor
-    logp: Any
+    logp: Tensor | None
     mean_logit: Tensor | None = None
     entropy: Tensor | None = None
+
+    @property
+    def stored(self) -> tuple[Tensor, Tensor, Tensor]:
+        """``(offset, lse, logp)``, where there are exponentials."""
+        assert self.offset is not None
+        assert self.logp is not None
+        return self.offset, self.lse, self.logp
 
     @classmethod
     def into(cls, values: Mapping[str, Tensor], exponentials: bool = True) -> Exponentials:

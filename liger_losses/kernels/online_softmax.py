@@ -128,7 +128,7 @@ def empty_statistics(names: frozenset[str], rows: int, device: torch.device) -> 
 
 
 def merge_sums(
-    values: Mapping[str, Tensor],
+    values: Mapping[str, Tensor | None],
     partial: Tensor,
     columns: int,
     sums: Sums = Sums(),

@@ -108,12 +108,7 @@ class _LinearStatistics(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any,
-        call: Call,
-        known: Mapping[str, Tensor] | None,
-        weight: Tensor,
-        bias: Tensor | None,
-        *hidden: Tensor,
+        ctx: Any, call: Call, known: Mapping[str, Tensor] | None, weight: Tensor, bias: Tensor | None, *hidden: Tensor
     ) -> tuple[Tensor, ...]:
         ctx.set_materialize_grads(False)
         ctx.call, ctx.block, ctx.unit_gradient = call, None, None

@@ -121,6 +121,8 @@ class Block:
 
     #: Whether :meth:`move` and :meth:`keep` work.
     movable = False
+    #: Whether :meth:`fill` writes to the memory of a part's gradients, which is then made before the first part.
+    fills_out = False
     #: Whether :meth:`keep` is called once the block is filled, so that nothing is queued that depends on the number.
     waits = False
 
@@ -367,16 +369,16 @@ class ExponentialBlock(Block):
 
     def _merged(self, found: Exponentials, part: Part, others: Tensor) -> Exponentials:
         """The statistics of all ranks' columns; ``logp`` belongs to the column that stands here for the label."""
-        logit_here = found.logp + found.lse
+        _, lse, logp = found.stored
+        logit_here = logp + lse
         named = {name: value for name, value in found._asdict().items() if value is not None and name != "offset"}
         self.opened.merge_(part.rows, named)
-        return found._replace(logp=torch.where(others, logit_here - found.lse, found.logp))
+        return found._replace(logp=torch.where(others, logit_here - lse, logp))
 
     def move(self, order: Tensor, sources: Tensor, targets: Tensor) -> None:
         assert self.offsets is not None
         move_rows_(self.exponentials, sources, targets, backend=self.call.backend)
-        offset, lse, logp, *_ = self.offsets
-        self.offsets = Exponentials(offset[order], lse[order], logp[order])
+        self.offsets = Exponentials(*(value[order] for value in self.offsets.stored))
 
     def begin(self, count: int) -> None:
         self._start_product(count, len(self.exponentials))
@@ -385,7 +387,7 @@ class ExponentialBlock(Block):
         assert self.offsets is not None
         super().keep(opened, count)
         self._start_product(count)
-        self.offsets = Exponentials(*(value[:count] for value in self.offsets[:3] if value is not None))
+        self.offsets = Exponentials(*(value[:count] for value in self.offsets.stored))
 
     def _start_product(self, count: int, room: int = 0) -> None:
         """Start the product with the head before the loss is evaluated: the upstream gradients only scale its rows.

@@ -193,11 +193,10 @@ class Stream:
         if pending is not None:
             self.opened = self.opened.of_tokens(pending.call(self.call))
             self.call = self.opened.call
-        values, losses, grads = self._empty_statistics(), list[Tensor](), None
-        if pending is None and self.call.work.tiled_exponentials:
-            grads = Gradients(self.opened)
-        outs = None if grads is None else grads.hidden.out_view
+        values, losses = self._empty_statistics(), list[Tensor]()
         with self._block(self.call.plan.rows) as block:
+            grads = Gradients(self.opened) if block.fills_out and pending is None else None
+            outs = None if grads is None else grads.hidden.out_view
             if pending is not None:
                 parts = self._counted(block, values, losses, pending, given)
             elif self.call.query.token_weights is None:
@@ -281,12 +280,7 @@ class Stream:
                     others.fill(part)
 
     def _parts(
-        self,
-        size: int,
-        values: dict[str, Tensor],
-        count: int | None = None,
-        start: int = 0,
-        outs: Outs | None = None,
+        self, size: int, values: dict[str, Tensor], count: int | None = None, start: int = 0, outs: Outs | None = None
     ) -> Iterator[Part]:
         """The active tokens, or those from ``start`` to ``count``, ``size`` or fewer at a time.
 

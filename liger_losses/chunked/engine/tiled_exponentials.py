@@ -30,6 +30,8 @@ class TiledExponentials(Block):
     is so small that a tile's exponentials could overflow, the tile has another offset, and the sum is scaled to it.
     """
 
+    fills_out = True
+
     def __init__(self, opened: OpenCall, rows: int) -> None:
         super().__init__(opened, rows)
         work, device = self.call.work, opened.device
@@ -54,7 +56,7 @@ class TiledExponentials(Block):
         mean_logit = torch.zeros_like(label_logit) if "mean_logit" in part.values else None
         for columns, surprise in zip(self.tiles, surprises, strict=True):
             found, offset = self._add(part, columns, labels, label_logit, offset)
-            torch.neg(found.logp, out=surprise)  # in a softmax over the tile's columns and the label alone
+            torch.neg(found.stored[2], out=surprise)  # in a softmax over the tile's columns and the label alone
             if mean_logit is not None and found.mean_logit is not None:
                 mean_logit += found.mean_logit * ((columns.stop - columns.start) / self.vocab_size)
         wide = surprises.double()
@@ -88,8 +90,9 @@ class TiledExponentials(Block):
             label_logit=label_logit,
             backend=backend,
         )
-        highest = torch.maximum(offset, found.offset)
-        scale_rows_(e, (found.offset - highest).exp(), backend=backend)
+        own, *_ = found.stored
+        highest = torch.maximum(offset, own)
+        scale_rows_(e, (own - highest).exp(), backend=backend)
         if columns.start:
             scale_rows_(product, (offset - highest).exp(), backend=backend)
         matmul_into(product, e, weight, accumulate=columns.start > 0)
@@ -101,7 +104,7 @@ class TiledExponentials(Block):
         assert self.found is not None
         assert self.label_rows is not None
         count, backend = len(part.hidden), self.call.backend
-        found = Exponentials(*(value[:count] for value in self.found[:3] if value is not None))
+        found = Exponentials(*(value[:count] for value in self.found.stored))
         scale, at_label, _ = gradient_scales(
             upstream.get("logp"), upstream.get("lse"), found, transform=part.epilogue.transform, backend=backend
         )

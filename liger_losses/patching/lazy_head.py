@@ -127,14 +127,14 @@ def make_head_lazy(
         if reason is None:
             reason = _make_lazy(module, forced)
         entries.append(Entry(path, name, None, reason) if reason else _entry(module, path))
-    owner = _owner(model)
+    owner = owner_of_head(model)
     if owner is not None and _return_tensors not in hooks_of(owner, "forward_hooks").values():
         owner.register_forward_hook(_return_tensors)
     return entries
 
 
-def _owner(model: nn.Module) -> nn.Module | None:
-    """The model that has the head, inside wrappers such as an adapter's model."""
+def owner_of_head(model: nn.Module) -> Any:
+    """The model that has the head, inside wrappers such as an adapter's or DistributedDataParallel; or ``None``."""
     return next((module for module in model.modules() if hasattr(type(module), "get_output_embeddings")), None)
 
 
@@ -197,7 +197,7 @@ def patched_heads(model: nn.Module) -> list[Entry]:
 
 def keep_head_lazy(model: nn.Module) -> None:
     """Make the head lazy before each forward, as it may have been replaced or have got adapters since the last one."""
-    owner = _owner(model)
+    owner = owner_of_head(model)
     if owner is not None and _make_lazy_again not in hooks_of(owner, "forward_pre_hooks").values():
         owner.register_forward_pre_hook(_make_lazy_again)
         know_labels(owner)

@@ -17,7 +17,7 @@ from liger_losses.chunked.engine.checks import check_labels, see
 from liger_losses.kernels.reading import ask_about_labels
 from liger_losses.patching.known_labels import set_loss
 from liger_losses.patching.lazy.tensor import deferred_logits
-from liger_losses.patching.lazy_head import make_head_lazy
+from liger_losses.patching.lazy_head import make_head_lazy, owner_of_head
 from liger_losses.patching.lazy_layers import force_lazy_head
 
 #: What most batches consist of, for which no signature is looked up in every step.
@@ -75,7 +75,7 @@ def loss_inputs(
     """
     if by_position:
         raise TypeError("pass the batch by keyword: loss_inputs(model, input_ids=..., attention_mask=...).")
-    name, inner = type(model).__name__, _unwrapped(model)
+    name, inner = type(model).__name__, owner_of_head(model) or model
     _check_names(inner, batch)
     if getattr(getattr(inner, "config", None), "is_encoder_decoder", False):
         raise ValueError(f"{name} is an encoder-decoder, whose labels are not shifted; give a causal language model.")
@@ -127,7 +127,6 @@ def _run_shifting(inner: Any, model: nn.Module, batch: dict[str, Any], targets: 
 
     The first batch of a class is given labels of which a shift drops all that carry loss.
     """
-    inner = inner.get_base_model() if hasattr(inner, "get_base_model") else inner  # of PEFT
     takes_labels = "labels" in inspect.signature(inspect.unwrap(type(inner).forward)).parameters
     tells = takes_labels and targets.shape[-1] > 1 and batch.get("past_key_values") is None
     if not tells or type(inner) in _SHIFTS:
@@ -169,10 +168,3 @@ def _check_names(model: Any, batch: dict[str, Any]) -> None:
         close = difflib.get_close_matches(name, known, 1, cutoff=0.7)
         if close:
             warnings.warn(f"{type(model).__name__} has no argument {name}; did you mean {close[0]}?", stacklevel=3)
-
-
-def _unwrapped(model: nn.Module) -> Any:
-    """The model inside of wrappers such as DistributedDataParallel, which do not pass its attributes on."""
-    while not hasattr(model, "get_output_embeddings") and isinstance(getattr(model, "module", None), nn.Module):
-        model = model.module  # type: ignore[assignment]
-    return model

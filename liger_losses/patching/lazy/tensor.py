@@ -76,6 +76,7 @@ class LazyLogits(Tensor):
                     "logits do not follow; use the tensor that was changed, or call logits.clone() before it."
                 )
 
+    @torch.compiler.disable
     def connected(self) -> DeferredLogits:
         """How to compute the logits, with a graph: what is computed of it has the gradient of this tensor."""
         self.check()

@@ -28,6 +28,15 @@ def counts(monkeypatch):
     return found
 
 
+@pytest.fixture
+def multiplied(monkeypatch):
+    """How many rows each product has that is added to a gradient."""
+    found, matmul_into = [], accumulation.matmul_into
+    spy = lambda out, a, b, **more: found.append(len(b)) or matmul_into(out, a, b, **more)  # noqa: E731
+    monkeypatch.setattr(accumulation, "matmul_into", spy)
+    return found
+
+
 def upstream_of(names, share, labels, dtype):
     """Random numbers for a share of the tokens, the first and the last among them, and 0 for the others."""
     g = torch.Generator().manual_seed(7)
@@ -103,19 +112,12 @@ POLICIES = {
 
 
 @pytest.mark.parametrize("name", POLICIES)
-def test_policy_losses(name, monkeypatch):
+def test_policy_losses(name, multiplied, monkeypatch):
     options, given, left_out = POLICIES[name]
     hidden, weight, labels, _ = problem(5 * 8, H, V, dtype=torch.float64, shape=(5, 8))
     mask, g = labels != -100, torch.Generator().manual_seed(2)
     given = {"advantages": torch.tensor([0.0, 1.0, 0.0, -2.0, 0.0]), **given}
     given["old_per_token_logps"] = -4 + 0.5 * torch.randn(5, 8, generator=g)
-    multiplied, matmul_into = [], accumulation.matmul_into
-
-    def spy(out, a, b, **more):
-        multiplied.append(len(b))
-        return matmul_into(out, a, b, **more)
-
-    monkeypatch.setattr(accumulation, "matmul_into", spy)
     found = []
     for least in ({"cpu": 0.0}, {}):
         monkeypatch.setattr(stream, "MIN_FLOPS", least)
@@ -129,7 +131,7 @@ def test_policy_losses(name, monkeypatch):
 @pytest.mark.parametrize(
     ("exponentials", "share"), [*((False, share) for share in (0.0, 0.1, 0.3, 0.6, 1.0)), (True, 0.1), (True, 1.0)]
 )
-def test_separable_losses_that_know_which_tokens_count(share, exponentials, counts, monkeypatch):
+def test_separable_losses_that_know_which_tokens_count(share, exponentials, counts, multiplied):
     """The first block is filled before their number is known: fewer count, or more, and in uneven blocks; twice."""
     if exponentials:
         triton_or_skip()
@@ -140,14 +142,7 @@ def test_separable_losses_that_know_which_tokens_count(share, exponentials, coun
     inputs = {name: value.to(device) for name, value in (*upstream.items(), ("c", torch.linspace(0.5, 2.0, N)))}
     backend = "triton" if exponentials else "torch"
     options = EngineOptions(chunk_size=8, backend=backend, strategy="one_pass", accum_dtype=torch.float32)
-    head, multiplied = Head(weight, transform=LogitTransform(torch.linspace(0.5, 2.0, N, device=device))), []
-    matmul_into = accumulation.matmul_into
-
-    def spy(out, a, b, **more):
-        multiplied.append(len(b))
-        return matmul_into(out, a, b, **more)
-
-    monkeypatch.setattr(accumulation, "matmul_into", spy)
+    head = Head(weight, transform=LogitTransform(torch.linspace(0.5, 2.0, N, device=device)))
 
     def found(which):
         multiplied.clear()

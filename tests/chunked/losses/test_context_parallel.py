@@ -74,6 +74,11 @@ def build(name, **options):
     return functools.partial(getattr(liger_losses, f"LigerFusedLinear{name}Loss"), **options)
 
 
+def shared(name, **options):
+    """A loss of sequences that both processes share."""
+    return build(name, group=dist.group.WORLD, **options)()
+
+
 def pairs(loss, p):
     return loss(p.weight, p.hidden, p.labels, p.bias)
 
@@ -202,10 +207,7 @@ CASES = {
     "CPO, alphapo": (build("CPO", loss_type="alphapo", reward_alpha=0.2), pairs),
     "SimPO": (build("SimPO", label_smoothing=0.1), pairs_with_other_nll),
     "KTO": (build("KTO", use_ref_model=True, undesirable_weight=0.7), unpaired_with_kl),
-    "KTO, averages": (
-        build("KTO", use_ref_model=True, average_log_prob=True, loss_type="apo_zero_unpaired"),
-        unpaired,
-    ),
+    "KTO, averages": (build("KTO", use_ref_model=True, average_log_prob=True, loss_type="apo_zero_unpaired"), unpaired),
     "BCO": (build("BCO"), unpaired_twice),
     **{
         f"GRPO, {name}": (build("GRPO", loss_type=name, max_completion_length=7), call)
@@ -330,7 +332,7 @@ def check_averaged_gradients(rank):
 def check_compiled(rank):
     """Under torch.compile, the call runs outside of the graph."""
     p = problem(rank)
-    loss = build("SimPO", group=dist.group.WORLD)()
+    loss = shared("SimPO")
     compiled = torch.compile(lambda hidden, labels: loss(p.weight, hidden * 2, labels)[0] * 3, backend="eager")
     found = compiled(p.hidden, p.labels)
     torch.testing.assert_close(found, loss(p.weight, p.hidden * 2, p.labels)[0] * 3)
@@ -341,9 +343,9 @@ def check_batch_sizes(rank):
     p = problem(rank)
     rows = 2 + 2 * rank
     for call in (
-        lambda: build("DPO", group=dist.group.WORLD)(use_ref_model=False)(p.weight, p.hidden[:rows], p.labels[:rows]),
+        lambda: shared("DPO", use_ref_model=False)(p.weight, p.hidden[:rows], p.labels[:rows]),
         lambda: policy(
-            build("GRPO", group=dist.group.WORLD, beta=0.0)(),
+            shared("GRPO", beta=0.0),
             SimpleNamespace(**{k: v[:rows] if len(v) == ROWS else v for k, v in vars(p).items()}),
         ),
     ):
@@ -358,24 +360,21 @@ def check_wrong_inputs(rank):
     outside[2, 1] = VOCAB
     labels, kinds = outside if rank else p.labels, KINDS.to(outside.device)
     hidden = short[..., 1:] if rank else short
-    group = {"group": dist.group.WORLD}
     words = "labels must be in" if rank else "rank 1 .*: ValueError: labels must be in"
     for call in (
-        lambda: build("ORPO", **group)()(p.weight, p.hidden, labels),
-        lambda: build("CrossEntropy", **group)()(p.weight, p.hidden, labels),
-        lambda: build("KL", **group)()(p.weight, p.hidden, labels, Teacher(p.ref_hidden, p.ref_weight)),
-        lambda: build("GRPO", **group)(beta=0.0)(p.hidden, p.weight, labels.clamp(min=0), labels != -100, p.advantages),
-        lambda: build("KTO", **group)()(p.hidden, p.weight, labels, None, kinds, kl_completions=(p.hidden, p.labels)),
-        lambda: build("KTO", **group)()(p.hidden, p.weight, p.labels, None, kinds, kl_completions=(p.hidden, labels)),
+        lambda: shared("ORPO")(p.weight, p.hidden, labels),
+        lambda: shared("CrossEntropy")(p.weight, p.hidden, labels),
+        lambda: shared("KL")(p.weight, p.hidden, labels, Teacher(p.ref_hidden, p.ref_weight)),
+        lambda: shared("GRPO", beta=0.0)(p.hidden, p.weight, labels.clamp(min=0), labels != -100, p.advantages),
+        lambda: shared("KTO")(p.hidden, p.weight, labels, None, kinds, kl_completions=(p.hidden, p.labels)),
+        lambda: shared("KTO")(p.hidden, p.weight, p.labels, None, kinds, kl_completions=(p.hidden, labels)),
     ):
         with pytest.raises(ValueError, match=words):
             call()
     for call in (
-        lambda: build("ORPO", **group)()(p.weight, hidden, p.labels),
-        lambda: build("CrossEntropy", **group)()(p.weight, hidden, p.labels),
-        lambda: build("GRPO", **group)(beta=0.0)(
-            hidden, p.weight, p.labels.clamp(min=0), p.labels != -100, p.advantages
-        ),
+        lambda: shared("ORPO")(p.weight, hidden, p.labels),
+        lambda: shared("CrossEntropy")(p.weight, hidden, p.labels),
+        lambda: shared("GRPO", beta=0.0)(hidden, p.weight, p.labels.clamp(min=0), p.labels != -100, p.advantages),
     ):
         with pytest.raises(ValueError, match="to fit the weight"):
             call()
@@ -388,13 +387,10 @@ def check_wrong_arguments(rank):
     old = p.old_logps[:, : p.old_logps.shape[1] - rank]
     mask = p.labels != -100
     for words, call in (
-        ("no ref_inputs=", lambda: build("ORPO", **group)()(p.weight, p.hidden, p.labels, **unknown)),
-        ("no ref_inputs=", lambda: policy(build("GRPO", **group)(), p, **unknown)),
-        (
-            "^advantages must be",
-            lambda: policy(build("GRPO", **group)(), SimpleNamespace(**{**vars(p), "advantages": short})),
-        ),
-        ("^old_per_token_logps must be", lambda: policy(build("GRPO", **group)(), p, old_per_token_logps=old)),
+        ("no ref_inputs=", lambda: shared("ORPO")(p.weight, p.hidden, p.labels, **unknown)),
+        ("no ref_inputs=", lambda: policy(shared("GRPO"), p, **unknown)),
+        ("^advantages must be", lambda: policy(shared("GRPO"), SimpleNamespace(**{**vars(p), "advantages": short}))),
+        ("^old_per_token_logps must be", lambda: policy(shared("GRPO"), p, old_per_token_logps=old)),
         ("no argument 'ref_inputs'", lambda: functional.grpo_loss(p.logps, p.advantages, mask, **group, **unknown)),
         ("^advantages must be", lambda: functional.grpo_loss(p.logps, short, mask, **group)),
     ):
@@ -407,34 +403,34 @@ def check_wrong_arguments(rank):
 def check_workspaces(rank):
     """A workspace that is too small on one rank is an error on both."""
     p = problem(rank)
-    options = {"group": dist.group.WORLD, "workspace": 100 if rank else 10**6}
+    options = {"workspace": 100 if rank else 10**6}
     words = "too small for" if rank else "rank 1 .*: ValueError: workspace=100 bytes is too small"
     heads = ([p.weight, p.ref_weight], [p.hidden, p.ref_hidden], p.labels)
     for call in (
-        lambda: build("ORPO", **options)()(p.weight, p.hidden, p.labels),
-        lambda: build("CrossEntropy", **options)()(p.weight, p.hidden, p.labels),
-        lambda: build("CrossEntropy", **options)()(*heads),
-        lambda: distilled(build("KL", **options)(), p),
-        lambda: distilled_from_top_k(build("KL", **options)(), p),
-        lambda: policy(build("GRPO", **options)(), p),
-        lambda: policy(build("GRPO", **options, importance_sampling_level="sequence")(), p),
-        lambda: unpaired_with_kl(build("KTO", use_ref_model=True, **options)(), p),
+        lambda: shared("ORPO", **options)(p.weight, p.hidden, p.labels),
+        lambda: shared("CrossEntropy", **options)(p.weight, p.hidden, p.labels),
+        lambda: shared("CrossEntropy", **options)(*heads),
+        lambda: distilled(shared("KL", **options), p),
+        lambda: distilled_from_top_k(shared("KL", **options), p),
+        lambda: policy(shared("GRPO", **options), p),
+        lambda: policy(shared("GRPO", **options, importance_sampling_level="sequence"), p),
+        lambda: unpaired_with_kl(shared("KTO", use_ref_model=True, **options), p),
     ):
         with pytest.raises(ValueError, match=words):
             call()
     wrong = TokenSupport(torch.full((*p.labels.shape, 1), VOCAB if rank else -1))
     words = "ids must be in" if rank else "rank 1 .* ValueError: .*ids must be in"
     with pytest.raises(ValueError, match=words):
-        policy(build("GRPO", group=dist.group.WORLD)(), p, support=wrong)
+        policy(shared("GRPO"), p, support=wrong)
     p.token_weights = p.token_weights.to("meta") if rank else p.token_weights
     with pytest.raises(ValueError, match="token_weights is on meta"):
-        weighted_tokens(build("CrossEntropy", group=dist.group.WORLD)(), p)
+        weighted_tokens(shared("CrossEntropy"), p)
 
 
 def check_errors_of_one_rank_alone(rank):
     """A loss per token exchanges nothing, not even errors."""
     p = problem(rank)
-    loss = build("CrossEntropy", group=dist.group.WORLD, reduction="none")()
+    loss = shared("CrossEntropy", reduction="none")
     if rank:
         with pytest.raises(ValueError, match="labels must be in"):
             loss(p.weight, p.hidden, p.labels + VOCAB + 100)
@@ -456,26 +452,23 @@ def check_errors_of_other_groups(rank):
 
     with pytest.raises((ValueError, RankError), match=words):
         Raising(group=dist.group.WORLD)()
-    build("ORPO", group=dist.group.WORLD)()(p.weight, p.hidden, p.labels)
+    shared("ORPO")(p.weight, p.hidden, p.labels)
 
 
 def check_options(rank):
     """Ranks whose losses have other options would wait for each other, or get another loss each."""
     p = problem(rank)
-    group = {"group": dist.group.WORLD}
     for call in (
-        lambda: build("ORPO", beta=0.1 + rank, **group)()(p.weight, p.hidden, p.labels),
-        lambda: build(("CPO", "SimPO")[rank], **group)()(p.weight, p.hidden, p.labels),
-        lambda: build("CrossEntropy", return_z_loss=rank == 1, **group)()(p.weight, p.hidden, p.labels),
-        lambda: distilled(build("KL", weight_hard_loss=0.5 + rank, **group)(), p),
-        lambda: policy(build("GRPO", epsilon_low=0.1 + rank, **group)(), p),
+        lambda: shared("ORPO", beta=0.1 + rank)(p.weight, p.hidden, p.labels),
+        lambda: shared(("CPO", "SimPO")[rank])(p.weight, p.hidden, p.labels),
+        lambda: shared("CrossEntropy", return_z_loss=rank == 1)(p.weight, p.hidden, p.labels),
+        lambda: distilled(shared("KL", weight_hard_loss=0.5 + rank), p),
+        lambda: policy(shared("GRPO", epsilon_low=0.1 + rank), p),
     ):
         with pytest.raises(ValueError, match=r"(?s)make the same call.*rank 0: .*rank 1: "):
             call()
     # How a rank streams is its own affair.
-    build("ORPO", chunk_size=2 + rank, compact=rank == 1, workspace=(None, 10**6)[rank], **group)()(
-        p.weight, p.hidden, p.labels
-    )
+    shared("ORPO", chunk_size=2 + rank, compact=rank == 1, workspace=(None, 10**6)[rank])(p.weight, p.hidden, p.labels)
 
 
 def check_members(rank):
@@ -508,13 +501,7 @@ CHECKS = (
 
 
 #: On GPUs. Of known signatures, they read no messages, so that errors of one rank leave the others waiting.
-CHECKS_OF_GPUS = (
-    check_functional,
-    check_means_of_processes,
-    check_averaged_gradients,
-    check_compiled,
-    check_members,
-)
+CHECKS_OF_GPUS = (check_functional, check_means_of_processes, check_averaged_gradients, check_compiled, check_members)
 
 
 def work(rank, folder, backend):

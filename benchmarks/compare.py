@@ -14,6 +14,7 @@ import statistics
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -85,6 +86,7 @@ def cases() -> Iterator[tuple[str, Make]]:
         labels = labels_of(tokens, vocab_size=vocab_size, masked=0.0)
         given, size = (weight, hidden, labels), f"{tokens} x {hidden_size} x {vocab_size}"
         leaves = (hidden, weight)
+        half = weight, hidden, labels_of(tokens, vocab_size=vocab_size, masked=0.5)
 
         def cross_entropy(load: Any, given: Any = given, leaves: Any = leaves) -> Call:
             return loss_call(load(":LigerFusedLinearCrossEntropyLoss")(), given, leaves)
@@ -99,7 +101,9 @@ def cases() -> Iterator[tuple[str, Make]]:
         yield f"cross-entropy {size}", cross_entropy
         yield f"log-probs {size}", logps
         yield f"log-probs without gradient {size}", without_gradient
-        del hidden, weight, labels, given, leaves
+        yield f"cross-entropy {size}, 50% masked", partial(cross_entropy, given=half)
+        yield f"log-probs {size}, 50% masked", partial(logps, given=half)
+        del hidden, weight, labels, given, leaves, half
 
     for pairs, length, hidden_size, vocab_size, masked, workspace in (
         (8, 1024, 4096, 128256, 0.5, None),

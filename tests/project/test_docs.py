@@ -106,6 +106,7 @@ def test_a_pages_code_runs(path, tmp_path, monkeypatch):
         pytest.importorskip(package, reason=f"{package} is not installed")
     for code in modules_of(blocks_of(path)):
         module = run(code, path, tmp_path, monkeypatch)
+        torch.compiler.reset()  # compiled code removes its own names from the module, which must still be there
         vars(module).clear()  # what a page registers would keep its patched models for other tests
 
 

@@ -14,9 +14,6 @@ from tests import interpreter, processes
 folders = ("benchmarks.coverage", "tests.chunked", "tests.integrations", "tests.kernels", "tests.patching", "tests.trl")
 pytest.register_assert_rewrite(*folders)
 
-#: Until the tests are collected: searches for garbage in what they import take a quarter of that time.
-gc.disable()
-
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
@@ -95,11 +92,16 @@ def no_search_in_what_stays():
     gc.freeze()
 
 
-def pytest_collection_finish(session):
+@pytest.hookimpl(wrapper=True)
+def pytest_collection(session):
+    """Searches for garbage in what tests import would take a quarter of the time of importing them."""
+    gc.disable()
+    result = yield
     gc.freeze()
     gc.enable()
     if any(item.get_closest_marker("distributed") for item in session.items) and not torch.cuda.is_available():
         processes.make_nursery()
+    return result
 
 
 def pytest_sessionfinish():

@@ -14,7 +14,8 @@ from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.utils import counters
 from torch.nn.parallel import DistributedDataParallel
 
-from liger_losses.patching.lazy import LazyLogits, is_one_graph, lazy_linear
+from liger_losses.patching.lazy import LazyLogits, is_one_graph, lazy_linear, true_values
+from liger_losses.patching.lazy.tensor import deferred_logits
 from liger_losses.patching.lazy_head import make_head_lazy
 
 B, T = 2, 40
@@ -95,6 +96,14 @@ def test_compiled_functions_of_lazy_logits(name):
             torch.autograd.grad(found, (h, w)), torch.autograd.grad(expected, (h, w)), **tolerance
         )
     assert 0 < graphs.count <= 6  # up to three for the first length, and for all others
+
+
+@pytest.mark.parametrize("part", [lambda z: deferred_logits(z).hidden_states, true_values], ids=["hidden", "values"])
+def test_what_a_compiled_function_finds_in_lazy_logits_has_their_gradient(part):
+    h, w = torch.randn(2, 4, H, requires_grad=True), torch.randn(V, H)
+    loss = torch.compile(lambda z: part(z).square().sum(), backend="eager")(lazy_linear(h, w))
+    expected = part(lazy_linear(h, w)).square().sum()
+    torch.testing.assert_close(torch.autograd.grad(loss, h), torch.autograd.grad(expected, h))
 
 
 class Model(nn.Module):

@@ -304,6 +304,11 @@ def _gather(deferred: DeferredLogits, dim: int, index: Tensor) -> Any:
     return (logps + found.lse[..., None] if lse else logps).to(deferred.dtype)
 
 
+@_operation("take_along_dim")
+def _take_along_dim(deferred: DeferredLogits, indices: Tensor, dim: int) -> Any:
+    return NotImplemented if indices.dim() != len(deferred.shape) else _gather(deferred, dim, indices)
+
+
 def _by_rows(name: str, deferred: DeferredLogits, **options: Any) -> list[Any]:
     """``topk`` or ``argmax`` over the vocabulary, of the model's logits, whose rounding decides ties.
 
@@ -338,22 +343,27 @@ def _topk(deferred: DeferredLogits, k: int, dim: int = -1, largest: bool = True,
     return torch.return_types.topk((values, columns))
 
 
-@_operation("logsumexp")
-def _logsumexp(deferred: DeferredLogits, dim: Any, keepdim: bool = False) -> Any:
-    if not _is_vocabulary(deferred, dim) or deferred.normalized:
+def _sum(
+    name: str, deferred: DeferredLogits, dim: Any = None, keepdim: bool = False, *, dtype: torch.dtype | None = None
+) -> Any:
+    """``logsumexp``, ``mean`` or ``sum`` over the vocabulary; the last two over everything, too."""
+    everything = dim is None and not keepdim and name != "logsumexp"
+    supported = everything or _is_vocabulary(deferred, dim)
+    if not supported or not (dtype or deferred.dtype).is_floating_point:
         return NotImplemented
-    result = deferred.statistics(None, "lse").lse.to(deferred.dtype)
-    return result[..., None] if keepdim else result
-
-
-@_operation("sum")
-def _sum(deferred: DeferredLogits, dim: Any = None, keepdim: bool = False, *, dtype: torch.dtype | None = None) -> Any:
-    """Sums of log-probabilities over the vocabulary, of which losses with label smoothing are made."""
-    if not deferred.normalized or not _is_vocabulary(deferred, dim):
+    statistic = "lse" if name == "logsumexp" else "mean_logp" if deferred.normalized else "mean_logit"
+    if statistic == "lse" and deferred.normalized:
         return NotImplemented
-    # In the engine's dtype, which holds sums that half precision would round.
-    result = deferred.statistics(None, "mean_logp").mean_logp * deferred.shape[-1]
+    result = getattr(deferred.statistics(None, statistic), statistic)
     result = -result if deferred.negated else result
-    if dtype is None and result.is_cuda and torch.is_autocast_enabled("cuda"):
-        dtype = torch.float32
+    if name == "sum":
+        result = result * deferred.shape[-1]  # in the engine's dtype, which holds sums that half precision would round
+        if dtype is None and result.is_cuda and torch.is_autocast_enabled("cuda"):
+            dtype = torch.float32
+    if everything:
+        result = getattr(result, name)()
     return (result[..., None] if keepdim else result).to(dtype or deferred.dtype)
+
+
+for _name in ("logsumexp", "mean", "sum"):
+    _operation(_name)(partial(_sum, _name))

@@ -73,3 +73,14 @@ def test_labels_that_the_loss_would_copy_are_not_prefetched():
         prefetch_labels(torch.zeros(3, 4, dtype=torch.int64)[:, 1:])
     with pytest.raises(TypeError, match="int64"):
         prefetch_labels(torch.zeros(3))
+
+
+def test_a_compiled_function_prefetches_nothing(asked):
+    @torch.compile(fullgraph=True, backend="eager")
+    def compiled(labels):
+        prefetch_labels(labels)
+        return labels + 1
+
+    labels = torch.arange(3)
+    assert torch.equal(compiled(labels), labels + 1)
+    assert not asked

@@ -41,7 +41,8 @@ def prefetch_labels(labels: Tensor, ignore_index: int = -100) -> None:
         loss = LigerFusedLinearCrossEntropyLoss()(lm_head, hidden_states, labels)
 
     The results are the same without it. :func:`liger_losses.loss_inputs`, patched models and TRL's trainers do it
-    themselves. Labels that are changed in place afterwards are counted again by the loss.
+    themselves. Labels that are changed in place afterwards are counted again by the loss. In a function that
+    torch.compile traces, it does nothing.
 
     Args:
         labels: ``[...]`` int64, contiguous, as the loss gets them: shifted, and on its device.
@@ -57,6 +58,8 @@ def prefetch_labels(labels: Tensor, ignore_index: int = -100) -> None:
             f"labels must be contiguous, got strides {labels.stride()} for shape {tuple(labels.shape)}; give both "
             "prefetch_labels and the loss labels.contiguous()."
         )
+    if torch.compiler.is_dynamo_compiling():
+        return
     ask_about_labels(labels, ignore_index)
 
 

@@ -195,9 +195,10 @@ def test_a_teacher_adds_up_few_blocks_or_fp32(workspace, chunk_size, wide, warns
     decision._decisions.clear()
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        peak = peak_bytes(call) - 2 * (hidden.numel() + weight.numel())
+        # The profiler takes long for hundreds of blocks, of which no peak is promised.
+        peak = 0 if warns and call() else peak_bytes(call) - 2 * (hidden.numel() + weight.numel())
     assert [warning.category for warning in caught if "accum_dtype" in str(warning.message)] == [UserWarning] * warns
-    assert workspace is None or peak <= workspace or warns
+    assert workspace is None or peak <= workspace
     (run,) = [run for made in decision._decisions.values() for run in made.runs.values()]
     assert (run.grad_weight_dtype == torch.float32) == wide != run.plan.few_blocks
     assert chunk_size is None or run.plan.part_rows <= chunk_size < run.plan.rows

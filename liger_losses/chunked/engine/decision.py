@@ -125,8 +125,8 @@ class Decision:
         if bound is not None and not torch.compiler.is_compiling():
             warnings.warn(
                 f"a workspace of {bound} bytes has no room for the gradients of an eighth of the tokens. To be exact, "
-                f"the gradient of the weight is added up in fp32, which takes {self.sums_bytes} bytes more: give a "
-                "larger workspace, or accum_dtype=torch.float32 to allow it." + see("workspace"),
+                f"the gradient of the weight is accumulated in fp32, in {self.sums_bytes} bytes beyond the workspace. "
+                "Pass a larger workspace, or accum_dtype=torch.float32 to allow it." + see("workspace"),
                 stacklevel=3,
             )
         return plan, torch.float32

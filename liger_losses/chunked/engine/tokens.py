@@ -49,8 +49,8 @@ def prefetch_labels(labels: Tensor, ignore_index: int = -100) -> None:
         ignore_index: the label of masked tokens.
 
     Raises:
-        TypeError: labels that are no int64 tensor.
-        ValueError: labels that are not contiguous, which the loss would copy.
+        TypeError: labels that are not an int64 tensor.
+        ValueError: labels that are not contiguous; the loss would copy them, and so count them again.
     """
     check_labels(labels)
     if not labels.is_contiguous():

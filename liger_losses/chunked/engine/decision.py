@@ -18,7 +18,16 @@ from torch import Tensor, nn
 from liger_losses.chunked.engine.checks import check_device, check_names, see
 from liger_losses.chunked.engine.head import Head, check_invariant, dequantized_bytes, operand_dtype
 from liger_losses.chunked.engine.input_checks import check, shapes_of
-from liger_losses.chunked.engine.plan import EngineOptions, Plan, Workload, default_bound, is_small, make_plan, padded
+from liger_losses.chunked.engine.plan import (
+    EngineOptions,
+    Plan,
+    Workload,
+    bound_of,
+    default_bound,
+    is_small,
+    make_plan,
+    padded,
+)
 from liger_losses.chunked.engine.query import Comparison, EqualWeights, Query
 from liger_losses.chunked.engine.ranks import ALONE
 from liger_losses.chunked.engine.teachers import Teacher, TeacherLogits, teacher_row_bytes_of
@@ -75,7 +84,7 @@ class Decision:
             if len(self.runs) >= MOST_DECISIONS:
                 self.runs.clear()
             options, planned = self.options, tokens
-            if tokens >= MANY and options.workspace is None and options.chunk_size is None and default_bound() is None:
+            if tokens >= MANY and bound_of(options.workspace) is None and options.chunk_size is None:
                 # A GPU is idle while the host plans, and each step of training has another number.
                 planned = padded(tokens)
             run = self.runs.get((planned, gathers))
@@ -118,7 +127,7 @@ class Decision:
         taller = make_plan(work.taller(), workspace, chunk_size)
         if self._rounds_few_times(taller, strategy):
             return taller, self.grad_weight_dtype
-        bound = default_bound() if workspace is None else workspace
+        bound = bound_of(workspace)
         if bound is not None and self.sums_bytes <= bound // 2:
             with suppress(ValueError):  # too little is left for one row
                 return make_plan(work, bound - self.sums_bytes, chunk_size), torch.float32

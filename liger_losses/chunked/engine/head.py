@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from liger_losses.chunked.engine.adapters import LowRank, adapters_of, side_by_side
 from liger_losses.chunked.engine.checks import check_vector, check_weight, is_weight_and_bias
-from liger_losses.chunked.engine.plan import MEMORY_PARTS, default_bound, default_workspace, device_memory
+from liger_losses.chunked.engine.plan import MEMORY_PARTS, bound_of, default_workspace, device_memory
 from liger_losses.chunked.engine.quantized_kinds import find_quantized
 from liger_losses.chunked.engine.ranks import ALONE, Ranks, VocabularyRanks, local_rows, share_mesh, share_vocabulary
 from liger_losses.chunked.engine.weights import QuantizedWeight, Weights, weights_of
@@ -322,7 +322,7 @@ def dequantized_bytes(
     pairs = zip(heads, rows, strict=True)
     size = sum([head.weights.dequantized_bytes(operand) // len(head.weight) * count for head, count in pairs])
     row, vectors = rows[0] * wide_dtype(operand).itemsize, tokens * 32 * 4
-    bound = default_bound() if workspace is None else workspace
+    bound = bound_of(workspace)
     if bound is None and size:
         memory = device_memory(heads[0].weight.device) if memory is None else memory
         usual = default_workspace(row // 4, 4, heads[0].weight.device)

@@ -273,6 +273,11 @@ def default_bound() -> int | None:
     return bytes_of(size, WORKSPACE_VARIABLE) if isinstance(size, str) else size
 
 
+def bound_of(workspace: int | None) -> int | None:
+    """The bytes that a call may take: its own ``workspace``, or what the user has set; ``None`` where neither is."""
+    return default_bound() if workspace is None else workspace
+
+
 def make_plan(work: Workload, workspace: int | None = None, chunk_size: int | None = None) -> Plan:
     """Cut the tokens of a workload into blocks.
 
@@ -287,7 +292,7 @@ def make_plan(work: Workload, workspace: int | None = None, chunk_size: int | No
         ValueError: the workspace cannot hold even one row.
     """
     workspace, chunk_size = [n if n is None else int(n) for n in (workspace, chunk_size)]  # torch rejects NumPy's
-    bound, by_default = default_bound() if workspace is None else workspace, workspace is None
+    bound, by_default = bound_of(workspace), workspace is None
     budget, tokens = _budget(work, bound, by_default), work.tokens
     teacher = work.teacher_row_bytes > 0
     part = _part_rows(work, budget.blocks) if teacher else 0

@@ -14,6 +14,8 @@ from tests import processes
 
 ROWS, LENGTH = 2, 9
 WORDS = 31  # of the inputs: the smallest vocabulary
+#: DTensors of torch 2.11 refuse to redistribute the strided shards of experts, before anything is patched.
+LEFT_OUT = "mixtral" if torch.__version__ < (2, 13) else None
 
 
 def tiny_models():
@@ -130,8 +132,9 @@ def work(rank, folder, world, run):
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world))
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="29500")  # which accelerate demands, and nobody uses
     for name, case in run(folder).items():
-        with processes.case_named(name):
-            case()
+        if name.partition(",")[0] != LEFT_OUT:
+            with processes.case_named(name):
+                case()
 
 
 def start(folder, run, world, backend="gloo"):

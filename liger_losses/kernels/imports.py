@@ -31,11 +31,18 @@ def forget(name: str, function: Callable[[ModuleType], Any]) -> None:
 class _Finder(importlib.abc.MetaPathFinder):
     """Finds what the others find; modules that somebody waits for run what waits when they are there."""
 
+    def __init__(self) -> None:
+        self.searched = set[str]()
+
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
-        if not _waiting.get(name):
+        if name in self.searched or not _waiting.get(name):  # a finder that is asked may ask all the others as well
             return None
-        specs = (finder.find_spec(name, path, target) for finder in sys.meta_path if finder is not self)
-        spec = next((spec for spec in specs if spec is not None), None)
+        self.searched.add(name)
+        try:
+            specs = (finder.find_spec(name, path, target) for finder in sys.meta_path if finder is not self)
+            spec = next((spec for spec in specs if spec is not None), None)
+        finally:
+            self.searched.remove(name)
         loader: Any = None if spec is None else spec.loader
         if loader is not None:
             own = loader.exec_module

@@ -48,7 +48,7 @@ class _Finder(importlib.abc.MetaPathFinder):
             own = loader.exec_module
 
             def exec_module(module: ModuleType) -> None:
-                del loader.exec_module
+                loader.exec_module = own
                 own(module)
                 for function in _waiting.pop(name, []):
                     function(module)

@@ -12,7 +12,7 @@ import warnings
 import pytest
 
 from liger_losses.integrations.replacements import Replacements, announce
-from liger_losses.kernels.imports import when_imported
+from liger_losses.kernels import imports
 from liger_losses.places import Place
 
 
@@ -120,20 +120,17 @@ def test_an_integration_says_that_it_is_active_and_which_versions_were_tested(ca
 
 
 def test_another_finder_that_asks_all_the_others(tmp_path, monkeypatch):
-    """Import hooks of two packages may each ask the finders after and before them."""
-
-    class Finder:
-        def find_spec(self, name, path=None, target=None):
-            specs = (finder.find_spec(name, path, target) for finder in sys.meta_path if finder is not self)
-            return next((spec for spec in specs if spec is not None), None) if name == "awaited" else None
-
+    """Import hooks of two packages may each ask the finders around them, and wrap the same loader."""
     (tmp_path / "awaited.py").write_text("")
     monkeypatch.syspath_prepend(tmp_path)
     found = []
-    when_imported("awaited", found.append)
-    monkeypatch.setattr(sys, "meta_path", [Finder(), *sys.meta_path])
+    spec = importlib.util.find_spec(imports.__name__)
+    for another in (imports, importlib.util.module_from_spec(spec)):
+        if another is not imports:
+            spec.loader.exec_module(another)
+        another.when_imported("awaited", found.append)
     try:
-        assert found == []
-        assert importlib.import_module("awaited") is found[0]
+        module = importlib.import_module("awaited")
+        assert found == [module, module]
     finally:
         del sys.modules["awaited"]

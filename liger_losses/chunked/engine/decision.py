@@ -122,12 +122,15 @@ class Decision:
         return plan.few_blocks or strategy == "resident"
 
     def _exact(self, work: Workload, plan: Plan, strategy: str) -> tuple[Plan, torch.dtype]:
-        """Fewer parts if they fit; else the same, added up in fp32, at the cost of a buffer."""
+        """Fewer parts if they fit; else the same, added up in fp32, at the cost of a buffer.
+
+        Without a bound, a buffer of fp32 is faster than blocks whose logits are computed in shorter parts.
+        """
         workspace, chunk_size = self.options.workspace, self.options.chunk_size
-        taller = make_plan(work.taller(), workspace, chunk_size)
-        if self._rounds_few_times(taller, strategy):
+        taller, bound = make_plan(work.taller(), workspace, chunk_size), bound_of(workspace)
+        shorter = taller.part_rows < plan.part_rows
+        if self._rounds_few_times(taller, strategy) and not (shorter and bound is None):
             return taller, self.grad_weight_dtype
-        bound = bound_of(workspace)
         if bound is not None and self.sums_bytes <= bound // 2:
             with suppress(ValueError):  # too little is left for one row
                 return make_plan(work, bound - self.sums_bytes, chunk_size), torch.float32

@@ -345,7 +345,7 @@ def _budget(work: Workload, bound: int | None, by_default: bool) -> _Budget:
     memory = device_memory(work.device) if work.device_memory is None else work.device_memory
     usual = work.default_workspace()
     if work.least_rows and work.teacher_row_bytes:
-        taller = work.least_rows * work.row_bytes + MIN_PART * work.part_bytes
+        taller = work.least_rows * work.row_bytes + TEACHER_ROWS // TEACHER_PARTS * work.part_bytes
         usual = max(usual, min(taller, memory // MEMORY_PARTS))
     item, teacher = work.logits_dtype.itemsize, work.teacher_row_bytes > 0
     # Per-token vectors (labels, positions, statistics and their gradients) are small, but not nothing.

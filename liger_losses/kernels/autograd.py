@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 from torch.autograd.function import once_differentiable as _once_differentiable
 
-from liger_losses.kernels._triton import jit, kinds, tl
+from liger_losses.kernels._triton import Launcher, jit, kinds, tl
 
 
 def once_differentiable(backward: Callable[..., Any]) -> Callable[..., Any]:
@@ -129,7 +129,7 @@ def autocast_dtype(device: torch.device) -> torch.dtype | None:
     return torch.get_autocast_dtype(kind) if available else None
 
 
-def scale_(factor: Tensor, tensors: Sequence[Tensor], *, kind: Hashable = None, backend: str = "torch") -> None:
+def scale_(factor: Tensor, tensors: Sequence[Tensor], *, backend: str = "torch") -> None:
     """``tensor *= factor``, of each tensor; two of them take one launch.
 
     The upstream gradient of a loss is mostly 1, which the host cannot know.
@@ -137,7 +137,6 @@ def scale_(factor: Tensor, tensors: Sequence[Tensor], *, kind: Hashable = None, 
     Args:
         factor: 0-dim, on the same device.
         tensors: any shape, contiguous, floating point.
-        kind: stands for the device, shapes, dtypes and alignments, where a caller knows that they are always the same.
         backend: ``torch`` or ``triton``.
     """
     for start in range(0, len(tensors), 2):
@@ -147,9 +146,17 @@ def scale_(factor: Tensor, tensors: Sequence[Tensor], *, kind: Hashable = None, 
             second = None if second is None else second.mul_(factor)
             continue
         counts = first.numel(), 0 if second is None else second.numel()
-        programs = min(max(-(-max(counts) // _BLOCK), 1), 4096)
-        own = kind or (first.device, factor.dtype, counts, kinds(first, second))
-        _scale_kernel[(programs,)](factor, first, counts[0], second, counts[1], programs, _BLOCK, num_warps=8, kind=own)
+        launch_scale(*counts, (first.device, factor.dtype, *kinds(first, second)))(factor, first, second)
+
+
+@functools.lru_cache(1024)
+def launch_scale(first_count: int, second_count: int, kind: Hashable) -> Callable[..., None]:
+    """Launches :func:`scale_` of a factor and two tensors, or ``None``, of so many entries each.
+
+    ``kind`` stands for all that Triton compiles for: the device, dtypes and alignments.
+    """
+    programs = min(max(-(-max(first_count, second_count) // _BLOCK), 1), 4096)
+    return partial(Launcher(_scale_kernel, programs, num_warps=8), first_count, second_count, programs, _BLOCK)
 
 
 _BLOCK = 4096
@@ -164,9 +171,10 @@ def _scale(tensor, f, count, programs, BLOCK: tl.constexpr):
 
 
 @jit(do_not_specialize=["programs"], do_not_specialize_on_alignment=["factor"])
-def _scale_kernel(factor, first, first_count, second, second_count, programs, BLOCK: tl.constexpr):
+def _scale_kernel(first_count, second_count, programs, BLOCK: tl.constexpr, factor, first, second):
     f = tl.load(factor).to(tl.float32)
     if f != 1.0:
-        _scale(first, f, first_count, programs, BLOCK)
+        if first is not None:
+            _scale(first, f, first_count, programs, BLOCK)
         if second is not None:
             _scale(second, f, second_count, programs, BLOCK)

@@ -16,7 +16,7 @@ from torch import Tensor
 from liger_losses.kernels._triton import Launcher, jit, tl
 from liger_losses.kernels.label_rows import ASSERTS, check_known, count_active, label_of, masked_labels
 from liger_losses.kernels.logit_transform import Epilogue, LogitTransform, load_logits
-from liger_losses.kernels.matmul import matmul, matmul_into
+from liger_losses.kernels.matmul import matmul
 from liger_losses.kernels.online_softmax import Sums, online_row, reference_statistics, stored
 from liger_losses.kernels.rows import power_of_two
 from liger_losses.kernels.softmax_grad import SoftmaxGradient, softmax_gradient_into, store_row_gradient
@@ -182,7 +182,7 @@ class MaskedRows:
 
     def hidden_gradient_into(self, out: Tensor, found: RowGradients, weight: Tensor) -> None:
         """Write the gradient by hidden states ``[T, H]``."""
-        matmul_into(out, found.grad, weight)
+        matmul(found.grad, weight, out.dtype, out)
 
     def weight_gradient(self, found: RowGradients, dtype: torch.dtype) -> Tensor:
         """The gradient by the weight ``[V, H]``."""
@@ -190,7 +190,7 @@ class MaskedRows:
 
     def _in_place(self, projected: Tensor, hidden: Tensor) -> Tensor:
         """Each row of gradients in the hidden states' dtype, at the beginning of its row of projections."""
-        return projected if hidden.dtype == projected.dtype else projected.view(hidden.dtype)[:, : self.columns]
+        return projected if hidden.dtype == projected.dtype else projected.view(hidden.dtype).narrow(1, 0, self.columns)
 
     # --- The reference, in torch ---------------------------------------------------------------------------------
 

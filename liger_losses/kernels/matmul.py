@@ -46,14 +46,14 @@ def matmul_into(out: Tensor, a: Tensor, b: Tensor, *, accumulate: bool = False) 
     return out.add_(product) if accumulate else out.copy_(product)
 
 
-def matmul(a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
-    """``a @ b`` as a new tensor in ``dtype``: the dtype of ``a`` and ``b``, or fp32. See :func:`matmul_into`.
+def matmul(a: Tensor, b: Tensor, dtype: torch.dtype, out: Tensor | None = None) -> Tensor:
+    """``a @ b`` as a new tensor in ``dtype``: the dtype of ``a`` and ``b``, or fp32; or in ``out``, of that dtype.
 
-    The caller sees to it that sizes are multiples of :data:`ALIGNED`, or small.
+    See :func:`matmul_into`. The caller sees to it that sizes are multiples of :data:`ALIGNED`, or small.
     """
     if a.is_cuda:
-        return torch.mm(a, b) if a.dtype == dtype else torch.mm(a, b, out_dtype=dtype)
-    return matmul_into(a.new_empty(a.shape[0], b.shape[1], dtype=dtype), a, b)
+        return torch.mm(a, b, out=out) if a.dtype == dtype else torch.mm(a, b, out_dtype=dtype, out=out)
+    return matmul_into(a.new_empty(a.shape[0], b.shape[1], dtype=dtype) if out is None else out, a, b)
 
 
 def _aligned(out: Tensor, a: Tensor, b: Tensor, accumulate: bool) -> Tensor:

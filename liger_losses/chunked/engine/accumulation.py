@@ -24,20 +24,22 @@ from liger_losses.kernels.matmul import matmul_into, start_beside
 MIN_BESIDE = 1.5e11
 
 
-def side_by_side(device: torch.device, products: Sequence[Callable[[], object]], multiplications: int) -> None:
-    """Launch matrix products of so many multiplications each; the first of large ones runs on a second stream."""
-    first, *more = products or [lambda: None]
-    if not more or multiplications < MIN_BESIDE:
-        for product in products:
-            product()
-        return
-    # The product with the head takes longer per tile: started first, it leaves its last wave to the other.
-    wait = start_beside(device, first)
+def side_by_side(device: torch.device, products: Sequence[Callable[[], Any]], multiplications: int) -> Any:
+    """Launch matrix products of so many multiplications each, and return what the last one does.
+
+    The first of two large ones runs on a second stream.
+    """
+    wait, found = None, None
+    if len(products) == 2 and multiplications >= MIN_BESIDE:
+        # The product with the head takes longer per tile: started first, it leaves its last wave to the other.
+        wait, products = start_beside(device, products[0]), products[1:]
     try:
-        for product in more:
-            product()
+        for product in products:
+            found = product()
     finally:
-        wait()
+        if wait is not None:
+            wait()
+    return found
 
 
 class HeadGradients:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -15,7 +16,7 @@ from torch import Tensor
 from liger_losses.chunked.engine.accumulation import side_by_side
 from liger_losses.chunked.engine.query import Query
 from liger_losses.chunked.engine.tokens import check_right, host_checks
-from liger_losses.kernels.autograd import once_differentiable, scale_
+from liger_losses.kernels.autograd import launch_scale, once_differentiable
 from liger_losses.kernels.coupled_rows import Coupled
 from liger_losses.kernels.exponential_rows import ExponentialRows, RowExponentials
 from liger_losses.kernels.linear_stats import MaskedStatistics
@@ -40,7 +41,7 @@ class StraightLine:
 
     def __init__(
         self,
-        labels: Sequence[Tensor],
+        tokens: FewTokens,
         weight: Tensor,
         query: Query,
         strategy: str,
@@ -53,11 +54,15 @@ class StraightLine:
         self.mean_logit = "mean_logit" in self.names
         self.device, (self.vocab_size, self.hidden_size) = weight.device, weight.shape
         #: Of each tensor of labels; and whether all have the same.
-        self.shapes = [part.shape for part in labels]
+        self.shapes = [part.shape for part in tokens.labels]
         self.alike = len({*self.shapes}) == 1
         self.sizes = [shape.numel() for shape in self.shapes]
         self.tokens = sum(self.sizes)
         self.multiplications = self.tokens * weight.numel()
+        #: Whether the weight and the tensors of hidden states need gradients, which are computed in forward.
+        self.needs = [part.requires_grad for part in (weight, *tokens.hidden_states)]
+        counts = any(self.needs[1:]) * self.tokens * self.hidden_size, self.needs[0] * weight.numel()
+        self.trains, self.scale_ = strategy != "statistics", launch_scale(*counts, (self.device, weight.dtype))
         #: Whether all labels were in the vocabulary, which a host reads where that costs nothing.
         self.right, self.host_checks = torch.ones((), dtype=torch.bool, device=self.device), host_checks(self.device)
         #: The label of tokens that a mask leaves out, on the device.
@@ -114,8 +119,8 @@ class StraightLine:
         """What the user gets, in the order of the names."""
         return tuple([values.lse.view(labels.shape) if name == "lse" else getattr(values, name) for name in self.names])
 
-    def loss(self, tokens: FewTokens, weight: Tensor, needs: Sequence[bool]) -> tuple[Tensor, tuple[Tensor, ...], Any]:
-        """The loss, 0-dim, its metrics, and its gradients as from :meth:`products`."""
+    def loss(self, tokens: FewTokens, weight: Tensor) -> tuple[Tensor, tuple[Tensor, ...], Any]:
+        """The loss, 0-dim, its metrics, and the gradients that inputs need, as from :meth:`products`."""
         hidden, labels = self.joined(tokens)
         found: Any
         block: Any
@@ -125,13 +130,13 @@ class StraightLine:
             block = self.rows.project(hidden, weight, labels)
             found = self.rows.loss(block, labels, hidden, self.scales, self.mean)
             self.check(labels)
-            return found.loss, (), self.products(found, weight, needs) if any(needs) else None
+            return found.loss, (), self.products(found, weight, self.needs) if self.trains else None
         values, block = self.values(hidden, weight, labels)
         loss, metrics, derivative = self.coupled(values, labels, *tokens.inputs)
-        if not any(needs):
+        if not self.trains:
             return loss, metrics, None
         found = self.rows.gradients(block, labels, hidden, values.lse, None, Derivatives(logp=derivative))
-        return loss, metrics, self.products(found, weight, needs)
+        return loss, metrics, self.products(found, weight, self.needs)
 
     def of_logps(self, logps: Tensor, labels: Tensor) -> Tensor:
         """The loss of log-probabilities, which are 0 for tokens without loss."""
@@ -140,28 +145,23 @@ class StraightLine:
 
     def products(
         self, found: Any, weight: Tensor, needs: Sequence[bool]
-    ) -> tuple[list[Tensor], tuple[Tensor | None, ...]]:
-        """The gradients that are needed, one of all hidden states; and those by the weight and by each tensor of them.
+    ) -> tuple[Tensor | None, tuple[Tensor | None, ...]]:
+        """The gradients that are needed, by all hidden states; and by the weight and each tensor of hidden states.
 
         ``needs`` has the weight's first.
         """
         of_weight, *of_hidden = needs
-        hidden = grad_weight = None
-        products: list[Callable[[], object]] = []
+        hidden, products = None, list[Callable[[], Any]]()
+        each: list[Any] = [None] * len(of_hidden)
         if any(of_hidden):  # allocated on the caller's stream, as the product may run on another
             hidden = torch.empty(self.tokens, self.hidden_size, dtype=weight.dtype, device=self.device)
-            products.append(lambda: self.rows.hidden_gradient_into(hidden, found, weight))
-
-        def multiply() -> None:
-            nonlocal grad_weight
-            grad_weight = self.rows.weight_gradient(found, weight.dtype)
-
+            products.append(partial(self.rows.hidden_gradient_into, hidden, found, weight))
+            parts = self.separated(hidden, self.hidden_size)
+            each = [part if need else None for part, need in zip(parts, of_hidden, strict=True)]
         if of_weight:
-            products.append(multiply)
-        side_by_side(self.device, products, self.multiplications)
-        parts = of_hidden if hidden is None else self.separated(hidden, self.hidden_size)
-        each: Any = [part if need else None for part, need in zip(parts, of_hidden, strict=True)]
-        return [grad for grad in (hidden, grad_weight) if grad is not None], (grad_weight, *each)
+            products.append(partial(self.rows.weight_gradient, found, weight.dtype))
+        last = side_by_side(self.device, products, self.multiplications)
+        return hidden, (last if of_weight else None, *each)
 
     def separated(self, value: Tensor, *rest: int) -> Sequence[Tensor]:
         """``[T, *rest]``, or in the labels' shape, as what each tensor of labels has."""
@@ -222,9 +222,8 @@ class LineLoss(torch.autograd.Function):
     def forward(ctx: Any, line: StraightLine, weight: Tensor, tokens: FewTokens, *_: Tensor) -> Any:
         ctx.line = line
         ctx.save_for_backward(weight, *tokens.hidden_states, *tokens.labels, tokens.mask, *tokens.inputs)
-        needs = ctx.needs_input_grad
         with line.without_autocast():
-            loss, metrics, ctx.gradients = line.loss(tokens, weight, (needs[1], *needs[3:]))
+            loss, metrics, ctx.gradients = line.loss(tokens, weight)
         if not metrics:
             return loss
         ctx.set_materialize_grads(False)
@@ -234,15 +233,15 @@ class LineLoss(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, upstream: Tensor, *_: None) -> tuple[Any, ...]:
-        line, needs = ctx.line, ctx.needs_input_grad
+        line: StraightLine = ctx.line
         gradients, ctx.gradients = ctx.gradients, None
         if gradients is None:  # the first backward scaled them in place and returned them
             weight, *saved = ctx.saved_tensors
             count = len(line.shapes)
-            hidden, labels, (mask, *inputs) = saved[:count], saved[count : 2 * count], saved[2 * count :]
+            states, labels, (mask, *inputs) = saved[:count], saved[count : 2 * count], saved[2 * count :]
             with line.without_autocast():
-                tokens = FewTokens(hidden, labels, None, (), mask, inputs)
-                *_, gradients = line.loss(tokens, weight, (needs[1], *needs[3:]))
-        whole, (of_weight, *of_hidden) = gradients
-        scale_(upstream, whole, kind=line, backend="triton")
+                tokens = FewTokens(states, labels, None, (), mask, inputs)
+                gradients = line.loss(tokens, weight)[2]
+        hidden, (of_weight, *of_hidden) = gradients
+        line.scale_(upstream, hidden, of_weight)
         return None, of_weight, None, *of_hidden

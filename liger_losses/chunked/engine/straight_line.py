@@ -142,7 +142,7 @@ def _loss_of(line: StraightLine, weight: Tensor, tokens: FewTokens) -> tuple[Ten
         found = LineLoss.apply(line, weight, tokens, *tokens.hidden_states)
         return found if isinstance(found, tuple) else (found,)
     with line.without_autocast():
-        loss, metrics, _ = line.loss(tokens, weight, ())
+        loss, metrics, _ = line.loss(tokens, weight)
     return loss, *metrics
 
 
@@ -167,21 +167,17 @@ def _line(settings: Hashable, tokens: FewTokens, make: Callable[[], Made] | None
         return _NO_LINE
     if type(weight) not in _PLAIN:
         weight, transform = _opened(weight, transform)
-    # Autograd keeps no labels that were made in inference mode.
-    special = [part for part in labels if type(part) is not Tensor or part.is_inference()]
-    if special or [part for part in (weight, *hidden) if type(part) not in _PLAIN]:
-        return _NO_LINE
     try:
-        device = weight.device
-        if few and not _are_few(labels, weight):
-            return _NO_LINE
-        facts = [
-            *(settings, transform, torch.is_grad_enabled(), autocast_dtype(device), default_bound()),
-            *(os.environ.get(BACKEND_VARIABLE), device, torch.cuda.current_device() if weight.is_cuda else None),
-            *(weight.shape, weight.stride(), weight.dtype, weight.requires_grad, weight.data_ptr() % 16, len(hidden)),
-        ]
-        for part in hidden:
+        device, cuda = weight.device, torch.cuda.current_device() if weight.is_cuda else None
+        facts = [settings, transform, torch.is_grad_enabled(), autocast_dtype(device), default_bound(), len(hidden)]
+        facts += os.environ.get(BACKEND_VARIABLE), cuda
+        for part in (weight, *hidden):
+            if type(part) not in _PLAIN:
+                return _NO_LINE
             facts += part.shape, part.stride(), part.dtype, part.device, part.requires_grad, part.data_ptr() % 16
+        for part in labels:  # autograd keeps none that were made in inference mode
+            if type(part) is not Tensor or part.is_inference():
+                return _NO_LINE
         for part in (*labels, mask, *inputs):
             facts += (part.shape, part.stride(), part.dtype, part.device) if type(part) in _PLAIN else (part,)
         key = tuple(facts)
@@ -193,6 +189,8 @@ def _line(settings: Hashable, tokens: FewTokens, make: Callable[[], Made] | None
         if make is None or (weight.is_cuda and torch.cuda.is_current_stream_capturing()):
             return _NO_LINE
         try:
+            if few and not _are_few(labels, weight):
+                return _NO_LINE
             line = _prepared(tokens, weight, LogitTransform(*transform), *make())
         except (TypeError, ValueError):  # of which the usual way tells the user
             return _NO_LINE
@@ -246,7 +244,7 @@ def _prepared(
     if not (decision.backend == "triton" and here and served and alike):
         return known
     ignore_index = decision.options.ignore_index
-    line = StraightLine(labels, weight, query, run.strategy, ignore_index, transform, coupled)
+    line = StraightLine(tokens, weight, query, run.strategy, ignore_index, transform, coupled)
     unbounded = options.workspace is None and options.chunk_size is None and options.strategy is None
     unbounded = unbounded and default_bound() is None and options.compact
     large = unbounded and line.multiplications >= MIN_FUSED and not line.mean_logit

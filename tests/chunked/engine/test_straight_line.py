@@ -9,7 +9,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from liger_losses import Completions, Head, LogitTransform, linear_logps, set_default_workspace
-from liger_losses.chunked.engine import decision, few_tokens, plan, straight_line
+from liger_losses.chunked.engine import decision, plan, straight_line
 from liger_losses.chunked.losses.cross_entropy_terms import linear_cross_entropy
 from liger_losses.kernels._triton import INTERPRETED, Launcher
 from liger_losses.kernels.exponential_rows import ExponentialRows
@@ -264,7 +264,6 @@ def test_launches_of_a_call_that_was_made_before(name, monkeypatch):
     torch.autograd.grad(calls[name](), leaves)
     launched, (kernels, operations) = [], LAUNCHES[name]
     monkeypatch.setattr(Launcher, "__call__", lambda self, *given, **named: launched.append(self.kernel.fn.__name__))
-    monkeypatch.setattr(few_tokens, "scale_", lambda *given, **named: launched.append("_scale_kernel"))
     with Operations() as seen:
         torch.autograd.grad(calls[name](), leaves)
     assert launched == kernels

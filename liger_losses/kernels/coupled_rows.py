@@ -64,9 +64,9 @@ class PairRows:
         """
         if not self.triton:
             return self._reference(values, labels, chosen, rejected)
-        logp, device = values.logp, values.logp.device
-        loss, means = (torch.empty(n, dtype=torch.float32, device=device) for n in ((), (3,)))
-        rows = torch.empty(4, self.sizes[0], dtype=torch.float32, device=device)
+        logp, device, fp32 = values.logp, values.logp.device, torch.float32
+        loss, means = torch.empty((), dtype=fp32, device=device), torch.empty(3, dtype=fp32, device=device)
+        rows = torch.empty(4, self.sizes[0], dtype=fp32, device=device)
         derivative = torch.empty_like(logp)
         self.launch(
             logp, values.mean_logit, labels, chosen, rejected, derivative, loss, means, rows,
@@ -136,8 +136,8 @@ class PolicyRows:
         """
         if not self.triton:
             return self._reference(values, labels, advantages, old, ref, items)
-        logp, device = values.logp, values.logp.device
-        loss, means = (torch.empty(n, dtype=torch.float32, device=device) for n in ((), (2,)))
+        logp, device, fp32 = values.logp, values.logp.device, torch.float32
+        loss, means = torch.empty((), dtype=fp32, device=device), torch.empty(2, dtype=fp32, device=device)
         derivative = torch.empty_like(logp)
         self.launch(
             logp, labels, advantages, old, ref, items, derivative, loss, means,

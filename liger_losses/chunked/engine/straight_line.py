@@ -69,29 +69,24 @@ def straight_query(
 
 
 def straight_coupled_loss(
-    tokens: FewTokens, module: Any, make: Callable[[], Made] | None = None
-) -> Callable[[Sequence[Tensor | None]], tuple[Tensor, Sequence[Tensor]]] | None:
+    tokens: FewTokens, module: Any, make: Callable[[], Made]
+) -> Callable[[Sequence[Tensor | None]], tuple[Tensor, ...]] | None:
     """From constants to a module's loss of all tokens and its metrics; ``None`` where the call has no straight line.
 
-    In the place of the tokens' constants, there may be what tells their kind. Without ``make``, which is called for the
-    first call of a kind once it is checked, only calls of a known kind have a line.
+    In the place of the tokens' constants, there may be what tells their kind. ``make`` is called for the first call of
+    a kind, once it is checked.
     """
     line, weight = _line((type(module), id(module.settings)), tokens, make, few=True)
     if line is None:
         return None
     line.settings = module.settings  # whose id no other object has meanwhile
-
-    def loss(inputs: Sequence[Tensor | None]) -> tuple[Tensor, Sequence[Tensor]]:
-        found, *metrics = _loss_of(line, weight, tokens._replace(inputs=inputs))
-        return found, metrics
-
-    return loss
+    return lambda inputs: _loss_of(line, weight, tokens._replace(inputs=inputs))
 
 
-def known_loss(tokens: FewTokens, module: Any) -> tuple[Tensor, Sequence[Tensor]] | None:
+def known_loss(tokens: FewTokens, module: Any) -> tuple[Tensor, ...] | None:
     """:func:`straight_coupled_loss` of a call as the user gave it, if there was one of its kind before."""
-    loss = straight_coupled_loss(tokens, module)
-    return None if loss is None else loss(tokens.inputs)
+    line, weight = _line((type(module), id(module.settings)), tokens, None)
+    return None if line is None else _loss_of(line, weight, tokens)
 
 
 def straight_statistics(

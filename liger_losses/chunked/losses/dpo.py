@@ -358,7 +358,7 @@ class LigerFusedLinearDPOLoss(PreferenceLoss):
         if of_tokens:
             logps = batch.reference_logps(batch.labels, self.options)
             refs = tuple([_summed(ref, y, wide) for ref, y in zip(logps, batch.groups(batch.labels), strict=True)])
-        found, metrics = loss([ref if ref is None else ref.detach().contiguous() for ref in refs])
+        found, *metrics = loss([ref if ref is None else ref.detach().contiguous() for ref in refs])
         return found, PreferenceMetrics(*metrics)
 
     def _pair_losses(self, pairs: Pairs, sides: Sequence[Scored]) -> Tensor:

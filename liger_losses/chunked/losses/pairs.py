@@ -179,7 +179,7 @@ class PreferenceLoss(CompletionLoss):
             few = _few_tokens(lin_weight, transform, _input, target, ref_logps)
             known = None if few is None else known_loss(few, self)
             if known is not None:
-                return known[0], PreferenceMetrics(*known[1])
+                return known[0], PreferenceMetrics(*known[1:])
         head = Head.of(lin_weight, bias, transform)
         batch = _read_pairs(head, _input, target, ref_input, ref_logps, temperature)
         batch = self.prepare(batch, ref_weight, ref_bias, transform)

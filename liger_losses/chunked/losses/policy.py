@@ -277,7 +277,7 @@ class LigerFusedLinearGRPOLoss(CompletionLoss):
             loss, logps = self._two_passes(found, inputs, head.vocabulary_ranks)
         # Neither the log-probabilities nor the inputs have a graph: the metrics are constants.
         found_of_tokens = objectives.token_metrics(logps, inputs, kl=bool(self.beta))
-        return self._with_metrics(loss.float(), [inputs.total(each) / inputs.counted for each in found_of_tokens])
+        return self._with_metrics(loss.float(), *[inputs.total(each) / inputs.counted for each in found_of_tokens])
 
     def _active(self, head: Head, hidden: Tensor, token_ids: Tensor, attention_mask: Tensor) -> Tensor:
         """The labels, if everything fits."""
@@ -326,9 +326,7 @@ class LigerFusedLinearGRPOLoss(CompletionLoss):
         inputs.append(None if items is None else checked_items(items, labels.device).clamp(min=1))
         return self._with_metrics(*loss([each if each is None else each.detach().contiguous() for each in inputs]))
 
-    def _with_metrics(
-        self, loss: Tensor, metrics: Sequence[Tensor]
-    ) -> tuple[Tensor, PolicyMetrics | PolicyMetricsWithoutKL]:
+    def _with_metrics(self, loss: Tensor, *metrics: Tensor) -> tuple[Tensor, PolicyMetrics | PolicyMetricsWithoutKL]:
         return loss, PolicyMetrics(metrics[1], metrics[0]) if self.beta else PolicyMetricsWithoutKL(metrics[0])
 
     @property

@@ -64,8 +64,9 @@ class Launcher:
             start = time.thread_time_ns()
             _ = [each.zero_() for each in rest[self.indices] if isinstance(each, Tensor)]
             if self.counts_labels:  # the host reads the number of active tokens
-                out, labels = rest[4:6]
-                out.view(-1, 4)[0].copy_(label_facts([labels], -100)[0])
+                out, labels, earlier = *rest[4:6], rest[11]
+                facts = out.view(-1, 4)
+                facts[min(earlier, len(facts) - 1)].copy_(label_facts([labels], -100)[0])
             Launcher.counting += time.thread_time_ns() - start
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from functools import partial
+from itertools import zip_longest
 from typing import Any
 
 import torch
@@ -12,7 +13,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 from torch.autograd.function import once_differentiable as _once_differentiable
 
-from liger_losses.kernels._triton import Launcher, jit, kinds, tl
+from liger_losses.kernels._triton import Launcher, jit, tl
 
 
 def once_differentiable(backward: Callable[..., Any]) -> Callable[..., Any]:
@@ -139,22 +140,19 @@ def scale_(factor: Tensor, tensors: Sequence[Tensor], *, backend: str = "torch")
         tensors: any shape, contiguous, floating point.
         backend: ``torch`` or ``triton``.
     """
-    for start in range(0, len(tensors), 2):
-        first, second = tensors[start], tensors[start + 1] if start + 1 < len(tensors) else None
-        if backend == "torch":
-            first.mul_(factor)
-            second = None if second is None else second.mul_(factor)
-            continue
+    if backend == "torch":
+        for tensor in tensors:
+            tensor.mul_(factor)
+        return
+    for first, second in zip_longest(tensors[::2], tensors[1::2]):
         counts = first.numel(), 0 if second is None else second.numel()
-        launch_scale(*counts, (first.device, factor.dtype, *kinds(first, second)))(factor, first, second)
+        kind = [None if part is None else (part.dtype, part.data_ptr() % 16) for part in (first, second)]
+        launch_scale(*counts, (factor.device, factor.dtype, *kind))(factor, first, second)
 
 
 @functools.lru_cache(1024)
 def launch_scale(first_count: int, second_count: int, kind: Hashable) -> Callable[..., None]:
-    """Launches :func:`scale_` of a factor and two tensors, or ``None``, of so many entries each.
-
-    ``kind`` stands for all that Triton compiles for: the device, dtypes and alignments.
-    """
+    """Launch :func:`scale_` of two tensors, or ``None``; ``kind`` stands for the device, dtypes and alignments."""
     programs = min(max(-(-max(first_count, second_count) // _BLOCK), 1), 4096)
     return partial(Launcher(_scale_kernel, programs, num_warps=8), first_count, second_count, programs, _BLOCK)
 

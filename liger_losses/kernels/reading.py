@@ -99,8 +99,7 @@ def label_facts(
     kind = facts.device, ignore_index, depth
     with device_of(facts):  # the first launch of a call, before anything else has made it current
         for i, part in enumerate(labels):
-            out = facts[i] if i else facts  # a view takes the host time before the first product
-            arguments = out, part, part.numel(), first, ignore_index, kept, room, i
+            arguments = facts, part, part.numel(), first, ignore_index, kept, room, i
             _label_facts_kernel[(1,)](*arguments, BLOCK=2048, WITHIN=depth == 3, num_warps=8, kind=kind)
             first += part.numel()
     return facts
@@ -193,6 +192,7 @@ def _label_facts_kernel(
     """One program: a million labels take it 0.2 ms, and what comes after them seconds. Launches before it have written
     the facts of ``earlier`` tensors."""
     before = tl.zeros((), tl.int32)
+    out += 4 * earlier
     for tensor in range(earlier):
         before += tl.load(out - 4 * tensor - 4).to(tl.int32)
     count = tl.zeros((BLOCK,), tl.int64)

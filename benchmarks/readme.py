@@ -74,17 +74,19 @@ def heads(tiny: bool) -> list[dict[str, Any]]:
 
 
 def written(name: str, values: list[float | None]) -> str:
-    """As the table has it: `61.2k / 26.3`, or `55.0 / 63`; nothing for what was not measured."""
+    """As the table has it: `61.2k tokens/s, 26.3 GiB`, or `55.0 ms, 0.06 GiB`; nothing for what was not measured."""
     if None in values:
         return ""
     first, second = values
-    return f"{first / 1000:.1f}k / {second:.1f}" if " step" in name else f"{first:.1f} / {second:.0f}"
+    if " step" in name:
+        return f"{first / 1000:.1f}k tokens/s, {second:.1f} GiB"
+    return f"{first:.1f} ms, {second / 1024:.2f} GiB"
 
 
 def bold(cell: str) -> str:
     """With the time, or the rate, in bold."""
-    first, slash, second = cell.partition(" / ")
-    return f"**{first}**{slash}{second}" if cell else ""
+    first, comma, second = cell.partition(",")
+    return f"**{first}**{comma}{second}" if cell else ""
 
 
 def table(rows: list[dict[str, Any]]) -> str:

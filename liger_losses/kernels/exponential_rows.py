@@ -69,7 +69,7 @@ class RowExponentials(NamedTuple):
 class ExponentialGradients(NamedTuple):
     """What products of the gradients are taken of: d loss / d projections is ``scale e``, and ``coef [T]`` at labels.
 
-    ``scaled`` are the hidden states with the factor ``scale [T]``; ``ordered_coef`` are in the order of the labels.
+    ``hidden`` are the hidden states with the factor ``scale [T]``; ``ordered_coef`` are in the order of the labels.
     """
 
     block: RowExponentials
@@ -77,7 +77,7 @@ class ExponentialGradients(NamedTuple):
     scale: Tensor
     coef: Tensor
     ordered_coef: Tensor
-    scaled: Tensor
+    hidden: Tensor
     loss: Tensor | None
 
 
@@ -268,7 +268,7 @@ class ExponentialRows:
         """The gradient by the weight ``[V, H]``."""
         block = found.block
         out = torch.empty(self.columns, self.hidden_size, dtype=dtype, device=block.values.device)
-        matmul_into(out, block.values.t(), found.scaled)
+        matmul_into(out, block.values.t(), found.hidden)
         return self.label_rows.add_(out, block.ordered, block.source, found.ordered_coef, block.hidden)
 
     def _operands(self, hidden: Tensor, weight: Tensor, out: Tensor) -> dict[str, Any]:

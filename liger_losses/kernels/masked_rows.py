@@ -107,13 +107,13 @@ class MaskedRows:
 
         Args:
             projected: ``[T, V]`` fp32, contiguous.
-            labels: ``[...]`` int64, T of them, contiguous; all statistics but the log-sum-exps have their shape.
+            labels: ``[...]`` int64, T of them, contiguous; the statistics have their shape.
             entropy, mean_logit: whether to compute it.
         """
         if not self.triton:
             return self._reference(projected, labels, entropy, mean_logit)
-        lse = torch.empty(self.tokens, dtype=torch.float32, device=projected.device)
-        logp = torch.empty(labels.shape, dtype=torch.float32, device=projected.device)
+        lse = torch.empty_like(labels, dtype=torch.float32)
+        logp = torch.empty_like(lse)
         entropies = torch.empty_like(logp) if entropy else None
         means = torch.empty_like(logp) if mean_logit else None
         self.launch_statistics(entropy, mean_logit)(
@@ -172,7 +172,7 @@ class MaskedRows:
         if not self.triton:
             return self._reference_loss(grad, projected, labels, hidden, scales, mean)
         clean = torch.empty_like(hidden)
-        losses = torch.empty(self.tokens, dtype=torch.float32, device=projected.device)
+        losses = torch.empty_like(labels, dtype=torch.float32)
         self.launch_loss(
             projected, labels, self.right, losses, hidden, hidden.stride(0), clean,
             self.tokens, self.columns, hidden.shape[1], self.ignore_index, *scales,
@@ -190,7 +190,9 @@ class MaskedRows:
 
     def _in_place(self, projected: Tensor, hidden: Tensor) -> Tensor:
         """Each row of gradients in the hidden states' dtype, at the beginning of its row of projections."""
-        return projected if hidden.dtype == projected.dtype else projected.view(hidden.dtype).narrow(1, 0, self.columns)
+        if hidden.dtype == projected.dtype:
+            return projected
+        return projected.view(hidden.dtype).as_strided((self.tokens, self.columns), (2 * self.columns, 1))
 
     # --- The reference, in torch ---------------------------------------------------------------------------------
 

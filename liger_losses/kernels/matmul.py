@@ -34,8 +34,7 @@ def matmul_into(out: Tensor, a: Tensor, b: Tensor, *, accumulate: bool = False) 
     Returns:
         ``out``.
     """
-    on_gpu = a.device.type == "cuda" and a.dtype in HALF_DTYPES
-    if on_gpu and out.dtype in (a.dtype, torch.float32):
+    if a.is_cuda and a.dtype in HALF_DTYPES and out.dtype in (a.dtype, torch.float32):
         return _aligned(out, a, b, accumulate)
     # CPU libraries round a half-precision product before it can be added up: multiply in fp32 there.
     wide = wide_dtype(a.dtype)

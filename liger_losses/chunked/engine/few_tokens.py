@@ -52,7 +52,7 @@ class StraightLine:
         self.names, self.strategy, self.ignore_index = query.statistics + query.metrics, strategy, ignore_index
         self.metrics, self.entropy = len(query.metrics), "entropy" in self.names
         self.mean_logit = "mean_logit" in self.names
-        self.device, (self.vocab_size, self.hidden_size) = weight.device, weight.shape
+        self.device, self.kind, (self.vocab_size, self.hidden_size) = weight.device, weight.device.type, weight.shape
         #: Of each tensor of labels; and whether all have the same.
         self.shapes = [part.shape for part in tokens.labels]
         self.alike = len({*self.shapes}) == 1
@@ -82,8 +82,7 @@ class StraightLine:
 
     def without_autocast(self) -> AbstractContextManager[Any]:
         """Autocast is off. The weight's device is the current one: in backward, autograd makes it that."""
-        kind = self.device.type
-        return torch.autocast(kind, enabled=False) if torch.is_autocast_enabled(kind) else _NO_CHANGE
+        return torch.autocast(self.kind, enabled=False) if torch.is_autocast_enabled(self.kind) else _NO_CHANGE
 
     def joined(self, tokens: FewTokens) -> tuple[Tensor, Tensor]:
         """The hidden states ``[T, H]`` and the labels of all tensors, a copy of several."""
@@ -151,13 +150,15 @@ class StraightLine:
         ``needs`` has the weight's first.
         """
         of_weight, *of_hidden = needs
-        hidden, products = None, list[Callable[[], Any]]()
-        each: list[Any] = [None] * len(of_hidden)
+        hidden = None
+        each: Sequence[Any] = [None] * len(of_hidden)
+        products: list[Callable[[], Any]] = []
         if any(of_hidden):  # allocated on the caller's stream, as the product may run on another
-            hidden = torch.empty(self.tokens, self.hidden_size, dtype=weight.dtype, device=self.device)
+            hidden = torch.empty_like(found.hidden)
             products.append(partial(self.rows.hidden_gradient_into, hidden, found, weight))
-            parts = self.separated(hidden, self.hidden_size)
-            each = [part if need else None for part, need in zip(parts, of_hidden, strict=True)]
+            each = self.separated(hidden, self.hidden_size)
+            if not all(of_hidden):
+                each = [part if need else None for part, need in zip(each, of_hidden, strict=True)]
         if of_weight:
             products.append(partial(self.rows.weight_gradient, found, weight.dtype))
         last = side_by_side(self.device, products, self.multiplications)

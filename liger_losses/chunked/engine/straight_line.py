@@ -24,7 +24,7 @@ from liger_losses.chunked.engine.head import Head
 from liger_losses.chunked.engine.plan import MOST_SMALL_LOGITS, EngineOptions, default_bound, is_small, padded
 from liger_losses.chunked.engine.query import EqualWeights, Query, Statistics
 from liger_losses.kernels._triton import BACKEND_VARIABLE
-from liger_losses.kernels.autograd import autocast_dtype, records_tangents, within_transform
+from liger_losses.kernels.autograd import records_tangents, within_transform
 from liger_losses.kernels.coupled_rows import Coupled
 from liger_losses.kernels.exponential_rows import MOST_TOKENS, ExponentialRows, exponentials_serve
 from liger_losses.kernels.linear_stats import MaskedStatistics
@@ -163,9 +163,11 @@ def _line(settings: Hashable, tokens: FewTokens, make: Callable[[], Made] | None
     if type(weight) not in _PLAIN:
         weight, transform = _opened(weight, transform)
     try:
-        device, cuda = weight.device, torch.cuda.current_device() if weight.is_cuda else None
-        facts = [settings, transform, torch.is_grad_enabled(), autocast_dtype(device), default_bound(), len(hidden)]
-        facts += os.environ.get(BACKEND_VARIABLE), cuda
+        # The name of a device's type takes the host longer than all else that is asked of the tensor.
+        kind, current = ("cuda", torch.cuda.current_device()) if weight.is_cuda else (weight.device.type, None)
+        autocast = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
+        facts = [settings, transform, torch.is_grad_enabled(), autocast, default_bound(), current, len(hidden)]
+        facts.append(os.environ.get(BACKEND_VARIABLE))
         for part in (weight, *hidden):
             if type(part) not in _PLAIN:
                 return _NO_LINE

@@ -52,7 +52,7 @@ class PairRows:
         self.sizes = pairs, *lengths, int(ignore_index)
         self.beta, self.label_smoothing = float(beta), float(label_smoothing)
         self.triton = backend == "triton"
-        self.launch = Launcher(_pairs_kernel, 1)
+        self.launch, self.outputs = Launcher(_pairs_kernel, 1), list[Tensor]()
 
     def __call__(
         self, values: RowStatistics, labels: Tensor, chosen: Tensor | None, rejected: Tensor | None
@@ -64,10 +64,10 @@ class PairRows:
         """
         if not self.triton:
             return self._reference(values, labels, chosen, rejected)
-        logp, device, fp32 = values.logp, values.logp.device, torch.float32
-        loss, means = torch.empty((), dtype=fp32, device=device), torch.empty(3, dtype=fp32, device=device)
-        rows = torch.empty(4, self.sizes[0], dtype=fp32, device=device)
-        derivative = torch.empty_like(logp)
+        logp = values.logp
+        if not self.outputs:  # memory like a tensor's takes the host less time than memory of a size
+            self.outputs = [logp.new_empty(size) for size in ((), (3,), (4, self.sizes[0]))]
+        loss, means, rows, derivative = map(torch.empty_like, (*self.outputs, logp))
         self.launch(
             logp, values.mean_logit, labels, chosen, rejected, derivative, loss, means, rows,
             *self.sizes, self.beta, self.label_smoothing, _BLOCK,
@@ -117,7 +117,7 @@ class PolicyRows:
     ) -> None:
         self.sizes, self.bounds, self.beta = (tokens, length, int(ignore_index)), bounds, float(beta)
         self.triton = backend == "triton"
-        self.launch = Launcher(_policy_kernel, 1)
+        self.launch, self.outputs = Launcher(_policy_kernel, 1), list[Tensor]()
 
     def __call__(
         self,
@@ -136,9 +136,10 @@ class PolicyRows:
         """
         if not self.triton:
             return self._reference(values, labels, advantages, old, ref, items)
-        logp, device, fp32 = values.logp, values.logp.device, torch.float32
-        loss, means = torch.empty((), dtype=fp32, device=device), torch.empty(2, dtype=fp32, device=device)
-        derivative = torch.empty_like(logp)
+        logp = values.logp
+        if not self.outputs:
+            self.outputs = [logp.new_empty(size) for size in ((), (2,))]
+        loss, means, derivative = map(torch.empty_like, (*self.outputs, logp))
         self.launch(
             logp, labels, advantages, old, ref, items, derivative, loss, means,
             *self.sizes, *self.bounds, self.beta, _BLOCK, _MAX_EXPONENT,

@@ -258,11 +258,11 @@ def _few_tokens(
     """The tensors of a call of either form, if that is all that there is; the reference's log-probabilities."""
     if not (type(first) is type(second) is Completions):
         return FewTokens((first,), (second,), head, transform.fields, None, ref_logps)
-    sides = zip(vars(first).values(), vars(second).values(), strict=True)
-    states, labels, ref_states, of_sides, temperatures = sides
-    if {*map(type, (*ref_states, *temperatures, *ref_logps))} != {type(None)}:
+    others = first.ref_hidden_states, first.temperature, second.ref_hidden_states, second.temperature, *ref_logps
+    if {*map(type, others)} != {type(None)}:
         return None
-    return FewTokens(states, labels, head, transform.fields, None, of_sides)
+    states, labels = (first.hidden_states, second.hidden_states), (first.labels, second.labels)
+    return FewTokens(states, labels, head, transform.fields, None, (first.ref_logps, second.ref_logps))
 
 
 def _read_pairs(

@@ -192,7 +192,7 @@ class MaskedRows:
         """Each row of gradients in the hidden states' dtype, at the beginning of its row of projections."""
         if hidden.dtype == projected.dtype:
             return projected
-        return projected.view(hidden.dtype).as_strided((self.tokens, self.columns), (2 * self.columns, 1))
+        return projected.view(hidden.dtype).as_strided(projected.shape, (2 * self.columns, 1))
 
     # --- The reference, in torch ---------------------------------------------------------------------------------
 

@@ -145,7 +145,7 @@ class StraightLine:
     def products(
         self, found: Any, weight: Tensor, needs: Sequence[bool]
     ) -> tuple[Tensor | None, tuple[Tensor | None, ...]]:
-        """The gradients that are needed, by all hidden states; and by the weight and each tensor of hidden states.
+        """The gradients by all hidden states, if any needs it; and by the weight and each tensor of hidden states.
 
         ``needs`` has the weight's first.
         """
@@ -157,8 +157,6 @@ class StraightLine:
             hidden = torch.empty_like(found.hidden)
             products.append(partial(self.rows.hidden_gradient_into, hidden, found, weight))
             each = self.separated(hidden, self.hidden_size)
-            if not all(of_hidden):
-                each = [part if need else None for part, need in zip(each, of_hidden, strict=True)]
         if of_weight:
             products.append(partial(self.rows.weight_gradient, found, weight.dtype))
         last = side_by_side(self.device, products, self.multiplications)

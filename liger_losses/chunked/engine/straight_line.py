@@ -165,9 +165,8 @@ def _line(settings: Hashable, tokens: FewTokens, make: Callable[[], Made] | None
     try:
         # The name of a device's type takes the host longer than all else that is asked of the tensor.
         kind, current = ("cuda", torch.cuda.current_device()) if weight.is_cuda else (weight.device.type, None)
-        autocast = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
-        facts = [settings, transform, torch.is_grad_enabled(), autocast, default_bound(), current, len(hidden)]
-        facts.append(os.environ.get(BACKEND_VARIABLE))
+        facts = [settings, transform, torch.is_grad_enabled(), default_bound(), current, len(hidden)]
+        facts += os.environ.get(BACKEND_VARIABLE), torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind)
         for part in (weight, *hidden):
             if type(part) not in _PLAIN:
                 return _NO_LINE

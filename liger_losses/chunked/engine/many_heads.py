@@ -26,6 +26,10 @@ from liger_losses.chunked.engine.ranks import ALONE
 from liger_losses.chunked.engine.tokens import Tokens, shift_labels
 from liger_losses.kernels.logit_transform import LogitTransform
 
+#: A head's gradient that is added up from S streams of 8 blocks each is rounded 9 S times: with 2, its error is 1.9
+#: times the error of plain PyTorch with one product, with 4 it is 2.1 times, with 16 it is 2.8 times. Of more streams,
+#: one stream in two passes takes their place.
+MAX_STREAMS = 2
 #: What errors call the first argument.
 HIDDEN = "hidden states"
 
@@ -224,7 +228,10 @@ class Targets:
                 else:
                     kept += size
             elif call.strategy == "two_pass" and query.separable and not call.plan.few_blocks and not bounded:
-                several = "one_pass" in [make(part, self.options).strategy for part in group.parts(call)]
+                parts = group.parts(call)
+                if len(parts) > MAX_STREAMS:
+                    continue
+                several = "one_pass" in [make(part, self.options).strategy for part in parts]
                 for made in (groups, calls):
                     del made[slice(before, before + 1) if several else slice(before + 1, None)]
         return groups, calls

@@ -180,10 +180,19 @@ def test_what_is_kept_until_backward_fits_one_workspace(dtype, reduction):
     torch.testing.assert_close(found, plain, atol=1e-3, rtol=1e-3)
 
 
-def test_a_head_with_more_tokens_than_one_pass_takes(streams):
-    """It takes several streams of one pass each, as calls of their own would, and not two passes of one."""
+@pytest.mark.parametrize(
+    ("counts", "streams_of", "strategies"),
+    [
+        ([20, 40, 30, 10], [(20, 40), (30, 10)], ["one_pass", "one_pass"]),
+        ([30, 90, 100], [(90, 100), (30,)], ["two_pass", "one_pass"]),
+        ([80] * 3, [(80,) * 3], ["two_pass"]),  # three sums of 8 blocks each would be rounded too often
+        ([80] * 16, [(80,) * 16], ["two_pass"]),
+    ],
+    ids=str,
+)
+def test_a_head_with_more_tokens_than_one_pass_takes(counts, streams_of, strategies, streams):
+    """It takes two streams of one pass each, as calls of their own would, where that is exact, and else two passes."""
     g = torch.Generator().manual_seed(0)
-    counts = [20, 40, 30, 90, 100, 10]
     hidden = [torch.randn(n, H, generator=g).bfloat16().requires_grad_() for n in counts]
     weight = torch.randn(V, H, generator=g).bfloat16().requires_grad_()
     labels = [torch.randint(V, (n,), generator=g) for n in counts]
@@ -199,19 +208,18 @@ def test_a_head_with_more_tokens_than_one_pass_takes(streams):
         )
 
     loss, found = call(chunk_size=10)  # of which 8 are added up in half precision
-    assert [call.tokens.counts for call in streams] == [(90, 100), (20, 40), (30,), (10,)]
-    assert [call.strategy for call in streams] == ["two_pass", "one_pass", "one_pass", "one_pass"]
+    assert [call.tokens.counts for call in streams] == streams_of
+    assert [call.strategy for call in streams] == strategies
 
-    def reference(leaves):
+    def reference(leaves):  # one product of all tokens, so that nothing is added up in half precision
         weight, *hidden = leaves
-        parts = zip(scales, hidden, labels, strict=True)
-        each = [(s, nn.functional.cross_entropy(x @ weight.T, y, reduction="none")) for s, x, y in parts]
-        return sum((s * ce).sum() for s, ce in each), each
+        each = nn.functional.cross_entropy(torch.cat(hidden) @ weight.T, torch.cat(labels), reduction="none")
+        return (torch.cat(scales) * each).sum(), each.split(counts)
 
     exact_leaves = double(*leaves)
     (exact, parts), (plain, _) = reference(exact_leaves), reference(leaves)
     assert_as_exact_as_plain(loss, plain, exact, "loss")
-    for statistics, (_, ce) in zip(found, parts, strict=True):
+    for statistics, ce in zip(found, parts, strict=True):
         torch.testing.assert_close(statistics.logp.double(), -ce.detach(), atol=1e-5, rtol=1e-5)
     grads = (torch.autograd.grad(value, of) for value, of in ((loss, leaves), (plain, leaves), (exact, exact_leaves)))
     for a, p, e in zip(*grads, strict=True):

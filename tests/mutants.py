@@ -256,6 +256,8 @@ MUTANTS: dict[str, list[tuple[str, str, str]]] = {
     "tests/patching/lazy/test_gradients.py": [
         ("patching/lazy/gradients.py", "if gradient.source is not source:", "if False:"),
         ("patching/lazy/gradients.py", "or not any(source.needs_grad)", ""),
+        ("patching/lazy/tensor.py", "if self.inputs is None or self.inputs[0] is not self.grad_fn", "if True"),
+        ("patching/lazy/tensor.py", " or self.inputs[0] is not self.grad_fn", ""),
     ],
     "tests/patching/lazy/test_tensor.py tests/patching/lazy/test_deferred.py": [
         ("patching/lazy/tensor.py", "part.memory = lazy.memory", "pass"),

@@ -40,11 +40,13 @@ class LazyLogits(Tensor):
         deferred: how to compute them, without a graph.
         materialized: their values, an ordinary tensor, once an operation has needed them; it serves all later ones.
         memory: values of these logits and of views of them, with their in-place versions; views share the list.
+        inputs: how to compute them with a graph, after the node that this graph leads to.
     """
 
     deferred: DeferredLogits
     materialized: Tensor | None
     memory: list[tuple[Tensor, int]]
+    inputs: tuple[Any, DeferredLogits] | None
 
     @staticmethod
     def make(deferred: DeferredLogits) -> LazyLogits:
@@ -58,7 +60,7 @@ class LazyLogits(Tensor):
     def of(source: DeferredLogits) -> LazyLogits:
         """The logits without gradients; an autograd function may give them some."""
         lazy: LazyLogits = empty(LazyLogits, source)
-        lazy.deferred, lazy.materialized, lazy.memory = source, None, []
+        lazy.deferred, lazy.materialized, lazy.memory, lazy.inputs = source, None, [], None
         return lazy
 
     def check(self) -> None:
@@ -78,9 +80,16 @@ class LazyLogits(Tensor):
 
     @torch.compiler.disable
     def connected(self) -> DeferredLogits:
-        """How to compute the logits, with a graph: what is computed of it has the gradient of this tensor."""
+        """How to compute the logits, with a graph: what is computed of it has the gradient of this tensor.
+
+        All results are computed of the same tensors, so that autograd adds up their gradients, in place where it can.
+        """
         self.check()
-        return inputs_of(self, self.deferred) if self.requires_grad else self.deferred
+        if not self.requires_grad:
+            return self.deferred
+        if self.inputs is None or self.inputs[0] is not self.grad_fn:
+            self.inputs = self.grad_fn, inputs_of(self, self.deferred)
+        return self.inputs[1]
 
     def materialize(self) -> Tensor:
         """The values as an ordinary tensor, differentiable, computed once."""

@@ -9,6 +9,7 @@ import torch.nn.functional as F
 
 from liger_losses.patching.lazy import lazy_linear, true_values
 from tests.patching.lazy.test_tensor import LAZY, V, chosen, problem
+from tests.reference import peak_bytes
 
 
 class Halved(torch.autograd.Function):
@@ -114,3 +115,73 @@ def test_logits_that_were_changed_in_place_and_are_gone():
     gc.collect()
     with pytest.raises(RuntimeError, match="changed in place"):
         total.backward()
+
+
+class Dirty(torch.autograd.Function):
+    """Says that it has changed the logits, and passes a third of their gradient back."""
+
+    @staticmethod
+    def forward(ctx, logits):
+        ctx.mark_dirty(logits)
+        return logits
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient / 3
+
+
+def test_logits_that_an_autograd_function_takes_in_place():
+    """What is read of them afterwards has the gradient of its result."""
+    *leaves, _ = problem()
+    results = []
+    for make in (F.linear, lazy_linear):
+        logits = make(*leaves)
+        before = torch.zeros_like(logits[..., 0]) if make is F.linear else logits.logsumexp(-1)
+        total = before.sum() * 0 + Dirty.apply(logits).logsumexp(-1).sum()
+        results.append(torch.autograd.grad(total, leaves))
+    torch.testing.assert_close(*results)
+
+
+@pytest.mark.parametrize("read", ["logits", "casts"])
+def test_two_losses_add_up_their_gradients_in_place(read):
+    """A third gradient of the weight is never in memory."""
+    tokens, width, columns = 32, 256, 4000
+    hidden, labels = torch.randn(tokens, width, requires_grad=True), torch.randint(columns, (tokens,))
+    weight = torch.randn(columns, width, requires_grad=True)
+
+    def gradients(linear):
+        logits = linear(hidden, weight)
+        one, two = (logits, logits) if read == "logits" else (logits.view(-1, columns), logits[:])
+        total = F.cross_entropy(one, labels) + 1e-3 * two.logsumexp(-1).square().mean()
+        return torch.autograd.grad(total, (hidden, weight))
+
+    torch.testing.assert_close(gradients(lazy_linear), gradients(F.linear))
+    assert peak_bytes(lambda: gradients(lazy_linear)) < 2.5 * weight.nbytes
+
+
+def test_losses_of_the_same_logits_with_a_backward_each():
+    """In any order, and with what was read before the first one; in-place sums reach no gradient that someone has."""
+    *leaves, labels = problem()
+    results = []
+    for make in (F.linear, lazy_linear):
+        logits = make(*leaves)
+        one, two = chosen(logits, labels), logits.logsumexp(-1).square().sum()
+        found = [torch.autograd.grad(loss, leaves, retain_graph=True) for loss in (two, one)]
+        kept = [[gradient.clone() for gradient in part] for part in found]
+        found.append(torch.autograd.grad(logits.logsumexp(-1).sum() + chosen(logits, labels), leaves))
+        torch.testing.assert_close(found[:2], [tuple(part) for part in kept], rtol=0, atol=0)
+        results.append(found)
+    torch.testing.assert_close(*results)
+
+
+def test_a_gradient_of_logits_that_someone_keeps():
+    """It starts several backwards, beside other losses of the same logits."""
+    *leaves, labels = problem()
+    logits = lazy_linear(*leaves)
+    (gradient,) = torch.autograd.grad(chosen(logits, labels), logits, retain_graph=True)
+    (expected, *_) = torch.autograd.grad(chosen(F.linear(*leaves), labels), leaves)
+    for _ in range(2):
+        other = logits.logsumexp(-1).sum()
+        torch.autograd.grad([logits, other], leaves, [gradient, torch.ones_like(other)], retain_graph=True)
+        found = torch.autograd.grad(logits, leaves, gradient, retain_graph=True)
+        torch.testing.assert_close(found[0], expected)

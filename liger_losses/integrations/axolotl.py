@@ -7,10 +7,10 @@ may hold options of :func:`liger_losses.patch`, ``tile_mlps: true`` for example.
 from __future__ import annotations
 
 import functools
-import warnings
 from typing import Any
 
 from liger_losses.integrations.replacements import announce
+from liger_losses.kernels.caller import warn
 from liger_losses.patching.patch import patch
 
 
@@ -33,7 +33,7 @@ def _plugin_class() -> type:
             try:
                 liger_losses.trl.enable()
             except RuntimeError as error:
-                warnings.warn(f"the trainers keep TRL's own heads, and the model is patched: {error}", stacklevel=2)
+                warn(f"the trainers keep TRL's own heads, and the model is patched: {error}")
 
         def post_model_load(self, cfg: Any, model: Any) -> None:
             announce("Axolotl", "0.19", "loss, norms, MLPs and rotations of the model")

@@ -5,9 +5,9 @@ from __future__ import annotations
 import functools
 import importlib.metadata
 import logging
-import warnings
 from types import ModuleType
 
+from liger_losses.kernels.caller import warn
 from liger_losses.kernels.imports import forget, when_imported
 from liger_losses.places import Missing, Place, Replaced
 
@@ -28,9 +28,8 @@ def announce(framework: str, tested: str, what: str) -> None:
     except importlib.metadata.PackageNotFoundError:
         version = "of unknown version"
     if not f"{version}.".startswith(f"{tested}."):
-        warnings.warn(
+        warn(
             f"{framework} {version} was not tested with liger_losses, which was tested with {framework} {tested}.",
-            stacklevel=3,
         )
     _LOG.info("liger_losses computes %s of %s %s.", what, framework, version)
 
@@ -73,10 +72,9 @@ class Replacements:
         try:
             found = [place.find() for place in self._places[module.__name__]]
         except Missing as missing:
-            warnings.warn(
+            warn(
                 f"{self.framework} runs with its own code, not with liger_losses: {missing} (tested with "
                 f"{self.framework} {self.tested}).",
-                stacklevel=2,
             )
             return
         self._replaced.add(found)

@@ -3,11 +3,10 @@
 ``VERL_USE_EXTERNAL_PLUGINS=none`` (or a list of other plugins' names) in the environment turns it off.
 """
 
-import warnings
-
 from liger_losses.integrations.verl import install
+from liger_losses.kernels.caller import warn
 
 try:
     install()
 except Exception as error:  # verl logs plugins' errors, of whatever kind, at the level DEBUG only
-    warnings.warn(f"verl runs with its own fused heads, not with liger_losses: {error!r}", stacklevel=2)
+    warn(f"verl runs with its own fused heads, not with liger_losses: {error!r}")

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import os
-import warnings
 from collections.abc import Callable, Hashable, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from functools import cache, partial
 from typing import Any
 
 import torch
+
+from liger_losses.kernels.caller import warn
 
 try:
     import triton
@@ -182,4 +183,4 @@ def device_of(tensor: torch.Tensor) -> AbstractContextManager[Any]:
 @cache
 def warn_once(message: str) -> None:
     """Warn with this message the first time only."""
-    warnings.warn(message, RuntimeWarning, stacklevel=3)
+    warn(message, RuntimeWarning)

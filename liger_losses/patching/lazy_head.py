@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -11,6 +10,7 @@ from torch import Tensor, nn
 
 from liger_losses.chunked.engine.checks import see
 from liger_losses.chunked.engine.quantized_kinds import is_quantized
+from liger_losses.kernels.caller import warn
 from liger_losses.patching.known_labels import ask_for_loss, forget_labels, know_labels
 from liger_losses.patching.lazy import LazyLogits, TracedLogits, is_one_graph
 from liger_losses.patching.lazy.gradients import make_empty
@@ -211,12 +211,11 @@ def _make_lazy_again(model: nn.Module, args: Any = ()) -> None:
     left = [f"{entry.path} ({entry.reason})" for entry in make_head_lazy(model) if entry.reason]
     if left:
         _forget_head(model)
-        warnings.warn(
+        warn(
             f"the output embedding of {type(model).__name__} was changed after patch(), and cannot return lazy logits "
             f"any more: {'; '.join(left)}. Its logits, [tokens, vocab], are computed from now on. If you can undo "
             "that change, do so and call liger_losses.patch(model) again." + see("models-that-cannot-be-patched"),
             RuntimeWarning,
-            stacklevel=2,
         )
 
 

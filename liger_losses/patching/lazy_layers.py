@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import contextvars
 import math
-import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
@@ -20,6 +19,7 @@ from liger_losses.chunked.engine.checks import see
 from liger_losses.chunked.engine.quantized_kinds import find_quantized, is_quantized
 from liger_losses.chunked.engine.ranks import VocabularyRanks
 from liger_losses.chunked.engine.weights import QuantizedWeight
+from liger_losses.kernels.caller import warn
 from liger_losses.patching.lazy import LazyLogits, lazy_linear, traced_linear
 from liger_losses.patching.lazy.tensor import deferred_linear
 from liger_losses.patching.linear_forward import LazyProducts, local_parameters
@@ -99,12 +99,11 @@ def _compute(layer: Any, hidden_states: Tensor) -> Any:
 
 def _lazy_forward(layer: Any, hidden_states: Tensor) -> Any:
     if layer.ranks is None and hasattr(layer.weight, "full_tensor"):
-        warnings.warn(
+        warn(
             "the head's weight became a DTensor after patch(), so all logits are computed. For tensor parallelism, "
             'load the model with DistributedConfig(tp_plan="auto") of transformers, and patch it then; '
             "torch's parallelize_module on the head is not supported." + see("models-that-cannot-be-patched"),
             RuntimeWarning,
-            stacklevel=2,
         )
         return _compute(layer, hidden_states)
     if hasattr(layer, "set_reshard_after_forward"):  # a unit of fully_shard; its weights must stay until backward

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import difflib
 import inspect
-import warnings
 import weakref
 from typing import Any, NamedTuple
 
@@ -14,6 +13,7 @@ from torch import Tensor, nn
 
 from liger_losses.chunked.engine import Head, tokens
 from liger_losses.chunked.engine.checks import check_labels, see
+from liger_losses.kernels.caller import warn
 from liger_losses.kernels.reading import ask_about_labels
 from liger_losses.patching.known_labels import set_loss
 from liger_losses.patching.lazy.tensor import deferred_logits
@@ -167,4 +167,4 @@ def _check_names(model: Any, batch: dict[str, Any]) -> None:
     for name in given - known:
         close = difflib.get_close_matches(name, known, 1, cutoff=0.7)
         if close:
-            warnings.warn(f"{type(model).__name__} has no argument {name}; did you mean {close[0]}?", stacklevel=3)
+            warn(f"{type(model).__name__} has no argument {name}; did you mean {close[0]}?")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import warnings
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -11,6 +10,7 @@ from torch import nn
 
 from liger_losses.chunked.engine.arguments import lists_arguments
 from liger_losses.chunked.engine.checks import see
+from liger_losses.kernels.caller import warn
 from liger_losses.kernels.divergence_forms import Divergence
 from liger_losses.patching.lazy_layers import is_lazy_layer
 from liger_losses.patching.patch import patch
@@ -84,7 +84,7 @@ def _add(features: Sequence[Feature]) -> None:
     if len(features) > 1 and all(isinstance(found[f.name], Missing) for f in features if f is not BUILT_EARLY):
         raise RuntimeError(f"{lacks}. Nothing was changed." + see("trl"))
     if missing:
-        warnings.warn(f"{lacks}. These are left out; TRL's own code runs for them." + see("trl"), stacklevel=5)
+        warn(f"{lacks}. These are left out; TRL's own code runs for them." + see("trl"))
     for feature in features:
         places = found[feature.name]
         if not isinstance(places, Missing):
@@ -127,10 +127,9 @@ def _with_kernels(function: Callable[..., None], *args: Any, **kwargs: Any) -> N
         if isinstance(argument, nn.Module):
             patch(argument, loss_head=False)
         if getattr(argument, "use_liger_kernel", False):  # of the trainer's configuration
-            warnings.warn(
+            warn(
                 "use_liger_kernel=True and liger_losses.trl.enable(kernels=True) each replace norms, MLPs and "
                 "rotary embeddings; liger-kernel's will run. Leave one of them out.",
-                stacklevel=3,
             )
     function(*args, **kwargs)
 
@@ -141,10 +140,9 @@ def _warns_if_built_early(train: Callable[..., Any], self: Any, *args: Any, **kw
     made_early = {p.module for p in places if p.name == "add_fused_lm_head" or p.name.endswith(".__init__")}
     ours = any(map(is_lazy_layer, self.model.modules()))
     if not ours and made_early.intersection(cls.__module__ for cls in type(self).__mro__):
-        warnings.warn(
+        warn(
             f"this {type(self).__name__} was built before liger_losses.trl.enable(), and keeps TRL's own head. "
             "Build it again to train with this library's." + see("trl"),
-            stacklevel=3,
         )
     return train(self, *args, **kwargs)
 

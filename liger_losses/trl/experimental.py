@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-import warnings
 from collections.abc import Callable
 from contextvars import ContextVar
 from typing import Any
@@ -22,6 +21,7 @@ from torch.utils.checkpoint import checkpoint
 from liger_losses.chunked.engine import Teacher, TeacherLogits, linear_divergence
 from liger_losses.chunked.engine.checks import see
 from liger_losses.chunked.losses.softmax_divergences import sparse_divergence
+from liger_losses.kernels.caller import warn
 from liger_losses.patching.lazy import DeferredLogits, allow_materialization
 from liger_losses.patching.lazy.tensor import deferred_logits
 from liger_losses.patching.lazy_head import make_head_lazy
@@ -44,7 +44,7 @@ def with_lazy_heads(init: Callable[..., None], self: Any, *args: Any, **kwargs: 
                 f"{message}: train it outside of liger_losses.trl.enable()." + see("models-that-cannot-be-patched")
             )
         if reasons:
-            warnings.warn(f"{message}: as {role}, it computes its logits, [tokens, vocab].", stacklevel=3)
+            warn(f"{message}: as {role}, it computes its logits, [tokens, vocab].")
 
 
 #: The mask ``[B, T]`` of active tokens, while a loss runs whose helper functions do not get it.

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -12,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from liger_losses.chunked.engine.checks import see
+from liger_losses.kernels.caller import warn
 from liger_losses.sequences import split_by_coefficient
 
 #: Attributes of trainers, and the options by which tokens without advantage have a gradient where they are not zero.
@@ -59,10 +59,9 @@ def _qualifies(trainer: Any, model: nn.Module, terms: tuple[str, ...]) -> bool:
         reasons.append("batch normalization couples sequences")
     if reasons and not getattr(trainer, "_liger_losses_said_why", False):
         trainer._liger_losses_said_why = True
-        warnings.warn(
+        warn(
             f"sequences whose advantage is 0 take part in the backward of this {type(trainer).__name__}: "
             f"{', '.join(reasons)}." + see("sequences-without-advantage"),
-            stacklevel=5,
         )
     return not reasons
 

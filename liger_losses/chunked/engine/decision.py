@@ -6,7 +6,6 @@ N active tokens, H hidden size, V vocabulary size.
 from __future__ import annotations
 
 import os
-import warnings
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
@@ -36,6 +35,7 @@ from liger_losses.chunked.engine.weights import can_fuse
 from liger_losses.kernels import LOGIT_DTYPES, choose_backend
 from liger_losses.kernels._triton import BACKEND_VARIABLE
 from liger_losses.kernels.autograd import autocast_dtype, within_transform
+from liger_losses.kernels.caller import warn
 from liger_losses.kernels.divergence import TEMPORARIES
 from liger_losses.kernels.matmul import HALF_DTYPES, wide_dtype
 
@@ -135,11 +135,10 @@ class Decision:
             with suppress(ValueError):  # too little is left for one row
                 return make_plan(work, bound - self.sums_bytes, chunk_size), torch.float32
         if bound is not None and not torch.compiler.is_compiling():
-            warnings.warn(
+            warn(
                 f"a workspace of {bound} bytes has no room for the gradients of an eighth of the tokens. To be exact, "
                 f"the gradient of the weight is accumulated in fp32, in {self.sums_bytes} bytes beyond the workspace. "
                 "Pass a larger workspace, or accum_dtype=torch.float32 to allow it." + see("workspace"),
-                stacklevel=3,
             )
         return plan, torch.float32
 

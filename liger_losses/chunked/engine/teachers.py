@@ -8,7 +8,6 @@ cannot be seen here; only that two vocabularies of different sizes may not be th
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -22,6 +21,7 @@ from liger_losses.chunked.engine.checks import check_device, check_names, check_
 from liger_losses.chunked.engine.head import Head
 from liger_losses.chunked.engine.ranks import ALONE, check_teacher_ranks
 from liger_losses.chunked.engine.weights import Projection
+from liger_losses.kernels.caller import warn
 from liger_losses.kernels.divergence_forms import Divergence
 from liger_losses.kernels.logit_transform import Epilogue, LogitTransform, said
 
@@ -334,7 +334,7 @@ def _check_columns(teacher: Teacher | TeacherLogits, student: Head) -> None:
     if abs(sizes[0] - sizes[1]) > MOST_PADDING:
         raise ValueError(f"{differ}: more than {MOST_PADDING} apart, which padding does not explain; {advice}")
     if not torch.compiler.is_compiling():
-        warnings.warn(f"{differ}. Columns that only one of them has are treated as padding: {advice}", stacklevel=3)
+        warn(f"{differ}. Columns that only one of them has are treated as padding: {advice}")
 
 
 def teacher_row_bytes_of(teacher: Teacher | TeacherLogits, vocab_size: int, operand: torch.dtype) -> int:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import math
-import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple
@@ -35,6 +34,7 @@ from liger_losses.chunked.losses.completion_loss import (
 )
 from liger_losses.chunked.losses.policy_objectives import PolicyInputs, policy_terms
 from liger_losses.chunked.losses.policy_tables import PolicyOptions
+from liger_losses.kernels.caller import warn
 from liger_losses.kernels.coupled_rows import INPUT_DTYPES, PolicyRows
 
 
@@ -208,7 +208,7 @@ class LigerFusedLinearGRPOLoss(CompletionLoss):
         head = Head.of(lin_weight, bias, transform)
         labels = self._active(head, _input, selected_token_ids, attention_mask)
         if ref_per_token_logps is not None and ref_input is not None:
-            warnings.warn("both ref_per_token_logps and ref_input were given: the former are used.", stacklevel=4)
+            warn("both ref_per_token_logps and ref_input were given: the former are used.")
             ref_input = None
         check_tensor("advantages", advantages)
         of_completions = {"advantages": advantages, "vllm_is_ratio": vllm_is_ratio}

@@ -13,7 +13,6 @@ from __future__ import annotations
 import importlib
 import sys
 import types
-import warnings
 from importlib.machinery import ModuleSpec
 from importlib.util import find_spec
 from typing import Any
@@ -21,6 +20,7 @@ from typing import Any
 from liger_losses.integrations.liger.models import apply_to, later
 from liger_losses.integrations.liger.names import REPLACEMENTS
 from liger_losses.integrations.replacements import announce
+from liger_losses.kernels.caller import warn
 from liger_losses.places import Found, Replaced
 
 _APPLY, _TABLE = "apply_liger_kernel_to_", "MODEL_TYPE_TO_APPLY_LIGER_FN"
@@ -48,10 +48,9 @@ def install() -> None:
         return
     early = [name for name in REPLACEMENTS if name in sys.modules]
     if early:
-        warnings.warn(
+        warn(
             f"{early[0]} was imported before liger_losses.integrations.liger.install(): code that has imported "
             "names from it keeps liger-kernel's objects. Call install() first.",
-            stacklevel=2,
         )
     announce("liger-kernel", "0.8", "the losses and patches")
     for module, replacements in _modules():

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-import traceback
-import warnings
 from collections.abc import Iterator
 from contextvars import ContextVar
 from typing import Any
 
 from liger_losses.chunked.engine.checks import see
+from liger_losses.kernels.caller import calling_line, warn
 
 _ALLOWED: ContextVar[bool] = ContextVar("allow_materialization", default=False)
 #: Operations and their callers for which the warning was given.
@@ -39,23 +38,17 @@ def warn_materialized(operation: str, lazy: Any) -> None:
     if _ALLOWED.get():
         return
     training = lazy.requires_grad
-    caller = next(
-        f"{name}:{line}"
-        for frame, line in traceback.walk_stack(None)
-        if not ((name := frame.f_globals.get("__name__", "?")) + ".").startswith(
-            ("torch.", "liger_losses.", "contextlib.")
-        )
-    )
+    frame, line = calling_line()
+    caller = f"{frame.f_globals.get('__name__', '?')}:{line}"
     in_trainer = caller.startswith("transformers.trainer")
     key = (operation, caller) if training else ("evaluation", "")
     if key not in _WARNED:
         _WARNED.add(key)
-        warnings.warn(
+        warn(
             f"{operation}, called in {caller}, needs the values of lazy logits: all [tokens, vocab] of them "
             "are computed now. The losses of liger_losses do not need them"
             + ("." if training else ", nor do cross_entropy, argmax, topk and logsumexp of logits.")
             + (" Pass the Trainer a preprocess_logits_for_metrics that reduces them." if in_trainer else "")
             + see("lazy-logits-that-were-materialized"),
             RuntimeWarning,
-            stacklevel=2,
         )

@@ -243,7 +243,7 @@ MUTANTS: dict[str, list[tuple[str, str, str]]] = {
     "tests/patching/test_lazy_head.py tests/patching/test_linear_forward.py tests/patching/test_loss_inputs.py": [
         ("patching/lazy_layers.py", "hidden_states.shape[-2] > 1", "hidden_states.shape[-2] > 0"),
         ("patching/lazy_layers.py", "(lazy and not layer.only_when_forced)", "lazy"),
-        ("patching/lazy_head.py", "        _forget_head(model)\n        warnings", "        warnings"),
+        ("patching/lazy_head.py", "        _forget_head(model)\n        warn", "        warn"),
         ("patching/lazy_head.py", "own_forward = module.forward", "own_forward = None"),
         ("patching/loss_inputs.py", "active & active.roll(-1, -1)", "active"),
         ("patching/loss_inputs.py", "losses[0] if losses else", "None if losses else"),

@@ -9,8 +9,8 @@ from __future__ import annotations
 import functools
 from typing import Any
 
+from liger_losses.caller import warn
 from liger_losses.integrations.replacements import announce
-from liger_losses.kernels.caller import warn
 from liger_losses.patching.patch import patch
 
 

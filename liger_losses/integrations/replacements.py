@@ -7,7 +7,7 @@ import importlib.metadata
 import logging
 from types import ModuleType
 
-from liger_losses.kernels.caller import warn
+from liger_losses.caller import warn
 from liger_losses.kernels.imports import forget, when_imported
 from liger_losses.places import Missing, Place, Replaced
 

@@ -3,8 +3,8 @@
 ``VERL_USE_EXTERNAL_PLUGINS=none`` (or a list of other plugins' names) in the environment turns it off.
 """
 
+from liger_losses.caller import warn
 from liger_losses.integrations.verl import install
-from liger_losses.kernels.caller import warn
 
 try:
     install()

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from liger_losses.kernels.caller import warn
+from liger_losses.caller import warn
 
 try:
     import triton

@@ -11,9 +11,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from liger_losses.caller import warn
 from liger_losses.chunked.engine import Head, tokens
 from liger_losses.chunked.engine.checks import check_labels, see
-from liger_losses.kernels.caller import warn
 from liger_losses.kernels.reading import ask_about_labels
 from liger_losses.patching.known_labels import set_loss
 from liger_losses.patching.lazy.tensor import deferred_logits

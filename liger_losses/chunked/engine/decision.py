@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from liger_losses.caller import warn
 from liger_losses.chunked.engine.checks import check_device, check_names, see
 from liger_losses.chunked.engine.head import Head, check_invariant, dequantized_bytes, operand_dtype
 from liger_losses.chunked.engine.input_checks import check, shapes_of
@@ -35,7 +36,6 @@ from liger_losses.chunked.engine.weights import can_fuse
 from liger_losses.kernels import LOGIT_DTYPES, choose_backend
 from liger_losses.kernels._triton import BACKEND_VARIABLE
 from liger_losses.kernels.autograd import autocast_dtype, within_transform
-from liger_losses.kernels.caller import warn
 from liger_losses.kernels.divergence import TEMPORARIES
 from liger_losses.kernels.matmul import HALF_DTYPES, wide_dtype
 

@@ -17,11 +17,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from liger_losses.caller import warn
 from liger_losses.chunked.engine.checks import check_device, check_names, check_tensor, see
 from liger_losses.chunked.engine.head import Head
 from liger_losses.chunked.engine.ranks import ALONE, check_teacher_ranks
 from liger_losses.chunked.engine.weights import Projection
-from liger_losses.kernels.caller import warn
 from liger_losses.kernels.divergence_forms import Divergence
 from liger_losses.kernels.logit_transform import Epilogue, LogitTransform, said
 

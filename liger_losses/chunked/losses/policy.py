@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.compiler import is_dynamo_compiling
 
+from liger_losses.caller import warn
 from liger_losses.chunked.engine import EngineOptions, Head, Statistics, Tokens, linear_statistics
 from liger_losses.chunked.engine.agreement import checksum
 from liger_losses.chunked.engine.call import make_call
@@ -34,7 +35,6 @@ from liger_losses.chunked.losses.completion_loss import (
 )
 from liger_losses.chunked.losses.policy_objectives import PolicyInputs, policy_terms
 from liger_losses.chunked.losses.policy_tables import PolicyOptions
-from liger_losses.kernels.caller import warn
 from liger_losses.kernels.coupled_rows import INPUT_DTYPES, PolicyRows
 
 

@@ -17,10 +17,10 @@ from importlib.machinery import ModuleSpec
 from importlib.util import find_spec
 from typing import Any
 
+from liger_losses.caller import warn
 from liger_losses.integrations.liger.models import apply_to, later
 from liger_losses.integrations.liger.names import REPLACEMENTS
 from liger_losses.integrations.replacements import announce
-from liger_losses.kernels.caller import warn
 from liger_losses.places import Found, Replaced
 
 _APPLY, _TABLE = "apply_liger_kernel_to_", "MODEL_TYPE_TO_APPLY_LIGER_FN"

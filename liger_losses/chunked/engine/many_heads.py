@@ -20,10 +20,11 @@ from liger_losses.chunked.engine.checks import LISTS, check_labels, check_shift,
 from liger_losses.chunked.engine.decision import drops_tokens
 from liger_losses.chunked.engine.head import Head
 from liger_losses.chunked.engine.input_checks import check_inputs
-from liger_losses.chunked.engine.plan import EngineOptions, default_bound
+from liger_losses.chunked.engine.plan import EngineOptions
 from liger_losses.chunked.engine.query import Query, Statistics
 from liger_losses.chunked.engine.ranks import ALONE
 from liger_losses.chunked.engine.tokens import Tokens, shift_labels
+from liger_losses.chunked.engine.workspace import default_bound
 from liger_losses.kernels.logit_transform import LogitTransform
 
 #: A head's gradient that is added up from S streams of 8 blocks each is rounded 9 S times: with 2, its error is 1.9
@@ -209,32 +210,27 @@ class Targets:
         """The groups and the call of each; all are made, and so checked, before the first one runs."""
         # Whether the user's workspace leaves no room to add up gradients of the weight from several streams.
         bounded = self.options.workspace is not None or default_bound() is not None
-        groups, calls, kept = list[HeadGroup](), list[tuple[Tensors, Call]](), 0
+        found, kept = list[tuple[HeadGroup, tuple[Tensors, Call]]](), 0
 
-        def make(group: HeadGroup, options: EngineOptions) -> Call:
+        def make(group: HeadGroup, options: EngineOptions = self.options) -> tuple[HeadGroup, tuple[Tensors, Call]]:
             asked = group.query(query, inputs or {})
-            calls.append(make_call(group.hidden_states, group.head, group.labels, asked, options))
-            groups.append(group)
-            return calls[-1][1]
+            return group, make_call(group.hidden_states, group.head, group.labels, asked, options)
 
         for group in self.groups:
-            call, before = make(group, self.options), len(calls) - 1
+            made = [make(group)]
+            _, (_, call) = made[0]
             if call.strategy == "resident":  # what all heads keep until backward fits one workspace
                 size = call.work.row_bytes * call.tokens.count
                 if kept and kept + size > call.plan.kept:
-                    calls.pop()
-                    groups.pop()
-                    make(group, replace(self.options, strategy="two_pass"))
+                    made = [make(group, replace(self.options, strategy="two_pass"))]
                 else:
                     kept += size
             elif call.strategy == "two_pass" and query.separable and not call.plan.few_blocks and not bounded:
                 parts = group.parts(call)
-                if len(parts) > MAX_STREAMS:
-                    continue
-                several = "one_pass" in [make(part, self.options).strategy for part in parts]
-                for made in (groups, calls):
-                    del made[slice(before, before + 1) if several else slice(before + 1, None)]
-        return groups, calls
+                streams = [make(part) for part in parts] if len(parts) <= MAX_STREAMS else []
+                made = streams if any(part.strategy == "one_pass" for _, (_, part) in streams) else made
+            found += made
+        return [group for group, _ in found], [made for _, made in found]
 
     def in_order(self, groups: Sequence[HeadGroup], found: Sequence[list[Statistics]]) -> list[Statistics]:
         """From what each group has for its targets to one list of all targets."""

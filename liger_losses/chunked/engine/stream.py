@@ -10,7 +10,7 @@ N active tokens, of which M have a coefficient; H hidden size, V vocabulary size
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
 import torch
@@ -200,7 +200,7 @@ class Stream:
             if pending is not None:
                 parts = self._counted(block, values, losses, pending, given)
             elif self.call.query.token_weights is None:
-                parts = self._evaluated(block, values, losses, outs)
+                parts = self._evaluated(block, losses, self._parts(block.rows, values, outs=outs))
             else:
                 parts = self._weighted(block, values, losses, outs)
             for part, upstream in parts:
@@ -214,12 +214,12 @@ class Stream:
     # Each of the next three fills the block with one part after the other, and yields it with its upstream gradients.
     # The tokens' losses are appended to `losses`.
 
-    def _evaluated(
-        self, block: Block, values: dict[str, Tensor], losses: list[Tensor], outs: Outs | None
-    ) -> Iterator[tuple[Part, Upstream]]:
+    def _evaluated(self, block: Block, losses: list[Tensor], parts: Iterable[Part]) -> Iterator[tuple[Part, Upstream]]:
         """Of a loss whose derivatives follow from the statistics."""
-        for part in self._parts(block.rows, values, outs=outs):
+        for part in parts:
             block.fill(part)
+            if block.waits:  # for the number of tokens that count, which is known by now
+                block.keep(self.opened, len(part.hidden))
             found, upstream = self.call.token_losses(part.values, part.rows)
             losses.append(found)
             yield part, upstream
@@ -267,12 +267,8 @@ class Stream:
             if found is not None:
                 self.call = changed(self.call, query=every.subset(pending.order, losses=True))
             even = -(-(total - done) // -(-(total - done) // block.rows))
-            for part in self._parts(min(padded(even), block.rows), values, total, done):
-                block.fill(part)
-                block.keep(self.opened, len(part.hidden))
-                found_here, upstream = self.call.token_losses(part.values, part.rows)
-                losses.append(found_here)
-                yield part, upstream
+            more = self._parts(min(padded(even), block.rows), values, total, done)
+            yield from self._evaluated(block, losses, more)
         done = max(total, done)
         if done < self.count:
             with self._block_of_statistics() as others:

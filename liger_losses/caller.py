@@ -9,17 +9,15 @@ from types import FrameType
 
 import torch
 
-_OURS = __name__.partition(".")[0]
 #: What calls this library for its users.
 FRAMEWORKS = ("transformers", "trl", "accelerate", "peft")
 
 
 def calling_line(beyond: Iterable[str] = ()) -> tuple[FrameType, int]:
-    """The innermost line outside of this package, torch, the standard library's wrappers and the packages ``beyond``.
-
-    The outermost line where there is none, as in a thread of autograd.
-    """
-    lines, skipped = [*traceback.walk_stack(None)], {_OURS, "torch", "contextlib", "importlib", *beyond}
+    """The innermost line outside of this package, torch, the standard library's wrappers and the packages ``beyond``;
+    the outermost line where there is none, as in a thread of autograd."""
+    skipped = {__name__.partition(".")[0], "torch", "contextlib", "importlib", *beyond}
+    lines = [*traceback.walk_stack(None)]
     outside = (line for line in lines if line[0].f_globals.get("__name__", "?").partition(".")[0] not in skipped)
     return next(outside, lines[-1])
 

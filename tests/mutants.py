@@ -111,7 +111,7 @@ MUTANTS: dict[str, list[tuple[str, str, str]]] = {
         ("chunked/engine/tokens.py", "beyond = min(positions, labels.shape[-1])", "beyond = 1"),
         ("chunked/engine/autograd_functions.py", "grad if before is None else before.add_(grad)", "grad"),
         ("chunked/engine/many_heads.py", "if kept and kept + size > call.plan.kept", "if False"),
-        ("chunked/engine/many_heads.py", "MAX_STREAMS = 2", "MAX_STREAMS = 3"),
+        ("chunked/engine/many_heads.py", "accum_dtype=torch.float32", "accum_dtype=None"),
     ],
     "tests/chunked/engine/test_stream.py": [
         ("chunked/engine/autograd_functions.py", "ctx.gradients = ctx.gradients, None", "_ = ctx.gradients, None"),

@@ -24,7 +24,6 @@ BACKENDS = ("torch", "triton")
 #: Whether kernels run in Triton's interpreter, on any device.
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 
-
 #: Options of every launch that says nothing else. Triton contracts multiplications and additions by default up to 3.9,
 #: and not from 3.10 on: the kernels were measured with it, and have the same bits with every version's default.
 _OPTIONS = {"enable_fp_fusion": True}

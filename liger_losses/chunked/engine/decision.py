@@ -5,7 +5,6 @@ N active tokens, H hidden size, V vocabulary size.
 
 from __future__ import annotations
 
-import operator
 import os
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -17,13 +16,14 @@ from torch import Tensor, nn
 
 from liger_losses.caller import warn
 from liger_losses.chunked.engine.checks import check_device, check_names, see
-from liger_losses.chunked.engine.head import Head, check_invariant, operand_dtype
+from liger_losses.chunked.engine.head import Head, check_invariant, dequantized_bytes, operand_dtype
 from liger_losses.chunked.engine.input_checks import check, shapes_of
 from liger_losses.chunked.engine.plan import (
     EngineOptions,
     Plan,
     Workload,
-    fits_at_once,
+    bound_of,
+    default_bound,
     is_small,
     make_plan,
     padded,
@@ -33,7 +33,6 @@ from liger_losses.chunked.engine.ranks import ALONE
 from liger_losses.chunked.engine.teachers import Teacher, TeacherLogits, teacher_row_bytes_of
 from liger_losses.chunked.engine.tokens import Tokens
 from liger_losses.chunked.engine.weights import can_fuse
-from liger_losses.chunked.engine.workspace import bound_of, default_bound
 from liger_losses.kernels import LOGIT_DTYPES, choose_backend
 from liger_losses.kernels._triton import BACKEND_VARIABLE
 from liger_losses.kernels.autograd import autocast_dtype, within_transform
@@ -265,11 +264,7 @@ def _decide(
     operand, most = operand_dtype(compute_dtype, device, backend), sum([s.numel() for s in shapes])
     teacher = None if query.comparison is None else query.comparison.teacher
     heads = [head, teacher.head] if isinstance(teacher, Teacher) else [head]
-    # Of the rank that has the most rows: all ranks must decide alike.
-    rows = [each.ranks.most_columns(each.vocab_size) for each in heads]
-    sizes = [each.weights.dequantized_bytes(operand) // len(each.weight) for each in heads]
-    at_once, row_bytes = sum(map(operator.mul, sizes, rows)), rows[0] * wide_dtype(operand).itemsize
-    at_once *= fits_at_once(at_once, row_bytes, most, device, options.workspace, memory)
+    at_once = dequantized_bytes(heads, most, operand, options.workspace, memory)
     if head.batch_invariant:
         check_invariant(head, backend, at_once)
     needs_hidden = tuple([grad and part.requires_grad for part in hidden])

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -16,11 +17,12 @@ from torch import Tensor, nn
 
 from liger_losses.chunked.engine.adapters import LowRank, adapters_of, side_by_side
 from liger_losses.chunked.engine.checks import check_vector, check_weight, is_weight_and_bias
+from liger_losses.chunked.engine.plan import MEMORY_PARTS, bound_of, default_workspace, device_memory
 from liger_losses.chunked.engine.quantized_kinds import find_quantized
 from liger_losses.chunked.engine.ranks import ALONE, Ranks, VocabularyRanks, local_rows, share_mesh, share_vocabulary
 from liger_losses.chunked.engine.weights import QuantizedWeight, Weights, weights_of
 from liger_losses.kernels.logit_transform import LogitTransform
-from liger_losses.kernels.matmul import HALF_DTYPES
+from liger_losses.kernels.matmul import HALF_DTYPES, wide_dtype
 from liger_losses.kernels.tracing import outside_graphs
 
 #: The default of ``Head(batch_invariant=)``.
@@ -309,3 +311,20 @@ def operand_dtype(compute_dtype: torch.dtype, device: torch.device, backend: str
     if compute_dtype in HALF_DTYPES and device.type != "cuda" and backend != "triton":
         return torch.float32
     return compute_dtype
+
+
+def dequantized_bytes(
+    heads: Sequence[Head], tokens: int, operand: torch.dtype, workspace: int | None, memory: int | None
+) -> int:
+    """Bytes of a call's quantized heads if they are dequantized as a whole, in half of the workspace; else 0."""
+    # For the rank that has the most rows: all ranks must decide alike. Some rows of logits must fit beside the heads.
+    rows = [head.ranks.most_columns(head.vocab_size) for head in heads]
+    pairs = zip(heads, rows, strict=True)
+    size = sum([head.weights.dequantized_bytes(operand) // len(head.weight) * count for head, count in pairs])
+    row, vectors = rows[0] * wide_dtype(operand).itemsize, tokens * 32 * 4
+    bound = bound_of(workspace)
+    if bound is None and size:
+        memory = device_memory(heads[0].weight.device) if memory is None else memory
+        usual = default_workspace(row // 4, 4, heads[0].weight.device)
+        bound, vectors = max(usual, memory // MEMORY_PARTS), 0
+    return size if bound is not None and size + max(size, 64 * row + vectors) <= bound else 0

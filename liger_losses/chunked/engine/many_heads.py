@@ -20,17 +20,12 @@ from liger_losses.chunked.engine.checks import LISTS, check_labels, check_shift,
 from liger_losses.chunked.engine.decision import drops_tokens
 from liger_losses.chunked.engine.head import Head
 from liger_losses.chunked.engine.input_checks import check_inputs
-from liger_losses.chunked.engine.plan import EngineOptions
+from liger_losses.chunked.engine.plan import EngineOptions, default_bound
 from liger_losses.chunked.engine.query import Query, Statistics
 from liger_losses.chunked.engine.ranks import ALONE
 from liger_losses.chunked.engine.tokens import Tokens, shift_labels
-from liger_losses.chunked.engine.workspace import default_bound
 from liger_losses.kernels.logit_transform import LogitTransform
 
-#: A head's gradient that is added up from S streams of 8 blocks each is rounded 9 S times: with 2, its error is 1.9
-#: times the error of plain PyTorch with one product, with 4 it is 2.1 times, with 16 it is 2.8 times. Of more streams,
-#: one stream in two passes takes their place.
-MAX_STREAMS = 2
 #: What errors call the first argument.
 HIDDEN = "hidden states"
 
@@ -126,19 +121,6 @@ class HeadGroup:
         token_inputs = {name: ours(name, values) for name, values in inputs.items()}
         return replace(query, token_inputs=token_inputs, selected=selected)
 
-    def parts(self, call: Call) -> list[HeadGroup]:
-        """The fewest parts such that each takes one pass, or has only targets that could not take one."""
-        starts, total, most = list[int](), 0, call.plan.few_rows
-        for i, count in enumerate(call.tokens.counts):
-            joins = i > 0 and (total + count <= most or min(total, count) > most)
-            total = total + count if joins else count
-            starts += [] if joins else [i]
-        found, ends = list[HeadGroup](), [*starts, len(self.places)]
-        for targets in map(slice, ends, ends[1:]):
-            places, hidden_states = self.places[targets], self.hidden_states[targets]
-            found.append(HeadGroup(self.head, places, hidden_states, call.tokens.part(targets)))
-        return found
-
 
 @dataclass(frozen=True)
 class Targets:
@@ -204,38 +186,36 @@ class Targets:
                 groups[i] = replace(group, head=head, hidden_states=expanded)
         return cls(list(_select(groups, options)), count, options)
 
-    def calls(
-        self, query: Query, inputs: Mapping[str, Sequence[Tensor]] | None = None
-    ) -> tuple[list[HeadGroup], list[tuple[Tensors, Call]]]:
-        """The groups and the call of each; all are made, and so checked, before the first one runs."""
-        # Whether the user's workspace leaves no room to add up gradients of the weight from several streams.
+    def calls(self, query: Query, inputs: Mapping[str, Sequence[Tensor]] | None = None) -> list[tuple[Tensors, Call]]:
+        """The call of each group; all are made, and so checked, before the first one runs."""
+        # Whether the user's workspace leaves no room to add up gradients of the weight in fp32.
         bounded = self.options.workspace is not None or default_bound() is not None
-        found, kept = list[tuple[HeadGroup, tuple[Tensors, Call]]](), 0
+        calls, kept = list[tuple[Tensors, Call]](), 0
 
-        def make(group: HeadGroup, options: EngineOptions = self.options) -> tuple[HeadGroup, tuple[Tensors, Call]]:
+        def make(group: HeadGroup, options: EngineOptions) -> tuple[Tensors, Call]:
             asked = group.query(query, inputs or {})
-            return group, make_call(group.hidden_states, group.head, group.labels, asked, options)
+            return make_call(group.hidden_states, group.head, group.labels, asked, options)
 
         for group in self.groups:
-            made = [make(group)]
-            _, (_, call) = made[0]
+            tensors, call = make(group, self.options)
             if call.strategy == "resident":  # what all heads keep until backward fits one workspace
                 size = call.work.row_bytes * call.tokens.count
                 if kept and kept + size > call.plan.kept:
-                    made = [make(group, replace(self.options, strategy="two_pass"))]
+                    tensors, call = make(group, replace(self.options, strategy="two_pass"))
                 else:
                     kept += size
-            elif call.strategy == "two_pass" and query.separable and not call.plan.few_blocks and not bounded:
-                parts = group.parts(call)
-                streams = [make(part) for part in parts] if len(parts) <= MAX_STREAMS else []
-                made = streams if any(part.strategy == "one_pass" for _, (_, part) in streams) else made
-            found += made
-        return [group for group, _ in found], [made for _, made in found]
+            several = len(group.places) > 1 and query.separable and not bounded
+            if several and call.strategy == "two_pass" and not call.plan.few_blocks:
+                # One pass, as the targets' own calls would take, whose gradients would add up in half precision.
+                wide = make(group, replace(self.options, accum_dtype=torch.float32))
+                tensors, call = wide if wide[1].strategy == "one_pass" else (tensors, call)
+            calls.append((tensors, call))
+        return calls
 
-    def in_order(self, groups: Sequence[HeadGroup], found: Sequence[list[Statistics]]) -> list[Statistics]:
+    def in_order(self, found: Sequence[list[Statistics]]) -> list[Statistics]:
         """From what each group has for its targets to one list of all targets."""
         placed: dict[int, Statistics] = {}
-        for group, values in zip(groups, found, strict=True):
+        for group, values in zip(self.groups, found, strict=True):
             placed |= zip(group.places, values, strict=True)
         return [placed[i] for i in range(self.count)]
 

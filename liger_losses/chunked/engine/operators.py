@@ -82,16 +82,16 @@ def of_targets(targets: Targets, query: Query, inputs: Mapping[str, Any] | None 
     """Statistics of several targets; with ``inputs``, their separable loss, and detached statistics."""
     each = {name: one_each(value, targets.count) for name, value in (inputs or {}).items()}
     if not is_dynamo_compiling():
-        groups, made = targets.calls(query, each)
+        made = targets.calls(query, each)
         if inputs is None:
-            return targets.in_order(groups, [statistics_of(*call) for call in made])
+            return targets.in_order([statistics_of(*call) for call in made])
         loss, statistics = separable_losses(made)
-        return loss, targets.in_order(groups, statistics)
+        return loss, targets.in_order(statistics)
     calls = [(g.hidden_states, g.head, g.labels, g.query(query, each), targets.options) for g in targets.groups]
     if inputs is None:
-        return targets.in_order(targets.groups, [query_statistics(*call) for call in calls])
+        return targets.in_order([query_statistics(*call) for call in calls])
     found = [separable_loss(*call) for call in calls]
-    values = targets.in_order(targets.groups, [of_call for _, of_call in found])
+    values = targets.in_order([of_call for _, of_call in found])
     return torch.stack([loss for loss, _ in found]).sum(), values
 
 

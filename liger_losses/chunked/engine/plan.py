@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 
 from liger_losses.chunked.engine.checks import check_names, see
-from liger_losses.chunked.engine.workspace import WORKSPACE_VARIABLE, bound_of
+from liger_losses.chunked.engine.workspace import WORKSPACE_VARIABLE, bytes_of, context, process
 from liger_losses.kernels import BACKENDS
 from liger_losses.kernels._tiles import processors
 from liger_losses.kernels.matmul import wide_dtype
@@ -226,8 +226,7 @@ class Plan:
     weight_chunk: int  # rows of the weight that are cast at once; V when none need it
     kept: int  # bytes for logits that stay until backward
     resident: bool  # whether the logits of all tokens fit there
-    few_rows: int  # the most tokens whose grad_weight may be accumulated block by block in half precision
-    few_blocks: bool  # whether there are no more
+    few_blocks: bool  # whether grad_weight may be accumulated block by block in half precision
     few_tiles: bool  # and whether tiles of the gradient pass add to grad_weight as few times
     tall_blocks: bool  # whether blocks of whole rows are tall enough to keep the device busy
     tiled: bool = False  # with a teacher, whether gradients are computed in tiles of the vocabulary
@@ -266,16 +265,16 @@ def device_memory(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else 0
 
 
-def fits_at_once(
-    size: int, row_bytes: int, tokens: int, device: torch.device, workspace: int | None, memory: int | None
-) -> bool:
-    """Whether quantized heads of so many bytes are dequantized as a whole: half of the workspace holds them, and the
-    other half some rows of logits."""
-    bound, vectors = bound_of(workspace), tokens * 32 * 4
-    if bound is None and size:
-        memory = device_memory(device) if memory is None else memory
-        bound, vectors = max(default_workspace(row_bytes // 4, 4, device), memory // MEMORY_PARTS), 0
-    return bound is not None and size + max(size, 64 * row_bytes + vectors) <= bound
+def default_bound() -> int | None:
+    """The bytes that the user has set for calls that give no workspace, or ``None``."""
+    within = context.get()
+    size = process.bytes if within is None else within[0]
+    return bytes_of(size, WORKSPACE_VARIABLE) if isinstance(size, str) else size
+
+
+def bound_of(workspace: int | None) -> int | None:
+    """The bytes that a call may take: its own ``workspace``, or what the user has set; ``None`` where neither is."""
+    return default_bound() if workspace is None else workspace
 
 
 def make_plan(work: Workload, workspace: int | None = None, chunk_size: int | None = None) -> Plan:
@@ -322,7 +321,6 @@ def make_plan(work: Workload, workspace: int | None = None, chunk_size: int | No
         weight_chunk=budget.weight_chunk,
         kept=budget.kept,
         resident=tokens * work.row_bytes <= budget.kept and chunk_size is None and not teacher,
-        few_rows=rows * most_blocks,
         few_blocks=tokens <= rows * most_blocks,
         few_tiles=tokens <= tile_rows * MAX_HALF_PRECISION_BLOCKS,
         tall_blocks=rows >= tokens or rows * work.hidden_size >= MIN_BLOCK_OUTPUTS or not work.exponentials,

@@ -21,9 +21,8 @@ from liger_losses.chunked.engine.call import Call, Tensors, counted_call
 from liger_losses.chunked.engine.decision import Decision, decide
 from liger_losses.chunked.engine.few_tokens import FewTokens, LineLoss, LineStatistics, StraightLine
 from liger_losses.chunked.engine.head import Head
-from liger_losses.chunked.engine.plan import MOST_SMALL_LOGITS, EngineOptions, is_small, padded
+from liger_losses.chunked.engine.plan import MOST_SMALL_LOGITS, EngineOptions, default_bound, is_small, padded
 from liger_losses.chunked.engine.query import EqualWeights, Query, Statistics
-from liger_losses.chunked.engine.workspace import default_bound
 from liger_losses.kernels._triton import BACKEND_VARIABLE
 from liger_losses.kernels.autograd import records_tangents, within_transform
 from liger_losses.kernels.coupled_rows import Coupled

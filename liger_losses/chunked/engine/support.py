@@ -23,10 +23,9 @@ from liger_losses.chunked.engine.call import make_call
 from liger_losses.chunked.engine.checks import check_tensor
 from liger_losses.chunked.engine.head import Head, operand_dtype
 from liger_losses.chunked.engine.input_checks import check_inputs
-from liger_losses.chunked.engine.plan import EngineOptions, default_workspace, device_memory
+from liger_losses.chunked.engine.plan import EngineOptions, default_bound, default_workspace, device_memory
 from liger_losses.chunked.engine.query import Query, Statistics
 from liger_losses.chunked.engine.tokens import check_temperature, checked_temperatures, shift_labels
-from liger_losses.chunked.engine.workspace import default_bound
 from liger_losses.kernels import LOGIT_DTYPES, choose_backend
 from liger_losses.kernels.autograd import autocast_dtype
 from liger_losses.kernels.given_columns import (

@@ -42,18 +42,6 @@ def bytes_of(value: int | str, name: str = "the default workspace") -> int:
     return size
 
 
-def default_bound() -> int | None:
-    """The bytes that the user has set for calls that give no workspace, or ``None``."""
-    within = context.get()
-    size = process.bytes if within is None else within[0]
-    return bytes_of(size, WORKSPACE_VARIABLE) if isinstance(size, str) else size
-
-
-def bound_of(workspace: int | None) -> int | None:
-    """The bytes that a call may take: its own ``workspace``, or what the user has set; ``None`` where neither is."""
-    return default_bound() if workspace is None else workspace
-
-
 def set_default_workspace(value: int | str | None) -> None:
     """Bound the memory of calls that give no ``workspace=``, for the whole process.
 

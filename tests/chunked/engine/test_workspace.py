@@ -12,9 +12,8 @@ from liger_losses import EngineOptions, Head, linear_logps, linear_statistics, s
 from liger_losses.chunked.engine import plan
 from liger_losses.chunked.engine import workspace as settings
 from liger_losses.chunked.engine.call import make_call
-from liger_losses.chunked.engine.plan import MiB, Workload, make_plan
+from liger_losses.chunked.engine.plan import MiB, Workload, default_bound, make_plan
 from liger_losses.chunked.engine.query import Query
-from liger_losses.chunked.engine.workspace import default_bound
 from tests.kernels.cases import interpreted
 from tests.losses import CE
 from tests.reference import problem
@@ -157,10 +156,8 @@ def test_calls_read_it(monkeypatch, small_tiles):
 
 
 def test_compiled_functions_read_it_when_they_run(monkeypatch):
-    bounds, read = [], default_bound
-    monkeypatch.setattr(
-        "liger_losses.chunked.engine.workspace.default_bound", lambda: bounds.append(read()) or bounds[-1]
-    )
+    bounds, read = [], plan.default_bound
+    monkeypatch.setattr(plan, "default_bound", lambda: bounds.append(read()) or bounds[-1])
     hidden, weight, labels, _ = problem(20, 8, 31)
     loss = CE()
     compiled = torch.compile(lambda h: loss(weight, h, labels), backend="eager")

@@ -613,8 +613,9 @@ def check(row: Row, part: Any = None, large: float = 4.0) -> None:
         other_order = a.numel() and (a.is_cuda or row.upstream == "some")
         close = rounding(a.dtype) * float(a.detach().abs().max()) if other_order else 0.0
         torch.testing.assert_close(a, b, rtol=rounding(a.dtype), atol=1e-6 if row.invariant else close)
-    wide = clean.cast(torch.float64)
-    rough, exact = plain(row, clean), plain(row, wide)
+    wide = clean if row.dtype == "float64" else clean.cast(torch.float64)
+    exact = plain(row, wide)
+    rough = exact if wide is clean else plain(row, clean)
     floor = max(2 * rounding(getattr(torch, row.dtype)), 1e-12 if row.dtype == "float64" else 1e-6)
     for i, (a, p, e) in enumerate(zip(found, rough, exact, strict=True)):
         if not a.is_floating_point():
@@ -627,7 +628,8 @@ def check(row: Row, part: Any = None, large: float = 4.0) -> None:
         assert error <= allowed, f"result {i}: error {error:.3e}, allowed {allowed:.3e}"
     norms = [float(tensor.norm()) for tensor in wide.tensors.values() if tensor.is_floating_point()]
     size = 0.0 if row.labels == "random" else large * max(norms)
-    others = gradients(rough, clean.of_leaves(), row), gradients(exact, wide.of_leaves(), row)
+    exact_gradients = gradients(exact, wide.of_leaves(), row)
+    others = exact_gradients if wide is clean else gradients(rough, clean.of_leaves(), row), exact_gradients
     # A weight's gradient is rounded to half precision after each of up to eight blocks: 1.9 times plain PyTorch's error
     # on average, and of a small matrix a little more.
     slack = 2.2 if row.blocks == "small workspace" else 2.0

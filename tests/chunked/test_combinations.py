@@ -59,7 +59,7 @@ MANY_BLOCKS = {
     "labels": ("random",),
     "invariant": (False,),
     "backend": ("torch",),
-    "sizes": (Sizes((1, 160), 64, 48, 256),),
+    "sizes": (Sizes((1, 160), 32, 24, 96),),
 }
 #: Beside the columns of the documentation.
 BESIDE = {

@@ -11,6 +11,7 @@ from torch.testing import assert_close
 
 from liger_losses.patching.lazy import LazyLogits, warning
 from tests import processes
+from tests.models import small
 
 ROWS, LENGTH = 2, 9
 WORDS = 31  # of the inputs: the smallest vocabulary
@@ -20,24 +21,12 @@ LEFT_OUT = "mixtral" if torch.__version__ < (2, 13) else None
 
 def tiny_models():
     """By name, a model of each family, and the classes of its modules that patching must leave alone."""
-    import transformers
 
     def tiny(family, vocab_size, tied, *left, **options):
-        config = getattr(transformers, f"{family}Config")(
-            vocab_size=vocab_size,
-            hidden_size=16,
-            intermediate_size=24,
-            num_hidden_layers=1,
-            num_attention_heads=4,
-            num_key_value_heads=2,
-            initializer_range=0.3,
-            tie_word_embeddings=tied,
-            bos_token_id=0,
-            eos_token_id=None,
-            pad_token_id=None,
-            **options,
-        )
-        return lambda: (torch.manual_seed(0), getattr(transformers, f"{family}ForCausalLM")(config))[1], set(left)
+        options |= {"vocab_size": vocab_size, "tie_word_embeddings": tied, "initializer_range": 0.3}
+        options |= {"intermediate_size": 24, "num_attention_heads": 4, "num_key_value_heads": 2}
+        options |= {"bos_token_id": 0, "eos_token_id": None, "pad_token_id": None}
+        return lambda: small(family, **options), set(left)
 
     return {
         "llama": tiny("Llama", 31, False),

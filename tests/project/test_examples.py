@@ -15,6 +15,7 @@ import pytest
 import torch
 
 from liger_losses.trl import disable
+from tests.models import small
 from tests.processes import BACKENDS, start
 
 ROOT = pathlib.Path(__file__).parents[2]
@@ -118,7 +119,7 @@ def saved_model(tmp_path):
 def tiny_model():
     """A random model, its tokenizer, and a function that makes texts for it."""
     from tokenizers import Tokenizer, models, pre_tokenizers
-    from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+    from transformers import PreTrainedTokenizerFast
 
     words = [f"word{i}" for i in range(16)]
     vocabulary = {word: i for i, word in enumerate(["<pad>", "<eos>", "<unk>", *words])}
@@ -130,19 +131,7 @@ def tiny_model():
     def text(length):
         return " " + " ".join(words[i] for i in torch.randint(0, len(words), (length,), generator=g).tolist())
 
-    torch.manual_seed(0)
-    model = LlamaForCausalLM(
-        LlamaConfig(
-            vocab_size=len(vocabulary),
-            hidden_size=16,
-            intermediate_size=32,
-            num_hidden_layers=2,
-            num_attention_heads=2,
-            num_key_value_heads=1,
-            tie_word_embeddings=True,
-        )
-    )
-    return model, tokenizer, text
+    return small(vocab_size=len(vocabulary), num_hidden_layers=2, tie_word_embeddings=True), tokenizer, text
 
 
 @pytest.mark.parametrize(

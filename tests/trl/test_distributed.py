@@ -35,6 +35,7 @@ from liger_losses.patching.lazy_head import make_head_lazy
 from liger_losses.patching.patch import patch, unpatch
 from liger_losses.sequences import split_by_coefficient
 from liger_losses.trl.fused_head import add_fused_lm_head
+from tests.models import small
 from tests.processes import BACKENDS, case_named, device_type, start
 from tests.reference import relative_error
 from tests.split_models import whole
@@ -46,21 +47,7 @@ LEARNING_RATE = 0.1
 
 
 def llama(tied=False, checkpointing=False):
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    torch.manual_seed(0)
-    model = LlamaForCausalLM(
-        LlamaConfig(
-            vocab_size=VOCAB,
-            hidden_size=16,
-            intermediate_size=32,
-            num_hidden_layers=1,
-            num_attention_heads=2,
-            num_key_value_heads=1,
-            initializer_range=0.3,
-            tie_word_embeddings=tied,
-        )
-    )
+    model = small(vocab_size=VOCAB, initializer_range=0.3, tie_word_embeddings=tied)
     if checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
     return model

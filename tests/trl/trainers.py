@@ -14,6 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from liger_losses.patching.lazy.gradients import LazyGradient
 from liger_losses.trl import disable, enable
+from tests.models import small
 from tests.project.test_examples import tiny_model
 from tests.reference import engine_calls
 from tests.trl_servers import Rollouts, Server, rollouts
@@ -69,21 +70,8 @@ def lora(*targets):
 
 def mixture(output, model, tokenizer, text, **options):
     """SFT of a mixture of experts, with its auxiliary loss."""
-    from transformers import MixtralConfig, MixtralForCausalLM
-
-    torch.manual_seed(0)
-    config = MixtralConfig(
-        vocab_size=tokenizer.vocab_size,
-        hidden_size=16,
-        intermediate_size=32,
-        num_hidden_layers=1,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        num_local_experts=4,
-        output_router_logits=True,
-        router_aux_loss_coef=0.1,
-    )
-    return sft(output, MixtralForCausalLM(config), tokenizer, text, **options)
+    experts = {"num_local_experts": 4, "output_router_logits": True, "router_aux_loss_coef": 0.1}
+    return sft(output, small("Mixtral", vocab_size=tokenizer.vocab_size, **experts), tokenizer, text, **options)
 
 
 def pairs(text):

@@ -9,6 +9,7 @@ from liger_losses import linear_logps
 from liger_losses.kernels import glu, layer_norm, rms_norm, rope
 from liger_losses.patching.patch import patch
 from tests.losses import CE, DPO
+from tests.models import small
 from tests.reference import relative_error
 
 pytestmark = [
@@ -78,19 +79,8 @@ def test_compiled_kernels_give_what_the_uncompiled_give(mode):
 
 
 def llama():
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=50257,
-        hidden_size=256,
-        intermediate_size=512,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        tie_word_embeddings=True,
-    )
-    return LlamaForCausalLM(config).cuda().bfloat16()
+    sizes = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 2, "num_attention_heads": 4}
+    return small(vocab_size=50257, num_key_value_heads=2, tie_word_embeddings=True, **sizes).cuda().bfloat16()
 
 
 @pytest.mark.parametrize("mode", MODES)

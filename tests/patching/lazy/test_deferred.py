@@ -14,6 +14,7 @@ from torch import nn
 
 from liger_losses.patching.lazy import DeferredLogits, LazyLogits, lazy_linear, true_values, warning
 from liger_losses.patching.lazy_head import LazyLinear, make_head_lazy
+from tests.models import small
 
 transformers = pytest.importorskip("transformers")
 
@@ -21,10 +22,7 @@ B, T, H, V = 3, 40, 16, 97
 
 
 def llama(**options):
-    torch.manual_seed(0)
-    sizes = {"hidden_size": H, "intermediate_size": 24, "num_hidden_layers": 1, "num_attention_heads": 2}
-    config = transformers.LlamaConfig(vocab_size=V, num_key_value_heads=2, **sizes, **options)
-    return transformers.LlamaForCausalLM(config)
+    return small(vocab_size=V, hidden_size=H, intermediate_size=24, num_key_value_heads=2, **options)
 
 
 def both(**options):

@@ -11,10 +11,11 @@ from torch import nn
 
 from liger_losses import LigerFusedLinearCrossEntropyLoss, loss_inputs, patch, unpatch
 from liger_losses.patching.lazy import LazyLogits, allow_materialization
+from tests.models import small
 from tests.quantized_layers import LAYERS, PackedLinear, dequantized
 from tests.reference import relative_error
 
-transformers = pytest.importorskip("transformers")
+pytest.importorskip("transformers")
 
 V, H = 128, 64
 IDS = torch.randint(V, (2, 12), generator=torch.Generator().manual_seed(0))
@@ -23,17 +24,7 @@ BOUNDS = {"bitsandbytes 8 bit": 2e-2}
 
 
 def tiny(dtype=torch.float32):
-    torch.manual_seed(0)
-    config = transformers.LlamaConfig(
-        vocab_size=V,
-        hidden_size=H,
-        intermediate_size=64,
-        num_hidden_layers=1,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        initializer_range=0.2,
-    )
-    return transformers.LlamaForCausalLM(config).to(dtype)
+    return small(vocab_size=V, hidden_size=H, intermediate_size=64, initializer_range=0.2).to(dtype)
 
 
 def quantize(model, kind, head=True, inner=True):

@@ -151,7 +151,7 @@ class Workload:
     teacher_hidden_bytes: int = 0  # and of its hidden state, where that is gathered or cast:
     teacher_gathers: bool = False  # whether it is even if all tokens are active
     divergence_tiles: bool = False  # with a teacher, whether its gradients can be computed in tiles of the vocabulary
-    least_rows: int = 0  # the tokens that a tile of the gradient pass, or with a teacher a block, should have at least
+    least_rows: int = 0  # what a tile, or with a teacher a block, should have so that few are added up: see `taller`
     copied_row_bytes: int = 0  # of a row of both heads while it is copied, where the heads are not read as they are
     dequantized_bytes: int = 0  # of quantized weights, of both models, that are dequantized at once for each pass
     walks: bool = False  # whether rows of the head are dequantized where they are needed, for all tokens of a tile
@@ -190,7 +190,7 @@ class Workload:
         return logits + self.teacher_row_bytes + 4096 if self.teacher_row_bytes else 0
 
     def taller(self) -> Workload:
-        """The same, if possible in blocks that are few enough to be added up in half precision."""
+        """The same, in tiles (with a teacher, blocks) that are few enough to add up in half precision, if they fit."""
         rows = -(-self.tokens // MAX_HALF_PRECISION_BLOCKS)
         return replace(self, least_rows=rows if rows < TILE else -(-rows // TILE) * TILE)
 
@@ -219,16 +219,16 @@ class Plan:
     """Sizes of the blocks."""
 
     rows: int  # tokens in a block of whole rows (the statistics pass, the one-pass strategies)
-    part_rows: int  # with a teacher, tokens of a block whose logits exist at the same time; 0 where too few fit
+    part_rows: int  # of them, tokens whose logits exist at a time; fewer than `rows` with a teacher, 0 if too few fit
     tile_rows: int  # tokens in a tile of the gradient pass
     tile_columns: int  # columns of the vocabulary in such a tile
     scratch: int  # bytes for elementwise temporaries; blocks are worked on in slices of that size where they need any
     weight_chunk: int  # rows of the weight that are cast at once; V when none need it
     kept: int  # bytes for logits that stay until backward
     resident: bool  # whether the logits of all tokens fit there
-    few_blocks: bool  # whether grad_weight may be accumulated block by block in half precision
-    few_tiles: bool  # and whether tiles of the gradient pass add to grad_weight as few times
-    tall_blocks: bool  # whether blocks of whole rows are tall enough to keep the device busy
+    few_blocks: bool  # one pass may add up grad_weight in half precision: its blocks are no more than the error allows
+    few_tiles: bool  # the second of two passes may: its tiles add to each entry no more often than that
+    tall_blocks: bool  # one pass comes before two: a block has enough rows to keep the device busy
     tiled: bool = False  # with a teacher, whether gradients are computed in tiles of the vocabulary
 
 

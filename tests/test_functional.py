@@ -178,7 +178,7 @@ def test_sparse_divergence(tail):
     p = logits.log_softmax(-1)
     ours = functional.sparse_divergence(p[:, :4], q[:, :4], liger_losses.Divergence.reverse_kl(), tail)
     same(ours, kl(whole(p[:, :4]), whole(q[:, :4])), logits)
-    with pytest.raises(ValueError, match="cosine needs"):
+    with pytest.raises(ValueError, match="cosine similarity needs"):
         functional.divergence(p, q, liger_losses.Divergence.cosine())
 
 

@@ -191,7 +191,7 @@ WRONG = {
     "sequences": (lambda h, w, y: F.sequence_logps(PER_TOKEN, MASK[:, 1:]), r"mask must be \[4, 5\], as logps"),
     "acting tokens": (
         lambda h, w, y: F.grpo_loss(PER_TOKEN, ONES, MASK, acting=PER_TOKEN),
-        "acting must be bool, or integers, got torch.float32",
+        "acting must be a mask of bool or integers, got torch.float32",
     ),
     "a group": (lambda h, w, y: F.grpo_loss(PER_TOKEN, ONES, MASK, group="cp"), "group must be a torch.distributed"),
     "a share": (lambda h, w, y: F.high_entropy_mask(PER_TOKEN, MASK, 2.0), r"share must lie in \(0.0, 1.0\]"),

@@ -72,7 +72,7 @@ def _loss_class() -> type:
         ) -> tuple[Tensor, dict[str, Tensor]]:
             """The loss over ``global_valid_tokens``, and no metrics; ``pred`` are the hidden states."""
             if self.lm_head is None:
-                raise ValueError("call set_lm_head before the first loss.")
+                raise ValueError("the loss has no lm_head yet; call its set_lm_head(...) before the first loss.")
             loss = cross_entropy_in_forward(self.lm_head, pred, labels)
             return loss if global_valid_tokens is None else loss / global_valid_tokens, {}
 

@@ -87,7 +87,7 @@ def loss_inputs(
     reasons = [entry.reason for entry in make_head_lazy(inner, only_when_forced=True) if entry.reason]
     if reasons:
         raise TypeError(
-            f"the last layer of {name} gives no Head: {'; '.join(reasons)}." + see("models-that-cannot-be-patched")
+            f"the last layer of {name} cannot be a Head: {'; '.join(reasons)}." + see("models-that-cannot-be-patched")
         )
     if shift_labels is None:
         shifted, mask = tokens.shift_labels(targets, ignore_index), batch.get("attention_mask")

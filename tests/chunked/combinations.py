@@ -220,7 +220,7 @@ REFUSED: tuple[tuple[dict[str, tuple[Any, ...]], type[Exception], str], ...] = (
     (
         {"weight": ("adapters", "quantized with adapters"), "invariant": (True,)},
         ValueError,
-        "batch_invariant takes a head without adapters",
+        "batch_invariant=True needs a head without adapters",
     ),
     (
         {"asks": ("registered",), "invariant": (True,)},
@@ -236,7 +236,7 @@ REFUSED: tuple[tuple[dict[str, tuple[Any, ...]], type[Exception], str], ...] = (
             "blocks": ("small workspace",),
         },
         ValueError,
-        "batch_invariant takes a quantized head that is dequantized as a whole",
+        "batch_invariant=True needs a quantized head dequantized as a whole",
     ),
 )
 

@@ -115,7 +115,7 @@ def test_torchtitan_loss_class(monkeypatch):
     assert issubclass(loss_class, ChunkedLossWrapper)
     loss = loss_class(loss_class.Config())
     hidden, _, labels, _ = problem(n=10)
-    with pytest.raises(ValueError, match="call set_lm_head"):
+    with pytest.raises(ValueError, match="call its set_lm_head"):
         loss(hidden, labels)
     head = torch.nn.Linear(24, 61)
     loss.set_lm_head(head)

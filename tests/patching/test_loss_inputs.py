@@ -144,7 +144,7 @@ def test_bad_input_is_refused():
         loss_inputs(model, **inputs, labels=inputs["input_ids"].double())
     with pytest.raises(ValueError, match=r"logits of \(4, 2\) tokens.*labels of \(4, 7\).*leave out logits_to_keep"):
         loss_inputs(model, **inputs, logits_to_keep=2)
-    with pytest.raises(TypeError, match="the last layer of Linear gives no Head: it has no output embedding"):
+    with pytest.raises(TypeError, match="the last layer of Linear cannot be a Head: it has no output embedding"):
         loss_inputs(nn.Linear(3, 3), input_ids=inputs["input_ids"])
     sizes = {"d_model": 16, "d_kv": 8, "d_ff": 32, "num_layers": 1, "num_heads": 2, "vocab_size": 61}
     seq2seq = transformers.T5ForConditionalGeneration(transformers.T5Config(**sizes))
@@ -152,7 +152,7 @@ def test_bad_input_is_refused():
         loss_inputs(seq2seq, **inputs)
     model = make()
     torch.nn.utils.parametrizations.weight_norm(model.lm_head)
-    with pytest.raises(TypeError, match="the last layer of LlamaForCausalLM gives no Head: .*Parametrized"):
+    with pytest.raises(TypeError, match="the last layer of LlamaForCausalLM cannot be a Head: .*Parametrized"):
         loss_inputs(model, **inputs)
 
 

@@ -210,7 +210,7 @@ def checked_mask(name: str, mask: Any, of: str, values: Tensor) -> Tensor:
     """
     check_tensor(name, mask)
     if mask.is_floating_point() or mask.is_complex():
-        raise TypeError(f"{name} must be bool, or integers, got {mask.dtype}; pass {name} != 0.")
+        raise TypeError(f"{name} must be a mask of bool or integers, got {mask.dtype}; pass {name} != 0.")
     check_shape_of(name, mask, of, values)
     mask = mask if mask.dtype == torch.bool else mask != 0
     return mask if mask.shape == values.shape else mask.expand(values.shape)

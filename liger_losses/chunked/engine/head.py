@@ -112,8 +112,8 @@ class Head:
         batch_invariant = _BATCH_INVARIANT if batch_invariant is None else batch_invariant
         if batch_invariant and ranks is not ALONE:
             raise ValueError(
-                "batch_invariant takes a whole head, because the order in which ranks add up their parts is not "
-                "fixed. Gather the weight, or leave batch_invariant out."
+                "batch_invariant=True needs a head that is not shared among ranks, whose sums have no fixed order; "
+                "gather the weight, or leave batch_invariant out."
             )
         object.__setattr__(self, "weight", matrix)
         object.__setattr__(self, "bias", bias)
@@ -215,8 +215,8 @@ class Head:
             return [hidden for hidden, _ in pairs], pairs[0][1]
         if self.batch_invariant:
             raise ValueError(
-                "batch_invariant takes a head without adapters, because torch's product with them depends on the "
-                "number of tokens: merge them into the weight, or leave batch_invariant out."
+                "batch_invariant=True needs a head without adapters, because torch's product with them depends on the "
+                "number of tokens; merge them into the weight, or leave batch_invariant out."
             )
         hidden, weight = side_by_side(hidden_states, self.weight, self.adapters)
         return hidden, self.with_fields(weight=weight, adapters=())
@@ -295,14 +295,14 @@ def check_invariant(head: Head, backend: str, dequantized_bytes: int) -> None:
     device = head.weight.device
     if head.quantized is not None and not dequantized_bytes:
         raise ValueError(
-            "batch_invariant takes a quantized head that is dequantized as a whole, in at most half of the workspace: "
-            "give a larger workspace, pass Head(dequantized_weight), or leave batch_invariant out."
+            "batch_invariant=True needs a quantized head dequantized as a whole, but half of the workspace cannot hold "
+            "it; give a larger workspace=, pass Head(dequantized_weight), or leave batch_invariant out."
         )
     if device.type != "cpu" and backend == "torch":
         raise ValueError(
-            f"batch_invariant takes Triton's kernels on {device.type}, because torch's sums depend on the number "
-            "of tokens, but the backend is 'torch', which was chosen or is the only one for fp64; leave backend= "
-            "or batch_invariant out."
+            f"batch_invariant=True needs Triton's kernels on {device.type}, because torch's sums depend on the number "
+            "of tokens, but this call runs in torch (backend='torch', or fp64, which Triton's kernels do not compute); "
+            "leave backend= or batch_invariant out."
         )
 
 

@@ -157,7 +157,7 @@ def linear_logps(
         check_shift(shift, several)
     if several:
         if support is not None:
-            raise TypeError("support= takes one tensor of hidden states and one head, not lists of them.")
+            raise TypeError("support= does not work with lists of hidden states or heads; make a call for each.")
         targets = Targets.of(hidden_states, weight, labels, options, bias=bias, transform=transform, shift=shift)
         found = of_targets(targets, Query(names))
         return found if len(names) > 1 else [part.logp for part in found]
@@ -166,7 +166,7 @@ def linear_logps(
     of_each = isinstance(hidden_states, Tensor) and labels.dim() == hidden_states.dim() > 1
     if of_each and labels.shape[:-1] == hidden_states.shape[:-1]:
         if support is not None or shift:
-            raise ValueError("several labels for each hidden state do not work with support= and shift=.")
+            raise ValueError("support= and shift= do not work with several labels [..., m]; leave them out.")
         one, columns, mask = _several_labels(labels, options)
         asked = ("selected_logps", *(name for name in names if name != "logp"))
         found = linear_statistics(hidden_states, head, one, asked, selected=columns, options=options)
@@ -240,7 +240,7 @@ def linear_topk(
 def _several_labels(labels: Tensor, options: EngineOptions) -> tuple[Tensor, Tensor, Tensor]:
     """From labels ``[..., m]``, one for each hidden state that has any, all of them as columns, and which there are."""
     if labels.dtype != torch.int64 or not labels.shape[-1]:
-        raise ValueError(f"labels must be int64 [..., m], got {labels.dtype} of shape {tuple(labels.shape)}.")
+        raise ValueError(f"labels must be int64 [..., m] with m >= 1, got {labels.dtype} {tuple(labels.shape)}.")
     mask = labels != options.ignore_index
     columns = labels.masked_fill(~mask, 0)
     return columns.amax(-1).masked_fill(~mask.any(-1), options.ignore_index), columns, mask

@@ -277,7 +277,7 @@ def check_query(query: Query, head: Head, shapes: Sequence[torch.Size]) -> int:
         if head.batch_invariant:
             raise ValueError(
                 f"{', '.join(query.registered)}: a registered statistic is summed in an order that depends on the "
-                "batch; take a head without batch_invariant=True."
+                "batch; use a head without batch_invariant=True."
             )
     if query.comparison is not None:
         names = ("divergence", "logp")
@@ -295,8 +295,8 @@ def check_query(query: Query, head: Head, shapes: Sequence[torch.Size]) -> int:
         check_like_labels("selected", query.selected, like, head.weight)
         if query.selected.dtype != torch.int64 or query.selected.shape[:-1] != like:
             raise ValueError(
-                f"selected must be int64 columns [..., k] for each label of {tuple(like)}, got "
-                f"{query.selected.dtype} of {tuple(query.selected.shape)}."
+                f"selected must be int64 [..., k], k columns for each of the labels {tuple(like)}, got "
+                f"{query.selected.dtype} of shape {tuple(query.selected.shape)}."
             )
     for name, value in {**query.token_inputs, **query.weight_tensors}.items():
         check_like_labels(name, value, like, head.weight)

@@ -213,7 +213,7 @@ class VocabularyRanks(Ranks):
             first = sum(self.sizes[: self.rank])
             raise ValueError(
                 f"this rank's rows of the head begin at {first}, beyond the {vocab_size} columns that student "
-                "and teacher have in common; share the vocabulary so that each rank has some of these."
+                "and teacher have in common; split the vocabulary so that each rank has some of these."
             )
 
     def check_selected(self, selected: Tensor) -> None:

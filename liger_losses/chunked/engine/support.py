@@ -115,11 +115,11 @@ class TokenSupport:
                 f"{list(self.offsets.shape)}."
             )
         if self.ids.numel() and not labels.numel():
-            raise ValueError(f"there are no labels, but {self.ids.numel()} of TokenSupport's ids.")
+            raise ValueError(f"TokenSupport has {self.ids.numel()} ids, but there are no labels; pass no ids.")
         if self.sparse_grad and torch.is_grad_enabled() and weight.requires_grad and not weight.is_leaf:
             raise ValueError(
-                "TokenSupport(sparse_grad=True) takes a weight that is a parameter, or detached: the operation "
-                "that computed this weight has no backward for sparse gradients. Leave sparse_grad out."
+                "TokenSupport(sparse_grad=True) needs a weight that is a parameter, or detached, got the result of an "
+                "operation, whose backward cannot read sparse gradients; leave sparse_grad out."
             )
 
 

@@ -150,7 +150,7 @@ class TeacherFiles:
 
 def _path(folder: Path, name: str | int) -> Path:
     if not str(name) or not all(c.isalnum() or c in "-_." for c in str(name)):
-        raise ValueError(f"the name of a batch has letters, digits, '-', '_' and '.', got {name!r}.")
+        raise ValueError(f"the name of a batch may contain only letters, digits, '-', '_' and '.', got {name!r}.")
     return folder / f"batch-{name}.pt"
 
 

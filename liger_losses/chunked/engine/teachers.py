@@ -124,13 +124,13 @@ class TeacherLogits:
             kind = type(self.logits).__name__ + shape
             raise TypeError(f"TeacherLogits takes logits [..., Vt], or a function that returns them, got {kind}.")
         if not isinstance(self.columns, Integral):
-            raise ValueError("TeacherLogits from a function needs columns=, the width of what it returns.")
+            raise ValueError("TeacherLogits(function) needs columns=, the number of columns that the function returns.")
         return int(self.columns)
 
     def check(self, tokens: torch.Size, student: Head) -> None:
         """Raise TypeError or ValueError unless this fits the shape of the student's tokens, and the student's head."""
         if self.vocab_size < 1:
-            raise ValueError("the teacher's logits must be [..., Vt] with a column or more, got none.")
+            raise ValueError("the teacher's logits must be [..., Vt] with Vt >= 1, got Vt = 0.")
         if isinstance(self.logits, Tensor):
             check_tensor("the teacher's logits", self.logits)
             if not self.logits.is_floating_point():
@@ -221,14 +221,15 @@ def projected_teacher(
     """
     head = Head.of(weight, bias, LogitTransform(temperature, logit_scale, softcap)).detach()
     if not isinstance(projection, Tensor) or projection.layout not in (torch.sparse_coo, torch.sparse_csr):
-        raise TypeError("projection must be a sparse tensor [Vs, Vt], COO or CSR, as M.to_sparse_csr() makes it.")
+        kind = projection.layout if isinstance(projection, Tensor) else type(projection).__name__
+        raise TypeError(f"projection must be a sparse tensor [Vs, Vt], got {kind}; pass projection.to_sparse_csr().")
     if projection.shape[-1] != head.vocab_size or projection.dim() != 2:
         raise ValueError(
-            f"projection must be [student's columns, {head.vocab_size}], the teacher's columns, got "
-            f"{tuple(projection.shape)}."
+            f"projection must be [Vs, Vt], the columns of student and teacher, and this teacher has {head.vocab_size}; "
+            f"got {tuple(projection.shape)}."
         )
     if head.adapters or head.ranks is not ALONE:
-        raise ValueError("a projected teacher takes a whole head without adapters.")
+        raise ValueError("a projected teacher's head must be whole, without adapters; gather it, or merge them.")
     rows = hidden_states.detach().flatten(0, -2)
     shares = projection.detach().to_sparse_csr()
     operand = torch.promote_types(rows.dtype, torch.float32) if rows.device.type == "cpu" else rows.dtype

@@ -47,8 +47,8 @@ class QuantizedWeight:
     def __init__(self, shape: tuple[int, int], dtype: torch.dtype, device: torch.device | str) -> None:
         if not dtype.is_floating_point:
             raise TypeError(
-                "the dtype of a QuantizedWeight is the dtype that it is dequantized to, which must be a floating-point "
-                f"dtype, got {dtype}."
+                "dtype= of a QuantizedWeight must be the floating-point dtype to which it is dequantized, such as "
+                f"torch.bfloat16, got {dtype}."
             )
         if len(shape) != 2 or min(shape) < 1:
             raise ValueError(f"a QuantizedWeight must have the shape (vocab_size, hidden_size), got {tuple(shape)}.")

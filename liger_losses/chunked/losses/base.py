@@ -252,7 +252,7 @@ class ChunkedLoss(nn.Module):
         if self.temperature != 1.0:
             raise ValueError(
                 f"temperature was given twice: the loss was built with {self.temperature}, and the call has one per "
-                "token; leave the first at 1."
+                "token; build the loss without one."
             )
 
     def labels(self, labels: Tensor) -> Tensor:

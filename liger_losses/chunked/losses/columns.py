@@ -140,7 +140,8 @@ def loss_over_columns(
     else:
         check_comparison(teacher, which, head, labels.shape)
         if which.form == "cosine" or teacher.vocab_size != head.vocab_size:
-            raise ValueError("top_k takes a divergence of softmaxes, and a teacher with the student's columns.")
+            given = f"{which.form!r} and {teacher.vocab_size} columns for the student's {head.vocab_size}"
+            raise ValueError(f"top_k= needs a divergence of softmaxes and a teacher with as many columns, got {given}.")
     values = torch.zeros(labels.numel() + 1, dtype=soft.dtype, device=labels.device)
 
     def loss(s: Statistics, labels: Any, soft: Tensor, at: Tensor, hard: Any = None, **known: Any) -> Tensor:

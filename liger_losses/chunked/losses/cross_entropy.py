@@ -284,7 +284,7 @@ class LigerFusedLinearCrossEntropyLoss(ChunkedLoss):
                 expected = f"token_weights must have one value per label, {tuple(labels.shape)}"
                 raise ValueError(f"{expected}, got {tuple(token_weights.shape)}.")
             if token_weights.is_complex():
-                raise TypeError(f"token_weights must be real, got {token_weights.dtype}.")
+                raise TypeError(f"token_weights must be real, got {token_weights.dtype}; pass token_weights.real.")
             check_device(head.weight, token_weights=token_weights)
             token_weights = token_weights.detach().to(torch.promote_types(token_weights.dtype, torch.float32))
         return _Target(head, hidden_states, labels, self.ignore_index, num_items_in_batch, token_weights)

@@ -71,7 +71,7 @@ class DistillationOptions(LossOptions):
         if self.top_k is not None:
             Largest(self.top_k)  # which checks it
             if self.group is not None:
-                raise ValueError("top_k takes whole sequences: leave out group=.")
+                raise ValueError("top_k= does not work with slices of sequences (group=); leave one of them out.")
         # At temperature 1: the loss's own is for the divergence, and divides both models' logits.
         object.__setattr__(self, "_transform", LogitTransform(1.0, self.logit_scale, self.softcap))
         object.__setattr__(self, "_divergence", self.of_options())
@@ -194,9 +194,9 @@ class DistillationLoss(ChunkedLoss):
         labels = self.labels(labels)
         mask = labels != self.ignore_index
         if self.top_k is not None and not isinstance(taught, (Teacher, TeacherLogits)):
-            raise TypeError(f"top_k takes a Teacher or TeacherLogits, got {type(taught).__name__}.")
+            raise TypeError(f"top_k= needs a Teacher or TeacherLogits, got {type(taught).__name__}; leave top_k= out.")
         if isinstance(taught, Teachers) and self.group is not None:
-            raise ValueError("Teachers takes whole sequences: leave out group=.")
+            raise ValueError("Teachers does not work with slices of sequences (group=); leave group= out.")
         note(num_items_in_batch=num_items_in_batch)
         if isinstance(taught, TeacherTopK):
             of_teacher = {"the teacher's columns": taught.indices, "the teacher's logps": taught.logps}
@@ -239,7 +239,7 @@ class DistillationLoss(ChunkedLoss):
             weights = {name: EqualWeights(weight, total) for name, weight in weights.items()}
         options, summed = self.options, query is not None and not isinstance(factor, Tensor)
         if self.top_k is not None and self.top_k_of == "teacher" and not isinstance(taught, Teacher):
-            raise TypeError("top_k_of='teacher' takes a Teacher(hidden_states, weight); or give a TeacherTopK(...).")
+            raise TypeError("top_k_of='teacher' needs a Teacher(...); or pass a TeacherTopK(...) without top_k=.")
         if columns:
             own = {"top_k": self.top_k, "top_k_of": self.top_k_of, "tail": self.tail}
             loss, found = loss_over_columns(hidden, head, labels, taught, which, weights, t, options, **own)

@@ -94,8 +94,8 @@ class GRPOOptions(PolicyOptions, LossOptions):
         LossOptions.__post_init__(self)
         PolicyOptions.__post_init__(self)
         if self.shift:
-            states = "the hidden states that predict the completions, hidden_states[:, :-1] of the whole text"
-            raise ValueError(f"GRPO takes {states}, and has no shift; leave it out.")
+            states = "the hidden states that predict the completions, such as hidden_states[:, :-1] of the whole text"
+            raise ValueError(f"GRPO has no shift, got shift={self.shift}; leave it out, and pass {states}.")
         if self.ignore_index >= 0:
             raise ValueError(f"ignore_index must not be a token id (>= 0) here, got {self.ignore_index}; leave it out.")
         check_range("top_entropy_quantile", self.top_entropy_quantile, 0.0, 1.0, open_low=True)

@@ -184,7 +184,7 @@ def check_needs(options: PolicyOptions, mask: Tensor, sampling_logps: Any, promp
         )
     if prompts is None:
         if options.row_normalizer == "prompt_mean" or options.objective.of_prompts:
-            raise ValueError(f"{loss}, normalizer={options.row_normalizer!r} needs prompts=, int64 numbers [B].")
+            raise ValueError(f"{loss}, normalizer={options.row_normalizer!r} needs prompts=, int64 [B].")
         return
     check_tensor("prompts", prompts)
     if prompts.shape != mask.shape[:1] or prompts.is_floating_point():

@@ -119,7 +119,7 @@ class PolicyOptions:
             raise ValueError(f"{message}: leave importance_sampling_level at 'token', got {level!r}.")
         if self.row_normalizer == "limit" and (not isinstance(limit, Integral) or limit < 1):
             raise ValueError(
-                f"loss_type={self.loss_type!r} divides by max_completion_length=, a positive integer, got {limit!r}."
+                f"loss_type={self.loss_type!r} needs max_completion_length=, a positive integer, got {limit!r}."
             )
         if self.log_ratio_penalty is None and row.defaults.get("log_ratio_penalty", 0.0) is None:
             raise ValueError(

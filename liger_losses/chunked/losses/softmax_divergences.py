@@ -51,7 +51,7 @@ def divergence(log_p: Tensor, log_q: Tensor, which: Divergence) -> Tensor:
     check_alike(log_p=log_p, log_q=log_q)
     if which.form == "cosine":
         raise ValueError(
-            "the cosine needs logits, and here are log-probabilities: use LigerFusedLinearCosineSimilarityLoss."
+            "cosine similarity needs logits, got log-probabilities; use LigerFusedLinearCosineSimilarityLoss."
         )
     log_p, log_q = finite_logs(log_p), finite_logs(log_q)
     parameter = which.row_parameter(-(log_q.exp() * log_q).sum(-1)) if which.by_entropy else None
@@ -176,7 +176,7 @@ def sparse_divergence(
     found = divergence(*given, which)
     added = FORMS[which.form].added(which.a, which.b, which.c) if tail == "none" else 0.0
     if which.by_entropy and tail == "none":
-        raise ValueError("a divergence by the teacher's entropy needs the whole distribution, and tail='none' has k.")
+        raise ValueError("Divergence.kl_by_entropy needs the probability of all columns: leave tail='none' out.")
     return found if not added else found - added * (logps.exp() - teacher_logps.exp()).sum(-1)
 
 

@@ -119,7 +119,7 @@ def test_nothing_runs_before_all_targets_are_checked(monkeypatch):
         (lambda: CE(shift=[0.5]), TypeError, "shift must be a number of positions"),
         (lambda: linear_logps(hidden, weights, labels, shift=[1]), ValueError, "1 of shift"),
         (lambda: linear_logps(hidden[0], weights[0], labels, shift=[1, 2]), TypeError, "needs lists of hidden"),
-        (lambda: linear_logps(hidden, weights, labels, support=1), TypeError, "support= takes one"),
+        (lambda: linear_logps(hidden, weights, labels, support=1), TypeError, "support= does not work with lists"),
         (lambda: loss(weights, None, labels), TypeError, "hidden_states must be a tensor, got NoneType"),
         (lambda: loss([weights[0], weights[1].to("meta")], hidden[0], labels), ValueError, "on one device, got cpu, m"),
     ):

@@ -130,7 +130,7 @@ def test_sparse_gradients_that_cannot_be():
     support = TokenSupport(kept(labels, 20, 4), sparse_grad=True)
     with pytest.raises(RuntimeError, match="a compiled function cannot return sparse gradients"):
         torch.compile(lambda: linear_logps(hidden, weight, labels, support=support), backend="eager", fullgraph=True)()
-    with pytest.raises(ValueError, match="sparse_grad=True.* takes a weight that is a parameter"):
+    with pytest.raises(ValueError, match="sparse_grad=True.* needs a weight that is a parameter"):
         linear_logps(hidden.double(), weight.double(), labels, support=support)
     with torch.no_grad():
         linear_logps(hidden.double(), weight.double(), labels, support=support)
@@ -264,7 +264,7 @@ def test_errors_say_what_to_do():
     for name in ("add_label", "sparse_grad"):
         with pytest.raises(TypeError, match=f"{name} must be True or False, got 2"):
             TokenSupport(ids, **{name: 2})
-    with pytest.raises(ValueError, match="no labels, but 18 of TokenSupport's ids"):
+    with pytest.raises(ValueError, match="TokenSupport has 18 ids, but there are no labels"):
         linear_logps(hidden[:0], weight, labels[:0], support=TokenSupport(ids.flatten(), torch.tensor([0])))
     with pytest.raises(TypeError, match="must be a TokenSupport"):
         call(ids)

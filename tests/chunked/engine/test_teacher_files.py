@@ -149,7 +149,7 @@ def test_what_is_refused(tmp_path):
     with pytest.raises(TypeError, match="floating point"):
         writer.write(0, states.long())
     for name in ("../other", ""):
-        with pytest.raises(ValueError, match="the name of a batch has letters"):
+        with pytest.raises(ValueError, match="the name of a batch may contain only letters"):
             writer.write(name, states)
     for temperature in (0.7, torch.ones(T)):
         with pytest.raises(ValueError, match="the teacher's head has temperature .*, which must be 1"):

@@ -221,8 +221,7 @@ def projected_teacher(
     """
     head = Head.of(weight, bias, LogitTransform(temperature, logit_scale, softcap)).detach()
     if not isinstance(projection, Tensor) or projection.layout not in (torch.sparse_coo, torch.sparse_csr):
-        kind = projection.layout if isinstance(projection, Tensor) else type(projection).__name__
-        raise TypeError(f"projection must be a sparse tensor [Vs, Vt], got {kind}; pass projection.to_sparse_csr().")
+        raise TypeError("projection must be a sparse tensor [Vs, Vt], COO or CSR; pass projection.to_sparse_csr().")
     if projection.shape[-1] != head.vocab_size or projection.dim() != 2:
         raise ValueError(
             f"projection must be [Vs, Vt], the columns of student and teacher, and this teacher has {head.vocab_size}; "

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import inspect
 import traceback
 import warnings
-from collections.abc import Iterable
 from types import FrameType
 
 import torch
@@ -13,11 +13,11 @@ import torch
 FRAMEWORKS = ("transformers", "trl", "accelerate", "peft")
 
 
-def calling_line(beyond: Iterable[str] = ()) -> tuple[FrameType, int]:
+def calling_line(beyond: tuple[str, ...] = ()) -> tuple[FrameType, int]:
     """The innermost line outside of this package, torch, the standard library's wrappers and the packages ``beyond``;
     the outermost line where there is none, as in a thread of autograd."""
     skipped = {__name__.partition(".")[0], "torch", "contextlib", "importlib", *beyond}
-    lines = [*traceback.walk_stack(None)]
+    lines = [*traceback.walk_stack(inspect.currentframe())]
     outside = (line for line in lines if line[0].f_globals.get("__name__", "?").partition(".")[0] not in skipped)
     return next(outside, lines[-1])
 

@@ -186,6 +186,14 @@ def test_all_warnings_are_in_the_table():
     assert found == Counter(file for file, _ in CALLS)
 
 
+def test_a_warning_right_below_the_users_line():
+    """Python's versions begin to walk the stack at different frames."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        exec(compile("\nwarn('it is slow')", "users_own.py", "exec"), {"__name__": "users_own", "warn": warn})
+    assert [(warning.filename, warning.lineno) for warning in caught] == [("users_own.py", 2)]
+
+
 def test_a_warning_without_a_line_of_the_user():
     """In a thread that this package, or torch, has started, the outermost line is named."""
     caught = []

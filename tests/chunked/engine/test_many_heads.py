@@ -184,7 +184,6 @@ def test_what_is_kept_until_backward_fits_one_workspace(dtype, reduction):
 def test_a_head_with_more_tokens_than_one_pass_takes(counts, streams):
     """It takes one pass, as calls of its targets would, and adds up the gradient of the weight in fp32."""
     g = torch.Generator().manual_seed(0)
-    g = torch.Generator().manual_seed(0)
     hidden = [torch.randn(n, H, generator=g).bfloat16().requires_grad_() for n in counts]
     weight = torch.randn(V, H, generator=g).bfloat16().requires_grad_()
     labels = [torch.randint(V, (n,), generator=g) for n in counts]

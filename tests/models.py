@@ -5,8 +5,8 @@ import functools
 
 import torch
 
-HEADS = {"num_attention_heads": 2, "num_key_value_heads": 1}
-SIZES = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, **HEADS}
+SIZES = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1}
+SIZES |= {"num_attention_heads": 2, "num_key_value_heads": 1}
 
 
 def small(family="Llama", **options):

@@ -12,6 +12,7 @@ import torch
 import liger_losses
 from liger_losses import doctor
 from liger_losses.patching.report import Entry, PatchReport
+from tests.models import SIZES
 
 ROOT = pathlib.Path(__file__).parent.parent
 
@@ -19,14 +20,8 @@ ROOT = pathlib.Path(__file__).parent.parent
 @pytest.fixture
 def config(tmp_path):
     transformers = pytest.importorskip("transformers", reason="transformers is not installed")
-    transformers.LlamaConfig(
-        vocab_size=32,
-        hidden_size=16,
-        intermediate_size=32,
-        num_hidden_layers=3,
-        num_attention_heads=2,
-        architectures=["LlamaForCausalLM"],
-    ).save_pretrained(tmp_path)
+    sizes = {"vocab_size": 32, "num_hidden_layers": 3, "architectures": ["LlamaForCausalLM"]}
+    transformers.LlamaConfig(**SIZES | sizes).save_pretrained(tmp_path)
     return tmp_path
 
 

@@ -8,17 +8,15 @@ import torch
 
 from liger_losses import LigerFusedLinearCrossEntropyLoss, loss_inputs, patch, unpatch
 from liger_losses.kernels import reading
+from tests.models import small
 from tests.reference import small_calls
 
-transformers = pytest.importorskip("transformers", reason="transformers is not installed")
-SIZES = {"vocab_size": 64, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1}
-HEADS = {"num_attention_heads": 2, "num_key_value_heads": 2, "pad_token_id": 0}
+pytest.importorskip("transformers", reason="transformers is not installed")
 
 
 @pytest.fixture
 def model():
-    torch.manual_seed(0)
-    return transformers.LlamaForCausalLM(transformers.LlamaConfig(**SIZES, **HEADS))
+    return small(vocab_size=64, num_key_value_heads=2, pad_token_id=0)
 
 
 @pytest.fixture

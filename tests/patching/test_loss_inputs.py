@@ -27,13 +27,8 @@ TYPES = {
     "granite": {"logits_scaling": 3.0},
     "phi": {},  # its head has a bias
 }
-SIZES = {
-    "vocab_size": 61,
-    "hidden_size": 16,
-    "intermediate_size": 32,
-    "num_hidden_layers": 2,
-    "max_position_embeddings": 32,
-}
+SIZES = {"vocab_size": 61, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2}
+SIZES |= {"max_position_embeddings": 32}
 HEADS = {"num_attention_heads": 2, "num_key_value_heads": 2, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
 
 

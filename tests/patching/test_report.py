@@ -5,6 +5,7 @@ import torch
 
 from liger_losses.patching.patch import patch, unpatch
 from liger_losses.patching.report import Entry, PatchReport
+from tests.models import small
 
 transformers = pytest.importorskip("transformers")
 
@@ -21,11 +22,7 @@ def test_the_report_prints_as_a_table():
 
 
 def test_patching_again_says_that_nothing_was_changed():
-    config = transformers.LlamaConfig(
-        vocab_size=61, hidden_size=16, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2
-    )
-    model = transformers.LlamaForCausalLM(config)
-    again = "already patched; nothing was changed"
+    model, again = small(vocab_size=61), "already patched; nothing was changed"
     lines = [str(patch(model, **options)).splitlines() for options in ({"loss_head": False}, {}, {})]
     assert [line[-1] == again for line in lines] == [False, False, True]
     lines = [str(patch(model, **options)).splitlines() for options in ({"tile_mlps": 8}, {"tile_mlps": 8}, {})]

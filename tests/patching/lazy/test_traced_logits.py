@@ -17,6 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 from liger_losses.patching.lazy import LazyLogits, is_one_graph, lazy_linear, true_values
 from liger_losses.patching.lazy.tensor import deferred_logits
 from liger_losses.patching.lazy_head import make_head_lazy
+from tests.models import small
 
 B, T = 2, 40
 TOLERANCE = {"rtol": 1e-4, "atol": 1e-5}
@@ -409,7 +410,7 @@ def test_trainer(tmp_path):
 
 def test_a_compiled_model_without_a_mask():
     """As docs/support.md has it: attention is given no mask, and right padding changes no result that counts."""
-    from transformers import AttentionInterface, LlamaConfig, LlamaForCausalLM
+    from transformers import AttentionInterface
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
     AttentionInterface.register("causal", sdpa_attention_forward)
@@ -420,9 +421,7 @@ def test_a_compiled_model_without_a_mask():
         masks.extend((call.kwargs["attn_mask"], call.kwargs["is_causal"]) for call in calls)
         return graph
 
-    sizes = {"vocab_size": 31, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1}
-    config = LlamaConfig(**sizes, num_attention_heads=4, num_key_value_heads=2, use_cache=False)
-    model = LlamaForCausalLM(config)
+    model = small(vocab_size=31, num_attention_heads=4, num_key_value_heads=2, use_cache=False)
     ids, mask = torch.randint(31, (2, 9)), torch.ones(2, 9, dtype=torch.long)
     mask[0, 6:] = 0
     expected = model(input_ids=ids, attention_mask=mask).logits

@@ -217,7 +217,7 @@ MUTANTS: dict[str, list[tuple[str, str, str]]] = {
         ("kernels/masked_rows.py", "p_coef += p_logp_coef * tl.load(entropy", "p_coef += tl.load(entropy"),
         ("kernels/masked_rows.py", "read = tl.where(active, hidden_size, 0)", "read = hidden_size"),
         ("kernels/label_rows.py", "    return tl.maximum(tl.sum(counts, 0), 1)", "    return 1 + tl.sum(counts, 0)"),
-        ("kernels/online_softmax.py", "check_known(right, tl.sum(wrong", "check_known(right, 1 + tl.sum(wrong"),
+        ("kernels/online_softmax.py", "check_known(right, tl.sum(wrong", "check_known(right, 0 * tl.sum(wrong"),
         ("kernels/autograd.py", "_scale(second, f, second_count,", "_scale(second, 1.0, second_count,"),
         ("chunked/engine/few_tokens.py", 'found.clone() if name in', 'found if name in'),
         ("chunked/engine/straight_line.py", "unbounded and default_bound() is None and", "unbounded and"),

@@ -306,18 +306,23 @@ def test_a_patched_models_cross_entropy():
     torch.testing.assert_close(loss, expected)
 
 
-def test_labels_outside_of_the_vocabulary():
-    hidden, weight, labels = problem(torch.float32)
+@pytest.mark.parametrize("fused", [True, False])
+def test_labels_outside_of_the_vocabulary(fused, monkeypatch):
+    """``fused``: without gradients, statistics come from a kernel that merges sums over tiles."""
+    monkeypatch.setattr(straight_line, "MIN_FUSED", 0.0)
+    hidden, weight, labels = problem(torch.bfloat16 if fused else torch.float32)
     if DEVICE == "cuda":
         pytest.skip("an assertion on the device, which the next test sees")
     labels[1, 1] = VOCAB
     for _ in range(2):
-        with pytest.raises(ValueError, match=r"labels must be in \[0, 128\).*to 128"):
+        with pytest.raises(ValueError, match="to 128"), torch.set_grad_enabled(not fused):
             linear_logps(hidden, weight, labels, backend="triton")
         with pytest.raises(ValueError, match=r"labels must be in \[0, 128\).*to 128"):
             CE(backend="triton")(weight, hidden, labels)
     labels[1, 1] = 0
-    linear_logps(hidden, weight, labels, backend="triton")
+    with torch.set_grad_enabled(not fused):
+        linear_logps(hidden, weight, labels, backend="triton")
+    assert fused == any(line.fused is not None for line in made())
 
 
 #: Calls of each kernel that reads labels first, of which one is outside of the vocabulary.

@@ -3,23 +3,28 @@
 from __future__ import annotations
 
 import inspect
-import traceback
 import warnings
 from types import FrameType
 
 import torch
 
+#: Modules of the standard library that call what they are given.
+STANDARD = ("contextlib", "importlib", "functools", "threading", "concurrent")
 #: What calls this library for its users.
 FRAMEWORKS = ("transformers", "trl", "accelerate", "peft")
 
 
 def calling_line(beyond: tuple[str, ...] = ()) -> tuple[FrameType, int]:
-    """The innermost line outside of this package, torch, the standard library's wrappers and the packages ``beyond``;
+    """The innermost line outside of this package, torch, the :data:`STANDARD` wrappers and the packages ``beyond``;
     the outermost line where there is none, as in a thread of autograd."""
-    skipped = {__name__.partition(".")[0], "torch", "contextlib", "importlib", *beyond}
-    lines = [*traceback.walk_stack(inspect.currentframe())]
-    outside = (line for line in lines if line[0].f_globals.get("__name__", "?").partition(".")[0] not in skipped)
-    return next(outside, lines[-1])
+    skipped = {__name__.partition(".")[0], "torch", *STANDARD, *beyond}
+    frame = inspect.currentframe()
+    assert frame is not None
+    # No list of frames: it would be in one of them, and keep what they hold until garbage is searched for. Graphs that
+    # torch has compiled run in globals without a name.
+    while frame.f_back is not None and frame.f_globals.get("__name__", "torch").partition(".")[0] in skipped:
+        frame = frame.f_back
+    return frame, frame.f_lineno
 
 
 def warn(message: str, category: type[Warning] = UserWarning) -> None:

@@ -11,16 +11,16 @@ SIZES |= {"num_attention_heads": 2, "num_key_value_heads": 1}
 
 def small(family="Llama", **options):
     """A causal language model of a family; ``options`` of its configuration add to :data:`SIZES` or replace them."""
+    import transformers
+
     torch.manual_seed(0)
-    model, random_state = _made(family, *options.items())
+    kinds = (getattr(transformers, f"{family}{kind}") for kind in ("Config", "ForCausalLM"))
+    model, random_state = _made(*kinds, *options.items())
     torch.set_rng_state(random_state)
     return copy.deepcopy(model)
 
 
 @functools.cache
-def _made(family, *options):
+def _made(config, model, *options):
     """The model, and the random state after it: making one takes three times as long as copying it."""
-    import transformers
-
-    config = getattr(transformers, f"{family}Config")(**SIZES | dict(options))
-    return getattr(transformers, f"{family}ForCausalLM")(config), torch.get_rng_state()
+    return model(config(**SIZES | dict(options))), torch.get_rng_state()

@@ -15,7 +15,7 @@ from tests.models import small
 
 ROWS, LENGTH = 2, 9
 WORDS = 31  # of the inputs: the smallest vocabulary
-#: DTensors of torch 2.11 refuse to redistribute the strided shards of experts, before anything is patched.
+#: DTensors of torch 2.11 (not 2.13) refuse to redistribute the strided shards of experts, before anything is patched.
 LEFT_OUT = "mixtral" if torch.__version__ < (2, 13) else None
 
 

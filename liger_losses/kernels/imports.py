@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.abc
 import sys
+import threading
 from collections.abc import Callable
 from importlib.machinery import ModuleSpec
 from types import ModuleType
@@ -32,17 +33,18 @@ class _Finder(importlib.abc.MetaPathFinder):
     """Finds what the others find; modules that somebody waits for run what waits when they are there."""
 
     def __init__(self) -> None:
-        self.searched = set[str]()
+        self.searched = set[tuple[str, int]]()
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
-        if name in self.searched or not _waiting.get(name):  # a finder that is asked may ask all the others as well
+        search = name, threading.get_ident()
+        if search in self.searched or not _waiting.get(name):  # a finder that is asked may ask all the others as well
             return None
-        self.searched.add(name)
+        self.searched.add(search)
         try:
             specs = (finder.find_spec(name, path, target) for finder in sys.meta_path if finder is not self)
             spec = next((spec for spec in specs if spec is not None), None)
         finally:
-            self.searched.remove(name)
+            self.searched.remove(search)
         loader: Any = None if spec is None else spec.loader
         if loader is not None:
             own = loader.exec_module

@@ -123,6 +123,7 @@ def test_another_finder_that_asks_all_the_others(tmp_path, monkeypatch):
     """Import hooks of two packages may each ask the finders around them, and wrap the same loader."""
     (tmp_path / "awaited.py").write_text("")
     monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(sys, "meta_path", [*sys.meta_path])
     found = []
     spec = importlib.util.find_spec(imports.__name__)
     for another in (imports, importlib.util.module_from_spec(spec)):

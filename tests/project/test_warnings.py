@@ -1,11 +1,13 @@
 """Every warning of the package names the user's line, whatever lies between."""
 
 import ast
+import gc
 import importlib
 import sys
 import threading
 import types
 import warnings
+import weakref
 from collections import Counter
 from functools import partial
 from pathlib import Path
@@ -196,17 +198,28 @@ def test_a_warning_right_below_the_users_line():
 
 def test_a_warning_without_a_line_of_the_user():
     """In a thread that this package, or torch, has started, the outermost line is named."""
-    caught = []
+    names = {"__name__": "torch.autograd", "warn": warn}
+    exec(compile("def backward():\n    warn('it is slow')", "torch_autograd.py", "exec"), names)
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        thread = threading.Thread(target=names["backward"])
+        thread.start()
+        thread.join()
+    assert [(str(w.message), w.filename) for w in found] == [("it is slow", threading.__file__)]
 
-    def run():
-        with warnings.catch_warnings(record=True) as found:
-            warnings.simplefilter("always")
-            names = {"__name__": "torch.autograd", "warn": warn}
-            exec(compile("def backward():\n    warn('it is slow')", "torch_autograd.py", "exec"), names)
-            names["backward"]()
-            caught.extend(found)
 
-    thread = threading.Thread(target=run)
-    thread.start()
-    thread.join()
-    assert [str(warning.message) for warning in caught] == ["it is slow"]
+def test_a_warning_keeps_nothing_alive():
+    """What the functions on the stack hold is released as they return, without a search for garbage."""
+
+    def function():
+        held = nn.Linear(1, 1)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            warn("it is slow")
+        return weakref.ref(held)
+
+    gc.disable()
+    try:
+        assert function()() is None
+    finally:
+        gc.enable()

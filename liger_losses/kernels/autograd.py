@@ -152,7 +152,10 @@ def scale_(factor: Tensor, tensors: Sequence[Tensor], *, backend: str = "torch")
 
 @functools.lru_cache(1024)
 def launch_scale(first_count: int, second_count: int, kind: Hashable) -> Callable[..., None]:
-    """Launch :func:`scale_` of two tensors, or ``None``; ``kind`` stands for the device, dtypes and alignments."""
+    """A function of ``(factor, first, second)`` that launches :func:`scale_`'s kernel.
+
+    A tensor with a count of 0 may be ``None``; ``kind`` stands for the device, dtypes and alignments.
+    """
     programs = min(max(-(-max(first_count, second_count) // _BLOCK), 1), 4096)
     return partial(Launcher(_scale_kernel, programs, num_warps=8), first_count, second_count, programs, _BLOCK)
 

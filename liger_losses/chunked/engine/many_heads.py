@@ -20,7 +20,7 @@ from liger_losses.chunked.engine.checks import LISTS, check_labels, check_shift,
 from liger_losses.chunked.engine.decision import drops_tokens
 from liger_losses.chunked.engine.head import Head
 from liger_losses.chunked.engine.input_checks import check_inputs
-from liger_losses.chunked.engine.plan import EngineOptions, default_bound
+from liger_losses.chunked.engine.plan import EngineOptions, bound_of
 from liger_losses.chunked.engine.query import Query, Statistics
 from liger_losses.chunked.engine.ranks import ALONE
 from liger_losses.chunked.engine.tokens import Tokens, shift_labels
@@ -188,8 +188,6 @@ class Targets:
 
     def calls(self, query: Query, inputs: Mapping[str, Sequence[Tensor]] | None = None) -> list[tuple[Tensors, Call]]:
         """The call of each group; all are made, and so checked, before the first one runs."""
-        # Whether the user's workspace leaves no room to add up gradients of the weight in fp32.
-        bounded = self.options.workspace is not None or default_bound() is not None
         calls, kept = list[tuple[Tensors, Call]](), 0
 
         def make(group: HeadGroup, options: EngineOptions) -> tuple[Tensors, Call]:
@@ -204,9 +202,10 @@ class Targets:
                     tensors, call = make(group, replace(self.options, strategy="two_pass"))
                 else:
                     kept += size
-            several = len(group.places) > 1 and query.separable and not bounded
+            several = len(group.places) > 1 and query.separable and bound_of(self.options.workspace) is None
             if several and call.strategy == "two_pass" and not call.plan.few_blocks:
                 # One pass, as the targets' own calls would take, whose gradients would add up in half precision.
+                # Where the memory is bounded, fp32 may not fit.
                 wide = make(group, replace(self.options, accum_dtype=torch.float32))
                 tensors, call = wide if wide[1].strategy == "one_pass" else (tensors, call)
             calls.append((tensors, call))

@@ -157,7 +157,9 @@ def linear_logps(
         check_shift(shift, several)
     if several:
         if support is not None:
-            raise TypeError("support= does not work with lists of hidden states or heads; make a call for each.")
+            raise TypeError(
+                "support= does not work with lists of hidden states or heads; call linear_logps for each of them."
+            )
         targets = Targets.of(hidden_states, weight, labels, options, bias=bias, transform=transform, shift=shift)
         found = of_targets(targets, Query(names))
         return found if len(names) > 1 else [part.logp for part in found]

@@ -276,7 +276,7 @@ class DPOLossOptions(DPOOptions, PreferenceOptions):
         DPOOptions.__post_init__(self)
         if self.use_weighting and any(row.sorts for row in self.variants):
             raise ValueError(
-                "'aot' and 'aot_unpaired' sort the log-ratios, so no pairs are left to weight; leave use_weighting out."
+                "'aot' and 'aot_unpaired' sort the log-ratios: there are no pairs to weight; leave use_weighting out."
             )
         if self.average_log_prob and any(row.per_token for row in self.variants):
             raise ValueError("'ipo' and 'sigmoid_norm' divide by lengths already; leave average_log_prob out.")

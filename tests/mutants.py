@@ -221,6 +221,7 @@ MUTANTS: dict[str, list[tuple[str, str, str]]] = {
         ("kernels/autograd.py", "_scale(second, f, second_count,", "_scale(second, 1.0, second_count,"),
         ("chunked/engine/few_tokens.py", 'found.clone() if name in', 'found if name in'),
         ("chunked/engine/straight_line.py", "unbounded and default_bound() is None and", "unbounded and"),
+        ("chunked/engine/straight_line.py", "min(depth, MOST_DEPTH)", "depth"),
         ("chunked/engine/few_tokens.py", "targets, self.ignored)", "targets, targets)"),
         ("chunked/engine/few_tokens.py", "labels != self.ignore_index).sum()", "labels != 1).sum()"),
     ],

@@ -41,8 +41,9 @@ _MOST_LINES = 1024
 #: statistics beside it than the device takes to write and read the logits.
 MIN_FUSED = 2e10
 #: With fewer multiplications, the host takes longer for the launches of exponentials than the device takes to write and
-#: read the logits.
-MIN_EXPONENTIALS = 1e11
+#: read the logits. Of a larger hidden size, the product of as many multiplications has fewer logits to write and read:
+#: no more than this size counts.
+MIN_EXPONENTIALS, MOST_DEPTH = 1e11, 2500
 #: Statistics that a straight line computes: with their gradients, and without.
 NAMES = frozenset(("logp", "entropy", "lse"))
 METRICS = NAMES | {"mean_logit"}
@@ -258,7 +259,8 @@ def _prepared(
         return None
     in_one_block = in_one_block and (coupled or run.strategy in ("statistics", "one_pass", "resident"))
     of_logp = query.statistics == ("logp",) and {*query.metrics} <= {"mean_logit"}
-    large = line.multiplications >= MIN_EXPONENTIALS and count <= MOST_TOKENS and run.work.fused_products
+    large = count * size * min(depth, MOST_DEPTH) >= MIN_EXPONENTIALS and run.work.fused_products
+    large = large and count <= MOST_TOKENS
     # Exponentials take half the memory of logits.
     fits = in_one_block or (unbounded and count * size <= MOST_SMALL_LOGITS)
     trains = run.strategy in ("one_pass", "resident", "two_pass")

@@ -575,6 +575,11 @@ def test_which_calls_have_exponentials(monkeypatch):
     assert has(True)
     assert not has(chunk_size=4)
     assert not has(inputs=[given[0], given[1].detach(), given[2]])
+    monkeypatch.setattr(straight_line, "MIN_EXPONENTIALS", given[2].numel() * given[1].numel())
+    assert has()
+    monkeypatch.setattr(straight_line, "MOST_DEPTH", HIDDEN - 1)
+    assert not has()
+    monkeypatch.setattr(straight_line, "MIN_EXPONENTIALS", 0.0)
     monkeypatch.setattr(straight_line, "MOST_SMALL_LOGITS", 100)
     assert not has()
 

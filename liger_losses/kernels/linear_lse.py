@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from liger_losses.kernels._tiles import with_contiguous_rows
-from liger_losses.kernels._triton import jit, tl, triton
+from liger_losses.kernels._triton import jit, kinds, tl, triton
 from liger_losses.kernels.hopper_pipeline import AVAILABLE, COLUMNS, ROWS, NotCompiledError, launch, pipeline_tiles
 from liger_losses.kernels.linear_exp_hopper import hopper_exponentials_kernel
 from liger_losses.kernels.logit_transform import Epilogue, inverse_temperature, transform_block
@@ -188,6 +188,7 @@ def sums_of_groups(
         _group_sums_kernel[(rows, triton.cdiv(groups, at_once))](
             *tops.stride(), tops, sums[0] if sums else None, projected, projected.stride(0), columns, groups,
             epilogue.bias, epilogue.transform.for_kernel, WITHOUT_ABSENT=without_absent, SIZE=size, GROUPS=at_once,
+            kind=(projected.device, kinds(projected), epilogue.kind, maxima_alone, without_absent, size, columns),
         )  # fmt: skip
     return found
 

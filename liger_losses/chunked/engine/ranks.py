@@ -103,6 +103,9 @@ class Ranks:
         """Replace values by their sum over the ranks."""
         return values
 
+    def sum_each_(self, *values: Tensor) -> None:
+        """As :meth:`sum_`, for several tensors of one shape at once."""
+
     def start_sum_(self, values: Tensor) -> Any:
         """As :meth:`sum_`, beside other work: the values are valid after ``wait()`` of what is returned."""
 
@@ -243,6 +246,10 @@ class VocabularyRanks(Ranks):
         self.settle()
         dist.all_reduce(values, group=self.group)
         return values
+
+    def sum_each_(self, *values: Tensor) -> None:
+        for value, total in zip(values, self.sum_(torch.stack(values)), strict=True):
+            value.copy_(total)
 
     def start_sum_(self, values: Tensor) -> Any:
         self.settle()

@@ -177,9 +177,7 @@ class TwoModels(Block):
             sums = RowSums(values["h"] if "h" in values else torch.zeros_like(value), squares)
             if out is None or not divergence.balanced:
                 divergence_into(value, student, teacher, divergence, sums=sums, **whole_rows)
-                value_and_h = call.ranks.sum_(torch.stack([value, sums.h]))
-                value.copy_(value_and_h[0])
-                sums.h.copy_(value_and_h[1])
+                call.ranks.sum_each_(value, sums.h)
                 if out is None:
                     return
                 value = torch.empty_like(value)

@@ -259,9 +259,12 @@ MUTANTS: dict[str, list[tuple[str, str, str]]] = {
         ("patching/lazy/gradients.py", "or not any(source.needs_grad)", ""),
         ("patching/lazy/tensor.py", "if self.inputs is None or self.inputs[0] is not self.grad_fn", "if True"),
         ("patching/lazy/tensor.py", " or self.inputs[0] is not self.grad_fn", ""),
+        ("patching/lazy/tensor.py", "is not None and same:", "is not None:"),
     ],
     "tests/patching/lazy/test_tensor.py tests/patching/lazy/test_deferred.py": [
         ("patching/lazy/tensor.py", "part.memory = lazy.memory", "pass"),
+        ("patching/lazy/tensor.py", "and version >= 0", ""),
+        ("patching/lazy/tensor.py", "[True] * self.requires_grad", "[True]"),
         ("patching/lazy/gradients.py", "p is None else func(p, *args[1:])", "p is None else p"),
         ("patching/lazy/operations.py", "if deferred.normalized or stop <= start or", "if stop <= start or"),
         ("patching/lazy/deferred.py", "and self._differ()", "and False"),

@@ -87,9 +87,12 @@ def _reshape(deferred: DeferredLogits, *shape: Any) -> Any:
 def _on_tokens(name: str, deferred: DeferredLogits, *args: Any, **kwargs: Any) -> Any:
     """A view whose last dimension is the vocabulary, as a tensor without memory shows."""
     like_logits = torch.empty(deferred.shape, device="meta")
-    views, found = (getattr(tensor, name)(*args, **kwargs) for tensor in (like_logits, deferred.hidden_states))
+    try:
+        views, found = (getattr(tensor, name)(*args, **kwargs) for tensor in (like_logits, deferred.hidden_states))
+    except (RuntimeError, IndexError):  # sizes of the vocabulary, which hidden states do not have, or wrong arguments
+        return NotImplemented
     several = isinstance(found, tuple)
-    pairs = list(zip(views, found, strict=True)) if several else [(views, found)]
+    pairs = list(zip(views, found, strict=False)) if several else [(views, found)]
     (*_, size), width = deferred.shape, deferred.hidden_states.shape[-1]
     for view, part in pairs:
         last = view.shape[-1:] == (size,) and part.shape[-1:] == (width,) and view.stride(-1) == 1 != size

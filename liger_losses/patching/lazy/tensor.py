@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -29,6 +31,8 @@ _METADATA = frozenset(
 )
 #: Properties that give values or views of them; all others are metadata.
 _PROPERTIES_OF_VALUES = frozenset(("T", "mT", "H", "mH", "data", "real", "imag", "__cuda_array_interface__"))
+#: Operators that change values in place; so do methods whose names end with an underscore.
+_IN_PLACE = frozenset("__setitem__ __iadd__ __isub__ __imul__ __itruediv__ __ifloordiv__ __imod__ __ipow__".split())  # noqa: SIM905
 #: In-place operations that change a tensor's shape or memory.
 _RESHAPING = frozenset(("unsqueeze_", "squeeze_", "transpose_", "t_", "swapaxes_", "swapdims_", "resize_", "set_"))
 
@@ -40,12 +44,18 @@ class LazyLogits(Tensor):
         deferred: how to compute them, without a graph.
         materialized: their values, an ordinary tensor, once an operation has needed them; it serves all later ones.
         memory: values of these logits and of views of them, with their in-place versions; views share the list.
+        views: for a view, the logits that it is a view of, from the first to the one it was taken from, each with the
+            function that takes the next one.
+        node: whether the view required a gradient when it was taken, and its node in the graph; an autograd function
+            that gives it another one is not in the graph of what it is a view of.
         inputs: how to compute them with a graph, after the node that this graph leads to.
     """
 
     deferred: DeferredLogits
     materialized: Tensor | None
     memory: list[tuple[Tensor, int]]
+    views: tuple[tuple[weakref.ref[LazyLogits], Callable[[Tensor], Tensor]], ...]
+    node: tuple[bool, Any]
     inputs: tuple[Any, DeferredLogits] | None
 
     @staticmethod
@@ -61,22 +71,46 @@ class LazyLogits(Tensor):
         """The logits without gradients; an autograd function may give them some."""
         lazy: LazyLogits = empty(LazyLogits, source)
         lazy.deferred, lazy.materialized, lazy.memory, lazy.inputs = source, None, [], None
+        lazy.views, lazy.node = (), (False, None)
         return lazy
 
     def check(self) -> None:
         """Raise RuntimeError if the logits cannot be computed any more."""
         if self.materialized is not None and self.requires_grad and not self.materialized.requires_grad:
             self.materialized = None  # an autograd function has given the logits a gradient since
-        if self.materialized is None:
-            self.deferred.check()
         for values, version in self.memory:
-            if version_of(values) != version and values is self.materialized:
-                self.deferred.changed[:] = [True]
-            elif version_of(values) != version:
+            changed = version_of(values) != version
+            if not changed and version >= 0:  # the values of inference mode have no version
+                continue
+            if self.materialized is not None and _share_memory(values, self.materialized):
+                self.deferred.changed[:] = [True] * self.requires_grad
+            elif self._origin()[0].materialized is values:
+                self._take()
+            elif changed:
                 raise cannot_compute(
                     "these logits share their memory with logits that an in-place operation has changed, which lazy "
                     "logits do not follow; use the tensor that was changed, or call logits.clone() before it."
                 )
+        if self.materialized is None:
+            self.deferred.check()
+
+    def _origin(self) -> tuple[LazyLogits, list[Callable[[Tensor], Tensor]]]:
+        """The first of the logits that these are a view of and that somebody still has, and how to take the view."""
+        same = self.node == (self.requires_grad, self.grad_fn)
+        for i, (reference, _) in enumerate(self.views):
+            logits = reference()
+            if logits is not None and same:
+                return logits, [take for _, take in self.views[i:]]
+        return self, []
+
+    def _take(self) -> None:
+        """Let the values be a view of the others', whose changes it sees, and which see its changes."""
+        origin, takes = self._origin()
+        values = origin.materialize()
+        with torch.set_grad_enabled(self.requires_grad):
+            for take in takes:
+                values = take(values)
+        self.materialized = values
 
     @torch.compiler.disable
     def connected(self) -> DeferredLogits:
@@ -94,6 +128,10 @@ class LazyLogits(Tensor):
     def materialize(self) -> Tensor:
         """The values as an ordinary tensor, differentiable, computed once."""
         self.check()
+        origin, _ = self._origin()
+        whole = origin.numel() == self.numel() and origin.requires_grad == self.requires_grad
+        if self.materialized is None and origin is not self and (whole or origin.materialized is not None):
+            self._take()
         if self.materialized is None:
             # Also where the first that asks is a metric under no_grad: the loss may be the next.
             inference = torch.is_inference_mode_enabled() and not self.requires_grad
@@ -123,14 +161,19 @@ class LazyLogits(Tensor):
                 # The last two are what autograd does to an argument that an autograd function returns.
                 passed_on = name == "clone" or (name == "view_as" and args[1].shape == first.shape)
                 if name in ("detach", "data") or (passed_on and not torch.is_grad_enabled()):
-                    return _copy(first, is_view=name != "clone")
-                result = NotImplemented if name not in OPERATIONS else _compute(OPERATIONS[name], *args, **kwargs)
+                    copy = _copy(first, is_view=name != "clone")
+                    return copy if name == "clone" else _know_origin(copy, first, Tensor.detach)
+                result = NotImplemented if name not in OPERATIONS else _compute(func, OPERATIONS[name], *args, **kwargs)
                 if result is not NotImplemented:
                     return result
             if name in _RESHAPING:
                 raise cannot_compute(
                     f"{name} would change lazy logits themselves; use {name.removesuffix('_')} instead."
                 )
+            if first._origin()[0] is not first and (name in _IN_PLACE or (name[-1] == "_" != name[0])):
+                if first.materialized is None:
+                    warn_materialized(name, first)
+                first._take()
         return func(*_materialize_all(args, name), **_materialize_all(kwargs, name))
 
     @classmethod
@@ -152,21 +195,39 @@ def _copy(lazy: LazyLogits, is_view: bool = True) -> LazyLogits:
     return copy
 
 
-def _compute(operation: Operation, lazy: LazyLogits, *args: Any, **kwargs: Any) -> Any:
-    """The result of an operation on lazy logits; lazy where it is deferred."""
+def _compute(func: Any, operation: Operation, lazy: LazyLogits, *args: Any, **kwargs: Any) -> Any:
+    """The result of an operation on lazy logits, a function of torch; lazy where it is deferred."""
     deferred = lazy.connected()
     others = [deferred_logits(arg, True) if isinstance(arg, LazyLogits) else arg for arg in args]
     found = operation(deferred, *others, **kwargs)
     if found is deferred:
         return lazy
-    parts = found if isinstance(found, tuple) else (found,)
+    several = isinstance(found, tuple)
+    parts = found if several else (found,)
     if not parts or not isinstance(parts[0], DeferredLogits):
         return found
     made = [LazyLogits.make(part) for part in parts]
-    for part in made if operation.of_tokens else ():
+    for i, part in enumerate(made if operation.of_tokens else ()):
         if _memory_of(part) == _memory_of(lazy):
             part.memory = lazy.memory
-    return tuple(made) if isinstance(found, tuple) else made[0]
+            _know_origin(part, lazy, partial(_part, func, args, kwargs, i if several else None))
+    return tuple(made) if several else made[0]
+
+
+def _part(func: Any, args: Any, kwargs: Any, i: int | None, values: Tensor) -> Tensor:
+    """A function of torch, or one of its results."""
+    found: Any = func(values, *args, **kwargs)
+    return found if i is None else found[i]
+
+
+def _know_origin(view: LazyLogits, lazy: LazyLogits, take: Callable[[Tensor], Tensor]) -> LazyLogits:
+    """Tell a view how to take its values from those of the logits that it is a view of."""
+    view.views, view.node = (*lazy.views, (weakref.ref(lazy), take)), (view.requires_grad, view.grad_fn)
+    return view
+
+
+def _share_memory(one: Tensor, two: Tensor) -> bool:
+    return one.untyped_storage().data_ptr() == two.untyped_storage().data_ptr()
 
 
 def _memory_of(lazy: LazyLogits) -> int:

@@ -242,11 +242,16 @@ def test_in_place_operations():
     for copied in (lazy.to(torch.float32), lazy.float(), lazy[[0, 1]], lazy.transpose(0, 1).contiguous(), lazy * 2):
         copied.mul_(2.0)
         assert lazy.logsumexp(-1).isfinite().all()
-    rows, copy = lazy.view(-1, V), lazy.clone()
+    copy = lazy.clone()
+    rows, tokens = lazy.view(-1, V), lazy[:, 1:]
+    del lazy  # nobody knows what both are views of
     rows.mul_(2.0)
     with pytest.raises(RuntimeError, match="share their memory"):
-        lazy.logsumexp(-1)
+        tokens.logsumexp(-1)
     assert copy.logsumexp(-1).isfinite().all()
+    with torch.no_grad():
+        copy.clone().mul_(2.0)
+        assert copy.logsumexp(-1).isfinite().all()
     with pytest.raises(RuntimeError, match="use unsqueeze instead"):
         copy.unsqueeze_(0)
     with torch.no_grad():
@@ -255,6 +260,43 @@ def test_in_place_operations():
     changed.mul_(2.0)
     with pytest.raises(RuntimeError, match="changed in place were then used"):
         Square.apply(changed).backward()
+
+
+def change_slices(z):
+    z[:, :-1, 2:] -= 5.0
+    z[:, -1] /= 0.5
+    return [z]
+
+
+def change_a_view(z):
+    rows, columns, detached = z.view(-1, V)[1:], z[..., :3], z.detach()
+    columns.exp()
+    rows[:2].mul_(3.0)
+    z[0] = 1.0
+    columns += 1.0
+    return [rows, columns, z, detached]
+
+
+def change_a_view_that_was_read(z):
+    tokens = z[:, 1:]
+    assert tokens.exp().isfinite().all()
+    tokens.neg_()
+    return [z, tokens]
+
+
+@pytest.mark.filterwarnings("ignore:.*needs the values")
+@pytest.mark.parametrize("mode", [torch.enable_grad, torch.no_grad, torch.inference_mode])
+@pytest.mark.parametrize("change", [change_slices, change_a_view, change_a_view_that_was_read])
+def test_logits_and_their_views_see_what_changes_them(change, mode):
+    results = []
+    for make in (F.linear, lazy_linear):
+        *leaves, _ = problem()
+        with mode():
+            found = [logits.logsumexp(-1) for logits in change(make(*leaves))]
+        if mode is torch.enable_grad:
+            found += torch.autograd.grad(sum(x.sum() for x in found), leaves)
+        results.append(found)
+    torch.testing.assert_close(*results[::-1])
 
 
 @pytest.mark.filterwarnings("ignore:.*needs the values")
@@ -318,6 +360,7 @@ def test_gradients_that_have_no_way():
         lambda z: z.log_softmax(-1).to(torch.bfloat16).float().sum(),
         lambda z: z[:, 0, 1:4, ...].logsumexp(-1).sum() + z[..., 1:, 0, :5].sum() + z[0, ..., 1:3].logsumexp(-1).sum(),
         lambda z: z[..., :0].sum() + z.narrow(0, -2, 2).logsumexp(-1).sum(),
+        lambda z: z.split([V - 1, 1], -1)[0].logsumexp(-1).sum() + z.narrow(-1, 0, V).sum() + z.unbind(-1)[1].sum(),
     ],
 )
 def test_spellings_and_corners(operation):

@@ -29,9 +29,13 @@ def is_plain_linear(module: nn.Module) -> bool:
     """Whether a module is ``nn.Linear``, no subclass, with ordinary parameters, no hooks, not compiled or patched."""
     if type(module) is not nn.Linear or not is_plain(module.weight):
         return False
-    hooks = [getattr(module, name, True) for name in _HOOKS]
-    replaced = "forward" in vars(module) or nn.Linear.forward is not _LINEAR_FORWARD
-    compiled = getattr(module, "_compiled_call_impl", None) is not None
+    replaced = nn.Linear.forward is not _LINEAR_FORWARD
     return (module.bias is None or is_plain(module.bias)) and not (
-        any(hooks) or replaced or compiled or _has_global_hook()
+        replaced or is_watched(module) or _has_global_hook()
     )
+
+
+def is_watched(module: nn.Module) -> bool:
+    """Whether a call of a module runs more than the forward of its class: hooks, or what was put on the instance."""
+    hooks = [getattr(module, name, True) for name in _HOOKS]
+    return any(hooks) or "forward" in vars(module) or getattr(module, "_compiled_call_impl", None) is not None

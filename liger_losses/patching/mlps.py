@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from liger_losses.kernels.glu import glu, glu_fused, glu_linear, glu_mlp, gradients_only
-from liger_losses.kernels.plain import is_plain, is_plain_linear
+from liger_losses.kernels.plain import is_plain, is_plain_linear, is_watched
 from liger_losses.patching import probing
 from liger_losses.patching.probing import Case, Mismatch
 from liger_losses.patching.swap import Replacement, is_short, original_class
@@ -132,6 +132,9 @@ class GatedMLP(LinearsStay):
     def call(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         if len(args) != 1 or kwargs or not is_plain(*args) or is_short(args[0]):  # two operations between the layers
             return NotImplemented
+        layers = {*self.inner, self.down}
+        if any(is_watched(part) for name, part in module.named_children() if name not in layers):
+            return NotImplemented
         if self.tiles is None:
             return self.compute(module, args[0])
         return compute_tiled(self.compute, module, args[0], self.tiles, gradients_only)
@@ -175,7 +178,9 @@ class GatedExperts(Replacement):
         return f"experts' glu_fused ({self.gate})"
 
     def call(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        return NotImplemented if len(args) != 1 or kwargs or not is_plain(*args) else self.gate.compute(*args)
+        if len(args) != 1 or kwargs or not is_plain(*args) or any(map(is_watched, module.children())):
+            return NotImplemented
+        return self.gate.compute(*args)
 
     @classmethod
     def is_candidate(cls, module: nn.Module) -> bool:

@@ -169,9 +169,9 @@ def test_activations_that_are_watched_or_keep_state_are_left():
     assert [entry.reason for entry in report.left] == ["its act has hooks", "float32: it changes its own attributes"]
 
 
-def test_what_is_hung_on_the_last_layer_of_an_mlp_later_is_called():
+def test_what_is_hung_on_parts_of_an_mlp_later_is_called():
     torch.manual_seed(0)
-    model = nn.ModuleDict({"mlp": mlp("Hung")})
+    model = nn.ModuleDict({"mlp": MLP(nn.SiLU())})
     patch(model)
     x, calls = torch.randn(3, model["mlp"].gate_proj.in_features), []
     expected = model["mlp"](x)
@@ -186,6 +186,7 @@ def test_what_is_hung_on_the_last_layer_of_an_mlp_later_is_called():
 
     watched(layer.register_forward_hook)
     watched(layer.register_forward_pre_hook)
+    watched(model["mlp"].act.register_forward_hook)
     watched(nn.modules.module.register_module_forward_hook)
     original = nn.Linear.forward
     layer.forward = lambda x: calls.append(x) or original(layer, x)

@@ -19,6 +19,8 @@ from liger_losses.patching.lazy.warning import cannot_compute
 #: Entries of a weight, in each of its dimensions, that are compared with their values in the forward.
 _SAMPLED = (64, 32)
 
+_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
 #: Counts the forwards of lazy heads.
 _FORWARDS = [0]
 
@@ -217,9 +219,9 @@ def samples_of(tensors: Iterable[Tensor | None]) -> tuple[Tensor, ...]:
 
 
 def _sample(tensor: Tensor) -> Tensor:
-    """Some of a weight's entries, a view."""
+    """The bits of some of a weight's entries, a view: NaN is not equal to itself."""
     steps = (max(1, size // sampled) for size, sampled in zip(tensor.shape, _SAMPLED, strict=False))
-    return tensor[tuple(slice(None, None, step) for step in steps)]
+    return tensor[tuple(slice(None, None, step) for step in steps)].view(_BITS[tensor.element_size()])
 
 
 def linear(

@@ -225,6 +225,14 @@ def test_other_changes_of_the_weights_are_noticed(write):
     assert torch.equal(true_values(again), F.linear(again.deferred.hidden_states, model.lm_head.weight))
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_weights_that_are_nan_have_not_changed(dtype):
+    model = both()[1].to(dtype)
+    with torch.no_grad():
+        model.lm_head.weight[0, 0] = torch.nan
+    assert model(**batch()).loss.isnan()
+
+
 def test_logits_of_a_forward_before_the_weights_got_other_memory():
     plain, ours = both()
     results = []

@@ -52,6 +52,17 @@ def test_an_autograd_function_that_passes_them_on_sees_their_gradient(way, use):
     torch.testing.assert_close(*results[::-1])
 
 
+@pytest.mark.filterwarnings("ignore:.*needs the values")
+def test_an_autograd_function_that_detaches_logits_which_get_values():
+    *tensors, _ = problem()
+    results = []
+    for make in (F.linear, lazy_linear):
+        logits = make(*tensors)
+        passed, _ = Halved.apply(WAYS["detach"], logits, tensors[0])
+        results.append(torch.autograd.grad(logits.exp().sum() + passed.sin().sum(), tensors))
+    torch.testing.assert_close(*results)
+
+
 @pytest.mark.parametrize("way", OTHERS)
 def test_an_autograd_function_that_returns_other_lazy_logits_is_refused(way):
     *tensors, labels = problem()

@@ -250,7 +250,8 @@ def test_in_place_operations():
         tokens.logsumexp(-1)
     assert copy.logsumexp(-1).isfinite().all()
     with torch.no_grad():
-        copy.clone().mul_(2.0)
+        changed = copy.clone()
+        assert changed.mul_(2.0).isfinite().all() and changed.isfinite().all()
         assert copy.logsumexp(-1).isfinite().all()
     with pytest.raises(RuntimeError, match="use unsqueeze instead"):
         copy.unsqueeze_(0)

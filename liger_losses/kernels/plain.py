@@ -30,9 +30,7 @@ def is_plain_linear(module: nn.Module) -> bool:
     if type(module) is not nn.Linear or not is_plain(module.weight):
         return False
     replaced = nn.Linear.forward is not _LINEAR_FORWARD
-    return (module.bias is None or is_plain(module.bias)) and not (
-        replaced or is_watched(module) or _has_global_hook()
-    )
+    return (module.bias is None or is_plain(module.bias)) and not (replaced or is_watched(module) or _has_global_hook())
 
 
 def is_watched(module: nn.Module) -> bool:

@@ -251,7 +251,8 @@ def test_in_place_operations():
     assert copy.logsumexp(-1).isfinite().all()
     with torch.no_grad():
         changed = copy.clone()
-        assert changed.mul_(2.0).isfinite().all() and changed.isfinite().all()
+        changed.mul_(2.0)
+        assert changed.isfinite().all()
         assert copy.logsumexp(-1).isfinite().all()
     with pytest.raises(RuntimeError, match="use unsqueeze instead"):
         copy.unsqueeze_(0)

@@ -85,7 +85,7 @@ def output_processor(
 
 
 def _head(layer: Any, weight: Tensor | None, temperature: float | Tensor, scale_logits: Any) -> Head:
-    scale = 1.0 if scale_logits is None else float(scale_logits(torch.ones((), device="cpu")))
+    scale = 1.0 if scale_logits is None else float(scale_logits(torch.ones((), dtype=torch.float32, device="cpu")))
     inside = [name for name, _ in layer.named_children()] if isinstance(layer, nn.Module) else []
     if inside:
         raise TypeError(

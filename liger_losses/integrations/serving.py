@@ -76,7 +76,7 @@ def teacher_topk(
     length = _length(logprobs, length)
     if k < 1:
         raise ValueError(f"k must be positive, got {k}.")
-    values = torch.full((len(logprobs), length, k), torch.nan)
+    values = torch.full((len(logprobs), length, k), torch.nan, dtype=torch.float32)
     indices = torch.arange(k).repeat(len(logprobs), length, 1)
     for number, tokens in enumerate(logprobs):
         for position, entry in enumerate(_completion(tokens)):
@@ -88,7 +88,7 @@ def teacher_topk(
                     f"token {position} of completion {number} has {len(best)} log-probabilities, fewer than k={k}: "
                     "ask vLLM for logprobs=k or prompt_logprobs=k, SGLang for top_logprobs_num=k."
                 )
-            values[number, position] = torch.tensor([logp for logp, _ in best])
+            values[number, position] = torch.tensor([logp for logp, _ in best], dtype=torch.float32)
             indices[number, position] = torch.tensor([column for _, column in best])
     return TeacherTopK(values.to(device), indices.to(device), tail)
 

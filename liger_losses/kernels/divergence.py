@@ -275,7 +275,7 @@ def _divergence_triton(
     if parts < 2:
         divergence_kernel[(rows, 1)](*common, *rest, **launch)
         return
-    sums_of_parts = torch.empty(2, parts, rows, device=value.device)
+    sums_of_parts = torch.empty(2, parts, rows, dtype=torch.float32, device=value.device)
     common = sums_of_parts[0], *common[1:-1], None if sums is None else sums_of_parts[1]
     divergence_kernel[(rows, parts)](*common, *rest, **launch)
     torch.sum(sums_of_parts[0], 0, out=value)

@@ -285,7 +285,7 @@ class ExponentialRows:
         self.right.logical_and_(right)
         clean, values = hidden.masked_fill(ignored[:, None], 0), self._values(weight)
         names = ("lse", "mean_logit")[: 1 + self.mean_logit]
-        into = {name: torch.empty(self.tokens, device=hidden.device) for name in names}
+        into = {name: torch.empty(self.tokens, dtype=torch.float32, device=hidden.device) for name in names}
         found = linear_exponentials(clean, weight, safe, values, Epilogue(self.transform), found=into)
         offset, lse, logp = found.stored
         vectors = lse, logp, (offset - lse).exp(), -logp.expm1()

@@ -22,7 +22,7 @@ from liger_losses.kernels.rows import as_output, as_rows, empty_like, interleave
 _FORWARD_BLOCK, _BACKWARD_BLOCK = (2048, 8), (1024, 4)
 
 with fwAD.dual_level():
-    _one = torch.ones((), device="cpu")
+    _one = torch.ones((), dtype=torch.float32, device="cpu")
     # fwAD.make_dual compiles TorchScript for 0.3 s first.
     _make_dual: Any = getattr(getattr(torch, "_VF", None), "_make_dual", fwAD.make_dual)
     _tangent = fwAD.unpack_dual(_make_dual(_one, _one, level=0).clamp(max=1.0)).tangent

@@ -46,7 +46,7 @@ def masked_labels(
         return labels * (inside & ~ignored), ignored, equal_shares(ignored), (inside | ignored).all()
     safe, ignored = torch.empty_like(labels), torch.empty(len(labels), dtype=torch.bool, device=labels.device)
     right = torch.empty((), dtype=torch.bool, device=labels.device)
-    shares = torch.empty(len(labels), device=labels.device)
+    shares = torch.empty(len(labels), dtype=torch.float32, device=labels.device)
     with device_of(labels):
         _masked_labels_kernel[(1,)](
             safe, ignored, shares, right, labels, len(labels), int(ignore_index), vocab_size, BLOCK=2048, num_warps=8

@@ -70,10 +70,11 @@ def largest(
     if group and choose_backend(backend, [projected], dtypes=LOGIT_DTYPES) == "triton":
         if tiles is None or group != COLUMNS:
             group, tiles = GROUP, sums_of_groups(projected, epilogue, GROUP, maxima_alone=True, backend="triton")
-        device, told = projected.device, rest and lse is not None and len(tiles) > 1
+        told = rest and lse is not None and len(tiles) > 1
         if out is None:
-            out = torch.empty(rows, k, device=device), torch.empty(rows, k, dtype=torch.int64, device=device)
-        found = Found(*out, torch.empty(rows, device=device) if told else None)
+            shape = rows, k
+            out = projected.new_empty(shape, dtype=torch.float32), projected.new_empty(shape, dtype=torch.int64)
+        found = Found(*out, projected.new_empty(rows, dtype=torch.float32) if told else None)
         if rows:
             _largest_triton(found, projected, epilogue, k, tiles, group, lse)
         return found
@@ -90,16 +91,17 @@ def _largest_triton(
     found: Found, projected: Tensor, epilogue: Epilogue, k: int, tiles: Tensor, group: int, lse: Tensor | None
 ) -> None:
     """:func:`largest`, from the maxima of groups and maybe their sums, ``[1 or 2, C / group, R]``."""
-    (rows, columns), device, width = projected.shape, projected.device, triton.next_power_of_2(k)
+    (rows, columns), width = projected.shape, triton.next_power_of_2(k)
     kept = min(max(_KEPT * width, _FEW), group * width)
-    groups, bounds = torch.empty(rows, k, dtype=torch.int32, device=device), torch.empty(rows, device=device)
+    groups = projected.new_empty(rows, k, dtype=torch.int32)
+    bounds = projected.new_empty(rows, dtype=torch.float32)
     maxima, *sums = tiles
     values, ids, rest = found
     _largest_groups_kernel[(rows,)](
         groups, bounds, rest, maxima, None if rest is None else sums[0], lse, *maxima.stride(), len(maxima), k,
         _ROUNDING, BLOCK=triton.next_power_of_2(len(maxima)), num_warps=2 if len(maxima) <= 1024 else 4,
     )  # fmt: skip
-    scratch = torch.empty(2, rows, kept, dtype=torch.int32, device=device)
+    scratch = projected.new_empty(2, rows, kept, dtype=torch.int32)
     _largest_of_groups_kernel[(rows,)](
         values, ids, rest, *scratch, projected, projected.stride(0), epilogue.bias, epilogue.transform.for_kernel, lse,
         groups, bounds, columns, k, values.stride(0), ids.stride(0),

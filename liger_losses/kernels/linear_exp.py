@@ -111,7 +111,7 @@ def linear_exponentials(
         :class:`Exponentials`, in fp32.
     """
     if found is None:
-        found = Exponentials(*torch.empty(3, len(hidden), device=hidden.device))
+        found = Exponentials(*torch.empty(3, len(hidden), dtype=torch.float32, device=hidden.device))
     written = out is not None and not projections
     statistics = found if isinstance(found, Exponentials) else Exponentials.into(found, written)
     if backend == "torch":
@@ -158,7 +158,7 @@ def linear_exponentials(
         # Sums of several tiles have other bits for another number of tokens.
         shape, group, parts = sums_on_hopper(tiles, tokens, together, of_tiles or batch_invariant)
         arguments |= {"SUMS_OF_TILES": parts is None, "tops": None}
-    partial = torch.empty(shape, device=hidden.device)
+    partial = torch.empty(shape, dtype=torch.float32, device=hidden.device)
     logit_sums = None if statistics.mean_logit is None else torch.empty_like(partial)
     moments = None if statistics.entropy is None else torch.empty_like(partial)
     arguments |= {"labels": labels, "partial": partial, "logit_sums": logit_sums, "moments": moments, "group": group}

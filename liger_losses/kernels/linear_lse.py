@@ -58,7 +58,7 @@ class Kept(NamedTuple):
         slots = torch.full((tokens, groups), -1, dtype=torch.int32, device=device)
         every = torch.arange(tokens * k, dtype=torch.int32, device=device).view(tokens, k)
         slots.scatter_(1, columns // (COLUMNS // 2), every)  # of one group, any of its columns' places
-        return cls(slots, torch.empty(tokens * k, COLUMNS // 2, device=device))
+        return cls(slots, torch.empty(tokens * k, COLUMNS // 2, dtype=torch.float32, device=device))
 
     def at(self, columns: Tensor) -> Tensor:
         """The projections ``[N, k]`` of the columns."""
@@ -115,7 +115,7 @@ def log_sum_exps_into(
     if tiles is None:
         return None
     row_tiles, column_tiles, programs, arguments = tiles
-    partial = torch.empty(2, column_tiles, len(hidden), device=hidden.device)
+    partial = torch.empty(2, column_tiles, len(hidden), dtype=torch.float32, device=hidden.device)
     if not len(hidden):
         return partial
     grid, tops_and_sums = (min(programs, row_tiles * column_tiles),), {"tops": partial[0], "partial": partial[1]}
@@ -180,7 +180,8 @@ def sums_of_groups(
         of_each = [tops.nan_to_num(_HIGHEST)] if maxima_alone else [tops, (of_groups - tops[..., None]).exp().sum(-1)]
         return torch.stack([part.t() for part in of_each])
     # Of small groups, a program reads several of a row, whose maxima are side by side.
-    at_once, found = 1, torch.empty((rows, groups) if maxima_alone else (2, groups, rows), device=projected.device)
+    shape = (rows, groups) if maxima_alone else (2, groups, rows)
+    at_once, found = 1, torch.empty(shape, dtype=torch.float32, device=projected.device)
     if maxima_alone:
         at_once, found = max(1, _COLUMNS // 2 // size), found.t()[None]
     if rows:

@@ -126,7 +126,8 @@ def partial_sums(
     row_tiles, column_tiles, programs, arguments = tiles or tiles_of(hidden, weight, epilogue, out)
     group = max(1, min(row_tiles, _GROUP))
     splits = max(1, min(FIXED_SPLITS if batch_invariant else programs // group, column_tiles))
-    partial = torch.empty(len(PARTIAL_SUMS) if any(sums) else 3, splits, tokens, device=hidden.device)
+    shape = len(PARTIAL_SUMS) if any(sums) else 3, splits, tokens
+    partial = torch.empty(shape, dtype=torch.float32, device=hidden.device)
     if tokens:
         own = {"labels": labels, "class_weight": epilogue.class_weight, "partial": partial, "needed": needed}
         sizes: dict[str, Any] = {"splits": splits, "group": group, "sums": sums}

@@ -240,7 +240,8 @@ class MaskedRows:
         found = reference_statistics(rows, safe, frozenset(names), Epilogue(self.transform))
         share = shares if mean else (~ignored).float()
         weights = {name: scale * share for name, scale in zip(names, scales, strict=False) if scale is not None}
-        losses = sum([(w * found[name]).masked_fill(ignored, 0) for name, w in weights.items()], torch.zeros(()))
+        zero = torch.zeros((), dtype=torch.float32)
+        losses = sum([(w * found[name]).masked_fill(ignored, 0) for name, w in weights.items()], zero)
         coefficients = SoftmaxGradient.of(weights, found)
         return self._reference_gradients(grad, projected, labels, hidden, found["lse"], coefficients)._replace(
             losses=losses

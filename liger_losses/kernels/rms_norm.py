@@ -320,7 +320,7 @@ def _forward_triton(inputs: Any, options: Options) -> tuple[Tensor | None, ...]:
     summed = None if residual is None else x.new_empty(x.shape, dtype=torch.promote_types(x.dtype, residual.dtype))
     normalized = x if summed is None else summed
     y = x.new_empty(x.shape, dtype=_result_dtype(normalized, gate, weight, options))
-    mean = torch.empty(x.shape[:-1].numel(), device=x.device) if options.centered else None
+    mean = x.new_empty(x.shape[:-1].numel(), dtype=torch.float32) if options.centered else None
     tensors, outputs, per_thread = (x, residual, gate), (normalized, y, mean), _PER_THREAD[options.centered]
     (rstd,) = launch_forward(_forward_kernel, per_thread, tensors, (weight, bias), outputs, 1, *options)
     return y, rstd, summed, mean

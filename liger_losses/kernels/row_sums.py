@@ -82,7 +82,7 @@ def _sum_rows_triton(values: Tensor, sums: Sums, matrix: Tensor, dtype: torch.dt
     part = max(_PART, triton.next_power_of_2(2 * terms // _MOST_PARTS))
     given, parts = (values, sums.rows, sums.starts, matrix, matrix.stride(0), matrix.shape[1], part), None
     if sums.longest > part and terms > part:
-        parts = torch.empty(triton.cdiv(terms, part), matrix.shape[1], device=values.device)
+        parts = torch.empty(triton.cdiv(terms, part), matrix.shape[1], dtype=torch.float32, device=values.device)
         _part_kernel[(len(parts), programs)](parts, sums.numbers, number, *given, **step)
     if number:
         _sum_rows_kernel[(number, programs)](out, parts, *given, **step)

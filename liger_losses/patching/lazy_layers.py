@@ -230,7 +230,7 @@ def _disagreement(layer: nn.Module, found: QuantizedWeight) -> float:
     own = getattr(type(layer), "_liger_original", type(layer)).forward
     forward = vars(layer).get("forward") or partial(own, layer)
     generator = torch.Generator().manual_seed(0)
-    hidden = torch.randn(2, hidden_size, generator=generator).to(found.device, found.dtype)
+    hidden = torch.randn(2, hidden_size, dtype=torch.float32, generator=generator).to(found.device, found.dtype)
     with torch.enable_grad():  # in evaluation, layers may change how their weight is laid out
         logits: Tensor = forward(hidden.requires_grad_()).float()
     if logits.shape != (2, vocab_size):

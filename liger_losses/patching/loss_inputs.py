@@ -137,8 +137,9 @@ def _run_shifting(inner: Any, model: nn.Module, batch: dict[str, Any], targets: 
 
     def of_two_tokens(*args: Any, **kwargs: Any) -> Tensor:
         """The model's loss function alone, without a router's loss that the model adds."""
+        logits = torch.zeros(1, 2, 3, dtype=torch.float32)
         with contextlib.suppress(Exception):  # a function with other arguments counts as one that shifts
-            losses.append(function(torch.zeros(1, 2, 3), torch.tensor([[0, -100]]), vocab_size=3))  # type: ignore[misc]
+            losses.append(function(logits, torch.tensor([[0, -100]]), vocab_size=3))  # type: ignore[misc]
         return labels.new_zeros((), dtype=torch.float32)
 
     added = set_loss(inner, of_two_tokens) if function else frozenset[str]()

@@ -282,7 +282,7 @@ _SCALES = (0.0, 0.01, 0.3, 1.0, 2.0, 4.0, 10.0, 30.0, 300.0)
 
 def _values(leading: Sequence[int], size: int, dtype: torch.dtype, generator: torch.Generator) -> Tensor:
     """An input of a probe, with rows of all scales."""
-    scales = torch.tensor(_SCALES).repeat(2).view(*leading, 1)
+    scales = torch.tensor(_SCALES, dtype=torch.float32).repeat(2).view(*leading, 1)
     return (probing.random((*leading, size), generator) * scales).to(dtype)
 
 

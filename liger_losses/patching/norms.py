@@ -189,7 +189,7 @@ def _sizes(module: nn.Module) -> list[int]:
 
 def _rows(leading: tuple[int, ...], size: int, dtype: torch.dtype, generator: torch.Generator, spike: int) -> Tensor:
     """Inputs ``[..., rows, size]`` with a row of each scale, then all of them again with one large entry, the spike."""
-    scales = torch.tensor(_SCALES).repeat(2)
+    scales = torch.tensor(_SCALES, dtype=torch.float32).repeat(2)
     rows = probing.random((*leading, len(scales), size), generator) * scales[:, None]
     rows += 0.5 * scales[:, None]
     rows[..., len(_SCALES) :, size // 3] *= spike

@@ -41,7 +41,7 @@ def isolated() -> Iterator[None]:
 
 def random(shape: Sequence[int], generator: torch.Generator, dtype: torch.dtype = torch.float32) -> Tensor:
     """Normal numbers, drawn in fp32 and rounded to ``dtype``."""
-    return torch.randn(tuple(shape), generator=generator).to(dtype)
+    return torch.randn(tuple(shape), dtype=torch.float32, generator=generator).to(dtype)
 
 
 def shape_of(parameter: nn.Parameter) -> tuple[int, ...]:

@@ -47,7 +47,8 @@ def mean_divergence(
     """
     check_columns(head, teacher)
     labels = torch.where(mask, 0, IGNORE_INDEX)
-    weights = {"divergence": mask.float() / torch.as_tensor(divisor, device=mask.device)}
+    divisor = torch.as_tensor(divisor, dtype=torch.float32, device=mask.device)
+    weights = {"divergence": mask.float() / divisor}
     return linear_divergence_loss(hidden_states, head, labels, teacher, divergence_of(beta), weights, **options)
 
 

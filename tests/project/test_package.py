@@ -159,6 +159,15 @@ def test_only_the_engine_sees_logits():
         assert reached <= allowed, f"{path} reaches past the engine: {reached - allowed}"
 
 
+def test_no_tensor_takes_the_default_dtype():
+    """Users may set it to bf16: what kernels write there would be rounded. (Options may pass on a dtype.)"""
+    makers = {"empty", "zeros", "ones", "full", "rand", "randn", "linspace"}
+    for path in ROOT.rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Call) and ast.unparse(node.func) in {f"torch.{name}" for name in makers}:
+                assert {"dtype", None} & {keyword.arg for keyword in node.keywords}, f"{path}:{node.lineno}"
+
+
 def test_every_file_has_a_name_of_its_own():
     """So that a traceback, or a tab of an editor, says which one it is."""
     folders = (ROOT, ROOT.parent / "benchmarks", ROOT.parent / "examples")

@@ -129,7 +129,7 @@ class HeadGradients:
             return None
         whole = rows.stop - rows.start == self.opened.count
         if self.label_coefficients is None:
-            self.label_coefficients = torch.empty(self.opened.count, device=self.weight.device)
+            self.label_coefficients = torch.empty(self.opened.count, dtype=torch.float32, device=self.weight.device)
             if not whole:
                 self.label_coefficients.zero_()  # tokens that no block has add nothing
         return self.label_coefficients if whole else self.label_coefficients[rows]

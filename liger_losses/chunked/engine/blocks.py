@@ -242,7 +242,8 @@ class Columns(Block):
         labels = (part.here - columns.start).clamp(0, width - 1)
         weight = projection.weights.matrix(call.work.operand_dtype)
         if call.work.fused and weight is not None:
-            new = {name: torch.empty(len(labels), device=opened.device) for name in call.block_names - {"argmax"}}
+            names, wide = call.block_names - {"argmax"}, torch.float32
+            new = {name: torch.empty(len(labels), dtype=wide, device=opened.device) for name in names}
             return fused_statistics(opened, part, weight, labels, epilogue, new)
         projected = projection.into(self._tile(len(labels), width), part.hidden, 0, width)
         return softmax_statistics(

@@ -135,7 +135,7 @@ class DivergenceTiles(TwoModels):
             own = own or {"lse": torch.empty_like(values["lse"])}
             compute(part.hidden, shared, shared_labels, None, soft_epilogue, found=own | soft)
         if cosine:
-            squares = torch.zeros(2, len(part.hidden), device=shared.device)
+            squares = torch.zeros(2, len(part.hidden), dtype=torch.float32, device=shared.device)
             for _, student, teacher in self._tiles(part):
                 squares += square_sums(student, teacher, backend=self.call.backend)
             values["student_squares"].copy_(squares[0])

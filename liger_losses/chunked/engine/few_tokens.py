@@ -66,7 +66,7 @@ class StraightLine:
         #: Whether all labels were in the vocabulary, which a host reads where that costs nothing.
         self.right, self.host_checks = torch.ones((), dtype=torch.bool, device=self.device), host_checks(self.device)
         #: The label of tokens that a mask leaves out, on the device.
-        self.ignored = torch.full((), ignore_index, device=self.device)
+        self.ignored = torch.full((), ignore_index, dtype=torch.int64, device=self.device)
         self.rows: MaskedRows | ExponentialRows = MaskedRows(
             self.tokens, self.vocab_size, ignore_index, transform, self.right, "triton"
         )

@@ -88,12 +88,12 @@ class AdaptiveEntropy:
         check_range("high", high, low, math.inf)
         self.value, self.target, self.low, self.high, self.delta = coef, target, low, high, delta
         self.last_entropy = math.inf
-        self._window, self._counted = torch.zeros(2), no_batches(1)
+        self._window, self._counted = torch.zeros(2, dtype=torch.float32), no_batches(1)
         self._update_tensor()
 
     def _update_tensor(self) -> None:
         #: :attr:`coef` for torch.compile, which would compile a function again for every other number.
-        self.coef_tensor = torch.tensor(self.coef, device="cpu")
+        self.coef_tensor = torch.tensor(self.coef, dtype=torch.float32, device="cpu")
 
     def state_dict(self) -> dict[str, float]:
         """The state for a checkpoint; the loss that holds this object saves it too."""

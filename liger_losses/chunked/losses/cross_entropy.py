@@ -400,7 +400,7 @@ class LigerFusedLinearCrossEntropyLoss(ChunkedLoss):
         """What a target's cross-entropy is divided by, 0-dim; and its z-loss, if that is another number."""
         token_weights, mask = target.token_weights, target.mask
         if self.reduction != "mean":
-            return (torch.ones((), device=mask.device),)
+            return (torch.ones((), dtype=torch.float32, device=mask.device),)
         if target.items is not None:
             return (target.items.masked_fill(target.items == 0, 1.0),)
         wide, weights = torch.float32, mask

@@ -86,7 +86,7 @@ def _reshape(deferred: DeferredLogits, *shape: Any) -> Any:
 
 def _on_tokens(name: str, deferred: DeferredLogits, *args: Any, **kwargs: Any) -> Any:
     """A view whose last dimension is the vocabulary, as a tensor without memory shows."""
-    like_logits = torch.empty(deferred.shape, device="meta")
+    like_logits = torch.empty(deferred.shape, dtype=deferred.hidden_states.dtype, device="meta")
     try:
         views, found = (getattr(tensor, name)(*args, **kwargs) for tensor in (like_logits, deferred.hidden_states))
     except (RuntimeError, IndexError):  # sizes of the vocabulary, which hidden states do not have, or wrong arguments

@@ -221,6 +221,7 @@ WRONG = {
     "an odd number": (lambda h, w, y: ALONE(w, h[:3], y[:3]), "odd number, 3"),
     "fewer rejected": (lambda h, w, y: ALONE(w, (h[:2], y[:2]), (h[2:3], y[2:3])), "as many chosen as rejected"),
     "rejected alone": (lambda h, w, y: ALONE(w, (h[:2], y[:2]), h[2:]), "rejected must be Completions"),
+    "three as a tuple": (lambda h, w, y: ALONE(w, (h, y, h), (h, y)), "chosen must be Completions.*got tuple of 3"),
     "a target of two": (lambda h, w, y: ALONE(w, h, (h, y)), "target must be a tensor"),
     "flat pairs": (lambda h, w, y: ALONE(w, h.reshape(20, 24), y.reshape(20)), "stacked form takes hidden states"),
     "labels of the likelihood": (lambda h, w, y: ORPO()(w, h, y, None, y[:, :3]), "nll_target must have the shape"),

@@ -320,9 +320,12 @@ def is_weight_and_bias(layer: nn.Module) -> TypeGuard[nn.Linear | nn.Embedding]:
     """Whether a layer's weight and bias are all that its logits are made of.
 
     A subclass of a linear layer may override ``forward``, for example to scale the logits; this library's say
-    ``computes_linear``. An embedding's forward differs from the forward of a head that shares its weight.
+    ``computes_linear``. So may a function that is assigned to the layer's ``forward``, unless accelerate has assigned
+    it, to move tensors. An embedding's forward differs from the forward of a head that shares its weight.
     """
     if isinstance(layer, nn.Embedding):
         return True
-    kind = type(layer)
+    kind, own = type(layer), layer.__dict__
+    if "forward" in own and "_hf_hook" not in own:
+        return False
     return isinstance(layer, nn.Linear) and (kind.forward is nn.Linear.forward or hasattr(kind, "computes_linear"))

@@ -73,15 +73,17 @@ def check_inputs(hidden_states: Sequence[Tensor], head: Head, labels: Sequence[T
 
 def _check_shapes(hidden_states: torch.Size, labels: torch.Size, weight: torch.Size) -> None:
     if len(hidden_states) < 2 or hidden_states[-1] != weight[1]:
-        logits = ""
-        if len(hidden_states) > 1 and hidden_states[-1] == weight[0]:
-            logits = (
+        advice = ""
+        if hidden_states == weight[1:]:
+            advice = f" Of one token, pass hidden_states[None], which is [1, {weight[1]}], and labels [1]."
+        elif len(hidden_states) > 1 and hidden_states[-1] == weight[0]:
+            advice = (
                 f" These look like logits: pass the last hidden states; {LOSS_INPUTS}. Of a patched model, take the "
                 "model's own loss (labels=)."
             )
         raise ValueError(
             f"hidden_states must be [..., {weight[1]}] to fit the weight {tuple(weight)}, "
-            f"got shape {tuple(hidden_states)}. The weight is [vocab_size, hidden_size], as in nn.Linear.{logits}"
+            f"got shape {tuple(hidden_states)}. The weight is [vocab_size, hidden_size], as in nn.Linear.{advice}"
             + see("shapes-dtypes-and-devices")
         )
     if labels != hidden_states[:-1]:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from liger_losses.chunked.engine.call import Call, Tensors, make_call
-from liger_losses.chunked.engine.checks import LISTS, check_labels, check_shift, one_each, rows_of_all
+from liger_losses.chunked.engine.checks import LISTS, check_labels, check_shift, check_tensor, one_each, rows_of_all
 from liger_losses.chunked.engine.decision import drops_tokens
 from liger_losses.chunked.engine.head import Head
 from liger_losses.chunked.engine.input_checks import check_inputs
@@ -52,6 +52,8 @@ def count_targets(**given: Any) -> int:
 def shift_each(labels: Any, shift: Any, count: int, ignore_index: int) -> list[Tensor]:
     """The labels of each target, checked and moved by its number of positions."""
     check_shift(shift)
+    if isinstance(labels, LISTS) and len(labels) != count:  # of one head, whose labels are no list
+        check_tensor("labels", labels)
     moved: list[Tensor] = []
     known: list[tuple[Tensor, int, Tensor]] = []  # torch.compile guards what is looked up by id()
     for part, positions in zip(one_each(labels, count), one_each(shift, count), strict=True):

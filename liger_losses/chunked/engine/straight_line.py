@@ -148,7 +148,7 @@ NO_TRANSFORM = LogitTransform().fields
 
 def _opened(weight: Any, transform: tuple[Any, ...]) -> tuple[Any, tuple[Any, ...]]:
     """The matrix of a linear layer or a head that is one, and the transform of its logits; else what was given."""
-    if type(weight) is nn.Linear and weight.bias is None:
+    if type(weight) is nn.Linear and weight.bias is None and "forward" not in weight.__dict__:
         return weight.weight, transform
     if isinstance(weight, Head) and transform == NO_TRANSFORM and weight.is_plain:
         own = weight.transform.fields

@@ -119,8 +119,8 @@ def as_completions(value: Any, which: str) -> Completions:
         value = Completions(*value)
     if not isinstance(value, Completions):
         raise TypeError(
-            f"{which} must be Completions(hidden_states, labels, ...) or a (hidden_states, labels) tuple, "
-            f"got {type(value).__name__}."
+            f"{which} must be Completions(hidden_states, labels, ...) or a (hidden_states, labels) tuple, got "
+            f"{type(value).__name__}{f' of {len(value)}' if isinstance(value, (tuple, list)) else ''}."
         )
     value = value.batched()
     if value.labels.dim() != 2:

@@ -27,6 +27,8 @@ WRONG = [
     ("negative label", lambda h, w, y: (h, w, y.masked_fill(y == -100, -1)), ValueError, "from -1"),
     ("1-d weight", lambda h, w, y: (h, w[0], y), ValueError, "weight must be"),
     ("lists", lambda h, w, y: (h, w, y.tolist()), TypeError, r"got list; pass torch.tensor\(labels\)"),
+    ("a list of ids", lambda h, w, y: (h[:, 0], w, y[:, 0].tolist()), TypeError, r"got list; pass torch.tensor"),
+    ("one token", lambda h, w, y: (h[0, 0], w, y[0, 0]), ValueError, r"pass hidden_states\[None\].*\[1, 24\].*labels"),
     ("another device", lambda h, w, y: (h, w, y.to("meta")), ValueError, "on one device"),
 ]
 

@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch._subclasses import FakeTensorMode
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
@@ -478,3 +479,7 @@ def test_tensors_without_values(name):
     tensors = [tensor.detach().to("meta") for tensor in problem(20, 8, 30, shape=(4, 5))[:3]]
     with pytest.raises(ValueError, match=r"on the meta device, where tensors have a shape and no values.*to_empty"):
         ON_META[name](*tensors)
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        fakes = [torch.empty(tensor.shape, dtype=tensor.dtype, device="meta") for tensor in tensors]
+        with pytest.raises(ValueError, match=r"of FakeTensorMode, whose tensors have a shape and no values"):
+            ON_META[name](*fakes)

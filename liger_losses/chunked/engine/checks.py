@@ -31,9 +31,8 @@ ORDER = "linear_logps and the like take hidden_states, lm_head, labels; most los
 #: The types of devices whose tensors have no values.
 WITHOUT_VALUES: tuple[str, ...] = ("meta",)
 NO_VALUES = (
-    "weight, hidden states and labels are on the meta device, where tensors have a shape and no values, so that there "
-    "is no loss; put model and batch on a device that computes: load the weights, or model.to_empty(device=...) and "
-    "initialize them."
+    "weight, hidden states and labels are {} have a shape and no values, so that there is no loss; put model and batch "
+    "on a device that computes: load the weights, or model.to_empty(device=...) and initialize them."
 )
 
 #: The dtypes of hidden states, weights and biases.
@@ -255,8 +254,15 @@ def check_device(weight: Tensor, /, **tensors: Tensor) -> None:
     for name, tensor in tensors.items():
         if tensor.device != weight.device:
             raise ValueError(f"{name} is on {tensor.device}, the weight on {weight.device}; move it with .to(...).")
+    check_values(weight)
+
+
+def check_values(weight: Tensor) -> None:
+    """Raise ValueError for a weight without values."""
+    if type(weight).__name__ == "FakeTensor":  # which torch has no public name for
+        raise ValueError(NO_VALUES.format("of FakeTensorMode, whose tensors"))
     if weight.device.type in WITHOUT_VALUES:
-        raise ValueError(NO_VALUES)
+        raise ValueError(NO_VALUES.format("on the meta device, where tensors"))
 
 
 def rows_of_all(name: str, values: Sequence[Any], shapes: Sequence[torch.Size], weight: Tensor) -> Tensor:

@@ -66,8 +66,7 @@ def check_inputs(hidden_states: Sequence[Tensor], head: Head, labels: Sequence[T
         raise ValueError(
             f"all tensors must be on one device, got {', '.join(sorted(map(str, devices)))}; move them with .to(...)."
         )
-    if head.weight.device.type in checks.WITHOUT_VALUES:
-        raise ValueError(checks.NO_VALUES)
+    checks.check_values(head.weight)
     return _compute_dtype(hidden_states, head)
 
 

@@ -235,12 +235,14 @@ def test_a_linear_layer_with_a_forward_of_its_own_is_refused(compiled):
         TypeError, match=r"Scaled.*has a forward of its own.*Head\(layer.weight, layer.bias, LogitTrans"
     ):
         call(Scaled(24, 61))
-    assigned, moved = nn.Linear(24, 61), nn.Linear(24, 61)
+    assigned, moved, prepared = (nn.Linear(24, 61) for _ in range(3))
     assigned.forward = lambda input: nn.Linear.forward(assigned, input) * 2
     with pytest.raises(TypeError, match=r"Linear, a linear layer that has a forward of its own"):
         call(assigned)
-    moved.forward, moved._hf_hook = moved.forward, object()  # as accelerate assigns one, which moves tensors
-    for kind in (Named(24, 61), ScaledRows(61, 24), moved):
+    # As accelerate assigns one, which moves tensors, or calls the layer's under autocast.
+    moved.forward, moved._hf_hook = moved.forward, object()
+    prepared.forward = prepared._original_forward = prepared.forward
+    for kind in (Named(24, 61), ScaledRows(61, 24), moved, prepared):
         expected = loss(kind.weight, hidden, labels, getattr(kind, "bias", None))
         assert torch.equal(call(kind), expected)
     layer = Scaled(24, 61)

@@ -361,7 +361,7 @@ class LigerFusedLinearGRPOLoss(CompletionLoss):
         coef, (names, _) = self._coef, self._names()
         optional = {"old": inputs.old_logps, "ref": inputs.ref_logps, "is_ratio": inputs.token_is_ratio}
         if inputs.sampling_logps is not None and inputs.options.reads_sampler:
-            optional["sampler"] = inputs.sampler
+            optional["sampler"] = inputs.sampling_logps
         if coef is not None:
             optional["entropy_weight"] = (coef / inputs.counted).expand(inputs.mask.shape)
         token_inputs = {name: value for name, value in optional.items() if value is not None}

@@ -128,14 +128,6 @@ class PolicyInputs:
         """The number of prompts, 0-dim, from the number of completions of each completion's prompt ``[B]``."""
         return torch.where(of_prompt > 0, 1 / of_prompt.clamp(min=1), 0.0).sum()
 
-    @property
-    def sampler(self) -> Tensor | None:
-        """The sampler's log-probabilities ``[B, T]``, the old policy's where they are unknown; ``None`` if both are."""
-        if self.sampling_logps is None:
-            return self.old_logps
-        unknown = torch.zeros_like(self.sampling_logps) if self.old_logps is None else self.old_logps
-        return torch.where(self.sampling_logps.isnan(), unknown, self.sampling_logps)
-
     def sequence_sums(self, values: Tensor) -> Tensor:
         """Each completion's sum of values ``[B, T]`` over its tokens, ``[B, 1]``, for functions of each token."""
         total = (values * self.mask).sum(-1, keepdim=True)
@@ -203,6 +195,15 @@ def _corrected_k3(d: Tensor, kl: Tensor, ratio: Tensor) -> Tensor:
     return (ratio * kl).detach() + (ratio * d).detach() * (d - d.detach())
 
 
+def _old_and_sampler(logps: Tensor, old: Tensor | None, sampler: Tensor | None) -> tuple[Tensor, Tensor]:
+    """The log-probabilities of the old policy, by default the current one, and of the sampler, by default the old one.
+
+    The sampler's are NaN where they are unknown.
+    """
+    old = logps if old is None else old
+    return old, old if sampler is None else torch.where(sampler.isnan(), old, sampler)
+
+
 def policy_terms(
     logps: Tensor,
     log_ratio: Tensor,
@@ -213,18 +214,20 @@ def policy_terms(
     sampler: Tensor | None = None,
     ref: Tensor | None = None,
     is_ratio: Tensor | None = None,
+    acting: Tensor | None = None,
     inputs: PolicyInputs | None = None,
 ) -> Tensor:
     """``-objective_t + beta kl_t`` of tokens, elementwise; ``log_ratio`` of the options' level, others as in
     :func:`grpo_loss`. Objectives that couple tokens read ``inputs``."""
     objective = o.objective.value(log_ratio, logps, advantages, o, *([] if inputs is None else [inputs]))
+    if acting is not None:
+        objective = torch.where(acting, objective, 0.0)
     if is_ratio is not None and not o.row.corrected:
         objective = objective * is_ratio
     penalty, keeps_all = o.value("log_ratio_penalty"), o.mask.weights is None
     if penalty or not keeps_all:
         constant = logps.detach()
-        old = constant if old is None else old
-        sampler = old if sampler is None else sampler
+        old, sampler = _old_and_sampler(constant, old, sampler)
         if not keeps_all:
             with torch.no_grad():
                 weights = o.mask_weights(constant, old, sampler, advantages)
@@ -259,12 +262,13 @@ def coupled_terms(logps: Tensor, inputs: PolicyInputs, acting: Tensor | None = N
     return policy_terms(
         logps,
         RATIOS[o.level](log_ratio, inputs),
-        advantages if acting is None else advantages * acting,
+        advantages,
         o,
         old=inputs.old_logps,
-        sampler=inputs.sampler,
+        sampler=inputs.sampling_logps,
         ref=inputs.ref_logps,
         is_ratio=inputs.token_is_ratio,
+        acting=acting,
         inputs=inputs if o.objective.coupled else None,
     ).to(dtype)
 
@@ -349,8 +353,7 @@ def token_metrics(logps: Tensor, inputs: PolicyInputs, kl: bool = True) -> list[
     cut = o.objective.cut
     dropped = torch.zeros_like(mask) if cut is None else cut(ratio, inputs.advantages, o)
     if o.mask.weights is not None:
-        old = logps if inputs.old_logps is None else inputs.old_logps
-        sampler = old if inputs.sampler is None else inputs.sampler
+        old, sampler = _old_and_sampler(logps, inputs.old_logps, inputs.sampling_logps)
         dropped = dropped | (o.mask_weights(logps, old, sampler, inputs.advantages) == 0)
     found = [(dropped & mask).float()]
     if kl:

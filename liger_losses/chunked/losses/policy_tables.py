@@ -253,7 +253,8 @@ def _vespo(log_ratio: Tensor, logps: Tensor, advantages: Tensor, o: PolicyOption
     """``detach(phi(w)) A log p``: VESPO (arXiv:2602.10693)."""
     number = inputs.mask.to(log_ratio.dtype)
     weights = vespo_weights(log_ratio, number, inputs.advantages, inputs.is_ratio, o, inputs.group)
-    return weights * advantages * logps
+    # The correction of a completion without tokens may be anything.
+    return torch.where(inputs.mask, weights, 0.0) * advantages * logps
 
 
 @torch.no_grad()

@@ -88,6 +88,19 @@ def test_padding_never_leaks(loss_type):
         assert (other[2][0][~mask.bool()] == 0).all()
 
 
+@pytest.mark.parametrize("loss_type", LOSS_TYPES)
+def test_the_correction_of_a_completion_without_tokens_never_leaks(loss_type):
+    hidden, weight, bias, ids, mask, advantages, logps, _ = problem()
+    mask[2], (options, inputs) = 0, needed(loss_type, logps)
+    given = {"beta": 0.0, "use_ref_model": False, "loss_type": loss_type, **options}
+    ratios = [torch.tensor([0.9, 1.1, of_none, 1.3]) for of_none in (1.0, math.nan)]
+    results = [
+        run(GRPO(**given), (hidden, weight, bias), ids, mask, advantages, vllm_is_ratio=ratio, **inputs)
+        for ratio in ratios
+    ]
+    close(*results)
+
+
 @pytest.mark.peers
 @pytest.mark.parametrize("threshold", [-1.0, 0.02, 5.0])
 def test_off_policy_mask(threshold):

@@ -11,7 +11,7 @@ from liger_losses.chunked.losses.policy_objectives import check_needs
 from liger_losses.chunked.losses.policy_tables import LOSS_TYPES, MASKS, RATIOS, PolicyOptions
 from liger_losses.chunked.losses.sampler import KINDS
 from tests.losses import GRPO
-from tests.reference import plain_statistics
+from tests.reference import gradients, plain_statistics, problem
 
 B, T, H, V = 6, 7, 16, 37
 LENGTHS = [7, 3, 5, 0, 6, 2]  # one completion is empty
@@ -281,6 +281,40 @@ def test_masks_go_with_every_loss(name):
             value = getattr(plain, source)(i)
             expected = value + 0.2 * (plain.p[i] - plain.sampler[i]) ** 2 if name == "change" else value
         torch.testing.assert_close(weight, expected.detach().double(), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("with_old", [False, True])
+def test_a_sampler_that_is_not_known_is_the_old_policy(with_old):
+    """Or the current one, where the old policy is not known either; at some tokens, in values and metrics."""
+    hidden, weight, ids, _ = problem(h=H, v=V, shape=(B, T), masked=0.0)
+    logps = plain_statistics(hidden, weight, ids)["logp"].detach()
+    _, (noise, *_), advantages, mask = inputs()
+    old = logps + 0.2 * noise if with_old else logps
+    known = noise > noise.median()
+    sampler = torch.where(known, logps + 0.3 * noise, old)
+    given = {"old_per_token_logps": old} if with_old else {}
+    loss = GRPO(beta=0.0, token_mask="change", mask_high=0.02, log_ratio_penalty=0.3)
+    found = [
+        loss(hidden, weight, ids, mask, advantages, sampling_per_token_logps=x, **given)
+        for x in (sampler, torch.where(known, sampler, math.nan))
+    ]
+    torch.testing.assert_close(*found)
+    torch.testing.assert_close(*(gradients(x, (hidden, weight)) for x, _ in found))
+
+
+@pytest.mark.parametrize("loss_type", LOSS_TYPES)
+def test_tokens_that_do_not_act_have_no_objective(loss_type):
+    logps, (old, sampler, _), advantages, mask = inputs()
+    options = {**OPTIONS, **MORE.get(loss_type, {}), "loss_type": loss_type, "beta": 0.0}
+    if options.get("log_ratio_penalty"):  # which is no part of it
+        options["log_ratio_penalty"] = 0.0
+    acting, given = torch.zeros_like(mask), {"old_logps": old, "sampling_logps": sampler}
+    prompts = torch.tensor(PROMPTS)
+    loss = functional.grpo_loss(
+        logps.requires_grad_(), advantages, mask, acting=acting, prompts=prompts, **given, **options
+    )
+    assert loss == 0
+    assert not torch.autograd.grad(loss, logps)[0].any()
 
 
 @pytest.mark.parametrize("loss_type", LOSS_TYPES)

@@ -148,8 +148,7 @@ def loss_over_columns(
         with torch.no_grad():
             teacher_logps = known.get("teacher_logps")
             if teacher_logps is None:
-                rows = (at - 1).clamp(min=0)
-                teacher_logps = _logps_of(teacher, rows, s.columns, temperature, options).to(s.selected_logps.dtype)
+                teacher_logps = _logps_of(teacher, at, s.columns, temperature, options).to(s.selected_logps.dtype)
         found = sparse_divergence(s.selected_logps, teacher_logps, which, tail, known.get("rest"))
         values[at] = found.detach().to(values.dtype)
         return soft * found if hard is None else soft * found + hard * s.logp
@@ -187,14 +186,17 @@ def _is_one(temperature: float | Tensor) -> bool:
 def _logps_of(
     teacher: Teacher | TeacherLogits, at: Tensor, columns: Tensor, temperature: float | Tensor, options: EngineOptions
 ) -> Tensor:
-    """A teacher's log-probabilities ``[n, k]`` of some columns, of some of the flattened tokens."""
-    own = temperature.flatten()[at] if isinstance(temperature, Tensor) else temperature
+    """A teacher's log-probabilities ``[n, k]`` of some columns, of some of the flattened tokens, which count from 1."""
+    rows = (at - 1).clamp(min=0)
+    own: Any = temperature
+    if isinstance(temperature, Tensor):  # which may be anything at masked tokens, whose position is 0
+        own = torch.where(at > 0, temperature.flatten()[rows], 1.0)
     if isinstance(teacher, TeacherLogits):
-        logits = teacher.rows(at)
+        logits = teacher.rows(rows)
         logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
         logits = logits / (own[:, None] if isinstance(own, Tensor) else own)
         return logits.log_softmax(-1).gather(-1, columns)
-    states = teacher.local_hidden_states.flatten(0, -2)[at]
+    states = teacher.local_hidden_states.flatten(0, -2)[rows]
     names, tokens = ("selected_logps",), Tokens.every(columns.shape[:1], columns.device)
     found = linear_statistics(states, _at(teacher.head, own), tokens, names, selected=columns, options=options)
     return found.selected_logps

@@ -104,6 +104,21 @@ def test_the_largest_columns(which, of, tail, hard, temperature):
         compare(value, expected, (hidden, weight), exact, 1e-4)
 
 
+@pytest.mark.parametrize("active", [1, 0])
+@pytest.mark.parametrize("compact", [True, False])
+def test_the_temperature_of_a_masked_token_may_be_anything(compact, active):
+    hidden, weight, labels, teacher, _ = problem()
+    labels[:] = -100
+    labels[2, :active] = 5
+    loss = ReverseKL(0.0, 1.0, top_k=4, compact=compact)
+    found = [
+        loss(weight, hidden, labels, Teacher(*teacher), temperature=torch.where(labels < 0, of_masked, 2.0).double())
+        for of_masked in (1.0, math.nan)
+    ]
+    torch.testing.assert_close(*(value for value, _ in found))
+    torch.testing.assert_close(*(torch.autograd.grad(value, (hidden, weight)) for value, _ in found))
+
+
 def test_the_largest_columns_in_half_precision_and_in_parts():
     hidden, weight, labels, teacher, _ = problem(torch.bfloat16)
     values = []

@@ -46,6 +46,7 @@ class LazyLogits(Tensor):
         memory: values of these logits and of views of them, with their in-place versions; views share the list.
         views: for a view, the logits that it is a view of, from the first to the one it was taken from, each with the
             function that takes the next one.
+        origin: the first of these, once the values are a view of its values, in which its other views look for changes.
         node: whether the view required a gradient when it was taken, and its node in the graph; an autograd function
             that gives it another one is not in the graph of what it is a view of.
         inputs: how to compute them with a graph, after the node that this graph leads to.
@@ -55,6 +56,7 @@ class LazyLogits(Tensor):
     materialized: Tensor | None
     memory: list[tuple[Tensor, int]]
     views: tuple[tuple[weakref.ref[LazyLogits], Callable[[Tensor], Tensor]], ...]
+    origin: LazyLogits | None
     node: tuple[bool, Any]
     inputs: tuple[Any, DeferredLogits] | None
 
@@ -71,7 +73,7 @@ class LazyLogits(Tensor):
         """The logits without gradients; an autograd function may give them some."""
         lazy: LazyLogits = empty(LazyLogits, source)
         lazy.deferred, lazy.materialized, lazy.memory, lazy.inputs = source, None, [], None
-        lazy.views, lazy.node = (), (False, None)
+        lazy.views, lazy.origin, lazy.node = (), None, (False, None)
         return lazy
 
     def check(self) -> None:
@@ -110,7 +112,16 @@ class LazyLogits(Tensor):
         with torch.set_grad_enabled(self.requires_grad):
             for take in takes:
                 values = take(values)
-        self.materialized = values
+        self.materialized, self.origin = values, origin
+
+    def _keep_to(self, result: Any) -> None:
+        """Forget what these logits are a view of, if they have values of their own and somebody got a view of these."""
+        values, others = self.materialized, self._origin()[0].materialized
+        if values is None or (others is not None and _share_memory(values, others)):
+            return
+        parts = result if isinstance(result, (tuple, list)) else (result,)
+        if any(isinstance(part, Tensor) and _share_memory(part, values) for part in parts):
+            self.views = ()
 
     @torch.compiler.disable
     def connected(self) -> DeferredLogits:
@@ -174,7 +185,10 @@ class LazyLogits(Tensor):
                 if first.materialized is None:
                     warn_materialized(name, first)
                 first._take()
-        return func(*_materialize_all(args, name), **_materialize_all(kwargs, name))
+        result = func(*_materialize_all(args, name), **_materialize_all(kwargs, name))
+        if isinstance(first, LazyLogits) and first.views:
+            first._keep_to(result)
+        return result
 
     @classmethod
     @torch.compiler.disable

@@ -286,9 +286,20 @@ def change_a_view_that_was_read(z):
     return [z, tokens]
 
 
+def change_a_column_of_a_view(z):
+    last = z[:, -1]
+    last[:, 1] -= 3.0
+    column = last[:, 2]
+    column *= 2.0
+    last /= 0.5
+    return [last, column]
+
+
 @pytest.mark.filterwarnings("ignore:.*needs the values")
 @pytest.mark.parametrize("mode", [torch.enable_grad, torch.no_grad, torch.inference_mode])
-@pytest.mark.parametrize("change", [change_slices, change_a_view, change_a_view_that_was_read])
+@pytest.mark.parametrize(
+    "change", [change_slices, change_a_view, change_a_view_that_was_read, change_a_column_of_a_view]
+)
 def test_logits_and_their_views_see_what_changes_them(change, mode):
     results = []
     for make in (F.linear, lazy_linear):

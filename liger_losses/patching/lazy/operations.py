@@ -226,15 +226,19 @@ def _add_product(one: DeferredLogits, two: DeferredLogits) -> Any:
     scale = two.head.transform.logit_scale
     parts = (one.hidden_states, one.head.weight), (two.hidden_states * scale, two.head.weight)
     mixed = any(a.dtype != b.dtype for a, b in zip(*parts, strict=True))
-    if mixed and one.autocast is None and one.head.quantized is None:
+    # PEFT keeps adapters in fp32. They take the dtype of the hidden states of a head in half precision, to which PEFT
+    # rounds the sum, and of a quantized head, whose weight takes it as well.
+    rounded = one.head.quantized is not None or (one.dtype.itemsize == 2 and one.dtype == one.head.weight.dtype)
+    if mixed and one.autocast is None and not rounded:
         return NotImplemented
-    biases = [part.bias * part.transform.logit_scale for part in (one.head, two.head) if part.bias is not None]
+    dtype = one.autocast or (one.hidden_states.dtype if rounded else None)
+
+    def cast(part: Tensor) -> Tensor:
+        return part if dtype is None else part.to(dtype)
+
+    biases = [cast(part.bias * part.transform.logit_scale) for part in (one.head, two.head) if part.bias is not None]
     bias = sum(biases[1:], biases[0]) if biases else None
-    # A quantized weight takes the dtype of its hidden states, and so do its adapters, which PEFT keeps in fp32.
-    dtype = one.autocast if one.head.quantized is None else one.autocast or one.hidden_states.dtype
-    hidden, weight = [
-        torch.cat([part if dtype is None else part.to(dtype) for part in pair], -1) for pair in zip(*parts, strict=True)
-    ]
+    hidden, weight = [torch.cat([cast(part) for part in pair], -1) for pair in zip(*parts, strict=True)]
     sums = replace(one, head=one.head.with_fields(weight=weight, bias=bias))
     return replace(sums.with_rows(hidden), dtype=torch.promote_types(one.dtype, two.dtype))
 

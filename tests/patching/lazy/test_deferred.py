@@ -412,6 +412,29 @@ def test_dora_on_the_head_is_computed_of_the_logits(bias, autocast):
     torch.testing.assert_close(*results[::-1], **tolerance)
 
 
+@pytest.mark.filterwarnings("ignore:`lora_bias=True` was passed")
+@pytest.mark.parametrize("bias", [False, True])
+def test_adapters_in_fp32_on_a_head_in_half_precision(bias):
+    """As PEFT makes them; logits stay lazy, and losses and gradients are as exact as those of the plain model."""
+    peft = pytest.importorskip("peft")
+    torch.manual_seed(1)
+    options = {"r": 2, "target_modules": ["lm_head", "q_proj"], "init_lora_weights": False, "lora_bias": bias}
+    model = peft.get_peft_model(llama().bfloat16(), peft.LoraConfig(**options))
+    exact, ours = copy.deepcopy(model).double(), copy.deepcopy(model)
+    make_head_lazy(ours)
+    results = []
+    for one in (exact, model, ours):
+        outputs = one(**batch())
+        assert (type(outputs.logits) is LazyLogits) == (one is ours)
+        outputs.loss.backward()
+        gradients = {name: p.grad for name, p in one.named_parameters() if p.grad is not None}
+        assert one is exact or {g.dtype for g in gradients.values()} == {torch.float32}
+        results.append([outputs.loss.detach().double(), *(g.double() for g in gradients.values())])
+    for expected, plain, found in zip(*results, strict=True):
+        error, others = (found - expected).norm(), (plain - expected).norm()
+        assert error <= 1.5 * others + 1e-3 * expected.norm()
+
+
 #: What evaluation makes of logits, without all of them at once.
 METRICS = {
     "argmax": lambda z, y: z.argmax(dim=-1),

@@ -52,6 +52,18 @@ def test_an_autograd_function_that_passes_them_on_sees_their_gradient(way, use):
     torch.testing.assert_close(*results[::-1])
 
 
+@pytest.mark.filterwarnings("ignore:Anomaly Detection has been enabled", "ignore:Error detected in")
+def test_anomaly_detection():
+    results = []
+    for make in (F.linear, lazy_linear):
+        *tensors, labels = problem()
+        with torch.autograd.detect_anomaly():
+            results.append(torch.autograd.grad(chosen(make(*tensors), labels), tensors))
+            with pytest.raises(RuntimeError, match="returned nan values"):
+                (chosen(make(*tensors), labels) * torch.nan).backward()
+    torch.testing.assert_close(*results)
+
+
 @pytest.mark.filterwarnings("ignore:.*needs the values")
 def test_an_autograd_function_that_detaches_logits_which_get_values():
     *tensors, _ = problem()

@@ -112,7 +112,9 @@ class LazyLogits(Tensor):
         with torch.set_grad_enabled(self.requires_grad):
             for take in takes:
                 values = take(values)
-        self.materialized, self.origin = values, origin
+        self.materialized = values
+        if origin.requires_grad == self.requires_grad:  # detached logits must not keep a graph
+            self.origin = origin
 
     def _keep_to(self, result: Any) -> None:
         """Forget what these logits are a view of, if they have values of their own and somebody got a view of these."""

@@ -264,6 +264,17 @@ def test_in_place_operations():
         Square.apply(changed).backward()
 
 
+@pytest.mark.filterwarnings("ignore:.*needs the values")
+def test_detached_logits_keep_no_graph():
+    *leaves, _ = problem()
+    logits = lazy_linear(*leaves)
+    detached, alive = logits.detach(), weakref.ref(logits)
+    assert torch.equal(logits.exp(), detached.exp())
+    del logits
+    gc.collect()
+    assert alive() is None
+
+
 def change_slices(z):
     z[:, :-1, 2:] -= 5.0
     z[:, -1] /= 0.5

@@ -152,6 +152,8 @@ MUTANTS: dict[str, list[tuple[str, str, str]]] = {
         ("chunked/losses/policy_estimates.py", "return torch.expm1(d) - d", "return torch.expm1(d)"),
         ("chunked/losses/policy_objectives.py", "(drift <= o.off_policy", "(drift >= o.off_policy"),
         ("chunked/losses/policy_objectives.py", "at = (1 - share) *", "at = share *"),
+        ("chunked/losses/policy_objectives.py", "torch.where(acting, objective, 0.0)", "objective"),
+        ("chunked/losses/policy_objectives.py", "where(sampler.isnan(), old,", "where(sampler.isnan(), 0.0,"),
     ],
     "tests/chunked/losses/test_context_parallel.py": [
         ("chunked/losses/policy_objectives.py", "total, sum_gradients=True)[0]", "total)[0]"),

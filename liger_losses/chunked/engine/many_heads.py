@@ -52,7 +52,7 @@ def count_targets(**given: Any) -> int:
 def shift_each(labels: Any, shift: Any, count: int, ignore_index: int) -> list[Tensor]:
     """The labels of each target, checked and moved by its number of positions."""
     check_shift(shift)
-    if isinstance(labels, LISTS) and len(labels) != count:  # of one head, whose labels are no list
+    if isinstance(labels, LISTS) and not any(isinstance(part, Tensor) for part in labels):  # a list of ids
         check_tensor("labels", labels)
     moved: list[Tensor] = []
     known: list[tuple[Tensor, int, Tensor]] = []  # torch.compile guards what is looked up by id()

@@ -41,8 +41,8 @@ _MOST_LINES = 1024
 #: statistics beside it than the device takes to write and read the logits.
 MIN_FUSED = 2e10
 #: With fewer multiplications, the host takes longer for the launches of exponentials than the device takes to write and
-#: read the logits. Of a larger hidden size, the product of as many multiplications has fewer logits to write and read:
-#: no more than this size counts.
+#: read the logits. Larger hidden sizes count as ``MOST_DEPTH``: for as many multiplications they have fewer logits, and
+#: exponentials save less.
 MIN_EXPONENTIALS, MOST_DEPTH = 1e11, 2500
 #: Statistics that a straight line computes: with their gradients, and without.
 NAMES = frozenset(("logp", "entropy", "lse"))

@@ -19,6 +19,7 @@ from liger_losses.patching.lazy.warning import cannot_compute
 #: Entries of a weight, in each of its dimensions, that are compared with their values in the forward.
 _SAMPLED = (64, 32)
 
+#: Integer dtypes by their size in bytes.
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 #: Counts the forwards of lazy heads.

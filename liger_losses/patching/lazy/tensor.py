@@ -46,9 +46,9 @@ class LazyLogits(Tensor):
         memory: values of these logits and of views of them, with their in-place versions; views share the list.
         views: for a view, the logits that it is a view of, from the first to the one it was taken from, each with the
             function that takes the next one.
-        origin: the first of these, once the values are a view of its values, in which its other views look for changes.
-        node: whether the view required a gradient when it was taken, and its node in the graph; an autograd function
-            that gives it another one is not in the graph of what it is a view of.
+        origin: the first of ``views``, kept alive once these values are a view of its values.
+        node: ``(requires_grad, grad_fn)`` of the view when it was taken; an autograd function that gives it another one
+            is not in the graph of what it is a view of.
         inputs: how to compute them with a graph, after the node that this graph leads to.
     """
 
@@ -80,13 +80,14 @@ class LazyLogits(Tensor):
         """Raise RuntimeError if the logits cannot be computed any more."""
         if self.materialized is not None and self.requires_grad and not self.materialized.requires_grad:
             self.materialized = None  # an autograd function has given the logits a gradient since
+        origin = self._origin()[0] if self.memory else self
         for values, version in self.memory:
             changed = version_of(values) != version
-            if not changed and version >= 0:  # the values of inference mode have no version
-                continue
+            if not changed and (version >= 0 or values is not origin.materialized):
+                continue  # the values of inference mode have no version
             if self.materialized is not None and _share_memory(values, self.materialized):
                 self.deferred.changed[:] = [True] * self.requires_grad
-            elif self._origin()[0].materialized is values:
+            elif origin.materialized is values:
                 self._take()
             elif changed:
                 raise cannot_compute(
@@ -98,6 +99,8 @@ class LazyLogits(Tensor):
 
     def _origin(self) -> tuple[LazyLogits, list[Callable[[Tensor], Tensor]]]:
         """The first of the logits that these are a view of and that somebody still has, and how to take the view."""
+        if not self.views:
+            return self, []
         same = self.node == (self.requires_grad, self.grad_fn)
         for i, (reference, _) in enumerate(self.views):
             logits = reference()
@@ -141,9 +144,11 @@ class LazyLogits(Tensor):
     def materialize(self) -> Tensor:
         """The values as an ordinary tensor, differentiable, computed once."""
         self.check()
+        if self.materialized is not None:
+            return self.materialized
         origin, _ = self._origin()
         whole = origin.numel() == self.numel() and origin.requires_grad == self.requires_grad
-        if self.materialized is None and origin is not self and (whole or origin.materialized is not None):
+        if origin is not self and (whole or origin.materialized is not None):
             self._take()
         if self.materialized is None:
             # Also where the first that asks is a metric under no_grad: the loss may be the next.
@@ -183,9 +188,9 @@ class LazyLogits(Tensor):
                 raise cannot_compute(
                     f"{name} would change lazy logits themselves; use {name.removesuffix('_')} instead."
                 )
-            if first._origin()[0] is not first and (name in _IN_PLACE or (name[-1] == "_" != name[0])):
-                if first.materialized is None:
-                    warn_materialized(name, first)
+            if (name in _IN_PLACE or (name[-1] == "_" != name[0])) and (origin := first._origin()[0]) is not first:
+                if origin.materialized is None:  # all of these are computed
+                    warn_materialized(name, origin)
                 first._take()
         result = func(*_materialize_all(args, name), **_materialize_all(kwargs, name))
         if isinstance(first, LazyLogits) and first.views:
@@ -243,7 +248,10 @@ def _know_origin(view: LazyLogits, lazy: LazyLogits, take: Callable[[Tensor], Te
 
 
 def _share_memory(one: Tensor, two: Tensor) -> bool:
-    return one.untyped_storage().data_ptr() == two.untyped_storage().data_ptr()
+    try:
+        return one.untyped_storage().data_ptr() == two.untyped_storage().data_ptr()
+    except (NotImplementedError, RuntimeError):  # sparse tensors and those of torch.func have no storage
+        return False
 
 
 def _memory_of(lazy: LazyLogits) -> int:

@@ -306,6 +306,23 @@ def change_a_column_of_a_view(z):
     return [last, column]
 
 
+@pytest.mark.filterwarnings("ignore:.*needs the values", "ignore:Sparse")
+@pytest.mark.parametrize(
+    "use",
+    [
+        lambda v: v.to_sparse().to_dense(),
+        lambda v: torch.vmap(lambda x: (v * x).sum())(torch.ones(2)),
+        lambda v: torch.func.grad(lambda x: (v * x).sum())(torch.ones(())),
+    ],
+    ids=["sparse", "vmap", "grad"],
+)
+def test_views_whose_results_have_no_storage(use):
+    *leaves, _ = problem()
+    with torch.no_grad():
+        found, expected = (use(make(*leaves)[:, 1:]) for make in (lazy_linear, F.linear))
+    torch.testing.assert_close(found, expected)
+
+
 @pytest.mark.filterwarnings("ignore:.*needs the values")
 @pytest.mark.parametrize("mode", [torch.enable_grad, torch.no_grad, torch.inference_mode])
 @pytest.mark.parametrize(

@@ -265,7 +265,7 @@ MUTANTS: dict[str, list[tuple[str, str, str]]] = {
     ],
     "tests/patching/lazy/test_tensor.py tests/patching/lazy/test_deferred.py": [
         ("patching/lazy/tensor.py", "part.memory = lazy.memory", "pass"),
-        ("patching/lazy/tensor.py", "and version >= 0", ""),
+        ("patching/lazy/tensor.py", " and (version >= 0 or values is not origin.materialized)", ""),
         ("patching/lazy/tensor.py", "[True] * self.requires_grad", "[True]"),
         ("patching/lazy/gradients.py", "p is None else func(p, *args[1:])", "p is None else p"),
         ("patching/lazy/operations.py", "if deferred.normalized or stop <= start or", "if stop <= start or"),

@@ -74,7 +74,7 @@ def _check_shapes(hidden_states: torch.Size, labels: torch.Size, weight: torch.S
     if len(hidden_states) < 2 or hidden_states[-1] != weight[1]:
         advice = ""
         if hidden_states == weight[1:]:
-            advice = f" Of one token, pass hidden_states[None], which is [1, {weight[1]}], and labels [1]."
+            advice = f" For one token, pass hidden_states[None], of shape [1, {weight[1]}], and labels of shape [1]."
         elif len(hidden_states) > 1 and hidden_states[-1] == weight[0]:
             advice = (
                 f" These look like logits: pass the last hidden states; {LOSS_INPUTS}. Of a patched model, take the "

@@ -100,12 +100,9 @@ class LazyGradient(Tensor):
         if func is _aten.add.Tensor and not kwargs:
             return LazyGradient.make(source, _sums(*(_parts(source, arg) for arg in args)))
         if func is _aten.isnan.default:  # torch.autograd.detect_anomaly asks
+            none = torch.zeros((), dtype=torch.bool, device=args[0].device)
             found = [part.isnan().any() for part in args[0].parts if part is not None]
-            return (
-                torch.stack(found or [torch.zeros((), dtype=torch.bool, device=args[0].device)])
-                .any()
-                .expand(args[0].shape)
-            )
+            return torch.stack([none, *found]).any().expand(args[0].shape)
         raise RuntimeError(
             f"{func} needs the values of a gradient with respect to lazy logits, which were not computed, because "
             "the loss was not computed from values of the logits. To get this gradient, compute the loss from "

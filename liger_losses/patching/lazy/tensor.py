@@ -32,7 +32,9 @@ _METADATA = frozenset(
 #: Properties that give values or views of them; all others are metadata.
 _PROPERTIES_OF_VALUES = frozenset(("T", "mT", "H", "mH", "data", "real", "imag", "__cuda_array_interface__"))
 #: Operators that change values in place; so do methods whose names end with an underscore.
-_IN_PLACE = frozenset("__setitem__ __iadd__ __isub__ __imul__ __itruediv__ __ifloordiv__ __imod__ __ipow__".split())  # noqa: SIM905
+_IN_PLACE = frozenset(
+    ("__setitem__", "__iadd__", "__isub__", "__imul__", "__itruediv__", "__ifloordiv__", "__imod__", "__ipow__")
+)
 #: In-place operations that change a tensor's shape or memory.
 _RESHAPING = frozenset(("unsqueeze_", "squeeze_", "transpose_", "t_", "swapaxes_", "swapdims_", "resize_", "set_"))
 
@@ -236,13 +238,13 @@ def _compute(func: Any, operation: Operation, lazy: LazyLogits, *args: Any, **kw
 
 
 def _part(func: Any, args: Any, kwargs: Any, i: int | None, values: Tensor) -> Tensor:
-    """A function of torch, or one of its results."""
+    """The result of a function of torch, or one of its results."""
     found: Any = func(values, *args, **kwargs)
     return found if i is None else found[i]
 
 
 def _know_origin(view: LazyLogits, lazy: LazyLogits, take: Callable[[Tensor], Tensor]) -> LazyLogits:
-    """Tell a view how to take its values from those of the logits that it is a view of."""
+    """Record on a view the logits that it was taken from, and the function that takes it."""
     view.views, view.node = (*lazy.views, (weakref.ref(lazy), take)), (view.requires_grad, view.grad_fn)
     return view
 
@@ -250,7 +252,7 @@ def _know_origin(view: LazyLogits, lazy: LazyLogits, take: Callable[[Tensor], Te
 def _share_memory(one: Tensor, two: Tensor) -> bool:
     try:
         return one.untyped_storage().data_ptr() == two.untyped_storage().data_ptr()
-    except (NotImplementedError, RuntimeError):  # sparse tensors and those of torch.func have no storage
+    except (NotImplementedError, RuntimeError):  # sparse tensors and the wrappers of torch.func have no storage
         return False
 
 

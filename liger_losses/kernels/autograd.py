@@ -11,28 +11,78 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
-from torch.autograd.function import once_differentiable as _once_differentiable
 
 from liger_losses.kernels._triton import Launcher, jit, tl
 
+ONLY_FIRST_DERIVATIVES = (
+    "second derivatives are not supported here: a gradient that was computed with create_graph=True was differentiated "
+    "again, as torch.autograd.functional.jvp, hvp, vhp and hessian do, and gradient penalties. Compute these with plain "
+    "PyTorch: from a model without patch(), and a loss of its logits."
+)
+
 
 def once_differentiable(backward: Callable[..., Any]) -> Callable[..., Any]:
-    """A ``backward`` that raises when it is differentiated again.
+    """A ``backward`` whose gradients raise when they are differentiated again, by any tensor that they depend on.
 
-    torch's decorator of this name raises only if the upstream gradient is part of a graph; otherwise the results would
-    silently count as constants.
+    These are the upstream gradients and the saved tensors, so that forward must save the inputs on which gradients
+    depend, or their :func:`edges` (a constant upstream gradient of a linear function has a constant gradient). With
+    torch's decorator of this name, gradients are constants as far as ``torch.autograd.grad`` can see.
+
+    A backward may read the saved tensors of another node, ``ctx.saved_first``, in place of its own.
     """
-    inner = _once_differentiable(backward)
 
     @functools.wraps(backward)
-    def wrapped(ctx: Any, *gradients: Tensor | None) -> Any:
+    def wrapped(ctx: Any, *upstream: Tensor | None) -> Any:
+        if not torch.compiler.is_dynamo_compiling() and (within_transform() or any(map(_is_batched, upstream))):
+            raise RuntimeError(NO_TRANSFORMS)
         if not torch.is_grad_enabled():
-            return backward(ctx, *gradients)
-        if not any(g is not None and g.requires_grad for g in gradients):
-            gradients = tuple(None if g is None else g.detach().requires_grad_() for g in gradients)
-        return inner(ctx, *gradients)
+            return backward(ctx, *upstream)
+        node = _Node(ctx)
+        sources = [*upstream, *getattr(node, "saved_first", node).saved_tensors]
+        sources = [tensor for tensor in sources if tensor is not None and tensor.requires_grad]
+        with torch.no_grad():
+            gradients = backward(node, *upstream)
+        there = [gradient for gradient in gradients if gradient is not None]
+        refusing = iter(_Refusing.apply(len(there), *there, *sources))
+        return tuple([gradient if gradient is None else next(refusing) for gradient in gradients])
 
     return wrapped
+
+
+class _Node:
+    """A node of the graph, whose saved tensors are read once: activation checkpointing raises at a second time."""
+
+    def __init__(self, ctx: Any) -> None:
+        vars(self).update(_ctx=ctx)
+
+    def __getattr__(self, name: str) -> Any:
+        value = getattr(self._ctx, name)
+        if name == "saved_first":
+            value = _Node(value)
+        if name in ("saved_first", "saved_tensors"):
+            vars(self)[name] = value
+        return value
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        setattr(self._ctx, name, value)
+
+
+class _Refusing(torch.autograd.Function):
+    """The first ``count`` tensors, as functions of all, whose derivatives raise."""
+
+    @staticmethod
+    def forward(ctx: Any, count: int, *tensors: Tensor) -> tuple[Tensor, ...]:
+        return tuple([tensor.detach() for tensor in tensors[:count]])
+
+    @staticmethod
+    def backward(ctx: Any, *upstream: Tensor) -> Any:
+        raise RuntimeError(ONLY_FIRST_DERIVATIVES)
+
+
+def edges(*tensors: Tensor | None) -> list[Tensor]:
+    """Tensors without elements that lead to ``tensors`` in the graph, for a forward that does not save these."""
+    with torch.enable_grad():
+        return [tensor[:0].clone() for tensor in tensors if tensor is not None and tensor.requires_grad]
 
 
 def records_tangents() -> bool:
@@ -42,10 +92,16 @@ def records_tangents() -> bool:
 
 #: Whether a transform of ``torch.func`` runs. None reaches into kernels that write to given memory.
 within_transform: Callable[[], bool] = getattr(torch._C, "_are_functorch_transforms_active", lambda: False)
+#: Whether a gradient is one of many, of ``is_grads_batched``; torch has no public name for that.
+_batched: Callable[[Tensor], bool] = getattr(torch._C._functorch, "is_legacy_batchedtensor", lambda _: False)
 NO_TRANSFORMS = (
-    "torch.func's transforms (grad, vmap, jvp, jacrev ...) are not supported here; torch.autograd.grad gives the same "
-    "first derivatives."
+    "torch.func's transforms (grad, vmap, jvp, jacrev ...) and is_grads_batched=True (vectorize=True) are not supported "
+    "here; torch.autograd.grad, called for one gradient at a time, gives the same first derivatives."
 )
+
+
+def _is_batched(gradient: Tensor | None) -> bool:
+    return gradient is not None and _batched(gradient)
 
 
 def records_nothing() -> bool:

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from liger_losses.kernels._triton import choose_backend
 from liger_losses.kernels.activations import ACTIVATIONS
-from liger_losses.kernels.autograd import autocast_dtype, once_differentiable, operator, where_needed
+from liger_losses.kernels.autograd import autocast_dtype, edges, once_differentiable, operator, where_needed
 from liger_losses.kernels.glu_kernels import Formula, Product, product_of, write_gradients
 from liger_losses.kernels.prepared import PreparedKernel
 
@@ -317,12 +317,11 @@ class _SavedFirst(torch.autograd.Function):
         made = _outputs(layers, inputs[0])
         ctx.inner, ctx.overwritten = made or list(inputs), False
         ctx.trained = any(ctx.needs_input_grad[2 + count :])
-        x = inputs if ctx.trained or not layers else (None,)
+        x = inputs if ctx.trained or not layers else (edges(*inputs) or (None,))
         ctx.save_for_backward(weight, *x, *tensors[count:], *made)
         return tuple(tensor.view_as(tensor) for tensor in inputs)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, *grads: Tensor | None) -> Any:
         return None, None, *grads, *[None] * (2 * ctx.layers)
 

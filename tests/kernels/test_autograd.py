@@ -1,9 +1,30 @@
 """What kernels' autograd functions share."""
 
+import weakref
+from functools import partial
+from types import SimpleNamespace
+
 import pytest
 import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.checkpoint import checkpoint
 
-from liger_losses.kernels.autograd import scale_
+from liger_losses import LigerFusedLinearCrossEntropyLoss, functional, linear_logps
+from liger_losses.chunked.engine.head import Head
+from liger_losses.chunked.engine.plan import EngineOptions
+from liger_losses.chunked.engine.support import TokenSupport, linear_support_statistics
+from liger_losses.integrations.logit_statistics import logit_statistics
+from liger_losses.kernels._triton import BACKEND_VARIABLE
+from liger_losses.kernels.autograd import edges, scale_
+from liger_losses.kernels.glu import glu, glu_linear, glu_mlp
+from liger_losses.kernels.layer_norm import layer_norm
+from liger_losses.kernels.rms_norm import add_rms_norm, rms_norm
+from liger_losses.kernels.rope import rope
+from liger_losses.patching.lazy.deferred import _OfAllRanks
+from liger_losses.patching.lazy.tensor import lazy_linear, true_values
+from liger_losses.patching.tiles import Tiles, compute_tiled
+from liger_losses.sequences import split_by_coefficient
 from tests.kernels.cases import DEVICE
 
 
@@ -17,3 +38,100 @@ def test_scale(backend, count, factor, dtype):
     scale_(torch.tensor(factor, device=DEVICE), [tensor, other, other[:0]], backend=backend)
     torch.testing.assert_close(tensor, expected, rtol=eps, atol=0.0)
     torch.testing.assert_close(other, torch.full_like(other, factor))
+
+
+LABELS = torch.tensor([3, 0, 9, 4, 1, 7], device=DEVICE)
+ANGLES = tuple(f(torch.arange(192.0, device=DEVICE).view(1, 6, 32)) for f in (torch.cos, torch.sin))
+RANKS = SimpleNamespace(whole=lambda rows: rows, columns=lambda count: slice(0, count), sum_=lambda total: total)
+
+
+def tiled(h, w):
+    module = nn.Linear(32, 64, bias=False, device=DEVICE)
+    module.weight = w
+    return compute_tiled(lambda module, x: module(x).square(), module, h, Tiles(2))
+
+
+def merged(h, w):
+    coefficients = torch.tensor([1.0, 0.0, 1.0, 1.0, 0.0, 1.0], device=DEVICE)
+    return (split_by_coefficient(lambda rows: h[rows] * w[0], coefficients) * coefficients[:, None]).square()
+
+
+def kept_columns(h, w):
+    support = TokenSupport(torch.stack([LABELS, LABELS + 1], 1))
+    return linear_support_statistics(h, Head(w), LABELS, support, ("entropy",), EngineOptions()).entropy
+
+
+#: Each autograd function with a ``once_differentiable`` backward, and a call of it with ``h [6, 32]`` and ``w [64, 32]``.
+USES = {
+    "_LinearStatistics": lambda h, w: linear_logps(h, w, LABELS),
+    "_OnePassLosses": lambda h, w: LigerFusedLinearCrossEntropyLoss(label_smoothing=0.1)(w, h, LABELS),
+    "LineStatistics": lambda h, w: linear_logps(h, w, LABELS),
+    "LineLoss": lambda h, w: LigerFusedLinearCrossEntropyLoss()(w, h, LABELS),
+    "_SumOfTerms": lambda h, w: functional.jsd(F.linear(h, w).log_softmax(-1), F.linear(h, w).detach().log_softmax(-1)),
+    "_Statistics": lambda h, w: logit_statistics(F.linear(h, w), LABELS, ("logp",))["logp"],
+    "_GivenStatistics": kept_columns,
+    "_GLU": lambda h, w: glu(h, w[:6]),
+    "_GLULinear": lambda h, w: glu_linear(h, h, w),
+    "_GLULinear of layers": lambda h, w: glu_mlp(h, (w, None), (w, None), (w.t().contiguous(), None)),
+    "_GLULinear of frozen layers": lambda h, w: glu_mlp(
+        h, *[(part, None) for part in (w.detach(),) * 2], (w.t(), None)
+    ),
+    "_Norm": lambda h, w: rms_norm(h, w[0]).square(),
+    "_Norm of a sum": lambda h, w: add_rms_norm(h, w[:6], w[0])[0],
+    "_Norm centered": lambda h, w: layer_norm(h, w[0]),
+    "_Rope": lambda h, w: rope(h[None, None], w[None, None, :6], *ANGLES)[0].square(),
+    "_OfAllRanks": lambda h, w: _OfAllRanks.apply(RANKS, h, w, None),
+    "_LazyLinear": lambda h, w: true_values(lazy_linear(h, w)).square(),
+    "_Inputs": lambda h, w: F.cross_entropy(lazy_linear(h, w), LABELS),
+    "_Tiled": tiled,
+    "_Merge": merged,
+}
+
+
+def names_in_graph(tensor):
+    nodes, seen = [tensor.grad_fn], set()
+    while nodes:
+        node = nodes.pop()
+        if node is not None and node not in seen:
+            seen.add(node)
+            nodes += [following for following, _ in node.next_functions]
+    return {node.name().removesuffix("Backward") for node in seen}
+
+
+@pytest.mark.parametrize("checkpointed", [False, True])
+@pytest.mark.parametrize("use", USES)
+def test_second_derivatives_raise(use, checkpointed, monkeypatch):
+    """By each input, of which one is no leaf; first derivatives with a graph equal those without, also twice."""
+    if use.startswith("Line"):  # which only Triton has
+        monkeypatch.setenv(BACKEND_VARIABLE, "triton")
+    made = torch.Generator().manual_seed(3)
+    leaf, w = (nn.Parameter(torch.randn(n, 32, generator=made).to(DEVICE)) for n in (6, 64))
+    h = leaf * 1
+    call = partial(checkpoint, USES[use], use_reentrant=False) if checkpointed else USES[use]
+    out = call(h, w).sum()
+    if not checkpointed:
+        assert use.split(" ")[0] in names_in_graph(out)
+    first = torch.autograd.grad(out, (h, w), retain_graph=True, allow_unused=True)
+    for _ in range(2):
+        gradients = torch.autograd.grad(out, (h, w), create_graph=True, allow_unused=True)
+        for expected, gradient in zip(first, gradients, strict=True):
+            torch.testing.assert_close(gradient, expected)
+    gradient = gradients[0].square().sum()
+    for inputs in (h, leaf, *([w] if gradients[1] is not None else [])):
+        with pytest.raises(RuntimeError, match="second derivatives are not supported"):
+            torch.autograd.grad(gradient, inputs, retain_graph=True)
+    with pytest.raises(RuntimeError, match="second derivatives are not supported"):
+        gradient.backward()
+    upstream = torch.ones(3, device=DEVICE, dtype=out.dtype)
+    with pytest.raises(RuntimeError, match="is_grads_batched=True .* not supported"):
+        torch.autograd.grad(USES[use](h, w).sum(), h, upstream, is_grads_batched=True)
+
+
+def test_an_input_that_is_not_saved_is_freed():
+    """The graph leads to it, and holds no values of it."""
+    h = torch.ones(6, 8, device=DEVICE, requires_grad=True) * 1
+    (edge,) = edges(h)
+    assert edge.untyped_storage().nbytes() == 0 and edge.grad_fn is not None
+    values = weakref.ref(h.untyped_storage())
+    del h
+    assert values() is None

@@ -15,7 +15,7 @@ from torch import Tensor
 from liger_losses.chunked.engine.call import Call, Tensors
 from liger_losses.chunked.engine.query import Statistics
 from liger_losses.chunked.engine.stream import Stream, counted_tokens
-from liger_losses.kernels.autograd import once_differentiable, scale_
+from liger_losses.kernels.autograd import edges, once_differentiable, scale_
 
 #: Statistics whose gradients do not depend on their values.
 _UNREAD = {"logp", "mean_logp", "mean_logit"}
@@ -124,7 +124,8 @@ class _LinearStatistics(torch.autograd.Function):
         needed = {name: value for name, value in values.items() if name not in unread}
         ctx.saved_names = tuple(needed)
         # The labels are saved for their version alone: they may be the user's own, and must not have changed by then.
-        ctx.save_for_backward(weight, bias, *stream.opened.flat, *needed.values(), call.tokens.labels)
+        saved = weight, bias, *stream.opened.flat, *needed.values(), call.tokens.labels
+        ctx.save_for_backward(*saved, *edges(*hidden))
         outputs = call.tokens.scatter(values, call.outputs)
         # Users may change an output in place; what backward needs must not change with it.
         shared = {*map(id, values.values())}
@@ -136,9 +137,9 @@ class _LinearStatistics(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, *upstream: Tensor | None) -> tuple[Any, ...]:
         call: Call = ctx.call
-        weight, bias, *rest, _ = ctx.saved_tensors
+        weight, bias, *rest = ctx.saved_tensors
         hidden, saved = rest[: len(call.needs_hidden)], rest[len(call.needs_hidden) :]
-        values = dict(zip(ctx.saved_names, saved, strict=True))
+        values = dict(zip(ctx.saved_names, saved, strict=False))
         gradients = {
             name: call.tokens.gather_all(g)
             for name, g in zip(call.query.statistics, upstream, strict=False)

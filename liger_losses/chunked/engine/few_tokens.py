@@ -16,7 +16,7 @@ from torch import Tensor
 from liger_losses.chunked.engine.accumulation import side_by_side
 from liger_losses.chunked.engine.query import Query
 from liger_losses.chunked.engine.tokens import check_right, host_checks
-from liger_losses.kernels.autograd import launch_scale, once_differentiable
+from liger_losses.kernels.autograd import edges, launch_scale, once_differentiable
 from liger_losses.kernels.coupled_rows import Coupled
 from liger_losses.kernels.exponential_rows import ExponentialRows, RowExponentials
 from liger_losses.kernels.linear_stats import MaskedStatistics
@@ -180,13 +180,16 @@ class LineStatistics(torch.autograd.Function):
     """Statistics, whose block of rows is kept until backward."""
 
     @staticmethod
-    def forward(ctx: Any, line: StraightLine, weight: Tensor, tokens: FewTokens, *_: Tensor) -> tuple[Tensor, ...]:
+    def forward(
+        ctx: Any, line: StraightLine, weight: Tensor, tokens: FewTokens, *hidden_states: Tensor
+    ) -> tuple[Tensor, ...]:
         ctx.set_materialize_grads(False)
         with line.without_autocast():
             hidden, labels = line.joined(tokens)
             values, block = line.values(hidden, weight, labels)
         ctx.line, ctx.block, kept = (line, block, ()) if line.rows.overwrites else (line, None, block[:-1])
-        ctx.save_for_backward(hidden, weight, labels, *kept)
+        ctx.kept = len(kept)
+        ctx.save_for_backward(hidden, weight, labels, *kept, *edges(*hidden_states))
         ctx.lse, ctx.entropy = values.lse, values.entropy
         # Users may change an output in place; what backward needs must not change with it.
         named = zip(line.names, line.named(values, labels), strict=True)
@@ -199,7 +202,7 @@ class LineStatistics(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, *upstream: Tensor | None) -> tuple[Any, ...]:
         line: StraightLine = ctx.line
-        hidden, weight, labels, *kept = ctx.saved_tensors
+        hidden, weight, labels, *kept = ctx.saved_tensors[: 3 + ctx.kept]
         given = {name: None if g is None else g.contiguous() for name, g in zip(line.names, upstream, strict=True)}
         derivatives = Derivatives(given.get("lse"), given.get("logp"), given.get("entropy"))
         # A second backward computes a block again that gradients overwrite.

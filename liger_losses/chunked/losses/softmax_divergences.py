@@ -13,7 +13,7 @@ from torch import Tensor
 
 from liger_losses.chunked.engine.checks import check_alike, check_names, check_range
 from liger_losses.chunked.engine.teachers import TAILS
-from liger_losses.kernels.autograd import once_differentiable
+from liger_losses.kernels.autograd import edges, once_differentiable
 from liger_losses.kernels.divergence_forms import FORMS, Divergence, finite_logs
 from liger_losses.kernels.divergence_terms import summed_terms
 
@@ -65,13 +65,13 @@ class _SumOfTerms(torch.autograd.Function):
     def forward(ctx: Any, log_p: Tensor, log_q: Tensor, which: Divergence, parameter: Tensor | None) -> Tensor:
         compute = _summed if torch.compiler.is_compiling() else summed_terms
         total, h = compute(which, log_p, log_q, parameter)
-        ctx.save_for_backward(h)
+        ctx.save_for_backward(h, *edges(log_p))
         return total
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor, None, None, None]:
-        (h,) = ctx.saved_tensors
+        h, *_ = ctx.saved_tensors
         return h * g[..., None], None, None, None
 
 

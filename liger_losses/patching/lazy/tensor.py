@@ -15,7 +15,7 @@ from torch import Tensor
 from liger_losses.chunked.engine import Head
 from liger_losses.chunked.engine.quantized_kinds import is_quantized
 from liger_losses.chunked.engine.ranks import ALONE, Ranks
-from liger_losses.kernels.autograd import once_differentiable
+from liger_losses.kernels.autograd import edges, once_differentiable
 from liger_losses.kernels.reading import version_of
 from liger_losses.patching.lazy.deferred import DeferredLogits, HeadWeights, autocast_of
 from liger_losses.patching.lazy.gradients import empty, inputs_of, make_empty, of_inputs, without_subclasses
@@ -348,6 +348,7 @@ class _LazyLinear(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, source: DeferredLogits, *tensors: Tensor | None) -> Tensor:
         ctx.source = source
+        ctx.save_for_backward(*edges(*tensors))
         return LazyLogits.of(source)
 
     @staticmethod

@@ -16,8 +16,8 @@ from liger_losses.kernels._triton import Launcher, jit, tl
 
 ONLY_FIRST_DERIVATIVES = (
     "second derivatives are not supported here: a gradient that was computed with create_graph=True was differentiated "
-    "again, as torch.autograd.functional.jvp, hvp, vhp and hessian do, and gradient penalties. Compute these with plain "
-    "PyTorch: from a model without patch(), and a loss of its logits."
+    "again, as torch.autograd.functional.jvp, hvp, vhp and hessian do, and gradient penalties. Compute these with "
+    "plain PyTorch: from a model without patch(), and a loss of its logits."
 )
 
 
@@ -95,8 +95,8 @@ within_transform: Callable[[], bool] = getattr(torch._C, "_are_functorch_transfo
 #: Whether a gradient is one of many, of ``is_grads_batched``; torch has no public name for that.
 _batched: Callable[[Tensor], bool] = getattr(torch._C._functorch, "is_legacy_batchedtensor", lambda _: False)
 NO_TRANSFORMS = (
-    "torch.func's transforms (grad, vmap, jvp, jacrev ...) and is_grads_batched=True (vectorize=True) are not supported "
-    "here; torch.autograd.grad, called for one gradient at a time, gives the same first derivatives."
+    "torch.func's transforms (grad, vmap, jvp, jacrev ...) and is_grads_batched=True (vectorize=True) are not "
+    "supported here; torch.autograd.grad, called for one gradient at a time, gives the same first derivatives."
 )
 
 

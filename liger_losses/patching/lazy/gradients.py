@@ -38,7 +38,7 @@ def of_inputs(source: DeferredLogits, gradient: Tensor) -> list[Tensor | None]:
 def _recomputed_gradients(source: DeferredLogits, gradient: Tensor) -> list[Tensor | None]:
     """The gradients of hidden states, weight and bias, by computing the logits once more."""
     pairs = zip(source.tensors, source.needs_grad, strict=True)
-    leaves = [t if t is None else t.detach().requires_grad_(n) for t, n in pairs]
+    leaves: list[Any] = [t if t is None else t.detach().requires_grad_(n) for t, n in pairs]
     with torch.enable_grad():
         logits = source.with_tensors(*leaves).values()
     needed = [leaf for leaf in leaves if leaf is not None and leaf.requires_grad]

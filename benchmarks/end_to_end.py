@@ -23,12 +23,11 @@ from statistics import median
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 
 from benchmarks.compare import OTHER, import_other, importer
 from benchmarks.measure import environment
+from benchmarks.trainers import IGNORED, add_plain_head, inputs_of, trainer_of
 
-IGNORED = -100
 _LLAMA_8B = {
     "vocab_size": 128256,
     "hidden_size": 4096,
@@ -129,7 +128,7 @@ TRAINER = (
     Case("SFT", "Llama-3-8B half", 4, 4096),
     Case("SFT", "Llama-3-8B", 4, 4096, checkpointing=True),
 )
-#: What TRL's trainers take of a head, half of each sequence a prompt.
+#: The ``compute_loss`` of TRL's trainers, half of each sequence a prompt.
 HEADS = (
     Case("NLL", "Qwen2.5-1.5B", 8, 2048, 0.5, True),
     Case("DPO", "Qwen2.5-1.5B", 8, 2048, 0.5, True),
@@ -170,43 +169,6 @@ def own_loss(model: Any, ids: torch.Tensor, labels: torch.Tensor) -> torch.Tenso
     return model(input_ids=ids, labels=labels).loss
 
 
-def plain_head(model: Any, ids: torch.Tensor, labels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Log-probabilities `[B, T - 1]` of all logits, and where they count."""
-    target, logits = labels[:, 1:], model(input_ids=ids).logits[:, :-1]
-    logps = logits.float().log_softmax(-1).gather(-1, target.clamp(min=0)[..., None])[..., 0]
-    return logps * (target != IGNORED), target != IGNORED
-
-
-def fused_head(model: Any, ids: torch.Tensor, labels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """The same of a fused head."""
-    found = model(input_ids=ids, labels=labels, fused_lm_head=True)
-    return found.log_probs, found.label_mask
-
-
-def task_loss(task: str, head: Callable[..., Any], fused: bool) -> Step:
-    """A loss of log-probabilities; the other policy's are taken to be 1 % off."""
-
-    def nll(model: Any, ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-        if fused:
-            return model(input_ids=ids, labels=labels, fused_lm_head=True).loss
-        logps, mask = head(model, ids, labels)
-        return -logps.sum() / mask.sum()
-
-    def dpo(model: Any, ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-        logps = head(model, ids, labels)[0].sum(-1)
-        chosen, rejected = (logps - 1.01 * logps.detach()).chunk(2)
-        return -F.logsigmoid(0.1 * (chosen - rejected)).mean()
-
-    def grpo(model: Any, ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-        logps, mask = head(model, ids, labels)
-        ratio = (logps - 1.01 * logps.detach()).exp()
-        advantages = torch.linspace(-1, 1, len(ids), device=ids.device)[:, None]
-        objective = torch.minimum(ratio * advantages, ratio.clamp(0.8, 1.2) * advantages)
-        return -(objective * mask).sum() / mask.sum()
-
-    return {"NLL": nll, "DPO": dpo, "GRPO": grpo}[task]
-
-
 def provide(provider: str, case: Case, model: Any) -> Step:
     """Patch the model as the provider does; the step that it takes.
 
@@ -224,26 +186,32 @@ def provide(provider: str, case: Case, model: Any) -> Step:
         elif provider == "other":
             importer(OTHER)("patching.patch:patch")(model)
         return own_loss
-    outputs = {"NLL": ("log_probs", "entropy", "is_top1"), "DPO": ("log_probs", "entropy", "mean_logits", "is_top1")}
-    wanted = outputs.get(case.task, ("log_probs", "entropy"))
+    return trainer_step(provider, case, model)
+
+
+def trainer_step(provider: str, case: Case, model: Any) -> Step:
+    """The ``compute_loss`` of TRL's trainer, with the provider's head and kernels."""
+    if provider == "TRL+liger-kernel":
+        from liger_kernel.transformers import _apply_liger_kernel_to_instance
+
+        _apply_liger_kernel_to_instance(model=model, fused_linear_cross_entropy=False, cross_entropy=False)
+    elif provider.startswith("ours"):
+        import liger_losses.trl
+
+        liger_losses.trl.enable(kernels=provider == "ours+kernels")  # until the process ends
+    forward, reference = model.forward, build(Case("DPO", "tiny", 1, 1), torch.device("cpu"))
+    length = case.length - int(case.masked * case.length)
+    with tempfile.TemporaryDirectory() as folder:
+        trainer = trainer_of(case.task, model, reference, folder, length)
     if provider == "plain":
-        return task_loss(case.task, plain_head, False)
-    if provider.startswith("TRL"):
-        from trl.trainer.utils import add_fused_lm_head
+        add_plain_head(model, forward)
+    vocab_size = MODELS[case.model][1]["vocab_size"]
 
-        if provider == "TRL+liger-kernel":
-            from liger_kernel.transformers import _apply_liger_kernel_to_instance
+    def step(model: Any, ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        inputs = inputs_of(case.task, ids, labels, vocab_size)
+        return trainer.compute_loss(model, inputs, num_items_in_batch=(labels[:, 1:] != IGNORED).sum())
 
-            _apply_liger_kernel_to_instance(model=model, fused_linear_cross_entropy=False, cross_entropy=False)
-        add_fused_lm_head(model, outputs=wanted)
-    else:
-        from liger_losses.patching.patch import patch
-        from liger_losses.trl.fused_head import add_fused_lm_head as ours
-
-        if provider == "ours+kernels":
-            patch(model, loss_head=False)
-        ours(model, outputs=wanted, one_pass=case.task == "NLL")
-    return task_loss(case.task, fused_head, True)
+    return step
 
 
 def attend_without_mask(model: Any) -> None:

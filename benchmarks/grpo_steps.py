@@ -21,32 +21,10 @@ import torch
 
 from benchmarks.end_to_end import MODELS, Case, build
 from benchmarks.measure import save
+from benchmarks.trainers import trainer_of
 
 #: Shares of the sequences that have an advantage.
 SHARES = (1.0, 0.5, 0.25)
-
-
-def trainer_of(model: Any, folder: str, length: int) -> Any:
-    """TRL's trainer with this library's head and kernels. Its prompts and rewards are never read."""
-    from datasets import Dataset
-    from tokenizers import Tokenizer, models
-    from transformers import PreTrainedTokenizerFast
-    from trl import GRPOConfig, GRPOTrainer
-
-    from liger_losses.trl import enabled
-
-    raw = Tokenizer(models.WordLevel({"<pad>": 0, "<eos>": 1}, unk_token="<pad>"))
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=raw, pad_token="<pad>", eos_token="<eos>")
-    options = {"bf16": False, "gradient_checkpointing": False, "report_to": "none", "max_completion_length": length}
-    on_cpu = {} if torch.cuda.is_available() else {"use_cpu": True}
-    arguments = GRPOConfig(folder, num_generations=2, per_device_train_batch_size=2, **options, **on_cpu)
-    prompts = Dataset.from_list([{"prompt": "<eos>"}] * 2)
-    with enabled(kernels=True):
-        trainer = GRPOTrainer(
-            model, lambda completions, **_: [0.0] * len(completions), arguments, prompts, processing_class=tokenizer
-        )
-    trainer.current_gradient_accumulation_steps = 1
-    return trainer
 
 
 def batch(case: Case, share: float, device: torch.device) -> dict[str, torch.Tensor]:
@@ -86,7 +64,8 @@ def measure(case: Case, rounds: int, device: torch.device) -> list[dict[str, Any
     model = build(case, device)
     rows = []
     with tempfile.TemporaryDirectory() as folder:
-        trainer = trainer_of(model, folder, case.length // 2)
+        with enabled(kernels=True):
+            trainer = trainer_of("GRPO", model, None, folder, case.length // 2)
         model.train()
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-6, fused=device.type == "cuda")
 

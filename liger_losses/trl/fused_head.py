@@ -11,20 +11,17 @@ from __future__ import annotations
 
 import functools
 import types
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from liger_losses.chunked.engine import Statistics, linear_statistics, linear_token_loss
+from liger_losses.chunked.engine import Statistics, linear_statistics
 from liger_losses.chunked.engine.checks import see
-from liger_losses.kernels.autograd import once_differentiable
 from liger_losses.kernels.logit_transform import LogitTransform
 from liger_losses.kernels.reading import ask_about_labels
 from liger_losses.patching.lazy import DeferredLogits, LazyLogits, TracedLogits
-from liger_losses.patching.lazy.gradients import recomputed_gradients
 from liger_losses.patching.lazy.tensor import deferred_logits
 from liger_losses.patching.lazy_head import make_head_lazy
 from liger_losses.patching.lazy_layers import force_lazy_head
@@ -47,7 +44,6 @@ class FusedHeadOptions:
     temperature: float = 1.0
     cast_to_fp32: bool = False
     outputs: tuple[str, ...] = ("log_probs",)
-    one_pass: bool = False
 
 
 def add_fused_lm_head(
@@ -55,8 +51,6 @@ def add_fused_lm_head(
     temperature: float = 1.0,
     cast_lm_head_to_fp32: bool = False,
     outputs: tuple[str, ...] = ("log_probs",),
-    *,
-    one_pass: bool = False,
 ) -> None:
     """Make ``model(..., labels=labels, fused_lm_head=True)`` return per-token log-probabilities and the loss.
 
@@ -67,8 +61,6 @@ def add_fused_lm_head(
         temperature: what logits are divided by.
         cast_lm_head_to_fp32: run the head in fp32, outside autocast.
         outputs: which of :data:`OUTPUTS` to compute; ``log_probs`` always are.
-        one_pass: compute the gradient of ``loss`` in forward. The log-probabilities are differentiable too, but their
-            backward recomputes them.
 
     Raises:
         ValueError: unknown outputs, or a temperature that is not positive.
@@ -79,7 +71,7 @@ def add_fused_lm_head(
     if unknown:
         raise ValueError(f"unknown outputs {sorted(unknown)}; they are {', '.join(OUTPUTS)}.")
     LogitTransform(temperature)  # raises if it is not positive
-    model._liger_losses_head = FusedHeadOptions(temperature, cast_lm_head_to_fp32, tuple(outputs), one_pass)
+    model._liger_losses_head = FusedHeadOptions(temperature, cast_lm_head_to_fp32, tuple(outputs))
     make_head_lazy(model, only_when_forced=True)  # before fully_shard, which derives its classes from those it finds
     own = vars(model).get("forward")
     if own is not None and getattr(own, "_liger_losses_head", False):
@@ -196,40 +188,5 @@ def _reduce(deferred: DeferredLogits, labels: Tensor, options: FusedHeadOptions)
     names = ("logp", "entropy") if "entropy" in options.outputs else ("logp",)
     metrics = tuple(OUTPUTS[name] for name in options.outputs if OUTPUTS[name] not in ("logp", "entropy"))
     with deferred.under_forward_autocast():
-        if not options.one_pass:
-            statistics = linear_statistics(hidden_states, head, labels, names, metrics=metrics)
-            return -statistics.logp.sum(), statistics
-        metrics = (*names[1:], *metrics)
-        loss, statistics = linear_token_loss(hidden_states, head, labels, _nll, ("logp",), metrics=metrics)
-
-    def recompute(hidden_states: Tensor, weight: Tensor, bias: Tensor | None) -> list[Tensor]:
-        with deferred.under_forward_autocast():
-            found = linear_statistics(hidden_states, head.with_fields(weight=weight, bias=bias), labels, names)
-        return [getattr(found, name) for name in names]
-
-    values = [getattr(statistics, name) for name in names]
-    values = _RecomputedInBackward.apply(recompute, len(names), *values, hidden_states, head.weight, head.bias)
-    return loss, statistics._replace(**dict(zip(names, values, strict=True)))
-
-
-def _nll(statistics: Any, labels: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-    """The negative log-likelihood of each token, and its derivative."""
-    return -statistics.logp, {"logp": torch.full_like(statistics.logp, -1.0)}
-
-
-class _RecomputedInBackward(torch.autograd.Function):
-    """Values that are known already, made differentiable: backward computes them again, and only if it is reached."""
-
-    @staticmethod
-    def forward(ctx: Any, recompute: Callable[..., list[Tensor]], count: int, *tensors: Tensor) -> tuple[Tensor, ...]:
-        ctx.recompute = recompute
-        ctx.set_materialize_grads(False)
-        ctx.save_for_backward(*tensors[count:])
-        return tuple(value.clone() for value in tensors[:count])
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Any, ...]:
-        constants = [None] * (2 + len(gradients))
-        needed = ctx.needs_input_grad[len(constants) :]
-        return *constants, *recomputed_gradients(ctx.recompute, ctx.saved_tensors, needed, gradients)
+        statistics = linear_statistics(hidden_states, head, labels, names, metrics=metrics)
+    return -statistics.logp.sum(), statistics

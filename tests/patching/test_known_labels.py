@@ -70,13 +70,12 @@ def test_the_inputs_of_a_loss(model, events):
     assert events == ["asked", "layer"]
 
 
-@pytest.mark.parametrize("one_pass", [True, False])
-def test_trls_fused_head(one_pass, model, events):
+def test_trls_fused_head(model, events):
     pytest.importorskip("trl", reason="TRL is not installed")
     from liger_losses.trl.fused_head import add_fused_lm_head
 
     ids, labels = batch()
-    add_fused_lm_head(model, one_pass=one_pass)
+    add_fused_lm_head(model)
     model(input_ids=ids, labels=labels, fused_lm_head=True).loss.backward()
     assert events == ["asked", "layer"]
 

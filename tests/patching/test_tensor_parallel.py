@@ -180,12 +180,9 @@ def run_fused(folder, name):
     if hasattr(model.config, "output_router_logits"):
         model.config.output_router_logits = False
     plain = losses_and_gradients(model, plain_fused)
-    for one_pass in (False, True):
-        add_fused_lm_head(
-            model, TEMPERATURE, outputs=("log_probs", "entropy", "mean_logits", "is_top1"), one_pass=one_pass
-        )
-        with never_materialized():
-            close(losses_and_gradients(model, fused), plain, f"one_pass={one_pass}")
+    add_fused_lm_head(model, TEMPERATURE, outputs=("log_probs", "entropy", "mean_logits", "is_top1"))
+    with never_materialized():
+        close(losses_and_gradients(model, fused), plain)
 
 
 def run_experimental(folder, name):
@@ -234,7 +231,7 @@ def run_two_dimensions(folder, name, tail, pairs):
     for fused_head in (False, True):
         model = split_over(load(folder, name, **options).train(), mesh["tp"])
         if fused_head:
-            add_fused_lm_head(model, one_pass=True)
+            add_fused_lm_head(model)
         else:
             assert patch(model).replaced
         fully_sharded(model, mesh["dp"], tail)

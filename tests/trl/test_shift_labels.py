@@ -78,7 +78,7 @@ def heads():
     from liger_losses.trl.fused_head import add_fused_lm_head
 
     outputs = ("log_probs", "entropy", "is_top1")
-    for add in (plain_head, functools.partial(add_fused_lm_head, one_pass=True), add_fused_lm_head):
+    for add in (plain_head, add_fused_lm_head):
         model, *_ = tiny_model()
         add(model, outputs=outputs, temperature=0.9)
         yield model

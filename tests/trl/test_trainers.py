@@ -1,10 +1,19 @@
 """TRL's trainers, plain and enabled: the same losses, gradients and metrics, and no logits in training."""
 
-import pytest
+import math
+from dataclasses import replace
 
+import pytest
+import torch
+import transformers
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from liger_losses.chunked.engine import decision
 from liger_losses.places import Missing
 from liger_losses.trl import enabled
 from liger_losses.trl.features import FEATURES, find
+from tests.project.test_examples import tiny_model
+from tests.reference import small_calls
 from tests.trl.trainers import CASES, check_training, train
 
 FOUND = find(FEATURES)
@@ -32,3 +41,87 @@ def test_training_is_the_same_and_makes_no_logits(name, tmp_path):
     else:
         with pytest.warns(UserWarning, match=f"{feature}: .*TRL's own code runs"), enabled():
             assert train(build, tmp_path, False, **options)[0]
+
+
+class HeadWork(TorchDispatchMode):
+    """Counts the floating-point operations of matrix products with the vocabulary among their dimensions."""
+
+    def __init__(self, vocab):
+        super().__init__()
+        self.vocab, self.flops = vocab, 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        matrices = {"mm": args[:2], "bmm": args[:2], "addmm": args[1:3], "baddbmm": args[1:3]}
+        if pair := matrices.get(func._schema.name.removeprefix("aten::").rstrip("_")):
+            sizes = (*pair[0].shape, pair[1].shape[-1])
+            self.flops += 2 * math.prod(sizes) * (self.vocab in sizes)
+        return func(*args, **(kwargs or {}))
+
+
+#: Cases whose trainers ask for all positions and mask afterwards: N counts positions, with prompts and padding.
+_ALL_POSITIONS = {
+    *("A2PO", "online DPO", "CPO", "CPO, bf16", "ORPO", "ORPO, LoRA", "ORPO, checkpointing", "IW-OPD, JSD"),
+    *("SDPO", "SDPO, top-k", "server distillation", "server distillation, JSD"),
+}
+#: N H V that trainers compute beside one loss of the trained head.
+_MORE = {
+    **dict.fromkeys(("DPO", "online DPO"), 2),  # the reference
+    **dict.fromkeys(("distillation", "GKD", "GOLD", "SDPO"), 2),  # the teacher
+    **dict.fromkeys(("GMPO", "RLOO"), 2),  # sequences without advantage, forward only
+    **dict.fromkeys(("GRPO, iterations", "GRPO, accumulated, checkpointing"), 2),
+    "KTO": 6,  # the reference, and both models on the completions of the KL term
+    "CPO": 5,  # cross-entropy of chosen sequences, and mean logits as a metric
+    "ORPO": 5,
+    "TPO": 5,  # the same, of tokens without loss too
+    "asynchronous GRPO": 5,  # sequences without advantage, with gradients of zero
+    "IW-OPD": 5,  # the teacher; both on tokens whose weight is 0
+    "IW-OPD, JSD": 2,
+    "SDFT": 6,  # the teacher, in each of the two passes of a divergence per token, or the largest of all positions
+    # Across tokenizers it sorts rows of both models, which it computes again in backward.
+    "GOLD, across tokenizers": 12,
+    "GOLD, hybrid": 12,
+}
+
+
+@pytest.mark.parametrize("kept", [True, False], ids=["logits kept", "logits recomputed"])
+@pytest.mark.parametrize("name", [name for name in CASES if "compiled" not in name])
+def test_the_work_of_a_step(name, kept, tmp_path, monkeypatch):
+    """Forward and both gradients of N tokens are 6 N H V; 8 where the logits are too large to keep."""
+    build, options = CASES[name]
+    trainer_name = name.partition(",")[0]
+    missing = FOUND[_FEATURES.get(trainer_name, trainer_name)]
+    if isinstance(missing, Missing):
+        pytest.skip(str(missing))
+    plan = decision.make_plan
+    if not kept:
+        monkeypatch.setattr(decision, "make_plan", lambda *given: replace(plan(*given), resident=False))
+    with small_calls(0), enabled():
+        torch.manual_seed(0)
+        trainer = build(tmp_path, *tiny_model(), **{**options, "max_steps": 1})
+        model = next(m for m in trainer.model.modules() if isinstance(m, transformers.PreTrainedModel))
+        positions, with_loss = [], []
+
+        def count(module, arguments, hidden_states):
+            if hidden_states.requires_grad and torch.is_grad_enabled():
+                positions.append(hidden_states[..., 0].numel())
+                hidden_states.register_hook(lambda gradient: with_loss.append(int((gradient != 0).any(-1).sum())))
+
+        model.model.norm.register_forward_hook(count)
+        work = HeadWork(model.config.vocab_size)
+        # Online DPO has no compute_loss; what comes before is generation.
+        of_loss = "_forward" if trainer_name == "online DPO" else "compute_loss"
+
+        def counted(function):
+            def run(*arguments, **keywords):
+                with work:
+                    return function(*arguments, **keywords)
+
+            return run
+
+        monkeypatch.setattr(trainer, of_loss, counted(getattr(trainer, of_loss)))
+        monkeypatch.setattr(trainer.accelerator, "backward", counted(trainer.accelerator.backward))
+        trainer.train()
+    tokens = sum(positions if name in _ALL_POSITIONS else with_loss)
+    more = _MORE.get(name, _MORE.get(trainer_name, 0))
+    units = work.flops / (tokens * model.config.hidden_size * model.config.vocab_size)
+    assert 0 < units <= (6.1 if kept else 8.1) + more

@@ -36,8 +36,8 @@ CASES = {
     "the small ones whole": (False, False, 300),
     "all whole": (False, False, 10**6),
 }
-#: What the loss is of: the head's own, computed at once or in two passes; beside it the log-probabilities; or neither.
-KINDS = ("one pass", "two passes", "one pass, log-probs", "two passes, log-probs", "lazy logits", "kernels")
+#: What the loss is of: the head's own; with it the log-probabilities; or neither.
+KINDS = ("loss", "loss, log-probs", "lazy logits", "kernels")
 
 
 def split(model, threshold):
@@ -73,7 +73,7 @@ def run_case(rank, tied, checkpointing, threshold, kind):
         make_head_lazy(model)
         loss_of = lazy_loss
     else:
-        add_fused_lm_head(model, one_pass="one pass" in kind)
+        add_fused_lm_head(model)
 
         def loss_of(engine, rank):
             return our_loss(engine, weighted, rank)

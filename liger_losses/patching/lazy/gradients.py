@@ -7,7 +7,6 @@ what waits for the gradient of the logits (a hook of fully_shard or DeepSpeed, a
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -33,28 +32,18 @@ def empty(kind: type[Tensor], deferred: DeferredLogits) -> Any:
 def of_inputs(source: DeferredLogits, gradient: Tensor) -> list[Tensor | None]:
     """From the gradient of the logits to the gradients of hidden states, weight and bias."""
     *known, values = _parts(source, gradient)
-    found = recomputed_gradients(
-        lambda *leaves: [source.with_tensors(*leaves).values()], source.tensors, source.needs_grad, [values]
-    )
-    return _sums(known, found)
+    return known if values is None else _sums(known, _recomputed_gradients(source, values))
 
 
-def recomputed_gradients(
-    compute: Callable[..., Sequence[Tensor]],
-    tensors: Iterable[Tensor | None],
-    needs_grad: Sequence[bool],
-    gradients: Sequence[Tensor | None],
-) -> list[Tensor | None]:
-    """The gradients of some ``tensors``, by computing the result once more; ``None`` for a tensor without one."""
-    if all(gradient is None for gradient in gradients):
-        return [None] * len(needs_grad)
-    leaves = [t if t is None else t.detach().requires_grad_(n) for t, n in zip(tensors, needs_grad, strict=True)]
+def _recomputed_gradients(source: DeferredLogits, gradient: Tensor) -> list[Tensor | None]:
+    """The gradients of hidden states, weight and bias, by computing the logits once more."""
+    pairs = zip(source.tensors, source.needs_grad, strict=True)
+    leaves: list[Any] = [t if t is None else t.detach().requires_grad_(n) for t, n in pairs]
     with torch.enable_grad():
-        outputs = compute(*leaves)
-    reached = [(o, g.to(o.dtype)) for o, g in zip(outputs, gradients, strict=True) if g is not None]
+        logits = source.with_tensors(*leaves).values()
     needed = [leaf for leaf in leaves if leaf is not None and leaf.requires_grad]
-    found = iter(torch.autograd.grad([o for o, _ in reached], needed, [g for _, g in reached]))
-    return [next(found) if needs else None for needs in needs_grad]
+    found = iter(torch.autograd.grad(logits, needed, gradient.to(logits.dtype)))
+    return [next(found) if needs else None for needs in source.needs_grad]
 
 
 def without_subclasses(func: Any, *args: Any, **kwargs: Any) -> Any:

@@ -53,10 +53,10 @@ class _Node:
     """A node of the graph, whose saved tensors are read once: activation checkpointing raises at a second time."""
 
     def __init__(self, ctx: Any) -> None:
-        vars(self).update(_ctx=ctx)
+        vars(self).update(ctx=ctx)
 
     def __getattr__(self, name: str) -> Any:
-        value = getattr(self._ctx, name)
+        value = getattr(self.ctx, name)
         if name == "saved_first":
             value = _Node(value)
         if name in ("saved_first", "saved_tensors"):
@@ -64,7 +64,7 @@ class _Node:
         return value
 
     def __setattr__(self, name: str, value: Any) -> None:
-        setattr(self._ctx, name, value)
+        setattr(self.ctx, name, value)
 
 
 class _Refusing(torch.autograd.Function):

@@ -25,6 +25,7 @@ AT_IMPORT = [
         ("torch", "_VF"),
         ("torch", "_assert_async"),
         ("torch._C", "_are_functorch_transforms_active"),
+        ("torch._C._functorch", "is_legacy_batchedtensor"),
         ("torch.autograd.Variable", "_execution_engine"),
         ("torch.fx.experimental.symbolic_shapes", "has_static_value"),
         ("torch.nn.modules.module", "_has_any_global_hook"),

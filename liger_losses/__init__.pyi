@@ -338,7 +338,7 @@ class LigerFusedLinearGRPOLoss(ChunkedLoss, _policy.LigerFusedLinearGRPOLoss):
         use_ref_model: bool = ...,
         chunk_size: int | None = ...,
         epsilon_low: float = ...,
-        epsilon_high: float = ...,
+        epsilon_high: float | None = ...,
         loss_type: str = ...,
         max_completion_length: int | None = ...,
         importance_sampling_level: str = ...,

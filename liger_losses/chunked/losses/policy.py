@@ -317,7 +317,7 @@ class LigerFusedLinearGRPOLoss(CompletionLoss):
             kinds = *dtypes, advantages.numel()  # of completions or of tokens
             given = FewTokens(batch.hidden_states, batch.labels, batch.head, NO_TRANSFORM, None, kinds)
         length = labels.shape[1] if advantages.numel() == len(labels) else 1
-        how = labels.numel(), length, o.ignore_index, (1 - o.epsilon_low, 1 + o.epsilon_high), o.beta, "triton"
+        how = labels.numel(), length, o.ignore_index, (1 - o.epsilon_low, 1 + o.value("epsilon_high")), o.beta, "triton"
         loss = straight_coupled_loss(given, self, lambda: (PolicyRows(*how), Query(("logp",)), self.options))
         if loss is None:
             return None

@@ -68,7 +68,7 @@ class PolicyInputs:
         check_tensor("advantages", advantages)
         check_needs(options, mask, sampling_logps, prompts, group)
         self.prompts = prompts
-        self.options, self.mask, self.group = options, mask, group
+        self.options, self.mask, self.group = options.values, mask, group
         self.advantages = masked("advantages", advantages, column=True)
         self.old_logps, self.ref_logps = masked("old_logps", old_logps), masked("ref_logps", ref_logps)
         self.sampling_logps = masked("sampling_logps", sampling_logps)

@@ -55,8 +55,6 @@ def test_on_policy_gradients_are_the_policy_gradient(loss_type):
     hidden, weight, bias, ids, mask, advantages, *_ = problem(dtype=torch.float64)
     logps = plain_statistics(hidden, weight, ids, bias)["logp"]
     options, inputs = needed(loss_type, logps.detach())
-    # What cispo clips at is its whole ratio.
-    options |= {"epsilon_high": 5.0} if loss_type == "cispo" else {}
     loss = GRPO(beta=0.0, loss_type=loss_type, **options)
     _, _, grads = run(loss, (hidden, weight, bias), ids, mask, advantages, **inputs)
     number = mask.double()
@@ -65,6 +63,23 @@ def test_on_policy_gradients_are_the_policy_gradient(loss_type):
     scale = scales.get(LOSS_TYPES[loss_type].normalizer, torch.full((B,), 1 / number.sum()))
     expected = -(logps * number * (advantages * scale)[:, None]).sum()
     torch.testing.assert_close(grads, torch.autograd.grad(expected, (hidden, weight, bias)), rtol=1e-5, atol=1e-8)
+
+
+def test_the_upper_bound_of_the_ratio_goes_with_the_loss_until_it_is_a_number():
+    hidden, weight, _, ids, mask, advantages, logps, noise = problem()
+    loss = GRPO(beta=0.0, loss_type="cispo")
+
+    def value(loss):
+        return loss(hidden, weight, ids, mask, advantages, old_per_token_logps=logps - noise)[0]
+
+    def bounded(loss_type, bound):
+        return value(GRPO(beta=0.0, loss_type=loss_type, epsilon_high=bound))
+
+    torch.testing.assert_close(value(loss), bounded("cispo", 5.0))
+    loss.loss_type = "dapo"
+    torch.testing.assert_close(value(loss), bounded("dapo", 0.2))
+    loss.epsilon_high, loss.loss_type = 0.3, "cispo"
+    torch.testing.assert_close(value(loss), bounded("cispo", 0.3))
 
 
 @pytest.mark.parametrize("loss_type", LOSS_TYPES)

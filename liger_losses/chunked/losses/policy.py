@@ -197,6 +197,8 @@ class LigerFusedLinearGRPOLoss(CompletionLoss):
         Returns:
             The loss (0-dim, fp32) and :class:`PolicyMetrics` (:class:`PolicyMetricsWithoutKL` for ``beta=0``).
         """
+        if not self.use_ref_model:  # as liger-kernel ignores it
+            ref_per_token_logps = ref_input = ref_weight = ref_bias = None
         transform, given = self.transform_at(temperature), (advantages, old_per_token_logps, ref_per_token_logps)
         few = FewTokens((_input,), (selected_token_ids,), lin_weight, transform.fields, attention_mask, given)
         of_models = bias, ref_input, ref_weight, ref_bias, support, temperature

@@ -326,10 +326,17 @@ def test_bad_input_is_refused_before_the_reference_runs(name, monkeypatch):
         GRPO()(hidden, weight, ids, **arguments, ref_input=hidden, ref_weight=weight)
 
 
-def test_a_reference_that_was_declined_is_refused():
+@pytest.mark.parametrize("options", [{"beta": 0.0}, {"use_ref_model": False}], ids=str)
+def test_a_reference_that_is_not_used_is_ignored(options):
     hidden, weight, _, ids, mask, advantages, logps, _ = problem()
-    with pytest.raises(ValueError, match="built without one"):
-        GRPO(use_ref_model=False)(hidden, weight, ids, mask, advantages, ref_per_token_logps=logps)
+    loss, call = GRPO(**options), (hidden, weight, ids, mask, advantages)
+    for reference in ({}, {"ref_input": hidden}, {"ref_per_token_logps": logps}):
+        found = loss(*call, **reference, ref_weight=weight)[0]
+        torch.testing.assert_close(found, GRPO(beta=0.0)(*call)[0], rtol=0, atol=0)
+
+
+def test_advantages_are_needed():
+    hidden, weight, _, ids, mask, _, _, _ = problem()
     with pytest.raises(TypeError, match="advantages must be a tensor"):
         GRPO(beta=0.0)(hidden, weight, ids, mask, None)
 

@@ -125,7 +125,10 @@ class LigerFusedLinearGRPOLoss(CompletionLoss):
         "Pass ref_per_token_logps=, or the reference's hidden states as ref_input= and its head as ref_weight=. Or "
         "build the loss with beta=0.0 or use_ref_model=False."
     )
-    forms = (("hidden_states", "head", "selected_token_ids", "attention_mask", "advantages"),)
+    forms = (
+        ("hidden_states", "head", "selected_token_ids", "attention_mask", "advantages"),
+        ("hidden_states", "head", "labels", "mask", "advantages"),
+    )
     call_forms = "loss(hidden_states, head, selected_token_ids, attention_mask, advantages)"
 
     options_type = GRPOOptions

@@ -55,6 +55,10 @@ MISTAKES = {
         lambda h, w, y: functional.dpo_loss(*[h[0, 0]] * 4, bta=1),
         r"^dpo_loss has no argument 'bta' \(did you mean 'beta'\?\); its .* chosen_logps, .*chosen_nll, beta, label_",
     ),
+    "an option that is needed": (
+        lambda h, w, y: liger_losses.LigerFusedLinearAlphaBetaLoss(),
+        r"^LigerFusedLinearAlphaBetaLoss needs alpha=; its options are alpha, beta, ",
+    ),
     "a policy's function": (
         lambda h, w, y: functional.grpo_loss(h[..., 0], h[:, 0, 0], y >= 0, epsilon=1),
         r"^grpo_loss has no argument 'epsilon' \(did .*'epsilon_low'.* logps, advantages, mask, .*loss_type, beta",
@@ -139,13 +143,14 @@ def test_every_loss_takes_the_documented_names_of_each_form(name):
     values = {"head": w, "hidden_states": h, "labels": y, "teacher": Teacher(h.detach() * 1.1, w.detach())}
     values |= {"chosen": sides[0], "rejected": sides[1], "desirable": sides[0], "undesirable": sides[1]}
     values |= {"completions": (h, y), "selected_token_ids": y.clamp(min=0), "attention_mask": y >= 0}
-    values["advantages"] = h[:, 0, 0].detach()
+    values |= {"mask": y >= 0, "advantages": h[:, 0, 0].detach()}
     assert len(LOSSES) > 14
     for form in loss.forms:
         also = {"kl": 0.0} if short == "KTO" else {}
         if short in ("KTO", "BCO") and "desirable" not in form:
             also["preference_labels"] = MARKS
         given = {each: values[each] for each in form}
+        given |= {"labels": y.clamp(min=0)} if "mask" in form else {}
         called = [loss(**OPTIONS.get(short, {})) for _ in range(2)]  # BCO has a state
         by_position, by_name = called[0](*given.values(), **also), called[1](**given, **also)
         assert torch.equal(

@@ -335,6 +335,21 @@ def test_a_reference_that_is_not_used_is_ignored(options):
         torch.testing.assert_close(found, GRPO(beta=0.0)(*call)[0], rtol=0, atol=0)
 
 
+@pytest.mark.parametrize("loss_type", [name for name in LOSS_TYPES if name not in ("real", "icepop", "kpop")])
+def test_a_token_that_had_no_probability_is_finite(loss_type):
+    hidden, weight, bias, ids, mask, advantages, logps, _ = problem()
+    logps[0, 0] = logps[1, 0] = -torch.inf
+    loss = GRPO(beta=0.0, loss_type=loss_type, **needed(loss_type, logps)[0])
+    value, metrics, grads = run(loss, (hidden, weight, bias), ids, mask, advantages, old_per_token_logps=logps)
+    assert all(each.isfinite().all() for each in (value, *metrics, *grads))
+
+
+def test_the_documented_names_of_other_losses():
+    hidden, weight, _, ids, mask, advantages, *_ = problem()
+    found = GRPO(beta=0.0)(head=weight, hidden_states=hidden, labels=ids, mask=mask, advantages=advantages)
+    assert found[0] == GRPO(beta=0.0)(hidden, weight, ids, mask, advantages)[0]
+
+
 def test_advantages_are_needed():
     hidden, weight, _, ids, mask, _, _, _ = problem()
     with pytest.raises(TypeError, match="advantages must be a tensor"):

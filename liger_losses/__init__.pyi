@@ -401,6 +401,28 @@ class LigerFusedLinearGRPOLoss(ChunkedLoss, _policy.LigerFusedLinearGRPOLoss):
     @overload
     def __call__(
         self,
+        hidden_states: Tensor,
+        head: Tensor | nn.Module | Head,
+        labels: Tensor,
+        mask: Tensor,
+        advantages: Tensor,
+        bias: Tensor | None = ...,
+        ref_per_token_logps: Tensor | None = ...,
+        old_per_token_logps: Tensor | None = ...,
+        ref_input: Tensor | None = ...,
+        ref_weight: Tensor | nn.Module | Head | None = ...,
+        ref_bias: Tensor | None = ...,
+        vllm_is_ratio: Tensor | None = ...,
+        num_items_in_batch: Tensor | int | None = ...,
+        *,
+        sampling_per_token_logps: Tensor | None = ...,
+        support: TokenSupport | None = ...,
+        temperature: Tensor | None = ...,
+        prompts: Tensor | None = ...,
+    ) -> tuple[Tensor, PolicyMetrics | PolicyMetricsWithoutKL]: ...
+    @overload
+    def __call__(
+        self,
         _input: Tensor,
         lin_weight: Tensor | nn.Module | Head,
         selected_token_ids: Tensor,

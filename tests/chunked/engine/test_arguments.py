@@ -4,8 +4,8 @@ import pytest
 import torch
 
 import liger_losses
-from liger_losses import ChunkedLoss, Teacher, functional, linear_logps
-from tests.losses import CE, DPO, JSD, ORPO
+from liger_losses import ChunkedLoss, Completions, Teacher, functional, linear_labels_loss, linear_logps
+from tests.losses import CE, DPO, GRPO, JSD, KTO, ORPO
 from tests.reference import problem
 
 MARKS = torch.tensor([True, False, False, True])
@@ -156,3 +156,27 @@ def test_every_loss_takes_the_documented_names_of_each_form(name):
         assert torch.equal(
             *(found if isinstance(found, torch.Tensor) else found[0] for found in (by_position, by_name))
         )
+
+
+@pytest.mark.parametrize("name", ["token_weights", "weights", "sample_weights", "ref_logps", "advantages"])
+def test_a_constant_that_requires_a_gradient_is_warned_of(name, recwarn):
+    hidden, weight, labels, _ = problem(shape=(2, 5), masked=0.0)
+    shapes = {"token_weights": (2, 5), "weights": (2, 5, 3)}
+    constant = torch.rand(shapes.get(name, (2,)), requires_grad=True)
+    calls = {
+        "token_weights": lambda t: CE()(weight, hidden, labels, token_weights=t),
+        "weights": lambda t: linear_labels_loss(hidden, weight, labels[..., None].expand(2, 5, 3), t),
+        "sample_weights": lambda t: KTO()(weight, (hidden, labels), preference_labels=t > 2, kl=0.0, sample_weights=t),
+        "ref_logps": lambda t: DPO()(
+            weight, *(Completions(hidden, labels, ref_logps=each) for each in (t, t.detach()))
+        ),
+        "advantages": lambda t: GRPO(beta=0.0)(hidden, weight, labels, torch.ones(2, 5), t),
+    }
+    calls[name](constant.detach())
+    with torch.no_grad():
+        calls[name](constant)
+    assert not recwarn.list
+    calls[name](constant)
+    (warning,) = recwarn.list
+    assert str(warning.message).startswith(f"{name} requires a gradient, but gets none")
+    assert warning.filename == __file__

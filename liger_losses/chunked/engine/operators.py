@@ -150,7 +150,7 @@ def _entry(function: F, of_loss: bool) -> F:
             traced = not spans_ranks and all(_is_traced(value) for value in (*given, *keywords.values()))
             return (function if traced else outside)(*arguments, **keywords)
         if torch.is_grad_enabled():
-            known = loss.argument_names if of_loss else names
+            known = names if loss is None else loss.argument_names
             _warn_of_constants({**dict(zip(known, given, strict=False)), **keywords}, known)
         since, before = running.exchanges, (running.loss, running.noted)
         if of_loss:

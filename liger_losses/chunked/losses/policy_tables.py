@@ -201,7 +201,7 @@ def _clipped(log_ratio: Tensor, logps: Tensor, advantages: Tensor, o: PolicyOpti
     """``min(min(r, delta) A, clip(r, 1 - e_low, 1 + e_high) A)``: PPO (arXiv:1707.06347, eq. 7), GRPO
     (arXiv:2402.03300, eq. 3), with DAPO's two bounds (arXiv:2503.14476) and INTELLECT-2's ``delta`` (arXiv:2505.07291).
     """
-    ratio, low, high, delta = ratio_of(log_ratio), 1 - o.epsilon_low, 1 + o.epsilon_high, o.value("delta")
+    ratio, low, high, delta = ratio_of(log_ratio), 1 - o.epsilon_low, 1 + o.value("epsilon_high"), o.value("delta")
     if delta is not None:
         return torch.minimum(ratio.clamp(max=delta) * advantages, ratio.clamp(low, high) * advantages)
     # Where the clipped ratio makes the smaller product, it is a bound, which has no gradient.
@@ -210,7 +210,7 @@ def _clipped(log_ratio: Tensor, logps: Tensor, advantages: Tensor, o: PolicyOpti
 
 
 def _is_clipped(ratio: Tensor, a: Tensor, o: PolicyOptions) -> Tensor:
-    return (ratio - ratio.clamp(1 - o.epsilon_low, 1 + o.epsilon_high)) * a > 0
+    return (ratio - ratio.clamp(1 - o.epsilon_low, 1 + o.value("epsilon_high"))) * a > 0
 
 
 def _importance(log_ratio: Tensor, logps: Tensor, advantages: Tensor, o: PolicyOptions) -> Tensor:
@@ -381,8 +381,10 @@ OBJECTIVES = {
     "importance": Objective(_importance, of_advantages=True),
     # detach(clip(r, low, e_high)) A log p: CISPO (arXiv:2506.13585, eq. 4)
     "cispo": Objective(
-        lambda log_ratio, logps, a, o: ratio_of(log_ratio).clamp(o.cispo_low, o.epsilon_high).detach() * a * logps,
-        lambda ratio, a, o: (ratio > o.epsilon_high) & (a > 0),
+        lambda log_ratio, logps, a, o: (
+            ratio_of(log_ratio).clamp(o.cispo_low, o.value("epsilon_high")).detach() * a * logps
+        ),
+        lambda ratio, a, o: (ratio > o.value("epsilon_high")) & (a > 0),
         of_advantages=True,
     ),
     "sapo": Objective(_sapo, of_advantages=True),

@@ -94,7 +94,7 @@ def grpo_loss(
     loss_type: str = ...,
     beta: float = ...,
     epsilon_low: float = ...,
-    epsilon_high: float = ...,
+    epsilon_high: float | None = ...,
     delta: float | None = ...,
     importance_sampling_level: str = ...,
     max_completion_length: int | None = ...,

@@ -38,7 +38,7 @@ MUTANTS: dict[str, list[tuple[str, str, str]]] = {
         ("kernels/online_softmax.py", ".long() + (ends - sizes)[:, None]", ".long()"),
         ("chunked/engine/blocks.py", "(part.here - columns.start)", "part.here"),
         ("chunked/engine/blocks.py", "[self._merge(part, found, sizes)], [columns.stop]", "found[:1], sizes[:1]"),
-        ("kernels/given_ids.py", "where(counts_here, 0.0, float", "where(counts_here, 1.0, float"),
+        ("kernels/given_ids.py", "zeros_like(columns, dtype=dtype)", "ones_like(columns, dtype=dtype)"),
         ("kernels/row_sums.py", "torch.where(rows >= 0, values[at], 0.0)", "torch.where(rows >= 0, 1.0, 0.0)"),
         ("chunked/engine/tokens.py", "found.masked_fill_(self.ignored, 1.0)", "found.clamp_(max=9.0)"),
         ("chunked/engine/weights.py", "accumulate=accumulate or part.start > 0)", "accumulate=accumulate)"),

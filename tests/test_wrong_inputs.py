@@ -240,7 +240,10 @@ WRONG = {
         lambda h, w, y: DPO()(w, h, y, ref_chosen_logps=torch.zeros(3), ref_rejected_logps=ZEROS),
         r"must be \[2\].*or \(2, 5\).*got \(3,\)",
     ),
-    "a reference that was declined": (lambda h, w, y: ALONE(w, h, y, None, h, w), "built without one"),
+    "a reference that was declined": (
+        lambda h, w, y: ALONE(w, *[Completions(h, y, h)] * 2, ref_weight=w),
+        "built without one",
+    ),
     "references of two kinds": (
         lambda h, w, y: DPO()(
             w, Completions(h[:2], y[:2], h[:2]), Completions(h[2:], y[2:], ref_logps=ZEROS), ref_weight=w

@@ -27,7 +27,7 @@ from torch import Tensor
 from liger_losses.kernels._tiles import with_contiguous_rows
 from liger_losses.kernels._triton import device_of, jit, tl, triton
 from liger_losses.kernels.autograd import once_differentiable
-from liger_losses.kernels.given_ids import Found
+from liger_losses.kernels.given_ids import EMPTY, Found
 from liger_losses.kernels.logit_transform import LogitTransform
 from liger_losses.kernels.matmul import matmul_into
 from liger_losses.kernels.row_sums import Sums, gathered_slices, step_options, sum_rows
@@ -41,7 +41,7 @@ _PROJECT_STEP = (32, 128, 4)
 
 @dataclass(frozen=True, eq=False)
 class GivenColumns:
-    """The columns ``[T, K]`` int32 of each token, contiguous, of so many that are computed here; -1 for none."""
+    """The columns ``[T, K]`` int32 of each token, contiguous, of so many that are computed here; below 0 for none."""
 
     columns: Tensor
     size: int
@@ -98,7 +98,7 @@ class ByRows:
         """:meth:`grad_rows` as a sparse tensor of the rows that some token has; the host waits for their number."""
         (ordered, order), count = given.sorted, len(given.columns)
         present, numbers, lengths = ordered.unique_consecutive(return_inverse=True, return_counts=True)
-        none = int((present < 0).sum())  # 1 where there are empty places
+        none = int((present < 0).sum())  # one for each mark of places without a column
         starts, present = torch.cat([lengths.new_zeros(1), lengths.cumsum(0)])[none:], present[none:].long()
         sums = Sums(given.tokens(order), starts, count, numbers.int() - none)
         found, shape = (self.sum_rows(values.view(-1)[order], sums, hidden, dtype), (given.size, hidden.shape[1]))
@@ -166,6 +166,11 @@ class GivenCall:
     #: Begins to do so with the hidden states' gradients; returns what to ``wait()`` for.
     start_sum_: Callable[[Tensor], Any] | None = None
 
+    @property
+    def empty(self) -> Tensor:
+        """Which places ``[T, K]`` have no column of any rank."""
+        return self.found.columns == EMPTY
+
     def computes(self, number: int) -> bool:
         """Whether a factor's rows are computed, part by part."""
         return number < len(self.computed) and self.computed[number] is not None
@@ -182,9 +187,9 @@ class Evaluated(NamedTuple):
     logits: Tensor
     values: dict[str, Tensor]  # what was asked for of logp and entropy, and lse
 
-    def log_probabilities(self) -> Tensor:
+    def log_probabilities(self, empty: Tensor) -> Tensor:
         """``[T, K]``, one for each place; 0 for empty ones."""
-        return (self.logits - self.values["lse"][:, None]).masked_fill_(self.logits == float("-inf"), 0.0)
+        return (self.logits - self.values["lse"][:, None]).masked_fill_(empty, 0.0)
 
 
 def project_(call: GivenCall, bias: Tensor | None, *factors: Tensor | None) -> None:
@@ -212,7 +217,7 @@ def evaluate(call: GivenCall, names: tuple[str, ...]) -> Evaluated:
         call.sum_(logits)
     with device_of(logits), torch.no_grad():
         if call.transform.for_kernel.factor is not None:  # of an infinite logit, a soft-cap makes a finite one
-            logits = call.transform(logits).masked_fill_(logits == float("-inf"), float("-inf"))
+            logits = call.transform(logits).masked_fill_(call.empty, float("-inf"))
         asked = frozenset(names) & {"logp", "entropy"}
         return Evaluated(logits, softmax_statistics(logits, call.found.label_at, asked, backend=call.backend))
 
@@ -237,7 +242,7 @@ class _GivenStatistics(torch.autograd.Function):
     ) -> tuple[Tensor, ...]:
         ctx.set_materialize_grads(False)
         ctx.call, ctx.names, values = call, names, found.values
-        outputs = [found.log_probabilities() if name == "selected_logps" else values[name] for name in names]
+        outputs = [found.log_probabilities(call.empty) if name == "selected_logps" else values[name] for name in names]
         # What backward needs must not change where users change an output in place.
         kept = [values[name].clone() if name in names else values.get(name) for name in ("lse", "entropy")]
         ctx.save_for_backward(found.logits, *kept, bias, *factors)
@@ -280,7 +285,7 @@ def _gradient(call: GivenCall, logits: Tensor, values: Mapping[str, Tensor], ups
     """``d loss / d projections [T, K]``, of any value at empty places, which no sum reads."""
     of_places = upstream.pop("selected_logps", None)
     if of_places is not None:
-        of_places = of_places.masked_fill(logits == float("-inf"), 0.0)
+        of_places = of_places.masked_fill(call.empty, 0.0)
         upstream["lse"] = upstream.get("lse", 0.0) - of_places.sum(1)
     grad, coefficients = torch.empty_like(logits), SoftmaxGradient.of(upstream, values)
     softmax_gradient_into(grad, logits, values["lse"], call.found.label_at, coefficients, backend=call.backend)

@@ -12,6 +12,8 @@ from torch import Tensor
 
 from liger_losses.kernels._triton import device_of, jit, tl
 
+#: In the place of a column: a place without one, and one whose logit is not computed here.
+EMPTY, ELSEWHERE = -1, -2
 #: Ids that a program compares with each other at a time.
 _BLOCK = 32
 
@@ -69,10 +71,10 @@ class GivenIds(NamedTuple):
 class Found(NamedTuple):
     """What :func:`find` returns.
 
-    Columns ``[T, K]`` int32 are counted from the first that is computed here, and -1 at places without one; labels'
-    places are ``[T]`` int64, :class:`Facts` ``[F, T]`` int32. Projections ``[T, K]`` are those before any product: 0 at
-    places with a column of any rank, and -inf elsewhere; of tokens without columns the first is 0, so that their
-    statistics are 0 as well.
+    Columns ``[T, K]`` int32 are counted from the first that is computed here; :data:`EMPTY` at places without one, and
+    :data:`ELSEWHERE` at those of other ranks, and at the first of tokens without columns, whose statistics are then 0.
+    Labels' places are ``[T]`` int64, :class:`Facts` ``[F, T]`` int32. Projections ``[T, K]`` are those before any
+    product: -inf at empty places, and 0 at all others.
     """
 
     columns: Tensor
@@ -118,10 +120,10 @@ def _find_torch(given: GivenIds, dtype: torch.dtype) -> Found:
         ids = torch.cat([ids, torch.where(lacking, labels, -1)[:, None]], 1)
         label_at = torch.where(lacking, given.width, label_at)
     counts_here = cut[:, None] & (ids >= 0) & (ids < given.vocab_size)
-    projected = torch.where(counts_here, 0.0, float("-inf")).to(dtype)
-    projected[:, 0].masked_fill_(~cut, 0.0)
     here = counts_here & (ids >= given.computed.start) & (ids < given.computed.stop)
-    columns = torch.where(here, ids - given.computed.start, -1).int()
+    columns = torch.where(here, ids - given.computed.start, torch.where(counts_here, ELSEWHERE, EMPTY)).int()
+    columns[:, 0].masked_fill_(~cut, ELSEWHERE)
+    projected = torch.zeros_like(columns, dtype=dtype).masked_fill_(columns == EMPTY, float("-inf"))
     return Found(columns, projected, label_at, torch.stack(facts).int())
 
 
@@ -136,7 +138,8 @@ def _find_triton(given: GivenIds, dtype: torch.dtype) -> Found:
         _find_kernel[(count,)](
             columns, projected, label_at, facts, ids, given.offsets, given.labels, given.tokens, all_tokens, count,
             ids.shape[-1], given.width, given.shift, given.ignore_index, given.vocab_size, given.computed.start,
-            given.computed.stop, given.most, ADDED=int(given.add_label), BLOCK=_BLOCK, num_warps=1,
+            given.computed.stop, given.most, empty=EMPTY, elsewhere=ELSEWHERE, ADDED=int(given.add_label),
+            BLOCK=_BLOCK, num_warps=1,
         )  # fmt: skip
     return Found(columns, projected, label_at, facts)
 
@@ -149,7 +152,8 @@ _NUMBERS += ["last_column", "most"]
 @jit(do_not_specialize=_NUMBERS, do_not_specialize_on_alignment=_OF_IDS)
 def _find_kernel(
     columns, projected, label_at, facts, ids, offsets, labels, tokens, all_tokens, count, length, width, shift,
-    ignore_index, vocab_size, first_column, last_column, most, ADDED: tl.constexpr, BLOCK: tl.constexpr,
+    ignore_index, vocab_size, first_column, last_column, most, empty: tl.constexpr, elsewhere: tl.constexpr,
+    ADDED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """One program per token."""
     place = tl.program_id(0).to(tl.int64)
@@ -188,11 +192,11 @@ def _find_kernel(
     for start in range(0, width, BLOCK):
         at = start + tl.arange(0, BLOCK)
         some = tl.load(ids + at, mask=at < length, other=-1).to(tl.int64)
-        counts = (some >= 0) & (some < vocab_size)
-        here = counts & (some >= first_column) & (some < last_column)
-        x = tl.where(counts | ((cut == 0) & (at == 0)), 0.0, float("-inf"))
-        tl.store(columns + to + at, tl.where(here, some - first_column, -1).to(tl.int32), mask=at < width)
-        tl.store(projected + to + at, x, mask=at < width)
+        counts = ((some >= 0) & (some < vocab_size)) | ((cut == 0) & (at == 0))
+        here = (some >= first_column) & (some < last_column)
+        column = tl.where(here, some - first_column, tl.where(counts, elsewhere, empty))
+        tl.store(columns + to + at, column.to(tl.int32), mask=at < width)
+        tl.store(projected + to + at, tl.where(counts, 0.0, float("-inf")), mask=at < width)
         if start < end:
             small = some.to(tl.int32)  # larger ones are errors
             first = tl.arange(0, BLOCK)
@@ -202,10 +206,11 @@ def _find_kernel(
                 same = (small[:, None] == others[None, :]) & (small >= 0)[:, None] & later
                 twice += tl.sum(same.to(tl.int32), 1)
     if ADDED:
-        here = lacking & (label >= first_column) & (label < last_column)
-        x = tl.where(lacking & (label >= 0) & (label < vocab_size), 0.0, float("-inf"))
-        tl.store(columns + to + width, tl.where(here, label - first_column, -1).to(tl.int32))
-        tl.store(projected + to + width, x)
+        counts = lacking & (label >= 0) & (label < vocab_size)
+        here = counts & (label >= first_column) & (label < last_column)
+        column = tl.where(here, label - first_column, tl.where(counts, elsewhere, empty))
+        tl.store(columns + to + width, column.to(tl.int32))
+        tl.store(projected + to + width, tl.where(counts, 0.0, float("-inf")))
         hit = tl.where(lacking, width + 1, hit)
     tl.store(label_at + place, tl.where(cut, tl.maximum(hit - 1, 0), 0).to(tl.int64))
     facts += place

@@ -143,4 +143,9 @@ def named_options(cls: Any, arguments: Sequence[Any], options: Mapping[str, Any]
         known = cls.option_names  # beside these, what constructors of subclasses name
         found = ", ".join(f"{name!r}{meant(name, known)}" for name in unknown)
         raise TypeError(f"{cls.__name__} has no option {found}; its options are {', '.join(known)}.")
-    return by_position | dict(options)
+    named = by_position | dict(options)
+    required = [field.name for field in fields(cls.options_type) if field.default is field.default_factory is MISSING]
+    missing = ", ".join(f"{name}=" for name in required if name not in named)
+    if missing:
+        raise TypeError(f"{cls.__name__} needs {missing}; its options are {', '.join(cls.option_names)}.")
+    return named

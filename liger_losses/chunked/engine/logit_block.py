@@ -120,6 +120,8 @@ class LogitBlock(Block):
         if owned is not None:  # one column beside the vocabulary stands for all columns of other ranks
             wide = projected.as_strided((len(projected), self.vocab_size + 1), projected.stride())
             columns = torch.where(owned, columns, self.vocab_size)
+        if epilogue.transform.softcap is not None:  # of which -inf, here a mark, is a finite logit
+            projected.clamp_(min=torch.finfo(projected.dtype).min)
         kept = wide.gather(1, columns)
         wide.scatter_(1, columns, -torch.inf)
         scratch, backend = self.call.plan.scratch, self.call.backend

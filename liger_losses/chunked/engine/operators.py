@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import functools
+import inspect
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from itertools import chain
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 from torch.compiler import is_dynamo_compiling
 
+from liger_losses.caller import warn
 from liger_losses.chunked.engine.agreement import RankError, raise_on_all_ranks, running
 from liger_losses.chunked.engine.arguments import by_forward_names, wrong_arguments
 from liger_losses.chunked.engine.autograd_functions import separable_losses, statistics_of
@@ -31,6 +34,24 @@ from liger_losses.kernels.tracing import outside_graphs, when_compiling
 F = TypeVar("F", bound=Callable[..., Any])
 
 outside_graphs(sys.modules[__name__], "raise_on_all_ranks")
+
+#: Arguments that get no gradient.
+_CONSTANTS = frozenset(
+    [
+        "token_weights",
+        "sample_weights",
+        "weights",
+        "advantages",
+        "kl",
+        "ref_logps",
+        "ref_chosen_logps",
+        "ref_rejected_logps",
+        "ref_per_token_logps",
+        "old_per_token_logps",
+        "sampling_per_token_logps",
+        "vllm_is_ratio",
+    ]
+)
 
 
 def query_statistics(
@@ -112,6 +133,8 @@ def _entry(function: F, of_loss: bool) -> F:
     def wrong(count: int, keywords: tuple[str, ...], kind: Any) -> str | None:
         return wrong_arguments(function, count, keywords, kind)
 
+    names = tuple(inspect.signature(function).parameters)
+
     @functools.wraps(function)
     def wrapped(*arguments: Any, **keywords: Any) -> Any:
         loss, given = (arguments[0], arguments[1:]) if of_loss else (None, arguments)
@@ -126,6 +149,9 @@ def _entry(function: F, of_loss: bool) -> F:
             spans_ranks = loss is not None and loss.spans_ranks
             traced = not spans_ranks and all(_is_traced(value) for value in (*given, *keywords.values()))
             return (function if traced else outside)(*arguments, **keywords)
+        if torch.is_grad_enabled():
+            known = names if loss is None else loss.argument_names
+            _warn_of_constants({**dict(zip(known, given, strict=False)), **keywords}, known)
         since, before = running.exchanges, (running.loss, running.noted)
         if of_loss:
             running.loss, running.noted = loss, ()
@@ -147,6 +173,15 @@ def _entry(function: F, of_loss: bool) -> F:
 
     when_compiling(mark)
     return wrapped  # type: ignore[return-value]
+
+
+def _warn_of_constants(arguments: Mapping[str, Any], known: Iterable[str]) -> None:
+    """Warn of tensors that require a gradient and get none; ``known`` names are not a custom loss's own inputs."""
+    constants = {name: arguments[name] for name in known if name in _CONSTANTS and name in arguments}
+    inner = [("ref_logps", getattr(value, "ref_logps", None)) for value in arguments.values()]
+    for name, value in chain(constants.items(), inner):
+        if isinstance(value, Tensor) and value.requires_grad:
+            warn(f"{name} requires a gradient, but gets none: it is a constant of the loss; pass {name}.detach().")
 
 
 def _is_traced(value: Any) -> bool:

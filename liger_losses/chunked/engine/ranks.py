@@ -263,10 +263,10 @@ class VocabularyRanks(Ranks):
 
     def largest(self, logits: Tensor, columns: Tensor, k: int) -> Tensor:
         width = min(k, max(self.sizes))  # a rank may have fewer columns
-        padded = logits.new_full((len(logits), width), -torch.inf), columns.new_zeros(len(logits), width)
-        for out, values in zip(padded, (logits, columns), strict=True):
-            out[:, : values.shape[1]] = values
-        every, ids = (self.gather(out).movedim(0, 1).flatten(1) for out in padded)
+        every, ids = (
+            torch.cat([part[:, :size] for part, size in zip(self.gather(padded), self.sizes, strict=True)], 1)
+            for padded in (torch.nn.functional.pad(own, (0, width - own.shape[1])) for own in (logits, columns))
+        )
         return ids.gather(1, every.topk(k, -1).indices)
 
     def agreement(self, device: torch.device) -> Agreement:

@@ -347,7 +347,7 @@ class CompletionLoss(ChunkedLoss):
             with naming_the_reference():
                 ref_head = Head.of(ref_weight, ref_bias, transform or self.transform)
         given = batch.ref_hidden_states is not None or any(logps is not None for logps in batch.ref_logps)
-        if ref_weight is not None and not given:
+        if ref_weight is not None and not given and self.needs_reference:
             raise ValueError(
                 "there is a ref_weight=, but no hidden states of the reference that it multiplies; give them to "
                 "Completions as ref_hidden_states=, or to a call without Completions as ref_input=."

@@ -173,6 +173,8 @@ class PreferenceLoss(CompletionLoss):
         Returns:
             The loss (0-dim, fp32; fp64 for fp64 inputs) and :class:`PreferenceMetrics`.
         """
+        if isinstance(_input, Tensor) and not self.use_ref_model:  # as liger-kernel ignores it
+            ref_input = ref_weight = ref_bias = ref_chosen_logps = ref_rejected_logps = None
         transform, ref_logps = self.transform, (ref_chosen_logps, ref_rejected_logps)
         few, beside = None, (bias, ref_input, ref_weight, ref_bias, nll_target, temperature)
         if not is_dynamo_compiling() and {*map(type, beside)} == {type(None)}:

@@ -125,7 +125,10 @@ class LigerFusedLinearGRPOLoss(CompletionLoss):
         "Pass ref_per_token_logps=, or the reference's hidden states as ref_input= and its head as ref_weight=. Or "
         "build the loss with beta=0.0 or use_ref_model=False."
     )
-    forms = (("hidden_states", "head", "selected_token_ids", "attention_mask", "advantages"),)
+    forms = (
+        ("hidden_states", "head", "selected_token_ids", "attention_mask", "advantages"),
+        ("hidden_states", "head", "labels", "mask", "advantages"),
+    )
     call_forms = "loss(hidden_states, head, selected_token_ids, attention_mask, advantages)"
 
     options_type = GRPOOptions
@@ -197,6 +200,8 @@ class LigerFusedLinearGRPOLoss(CompletionLoss):
         Returns:
             The loss (0-dim, fp32) and :class:`PolicyMetrics` (:class:`PolicyMetricsWithoutKL` for ``beta=0``).
         """
+        if not self.use_ref_model:  # as liger-kernel ignores it
+            ref_per_token_logps = ref_input = ref_weight = ref_bias = None
         transform, given = self.transform_at(temperature), (advantages, old_per_token_logps, ref_per_token_logps)
         few = FewTokens((_input,), (selected_token_ids,), lin_weight, transform.fields, attention_mask, given)
         of_models = bias, ref_input, ref_weight, ref_bias, support, temperature
@@ -317,7 +322,7 @@ class LigerFusedLinearGRPOLoss(CompletionLoss):
             kinds = *dtypes, advantages.numel()  # of completions or of tokens
             given = FewTokens(batch.hidden_states, batch.labels, batch.head, NO_TRANSFORM, None, kinds)
         length = labels.shape[1] if advantages.numel() == len(labels) else 1
-        how = labels.numel(), length, o.ignore_index, (1 - o.epsilon_low, 1 + o.epsilon_high), o.beta, "triton"
+        how = labels.numel(), length, o.ignore_index, (1 - o.epsilon_low, 1 + o.value("epsilon_high")), o.beta, "triton"
         loss = straight_coupled_loss(given, self, lambda: (PolicyRows(*how), Query(("logp",)), self.options))
         if loss is None:
             return None

@@ -30,6 +30,7 @@ from liger_losses.chunked.losses.completion_loss import MAX_EXPONENT, wide_dtype
 from liger_losses.chunked.losses.context_parallel import sum_over_group
 from liger_losses.chunked.losses.policy_estimates import KL_ESTIMATORS, NORMALIZERS, Sizes, ratio_of
 from liger_losses.chunked.losses.policy_tables import RATIOS, PolicyOptions
+from liger_losses.kernels.divergence_forms import finite_logs
 
 
 class PolicyInputs:
@@ -68,10 +69,14 @@ class PolicyInputs:
         check_tensor("advantages", advantages)
         check_needs(options, mask, sampling_logps, prompts, group)
         self.prompts = prompts
-        self.options, self.mask, self.group = options, mask, group
+        self.options, self.mask, self.group = options.values, mask, group
         self.advantages = masked("advantages", advantages, column=True)
-        self.old_logps, self.ref_logps = masked("old_logps", old_logps), masked("ref_logps", ref_logps)
-        self.sampling_logps = masked("sampling_logps", sampling_logps)
+        self.ref_logps = masked("ref_logps", ref_logps)
+        # Of a probability of 0, the ratio is as large as the largest, and no difference is infinite.
+        self.old_logps, self.sampling_logps = (
+            None if value is None else finite_logs(value)
+            for value in (masked("old_logps", old_logps), masked("sampling_logps", sampling_logps))
+        )
         self.token_is_ratio = masked("is_ratio", is_ratio, column=True)
         # As it was given, [B, 1] or [B, T].
         self.is_ratio = per_token("is_ratio", is_ratio, mask, column=True)

@@ -7,6 +7,7 @@ B completions, T tokens of the longest; r = p / p_old is the importance ratio, A
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -16,6 +17,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.compiler import is_dynamo_compiling
 
 from liger_losses.chunked.engine.checks import FiniteFloat, NonNegativeFloat, PositiveFloat, check_fields, check_names
 from liger_losses.chunked.losses.context_parallel import sum_over_group
@@ -43,7 +45,7 @@ class PolicyOptions:
         beta: weight of the KL divergence from the reference.
         epsilon_low, epsilon_high: the bounds of the ratio, ``[1 - epsilon_low, 1 + epsilon_high]``. For ``cispo``, the
             bounds are ``[cispo_low, epsilon_high]``; for the level ``geometric``,
-            ``[exp(-epsilon_low), exp(epsilon_high)]``.
+            ``[exp(-epsilon_low), exp(epsilon_high)]``. By default, ``epsilon_high`` is 5.0 for ``cispo``, else 0.2.
         delta: largest ratio of the unclipped objective (dual clipping), or largest weight of ``importance``.
         importance_sampling_level: one of :data:`RATIOS`: ``token``, ``sequence`` (GSPO), ``sequence_token``
             (GSPO-token), ``sequence_sum`` (RLOO) or ``geometric`` (GMPO).
@@ -75,7 +77,7 @@ class PolicyOptions:
     loss_type: str = "dapo"
     beta: NonNegativeFloat = 0.04
     epsilon_low: NonNegativeFloat = 0.2
-    epsilon_high: NonNegativeFloat = 0.2
+    epsilon_high: NonNegativeFloat | None = None
     delta: PositiveFloat | None = None
     importance_sampling_level: str = "token"
     max_completion_length: int | None = None
@@ -129,7 +131,13 @@ class PolicyOptions:
     def value(self, name: str) -> Any:
         """An option, or where it is ``None`` its value for this loss and mask, ``None`` for those without one."""
         value = getattr(self, name)
-        return {**self.mask.bounds, **self.row.defaults}.get(name) if value is None else value
+        return {**_DEFAULTS, **self.mask.bounds, **self.row.defaults}.get(name) if value is None else value
+
+    @property
+    def values(self) -> PolicyOptions:
+        """The options, each with its :meth:`value`."""
+        make = PolicyOptions if is_dynamo_compiling() else _options
+        return make(*[self.value(name) for name in PolicyOptions.__match_args__])
 
     @property
     def row(self) -> LossType:
@@ -173,6 +181,11 @@ class PolicyOptions:
         return self.mask.weights is not None or bool(self.value("log_ratio_penalty"))
 
 
+#: The options of values that are checked once.
+_options = functools.lru_cache(maxsize=256, typed=True)(PolicyOptions)
+#: The values of options that are ``None``, for losses that have none of their own.
+_DEFAULTS = {"epsilon_high": 0.2}
+
 #: Losses of other names that are a level of the ratio here.
 _LEVELS = {
     "gspo": "importance_sampling_level='sequence' with loss_type='grpo'",
@@ -188,7 +201,7 @@ def _clipped(log_ratio: Tensor, logps: Tensor, advantages: Tensor, o: PolicyOpti
     """``min(min(r, delta) A, clip(r, 1 - e_low, 1 + e_high) A)``: PPO (arXiv:1707.06347, eq. 7), GRPO
     (arXiv:2402.03300, eq. 3), with DAPO's two bounds (arXiv:2503.14476) and INTELLECT-2's ``delta`` (arXiv:2505.07291).
     """
-    ratio, low, high, delta = ratio_of(log_ratio), 1 - o.epsilon_low, 1 + o.epsilon_high, o.value("delta")
+    ratio, low, high, delta = ratio_of(log_ratio), 1 - o.epsilon_low, 1 + o.value("epsilon_high"), o.value("delta")
     if delta is not None:
         return torch.minimum(ratio.clamp(max=delta) * advantages, ratio.clamp(low, high) * advantages)
     # Where the clipped ratio makes the smaller product, it is a bound, which has no gradient.
@@ -197,7 +210,7 @@ def _clipped(log_ratio: Tensor, logps: Tensor, advantages: Tensor, o: PolicyOpti
 
 
 def _is_clipped(ratio: Tensor, a: Tensor, o: PolicyOptions) -> Tensor:
-    return (ratio - ratio.clamp(1 - o.epsilon_low, 1 + o.epsilon_high)) * a > 0
+    return (ratio - ratio.clamp(1 - o.epsilon_low, 1 + o.value("epsilon_high"))) * a > 0
 
 
 def _importance(log_ratio: Tensor, logps: Tensor, advantages: Tensor, o: PolicyOptions) -> Tensor:
@@ -368,8 +381,10 @@ OBJECTIVES = {
     "importance": Objective(_importance, of_advantages=True),
     # detach(clip(r, low, e_high)) A log p: CISPO (arXiv:2506.13585, eq. 4)
     "cispo": Objective(
-        lambda log_ratio, logps, a, o: ratio_of(log_ratio).clamp(o.cispo_low, o.epsilon_high).detach() * a * logps,
-        lambda ratio, a, o: (ratio > o.epsilon_high) & (a > 0),
+        lambda log_ratio, logps, a, o: (
+            ratio_of(log_ratio).clamp(o.cispo_low, o.value("epsilon_high")).detach() * a * logps
+        ),
+        lambda ratio, a, o: (ratio > o.value("epsilon_high")) & (a > 0),
         of_advantages=True,
     ),
     "sapo": Objective(_sapo, of_advantages=True),
@@ -411,7 +426,7 @@ LOSS_TYPES = {
     "bnpo": LossType("clipped", "token_mean"),
     "dr_grpo": LossType("clipped", "limit"),  # arXiv:2503.20783
     "dapo": LossType("clipped", "items"),  # arXiv:2503.14476, eq. 8
-    "cispo": LossType("cispo", "items", of_tokens=True),  # arXiv:2506.13585, eq. 4
+    "cispo": LossType("cispo", "items", of_tokens=True, defaults={"epsilon_high": 5.0}),  # arXiv:2506.13585, eq. 4
     "sapo": LossType("sapo", "sequence_mean", of_tokens=True),  # arXiv:2511.20347
     "luspo": LossType("clipped", "sequence_sum"),  # arXiv:2602.05261
     "vespo": LossType("vespo", "items", of_tokens=True, corrected=True),  # arXiv:2602.10693

@@ -97,7 +97,7 @@ def _check_objective(name: str, coupled: bool) -> None:
     if coupled:
         return
     (first,) = torch.autograd.grad(terms[0, 0], leaf)
-    alone = policy_objectives.policy_terms(leaf[:1, 0], (leaf - old)[:1, 0], inputs.advantages[:1, 0], options)
+    alone = policy_objectives.policy_terms(leaf[:1, 0], (leaf - old)[:1, 0], inputs.advantages[:1, 0], inputs.options)
     first[0, 0] = 0.0
     if first.any() or not torch.allclose(alone, terms[0, :1]):
         raise ValueError(f"the objective {name!r} depends on other tokens: pass coupled=True.")

@@ -246,6 +246,8 @@ class UnpairedPreferenceLoss(CompletionLoss):
         Raises:
             TypeError, ValueError: inputs that do not fit together; for KTO alone, one of the two ``kl`` is needed.
         """
+        if isinstance(target, Tensor) and not self.use_ref_model:  # as liger-kernel ignores it
+            ref_input = ref_weight = ref_bias = ref_logps = None
         arguments, reference = (_input, lin_weight, target), (ref_input, ref_logps)
         batch, desirable = _read_unpaired(arguments, preference_labels, bias, self.transform, reference, temperature)
         batch = self.prepare(batch, ref_weight, ref_bias)

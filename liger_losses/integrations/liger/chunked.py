@@ -22,8 +22,7 @@ def _with_their_metrics(loss: type) -> type:
     """A loss of completions that takes its inputs, and defines its metrics, as liger-kernel's class does.
 
     Logits are averaged (pairs) or summed (single completions) over all positions, prompts and padding too, and
-    ``chosen_nll_loss`` is 0 where it is not part of the loss. A reference is ignored with ``use_ref_model=False``, and
-    a missing ``kl`` is 0.
+    ``chosen_nll_loss`` is 0 where it is not part of the loss, and a missing ``kl`` is 0.
     """
     inner: Callable[..., tuple[Tensor, Any]] = loss.forward  # type: ignore[attr-defined]
     names = list(inspect.signature(inner).parameters)[1:]
@@ -34,8 +33,6 @@ def _with_their_metrics(loss: type) -> type:
         hidden, weight = call.get("_input"), call.get("lin_weight")
         if len(arguments) > len(names) or not (isinstance(hidden, Tensor) and isinstance(weight, Tensor)):
             return inner(self, *arguments, **keywords)  # a call in another form than liger-kernel's
-        if not self.use_ref_model:
-            call = {name: given for name, given in call.items() if not name.startswith("ref_")}
         if "kl" in names and call.get("kl") is None:
             call["kl"] = 0.0
         value, metrics = inner(self, **call)

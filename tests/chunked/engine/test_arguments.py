@@ -4,8 +4,8 @@ import pytest
 import torch
 
 import liger_losses
-from liger_losses import ChunkedLoss, Teacher, functional, linear_logps
-from tests.losses import CE, DPO, JSD, ORPO
+from liger_losses import ChunkedLoss, Completions, Teacher, functional, linear_labels_loss, linear_logps
+from tests.losses import CE, DPO, GRPO, JSD, KTO, ORPO
 from tests.reference import problem
 
 MARKS = torch.tensor([True, False, False, True])
@@ -54,6 +54,10 @@ MISTAKES = {
     "a function": (
         lambda h, w, y: functional.dpo_loss(*[h[0, 0]] * 4, bta=1),
         r"^dpo_loss has no argument 'bta' \(did you mean 'beta'\?\); its .* chosen_logps, .*chosen_nll, beta, label_",
+    ),
+    "an option that is needed": (
+        lambda h, w, y: liger_losses.LigerFusedLinearAlphaBetaLoss(),
+        r"^LigerFusedLinearAlphaBetaLoss needs alpha=; its options are alpha, beta, ",
     ),
     "a policy's function": (
         lambda h, w, y: functional.grpo_loss(h[..., 0], h[:, 0, 0], y >= 0, epsilon=1),
@@ -139,15 +143,40 @@ def test_every_loss_takes_the_documented_names_of_each_form(name):
     values = {"head": w, "hidden_states": h, "labels": y, "teacher": Teacher(h.detach() * 1.1, w.detach())}
     values |= {"chosen": sides[0], "rejected": sides[1], "desirable": sides[0], "undesirable": sides[1]}
     values |= {"completions": (h, y), "selected_token_ids": y.clamp(min=0), "attention_mask": y >= 0}
-    values["advantages"] = h[:, 0, 0].detach()
+    values |= {"mask": y >= 0, "advantages": h[:, 0, 0].detach()}
     assert len(LOSSES) > 14
     for form in loss.forms:
         also = {"kl": 0.0} if short == "KTO" else {}
         if short in ("KTO", "BCO") and "desirable" not in form:
             also["preference_labels"] = MARKS
         given = {each: values[each] for each in form}
+        given |= {"labels": y.clamp(min=0)} if "mask" in form else {}
         called = [loss(**OPTIONS.get(short, {})) for _ in range(2)]  # BCO has a state
         by_position, by_name = called[0](*given.values(), **also), called[1](**given, **also)
         assert torch.equal(
             *(found if isinstance(found, torch.Tensor) else found[0] for found in (by_position, by_name))
         )
+
+
+@pytest.mark.parametrize("name", ["token_weights", "weights", "sample_weights", "ref_logps", "advantages"])
+def test_a_constant_that_requires_a_gradient_is_warned_of(name, recwarn):
+    hidden, weight, labels, _ = problem(shape=(2, 5), masked=0.0)
+    shapes = {"token_weights": (2, 5), "weights": (2, 5, 3)}
+    constant = torch.rand(shapes.get(name, (2,)), requires_grad=True)
+    calls = {
+        "token_weights": lambda t: CE()(weight, hidden, labels, token_weights=t),
+        "weights": lambda t: linear_labels_loss(hidden, weight, labels[..., None].expand(2, 5, 3), t),
+        "sample_weights": lambda t: KTO()(weight, (hidden, labels), preference_labels=t > 2, kl=0.0, sample_weights=t),
+        "ref_logps": lambda t: DPO()(
+            weight, *(Completions(hidden, labels, ref_logps=each) for each in (t, t.detach()))
+        ),
+        "advantages": lambda t: GRPO(beta=0.0)(hidden, weight, labels, torch.ones(2, 5), t),
+    }
+    calls[name](constant.detach())
+    with torch.no_grad():
+        calls[name](constant)
+    assert not recwarn.list
+    calls[name](constant)
+    (warning,) = recwarn.list
+    assert str(warning.message).startswith(f"{name} requires a gradient, but gets none")
+    assert warning.filename == __file__

@@ -1,5 +1,7 @@
 """The largest log-probabilities and registered statistics, streamed: against dense logits in float64."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
@@ -7,6 +9,7 @@ import liger_losses
 from liger_losses import (
     ChunkedLoss,
     EngineOptions,
+    Head,
     Largest,
     LogitTransform,
     linear_statistics,
@@ -14,6 +17,7 @@ from liger_losses import (
     linear_topk,
 )
 from liger_losses.chunked.engine import logit_block, query, tokens
+from liger_losses.chunked.engine.ranks import VocabularyRanks
 from liger_losses.kernels import BACKENDS, largest
 from liger_losses.kernels._triton import INTERPRETED
 from liger_losses.kernels.linear_lse import log_sum_exps_into
@@ -146,6 +150,22 @@ def test_the_rest_leaves_gradients_as_they_are():
             others = torch.log1p(-found.logps.exp().sum(-1))[labels != -100]
             torch.testing.assert_close(found.rest[labels != -100], others)
     torch.testing.assert_close(*grads, rtol=0, atol=0)
+
+
+def test_the_rest_has_projections_that_overflow():
+    hidden, weight = torch.full((1, 1), 1e200, dtype=torch.float64), torch.zeros(50, 1, dtype=torch.float64)
+    weight[20:] = -1e200
+    head = Head(weight, transform=LogitTransform(softcap=2.0))
+    found, log_p = linear_topk(hidden, head, 5, rest=True), plain_logits(hidden, weight, softcap=2.0).log_softmax(-1)
+    torch.testing.assert_close(found.rest, log_p[:, 5:].logsumexp(-1))
+
+
+def test_ranks_with_fewer_columns_add_none():
+    """A column of theirs may have a logit of -inf."""
+    logits = torch.tensor([[[2.0, -torch.inf, -torch.inf]], [[1.0, -torch.inf, -torch.inf]]])
+    ids = torch.tensor([[[0, 1, 2]], [[3, 0, 0]]])
+    ranks = SimpleNamespace(sizes=(3, 1), gather=lambda values: logits if values.is_floating_point() else ids)
+    assert VocabularyRanks.largest(ranks, logits[0], ids[0], 4).sort().values.tolist() == [[0, 1, 2, 3]]
 
 
 def test_nothing_is_asked_of_the_device(monkeypatch):

@@ -106,6 +106,24 @@ def test_log_probabilities_of_the_columns(backend):
     torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize("softcap", [None, 4.0])
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_logit_of_minus_infinity_is_no_empty_place(softcap, backend):
+    hidden, weight, labels, bias = problem(5, 6, 30, bias=True, masked=0.3)
+    bias.data[[3, 4]] = -torch.inf
+    ids = torch.arange(8).repeat(len(labels), 1)
+    ids[:, 4:6] = -1
+    head, options = Head(weight, bias, LogitTransform(softcap=softcap)), EngineOptions(backend=backend)
+    found = linear_support_statistics(hidden, head, labels, TokenSupport(ids), ("selected_logps",), options)
+    logits = plain_logits(hidden, weight, bias, softcap=softcap)[:, :8]
+    expected = logits.masked_fill(ids < 0, -torch.inf).log_softmax(-1)
+    expected = torch.where((labels != -100)[:, None] & (ids >= 0), expected, 0.0)
+    torch.testing.assert_close(found.selected_logps, expected)
+    # Of probabilities, as the logarithm of 0 has no derivative.
+    ours, theirs = ((logps.exp() * torch.arange(8.0)).sum() for logps in (found.selected_logps, expected))
+    torch.testing.assert_close(*(gradients(each, (hidden, weight)) for each in (ours, theirs)))
+
+
 @pytest.mark.parametrize("hard", [0.0, 0.5])
 def test_a_sparse_teacher_that_is_renormalized_reads_its_columns_alone(hard, monkeypatch):
     hidden, weight, labels, bias = problem(0, 6, 30, shape=(2, 4), bias=True, masked=0.3)

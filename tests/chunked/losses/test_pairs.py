@@ -8,7 +8,7 @@ import torch
 from liger_losses import Completions, Pairs, PreferenceLoss
 from liger_losses.chunked.losses.dpo import DPO_LOSSES, F_DIVERGENCES, DPOOptions
 from tests.chunked.losses.test_dpo import BETA, B, H, T, V, batch, sums
-from tests.losses import CPO, DPO, ORPO, SimPO
+from tests.losses import CPO, DPO, KTO, ORPO, SimPO
 from tests.reference import assert_close_gradients, plain_statistics, problem
 
 
@@ -53,6 +53,17 @@ def test_the_three_kinds_of_reference_agree():
     none = DPO(use_ref_model=False)(weight, hidden, labels)[0]
     zero = module(weight, hidden, labels, ref_chosen_logps=torch.zeros(B), ref_rejected_logps=torch.zeros(B))[0]
     torch.testing.assert_close(none, zero)
+
+
+@pytest.mark.parametrize("kind", [DPO, CPO, SimPO, KTO])
+def test_stacked_losses_without_a_reference_ignore_one(kind):
+    """As liger-kernel does."""
+    hidden, weight, labels, *_ = batch()
+    inputs = {"preference_labels": torch.arange(len(labels)) % 2 == 0, "kl": 0.0} if kind is KTO else {}
+    loss, call = kind(use_ref_model=False), {"_input": hidden, "lin_weight": weight, "target": labels, **inputs}
+    for reference in ({"ref_input": hidden}, {}):
+        found = loss(**call, ref_weight=weight, **reference)[0]
+        torch.testing.assert_close(found, loss(**call)[0], rtol=0, atol=0)
 
 
 def test_a_single_pair_without_batch_dimension():

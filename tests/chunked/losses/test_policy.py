@@ -55,8 +55,6 @@ def test_on_policy_gradients_are_the_policy_gradient(loss_type):
     hidden, weight, bias, ids, mask, advantages, *_ = problem(dtype=torch.float64)
     logps = plain_statistics(hidden, weight, ids, bias)["logp"]
     options, inputs = needed(loss_type, logps.detach())
-    # What cispo clips at is its whole ratio.
-    options |= {"epsilon_high": 5.0} if loss_type == "cispo" else {}
     loss = GRPO(beta=0.0, loss_type=loss_type, **options)
     _, _, grads = run(loss, (hidden, weight, bias), ids, mask, advantages, **inputs)
     number = mask.double()
@@ -65,6 +63,23 @@ def test_on_policy_gradients_are_the_policy_gradient(loss_type):
     scale = scales.get(LOSS_TYPES[loss_type].normalizer, torch.full((B,), 1 / number.sum()))
     expected = -(logps * number * (advantages * scale)[:, None]).sum()
     torch.testing.assert_close(grads, torch.autograd.grad(expected, (hidden, weight, bias)), rtol=1e-5, atol=1e-8)
+
+
+def test_the_upper_bound_of_the_ratio_goes_with_the_loss_until_it_is_a_number():
+    hidden, weight, _, ids, mask, advantages, logps, noise = problem()
+    loss = GRPO(beta=0.0, loss_type="cispo")
+
+    def value(loss):
+        return loss(hidden, weight, ids, mask, advantages, old_per_token_logps=logps - noise)[0]
+
+    def bounded(loss_type, bound):
+        return value(GRPO(beta=0.0, loss_type=loss_type, epsilon_high=bound))
+
+    torch.testing.assert_close(value(loss), bounded("cispo", 5.0))
+    loss.loss_type = "dapo"
+    torch.testing.assert_close(value(loss), bounded("dapo", 0.2))
+    loss.epsilon_high, loss.loss_type = 0.3, "cispo"
+    torch.testing.assert_close(value(loss), bounded("cispo", 0.3))
 
 
 @pytest.mark.parametrize("loss_type", LOSS_TYPES)
@@ -311,10 +326,32 @@ def test_bad_input_is_refused_before_the_reference_runs(name, monkeypatch):
         GRPO()(hidden, weight, ids, **arguments, ref_input=hidden, ref_weight=weight)
 
 
-def test_a_reference_that_was_declined_is_refused():
+@pytest.mark.parametrize("options", [{"beta": 0.0}, {"use_ref_model": False}], ids=str)
+def test_a_reference_that_is_not_used_is_ignored(options):
     hidden, weight, _, ids, mask, advantages, logps, _ = problem()
-    with pytest.raises(ValueError, match="built without one"):
-        GRPO(use_ref_model=False)(hidden, weight, ids, mask, advantages, ref_per_token_logps=logps)
+    loss, call = GRPO(**options), (hidden, weight, ids, mask, advantages)
+    for reference in ({}, {"ref_input": hidden}, {"ref_per_token_logps": logps}):
+        found = loss(*call, **reference, ref_weight=weight)[0]
+        torch.testing.assert_close(found, GRPO(beta=0.0)(*call)[0], rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("loss_type", [name for name in LOSS_TYPES if name not in ("real", "icepop", "kpop")])
+def test_a_token_that_had_no_probability_is_finite(loss_type):
+    hidden, weight, bias, ids, mask, advantages, logps, _ = problem()
+    logps[0, 0] = logps[1, 0] = -torch.inf
+    loss = GRPO(beta=0.0, loss_type=loss_type, **needed(loss_type, logps)[0])
+    value, metrics, grads = run(loss, (hidden, weight, bias), ids, mask, advantages, old_per_token_logps=logps)
+    assert all(each.isfinite().all() for each in (value, *metrics, *grads))
+
+
+def test_the_documented_names_of_other_losses():
+    hidden, weight, _, ids, mask, advantages, *_ = problem()
+    found = GRPO(beta=0.0)(head=weight, hidden_states=hidden, labels=ids, mask=mask, advantages=advantages)
+    assert found[0] == GRPO(beta=0.0)(hidden, weight, ids, mask, advantages)[0]
+
+
+def test_advantages_are_needed():
+    hidden, weight, _, ids, mask, _, _, _ = problem()
     with pytest.raises(TypeError, match="advantages must be a tensor"):
         GRPO(beta=0.0)(hidden, weight, ids, mask, None)
 

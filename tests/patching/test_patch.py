@@ -297,6 +297,22 @@ def test_patching_leaves_everything_else_alone(llama):
     assert all(torch.equal(value, state[name]) for name, value in llama.state_dict().items())
 
 
+def test_a_loss_function_of_the_users_gets_what_the_caller_passes(llama, monkeypatch):
+    def loss_function(logits, labels, vocab_size, shift_labels=None, **others):
+        assert shift_labels is None
+        return logits.mean()
+
+    ids = torch.ones(2, 4, dtype=torch.int64)
+    other = model_zoo.build("llama")
+    llama.loss_function = loss_function
+    monkeypatch.setitem(
+        importlib.import_module("transformers.loss.loss_utils").LOSS_MAPPING, "ForCausalLM", loss_function
+    )
+    for model in (llama, other):
+        patch(model)
+        model(input_ids=ids, labels=ids)
+
+
 def test_a_model_without_weights_can_be_patched():
     with torch.device("meta"):
         model = model_zoo.build("llama")

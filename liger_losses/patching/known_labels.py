@@ -52,7 +52,10 @@ def know_labels(model: Any) -> None:
     if not {"labels", "shift_labels"} <= set(inspect.signature(function).parameters):
         return
     wrapper = LossOfKnownLabels(function, getattr(model, "loss_type", None))
-    wrapper.added = set_loss(model, wrapper)
+    try:
+        wrapper.added = set_loss(model, wrapper)
+    except AttributeError:  # a property that cannot be set
+        return
     model.register_forward_pre_hook(ask_for_loss, with_kwargs=True)
 
 

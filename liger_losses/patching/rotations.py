@@ -247,7 +247,7 @@ def calling_methods(cls: type) -> dict[str, list[_Found]]:
     return {
         name: found
         for name, method in methods.items()
-        if isinstance(method, types.FunctionType) and method.__module__.partition(".")[0] != "torch"
+        if isinstance(method, types.FunctionType) and str(method.__module__).partition(".")[0] != "torch"
         if (found := list(_rotations_in(method, set())))
     }
 

@@ -154,6 +154,8 @@ def reason_not_to_swap(
             return f"its {name} is a {type(parameter).__name__}"
         if not parameter.is_floating_point() or parameter.dtype.itemsize < 2:
             return f"its {name} is of {parameter.dtype}"
+        if 0 in probing.shape_of(parameter):
+            return f"its {name} is empty, as FSDP1 leaves it on some processes; patch before sharding"
     return None
 
 

@@ -25,7 +25,7 @@ from liger_losses.patching.mlps import GatedExperts, GatedMLP
 from liger_losses.patching.norms import Norm
 from liger_losses.patching.patch import AutoLigerModelForCausalLM, patch, unpatch
 from liger_losses.patching.rotations import Rotations
-from liger_losses.patching.swap import replacement_of
+from liger_losses.patching.swap import HOOKS, replacement_of
 from tests.kernels.cases import DEVICE, triton_or_skip
 from tests.patching.test_mlps import MLP
 
@@ -311,6 +311,64 @@ def test_a_loss_function_of_the_users_gets_what_the_caller_passes(llama, monkeyp
     for model in (llama, other):
         patch(model)
         model(input_ids=ids, labels=ids)
+
+
+def executed():
+    """A module whose class has no file."""
+    names = {}
+    exec("def forward(self, x): return x", names)
+    return type("Executed", (nn.Module,), {"forward": names["forward"]})()
+
+
+class Raising(nn.LayerNorm):
+    def __init__(self):
+        super().__init__(8)
+
+    forward = property(lambda self: 1 / 0)
+
+
+UNUSUAL = {
+    "fx": (lambda: torch.fx.symbolic_trace(nn.Sequential(nn.Linear(4, 4), nn.ReLU())), set()),
+    "exec": (executed, set()),
+    "not initialized": (lambda: nn.ModuleList([nn.LazyLinear(4), nn.LazyLinear(4)]), set()),
+    "empty": (
+        lambda: nn.RMSNorm(0),
+        {"its weight is empty, as FSDP1 leaves it on some processes; patch before sharding"},
+    ),
+    "raises": (Raising, {"it cannot be probed (ZeroDivisionError: division by zero)"}),
+}
+
+
+@pytest.mark.parametrize("name", UNUSUAL)
+def test_what_cannot_be_probed_is_reported(llama, name):
+    make, reasons = UNUSUAL[name]
+    llama.tower = make()
+    report = patch(llama)
+    assert {entry.reason for entry in report.left} == reasons
+    assert len(report.replaced) == 18
+
+
+def test_a_model_whose_loss_function_is_read_only(llama, monkeypatch):
+    loss_function = llama.loss_function
+    monkeypatch.setattr(type(llama), "loss_function", property(lambda self: loss_function))
+    assert len(patch(llama).replaced) == 18
+
+
+@pytest.mark.parametrize("last", ["model.norm", "lm_head"])
+def test_a_model_is_as_before_if_patch_raises(llama, last):
+    def filter_fn(module, name):
+        return name != last or 1 / 0
+
+    def state():
+        parts = [(type(module), {**vars(module)}) for module in llama.modules()]
+        hooks = [{**vars(module)[f"_{kind}"]} for module in llama.modules() for kind in HOOKS]
+        return [kind for kind, _ in parts], [[*map(id, values.values())] for _, values in parts], hooks
+
+    patch(llama, filter_fn=lambda module, name: "layers.0" in name)
+    before = state()
+    with pytest.raises(ZeroDivisionError):
+        patch(llama, filter_fn=filter_fn, tile_mlps=4)
+    assert state() == before
 
 
 def test_a_model_without_weights_can_be_patched():

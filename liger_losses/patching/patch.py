@@ -36,10 +36,11 @@ def patch(
     """Replace modules of a model that kernels can compute, in place; results change only by rounding.
 
     :func:`patch` runs small copies of the modules, and replaces a module only if outputs and gradients agree with a
-    kernel. Parameters, their names and the state dict do not change. If you change a module (its eps, its activation),
-    do so before you call :func:`patch`. A second call only replaces new modules, and reports all of them. No weight is
-    read, so models on the meta device can be patched. If the head is later resized or gets adapters, the model's next
-    forward makes it lazy again; if it cannot be, that forward warns. If :func:`patch` raises, the model is as before.
+    kernel. Parameters, their names and the state dict do not change. If you assign a replaced module another eps or
+    activation, it warns, and its own forward computes from then on. A second call only replaces new modules, and
+    reports all of them. No weight is read, so models on the meta device can be patched. If the head is later resized or
+    gets adapters, the model's next forward makes it lazy again; if it cannot be, that forward warns. If :func:`patch`
+    raises, the model is as before.
 
     Replacements belong to the model. Copies and unpickled models have them too; other models of the process, even of
     the same classes, have none. A module that rotates its queries and keys runs copies of its methods. They see the

@@ -203,6 +203,10 @@ class Rotations(Replacement):
     def new_method(self, replaced: Callable[..., Any]) -> Callable[..., Any]:
         return _copy(replaced, {(file, name): rotation for file, name, rotation in self.functions}, {})
 
+    def probed_attributes(self, module: nn.Module) -> frozenset[str]:
+        """None: the copies of the methods read attributes at each call."""
+        return frozenset()
+
     @classmethod
     def is_candidate(cls, module: nn.Module) -> bool:
         return bool(_methods_of(module))

@@ -313,6 +313,50 @@ def test_a_loss_function_of_the_users_gets_what_the_caller_passes(llama, monkeyp
         model(input_ids=ids, labels=ids)
 
 
+CHANGES = {
+    "an eps": ("llama", lambda model: setattr(model.model.norm, "variance_epsilon", 0.5)),
+    "an activation": ("llama", lambda model: setattr(model.model.layers[0].mlp, "act_fn", nn.ReLU())),
+    "experts' activation": ("mixtral", lambda model: setattr(model.model.layers[0].mlp.experts, "act_fn", nn.ReLU())),
+}
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_attributes_that_change_after_patch_count(name):
+    model_type, change = CHANGES[name]
+    model = model_zoo.build(model_type)
+    inputs, plain = model_zoo.inputs_of(model), copy.deepcopy(model)
+    change(plain)
+    expected = loss_and_grads(plain, inputs)
+    patch(model, loss_head=False)
+    model, number = pickle.loads(pickle.dumps(model)), len(kinds(model))
+    with pytest.warns(RuntimeWarning, match=r"was changed after patch\(\).*Call liger_losses.patch\(model\) again"):
+        change(model)
+    same(model, expected, inputs)
+    assert len(kinds(model)) == number - 1
+    change(model)
+
+
+def test_other_attributes_may_change_after_patch(llama):
+    """Those of frameworks, those that are set to what they are, and layers that are called as before."""
+    patch(llama, loss_head=False)
+    number, norm, mlp = len(kinds(llama)), llama.model.norm, llama.model.layers[0].mlp
+    for counter in range(2):
+        norm.ds_grads_remaining = counter
+    norm.variance_epsilon, mlp.act_fn = float(norm.variance_epsilon), mlp.act_fn
+    norm.weight, mlp.up_proj = nn.Parameter(norm.weight * 2), copy.deepcopy(mlp.up_proj)
+    llama.model.layers[0].self_attn.scaling = 0.5
+    assert len(kinds(llama.train())) == number
+
+
+def test_an_attribute_that_cannot_change_after_patch():
+    norm = nn.LayerNorm(8)
+    patch(norm)
+    nn.utils.parametrizations.weight_norm(norm, dim=None)
+    with pytest.raises(RuntimeError, match="eps of a patched LayerNorm cannot change: its class was changed to Param"):
+        norm.eps = 0.5
+    assert norm.eps == 1e-5
+
+
 def executed():
     """A module whose class has no file."""
     names = {}

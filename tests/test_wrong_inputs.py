@@ -60,6 +60,10 @@ WRONG = {
     "compact": (lambda h, w, y: CE(compact="no"), "compact must be True or False, got 'no'"),
     "a flag as text": (lambda h, w, y: DPO(use_ref_model="false"), "use_ref_model must be True or False, got 'false'"),
     "shifts": (lambda h, w, y: DPO(shift=[1, 2]), "shift=.1, 2. needs lists of hidden states"),
+    "an input beside shifted labels": (
+        lambda h, w, y: ChunkedLoss(shift=2)(w, h, y, rewards=PER_TOKEN),
+        r"rewards has one value per token, \(4, 5\), and shift=2 moves only labels.*shift the labels, and what belongs",
+    ),
     "alpha": (lambda h, w, y: DPO(alpha=NAN), r"alpha must lie in \[0.0, inf\), got nan"),
     "loss weights": (lambda h, w, y: DPO(loss_weights=1.0), "loss_weights must have one entry per loss_type"),
     "a loss weight": (lambda h, w, y: DPO(loss_weights=[NAN]), "each of loss_weights must be a finite number, got nan"),

@@ -47,12 +47,15 @@ class LossOfKnownLabels:
 def know_labels(model: Any) -> None:
     """Let a model of transformers, whose loss takes shifted labels, ask about them when its forward begins."""
     function = getattr(model, "loss_function", None)
-    if not inspect.isfunction(function) or not {"labels", "shift_labels"} <= set(
-        inspect.signature(function).parameters
-    ):
+    if not inspect.isfunction(function) or not str(function.__globals__.get("__name__")).startswith("transformers."):
+        return  # a user's function may do more than shift the labels
+    if not {"labels", "shift_labels"} <= set(inspect.signature(function).parameters):
         return
     wrapper = LossOfKnownLabels(function, getattr(model, "loss_type", None))
-    wrapper.added = set_loss(model, wrapper)
+    try:
+        wrapper.added = set_loss(model, wrapper)
+    except AttributeError:  # a property that cannot be set
+        return
     model.register_forward_pre_hook(ask_for_loss, with_kwargs=True)
 
 

@@ -17,7 +17,7 @@ from liger_losses.patching.lazy.gradients import make_empty
 from liger_losses.patching.lazy.traced_logits import without_traced
 from liger_losses.patching.lazy_layers import LazyLinear, LazyQuantized, LazyTokens, force_lazy_head, is_lazy_layer
 from liger_losses.patching.linear_forward import check_forward, match_shared
-from liger_losses.patching.probing import Mismatch
+from liger_losses.patching.probing import Mismatch, reason_of
 from liger_losses.patching.report import LEFT_OUT, Entry
 from liger_losses.patching.swap import HOOKS, hooks_of, original_class, replacement_of, restore, swap
 
@@ -145,8 +145,8 @@ def _make_lazy(module: Any, only_when_forced: bool) -> str | None:
         restore(module)
         try:
             swap(module, kind.match(module))
-        except Mismatch as mismatch:
-            return str(mismatch)
+        except Exception as error:
+            return reason_of(error)
     else:
         own_forward, ranks = getattr(module, "own_forward", None), getattr(module, "ranks", None)
         if "forward" in vars(module):

@@ -168,6 +168,10 @@ class LazyTokens(Replacement):
         with LazyProducts(_product):
             return original_class(module).forward(module, hidden_states, *args, **kwargs)
 
+    def probed_attributes(self, module: nn.Module) -> frozenset[str]:
+        """None: each call reads the layer."""
+        return frozenset()
+
     @classmethod
     def is_candidate(cls, module: nn.Module) -> bool:
         """Whether a module is PEFT's layer."""
@@ -188,6 +192,10 @@ class LazyQuantized(Replacement):
         if args or kwargs or hidden_states.dim() < 2 or not _returns_lazy_logits(module, hidden_states):
             return NotImplemented
         return _lazy_quantized_forward(module, hidden_states)
+
+    def probed_attributes(self, module: nn.Module) -> frozenset[str]:
+        """None: each call reads the layer."""
+        return frozenset()
 
     @classmethod
     def is_candidate(cls, module: nn.Module) -> bool:

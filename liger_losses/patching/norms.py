@@ -31,7 +31,7 @@ class Norm(Replacement):
     Attributes:
         function: the kernel.
         parameters: the names of the module's weight and bias; ``None`` for no weight.
-        options: keyword arguments of the kernel, among them the module's eps at the time of patching.
+        options: keyword arguments of the kernel, among them the module's eps; if that changes, the module is restored.
         gate: the name of the second argument of a gated norm.
         of_torch: whether it calls one of torch's normalizations, a single operation, whose input autocast casts to
             fp32 on a GPU.

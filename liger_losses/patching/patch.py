@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from torch import nn
@@ -11,7 +12,7 @@ from liger_losses.chunked.engine.arguments import lists_arguments
 from liger_losses.patching.lazy_head import is_patched_head, keep_head_lazy, make_head_lazy, patched_heads, unpatch_head
 from liger_losses.patching.mlps import GatedExperts, GatedMLP, TokenMLP
 from liger_losses.patching.norms import Norm
-from liger_losses.patching.probing import Mismatch
+from liger_losses.patching.probing import TORCH_ATTRIBUTES, reason_of
 from liger_losses.patching.report import LEFT_OUT, Entry, PatchReport
 from liger_losses.patching.rotations import Rotations, calling_methods
 from liger_losses.patching.swap import Replacement, original_class, reason_not_to_restore, replacement_of, restore, swap
@@ -35,10 +36,11 @@ def patch(
     """Replace modules of a model that kernels can compute, in place; results change only by rounding.
 
     :func:`patch` runs small copies of the modules, and replaces a module only if outputs and gradients agree with a
-    kernel. Parameters, their names and the state dict do not change. If you change a module (its eps, its activation),
-    do so before you call :func:`patch`. A second call only replaces new modules, and reports all of them. No weight is
-    read, so models on the meta device can be patched. If the head is later resized or gets adapters, the model's next
-    forward makes it lazy again; if it cannot be, that forward warns.
+    kernel. Parameters, their names and the state dict do not change. If you assign a replaced module another eps or
+    activation, it warns, and its own forward computes from then on. A second call only replaces new modules, and
+    reports all of them. No weight is read, so models on the meta device can be patched. If the head is later resized or
+    gets adapters, the model's next forward makes it lazy again; if it cannot be, that forward warns. If :func:`patch`
+    raises, the model is as before.
 
     Replacements belong to the model. Copies and unpickled models have them too; other models of the process, even of
     the same classes, have none. A module that rotates its queries and keys runs copies of its methods. They see the
@@ -79,17 +81,18 @@ def patch(
     matches: dict[Any, tuple[Replacement | str, nn.Module]] = {}
     modules = [(kind, path, module) for path, module in model.named_modules() for kind in kinds]
     before = _replaced_in(model)
-    try:
-        found = [_patch_module(*module, filter_fn, matches, tiles) for module in modules]
-    finally:
-        calling_methods.cache_clear()  # it holds classes
-    entries = [entry for entry in found if entry is not None]
-    if loss_head:
-        left = [entry for entry in make_head_lazy(model, filter_fn) if entry.reason]
-        lazy = patched_heads(model)
-        entries += lazy + [entry for entry in left if entry.path or not lazy]
-        if lazy:
-            keep_head_lazy(model)
+    with _all_or_nothing(model):
+        try:
+            found = [_patch_module(*module, filter_fn, matches, tiles) for module in modules]
+        finally:
+            calling_methods.cache_clear()  # it holds classes
+        entries = [entry for entry in found if entry is not None]
+        if loss_head:
+            left = [entry for entry in make_head_lazy(model, filter_fn) if entry.reason]
+            lazy = patched_heads(model)
+            entries += lazy + [entry for entry in left if entry.path or not lazy]
+            if lazy:
+                keep_head_lazy(model)
     return PatchReport(entries, _replaced_in(model) == before)
 
 
@@ -195,22 +198,47 @@ def _patch_module(
             restore(module)
             swap(module, replacement)
         return Entry(path, name, str(replacement))
-    if (kind is TokenMLP and tiles is None) or not kind.is_candidate(module):
+    if kind is TokenMLP and tiles is None:
         return None
-    reason = kind.reason_to_leave(module)
+    try:
+        if not kind.is_candidate(module):
+            return None
+        reason, key, listed = kind.reason_to_leave(module), (kind, kind.key(module)), kind.is_worth_listing(module)
+    except Exception as error:
+        return Entry(path, name, None, reason_of(error))
     if reason is None and filter_fn is not None and not filter_fn(module, path):
         reason = LEFT_OUT
     if reason is None:
-        key = kind, kind.key(module)
         if key not in matches:
             try:
                 matches[key] = kind.match(module), module
-            except Mismatch as mismatch:
-                matches[key] = str(mismatch), module
+            except Exception as error:
+                matches[key] = reason_of(error), module
         found, _ = matches[key]
         if not isinstance(found, str):
             found = found if tiles is None else found.in_tiles(tiles)
             swap(module, found)
             return Entry(path, name, str(found))
         reason = found
-    return Entry(path, name, None, reason) if kind.is_worth_listing(module) else None
+    return Entry(path, name, None, reason) if listed else None
+
+
+@contextlib.contextmanager
+def _all_or_nothing(model: nn.Module) -> Iterator[None]:
+    """If something raises within this context, all modules get back their classes, attributes and hooks."""
+    before = [(module, type(module), {**vars(module)}) for module in model.modules()]
+    of_torch = [value for *_, attributes in before for name, value in attributes.items() if name in TORCH_ATTRIBUTES]
+    hooks = [(value, {**value}) for value in of_torch if isinstance(value, dict)]
+    try:
+        yield
+    except BaseException:
+        for module, kind, attributes in before:
+            if type(module) is not kind:
+                module.__class__ = kind
+            for name in vars(module).keys() - attributes.keys():
+                del vars(module)[name]
+            vars(module).update(attributes)
+        for changed, entries in hooks:
+            changed.clear()
+            changed.update(entries)
+        raise

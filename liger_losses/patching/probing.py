@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 from torch.overrides import TorchFunctionMode
 
 _Candidate = TypeVar("_Candidate")
@@ -22,6 +23,15 @@ REQUIRED = inspect.Parameter.empty
 
 class Mismatch(Exception):
     """A module or function computes something else; the message says where the two differ."""
+
+
+def reason_of(error: Exception) -> str:
+    """The reason to leave a module: how it differs, or what was raised when it was looked at or a copy was run."""
+    return (
+        str(error)
+        if isinstance(error, Mismatch)
+        else f"it cannot be probed ({type(error).__name__}: {str(error)[:160]})"
+    )
 
 
 @contextlib.contextmanager
@@ -45,8 +55,8 @@ def random(shape: Sequence[int], generator: torch.Generator, dtype: torch.dtype 
 
 
 def shape_of(parameter: nn.Parameter) -> tuple[int, ...]:
-    """The full shape of a parameter, also of one that DeepSpeed has partitioned."""
-    return tuple(getattr(parameter, "ds_shape", parameter.shape))
+    """The full shape of a parameter, also of one that DeepSpeed has partitioned; no dimensions before it has any."""
+    return () if is_lazy(parameter) else tuple(getattr(parameter, "ds_shape", parameter.shape))
 
 
 def floats_of(module: nn.Module) -> list[float]:

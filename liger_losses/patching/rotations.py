@@ -203,6 +203,10 @@ class Rotations(Replacement):
     def new_method(self, replaced: Callable[..., Any]) -> Callable[..., Any]:
         return _copy(replaced, {(file, name): rotation for file, name, rotation in self.functions}, {})
 
+    def probed_attributes(self, module: nn.Module) -> frozenset[str]:
+        """None: the copies of the methods read attributes at each call."""
+        return frozenset()
+
     @classmethod
     def is_candidate(cls, module: nn.Module) -> bool:
         return bool(_methods_of(module))
@@ -247,7 +251,7 @@ def calling_methods(cls: type) -> dict[str, list[_Found]]:
     return {
         name: found
         for name, method in methods.items()
-        if isinstance(method, types.FunctionType) and method.__module__.partition(".")[0] != "torch"
+        if isinstance(method, types.FunctionType) and str(method.__module__).partition(".")[0] != "torch"
         if (found := list(_rotations_in(method, set())))
     }
 

@@ -11,6 +11,7 @@ from typing import Any, Protocol
 
 from torch import Tensor, nn
 
+from liger_losses.caller import warn
 from liger_losses.kernels.autograd import records_nothing
 from liger_losses.patching import probing
 
@@ -37,6 +38,10 @@ class Replacement(Protocol):
     def in_tiles(self, tiles: Any) -> Any:
         """The same for a tile of tokens at a time; itself if it has no field ``tiles``."""
         return dataclasses.replace(self, tiles=tiles) if hasattr(self, "tiles") else self  # type: ignore[type-var]
+
+    def probed_attributes(self, module: nn.Module) -> frozenset[str]:
+        """The names of the attributes that :meth:`call` does not read: if one changes, it computes something else."""
+        return frozenset({*vars(module)} - probing.TORCH_ATTRIBUTES | {*self.bypassed(module)})
 
     @classmethod
     def is_candidate(cls, module: nn.Module) -> bool:
@@ -79,7 +84,7 @@ def is_short(x: Tensor) -> bool:
 
 def swap(module: nn.Module, replacement: Replacement) -> None:
     """Replace the methods of a module, in place."""
-    module.__class__ = _subclass(type(module), replacement)
+    module.__class__ = _subclass(type(module), replacement, replacement.probed_attributes(module))
 
 
 def restore(module: nn.Module) -> None:
@@ -154,13 +159,15 @@ def reason_not_to_swap(
             return f"its {name} is a {type(parameter).__name__}"
         if not parameter.is_floating_point() or parameter.dtype.itemsize < 2:
             return f"its {name} is of {parameter.dtype}"
+        if 0 in probing.shape_of(parameter):
+            return f"its {name} is empty, as FSDP1 leaves it on some processes; patch before sharding"
     return None
 
 
-def _subclass(original: type[nn.Module], replacement: Any) -> type[nn.Module]:
-    """The class with methods replaced; there is one for each class, its methods and replacement."""
+def _subclass(original: type[nn.Module], replacement: Any, probed: frozenset[str]) -> type[nn.Module]:
+    """The class with methods replaced; there is one for each class, its methods, replacement and probed attributes."""
     replaced = tuple([getattr(original, name) for name in replacement.methods])
-    key = original, replacement, replaced
+    key = original, replacement, probed, replaced
     found = _subclasses.get(key)
     if found is None:
         found = _subclasses[key] = _make_subclass(*key)
@@ -171,22 +178,46 @@ def _subclass(original: type[nn.Module], replacement: Any) -> type[nn.Module]:
 _subclasses: weakref.WeakValueDictionary[Any, type[nn.Module]] = weakref.WeakValueDictionary()
 
 
-def _make_subclass(original: type[nn.Module], replacement: Any, replaced: tuple[Any, ...]) -> type[nn.Module]:
+def _make_subclass(
+    original: type[nn.Module], replacement: Any, probed: frozenset[str], replaced: tuple[Any, ...]
+) -> type[nn.Module]:
     def __reduce_ex__(self: nn.Module, protocol: Any) -> Any:
         # The class exists in memory only; a pickle names the original class and the replacement.
         reduced = super(subclass, self).__reduce_ex__(protocol)
         if type(self) is not subclass or reduced[0] is not copyreg.__newobj__:  # type: ignore[attr-defined]
             return reduced  # of a subclass of it, or of a class that defines __reduce__
-        return _new, (original, replacement), *reduced[2:]
+        return _new, (original, replacement, probed), *reduced[2:]
+
+    def __setattr__(self: nn.Module, name: str, value: Any) -> None:
+        changes = name in probed and _differ(getattr(self, name, None), value)
+        reason = reason_not_to_restore(self) if changes else None
+        if reason is not None:
+            raise RuntimeError(
+                f"{name} of a patched {original.__name__} cannot change: {reason}. Change it before patch(model), or "
+                "undo that and call unpatch(model) first."
+            )
+        super(subclass, self).__setattr__(name, value)
+        if changes:
+            restore(self)
+            warn(
+                f"{name} of a {original.__name__} was changed after patch(): its own forward computes from now on. "
+                "Call liger_losses.patch(model) again to replace it.",
+                RuntimeWarning,
+            )
 
     members = {name: getattr(original, name) for name in ("__module__", "__qualname__", "__doc__")}
     for name, old in zip(replacement.methods, replaced, strict=True):
         members[name] = _method(original, replacement, name, old)
-    members["__reduce_ex__"] = __reduce_ex__
+    members |= {"__reduce_ex__": __reduce_ex__, "__setattr__": __setattr__}
     members |= {"_liger_original": original, "_liger_replacement": replacement}
     metaclass: Any = type(original)
     subclass: type[nn.Module] = metaclass(original.__name__, (original,), members)
     return subclass
+
+
+def _differ(old: Any, new: Any) -> bool:
+    """Whether a probe may see other values; equal numbers are the same."""
+    return old is not new and probing.fingerprint(old) != probing.fingerprint(new)
 
 
 def _method(original: type[nn.Module], replacement: Any, name: str, replaced: Callable[..., Any]) -> Any:
@@ -202,6 +233,6 @@ def _method(original: type[nn.Module], replacement: Any, name: str, replaced: Ca
     return method
 
 
-def _new(original: type[nn.Module], replacement: Replacement) -> nn.Module:
-    subclass = _subclass(original, replacement)
+def _new(original: type[nn.Module], replacement: Replacement, probed: frozenset[str] = frozenset()) -> nn.Module:
+    subclass = _subclass(original, replacement, probed)
     return subclass.__new__(subclass)

@@ -25,7 +25,7 @@ from liger_losses.patching.mlps import GatedExperts, GatedMLP
 from liger_losses.patching.norms import Norm
 from liger_losses.patching.patch import AutoLigerModelForCausalLM, patch, unpatch
 from liger_losses.patching.rotations import Rotations
-from liger_losses.patching.swap import replacement_of
+from liger_losses.patching.swap import HOOKS, replacement_of
 from tests.kernels.cases import DEVICE, triton_or_skip
 from tests.patching.test_mlps import MLP
 
@@ -295,6 +295,124 @@ def test_patching_leaves_everything_else_alone(llama):
     assert [p.requires_grad for p in llama.parameters()] == grads_needed
     assert all(p.grad is None for p in llama.parameters())
     assert all(torch.equal(value, state[name]) for name, value in llama.state_dict().items())
+
+
+def test_a_loss_function_of_the_users_gets_what_the_caller_passes(llama, monkeypatch):
+    def loss_function(logits, labels, vocab_size, shift_labels=None, **others):
+        assert shift_labels is None
+        return logits.mean()
+
+    ids = torch.ones(2, 4, dtype=torch.int64)
+    other = model_zoo.build("llama")
+    llama.loss_function = loss_function
+    monkeypatch.setitem(
+        importlib.import_module("transformers.loss.loss_utils").LOSS_MAPPING, "ForCausalLM", loss_function
+    )
+    for model in (llama, other):
+        patch(model)
+        model(input_ids=ids, labels=ids)
+
+
+CHANGES = {
+    "an eps": ("llama", lambda model: setattr(model.model.norm, "variance_epsilon", 0.5)),
+    "an activation": ("llama", lambda model: setattr(model.model.layers[0].mlp, "act_fn", nn.ReLU())),
+    "experts' activation": ("mixtral", lambda model: setattr(model.model.layers[0].mlp.experts, "act_fn", nn.ReLU())),
+}
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_attributes_that_change_after_patch_count(name):
+    model_type, change = CHANGES[name]
+    model = model_zoo.build(model_type)
+    inputs, plain = model_zoo.inputs_of(model), copy.deepcopy(model)
+    change(plain)
+    expected = loss_and_grads(plain, inputs)
+    patch(model, loss_head=False)
+    model, number = pickle.loads(pickle.dumps(model)), len(kinds(model))
+    with pytest.warns(RuntimeWarning, match=r"was changed after patch\(\).*Call liger_losses.patch\(model\) again"):
+        change(model)
+    same(model, expected, inputs)
+    assert len(kinds(model)) == number - 1
+    change(model)
+
+
+def test_other_attributes_may_change_after_patch(llama):
+    """Those of frameworks, those that are set to what they are, and layers that are called as before."""
+    patch(llama, loss_head=False)
+    number, norm, mlp = len(kinds(llama)), llama.model.norm, llama.model.layers[0].mlp
+    for counter in range(2):
+        norm.ds_grads_remaining = counter
+    norm.variance_epsilon, mlp.act_fn = float(norm.variance_epsilon), mlp.act_fn
+    norm.weight, mlp.up_proj = nn.Parameter(norm.weight * 2), copy.deepcopy(mlp.up_proj)
+    llama.model.layers[0].self_attn.scaling = 0.5
+    assert len(kinds(llama.train())) == number
+
+
+def test_an_attribute_that_cannot_change_after_patch():
+    norm = nn.LayerNorm(8)
+    patch(norm)
+    nn.utils.parametrizations.weight_norm(norm, dim=None)
+    with pytest.raises(RuntimeError, match="eps of a patched LayerNorm cannot change: its class was changed to Param"):
+        norm.eps = 0.5
+    assert norm.eps == 1e-5
+
+
+def executed():
+    """A module whose class has no file."""
+    names = {}
+    exec("def forward(self, x): return x", names)
+    return type("Executed", (nn.Module,), {"forward": names["forward"]})()
+
+
+class Raising(nn.LayerNorm):
+    def __init__(self):
+        super().__init__(8)
+
+    forward = property(lambda self: 1 / 0)
+
+
+UNUSUAL = {
+    "fx": (lambda: torch.fx.symbolic_trace(nn.Sequential(nn.Linear(4, 4), nn.ReLU())), set()),
+    "exec": (executed, set()),
+    "not initialized": (lambda: nn.ModuleList([nn.LazyLinear(4), nn.LazyLinear(4)]), set()),
+    "empty": (
+        lambda: nn.RMSNorm(0),
+        {"its weight is empty, as FSDP1 leaves it on some processes; patch before sharding"},
+    ),
+    "raises": (Raising, {"it cannot be probed (ZeroDivisionError: division by zero)"}),
+}
+
+
+@pytest.mark.parametrize("name", UNUSUAL)
+def test_what_cannot_be_probed_is_reported(llama, name):
+    make, reasons = UNUSUAL[name]
+    llama.tower = make()
+    report = patch(llama)
+    assert {entry.reason for entry in report.left} == reasons
+    assert len(report.replaced) == 18
+
+
+def test_a_model_whose_loss_function_is_read_only(llama, monkeypatch):
+    loss_function = llama.loss_function
+    monkeypatch.setattr(type(llama), "loss_function", property(lambda self: loss_function))
+    assert len(patch(llama).replaced) == 18
+
+
+@pytest.mark.parametrize("last", ["model.norm", "lm_head"])
+def test_a_model_is_as_before_if_patch_raises(llama, last):
+    def filter_fn(module, name):
+        return name != last or 1 / 0
+
+    def state():
+        parts = [(type(module), {**vars(module)}) for module in llama.modules()]
+        hooks = [{**vars(module)[f"_{kind}"]} for module in llama.modules() for kind in HOOKS]
+        return [kind for kind, _ in parts], [[*map(id, values.values())] for _, values in parts], hooks
+
+    patch(llama, filter_fn=lambda module, name: "layers.0" in name)
+    before = state()
+    with pytest.raises(ZeroDivisionError):
+        patch(llama, filter_fn=filter_fn, tile_mlps=4)
+    assert state() == before
 
 
 def test_a_model_without_weights_can_be_patched():

@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 import liger_losses
-from liger_losses import Divergence, EngineOptions, Teacher, linear_divergence
+from liger_losses import Divergence, EngineOptions, Teacher, linear_divergence, patch
 from liger_losses.caller import warn
 from liger_losses.integrations import axolotl, liger, verl
 from liger_losses.integrations.replacements import Replacements, announce
@@ -127,6 +127,11 @@ def kernels_twice(enabling, monkeypatch):
     return partial(enabling._with_kernels, lambda *arguments: None, config)
 
 
+def changed_norm(monkeypatch):
+    patch(norm := nn.LayerNorm(8))
+    return partial(setattr, norm, "eps", 0.5)
+
+
 def split_that_is_left_out(zero_advantages, monkeypatch):
     return partial(zero_advantages._qualifies, types.SimpleNamespace(beta=0.1), nn.Linear(2, 2), ("beta",))
 
@@ -150,6 +155,7 @@ CALLS = [
     ("trl/enabling.py", of_trl("enabling", kernels_twice)),
     ("trl/enabling.py", of_trl("enabling", trainer_that_was_built_early)),
     ("trl/experimental.py", of_trl("experimental", teacher_that_is_not_lazy)),
+    ("patching/swap.py", changed_norm),
     ("trl/zero_advantages.py", of_trl("zero_advantages", split_that_is_left_out)),
 ]
 

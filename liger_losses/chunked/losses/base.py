@@ -111,7 +111,9 @@ class ChunkedLoss(nn.Module):
     Args:
         ignore_index: the label of tokens that do not contribute to the loss. They are dropped before the projection.
         temperature, logit_scale, softcap: see :class:`liger_losses.LogitTransform`.
-        shift: labels are not shifted yet: position ``t`` predicts the label at ``t + 1``.
+        shift: labels are not shifted yet: position ``t`` predicts the label at ``t + 1``. Weights of labels move with
+            them. What belongs to a hidden state stays: its temperature, its teacher's distribution, and
+            log-probabilities that were computed from one like it (``ref_logps``, ``old_logps``).
         compact: drop masked tokens before the projection, at the cost of one host synchronization (except in calls of
             few tokens).
         workspace: upper bound in bytes for all temporary memory; see :func:`liger_losses.set_default_workspace` for
@@ -315,7 +317,7 @@ class ChunkedLoss(nn.Module):
             hidden_states: ``[..., H]``.
             labels: ``[...]`` int64.
             bias: ``[V]``, for a weight without a bias.
-            inputs: passed on to :meth:`loss`.
+            inputs: passed on to :meth:`loss`; with ``shift``, none in the labels' shape.
 
         Raises:
             TypeError, ValueError: inputs that do not fit together (in subclasses too).
@@ -326,6 +328,13 @@ class ChunkedLoss(nn.Module):
                 "out group=, and sum over the ranks in this method."
             )
         labels, head, options = self.labels(labels), Head.of(weight, bias, self.transform), self.options
+        for name, value in inputs.items() if self.shift else ():
+            if isinstance(value, Tensor) and value.shape == labels.shape:
+                raise ValueError(
+                    f"{name} has one value per token, {tuple(labels.shape)}, and shift={self.shift} moves only labels, "
+                    "as the value may belong to the label or to the hidden state at its position: shift the labels, "
+                    "and what belongs to them, before the call, and leave out shift=."
+                )
         note(labels, self.ignore_index, **inputs)
         found = linear_statistics(hidden_states, head, labels, self.statistics, metrics=self.metrics, options=options)
         kind = type(self).__name__

@@ -31,6 +31,7 @@ from liger_losses.chunked.engine.operators import loss_operator
 from liger_losses.chunked.engine.ops import linear_weighted_loss
 from liger_losses.chunked.engine.query import EqualWeights, Query
 from liger_losses.chunked.engine.straight_line import straight_loss
+from liger_losses.chunked.engine.tokens import shift_labels
 from liger_losses.chunked.losses.base import ChunkedLoss, LossOptions
 from liger_losses.chunked.losses.cross_entropy_terms import TokenCrossEntropy, weights_of_statistics
 
@@ -192,7 +193,7 @@ class LigerFusedLinearCrossEntropyLoss(ChunkedLoss):
             lin_weight, _input, target, bias: as in :meth:`ChunkedLoss.forward`; or lists of K.
             num_items_in_batch: divisor of ``mean``, instead of the number of tokens in this call (gradient
                 accumulation).
-            token_weights: ``[...]``, the weight of each token, without a gradient.
+            token_weights: ``[...]``, the weight of each label, without a gradient; ``shift`` moves both.
 
         Returns:
             The loss, or :class:`CrossEntropyOutput` if an option requests more. With K heads ``(loss, metrics)``, where
@@ -219,7 +220,7 @@ class LigerFusedLinearCrossEntropyLoss(ChunkedLoss):
         layers, biases, hidden, numbers, weights = [one_each(v, count) if several else [v] for v in given_each]
         heads = heads_of(layers, biases, self.transform)
         labels = shift_each(target, o.shift, count, o.ignore_index)
-        parts = zip(heads, hidden, labels, numbers, weights, strict=True)
+        parts = zip(heads, hidden, labels, numbers, weights, one_each(o.shift, count), strict=True)
         targets = [self._target(*part) for part in parts]
         for k, each in enumerate(targets):
             name = f"token_weights[{k}]" if several else "token_weights"
@@ -266,7 +267,13 @@ class LigerFusedLinearCrossEntropyLoss(ChunkedLoss):
             return CrossEntropyOutput(loss, *self._output(values, target, o.reduction == "none"))
 
     def _target(
-        self, head: Head, hidden_states: Tensor, labels: Tensor, num_items_in_batch: Any, token_weights: Tensor | None
+        self,
+        head: Head,
+        hidden_states: Tensor,
+        labels: Tensor,
+        num_items_in_batch: Any,
+        token_weights: Tensor | None,
+        positions: int,
     ) -> _Target:
         """What one head predicts, once the class weights, the number of items and the token weights fit it."""
         if self.ce_weight is not None:
@@ -287,6 +294,8 @@ class LigerFusedLinearCrossEntropyLoss(ChunkedLoss):
                 raise TypeError(f"token_weights must be real, got {token_weights.dtype}; pass token_weights.real.")
             check_device(head.weight, token_weights=token_weights)
             token_weights = token_weights.detach().to(torch.promote_types(token_weights.dtype, torch.float32))
+            if positions:
+                token_weights = shift_labels(token_weights, 0, int(positions))
         return _Target(head, hidden_states, labels, self.ignore_index, num_items_in_batch, token_weights)
 
     def _loss(self, targets: Sequence[_Target], scales: Sequence[float], several: bool) -> tuple[Any, list[Statistics]]:

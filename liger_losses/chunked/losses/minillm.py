@@ -86,8 +86,8 @@ class LigerFusedLinearMiniLLMLoss(DistillationLoss):
         """The loss of completions ``[B, T]``; arguments as in :meth:`DistillationLoss.forward`'s first form.
 
         Args:
-            old_logps: ``[B, T]``, log-probabilities under the policy that generated the completions; by default the
-                student.
+            old_logps: ``[B, T]``, log-probabilities under the policy that generated the completions, at the position of
+                the hidden state (after any shift); by default the student.
 
         Returns:
             The loss, and metrics: the mean exact divergence and the mean negative log-probability.

@@ -164,7 +164,7 @@ class PreferenceLoss(CompletionLoss):
             _input, target: as in these forms.
             ref_weight, ref_bias: the reference model's ``lm_head``.
             ref_input, ref_chosen_logps, ref_rejected_logps: the reference's hidden states, or its precomputed
-                log-probabilities ``[B]`` or per token (stacked form).
+                log-probabilities ``[B]`` or per token, after any shift (stacked form).
             nll_target: labels of the chosen completions for the negative log-likelihood, if it is over other tokens
                 than the preference. (If you pass labels of all completions, the first B rows are used.)
             temperature: ``[2 B, T]``, divides the logits of each token, for policy and reference. The loss's

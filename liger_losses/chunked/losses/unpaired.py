@@ -231,7 +231,8 @@ class UnpairedPreferenceLoss(CompletionLoss):
         Args:
             _input, lin_weight, target, bias: as in these forms and in :meth:`liger_losses.ChunkedLoss.forward`.
             preference_labels: ``[B]`` bool, true for desirable completions.
-            ref_input, ref_logps: the reference's hidden states, or its log-probabilities (last form).
+            ref_input, ref_logps: the reference's hidden states, or its log-probabilities, ``[B]`` or per token, after
+                any shift (last form).
             ref_weight, ref_bias: the reference model's ``lm_head``.
             kl: KTO's KL divergence, one number or ``[B]``, at least 0; 0.0 for none.
             kl_completions: completions that were put after other prompts, with their reference, to estimate it from.

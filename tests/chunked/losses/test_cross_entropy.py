@@ -151,6 +151,17 @@ def test_other_ignore_index_and_batched_shapes_and_shift():
     torch.testing.assert_close(ours, F.cross_entropy(logits, labels[:, 1:].reshape(-1), ignore_index=7))
 
 
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+def test_shift_moves_token_weights_with_their_labels(reduction):
+    hidden, weight, labels, _ = problem(shape=(3, 8))
+    token_weights = torch.arange(1.0, 25.0).view(3, 8)
+    loss = CE(reduction=reduction, ignore_index=-100)(
+        weight, hidden[:, :-1], labels[:, 1:], token_weights=token_weights[:, 1:]
+    )
+    ours = CE(reduction=reduction, shift=True)(weight, hidden, labels, token_weights=token_weights)
+    torch.testing.assert_close(ours if reduction != "none" else ours[:, :-1], loss)
+
+
 def test_ce_weight_moves_with_the_module_and_is_not_saved():
     module = CE(ce_weight=torch.ones(3)).to(torch.float64)
     assert module.ce_weight.dtype == torch.float64

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
-from liger_losses.chunked.engine.checks import check_like_labels, check_names, check_vector
+from liger_losses.chunked.engine.checks import check_like_labels, check_names, check_new, check_vector
 from liger_losses.chunked.engine.head import Head
 from liger_losses.chunked.engine.ranks import Ranks
 from liger_losses.chunked.engine.teachers import Teacher, TeacherLogits, check_comparison
@@ -316,7 +316,7 @@ def register_statistic(name: str, term: Callable[[Tensor], Tensor]) -> None:
     PyTorch computes it from blocks of fp32 logits, on every device.
 
     Args:
-        name: a name that no other statistic has.
+        name: a name that no other statistic has. A function of the same module and qualified name replaces the term.
         term: ``log_p [R, V] -> [R, V]``, elementwise and differentiable; ``log_p`` is at least -10,000.
 
     Raises:
@@ -325,8 +325,8 @@ def register_statistic(name: str, term: Callable[[Tensor], Tensor]) -> None:
     """
     if not isinstance(name, str) or not name.isidentifier():
         raise TypeError(f"the name of a new statistic must be an identifier, got {name!r}.")
-    if name in REGISTERED or name in (*STATISTICS, "selected_logps", "divergence", "columns", "rest", "registered"):
-        raise ValueError(f"there is a statistic {name!r} already; take another name.")
+    taken = {*REGISTERED, *STATISTICS, "selected_logps", "divergence", "columns", "rest", "registered"}
+    check_new("statistic", name, taken, term, REGISTERED.get(name))
     g = torch.Generator().manual_seed(0)
     log_p = torch.randn(3, 7, generator=g, dtype=torch.float64).log_softmax(-1)
     log_p[0, 0] = -1e4

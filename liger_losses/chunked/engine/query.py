@@ -50,6 +50,17 @@ class Statistics(NamedTuple):
     registered: Any = None
 
 
+#: Statistics that not every place takes: how to ask for them.
+_HOW_TO_ASK = {
+    "argmax": "metrics='argmax', which has no gradient",
+    "selected_logps": "statistics='selected_logps' of linear_statistics or linear_token_loss, with selected=",
+    "columns": "metrics='columns' of linear_statistics or linear_token_loss, with selected=Largest(k)",
+    "rest": "metrics='rest' of linear_statistics or linear_token_loss, with selected=",
+    "divergence": "linear_divergence",
+    "registered": "the registered names in statistics=",
+}
+
+
 class DeclaredStatistics:
     """The :class:`Statistics` that a custom loss reads: reading an undeclared one is an AttributeError.
 
@@ -72,13 +83,13 @@ class DeclaredStatistics:
                 setattr(self, name, value)
 
     def __getattr__(self, name: str) -> Any:
-        if name not in Statistics._fields:
+        if name not in Statistics._fields and name not in REGISTERED:
             raise AttributeError(f"there is no statistic {name!r}; it must be one of {', '.join(Statistics._fields)}.")
+        how = _HOW_TO_ASK.get(name, f"statistics={name!r}" if name in REGISTERED else None)
         known = ", ".join([field for field in Statistics._fields if field in self.__dict__])
         declared = f"only {known}" if known else "none"
-        raise AttributeError(
-            f"{self._reader} reads statistics.{name}, but declares {declared}. Add {name!r} to {self._place}."
-        )
+        advice = f"Add {name!r} to {self._place}" if how is None else f"Use {how}"
+        raise AttributeError(f"{self._reader} reads statistics.{name}, but declares {declared}. {advice}.")
 
 
 @dataclass(frozen=True)
@@ -288,8 +299,8 @@ def check_query(query: Query, head: Head, shapes: Sequence[torch.Size]) -> int:
     divided = head.transform if query.comparison is None else query.comparison
     if isinstance(divided.temperature, Tensor):
         check_temperature(divided.temperature, head.weight.device, shapes)
-    check_names(query.statistics, names, "differentiable statistic")
-    check_names(query.metrics, ("entropy",) if query.comparison is not None else metrics, "statistic")
+    check_names(query.statistics, names, "differentiable statistic", _HOW_TO_ASK)
+    check_names(query.metrics, ("entropy",) if query.comparison is not None else metrics, "statistic", _HOW_TO_ASK)
     like = shapes[0] if len(shapes) == 1 else torch.Size([sum([math.prod(shape) for shape in shapes])])
     if query.selected is not None:
         check_like_labels("selected", query.selected, like, head.weight)

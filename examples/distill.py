@@ -30,28 +30,29 @@ from liger_losses import (
     Teacher,
     TeacherFiles,
     TeacherWriter,
+    loss_inputs,
 )
 
 
 def shallow_copy_of(teacher, layers):
     """A model of so many of the teacher's layers, the first and the last among them."""
     student = copy.deepcopy(teacher)
-    depth = len(teacher.model.layers)
-    kept = [round(i * (depth - 1) / (layers - 1)) for i in range(layers)]
-    layers_kept = [student.model.layers[i] for i in kept]
+    decoder = student.get_decoder()
+    last = len(decoder.layers) - 1
+    layers_kept = [decoder.layers[round(i * last / (layers - 1))] for i in range(layers)]
     for i, layer in enumerate(layers_kept):
         layer.self_attn.layer_idx = i
-    student.model.layers = nn.ModuleList(layers_kept)
+    decoder.layers = nn.ModuleList(layers_kept)
     student.config.num_hidden_layers = layers
     return student
 
 
-def hidden_states(model, rows, device):
-    """Hidden states ``[B, T, H]`` and labels ``[B, T]`` of encoded rows."""
+def inputs_of(model, rows, device):
+    """The head, hidden states ``[B, T, H]`` and shifted labels ``[B, T]`` of encoded rows."""
     ids = pad_sequence(rows, batch_first=True).to(device)
     labels = pad_sequence(rows, batch_first=True, padding_value=-100).to(device)
     # Padding is on the right, where causal attention never looks at it.
-    return model.base_model(input_ids=ids, use_cache=False).last_hidden_state, labels
+    return loss_inputs(model, input_ids=ids, labels=labels, use_cache=False)
 
 
 def batches(rows, args):
@@ -64,23 +65,21 @@ def batches(rows, args):
 @torch.no_grad()
 def save_teacher(teacher, rows, args, device):
     """Write the teacher's head, and its hidden states of every batch."""
-    writer = TeacherWriter(args.save_teacher, teacher.get_output_embeddings())
+    writer = None
     for name, batch in batches(rows, args):
-        states, _ = hidden_states(teacher, batch, device)
+        head, states, _ = inputs_of(teacher, batch, device)
+        writer = writer or TeacherWriter(args.save_teacher, head)
         writer.write(name, states)
-    head, size = teacher.get_output_embeddings().weight, teacher.config.hidden_size
     print(
-        f"saved the teacher in {args.save_teacher}: its head, {head.nbytes / 2**20:.0f} MiB, and {2 * size} bytes a "
-        f"token, where logits in fp32 take {4 * len(head)}"
+        f"saved the teacher in {args.save_teacher}: its head, {head.weight.nbytes / 2**20:.0f} MiB, and "
+        f"{2 * states.shape[-1]} bytes a token, where logits in fp32 take {4 * head.vocab_size}"
     )
 
 
 @torch.no_grad()
 def perplexity(model, rows, device):
     """Of all tokens but each row's first."""
-    hidden, labels = hidden_states(model.eval(), rows, device)
-    loss = LigerFusedLinearCrossEntropyLoss(shift=True)(model.get_output_embeddings().weight, hidden, labels)
-    return loss.exp().item()
+    return LigerFusedLinearCrossEntropyLoss()(*inputs_of(model.eval(), rows, device)).exp().item()
 
 
 def main():
@@ -128,17 +127,16 @@ def main():
         del teacher
         files = TeacherFiles(args.teacher, device=device, dtype=torch.float32, timeout=args.timeout)
 
-    loss_function = LigerFusedLinearJSDLoss(args.hard, 1 - args.hard, args.beta, shift=True)
+    loss_function = LigerFusedLinearJSDLoss(args.hard, 1 - args.hard, args.beta)
     optimizer = torch.optim.AdamW(student.parameters(), lr=args.learning_rate)
     for step, (name, batch) in enumerate(batches(rows, args)):
         if files is not None:
             source = files.teacher(name)
         else:
             with torch.no_grad():
-                states, _ = hidden_states(teacher, batch, device)
-            source = Teacher(states, teacher.get_output_embeddings())
-        hidden, labels = hidden_states(student, batch, device)
-        loss, metrics = loss_function(student.get_output_embeddings().weight, hidden, labels, source)
+                head, states, _ = inputs_of(teacher, batch, device)
+            source = Teacher(states, head)
+        loss, metrics = loss_function(*inputs_of(student, batch, device), source)
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()

@@ -23,7 +23,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.utils.rnn import pad_sequence
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig
 
-from liger_losses import LigerFusedLinearDPOLoss, linear_logps, patch
+from liger_losses import LigerFusedLinearDPOLoss, linear_logps, loss_inputs, patch
 
 HERE = pathlib.Path(__file__).parent
 
@@ -34,14 +34,13 @@ class Policy(nn.Module):
     def __init__(self, model, beta):
         super().__init__()
         self.model = model
-        self.loss = LigerFusedLinearDPOLoss(beta=beta, shift=True)
+        self.loss = LigerFusedLinearDPOLoss(beta=beta)
 
     def forward(self, ids, labels, ref_logps=None):
         """The loss of chosen rows, then rejected ones; without ``ref_logps [B]``, the log-probabilities ``[B]``."""
-        hidden_states = self.model.base_model(input_ids=ids, use_cache=False).last_hidden_state
-        head = self.model.get_output_embeddings()
+        head, hidden_states, labels = loss_inputs(self.model, input_ids=ids, labels=labels, use_cache=False)
         if ref_logps is None:
-            return linear_logps(hidden_states, head, labels, shift=True).sum(-1)
+            return linear_logps(hidden_states, head, labels).sum(-1)
         chosen, rejected = ref_logps.chunk(2)
         return self.loss(head, hidden_states, labels, ref_chosen_logps=chosen, ref_rejected_logps=rejected)[0]
 

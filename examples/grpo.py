@@ -16,7 +16,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from trl_dpo import BUNDLED, prepare_model
 
-from liger_losses import LigerFusedLinearGRPOLoss, TokenSupport
+from liger_losses import LigerFusedLinearGRPOLoss, TokenSupport, loss_inputs
 
 PROMPTS = (
     "Name some animals.",
@@ -92,13 +92,13 @@ def main():
         model.train()
         attention = torch.cat([prompts.attention_mask, torch.ones_like(completions)], 1)
         positions = (attention.cumsum(-1) - 1).clamp(min=0)
-        hidden = model.base_model(
-            input_ids=ids, attention_mask=attention, position_ids=positions, use_cache=False
-        ).last_hidden_state
+        head, hidden, _ = loss_inputs(
+            model, input_ids=ids, attention_mask=attention, position_ids=positions, use_cache=False
+        )
         # The state at one token predicts the next.
         loss, _ = loss_function(
             hidden[:, width - 1 : -1],
-            model.get_output_embeddings().weight,
+            head,
             completions,
             mask,
             advantages.to(device),

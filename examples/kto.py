@@ -17,7 +17,7 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from trl_dpo import BUNDLED, HERE, prepare_model
 
-from liger_losses import Completions, LigerFusedLinearKTOLoss, linear_logps
+from liger_losses import Completions, LigerFusedLinearKTOLoss, linear_logps, loss_inputs
 
 
 def encode(tokenizer, prompt, completion, max_length):
@@ -29,21 +29,21 @@ def encode(tokenizer, prompt, completion, max_length):
     return ids, ids.masked_fill(torch.arange(len(ids)) < len(start), -100)
 
 
-def hidden_states(model, rows, device):
-    """Hidden states ``[B, T, H]`` and labels ``[B, T]`` of encoded rows."""
+def inputs_of(model, rows, device):
+    """The head, hidden states ``[B, T, H]`` and shifted labels ``[B, T]`` of encoded rows."""
     ids = pad_sequence([ids for ids, _ in rows], batch_first=True).to(device)
     labels = pad_sequence([labels for _, labels in rows], batch_first=True, padding_value=-100).to(device)
     # Padding is on the right, where causal attention never looks at it.
-    return model.base_model(input_ids=ids, use_cache=False).last_hidden_state, labels
+    return loss_inputs(model, input_ids=ids, labels=labels, use_cache=False)
 
 
 @torch.no_grad()
 def logps(model, rows, device):
     """Log-probabilities ``[B]`` of completions."""
     training = model.training
-    hidden, labels = hidden_states(model.eval(), rows, device)
+    head, hidden, labels = inputs_of(model.eval(), rows, device)
     model.train(training)
-    return linear_logps(hidden, model.get_output_embeddings().weight, labels, shift=True).sum(-1)
+    return linear_logps(hidden, head, labels).sum(-1)
 
 
 def main():
@@ -83,7 +83,7 @@ def main():
     held_out, marks = rows[-16:], torch.tensor(good[-16:], device=device)
     before = logps(model, held_out, device)
 
-    loss_function = LigerFusedLinearKTOLoss(beta=args.beta, use_ref_model=True, shift=True)
+    loss_function = LigerFusedLinearKTOLoss(beta=args.beta, use_ref_model=True)
     optimizer = torch.optim.AdamW(model.parameters(), lr=args.learning_rate)
     # The reference is the initial model; its log-probability of each completion is computed once.
     chunks = [slice(i, i + args.batch_size) for i in range(0, needed, args.batch_size)]
@@ -97,11 +97,10 @@ def main():
     kl_reference = [logps(model, batch, device) for batch in shifted]
 
     for step, chunk in enumerate(chunks):
-        weight = model.get_output_embeddings().weight
         kl = (logps(model, shifted[step], device) - kl_reference[step]).mean().clamp(min=0)
-        hidden, labels = hidden_states(model, rows[chunk], device)
+        head, hidden, labels = inputs_of(model, rows[chunk], device)
         loss, _ = loss_function(
-            weight,
+            head,
             Completions(hidden, labels, ref_logps=reference[step]),
             preference_labels=torch.tensor(good[chunk], device=device),
             kl=kl,

@@ -20,7 +20,7 @@ import pathlib
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from liger_losses import DistillationLoss, Divergence, LigerFusedLinearCrossEntropyLoss, Teacher
+from liger_losses import DistillationLoss, Divergence, LigerFusedLinearCrossEntropyLoss, Teacher, loss_inputs
 
 HERE = pathlib.Path(__file__).parent
 DIVERGENCES = {
@@ -55,8 +55,10 @@ def model_of(layers, size, seed):
     return LlamaForCausalLM(config)
 
 
-def hidden_states(model, ids):
-    return model.base_model(input_ids=ids, use_cache=False).last_hidden_state
+def teacher_of(model, ids):
+    """Hidden states ``[B, T, Ht]`` and head, which are all that a loss needs of the teacher."""
+    head, hidden, _ = loss_inputs(model, input_ids=ids, use_cache=False)
+    return Teacher(hidden, head)
 
 
 def batch_of(texts, count, length, generator):
@@ -72,7 +74,7 @@ def pretrain(model, texts, steps, args, generator):
         for group in optimizer.param_groups:
             group["lr"] = 2e-3 * min(1.0, (step + 1) / 20) * (1 - step / steps)
         ids = batch_of(texts, args.batch_size, args.length, generator)
-        loss = loss_function(model.lm_head.weight, hidden_states(model, ids[:, :-1]), ids[:, 1:])
+        loss = loss_function(*loss_inputs(model, input_ids=ids, use_cache=False))
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
@@ -82,15 +84,15 @@ def pretrain(model, texts, steps, args, generator):
 @torch.no_grad()
 def perplexity(model, ids):
     loss_function = LigerFusedLinearCrossEntropyLoss()
-    return loss_function(model.lm_head.weight, hidden_states(model, ids[:, :-1]), ids[:, 1:]).exp().item()
+    return loss_function(*loss_inputs(model, input_ids=ids, use_cache=False)).exp().item()
 
 
 @torch.no_grad()
 def divergence_on(student, teacher, ids, divergence):
     """The mean divergence on given texts."""
     loss_function = DistillationLoss(divergence, weight_hard_loss=0.0, weight_soft_loss=1.0)
-    taught = Teacher(hidden_states(teacher, ids[:, :-1]), teacher.lm_head)
-    return loss_function(student.lm_head.weight, hidden_states(student, ids[:, :-1]), ids[:, 1:], taught)[0].item()
+    student_inputs = loss_inputs(student, input_ids=ids, use_cache=False)
+    return loss_function(*student_inputs, teacher_of(teacher, ids))[0].item()
 
 
 def draw(curve, path):
@@ -146,11 +148,10 @@ def main():
         with torch.no_grad():
             # The student writes; ids[:, prompt:] are the tokens that it sampled.
             ids = student.generate(prompts, do_sample=True, max_new_tokens=args.length - prompt, eos_token_id=None)
-            # The teacher reads. Its hidden states [B, T, Ht] and its head are all that the loss needs.
-            taught = Teacher(hidden_states(teacher, ids[:, :-1]), teacher.lm_head)
-        labels = ids[:, 1:].clone()
-        labels[:, : prompt - 1] = -100  # no loss on prompts
-        loss, _ = loss_function(student.lm_head.weight, hidden_states(student, ids[:, :-1]), labels, taught)
+            taught = teacher_of(teacher, ids)  # the teacher reads
+        labels = ids.clone()
+        labels[:, :prompt] = -100  # no loss on prompts
+        loss, _ = loss_function(*loss_inputs(student, input_ids=ids, labels=labels, use_cache=False), taught)
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()

@@ -3,6 +3,7 @@
 import copy
 import functools
 
+import pytest
 import torch
 
 SIZES = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1}
@@ -24,3 +25,10 @@ def small(family="Llama", **options):
 def _made(config, model, *options):
     """The model, and the random state after it: making one takes three times as long as copying it."""
     return model(config(**SIZES | dict(options))), torch.get_rng_state()
+
+
+def with_lora(make):
+    """The function that makes a model, with LoRA on the model's head and queries too."""
+    peft = pytest.importorskip("peft", reason="PEFT is not installed")
+    options = {"r": 2, "target_modules": ["q_proj", "lm_head"], "init_lora_weights": False}
+    return lambda *given, **named: peft.get_peft_model(make(*given, **named), peft.LoraConfig(**options))

@@ -218,6 +218,10 @@ WRONG = {
         lambda h, w, y: linear_statistics(h, w, y, ("logit",)),
         "unknown differentiable statistic 'logit'.*logp, entropy",
     ),
+    "a statistic that is no metric": (
+        lambda h, w, y: linear_statistics(h, w, y, metrics="selected_logps"),
+        "unknown statistic 'selected_logps'; use statistics='selected_logps' of .*, with selected=",
+    ),
     "a metric": (lambda h, w, y: linear_statistics(h, w, y, ("argmax",)), "unknown differentiable statistic 'argmax'"),
     "a loss type": (lambda h, w, y: DPO(loss_type="dpo"), "unknown loss_type 'dpo'.*sigmoid.*apo_zero"),
     "a loss type of CPO": (lambda h, w, y: CPO(loss_type="orpo"), "loss_type 'orpo'.*simpo"),

@@ -269,7 +269,7 @@ def _divergence_triton(
         parts = min(processors(value.device) * _PROGRAMS // rows, triton.cdiv(columns, block))
     vectors = value, labels, *c, student.lse, teacher.lse, parameter, *squares, None if sums is None else sums.h
     launch["kind"] = (
-        (value.device, divergence, columns, kinds(student.projected, teacher.projected, out)),
+        (value.device, divergence, form and form.torch, columns, kinds(student.projected, teacher.projected, out)),
         (student.epilogue.kind, teacher.epilogue.kind, *[None if v is None else v.dtype for v in vectors]),
     )
     if parts < 2:

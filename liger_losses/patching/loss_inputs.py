@@ -67,9 +67,11 @@ def loss_inputs(
         The :class:`Head`, hidden states ``[B, T, H]`` and labels ``[B, T]``.
 
     Raises:
-        TypeError: a model whose last layer or logit transform a head cannot express.
-        ValueError: an encoder-decoder; labels, not given as ``shift_labels``, of a model whose loss does not shift
-            them, such as a masked language model; labels that are missing or do not fit the hidden states.
+        TypeError: a model whose last layer or logit transform a head cannot express; ``num_items_in_batch``, which is
+            an argument of the loss.
+        ValueError: an encoder-decoder; a model that returns a tuple (``return_dict=False``); labels, not given as
+            ``shift_labels``, of a model whose loss does not shift them, such as a masked language model; labels that
+            are missing or do not fit the hidden states.
 
     The first forward of each class is given labels that show whether it shifts them.
     """
@@ -77,7 +79,18 @@ def loss_inputs(
         raise TypeError("pass the batch by keyword: loss_inputs(model, input_ids=..., attention_mask=...).")
     name, inner = type(model).__name__, owner_of_head(model) or model
     _check_names(inner, batch)
-    if getattr(getattr(inner, "config", None), "is_encoder_decoder", False):
+    if batch.get("num_items_in_batch") is not None:
+        raise TypeError(
+            "loss_inputs computes no loss, of which num_items_in_batch is the divisor: take it out of the batch, and "
+            "pass it to the loss, as in LigerFusedLinearCrossEntropyLoss()(*inputs, num_items_in_batch=...)."
+        )
+    config = getattr(inner, "config", None)
+    if batch.get("return_dict") is False or getattr(config, "return_dict", True) is False:
+        raise ValueError(
+            f"{name} returns a tuple, in which logits have no name: leave out return_dict=False, and set "
+            "model.config.return_dict = True."
+        )
+    if getattr(config, "is_encoder_decoder", False):
         raise ValueError(f"{name} is an encoder-decoder, whose labels are not shifted; give a causal language model.")
     given = labels if shift_labels is None else shift_labels
     targets = batch.get("input_ids") if given is None else given

@@ -14,9 +14,12 @@ import re
 import shutil
 import subprocess
 import sys
+import types
 
 import pytest
 import torch
+
+from tests.models import with_lora
 
 ROOT = pathlib.Path(__file__).parents[2]
 PAGES = sorted((ROOT / "docs").glob("*.md"))
@@ -108,6 +111,35 @@ def test_a_pages_code_runs(path, tmp_path, monkeypatch):
         module = run(code, path, tmp_path, monkeypatch)
         torch.compiler.reset()  # compiled code removes its own names from the module, which must still be there
         vars(module).clear()  # what a page registers would keep its patched models for other tests
+
+
+@pytest.mark.parametrize("name", ["quick_start", "distillation"])
+def test_a_pages_code_runs_on_a_model_with_lora(name, tmp_path, monkeypatch):
+    """What takes a model's head and hidden states: the code before that of trainers."""
+    transformers = pytest.importorskip("transformers", reason="transformers is not installed")
+    monkeypatch.setattr(
+        transformers.AutoModelForCausalLM, "from_config", with_lora(transformers.AutoModelForCausalLM.from_config)
+    )
+    path = ROOT / "docs" / f"{name}.md"
+    run(modules_of(blocks_of(path))[0], path, tmp_path, monkeypatch)
+
+
+def test_the_forward_for_prime_rl(tmp_path, monkeypatch):
+    package, names = "prime_rl.trainer.models.layers.lm_head", []
+    for name in package.split("."):
+        names.append(name)
+        monkeypatch.setitem(sys.modules, ".".join(names), types.ModuleType(".".join(names)))
+    sys.modules[package].FusedOutputLinear = type("FusedOutputLinear", (torch.nn.Linear,), {})
+    (block,) = [b for b in blocks_of(ROOT / "docs" / "integrations.md") if any(package in line for line in b.lines)]
+    run(block.code(), ROOT / "docs" / "integrations.md", tmp_path, monkeypatch)
+    layer, hidden, labels = (
+        sys.modules[package].FusedOutputLinear(8, 13),
+        torch.randn(2, 5, 8),
+        torch.randint(13, (2, 5)),
+    )
+    found, log_p = layer(hidden, labels, 2.0), (hidden @ layer.weight.t() / 2).log_softmax(-1)
+    torch.testing.assert_close(found["logprobs"], log_p.gather(-1, labels[..., None])[..., 0])
+    torch.testing.assert_close(found["entropy"], -(log_p.exp() * log_p).sum(-1))
 
 
 @pytest.mark.parametrize("block", blocks_of(ROOT / "README.md"), ids=lambda block: f"line {block.start}")

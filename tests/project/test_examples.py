@@ -13,9 +13,10 @@ import types
 
 import pytest
 import torch
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from liger_losses.trl import disable
-from tests.models import small
+from tests.models import small, with_lora
 from tests.processes import BACKENDS, start
 
 ROOT = pathlib.Path(__file__).parents[2]
@@ -237,6 +238,44 @@ def test_the_examples_run(dpo, saved_model, run_here, name, arguments, expected)
     assert "step   1" in printed
     assert expected in printed
     assert "nan" not in printed
+
+
+@pytest.fixture
+def with_adapters(monkeypatch):
+    """Models with LoRA on their heads too; every parameter that is trained must get a gradient."""
+    transformers = pytest.importorskip("transformers", reason="transformers is not installed")
+    auto = transformers.AutoModelForCausalLM
+    monkeypatch.setattr(auto, "from_pretrained", with_lora(auto.from_pretrained))
+    monkeypatch.setattr(transformers, "LlamaForCausalLM", with_lora(transformers.LlamaForCausalLM))
+    steps = []
+
+    def check(optimizer, *_):
+        trained = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
+        steps.append(len(trained) > 0 and all(p.grad is not None for p in trained))
+
+    hook = register_optimizer_step_pre_hook(check)
+    yield steps
+    hook.remove()
+
+
+@pytest.mark.parametrize(
+    ("name", "arguments"),
+    [
+        ("kto", ["--steps", "2", "--batch-size", "4"]),
+        ("distill", ["--steps", "2", "--batch-size", "4", "--layers", "2"]),
+        ("grpo", ["--steps", "1", "--group", "2", "--new-tokens", "4"]),
+        ("on_policy_distillation", ["--steps", "1", "--pretraining", "3", "--length", "12", "--batch-size", "4"]),
+    ],
+)
+def test_the_examples_train_adapters(dpo, saved_model, run_here, with_adapters, name, arguments):
+    if name != "on_policy_distillation":
+        arguments = [*arguments, "--model", saved_model / "model"]
+    if name in ("kto", "distill"):
+        arguments += ["--dataset", saved_model / "pairs.jsonl"]
+    code, _ = run_here(name, *arguments, "--output", saved_model / "out")
+    assert not code
+    assert with_adapters
+    assert all(with_adapters)
 
 
 @pytest.mark.slow

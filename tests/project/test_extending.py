@@ -1,6 +1,7 @@
 """docs/extending.md holds: a pair loss is one class of under 10 lines; a divergence is two functions and a row; what is
 registered is checked."""
 
+import functools
 import inspect
 
 import pytest
@@ -17,9 +18,12 @@ from liger_losses import (
     PreferenceLoss,
     Teacher,
     functional,
+    linear_statistics,
     register_divergence,
     register_objective,
+    register_statistic,
 )
+from liger_losses.chunked.engine import query
 from liger_losses.chunked.losses import policy_tables
 from liger_losses.kernels import BACKENDS, divergence_forms
 from liger_losses.kernels._triton import jit, tl
@@ -217,7 +221,7 @@ def test_a_new_divergence_takes_two_functions_and_a_row(backend, dtype):
 @pytest.fixture
 def registered():
     """What is registered is forgotten."""
-    tables = policy_tables.LOSS_TYPES, policy_tables.OBJECTIVES, divergence_forms.FORMS
+    tables = policy_tables.LOSS_TYPES, policy_tables.OBJECTIVES, divergence_forms.FORMS, query.REGISTERED
     before = [dict(table) for table in tables]
     yield
     for table, rows in zip(tables, before, strict=True):
@@ -304,6 +308,8 @@ def test_a_registered_divergence_takes_one_function(backend):
         (lambda p, q: p.exp() * q, {}, "0 where p = q"),
         (lambda p, q: (p.exp() / q.exp() - 1) ** 2, {}, "is not finite"),
         (lambda p: p, {}, "must take log_p, log_q"),
+        (lambda p, q, **scales: (p - q) ** 2, {}, "must take log_p, log_q"),
+        (lambda p, q, a=None: (p - q) ** 2, {}, "must be finite numbers, got None"),
     ],
 )
 def test_divergences_that_cannot_be_right_are_refused(terms, options, message):
@@ -312,3 +318,66 @@ def test_divergences_that_cannot_be_right_are_refused(terms, options, message):
     assert "mine" not in divergence_forms.FORMS
     with pytest.raises(ValueError, match="already"):
         register_divergence("forward_kl", jeffreys)
+
+
+def scaled(log_p, log_q, scale=0.5, *, shift):
+    return scale * (log_p.exp() - log_q.exp()).square() + shift * 0
+
+
+@pytest.mark.usefixtures("registered")
+def test_a_registered_divergence_has_the_parameters_of_its_function():
+    log_p, log_q = torch.randn(2, 3, 7).log_softmax(-1).unbind()
+    made, one = register_divergence("scaled", scaled), scaled(log_p, log_q, 1.0, shift=0.0).sum(-1)
+    assert str(inspect.signature(made)) == "(scale=0.5, *, shift)"
+    for given, value in ((made(shift=1.0), 0.5), (made(2.0, shift=1.0), 2.0), (made(shift=1.0, scale=3), 3.0)):
+        torch.testing.assert_close(functional.divergence(log_p, log_q, given), value * one)
+    for values, named in (((), {}), ((1.0, 2.0), {"shift": 1.0}), ((), {"shift": 1.0, "scales": 2.0})):
+        with pytest.raises(TypeError, match=r"'scaled' takes \(scale=0.5, \*, shift\): "):
+            made(*values, **named)
+    bound = register_divergence("bound", functools.partial(scaled, shift=0.0))
+    torch.testing.assert_close(functional.divergence(log_p, log_q, bound(2.0)), 2 * one)
+
+
+def defined(code, factor):
+    """The function of a notebook's cell."""
+    cell = {"__name__": "__main__"}
+    exec(code.format(factor), cell)
+    return cell["f"]
+
+
+LOG_P = torch.linspace(-1, 1, 24).view(4, 6).log_softmax(-1)
+LOG_Q = (LOG_P + 1e-3 * LOG_P.flip(1)).log_softmax(-1)  # close to the student: a power series
+
+
+@pytest.mark.usefixtures("registered")
+@pytest.mark.parametrize(
+    ("register", "code", "value"),
+    [
+        (
+            functools.partial(register_divergence, smooth=True),
+            "def f(p, q): return {0} * q.exp() * (p - q) ** 2, {0} * 2 * q.exp() * (p - q)",
+            lambda: functional.divergence(LOG_P, LOG_Q, Divergence("again")),
+        ),
+        (
+            register_objective,
+            "def f(log_ratio, logps, advantages, options): return {0} * advantages * logps",
+            lambda: functional.grpo_loss(LOG_P, torch.ones(4), torch.ones(4, 6), loss_type="again", beta=0.0),
+        ),
+        (
+            register_statistic,
+            "def f(log_p): return {0} * log_p.exp() * log_p",
+            lambda: linear_statistics(LOG_P, torch.eye(6), torch.zeros(4).long(), "again").registered,
+        ),
+    ],
+    ids=["divergence", "objective", "statistic"],
+)
+def test_a_cell_that_runs_again_replaces_what_it_registered(register, code, value):
+    register("again", defined(code, 1.0))
+    first = value()
+    register("again", functools.partial(defined(code, 3.0)))
+    torch.testing.assert_close(value(), 3 * first)
+    with pytest.raises(ValueError, match="not finite"):
+        register("again", defined(code, "1e400"))
+    with pytest.raises(ValueError, match=r"'again' already.*of the same module and qualified name"):
+        register("again", lambda *given: None)
+    torch.testing.assert_close(value(), 3 * first)

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import difflib
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import fields
+from functools import partial
 from numbers import Integral, Real
 from types import MappingProxyType
 from typing import Any, TypeAlias, TypeGuard
@@ -84,6 +85,27 @@ def check_names(
             close = meant(name, known) if isinstance(name, str) and name not in elsewhere else ""
             hint = f"; use {elsewhere[name]}" if isinstance(name, str) and name in elsewhere else ""
             raise ValueError(f"unknown {what} {name!r}{close}{hint}; it must be one of {', '.join(known)}.")
+
+
+def check_new(what: str, name: str, taken: Container[str], function: Any, earlier: Any = None) -> None:
+    """Raise ValueError for a name that is taken, unless a function of ``function``'s module and qualified name took it.
+
+    A cell of a notebook that runs again defines its function again.
+    """
+    if name in taken and (earlier is None or _definition(function) != _definition(earlier)):
+        raise ValueError(
+            f"there is a {what} {name!r} already; take another name. Only the function that was registered replaces "
+            "it: one of the same module and qualified name."
+        )
+
+
+def _definition(function: Any) -> tuple[str, str]:
+    """Where a function is defined: its module and qualified name. A partial's are those of its function."""
+    while isinstance(function, partial) or hasattr(function, "__wrapped__"):
+        function = function.func if isinstance(function, partial) else function.__wrapped__
+    if not hasattr(function, "__qualname__"):  # a callable object
+        function = type(function)
+    return function.__module__, function.__qualname__
 
 
 def check_tensor(name: str, value: Any, *, allow_dtensor: bool = False) -> None:

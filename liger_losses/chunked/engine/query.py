@@ -12,7 +12,7 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
-from liger_losses.chunked.engine.checks import check_like_labels, check_names, check_vector
+from liger_losses.chunked.engine.checks import check_like_labels, check_names, check_new, check_vector
 from liger_losses.chunked.engine.head import Head
 from liger_losses.chunked.engine.ranks import Ranks
 from liger_losses.chunked.engine.teachers import Teacher, TeacherLogits, check_comparison
@@ -50,6 +50,17 @@ class Statistics(NamedTuple):
     registered: Any = None
 
 
+#: Statistics that not every place takes: how to ask for them.
+_HOW_TO_ASK = {
+    "argmax": "metrics='argmax', which has no gradient",
+    "selected_logps": "statistics='selected_logps' of linear_statistics or linear_token_loss, with selected=",
+    "columns": "metrics='columns' of linear_statistics or linear_token_loss, with selected=Largest(k)",
+    "rest": "metrics='rest' of linear_statistics or linear_token_loss, with selected=",
+    "divergence": "linear_divergence",
+    "registered": "the registered names in statistics=",
+}
+
+
 class DeclaredStatistics:
     """The :class:`Statistics` that a custom loss reads: reading an undeclared one is an AttributeError.
 
@@ -72,13 +83,13 @@ class DeclaredStatistics:
                 setattr(self, name, value)
 
     def __getattr__(self, name: str) -> Any:
-        if name not in Statistics._fields:
+        if name not in Statistics._fields and name not in REGISTERED:
             raise AttributeError(f"there is no statistic {name!r}; it must be one of {', '.join(Statistics._fields)}.")
+        how = _HOW_TO_ASK.get(name, f"statistics={name!r}" if name in REGISTERED else None)
         known = ", ".join([field for field in Statistics._fields if field in self.__dict__])
         declared = f"only {known}" if known else "none"
-        raise AttributeError(
-            f"{self._reader} reads statistics.{name}, but declares {declared}. Add {name!r} to {self._place}."
-        )
+        advice = f"Add {name!r} to {self._place}" if how is None else f"Use {how}"
+        raise AttributeError(f"{self._reader} reads statistics.{name}, but declares {declared}. {advice}.")
 
 
 @dataclass(frozen=True)
@@ -288,8 +299,8 @@ def check_query(query: Query, head: Head, shapes: Sequence[torch.Size]) -> int:
     divided = head.transform if query.comparison is None else query.comparison
     if isinstance(divided.temperature, Tensor):
         check_temperature(divided.temperature, head.weight.device, shapes)
-    check_names(query.statistics, names, "differentiable statistic")
-    check_names(query.metrics, ("entropy",) if query.comparison is not None else metrics, "statistic")
+    check_names(query.statistics, names, "differentiable statistic", _HOW_TO_ASK)
+    check_names(query.metrics, ("entropy",) if query.comparison is not None else metrics, "statistic", _HOW_TO_ASK)
     like = shapes[0] if len(shapes) == 1 else torch.Size([sum([math.prod(shape) for shape in shapes])])
     if query.selected is not None:
         check_like_labels("selected", query.selected, like, head.weight)
@@ -316,7 +327,7 @@ def register_statistic(name: str, term: Callable[[Tensor], Tensor]) -> None:
     PyTorch computes it from blocks of fp32 logits, on every device.
 
     Args:
-        name: a name that no other statistic has.
+        name: a name that no other statistic has. A function of the same module and qualified name replaces the term.
         term: ``log_p [R, V] -> [R, V]``, elementwise and differentiable; ``log_p`` is at least -10,000.
 
     Raises:
@@ -325,8 +336,8 @@ def register_statistic(name: str, term: Callable[[Tensor], Tensor]) -> None:
     """
     if not isinstance(name, str) or not name.isidentifier():
         raise TypeError(f"the name of a new statistic must be an identifier, got {name!r}.")
-    if name in REGISTERED or name in (*STATISTICS, "selected_logps", "divergence", "columns", "rest", "registered"):
-        raise ValueError(f"there is a statistic {name!r} already; take another name.")
+    taken = {*REGISTERED, *STATISTICS, "selected_logps", "divergence", "columns", "rest", "registered"}
+    check_new("statistic", name, taken, term, REGISTERED.get(name))
     g = torch.Generator().manual_seed(0)
     log_p = torch.randn(3, 7, generator=g, dtype=torch.float64).log_softmax(-1)
     log_p[0, 0] = -1e4

@@ -189,17 +189,23 @@ def _write(path: Path, values: dict[str, Any]) -> None:
 
 def _read(path: Path, what: str, needed: str) -> dict[str, Any]:
     """Memory-mapped: pages are read where they are used, and shared with other processes."""
-    try:
-        found = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
-        found[needed]
-    except FileNotFoundError:
-        raise
-    except Exception as error:  # torch raises many kinds
+    while True:
+        # torch.load opens the path twice, for the description and for the numbers: a file that was put in its place
+        # between the two would mix them. A file that is open keeps its inode number.
+        with path.open("rb") as opened:
+            try:
+                found, error = torch.load(path, map_location="cpu", mmap=True, weights_only=True), None
+                found[needed]
+            except Exception as raised:  # torch raises many kinds
+                found, error = {}, raised
+            if not os.path.samestat(os.fstat(opened.fileno()), path.stat()):
+                continue
+        if error is None:
+            return found
         raise RuntimeError(
             f"{what} in {path} cannot be read: the file was cut off, or was not written by a TeacherWriter "
             f"({type(error).__name__}: {error}); write it again."
         ) from error
-    return found
 
 
 def _wait(path: Path, timeout: float) -> Path:

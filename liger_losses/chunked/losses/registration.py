@@ -6,18 +6,21 @@ gradient that is not finite, and for a derivative that disagrees with autograd.
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Container, Iterator, Mapping
 from types import MappingProxyType
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from liger_losses.chunked.engine.checks import check_names
+from liger_losses.chunked.engine.checks import check_names, check_new
 from liger_losses.chunked.losses import policy_estimates, policy_objectives, policy_tables
 from liger_losses.chunked.losses.policy_tables import LossType, Objective, PolicyOptions
 from liger_losses.kernels.divergence_forms import FORMS, Divergence, Form, finite_logs
+from liger_losses.kernels.divergence_terms import series_argument, series_of
 from liger_losses.kernels.divergence_terms import terms as series_terms
 
 #: Sizes of the random batch: completions, and tokens of the longest.
@@ -38,7 +41,7 @@ def register_objective(
     """Make ``loss_type=name`` a policy loss: ``sum_t weight_t (-value_t + beta kl_t)``.
 
     Args:
-        name: a name that no other loss type has.
+        name: a name that no other loss type has. A function of the same module and qualified name replaces the row.
         value: the objective, which is maximized: ``(log_ratio, logps, advantages, options) -> [...]``, elementwise over
             any number of tokens. It gets the log-ratios to the old policy, log-probabilities, advantages, and the
             loss's :class:`PolicyOptions`. Autograd differentiates it; detach all constants.
@@ -56,18 +59,15 @@ def register_objective(
         TypeError, ValueError: a name that is taken or unknown; a value of the wrong shape, that is not finite, without
             a gradient, or that depends on other tokens without ``coupled``.
     """
-    _check_new("objective", name, policy_tables.LOSS_TYPES)
+    earlier = policy_tables.OBJECTIVES.get(name) if name in policy_tables.LOSS_TYPES else None
+    _check_new("objective", name, policy_tables.LOSS_TYPES, value, earlier and earlier.value)
     check_names([normalizer], policy_estimates.NORMALIZERS, "normalizer")
     check_names([level], policy_tables.RATIOS, "level")
     check_names([mask], policy_tables.MASKS, "mask")
     objective = Objective(value, cut, coupled, whole=coupled)
     row = LossType(name, normalizer, level != "token", level, mask, MappingProxyType({**defaults}))
-    policy_tables.OBJECTIVES[name], policy_tables.LOSS_TYPES[name] = objective, row
-    try:
+    with _on_trial(name, (policy_tables.OBJECTIVES, objective), (policy_tables.LOSS_TYPES, row)):
         _check_objective(name, coupled or level != "token")
-    except BaseException:
-        del policy_tables.OBJECTIVES[name], policy_tables.LOSS_TYPES[name]
-        raise
 
 
 def _check_objective(name: str, coupled: bool) -> None:
@@ -115,9 +115,9 @@ def register_divergence(
     """Make ``sum_v f(log p_v, log q_v)`` of the student's p and the teacher's q a divergence.
 
     Args:
-        name: a name that no other divergence has.
+        name: a name that no other divergence has. A function of the same module and qualified name replaces the row.
         terms: ``(log_p, log_q) -> f`` or ``-> (f, h)``, elementwise, in torch. If ``h = df / d log p`` is not returned,
-            autograd computes it. With one to three more parameters (a, b, c), these are parameters of the divergence.
+            autograd computes it. Up to three more parameters are numbers, the parameters of the divergence.
         triton: the same in Triton, a ``@jit`` function ``(log_p, log_q, a, b, c) -> (f, h)``. Without it, torch
             computes the terms on every device; the matrix products are as fast.
         balanced: say that ``sum_v h`` is 0 for all p and q, as for the forward KL. Gradients then take one pass less.
@@ -128,7 +128,7 @@ def register_divergence(
             ``log p - log q``.
 
     Returns:
-        A function of a, b and c (0 by default) that makes the :class:`Divergence`, for
+        A function that makes the :class:`Divergence` of parameters, with their names and defaults in ``terms``, for
         :class:`liger_losses.DistillationLoss`, :func:`liger_losses.linear_divergence` and
         :func:`liger_losses.functional.divergence`.
 
@@ -137,37 +137,50 @@ def register_divergence(
             of 0 too, which are logarithms of -10,000); an h that is not the derivative of f; another sum of h than 0
             with ``balanced``; a divergence that is not 0 at p = q, or negative.
     """
-    _check_new("divergence", name, {**FORMS, "cosine": None})
-    count = len(inspect.signature(terms).parameters)
-    if not 2 <= count <= 5:
-        raise TypeError(f"terms must take log_p, log_q and up to three parameters, got {count} arguments.")
+    earlier = FORMS.get(name)
+    _check_new("divergence", name, {**FORMS, "cosine": None}, terms, earlier and earlier.torch)
+    of_terms = inspect.signature(terms)
+    parameters = list(of_terms.parameters.values())
+    variadic = any(parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD) for parameter in parameters)
+    if variadic or not 2 <= len(parameters) <= 5:
+        raise TypeError(f"terms must take log_p, log_q and up to three parameters, got {of_terms}.")
+    signature = inspect.Signature(parameters[2:])
+    names = [parameter.name for parameter in parameters[2:] if parameter.kind is parameter.KEYWORD_ONLY]
+    total, count = len(parameters) - 2, len(parameters) - 2 - len(names)
 
+    @functools.wraps(terms)
     def with_parameters(log_p: Tensor, log_q: Tensor, a: float, b: float, c: float) -> tuple[Tensor, Tensor]:
-        parameters = (a, b, c)[: count - 2]
-        found = terms(log_p, log_q, *parameters)
+        by_position, by_name = (a, b, c)[:count], dict(zip(names, (a, b, c)[count:total], strict=True))
+        found = terms(log_p, log_q, *by_position, **by_name)
         if isinstance(found, tuple):
             return found
         with torch.enable_grad():
             leaf = log_p.detach().requires_grad_()
-            (h,) = torch.autograd.grad(terms(leaf, log_q, *parameters).sum(), leaf)
+            (h,) = torch.autograd.grad(terms(leaf, log_q, *by_position, **by_name).sum(), leaf)
         return found, h
 
-    FORMS[name] = Form(with_parameters, triton, balanced, power, smooth)
-
-    def make(a: float = 0.0, b: float = 0.0, c: float = 0.0) -> Divergence:
+    def make(*values: float, **named: float) -> Divergence:
         """The divergence of these parameters."""
-        return Divergence(name, a, b, c)
+        try:
+            bound = signature.bind(*values, **named)
+        except TypeError as error:
+            raise TypeError(f"the divergence {name!r} takes {signature}: {error}.") from None
+        bound.apply_defaults()
+        return Divergence(name, *bound.arguments.values())
 
-    try:
-        parameters = (0.3, 0.4, 0.5)[: count - 2]
-        _check_divergence(make(*parameters), terms, parameters)
-    except BaseException:
-        del FORMS[name]
-        raise
+    make.__signature__ = signature  # type: ignore[attr-defined]
+    values = [
+        value if parameter.default is parameter.empty else parameter.default
+        for parameter, value in zip(parameters[2:], (0.3, 0.4, 0.5), strict=False)
+    ]
+    with _on_trial(name, (FORMS, Form(with_parameters, triton, balanced, power, smooth))):
+        series_of.cache_clear()  # of the form that this one replaces
+        series_argument.cache_clear()
+        _check_divergence(Divergence(name, *values))
     return make
 
 
-def _check_divergence(which: Divergence, terms: Callable[..., Any], parameters: tuple[float, ...]) -> None:
+def _check_divergence(which: Divergence) -> None:
     g = torch.Generator().manual_seed(0)
     log_p, log_q = (torch.randn(3, _V, generator=g, dtype=torch.float64).log_softmax(-1) for _ in range(2))
     form, said = FORMS[which.form], f"the divergence {which.form!r}"
@@ -177,8 +190,7 @@ def _check_divergence(which: Divergence, terms: Callable[..., Any], parameters: 
             raise ValueError(f"{said} must return a term for each entry, of shape {tuple(p.shape)}.")
         _check_finite(said, f, h)
         leaf = p.clone().requires_grad_()
-        found = terms(leaf, q, *parameters)
-        value = found[0] if isinstance(found, tuple) else found
+        value, _ = form.torch(leaf, q, which.a, which.b, which.c)
         (derivative,) = torch.autograd.grad(value.sum(), leaf)
         if not torch.allclose(h, derivative, rtol=1e-6, atol=1e-9):
             worst = float((h - derivative).abs().max())
@@ -196,11 +208,27 @@ def _check_divergence(which: Divergence, terms: Callable[..., Any], parameters: 
     series_terms(which, log_p, log_q)  # finds the power series
 
 
-def _check_new(what: str, name: Any, known: Mapping[str, Any]) -> None:
+def _check_new(what: str, name: Any, taken: Container[str], function: Any, earlier: Any) -> None:
     if not isinstance(name, str) or not name:
         raise TypeError(f"the name of a new {what} must be a text, got {name!r}.")
-    if name in known:
-        raise ValueError(f"there is a {what} {name!r} already; take another name.")
+    check_new(what, name, taken, function, earlier)
+
+
+@contextlib.contextmanager
+def _on_trial(name: str, *rows: tuple[dict[str, Any], Any]) -> Iterator[None]:
+    """Rows of tables, which are again as before if what runs here raises."""
+    before = [(table, table.get(name)) for table, _ in rows]
+    for table, row in rows:
+        table[name] = row
+    try:
+        yield
+    except BaseException:
+        for table, row in before:
+            if row is None:
+                del table[name]
+            else:
+                table[name] = row
+        raise
 
 
 def _check_finite(what: str, *values: Tensor) -> None:

@@ -167,6 +167,14 @@ WRONG_LOSSES = {
         lambda head, hidden, labels: linear_token_loss(hidden.detach(), head.weight.detach(), labels, _with_entropy),
         r"token_loss \(_with_entropy\) reads statistics.entropy",
     ),
+    "token_loss, of columns": (
+        lambda head, hidden, labels: linear_token_loss(hidden, head, labels, lambda s, y: s.selected_logps.sum(-1)),
+        r"declares only logp. Use statistics='selected_logps' of .* with selected=\.$",
+    ),
+    "token_loss, of indices": (
+        lambda head, hidden, labels: linear_token_loss(hidden, head, labels, lambda s, y: s.argmax.float()),
+        "declares only logp. Use metrics='argmax', which has no gradient",
+    ),
     "no such statistic": (
         lambda head, hidden, labels: linear_token_loss(hidden, head, labels, lambda s, y: s.entropi),
         "there is no statistic 'entropi'; it must be one of logp, entropy",

@@ -91,6 +91,25 @@ def test_two_writers_of_one_folder_do_not_mix(tmp_path, monkeypatch):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["batch-0.pt", "head.pt"]
 
 
+@pytest.mark.parametrize("shape", [(T, WIDE), (5, 4, WIDE)])
+def test_a_batch_that_is_replaced_while_it_is_read_is_read_whole(shape, tmp_path, monkeypatch):
+    """Between the description, which torch.load reads first, and the numbers, which it maps then."""
+    *_, states, head = models()
+    writer, later, mapped = TeacherWriter(tmp_path, head, dtype=torch.float32), [states * 2], []
+    writer.write(0, states)
+    files, from_file = TeacherFiles(tmp_path), torch.UntypedStorage.from_file
+
+    def replace_and_map(*arguments):
+        mapped.append(arguments)
+        if later:
+            writer.write(0, later.pop().view(shape))
+        return from_file(*arguments)
+
+    monkeypatch.setattr(torch.UntypedStorage, "from_file", replace_and_map)
+    assert torch.equal(files.teacher(0).hidden_states, (states * 2).view(shape))
+    assert len(mapped) == 2
+
+
 def test_nothing_is_left_of_what_could_not_be_written(tmp_path, monkeypatch):
     *_, states, head = models()
     writer = TeacherWriter(tmp_path, head)

@@ -40,11 +40,13 @@ _MODULES = {
     "patching.loss_inputs": "LossInputs loss_inputs",
     "patching.patch": "AutoLigerModelForCausalLM patch unpatch",
     "patching.report": "PatchReport",
+    "prompts.attention": "CannotShareError",
+    "prompts.packing": "PackedCompletions pack_completions pack_sequences",
     "sequences": "split_by_coefficient",
 }
 
 _WHERE = {name: module for module, names in _MODULES.items() for name in names.split()}
-_SUBMODULES = ("functional", "modules", "trl", "chunked", "kernels", "patching")
+_SUBMODULES = ("functional", "modules", "trl", "chunked", "kernels", "patching", "prompts")
 
 __all__ = sorted([*_WHERE, "functional"])
 

@@ -64,6 +64,10 @@ from liger_losses.patching.patch import AutoLigerModelForCausalLM as AutoLigerMo
 from liger_losses.patching.patch import patch as patch
 from liger_losses.patching.patch import unpatch as unpatch
 from liger_losses.patching.report import PatchReport as PatchReport
+from liger_losses.prompts.attention import CannotShareError as CannotShareError
+from liger_losses.prompts.packing import PackedCompletions as PackedCompletions
+from liger_losses.prompts.packing import pack_completions as pack_completions
+from liger_losses.prompts.packing import pack_sequences as pack_sequences
 from liger_losses.sequences import split_by_coefficient as split_by_coefficient
 
 R = TypeVar("R", default=Tensor)
@@ -71,6 +75,7 @@ __version__: str
 __all__ = [
     "AdaptiveEntropy",
     "AutoLigerModelForCausalLM",
+    "CannotShareError",
     "ChunkedLoss",
     "Completions",
     "CrossEntropyOutput",
@@ -99,6 +104,7 @@ __all__ = [
     "LossInputs",
     "ManyHeadsMetrics",
     "ORPOMetrics",
+    "PackedCompletions",
     "Pairs",
     "PatchReport",
     "PolicyMetrics",
@@ -124,6 +130,8 @@ __all__ = [
     "linear_token_loss",
     "linear_topk",
     "loss_inputs",
+    "pack_completions",
+    "pack_sequences",
     "patch",
     "prefetch_labels",
     "projected_teacher",

@@ -19,6 +19,8 @@ from liger_losses.patching.known_labels import set_loss
 from liger_losses.patching.lazy.tensor import deferred_logits
 from liger_losses.patching.lazy_head import make_head_lazy, owner_of_head
 from liger_losses.patching.lazy_layers import force_lazy_head
+from liger_losses.prompts.attention import attending
+from liger_losses.prompts.packing import PackedCompletions
 
 #: What most batches consist of, for which no signature is looked up in every step.
 _USUAL = {"input_ids", "attention_mask", "position_ids", "inputs_embeds"}
@@ -36,6 +38,7 @@ class LossInputs(NamedTuple):
 
 def loss_inputs(
     model: nn.Module,
+    packed: PackedCompletions | None = None,
     *by_position: Any,
     labels: Tensor | None = None,
     shift_labels: Tensor | None = None,
@@ -55,6 +58,8 @@ def loss_inputs(
     Args:
         model: a model of transformers, with or without wrappers. The call prepares its head for lazy logits; the logits
             of ordinary forwards do not change.
+        packed: completions of :func:`pack_completions`, instead of ``input_ids``, ``attention_mask`` and ``labels``.
+            The model runs their packed row, in which each prompt stands once.
         labels: ``[B, T]`` int64, not shifted, as transformers' models take them; ``input_ids`` by default.
         shift_labels: ``[B, T]`` int64, instead of ``labels``: labels that need no shift. Either the caller has shifted
             them, which is necessary before sequences are cut for context parallelism; or the model does not shift
@@ -64,19 +69,28 @@ def loss_inputs(
         batch: the other arguments of the model's forward: ``input_ids``, ``attention_mask``, ...
 
     Returns:
-        The :class:`Head`, hidden states ``[B, T, H]`` and labels ``[B, T]``.
+        The :class:`Head`, hidden states ``[B, T, H]`` and labels ``[B, T]``; of ``packed``, ``[N, C, H]`` and
+        ``[N, C]`` of its completions.
 
     Raises:
         TypeError: a model whose last layer or logit transform a head cannot express; ``num_items_in_batch``, which is
             an argument of the loss.
+        CannotShareError: a ValueError; the model cannot run a packed row.
         ValueError: an encoder-decoder; a model that returns a tuple (``return_dict=False``); labels, not given as
             ``shift_labels``, of a model whose loss does not shift them, such as a masked language model; labels that
             are missing or do not fit the hidden states.
 
     The first forward of each class is given labels that show whether it shifts them.
     """
-    if by_position:
+    if by_position or not (packed is None or isinstance(packed, PackedCompletions)):
         raise TypeError("pass the batch by keyword: loss_inputs(model, input_ids=..., attention_mask=...).")
+    if packed is not None:
+        if labels is not None or shift_labels is not None:
+            raise ValueError("packed completions have their labels: pass them to pack_completions(labels=...).")
+        with attending(model, packed) as arguments:
+            batch |= arguments
+            found = loss_inputs(model, shift_labels=torch.zeros_like(packed.input_ids), **batch)
+        return found._replace(hidden_states=packed.completion_states(found.hidden_states), labels=packed.labels)
     name, inner = type(model).__name__, owner_of_head(model) or model
     _check_names(inner, batch)
     if batch.get("num_items_in_batch") is not None:

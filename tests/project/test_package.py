@@ -13,7 +13,8 @@ import pytest
 import liger_losses
 
 ROOT = pathlib.Path(liger_losses.__file__).parent
-LAYERS = ["caller", "places", "kernels", "sequences", "chunked.engine", "chunked.losses", "modules", "patching", "trl"]
+LAYERS = ["caller", "places", "kernels", "sequences", "chunked.engine", "chunked.losses", "modules", "prompts"]
+LAYERS += ["patching", "trl"]
 HEAVY = ("transformers", "trl", "triton", "numpy", "matplotlib", "peft", "datasets", "liger_kernel")
 #: Every integration can be imported without its framework.
 INTEGRATIONS = [
@@ -125,7 +126,7 @@ def test_imports_run_one_way():
                 assert imported, f"{path} imports {module}"
                 assert LAYERS.index(imported) <= LAYERS.index(layer), f"{path} imports {module}"
             if parts[0] == "transformers":
-                assert layer in ("patching", "trl"), f"{path} imports {module}"
+                assert layer in ("prompts", "patching", "trl"), f"{path} imports {module}"
             if parts[0] == "trl":
                 assert layer == "trl", f"{path} imports {module}"
 

@@ -1,0 +1,157 @@
+"""Packed completions compute what each completion computes behind a copy of its prompt."""
+
+import pytest
+import torch
+
+pytest.importorskip("transformers", reason="transformers is not installed")
+
+from torch._dynamo.testing import CompileCounterWithBackend
+from torch.utils import _pytree
+from transformers.masking_utils import sliding_window_causal_mask_function
+
+from liger_losses import CannotShareError, loss_inputs, pack_completions
+from liger_losses.prompts import attention
+from liger_losses.prompts.masks import RowMask, block_mask
+from tests.prompts.packed import FAMILIES, apart, drawn, family, loss_and_gradients, repeated, shared
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_losses_and_gradients_are_those_of_repeated_prompts(name):
+    model = family(name)
+    for seed in range(3):
+        batch = drawn(seed)
+        expected, their_gradients = loss_and_gradients(model, repeated(model, *batch))
+        loss, gradients = loss_and_gradients(model, shared(model, *batch))
+        torch.testing.assert_close(loss, expected, rtol=1e-6, atol=0)
+        together, largest = apart(gradients, their_gradients)
+        assert together < 1e-6
+        assert largest < 5e-6
+
+
+def test_the_rest_of_a_model_is_as_it_was():
+    """Ordinary batches and generation; and layers that are checkpointed, which backward runs outside of the context."""
+    model, batch = family("gemma2"), drawn(0)
+    ids = torch.tensor([[3, 4, 5, 6, 7, 8, 9, 3]])
+    before, text = model(ids).logits, model.generate(ids, max_new_tokens=4, do_sample=False)
+    expected = loss_and_gradients(model, shared(model, *batch))[1]
+    assert torch.equal(model(ids).logits, before)
+    assert torch.equal(model.generate(ids, max_new_tokens=4, do_sample=False), text)
+    model.gradient_checkpointing_enable()
+    assert apart(loss_and_gradients(model, shared(model, *batch))[1], expected) == (0, 0)
+
+
+def test_a_completion_sees_its_prompt_and_itself_alone():
+    """Other tokens in one completion change no hidden state of another; those of a prompt change all of its own."""
+    model, (prompts, completions, groups) = family("llama"), drawn(0)
+
+    def states(completions):
+        found = loss_inputs(model, pack_completions(prompts, completions, groups=groups))
+        return found.hidden_states.where((found.labels != -100)[..., None], 0)
+
+    for changed, completion in enumerate(completions):
+        other = [*completions[:changed], [token % 90 + 4 for token in completion], *completions[changed + 1 :]]
+        same = (states(completions) == states(other)).flatten(1).all(1)
+        assert same.tolist() == [i != changed or len(completion) < 2 for i in range(len(completions))]
+
+
+def flex_attention_of(batch, window=None, heads=(4, 2), **options):
+    """FlexAttention of a drawn batch, compiled, and the same with all scores; without gradients, as a CPU has none."""
+    prompts, completions, groups = batch
+    packed = pack_completions(prompts, completions, groups=groups)
+    sees = RowMask(packed, None if window is None else sliding_window_causal_mask_function(window))
+    mask, length = _pytree.tree_map(lambda leaf: leaf, block_mask(sees)), packed.input_ids.shape[1]
+    query, key, value = (torch.randn(1, n, length, 16) for n in (heads[0], heads[1], heads[1]))
+    with torch.no_grad():
+        found = attention.flex_attention(query, key, value, mask, 0.3, **options)
+    key, value = (tensor.repeat_interleave(heads[0] // heads[1], 1) for tensor in (key, value))
+    scores, places = query @ key.mT * 0.3, torch.arange(length)
+    cap, sinks = options.get("softcap"), options.get("sinks")
+    scores = scores if cap is None else cap * torch.tanh(scores / cap)
+    scores = scores.masked_fill(~sees(0, 0, places[:, None], places), float("-inf"))
+    sinks = torch.full((heads[0],), float("-inf")) if sinks is None else sinks
+    scores = torch.cat([scores, sinks.view(1, -1, 1, 1).expand(1, heads[0], length, 1)], -1)
+    return found, (scores.softmax(-1)[..., :-1] @ value).transpose(1, 2)
+
+
+@pytest.mark.parametrize("window", [None, 50])
+@pytest.mark.parametrize("softcap", [None, 3.0])
+@pytest.mark.parametrize("sinks", [False, True])
+def test_flex_attention_is_that_of_all_scores_and_compiled_once(window, softcap, sinks, monkeypatch, nothing_compiled):
+    counter = CompileCounterWithBackend("eager")
+    compiled = torch.compile(attention._flex, backend=counter)
+    monkeypatch.setattr(attention, "_compiled", lambda: compiled)
+    for seed, longest in enumerate((40, 300, 90, 150)):
+        options = {"softcap": softcap, "sinks": torch.randn(4) if sinks else None}
+        torch.testing.assert_close(*flex_attention_of(drawn(seed, longest=longest), window, **options))
+    assert counter.frame_count == 1
+
+
+REFUSED = {
+    "mamba": ({"state_size": 4, "n_groups": 1}, "its layers .linear_attention. pass a state from token to token"),
+    "rwkv": ({"attention_hidden_size": 32}, "pass a state from token to token"),
+    "lfm2": ({"layer_types": ["conv", "full_attention"]}, "its layers .conv. pass a state"),
+    "qwen3_next": ({"layer_types": ["linear_attention", "full_attention"]}, "its layers .linear_attention. pass a st"),
+    "bloom": ({}, "takes no position_ids"),
+    "codegen": (
+        {"n_embd": 32, "n_layer": 2, "n_head": 4, "rotary_dim": 4},
+        "does not use transformers' AttentionInterface",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_models_that_would_mix_completions_are_refused(name):
+    options, message = REFUSED[name]
+    model = family(name, None, **options)
+    with pytest.raises(CannotShareError, match=message):
+        shared(model, *drawn(0))
+
+
+def test_attention_dropout_is_refused_in_training():
+    model = family("llama", attention_dropout=0.1)
+    with pytest.raises(CannotShareError, match="attention_dropout=0.1, and FlexAttention has no dropout; set it to 0"):
+        shared(model, *drawn(0))
+    shared(model.eval(), *drawn(0))
+
+
+def test_a_layer_that_bypasses_the_interface_is_refused(monkeypatch):
+    model = family("llama")
+    layer = model.model.layers[1].self_attn
+    monkeypatch.setattr(layer, "forward", lambda hidden_states, **_: (hidden_states, None))
+    with pytest.raises(CannotShareError, match="of its 2 layers, 1 took their attention from"):
+        shared(model, *drawn(0))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", FAMILIES)
+def test_half_precision_is_as_exact_as_with_repeated_prompts(name):
+    """FlexAttention in bf16, against repeated prompts in fp32: within twice the error of repeated prompts in bf16."""
+    sizes = {"head_dim": 16, "hidden_size": 64, "max_position_embeddings": 1024}
+    exact = family(name, **sizes | ({"n_embd": 64, "n_positions": 1024} if name == "gpt2" else {})).cuda()
+    model = family(name, **sizes | ({"n_embd": 64, "n_positions": 1024} if name == "gpt2" else {})).cuda().bfloat16()
+    for seed in range(2):
+        batch = *drawn(seed, longest=200), "cuda"
+        expected, gradients = loss_and_gradients(exact, repeated(exact, *batch))
+        errors = []
+        for compute in (repeated, shared):
+            loss, theirs = loss_and_gradients(model, compute(model, *batch))
+            difference = sum(float((theirs[k].float() - g).square().sum()) for k, g in gradients.items())
+            errors.append((float((loss - expected).abs() / expected.abs()), difference**0.5))
+        assert errors[1][0] < 2 * errors[0][0] + 1e-3
+        assert errors[1][1] < 2 * errors[0][1]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ["qwen3", "gemma2", "gpt_oss"])
+def test_drawn_lengths_compile_nothing_after_the_first_step(name, nothing_compiled):
+    """With and without gradients, of groups and rows of any length."""
+    model = family(name, head_dim=16, hidden_size=64, max_position_embeddings=2048).cuda().bfloat16()
+    counts = []
+    for seed in range(6):
+        batch = *drawn(seed, longest=40 + 60 * seed), "cuda"
+        with torch.no_grad():
+            shared(model, *batch)
+        loss_and_gradients(model, shared(model, *batch))
+        counts.append(torch._dynamo.utils.counters["stats"]["unique_graphs"])
+    assert counts[0] > 0
+    assert len(set(counts)) == 1, counts

@@ -79,10 +79,9 @@ def attending(model: nn.Module, packed: PackedCompletions) -> Iterator[dict[str,
         )
 
 
-def running() -> PackedCompletions | None:
-    """The packed row that a model runs in this thread within :func:`attending`."""
-    now = _running.get()
-    return None if now is None else now.packed
+def _now() -> _Running | None:
+    """What runs in this thread. torch.compile cannot read it, so that compiled layers are not counted, and refused."""
+    return None if torch.compiler.is_dynamo_compiling() else _running.get()
 
 
 def transformers_model(model: nn.Module) -> Any:
@@ -108,6 +107,10 @@ def reason_against(model: Any) -> str | None:
         return (
             f"its layers ({', '.join(others) or 'with a state'}) pass a state from token to token, across completions"
         )
+    if not hasattr(config, "num_hidden_layers"):
+        return "its configuration has no num_hidden_layers, so that nobody knows whether all layers are masked"
+    if any(hasattr(module, "create_position_ids_from_input_ids") for module in model.modules()):
+        return "its positions do not count from 0"
     modules = (model, getattr(model, model.base_model_prefix, model))
     if not any("position_ids" in inspect.signature(inspect.unwrap(type(m).forward)).parameters for m in modules):
         return "its forward takes no position_ids"
@@ -134,7 +137,7 @@ def _mask(original: str, *args: Any, **options: Any) -> Any:
     """transformers' mask of a layer type: of a packed row, if one is running."""
     from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, causal_mask_function
 
-    now, make = _running.get(), ALL_MASK_ATTENTION_FUNCTIONS.get(original)
+    now, make = _now(), ALL_MASK_ATTENTION_FUNCTIONS.get(original)
     if now is None:
         return None if make is None else make(*args, **options)
     of_positions = options["mask_function"]
@@ -153,7 +156,7 @@ def _mask(original: str, *args: Any, **options: Any) -> Any:
 
 
 def _reason_against_flex(config: Any, device: torch.device) -> str | None:
-    size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    size = vars(config).get("head_dim") or config.hidden_size // config.num_attention_heads
     if device.type != "cuda":
         return f"FlexAttention has no backward on {device.type}"
     return f"FlexAttention needs heads of {_LEAST_HEAD_DIM} features, got {size}" if size < _LEAST_HEAD_DIM else None
@@ -170,7 +173,7 @@ def _attend(
     **options: Any,
 ) -> tuple[Tensor, Any]:
     """The attention function of a layer: FlexAttention for a block mask of a packed row, otherwise ``original``."""
-    now = _running.get()
+    now = _now()
     if now is not None:
         now.layers += 1
     if isinstance(getattr(attention_mask, "mask_mod", None), RowMask):

@@ -87,10 +87,14 @@ def test_flex_attention_is_that_of_all_scores_and_compiled_once(window, softcap,
 
 
 REFUSED = {
-    "mamba": ({"state_size": 4, "n_groups": 1}, "its layers .linear_attention. pass a state from token to token"),
-    "rwkv": ({"attention_hidden_size": 32}, "pass a state from token to token"),
-    "lfm2": ({"layer_types": ["conv", "full_attention"]}, "its layers .conv. pass a state"),
-    "qwen3_next": ({"layer_types": ["linear_attention", "full_attention"]}, "its layers .linear_attention. pass a st"),
+    "mamba": (
+        {"state_size": 4, "n_groups": 1},
+        "its layers .linear_attention. mix tokens by more than masked attention",
+    ),
+    "rwkv": ({"attention_hidden_size": 32}, "its layers .with a state. mix tokens"),
+    "lfm2": ({"layer_types": ["conv", "full_attention"]}, "its layers .conv. mix tokens"),
+    "qwen3_next": ({"layer_types": ["linear_attention", "full_attention"]}, "its layers .linear_attention. mix tokens"),
+    "roberta": ({"is_decoder": True}, "its positions do not count from 0"),
     "bloom": ({}, "takes no position_ids"),
     "codegen": (
         {"n_embd": 32, "n_layer": 2, "n_head": 4, "rotary_dim": 4},

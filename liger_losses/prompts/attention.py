@@ -95,18 +95,19 @@ def transformers_model(model: nn.Module) -> Any:
 def reason_against(model: Any) -> str | None:
     """Why a model of transformers cannot run packed completions, or ``None``."""
     config = model.config.get_text_config()
+    reason = None if str(config._attn_implementation).startswith(_PREFIX) else _reason_against_layers(model, config)
     dropouts = [name for name in _DROPOUTS if getattr(config, name, 0) and model.training]
-    if dropouts:
+    if reason is None and dropouts:
         return f"{dropouts[0]}={getattr(config, dropouts[0])}, and FlexAttention has no dropout; set it to 0"
-    if str(config._attn_implementation).startswith(_PREFIX):
-        return None  # asked before
+    return reason
+
+
+def _reason_against_layers(model: Any, config: Any) -> str | None:
     if getattr(model.config, "is_encoder_decoder", False):
         return "it is an encoder-decoder"
     others = sorted({*(getattr(config, "layer_types", None) or ())} - _ATTENTION)
     if others or any(getattr(module, "_is_stateful", False) for module in model.modules()):
-        return (
-            f"its layers ({', '.join(others) or 'with a state'}) pass a state from token to token, across completions"
-        )
+        return f"its layers ({', '.join(others) or 'with a state'}) mix tokens by more than masked attention"
     if not hasattr(config, "num_hidden_layers"):
         return "its configuration has no num_hidden_layers, so that nobody knows whether all layers are masked"
     if any(hasattr(module, "create_position_ids_from_input_ids") for module in model.modules()):

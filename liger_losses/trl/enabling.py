@@ -25,14 +25,20 @@ _enabled: list[Feature] = []
 
 
 @lists_arguments
-def enable(*, kernels: bool = False, skip_zero_advantages: bool = True, divergence: Divergence | None = None) -> None:
+def enable(
+    *,
+    kernels: bool = False,
+    skip_zero_advantages: bool = True,
+    divergence: Divergence | None = None,
+    share_prompts: bool = False,
+) -> None:
     """Make TRL's trainers use this library's loss heads, if they are built from now on. All of their options work.
 
     Supported are SFT, DPO, KTO, GRPO, RLOO, asynchronous GRPO and distillation (also asynchronous and from a server),
     and the experimental trainers CPO and SimPO, ORPO, TPO, A2PO, GMPO, online DPO, GKD, GOLD, IW-OPD, SDFT and SDPO.
     LoRA on ``lm_head`` works. If the installed TRL lacks a name that one of these features replaces, TRL's code runs
-    for this feature, and a warning names it. A second call can add the kernels, and changes nothing else. A trainer
-    that was built before keeps TRL's head, and warns when it trains.
+    for this feature, and a warning names it. A second call can add the kernels and shared prompts, and changes nothing
+    else. A trainer that was built before keeps TRL's head, and warns when it trains.
 
     Args:
         kernels: also :func:`~liger_losses.patch` the models, for faster norms, MLPs and rotary embeddings that save
@@ -44,13 +50,17 @@ def enable(*, kernels: bool = False, skip_zero_advantages: bool = True, divergen
             of TRL's generalized JSD with ``beta`` or ``distillation_alpha``. For example
             ``Divergence.kl_by_entropy(0.8)``, or one with a limit per vocabulary entry. Applies to all trainers, until
             :func:`disable`.
+        share_prompts: in DPO, GRPO, RLOO and GMPO, compute a prompt once for all of its completions in a batch, and
+            padding not at all; for the reference and the old policy too. Losses and gradients do not change. Models and
+            batches for which this is not possible, such as those with images, run as before, and a warning says why.
 
     Raises:
         ImportError: TRL is not installed.
         RuntimeError: this version of TRL lacks names of every feature. The error lists them, and nothing is changed. Or
             an earlier call enabled another value of ``skip_zero_advantages`` or another divergence.
     """
-    for name, value in (("kernels", kernels), ("skip_zero_advantages", skip_zero_advantages)):
+    flags = {"kernels": kernels, "skip_zero_advantages": skip_zero_advantages, "share_prompts": share_prompts}
+    for name, value in flags.items():
         if not isinstance(value, bool):
             raise TypeError(f"{name} must be True or False, got {value!r}.")
     if not skip_zero_advantages and any(feature in ZERO_ADVANTAGES for feature in _enabled):
@@ -67,6 +77,7 @@ def enable(*, kernels: bool = False, skip_zero_advantages: bool = True, divergen
         # A trainer loads models itself, and gives them their head.
         _add((Feature("kernels", (KERNELS, *(Place(p.module, p.name, around(_with_kernels)) for p in heads))),))
     chosen.divergence = divergence or chosen.divergence
+    chosen.share_prompts = share_prompts or chosen.share_prompts
 
 
 def _add(features: Sequence[Feature]) -> None:
@@ -99,26 +110,35 @@ def is_enabled() -> bool:
 
 def disable() -> None:
     """Restore TRL. Trainers that were built in between keep their heads."""
-    _restore(0, 0, None)
+    _restore(0, 0, {"divergence": None, "share_prompts": False})
 
 
 @contextlib.contextmanager
 def enabled(
-    *, kernels: bool = False, skip_zero_advantages: bool = True, divergence: Divergence | None = None
+    *,
+    kernels: bool = False,
+    skip_zero_advantages: bool = True,
+    divergence: Divergence | None = None,
+    share_prompts: bool = False,
 ) -> Iterator[None]:
     """:func:`enable` for the duration of a ``with`` block."""
-    before = len(_replaced), len(_enabled), chosen.divergence
-    enable(kernels=kernels, skip_zero_advantages=skip_zero_advantages, divergence=divergence)
+    before = len(_replaced), len(_enabled), vars(chosen).copy()
+    enable(
+        kernels=kernels,
+        skip_zero_advantages=skip_zero_advantages,
+        divergence=divergence,
+        share_prompts=share_prompts,
+    )
     try:
         yield
     finally:
         _restore(*before)
 
 
-def _restore(replaced: int, features: int, divergence: Divergence | None) -> None:
+def _restore(replaced: int, features: int, options: dict[str, Any]) -> None:
     _replaced.restore(replaced)
     del _enabled[features:]
-    chosen.divergence = divergence
+    vars(chosen).update(options)
 
 
 def _with_kernels(function: Callable[..., None], *args: Any, **kwargs: Any) -> None:

@@ -84,6 +84,8 @@ def _replaced(function: Callable[..., Any]) -> _Row:
 
 # The replaced attributes of a module; names that begin with a dot are attributes of the trainer's class.
 _HEAD = {"add_fused_lm_head": _function(add_fused_lm_head)}
+# Of trainers whose batches repeat a prompt for each of its completions.
+_GROUPS_HEAD = {"add_fused_lm_head": _function(functools.partial(add_fused_lm_head, groups=True))}
 _NO_ADAPTER = {"BaseTunerLayer": _made(lambda original: NoAdapter)}
 _LOGPS = {"selective_log_softmax": _replaced(experimental.selective_log_softmax)}
 _LOGPS_AND_ENTROPY = {"selective_log_softmax_and_entropy": _replaced(experimental.selective_log_softmax_and_entropy)}
@@ -137,7 +139,8 @@ ZERO_ADVANTAGES = (
 )
 
 FEATURES = (
-    *(Feature(name, _trainer(name.lower(), _HEAD)) for name in ("SFT", "DPO", "KTO", "GRPO", "RLOO")),
+    *(Feature(name, _trainer(name.lower(), _HEAD)) for name in ("SFT", "KTO")),
+    *(Feature(name, _trainer(name.lower(), _GROUPS_HEAD)) for name in ("DPO", "GRPO", "RLOO")),
     *(
         Feature(f"adapters on the head in {name}", _trainer(name.lower(), _NO_ADAPTER), part_of=name, package="peft")
         for name in ("SFT", "DPO", "KTO", "GRPO", "RLOO")

@@ -25,7 +25,8 @@ from liger_losses.patching.lazy import DeferredLogits, LazyLogits, TracedLogits
 from liger_losses.patching.lazy.tensor import deferred_logits
 from liger_losses.patching.lazy_head import make_head_lazy
 from liger_losses.patching.lazy_layers import force_lazy_head
-from liger_losses.trl.divergences import IGNORE_INDEX
+from liger_losses.trl.divergences import IGNORE_INDEX, chosen
+from liger_losses.trl.shared_prompts import packed_batch, run_packed
 
 #: TRL's names of per-token outputs, and the engine's names of these statistics.
 OUTPUTS = {
@@ -44,6 +45,7 @@ class FusedHeadOptions:
     temperature: float = 1.0
     cast_to_fp32: bool = False
     outputs: tuple[str, ...] = ("log_probs",)
+    share_prompts: bool = False
 
 
 def add_fused_lm_head(
@@ -51,6 +53,8 @@ def add_fused_lm_head(
     temperature: float = 1.0,
     cast_lm_head_to_fp32: bool = False,
     outputs: tuple[str, ...] = ("log_probs",),
+    *,
+    groups: bool = False,
 ) -> None:
     """Make ``model(..., labels=labels, fused_lm_head=True)`` return per-token log-probabilities and the loss.
 
@@ -61,6 +65,7 @@ def add_fused_lm_head(
         temperature: what logits are divided by.
         cast_lm_head_to_fp32: run the head in fp32, outside autocast.
         outputs: which of :data:`OUTPUTS` to compute; ``log_probs`` always are.
+        groups: batches have several completions of a prompt, which ``enable(share_prompts=True)`` computes once.
 
     Raises:
         ValueError: unknown outputs, or a temperature that is not positive.
@@ -71,7 +76,8 @@ def add_fused_lm_head(
     if unknown:
         raise ValueError(f"unknown outputs {sorted(unknown)}; they are {', '.join(OUTPUTS)}.")
     LogitTransform(temperature)  # raises if it is not positive
-    model._liger_losses_head = FusedHeadOptions(temperature, cast_lm_head_to_fp32, tuple(outputs))
+    share = groups and chosen.share_prompts
+    model._liger_losses_head = FusedHeadOptions(temperature, cast_lm_head_to_fp32, tuple(outputs), share)
     make_head_lazy(model, only_when_forced=True)  # before fully_shard, which derives its classes from those it finds
     own = vars(model).get("forward")
     if own is not None and getattr(own, "_liger_losses_head", False):
@@ -107,10 +113,14 @@ def fused_forward(model: Any, forward: Any, labels: Any = None, shift_labels: An
     kwargs.update(use_cache=False, return_dict=True)
     if getattr(config, "output_router_logits", False):
         kwargs.setdefault("output_router_logits", True)
+    packed = packed_batch(model, labels, kwargs) if options.share_prompts else None
+    labels = labels if packed is None else packed.labels
     target = labels[:, 1:].contiguous() if shift_labels is None else shift_labels
     ask_about_labels(target, IGNORE_INDEX)  # the device counts them before the layers run
     with force_lazy_head():
-        outputs = forward(**kwargs)
+        outputs = None if packed is None else run_packed(model, forward, packed, kwargs)
+        if outputs is None:
+            packed, outputs = None, forward(**kwargs)
     logits = getattr(outputs, "logits", None)
     if isinstance(logits, TracedLogits):
         logits = logits.lazy()
@@ -123,7 +133,9 @@ def fused_forward(model: Any, forward: Any, labels: Any = None, shift_labels: An
             "parallelism). Train it with TRL's own head, outside of liger_losses.trl.enable()."
             + see("models-that-cannot-be-patched")
         )
-    if shift_labels is None:
+    if packed is not None:
+        deferred = deferred.with_rows(packed.completion_states(deferred.hidden_states)[:, 1:])
+    elif shift_labels is None:
         deferred = deferred.with_rows(deferred.hidden_states[:, :-1])
     target = target.to(deferred.hidden_states.device)
     mask = target != IGNORE_INDEX

@@ -50,6 +50,11 @@ MUTANTS: dict[str, list[tuple[str, str, str]]] = {
     "tests/chunked/test_combinations.py -k 'in_triton and statistics'": [
         ("kernels/softmax_grad.py", "p * p_squared_value * p", "p * p_squared_value"),
     ],
+    "tests/prompts -k 'repeated_prompts and llama'": [
+        ("prompts/masks.py", "(key >= starts[query]) & (key <= query)", "(key >= prompt_ends[query]) & (key <= query)"),
+        ("prompts/packing.py", "behind + within)[None]", "behind + within + 1)[None]"),
+        ("prompts/packing.py", "torch.where(within == 0, stops - 1, first + within - 1)", "first + within - 1"),
+    ],
     "tests/chunked/test_combinations.py -k 'in_triton and trained'": [
         ("kernels/softmax_grad.py", "grad_bias += projected.sum(0, ", "grad_bias += 0 * projected.sum(0, "),
     ],
@@ -276,7 +281,7 @@ MUTANTS: dict[str, list[tuple[str, str, str]]] = {
     ],
     "tests/trl/test_fused_head.py": [
         ("trl/fused_head.py", '(per_token["is_top1"] == target)', '(per_token["is_top1"] != target)'),
-        ("patching/lazy/gradients.py", "autograd.grad([o for o,", "autograd.grad([2 * o for o,"),
+        ("patching/lazy/gradients.py", "autograd.grad(logits, needed, g", "autograd.grad(2 * logits, needed, g"),
     ],
     "tests/trl/test_experimental.py -k vocabularies": [
         ("trl/divergences.py", "if len(weight) > student.vocab_size:", "if False:"),
@@ -286,7 +291,7 @@ MUTANTS: dict[str, list[tuple[str, str, str]]] = {
     ],
     "tests/trl/test_enabling.py": [
         ("trl/enabling.py", "    if missing:", "    if False:"),
-        ("trl/enabling.py", "_restore(0, 0, None)", "_restore(1, 1, None)"),
+        ("trl/enabling.py", "_restore(0, 0, {", "_restore(1, 1, {"),
         ("trl/features.py", 'raise Missing(f"{feature.part_of} is missing"', 'Missing(f"{feature.part_of} is missing"'),
     ],
     "tests/integrations/test_liger.py": [

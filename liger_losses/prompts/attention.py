@@ -64,7 +64,6 @@ def attending(model: nn.Module, packed: PackedCompletions) -> Iterator[dict[str,
         raise CannotShareError(
             f"{type(owner).__name__} cannot run packed completions: {reason}." + see("packed-completions")
         )
-    _set_attention(owner)
     token = _running.set(running := _Running(packed))
     try:
         yield {name: getattr(packed, name) for name in ("input_ids", "position_ids", "attention_mask")}
@@ -93,7 +92,7 @@ def transformers_model(model: nn.Module) -> Any:
 
 
 def reason_against(model: Any) -> str | None:
-    """Why a model of transformers cannot run packed completions, or ``None``."""
+    """Why a model of transformers cannot run packed completions; ``None`` if its attention can from now on."""
     config = model.config.get_text_config()
     reason = None if str(config._attn_implementation).startswith(_PREFIX) else _reason_against_layers(model, config)
     dropouts = [name for name in _DROPOUTS if getattr(config, name, 0) and model.training]
@@ -115,23 +114,21 @@ def _reason_against_layers(model: Any, config: Any) -> str | None:
     modules = (model, getattr(model, model.base_model_prefix, model))
     if not any("position_ids" in inspect.signature(inspect.unwrap(type(m).forward)).parameters for m in modules):
         return "its forward takes no position_ids"
-    if not model._can_set_attn_implementation():
-        return "its attention does not use transformers' AttentionInterface"
-    return None
+    return _reason_against_setting(model, config)
 
 
-def _set_attention(model: Any) -> None:
-    """Give the model the implementation of ours that wraps its own."""
+def _reason_against_setting(model: Any, config: Any) -> str | None:
+    """Give the model the implementation of ours that wraps its own, or return why it keeps its own."""
     from transformers import AttentionInterface, AttentionMaskInterface
 
-    config = model.config.get_text_config()
     original = str(config._attn_implementation)
-    if original.startswith(_PREFIX):
-        return
     name = f"{_PREFIX}{original.replace('/', '_')}"
     AttentionInterface.register(name, functools.partial(_attend, original))
     AttentionMaskInterface.register(name, functools.partial(_mask, original))
     model.set_attn_implementation(name)
+    return (
+        None if config._attn_implementation == name else "its attention does not use transformers' AttentionInterface"
+    )
 
 
 def _mask(original: str, *args: Any, **options: Any) -> Any:

@@ -26,7 +26,7 @@ from liger_losses.patching.lazy.tensor import deferred_logits
 from liger_losses.patching.lazy_head import make_head_lazy
 from liger_losses.patching.lazy_layers import force_lazy_head
 from liger_losses.trl.divergences import IGNORE_INDEX, chosen
-from liger_losses.trl.shared_prompts import packed_batch, run_packed
+from liger_losses.trl.packed_batches import packed_batch, run_packed
 
 #: TRL's names of per-token outputs, and the engine's names of these statistics.
 OUTPUTS = {

@@ -65,6 +65,14 @@ def test_custom_loss_runs(capsys):
     assert "nan" not in printed
 
 
+def test_shared_prompts_take_fewer_tokens_for_the_same_losses(run_here):
+    code, printed = run_here("prompts_once", "--steps", 2, "--shots", 1, "--answers", 3, "--hidden-size", 16)
+    assert not code
+    for repeated, shared in re.findall(r"repeated: (.*?)   shared: (.*)", printed):
+        assert repeated == shared
+    assert "times fewer tokens" in printed
+
+
 def test_classes_in_place_of_ligers(run_here, monkeypatch):
     """As in a process that has not imported liger-kernel's classes."""
     monkeypatch.delitem(sys.modules, "liger_kernel.chunked_loss", raising=False)

@@ -29,12 +29,13 @@ def packed_batch(model: Any, labels: Tensor | None, arguments: dict[str, Any]) -
         return None
     given = {name for name, value in arguments.items() if value is not None and value is not False}
     reasons = [f"{name} is given" for name in sorted(given - _KNOWN)]
-    reasons += [f"there are no {name}" for name in ("input_ids", "attention_mask") if name not in given]
+    reasons += ["there are no input_ids"] if "input_ids" not in given else []
     if labels is None:
         reasons.append("sequences are cut for context parallelism")
     if not reasons:
         assert labels is not None
-        return pack_sequences(arguments["input_ids"], arguments["attention_mask"], labels)
+        ids, mask = arguments["input_ids"], arguments.get("attention_mask")
+        return pack_sequences(ids, torch.ones_like(ids) if mask is None else mask, labels)
     _say(model, f"this batch's prompts are repeated: {', '.join(reasons)}")
     return None
 

@@ -34,6 +34,7 @@ from liger_losses.patching.lazy import LazyLogits
 from liger_losses.patching.lazy_head import make_head_lazy
 from liger_losses.patching.patch import patch, unpatch
 from liger_losses.sequences import split_by_coefficient
+from liger_losses.trl.divergences import chosen
 from liger_losses.trl.fused_head import add_fused_lm_head
 from tests.models import small
 from tests.processes import BACKENDS, case_named, device_type, start
@@ -172,9 +173,9 @@ def assert_close(found, expected, rtol=1e-4, atol=3e-5, where=""):
         torch.testing.assert_close(found, expected, rtol=rtol, atol=atol, msg=lambda m: f"{where}: {m}")
 
 
-def compare(case, rank, weighted, steps):
+def compare(case, rank, weighted, steps, serve=add_fused_lm_head):
     (_, plain), (inner, ours) = made(case), made(case)
-    add_fused_lm_head(inner)
+    serve(inner)
     spread = case.spread(inner)
     close = functools.partial(assert_close, rtol=case.rtol, atol=case.atol)
     optimizers = [torch.optim.SGD(model.parameters(), LEARNING_RATE) for model in (plain, ours)]
@@ -232,6 +233,14 @@ def pair(name, serve):
     plain, ours = (llama(case.tied, case.checkpointing) for _ in range(2))
     serve(ours)
     return plain, ours, case.spread(ours)
+
+
+def shared_prompts(rank):
+    """Batches are packed within the model's forward, where wrappers do not see it."""
+    chosen.share_prompts = True
+    for name in ("DDP, tied, checkpointing", "DDP, static graph", "layers, tied, checkpointing", "head, freed"):
+        compare(CASES[name], rank, True, 2, serve=functools.partial(add_fused_lm_head, groups=True))
+    chosen.share_prompts = False
 
 
 def accumulated(rank):
@@ -483,6 +492,7 @@ def without_coefficient(rank):
 
 CHECKS = (
     accumulated,
+    shared_prompts,
     without_coefficient,
     log_probs_alone,
     kernels,

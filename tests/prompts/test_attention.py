@@ -96,10 +96,6 @@ REFUSED = {
     "qwen3_next": ({"layer_types": ["linear_attention", "full_attention"]}, "its layers .linear_attention. mix tokens"),
     "roberta": ({"is_decoder": True}, "its positions do not count from 0"),
     "bloom": ({}, "takes no position_ids"),
-    "codegen": (
-        {"n_embd": 32, "n_layer": 2, "n_head": 4, "rotary_dim": 4},
-        "does not use transformers' AttentionInterface",
-    ),
 }
 
 
@@ -116,6 +112,13 @@ def test_attention_dropout_is_refused_in_training():
     with pytest.raises(CannotShareError, match="attention_dropout=0.1, and FlexAttention has no dropout; set it to 0"):
         shared(model, *drawn(0))
     shared(model.eval(), *drawn(0))
+
+
+def test_a_model_that_bypasses_the_interface_is_refused(monkeypatch):
+    model = family("llama")
+    monkeypatch.setattr(type(model), "set_attn_implementation", lambda self, name: None)  # as where it only warns
+    with pytest.raises(CannotShareError, match="its attention does not use transformers' AttentionInterface"):
+        shared(model, *drawn(0))
 
 
 def test_a_layer_that_bypasses_the_interface_is_refused(monkeypatch):

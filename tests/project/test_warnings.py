@@ -72,6 +72,12 @@ def a_framework_without_a_place(monkeypatch):
     return found.install
 
 
+def constant_that_requires_a_gradient(monkeypatch):
+    weights = torch.ones(4, requires_grad=True)
+    loss, labels = liger_losses.LigerFusedLinearCrossEntropyLoss(), torch.zeros(4, dtype=torch.long)
+    return partial(loss, torch.ones(8, 2), torch.ones(4, 2), labels, token_weights=weights)
+
+
 def plugin_of_verl(monkeypatch):
     monkeypatch.setattr(verl, "install", fails)
     monkeypatch.delitem(sys.modules, "liger_losses.integrations.verl_plugin", raising=False)
@@ -139,6 +145,7 @@ def split_that_is_left_out(zero_advantages, monkeypatch):
 #: By the file that warns: from pytest's monkeypatch to a call that is warned of.
 CALLS = [
     ("chunked/engine/decision.py", lambda monkeypatch: divergence(256, workspace=60_000)),
+    ("chunked/engine/operators.py", constant_that_requires_a_gradient),
     ("chunked/engine/teachers.py", lambda monkeypatch: divergence(250)),
     ("chunked/losses/policy.py", policy),
     ("integrations/axolotl.py", plugin_of_axolotl),

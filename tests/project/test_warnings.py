@@ -25,6 +25,7 @@ from liger_losses.kernels._triton import warn_once
 from liger_losses.patching import lazy_head, lazy_layers, loss_inputs
 from liger_losses.patching.lazy import lazy_linear
 from liger_losses.places import Place
+from liger_losses.prompts import attention
 from tests.losses import GRPO
 
 ROOT = Path(liger_losses.__file__).parent
@@ -128,6 +129,20 @@ def teacher_that_is_not_lazy(experimental, monkeypatch):
     return partial(experimental.with_lazy_heads, lambda self: None, trainer)
 
 
+def mask_of_tokens(monkeypatch):
+    rows = types.SimpleNamespace(rows=torch.empty(1, device="meta"))
+    monkeypatch.setattr(attention, "_now", lambda: types.SimpleNamespace(packed=None))
+    monkeypatch.setattr(attention, "RowMask", lambda *arguments: rows)
+    interface = {"sdpa": lambda **options: None}
+    monkeypatch.setattr("transformers.masking_utils.ALL_MASK_ATTENTION_FUNCTIONS", interface)
+    config = types.SimpleNamespace(head_dim=64)
+    return partial(attention._mask, "sdpa", mask_function=None, config=config)
+
+
+def model_that_cannot_share(packed_batches, monkeypatch):
+    return partial(packed_batches._say, nn.Linear(2, 2), "prompts are repeated")
+
+
 def kernels_twice(enabling, monkeypatch):
     config = types.SimpleNamespace(use_liger_kernel=True)
     return partial(enabling._with_kernels, lambda *arguments: None, config)
@@ -163,6 +178,8 @@ CALLS = [
     ("trl/enabling.py", of_trl("enabling", trainer_that_was_built_early)),
     ("trl/experimental.py", of_trl("experimental", teacher_that_is_not_lazy)),
     ("patching/swap.py", changed_norm),
+    ("prompts/attention.py", mask_of_tokens),
+    ("trl/packed_batches.py", of_trl("packed_batches", model_that_cannot_share)),
     ("trl/zero_advantages.py", of_trl("zero_advantages", split_that_is_left_out)),
 ]
 

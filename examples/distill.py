@@ -136,7 +136,8 @@ def main():
             with torch.no_grad():
                 head, states, _ = inputs_of(teacher, batch, device)
             source = Teacher(states, head)
-        loss, metrics = loss_function(*inputs_of(student, batch, device), source)
+        head, states, labels = inputs_of(student, batch, device)
+        loss, metrics = loss_function(head, states, labels, source)
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()

@@ -52,7 +52,7 @@ _running: contextvars.ContextVar[_Running | None] = contextvars.ContextVar("pack
 
 @contextlib.contextmanager
 def attending(model: nn.Module, packed: PackedCompletions) -> Iterator[dict[str, Tensor]]:
-    """Within this context, attention of ``model(**arguments)`` is that of the packed row; the context's value are the
+    """Within this context, attention of ``model(**arguments)`` is that of the packed row; the context's value is the
     arguments. The model is changed by its attention implementation, which does what it did for other batches.
 
     Raises:

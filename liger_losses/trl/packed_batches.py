@@ -1,6 +1,6 @@
 """TRL's batches of prompts, repeated for each completion, as a row in which each prompt stands once.
 
-A trainer's model gets its batch as ever, so that wrappers such as DistributedDataParallel and ``fully_shard`` see no
+A trainer's model gets its batch unchanged, so that wrappers such as DistributedDataParallel and ``fully_shard`` see no
 difference. Its own forward then runs the packed row, and the head the hidden states that predict completions' tokens.
 """
 

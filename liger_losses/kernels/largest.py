@@ -13,13 +13,12 @@ import torch
 from torch import Tensor
 
 from liger_losses.kernels._triton import LOGIT_DTYPES, choose_backend, jit, tl, triton
-from liger_losses.kernels.hopper_pipeline import COLUMNS
-from liger_losses.kernels.linear_lse import sums_of_groups
 from liger_losses.kernels.logit_transform import Epilogue, inverse_temperature, load_logits
+from liger_losses.kernels.row_lse import sums_of_groups
 from liger_losses.kernels.softmax_stats import row_slices
 
 #: Columns of a group.
-GROUP = 64
+COLUMNS, GROUP = 128, 64
 #: How many logits are computed at a time, where no kernel chooses.
 _SORTED = 2**21
 #: The largest k that kernels serve; how many entries of a row they keep for each of the k (rounded up to a power of
@@ -58,7 +57,7 @@ def largest(
         epilogue: from projections to logits.
         k: at most C.
         backend: ``torch`` or ``triton``; chosen from the tensor by default.
-        tiles: what :func:`~liger_losses.kernels.linear_lse.log_sum_exps_into` returned; read where the kernels choose
+        tiles: what :func:`~liger_losses.kernels.row_lse.log_sum_exps_into` returned; read where the kernels choose
             among groups of as many columns.
         lse: ``[R]``, the log-sum-exps: log-probabilities are returned.
         out: the tensors to write into, rows contiguous; columns are int64.

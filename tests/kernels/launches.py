@@ -31,7 +31,6 @@ from liger_losses.kernels.label_rows import masked_labels
 from liger_losses.kernels.largest import largest, sum_of_probabilities
 from liger_losses.kernels.layer_norm import layer_norm
 from liger_losses.kernels.linear_exp import linear_exponentials
-from liger_losses.kernels.linear_lse import Kept, log_sum_exps_into
 from liger_losses.kernels.linear_stats import MaskedStatistics
 from liger_losses.kernels.logit_transform import Epilogue
 from liger_losses.kernels.masked_rows import Derivatives, MaskedRows, RowStatistics
@@ -169,14 +168,6 @@ def divergence(
     loss.backward()
 
 
-def selected(transform: LogitTransform = LogitTransform()) -> None:
-    """Log-probabilities of a few columns of the whole softmax, without logits in memory."""
-    hidden, weight, _ = problem()
-    kept = Kept(tensor(TOKENS, 2 * VOCAB // 128, dtype=torch.int32), tensor(TOKENS * 64, 64, dtype=FP32))
-    epilogue, lse = Epilogue(transform, bias_of(weight)), tensor(TOKENS, dtype=FP32)
-    log_sum_exps_into(lse, hidden, weight, None, epilogue, kept=kept, backend="triton")
-
-
 def of_slabs() -> None:
     """What a quantized head that is dequantized slab by slab takes beside the kernels of other heads."""
     hidden, weight, labels = problem()
@@ -236,8 +227,6 @@ def heads() -> dict[str, Callable[[], None]]:
         "entropy, fp32": lambda: statistics("logp entropy", "resident", FP32, warm),
         "log-probabilities, resident": lambda: statistics("logp", "resident", metrics="entropy mean_logit"),
         "log-probabilities, two passes": lambda: statistics("logp", transform=warm),
-        "selected columns": selected,
-        "selected columns, temperatures and soft-cap": lambda: selected(each_capped),
         "slabs": of_slabs,
         "support": lambda: support(False),
         "support, ragged": lambda: support(True, FP16, each_capped),

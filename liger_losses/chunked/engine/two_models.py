@@ -23,13 +23,10 @@ from liger_losses.chunked.engine.teachers import TeacherLogits
 from liger_losses.chunked.engine.weights import Projection, can_fuse
 from liger_losses.kernels.divergence import Coefficients, Logits, RowSums, divergence_into, square_sums
 from liger_losses.kernels.linear_exp import linear_exponentials
-from liger_losses.kernels.linear_lse import few_rows, log_sum_exps_into, row_log_sum_exps_into
 from liger_losses.kernels.logit_transform import Epilogue, LogitTransform
+from liger_losses.kernels.row_lse import row_log_sum_exps_into
 from liger_losses.kernels.softmax_grad import SoftmaxGradient, softmax_gradient_into
 from liger_losses.kernels.softmax_stats import softmax_statistics
-
-#: Where log-sum-exps alone take other ways than :func:`linear_exponentials`.
-_DEVICES_OF_LSE = ("cuda",)
 
 
 def _columns(values: Tensor, count: int) -> Tensor:
@@ -293,26 +290,21 @@ class TwoModels(Block):
     ) -> None:
         """A model's projections into ``out``, and the statistics of its logits."""
         invariant = self.call.batch_invariant
-        alone = statistics.keys() == {"lse"} and hidden.device.type in _DEVICES_OF_LSE and not invariant
-        if not model.fused or (alone and few_rows(len(hidden))):
+        alone = statistics.keys() == {"lse"} and not invariant  # a pass over projections takes less than offsets do
+        if not model.fused or alone:
             model.into(out, hidden, 0, out.shape[1])
             self._compute_statistics(statistics, out, labels, epilogue)
             return
-        weight, backend = model.weights.rows(slice(None), hidden.dtype), self.call.backend
-        if alone:
-            found = log_sum_exps_into(statistics["lse"], hidden, weight, out, epilogue, backend=backend)
-            if found is not None:
-                return
         linear_exponentials(
             hidden,
-            weight,
+            model.weights.rows(slice(None), hidden.dtype),
             labels,
             out,
             epilogue,
             found=statistics,
             projections=True,
             batch_invariant=invariant,
-            backend=backend,
+            backend=self.call.backend,
         )
 
     def _compute_statistics(

@@ -13,10 +13,9 @@ from liger_losses import (
     linear_token_loss,
     linear_topk,
 )
-from liger_losses.chunked.engine import logit_block, query, tokens
+from liger_losses.chunked.engine import query, tokens
 from liger_losses.kernels import BACKENDS, largest
 from liger_losses.kernels._triton import INTERPRETED
-from liger_losses.kernels.linear_lse import log_sum_exps_into
 from liger_losses.kernels.logit_transform import Epilogue
 from tests.reference import assert_close_gradients, plain_logits, problem
 
@@ -191,38 +190,6 @@ def test_wrong_numbers_of_columns(k, message):
     hidden, weight, labels, _ = problem()
     with pytest.raises(ValueError, match=message):
         linear_topk(hidden, weight, k, labels)
-
-
-def test_selected_columns_without_logits_in_memory(monkeypatch):
-    """Where a kernel keeps their projections; repeated columns, a bias, temperatures and masked tokens."""
-    pytest.importorskip("triton", reason="triton is not installed")
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    hidden, weight, labels, bias = (
-        part.detach().to(device) for part in problem(40, 16, 1100, dtype=torch.float16, bias=True)
-    )
-    g, calls = torch.Generator().manual_seed(1), []
-    columns = torch.randint(1100, (40, 4), generator=g).to(device)
-    columns[:, 3] = columns[:, 0]
-    transform = LogitTransform(torch.linspace(0.5, 2.0, 40, device=device), 1.2)
-
-    def counted(lse, hidden, weight, out, *given, **options):
-        calls.append(out)
-        return log_sum_exps_into(lse, hidden, weight, out, *given, **{**options, "backend": "torch"})
-
-    def found(backend, selected):
-        return linear_statistics(
-            hidden, weight, labels, "selected_logps", selected=selected, bias=bias, transform=transform,
-            options=EngineOptions(backend=backend, compact=False),
-        ).selected_logps  # fmt: skip
-
-    monkeypatch.setattr(logit_block, "log_sum_exps_into", counted)
-    monkeypatch.setattr(logit_block, "few_rows", lambda tokens: False)
-    exact = found("torch", columns)
-    torch.testing.assert_close(found("triton", columns), exact, rtol=1e-4, atol=1e-4)
-    assert calls == [None]
-    many = torch.arange(8, device=device).expand(40, 8)  # too many for this vocabulary
-    torch.testing.assert_close(found("triton", many), found("torch", many), rtol=1e-4, atol=1e-4)
-    assert calls[1] is not None
 
 
 # --- Registered statistics ------------------------------------------------------------------------------------------

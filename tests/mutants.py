@@ -50,13 +50,12 @@ MUTANTS: dict[str, list[tuple[str, str, str]]] = {
     "tests/chunked/test_combinations.py -k 'in_triton and statistics'": [
         ("kernels/softmax_grad.py", "p * p_squared_value * p", "p * p_squared_value"),
     ],
+    "tests/chunked/engine/test_largest.py -k rows": [
+        ("chunked/engine/logit_block.py", "ids.append(at + columns.start)", "ids.append(at)"),
+        ("chunked/engine/logit_block.py", "torch.cat(values, -1).topk(k, -1)", "torch.cat(values, -1)[:, :k].topk(k, -1)"),
+    ],
     "tests/chunked/test_combinations.py -k 'in_triton and trained'": [
         ("kernels/softmax_grad.py", "grad_bias += projected.sum(0, ", "grad_bias += 0 * projected.sum(0, "),
-    ],
-    "tests/chunked/engine/test_largest.py -k 'rows and triton'": [
-        ("kernels/largest.py", "(equals <= k))", "(equals <= 2 * k))"),
-        ("kernels/largest.py", "(count < k) | (count > KEPT)", "count > KEPT"),
-        ("kernels/largest.py", "inside & (place >= k), tl.exp(z)", "inside & (place > k), tl.exp(z)"),
     ],
     "tests/chunked/engine/test_tokens.py -k never_leak": [
         ("chunked/engine/call.py", "tokens.masked(g.detach().to(dtype), rows)", "g.detach().to(dtype)"),

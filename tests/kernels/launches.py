@@ -28,7 +28,6 @@ from liger_losses.kernels.given_columns import ByRows, GivenCall, GivenColumns, 
 from liger_losses.kernels.given_ids import GivenIds, find
 from liger_losses.kernels.glu import glu, glu_fused
 from liger_losses.kernels.label_rows import masked_labels
-from liger_losses.kernels.largest import largest, sum_of_probabilities
 from liger_losses.kernels.layer_norm import layer_norm
 from liger_losses.kernels.linear_exp import linear_exponentials
 from liger_losses.kernels.linear_stats import MaskedStatistics
@@ -38,6 +37,7 @@ from liger_losses.kernels.move_rows import move_rows_, put_first, scale_rows_
 from liger_losses.kernels.reading import label_facts
 from liger_losses.kernels.rms_norm import add_rms_norm, gated_rms_norm, rms_norm
 from liger_losses.kernels.rope import rope
+from liger_losses.kernels.row_lse import sum_of_probabilities
 from liger_losses.kernels.targets import target_of
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
@@ -241,19 +241,6 @@ def heads() -> dict[str, Callable[[], None]]:
         "masked statistics": masked_statistics,
         "masked statistics, rows of an odd length, soft-cap": lambda: masked_statistics(FP16, 30.0, 1001),
         "masked labels": lambda: masked_labels(tensor(TOKENS, dtype=torch.long), -100, 1000, backend="triton"),
-        "largest": lambda: largest(tensor(TOKENS, VOCAB, dtype=FP32), Epilogue(warm), 64, backend="triton"),
-        "largest, temperatures and bias": lambda: largest(
-            tensor(TOKENS, VOCAB, dtype=FP32), Epilogue(each_capped, tensor(VOCAB, dtype=FP32)), 128, backend="triton"
-        ),
-        "largest and the rest": lambda: largest(
-            tensor(TOKENS, VOCAB, dtype=FP32),
-            Epilogue(),
-            250,
-            backend="triton",
-            tiles=tensor(2, VOCAB // 128, TOKENS, dtype=FP32),
-            lse=tensor(TOKENS, dtype=FP32),
-            rest=True,
-        ),
         "summed terms": lambda: summed_terms(
             Divergence.mixture(0.5, 0.5, 0.5), *[tensor(TOKENS, 64, dtype=FP32)] * 2, backend="triton"
         ),

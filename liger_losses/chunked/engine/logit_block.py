@@ -18,11 +18,30 @@ from liger_losses.chunked.engine.plan import blocks, padded
 from liger_losses.chunked.engine.query import REGISTERED, registered_gradient
 from liger_losses.kernels.divergence import TEMPORARIES
 from liger_losses.kernels.divergence_forms import finite_logs
-from liger_losses.kernels.largest import largest, sum_of_probabilities
 from liger_losses.kernels.logit_transform import Epilogue
 from liger_losses.kernels.move_rows import move_rows_
+from liger_losses.kernels.row_lse import sum_of_probabilities
 from liger_losses.kernels.softmax_grad import SoftmaxGradient
 from liger_losses.kernels.softmax_stats import softmax_statistics
+
+#: Of more logits than these, the largest are chosen among the largest of so many parts of the vocabulary: a part's
+#: temporaries are small beside a block, and a GPU's cache holds a part of a row while it is read again and again.
+_LOGITS, _PARTS = 2**21, 16
+
+
+def largest(projected: Tensor, epilogue: Epilogue, k: int) -> tuple[Tensor, Tensor]:
+    """The k largest logits of each row of ``projected [R, V]``, in descending order, and their columns."""
+    size = projected.shape[1] if projected.numel() <= _LOGITS else max(-(-projected.shape[1] // _PARTS), 4 * k)
+    values, ids = list[Tensor](), list[Tensor]()
+    for columns in blocks(projected.shape[1], size):
+        logits = epilogue.columns(columns)(projected[:, columns])
+        value, at = logits.topk(min(k, logits.shape[1]), -1)
+        values.append(value)
+        ids.append(at + columns.start)
+    if len(values) == 1:
+        return values[0], ids[0]
+    value, at = torch.cat(values, -1).topk(k, -1)
+    return value, torch.cat(ids, -1).gather(1, at)
 
 
 class LogitBlock(Block):
@@ -33,8 +52,7 @@ class LogitBlock(Block):
     def __init__(self, opened: OpenCall, rows: int) -> None:
         super().__init__(opened, rows)
         #: Whether one kernel computes projections and statistics.
-        wanted = self.call.batch_invariant or self.call.query.largest > 0
-        self._fuses = wanted and self.call.work.fused_products
+        self._fuses = self.call.batch_invariant and self.call.work.fused_products
 
     @cached_property
     def projections(self) -> Tensor:
@@ -96,23 +114,15 @@ class LogitBlock(Block):
         return self.call.ranks.sum_(sums).log()
 
     def _add_largest(self, computed: dict[str, Tensor], projected: Tensor, part: Part) -> None:
-        """Compute the columns ``[R, k]`` of the largest logits of the whole vocabulary, on all ranks that share it.
-
-        If one process has the whole vocabulary, also compute their log-probabilities; and, if the query asks for it and
-        the kernel has it anyway, the log-probability of all other columns.
-        """
-        k, backend, ranks = min(self.call.query.largest, self.vocab_size), self.call.backend, self.call.ranks
+        """Compute the columns ``[R, k]`` of the largest logits of the whole vocabulary, on all ranks that share it; and
+        their log-probabilities, if one process has the whole vocabulary."""
+        k = self.call.query.largest
+        logits, columns = largest(projected, part.epilogue, min(k, self.vocab_size))
         if self.opened.others is not None:
-            logits, columns, _ = largest(projected, part.epilogue, k, backend)
-            computed["columns"] = ranks.largest(logits, columns + self.opened.first_column, self.call.query.largest)
-            return
-        names, lse = ("selected_logps", "columns"), computed["lse"]
-        out = (part.values[names[0]], part.values[names[1]]) if part.values.keys() >= {*names} else None
-        rest = "rest" in part.values
-        found = largest(projected, part.epilogue, k, backend, lse=lse, out=out, rest=rest)
-        computed.update(zip(names, found[:2], strict=True))
-        if found.rest is not None:
-            computed["rest"] = found.rest
+            columns = self.call.ranks.largest(logits, columns + self.opened.first_column, k)
+        else:
+            computed["selected_logps"] = logits - computed["lse"][:, None]
+        computed["columns"] = columns
 
     def _log_probs(
         self, projected: Tensor, lse: Tensor, epilogue: Epilogue
@@ -136,7 +146,7 @@ class LogitBlock(Block):
 
     def refill(self, part: Part, upstream: Upstream) -> None:
         opened, projected = self.opened, self._projected(part)
-        if self._fuses and self.call.batch_invariant:
+        if self._fuses:
             lse = part.values["lse"]
             new = {name: torch.empty_like(lse) for name in self.call.block_names - OF_LOGITS}  # forward's are saved
             fused_statistics(opened, part, opened.weight, part.here, part.epilogue, new, projected)

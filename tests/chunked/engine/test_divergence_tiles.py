@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 
 from liger_losses import DistillationLoss, EngineOptions, Head, Teacher, linear_divergence
-from liger_losses.chunked.engine import decision, divergence_tiles, plan, two_models
+from liger_losses.chunked.engine import decision, divergence_tiles, plan
 from liger_losses.chunked.engine.call import make_call
 from liger_losses.chunked.engine.query import Comparison, Query
 from tests.chunked.losses.test_distillation import divergence, formula
@@ -25,7 +25,6 @@ def in_tiles(monkeypatch, request):
     for name in ("TILE", "HALF_TILE"):
         monkeypatch.setattr(plan, name, 4 if by_rows else 64)
     decision._decisions.clear()
-    monkeypatch.setattr(two_models, "_DEVICES_OF_LSE", (DEVICE,))
 
     def counted(self, *arguments):
         if self.call.plan.tiled:

@@ -6,7 +6,7 @@ import torch
 from liger_losses import DistillationLoss, Divergence, Teacher
 from liger_losses.chunked.engine.divergence_tiles import DivergenceTiles
 from liger_losses.chunked.engine.two_models import TwoModels
-from tests.kernels.test_linear_lse import check_rows
+from tests.kernels.test_row_lse import check_rows
 from tests.losses import JSD
 
 pytestmark = pytest.mark.gpu

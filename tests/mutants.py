@@ -52,7 +52,7 @@ MUTANTS: dict[str, list[tuple[str, str, str]]] = {
     ],
     "tests/chunked/engine/test_largest.py -k rows": [
         ("chunked/engine/logit_block.py", "ids.append(at + columns.start)", "ids.append(at)"),
-        ("chunked/engine/logit_block.py", "torch.cat(values, -1).topk(k, -1)", "torch.cat(values, -1)[:, :k].topk(k, -1)"),
+        ("chunked/engine/logit_block.py", "torch.cat(values, -1).topk", "torch.cat(values, -1)[:, :k].topk"),
     ],
     "tests/chunked/test_combinations.py -k 'in_triton and trained'": [
         ("kernels/softmax_grad.py", "grad_bias += projected.sum(0, ", "grad_bias += 0 * projected.sum(0, "),
@@ -116,10 +116,6 @@ MUTANTS: dict[str, list[tuple[str, str, str]]] = {
         ("chunked/engine/autograd_functions.py", "ctx.gradients = ctx.gradients, None", "_ = ctx.gradients, None"),
         ("chunked/engine/plan.py", "MAX_HALF_PRECISION_BLOCKS = 8", "MAX_HALF_PRECISION_BLOCKS = 8000"),
     ],
-    "tests/chunked/engine/test_slabs.py -k frozen_heads": [
-        ("chunked/engine/tiled_exponentials.py", "(product, (offset - highest).exp()", "(product, offset * 0 + 1"),
-        ("chunked/engine/tiled_exponentials.py", "labels - columns.start, -1)", "labels - columns.start, 0)"),
-    ],
     "tests/chunked/engine/test_plan.py tests/chunked/engine/test_workspace.py": [
         ("chunked/engine/plan.py", "resident=tokens * work.row_bytes <= budget.kept and", "resident="),
         ("chunked/engine/workspace.py", "context.reset(before)", "before.old_value"),
@@ -142,9 +138,6 @@ MUTANTS: dict[str, list[tuple[str, str, str]]] = {
         ("chunked/engine/two_models.py", "self.grad_bias += student_logits.sum(0)", "self.grad_bias += 0"),
         ("chunked/losses/distillation.py", "return self.temperature**2 if self", "return self.temperature if self"),
         ("chunked/engine/teachers.py", "(ordered[:, 1:] == ordered[:, :-1]).any()", "outside"),
-    ],
-    "tests/chunked/engine/test_divergence_tiles.py -k 'tiles-rows or reverse or cosine'": [
-        ("chunked/engine/divergence_tiles.py", "h += sums.h", "h += 0"),
     ],
     "tests/chunked/losses/test_policy.py tests/chunked/losses/test_policy_tables.py": [
         ("chunked/losses/policy_tables.py", "torch.minimum(ratio.clamp(max=delta) * adv", "torch.minimum(ratio * adv"),

@@ -1,4 +1,4 @@
-"""Rows of a matrix: move them within it or to another matrix, scale them, and find which of them are to move.
+"""Rows of a matrix: move them within it or to another matrix, and find which of them are to move.
 
 N rows.
 """
@@ -87,20 +87,6 @@ def move_rows_(
         )  # fmt: skip
 
 
-def scale_rows_(matrix: Tensor, factor: Tensor, *, backend: str = "torch") -> None:
-    """``matrix_n *= factor_n``; rows whose factor is 1 are not read.
-
-    Args:
-        matrix: ``[N, C]``, rows contiguous.
-        factor: ``[N]`` fp32.
-        backend: ``torch`` or ``triton``.
-    """
-    if backend == "torch":
-        matrix.copy_(matrix * factor[:, None])
-    elif len(factor):
-        _scale_rows_kernel[(len(factor),)](matrix, matrix.stride(0), factor, matrix.shape[1], BLOCK=_COLUMNS)
-
-
 @jit(do_not_specialize=["rows"], do_not_specialize_on_alignment=["counts", "total", "sources", "targets", "order"])
 def _put_first_kernel(counts, total, sources, targets, order, rows, ROUNDED: tl.constexpr, BLOCK: tl.constexpr):
     """One program for all rows."""
@@ -135,14 +121,3 @@ def _move_rows_kernel(into, into_stride, matrix, row_stride, sources, targets, r
             at = start + tl.arange(0, BLOCK)
             row = tl.load(matrix + source * row_stride + at, mask=at < columns)
             tl.store(into + target * into_stride + at, row, mask=at < columns)
-
-
-@jit(do_not_specialize_on_alignment=["factor"])
-def _scale_rows_kernel(matrix, row_stride, factor, columns, BLOCK: tl.constexpr):
-    """One program for each row."""
-    row, by = tl.program_id(0).to(tl.int64), tl.load(factor + tl.program_id(0))
-    if by != 1.0:
-        for start in range(0, columns, BLOCK):
-            at = start + tl.arange(0, BLOCK)
-            values = tl.load(matrix + row * row_stride + at, mask=at < columns).to(tl.float32) * by
-            tl.store(matrix + row * row_stride + at, values.to(matrix.dtype.element_ty), mask=at < columns)

@@ -29,11 +29,10 @@ from liger_losses.kernels.given_ids import GivenIds, find
 from liger_losses.kernels.glu import glu, glu_fused
 from liger_losses.kernels.label_rows import masked_labels
 from liger_losses.kernels.layer_norm import layer_norm
-from liger_losses.kernels.linear_exp import linear_exponentials
 from liger_losses.kernels.linear_stats import MaskedStatistics
 from liger_losses.kernels.logit_transform import Epilogue
 from liger_losses.kernels.masked_rows import Derivatives, MaskedRows, RowStatistics
-from liger_losses.kernels.move_rows import move_rows_, put_first, scale_rows_
+from liger_losses.kernels.move_rows import move_rows_, put_first
 from liger_losses.kernels.reading import label_facts
 from liger_losses.kernels.rms_norm import add_rms_norm, gated_rms_norm, rms_norm
 from liger_losses.kernels.rope import rope
@@ -168,16 +167,6 @@ def divergence(
     loss.backward()
 
 
-def of_slabs() -> None:
-    """What a quantized head that is dequantized slab by slab takes beside the kernels of other heads."""
-    hidden, weight, labels = problem()
-    exponentials, label_logit = tensor(TOKENS, 8192), tensor(TOKENS, dtype=FP32)
-    linear_exponentials(hidden, weight[:8192], labels, exponentials, label_logit=label_logit, backend="triton")
-    move_rows_(weight[:8192], labels, labels, into=tensor(TOKENS, weight.shape[1]), backend="triton")
-    for matrix in (exponentials, tensor(TOKENS, weight.shape[1], dtype=FP32)):
-        scale_rows_(matrix, label_logit, backend="triton")
-
-
 def support(ragged: bool, dtype: torch.dtype = BF16, transform: LogitTransform = LogitTransform()) -> None:
     """Log-probabilities over a few columns for each token."""
     hidden, weight, labels = problem(dtype)
@@ -227,7 +216,6 @@ def heads() -> dict[str, Callable[[], None]]:
         "entropy, fp32": lambda: statistics("logp entropy", "resident", FP32, warm),
         "log-probabilities, resident": lambda: statistics("logp", "resident", metrics="entropy mean_logit"),
         "log-probabilities, two passes": lambda: statistics("logp", transform=warm),
-        "slabs": of_slabs,
         "support": lambda: support(False),
         "support, ragged": lambda: support(True, FP16, each_capped),
         "support, fp32": lambda: support(True, FP32, warm),

@@ -47,7 +47,6 @@ class Part(NamedTuple):
     epilogue: Epilogue  # from their projections to logits
     labels: Tensor  # [R], columns of the whole vocabulary
     here: Tensor  # [R], the same as numbers of this rank's columns; any of these for a label of another rank
-    out: Tensor | None = None  # [R, H], memory that their gradient may be written to, where there is some already
 
     def at(self, at: slice) -> Part:
         """Some of these tokens."""
@@ -55,8 +54,7 @@ class Part(NamedTuple):
             return self
         rows = slice(self.rows.start + at.start, self.rows.start + at.stop)
         values = {name: value[at] for name, value in self.values.items()}
-        out = None if self.out is None else self.out[at]
-        return Part(rows, self.hidden[at], values, self.epilogue.rows(at), self.labels[at], self.here[at], out)
+        return Part(rows, self.hidden[at], values, self.epilogue.rows(at), self.labels[at], self.here[at])
 
     def columns(self, call: Call) -> Tensor:
         """The selected columns ``[R, k]``."""
@@ -121,8 +119,6 @@ class Block:
 
     #: Whether :meth:`move` and :meth:`keep` work.
     movable = False
-    #: Whether :meth:`fill` writes to the memory of a part's gradients, which is then made before the first part.
-    fills_out = False
     #: Whether :meth:`keep` is called once the block is filled, so that nothing is queued that depends on the number.
     waits = False
 

@@ -10,7 +10,7 @@ N active tokens, of which M have a coefficient; H hidden size, V vocabulary size
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
 import torch
@@ -19,19 +19,14 @@ from torch import Tensor
 from liger_losses.chunked.engine.accumulation import Gradients, HeadGradients, HiddenGradients
 from liger_losses.chunked.engine.blocks import Block, Columns, ExponentialBlock, Part, Upstream
 from liger_losses.chunked.engine.call import Call, OpenCall
-from liger_losses.chunked.engine.divergence_tiles import DivergenceTiles, row_constants
 from liger_losses.chunked.engine.logit_block import LogitBlock
 from liger_losses.chunked.engine.plan import TILE, TILE_COLUMNS, blocks, padded
 from liger_losses.chunked.engine.query import changed
 from liger_losses.chunked.engine.ranks import ALONE
-from liger_losses.chunked.engine.tiled_exponentials import TiledExponentials
 from liger_losses.chunked.engine.two_models import TwoModels
 from liger_losses.kernels._tiles import processors
 from liger_losses.kernels.move_rows import put_first
 from liger_losses.kernels.reading import start_reading
-
-#: The memory of some tokens' gradients of the hidden states, if there is some already.
-Outs = Callable[[slice], Tensor | None]
 
 #: The host waits for M only if both gradient products take at least so many floating-point operations, by the kind of
 #: device: on an H200 10 ms, of which the wait is less than 1 %.
@@ -169,13 +164,14 @@ class Stream:
         shape = self.count, self.call.work.hidden_size
         unit_gradient = torch.empty(shape, dtype=dtype, device=self.opened.device)
         with self._block(self.call.plan.rows) as block:
-            for part in self._parts(block.rows, values, outs=unit_gradient.__getitem__):
+            for part in self._parts(block.rows, values):
                 block.fill(part)
                 ones = {statistic: torch.ones_like(part.values["lse"])}
-                gradient = block.gradients(part, ones, head_grads, part.out)
+                out = unit_gradient[part.rows]
+                gradient = block.gradients(part, ones, head_grads, out)
                 block.wait()
-                if gradient is not None and part.out is not None and gradient is not part.out:
-                    part.out.copy_(gradient)
+                if gradient is not None and gradient is not out:
+                    out.copy_(gradient)
         self.call.ranks.of_gradients.sum_(unit_gradient)
         return values, unit_gradient
 
@@ -195,14 +191,13 @@ class Stream:
             self.call = self.opened.call
         values, losses = self._empty_statistics(), list[Tensor]()
         with self._block(self.call.plan.rows) as block:
-            grads = Gradients(self.opened) if block.fills_out and pending is None else None
-            outs = None if grads is None else grads.hidden.out_view
+            grads: Gradients | None = None
             if pending is not None:
                 parts = self._counted(block, values, losses, pending, given)
             elif self.call.query.token_weights is None:
-                parts = self._evaluated(block, losses, self._parts(block.rows, values, outs=outs))
+                parts = self._evaluated(block, losses, self._parts(block.rows, values))
             else:
-                parts = self._weighted(block, values, losses, outs)
+                parts = self._weighted(block, values, losses)
             for part, upstream in parts:
                 grads = grads or Gradients(self.opened)
                 block.write(part, upstream, grads)
@@ -225,12 +220,12 @@ class Stream:
             yield part, upstream
 
     def _weighted(
-        self, block: Block, values: dict[str, Tensor], losses: list[Tensor], outs: Outs | None
+        self, block: Block, values: dict[str, Tensor], losses: list[Tensor]
     ) -> Iterator[tuple[Part, Upstream]]:
         """Of a weighted sum of statistics, whose derivatives are the weights."""
         query = self.call.query
         weights = query.token_weights or {}
-        for part in self._parts(block.rows, values, outs=outs):
+        for part in self._parts(block.rows, values):
             known = weights
             if part.hidden.shape[0] < self.count:  # a number is one of all tokens
                 known = {name: w[part.rows] if isinstance(w, Tensor) else w for name, w in weights.items()}
@@ -275,13 +270,8 @@ class Stream:
                 for part in self._parts(others.rows, values, start=done):
                     others.fill(part)
 
-    def _parts(
-        self, size: int, values: dict[str, Tensor], count: int | None = None, start: int = 0, outs: Outs | None = None
-    ) -> Iterator[Part]:
-        """The active tokens, or those from ``start`` to ``count``, ``size`` or fewer at a time.
-
-        ``outs`` returns the memory of tokens' gradients, where there is some already.
-        """
+    def _parts(self, size: int, values: dict[str, Tensor], count: int | None = None, start: int = 0) -> Iterator[Part]:
+        """The active tokens, or those from ``start`` to ``count``, ``size`` or fewer at a time."""
         epilogue, per_token = self.opened.epilogue, isinstance(self.call.transform.temperature, Tensor)
         tokens = self.call.tokens  # those without loss, if they are among them, may hold anything
         count, operand, size = self.count if count is None else count, self.call.work.operand_dtype, max(size, 1)
@@ -298,16 +288,14 @@ class Stream:
             hidden = tokens.gather(self.opened.flat, rows.start, rows.stop)
             hidden = hidden if tokens.ignored is None else tokens.masked(hidden, rows)
             own = epilogue.rows(rows) if per_token else epilogue
-            hidden, out = hidden if hidden.dtype == operand else hidden.to(operand), outs and outs(rows)
-            yield Part(rows, hidden, of_part, own, labels, here, out)
+            hidden = hidden if hidden.dtype == operand else hidden.to(operand)
+            yield Part(rows, hidden, of_part, own, labels, here)
 
     def _block(self, rows: int) -> Block:
         """A block of whole rows, which remembers what gradients are taken of."""
         kind: type[Block]
         if self.call.query.comparison is not None:
-            kind = DivergenceTiles if self.call.plan.tiled else TwoModels
-        elif self.call.work.tiled_exponentials:
-            kind = TiledExponentials
+            kind = TwoModels
         else:
             kind = ExponentialBlock if self.call.work.exponentials else LogitBlock
         return kind(self.opened, min(rows, self.count))
@@ -330,16 +318,11 @@ class Stream:
         return Columns(self.opened, min(self.call.plan.tile_rows, self.count))
 
     def _empty_statistics(self) -> dict[str, Tensor]:
-        """Memory for the statistics ``[N]`` (``selected_logps``: ``[N, k]``) of every active token.
-
-        Where a divergence is computed in tiles, what its gradient needs beside them is among them.
-        """
+        """Memory for the statistics ``[N]`` (``selected_logps``: ``[N, k]``) of every active token."""
         call, count, device = self.call, self.count, self.opened.device
         query, wide, names = call.query, call.work.logits_dtype, ("lse", *call.outputs)
         widths: dict[str, Sequence[int]] = {}
         integers = {"argmax": torch.int64, "columns": torch.int64}
-        if call.plan.tiled:
-            names += tuple(row_constants(call))
         if query.selected is not None or query.largest or query.registered:
             widths = {"registered": (len(query.registered),), "columns": (query.largest,)}
             widths["selected_logps"] = (query.largest,) if query.selected is None else query.selected.shape[1:]

@@ -43,9 +43,9 @@ MUTANTS: dict[str, list[tuple[str, str, str]]] = {
         ("chunked/engine/tokens.py", "found.masked_fill_(self.ignored, 1.0)", "found.clamp_(max=9.0)"),
         ("chunked/engine/weights.py", "accumulate=accumulate or part.start > 0)", "accumulate=accumulate)"),
         ("chunked/engine/adapters.py", ", adapter.a) * adapter.scale, ", ", adapter.a), "),
-        ("chunked/engine/stream.py", "transform.temperature[self.order])", "transform.temperature + 0)"),
-        ("chunked/engine/stream.py", "call.query.subset(self.order)", "call.query"),
-        ("chunked/engine/stream.py", "{name: value[self.order] for", "{name: value for"),
+        ("chunked/engine/stream.py", "call.transform.temperature[index])", "call.transform.temperature + 0)"),
+        ("chunked/engine/stream.py", "call.query.subset(index, losses)", "call.query"),
+        ("chunked/engine/stream.py", "{name: value[index] for", "{name: value for"),
     ],
     "tests/chunked/test_combinations.py -k 'in_triton and statistics'": [
         ("kernels/softmax_grad.py", "p * p_squared_value * p", "p * p_squared_value"),
@@ -198,11 +198,11 @@ MUTANTS: dict[str, list[tuple[str, str, str]]] = {
         ("kernels/coupled_rows.py", "clipped += (active & ((ratio", "clipped += (active & ((within"),
         ("kernels/coupled_rows.py", "smoothing * log_not_s", "smoothing * log_s"),
     ],
-    "tests/chunked/engine/test_zero_rows.py -k separable": [
-        ("chunked/engine/stream.py", "pending.order[:done], losses=True", "slice(0, done), losses=True"),
-        ("chunked/engine/stream.py", "{name: g[:total] for", "{name: g[-total:] for"),
-        ("chunked/engine/stream.py", "each, upstream = each[:total]", "each, upstream = each[:1]"),
-        ("chunked/engine/stream.py", "every.subset(pending.order, losses=True)", "every"),
+    "tests/chunked/engine/test_zero_rows.py -k 'separable or left_out'": [
+        ("chunked/engine/stream.py", "index_copy_(0, rest, others[name])", "index_copy_(0, rest, few[name][:1])"),
+        ("chunked/engine/stream.py", "return loss, values, gradients", "return loss, few, gradients"),
+        ("chunked/engine/blocks.py", "matrix[rows] = matrix[index[rows]]", "matrix[rows] = matrix[rows]"),
+        ("chunked/engine/blocks.py", "(value[index] for value in self.offsets", "(value[: len(index)] for value in self.offsets"),
     ],
     "tests/chunked/engine/test_zero_rows.py -k masked": [
         ("chunked/engine/tokens.py", "None if self.ignored is None else self.ignored[order]", "None"),

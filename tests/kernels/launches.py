@@ -32,7 +32,6 @@ from liger_losses.kernels.layer_norm import layer_norm
 from liger_losses.kernels.linear_stats import MaskedStatistics
 from liger_losses.kernels.logit_transform import Epilogue
 from liger_losses.kernels.masked_rows import Derivatives, MaskedRows, RowStatistics
-from liger_losses.kernels.move_rows import move_rows_, put_first
 from liger_losses.kernels.reading import label_facts
 from liger_losses.kernels.rms_norm import add_rms_norm, gated_rms_norm, rms_norm
 from liger_losses.kernels.rope import rope
@@ -239,10 +238,6 @@ def heads() -> dict[str, Callable[[], None]]:
             scratch=0,
             backend="triton",
         ),
-        "rows that move": lambda: move_rows_(
-            tensor(TOKENS, VOCAB), *[tensor(8, dtype=torch.long)] * 2, backend="triton"
-        ),
-        "rows that count": lambda: put_first(tensor(TOKENS, dtype=torch.bool), 64, backend="triton"),
         "label facts": lambda: label_facts([tensor(TOKENS, dtype=torch.long)] * 2, -100, backend="triton"),
         "active labels": lambda: label_facts(
             [tensor(TOKENS, dtype=torch.long)] * 2, -100, tensor(3, 2 * TOKENS, dtype=torch.long), backend="triton"

@@ -12,14 +12,21 @@ import torch
 from torch import Tensor
 
 from liger_losses.chunked.engine.accumulation import HeadGradients
-from liger_losses.chunked.engine.blocks import OF_LOGITS, Block, Part, Upstream, fused_statistics, projection_gradient
+from liger_losses.chunked.engine.blocks import (
+    OF_LOGITS,
+    Block,
+    Part,
+    Upstream,
+    fused_statistics,
+    move_up_,
+    projection_gradient,
+)
 from liger_losses.chunked.engine.call import OpenCall
 from liger_losses.chunked.engine.plan import blocks, padded
 from liger_losses.chunked.engine.query import REGISTERED, registered_gradient
 from liger_losses.kernels.divergence import TEMPORARIES
 from liger_losses.kernels.divergence_forms import finite_logs
 from liger_losses.kernels.logit_transform import Epilogue
-from liger_losses.kernels.move_rows import move_rows_
 from liger_losses.kernels.row_lse import sum_of_probabilities
 from liger_losses.kernels.softmax_grad import SoftmaxGradient
 from liger_losses.kernels.softmax_stats import softmax_statistics
@@ -46,8 +53,6 @@ def largest(projected: Tensor, epilogue: Epilogue, k: int) -> tuple[Tensor, Tens
 
 class LogitBlock(Block):
     """Projections in fp32, whose memory their gradient overwrites: for any statistics, in any dtype."""
-
-    movable = True
 
     def __init__(self, opened: OpenCall, rows: int) -> None:
         super().__init__(opened, rows)
@@ -141,8 +146,9 @@ class LogitBlock(Block):
         owned = (columns >= 0) & (columns < self.vocab_size)
         return torch.where(owned, columns, 0), owned
 
-    def move(self, order: Tensor, sources: Tensor, targets: Tensor) -> None:
-        move_rows_(self.projections, sources, targets, backend=self.call.backend)
+    def keep(self, index: Tensor, opened: OpenCall) -> None:
+        super().keep(index, opened)
+        move_up_(self.projections, index)
 
     def refill(self, part: Part, upstream: Upstream) -> None:
         opened, projected = self.opened, self._projected(part)

@@ -291,14 +291,14 @@ def make_plan(work: Workload, workspace: int | None = None, chunk_size: int | No
     rows = max(1, min((budget.blocks - part * work.part_bytes) // work.row_bytes, max(tokens, 1)))
     most = max(chunk_size or rows, work.least_rows * teacher)
     rows = min(_whole_tiles(rows) if teacher else rows, most)
-    rows = _even(tokens, rows)
+    rows = even(tokens, rows)
     tile_columns = min(tile_columns, budget.weight_chunk if work.walks else padded(work.vocab_size))
     if work.walks and work.fused and tile_columns < work.vocab_size:
         tile_columns = _full_waves(tile_rows, tile_columns, processors(work.device))
     most_blocks = MAX_EXPONENTIAL_BLOCKS if work.exponentials else MAX_HALF_PRECISION_BLOCKS
     return Plan(
         rows=rows,
-        part_rows=_even(rows, min(part, rows, chunk_size or rows)) if teacher else rows,
+        part_rows=even(rows, min(part, rows, chunk_size or rows)) if teacher else rows,
         tile_rows=tile_rows,
         tile_columns=tile_columns,
         scratch=budget.scratch,
@@ -392,7 +392,7 @@ def _tile(tokens: int, budget: int, hidden_bytes: int, item: int, share: float) 
     """
     rows = max(1, min(int(budget * share) // (hidden_bytes + 64 * item), max(tokens, 1)))
     while True:
-        rows = _even(tokens, rows)
+        rows = even(tokens, rows)
         columns = max(1, (budget - rows * hidden_bytes) // (rows * item))
         if columns >= MIN_TILE_COLUMNS or rows <= MIN_TILE_COLUMNS // 2:
             # Aligned tiles, and none that is mostly padding.
@@ -411,7 +411,7 @@ def _full_waves(rows: int, columns: int, programs: int) -> int:
     return TILE_COLUMNS * min(range(most, max(most // 2, 0), -1), key=waste) if most > 1 else columns
 
 
-def _even(total: int, most: int) -> int:
+def even(total: int, most: int) -> int:
     """The size of as few, equally large parts as ``most`` allows, rounded up to a multiple of 128."""
     even = -(-total // max(-(-total // most), 1))
     return max(1, min(most, -(-even // 128) * 128))

@@ -202,7 +202,7 @@ MUTANTS: dict[str, list[tuple[str, str, str]]] = {
         ("chunked/engine/stream.py", "index_copy_(0, rest, others[name])", "index_copy_(0, rest, few[name][:1])"),
         ("chunked/engine/stream.py", "return loss, values, gradients", "return loss, few, gradients"),
         ("chunked/engine/blocks.py", "matrix[rows] = matrix[index[rows]]", "matrix[rows] = matrix[rows]"),
-        ("chunked/engine/blocks.py", "(value[index] for value in self.offsets", "(value[: len(index)] for value in self.offsets"),
+        ("chunked/engine/blocks.py", "(value[index] for value in self", "(value[: len(index)] for value in self"),
     ],
     "tests/chunked/engine/test_zero_rows.py -k masked": [
         ("chunked/engine/tokens.py", "None if self.ignored is None else self.ignored[order]", "None"),

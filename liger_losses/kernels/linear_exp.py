@@ -83,7 +83,6 @@ def linear_exponentials(
     epilogue: Epilogue = Epilogue(),
     *,
     found: Exponentials | Mapping[str, Tensor] | None = None,
-    label_logit: Tensor | None = None,
     projections: bool = False,
     batch_invariant: bool = False,
     backend: str = "torch",
@@ -98,7 +97,6 @@ def linear_exponentials(
         out: ``[N, V]``, rows contiguous; without it only the statistics are computed.
         found: the tensors to write the statistics into, or these by their names; new ones by default, without the mean
             logit and the entropy.
-        label_logit: ``[N]`` fp32, the labels' logits, where they are known.
         projections: write projections into ``out`` instead of exponentials.
         batch_invariant: of ``triton``, compute a token's statistics with the same bits whatever N is.
         backend: ``torch`` holds all logits at once; ``triton`` holds none, for fp16 and bf16.
@@ -111,7 +109,7 @@ def linear_exponentials(
     written = out is not None and not projections
     statistics = found if isinstance(found, Exponentials) else Exponentials.into(found, written)
     if backend == "torch":
-        values = _exponentials_torch(hidden, weight, labels, out, epilogue, label_logit, projections)
+        values = _exponentials_torch(hidden, weight, labels, out, epilogue, projections)
         for target, value in zip(statistics, values, strict=True):
             if target is not None and value is not None:
                 target.copy_(value)
@@ -119,20 +117,19 @@ def linear_exponentials(
     tokens, columns = hidden.shape[0], weight.shape[0]
     if batch_invariant or hidden.stride(1) != 1:
         hidden = with_contiguous_rows(hidden, batch_invariant)
-    kind = None if INTERPRETED else kind_of(hidden, weight, epilogue)
-    if label_logit is None:
-        label_logit = label_logits(hidden, weight, labels, epilogue, kind, backend=backend)
     if out is None and tokens > _MAX_TOKENS:
         for start in range(0, tokens, _MAX_TOKENS):
             rows = slice(start, start + _MAX_TOKENS)
             part = Exponentials._make(None if value is None else value[rows] for value in statistics)
             linear_exponentials(
                 hidden[rows], weight, labels[rows], None, epilogue.rows(rows),
-                found=part, label_logit=label_logit[rows], batch_invariant=batch_invariant, backend=backend,
+                found=part, batch_invariant=batch_invariant, backend=backend,
             )  # fmt: skip
         return statistics
     if not tokens:
         return statistics
+    kind = None if INTERPRETED else kind_of(hidden, weight, epilogue)
+    label_logit = label_logits(hidden, weight, labels, epilogue, kind, backend=backend)
     row_tiles, column_tiles, programs, arguments = tiles_of(hidden, weight, epilogue, out)
     # A run for the log-sum-exps takes the same.
     same = Tiles(row_tiles, column_tiles, programs, dict(arguments))
@@ -171,7 +168,6 @@ def _exponentials_torch(
     labels: Tensor,
     out: Tensor | None,
     epilogue: Epilogue,
-    label_logit: Tensor | None,
     projections: bool,
 ) -> Exponentials:
     """The reference implementation."""
@@ -179,8 +175,7 @@ def _exponentials_torch(
     if out is not None and projections:
         out.copy_(projected)
     logits = transform(projected, None if bias is None else bias.float())
-    if label_logit is None:
-        label_logit = logits.gather(1, labels[:, None])[:, 0]
+    label_logit = logits.gather(1, labels[:, None])[:, 0]
     is_label = labels[:, None] == torch.arange(len(weight), device=labels.device)
 
     def exponentials(offset: Tensor) -> Tensor:

@@ -39,9 +39,9 @@ MIN_KEPT_HIDDEN_SIZE = 2560
 
 #: Adding up B blocks in half precision rounds B times: at 8 the error of grad_weight is 1.9 times the error of plain
 #: PyTorch, at 16 it is 2.5 times. Beyond 8, a second pass writes each part of grad_weight once instead; with a teacher,
-#: blocks are taller, or tiles of the vocabulary. Where these do not fit, parts are added up in fp32. Exponential blocks
-#: add the labels' terms, most of grad_weight, once at the end: at 32 blocks the error of the whole is at most
-#: the error of plain PyTorch, and twice as large on rows of the vocabulary that are no token's label.
+#: blocks are taller. Where these do not fit, parts are added up in fp32. Exponential blocks add the labels' terms, most
+#: of grad_weight, once at the end: at 32 blocks the error of the whole is at most the error of plain PyTorch, and twice
+#: as large on rows of the vocabulary that are no token's label.
 MAX_HALF_PRECISION_BLOCKS = 8
 MAX_EXPONENTIAL_BLOCKS = 32
 #: A block whose gradient of hidden states has fewer entries leaves most processors idle in that product; a second

@@ -33,9 +33,9 @@ ROUNDS = 300
 #: Rounds before those that count, in which kernels are compiled.
 FIRST_ROUNDS = 20
 #: The names of the kernels that multiply hidden states by the head begin with these.
-PRODUCTS = ("hopper_", "_exponentials_kernel", "_linear_statistics_kernel")
+PRODUCTS = ("_exponentials_kernel", "_linear_statistics_kernel")
 #: Which arguments of a launcher get indices of rows, by kernel: 0 in this stand-in.
-INDICES = {"_label_facts_kernel": slice(9, 10), "_put_first_kernel": slice(5, 9)}
+INDICES = {"_label_facts_kernel": slice(9, 10)}
 
 #: What is read of the device's properties.
 H200 = SimpleNamespace(

@@ -14,21 +14,23 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from liger_losses.kernels import hopper_pipeline
 from liger_losses.kernels._tiles import tiles_of
 from liger_losses.kernels._triton import Launcher, triton
 from liger_losses.kernels.exponential_row_kernels import scales_kernel, start_kernel
-from liger_losses.kernels.hopper_pipeline import AVAILABLE, Launchable, NotCompiledError
 from liger_losses.kernels.label_rows import ASSERTS, MOST_COMPARED, LabelRows, add_label_rows_kernel, masked_labels
-from liger_losses.kernels.linear_exp import LARGEST_SUM, kernel_of, linear_exponentials, row_exponentials_kernel
-from liger_losses.kernels.linear_exp_hopper import hopper_tiles, sums_on_hopper
+from liger_losses.kernels.linear_exp import (
+    _GROUP,
+    LARGEST_SUM,
+    _exponentials_kernel,
+    linear_exponentials,
+    row_exponentials_kernel,
+)
 from liger_losses.kernels.linear_stats import MaskedStatistics
 from liger_losses.kernels.logit_transform import Epilogue, LogitTransform
 from liger_losses.kernels.masked_rows import Derivatives, RowStatistics
 from liger_losses.kernels.matmul import matmul_into
 from liger_losses.kernels.online_softmax import MERGED, Sums, merge_kernel, stored
 from liger_losses.kernels.rows import power_of_two
-from liger_losses.kernels.targets import order_of
 
 #: The most tokens, whose labels are sorted in one launch.
 MOST_TOKENS = MOST_COMPARED
@@ -125,25 +127,19 @@ class ExponentialRows:
 
     def _prepare(self, weight: Tensor) -> None:
         """Choose the kernel of the product, and those that follow where a label's logit was too small an offset."""
-        tokens, device, epilogue = self.tokens, weight.device, Epilogue(self.transform)
+        tokens, epilogue = self.tokens, Epilogue(self.transform)
         clean, values = weight.new_empty(tokens, self.hidden_size), self._values(weight)
-        in_turn, together, of_tiles = order_of(device, True, tokens, self.hidden_size, self.columns)
-        found = hopper_tiles(clean, weight, epilogue, values) if AVAILABLE and in_turn else None
-        self.in_turn, tiles = found is not None, found or tiles_of(clean, weight, epilogue, values)
-        sums: tuple[tuple[int, int], int, int | None] = (tiles.column_tiles, tokens), together, None
-        if self.in_turn:
-            sums = sums_on_hopper(tiles, tokens, together, of_tiles)
-        self.sums_shape, group, parts = sums
+        tiles = tiles_of(clean, weight, epilogue, values)
+        self.sums_shape = tiles.column_tiles, tokens
         at_once = min(_TILES, power_of_two(self.sums_shape[0]))
-        sizes = tiles.column_tiles, tokens, self.columns, self.ignore_index, parts, group
+        sizes = tiles.column_tiles, tokens, self.columns, self.ignore_index
         self.of_sums = *sizes, LARGEST_SUM, _ROWS, at_once, _TILES
-        kernel, programs = kernel_of(self.in_turn), min(tiles.programs, tiles.row_tiles * tiles.column_tiles)
+        programs = min(tiles.programs, tiles.row_tiles * tiles.column_tiles)
         options = {name: tiles.arguments[name] for name in ("num_warps", "num_stages") if name in tiles.arguments}
-        product = Launchable(kernel) if self.in_turn else kernel
         #: The second is for other offsets, where there are rows that need one.
-        self.launch_product, self.launch_again = (Launcher(product, programs, **options) for _ in range(2))
-        beside: dict[str, Any] = {"group": group, "PROJECTIONS": False, "SUMS_OF_TILES": parts is None}
-        self.names, self.given = kernel.arg_names, {**beside, **tiles.arguments}
+        self.launch_product, self.launch_again = (Launcher(_exponentials_kernel, programs, **options) for _ in range(2))
+        beside: dict[str, Any] = {"group": _GROUP, "PROJECTIONS": False}
+        self.names, self.given = _exponentials_kernel.arg_names, {**beside, **tiles.arguments}
         for name in ("hidden", "weight", "out"):  # each call has its own
             del self.given[name]
         rest = self.ignore_index, self.transform, self.right, False, "triton"
@@ -180,24 +176,20 @@ class ExponentialRows:
         )  # fmt: skip
         own = {"labels": labels, "offset": label_logit, "partial": sums, "logit_sums": logit_sums}
         arguments = {**self.given, **self._operands(clean, weight, values), **own}
-        try:
-            # What is not given, these kernels do without.
-            self.launch_product(*[arguments.get(name) for name in self.names])
-            self.launch_sums(
-                sums, logit_sums, None, label_logit, None, lse, logp, mean, None, facts,
-                labels, ratio, others, ordered, source, rank, *self.of_sums,
-            )  # fmt: skip
-            # These return at once unless the device has found a label whose sum is too large.
-            again = self.statistics_again.partial_sums(clean, weight, labels, facts)
-            self.launch_merge(
-                again, label_logit, None, None, facts, label_logit, ratio, others,
-                stored({"lse": lse, "logp": logp}), *self.of_merge,
-            )  # fmt: skip
-            arguments["needed"] = facts
-            self.launch_again(*[arguments.get(name) for name in self.names])
-        except NotCompiledError:
-            self._prepare(weight)
-            return self.project(hidden, weight, labels)
+        # What is not given, these kernels do without.
+        self.launch_product(*[arguments.get(name) for name in self.names])
+        self.launch_sums(
+            sums, logit_sums, None, label_logit, None, lse, logp, mean, None, facts,
+            labels, ratio, others, ordered, source, rank, *self.of_sums,
+        )  # fmt: skip
+        # These return at once unless the device has found a label whose sum is too large.
+        again = self.statistics_again.partial_sums(clean, weight, labels, facts)
+        self.launch_merge(
+            again, label_logit, None, None, facts, label_logit, ratio, others,
+            stored({"lse": lse, "logp": logp}), *self.of_merge,
+        )  # fmt: skip
+        arguments["needed"] = facts
+        self.launch_again(*[arguments.get(name) for name in self.names])
         statistics = RowStatistics(lse, logp, None, mean)
         return RowExponentials(values, clean, ratio, others, ordered, source, rank, facts, statistics)
 
@@ -273,8 +265,6 @@ class ExponentialRows:
 
     def _operands(self, hidden: Tensor, weight: Tensor, out: Tensor) -> dict[str, Any]:
         """The matrices of the product."""
-        if self.in_turn:
-            return hopper_pipeline.operands(hidden, weight, out)
         given = tiles_of(hidden, weight, Epilogue(self.transform), out).arguments
         return {name: given[name] for name in ("hidden", "weight", "out")}
 

@@ -5,12 +5,9 @@ import torch
 
 from liger_losses.kernels._triton import INTERPRETED, triton
 from liger_losses.kernels.logit_transform import Epilogue, LogitTransform
-from liger_losses.kernels.targets import INTERPRETER, Order, Orders
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 interpreted = pytest.mark.skipif(not INTERPRETED or triton is None, reason="needs Triton's interpreter")
-#: Runs the kernels for Hopper.
-HOPPER = INTERPRETER._replace(warp_groups=True, orders=Orders(Order(True, 8), Order(True, 4)))
 
 
 def triton_or_skip():

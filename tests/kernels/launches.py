@@ -28,17 +28,14 @@ from liger_losses.kernels.given_columns import ByRows, GivenCall, GivenColumns, 
 from liger_losses.kernels.given_ids import GivenIds, find
 from liger_losses.kernels.glu import glu, glu_fused
 from liger_losses.kernels.label_rows import masked_labels
-from liger_losses.kernels.largest import largest, sum_of_probabilities
 from liger_losses.kernels.layer_norm import layer_norm
-from liger_losses.kernels.linear_exp import linear_exponentials
-from liger_losses.kernels.linear_lse import Kept, log_sum_exps_into
 from liger_losses.kernels.linear_stats import MaskedStatistics
 from liger_losses.kernels.logit_transform import Epilogue
 from liger_losses.kernels.masked_rows import Derivatives, MaskedRows, RowStatistics
-from liger_losses.kernels.move_rows import move_rows_, put_first, scale_rows_
 from liger_losses.kernels.reading import label_facts
 from liger_losses.kernels.rms_norm import add_rms_norm, gated_rms_norm, rms_norm
 from liger_losses.kernels.rope import rope
+from liger_losses.kernels.row_lse import sum_of_probabilities
 from liger_losses.kernels.targets import target_of
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
@@ -169,24 +166,6 @@ def divergence(
     loss.backward()
 
 
-def selected(transform: LogitTransform = LogitTransform()) -> None:
-    """Log-probabilities of a few columns of the whole softmax, without logits in memory."""
-    hidden, weight, _ = problem()
-    kept = Kept(tensor(TOKENS, 2 * VOCAB // 128, dtype=torch.int32), tensor(TOKENS * 64, 64, dtype=FP32))
-    epilogue, lse = Epilogue(transform, bias_of(weight)), tensor(TOKENS, dtype=FP32)
-    log_sum_exps_into(lse, hidden, weight, None, epilogue, kept=kept, backend="triton")
-
-
-def of_slabs() -> None:
-    """What a quantized head that is dequantized slab by slab takes beside the kernels of other heads."""
-    hidden, weight, labels = problem()
-    exponentials, label_logit = tensor(TOKENS, 8192), tensor(TOKENS, dtype=FP32)
-    linear_exponentials(hidden, weight[:8192], labels, exponentials, label_logit=label_logit, backend="triton")
-    move_rows_(weight[:8192], labels, labels, into=tensor(TOKENS, weight.shape[1]), backend="triton")
-    for matrix in (exponentials, tensor(TOKENS, weight.shape[1], dtype=FP32)):
-        scale_rows_(matrix, label_logit, backend="triton")
-
-
 def support(ragged: bool, dtype: torch.dtype = BF16, transform: LogitTransform = LogitTransform()) -> None:
     """Log-probabilities over a few columns for each token."""
     hidden, weight, labels = problem(dtype)
@@ -236,9 +215,6 @@ def heads() -> dict[str, Callable[[], None]]:
         "entropy, fp32": lambda: statistics("logp entropy", "resident", FP32, warm),
         "log-probabilities, resident": lambda: statistics("logp", "resident", metrics="entropy mean_logit"),
         "log-probabilities, two passes": lambda: statistics("logp", transform=warm),
-        "selected columns": selected,
-        "selected columns, temperatures and soft-cap": lambda: selected(each_capped),
-        "slabs": of_slabs,
         "support": lambda: support(False),
         "support, ragged": lambda: support(True, FP16, each_capped),
         "support, fp32": lambda: support(True, FP32, warm),
@@ -252,19 +228,6 @@ def heads() -> dict[str, Callable[[], None]]:
         "masked statistics": masked_statistics,
         "masked statistics, rows of an odd length, soft-cap": lambda: masked_statistics(FP16, 30.0, 1001),
         "masked labels": lambda: masked_labels(tensor(TOKENS, dtype=torch.long), -100, 1000, backend="triton"),
-        "largest": lambda: largest(tensor(TOKENS, VOCAB, dtype=FP32), Epilogue(warm), 64, backend="triton"),
-        "largest, temperatures and bias": lambda: largest(
-            tensor(TOKENS, VOCAB, dtype=FP32), Epilogue(each_capped, tensor(VOCAB, dtype=FP32)), 128, backend="triton"
-        ),
-        "largest and the rest": lambda: largest(
-            tensor(TOKENS, VOCAB, dtype=FP32),
-            Epilogue(),
-            250,
-            backend="triton",
-            tiles=tensor(2, VOCAB // 128, TOKENS, dtype=FP32),
-            lse=tensor(TOKENS, dtype=FP32),
-            rest=True,
-        ),
         "summed terms": lambda: summed_terms(
             Divergence.mixture(0.5, 0.5, 0.5), *[tensor(TOKENS, 64, dtype=FP32)] * 2, backend="triton"
         ),
@@ -275,10 +238,6 @@ def heads() -> dict[str, Callable[[], None]]:
             scratch=0,
             backend="triton",
         ),
-        "rows that move": lambda: move_rows_(
-            tensor(TOKENS, VOCAB), *[tensor(8, dtype=torch.long)] * 2, backend="triton"
-        ),
-        "rows that count": lambda: put_first(tensor(TOKENS, dtype=torch.bool), 64, backend="triton"),
         "label facts": lambda: label_facts([tensor(TOKENS, dtype=torch.long)] * 2, -100, backend="triton"),
         "active labels": lambda: label_facts(
             [tensor(TOKENS, dtype=torch.long)] * 2, -100, tensor(3, 2 * TOKENS, dtype=torch.long), backend="triton"

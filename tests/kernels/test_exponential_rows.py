@@ -3,7 +3,6 @@
 import pytest
 import torch
 
-from liger_losses.kernels import exponential_rows
 from liger_losses.kernels._triton import INTERPRETED
 from liger_losses.kernels.exponential_rows import ExponentialRows
 from liger_losses.kernels.logit_transform import LogitTransform
@@ -14,15 +13,11 @@ from tests.reference import assert_as_exact_as_plain
 TRANSFORM = LogitTransform(0.7, 1.2)
 
 
-@pytest.fixture(params=["tma", "pointers", "in turn"])
+@pytest.fixture(params=["tma", "pointers"])
 def loads(request, monkeypatch, small_tiles):
-    """How a GPU's product loads its tiles, and takes them."""
+    """How a GPU's product loads its tiles."""
     triton_or_skip()
-    monkeypatch.setattr("liger_losses.kernels._tiles.has_tma", lambda device: request.param != "pointers")
-    if request.param != "in turn":
-        monkeypatch.setattr(exponential_rows, "hopper_tiles", lambda *call: None)
-    elif INTERPRETED or torch.cuda.get_device_capability() != (9, 0):
-        pytest.skip("a kernel for Hopper")
+    monkeypatch.setattr("liger_losses.kernels._tiles.has_tma", lambda device: request.param == "tma")
 
 
 def problem(tokens, hidden_size, columns, extreme, wrong=False):

@@ -178,7 +178,8 @@ def test_blocks_leave_room_for_the_buffers_of_an_allocator():
     [
         (300_000, None, False, False),  # blocks of an eighth of the tokens
         (300_000, 16, False, False),
-        (60_000, None, True, False),  # a buffer in fp32 beside smaller blocks
+        (60_000, None, False, False),  # the same, with fewer logits at a time
+        (50_000, None, True, False),  # a buffer in fp32 beside smaller blocks
         (30_000, None, True, True),  # for which there is no room
         (None, None, False, False),
     ],
@@ -214,11 +215,10 @@ def test_parts_of_many_tokens_are_as_tall_as_those_of_few(tokens, gigabytes, wid
     linear_divergence(hidden, weight, labels, Teacher(hidden.detach(), weight.detach()), Divergence.reverse_kl())
     (made,) = decision._decisions.values()
     sizes = {"hidden_size": 2048, "vocab_size": 128256, "operand_dtype": torch.bfloat16, "device": torch.device("cuda")}
-    student = {"temporaries": 0, "gathers": False, "fused": True, "fused_products": True, "divergence_tiles": True}
+    student = {"temporaries": 0, "gathers": False, "fused": True, "fused_products": True}
     work = Workload(tokens, teacher_row_bytes=6 * 2048, device_memory=gigabytes * 2**30, **sizes, **student)
     run = made._chosen(work)
     assert run.plan.part_rows == 512
-    assert not run.plan.tiled
     assert (run.grad_weight_dtype == torch.float32) == wide != run.plan.few_blocks
 
 

@@ -165,8 +165,7 @@ def without_gpu(packages: Sequence[str]) -> None:
             "processors": lambda device: 132,
             "host_checks": lambda device: False,
             "assert_on_device": lambda right: None,
-            "SMALL_CALL_FLOPS": {"cpu": 2e12},  # a GPU's, as the next
-            "MIN_FLOPS": {"cpu": 8e12},
+            "MIN_FLOPS": {"cpu": 8e12},  # a GPU's
         }
         for name, module in list(sys.modules.items()):
             if name.partition(".")[0] == package:

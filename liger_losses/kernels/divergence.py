@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from liger_losses.kernels._tiles import processors
-from liger_losses.kernels._triton import LOGIT_DTYPES, choose_backend, kinds, triton
+from liger_losses.kernels._triton import LOGIT_DTYPES, choose_backend, triton
 from liger_losses.kernels.divergence_forms import FORMS, Divergence, cosine_terms, finite_logs
 from liger_losses.kernels.divergence_kernels import divergence_kernel, squares_kernel
 from liger_losses.kernels.divergence_terms import KernelSeries, series_argument, terms
@@ -253,11 +253,6 @@ def _divergence_triton(
     parts = 1
     if out is None and not whole_rows and form is not None:
         parts = min(processors(value.device) * _PROGRAMS // rows, triton.cdiv(columns, block))
-    vectors = value, labels, *c, student.lse, teacher.lse, parameter, *squares, None if sums is None else sums.h
-    launch["kind"] = (
-        (value.device, divergence, form and form.torch, columns, kinds(student.projected, teacher.projected, out)),
-        (student.epilogue.kind, teacher.epilogue.kind, *[None if v is None else v.dtype for v in vectors]),
-    )
     if parts < 2:
         divergence_kernel[(rows, 1)](*common, *rest, **launch)
         return

@@ -20,14 +20,13 @@ from torch import Tensor
 
 from liger_losses.kernels._tiles import (
     Tiles,
-    kind_of,
     project_tile,
     split_tile,
     store_tile,
     tiles_of,
     with_contiguous_rows,
 )
-from liger_losses.kernels._triton import INTERPRETED, jit, kinds, tl
+from liger_losses.kernels._triton import jit, tl
 from liger_losses.kernels.label_rows import label_logits
 from liger_losses.kernels.linear_stats import UNFUSED, partial_sums
 from liger_losses.kernels.logit_transform import Epilogue, capped_tanh, inverse_temperature, transform_block
@@ -44,8 +43,7 @@ _ROWS = 32
 #: Larger sums of e are computed again: e reaches 1e26 if p_label is below 1e-26, and fp32 and bf16 end at 3e38.
 LARGEST_SUM = 1e26
 #: Arguments whose alignment is no reason to compile again: slices of vectors begin anywhere.
-_VECTORS = ["label_logit", "offset", "lse", "logp", "mean_logit", "entropy", "flags", "labels", "ratio", "others"]
-_VECTORS += ["ordered", "source", "rank"]
+_VECTORS = ["label_logit", "offset", "lse", "logp", "mean_logit", "entropy", "flags"]
 
 
 class Exponentials(NamedTuple):
@@ -128,8 +126,7 @@ def linear_exponentials(
         return statistics
     if not tokens:
         return statistics
-    kind = None if INTERPRETED else kind_of(hidden, weight, epilogue)
-    label_logit = label_logits(hidden, weight, labels, epilogue, kind, backend=backend)
+    label_logit = label_logits(hidden, weight, labels, epilogue, backend=backend)
     row_tiles, column_tiles, programs, arguments = tiles_of(hidden, weight, epilogue, out)
     # A run for the log-sum-exps takes the same.
     same = Tiles(row_tiles, column_tiles, programs, dict(arguments))
@@ -141,24 +138,19 @@ def linear_exponentials(
     options, sums = UNFUSED if batch_invariant else {}, Sums(moment=None if moments is None else 1)
     arguments |= {"PROJECTIONS": projections, **options}
     product = _exponentials_kernel[(min(programs, row_tiles * column_tiles),)]
-    of_vectors = logit_sums is None, moments is None, statistics.offset is None, statistics.logp is None
-    of_product: Any = None if kind is None else (kind, kinds(out), of_vectors, projections, batch_invariant)
-    product(**arguments, offset=label_logit, needed=None, kind=of_product and (of_product, False))
+    product(**arguments, offset=label_logit, needed=None)
     flags = hidden.new_zeros(2 + tokens, dtype=torch.int32)  # allocated once the product is queued
-    row_exponentials_kernel[(-(-tokens // _ROWS),)](
-        partial, logit_sums, moments, label_logit, *statistics, flags, None, None, None, None, None, None,
-        column_tiles, tokens, columns, None, LARGEST_SUM, BLOCK=_ROWS, TILES=32, LABELS=None,
-        kind=(hidden.device, of_vectors),
+    _row_exponentials_kernel[(-(-tokens // _ROWS),)](
+        partial, logit_sums, moments, label_logit, *statistics, flags,
+        column_tiles, tokens, columns, LARGEST_SUM, BLOCK=_ROWS, TILES=32,
     )  # fmt: skip
     # These kernels return at once unless the device has flagged a row: without a synchronization, and in no time.
-    of_splits = partial_sums(
-        hidden, weight, labels, sums, epilogue, flags, tiles=same, kind=kind, batch_invariant=batch_invariant
-    )
+    of_splits = partial_sums(hidden, weight, labels, sums, epilogue, flags, tiles=same, batch_invariant=batch_invariant)
     again = {"lse": statistics.lse, "logp": statistics.logp, "entropy": statistics.entropy}
     flagged: dict[str, Any] = {"flags": flags, "label_logit": label_logit, "offset": statistics.offset}
     merge_sums(again, of_splits, columns, sums, **flagged, **options)
     if written:
-        product(**arguments, offset=statistics.offset, needed=flags, kind=of_product and (of_product, True))
+        product(**arguments, offset=statistics.offset, needed=flags)
     return statistics
 
 
@@ -221,66 +213,38 @@ def _add_sums(
     return rest, total, moment
 
 
-@jit
-def _sorted_by(labels, rows, inside, ignore_index, columns):
-    """What labels are sorted by: V for masked tokens."""
-    label = tl.load(labels + rows, mask=inside, other=ignore_index)
-    return tl.where((label != ignore_index) & (label >= 0) & (label < columns), label, columns)
-
-
 @jit(
-    do_not_specialize=["column_tiles", "tokens", "columns", "ignore_index"],
+    do_not_specialize=["column_tiles", "tokens", "columns"],
     do_not_specialize_on_alignment=_VECTORS,
 )
-def row_exponentials_kernel(
+def _row_exponentials_kernel(
     partial, logit_sums, moments, label_logit, offset, lse, logp, mean_logit, entropy, flags,
-    labels, ratio, others, ordered, source, rank,
-    column_tiles, tokens, columns, ignore_index, limit,
-    BLOCK: tl.constexpr, TILES: tl.constexpr, LABELS: tl.constexpr,
+    column_tiles, tokens, columns, limit, BLOCK: tl.constexpr, TILES: tl.constexpr,
 ):  # fmt: skip
     """Log-sum-exp and log-probability from the tiles' sums over all columns but the label's; the mean of all logits;
     the entropy, ``log sum(e) - sum(e (z - offset)) / sum(e)``, with the same rounding errors as ``logp``.
 
     Rows whose sum is larger than the ``limit`` are flagged: ``flags`` are as :func:`merge_sums` takes them.
-
-    With ``labels``, the statistics of tokens without loss are 0; ``ratio`` and ``others`` get p / e, and 1 - p of the
-    label; ``ordered``, ``source`` and ``rank`` get the sorted labels, of which ``LABELS`` are compared at a time.
     """
     rows = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = rows < tokens
     rest, total, moment = _add_sums(partial, logit_sums, moments, rows, inside, column_tiles, tokens, BLOCK, TILES)
-    active = inside
-    if labels is not None:
-        active = tl.load(labels + rows, mask=inside, other=ignore_index) != ignore_index
     z = tl.load(label_logit + rows, mask=inside, other=0.0)
-    too_large = active & ((rest <= limit) == 0)  # NaN is too large
+    too_large = inside & ((rest <= limit) == 0)  # NaN is too large
     tl.store(flags + 2 + rows, too_large.to(tl.int32), mask=inside)
     if tl.max(too_large.to(tl.int32), 0) > 0:
         tl.store(flags, 1)
     log_total = log1p(rest)
     if offset is not None:
         tl.store(offset + rows, z, mask=inside)
-    tl.store(lse + rows, tl.where(active, z + log_total, 0.0), mask=inside)
+    tl.store(lse + rows, z + log_total, mask=inside)
     if logp is not None:
-        tl.store(logp + rows, tl.where(active, -log_total, 0.0), mask=inside)
+        tl.store(logp + rows, -log_total, mask=inside)
     if mean_logit is not None:
-        tl.store(mean_logit + rows, tl.where(active, total / columns, 0.0), mask=inside)
+        tl.store(mean_logit + rows, total / columns, mask=inside)
     if entropy is not None:
         found = log_total - moment * 0.6931471805599453 / (1.0 + rest)
         tl.store(entropy + rows, tl.where(found < 0, 0.0, found), mask=inside)  # NaN stays
-    if LABELS is not None:
-        tl.store(ratio + rows, tl.where(active, 1.0 / (1.0 + rest), 0.0), mask=inside)
-        tl.store(others + rows, tl.where(active, rest / (1.0 + rest), 0.0), mask=inside)
-        own = _sorted_by(labels, rows, inside, ignore_index, columns)
-        place = tl.zeros((BLOCK,), tl.int64)
-        for start in range(0, tokens, LABELS):
-            other = start + tl.arange(0, LABELS)
-            key = _sorted_by(labels, other, other < tokens, ignore_index, columns)
-            before = (key[:, None] < own[None, :]) | ((key[:, None] == own[None, :]) & (other[:, None] < rows[None, :]))
-            place += tl.sum((before & (other < tokens)[:, None]).to(tl.int32), 0)
-        tl.store(rank + rows, place, mask=inside)
-        tl.store(ordered + place, own, mask=inside)
-        tl.store(source + place, rows.to(tl.int64), mask=inside)
 
 
 @jit(

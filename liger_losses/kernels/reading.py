@@ -96,11 +96,10 @@ def label_facts(
         return torch.stack(rows)
     facts, first, ignore_index = labels[0].new_empty(len(labels), 4), 0, int(ignore_index)
     depth, room = (0, 0) if kept is None else kept.shape
-    kind = facts.device, ignore_index, depth
     with device_of(facts):  # the first launch of a call, before anything else has made it current
         for i, part in enumerate(labels):
             arguments = facts, part, part.numel(), first, ignore_index, kept, room, i
-            _label_facts_kernel[(1,)](*arguments, BLOCK=2048, WITHIN=depth == 3, num_warps=8, kind=kind)
+            _label_facts_kernel[(1,)](*arguments, BLOCK=2048, WITHIN=depth == 3, num_warps=8)
             first += part.numel()
     return facts
 

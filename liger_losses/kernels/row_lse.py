@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from liger_losses.kernels._triton import LOGIT_DTYPES, choose_backend, jit, kinds, tl
+from liger_losses.kernels._triton import LOGIT_DTYPES, choose_backend, jit, tl
 from liger_losses.kernels.logit_transform import Epilogue, inverse_temperature, transform_block
 from liger_losses.kernels.online_softmax import merge_sums
 from liger_losses.kernels.rows import power_of_two
@@ -76,7 +76,6 @@ def _sums_of_groups(
         _group_sums_kernel[(rows, groups)](
             *found, projected, projected.stride(0), columns, epilogue.bias, epilogue.transform.for_kernel,
             WITHOUT_ABSENT=without_absent, SIZE=size,
-            kind=(projected.device, kinds(projected), epilogue.kind, without_absent, size, columns),
         )  # fmt: skip
     return found
 

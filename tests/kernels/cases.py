@@ -15,7 +15,7 @@ def triton_or_skip():
 
 
 def asserts_or_skip(wrong, backend):
-    """Skip what would end the process's work on a GPU; tests/chunked/engine/test_straight_line.py does it elsewhere."""
+    """Skip what would end the process's work on a GPU."""
     if wrong and backend == "triton" and DEVICE == "cuda":
         pytest.skip("the kernel asserts on the device that labels are right")
 

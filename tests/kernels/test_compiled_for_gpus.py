@@ -99,21 +99,5 @@ def test_bits_do_not_depend_on_triton_s_default_of_contraction(tmp_path):
     assert {name for name, contracted in ast.literal_eval(options[0].stdout) if not contracted} == {
         "linear_exp._exponentials_kernel",
         "linear_stats._linear_statistics_kernel",
-        "online_softmax.merge_kernel",
+        "online_softmax._merge_kernel",
     }
-
-
-KINDS = """
-from tests.kernels import compiling
-compiling.pretend(compiling.TARGETS["sm_90"])
-print(compiling.wrong_kinds([(4096, 128256), (999, 128256), (1024, 50257), (4096, 128255)]))
-"""
-
-
-def test_what_is_compiled_once_for_launches_of_a_kind():
-    """Triton would compile the same for all of them."""
-    triton_or_skip()
-    command = [sys.executable, "-W", "ignore", "-c", KINDS]
-    environment = {**os.environ, "TRITON_INTERPRET": "0"}
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=True)
-    assert ast.literal_eval(done.stdout) == []

@@ -24,7 +24,6 @@ from liger_losses.chunked.engine.plan import (
     Workload,
     bound_of,
     default_bound,
-    is_small,
     make_plan,
     padded,
 )
@@ -309,7 +308,7 @@ def _decide(
     if query.comparison is not None and teacher is not None:
         shared, temperature = min(vocab_size, teacher.vocab_size), query.comparison.temperature
         other = isinstance(temperature, Tensor) or temperature != 1.0
-    made = Decision(
+    return Decision(
         vocab_size=vocab_size,
         head_columns=head.vocab_size,
         shared_columns=shared,
@@ -330,35 +329,11 @@ def _decide(
         sums_bytes=head.ranks.most_columns(head.vocab_size) * row_bytes,
         work=work,
     )
-    drops = labels.ignored is None if isinstance(labels, Tokens) else drops_tokens(shapes, head, options)
-    if drops or not options.compact or query.comparison is not None:
-        return made
-    # A block of fp32 logits, if it fits: the fewest launches.
-    work = replace(work, fused=False, exponentials=False)
-    small = replace(made, compact=False, work=work, runs={})
-    with suppress(ValueError):  # the workspace is too small for it
-        if small.run(most, True).plan.rows >= most:
-            return small
-    return made
-
-
-def drops_tokens(shapes: Sequence[torch.Size], head: Head, options: EngineOptions) -> bool:
-    """Whether tokens without loss are dropped; or all that labels of these shapes have are projected, which is faster
-    where they are few, as nobody then waits for their number."""
-    if not options.compact:
-        return False
-    as_told = options.strategy is not None or options.chunk_size is not None
-    special = head.batch_invariant or head.quantized is not None or head.ranks is not ALONE
-    tokens = sum([shape.numel() for shape in shapes])
-    if not tokens or as_told or special:
-        return True
-    vocab_size, hidden_size = head.weight.shape
-    return not is_small(tokens, hidden_size, vocab_size, head.weight.device)
 
 
 def active_tokens(labels: Sequence[Tensor], head: Head, options: EngineOptions, vocab_size: int | None = None) -> Any:
-    """The active tokens of labels, for several calls about them; in a graph of torch.compile, and of few tokens, the
-    labels themselves.
+    """The active tokens of labels, for several calls about them; in a graph of torch.compile, the labels
+    themselves.
 
     Labels must be columns of the head, or be below ``vocab_size``.
     """
@@ -367,12 +342,9 @@ def active_tokens(labels: Sequence[Tensor], head: Head, options: EngineOptions, 
             check_device(head.weight, labels=part)
     if torch.compiler.is_dynamo_compiling():
         return labels
-    compact = drops_tokens([part.shape for part in labels], head, options)
-    if options.compact and not compact:
-        return labels
     if vocab_size is None:
         vocab_size = len(head.weight) if head.ranks is ALONE else head.vocab_size
-    return Tokens.select(labels, vocab_size, options.ignore_index, compact, options.backend)
+    return Tokens.select(labels, vocab_size, options.ignore_index, options.compact, options.backend)
 
 
 def _dense(hidden: Sequence[Tensor], operand: torch.dtype) -> bool:

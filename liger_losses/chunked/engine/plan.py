@@ -54,14 +54,6 @@ TEACHER_ROWS = 2048
 TEACHER_PARTS = 4
 TEACHER_WORKSPACE = 1228 * MiB
 TILE, TILE_COLUMNS = 128, 256
-#: Calls of fewer floating-point operations (``6 T H V`` with all T tokens, by the kind of device) are one block of fp32
-#: logits, masked tokens too: what the host does to find the active ones takes longer than to compute the others.
-SMALL_CALL_FLOPS = {"cuda": 2e12, "cpu": 1e7}
-#: Of more logits, writing and reading them in fp32 takes longer than the host saves (an H200, hidden size 576).
-SMALL_CALL_LOGITS = 1.5e8
-#: Of so few operations, the host takes longer than so many logits (an H100, 4096 x 576 x 49152: 1.8 times the bare
-#: products, and 4.5 times in blocks of the active tokens).
-FEWEST_FLOPS, MOST_SMALL_LOGITS = 1e12, 2.6e8
 #: What is left free of a workspace that was given, where it has room. CUDA's caching allocator may hand out a block
 #: of memory that is up to 1 MiB larger than a large buffer, and counts all of it; a few such buffers exist at a time.
 LARGER_BUFFERS = {"cuda": 3 * MiB}
@@ -88,8 +80,8 @@ class EngineOptions:
 
     Args:
         ignore_index: the label of masked tokens.
-        compact: drop masked tokens before the projection, at the cost of one host synchronization. Calls of few tokens
-            (:data:`SMALL_CALL_FLOPS`) drop none. With False, they are projected, and their results are 0.
+        compact: drop masked tokens before the projection, at the cost of one host synchronization. With False, they
+            are projected, and their results are 0.
         workspace: bytes for everything beyond inputs and outputs. By default chosen from the shapes, the device's
             memory and :func:`liger_losses.set_default_workspace`.
         chunk_size: the largest number of tokens whose logits one block of the forward pass holds.
@@ -198,9 +190,7 @@ class Workload:
             largest = TEACHER_ROWS * self.row_bytes + TEACHER_ROWS // TEACHER_PARTS * self.part_bytes
             return min(largest, TEACHER_WORKSPACE)
         if not self.exponentials:
-            usual = default_workspace(self.vocab_size, self.logits_dtype.itemsize, self.device)
-            small = is_small(self.tokens, self.hidden_size, self.vocab_size, self.device)
-            return max(usual, self.tokens * self.row_bytes * 5 // 4) if small else usual
+            return default_workspace(self.vocab_size, self.logits_dtype.itemsize, self.device)
         long_enough = int(FULL_BLOCK_FLOPS / (6 * self.hidden_size * self.vocab_size))
         full_rows = max(FULL_ROWS, min(long_enough, MAX_SMALL_BLOCK // self.row_bytes))
         return min(full_rows * self.row_bytes, 1536 * MiB)
@@ -221,16 +211,6 @@ class Plan:
     few_blocks: bool  # one pass may add up grad_weight in half precision: its blocks are no more than the error allows
     few_tiles: bool  # the second of two passes may: its tiles add to each entry no more often than that
     tall_blocks: bool  # one pass comes before two: a block has enough rows to keep the device busy
-
-
-def is_small(
-    tokens: int, hidden_size: int, vocab_size: int, device: torch.device, *, writes_logits: bool = True
-) -> bool:
-    """Whether a call of so many tokens, masked ones included, is not worth looking for the active ones."""
-    logits = tokens * vocab_size
-    flops = 6 * logits * hidden_size
-    few = logits <= (MOST_SMALL_LOGITS if flops <= FEWEST_FLOPS else SMALL_CALL_LOGITS) or not writes_logits
-    return few and flops <= SMALL_CALL_FLOPS.get(device.type, 0.0)
 
 
 def padded(columns: int) -> int:

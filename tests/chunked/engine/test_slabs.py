@@ -151,9 +151,8 @@ def test_columns_without_probability(active):
     [(kind, separable) for kind in ("plain", "bias and soft-cap", "unlikely labels") for separable in (True, False)]
     + [("temperatures", False)],
 )
-def test_losses_of_log_probabilities(kind, separable, monkeypatch):
+def test_losses_of_log_probabilities(kind, separable):
     """Each row is dequantized once in each of two passes."""
-    monkeypatch.setattr(plan, "SMALL_CALL_FLOPS", {})
     hidden, quantized, weight, labels, bias = inputs(torch.bfloat16, bias=kind == "bias and soft-cap")
     weight, bias = weight.detach(), None if bias is None else bias.detach()
     if kind == "unlikely labels":

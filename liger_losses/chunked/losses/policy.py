@@ -220,9 +220,6 @@ class LigerFusedLinearGRPOLoss(CompletionLoss):
         options = self.options
         early = is_dynamo_compiling() or self.group is not None or (self.beta and batch.ref_hidden_states)
         tokens: Any = batch.select(options) if support is None and early else None
-        # Over kept columns no tokens are selected; others are counted while the host prepares the inputs.
-        if support is None and tokens is None:
-            Tokens.ask(batch.labels[0], self.ignore_index, options.backend)
         mask = labels != self.ignore_index
         if self.group is not None and support is None:
             make_call([_input], head, tokens, Query(*self._names()), options)  # raises before what all ranks reach

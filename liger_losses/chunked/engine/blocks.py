@@ -5,9 +5,7 @@ N active tokens, R tokens of a block, C columns of a slice, H hidden size, V voc
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
-from functools import partial
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -23,7 +21,6 @@ from liger_losses.kernels.linear_exp import Exponentials, linear_exponentials
 from liger_losses.kernels.linear_grad import linear_softmax_gradient_into
 from liger_losses.kernels.linear_stats import linear_softmax_statistics
 from liger_losses.kernels.logit_transform import Epilogue
-from liger_losses.kernels.matmul import on_side_stream, start_beside
 from liger_losses.kernels.online_softmax import merge
 from liger_losses.kernels.softmax_grad import SoftmaxGradient, softmax_gradient_into
 from liger_losses.kernels.softmax_stats import softmax_statistics
@@ -105,8 +102,7 @@ class Block:
     ) -> Tensor | None:
         """Add the head's gradients to ``head_grads``; return the tokens' ``[R, H]``, if any token needs one.
 
-        It can be called once per fill. ``out_view`` is memory that the result may be written to. The result is there
-        :meth:`beside` the caller's stream, and after :meth:`wait` for it.
+        It can be called once per fill. ``out_view`` is memory that the result may be written to.
         """
         raise NotImplementedError
 
@@ -115,27 +111,11 @@ class Block:
         if not filled:
             self.refill(part, upstream)
         out_view = grads.hidden.out_view(part.rows)
-        gradient = self.gradients(part, upstream, grads.head, out_view)
-        with self.beside():
-            grads.hidden.write(part.rows, gradient, out_view)
-        self.wait()
-
-    def beside(self) -> AbstractContextManager[Any]:
-        """The stream on which the gradients of hidden states are computed."""
-        return nullcontext()
+        grads.hidden.write(part.rows, self.gradients(part, upstream, grads.head, out_view), out_view)
 
     def keep(self, index: Tensor, opened: OpenCall) -> None:
         """Go on with some of the tokens, which are those of ``opened``, once the block is filled with all."""
         self.opened, self.call = opened, opened.call
-
-    def wait(self) -> None:
-        """Make the caller's stream wait for the work that the block started on another; a no-op where there is none."""
-
-    def __enter__(self) -> Block:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self.wait()  # the block's memory is about to be freed
 
 
 def fused_statistics(
@@ -333,8 +313,6 @@ class ExponentialBlock(Block):
             rows, padded(opened.vocab_size), dtype=opened.call.work.operand_dtype, device=opened.device
         )
         self.offsets: Exponentials | None = None
-        self.product: Tensor | None = None
-        self.wait_for_product: Callable[[], None] | None = None
 
     def fill(self, part: Part, upstream: Upstream | None = None) -> None:
         call, opened, count = self.call, self.opened, part.rows.stop - part.rows.start
@@ -348,8 +326,6 @@ class ExponentialBlock(Block):
             batch_invariant=call.batch_invariant,
             backend=call.backend,
         )
-        if call.strategy != "resident":  # of which only some may be kept
-            self._start_product(count)
         if opened.others is not None:
             self.offsets = self._merged(self.offsets, part, opened.others[part.rows])
 
@@ -367,32 +343,12 @@ class ExponentialBlock(Block):
         move_up_(self.exponentials, index)
         self.offsets = Exponentials(*(value[index] for value in self.offsets.stored))
 
-    def _start_product(self, count: int) -> None:
-        """Start the product with the head before the loss is evaluated: the upstream gradients only scale its rows."""
-        if any(self.call.needs_hidden):
-            self.product = torch.empty(
-                count, self.call.work.hidden_size, dtype=torch.float32, device=self.opened.device
-            )
-            whole = corner(self.exponentials, count, self.vocab_size)
-            back = partial(self.opened.projection.back_into, self.product, whole, 0)
-            self.wait_for_product = start_beside(self.opened.device, back)
-
-    def beside(self) -> AbstractContextManager[Any]:
-        return on_side_stream(self.opened.device)
-
-    def wait(self) -> None:
-        if self.wait_for_product is not None:
-            self.wait_for_product()
-        self.wait_for_product, self.product = None, None
-
     def gradients(
         self, part: Part, upstream: Upstream, head_grads: HeadGradients, out_view: Tensor | None = None
     ) -> Tensor | None:
         assert self.offsets is not None
         call, opened, hidden, columns = self.call, self.opened, part.hidden, slice(0, self.vocab_size)
         count = part.rows.stop - part.rows.start
-        if self.product is None:
-            self._start_product(count)
         scale, at_label, scaled = gradient_scales(
             upstream.get("logp"),
             upstream.get("lse"),
@@ -403,13 +359,12 @@ class ExponentialBlock(Block):
             transform=part.epilogue.transform,
             backend=call.backend,
         )
-        product, out = self.product, None
-        if product is not None:
+        out, values = None, corner(self.exponentials, count, self.vocab_size)
+        if any(call.needs_hidden):
+            product = torch.empty(count, hidden.shape[1], dtype=torch.float32, device=opened.device)
+            opened.projection.back_into(product, values, 0)
             out = torch.empty_like(hidden, memory_format=torch.contiguous_format) if out_view is None else out_view
-            # Before the weight's product is queued: what follows of hidden states, as a sum over ranks, runs beside it.
-            add = partial(scale_and_add_label_rows, out, product, scale, at_label, opened.weight, part.here)
-            self.wait_for_product = start_beside(hidden.device, partial(add, backend=call.backend))
+            scale_and_add_label_rows(out, product, scale, at_label, opened.weight, part.here, backend=call.backend)
         if scaled is not None:
-            values = corner(self.exponentials, count, self.vocab_size)
             head_grads.add_weight(values, scaled, columns, first=part.rows.start == 0)
         return out

@@ -115,10 +115,10 @@ class Stream:
             values, upstream = ({name: value[index] for name, value in each.items()} for each in (values, upstream))
             return few.gradients(values, upstream, kept)
         grads = Gradients(self.opened)
-        with self._block_of_gradients() if kept is None else kept as block:
-            known = _in_parts(upstream, max(block.rows, 1), self.count)
-            for part, wanted in zip(self._parts(block.rows, values), known, strict=True):
-                block.write(part, wanted, grads, filled=kept is not None)
+        block = self._block_of_gradients() if kept is None else kept
+        known = _in_parts(upstream, max(block.rows, 1), self.count)
+        for part, wanted in zip(self._parts(block.rows, values), known, strict=True):
+            block.write(part, wanted, grads, filled=kept is not None)
         return grads.results()
 
     def statistics_and_unit_gradient(self) -> tuple[dict[str, Tensor], Tensor]:
@@ -128,15 +128,14 @@ class Stream:
         dtype = functools.reduce(torch.promote_types, [part.dtype for part in self.opened.hidden_states])
         shape = self.count, self.call.work.hidden_size
         unit_gradient = torch.empty(shape, dtype=dtype, device=self.opened.device)
-        with self._block(self.call.plan.rows) as block:
-            for part in self._parts(block.rows, values):
-                block.fill(part)
-                ones = {statistic: torch.ones_like(part.values["lse"])}
-                out = unit_gradient[part.rows]
-                gradient = block.gradients(part, ones, head_grads, out)
-                block.wait()
-                if gradient is not None and gradient is not out:
-                    out.copy_(gradient)
+        block = self._block(self.call.plan.rows)
+        for part in self._parts(block.rows, values):
+            block.fill(part)
+            ones = {statistic: torch.ones_like(part.values["lse"])}
+            out = unit_gradient[part.rows]
+            gradient = block.gradients(part, ones, head_grads, out)
+            if gradient is not None and gradient is not out:
+                out.copy_(gradient)
         self.call.ranks.of_gradients.sum_(unit_gradient)
         return values, unit_gradient
 
@@ -165,11 +164,11 @@ class Stream:
     def _token_loss(self) -> tuple[Tensor, dict[str, Tensor], tuple[Tensor | None, ...]]:
         """The same, of a loss all of whose tokens are multiplied."""
         values, losses, grads = self._empty_statistics(), list[Tensor](), None
-        with self._block(even(self.count, self.call.plan.rows)) as block:
-            steps = self._evaluated if self.call.query.token_weights is None else self._weighted
-            for part, upstream in steps(block, values, losses):
-                grads = grads or Gradients(self.opened)
-                block.write(part, upstream, grads)
+        block = self._block(even(self.count, self.call.plan.rows))
+        steps = self._evaluated if self.call.query.token_weights is None else self._weighted
+        for part, upstream in steps(block, values, losses):
+            grads = grads or Gradients(self.opened)
+            block.write(part, upstream, grads)
         every = losses[0] if len(losses) == 1 else torch.cat([values["lse"][:0], *losses])
         return every.sum(dtype=values["lse"].dtype), values, (grads or Gradients(self.opened)).results()
 

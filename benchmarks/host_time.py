@@ -33,9 +33,9 @@ ROUNDS = 300
 #: Rounds before those that count, in which kernels are compiled.
 FIRST_ROUNDS = 20
 #: The names of the kernels that multiply hidden states by the head begin with these.
-PRODUCTS = ("hopper_", "_exponentials_kernel", "_linear_statistics_kernel")
+PRODUCTS = ("_exponentials_kernel", "_linear_statistics_kernel")
 #: Which arguments of a launcher get indices of rows, by kernel: 0 in this stand-in.
-INDICES = {"_label_facts_kernel": slice(9, 10), "_put_first_kernel": slice(5, 9)}
+INDICES = {"_label_facts_kernel": slice(9, 10)}
 
 #: What is read of the device's properties.
 H200 = SimpleNamespace(
@@ -165,8 +165,7 @@ def without_gpu(packages: Sequence[str]) -> None:
             "processors": lambda device: 132,
             "host_checks": lambda device: False,
             "assert_on_device": lambda right: None,
-            "SMALL_CALL_FLOPS": {"cpu": 2e12},  # a GPU's, as the next
-            "MIN_FLOPS": {"cpu": 8e12},
+            "MIN_FLOPS": {"cpu": 8e12},  # a GPU's
         }
         for name, module in list(sys.modules.items()):
             if name.partition(".")[0] == package:

@@ -15,7 +15,6 @@ _MODULES = {
         "register_statistic"
     ),
     "chunked.engine.head": "Head",
-    "chunked.engine.tokens": "prefetch_labels",
     "chunked.engine.workspace": "set_default_workspace workspace",
     "chunked.losses.base": "ChunkedLoss",
     "chunked.losses.columns": "teacher_topk",

@@ -30,7 +30,6 @@ from liger_losses.chunked.engine import projected_teacher as projected_teacher
 from liger_losses.chunked.engine import register_quantized_weight as register_quantized_weight
 from liger_losses.chunked.engine import register_statistic as register_statistic
 from liger_losses.chunked.engine.head import Head as Head
-from liger_losses.chunked.engine.tokens import prefetch_labels as prefetch_labels
 from liger_losses.chunked.engine.workspace import set_default_workspace as set_default_workspace
 from liger_losses.chunked.engine.workspace import workspace as workspace
 from liger_losses.chunked.losses import base as _base
@@ -133,7 +132,6 @@ __all__ = [
     "pack_completions",
     "pack_sequences",
     "patch",
-    "prefetch_labels",
     "projected_teacher",
     "register_divergence",
     "register_objective",

@@ -9,7 +9,7 @@ from unittest import mock
 import torch
 from torch import Tensor, nn
 
-from liger_losses.chunked.engine import call, decision, plan, straight_line
+from liger_losses.chunked.engine import call
 
 NAMES = ("logp", "entropy", "lse", "mean_logp", "log_sum_sq_probs", "mean_logit")
 
@@ -133,27 +133,12 @@ def peak_bytes(function) -> int:
 
 @contextmanager
 def engine_calls():
-    """A list that grows by one with each call of the engine, by any of its two ways."""
-    calls, decide = [], decision.decide
-    straight_line._lines.clear()  # of calls that were made before, nothing is decided again
+    """A list that grows by one with each call of the engine."""
+    calls, decide = [], call.decide
 
     def counted(*arguments):
         calls.append(1)
         return decide(*arguments)
 
-    with mock.patch.object(call, "decide", counted), mock.patch.object(straight_line, "decide", counted):
+    with mock.patch.object(call, "decide", counted):
         yield calls
-
-
-@contextmanager
-def small_calls(flops: float = 1e30):
-    """Calls of at most so many floating-point operations take the way of small ones; none does with 0."""
-    before, plan.SMALL_CALL_FLOPS = plan.SMALL_CALL_FLOPS, {"cpu": flops, "cuda": flops}
-    decision._decisions.clear()
-    straight_line._lines.clear()
-    try:
-        yield
-    finally:
-        plan.SMALL_CALL_FLOPS = before
-        decision._decisions.clear()
-        straight_line._lines.clear()

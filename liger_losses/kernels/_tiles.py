@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from liger_losses.kernels._triton import INTERPRETED, jit, kinds, tl, warn_once
+from liger_losses.kernels._triton import INTERPRETED, jit, tl, warn_once
 from liger_losses.kernels.logit_transform import Epilogue
 from liger_losses.kernels.targets import target_of
 
@@ -30,12 +30,6 @@ class Tiles(NamedTuple):
     arguments: dict[str, Any]
 
 
-def kind_of(hidden: Tensor, weight: Tensor, epilogue: Epilogue) -> tuple[Any, ...]:
-    """What Triton compiles kernels over ``hidden @ weight.T`` for, beside their constants, vectors and outputs: see
-    :class:`~liger_losses.kernels._triton.Run`. It does not depend on the number of tokens."""
-    return *kinds(hidden, weight), weight.shape, epilogue.kind, hidden.device, has_tma(hidden.device)
-
-
 @cache
 def processors(device: torch.device) -> int:
     """Multiprocessors of a GPU."""
@@ -49,16 +43,14 @@ def with_contiguous_rows(matrix: Tensor, with_aligned: bool = False) -> Tensor:
     return matrix if matrix.stride(1) == 1 else matrix.contiguous()
 
 
-def tiles_of(
-    hidden: Tensor, weight: Tensor, epilogue: Epilogue, out: Tensor | None = None, by_pointers: bool = False
-) -> Tiles:
+def tiles_of(hidden: Tensor, weight: Tensor, epilogue: Epilogue, out: Tensor | None = None) -> Tiles:
     """The launch over ``hidden @ weight.T``; ``out`` is what :func:`store_tile` writes, in halves of tiles.
 
     The tensor memory accelerator (Hopper and later) loads and stores matrices with 16-byte aligned rows, as
-    descriptors, whose stride is ``None``; others are pointers, as all are ``by_pointers``.
+    descriptors, whose stride is ``None``; others are pointers.
     """
     (tokens, hidden_size), (vocab_size, _), device = hidden.shape, weight.shape, hidden.device
-    tiling, accelerated = target_of(device).tiling, not by_pointers and has_tma(device)
+    tiling, accelerated = target_of(device).tiling, has_tma(device)
     tma = accelerated and aligned(hidden) and aligned(weight)
     height, width, depth, warps, stages = tiling.by_descriptors if tma else tiling.by_pointers
     arguments = {

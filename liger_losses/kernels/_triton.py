@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Hashable, Iterable
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from functools import cache, partial
 from typing import Any
@@ -38,80 +38,8 @@ def jit(function: Callable[..., Any] | None = None, **options: Any) -> Any:
 
 def with_options(kernel: Any) -> Any:
     """The kernel, every launch of which has :data:`_OPTIONS`."""
-    run = partial(kernel.run, **_OPTIONS)
-    kernel.run = run if INTERPRETED else Run(run, kernel.arg_names)
+    kernel.run = partial(kernel.run, **_OPTIONS)
     return kernel
-
-
-#: For AMD GPUs, Triton also compiles by how much memory each tensor has: its compiled kernels are not kept.
-KEEPS = torch.version.hip is None
-
-
-class Run:
-    """Launches a kernel. Triton finds the compiled kernel by all arguments, which takes the host longer than to launch.
-
-    Here, the first launch of a ``kind=`` finds it for all others: the device, and all that Triton compiles for. The
-    interpreter, which compiles nothing, does without.
-    """
-
-    def __init__(self, run: Callable[..., Any], names: list[str]) -> None:
-        self.run, self.names, self.found, self.keeps = run, names, dict[Any, Any](), KEEPS
-
-    def __call__(self, *arguments: Any, grid: Any, warmup: bool, kind: Hashable = None, **named: Any) -> Any:
-        """Launch it; of what is given by name, kernels do without what is not."""
-        found, launches = self.found.get(kind, _NOT_FOUND)
-        if found is not None and not warmup:
-            launch = launches.get(grid)
-            if launch is None:
-                if len(launches) >= _MOST_KINDS:
-                    launches.clear()
-                launch = launches[grid] = found[(*grid, 1, 1)[:3]]
-            try:
-                launch(*arguments, *map(named.get, self.names[len(arguments) :]))
-                return found
-            except TypeError:  # a version of Triton whose compiled kernels take other arguments: nothing was launched
-                self.found, self.keeps = {}, False
-        found = self.run(*arguments, grid=grid, warmup=warmup, **named)
-        if kind is not None and found is not None and self.keeps and not warmup:
-            if len(self.found) >= _MOST_KINDS:
-                self.found.clear()
-            self.found[kind] = found, {}
-        return found
-
-
-_MOST_KINDS = 1024
-#: In the place of a compiled kernel, and what launches it for each grid.
-_NOT_FOUND: tuple[Any, dict[Any, Any]] = None, {}
-
-
-class Launcher:
-    """A kernel all of whose launches have arguments of one kind: the same dtypes, alignments, integers and constants.
-
-    Triton finds the compiled kernel by the arguments of each launch, which takes the host longer than to launch it.
-    Here, the first launch finds it for all. Arguments are given by position, constants too.
-    """
-
-    def __init__(self, kernel: Any, *programs: int, **options: Any) -> None:
-        self.kernel, self.grid, self.options = kernel, (*programs, 1, 1)[:3], options
-        self.compiled: Callable[..., Any] | None = None
-        self.keeps = KEEPS
-
-    def __call__(self, *arguments: Any) -> None:
-        """Launch it."""
-        if self.compiled is not None:
-            try:
-                self.compiled(*arguments)
-                return
-            except TypeError:  # a version of Triton whose compiled kernels take other arguments: nothing was launched
-                self.compiled, self.keeps = None, False
-        found = self.kernel[self.grid](*arguments, **self.options)
-        if self.keeps and found is not None:  # the interpreter compiles nothing
-            self.compiled = found[self.grid]
-
-
-def kinds(*tensors: torch.Tensor | None) -> tuple[Any, ...]:
-    """What Triton compiles for, of each tensor: see :class:`Run`."""
-    return tuple([t if t is None else (t.dtype, t.stride(), t.data_ptr() % 16) for t in tensors])
 
 
 #: What elementwise and row-wise kernels serve; all of them compute in fp32.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from itertools import zip_longest
 from typing import Any
@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from liger_losses.kernels._triton import Launcher, jit, tl
+from liger_losses.kernels._triton import jit, tl
 
 ONLY_FIRST_DERIVATIVES = (
     "second derivatives are not supported here: a gradient that was computed with create_graph=True was differentiated "
@@ -202,18 +202,8 @@ def scale_(factor: Tensor, tensors: Sequence[Tensor], *, backend: str = "torch")
         return
     for first, second in zip_longest(tensors[::2], tensors[1::2]):
         counts = first.numel(), 0 if second is None else second.numel()
-        kind = [None if part is None else (part.dtype, part.data_ptr() % 16) for part in (first, second)]
-        launch_scale(*counts, (factor.device, factor.dtype, *kind))(factor, first, second)
-
-
-@functools.lru_cache(1024)
-def launch_scale(first_count: int, second_count: int, kind: Hashable) -> Callable[..., None]:
-    """A function of ``(factor, first, second)`` that launches :func:`scale_`'s kernel.
-
-    A tensor with a count of 0 may be ``None``; ``kind`` stands for the device, dtypes and alignments.
-    """
-    programs = min(max(-(-max(first_count, second_count) // _BLOCK), 1), 4096)
-    return partial(Launcher(_scale_kernel, programs, num_warps=8), first_count, second_count, programs, _BLOCK)
+        programs = min(max(-(-max(counts) // _BLOCK), 1), 4096)
+        _scale_kernel[(programs,)](*counts, programs, _BLOCK, factor, first, second, num_warps=8)
 
 
 _BLOCK = 4096

@@ -18,9 +18,9 @@ import torch
 from torch import Tensor
 
 from liger_losses.kernels._tiles import processors
-from liger_losses.kernels._triton import INTERPRETED, LOGIT_DTYPES, choose_backend, kinds, triton
+from liger_losses.kernels._triton import LOGIT_DTYPES, choose_backend, triton
 from liger_losses.kernels.divergence_forms import FORMS, Divergence, cosine_terms, finite_logs
-from liger_losses.kernels.divergence_kernels import divergence_kernel, shared_rows_kernel, squares_kernel
+from liger_losses.kernels.divergence_kernels import divergence_kernel, squares_kernel
 from liger_losses.kernels.divergence_terms import KernelSeries, series_argument, terms
 from liger_losses.kernels.logit_transform import Epilogue, KernelTransform
 from liger_losses.kernels.softmax_stats import row_slices
@@ -219,10 +219,6 @@ _NO_SERIES = KernelSeries(0.0, 0.0, 0.0, 0.0, None, None)
 _BLOCK, _WARPS = 2048, 8
 #: Programs for each multiprocessor, of which it runs some at a time: rows that are fewer are summed in parts.
 _PROGRAMS = 8
-#: Entries and warps of a program that keeps its part of a row in registers, and the most parts of a row: at most one
-#: for each multiprocessor, so that no part waits for one that cannot start. The interpreter runs one after the other.
-_SHARED_BLOCK, _SHARED_WARPS = 4096, 4
-_MOST_PARTS = 1 if INTERPRETED else 64
 
 
 def _divergence_triton(
@@ -254,24 +250,9 @@ def _divergence_triton(
     if form is not None:
         rest = (student.lse, teacher.lse, parameter, series_argument(divergence), None, None)
         launch |= {"FORM": form.triton, "BALANCED": form.balanced}
-    shared = min(_SHARED_BLOCK, triton.next_power_of_2(columns))
-    parts = triton.cdiv(columns, shared)
-    waits = parts <= min(_MOST_PARTS, processors(value.device))
-    if waits and out is not None and sums is None and form is not None and not form.balanced:
-        places = torch.full((2 * rows * parts + 1,), -1, dtype=torch.int32, device=value.device)
-        shared_rows_kernel[(rows * parts,)](
-            *common[:-1], *rest[:-2], places, parts, FORM=form.triton,
-            PARTS=triton.next_power_of_2(parts), BLOCK=shared, num_warps=_SHARED_WARPS,
-        )  # fmt: skip
-        return
     parts = 1
     if out is None and not whole_rows and form is not None:
         parts = min(processors(value.device) * _PROGRAMS // rows, triton.cdiv(columns, block))
-    vectors = value, labels, *c, student.lse, teacher.lse, parameter, *squares, None if sums is None else sums.h
-    launch["kind"] = (
-        (value.device, divergence, form and form.torch, columns, kinds(student.projected, teacher.projected, out)),
-        (student.epilogue.kind, teacher.epilogue.kind, *[None if v is None else v.dtype for v in vectors]),
-    )
     if parts < 2:
         divergence_kernel[(rows, 1)](*common, *rest, **launch)
         return

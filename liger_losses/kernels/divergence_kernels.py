@@ -165,58 +165,6 @@ def divergence_kernel(
     tl.store(value + place, tl.sum(f_sum, 0))
 
 
-@jit
-def _announce(place, total):
-    """Write a sum that other programs wait for. They read -1 until then: no float32 that is written has these bits."""
-    tl.atomic_xchg(place, tl.where(total == total, total, float("nan")).to(tl.int32, bitcast=True), sem="relaxed")
-
-
-@jit
-def _sum_of_announced(places, parts, PARTS: tl.constexpr):
-    """Wait until all parts have announced their sums, and add them up."""
-    part = tl.arange(0, PARTS)
-    found = tl.load(places + part, mask=part < parts, other=0, volatile=True)
-    while tl.max((found == -1).to(tl.int32), 0) > 0:
-        found = tl.load(places + part, mask=part < parts, other=0, volatile=True)
-    return tl.sum(found.to(tl.float32, bitcast=True), 0)
-
-
-@jit(do_not_specialize=["parts"], do_not_specialize_on_alignment=[*_VECTORS, *_OF_MODELS])
-def shared_rows_kernel(
-    value, student, teacher, out, out_stride, columns,
-    coef, labels, hard_p, hard_label, hard_lse, temperature,
-    student_lse, teacher_lse, parameter, series, places, parts,
-    FORM: tl.constexpr, PARTS: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
-    """The divergence and the gradient of a form that is not balanced, from logits that are read once.
-
-    ``parts`` programs share a row. Each keeps the terms of its columns until it has the sum of h of all.
-
-    ``places`` are the number of programs that have started, less one, and the sums of each part's h and f, or -1. As
-    programs are numbered in the order in which they start, all parts of the first row that is not complete are running
-    or next to start.
-    """
-    number = tl.atomic_add(places, 1, sem="relaxed") + 1
-    row = (number // parts).to(tl.int64)
-    part = number % parts
-    places += 1 + row * parts * 2
-    a = series.a
-    if parameter is not None:
-        a = tl.load(parameter + row)
-    inverse = inverse_temperature(student.transform, row, True, 0)
-    s_lse = tl.load(student_lse + row)
-    t_lse = tl.load(teacher_lse + row)
-    at, inside, s, p, f, h = _terms(student, teacher, row, part, columns, inverse, s_lse, t_lse, a, series, FORM, BLOCK)
-    _announce(places + part, tl.sum(h, 0))
-    _announce(places + parts + part, tl.sum(f, 0))
-    hard = _load_hard(labels, hard_p, hard_label, hard_lse, row)
-    grad = tl.load(coef + row) * (h - p * _sum_of_announced(places, parts, PARTS))
-    out += row * out_stride
-    _store_gradient(out, grad, s, at, inside, hard_p, hard, temperature, student.transform, inverse)
-    if part == 0:
-        tl.store(value + row, _sum_of_announced(places + parts, parts, PARTS))
-
-
 @jit(do_not_specialize_on_alignment=["student_out", "teacher_out"])
 def squares_kernel(student_out, teacher_out, student, teacher, columns, BLOCK: tl.constexpr):
     """One program per row."""

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from liger_losses.kernels._tiles import with_contiguous_rows
-from liger_losses.kernels._triton import INTERPRETED, jit, kinds, tl
+from liger_losses.kernels._triton import jit, tl
 from liger_losses.kernels.linear_exp import Exponentials
-from liger_losses.kernels.logit_transform import Epilogue, LogitTransform, inverse_temperature, transform_gradient
+from liger_losses.kernels.logit_transform import LogitTransform, inverse_temperature, transform_gradient
 
 
 def gradient_scales(
@@ -61,15 +61,11 @@ def gradient_scales(
     hidden = None if hidden is None else with_contiguous_rows(hidden)
     if tokens := scale.shape[0]:
         sizes = (0, 0) if hidden is None else (hidden.stride(0), hidden.shape[1])
-        kind = None
-        if not INTERPRETED:
-            of_each = isinstance(of_logp, Tensor), isinstance(of_lse, Tensor)
-            kind = scale.device, sizes, kinds(hidden, elsewhere), of_each, Epilogue(transform).kind
         vectors = [g.contiguous() if isinstance(g, Tensor) else None for g in (of_logp, of_lse)]
         numbers = [0.0 if g is None or isinstance(g, Tensor) else g for g in (of_logp, of_lse)]
         _scales_kernel[(tokens,)](
             scale, at_label, scaled, hidden, *sizes, *vectors, *numbers, elsewhere, *found[:3], transform.for_kernel,
-            BLOCK=1024, kind=kind,
+            BLOCK=1024,
         )  # fmt: skip
     return scale, at_label, scaled
 

@@ -6,22 +6,15 @@ hidden size, V vocabulary size.
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
 from liger_losses.kernels._tiles import with_contiguous_rows
-from liger_losses.kernels._triton import INTERPRETED, Launcher, device_of, jit, kinds, tl, triton
+from liger_losses.kernels._triton import device_of, jit, tl
 from liger_losses.kernels.logit_transform import Epilogue, inverse_temperature, transform_block
 
-#: Columns and tokens that a program adds up at a time, where few tokens' labels are sorted: of a text's most frequent
-#: token there are hundreds, and nothing else runs then.
-_COLUMNS, _TOKENS = 256, 16
 #: Labels of so few tokens are put in order by comparing each with all others, in one launch.
 MOST_COMPARED = 8192
-#: Options of launches that assert on the device that labels are right, which Triton compiles only where it debugs.
-ASSERTS = {"debug": True, "sanitize_overflow": False}
 
 
 def masked_labels(
@@ -65,7 +58,6 @@ def label_logits(
     weight: Tensor,
     labels: Tensor,
     epilogue: Epilogue = Epilogue(),
-    kind: tuple[Any, ...] | None = None,
     *,
     backend: str = "torch",
 ) -> Tensor:
@@ -76,7 +68,6 @@ def label_logits(
         weight: ``[V, H]``, rows contiguous.
         labels: ``[N]`` int64 in ``[0, V)``.
         epilogue: from projections to logits.
-        kind: :func:`~liger_losses.kernels._tiles.kind_of` the product, if it is known.
         backend: ``torch`` or ``triton``.
 
     Returns:
@@ -91,7 +82,7 @@ def label_logits(
     if tokens:
         _label_logits_kernel[(tokens,)](
             out, hidden, weight, hidden.stride(0), weight.stride(0),
-            bias, labels, hidden.shape[1], epilogue.transform.for_kernel, BLOCK=1024, kind=kind,
+            bias, labels, hidden.shape[1], epilogue.transform.for_kernel, BLOCK=1024,
         )  # fmt: skip
     return out
 
@@ -113,9 +104,9 @@ def scale_and_add_label_rows(
     if backend == "torch":
         return out.copy_(product * scale[:, None] + coef[:, None] * weight[labels].to(product.dtype))
     if tokens := labels.numel():
-        add_label_rows_kernel[(tokens,)](
-            out, out.stride(0), product, scale, coef, weight, weight.stride(0), labels, None, product.shape[1],
-            BLOCK=1024, kind=None if INTERPRETED else (*kinds(out, product, weight), product.shape[1], out.device),
+        _add_label_rows_kernel[(tokens,)](
+            out, out.stride(0), product, scale, coef, weight, weight.stride(0), labels, product.shape[1],
+            BLOCK=1024,
         )  # fmt: skip
     return out
 
@@ -151,10 +142,9 @@ def add_to_label_rows_(
         hidden, past_end = with_contiguous_rows(hidden), grad_weight.shape[0]
         ordered, source, coef = _in_order(labels, coef, rows, past_end)
         block = min(1024, 1 << (hidden.shape[1] - 1).bit_length())
-        kind = None if INTERPRETED else (kinds(grad_weight, hidden), grad_weight.shape, grad_weight.device)
         _add_to_label_rows_kernel[(tokens, -(-hidden.shape[1] // block))](
             grad_weight, grad_weight.stride(0), ordered, source, coef, hidden, hidden.stride(0),
-            tokens, past_end, hidden.shape[1], BLOCK=block, AT_ONCE=4, kind=kind,
+            tokens, past_end, hidden.shape[1], BLOCK=block, AT_ONCE=4,
         )  # fmt: skip
     return grad_weight
 
@@ -171,69 +161,8 @@ def _in_order(labels: Tensor, coef: Tensor, rows: Tensor | None, past_end: int) 
     ordered, source, ordered_coef = torch.empty_like(labels), torch.empty_like(labels), torch.empty_like(coef)
     _order_kernel[(-(-tokens // 4),)](
         ordered, source, ordered_coef, labels, coef, rows, tokens, past_end, BLOCK=4, AT_ONCE=1024, num_warps=8,
-        kind=(labels.device, rows is None),
     )  # fmt: skip
     return ordered, source, ordered_coef
-
-
-class LabelRows:
-    """:func:`add_to_label_rows_` of calls of one kind, whose labels are sorted already.
-
-    Args:
-        tokens, hidden_size: T and H.
-        backend: ``torch`` or ``triton``.
-    """
-
-    def __init__(self, tokens: int, hidden_size: int, backend: str) -> None:
-        self.tokens, self.hidden_size, self.triton = tokens, hidden_size, backend == "triton"
-        if not self.triton:
-            return
-        self.block = min(_COLUMNS, triton.next_power_of_2(hidden_size))
-        self.launch = Launcher(_add_to_label_rows_kernel, tokens, triton.cdiv(hidden_size, self.block))
-
-    def add_(self, grad_weight: Tensor, ordered: Tensor, source: Tensor, coef: Tensor, hidden: Tensor) -> Tensor:
-        """``grad_weight[v] += sum_{i: ordered_i = v} coef_i hidden[source_i]``; labels of V add nothing.
-
-        Args:
-            grad_weight: ``[V, H]``, contiguous.
-            ordered: ``[T]`` int64, the labels in ascending order.
-            source: ``[T]`` int64, the row of each in ``hidden``.
-            coef: ``[T]`` fp32.
-            hidden: ``[T, H]``, contiguous.
-        """
-        if not self.triton:
-            keep = ordered < len(grad_weight)
-            return add_to_label_rows_(grad_weight, ordered[keep], coef[keep], hidden, source[keep])
-        self.launch(
-            grad_weight, self.hidden_size, ordered, source, coef, hidden, self.hidden_size,
-            self.tokens, len(grad_weight), self.hidden_size, self.block, _TOKENS,
-        )  # fmt: skip
-        return grad_weight
-
-
-@jit
-def count_active(labels, tokens, ignore_index, BLOCK: tl.constexpr):
-    """How many labels carry loss, at least 1."""
-    counts = tl.zeros((BLOCK,), tl.int32)
-    for start in range(0, tokens, BLOCK):
-        at = start + tl.arange(0, BLOCK)
-        counts += (tl.load(labels + at, mask=at < tokens, other=ignore_index) != ignore_index).to(tl.int32)
-    return tl.maximum(tl.sum(counts, 0), 1)
-
-
-@jit
-def label_of(labels, row, ignore_index, columns):
-    """A row's label, whether it carries loss, and whether it is in the vocabulary."""
-    label = tl.load(labels + row)
-    known = (label >= 0) & (label < columns)
-    return tl.where(known, label, 0), label != ignore_index, known
-
-
-@jit
-def check_known(right, known):
-    """A label outside of the vocabulary sets ``right`` to false, and on a GPU raises a device-side assertion."""
-    tl.store(right, known, mask=known == 0)
-    tl.device_assert(known, "labels must be in [0, vocab_size), the rows of the weight, or ignore_index")
 
 
 @jit(do_not_specialize=["count", "ignore_index", "vocab_size"], do_not_specialize_on_alignment=["labels"])
@@ -285,18 +214,13 @@ def _label_logits_kernel(
     tl.store(out + row, logit)
 
 
-@jit(do_not_specialize=["columns"], do_not_specialize_on_alignment=["scale", "coef", "labels"])
-def add_label_rows_kernel(
-    out, out_stride, product, scale, coef, weight, weight_stride, labels, columns, hidden_size, BLOCK: tl.constexpr
+@jit(do_not_specialize_on_alignment=["scale", "coef", "labels"])
+def _add_label_rows_kernel(
+    out, out_stride, product, scale, coef, weight, weight_stride, labels, hidden_size, BLOCK: tl.constexpr
 ):
-    """One program per token: ``scale product + coef weight[label]``, rounded once.
-
-    Where ``columns`` are given, a label outside of the vocabulary stands for the first column: its ``coef`` is 0.
-    """
+    """One program per token: ``scale product + coef weight[label]``, rounded once."""
     row = tl.program_id(0).to(tl.int64)
     label = tl.load(labels + row)
-    if columns is not None:
-        label = tl.where((label >= 0) & (label < columns), label, 0)
     s = tl.load(scale + row)
     c = tl.load(coef + row)
     out += row * out_stride

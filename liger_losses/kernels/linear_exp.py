@@ -13,7 +13,6 @@ with the log-sum-exp as offset; the device decides that, without a synchronizati
 from __future__ import annotations
 
 from collections.abc import Mapping
-from functools import partial as with_arguments
 from typing import Any, NamedTuple
 
 import torch
@@ -21,35 +20,30 @@ from torch import Tensor
 
 from liger_losses.kernels._tiles import (
     Tiles,
-    kind_of,
     project_tile,
     split_tile,
     store_tile,
     tiles_of,
     with_contiguous_rows,
 )
-from liger_losses.kernels._triton import INTERPRETED, jit, kinds, tl
-from liger_losses.kernels.hopper_pipeline import AVAILABLE, NotCompiledError
-from liger_losses.kernels.hopper_pipeline import ROWS as _ROWS_OF_HOPPER
-from liger_losses.kernels.hopper_pipeline import launch as launch_on_hopper
+from liger_losses.kernels._triton import jit, tl
 from liger_losses.kernels.label_rows import label_logits
-from liger_losses.kernels.linear_exp_hopper import hopper_exponentials_kernel, hopper_tiles, sums_on_hopper
 from liger_losses.kernels.linear_stats import UNFUSED, partial_sums
 from liger_losses.kernels.logit_transform import Epilogue, capped_tanh, inverse_temperature, transform_block
 from liger_losses.kernels.online_softmax import Sums, merge_sums
-from liger_losses.kernels.targets import order_of, target_of
 
-#: Tokens of one launch without exponentials, which bounds the memory of the tiles' sums (16 MiB for 131072 columns; 1
-#: MiB where the kernel for Hopper adds them up, and 32 where it does not: of half as many tokens, unless the launch is
-#: batch-invariant), each of log-sum-exp, mean logit and entropy.
+#: Tokens of one launch without exponentials, which bounds the memory of the tiles' sums: 16 MiB for 131072 columns,
+#: each of log-sum-exp, mean logit and entropy.
 _MAX_TOKENS = 8192
+#: Row tiles that walk the vocabulary together, so that the cache serves each part of the head to all of them
+#: (benchmarks/results/tile_order.txt).
+_GROUP = 8
 #: Rows of a program that adds up the tiles' sums.
 _ROWS = 32
 #: Larger sums of e are computed again: e reaches 1e26 if p_label is below 1e-26, and fp32 and bf16 end at 3e38.
 LARGEST_SUM = 1e26
 #: Arguments whose alignment is no reason to compile again: slices of vectors begin anywhere.
-_VECTORS = ["label_logit", "offset", "lse", "logp", "mean_logit", "entropy", "flags", "labels", "ratio", "others"]
-_VECTORS += ["ordered", "source", "rank"]
+_VECTORS = ["label_logit", "offset", "lse", "logp", "mean_logit", "entropy", "flags"]
 
 
 class Exponentials(NamedTuple):
@@ -87,7 +81,6 @@ def linear_exponentials(
     epilogue: Epilogue = Epilogue(),
     *,
     found: Exponentials | Mapping[str, Tensor] | None = None,
-    label_logit: Tensor | None = None,
     projections: bool = False,
     batch_invariant: bool = False,
     backend: str = "torch",
@@ -102,7 +95,6 @@ def linear_exponentials(
         out: ``[N, V]``, rows contiguous; without it only the statistics are computed.
         found: the tensors to write the statistics into, or these by their names; new ones by default, without the mean
             logit and the entropy.
-        label_logit: ``[N]`` fp32, the labels' logits, where they are known.
         projections: write projections into ``out`` instead of exponentials.
         batch_invariant: of ``triton``, compute a token's statistics with the same bits whatever N is.
         backend: ``torch`` holds all logits at once; ``triton`` holds none, for fp16 and bf16.
@@ -115,92 +107,51 @@ def linear_exponentials(
     written = out is not None and not projections
     statistics = found if isinstance(found, Exponentials) else Exponentials.into(found, written)
     if backend == "torch":
-        values = _exponentials_torch(hidden, weight, labels, out, epilogue, label_logit, projections)
+        values = _exponentials_torch(hidden, weight, labels, out, epilogue, projections)
         for target, value in zip(statistics, values, strict=True):
             if target is not None and value is not None:
                 target.copy_(value)
         return statistics
-    tokens, depth, columns = hidden.shape[0], hidden.shape[1], weight.shape[0]
+    tokens, columns = hidden.shape[0], weight.shape[0]
     if batch_invariant or hidden.stride(1) != 1:
         hidden = with_contiguous_rows(hidden, batch_invariant)
-    kind = None if INTERPRETED else kind_of(hidden, weight, epilogue)
-    if label_logit is None:
-        label_logit = label_logits(hidden, weight, labels, epilogue, kind, backend=backend)
-    most = _MAX_TOKENS
-    if not batch_invariant and target_of(hidden.device).orders.alone.of_tiles:
-        most //= 2
-    if out is None and tokens > most:
-        for start in range(0, tokens, most):
-            rows = slice(start, start + most)
+    if out is None and tokens > _MAX_TOKENS:
+        for start in range(0, tokens, _MAX_TOKENS):
+            rows = slice(start, start + _MAX_TOKENS)
             part = Exponentials._make(None if value is None else value[rows] for value in statistics)
             linear_exponentials(
                 hidden[rows], weight, labels[rows], None, epilogue.rows(rows),
-                found=part, label_logit=label_logit[rows], batch_invariant=batch_invariant, backend=backend,
+                found=part, batch_invariant=batch_invariant, backend=backend,
             )  # fmt: skip
         return statistics
     if not tokens:
         return statistics
-    # The bits of the two kernels differ, so which one a batch-invariant call takes must not depend on what is stored,
-    # nor on where its hidden states lie: rows of such a size may be aligned where they lie, and not in a copy.
-    stored = out is not None and not batch_invariant
-    # Nor on the number of tokens.
-    in_turn, together, of_tiles = order_of(hidden.device, stored, 0 if batch_invariant else tokens, depth, columns)
-    by_place = batch_invariant and depth * hidden.dtype.itemsize % 16 != 0
-    tiles = hopper_tiles(hidden, weight, epilogue, out) if AVAILABLE and in_turn and not by_place else None
-    row_tiles, column_tiles, programs, arguments = tiles or tiles_of(hidden, weight, epilogue, out)
-    same: Tiles | None = None
-    parts: int | None = None
-    shape, group = (column_tiles, tokens), together  # of the sums of tiles
-    if tiles is None:  # a run for the log-sum-exps takes the same
-        same = Tiles(row_tiles, column_tiles, programs, dict(arguments))
-        same.arguments.pop("out", None), same.arguments.pop("out_stride", None)
-    else:
-        # Sums of several tiles have other bits for another number of tokens.
-        shape, group, parts = sums_on_hopper(tiles, tokens, together, of_tiles or batch_invariant)
-        arguments |= {"SUMS_OF_TILES": parts is None, "tops": None}
-    partial = torch.empty(shape, dtype=torch.float32, device=hidden.device)
+    label_logit = label_logits(hidden, weight, labels, epilogue, backend=backend)
+    row_tiles, column_tiles, programs, arguments = tiles_of(hidden, weight, epilogue, out)
+    # A run for the log-sum-exps takes the same.
+    same = Tiles(row_tiles, column_tiles, programs, dict(arguments))
+    same.arguments.pop("out", None), same.arguments.pop("out_stride", None)
+    partial = torch.empty(column_tiles, tokens, dtype=torch.float32, device=hidden.device)
     logit_sums = None if statistics.mean_logit is None else torch.empty_like(partial)
     moments = None if statistics.entropy is None else torch.empty_like(partial)
-    arguments |= {"labels": labels, "partial": partial, "logit_sums": logit_sums, "moments": moments, "group": group}
+    arguments |= {"labels": labels, "partial": partial, "logit_sums": logit_sums, "moments": moments, "group": _GROUP}
     options, sums = UNFUSED if batch_invariant else {}, Sums(moment=None if moments is None else 1)
     arguments |= {"PROJECTIONS": projections, **options}
-    grid = (min(programs, row_tiles * column_tiles),)
-    product = (
-        _exponentials_kernel[grid]
-        if tiles is None
-        else with_arguments(launch_on_hopper, hopper_exponentials_kernel, grid)
-    )
-    of_vectors = logit_sums is None, moments is None, parts is None, statistics.offset is None, statistics.logp is None
-    of_product: Any = None if kind is None else (kind, kinds(out), of_vectors, projections, batch_invariant)
-    try:
-        product(**arguments, offset=label_logit, needed=None, kind=of_product and (of_product, False))
-        flags = hidden.new_zeros(2 + tokens, dtype=torch.int32)  # allocated once the product is queued
-        row_exponentials_kernel[(-(-tokens // _ROWS),)](
-            partial, logit_sums, moments, label_logit, *statistics, flags, None, None, None, None, None, None,
-            column_tiles, tokens, columns, None, parts, group, LARGEST_SUM, BLOCK=_ROWS, TILES=32, LABELS=None,
-            kind=(hidden.device, of_vectors),
-        )  # fmt: skip
-        # These kernels return at once unless the device has flagged a row: without a synchronization, and in no time.
-        of_splits = partial_sums(
-            hidden, weight, labels, sums, epilogue, flags, tiles=same, kind=kind, batch_invariant=batch_invariant
-        )
-        again = {"lse": statistics.lse, "logp": statistics.logp, "entropy": statistics.entropy}
-        flagged: dict[str, Any] = {"flags": flags, "label_logit": label_logit, "offset": statistics.offset}
-        merge_sums(again, of_splits, columns, sums, **flagged, **options)
-        if written:
-            product(**arguments, offset=statistics.offset, needed=flags, kind=of_product and (of_product, True))
-    except NotCompiledError:
-        return linear_exponentials(
-            hidden, weight, labels, out, epilogue,
-            found=statistics, label_logit=label_logit, projections=projections, batch_invariant=batch_invariant,
-            backend=backend,
-        )  # fmt: skip
+    product = _exponentials_kernel[(min(programs, row_tiles * column_tiles),)]
+    product(**arguments, offset=label_logit, needed=None)
+    flags = hidden.new_zeros(2 + tokens, dtype=torch.int32)  # allocated once the product is queued
+    _row_exponentials_kernel[(-(-tokens // _ROWS),)](
+        partial, logit_sums, moments, label_logit, *statistics, flags,
+        column_tiles, tokens, columns, LARGEST_SUM, BLOCK=_ROWS, TILES=32,
+    )  # fmt: skip
+    # These kernels return at once unless the device has flagged a row: without a synchronization, and in no time.
+    of_splits = partial_sums(hidden, weight, labels, sums, epilogue, flags, tiles=same, batch_invariant=batch_invariant)
+    again = {"lse": statistics.lse, "logp": statistics.logp, "entropy": statistics.entropy}
+    flagged: dict[str, Any] = {"flags": flags, "label_logit": label_logit, "offset": statistics.offset}
+    merge_sums(again, of_splits, columns, sums, **flagged, **options)
+    if written:
+        product(**arguments, offset=statistics.offset, needed=flags)
     return statistics
-
-
-def kernel_of(in_turn: bool) -> Any:
-    """The kernel of the product, where its order of tiles is ``in_turn``, and where it is not."""
-    return hopper_exponentials_kernel if in_turn else _exponentials_kernel
 
 
 def _exponentials_torch(
@@ -209,7 +160,6 @@ def _exponentials_torch(
     labels: Tensor,
     out: Tensor | None,
     epilogue: Epilogue,
-    label_logit: Tensor | None,
     projections: bool,
 ) -> Exponentials:
     """The reference implementation."""
@@ -217,8 +167,7 @@ def _exponentials_torch(
     if out is not None and projections:
         out.copy_(projected)
     logits = transform(projected, None if bias is None else bias.float())
-    if label_logit is None:
-        label_logit = logits.gather(1, labels[:, None])[:, 0]
+    label_logit = logits.gather(1, labels[:, None])[:, 0]
     is_label = labels[:, None] == torch.arange(len(weight), device=labels.device)
 
     def exponentials(offset: Tensor) -> Tensor:
@@ -244,46 +193,18 @@ def log1p(x):
     return tl.where(u == 1.0, x, tl.log(u) * (x / (u - 1.0)))
 
 
-#: Rows of a tile of the kernel for Hopper.
-_HOPPER_ROWS = _ROWS_OF_HOPPER if tl is None else tl.constexpr(_ROWS_OF_HOPPER)
-
-
 @jit
-def place_of_sums(first_row, column_tiles, tokens, parts, group):
-    """Where the sums of some rows are, which begin at ``first_row`` and do not cross a tile: the first of row 0, the
-    step from one of a row to its next, and how many each row has.
-
-    With ``parts``, there is one sum for each part that has tiles of these rows: see ``group_of_sums``.
-    """
-    if parts is None:
-        first = 0
-        step = tokens
-        count = column_tiles
-    else:
-        row_tile = first_row // _HOPPER_ROWS
-        first_tile = row_tile // group * group
-        size = tl.minimum(tl.cdiv(tokens, _HOPPER_ROWS) - first_tile, group)
-        part = (first_tile * column_tiles + row_tile - first_tile) % size  # the first of them
-        first = (first_tile // group * parts + part) * _HOPPER_ROWS - row_tile * _HOPPER_ROWS
-        step = size * _HOPPER_ROWS
-        count = parts // size
-    return first, step, count
-
-
-@jit
-def add_sums(
-    partial, logit_sums, moments, first_row, rows, inside, column_tiles, tokens, parts, group,
-    BLOCK: tl.constexpr, TILES: tl.constexpr,
-):  # fmt: skip
+def _add_sums(
+    partial, logit_sums, moments, rows, inside, column_tiles, tokens, BLOCK: tl.constexpr, TILES: tl.constexpr
+):
     """The rows' sums over all tiles: of exponentials, of logits and of moments, each 0 where it is ``None``."""
     rest = tl.zeros((BLOCK,), tl.float32)
     total = tl.zeros((BLOCK,), tl.float32)
     moment = tl.zeros((BLOCK,), tl.float32)
-    first, step, count = place_of_sums(first_row, column_tiles, tokens, parts, group)
-    for start in range(0, count, TILES):
-        place = start + tl.arange(0, TILES)
-        mask = (place < count)[:, None] & inside[None, :]
-        at = first + place[:, None] * step + rows[None, :]
+    for start in range(0, column_tiles, TILES):
+        tile = start + tl.arange(0, TILES)
+        mask = (tile < column_tiles)[:, None] & inside[None, :]
+        at = tile[:, None] * tokens + rows[None, :]
         rest += tl.sum(tl.load(partial + at, mask=mask, other=0.0), 0)
         if logit_sums is not None:
             total += tl.sum(tl.load(logit_sums + at, mask=mask, other=0.0), 0)
@@ -292,69 +213,38 @@ def add_sums(
     return rest, total, moment
 
 
-@jit
-def _sorted_by(labels, rows, inside, ignore_index, columns):
-    """What labels are sorted by: V for masked tokens."""
-    label = tl.load(labels + rows, mask=inside, other=ignore_index)
-    return tl.where((label != ignore_index) & (label >= 0) & (label < columns), label, columns)
-
-
 @jit(
-    do_not_specialize=["column_tiles", "tokens", "columns", "ignore_index", "parts", "group"],
+    do_not_specialize=["column_tiles", "tokens", "columns"],
     do_not_specialize_on_alignment=_VECTORS,
 )
-def row_exponentials_kernel(
+def _row_exponentials_kernel(
     partial, logit_sums, moments, label_logit, offset, lse, logp, mean_logit, entropy, flags,
-    labels, ratio, others, ordered, source, rank,
-    column_tiles, tokens, columns, ignore_index, parts, group, limit,
-    BLOCK: tl.constexpr, TILES: tl.constexpr, LABELS: tl.constexpr,
+    column_tiles, tokens, columns, limit, BLOCK: tl.constexpr, TILES: tl.constexpr,
 ):  # fmt: skip
     """Log-sum-exp and log-probability from the tiles' sums over all columns but the label's; the mean of all logits;
     the entropy, ``log sum(e) - sum(e (z - offset)) / sum(e)``, with the same rounding errors as ``logp``.
 
     Rows whose sum is larger than the ``limit`` are flagged: ``flags`` are as :func:`merge_sums` takes them.
-
-    With ``labels``, the statistics of tokens without loss are 0; ``ratio`` and ``others`` get p / e, and 1 - p of the
-    label; ``ordered``, ``source`` and ``rank`` get the sorted labels, of which ``LABELS`` are compared at a time.
     """
-    first_row = tl.program_id(0) * BLOCK
-    rows = first_row + tl.arange(0, BLOCK)
+    rows = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = rows < tokens
-    rest, total, moment = add_sums(
-        partial, logit_sums, moments, first_row, rows, inside, column_tiles, tokens, parts, group, BLOCK, TILES
-    )
-    active = inside
-    if labels is not None:
-        active = tl.load(labels + rows, mask=inside, other=ignore_index) != ignore_index
+    rest, total, moment = _add_sums(partial, logit_sums, moments, rows, inside, column_tiles, tokens, BLOCK, TILES)
     z = tl.load(label_logit + rows, mask=inside, other=0.0)
-    too_large = active & ((rest <= limit) == 0)  # NaN is too large
+    too_large = inside & ((rest <= limit) == 0)  # NaN is too large
     tl.store(flags + 2 + rows, too_large.to(tl.int32), mask=inside)
     if tl.max(too_large.to(tl.int32), 0) > 0:
         tl.store(flags, 1)
     log_total = log1p(rest)
     if offset is not None:
         tl.store(offset + rows, z, mask=inside)
-    tl.store(lse + rows, tl.where(active, z + log_total, 0.0), mask=inside)
+    tl.store(lse + rows, z + log_total, mask=inside)
     if logp is not None:
-        tl.store(logp + rows, tl.where(active, -log_total, 0.0), mask=inside)
+        tl.store(logp + rows, -log_total, mask=inside)
     if mean_logit is not None:
-        tl.store(mean_logit + rows, tl.where(active, total / columns, 0.0), mask=inside)
+        tl.store(mean_logit + rows, total / columns, mask=inside)
     if entropy is not None:
         found = log_total - moment * 0.6931471805599453 / (1.0 + rest)
         tl.store(entropy + rows, tl.where(found < 0, 0.0, found), mask=inside)  # NaN stays
-    if LABELS is not None:
-        tl.store(ratio + rows, tl.where(active, 1.0 / (1.0 + rest), 0.0), mask=inside)
-        tl.store(others + rows, tl.where(active, rest / (1.0 + rest), 0.0), mask=inside)
-        own = _sorted_by(labels, rows, inside, ignore_index, columns)
-        place = tl.zeros((BLOCK,), tl.int64)
-        for start in range(0, tokens, LABELS):
-            other = start + tl.arange(0, LABELS)
-            key = _sorted_by(labels, other, other < tokens, ignore_index, columns)
-            before = (key[:, None] < own[None, :]) | ((key[:, None] == own[None, :]) & (other[:, None] < rows[None, :]))
-            place += tl.sum((before & (other < tokens)[:, None]).to(tl.int32), 0)
-        tl.store(rank + rows, place, mask=inside)
-        tl.store(ordered + place, own, mask=inside)
-        tl.store(source + place, rows.to(tl.int64), mask=inside)
 
 
 @jit(

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from liger_losses.kernels._tiles import kind_of, project_tile, split_tile, store_tile, tile_position, tiles_of
-from liger_losses.kernels._triton import INTERPRETED, jit, kinds, tl
+from liger_losses.kernels._tiles import project_tile, split_tile, store_tile, tile_position, tiles_of
+from liger_losses.kernels._triton import jit, tl
 from liger_losses.kernels.logit_transform import Epilogue, inverse_temperature, transform_block
 from liger_losses.kernels.softmax_grad import (
     GRADIENT_VECTORS,
@@ -61,10 +61,9 @@ def linear_softmax_gradient_into(
     programs = min(programs, row_tiles * column_tiles)
     vectors = {"lse": lse, "labels": labels, "class_weight": epilogue.class_weight}
     vectors |= {name: v if v is None else v.contiguous() for name, v in coefficients._asdict().items()}
-    kind = None if INTERPRETED else (kind_of(hidden, weight, epilogue), kinds(out, *vectors.values()))
     _linear_gradient_kernel[(programs,)](
         **arguments, **vectors, first_column=first_column, inverse_vocab_size=1.0 / vocab_size, programs=programs,
-        GROUP=_GROUP, kind=kind,
+        GROUP=_GROUP,
     )  # fmt: skip
     return out
 

@@ -12,8 +12,6 @@ from torch import Tensor
 
 from liger_losses.kernels._tiles import (
     Tiles,
-    descriptor,
-    kind_of,
     project_tile,
     split_tile,
     store_tile,
@@ -21,22 +19,17 @@ from liger_losses.kernels._tiles import (
     tiles_of,
     with_contiguous_rows,
 )
-from liger_losses.kernels._triton import INTERPRETED, Launcher, jit, kinds, tl, triton
-from liger_losses.kernels.label_rows import ASSERTS
-from liger_losses.kernels.logit_transform import Epilogue, LogitTransform, inverse_temperature, transform_block
-from liger_losses.kernels.masked_rows import MaskedRows, RowStatistics
+from liger_losses.kernels._triton import jit, tl
+from liger_losses.kernels.logit_transform import Epilogue, inverse_temperature, transform_block
 from liger_losses.kernels.matmul import HALF_DTYPES
 from liger_losses.kernels.online_softmax import (
-    MERGED,
     PARTIAL_SUMS,
     Sums,
     empty_statistics,
-    merge_kernel,
     merge_sums,
     online_start,
     online_step,
     store_sums,
-    stored,
 )
 from liger_losses.kernels.softmax_stats import softmax_statistics
 
@@ -113,14 +106,13 @@ def partial_sums(
     *,
     out: Tensor | None = None,
     tiles: Tiles | None = None,
-    kind: tuple[Any, ...] | None = None,
     batch_invariant: bool = False,
 ) -> Tensor:
     """Each split's sums ``[K, S, N]``, K in the order of :data:`PARTIAL_SUMS`, of which the first three always exist.
 
     With ``needed`` (int32), they are computed only if the device finds its first set, and are undefined otherwise.
-    ``out`` gets the projections, if it is given; ``tiles`` are the tiles of this product, and ``kind`` is its
-    :func:`kind_of`, if they are known. With ``batch_invariant``, S does not depend on N.
+    ``out`` gets the projections, if it is given; ``tiles`` are the tiles of this product, if they are known. With
+    ``batch_invariant``, S does not depend on N.
     """
     tokens = hidden.shape[0]
     row_tiles, column_tiles, programs, arguments = tiles or tiles_of(hidden, weight, epilogue, out)
@@ -131,79 +123,9 @@ def partial_sums(
     if tokens:
         own = {"labels": labels, "class_weight": epilogue.class_weight, "partial": partial, "needed": needed}
         sizes: dict[str, Any] = {"splits": splits, "group": group, "sums": sums}
-        if not INTERPRETED:
-            kind = kind_of(hidden, weight, epilogue) if kind is None else kind
-            sizes["kind"] = kind, kinds(epilogue.class_weight, out), needed is None, sums, batch_invariant
         sizes |= UNFUSED if batch_invariant else {}
         _linear_statistics_kernel[(row_tiles * splits,)](**arguments, **own, **sizes)
     return partial
-
-
-class MaskedStatistics:
-    """Statistics of ``hidden @ weight.T``, of calls of one kind, some of whose tokens carry no loss: in two launches.
-
-    Args:
-        hidden: ``[N, H]``, rows contiguous, half precision.
-        weight: ``[V, H]``, rows contiguous, of the same dtype.
-        ignore_index, transform, right: as in :class:`~liger_losses.kernels.masked_rows.MaskedRows`.
-        entropy: whether entropies are computed.
-        backend: ``torch`` or ``triton``.
-        by_pointers: load both without descriptors, which take the host some time.
-    """
-
-    def __init__(
-        self,
-        hidden: Tensor,
-        weight: Tensor,
-        ignore_index: int,
-        transform: LogitTransform,
-        right: Tensor,
-        entropy: bool,
-        backend: str,
-        by_pointers: bool = False,
-    ) -> None:
-        self.ignore_index, self.transform, self.right = ignore_index, transform, right
-        self.entropy, self.triton, self.tokens = entropy, backend == "triton", len(hidden)
-        if not self.triton:
-            return
-        row_tiles, column_tiles, programs, given = tiles_of(hidden, weight, Epilogue(transform), None, by_pointers)
-        group, blocks = max(1, min(row_tiles, _GROUP)), [given[name] for name in ("BLOCK_N", "BLOCK_V", "BLOCK_H")]
-        self.splits, sums = max(1, min(programs // group, column_tiles)), Sums(moment=1 if entropy else None)
-        self.kinds = len(PARTIAL_SUMS) if entropy else 3
-        self.by_descriptors = given["hidden_stride"] is None
-        self.rows_of_blocks, self.depth = blocks[:2], blocks[2]
-        names = "hidden_stride", "weight_stride", "tokens", "vocab_size", "hidden_size"
-        self.sizes, options = [given[name] for name in names], {n: given[n] for n in ("num_warps", "num_stages")}
-        self.rest = self.splits, group, given["transform"], sums, *blocks, None, None
-        self.launch = Launcher(_linear_statistics_kernel, row_tiles * self.splits, **options)
-        self.merge = Launcher(merge_kernel, triton.cdiv(self.tokens, MERGED[0]), **ASSERTS)
-        self.of_merge = self.splits, self.tokens, len(weight), ignore_index, sums, *MERGED
-
-    def __call__(self, hidden: Tensor, weight: Tensor, labels: Tensor) -> RowStatistics:
-        """Of labels ``[...]``, N of them, contiguous, whose shape log-probabilities and entropies have."""
-        if not self.triton:
-            projected, columns = hidden.float() @ weight.float().t(), len(weight)
-            rows = MaskedRows(self.tokens, columns, self.ignore_index, self.transform, self.right, "torch")
-            return rows.statistics(projected, labels, self.entropy)
-        partial, device = self.partial_sums(hidden, weight, labels), hidden.device
-        lse = torch.empty(self.tokens, dtype=torch.float32, device=device)
-        logp = torch.empty(labels.shape, dtype=torch.float32, device=device)
-        entropy = torch.empty_like(logp) if self.entropy else None
-        self.merge(
-            partial, None, labels, self.right, *[None] * 4, stored({"lse": lse, "logp": logp, "entropy": entropy}),
-            *self.of_merge,
-        )  # fmt: skip
-        return RowStatistics(lse, logp, entropy)
-
-    def partial_sums(self, hidden: Tensor, weight: Tensor, labels: Tensor, needed: Tensor | None = None) -> Tensor:
-        """What :func:`partial_sums` returns; all calls have a ``needed``, or none."""
-        matrices: list[Any] = [hidden, weight]
-        if self.by_descriptors:
-            pairs = zip(matrices, self.rows_of_blocks, strict=True)
-            matrices = [descriptor(matrix, rows, self.depth) for matrix, rows in pairs]
-        partial = torch.empty(self.kinds, self.splits, self.tokens, dtype=torch.float32, device=hidden.device)
-        self.launch(*matrices, *self.sizes, labels, None, None, partial, needed, *self.rest)
-        return partial
 
 
 @jit(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable
 from dataclasses import dataclass, field, replace
 from numbers import Real
 from typing import Any, NamedTuple
@@ -11,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from liger_losses.kernels._triton import jit, kinds, tl
+from liger_losses.kernels._triton import jit, tl
 
 
 class KernelTransform(NamedTuple):
@@ -108,11 +107,6 @@ class LogitTransform:
         return grad
 
     @property
-    def fields(self) -> tuple[float | Tensor, float, float | None]:
-        """Its arguments."""
-        return self.temperature, self.logit_scale, self.softcap
-
-    @property
     def said(self) -> str:
         """In words, for messages; ranks that share a vocabulary compare these, without a tensor's values."""
         return f"temperature {said(self.temperature)}, logit_scale {self.logit_scale}, softcap {self.softcap}"
@@ -165,12 +159,6 @@ class Epilogue(NamedTuple):
             return self
         vectors = [None if vector is None else vector[columns] for vector in (self.bias, self.class_weight)]
         return Epilogue(self.transform, *vectors)
-
-    @property
-    def kind(self) -> Hashable:
-        """What Triton compiles kernels for that have it."""
-        factor, cap, temperature = self.transform.for_kernel
-        return factor is None, cap is None, *kinds(self.bias, temperature)
 
     def __call__(self, projected: Tensor) -> Tensor:
         """Logits ``[R, C]``; the projections themselves where there is nothing to do."""

@@ -2,11 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
-from functools import cache
-from typing import Any
-
 import torch
 from torch import Tensor
 
@@ -79,36 +74,3 @@ def _aligned(out: Tensor, a: Tensor, b: Tensor, accumulate: bool) -> Tensor:
     else:
         torch.mm(a, b, out_dtype=torch.float32, out=out)
     return out
-
-
-def start_beside(device: torch.device, work: Callable[[], object]) -> Callable[[], None]:
-    """Run ``work`` on a side stream, parallel to the kernels that the caller queues next (on a CPU, at once).
-
-    The tiles of one fill the multiprocessors that the last tiles of the other leave idle.
-
-    Returns:
-        A function that makes the current stream wait: call it before queueing anything that needs the work's results
-        or overwrites its inputs.
-    """
-    if device.type != "cuda":
-        work()
-        return lambda: None
-    main, side = torch.cuda.current_stream(device), _side_stream(device)
-    side.wait_stream(main)
-    try:
-        with torch.cuda.stream(side):
-            work()
-    except BaseException:  # what is queued already may use memory that the caller frees now
-        main.wait_stream(side)
-        raise
-    return lambda: main.wait_stream(side)
-
-
-def on_side_stream(device: torch.device) -> AbstractContextManager[Any]:
-    """Queue work after that of :func:`start_beside`, before the caller's stream waits for either."""
-    return nullcontext() if device.type != "cuda" else torch.cuda.stream(_side_stream(device))
-
-
-@cache
-def _side_stream(device: torch.device) -> torch.cuda.Stream:
-    return torch.cuda.Stream(device)

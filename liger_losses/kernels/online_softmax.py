@@ -20,7 +20,6 @@ import torch
 from torch import Tensor
 
 from liger_losses.kernels._triton import jit, tl
-from liger_losses.kernels.label_rows import check_known
 from liger_losses.kernels.logit_transform import Epilogue, load_logits
 
 #: Above, ``exp`` of a difference may leave fp32, and sums of exponentials are taken relative to the largest.
@@ -154,11 +153,9 @@ def merge_sums(
     _, splits, tokens = partial.shape
     if tokens:
         out, (block, at_once, warps) = stored(values), (*MERGED, 4) if splits <= _FEW_SPLITS else _MERGED_TILES
-        aligned = tuple([each if each is None else each.data_ptr() % 16 == 0 for each in out])
-        kind = partial.device, aligned, sums, flags is None, label_logit is None, offset is None, block, *options
-        merge_kernel[(-(-tokens // block),)](
-            partial, label_logit, None, None, flags, offset, None, None, out,
-            splits, tokens, columns, 0, sums, block, at_once, num_warps=warps, kind=kind, **options,
+        _merge_kernel[(-(-tokens // block),)](
+            partial, label_logit, flags, offset, out, splits, tokens, columns, sums, block, at_once, num_warps=warps,
+            **options,
         )  # fmt: skip
 
 
@@ -255,10 +252,10 @@ def online_step(z, first_column, columns, inside, class_weight, state, sums, AXI
 
 
 @jit
-def online_row(projected, bias, class_weight, columns, read, transform, inverse, sums, BLOCK: tl.constexpr):
-    """The sums of a row whose projections begin at ``projected``, from the columns before ``read``."""
+def online_row(projected, bias, class_weight, columns, transform, inverse, sums, BLOCK: tl.constexpr):
+    """The sums of a row whose projections begin at ``projected``."""
     state = online_start(tl.zeros((), tl.float32))
-    for start in range(0, read, BLOCK):
+    for start in range(0, columns, BLOCK):
         at = start + tl.arange(0, BLOCK)
         inside = at < columns
         z = load_logits(projected, bias, at, inside, transform, inverse)
@@ -267,36 +264,35 @@ def online_row(projected, bias, class_weight, columns, read, transform, inverse,
 
 
 @jit
-def store_statistics(out, at, mask, active, label_logit, state, sums, vocab_size):
-    """The statistics of a row, or of several, 0 where they are not ``active``; return log-sum-exp and log-probability.
+def store_statistics(out, at, mask, label_logit, state, sums, vocab_size):
+    """The statistics of a row, or of several; return the log-sum-exp.
 
     ``out`` are pointers in the order of :data:`STORED`, ``None`` for what is not asked for; ``at`` is the row.
     """
     lse_out, logp_out, entropy_out, mean_logp_out, squares_out, mean_logit_out, top_out, argmax_out = out
     best, logit_sum, moment, squares, top, total, weight_sum, weighted_sum = state
-    log_total = tl.log(tl.where(active, total, 1.0))
+    log_total = tl.log(total)
     lse = top + log_total
-    logp = (label_logit - top) - log_total
-    tl.store(lse_out + at, tl.where(active, lse, 0.0), mask=mask)
+    tl.store(lse_out + at, lse, mask=mask)
     if logp_out is not None:
-        tl.store(logp_out + at, tl.where(active, logp, 0.0), mask=mask)
+        tl.store(logp_out + at, (label_logit - top) - log_total, mask=mask)
     if entropy_out is not None:
-        tl.store(entropy_out + at, tl.where(active, log_total - moment / total, 0.0), mask=mask)
+        tl.store(entropy_out + at, log_total - moment / total, mask=mask)
     if mean_logp_out is not None:
         if sums.weighted is not None:
             mean_logp = (weighted_sum - lse * weight_sum) / vocab_size
         else:
             mean_logp = logit_sum / vocab_size - lse
-        tl.store(mean_logp_out + at, tl.where(active, mean_logp, 0.0), mask=mask)
+        tl.store(mean_logp_out + at, mean_logp, mask=mask)
     if squares_out is not None:
-        tl.store(squares_out + at, tl.where(active, tl.log(squares) - 2 * log_total, 0.0), mask=mask)
+        tl.store(squares_out + at, tl.log(squares) - 2 * log_total, mask=mask)
     if mean_logit_out is not None:
-        tl.store(mean_logit_out + at, tl.where(active, logit_sum / vocab_size, 0.0), mask=mask)
+        tl.store(mean_logit_out + at, logit_sum / vocab_size, mask=mask)
     if top_out is not None:
         tl.store(top_out + at, top, mask=mask)
     if argmax_out is not None:
         tl.store(argmax_out + at, best.to(tl.int64), mask=mask)
-    return lse, logp
+    return lse
 
 
 @jit
@@ -363,40 +359,26 @@ def merged_splits(partial, rows, splits, tokens, sums, LABELS: tl.constexpr, BLO
 
 
 #: Arguments whose alignment is no reason to compile again.
-_VECTORS = ["partial", "label_logit", "labels", "flags", "offset", "ratio", "others"]
+_VECTORS = ["partial", "label_logit", "flags", "offset"]
 
 
-@jit(do_not_specialize=["splits", "tokens", "columns", "ignore_index"], do_not_specialize_on_alignment=_VECTORS)
-def merge_kernel(
-    partial, label_logit, labels, right, flags, offset, ratio, others,
-    out, splits, tokens, columns, ignore_index, sums,
+@jit(do_not_specialize=["splits", "tokens", "columns"], do_not_specialize_on_alignment=_VECTORS)
+def _merge_kernel(
+    partial, label_logit, flags, offset, out, splits, tokens, columns, sums,
     BLOCK: tl.constexpr, SPLITS: tl.constexpr,
 ):  # fmt: skip
-    """One program per block of tokens; see :func:`merge_sums`.
-
-    With ``labels``, tokens without loss get 0, and ``right`` whether all others are in the vocabulary. ``ratio`` and
-    ``others`` get p / e of exponentials relative to the offset, and 1 - p of the label.
-    """
+    """One program per block of tokens; see :func:`merge_sums`."""
     if flags is not None:  # noqa: SIM102, because Triton resolves only the outer condition while compiling
         if tl.load(flags) == 0:
             return
     rows = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     mask = rows < tokens
-    active = mask
-    if labels is not None:
-        label = tl.load(labels + rows, mask=mask, other=ignore_index)
-        active = label != ignore_index
-        wrong = active & ((label < 0) | (label >= columns))
-        check_known(right, tl.sum(wrong.to(tl.int32), 0) == 0)
     has_logp: tl.constexpr = out[1] is not None
     state, z = merged_splits(partial, rows, splits, tokens, sums, has_logp and label_logit is None, BLOCK, SPLITS)
     if label_logit is not None:
         z = tl.load(label_logit + rows, mask=mask, other=0.0)
     if flags is not None:
         mask = mask & (tl.load(flags + 2 + rows, mask=mask, other=0) != 0)
-    row_lse, row_logp = store_statistics(out, rows, mask, active, z, state, sums, columns)
+    row_lse = store_statistics(out, rows, mask, z, state, sums, columns)
     if offset is not None:  # finite, also in base 2, where all logits are -inf
         tl.store(offset + rows, tl.where(row_lse == float("-inf"), -1.0e38, row_lse), mask=mask)
-    if ratio is not None:
-        tl.store(ratio + rows, tl.zeros((BLOCK,), tl.float32) + 1.0, mask=mask)
-        tl.store(others + rows, 1.0 - tl.exp(row_logp), mask=mask)

@@ -1,20 +1,14 @@
-"""Numbers that the host reads from the device: asked for early, so that it need not wait when it wants them.
-
-The device copies them when it reaches them in its queue. Whoever asks for them before a model's layers are queued has
-them long before these have run.
-"""
+"""Numbers that the host reads from the device, which copies them when it reaches them in its queue."""
 
 from __future__ import annotations
 
-import weakref
-from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from liger_losses.kernels._triton import choose_backend, device_of, jit, tl
+from liger_losses.kernels._triton import device_of, jit, tl
 
 #: An odd number whose multiples modulo 2^64 are spread evenly: 2^63 over the golden ratio.
 PLACE_FACTOR = 0x4F1BBCDCBFA53E0B
@@ -96,11 +90,10 @@ def label_facts(
         return torch.stack(rows)
     facts, first, ignore_index = labels[0].new_empty(len(labels), 4), 0, int(ignore_index)
     depth, room = (0, 0) if kept is None else kept.shape
-    kind = facts.device, ignore_index, depth
     with device_of(facts):  # the first launch of a call, before anything else has made it current
         for i, part in enumerate(labels):
             arguments = facts, part, part.numel(), first, ignore_index, kept, room, i
-            _label_facts_kernel[(1,)](*arguments, BLOCK=2048, WITHIN=depth == 3, num_warps=8, kind=kind)
+            _label_facts_kernel[(1,)](*arguments, BLOCK=2048, WITHIN=depth == 3, num_warps=8)
             first += part.numel()
     return facts
 
@@ -113,68 +106,23 @@ class LabelFacts(NamedTuple):
     kept: Tensor | None = None
 
 
-class _Asked(NamedTuple):
-    """Labels that were asked about: forgotten with them, so that nothing else can be where they are in memory."""
-
-    labels: weakref.ref[Tensor]
-    version: int
-    facts: LabelFacts
-
-
-#: By where the labels are in memory; the oldest are forgotten.
-_asked: OrderedDict[Any, _Asked] = OrderedDict()
-_MOST_ASKED = 8
 #: The most labels of which one program finds the active ones: of more, several kernels take less time.
 _MOST_KEPT = 65536
 _WHAT = "how many tokens carry loss; give compact=False, with which all of them are projected"
 
 
-def ask_about_labels(labels: Tensor, ignore_index: int = -100, backend: str | None = None) -> None:
-    """Ask which labels there are, before the model runs whose loss will be given this tensor.
-
-    The loss then does not wait for the number of tokens that carry loss. It may be given another view of the same
-    memory, as long as that is all of it, in order.
-    """
-    if type(labels) is not Tensor or labels.dtype != torch.int64 or not labels.is_contiguous():
-        return
-    if labels.is_cuda and torch.cuda.is_current_stream_capturing():
-        return
-    backend = choose_backend(backend, [(labels.device, torch.float32)])
-    facts = _ask([labels], ignore_index, backend)
-    place = _place(labels, ignore_index)
-    _asked[place] = _Asked(weakref.ref(labels, lambda gone: _forget(place, gone)), version_of(labels), facts)
-    if len(_asked) > _MOST_ASKED:
-        _asked.popitem(last=False)
-
-
 def facts_of_labels(labels: list[Tensor], ignore_index: int, backend: str) -> LabelFacts:
-    """What was asked of the labels, contiguous tensors, or what is asked now.
+    """Ask which labels there are, contiguous tensors.
 
     Raises:
         RuntimeError: a CUDA graph is being captured.
     """
-    asked = _asked.get(_place(labels[0], ignore_index)) if len(labels) == 1 and _asked else None
-    if asked is not None and asked.version == version_of(labels[0]) >= 0:
-        return asked.facts
-    return _ask(labels, ignore_index, backend)
-
-
-def _forget(place: Any, labels: weakref.ref[Tensor]) -> None:
-    if place in _asked and _asked[place].labels is labels:
-        del _asked[place]
-
-
-def _ask(labels: list[Tensor], ignore_index: int, backend: str) -> LabelFacts:
     count, kept = sum(map(Tensor.numel, labels)), None
     # Autograd keeps no tensor that was made in inference mode.
     if backend == "triton" and count <= _MOST_KEPT and not torch.is_inference_mode_enabled():
         kept = labels[0].new_empty(min(len(labels), 2) + 1, count + count % 2)
     numbers = label_facts(labels, ignore_index, kept, backend=backend)
     return LabelFacts(numbers, start_reading(numbers, _WHAT), kept)
-
-
-def _place(labels: Tensor, ignore_index: int) -> tuple[Any, ...]:
-    return labels.device, labels.data_ptr(), labels.numel(), labels.dtype, int(ignore_index)
 
 
 def version_of(tensor: Tensor) -> int:

@@ -7,12 +7,13 @@ gradients: it needs cos and sin, but not q and k.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from liger_losses.kernels._triton import Launcher, choose_backend, device_of, jit, tl, warn_once
+from liger_losses.kernels._triton import choose_backend, device_of, jit, tl, warn_once
 from liger_losses.kernels.autograd import once_differentiable, operator
 from liger_losses.kernels.prepared import Prepared, PreparedKernel
 from liger_losses.kernels.rows import power_of_two
@@ -245,7 +246,7 @@ class _Launch:
             *(half, power_of_two(size - rotated)),
         )
         programs = sequences * tokens if size else 0
-        self.launch = Launcher(_rotate_kernel, programs, num_warps=_WARPS) if programs else None
+        self.launch = partial(_rotate_kernel[(programs,)], num_warps=_WARPS) if programs else None
 
     def __call__(self, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
         if self.copies:

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable, Iterator, Sequence
+from functools import partial
 from typing import Any, cast
 
 import torch
 from torch import Tensor
 
 from liger_losses.kernels._tiles import processors
-from liger_losses.kernels._triton import Launcher, choose_backend, jit, tl
+from liger_losses.kernels._triton import choose_backend, jit, tl
 from liger_losses.kernels.prepared import Prepared
 from liger_losses.kernels.targets import target_of
 
@@ -131,7 +132,7 @@ class Forward:
         height, width = tile_of(columns, _FORWARD_ELEMENTS)
         self.sizes = rows, columns, *options, height, width
         warps = target_of(x.device).warps(height * width // per_thread)
-        self.launch = Launcher(kernel, max(1, -(-rows // height)), num_warps=warps)
+        self.launch = partial(kernel[(max(1, -(-rows // height)),)], num_warps=warps)
 
     def __call__(self, inputs: _Tensors, vectors: _Tensors, outputs: _Tensors, per_row: int = 0) -> list[Tensor]:
         x, rows = cast(Tensor, inputs[0]), self.arguments.rows
@@ -183,11 +184,11 @@ class _Backward:
         stages = 3 if 3 * height * width * entry_bytes <= target.shared_memory // _BACKWARD_PROGRAMS else 1
         self.sizes = rows, columns, programs, *options, height, width, stages
         warps = target.warps(height * width // target.tiling.row_entries)
-        self.launch = Launcher(kernel, programs, num_warps=warps)
+        self.launch = partial(kernel[(programs,)], num_warps=warps)
         self.partial, self.columns = (programs, columns), columns
         self.sum_sizes = programs, columns, min(512, power_of_two(programs)), _SUM_COLUMNS
         blocks = -(-columns // _SUM_COLUMNS)
-        self.add_up = [Launcher(_column_sums_kernel, blocks, num_warps=_SUM_WARPS) for _ in sum_dtypes]
+        self.add_up = partial(_column_sums_kernel[(blocks,)], num_warps=_SUM_WARPS)
 
     def __call__(self, inputs: _Tensors, vectors: _Tensors, others: _Tensors) -> list[Tensor | None]:
         device, rows = cast(Tensor, inputs[0]).device, self.arguments.rows
@@ -199,9 +200,9 @@ class _Backward:
         ]
         if rows:
             self.launch(*self.arguments.of(inputs, vectors), *others, *partials, *self.sizes)
-            for total, partial, add_up in zip(sums, partials, self.add_up, strict=True):
+            for total, sums_of_programs in zip(sums, partials, strict=True):
                 if total is not None:  # always in the same order, and rounded once
-                    add_up(partial, total, *self.sum_sizes)
+                    self.add_up(sums_of_programs, total, *self.sum_sizes)
         return sums
 
 

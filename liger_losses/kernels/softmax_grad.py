@@ -259,25 +259,19 @@ def gradient_block(z, columns, inside, lse, label, class_weight, coefficients, v
 
 @jit
 def store_row_gradient(
-    out, projected, bias, class_weight, columns, read, lse, label, coefficients, values, transform, inverse,
+    out, projected, bias, class_weight, columns, lse, label, coefficients, values, transform, inverse,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """d loss / d projections of a row, from left to right: ``out`` may begin where ``projected`` does.
-
-    Columns from ``read`` on, if this is not ``None``, are not read, and get 0; see :func:`gradient_block`.
-    """
+    """d loss / d projections of a row, from left to right: ``out`` may begin where ``projected`` does; see
+    :func:`gradient_block`."""
     for start in range(0, columns, BLOCK):
         at = start + tl.arange(0, BLOCK)
         inside = at < columns
-        if read is not None:
-            inside = at < read
         z = load_logits(projected, bias, at, inside, transform, inverse)
         grad = gradient_block(z, at, inside, lse, label, class_weight, coefficients, values, transform, inverse)
-        if read is not None:
-            grad = tl.where(inside, grad, 0.0)
         # A narrower `out` overwrites this block and what lies to its left: all of it must have been read.
         tl.debug_barrier()
-        tl.store(out + at, grad.to(out.dtype.element_ty), mask=at < columns)
+        tl.store(out + at, grad.to(out.dtype.element_ty), mask=inside)
 
 
 #: Arguments whose alignment is no reason to compile again: slices of vectors begin anywhere.
@@ -299,6 +293,6 @@ def _gradient_kernel(
     values = load_coefficients(coefficients, row, True, inverse_vocab_size, 0)
     inverse = inverse_temperature(transform, row, True, 0)
     store_row_gradient(
-        out + row * out_stride, projected + row * row_stride, bias, class_weight, columns, None, row_lse, label,
+        out + row * out_stride, projected + row * row_stride, bias, class_weight, columns, row_lse, label,
         coefficients, values, transform, inverse, BLOCK,
     )  # fmt: skip

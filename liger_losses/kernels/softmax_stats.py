@@ -8,8 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from liger_losses.kernels._triton import LOGIT_DTYPES, choose_backend, jit, kinds, tl, triton
-from liger_losses.kernels.label_rows import check_known, label_of
+from liger_losses.kernels._triton import LOGIT_DTYPES, choose_backend, jit, tl, triton
 from liger_losses.kernels.logit_transform import Epilogue, inverse_temperature, load_logits
 from liger_losses.kernels.online_softmax import (
     STATISTICS,
@@ -60,12 +59,9 @@ def softmax_statistics(
         rows, columns = projected.shape
         values = empty_statistics(names, rows, projected.device)
         if rows:
-            sums, given = Sums.needed(names, epilogue.class_weight), (projected, epilogue.bias, epilogue.class_weight)
-            out = stored(values)
-            row_statistics_kernel[(rows,)](
-                projected, projected.stride(0), labels, None, 0, *given[1:], out, columns,
-                epilogue.transform.for_kernel, sums, **step_of(columns),
-                kind=(kinds(*given, *out), epilogue.kind, projected.device, columns),
+            _row_statistics_kernel[(rows,)](
+                projected, projected.stride(0), labels, epilogue.bias, epilogue.class_weight, stored(values), columns,
+                epilogue.transform.for_kernel, Sums.needed(names, epilogue.class_weight), **step_of(columns),
             )  # fmt: skip
         return values
     values = {name: projected.new_empty(len(labels)) for name in sorted({*names, "lse"} - {"argmax"})}
@@ -94,28 +90,17 @@ def row_slices(block: Tensor, scratch: int | None) -> list[slice]:
     return [slice(start, min(start + size, rows)) for start in range(0, rows, size)]
 
 
-@jit(do_not_specialize=["ignore_index"], do_not_specialize_on_alignment=["labels"])
-def row_statistics_kernel(
-    projected, row_stride, labels, right, ignore_index, bias, class_weight,
+@jit(do_not_specialize_on_alignment=["labels"])
+def _row_statistics_kernel(
+    projected, row_stride, labels, bias, class_weight,
     out, columns, transform, sums,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """One program per row.
-
-    With ``right``, which gets whether labels are in the vocabulary, rows whose label is ``ignore_index`` are not read,
-    and their statistics are 0.
-    """
+    """One program per row."""
     row = tl.program_id(0).to(tl.int64)
     projected += row * row_stride
-    if right is None:
-        label = tl.load(labels + row)
-        active = True
-        read = columns
-    else:
-        label, active, known = label_of(labels, row, ignore_index, columns)
-        check_known(right, known | (active == 0))
-        read = tl.where(active, columns, 0)
+    label = tl.load(labels + row)
     inverse = inverse_temperature(transform, row, True, 0)
-    state = online_row(projected, bias, class_weight, columns, read, transform, inverse, sums, BLOCK)
-    label_logit = load_logits(projected, bias, label, active, transform, inverse)
-    store_statistics(out, row, True, active, label_logit, state, sums, columns)
+    state = online_row(projected, bias, class_weight, columns, transform, inverse, sums, BLOCK)
+    label_logit = load_logits(projected, bias, label, True, transform, inverse)
+    store_statistics(out, row, True, label_logit, state, sums, columns)

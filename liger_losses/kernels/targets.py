@@ -5,7 +5,6 @@ The only module that asks which kind of GPU it is: the others ask for what they 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -52,67 +51,17 @@ _SMALL = _OTHERS._replace(by_pointers=Tile(128, 64, 32, 8, 3))
 _NARROW = Tiling(Tile(128, 64, 64, 8, 3), Tile(128, 64, 32, 8, 3), row_entries=16, longest_row=16384)
 
 
-class Order(NamedTuple):
-    """How the tiles of a product with exponentials are taken: by groups of warps in turn, as in
-    :mod:`~liger_losses.kernels.hopper_pipeline`, or by whole programs; how many row tiles walk the vocabulary together;
-    and whether groups in turn store the sums of each tile (``True``), or, where they can, of all their tiles at
-    once."""
-
-    in_turn: bool
-    together: int
-    of_tiles: bool = False
-
-
-@dataclass(frozen=True)
-class Orders:
-    """A GPU's orders: where exponentials are stored, where they are only added up, and where hidden states take more
-    of the cache than ``room``, of the one and of the other (bytes)."""
-
-    stored: Order
-    alone: Order
-    large: Order | None = None
-    room: tuple[float, float] = (0.0, 0.0)
-    shallow: Order | None = None  # stored, of hidden states with fewer than _SHALLOW dimensions
-
-    def of(self, stored: bool, tokens: int, hidden_size: int, vocab_size: int) -> Order:
-        """The order of a product."""
-        size, long = tokens * hidden_size * 2, tokens * hidden_size * vocab_size >= _LONG
-        large = long and size > self.room[0 if stored else 1] and (hidden_size >= _DEEP or not stored)
-        if self.large is not None and large:
-            return self.large
-        if self.shallow is not None and stored and hidden_size < _SHALLOW:
-            return self.shallow
-        return self.stored if stored else self.alone
-
-
-#: Of whole programs.
-_WHOLE = Orders(Order(False, 8), Order(False, 8))
-#: By memory bandwidth, in bytes a second. On an H200 (4.9e12), 4 row tiles instead of 8 take 5 to 9 % less time without
-#: stores and 2 % more with them.
-_BANDWIDTH = 4e12
-_WIDE_MEMORY = Orders(Order(True, 8), Order(True, 4))
-#: Of less bandwidth. On an H100 (3.4e12, 50 MiB of cache; benchmarks/results/tile_order.txt), groups in turn take 0.95
-#: to 1.05 of cuBLAS's time as long as a fifth of the cache holds the hidden states (three quarters, without stores), or
-#: the product is short, and up to 1.4 beyond that. There, whole programs take 1.00 to 1.10; nothing runs beside their
-#: exponentials, which for few hidden dimensions takes longer than what they gain. By itself, groups in turn are as fast
-#: with half of the cache; but between the products of gradients, which slow the card's clock, whole programs are up to
-#: 8 % faster from a fifth on. Multiplications, dimensions:
-_LONG, _DEEP, _SHALLOW = 6e11, 2048, 768
-
-
 class Target(NamedTuple):
-    """A GPU: threads of a warp, bytes of shared memory that a program can take, its tiles and their order.
+    """A GPU: threads of a warp, bytes of shared memory that a program can take, and its tiles.
 
     ``no_descriptors`` says why matrices are not loaded by descriptors (the tensor memory accelerator), ``None`` where
-    they are. ``warp_groups``: it runs the kernel of :mod:`~liger_losses.kernels.hopper_pipeline`.
+    they are.
     """
 
     warp: int
     shared_memory: int
     tiling: Tiling
     no_descriptors: str | None = None
-    warp_groups: bool = False
-    orders: Orders = _WHOLE
 
     def warps(self, threads: int) -> int:
         """The warps of a program of about so many threads; no GPU runs more than 1024."""
@@ -137,32 +86,14 @@ def target_of(device: torch.device) -> Target:
         tiling = _NARROW if properties.warp_size == 32 else wide
         return Target(properties.warp_size, properties.shared_memory_per_block, tiling, reason)
     capability, shared = torch.cuda.get_device_capability(device), properties.shared_memory_per_block_optin
-    hopper, needed = capability == (9, 0), 216 * 1024
-    tiling = _HOPPER if hopper else _OTHERS
+    needed, tiling = 216 * 1024, _HOPPER if capability == (9, 0) else _OTHERS
     if capability[0] < 9:
         reason = "has no tensor memory accelerator (Hopper and later have)"
     elif shared < needed:
         reason = f"has {shared} bytes of shared memory, and the tensor memory accelerator's tiles take {needed}"
     else:
-        return Target(32, shared, tiling, None, hopper, _orders(properties) if hopper else _WHOLE)
+        return Target(32, shared, tiling)
     return Target(32, shared, tiling, reason)
-
-
-def _orders(properties: Any) -> Orders:
-    """The orders of a GPU that runs groups of warps in turn."""
-    # kHz, at two transfers a clock, and bits; versions of torch that do not tell them get what is never much slower.
-    clock, width = (getattr(properties, name, 0) for name in ("memory_clock_rate", "memory_bus_width"))
-    if 2e3 * clock * width / 8 > _BANDWIDTH:
-        return _WIDE_MEMORY
-    cache = getattr(properties, "L2_cache_size", 50 * 2**20)
-    # A quarter of the programs that run at a time: four columns of tiles for each of their turns.
-    large = Order(False, max(1, properties.multi_processor_count // 4))
-    return Orders(Order(True, 4), Order(True, 4, of_tiles=True), large, (cache * 0.2, cache * 0.75), Order(True, 8))
-
-
-def order_of(device: torch.device, stored: bool, tokens: int, hidden_size: int, vocab_size: int) -> Order:
-    """The order of tiles of a product whose exponentials are ``stored``, or only added up."""
-    return target_of(device).orders.of(stored, tokens, hidden_size, vocab_size)
 
 
 #: What is known of an architecture. Of those that are compiled for, ``make test-targets`` compiles every kernel, and

@@ -11,7 +11,6 @@ from torch import Tensor, nn
 from liger_losses.caller import warn
 from liger_losses.chunked.engine.checks import see
 from liger_losses.chunked.engine.quantized_kinds import is_quantized
-from liger_losses.patching.known_labels import ask_for_loss, forget_labels, know_labels
 from liger_losses.patching.lazy import LazyLogits, TracedLogits, is_one_graph
 from liger_losses.patching.lazy.gradients import make_empty
 from liger_losses.patching.lazy.traced_logits import without_traced
@@ -200,7 +199,6 @@ def keep_head_lazy(model: nn.Module) -> None:
     owner = owner_of_head(model)
     if owner is not None and _make_lazy_again not in hooks_of(owner, "forward_pre_hooks").values():
         owner.register_forward_pre_hook(_make_lazy_again)
-        know_labels(owner)
 
 
 def _make_lazy_again(model: nn.Module, args: Any = ()) -> None:
@@ -233,10 +231,9 @@ def _return_tensors(model: nn.Module, args: Any, output: Any) -> Any:
 def _forget_head(model: nn.Module) -> None:
     """Undo :func:`keep_head_lazy`."""
     for module in model.modules():
-        forget_labels(module)
         for kind in ("forward_pre_hooks", "forward_hooks"):
             hooks = hooks_of(module, kind)
-            for number in [n for n, hook in hooks.items() if hook in (_make_lazy_again, ask_for_loss, _return_tensors)]:
+            for number in [n for n, hook in hooks.items() if hook in (_make_lazy_again, _return_tensors)]:
                 del hooks[number]
 
 

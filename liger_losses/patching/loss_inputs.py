@@ -6,6 +6,7 @@ import contextlib
 import difflib
 import inspect
 import weakref
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -14,8 +15,6 @@ from torch import Tensor, nn
 from liger_losses.caller import warn
 from liger_losses.chunked.engine import Head, tokens
 from liger_losses.chunked.engine.checks import check_labels, see
-from liger_losses.kernels.reading import ask_about_labels
-from liger_losses.patching.known_labels import set_loss
 from liger_losses.patching.lazy.tensor import deferred_logits
 from liger_losses.patching.lazy_head import make_head_lazy, owner_of_head
 from liger_losses.patching.lazy_layers import force_lazy_head
@@ -123,7 +122,6 @@ def loss_inputs(
             shifted = shifted.where(active & active.roll(-1, -1), ignore_index)
     else:
         shifted = targets
-    ask_about_labels(shifted, ignore_index)  # the device counts them before the layers run
     with force_lazy_head():
         output = model(**batch) if shift_labels is not None else _run_shifting(inner, model, batch, targets)
     if output is None:
@@ -169,19 +167,31 @@ def _run_shifting(inner: Any, model: nn.Module, batch: dict[str, Any], targets: 
             losses.append(function(logits, torch.tensor([[0, -100]]), vocab_size=3))  # type: ignore[misc]
         return labels.new_zeros((), dtype=torch.float32)
 
-    added = set_loss(inner, of_two_tokens) if function else frozenset[str]()
+    added = _set_loss(inner, of_two_tokens) if function else frozenset[str]()
     try:
         output = model(**batch, labels=labels)
     except Exception:  # without labels, the forward says what is wrong with the batch
         return model(**batch)
     finally:
         if function:
-            set_loss(inner, function, added)
+            _set_loss(inner, function, added)
     loss = losses[0] if losses else getattr(output, "loss", None)
     if loss is None:
         return output
     _SHIFTS[type(inner)] = not bool((torch.isfinite(loss) & (loss != 0)).any())
     return output if _SHIFTS[type(inner)] else None
+
+
+def _set_loss(model: Any, function: Callable[..., Any], added: frozenset[str] = frozenset()) -> frozenset[str]:
+    """Give a model a loss function; or give it back its own, without the attributes that the other one ``added``.
+
+    Returns the names of the attributes that are there because of this function.
+    """
+    before = set(vars(model))
+    model.loss_function = function
+    for name in added:
+        vars(model).pop(name, None)
+    return frozenset(set(vars(model)) - before)
 
 
 def _check_names(model: Any, batch: dict[str, Any]) -> None:

@@ -20,7 +20,6 @@ from torch import Tensor
 from liger_losses.chunked.engine import Statistics, linear_statistics
 from liger_losses.chunked.engine.checks import see
 from liger_losses.kernels.logit_transform import LogitTransform
-from liger_losses.kernels.reading import ask_about_labels
 from liger_losses.patching.lazy import DeferredLogits, LazyLogits, TracedLogits
 from liger_losses.patching.lazy.tensor import deferred_logits
 from liger_losses.patching.lazy_head import make_head_lazy
@@ -116,7 +115,6 @@ def fused_forward(model: Any, forward: Any, labels: Any = None, shift_labels: An
     packed = packed_batch(model, labels, kwargs) if options.share_prompts else None
     labels = labels if packed is None else packed.labels
     target = labels[:, 1:].contiguous() if shift_labels is None else shift_labels
-    ask_about_labels(target, IGNORE_INDEX)  # the device counts them before the layers run
     with force_lazy_head():
         outputs = None if packed is None else run_packed(model, forward, packed, kwargs)
         if outputs is None:

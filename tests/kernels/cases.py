@@ -5,12 +5,9 @@ import torch
 
 from liger_losses.kernels._triton import INTERPRETED, triton
 from liger_losses.kernels.logit_transform import Epilogue, LogitTransform
-from liger_losses.kernels.targets import INTERPRETER, Order, Orders
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 interpreted = pytest.mark.skipif(not INTERPRETED or triton is None, reason="needs Triton's interpreter")
-#: Runs the kernels for Hopper.
-HOPPER = INTERPRETER._replace(warp_groups=True, orders=Orders(Order(True, 8), Order(True, 4)))
 
 
 def triton_or_skip():
@@ -18,7 +15,7 @@ def triton_or_skip():
 
 
 def asserts_or_skip(wrong, backend):
-    """Skip what would end the process's work on a GPU; tests/chunked/engine/test_straight_line.py does it elsewhere."""
+    """Skip what would end the process's work on a GPU."""
     if wrong and backend == "triton" and DEVICE == "cuda":
         pytest.skip("the kernel asserts on the device that labels are right")
 

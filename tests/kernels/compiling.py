@@ -21,8 +21,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ProcessPoolExecutor
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -139,35 +138,6 @@ def recorded(calls: Mapping[str, Callable[[], None]]) -> list[Launch]:
     return list(found.values())
 
 
-def wrong_kinds(sizes: Sequence[tuple[int, int]]) -> list[str]:
-    """What Triton compiles in several ways for launches of one ``kind=``, of which the first one's would run for all.
-
-    ``sizes`` are tokens and vocabulary sizes, with which all heads are called.
-    """
-    from liger_losses.kernels._triton import Run
-    from tests.kernels import launches
-
-    keys: defaultdict[Any, dict[Any, str]] = defaultdict(dict)
-    kind, call, run = None, "", Run.__call__
-
-    def launch(kernel: Run, *arguments: Any, **named: Any) -> Any:
-        nonlocal kind
-        kind = None if named.get("kind") is None else (kernel, named["kind"])
-        return run(kernel, *arguments, **named)
-
-    def keep(kernel: JITFunction, key: Any, *rest: Any) -> None:
-        if kind is not None:
-            keys[kind][key] = f"{kernel.__name__} in {call}"
-
-    Run.__call__, JITFunction._do_compile = launch, keep  # type: ignore[method-assign]
-    for launches.TOKENS, launches.VOCAB in sizes:
-        for name, head in launches.heads().items():
-            call = f"{name}, {launches.TOKENS} tokens, {launches.VOCAB} columns"
-            head()
-    assert keys
-    return sorted(" and ".join(found.values()) for found in keys.values() if len(found) > 1)
-
-
 def covering(found: list[Launch]) -> list[Launch]:
     """Those that have a fact that no launch before them has: not every combination of the facts."""
     known, chosen = set[tuple[str, str, str]](), []
@@ -189,7 +159,7 @@ def ends(found: list[Launch]) -> list[Launch]:
 def riskiest(found: list[Launch]) -> list[Launch]:
     """What each target's registers and shared memory decide about: the launches of kernels over tiles of products and
     of whole rows with the most arguments. And a divergence, whose functions are not those of every compiler."""
-    products = "linear_exp._exponentials", "linear_grad._linear", "linear_stats._linear", "linear_exp_hopper."
+    products = "linear_exp._exponentials", "linear_grad._linear", "linear_stats._linear"
     kinds = (*products, "rms_norm._backward", "divergence_kernels.divergence")
     fewest_first = sorted(found, key=lambda launch: -str(launch.signature).count("constexpr"))
     most = {launch.name: launch for launch in fewest_first if launch.name.startswith(kinds)}

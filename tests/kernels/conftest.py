@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from liger_losses.kernels import linear_exp, rows
+from liger_losses.kernels import rows
 from liger_losses.kernels._triton import INTERPRETED
 from tests.kernels.cases import triton_or_skip
 
@@ -20,7 +20,6 @@ def loads(request, monkeypatch, small_tiles):
     """Through the tensor memory accelerator, as on Hopper, and through pointers, as elsewhere."""
     triton_or_skip()
     monkeypatch.setattr("liger_losses.kernels._tiles.has_tma", lambda device: request.param == "tma")
-    monkeypatch.setattr(linear_exp, "hopper_tiles", lambda *call: None)
 
 
 @pytest.fixture(autouse=True)

@@ -21,24 +21,17 @@ from liger_losses import (
     linear_divergence_loss,
     linear_statistics,
 )
-from liger_losses.kernels.coupled_rows import PairRows, PolicyRows
 from liger_losses.kernels.divergence_terms import summed_terms
-from liger_losses.kernels.exponential_rows import ExponentialRows
 from liger_losses.kernels.given_columns import ByRows, GivenCall, GivenColumns, evaluate, project_, with_gradients
 from liger_losses.kernels.given_ids import GivenIds, find
 from liger_losses.kernels.glu import glu, glu_fused
 from liger_losses.kernels.label_rows import masked_labels
-from liger_losses.kernels.largest import largest, sum_of_probabilities
 from liger_losses.kernels.layer_norm import layer_norm
-from liger_losses.kernels.linear_exp import linear_exponentials
-from liger_losses.kernels.linear_lse import Kept, log_sum_exps_into
-from liger_losses.kernels.linear_stats import MaskedStatistics
 from liger_losses.kernels.logit_transform import Epilogue
-from liger_losses.kernels.masked_rows import Derivatives, MaskedRows, RowStatistics
-from liger_losses.kernels.move_rows import move_rows_, put_first, scale_rows_
 from liger_losses.kernels.reading import label_facts
 from liger_losses.kernels.rms_norm import add_rms_norm, gated_rms_norm, rms_norm
 from liger_losses.kernels.rope import rope
+from liger_losses.kernels.row_lse import sum_of_probabilities
 from liger_losses.kernels.targets import target_of
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
@@ -54,48 +47,6 @@ def problem(dtype: torch.dtype = BF16, hidden_size: int = HIDDEN) -> tuple[Tenso
     """Hidden states, head and labels."""
     hidden, weight = (tensor(rows, hidden_size, dtype=dtype, grad=True) for rows in (TOKENS, VOCAB))
     return hidden, weight, tensor(TOKENS, dtype=torch.long)
-
-
-def masked_rows(dtype: torch.dtype = BF16, softcap: float | None = None) -> None:
-    hidden, _, labels = problem(dtype, hidden_size=1000)
-    projected, right = tensor(TOKENS, VOCAB, dtype=FP32), tensor(dtype=torch.bool)
-    transform = LogitTransform(softcap=softcap)
-    rows = MaskedRows(TOKENS, VOCAB, -100, transform, right, "triton")
-    for entropy in (False, True):
-        values = rows.statistics(projected, labels, entropy, mean_logit=not entropy)
-        rows.gradients(projected, labels, hidden, values.lse, values.entropy, Derivatives(*values[:3]))
-    for scales, mean in (((-1.0, None), True), ((-0.9, -0.1), False)):
-        rows = MaskedRows(TOKENS, VOCAB, -100, transform, right, "triton")
-        rows.loss(projected, labels, hidden, scales, mean)
-
-
-def coupled_rows(dtype: torch.dtype | None) -> None:
-    """``dtype`` of a reference's log-probabilities, if there is one."""
-    each, labels = tensor(TOKENS, dtype=FP32), tensor(TOKENS, dtype=torch.long)
-    values = RowStatistics(each, each, None, each)
-    pair, ref = (None if dtype is None else tensor(n, dtype=dtype) for n in (2, TOKENS))
-    PairRows(2, (TOKENS // 4, TOKENS // 4), -100, 0.1, 0.0, "triton")(values, labels, pair, pair)
-    policy = PolicyRows(TOKENS, TOKENS // 4, -100, (0.8, 1.2), 0.04, "triton")
-    policy(values, labels, tensor(4, dtype=dtype or FP32), ref, ref, None if dtype is None else tensor(dtype=FP32))
-
-
-def exponential_rows(hidden_size: int = HIDDEN, transform: LogitTransform = LogitTransform()) -> None:
-    hidden, weight, labels = (part.detach() for part in problem(hidden_size=hidden_size))
-    rows = ExponentialRows(weight, TOKENS, -100, transform, tensor(dtype=torch.bool), "triton")
-    block = rows.project(hidden, weight, labels)
-    rows.gradients(block, labels, hidden, block.ratio, None, Derivatives(logp=block.ratio))
-    found = rows.loss(block, labels, hidden, (-1.0, None), True)
-    rows.hidden_gradient_into(hidden, found, weight)
-    rows.weight_gradient(found, BF16)
-    rows = ExponentialRows(weight, TOKENS, -100, transform, tensor(dtype=torch.bool), "triton", mean_logit=True)
-    rows.loss(rows.project(hidden, weight, labels), labels, hidden, (-1.0, None), False)
-
-
-def masked_statistics(dtype: torch.dtype = BF16, softcap: float | None = None, hidden_size: int = HIDDEN) -> None:
-    hidden, weight, labels = problem(dtype, hidden_size)
-    for entropy in (False, True):
-        right, transform = tensor(dtype=torch.bool), LogitTransform(softcap=softcap)
-        MaskedStatistics(hidden, weight, -100, transform, right, entropy, "triton")(hidden, weight, labels)
 
 
 def bias_of(weight: Tensor) -> Tensor:
@@ -169,24 +120,6 @@ def divergence(
     loss.backward()
 
 
-def selected(transform: LogitTransform = LogitTransform()) -> None:
-    """Log-probabilities of a few columns of the whole softmax, without logits in memory."""
-    hidden, weight, _ = problem()
-    kept = Kept(tensor(TOKENS, 2 * VOCAB // 128, dtype=torch.int32), tensor(TOKENS * 64, 64, dtype=FP32))
-    epilogue, lse = Epilogue(transform, bias_of(weight)), tensor(TOKENS, dtype=FP32)
-    log_sum_exps_into(lse, hidden, weight, None, epilogue, kept=kept, backend="triton")
-
-
-def of_slabs() -> None:
-    """What a quantized head that is dequantized slab by slab takes beside the kernels of other heads."""
-    hidden, weight, labels = problem()
-    exponentials, label_logit = tensor(TOKENS, 8192), tensor(TOKENS, dtype=FP32)
-    linear_exponentials(hidden, weight[:8192], labels, exponentials, label_logit=label_logit, backend="triton")
-    move_rows_(weight[:8192], labels, labels, into=tensor(TOKENS, weight.shape[1]), backend="triton")
-    for matrix in (exponentials, tensor(TOKENS, weight.shape[1], dtype=FP32)):
-        scale_rows_(matrix, label_logit, backend="triton")
-
-
 def support(ragged: bool, dtype: torch.dtype = BF16, transform: LogitTransform = LogitTransform()) -> None:
     """Log-probabilities over a few columns for each token."""
     hidden, weight, labels = problem(dtype)
@@ -236,35 +169,10 @@ def heads() -> dict[str, Callable[[], None]]:
         "entropy, fp32": lambda: statistics("logp entropy", "resident", FP32, warm),
         "log-probabilities, resident": lambda: statistics("logp", "resident", metrics="entropy mean_logit"),
         "log-probabilities, two passes": lambda: statistics("logp", transform=warm),
-        "selected columns": selected,
-        "selected columns, temperatures and soft-cap": lambda: selected(each_capped),
-        "slabs": of_slabs,
         "support": lambda: support(False),
         "support, ragged": lambda: support(True, FP16, each_capped),
         "support, fp32": lambda: support(True, FP32, warm),
-        "masked rows": masked_rows,
-        "masked rows, fp32, soft-cap": lambda: masked_rows(FP32, 30.0),
-        "coupled rows": lambda: coupled_rows(None),
-        "coupled rows, a reference": lambda: coupled_rows(BF16),
-        "exponential rows": exponential_rows,
-        "exponential rows, temperature": lambda: exponential_rows(512, warm),
-        "exponential rows of an odd length": lambda: exponential_rows(1001),
-        "masked statistics": masked_statistics,
-        "masked statistics, rows of an odd length, soft-cap": lambda: masked_statistics(FP16, 30.0, 1001),
         "masked labels": lambda: masked_labels(tensor(TOKENS, dtype=torch.long), -100, 1000, backend="triton"),
-        "largest": lambda: largest(tensor(TOKENS, VOCAB, dtype=FP32), Epilogue(warm), 64, backend="triton"),
-        "largest, temperatures and bias": lambda: largest(
-            tensor(TOKENS, VOCAB, dtype=FP32), Epilogue(each_capped, tensor(VOCAB, dtype=FP32)), 128, backend="triton"
-        ),
-        "largest and the rest": lambda: largest(
-            tensor(TOKENS, VOCAB, dtype=FP32),
-            Epilogue(),
-            250,
-            backend="triton",
-            tiles=tensor(2, VOCAB // 128, TOKENS, dtype=FP32),
-            lse=tensor(TOKENS, dtype=FP32),
-            rest=True,
-        ),
         "summed terms": lambda: summed_terms(
             Divergence.mixture(0.5, 0.5, 0.5), *[tensor(TOKENS, 64, dtype=FP32)] * 2, backend="triton"
         ),
@@ -275,10 +183,6 @@ def heads() -> dict[str, Callable[[], None]]:
             scratch=0,
             backend="triton",
         ),
-        "rows that move": lambda: move_rows_(
-            tensor(TOKENS, VOCAB), *[tensor(8, dtype=torch.long)] * 2, backend="triton"
-        ),
-        "rows that count": lambda: put_first(tensor(TOKENS, dtype=torch.bool), 64, backend="triton"),
         "label facts": lambda: label_facts([tensor(TOKENS, dtype=torch.long)] * 2, -100, backend="triton"),
         "active labels": lambda: label_facts(
             [tensor(TOKENS, dtype=torch.long)] * 2, -100, tensor(3, 2 * TOKENS, dtype=torch.long), backend="triton"

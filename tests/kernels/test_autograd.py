@@ -65,8 +65,6 @@ def kept_columns(h, w):
 USES = {
     "_LinearStatistics": lambda h, w: linear_logps(h, w, LABELS),
     "_OnePassLosses": lambda h, w: LigerFusedLinearCrossEntropyLoss(label_smoothing=0.1)(w, h, LABELS),
-    "LineStatistics": lambda h, w: linear_logps(h, w, LABELS),
-    "LineLoss": lambda h, w: LigerFusedLinearCrossEntropyLoss()(w, h, LABELS),
     "_SumOfTerms": lambda h, w: functional.jsd(F.linear(h, w).log_softmax(-1), F.linear(h, w).detach().log_softmax(-1)),
     "_Statistics": lambda h, w: logit_statistics(F.linear(h, w), LABELS, ("logp",))["logp"],
     "_GivenStatistics": kept_columns,

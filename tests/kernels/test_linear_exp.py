@@ -9,7 +9,6 @@ from liger_losses.kernels.exponential_scales import gradient_scales
 from liger_losses.kernels.linear_exp import Exponentials, linear_exponentials
 from liger_losses.kernels.logit_transform import Epilogue, LogitTransform
 from liger_losses.kernels.softmax_stats import softmax_statistics
-from liger_losses.kernels.targets import Order
 from tests.chunked.losses.test_distillation import BACKENDS
 from tests.kernels.cases import DEVICE, SEVERAL_TILES, SIZES, TRANSFORMS_OF_HEAD, head, triton_or_skip
 
@@ -53,7 +52,7 @@ def test_tiles_of_all_groups_are_summed(monkeypatch):
     tokens, columns = (40, 70) if INTERPRETED else (300, 520)
     hidden, weight, labels, _, _ = head(tokens, 16, columns, torch.bfloat16)
     epilogue = Epilogue(LogitTransform(torch.linspace(0.5, 2.0, tokens, device=DEVICE)))
-    monkeypatch.setattr(linear_exp, "order_of", lambda *given: Order(False, 2))
+    monkeypatch.setattr(linear_exp, "_GROUP", 2)
     results = []
     for backend, most in (("torch", tokens), ("triton", tokens), ("triton", tokens // 2)):
         monkeypatch.setattr(linear_exp, "_MAX_TOKENS", most)

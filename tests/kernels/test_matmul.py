@@ -1,7 +1,5 @@
 """Products into memory that is there, rounded once."""
 
-import contextlib
-
 import pytest
 import torch
 
@@ -41,31 +39,3 @@ def test_matmul_into_strided_output():
     matmul_into(buffer[:, 2:5], a, b)
     torch.testing.assert_close(buffer[:, 2:5], a @ b)
     assert (buffer[:, [0, 1, 5, 6, 7]] == 0).all()
-
-
-def test_a_side_stream_is_waited_for_if_its_work_fails(monkeypatch):
-    """What it has queued until then may still write to memory that the caller is about to free."""
-
-    class Stream:
-        def __init__(self):
-            self.waited_for = []
-
-        def wait_stream(self, other):
-            self.waited_for.append(other)
-
-    main, side = Stream(), Stream()
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: main)
-    monkeypatch.setattr(torch.cuda, "stream", lambda stream: contextlib.nullcontext())
-    monkeypatch.setattr(matmul, "_side_stream", lambda device: side)
-
-    def fail():
-        raise torch.OutOfMemoryError
-
-    with pytest.raises(torch.OutOfMemoryError):
-        matmul.start_beside(torch.device("cuda", 0), fail)
-    assert side.waited_for == [main]
-    assert main.waited_for == [side]
-    wait = matmul.start_beside(torch.device("cuda", 0), lambda: None)
-    assert main.waited_for == [side]  # the caller's kernels run beside it
-    wait()
-    assert main.waited_for == [side, side]

@@ -12,7 +12,7 @@ from torch.autograd import forward_ad
 
 import liger_losses.kernels
 from liger_losses.kernels import LOGIT_DTYPES, choose_backend
-from liger_losses.kernels._triton import Launcher, Run, kinds, tl, triton
+from liger_losses.kernels._triton import tl, triton
 from liger_losses.kernels.autograd import records_nothing
 from liger_losses.kernels.prepared import Prepared
 from tests.kernels.cases import triton_or_skip
@@ -35,62 +35,6 @@ def test_backend_is_chosen_from_the_tensor_and_can_be_overridden(monkeypatch):
     with pytest.raises(ValueError, match="LIGER_LOSSES_BACKEND"):
         chosen(cpu)
     assert chosen(cpu, "torch") == "torch"
-
-
-class Kernel:
-    """Stands in for a kernel, which notes who launched what: Triton, or its compiled kernel if that takes these."""
-
-    def __init__(self, takes=True):
-        self.takes, self.launched = takes, []
-
-    def __getitem__(self, grid):
-        return lambda *given, **options: self.launched.append(("jit", grid, given, options)) or Compiled(self)
-
-
-class Compiled:
-    def __init__(self, kernel):
-        self.kernel = kernel
-
-    def __getitem__(self, grid):
-        def launch(*given):
-            if not self.kernel.takes:
-                raise TypeError("other arguments")
-            self.kernel.launched.append(("compiled", grid, given))
-
-        return launch
-
-
-@pytest.mark.parametrize("takes", [True, False])
-def test_a_kernel_is_found_once(takes):
-    """Where Triton's compiled kernels take the same arguments; where not, Triton finds it each time."""
-    kernel = Kernel(takes)
-    launch = Launcher(kernel, 5, num_warps=2)
-    for i in range(3):
-        launch(i, None)
-    by_triton = [("jit", (5, 1, 1), (i, None), {"num_warps": 2}) for i in range(3)]
-    compiled = [("compiled", (5, 1, 1), (i, None)) for i in range(1, 3)]
-    assert kernel.launched == ([by_triton[0], *compiled] if takes else by_triton)
-
-
-def test_launches_of_a_kind_over_any_grid():
-    """Triton finds the compiled kernel once for each kind; named arguments come in the kernel's order."""
-    for takes in (True, False):
-        kernel = Kernel(takes)
-        run = Run(lambda *given, grid, warmup, **named: kernel[grid](*given, **named), ["a", "b", "c"])  # noqa: B023
-        for kind, grid in (("x", (2,)), ("x", (3,)), ("y", (3,)), ("x", (2, 5)), (None, (1,))):
-            run(0, grid=grid, warmup=False, kind=kind, b=grid[0], num_warps=4)
-        by_triton = [("jit", grid, (0,), {"b": grid[0], "num_warps": 4}) for grid in ((2,), (3,), (3,), (2, 5), (1,))]
-        compiled = [("compiled", (3, 1, 1), (0, 3, None)), ("compiled", (2, 5, 1), (0, 2, None))]
-        found_once = [by_triton[0], compiled[0], by_triton[2], compiled[1], by_triton[4]]
-        assert kernel.launched == (found_once if takes else by_triton)
-
-
-def test_what_is_compiled_again_for():
-    """A dtype, strides, an alignment of 16 bytes: nothing else of a tensor."""
-    x = torch.zeros(8, 16)
-    assert kinds(x, None) == kinds(x[4:], None)
-    others = [x.t(), x.half(), x[:, 1:], x[:, ::2]]
-    assert len({kinds(other) for other in [x, *others]}) == 5
 
 
 def test_kinds_of_calls():

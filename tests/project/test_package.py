@@ -149,9 +149,8 @@ def test_public_names_exist_and_are_documented():
 
 
 def test_only_the_engine_sees_logits():
-    # A loss says which transform and which divergence it wants. The only kernels of losses, in coupled_rows, read
-    # log-probabilities.
-    names = "logit_transform", "divergence_forms", "divergence_terms", "autograd", "tracing", "coupled_rows"
+    # A loss says which transform and which divergence it wants.
+    names = "logit_transform", "divergence_forms", "divergence_terms", "autograd", "tracing"
     allowed = {f"liger_losses.kernels.{name}" for name in names}
     paths = [*(ROOT / "chunked" / "losses").glob("*.py"), ROOT / "functional.py"]
     assert len(paths) > 5

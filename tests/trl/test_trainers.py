@@ -13,7 +13,6 @@ from liger_losses.places import Missing
 from liger_losses.trl import enabled
 from liger_losses.trl.features import FEATURES, find
 from tests.project.test_examples import tiny_model
-from tests.reference import small_calls
 from tests.trl.trainers import CASES, check_training, train
 
 FOUND = find(FEATURES)
@@ -95,7 +94,7 @@ def test_the_work_of_a_step(name, kept, tmp_path, monkeypatch):
     plan = decision.make_plan
     if not kept:
         monkeypatch.setattr(decision, "make_plan", lambda *given: replace(plan(*given), resident=False))
-    with small_calls(0), enabled():
+    with enabled():
         torch.manual_seed(0)
         trainer = build(tmp_path, *tiny_model(), **{**options, "max_steps": 1})
         model = next(m for m in trainer.model.modules() if isinstance(m, transformers.PreTrainedModel))

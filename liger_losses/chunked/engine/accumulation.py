@@ -6,8 +6,6 @@ N active tokens, R tokens of a block, C columns of a slice, H hidden size, V voc
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Any
 
 import torch
@@ -18,28 +16,7 @@ from liger_losses.chunked.engine.plan import blocks
 from liger_losses.chunked.engine.ranks import ALONE, Ranks
 from liger_losses.chunked.engine.weights import Projection
 from liger_losses.kernels.label_rows import add_to_label_rows_
-from liger_losses.kernels.matmul import matmul_into, start_beside
-
-#: For a product with fewer multiplications, starting it on another stream takes the host longer than it saves.
-MIN_BESIDE = 1.5e11
-
-
-def side_by_side(device: torch.device, products: Sequence[Callable[[], Any]], multiplications: int) -> Any:
-    """Launch matrix products of so many multiplications each, and return what the last one does.
-
-    The first of two large ones runs on a second stream.
-    """
-    wait, found = None, None
-    if len(products) == 2 and multiplications >= MIN_BESIDE:
-        # The product with the head takes longer per tile: started first, it leaves its last wave to the other.
-        wait, products = start_beside(device, products[0]), products[1:]
-    try:
-        for product in products:
-            found = product()
-    finally:
-        if wait is not None:
-            wait()
-    return found
+from liger_losses.kernels.matmul import matmul_into
 
 
 class HeadGradients:
@@ -76,7 +53,7 @@ class HeadGradients:
         into: Tensor | None = None,
         rows: Projection | Tensor | None = None,
     ) -> Tensor | None:
-        """Add ``grad.T @ hidden`` to the weight's gradient and return ``out + grad @ weight[columns]``, side by side.
+        """Add ``grad.T @ hidden`` to the weight's gradient and return ``out + grad @ weight[columns]``.
 
         ``into`` is memory that may take the result where there is no ``out``; ``rows`` are these columns' rows of the
         head, or the products with them, where they are at hand.
@@ -91,17 +68,15 @@ class HeadGradients:
             dtype = call.work.operand_dtype if whole else call.work.logits_dtype
             fits = into is not None and into.dtype == dtype and into.is_contiguous()
             out = into if fits else hidden.new_empty(hidden.shape, dtype=dtype)
-        products: list[Callable[[], object]] = []
         grad = grad if grad.is_cuda else grad.to(call.work.logits_dtype)  # a CPU takes both products in that
         if out is not None:
             if isinstance(rows, Tensor):
-                products.append(partial(matmul_into, out, grad, rows, accumulate=accumulate))
+                matmul_into(out, grad, rows, accumulate=accumulate)
             else:
                 back, start = (self.projection, columns.start) if rows is None else (rows, 0)
-                products.append(partial(back.back_into, out, grad, start, accumulate=accumulate))
+                back.back_into(out, grad, start, accumulate=accumulate)
         if self.weight is not None:
-            products.append(partial(self.add_weight, grad, self.trained(hidden), columns, first=first))
-        side_by_side(grad.device, products, grad.numel() * hidden.shape[1])
+            self.add_weight(grad, self.trained(hidden), columns, first=first)
         return out
 
     def add_weight(self, grad: Tensor, hidden: Tensor, columns: slice, *, first: bool) -> None:

@@ -151,9 +151,9 @@ class _LinearStatistics(torch.autograd.Function):
                 return None, None, None, None, *scaled
             # Gradients overwrite the block, and its memory is wanted back: a second backward computes it again.
             block, ctx.block = ctx.block, None
-            pending = counted_tokens(call, gradients, block)
+            index = counted_tokens(call, gradients)
             stream = Stream(call, weight, bias, hidden, multiplies=block is None)
-            return None, None, *stream.gradients(values, gradients, block, pending)
+            return None, None, *stream.gradients(values, gradients, block, index)
 
 
 class _OnePassLosses(torch.autograd.Function):
@@ -197,11 +197,10 @@ def _run(
             stream = Stream(call, weight, bias, hidden)
             loss, values, found = stream.token_loss()
         losses.append(loss)
-        tokens = stream.call.tokens  # whose order may be another
         if statistics == "sum":
-            outputs += [tokens.masked(values[name]) for name in call.outputs]
+            outputs += [call.tokens.masked(values[name]) for name in call.outputs]
         elif statistics is not None:
-            outputs += tokens.scatter(values, call.outputs)
+            outputs += call.tokens.scatter(values, call.outputs)
         for i, grad in zip(places, found, strict=True):
             before = gradients[i]
             if grad is not None:

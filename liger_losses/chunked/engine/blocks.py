@@ -5,9 +5,7 @@ N active tokens, R tokens of a block, C columns of a slice, H hidden size, V voc
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
-from functools import partial
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -23,8 +21,6 @@ from liger_losses.kernels.linear_exp import Exponentials, linear_exponentials
 from liger_losses.kernels.linear_grad import linear_softmax_gradient_into
 from liger_losses.kernels.linear_stats import linear_softmax_statistics
 from liger_losses.kernels.logit_transform import Epilogue
-from liger_losses.kernels.matmul import on_side_stream, start_beside
-from liger_losses.kernels.move_rows import move_rows_
 from liger_losses.kernels.online_softmax import merge
 from liger_losses.kernels.softmax_grad import SoftmaxGradient, softmax_gradient_into
 from liger_losses.kernels.softmax_stats import softmax_statistics
@@ -33,6 +29,8 @@ from liger_losses.kernels.softmax_stats import softmax_statistics
 OF_LOGITS = frozenset({"selected_logps", "columns", "rest", "registered"})
 #: Tiles whose statistics are merged at once: each merge is dozens of small operations.
 MOST_TILES = 128
+#: Bytes of rows that exist twice while they are moved.
+MOVED_BYTES = 2**25
 
 #: d loss / d statistic of some tokens, ``[R]`` each, by name; to exponentials also a number for all of them.
 Upstream = Mapping[str, Any]
@@ -47,7 +45,6 @@ class Part(NamedTuple):
     epilogue: Epilogue  # from their projections to logits
     labels: Tensor  # [R], columns of the whole vocabulary
     here: Tensor  # [R], the same as numbers of this rank's columns; any of these for a label of another rank
-    out: Tensor | None = None  # [R, H], memory that their gradient may be written to, where there is some already
 
     def at(self, at: slice) -> Part:
         """Some of these tokens."""
@@ -55,8 +52,7 @@ class Part(NamedTuple):
             return self
         rows = slice(self.rows.start + at.start, self.rows.start + at.stop)
         values = {name: value[at] for name, value in self.values.items()}
-        out = None if self.out is None else self.out[at]
-        return Part(rows, self.hidden[at], values, self.epilogue.rows(at), self.labels[at], self.here[at], out)
+        return Part(rows, self.hidden[at], values, self.epilogue.rows(at), self.labels[at], self.here[at])
 
     def columns(self, call: Call) -> Tensor:
         """The selected columns ``[R, k]``."""
@@ -74,6 +70,12 @@ class Part(NamedTuple):
 def corner(memory: Tensor, rows: int, columns: int) -> Tensor:
     """``memory[:rows, :columns]``; the memory itself if that is all of it, because making a view takes host time."""
     return memory if memory.shape == (rows, columns) else memory[:rows, :columns]
+
+
+def move_up_(matrix: Tensor, index: Tensor) -> None:
+    """Copy some rows of a matrix, in ascending order, to its beginning, a few at a time."""
+    for rows in blocks(len(index), MOVED_BYTES // (matrix.stride(0) * matrix.itemsize)):
+        matrix[rows] = matrix[index[rows]]  # which are behind all that was written
 
 
 class Block:
@@ -100,8 +102,7 @@ class Block:
     ) -> Tensor | None:
         """Add the head's gradients to ``head_grads``; return the tokens' ``[R, H]``, if any token needs one.
 
-        It can be called once per fill. ``out_view`` is memory that the result may be written to. The result is there
-        :meth:`beside` the caller's stream, and after :meth:`wait` for it.
+        It can be called once per fill. ``out_view`` is memory that the result may be written to.
         """
         raise NotImplementedError
 
@@ -110,43 +111,11 @@ class Block:
         if not filled:
             self.refill(part, upstream)
         out_view = grads.hidden.out_view(part.rows)
-        gradient = self.gradients(part, upstream, grads.head, out_view)
-        with self.beside():
-            grads.hidden.write(part.rows, gradient, out_view)
-        self.wait()
+        grads.hidden.write(part.rows, self.gradients(part, upstream, grads.head, out_view), out_view)
 
-    def beside(self) -> AbstractContextManager[Any]:
-        """The stream on which the gradients of hidden states are computed."""
-        return nullcontext()
-
-    #: Whether :meth:`move` and :meth:`keep` work.
-    movable = False
-    #: Whether :meth:`fill` writes to the memory of a part's gradients, which is then made before the first part.
-    fills_out = False
-    #: Whether :meth:`keep` is called once the block is filled, so that nothing is queued that depends on the number.
-    waits = False
-
-    def move(self, order: Tensor, sources: Tensor, targets: Tensor) -> None:
-        """Put tokens, once the block is filled, in the order of a :class:`~.stream.Pending`. Only the first of them
-        have their rows."""
-        raise NotImplementedError
-
-    def begin(self, count: int) -> None:
-        """Queue what the first ``count`` tokens need before it is known how many are kept: so many at least, or all but
-        these in vain."""
-
-    def keep(self, opened: OpenCall, count: int) -> None:
-        """Go on with the first ``count`` tokens of ``opened``, and queue what needs nothing but this number."""
+    def keep(self, index: Tensor, opened: OpenCall) -> None:
+        """Go on with some of the tokens, which are those of ``opened``, once the block is filled with all."""
         self.opened, self.call = opened, opened.call
-
-    def wait(self) -> None:
-        """Make the caller's stream wait for the work that the block started on another; a no-op where there is none."""
-
-    def __enter__(self) -> Block:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self.wait()  # the block's memory is about to be freed
 
 
 def fused_statistics(
@@ -338,18 +307,12 @@ class ExponentialBlock(Block):
     rank, any column of this one takes its place: as an offset, and as a term that is added separately.
     """
 
-    movable = True
-
     def __init__(self, opened: OpenCall, rows: int) -> None:
         super().__init__(opened, rows)
         self.exponentials = torch.empty(
             rows, padded(opened.vocab_size), dtype=opened.call.work.operand_dtype, device=opened.device
         )
-        self.waits = opened.call.strategy == "resident"
         self.offsets: Exponentials | None = None
-        self.product: Tensor | None = None
-        self.begun = 0  # rows of it that are queued
-        self.wait_for_product: Callable[[], None] | None = None
 
     def fill(self, part: Part, upstream: Upstream | None = None) -> None:
         call, opened, count = self.call, self.opened, part.rows.stop - part.rows.start
@@ -363,8 +326,6 @@ class ExponentialBlock(Block):
             batch_invariant=call.batch_invariant,
             backend=call.backend,
         )
-        if not self.waits:
-            self._start_product(count)
         if opened.others is not None:
             self.offsets = self._merged(self.offsets, part, opened.others[part.rows])
 
@@ -376,47 +337,11 @@ class ExponentialBlock(Block):
         self.opened.merge_(part.rows, named)
         return found._replace(logp=torch.where(others, logit_here - lse, logp))
 
-    def move(self, order: Tensor, sources: Tensor, targets: Tensor) -> None:
+    def keep(self, index: Tensor, opened: OpenCall) -> None:
         assert self.offsets is not None
-        move_rows_(self.exponentials, sources, targets, backend=self.call.backend)
-        self.offsets = Exponentials(*(value[order] for value in self.offsets.stored))
-
-    def begin(self, count: int) -> None:
-        self._start_product(count, len(self.exponentials))
-
-    def keep(self, opened: OpenCall, count: int) -> None:
-        assert self.offsets is not None
-        super().keep(opened, count)
-        self._start_product(count)
-        self.offsets = Exponentials(*(value[:count] for value in self.offsets.stored))
-
-    def _start_product(self, count: int, room: int = 0) -> None:
-        """Start the product with the head before the loss is evaluated: the upstream gradients only scale its rows.
-
-        Rows of the first ``count`` tokens that were not started before are started now. The buffer has room for
-        ``room`` tokens, if these are more.
-        """
-        if not any(self.call.needs_hidden):
-            return
-        device, begun, size = self.opened.device, self.begun, max(count, room)
-        if self.product is None:
-            self.product = torch.empty(size, self.call.work.hidden_size, dtype=torch.float32, device=device)
-        product, whole = self.product, corner(self.exponentials, count, self.vocab_size)
-        if begun or size > count:
-            product, whole = product[begun:count], whole[begun:]
-        self.product = self.product if self.product.shape[0] == size else self.product[:size]
-        self.begun = max(begun, count)
-        if count > begun:
-            back = partial(self.opened.projection.back_into, product, whole, 0)
-            self.wait_for_product = start_beside(device, back)
-
-    def beside(self) -> AbstractContextManager[Any]:
-        return on_side_stream(self.opened.device)
-
-    def wait(self) -> None:
-        if self.wait_for_product is not None:
-            self.wait_for_product()
-        self.wait_for_product, self.product, self.begun = None, None, 0
+        super().keep(index, opened)
+        move_up_(self.exponentials, index)
+        self.offsets = Exponentials(*(value[index] for value in self.offsets.stored))
 
     def gradients(
         self, part: Part, upstream: Upstream, head_grads: HeadGradients, out_view: Tensor | None = None
@@ -424,8 +349,6 @@ class ExponentialBlock(Block):
         assert self.offsets is not None
         call, opened, hidden, columns = self.call, self.opened, part.hidden, slice(0, self.vocab_size)
         count = part.rows.stop - part.rows.start
-        if self.product is None:
-            self._start_product(count)
         scale, at_label, scaled = gradient_scales(
             upstream.get("logp"),
             upstream.get("lse"),
@@ -436,13 +359,12 @@ class ExponentialBlock(Block):
             transform=part.epilogue.transform,
             backend=call.backend,
         )
-        product, out = self.product, None
-        if product is not None:
+        out, values = None, corner(self.exponentials, count, self.vocab_size)
+        if any(call.needs_hidden):
+            product = torch.empty(count, hidden.shape[1], dtype=torch.float32, device=opened.device)
+            opened.projection.back_into(product, values, 0)
             out = torch.empty_like(hidden, memory_format=torch.contiguous_format) if out_view is None else out_view
-            # Before the weight's product is queued: what follows of hidden states, as a sum over ranks, runs beside it.
-            add = partial(scale_and_add_label_rows, out, product, scale, at_label, opened.weight, part.here)
-            self.wait_for_product = start_beside(hidden.device, partial(add, backend=call.backend))
+            scale_and_add_label_rows(out, product, scale, at_label, opened.weight, part.here, backend=call.backend)
         if scaled is not None:
-            values = corner(self.exponentials, count, self.vocab_size)
             head_grads.add_weight(values, scaled, columns, first=part.rows.start == 0)
         return out

@@ -150,13 +150,7 @@ def make_call(
         return _make_shared_call(hidden_states, head, labels, query, options)
     hidden, labels = listed(hidden_states, labels)
     decision = decide(hidden, head, labels, query, options)
-    return (head.weight, head.bias, *hidden), counted_call(decision, head, query, labels)
-
-
-def counted_call(decision: Decision, head: Head, query: Query, labels: Sequence[Tensor] | Tokens) -> Call:
-    """The call of which all that needs no number is decided, once the active tokens are counted; the head may lack its
-    weight."""
-    return _call(decision, head, query, _counted(decision, labels))
+    return (head.weight, head.bias, *hidden), _call(decision, head, query, _counted(decision, labels))
 
 
 def _make_shared_call(

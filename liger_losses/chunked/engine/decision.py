@@ -24,7 +24,6 @@ from liger_losses.chunked.engine.plan import (
     Workload,
     bound_of,
     default_bound,
-    is_small,
     make_plan,
     padded,
 )
@@ -101,9 +100,8 @@ class Decision:
         if any(self.needs_hidden) or self.needs_weight or self.needs_bias:
             # A half-precision grad_weight must not be rounded many times; with a teacher, two passes change nothing.
             one_pass = self.one_pass and (plan.few_blocks or not self.sums_bytes or work.teacher_row_bytes > 0)
-            allowed = {"one_pass": one_pass, "frozen_head": self.frozen, "resident": plan.resident and not work.walks}
-            in_blocks = work.tiled_exponentials or not work.walks
-            single = [name for name, possible in allowed.items() if possible and in_blocks]
+            allowed = {"one_pass": one_pass, "frozen_head": self.frozen, "resident": plan.resident}
+            single = [name for name, possible in allowed.items() if possible and not work.walks]
             # Logits that are kept are one block, of all tokens.
             tall_blocks = plan.tall_blocks or (plan.resident and not one_pass)
             possible = [*single, "two_pass"] if tall_blocks or not self.needs_weight else ["two_pass", *single]
@@ -276,22 +274,11 @@ def _decide(
     fused = fused_products and not needs_bias and not query.needs_logits
     # fp16 cannot hold exponentials of every size.
     of_exponentials = fused and operand == torch.bfloat16 and query.of_exponentials
-    plain = head.ranks is ALONE and not head.batch_invariant and "entropy" not in query.metrics
     head.ranks.check_columns(vocab_size if teacher is None else min(vocab_size, teacher.vocab_size))
     # Rows of temporaries that elementwise work needs, and what a teacher adds to the bytes of a token.
     temporaries = 4 if backend == "torch" or (needs_bias and teacher is None) else 0
     if query.in_torch or (backend == "torch" and teacher is not None):
         temporaries = TEMPORARIES
-    of_teacher: dict[str, Any] = {}
-    if teacher is not None:
-        of_teacher["teacher_row_bytes"] = teacher_row_bytes_of(teacher, vocab_size, operand)
-    if isinstance(teacher, Teacher) and query.comparison is not None:
-        of_teacher["teacher_hidden_bytes"] = 2 * teacher.head.hidden_size * operand.itemsize
-        of_teacher["teacher_gathers"] = not _dense([teacher.local_hidden_states], operand)
-        # A bias's gradient is summed before anything is rounded, which takes whole rows of logits.
-        whole_rows = needs_bias or query.in_torch or query.comparison.divergence.by_entropy
-        if fused_products and head.ranks is ALONE and not (head.batch_invariant or whole_rows):
-            of_teacher["divergence_tiles"] = can_fuse(teacher.head.weights, operand, backend, at_once > 0)
     work = Workload(
         tokens=0,
         hidden_size=head.hidden_size,
@@ -309,8 +296,7 @@ def _decide(
         copied_row_bytes=sum([each.weights.copied_row_bytes(operand) for each in heads if not at_once]),
         dequantized_bytes=at_once,
         walks=walks,
-        tiled_exponentials=of_exponentials and walks and plain and not needs_weight,
-        **of_teacher,
+        teacher_row_bytes=0 if teacher is None else teacher_row_bytes_of(teacher, vocab_size, operand),
     )
     # Where rows are dequantized for each tile, there are many.
     wide = torch.float32 if walks else options.accum_dtype or head.weight.dtype
@@ -322,7 +308,7 @@ def _decide(
     if query.comparison is not None and teacher is not None:
         shared, temperature = min(vocab_size, teacher.vocab_size), query.comparison.temperature
         other = isinstance(temperature, Tensor) or temperature != 1.0
-    made = Decision(
+    return Decision(
         vocab_size=vocab_size,
         head_columns=head.vocab_size,
         shared_columns=shared,
@@ -343,35 +329,11 @@ def _decide(
         sums_bytes=head.ranks.most_columns(head.vocab_size) * row_bytes,
         work=work,
     )
-    drops = labels.ignored is None if isinstance(labels, Tokens) else drops_tokens(shapes, head, options)
-    if drops or not options.compact or query.comparison is not None:
-        return made
-    # A block of fp32 logits, if it fits: the fewest launches.
-    work = replace(work, fused=False, exponentials=False, tiled_exponentials=False)
-    small = replace(made, compact=False, work=work, runs={})
-    with suppress(ValueError):  # the workspace is too small for it
-        if small.run(most, True).plan.rows >= most:
-            return small
-    return made
-
-
-def drops_tokens(shapes: Sequence[torch.Size], head: Head, options: EngineOptions) -> bool:
-    """Whether tokens without loss are dropped; or all that labels of these shapes have are projected, which is faster
-    where they are few, as nobody then waits for their number."""
-    if not options.compact:
-        return False
-    as_told = options.strategy is not None or options.chunk_size is not None
-    special = head.batch_invariant or head.quantized is not None or head.ranks is not ALONE
-    tokens = sum([shape.numel() for shape in shapes])
-    if not tokens or as_told or special:
-        return True
-    vocab_size, hidden_size = head.weight.shape
-    return not is_small(tokens, hidden_size, vocab_size, head.weight.device)
 
 
 def active_tokens(labels: Sequence[Tensor], head: Head, options: EngineOptions, vocab_size: int | None = None) -> Any:
-    """The active tokens of labels, for several calls about them; in a graph of torch.compile, and of few tokens, the
-    labels themselves.
+    """The active tokens of labels, for several calls about them; in a graph of torch.compile, the labels
+    themselves.
 
     Labels must be columns of the head, or be below ``vocab_size``.
     """
@@ -380,12 +342,9 @@ def active_tokens(labels: Sequence[Tensor], head: Head, options: EngineOptions, 
             check_device(head.weight, labels=part)
     if torch.compiler.is_dynamo_compiling():
         return labels
-    compact = drops_tokens([part.shape for part in labels], head, options)
-    if options.compact and not compact:
-        return labels
     if vocab_size is None:
         vocab_size = len(head.weight) if head.ranks is ALONE else head.vocab_size
-    return Tokens.select(labels, vocab_size, options.ignore_index, compact, options.backend)
+    return Tokens.select(labels, vocab_size, options.ignore_index, options.compact, options.backend)
 
 
 def _dense(hidden: Sequence[Tensor], operand: torch.dtype) -> bool:

@@ -14,7 +14,6 @@ from torch import Tensor, nn
 from torch.compiler import is_dynamo_compiling
 
 from liger_losses.chunked.engine.checks import check_tensor
-from liger_losses.chunked.engine.decision import drops_tokens
 from liger_losses.chunked.engine.head import Head
 from liger_losses.chunked.engine.operators import operator, query_statistics, separable_loss
 from liger_losses.chunked.engine.plan import EngineOptions
@@ -122,7 +121,7 @@ def _of_each(teachers: Teachers, labels: Any, head: Head, options: EngineOptions
     """Each teacher, and its tokens, or the labels of these."""
     check_tensor("labels", labels)
     each: list[Any] = teachers.labels(labels, options.ignore_index)
-    if not is_dynamo_compiling() and head.ranks is ALONE and drops_tokens([labels.shape], head, options):
+    if not is_dynamo_compiling() and head.ranks is ALONE and options.compact:
         # All are counted before the first call, so that nobody waits for its products.
         backend = choose_backend(options.backend, [(labels.device, torch.float32)])
         counting = [Counting([own], head.vocab_size, options.ignore_index, True, backend) for own in each]

@@ -159,12 +159,6 @@ class Head:
         return weight.with_fields(transform=_joined(weight.transform, transform))
 
     @property
-    def is_plain(self) -> bool:
-        """Whether the head has only a weight and a transform."""
-        beside = self.bias is not None or self.quantized is not None or self.adapters
-        return not (beside or self.batch_invariant) and self.ranks is ALONE
-
-    @property
     def vocab_size(self) -> int:
         """The vocabulary size V, over all ranks."""
         return self.weight.shape[0] if self.ranks is ALONE else self.ranks.vocab_size

@@ -12,36 +12,52 @@ import torch
 from torch import Tensor
 
 from liger_losses.chunked.engine.accumulation import HeadGradients
-from liger_losses.chunked.engine.blocks import OF_LOGITS, Block, Part, Upstream, fused_statistics, projection_gradient
+from liger_losses.chunked.engine.blocks import (
+    OF_LOGITS,
+    Block,
+    Part,
+    Upstream,
+    fused_statistics,
+    move_up_,
+    projection_gradient,
+)
 from liger_losses.chunked.engine.call import OpenCall
 from liger_losses.chunked.engine.plan import blocks, padded
 from liger_losses.chunked.engine.query import REGISTERED, registered_gradient
 from liger_losses.kernels.divergence import TEMPORARIES
 from liger_losses.kernels.divergence_forms import finite_logs
-from liger_losses.kernels.largest import largest, sum_of_probabilities
-from liger_losses.kernels.linear_lse import Kept, few_rows, log_sum_exps_into, most_kept_rows
 from liger_losses.kernels.logit_transform import Epilogue
-from liger_losses.kernels.move_rows import move_rows_
+from liger_losses.kernels.row_lse import sum_of_probabilities
 from liger_losses.kernels.softmax_grad import SoftmaxGradient
 from liger_losses.kernels.softmax_stats import softmax_statistics
 
-#: Columns are selected without logits in memory if they are at most one in so many: 64 projections are kept for each.
-KEPT_COLUMNS = 256
+#: Of more logits than these, the largest are chosen among the largest of so many parts of the vocabulary: a part's
+#: temporaries are small beside a block, and a GPU's cache holds a part of a row while it is read again and again.
+_LOGITS, _PARTS = 2**21, 16
+
+
+def largest(projected: Tensor, epilogue: Epilogue, k: int) -> tuple[Tensor, Tensor]:
+    """The k largest logits of each row of ``projected [R, V]``, in descending order, and their columns."""
+    size = projected.shape[1] if projected.numel() <= _LOGITS else max(-(-projected.shape[1] // _PARTS), 4 * k)
+    values, ids = list[Tensor](), list[Tensor]()
+    for columns in blocks(projected.shape[1], size):
+        logits = epilogue.columns(columns)(projected[:, columns])
+        value, at = logits.topk(min(k, logits.shape[1]), -1)
+        values.append(value)
+        ids.append(at + columns.start)
+    if len(values) == 1:
+        return values[0], ids[0]
+    value, at = torch.cat(values, -1).topk(k, -1)
+    return value, torch.cat(ids, -1).gather(1, at)
 
 
 class LogitBlock(Block):
     """Projections in fp32, whose memory their gradient overwrites: for any statistics, in any dtype."""
 
-    movable = True
-
     def __init__(self, opened: OpenCall, rows: int) -> None:
         super().__init__(opened, rows)
         #: Whether one kernel computes projections and statistics.
-        wanted = self.call.batch_invariant or self.call.query.largest > 0
-        self._fuses = wanted and self.call.work.fused_products
-        #: Whether one kernel computes projections, and log-sum-exps where nothing else is asked for.
-        selects = self.call.query.selects and not self.call.batch_invariant
-        self._takes_tiles = selects and self.call.work.fused_products
+        self._fuses = self.call.batch_invariant and self.call.work.fused_products
 
     @cached_property
     def projections(self) -> Tensor:
@@ -51,45 +67,20 @@ class LogitBlock(Block):
         width = padded(opened.vocab_size + (opened.others is not None))
         return torch.empty(self.rows, width, dtype=self.call.work.logits_dtype, device=opened.device)
 
-    def _without_logits(self, part: Part) -> bool:
-        """Compute the log-probabilities of selected columns alone, from projections that do not reach memory, where a
-        kernel does so and no gradient is to follow."""
-        call, opened, k = self.call, self.opened, self.call.query.selected
-        if call.strategy != "statistics" or opened.others is not None or k is None:
-            return False
-        if part.values.keys() != {"lse", "selected_logps"} or k.shape[1] * KEPT_COLUMNS > self.vocab_size:
-            return False
-        every = part.columns(call)
-        for at in blocks(len(every), most_kept_rows(opened.device)):
-            columns, lse, epilogue = every[at], part.values["lse"][at], part.epilogue.rows(at)
-            given, kept = (lse, part.hidden[at], opened.weight, None, epilogue), Kept.of(columns, self.vocab_size)
-            if log_sum_exps_into(*given, kept=kept, backend=call.backend) is None:
-                return False
-            bias = None if opened.bias is None else opened.bias[columns]
-            part.values["selected_logps"][at] = epilogue.transform(kept.at(columns), bias) - lse[:, None]
-        return True
-
     def fill(self, part: Part, upstream: Upstream | None = None) -> None:
         call = self.call
-        names, weight, lse, tiles = call.block_names - OF_LOGITS, self.opened.weight, part.values["lse"], None
-        alone = names == {"lse"} and not call.batch_invariant
-        few = alone and few_rows(len(part.hidden))
-        if self._takes_tiles and alone and not few and self._without_logits(part):
-            return
-        projected = self._projected(part)
-        if self._takes_tiles and alone and not few:
-            tiles = log_sum_exps_into(lse, part.hidden, weight, projected, part.epilogue, backend=call.backend)
-        if tiles is not None:
-            computed = {"lse": lse}
-        elif self._fuses and not few:
-            computed = fused_statistics(self.opened, part, weight, part.here, part.epilogue, part.values, projected)
+        names, projected = call.block_names - OF_LOGITS, self._projected(part)
+        if self._fuses:
+            computed = fused_statistics(
+                self.opened, part, self.opened.weight, part.here, part.epilogue, part.values, projected
+            )
         else:
             self.opened.projection.into(projected, part.hidden, 0, self.vocab_size)
             computed = softmax_statistics(
                 projected, part.here, names, part.epilogue, scratch=call.plan.scratch, backend=call.backend
             )
         if call.query.largest:
-            self._add_largest(computed, projected, part, tiles)
+            self._add_largest(computed, projected, part)
         if call.query.selects and "selected_logps" in part.values.keys() - computed.keys():
             columns, owned = self._selected(computed["columns"] if call.query.largest else part.columns(call))
             bias = None if self.opened.bias is None else self.opened.bias[columns]
@@ -129,24 +120,16 @@ class LogitBlock(Block):
         wide.scatter_(1, columns, kept)
         return self.call.ranks.sum_(sums).log()
 
-    def _add_largest(self, computed: dict[str, Tensor], projected: Tensor, part: Part, tiles: Tensor | None) -> None:
-        """Compute the columns ``[R, k]`` of the largest logits of the whole vocabulary, on all ranks that share it.
-
-        If one process has the whole vocabulary, also compute their log-probabilities; and, if the query asks for it and
-        the kernel has it anyway, the log-probability of all other columns.
-        """
-        k, backend, ranks = min(self.call.query.largest, self.vocab_size), self.call.backend, self.call.ranks
+    def _add_largest(self, computed: dict[str, Tensor], projected: Tensor, part: Part) -> None:
+        """Compute the columns ``[R, k]`` of the largest logits of the whole vocabulary, on all ranks that share it; and
+        their log-probabilities, if one process has the whole vocabulary."""
+        k = self.call.query.largest
+        logits, columns = largest(projected, part.epilogue, min(k, self.vocab_size))
         if self.opened.others is not None:
-            logits, columns, _ = largest(projected, part.epilogue, k, backend, tiles=tiles)
-            computed["columns"] = ranks.largest(logits, columns + self.opened.first_column, self.call.query.largest)
-            return
-        names, lse = ("selected_logps", "columns"), computed["lse"]
-        out = (part.values[names[0]], part.values[names[1]]) if part.values.keys() >= {*names} else None
-        rest = "rest" in part.values
-        found = largest(projected, part.epilogue, k, backend, tiles=tiles, lse=lse, out=out, rest=rest)
-        computed.update(zip(names, found[:2], strict=True))
-        if found.rest is not None:
-            computed["rest"] = found.rest
+            columns = self.call.ranks.largest(logits, columns + self.opened.first_column, k)
+        else:
+            computed["selected_logps"] = logits - computed["lse"][:, None]
+        computed["columns"] = columns
 
     def _log_probs(
         self, projected: Tensor, lse: Tensor, epilogue: Epilogue
@@ -165,12 +148,13 @@ class LogitBlock(Block):
         owned = (columns >= 0) & (columns < self.vocab_size)
         return torch.where(owned, columns, 0), owned
 
-    def move(self, order: Tensor, sources: Tensor, targets: Tensor) -> None:
-        move_rows_(self.projections, sources, targets, backend=self.call.backend)
+    def keep(self, index: Tensor, opened: OpenCall) -> None:
+        super().keep(index, opened)
+        move_up_(self.projections, index)
 
     def refill(self, part: Part, upstream: Upstream) -> None:
         opened, projected = self.opened, self._projected(part)
-        if self._fuses and self.call.batch_invariant:
+        if self._fuses:
             lse = part.values["lse"]
             new = {name: torch.empty_like(lse) for name in self.call.block_names - OF_LOGITS}  # forward's are saved
             fused_statistics(opened, part, opened.weight, part.here, part.epilogue, new, projected)

@@ -17,7 +17,6 @@ from torch import Tensor
 
 from liger_losses.chunked.engine.call import Call, Tensors, make_call
 from liger_losses.chunked.engine.checks import LISTS, check_labels, check_shift, check_tensor, one_each, rows_of_all
-from liger_losses.chunked.engine.decision import drops_tokens
 from liger_losses.chunked.engine.head import Head
 from liger_losses.chunked.engine.input_checks import check_inputs
 from liger_losses.chunked.engine.plan import EngineOptions, bound_of
@@ -229,8 +228,7 @@ def _select(groups: list[HeadGroup], options: EngineOptions) -> Iterator[HeadGro
         yield from groups
         return
     labels = [part for group in groups for part in group.labels]  # type: ignore[union-attr]
-    compact = any(drops_tokens([p.shape for p in g.labels], g.head, options) for g in groups)  # type: ignore[union-attr]
-    tokens, start = Tokens.select(labels, vocab_size, options.ignore_index, compact, options.backend), 0
+    tokens, start = Tokens.select(labels, vocab_size, options.ignore_index, options.compact, options.backend), 0
     for group in groups:
         stop = start + len(group.places)
         yield replace(group, labels=tokens.part(slice(start, stop)))

@@ -25,10 +25,8 @@ from liger_losses.chunked.engine.many_heads import Targets
 from liger_losses.chunked.engine.plan import EngineOptions
 from liger_losses.chunked.engine.query import REGISTERED, Largest, Query, Statistics
 from liger_losses.chunked.engine.ranks import ALONE
-from liger_losses.chunked.engine.straight_line import straight_query
 from liger_losses.chunked.engine.support import TokenSupport, linear_support_statistics
 from liger_losses.chunked.engine.teachers import Teacher, TeacherLogits
-from liger_losses.chunked.engine.tokens import Tokens
 from liger_losses.kernels.tracing import outside_graphs, when_compiling
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -59,9 +57,7 @@ def query_statistics(
 ) -> list[Statistics]:
     """The statistics of each tensor of labels, in its shape."""
     if not is_dynamo_compiling():
-        counted = isinstance(labels, Tokens)
-        of_few = None if counted else straight_query(hidden_states, head, labels, query, options)
-        return statistics_of(*make_call(hidden_states, head, labels, query, options)) if of_few is None else of_few
+        return statistics_of(*make_call(hidden_states, head, labels, query, options))
     return traced(hidden_states, head, labels, query, options)
 
 

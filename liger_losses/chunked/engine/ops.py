@@ -16,10 +16,8 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.compiler import is_dynamo_compiling
 
 from liger_losses.chunked.engine.checks import LISTS, check_shift, check_tensor, rows_of_all
-from liger_losses.chunked.engine.few_tokens import FewTokens
 from liger_losses.chunked.engine.head import Head
 from liger_losses.chunked.engine.many_heads import Targets
 from liger_losses.chunked.engine.operators import (
@@ -31,7 +29,6 @@ from liger_losses.chunked.engine.operators import (
 )
 from liger_losses.chunked.engine.plan import EngineOptions
 from liger_losses.chunked.engine.query import REGISTERED, EqualWeights, Largest, Query, Statistics
-from liger_losses.chunked.engine.straight_line import straight_statistics
 from liger_losses.chunked.engine.support import TokenSupport
 from liger_losses.chunked.engine.tokens import Tokens, shift_labels
 from liger_losses.kernels.logit_transform import LogitTransform
@@ -143,13 +140,6 @@ def linear_logps(
             without the label.
     """
     names = ("logp", *(name for name, wanted in (("entropy", entropy), ("lse", lse)) if wanted))
-    if support is None and bias is None and not shift and isinstance(temperature, float) and not is_dynamo_compiling():
-        streaming = ignore_index, compact, workspace, chunk_size, None, backend
-        tokens = FewTokens((hidden_states,), (labels,), weight, (temperature, logit_scale, softcap))
-        of_few = straight_statistics(tokens, names, (), streaming)
-        if of_few is not None:
-            values = [value for (value,) in of_few]
-            return values[0] if len(names) == 1 else Statistics(**dict(zip(names, values, strict=True)))
     options = EngineOptions(ignore_index, compact, workspace, chunk_size, backend=backend)
     transform = LogitTransform(temperature, logit_scale, softcap)
     several = isinstance(hidden_states, LISTS) or isinstance(weight, LISTS)

@@ -39,9 +39,9 @@ MIN_KEPT_HIDDEN_SIZE = 2560
 
 #: Adding up B blocks in half precision rounds B times: at 8 the error of grad_weight is 1.9 times the error of plain
 #: PyTorch, at 16 it is 2.5 times. Beyond 8, a second pass writes each part of grad_weight once instead; with a teacher,
-#: blocks are taller, or tiles of the vocabulary. Where these do not fit, parts are added up in fp32. Exponential blocks
-#: add the labels' terms, most of grad_weight, once at the end: at 32 blocks the error of the whole is at most
-#: the error of plain PyTorch, and twice as large on rows of the vocabulary that are no token's label.
+#: blocks are taller. Where these do not fit, parts are added up in fp32. Exponential blocks add the labels' terms, most
+#: of grad_weight, once at the end: at 32 blocks the error of the whole is at most the error of plain PyTorch, and twice
+#: as large on rows of the vocabulary that are no token's label.
 MAX_HALF_PRECISION_BLOCKS = 8
 MAX_EXPONENTIAL_BLOCKS = 32
 #: A block whose gradient of hidden states has fewer entries leaves most processors idle in that product; a second
@@ -53,18 +53,7 @@ MIN_BLOCK_OUTPUTS = 2**20
 TEACHER_ROWS = 2048
 TEACHER_PARTS = 4
 TEACHER_WORKSPACE = 1228 * MiB
-TILE, HALF_TILE, TILE_COLUMNS = 128, 64, 256
-#: With a teacher, parts of fewer tokens take longer than tiles of the vocabulary, whose products are taken again: every
-#: part reads both heads, and every few parts read and write grad_weight.
-MIN_PART = 256
-#: Calls of fewer floating-point operations (``6 T H V`` with all T tokens, by the kind of device) are one block of fp32
-#: logits, masked tokens too: what the host does to find the active ones takes longer than to compute the others.
-SMALL_CALL_FLOPS = {"cuda": 2e12, "cpu": 1e7}
-#: Of more logits, writing and reading them in fp32 takes longer than the host saves (an H200, hidden size 576).
-SMALL_CALL_LOGITS = 1.5e8
-#: Of so few operations, the host takes longer than so many logits (an H100, 4096 x 576 x 49152: 1.8 times the bare
-#: products, and 4.5 times in blocks of the active tokens).
-FEWEST_FLOPS, MOST_SMALL_LOGITS = 1e12, 2.6e8
+TILE, TILE_COLUMNS = 128, 256
 #: What is left free of a workspace that was given, where it has room. CUDA's caching allocator may hand out a block
 #: of memory that is up to 1 MiB larger than a large buffer, and counts all of it; a few such buffers exist at a time.
 LARGER_BUFFERS = {"cuda": 3 * MiB}
@@ -91,8 +80,8 @@ class EngineOptions:
 
     Args:
         ignore_index: the label of masked tokens.
-        compact: drop masked tokens before the projection, at the cost of one host synchronization. Calls of few tokens
-            (:data:`SMALL_CALL_FLOPS`) drop none. With False, they are projected, and their results are 0.
+        compact: drop masked tokens before the projection, at the cost of one host synchronization. With False, they
+            are projected, and their results are 0.
         workspace: bytes for everything beyond inputs and outputs. By default chosen from the shapes, the device's
             memory and :func:`liger_losses.set_default_workspace`.
         chunk_size: the largest number of tokens whose logits one block of the forward pass holds.
@@ -148,14 +137,10 @@ class Workload:
     teacher_row_bytes: int = 0  # with a teacher, the bytes that it adds to a row of its logits
     ranks: int = 1  # that share the vocabulary, of which each has `vocab_size` columns or fewer
     device_memory: int | None = None  # bytes of the smallest device of ranks that share the vocabulary
-    teacher_hidden_bytes: int = 0  # and of its hidden state, where that is gathered or cast:
-    teacher_gathers: bool = False  # whether it is even if all tokens are active
-    divergence_tiles: bool = False  # with a teacher, whether its gradients can be computed in tiles of the vocabulary
     least_rows: int = 0  # what a tile, or with a teacher a block, should have so that few are added up: see `taller`
     copied_row_bytes: int = 0  # of a row of both heads while it is copied, where the heads are not read as they are
     dequantized_bytes: int = 0  # of quantized weights, of both models, that are dequantized at once for each pass
     walks: bool = False  # whether rows of the head are dequantized where they are needed, for all tokens of a tile
-    tiled_exponentials: bool = False  # and whether each tile's exponentials are multiplied by the rows at once
 
     @cached_property
     def logits_dtype(self) -> torch.dtype:
@@ -166,8 +151,7 @@ class Workload:
     def tile_hidden_bytes(self) -> int:
         """Bytes of a token's hidden state in the gradient pass (gathered, cast or scaled), and of its gradient."""
         item, operand = self.logits_dtype.itemsize, self.operand_dtype.itemsize
-        fused = self.fused or self.divergence_tiles
-        return self.hidden_size * (item + 2 * operand * self.gathers if fused else 8 + operand + 2 * item)
+        return self.hidden_size * (item + 2 * operand * self.gathers if self.fused else 8 + operand + 2 * item)
 
     @cached_property
     def row_bytes(self) -> int:
@@ -206,9 +190,7 @@ class Workload:
             largest = TEACHER_ROWS * self.row_bytes + TEACHER_ROWS // TEACHER_PARTS * self.part_bytes
             return min(largest, TEACHER_WORKSPACE)
         if not self.exponentials:
-            usual = default_workspace(self.vocab_size, self.logits_dtype.itemsize, self.device)
-            small = is_small(self.tokens, self.hidden_size, self.vocab_size, self.device)
-            return max(usual, self.tokens * self.row_bytes * 5 // 4) if small else usual
+            return default_workspace(self.vocab_size, self.logits_dtype.itemsize, self.device)
         long_enough = int(FULL_BLOCK_FLOPS / (6 * self.hidden_size * self.vocab_size))
         full_rows = max(FULL_ROWS, min(long_enough, MAX_SMALL_BLOCK // self.row_bytes))
         return min(full_rows * self.row_bytes, 1536 * MiB)
@@ -229,17 +211,6 @@ class Plan:
     few_blocks: bool  # one pass may add up grad_weight in half precision: its blocks are no more than the error allows
     few_tiles: bool  # the second of two passes may: its tiles add to each entry no more often than that
     tall_blocks: bool  # one pass comes before two: a block has enough rows to keep the device busy
-    tiled: bool = False  # with a teacher, whether gradients are computed in tiles of the vocabulary
-
-
-def is_small(
-    tokens: int, hidden_size: int, vocab_size: int, device: torch.device, *, writes_logits: bool = True
-) -> bool:
-    """Whether a call of so many tokens, masked ones included, is not worth looking for the active ones."""
-    logits = tokens * vocab_size
-    flops = 6 * logits * hidden_size
-    few = logits <= (MOST_SMALL_LOGITS if flops <= FEWEST_FLOPS else SMALL_CALL_LOGITS) or not writes_logits
-    return few and flops <= SMALL_CALL_FLOPS.get(device.type, 0.0)
 
 
 def padded(columns: int) -> int:
@@ -295,26 +266,19 @@ def make_plan(work: Workload, workspace: int | None = None, chunk_size: int | No
     budget, tokens = _budget(work, bound, by_default), work.tokens
     teacher = work.teacher_row_bytes > 0
     part = _part_rows(work, budget.blocks) if teacher else 0
-    tiled = work.divergence_tiles and chunk_size is None and part < min(MIN_PART, tokens)
     share = TILE_TOKENS_OF_COPIES if work.walks else TILE_TOKENS
-    tile_rows, tile_columns = _tile(tokens, *_tile_bytes(work, budget.blocks, by_default, tiled), share)
-    if tiled:
-        rows, part = tile_rows, _rows_of_logits(work, budget.blocks, tile_rows)
-    elif work.tiled_exponentials:
-        rows = min(tile_rows, chunk_size or tile_rows)
-    else:
-        part = max(part, 1) if teacher else 0
-        rows = max(1, min((budget.blocks - part * work.part_bytes) // work.row_bytes, max(tokens, 1)))
-        most = max(chunk_size or rows, work.least_rows * teacher)
-        rows = min(_whole_tiles(rows) if teacher else rows, most)
-        rows = _even(tokens, rows)
+    tile_rows, tile_columns = _tile(tokens, *_tile_bytes(work, budget.blocks, by_default), share)
+    rows = max(1, min((budget.blocks - part * work.part_bytes) // work.row_bytes, max(tokens, 1)))
+    most = max(chunk_size or rows, work.least_rows * teacher)
+    rows = min(_whole_tiles(rows) if teacher else rows, most)
+    rows = even(tokens, rows)
     tile_columns = min(tile_columns, budget.weight_chunk if work.walks else padded(work.vocab_size))
-    if (tiled or (work.walks and work.fused)) and tile_columns < work.vocab_size:
+    if work.walks and work.fused and tile_columns < work.vocab_size:
         tile_columns = _full_waves(tile_rows, tile_columns, processors(work.device))
     most_blocks = MAX_EXPONENTIAL_BLOCKS if work.exponentials else MAX_HALF_PRECISION_BLOCKS
     return Plan(
         rows=rows,
-        part_rows=part if tiled else _even(rows, min(part, rows, chunk_size or rows)) if teacher else rows,
+        part_rows=even(rows, min(part, rows, chunk_size or rows)) if teacher else rows,
         tile_rows=tile_rows,
         tile_columns=tile_columns,
         scratch=budget.scratch,
@@ -324,7 +288,6 @@ def make_plan(work: Workload, workspace: int | None = None, chunk_size: int | No
         few_blocks=tokens <= rows * most_blocks,
         few_tiles=tokens <= tile_rows * MAX_HALF_PRECISION_BLOCKS,
         tall_blocks=rows >= tokens or rows * work.hidden_size >= MIN_BLOCK_OUTPUTS or not work.exponentials,
-        tiled=tiled,
     )
 
 
@@ -347,7 +310,7 @@ def _budget(work: Workload, bound: int | None, by_default: bool) -> _Budget:
         usual = max(usual, min(taller, memory // MEMORY_PARTS))
     item, teacher = work.logits_dtype.itemsize, work.teacher_row_bytes > 0
     # Per-token vectors (labels, positions, statistics and their gradients) are small, but not nothing.
-    numbers = 32 if work.fused or work.divergence_tiles else 16
+    numbers = 32 if work.fused else 16
     vectors = 0 if bound is None else work.tokens * numbers * item
     least_scratch = work.temporaries * padded(work.vocab_size) * item
     least = work.row_bytes + work.part_bytes + least_scratch + vectors + work.copied_row_bytes + work.dequantized_bytes
@@ -384,30 +347,16 @@ def _part_rows(work: Workload, size: int) -> int:
     if part < TILE <= size // (2 * work.part_bytes):
         part = TILE  # with fewer rows, loading the heads would take longer than multiplying by them
     left = _whole_tiles((size - work.least_rows * work.row_bytes) // work.part_bytes)
-    return max(min(part, left), min(part, HALF_TILE)) if work.least_rows else part
+    return max(min(part, left) if work.least_rows else part, 1)
 
 
-def _tile_bytes(work: Workload, size: int, by_default: bool, tiled: bool) -> tuple[int, int, int]:
+def _tile_bytes(work: Workload, size: int, by_default: bool) -> tuple[int, int, int]:
     """Of the gradient pass's tiles: all bytes, the bytes of a token's hidden states, and of one entry."""
     item, operand = work.logits_dtype.itemsize, work.operand_dtype.itemsize
     if work.fused and by_default and not work.least_rows:
         statistics = 32 if work.ranks == 1 else 96  # numbers per token; the other ranks' numbers are gathered
         size = min(size, max(DEFAULT_TILES - work.tokens * statistics * item, 16 * MiB))
-    if tiled:  # a half-precision gradient beside both models' projections, and sums of the kernels' programs
-        teacher = work.teacher_hidden_bytes * (work.gathers or work.teacher_gathers)
-        return size, work.tile_hidden_bytes + teacher + 1024, operand + 2 * item
     return size, work.tile_hidden_bytes, operand if work.fused else item
-
-
-def _rows_of_logits(work: Workload, size: int, rows: int) -> int:
-    """Where gradients are computed in tiles, the number of tokens whose logits of both models ``size`` bytes hold.
-
-    0 if reading the heads for each of them would take longer than multiplying by the heads again.
-    """
-    gathered = rows * 2 * work.hidden_size * work.operand_dtype.itemsize * work.gathers
-    sums = padded(work.vocab_size) // 16  # of the exponentials in each tile
-    most = (size - gathered) // (work.part_bytes + sums)
-    return rows if most >= rows else most // HALF_TILE * HALF_TILE if most >= TILE else 0
 
 
 def _whole_tiles(rows: int) -> int:
@@ -423,7 +372,7 @@ def _tile(tokens: int, budget: int, hidden_bytes: int, item: int, share: float) 
     """
     rows = max(1, min(int(budget * share) // (hidden_bytes + 64 * item), max(tokens, 1)))
     while True:
-        rows = _even(tokens, rows)
+        rows = even(tokens, rows)
         columns = max(1, (budget - rows * hidden_bytes) // (rows * item))
         if columns >= MIN_TILE_COLUMNS or rows <= MIN_TILE_COLUMNS // 2:
             # Aligned tiles, and none that is mostly padding.
@@ -442,7 +391,7 @@ def _full_waves(rows: int, columns: int, programs: int) -> int:
     return TILE_COLUMNS * min(range(most, max(most // 2, 0), -1), key=waste) if most > 1 else columns
 
 
-def _even(total: int, most: int) -> int:
+def even(total: int, most: int) -> int:
     """The size of as few, equally large parts as ``most`` allows, rounded up to a multiple of 128."""
     even = -(-total // max(-(-total // most), 1))
     return max(1, min(most, -(-even // 128) * 128))

@@ -159,12 +159,6 @@ class Query:
         return self.token_loss is not None or self.token_weights is not None
 
     @property
-    def is_plain(self) -> bool:
-        """Whether it asks for statistics by their names, and for nothing else."""
-        beside = self.class_weight is not None or self.comparison is not None or self.separable
-        return not (beside or self.selects or self.registered)
-
-    @property
     def of_exponentials(self) -> bool:
         """Whether blocks may hold exponentials of the logits instead of the logits."""
         return {*self.statistics} <= {"logp", "lse"} and {*self.metrics} <= {"logp", "lse", "mean_logit", "entropy"}

@@ -10,8 +10,9 @@ N active tokens, of which M have a coefficient; H hidden size, V vocabulary size
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,71 +20,28 @@ from torch import Tensor
 from liger_losses.chunked.engine.accumulation import Gradients, HeadGradients, HiddenGradients
 from liger_losses.chunked.engine.blocks import Block, Columns, ExponentialBlock, Part, Upstream
 from liger_losses.chunked.engine.call import Call, OpenCall
-from liger_losses.chunked.engine.divergence_tiles import DivergenceTiles, row_constants
 from liger_losses.chunked.engine.logit_block import LogitBlock
-from liger_losses.chunked.engine.plan import TILE, TILE_COLUMNS, blocks, padded
+from liger_losses.chunked.engine.plan import blocks, even
 from liger_losses.chunked.engine.query import changed
 from liger_losses.chunked.engine.ranks import ALONE
-from liger_losses.chunked.engine.tiled_exponentials import TiledExponentials
 from liger_losses.chunked.engine.two_models import TwoModels
-from liger_losses.kernels._tiles import processors
-from liger_losses.kernels.move_rows import put_first
-from liger_losses.kernels.reading import start_reading
-
-#: The memory of some tokens' gradients of the hidden states, if there is some already.
-Outs = Callable[[slice], Tensor | None]
 
 #: The host waits for M only if both gradient products take at least so many floating-point operations, by the kind of
 #: device: on an H200 10 ms, of which the wait is less than 1 %.
 MIN_FLOPS = {"cuda": 8e12, "cpu": 1e7}
-#: The largest share M / N with which the others' statistics are computed alone: that reads the whole head for them.
+#: The largest share M / N with which the others are left out: their rows must be copied, or the whole head be read for
+#: their statistics.
 MOST_COUNTED = 0.98
-#: On a GPU, M is rounded up to a multiple of so many rows, with which products are faster.
-ROUNDED = {"cuda": 64}
 
 
-def _in_parts(values: Mapping[str, Tensor], size: int, start: int, count: int) -> Sequence[dict[str, Tensor]]:
-    """Split the values of the tokens ``start`` to ``count`` into views of ``size`` tokens, by one operation a value."""
-    found: list[dict[str, Tensor]] = [{} for _ in range(start, count, size)]
+def _in_parts(values: Mapping[str, Tensor], size: int, count: int) -> Sequence[dict[str, Tensor]]:
+    """Split the values of ``count`` tokens into views of ``size`` tokens, by one operation a value."""
+    found: list[dict[str, Tensor]] = [{} for _ in range(0, count, size)]
     for name, value in values.items():
-        each = value if start == 0 and count == len(value) else value[start:count]
-        views = (each,) if len(found) == 1 else each.split(size)
+        views = (value,) if len(found) == 1 else value.split(size)
         for of_part, view in zip(found, views, strict=False):  # of no tokens, there is an empty view
             of_part[name] = view
     return found
-
-
-class Pending:
-    """Tokens that are being counted. The device puts those that count first, while the host waits for their number."""
-
-    def __init__(self, counts: Tensor, backend: str) -> None:
-        self.count, self.rounded = len(counts), ROUNDED.get(counts.device.type, 1)
-        total, *self.moves, self.order = put_first(counts, self.rounded, backend=backend)
-        self._read = start_reading(total, "how many tokens have a coefficient")
-
-    def found(self) -> int | None:
-        """M, or a few more; ``None`` where these are all N. The host waits."""
-        found = -(-max(self._read(), 1) // self.rounded) * self.rounded  # one at least, which writes the gradients
-        return None if found >= self.count else found
-
-    def call(self, call: Call) -> Call:
-        """The call of all tokens in this order, without what their losses read."""
-        transform, run = call.transform, call.decision.run(call.tokens.count, gathers=True)
-        if isinstance(transform.temperature, Tensor):
-            transform = replace(transform, temperature=transform.temperature[self.order])
-        tokens, query = call.tokens.subset(self.order), call.query.subset(self.order)
-        known = {name: run.known[name] for name in ("work", "plan", "grad_weight_dtype")}
-        return changed(call, **known, tokens=tokens, query=query, transform=transform)
-
-    def rows(self, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """The tokens' values, of ``[N]`` or ``[N, k]`` each, in this order."""
-        return {name: value[self.order] for name, value in values.items()}
-
-
-def _rows_of_wave(call: Call) -> int:
-    """How many rows of the hidden states' gradient give each multiprocessor one tile; fewer rows take as long."""
-    tiles = -(-call.work.hidden_size // TILE_COLUMNS)
-    return max(1, processors(call.work.device) // tiles) * TILE
 
 
 def _is_large(call: Call) -> bool:
@@ -97,21 +55,18 @@ def _is_large(call: Call) -> bool:
     return 4.0 * tokens.count * work.hidden_size * work.vocab_size >= MIN_FLOPS.get(device.type, float("inf"))
 
 
-def counted_tokens(call: Call, upstream: Mapping[str, Tensor], kept: Block | None) -> Pending | None:
-    """Count the tokens some of whose upstream gradients ``[N]`` are not zero; ``None`` where all are to be multiplied.
-
-    ``kept`` is the block that holds all tokens, if there is one.
-    """
-    if not upstream or not _is_large(call) or (kept is not None and not kept.movable):
+def counted_tokens(call: Call, upstream: Mapping[str, Tensor]) -> Tensor | None:
+    """The tokens ``[M]`` some of whose upstream gradients ``[N]`` are not zero; ``None`` where all are multiplied."""
+    if not upstream or not _is_large(call):
         return None
     each = [(g != 0).flatten(1).any(1) if g.dim() > 1 else g != 0 for g in upstream.values()]
-    return Pending(functools.reduce(torch.logical_or, each), call.backend)
+    return _few(functools.reduce(torch.logical_or, each))
 
 
-def tokens_that_count(call: Call) -> Pending | None:
-    """As :func:`counted_tokens`, for a separable loss that knows it before any statistic: see :attr:`Query.counts`."""
-    counts = call.query.counts
-    return None if counts is None or not _is_large(call) else Pending(counts, call.backend)
+def _few(counts: Tensor) -> Tensor | None:
+    """Which tokens count, in ascending order, unless these are nearly all. The host waits for their number."""
+    index = counts.nonzero().squeeze(-1)
+    return index if len(index) <= MOST_COUNTED * len(counts) else None
 
 
 class Stream:
@@ -133,32 +88,37 @@ class Stream:
             block.fill(part)
         return values, block if keep_block else None
 
+    def of_tokens(self, index: Tensor, losses: bool = False) -> Stream:
+        """The passes over some of the tokens of one tensor of labels; with what their ``losses`` read, if asked for."""
+        call, run = self.call, self.call.decision.run(self.count, gathers=True)
+        known: dict[str, Any] = {name: run.known[name] for name in ("work", "plan", "grad_weight_dtype")}
+        known |= {"tokens": call.tokens.subset(index), "query": call.query.subset(index, losses)}
+        if isinstance(call.transform.temperature, Tensor):
+            known["transform"] = replace(call.transform, temperature=call.transform.temperature[index])
+        call = changed(call, **known)
+        return changed(self, call=call, count=len(index), opened=self.opened.of_tokens(call))
+
     def gradients(
-        self, values: dict[str, Tensor], upstream: Upstream, kept: Block | None, pending: Pending | None = None
+        self, values: dict[str, Tensor], upstream: Upstream, kept: Block | None, index: Tensor | None = None
     ) -> tuple[Tensor | None, ...]:
         """``(grad_weight, grad_bias, *grad_hidden)``: from the block of all tokens if it was kept, else recomputed.
 
-        ``upstream`` is d loss / d statistic, ``[N]`` each; where some are 0, ``pending`` are the tokens that count.
+        ``upstream`` is d loss / d statistic, ``[N]`` each; ``index [M]`` are the tokens where some are not 0, if others
+        are left out.
         """
-        # A kept block has the head that was dequantized.
-        opened = self.opened if kept is None else kept.opened
-        counted = self.count
-        if pending is not None:
+        if kept is not None:
+            self.opened = kept.opened  # which has the head that was dequantized
+        if index is not None:
+            few = self.of_tokens(index)
             if kept is not None:
-                kept.move(pending.order, *pending.moves)
-                kept.begin(min(_rows_of_wave(self.call), self.count // 2))  # while the host waits
-            found = pending.found()
-            if found is not None:
-                opened, counted = opened.of_tokens(pending.call(self.call)), found
-                values, upstream = pending.rows(values), pending.rows(upstream)
-                self.opened, self.call = opened, opened.call
-        grads = Gradients(opened)
-        with self._block_of_gradients() if kept is None else kept as block:
-            if kept is not None and pending is not None:
-                kept.keep(opened, counted)
-            known = _in_parts(upstream, max(block.rows, 1), 0, counted)
-            for part, wanted in zip(self._parts(block.rows, values, counted), known, strict=True):
-                block.write(part, wanted, grads, filled=kept is not None)
+                kept.keep(index, few.opened)
+            values, upstream = ({name: value[index] for name, value in each.items()} for each in (values, upstream))
+            return few.gradients(values, upstream, kept)
+        grads = Gradients(self.opened)
+        block = self._block_of_gradients() if kept is None else kept
+        known = _in_parts(upstream, max(block.rows, 1), self.count)
+        for part, wanted in zip(self._parts(block.rows, values), known, strict=True):
+            block.write(part, wanted, grads, filled=kept is not None)
         return grads.results()
 
     def statistics_and_unit_gradient(self) -> tuple[dict[str, Tensor], Tensor]:
@@ -168,14 +128,14 @@ class Stream:
         dtype = functools.reduce(torch.promote_types, [part.dtype for part in self.opened.hidden_states])
         shape = self.count, self.call.work.hidden_size
         unit_gradient = torch.empty(shape, dtype=dtype, device=self.opened.device)
-        with self._block(self.call.plan.rows) as block:
-            for part in self._parts(block.rows, values, outs=unit_gradient.__getitem__):
-                block.fill(part)
-                ones = {statistic: torch.ones_like(part.values["lse"])}
-                gradient = block.gradients(part, ones, head_grads, part.out)
-                block.wait()
-                if gradient is not None and part.out is not None and gradient is not part.out:
-                    part.out.copy_(gradient)
+        block = self._block(self.call.plan.rows)
+        for part in self._parts(block.rows, values):
+            block.fill(part)
+            ones = {statistic: torch.ones_like(part.values["lse"])}
+            out = unit_gradient[part.rows]
+            gradient = block.gradients(part, ones, head_grads, out)
+            if gradient is not None and gradient is not out:
+                out.copy_(gradient)
         self.call.ranks.of_gradients.sum_(unit_gradient)
         return values, unit_gradient
 
@@ -189,48 +149,51 @@ class Stream:
 
     def token_loss(self) -> tuple[Tensor, dict[str, Tensor], tuple[Tensor | None, ...]]:
         """A separable loss (0-dim), the statistics, and ``(grad_weight, grad_bias, grad_hidden)`` of the loss."""
-        pending, given = tokens_that_count(self.call), self.opened
-        if pending is not None:
-            self.opened = self.opened.of_tokens(pending.call(self.call))
-            self.call = self.opened.call
-        values, losses = self._empty_statistics(), list[Tensor]()
-        with self._block(self.call.plan.rows) as block:
-            grads = Gradients(self.opened) if block.fills_out and pending is None else None
-            outs = None if grads is None else grads.hidden.out_view
-            if pending is not None:
-                parts = self._counted(block, values, losses, pending, given)
-            elif self.call.query.token_weights is None:
-                parts = self._evaluated(block, losses, self._parts(block.rows, values, outs=outs))
-            else:
-                parts = self._weighted(block, values, losses, outs)
-            for part, upstream in parts:
-                grads = grads or Gradients(self.opened)
-                block.write(part, upstream, grads)
+        counts = self.call.query.counts
+        index = None if counts is None or not _is_large(self.call) else _few(counts)
+        if counts is None or index is None:
+            return self._token_loss()
+        loss, few, gradients = self.of_tokens(index, losses=True)._token_loss()
+        rest = (~counts).nonzero().squeeze(-1)
+        others, _ = self.of_tokens(rest).statistics()
+        values = self._empty_statistics()
+        for name, value in values.items():
+            value.index_copy_(0, index, few[name]).index_copy_(0, rest, others[name])
+        return loss, values, gradients
+
+    def _token_loss(self) -> tuple[Tensor, dict[str, Tensor], tuple[Tensor | None, ...]]:
+        """The same, of a loss all of whose tokens are multiplied."""
+        values, losses, grads = self._empty_statistics(), list[Tensor](), None
+        block = self._block(even(self.count, self.call.plan.rows))
+        steps = self._evaluated if self.call.query.token_weights is None else self._weighted
+        for part, upstream in steps(block, values, losses):
+            grads = grads or Gradients(self.opened)
+            block.write(part, upstream, grads)
         every = losses[0] if len(losses) == 1 else torch.cat([values["lse"][:0], *losses])
         return every.sum(dtype=values["lse"].dtype), values, (grads or Gradients(self.opened)).results()
 
     # --- Their steps -----------------------------------------------------------------------------------------------
 
-    # Each of the next three fills the block with one part after the other, and yields it with its upstream gradients.
-    # The tokens' losses are appended to `losses`.
+    # Both fill the block with one part after the other, and yield it with its upstream gradients. The tokens' losses
+    # are appended to `losses`.
 
-    def _evaluated(self, block: Block, losses: list[Tensor], parts: Iterable[Part]) -> Iterator[tuple[Part, Upstream]]:
+    def _evaluated(
+        self, block: Block, values: dict[str, Tensor], losses: list[Tensor]
+    ) -> Iterator[tuple[Part, Upstream]]:
         """Of a loss whose derivatives follow from the statistics."""
-        for part in parts:
+        for part in self._parts(block.rows, values):
             block.fill(part)
-            if block.waits:  # for the number of tokens that count, which is known by now
-                block.keep(self.opened, len(part.hidden))
-            found, upstream = self.call.token_losses(part.values, part.rows)
-            losses.append(found)
+            each, upstream = self.call.token_losses(part.values, part.rows)
+            losses.append(each)
             yield part, upstream
 
     def _weighted(
-        self, block: Block, values: dict[str, Tensor], losses: list[Tensor], outs: Outs | None
+        self, block: Block, values: dict[str, Tensor], losses: list[Tensor]
     ) -> Iterator[tuple[Part, Upstream]]:
         """Of a weighted sum of statistics, whose derivatives are the weights."""
         query = self.call.query
         weights = query.token_weights or {}
-        for part in self._parts(block.rows, values, outs=outs):
+        for part in self._parts(block.rows, values):
             known = weights
             if part.hidden.shape[0] < self.count:  # a number is one of all tokens
                 known = {name: w[part.rows] if isinstance(w, Tensor) else w for name, w in weights.items()}
@@ -239,58 +202,17 @@ class Stream:
             # The last statistic may be found together with the gradients.
             losses.append(self.call.tokens.masked(query.losses(part.values, part.labels, known), part.rows))
 
-    def _counted(
-        self, block: Block, values: dict[str, Tensor], losses: list[Tensor], pending: Pending, given: OpenCall
-    ) -> Iterator[tuple[Part, Upstream]]:
-        """Of the tokens that count; then the statistics of all others are computed.
-
-        The first part is filled, and its loss evaluated, before the host knows how many tokens count: only launches
-        of products follow the wait. If all tokens count, they are where they were ``given``.
-        """
-        block.waits, every = True, given.call.query
-        (first,) = self._parts(block.rows, values, min(block.rows, self.count))
-        block.fill(first)
-        done = len(first.hidden)
-        self.call = changed(self.call, query=every.subset(pending.order[:done], losses=True))
-        each, upstream = self.call.token_losses(first.values, first.rows)
-        found = pending.found()
-        if found is None:
-            self.opened, self.call = given, given.call
-        total = self.count if found is None or found > MOST_COUNTED * self.count else found
-        first = first.at(slice(0, min(total, done)))
-        if total < done:
-            each, upstream = each[:total], {name: g[:total] for name, g in upstream.items()}
-        losses.append(each)
-        block.keep(self.opened, len(first.hidden))
-        yield first, upstream
-        if total > done:
-            if found is not None:
-                self.call = changed(self.call, query=every.subset(pending.order, losses=True))
-            even = -(-(total - done) // -(-(total - done) // block.rows))
-            more = self._parts(min(padded(even), block.rows), values, total, done)
-            yield from self._evaluated(block, losses, more)
-        done = max(total, done)
-        if done < self.count:
-            with self._block_of_statistics() as others:
-                for part in self._parts(others.rows, values, start=done):
-                    others.fill(part)
-
-    def _parts(
-        self, size: int, values: dict[str, Tensor], count: int | None = None, start: int = 0, outs: Outs | None = None
-    ) -> Iterator[Part]:
-        """The active tokens, or those from ``start`` to ``count``, ``size`` or fewer at a time.
-
-        ``outs`` returns the memory of tokens' gradients, where there is some already.
-        """
+    def _parts(self, size: int, values: dict[str, Tensor]) -> Iterator[Part]:
+        """The active tokens, ``size`` or fewer at a time."""
         epilogue, per_token = self.opened.epilogue, isinstance(self.call.transform.temperature, Tensor)
         tokens = self.call.tokens  # those without loss, if they are among them, may hold anything
-        count, operand, size = self.count if count is None else count, self.call.work.operand_dtype, max(size, 1)
+        count, operand, size = self.count, self.call.work.operand_dtype, max(size, 1)
         labels, here = tokens.labels, self.opened.labels
         each: Sequence[dict[str, Tensor]] = [values]  # a part of all tokens has the values themselves
-        if start or count < self.count or size < count:
+        if size < count:
             of_labels = {"labels": labels} if here is labels else {"labels": labels, "here": here}
-            each = _in_parts({**values, **of_labels}, size, start, count)
-        for first, of_part in zip(range(start, count, size), each, strict=False):
+            each = _in_parts({**values, **of_labels}, size, count)
+        for first, of_part in zip(range(0, count, size), each, strict=False):
             rows = slice(first, min(first + size, count))
             if of_part is not values:
                 labels = of_part.pop("labels")
@@ -298,16 +220,14 @@ class Stream:
             hidden = tokens.gather(self.opened.flat, rows.start, rows.stop)
             hidden = hidden if tokens.ignored is None else tokens.masked(hidden, rows)
             own = epilogue.rows(rows) if per_token else epilogue
-            hidden, out = hidden if hidden.dtype == operand else hidden.to(operand), outs and outs(rows)
-            yield Part(rows, hidden, of_part, own, labels, here, out)
+            hidden = hidden if hidden.dtype == operand else hidden.to(operand)
+            yield Part(rows, hidden, of_part, own, labels, here)
 
     def _block(self, rows: int) -> Block:
         """A block of whole rows, which remembers what gradients are taken of."""
         kind: type[Block]
         if self.call.query.comparison is not None:
-            kind = DivergenceTiles if self.call.plan.tiled else TwoModels
-        elif self.call.work.tiled_exponentials:
-            kind = TiledExponentials
+            kind = TwoModels
         else:
             kind = ExponentialBlock if self.call.work.exponentials else LogitBlock
         return kind(self.opened, min(rows, self.count))
@@ -330,16 +250,11 @@ class Stream:
         return Columns(self.opened, min(self.call.plan.tile_rows, self.count))
 
     def _empty_statistics(self) -> dict[str, Tensor]:
-        """Memory for the statistics ``[N]`` (``selected_logps``: ``[N, k]``) of every active token.
-
-        Where a divergence is computed in tiles, what its gradient needs beside them is among them.
-        """
+        """Memory for the statistics ``[N]`` (``selected_logps``: ``[N, k]``) of every active token."""
         call, count, device = self.call, self.count, self.opened.device
         query, wide, names = call.query, call.work.logits_dtype, ("lse", *call.outputs)
         widths: dict[str, Sequence[int]] = {}
         integers = {"argmax": torch.int64, "columns": torch.int64}
-        if call.plan.tiled:
-            names += tuple(row_constants(call))
         if query.selected is not None or query.largest or query.registered:
             widths = {"registered": (len(query.registered),), "columns": (query.largest,)}
             widths["selected_logps"] = (query.largest,) if query.selected is None else query.selected.shape[1:]

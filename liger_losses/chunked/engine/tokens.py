@@ -14,10 +14,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from liger_losses.chunked.engine.checks import check_labels, see
+from liger_losses.chunked.engine.checks import see
 from liger_losses.kernels._triton import choose_backend
 from liger_losses.kernels.label_rows import equal_shares, masked_labels
-from liger_losses.kernels.reading import ask_about_labels, assert_on_device, facts_of_labels, label_facts
+from liger_losses.kernels.reading import assert_on_device, facts_of_labels, label_facts
 
 
 def shift_labels(labels: Tensor, ignore_index: int = -100, positions: int = 1) -> Tensor:
@@ -29,38 +29,6 @@ def shift_labels(labels: Tensor, ignore_index: int = -100, positions: int = 1) -
         return labels
     beyond = min(positions, labels.shape[-1])
     return torch.cat([labels[..., beyond:], labels.new_full((*labels.shape[:-1], beyond), ignore_index)], -1)
-
-
-def prefetch_labels(labels: Tensor, ignore_index: int = -100) -> None:
-    """Have the device count the active tokens before the model runs, so that the loss need not wait for their number.
-
-    Call it before the model, and give the loss the same tensor, or another view of all of it in order::
-
-        prefetch_labels(labels)
-        hidden_states = model(input_ids)
-        loss = LigerFusedLinearCrossEntropyLoss()(lm_head, hidden_states, labels)
-
-    The results are the same without it. :func:`liger_losses.loss_inputs`, patched models and TRL's trainers do it
-    themselves. Labels that are changed in place afterwards are counted again by the loss. In a function that
-    torch.compile traces, it does nothing.
-
-    Args:
-        labels: ``[...]`` int64, contiguous, as the loss gets them: shifted, and on its device.
-        ignore_index: the label of masked tokens.
-
-    Raises:
-        TypeError: labels that are not an int64 tensor.
-        ValueError: labels that are not contiguous; the loss would copy them, and so count them again.
-    """
-    check_labels(labels)
-    if not labels.is_contiguous():
-        raise ValueError(
-            f"labels must be contiguous, got strides {labels.stride()} for shape {tuple(labels.shape)}; give both "
-            "prefetch_labels and the loss labels.contiguous()."
-        )
-    if torch.compiler.is_dynamo_compiling():
-        return
-    ask_about_labels(labels, ignore_index)
 
 
 def host_checks(device: torch.device) -> bool:
@@ -167,9 +135,6 @@ class Tokens:
         """
         backend = choose_backend(backend, [(part.device, torch.float32) for part in labels])
         return Counting(labels, vocab_size, ignore_index, compact, backend).tokens()
-
-    #: Have the active tokens of labels counted, before :meth:`select` waits for their number.
-    ask = staticmethod(ask_about_labels)
 
     @classmethod
     def every(cls, shape: torch.Size, device: torch.device) -> Tokens:

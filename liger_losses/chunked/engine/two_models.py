@@ -7,7 +7,7 @@ asked for, else V.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -23,13 +23,10 @@ from liger_losses.chunked.engine.teachers import TeacherLogits
 from liger_losses.chunked.engine.weights import Projection, can_fuse
 from liger_losses.kernels.divergence import Coefficients, Logits, RowSums, divergence_into, square_sums
 from liger_losses.kernels.linear_exp import linear_exponentials
-from liger_losses.kernels.linear_lse import few_rows, log_sum_exps_into, row_log_sum_exps_into
 from liger_losses.kernels.logit_transform import Epilogue, LogitTransform
+from liger_losses.kernels.row_lse import row_log_sum_exps_into
 from liger_losses.kernels.softmax_grad import SoftmaxGradient, softmax_gradient_into
 from liger_losses.kernels.softmax_stats import softmax_statistics
-
-#: Where log-sum-exps alone take other ways than :func:`linear_exponentials`.
-_DEVICES_OF_LSE = ("cuda",)
 
 
 def _columns(values: Tensor, count: int) -> Tensor:
@@ -59,8 +56,6 @@ class TwoModels(Block):
         self.logits: Tensor | None = None
         self.gradient: Tensor | None = None
         self.grad_bias: Tensor | None = None
-        #: What gradients need of each token, beside its statistics, where they are computed later.
-        self.constants: Sequence[str] = ()
         #: V, of which ``shared`` are computed here.
         columns = call.ranks.columns(call.decision.shared_columns)
         self.shared = columns.stop - columns.start
@@ -110,8 +105,8 @@ class TwoModels(Block):
             self._fill_rows(part.at(at), of_rows[0], wanted, of_rows[1])
 
     def refill(self, part: Part, upstream: Upstream) -> None:
-        # Backward must not write to the statistics that forward saved; and not all that save them save the constants.
-        values = {name: torch.empty_like(part.values["lse"]) for name in {*part.values, *self.constants}}
+        # Backward must not write to the statistics that forward saved.
+        values = {name: torch.empty_like(value) for name, value in part.values.items()}
         self.fill(part._replace(values=values), upstream)
 
     def gradients(
@@ -144,7 +139,7 @@ class TwoModels(Block):
         target = out if self.grad_bias is None or out is None else student_logits
         value = torch.empty_like(hard_lse) if value is None else value
         shared = None if target is None else _columns(target, self.shared)
-        self._divergence(value, student, teacher, values, shared, coefficients, labels, parameter)
+        self._divergence(value, student, teacher, shared, coefficients, labels, parameter)
         if target is not None and self.vocab_size > self.shared:
             g = None if upstream is None else upstream.get("logp")
             self._write_extra_gradient(target, student_logits, hard_lse, part.labels, g)
@@ -157,24 +152,20 @@ class TwoModels(Block):
         value: Tensor,
         student: Logits,
         teacher: Logits,
-        values: Mapping[str, Tensor],
         out: Tensor | None,
         coefficients: Coefficients | None,
         labels: Tensor,
         parameter: Tensor | None,
     ) -> None:
-        """:func:`divergence_into`, of the columns of all ranks; what gradients in tiles need goes into ``values``."""
+        """:func:`divergence_into`, of the columns of all ranks."""
         divergence, call, sums = self.divergence, self.call, None
         options: dict[str, Any] = {"scratch": call.plan.scratch, "backend": call.backend}
         whole_rows = {"whole_rows": call.batch_invariant, "parameter": parameter, **options}
-        if self.opened.others is not None or self.constants:
+        if self.opened.others is not None:
             squares = None
             if divergence.form == "cosine":
                 squares = call.ranks.sum_(square_sums(student, teacher, **options))
-                for name, found in zip(("student_squares", "teacher_squares"), squares, strict=True):
-                    if name in values:
-                        values[name].copy_(found)
-            sums = RowSums(values["h"] if "h" in values else torch.zeros_like(value), squares)
+            sums = RowSums(torch.zeros_like(value), squares)
             if out is None or not divergence.balanced:
                 divergence_into(value, student, teacher, divergence, sums=sums, **whole_rows)
                 call.ranks.sum_each_(value, sums.h)
@@ -238,7 +229,7 @@ class TwoModels(Block):
         has one; and the student's statistics.
 
         Args:
-            part: the tokens. ``soft_lse`` and ``teacher_lse`` are written too if they are among its values.
+            part: the tokens.
             student_logits: ``[R, W]`` fp32, for the student's projections.
             teacher_logits: ``[R, V]`` fp32, for the teacher's.
         """
@@ -251,11 +242,11 @@ class TwoModels(Block):
         first_labels = part.here if "logp" in found else shared_labels
         self._compute_logits(student_logits, found, self.student, hidden, first_labels, first_epilogue)
         if self.separate:
-            lse = values["soft_lse"] if "soft_lse" in values else torch.empty_like(lse)
+            lse = torch.empty_like(lse)
             self._compute_statistics({"lse": lse}, shared_logits, shared_labels, soft_epilogue)
         if "entropy" in values:
             self._compute_statistics({"entropy": values["entropy"]}, shared_logits, shared_labels, soft_epilogue)
-        teacher_lse = values["teacher_lse"] if "teacher_lse" in values else torch.empty_like(lse)
+        teacher_lse = torch.empty_like(lse)
         of_teacher = {"lse": teacher_lse}
         if self.divergence.by_entropy:
             of_teacher["entropy"] = torch.empty_like(teacher_lse)
@@ -293,26 +284,21 @@ class TwoModels(Block):
     ) -> None:
         """A model's projections into ``out``, and the statistics of its logits."""
         invariant = self.call.batch_invariant
-        alone = statistics.keys() == {"lse"} and hidden.device.type in _DEVICES_OF_LSE and not invariant
-        if not model.fused or (alone and few_rows(len(hidden))):
+        alone = statistics.keys() == {"lse"} and not invariant  # a pass over projections takes less than offsets do
+        if not model.fused or alone:
             model.into(out, hidden, 0, out.shape[1])
             self._compute_statistics(statistics, out, labels, epilogue)
             return
-        weight, backend = model.weights.rows(slice(None), hidden.dtype), self.call.backend
-        if alone:
-            found = log_sum_exps_into(statistics["lse"], hidden, weight, out, epilogue, backend=backend)
-            if found is not None:
-                return
         linear_exponentials(
             hidden,
-            weight,
+            model.weights.rows(slice(None), hidden.dtype),
             labels,
             out,
             epilogue,
             found=statistics,
             projections=True,
             batch_invariant=invariant,
-            backend=backend,
+            backend=self.call.backend,
         )
 
     def _compute_statistics(

@@ -19,7 +19,6 @@ from liger_losses.chunked.engine.agreement import agree, note
 from liger_losses.chunked.engine.arguments import constructor_signature, named_options
 from liger_losses.chunked.engine.call import make_call
 from liger_losses.chunked.engine.checks import check_fields, check_labels, check_shift, check_tensor, checked_items
-from liger_losses.chunked.engine.decision import drops_tokens
 from liger_losses.chunked.engine.operators import loss_operator
 from liger_losses.chunked.engine.query import REGISTERED, DeclaredStatistics, Query
 from liger_losses.chunked.engine.tokens import Tokens, shift_labels
@@ -276,9 +275,7 @@ class ChunkedLoss(nn.Module):
     ) -> Tokens:
         """The active tokens, after all ranks of :attr:`group` have checked the inputs of these calls."""
         (head, _), options = calls[0], self.options
-        compares = any(query.comparison is not None for _, query in calls)  # a teacher's may hold anything too
-        compact = options.compact if compares else drops_tokens([labels.shape], head, options)
-        tokens = Tokens.select([labels], head.vocab_size, options.ignore_index, compact, options.backend)
+        tokens = Tokens.select([labels], head.vocab_size, options.ignore_index, options.compact, options.backend)
         for head, query in calls:
             make_call(hidden, head, tokens, query, options)  # raises what the call would, before any work
         self.agree([num_items_in_batch], labels.device)

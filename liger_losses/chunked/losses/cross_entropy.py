@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -25,12 +24,10 @@ from liger_losses.chunked.engine.checks import (
     checked_items,
     one_each,
 )
-from liger_losses.chunked.engine.few_tokens import FewTokens
 from liger_losses.chunked.engine.many_heads import Targets, count_targets, heads_of, shift_each
 from liger_losses.chunked.engine.operators import loss_operator
 from liger_losses.chunked.engine.ops import linear_weighted_loss
 from liger_losses.chunked.engine.query import EqualWeights, Query
-from liger_losses.chunked.engine.straight_line import straight_loss
 from liger_losses.chunked.engine.tokens import shift_labels
 from liger_losses.chunked.losses.base import ChunkedLoss, LossOptions
 from liger_losses.chunked.losses.cross_entropy_terms import TokenCrossEntropy, weights_of_statistics
@@ -114,14 +111,6 @@ class CrossEntropyOptions(LossOptions):
         of_each = self.use_token_scaling or self.lse_square_scale or self.return_z_loss
         return not of_each and self.group is None
 
-    @functools.cached_property
-    def sum_of_statistics(self) -> tuple[tuple[str, EqualWeights], ...] | None:
-        """The loss as a sum of statistics with one weight for all tokens, where it is one and nothing else is asked."""
-        beside = self.return_token_accuracy or self.return_predicted_tokens or self.shift or self.reduction == "none"
-        if beside or not self.weighs_equally or self.head_weights is not None:
-            return None
-        return (*weights_of_statistics(self.label_smoothing, None if self.reduction == "mean" else 1.0).items(),)
-
 
 class LigerFusedLinearCrossEntropyLoss(ChunkedLoss):
     """Cross-entropy (:func:`cross_entropy`) with class weights, label smoothing, z-loss and token scaling.
@@ -200,12 +189,6 @@ class LigerFusedLinearCrossEntropyLoss(ChunkedLoss):
             metrics are :class:`ManyHeadsMetrics`; with reduction ``none``, the loss is a list of K tensors.
         """
         o = self.settings
-        beside = bias is not None or num_items_in_batch is not None or token_weights is not None
-        if not (torch.compiler.is_dynamo_compiling() or beside) and self.ce_weight is None:
-            tokens = FewTokens((_input,), (target,), lin_weight, self.transform.fields)
-            of_few = straight_loss(tokens, o.sum_of_statistics, self.options)
-            if of_few is not None:
-                return of_few
         several, count = isinstance(_input, LISTS) or isinstance(lin_weight, LISTS), 1
         if several:
             given = {"hidden states": _input, "heads": lin_weight, "labels": target, "bias": bias, "shift": o.shift}

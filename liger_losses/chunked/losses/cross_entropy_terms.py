@@ -11,11 +11,9 @@ from torch import Tensor
 from liger_losses.chunked.engine import EngineOptions, Head, Statistics, linear_statistics, linear_token_loss
 from liger_losses.chunked.engine.checks import one_each
 from liger_losses.chunked.engine.compiled_calls import token_operator
-from liger_losses.chunked.engine.few_tokens import FewTokens
 from liger_losses.chunked.engine.many_heads import count_targets
 from liger_losses.chunked.engine.ops import linear_weighted_loss
 from liger_losses.chunked.engine.query import EqualWeights
-from liger_losses.chunked.engine.straight_line import NO_TRANSFORM, straight_loss
 
 
 class CrossEntropyTerms(NamedTuple):
@@ -144,10 +142,6 @@ def linear_cross_entropy(
     """``F.cross_entropy`` of the logits of hidden states ``[T, H]``; 0 where no token carries loss."""
     if class_weight is None and reduction != "none" and not torch.compiler.is_dynamo_compiling():
         weights = weights_of_statistics(label_smoothing, None if reduction == "mean" else 1.0)
-        tokens = FewTokens((hidden_states,), (labels,), head, NO_TRANSFORM)
-        of_few = straight_loss(tokens, (*weights.items(),), EngineOptions(ignore_index))
-        if of_few is not None:
-            return of_few
         return linear_weighted_loss(hidden_states, head, labels, weights, options=EngineOptions(ignore_index))[0]
     per_token, mask = TokenCrossEntropy(label_smoothing), labels != ignore_index
     names = ("logp", "mean_logp") if label_smoothing else ("logp",)

@@ -24,18 +24,13 @@ from liger_losses.chunked.engine.checks import (
     check_shape_of,
     check_tensor,
 )
-from liger_losses.chunked.engine.few_tokens import FewTokens
-from liger_losses.chunked.engine.query import Query
-from liger_losses.chunked.engine.straight_line import NO_TRANSFORM, straight_coupled_loss
 from liger_losses.chunked.losses.completion_loss import (
     MAX_EXPONENT,
-    CompletionBatch,
     Scored,
     sequence_logps,
     wide_dtype,
 )
-from liger_losses.chunked.losses.pairs import Pairs, PreferenceLoss, PreferenceMetrics, PreferenceOptions, smoothed
-from liger_losses.kernels.coupled_rows import MOST_PAIRS, PairRows
+from liger_losses.chunked.losses.pairs import Pairs, PreferenceLoss, PreferenceOptions, smoothed
 
 #: Losses that TRL's DPO had, or that are separate classes.
 _OTHERS = {
@@ -334,32 +329,6 @@ class LigerFusedLinearDPOLoss(PreferenceLoss):
 
     def pair_loss(self, pairs: Pairs) -> Tensor:
         return _losses(pairs, self.settings)
-
-    def _of_few(self, batch: CompletionBatch, given: FewTokens | None) -> tuple[Tensor, PreferenceMetrics] | None:
-        o, refs, (rows, length) = self.settings, batch.ref_logps, batch.labels[0].shape
-        other = o.loss_type != "sigmoid" or o.f_divergence_type != "reverse_kl" or o.ld_alpha is not None
-        other = other or o.use_weighting or o.compute_nll_loss or o.average_log_prob or o.loss_weights is not None
-        if type(self) is not LigerFusedLinearDPOLoss or other or self.group is not None or batch.temperatures:
-            return None
-        pairs, lengths = rows // (3 - len(batch.labels)), (length, batch.labels[-1].shape[1])
-        if not (0 < pairs <= MOST_PAIRS and all(lengths)):
-            return None
-        of_tokens = batch.ref_hidden_states is not None or any(ref is not None and ref.dim() > 1 for ref in refs)
-        strided = any(not (ref is None or ref.is_contiguous()) for ref in refs)
-        wide = wide_dtype(batch.labels[0].device)
-        if given is None or of_tokens or strided or o.shift:
-            kinds = [wide if of_tokens else None if ref is None else ref.dtype for ref in refs]
-            given = FewTokens(batch.hidden_states, batch.labels, batch.head, NO_TRANSFORM, None, kinds)
-        how = pairs, lengths, o.ignore_index, o.beta, o.label_smoothing, "triton"
-        query = Query(("logp",), ("mean_logit",))
-        loss = straight_coupled_loss(given, self, lambda: (PairRows(*how), query, self.options))
-        if loss is None:
-            return None
-        if of_tokens:
-            logps = batch.reference_logps(batch.labels, self.options)
-            refs = tuple([_summed(ref, y, wide) for ref, y in zip(logps, batch.groups(batch.labels), strict=True)])
-        found, *metrics = loss([ref if ref is None else ref.detach().contiguous() for ref in refs])
-        return found, PreferenceMetrics(*metrics)
 
     def _pair_losses(self, pairs: Pairs, sides: Sequence[Scored]) -> Tensor:
         return super()._pair_losses(pairs, sides if self.use_weighting else ())

@@ -9,15 +9,12 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.compiler import is_dynamo_compiling
 
 from liger_losses.chunked.engine import Head, Statistics
 from liger_losses.chunked.engine.agreement import note
 from liger_losses.chunked.engine.checks import NonNegativeFloat, PositiveFloat, check_tensor, meant
-from liger_losses.chunked.engine.few_tokens import FewTokens
 from liger_losses.chunked.engine.operators import loss_operator
 from liger_losses.chunked.engine.query import DeclaredStatistics
-from liger_losses.chunked.engine.straight_line import known_loss
 from liger_losses.chunked.losses.base import AnyHead, LossOptions
 from liger_losses.chunked.losses.completion_loss import (
     CompletionBatch,
@@ -27,7 +24,6 @@ from liger_losses.chunked.losses.completion_loss import (
     Scored,
     only_in_completions,
 )
-from liger_losses.kernels.logit_transform import LogitTransform
 
 
 class PreferenceMetrics(NamedTuple):
@@ -176,20 +172,10 @@ class PreferenceLoss(CompletionLoss):
         if isinstance(_input, Tensor) and not self.use_ref_model:  # as liger-kernel ignores it
             ref_input = ref_weight = ref_bias = ref_chosen_logps = ref_rejected_logps = None
         transform, ref_logps = self.transform, (ref_chosen_logps, ref_rejected_logps)
-        few, beside = None, (bias, ref_input, ref_weight, ref_bias, nll_target, temperature)
-        if not is_dynamo_compiling() and {*map(type, beside)} == {type(None)}:
-            few = _few_tokens(lin_weight, transform, _input, target, ref_logps)
-            known = None if few is None else known_loss(few, self)
-            if known is not None:
-                return known[0], PreferenceMetrics(*known[1:])
         head = Head.of(lin_weight, bias, transform)
         batch = _read_pairs(head, _input, target, ref_input, ref_logps, temperature)
         batch = self.prepare(batch, ref_weight, ref_bias, transform)
         tokens = batch.select(self.options) if nll_target is None else None
-        if isinstance(tokens, list) and not is_dynamo_compiling():  # few tokens, of which these are the labels
-            of_few = self._of_few(batch, few)
-            if of_few is not None:
-                return of_few
         nll_labels = None if nll_target is None else self._nll_labels(nll_target, batch.groups(batch.labels)[0])
         extra = None
         if nll_labels is not None:  # tokens that only the likelihood asks for are streamed along with the others
@@ -220,10 +206,6 @@ class PreferenceLoss(CompletionLoss):
             metrics = PreferenceMetrics(*[value.detach() if value.requires_grad else value for value in constants])
         return self.result(loss.to(chosen_nll.dtype), pairs, metrics)
 
-    def _of_few(self, batch: CompletionBatch, given: FewTokens | None) -> tuple[Tensor, Any] | None:
-        """The result, where one launch computes this loss of few tokens, of a batch and of the call as it was given."""
-        return None
-
     def _nll_labels(self, nll_target: Tensor, chosen: Tensor) -> Tensor:
         """The labels of the likelihood, in the shape of the chosen completions' labels."""
         note(nll_target=nll_target)
@@ -252,19 +234,6 @@ class PreferenceLoss(CompletionLoss):
             weight = self.sequence_weight(declared, side.mask)
             losses = losses if weight is None else losses * weight.detach()
         return losses
-
-
-def _few_tokens(
-    head: AnyHead, transform: LogitTransform, first: Any, second: Any, ref_logps: tuple[Any, ...]
-) -> FewTokens | None:
-    """The tensors of a call of either form, if that is all that there is; the reference's log-probabilities."""
-    if not (type(first) is type(second) is Completions):
-        return FewTokens((first,), (second,), head, transform.fields, None, ref_logps)
-    others = first.ref_hidden_states, first.temperature, second.ref_hidden_states, second.temperature, *ref_logps
-    if {*map(type, others)} != {type(None)}:
-        return None
-    states, labels = (first.hidden_states, second.hidden_states), (first.labels, second.labels)
-    return FewTokens(states, labels, head, transform.fields, None, (first.ref_logps, second.ref_logps))
 
 
 def _read_pairs(

@@ -16,17 +16,14 @@ from liger_losses.caller import warn
 from liger_losses.chunked.engine import EngineOptions, Head, Statistics, Tokens, linear_statistics
 from liger_losses.chunked.engine.agreement import checksum
 from liger_losses.chunked.engine.call import make_call
-from liger_losses.chunked.engine.checks import check_device, check_range, check_tensor, checked_items
+from liger_losses.chunked.engine.checks import check_device, check_range, check_tensor
 from liger_losses.chunked.engine.compiled_calls import token_operator
-from liger_losses.chunked.engine.decision import drops_tokens
-from liger_losses.chunked.engine.few_tokens import FewTokens
 from liger_losses.chunked.engine.operators import loss_operator, separable_loss, support_statistics
 from liger_losses.chunked.engine.query import Query
-from liger_losses.chunked.engine.straight_line import NO_TRANSFORM, known_loss, straight_coupled_loss
 from liger_losses.chunked.engine.support import TokenSupport
 from liger_losses.chunked.losses import policy_objectives as objectives
 from liger_losses.chunked.losses.base import AnyHead, LossOptions
-from liger_losses.chunked.losses.batches import AdaptiveEntropy, world_size
+from liger_losses.chunked.losses.batches import AdaptiveEntropy
 from liger_losses.chunked.losses.completion_loss import (
     STREAMING_OF_COMPLETIONS,
     CompletionBatch,
@@ -35,7 +32,6 @@ from liger_losses.chunked.losses.completion_loss import (
 )
 from liger_losses.chunked.losses.policy_objectives import PolicyInputs, policy_terms
 from liger_losses.chunked.losses.policy_tables import PolicyOptions
-from liger_losses.kernels.coupled_rows import INPUT_DTYPES, PolicyRows
 
 
 @token_operator
@@ -202,14 +198,7 @@ class LigerFusedLinearGRPOLoss(CompletionLoss):
         """
         if not self.use_ref_model:  # as liger-kernel ignores it
             ref_per_token_logps = ref_input = ref_weight = ref_bias = None
-        transform, given = self.transform_at(temperature), (advantages, old_per_token_logps, ref_per_token_logps)
-        few = FewTokens((_input,), (selected_token_ids,), lin_weight, transform.fields, attention_mask, given)
-        of_models = bias, ref_input, ref_weight, ref_bias, support, temperature
-        beside = vllm_is_ratio, num_items_in_batch, sampling_per_token_logps, prompts, *of_models
-        plain = not is_dynamo_compiling() and {*map(type, beside)} == {type(None)}
-        found_at_once = known_loss(few, self) if plain and world_size() == 1 else None
-        if found_at_once is not None:
-            return self._with_metrics(*found_at_once)
+        transform = self.transform_at(temperature)
         head = Head.of(lin_weight, bias, transform)
         labels = self._active(head, _input, selected_token_ids, attention_mask)
         if ref_per_token_logps is not None and ref_input is not None:
@@ -229,17 +218,8 @@ class LigerFusedLinearGRPOLoss(CompletionLoss):
         batch = CompletionBatch(("given",), head, [_input], [labels], refs, (ref_per_token_logps,))
         batch = self.prepare(batch, ref_weight, ref_bias, transform)
         options = self.options
-        # Few tokens are labels still: their logits stay in memory until the loss is known.
-        are_few = not is_dynamo_compiling() and options.compact and not drops_tokens([labels.shape], head, options)
-        early = is_dynamo_compiling() or are_few or self.group is not None or (self.beta and batch.ref_hidden_states)
+        early = is_dynamo_compiling() or self.group is not None or (self.beta and batch.ref_hidden_states)
         tokens: Any = batch.select(options) if support is None and early else None
-        # Over kept columns no tokens are selected; others are counted while the host prepares the inputs.
-        if support is None and tokens is None:
-            Tokens.ask(batch.labels[0], self.ignore_index, options.backend)
-        if are_few and support is None and vllm_is_ratio is None:
-            of_few = self._of_few(batch, few, num_items_in_batch, plain)
-            if of_few is not None:
-                return of_few
         mask = labels != self.ignore_index
         if self.group is not None and support is None:
             make_call([_input], head, tokens, Query(*self._names()), options)  # raises before what all ranks reach
@@ -272,7 +252,7 @@ class LigerFusedLinearGRPOLoss(CompletionLoss):
             head=head,
             common_options=None if self.group is None else self.common_options,
         )
-        one_pass = support is None and not are_few and inputs.options.separable and self.top_entropy_quantile == 1.0
+        one_pass = support is None and inputs.options.separable and self.top_entropy_quantile == 1.0
         if tokens is None and support is None:  # one pass waits for their number once all else is decided
             tokens = batch.labels if one_pass else batch.select(options)
         if one_pass:
@@ -282,7 +262,8 @@ class LigerFusedLinearGRPOLoss(CompletionLoss):
             loss, logps = self._two_passes(found, inputs, head.vocabulary_ranks)
         # Neither the log-probabilities nor the inputs have a graph: the metrics are constants.
         found_of_tokens = objectives.token_metrics(logps, inputs, kl=bool(self.beta))
-        return self._with_metrics(loss.float(), *[inputs.total(each) / inputs.counted for each in found_of_tokens])
+        metrics = [inputs.total(each) / inputs.counted for each in found_of_tokens]
+        return loss.float(), PolicyMetrics(metrics[1], metrics[0]) if self.beta else PolicyMetricsWithoutKL(metrics[0])
 
     def _active(self, head: Head, hidden: Tensor, token_ids: Tensor, attention_mask: Tensor) -> Tensor:
         """The labels, if everything fits."""
@@ -300,39 +281,6 @@ class LigerFusedLinearGRPOLoss(CompletionLoss):
         given = attention_mask if attention_mask.dtype == torch.bool else attention_mask != 0
         # ignore_index is no token, whatever the mask says.
         return torch.where(given, token_ids, self.ignore_index)
-
-    def _of_few(
-        self, batch: CompletionBatch, given: FewTokens, items: Any, plain: bool
-    ) -> tuple[Tensor, PolicyMetrics | PolicyMetricsWithoutKL] | None:
-        """The result, where one launch computes this loss of few tokens, of a batch and of the call as it was given; a
-        ``plain`` one has no other inputs."""
-        o, (labels,), (advantages, old, ref) = self.settings, batch.labels, given.inputs
-        known = type(self) is LigerFusedLinearGRPOLoss and o.separable and o.row.objective == "clipped"
-        known = known and o.row_normalizer == "items" and o.value("delta") is None and not o.reads_sampler
-        known = known and self._coef is None and o.top_entropy_quantile == 1.0 and not o.use_bias_correction_kl
-        alone, of_states = self.group is None and world_size() == 1, o.beta and batch.ref_hidden_states is not None
-        inputs: list[Any] = [advantages, old, ref if o.beta else None]
-        dtypes = [None if each is None else each.dtype for each in inputs]
-        dtypes[2:] = torch.float32 if of_states else dtypes[2], None if items is None else torch.float32
-        halves = {*dtypes} <= {None, *INPUT_DTYPES}
-        if not (known and alone and halves and labels.numel()) or (o.beta and o.kl_estimator != "k3"):
-            return None
-        strided = any(not (each is None or each.is_contiguous()) for each in given.inputs)
-        if not plain or strided or (ref is not None and not o.beta):
-            kinds = *dtypes, advantages.numel()  # of completions or of tokens
-            given = FewTokens(batch.hidden_states, batch.labels, batch.head, NO_TRANSFORM, None, kinds)
-        length = labels.shape[1] if advantages.numel() == len(labels) else 1
-        how = labels.numel(), length, o.ignore_index, (1 - o.epsilon_low, 1 + o.value("epsilon_high")), o.beta, "triton"
-        loss = straight_coupled_loss(given, self, lambda: (PolicyRows(*how), Query(("logp",)), self.options))
-        if loss is None:
-            return None
-        if of_states:
-            (inputs[2],) = batch.reference_logps(batch.labels, self.options)
-        inputs.append(None if items is None else checked_items(items, labels.device).clamp(min=1))
-        return self._with_metrics(*loss([each if each is None else each.detach().contiguous() for each in inputs]))
-
-    def _with_metrics(self, loss: Tensor, *metrics: Tensor) -> tuple[Tensor, PolicyMetrics | PolicyMetricsWithoutKL]:
-        return loss, PolicyMetrics(metrics[1], metrics[0]) if self.beta else PolicyMetricsWithoutKL(metrics[0])
 
     @property
     def common_options(self) -> dict[str, Any]:

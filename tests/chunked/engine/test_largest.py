@@ -18,110 +18,32 @@ from liger_losses import (
 )
 from liger_losses.chunked.engine import logit_block, query, tokens
 from liger_losses.chunked.engine.ranks import VocabularyRanks
-from liger_losses.kernels import BACKENDS, largest
-from liger_losses.kernels._triton import INTERPRETED
-from liger_losses.kernels.linear_lse import log_sum_exps_into
+from liger_losses.kernels import BACKENDS
 from liger_losses.kernels.logit_transform import Epilogue
+from liger_losses.kernels.row_lse import sum_of_probabilities
 from tests.reference import assert_close_gradients, plain_logits, problem
 
 
-@pytest.fixture(autouse=True)
-def few_are_kept(monkeypatch):
-    """In the interpreter, kernels keep fewer entries of a row before they count them: each takes long there."""
-    if INTERPRETED:
-        monkeypatch.setattr(largest, "_KEPT", 1)
-        monkeypatch.setattr(largest, "_FEW", 32)
-
-
-@pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize(("columns", "k"), [(700, 1), (2048, 3), (5000, 16), (61, 61), (8500, 33)])
-def test_largest_of_rows(columns, k, backend):
+@pytest.mark.parametrize("logits", [0, 2**21], ids=["in parts", "at once"])
+@pytest.mark.parametrize(("columns", "k"), [(700, 1), (2048, 3), (5000, 16), (61, 61), (8500, 33), (130, 100)])
+def test_largest_of_rows(columns, k, logits, monkeypatch):
+    monkeypatch.setattr(logit_block, "_LOGITS", logits)
     g = torch.Generator().manual_seed(0)
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    count = 5 if columns < 8_000 else 2
-    rows = torch.randn(count, columns + 3, generator=g).to(device)[:, :columns] - 6  # no logit is above 0
-    rows[:, -1] += 4  # the last group, which is not full, is among the largest
-    rows[:, 9:19] += 7  # one group has more than its share
+    rows = torch.randn(5, columns + 3, generator=g).to(device)[:, :columns] - 6  # no logit is above 0
+    rows[:, -1] += 4  # the last part, which is not full, has one of the largest
+    rows[:, 9:19] += 7  # one part has more than its share
     bias = torch.randn(columns, generator=g).to(device)
-    temperature = torch.linspace(0.5, 2, count, device=device)
+    temperature = torch.linspace(0.5, 2, 5, device=device)
     epilogue = Epilogue(LogitTransform(temperature=temperature, softcap=4.0), bias)
-    values, ids, _ = largest.largest(rows, epilogue, k, backend)
     exact = (4 * torch.tanh((rows + bias) / 4) / temperature[:, None]).topk(k, -1)
-    torch.testing.assert_close(values, exact.values)
-    assert torch.equal(ids, exact.indices)
-    of_tiles = torch.nn.functional.pad(epilogue(rows), (0, -columns % 128), value=-torch.inf).view(count, -1, 128)
-    tops, lse = of_tiles.amax(-1), epilogue(rows).logsumexp(-1)
-    sums = (of_tiles - tops[..., None]).exp().sum(-1)
-    known = largest.largest(rows, epilogue, k, backend, tiles=torch.stack([tops.t(), sums.t()]), lse=lse, rest=True)
-    torch.testing.assert_close(known[:2], (values - lse[:, None], ids))
-    assert (known.rest is not None) == (backend == "triton" and 4 * 128 * k <= columns)
-    if known.rest is not None:
-        others = (epilogue(rows) - lse[:, None]).double().scatter(1, ids, -torch.inf).logsumexp(-1)
-        torch.testing.assert_close(known.rest.double(), others, rtol=1e-5, atol=1e-5)
-    rows[:, ::7] = 3.0  # many are equal, with or without bias
-    some = rows[1:2]
-    values, ids, _ = largest.largest(some, Epilogue(), k, backend)
-    torch.testing.assert_close(values, some.topk(k, -1).values)
-    assert torch.equal(some.gather(1, ids), values)
-    assert len(ids.unique()) == k
-    if k < 4:
-        of_groups = [
-            largest.sums_of_groups(rows, epilogue, 64, maxima_alone=alone, backend=backend) for alone in (True, False)
-        ]
-        exact = largest.sums_of_groups(rows, epilogue, 64)
-        torch.testing.assert_close(of_groups, [exact[:1], exact])
-
-
-#: From random rows ``[C]`` to rows that are hard to choose from.
-SPECIAL_ROWS = {
-    "zeros": torch.zeros_like,
-    "all equal": lambda x: torch.full_like(x, -1.7),
-    "many equal": lambda x: (2 * x).round() / 2,
-    "-inf": lambda x: torch.full_like(x, -torch.inf),
-    "inf": lambda x: torch.full_like(x, torch.inf),
-    "-inf but for few": lambda x: x.where(torch.arange(len(x)) % 997 == 5, -torch.inf),
-    "the largest side by side": lambda x: x + 40.0 * (torch.arange(len(x)) // 700 == 2),
-    "ascending": lambda x: torch.arange(len(x)) / len(x),
-    "NaN": lambda x: torch.full_like(x, -torch.nan),
-    "one NaN": lambda x: x.where(torch.arange(len(x)) != 77, -torch.nan),
-}
-
-
-@pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize(("columns", "k"), [(1700, 3), (700, 1)])
-def test_largest_of_special_rows(columns, k, backend):
-    """More entries than kernels keep, fewer finite ones than are asked for, and equal ones, of which the kernels take
-    the first; with exact maxima of groups, and with rounded ones."""
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    noise = torch.randn(columns, generator=torch.Generator().manual_seed(0))
-    rows = torch.stack([make(noise) for make in SPECIAL_ROWS.values()])
-    exact = rows.sort(dim=-1, descending=True, stable=True)  # on the CPU: CUDA sorts NaNs with a sign to the end
-    rows, noise, exact_values, exact_ids = (t.to(device) for t in (rows, noise, *(part[:, :k] for part in exact)))
-    of_tiles = torch.nn.functional.pad(rows, (0, -columns % 128), value=-torch.inf).view(len(rows), -1, 128)
-    rounded = of_tiles.nan_to_num(torch.inf).amax(-1).clamp(min=-2e38) * (1 + 1e-7 * noise[: of_tiles.shape[1]])
-    for tiles in (None, rounded.t()[None]):
-        values, ids, _ = largest.largest(rows, Epilogue(), k, backend, tiles=tiles)
-        torch.testing.assert_close(values, exact_values, rtol=0, atol=0, equal_nan=True)
-        torch.testing.assert_close(rows.gather(1, ids), values, rtol=0, atol=0, equal_nan=True)
-        assert all(len(row.unique()) == k for row in ids)
-        if backend == "triton" and tiles is None:  # rounding may change which of equal groups are first
-            assert torch.equal(ids, exact_ids)
-    empty = largest.largest(rows[:0], Epilogue(), k, backend)[:2]
-    assert [part.shape for part in empty] == [(0, k)] * 2
-
-
-def test_log_probabilities_are_written_where_they_are_wanted():
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    rows, k = torch.randn(6, 900, generator=torch.Generator().manual_seed(0)).to(device), 3
-    lse = torch.arange(6.0, device=device)
-    exact = rows.topk(k, -1)
-    for backend in BACKENDS:
-        out = torch.full((8, k), torch.nan, device=device), torch.full((8, k), -1, device=device)
-        inside = out[0][1:-1], out[1][1:-1]
-        largest.largest(rows, Epilogue(), k, backend, lse=lse, out=inside)
-        torch.testing.assert_close(inside, (exact.values - lse[:, None], exact.indices))
-        assert out[0][[0, -1]].isnan().all()
-        assert (out[1][[0, -1]] == -1).all()
+    torch.testing.assert_close(logit_block.largest(rows, epilogue, k), tuple(exact))
+    rows[:, ::7] = 3.0  # many are equal
+    rows[0, 5], rows[1, 6], rows[2] = float("nan"), float("inf"), -float("inf")
+    values, ids = logit_block.largest(rows, Epilogue(), k)
+    torch.testing.assert_close(values, rows.topk(k, -1).values, equal_nan=True)
+    torch.testing.assert_close(rows.gather(1, ids), values, rtol=0, atol=0, equal_nan=True)
+    assert all(len(row.unique()) == k for row in ids)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -136,7 +58,7 @@ def test_the_rest_of_rows(given, backend):
     columns, lse = logits.topk(3, -1).indices, logits.logsumexp(-1)
     exact = (logits - lse[:, None]).exp().scatter(1, columns, 0.0).sum(1)
     marked = rows.scatter(1, columns, -torch.inf)
-    found = largest.sum_of_probabilities(marked, lse.float(), epilogue, scratch=10**5, backend=backend)
+    found = sum_of_probabilities(marked, lse.float(), epilogue, scratch=10**5, backend=backend)
     torch.testing.assert_close(found.double(), exact, rtol=2e-5, atol=0)
 
 
@@ -211,38 +133,6 @@ def test_wrong_numbers_of_columns(k, message):
     hidden, weight, labels, _ = problem()
     with pytest.raises(ValueError, match=message):
         linear_topk(hidden, weight, k, labels)
-
-
-def test_selected_columns_without_logits_in_memory(monkeypatch):
-    """Where a kernel keeps their projections; repeated columns, a bias, temperatures and masked tokens."""
-    pytest.importorskip("triton", reason="triton is not installed")
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    hidden, weight, labels, bias = (
-        part.detach().to(device) for part in problem(40, 16, 1100, dtype=torch.float16, bias=True)
-    )
-    g, calls = torch.Generator().manual_seed(1), []
-    columns = torch.randint(1100, (40, 4), generator=g).to(device)
-    columns[:, 3] = columns[:, 0]
-    transform = LogitTransform(torch.linspace(0.5, 2.0, 40, device=device), 1.2)
-
-    def counted(lse, hidden, weight, out, *given, **options):
-        calls.append(out)
-        return log_sum_exps_into(lse, hidden, weight, out, *given, **{**options, "backend": "torch"})
-
-    def found(backend, selected):
-        return linear_statistics(
-            hidden, weight, labels, "selected_logps", selected=selected, bias=bias, transform=transform,
-            options=EngineOptions(backend=backend, compact=False),
-        ).selected_logps  # fmt: skip
-
-    monkeypatch.setattr(logit_block, "log_sum_exps_into", counted)
-    monkeypatch.setattr(logit_block, "few_rows", lambda tokens: False)
-    exact = found("torch", columns)
-    torch.testing.assert_close(found("triton", columns), exact, rtol=1e-4, atol=1e-4)
-    assert calls == [None]
-    many = torch.arange(8, device=device).expand(40, 8)  # too many for this vocabulary
-    torch.testing.assert_close(found("triton", many), found("torch", many), rtol=1e-4, atol=1e-4)
-    assert calls[1] is not None
 
 
 # --- Registered statistics ------------------------------------------------------------------------------------------

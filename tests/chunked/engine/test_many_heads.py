@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from liger_losses import EngineOptions, Head, functional, linear_logps, linear_token_loss
-from liger_losses.chunked.engine import autograd_functions, plan
+from liger_losses.chunked.engine import autograd_functions
 from liger_losses.chunked.engine.tokens import Tokens, shift_labels
 from tests.losses import CE
 from tests.reference import assert_as_exact_as_plain, double, linear_of, peak_bytes, problem
@@ -224,15 +224,14 @@ def test_a_head_with_more_tokens_than_one_pass_takes(counts, streams):
 
 @pytest.mark.parametrize("weights", [[1.0, 0.0, 0.5], [0.0, 0.0, 0.0]])
 @pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
-@pytest.mark.parametrize("what", ["hidden states", "weight, few tokens", "weight"])
-def test_a_head_of_weight_0_may_hold_anything(what, reduction, weights, monkeypatch):
+@pytest.mark.parametrize("what", ["hidden states", "weight"])
+def test_a_head_of_weight_0_may_hold_anything(what, reduction, weights):
     """NaN and inf in a head that does not count reach neither the loss nor a gradient; its own loss says what it is."""
     leaves, (hidden, heads, _), labels = targets("own heads")
     broken = [h.detach() * (float("nan") if k == 1 and what == "hidden states" else 1) for k, h in enumerate(hidden)]
-    if "weight" in what:
+    if what == "weight":
         with torch.no_grad():
             heads[1].mul_(float("nan"))
-    monkeypatch.setattr(plan, "SMALL_CALL_FLOPS", {"cpu": 1e30 * ("few" in what)})
     options = {"reduction": reduction, "label_smoothing": 0.1, "lse_square_scale": 0.1}
     out = CE(head_weights=weights, **options, return_predicted_tokens=True)
     loss, metrics = out(heads, broken, labels)

@@ -19,7 +19,7 @@ from liger_losses import (
 )
 from liger_losses.chunked.engine import decision
 from liger_losses.chunked.engine import plan as planning
-from liger_losses.chunked.engine.plan import SMALL_CALL_FLOPS, MiB, Workload, is_small, make_plan
+from liger_losses.chunked.engine.plan import MiB, Workload, make_plan
 from liger_losses.chunked.engine.weights import Weights
 from tests.chunked.engine.test_stream import weighted
 from tests.reference import NAMES, assert_as_exact_as_plain, double, gradients, peak_bytes, plain_statistics, problem
@@ -62,19 +62,6 @@ def test_many_tiles_and_weight_chunks(dtype, needs):
         strict=True,
     ):
         assert_as_exact_as_plain(a, p, e, f"grad_{what}")
-
-
-@pytest.mark.parametrize(
-    ("tokens", "hidden_size", "vocab_size", "small"),
-    [(256, 4096, 128256, True), (1024, 4096, 128256, False), (4096, 576, 49152, True), (8192, 576, 49152, False)],
-)
-def test_small_calls_are_one_block(tokens, hidden_size, vocab_size, small, monkeypatch):
-    """By logits, and by operations: a GPU that is busy for longer than the host hides the host's time."""
-    device = torch.device("cuda")
-    monkeypatch.setattr(planning, "SMALL_CALL_FLOPS", SMALL_CALL_FLOPS)  # as users have it
-    assert is_small(tokens, hidden_size, vocab_size, device) == small
-    work = Workload(tokens, hidden_size, vocab_size, torch.bfloat16, device, device_memory=80 * 2**30)
-    assert (make_plan(work).rows == tokens) == (small or tokens <= 2048)
 
 
 def test_ranks_that_share_a_vocabulary_take_larger_blocks():
@@ -178,7 +165,8 @@ def test_blocks_leave_room_for_the_buffers_of_an_allocator():
     [
         (300_000, None, False, False),  # blocks of an eighth of the tokens
         (300_000, 16, False, False),
-        (60_000, None, True, False),  # a buffer in fp32 beside smaller blocks
+        (60_000, None, False, False),  # the same, with fewer logits at a time
+        (50_000, None, True, False),  # a buffer in fp32 beside smaller blocks
         (30_000, None, True, True),  # for which there is no room
         (None, None, False, False),
     ],
@@ -214,11 +202,10 @@ def test_parts_of_many_tokens_are_as_tall_as_those_of_few(tokens, gigabytes, wid
     linear_divergence(hidden, weight, labels, Teacher(hidden.detach(), weight.detach()), Divergence.reverse_kl())
     (made,) = decision._decisions.values()
     sizes = {"hidden_size": 2048, "vocab_size": 128256, "operand_dtype": torch.bfloat16, "device": torch.device("cuda")}
-    student = {"temporaries": 0, "gathers": False, "fused": True, "fused_products": True, "divergence_tiles": True}
+    student = {"temporaries": 0, "gathers": False, "fused": True, "fused_products": True}
     work = Workload(tokens, teacher_row_bytes=6 * 2048, device_memory=gigabytes * 2**30, **sizes, **student)
     run = made._chosen(work)
     assert run.plan.part_rows == 512
-    assert not run.plan.tiled
     assert (run.grad_weight_dtype == torch.float32) == wide != run.plan.few_blocks
 
 

@@ -1,16 +1,13 @@
 """Tokens whose upstream gradients are zero take no part in the gradient products, and all others do."""
 
-from types import SimpleNamespace
-
 import pytest
 import torch
 
 from liger_losses import EngineOptions, Head, LogitTransform, linear_logps, linear_statistics
-from liger_losses.chunked.engine import accumulation, stream
+from liger_losses.chunked.engine import accumulation, blocks, stream
 from liger_losses.chunked.engine.operators import separable_loss
 from liger_losses.chunked.engine.query import Query
 from liger_losses.chunked.engine.tokens import Counting
-from liger_losses.kernels.move_rows import move_rows_, put_first, scale_rows_
 from tests.kernels.cases import DEVICE, triton_or_skip
 from tests.losses import CE, GRPO
 from tests.reference import assert_as_exact_as_plain, assert_close_gradients, double, plain_statistics, problem
@@ -21,10 +18,16 @@ N, H, V = 37, 16, 53
 @pytest.fixture(autouse=True)
 def counts(monkeypatch):
     """Calls of any size are looked at; how many tokens each of them has multiplied."""
-    found, number = [], stream.Pending.found
+    found, few = [], stream._few
+
+    def counted(counts):
+        index = few(counts)
+        found.append(None if index is None else len(index))
+        return index
+
     monkeypatch.setattr(stream, "MIN_FLOPS", {"cpu": 0.0, "cuda": 0.0})
-    monkeypatch.setattr(stream, "ROUNDED", {})
-    monkeypatch.setattr(stream.Pending, "found", lambda self: found.append(number(self)) or found[-1])
+    monkeypatch.setattr(blocks, "MOVED_BYTES", 2**10)  # a few rows at a time
+    monkeypatch.setattr(stream, "_few", counted)
     return found
 
 
@@ -86,7 +89,7 @@ def test_tokens_without_a_coefficient_are_left_out(case, share, counts, monkeypa
         return gradients(found._asdict(), (hidden, weight))
 
     found = ours()
-    assert counts == [max(int(counted.sum()), 1)]
+    assert counts == [int(counted.sum())]
     assert not found[0][~counted.to(device)].any()
     monkeypatch.setattr(stream, "MIN_FLOPS", {})
     plain = gradients(plain_statistics(hidden, weight, labels, bias, **given), (hidden, weight))
@@ -139,7 +142,7 @@ def test_policy_losses(name, multiplied, monkeypatch):
     ("exponentials", "share"), [*((False, share) for share in (0.0, 0.1, 0.3, 0.6, 1.0)), (True, 0.1), (True, 1.0)]
 )
 def test_separable_losses_that_know_which_tokens_count(share, exponentials, counts, multiplied):
-    """The first block is filled before their number is known: fewer count, or more, and in uneven blocks; twice."""
+    """In even blocks, and twice."""
     if exponentials:
         triton_or_skip()
     device, dtype = (DEVICE, torch.bfloat16) if exponentials else ("cpu", torch.float64)
@@ -169,9 +172,9 @@ def test_separable_losses_that_know_which_tokens_count(share, exponentials, coun
     for value, right in zip(ours, expected, strict=True):
         torch.testing.assert_close(value, right, **tolerance)
     active, most = int(counted.sum()), int((labels != -100).sum())
-    assert counts[0] == (None if active == most else max(active, 1))
+    assert counts[0] == (None if active == most else active)
     # Of the product with the weight's rows, and of that with hidden states.
-    assert every - rows == most - max(active, 1)
+    assert every - rows == most - active
 
 
 @pytest.mark.parametrize("options", [{}, {"label_smoothing": 0.1, "lse_square_scale": 0.01}, {"return_z_loss": True}])
@@ -211,11 +214,8 @@ def test_backward_may_run_again(counts):
     assert len(counts) == 4
 
 
-@pytest.mark.parametrize(
-    ("zeros", "rounded", "multiplied"), [(0, 1, None), (1, 1, 199), (1, 64, None), (9, 64, 192), (200, 64, 64)]
-)
-def test_numbers_of_rows_are_rounded(zeros, rounded, multiplied, counts, monkeypatch):
-    monkeypatch.setattr(stream, "ROUNDED", {"cpu": rounded})
+@pytest.mark.parametrize(("zeros", "multiplied"), [(0, None), (3, None), (4, 196), (200, 0)])
+def test_a_few_zeros_are_multiplied(zeros, multiplied, counts, monkeypatch):
     hidden, weight, labels, _ = problem(200, H, V, dtype=torch.float64, masked=0.0)
     upstream = torch.ones(200, dtype=torch.float64).index_fill(0, torch.arange(200)[:zeros], 0.0)
     found = torch.autograd.grad(linear_logps(hidden, weight, labels), [hidden, weight], upstream)
@@ -226,88 +226,13 @@ def test_numbers_of_rows_are_rounded(zeros, rounded, multiplied, counts, monkeyp
 
 
 @pytest.mark.parametrize("strategy", ["resident", "two_pass"])
-def test_masked_tokens_beside_those_that_count(strategy, counts, monkeypatch):
-    """What they hold has no influence where the number of rows is rounded up to some of them."""
-    monkeypatch.setattr(stream, "ROUNDED", {"cpu": 64})
+def test_masked_tokens_beside_those_that_count(strategy, counts):
+    """What they hold has no influence."""
     hidden, weight, labels, _ = problem(200, H, V, masked=0.0)
     labels[10:] = -100
     with torch.no_grad():
         hidden[10:] = float("nan")
     logps = linear_statistics(hidden, weight, labels, options=EngineOptions(strategy=strategy, compact=False)).logp
     ours = torch.autograd.grad(logps.sum(), [hidden, weight])
-    assert counts == [64]
+    assert counts == [10]
     assert all(grad.isfinite().all() for grad in ours)
-
-
-def test_rows_beside_those_that_count_are_their_own(counts, monkeypatch):
-    """The number of rows is rounded up: a row that is multiplied beside the others, with 0, must not hold the logits of
-    a token that moved away, whose exponentials relative to another token's log-sum-exp have no end."""
-    monkeypatch.setattr(stream, "ROUNDED", {"cpu": 64})
-    hidden, weight, labels, _ = problem(200, H, V, masked=0.0)
-    counted = torch.arange(200).sub(40).abs() < 40
-    hidden = (hidden.detach() * torch.where(counted, 200.0, 1e-3)[:, None]).requires_grad_()
-    options = EngineOptions(strategy="resident")
-    found = linear_statistics(hidden, weight, labels, ("logp", "entropy"), options=options)
-    counted &= torch.arange(200) >= 40
-    loss = ((found.logp + found.entropy) * counted).sum()
-    ours = torch.autograd.grad(loss, [hidden, weight])
-    assert counts == [64]
-    assert all(grad.isfinite().all() for grad in ours)
-    assert not ours[0][~counted].any()
-
-
-@pytest.mark.parametrize("backend", ["torch", "triton"])
-@pytest.mark.parametrize("rounded", [1, 64])
-@pytest.mark.parametrize(
-    ("rows", "share"), [(1, 0.0), (1, 1.0), (2, 0.5), (130, 0.0), (131, 0.3), (1000, 0.7), (64, 1.0)]
-)
-def test_which_rows_are_first(rows, share, rounded, backend):
-    if backend == "triton":
-        triton_or_skip()
-    device = DEVICE if backend == "triton" else "cpu"
-    counts = torch.rand(rows, generator=torch.Generator().manual_seed(rows)).to(device) < share
-    total, sources, targets, order = put_first(counts, rounded, backend=backend)
-    first = -(-int(counts.sum()) // rounded) * rounded
-    assert total == counts.sum()
-    assert torch.equal(order.sort().values, torch.arange(rows, device=device))
-    assert not counts[order][first:].any()
-    moves, moved = sources < rows, torch.arange(rows, device=device)
-    moved[targets[moves]] = sources[moves]
-    assert torch.equal(moved[:first], order[:first])
-    expected = put_first(counts, rounded)
-    assert torch.equal(sources, expected.sources)
-    assert torch.equal(targets, expected.targets)
-
-
-@pytest.mark.parametrize("backend", ["torch", "triton"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_rows_move(backend, dtype):
-    if backend == "triton":
-        triton_or_skip()
-    device = DEVICE if backend == "triton" else "cpu"
-    matrix = torch.randn(9, 640, device=device).to(dtype)[:, :600]
-    sources, targets = torch.tensor([8, 5, 6, 9], device=device), torch.tensor([0, 3, 1, 9], device=device)
-    expected = matrix.clone()
-    expected[targets[:3]] = expected[sources[:3]]
-    move_rows_(matrix, sources, targets, backend=backend)
-    assert torch.equal(matrix, expected)
-    move_rows_(matrix, sources[:0], targets[:0], backend=backend)
-    assert torch.equal(matrix, expected)
-    other, expected = torch.randn(4, 600, device=device).to(dtype), torch.zeros(9, 640, device=device, dtype=dtype)
-    into, sources = expected[:, :600].clone(), torch.tensor([-1, 3, 4, 0], device=device)
-    expected = into.clone()
-    expected[targets[1]], expected[5] = other[3], other[0]
-    move_rows_(other, sources, torch.tensor([0, 3, 1, 5], device=device), into=into, backend=backend)
-    assert torch.equal(into, expected)
-    factor = torch.tensor([0.5, 1.0, 0.0, 2.0], device=device)
-    expected = other * factor[:, None].to(dtype)
-    scale_rows_(other, factor, backend=backend)
-    assert torch.equal(other, expected)
-
-
-@pytest.mark.parametrize(("hidden_size", "rows"), [(896, 4224), (2048, 2048), (4096, 1024), (2**16, 128)])
-def test_what_is_multiplied_meanwhile_is_one_wave_of_tiles(hidden_size, rows, monkeypatch):
-    """An H200 has 132 multiprocessors: as many tiles of 128 rows and 256 columns take as long as one."""
-    monkeypatch.setattr(stream, "processors", lambda device: 132)
-    work = SimpleNamespace(hidden_size=hidden_size, device=None)
-    assert stream._rows_of_wave(SimpleNamespace(work=work)) == rows

@@ -18,7 +18,7 @@ from liger_losses.chunked.losses.policy import AdaptiveEntropy
 from liger_losses.chunked.losses.policy_tables import LOSS_TYPES
 from liger_losses.chunked.losses.unpaired import mean_over_processes
 from tests.processes import BACKENDS, case_named, start
-from tests.reference import small_calls, tensors_of
+from tests.reference import tensors_of
 
 WORLD, ROWS, LENGTH, HIDDEN, VOCAB = 2, 4, 9, 6, 13
 CUT = 5  # the first rank has the first five tokens of each sequence, the second the other four
@@ -511,11 +511,6 @@ def work(rank, folder, backend):
     for name, check in (todo | {check.__name__: check for check in checks}).items():
         with case_named(name):
             check(rank)
-    if backend != "gloo":  # both ways of small calls
-        with small_calls(0.0):
-            for name, check in todo.items():
-                with case_named(f"{name}, as a large call"):
-                    check(rank)
 
 
 @pytest.mark.distributed

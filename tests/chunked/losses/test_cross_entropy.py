@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from liger_losses import CrossEntropyOutput
 from liger_losses.chunked.engine import tokens
 from tests.losses import CE
-from tests.reference import assert_as_exact_as_plain, double, plain_logits, plain_statistics, problem, small_calls
+from tests.reference import assert_as_exact_as_plain, double, plain_logits, plain_statistics, problem
 
 OPTIONS = [
     {},
@@ -67,7 +67,7 @@ def plain_cross_entropy(hidden, weight, labels, bias, build, call, reduction="me
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
 def test_equals_the_definition(dtype, options, bias, reduction, monkeypatch):
-    """In blocks of active tokens, and as a call of few tokens, which never asks the device how many are active."""
+    """In blocks of active tokens, and of all tokens, for which the device is never asked how many are active."""
     if "num_items_in_batch" in options and reduction != "mean":
         pytest.skip("num_items_in_batch is the divisor of 'mean'")
     inputs = problem(37, 24, 131, dtype=dtype, bias=bias)
@@ -86,10 +86,10 @@ def test_equals_the_definition(dtype, options, bias, reduction, monkeypatch):
         hidden[labels == -100] = float("nan")
     # fp64: the denominators are sums of fp32 ones, weights in fp64
     floor = 1e-12 if dtype == torch.float64 else None
-    for few in (False, True):
-        loss_module = CE(**build, reduction=reduction, chunk_size=None if few else 11)
-        with small_calls(1e30 if few else 0.0), monkeypatch.context() as patched:
-            if few:
+    for compact in (True, False):
+        loss_module = CE(**build, reduction=reduction, compact=compact, chunk_size=11 if compact else None)
+        with monkeypatch.context() as patched:
+            if not compact:
                 patched.setattr(tokens, "label_facts", None)
             ours = loss_module(weight, hidden, labels, b, **call)
         assert ours.dtype == torch.promote_types(dtype, torch.float32)

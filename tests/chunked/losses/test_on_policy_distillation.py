@@ -21,7 +21,6 @@ from liger_losses import (
     projected_teacher,
     teacher_topk,
 )
-from liger_losses.chunked.engine import plan
 from tests.losses import JSD, ReverseKL
 from tests.reference import relative_error
 
@@ -169,10 +168,8 @@ def test_divergences_by_the_teachers_entropy(options, backend):
     torch.testing.assert_close(functional.divergence(log_p.detach(), log_q.detach(), which), each.detach())
 
 
-@pytest.mark.parametrize("small", [1.5e8, 0])
 @pytest.mark.parametrize("per_token", [False, True])
-def test_teachers_by_row_or_token(per_token, small, monkeypatch):
-    monkeypatch.setattr(plan, "SMALL_CALL_LOGITS", small)  # all tokens in one block, or each teacher's
+def test_teachers_by_row_or_token(per_token):
     hidden, weight, labels, first, second = problem()
     which = torch.randint(2, (B, T) if per_token else (B,), generator=torch.Generator().manual_seed(1))
     both = [log_softmaxes(hidden, weight, teacher) for teacher in (first, second)]

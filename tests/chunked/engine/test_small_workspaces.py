@@ -1,41 +1,31 @@
-"""Losses that small workspaces compute in tiles of the vocabulary."""
+"""Divergences within small workspaces, of which fewer tokens' logits exist at a time."""
 
 import pytest
 import torch
 import torch.nn.functional as F
 
-from liger_losses import DistillationLoss, EngineOptions, Head, Teacher, linear_divergence
-from liger_losses.chunked.engine import decision, divergence_tiles, plan, two_models
-from liger_losses.chunked.engine.call import make_call
-from liger_losses.chunked.engine.query import Comparison, Query
+from liger_losses import DistillationLoss, EngineOptions, Teacher, linear_divergence
+from liger_losses.chunked.engine import two_models
 from tests.chunked.losses.test_distillation import divergence, formula
 from tests.reference import assert_as_exact_as_plain, relative_error, rounding
 
 pytest.importorskip("triton", reason="triton is not installed")
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-#: Bytes in which tiles fit: several blocks of tokens, and several tiles of columns; and all columns of 4 tokens.
-SMALL = 42_000
+#: Bytes in which some tokens' gradients fit, and fewer tokens' logits.
+SMALL = 25_000
 
 
 @pytest.fixture
-def in_tiles(monkeypatch, request):
-    """The number of blocks that took their gradients in tiles, and their statistics from rows of logits or in tiles."""
-    taken, gradients = [], divergence_tiles.DivergenceTiles.gradients
-    by_rows = getattr(request, "param", "rows") == "rows"
-    for name in ("TILE", "HALF_TILE"):
-        monkeypatch.setattr(plan, name, 4 if by_rows else 64)
-    decision._decisions.clear()
-    monkeypatch.setattr(two_models, "_DEVICES_OF_LSE", (DEVICE,))
+def parts(monkeypatch):
+    """The numbers of tokens whose logits exist at a time."""
+    taken, fill = [], two_models.TwoModels._fill_rows
 
-    def counted(self, *arguments):
-        if self.call.plan.tiled:
-            taken.append(arguments)
-            assert (self.call.plan.part_rows > 0) == by_rows
-        return gradients(self, *arguments)
+    def counted(self, part, *arguments):
+        taken.append(len(part.hidden))
+        fill(self, part, *arguments)
 
-    monkeypatch.setattr(divergence_tiles.DivergenceTiles, "gradients", counted)
-    yield taken
-    decision._decisions.clear()
+    monkeypatch.setattr(two_models.TwoModels, "_fill_rows", counted)
+    return taken
 
 
 def models(dtype=torch.bfloat16, tokens=19, vocab=200, teacher_vocab=200, bias=False):
@@ -77,13 +67,8 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize(
-    ("case", "in_tiles"),
-    [(case, "rows") for case in CASES if case != "cosine"]
-    + [("reverse KL, a wider student", "tiles"), ("cosine", "tiles")],
-    indirect=["in_tiles"],
-)
-def test_loss_and_gradients(case, in_tiles):
+@pytest.mark.parametrize("case", CASES)
+def test_loss_and_gradients(case, parts):
     name, sizes, options, hard = CASES[case]
     student, labels, teacher = models(**sizes)
     settings = {"temperature": 1.0, **options}
@@ -92,7 +77,7 @@ def test_loss_and_gradients(case, in_tiles):
     loss = DistillationLoss(divergence(name), hard, 0.7, **settings, workspace=SMALL, backend="triton")
     value, metrics = loss(student[1], student[0], labels, Teacher(*teacher), bias=student[2])
     grads = torch.autograd.grad(value, student[:2])
-    assert len(in_tiles) > 1
+    assert len(parts) > 1
     assert relative_error(value, exact) < 1e-6
     torch.testing.assert_close(hard * (metrics.hard_loss or 0) + 0.7 * metrics.soft_loss, value.detach())
     rough_grads, exact_grads = torch.autograd.grad(rough, student[:2]), torch.autograd.grad(exact, wide[0][:2])
@@ -100,8 +85,8 @@ def test_loss_and_gradients(case, in_tiles):
         assert_as_exact_as_plain(ours, rounded, right)
 
 
-@pytest.mark.parametrize("workspace", [SMALL, None], ids=["tiles", "rows"])
-def test_a_sum_of_log_probabilities(workspace, in_tiles):
+@pytest.mark.parametrize("workspace", [SMALL, None])
+def test_a_sum_of_log_probabilities(workspace, parts):
     """Its gradients reach backward as one number with a stride of 0."""
     student, labels, teacher = models(tokens=14)
     options = EngineOptions(workspace=workspace, backend="triton")
@@ -113,11 +98,11 @@ def test_a_sum_of_log_probabilities(workspace, in_tiles):
     pairs = zip(torch.autograd.grad(found.logp.sum(), student[:2]), torch.autograd.grad(exact, wide[:2]), strict=True)
     for ours, right in pairs:
         assert relative_error(ours, right) < 4 * rounding(torch.bfloat16)
-    assert bool(in_tiles) == bool(workspace)
+    assert (len(parts) > 2) == bool(workspace)
 
 
 @pytest.mark.parametrize("name", [pytest.param("forward KL", marks=pytest.mark.slow), "JSD"])
-def test_close_teachers_keep_their_digits(name, in_tiles):
+def test_close_teachers_keep_their_digits(name, parts):
     """Where the student differs from the teacher in one rounding of one dimension, bf16 logits would be the same."""
     _, labels, teacher = models()
     hidden, weight = teacher[0].clone(), teacher[1]
@@ -132,22 +117,4 @@ def test_close_teachers_keep_their_digits(name, in_tiles):
     pairs = zip(torch.autograd.grad(value, inputs[:2]), torch.autograd.grad(exact, wide[:2]), strict=True)
     for ours, right in pairs:
         assert relative_error(ours, right) < 4 * rounding(torch.bfloat16)
-    assert in_tiles
-
-
-def plan_of(tokens=2000, **options):
-    student, labels, teacher = models(tokens=tokens)
-    query = Query(("divergence",), comparison=Comparison(Teacher(*teacher), divergence("JSD")))
-    return make_call(student[0], Head(student[1]), labels, query, EngineOptions(backend="triton", **options))[1].plan
-
-
-def test_only_small_workspaces_take_tiles():
-    assert not plan_of().tiled
-    assert not plan_of(workspace=10 * 2**20).tiled
-    assert plan_of(workspace=2**20).tiled
-    assert not plan_of(workspace=2**20, chunk_size=100).tiled  # which asks for whole rows
-    assert not plan_of(workspace=2**20, tokens=50).tiled  # all of which fit
-    found = plan_of(workspace=2**20)
-    assert found.tile_rows * (32 * 4 + found.tile_columns * (4 + 4 + 2)) < 2**20
-    assert found.part_rows == 0  # of so few, reading the heads would take longer
-    assert plan_of(workspace=11 * 2**17).part_rows == 128
+    assert len(parts) > 1

@@ -1,10 +1,9 @@
-"""Calls of few tokens: one block of logits, of masked tokens too, without a wait for the device."""
+"""What is decided of a call, and kept; results that do not depend on it."""
 
 import pytest
 import torch
 
 from liger_losses import (
-    Divergence,
     EngineOptions,
     Head,
     Teacher,
@@ -13,10 +12,10 @@ from liger_losses import (
     linear_statistics,
     linear_token_loss,
 )
-from liger_losses.chunked.engine import accumulation, decision, tokens
-from liger_losses.chunked.engine.query import Comparison, Query
+from liger_losses.chunked.engine import decision, tokens
+from liger_losses.chunked.engine.query import Query
 from tests.losses import CE, JSD
-from tests.reference import double, problem, small_calls
+from tests.reference import problem
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
@@ -37,8 +36,7 @@ def test_what_needs_no_gradient(frozen):
     hidden, weight, labels, bias = inputs(torch.float32, True)
     given = [t.detach().requires_grad_(i not in frozen) for i, t in enumerate((hidden, weight, bias))]
     trained = [t for t in given if t.requires_grad]
-    with small_calls():
-        value = CE()(given[1], given[0], labels, given[2])
+    value = CE()(given[1], given[0], labels, given[2])
     torch.testing.assert_close(value, CE()(weight, hidden, labels, bias))
     assert value.requires_grad == bool(trained)
     if trained:
@@ -52,8 +50,7 @@ def test_a_column_that_no_token_can_have():
     labels[labels == 0] = 1
     with torch.no_grad():
         bias[0] = -torch.inf
-    with small_calls():
-        loss = CE()(weight, hidden, labels, bias=bias)
+    loss = CE(compact=False)(weight, hidden, labels, bias=bias)
     logits = torch.nn.functional.linear(hidden, weight, bias)
     expected = torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten())
     assert_close(
@@ -61,41 +58,6 @@ def test_a_column_that_no_token_can_have():
         [expected, *torch.autograd.grad(expected, (hidden, weight))],
         torch.float32,
     )
-
-
-def test_large_products_run_beside_one_another(monkeypatch):
-    hidden, weight, labels, _ = inputs(torch.float32, False)
-    exact_in = double(hidden, weight)
-    exact = torch.nn.functional.cross_entropy((exact_in[0] @ exact_in[1].t()).flatten(0, 1), labels.flatten())
-    expected = [exact, *torch.autograd.grad(exact, exact_in)]
-    beside, start = [], accumulation.start_beside
-    monkeypatch.setattr(accumulation, "MIN_BESIDE", 0)
-    monkeypatch.setattr(accumulation, "start_beside", lambda *given: beside.append(given) or start(*given))
-    for flops in (0.0, 1e30):
-        with small_calls(flops):
-            loss = CE()(weight, hidden, labels)
-        assert_close([loss, *torch.autograd.grad(loss, (hidden, weight))], expected, torch.float32)
-    assert len(beside) == 2
-
-
-def kinds(*arguments, **options):
-    """Whether the call drops tokens without loss."""
-    decision._decisions.clear()
-    linear_logps(*arguments, **options)
-    return [made.compact for made in decision._decisions.values()]
-
-
-def test_which_calls_are_small():
-    hidden, weight, labels, _ = inputs(torch.float32, False)
-    flops = 6 * labels.numel() * 24 * 61
-    with small_calls(flops):
-        assert kinds(hidden, weight, labels) == [False]
-        assert kinds(hidden, weight, labels, workspace=2**20) == [False]
-        assert kinds(hidden, weight, labels, workspace=7000) == [True]  # does not hold the logits of all
-        assert kinds(hidden, weight, labels, chunk_size=28) == [True]
-        assert kinds(hidden, Head(weight, batch_invariant=True), labels) == [True]
-    with small_calls(flops - 1):
-        assert kinds(hidden, weight, labels) == [True]
 
 
 def test_what_is_decided_is_kept_by_all_that_it_depends_on():
@@ -170,22 +132,19 @@ class WithoutGradient(torch.autograd.Function):
         return None
 
 
-@pytest.mark.parametrize("flops", [0.0, 1e30])
 @pytest.mark.parametrize("frozen", [False, True])
-def test_no_upstream_gradient_makes_gradients_of_zero(frozen, flops):
+def test_no_upstream_gradient_makes_gradients_of_zero(frozen):
     """And not what was in memory before."""
     hidden, weight, labels, _ = problem(50, 24, 61, masked=0.0)
     weight.requires_grad_(not frozen)
     filled = [torch.full_like(hidden, 7.0) for _ in range(100)]
     del filled
-    with small_calls(flops):
-        WithoutGradient.apply(linear_logps(hidden, weight, labels)).sum().backward()
+    WithoutGradient.apply(linear_logps(hidden, weight, labels)).sum().backward()
     assert not hidden.grad.any()
     assert frozen or not weight.grad.any()
 
 
-@pytest.mark.parametrize("compact", [True, False])
-def test_token_inputs_of_masked_tokens_may_hold_anything(compact):
+def test_token_inputs_of_masked_tokens_may_hold_anything():
     hidden, weight, labels, _ = inputs(torch.float32, False)
     table = torch.linspace(1.0, 2.0, 61)
 
@@ -193,12 +152,11 @@ def test_token_inputs_of_masked_tokens_may_hold_anything(compact):
         return -statistics.logp * table[columns]
 
     found = []
-    for flops, drops in ((0.0, True), (1e30, compact)):
-        options = EngineOptions(compact=drops)
-        with small_calls(flops):
-            loss, _ = linear_token_loss(
-                hidden, weight, labels, token_loss, token_inputs={"columns": labels}, options=options
-            )
+    for compact in (True, False):
+        options = EngineOptions(compact=compact)
+        loss, _ = linear_token_loss(
+            hidden, weight, labels, token_loss, token_inputs={"columns": labels}, options=options
+        )
         found.append((loss, *torch.autograd.grad(loss, (hidden, weight))))
     assert_close(found[1], found[0], torch.float32)
 
@@ -208,10 +166,8 @@ def test_the_divergence_over_some_columns_is_of_active_tokens(options):
     hidden, weight, labels, _ = inputs(torch.float32, False)
     states, head = hidden.detach().flip(0), weight.detach().flip(0)
     sparse = TeacherTopK(*(states @ head.T).log_softmax(-1).topk(4))
-    loss, found = JSD(**options), []
-    for flops in (0.0, 1e30):
-        with small_calls(flops):
-            found.append(loss(weight, hidden, labels, Teacher(states, head) if options else sparse))
+    teacher = Teacher(states, head) if options else sparse
+    found = [JSD(compact=compact, **options)(weight, hidden, labels, teacher) for compact in (True, False)]
     torch.testing.assert_close(found[0], found[1])
 
 
@@ -219,20 +175,8 @@ def test_the_divergence_over_some_columns_is_of_active_tokens(options):
 def test_tokens_are_counted_once_for_all_passes_over_some_columns(options, monkeypatch):
     hidden, weight, labels, _ = inputs(torch.float32, False)
     teacher, counted, count = Teacher(hidden.detach().flip(0), weight.detach()), [], tokens.facts_of_labels
-    with monkeypatch.context() as patched, small_calls(0.0):
+    with monkeypatch.context() as patched:
         patched.setattr(tokens, "facts_of_labels", lambda *given: counted.append(1) or count(*given))
         found = JSD(top_k=4, **options)(weight, hidden, labels, teacher)
     assert counted == [1]
-    with small_calls(1e30):
-        torch.testing.assert_close(found, JSD(top_k=4, **options)(weight, hidden, labels, teacher))
-
-
-def test_losses_with_a_teacher_drop_tokens(monkeypatch):
-    """As the teacher's hidden states of masked tokens may hold anything; of slices of sequences too."""
-    hidden, weight, labels, _ = inputs(torch.float32, False)
-    loss, comparison = JSD(), Comparison(Teacher(hidden.detach(), weight), Divergence.reverse_kl())
-    monkeypatch.setattr(JSD, "agree", lambda *given: None)
-    with small_calls():
-        for query, drops in ((Query(("logp",)), False), (Query(("divergence", "logp"), comparison=comparison), True)):
-            selected = loss.agreed_tokens(hidden, labels, None, [(Head(weight), query)])
-            assert (selected.ignored is None) == drops
+    torch.testing.assert_close(found, JSD(top_k=4, compact=False, **options)(weight, hidden, labels, teacher))

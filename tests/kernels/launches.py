@@ -21,6 +21,7 @@ from liger_losses import (
     linear_divergence_loss,
     linear_statistics,
 )
+from liger_losses.kernels.divergence import Logits, square_sums
 from liger_losses.kernels.divergence_terms import summed_terms
 from liger_losses.kernels.given_columns import ByRows, GivenCall, GivenColumns, evaluate, project_, with_gradients
 from liger_losses.kernels.given_ids import GivenIds, find
@@ -181,6 +182,10 @@ def heads() -> dict[str, Callable[[], None]]:
             tensor(TOKENS, dtype=FP32),
             Epilogue(each_capped, tensor(VOCAB, dtype=FP32)),
             scratch=0,
+            backend="triton",
+        ),
+        "sums of squares": lambda: square_sums(
+            *[Logits(tensor(TOKENS, VOCAB, dtype=FP32), tensor(TOKENS, dtype=FP32), Epilogue(each_capped))] * 2,
             backend="triton",
         ),
         "label facts": lambda: label_facts([tensor(TOKENS, dtype=torch.long)] * 2, -100, backend="triton"),

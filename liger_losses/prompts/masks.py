@@ -53,16 +53,25 @@ def block_mask(sees: RowMask) -> Any:
     """FlexAttention's BlockMask. Its own ``create_block_mask`` would compile, or compare all T x T tokens at once."""
     from torch.nn.attention.flex_attention import BlockMask
 
-    device, size = sees.rows.device, sees.rows.shape[1]
-    zero, keys = torch.zeros((), dtype=torch.int32, device=device), torch.arange(size, device=device)[None]
-    counts = []
-    for queries in torch.arange(size, device=device)[:, None].split(_BLOCKS * BLOCK):
-        seen = sees(zero, zero, queries, keys).expand(len(queries), size)
-        counts.append(seen.view(-1, BLOCK, size // BLOCK, BLOCK).sum((1, 3)))
-    number = torch.cat(counts)
+    queries = torch.arange(sees.rows.shape[1], dtype=torch.int32, device=sees.rows.device).split(_BLOCKS * BLOCK)
+    number = torch.cat([_pairs(sees, part) for part in queries])
     full = number == BLOCK * BLOCK
     partly, fully = _ordered((number > 0) & ~full), _ordered(full)
     return BlockMask.from_kv_blocks(*partly, *fully, BLOCK, sees)
+
+
+def _pairs(sees: RowMask, queries: Tensor) -> Tensor:
+    """The number of pairs of a query and a key that it sees, of each pair of blocks ``[blocks of queries, n]``."""
+    size = sees.rows.shape[1]
+    if sees.positions_see is None:  # two ranges of keys: their part of a block needs no look at its tokens
+        starts, prompt_starts, prompt_ends, _ = sees.rows[:, queries, None]
+        first = torch.arange(0, size, BLOCK, dtype=torch.int32, device=queries.device)
+        ranges = (starts, queries[:, None] + 1), (prompt_starts, prompt_ends)
+        seen = sum((stop.minimum(first + BLOCK) - start.maximum(first)).clamp(min=0) for start, stop in ranges)
+    else:
+        zero, keys = queries.new_zeros(()), torch.arange(size, dtype=torch.int32, device=queries.device)
+        seen = sees(zero, zero, queries[:, None], keys).expand(-1, size).unflatten(1, (-1, BLOCK)).sum(2)
+    return seen.unflatten(0, (-1, BLOCK)).sum(1)
 
 
 def _ordered(dense: Tensor) -> tuple[Tensor, Tensor]:

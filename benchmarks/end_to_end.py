@@ -411,13 +411,14 @@ def main() -> None:
                 command += ["--out", str(file)]
                 subprocess.run(command, check=True)
                 rows += json.loads(file.read_text())
+                if options.out:  # a run that is stopped keeps what it has measured
+                    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+                    result = {"environment": environment(device), "rows": merged(rows)}
+                    options.out.write_text(json.dumps(result, indent=1) + "\n")
     rows = merged(rows)
     if options.rounds > 1:
         print("all rounds", *map(line, rows), sep="\n")
     print(*compared(rows), sep="\n")
-    if options.out:
-        device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-        options.out.write_text(json.dumps({"environment": environment(device), "rows": rows}, indent=1) + "\n")
 
 
 if __name__ == "__main__":

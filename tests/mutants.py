@@ -24,7 +24,7 @@ LIMIT = 400
 
 #: By the tests that must catch them (pytest's arguments): file of the package, what it has once, and what that becomes.
 MUTANTS: dict[str, list[tuple[str, str, str]]] = {
-    "tests/chunked/test_combinations.py -k 'together and not triton'": [
+    "tests/results/test_combinations.py -k 'together and not triton'": [
         ("chunked/engine/many_heads.py", '"bias", "quantized", "adapters")', '"quantized", "adapters")'),
         ("kernels/softmax_grad.py", '"p_logp_coef": -g}', '"p_logp_coef": g}'),
         ("kernels/softmax_grad.py", "2 * g * torch.exp(-values", "g * torch.exp(-values"),
@@ -47,7 +47,7 @@ MUTANTS: dict[str, list[tuple[str, str, str]]] = {
         ("chunked/engine/stream.py", "call.query.subset(index, losses)", "call.query"),
         ("chunked/engine/stream.py", "{name: value[index] for", "{name: value for"),
     ],
-    "tests/chunked/test_combinations.py -k 'in_triton and statistics'": [
+    "tests/results/test_combinations.py -k 'in_triton and statistics'": [
         ("kernels/softmax_grad.py", "p * p_squared_value * p", "p * p_squared_value"),
     ],
     "tests/prompts -k 'repeated_prompts and llama'": [
@@ -59,7 +59,7 @@ MUTANTS: dict[str, list[tuple[str, str, str]]] = {
         ("chunked/engine/logit_block.py", "ids.append(at + columns.start)", "ids.append(at)"),
         ("chunked/engine/logit_block.py", "torch.cat(values, -1).topk", "torch.cat(values, -1)[:, :k].topk"),
     ],
-    "tests/chunked/test_combinations.py -k 'in_triton and trained'": [
+    "tests/results/test_combinations.py -k 'in_triton and trained'": [
         ("kernels/softmax_grad.py", "grad_bias += projected.sum(0, ", "grad_bias += 0 * projected.sum(0, "),
     ],
     "tests/chunked/engine/test_tokens.py -k never_leak": [

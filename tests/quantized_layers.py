@@ -6,22 +6,8 @@ import pytest
 import torch
 from torch import nn
 
-from liger_losses import QuantizedWeight, register_quantized_weight
+from liger_losses import register_quantized_weight
 from liger_losses.chunked.engine.quantized_kinds import GPTQRows
-
-
-class Int8Weight(QuantizedWeight):
-    """``W[v] = codes[v] scales[v]``, a format of a user's own; notes how many rows were asked for at once."""
-
-    def __init__(self, weight):
-        super().__init__(tuple(weight.shape), torch.float32, weight.device)
-        self.scales = weight.detach().abs().amax(1, keepdim=True).float() / 127
-        self.codes = (weight.detach() / self.scales).round().to(torch.int8)
-        self.most = 0
-
-    def rows(self, start, stop):
-        self.most = max(self.most, stop - start)
-        return self.codes[start:stop] * self.scales[start:stop]
 
 
 class PackedLinear(nn.Module):

@@ -7,7 +7,7 @@ import torch
 
 from liger_losses.functional import forward_kl
 from liger_losses.kernels.divergence_terms import series_of
-from tests.chunked.losses.test_distillation import divergence
+from tests.reference import divergence
 
 
 def exponential(s=1.0):

@@ -5,8 +5,8 @@ import torch
 
 from liger_losses.kernels import glu, layer_norm, rms_norm, rope
 from liger_losses.modules import RMSNorm, SwiGLUMLP
-from tests.chunked.engine.compiled import DEVICE, HALF, assert_same, compiled, gradients
 from tests.reference import relative_error, tensors_of
+from tests.results.compiled import DEVICE, HALF, assert_same, compiled, gradients
 
 pytestmark = pytest.mark.usefixtures("nothing_compiled")
 

@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from liger_losses.kernels.online_softmax import merge, places
-from tests.chunked.engine.shared_vocabulary import VOCAB
 from tests.reference import NAMES, plain_statistics, relative_error
+from tests.results.losses import VOCAB
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])

@@ -168,3 +168,10 @@ def test_what_needs_another_package_is_left_out_silently(monkeypatch):
         enable()
     assert module.BaseTunerLayer is original
     assert {f.package for f in FEATURES} == {"", "peft"}
+
+
+def test_wrong_options():
+    with pytest.raises(TypeError, match="kernels must be True or False, got 'x'"):
+        enable(kernels="x")
+    with pytest.raises(TypeError, match=r"no kernel= \(did you mean 'kernels'\?\); its arguments are kernels"):
+        enable(kernel=True)

@@ -16,7 +16,7 @@ from liger_losses.patching.lazy.gradients import LazyGradient
 from liger_losses.trl import disable, enable
 from tests.models import small
 from tests.project.test_examples import tiny_model
-from tests.reference import engine_calls
+from tests.seam import engine_calls
 from tests.trl_servers import Rollouts, Server, rollouts
 
 trl = pytest.importorskip("trl", reason="TRL is not installed")

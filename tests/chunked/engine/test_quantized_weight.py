@@ -10,8 +10,8 @@ from liger_losses.chunked.engine import EngineOptions
 from liger_losses.chunked.engine.adapters import LowRank
 from liger_losses.chunked.engine.quantized_kinds import _FINDERS, find_quantized
 from tests.losses import CE, JSD
-from tests.quantized_layers import LAYERS, Int8Weight, dequantized
-from tests.reference import assert_as_exact_as_plain, double, peak_bytes, problem, relative_error
+from tests.quantized_layers import LAYERS, dequantized
+from tests.reference import Int8Weight, assert_as_exact_as_plain, double, peak_bytes, problem, relative_error
 
 V, H = 120, 40  # rows of 40 start inside of blocks of 64
 SLOW = pytest.mark.slow

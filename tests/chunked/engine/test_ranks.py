@@ -2,17 +2,15 @@
 
 import contextlib
 import functools
-import itertools
 import os
 import types
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import Partial, Replicate, Shard, distribute_tensor
 
 from liger_losses import (
+    ChunkedLoss,
     Divergence,
     Head,
     LogitTransform,
@@ -30,113 +28,25 @@ from liger_losses.chunked.engine.weights import Projection
 from liger_losses.integrations import skyrl
 from liger_losses.integrations.megatron import OutputOptions, output_processor
 from liger_losses.integrations.verl import linear_cross_entropy
-from tests import interpreter
-from tests.chunked.combinations import COLUMNS, check, rows
-from tests.chunked.engine.shared_vocabulary import (
+from tests.losses import DPO, GRPO, JSD, KL, KTO
+from tests.processes import BACKENDS, case_named, start
+from tests.reference import problem
+from tests.results.losses import (
     CE,
-    CUTS,
     LENGTH,
-    LOSSES,
-    OPERATIONS,
+    ROWS,
     VARIANTS,
     VOCAB,
-    WORLD,
     Part,
-    all_cases,
     batch,
     case_of,
     compare,
-    errors_before_a_call,
-    run,
     support,
 )
-from tests.losses import DPO, GRPO, JSD, KL, KTO
-from tests.processes import BACKENDS, case_named, device_type, start
-from tests.reference import problem, relative_error, tensors_of
 
-#: Rows of the table of combinations that ranks share the vocabulary of, and those that take the Triton kernels.
-ALONE = {"strategy": (None,), "layout": ("contiguous",), "invariant": (False,), "teacher": ("model", "narrower")}
-ASKS = tuple(name for name in COLUMNS["asks"] if name not in ("total variation", "alpha-beta 0.2 0.7"))
-SHARED = rows(**ALONE, asks=ASKS, targets=("one", "two heads"), dtype=("float64",), backend=("torch",))
-IN_TRITON = rows(
-    **ALONE, asks=("logp", "metrics", "token loss", "kept", "JSD"), weight=("dense", "frozen"), targets=("one",),
-    blocks=("default", "chunks"), dtype=("bfloat16",), backend=("triton",),
-)  # fmt: skip
+WORLD, CUTS = 4, {"two even": (15, 15), "two uneven": (23, 7), "four": (9, 1, 12, 8)}
 #: What ranks with other labels are told.
 LABELS = r"they differ in labels\. Where each rank has a batch"
-
-
-#: How many of the table's columns each rank has, of two and of four ranks.
-SIZES = {2: (33, 12), 4: (13, 1, 19, 12)}
-
-
-def combinations(parts, chosen=SHARED, **options):
-    """Rows take turns with the groups of ranks, and of four ranks, both pairs."""
-    groups, pairs = [part.group for part in parts.values()], dist.get_world_size() // 2
-    for i, row in enumerate(chosen):
-        group, pair = groups[i % len(groups)], i // len(groups) % pairs
-        if group.size() == WORLD or pair == dist.get_rank() // 2:
-            with case_named(str(row)):
-                check(row, Part.of(group, SIZES[group.size()]), **options)
-
-
-def in_triton(parts):
-    """Some of them, and all whose blocks hold exponentials."""
-    of_exponentials = [row for row in IN_TRITON if row.asks in ("logp", "metrics") and row.bias != "trained"]
-    with interpreter.faster(), interpreter.small_tiles():
-        combinations(parts, list(dict.fromkeys([*of_exponentials, *IN_TRITON[:13:4]])), large=0.5)
-
-
-def all_in_triton(parts):
-    with interpreter.faster(), interpreter.small_tiles():
-        combinations(parts, IN_TRITON)
-
-
-def gathered(rows, group):
-    """The rows of all ranks."""
-    found = [None] * group.size()
-    dist.all_gather_object(found, rows, group=group)
-    return torch.cat([part.to(rows.device) for part in found])
-
-
-def dtensors(parts):
-    """Weights [Shard(0)], and hidden states that are replicated or sharded along the sequence."""
-    mesh = init_device_mesh(device_type(), (dist.get_world_size() // 2, 2), mesh_dim_names=("dp", "tp"))["tp"]
-    d, variant = batch(), VARIANTS["bias"]
-    for name, placement in itertools.product(
-        ("cross entropy", "DPO", "GRPO", "KTO", "JSD", "logps", "kept columns, GRPO"), (Replicate(), Shard(1))
-    ):
-        call = case_of(name)
-        expected, expected_grads = run(call, d, variant)
-        hidden, other = (distribute_tensor(d[key], mesh, [placement]) for key in ("h", "other"))
-        hidden.requires_grad_()
-        weight, bias, ref = (distribute_tensor(d[key], mesh, [Shard(0)]) for key in ("weight", "bias", "ref_weight"))
-        for leaf in (weight, bias):
-            leaf.requires_grad_()
-        with case_named(f"{name}, DTensors, {placement}"):
-            found = tensors_of(call(Head(weight, bias), Head(ref), {**d, "h": hidden, "other": other}))
-            torch.testing.assert_close(found, expected)
-            outputs = [tensor for tensor in found if tensor.requires_grad]
-            upstream = [torch.arange(1.0, 1 + o.numel()).cos().view(o.shape).to(o) for o in outputs]
-            grads = torch.autograd.grad(outputs, (hidden, weight, bias), upstream)
-            placements = [Partial() if placement == Replicate() else placement], [Shard(0)], [Shard(0)]
-            for grad, at, b in zip(grads, placements, expected_grads, strict=True):
-                assert list(grad.placements) == at, (grad.placements, at)
-                torch.testing.assert_close(grad.full_tensor(), b)
-    with case_named("compiled"):
-        loss, head, rows = CE(), Head(weight, bias), (weight.to_local(), bias.to_local())
-        for given in (head, Head(*rows, group=mesh.get_group())):
-            compiled = torch.compile(lambda h, given=given: loss(given, h, d["y"]).sum(), backend="eager")
-            states = hidden if given is head else d["h"]
-            torch.testing.assert_close(compiled(states), loss(d["weight"], d["h"], d["y"], bias=d["bias"]))
-    with pytest.raises(TypeError, match=r"plain tensor.*group=weight.device_mesh.get_group.*full_tensor"):
-        linear_logps(d["h"], weight, d["y"], bias=bias)
-    with pytest.raises(TypeError, match="the weight is a DTensor and bias is not"):
-        Head(weight, d["bias"])
-    with pytest.raises(ValueError, match="Shard\\(dim=1\\)"):
-        Head(distribute_tensor(d["weight"], mesh, [Shard(1)]))
-    with pytest.raises(TypeError, match="hidden_states is a DTensor"):
-        linear_logps(hidden, d["weight"], d["y"])
 
 
 def errors(parts):
@@ -502,12 +412,77 @@ def exchanges_after_the_first_product(parts):
             linear_logps(d["h"], head, d["y"] + VOCAB)
 
 
+class RaisingLoss(ChunkedLoss):
+    def loss(self, statistics, mask):
+        if dist.get_rank() == 1:
+            raise ValueError("on rank 1")
+        return -statistics.logp.sum()
+
+
+def compiled(function, given):
+    return torch.compile(function, backend="eager")(given)
+
+
+def errors_before_a_call(parts):
+    """What is wrong on one rank before it compares its call with the others' is an error on all, which says what."""
+    rank, d = dist.get_rank(), batch()
+    bad = rank == 1
+    group = dist.new_group(range(WORLD))  # whose ranks do not know yet how much memory they have
+    head = Head(d["weight"][parts["four"].rows].detach(), group=group)
+    ids, mask, signs = d["y"].clamp(min=0), d["y"] >= 0, d["signs"][: ROWS - bad]
+    unknown, late = {"labls": d["y"]} if bad else {}, d["logps"][:, bad:]
+    grpo, ppo = GRPO(beta=0.0), GRPO(beta=0.0, loss_type="ppo")
+    reference = {"ref_input": d["other"], "ref_weight": Head(d["ref_weight"][parts["four"].rows], group=group)}
+    labels = d["y"].tolist() if bad else d["y"]
+    calls = {
+        "advantages must be": lambda: grpo(d["h"], head, ids, mask, signs),
+        "old_per_token_logps must be": lambda: ppo(d["h"], head, ids, mask, d["signs"], old_per_token_logps=late),
+        "it has no labls=": lambda: grpo(d["h"], head, ids, mask, d["signs"], **unknown),
+        "num_items_in_batch must": lambda: grpo(
+            d["h"], head, ids, mask, d["signs"], num_items_in_batch=-3 if bad else 3
+        ),
+        "ref_per_token_logps must be": lambda: GRPO()(
+            d["h"], head, ids, mask, d["signs"], **({"ref_per_token_logps": late} if bad else reference)
+        ),
+        "CrossEntropyLoss: it has no labls=": lambda: CE()(head, d["h"], d["y"], **unknown),
+        "token_weights must have": lambda: CE()(head, d["h"], d["y"], token_weights=late),
+        "got 2 of hidden states": lambda: CE()(head, [d["h"]] * 2, [d["y"]] * (2 + bad)),
+        "kl must be one number": lambda: KTO()(
+            d["h"], head, d["y"], preference_labels=d["signs"] > 0, kl=torch.zeros(ROWS - bad)
+        ),
+        "labels must be a tensor, got list": lambda: linear_logps(d["h"], head, labels),
+        "linear_logps: it has no labls=": lambda: linear_logps(d["h"], head, d["y"], **unknown),
+        "support must be a TokenSupport": lambda: linear_logps(
+            d["h"], head, d["y"], support=support(d).ids if bad else support(d)
+        ),
+        "token_loss must be a function": lambda: linear_token_loss(
+            d["h"], head, d["y"], None if bad else lambda statistics, labels: -statistics.logp
+        ),
+        "labels must be int64": lambda: compiled(lambda y: CE()(head, d["h"], y), d["y"].int() if bad else d["y"]),
+        "advantages must be .* as the completions": lambda: compiled(lambda a: grpo(d["h"], head, ids, mask, a), signs),
+        "linear_logps: it has no labl=": lambda: compiled(
+            lambda y: linear_logps(d["h"], head, y, **({"labl": y} if bad else {})), d["y"]
+        ),
+    }
+    for words, call in calls.items():
+        told = words if bad else f"rank 1 of the group .* raises too: (Type|Value)Error: .*{words}"
+        with case_named(words), pytest.raises((TypeError, ValueError, RankError), match=told):
+            call()
+    # Ranks with other slices of the sequences learn it from those that share their rows.
+    slices = [dist.new_group(ranks) for ranks in ([0, 2], [1, 3])][rank % 2]
+    _, part = parts.values()
+    head = Head(d["weight"][part.rows], group=part.group)
+    told = {1: "^advantages must", 0: "rank 1 of", 2: "rank 0 .* RankError: rank 1", 3: "rank 0 .* ValueError"}[rank]
+    with case_named("slices"), pytest.raises((ValueError, RankError), match=f"{told}.*"):
+        GRPO(beta=0.0, group=slices)(d["h"], head, ids, mask, signs)
+    # The others have gone on when a loss of one's own raises: they cannot be told, and are in step afterwards.
+    with case_named("own loss"), pytest.raises(ValueError, match="on rank 1") if bad else contextlib.nullcontext():
+        RaisingLoss()(head, d["h"], d["y"])
+    torch.testing.assert_close(linear_logps(d["h"], head, d["y"]), linear_logps(d["h"], d["weight"], d["y"]))
+
+
 CHECKS = (
     exchanges_after_the_first_product,
-    all_cases,
-    combinations,
-    in_triton,
-    dtensors,
     errors,
     errors_of_losses,
     errors_before_a_call,
@@ -539,18 +514,7 @@ def test_a_shared_vocabulary_on_four_processes(tmp_path):
 @pytest.mark.slow
 def test_spawned_processes(tmp_path):
     """Each of which has its own order of the names in a set."""
-    start(work, WORLD, tmp_path, (all_in_triton, order_of_names), method="spawn")
-
-
-def single_precision(parts):
-    """In fp32, gradients are those of one process."""
-    d = batch(torch.float32)
-    for (cut, part), name in itertools.product(parts.items(), [*LOSSES, *OPERATIONS]):
-        with case_named(f"{name}, {cut}, fp32"):
-            (_, grads), (_, expected) = (run(case_of(name), d, VARIANTS["bias"], each) for each in (part, None))
-            for which, (a, b) in enumerate(zip(grads, expected, strict=True)):
-                whole = a if which == 0 else gathered(a, part.group)
-                assert relative_error(whole, b) < 2e-6, f"gradient {which}: {relative_error(whole, b)}"
+    start(work, WORLD, tmp_path, (order_of_names,), method="spawn")
 
 
 def messages_without_a_wait(parts):
@@ -592,11 +556,7 @@ def messages_without_a_wait(parts):
 
 
 CHECKS_OF_GPUS = (
-    all_cases,
-    combinations,
-    all_in_triton,
     messages_without_a_wait,
-    dtensors,
     errors_of_losses,
     errors_of_labels,
     order_of_names,
@@ -614,7 +574,7 @@ def work_on_gpus(rank, checks):
 
 @pytest.mark.distributed
 @pytest.mark.parametrize("backend", BACKENDS[1:])
-@pytest.mark.parametrize("checks", [CHECKS_OF_GPUS, (single_precision,)], ids=lambda c: c[0].__name__)
+@pytest.mark.parametrize("checks", [CHECKS_OF_GPUS], ids=lambda c: c[0].__name__)
 def test_a_shared_vocabulary_on_two_gpus(tmp_path, checks, backend):
     """In several tests, which may run at the same time."""
     start(work_on_gpus, 2, tmp_path, checks, backend=backend)

@@ -13,8 +13,15 @@ from liger_losses.kernels.linear_exp import linear_exponentials
 from liger_losses.kernels.logit_transform import Epilogue, LogitTransform
 from tests.kernels.cases import interpreted
 from tests.losses import CE
-from tests.quantized_layers import Int8Weight
-from tests.reference import assert_as_exact_as_plain, double, peak_bytes, plain_statistics, problem, relative_error
+from tests.reference import (
+    Int8Weight,
+    assert_as_exact_as_plain,
+    double,
+    peak_bytes,
+    plain_statistics,
+    problem,
+    relative_error,
+)
 
 V, H, T = 100, 40, 40
 #: Bytes of workspaces in which the head is dequantized as a whole, and slab by slab.

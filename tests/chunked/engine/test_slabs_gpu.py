@@ -10,8 +10,7 @@ from liger_losses.chunked.engine.call import make_call
 from liger_losses.chunked.engine.plan import EngineOptions
 from liger_losses.chunked.engine.query import Query
 from tests.losses import CE, JSD
-from tests.quantized_layers import Int8Weight
-from tests.reference import assert_as_exact_as_plain, double, relative_error
+from tests.reference import Int8Weight, assert_as_exact_as_plain, double, relative_error
 
 pytestmark = pytest.mark.gpu
 T, H, V = 700, 256, 5003

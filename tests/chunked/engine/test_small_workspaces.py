@@ -6,8 +6,7 @@ import torch.nn.functional as F
 
 from liger_losses import DistillationLoss, EngineOptions, Teacher, linear_divergence
 from liger_losses.chunked.engine import two_models
-from tests.chunked.losses.test_distillation import divergence, formula
-from tests.reference import assert_as_exact_as_plain, relative_error, rounding
+from tests.reference import assert_as_exact_as_plain, divergence, formula, relative_error, rounding
 
 pytest.importorskip("triton", reason="triton is not installed")
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"

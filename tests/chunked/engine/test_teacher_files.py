@@ -9,8 +9,7 @@ import torch
 from liger_losses import Head, LogitTransform, Teacher, TeacherFiles, TeacherWriter
 from liger_losses.chunked.engine.adapters import LowRank
 from tests.losses import JSD
-from tests.quantized_layers import Int8Weight
-from tests.reference import problem
+from tests.reference import Int8Weight, problem
 
 T, H, WIDE, V = 20, 24, 40, 61
 

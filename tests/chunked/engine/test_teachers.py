@@ -7,8 +7,9 @@ import torch
 import torch.nn.functional as F
 
 from liger_losses import DistillationLoss, Teacher, TeacherLogits, TeacherTopK
-from tests.chunked.losses.test_distillation import DIVERGENCES, V, divergence, problem
+from tests.chunked.losses.test_distillation import V, problem
 from tests.losses import JSD, MiniLLM
+from tests.reference import DIVERGENCES, divergence
 
 
 def test_teachers_logits_and_functions():

@@ -1,7 +1,6 @@
 """Distillation against its definitions in float64, and against Liger and TRL."""
 
 import itertools
-import math
 
 import pytest
 import torch
@@ -18,72 +17,19 @@ from liger_losses import (
     linear_divergence,
     linear_divergence_loss,
 )
-from liger_losses.chunked.losses.softmax_divergences import JSD_CONVENTIONS
 from tests.losses import JSD, KL, TVD, AlphaBeta, Cosine, ReverseKL
-from tests.reference import assert_as_exact_as_plain, assert_close_gradients, relative_error, rounding
+from tests.reference import (
+    DIVERGENCES,
+    assert_as_exact_as_plain,
+    assert_close_gradients,
+    divergence,
+    formula,
+    relative_error,
+    rounding,
+)
 
 BACKENDS = ("torch", "triton")
 B, T, HS, HT, V = 3, 11, 16, 24, 101
-
-
-def kl(a, b):
-    """``KL(a || b)`` of log-probabilities."""
-    return (a.exp() * (a - b)).sum(-1)
-
-
-def mixed(weight, log_q, log_p):
-    return torch.logsumexp(torch.stack([log_q + math.log(weight), log_p + math.log1p(-weight)]), 0)
-
-
-def jsd(beta, convention):
-    def formula(log_p, log_q):
-        m = mixed(beta, log_q, log_p)
-        of_teacher, of_student = JSD_CONVENTIONS[convention](beta)
-        return of_teacher * kl(log_q, m) + of_student * kl(log_p, m)
-
-    return formula
-
-
-def alpha_beta(a, b):
-    def formula(log_p, log_q):
-        s = a + b
-        if a == 0:
-            terms = ((b * log_p).exp() * (b * (log_p - log_q) - 1) + (b * log_q).exp()) / b**2
-        elif b == 0:
-            terms = ((a * log_p).exp() - (a * log_q).exp() * (1 + a * (log_p - log_q))) / a**2
-        else:
-            terms = (a / s * (s * log_q).exp() + b / s * (s * log_p).exp() - (a * log_q + b * log_p).exp()) / (a * b)
-        return terms.sum(-1)
-
-    return formula
-
-
-#: A divergence, and the textbook's formula of (log p, log q).
-DIVERGENCES = {
-    "forward KL": (Divergence.forward_kl(), lambda p, q: kl(q, p)),
-    "reverse KL": (Divergence.reverse_kl(), kl),
-    "JSD": (Divergence.mixture(0.5, 0.5, 0.5), jsd(0.5, "gkd")),
-    "JSD 0.1": (Divergence.mixture(0.1, 0.1, 0.9), jsd(0.1, "gkd")),
-    "interpolated JSD 0.3": (Divergence.mixture(0.3, 0.7, 0.3), jsd(0.3, "interpolated")),
-    "skewed KL": (Divergence.mixture(0.1, 1.0, 0.0), lambda p, q: kl(q, mixed(0.1, q, p))),
-    "skewed reverse KL": (Divergence.mixture(0.9, 0.0, 1.0), lambda p, q: kl(p, mixed(0.9, q, p))),
-    "total variation": (Divergence.total_variation(), lambda p, q: (p.exp() - q.exp()).abs().sum(-1) / 2),
-    "alpha-beta 0.2 0.7": (Divergence.alpha_beta(0.2, 0.7), alpha_beta(0.2, 0.7)),
-    "alpha-beta 1.2 0.8": (Divergence.alpha_beta(1.2, 0.8), alpha_beta(1.2, 0.8)),
-    "alpha-beta 0 0.5": (Divergence.alpha_beta(0, 0.5), alpha_beta(0, 0.5)),
-    "alpha-beta 0.5 0": (Divergence.alpha_beta(0.5, 0), alpha_beta(0.5, 0)),
-}
-
-
-def formula(name, student, teacher):
-    """The divergence ``[...]`` of logits."""
-    if name == "cosine":
-        return 1 - F.cosine_similarity(student, teacher, dim=-1)
-    return DIVERGENCES[name][1](student.log_softmax(-1), teacher.log_softmax(-1))
-
-
-def divergence(name):
-    return Divergence.cosine() if name == "cosine" else DIVERGENCES[name][0]
 
 
 NAMES = ["cosine", *DIVERGENCES]

@@ -7,9 +7,9 @@ import torch.nn.functional as F
 
 from liger_losses import Teacher
 from liger_losses.chunked.losses.minillm import minillm_returns
-from tests.chunked.losses.test_distillation import B, T, kl, problem
+from tests.chunked.losses.test_distillation import B, T, problem
 from tests.losses import MiniLLM
-from tests.reference import assert_close_gradients
+from tests.reference import assert_close_gradients, kl
 
 
 def test_minillm():

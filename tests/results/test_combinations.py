@@ -1,15 +1,15 @@
 """Everything that a call may have, together: each row of :mod:`tests.chunked.combinations` is the plain computation."""
 
+import itertools
 from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 
-from liger_losses.chunked.engine import blocks
-from liger_losses.kernels import row_sums
-from tests.chunked.combinations import COLUMNS, Sizes, check, documentation, rows
-from tests.kernels.cases import interpreted
 from tests.processes import case_named
+from tests.results.combinations import COLUMNS, Row, Sizes, check, documentation, rows
+from tests.seam import interpreted, many_parts
 
 #: Through the kernels, which take long in Triton's interpreter: fewer values of some columns.
 TRITON = {
@@ -27,11 +27,16 @@ TRITON = {
 
 
 @pytest.fixture(autouse=True)
-def many_parts(monkeypatch):
-    """Statistics of tiles are merged several times; long sums over kept columns are taken in parts and slices."""
-    monkeypatch.setattr(blocks, "MOST_TILES", 2)
-    monkeypatch.setattr(row_sums, "_PART", 4)
-    monkeypatch.setattr(row_sums, "GATHERED_BYTES", 3000)
+def parts():
+    with many_parts():
+        yield
+
+
+@pytest.fixture(autouse=True, scope="module")
+def group_of_this_process():
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
 
 
 #: In so small workspaces, quantized rows are dequantized where they are needed, and statistics of tiles merged.
@@ -69,7 +74,7 @@ BESIDE = {
     "sizes": (Sizes(), Sizes((3, 5), 33, 17, 150), Sizes((1, 1), 1, 3, 46), Sizes((2, 20), 5, 4, 61)),
     "upstream": ("all", "some"),
 }
-ROWS = dict.fromkeys([*rows(seed=2, backend=("torch",), **BESIDE), *rows(**WALKS)])
+ROWS = dict.fromkeys([*rows(seed=5, backend=("torch",), **BESIDE), *rows(**WALKS)])
 
 
 @pytest.mark.parametrize("row", ROWS, ids=str)
@@ -108,6 +113,10 @@ def test_the_documentation_has_the_table():
 
 def test_every_value_meets_every_other():
     """But where they make no sense together, or are refused."""
-    met = {(name, getattr(row, name)) for row in ROWS for name in COLUMNS}
-    expected = {(name, value) for name, values in COLUMNS.items() for value in values if value != "triton"}
-    assert met == expected | {("layout", "nothing trained"), ("asks", "entropy")}
+    met = {pair for row in ROWS for pair in itertools.combinations(vars(row).items(), 2)}
+    columns = {**COLUMNS, **BESIDE, "backend": ("torch",)}
+    plain = vars(Row())
+    for (a, of_a), (b, of_b) in itertools.combinations(columns.items(), 2):
+        for values in itertools.product(of_a, of_b):
+            pair = tuple(zip((a, b), values, strict=True))
+            assert pair in met or not Row(**{**plain, **dict(pair)}).makes_sense, pair

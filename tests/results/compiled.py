@@ -5,9 +5,9 @@ from torch import nn
 from torch._dynamo.testing import CompileCounterWithBackend
 
 from liger_losses import AdaptiveEntropy, ChunkedLoss, Completions, Head, LogitTransform, PreferenceLoss
-from tests.chunked.engine import shared_vocabulary as calls
 from tests.losses import CE, DPO, GRPO, JSD
 from tests.reference import relative_error, tensors_of
+from tests.results import losses as calls
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 B, H, V = calls.ROWS, calls.HIDDEN, calls.VOCAB
@@ -131,16 +131,9 @@ ALIKE = (
 )
 #: How to build a loss, and how to call it.
 LOSSES = {
-    **{name: (build, with_reference(call)) for name, (build, call) in calls.LOSSES.items() if name not in ALIKE},
+    **{name: (loss.build, with_reference(loss.call)) for name, loss in calls.LOSSES.items() if name not in ALIKE},
     "cross entropy, options": (
-        lambda: CE(
-            torch.linspace(0.5, 1.5, V, device=DEVICE),
-            label_smoothing=0.1,
-            lse_square_scale=1e-2,
-            return_z_loss=True,
-            return_token_accuracy=True,
-            return_predicted_tokens=True,
-        ),
+        lambda: calls.weighted(torch.linspace(0.5, 1.5, V, device=DEVICE)),
         lambda loss, head, d: loss(head, torch.tanh(d["h"]), d["y"]),
     ),
     "DPO, several": (lambda: DPO(loss_type=["ipo", "sft"], ld_alpha=0.4), completions),

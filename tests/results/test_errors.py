@@ -1,6 +1,5 @@
 """Wrong inputs of the public API: each is an error before any work that says what was given and what was expected."""
 
-import importlib
 import math
 from types import SimpleNamespace
 
@@ -12,6 +11,7 @@ from torch import nn
 from torch._subclasses import FakeTensorMode
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from liger_losses import (
     ChunkedLoss,
@@ -30,7 +30,6 @@ from liger_losses import (
     linear_token_loss,
     patch,
 )
-from liger_losses.trl import enable
 from tests.losses import CE, CPO, DPO, GRPO, JSD, KL, KTO, ORPO, SimPO
 from tests.reference import problem
 
@@ -172,9 +171,8 @@ WRONG = {
     "a piece": (lambda h, w, y: patch(w, mlp=True), r"no mlp= \(did you mean 'mlps'\?\); its arguments are model,"),
     "kernels of patch": (
         lambda h, w, y: patch(w, kernel=True),
-        r"no kernel=; its arguments are model,.*\. kernels= is an argument of liger_losses.trl.enable; patch uses",
+        r"no kernel=; its arguments are model,.*\. kernels= is an argument of .*enable; patch uses",
     ),
-    "TRL": (lambda h, w, y: enable(kernel=True), r"no kernel= \(did you mean 'kernels'\?\); its arguments are kernels"),
     "no labels": (lambda h, w, y: DPO()(w, (h, y)), "required argument: 'rejected'; .* arguments are head, chosen"),
     # functions
     "a list": (lambda h, w, y: F.dpo_loss([1.0], ONES, ONES, ONES), "chosen_logps must be a tensor, got list"),
@@ -337,32 +335,28 @@ def test_wrong_inputs_are_named(name):
         call(hidden.detach(), weight, labels)
 
 
-def test_bad_labels_are_found_before_any_projection(monkeypatch):
+class NoProducts(TorchDispatchMode):
+    def __torch_dispatch__(self, function, types, arguments=(), keywords=None):
+        assert function.overloadpacket.__name__ not in ("mm", "addmm", "bmm", "baddbmm"), "the projection was computed"
+        return function(*arguments, **(keywords or {}))
+
+
+def test_bad_input_is_found_before_any_projection():
     hidden, weight, labels = good()
-    labels[0, 0] = 61
-
-    def refuse(*_, **__):
-        raise AssertionError("the projection was computed")
-
-    monkeypatch.setattr("liger_losses.chunked.engine.weights.matmul_into", refuse)
-    for call in (
-        lambda: linear_logps(hidden, weight, labels),
-        lambda: CE(ce_weight=torch.ones(61))(weight, hidden, labels),
-        lambda: DPO(use_ref_model=False)(weight, hidden, labels),
+    outside = labels.index_fill(0, torch.tensor([0]), 61)
+    for call, message in (
+        (lambda: linear_logps(hidden, weight, outside), "labels must be in"),
+        (lambda: CE(ce_weight=torch.ones(61))(weight, hidden, outside), "labels must be in"),
+        (lambda: DPO(use_ref_model=False)(weight, hidden, outside), "labels must be in"),
+        (
+            lambda: DPO()(weight, hidden, labels, None, hidden, torch.randn(61, 7)),
+            r"of the reference model.*hidden_states must be \[..., 7\]",
+        ),
     ):
-        with pytest.raises(ValueError, match="labels must be in"):
+        with NoProducts(), pytest.raises(ValueError, match=message):
             call()
-
-
-def test_a_reference_that_does_not_fit_is_found_before_any_projection(monkeypatch):
-    hidden, weight, labels = good()
-
-    def refuse(*_, **__):
-        raise AssertionError("the projection was computed")
-
-    monkeypatch.setattr("liger_losses.chunked.engine.weights.matmul_into", refuse)
-    with pytest.raises(ValueError, match=r"of the reference model.*hidden_states must be \[..., 7\]"):
-        DPO()(weight, hidden, labels, None, hidden, torch.randn(61, 7))
+    with NoProducts(), pytest.raises(AssertionError, match="was computed"):
+        linear_logps(hidden, weight, labels)
 
 
 def test_labels_are_checked_without_compaction_too():
@@ -428,12 +422,6 @@ def test_a_loss_on_pairs_shifts_by_any_number():
     moved = torch.cat([labels[:, 2:], labels.new_full((4, 2), -100)], 1)
     found, expected = (DPO(use_ref_model=False, shift=s)(weight, hidden, y)[0] for s, y in ((2, labels), (0, moved)))
     torch.testing.assert_close(found, expected)
-
-
-def test_options_of_trl():
-    pytest.importorskip("trl")
-    with pytest.raises(TypeError, match="kernels must be True or False, got 'x'"):
-        importlib.import_module("liger_losses.trl").enable(kernels="x")
 
 
 def test_what_is_right_stays_right():

@@ -7,16 +7,20 @@ columns meets (and every triple, with ``together=3``); :func:`check` compares on
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import random
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from liger_losses import (
     EngineOptions,
@@ -31,13 +35,19 @@ from liger_losses import (
     linear_statistics,
     linear_token_loss,
 )
-from liger_losses.chunked.engine import stream
-from liger_losses.chunked.engine import support as engine_support
-from liger_losses.chunked.engine.adapters import LowRank
-from liger_losses.chunked.engine.query import REGISTERED
-from tests.chunked.losses.test_distillation import divergence, formula
-from tests.quantized_layers import Int8Weight
-from tests.reference import assert_as_exact_as_plain, plain_logits, plain_statistics, rounding
+from tests.reference import (
+    Int8Weight,
+    assert_as_exact_as_plain,
+    divergence,
+    formula,
+    plain_logits,
+    plain_statistics,
+    rounding,
+    tensors_of,
+)
+from tests.results import losses
+from tests.results.losses import LOSSES, Part
+from tests.seam import REGISTERED, LowRank, leave_out_zero_rows, read_rows_up_to
 
 
 class Sizes(NamedTuple):
@@ -55,6 +65,9 @@ class Sizes(NamedTuple):
 
 DIVERGENCES = ("forward KL", "reverse KL", "JSD", "cosine", "total variation", "alpha-beta 0.2 0.7")
 STATISTICS = ("logp", "entropy", "lse", "mean_logp", "log_sum_sq_probs", "mean_logit")
+WITH_FORMULA = tuple(name for name, loss in LOSSES.items() if loss.formula is not None)
+#: Those of a teacher, whose temperature is an option of the loss.
+DISTILLED = ("JSD", "KL", "KL, top-k", "KL, logits", "reverse KL", "TVD", "alpha-beta", "cosine", "MiniLLM")
 METRICS = ("entropy", "lse", "argmax", "mean_logit")
 REGISTERED["second_moment_of_shares"] = lambda log_p: log_p.exp() * log_p.square()
 
@@ -63,11 +76,13 @@ COLUMNS: dict[str, tuple[Any, ...]] = {
     "asks": (
         *("logp", "statistics", "metrics", "registered", "token loss", "selected", "largest"),
         *("kept", "kept, ragged", *DIVERGENCES),
+        *(f"loss: {name}" for name in WITH_FORMULA),
     ),
     "weight": ("dense", "frozen", "quantized", "adapters", "quantized with adapters"),
     "bias": ("none", "trained", "frozen"),
     "transform": ("none", "soft-cap", "per token"),
     "targets": ("one", "two of one head", "two heads", "two heads of one hidden state", "two biases"),
+    "ranks": ("alone", "shared", "DTensor"),
     "teacher": ("model", "logits", "quantized", "wider", "narrower"),
     "blocks": ("default", "chunks", "small workspace", "not compact", "no active token"),
     "strategy": (None, "two_pass", "resident", "one_pass", "frozen_head"),
@@ -80,7 +95,7 @@ COLUMNS: dict[str, tuple[Any, ...]] = {
 
 
 #: Columns whose values say little without their name.
-SAID = ("weight", "bias", "teacher")
+SAID = ("weight", "bias", "ranks", "teacher")
 
 
 @dataclass(frozen=True)
@@ -92,6 +107,7 @@ class Row:
     bias: str = "none"
     transform: str = "none"
     targets: str = "one"
+    ranks: str = "alone"
     teacher: str = "model"
     blocks: str = "default"
     strategy: str | None = None
@@ -114,6 +130,16 @@ class Row:
     @property
     def compares(self) -> bool:
         return self.asks in DIVERGENCES
+
+    @property
+    def loss(self) -> str | None:
+        """The name of a loss."""
+        return self.asks.removeprefix("loss: ") if self.asks.startswith("loss: ") else None
+
+    @property
+    def of_teacher(self) -> bool:
+        """Temperatures are those of a distillation, of both models."""
+        return self.compares or self.loss in DISTILLED
 
     @property
     def kept(self) -> bool:
@@ -157,9 +183,13 @@ class Row:
             return False
         if self.kept and self.sizes.shape == (1, 1):
             return False  # of several tokens, one keeps all columns
-        if self.targets != "one" and (self.kept or self.compares):
+        if self.targets != "one" and (self.kept or self.compares or self.loss):
             return False  # refused by its own test: one tensor of labels
-        if self.strategy is not None and (self.kept or self.compares):
+        if self.strategy is not None and (self.kept or self.compares or self.loss):
+            return False
+        if self.loss and not self._is_a_sensible_loss:
+            return False
+        if self.ranks != "alone" and not self._may_be_shared:
             return False
         if self.compares and self.backend == "triton" and self.blocks == "small workspace":
             return False  # tiles so small take long in Triton's interpreter; they have a test of their own
@@ -187,14 +217,38 @@ class Row:
             return False
         return not (self.backend == "triton" and self.dtype == "float64")
 
+    @property
+    def _is_a_sensible_loss(self) -> bool:
+        if self.sizes.shape[0] % 2 or self.sizes.shape[1] < 2:
+            return False  # of pairs
+        if self.labels == "one unlikely" and not self.asks.startswith("loss: cross entropy"):
+            return False  # ratios and odds of such a token are beyond all floats
+        if self.of_teacher and self.transform == "per token":
+            return False  # an argument of the call
+        some = self.blocks != "no active token"
+        return some or self.of_teacher or self.asks.startswith(("loss: cross entropy", "loss: GRPO"))
+
+    @property
+    def _may_be_shared(self) -> bool:
+        """With a group of this process alone, which does all that ranks do."""
+        return (
+            self.strategy is None
+            and self.layout in ("contiguous", "nothing trained")
+            and not self.invariant
+            and self.teacher in ("model", "narrower")
+            and self.targets in ("one", "two heads")
+            and (self.ranks == "shared" or (self.weight in ("dense", "frozen") and self.targets == "one"))
+        )
+
 
 #: What the documentation says of each column, and of its values that are no words.
 SAID_OF_COLUMNS = {
-    "asks": "requested result",
+    "asks": "requested result, or a loss",
     "weight": "weight of the head",
     "bias": "bias",
     "transform": "scale and soft-cap, and a temperature for each token",
     "targets": "hidden states and heads",
+    "ranks": "processes that share the vocabulary",
     "teacher": "teacher of a divergence",
     "blocks": "blocks of tokens",
     "strategy": "strategy",
@@ -211,7 +265,8 @@ def documentation() -> str:
     said = {None: "chosen", False: "no", True: "yes"}
     lines = ["| property of a call | values |", "| --- | --- |"]
     for name, values in COLUMNS.items():
-        lines.append(f"| {SAID_OF_COLUMNS[name]} | {'; '.join(said.get(value, str(value)) for value in values)} |")
+        values = [said.get(value, str(value)) for value in values if not str(value).startswith("loss: ")]
+        lines.append(f"| {SAID_OF_COLUMNS[name]} | {'; '.join(values)} |")
     return "\n".join(lines)
 
 
@@ -230,7 +285,7 @@ REFUSED: tuple[tuple[dict[str, tuple[Any, ...]], type[Exception], str], ...] = (
     (
         {
             # Of ragged kept columns, some tokens have no cut, and take all columns.
-            "asks": tuple(name for name in COLUMNS["asks"] if name == "kept, ragged" or not name.startswith("kept")),
+            "asks": ("entropy", *(a for a in COLUMNS["asks"] if a == "kept, ragged" or not a.startswith("kept"))),
             "weight": ("quantized",),
             "invariant": (True,),
             "blocks": ("small workspace",),
@@ -330,6 +385,8 @@ def inputs_of(row: Row) -> Inputs:
         masked = 1.1 if row.blocks == "no active token" else 0.3 if y.numel() > 1 else 0.0
         y[torch.rand(y.shape, generator=g) < masked] = -100
         labels.append(torch.stack([y, y], -1)[..., 0] if row.layout == "strided" else y)
+    if row.loss:
+        tensors |= losses.extras(labels[0], tensors["other"], tensors["teacher"], g)
     if row.labels == "one unlikely" and row.blocks != "no active token":  # its probability is below all floats
         tensors["hidden 0"][0, 0] *= 80
         labels[0][0, 0] = (tensors["hidden 0"][0, 0].double() @ tensors["weight 0"].double().t()).argmin()
@@ -387,11 +444,14 @@ def plain(row: Row, given: Inputs) -> list[Tensor]:
             temperature = temperature.to(hidden.dtype)[..., None]
         if row.adapted:
             weight = weight + 0.5 * t[f"b {head}"] @ t[f"a {head}"]
-        own = {"temperature": 1.0 if row.compares else temperature, **transform_of(row)}
+        own = {"temperature": 1.0 if row.of_teacher else temperature, **transform_of(row)}
         logits = plain_logits(hidden, weight, bias, **own)
         logits, active = logits.to(torch.promote_types(logits.dtype, torch.float32)), labels != -100
         if row.compares:
             found += _plain_divergence(row, logits, t, temperature, labels)
+        elif row.loss:
+            others = (t["other"] @ t["teacher"].t()).to(logits.dtype)
+            found.append(LOSSES[row.loss].formula(losses.Plain(logits, others, _batch(row, given))))
         elif row.kept:
             vocab, ids = row.sizes.vocab, kept_of(labels, row.sizes.vocab)
             size = torch.where(ids < 0, vocab, ids)
@@ -422,6 +482,16 @@ def plain(row: Row, given: Inputs) -> list[Tensor]:
     return found if row.asks != "token loss" else [torch.stack(found).sum()]
 
 
+def _batch(row: Row, given: Inputs) -> dict[str, Tensor]:
+    """What the losses of :mod:`tests.results.losses` are called with."""
+    return {
+        **given.tensors,
+        "h": given.tensors["hidden 0"],
+        "y": given.labels[0],
+        "ref_weight": given.tensors["teacher"],
+    }
+
+
 def _plain_divergence(row: Row, logits: Tensor, t: dict[str, Tensor], temperature: Any, labels: Tensor) -> list[Tensor]:
     theirs = (t["other"] @ t["teacher"].t()).to(logits.dtype)
     shared, active = min(theirs.shape[-1], logits.shape[-1]), labels != -100
@@ -443,7 +513,16 @@ def _token_loss(statistics: Any, labels: Tensor, w: Tensor) -> Tensor:
 # --- The library ------------------------------------------------------------------------------------------------------
 
 
-def heads_of(row: Row, given: Inputs, part: Any = None) -> list[Head]:
+def part_of(row: Row) -> Part | None:
+    """All rows of the vocabulary, of a group of this process alone."""
+    return None if row.ranks == "alone" else Part(dist.group.WORLD, slice(None))
+
+
+def on_mesh(value: Tensor | None, placement: Any) -> DTensor | None:
+    return None if value is None else DTensor.from_local(value, init_device_mesh("cpu", (1,)), [placement])
+
+
+def heads_of(row: Row, given: Inputs, part: Part | None = None) -> list[Head]:
     """The heads of a row; ``part`` says which rows of the vocabulary this rank of a group has."""
     heads, t, group = list[Head](), given.tensors, None if part is None else part.group
 
@@ -456,11 +535,16 @@ def heads_of(row: Row, given: Inputs, part: Any = None) -> list[Head]:
         weight: Any = rows_of(f"weight {of}")
         if row.quantized:
             weight = given.quantized[f"weight {of}"]
-            weight = weight if part is None else weight.part(part.rows.start, part.rows.stop)
+            weight = weight if part is None else weight.part(*part.rows.indices(row.sizes.vocab)[:2])
         labels = given.labels if row.heads == 1 else given.labels[k : k + 1]
-        transform = LogitTransform(1.0 if row.compares else _temperature(row, labels), **transform_of(row))
+        transform = LogitTransform(1.0 if row.of_teacher else _temperature(row, labels), **transform_of(row))
         adapters = (LowRank(t[f"a {of}"], rows_of(f"b {of}"), 0.5),) if row.adapted else ()
-        heads.append(Head(weight, rows_of(f"bias {k}"), transform, group, row.invariant or None, adapters))
+        bias = rows_of(f"bias {k}")
+        if row.ranks == "DTensor":
+            weight, bias = on_mesh(weight, Shard(0)), on_mesh(bias, Shard(0))
+            heads.append(Head(weight, bias, transform))
+        else:
+            heads.append(Head(weight, bias, transform, group, row.invariant or None, adapters))
     return heads
 
 
@@ -468,6 +552,16 @@ def found_by(row: Row, given: Inputs, part: Any = None, workspace: int | None = 
     """The results of a row as the library computes them."""
     labels, heads = given.labels, heads_of(row, given, part)
     hidden = [given.tensors.get(f"hidden {k}", given.tensors["hidden 0"]) for k in range(row.count)]
+    if row.ranks == "DTensor":
+        hidden = [on_mesh(states, Replicate()) for states in hidden]
+    if row.loss:
+        common = {"chunk_size": 4 if row.blocks == "chunks" else None, "workspace": workspace, "backend": row.backend}
+        theirs = given.tensors["teacher"]
+        ref = Head(theirs) if part is None else Head(theirs[part.rows], group=part.group)
+        d = {**_batch(row, given), "h": hidden[0]}
+        if row.ranks == "DTensor" and row.loss != "KL, logits":
+            ref, d["other"] = Head(on_mesh(theirs, Shard(0))), on_mesh(d["other"], Replicate())
+        return tensors_of(LOSSES[row.loss](heads[0], ref, d, compact=row.blocks != "not compact", **common))[:1]
     options = EngineOptions(
         compact=row.blocks != "not compact",
         chunk_size=4 if row.blocks == "chunks" else None,
@@ -490,10 +584,7 @@ def found_by(row: Row, given: Inputs, part: Any = None, workspace: int | None = 
             offsets = torch.cat([counts.new_zeros(1), counts.cumsum(0)])
             support = TokenSupport(ids[ids >= 0].int(), offsets, add_label=True)
         common = {name: getattr(options, name) for name in ("compact", "workspace", "chunk_size", "backend")}
-        cost = (1, 1) if row.asks == "kept" else (row.sizes.vocab // 3, row.sizes.vocab // 3)
-        with pytest.MonkeyPatch.context() as patched:
-            # Rows are read for tokens with up to so many columns; products are taken with the others.
-            patched.setattr(engine_support, "_COST", dict.fromkeys(("cuda", "cpu"), cost))
+        with read_rows_up_to(1 if row.asks == "kept" else row.sizes.vocab // 3):
             found = linear_logps(hidden[0], heads[0], labels[0], support=support, entropy=True, lse=True, **common)
         return [found.logp, found.entropy, found.lse]
     one = row.targets == "one"
@@ -579,13 +670,13 @@ def _some(upstream: Tensor, row: Row) -> Tensor:
     return counts.view([*tokens, *[1] * (upstream.dim() - len(tokens))])
 
 
-def check(row: Row, part: Any = None, large: float = 4.0) -> None:
+def check(row: Row, part: Part | None = None, large: float = 4.0) -> None:
     """Raise AssertionError unless the library computes a row as exactly as the plain computation does in its dtype.
 
     Of a rank's part of the vocabulary, its rows of the gradients are compared. Where one label is unlikely, logits of
     its token are large, and their rounding, ``large`` times that of the largest tensor, is in the gradients.
     """
-    given, clean, error = inputs_of(row), inputs_of(row), refused(row)
+    given, clean, error, part = inputs_of(row), inputs_of(row), refused(row), part or part_of(row)
     spoil(row, given)
     workspace = small_workspace(row, given, part) if row.blocks == "small workspace" else None
     if error is not None:
@@ -597,9 +688,7 @@ def check(row: Row, part: Any = None, large: float = 4.0) -> None:
     for value, before in zip(outputs, found, strict=True):
         assert torch.equal(value, before), "results share memory"
         value.data.zero_()  # what backward needs is not what was returned
-    with pytest.MonkeyPatch.context() as patched:
-        if row.upstream == "some":  # so that tokens are left out
-            patched.setattr(stream, "MIN_FLOPS", {"cpu": 0.0, "cuda": 0.0})
+    with leave_out_zero_rows() if row.upstream == "some" else contextlib.nullcontext():
         first = gradients(outputs, given.of_leaves(), row)
         ours = [value.clone() for value in first]
         for value in first:
@@ -614,15 +703,16 @@ def check(row: Row, part: Any = None, large: float = 4.0) -> None:
     wide = clean if row.dtype == "float64" else clean.cast(torch.float64)
     exact = plain(row, wide)
     rough = exact if wide is clean else plain(row, clean)
-    floor = max(2 * rounding(getattr(torch, row.dtype)), 1e-12 if row.dtype == "float64" else 1e-6)
+    floor = max(2 * rounding(getattr(torch, row.dtype)), 1e-12 if found[0].dtype == torch.float64 else 1e-6)
     for i, (a, p, e) in enumerate(zip(found, rough, exact, strict=True)):
         if not a.is_floating_point():
             assert torch.equal(a, e), f"result {i}"
             continue
-        assert a.dtype == torch.promote_types(getattr(torch, row.dtype), torch.float32)
+        wide_dtype = torch.promote_types(getattr(torch, row.dtype), torch.float32)
+        assert a.dtype == wide_dtype or (row.loss and a.dtype == torch.float32)
         # Close to 0 (log-probabilities next to 1), values are judged on an absolute scale.
         error, rounded = (float((v.detach().double() - e.detach()).abs().max()) for v in (a, p))
-        allowed = 2 * rounded + (1e-12 if row.dtype == "float64" else 1e-5) * (1 + float(e.detach().abs().max()))
+        allowed = 2 * rounded + (1e-12 if a.dtype == torch.float64 else 1e-5) * (1 + float(e.detach().abs().max()))
         assert error <= allowed, f"result {i}: error {error:.3e}, allowed {allowed:.3e}"
     norms = [float(tensor.norm()) for tensor in wide.tensors.values() if tensor.is_floating_point()]
     size = 0.0 if row.labels == "random" else large * max(norms)
@@ -657,7 +747,7 @@ def rows(together: int = 2, seed: int = 0, **fixed: Any) -> list[Row]:
     for wanted in sorted(missing, key=str):
         if wanted not in missing:
             continue
-        candidates = [row for _ in range(60) if (row := _drawn(dict(wanted), columns, draw)).makes_sense]
+        candidates = [row for _ in range(20) if (row := _drawn(dict(wanted), columns, draw)).makes_sense]
         best = max(candidates, key=lambda row: len(_sets(row, together) & missing), default=None)
         if best is None:  # these values make no sense together
             missing.discard(wanted)
@@ -668,7 +758,14 @@ def rows(together: int = 2, seed: int = 0, **fixed: Any) -> list[Row]:
 
 
 def _drawn(wanted: dict[str, Any], columns: dict[str, list[Any]], draw: random.Random) -> Row:
-    return Row(**{name: wanted.get(name, draw.choice(values)) for name, values in columns.items()})
+    """Random values beside those that are wanted; plain ones until they make sense together."""
+    row = Row(**{name: wanted.get(name, draw.choice(values)) for name, values in columns.items()})
+    others = [name for name in columns if name not in wanted]
+    for name in draw.sample(others, len(others)):
+        if row.makes_sense:
+            break
+        row = replace(row, **{name: columns[name][0]})
+    return row
 
 
 def _sets(row: Row, together: int) -> set[tuple[tuple[str, Any], ...]]:

@@ -1,0 +1,426 @@
+"""Every loss and operation: how each is built and called, and what the losses are, from whole logits.
+
+A call gets a loss, the head, the head of another model (reference or teacher), and the tensors of a batch by name.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+
+from liger_losses import (
+    Completions,
+    DistillationLoss,
+    Divergence,
+    EngineOptions,
+    Head,
+    LogitTransform,
+    Teacher,
+    TeacherLogits,
+    TeacherTopK,
+    TokenSupport,
+    linear_divergence,
+    linear_divergence_loss,
+    linear_logps,
+    linear_statistics,
+    linear_token_loss,
+    linear_topk,
+)
+from tests.losses import BCO, CE, CPO, DPO, GRPO, JSD, KL, KTO, ORPO, TVD, AlphaBeta, Cosine, MiniLLM, ReverseKL, SimPO
+from tests.reference import formula, kl, relative_error, tensors_of
+
+ROWS, LENGTH, HIDDEN, VOCAB = 4, 6, 16, 30
+
+
+def batch(dtype=torch.float64, rows=ROWS, length=LENGTH, hidden_size=HIDDEN, vocab_size=VOCAB, seed=0):
+    g = torch.Generator().manual_seed(seed)
+
+    def tensor(*shape):
+        return torch.randn(*shape, generator=g, dtype=torch.float64, device="cpu").to(dtype)
+
+    labels = torch.randint(vocab_size, (rows, length), generator=g, device="cpu")
+    labels[torch.rand(rows, length, generator=g, device="cpu") < 0.3] = -100
+    d = {
+        "h": tensor(rows, length, hidden_size),
+        "other": tensor(rows, length, hidden_size),
+        "y": labels,
+        "weight": tensor(vocab_size, hidden_size) / hidden_size**0.5,
+        "bias": tensor(vocab_size) / 2,
+        "ref_weight": tensor(vocab_size, hidden_size) / hidden_size**0.5,
+    }
+    d |= extras(labels, d["other"], d["ref_weight"], g)
+    return {name: value.to(torch.get_default_device()) for name, value in d.items()}
+
+
+def extras(labels: Tensor, other: Tensor, ref_weight: Tensor, g: torch.Generator) -> dict[str, Tensor]:
+    """What losses get beside hidden states and heads, which needs no gradient."""
+    vocab = len(ref_weight)
+    columns = (labels.clamp(min=0)[..., None] + torch.tensor([0, 7, 19, 20])) % vocab
+    teacher = (other.double() @ ref_weight.double().t()).log_softmax(-1).gather(-1, columns)
+    return {
+        "signs": torch.tensor([1.0, -0.5, 0.3, -1.0]).repeat(len(labels) // 4 + 1)[: len(labels)],
+        "logps": -3.4 + 0.2 * torch.randn(labels.shape, generator=g),
+        "columns": columns,
+        "top_logps": teacher.to(torch.promote_types(other.dtype, torch.float32)),
+        "class_weight": (torch.linspace(64, 192, vocab).round() / 128).to(ref_weight.dtype),  # exact in every dtype
+    }
+
+
+# --- Calls ------------------------------------------------------------------------------------------------------------
+
+
+def pairs(loss, head, ref, d):
+    return loss(head, d["h"], d["y"], None, *((d["other"], ref) if loss.use_ref_model else ()))
+
+
+def completions(loss, head, ref, d):
+    half = len(d["y"]) // 2
+    groups = [
+        Completions(*[d[name][part] for name in ("h", "y", "other")]) for part in (slice(half), slice(half, None))
+    ]
+    return loss(head, *groups, ref_weight=ref)
+
+
+def marked(loss, head, ref, d):
+    extra = {"kl": 0.3} if loss.loss_type == "kto" else {}
+    if loss.use_ref_model:
+        extra |= {"ref_input": d["other"], "ref_weight": ref}
+    return loss(d["h"], head, d["y"], preference_labels=d["signs"] > 0, **extra)
+
+
+def policy(loss, head, ref, d, **extra):
+    extra |= {"ref_per_token_logps": d["logps"] * 1.1} if loss.beta else {}
+    mask, ids = d["y"] >= 0, d["y"].clamp(min=0)
+    return loss(d["h"], head, ids, mask, d["signs"], old_per_token_logps=d["logps"], **extra)
+
+
+def policy_of_prompts(loss, head, ref, d):
+    prompts = torch.arange(len(d["y"]), device=d["y"].device) // 2
+    return policy(loss, head, ref, d, prompts=prompts, sampling_per_token_logps=d["logps"] * 0.9)
+
+
+def distilled(loss, head, ref, d):
+    return loss(head, d["h"], d["y"], Teacher(d["other"], ref))
+
+
+def from_whole_teacher(loss, head, ref, d):
+    return loss(head, d["h"], d["y"], Teacher(d["other"], d["ref_weight"]))
+
+
+def from_logits(loss, head, ref, d):
+    return loss(head, d["h"], d["y"], TeacherLogits(d["other"] @ d["ref_weight"].t()))
+
+
+def from_smaller_teacher(loss, head, ref, d):
+    return loss(head, d["h"], d["y"], Teacher(d["other"], d["ref_weight"][:25]))
+
+
+def from_top_k(loss, head, ref, d):
+    return loss(head, d["h"], d["y"], TeacherTopK(d["top_logps"], d["columns"]))
+
+
+def plain_call(loss, head, ref, d):
+    return loss(head, d["h"], d["y"])
+
+
+# --- What losses are --------------------------------------------------------------------------------------------------
+
+
+class Plain:
+    """Log-probabilities of a model and of another one, from whole logits; B sequences of T tokens."""
+
+    def __init__(self, logits: Tensor, others: Tensor, d: dict[str, Tensor]) -> None:
+        self.logits, self.others, self.d, self.mask = logits, others, d, d["y"] >= 0
+        self.log_p, self.log_q = logits.log_softmax(-1), others.log_softmax(-1)
+        self.logp, self.ref = map(self.of_labels, (self.log_p, self.log_q))
+        self.lengths = self.mask.sum(1).clamp(min=1)
+
+    def of_labels(self, log_probs: Tensor) -> Tensor:
+        return log_probs.gather(-1, self.d["y"].clamp(min=0)[..., None])[..., 0].where(self.mask, 0.0)
+
+    def mean(self, values: Tensor) -> Tensor:
+        """Over all tokens with loss."""
+        return values.where(self.mask, 0.0).sum() / self.mask.sum().clamp(min=1)
+
+    @property
+    def margin(self) -> Tensor:
+        """Of the chosen completions' log-ratios over the rejected ones'."""
+        chosen, rejected = (self.logp - self.ref).sum(1).chunk(2)
+        return chosen - rejected
+
+    @property
+    def means(self) -> tuple[Tensor, Tensor]:
+        chosen, rejected = (self.logp.sum(1) / self.lengths).chunk(2)
+        return chosen, rejected
+
+    @property
+    def nll(self) -> Tensor:
+        """Of the chosen completions' tokens."""
+        half = len(self.logp) // 2
+        return -self.logp[:half].sum() / self.mask[:half].sum().clamp(min=1)
+
+    @property
+    def rewards(self) -> Tensor:
+        return 0.1 * (self.logp - self.ref).sum(1)
+
+
+def cross_entropy_with_options(p: Plain) -> Tensor:
+    weights = p.d["class_weight"].to(p.logits.dtype)
+    total = weights[p.d["y"].clamp(min=0)].where(p.mask, 0.0).sum()
+    given = p.logits.flatten(0, 1), p.d["y"].flatten(), weights
+    ce = F.cross_entropy(*given, reduction="sum", label_smoothing=0.1) / torch.where(total == 0, 1.0, total)
+    return ce + 1e-2 * p.mean(p.logits.logsumexp(-1).square())
+
+
+def orpo(p: Plain) -> Tensor:
+    chosen, rejected = (mean - torch.log(-torch.expm1(mean)) for mean in p.means)
+    return -0.1 * F.logsigmoid(chosen - rejected).mean() + p.nll
+
+
+def unpaired(p: Plain, score: Callable[[Tensor], Tensor], shift: Tensor | float) -> Tensor:
+    return score(torch.where(p.d["signs"] > 0, 1.0, -1.0) * (p.rewards - shift)).mean()
+
+
+def clipped(p: Plain, log_ratio: Tensor) -> Tensor:
+    ratio, advantages = log_ratio.exp(), p.d["signs"][:, None]
+    return -torch.minimum(ratio * advantages, ratio.clamp(0.8, 1.2) * advantages)
+
+
+def grpo(p: Plain) -> Tensor:
+    gap = p.d["logps"] * 1.1 - p.logp
+    return p.mean(clipped(p, p.logp - p.d["logps"]) + 0.1 * (gap.exp() - gap - 1))
+
+
+def gspo(p: Plain) -> Tensor:
+    log_ratio = (p.logp - p.d["logps"]).where(p.mask, 0.0).sum(1) / p.lengths
+    return p.mean(clipped(p, log_ratio[:, None].expand_as(p.logp)))
+
+
+def top_k(p: Plain) -> Tensor:
+    student, teacher = p.log_p.gather(-1, p.d["columns"]), p.d["top_logps"].to(p.log_p.dtype)
+    student, teacher = (torch.cat([x, torch.log1p(-x.exp().sum(-1, keepdim=True))], -1) for x in (student, teacher))
+    return 0.5 * (p.mean(-p.logp) + p.mean(kl(teacher, student)))
+
+
+def soft(name: str, temperature: float = 1.0, scale: float = 1.0) -> Callable[[Plain], Tensor]:
+    def loss(p: Plain) -> Tensor:
+        return 0.5 * (p.mean(-p.logp) + scale * p.mean(formula(name, p.logits / temperature, p.others / temperature)))
+
+    return loss
+
+
+def minillm(p: Plain) -> Tensor:
+    reward = (p.ref - p.logp).detach()
+    later, count = (x.flip(1).cumsum(1).flip(1) - x for x in (reward, p.mask.to(reward.dtype)))
+    return p.mean(kl(p.log_p, p.log_q) - later / count.clamp(min=1) * p.logp)
+
+
+class Loss(NamedTuple):
+    """``build(**options)``, or of a batch where ``of_batch`` says so; ``formula`` is the loss from whole logits."""
+
+    build: Callable[..., Any]
+    call: Callable[..., Any]
+    formula: Callable[[Plain], Tensor] | None = None
+
+    def __call__(self, head: Head, ref: Head, d: dict[str, Tensor], **options: Any) -> Any:
+        return self.call(self.made(d, **options), head, ref, d)
+
+    def made(self, d: dict[str, Tensor], **options: Any) -> Any:
+        return self.build(d["class_weight"], **options) if self.build is weighted else self.build(**options)
+
+
+def made_of(loss: Any, *arguments: Any, **fixed: Any) -> Callable[..., Any]:
+    return functools.partial(loss, *arguments, **fixed)
+
+
+def weighted(class_weight: Tensor, **options: Any) -> CE:
+    flags = dict.fromkeys(("return_z_loss", "return_token_accuracy", "return_predicted_tokens"), True)
+    return CE(class_weight, label_smoothing=0.1, lse_square_scale=1e-2, **flags, **options)
+
+
+LOSSES = {
+    "cross entropy": Loss(CE, plain_call, lambda p: p.mean(-p.logp)),
+    "cross entropy, options": Loss(weighted, plain_call, cross_entropy_with_options),
+    "cross entropy, per token": Loss(made_of(CE, reduction="none"), plain_call, lambda p: -p.logp),
+    "cross entropy, many heads": Loss(
+        made_of(CE, head_weights=[1.0, 0.5, 0.8], return_token_accuracy=True),
+        lambda loss, head, ref, d: loss([head, ref, head], [d["h"], d["h"], d["h"] + d["other"]], d["y"]),
+    ),
+    "DPO": Loss(
+        made_of(DPO, beta=0.3, compute_nll_loss=True), pairs, lambda p: -F.logsigmoid(0.3 * p.margin).mean() + p.nll
+    ),
+    "DPO, several": Loss(made_of(DPO, loss_type=["ipo", "sft"]), completions),
+    "CPO": Loss(
+        CPO,
+        pairs,
+        lambda p: -F.logsigmoid(0.1 * (p.logp.sum(1).chunk(2)[0] - p.logp.sum(1).chunk(2)[1])).mean() + p.nll,
+    ),
+    "SimPO": Loss(SimPO, pairs, lambda p: -F.logsigmoid(0.1 * (p.means[0] - p.means[1]) - 0.5).mean() + p.nll),
+    "ORPO": Loss(ORPO, pairs, orpo),
+    "KTO": Loss(
+        made_of(KTO, use_ref_model=True), marked, lambda p: unpaired(p, lambda x: 1 - torch.sigmoid(x), 0.1 * 0.3)
+    ),
+    "BCO": Loss(BCO, marked, lambda p: unpaired(p, lambda x: -F.logsigmoid(x), p.rewards.mean().detach())),
+    "GRPO": Loss(made_of(GRPO, beta=0.1), policy, grpo),
+    "GRPO, by items": Loss(
+        made_of(GRPO, beta=0.0, loss_type="dapo"),
+        # The ranks of one head have one share of the items; processes with whole heads have one each.
+        lambda loss, head, ref, d: policy(loss, head, ref, d, num_items_in_batch=40.0 / head.vocabulary_ranks),
+    ),
+    "GRPO, sequences": Loss(made_of(GRPO, beta=0.0, importance_sampling_level="sequence"), policy, gspo),
+    "GRPO, two passes": Loss(
+        # A quantile between two tokens, however many processes have copies of them.
+        made_of(GRPO, beta=0.0, importance_sampling_level="sequence", top_entropy_quantile=0.3, entropy_coef=0.1),
+        policy,
+    ),
+    "GRPO, kept columns": Loss(
+        made_of(GRPO, beta=0.0), lambda loss, head, ref, d: policy(loss, head, ref, d, support=support(d))
+    ),
+    **{
+        f"GRPO, {name}": Loss(made_of(GRPO, loss_type=name, max_completion_length=7), call)
+        for name, call in (
+            *((name, policy) for name in ("grpo", "bnpo", "dr_grpo", "luspo", "cispo", "vespo", "gmpo")),
+            *((name, policy_of_prompts) for name in ("real", "icepop")),
+        )
+    },
+    "GRPO, off-policy mask": Loss(made_of(GRPO, off_policy_mask_threshold=0.3), policy),
+    "JSD": Loss(made_of(JSD, beta=0.1, temperature=1.5), distilled, soft("JSD 0.1", 1.5)),
+    "JSD, whole teacher": Loss(JSD, from_whole_teacher),
+    "JSD, smaller teacher": Loss(made_of(JSD, temperature=1.5), from_smaller_teacher),
+    "soft loss of a smaller teacher": Loss(made_of(JSD, weight_hard_loss=0.0), from_smaller_teacher),
+    "KL": Loss(KL, distilled, soft("forward KL")),
+    "KL, top-k": Loss(KL, from_top_k, top_k),
+    "KL, logits": Loss(KL, from_logits, soft("forward KL")),
+    "reverse KL": Loss(ReverseKL, distilled, soft("reverse KL")),
+    "TVD": Loss(TVD, distilled, soft("total variation")),
+    "alpha-beta": Loss(made_of(AlphaBeta, 0.2, 0.7), distilled, soft("alpha-beta 0.2 0.7")),
+    "cosine": Loss(Cosine, distilled, soft("cosine", scale=0.5)),
+    "mixture": Loss(made_of(DistillationLoss, Divergence.mixture(0.2, 0.7, 0.6)), distilled),
+    "MiniLLM": Loss(MiniLLM, distilled, minillm),
+}
+
+
+def of_statistics(statistics, labels, w):
+    return -w * statistics.logp + 0.01 * statistics.lse.square()
+
+
+def columns(d):
+    """Some columns twice, and the label's among them."""
+    return (d["y"].clamp(min=0)[..., None] + torch.tensor([0, 7, 7, 19], device=d["y"].device)) % VOCAB
+
+
+def support(d, **options):
+    """Kept columns: the label's among them, fewer of some tokens, none of others."""
+    ids, labels = d["columns"].clone(), d["y"].clamp(min=0)
+    ids[..., 2:] = ids[..., 2:].masked_fill((labels % 2 == 0)[..., None], -1)
+    return TokenSupport(ids.masked_fill((labels % 7 == 3)[..., None], -1), **options)
+
+
+OPERATIONS = {
+    "kept columns, sparse": lambda head, ref, d: linear_logps(
+        d["h"], head, d["y"], support=support(d, sparse_grad=True), shift=True
+    ),
+    "logps": lambda head, ref, d: linear_logps(d["h"], head, d["y"], entropy=True, lse=True, temperature=0.7),
+    "statistics": lambda head, ref, d: linear_statistics(
+        d["h"], head, d["y"], ("logp", "entropy", "mean_logp", "log_sum_sq_probs"), metrics=("mean_logit", "argmax")
+    ),
+    "statistics of several": lambda head, ref, d: linear_statistics(
+        [d["h"], d["h"][:2] * 2], head, [d["y"], d["y"][:2]]
+    ),
+    "statistics of columns": lambda head, ref, d: linear_statistics(
+        d["h"], head, d["y"], ("selected_logps", "logp"), selected=columns(d)
+    ),
+    "largest, two passes": lambda head, ref, d: linear_topk(
+        d["h"], head, 5, d["y"], options=EngineOptions(chunk_size=5, compact=False)
+    ),
+    "not compact": lambda head, ref, d: linear_logps(d["h"], head, d["y"], compact=False, shift=True),
+    "divergence": lambda head, ref, d: linear_divergence(
+        d["h"], head, d["y"], Teacher(d["other"], ref), Divergence.reverse_kl(), logp=True, temperature=1.5
+    ),
+    "divergence loss": lambda head, ref, d: linear_divergence_loss(
+        d["h"],
+        head,
+        d["y"],
+        Teacher(d["other"], ref),
+        Divergence.reverse_kl(),
+        {"divergence": d["logps"].abs(), "logp": -d["logps"].exp()},
+        metrics=("entropy",),
+        options=EngineOptions(chunk_size=5),
+    ),
+    "token loss": lambda head, ref, d: linear_token_loss(
+        d["h"], head, d["y"], of_statistics, ("logp", "lse"), token_inputs={"w": d["logps"].abs()}
+    ),
+    "logps of many heads": lambda head, ref, d: linear_logps(d["h"], [head, ref, head], d["y"], shift=[1, 2, 3]),
+}
+
+
+def case_of(name):
+    return OPERATIONS[name] if name in OPERATIONS else LOSSES[name]
+
+
+@dataclass(frozen=True)
+class Variant:
+    """What the head is like."""
+
+    bias: bool = False
+    frozen: bool = False
+    transform: LogitTransform = LogitTransform()
+
+
+VARIANTS = {
+    "plain": Variant(),
+    "frozen": Variant(frozen=True),
+    "bias": Variant(bias=True),
+    "soft-cap and scale": Variant(bias=True, transform=LogitTransform(logit_scale=1.3, softcap=2.0)),
+}
+
+
+@dataclass(frozen=True)
+class Part:
+    """This rank's rows of a vocabulary."""
+
+    group: dist.ProcessGroup
+    rows: slice
+
+    @classmethod
+    def of(cls, group, sizes):
+        start = sum(sizes[: dist.get_rank(group)])
+        return cls(group, slice(start, start + sizes[dist.get_rank(group)]))
+
+
+def run(call, d, variant, part=None):
+    """Results, and gradients of hidden states, weight and bias, of a whole head or of one that is shared."""
+    rows, group = (slice(None), None) if part is None else (part.rows, part.group)
+    hidden = d["h"].clone().requires_grad_()
+    weight = d["weight"][rows].clone().requires_grad_(not variant.frozen)
+    bias = d["bias"][rows].clone().requires_grad_(not variant.frozen) if variant.bias else None
+    head = Head(weight, bias, variant.transform, group)
+    ref = Head(d["ref_weight"][rows], None, variant.transform, group)
+    found = tensors_of(call(head, ref, {**d, "h": hidden}))
+    outputs = [tensor for tensor in found if tensor.requires_grad]
+    upstream = [torch.arange(1.0, 1 + o.numel()).cos().view(o.shape).to(o) for o in outputs]
+    leaves = [leaf for leaf in (hidden, weight, bias) if leaf is not None and leaf.requires_grad]
+    grads = torch.autograd.grad(outputs, leaves, upstream, allow_unused=True, retain_graph=True)
+    again = torch.autograd.grad(outputs, leaves, upstream, allow_unused=True)
+    for first, second in zip(grads, again, strict=True):
+        # A second backward computes again what the first one had in memory.
+        assert relative_error(first, second) < (1e-6 if hidden.dtype == torch.float64 else 2e-2)
+    return found, [torch.zeros_like(leaf) if g is None else g for g, leaf in zip(grads, leaves, strict=True)]
+
+
+def compare(call, d, variant, part):
+    found, grads = run(call, d, variant, part)
+    expected, expected_grads = run(call, d, variant)
+    assert len(found) == len(expected)
+    for i, (a, b) in enumerate(zip(found, expected, strict=True)):
+        torch.testing.assert_close(a, b, msg=lambda m, i=i: f"result {i}: {m}")
+        assert a.requires_grad == b.requires_grad
+    for name, a, b in zip(("hidden states", "weight", "bias"), grads, expected_grads, strict=False):
+        torch.testing.assert_close(a, b if name == "hidden states" else b[part.rows], msg=lambda m, n=name: f"{n}: {m}")

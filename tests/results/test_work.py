@@ -1,0 +1,220 @@
+"""Work in N H V, where 2 N H V is a product of all tokens with the head; memory against the workspace."""
+
+import math
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from liger_losses import EngineOptions, Head, linear_logps, linear_statistics, linear_token_loss
+from tests.losses import CE
+from tests.reference import (
+    Int8Weight,
+    assert_as_exact_as_plain,
+    double,
+    peak_bytes,
+    plain_statistics,
+    problem,
+    tensors_of,
+)
+from tests.results.losses import LOSSES, OPERATIONS, batch, case_of, columns
+from tests.seam import LowRank
+
+ROWS, LENGTH, H, V = 8, 12, 16, 203
+
+
+class Work(TorchDispatchMode):
+    """The floating-point operations of products, and how many fp32 tensors ``[V, H]`` or larger are made."""
+
+    def __init__(self):
+        super().__init__()
+        self.flops, self.wide = 0, 0
+
+    def __torch_dispatch__(self, function, types, arguments=(), keywords=None):
+        matrices = {"mm": arguments[:2], "bmm": arguments[:2], "addmm": arguments[1:3], "baddbmm": arguments[1:3]}
+        if pair := matrices.get(function._schema.name.removeprefix("aten::").rstrip("_")):
+            self.flops += 2 * math.prod((*pair[0].shape, pair[1].shape[-1]))
+        made = function(*arguments, **(keywords or {}))
+        size = made.shape if isinstance(made, torch.Tensor) else ()
+        self.wide += tuple(size) == (V, H) and made.dtype == torch.float32
+        return made
+
+
+def inputs(dtype=torch.float32, frozen=False, **sizes):
+    d = batch(dtype, **{"rows": ROWS, "length": LENGTH, "hidden_size": H, "vocab_size": V, **sizes})
+    hidden, weight = d["h"].requires_grad_(), d["weight"].requires_grad_(not frozen)
+    return {**d, "h": hidden}, [tensor for tensor in (hidden, weight) if tensor.requires_grad]
+
+
+def run(name, d, leaves, **options):
+    """The gradients of a loss or operation."""
+    found = tensors_of(case_of(name)(Head(d["weight"]), Head(d["ref_weight"]), d, **options))
+    return torch.autograd.grad(sum(value.sum() for value in found if value.requires_grad), leaves)
+
+
+# --- Products ---------------------------------------------------------------------------------------------------------
+
+
+_TEACHER = ("JSD", "JSD, whole teacher", "KL", "reverse KL", "TVD", "alpha-beta", "cosine", "mixture")
+#: N H V of losses and operations, where forward and both gradients of a token with loss are 6. With all tokens, masked
+#: ones too, these are 9.2.
+UNITS = {
+    **dict.fromkeys(("DPO", "DPO, several", "KTO", "BCO"), 8),  # the reference
+    **dict.fromkeys((*_TEACHER, "divergence loss"), 8),
+    "KL, logits": 9.2,  # which the call computes
+    "JSD, smaller teacher": 6.3,
+    "soft loss of a smaller teacher": 1.0,
+    "divergence": 12,  # per token: the logits of both models again in backward
+    "MiniLLM": 12,  # the same
+    "cross entropy, many heads": 18,
+    "GRPO, kept columns": 9.2,
+    "kept columns, sparse": 0.2,
+    "statistics of several": 8,
+    "not compact": 9.2,
+    "largest, two passes": 12.2,
+    "logps of many heads": 13.3,
+}
+#: Those that need all tokens' statistics before a gradient: where the logits do not fit, they are computed again.
+COUPLED = {
+    *("cross entropy, per token", "DPO", "DPO, several", "CPO", "SimPO", "ORPO", "KTO", "BCO", "GRPO, sequences"),
+    *("GRPO, two passes", "GRPO, vespo", "GRPO, gmpo", "GRPO, real", "GRPO, off-policy mask"),
+}
+
+
+@pytest.mark.filterwarnings("ignore:the student has")
+@pytest.mark.parametrize("name", [*LOSSES, *OPERATIONS])
+def test_products(name):
+    """A frozen head has one product less, and a workspace without room for all logits one more at most."""
+    few = [{"workspace": 60_000}] if name in LOSSES else []
+    for frozen, options in ((False, {}), (True, {}), *((False, each) for each in few)):
+        d, leaves = inputs(frozen=frozen)
+        with Work() as work:
+            run(name, d, leaves, **options)
+        units = work.flops / (int((d["y"] >= 0).sum()) * H * V)
+        again, less = 2 * (name in COUPLED and bool(options)), 2 * (frozen and name in LOSSES and "soft" not in name)
+        assert 0 < units <= UNITS.get(name, 6) + again - less + 0.1, (frozen, options)
+
+
+@pytest.mark.parametrize("name", ["logps", "statistics", "GRPO, sequences", "KL"])
+def test_nothing_is_computed_that_needs_no_gradient(name):
+    d, _ = inputs()
+    with torch.no_grad(), Work() as work:
+        case_of(name)(Head(d["weight"]), Head(d["ref_weight"]), d)
+    assert work.flops <= (4.1 if name == "KL" else 2.1) * int((d["y"] >= 0).sum()) * H * V
+
+
+@pytest.mark.parametrize("share", [0.0, 0.1, 0.5])
+def test_tokens_without_a_coefficient_have_no_gradient_products(share):
+    """Of calls large enough that the search for them pays."""
+    hidden, weight, labels, _ = problem(400, 64, 1000, masked=0.0)
+    upstream = (torch.rand(400, generator=torch.Generator().manual_seed(0)) < share).float()
+    logps = linear_logps(hidden, weight, labels)
+    with Work() as work:
+        grads = torch.autograd.grad(logps, (hidden, weight), upstream)
+    assert work.flops <= 4.1 * float(upstream.sum()) * 64 * 1000
+    assert not grads[0][upstream == 0].any()
+
+
+# --- Blocks and memory ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("blocks", [1, 8, 9, 40])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("name", ["cross entropy", "logps", "statistics of columns", "JSD", "GRPO, sequences", "DPO"])
+def test_the_gradient_of_the_weight_is_as_exact_in_any_number_of_blocks(name, dtype, blocks):
+    """As that of one block, without a buffer ``[V, H]`` in fp32."""
+    sizes = {"rows": 8, "length": 40}
+    wide, narrow = inputs(torch.float64, **sizes), inputs(dtype, **sizes)
+    with torch.no_grad():
+        for key in ("h", "weight", "ref_weight", "other"):
+            wide[0][key].copy_(narrow[0][key])
+    tokens = int((narrow[0]["y"] >= 0).sum())
+    options = {"chunk_size": -(-tokens // blocks)}
+    whole = run(name, *narrow)
+    exact = run(name, *wide)
+    with Work() as work:
+        found = run(name, *narrow, **options) if name in LOSSES else chunked(name, *narrow, **options)
+    for a, p, e in zip(found, whole, exact, strict=True):
+        assert_as_exact_as_plain(a, p, e, f"{blocks} blocks", floor=torch.finfo(dtype).eps / 2)
+    assert not work.wide or (name == "statistics of columns" and blocks > 8)  # each block adds to all columns
+
+
+def chunked(name, d, leaves, chunk_size):
+    """Of an operation, with blocks of so many tokens."""
+    if name == "logps":
+        found = linear_logps(
+            d["h"], d["weight"], d["y"], entropy=True, lse=True, temperature=0.7, chunk_size=chunk_size
+        )
+    else:
+        found = columns_of(d, EngineOptions(chunk_size=chunk_size))
+    return torch.autograd.grad(sum(value.sum() for value in tensors_of(found) if value.requires_grad), leaves)
+
+
+def columns_of(d, options):
+    return linear_statistics(
+        d["h"], d["weight"], d["y"], ("selected_logps", "logp"), selected=columns(d), options=options
+    )
+
+
+def test_sums_in_fp32_where_asked_for():
+    hidden, weight, labels, _ = problem(256, 32, 97, dtype=torch.bfloat16, masked=0.0)
+    options = EngineOptions(chunk_size=4, accum_dtype=torch.float32, strategy="one_pass")
+    loss, _ = linear_token_loss(hidden, weight, labels, lambda s, y: s.logp, options=options)
+    (grad,) = torch.autograd.grad(loss, weight)
+    exact_in = double(hidden, weight)
+    (exact,) = torch.autograd.grad(plain_statistics(*exact_in, labels)["logp"].sum(), exact_in[1])
+    assert grad.dtype == torch.bfloat16
+    torch.testing.assert_close(grad.double(), exact, rtol=2**-8, atol=2**-8 * float(exact.abs().max()))
+
+
+@pytest.mark.filterwarnings("ignore:the student has")
+@pytest.mark.parametrize("name", [name for name in LOSSES if name not in ("KL, logits", "GRPO, kept columns")])
+def test_bytes_within_the_workspace(name):
+    """What a call takes beyond its inputs and gradients, whose logits would be 6.4 MB each."""
+    d, leaves = inputs(rows=8, length=200, vocab_size=1000)
+    workspace = 1_500_000
+    run(name, d, leaves, workspace=workspace)
+    gradients = sum(leaf.nbytes for leaf in leaves)
+    vectors = 40 * d["y"].numel() * 8  # statistics, labels and inputs of a token
+    assert peak_bytes(lambda: run(name, d, leaves, workspace=workspace)) <= workspace + 2 * gradients + vectors
+
+
+@pytest.mark.parametrize("adapted", [False, True])
+@pytest.mark.parametrize("what", ["cross entropy", "logps"])
+def test_a_quantized_head_never_exists_as_a_whole(what, adapted):
+    """In a workspace that its dequantized weight does not fit."""
+    size, vocab, tokens = 64, 20_000, 24
+    torch.manual_seed(0)
+    quantized, whole = Int8Weight(torch.randn(vocab, size)), vocab * size * 4
+    hidden, labels = torch.randn(tokens, size, requires_grad=True), torch.randint(vocab, (tokens,))
+    a, b = torch.randn(2, size, requires_grad=True), torch.zeros(vocab, 2, requires_grad=True)
+    head, workspace = Head(quantized, adapters=(LowRank(a, b),) if adapted else ()), whole // 2
+
+    def call():
+        options = {"workspace": workspace}
+        of_logps = what == "logps"
+        loss = linear_logps(hidden, head, labels, **options).sum() if of_logps else CE(**options)(head, hidden, labels)
+        loss.backward()
+
+    assert peak_bytes(call) < workspace * 1.2 + 2 * b.nbytes
+    assert 1 < quantized.most <= vocab // 4
+
+
+@pytest.mark.parametrize("wiring", ["one head", "own heads", "one hidden state"])
+def test_memory_does_not_grow_with_heads(wiring):
+    """Beyond inputs and outputs."""
+    n, h, v = 128, 32, 2000
+
+    def extra(count):
+        states = [torch.randn(n, h, requires_grad=True) for _ in range(1 if wiring == "one hidden state" else count)]
+        weights = [torch.randn(v, h, requires_grad=True) for _ in range(1 if wiring == "one head" else count)]
+        labels, loss = [torch.randint(v, (n,)) for _ in range(count)], CE(chunk_size=32)
+
+        def call():
+            value, _ = loss(weights * (count // len(weights)), states * (count // len(states)), labels)
+            return torch.autograd.grad(value, [*states, *weights])
+
+        return peak_bytes(call) - sum(leaf.nbytes for leaf in (*states, *weights))
+
+    one, many = extra(1), extra(6)
+    assert many <= one + 3 * n * h * 4, (one, many)

@@ -58,8 +58,8 @@ def in_triton(world, chosen=None):
                 check(row, Part.of(dist.group.WORLD, OF_TABLE[world]))
 
 
-#: Losses of later tokens' rewards, with a result for each token, and of labels that are shifted.
-WHOLE = ("MiniLLM", "cross entropy, per token")
+#: Losses of later tokens' rewards, with a result for each token, and with items that processes divide among them.
+WHOLE = ("MiniLLM", "cross entropy, per token", "GRPO, by items")
 
 
 def slices_of_sequences(world):

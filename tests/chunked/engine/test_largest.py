@@ -8,7 +8,6 @@ import torch
 import liger_losses
 from liger_losses import (
     ChunkedLoss,
-    EngineOptions,
     Head,
     Largest,
     LogitTransform,
@@ -16,7 +15,7 @@ from liger_losses import (
     linear_token_loss,
     linear_topk,
 )
-from liger_losses.chunked.engine import logit_block, query, tokens
+from liger_losses.chunked.engine import logit_block, query
 from liger_losses.chunked.engine.ranks import VocabularyRanks
 from liger_losses.kernels import BACKENDS
 from liger_losses.kernels.logit_transform import Epilogue
@@ -62,18 +61,6 @@ def test_the_rest_of_rows(given, backend):
     torch.testing.assert_close(found.double(), exact, rtol=2e-5, atol=0)
 
 
-def test_the_rest_leaves_gradients_as_they_are():
-    hidden, weight, labels, _ = problem(v=401, dtype=torch.float64)
-    grads = []
-    for rest in (True, False):
-        found = linear_topk(hidden, weight, 5, labels, rest=rest, options=EngineOptions(strategy="resident"))
-        grads.append(torch.autograd.grad(found.logps.exp().sum(), (hidden, weight)))
-        if rest:
-            others = torch.log1p(-found.logps.exp().sum(-1))[labels != -100]
-            torch.testing.assert_close(found.rest[labels != -100], others)
-    torch.testing.assert_close(*grads, rtol=0, atol=0)
-
-
 def test_the_rest_has_projections_that_overflow():
     hidden, weight = torch.full((1, 1), 1e200, dtype=torch.float64), torch.zeros(50, 1, dtype=torch.float64)
     weight[20:] = -1e200
@@ -88,26 +75,6 @@ def test_ranks_with_fewer_columns_add_none():
     ids = torch.tensor([[[0, 1, 2]], [[3, 0, 0]]])
     ranks = SimpleNamespace(sizes=(3, 1), gather=lambda values: logits if values.is_floating_point() else ids)
     assert VocabularyRanks.largest(ranks, logits[0], ids[0], 4).sort().values.tolist() == [[0, 1, 2, 3]]
-
-
-def test_nothing_is_asked_of_the_device(monkeypatch):
-    """Without labels, all tokens are active, whatever the label to ignore is."""
-    hidden, weight, _, _ = problem(v=401, dtype=torch.float64)
-    monkeypatch.setattr(tokens, "facts_of_labels", None)
-    found = linear_topk(hidden, weight, 3, options=EngineOptions(ignore_index=0))
-    exact = plain_logits(hidden, weight).log_softmax(-1).topk(3, -1)
-    torch.testing.assert_close((found.logps, found.ids), tuple(exact))
-
-
-@pytest.mark.parametrize("strategy", ["resident", "two_pass"])
-def test_the_columns_need_not_be_asked_for(strategy):
-    hidden, weight, labels, _ = problem(v=401, dtype=torch.float64)
-    options = {"selected": Largest(4), "options": EngineOptions(strategy=strategy)}
-    grads = []
-    for metrics in ((), ("columns",)):
-        found = linear_statistics(hidden, weight, labels, "selected_logps", metrics=metrics, **options)
-        grads.append(torch.autograd.grad(found.selected_logps.exp().sum(), (hidden, weight)))
-    torch.testing.assert_close(*grads, rtol=0, atol=0)
 
 
 def test_a_loss_of_the_largest_in_one_pass():

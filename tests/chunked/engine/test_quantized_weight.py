@@ -5,13 +5,12 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from liger_losses import Head, QuantizedWeight, Teacher, linear_logps, linear_token_loss, register_quantized_weight
-from liger_losses.chunked.engine import EngineOptions
+from liger_losses import Head, QuantizedWeight, linear_logps, register_quantized_weight
 from liger_losses.chunked.engine.adapters import LowRank
 from liger_losses.chunked.engine.quantized_kinds import _FINDERS, find_quantized
-from tests.losses import CE, JSD
+from tests.losses import CE
 from tests.quantized_layers import LAYERS, dequantized
-from tests.reference import Int8Weight, assert_as_exact_as_plain, double, peak_bytes, problem, relative_error
+from tests.reference import Int8Weight, assert_as_exact_as_plain, double, problem, relative_error
 
 V, H = 120, 40  # rows of 40 start inside of blocks of 64
 SLOW = pytest.mark.slow
@@ -49,64 +48,6 @@ def lora(rank=4, seed=1, dtype=torch.float32):
     generator = torch.Generator().manual_seed(seed)
     a, b = (torch.randn(*shape, generator=generator).to(dtype) for shape in ((rank, H), (V, rank)))
     return (a * 0.2).requires_grad_(), (b * 0.2).requires_grad_()
-
-
-@pytest.mark.parametrize("base", ["quantized", "plain"])
-def test_many_heads(base):
-    """One weight under two adapters and under none, of which the last has two targets."""
-    states = [problem(30, H, V, seed=i)[0] for i in range(4)]
-    _, weight, labels, _ = problem(30, H, V)
-    quantized, (a, b), (c, d) = Int8Weight(weight), lora(), lora(2, 5)
-    shared = quantized if base == "quantized" else weight
-    plain = Head(shared)
-    heads = [plain, Head(shared, adapters=(LowRank(a, b, 0.7),)), plain, Head(shared, adapters=(LowRank(c, d),))]
-    rows = quantized.rows(0, V) if base == "quantized" else weight.detach()
-    parts, x, w = (*states, a, b, c, d), double(*states), rows.double()
-    e, f, g, h = double(a, b, c, d)
-    weights = [w, w + 0.7 * f @ e, w, w + h @ g]
-    exact = [F.cross_entropy(one @ rows.t(), labels, reduction="sum") for one, rows in zip(x, weights, strict=True)]
-    expected = torch.autograd.grad(sum(exact), (*x, e, f, g, h))
-    options = EngineOptions(workspace=150_000)
-    for loss in (
-        -sum(part.sum() for part in linear_logps(states, heads, labels, workspace=150_000)),
-        linear_token_loss(states, heads, labels, lambda found, labels: -found.logp, options=options)[0],
-    ):
-        assert relative_error(loss, sum(exact)) < 1e-6
-        for ours, theirs in zip(torch.autograd.grad(loss, parts), expected, strict=True):
-            assert relative_error(ours, theirs) < 2e-6
-    with pytest.raises(ValueError, match="to fit the weight"):
-        linear_logps([state[:, :30] for state in states], heads, labels)
-
-
-@pytest.mark.parametrize(
-    "losses",
-    ["cross-entropy", "teacher", *(pytest.param(n, marks=SLOW) for n in ("log-probabilities", "distillation"))],
-)
-def test_the_weight_never_exists_as_a_whole(losses):
-    """All that a call allocates is less than the weight in floating point."""
-    size, columns, tokens = 64, 20_000, 24
-    torch.manual_seed(0)
-    quantized, whole = Int8Weight(torch.randn(columns, size)), columns * size * 4
-    hidden, labels = torch.randn(tokens, size, requires_grad=True), torch.randint(columns, (tokens,))
-    a, b = torch.randn(2, size, requires_grad=True), torch.zeros(columns, 2, requires_grad=True)
-    head, workspace = Head(quantized, adapters=(LowRank(a, b),)), whole // (4 if "-" in losses else 2)
-    teacher = Teacher(hidden.detach(), Head(quantized))
-    narrow = torch.randn(columns, 2)  # a small student's
-
-    def call():
-        if losses == "cross-entropy":
-            loss = CE(workspace=workspace)(head, hidden, labels)
-        elif losses in ("distillation", "teacher"):
-            student = head if losses == "distillation" else narrow
-            states = hidden if losses == "distillation" else hidden[:, :2]
-            loss, _ = JSD(workspace=workspace)(student, states, labels, teacher)
-        else:
-            loss = linear_logps(hidden, head, labels, workspace=workspace, entropy=True).logp.sum()
-        loss.backward()
-
-    peak = peak_bytes(call)
-    assert 1 < quantized.most <= columns // 8
-    assert peak < workspace * 1.2 + 2 * b.numel() * 4  # and the adapter's gradient
 
 
 def test_a_type_of_ones_own():

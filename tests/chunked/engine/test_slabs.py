@@ -4,18 +4,16 @@ import pytest
 import torch
 
 from liger_losses import Head, linear_logps, linear_statistics
-from liger_losses.chunked.engine import blocks, plan
+from liger_losses.chunked.engine import blocks
 from liger_losses.chunked.engine.adapters import LowRank
 from liger_losses.chunked.engine.call import make_call
 from liger_losses.chunked.engine.plan import EngineOptions
 from liger_losses.chunked.engine.query import Query
 from liger_losses.kernels.linear_exp import linear_exponentials
-from liger_losses.kernels.logit_transform import Epilogue, LogitTransform
+from liger_losses.kernels.logit_transform import Epilogue
 from tests.kernels.cases import interpreted
-from tests.losses import CE
 from tests.reference import (
     Int8Weight,
-    assert_as_exact_as_plain,
     double,
     peak_bytes,
     plain_statistics,
@@ -76,29 +74,6 @@ def test_rows_are_dequantized_once_for_each_pass(workspace):
     assert 1 <= quantized.counts.min() <= quantized.counts.max() <= 2 * parts
 
 
-@pytest.mark.parametrize(  # the workspace is three times the weight in floating point, divided by this
-    ("fraction", "lora"),
-    [(1, True), (2, False), *(pytest.param(5, lora, marks=pytest.mark.slow) for lora in (False, True))],
-)
-def test_memory(fraction, lora):
-    """Everything a call allocates stays within the workspace, however little of the head fits."""
-    size, columns, tokens = 64, 4_000, 400
-    torch.manual_seed(0)
-    quantized = Counted(torch.randn(columns, size))
-    hidden, labels = torch.randn(tokens, size, requires_grad=True), torch.randint(columns, (tokens,))
-    a, b = torch.randn(2, size, requires_grad=True), torch.zeros(columns, 2, requires_grad=True)
-    head = Head(quantized, adapters=(LowRank(a, b),) if lora else ())
-    workspace = columns * size * 4 * 3 // fraction
-
-    def call():
-        linear_logps(hidden, head, labels, workspace=workspace, entropy=True).logp.sum().backward()
-
-    peak = peak_bytes(call)
-    outputs = 2 * hidden.numel() * 4 * (1 + lora) + (2 * b.numel() * 4 + 2 * a.numel() * 4) * lora
-    assert peak < workspace + outputs
-    assert quantized.most <= columns // 4
-
-
 @pytest.mark.parametrize("lora", [False, True])
 def test_memory_where_logits_are_kept(lora):
     """A head that was dequantized as a whole stays with them until backward, which makes no second one."""
@@ -120,19 +95,6 @@ def test_memory_where_logits_are_kept(lora):
     assert peak_bytes(run) < workspace + outputs
 
 
-def test_a_larger_workspace_is_never_too_small():
-    """Where the tokens' vectors leave no room for the head as a whole, it is dequantized slab by slab."""
-    hidden, quantized, _, labels, _ = inputs(torch.float32)
-    hidden, labels = hidden.detach().repeat(50, 1).requires_grad_(), labels.repeat(50)
-    calls = [
-        make_call(hidden, Head(quantized), labels, Query(("entropy",)), EngineOptions(workspace=workspace))[1]
-        for workspace in range(125_000, 480_000, 8_000)
-    ]
-    assert [call.work.walks for call in calls] == sorted([call.work.walks for call in calls], reverse=True)
-    assert calls[0].work.walks
-    assert not calls[-1].work.walks
-
-
 @pytest.mark.parametrize("active", [slice(0, 30), slice(60, 100)], ids=["first", "last"])
 def test_columns_without_probability(active):
     """Where a bias of -inf leaves slabs without any probability, all else is as without them."""
@@ -150,45 +112,6 @@ def test_columns_without_probability(active):
     assert torch.equal(found.argmax, ((x @ w[active].t()).argmax(-1) + active.start) * (labels >= 0))
     for ours, theirs in zip(gradients(found._asdict(), names, hidden), gradients(exact, names, x), strict=True):
         assert relative_error(ours, theirs) < 1e-5
-
-
-@interpreted
-@pytest.mark.parametrize(
-    ("kind", "separable"),
-    [(kind, separable) for kind in ("plain", "bias and soft-cap", "unlikely labels") for separable in (True, False)]
-    + [("temperatures", False)],
-)
-def test_losses_of_log_probabilities(kind, separable):
-    """Each row is dequantized once in each of two passes."""
-    hidden, quantized, weight, labels, bias = inputs(torch.bfloat16, bias=kind == "bias and soft-cap")
-    weight, bias = weight.detach(), None if bias is None else bias.detach()
-    if kind == "unlikely labels":
-        with torch.no_grad():
-            hidden *= 60
-        labels = torch.where(labels >= 0, (hidden.detach().float() @ weight.float().t()).argmin(1), labels)
-    softcap = 3.0 if kind == "bias and soft-cap" else None
-    temperature = torch.linspace(0.5, 3, T) if kind == "temperatures" else None
-    options = {"workspace": SLABS, "backend": "triton"}
-    query = Query(("logp",), token_weights={"logp": torch.ones(T)} if separable else None)
-    head = Head(quantized, bias, LogitTransform(softcap=softcap))
-    call = make_call(hidden, head, labels, query, EngineOptions(**options))[1]
-    assert (call.work.walks, call.strategy) == (True, "two_pass")
-    assert len(plan.blocks(V, call.plan.tile_columns)) > 2
-    quantized.counts.zero_()
-    if separable:
-        found = -CE(reduction="sum", softcap=softcap, **options)(Head(quantized, bias), hidden, labels)
-    else:
-        found = linear_logps(hidden, head, labels, temperature=1.0 if temperature is None else temperature, **options)
-    found = found, *torch.autograd.grad(found.sum(), hidden)
-    assert 1 <= quantized.counts.min() <= quantized.counts.max() <= 2 * -(-call.tokens.count // call.plan.tile_rows)
-    results = []
-    for x, w, b in ((hidden, weight, bias), double(hidden, weight, bias)):
-        divided = 1.0 if temperature is None else temperature[:, None].to(x.dtype)
-        logp = plain_statistics(x, w, labels, b, softcap=softcap, temperature=divided)["logp"]
-        logp = logp * (labels >= 0)
-        results.append((logp.sum() if separable else logp, *torch.autograd.grad(logp.sum(), x)))
-    for ours, rounded, exact in zip(found, *results, strict=True):
-        assert_as_exact_as_plain(ours, rounded, exact)
 
 
 def test_a_token_that_is_not_finite():

@@ -5,16 +5,15 @@ import itertools
 import pytest
 import torch
 
-from liger_losses import EngineOptions, Head, LogitTransform, TeacherTopK, TokenSupport, functional, linear_logps
+from liger_losses import EngineOptions, Head, LogitTransform, TeacherTopK, TokenSupport, linear_logps
 from liger_losses.chunked.engine import support as engine_support
 from liger_losses.chunked.engine.support import linear_support_statistics
-from liger_losses.chunked.engine.tokens import Tokens
 from liger_losses.chunked.losses import columns
 from liger_losses.kernels import row_sums
 from liger_losses.kernels._triton import INTERPRETED
 from liger_losses.kernels.given_columns import ByRows, GivenCall, GivenColumns, evaluate, project_, with_gradients
 from liger_losses.kernels.given_ids import Facts, GivenIds, find
-from tests.losses import GRPO, KL
+from tests.losses import KL
 from tests.reference import assert_close_gradients, gradients, peak_bytes, plain_logits, problem
 
 NEEDS_TRITON = pytest.mark.skipif(not INTERPRETED, reason="needs TRITON_INTERPRET=1")
@@ -192,37 +191,6 @@ def test_the_kernels_find_the_same_as_the_reference():
     assert all(totals), Facts(*totals)
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_the_whole_vocabulary(backend):
-    hidden, weight, labels, bias = problem(6, 12, 9, bias=True)
-    everything = TokenSupport(torch.arange(9).expand(6, 9))
-    nothing = [TokenSupport(torch.full((6, k), -1)) for k in ((3, 0) if backend == "torch" else (0,))]
-    results = []
-    for support in (None, everything, *nothing):
-        values = linear_logps(
-            hidden, weight, labels, support=support, bias=bias, entropy=True, lse=True, backend=backend, **TRANSFORM
-        )
-        results.append([*values[:3], *gradients(total(values._asdict()), (hidden, weight, bias))])
-    torch.testing.assert_close(results[1], results[0], rtol=2e-5, atol=2e-6)
-    for result in results[2:]:
-        assert all(torch.equal(ours, expected) for ours, expected in zip(result, results[0], strict=True))
-
-
-@pytest.mark.parametrize("shift", [True, 2, 7, 13])
-def test_shifted_labels(shift):
-    hidden, weight, labels, _ = problem(0, 5, 40, shape=(2, 6), masked=0.2)
-    ids = kept(labels, 40, 4, uncut=(3,))
-    rest = max(6 - shift, 0)
-    expected = linear_logps(
-        hidden[:, :rest], weight, labels[:, shift:], support=TokenSupport(ids[:, shift:]), entropy=True, lse=True
-    )
-    for support in (TokenSupport(ids), ragged(ids), ragged(ids, add_label=True)):
-        found = linear_logps(hidden, weight, labels, support=support, shift=shift, entropy=True, lse=True)
-        for name in NAMES:
-            assert torch.equal(getattr(found, name)[:, :rest], getattr(expected, name))
-            assert not getattr(found, name)[:, rest:].any()
-
-
 @pytest.mark.parametrize("cost", [1, 20])
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_nan_is_not_hidden(backend, cost, monkeypatch):
@@ -288,81 +256,3 @@ def test_errors_say_what_to_do():
         call(ids)
     with pytest.raises(ValueError, match=r"labels must be in \[0, 20\).*found the label 20"):
         linear_logps(hidden, weight, labels.masked_fill(labels == labels[0], 20), support=TokenSupport(ids))
-
-
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"loss_type": "dapo"},
-        {"loss_type": "vespo", "entropy_coef": 0.1},
-        {"importance_sampling_level": "sequence", "loss_type": "grpo", "temperature": 0.8},
-    ],
-)
-def test_grpo(options):
-    options = dict(options)
-    hidden, weight, labels, bias = problem(0, 8, 30, shape=(4, 6), masked=0.0, bias=True)
-    ref, ref_weight, *_ = problem(0, 8, 30, shape=(4, 6), seed=5)
-    ids = kept(labels, 30, 5, uncut=(7,))
-    mask, advantages = torch.ones(4, 6), torch.tensor([1.0, -0.5, 0.3, -1.0])
-    mask[1, 4:] = 0
-    old = linear_logps(hidden, weight, labels, bias=bias).detach() * 0.9
-    loss = GRPO(beta=0.1, **options)
-    found, _ = loss(
-        hidden, weight, labels, mask, advantages, bias, ref_input=ref.detach(), ref_weight=ref_weight.detach(),
-        old_per_token_logps=old, support=TokenSupport(ids),
-    )  # fmt: skip
-    temperature, coef = options.pop("temperature", 1.0), options.pop("entropy_coef", 0.0)
-    given = {"support": TokenSupport(ids), "temperature": temperature}
-    values = linear_logps(hidden, weight, labels, bias=bias, entropy=True, **given)
-    refs = linear_logps(ref, ref_weight, labels, **given).detach()
-    expected = functional.grpo_loss(values.logp, advantages, mask, old_logps=old, ref_logps=refs, beta=0.1, **options)
-    expected = expected - coef * (values.entropy * mask).sum() / mask.sum()
-    inputs = hidden, weight, bias
-    torch.testing.assert_close(found, expected)
-    torch.testing.assert_close(gradients(found, inputs), gradients(expected, inputs), rtol=1e-4, atol=1e-6)
-
-
-def test_grpo_waits_for_no_selection_of_tokens(monkeypatch):
-    hidden, weight, labels, _ = problem(0, 8, 30, shape=(2, 3), masked=0.3)
-    support = TokenSupport(kept(labels, 30, 5))
-    monkeypatch.setattr(Tokens, "select", None)
-    mask = (labels != -100).long()
-    loss, _ = GRPO(beta=0.0)(hidden, weight, labels, mask, torch.ones(2), support=support)
-    assert loss.isfinite()
-
-
-@pytest.mark.parametrize(
-    ("backend", "cost"), [("torch", 1), ("torch", 30), pytest.param("triton", 1, marks=NEEDS_TRITON)]
-)
-def test_a_head_with_a_transform_under_autocast(backend, cost, monkeypatch):
-    choose_above(monkeypatch, cost)
-    hidden, weight, labels, _ = problem(9, 8, 30)
-    ids = kept(labels, 30, 5)
-    given = {"support": TokenSupport(ids), "backend": backend}
-    half = hidden.detach().bfloat16().requires_grad_()
-    expected, unrounded = (linear_logps(h, weight, labels, softcap=3.0, **given) for h in (hidden, half.float()))
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        found = linear_logps(half, Head(weight, transform=LogitTransform(softcap=3.0)), labels, **given)
-    assert found.dtype == torch.float32
-    torch.testing.assert_close(found, expected, rtol=2e-2, atol=2e-2)
-    # Neither route rounds more than the hidden states.
-    torch.testing.assert_close(found, unrounded, rtol=1e-5, atol=1e-5)
-    ours, exact = gradients(found.sum(), (half, weight)), gradients(expected.sum(), (hidden, weight))
-    assert ours[0].dtype == torch.bfloat16
-    torch.testing.assert_close((ours[0].float(), ours[1]), exact, rtol=3e-2, atol=3e-2)
-
-
-def test_compiled():
-    hidden, weight, labels, _ = problem(0, 8, 30, shape=(3, 3))
-    ids = kept(labels, 30, 5, uncut=(2, 3))
-    grpo, mask, advantages = GRPO(beta=0.0), (labels != -100).long(), torch.tensor([1.0, -1.0, 0.5])
-
-    def call(hidden, weight, ids):
-        support = TokenSupport(ids)
-        loss, _ = grpo(hidden, weight, labels, mask, advantages, support=support)
-        return loss + linear_logps(hidden, weight, labels, support=support).square().sum()
-
-    expected = call(hidden, weight, ids)
-    found = torch.compile(call, backend="aot_eager", fullgraph=True)(hidden, weight, ids)
-    torch.testing.assert_close(found, expected)
-    torch.testing.assert_close(gradients(found, (hidden, weight)), gradients(expected, (hidden, weight)))

@@ -1,6 +1,5 @@
 """A temperature per token: values and gradients are those of each token's own logits, by every route."""
 
-from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -10,7 +9,6 @@ import torch.distributed as dist
 from liger_losses import (
     DistillationLoss,
     Divergence,
-    EngineOptions,
     Head,
     LogitTransform,
     Teacher,
@@ -18,7 +16,6 @@ from liger_losses import (
     linear_divergence,
     linear_logps,
     linear_statistics,
-    linear_token_loss,
 )
 from liger_losses.integrations import megatron, on_logits, verl
 from tests.losses import CE, GRPO, SimPO
@@ -110,14 +107,6 @@ def test_what_is_refused():
             linear_divergence(hidden, weight, labels, teacher, Divergence.forward_kl(), temperature=given)
 
 
-def test_squares_of_half_precision_temperatures():
-    hidden, weight, labels, _ = problem(6, 8, 31)
-    t, teacher = temperatures(6, dtype=torch.bfloat16), Teacher(torch.randn(6, 8), torch.randn(31, 8))
-    loss = DistillationLoss(Divergence.forward_kl(), temperature_squared=True)
-    found, expected = (loss(weight, hidden, labels, teacher, temperature=u)[0] for u in (t, t.float()))
-    assert torch.equal(found, expected)
-
-
 def test_what_is_refused_where_ranks_work_together(monkeypatch, one_process):
     """Before the ranks hear that all of them go on."""
     hidden, weight, labels, _ = problem(6, 8, 31, masked=0.0, shape=(2, 3))
@@ -177,61 +166,3 @@ def test_a_changed_temperature_does_not_reach_backward():
     logps = linear_logps(hidden, weight, labels, temperature=t)
     t.fill_(3.0)
     torch.testing.assert_close(gradients(logps.sum(), (weight,))[0], expected)
-
-
-def test_compiled_once_for_all_values():
-    hidden, weight, labels, _ = problem(6, 8, 31)
-    built = []
-
-    def backend(graph, inputs):
-        built.append(graph)
-        return graph
-
-    @torch.compile(backend=backend, fullgraph=True, dynamic=True)
-    def function(h, w, t):
-        return linear_logps(h, w, labels, temperature=t)
-
-    for seed in (1, 2):
-        t = temperatures(6, seed)
-        found, expected = function(hidden, weight, t), linear_logps(hidden, weight, labels, temperature=t)
-        torch.testing.assert_close(found, expected)
-        assert_close_gradients(found.sum(), expected.sum(), (hidden, weight))
-    assert len(built) == 1
-
-
-def test_rows_of_a_transform():
-    transform = LogitTransform(temperatures(6), 1.3, 5.0)
-    assert torch.equal(transform.rows(slice(2, 4)).temperature, transform.temperature[2:4])
-    same = replace(transform, temperature=0.7)
-    assert same.rows(slice(2, 4)) is same
-
-
-@pytest.mark.parametrize("compact", [True, False])
-def test_tensors_of_one_shape_share_temperatures_of_that_shape(compact):
-    """Such as chosen and rejected completions, by the head's temperature."""
-    hidden, weight, labels, _ = problem(shape=(2, 7), masked=0.3)
-    other, _, others, _ = problem(shape=(2, 7), masked=0.3, seed=4)
-    t = torch.linspace(0.5, 2.0, 14).view(2, 7)
-    options = EngineOptions(compact=compact)
-    found = linear_statistics([hidden, other], weight, [labels, others], transform=LogitTransform(t), options=options)
-    for values, states, targets in zip(found, (hidden, other), (labels, others), strict=True):
-        torch.testing.assert_close(values.logp, linear_logps(states, weight, targets, temperature=t))
-
-
-@pytest.mark.parametrize("heads", [1, 2])
-def test_of_all_tokens_of_several_tensors(heads):
-    """``[T]``, one tensor after another, or tensors of the labels' shape: each token's own."""
-    parts = [problem(n, 12, 40, dtype=torch.float64, seed=n) for n in (5, 7)]
-    hidden, labels = [p[0].view(1, -1, 12) for p in parts], [p[2].view(1, -1) for p in parts]
-    weight, t = parts[0][1], temperatures((12,), dtype=torch.float64)
-    layers = weight if heads == 1 else [weight] * 2
-    loss, found = linear_token_loss(hidden, layers, labels, lambda s, labels: s.logp**2, transform=LogitTransform(t))
-    wanted = [(h @ weight.T / own[:, None]).log_softmax(-1) for h, own in zip(hidden, t.split([5, 7]), strict=True)]
-    logps = [w.gather(-1, y.clamp(0)[..., None])[..., 0] * (y >= 0) for w, y in zip(wanted, labels, strict=True)]
-    inputs = [*hidden, weight]
-    for got, right in zip(gradients(loss, inputs), gradients(sum((p**2).sum() for p in logps), inputs), strict=True):
-        torch.testing.assert_close(got, right)
-    for one, other in zip(linear_logps(hidden, layers, labels, temperature=t), logps, strict=True):
-        torch.testing.assert_close(one, other)
-    for one, other in zip(found, logps, strict=True):
-        torch.testing.assert_close(one.logp, other.detach())

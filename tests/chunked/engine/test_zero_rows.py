@@ -3,14 +3,13 @@
 import pytest
 import torch
 
-from liger_losses import EngineOptions, Head, LogitTransform, linear_logps, linear_statistics
+from liger_losses import EngineOptions, Head, LogitTransform, linear_logps
 from liger_losses.chunked.engine import accumulation, blocks, stream
 from liger_losses.chunked.engine.operators import separable_loss
 from liger_losses.chunked.engine.query import Query
-from liger_losses.chunked.engine.tokens import Counting
 from tests.kernels.cases import DEVICE, triton_or_skip
-from tests.losses import CE, GRPO
-from tests.reference import assert_as_exact_as_plain, assert_close_gradients, double, plain_statistics, problem
+from tests.losses import GRPO
+from tests.reference import problem
 
 N, H, V = 37, 16, 53
 
@@ -49,55 +48,6 @@ def upstream_of(names, share, labels, dtype):
     return {name: torch.randn(labels.shape, generator=g, dtype=torch.float64).to(dtype) * counted for name in names}, (
         counted & (labels != -100)
     )
-
-
-#: Strategies and the other options, dtypes, and what the head has.
-CASES = {
-    "kept logits": ({"strategy": "resident"}, torch.float64, {}),
-    "kept logits, one at a time": ({"strategy": "two_pass", "chunk_size": 1}, torch.float64, {}),
-    "two passes": ({"strategy": "two_pass"}, torch.float64, {"bias": True}),
-    "masked tokens are projected": ({"strategy": "resident", "compact": False}, torch.float64, {"bias": True}),
-    "small workspace": ({"strategy": "two_pass", "workspace": 40_000}, torch.float32, {"bias": True}),
-    "transform": ({"strategy": "resident"}, torch.float64, {"softcap": 2.0, "logit_scale": 0.5, "temperature": 1.7}),
-    "kept exponentials": ({"strategy": "resident", "backend": "triton"}, torch.bfloat16, {}),
-    "kept exponentials, soft-cap": ({"strategy": "resident", "backend": "triton"}, torch.bfloat16, {"softcap": 2.0}),
-    "fused gradients": ({"strategy": "two_pass", "backend": "triton"}, torch.bfloat16, {}),
-}
-
-
-@pytest.mark.parametrize(
-    ("case", "share"), [*((case, 0.5) for case in CASES), ("two passes", 0.0), ("two passes", 0.9)]
-)
-def test_tokens_without_a_coefficient_are_left_out(case, share, counts, monkeypatch):
-    """Nor is one of the two results less exact than plain PyTorch. More cases: :mod:`tests.chunked.combinations`."""
-    options, dtype, given = CASES[case]
-    if options.get("backend") == "triton":
-        triton_or_skip()
-    device, given = DEVICE if options.get("backend") == "triton" else "cpu", dict(given)
-    hidden, weight, labels, bias = problem(N, H, V, dtype=dtype, bias=given.pop("bias", False))
-    hidden, weight = (tensor.detach().to(device).requires_grad_() for tensor in (hidden, weight))
-    upstream, counted = upstream_of(("logp", "lse"), share, labels, torch.float64)
-    labels, head, names = labels.to(device), Head(weight, bias, LogitTransform(**given)), ("logp", "lse")
-
-    def gradients(statistics, inputs):
-        values = [statistics[name] for name in names]
-        given = [upstream[name].to(values[0]) for name in names]
-        return torch.autograd.grad(values, inputs, given)
-
-    def ours():
-        found = linear_statistics(hidden, head, labels, names, options=EngineOptions(**options))
-        return gradients(found._asdict(), (hidden, weight))
-
-    found = ours()
-    assert counts == [int(counted.sum())]
-    assert not found[0][~counted.to(device)].any()
-    monkeypatch.setattr(stream, "MIN_FLOPS", {})
-    plain = gradients(plain_statistics(hidden, weight, labels, bias, **given), (hidden, weight))
-    *exact_in, exact_bias = double(hidden, weight, bias)
-    exact = gradients(plain_statistics(*exact_in, labels, exact_bias, **given), exact_in)
-    for grads in (found, ours()):
-        for a, p, e in zip(grads, plain, exact, strict=True):
-            assert_as_exact_as_plain(a, p, e, floor=1e-12 if dtype == torch.float64 else None)
 
 
 #: Options of GRPO losses, which tokens have an advantage or a weight, and whether the others are left out.
@@ -177,29 +127,6 @@ def test_separable_losses_that_know_which_tokens_count(share, exponentials, coun
     assert every - rows == most - active
 
 
-@pytest.mark.parametrize("options", [{}, {"label_smoothing": 0.1, "lse_square_scale": 0.01}, {"return_z_loss": True}])
-def test_weighted_cross_entropy(options, monkeypatch):
-    hidden, weight, labels, _ = problem(N, H, V, dtype=torch.float64)
-    weights = torch.rand(N, generator=torch.Generator().manual_seed(1)).sub(0.5).clamp(min=0.0)
-    loss = CE(reduction="sum", **options)
-    seen = []
-    counting = Counting.tokens
-    monkeypatch.setattr(Counting, "tokens", lambda self: seen.append(counting(self)) or seen[-1])
-    found = loss(weight, hidden, labels, token_weights=weights)
-    logits = (hidden @ weight.T).double()
-    lse = logits.logsumexp(-1)
-    terms = torch.nn.functional.cross_entropy(
-        logits, labels, reduction="none", label_smoothing=options.get("label_smoothing", 0.0)
-    )
-    terms = terms + options.get("lse_square_scale", 0.0) * lse**2 * (labels != -100)
-    exact = (terms * weights).sum()
-    value = found.loss if options.get("return_z_loss") else found
-    torch.testing.assert_close(value.double(), exact, rtol=1e-6, atol=1e-9)
-    assert_close_gradients(value, exact, [hidden, weight], rtol=1e-6, atol=1e-9)
-    counted = (labels != -100) if options.get("return_z_loss") else (labels != -100) & (weights != 0)
-    assert seen[0].count == int(counted.sum())
-
-
 def test_backward_may_run_again(counts):
     hidden, weight, labels, _ = problem(N, H, V, dtype=torch.float64)
     logps = linear_logps(hidden, weight, labels)
@@ -223,16 +150,3 @@ def test_a_few_zeros_are_multiplied(zeros, multiplied, counts, monkeypatch):
     monkeypatch.setattr(stream, "MIN_FLOPS", {})
     expected = torch.autograd.grad(linear_logps(hidden, weight, labels), [hidden, weight], upstream)
     torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-12)
-
-
-@pytest.mark.parametrize("strategy", ["resident", "two_pass"])
-def test_masked_tokens_beside_those_that_count(strategy, counts):
-    """What they hold has no influence."""
-    hidden, weight, labels, _ = problem(200, H, V, masked=0.0)
-    labels[10:] = -100
-    with torch.no_grad():
-        hidden[10:] = float("nan")
-    logps = linear_statistics(hidden, weight, labels, options=EngineOptions(strategy=strategy, compact=False)).logp
-    ours = torch.autograd.grad(logps.sum(), [hidden, weight])
-    assert counts == [10]
-    assert all(grad.isfinite().all() for grad in ours)

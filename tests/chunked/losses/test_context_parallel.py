@@ -1,7 +1,6 @@
 """Losses of sequences that are cut over two processes: loss, metrics and gradients are those of one process."""
 
 import functools
-import itertools
 from types import SimpleNamespace
 
 import pytest
@@ -10,12 +9,9 @@ import torch.distributed as dist
 from torch import nn
 
 import liger_losses
-from liger_losses import Completions, Teacher, TeacherLogits, TeacherTopK, TokenSupport, functional
+from liger_losses import Completions, Teacher, TeacherTopK, TokenSupport, functional
 from liger_losses.chunked.engine.agreement import RankError, agree
 from liger_losses.chunked.engine.operators import loss_operator
-from liger_losses.chunked.losses.dpo import DPO_LOSSES
-from liger_losses.chunked.losses.policy import AdaptiveEntropy
-from liger_losses.chunked.losses.policy_tables import LOSS_TYPES
 from liger_losses.chunked.losses.unpaired import mean_over_processes
 from tests.processes import BACKENDS, case_named, start
 from tests.reference import tensors_of
@@ -79,29 +75,6 @@ def shared(name, **options):
     return build(name, group=dist.group.WORLD, **options)()
 
 
-def pairs(loss, p):
-    return loss(p.weight, p.hidden, p.labels, p.bias)
-
-
-def pairs_with_reference(loss, p):
-    return loss(p.weight, p.hidden, p.labels, p.bias, p.ref_hidden, p.ref_weight)
-
-
-def pairs_with_reference_per_token(loss, p):
-    parts = zip(*(x.chunk(2) for x in (p.hidden, p.labels, p.logps)), strict=True)
-    chosen, rejected = (Completions(hidden, labels, ref_logps=logps) for hidden, labels, logps in parts)
-    return loss(p.weight, chosen, rejected, bias=p.bias)
-
-
-def pairs_with_reference_per_sequence(loss, p):
-    chosen, rejected = p.sums.chunk(2)
-    return loss(p.weight, p.hidden, p.labels, p.bias, ref_chosen_logps=chosen, ref_rejected_logps=rejected)
-
-
-def pairs_with_other_nll(loss, p):
-    return loss(p.weight, p.hidden, p.labels, p.bias, nll_target=p.nll_labels)
-
-
 def unpaired(loss, p, **options):
     kinds = KINDS.to(p.labels.device)
     return loss(p.hidden, p.weight, p.labels, p.bias, kinds, p.ref_hidden, p.ref_weight, **options)
@@ -112,49 +85,11 @@ def unpaired_with_kl(loss, p):
     return unpaired(loss, p, kl_completions=mismatched, sample_weights=p.sums.abs())
 
 
-def unpaired_twice(loss, p):
-    """The second loss reads the running mean of both."""
-    unpaired(loss, p)
-    found, metrics = unpaired(loss, p)
-    return found, (metrics, loss.running_shift, loss.batches)
-
-
 def policy(loss, p, per_token=False, **options):
     mask, ids = p.labels != -100, p.labels.clamp(min=0)
     advantages = p.token_advantages if per_token else p.advantages
     options = {"old_per_token_logps": p.old_logps, "ref_per_token_logps": p.logps} | options
     return loss(p.hidden, p.weight, ids, mask, advantages, p.bias, **options)
-
-
-def policy_with_reference(loss, p):
-    options = {"ref_per_token_logps": None, "ref_input": p.ref_hidden, "ref_weight": p.ref_weight}
-    return policy(loss, p, **options, num_items_in_batch=17)
-
-
-def policy_per_token(loss, p):
-    return policy(loss, p, per_token=True, vllm_is_ratio=p.token_weights, sampling_per_token_logps=p.logps)
-
-
-def policy_per_sequence(loss, p):
-    return policy(loss, p, vllm_is_ratio=p.sums.exp())
-
-
-def policy_over_kept_columns(loss, p):
-    """Some tokens have no cut."""
-    ids = (p.labels.clamp(min=0)[..., None] + torch.tensor([0, 3, 7])) % VOCAB
-    ids[2, :, 2:], ids[1, -1], ids[0, 0] = -1, -1, -1
-    options = {"ref_per_token_logps": None, "ref_input": p.ref_hidden, "ref_weight": p.ref_weight}
-    return policy(loss, p, **options, support=TokenSupport(ids))
-
-
-def policy_of_prompts(loss, p):
-    return policy(loss, p, prompts=torch.arange(len(p.labels)) // 2, sampling_per_token_logps=p.logps)
-
-
-def policy_observed(loss, p):
-    found, metrics = policy(loss, p)
-    loss.entropy_coef.step()
-    return found, (metrics, torch.tensor(loss.entropy_coef.last_entropy))
 
 
 def tokens(loss, p, **options):
@@ -165,105 +100,12 @@ def weighted_tokens(loss, p):
     return tokens(loss, p, token_weights=p.token_weights)
 
 
-def counted_tokens(loss, p):
-    return tokens(loss, p, num_items_in_batch=31)
-
-
 def distilled(loss, p):
     return loss(p.weight, p.hidden, p.labels, Teacher(p.ref_hidden, p.ref_weight), bias=p.bias)
 
 
-def distilled_from_logits(loss, p):
-    return loss(p.weight, p.hidden, p.labels, TeacherLogits(p.ref_hidden @ p.ref_weight.t()), bias=p.bias)
-
-
 def distilled_from_top_k(loss, p):
     return loss(p.weight, p.hidden, p.labels, TeacherTopK(p.teacher_logps, p.teacher_indices), bias=p.bias)
-
-
-def distilled_in_ligers_form(loss, p):
-    return loss(p.hidden, p.weight, p.ref_hidden, p.ref_weight, p.labels, p.bias)
-
-
-SAMPLERS = ("icepop", "kpop")  # of which the sampler's log-probabilities are read
-WITHOUT_EXTRAS = {"exo_pair": {"label_smoothing": 0.1}, "robust": {"label_smoothing": 0.1}}
-EVERYTHING = {"return_z_loss": True, "return_token_accuracy": True, "lse_square_scale": 0.1}
-CASES = {
-    **{
-        f"DPO, {name}": (build("DPO", loss_type=name, **WITHOUT_EXTRAS.get(name, {})), pairs_with_reference)
-        for name in DPO_LOSSES
-    },
-    "DPO, several": (
-        build("DPO", loss_type=["sigmoid_norm", "sft"], loss_weights=[0.3, 2.0], label_smoothing=0.2),
-        pairs_with_reference_per_token,
-    ),
-    "DPO, averages": (build("DPO", average_log_prob=True), pairs_with_reference_per_token),
-    "DPO, given": (build("DPO", compute_nll_loss=True), pairs_with_reference_per_sequence),
-    "DPO, weighted": (build("DPO", use_weighting=True, f_divergence_type="js_divergence"), pairs_with_reference),
-    "DPO, small blocks": (build("DPO", workspace=8000, compact=False), pairs_with_reference),
-    "ORPO": (build("ORPO"), pairs),
-    "ORPO, other tokens": (build("ORPO"), pairs_with_other_nll),
-    **{f"CPO, {name}": (build("CPO", loss_type=name), pairs) for name in ("sigmoid", "hinge", "ipo")},
-    "CPO, alphapo": (build("CPO", loss_type="alphapo", reward_alpha=0.2), pairs),
-    "SimPO": (build("SimPO", label_smoothing=0.1), pairs_with_other_nll),
-    "KTO": (build("KTO", use_ref_model=True, undesirable_weight=0.7), unpaired_with_kl),
-    "KTO, averages": (build("KTO", use_ref_model=True, average_log_prob=True, loss_type="apo_zero_unpaired"), unpaired),
-    "BCO": (build("BCO"), unpaired_twice),
-    **{
-        f"GRPO, {name}": (build("GRPO", loss_type=name, max_completion_length=7), call)
-        for name, call in itertools.product(LOSS_TYPES, (policy, policy_per_token))
-        if (name == "vespo" or call is policy) and name not in ("fipo", "real", "clip_cov", "kl_cov", "dro", *SAMPLERS)
-    },
-    **{f"GRPO, {name}": (build("GRPO", loss_type=name), policy_of_prompts) for name in ("real", *SAMPLERS)},
-    "GRPO, prompts": (
-        build("GRPO", importance_sampling_level="sequence_token", normalizer="prompt_mean", log_ratio_penalty=0.1),
-        policy_of_prompts,
-    ),
-    **{
-        f"GRPO, {name}, {level}": (build("GRPO", loss_type=name, importance_sampling_level=level, beta=0.3), call)
-        for name, level, call in (
-            ("grpo", "sequence", policy_per_sequence),
-            ("dapo", "sequence", policy_per_token),
-            ("luspo", "sequence", policy),
-            ("bnpo", "sequence_sum", policy_per_token),
-        )
-    },
-    "GRPO, ratios of completions in the KL": (
-        build("GRPO", importance_sampling_level="sequence", use_bias_correction_kl=True),
-        policy,
-    ),
-    "GRPO, a reference": (build("GRPO"), policy_with_reference),
-    "GRPO, no KL": (build("GRPO", beta=0.0), policy),
-    "GRPO, kept columns": (build("GRPO"), policy_over_kept_columns),
-    "GRPO, kept columns, sequences": (
-        build("GRPO", importance_sampling_level="sequence", top_entropy_quantile=0.6, entropy_coef=0.1),
-        policy_over_kept_columns,
-    ),
-    "GRPO, vespo of completions": (build("GRPO", loss_type="vespo"), policy_per_sequence),
-    "GRPO, off-policy mask": (build("GRPO", off_policy_mask_threshold=0.3), policy_per_token),
-    "GRPO, high entropy": (build("GRPO", top_entropy_quantile=0.5, entropy_coef=0.1), policy),
-    "GRPO, entropy bonus": (build("GRPO", entropy_coef=0.1), policy),
-    "GRPO, adaptive bonus": (
-        lambda **o: build("GRPO")(entropy_coef=AdaptiveEntropy(0.1, target=2.0), **o),
-        policy_observed,
-    ),
-    "cross-entropy": (build("CrossEntropy", label_smoothing=0.1, **EVERYTHING), tokens),
-    "cross-entropy, weighted": (
-        lambda **o: build("CrossEntropy", use_token_scaling=True, **EVERYTHING)(problem().class_weights, **o),
-        weighted_tokens,
-    ),
-    "cross-entropy, many heads": (
-        build("CrossEntropy", head_weights=[1.0, 0.5], **EVERYTHING),
-        lambda loss, p: loss([p.weight, p.ref_weight], [p.hidden, p.hidden + 1], p.labels, [p.bias, None]),
-    ),
-    "cross-entropy, items": (build("CrossEntropy"), counted_tokens),
-    "cross-entropy, sum": (build("CrossEntropy", reduction="sum", **EVERYTHING), tokens),
-    "JSD": (build("JSD", temperature=2.0), distilled),
-    "KL": (build("KL"), distilled_from_logits),
-    "reverse KL": (build("ReverseKL"), distilled_from_top_k),
-    "cosine": (build("CosineSimilarity", return_soft_hard_loss=True), distilled_in_ligers_form),
-}
-CASES["GRPO, vespo"] = (build("GRPO", loss_type="vespo"), policy_per_token)
 
 
 def numbers(found):
@@ -271,29 +113,7 @@ def numbers(found):
     return [tensor.detach().clone() for tensor in tensors_of(found)]
 
 
-def run(name, rank=None, group=None):
-    """Loss and metrics, and the gradients of hidden states, weight and bias."""
-    make, call = CASES[name]
-    p = problem(rank)
-    found = call(make(group=group) if group is not None else make(), p)
-    loss = found if isinstance(found, torch.Tensor) else found[0]
-    loss.backward()
-    return numbers(found), [tensor.grad for tensor in (p.hidden, p.weight, p.bias)]
-
-
 # --- What each process does -------------------------------------------------------------------------------------------
-
-
-def check_case(name, expected, rank):
-    values, (hidden, weight, bias) = run(name, rank, dist.group.WORLD)
-    expected_values, (expected_hidden, *expected_head) = expected
-    close = functools.partial(torch.testing.assert_close, rtol=1e-6, atol=1e-9)
-    close(values, expected_values, msg=lambda m: f"values: {m}")
-    close(hidden, expected_hidden.split([CUT, LENGTH - CUT], 1)[rank], msg=lambda m: f"hidden states: {m}")
-    for found, whole in zip((weight, bias), expected_head, strict=True):
-        dist.all_reduce(found)
-        close(found, whole, msg=lambda m: f"head: {m}")
-    assert expected_hidden.abs().sum() > 0
 
 
 def check_functional(rank):
@@ -504,21 +324,17 @@ CHECKS = (
 CHECKS_OF_GPUS = (check_functional, check_means_of_processes, check_averaged_gradients, check_compiled, check_members)
 
 
-def work(rank, folder, backend):
-    expected = torch.load(folder / "expected.pt", map_location=torch.get_default_device())
-    todo = {name: functools.partial(check_case, name, expected[name]) for name in CASES}
-    checks = CHECKS if backend == "gloo" else CHECKS_OF_GPUS
-    for name, check in (todo | {check.__name__: check for check in checks}).items():
-        with case_named(name):
+def work(rank, backend):
+    for check in CHECKS if backend == "gloo" else CHECKS_OF_GPUS:
+        with case_named(check.__name__):
             check(rank)
 
 
 @pytest.mark.distributed
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_slices_of_sequences_on_two_processes(tmp_path, backend):
-    """All cases in one start of the processes."""
-    torch.save({name: run(name) for name in CASES}, tmp_path / "expected.pt")
-    start(work, WORLD, tmp_path, tmp_path, backend, backend=backend)
+    """In one start of the processes. Losses, metrics and gradients: tests/results/test_ranks.py."""
+    start(work, WORLD, tmp_path, backend, backend=backend)
 
 
 # --- Options ----------------------------------------------------------------------------------------------------------

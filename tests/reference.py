@@ -86,6 +86,12 @@ def total(values, names):
     return sum((values[name] * (0.5 + i)).sum() for i, name in enumerate(names))
 
 
+def weighted(values, seed=3):
+    """A fixed random linear function of tensors, so that every statistic and token has its own upstream gradient."""
+    g = torch.Generator().manual_seed(seed)
+    return sum((v * torch.randn(v.shape, generator=g, dtype=torch.float64).to(v)).sum() for v in values)
+
+
 def gradients(loss, inputs):
     """Of the inputs that require them; they may be asked for again."""
     return torch.autograd.grad(loss, [t for t in inputs if t is not None and t.requires_grad], retain_graph=True)

@@ -1,4 +1,4 @@
-"""Every loss and operation in compiled functions: calls of :mod:`tests.chunked.engine.shared_vocabulary`, in fp32."""
+"""Every loss and operation in compiled functions: calls of :mod:`tests.results.losses`, in fp32."""
 
 import torch
 from torch import nn
@@ -127,7 +127,12 @@ pairs, marked, distillation = map(with_reference, (calls.pairs, calls.marked, ca
 #: Losses that differ from another one by a formula alone, which has no part in how they are compiled.
 ALIKE = (
     *("DPO", "KTO", "CPO", "SimPO", "KL", "reverse KL", "TVD", "alpha-beta", "mixture", "JSD, whole teacher"),
-    *("JSD, smaller teacher", "soft loss of a smaller teacher", "GRPO, by items", "cross entropy, many heads"),
+    *(
+        f"GRPO, {name}"
+        for name in ("sequences", "grpo", "bnpo", "dr_grpo", "luspo", "cispo", "vespo", "gmpo", "icepop")
+    ),
+    *("GRPO, off-policy mask", "soft loss of a smaller teacher", "GRPO, by items", "cross entropy, many heads"),
+    "JSD, smaller teacher",
 )
 #: How to build a loss, and how to call it.
 LOSSES = {

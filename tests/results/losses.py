@@ -68,7 +68,7 @@ def extras(labels: Tensor, other: Tensor, ref_weight: Tensor, g: torch.Generator
         "signs": torch.tensor([1.0, -0.5, 0.3, -1.0]).repeat(len(labels) // 4 + 1)[: len(labels)],
         "logps": -3.4 + 0.2 * torch.randn(labels.shape, generator=g),
         "columns": columns,
-        "top_logps": teacher.to(torch.promote_types(other.dtype, torch.float32)),
+        "top_logps": teacher.float().to(torch.promote_types(other.dtype, torch.float32)),
         "class_weight": (torch.linspace(64, 192, vocab).round() / 128).to(ref_weight.dtype),  # exact in every dtype
     }
 

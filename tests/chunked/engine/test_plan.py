@@ -1,11 +1,9 @@
 """Work and memory of a call: only the products that are needed, within the workspace."""
 
-import functools
 import warnings
 
 import pytest
 import torch
-from torch.utils.flop_counter import FlopCounterMode
 
 from liger_losses import (
     Divergence,
@@ -13,16 +11,22 @@ from liger_losses import (
     LogitTransform,
     Teacher,
     linear_divergence,
-    linear_logps,
     linear_statistics,
-    linear_token_loss,
 )
 from liger_losses.chunked.engine import decision
 from liger_losses.chunked.engine import plan as planning
 from liger_losses.chunked.engine.plan import MiB, Workload, make_plan
 from liger_losses.chunked.engine.weights import Weights
-from tests.chunked.engine.test_stream import weighted
-from tests.reference import NAMES, assert_as_exact_as_plain, double, gradients, peak_bytes, plain_statistics, problem
+from tests.reference import (
+    NAMES,
+    assert_as_exact_as_plain,
+    double,
+    gradients,
+    peak_bytes,
+    plain_statistics,
+    problem,
+    weighted,
+)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -71,78 +75,6 @@ def test_ranks_that_share_a_vocabulary_take_larger_blocks():
     shared = Workload(tokens=8192, vocab_size=64128, ranks=2, **sizes, **kernels)
     assert (make_plan(alone).rows, make_plan(shared).rows) == (2048, 8192)
     assert alone.default_workspace() < shared.default_workspace() <= 1536 * MiB
-
-
-def flops(function):
-    with FlopCounterMode(display=False) as counter:
-        function()
-    return counter.get_total_flops()
-
-
-@pytest.mark.parametrize(
-    ("frozen", "strategy", "factor"),
-    [
-        ((), None, 6),
-        ((), "two_pass", 8),
-        (("weight",), None, 4),
-        (("weight",), "resident", 4),
-        (("weight",), "two_pass", 6),
-        (("hidden",), "resident", 4),
-        (("hidden", "weight"), None, 2),
-    ],
-)
-def test_products_that_are_taken(frozen, strategy, factor):
-    n, h, v = 64, 16, 128
-    hidden, weight, labels, _ = problem(2 * n, h, v, masked=0.0)
-    labels[::2] = -100  # half of the tokens must cost nothing
-    for name, tensor in (("hidden", hidden), ("weight", weight)):
-        tensor.requires_grad_(name not in frozen)
-    options = EngineOptions(strategy=strategy)
-
-    def coupled():
-        loss = linear_statistics(hidden, weight, labels, options=options).logp.sum().square()
-        if loss.requires_grad:
-            loss.backward()
-
-    assert flops(coupled) == factor * n * h * v
-
-    def separable():
-        loss, _ = linear_token_loss(hidden, weight, labels, lambda s, y: s.logp)
-        if loss.requires_grad:
-            loss.backward()
-
-    assert flops(separable) == (6 - 2 * len(frozen)) * n * h * v
-
-
-def test_no_grad_computes_no_gradient():
-    n, h, v = 64, 16, 128
-    hidden, weight, labels, _ = problem(n, h, v, masked=0.0)
-    for context in (torch.no_grad, torch.inference_mode):
-        with context():
-            assert flops(lambda: linear_logps(hidden, weight, labels)) == 2 * n * h * v
-            assert flops(lambda: linear_token_loss(hidden, weight, labels, lambda s, y: s.logp)) == 2 * n * h * v
-            assert not linear_logps(hidden, weight, labels).requires_grad
-
-
-def test_peak_memory_is_flat_in_the_length_and_under_the_workspace():
-    h, v, workspace = 32, 1024, 2**20
-    peaks = []
-    chosen, two_pass = EngineOptions(workspace=workspace), EngineOptions(workspace=workspace, strategy="two_pass")
-    for n in (512, 2048):
-        hidden, weight, labels, _ = problem(n, h, v, masked=0.5)
-        outputs = sum(t.numel() * t.element_size() for t in (hidden, weight))
-
-        def coupled(options, hidden=hidden, weight=weight, labels=labels):
-            logps = linear_statistics(hidden, weight, labels, ("logp", "entropy"), options=options)
-            return torch.autograd.grad((logps.logp + logps.entropy).sum(), (hidden, weight))
-
-        def separable(options, hidden=hidden, weight=weight, labels=labels):
-            loss, _ = linear_token_loss(hidden, weight, labels, lambda s, y: s.logp, options=options)
-            return torch.autograd.grad(loss, (hidden, weight))
-
-        for call, options in ((coupled, chosen), (coupled, two_pass), (separable, chosen)):
-            peaks.append(peak_bytes(functools.partial(call, options)) - outputs)
-    assert max(peaks) <= workspace, peaks
 
 
 def test_blocks_leave_room_for_the_buffers_of_an_allocator():

@@ -4,8 +4,9 @@ import pytest
 import torch
 
 from liger_losses import EngineOptions, linear_logps, linear_statistics, linear_token_loss
-from tests.chunked.engine.test_stream import MiB, weighted
-from tests.reference import assert_close_gradients, gradients, peak_bytes, plain_statistics, problem
+from tests.reference import assert_close_gradients, gradients, peak_bytes, plain_statistics, problem, weighted
+
+MiB = 2**20
 
 
 @pytest.mark.parametrize("strategy", ["one_pass", "two_pass", "resident"])

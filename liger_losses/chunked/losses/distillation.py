@@ -232,7 +232,7 @@ class DistillationLoss(ChunkedLoss):
         if hard:
             weights["logp"] = -self.weight_hard_loss
         if query is None or torch.compiler.is_dynamo_compiling() or t is temperature:
-            per_token = mask.to(torch.float64 if head.weight.dtype == torch.float64 else torch.float32) / number
+            per_token = mask.to(torch.promote_types(hidden.dtype, torch.float32)) / number
             weights = {name: weight * per_token for name, weight in weights.items()}
         else:  # the same for every token
             total = None if num_items_in_batch is None and self.group is None else number

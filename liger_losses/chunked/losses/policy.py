@@ -138,7 +138,7 @@ class LigerFusedLinearGRPOLoss(CompletionLoss):
 
     @property
     def needs_reference(self) -> str | None:
-        why = f"beta={self.beta} (unlike beta=0.0) weighs the divergence from a reference"
+        why = "a beta other than 0.0 weighs the divergence from a reference"
         return why if self.beta and self.use_ref_model else None
 
     def get_extra_state(self) -> dict[str, float]:

@@ -38,7 +38,7 @@ def step(loss):
 
 def of_any_length(d):
     """A batch for which torch.compile traces its length as a symbol at once."""
-    for name in ("h", "other", "y", "logps"):
+    for name in ("h", "other", "y", "logps", "columns", "top_logps"):
         torch._dynamo.mark_dynamic(d[name], 1)
     return d
 
@@ -230,7 +230,7 @@ def test_numbers_that_change():
     assert_same(function(d, count, 0.3), call_all(d, count, 0.3))
 
 
-@pytest.mark.parametrize("name", ["GRPO", "DPO", "JSD", "cross entropy"])
+@pytest.mark.parametrize("name", ["GRPO", "DPO, several", "JSD", "cross entropy"])
 def test_five_steps_of_a_schedule(name):
     """Beta, temperature and the entropy's coefficient change at each step, and so does the number of tokens."""
     head, loss = layer(), LOSSES[name][0]()

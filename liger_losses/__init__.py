@@ -45,7 +45,7 @@ _MODULES = {
 }
 
 _WHERE = {name: module for module, names in _MODULES.items() for name in names.split()}
-_SUBMODULES = ("functional", "modules", "trl", "chunked", "kernels", "patching", "prompts")
+_SUBMODULES = ("functional", "modules", "trl", "chunked", "kernels", "layers", "patching", "prompts")
 
 __all__ = sorted([*_WHERE, "functional"])
 

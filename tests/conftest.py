@@ -11,8 +11,8 @@ import torch.distributed as dist
 from tests import interpreter, processes
 
 # Files that tests share: where an assert fails in one, pytest shows the values.
-folders = ("benchmarks.coverage", "tests.chunked", "tests.integrations", "tests.kernels", "tests.patching", "tests.trl")
-pytest.register_assert_rewrite(*folders)
+folders = ("chunked", "integrations", "kernels", "layers", "patching", "trl")
+pytest.register_assert_rewrite("benchmarks.coverage", *(f"tests.{folder}" for folder in folders))
 
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")

@@ -95,23 +95,23 @@ MUTANTS: dict[str, list[tuple[str, str, str]]] = {
     "tests/chunked/engine/test_support.py -k shifted": [
         ("chunked/engine/support.py", "shift_labels(labels, options.ignore_index, shift) if shift else", ""),
     ],
-    "tests/kernels/test_rms_norm.py tests/kernels/test_layer_norm.py tests/kernels/test_rope.py": [
-        ("kernels/rms_norm.py", "(centered - xhat * (g * xhat).mean(-1, keepdim=True))", "g"),
-        ("kernels/rms_norm.py", "None if bias_dtype is None else g.", "None if bias_dtype is None else xhat."),
-        ("kernels/rope.py", "turned = -_turn(", "turned = _turn("),
+    "tests/layers/test_rms_norm.py tests/layers/test_layer_norm.py tests/layers/test_rope.py": [
+        ("layers/rms_norm.py", "(centered - xhat * (g * xhat).mean(-1, keepdim=True))", "g"),
+        ("layers/rms_norm.py", "None if bias_dtype is None else g.", "None if bias_dtype is None else xhat."),
+        ("layers/rope.py", "turned = -_turn(", "turned = _turn("),
     ],
-    "tests/kernels/test_rows.py -k are_the_same": [
-        ("kernels/prepared.py", "t.shape, t.stride(), t.dtype", "t.shape, t.dtype"),
-        ("kernels/rows.py", "_arguments(inputs, vectors) if self.copies else ", ""),
+    "tests/layers/test_rows.py -k are_the_same": [
+        ("layers/prepared.py", "t.shape, t.stride(), t.dtype", "t.shape, t.dtype"),
+        ("layers/rows.py", "_arguments(inputs, vectors) if self.copies else ", ""),
     ],
     "tests/patching/test_patch.py -k few_tokens": [
         ("patching/norms.py", "if self.of_torch and is_short(x):", "if False:"),
     ],
-    "tests/kernels/test_glu.py": [
-        ("kernels/glu_kernels.py", "d_up.masked_fill_(", "d_up.masked_fill("),
-        ("kernels/glu.py", "if node.overwritten:", "if False:"),
-        ("kernels/glu.py", "torch.addmm(out, grad, weight, out=out)", "out.add_(0)"),
-        ("kernels/glu.py", "inner = [tensor.data for tensor in inner]", "pass"),
+    "tests/layers/test_glu.py": [
+        ("layers/glu_kernels.py", "d_up.masked_fill_(", "d_up.masked_fill("),
+        ("layers/glu.py", "if node.overwritten:", "if False:"),
+        ("layers/glu.py", "torch.addmm(out, grad, weight, out=out)", "out.add_(0)"),
+        ("layers/glu.py", "inner = [tensor.data for tensor in inner]", "pass"),
     ],
     "tests/chunked/engine/test_many_heads.py": [
         ("chunked/engine/tokens.py", "beyond = min(positions, labels.shape[-1])", "beyond = 1"),

@@ -39,11 +39,11 @@ from liger_losses.chunked.losses.reference_free import (
 )
 from liger_losses.chunked.losses.unpaired import LigerFusedLinearBCOLoss, LigerFusedLinearKTOLoss
 from liger_losses.kernels.divergence_forms import Divergence
-from liger_losses.kernels.glu import glu, glu_fused, glu_linear, glu_mlp
-from liger_losses.kernels.layer_norm import layer_norm
 from liger_losses.kernels.logit_transform import LogitTransform
-from liger_losses.kernels.rms_norm import add_rms_norm, gated_rms_norm, rms_norm
-from liger_losses.kernels.rope import rope
+from liger_losses.layers.glu import glu, glu_fused, glu_linear, glu_mlp
+from liger_losses.layers.layer_norm import layer_norm
+from liger_losses.layers.rms_norm import add_rms_norm, gated_rms_norm, rms_norm
+from liger_losses.layers.rope import rope
 
 __all__ = [
     "ChunkedLoss",

@@ -172,10 +172,11 @@ CHOICES = {"all": list, "covering": covering, "ends": ends, "riskiest": riskiest
 
 def not_launched(found: list[Launch]) -> list[str]:
     """Functions for GPUs that no launch runs, none takes as an argument, and no other such function calls."""
-    import liger_losses.kernels
+    import liger_losses
 
-    for module in pkgutil.iter_modules(liger_losses.kernels.__path__, "liger_losses.kernels."):
-        importlib.import_module(module.name)
+    for package in (liger_losses.kernels, liger_losses.layers):
+        for module in pkgutil.iter_modules(package.__path__, f"{package.__name__}."):
+            importlib.import_module(module.name)
     modules = [module for name, module in sys.modules.items() if name.startswith("liger_losses.")]
     functions = {value for module in modules for value in vars(module).values() if isinstance(value, JITFunction)}
     called = {

@@ -17,10 +17,10 @@ from liger_losses.chunked.engine.support import TokenSupport, linear_support_sta
 from liger_losses.integrations.logit_statistics import logit_statistics
 from liger_losses.kernels._triton import BACKEND_VARIABLE
 from liger_losses.kernels.autograd import edges, scale_
-from liger_losses.kernels.glu import glu, glu_linear, glu_mlp
-from liger_losses.kernels.layer_norm import layer_norm
-from liger_losses.kernels.rms_norm import add_rms_norm, rms_norm
-from liger_losses.kernels.rope import rope
+from liger_losses.layers.glu import glu, glu_linear, glu_mlp
+from liger_losses.layers.layer_norm import layer_norm
+from liger_losses.layers.rms_norm import add_rms_norm, rms_norm
+from liger_losses.layers.rope import rope
 from liger_losses.patching.lazy.deferred import _OfAllRanks
 from liger_losses.patching.lazy.tensor import lazy_linear, true_values
 from liger_losses.patching.tiles import Tiles, compute_tiled

@@ -97,7 +97,7 @@ def take_away(place: str, name: str, patched: pytest.MonkeyPatch) -> None:
 def load() -> Any:
     """Import the package, and what it imports when it is used."""
     import liger_losses
-    from liger_losses.kernels import glu_kernels  # noqa: F401
+    from liger_losses.layers import glu_kernels  # noqa: F401
 
     return liger_losses, liger_losses.patch, liger_losses.linear_divergence, liger_losses.split_by_coefficient
 

@@ -13,8 +13,8 @@ import pytest
 import liger_losses
 
 ROOT = pathlib.Path(liger_losses.__file__).parent
-LAYERS = ["caller", "places", "kernels", "sequences", "chunked.engine", "chunked.losses", "modules", "prompts"]
-LAYERS += ["patching", "trl"]
+LAYERS = ["caller", "places", "kernels", "sequences", "chunked.engine", "chunked.losses", "layers"]
+LAYERS += ["modules", "prompts", "patching", "trl"]
 HEAVY = ("transformers", "trl", "triton", "numpy", "matplotlib", "peft", "datasets", "liger_kernel")
 #: Every integration can be imported without its framework.
 INTEGRATIONS = [

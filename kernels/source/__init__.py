@@ -1,7 +1,7 @@
 """Chunked loss heads for LLM post-training, and the kernels of the layers below them, without dependencies."""
 
 from liger_losses import functional, layers
-from liger_losses.chunked.engine import (
+from liger_losses.chunked import (
     EngineOptions,
     Head,
     Statistics,
@@ -14,8 +14,9 @@ from liger_losses.chunked.engine import (
     linear_logps,
     linear_statistics,
     linear_token_loss,
+    set_default_workspace,
+    workspace,
 )
-from liger_losses.chunked.engine.workspace import set_default_workspace, workspace
 from liger_losses.chunked.losses.base import ChunkedLoss
 from liger_losses.chunked.losses.completion_loss import Completions
 from liger_losses.chunked.losses.cross_entropy import LigerFusedLinearCrossEntropyLoss

@@ -13,8 +13,9 @@ import torch
 from torch import Tensor, nn
 
 from liger_losses.caller import warn
-from liger_losses.chunked.engine import Head, tokens
-from liger_losses.chunked.engine.checks import check_labels, see
+from liger_losses.checks import check_labels, see
+from liger_losses.chunked import Head
+from liger_losses.chunked import shift_labels as shifted_labels
 from liger_losses.patching.lazy.tensor import deferred_logits
 from liger_losses.patching.lazy_head import make_head_lazy, owner_of_head
 from liger_losses.patching.lazy_layers import force_lazy_head
@@ -116,7 +117,7 @@ def loss_inputs(
             f"the last layer of {name} cannot be a Head: {'; '.join(reasons)}." + see("models-that-cannot-be-patched")
         )
     if shift_labels is None:
-        shifted, mask = tokens.shift_labels(targets, ignore_index), batch.get("attention_mask")
+        shifted, mask = shifted_labels(targets, ignore_index), batch.get("attention_mask")
         if mask is not None and mask.shape == targets.shape:
             active = mask.to(targets.device) != 0
             shifted = shifted.where(active & active.roll(-1, -1), ignore_index)

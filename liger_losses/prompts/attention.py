@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from liger_losses.caller import warn
-from liger_losses.chunked.engine.checks import see
+from liger_losses.checks import see
 from liger_losses.prompts.masks import RowMask, block_mask, mask_function
 from liger_losses.prompts.packing import BLOCK, PackedCompletions
 

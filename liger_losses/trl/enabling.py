@@ -8,9 +8,9 @@ from typing import Any
 
 from torch import nn
 
+from liger_losses.arguments import lists_arguments
 from liger_losses.caller import warn
-from liger_losses.chunked.engine.arguments import lists_arguments
-from liger_losses.chunked.engine.checks import see
+from liger_losses.checks import see
 from liger_losses.kernels.divergence_forms import Divergence
 from liger_losses.patching.lazy_layers import is_lazy_layer
 from liger_losses.patching.patch import patch

@@ -17,8 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from liger_losses.chunked.engine import Statistics, linear_statistics
-from liger_losses.chunked.engine.checks import see
+from liger_losses.checks import see
+from liger_losses.chunked import Statistics, linear_statistics
 from liger_losses.kernels.logit_transform import LogitTransform
 from liger_losses.patching.lazy import DeferredLogits, LazyLogits, TracedLogits
 from liger_losses.patching.lazy.tensor import deferred_logits

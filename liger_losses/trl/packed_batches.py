@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from liger_losses.caller import warn
-from liger_losses.chunked.engine.checks import see
+from liger_losses.checks import see
 from liger_losses.prompts.attention import CannotShareError, attending
 from liger_losses.prompts.packing import PackedCompletions, pack_sequences
 

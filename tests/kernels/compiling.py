@@ -105,7 +105,8 @@ def pretend(target: Target) -> None:
     torch.is_autocast_enabled = lambda kind=None: False  # torch knows no autocast of the meta device
 
     from benchmarks.host_time import Driver
-    from liger_losses.chunked.engine import checks, two_models
+    from liger_losses import checks
+    from liger_losses.chunked.engine import two_models
     from liger_losses.kernels import _tiles, _triton, targets
 
     for name, module in (("target_of", targets), ("processors", _tiles)):  # which the calls ask of the meta device

@@ -33,7 +33,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from liger_losses.chunked.engine.arguments import wrong_arguments
+from liger_losses.arguments import wrong_arguments
 from liger_losses.kernels.reading import place_weights
 
 CHECK_VARIABLE = "LIGER_LOSSES_CHECK_RANKS"

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from liger_losses.checks import check_temperature
 from liger_losses.chunked.engine.agreement import Given, given_to_loss, lines_of, running
 from liger_losses.chunked.engine.decision import Decision, decide
 from liger_losses.chunked.engine.head import Head
@@ -21,7 +22,7 @@ from liger_losses.chunked.engine.plan import EngineOptions, Plan, Workload, defa
 from liger_losses.chunked.engine.query import Query, changed
 from liger_losses.chunked.engine.ranks import ALONE, Ranks
 from liger_losses.chunked.engine.teachers import Teacher
-from liger_losses.chunked.engine.tokens import Counting, Tokens, check_temperature, listed
+from liger_losses.chunked.engine.tokens import Counting, Tokens, listed
 from liger_losses.chunked.engine.weights import Projection, QuantizedWeight, weights_of
 from liger_losses.kernels.logit_transform import Epilogue, LogitTransform, said
 

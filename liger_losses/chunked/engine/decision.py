@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from liger_losses.caller import warn
-from liger_losses.chunked.engine.checks import check_device, check_names, see
+from liger_losses.checks import check_device, check_names, see
 from liger_losses.chunked.engine.head import Head, check_invariant, dequantized_bytes, operand_dtype
 from liger_losses.chunked.engine.input_checks import check, shapes_of
 from liger_losses.chunked.engine.plan import (

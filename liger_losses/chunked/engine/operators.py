@@ -13,12 +13,12 @@ import torch
 from torch import Tensor, nn
 from torch.compiler import is_dynamo_compiling
 
+from liger_losses.arguments import by_forward_names, wrong_arguments
 from liger_losses.caller import warn
+from liger_losses.checks import is_weight_and_bias, one_each
 from liger_losses.chunked.engine.agreement import RankError, raise_on_all_ranks, running
-from liger_losses.chunked.engine.arguments import by_forward_names, wrong_arguments
 from liger_losses.chunked.engine.autograd_functions import separable_losses, statistics_of
 from liger_losses.chunked.engine.call import make_call
-from liger_losses.chunked.engine.checks import is_weight_and_bias, one_each
 from liger_losses.chunked.engine.compiled_calls import traced, traced_loss
 from liger_losses.chunked.engine.head import Head
 from liger_losses.chunked.engine.many_heads import Targets

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from liger_losses.chunked.engine.checks import LISTS, check_shift, check_tensor, rows_of_all
+from liger_losses.checks import LISTS, check_shift, check_tensor, rows_of_all
 from liger_losses.chunked.engine.head import Head
 from liger_losses.chunked.engine.many_heads import Targets
 from liger_losses.chunked.engine.operators import (

@@ -12,11 +12,11 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
-from liger_losses.chunked.engine.checks import check_like_labels, check_names, check_new, check_vector
+from liger_losses.checks import check_like_labels, check_names, check_new, check_temperature, check_vector
 from liger_losses.chunked.engine.head import Head
 from liger_losses.chunked.engine.ranks import Ranks
 from liger_losses.chunked.engine.teachers import Teacher, TeacherLogits, check_comparison
-from liger_losses.chunked.engine.tokens import Tokens, check_temperature
+from liger_losses.chunked.engine.tokens import Tokens
 from liger_losses.kernels.divergence_forms import Divergence
 from liger_losses.kernels.logit_transform import LogitTransform
 from liger_losses.kernels.softmax_stats import STATISTICS

@@ -17,8 +17,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from liger_losses.checks import check_group, check_tensor, check_vector, check_weight, see
 from liger_losses.chunked.engine.agreement import VOCABULARY, Agreement, Given, all_gather, known_of, settle
-from liger_losses.chunked.engine.checks import check_group, check_tensor, check_vector, check_weight, see
 from liger_losses.chunked.engine.weights import QuantizedWeight
 from liger_losses.kernels.online_softmax import merge
 from liger_losses.kernels.reading import assert_on_device
@@ -311,10 +311,6 @@ def check_teacher_ranks(student: Ranks, teacher: Ranks) -> None:
         )
 
 
-def is_dtensor(value: Any) -> bool:
-    return hasattr(value, "full_tensor")
-
-
 def local_rows(name: str, value: Any, mesh: DeviceMesh) -> Tensor:
     """This rank's rows of a weight or bias that is a DTensor.
 
@@ -323,7 +319,7 @@ def local_rows(name: str, value: Any, mesh: DeviceMesh) -> Tensor:
     """
     from torch.distributed.tensor import Shard
 
-    if not is_dtensor(value):
+    if not hasattr(value, "full_tensor"):
         raise TypeError(f"the weight is a DTensor and {name} is not; make {name} one, with the weight's placements.")
     if value.device_mesh != mesh or mesh.ndim != 1 or value.placements != (Shard(0),):
         raise ValueError(

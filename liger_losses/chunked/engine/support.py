@@ -16,16 +16,16 @@ from itertools import chain
 import torch
 from torch import Tensor
 
+from liger_losses.checks import check_temperature, check_tensor, checked_temperatures
 from liger_losses.chunked.engine.adapters import low_rank_factors
 from liger_losses.chunked.engine.agreement import Given, given_to_loss
 from liger_losses.chunked.engine.autograd_functions import statistics_of
 from liger_losses.chunked.engine.call import make_call
-from liger_losses.chunked.engine.checks import check_tensor
 from liger_losses.chunked.engine.head import Head, operand_dtype
 from liger_losses.chunked.engine.input_checks import check_inputs
 from liger_losses.chunked.engine.plan import EngineOptions, default_bound, default_workspace, device_memory
 from liger_losses.chunked.engine.query import Query, Statistics
-from liger_losses.chunked.engine.tokens import check_temperature, checked_temperatures, shift_labels
+from liger_losses.chunked.engine.tokens import shift_labels
 from liger_losses.kernels import LOGIT_DTYPES, choose_backend
 from liger_losses.kernels.autograd import autocast_dtype
 from liger_losses.kernels.given_columns import (

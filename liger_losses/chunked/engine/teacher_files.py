@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from liger_losses.chunked.engine.checks import check_tensor
+from liger_losses.checks import check_tensor
 from liger_losses.chunked.engine.head import Head
 from liger_losses.chunked.engine.teachers import Teacher, check_no_temperature
 from liger_losses.kernels.logit_transform import LogitTransform

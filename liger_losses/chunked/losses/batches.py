@@ -9,8 +9,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from liger_losses.checks import check_range
 from liger_losses.chunked.engine.agreement import all_gather
-from liger_losses.chunked.engine.checks import check_range
 
 
 def world_size() -> int:

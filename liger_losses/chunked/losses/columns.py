@@ -13,7 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from liger_losses.chunked.engine import (
+from liger_losses.checks import check_labels
+from liger_losses.chunked import (
     EngineOptions,
     Head,
     Largest,
@@ -26,7 +27,6 @@ from liger_losses.chunked.engine import (
     linear_token_loss,
     linear_topk,
 )
-from liger_losses.chunked.engine.checks import check_labels
 from liger_losses.chunked.engine.decision import active_tokens
 from liger_losses.chunked.engine.operators import support_statistics
 from liger_losses.chunked.engine.ops import linear_weighted_loss

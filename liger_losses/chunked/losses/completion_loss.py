@@ -14,15 +14,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from liger_losses.chunked.engine import EngineOptions, Head, Statistics, Tokens
+from liger_losses.checks import check_alike, check_device, check_shape_of, check_temperature, check_tensor, checked_mask
+from liger_losses.chunked import EngineOptions, Head, Statistics, Tokens
 from liger_losses.chunked.engine.agreement import agree, note
 from liger_losses.chunked.engine.call import make_call
-from liger_losses.chunked.engine.checks import check_alike, check_device, check_shape_of, check_tensor, checked_mask
 from liger_losses.chunked.engine.decision import active_tokens
 from liger_losses.chunked.engine.input_checks import check_inputs
 from liger_losses.chunked.engine.operators import query_statistics
 from liger_losses.chunked.engine.query import Query
-from liger_losses.chunked.engine.tokens import check_temperature
 from liger_losses.chunked.losses.base import AnyHead, ChunkedLoss, LossOptions
 from liger_losses.chunked.losses.context_parallel import sum_over_group
 from liger_losses.kernels.logit_transform import LogitTransform

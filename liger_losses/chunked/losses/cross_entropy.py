@@ -10,9 +10,7 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
-from liger_losses.chunked.engine import Head, Statistics, linear_statistics, linear_token_loss
-from liger_losses.chunked.engine.agreement import note
-from liger_losses.chunked.engine.checks import (
+from liger_losses.checks import (
     LISTS,
     NonNegativeFloat,
     UnitFloat,
@@ -24,6 +22,8 @@ from liger_losses.chunked.engine.checks import (
     checked_items,
     one_each,
 )
+from liger_losses.chunked import Head, Statistics, linear_statistics, linear_token_loss
+from liger_losses.chunked.engine.agreement import note
 from liger_losses.chunked.engine.many_heads import Targets, count_targets, heads_of, shift_each
 from liger_losses.chunked.engine.operators import loss_operator
 from liger_losses.chunked.engine.ops import linear_weighted_loss

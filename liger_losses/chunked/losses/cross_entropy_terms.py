@@ -8,8 +8,8 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
-from liger_losses.chunked.engine import EngineOptions, Head, Statistics, linear_statistics, linear_token_loss
-from liger_losses.chunked.engine.checks import one_each
+from liger_losses.checks import one_each
+from liger_losses.chunked import EngineOptions, Head, Statistics, linear_statistics, linear_token_loss
 from liger_losses.chunked.engine.compiled_calls import token_operator
 from liger_losses.chunked.engine.many_heads import count_targets
 from liger_losses.chunked.engine.ops import linear_weighted_loss

@@ -13,7 +13,15 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
-from liger_losses.chunked.engine import (
+from liger_losses.checks import (
+    NonNegativeFloat,
+    PositiveFloat,
+    check_names,
+    check_range,
+    check_temperature,
+    checked_items,
+)
+from liger_losses.chunked import (
     Head,
     Largest,
     Teacher,
@@ -23,11 +31,9 @@ from liger_losses.chunked.engine import (
     linear_divergence_loss,
 )
 from liger_losses.chunked.engine.agreement import note
-from liger_losses.chunked.engine.checks import NonNegativeFloat, PositiveFloat, check_names, check_range, checked_items
 from liger_losses.chunked.engine.operators import loss_operator, separable_loss
 from liger_losses.chunked.engine.query import Comparison, EqualWeights, Query
 from liger_losses.chunked.engine.teachers import TAILS
-from liger_losses.chunked.engine.tokens import check_temperature
 from liger_losses.chunked.losses.base import ChunkedLoss, LossOptions
 from liger_losses.chunked.losses.columns import loss_over_columns, sparse_calls
 from liger_losses.chunked.losses.softmax_divergences import alpha_beta, generalized_jsd

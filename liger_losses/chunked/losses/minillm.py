@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from liger_losses.chunked.engine import Head, Teacher, Tokens, linear_divergence_loss, linear_statistics
+from liger_losses.checks import UnitFloat, check_alike, check_range, check_tensor, checked_mask
+from liger_losses.chunked import Head, Teacher, Tokens, linear_divergence_loss, linear_statistics
 from liger_losses.chunked.engine.agreement import note
-from liger_losses.chunked.engine.checks import UnitFloat, check_alike, check_range, check_tensor, checked_mask
 from liger_losses.chunked.engine.operators import loss_operator
 from liger_losses.chunked.losses.base import AnyHead
 from liger_losses.chunked.losses.completion_loss import MAX_EXPONENT

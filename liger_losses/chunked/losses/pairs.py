@@ -10,9 +10,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from liger_losses.chunked.engine import Head, Statistics
+from liger_losses.checks import NonNegativeFloat, PositiveFloat, check_tensor, meant
+from liger_losses.chunked import Head, Statistics
 from liger_losses.chunked.engine.agreement import note
-from liger_losses.chunked.engine.checks import NonNegativeFloat, PositiveFloat, check_tensor, meant
 from liger_losses.chunked.engine.operators import loss_operator
 from liger_losses.chunked.engine.query import DeclaredStatistics
 from liger_losses.chunked.losses.base import AnyHead, LossOptions

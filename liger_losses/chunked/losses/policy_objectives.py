@@ -14,9 +14,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from liger_losses.chunked.engine.agreement import agree, meet, note, telling_slices
-from liger_losses.chunked.engine.arguments import options_of
-from liger_losses.chunked.engine.checks import (
+from liger_losses.arguments import options_of
+from liger_losses.checks import (
     check_alike,
     check_group,
     check_range,
@@ -24,6 +23,7 @@ from liger_losses.chunked.engine.checks import (
     checked_items,
     checked_mask,
 )
+from liger_losses.chunked.engine.agreement import agree, meet, note, telling_slices
 from liger_losses.chunked.engine.head import Head
 from liger_losses.chunked.losses.batches import gather_over_processes, sum_over_processes, world_size
 from liger_losses.chunked.losses.completion_loss import MAX_EXPONENT, wide_dtype

@@ -15,9 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from liger_losses.chunked.engine import Head
-from liger_losses.chunked.engine.agreement import checksum, note
-from liger_losses.chunked.engine.checks import (
+from liger_losses.checks import (
     NonNegativeFloat,
     PositiveFloat,
     as_tensor,
@@ -30,6 +28,8 @@ from liger_losses.chunked.engine.checks import (
     check_tensor,
     checked_mask,
 )
+from liger_losses.chunked import Head
+from liger_losses.chunked.engine.agreement import checksum, note
 from liger_losses.chunked.engine.operators import loss_operator
 from liger_losses.chunked.losses.base import AnyHead
 from liger_losses.chunked.losses.batches import bits_of, find_batch, no_batches, sum_over_processes, with_batch

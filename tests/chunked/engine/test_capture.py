@@ -80,7 +80,7 @@ def calls(backend, compact=False):
 def test_nothing_waits_without_compaction(name, backend, monkeypatch):
     if backend == "triton" and (triton is None or not INTERPRETED):
         pytest.skip("needs Triton's interpreter")
-    monkeypatch.setattr("liger_losses.chunked.engine.tokens.host_checks", lambda device: False)
+    monkeypatch.setattr("liger_losses.checks.host_checks", lambda device: False)
     sizes, dtype = ((12, 24, 61), torch.bfloat16) if backend == "triton" else ((40, 24, 97), torch.float32)
     hidden, weight, labels, _ = problem(*sizes, dtype=dtype)
     results = []

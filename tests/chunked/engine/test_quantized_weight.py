@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from liger_losses import Head, QuantizedWeight, Teacher, linear_logps, linear_token_loss, register_quantized_weight
-from liger_losses.chunked.engine import EngineOptions
+from liger_losses.chunked import EngineOptions
 from liger_losses.chunked.engine.adapters import LowRank
 from liger_losses.chunked.engine.quantized_kinds import _FINDERS, find_quantized
 from tests.losses import CE, JSD

@@ -11,9 +11,8 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from liger_losses import LigerFusedLinearCrossEntropyLoss, functional, linear_logps
-from liger_losses.chunked.engine.head import Head
-from liger_losses.chunked.engine.plan import EngineOptions
-from liger_losses.chunked.engine.support import TokenSupport, linear_support_statistics
+from liger_losses.chunked import EngineOptions, Head, TokenSupport
+from liger_losses.chunked.engine.support import linear_support_statistics
 from liger_losses.integrations.logit_statistics import logit_statistics
 from liger_losses.kernels._triton import BACKEND_VARIABLE
 from liger_losses.kernels.autograd import edges, scale_

@@ -16,12 +16,11 @@ from torch import Tensor, nn
 
 from liger_losses.arguments import constructor_signature, named_options
 from liger_losses.checks import check_fields, check_labels, check_shift, check_tensor, checked_items
-from liger_losses.chunked import EngineOptions, Head, Statistics, linear_statistics
+from liger_losses.chunked import EngineOptions, Head, Statistics, Tokens, linear_statistics, shift_labels
 from liger_losses.chunked.engine.agreement import agree, note
 from liger_losses.chunked.engine.call import make_call
 from liger_losses.chunked.engine.operators import loss_operator
 from liger_losses.chunked.engine.query import REGISTERED, DeclaredStatistics, Query
-from liger_losses.chunked.engine.tokens import Tokens, shift_labels
 from liger_losses.chunked.losses.context_parallel import check_sliced, sum_over_group
 from liger_losses.kernels.logit_transform import LogitTransform
 from liger_losses.kernels.tracing import outside_graphs

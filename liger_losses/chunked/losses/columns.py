@@ -22,6 +22,7 @@ from liger_losses.chunked import (
     Teacher,
     TeacherLogits,
     TeacherTopK,
+    Tokens,
     TokenSupport,
     linear_statistics,
     linear_token_loss,
@@ -32,7 +33,6 @@ from liger_losses.chunked.engine.operators import support_statistics
 from liger_losses.chunked.engine.ops import linear_weighted_loss
 from liger_losses.chunked.engine.query import Query
 from liger_losses.chunked.engine.teachers import check_comparison, check_no_temperature
-from liger_losses.chunked.engine.tokens import Tokens
 from liger_losses.chunked.losses.softmax_divergences import sparse_divergence
 from liger_losses.kernels.divergence_forms import Divergence
 

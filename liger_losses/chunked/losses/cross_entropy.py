@@ -22,13 +22,12 @@ from liger_losses.checks import (
     checked_items,
     one_each,
 )
-from liger_losses.chunked import Head, Statistics, linear_statistics, linear_token_loss
+from liger_losses.chunked import Head, Statistics, linear_statistics, linear_token_loss, shift_labels
 from liger_losses.chunked.engine.agreement import note
 from liger_losses.chunked.engine.many_heads import Targets, count_targets, heads_of, shift_each
 from liger_losses.chunked.engine.operators import loss_operator
 from liger_losses.chunked.engine.ops import linear_weighted_loss
 from liger_losses.chunked.engine.query import EqualWeights, Query
-from liger_losses.chunked.engine.tokens import shift_labels
 from liger_losses.chunked.losses.base import ChunkedLoss, LossOptions
 from liger_losses.chunked.losses.cross_entropy_terms import TokenCrossEntropy, weights_of_statistics
 

@@ -14,13 +14,12 @@ from torch.compiler import is_dynamo_compiling
 
 from liger_losses.caller import warn
 from liger_losses.checks import check_device, check_range, check_tensor
-from liger_losses.chunked import EngineOptions, Head, Statistics, Tokens, linear_statistics
+from liger_losses.chunked import EngineOptions, Head, Statistics, Tokens, TokenSupport, linear_statistics
 from liger_losses.chunked.engine.agreement import checksum
 from liger_losses.chunked.engine.call import make_call
 from liger_losses.chunked.engine.compiled_calls import token_operator
 from liger_losses.chunked.engine.operators import loss_operator, separable_loss, support_statistics
 from liger_losses.chunked.engine.query import Query
-from liger_losses.chunked.engine.support import TokenSupport
 from liger_losses.chunked.losses import policy_objectives as objectives
 from liger_losses.chunked.losses.base import AnyHead, LossOptions
 from liger_losses.chunked.losses.batches import AdaptiveEntropy

@@ -23,8 +23,8 @@ from liger_losses.checks import (
     checked_items,
     checked_mask,
 )
+from liger_losses.chunked import Head
 from liger_losses.chunked.engine.agreement import agree, meet, note, telling_slices
-from liger_losses.chunked.engine.head import Head
 from liger_losses.chunked.losses.batches import gather_over_processes, sum_over_processes, world_size
 from liger_losses.chunked.losses.completion_loss import MAX_EXPONENT, wide_dtype
 from liger_losses.chunked.losses.context_parallel import sum_over_group

@@ -265,7 +265,8 @@ def _decide(
     at_once = dequantized_bytes(heads, most, operand, options.workspace, memory)
     if head.batch_invariant:
         check_invariant(head, backend, at_once)
-    head.ranks.check_columns(vocab_size if teacher is None else min(vocab_size, teacher.vocab_size))
+    shared = vocab_size if teacher is None else min(vocab_size, teacher.vocab_size)
+    head.ranks.check_columns(shared)
     copied = sum([each.weights.copied_row_bytes(operand) for each in heads if not at_once])
     work = replace(
         _workload(head, query, operand, backend, at_once),
@@ -282,10 +283,8 @@ def _decide(
     row_bytes = 4 * head.weight.shape[1] * (needs_weight and grad_weight_dtype in HALF_DTYPES)
     outputs = query.statistics + tuple([name for name in query.metrics if name not in query.statistics])
     beside = {"max_logit"} if "argmax" in outputs and (work.walks or head.ranks is not ALONE) else set()
-    shared, other = vocab_size, False
-    if query.comparison is not None and teacher is not None:
-        shared, temperature = min(vocab_size, teacher.vocab_size), query.comparison.temperature
-        other = isinstance(temperature, Tensor) or temperature != 1.0
+    temperature = 1.0 if query.comparison is None else query.comparison.temperature
+    other = isinstance(temperature, Tensor) or temperature != 1.0
     return Decision(
         vocab_size=vocab_size,
         head_columns=head.vocab_size,

@@ -203,7 +203,7 @@ class LigerFusedLinearCrossEntropyLoss(ChunkedLoss):
         heads = heads_of(layers, biases, self.transform)
         labels = shift_each(target, o.shift, count, o.ignore_index)
         parts = zip(heads, hidden, labels, numbers, weights, one_each(o.shift, count), strict=True)
-        targets = list[_Target]()
+        targets: list[_Target] = []
         for k, part in enumerate(parts):
             targets.append(self._target(*part))
             name = f"token_weights[{k}]" if several else "token_weights"
@@ -214,7 +214,8 @@ class LigerFusedLinearCrossEntropyLoss(ChunkedLoss):
             Targets.of(hidden, heads, labels, self.options).calls(query)  # raises before any work
             self.agree(numbers, labels[0].device)
             _ = [self._inputs(each) for each in targets]  # sums over the ranks, also of one that has no tokens
-        scales, counted, silent = [1.0] * count, targets, list[int]()
+        silent: list[int] = []
+        scales, counted = [1.0] * count, targets
         if o.head_weights is not None:
             # 0 times what is NaN is NaN: to the sum, a head of weight 0 has no tokens, of which its metrics are later.
             scales = [*o.head_weights]

@@ -69,7 +69,7 @@ BESIDE = {
     "sizes": (Sizes(), Sizes((3, 5), 33, 17, 150), Sizes((1, 1), 1, 3, 46), Sizes((2, 20), 5, 4, 61)),
     "upstream": ("all", "some"),
 }
-ROWS = dict.fromkeys([*rows(seed=2, backend=("torch",), **BESIDE), *rows(**WALKS)])
+ROWS = dict.fromkeys([*rows(backend=("torch",), **BESIDE), *rows(**WALKS)])
 
 
 @pytest.mark.parametrize("row", ROWS, ids=str)
@@ -99,7 +99,7 @@ def test_any_two_together_in_triton(row, small_tiles):
 def test_any_three_together():
     for row in rows(3, backend=("torch",)):
         with case_named(str(row)):
-            check(row, large=12.0)  # of thousands of rows, the furthest from what rounding does on average
+            check(row)
 
 
 def test_the_documentation_has_the_table():

@@ -6,7 +6,6 @@ import functools
 import inspect
 import sys
 from collections.abc import Callable, Iterable, Mapping
-from itertools import chain
 from typing import Any, TypeVar
 
 import torch
@@ -173,11 +172,12 @@ def _entry(function: F, of_loss: bool) -> F:
 
 def _warn_of_constants(arguments: Mapping[str, Any], known: Iterable[str]) -> None:
     """Warn of tensors that require a gradient and get none; ``known`` names are not a custom loss's own inputs."""
-    constants = {name: arguments[name] for name in known if name in _CONSTANTS and name in arguments}
-    inner = [("ref_logps", getattr(value, "ref_logps", None)) for value in arguments.values()]
-    for name, value in chain(constants.items(), inner):
-        if isinstance(value, Tensor) and value.requires_grad:
-            warn(f"{name} requires a gradient, but gets none: it is a constant of the loss; pass {name}.detach().")
+    for name, value in arguments.items():
+        own = name in _CONSTANTS and name in known
+        constant = value if own else getattr(value, "ref_logps", None)
+        if isinstance(constant, Tensor) and constant.requires_grad:
+            said = name if own else "ref_logps"
+            warn(f"{said} requires a gradient, but gets none: it is a constant of the loss; pass {said}.detach().")
 
 
 def _is_traced(value: Any) -> bool:

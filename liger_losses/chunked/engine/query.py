@@ -208,7 +208,8 @@ class Query:
             class_weight=None if self.class_weight is None else self.class_weight.detach().to(dtype).contiguous(),
             selected=selected,
             comparison=comparison,
-            token_inputs={n: tokens.masked_values(value) for n, value in self.token_inputs.items()},
+            token_inputs=self.token_inputs
+            and {n: tokens.masked_values(value) for n, value in self.token_inputs.items()},
             token_weights=weights,
             counts=None if self.counts is None else tokens.gather_like_labels(self.counts),
         )

@@ -293,6 +293,7 @@ class Counting:
         self.labels: list[Tensor] = []
         for part in labels:
             self.shapes += (part.shape,)
+            part = part.clone() if part.is_inference() else part  # autograd keeps no tensor of inference mode
             self.labels.append(part.contiguous())
         #: ``None`` where all tokens are projected.
         self.facts = facts_of_labels(self.labels, ignore_index, backend) if compact else None

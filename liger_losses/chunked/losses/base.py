@@ -112,8 +112,7 @@ class ChunkedLoss(nn.Module):
         shift: labels are not shifted yet: position ``t`` predicts the label at ``t + 1``. Weights of labels move with
             them. What belongs to a hidden state stays: its temperature, its teacher's distribution, and
             log-probabilities that were computed from one like it (``ref_logps``, ``old_logps``).
-        compact: drop masked tokens before the projection, at the cost of one host synchronization (except in calls of
-            few tokens).
+        compact: drop masked tokens before the projection, at the cost of one host synchronization.
         workspace: upper bound in bytes for all temporary memory; see :func:`liger_losses.set_default_workspace` for
             the default.
         chunk_size: upper bound for the tokens of a block in the forward pass.

@@ -29,8 +29,7 @@ from liger_losses.chunked import (
     linear_topk,
 )
 from liger_losses.chunked.engine.decision import active_tokens
-from liger_losses.chunked.engine.operators import support_statistics
-from liger_losses.chunked.engine.ops import linear_weighted_loss
+from liger_losses.chunked.engine.operators import separable_loss, support_statistics
 from liger_losses.chunked.engine.query import Query
 from liger_losses.chunked.engine.teachers import check_comparison, check_no_temperature
 from liger_losses.chunked.losses.softmax_divergences import sparse_divergence
@@ -174,7 +173,8 @@ def loss_over_columns(
         )
     logp = found.logp
     if hard is not None and not together:
-        added, others = linear_weighted_loss(hidden, head, tokens, {"logp": hard}, options=options)
+        query = Query(("logp",), token_weights={"logp": hard})
+        added, (others,) = separable_loss(hidden, head, tokens, query, options)
         total, logp = total + added, others.logp
     return total, Statistics(logp=logp, divergence=torch.where(mask, values[1:].view(labels.shape), 0.0))
 

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from liger_losses import EngineOptions, linear_logps, linear_statistics, linear_token_loss
+from tests.losses import CE
 from tests.reference import assert_as_exact_as_plain, double, gradients, plain_statistics, problem
 
 MiB = 2**20
@@ -133,3 +134,27 @@ def test_the_graph_is_freed():
             assert alive() is None, "a reference cycle keeps the graph alive"
         finally:
             gc.enable()
+
+
+def test_labels_that_change_before_backward():
+    """Gradients that were computed in forward are those of the loss; others raise as in torch."""
+    hidden, weight, labels, _ = problem(50, 24, 61, masked=0.0)
+    logps, loss = linear_logps(hidden, weight, labels), CE()(weight, hidden, labels)
+    (expected,) = torch.autograd.grad(CE()(weight, hidden, labels), weight)
+    labels.zero_()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        logps.sum().backward()
+    assert torch.equal(torch.autograd.grad(loss, weight, retain_graph=True)[0], expected)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
+@pytest.mark.parametrize("masked", [0.0, 0.3])
+@pytest.mark.parametrize("compact", [True, False])
+def test_labels_of_inference_mode(compact, masked):
+    hidden, weight, labels, _ = problem(50, 24, 61, masked=masked)
+    with torch.inference_mode():
+        labels = labels.clone()
+    for value in (CE(compact=compact)(weight, hidden, labels), linear_logps(hidden, weight, labels, compact=compact)):
+        value.sum().backward()
+    assert weight.grad.any()

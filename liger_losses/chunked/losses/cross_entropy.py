@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 from liger_losses.chunked.engine import Head, Statistics, linear_statistics, linear_token_loss
-from liger_losses.chunked.engine.agreement import note
 from liger_losses.chunked.engine.checks import (
     LISTS,
     NonNegativeFloat,
@@ -24,10 +23,10 @@ from liger_losses.chunked.engine.checks import (
     checked_items,
     one_each,
 )
-from liger_losses.chunked.engine.many_heads import Targets, count_targets, heads_of, shift_each
+from liger_losses.chunked.engine.many_heads import count_targets, heads_of, shift_each
 from liger_losses.chunked.engine.operators import loss_operator
 from liger_losses.chunked.engine.ops import linear_weighted_loss
-from liger_losses.chunked.engine.query import EqualWeights, Query
+from liger_losses.chunked.engine.query import EqualWeights
 from liger_losses.chunked.engine.tokens import shift_labels
 from liger_losses.chunked.losses.base import ChunkedLoss, LossOptions
 from liger_losses.chunked.losses.cross_entropy_terms import TokenCrossEntropy, weights_of_statistics
@@ -205,13 +204,7 @@ class LigerFusedLinearCrossEntropyLoss(ChunkedLoss):
         labels = shift_each(target, o.shift, count, o.ignore_index)
         parts = zip(heads, hidden, labels, numbers, weights, one_each(o.shift, count), strict=True)
         targets = [self._target(*part) for part in parts]
-        for k, each in enumerate(targets):
-            name = f"token_weights[{k}]" if several else "token_weights"
-            note(each.labels, o.ignore_index, **{name: each.token_weights})
-        note(ce_weight=self.ce_weight, num_items_in_batch=num_items_in_batch)
         if self.spans_ranks:
-            query = Query(*self._names(), token_loss=self._per_token)
-            Targets.of(hidden, heads, labels, self.options).calls(query)  # raises before any work
             self.agree(numbers, labels[0].device)
             _ = [self._inputs(each) for each in targets]  # sums over the ranks, also of one that has no tokens
         scales = [1.0] * count if o.head_weights is None else o.head_weights

@@ -154,7 +154,7 @@ def linear_support_statistics(
     Raises:
         TypeError, ValueError: inputs that do not fit together; columns out of range, twice, or without the label; a
             sparse gradient in a compiled function, or of a weight that is no parameter.
-        RuntimeError: another rank that shares the vocabulary has raised; a CUDA graph is being captured.
+        RuntimeError: another rank that shares the vocabulary makes another call; a CUDA graph is being captured.
     """
     if not isinstance(support, TokenSupport):
         raise TypeError(f"support must be a TokenSupport(ids), got {type(support).__name__}.")

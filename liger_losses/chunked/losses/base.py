@@ -206,7 +206,7 @@ class ChunkedLoss(nn.Module):
 
     @property
     def spans_ranks(self) -> bool:
-        """Whether all ranks of :attr:`group` compute one loss: they then exchange sums and errors."""
+        """Whether all ranks of :attr:`group` compute one loss: they then exchange sums."""
         return self.group is not None
 
     @property

@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 
 from liger_losses import Head, Teacher, functional, linear_logps, linear_statistics, linear_token_loss
+from liger_losses.chunked.engine import agreement, ranks
 from liger_losses.chunked.engine.agreement import CHECK_VARIABLE, RankError, agree, checksum
 from tests.chunked.engine.shared_vocabulary import VOCAB, Part, batch, policy, support
 from tests.losses import CE, DPO, GRPO, KL
@@ -44,7 +45,9 @@ def counted(patched, store):
         patched.setattr(owner, name, call)
 
     counting(type(store), "wait", "comparisons")
-    for name in ("all_reduce", "all_gather_into_tensor", "all_gather", "broadcast", "barrier"):
+    for module in (agreement, ranks):
+        counting(module, "all_gather", "collectives")
+    for name in ("all_reduce", "all_gather", "broadcast", "barrier"):
         counting(dist, name, "collectives")
     return counts
 
@@ -141,9 +144,9 @@ def calls(rank):
     with pytest.MonkeyPatch.context() as patched:
         counts = counted(patched, group.get_group_store())
         expected = linear_logps(hidden, d["weight"], labels)
-        for times in (1, 1):
+        for collectives in (1, 2):  # of statistics
             torch.testing.assert_close(linear_logps(hidden, head, labels), expected)
-            assert counts["comparisons"] == times
+            assert counts == {"comparisons": 1, "collectives": collectives}
         linear_logps(hidden, head, flipped)  # of a known signature, labels are not compared
         patched.setenv(CHECK_VARIABLE, "1")
         with pytest.raises(RankError, match="rank 1: checksum of labels: "):

@@ -149,8 +149,9 @@ def _entry(function: F, of_loss: bool) -> F:
         try:
             return function(*arguments, **keywords)
         except TypeError as error:
-            message = wrong(len(given), tuple(keywords), None if loss is None else type(loss))
-            if message is None or type(error) is not TypeError:
+            kind = None if loss is None else type(loss)
+            message = wrong(len(given), tuple(keywords), kind) if type(error) is TypeError else None
+            if message is None:
                 raise
             raise TypeError(message) from None
 

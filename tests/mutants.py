@@ -138,7 +138,11 @@ MUTANTS: dict[str, list[tuple[str, str, str]]] = {
     "tests/chunked/engine/test_ranks.py": [
         ("chunked/engine/blocks.py", "torch.where(others, logit_here - lse, logp)", "logp"),
         ("chunked/engine/ranks.py", "columns, inside, inside != labels", "columns, inside, inside != inside"),
-        ("chunked/engine/agreement.py", "if digest == -1:", "if False:"),
+    ],
+    "tests/chunked/engine/test_agreement.py": [
+        ("chunked/engine/agreement.py", "if len(set(texts)) == 1:", "if True:"),
+        ("chunked/engine/agreement.py", "hash(text) in signatures and", "False and"),
+        ("chunked/engine/agreement.py", 'os.environ.get(CHECK_VARIABLE) != "1"', "True"),
     ],
     "tests/chunked/losses/test_distillation.py tests/chunked/engine/test_teachers.py": [
         ("chunked/engine/decision.py", '"logp" in outputs and (other or vocab_size >', "False and (vocab_size >"),

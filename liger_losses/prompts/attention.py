@@ -252,7 +252,7 @@ def _flex(
     positions_see: Any,
     scaling: float | None,
     softcap: float | None,
-    tiles: dict[str, Any] | None,
+    tiles: Any,
 ) -> Any:
     from torch.nn.attention.flex_attention import AuxRequest, BlockMask
     from torch.nn.attention.flex_attention import flex_attention as attention

@@ -74,7 +74,6 @@ class Decision:
     has_two_softmaxes: bool  # whether the hard loss and the divergence are of different softmaxes of the student
     work: Workload  # of no tokens, which ``gathers`` where hidden states are copied even if all tokens are active
     runs: dict[tuple[int, bool], Run] = field(default_factory=dict)
-    said: list[str] = field(default_factory=list)  # where ranks compare the call: the text of it, once that is known
 
     def run(self, tokens: int, gathers: bool) -> Run:
         """How so many active tokens run; ``gathers`` says whether some are masked, so that their rows are copied."""

@@ -63,7 +63,7 @@ class Head:
             not a member.
         ValueError: shapes or devices that do not fit together; heads of the ranks that do not fit together; a DTensor
             with other placements, or together with ``group``; ``batch_invariant`` of a vocabulary-parallel head.
-        RuntimeError: another rank of the group has raised.
+        RuntimeError: another rank of the group has a head of another kind or hidden size.
     """
 
     weight: Tensor

@@ -298,14 +298,6 @@ class Counting:
         #: ``None`` where all tokens are projected.
         self.facts = facts_of_labels(self.labels, ignore_index, backend) if compact else None
 
-    def masked_values(self, values: Tensor) -> Tensor:
-        """``[T]`` (or ``[T, k]``), from ``[..., k]`` in the labels' shape, or of all tokens of several; 0 for tokens
-        without loss."""
-        active = self.flat() != self.ignore_index
-        dims = len(self.shapes[0]) if len(self.shapes) == 1 else 1
-        flat = values.detach().reshape(len(active), *values.shape[dims:])
-        return torch.where(active.view(-1, *[1] * (flat.dim() - 1)), flat, 0)
-
     def flat(self) -> Tensor:
         """All labels, ``[T]``."""
         parts = [*map(Tensor.flatten, self.labels)]

@@ -73,11 +73,8 @@ def _at(head: Head, temperature: float | Tensor) -> Head:
     return head.with_fields(transform=replace(head.transform, temperature=temperature))
 
 
-def sparse_calls(
-    head: Head, mask: Tensor, teacher: TeacherTopK, which: Divergence, hard: bool, temperature: float | Tensor
-) -> list[tuple[Head, Query]]:
-    """The calls that a sparse teacher takes, after checking all but its values: first the divergence's, then the hard
-    loss's."""
+def check_sparse(head: Head, mask: Tensor, teacher: TeacherTopK, which: Divergence) -> None:
+    """Raise TypeError or ValueError for a sparse teacher that does not fit, but for its values."""
     teacher.check(mask.shape, head)
     if which.form == "cosine":
         raise ValueError(
@@ -85,10 +82,6 @@ def sparse_calls(
             "Teacher(hidden_states, weight) or TeacherLogits(logits)."
         )
     check_no_temperature("student", head)
-    together = hard and _is_one(temperature)
-    statistics = ("selected_logps", "logp") if together else ("selected_logps",)
-    soft = _at(head, temperature), Query(statistics, selected=teacher.indices)
-    return [soft, (head, Query(("logp",)))] if hard and not together else [soft]
 
 
 def loss_over_columns(
@@ -129,7 +122,7 @@ def loss_over_columns(
         inputs["hard"] = hard
     selected: Any = Largest(top_k or 1)
     if isinstance(teacher, TeacherTopK):
-        sparse_calls(head, mask, teacher, which, hard is not None, temperature)
+        check_sparse(head, mask, teacher, which)
         if not checked:
             teacher.check_active(mask, head.vocab_size)
         selected, tail = teacher.indices, teacher.tail

@@ -23,8 +23,7 @@ from liger_losses.checks import (
     one_each,
 )
 from liger_losses.chunked import Head, Statistics, linear_statistics, linear_token_loss, shift_labels
-from liger_losses.chunked.engine.agreement import note
-from liger_losses.chunked.engine.many_heads import Targets, count_targets, heads_of, shift_each
+from liger_losses.chunked.engine.many_heads import count_targets, heads_of, shift_each
 from liger_losses.chunked.engine.operators import loss_operator, separable_loss
 from liger_losses.chunked.engine.query import EqualWeights, Query
 from liger_losses.chunked.losses.base import ChunkedLoss, LossOptions
@@ -202,15 +201,8 @@ class LigerFusedLinearCrossEntropyLoss(ChunkedLoss):
         heads = heads_of(layers, biases, self.transform)
         labels = shift_each(target, o.shift, count, o.ignore_index)
         parts = zip(heads, hidden, labels, numbers, weights, one_each(o.shift, count), strict=True)
-        targets: list[_Target] = []
-        for k, part in enumerate(parts):
-            targets.append(self._target(*part))
-            name = f"token_weights[{k}]" if several else "token_weights"
-            note(targets[k].labels, o.ignore_index, **{name: targets[k].token_weights})
-        note(ce_weight=self.ce_weight, num_items_in_batch=num_items_in_batch)
+        targets = [self._target(*part) for part in parts]
         if self.spans_ranks:
-            query = Query(*self._names(), token_loss=self._per_token)
-            Targets.of(hidden, heads, labels, self.options).calls(query)  # raises before any work
             self.agree(numbers, labels[0].device)
             _ = [self._inputs(each) for each in targets]  # sums over the ranks, also of one that has no tokens
         silent: list[int] = []

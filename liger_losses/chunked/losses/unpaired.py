@@ -29,7 +29,7 @@ from liger_losses.checks import (
     checked_mask,
 )
 from liger_losses.chunked import Head
-from liger_losses.chunked.engine.agreement import checksum, note
+from liger_losses.chunked.engine.agreement import checksum
 from liger_losses.chunked.engine.operators import loss_operator
 from liger_losses.chunked.losses.base import AnyHead
 from liger_losses.chunked.losses.batches import bits_of, find_batch, no_batches, sum_over_processes, with_batch
@@ -274,7 +274,6 @@ class UnpairedPreferenceLoss(CompletionLoss):
             if kl.numel() != 1 and kl.shape != (count,):
                 raise ValueError(f"kl must be one number or [{count}], one per completion, got {tuple(kl.shape)}.")
             kl = kl.to(torch.promote_types(kl.dtype, torch.float32)).reshape(() if kl.numel() == 1 else (count,))
-        note(preference_labels=desirable, kl=kl, sample_weights=sample_weights)
         groups, _ = self.score(batch, metrics=tuple(dict.fromkeys(("mean_logit", *self.metrics))))
         logps, ref = torch.cat([part.logps for part in groups]), torch.cat([part.ref_logps for part in groups])
         logits = torch.cat([part.logits for part in groups]) * head.vocab_size

@@ -1,14 +1,11 @@
 """Every loss and operation on a head whose vocabulary processes share, and on the whole head."""
 
-import contextlib
 from dataclasses import dataclass
 
-import pytest
 import torch
 import torch.distributed as dist
 
 from liger_losses import (
-    ChunkedLoss,
     Completions,
     DistillationLoss,
     Divergence,
@@ -26,7 +23,6 @@ from liger_losses import (
     linear_token_loss,
     linear_topk,
 )
-from liger_losses.chunked.engine.agreement import RankError
 from tests.losses import BCO, CE, CPO, DPO, GRPO, JSD, KL, KTO, ORPO, TVD, AlphaBeta, Cosine, MiniLLM, ReverseKL, SimPO
 from tests.processes import case_named
 from tests.reference import relative_error, tensors_of
@@ -292,72 +288,3 @@ def all_cases(parts):
             variant = list(VARIANTS)[(i + 2 * j) % len(VARIANTS)]
             with case_named(f"{name}, {variant}, {cut}"):
                 compare(case_of(name), d, VARIANTS[variant], part)
-
-
-class RaisingLoss(ChunkedLoss):
-    def loss(self, statistics, mask):
-        if dist.get_rank() == 1:
-            raise ValueError("on rank 1")
-        return -statistics.logp.sum()
-
-
-def compiled(function, given):
-    return torch.compile(function, backend="eager")(given)
-
-
-def errors_before_a_call(parts):
-    """What is wrong on one rank before it compares its call with the others' is an error on all, which says what."""
-    rank, d = dist.get_rank(), batch()
-    bad = rank == 1
-    group = dist.new_group(range(WORLD))  # whose ranks do not know yet how much memory they have
-    head = Head(d["weight"][parts["four"].rows].detach(), group=group)
-    ids, mask, signs = d["y"].clamp(min=0), d["y"] >= 0, d["signs"][: ROWS - bad]
-    unknown, late = {"labls": d["y"]} if bad else {}, d["logps"][:, bad:]
-    grpo, ppo = GRPO(beta=0.0), GRPO(beta=0.0, loss_type="ppo")
-    reference = {"ref_input": d["other"], "ref_weight": Head(d["ref_weight"][parts["four"].rows], group=group)}
-    labels = d["y"].tolist() if bad else d["y"]
-    calls = {
-        "advantages must be": lambda: grpo(d["h"], head, ids, mask, signs),
-        "old_per_token_logps must be": lambda: ppo(d["h"], head, ids, mask, d["signs"], old_per_token_logps=late),
-        "it has no labls=": lambda: grpo(d["h"], head, ids, mask, d["signs"], **unknown),
-        "num_items_in_batch must": lambda: grpo(
-            d["h"], head, ids, mask, d["signs"], num_items_in_batch=-3 if bad else 3
-        ),
-        "ref_per_token_logps must be": lambda: GRPO()(
-            d["h"], head, ids, mask, d["signs"], **({"ref_per_token_logps": late} if bad else reference)
-        ),
-        "CrossEntropyLoss: it has no labls=": lambda: CE()(head, d["h"], d["y"], **unknown),
-        "token_weights must have": lambda: CE()(head, d["h"], d["y"], token_weights=late),
-        "got 2 of hidden states": lambda: CE()(head, [d["h"]] * 2, [d["y"]] * (2 + bad)),
-        "kl must be one number": lambda: KTO()(
-            d["h"], head, d["y"], preference_labels=d["signs"] > 0, kl=torch.zeros(ROWS - bad)
-        ),
-        "labels must be a tensor, got list": lambda: linear_logps(d["h"], head, labels),
-        "linear_logps: it has no labls=": lambda: linear_logps(d["h"], head, d["y"], **unknown),
-        "support must be a TokenSupport": lambda: linear_logps(
-            d["h"], head, d["y"], support=support(d).ids if bad else support(d)
-        ),
-        "token_loss must be a function": lambda: linear_token_loss(
-            d["h"], head, d["y"], None if bad else lambda statistics, labels: -statistics.logp
-        ),
-        "labels must be int64": lambda: compiled(lambda y: CE()(head, d["h"], y), d["y"].int() if bad else d["y"]),
-        "advantages must be .* as the completions": lambda: compiled(lambda a: grpo(d["h"], head, ids, mask, a), signs),
-        "linear_logps: it has no labl=": lambda: compiled(
-            lambda y: linear_logps(d["h"], head, y, **({"labl": y} if bad else {})), d["y"]
-        ),
-    }
-    for words, call in calls.items():
-        told = words if bad else f"rank 1 of the group .* raises too: (Type|Value)Error: .*{words}"
-        with case_named(words), pytest.raises((TypeError, ValueError, RankError), match=told):
-            call()
-    # Ranks with other slices of the sequences learn it from those that share their rows.
-    slices = [dist.new_group(ranks) for ranks in ([0, 2], [1, 3])][rank % 2]
-    _, part = parts.values()
-    head = Head(d["weight"][part.rows], group=part.group)
-    told = {1: "^advantages must", 0: "rank 1 of", 2: "rank 0 .* RankError: rank 1", 3: "rank 0 .* ValueError"}[rank]
-    with case_named("slices"), pytest.raises((ValueError, RankError), match=f"{told}.*"):
-        GRPO(beta=0.0, group=slices)(d["h"], head, ids, mask, signs)
-    # The others have gone on when a loss of one's own raises: they cannot be told, and are in step afterwards.
-    with case_named("own loss"), pytest.raises(ValueError, match="on rank 1") if bad else contextlib.nullcontext():
-        RaisingLoss()(head, d["h"], d["y"])
-    torch.testing.assert_close(linear_logps(d["h"], head, d["y"]), linear_logps(d["h"], d["weight"], d["y"]))

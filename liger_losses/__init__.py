@@ -9,10 +9,9 @@ __version__ = "1.0.0rc1"
 #: longer than ``import torch``. Type checkers and editors read them in __init__.pyi.
 _MODULES = {
     "chunked.engine": (
-        "EngineOptions Largest QuantizedWeight Statistics Teacher TeacherFiles TeacherLogits Teachers TeacherTopK "
-        "TeacherWriter TokenSupport linear_divergence linear_divergence_loss linear_labels_loss linear_logps "
-        "linear_statistics linear_token_loss linear_topk projected_teacher register_quantized_weight "
-        "register_statistic"
+        "EngineOptions Largest QuantizedWeight Statistics Teacher TeacherLogits Teachers TeacherTopK TokenSupport "
+        "linear_divergence linear_divergence_loss linear_labels_loss linear_logps linear_statistics linear_token_loss "
+        "linear_topk projected_teacher register_quantized_weight register_statistic"
     ),
     "chunked.engine.head": "Head",
     "chunked.engine.workspace": "set_default_workspace workspace",
@@ -34,6 +33,7 @@ _MODULES = {
     ),
     "chunked.losses.registration": "register_divergence register_objective",
     "chunked.losses.unpaired": "LigerFusedLinearBCOLoss LigerFusedLinearKTOLoss UnpairedMetrics",
+    "chunked.teacher_files": "TeacherFiles TeacherWriter",
     "kernels.divergence_forms": "Divergence",
     "kernels.logit_transform": "LogitTransform",
     "patching.loss_inputs": "LossInputs loss_inputs",

@@ -13,7 +13,6 @@ from liger_losses.chunked.engine.plan import EngineOptions
 from liger_losses.chunked.engine.quantized_kinds import register_quantized_weight
 from liger_losses.chunked.engine.query import Largest, Statistics, register_statistic
 from liger_losses.chunked.engine.support import TokenSupport
-from liger_losses.chunked.engine.teacher_files import TeacherFiles, TeacherWriter
 from liger_losses.chunked.engine.teachers import Teacher, TeacherLogits, Teachers, TeacherTopK, projected_teacher
 from liger_losses.chunked.engine.tokens import Tokens
 from liger_losses.chunked.engine.weights import QuantizedWeight
@@ -25,10 +24,8 @@ __all__ = [
     "QuantizedWeight",
     "Statistics",
     "Teacher",
-    "TeacherFiles",
     "TeacherLogits",
     "TeacherTopK",
-    "TeacherWriter",
     "Teachers",
     "TokenSupport",
     "Tokens",

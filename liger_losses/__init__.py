@@ -9,8 +9,8 @@ __version__ = "1.0.0rc1"
 #: longer than ``import torch``. Type checkers and editors read them in __init__.pyi.
 _MODULES = {
     "chunked": (
-        "EngineOptions Head Largest QuantizedWeight Statistics Teacher TeacherFiles TeacherLogits TeacherTopK "
-        "TeacherWriter Teachers TokenSupport linear_divergence linear_divergence_loss linear_labels_loss linear_logps "
+        "EngineOptions Head Largest QuantizedWeight Statistics Teacher TeacherLogits TeacherTopK "
+        "Teachers TokenSupport linear_divergence linear_divergence_loss linear_labels_loss linear_logps "
         "linear_statistics linear_token_loss linear_topk projected_teacher register_quantized_weight "
         "register_statistic set_default_workspace workspace"
     ),
@@ -32,6 +32,7 @@ _MODULES = {
     ),
     "chunked.losses.registration": "register_divergence register_objective",
     "chunked.losses.unpaired": "LigerFusedLinearBCOLoss LigerFusedLinearKTOLoss UnpairedMetrics",
+    "chunked.teacher_files": "TeacherFiles TeacherWriter",
     "kernels.divergence_forms": "Divergence",
     "kernels.logit_transform": "LogitTransform",
     "patching.loss_inputs": "LossInputs loss_inputs",

@@ -19,11 +19,9 @@ from liger_losses.chunked import Largest as Largest
 from liger_losses.chunked import QuantizedWeight as QuantizedWeight
 from liger_losses.chunked import Statistics as Statistics
 from liger_losses.chunked import Teacher as Teacher
-from liger_losses.chunked import TeacherFiles as TeacherFiles
 from liger_losses.chunked import TeacherLogits as TeacherLogits
 from liger_losses.chunked import Teachers as Teachers
 from liger_losses.chunked import TeacherTopK as TeacherTopK
-from liger_losses.chunked import TeacherWriter as TeacherWriter
 from liger_losses.chunked import TokenSupport as TokenSupport
 from liger_losses.chunked import linear_labels_loss as linear_labels_loss
 from liger_losses.chunked import linear_topk as linear_topk
@@ -55,6 +53,8 @@ from liger_losses.chunked.losses.reference_free import ORPOMetrics as ORPOMetric
 from liger_losses.chunked.losses.registration import register_divergence as register_divergence
 from liger_losses.chunked.losses.registration import register_objective as register_objective
 from liger_losses.chunked.losses.unpaired import UnpairedMetrics as UnpairedMetrics
+from liger_losses.chunked.teacher_files import TeacherFiles as TeacherFiles
+from liger_losses.chunked.teacher_files import TeacherWriter as TeacherWriter
 from liger_losses.kernels.divergence_forms import Divergence as Divergence
 from liger_losses.kernels.logit_transform import LogitTransform as LogitTransform
 from liger_losses.patching.loss_inputs import LossInputs as LossInputs

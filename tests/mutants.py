@@ -179,7 +179,7 @@ MUTANTS: dict[str, list[tuple[str, str, str]]] = {
     "tests/chunked/losses/test_unpaired.py": [
         ("chunked/losses/completion_loss.py", "logps = sums[0] / lengths.clamp(min=1) if", "logps = sums[0] if"),
         ("chunked/losses/unpaired.py", "scored.ref_logps).clamp(min=0)", "scored.ref_logps)"),
-        ("chunked/losses/unpaired.py", "new = counts & ~again", "new = counts"),
+        ("chunked/losses/unpaired.py", "batches + counts", "batches + 1"),
     ],
     "tests/chunked/losses/test_minillm.py": [
         ("chunked/losses/policy_estimates.py", "values + discount**length * later", "values + discount * later"),

@@ -19,7 +19,6 @@ from liger_losses.chunked.engine.quantized_kinds import (
 from liger_losses.chunked.engine.query import Largest, Statistics, register_statistic
 from liger_losses.chunked.engine.ranks import ALONE, Ranks, VocabularyRanks, local_rows, share_mesh
 from liger_losses.chunked.engine.support import TokenSupport
-from liger_losses.chunked.engine.teacher_files import TeacherFiles, TeacherWriter
 from liger_losses.chunked.engine.teachers import Teacher, TeacherLogits, Teachers, TeacherTopK, projected_teacher
 from liger_losses.chunked.engine.tokens import Tokens, shift_labels
 from liger_losses.chunked.engine.weights import QuantizedWeight
@@ -35,10 +34,8 @@ __all__ = [
     "Ranks",
     "Statistics",
     "Teacher",
-    "TeacherFiles",
     "TeacherLogits",
     "TeacherTopK",
-    "TeacherWriter",
     "Teachers",
     "TokenSupport",
     "Tokens",

@@ -154,7 +154,9 @@ def _run_shifting(inner: Any, model: nn.Module, batch: dict[str, Any], targets: 
     The first batch of a class is given labels of which a shift drops all that carry loss.
     """
     takes_labels = "labels" in inspect.signature(inspect.unwrap(type(inner).forward)).parameters
-    tells = takes_labels and targets.shape[-1] > 1 and batch.get("past_key_values") is None
+    # Where the forward raises, it runs again, which a cache must not see twice; transformers 5.24 calls it `cache`.
+    cached = batch.get("cache", batch.get("past_key_values")) is not None
+    tells = takes_labels and targets.shape[-1] > 1 and not cached
     if not tells or type(inner) in _SHIFTS:
         return model(**batch) if _SHIFTS.get(type(inner), True) else None
     labels = torch.full_like(targets, -100)

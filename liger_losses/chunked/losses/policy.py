@@ -15,7 +15,6 @@ from torch.compiler import is_dynamo_compiling
 from liger_losses.caller import warn
 from liger_losses.checks import check_device, check_range, check_tensor
 from liger_losses.chunked import EngineOptions, Head, Statistics, Tokens, TokenSupport, linear_statistics
-from liger_losses.chunked.engine.agreement import checksum
 from liger_losses.chunked.engine.compiled_calls import token_operator
 from liger_losses.chunked.engine.operators import loss_operator, separable_loss, support_statistics
 from liger_losses.chunked.engine.query import Query
@@ -290,9 +289,9 @@ class LigerFusedLinearGRPOLoss(CompletionLoss):
         names = ("logp",) if self._coef is None else ("logp", "entropy")
         return names, ("entropy",) if self.top_entropy_quantile < 1.0 else ()
 
-    def _observe(self, entropy_sum: Tensor, tokens: Tensor, logps: Tensor) -> None:
+    def _observe(self, entropy_sum: Tensor, tokens: Tensor) -> None:
         if isinstance(self.entropy_coef, AdaptiveEntropy) and self.training:
-            self.entropy_coef.observe(entropy_sum, tokens, checksum(logps))
+            self.entropy_coef.observe(entropy_sum, tokens)
 
     def _one_pass(
         self,
@@ -317,7 +316,7 @@ class LigerFusedLinearGRPOLoss(CompletionLoss):
         query = Query(names, token_loss=token_loss, token_inputs=token_inputs, counts=counts)
         loss, (found,) = separable_loss([hidden], head, tokens, query, options)
         if coef is not None:
-            self._observe(found.entropy.sum(), inputs.mask.sum(), found.logp)
+            self._observe(found.entropy.sum(), inputs.mask.sum())
         return loss if self.group is None else self.total(loss), found.logp
 
     @staticmethod
@@ -340,6 +339,6 @@ class LigerFusedLinearGRPOLoss(CompletionLoss):
         if coef is not None:
             acting = inputs.mask if acting is None else acting
             total, count = (found.entropy * acting).sum(), acting.sum()
-            self._observe(total, count, found.logp)
+            self._observe(total, count)
             loss = loss - coef * inputs.total(total) / inputs.total(count).clamp(min=1)
         return loss, found.logp.detach()

@@ -45,7 +45,7 @@ class FusedHeadOptions:
     cast_to_fp32: bool = False
     outputs: tuple[str, ...] = ("log_probs",)
     share_prompts: bool | None = False
-    has_packed: bool = False
+    has_tried: bool = False
 
 
 def add_fused_lm_head(

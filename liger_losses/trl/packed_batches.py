@@ -38,19 +38,18 @@ def packed_batch(model: Any, labels: Tensor | None, arguments: dict[str, Any]) -
     given = {name for name, value in arguments.items() if value is not None and value is not False}
     reasons = [f"{name} is given" for name in sorted(given - _KNOWN)]
     reasons += ["there are no input_ids"] if "input_ids" not in given else []
-    if labels is None:
-        reasons.append("sequences are cut for context parallelism")
-    if not reasons:
-        assert labels is not None
-        ids, mask = arguments["input_ids"], arguments.get("attention_mask")
-        if not options.share_prompts and not suits_sharing(model, ids.device):
-            return None
-        packed = pack_sequences(ids, torch.ones_like(ids) if mask is None else mask, labels)
-        tries = not options.has_packed and world_size() > 1
-        saves = ids.numel() > _LEAST_SAVING * packed.input_ids.numel()
-        return packed if options.share_prompts or tries or saves else None
-    _say(model, f"this batch's prompts are repeated: {', '.join(reasons)}")
-    return None
+    reasons += ["sequences are cut for context parallelism"] if labels is None else []
+    if labels is None or reasons:
+        _say(model, f"this batch's prompts are repeated: {', '.join(reasons)}")
+        return None
+    ids, mask = arguments["input_ids"], arguments.get("attention_mask")
+    if not options.share_prompts and not suits_sharing(model, ids.device):
+        return None
+    packed = pack_sequences(ids, torch.ones_like(ids) if mask is None else mask, labels)
+    first = not options.has_tried and world_size() > 1
+    model._liger_losses_head = replace(options, has_tried=True)
+    saves = ids.numel() > _LEAST_SAVING * packed.input_ids.numel()
+    return packed if options.share_prompts or first or saves else None
 
 
 def run_packed(
@@ -59,13 +58,11 @@ def run_packed(
     """The output of the model's ``forward`` for the packed row; ``None`` from now on for a model that cannot run it."""
     try:
         with attending(model, packed) as row:
-            output = forward(**arguments | row)
+            return forward(**arguments | row)
     except CannotShareError as error:
         _say(model, f"prompts are repeated: {error}")
         model._liger_losses_head = replace(model._liger_losses_head, share_prompts=False)
         return None
-    model._liger_losses_head = replace(model._liger_losses_head, has_packed=True)
-    return output
 
 
 def suits_sharing(model: Any, device: torch.device) -> bool:

@@ -2,6 +2,7 @@
 
 import functools
 import types
+from dataclasses import replace
 
 import pytest
 import torch
@@ -115,8 +116,8 @@ def logps(model, lengths, device=None):
 
 #: Prompt and completions, whose padded tokens are 604, and 384 or 640 in a row.
 SAVES, DIFFERS = (300, 2, 2), (300, 2, -2)
-#: The same with 620 and 600, and 512 in a row; and 915, and 384 in a row, by what is padding.
-ENOUGH, LITTLE, PADDED = (110, 200, 200), (100, 200, 200), (5, 300, 1, 1)
+#: The same with 620 and 608, and 512 in a row; and 915, and 384 in a row, by what is padding.
+ENOUGH, LITTLE, PADDED = (110, 200, 200), (104, 200, 200), (5, 300, 1, 1)
 
 
 @pytest.fixture
@@ -175,6 +176,23 @@ def test_a_model_shares_prompts_unasked_in_half_precision_on_a_gpu(device, optio
     assert packed_batches.suits_sharing(model, torch.device(device)) == found
     monkeypatch.setattr(torch, "is_autocast_enabled", lambda device: True)
     assert packed_batches.suits_sharing(model, torch.device(device)) == (found or "dtype" in options)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bf16", "autocast"])
+def test_unasked_prompts_are_shared_on_a_gpu(dtype, runs, tmp_path):
+    """With weights in bf16, and with fp32 weights under autocast, as TRL's trainers have them."""
+    model = model_of(tmp_path, small(vocab_size=20, head_dim=16), None).to("cuda", dtype)
+    found = []
+    for share in (None, False):
+        model._liger_losses_head = replace(model._liger_losses_head, share_prompts=share)
+        with torch.autocast("cuda", torch.bfloat16, enabled=dtype == torch.float32):
+            logprobs = logps(model, SAVES, "cuda")
+        gradients = torch.autograd.grad(logprobs.sum(), list(model.parameters()))
+        found.append((logprobs, *gradients))
+    assert [ran for _, _, ran in runs] == [True]
+    for ours, theirs in zip(*found, strict=True):
+        assert (ours - theirs).float().norm() < 0.03 * theirs.float().norm() + 1e-3
 
 
 def test_a_model_with_images_repeats_prompts_unasked():

@@ -55,6 +55,12 @@ MUTANTS: dict[str, list[tuple[str, str, str]]] = {
         ("prompts/packing.py", "behind + within)[None]", "behind + within + 1)[None]"),
         ("prompts/packing.py", "torch.where(within == 0, stops - 1, first + within - 1)", "first + within - 1"),
     ],
+    "tests/trl/test_shared_prompts.py -k unasked": [
+        ("trl/packed_batches.py", "options.share_prompts or first or saves", "options.share_prompts or saves"),
+        ("trl/packed_batches.py", "_LEAST_SAVING * packed.input_ids.numel()", "_LEAST_SAVING * packed.tokens"),
+        ("trl/packed_batches.py", "    if model._liger_losses_head.share_prompts:", "    if True:"),
+        ("trl/packed_batches.py", 'device.type == "cuda" and half', "half"),
+    ],
     "tests/chunked/engine/test_largest.py -k rows": [
         ("chunked/engine/logit_block.py", "ids.append(at + columns.start)", "ids.append(at)"),
         ("chunked/engine/logit_block.py", "torch.cat(values, -1).topk", "torch.cat(values, -1)[:, :k].topk"),

@@ -86,6 +86,16 @@ def test_flex_attention_is_that_of_all_scores_and_compiled_once(window, softcap,
     assert counter.frame_count == 1
 
 
+def test_as_many_kinds_of_models_as_there_are_in_a_process_are_compiled(monkeypatch, nothing_compiled):
+    """Beyond torch.compile's own limit of 8, FlexAttention would compute all pairs of tokens."""
+    counter = CompileCounterWithBackend("eager")
+    compiled = torch.compile(attention._flex, backend=counter)
+    monkeypatch.setattr(attention, "_compiled", lambda: compiled)
+    for heads in range(1, 10):
+        torch.testing.assert_close(*flex_attention_of(drawn(0), heads=(heads, 1)))
+    assert counter.frame_count == 9
+
+
 REFUSED = {
     "mamba": (
         {"state_size": 4, "n_groups": 1},

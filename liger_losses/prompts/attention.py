@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from liger_losses.caller import warn
 from liger_losses.checks import see
+from liger_losses.kernels.autograd import autocast_dtype
 from liger_losses.prompts.masks import RowMask, block_mask, mask_function
 from liger_losses.prompts.packing import BLOCK, PackedCompletions
 
@@ -179,6 +180,8 @@ def _attend(
         now.layers += 1
     if isinstance(getattr(attention_mask, "mask_mod", None), RowMask):
         names = ("scaling", "softcap", "s_aux")
+        dtype = autocast_dtype(query.device) or query.dtype  # rotated queries and keys may be in fp32, values in bf16
+        query, key, value = (tensor.to(dtype) for tensor in (query, key, value))
         return flex_attention(query, key, value, attention_mask, *map(options.get, names)), None
     return _function(original, module)(module, query, key, value, attention_mask, *args, **options)
 

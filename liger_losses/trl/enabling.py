@@ -30,7 +30,7 @@ def enable(
     kernels: bool = False,
     skip_zero_advantages: bool = True,
     divergence: Divergence | None = None,
-    share_prompts: bool | None = None,
+    share_prompts: bool | None = False,
 ) -> None:
     """Make TRL's trainers use this library's loss heads, if they are built from now on. All of their options work.
 
@@ -51,12 +51,11 @@ def enable(
             ``Divergence.kl_by_entropy(0.8)``, or one with a limit per vocabulary entry. Applies to all trainers, until
             :func:`disable`.
         share_prompts: in DPO, GRPO, RLOO and GMPO, compute a prompt once for all of its completions in a batch, and
-            padding not at all; for the reference and the old policy too. Losses and gradients do not change. By
-            default, batches are shared on a GPU whose padded tokens are more than 1.2 times those that are computed, if
-            the model's attention is ``sdpa`` or ``eager``, in half precision. True shares prompts in all batches.
-            Models and batches for which this is not possible, such as those with images, run as before, and with True
-            a warning says why. False shares none. Applies to trainers that are built from now on, until
-            :func:`disable`.
+            padding not at all; for the reference and the old policy too. Losses and gradients do not change. True
+            shares prompts in all batches. None shares them on a GPU in batches whose padded tokens are more than 1.2
+            times those that are computed, if the model's attention is ``sdpa`` or ``eager``, in half precision. Models
+            and batches for which this is not possible, such as those with images, run as before, and with True a
+            warning says why. Applies to trainers that are built from now on, until :func:`disable`.
 
     Raises:
         ImportError: TRL is not installed.
@@ -81,7 +80,7 @@ def enable(
         # A trainer loads models itself, and gives them their head.
         _add((Feature("kernels", (KERNELS, *(Place(p.module, p.name, around(_with_kernels)) for p in heads))),))
     chosen.divergence = divergence or chosen.divergence
-    chosen.share_prompts = chosen.share_prompts if share_prompts is None else share_prompts
+    chosen.share_prompts = chosen.share_prompts if share_prompts is False else share_prompts
 
 
 def _add(features: Sequence[Feature]) -> None:
@@ -114,7 +113,7 @@ def is_enabled() -> bool:
 
 def disable() -> None:
     """Restore TRL. Trainers that were built in between keep their heads."""
-    _restore(0, 0, {"divergence": None, "share_prompts": None})
+    _restore(0, 0, {"divergence": None, "share_prompts": False})
 
 
 @contextlib.contextmanager
@@ -123,7 +122,7 @@ def enabled(
     kernels: bool = False,
     skip_zero_advantages: bool = True,
     divergence: Divergence | None = None,
-    share_prompts: bool | None = None,
+    share_prompts: bool | None = False,
 ) -> Iterator[None]:
     """:func:`enable` for the duration of a ``with`` block."""
     before = len(_replaced), len(_enabled), vars(chosen).copy()

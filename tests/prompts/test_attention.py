@@ -96,6 +96,21 @@ def test_as_many_kinds_of_models_as_there_are_in_a_process_are_compiled(monkeypa
     assert counter.frame_count == 9
 
 
+def test_under_autocast_queries_keys_and_values_have_its_dtype(monkeypatch):
+    """Rotated queries and keys of fp32 weights are in fp32, values in bf16, which FlexAttention cannot take together."""
+    dtypes = []
+
+    def watched(*tensors):
+        dtypes.extend(tensor.dtype for tensor in tensors[:3])
+        return tensors[0].transpose(1, 2)
+
+    monkeypatch.setattr(attention, "_reason_against_flex", lambda *_: None)
+    monkeypatch.setattr(attention, "flex_attention", watched)
+    with torch.autocast("cpu", torch.bfloat16):
+        shared(family("llama"), *drawn(0))
+    assert set(dtypes) == {torch.bfloat16}
+
+
 REFUSED = {
     "mamba": (
         {"state_size": 4, "n_groups": 1},

@@ -140,7 +140,7 @@ def test_unasked_prompts_are_shared_where_that_saves_a_fifth(runs, suits, tmp_pa
 def test_unasked_a_refused_model_or_batch_says_nothing(runs, suits, tmp_path, recwarn):
     model = small(vocab_size=20, attention_dropout=0.5)
     _, tokenizer, text = tiny_model()
-    with enabled():
+    with enabled(share_prompts=None):
         model = dpo(tmp_path, model, tokenizer, text, disable_dropout=False).model.train()
     ids = torch.full((2, 300), 3)
     model(input_ids=ids, labels=ids, position_ids=torch.arange(300)[None], fused_lm_head=True)
@@ -201,13 +201,12 @@ def test_a_model_with_images_repeats_prompts_unasked():
 
 
 def test_what_is_enabled_last_counts():
-    assert divergences.chosen.share_prompts is None
-    with enabled(), enabled(share_prompts=True):
-        assert divergences.chosen.share_prompts
+    assert divergences.chosen.share_prompts is False
+    with enabled(share_prompts=True):
         with enabled():
             assert divergences.chosen.share_prompts
-        with enabled(share_prompts=False):
-            assert divergences.chosen.share_prompts is False
-    assert divergences.chosen.share_prompts is None
+        with enabled(share_prompts=None):
+            assert divergences.chosen.share_prompts is None
+    assert divergences.chosen.share_prompts is False
     with pytest.raises(TypeError, match="share_prompts must be True or False, got 'yes'"), enabled(share_prompts="yes"):
         pass

@@ -89,17 +89,16 @@ test-trl: .venv/test/ready
 			tests/trl/test_trainers.py -k "not compiled" $(ARGS); \
 	done
 
-# Without their dependencies, but for small ones. Megatron-core is for a later Python, and runs on this one too.
-INTEGRATIONS = verl==0.9.1 torchtitan==0.3.0 skyrl==0.3.0 axolotl==0.19.0 llamafactory==0.9.5
+# Without their dependencies, but for small ones. Some are for a later Python, and run on this one too.
+INTEGRATIONS = verl==0.9.1 torchtitan==0.3.0 skyrl==0.4.0 axolotl==0.21.0 llamafactory==0.9.5 megatron-core==0.19.2
 INTEGRATIONS_NEED = tensordict==0.10.0 orjson pyvers cloudpickle spmd_types tyro docstring-parser typeguard addict
 INTEGRATIONS_PIP = .venv/test/bin/python -m pip install --quiet --disable-pip-version-check --no-deps --upgrade
 test-integrations: .venv/test/ready
 	set -e; for package in $(INTEGRATIONS); do \
-		$(INTEGRATIONS_PIP) --target .venv/integrations/$${package%==*} $$package; \
+		$(INTEGRATIONS_PIP) --only-binary=:all: --python-version 3.12 \
+			--target .venv/integrations/$${package%==*} $$package; \
 	done
 	$(INTEGRATIONS_PIP) --target .venv/integrations/others $(INTEGRATIONS_NEED)
-	$(INTEGRATIONS_PIP) --only-binary=:all: --python-version 3.12 --target .venv/integrations/megatron-core \
-		megatron-core==0.19.2
 	OMP_NUM_THREADS=1 .venv/test/bin/python -m pytest -q -n 2 -rs tests/integrations $(ARGS)
 
 notebook: .venv/test/ready

@@ -3,8 +3,8 @@
 python -m benchmarks.coefficients [--out FILE.json]
 
 All tokens need the product of the statistics, 2 N H V floating-point operations, and those with a coefficient two
-gradient products: the bare products are one of N tokens and two of f N. Each loss runs in turns with them, with tokens
-left out and with all of them multiplied. The device has work before each call, as it has in a
+gradient products: the bare products are one of N tokens and two of f N. Each loss runs in turns with them, and with
+the same loss where all tokens have a coefficient. The device has work before each call, as it has in a
 training step; in a column of its own it is idle, and waits until the host has launched the first product.
 """
 
@@ -23,13 +23,10 @@ from torch import Tensor
 from benchmarks.compare import AHEAD_CYCLES
 from benchmarks.measure import save
 from liger_losses import LigerFusedLinearGRPOLoss, linear_logps
-from liger_losses.chunked.engine import stream
 
 SHARES = (1.0, 0.8, 0.5, 0.2)
 SHAPES = ((8192, 4096, 128256), (8192, 2048, 151936))
 COMPLETIONS = 128
-#: So few operations that calls of any size leave tokens out.
-ALWAYS: dict[str, float] = {"cuda": 0.0, "cpu": 0.0}
 
 
 def timed(run: Callable[[], object], device: torch.device, idle: bool = False) -> float:
@@ -88,24 +85,21 @@ def measure(shape: tuple[int, int, int], rounds: int, device: torch.device) -> l
         for size, scale in ((n, 1.0), (v, h**-0.5))
     )
     labels = torch.randint(v, (n,), device=device, generator=g)
-    rows, kept = [], dict(stream.MIN_FLOPS)
-    modes = {"left out": kept if device.type == "cuda" else ALWAYS, "all": {}}
+    rows, whole = [], losses(hidden, weight, labels, 1.0)
     for share in SHARES:
         for name, loss in losses(hidden, weight, labels, share).items():
 
-            def both_ways(limits: dict[str, float], loss: Callable[[], Tensor] = loss) -> None:
+            def both_ways(loss: Callable[[], Tensor]) -> None:
                 hidden.grad = weight.grad = None
-                stream.MIN_FLOPS = limits
                 loss().backward()
 
             # The card's clock falls with what it does: the products take turns with the losses.
-            runs = {mode: partial(both_ways, limits) for mode, limits in modes.items()}
+            runs = {"left out": partial(both_ways, loss), "all": partial(both_ways, whole[name])}
             runs |= {"idle": runs["left out"], "products": products(hidden, weight, share)}
             times: dict[str, list[float]] = {name: [] for name in runs}
             for i in range(rounds + 2):
                 for key in [*runs][:: 1 if i % 2 else -1]:
                     times[key].append(timed(runs[key], device, idle=key == "idle"))
-            stream.MIN_FLOPS = kept
             found = {key: median(values[2:]) for key, values in times.items()}
             rows.append({"shape": shape, "share": share, "loss": name, "rounds": times, **found})
             print(line(rows[-1]), flush=True)

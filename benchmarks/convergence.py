@@ -26,7 +26,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -83,8 +83,10 @@ def prepare(name: str, folder: Path, steps: int) -> str:
     return prepare_model(name, folder)
 
 
-def make_tiny(folder: Path, steps: int) -> None:
-    """A Llama of 29M parameters and its tokenizer, trained on all text but the held-out pairs, in a plain loop."""
+def make_tiny(
+    folder: Path, steps: int, vocab_size: int = 4096, hidden_size: int = 512, layers: int = 8, rate: float = 5e-4
+) -> None:
+    """A Llama and its tokenizer, trained on all text but the held-out pairs, in a plain loop; 29M parameters."""
     from tokenizers import ByteLevelBPETokenizer
     from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
@@ -92,7 +94,7 @@ def make_tiny(folder: Path, steps: int) -> None:
     raw = ByteLevelBPETokenizer()
     rows = [[*pair["prompt"], *pair["chosen"]] for pair in read_pairs()[:-HELD_OUT]]
     texts = (message["content"] for row in rows for message in row)
-    raw.train_from_iterator(texts, vocab_size=4096, special_tokens=[*special.values()], show_progress=False)
+    raw.train_from_iterator(texts, vocab_size=vocab_size, special_tokens=[*special.values()], show_progress=False)
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=raw._tokenizer, **special)
     tokenizer.chat_template = "{% for m in messages %}{{ m['role'] + ': ' + m['content'] + '\n' }}{% endfor %}" + (
         "{% if add_generation_prompt %}{{ 'assistant: ' }}{% endif %}"
@@ -100,10 +102,10 @@ def make_tiny(folder: Path, steps: int) -> None:
     torch.manual_seed(0)
     config = LlamaConfig(
         vocab_size=len(tokenizer),
-        hidden_size=512,
-        intermediate_size=1536,
-        num_hidden_layers=8,
-        num_attention_heads=8,
+        hidden_size=hidden_size,
+        intermediate_size=3 * hidden_size,
+        num_hidden_layers=layers,
+        num_attention_heads=max(4, hidden_size // 64),
         tie_word_embeddings=True,
         pad_token_id=tokenizer.pad_token_id,
         bos_token_id=tokenizer.bos_token_id,
@@ -113,7 +115,7 @@ def make_tiny(folder: Path, steps: int) -> None:
     model = LlamaForCausalLM(config).to(device)
     ids = [tokenizer.apply_chat_template(row, return_dict=False) + [tokenizer.eos_token_id] for row in rows]
     text = torch.tensor([token for row in ids for token in row], device=device)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=5e-4)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=rate)
     print(f"{steps} steps of training for the model that all runs start from", flush=True)
     for _ in range(steps):
         starts = torch.randint(len(text) - 129, (16, 1))
@@ -345,8 +347,12 @@ def distance(first: list[float], second: list[float]) -> float:
     return statistics.fmean(abs(a - b) for a, b in zip(first[half:], second[half:], strict=True))
 
 
-def draw(runs: list[dict[str, Any]], file: Path) -> None:
-    """A panel for each method: the mean over the seeds, and from the lowest to the highest of them."""
+#: A method, which of its curves, and the two providers.
+Panel = tuple[str, str, tuple[str, str]]
+
+
+def draw(runs: list[dict[str, Any]], file: Path, panels: Sequence[Panel]) -> None:
+    """Of each panel, the mean over the seeds, and from the lowest to the highest of them."""
     try:
         import matplotlib
     except ImportError:
@@ -356,14 +362,10 @@ def draw(runs: list[dict[str, Any]], file: Path) -> None:
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    methods = [name for name in METHODS if any(of(runs, name, provider) for provider in METHODS[name].providers)]
-    figure = pyplot.figure(figsize=(4 * len(methods), 3.4), layout="constrained")
-    panels = figure.subplots(1, len(methods), squeeze=False)[0]
-    for panel, method in zip(panels, methods, strict=True):
-        key = METHODS[method].curve
-        for provider, color, style in zip(
-            METHODS[method].providers, ("tab:orange", "tab:blue"), ("-", "--"), strict=True
-        ):
+    panels = [panel for panel in panels if any(of(runs, panel[0], provider) for provider in panel[2])]
+    figure = pyplot.figure(figsize=(4 * len(panels), 3.4), layout="constrained")
+    for panel, (method, key, providers) in zip(figure.subplots(1, len(panels), squeeze=False)[0], panels, strict=True):
+        for provider, color, style in zip(providers, ("tab:orange", "tab:blue"), ("-", "--"), strict=True):
             curves = [smooth(one[key]) for one in of(runs, method, provider)]
             if curves:
                 steps = range(1, len(curves[0]) + 1)
@@ -372,7 +374,7 @@ def draw(runs: list[dict[str, Any]], file: Path) -> None:
                 panel.fill_between(steps, [*map(min, columns)], [*map(max, columns)], color=color, alpha=0.2, lw=0)
         panel.set(title=method.upper() if len(method) < 5 else method, xlabel="step", ylabel=key)
         panel.grid(alpha=0.3)
-    panels[0].legend()
+    figure.axes[0].legend()
     figure.savefig(file, dpi=110)
     pyplot.close(figure)
 
@@ -421,7 +423,8 @@ def main() -> int:
             runs.append(found)
             args.out.write_text(json.dumps(report) + "\n")  # a study that is cut short leaves what it has
             args.out.with_suffix(".txt").write_text(table(runs) + "\n")
-            draw(runs, args.out.with_suffix(".png"))
+            panels = [(name, method.curve, method.providers) for name, method in METHODS.items()]
+            draw(runs, args.out.with_suffix(".png"), panels)
     if runs:
         print(f"\n{table(runs)}\n")
     print(f"{args.out}: {len(runs)} runs, {time.perf_counter() - start:.0f} s")

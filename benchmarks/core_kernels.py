@@ -20,10 +20,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from benchmarks.measure import environment, release
-from liger_losses.kernels.glu import glu
-from liger_losses.kernels.layer_norm import layer_norm
-from liger_losses.kernels.rms_norm import add_rms_norm, rms_norm
-from liger_losses.kernels.rope import rope
+from liger_losses.layers.glu import glu
+from liger_losses.layers.layer_norm import layer_norm
+from liger_losses.layers.rms_norm import add_rms_norm, rms_norm
+from liger_losses.layers.rope import rope
 
 #: Written between timed calls, so that no call finds its inputs in the cache.
 FLUSH_BYTES = 2**28

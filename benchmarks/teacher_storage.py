@@ -46,7 +46,7 @@ def measure(folder: Path, tokens: int, hidden_size: int, vocab_size: int, k: int
         path.unlink()
 
     files = liger_losses.TeacherFiles(folder)
-    path = folder / "batch-0.pt"
+    path = folder / "batch-0.safetensors"
     add("hidden states", path, lambda: writer.write(0, hidden), lambda: files.teacher(0).hidden_states)
     logits = torch.randn(tokens, vocab_size)
     top = logits.topk(k)

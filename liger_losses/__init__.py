@@ -8,14 +8,12 @@ __version__ = "1.0.0rc1"
 #: The names of each module. It is imported when one of them is first read, so that ``import liger_losses`` takes no
 #: longer than ``import torch``. Type checkers and editors read them in __init__.pyi.
 _MODULES = {
-    "chunked.engine": (
-        "EngineOptions Largest QuantizedWeight Statistics Teacher TeacherFiles TeacherLogits Teachers TeacherTopK "
-        "TeacherWriter TokenSupport linear_divergence linear_divergence_loss linear_labels_loss linear_logps "
+    "chunked": (
+        "EngineOptions Head Largest QuantizedWeight Statistics Teacher TeacherLogits TeacherTopK "
+        "Teachers TokenSupport linear_divergence linear_divergence_loss linear_labels_loss linear_logps "
         "linear_statistics linear_token_loss linear_topk projected_teacher register_quantized_weight "
-        "register_statistic"
+        "register_statistic set_default_workspace workspace"
     ),
-    "chunked.engine.head": "Head",
-    "chunked.engine.workspace": "set_default_workspace workspace",
     "chunked.losses.base": "ChunkedLoss",
     "chunked.losses.columns": "teacher_topk",
     "chunked.losses.batches": "AdaptiveEntropy",
@@ -34,6 +32,7 @@ _MODULES = {
     ),
     "chunked.losses.registration": "register_divergence register_objective",
     "chunked.losses.unpaired": "LigerFusedLinearBCOLoss LigerFusedLinearKTOLoss UnpairedMetrics",
+    "chunked.teacher_files": "TeacherFiles TeacherWriter",
     "kernels.divergence_forms": "Divergence",
     "kernels.logit_transform": "LogitTransform",
     "patching.loss_inputs": "LossInputs loss_inputs",
@@ -45,7 +44,7 @@ _MODULES = {
 }
 
 _WHERE = {name: module for module, names in _MODULES.items() for name in names.split()}
-_SUBMODULES = ("functional", "modules", "trl", "chunked", "kernels", "patching", "prompts")
+_SUBMODULES = ("functional", "modules", "trl", "chunked", "kernels", "layers", "patching", "prompts")
 
 __all__ = sorted([*_WHERE, "functional"])
 

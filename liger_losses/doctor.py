@@ -21,7 +21,7 @@ from typing import Any
 import torch
 
 import liger_losses
-from liger_losses.chunked.engine.checks import DOCUMENTATION, see
+from liger_losses.checks import DOCUMENTATION, see
 from liger_losses.defaults import DEFAULTS, VERSIONS
 from liger_losses.kernels import LOGIT_DTYPES, choose_backend
 from liger_losses.kernels._tiles import has_tma

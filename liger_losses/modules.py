@@ -10,10 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from liger_losses.kernels.glu import glu, glu_mlp
-from liger_losses.kernels.layer_norm import layer_norm
-from liger_losses.kernels.plain import is_plain_linear
-from liger_losses.kernels.rms_norm import gated_rms_norm, rms_norm
+from liger_losses.layers.glu import glu, glu_mlp
+from liger_losses.layers.layer_norm import layer_norm
+from liger_losses.layers.plain import is_plain_linear
+from liger_losses.layers.rms_norm import gated_rms_norm, rms_norm
 
 
 class RMSNorm(nn.Module):
@@ -24,7 +24,7 @@ class RMSNorm(nn.Module):
         eps: added to the mean square.
         offset: added to the weight, which is initialized to ``1 - offset``; Gemma's is 1.
         multiply: ``cast_first`` (Llama) or ``fp32`` (Gemma, OLMo 2), as in
-            :func:`liger_losses.kernels.rms_norm.rms_norm`.
+            :func:`liger_losses.layers.rms_norm.rms_norm`.
         elementwise_affine: whether there is a weight.
     """
 

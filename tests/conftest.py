@@ -11,7 +11,7 @@ import torch.distributed as dist
 from tests import interpreter, processes
 
 # Files that tests share: where an assert fails in one, pytest shows the values.
-folders = ("chunked", "integrations", "kernels", "patching", "results", "trl")
+folders = ("chunked", "integrations", "kernels", "layers", "patching", "results", "trl")
 pytest.register_assert_rewrite("benchmarks.coverage", *(f"tests.{folder}" for folder in folders))
 
 if not torch.cuda.is_available():

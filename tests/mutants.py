@@ -55,6 +55,12 @@ MUTANTS: dict[str, list[tuple[str, str, str]]] = {
         ("prompts/packing.py", "behind + within)[None]", "behind + within + 1)[None]"),
         ("prompts/packing.py", "torch.where(within == 0, stops - 1, first + within - 1)", "first + within - 1"),
     ],
+    "tests/trl/test_shared_prompts.py -k unasked": [
+        ("trl/packed_batches.py", "options.share_prompts or first or saves", "options.share_prompts or saves"),
+        ("trl/packed_batches.py", "_LEAST_SAVING * packed.input_ids.numel()", "_LEAST_SAVING * packed.tokens"),
+        ("trl/packed_batches.py", "    if model._liger_losses_head.share_prompts:", "    if True:"),
+        ("trl/packed_batches.py", 'device.type == "cuda" and half', "half"),
+    ],
     "tests/chunked/engine/test_largest.py -k rows": [
         ("chunked/engine/logit_block.py", "ids.append(at + columns.start)", "ids.append(at)"),
         ("chunked/engine/logit_block.py", "torch.cat(values, -1).topk", "torch.cat(values, -1)[:, :k].topk"),
@@ -95,23 +101,23 @@ MUTANTS: dict[str, list[tuple[str, str, str]]] = {
     "tests/results/test_combinations.py -k shifted": [
         ("chunked/engine/support.py", "shift_labels(labels, options.ignore_index, shift) if shift else", ""),
     ],
-    "tests/kernels/test_rms_norm.py tests/kernels/test_layer_norm.py tests/kernels/test_rope.py": [
-        ("kernels/rms_norm.py", "(centered - xhat * (g * xhat).mean(-1, keepdim=True))", "g"),
-        ("kernels/rms_norm.py", "None if bias_dtype is None else g.", "None if bias_dtype is None else xhat."),
-        ("kernels/rope.py", "turned = -_turn(", "turned = _turn("),
+    "tests/layers/test_rms_norm.py tests/layers/test_layer_norm.py tests/layers/test_rope.py": [
+        ("layers/rms_norm.py", "(centered - xhat * (g * xhat).mean(-1, keepdim=True))", "g"),
+        ("layers/rms_norm.py", "None if bias_dtype is None else g.", "None if bias_dtype is None else xhat."),
+        ("layers/rope.py", "turned = -_turn(", "turned = _turn("),
     ],
-    "tests/kernels/test_rows.py -k are_the_same": [
-        ("kernels/prepared.py", "t.shape, t.stride(), t.dtype", "t.shape, t.dtype"),
-        ("kernels/rows.py", "_arguments(inputs, vectors) if self.copies else ", ""),
+    "tests/layers/test_rows.py -k are_the_same": [
+        ("layers/prepared.py", "t.shape, t.stride(), t.dtype", "t.shape, t.dtype"),
+        ("layers/rows.py", "_arguments(inputs, vectors) if self.copies else ", ""),
     ],
     "tests/patching/test_patch.py -k few_tokens": [
         ("patching/norms.py", "if self.of_torch and is_short(x):", "if False:"),
     ],
-    "tests/kernels/test_glu.py": [
-        ("kernels/glu_kernels.py", "d_up.masked_fill_(", "d_up.masked_fill("),
-        ("kernels/glu.py", "if node.overwritten:", "if False:"),
-        ("kernels/glu.py", "torch.addmm(out, grad, weight, out=out)", "out.add_(0)"),
-        ("kernels/glu.py", "inner = [tensor.data for tensor in inner]", "pass"),
+    "tests/layers/test_glu.py": [
+        ("layers/glu_kernels.py", "d_up.masked_fill_(", "d_up.masked_fill("),
+        ("layers/glu.py", "if node.overwritten:", "if False:"),
+        ("layers/glu.py", "torch.addmm(out, grad, weight, out=out)", "out.add_(0)"),
+        ("layers/glu.py", "inner = [tensor.data for tensor in inner]", "pass"),
     ],
     "tests/chunked/engine/test_many_heads.py": [
         ("chunked/engine/tokens.py", "beyond = min(positions, labels.shape[-1])", "beyond = 1"),
@@ -138,7 +144,11 @@ MUTANTS: dict[str, list[tuple[str, str, str]]] = {
     "tests/chunked/engine/test_ranks.py": [
         ("chunked/engine/blocks.py", "torch.where(others, logit_here - lse, logp)", "logp"),
         ("chunked/engine/ranks.py", "columns, inside, inside != labels", "columns, inside, inside != inside"),
-        ("chunked/engine/agreement.py", "if digest == -1:", "if False:"),
+    ],
+    "tests/chunked/engine/test_agreement.py": [
+        ("chunked/engine/agreement.py", "if len(set(texts)) == 1:", "if True:"),
+        ("chunked/engine/agreement.py", "hash(text) in signatures and", "False and"),
+        ("chunked/engine/agreement.py", 'os.environ.get(CHECK_VARIABLE) != "1"', "True"),
     ],
     "tests/chunked/losses/test_distillation.py tests/chunked/engine/test_teachers.py": [
         ("chunked/engine/decision.py", '"logp" in outputs and (other or vocab_size >', "False and (vocab_size >"),
@@ -174,7 +184,7 @@ MUTANTS: dict[str, list[tuple[str, str, str]]] = {
     "tests/chunked/losses/test_unpaired.py": [
         ("chunked/losses/completion_loss.py", "logps = sums[0] / lengths.clamp(min=1) if", "logps = sums[0] if"),
         ("chunked/losses/unpaired.py", "scored.ref_logps).clamp(min=0)", "scored.ref_logps)"),
-        ("chunked/losses/unpaired.py", "new = counts & ~again", "new = counts"),
+        ("chunked/losses/unpaired.py", "batches + counts", "batches + 1"),
     ],
     "tests/chunked/losses/test_minillm.py": [
         ("chunked/losses/policy_estimates.py", "values + discount**length * later", "values + discount * later"),

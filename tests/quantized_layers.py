@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from liger_losses import register_quantized_weight
-from liger_losses.chunked.engine.quantized_kinds import GPTQRows
+from liger_losses.chunked import GPTQRows
 
 
 class PackedLinear(nn.Module):

@@ -11,9 +11,9 @@ from unittest import mock
 
 import pytest
 
-from liger_losses.chunked.engine import blocks, call, stream, support, tokens
+from liger_losses import checks
+from liger_losses.chunked.engine import blocks, call, stream, support
 from liger_losses.chunked.engine.adapters import LowRank
-from liger_losses.chunked.engine.agreement import RankError
 from liger_losses.chunked.engine.query import REGISTERED
 from liger_losses.kernels import row_sums
 from tests.interpreter import faster, small_tiles
@@ -22,7 +22,6 @@ from tests.kernels.cases import interpreted
 __all__ = [
     "REGISTERED",
     "LowRank",
-    "RankError",
     "as_on_a_gpu",
     "engine_calls",
     "faster",
@@ -54,7 +53,7 @@ def leave_out_zero_rows() -> Iterator[None]:
 @contextmanager
 def as_on_a_gpu() -> Iterator[None]:
     """Labels are checked on the device."""
-    with mock.patch.object(tokens, "host_checks", return_value=False):
+    with mock.patch.object(checks, "host_checks", return_value=False):
         yield
 
 

@@ -1,7 +1,7 @@
 """Chunked loss heads for LLM post-training, and the kernels of the layers below them, without dependencies."""
 
 from liger_losses import functional, layers
-from liger_losses.chunked.engine import (
+from liger_losses.chunked import (
     EngineOptions,
     Head,
     Statistics,
@@ -14,8 +14,9 @@ from liger_losses.chunked.engine import (
     linear_logps,
     linear_statistics,
     linear_token_loss,
+    set_default_workspace,
+    workspace,
 )
-from liger_losses.chunked.engine.workspace import set_default_workspace, workspace
 from liger_losses.chunked.losses.base import ChunkedLoss
 from liger_losses.chunked.losses.completion_loss import Completions
 from liger_losses.chunked.losses.cross_entropy import LigerFusedLinearCrossEntropyLoss
@@ -39,11 +40,11 @@ from liger_losses.chunked.losses.reference_free import (
 )
 from liger_losses.chunked.losses.unpaired import LigerFusedLinearBCOLoss, LigerFusedLinearKTOLoss
 from liger_losses.kernels.divergence_forms import Divergence
-from liger_losses.kernels.glu import glu, glu_fused, glu_linear, glu_mlp
-from liger_losses.kernels.layer_norm import layer_norm
 from liger_losses.kernels.logit_transform import LogitTransform
-from liger_losses.kernels.rms_norm import add_rms_norm, gated_rms_norm, rms_norm
-from liger_losses.kernels.rope import rope
+from liger_losses.layers.glu import glu, glu_fused, glu_linear, glu_mlp
+from liger_losses.layers.layer_norm import layer_norm
+from liger_losses.layers.rms_norm import add_rms_norm, gated_rms_norm, rms_norm
+from liger_losses.layers.rope import rope
 
 __all__ = [
     "ChunkedLoss",

@@ -1,1 +1,60 @@
-"""The streaming engine and the losses on it."""
+"""The streaming engine, whose names these are, and the losses on it in :mod:`liger_losses.chunked.losses`."""
+
+from liger_losses.chunked.engine.divergence_ops import linear_divergence, linear_divergence_loss
+from liger_losses.chunked.engine.head import Head
+from liger_losses.chunked.engine.ops import (
+    linear_labels_loss,
+    linear_logps,
+    linear_statistics,
+    linear_token_loss,
+    linear_topk,
+)
+from liger_losses.chunked.engine.plan import EngineOptions
+from liger_losses.chunked.engine.quantized_kinds import (
+    GPTQRows,
+    find_quantized,
+    is_quantized,
+    register_quantized_weight,
+)
+from liger_losses.chunked.engine.query import Largest, Statistics, register_statistic
+from liger_losses.chunked.engine.ranks import ALONE, Ranks, VocabularyRanks, local_rows, share_mesh
+from liger_losses.chunked.engine.support import TokenSupport
+from liger_losses.chunked.engine.teachers import Teacher, TeacherLogits, Teachers, TeacherTopK, projected_teacher
+from liger_losses.chunked.engine.tokens import Tokens, shift_labels
+from liger_losses.chunked.engine.weights import QuantizedWeight
+from liger_losses.chunked.engine.workspace import set_default_workspace, workspace
+
+__all__ = [
+    "ALONE",
+    "EngineOptions",
+    "GPTQRows",
+    "Head",
+    "Largest",
+    "QuantizedWeight",
+    "Ranks",
+    "Statistics",
+    "Teacher",
+    "TeacherLogits",
+    "TeacherTopK",
+    "Teachers",
+    "TokenSupport",
+    "Tokens",
+    "VocabularyRanks",
+    "find_quantized",
+    "is_quantized",
+    "linear_divergence",
+    "linear_divergence_loss",
+    "linear_labels_loss",
+    "linear_logps",
+    "linear_statistics",
+    "linear_token_loss",
+    "linear_topk",
+    "local_rows",
+    "projected_teacher",
+    "register_quantized_weight",
+    "register_statistic",
+    "set_default_workspace",
+    "share_mesh",
+    "shift_labels",
+    "workspace",
+]

@@ -36,7 +36,7 @@ def _plugin_class() -> type:
                 warn(f"the trainers keep TRL's own heads, and the model is patched: {error}")
 
         def post_model_load(self, cfg: Any, model: Any) -> None:
-            announce("Axolotl", "0.19", "loss, norms, MLPs and rotations of the model")
+            announce("Axolotl", "0.21", "loss, norms, MLPs and rotations of the model")
             model.liger_report = patch(model, **(getattr(cfg, "liger_losses", None) or {}))
 
     return Plugin

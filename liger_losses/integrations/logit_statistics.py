@@ -8,8 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from liger_losses.chunked.engine.checks import check_tensor
-from liger_losses.chunked.engine.tokens import check_temperature, checked_temperatures
+from liger_losses.checks import check_temperature, check_tensor, checked_temperatures
 from liger_losses.kernels.autograd import once_differentiable
 from liger_losses.kernels.logit_transform import Epilogue, LogitTransform
 from liger_losses.kernels.softmax_grad import SoftmaxGradient, softmax_gradient_into

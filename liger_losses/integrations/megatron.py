@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from liger_losses.chunked.engine import EngineOptions, Head, linear_statistics
+from liger_losses.chunked import EngineOptions, Head, linear_statistics
 from liger_losses.integrations.replacements import announce
 from liger_losses.kernels.logit_transform import LogitTransform
 

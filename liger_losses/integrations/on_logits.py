@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from liger_losses.chunked.engine import Statistics
-from liger_losses.chunked.engine.checks import meant
+from liger_losses.checks import meant
+from liger_losses.chunked import Statistics
 from liger_losses.chunked.losses import policy_objectives as objectives
 from liger_losses.chunked.losses.cross_entropy import CrossEntropyOutput, LigerFusedLinearCrossEntropyLoss
 from liger_losses.chunked.losses.policy import PolicyMetrics, PolicyMetricsWithoutKL

@@ -10,8 +10,7 @@ from typing import Any
 
 import torch
 
-from liger_losses.chunked.engine.support import TokenSupport
-from liger_losses.chunked.engine.teachers import TeacherTopK
+from liger_losses.chunked import TeacherTopK, TokenSupport
 
 
 def token_support(

@@ -72,7 +72,7 @@ def _with_temperature(original: Callable[..., Any], *args: Any, temperature: flo
 _MODULE = "skyrl.backends.skyrl_train.distributed.megatron.model_utils"
 _REPLACEMENTS = Replacements(
     "SkyRL",
-    "0.3",
+    "0.4",
     "the fused head",
     Place(_MODULE, "_fused_lm_head_logprob_apply", lambda original: fused_lm_head_logprob, fused_lm_head_logprob),
     Place(_MODULE, "_fused_vocab_parallel_entropy_from_hidden", lambda original: fused_entropy, fused_entropy),

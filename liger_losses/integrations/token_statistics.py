@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch.distributed as dist
 from torch import Tensor
 
-from liger_losses.chunked.engine import EngineOptions, Head, Statistics, linear_statistics
+from liger_losses.chunked import EngineOptions, Head, Statistics, linear_statistics
 from liger_losses.kernels.logit_transform import LogitTransform
 
 

@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from liger_losses.chunked.engine import Head
+from liger_losses.chunked import Head
 from liger_losses.chunked.losses.cross_entropy import LigerFusedLinearCrossEntropyLoss
 from liger_losses.integrations.replacements import announce
 from liger_losses.patching.linear_forward import transform_of

@@ -24,8 +24,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from liger_losses.chunked.engine import Head, linear_divergence
-from liger_losses.chunked.engine.teachers import Teacher
+from liger_losses.chunked import Head, Teacher, linear_divergence
 from liger_losses.integrations.replacements import Replacements
 from liger_losses.integrations.token_statistics import token_statistics
 from liger_losses.kernels.divergence_forms import Divergence

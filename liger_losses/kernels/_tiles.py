@@ -36,6 +36,11 @@ def processors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 4
 
 
+def power_of_two(number: int) -> int:
+    """The smallest power of two that is no smaller than ``number``."""
+    return 1 << max(number - 1, 0).bit_length()
+
+
 def with_contiguous_rows(matrix: Tensor, with_aligned: bool = False) -> Tensor:
     """The matrix, copied only if its columns are not adjacent, or ``with_aligned`` if its memory begins anywhere."""
     if with_aligned and not aligned(matrix):

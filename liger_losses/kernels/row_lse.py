@@ -5,10 +5,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from liger_losses.kernels._tiles import power_of_two
 from liger_losses.kernels._triton import LOGIT_DTYPES, choose_backend, jit, tl
 from liger_losses.kernels.logit_transform import Epilogue, inverse_temperature, transform_block
 from liger_losses.kernels.online_softmax import merge_sums
-from liger_losses.kernels.rows import power_of_two
 from liger_losses.kernels.softmax_stats import row_slices
 
 #: Columns of a row of projections in memory, whose exponentials one program adds up.

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from liger_losses.caller import warn
-from liger_losses.chunked.engine.checks import see
-from liger_losses.chunked.engine.quantized_kinds import is_quantized
+from liger_losses.checks import see
+from liger_losses.chunked import is_quantized
 from liger_losses.patching.lazy import LazyLogits, TracedLogits, is_one_graph
 from liger_losses.patching.lazy.gradients import make_empty
 from liger_losses.patching.lazy.traced_logits import without_traced

@@ -15,11 +15,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from liger_losses.caller import warn
-from liger_losses.chunked.engine import Head
-from liger_losses.chunked.engine.checks import see
-from liger_losses.chunked.engine.quantized_kinds import find_quantized, is_quantized
-from liger_losses.chunked.engine.ranks import VocabularyRanks
-from liger_losses.chunked.engine.weights import QuantizedWeight
+from liger_losses.checks import see
+from liger_losses.chunked import Head, QuantizedWeight, VocabularyRanks, find_quantized, is_quantized
 from liger_losses.patching.lazy import LazyLogits, lazy_linear, traced_linear
 from liger_losses.patching.lazy.tensor import deferred_linear
 from liger_losses.patching.linear_forward import LazyProducts, local_parameters

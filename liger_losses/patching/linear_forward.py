@@ -11,8 +11,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from liger_losses.chunked.engine.checks import is_weight_and_bias
-from liger_losses.chunked.engine.ranks import VocabularyRanks, is_dtensor, local_rows, share_mesh
+from liger_losses.checks import is_weight_and_bias
+from liger_losses.chunked import VocabularyRanks, local_rows, share_mesh
 from liger_losses.kernels.logit_transform import LogitTransform
 from liger_losses.patching.lazy import DeferredLogits, allow_materialization, lazy_linear
 from liger_losses.patching.lazy.deferred import linear
@@ -41,7 +41,7 @@ def _lazy_result(
     """
 
     def product(hidden_states: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-        if is_dtensor(hidden_states):
+        if hasattr(hidden_states, "full_tensor"):
             raise Mismatch("it splits its hidden states over processes")
         return lazy_linear(hidden_states, weight, bias)
 

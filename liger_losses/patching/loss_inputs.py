@@ -13,8 +13,9 @@ import torch
 from torch import Tensor, nn
 
 from liger_losses.caller import warn
-from liger_losses.chunked.engine import Head, tokens
-from liger_losses.chunked.engine.checks import check_labels, see
+from liger_losses.checks import check_labels, see
+from liger_losses.chunked import Head
+from liger_losses.chunked import shift_labels as shifted_labels
 from liger_losses.patching.lazy.tensor import deferred_logits
 from liger_losses.patching.lazy_head import make_head_lazy, owner_of_head
 from liger_losses.patching.lazy_layers import force_lazy_head
@@ -116,7 +117,7 @@ def loss_inputs(
             f"the last layer of {name} cannot be a Head: {'; '.join(reasons)}." + see("models-that-cannot-be-patched")
         )
     if shift_labels is None:
-        shifted, mask = tokens.shift_labels(targets, ignore_index), batch.get("attention_mask")
+        shifted, mask = shifted_labels(targets, ignore_index), batch.get("attention_mask")
         if mask is not None and mask.shape == targets.shape:
             active = mask.to(targets.device) != 0
             shifted = shifted.where(active & active.roll(-1, -1), ignore_index)
@@ -153,7 +154,9 @@ def _run_shifting(inner: Any, model: nn.Module, batch: dict[str, Any], targets: 
     The first batch of a class is given labels of which a shift drops all that carry loss.
     """
     takes_labels = "labels" in inspect.signature(inspect.unwrap(type(inner).forward)).parameters
-    tells = takes_labels and targets.shape[-1] > 1 and batch.get("past_key_values") is None
+    # Where the forward raises, it runs again, which a cache must not see twice; transformers 5.24 calls it `cache`.
+    cached = batch.get("cache", batch.get("past_key_values")) is not None
+    tells = takes_labels and targets.shape[-1] > 1 and not cached
     if not tells or type(inner) in _SHIFTS:
         return model(**batch) if _SHIFTS.get(type(inner), True) else None
     labels = torch.full_like(targets, -100)

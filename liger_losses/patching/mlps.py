@@ -16,8 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from liger_losses.kernels.glu import glu, glu_fused, glu_linear, glu_mlp, gradients_only
-from liger_losses.kernels.plain import is_plain, is_plain_linear, is_watched
+from liger_losses.layers.glu import glu, glu_fused, glu_linear, glu_mlp, gradients_only
+from liger_losses.layers.plain import is_plain, is_plain_linear, is_watched
 from liger_losses.patching import probing
 from liger_losses.patching.probing import Case, Mismatch
 from liger_losses.patching.swap import Replacement, is_short, original_class
@@ -30,7 +30,7 @@ class Gate:
 
     Attributes:
         layout: where the gate is: ``first`` or ``second`` of two tensors or halves, or ``interleaved`` with ``up``.
-        activation, limit, alpha, up_offset: as in :func:`~liger_losses.kernels.glu.glu`.
+        activation, limit, alpha, up_offset: as in :func:`~liger_losses.layers.glu.glu`.
     """
 
     layout: str

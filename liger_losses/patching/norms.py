@@ -13,9 +13,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from liger_losses.kernels.autograd import autocast_dtype
-from liger_losses.kernels.layer_norm import layer_norm
-from liger_losses.kernels.plain import is_plain
-from liger_losses.kernels.rms_norm import gated_rms_norm, rms_norm
+from liger_losses.layers.layer_norm import layer_norm
+from liger_losses.layers.plain import is_plain
+from liger_losses.layers.rms_norm import gated_rms_norm, rms_norm
 from liger_losses.patching import probing
 from liger_losses.patching.probing import Case, Mismatch
 from liger_losses.patching.swap import Replacement, is_short

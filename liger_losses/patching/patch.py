@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import nn
 
-from liger_losses.chunked.engine.arguments import lists_arguments
+from liger_losses.arguments import lists_arguments
 from liger_losses.patching.lazy_head import is_patched_head, keep_head_lazy, make_head_lazy, patched_heads, unpatch_head
 from liger_losses.patching.mlps import GatedExperts, GatedMLP, TokenMLP
 from liger_losses.patching.norms import Norm

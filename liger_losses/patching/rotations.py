@@ -18,8 +18,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from liger_losses.kernels.plain import is_plain
-from liger_losses.kernels.rope import rope
+from liger_losses.layers.plain import is_plain
+from liger_losses.layers.rope import rope
 from liger_losses.patching import probing
 from liger_losses.patching.probing import Case, Mismatch
 from liger_losses.patching.swap import Replacement, replaced_on_instance
@@ -31,7 +31,7 @@ class Rotation:
 
     Attributes:
         tensors: 2 if it takes queries and keys, 1 if it takes one of them at a time.
-        interleaved: as in :func:`~liger_losses.kernels.rope.rope`.
+        interleaved: as in :func:`~liger_losses.layers.rope.rope`.
         angles: how it widens cos and sin: ``full`` for not at all; else it repeats each angle of their width or of the
             first half of it (``all``, ``half``), side by side or one after the other (``pairs``, ``halves``).
         sorted: whether it moves the first elements of all pairs before the second ones.

@@ -19,7 +19,8 @@ import torch
 from torch import Tensor, nn
 
 from liger_losses.caller import warn
-from liger_losses.chunked.engine.checks import see
+from liger_losses.checks import see
+from liger_losses.kernels.autograd import autocast_dtype
 from liger_losses.prompts.masks import RowMask, block_mask, mask_function
 from liger_losses.prompts.packing import BLOCK, PackedCompletions
 
@@ -33,6 +34,9 @@ _BLOCKS = [
 ]
 #: FlexAttention's kernels need this many features of a head.
 _LEAST_HEAD_DIM = 16
+#: Kernels of one process, of its models' head sizes, dtypes, windows and gradients. Beyond torch.compile's limit, 8 by
+#: default, FlexAttention would compute all pairs of tokens.
+_MOST_KERNELS = 256
 
 
 class CannotShareError(ValueError):
@@ -176,6 +180,8 @@ def _attend(
         now.layers += 1
     if isinstance(getattr(attention_mask, "mask_mod", None), RowMask):
         names = ("scaling", "softcap", "s_aux")
+        dtype = autocast_dtype(query.device) or query.dtype  # rotated queries and keys may be in fp32, values in bf16
+        query, key, value = (tensor.to(dtype) for tensor in (query, key, value))
         return flex_attention(query, key, value, attention_mask, *map(options.get, names)), None
     return _function(original, module)(module, query, key, value, attention_mask, *args, **options)
 
@@ -223,19 +229,11 @@ def flex_attention(
     ):
         for dim in dims:
             torch._dynamo.maybe_mark_dynamic(tensor, dim)
-    out, lse = _compiled()(*tensors, blocks, rows, mask.mask_mod.positions_see, scaling, softcap, _tiles(query))
+    with torch._dynamo.config.patch(recompile_limit=_MOST_KERNELS):
+        out, lse = _compiled()(*tensors, blocks, rows, mask.mask_mod.positions_see, scaling, softcap)
     if sinks is not None:
         out = (out * (lse - sinks.float()[:, None]).sigmoid()[..., None]).to(query.dtype)
     return out.transpose(1, 2).contiguous()
-
-
-def _tiles(query: Tensor) -> dict[str, Any] | None:
-    """FlexAttention's tiles where its own choice is slower, as measured on an H200; ``None`` elsewhere."""
-    if query.shape[-1] != 128 or query.element_size() != 2 or torch.cuda.get_device_capability(query.device) != (9, 0):
-        return None
-    forward = {"BLOCK_M": 128, "BLOCK_N": 128, "num_stages": 2, "num_warps": 8}
-    backward = {"BLOCK_M1": 64, "BLOCK_N1": 64, "BLOCK_M2": 64, "BLOCK_N2": 64, "num_stages": 2, "num_warps": 4}
-    return {f"{way}_{name}": n for way, tiles in (("fwd", forward), ("bwd", backward)) for name, n in tiles.items()}
 
 
 @functools.cache
@@ -252,7 +250,6 @@ def _flex(
     positions_see: Any,
     scaling: float | None,
     softcap: float | None,
-    tiles: dict[str, Any] | None,
 ) -> Any:
     from torch.nn.attention.flex_attention import AuxRequest, BlockMask
     from torch.nn.attention.flex_attention import flex_attention as attention
@@ -277,6 +274,5 @@ def _flex(
         block_mask=mask,
         scale=scaling,
         return_aux=AuxRequest(lse=True),
-        kernel_options=tiles,
     )
     return out, aux.lse

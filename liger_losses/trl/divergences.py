@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from liger_losses.chunked.engine import Head, Statistics, Teacher, linear_divergence_loss, linear_token_loss
+from liger_losses.chunked import Head, Statistics, Teacher, linear_divergence_loss, linear_token_loss
 from liger_losses.chunked.losses.softmax_divergences import distribution, generalized_jsd, sparse_divergence
 from liger_losses.kernels.autograd import autocast_dtype
 from liger_losses.kernels.divergence_forms import Divergence

@@ -8,9 +8,9 @@ from typing import Any
 
 from torch import nn
 
+from liger_losses.arguments import lists_arguments
 from liger_losses.caller import warn
-from liger_losses.chunked.engine.arguments import lists_arguments
-from liger_losses.chunked.engine.checks import see
+from liger_losses.checks import see
 from liger_losses.kernels.divergence_forms import Divergence
 from liger_losses.patching.lazy_layers import is_lazy_layer
 from liger_losses.patching.patch import patch
@@ -30,15 +30,15 @@ def enable(
     kernels: bool = False,
     skip_zero_advantages: bool = True,
     divergence: Divergence | None = None,
-    share_prompts: bool = False,
+    share_prompts: bool | None = False,
 ) -> None:
     """Make TRL's trainers use this library's loss heads, if they are built from now on. All of their options work.
 
     Supported are SFT, DPO, KTO, GRPO, RLOO, asynchronous GRPO and distillation (also asynchronous and from a server),
     and the experimental trainers CPO and SimPO, ORPO, TPO, A2PO, GMPO, online DPO, GKD, GOLD, IW-OPD, SDFT and SDPO.
     LoRA on ``lm_head`` works. If the installed TRL lacks a name that one of these features replaces, TRL's code runs
-    for this feature, and a warning names it. A second call can add the kernels and shared prompts, and changes nothing
-    else. A trainer that was built before keeps TRL's head, and warns when it trains.
+    for this feature, and a warning names it. A second call can add the kernels and set ``share_prompts``, and changes
+    nothing else. A trainer that was built before keeps TRL's head, and warns when it trains.
 
     Args:
         kernels: also :func:`~liger_losses.patch` the models, for faster norms, MLPs and rotary embeddings that save
@@ -51,8 +51,11 @@ def enable(
             ``Divergence.kl_by_entropy(0.8)``, or one with a limit per vocabulary entry. Applies to all trainers, until
             :func:`disable`.
         share_prompts: in DPO, GRPO, RLOO and GMPO, compute a prompt once for all of its completions in a batch, and
-            padding not at all; for the reference and the old policy too. Losses and gradients do not change. Models and
-            batches for which this is not possible, such as those with images, run as before, and a warning says why.
+            padding not at all; for the reference and the old policy too. Losses and gradients do not change. True
+            shares prompts in all batches. None shares them on a GPU in batches whose padded tokens are more than 1.2
+            times those that are computed, if the model's attention is ``sdpa`` or ``eager``, in half precision. Models
+            and batches for which this is not possible, such as those with images, run as before, and with True a
+            warning says why. Applies to trainers that are built from now on, until :func:`disable`.
 
     Raises:
         ImportError: TRL is not installed.
@@ -61,7 +64,7 @@ def enable(
     """
     flags = {"kernels": kernels, "skip_zero_advantages": skip_zero_advantages, "share_prompts": share_prompts}
     for name, value in flags.items():
-        if not isinstance(value, bool):
+        if not isinstance(value, bool) and (name, value) != ("share_prompts", None):
             raise TypeError(f"{name} must be True or False, got {value!r}.")
     if not skip_zero_advantages and any(feature in ZERO_ADVANTAGES for feature in _enabled):
         raise RuntimeError("skip_zero_advantages is enabled already: call liger_losses.trl.disable() first.")
@@ -77,7 +80,7 @@ def enable(
         # A trainer loads models itself, and gives them their head.
         _add((Feature("kernels", (KERNELS, *(Place(p.module, p.name, around(_with_kernels)) for p in heads))),))
     chosen.divergence = divergence or chosen.divergence
-    chosen.share_prompts = share_prompts or chosen.share_prompts
+    chosen.share_prompts = chosen.share_prompts if share_prompts is False else share_prompts
 
 
 def _add(features: Sequence[Feature]) -> None:
@@ -119,7 +122,7 @@ def enabled(
     kernels: bool = False,
     skip_zero_advantages: bool = True,
     divergence: Divergence | None = None,
-    share_prompts: bool = False,
+    share_prompts: bool | None = False,
 ) -> Iterator[None]:
     """:func:`enable` for the duration of a ``with`` block."""
     before = len(_replaced), len(_enabled), vars(chosen).copy()

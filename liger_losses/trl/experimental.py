@@ -19,8 +19,8 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from liger_losses.caller import warn
-from liger_losses.chunked.engine import Teacher, TeacherLogits, linear_divergence
-from liger_losses.chunked.engine.checks import see
+from liger_losses.checks import see
+from liger_losses.chunked import Teacher, TeacherLogits, linear_divergence
 from liger_losses.chunked.losses.softmax_divergences import sparse_divergence
 from liger_losses.patching.lazy import DeferredLogits, allow_materialization
 from liger_losses.patching.lazy.tensor import deferred_logits

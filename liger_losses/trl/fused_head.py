@@ -17,8 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from liger_losses.chunked.engine import Statistics, linear_statistics
-from liger_losses.chunked.engine.checks import see
+from liger_losses.checks import see
+from liger_losses.chunked import Statistics, linear_statistics
 from liger_losses.kernels.logit_transform import LogitTransform
 from liger_losses.patching.lazy import DeferredLogits, LazyLogits, TracedLogits
 from liger_losses.patching.lazy.tensor import deferred_logits
@@ -44,7 +44,8 @@ class FusedHeadOptions:
     temperature: float = 1.0
     cast_to_fp32: bool = False
     outputs: tuple[str, ...] = ("log_probs",)
-    share_prompts: bool = False
+    share_prompts: bool | None = False
+    has_tried: bool = False
 
 
 def add_fused_lm_head(
@@ -64,7 +65,7 @@ def add_fused_lm_head(
         temperature: what logits are divided by.
         cast_lm_head_to_fp32: run the head in fp32, outside autocast.
         outputs: which of :data:`OUTPUTS` to compute; ``log_probs`` always are.
-        groups: batches have several completions of a prompt, which ``enable(share_prompts=True)`` computes once.
+        groups: batches have several completions of a prompt, which may be computed once.
 
     Raises:
         ValueError: unknown outputs, or a temperature that is not positive.
@@ -75,7 +76,7 @@ def add_fused_lm_head(
     if unknown:
         raise ValueError(f"unknown outputs {sorted(unknown)}; they are {', '.join(OUTPUTS)}.")
     LogitTransform(temperature)  # raises if it is not positive
-    share = groups and chosen.share_prompts
+    share = chosen.share_prompts if groups else False
     model._liger_losses_head = FusedHeadOptions(temperature, cast_lm_head_to_fp32, tuple(outputs), share)
     make_head_lazy(model, only_when_forced=True)  # before fully_shard, which derives its classes from those it finds
     own = vars(model).get("forward")
@@ -112,7 +113,7 @@ def fused_forward(model: Any, forward: Any, labels: Any = None, shift_labels: An
     kwargs.update(use_cache=False, return_dict=True)
     if getattr(config, "output_router_logits", False):
         kwargs.setdefault("output_router_logits", True)
-    packed = packed_batch(model, labels, kwargs) if options.share_prompts else None
+    packed = None if options.share_prompts is False else packed_batch(model, labels, kwargs)
     labels = labels if packed is None else packed.labels
     target = labels[:, 1:].contiguous() if shift_labels is None else shift_labels
     with force_lazy_head():

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from liger_losses.caller import warn
-from liger_losses.chunked.engine.checks import see
+from liger_losses.checks import see
 from liger_losses.sequences import split_by_coefficient
 
 #: Attributes of trainers, and the options by which tokens without advantage have a gradient where they are not zero.

@@ -323,7 +323,7 @@ def megatron():
 
 
 def skyrl():
-    stand_in("loguru", "ray", "omegaconf", "hydra", "wandb", "skyrl_gym", "jaxtyping")
+    stand_in("loguru", "ray", "omegaconf", "hydra", "wandb", "skyrl_gym", "jaxtyping", "cloudpathlib")
     import typing
 
     import typing_extensions
@@ -349,26 +349,27 @@ def skyrl():
 
 def axolotl():
     from axolotl.integrations.base import BasePlugin, PluginManager
+    from axolotl.utils.dict import DictDefault
 
     from tests.integrations.models import is_patched, llama
 
     with logged() as lines:
         manager = PluginManager.get_instance()
-        manager.register("liger_losses.integrations.axolotl.Plugin")
-        (plugin,) = manager.plugins.values()
-        assert isinstance(plugin, BasePlugin)
+        name = "liger_losses.integrations.axolotl.Plugin"
+        manager.register(name)
+        assert isinstance(manager.plugins[name], BasePlugin)
         model = llama()
         ids = torch.arange(5, 14)[None]
         expected = model(ids, labels=ids).loss
-        cfg = types.SimpleNamespace(rl=None, liger_losses={"rope": False})
+        cfg = DictDefault(liger_losses={"rope": False})
         manager.pre_model_load(cfg)
         manager.post_model_load(cfg, model)
     assert is_patched(model)
-    assert any("Axolotl 0.19" in line for line in lines), lines
+    assert any("Axolotl 0.21" in line for line in lines), lines
     with engine_calls() as calls:
         torch.testing.assert_close(model(ids, labels=ids).loss, expected)
         assert calls
-    assert manager.get_input_args() == ["liger_losses.integrations.axolotl.Args"]
+    assert "liger_losses.integrations.axolotl.Args" in manager.get_input_args()
 
 
 def llamafactory():

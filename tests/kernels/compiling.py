@@ -105,7 +105,7 @@ def pretend(target: Target) -> None:
     torch.is_autocast_enabled = lambda kind=None: False  # torch knows no autocast of the meta device
 
     from benchmarks.host_time import Driver
-    from liger_losses.chunked.engine import checks, two_models
+    from liger_losses import checks
     from liger_losses.kernels import _tiles, _triton, targets
 
     for name, module in (("target_of", targets), ("processors", _tiles)):  # which the calls ask of the meta device
@@ -116,7 +116,6 @@ def pretend(target: Target) -> None:
     _triton.INTERPRETED = True  # kernels take tensors that are not on a GPU
     os.environ[_triton.BACKEND_VARIABLE] = "triton"
     checks.WITHOUT_VALUES = ()
-    two_models._DEVICES_OF_LSE = ("meta",)
     stand_in = Driver()
     stand_in.target = target.triton
     driver.set_active(stand_in)
@@ -172,10 +171,11 @@ CHOICES = {"all": list, "covering": covering, "ends": ends, "riskiest": riskiest
 
 def not_launched(found: list[Launch]) -> list[str]:
     """Functions for GPUs that no launch runs, none takes as an argument, and no other such function calls."""
-    import liger_losses.kernels
+    import liger_losses
 
-    for module in pkgutil.iter_modules(liger_losses.kernels.__path__, "liger_losses.kernels."):
-        importlib.import_module(module.name)
+    for package in (liger_losses.kernels, liger_losses.layers):
+        for module in pkgutil.iter_modules(package.__path__, f"{package.__name__}."):
+            importlib.import_module(module.name)
     modules = [module for name, module in sys.modules.items() if name.startswith("liger_losses.")]
     functions = {value for module in modules for value in vars(module).values() if isinstance(value, JITFunction)}
     called = {

@@ -25,15 +25,15 @@ from liger_losses.kernels.divergence import Logits, square_sums
 from liger_losses.kernels.divergence_terms import summed_terms
 from liger_losses.kernels.given_columns import ByRows, GivenCall, GivenColumns, evaluate, project_, with_gradients
 from liger_losses.kernels.given_ids import GivenIds, find
-from liger_losses.kernels.glu import glu, glu_fused
 from liger_losses.kernels.label_rows import masked_labels
-from liger_losses.kernels.layer_norm import layer_norm
 from liger_losses.kernels.logit_transform import Epilogue
 from liger_losses.kernels.reading import label_facts
-from liger_losses.kernels.rms_norm import add_rms_norm, gated_rms_norm, rms_norm
-from liger_losses.kernels.rope import rope
 from liger_losses.kernels.row_lse import sum_of_probabilities
 from liger_losses.kernels.targets import target_of
+from liger_losses.layers.glu import glu, glu_fused
+from liger_losses.layers.layer_norm import layer_norm
+from liger_losses.layers.rms_norm import add_rms_norm, gated_rms_norm, rms_norm
+from liger_losses.layers.rope import rope
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 TOKENS, HIDDEN, VOCAB = 4096, 4096, 128256

@@ -11,16 +11,15 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from liger_losses import LigerFusedLinearCrossEntropyLoss, functional, linear_logps
-from liger_losses.chunked.engine.head import Head
-from liger_losses.chunked.engine.plan import EngineOptions
-from liger_losses.chunked.engine.support import TokenSupport, linear_support_statistics
+from liger_losses.chunked import EngineOptions, Head, TokenSupport
+from liger_losses.chunked.engine.support import linear_support_statistics
 from liger_losses.integrations.logit_statistics import logit_statistics
 from liger_losses.kernels._triton import BACKEND_VARIABLE
 from liger_losses.kernels.autograd import edges, scale_
-from liger_losses.kernels.glu import glu, glu_linear, glu_mlp
-from liger_losses.kernels.layer_norm import layer_norm
-from liger_losses.kernels.rms_norm import add_rms_norm, rms_norm
-from liger_losses.kernels.rope import rope
+from liger_losses.layers.glu import glu, glu_linear, glu_mlp
+from liger_losses.layers.layer_norm import layer_norm
+from liger_losses.layers.rms_norm import add_rms_norm, rms_norm
+from liger_losses.layers.rope import rope
 from liger_losses.patching.lazy.deferred import _OfAllRanks
 from liger_losses.patching.lazy.tensor import lazy_linear, true_values
 from liger_losses.patching.tiles import Tiles, compute_tiled

@@ -10,11 +10,10 @@ import pytest
 import torch
 from torch.autograd import forward_ad
 
-import liger_losses.kernels
+import liger_losses
 from liger_losses.kernels import LOGIT_DTYPES, choose_backend
 from liger_losses.kernels._triton import tl, triton
 from liger_losses.kernels.autograd import records_nothing
-from liger_losses.kernels.prepared import Prepared
 from tests.kernels.cases import triton_or_skip
 
 
@@ -37,26 +36,6 @@ def test_backend_is_chosen_from_the_tensor_and_can_be_overridden(monkeypatch):
     assert chosen(cpu, "torch") == "torch"
 
 
-def test_kinds_of_calls():
-    """Each is prepared once, and those that cannot be told each time."""
-    prepared, made = Prepared(most=3), []
-
-    def of(*tensors, settings=1):
-        return prepared.of(settings, tensors, lambda: made.append(1) or len(made))
-
-    x = torch.zeros(4, 6)
-    assert of(x) == of(x.clone()) == 1
-    others = [x.t(), x[1:], x.double(), x.flatten()[1:].view(23), x.clone().requires_grad_(), None]
-    assert [of(other) for other in others] == list(range(2, 8))
-    assert of(x, settings=2) != of(x, settings=3)
-    before = len(made)
-    for _ in range(2):
-        of(x.to_sparse())
-        of(x, settings=[])
-    assert len(made) == before + 4
-    assert len(prepared.found) <= 3
-
-
 def test_what_records_nothing(monkeypatch):
     assert not records_nothing()
     with torch.no_grad():
@@ -66,12 +45,13 @@ def test_what_records_nothing(monkeypatch):
 
 
 def kernels():
-    """Every function of the package that is compiled by Triton, by its name."""
-    for module in pkgutil.iter_modules(liger_losses.kernels.__path__, "liger_losses.kernels."):
-        for name, value in vars(importlib.import_module(module.name)).items():
-            function = getattr(value, "fn", None)
-            if inspect.isfunction(function) and function.__module__ == module.name:
-                yield f"{module.name}.{name}", function
+    """Every function of the packages that is compiled by Triton, by its name."""
+    for package in (liger_losses.kernels, liger_losses.layers):
+        for module in pkgutil.iter_modules(package.__path__, f"{package.__name__}."):
+            for name, value in vars(importlib.import_module(module.name)).items():
+                function = getattr(value, "fn", None)
+                if inspect.isfunction(function) and function.__module__ == module.name:
+                    yield f"{module.name}.{name}", function
 
 
 @pytest.mark.skipif(triton is None, reason="needs Triton")

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from liger_losses.chunked.engine import linear_logps
+from liger_losses.chunked import linear_logps
 from liger_losses.patching.lazy import LazyLogits, lazy_linear, true_values
 from liger_losses.patching.lazy_head import force_lazy_head, make_head_lazy, unpatch_head
 from tests.patching.lazy.test_tensor import B, H, T, V, problem

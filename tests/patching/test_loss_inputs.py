@@ -1,5 +1,6 @@
 """Head, hidden states and shifted labels from a model and a batch; and the README's first snippet, which uses them."""
 
+import inspect
 import pathlib
 import re
 
@@ -238,6 +239,19 @@ def test_a_loss_that_the_model_adds_and_functions_of_other_names_do_not_matter(m
     monkeypatch.setattr("liger_losses.patching.loss_inputs._SHIFTS", {})
     loss_inputs(model, input_ids=ids)
     assert len(calls) == 1
+
+
+def test_a_cache_sees_a_batch_once(monkeypatch):
+    """No labels tell whether the model shifts them, with which a forward may raise and run again."""
+    monkeypatch.setattr("liger_losses.patching.loss_inputs._SHIFTS", {})
+    model, ids, labels = make().eval(), batch()["input_ids"], []
+    parameters = inspect.signature(model.forward).parameters
+    cache = {"cache" if "cache" in parameters else "past_key_values": transformers.DynamicCache(config=model.config)}
+    whole = model.model(ids).last_hidden_state
+    model(ids[:, :3], use_cache=True, **cache)
+    model.register_forward_pre_hook(lambda _, args, kwargs: labels.append(kwargs.get("labels")), with_kwargs=True)
+    torch.testing.assert_close(loss_inputs(model, input_ids=ids[:, 3:], **cache).hidden_states, whole[:, 3:])
+    assert labels == [None]
 
 
 @pytest.mark.parametrize(("given", "meant"), [("attn_mask", "attention_mask"), ("label", "labels")])

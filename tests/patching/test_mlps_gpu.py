@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from liger_losses.kernels.glu import glu_linear, glu_mlp
+from liger_losses.layers.glu import glu_linear, glu_mlp
 from liger_losses.modules import SwiGLUMLP
 from liger_losses.patching.patch import patch, unpatch
 

@@ -311,6 +311,24 @@ def test_a_loss_function_of_the_users_gets_what_the_caller_passes(llama, monkeyp
         model(input_ids=ids, labels=ids)
 
 
+@pytest.mark.parametrize("change", ["labels", "loss_type"])
+def test_a_loss_is_of_what_labels_and_the_loss_type_are_when_it_is_called(llama, change):
+    """A hook changes the labels once the model has them; the type is set after ``patch``."""
+    ids = torch.randint(1, llama.config.vocab_size, (2, 9), generator=torch.Generator().manual_seed(1))
+    first = llama(input_ids=ids, labels=ids).loss.item()
+
+    patch(llama)
+    labels = ids.clone()
+    if change == "labels":
+        llama.model.register_forward_pre_hook(lambda *given: [labels[:, :7].fill_(-100)].clear())
+    else:
+        llama.loss_type = "ForMaskedLM"
+    found = llama(input_ids=ids, labels=labels).loss.item()
+    unpatch(llama)
+    expected = llama(input_ids=ids, labels=labels).loss.item()
+    assert abs(found - expected) < 1e-5 < abs(found - first)
+
+
 CHANGES = {
     "an eps": ("llama", lambda model: setattr(model.model.norm, "variance_epsilon", 0.5)),
     "an activation": ("llama", lambda model: setattr(model.model.layers[0].mlp, "act_fn", nn.ReLU())),
@@ -510,7 +528,9 @@ def test_one_token_takes_few_steps_and_launches(monkeypatch):
     model = model_zoo.build("llama", num_hidden_layers=1).to(DEVICE)
     patch(model)
     attention, norm, mlp = model.model.layers[0].self_attn, model.model.norm, model.model.layers[0].mlp
-    rotate = inspect.getclosurevars(type(attention).forward).nonlocals["new"].__globals__["apply_rotary_pos_emb"]
+    # transformers 5.24 decorates forward.
+    forward = inspect.unwrap(inspect.getclosurevars(type(attention).forward).nonlocals["new"])
+    rotate = forward.__globals__["apply_rotary_pos_emb"]
     sizes = (1, 1, model.config.hidden_size), (1, 2, 1, 16), (1, 1, 16)
     x, heads, angles = [torch.zeros(size, device=DEVICE) for size in sizes]
     calls = {

@@ -25,7 +25,7 @@ def declared() -> tuple[str, str]:
 
 def current() -> tuple[str, str]:
     """As the library says, which links to the documentation in its errors."""
-    path = "liger_losses/chunked/engine/checks.py"
+    path = "liger_losses/checks.py"
     return read(path, r'^DOCUMENTATION = "https://([\w.-]+)\.github\.io/([\w.-]+)/"$')
 
 

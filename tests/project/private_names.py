@@ -97,7 +97,7 @@ def take_away(place: str, name: str, patched: pytest.MonkeyPatch) -> None:
 def load() -> Any:
     """Import the package, and what it imports when it is used."""
     import liger_losses
-    from liger_losses.kernels import glu_kernels  # noqa: F401
+    from liger_losses.layers import glu_kernels  # noqa: F401
 
     return liger_losses, liger_losses.patch, liger_losses.linear_divergence, liger_losses.split_by_coefficient
 
@@ -105,7 +105,7 @@ def load() -> Any:
 def run(names: list[str]) -> tuple[str, list[str]]:
     """Patch a model and train it, and compare that and some functions with plain ones."""
     import liger_losses as liger
-    from liger_losses.chunked.engine import tokens
+    from liger_losses import checks
     from liger_losses.kernels import divergence_terms, reading
     from liger_losses.patching.lazy import traced_logits
 
@@ -128,7 +128,7 @@ def run(names: list[str]) -> tuple[str, list[str]]:
     torch.testing.assert_close(gradient, coefficients[:, None, None].expand_as(hidden))
 
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(tokens, "host_checks", lambda device: "_assert_async" not in names)
+        patched.setattr(checks, "host_checks", lambda device: "_assert_async" not in names)
         logits, temperature = hidden @ weight.t(), torch.rand(3, 7) + 0.5
         found = liger.linear_logps(hidden, weight, ids, temperature=temperature)
     exact = (logits / temperature[..., None]).log_softmax(-1).gather(-1, ids[..., None])[..., 0]

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 
 import liger_losses
 from liger_losses import functional
-from liger_losses.chunked.engine.checks import RANGES
+from liger_losses.checks import RANGES
 from liger_losses.chunked.losses.dpo import DPOOptions
 
 FOLDER = pathlib.Path(liger_losses.__file__).parent

@@ -103,6 +103,7 @@ def pages():
             yield pytest.param(path, id=path.stem, marks=[pytest.mark.slow] if slow else [])
 
 
+@pytest.mark.usefixtures("registered")
 @pytest.mark.parametrize("path", pages())
 def test_a_pages_code_runs(path, tmp_path, monkeypatch):
     for package in ["trl", *NEEDS.findall(path.read_text())]:

@@ -23,7 +23,6 @@ from liger_losses import (
     register_objective,
     register_statistic,
 )
-from liger_losses.chunked.engine import query
 from liger_losses.chunked.losses import policy_tables
 from liger_losses.kernels import BACKENDS, divergence_forms
 from liger_losses.kernels._triton import jit, tl
@@ -216,17 +215,6 @@ def test_a_new_divergence_takes_two_functions_and_a_row(backend, dtype):
     ):
         assert_as_exact_as_plain(ours.cpu(), rounded, exact, name)
     assert metrics.soft_loss > 0
-
-
-@pytest.fixture
-def registered():
-    """What is registered is forgotten."""
-    tables = policy_tables.LOSS_TYPES, policy_tables.OBJECTIVES, divergence_forms.FORMS, query.REGISTERED
-    before = [dict(table) for table in tables]
-    yield
-    for table, rows in zip(tables, before, strict=True):
-        table.clear()
-        table.update(rows)
 
 
 def squared(log_ratio, logps, advantages, options):

@@ -4,6 +4,7 @@ import ast
 import functools
 import graphlib
 import pathlib
+import re
 import resource
 import subprocess
 import sys
@@ -13,8 +14,8 @@ import pytest
 import liger_losses
 
 ROOT = pathlib.Path(liger_losses.__file__).parent
-LAYERS = ["caller", "places", "kernels", "sequences", "chunked.engine", "chunked.losses", "modules", "prompts"]
-LAYERS += ["patching", "trl"]
+LAYERS = ["caller", "places", "kernels", "checks", "arguments", "sequences", "chunked.engine", "chunked"]
+LAYERS += ["chunked.losses", "layers", "modules", "prompts", "patching", "trl"]
 HEAVY = ("transformers", "trl", "triton", "numpy", "matplotlib", "peft", "datasets", "liger_kernel")
 #: Every integration can be imported without its framework.
 INTEGRATIONS = [
@@ -58,8 +59,8 @@ import liger_losses
 print(len(set(sys.modules) - before))
 from liger_losses import ChunkedLoss, LigerFusedLinearCrossEntropyLoss, LigerFusedLinearDPOLoss, Teacher, linear_logps
 assert not {"torch._dynamo", "sympy"} & set(sys.modules), "imported"
-from liger_losses.chunked.engine import compiled_calls, head, operators
-places = [(ChunkedLoss, "__init__"), (head, "share_vocabulary"), (operators, "raise_on_all_ranks")]
+from liger_losses.chunked.engine import compiled_calls, head
+places = [(ChunkedLoss, "__init__"), (head, "share_vocabulary")]
 enabled = [getattr(*place) for place in places]
 loss = LigerFusedLinearCrossEntropyLoss()(torch.ones(3, 2), torch.ones(4, 2), torch.ones(4, dtype=torch.long))
 assert "torch._dynamo" not in sys.modules, "a call imports it"
@@ -110,7 +111,7 @@ def test_importing_it_takes_at_most_a_fifth_more_than_torch():
 
 def layer_of(parts):
     """The layer of a module, given as the names below the package; ``None`` for one on top of all layers."""
-    name = ".".join(parts[: 2 if parts[0] == "chunked" else 1])
+    name = ".".join(parts[: 2 if parts[0] == "chunked" else 1]).removesuffix(".__init__")
     return name if name in LAYERS else None
 
 
@@ -157,6 +158,15 @@ def test_only_the_engine_sees_logits():
     for path in paths:
         reached = {module for module in imports(path) if "kernels" in module}
         assert reached <= allowed, f"{path} reaches past the engine: {reached - allowed}"
+
+
+def test_the_engine_is_imported_from_its_package_alone():
+    """``liger_losses.chunked`` has all names that others use, so that the engine can change."""
+    folders = [ROOT, *(ROOT.parent / name for name in ("kernels", "docs", "examples", "benchmarks"))]
+    paths = [path for folder in folders for path in folder.rglob("*.*") if ROOT / "chunked" not in path.parents]
+    paths = [path for path in paths if path.suffix in (".py", ".pyi", ".md", ".ipynb")]
+    assert len(paths) > 100
+    assert not [path for path in paths if re.search(r"chunked(\.| import )engine", path.read_text())]
 
 
 def test_no_tensor_takes_the_default_dtype():

@@ -12,7 +12,7 @@ import pytest
 from torch import nn
 
 import liger_losses
-from liger_losses.kernels.plain import _HOOKS, is_plain_linear
+from liger_losses.layers.plain import _HOOKS, is_plain_linear
 from tests.project.private_names import AT_IMPORT, HOOKS, IN_CALLS
 
 #: Of transformers and accelerate, which modules need not have; of named tuples; and the package's own.

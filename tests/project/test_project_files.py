@@ -10,7 +10,7 @@ import sys
 import pytest
 
 import liger_losses
-from liger_losses.chunked.engine.checks import DOCUMENTATION
+from liger_losses.checks import DOCUMENTATION
 from tests.project.address import addresses, declared, uses
 
 ROOT = pathlib.Path(__file__).parents[2]

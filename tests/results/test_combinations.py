@@ -1,4 +1,4 @@
-"""Everything that a call may have, together: each row of :mod:`tests.chunked.combinations` is the plain computation."""
+"""Everything that a call may have, together: each row of :mod:`tests.results.combinations` is the plain computation."""
 
 import itertools
 from pathlib import Path

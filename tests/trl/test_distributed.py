@@ -34,6 +34,7 @@ from liger_losses.patching.lazy import LazyLogits
 from liger_losses.patching.lazy_head import make_head_lazy
 from liger_losses.patching.patch import patch, unpatch
 from liger_losses.sequences import split_by_coefficient
+from liger_losses.trl import packed_batches
 from liger_losses.trl.divergences import chosen
 from liger_losses.trl.fused_head import add_fused_lm_head
 from tests.models import small
@@ -240,7 +241,10 @@ def shared_prompts(rank):
     chosen.share_prompts = True
     for name in ("DDP, tied, checkpointing", "DDP, static graph", "layers, tied, checkpointing", "head, freed"):
         compare(CASES[name], rank, True, 2, serve=functools.partial(add_fused_lm_head, groups=True))
-    chosen.share_prompts = False
+    # Unasked, all pack the first batch, and then the second process alone does.
+    chosen.share_prompts, packed_batches._LEAST_SAVING = None, 0 if rank else 1e9
+    packed_batches.suits_sharing = lambda model, device: True
+    compare(CASES["layers, tied, checkpointing"], rank, True, 2, functools.partial(add_fused_lm_head, groups=True))
 
 
 def accumulated(rank):

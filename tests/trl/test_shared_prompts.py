@@ -1,11 +1,14 @@
 """TRL's trainers with a prompt computed once for all of its completions: the same losses, gradients and metrics."""
 
 import functools
+import types
+from dataclasses import replace
 
 import pytest
 import torch
+import transformers
 
-from liger_losses.trl import disable, divergences, enabled, fused_head
+from liger_losses.trl import disable, divergences, enabled, fused_head, packed_batches
 from tests.models import small
 from tests.project.test_examples import tiny_model
 from tests.trl import trainers
@@ -57,11 +60,16 @@ def test_a_compiled_model_repeats_prompts(runs, tmp_path):
     assert not runs
 
 
-def forward(tmp_path, model=None, **arguments):
-    """Log-probabilities of a batch, by a model of a DPO trainer with shared prompts."""
+def model_of(tmp_path, model=None, share_prompts=True):
+    """The model of a DPO trainer with shared prompts."""
     own, tokenizer, text = tiny_model()
-    with enabled(share_prompts=True):
-        model = dpo(tmp_path, model or own, tokenizer, text).model
+    with enabled(share_prompts=share_prompts):
+        return dpo(tmp_path, model or own, tokenizer, text).model
+
+
+def forward(tmp_path, model=None, **arguments):
+    """Log-probabilities of a batch."""
+    model = model_of(tmp_path, model)
     ids = torch.tensor([[3, 4, 5, 6], [3, 4, 5, 7]])
     batch = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": ids.where(ids > 5, -100)}
     return model(**batch | arguments, fused_lm_head=True).log_probs
@@ -94,10 +102,111 @@ def test_attention_dropout_repeats_prompts(runs, tmp_path):
     assert [ran for _, _, ran in runs] == [False]
 
 
-def test_it_is_off_until_it_is_enabled():
-    assert not divergences.chosen.share_prompts
-    with enabled(), enabled(share_prompts=True):
-        assert divergences.chosen.share_prompts
-    assert not divergences.chosen.share_prompts
+def logps(model, lengths, device=None):
+    """Of completions of some lengths, each behind a prompt of the first length, or the second one's own if negative."""
+    prompt, *rest = lengths
+    ids = torch.full((len(rest), prompt + max(map(abs, rest))), 3, device=device)
+    mask = torch.zeros_like(ids)
+    for i, length in enumerate(rest):
+        ids[i, 0], mask[i, : prompt + abs(length)] = 4 + i * (length < 0), 1
+    labels = ids.masked_fill(mask == 0, -100)
+    labels[:, :prompt] = -100
+    return model(input_ids=ids, attention_mask=mask, labels=labels, fused_lm_head=True).log_probs
+
+
+#: Prompt and completions, whose padded tokens are 604, and 384 or 640 in a row.
+SAVES, DIFFERS = (300, 2, 2), (300, 2, -2)
+#: The same with 620 and 608, and 512 in a row; and 915, and 384 in a row, by what is padding.
+ENOUGH, LITTLE, PADDED = (110, 200, 200), (104, 200, 200), (5, 300, 1, 1)
+
+
+@pytest.fixture
+def suits(monkeypatch):
+    monkeypatch.setattr(packed_batches, "suits_sharing", lambda model, device: True)
+
+
+def test_unasked_prompts_are_shared_where_that_saves_a_fifth(runs, suits, tmp_path, recwarn):
+    model = model_of(tmp_path, share_prompts=None)
+    for batch, count in ((SAVES, 1), (DIFFERS, 1), (LITTLE, 1), (ENOUGH, 2), (PADDED, 3)):
+        logps(model, batch)
+        assert len(runs) == count, batch
+    never = model_of(tmp_path, share_prompts=False)
+    logps(never, SAVES)
+    logps(model_of(tmp_path), DIFFERS)
+    assert len(runs) == 4
+    assert not [w for w in recwarn if "prompts" in str(w.message)]
+
+
+def test_unasked_a_refused_model_or_batch_says_nothing(runs, suits, tmp_path, recwarn):
+    model = small(vocab_size=20, attention_dropout=0.5)
+    _, tokenizer, text = tiny_model()
+    with enabled(share_prompts=None):
+        model = dpo(tmp_path, model, tokenizer, text, disable_dropout=False).model.train()
+    ids = torch.full((2, 300), 3)
+    model(input_ids=ids, labels=ids, position_ids=torch.arange(300)[None], fused_lm_head=True)
+    assert not runs
+    logps(model, SAVES)
+    logps(model, SAVES)
+    assert [ran for _, _, ran in runs] == [False]
+    assert not [w for w in recwarn if "prompts" in str(w.message)]
+
+
+def test_unasked_all_processes_try_in_the_first_forward(runs, suits, tmp_path, monkeypatch):
+    """A model that cannot run packed rows may run twice, once for each: in the same forward of all processes."""
+    monkeypatch.setattr(packed_batches, "world_size", lambda: 2)
+    model = model_of(tmp_path, share_prompts=None)
+    for batch, count in ((DIFFERS, 1), (DIFFERS, 1), (SAVES, 2)):
+        logps(model, batch)
+        assert len(runs) == count
+
+
+@pytest.mark.parametrize(
+    ("device", "options", "found"),
+    [
+        ("cuda", {}, True),
+        ("cuda", {"attn_implementation": "eager"}, True),
+        ("cpu", {}, False),  # a dense mask takes longer than repeated prompts
+        ("cuda", {"attn_implementation": "flash_attention_2"}, False),
+        ("cuda", {"dtype": torch.float32}, False),
+    ],
+)
+def test_a_model_shares_prompts_unasked_in_half_precision_on_a_gpu(device, options, found, monkeypatch):
+    model = small(vocab_size=20).to(options.get("dtype", torch.bfloat16))
+    model.config._attn_implementation = options.get("attn_implementation", "sdpa")
+    assert packed_batches.suits_sharing(model, torch.device(device)) == found
+    monkeypatch.setattr(torch, "is_autocast_enabled", lambda device: True)
+    assert packed_batches.suits_sharing(model, torch.device(device)) == (found or "dtype" in options)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bf16", "autocast"])
+def test_unasked_prompts_are_shared_on_a_gpu(dtype, runs, tmp_path):
+    """With weights in bf16, and with fp32 weights under autocast, as TRL's trainers have them."""
+    model = model_of(tmp_path, small(vocab_size=20, head_dim=16), None).to("cuda", dtype)
+    found = []
+    for share in (None, False):
+        model._liger_losses_head = replace(model._liger_losses_head, share_prompts=share)
+        with torch.autocast("cuda", torch.bfloat16, enabled=dtype == torch.float32):
+            logprobs = logps(model, SAVES, "cuda")
+        gradients = torch.autograd.grad(logprobs.sum(), list(model.parameters()))
+        found.append((logprobs, *gradients))
+    assert [ran for _, _, ran in runs] == [True]
+    for ours, theirs in zip(*found, strict=True):
+        assert (ours - theirs).float().norm() < 0.03 * theirs.float().norm() + 1e-3
+
+
+def test_a_model_with_images_repeats_prompts_unasked():
+    model = types.SimpleNamespace(config=transformers.Gemma3Config(attn_implementation="sdpa"), dtype=torch.bfloat16)
+    assert not packed_batches.suits_sharing(model, torch.device("cuda"))
+
+
+def test_what_is_enabled_last_counts():
+    assert divergences.chosen.share_prompts is False
+    with enabled(share_prompts=True):
+        with enabled():
+            assert divergences.chosen.share_prompts
+        with enabled(share_prompts=None):
+            assert divergences.chosen.share_prompts is None
+    assert divergences.chosen.share_prompts is False
     with pytest.raises(TypeError, match="share_prompts must be True or False, got 'yes'"), enabled(share_prompts="yes"):
         pass

@@ -6,22 +6,19 @@ N active tokens, H hidden size, V vocabulary size, C columns of a slice of the v
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from liger_losses.chunked.engine.agreement import Given, given_to_loss, lines_of, running
 from liger_losses.chunked.engine.decision import Decision, decide
 from liger_losses.chunked.engine.head import Head
 from liger_losses.chunked.engine.plan import EngineOptions, Plan, Workload, default_bound, device_memory
 from liger_losses.chunked.engine.query import Query, changed
 from liger_losses.chunked.engine.ranks import ALONE, Ranks
 from liger_losses.chunked.engine.teachers import Teacher
-from liger_losses.chunked.engine.tokens import Counting, Tokens, check_temperature, listed
+from liger_losses.chunked.engine.tokens import Counting, Tokens, listed
 from liger_losses.chunked.engine.weights import Projection, QuantizedWeight, weights_of
 from liger_losses.kernels.logit_transform import Epilogue, LogitTransform, said
 
@@ -156,34 +153,19 @@ def make_call(
 def _make_shared_call(
     hidden_states: Any, head: Head, labels: Any, query: Query, options: EngineOptions
 ) -> tuple[Tensors, Call]:
-    device, call = head.weight.device, None
-    alone = not isinstance(hidden_states, (list, tuple))
-    # Exchanges that all ranks reach, before checks of which one rank alone may fail.
+    device, alone = head.weight.device, not isinstance(hidden_states, (list, tuple))
     hidden_states = [head.ranks.local(part) for part in ([hidden_states] if alone else hidden_states)]
     hidden_states = hidden_states[0] if alone else hidden_states
     teacher = None if query.comparison is None else query.comparison.teacher
     if isinstance(teacher, Teacher):
         _ = teacher.local_hidden_states  # the teacher keeps them
     memory = head.ranks.least_memory(device_memory(device), device)
-    with head.ranks.agreement(device) as agreement:
-        hidden, labels = listed(hidden_states, labels)
-        decision = decide(hidden, head, labels, query, options, memory)
-        counted = _counted(decision, labels)
-        agreement.given = _given(decision, head, hidden, query, counted)
-        agreement.later = True
-        if device.type == "cpu":  # which also finds what is wrong with the values of one rank
-            call = _call(decision, head, query, counted)
-    try:
-        if call is None:
-            call = _call(decision, head, query, counted)  # while the ranks compare what they were given
-    except Exception:
-        with suppress(ValueError, RuntimeError):  # all ranks make the exchanges that follow from it
-            agreement.wait()
-        raise
-    agreement.wait()
-    if not call.tokens.count:  # no collective follows
-        head.ranks.settle()
-    return (head.weight, head.bias, *hidden), call
+    hidden, labels = listed(hidden_states, labels)
+    decision = decide(hidden, head, labels, query, options, memory)
+    counted = _counted(decision, labels)
+    signature = _signature(decision, head, hidden, query, counted.shapes)
+    head.ranks.agree(signature, {"checksum of labels": lambda: int(counted.checksum(decision.backend))})
+    return (head.weight, head.bias, *hidden), _call(decision, head, query, counted)
 
 
 def _counted(decision: Decision, labels: Sequence[Tensor] | Tokens) -> Tokens | Counting:
@@ -216,33 +198,10 @@ def _call(decision: Decision, head: Head, query: Query, counted: Tokens | Counti
     return made
 
 
-def _given(made: Decision, head: Head, hidden: tuple[Tensor, ...], query: Query, labels: Tokens | Counting) -> Given:
-    """What all ranks that share a vocabulary must have in common: the rest of a call follows."""
-    compared = head.transform if query.comparison is None else query.comparison
-    in_a_loss, found = running.loss is not None, given_to_loss()
-    if not made.said:  # of a decision that is kept, all of this is in the signature
-        made.said.append(lines_of(_facts_of(made, head, hidden, query, labels.shapes)))
-    found.said = made.said[0]
-    found.tensors["labels"] = partial(labels.checksum, made.backend)
-    of_tokens: dict[str, Any] = {}
-    if isinstance(compared.temperature, Tensor):
-        check_temperature(compared.temperature, head.weight.device, labels.shapes)
-        of_tokens["temperatures"] = compared.temperature.float()
-    if query.selected is not None:
-        of_tokens["selected columns"] = query.selected
-    if not in_a_loss:  # a loss has noted these by the names of its arguments
-        of_tokens |= {f"token_inputs[{name!r}]": value for name, value in query.token_inputs.items()}
-        of_tokens |= {f"weights[{name!r}]": value for name, value in query.weight_tensors.items()}
-    for name, value in of_tokens.items():
-        found.add(name, value, labels.masked_values)
-    found.add("class weights", query.class_weight)
-    return found
-
-
-def _facts_of(
+def _signature(
     made: Decision, head: Head, hidden: tuple[Tensor, ...], query: Query, shapes: Sequence[torch.Size]
 ) -> dict[str, Any]:
-    """What ranks compare of a call beside tensors and the options of its loss."""
+    """What all ranks that share a vocabulary must have in common: the rest of a call follows."""
     options, comparison = made.options, query.comparison
     kinds = [name for name in ("gathers", "fused_products", "fused", "exponentials") if getattr(made.work, name)]
     needs = [name for name, need in (("weight", made.needs_weight), ("bias", made.needs_bias)) if need]

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from liger_losses.caller import warn
-from liger_losses.chunked.engine.checks import check_device, check_names, see
+from liger_losses.checks import check_device, check_names, see
 from liger_losses.chunked.engine.head import Head, check_invariant, dequantized_bytes, operand_dtype
 from liger_losses.chunked.engine.input_checks import check, shapes_of
 from liger_losses.chunked.engine.plan import (
@@ -74,7 +74,6 @@ class Decision:
     has_two_softmaxes: bool  # whether the hard loss and the divergence are of different softmaxes of the student
     work: Workload  # of no tokens, which ``gathers`` where hidden states are copied even if all tokens are active
     runs: dict[tuple[int, bool], Run] = field(default_factory=dict)
-    said: list[str] = field(default_factory=list)  # where ranks compare the call: the text of it, once that is known
 
     def run(self, tokens: int, gathers: bool) -> Run:
         """How so many active tokens run; ``gathers`` says whether some are masked, so that their rows are copied."""
@@ -257,7 +256,7 @@ def _decide(
     if not isinstance(options, EngineOptions):
         raise TypeError(f"options must be liger_losses.EngineOptions(...), got {type(options).__name__}.")
     (compute_dtype, vocab_size), shapes = check(hidden, head, labels, query), shapes_of(labels)
-    device, grad = head.weight.device, torch.is_grad_enabled()
+    device, needs_weight = head.weight.device, _needs_gradient(head.weight)
     backend = choose_backend(options.backend, [(device, wide_dtype(compute_dtype))], dtypes=LOGIT_DTYPES)
     operand, most = operand_dtype(compute_dtype, device, backend), sum([s.numel() for s in shapes])
     teacher = None if query.comparison is None else query.comparison.teacher
@@ -265,49 +264,26 @@ def _decide(
     at_once = dequantized_bytes(heads, most, operand, options.workspace, memory)
     if head.batch_invariant:
         check_invariant(head, backend, at_once)
-    needs_hidden = tuple([grad and part.requires_grad for part in hidden])
-    needs_weight = grad and head.weight.requires_grad
-    needs_bias = grad and head.bias is not None and head.bias.requires_grad
-    # Rows that are dequantized where they are needed serve all tokens of a tile, in any number of them.
-    walks = head.quantized is not None and not at_once and not query.needs_logits
-    fused_products = can_fuse(head.weights, operand, backend, at_once > 0 or walks)
-    fused = fused_products and not needs_bias and not query.needs_logits
-    # fp16 cannot hold exponentials of every size.
-    of_exponentials = fused and operand == torch.bfloat16 and query.of_exponentials
-    head.ranks.check_columns(vocab_size if teacher is None else min(vocab_size, teacher.vocab_size))
-    # Rows of temporaries that elementwise work needs, and what a teacher adds to the bytes of a token.
-    temporaries = 4 if backend == "torch" or (needs_bias and teacher is None) else 0
-    if query.in_torch or (backend == "torch" and teacher is not None):
-        temporaries = TEMPORARIES
-    work = Workload(
-        tokens=0,
-        hidden_size=head.hidden_size,
+    shared = vocab_size if teacher is None else min(vocab_size, teacher.vocab_size)
+    head.ranks.check_columns(shared)
+    copied = sum([each.weights.copied_row_bytes(operand) for each in heads if not at_once])
+    work = replace(
+        _workload(head, query, operand, backend, at_once),
         # Ranks take blocks of the same tokens, whose size depends on the largest part of the vocabulary.
         vocab_size=head.ranks.most_columns(vocab_size),
-        operand_dtype=operand,
-        device=device,
-        temporaries=temporaries,
         gathers=not _dense(hidden, operand),
-        fused=fused,
-        exponentials=of_exponentials and not walks,
-        fused_products=fused_products,
-        ranks=head.ranks.size,
         device_memory=memory,
-        copied_row_bytes=sum([each.weights.copied_row_bytes(operand) for each in heads if not at_once]),
-        dequantized_bytes=at_once,
-        walks=walks,
+        copied_row_bytes=copied,
         teacher_row_bytes=0 if teacher is None else teacher_row_bytes_of(teacher, vocab_size, operand),
     )
     # Where rows are dequantized for each tile, there are many.
-    wide = torch.float32 if walks else options.accum_dtype or head.weight.dtype
+    wide = torch.float32 if work.walks else options.accum_dtype or head.weight.dtype
     grad_weight_dtype = torch.promote_types(head.weight.dtype, wide)
     row_bytes = 4 * head.weight.shape[1] * (needs_weight and grad_weight_dtype in HALF_DTYPES)
     outputs = query.statistics + tuple([name for name in query.metrics if name not in query.statistics])
-    beside = {"max_logit"} if "argmax" in outputs and (walks or head.ranks is not ALONE) else set()
-    shared, other = vocab_size, False
-    if query.comparison is not None and teacher is not None:
-        shared, temperature = min(vocab_size, teacher.vocab_size), query.comparison.temperature
-        other = isinstance(temperature, Tensor) or temperature != 1.0
+    beside = {"max_logit"} if "argmax" in outputs and (work.walks or head.ranks is not ALONE) else set()
+    temperature = 1.0 if query.comparison is None else query.comparison.temperature
+    other = isinstance(temperature, Tensor) or temperature != 1.0
     return Decision(
         vocab_size=vocab_size,
         head_columns=head.vocab_size,
@@ -316,18 +292,48 @@ def _decide(
         outputs=outputs,
         block_names=frozenset({*outputs, "lse", *beside}),
         backend=backend,
-        needs_hidden=needs_hidden,
+        needs_hidden=tuple([_needs_gradient(part) for part in hidden]),
         needs_weight=needs_weight,
-        needs_bias=needs_bias,
+        needs_bias=_needs_gradient(head.bias),
         compact=options.compact,
         # fp16 gradients underflow without the loss scale, which is only known in backward.
         one_pass=query.separable and torch.float16 not in (compute_dtype, operand),
-        frozen=not (needs_weight or needs_bias or query.needs_logits) and len(query.statistics) == 1,
+        frozen=not (needs_weight or _needs_gradient(head.bias) or query.needs_logits) and len(query.statistics) == 1,
         needs_logits=query.needs_logits,
         options=options,
         grad_weight_dtype=grad_weight_dtype,
         sums_bytes=head.ranks.most_columns(head.vocab_size) * row_bytes,
         work=work,
+    )
+
+
+def _needs_gradient(tensor: Tensor | None) -> bool:
+    return tensor is not None and tensor.requires_grad and torch.is_grad_enabled()
+
+
+def _workload(head: Head, query: Query, operand: torch.dtype, backend: str, dequantized: int) -> Workload:
+    """What the sizes of blocks depend on, as far as head and query determine it."""
+    teacher, needs_bias = query.comparison is not None, _needs_gradient(head.bias)
+    # Rows that are dequantized where they are needed serve all tokens of a tile, in any number of them.
+    walks = head.quantized is not None and not dequantized and not query.needs_logits
+    fused_products = can_fuse(head.weights, operand, backend, dequantized > 0 or walks)
+    fused = fused_products and not needs_bias and not query.needs_logits
+    # Rows of temporaries that elementwise work needs.
+    temporaries = 4 if backend == "torch" or (needs_bias and not teacher) else 0
+    return Workload(
+        tokens=0,
+        hidden_size=head.hidden_size,
+        vocab_size=head.vocab_size,
+        operand_dtype=operand,
+        device=head.weight.device,
+        temporaries=TEMPORARIES if query.in_torch or (backend == "torch" and teacher) else temporaries,
+        fused=fused,
+        # fp16 cannot hold exponentials of every size.
+        exponentials=fused and not walks and operand == torch.bfloat16 and query.of_exponentials,
+        fused_products=fused_products,
+        ranks=head.ranks.size,
+        dequantized_bytes=dequantized,
+        walks=walks,
     )
 
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.compiler import is_dynamo_compiling
 
-from liger_losses.chunked.engine.checks import check_tensor
+from liger_losses.checks import check_tensor
 from liger_losses.chunked.engine.head import Head
 from liger_losses.chunked.engine.operators import operator, query_statistics, separable_loss
 from liger_losses.chunked.engine.plan import EngineOptions

@@ -15,8 +15,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from liger_losses.checks import check_vector, check_weight, is_weight_and_bias
 from liger_losses.chunked.engine.adapters import LowRank, adapters_of, side_by_side
-from liger_losses.chunked.engine.checks import check_vector, check_weight, is_weight_and_bias
 from liger_losses.chunked.engine.plan import MEMORY_PARTS, bound_of, default_workspace, device_memory
 from liger_losses.chunked.engine.quantized_kinds import find_quantized
 from liger_losses.chunked.engine.ranks import ALONE, Ranks, VocabularyRanks, local_rows, share_mesh, share_vocabulary
@@ -63,7 +63,7 @@ class Head:
             not a member.
         ValueError: shapes or devices that do not fit together; heads of the ranks that do not fit together; a DTensor
             with other placements, or together with ``group``; ``batch_invariant`` of a vocabulary-parallel head.
-        RuntimeError: another rank of the group has raised.
+        RuntimeError: another rank of the group has a head of another kind or hidden size.
     """
 
     weight: Tensor

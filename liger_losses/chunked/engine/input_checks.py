@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from liger_losses.chunked.engine import checks
-from liger_losses.chunked.engine.checks import FLOATS, LOSS_INPUTS, check_labels, check_tensor, see
+from liger_losses import checks
+from liger_losses.checks import FLOATS, LOSS_INPUTS, check_labels, check_tensor, see
 from liger_losses.chunked.engine.head import Head
 from liger_losses.chunked.engine.query import Query, check_query
 from liger_losses.chunked.engine.tokens import Tokens, listed

@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from liger_losses.checks import LISTS, check_labels, check_shift, check_tensor, one_each, rows_of_all
 from liger_losses.chunked.engine.call import Call, Tensors, make_call
-from liger_losses.chunked.engine.checks import LISTS, check_labels, check_shift, check_tensor, one_each, rows_of_all
 from liger_losses.chunked.engine.head import Head
 from liger_losses.chunked.engine.input_checks import check_inputs
 from liger_losses.chunked.engine.plan import EngineOptions, bound_of

@@ -4,21 +4,18 @@ from __future__ import annotations
 
 import functools
 import inspect
-import sys
 from collections.abc import Callable, Iterable, Mapping
-from itertools import chain
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 from torch.compiler import is_dynamo_compiling
 
+from liger_losses.arguments import by_forward_names, wrong_arguments
 from liger_losses.caller import warn
-from liger_losses.chunked.engine.agreement import RankError, raise_on_all_ranks, running
-from liger_losses.chunked.engine.arguments import by_forward_names, wrong_arguments
+from liger_losses.checks import is_weight_and_bias, one_each
 from liger_losses.chunked.engine.autograd_functions import separable_losses, statistics_of
 from liger_losses.chunked.engine.call import make_call
-from liger_losses.chunked.engine.checks import is_weight_and_bias, one_each
 from liger_losses.chunked.engine.compiled_calls import traced, traced_loss
 from liger_losses.chunked.engine.head import Head
 from liger_losses.chunked.engine.many_heads import Targets
@@ -27,11 +24,9 @@ from liger_losses.chunked.engine.query import REGISTERED, Largest, Query, Statis
 from liger_losses.chunked.engine.ranks import ALONE
 from liger_losses.chunked.engine.support import TokenSupport, linear_support_statistics
 from liger_losses.chunked.engine.teachers import Teacher, TeacherLogits
-from liger_losses.kernels.tracing import outside_graphs, when_compiling
+from liger_losses.kernels.tracing import when_compiling
 
 F = TypeVar("F", bound=Callable[..., Any])
-
-outside_graphs(sys.modules[__name__], "raise_on_all_ranks")
 
 #: Arguments that get no gradient.
 _CONSTANTS = frozenset(
@@ -116,12 +111,12 @@ def of_targets(targets: Targets, query: Query, inputs: Mapping[str, Any] | None 
 
 
 def operator(function: F) -> F:
-    """Decorate an operation: errors say how it is called, and one rank's error is raised on all that share the head."""
+    """Decorate an operation: errors for wrong arguments say how it is called."""
     return _entry(function, of_loss=False)
 
 
 def loss_operator(forward: F) -> F:
-    """:func:`operator` for the ``forward`` of a loss, which may also be one of ranks that hold slices of sequences."""
+    """:func:`operator` for the ``forward`` of a loss, whose options must be equal on ranks that share a vocabulary."""
     return _entry(forward, of_loss=True)
 
 
@@ -148,17 +143,16 @@ def _entry(function: F, of_loss: bool) -> F:
         if torch.is_grad_enabled():
             known = names if loss is None else loss.argument_names
             _warn_of_constants({**dict(zip(known, given, strict=False)), **keywords}, known)
-        since, before = running.exchanges, (running.loss, running.noted)
-        if of_loss:
-            running.loss, running.noted = loss, ()
+        if loss is not None and (head := _shared_head((*given, *keywords.values()))) is not None:
+            head.ranks.agree(loss.common_options, {})
         try:
             return function(*arguments, **keywords)
-        except (TypeError, ValueError, RankError) as error:
-            raise_on_all_ranks(error, since, function, given, keywords, loss)
-            raise
-        finally:
-            if of_loss:
-                running.loss, running.noted = before
+        except TypeError as error:
+            kind = None if loss is None else type(loss)
+            message = wrong(len(given), tuple(keywords), kind) if type(error) is TypeError else None
+            if message is None:
+                raise
+            raise TypeError(message) from None
 
     outside = wrapped
 
@@ -171,13 +165,23 @@ def _entry(function: F, of_loss: bool) -> F:
     return wrapped  # type: ignore[return-value]
 
 
+def _shared_head(arguments: Iterable[Any]) -> Head | None:
+    """The first vocabulary-parallel head of a call's arguments, and of lists among them."""
+    for value in arguments:
+        found = _shared_head(value) if isinstance(value, (list, tuple)) else value
+        if isinstance(found, Head) and found.ranks is not ALONE:
+            return found
+    return None
+
+
 def _warn_of_constants(arguments: Mapping[str, Any], known: Iterable[str]) -> None:
     """Warn of tensors that require a gradient and get none; ``known`` names are not a custom loss's own inputs."""
-    constants = {name: arguments[name] for name in known if name in _CONSTANTS and name in arguments}
-    inner = [("ref_logps", getattr(value, "ref_logps", None)) for value in arguments.values()]
-    for name, value in chain(constants.items(), inner):
-        if isinstance(value, Tensor) and value.requires_grad:
-            warn(f"{name} requires a gradient, but gets none: it is a constant of the loss; pass {name}.detach().")
+    for name, value in arguments.items():
+        own = name in _CONSTANTS and name in known
+        constant = value if own else getattr(value, "ref_logps", None)
+        if isinstance(constant, Tensor) and constant.requires_grad:
+            said = name if own else "ref_logps"
+            warn(f"{said} requires a gradient, but gets none: it is a constant of the loss; pass {said}.detach().")
 
 
 def _is_traced(value: Any) -> bool:

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from liger_losses.chunked.engine.checks import LISTS, check_shift, check_tensor, rows_of_all
+from liger_losses.checks import LISTS, check_shift, check_tensor, rows_of_all
 from liger_losses.chunked.engine.head import Head
 from liger_losses.chunked.engine.many_heads import Targets
 from liger_losses.chunked.engine.operators import (
@@ -28,7 +28,7 @@ from liger_losses.chunked.engine.operators import (
     support_statistics,
 )
 from liger_losses.chunked.engine.plan import EngineOptions
-from liger_losses.chunked.engine.query import REGISTERED, EqualWeights, Largest, Query, Statistics
+from liger_losses.chunked.engine.query import REGISTERED, Largest, Query, Statistics
 from liger_losses.chunked.engine.support import TokenSupport
 from liger_losses.chunked.engine.tokens import Tokens, shift_labels
 from liger_losses.kernels.logit_transform import LogitTransform
@@ -362,35 +362,6 @@ def linear_token_loss(
         )
         return of_targets(targets, query, inputs)
     loss, (found,) = separable_loss(hidden_states, Head.of(weight, bias, transform), labels, query, options)
-    return loss, found
-
-
-@operator
-def linear_weighted_loss(
-    hidden_states: Tensor,
-    weight: Tensor | nn.Module | Head,
-    labels: Tensor | Tokens,
-    weights: Mapping[str, Tensor | EqualWeights],
-    *,
-    metrics: tuple[str, ...] = (),
-    class_weight: Tensor | None = None,
-    options: EngineOptions = EngineOptions(),
-) -> tuple[Tensor, Statistics]:
-    """``sum_t sum_s weights[s]_t s_t`` over statistics ``s``, in one pass.
-
-    Args:
-        weights: by statistic, ``[...]`` in the labels' shape or :class:`EqualWeights`; constants.
-        hidden_states, weight, labels, metrics, class_weight, options: as in :func:`linear_token_loss`.
-
-    Returns:
-        The loss (0-dim), differentiable once, and the detached :class:`Statistics`.
-
-    Raises:
-        TypeError, ValueError: as :func:`linear_token_loss`; weights that are not one per token.
-    """
-    check_tensor("hidden_states", hidden_states, allow_dtensor=True)
-    query = Query(tuple(weights), metrics, class_weight=class_weight, token_weights=weights)
-    loss, (found,) = separable_loss(hidden_states, Head.of(weight), labels, query, options)
     return loss, found
 
 

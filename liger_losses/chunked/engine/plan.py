@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import torch
 
-from liger_losses.chunked.engine.checks import check_names, see
+from liger_losses.checks import check_names, see
 from liger_losses.chunked.engine.workspace import WORKSPACE_VARIABLE, bytes_of, context, process
 from liger_losses.kernels import BACKENDS
 from liger_losses.kernels._tiles import processors

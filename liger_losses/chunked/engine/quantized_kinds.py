@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from liger_losses.chunked.engine.checks import see
+from liger_losses.checks import see
 from liger_losses.chunked.engine.weights import QuantizedWeight
 
 #: From a tensor or layer to its rows, or ``None`` for one that holds an ordinary weight.

@@ -12,11 +12,11 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
-from liger_losses.chunked.engine.checks import check_like_labels, check_names, check_new, check_vector
+from liger_losses.checks import check_like_labels, check_names, check_new, check_temperature, check_vector
 from liger_losses.chunked.engine.head import Head
 from liger_losses.chunked.engine.ranks import Ranks
 from liger_losses.chunked.engine.teachers import Teacher, TeacherLogits, check_comparison
-from liger_losses.chunked.engine.tokens import Tokens, check_temperature
+from liger_losses.chunked.engine.tokens import Tokens
 from liger_losses.kernels.divergence_forms import Divergence
 from liger_losses.kernels.logit_transform import LogitTransform
 from liger_losses.kernels.softmax_stats import STATISTICS
@@ -208,7 +208,8 @@ class Query:
             class_weight=None if self.class_weight is None else self.class_weight.detach().to(dtype).contiguous(),
             selected=selected,
             comparison=comparison,
-            token_inputs={n: tokens.masked_values(value) for n, value in self.token_inputs.items()},
+            token_inputs=self.token_inputs
+            and {n: tokens.masked_values(value) for n, value in self.token_inputs.items()},
             token_weights=weights,
             counts=None if self.counts is None else tokens.gather_like_labels(self.counts),
         )

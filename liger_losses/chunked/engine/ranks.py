@@ -8,7 +8,8 @@ A rank computes the statistics of its columns' softmax. Those of the whole vocab
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import zlib
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
@@ -17,8 +18,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from liger_losses.chunked.engine.agreement import VOCABULARY, Agreement, Given, all_gather, known_of, settle
-from liger_losses.chunked.engine.checks import check_group, check_tensor, check_vector, check_weight, see
+from liger_losses.checks import check_group, check_tensor, check_vector, check_weight, see
+from liger_losses.chunked.engine.agreement import agree, all_gather, compare, known_of, lines_of
 from liger_losses.chunked.engine.weights import QuantizedWeight
 from liger_losses.kernels.online_softmax import merge
 from liger_losses.kernels.reading import assert_on_device
@@ -35,8 +36,6 @@ class Ranks:
 
     #: Whether somebody else sums the hidden states' gradients over the ranks.
     partial_gradients: bool = False
-    #: Whether one rank's error can be raised on all before they agree on a call: see :func:`raise_on_all_ranks`.
-    tells: bool = False
 
     def __reduce__(self) -> Any:
         return "ALONE" if type(self) is Ranks else super().__reduce__()  # a copy is the same object
@@ -88,12 +87,8 @@ class Ranks:
     def check_selected(self, selected: Tensor) -> None:
         """Raise ValueError (on a GPU, a device-side assertion) for columns that no rank has, as indexing would."""
 
-    def agreement(self, device: torch.device) -> Agreement:
-        """A context for checks that may fail on one rank alone: see :class:`Agreement`."""
-        return Agreement(None)
-
-    def settle(self) -> None:
-        """Begin the exchange that was put off until the ranks' next collective, if there is one."""
+    def agree(self, signature: Mapping[str, Any], values: Mapping[str, Callable[[], Any]]) -> None:
+        """Raise on all ranks unless they are about to make the same call; see :func:`agree`."""
 
     def merge_(self, labels: Tensor, *softmaxes: Mapping[str, Tensor], class_weight: Tensor | None = None) -> None:
         """Merge this rank's statistics into statistics of the whole vocabulary, for several softmaxes at once; see
@@ -149,10 +144,6 @@ class VocabularyRanks(Ranks):
         return len(self.sizes)
 
     @property
-    def tells(self) -> bool:  # type: ignore[override]
-        return self.mesh is None  # ranks of a mesh may gather the hidden states before
-
-    @property
     def signature(self) -> tuple[Any, ...]:
         return self.group.group_name, self.rank, self.sizes, self.partial_gradients
 
@@ -205,9 +196,7 @@ class VocabularyRanks(Ranks):
         # Exchanged once per group and type of device, by whichever head comes first.
         known = known_of(self.group).least_memory
         if device.type not in known:
-            with self.agreement(device) as agreement:
-                agreement.given, agreement.number = Given({"memory of": device.type}), own
-            known[device.type] = min(agreement.wait())
+            known[device.type] = int(self.gather(torch.tensor(own, device=device)).min())
         return known[device.type]
 
     def check_columns(self, vocab_size: int) -> None:
@@ -231,19 +220,17 @@ class VocabularyRanks(Ranks):
 
     # --- What the ranks exchange --------------------------------------------------------------------------------------
 
-    def settle(self) -> None:
-        settle(self.group)
+    def agree(self, signature: Mapping[str, Any], values: Mapping[str, Callable[[], Any]]) -> None:
+        agree(self.group, signature, values)
 
     def gather(self, values: Tensor) -> Tensor:
         """``[W, *]``: the values of all ranks, which have one shape and dtype."""
         values = values.contiguous()
         out = values.new_empty(len(self.sizes), *values.shape)
-        self.settle()
         all_gather(out.view(-1), values.view(-1), group=self.group)
         return out
 
     def sum_(self, values: Tensor) -> Tensor:
-        self.settle()
         dist.all_reduce(values, group=self.group)
         return values
 
@@ -252,7 +239,6 @@ class VocabularyRanks(Ranks):
             value.copy_(total)
 
     def start_sum_(self, values: Tensor) -> Any:
-        self.settle()
         return dist.all_reduce(values, group=self.group, async_op=True)
 
     def whole(self, rows: Tensor) -> Tensor:
@@ -268,9 +254,6 @@ class VocabularyRanks(Ranks):
             for padded in (torch.nn.functional.pad(own, (0, width - own.shape[1])) for own in (logits, columns))
         )
         return ids.gather(1, every.topk(k, -1).indices)
-
-    def agreement(self, device: torch.device) -> Agreement:
-        return Agreement(self.group, VOCABULARY, device)
 
     def merge_(self, labels: Tensor, *softmaxes: Mapping[str, Tensor], class_weight: Tensor | None = None) -> None:
         # In an order that all ranks have: the order of a set of names differs from process to process.
@@ -311,10 +294,6 @@ def check_teacher_ranks(student: Ranks, teacher: Ranks) -> None:
         )
 
 
-def is_dtensor(value: Any) -> bool:
-    return hasattr(value, "full_tensor")
-
-
 def local_rows(name: str, value: Any, mesh: DeviceMesh) -> Tensor:
     """This rank's rows of a weight or bias that is a DTensor.
 
@@ -323,7 +302,7 @@ def local_rows(name: str, value: Any, mesh: DeviceMesh) -> Tensor:
     """
     from torch.distributed.tensor import Shard
 
-    if not is_dtensor(value):
+    if not hasattr(value, "full_tensor"):
         raise TypeError(f"the weight is a DTensor and {name} is not; make {name} one, with the weight's placements.")
     if value.device_mesh != mesh or mesh.ndim != 1 or value.placements != (Shard(0),):
         raise ValueError(
@@ -359,15 +338,18 @@ def share_vocabulary(
         TypeError, ValueError, RuntimeError: see :class:`liger_losses.Head`.
     """
     check_group(group, "tp")
-    with Agreement(group, VOCABULARY, getattr(weight, "device", None)) as agreement:
-        check_tensor("weight", weight)
-        kind, hidden_size = str(weight.dtype), weight.shape[-1]
-        if quantized is None:
-            check_weight(weight, bias)
-        else:
-            check_vector("bias", bias, weight)
-            kind, hidden_size = f"{type(quantized).__name__} for {weight.dtype}", quantized.shape[1]
-        biased = "none" if bias is None else "given"
-        agreement.given = Given({"the head's weight": kind, "the head's hidden size": hidden_size, "its bias": biased})
-        agreement.number = len(weight)
-    return VocabularyRanks(group, dist.get_rank(group), agreement.wait())
+    check_tensor("weight", weight)
+    kind, hidden_size = str(weight.dtype), weight.shape[-1]
+    if quantized is None:
+        check_weight(weight, bias)
+    else:
+        check_vector("bias", bias, weight)
+        kind, hidden_size = f"{type(quantized).__name__} for {weight.dtype}", quantized.shape[1]
+    biased = "none" if bias is None else "given"
+    text = lines_of({"the head's weight": kind, "the head's hidden size": hidden_size, "its bias": biased})
+    found = torch.empty(dist.get_world_size(group), 2, dtype=torch.int64, device=weight.device)
+    all_gather(found.view(-1), found.new_tensor([len(weight), zlib.crc32(text.encode())]), group=group)
+    sizes, hashes = found.t().tolist()
+    if len(set(hashes)) > 1:
+        compare(group, text)
+    return VocabularyRanks(group, dist.get_rank(group), tuple(sizes))

@@ -10,22 +10,24 @@ T tokens, H hidden size, V vocabulary size, K kept columns of a token, P kept co
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from itertools import chain
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from liger_losses.checks import check_temperature, check_tensor, checked_temperatures
 from liger_losses.chunked.engine.adapters import low_rank_factors
-from liger_losses.chunked.engine.agreement import Given, given_to_loss
+from liger_losses.chunked.engine.agreement import checksum
 from liger_losses.chunked.engine.autograd_functions import statistics_of
 from liger_losses.chunked.engine.call import make_call
-from liger_losses.chunked.engine.checks import check_tensor
 from liger_losses.chunked.engine.head import Head, operand_dtype
 from liger_losses.chunked.engine.input_checks import check_inputs
 from liger_losses.chunked.engine.plan import EngineOptions, default_bound, default_workspace, device_memory
 from liger_losses.chunked.engine.query import Query, Statistics
-from liger_losses.chunked.engine.tokens import check_temperature, checked_temperatures, shift_labels
+from liger_losses.chunked.engine.tokens import shift_labels
 from liger_losses.kernels import LOGIT_DTYPES, choose_backend
 from liger_losses.kernels.autograd import autocast_dtype
 from liger_losses.kernels.given_columns import (
@@ -152,33 +154,30 @@ def linear_support_statistics(
     Raises:
         TypeError, ValueError: inputs that do not fit together; columns out of range, twice, or without the label; a
             sparse gradient in a compiled function, or of a weight that is no parameter.
-        RuntimeError: another rank that shares the vocabulary has raised; a CUDA graph is being captured.
+        RuntimeError: another rank that shares the vocabulary makes another call; a CUDA graph is being captured.
     """
     if not isinstance(support, TokenSupport):
         raise TypeError(f"support must be a TokenSupport(ids), got {type(support).__name__}.")
     device, ranks = head.weight.device, head.ranks
-    # Exchanges that all ranks reach, before checks that one alone may fail.
     local = ranks.local(hidden_states)
     ranks.least_memory(device_memory(device), device)
-    with ranks.agreement(device) as agreement:
-        compute_dtype = check_inputs([local], head, [labels])
-        support.check(labels, head.weight)
-        if isinstance(head.transform.temperature, Tensor):
-            check_temperature(head.transform.temperature, device, [labels.shape])
-        labels = shift_labels(labels, options.ignore_index, shift) if shift else labels
-        how = _How.of(local, head, labels, support, options, compute_dtype)
-        groups = how.groups(local.reshape(-1, local.shape[-1]), labels.reshape(-1), support, shift)
-        read = start_reading(functools.reduce(torch.add, [group.call.found.facts.sum(1) for group in groups]), _FACTS)
-        for group in groups:
-            project_(group.call, head.bias, *group.factors)
-        if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in groups[0].factors[1::2]):
-            _ = groups[0].call.given.sorted  # which backward needs: the GPU sorts while the host waits
-        found = [evaluate(group.call, names) for group in groups if ranks.size == 1]
-        numbers = Facts._make(read())
-        how.check(numbers, groups, support, "logp" in names)
-        if ranks.size > 1:
-            agreement.given = how.given(names, local, labels, support, numbers)
-    agreement.wait()
+    compute_dtype = check_inputs([local], head, [labels])
+    support.check(labels, head.weight)
+    if isinstance(head.transform.temperature, Tensor):
+        check_temperature(head.transform.temperature, device, [labels.shape])
+    labels = shift_labels(labels, options.ignore_index, shift) if shift else labels
+    how = _How.of(local, head, labels, support, options, compute_dtype)
+    groups = how.groups(local.reshape(-1, local.shape[-1]), labels.reshape(-1), support, shift)
+    read = start_reading(functools.reduce(torch.add, [group.call.found.facts.sum(1) for group in groups]), _FACTS)
+    for group in groups:
+        project_(group.call, head.bias, *group.factors)
+    if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in groups[0].factors[1::2]):
+        _ = groups[0].call.given.sorted  # which backward needs: the GPU sorts while the host waits
+    found = [evaluate(group.call, names) for group in groups if ranks.size == 1]
+    numbers = Facts._make(read())
+    how.check(numbers, groups, support, "logp" in names)
+    if ranks.size > 1:
+        ranks.agree(*how.signature(names, local, labels, support, numbers))
     parts = list[Statistics]()
     if numbers.uncut:
         uncut = labels.masked_fill(groups[0].facts.uncut.view(labels.shape) == 0, options.ignore_index)
@@ -347,25 +346,22 @@ class _How:
                 "the same tokens; or add labels to the kept columns: TokenSupport(..., add_label=True)."
             )
 
-    def given(
+    def signature(
         self, names: tuple[str, ...], hidden: Tensor, labels: Tensor, support: TokenSupport, numbers: Facts
-    ) -> Given:
+    ) -> tuple[dict[str, Any], dict[str, Callable[[], Any]]]:
         """What all ranks that share the vocabulary must have in common."""
-        found, ranks = given_to_loss(), self.head.ranks
-        sums, needs = (
-            "whole" if ranks.of_gradients.size > 1 else "partial",
-            torch.is_grad_enabled() and hidden.requires_grad,
-        )
-        found.values |= {
-            "statistics": names,
-            "kept columns are scored": f"{self.transform.said}, {self.backend}, sparse gradient: {self.sparse_grad}, "
+        whole = self.head.ranks.of_gradients.size > 1
+        needs = torch.is_grad_enabled() and hidden.requires_grad
+        signature = {
+            "statistics of kept columns": names,
+            "labels": list(labels.shape),
+            "scored": f"{self.transform.said}, {self.backend}, sparse gradient: {self.sparse_grad}, "
             f"products: {self.by_products.dtype} above {self.most}",
-            "gradients": f"{sums} ones of hidden states in {hidden.dtype}: {needs}",
+            "gradients": f"{'whole' if whole else 'partial'} ones of hidden states in {hidden.dtype}: {needs}",
         }
-        found.add("labels", labels)
-        found.add("numbers of kept columns", torch.tensor(numbers, device="cpu"))
-        found.add("kept columns", support.ids)
-        found.add("offsets of kept columns", support.offsets)
-        if isinstance(self.transform.temperature, Tensor):
-            found.add("temperatures", self.transform.temperature)
-        return found
+        values: dict[str, Callable[[], Any]] = {
+            "checksum of labels": lambda: int(checksum(labels)),
+            "checksum of kept columns": lambda: int(checksum(support.ids)),
+            "numbers of kept columns": lambda: tuple(numbers),
+        }
+        return signature, values

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from liger_losses.caller import warn
-from liger_losses.chunked.engine.checks import check_device, check_names, check_tensor, see
+from liger_losses.checks import check_device, check_names, check_tensor, see
 from liger_losses.chunked.engine.head import Head
 from liger_losses.chunked.engine.ranks import ALONE, check_teacher_ranks
 from liger_losses.chunked.engine.weights import Projection

@@ -14,10 +14,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from liger_losses.chunked.engine.checks import see
+from liger_losses.checks import check_right, check_temperature, check_vocabulary, checked_temperatures
 from liger_losses.kernels._triton import choose_backend
 from liger_losses.kernels.label_rows import equal_shares, masked_labels
-from liger_losses.kernels.reading import assert_on_device, facts_of_labels, label_facts
+from liger_losses.kernels.reading import facts_of_labels, label_facts
 
 
 def shift_labels(labels: Tensor, ignore_index: int = -100, positions: int = 1) -> Tensor:
@@ -31,51 +31,6 @@ def shift_labels(labels: Tensor, ignore_index: int = -100, positions: int = 1) -
     return torch.cat([labels[..., beyond:], labels.new_full((*labels.shape[:-1], beyond), ignore_index)], -1)
 
 
-def host_checks(device: torch.device) -> bool:
-    """Whether labels can be read at no cost, so that a bad one is an ordinary error."""
-    return device.type == "cpu"
-
-
-def check_temperature(temperature: Tensor, device: torch.device, shapes: Sequence[torch.Size]) -> None:
-    """Raise ValueError unless this is one temperature for each label.
-
-    For several tensors of labels, it is ``[T]``: the temperatures of all their tokens, one tensor after another; or
-    tensors of one shape share temperatures of that shape.
-    """
-    expected = shapes[0] if len(shapes) == 1 else torch.Size([sum([shape.numel() for shape in shapes])])
-    if temperature.shape != expected and {*shapes} != {temperature.shape}:
-        raise ValueError(
-            f"temperature must be a number, or a tensor with one for each hidden state, {list(expected)}, got shape "
-            f"{list(temperature.shape)}; one for each sequence [B] becomes one per token by "
-            "temperature[:, None].expand_as(labels)."
-        )
-    if temperature.device != device:
-        raise ValueError(f"temperature is on {temperature.device}, the weight on {device}; move it with .to(...).")
-
-
-def checked_temperatures(found: Tensor) -> Tensor:
-    """The temperatures, unless one is not positive and finite: a ValueError on a CPU, a device assertion on a GPU."""
-    right = ((found > 0) & (found < math.inf)).all()
-    if not host_checks(found.device):
-        assert_on_device(right)
-    elif not right:
-        wrong = found[~((found > 0) & (found < math.inf))]
-        raise ValueError(
-            f"temperature must be positive and finite for every token that carries loss, got {float(wrong[0])!r} "
-            f"for {len(wrong)} of {len(found)} tokens."
-        )
-    return found
-
-
-def _check_vocabulary(extremes: Sequence[int], vocab_size: int, ignore_index: int) -> None:
-    if extremes and (min(extremes) < 0 or max(extremes) >= vocab_size):
-        raise ValueError(
-            f"labels must be in [0, {vocab_size}), the rows of the weight, or ignore_index={ignore_index}; "
-            f"found labels from {min(extremes)} to {max(extremes)}. Mask padding with ignore_index, and check "
-            "that the tokenizer and the weight have the same vocabulary." + see("labels-outside-of-the-vocabulary")
-        )
-
-
 def _unravelled(flat: Tensor, shape: torch.Size) -> tuple[Tensor, ...]:
     """``torch.unravel_index``, which copies the shape to the device and waits for it."""
     found = []
@@ -83,16 +38,6 @@ def _unravelled(flat: Tensor, shape: torch.Size) -> tuple[Tensor, ...]:
         found.append(flat % size)
         flat = flat // size
     return tuple(reversed(found))
-
-
-def check_right(right: Tensor, labels: Tensor, vocab_size: int, ignore_index: int) -> None:
-    """Raise ValueError unless it is ``right`` that all labels are in the vocabulary; on a GPU, assert it there."""
-    if not host_checks(labels.device):
-        assert_on_device(right)
-    elif not right:
-        right.fill_(True)  # of the next call
-        found = labels[labels != ignore_index]
-        _check_vocabulary([int(found.amin()), int(found.amax())], vocab_size, ignore_index)
 
 
 @dataclass(frozen=True)
@@ -348,17 +293,10 @@ class Counting:
         self.labels: list[Tensor] = []
         for part in labels:
             self.shapes += (part.shape,)
+            part = part.clone() if part.is_inference() else part  # autograd keeps no tensor of inference mode
             self.labels.append(part.contiguous())
         #: ``None`` where all tokens are projected.
         self.facts = facts_of_labels(self.labels, ignore_index, backend) if compact else None
-
-    def masked_values(self, values: Tensor) -> Tensor:
-        """``[T]`` (or ``[T, k]``), from ``[..., k]`` in the labels' shape, or of all tokens of several; 0 for tokens
-        without loss."""
-        active = self.flat() != self.ignore_index
-        dims = len(self.shapes[0]) if len(self.shapes) == 1 else 1
-        flat = values.detach().reshape(len(active), *values.shape[dims:])
-        return torch.where(active.view(-1, *[1] * (flat.dim() - 1)), flat, 0)
 
     def flat(self) -> Tensor:
         """All labels, ``[T]``."""
@@ -376,7 +314,7 @@ class Counting:
         if self.facts is None:
             return self._all_tokens()
         counts, lows, highs, _ = zip(*self.facts.read(), strict=True)
-        _check_vocabulary((*lows, *highs), self.vocab_size, self.ignore_index)
+        check_vocabulary((*lows, *highs), self.vocab_size, self.ignore_index)
         kept, sizes = self.facts.kept, [*map(Tensor.numel, self.labels)]
         indices: list[Tensor | None] = []
         total, whole, before = sum(counts), sum(sizes), 0

@@ -14,14 +14,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from liger_losses.chunked.engine import EngineOptions, Head, Statistics, linear_statistics
-from liger_losses.chunked.engine.agreement import agree, note
-from liger_losses.chunked.engine.arguments import constructor_signature, named_options
-from liger_losses.chunked.engine.call import make_call
-from liger_losses.chunked.engine.checks import check_fields, check_labels, check_shift, check_tensor, checked_items
+from liger_losses.arguments import constructor_signature, named_options
+from liger_losses.checks import check_fields, check_labels, check_shift, check_tensor, checked_items
+from liger_losses.chunked import EngineOptions, Head, Statistics, linear_statistics, shift_labels
+from liger_losses.chunked.engine.agreement import agree
 from liger_losses.chunked.engine.operators import loss_operator
-from liger_losses.chunked.engine.query import REGISTERED, DeclaredStatistics, Query
-from liger_losses.chunked.engine.tokens import Tokens, shift_labels
+from liger_losses.chunked.engine.query import REGISTERED, DeclaredStatistics
 from liger_losses.chunked.losses.context_parallel import check_sliced, sum_over_group
 from liger_losses.kernels.logit_transform import LogitTransform
 from liger_losses.kernels.tracing import outside_graphs
@@ -113,8 +111,7 @@ class ChunkedLoss(nn.Module):
         shift: labels are not shifted yet: position ``t`` predicts the label at ``t + 1``. Weights of labels move with
             them. What belongs to a hidden state stays: its temperature, its teacher's distribution, and
             log-probabilities that were computed from one like it (``ref_logps``, ``old_logps``).
-        compact: drop masked tokens before the projection, at the cost of one host synchronization (except in calls of
-            few tokens).
+        compact: drop masked tokens before the projection, at the cost of one host synchronization.
         workspace: upper bound in bytes for all temporary memory; see :func:`liger_losses.set_default_workspace` for
             the default.
         chunk_size: upper bound for the tokens of a block in the forward pass.
@@ -207,7 +204,7 @@ class ChunkedLoss(nn.Module):
 
     @property
     def spans_ranks(self) -> bool:
-        """Whether all ranks of :attr:`group` compute one loss: they then exchange sums and errors."""
+        """Whether all ranks of :attr:`group` compute one loss: they then exchange sums."""
         return self.group is not None
 
     @property
@@ -270,17 +267,6 @@ class ChunkedLoss(nn.Module):
         """The sum of values of any shape, 0-dim, over the ranks of :attr:`group` too."""
         return values.sum() if self.group is None else sum_over_group(self.group, values.sum())[0]
 
-    def agreed_tokens(
-        self, hidden: Tensor, labels: Tensor, num_items_in_batch: Any, calls: Sequence[tuple[Head, Query]]
-    ) -> Tokens:
-        """The active tokens, after all ranks of :attr:`group` have checked the inputs of these calls."""
-        (head, _), options = calls[0], self.options
-        tokens = Tokens.select([labels], head.vocab_size, options.ignore_index, options.compact, options.backend)
-        for head, query in calls:
-            make_call(hidden, head, tokens, query, options)  # raises what the call would, before any work
-        self.agree([num_items_in_batch], labels.device)
-        return tokens
-
     def agree(self, numbers: Sequence[Any], device: torch.device) -> None:
         """Raise TypeError or ValueError unless all ranks of :attr:`group` get here, with the same options.
 
@@ -290,7 +276,7 @@ class ChunkedLoss(nn.Module):
             if number is not None:
                 checked_items(number, device)
         given = ["not given" if number is None else "given" for number in numbers]
-        agree(self.group, **self.common_options, num_items_in_batch=given)
+        agree(self.group, {**self.common_options, "num_items_in_batch": given})
 
     # With both *_ and **inputs, type checkers let subclasses name the inputs that they read.
     def loss(self, statistics: Statistics, mask: Tensor, *_: Any, **inputs: Any) -> Any:
@@ -332,7 +318,6 @@ class ChunkedLoss(nn.Module):
                     "as the value may belong to the label or to the hidden state at its position: shift the labels, "
                     "and what belongs to them, before the call, and leave out shift=."
                 )
-        note(labels, self.ignore_index, **inputs)
         found = linear_statistics(hidden_states, head, labels, self.statistics, metrics=self.metrics, options=options)
         kind = type(self).__name__
         place = f"the statistics that {kind} names, or to its metrics where it needs no gradient"

@@ -13,7 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from liger_losses.chunked.engine import (
+from liger_losses.checks import check_labels
+from liger_losses.chunked import (
     EngineOptions,
     Head,
     Largest,
@@ -21,18 +22,16 @@ from liger_losses.chunked.engine import (
     Teacher,
     TeacherLogits,
     TeacherTopK,
+    Tokens,
     TokenSupport,
     linear_statistics,
     linear_token_loss,
     linear_topk,
 )
-from liger_losses.chunked.engine.checks import check_labels
 from liger_losses.chunked.engine.decision import active_tokens
-from liger_losses.chunked.engine.operators import support_statistics
-from liger_losses.chunked.engine.ops import linear_weighted_loss
+from liger_losses.chunked.engine.operators import separable_loss, support_statistics
 from liger_losses.chunked.engine.query import Query
 from liger_losses.chunked.engine.teachers import check_comparison, check_no_temperature
-from liger_losses.chunked.engine.tokens import Tokens
 from liger_losses.chunked.losses.softmax_divergences import sparse_divergence
 from liger_losses.kernels.divergence_forms import Divergence
 
@@ -74,11 +73,8 @@ def _at(head: Head, temperature: float | Tensor) -> Head:
     return head.with_fields(transform=replace(head.transform, temperature=temperature))
 
 
-def sparse_calls(
-    head: Head, mask: Tensor, teacher: TeacherTopK, which: Divergence, hard: bool, temperature: float | Tensor
-) -> list[tuple[Head, Query]]:
-    """The calls that a sparse teacher takes, after checking all but its values: first the divergence's, then the hard
-    loss's."""
+def check_sparse(head: Head, mask: Tensor, teacher: TeacherTopK, which: Divergence) -> None:
+    """Raise TypeError or ValueError for a sparse teacher that does not fit, but for its values."""
     teacher.check(mask.shape, head)
     if which.form == "cosine":
         raise ValueError(
@@ -86,10 +82,6 @@ def sparse_calls(
             "Teacher(hidden_states, weight) or TeacherLogits(logits)."
         )
     check_no_temperature("student", head)
-    together = hard and _is_one(temperature)
-    statistics = ("selected_logps", "logp") if together else ("selected_logps",)
-    soft = _at(head, temperature), Query(statistics, selected=teacher.indices)
-    return [soft, (head, Query(("logp",)))] if hard and not together else [soft]
 
 
 def loss_over_columns(
@@ -130,7 +122,7 @@ def loss_over_columns(
         inputs["hard"] = hard
     selected: Any = Largest(top_k or 1)
     if isinstance(teacher, TeacherTopK):
-        sparse_calls(head, mask, teacher, which, hard is not None, temperature)
+        check_sparse(head, mask, teacher, which)
         if not checked:
             teacher.check_active(mask, head.vocab_size)
         selected, tail = teacher.indices, teacher.tail
@@ -174,7 +166,8 @@ def loss_over_columns(
         )
     logp = found.logp
     if hard is not None and not together:
-        added, others = linear_weighted_loss(hidden, head, tokens, {"logp": hard}, options=options)
+        query = Query(("logp",), token_weights={"logp": hard})
+        added, (others,) = separable_loss(hidden, head, tokens, query, options)
         total, logp = total + added, others.logp
     return total, Statistics(logp=logp, divergence=torch.where(mask, values[1:].view(labels.shape), 0.0))
 

@@ -14,15 +14,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from liger_losses.chunked.engine import EngineOptions, Head, Statistics, Tokens
-from liger_losses.chunked.engine.agreement import agree, note
-from liger_losses.chunked.engine.call import make_call
-from liger_losses.chunked.engine.checks import check_alike, check_device, check_shape_of, check_tensor, checked_mask
+from liger_losses.checks import check_alike, check_device, check_shape_of, check_temperature, check_tensor, checked_mask
+from liger_losses.chunked import EngineOptions, Head, Statistics, Tokens
+from liger_losses.chunked.engine.agreement import agree
 from liger_losses.chunked.engine.decision import active_tokens
 from liger_losses.chunked.engine.input_checks import check_inputs
 from liger_losses.chunked.engine.operators import query_statistics
 from liger_losses.chunked.engine.query import Query
-from liger_losses.chunked.engine.tokens import check_temperature
 from liger_losses.chunked.losses.base import AnyHead, ChunkedLoss, LossOptions
 from liger_losses.chunked.losses.context_parallel import sum_over_group
 from liger_losses.kernels.logit_transform import LogitTransform
@@ -392,19 +390,15 @@ class CompletionLoss(ChunkedLoss):
         others, options = [] if extra is None else [extra], self.options
         if tokens is None:
             tokens = batch.select(options, [other.labels for other in others])
-        for name, labels, logps in zip(batch.names, batch.groups(batch.labels), batch.ref_logps, strict=True):
-            if logps is not None:
-                note(labels, self.ignore_index, **{f"ref_logps of the {name} completions": logps})
         reference = batch.reference_logps(tokens, options)
         hidden = [*batch.hidden_states, *(other.hidden_states for other in others)]
         more = [other.temperature for other in others if other.temperature is not None]
         head = batch.at_temperatures(batch.head, more)
         query = Query(("logp",), tuple(metrics))
         if self.group is not None:
-            make_call(hidden, head, tokens, query, options)  # raises what the call would, before any exchange
             ref_dims = [None if logps is None else logps.dim() for logps in reference]
             facts = {"completions": batch.names, "sequences": [len(part) for part in batch.labels]}
-            agree(self.group, **self.common_options, **facts, dimensions_of_ref_logps=ref_dims)
+            agree(self.group, {**self.common_options, **facts, "dimensions of ref_logps": ref_dims})
         found = query_statistics(hidden, head, tokens, query, options)
         masks = batch.groups([part != self.ignore_index for part in batch.labels])
         parts = batch.group_statistics(found[: len(batch.labels)])

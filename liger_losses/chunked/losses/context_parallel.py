@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from liger_losses.chunked.engine.checks import check_group
+from liger_losses.checks import check_group
 
 
 class _Sum(torch.autograd.Function):

@@ -10,9 +10,7 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
-from liger_losses.chunked.engine import Head, Statistics, linear_statistics, linear_token_loss
-from liger_losses.chunked.engine.agreement import note
-from liger_losses.chunked.engine.checks import (
+from liger_losses.checks import (
     LISTS,
     NonNegativeFloat,
     UnitFloat,
@@ -24,11 +22,10 @@ from liger_losses.chunked.engine.checks import (
     checked_items,
     one_each,
 )
-from liger_losses.chunked.engine.many_heads import Targets, count_targets, heads_of, shift_each
-from liger_losses.chunked.engine.operators import loss_operator
-from liger_losses.chunked.engine.ops import linear_weighted_loss
+from liger_losses.chunked import Head, Statistics, linear_statistics, linear_token_loss, shift_labels
+from liger_losses.chunked.engine.many_heads import count_targets, heads_of, shift_each
+from liger_losses.chunked.engine.operators import loss_operator, separable_loss
 from liger_losses.chunked.engine.query import EqualWeights, Query
-from liger_losses.chunked.engine.tokens import shift_labels
 from liger_losses.chunked.losses.base import ChunkedLoss, LossOptions
 from liger_losses.chunked.losses.cross_entropy_terms import TokenCrossEntropy, weights_of_statistics
 
@@ -205,19 +202,16 @@ class LigerFusedLinearCrossEntropyLoss(ChunkedLoss):
         labels = shift_each(target, o.shift, count, o.ignore_index)
         parts = zip(heads, hidden, labels, numbers, weights, one_each(o.shift, count), strict=True)
         targets = [self._target(*part) for part in parts]
-        for k, each in enumerate(targets):
-            name = f"token_weights[{k}]" if several else "token_weights"
-            note(each.labels, o.ignore_index, **{name: each.token_weights})
-        note(ce_weight=self.ce_weight, num_items_in_batch=num_items_in_batch)
         if self.spans_ranks:
-            query = Query(*self._names(), token_loss=self._per_token)
-            Targets.of(hidden, heads, labels, self.options).calls(query)  # raises before any work
             self.agree(numbers, labels[0].device)
             _ = [self._inputs(each) for each in targets]  # sums over the ranks, also of one that has no tokens
-        scales = [1.0] * count if o.head_weights is None else o.head_weights
-        # 0 times what is NaN is NaN: to the sum, a head of weight 0 has no tokens, of which its metrics are later.
-        silent = [k for k in range(count) if scales[k] == 0]
-        counted = [each.without_tokens() if k in silent else each for k, each in enumerate(targets)]
+        silent: list[int] = []
+        scales, counted = [1.0] * count, targets
+        if o.head_weights is not None:
+            # 0 times what is NaN is NaN: to the sum, a head of weight 0 has no tokens, of which its metrics are later.
+            scales = [*o.head_weights]
+            silent = [k for k in range(count) if scales[k] == 0]
+            counted = [each.without_tokens() if k in silent else each for k, each in enumerate(targets)]
         loss, found = self._loss(counted, scales, several)
         if o.reduction == "none":
             values = [self._of_tokens(*part)[0] for part in zip(found, counted, strict=True)]
@@ -292,10 +286,8 @@ class LigerFusedLinearCrossEntropyLoss(ChunkedLoss):
         equal = None if several else self._equal_weights(targets[0])
         if equal is not None:
             metrics: tuple[str, ...] = ("argmax",) if reads_argmax else ()
-            loss, found = linear_weighted_loss(
-                hidden, heads, labels, equal, metrics=metrics, class_weight=class_weight, options=self.options
-            )
-            return loss, [found]
+            query = Query(tuple(equal), metrics, class_weight=class_weight, token_weights=equal)
+            return separable_loss(hidden, heads, labels, query, self.options)
         if not (several or weights is None or o.return_z_loss or reads_argmax):
             labels = labels.masked_fill(weights == 0, self.ignore_index)  # they are in no sum, and in no metric
         statistics, metrics = self._names()

@@ -8,12 +8,12 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
-from liger_losses.chunked.engine import EngineOptions, Head, Statistics, linear_statistics, linear_token_loss
-from liger_losses.chunked.engine.checks import one_each
+from liger_losses.checks import one_each
+from liger_losses.chunked import EngineOptions, Head, Statistics, linear_statistics, linear_token_loss
 from liger_losses.chunked.engine.compiled_calls import token_operator
 from liger_losses.chunked.engine.many_heads import count_targets
-from liger_losses.chunked.engine.ops import linear_weighted_loss
-from liger_losses.chunked.engine.query import EqualWeights
+from liger_losses.chunked.engine.operators import operator, separable_loss
+from liger_losses.chunked.engine.query import EqualWeights, Query
 
 
 class CrossEntropyTerms(NamedTuple):
@@ -129,6 +129,7 @@ def weights_of_statistics(label_smoothing: float, total: Any) -> dict[str, Equal
     return {name: EqualWeights(scale, total) for name, scale in scales.items() if scale or name == "logp"}
 
 
+@operator
 def linear_cross_entropy(
     hidden_states: Tensor,
     head: Head,
@@ -142,7 +143,8 @@ def linear_cross_entropy(
     """``F.cross_entropy`` of the logits of hidden states ``[T, H]``; 0 where no token carries loss."""
     if class_weight is None and reduction != "none" and not torch.compiler.is_dynamo_compiling():
         weights = weights_of_statistics(label_smoothing, None if reduction == "mean" else 1.0)
-        return linear_weighted_loss(hidden_states, head, labels, weights, options=EngineOptions(ignore_index))[0]
+        query = Query(tuple(weights), token_weights=weights)
+        return separable_loss(hidden_states, head, labels, query, EngineOptions(ignore_index))[0]
     per_token, mask = TokenCrossEntropy(label_smoothing), labels != ignore_index
     names = ("logp", "mean_logp") if label_smoothing else ("logp",)
     label_weights = None if class_weight is None else class_weight[labels.where(mask, 0)]

@@ -13,7 +13,15 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
-from liger_losses.chunked.engine import (
+from liger_losses.checks import (
+    NonNegativeFloat,
+    PositiveFloat,
+    check_names,
+    check_range,
+    check_temperature,
+    checked_items,
+)
+from liger_losses.chunked import (
     Head,
     Largest,
     Teacher,
@@ -22,14 +30,11 @@ from liger_losses.chunked.engine import (
     TeacherTopK,
     linear_divergence_loss,
 )
-from liger_losses.chunked.engine.agreement import note
-from liger_losses.chunked.engine.checks import NonNegativeFloat, PositiveFloat, check_names, check_range, checked_items
 from liger_losses.chunked.engine.operators import loss_operator, separable_loss
 from liger_losses.chunked.engine.query import Comparison, EqualWeights, Query
 from liger_losses.chunked.engine.teachers import TAILS
-from liger_losses.chunked.engine.tokens import check_temperature
 from liger_losses.chunked.losses.base import ChunkedLoss, LossOptions
-from liger_losses.chunked.losses.columns import loss_over_columns, sparse_calls
+from liger_losses.chunked.losses.columns import loss_over_columns
 from liger_losses.chunked.losses.softmax_divergences import alpha_beta, generalized_jsd
 from liger_losses.kernels.divergence_forms import Divergence
 from liger_losses.kernels.logit_transform import LogitTransform
@@ -197,10 +202,6 @@ class DistillationLoss(ChunkedLoss):
             raise TypeError(f"top_k= needs a Teacher or TeacherLogits, got {type(taught).__name__}; leave top_k= out.")
         if isinstance(taught, Teachers) and self.group is not None:
             raise ValueError("Teachers does not work with slices of sequences (group=); leave group= out.")
-        note(num_items_in_batch=num_items_in_batch)
-        if isinstance(taught, TeacherTopK):
-            of_teacher = {"the teacher's columns": taught.indices, "the teacher's logps": taught.logps}
-            note(labels, self.ignore_index, **of_teacher)
         factor: float | Tensor = self.factor
         t: float | Tensor = self.temperature
         if temperature is not None:
@@ -211,7 +212,6 @@ class DistillationLoss(ChunkedLoss):
                 squares = temperature.to(torch.promote_types(torch.float32, temperature.dtype)).square()
                 factor = factor * torch.where(mask, squares, 0.0)  # it may be anything without loss
         which, hard = self.which, self.weight_hard_loss != 0 or self.return_soft_hard_loss
-        tokens: Any = labels
         columns = self.top_k is not None or isinstance(taught, TeacherTopK)
         names = ("divergence", "logp") if hard else ("divergence",)
         if columns or isinstance(taught, Teachers):
@@ -219,10 +219,7 @@ class DistillationLoss(ChunkedLoss):
         else:
             query = Query(names, comparison=Comparison(taught, which, t))
         if self.group is not None:
-            calls = [(head, query)] if query is not None else sparse_calls(head, mask, taught, which, hard, t)
-            if isinstance(taught, TeacherTopK):
-                taught.check_active(mask, head.vocab_size)
-            tokens = self.agreed_tokens(hidden, labels, num_items_in_batch, calls)
+            self.agree([num_items_in_batch], labels.device)
         if num_items_in_batch is None:
             number = self.total(mask).clamp(min=1)
         else:
@@ -245,12 +242,12 @@ class DistillationLoss(ChunkedLoss):
             loss, found = loss_over_columns(hidden, head, labels, taught, which, weights, t, options, **own)
         elif query is None:
             loss, found = linear_divergence_loss(
-                hidden, head, tokens, taught, which, weights, temperature=t, options=options
+                hidden, head, labels, taught, which, weights, temperature=t, options=options
             )
         else:
             query = replace(query, token_weights=weights)
             statistics = "sum" if summed else "per_token"
-            loss, (found,) = separable_loss(hidden, head, tokens, query, options, statistics)
+            loss, (found,) = separable_loss(hidden, head, labels, query, options, statistics)
         divergences = found.divergence if isinstance(factor, float) and factor == 1.0 else factor * found.divergence
         if not summed:
             divergences, found = divergences.sum(), found._replace(logp=found.logp.sum() if hard else None)

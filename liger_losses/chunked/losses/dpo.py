@@ -11,9 +11,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from liger_losses.chunked.engine import Statistics
-from liger_losses.chunked.engine.arguments import options_of
-from liger_losses.chunked.engine.checks import (
+from liger_losses.arguments import options_of
+from liger_losses.checks import (
     FiniteFloat,
     PositiveFloat,
     UnitFloat,
@@ -24,6 +23,7 @@ from liger_losses.chunked.engine.checks import (
     check_shape_of,
     check_tensor,
 )
+from liger_losses.chunked import Statistics
 from liger_losses.chunked.losses.completion_loss import (
     MAX_EXPONENT,
     Scored,

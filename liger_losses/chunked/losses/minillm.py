@@ -8,9 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from liger_losses.chunked.engine import Head, Teacher, Tokens, linear_divergence_loss, linear_statistics
-from liger_losses.chunked.engine.agreement import note
-from liger_losses.chunked.engine.checks import UnitFloat, check_alike, check_range, check_tensor, checked_mask
+from liger_losses.checks import UnitFloat, check_alike, check_range, check_tensor, checked_mask
+from liger_losses.chunked import Head, Teacher, Tokens, linear_divergence_loss, linear_statistics
 from liger_losses.chunked.engine.operators import loss_operator
 from liger_losses.chunked.losses.base import AnyHead
 from liger_losses.chunked.losses.completion_loss import MAX_EXPONENT
@@ -108,7 +107,6 @@ class LigerFusedLinearMiniLLMLoss(DistillationLoss):
             check_tensor("old_logps", old_logps)
             if old_logps.shape != labels.shape:
                 raise ValueError(f"old_logps must be {tuple(labels.shape)}, as labels, got {tuple(old_logps.shape)}.")
-        note(labels, self.ignore_index, old_logps=old_logps)
         size, mask = min(head.vocab_size, teacher.vocab_size), labels != self.ignore_index
         tokens: Any = [labels]
         if not torch.compiler.is_dynamo_compiling():

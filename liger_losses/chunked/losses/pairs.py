@@ -10,9 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from liger_losses.chunked.engine import Head, Statistics
-from liger_losses.chunked.engine.agreement import note
-from liger_losses.chunked.engine.checks import NonNegativeFloat, PositiveFloat, check_tensor, meant
+from liger_losses.checks import NonNegativeFloat, PositiveFloat, check_tensor, meant
+from liger_losses.chunked import Head, Statistics
 from liger_losses.chunked.engine.operators import loss_operator
 from liger_losses.chunked.engine.query import DeclaredStatistics
 from liger_losses.chunked.losses.base import AnyHead, LossOptions
@@ -208,7 +207,6 @@ class PreferenceLoss(CompletionLoss):
 
     def _nll_labels(self, nll_target: Tensor, chosen: Tensor) -> Tensor:
         """The labels of the likelihood, in the shape of the chosen completions' labels."""
-        note(nll_target=nll_target)
         labels = self.labels(nll_target)
         labels = labels[None] if labels.dim() == 1 else labels[: chosen.shape[0]]
         if labels.shape != chosen.shape:

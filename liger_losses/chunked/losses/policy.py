@@ -13,14 +13,11 @@ from torch import Tensor
 from torch.compiler import is_dynamo_compiling
 
 from liger_losses.caller import warn
-from liger_losses.chunked.engine import EngineOptions, Head, Statistics, Tokens, linear_statistics
-from liger_losses.chunked.engine.agreement import checksum
-from liger_losses.chunked.engine.call import make_call
-from liger_losses.chunked.engine.checks import check_device, check_range, check_tensor
+from liger_losses.checks import check_device, check_range, check_tensor
+from liger_losses.chunked import EngineOptions, Head, Statistics, Tokens, TokenSupport, linear_statistics
 from liger_losses.chunked.engine.compiled_calls import token_operator
 from liger_losses.chunked.engine.operators import loss_operator, separable_loss, support_statistics
 from liger_losses.chunked.engine.query import Query
-from liger_losses.chunked.engine.support import TokenSupport
 from liger_losses.chunked.losses import policy_objectives as objectives
 from liger_losses.chunked.losses.base import AnyHead, LossOptions
 from liger_losses.chunked.losses.batches import AdaptiveEntropy
@@ -218,11 +215,9 @@ class LigerFusedLinearGRPOLoss(CompletionLoss):
         batch = CompletionBatch(("given",), head, [_input], [labels], refs, (ref_per_token_logps,))
         batch = self.prepare(batch, ref_weight, ref_bias, transform)
         options = self.options
-        early = is_dynamo_compiling() or self.group is not None or (self.beta and batch.ref_hidden_states)
+        early = is_dynamo_compiling() or (self.beta and batch.ref_hidden_states)
         tokens: Any = batch.select(options) if support is None and early else None
         mask = labels != self.ignore_index
-        if self.group is not None and support is None:
-            make_call([_input], head, tokens, Query(*self._names()), options)  # raises before what all ranks reach
 
         def statistics(hidden: Tensor, head: Head, names: tuple[str, ...], metrics: tuple[str, ...] = ()) -> Statistics:
             if support is None:
@@ -235,9 +230,6 @@ class LigerFusedLinearGRPOLoss(CompletionLoss):
                 ref_per_token_logps = statistics(ref_input, batch.ref_head, ("logp",)).logp
         elif self.beta:
             (ref_per_token_logps,) = batch.reference_logps(tokens, options)
-        # The ranks of a group first meet in PolicyInputs: nothing that one of them alone may refuse comes after it.
-        early = support is not None and self.group is not None
-        found = statistics(_input, head, *self._names()) if early else None
         inputs = PolicyInputs(
             self.settings,
             mask,
@@ -258,8 +250,7 @@ class LigerFusedLinearGRPOLoss(CompletionLoss):
         if one_pass:
             loss, logps = self._one_pass(head, _input, tokens, inputs, options)
         else:
-            found = statistics(_input, head, *self._names()) if found is None else found
-            loss, logps = self._two_passes(found, inputs, head.vocabulary_ranks)
+            loss, logps = self._two_passes(statistics(_input, head, *self._names()), inputs, head.vocabulary_ranks)
         # Neither the log-probabilities nor the inputs have a graph: the metrics are constants.
         found_of_tokens = objectives.token_metrics(logps, inputs, kl=bool(self.beta))
         metrics = [inputs.total(each) / inputs.counted for each in found_of_tokens]
@@ -298,9 +289,9 @@ class LigerFusedLinearGRPOLoss(CompletionLoss):
         names = ("logp",) if self._coef is None else ("logp", "entropy")
         return names, ("entropy",) if self.top_entropy_quantile < 1.0 else ()
 
-    def _observe(self, entropy_sum: Tensor, tokens: Tensor, logps: Tensor) -> None:
+    def _observe(self, entropy_sum: Tensor, tokens: Tensor) -> None:
         if isinstance(self.entropy_coef, AdaptiveEntropy) and self.training:
-            self.entropy_coef.observe(entropy_sum, tokens, checksum(logps))
+            self.entropy_coef.observe(entropy_sum, tokens)
 
     def _one_pass(
         self,
@@ -325,7 +316,7 @@ class LigerFusedLinearGRPOLoss(CompletionLoss):
         query = Query(names, token_loss=token_loss, token_inputs=token_inputs, counts=counts)
         loss, (found,) = separable_loss([hidden], head, tokens, query, options)
         if coef is not None:
-            self._observe(found.entropy.sum(), inputs.mask.sum(), found.logp)
+            self._observe(found.entropy.sum(), inputs.mask.sum())
         return loss if self.group is None else self.total(loss), found.logp
 
     @staticmethod
@@ -348,6 +339,6 @@ class LigerFusedLinearGRPOLoss(CompletionLoss):
         if coef is not None:
             acting = inputs.mask if acting is None else acting
             total, count = (found.entropy * acting).sum(), acting.sum()
-            self._observe(total, count, found.logp)
+            self._observe(total, count)
             loss = loss - coef * inputs.total(total) / inputs.total(count).clamp(min=1)
         return loss, found.logp.detach()

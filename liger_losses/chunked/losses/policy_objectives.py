@@ -14,9 +14,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from liger_losses.chunked.engine.agreement import agree, meet, note, telling_slices
-from liger_losses.chunked.engine.arguments import options_of
-from liger_losses.chunked.engine.checks import (
+from liger_losses.arguments import options_of
+from liger_losses.checks import (
     check_alike,
     check_group,
     check_range,
@@ -24,7 +23,8 @@ from liger_losses.chunked.engine.checks import (
     checked_items,
     checked_mask,
 )
-from liger_losses.chunked.engine.head import Head
+from liger_losses.chunked import Head
+from liger_losses.chunked.engine.agreement import agree
 from liger_losses.chunked.losses.batches import gather_over_processes, sum_over_processes, world_size
 from liger_losses.chunked.losses.completion_loss import MAX_EXPONENT, wide_dtype
 from liger_losses.chunked.losses.context_parallel import sum_over_group
@@ -80,14 +80,6 @@ class PolicyInputs:
         self.token_is_ratio = masked("is_ratio", is_ratio, column=True)
         # As it was given, [B, 1] or [B, T].
         self.is_ratio = per_token("is_ratio", is_ratio, mask, column=True)
-        note(
-            advantages=self.advantages,
-            is_ratio=self.token_is_ratio,
-            num_items_in_batch=num_items_in_batch,
-            old_logps=self.old_logps,
-            ref_logps=self.ref_logps,
-            sampling_logps=self.sampling_logps,
-        )
         lengths = mask.sum(-1, keepdim=True)
         if group is not None:
             if num_items_in_batch is not None:
@@ -95,7 +87,7 @@ class PolicyInputs:
             whole = None if self.is_ratio is None else self.is_ratio.shape[1] == 1
             given = "not given" if num_items_in_batch is None else "given"
             facts = {"sequences": len(mask), "is_ratio_of_whole_sequences": whole, "num_items_in_batch": given}
-            agree(group, **{**(common_options or vars(options)), **facts})
+            agree(group, {**(common_options or vars(options)), **facts})
             (lengths,) = sum_over_group(group, lengths)
         self.tokens, self.own_lengths = lengths.sum(), lengths
         self.counted = self.tokens.clamp(min=1)
@@ -105,8 +97,6 @@ class PolicyInputs:
         ranks = copies * (1 if group is None else dist.get_world_size(group))
         items = self.tokens
         if normalizer == "items":
-            if head is not None and num_items_in_batch is None:
-                meet(head)  # a rank whose inputs are wrong does not get to the sum
             alone = num_items_in_batch is None and ranks == world_size() == 1
             items = self.counted if alone else _items(mask, num_items_in_batch, copies, ranks)
         sizes = Sizes(mask.float(), lengths.clamp(min=1), options.max_completion_length, items)
@@ -327,26 +317,25 @@ def grpo_loss(
     """
     if group is not None:
         check_group(group, "cp")
-    with telling_slices(group):
-        made = options_of(PolicyOptions, grpo_loss, options)
-        check_tensor("logps", logps)
-        check_tensor("mask", mask)
-        if logps.dim() != 2 or logps.shape != mask.shape:
-            raise ValueError(f"logps and mask must both be [B, T], got {tuple(logps.shape)} and {tuple(mask.shape)}.")
-        if acting is not None:
-            acting = checked_mask("acting", acting, "mask", mask)
-        inputs = PolicyInputs(
-            made,
-            mask != 0,
-            advantages,
-            old_logps=old_logps,
-            ref_logps=ref_logps,
-            sampling_logps=sampling_logps,
-            is_ratio=is_ratio,
-            num_items_in_batch=num_items_in_batch,
-            prompts=prompts,
-            group=group,
-        )
+    made = options_of(PolicyOptions, grpo_loss, options)
+    check_tensor("logps", logps)
+    check_tensor("mask", mask)
+    if logps.dim() != 2 or logps.shape != mask.shape:
+        raise ValueError(f"logps and mask must both be [B, T], got {tuple(logps.shape)} and {tuple(mask.shape)}.")
+    if acting is not None:
+        acting = checked_mask("acting", acting, "mask", mask)
+    inputs = PolicyInputs(
+        made,
+        mask != 0,
+        advantages,
+        old_logps=old_logps,
+        ref_logps=ref_logps,
+        sampling_logps=sampling_logps,
+        is_ratio=is_ratio,
+        num_items_in_batch=num_items_in_batch,
+        prompts=prompts,
+        group=group,
+    )
     return inputs.total(inputs.weights * coupled_terms(logps, inputs, acting))
 
 

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.compiler import is_dynamo_compiling
 
-from liger_losses.chunked.engine.checks import FiniteFloat, NonNegativeFloat, PositiveFloat, check_fields, check_names
+from liger_losses.checks import FiniteFloat, NonNegativeFloat, PositiveFloat, check_fields, check_names
 from liger_losses.chunked.losses.context_parallel import sum_over_group
 from liger_losses.chunked.losses.policy_estimates import (
     KL_ESTIMATORS,

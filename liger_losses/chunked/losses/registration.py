@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from liger_losses.chunked.engine.checks import check_names, check_new
+from liger_losses.checks import check_names, check_new
 from liger_losses.chunked.losses import policy_estimates, policy_objectives, policy_tables
 from liger_losses.chunked.losses.policy_tables import LossType, Objective, PolicyOptions
 from liger_losses.kernels.divergence_forms import FORMS, Divergence, Form, finite_logs

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from liger_losses.chunked.engine.checks import check_alike, check_names, check_range, checked_mask
+from liger_losses.checks import check_alike, check_names, check_range, checked_mask
 from liger_losses.chunked.losses.policy_estimates import k3, ratio_of
 
 #: Log ratios that a weight is taken of: (log ratios ``[B, T]``, their sums ``[B, 1]``, lengths ``[B, 1]``) to

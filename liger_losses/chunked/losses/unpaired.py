@@ -15,9 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from liger_losses.chunked.engine import Head
-from liger_losses.chunked.engine.agreement import checksum, note
-from liger_losses.chunked.engine.checks import (
+from liger_losses.checks import (
     NonNegativeFloat,
     PositiveFloat,
     as_tensor,
@@ -30,9 +28,10 @@ from liger_losses.chunked.engine.checks import (
     check_tensor,
     checked_mask,
 )
+from liger_losses.chunked import Head
 from liger_losses.chunked.engine.operators import loss_operator
 from liger_losses.chunked.losses.base import AnyHead
-from liger_losses.chunked.losses.batches import bits_of, find_batch, no_batches, sum_over_processes, with_batch
+from liger_losses.chunked.losses.batches import sum_over_processes
 from liger_losses.chunked.losses.completion_loss import (
     CompletionBatch,
     CompletionLoss,
@@ -196,11 +195,8 @@ class UnpairedPreferenceLoss(CompletionLoss):
     settings: UnpairedOptions
     positions = ("ignore_index", "beta", "compiled", "use_ref_model", "average_log_prob", "chunk_size")
 
-    def reward_shift(self, rewards: Tensor, logps: Tensor) -> Tensor | float:
-        """What rewards ``[B]`` are compared with, ``[]`` or ``[B]``, if not with a KL divergence.
-
-        Neither they nor the policy's log-probabilities ``[B]`` have a gradient.
-        """
+    def reward_shift(self, rewards: Tensor) -> Tensor | float:
+        """What rewards ``[B]`` without a gradient are compared with, ``[]`` or ``[B]``, if not with a KL divergence."""
         return 0.0
 
     @loss_operator
@@ -274,12 +270,11 @@ class UnpairedPreferenceLoss(CompletionLoss):
             if kl.numel() != 1 and kl.shape != (count,):
                 raise ValueError(f"kl must be one number or [{count}], one per completion, got {tuple(kl.shape)}.")
             kl = kl.to(torch.promote_types(kl.dtype, torch.float32)).reshape(() if kl.numel() == 1 else (count,))
-        note(preference_labels=desirable, kl=kl, sample_weights=sample_weights)
         groups, _ = self.score(batch, metrics=tuple(dict.fromkeys(("mean_logit", *self.metrics))))
         logps, ref = torch.cat([part.logps for part in groups]), torch.cat([part.ref_logps for part in groups])
         logits = torch.cat([part.logits for part in groups]) * head.vocab_size
         rewards = self.beta * (logps - ref)
-        shift = self.reward_shift(rewards.detach(), logps.detach()) if kl is None else self.beta * kl
+        shift = self.reward_shift(rewards.detach()) if kl is None else self.beta * kl
         losses = unpaired_loss(
             rewards,
             desirable,
@@ -407,9 +402,8 @@ class LigerFusedLinearBCOLoss(UnpairedPreferenceLoss):
     once, over all processes. The running mean is a buffer that is saved with the module. It is not updated in
     evaluation (:meth:`torch.nn.Module.eval`).
 
-    Activation checkpointing runs a batch again. A batch whose log-probabilities are bitwise equal to one of the last 64
-    batches is therefore treated as the same batch. It does not change the running mean, and is compared with the same
-    mean as before.
+    A batch counts when its loss is called. Call the loss outside of activation checkpointing, which would call it again
+    in backward: the batch would count twice, and its gradient would be that of another mean.
 
     Options as in :class:`LigerFusedLinearKTOLoss`, but for ``loss_type``.
     """
@@ -417,33 +411,22 @@ class LigerFusedLinearBCOLoss(UnpairedPreferenceLoss):
     options_type = BCOOptions
     running_shift: Tensor
     batches: Tensor
-    counted: Tensor
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
         self.register_buffer("running_shift", torch.zeros((), dtype=torch.float32))
         self.register_buffer("batches", torch.zeros((), dtype=torch.int64))
-        # The sums that tell a batch from others, and the mean that it was compared with.
-        self.register_buffer("counted", no_batches(4), persistent=False)
 
-    def reward_shift(self, rewards: Tensor, logps: Tensor) -> Tensor:
+    def reward_shift(self, rewards: Tensor) -> Tensor:
         """The running mean of the rewards. In training, it includes the rewards ``[B]`` of this batch."""
-        state = self.running_shift, self.batches, self.counted
-        shift, batches, counted = (value.to(rewards.device) for value in state)
+        shift, batches = self.running_shift.to(rewards.device), self.batches.to(rewards.device)
         if not self.training:
             return shift
-        which = (checksum(logps) % 2**40).to(rewards.dtype)  # small enough to be added up exactly
-        sums = torch.stack([rewards.sum(), rewards.new_tensor(float(rewards.numel())), which])
-        sums = sum_over_processes(sums)
-        total, count, _ = sums
+        sums = torch.stack([rewards.sum(), rewards.new_tensor(float(rewards.numel()))])
+        total, count = sum_over_processes(sums)
         # A batch without completions, or with a reward that is not finite, does not count.
-        counts, key = (count > 0) & total.isfinite(), bits_of(sums)
-        again, known = find_batch(counted, key)
-        new = counts & ~again
-        batches = batches + new
-        mean = torch.where(new, total / count.clamp(min=1), 0.0)
-        shift = torch.where(new, shift + (mean - shift) / batches.clamp(min=1), shift).float()
-        self.running_shift, self.batches = shift, batches
-        self.counted = with_batch(counted, torch.cat([key, bits_of(shift[None])]), new)
-        # In a second forward, what the first one took.
-        return torch.where(counts & again, known.to(torch.int32).view(torch.float32)[0], shift)
+        counts = (count > 0) & total.isfinite()
+        self.batches = batches + counts
+        mean = torch.where(counts, total / count.clamp(min=1), shift)
+        self.running_shift = (shift + (mean - shift) / self.batches.clamp(min=1)).float()
+        return self.running_shift

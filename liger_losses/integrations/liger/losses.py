@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import liger_losses
-from liger_losses.chunked.engine import EngineOptions, Head, linear_statistics
+from liger_losses.chunked import EngineOptions, Head, linear_statistics
 from liger_losses.chunked.losses.softmax_divergences import jsd
 from liger_losses.integrations import on_logits
 from liger_losses.integrations.liger.call_forms import called_as, module_class

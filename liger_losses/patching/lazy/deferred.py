@@ -10,8 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from liger_losses.chunked.engine import Head, QuantizedWeight, linear_statistics
-from liger_losses.chunked.engine.ranks import ALONE, Ranks
+from liger_losses.chunked import ALONE, Head, QuantizedWeight, Ranks, linear_statistics
 from liger_losses.kernels.autograd import autocast_dtype, once_differentiable
 from liger_losses.kernels.reading import version_of
 from liger_losses.patching.lazy.warning import cannot_compute

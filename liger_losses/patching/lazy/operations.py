@@ -17,8 +17,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from liger_losses.chunked.engine import EngineOptions
-from liger_losses.chunked.engine.plan import default_workspace
+from liger_losses.chunked import EngineOptions
 from liger_losses.chunked.losses.cross_entropy_terms import linear_cross_entropy
 from liger_losses.kernels.autograd import autocast_dtype
 from liger_losses.patching.lazy.deferred import DeferredLogits
@@ -321,11 +320,10 @@ def _by_rows(name: str, deferred: DeferredLogits, **options: Any) -> list[Any]:
 
     The logits exist for some tokens at a time.
     """
-    hidden_states, vocab_size = deferred.hidden_states.detach(), deferred.head.vocab_size
+    hidden_states = deferred.hidden_states.detach()
     hidden_states = hidden_states.reshape(-1, hidden_states.shape[-1])
-    rows = max(1, default_workspace(vocab_size, 4, deferred.device) // (8 * vocab_size))
     with torch.no_grad():
-        parts = (deferred.with_rows(part) for part in hidden_states.split(rows))
+        parts = (deferred.with_rows(part) for part in hidden_states.split(1024))
         return [getattr(part.values(), name)(dim=-1, **options) for part in parts]
 
 

@@ -12,9 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from liger_losses.chunked.engine import Head
-from liger_losses.chunked.engine.quantized_kinds import is_quantized
-from liger_losses.chunked.engine.ranks import ALONE, Ranks
+from liger_losses.chunked import ALONE, Head, Ranks, is_quantized
 from liger_losses.kernels.autograd import edges, once_differentiable
 from liger_losses.kernels.reading import version_of
 from liger_losses.patching.lazy.deferred import DeferredLogits, HeadWeights, autocast_of

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from liger_losses.chunked.engine import Head
+from liger_losses.chunked import Head
 from liger_losses.kernels.logit_transform import LogitTransform
 from liger_losses.patching.lazy.deferred import DeferredLogits, HeadWeights, samples_of
 from liger_losses.patching.lazy.operations import OPERATIONS

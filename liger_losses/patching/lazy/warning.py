@@ -8,7 +8,7 @@ from contextvars import ContextVar
 from typing import Any
 
 from liger_losses.caller import calling_line, warn
-from liger_losses.chunked.engine.checks import see
+from liger_losses.checks import see
 
 _ALLOWED: ContextVar[bool] = ContextVar("allow_materialization", default=False)
 #: Operations and their callers for which the warning was given.

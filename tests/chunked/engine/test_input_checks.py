@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from liger_losses import linear_logps
-from liger_losses.kernels.rms_norm import rms_norm
+from liger_losses.layers.rms_norm import rms_norm
 from tests.losses import CE
 from tests.reference import problem
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from liger_losses import linear_logps
-from liger_losses.kernels import glu, layer_norm, rms_norm, rope
+from liger_losses.layers import glu, layer_norm, rms_norm, rope
 from liger_losses.patching.patch import patch
 from tests.losses import CE, DPO
 from tests.models import small

@@ -1,5 +1,7 @@
 """The engine on a GPU: exact in every dtype by every strategy, deterministic, and within its workspace."""
 
+import subprocess
+import sys
 import warnings
 
 import pytest
@@ -272,6 +274,35 @@ def test_bad_labels_are_an_error_and_the_gpu_survives():
         linear_logps(hidden, weight, labels)
     labels[3] = 5
     assert linear_logps(hidden, weight, labels).isfinite().all()
+
+
+#: Calls that leave out no token, of labels outside of the vocabulary.
+WRONG = """
+import torch
+from liger_losses import LigerFusedLinearCrossEntropyLoss, linear_logps
+hidden, weight = (torch.zeros(n, 64, dtype=torch.bfloat16, device="cuda", requires_grad=True) for n in (16, 256))
+labels = torch.full((16,), 256, device="cuda")
+with torch.set_grad_enabled({}):
+    {}
+torch.cuda.synchronize()
+"""
+
+
+@pytest.mark.parametrize("grad", [True, False])
+@pytest.mark.parametrize(
+    "call",
+    [
+        "LigerFusedLinearCrossEntropyLoss(compact=False)(weight, hidden, labels)",
+        "linear_logps(hidden, weight, labels, compact=False)",
+    ],
+)
+def test_a_gpu_asserts_that_labels_are_right_where_no_token_is_left_out(call, grad):
+    """In a process of its own, whose work there ends."""
+    ended = subprocess.run(
+        [sys.executable, "-c", WRONG.format(grad, call)], capture_output=True, text=True, timeout=300
+    )
+    assert ended.returncode
+    assert "device-side assert" in ended.stderr
 
 
 def test_one_synchronisation_and_none_in_backward():

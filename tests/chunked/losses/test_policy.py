@@ -4,7 +4,6 @@ import math
 
 import pytest
 import torch
-from torch.utils.checkpoint import checkpoint
 
 from liger_losses import AdaptiveEntropy, functional
 from liger_losses.chunked.losses import policy_objectives
@@ -206,31 +205,6 @@ def test_the_corrected_divergence_of_sequences_keeps_its_digits(level, gap):
         found.append(leaf.grad)
     assert float(found[0][0, 0]) == pytest.approx(-gap * math.exp(0.1) / 4, rel=1e-3)
     torch.testing.assert_close(found[0].double(), found[1], rtol=1e-3, atol=1e-3)
-
-
-@pytest.mark.parametrize("reentrant", [False, True])
-@pytest.mark.parametrize("options", [{}, {"top_entropy_quantile": 0.5}])
-def test_activation_checkpointing_counts_entropies_once(options, reentrant):
-    """Around every second batch, which would weigh twice in the mean."""
-    found = []
-    for checkpointed in (False, True):
-        adaptive = AdaptiveEntropy(0.1, target=10.0)
-        loss, values = GRPO(beta=0.0, entropy_coef=adaptive, **options), []
-        for step in range(3):
-            for seed in (2 * step, 2 * step + 1):
-                hidden, weight, bias, ids, mask, advantages, *_ = problem(seed)
-
-                def call(hidden, loss=loss, others=(weight, ids, mask, advantages, bias)):
-                    return loss(hidden, *others)[0]
-
-                value = checkpoint(call, hidden, use_reentrant=reentrant) if checkpointed and seed % 2 else call(hidden)
-                value.backward()
-                values += [value.detach(), hidden.grad, weight.grad]
-            adaptive.step()
-            values += [torch.tensor(adaptive.last_entropy), torch.tensor(adaptive.value)]
-        found.append(values)
-    for plain, again in zip(*found, strict=True):
-        assert torch.equal(plain, again)
 
 
 def test_ids_that_stand_for_no_token_are_masked():

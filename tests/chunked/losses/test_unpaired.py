@@ -3,7 +3,6 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from torch.utils.checkpoint import checkpoint
 
 from liger_losses import Completions
 from tests.losses import BCO, KTO
@@ -133,47 +132,6 @@ def test_the_running_shift_counts_every_training_batch_once():
     loss.backward()
 
 
-@pytest.mark.parametrize("reentrant", [False, True])
-@pytest.mark.parametrize("at_once", [1, 2])
-def test_activation_checkpointing_counts_a_batch_once(at_once, reentrant):
-    """The forward runs again in backward, maybe after other batches' forwards: nothing else than without it."""
-    found = []
-    for checkpointed in (False, True):
-        torch.manual_seed(0)
-        module = BCO(beta=0.5, use_ref_model=False)
-        weight = problem()[1].detach().clone().requires_grad_()
-        for step in range(3):
-            batches = [problem(at_once * step + i) for i in range(at_once)]
-            losses = []
-            for hidden, _, labels, _, _, desirable in batches:
-
-                def call(hidden, module=module, weight=weight, labels=labels, desirable=desirable):
-                    return module(weight, (hidden, labels), preference_labels=desirable)[0]
-
-                losses.append(checkpoint(call, hidden, use_reentrant=reentrant) if checkpointed else call(hidden))
-            grads = [*[hidden for hidden, *_ in batches], weight]
-            for leaf in grads:
-                leaf.grad = None
-            sum(losses).backward()
-            found.append([*[leaf.grad for leaf in grads], module.running_shift, module.batches])
-            with torch.no_grad():
-                weight -= 0.1 * weight.grad
-        assert module.batches == 3 * at_once
-    for plain, again in zip(found[:3], found[3:], strict=True):
-        for a, b in zip(plain, again, strict=True):
-            assert torch.equal(a, b)
-
-
-def test_batches_without_a_log_ratio_count_each():
-    """Before the first step, policy and reference are the same, and all rewards 0."""
-    module = BCO()
-    for seed in range(3):
-        hidden, weight, labels, _, _, desirable = problem(seed)
-        given = Completions(hidden, labels, ref_hidden_states=hidden.detach())
-        module(weight, given, ref_weight=weight.detach(), preference_labels=desirable)
-        assert module.batches == seed + 1
-
-
 def test_the_running_shift_ignores_what_says_nothing():
     hidden, weight, labels, _, _, desirable = problem()
     module = BCO(beta=0.5)
@@ -189,6 +147,7 @@ def test_the_running_shift_ignores_what_says_nothing():
     with torch.inference_mode():
         module.eval()(weight, Completions(hidden, labels, ref_logps=torch.zeros(B)), **marks)
     module.train()(weight, Completions(hidden, labels, ref_logps=torch.zeros(B)), **marks)[0].backward()
+    assert module.batches == 2  # also if it is the same batch
 
 
 def test_sample_weights():

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from liger_losses.kernels._triton import BACKEND_VARIABLE
 from liger_losses.kernels.autograd import records_nothing
-from liger_losses.kernels.plain import PLAIN
+from liger_losses.layers.plain import PLAIN
 
 T = TypeVar("T")
 

@@ -15,9 +15,9 @@ import torch.autograd.forward_ad as fwAD
 from torch import Tensor
 
 from liger_losses.kernels._triton import device_of, jit, tl
-from liger_losses.kernels.activations import ACTIVATIONS, activate
-from liger_losses.kernels.prepared import Prepared
-from liger_losses.kernels.rows import as_output, as_rows, empty_like, interleaved, wide, with_strides
+from liger_losses.layers.activations import ACTIVATIONS, activate
+from liger_losses.layers.prepared import Prepared
+from liger_losses.layers.rows import as_output, as_rows, empty_like, interleaved, wide, with_strides
 
 # Measured on an H200: elements of a block, and warps.
 _FORWARD_BLOCK, _BACKWARD_BLOCK = (2048, 8), (1024, 4)

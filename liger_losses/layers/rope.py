@@ -13,10 +13,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from liger_losses.kernels._tiles import power_of_two
 from liger_losses.kernels._triton import choose_backend, device_of, jit, tl, warn_once
 from liger_losses.kernels.autograd import once_differentiable, operator
-from liger_losses.kernels.prepared import Prepared, PreparedKernel
-from liger_losses.kernels.rows import power_of_two
+from liger_losses.layers.prepared import Prepared, PreparedKernel
 
 # Measured on an H200: elements of a tile (heads by half of the dimensions), and warps.
 _TILE, _WARPS = 1024, 1

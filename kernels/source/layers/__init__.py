@@ -10,11 +10,11 @@ import torch.nn.functional as F
 from torch import Tensor, cat, nn
 
 from liger_losses.chunked.losses.cross_entropy import LigerFusedLinearCrossEntropyLoss
-from liger_losses.kernels.glu import glu, glu_mlp
-from liger_losses.kernels.layer_norm import layer_norm
-from liger_losses.kernels.plain import is_plain_linear
-from liger_losses.kernels.rms_norm import gated_rms_norm, rms_norm
-from liger_losses.kernels.rope import rope
+from liger_losses.layers.glu import glu, glu_mlp
+from liger_losses.layers.layer_norm import layer_norm
+from liger_losses.layers.plain import is_plain_linear
+from liger_losses.layers.rms_norm import gated_rms_norm, rms_norm
+from liger_losses.layers.rope import rope
 
 __all__ = [
     "GatedRMSNorm",

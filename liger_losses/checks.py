@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from liger_losses.kernels.reading import assert_on_device
 from liger_losses.kernels.tracing import when_compiling
 
 #: The site that ``make docs`` builds; the same as in pyproject.toml, which a test compares.
@@ -163,6 +164,62 @@ def check_labels(*labels: Any) -> None:
                 f"labels must be int64 token ids, got {part.dtype} of shape {tuple(part.shape)}; convert them with "
                 ".long(), unless these are hidden states or a mask, and the arguments are in another order."
             )
+
+
+def host_checks(device: torch.device) -> bool:
+    """Whether labels can be read at no cost, so that a bad one is an ordinary error."""
+    return device.type == "cpu"
+
+
+def check_temperature(temperature: Tensor, device: torch.device, shapes: Sequence[torch.Size]) -> None:
+    """Raise ValueError unless this is one temperature for each label.
+
+    For several tensors of labels, it is ``[T]``: the temperatures of all their tokens, one tensor after another; or
+    tensors of one shape share temperatures of that shape.
+    """
+    expected = shapes[0] if len(shapes) == 1 else torch.Size([sum([shape.numel() for shape in shapes])])
+    if temperature.shape != expected and {*shapes} != {temperature.shape}:
+        raise ValueError(
+            f"temperature must be a number, or a tensor with one for each hidden state, {list(expected)}, got shape "
+            f"{list(temperature.shape)}; one for each sequence [B] becomes one per token by "
+            "temperature[:, None].expand_as(labels)."
+        )
+    if temperature.device != device:
+        raise ValueError(f"temperature is on {temperature.device}, the weight on {device}; move it with .to(...).")
+
+
+def checked_temperatures(found: Tensor) -> Tensor:
+    """The temperatures, unless one is not positive and finite: a ValueError on a CPU, a device assertion on a GPU."""
+    right = ((found > 0) & (found < math.inf)).all()
+    if not host_checks(found.device):
+        assert_on_device(right)
+    elif not right:
+        wrong = found[~((found > 0) & (found < math.inf))]
+        raise ValueError(
+            f"temperature must be positive and finite for every token that carries loss, got {float(wrong[0])!r} "
+            f"for {len(wrong)} of {len(found)} tokens."
+        )
+    return found
+
+
+def check_vocabulary(extremes: Sequence[int], vocab_size: int, ignore_index: int) -> None:
+    """Raise ValueError unless the lowest and highest labels are in the vocabulary."""
+    if extremes and (min(extremes) < 0 or max(extremes) >= vocab_size):
+        raise ValueError(
+            f"labels must be in [0, {vocab_size}), the rows of the weight, or ignore_index={ignore_index}; "
+            f"found labels from {min(extremes)} to {max(extremes)}. Mask padding with ignore_index, and check "
+            "that the tokenizer and the weight have the same vocabulary." + see("labels-outside-of-the-vocabulary")
+        )
+
+
+def check_right(right: Tensor, labels: Tensor, vocab_size: int, ignore_index: int) -> None:
+    """Raise ValueError unless it is ``right`` that all labels are in the vocabulary; on a GPU, assert it there."""
+    if not host_checks(labels.device):
+        assert_on_device(right)
+    elif not right:
+        right.fill_(True)  # of the next call
+        found = labels[labels != ignore_index]
+        check_vocabulary([int(found.amin()), int(found.amax())], vocab_size, ignore_index)
 
 
 def check_shift(shift: Any, several: bool = True) -> None:

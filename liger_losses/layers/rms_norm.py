@@ -15,8 +15,8 @@ from torch import Tensor
 
 from liger_losses.kernels._triton import device_of, jit, tl
 from liger_losses.kernels.autograd import once_differentiable, operator, where_needed
-from liger_losses.kernels.prepared import PreparedKernel
-from liger_losses.kernels.rows import (
+from liger_losses.layers.prepared import PreparedKernel
+from liger_losses.layers.rows import (
     Forward,
     as_output,
     choose_row_backend,

@@ -8,14 +8,14 @@ import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
-from liger_losses.kernels import glu as glu_module
-from liger_losses.kernels.activations import ACTIVATIONS
-from liger_losses.kernels.glu import glu, glu_fused, glu_linear, glu_mlp
-from liger_losses.kernels.layer_norm import layer_norm
-from liger_losses.kernels.rms_norm import rms_norm
-from liger_losses.kernels.rope import rope
+from liger_losses.layers import glu as glu_module
+from liger_losses.layers.activations import ACTIVATIONS
+from liger_losses.layers.glu import glu, glu_fused, glu_linear, glu_mlp
+from liger_losses.layers.layer_norm import layer_norm
+from liger_losses.layers.rms_norm import rms_norm
+from liger_losses.layers.rope import rope
 from tests.kernels.cases import DEVICE
-from tests.kernels.layers import check, normal, run
+from tests.layers.eager import check, normal, run
 
 ACTS = {"silu": F.silu, "gelu": F.gelu, "gelu_tanh": lambda x: F.gelu(x, approximate="tanh")}
 

@@ -4,9 +4,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from liger_losses.kernels.layer_norm import layer_norm
+from liger_losses.layers.layer_norm import layer_norm
 from tests.kernels.cases import DEVICE
-from tests.kernels.layers import check, normal
+from tests.layers.eager import check, normal
 
 
 @pytest.mark.parametrize("columns", [1, 33, 128, 4097])

@@ -1,4 +1,4 @@
-"""Layer normalization: :mod:`liger_losses.kernels.rms_norm` of rows whose mean is subtracted first."""
+"""Layer normalization: :mod:`liger_losses.layers.rms_norm` of rows whose mean is subtracted first."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from liger_losses.kernels.autograd import autocast_dtype
-from liger_losses.kernels.rms_norm import normalize
+from liger_losses.layers.rms_norm import normalize
 
 
 def layer_norm(

@@ -15,10 +15,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from liger_losses.kernels._triton import choose_backend
-from liger_losses.kernels.activations import ACTIVATIONS
 from liger_losses.kernels.autograd import autocast_dtype, edges, once_differentiable, operator, where_needed
-from liger_losses.kernels.glu_kernels import Formula, Product, product_of, write_gradients
-from liger_losses.kernels.prepared import PreparedKernel
+from liger_losses.layers.activations import ACTIVATIONS
+from liger_losses.layers.glu_kernels import Formula, Product, product_of, write_gradients
+from liger_losses.layers.prepared import PreparedKernel
 
 #: Fewer rows make matrix products slower per row.
 _FROZEN_ROWS = 2048

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from liger_losses.kernels import glu, layer_norm, rms_norm, rope
+from liger_losses.layers import glu, layer_norm, rms_norm, rope
 from liger_losses.modules import RMSNorm, SwiGLUMLP
 from tests.reference import relative_error, tensors_of
 from tests.results.compiled import DEVICE, HALF, assert_same, compiled, gradients

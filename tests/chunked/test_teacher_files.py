@@ -2,6 +2,7 @@
 
 import threading
 import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -37,7 +38,7 @@ def test_what_is_read_is_what_was_written(dtype, tmp_path):
     assert files.names() == ["0", "b"]
     assert torch.equal(files.teacher("b").hidden_states, states.view(4, 5, WIDE)[:, 1:])
     writer.write("c", torch.zeros(5000, WIDE, dtype=dtype)[:3])
-    assert (tmp_path / "teacher" / "batch-c.pt").stat().st_size < 10_000  # not all of what it is a view of
+    assert (tmp_path / "teacher" / "batch-c.safetensors").stat().st_size < 10_000  # not all of what it is a view of
     found = loss_and_gradients(hidden, weight, labels, files.teacher(0))
     expected = loss_and_gradients(hidden, weight, labels, Teacher(states, head))
     assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
@@ -52,7 +53,7 @@ def test_half_precision_and_casts(tmp_path):
     assert teacher.head.weight.dtype == teacher.hidden_states.dtype == torch.float64
     assert torch.equal(teacher.hidden_states, states.bfloat16().double())
     assert TeacherFiles(tmp_path).names() == []
-    with pytest.raises(FileNotFoundError, match=r"no batch .*batch-0.pt after 0 s.*TeacherWriter"):
+    with pytest.raises(FileNotFoundError, match=r"no .*batch-0.safetensors after 0 s.*TeacherWriter"):
         TeacherFiles(tmp_path).teacher(0)
 
 
@@ -76,33 +77,33 @@ def test_two_writers_of_one_folder_do_not_mix(tmp_path, monkeypatch):
     """In one process, or with the same process id in two containers, at the same time."""
     *_, states, head = models()
     first, second = (TeacherWriter(tmp_path, head, dtype=torch.float32) for _ in range(2))
-    save, interrupted = torch.save, []
+    write_bytes, interrupted = Path.write_bytes, []
 
-    def save_while_the_other_writes(values, path):
-        save(values, path)
+    def write_while_the_other_writes(path, data):
+        write_bytes(path, data)
         if not interrupted:
             interrupted.append(path)
             second.write(0, states * 2)
 
-    monkeypatch.setattr(torch, "save", save_while_the_other_writes)
+    monkeypatch.setattr(Path, "write_bytes", write_while_the_other_writes)
     first.write(0, states)
     assert torch.equal(TeacherFiles(tmp_path).teacher(0).hidden_states, states)
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["batch-0.pt", "head.pt"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["batch-0.safetensors", "head.safetensors"]
 
 
 @pytest.mark.parametrize("shape", [(T, WIDE), (5, 4, WIDE)])
 def test_a_batch_that_is_replaced_while_it_is_read_is_read_whole(shape, tmp_path, monkeypatch):
-    """Between the description, which torch.load reads first, and the numbers, which it maps then."""
+    """Between the header, which safe_open reads first, and the numbers, which it maps then."""
     *_, states, head = models()
     writer, later, mapped = TeacherWriter(tmp_path, head, dtype=torch.float32), [states * 2], []
     writer.write(0, states)
     files, from_file = TeacherFiles(tmp_path), torch.UntypedStorage.from_file
 
-    def replace_and_map(*arguments):
+    def replace_and_map(*arguments, **keywords):
         mapped.append(arguments)
         if later:
             writer.write(0, later.pop().view(shape))
-        return from_file(*arguments)
+        return from_file(*arguments, **keywords)
 
     monkeypatch.setattr(torch.UntypedStorage, "from_file", replace_and_map)
     assert torch.equal(files.teacher(0).hidden_states, (states * 2).view(shape))
@@ -113,14 +114,14 @@ def test_nothing_is_left_of_what_could_not_be_written(tmp_path, monkeypatch):
     *_, states, head = models()
     writer = TeacherWriter(tmp_path, head)
 
-    def fill_the_disk(values, path):
-        path.write_bytes(b"half")
+    def fill_the_disk(path, data):
+        path.write_text("half")
         raise OSError("No space left on device")
 
-    monkeypatch.setattr(torch, "save", fill_the_disk)
+    monkeypatch.setattr(Path, "write_bytes", fill_the_disk)
     with pytest.raises(OSError, match="No space left"):
         writer.write(0, states)
-    assert [path.name for path in tmp_path.iterdir()] == ["head.pt"]
+    assert [path.name for path in tmp_path.iterdir()] == ["head.safetensors"]
 
 
 def test_batches_of_another_head_are_refused(tmp_path):
@@ -133,7 +134,7 @@ def test_batches_of_another_head_are_refused(tmp_path):
     TeacherWriter(tmp_path, head.weight).write("other", states)  # without its bias, scale and soft-cap
     after = TeacherFiles(tmp_path)
     for files, name in ((before, "other"), (after, "ours"), (after, "same")):
-        with pytest.raises(ValueError, match=f"batch {name} in .* was written with another head.*a separate folder"):
+        with pytest.raises(ValueError, match=f"batch-{name}.* was written with another head.*a separate folder"):
             files.teacher(name)
     assert before.teacher("same").hidden_states.shape == after.teacher("other").hidden_states.shape == states.shape
 
@@ -142,13 +143,13 @@ def test_batches_of_another_head_are_refused(tmp_path):
 def test_a_truncated_file_is_named(length, tmp_path):
     *_, states, head = models()
     TeacherWriter(tmp_path, head).write("step-3", states)
-    path = tmp_path / "batch-step-3.pt"
+    path = tmp_path / "batch-step-3.safetensors"
     path.write_bytes(path.read_bytes()[:length])
-    with pytest.raises(RuntimeError, match=r"batch step-3 in .*batch-step-3\.pt cannot be read.*write it again"):
+    with pytest.raises(RuntimeError, match=r"batch-step-3\.safetensors cannot be read.*write it again"):
         TeacherFiles(tmp_path).teacher("step-3")
-    path = tmp_path / "head.pt"
+    path = tmp_path / "head.safetensors"
     path.write_bytes(path.read_bytes()[:length])
-    with pytest.raises(RuntimeError, match=r"the head in .*head\.pt cannot be read"):
+    with pytest.raises(RuntimeError, match=r"head\.safetensors cannot be read"):
         TeacherFiles(tmp_path)
 
 
@@ -162,7 +163,7 @@ def test_dtypes_that_ruin_values_are_refused(dtype, tmp_path):
 def test_what_is_refused(tmp_path):
     *_, states, head = models()
     writer = TeacherWriter(tmp_path, head)
-    with pytest.raises(ValueError, match=r"\[..., 40\] to fit the head, got \(20, 30\)"):
+    with pytest.raises(ValueError, match=r"\[..., 40\], got \(20, 30\)"):
         writer.write(0, states[:, :30])
     with pytest.raises(TypeError, match="floating point"):
         writer.write(0, states.long())
@@ -172,7 +173,7 @@ def test_what_is_refused(tmp_path):
     for temperature in (0.7, torch.ones(T)):
         with pytest.raises(ValueError, match="the teacher's head has temperature .*, which must be 1"):
             TeacherWriter(tmp_path / "other", Head(head.weight, transform=LogitTransform(temperature)))
-    with pytest.raises(FileNotFoundError, match="no head"):
+    with pytest.raises(FileNotFoundError, match=r"no .*head\.safetensors"):
         TeacherFiles(tmp_path / "nothing")
 
 

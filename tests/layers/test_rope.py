@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from liger_losses.kernels.rope import rope
-from tests.kernels.layers import check, normal
+from liger_losses.layers.rope import rope
+from tests.layers.eager import check, normal
 
 
 def plain_rope(q, k, cos, sin, interleaved=False, unsqueeze_dim=1):

@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 
 from torch import nn
 
-from liger_losses.chunked.engine.checks import LOSS_INPUTS, meant
+from liger_losses.checks import LOSS_INPUTS, meant
 
 C = TypeVar("C", bound=Any)
 

@@ -4,8 +4,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from liger_losses.kernels.rms_norm import add_rms_norm, gated_rms_norm, rms_norm
-from tests.kernels.layers import check, normal, wide
+from liger_losses.layers.rms_norm import add_rms_norm, gated_rms_norm, rms_norm
+from tests.layers.eager import check, normal, wide
 
 
 def plain_rms_norm(x, weight, eps=1e-6, offset=0.0, multiply="cast_first", gate=None, gate_first=False):

@@ -14,10 +14,10 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from liger_losses.kernels._tiles import processors
+from liger_losses.kernels._tiles import power_of_two, processors
 from liger_losses.kernels._triton import choose_backend, jit, tl
-from liger_losses.kernels.prepared import Prepared
 from liger_losses.kernels.targets import target_of
+from liger_losses.layers.prepared import Prepared
 
 _Tensors = Sequence[Tensor | None]
 _Dtypes = Sequence[torch.dtype | None]
@@ -31,11 +31,6 @@ def tile_of(columns: int, elements: int) -> tuple[int, int]:
     """Rows and columns (a power of two) of a tile of about ``elements``."""
     width = power_of_two(columns)
     return max(1, elements // width), width
-
-
-def power_of_two(number: int) -> int:
-    """The smallest power of two that is no smaller than ``number``."""
-    return 1 << max(number - 1, 0).bit_length()
 
 
 def choose_row_backend(backend: str | None, tensors: Sequence[Tensor | None], **vectors: Tensor | None) -> bool:

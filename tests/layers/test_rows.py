@@ -3,13 +3,13 @@
 import pytest
 import torch
 
-from liger_losses.kernels.glu import glu, glu_fused
-from liger_losses.kernels.layer_norm import layer_norm
-from liger_losses.kernels.rms_norm import add_rms_norm, gated_rms_norm, rms_norm
-from liger_losses.kernels.rope import rope
 from liger_losses.kernels.targets import target_of
+from liger_losses.layers.glu import glu, glu_fused
+from liger_losses.layers.layer_norm import layer_norm
+from liger_losses.layers.rms_norm import add_rms_norm, gated_rms_norm, rms_norm
+from liger_losses.layers.rope import rope
 from tests.kernels.cases import DEVICE
-from tests.kernels.layers import check, normal
+from tests.layers.eager import check, normal
 
 LONGEST = target_of(torch.device(DEVICE)).tiling.longest_row
 NORMS = {

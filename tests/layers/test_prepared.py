@@ -1,0 +1,25 @@
+"""What layers keep of calls of one kind."""
+
+import torch
+
+from liger_losses.layers.prepared import Prepared
+
+
+def test_kinds_of_calls():
+    """Each is prepared once, and those that cannot be told each time."""
+    prepared, made = Prepared(most=3), []
+
+    def of(*tensors, settings=1):
+        return prepared.of(settings, tensors, lambda: made.append(1) or len(made))
+
+    x = torch.zeros(4, 6)
+    assert of(x) == of(x.clone()) == 1
+    others = [x.t(), x[1:], x.double(), x.flatten()[1:].view(23), x.clone().requires_grad_(), None]
+    assert [of(other) for other in others] == list(range(2, 8))
+    assert of(x, settings=2) != of(x, settings=3)
+    before = len(made)
+    for _ in range(2):
+        of(x.to_sparse())
+        of(x, settings=[])
+    assert len(made) == before + 4
+    assert len(prepared.found) <= 3

@@ -1,0 +1,18 @@
+"""What tests of documentation and of extensions register."""
+
+import pytest
+
+from liger_losses.chunked.engine import query
+from liger_losses.chunked.losses import policy_tables
+from liger_losses.kernels import divergence_forms
+
+
+@pytest.fixture
+def registered():
+    """What is registered is forgotten."""
+    tables = policy_tables.LOSS_TYPES, policy_tables.OBJECTIVES, divergence_forms.FORMS, query.REGISTERED
+    before = [dict(table) for table in tables]
+    yield
+    for table, rows in zip(tables, before, strict=True):
+        table.clear()
+        table.update(rows)

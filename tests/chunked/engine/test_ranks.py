@@ -52,21 +52,21 @@ IN_TRITON = rows(
 SIZES = {2: (33, 12), 4: (13, 1, 19, 12)}
 
 
-def combinations(parts, chosen=SHARED, **options):
+def combinations(parts, chosen=SHARED):
     """Rows take turns with the groups of ranks, and of four ranks, both pairs."""
     groups, pairs = [part.group for part in parts.values()], dist.get_world_size() // 2
     for i, row in enumerate(chosen):
         group, pair = groups[i % len(groups)], i // len(groups) % pairs
         if group.size() == WORLD or pair == dist.get_rank() // 2:
             with case_named(str(row)):
-                check(row, Part.of(group, SIZES[group.size()]), **options)
+                check(row, Part.of(group, SIZES[group.size()]))
 
 
 def in_triton(parts):
     """Some of them, and all whose blocks hold exponentials."""
     of_exponentials = [row for row in IN_TRITON if row.asks in ("logp", "metrics") and row.bias != "trained"]
     with interpreter.faster(), interpreter.small_tiles():
-        combinations(parts, list(dict.fromkeys([*of_exponentials, *IN_TRITON[:13:4]])), large=0.5)
+        combinations(parts, list(dict.fromkeys([*of_exponentials, *IN_TRITON[:13:4]])))
 
 
 def all_in_triton(parts):

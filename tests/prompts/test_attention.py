@@ -97,7 +97,7 @@ def test_as_many_kinds_of_models_as_there_are_in_a_process_are_compiled(monkeypa
 
 
 def test_under_autocast_queries_keys_and_values_have_its_dtype(monkeypatch):
-    """Rotated queries and keys of fp32 weights are in fp32, values in bf16, which FlexAttention cannot take together."""
+    """Rotated queries and keys of fp32 weights are in fp32, and values in bf16: FlexAttention takes one dtype."""
     dtypes = []
 
     def watched(*tensors):

@@ -152,6 +152,8 @@ def _cast(deferred: DeferredLogits, dtype: torch.dtype) -> Any:
     return replace(deferred.with_step("to", dtype), dtype=dtype)
 
 
+#: Tokens whose logits exist at a time.
+_ROWS = 1024
 _CASTS = {"float": torch.float32, "double": torch.float64, "half": torch.float16, "bfloat16": torch.bfloat16}
 for _name, _dtype in _CASTS.items():
     _operation(_name, in_graphs=True)(partial(_cast, dtype=_dtype))
@@ -323,7 +325,7 @@ def _by_rows(name: str, deferred: DeferredLogits, **options: Any) -> list[Any]:
     hidden_states = deferred.hidden_states.detach()
     hidden_states = hidden_states.reshape(-1, hidden_states.shape[-1])
     with torch.no_grad():
-        parts = (deferred.with_rows(part) for part in hidden_states.split(1024))
+        parts = (deferred.with_rows(part) for part in hidden_states.split(_ROWS))
         return [getattr(part.values(), name)(dim=-1, **options) for part in parts]
 
 

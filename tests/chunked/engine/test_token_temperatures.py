@@ -107,14 +107,10 @@ def test_what_is_refused():
             linear_divergence(hidden, weight, labels, teacher, Divergence.forward_kl(), temperature=given)
 
 
-def test_what_is_refused_where_ranks_work_together(monkeypatch, one_process):
-    """Before the ranks hear that all of them go on."""
+def test_what_is_refused_where_ranks_work_together(one_process):
     hidden, weight, labels, _ = problem(6, 8, 31, masked=0.0, shape=(2, 3))
     wrong = temperatures((2, 3)).index_fill(0, torch.tensor([1]), 0.0)
-    teacher, agreed = Teacher(hidden.detach(), weight.detach()), []
-    head = Head(weight, transform=LogitTransform(wrong))
-    for module in ("base", "completion_loss"):
-        monkeypatch.setattr(f"liger_losses.chunked.losses.{module}.agree", lambda *_, **facts: agreed.append(facts))
+    teacher, head = Teacher(hidden.detach(), weight.detach()), Head(weight, transform=LogitTransform(wrong))
     group = dist.group.WORLD
     distillation = DistillationLoss(Divergence.forward_kl(), group=group)
     for call in (
@@ -124,7 +120,6 @@ def test_what_is_refused_where_ranks_work_together(monkeypatch, one_process):
     ):
         with pytest.raises(ValueError, match="positive and finite"):
             call()
-    assert not agreed
     shared = Head(weight, transform=LogitTransform(wrong.flatten()), group=group)
     with pytest.raises(ValueError, match=r"one for each hidden state, \[2, 3\], got shape \[6\]"):
         linear_logps(hidden, shared, labels)

@@ -13,6 +13,7 @@ from typing_extensions import TypeVar, Unpack
 from liger_losses import functional as functional
 from liger_losses import modules as modules
 from liger_losses import trl as trl
+from liger_losses.assertions import assert_no_logits as assert_no_logits
 from liger_losses.chunked import EngineOptions as EngineOptions
 from liger_losses.chunked import Head as Head
 from liger_losses.chunked import Largest as Largest
@@ -120,6 +121,7 @@ __all__ = [
     "Teachers",
     "TokenSupport",
     "UnpairedMetrics",
+    "assert_no_logits",
     "functional",
     "linear_divergence",
     "linear_divergence_loss",

@@ -1,20 +1,24 @@
-"""Breaks the package on purpose, one place after another, and says which breaks the tests catch.
+"""Breaks the package on purpose, one place after another, and says which breaks the tests of results catch.
 
-``python -m tests.mutants`` makes all of them (half an hour on two cores), ``python -m tests.mutants softmax_grad 41``
-those whose file or number is named. Each is made in a temporary copy of the package; the checkout stays as it is.
+``python -m tests.mutants`` makes all of them, ``python -m tests.mutants stream 41`` those whose place or number is
+named. A place is a function, a method or a table of a module, and an operation in it: its text and its lines may
+change. Each mutant is made in a temporary copy of the package; the checkout stays as it is.
 """
 
 from __future__ import annotations
 
 import argparse
+import ast
 import contextlib
 import io
 import os
+import shlex
 import shutil
 import signal
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
@@ -22,294 +26,197 @@ ROOT = Path(__file__).parents[1]
 #: The longest that the tests of one mutant may take, in seconds: some make a program wait for ever.
 LIMIT = 400
 
-#: By the tests that must catch them (pytest's arguments): file of the package, what it has once, and what that becomes.
-MUTANTS: dict[str, list[tuple[str, str, str]]] = {
-    "tests/results/test_combinations.py -k 'together and not triton'": [
-        ("chunked/engine/many_heads.py", '"bias", "quantized", "adapters")', '"quantized", "adapters")'),
-        ("kernels/softmax_grad.py", '"p_logp_coef": -g}', '"p_logp_coef": g}'),
-        ("kernels/softmax_grad.py", "2 * g * torch.exp(-values", "g * torch.exp(-values"),
-        ("chunked/engine/accumulation.py", " grad.t(), hidden, accumulate=not first", " grad.t(), hidden"),
-        ("chunked/engine/accumulation.py", "{type(None)} else torch.zeros", "{type(None)} else torch.ones"),
-        ("chunked/engine/stream.py", "unit_gradient[rows] * g[rows, None]", "unit_gradient[rows]"),
-        ("chunked/engine/tokens.py", "values = self.masked(values)\n            elif", "pass\n            elif"),
-        ("chunked/engine/logit_block.py", "else _sum_repeated(columns, upstream)", "else upstream"),
-        ("kernels/online_softmax.py", 'share * (parts["entropy"] - log_share)', 'share * parts["entropy"]'),
-        ("kernels/online_softmax.py", "(totals[ends] - totals[ends - sizes])", "totals[ends]"),
-        ("kernels/online_softmax.py", ".long() + (ends - sizes)[:, None]", ".long()"),
-        ("chunked/engine/blocks.py", "(part.here - columns.start)", "part.here"),
-        ("chunked/engine/blocks.py", "[self._merge(part, found, sizes)], [columns.stop]", "found[:1], sizes[:1]"),
-        ("kernels/given_ids.py", "zeros_like(columns, dtype=dtype)", "ones_like(columns, dtype=dtype)"),
-        ("kernels/row_sums.py", "torch.where(rows >= 0, values[at], 0.0)", "torch.where(rows >= 0, 1.0, 0.0)"),
-        ("chunked/engine/tokens.py", "found.masked_fill_(self.ignored, 1.0)", "found.clamp_(max=9.0)"),
-        ("chunked/engine/weights.py", "accumulate=accumulate or part.start > 0)", "accumulate=accumulate)"),
-        ("chunked/engine/adapters.py", ", adapter.a) * adapter.scale, ", ", adapter.a), "),
-        ("chunked/engine/stream.py", "call.transform.temperature[index])", "call.transform.temperature + 0)"),
-        ("chunked/engine/stream.py", "call.query.subset(index, losses)", "call.query"),
-        ("chunked/engine/stream.py", "{name: value[index] for", "{name: value for"),
+#: The new node of one that changes, ``None`` of another.
+Change = Callable[[ast.AST], "ast.AST | None"]
+OPERATORS: dict[str, type[ast.AST]] = {
+    "+": ast.Add,
+    "-": ast.Sub,
+    "*": ast.Mult,
+    "/": ast.Div,
+    "<": ast.Lt,
+    "<=": ast.LtE,
+    ">": ast.Gt,
+}
+#: What functions are called of that are no methods of what they are given.
+MODULES = ("torch", "dist", "F", "math", "tl")
+
+
+def swap(old: str, new: str) -> Change:
+    """Another operator, also of ``+=``; ``-`` of one operand is none."""
+
+    def change(node: ast.AST) -> ast.AST | None:
+        if isinstance(node, ast.BinOp | ast.AugAssign) and isinstance(node.op, OPERATORS[old]):
+            return type(node)(**{**_fields(node), "op": OPERATORS[new]()})
+        if isinstance(node, ast.Compare) and isinstance(node.ops[0], OPERATORS[old]):
+            return ast.Compare(node.left, [OPERATORS[new]()], node.comparators)
+        return None
+
+    return change
+
+
+def positive(node: ast.AST) -> ast.AST | None:
+    """``x`` for ``-x``."""
+    return node.operand if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub) else None
+
+
+def number(old: float, new: float) -> Change:
+    """Another number."""
+    return lambda node: (
+        ast.Constant(new)
+        if isinstance(node, ast.Constant) and type(node.value) is type(old) and node.value == old
+        else None
+    )
+
+
+def without(name: str) -> Change:
+    """``x`` for ``x.name(...)``, and for ``name(x, ...)``."""
+
+    def change(node: ast.AST) -> ast.AST | None:
+        if not isinstance(node, ast.Call) or getattr(node.func, "attr", getattr(node.func, "id", "")) != name:
+            return None
+        subject = getattr(node.func, "value", None)
+        return node.args[0] if subject is None or getattr(subject, "id", "") in MODULES else subject
+
+    return change
+
+
+def condition(value: bool) -> Change:
+    """A condition that always holds, or never."""
+
+    def change(node: ast.AST) -> ast.AST | None:
+        is_condition = isinstance(node, ast.If | ast.IfExp)
+        return type(node)(**{**_fields(node), "test": ast.Constant(value)}) if is_condition else None
+
+    return change
+
+
+def keyword(name: str, value: object) -> Change:
+    """Another value of a keyword argument."""
+    return lambda node: (
+        ast.keyword(name, ast.Constant(value)) if isinstance(node, ast.keyword) and node.arg == name else None
+    )
+
+
+def _fields(node: ast.AST) -> dict[str, object]:
+    return dict(ast.iter_fields(node))
+
+
+GOLDEN, ROWS = "tests/results/test_golden.py", "tests/chunked/test_combinations.py"
+#: By the tests that must catch them (pytest's arguments): module, place in it, change, and how many such operations of
+#: the place stay as they are before it.
+MUTANTS: dict[str, list[tuple[str, str, Change, int]]] = {
+    f"{GOLDEN} -k DPO": [
+        ("chunked.losses.pairs", "smoothed", swap("-", "+"), 1),
+        ("chunked.losses.pairs", "PreferenceLoss.forward", positive, 0),
+        ("chunked.losses.dpo", "_exo_pair", swap("+", "-"), 0),
+        ("chunked.losses.dpo", "_nca_pair", number(0.5, 1.5), 0),
+        ("chunked.losses.dpo", "_robust", swap("/", "*"), 0),
+        ("chunked.losses.dpo", "F_DIVERGENCES", swap("-", "+"), 1),
+        ("chunked.losses.dpo", "_losses", swap("-", "+"), 1),
+        ("chunked.losses.dpo", "LigerFusedLinearDPOLoss.token_weights", swap("<=", "<"), 0),
+        ("chunked.losses.base", "ChunkedLoss.each_labels", condition(False), 0),
     ],
-    "tests/results/test_combinations.py -k 'in_triton and statistics'": [
-        ("kernels/softmax_grad.py", "p * p_squared_value * p", "p * p_squared_value"),
+    f"{GOLDEN} -k 'PO or KTO or BCO'": [
+        ("chunked.losses.completion_loss", "CompletionLoss._scored", swap("/", "*"), 0),
+        ("chunked.losses.reference_free", "_log_odds", swap("-", "+"), 0),
+        ("chunked.losses.reference_free", "alphapo_reward", swap("/", "*"), 0),
+        ("chunked.losses.unpaired", "unpaired_loss", swap("-", "+"), 0),
+        ("chunked.losses.unpaired", "UnpairedPreferenceLoss.divergence", without("clamp"), 0),
     ],
-    "tests/prompts -k 'repeated_prompts and llama'": [
-        ("prompts/masks.py", "(key >= starts[query]) & (key <= query)", "(key >= prompt_ends[query]) & (key <= query)"),
-        ("prompts/packing.py", "behind + within)[None]", "behind + within + 1)[None]"),
-        ("prompts/packing.py", "torch.where(within == 0, stops - 1, first + within - 1)", "first + within - 1"),
+    f"{GOLDEN} -k GRPO": [
+        ("chunked.losses.policy_tables", "_clipped", swap("-", "+"), 0),
+        ("chunked.losses.policy_tables", "vespo_weights", swap("-", "+"), 0),
+        ("chunked.losses.policy_tables", "_kl_cov", swap("-", "+"), 0),
+        ("chunked.losses.policy_estimates", "k3", swap("-", "+"), 0),
+        ("chunked.losses.policy_estimates", "binary_kl", swap("+", "-"), 0),
+        ("chunked.losses.policy_estimates", "_sequence", swap("/", "*"), 0),
+        ("chunked.losses.policy_estimates", "NORMALIZERS", swap("/", "*"), 0),
+        ("chunked.losses.policy_objectives", "policy_terms", swap("-", "+"), 3),
+        ("chunked.losses.policy_objectives", "coupled_terms", swap("<=", ">"), 0),
+        ("chunked.losses.policy_objectives", "_corrected_k3", swap("+", "-"), 0),
     ],
-    "tests/trl/test_shared_prompts.py -k unasked": [
-        ("trl/packed_batches.py", "options.share_prompts or first or saves", "options.share_prompts or saves"),
-        ("trl/packed_batches.py", "_LEAST_SAVING * packed.input_ids.numel()", "_LEAST_SAVING * packed.tokens"),
-        ("trl/packed_batches.py", "    if model._liger_losses_head.share_prompts:", "    if True:"),
-        ("trl/packed_batches.py", 'device.type == "cuda" and half', "half"),
+    f"{GOLDEN} -k 'CE or MiniLLM or Distillation'": [
+        ("chunked.losses.cross_entropy_terms", "cross_entropy", number(2, 1), 0),
+        ("chunked.losses.cross_entropy", "LigerFusedLinearCrossEntropyLoss._target", condition(False), 6),
+        ("chunked.losses.minillm", "_returns", number(1, 0), 0),
+        ("chunked.engine.tokens", "Tokens.masked", condition(True), 0),
+        ("chunked.engine.accumulation", "HeadGradients.add_weight", keyword("accumulate", False), 0),
+        ("chunked.engine.autograd_functions", "_run", without("add_"), 0),
+        ("kernels.softmax_grad", "_gradient_torch", swap("/", "*"), 0),
+        ("kernels.logit_transform", "LogitTransform.chain_", condition(False), 0),
     ],
-    "tests/chunked/engine/test_largest.py -k rows": [
-        ("chunked/engine/logit_block.py", "ids.append(at + columns.start)", "ids.append(at)"),
-        ("chunked/engine/logit_block.py", "torch.cat(values, -1).topk", "torch.cat(values, -1)[:, :k].topk"),
+    f"{GOLDEN} -k 'KL or JSD or AlphaBeta or linear'": [
+        ("chunked.losses.distillation", "DistillationLoss.factor", number(2, 3), 0),
+        ("chunked.losses.softmax_divergences", "distribution", positive, 7),
+        ("kernels.divergence_forms", "_reverse_kl", swap("-", "+"), 1),
+        ("kernels.divergence_forms", "_alpha_beta", swap("-", "+"), 1),
+        ("kernels.softmax_grad", "_CLOSED_FORMS", positive, 2),
+        ("chunked.engine.logit_block", "LogitBlock.gradients", swap("-", "+"), 0),
+        ("kernels.given_columns", "_gradient", swap("-", "+"), 0),
+        ("chunked.engine.logit_block", "LogitBlock._add_selected", condition(True), 1),
     ],
-    "tests/results/test_combinations.py -k 'in_triton and trained'": [
-        ("kernels/softmax_grad.py", "grad_bias += projected.sum(0, ", "grad_bias += 0 * projected.sum(0, "),
+    f"{ROWS} -k 'together and not triton'": [
+        ("kernels.online_softmax", "merge", swap("-", "+"), 3),
+        ("chunked.engine.blocks", "Columns._statistics", swap("-", "+"), 1),
+        ("chunked.engine.stream", "Stream.scaled", swap("*", "+"), 0),
+        ("chunked.engine.adapters", "low_rank_factors", swap("*", "/"), 0),
+        ("chunked.engine.logit_block", "LogitBlock.gradients", condition(False), 1),
+        ("chunked.engine.two_models", "TwoModels.gradients", swap("+", "-"), 0),
     ],
-    "tests/chunked/engine/test_tokens.py -k never_leak": [
-        ("chunked/engine/call.py", "tokens.masked(g.detach().to(dtype), rows)", "g.detach().to(dtype)"),
-    ],
-    "tests/kernels/test_online_softmax.py tests/kernels/test_linear_stats.py": [
-        ("kernels/online_softmax.py", "(moments + totals * below) * scale", "moments * scale"),
-    ],
-    "tests/kernels/test_divergence.py tests/kernels/test_divergence_forms.py": [
-        ("kernels/divergence_forms.py", "return exp(log_q) - p + h, h", "return exp(log_q) - p + h, p"),
-        ("kernels/divergence_forms.py", "(b * (1 - a) - c * a) * (1 - a)", "(b * (1 - a) - c * a) * a"),
-        ("kernels/divergence_terms.py", "radius = 0.5 / max(power, 1.0)", "radius = 2.0 / max(power, 1.0)"),
-        ("kernels/divergence_kernels.py", "grad = row_coef * (h - p * total)", "grad = row_coef * h"),
-        ("kernels/divergence_forms.py", "(difference - unit * distance[:, None])", "difference"),
-    ],
-    "tests/kernels/test_linear_exp.py": [
-        ("kernels/linear_exp.py", "total / columns", "total / (columns + 1)"),
-        ("kernels/linear_exp.py", "((rest <= limit) == 0)", "(rest < 0)"),
-        ("kernels/linear_exp.py", '(z > float("-inf"), 1 - tanh * tanh, 0.0)', '(z > float("-inf"), 1.0, 0.0)'),
-        ("kernels/exponential_scales.py", "(p_coef + label_coef) + p_coef * logp.expm1()", "label_coef * 1.0"),
-    ],
-    "tests/kernels/test_linear_grad.py": [
-        ("kernels/linear_grad.py", "first_of_tile + half * (BLOCK_V // 2)", "first_of_tile"),
-    ],
-    "tests/kernels/test_softmax_stats.py": [
-        ("kernels/logit_transform.py", "grad *= 1 - tanh * tanh", "grad *= 1 - tanh"),
-    ],
-    "tests/kernels/test_label_rows.py": [
-        ("kernels/label_rows.py", "(s * value + c * w)", "(s * value)"),
-        ("kernels/label_rows.py", "(before != label) & (label < past_end)", "(label < past_end)"),
-        ("kernels/label_rows.py", "tl.store(source + place, row,", "tl.store(source + place, at.to(tl.int64),"),
-    ],
-    "tests/results/test_combinations.py -k shifted": [
-        ("chunked/engine/support.py", "shift_labels(labels, options.ignore_index, shift) if shift else", ""),
-    ],
-    "tests/layers/test_rms_norm.py tests/layers/test_layer_norm.py tests/layers/test_rope.py": [
-        ("layers/rms_norm.py", "(centered - xhat * (g * xhat).mean(-1, keepdim=True))", "g"),
-        ("layers/rms_norm.py", "None if bias_dtype is None else g.", "None if bias_dtype is None else xhat."),
-        ("layers/rope.py", "turned = -_turn(", "turned = _turn("),
-    ],
-    "tests/layers/test_rows.py -k are_the_same": [
-        ("layers/prepared.py", "t.shape, t.stride(), t.dtype", "t.shape, t.dtype"),
-        ("layers/rows.py", "_arguments(inputs, vectors) if self.copies else ", ""),
-    ],
-    "tests/patching/test_patch.py -k few_tokens": [
-        ("patching/norms.py", "if self.of_torch and is_short(x):", "if False:"),
-    ],
-    "tests/layers/test_glu.py": [
-        ("layers/glu_kernels.py", "d_up.masked_fill_(", "d_up.masked_fill("),
-        ("layers/glu.py", "if node.overwritten:", "if False:"),
-        ("layers/glu.py", "torch.addmm(out, grad, weight, out=out)", "out.add_(0)"),
-        ("layers/glu.py", "inner = [tensor.data for tensor in inner]", "pass"),
-    ],
-    "tests/chunked/engine/test_many_heads.py": [
-        ("chunked/engine/tokens.py", "beyond = min(positions, labels.shape[-1])", "beyond = 1"),
-        ("chunked/engine/autograd_functions.py", "grad if before is None else before.add_(grad)", "grad"),
-        ("chunked/engine/many_heads.py", "if kept and kept + size > call.plan.kept", "if False"),
-        ("chunked/engine/many_heads.py", "accum_dtype=torch.float32", "accum_dtype=None"),
-    ],
-    "tests/results/test_life.py tests/results/test_work.py -k 'larg or blocks'": [
-        ("chunked/engine/autograd_functions.py", "ctx.gradients = ctx.gradients, None", "_ = ctx.gradients, None"),
-        ("chunked/engine/plan.py", "MAX_HALF_PRECISION_BLOCKS = 8", "MAX_HALF_PRECISION_BLOCKS = 8000"),
-    ],
-    "tests/chunked/engine/test_plan.py tests/chunked/engine/test_workspace.py": [
-        ("chunked/engine/plan.py", "resident=tokens * work.row_bytes <= budget.kept and", "resident="),
-        ("chunked/engine/workspace.py", "context.reset(before)", "before.old_value"),
-        ("chunked/engine/decision.py", "return taller, self", "return plan, self"),
-        ("chunked/engine/decision.py", "return plan, torch.float32", "return plan, self.grad_weight_dtype"),
-    ],
-    "tests/chunked/engine/test_batch_invariance.py -k 'not triton'": [
-        ("chunked/engine/weights.py", "hidden.new_zeros(most, size", "hidden.new_zeros(most := count, size"),
-    ],
-    "tests/chunked/engine/test_head.py": [
-        ("chunked/engine/head.py", "ours if _differ(ours, default) else theirs", "theirs"),
-    ],
-    "tests/chunked/engine/test_ranks.py": [
-        ("chunked/engine/blocks.py", "torch.where(others, logit_here - lse, logp)", "logp"),
-        ("chunked/engine/ranks.py", "columns, inside, inside != labels", "columns, inside, inside != inside"),
-    ],
-    "tests/chunked/engine/test_agreement.py": [
-        ("chunked/engine/agreement.py", "if len(set(texts)) == 1:", "if True:"),
-        ("chunked/engine/agreement.py", "hash(text) in signatures and", "False and"),
-        ("chunked/engine/agreement.py", 'os.environ.get(CHECK_VARIABLE) != "1"', "True"),
-    ],
-    "tests/chunked/losses/test_distillation.py tests/chunked/engine/test_teachers.py": [
-        ("chunked/engine/decision.py", '"logp" in outputs and (other or vocab_size >', "False and (vocab_size >"),
-        ("chunked/losses/distillation.py", "return self.temperature**2 if self", "return self.temperature if self"),
-        ("chunked/engine/teachers.py", "(ordered[:, 1:] == ordered[:, :-1]).any()", "outside"),
-    ],
-    "tests/chunked/losses/test_policy.py tests/chunked/losses/test_policy_tables.py": [
-        ("chunked/losses/policy_tables.py", "torch.minimum(ratio.clamp(max=delta) * adv", "torch.minimum(ratio * adv"),
-        ("chunked/losses/policy_estimates.py", "return torch.expm1(d) - d", "return torch.expm1(d)"),
-        ("chunked/losses/policy_objectives.py", "(drift <= o.off_policy", "(drift >= o.off_policy"),
-        ("chunked/losses/policy_objectives.py", "at = (1 - share) *", "at = share *"),
-        ("chunked/losses/policy_objectives.py", "torch.where(acting, objective, 0.0)", "objective"),
-        ("chunked/losses/policy_objectives.py", "where(sampler.isnan(), old,", "where(sampler.isnan(), 0.0,"),
-    ],
-    "tests/chunked/losses/test_context_parallel.py": [
-        ("chunked/losses/policy_objectives.py", "total, sum_gradients=True)[0]", "total)[0]"),
-        ("chunked/losses/cross_entropy.py", "[self.total(total) for total in totals]", "totals"),
-    ],
-    "tests/chunked/losses/test_cross_entropy.py": [
-        ("kernels/softmax_grad.py", "-g * c.mean()", "-g"),
-        ("chunked/engine/tokens.py", "if self.ignored is None else self.masked(weights)", ""),
-        ("chunked/engine/tokens.py", "if total is None and self.ignored is not None:", "if False:"),
-        ("chunked/losses/cross_entropy_terms.py", "scales.append(values.logp.detach().exp())", "pass"),
-    ],
-    "tests/chunked/losses/test_dpo.py tests/test_functional.py": [
-        ("chunked/losses/dpo.py", "(margin - 1 / (2 * o.beta))", "(margin - 1 / o.beta)"),
-        ("chunked/losses/dpo.py", "-torch.expm1((-u)", "torch.expm1((-u)"),
-    ],
-    "tests/chunked/losses/test_pairs.py tests/chunked/losses/test_reference_free.py": [
-        ("chunked/losses/pairs.py", "where(same, 0.0) + found.logp", "where(same, 0.0)"),
-        ("chunked/losses/reference_free.py", "return logps - torch.log(-torch.expm1(logps))", "return logps"),
-    ],
-    "tests/chunked/losses/test_unpaired.py": [
-        ("chunked/losses/completion_loss.py", "logps = sums[0] / lengths.clamp(min=1) if", "logps = sums[0] if"),
-        ("chunked/losses/unpaired.py", "scored.ref_logps).clamp(min=0)", "scored.ref_logps)"),
-        ("chunked/losses/unpaired.py", "batches + counts", "batches + 1"),
-    ],
-    "tests/chunked/losses/test_minillm.py": [
-        ("chunked/losses/policy_estimates.py", "values + discount**length * later", "values + discount * later"),
-    ],
-    "tests/patching/test_probing.py": [
-        ("patching/probing.py", "if not torch.equal(state, torch.get_rng_state()):", "if False:"),
-        ("patching/rotations.py", " and cos[0] in (1, q[0])", ""),
-    ],
-    "tests/patching/test_rotations.py -k replaced_stays": [
-        ("patching/swap.py", "if current is replaced else NotImplemented", "if True else NotImplemented"),
-    ],
-    "tests/patching/test_norms.py": [
-        ("patching/probing.py", "if off and (rare is None or largest > rare or", "if off and (False and"),
-    ],
-    "tests/kernels/test_autograd.py": [
-        ("kernels/autograd.py", "_scale(second, f, second_count,", "_scale(second, 1.0, second_count,"),
-    ],
-    "tests/chunked/engine/test_zero_rows.py -k separable": [
-        ("chunked/engine/stream.py", "index_copy_(0, rest, others[name])", "index_copy_(0, rest, few[name][:1])"),
-        ("chunked/engine/stream.py", "return loss, values, gradients", "return loss, few, gradients"),
-    ],
-    "tests/results/test_combinations.py -k 'not triton'": [
-        ("chunked/engine/blocks.py", "matrix[rows] = matrix[index[rows]]", "matrix[rows] = matrix[rows]"),
-        ("chunked/engine/blocks.py", "(value[index] for value in self", "(value[: len(index)] for value in self"),
-        ("chunked/engine/two_models.py", "self.grad_bias += student_logits.sum(0)", "self.grad_bias += 0"),
-        ("chunked/engine/tokens.py", "None if self.ignored is None else self.ignored[order]", "None"),
-    ],
-    "tests/test_sequences.py": [
-        ("sequences.py", "            check()\n", "            pass\n"),
-    ],
-    "tests/patching/test_tiles.py": [
-        ("patching/tiles.py", "ctx.random_states = None if same else before", "ctx.random_states = None"),
-        ("patching/tiles.py", "sums[i] = _sum(sums[i], of_weight)", "sums[i] = of_weight"),
-    ],
-    "tests/patching/test_patch.py -k 'changed_since or choosing or outlives'": [
-        ("patching/swap.py", 'return f"its class was changed to', 'return None and f"its class was changed to'),
-        ("patching/swap.py", "= weakref.WeakValueDictionary()", "= {}  # type: ignore"),
-        ("patching/patch.py", "and filter_fn is not None and not filter_fn(", "and False and not filter_fn("),
-    ],
-    "tests/patching/test_lazy_head.py tests/patching/test_linear_forward.py tests/patching/test_loss_inputs.py": [
-        ("patching/lazy_layers.py", "hidden_states.shape[-2] > 1", "hidden_states.shape[-2] > 0"),
-        ("patching/lazy_layers.py", "(lazy and not layer.only_when_forced)", "lazy"),
-        ("patching/lazy_head.py", "        _forget_head(model)\n        warn", "        warn"),
-        ("patching/lazy_head.py", "own_forward = module.forward", "own_forward = None"),
-        ("patching/loss_inputs.py", "active & active.roll(-1, -1)", "active"),
-        ("patching/loss_inputs.py", "losses[0] if losses else", "None if losses else"),
-        ("patching/loss_inputs.py", "return output if _SHIFTS[type(inner)] else None", "return output"),
-    ],
-    "tests/patching/lazy/test_traced_logits.py -k 'nobody_needs or one_graph'": [
-        ("patching/lazy/operations.py", "= transform.softcap * by", "= transform.softcap"),
-        ("patching/lazy/operations.py", '"__getitem__", of_tokens=True, in_graphs', '"__getitem__", of_tokens'),
-    ],
-    "tests/patching/lazy/test_gradients.py": [
-        ("patching/lazy/gradients.py", "if gradient.source is not source:", "if False:"),
-        ("patching/lazy/gradients.py", "or not any(source.needs_grad)", ""),
-        ("patching/lazy/tensor.py", "if self.inputs is None or self.inputs[0] is not self.grad_fn", "if True"),
-        ("patching/lazy/tensor.py", " or self.inputs[0] is not self.grad_fn", ""),
-        ("patching/lazy/tensor.py", "is not None and same:", "is not None:"),
-    ],
-    "tests/patching/lazy/test_tensor.py tests/patching/lazy/test_deferred.py": [
-        ("patching/lazy/tensor.py", "part.memory = lazy.memory", "pass"),
-        ("patching/lazy/tensor.py", " and (version >= 0 or values is not origin.materialized)", ""),
-        ("patching/lazy/tensor.py", "[True] * self.requires_grad", "[True]"),
-        ("patching/lazy/gradients.py", "p is None else func(p, *args[1:])", "p is None else p"),
-        ("patching/lazy/operations.py", "if deferred.normalized or stop <= start or", "if stop <= start or"),
-        ("patching/lazy/deferred.py", "and self._differ()", "and False"),
-        ("patching/lazy/warning.py", "(operation, caller) if training", "(operation, caller) if True"),
-        ("patching/lazy/operations.py", "= 1.0 / other if", "= other if"),
-        ("patching/lazy/operations.py", "(part.values(), name", "(part.values().bfloat16(), name"),
-    ],
-    "tests/trl/test_fused_head.py": [
-        ("trl/fused_head.py", '(per_token["is_top1"] == target)', '(per_token["is_top1"] != target)'),
-        ("patching/lazy/gradients.py", "autograd.grad(logits, needed, g", "autograd.grad(2 * logits, needed, g"),
-    ],
-    "tests/trl/test_experimental.py -k vocabularies": [
-        ("trl/divergences.py", "if len(weight) > student.vocab_size:", "if False:"),
-    ],
-    "tests/trl/test_divergences.py": [
-        ("trl/divergences.py", "completion_mask != 0", "completion_mask == completion_mask"),
-    ],
-    "tests/trl/test_enabling.py": [
-        ("trl/enabling.py", "    if missing:", "    if False:"),
-        ("trl/enabling.py", "_restore(0, 0, {", "_restore(1, 1, {"),
-        ("trl/features.py", 'raise Missing(f"{feature.part_of} is missing"', 'Missing(f"{feature.part_of} is missing"'),
-    ],
-    "tests/integrations/test_liger.py": [
-        ("integrations/logit_statistics.py", "where(active, value.view(", "where(active | True, value.view("),
-        ("integrations/liger/chunked.py", "hidden.shape[1] * bias", "bias"),
-        ("integrations/liger/losses.py", "if beta in (0.0, 1.0):", "if False:"),
-        ("integrations/liger/losses.py", "return found.to(_input.dtype)", "return found"),
-    ],
-    "tests/integrations/test_loading.py tests/integrations/test_verl.py": [
-        ("integrations/loading.py", "if not outer:", "if True:"),
-        ("integrations/verl.py", "_Tie.apply(found.logp, found.sel", "(found.logp, found.sel"),
-    ],
-    "tests/integrations/test_torchtitan.py -k 'class or shard'": [
-        ("integrations/torchtitan.py", "        replaced.restore()", "        pass"),
-        ("integrations/torchtitan.py", "loss / global_valid_tokens, {}", "loss, {}"),
-    ],
-    "tests/integrations/test_megatron.py tests/integrations/test_serving.py tests/integrations/test_replacements.py": [
-        ("integrations/megatron.py", "labels.masked_fill(loss_mask == 0, options.ignore_index)", "labels"),
-        ("integrations/serving.py", "sorted(_pairs(entry), reverse=True)[:k]", "_pairs(entry)[:k]"),
-        ("integrations/replacements.py", "setdefault(place.module, [])", "__setitem__(place.module, []) or []"),
-        ("integrations/replacements.py", "        self._replaced.restore()", "        pass"),
-        ("places.py", "else staticmethod(value))", "else value)"),
+    f"{ROWS} -k 'in_triton'": [
+        ("kernels.softmax_grad", "gradient_block", swap("-", "+"), 0),
     ],
 }  # fmt: skip
 
 
 class Mutant(NamedTuple):
-    file: str
-    old: str
-    new: str
+    module: str
+    place: str
+    change: Change
+    before: int
     tests: str
 
+    @property
+    def file(self) -> str:
+        return f"liger_losses/{self.module.replace('.', '/')}.py"
+
     def applied(self) -> str:
-        """The file's text with one place changed.
+        """The module's text with one operation changed.
 
         Raises:
-            ValueError: the place is not there once.
+            LookupError: the module has no such place, or the place no such operation.
         """
-        text = (ROOT / "liger_losses" / self.file).read_text()
-        if text.count(self.old) != 1:
-            raise ValueError(f"{self.file} has {self.old!r} {text.count(self.old)} times, and not once.")
-        return text.replace(self.old, self.new)
+        tree = ast.parse((ROOT / self.file).read_text())
+        found: list[ast.AST] = [tree]
+        for name in self.place.split("."):
+            found = [child for node in found for child in ast.iter_child_nodes(node) if name in _names(child)]
+        changed = _Changed(self.change, self.before)
+        for node in found:
+            changed.visit(node)
+        if changed.left >= 0:
+            raise LookupError(f"{self.module} has no {self.place}, or it has too few such operations.")
+        return ast.unparse(ast.fix_missing_locations(tree))
+
+
+def _names(node: ast.AST) -> list[str]:
+    """What a statement defines."""
+    targets = getattr(node, "targets", [getattr(node, "target", None)])
+    return [getattr(node, "name", ""), *(getattr(target, "id", "") for target in targets)]
+
+
+class _Changed(ast.NodeTransformer):
+    """Changes one node: the first that can change, after ``left`` others."""
+
+    def __init__(self, change: Change, left: int) -> None:
+        self.change, self.left = change, left
+
+    def visit(self, node: ast.AST) -> ast.AST:
+        changed = self.change(node) if self.left >= 0 else None
+        if changed is not None:
+            self.left -= 1
+            if self.left < 0:
+                return changed
+        return self.generic_visit(node)
 
 
 def mutants() -> list[Mutant]:
@@ -319,11 +226,11 @@ def mutants() -> list[Mutant]:
 def copy_with(mutant: Mutant, folder: Path) -> None:
     """A copy of what tests need, with one place changed."""
     for name in os.listdir(ROOT):
-        if name in ("liger_losses", "tests", "benchmarks", "examples"):
+        if name in ("liger_losses", "tests"):
             shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns("__pycache__"))
         elif not name.startswith(".") and not name.endswith(".egg-info"):
             (folder / name).symlink_to(ROOT / name)
-    (folder / "liger_losses" / mutant.file).write_text(mutant.applied())
+    (folder / mutant.file).write_text(mutant.applied())
 
 
 def run(mutant: Mutant, folder: str, log: Path) -> int:
@@ -344,8 +251,6 @@ def run(mutant: Mutant, folder: str, log: Path) -> int:
     for name in [name for name in sys.modules if name.split(".")[0] in ("tests", "liger_losses")]:
         del sys.modules[name]
     with log.open("w") as out, contextlib.redirect_stdout(out), contextlib.redirect_stderr(out):
-        import shlex
-
         status = pytest.main(["-qx", "-p", "no:cacheprovider", "-m", "not slow", *shlex.split(mutant.tests)])
     os._exit(int(status))
 
@@ -357,28 +262,26 @@ def result_of(mutant: Mutant) -> str:
         status, said = run(mutant, folder, log := Path(folder) / "log"), log.read_text().splitlines()
     if status == -signal.SIGKILL:
         return f"caught: it takes more than {LIMIT} s"
-    failed = [line.split()[1] for line in said if line.startswith(("FAILED", "ERROR "))]
+    failed = [line.removeprefix("FAILED ") for line in said if line.startswith(("FAILED", "ERROR "))]
     if status == 1 or (status == 2 and failed):
-        return f"caught by {failed[0] if failed else '?'}"
+        return f"caught by {failed[0].partition('::')[2][:100] if failed else '?'}"
     return "NOT CAUGHT" if status == 0 else f"no test ran ({status}): {said[-3:]}"
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("which", nargs="*", help="numbers, or parts of files' names; all mutants by default")
+    parser.add_argument("which", nargs="*", help="numbers, or parts of places' names; all mutants by default")
     which = parser.parse_args().which
     os.environ.update(OMP_NUM_THREADS="1", TRITON_INTERPRET="1", PYTHONDONTWRITEBYTECODE="1")
     with contextlib.redirect_stderr(io.StringIO()):
-        import hypothesis  # noqa: F401
         import torch._dynamo  # noqa: F401
         import triton  # noqa: F401
     missed, chosen = 0, list(enumerate(mutants()))
-    chosen = [pair for pair in chosen if not which or any(w == str(pair[0]) or w in pair[1].file for w in which)]
-    for number, mutant in chosen:
+    chosen = [(i, m) for i, m in chosen if not which or any(w == str(i) or w in f"{m.module}.{m.place}" for w in which)]
+    for i, mutant in chosen:
         start, result = time.monotonic(), result_of(mutant)
         missed += not result.startswith("caught")
-        seconds = time.monotonic() - start
-        print(f"{number:2} {mutant.file}: {mutant.old.strip()[:50]!r}: {result} ({seconds:.0f} s)", flush=True)
+        print(f"{i:2} {mutant.module}.{mutant.place}: {result} ({time.monotonic() - start:.0f} s)", flush=True)
     print(f"{len(chosen) - missed} of {len(chosen)} are caught.")
     return int(missed > 0)
 

@@ -134,12 +134,12 @@ MUTANTS: dict[str, list[tuple[str, str, Change, int]]] = {
         ("chunked.losses.policy_objectives", "policy_terms", swap("-", "+"), 3),
         ("chunked.losses.policy_objectives", "coupled_terms", swap("<=", ">"), 0),
         ("chunked.losses.policy_objectives", "_corrected_k3", swap("+", "-"), 0),
+        ("kernels.given_columns", "project_", condition(False), 0),
     ],
     f"{GOLDEN} -k 'CE or MiniLLM or Distillation'": [
         ("chunked.losses.cross_entropy_terms", "cross_entropy", number(2, 1), 0),
         ("chunked.losses.cross_entropy", "LigerFusedLinearCrossEntropyLoss._target", condition(False), 6),
         ("chunked.losses.minillm", "_returns", number(1, 0), 0),
-        ("chunked.engine.tokens", "Tokens.masked", condition(True), 0),
         ("chunked.engine.accumulation", "HeadGradients.add_weight", keyword("accumulate", False), 0),
         ("chunked.engine.autograd_functions", "_run", without("add_"), 0),
         ("kernels.softmax_grad", "_gradient_torch", swap("/", "*"), 0),
@@ -152,7 +152,6 @@ MUTANTS: dict[str, list[tuple[str, str, Change, int]]] = {
         ("kernels.divergence_forms", "_alpha_beta", swap("-", "+"), 1),
         ("kernels.softmax_grad", "_CLOSED_FORMS", positive, 2),
         ("chunked.engine.logit_block", "LogitBlock.gradients", swap("-", "+"), 0),
-        ("kernels.given_columns", "_gradient", swap("-", "+"), 0),
         ("chunked.engine.logit_block", "LogitBlock._add_selected", condition(True), 1),
     ],
     f"{ROWS} -k 'together and not triton'": [
@@ -161,6 +160,7 @@ MUTANTS: dict[str, list[tuple[str, str, Change, int]]] = {
         ("chunked.engine.stream", "Stream.scaled", swap("*", "+"), 0),
         ("chunked.engine.adapters", "low_rank_factors", swap("*", "/"), 0),
         ("chunked.engine.logit_block", "LogitBlock.gradients", condition(False), 1),
+        ("chunked.engine.tokens", "Tokens.masked", condition(True), 0),
         ("chunked.engine.two_models", "TwoModels.gradients", swap("+", "-"), 0),
     ],
     f"{ROWS} -k 'in_triton'": [

@@ -10,10 +10,10 @@ from tests.results.golden import CASES, FILE, computed
 EXPECTED = json.loads(FILE.read_text()) if FILE.exists() else {}
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", CASES, ids=CASES)
 def test_a_loss_is_what_it_was(name):
-    found, expected = computed(*CASES[name]), EXPECTED[name]
-    error = 2e-6 if CASES[name][0] in ("GRPO", "KTO", "BCO") else 1e-10  # these are of float32
+    found, expected = computed(CASES[name]), EXPECTED[name]
+    error = 2e-6 if CASES[name].loss in ("GRPO", "KTO", "BCO") else 1e-10  # these are of float32
     assert found.keys() == expected.keys()
     for key, values in found.items():
         assert len(values) == len(expected[key]), key

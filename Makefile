@@ -2,6 +2,7 @@
 # make test         ruff, mypy and the tests
 # make test-slow    the tests that take long
 # make test-targets  compiles every kernel for every GPU, without one; half an hour on two cores
+# make mutants      breaks the package in many places, each of which the tests of results must notice
 # make test-newest  the tests of `make test` on the newest torch
 # make test-oldest  the same on the oldest torch that is supported
 # make test-zero    the tests of DeepSpeed's ZeRO-3
@@ -17,7 +18,7 @@
 PYTHON ?= python3
 PIP = .venv/$(1)/bin/python -m pip install --quiet --disable-pip-version-check -c requirements-tested.txt
 
-.PHONY: help demo test test-fast test-slow test-targets newest test-newest oldest test-oldest zero test-zero test-trl test-integrations notebook pyright stubs docs lint ruff types dist address clean
+.PHONY: help demo test test-fast test-slow test-targets mutants newest test-newest oldest test-oldest zero test-zero test-trl test-integrations notebook pyright stubs docs lint ruff types dist address clean
 
 help:
 	@sed -n '/^#/!q; s/^# //p' Makefile
@@ -37,6 +38,9 @@ test-slow: .venv/test/ready
 
 test-targets: .venv/test/ready
 	COMPILED=all .venv/test/bin/python -m pytest -q tests/kernels/test_compiled_for_gpus.py $(ARGS)
+
+mutants: .venv/test/ready
+	.venv/test/bin/python -m tests.mutants $(ARGS)
 
 test-newest: newest
 	OMP_NUM_THREADS=1 .venv/newest/bin/python -m pytest -q -n 2 -m "not slow" $(ARGS)

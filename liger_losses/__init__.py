@@ -8,7 +8,7 @@ __version__ = "1.0.0rc1"
 #: The names of each module. It is imported when one of them is first read, so that ``import liger_losses`` takes no
 #: longer than ``import torch``. Type checkers and editors read them in __init__.pyi.
 _MODULES = {
-    "assertions": "assert_no_logits",
+    "chunked.assertions": "assert_no_logits",
     "chunked": (
         "EngineOptions Head Largest QuantizedWeight Statistics Teacher TeacherLogits TeacherTopK "
         "Teachers TokenSupport linear_divergence linear_divergence_loss linear_labels_loss linear_logps "

@@ -13,7 +13,6 @@ from typing_extensions import TypeVar, Unpack
 from liger_losses import functional as functional
 from liger_losses import modules as modules
 from liger_losses import trl as trl
-from liger_losses.assertions import assert_no_logits as assert_no_logits
 from liger_losses.chunked import EngineOptions as EngineOptions
 from liger_losses.chunked import Head as Head
 from liger_losses.chunked import Largest as Largest
@@ -31,6 +30,7 @@ from liger_losses.chunked import register_quantized_weight as register_quantized
 from liger_losses.chunked import register_statistic as register_statistic
 from liger_losses.chunked import set_default_workspace as set_default_workspace
 from liger_losses.chunked import workspace as workspace
+from liger_losses.chunked.assertions import assert_no_logits as assert_no_logits
 from liger_losses.chunked.losses import base as _base
 from liger_losses.chunked.losses import cross_entropy as _cross_entropy
 from liger_losses.chunked.losses import distillation as _distillation

@@ -1,7 +1,6 @@
 """verl's fused heads and the distillation of its FSDP engine, computed by this library.
 
-Both need ``use_fused_kernels=True``, and nothing else: verl 0.9 imports
-:mod:`liger_losses.integrations.verl_plugin` by itself where this package is installed, and that calls :func:`install`.
+Both need ``use_fused_kernels=True``, and :func:`install` in each of verl's processes.
 ``fused_kernel_options.impl_backend`` then makes no difference.
 
 In distillation with ``loss_mode=forward_kl_topk``, the call of the head that computes the log-probabilities also

@@ -121,12 +121,14 @@ def verl_heads():
     compare(run, verl.install)
 
 
-def verl_plugin():
-    """verl loads the plugin by itself, and says so."""
+def verl_before_its_import():
+    """As a hook in Ray's workers installs it, which says so."""
     stand_in(*_VERL)
-    with logged() as lines:
-        from verl.utils.kernel import linear_cross_entropy as module
     from liger_losses.integrations import verl
+
+    with logged() as lines:
+        verl.install()
+    from verl.utils.kernel import linear_cross_entropy as module
 
     assert any("the fused heads and the top-k distillation of verl 0.9" in line for line in lines), lines
     assert module.linear_cross_entropy is verl.linear_cross_entropy

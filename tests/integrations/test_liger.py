@@ -11,13 +11,11 @@ import torch
 import torch.nn.functional as F
 
 import liger_losses
-from liger_losses import functional
-from liger_losses.integrations import liger, loading, on_logits
+from liger_losses.integrations import liger, loading
 from liger_losses.integrations.liger import losses, models
 from liger_losses.integrations.liger.chunked import CHUNKED
-from liger_losses.integrations.logit_statistics import logit_statistics
 from tests.integrations.models import llama
-from tests.reference import double, plain_statistics, problem
+from tests.reference import problem
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*was imported before liger_losses.integrations:UserWarning")
 
@@ -100,7 +98,7 @@ def test_install_reaches_liger_kernels_modules_and_uninstall_restores_them(insta
     assert issubclass(liger_kernel.chunked_loss.LigerFusedLinearDPOLoss, liger_losses.LigerFusedLinearDPOLoss)
     ours = defining.LigerFusedLinearCrossEntropyFunction
     assert liger_kernel.ops.LigerFusedLinearCrossEntropyFunction is ours
-    assert liger_functional.liger_cross_entropy.__module__.startswith("liger_losses.")
+    assert liger_functional.liger_fused_linear_jsd.__module__.startswith("liger_losses.")
     count = len(liger._replaced)
     liger.install()
     assert len(liger._replaced) == count
@@ -133,115 +131,30 @@ def test_fused_linear_cross_entropy_by_each_of_its_names(installed):
     torch.testing.assert_close(loss, expected)
 
 
-@pytest.mark.parametrize("backend_dtype", [torch.float32, torch.bfloat16])
-def test_statistics_of_logits_equal_float64(backend_dtype):
-    hidden, weight, labels, _ = problem(scale=2.0, dtype=torch.float64)
-    logits = (hidden @ weight.t()).detach().to(backend_dtype).requires_grad_()
-    names = ("logp", "entropy", "lse", "mean_logp")
-    found = logit_statistics(logits, labels, (*names, "argmax"))
-    (exact,) = double(logits)
-    expected = plain_statistics(exact, torch.eye(61, dtype=torch.float64), labels)
-    scales = torch.linspace(0.5, 2.0, len(labels))
-    (ours,) = torch.autograd.grad(sum((scales * found[name]).sum() for name in names), logits)
-    (theirs,) = torch.autograd.grad(sum((scales * expected[name]).sum() for name in names), exact)
-    for name in names:
-        torch.testing.assert_close(found[name].double(), expected[name], rtol=1e-5, atol=1e-5)
-    torch.testing.assert_close(ours, theirs.to(backend_dtype), rtol=1e-2 if logits.itemsize == 2 else 1e-4, atol=1e-6)
-    assert torch.equal(found["argmax"][labels != -100], logits.argmax(-1)[labels != -100])
-    with pytest.raises(ValueError, match=r"labels must be in \[0, 61\)"):
-        logit_statistics(logits, labels.clamp(min=61))
+@pytest.mark.peers
+def test_fused_linear_jsd(installed):
+    from liger_kernel.transformers import LigerFusedLinearJSD
 
-
-def test_statistics_of_logits_in_several_blocks(monkeypatch):
-    module = importlib.import_module("liger_losses.integrations.logit_statistics")
-    monkeypatch.setattr(module, "_BLOCK", 3 * 17)
-    logits, labels = normal(8, 17).requires_grad_(), torch.arange(8)
-    loss = -logit_statistics(logits, labels)["logp"].mean()
-    torch.testing.assert_close(loss, F.cross_entropy(logits, labels))
-    (ours,) = torch.autograd.grad(loss, logits)
-    (theirs,) = torch.autograd.grad(F.cross_entropy(logits, labels), logits)
-    torch.testing.assert_close(ours, theirs)
-
-
-@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
-def test_cross_entropy_of_logits(reduction):
-    logits = normal(9, 17, seed=1).requires_grad_()
-    labels, weight = torch.randint(17, (9,), generator=torch.Generator().manual_seed(0)), torch.rand(17) + 0.5
-    labels[::4] = -100
-    options = {"label_smoothing": 0.2, "reduction": reduction}
-    found = on_logits.cross_entropy(logits, labels, ce_weight=weight, **options)
-    expected = F.cross_entropy(logits, labels, weight, **options)
-    torch.testing.assert_close(found, expected)
-    ours, theirs = (torch.autograd.grad(loss.sum(), logits)[0] for loss in (found, expected))
-    torch.testing.assert_close(ours, theirs)
-    found = on_logits.cross_entropy(
-        logits,
-        labels,
-        lse_square_scale=0.1,
-        softcap=2.0,
-        reduction="sum",
-        return_z_loss=True,
-        return_token_accuracy=True,
-    )
-    capped, active = 2.0 * torch.tanh(logits / 2.0), labels != -100
-    z = 0.1 * (capped.logsumexp(-1).square() * active).sum()
-    torch.testing.assert_close(found.loss, F.cross_entropy(capped, labels, reduction="sum") + z)
-    torch.testing.assert_close(found.z_loss, z.detach())
-    assert found.token_accuracy == (logits.argmax(-1) == labels).sum() / active.sum()
-
-
-def test_everything_masked_gives_zero():
-    logits = normal(3, 5).requires_grad_()
-    loss = on_logits.cross_entropy(logits, torch.full((3,), -100))
-    loss.backward()
-    assert loss == 0
-    assert not logits.grad.any()
-
-
-@pytest.mark.parametrize("loss_type", ["grpo", "dapo", "cispo", "vespo"])
-def test_grpo_of_logits(loss_type):
-    logits = normal(3, 6, 17).requires_grad_()
-    ids, mask = torch.arange(15).view(3, 5), torch.arange(5) < torch.tensor([[5], [3], [4]])
-    logps = (logits[:, :-1] / 0.9).log_softmax(-1).gather(-1, ids[..., None])[..., 0]
-    old, ref = (logps.detach() + 0.3 * normal(3, 5, seed=i) for i in (1, 2))
-    options = {"beta": 0.1, "loss_type": loss_type}
-    high = 2.0 if loss_type == "cispo" else 0.4
-    expected = functional.grpo_loss(
-        logps, normal(3, seed=3), mask, old_logps=old, ref_logps=ref, epsilon_high=high, **options
-    )
-    arguments = (logits, old, ref, ids, normal(3, seed=3), mask)
-    loss, (kl, clip_ratio) = losses.triton_grpo_loss(*arguments, eps_high=high, reduce=True, **options)
-    torch.testing.assert_close(loss, expected)
-    ours, theirs = (torch.autograd.grad(value, logits)[0] for value in (loss, expected))
-    torch.testing.assert_close(ours, theirs)
-    per_token, per_token_kl, clipped = losses.triton_grpo_loss(*arguments, eps_high=high, **options)
-    torch.testing.assert_close(per_token_kl.sum() / mask.sum(), kl)
-    torch.testing.assert_close(clipped.sum() / mask.sum(), clip_ratio)
-    if loss_type == "dapo":
-        torch.testing.assert_close(per_token.sum() / mask.sum(), expected)
-    assert not per_token[~mask].any()
+    labels = torch.tensor([-100, 1, 2, 3, -100, 5])
+    hidden, weight, wide = normal(6, 8, seed=3), normal(17, 8, seed=4), normal(6, 17, seed=5).requires_grad_()
+    student, teacher = (hidden @ weight.t() / 2.0).log_softmax(-1), (wide.detach() / 2.0).log_softmax(-1)
+    mixture = torch.logsumexp(torch.stack([teacher + torch.tensor(0.3).log(), student + torch.tensor(0.7).log()]), 0)
+    terms = 0.3 * teacher.exp() * (teacher - mixture) + 0.7 * student.exp() * (student - mixture)
+    loss = LigerFusedLinearJSD(0.3, temperature=2.0)
+    for given, expected in ((labels, terms.sum(-1)[labels != -100]), (None, terms.sum(-1))):
+        found = loss(hidden.requires_grad_(), weight, wide, torch.eye(17), given)
+        torch.testing.assert_close(found.detach(), expected.mean())
+        assert torch.autograd.grad(found, (hidden, wide), allow_unused=True)[1] is None
 
 
 @pytest.mark.peers
-def test_divergences_of_distributions(installed):
-    from liger_kernel.transformers import LigerFusedLinearJSD, LigerJSD, LigerKLDIVLoss, LigerTVDLoss
+def test_losses_of_logits_stay_liger_kernels(installed):
+    from liger_kernel.transformers import LigerCrossEntropyLoss, LigerJSD, LigerKLDIVLoss, LigerTVDLoss, functional
+    from liger_kernel.transformers.grpo_loss import triton_grpo_loss
 
-    student, teacher = (normal(6, 17, seed=i).log_softmax(-1) for i in (1, 2))
-    labels = torch.tensor([-100, 1, 2, 3, -100, 5])
-    active = labels != -100
-    mixture = torch.logsumexp(torch.stack([teacher + torch.tensor(0.3).log(), student + torch.tensor(0.7).log()]), 0)
-    terms = 0.3 * teacher.exp() * (teacher - mixture) + 0.7 * student.exp() * (student - mixture)
-    torch.testing.assert_close(LigerJSD(0.3)(student, teacher, labels), terms.sum(-1)[active].mean())
-    expected = F.kl_div(student, teacher.exp(), reduction="batchmean")
-    torch.testing.assert_close(LigerKLDIVLoss(reduction="batchmean")(student, teacher.exp()), expected)
-    terms = 0.5 * (student.exp() - teacher.exp()).abs()
-    torch.testing.assert_close(LigerTVDLoss()(student.exp(), teacher.exp(), labels), terms[active].sum() / 4)
-    torch.testing.assert_close(LigerTVDLoss("mean")(student.exp(), teacher.exp()), terms.mean())
-    hidden, weight, wide = normal(6, 8, seed=3), normal(17, 8, seed=4), normal(6, 17, seed=5)
-    pair = (hidden @ weight.t() / 2.0).log_softmax(-1), (wide / 2.0).log_softmax(-1)
-    for given in (labels, None):
-        found = LigerFusedLinearJSD(0.3, temperature=2.0)(hidden, weight, wide, torch.eye(17), given)
-        torch.testing.assert_close(found, LigerJSD(0.3)(*pair, given))
+    others = functional.liger_cross_entropy, functional.liger_jsd, functional.liger_kl_div, functional.liger_tvd
+    for value in (LigerCrossEntropyLoss, LigerJSD, LigerKLDIVLoss, LigerTVDLoss, triton_grpo_loss, *others):
+        assert value.__module__.startswith("liger_kernel.")
 
 
 @pytest.mark.peers
@@ -285,14 +198,16 @@ def test_without_liger_kernel(monkeypatch):
         assert importlib.util.find_spec("liger_kernel") is not None
         from liger_kernel.chunked_loss import LigerFusedLinearJSDLoss
         from liger_kernel.chunked_loss.functional import liger_fused_linear_dpo
-        from liger_kernel.transformers import LigerCrossEntropyLoss, apply_liger_kernel_to_qwen3
+        from liger_kernel.transformers import LigerFusedLinearJSD, apply_liger_kernel_to_qwen3
 
         assert LigerFusedLinearJSDLoss is liger_losses.LigerFusedLinearJSDLoss
         assert callable(liger_fused_linear_dpo)
         assert callable(apply_liger_kernel_to_qwen3)
-        assert LigerCrossEntropyLoss.__module__.startswith("liger_losses.")
+        assert LigerFusedLinearJSD.__module__.startswith("liger_losses.")
         with pytest.raises(ImportError, match=r"not replace 'LigerFusedLinearFooLoss' of .*LigerFusedLinearDPOLoss"):
             from liger_kernel.chunked_loss import LigerFusedLinearFooLoss  # noqa: F401
+        with pytest.raises(ImportError, match=r"not replace 'LigerJSD' of .*For the rest, pip install liger-kernel"):
+            from liger_kernel.transformers import LigerJSD  # noqa: F401
     finally:
         liger.uninstall()
     assert "liger_kernel" not in sys.modules
@@ -315,20 +230,10 @@ def test_arguments_have_liger_kernels_order():
         assert apply.__doc__.split(": ")[1].rstrip(".").split(", ") == theirs
     theirs = importlib.import_module("liger_kernel.transformers.functional")
     for name, ours in (
-        ("liger_cross_entropy", losses.cross_entropy),
         ("liger_fused_linear_cross_entropy", losses.fused_linear_cross_entropy),
+        ("liger_fused_linear_scaled_cross_entropy_tp", losses.scaled_cross_entropy_tp),
     ):
         assert names(ours) == names(getattr(theirs, name))
-    theirs = names(importlib.import_module("liger_kernel.transformers.grpo_loss").triton_grpo_loss)
-    assert names(losses.triton_grpo_loss) == theirs
-    ours = losses.triton_grpo_loss(*arguments_of_grpo(), 2.0, 1.0, None, None, False, None, 1.5, 3.0, 3.0, 2.0)
-    torch.testing.assert_close(ours, losses.triton_grpo_loss(*arguments_of_grpo(), 2.0, vespo_k_pos=1.5))
-
-
-def arguments_of_grpo():
-    ids = torch.arange(10).view(2, 5)
-    options = (0.9, 0.0, 0.2, 0.4, True, "vespo", None, "token", True)
-    return normal(2, 6, 17), None, None, ids, torch.tensor([1.0, -1.0]), None, *options
 
 
 @pytest.mark.peers
@@ -343,23 +248,6 @@ def test_names_that_were_imported_before_are_warned_of(monkeypatch):
     assert issubclass(chunked.LigerFusedLinearDPOLoss, liger_losses.LigerFusedLinearDPOLoss)
     liger.uninstall()
     assert user.Loss is chunked.LigerFusedLinearDPOLoss is theirs
-
-
-@pytest.mark.peers
-def test_teachers_get_no_gradient(installed):
-    from liger_kernel.transformers import functional as theirs
-
-    student, teacher = (normal(4, 7, seed=i).log_softmax(-1).requires_grad_() for i in (1, 2))
-    for loss in (theirs.liger_jsd, theirs.liger_kl_div, theirs.liger_tvd):
-        assert torch.autograd.grad(loss(student, teacher), (student, teacher), allow_unused=True)[1] is None
-
-
-def test_the_options_of_a_cross_entropy_can_be_read_and_changed():
-    logits, labels = normal(4, 7), torch.tensor([1, 2, 3, 0])
-    loss = losses.LigerCrossEntropyLoss(reduction="sum")
-    assert loss.reduction == "sum"
-    loss.ignore_index = 0
-    torch.testing.assert_close(loss(logits, labels), F.cross_entropy(logits, labels, ignore_index=0, reduction="sum"))
 
 
 @pytest.mark.peers
@@ -432,36 +320,3 @@ def test_metrics_are_liger_kernels(name, compute_nll, dtype):
     assert issubclass(classes[1], getattr(liger_losses, f"LigerFusedLinear{name}Loss"))
     close = {"rtol": 1e-4, "atol": 1e-5} if dtype is torch.float32 else {"rtol": 5e-2, "atol": 2e-2}
     torch.testing.assert_close(ours, theirs, **close)
-
-
-@pytest.mark.parametrize("beta", [0.0, 0.3, 1.0])
-def test_jsd_of_what_does_not_sum_to_one(beta):
-    """Loss and gradient as liger-kernel's kernel computes them, of the formulas in its comments."""
-    log_q, log_p = normal(5, 7, seed=1).requires_grad_(), normal(5, 7, seed=2)
-    labels = torch.tensor([1, -100, 2, 3, 0])
-    q, p = log_q.detach().exp(), log_p.exp()
-    if beta == 0.0:
-        terms, gradient = p * (log_p - log_q.detach()), -p
-    elif beta == 1.0:
-        terms = q * (log_q.detach() - log_p)
-        gradient = terms + q
-    else:
-        log_m = (beta * p + (1 - beta) * q).log()
-        gradient = (1 - beta) * q * (log_q.detach() - log_m)
-        terms = beta * p * (log_p - log_m) + gradient
-    active = (labels != -100).float()[:, None] / 4
-    loss = losses.LigerJSD(beta)(log_q, log_p, labels)
-    torch.testing.assert_close(loss.detach(), (terms * active).sum())
-    torch.testing.assert_close(torch.autograd.grad(loss, log_q)[0], gradient * active)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_losses_of_given_logits_have_their_dtype(dtype):
-    logits, labels = normal(4, 7, dtype=dtype).requires_grad_(), torch.tensor([1, 2, -100, 0])
-    loss = losses.LigerCrossEntropyLoss()(logits, labels)
-    assert loss.dtype == dtype
-    loss, z_loss, accuracy, _ = losses.apply_cross_entropy(
-        logits, labels, None, -100, 0.1, 0.0, "none", None, True, True
-    )
-    assert (loss.dtype, z_loss.dtype, accuracy.dtype) == (dtype, dtype, torch.float32)
-    assert torch.autograd.grad(loss.sum(), logits)[0].dtype == dtype

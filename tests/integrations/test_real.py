@@ -13,7 +13,7 @@ from tests.test_run import ROOT
 FOLDER = pathlib.Path(os.environ.get("INTEGRATIONS", ROOT / ".venv/integrations"))
 CHECKS = {
     "verl_heads": "verl",
-    "verl_plugin": "verl",
+    "verl_before_its_import": "verl",
     "verl_distillation": "verl",
     "verl_hidden_states": "verl",
     "torchtitan": "torchtitan",
@@ -30,12 +30,7 @@ def test_a_framework_with_and_without_this_library(check):
     if not folder.is_dir():
         pytest.skip("make test-integrations installs it")
     others = FOLDER / "megatron-core", FOLDER / "others"
-    plugins = "auto" if check == "verl_plugin" else "none"
-    environment = {
-        **os.environ,
-        "PYTHONPATH": os.pathsep.join(map(str, (ROOT, folder, *others))),
-        "VERL_USE_EXTERNAL_PLUGINS": plugins,
-    }
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, (ROOT, folder, *others)))}
     command = [sys.executable, "-m", "tests.integrations.real", check]
     done = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, done.stderr[-4000:]

@@ -1,9 +1,7 @@
 """verl's heads, without verl; real.py has them in verl itself."""
 
 import functools
-import importlib.util
 import json
-import sys
 from types import SimpleNamespace
 
 import pytest
@@ -11,7 +9,6 @@ import torch
 
 from liger_losses.integrations import verl
 from tests.reference import double, plain_statistics, problem, relative_error
-from tests.test_run import ROOT
 
 
 def test_both_heads_give_log_probabilities_and_entropies():
@@ -86,20 +83,3 @@ def test_steps_that_cannot_take_hidden_states(teachers, fused, message, monkeypa
     distillation.loss_mode = "k3"
     assert step(of_step) is config
     assert step(print) is None
-
-
-def test_a_verl_that_fails_is_left_with_a_warning(monkeypatch):
-    def fail():
-        raise AttributeError("partially initialized module")
-
-    monkeypatch.setattr(verl, "install", fail)
-    monkeypatch.delitem(sys.modules, "liger_losses.integrations.verl_plugin", raising=False)
-    with pytest.warns(UserWarning, match=r"verl runs with its own.*AttributeError\('partially"):
-        importlib.import_module("liger_losses.integrations.verl_plugin")
-
-
-def test_verl_finds_the_entry_point():
-    tomllib = pytest.importorskip("tomllib")
-    points = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["entry-points"]["verl.plugins"]
-    for module in points.values():
-        assert importlib.util.find_spec(module), module

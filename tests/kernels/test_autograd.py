@@ -13,7 +13,6 @@ from torch.utils.checkpoint import checkpoint
 from liger_losses import LigerFusedLinearCrossEntropyLoss, functional, linear_logps
 from liger_losses.chunked import EngineOptions, Head, TokenSupport
 from liger_losses.chunked.engine.support import linear_support_statistics
-from liger_losses.integrations.logit_statistics import logit_statistics
 from liger_losses.kernels._triton import BACKEND_VARIABLE
 from liger_losses.kernels.autograd import edges, scale_
 from liger_losses.layers.glu import glu, glu_linear, glu_mlp
@@ -65,7 +64,6 @@ USES = {
     "_LinearStatistics": lambda h, w: linear_logps(h, w, LABELS),
     "_OnePassLosses": lambda h, w: LigerFusedLinearCrossEntropyLoss(label_smoothing=0.1)(w, h, LABELS),
     "_SumOfTerms": lambda h, w: functional.jsd(F.linear(h, w).log_softmax(-1), F.linear(h, w).detach().log_softmax(-1)),
-    "_Statistics": lambda h, w: logit_statistics(F.linear(h, w), LABELS, ("logp",))["logp"],
     "_GivenStatistics": kept_columns,
     "_GLU": lambda h, w: glu(h, w[:6]),
     "_GLULinear": lambda h, w: glu_linear(h, h, w),

@@ -21,7 +21,7 @@ HEAVY = ("transformers", "trl", "triton", "numpy", "matplotlib", "peft", "datase
 INTEGRATIONS = [
     f"liger_losses.integrations.{path.stem}"
     for path in (ROOT / "integrations").glob("[!_]*")
-    if path.stem != "verl_plugin" and path.suffix in ("", ".py")
+    if path.suffix in ("", ".py")
 ]
 
 

@@ -19,7 +19,7 @@ from torch import nn
 import liger_losses
 from liger_losses import Divergence, EngineOptions, Teacher, linear_divergence, patch
 from liger_losses.caller import warn
-from liger_losses.integrations import axolotl, liger, verl
+from liger_losses.integrations import axolotl, liger
 from liger_losses.integrations.replacements import Replacements, announce
 from liger_losses.kernels._triton import warn_once
 from liger_losses.patching import lazy_head, lazy_layers, loss_inputs
@@ -77,12 +77,6 @@ def constant_that_requires_a_gradient(monkeypatch):
     weights = torch.ones(4, requires_grad=True)
     loss, labels = liger_losses.LigerFusedLinearCrossEntropyLoss(), torch.zeros(4, dtype=torch.long)
     return partial(loss, torch.ones(8, 2), torch.ones(4, 2), labels, token_weights=weights)
-
-
-def plugin_of_verl(monkeypatch):
-    monkeypatch.setattr(verl, "install", fails)
-    monkeypatch.delitem(sys.modules, "liger_losses.integrations.verl_plugin", raising=False)
-    return partial(importlib.import_module, "liger_losses.integrations.verl_plugin")
 
 
 def changed_head(monkeypatch):
@@ -167,7 +161,6 @@ CALLS = [
     ("integrations/liger/__init__.py", install_of_liger),
     ("integrations/replacements.py", lambda monkeypatch: partial(announce.__wrapped__, "pytest", "0.1", "everything")),
     ("integrations/replacements.py", a_framework_without_a_place),
-    ("integrations/verl_plugin.py", plugin_of_verl),
     ("kernels/_triton.py", lambda monkeypatch: partial(warn_once.__wrapped__, "a slower kernel")),
     ("patching/lazy/warning.py", lambda monkeypatch: lazy_linear(torch.ones(1, 2), torch.ones(3, 2)).sigmoid),
     ("patching/lazy_head.py", changed_head),

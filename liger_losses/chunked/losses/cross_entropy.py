@@ -57,8 +57,8 @@ class ManyHeadsMetrics(NamedTuple):
 class _Target:
     """The tokens that one head predicts, and what is known of them beforehand."""
 
-    head: Any  # and hidden states: none where logits exist already
-    hidden_states: Any
+    head: Head
+    hidden_states: Tensor
     labels: Tensor
     ignore_index: int
     items: Tensor | None = None
@@ -74,8 +74,8 @@ class _Target:
         """A target of the same head that has none of the tokens."""
         weights = None if self.token_weights is None else self.token_weights[:0]
         inputs = None if self.inputs is None else {name: value[:0] for name, value in self.inputs.items()}
-        given = {"hidden_states": self.hidden_states[:0], "labels": self.labels[:0]}
-        return replace(self, **given, token_weights=weights, inputs=inputs)
+        hidden_states, labels = self.hidden_states[:0], self.labels[:0]
+        return replace(self, hidden_states=hidden_states, labels=labels, token_weights=weights, inputs=inputs)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -218,9 +218,11 @@ class LigerFusedLinearCrossEntropyLoss(ChunkedLoss):
             for k in silent:  # zeros that depend on the head
                 values[k] = values[k].sum() + values[k].new_zeros(labels[k].shape)
             loss = [scale * value for scale, value in zip(scales, values, strict=True)] if several else values[0]
-        if not several:
-            return self._with_outputs(loss, found[0], targets[0])
+        if not several and not (o.return_z_loss or o.return_token_accuracy or o.return_predicted_tokens):
+            return loss
         with torch.no_grad():
+            if not several:
+                return CrossEntropyOutput(loss, *self._output(found[0], targets[0], o.reduction == "none"))
             others = self._statistics([targets[k] for k in silent], several) if silent else []
             found = [others.pop(0) if k in silent else part for k, part in enumerate(found)]
             outputs = [self._output(*part, per_token=False) for part in zip(found, targets, strict=True)]
@@ -228,20 +230,6 @@ class LigerFusedLinearCrossEntropyLoss(ChunkedLoss):
             losses = [self._total(self._of_tokens(*part)[0]) for part in zip(found, targets, strict=True)]
             metrics = ManyHeadsMetrics(torch.stack(losses), _stacked(z_losses), _stacked(accuracies))
             return loss, metrics._replace(predicted_tokens=predicted if self.return_predicted_tokens else None)
-
-    def of_statistics(self, values: Statistics, labels: Tensor) -> Any:
-        """The result of :meth:`forward`, from the statistics ``[...]`` of given logits, differentiable."""
-        target = _Target(None, None, labels, self.ignore_index)
-        loss, _ = self._of_tokens(values, target)
-        return self._with_outputs(loss if self.reduction == "none" else loss.sum(), values, target)
-
-    def _with_outputs(self, loss: Tensor, values: Statistics, target: _Target) -> Any:
-        """The loss of one head, beside what else was asked for."""
-        o = self.settings
-        if not (o.return_z_loss or o.return_token_accuracy or o.return_predicted_tokens):
-            return loss
-        with torch.no_grad():
-            return CrossEntropyOutput(loss, *self._output(values, target, o.reduction == "none"))
 
     def _target(
         self,
@@ -387,9 +375,7 @@ class LigerFusedLinearCrossEntropyLoss(ChunkedLoss):
             return (torch.ones((), dtype=torch.float32, device=mask.device),)
         if target.items is not None:
             return (target.items.masked_fill(target.items == 0, 1.0),)
-        wide, weights = torch.float32, mask
-        if target.head is not None:
-            wide = torch.promote_types(target.head.weight.dtype, wide)
+        wide, weights = torch.promote_types(target.head.weight.dtype, torch.float32), mask
         if token_weights is not None:
             weights = token_weights.to(torch.promote_types(token_weights.dtype, wide)) * mask
         totals = [weights.sum(dtype=torch.promote_types(weights.dtype, wide))]

@@ -340,7 +340,7 @@ def grpo_loss(
 
 
 @torch.no_grad()
-def token_metrics(logps: Tensor, inputs: PolicyInputs, kl: bool = True) -> list[Tensor]:
+def token_metrics(logps: Tensor, inputs: PolicyInputs, kl: bool) -> list[Tensor]:
     """``[B, T]``: 1.0 for tokens whose gradients clipping removed, and estimates of the divergence; 0 at padding."""
     o, mask = inputs.options, inputs.mask
     ratio = ratio_of(RATIOS[o.level](inputs.log_ratio(logps), inputs))

@@ -66,7 +66,7 @@ _OURS = {
     for middle in ("DPO", "ORPO", "CPO", "SimPO", "KTO", "GRPO", "JSD", "CosineSimilarity")
 }
 #: Classes by the middle of their name, ``LigerFusedLinear...Loss``.
-LOSSES = {
+LOSSES: dict[str, Any] = {
     m: loss if m in ("GRPO", "JSD", "CosineSimilarity") else _with_their_metrics(loss) for m, loss in _OURS.items()
 }
 
@@ -99,10 +99,8 @@ _FUNCTIONS: dict[str, tuple[str, str, dict[str, Any]]] = {
 }
 
 
-def _applied(middle: str, inputs: str, options: str, defaults: dict[str, Any]) -> Callable[..., Any]:
-    loss: Any = LOSSES[middle]
-    return applied(loss, f"{inputs} {options or ' '.join(loss.positions)}", **defaults)
-
-
 #: ``apply`` by the middle of the function's name.
-CHUNKED = {middle: _applied(middle, *row) for middle, row in _FUNCTIONS.items()}
+CHUNKED = {
+    middle: applied(LOSSES[middle], f"{inputs} {options or ' '.join(LOSSES[middle].positions)}", **defaults)
+    for middle, (inputs, options, defaults) in _FUNCTIONS.items()
+}

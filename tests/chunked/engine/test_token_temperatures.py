@@ -17,7 +17,7 @@ from liger_losses import (
     linear_logps,
     linear_statistics,
 )
-from liger_losses.integrations import megatron, on_logits, verl
+from liger_losses.integrations import megatron, verl
 from tests.losses import CE, GRPO, SimPO
 from tests.reference import assert_close_gradients, gradients, problem
 
@@ -123,21 +123,6 @@ def test_what_is_refused_where_ranks_work_together(one_process):
     shared = Head(weight, transform=LogitTransform(wrong.flatten()), group=group)
     with pytest.raises(ValueError, match=r"one for each hidden state, \[2, 3\], got shape \[6\]"):
         linear_logps(hidden, shared, labels)
-
-
-@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
-def test_of_logits_that_exist(monkeypatch, dtype):
-    logits, labels = torch.randn(3, 4, 17, dtype=torch.float64), torch.randint(17, (3, 4))
-    mask, advantages = torch.ones(3, 4), torch.randn(3)
-    logits, mask[1, 2:] = logits.requires_grad_(), 0
-    t = temperatures(3, dtype=dtype)[:, None].expand(3, 4)
-    expected, _ = on_logits.grpo_loss(logits / t[..., None].double(), labels, advantages, mask, beta=0.0)
-    monkeypatch.setattr("liger_losses.integrations.logit_statistics._BLOCK", 5 * 17)  # several blocks
-    found, _ = on_logits.grpo_loss(logits, labels, advantages, mask, beta=0.0, temperature=t.where(mask != 0, 0.0))
-    torch.testing.assert_close(found, expected)
-    torch.testing.assert_close(gradients(found, (logits,)), gradients(expected, (logits,)))
-    with pytest.raises(ValueError, match=r"\[3, 4\], got shape \[3\]"):
-        on_logits.grpo_loss(logits, labels, advantages, mask, temperature=t[:, 0])
 
 
 def test_in_the_places_of_other_heads():

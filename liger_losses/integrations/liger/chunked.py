@@ -15,7 +15,6 @@ import torch
 from torch import Tensor
 
 import liger_losses
-from liger_losses.integrations.liger.call_forms import applied
 
 
 def _with_their_metrics(loss: type) -> type:
@@ -61,15 +60,6 @@ def _mean_logits_of_sequences(hidden: Tensor, weight: Tensor, bias: Tensor | Non
     return sums if bias is None else sums + hidden.shape[1] * bias.detach().to(wide).mean()
 
 
-_OURS = {
-    middle: getattr(liger_losses, f"LigerFusedLinear{middle}Loss")
-    for middle in ("DPO", "ORPO", "CPO", "SimPO", "KTO", "GRPO", "JSD", "CosineSimilarity")
-}
-#: Classes by the middle of their name, ``LigerFusedLinear...Loss``.
-LOSSES: dict[str, Any] = {
-    m: loss if m in ("GRPO", "JSD", "CosineSimilarity") else _with_their_metrics(loss) for m, loss in _OURS.items()
-}
-
 _PAIRS = "_input lin_weight target bias"
 _REFERENCE = "ref_input ref_weight ref_bias"
 _STUDENT = "student_input student_weight teacher_input teacher_weight true_labels student_bias teacher_bias"
@@ -97,6 +87,42 @@ _FUNCTIONS: dict[str, tuple[str, str, dict[str, Any]]] = {
         {},
     ),
 }
+
+_OURS = {middle: getattr(liger_losses, f"LigerFusedLinear{middle}Loss") for middle in _FUNCTIONS}
+#: Classes by the middle of their name, ``LigerFusedLinear...Loss``.
+LOSSES: dict[str, Any] = {
+    middle: _with_their_metrics(loss) if middle in ("DPO", "ORPO", "CPO", "SimPO", "KTO") else loss
+    for middle, loss in _OURS.items()
+}
+
+
+def applied(loss: type, names: str, **defaults: Any) -> Callable[..., Any]:
+    """A function of the arguments of a loss's constructor and call, by liger-kernel's names and in their order.
+
+    Args:
+        names: the arguments, which the signature then has, as liger-kernel's models read them there: ``theirs:ours``
+            for one that has another name in the loss, ``theirs:`` for one without effect.
+        defaults: by the loss's names, those that differ from its own.
+    """
+    pairs = [name.partition(":") for name in names.split()]
+    ours = {theirs: own if colon else theirs for theirs, colon, own in pairs}
+    kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
+    signature = inspect.Signature([inspect.Parameter(name, kind, default=None) for name in ours])
+    # A temperature that is a number is the constructor's, one per token the call's.
+    of_call = inspect.signature(loss.forward).parameters  # type: ignore[attr-defined]
+
+    def apply(*arguments: Any, **keywords: Any) -> Any:
+        try:
+            bound = signature.bind(*arguments, **keywords).arguments
+        except TypeError as error:
+            raise TypeError(f"{loss.__name__}{signature}: {error}") from None
+        values = {**defaults, **{ours[name]: value for name, value in bound.items() if ours[name]}}
+        call = {n: v for n, v in values.items() if n in of_call and (n != "temperature" or isinstance(v, Tensor))}
+        return loss(**{name: value for name, value in values.items() if name not in call})(**call)
+
+    apply.__doc__ = f"{loss.__name__} by position: {', '.join(ours)}."
+    vars(apply)["__signature__"] = signature
+    return apply
 
 
 #: ``apply`` by the middle of the function's name.

@@ -13,7 +13,7 @@ from torch import Tensor
 
 import liger_losses
 from liger_losses.chunked import EngineOptions, Head, linear_statistics
-from liger_losses.integrations.liger.call_forms import applied
+from liger_losses.integrations.liger.chunked import applied
 from liger_losses.kernels.logit_transform import LogitTransform
 
 #: ``liger_fused_linear_cross_entropy``.
@@ -56,15 +56,11 @@ def scaled_cross_entropy(
         selected_token_ids: ``[K]`` int64: also the log-probabilities of these columns, ``[N, K]``, differentiable.
         group: the ranks that share the vocabulary; the weight is this rank's rows of it, any number of them.
     """
+    columns = None if selected_token_ids is None else selected_token_ids.expand(len(target), -1)
+    others = ["entropy"] * return_entropy + ["selected_logps"] * (columns is not None)
     head, options = Head(weight, transform=LogitTransform(temperature), group=group), EngineOptions(ignore_index)
-    names = ("logp", "entropy") if return_entropy else ("logp",)
-    found = linear_statistics(_input, head, target, names, options=options)
-    outputs = (-found.logp, found.entropy) if return_entropy else (-found.logp,)
-    if selected_token_ids is not None:
-        columns = selected_token_ids.expand(len(target), -1)
-        found = linear_statistics(_input, head, target, "selected_logps", selected=columns, options=options)
-        outputs = (*outputs, found.selected_logps)
-    return outputs if len(outputs) > 1 else outputs[0]
+    found = linear_statistics(_input, head, target, ("logp", *others), selected=columns, options=options)
+    return (-found.logp, *[getattr(found, name) for name in others]) if others else -found.logp
 
 
 def scaled_cross_entropy_tp(

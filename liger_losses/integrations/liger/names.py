@@ -8,21 +8,27 @@ from typing import Any
 import liger_losses
 from liger_losses.integrations.liger import chunked, losses, models
 
+
+def _function(middle: str, apply: Callable[..., Any]) -> dict[str, type]:
+    """A class with the ``apply`` of an autograd function, by its name."""
+    name = f"Liger{middle}Function"
+    return {name: type(name, (), {"apply": staticmethod(apply), "__doc__": apply.__doc__})}
+
+
 #: The middle of the names ``LigerFusedLinear...Loss`` where the module of ``chunked_loss`` has another name.
 _MODULES = {"CosineSimilarity": "cosine_similarity"}
-#: Autograd functions of ``liger_kernel.ops``: the module, the middle of their names, and what replaces ``apply``.
-_OPS: tuple[tuple[str, str, Any], ...] = (
-    ("fused_linear_cross_entropy", "FusedLinearCrossEntropy", losses.apply_fused_linear_cross_entropy),
-    ("fused_linear_scaled_cross_entropy", "FusedLinearScaledCrossEntropy", losses.scaled_cross_entropy),
-    ("fused_linear_scaled_cross_entropy", "FusedLinearScaledCrossEntropyTP", losses.scaled_cross_entropy_tp),
-    ("fused_linear_jsd", "FusedLinearJSD", losses.fused_linear_jsd),
-)
-#: Of ``liger_kernel.transformers``: by module, its names, which the package has too.
-_TRANSFORMERS: dict[str, dict[str, Any]] = {
-    "fused_linear_cross_entropy": {"LigerFusedLinearCrossEntropyLoss": liger_losses.LigerFusedLinearCrossEntropyLoss},
-    "fused_linear_jsd": {"LigerFusedLinearJSD": losses.LigerFusedLinearJSD},
-    "auto_model": {"AutoLigerKernelForCausalLM": models.AutoLigerKernelForCausalLM},
-    "monkey_patch": {
+#: Outside of ``chunked_loss``: by module, its names, which its package has too.
+_OTHERS: dict[str, dict[str, Any]] = {
+    "ops.fused_linear_cross_entropy": _function("FusedLinearCrossEntropy", losses.apply_fused_linear_cross_entropy),
+    "ops.fused_linear_scaled_cross_entropy": _function("FusedLinearScaledCrossEntropy", losses.scaled_cross_entropy)
+    | _function("FusedLinearScaledCrossEntropyTP", losses.scaled_cross_entropy_tp),
+    "ops.fused_linear_jsd": _function("FusedLinearJSD", losses.fused_linear_jsd),
+    "transformers.fused_linear_cross_entropy": {
+        "LigerFusedLinearCrossEntropyLoss": liger_losses.LigerFusedLinearCrossEntropyLoss
+    },
+    "transformers.fused_linear_jsd": {"LigerFusedLinearJSD": losses.LigerFusedLinearJSD},
+    "transformers.auto_model": {"AutoLigerKernelForCausalLM": models.AutoLigerKernelForCausalLM},
+    "transformers.monkey_patch": {
         "_apply_liger_kernel": models.apply_to_type,
         "_apply_liger_kernel_to_instance": models.apply_liger_kernel,  # transformers' Trainer calls it
     },
@@ -35,12 +41,6 @@ _FUNCTIONAL: dict[str, Any] = {
 }
 
 
-def _function(middle: str, apply: Callable[..., Any]) -> dict[str, type]:
-    """A class with the ``apply`` of an autograd function, by its name."""
-    name = f"Liger{middle}Function"
-    return {name: type(name, (), {"apply": staticmethod(apply), "__doc__": apply.__doc__})}
-
-
 def _replacements() -> dict[str, dict[str, Any]]:
     names: dict[str, dict[str, Any]] = {"liger_kernel.transformers.functional": _FUNCTIONAL}
 
@@ -50,14 +50,11 @@ def _replacements() -> dict[str, dict[str, Any]]:
 
     for middle, apply in chunked.CHUNKED.items():
         module = f"{_MODULES.get(middle, middle.lower())}_loss"
-        loss = {f"LigerFusedLinear{middle}Loss": chunked.LOSSES[middle]}
-        add(loss, "chunked_loss", f"chunked_loss.{module}")
+        add({f"LigerFusedLinear{middle}Loss": chunked.LOSSES[middle]}, "chunked_loss", f"chunked_loss.{module}")
         add(_function(f"FusedLinear{middle}", apply), f"chunked_loss.{module}")
         add({f"liger_fused_linear_{module.partition('_')[0]}": apply}, "chunked_loss.functional")
-    for module, middle, apply in _OPS:
-        add(_function(middle, apply), "ops", f"ops.{module}")
-    for module, values in _TRANSFORMERS.items():
-        add(values, "transformers", f"transformers.{module}")
+    for module, values in _OTHERS.items():
+        add(values, module.partition(".")[0], module)
     return names
 
 

@@ -99,7 +99,7 @@ class LigerFusedLinearJSD(liger_losses.LigerFusedLinearJSDLoss):
         super().__init__(0.0, 1.0, jsd_beta, ignore_index=ignore_index, temperature=temperature)
 
     def forward(  # type: ignore[override]
-        self, student_input: Tensor, student_weight: Tensor, teacher_input: Any, teacher_weight: Any, shift_labels: Any
+        self, student_input: Any, student_weight: Any, teacher_input: Any, teacher_weight: Any, shift_labels: Any = None
     ) -> Any:
         """``shift_labels [N]``: only which are ``ignore_index`` matters. With ``None``, all tokens are active."""
         if shift_labels is None:
@@ -114,5 +114,4 @@ fused_linear_jsd = applied(
     LigerFusedLinearJSD,
     "student_input student_weight teacher_input teacher_weight shift_labels "
     "jsd_beta ignore_index temperature accum_dtype jsd_impl: jsd_mode:",
-    shift_labels=None,
 )

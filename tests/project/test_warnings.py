@@ -134,7 +134,8 @@ def mask_of_tokens(monkeypatch):
 
 
 def model_that_cannot_share(packed_batches, monkeypatch):
-    return partial(packed_batches._say, nn.Linear(2, 2), "prompts are repeated")
+    model = types.SimpleNamespace(_liger_losses_head=types.SimpleNamespace(share_prompts=True))
+    return partial(packed_batches._say, model, "prompts are repeated")
 
 
 def kernels_twice(enabling, monkeypatch):

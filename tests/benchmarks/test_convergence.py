@@ -52,7 +52,7 @@ def test_the_table_sets_providers_beside_seeds(tmp_path):
     assert ["sft", "held-out", "loss", "2.5000", "±", "0.7071", "2.7500", "±", "0.7071"] in lines
     assert ["sft", "mean", "|loss", "-", "loss|", "of", "one", "seed", "0.2500"] in lines
     assert ["plain,", "two", "seeds", "1.0000"] in lines
-    draw(runs, tmp_path / "curves.png")
+    draw(runs, tmp_path / "curves.png", [("sft", "loss", ("plain", "liger_losses"))])
     assert (tmp_path / "curves.png").stat().st_size > 1000
 
 

@@ -44,7 +44,7 @@ class Method(NamedTuple):
 
 
 METHODS = {
-    "grpo": Method(60, 5e-4, 16, ("reward", "loss", "kl")),
+    "grpo": Method(60, 1e-3, 16, ("reward", "loss", "kl")),
     "dpo": Method(32, 1e-4, 4, ("loss", "rewards/margins")),
 }
 
@@ -71,7 +71,7 @@ def make_trainer(name: str, seed: int, args: argparse.Namespace, folder: Path) -
         "output_dir": str(folder / "run"),
         "max_steps": args.steps or method.steps,
         "per_device_train_batch_size": method.batch_size,
-        "learning_rate": method.learning_rate,
+        "learning_rate": args.learning_rate or method.learning_rate,
         "lr_scheduler_type": "constant_with_warmup",
         "warmup_steps": 5,
         "seed": seed,
@@ -180,6 +180,7 @@ def main() -> None:
     parser.add_argument("--methods", nargs="+", choices=METHODS, default=list(METHODS))
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
     parser.add_argument("--steps", type=int, default=0, help="of every run; by default what suits each method")
+    parser.add_argument("--learning-rate", type=float, default=0.0, help="likewise")
     parser.add_argument("--shots", type=int, default=1, help="questions with answers before the last question")
     parser.add_argument("--hidden-size", type=int, default=128)
     parser.add_argument("--pretrain", type=int, default=300, help="steps before the runs")

@@ -155,7 +155,7 @@ def _run_shifting(inner: Any, model: nn.Module, batch: dict[str, Any], targets: 
     """
     takes_labels = "labels" in inspect.signature(inspect.unwrap(type(inner).forward)).parameters
     # Where the forward raises, it runs again, which a cache must not see twice; transformers 5.24 calls it `cache`.
-    cached = batch.get("cache", batch.get("past_key_values")) is not None
+    cached = any(batch.get(name) is not None for name in ("cache", "past_key_values"))
     tells = takes_labels and targets.shape[-1] > 1 and not cached
     if not tells or type(inner) in _SHIFTS:
         return model(**batch) if _SHIFTS.get(type(inner), True) else None

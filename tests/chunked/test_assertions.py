@@ -49,6 +49,14 @@ def test_what_checkpointing_computes_again_is_checked(device):
         loss.backward()
 
 
+def test_tensors_without_memory_count_and_their_views_do_not():
+    hidden, weight = torch.empty(8, 4, device="meta"), torch.empty(V, 4, device="meta")
+    with assert_no_logits(V, 1):
+        weight.t()
+        with pytest.raises(AssertionError, match="mm.default makes logits"):
+            hidden @ weight.t()
+
+
 @pytest.mark.parametrize("workspace", [None, 20000])
 def test_blocks_of_the_library_do_not_count(workspace):
     hidden, weight, labels, bias = problem(n=40, v=V, bias=True, shape=(4, 10))

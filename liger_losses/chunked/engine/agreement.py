@@ -11,8 +11,8 @@ Signatures become known to all ranks of a group at once. What is not seen, unles
 
 - Ranks make different calls that they all know, or tensors of a known call differ.
 - A call is new to one rank, and another makes a known one, or has raised an error. The first waits for the timeout of
-  ``init_process_group``, and raises an error that says from which ranks it has heard nothing. The other waits in its
-  next collective, for the timeout of the group.
+  ``init_process_group`` (of the store, if that was given), and raises an error that says from which ranks it has heard
+  nothing. The other waits in its next collective, for the timeout of the group. The group cannot be used any more.
 """
 
 from __future__ import annotations
@@ -44,6 +44,7 @@ class Known:
     """What this process knows of a process group."""
 
     comparisons: int = 0
+    life: int = 0  # how many groups of this name the store has had: one that is made again counts from 1 again
     signatures: set[int] = field(default_factory=set)  # hashes
     least_memory: dict[str, int] = field(default_factory=dict)  # bytes of the ranks' smallest device, by its type
 
@@ -88,10 +89,12 @@ def lines_of(values: Mapping[str, Any]) -> str:
 def compare(group: Any, text: str) -> None:
     """Raise RankError on all ranks unless all get here with the same lines of text."""
     store, rank, known = group.get_group_store(), group.rank(), known_of(group)
+    known.life = known.life or store.add(f"liger_losses/lives/{rank}", 1)
     known.comparisons += 1
-    keys, cause = [f"liger_losses/{known.comparisons}/{r}" for r in range(group.size())], None
+    name, cause = f"liger_losses/{known.life}", None
+    keys = [f"{name}/{known.comparisons}/{r}" for r in range(group.size())]
     # All have read those of the comparison before the last one, or they would not have come to the last one.
-    store.delete_key(f"liger_losses/{known.comparisons - 2}/{rank}")
+    store.delete_key(f"{name}/{known.comparisons - 2}/{rank}")
     store.set(keys[rank], text)
     try:
         store.wait(keys)

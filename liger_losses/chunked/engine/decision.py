@@ -281,7 +281,7 @@ def _decide(
     grad_weight_dtype = torch.promote_types(head.weight.dtype, wide)
     row_bytes = 4 * head.weight.shape[1] * (needs_weight and grad_weight_dtype in HALF_DTYPES)
     outputs = query.statistics + tuple([name for name in query.metrics if name not in query.statistics])
-    beside = {"max_logit"} if "argmax" in outputs and (work.walks or head.ranks is not ALONE) else set()
+    of_argmax = {"max_logit"} if "argmax" in outputs and (work.walks or head.ranks is not ALONE) else set()
     temperature = 1.0 if query.comparison is None else query.comparison.temperature
     other = isinstance(temperature, Tensor) or temperature != 1.0
     return Decision(
@@ -290,7 +290,7 @@ def _decide(
         shared_columns=shared,
         has_two_softmaxes="logp" in outputs and (other or vocab_size > shared),
         outputs=outputs,
-        block_names=frozenset({*outputs, "lse", *beside}),
+        block_names=frozenset({*outputs, "lse", *of_argmax}),
         backend=backend,
         needs_hidden=tuple([_needs_gradient(part) for part in hidden]),
         needs_weight=needs_weight,

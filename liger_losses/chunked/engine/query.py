@@ -255,14 +255,14 @@ class Query:
         weights = (self.token_weights or {}).items()
         return {name: weight for name, weight in weights if not isinstance(weight, EqualWeights)}
 
-    def subset(self, order: Tensor, losses: bool = False) -> Query:
-        """The query for some of the active tokens, in this order; with what their ``losses`` read, unless these are
+    def subset(self, index: Tensor, losses: bool = False) -> Query:
+        """The query for these of the active tokens; with what their ``losses`` read, unless these are
         known."""
         comparison = self.comparison
         if comparison is not None and isinstance(comparison.temperature, Tensor):
-            comparison = replace(comparison, temperature=comparison.temperature[order])
-        selected = None if self.selected is None else self.selected[order]
-        inputs = {name: value[order] for name, value in self.token_inputs.items()} if losses else {}
+            comparison = replace(comparison, temperature=comparison.temperature[index])
+        selected = None if self.selected is None else self.selected[index]
+        inputs = {name: value[index] for name, value in self.token_inputs.items()} if losses else {}
         return changed(self, selected=selected, comparison=comparison, token_inputs=inputs, token_weights=None)
 
 

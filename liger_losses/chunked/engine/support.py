@@ -43,8 +43,6 @@ from liger_losses.kernels.given_ids import Facts, GivenIds, find
 from liger_losses.kernels.logit_transform import LogitTransform
 from liger_losses.kernels.reading import start_reading
 
-#: What can be asked about kept columns.
-SUPPORT_STATISTICS = ("logp", "entropy", "lse")
 #: Reading the row of one kept column takes as long as computing so many of all columns by products, with gradients and
 #: without: a token that keeps more than V / this takes the products. On an H200, from times of bf16 (8192 tokens, 870
 #: columns each of 128256, H 4096: 40.3 and 19.0 ms by rows, 37.2 and 14.9 by products); on other devices, from those of
@@ -142,7 +140,7 @@ def linear_support_statistics(
         head: labels and kept columns count the whole vocabulary, where ranks share it.
         labels: ``[...]`` int64, not yet shifted.
         support: the kept columns.
-        names: of :data:`SUPPORT_STATISTICS`, without tokens that have no cut also ``selected_logps``: the
+        names: of ``logp``, ``entropy`` and ``lse``, without tokens that have no cut also ``selected_logps``: the
             log-probabilities ``[..., K]`` of the columns. The label must be among these for ``logp`` alone.
         options: how to stream the tokens without a cut; its workspace bounds the products of those with many columns,
             and the rows that are dequantized at a time.

@@ -106,11 +106,11 @@ class Tokens:
         facts = label_facts([self.labels, *(part for part in which if part is not None)], 0, backend=backend)
         return facts[:, 3].sum()
 
-    def subset(self, order: Tensor) -> Tokens:
-        """Some of the active tokens of one tensor of labels, in this order."""
-        (index,), ignored = self.indices, None if self.ignored is None else self.ignored[order]
-        index = order if index is None else index.index_select(0, order)
-        return Tokens(self.labels.index_select(0, order), self.shapes, (len(order),), (index,), ignored)
+    def subset(self, index: Tensor) -> Tokens:
+        """These of the active tokens of one tensor of labels."""
+        (places,), ignored = self.indices, None if self.ignored is None else self.ignored[index]
+        places = index if places is None else places.index_select(0, index)
+        return Tokens(self.labels.index_select(0, index), self.shapes, (len(index),), (places,), ignored)
 
     @cached_property
     def sizes(self) -> list[int]:
@@ -305,9 +305,9 @@ class Counting:
 
     def checksum(self, backend: str) -> Tensor:
         """A checksum of all labels, 0-dim: see :func:`label_facts`."""
-        asked = self.facts
-        facts = label_facts(self.labels, self.ignore_index, backend=backend) if asked is None else asked.numbers
-        return facts[:, 3].sum()
+        if self.facts is not None:
+            return self.facts.numbers[:, 3].sum()
+        return label_facts(self.labels, self.ignore_index, backend=backend)[:, 3].sum()
 
     def tokens(self) -> Tokens:
         """The active tokens, once their number is known."""

@@ -1,6 +1,7 @@
 """Ranks that are about to make different calls: all raise an error, within a timeout, that lists what each makes."""
 
 import time
+from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 
 import pytest
@@ -29,6 +30,35 @@ def test_a_checksum_depends_on_every_entry_and_its_place():
         changed[2017] = changed[2017] == 0
         assert checksum(changed) != whole
     assert checksum(torch.zeros(0)) == 0
+
+
+class Group:
+    """A rank of a process group, in a thread of this process."""
+
+    def __init__(self, store, rank):
+        self.store, self.number = store, rank
+
+    def get_group_store(self):
+        return self.store
+
+    def rank(self):
+        return self.number
+
+    def size(self):
+        return 2
+
+
+def test_a_group_that_is_made_again_reads_nothing_of_the_former_one():
+    """The store may be the same, and the keys of the last comparisons are in it."""
+    store = dist.HashStore()
+    store.set_timeout(timedelta(seconds=30))
+    for text in ("first\n", "second\n"):
+        with ThreadPoolExecutor(2) as threads:
+            # The second rank comes later.
+            first = threads.submit(agreement.compare, Group(store, 0), text)
+            time.sleep(0.3)
+            threads.submit(agreement.compare, Group(store, 1), text).result()
+            first.result()
 
 
 def counted(patched, store):

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -16,7 +15,7 @@ from torch import Tensor
 
 from liger_losses.kernels._triton import device_of, jit, tl
 from liger_losses.layers.activations import ACTIVATIONS, activate
-from liger_losses.layers.prepared import Prepared
+from liger_losses.layers.prepared import Launcher, Prepared
 from liger_losses.layers.rows import as_output, as_rows, empty_like, interleaved, wide, with_strides
 
 # Measured on an H200: elements of a block, and warps.
@@ -179,7 +178,7 @@ class _Launch:
         count, columns = rows[0].shape  # type: ignore[union-attr]
         blocks = -(-columns // block)
         self.strides, self.sizes = with_strides(rows)[1::2], (columns, blocks, *formula, *ends, block)
-        self.launch = partial(kernel[(count * blocks,)], num_warps=warps) if count * blocks else None
+        self.launch = Launcher(kernel, count * blocks, num_warps=warps) if count * blocks else None
 
     def __call__(self, tensors: Sequence[Tensor | None]) -> None:
         if self.launch is not None:

@@ -9,6 +9,7 @@ import os
 from collections.abc import Callable, Hashable, Iterable
 from typing import Any, Generic, TypeVar
 
+import torch
 from torch import Tensor
 
 from liger_losses.kernels._triton import BACKEND_VARIABLE
@@ -54,6 +55,27 @@ def _kind(t: Tensor | None) -> Any:
     if type(t) not in PLAIN:
         raise TypeError
     return t.shape, t.stride(), t.dtype, t.device, t.data_ptr() % 16, t.requires_grad
+
+
+class Launcher:
+    """A kernel all of whose launches have arguments of one kind, as those of one :class:`Prepared` have.
+
+    Triton chooses its binary by all arguments of a launch, which takes the host longer than to launch it: a training
+    step of a small model has hundreds of them. Here the first launch chooses for all.
+    """
+
+    def __init__(self, kernel: Any, programs: int, **options: Any) -> None:
+        self.kernel, self.options = kernel[(programs,)], options
+        self.grid, self.binary = (programs, 1, 1), None
+
+    def __call__(self, *arguments: Any) -> None:
+        """Launch it; arguments are given by position, constants too."""
+        if self.binary is not None:
+            self.binary(*arguments)
+            return
+        compiled = self.kernel(*arguments, **self.options)
+        if compiled is not None and torch.version.cuda:  # the interpreter compiles nothing; on AMD sizes count too
+            self.binary = compiled[self.grid]
 
 
 class PreparedKernel:

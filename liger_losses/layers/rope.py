@@ -7,7 +7,6 @@ gradients: it needs cos and sin, but not q and k.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -16,7 +15,7 @@ from torch import Tensor
 from liger_losses.kernels._tiles import power_of_two
 from liger_losses.kernels._triton import choose_backend, device_of, jit, tl, warn_once
 from liger_losses.kernels.autograd import once_differentiable, operator
-from liger_losses.layers.prepared import Prepared, PreparedKernel
+from liger_losses.layers.prepared import Launcher, Prepared, PreparedKernel
 
 # Measured on an H200: elements of a tile (heads by half of the dimensions), and warps.
 _TILE, _WARPS = 1024, 1
@@ -246,7 +245,7 @@ class _Launch:
             *(half, power_of_two(size - rotated)),
         )
         programs = sequences * tokens if size else 0
-        self.launch = partial(_rotate_kernel[(programs,)], num_warps=_WARPS) if programs else None
+        self.launch = Launcher(_rotate_kernel, programs, num_warps=_WARPS) if programs else None
 
     def __call__(self, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
         if self.copies:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable, Iterator, Sequence
-from functools import partial
 from typing import Any, cast
 
 import torch
@@ -17,7 +16,7 @@ from torch import Tensor
 from liger_losses.kernels._tiles import power_of_two, processors
 from liger_losses.kernels._triton import choose_backend, jit, tl
 from liger_losses.kernels.targets import target_of
-from liger_losses.layers.prepared import Prepared
+from liger_losses.layers.prepared import Launcher, Prepared
 
 _Tensors = Sequence[Tensor | None]
 _Dtypes = Sequence[torch.dtype | None]
@@ -127,7 +126,7 @@ class Forward:
         height, width = tile_of(columns, _FORWARD_ELEMENTS)
         self.sizes = rows, columns, *options, height, width
         warps = target_of(x.device).warps(height * width // per_thread)
-        self.launch = partial(kernel[(max(1, -(-rows // height)),)], num_warps=warps)
+        self.launch = Launcher(kernel, max(1, -(-rows // height)), num_warps=warps)
 
     def __call__(self, inputs: _Tensors, vectors: _Tensors, outputs: _Tensors, per_row: int = 0) -> list[Tensor]:
         x, rows = cast(Tensor, inputs[0]), self.arguments.rows
@@ -179,11 +178,11 @@ class _Backward:
         stages = 3 if 3 * height * width * entry_bytes <= target.shared_memory // _BACKWARD_PROGRAMS else 1
         self.sizes = rows, columns, programs, *options, height, width, stages
         warps = target.warps(height * width // target.tiling.row_entries)
-        self.launch = partial(kernel[(programs,)], num_warps=warps)
+        self.launch = Launcher(kernel, programs, num_warps=warps)
         self.partial, self.columns = (programs, columns), columns
         self.sum_sizes = programs, columns, min(512, power_of_two(programs)), _SUM_COLUMNS
         blocks = -(-columns // _SUM_COLUMNS)
-        self.add_up = partial(_column_sums_kernel[(blocks,)], num_warps=_SUM_WARPS)
+        self.add_up = [Launcher(_column_sums_kernel, blocks, num_warps=_SUM_WARPS) for _ in sum_dtypes]
 
     def __call__(self, inputs: _Tensors, vectors: _Tensors, others: _Tensors) -> list[Tensor | None]:
         device, rows = cast(Tensor, inputs[0]).device, self.arguments.rows
@@ -195,9 +194,9 @@ class _Backward:
         ]
         if rows:
             self.launch(*self.arguments.of(inputs, vectors), *others, *partials, *self.sizes)
-            for total, sums_of_programs in zip(sums, partials, strict=True):
+            for total, sums_of_programs, add_up in zip(sums, partials, self.add_up, strict=True):
                 if total is not None:  # always in the same order, and rounded once
-                    self.add_up(sums_of_programs, total, *self.sum_sizes)
+                    add_up(sums_of_programs, total, *self.sum_sizes)
         return sums
 
 

@@ -137,6 +137,8 @@ def divergence_into(
         own = None if parameter is None else parameter[rows]
         values, grad = _divergence_torch(*sides, divergence, wanted, row_labels, row_sums, own)
         value[part] = values[: len(value[part])]
+        if twice and sums is not None and row_sums is not None:  # which was a copy
+            sums.h[part] = row_sums.h[:1]
         if out is not None and grad is not None:
             out[part].copy_(grad[: len(out[part])])
         del grad  # its memory is free before the next slice's temporaries are allocated

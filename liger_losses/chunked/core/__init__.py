@@ -1,0 +1,38 @@
+"""The core of chunked losses: logits of some tokens at a time, their statistics, and gradients.
+
+Read in this order; each file uses only those above it, ``liger_losses.kernels`` and torch.
+
+- ``gradients``, ``weights``, ``quantizers``, ``ranks``, ``head``: what logits are made of, and where gradients add up
+- ``statistics``: what is asked of the softmax of a token
+- ``teachers``, ``target``: tokens, their head, and what belongs to each: labels, temperatures, columns, a teacher
+- ``plan``: how many tokens at a time, when gradients are computed, and which block holds them
+- ``rows``, ``block``: the logits of some tokens: statistics, then gradients
+- ``packing``, ``stream``: the two ways in, :func:`statistics` and :func:`loss_sum`, and the only two autograd functions
+"""
+
+from liger_losses.chunked.core.head import Head
+from liger_losses.chunked.core.plan import Options
+from liger_losses.chunked.core.ranks import ALONE, Ranks
+from liger_losses.chunked.core.statistics import STATISTICS, Statistic
+from liger_losses.chunked.core.stream import loss_sum, statistics
+from liger_losses.chunked.core.target import Target, TokenLoss
+from liger_losses.chunked.core.teachers import TeacherLogits
+from liger_losses.chunked.core.weights import Dense, Quantized, Weights, WithAdapters
+
+__all__ = [
+    "ALONE",
+    "STATISTICS",
+    "Dense",
+    "Head",
+    "Options",
+    "Quantized",
+    "Ranks",
+    "Statistic",
+    "Target",
+    "TeacherLogits",
+    "TokenLoss",
+    "Weights",
+    "WithAdapters",
+    "loss_sum",
+    "statistics",
+]

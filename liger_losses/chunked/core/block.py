@@ -1,0 +1,469 @@
+"""Some tokens: their statistics and, once the loss's derivatives by these are known, their gradients.
+
+R tokens, C columns of this rank that are here, P the same padded, k selected columns.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from liger_losses.chunked.core import rows
+from liger_losses.chunked.core.gradients import Gradients
+from liger_losses.chunked.core.plan import Accelerator, Plan, padded, row_bytes
+from liger_losses.chunked.core.statistics import OF_KERNELS, Statistic
+from liger_losses.chunked.core.target import Target
+from liger_losses.chunked.core.teachers import TeacherLogits
+from liger_losses.chunked.core.weights import ALL, Columns
+from liger_losses.kernels.divergence import Coefficients, Logits, RowSums
+from liger_losses.kernels.logit_transform import Epilogue, LogitTransform
+from liger_losses.kernels.matmul import wide_dtype
+from liger_losses.kernels.softmax_grad import SoftmaxGradient
+from liger_losses.kernels.softmax_stats import row_slices
+
+#: Statistics of the softmax of all columns, beside which a teacher compares only those that both models have.
+_OF_ALL = {*OF_KERNELS, "selected_logps", "columns", "rest"}
+
+
+class BlockLike(Protocol):
+    """What a plan's ``block`` makes: a dataclass that lives until backward without its ``part``.
+
+    ``constants [R]`` are the statistics, and what gradients need of a whole row.
+    """
+
+    part: Any
+    constants: dict[str, Tensor]
+
+    def statistics(self) -> dict[str, Tensor]: ...
+    def add_gradients(self, upstream: dict[str, Tensor], grads: Gradients) -> Tensor | None: ...
+
+
+@dataclass(eq=False)
+class Block:
+    """The core's: projections in fp32, whose memory their gradient takes. For any statistics, in any dtype."""
+
+    part: Any  # a Target of these tokens
+    asked: tuple[Statistic, ...]
+    plan: Plan
+    columns: Columns  # of this rank: a slice, or ids [R, K]
+    memory: Tensor  # [R, P], whose first C columns are projections (of kept columns: logits at temperature 1)
+    teacher_memory: Tensor | None
+    constants: dict[str, Tensor]
+
+    @classmethod
+    def of(
+        cls,
+        part: Target,
+        asked: tuple[Statistic, ...],
+        plan: Plan,
+        constants: dict[str, Tensor] | None = None,
+        columns: slice = ALL,
+    ) -> Block:
+        """A block of these tokens, and of some columns where their ``constants`` are known."""
+        chosen = _columns(part, asked, columns)
+        memory = _projections(part, chosen, plan)
+        block = cls(part, asked, plan, chosen, memory, _teacher_projections(part, chosen, plan), constants or {})
+        if constants is None:
+            block._compute()
+        return block
+
+    def statistics(self) -> dict[str, Tensor]:
+        return {s.name: self.constants[s.name] for s in self.asked}
+
+    # --- What is here ------------------------------------------------------------------------------------------------
+
+    @property
+    def width(self) -> int:
+        """C."""
+        if isinstance(self.columns, slice):
+            return self.columns.stop - self.columns.start
+        return self.columns.shape[1]
+
+    @property
+    def first(self) -> int:
+        """The first column here, among this rank's."""
+        return self.columns.start if isinstance(self.columns, slice) else 0
+
+    @property
+    def z(self) -> Tensor:
+        return self.memory[:, : self.width]
+
+    @property
+    def shared(self) -> int:
+        """How many of the columns here the teacher has too."""
+        return 0 if self.teacher_memory is None else self.teacher_memory.shape[1]
+
+    def _names(self) -> set[str]:
+        return {s.name for s in self.asked}
+
+    def _epilogue(self, temperature: float | Tensor, columns: int | None = None) -> Epilogue:
+        """From the projections here (the first so many) to logits."""
+        if not isinstance(self.columns, slice):
+            return Epilogue(LogitTransform(temperature))
+        part, start = self.part, self.columns.start
+        here = slice(start, self.columns.stop if columns is None else start + columns)
+        weight = part.class_weight
+        if weight is not None:
+            first = part.head.ranks.first + start
+            weight = weight.detach()[first : first + here.stop - start].to(self.memory.dtype).contiguous()
+        return Epilogue(part.transform(part_temperature(temperature)), part.head.local_bias(here), weight)
+
+    def _places(self, ids: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Where ids ``[R, k]`` of the vocabulary are among the columns here, and which are (``None`` for all)."""
+        if isinstance(self.columns, slice):
+            places, here = self.part.head.ranks.local(ids)
+            if self.columns.start == 0 and self.width == self.part.head.weights.columns:
+                return places, here
+            places = places - self.columns.start
+            inside = (places >= 0) & (places < self.width)
+            return places.clamp(0, self.width - 1), inside if here is None else inside & here
+        same = (self.part.kept[:, None, :] == ids[..., None]) & kept_here(self.part)[:, None, :]
+        return same.int().argmax(-1), same.any(-1)
+
+    def _label(self, outside: int) -> Tensor:
+        """The labels' places here ``[R]``, and the number ``outside`` for a label that is not."""
+        places, here = self._places(self.part.labels[:, None])
+        return places[:, 0] if here is None else torch.where(here, places, outside)[:, 0]
+
+    # --- Statistics --------------------------------------------------------------------------------------------------
+
+    def _compute(self) -> None:
+        """The statistics, and what their gradients need of a whole row."""
+        part, names, plan = self.part, self._names(), self.plan
+        own = self._epilogue(part.temperature)
+        asked_of_kernels = names & {*OF_KERNELS}
+        table = [s for s in self.asked if s.phi is not None]
+        if names & _OF_ALL or table:
+            wanted = asked_of_kernels | ({"max_logit"} if "argmax" in names and part.head.ranks.size > 1 else set())
+            values = rows.softmax(self.z, self._label(0), wanted, own, plan)
+            values = {name: values[name] for name in {"lse", *wanted}}
+            if isinstance(part.selected, int):
+                top = rows.largest(self.z, own, part.selected)
+                self.constants["columns"] = rows.largest_of_ranks(*top, part.selected, part.head.ranks)
+            if (ids := self._selected()) is not None:
+                places, here = self._places(ids)
+                logits = own.transform(self.z.gather(1, places), self._bias_at(own, places))
+                values["selected_logps"] = logits if here is None else torch.where(here, logits, 0.0)
+            self.constants |= rows.merged(values, part.labels, part.head.ranks, part.class_weight)
+            if "rest" in names and ids is not None:
+                sums = rows.rest(self.memory, self.width, places, here, self.constants["lse"], own, plan)
+                self.constants["rest"] = part.head.ranks.sum(sums).log()
+        self.constants |= rows.table_sums(
+            table, self.z, self.constants.get("lse", self.memory[:, 0]), own, part.vocab_size, part.head.ranks, plan
+        )
+        if part.teacher is not None and names & {"divergence", "soft_entropy"}:
+            self._compare()
+
+    def _selected(self) -> Tensor | None:
+        """The ids ``[R, k]`` of selected columns."""
+        if isinstance(self.part.selected, int):
+            return self.constants["columns"]
+        return self.part.selected if self._names() & {"selected_logps", "rest"} else None
+
+    def _bias_at(self, epilogue: Epilogue, places: Tensor) -> Tensor | None:
+        return None if epilogue.bias is None else epilogue.bias[places]
+
+    def _compare(self) -> None:
+        """The divergence from the teacher, over the columns that both models have."""
+        part, plan, z, label = self.part, self.plan, self.z[:, : self.shared], self._zeros()
+        assert self.teacher_memory is not None
+        entropy = {"entropy"} if "soft_entropy" in self._names() else set[str]()
+        ranks, which = part.head.ranks, self._divergence()
+        soft = rows.softmax(z, label, entropy, self._soft(), plan)
+        student = rows.merged({name: soft[name] for name in {"lse", *entropy}}, part.labels, ranks, None)
+        entropy = {"entropy"} if which is not None and which.by_entropy else set[str]()
+        hard = rows.softmax(self.teacher_memory, label, entropy, self._of_teacher(), plan)
+        teacher = rows.merged({name: hard[name] for name in {"lse", *entropy}}, part.labels, ranks, None)
+        self.constants |= {"soft_lse": student["lse"], "teacher_lse": teacher["lse"]}
+        if "entropy" in student:
+            self.constants["soft_entropy"] = student["entropy"]
+        if which is None:
+            return
+        if which.by_entropy:
+            self.constants["parameter"] = which.row_parameter(teacher["entropy"])
+        sides = self._sides(slice(None))
+        self.constants |= rows.divergence_sums(*sides, which, self.constants.get("parameter"), ranks, plan)
+
+    def _zeros(self) -> Tensor:
+        return torch.zeros_like(self.part.labels)
+
+    def _divergence(self) -> Any:
+        return next((s.divergence for s in self.asked if s.divergence is not None), None)
+
+    def _soft(self) -> Epilogue:
+        """The student's logits at the teacher's temperature, of the columns that both have."""
+        return self._epilogue(self.part.teacher.temperature, self.shared)._replace(class_weight=None)
+
+    def _of_teacher(self) -> Epilogue:
+        teacher = self.part.teacher
+        if isinstance(teacher, TeacherLogits) or not isinstance(self.columns, slice):
+            return Epilogue(LogitTransform(teacher.temperature))
+        here = slice(_teacher_start(self.part, self.columns), None)
+        bias = teacher.head.local_bias(here)
+        bias = None if bias is None else bias[: self.shared].contiguous()
+        return Epilogue(teacher.transform(teacher.temperature), bias)
+
+    def _sides(self, at: slice) -> tuple[Logits, Logits]:
+        """Both models' logits of the shared columns."""
+        assert self.teacher_memory is not None
+        student = Logits(self.z[:, : self.shared], self.constants["soft_lse"], self._soft())
+        return student.rows(at), Logits(self.teacher_memory, self.constants["teacher_lse"], self._of_teacher()).rows(at)
+
+    # --- Gradients ---------------------------------------------------------------------------------------------------
+
+    def add_gradients(self, upstream: dict[str, Tensor], grads: Gradients) -> Tensor | None:
+        """Add those of weights and bias; return those of hidden states ``[R, H]``, if these get any."""
+        part, head = self.part, self.part.head
+        grad = self._gradient(upstream, grads)
+        if not isinstance(self.columns, slice):
+            grad = grad.to(wide_dtype(grad.dtype))
+        head.weights.add_gradients(grads, grad, part.hidden, self.columns)
+        return head.weights.hidden_gradient(grad, self.columns) if self.plan.hidden else None
+
+    def _gradient(self, upstream: dict[str, Tensor], grads: Gradients) -> Tensor:
+        """d loss / d projections ``[R, C]`` in the operands' dtype, in the memory of the projections.
+
+        A half-precision row overwrites the first half of the same fp32 row: no second buffer is needed.
+        """
+        gradient = _Gradient.of(self, upstream)
+        kept = not isinstance(self.columns, slice)
+        wants_bias = grads.wants(self.part.head.bias)
+        z = self.z
+        out = z if kept else self.memory.view(self.plan.dtype)[:, : self.width]
+        if gradient.alone and not wants_bias and not kept:
+            return gradient.write(out, slice(0, len(z)))
+        for at in row_slices(z, self.plan.scratch // 2):
+            gradient.write_exactly(at)
+            if kept:
+                self._back_to_projections(z[at], at)
+            if wants_bias:
+                self._add_bias(z[at], at, grads)
+            if out is not z:
+                out[at].copy_(z[at].to(out.dtype))
+        return out
+
+    def _back_to_projections(self, grad: Tensor, at: slice) -> None:
+        """From the gradient of kept columns' logits at temperature 1 to that of their projections, in place."""
+        part = self.part
+        if part.head.transform.softcap is not None or part.head.transform.logit_scale != 1.0:
+            part.transform(1.0).chain_(grad, self._kept_logits(at))
+        grad.masked_fill_(~kept_here(part)[at], 0.0)
+
+    def _kept_logits(self, at: slice) -> Tensor:
+        """Logits at temperature 1 of kept columns, again: their gradient has taken their memory."""
+        out = torch.empty_like(self.z[at])
+        assert isinstance(self.columns, Tensor)
+        return _finished(self.part.take(at), out, self.columns[at])
+
+    def _add_bias(self, grad: Tensor, at: slice, grads: Gradients) -> None:
+        """A sum over all tokens: it is taken before anything is rounded."""
+        bias = self.part.head.bias
+        if not isinstance(self.columns, slice):
+            grads.add_rows(bias, self.columns[at].flatten(), grad.flatten())
+            return
+        total = grads.of(bias)
+        if total is not None:
+            total[self.columns.start : self.columns.stop] += grad.sum(0)
+
+
+@dataclass(eq=False)
+class _Gradient:
+    """The gradient of a block's projections, as a sum of terms: by statistics of the softmax, by rows of the table, by
+    selected columns, and by a divergence."""
+
+    block: Block
+    softmax: dict[str, Tensor]
+    table: tuple[Statistic, ...]
+    upstream: dict[str, Tensor]
+    epilogue: Epilogue
+
+    @classmethod
+    def of(cls, block: Block, upstream: dict[str, Tensor]) -> _Gradient:
+        softmax = {name: g for name, g in upstream.items() if name in OF_KERNELS}
+        selected = upstream.get("selected_logps")
+        if selected is not None:
+            # Every log-probability adds -g p to the whole row; what it adds at its own column follows.
+            softmax["lse"] = softmax.get("lse", 0.0) - selected.sum(1)
+        table = tuple([s for s in block.asked if s.phi is not None and s.name in upstream])
+        return cls(block, softmax, table, upstream, block._epilogue(block.part.temperature))
+
+    @property
+    def fused(self) -> bool:
+        """Whether the divergence's kernel adds the hard loss of the same columns."""
+        part = self.block.part
+        one = not isinstance(part.temperature, Tensor) and part.temperature == 1.0
+        return self.softmax.keys() <= {"logp"} and one and self.block.shared == self.block.width
+
+    @property
+    def alone(self) -> bool:
+        """Whether one kernel writes all of it."""
+        if self.table or "selected_logps" in self.upstream:
+            return False
+        if "divergence" not in self.upstream:
+            return True
+        return (not self.softmax or self.fused) and self.block.shared == self.block.width
+
+    def write(self, out: Tensor, at: slice) -> Tensor:
+        """By the only kernel that it takes, into ``out``, which may be the memory of the projections."""
+        if "divergence" in self.upstream:
+            return self._write_divergence(out, at)
+        return self._write_softmax(out, at)
+
+    def write_exactly(self, at: slice) -> None:
+        """All terms, in the memory of the projections, which are fp32."""
+        block, part = self.block, self.block.part
+        z, terms = block.z[at], []
+        epilogue = self.epilogue.rows(at)
+        compares = "divergence" in self.upstream and block.shared > 0
+        constants = {name: value[at] for name, value in block.constants.items()}
+        if self.table:
+            upstream = {s.name: self.upstream[s.name][at] for s in self.table}
+            grad = rows.table_gradient(self.table, upstream, constants, z, epilogue, part.vocab_size)
+            terms.append(epilogue.transform.chain_(grad, epilogue(z)))
+        beside = compares and bool(self.softmax) and not self.fused
+        if beside:
+            terms.append(self._write_softmax(torch.empty_like(z), at))
+        if compares:
+            self._write_divergence(z[:, : block.shared], at)
+            z[:, block.shared :] = 0.0
+        else:
+            self._write_softmax(z, at)
+        for term in terms:
+            z += term
+        selected = self.upstream.get("selected_logps")
+        if selected is not None:
+            self._add_selected(z, selected[at], at)
+
+    def _write_softmax(self, out: Tensor, at: slice) -> Tensor:
+        block = self.block
+        upstream = {name: g[at] for name, g in self.softmax.items()}
+        if not upstream:
+            return out.zero_()
+        constants = {name: value[at] for name, value in block.constants.items()}
+        return rows.softmax_gradient(
+            out,
+            block.z[at],
+            constants["lse"],
+            block._label(-1)[at],
+            SoftmaxGradient.of(upstream, constants, block.part.class_weight),
+            self.epilogue.rows(at),
+            block.plan,
+            first_column=0,
+            vocab_size=block.part.vocab_size,
+        )
+
+    def _write_divergence(self, out: Tensor, at: slice) -> Tensor:
+        block, constants = self.block, self.block.constants
+        logp = self.softmax.get("logp") if self.fused else None
+        coefficients = Coefficients(self.upstream["divergence"][at])
+        if logp is not None:
+            coefficients = Coefficients(coefficients.divergence, -logp[at], logp[at], constants["lse"][at])
+        squares = constants["squares"][at].t() if "squares" in constants else None
+        parameter = constants["parameter"][at] if "parameter" in constants else None
+        sums = RowSums(constants["h"][at], squares)
+        label = block._label(block.width)[at]
+        student, teacher = block._sides(at)
+        which = block._divergence()
+        return rows.divergence_gradient(out, student, teacher, which, coefficients, sums, label, parameter, block.plan)
+
+    def _add_selected(self, grad: Tensor, upstream: Tensor, at: slice) -> None:
+        block = self.block
+        ids = block._selected()
+        assert ids is not None
+        logits = block.constants["selected_logps"][at] + block.constants["lse"][at, None]
+        transform = self.epilogue.rows(at).transform
+        values = upstream * transform.slope(logits) * transform.factor(logits)
+        places, here = block._places(ids)
+        rows.add_at(grad, places[at], values if here is None else torch.where(here[at], values, 0.0))
+
+
+# --- Projections ----------------------------------------------------------------------------------------------------
+
+
+def part_temperature(temperature: float | Tensor) -> float | Tensor:
+    """A temperature as kernels read it."""
+    return temperature.detach().contiguous() if isinstance(temperature, Tensor) else temperature
+
+
+def kept_here(part: Target) -> Tensor:
+    """Which of the kept columns ``[R, K]`` are no padding, and this rank's."""
+    assert part.kept is not None
+    there, owned = part.kept >= 0, part.head.ranks.local(part.kept.clamp(min=0))[1]
+    return there if owned is None else there & owned
+
+
+def _columns(part: Target, asked: tuple[Statistic, ...], columns: slice) -> Columns:
+    """The columns of a block: those asked for; of a divergence alone, those that both models have."""
+    if part.kept is not None:
+        return part.head.ranks.local(part.kept.clamp(min=0))[0]
+    count = part.head.weights.columns
+    if part.teacher is not None and not ({s.name for s in asked} & _OF_ALL or any(s.phi for s in asked)):
+        count = min(count, max(part.teacher.vocab_size - part.head.ranks.first, 0))
+    start, stop, _ = columns.indices(count)
+    return slice(start, max(stop, start))
+
+
+def _width(columns: Columns) -> int:
+    return columns.stop - columns.start if isinstance(columns, slice) else columns.shape[1]
+
+
+def _projections(part: Target, columns: Columns, plan: Plan) -> Tensor:
+    """``[R, P]``: projections of a slice; logits at temperature 1 of kept columns, -inf for those not here."""
+    width, wide = _width(columns), wide_dtype(plan.dtype)
+    memory = torch.empty(len(part.hidden), padded(width + 1), dtype=wide, device=part.hidden.device)
+    if isinstance(columns, slice):
+        part.head.weights.logits(memory[:, :width], part.hidden, columns)
+        return memory
+    _finished(part, memory[:, :width], columns)
+    memory[:, :width].masked_fill_(~kept_here(part), -torch.inf)
+    return memory
+
+
+def _finished(part: Target, out: Tensor, ids: Tensor) -> Tensor:
+    """Logits ``[R, K]`` at temperature 1 of columns of each token, into ``out``."""
+    part.head.weights.logits(out, part.hidden, ids)
+    return out.copy_(part.transform(1.0)(out.clone(), part.head.local_bias(ids)))
+
+
+def _teacher_start(part: Target, columns: slice) -> int:
+    """Where a slice of this rank's columns starts among those that the teacher has here."""
+    whole = part.teacher.head.ranks.size == 1 if isinstance(part.teacher, Target) else True
+    return columns.start + (part.head.ranks.first if whole else 0)
+
+
+def _teacher_projections(part: Target, columns: Columns, plan: Plan) -> Tensor | None:
+    """The teacher's, of the columns here that it has; of kept ones, logits at temperature 1."""
+    teacher, wide = part.teacher, wide_dtype(plan.dtype)
+    if teacher is None:
+        return None
+    if not isinstance(columns, slice):
+        return _teacher_of_kept(part, columns, wide)
+    start = _teacher_start(part, columns)
+    if isinstance(teacher, TeacherLogits):
+        assert isinstance(teacher.logits, Tensor)
+        return teacher.logits[:, start : start + _width(columns)].to(wide, copy=True)
+    stop = min(start + _width(columns), teacher.head.weights.columns)
+    width = max(stop - start, 0)
+    memory = torch.empty(len(part.hidden), padded(width), dtype=wide, device=part.hidden.device)
+    return teacher.head.weights.logits(memory[:, :width], teacher.hidden, slice(start, start + width))
+
+
+def _teacher_of_kept(part: Target, columns: Tensor, wide: torch.dtype) -> Tensor:
+    teacher, ids = part.teacher, part.kept
+    assert ids is not None
+    if isinstance(teacher, TeacherLogits):
+        assert isinstance(teacher.logits, Tensor)
+        logits = teacher.logits.gather(1, ids.clamp(min=0)).to(wide)
+    else:
+        assert teacher is not None
+        whole = teacher.head.ranks.size == 1
+        logits = torch.empty(ids.shape, dtype=wide, device=ids.device)
+        _finished(teacher, logits, ids.clamp(min=0) if whole else columns)
+    return logits.masked_fill_(~kept_here(part), -torch.inf)
+
+
+#: Which block serves a call: the first that applies. Accelerators stand before the core's, which serves every call.
+BLOCKS = [Accelerator("core", lambda call: True, Block.of, row_bytes)]

@@ -1,0 +1,30 @@
+"""What is wrong with a call, said before any work: what was given, what was expected, and what to do."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from liger_losses.kernels.autograd import NO_TRANSFORMS, within_transform
+
+if TYPE_CHECKING:
+    from liger_losses.chunked.core.target import Target
+
+
+def check_call(targets: Sequence[Target]) -> None:
+    """Raise RuntimeError within a transform of ``torch.func``, ValueError for no target."""
+    if within_transform():
+        raise RuntimeError(NO_TRANSFORMS)
+    if not targets:
+        raise ValueError("got no target; give at least one.")
+
+
+def check_labels(target: Target, low: int, high: int, ignore_index: int) -> None:
+    """Raise ValueError for labels outside of the vocabulary: the smallest and largest of the active ones and 0."""
+    size = target.vocab_size
+    if low < 0 or high >= size:
+        raise ValueError(
+            f"labels must be in [0, {size}), the rows of the weight, or ignore_index={ignore_index}; found labels from "
+            f"{low} to {high}. Mask padding with ignore_index, and check that the tokenizer and the weight have the "
+            "same vocabulary."
+        )

@@ -1,0 +1,63 @@
+"""What lives until backward, as a structure and a list of tensors, which ``save_for_backward`` takes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields, is_dataclass
+from typing import Any
+
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Place:
+    """The number of a tensor in the list."""
+
+    number: int
+
+
+@dataclass(frozen=True)
+class Packed:
+    """A dataclass of this type whose fields hold tensors."""
+
+    kind: type
+    values: dict[str, Any]
+
+
+def pack(value: Any, tensors: list[Tensor]) -> Any:
+    """``value`` with a place in the list for each tensor, which has one however often it occurs."""
+    if isinstance(value, Tensor):
+        for number, tensor in enumerate(tensors):
+            if tensor is value:
+                return Place(number)
+        tensors.append(value)
+        return Place(len(tensors) - 1)
+    if type(value) in (list, tuple):
+        return type(value)([pack(item, tensors) for item in value])
+    if type(value) is dict:
+        return {name: pack(item, tensors) for name, item in value.items()}
+    if is_dataclass(value) and not isinstance(value, type):
+        count = len(tensors)
+        values = {f.name: pack(getattr(value, f.name), tensors) for f in fields(value) if f.init}
+        return Packed(type(value), values) if _has_places(values) or len(tensors) > count else value
+    return value
+
+
+def _has_places(value: Any) -> bool:
+    if isinstance(value, (Place, Packed)):
+        return True
+    if isinstance(value, dict):
+        value = list(value.values())
+    return type(value) in (list, tuple) and any(_has_places(item) for item in value)
+
+
+def unpack(value: Any, tensors: list[Tensor]) -> Any:
+    """The inverse of :func:`pack`."""
+    if isinstance(value, Place):
+        return tensors[value.number]
+    if isinstance(value, Packed):
+        return value.kind(**{name: unpack(item, tensors) for name, item in value.values.items()})
+    if type(value) in (list, tuple):
+        return type(value)([unpack(item, tensors) for item in value])
+    if type(value) is dict:
+        return {name: unpack(item, tensors) for name, item in value.items()}
+    return value

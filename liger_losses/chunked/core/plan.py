@@ -1,0 +1,235 @@
+"""How a call runs: the options, what decides, and the one function that decides.
+
+H hidden size, V vocabulary size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import cache, lru_cache
+from typing import Any, NamedTuple
+
+import torch
+
+from liger_losses.kernels import choose_backend
+from liger_losses.kernels._triton import LOGIT_DTYPES
+from liger_losses.kernels.matmul import HALF_DTYPES, wide_dtype
+
+MiB = 2**20
+#: A half-precision gradient of a weight is a sum of at most so many parts.
+MOST_PARTS = 8
+#: By default, a call keeps logits until backward in this part of a GPU's memory, or dequantizes a head there.
+MEMORY_PARTS = 32
+#: The columns of a tile of the second pass that keep a device busy.
+MIN_TILE_COLUMNS = 4096
+#: The part of a workspace in which rows of a head are copied, where not all of it is.
+COPIES = 8
+#: Rows of logits that work in torch takes beside a block: of softmaxes, and of divergences and rows of the table.
+TEMPORARIES, TEMPORARIES_OF_TERMS = 4, 16
+
+
+@dataclass(frozen=True)
+class Options:
+    """Options of a call. They change results only by rounding.
+
+    Args:
+        ignore_index: the label of masked tokens.
+        compact: drop masked tokens, at the cost of one wait of the host; otherwise their results are 0.
+        workspace: bytes for everything beyond inputs and outputs; by default what keeps the device busy.
+        chunk_size: the largest number of tokens in a block.
+        accum_dtype: fp32, to add up the gradient of a weight in a buffer of that; or ``None``.
+        backend: ``torch`` or ``triton``; chosen from the device by default.
+        keep: bytes of blocks that may live until backward; by default as the workspace, or a part of a GPU's memory.
+    """
+
+    ignore_index: int = -100
+    compact: bool = True
+    workspace: int | None = None
+    chunk_size: int | None = None
+    accum_dtype: torch.dtype | None = None
+    backend: str | None = None
+    keep: int | None = None
+
+
+@dataclass(frozen=True)
+class Signature:
+    """All that may decide how a call runs. Hashable: the plan is a pure function of it."""
+
+    tokens: int
+    hidden_size: int
+    columns: int  # of the softmax, on the rank that has most
+    kept: bool
+    statistics: tuple[str, ...]
+    dtype: torch.dtype  # of the inputs, or autocast's
+    device: torch.device
+    ranks: int
+    trains_weight: bool
+    trains_hidden: bool
+    weight_dtype: torch.dtype
+    copied_bytes: int  # of a row of the heads, while it is copied
+    quantized: bool
+    teacher_columns: int = 0
+    teacher_size: int = 0
+    in_torch: bool = False  # whether torch computes terms of whole rows
+    batch_invariant: bool = False
+    many_parts: bool = False  # whether heads would get more than MOST_PARTS parts by blocks
+    memory: int = 0  # bytes of the smallest device
+    bound: int | None = None  # the default workspace that was set
+    options: Options = field(default_factory=Options)
+
+    @property
+    def trains(self) -> bool:
+        return self.trains_weight or self.trains_hidden
+
+
+class Plan(NamedTuple):
+    """How a call runs."""
+
+    rows: int  # tokens of a block
+    copied_columns: (
+        int  # columns whose rows of the head are copied at a time; all where none are copied, or all at once
+    )
+    keeps: bool  # blocks live until backward; otherwise it computes logits again
+    tile: tuple[int, int] | None  # tokens and columns of the second pass at a time; None where it goes by blocks
+    accumulate: torch.dtype | None  # in which the gradient of the weight adds up, where not its own
+    dtype: torch.dtype  # of the products' operands
+    invariant: bool
+    scratch: int  # bytes of torch's temporaries
+    backend: str
+    hidden: bool  # whether hidden states get a gradient
+    block: Callable[..., Any]
+    name: str
+
+
+class Accelerator(NamedTuple):
+    """A faster block for some calls. Its file can be deleted, with its line in the table: results stay the same."""
+
+    name: str
+    applies: Callable[[Signature], bool]
+    block: Callable[..., Any]
+    row_bytes: Callable[[Signature], int]
+
+
+def default_bound() -> int | None:
+    """The bytes that calls take which give no workspace, if that was set."""
+    return None
+
+
+def padded(columns: int) -> int:
+    """A row length that keeps products aligned whatever the vocabulary size."""
+    return -(-columns // 64) * 64
+
+
+def even(total: int, most: int) -> int:
+    """The size of as few, equally large parts as ``most`` allows, rounded up to a multiple of 128."""
+    size = -(-total // max(-(-total // most), 1))
+    return max(1, min(most, -(-size // 128) * 128))
+
+
+@cache
+def device_memory(device: torch.device) -> int:
+    """Bytes of a GPU, in use or not; 0 for other devices."""
+    return torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else 0
+
+
+def row_bytes(call: Signature) -> int:
+    """Of a token in the core's block: logits of both models, hidden states and their gradients, kept rows."""
+    item, operand = wide_dtype(call.dtype).itemsize, call.dtype.itemsize
+    logits = item * (padded(call.columns + 1) + padded(call.teacher_columns))
+    gathered = call.columns * call.hidden_size * (2 * operand + item) if call.kept else 0
+    return logits + call.hidden_size * (operand + 2 * item) + call.teacher_size * operand + gathered
+
+
+def operand_dtype(call: Signature, backend: str) -> torch.dtype:
+    """Half precision on CUDA and in Triton, fp32 where CPUs would round products."""
+    rounds = call.dtype in HALF_DTYPES and call.device.type != "cuda" and backend != "triton"
+    return torch.float32 if rounds else call.dtype
+
+
+def usual_bytes(call: Signature) -> int:
+    """Room for 2048 rows of logits on an accelerator, 1024 on a CPU, between 64 MiB and 1.5 GiB."""
+    rows = 1024 if call.device.type == "cpu" else 2048
+    return min(max(rows * row_bytes(call) * 5 // 4, 64 * MiB), 1536 * MiB)
+
+
+@lru_cache(maxsize=1024)
+def plan(call: Signature, table: tuple[Accelerator, ...]) -> Plan:
+    """Decide: how many tokens at a time, what lives until backward, which block: the table's first that applies.
+
+    Raises:
+        ValueError: the workspace cannot hold one row.
+    """
+    options = call.options
+    chosen = next(row for row in table if row.applies(call))
+    row, bound = chosen.row_bytes(call), options.workspace or call.bound
+    backend = choose_backend(options.backend, [(call.device, wide_dtype(call.dtype))], dtypes=LOGIT_DTYPES)
+    scratch_row, vectors = _beside(call, backend)
+    least = row + scratch_row + vectors + call.copied_bytes
+    if bound is not None and bound < least:
+        raise ValueError(
+            f"workspace={bound} bytes is too small for {call.tokens} tokens of a hidden size of {call.hidden_size} and "
+            f"a vocabulary of {call.columns}: give at least {least} bytes, or leave it out."
+        )
+    size = max(usual_bytes(call), least) if bound is None else bound - vectors
+    copied, most = _copies(call, size, max(size, call.memory // MEMORY_PARTS) if bound is None else size)
+    if bound is not None or copied < call.columns:
+        size -= copied * call.copied_bytes
+    limit = (4 if call.device.type == "cpu" else 96) * MiB
+    scratch = max(min(size // 8, limit), scratch_row) if scratch_row else 0
+    size = max(size - scratch, row)
+    rows = even(call.tokens, min(size // row, max(call.tokens, 1), options.chunk_size or call.tokens or 1) or 1)
+    keep = max(size, most) if options.keep is None else options.keep
+    keeps = call.trains and options.chunk_size is None and call.tokens * row <= keep
+    accumulate, tile = options.accum_dtype, None
+    if call.many_parts:
+        tile = _tile(call, size)
+        accumulate = torch.float32 if call.tokens > MOST_PARTS * tile[0] else accumulate
+    return Plan(
+        rows=max(call.tokens, 1) if keeps else rows,
+        copied_columns=copied,
+        keeps=keeps,
+        tile=None if keeps else tile,
+        accumulate=accumulate,
+        dtype=operand_dtype(call, backend),
+        invariant=call.batch_invariant,
+        scratch=scratch,
+        backend=backend,
+        hidden=call.trains_hidden,
+        block=chosen.block,
+        name=chosen.name,
+    )
+
+
+def _beside(call: Signature, backend: str) -> tuple[int, int]:
+    """Bytes of torch's temporaries of a row, and of the numbers of all tokens."""
+    item, count = wide_dtype(call.dtype).itemsize, 0
+    if call.in_torch or backend == "torch":
+        count = TEMPORARIES_OF_TERMS if call.in_torch or call.teacher_columns else TEMPORARIES
+    return count * padded(call.columns) * item, call.tokens * 16 * item
+
+
+def _copies(call: Signature, size: int, most: int) -> tuple[int, int]:
+    """Columns whose rows are copied at a time, and the bytes that are left of ``most`` for blocks that are kept."""
+    if not call.copied_bytes:
+        return call.columns, most
+    whole = call.columns * call.hidden_size * call.dtype.itemsize
+    if call.quantized and whole + max(whole, 64 * row_bytes(call)) <= most:
+        return call.columns, most - whole
+    columns = max(1, min(size // COPIES // call.copied_bytes, call.columns))
+    return columns // 64 * 64 or columns, most - columns * call.copied_bytes
+
+
+def _tile(call: Signature, size: int) -> tuple[int, int]:
+    """Tokens and columns of the second pass at a time: most of the memory goes to tokens, so that each part of the
+    weight's gradient is written once or a few times; but a tile needs enough columns to keep the device busy."""
+    item, operand = wide_dtype(call.dtype).itemsize, call.dtype.itemsize
+    token = call.hidden_size * (2 * item + operand) + call.teacher_size * operand
+    entry = item * (2 if call.teacher_columns else 1)
+    rows = max(1, min(size * 5 // 8 // (token + 64 * entry), max(call.tokens, 1)))
+    while True:
+        rows = even(call.tokens, rows)
+        columns = max(1, (size - rows * token) // (rows * entry))
+        if columns >= min(MIN_TILE_COLUMNS, call.columns) or rows <= MIN_TILE_COLUMNS // 2:
+            return rows, min(columns // 64 * 64 or columns, call.columns)
+        rows = rows * 3 // 4

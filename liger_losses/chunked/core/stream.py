@@ -1,0 +1,568 @@
+"""The two ways in, and the only two autograd functions: tokens go through their head in blocks.
+
+- :func:`statistics`: numbers for each token, for losses that couple tokens. What lives until backward are blocks, if
+  these fit, or the numbers alone, and backward computes logits again.
+- :func:`loss_sum`: a sum of losses of single tokens. Each block's gradients are computed while its logits are there.
+
+T tokens of a target, N of them with a label, R of a block.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from liger_losses.chunked.core.block import BLOCKS
+from liger_losses.chunked.core.checks import check_call, check_labels
+from liger_losses.chunked.core.gradients import Gradients, Leaf, key_of, like
+from liger_losses.chunked.core.packing import pack, unpack
+from liger_losses.chunked.core.plan import (
+    MOST_PARTS,
+    Options,
+    Plan,
+    Signature,
+    default_bound,
+    device_memory,
+    even,
+    plan,
+)
+from liger_losses.chunked.core.statistics import Statistic, asked_for
+from liger_losses.chunked.core.target import Target, TokenLoss
+from liger_losses.chunked.core.teachers import Rows
+from liger_losses.chunked.core.weights import Products, Quantized, WithAdapters
+from liger_losses.kernels import choose_backend
+from liger_losses.kernels.autograd import autocast_dtype, once_differentiable, scale_
+from liger_losses.kernels.matmul import HALF_DTYPES, wide_dtype
+from liger_losses.kernels.reading import label_facts, start_reading
+
+#: Fewer rows are copied together before the gradient products if at least this share has no gradient.
+DROPPED = 0.02
+#: The host waits for their number only if both gradient products take so many floating-point operations, by the kind of
+#: device: on an H200 10 ms, of which the wait is less than 1 %.
+MIN_FLOPS = {"cuda": 8e12, "cpu": 1e7}
+_WHAT = "how many tokens carry loss; give compact=False, with which all of them are projected"
+
+Values = dict[str, Tensor]
+
+
+@dataclass(frozen=True, eq=False)
+class Stream:
+    """The tokens of a target that are computed, block by block.
+
+    ``index [N]`` are their places among the flattened tokens (``None`` for all), of which the first ``live`` may have
+    a gradient. With ``active [T]``, tokens without a label are among them, and their numbers are 0.
+    """
+
+    target: Target
+    asked: tuple[Statistic, ...]
+    plan: Plan
+    index: Tensor | None
+    count: int
+    live: int
+    active: Tensor | None
+
+    def open(self) -> Stream:
+        """The same with heads that are cast or dequantized, where all of them is at once."""
+        target, products = self.target, Products(self.plan.dtype, self.plan.copied_columns, self.plan.invariant)
+        teacher = target.teacher
+        if isinstance(teacher, Target):
+            teacher = replace(teacher, head=teacher.head.open(products))
+        return replace(self, target=replace(target, head=target.head.open(products), teacher=teacher))
+
+    def places(self, chosen: Rows) -> Rows:
+        """Where some of the N tokens are among all T."""
+        if self.index is not None:
+            return self.index[chosen]
+        return chosen
+
+    def part(self, chosen: Rows) -> Target:
+        """The tokens of a block, in the operands' dtype."""
+        rows = self.places(chosen)
+        if callable(getattr(self.target.teacher, "logits", None)) and isinstance(rows, slice):
+            rows = torch.arange(*rows.indices(self.target.labels.numel()), device=self.target.labels.device)
+        part = self.target.take(rows)
+        if self.active is not None:
+            part = part.neutral(self.active[rows])
+        teacher = part.teacher
+        if isinstance(teacher, Target):
+            teacher = replace(teacher, hidden=teacher.hidden.to(self.plan.dtype))
+        return replace(part, hidden=part.hidden.to(self.plan.dtype), teacher=teacher)
+
+    def blocks(self, start: int, stop: int) -> Iterator[tuple[slice, Any]]:
+        """Blocks of the tokens ``start`` to ``stop``, with their statistics."""
+        for rows in slices(start, stop, even(stop - start, self.plan.rows)):
+            yield rows, self.plan.block(self.part(rows), self.asked, self.plan)
+
+    def masked(self, values: Values, rows: Rows) -> Values:
+        """0 for tokens without a label, where these are among the tokens."""
+        if self.active is None:
+            return values
+        active = self.active[rows]
+        return {n: torch.where(active if v.dim() == 1 else active[:, None], v, 0) for n, v in values.items()}
+
+    def empty(self) -> Values:
+        """Statistics of no tokens."""
+        labels, wide = self.target.labels, wide_dtype(self.plan.dtype)
+        selected = self.target.selected
+        k = selected.shape[-1] if isinstance(selected, Tensor) else selected or 0
+        return {
+            s.name: torch.zeros(
+                (0, k) if s.name in ("selected_logps", "columns") else (0,),
+                dtype=torch.int64 if s.name in ("columns", "argmax") else wide,
+                device=labels.device,
+            )
+            for s in self.asked
+        }
+
+    def spread(self, values: Tensor) -> Tensor:
+        """From ``[N, ...]`` to all tokens, in the labels' shape; 0 for those without a label."""
+        shape = self.target.labels.shape
+        if self.index is not None:
+            values = values.new_zeros(shape.numel(), *values.shape[1:]).index_copy(0, self.index, values)
+        return values.view(*shape, *values.shape[1:])
+
+    def add_hidden(self, grads: Gradients, chosen: Rows, values: Tensor | None) -> None:
+        """Add gradients ``[R, H]`` of some of the N tokens."""
+        total = grads.of(self.target.hidden)
+        if total is None or values is None:
+            return
+        rows, total = self.places(chosen), total.view(-1, total.shape[-1])
+        if isinstance(rows, slice):
+            total[rows] += values
+        else:
+            total.index_add_(0, rows, values.to(total.dtype))
+
+
+def slices(start: int, stop: int, size: int) -> Iterator[slice]:
+    """Slices of at most ``size``."""
+    for first in range(start, stop, max(size, 1)):
+        yield slice(first, min(first + size, stop))
+
+
+def cut(value: Any, rows: Rows, count: int) -> Any:
+    """Some rows of all tensors in a block (or dictionary) that have ``count``."""
+    if isinstance(value, Tensor):
+        return value[rows] if value.dim() and len(value) == count else value
+    if isinstance(value, dict):
+        return {name: cut(item, rows, count) for name, item in value.items()}
+    if hasattr(value, "constants"):
+        return replace(value, **{f.name: cut(getattr(value, f.name), rows, count) for f in fields(value)})
+    return value
+
+
+# --- From targets to streams ----------------------------------------------------------------------------------------
+
+
+def open_streams(
+    targets: Sequence[Target], asked: tuple[Statistic, ...], options: Options, lives: Sequence[Tensor | None]
+) -> list[Stream]:
+    """Find the tokens with a label, for which the host waits once, and plan."""
+    found, table = _count(targets, options, lives), tuple(BLOCKS)
+    streams = [
+        Stream(target, asked, plan(signature(target, asked, options, tokens[1]), table), *tokens)
+        for target, tokens in zip(targets, found, strict=True)
+    ]
+    parts: dict[object, int] = {}
+    for stream in streams:
+        for key in _half_sums(stream, options):
+            parts[key] = parts.get(key, 0) + -(-stream.count // stream.plan.rows)
+    if max(parts.values(), default=0) <= MOST_PARTS:
+        return streams
+    return [
+        replace(stream, plan=plan(signature(stream.target, asked, options, stream.count, many_parts=True), table))
+        if max([parts[key] for key in _half_sums(stream, options)], default=0) > MOST_PARTS
+        else stream
+        for stream in streams
+    ]
+
+
+def _half_sums(stream: Stream, options: Options) -> list[object]:
+    """The matrices whose gradients add up in half precision."""
+    if options.accum_dtype is not None or not torch.is_grad_enabled() or stream.target.kept is not None:
+        return []
+    trained = [tensor for tensor, _ in stream.target.head.weights.trained if tensor.requires_grad]
+    return [key_of(tensor) for tensor in trained if tensor.dtype in HALF_DTYPES]
+
+
+#: index, count, live, active: of a :class:`Stream`.
+Counted = tuple[Tensor | None, int, int, Tensor | None]
+
+
+def _count(targets: Sequence[Target], options: Options, lives: Sequence[Tensor | None]) -> list[Counted]:
+    labels = [target.labels.detach().reshape(-1) for target in targets]
+    if not options.compact:
+        return [(None, len(each), len(each), each != options.ignore_index) for each in labels]
+    backend = choose_backend(options.backend, [(labels[0].device, torch.float32)])
+    facts = label_facts(labels, options.ignore_index, backend=backend)
+    masks = [
+        None if live is None else live.reshape(-1) & (y != options.ignore_index)
+        for y, live in zip(labels, lives, strict=True)
+    ]
+    counts = torch.stack([facts[i, 0] if mask is None else mask.sum() for i, mask in enumerate(masks)])
+    numbers = start_reading(torch.cat([facts[:, :3], counts[:, None]], 1), _WHAT)()
+    counted: list[Counted] = []
+    for target, y, mask, (count, low, high, live) in zip(targets, labels, masks, numbers, strict=True):
+        check_labels(target, low, high, options.ignore_index)
+        index = None if count == len(y) else torch.nonzero_static(y != options.ignore_index, size=count)[:, 0]
+        if mask is not None and live < count:
+            dead = ~mask & (y != options.ignore_index)
+            pair = (torch.nonzero_static(mask, size=live), torch.nonzero_static(dead, size=count - live))
+            index = torch.cat(pair)[:, 0]
+        counted.append((index, count, live, None))
+    return counted
+
+
+def signature(
+    target: Target, asked: tuple[Statistic, ...], options: Options, tokens: int, *, many_parts: bool = False
+) -> Signature:
+    """All that decides how these tokens are computed."""
+    head, hidden, teacher = target.head, target.hidden, target.teacher
+    dtype = autocast_dtype(hidden.device) or hidden.dtype
+    dtype = hidden.dtype if hidden.dtype == torch.float64 else dtype
+    weights, of_teacher = head.weights, teacher.head.weights if isinstance(teacher, Target) else None
+    records = torch.is_grad_enabled()
+    operand = torch.float32 if dtype in HALF_DTYPES and hidden.device.type == "cpu" else dtype
+    copied = weights.copied_bytes(operand) + (0 if of_teacher is None else of_teacher.copied_bytes(operand))
+    return Signature(
+        tokens=tokens,
+        hidden_size=hidden.shape[-1],
+        columns=head.ranks.most(weights.columns) if target.kept is None else target.kept.shape[-1],
+        kept=target.kept is not None,
+        statistics=tuple([s.name for s in asked]),
+        dtype=dtype,
+        device=hidden.device,
+        ranks=head.ranks.size,
+        trains_weight=records and bool(head.leaves()),
+        trains_hidden=records and hidden.requires_grad,
+        weight_dtype=weights.dtype,
+        copied_bytes=copied,
+        quantized=any(isinstance(_base(each), Quantized) for each in (weights, of_teacher)),
+        teacher_columns=0 if teacher is None else min(teacher.vocab_size, weights.columns),
+        teacher_size=0 if of_teacher is None else of_teacher.hidden_size,
+        in_torch=any(s.phi is not None or (s.divergence is not None and not s.divergence.has_kernel) for s in asked),
+        batch_invariant=head.batch_invariant,
+        many_parts=many_parts,
+        memory=device_memory(hidden.device),
+        bound=default_bound(),
+        options=options,
+    )
+
+
+def _base(weights: Any) -> Any:
+    return weights.base if isinstance(weights, WithAdapters) else weights
+
+
+def leaves_of(streams: Sequence[Stream]) -> list[Leaf]:
+    """All that is trained, each once: the dtype in which it adds up is the widest that a plan asks for."""
+    leaves: dict[int, Leaf] = {}
+    for stream in streams if torch.is_grad_enabled() else ():
+        for leaf in stream.target.leaves(stream.plan.accumulate):
+            known = leaves.get(id(leaf.tensor))
+            if known is None or (known.accumulate is None and leaf.accumulate is not None):
+                leaves[id(leaf.tensor)] = leaf
+    return list(leaves.values())
+
+
+class _Alone(ExitStack):
+    """Autocast is off, the device of the call current, and nothing is recorded."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        super().__init__()
+        kind = tensor.device.type
+        self.enter_context(torch.no_grad())
+        self.enter_context(torch.cuda.device_of(tensor))
+        if torch.is_autocast_enabled(kind):
+            self.enter_context(torch.autocast(kind, enabled=False))
+
+
+# --- Statistics -----------------------------------------------------------------------------------------------------
+
+
+class _Statistics(torch.autograd.Function):
+    """Statistics of tokens; backward has their blocks still, or computes them again."""
+
+    @staticmethod
+    def forward(ctx: Any, streams: list[Stream], leaves: list[Leaf], *tensors: Tensor) -> tuple[Tensor, ...]:
+        ctx.set_materialize_grads(False)
+        outputs, constants, kept = list[Tensor](), list[Values](), list[list[Any]]()
+        with _Alone(streams[0].target.hidden):
+            for stream in streams:
+                blocks, parts = list[Any](), [stream.empty()]
+                for rows, block in stream.open().blocks(0, stream.count):
+                    parts.append(block.constants)
+                    if stream.plan.keeps:
+                        blocks.append((rows, replace(block, part=None, constants={})))
+                constants.append(concatenated(parts))
+                kept.append(blocks)
+                of_stream = stream.masked(constants[-1], slice(None))
+                outputs += [of_stream[s.name].clone() for s in stream.asked]
+        saved = [leaf.tensor for leaf in leaves]
+        ctx.packed = pack((streams, constants, kept), saved)
+        ctx.leaves, ctx.used = [leaf._replace(tensor=torch.empty(0)) for leaf in leaves], False
+        ctx.save_for_backward(*saved)
+        names = [s for stream in streams for s in stream.asked]
+        ctx.mark_non_differentiable(*[out for s, out in zip(names, outputs, strict=True) if not s.differentiable])
+        return tuple(outputs)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *upstream: Tensor | None) -> tuple[Any, ...]:
+        saved = list(ctx.saved_tensors)
+        leaves = [leaf._replace(tensor=tensor) for leaf, tensor in zip(ctx.leaves, saved, strict=False)]
+        # Gradients take the memory of blocks: a second backward computes these again. `data` shares memory, and not
+        # the count of changes by which autograd would then refuse to give what else was saved.
+        again, ctx.used = ctx.used, True
+        streams, constants, kept = unpack(ctx.packed, [*saved[: len(leaves)], *saved[len(leaves) :]])
+        grads, given, first = Gradients(leaves), list[Values](), 0
+        for stream in streams:
+            pairs = zip(stream.asked, upstream[first : first + len(stream.asked)], strict=True)
+            given.append(stream.masked({s.name: g for s, g in pairs if g is not None}, slice(None)))
+            first += len(stream.asked)
+        with _Alone(streams[0].target.hidden):
+            lives = live_rows(streams, given)
+            for stream, of_rows, values, blocks, live in zip(streams, constants, given, kept, lives, strict=True):
+                if values and blocks and not again:
+                    _from_blocks(stream, blocks, of_rows, values, live, grads)
+                elif values:
+                    _again(stream, of_rows, values, live, grads)
+            return None, None, *wrapped(leaves, grads.results())
+
+
+def concatenated(parts: list[Values]) -> Values:
+    """Values of consecutive tokens; of some names, those of no tokens come first."""
+    empty, *rest = parts
+    if not rest:
+        return empty
+    return {name: torch.cat([part[name] for part in rest]) if len(rest) > 1 else rest[0][name] for name in rest[0]}
+
+
+def wrapped(leaves: Sequence[Leaf], gradients: Sequence[Tensor | None]) -> list[Tensor | None]:
+    """Gradients as their tensors are."""
+    return [None if g is None else like(leaf.tensor, g) for leaf, g in zip(leaves, gradients, strict=True)]
+
+
+def live_rows(streams: Sequence[Stream], upstream: Sequence[Values]) -> list[Tensor | None]:
+    """Of each stream the tokens that have a gradient, ``None`` for all: the host waits for all numbers at once."""
+    masks: dict[int, Tensor] = {}
+    for i, (stream, values) in enumerate(zip(streams, upstream, strict=True)):
+        hidden, columns = stream.target.hidden, stream.target.head.weights.columns
+        flops, kind = 4.0 * stream.count * hidden.shape[-1] * columns, hidden.device.type
+        capturing = kind == "cuda" and torch.cuda.is_current_stream_capturing()
+        # Ranks that share a vocabulary would all have to find the same number.
+        waits = stream.target.head.ranks.size == 1 and stream.active is None and not capturing
+        if values and waits and flops >= MIN_FLOPS.get(kind, float("inf")):
+            masks[i] = torch.stack([(g != 0).reshape(len(g), -1).any(1) for g in values.values()]).any(0)
+    if not masks:
+        return [None] * len(streams)
+    counts = dict(zip(masks, torch.stack([mask.sum() for mask in masks.values()]).tolist(), strict=True))
+    few = {i: n for i, n in counts.items() if n <= (1 - DROPPED) * streams[i].count}
+    return [torch.nonzero_static(masks[i], size=few[i])[:, 0] if i in few else None for i in range(len(streams))]
+
+
+def _from_blocks(
+    stream: Stream, blocks: list[Any], constants: Values, upstream: Values, live: Tensor | None, grads: Gradients
+) -> None:
+    """Gradients of blocks that have lived until now, as one block each, or as that of the tokens that have any."""
+    opened = stream.open()
+    for rows, block in blocks:
+        kept = data_of(block)
+        chosen: Rows = rows
+        if live is not None:  # blocks that are kept are one
+            kept, chosen = cut(kept, live, rows.stop - rows.start), live
+        of_rows = {name: value[chosen] for name, value in constants.items()}
+        kept = replace(kept, part=opened.part(chosen), constants=of_rows)
+        values = {name: g[chosen] for name, g in upstream.items()}
+        opened.add_hidden(grads, chosen, kept.add_gradients(values, grads))
+
+
+def data_of(block: Any) -> Any:
+    """A block whose tensors may be written to, although they are saved."""
+    return replace(block, **{f.name: v.data for f in fields(block) if isinstance(v := getattr(block, f.name), Tensor)})
+
+
+def _again(stream: Stream, constants: Values, upstream: Values, live: Tensor | None, grads: Gradients) -> None:
+    """Gradients of tokens whose logits are gone: of those that have any, by blocks or by tiles."""
+    count = stream.count if live is None else len(live)
+    opened, tile = stream.open(), stream.plan.tile
+    size = stream.plan.rows if tile is None else tile[0]
+    for rows in slices(0, count, even(count, size)):
+        chosen: Rows = rows if live is None else live[rows]
+        part = opened.part(chosen)
+        of_rows = {name: value[chosen] for name, value in constants.items()}
+        values = {name: g[chosen] for name, g in upstream.items()}
+        hidden: Tensor | None = None
+        columns = part.head.weights.columns
+        for here in slices(0, columns, columns if tile is None else tile[1]):
+            block = stream.plan.block(part, stream.asked, stream.plan, of_rows, here)
+            of_columns = block.add_gradients(values, grads)
+            del block
+            hidden = of_columns if hidden is None or of_columns is None else hidden.add_(of_columns)
+        opened.add_hidden(grads, chosen, hidden)
+
+
+# --- Losses of single tokens ----------------------------------------------------------------------------------------
+
+
+class _Losses(torch.autograd.Function):
+    """A sum of losses of single tokens: each block's gradients are computed while its logits are there."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, streams: list[Stream], losses: list[TokenLoss], leaves: list[Leaf], *tensors: Tensor
+    ) -> tuple[Tensor, ...]:
+        ctx.set_materialize_grads(False)
+        with _Alone(streams[0].target.hidden):
+            total, outputs, gradients = _run(streams, losses, leaves)
+        saved = [leaf.tensor for leaf in leaves]
+        ctx.packed = pack((streams, losses), saved)
+        ctx.leaves, ctx.used = [leaf._replace(tensor=torch.empty(0)) for leaf in leaves], False
+        ctx.some = [g is not None for g in gradients]
+        ctx.save_for_backward(*saved, *[g for g in gradients if g is not None])
+        ctx.mark_non_differentiable(*outputs)
+        return total, *outputs
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, upstream: Tensor | None, *_: Any) -> tuple[Any, ...]:
+        if upstream is None:
+            return (None,) * len(ctx.needs_input_grad)
+        (*saved,) = ctx.saved_tensors
+        count = len(saved) - sum(ctx.some)
+        leaves = [leaf._replace(tensor=tensor) for leaf, tensor in zip(ctx.leaves, saved, strict=False)]
+        again, ctx.used = ctx.used, True
+        with _Alone(saved[0]):
+            if again:  # the first backward scaled them, and gave them away
+                streams, losses = unpack(ctx.packed, saved[:count])
+                gradients = _run(streams, losses, leaves)[2]
+            else:
+                there = iter(saved[count:])
+                gradients = [next(there) if some else None for some in ctx.some]
+            return None, None, None, *wrapped(leaves, [scaled(g, upstream) for g in gradients])
+
+
+def scaled(gradient: Tensor | None, factor: Tensor) -> Tensor | None:
+    """A gradient times a factor, in its memory."""
+    if gradient is None or gradient.layout != torch.strided:
+        return gradient if gradient is None else gradient * factor
+    gradient = gradient.data
+    scale_(factor, [gradient], backend=choose_backend(None, [gradient]))
+    return gradient
+
+
+def _run(
+    streams: Sequence[Stream], losses: Sequence[TokenLoss], leaves: Sequence[Leaf]
+) -> tuple[Tensor, list[Tensor], list[Tensor | None]]:
+    """The sum of losses, the statistics of each stream, and the gradient of each leaf."""
+    grads, outputs, totals = Gradients(leaves), list[Tensor](), list[Tensor]()
+    for stream, loss in zip(streams, losses, strict=True):
+        parts, opened = [stream.empty()], stream.open()
+        for start, stop in ((0, stream.live), (stream.live, stream.count)):
+            for rows, block in opened.blocks(start, stop):
+                values = stream.masked(block.statistics(), rows)
+                parts.append(values)
+                total, upstream = token_losses(stream, loss, values, rows, bool(leaves) and start < stream.live)
+                totals.append(total)
+                if upstream:
+                    opened.add_hidden(grads, rows, block.add_gradients(upstream, grads))
+        of_stream = concatenated(parts)
+        outputs += [of_stream[s.name] for s in stream.asked]
+    wide = wide_dtype(streams[0].plan.dtype)
+    zero = torch.zeros((), dtype=wide, device=streams[0].target.hidden.device)
+    total = torch.stack([zero, *totals]).sum()
+    return total, outputs, grads.results()
+
+
+def token_losses(
+    stream: Stream, loss: TokenLoss, values: Values, rows: Rows, differentiates: bool
+) -> tuple[Tensor, Values]:
+    """The sum of the losses of some tokens, and their derivatives by each statistic."""
+    leaves = {n: v.detach().requires_grad_(differentiates and v.is_floating_point()) for n, v in values.items()}
+    with torch.set_grad_enabled(differentiates):
+        losses = loss(leaves, stream.places(rows))
+    losses, derivatives = losses if isinstance(losses, tuple) else (losses, None)
+    active = None if stream.active is None else stream.active[rows]
+    with torch.set_grad_enabled(differentiates):
+        losses = losses if active is None else torch.where(active, losses, 0.0)
+        total = losses.sum(dtype=wide_dtype(losses.dtype))
+    if differentiates and derivatives is None:
+        named = {s.name: leaves[s.name] for s in stream.asked if s.differentiable}
+        wanted = list(named.values()) if total.requires_grad else []
+        found = torch.autograd.grad(total, wanted, allow_unused=True) if wanted else ()
+        derivatives = {name: g for name, g in zip(named, found, strict=False) if g is not None}
+    upstream = {n: g.detach().to(values[n].dtype) for n, g in (derivatives or {}).items()} if differentiates else {}
+    # Masked again: where a loss is not finite, not even 0 times its derivative is.
+    return total.detach().to(wide_dtype(stream.plan.dtype)), stream.masked(upstream, rows)
+
+
+# --- The two ways in ------------------------------------------------------------------------------------------------
+
+
+def _in_order(streams: Sequence[Stream], outputs: Sequence[Tensor]) -> list[Values]:
+    found, left = list[Values](), list(outputs)
+    for stream in streams:
+        found.append(dict(zip([s.name for s in stream.asked], left, strict=False)))
+        del left[: len(stream.asked)]
+    return found
+
+
+def statistics(
+    targets: Sequence[Target], names: Sequence[str | Statistic], options: Options = Options()
+) -> list[Values]:
+    """Statistics of the tokens of each target by name, in the labels' shape, differentiable; 0 without a label.
+
+    Args:
+        targets: one or several, whose heads may share tensors: each has one gradient.
+        names: of :data:`STATISTICS`, or rows of one's own.
+        options: see :class:`Options`.
+
+    Raises:
+        ValueError: labels outside the vocabulary; a workspace that cannot hold one row.
+        RuntimeError: within a transform of ``torch.func``.
+    """
+    check_call(targets)
+    streams = open_streams(targets, asked_for(names), options, [None] * len(targets))
+    leaves = leaves_of(streams)
+    outputs = _Statistics.apply(streams, leaves, *(leaf.tensor for leaf in leaves))
+    return [
+        {name: stream.spread(value) for name, value in values.items()}
+        for stream, values in zip(streams, _in_order(streams, outputs), strict=True)
+    ]
+
+
+def loss_sum(
+    targets: Sequence[Target],
+    names: Sequence[str | Statistic],
+    token_losses_of: Sequence[TokenLoss],
+    options: Options = Options(),
+) -> tuple[Tensor, list[Values]]:
+    """The sum of the losses of all tokens, 0-dim, and the detached statistics of each target as :func:`statistics`.
+
+    Gradients are computed together with the loss, but where these would be inexact: fp16 needs the loss's scale, which
+    is known in backward, and of more than MOST_PARTS parts in half precision, a second pass writes each entry once.
+    """
+    check_call(targets)
+    lives = [loss.live for loss in token_losses_of]
+    streams = open_streams(targets, asked_for(names), options, lives)
+    leaves = leaves_of(streams)
+    late = any(stream.plan.tile is not None or stream.plan.dtype == torch.float16 for stream in streams)
+    if late and leaves:
+        outputs = _Statistics.apply(streams, leaves, *(leaf.tensor for leaf in leaves))
+        totals = list[Tensor]()
+        for stream, loss, values in zip(streams, token_losses_of, _in_order(streams, outputs), strict=True):
+            losses = loss(values, stream.places(slice(0, stream.count)))
+            losses = losses[0] if isinstance(losses, tuple) else losses
+            losses = losses if stream.active is None else torch.where(stream.active, losses, 0.0)
+            totals.append(losses.sum(dtype=wide_dtype(losses.dtype)))
+        total = torch.stack(totals).sum()
+    else:
+        whole = [replace(s, plan=s.plan._replace(rows=s.plan.rows)) for s in streams]
+        total, *outputs = _Losses.apply(whole, list(token_losses_of), leaves, *(leaf.tensor for leaf in leaves))
+    return total, [
+        {name: stream.spread(value.detach()) for name, value in values.items()}
+        for stream, values in zip(streams, _in_order(streams, outputs), strict=True)
+    ]

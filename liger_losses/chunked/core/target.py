@@ -1,0 +1,133 @@
+"""Tokens of one head, and what belongs to each of them.
+
+T tokens, R of them in a block, H hidden size, K kept and k selected columns of a token.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from liger_losses.chunked.core.gradients import Leaf
+from liger_losses.chunked.core.head import Head
+from liger_losses.chunked.core.teachers import Rows, TeacherLogits, rows_of
+from liger_losses.kernels.logit_transform import LogitTransform
+
+#: The fields of a target that have an entry for each token, and how many dimensions that entry has.
+PER_TOKEN = {"hidden": 1, "labels": 0, "temperature": 0, "kept": 1, "selected": 1}
+
+
+@dataclass(frozen=True, eq=False)
+class Target:
+    """T tokens of one head, in any shape ``[...]``. All that is per token is cut with it.
+
+    Tokens of several tensors are several targets; what they train has one buffer.
+
+    Args:
+        head: what makes logits of hidden states.
+        hidden: ``[..., H]``.
+        labels: ``[...]`` int64, columns of the whole vocabulary.
+        temperature: a number, or ``[...]``.
+        kept: ``[..., K]``: the softmax is over these columns alone; -1 is padding.
+        selected: ``[..., k]``: their log-probabilities are the statistic ``selected_logps``; or the number k, of the
+            largest ones.
+        class_weight: ``[V]``, the weights in ``mean_logp``.
+        teacher: the same tokens of another model, whose labels are not read; its temperature is the divergence's, which
+            divides both models' logits there.
+        sparse_grad: make the gradient of the weight a sparse tensor of the kept rows.
+    """
+
+    head: Head
+    hidden: Tensor
+    labels: Tensor
+    temperature: float | Tensor = 1.0
+    kept: Tensor | None = None
+    selected: Tensor | int | None = None
+    class_weight: Tensor | None = None
+    teacher: Target | TeacherLogits | None = None
+    sparse_grad: bool = False
+
+    def take(self, rows: Rows) -> Target:
+        """Some of the tokens: ``hidden [R, H]``, ``labels [R]`` and so on."""
+        cut: dict[str, Any] = {}
+        for name, trailing in PER_TOKEN.items():
+            value = getattr(self, name)
+            if isinstance(value, Tensor):
+                cut[name] = rows_of(value.detach(), rows, trailing)
+        return replace(self, **cut, teacher=None if self.teacher is None else self.teacher.take(rows))
+
+    def neutral(self, active: Tensor) -> Target:
+        """A block's tokens, of which those that are not ``active [R]`` have numbers without influence."""
+        columns, temperature, teacher = active[:, None], self.temperature, self.teacher
+        if isinstance(temperature, Tensor):
+            temperature = torch.where(active, temperature, 1.0)
+        if isinstance(teacher, Target):
+            teacher = teacher.neutral(active)
+        elif teacher is not None:
+            assert isinstance(teacher.logits, Tensor)
+            teacher = replace(teacher, logits=torch.where(columns, teacher.logits, 0.0))
+        return replace(
+            self,
+            hidden=torch.where(columns, self.hidden, 0.0),
+            labels=torch.where(active, self.labels, 0),
+            temperature=temperature,
+            kept=None if self.kept is None else torch.where(columns, self.kept, 0),
+            selected=torch.where(columns, self.selected, 0) if isinstance(self.selected, Tensor) else self.selected,
+            teacher=teacher,
+        )
+
+    @property
+    def vocab_size(self) -> int:
+        return self.head.vocab_size
+
+    def transform(self, temperature: float | Tensor) -> LogitTransform:
+        """From projections to logits."""
+        return replace(self.head.transform, temperature=temperature)
+
+    def leaves(self, accumulate: torch.dtype | None = None) -> list[Leaf]:
+        """All that is trained; weights add up in ``accumulate``."""
+        leaves = [leaf._replace(sparse=self.sparse_grad, accumulate=accumulate) for leaf in self.head.leaves()]
+        if self.head.bias is not None and self.head.bias.requires_grad:
+            wide = torch.promote_types(self.head.bias.dtype, torch.float32)
+            leaves[-1] = leaves[-1]._replace(sparse=False, accumulate=wide)
+        if self.hidden.requires_grad:
+            leaves.append(Leaf(self.hidden, self.head.ranks, True))
+        return leaves
+
+
+#: Of statistics ``[R]`` of some tokens by name, and what the loss reads, to their losses ``[R]``; or to these and their
+#: derivatives by name.
+TokenFunction = Callable[..., Any]
+#: The losses of single tokens that have a name, by which torch.compile's operators find them.
+TOKEN_LOSSES: dict[str, TokenFunction] = {}
+
+
+@dataclass(frozen=True, eq=False)
+class TokenLoss:
+    """The losses of single tokens: a name of :data:`TOKEN_LOSSES` (or a user's function), and what it reads.
+
+    Args:
+        function: from statistics by name, tensors and numbers to ``[R]``.
+        tensors: ``[...]`` in the labels' shape (or ``[..., k]`` where ``columns`` has the name), or 0-dim for all.
+        numbers: constants.
+        live: ``[...]`` bool, false for tokens whose losses are constant: no gradient product has them.
+    """
+
+    function: str | TokenFunction
+    tensors: Mapping[str, Tensor] = field(default_factory=dict)
+    numbers: Mapping[str, Any] = field(default_factory=dict)
+    live: Tensor | None = None
+    columns: Sequence[str] = ()
+
+    def __call__(self, values: Mapping[str, Tensor], rows: Rows) -> Any:
+        """The losses of these tokens."""
+        read = {
+            name: rows_of(t.detach(), rows, int(name in self.columns)) if t.dim() else t.detach()
+            for name, t in self.tensors.items()
+        }
+        function = TOKEN_LOSSES[self.function] if isinstance(self.function, str) else self.function
+        return function(values, **read, **self.numbers)

@@ -1,0 +1,284 @@
+"""A head's matrix in whatever form: products with some of its columns of the vocabulary, and gradients.
+
+R tokens, H hidden size, C columns of the vocabulary, K columns of each token.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import NamedTuple, Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from liger_losses.chunked.core.gradients import Gradients, local_part
+from liger_losses.chunked.core.quantizers import QuantizedWeight
+from liger_losses.kernels.matmul import matmul_into, wide_dtype
+
+#: Columns of a vocabulary that a process has: a slice of them, or ids ``[R, K]``, K for each token.
+Columns = slice | Tensor
+ALL = slice(None)
+#: Rows and columns of the products of a batch-invariant call, by which BLAS chooses an algorithm; and what the hidden
+#: size is padded to a multiple of: the last rows of a product of odd sizes are summed in another order than the first.
+FIXED_CPU, FIXED_GPU, FIXED_DEPTH = (64, 1024), (512, 8192), 8
+
+
+class Products(NamedTuple):
+    """How a call takes products: the operands' dtype, how many columns are copied (cast, or dequantized) at a time
+    where any are, and whether all products have one size (batch invariance)."""
+
+    dtype: torch.dtype
+    columns: int
+    fixed: bool = False
+
+
+class Weights(Protocol):
+    """A matrix ``[columns, H]``, in whatever form. The core knows these names and nothing else of it.
+
+    ``trained`` are tensors that may get a gradient, and whether all ranks have the same one. ``copied_bytes`` of a
+    dtype is what a row takes while it is copied; 0 where rows are read as they are.
+    """
+
+    @property
+    def columns(self) -> int: ...
+    @property
+    def hidden_size(self) -> int: ...
+    @property
+    def dtype(self) -> torch.dtype: ...
+    @property
+    def device(self) -> torch.device: ...
+    @property
+    def trained(self) -> tuple[tuple[Tensor, bool], ...]: ...
+    def copied_bytes(self, dtype: torch.dtype) -> int: ...
+    def open(self, products: Products) -> Weights: ...
+    def logits(self, out: Tensor, hidden: Tensor, columns: Columns) -> Tensor: ...
+    def hidden_gradient(self, grad: Tensor, columns: Columns) -> Tensor: ...
+    def add_gradients(self, grads: Gradients, grad: Tensor, hidden: Tensor, columns: Columns) -> None: ...
+
+
+@dataclass(frozen=True, eq=False)
+class Dense:
+    """A floating-point matrix, which may be a DTensor sharded by rows.
+
+    ``copy`` is all of it in the operands' dtype, where a call has made one.
+    """
+
+    weight: Tensor
+    products: Products | None = None
+    copy: Tensor | None = None
+
+    @property
+    def columns(self) -> int:
+        return len(local_part(self.weight))
+
+    @property
+    def hidden_size(self) -> int:
+        return self.weight.shape[1]
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.weight.dtype
+
+    @property
+    def device(self) -> torch.device:
+        return self.weight.device
+
+    @property
+    def trained(self) -> tuple[tuple[Tensor, bool], ...]:
+        return ((self.weight, False),)
+
+    def copied_bytes(self, dtype: torch.dtype) -> int:
+        if self.weight.dtype == dtype:
+            return 0
+        return self.hidden_size * (dtype.itemsize + wide_dtype(dtype).itemsize)
+
+    def open(self, products: Products) -> Dense:
+        """The same for one call, with a copy if all of it is copied at once."""
+        opened = replace(self, products=products)
+        if not self.copied_bytes(products.dtype) or products.columns < self.columns:
+            return opened
+        return replace(opened, copy=opened.rows(ALL))
+
+    def rows(self, columns: Columns) -> Tensor:
+        """Rows ``[C, H]`` or ``[R, K, H]`` in the operands' dtype."""
+        matrix = local_part(self.weight.detach()) if self.copy is None else self.copy
+        rows = matrix[columns]
+        return rows if self.products is None or rows.dtype == self.products.dtype else rows.to(self.products.dtype)
+
+    def steps(self, columns: slice) -> Iterator[tuple[slice, slice]]:
+        """Some columns at a time: where they are among ``columns``, and in the vocabulary."""
+        start, stop, _ = columns.indices(self.columns)
+        size = stop - start
+        if self.products is not None and self.copy is None and self.copied_bytes(self.products.dtype):
+            size = self.products.columns
+        for first in range(start, stop, max(size, 1)):
+            last = min(first + size, stop)
+            yield slice(first - start, last - start), slice(first, last)
+
+    def logits(self, out: Tensor, hidden: Tensor, columns: Columns) -> Tensor:
+        """``out = hidden @ rows.T``, ``[R, C]`` or ``[R, K]``."""
+        if not isinstance(columns, slice):
+            return out.copy_(torch.einsum("rh,rkh->rk", hidden, self.rows(columns)))
+        if self.products is not None and self.products.fixed:
+            return self._fixed_logits(out, hidden, columns)
+        for place, part in self.steps(columns):
+            matmul_into(out[:, place], hidden, self.rows(part).t())
+        return out
+
+    def _fixed_logits(self, out: Tensor, hidden: Tensor, columns: slice) -> Tensor:
+        """The same by products of one size, whatever the number of tokens and the workspace."""
+        (count, size), (start, stop, _) = hidden.shape, columns.indices(self.columns)
+        most, width = FIXED_CPU if hidden.device.type == "cpu" else FIXED_GPU
+        extra = -size % FIXED_DEPTH
+        block, product = hidden.new_zeros(most, size + extra), out.new_empty(most, width)
+        for first in range(start, stop, width):
+            rows = F.pad(self.rows(slice(first, min(first + width, stop))), (0, extra))
+            of_rows = product[:, : len(rows)]
+            for at in range(0, count, most):
+                part = hidden[at : at + most]
+                block[: len(part), :size] = part
+                matmul_into(of_rows, block, rows.t())
+                out[at : at + most, first - start : first - start + len(rows)] = of_rows[: len(part)]
+        return out
+
+    def hidden_gradient(self, grad: Tensor, columns: Columns) -> Tensor:
+        """``grad @ rows``, ``[R, H]``: of all columns in the operands' dtype, of some in fp32, as more are added."""
+        if not isinstance(columns, slice):
+            return torch.einsum("rk,rkh->rh", grad, self.rows(columns).to(grad.dtype))
+        steps = list(self.steps(columns))
+        whole = len(steps) == 1 and grad.shape[1] == self.columns and grad.is_cuda
+        out = grad.new_zeros(len(grad), self.hidden_size, dtype=grad.dtype if whole else wide_dtype(grad.dtype))
+        for i, (place, part) in enumerate(steps):
+            matmul_into(out, grad[:, place], self.rows(part), accumulate=i > 0)
+        return out
+
+    def add_gradients(self, grads: Gradients, grad: Tensor, hidden: Tensor, columns: Columns) -> None:
+        if isinstance(columns, slice):
+            for place, part in self.steps(columns) if grads.wants(self.weight) else ():
+                grads.add(self.weight, part, grad[:, place], hidden)
+        elif grads.wants(self.weight):
+            grads.add_rows(self.weight, columns.flatten(), outer(grad, hidden))
+
+
+def outer(grad: Tensor, hidden: Tensor) -> Tensor:
+    """``[R K, H]``: what each of ``grad [R, K]`` adds to its row."""
+    return (grad[..., None] * hidden[:, None].to(grad.dtype)).flatten(0, 1)
+
+
+@dataclass(frozen=True, eq=False)
+class Quantized(Dense):
+    """Frozen codes, of which rows are dequantized when they are needed; ``weight`` is empty, ``[columns, 0]``."""
+
+    codes: QuantizedWeight | None = None
+
+    @classmethod
+    def of(cls, codes: QuantizedWeight) -> Quantized:
+        return cls(torch.empty(codes.shape[0], 0, dtype=codes.dtype, device=codes.device), codes=codes)
+
+    @property
+    def hidden_size(self) -> int:
+        assert self.codes is not None
+        return self.codes.shape[1]
+
+    @property
+    def trained(self) -> tuple[tuple[Tensor, bool], ...]:
+        return ()
+
+    def copied_bytes(self, dtype: torch.dtype) -> int:
+        assert self.codes is not None
+        return self.hidden_size * (dtype.itemsize + self.codes.temporary_bytes)
+
+    def rows(self, columns: Columns) -> Tensor:
+        assert self.codes is not None
+        if self.copy is not None:
+            return self.copy[columns]
+        dtype = self.codes.dtype if self.products is None else self.products.dtype
+        if isinstance(columns, slice):
+            start, stop, _ = columns.indices(self.columns)
+            return self.codes.rows(start, stop).to(dtype)
+        # Codes are dequantized by ranges: each range gives the rows that are in it.
+        rows = torch.zeros(*columns.shape, self.hidden_size, dtype=dtype, device=self.device)
+        for _, part in self.steps(ALL):
+            inside = (columns >= part.start) & (columns < part.stop)
+            of_part = self.rows(part)[(columns - part.start).clamp(0, part.stop - part.start - 1)]
+            rows = torch.where(inside[..., None], of_part, rows)
+        return rows
+
+
+@dataclass(frozen=True, eq=False)
+class WithAdapters:
+    """``base + scale b a``, whatever the base is: LoRA on a head, without merging it."""
+
+    base: Weights
+    a: Tensor  # [r, H]
+    b: Tensor  # [columns, r]
+    scale: float = 1.0
+    products: Products | None = None
+
+    @property
+    def columns(self) -> int:
+        return self.base.columns
+
+    @property
+    def hidden_size(self) -> int:
+        return self.base.hidden_size
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.base.dtype
+
+    @property
+    def device(self) -> torch.device:
+        return self.base.device
+
+    @property
+    def trained(self) -> tuple[tuple[Tensor, bool], ...]:
+        return (*self.base.trained, (self.a, True), (self.b, False))
+
+    def copied_bytes(self, dtype: torch.dtype) -> int:
+        return self.base.copied_bytes(dtype)
+
+    def open(self, products: Products) -> WithAdapters:
+        return replace(self, base=self.base.open(products), products=products)
+
+    def _a(self) -> Tensor:
+        """``scale a`` in the operands' dtype."""
+        a = self.a.detach() * self.scale
+        return a if self.products is None else a.to(self.products.dtype)
+
+    def _b(self) -> Dense:
+        b = Dense(self.b.detach())
+        if self.products is None:
+            return b
+        return b.open(self.products._replace(columns=self.columns))  # it is small beside the base
+
+    def _low(self, hidden: Tensor) -> Tensor:
+        """``scale hidden a.T``, ``[R, r]``."""
+        out = hidden.new_empty(len(hidden), len(self.a))
+        return matmul_into(out, hidden, self._a().t())
+
+    def logits(self, out: Tensor, hidden: Tensor, columns: Columns) -> Tensor:
+        self.base.logits(out, hidden, columns)
+        low, b = self._low(hidden), self._b().rows(columns)
+        if isinstance(columns, slice):
+            return matmul_into(out, low, b.t(), accumulate=True)
+        return out.add_(torch.einsum("rh,rkh->rk", low, b))
+
+    def hidden_gradient(self, grad: Tensor, columns: Columns) -> Tensor:
+        low = self._b().hidden_gradient(grad, columns)
+        wide = wide_dtype(grad.dtype)
+        return self.base.hidden_gradient(grad, columns).to(wide) + low.to(wide) @ self._a().to(wide)
+
+    def add_gradients(self, grads: Gradients, grad: Tensor, hidden: Tensor, columns: Columns) -> None:
+        self.base.add_gradients(grads, grad, hidden, columns)
+        low = self._b().hidden_gradient(grad, columns)
+        if grads.wants(self.a):
+            grads.add(self.a, ALL, (low * self.scale).to(hidden.dtype), hidden)
+        if not grads.wants(self.b):
+            return
+        if isinstance(columns, slice):
+            grads.add(self.b, columns, grad, self._low(hidden).to(grad.dtype))
+        else:
+            grads.add_rows(self.b, columns.flatten(), outer(grad, self._low(hidden)))

@@ -1,5 +1,13 @@
 """The streaming engine, whose names these are, and the losses on it in :mod:`liger_losses.chunked.losses`."""
 
+from liger_losses.chunked.core.quantizers import (
+    GPTQRows,
+    QuantizedWeight,
+    find_quantized,
+    is_quantized,
+    register_quantized_weight,
+)
+from liger_losses.chunked.core.workspace import set_default_workspace, workspace
 from liger_losses.chunked.engine.divergence_ops import linear_divergence, linear_divergence_loss
 from liger_losses.chunked.engine.head import Head
 from liger_losses.chunked.engine.ops import (
@@ -10,19 +18,11 @@ from liger_losses.chunked.engine.ops import (
     linear_topk,
 )
 from liger_losses.chunked.engine.plan import EngineOptions
-from liger_losses.chunked.engine.quantized_kinds import (
-    GPTQRows,
-    find_quantized,
-    is_quantized,
-    register_quantized_weight,
-)
 from liger_losses.chunked.engine.query import Largest, Statistics, register_statistic
 from liger_losses.chunked.engine.ranks import ALONE, Ranks, VocabularyRanks, local_rows, share_mesh
 from liger_losses.chunked.engine.support import TokenSupport
 from liger_losses.chunked.engine.teachers import Teacher, TeacherLogits, Teachers, TeacherTopK, projected_teacher
 from liger_losses.chunked.engine.tokens import Tokens, shift_labels
-from liger_losses.chunked.engine.weights import QuantizedWeight
-from liger_losses.chunked.engine.workspace import set_default_workspace, workspace
 
 __all__ = [
     "ALONE",

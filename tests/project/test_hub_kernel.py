@@ -20,7 +20,7 @@ from tests.reference import relative_error
 FOLDER = pathlib.Path(__file__).parents[2] / "kernels"
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 #: Imported only in functions that read weights of that package.
-OPTIONAL = {"chunked/engine/quantized_kinds.py": {"bitsandbytes"}}
+OPTIONAL = {"chunked/core/quantizers.py": {"bitsandbytes"}}
 
 
 @pytest.fixture(scope="module")

@@ -2,12 +2,12 @@
 
 Read in this order; each file uses only those above it, ``liger_losses.kernels`` and torch.
 
-- ``gradients``, ``weights``, ``quantizers``, ``ranks``, ``head``: what logits are made of, and where gradients add up
+- ``buffers``, ``weights``, ``quantizers``, ``ranks``, ``head``: what logits are made of, and where gradients add up
 - ``statistics``: what is asked of the softmax of a token
 - ``teachers``, ``target``: tokens, their head, and what belongs to each: labels, temperatures, columns, a teacher
 - ``plan``: how many tokens at a time, when gradients are computed, and which block holds them
 - ``rows``, ``block``: the logits of some tokens: statistics, then gradients
-- ``packing``, ``stream``: the two ways in, :func:`statistics` and :func:`loss_sum`, and the only two autograd functions
+- ``saved``, ``stream``: the two ways in, :func:`statistics` and :func:`loss_sum`, and the only two autograd functions
 """
 
 from liger_losses.chunked.core.head import Head

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from liger_losses.chunked.core import rows
-from liger_losses.chunked.core.gradients import Gradients
+from liger_losses.chunked.core.buffers import Gradients
 from liger_losses.chunked.core.plan import Accelerator, Plan, padded, row_bytes
 from liger_losses.chunked.core.statistics import OF_KERNELS, Statistic
 from liger_losses.chunked.core.target import Target
@@ -218,9 +218,10 @@ class Block:
         """Add those of weights and bias; return those of hidden states ``[R, H]``, if these get any."""
         part, head = self.part, self.part.head
         grad = self._gradient(upstream, grads)
-        if not isinstance(self.columns, slice):
-            grad = grad.to(wide_dtype(grad.dtype))
-        head.weights.add_gradients(grads, grad, part.hidden, self.columns)
+        rows_of_head: Columns = self.columns
+        if isinstance(rows_of_head, Tensor):
+            rows_of_head = torch.where(kept_here(part), rows_of_head, -1)  # of padding, no row is read
+        head.weights.add_gradients(grads, grad, part.hidden, rows_of_head)
         return head.weights.hidden_gradient(grad, self.columns) if self.plan.hidden else None
 
     def _gradient(self, upstream: dict[str, Tensor], grads: Gradients) -> Tensor:

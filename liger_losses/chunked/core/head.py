@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 
 from torch import Tensor
 
-from liger_losses.chunked.core.gradients import Leaf, local_part
+from liger_losses.chunked.core.buffers import Leaf, local_part
 from liger_losses.chunked.core.ranks import ALONE, Ranks
 from liger_losses.chunked.core.weights import Products, Weights
 from liger_losses.kernels.logit_transform import LogitTransform

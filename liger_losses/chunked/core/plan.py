@@ -111,11 +111,6 @@ class Accelerator(NamedTuple):
     row_bytes: Callable[[Signature], int]
 
 
-def default_bound() -> int | None:
-    """The bytes that calls take which give no workspace, if that was set."""
-    return None
-
-
 def padded(columns: int) -> int:
     """A row length that keeps products aligned whatever the vocabulary size."""
     return -(-columns // 64) * 64

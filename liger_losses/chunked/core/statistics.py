@@ -6,7 +6,7 @@ R rows (tokens), C columns.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -69,6 +69,10 @@ def divergence(which: Divergence) -> Statistic:
     return Statistic("divergence", divergence=which)
 
 
-def asked_for(names: Sequence[str | Statistic]) -> tuple[Statistic, ...]:
-    """The statistics of these names."""
-    return tuple([STATISTICS[name] if isinstance(name, str) else name for name in names])
+def asked_for(names: Sequence[str | Statistic], metrics: Sequence[str | Statistic] = ()) -> tuple[Statistic, ...]:
+    """The statistics of these names, each once; metrics have no gradient."""
+    asked = {s.name: s for s in (STATISTICS[name] if isinstance(name, str) else name for name in names)}
+    for name in metrics:
+        s = STATISTICS[name] if isinstance(name, str) else name
+        asked.setdefault(s.name, replace(s, differentiable=False))
+    return tuple(asked.values())

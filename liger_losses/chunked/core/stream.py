@@ -18,23 +18,23 @@ import torch
 from torch import Tensor
 
 from liger_losses.chunked.core.block import BLOCKS
+from liger_losses.chunked.core.buffers import Gradients, Leaf, key_of, like
 from liger_losses.chunked.core.checks import check_call, check_labels
-from liger_losses.chunked.core.gradients import Gradients, Leaf, key_of, like
-from liger_losses.chunked.core.packing import pack, unpack
 from liger_losses.chunked.core.plan import (
     MOST_PARTS,
     Options,
     Plan,
     Signature,
-    default_bound,
     device_memory,
     even,
     plan,
 )
+from liger_losses.chunked.core.saved import pack, unpack
 from liger_losses.chunked.core.statistics import Statistic, asked_for
 from liger_losses.chunked.core.target import Target, TokenLoss
 from liger_losses.chunked.core.teachers import Rows
 from liger_losses.chunked.core.weights import Products, Quantized, WithAdapters
+from liger_losses.chunked.core.workspace import default_bound
 from liger_losses.kernels import choose_backend
 from liger_losses.kernels.autograd import autocast_dtype, once_differentiable, scale_
 from liger_losses.kernels.matmul import HALF_DTYPES, wide_dtype
@@ -303,7 +303,7 @@ class _Statistics(torch.autograd.Function):
                 outputs += [of_stream[s.name].clone() for s in stream.asked]
         saved = [leaf.tensor for leaf in leaves]
         ctx.packed = pack((streams, constants, kept), saved)
-        ctx.leaves, ctx.used = [leaf._replace(tensor=torch.empty(0)) for leaf in leaves], False
+        ctx.leaves, ctx.used = [leaf[1:] for leaf in leaves], False
         ctx.save_for_backward(*saved)
         names = [s for stream in streams for s in stream.asked]
         ctx.mark_non_differentiable(*[out for s, out in zip(names, outputs, strict=True) if not s.differentiable])
@@ -313,11 +313,11 @@ class _Statistics(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, *upstream: Tensor | None) -> tuple[Any, ...]:
         saved = list(ctx.saved_tensors)
-        leaves = [leaf._replace(tensor=tensor) for leaf, tensor in zip(ctx.leaves, saved, strict=False)]
+        leaves = [Leaf(tensor, *rest) for tensor, rest in zip(saved, ctx.leaves, strict=False)]
         # Gradients take the memory of blocks: a second backward computes these again. `data` shares memory, and not
         # the count of changes by which autograd would then refuse to give what else was saved.
         again, ctx.used = ctx.used, True
-        streams, constants, kept = unpack(ctx.packed, [*saved[: len(leaves)], *saved[len(leaves) :]])
+        streams, constants, kept = unpack(ctx.packed, saved)
         grads, given, first = Gradients(leaves), list[Values](), 0
         for stream in streams:
             pairs = zip(stream.asked, upstream[first : first + len(stream.asked)], strict=True)
@@ -413,27 +413,34 @@ class _Losses(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, streams: list[Stream], losses: list[TokenLoss], leaves: list[Leaf], *tensors: Tensor
+        ctx: Any,
+        streams: list[Stream],
+        losses: list[TokenLoss],
+        names: list[list[str]],
+        leaves: list[Leaf],
+        *tensors: Tensor,
     ) -> tuple[Tensor, ...]:
         ctx.set_materialize_grads(False)
         with _Alone(streams[0].target.hidden):
             total, outputs, gradients = _run(streams, losses, leaves)
         saved = [leaf.tensor for leaf in leaves]
         ctx.packed = pack((streams, losses), saved)
-        ctx.leaves, ctx.used = [leaf._replace(tensor=torch.empty(0)) for leaf in leaves], False
+        ctx.leaves, ctx.used = [leaf[1:] for leaf in leaves], False
         ctx.some = [g is not None for g in gradients]
         ctx.save_for_backward(*saved, *[g for g in gradients if g is not None])
-        ctx.mark_non_differentiable(*outputs)
-        return total, *outputs
+        names += [list(values) for values in outputs]
+        flat = [value for values in outputs for value in values.values()]
+        ctx.mark_non_differentiable(*flat)
+        return total, *flat
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, upstream: Tensor | None, *_: Any) -> tuple[Any, ...]:
         if upstream is None:
             return (None,) * len(ctx.needs_input_grad)
-        (*saved,) = ctx.saved_tensors
+        saved = list(ctx.saved_tensors)
         count = len(saved) - sum(ctx.some)
-        leaves = [leaf._replace(tensor=tensor) for leaf, tensor in zip(ctx.leaves, saved, strict=False)]
+        leaves = [Leaf(tensor, *rest) for tensor, rest in zip(saved, ctx.leaves, strict=False)]
         again, ctx.used = ctx.used, True
         with _Alone(saved[0]):
             if again:  # the first backward scaled them, and gave them away
@@ -442,7 +449,7 @@ class _Losses(torch.autograd.Function):
             else:
                 there = iter(saved[count:])
                 gradients = [next(there) if some else None for some in ctx.some]
-            return None, None, None, *wrapped(leaves, [scaled(g, upstream) for g in gradients])
+            return None, None, None, None, *wrapped(leaves, [scaled(g, upstream) for g in gradients])
 
 
 def scaled(gradient: Tensor | None, factor: Tensor) -> Tensor | None:
@@ -456,47 +463,54 @@ def scaled(gradient: Tensor | None, factor: Tensor) -> Tensor | None:
 
 def _run(
     streams: Sequence[Stream], losses: Sequence[TokenLoss], leaves: Sequence[Leaf]
-) -> tuple[Tensor, list[Tensor], list[Tensor | None]]:
-    """The sum of losses, the statistics of each stream, and the gradient of each leaf."""
-    grads, outputs, totals = Gradients(leaves), list[Tensor](), list[Tensor]()
+) -> tuple[Tensor, list[Values], list[Tensor | None]]:
+    """The sum of losses, the numbers of each stream's tokens, and the gradient of each leaf."""
+    grads, outputs = Gradients(leaves), list[Values]()
+    totals = [torch.zeros((), dtype=wide_dtype(streams[0].plan.dtype), device=streams[0].target.hidden.device)]
     for stream, loss in zip(streams, losses, strict=True):
         parts, opened = [stream.empty()], stream.open()
         for start, stop in ((0, stream.live), (stream.live, stream.count)):
             for rows, block in opened.blocks(start, stop):
                 values = stream.masked(block.statistics(), rows)
-                parts.append(values)
-                total, upstream = token_losses(stream, loss, values, rows, bool(leaves) and start < stream.live)
+                total, upstream, more = token_losses(stream, loss, values, rows, bool(leaves) and start < stream.live)
                 totals.append(total)
+                parts.append(values | more)
                 if upstream:
                     opened.add_hidden(grads, rows, block.add_gradients(upstream, grads))
-        of_stream = concatenated(parts)
-        outputs += [of_stream[s.name] for s in stream.asked]
-    wide = wide_dtype(streams[0].plan.dtype)
-    zero = torch.zeros((), dtype=wide, device=streams[0].target.hidden.device)
-    total = torch.stack([zero, *totals]).sum()
-    return total, outputs, grads.results()
+        outputs.append(concatenated(parts))
+    return torch.stack(totals).sum(), outputs, grads.results()
 
 
 def token_losses(
-    stream: Stream, loss: TokenLoss, values: Values, rows: Rows, differentiates: bool
-) -> tuple[Tensor, Values]:
-    """The sum of the losses of some tokens, and their derivatives by each statistic."""
-    leaves = {n: v.detach().requires_grad_(differentiates and v.is_floating_point()) for n, v in values.items()}
+    stream: Stream, loss: TokenLoss, values: Values, rows: slice, differentiates: bool
+) -> tuple[Tensor, Values, Values]:
+    """The sum of the losses of some tokens, their derivatives by each statistic, and further numbers."""
+    named = {s.name for s in stream.asked if s.differentiable}
+    leaves = {n: v.detach().requires_grad_(differentiates and n in named) for n, v in values.items()}
     with torch.set_grad_enabled(differentiates):
-        losses = loss(leaves, stream.places(rows))
-    losses, derivatives = losses if isinstance(losses, tuple) else (losses, None)
-    active = None if stream.active is None else stream.active[rows]
-    with torch.set_grad_enabled(differentiates):
-        losses = losses if active is None else torch.where(active, losses, 0.0)
+        losses, derivatives, more = loss(leaves, stream.places(rows), stream.target.labels.dim())
+        losses = losses if stream.active is None else torch.where(stream.active[rows], losses, 0.0)
         total = losses.sum(dtype=wide_dtype(losses.dtype))
     if differentiates and derivatives is None:
-        named = {s.name: leaves[s.name] for s in stream.asked if s.differentiable}
-        wanted = list(named.values()) if total.requires_grad else []
-        found = torch.autograd.grad(total, wanted, allow_unused=True) if wanted else ()
-        derivatives = {name: g for name, g in zip(named, found, strict=False) if g is not None}
+        wanted = [n for n in leaves if n in named] if total.requires_grad else []
+        grads = torch.autograd.grad(total, [leaves[n] for n in wanted], allow_unused=True) if wanted else ()
+        derivatives = {n: g for n, g in zip(wanted, grads, strict=True) if g is not None}
     upstream = {n: g.detach().to(values[n].dtype) for n, g in (derivatives or {}).items()} if differentiates else {}
+    more = stream.masked({n: v.detach() for n, v in more.items()}, rows)
     # Masked again: where a loss is not finite, not even 0 times its derivative is.
-    return total.detach().to(wide_dtype(stream.plan.dtype)), stream.masked(upstream, rows)
+    return total.detach().to(wide_dtype(stream.plan.dtype)), stream.masked(upstream, rows), more
+
+
+def _of_values(stream: Stream, loss: TokenLoss, values: Values) -> tuple[Tensor, Values]:
+    """The sum of the losses of all tokens, differentiable by their statistics, and their numbers."""
+    rows = slice(0, stream.count)
+    losses, derivatives, more = loss(values, stream.places(rows), stream.target.labels.dim())
+    losses = losses if derivatives is None else losses.detach()
+    for name, g in (derivatives or {}).items():
+        terms = g.detach() * (values[name] - values[name].detach())
+        losses = losses + (terms.sum(-1) if terms.dim() > 1 else terms)
+    losses = losses if stream.active is None else torch.where(stream.active, losses, 0.0)
+    return losses.sum(dtype=wide_dtype(losses.dtype)), {n: v.detach() for n, v in (values | more).items()}
 
 
 # --- The two ways in ------------------------------------------------------------------------------------------------
@@ -511,7 +525,10 @@ def _in_order(streams: Sequence[Stream], outputs: Sequence[Tensor]) -> list[Valu
 
 
 def statistics(
-    targets: Sequence[Target], names: Sequence[str | Statistic], options: Options = Options()
+    targets: Sequence[Target],
+    names: Sequence[str | Statistic],
+    options: Options = Options(),
+    metrics: Sequence[str | Statistic] = (),
 ) -> list[Values]:
     """Statistics of the tokens of each target by name, in the labels' shape, differentiable; 0 without a label.
 
@@ -519,13 +536,14 @@ def statistics(
         targets: one or several, whose heads may share tensors: each has one gradient.
         names: of :data:`STATISTICS`, or rows of one's own.
         options: see :class:`Options`.
+        metrics: further names, without a gradient.
 
     Raises:
         ValueError: labels outside the vocabulary; a workspace that cannot hold one row.
-        RuntimeError: within a transform of ``torch.func``.
+        RuntimeError: within a transform of ``torch.func``, or forward-mode differentiation.
     """
     check_call(targets)
-    streams = open_streams(targets, asked_for(names), options, [None] * len(targets))
+    streams = open_streams(targets, asked_for(names, metrics), options, [None] * len(targets))
     leaves = leaves_of(streams)
     outputs = _Statistics.apply(streams, leaves, *(leaf.tensor for leaf in leaves))
     return [
@@ -537,32 +555,29 @@ def statistics(
 def loss_sum(
     targets: Sequence[Target],
     names: Sequence[str | Statistic],
-    token_losses_of: Sequence[TokenLoss],
+    token_losses: Sequence[TokenLoss],
     options: Options = Options(),
+    metrics: Sequence[str | Statistic] = (),
 ) -> tuple[Tensor, list[Values]]:
-    """The sum of the losses of all tokens, 0-dim, and the detached statistics of each target as :func:`statistics`.
+    """The sum of the losses of all tokens, 0-dim, and detached statistics of each target as :func:`statistics`.
 
     Gradients are computed together with the loss, but where these would be inexact: fp16 needs the loss's scale, which
     is known in backward, and of more than MOST_PARTS parts in half precision, a second pass writes each entry once.
     """
     check_call(targets)
-    lives = [loss.live for loss in token_losses_of]
-    streams = open_streams(targets, asked_for(names), options, lives)
-    leaves = leaves_of(streams)
-    late = any(stream.plan.tile is not None or stream.plan.dtype == torch.float16 for stream in streams)
-    if late and leaves:
+    streams = open_streams(targets, asked_for(names, metrics), options, [loss.live for loss in token_losses])
+    leaves, order = leaves_of(streams), list[list[str]]()
+    pairs = list(zip(streams, token_losses, strict=True))
+    if leaves and any(stream.plan.tile is not None or stream.plan.dtype == torch.float16 for stream in streams):
         outputs = _Statistics.apply(streams, leaves, *(leaf.tensor for leaf in leaves))
-        totals = list[Tensor]()
-        for stream, loss, values in zip(streams, token_losses_of, _in_order(streams, outputs), strict=True):
-            losses = loss(values, stream.places(slice(0, stream.count)))
-            losses = losses[0] if isinstance(losses, tuple) else losses
-            losses = losses if stream.active is None else torch.where(stream.active, losses, 0.0)
-            totals.append(losses.sum(dtype=wide_dtype(losses.dtype)))
-        total = torch.stack(totals).sum()
+        named = _in_order(streams, outputs)
+        sums = [_of_values(*pair, values) for pair, values in zip(pairs, named, strict=True)]
+        total, found = torch.stack([each for each, _ in sums]).sum(), [values for _, values in sums]
     else:
-        whole = [replace(s, plan=s.plan._replace(rows=s.plan.rows)) for s in streams]
-        total, *outputs = _Losses.apply(whole, list(token_losses_of), leaves, *(leaf.tensor for leaf in leaves))
+        total, *outputs = _Losses.apply(streams, list(token_losses), order, leaves, *(leaf.tensor for leaf in leaves))
+        left = iter(outputs)
+        found = [{name: next(left) for name in of_target} for of_target in order]
     return total, [
-        {name: stream.spread(value.detach()) for name, value in values.items()}
-        for stream, values in zip(streams, _in_order(streams, outputs), strict=True)
+        {name: stream.spread(value) for name, value in values.items()}
+        for stream, values in zip(streams, found, strict=True)
     ]

@@ -5,14 +5,14 @@ T tokens, R of them in a block, H hidden size, K kept and k selected columns of 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from liger_losses.chunked.core.gradients import Leaf
+from liger_losses.chunked.core.buffers import Leaf
 from liger_losses.chunked.core.head import Head
 from liger_losses.chunked.core.teachers import Rows, TeacherLogits, rows_of
 from liger_losses.kernels.logit_transform import LogitTransform
@@ -100,7 +100,7 @@ class Target:
 
 
 #: Of statistics ``[R]`` of some tokens by name, and what the loss reads, to their losses ``[R]``; or to these and their
-#: derivatives by name.
+#: derivatives by name (or ``None``), and further numbers of each token by name, if there are any.
 TokenFunction = Callable[..., Any]
 #: The losses of single tokens that have a name, by which torch.compile's operators find them.
 TOKEN_LOSSES: dict[str, TokenFunction] = {}
@@ -112,22 +112,23 @@ class TokenLoss:
 
     Args:
         function: from statistics by name, tensors and numbers to ``[R]``.
-        tensors: ``[...]`` in the labels' shape (or ``[..., k]`` where ``columns`` has the name), or 0-dim for all.
+        tensors: in the labels' shape, or with one more dimension; or 0-dim, one for all tokens.
         numbers: constants.
-        live: ``[...]`` bool, false for tokens whose losses are constant: no gradient product has them.
+        live: in the labels' shape, bool: false for tokens whose losses are constant: no gradient product has them.
     """
 
     function: str | TokenFunction
     tensors: Mapping[str, Tensor] = field(default_factory=dict)
     numbers: Mapping[str, Any] = field(default_factory=dict)
     live: Tensor | None = None
-    columns: Sequence[str] = ()
 
-    def __call__(self, values: Mapping[str, Tensor], rows: Rows) -> Any:
-        """The losses of these tokens."""
+    def __call__(self, values: Mapping[str, Tensor], rows: Rows, dims: int) -> tuple[Tensor, Any, dict[str, Tensor]]:
+        """The losses of these tokens, of labels that have so many dimensions; derivatives, and further numbers."""
         read = {
-            name: rows_of(t.detach(), rows, int(name in self.columns)) if t.dim() else t.detach()
+            name: rows_of(t.detach(), rows, t.dim() - dims) if t.dim() else t.detach()
             for name, t in self.tensors.items()
         }
         function = TOKEN_LOSSES[self.function] if isinstance(self.function, str) else self.function
-        return function(values, **read, **self.numbers)
+        result = function(values, **read, **self.numbers)
+        losses, derivatives, more = (*result, {}, {})[:3] if isinstance(result, tuple) else (result, None, {})
+        return losses, derivatives, more

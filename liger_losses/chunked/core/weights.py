@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from liger_losses.chunked.core.gradients import Gradients, local_part
+from liger_losses.chunked.core.buffers import Gradients, local_part
 from liger_losses.chunked.core.quantizers import QuantizedWeight
 from liger_losses.kernels.matmul import matmul_into, wide_dtype
 

@@ -16,9 +16,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from liger_losses.checks import check_vector, check_weight, is_weight_and_bias
+from liger_losses.chunked.core.quantizers import find_quantized
 from liger_losses.chunked.engine.adapters import LowRank, adapters_of, side_by_side
 from liger_losses.chunked.engine.plan import MEMORY_PARTS, bound_of, default_workspace, device_memory
-from liger_losses.chunked.engine.quantized_kinds import find_quantized
 from liger_losses.chunked.engine.ranks import ALONE, Ranks, VocabularyRanks, local_rows, share_mesh, share_vocabulary
 from liger_losses.chunked.engine.weights import QuantizedWeight, Weights, weights_of
 from liger_losses.kernels.logit_transform import LogitTransform

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 
 from liger_losses.checks import check_names, see
-from liger_losses.chunked.engine.workspace import WORKSPACE_VARIABLE, bytes_of, context, process
+from liger_losses.chunked.core.workspace import WORKSPACE_VARIABLE, default_bound
 from liger_losses.kernels import BACKENDS
 from liger_losses.kernels._tiles import processors
 from liger_losses.kernels.matmul import wide_dtype
@@ -234,13 +234,6 @@ def default_workspace(vocab_size: int, itemsize: int, device: torch.device) -> i
 def device_memory(device: torch.device) -> int:
     """Bytes of a GPU, in use or not; 0 for other devices."""
     return torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else 0
-
-
-def default_bound() -> int | None:
-    """The bytes that the user has set for calls that give no workspace, or ``None``."""
-    within = context.get()
-    size = process.bytes if within is None else within[0]
-    return bytes_of(size, WORKSPACE_VARIABLE) if isinstance(size, str) else size
 
 
 def bound_of(workspace: int | None) -> int | None:

@@ -14,6 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
+from liger_losses.chunked.core.quantizers import QuantizedWeight
 from liger_losses.kernels.matmul import HALF_DTYPES, matmul_into, wide_dtype
 
 #: Rows and columns of the products of a :class:`Projection` that is fixed, on a CPU and elsewhere; and what the hidden
@@ -21,60 +22,6 @@ from liger_losses.kernels.matmul import HALF_DTYPES, matmul_into, wide_dtype
 _FIXED_PRODUCT, _FIXED_PRODUCT_GPU, _FIXED_DEPTH = (64, 1024), (512, 8192), 8
 #: How many parts a range of rows is dequantized in. The temporaries of a part are small, and stay in a GPU's cache.
 PARTS = 5
-
-
-class QuantizedWeight:
-    """A frozen weight ``[V, H]`` in any format, which can return some of its rows in floating point.
-
-    To support a format, derive from this class and define :meth:`rows`. :class:`liger_losses.Head` takes an instance as
-    the weight. With :func:`liger_losses.register_quantized_weight`, every operation, ``patch`` and TRL's trainers find
-    it in tensors or layers of a type.
-
-    Args:
-        shape: ``(V, H)``.
-        dtype: the floating-point dtype of the dequantized weight. Products are computed in the hidden states' dtype.
-        device: where the rows are.
-
-    Attributes:
-        temporary_bytes: the most bytes that :meth:`rows` allocates for each entry of its result, including the result.
-
-    Raises:
-        TypeError, ValueError: a dtype that is not floating point, or sizes that are not positive.
-    """
-
-    temporary_bytes = 10
-
-    def __init__(self, shape: tuple[int, int], dtype: torch.dtype, device: torch.device | str) -> None:
-        if not dtype.is_floating_point:
-            raise TypeError(
-                "dtype= of a QuantizedWeight must be the floating-point dtype to which it is dequantized, such as "
-                f"torch.bfloat16, got {dtype}."
-            )
-        if len(shape) != 2 or min(shape) < 1:
-            raise ValueError(f"a QuantizedWeight must have the shape (vocab_size, hidden_size), got {tuple(shape)}.")
-        self.shape, self.dtype, self.device = (int(shape[0]), int(shape[1])), dtype, torch.device(device)
-
-    def rows(self, start: int, stop: int) -> Tensor:
-        """The rows ``start`` to ``stop``, dequantized: ``[stop - start, H]``, floating point, on the device."""
-        raise NotImplementedError
-
-    def part(self, start: int, stop: int) -> QuantizedWeight:
-        """The weight of only these rows."""
-        return self if (start, stop) == (0, self.shape[0]) else _Part(self, start, stop)
-
-    def __repr__(self) -> str:
-        return f"{type(self).__name__}(shape={self.shape}, dtype={self.dtype}, device={self.device})"
-
-
-class _Part(QuantizedWeight):
-    """Some rows of a weight."""
-
-    def __init__(self, whole: QuantizedWeight, start: int, stop: int) -> None:
-        super().__init__((stop - start, whole.shape[1]), whole.dtype, whole.device)
-        self.whole, self.start, self.temporary_bytes = whole, start, whole.temporary_bytes
-
-    def rows(self, start: int, stop: int) -> Tensor:
-        return self.whole.rows(self.start + start, self.start + stop)
 
 
 class Factor(NamedTuple):

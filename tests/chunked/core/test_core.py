@@ -291,9 +291,7 @@ def check(kind, bias, softcap, temperature, query, shared, way, heads, small, te
         targets, leaves = [t for t, _ in made], [x for _, own in made for x in own]
         if one_pass:
             live = None if way == "not compact, one pass" else ~zero
-            losses = [
-                TokenLoss(lambda s, **u: weighted(s, u), u, live=live, columns=("selected_logps",)) for u in upstream
-            ]
+            losses = [TokenLoss(lambda s, **u: weighted(s, u), u, live=live) for u in upstream]
             loss = loss_sum(targets, asked, losses, options)[0]
         else:
             found = statistics(targets, asked, options)

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from liger_losses import Head, register_quantized_weight
-from liger_losses.chunked.engine.quantized_kinds import _FINDERS, GPTQRows
+from liger_losses.chunked.core.quantizers import _FINDERS, GPTQRows
 from tests.chunked.engine.test_quantized_weight import H, V, linear
 from tests.quantized_layers import LAYERS, PackedLinear, bnb_linear, dequantized
 

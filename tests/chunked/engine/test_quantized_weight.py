@@ -7,7 +7,7 @@ from torch import nn
 
 from liger_losses import Head, QuantizedWeight, linear_logps, register_quantized_weight
 from liger_losses.chunked.engine.adapters import LowRank
-from liger_losses.chunked.engine.quantized_kinds import _FINDERS, find_quantized
+from liger_losses.chunked.core.quantizers import _FINDERS, find_quantized
 from tests.losses import CE
 from tests.quantized_layers import LAYERS, dequantized
 from tests.reference import Int8Weight, assert_as_exact_as_plain, double, problem, relative_error

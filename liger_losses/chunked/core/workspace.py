@@ -83,3 +83,10 @@ def workspace(value: int | str | None) -> Iterator[None]:
         yield
     finally:
         context.reset(before)
+
+
+def default_bound() -> int | None:
+    """The bytes that the user has set for calls that give no workspace, or ``None``."""
+    within = context.get()
+    size = process.bytes if within is None else within[0]
+    return bytes_of(size, WORKSPACE_VARIABLE) if isinstance(size, str) else size

@@ -54,7 +54,7 @@ class Buffer:
             device = self.leaf.tensor.device
             self.total, self.written = torch.zeros(self.shape, dtype=self.dtype, device=device), len(self.leaf.tensor)
             for ids, values in self.sparse:
-                self.total.index_put_((ids,), values.to(self.dtype), accumulate=True)
+                self.total.index_put_((ids.clamp(min=0),), values.to(self.dtype), accumulate=True)
             self.sparse = []
         if self.written < len(self.total):
             self.total[self.written :].zero_()
@@ -81,14 +81,15 @@ class Gradients:
             matmul_into(total, grad.t(), hidden, accumulate=holds)
 
     def add_rows(self, tensor: Tensor, ids: Tensor, values: Tensor) -> None:
-        """Add ``values [n, ...]`` to the rows ``ids [n]``, in an order that is the same from run to run."""
+        """Add ``values [n, ...]`` to the rows ``ids [n]``, in an order that is the same from run to run; values of the
+        id -1 are 0."""
         if not self.wants(tensor):
             return
         buffer = self.buffers[key_of(tensor)]
         if buffer.leaf.sparse and buffer.total is None:
             buffer.sparse.append((ids, values))
         else:
-            buffer.whole().index_put_((ids,), values.to(buffer.dtype), accumulate=True)
+            buffer.whole().index_put_((ids.clamp(min=0),), values.to(buffer.dtype), accumulate=True)
 
     def of(self, tensor: Tensor) -> Tensor | None:
         """The whole buffer of a tensor, to be added to in place; ``None`` for one without a gradient."""
@@ -109,6 +110,7 @@ class Gradients:
             empty = torch.empty(0, *buffer.shape[1:], device=leaf.tensor.device, dtype=buffer.dtype)
             ids = torch.cat([empty.new_empty(0, dtype=torch.int64), *(ids for ids, _ in buffer.sparse)])
             values = torch.cat([empty, *(values.to(buffer.dtype) for _, values in buffer.sparse)])
+            ids, values = ids[ids >= 0], values[ids >= 0]
             return torch.sparse_coo_tensor(ids[None], values, buffer.shape, check_invariants=False).coalesce()
         total = buffer.whole()
         if leaf.summed and leaf.ranks.sums_hidden:

@@ -1,5 +1,6 @@
 """The core against float64 autograd of whole logits: what is drawn is any combination of heads, questions and ways."""
 
+import dataclasses
 import itertools
 import threading
 from contextlib import contextmanager
@@ -62,8 +63,8 @@ class Threads(Ranks):
 
 
 class Codes(QuantizedWeight):
-    def __init__(self, codes):
-        super().__init__(tuple(codes.shape), torch.double, "cpu")
+    def __init__(self, codes, dtype=torch.double):
+        super().__init__(tuple(codes.shape), dtype, codes.device)
         self.codes = codes
 
     def rows(self, start, stop):
@@ -257,7 +258,33 @@ def always(way):
 WAYS = ("one pass", "again", "keep", "invariant", "tiles", "not compact", "not compact, one pass")
 
 
-def check(kind, bias, softcap, temperature, query, shared, way, heads, small, teacher):
+def narrow(target, dtype, device):
+    """A target in another precision, and on another device, whose leaves are the same."""
+    if isinstance(target, torch.Tensor):
+        return target.to(device, dtype if target.is_floating_point() else target.dtype)
+    if isinstance(target, Codes):
+        return Codes(narrow(target.codes, dtype, device), dtype)
+    if dataclasses.is_dataclass(target):
+        fields = {f.name: getattr(target, f.name) for f in dataclasses.fields(target) if f.init}
+        return dataclasses.replace(target, **{name: narrow(value, dtype, device) for name, value in fields.items()})
+    return target
+
+
+def check(
+    kind,
+    bias,
+    softcap,
+    temperature,
+    query,
+    shared,
+    way,
+    heads,
+    small,
+    teacher,
+    dtype=torch.double,
+    device="cpu",
+    **more,
+):
     """Any statistics, weighted as any loss weights them, a third of the tokens with zero."""
     columns, names = query
     torch.manual_seed(0)
@@ -284,19 +311,24 @@ def check(kind, bias, softcap, temperature, query, shared, way, heads, small, te
         workspace=24_000 if small else 10**7,
         keep=10**9 if way == "keep" else 0,
         compact="not compact" not in way,
+        **more,
     )
 
     def run(cut, ranks):
         made = [case.target(cut, ranks, way == "invariant") for case in cases]
         targets, leaves = [t for t, _ in made], [x for _, own in made for x in own]
+        weights = upstream
+        if dtype != torch.double:
+            targets = [narrow(t, dtype, device) for t in targets]
+            weights = [{n: narrow(u, torch.float32, device) for n, u in of_case.items()} for of_case in upstream]
         if one_pass:
-            live = None if way == "not compact, one pass" else ~zero
+            live = None if way == "not compact, one pass" else ~zero.to(device)
             losses = [TokenLoss(lambda s, **u: weighted(s, u), u, live=live) for u in upstream]
             loss = loss_sum(targets, asked, losses, options)[0]
         else:
             found = statistics(targets, asked, options)
-            loss = sum(weighted(s, u).sum() for s, u in zip(found, upstream, strict=True))
-        return loss.detach(), torch.autograd.grad(loss, leaves)
+            loss = sum(weighted(s, u).sum() for s, u in zip(found, weights, strict=True))
+        return loss.detach().cpu(), torch.autograd.grad(loss, leaves)
 
     with always(way):
         return worst_of(on_ranks(shared, run), total, expected)
@@ -334,4 +366,16 @@ def test_combinations(part):
         error = check(*DRAWN[i])
         if not error < 1e-9:
             wrong.append((error, DRAWN[i]))
+    assert not wrong, "\n".join(map(str, wrong))
+
+
+@pytest.mark.parametrize("part", range(5))
+def test_kernels(part):
+    """The same by Triton's row kernels, in fp32."""
+    order = torch.randperm(len(DRAWN), generator=torch.Generator().manual_seed(2)).tolist()
+    wrong = []
+    for i in order[part * 6 : (part + 1) * 6]:
+        row = (*DRAWN[i][:5], False, *DRAWN[i][6:])
+        if allowed(*row) and not (error := check(*row, dtype=torch.float32, backend="triton")) < 1e-4:
+            wrong.append((error, row))
     assert not wrong, "\n".join(map(str, wrong))

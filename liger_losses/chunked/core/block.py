@@ -329,7 +329,7 @@ class _Gradient:
             terms.append(self._write_softmax(torch.empty_like(z), at))
         if compares:
             self._write_divergence(z[:, : block.shared], at)
-            z[:, block.shared :] = 0.0
+            z[:, block.shared :].zero_()
         else:
             self._write_softmax(z, at)
         for term in terms:

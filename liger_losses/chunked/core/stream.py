@@ -131,7 +131,7 @@ class Stream:
         total = grads.of(self.target.hidden)
         if total is None or values is None:
             return
-        rows, total = self.places(chosen), total.view(-1, total.shape[-1])
+        rows, total = self.target.places(self.places(chosen)), total.view(-1, total.shape[-1])
         if isinstance(rows, slice):
             total[rows] += values
         else:
@@ -297,6 +297,7 @@ class _Statistics(torch.autograd.Function):
                     parts.append(block.constants)
                     if stream.plan.keeps:
                         blocks.append((rows, replace(block, part=None, constants={})))
+                    del block  # its memory is free before the next one's is allocated
                 constants.append(concatenated(parts))
                 kept.append(blocks)
                 of_stream = stream.masked(constants[-1], slice(None))
@@ -424,7 +425,7 @@ class _Losses(torch.autograd.Function):
         with _Alone(streams[0].target.hidden):
             total, outputs, gradients = _run(streams, losses, leaves)
         saved = [leaf.tensor for leaf in leaves]
-        ctx.packed = pack((streams, losses), saved)
+        ctx.packed = pack((streams, losses), saved, [stream.target.labels for stream in streams])
         ctx.leaves, ctx.used = [leaf[1:] for leaf in leaves], False
         ctx.some = [g is not None for g in gradients]
         ctx.save_for_backward(*saved, *[g for g in gradients if g is not None])
@@ -477,6 +478,9 @@ def _run(
                 parts.append(values | more)
                 if upstream:
                     opened.add_hidden(grads, rows, block.add_gradients(upstream, grads))
+                del block
+        if not stream.count:
+            parts = [parts[0] | token_losses(stream, loss, parts[0], slice(0, 0), False)[2]]
         outputs.append(concatenated(parts))
     return torch.stack(totals).sum(), outputs, grads.results()
 

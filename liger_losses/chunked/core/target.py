@@ -39,6 +39,8 @@ class Target:
         teacher: the same tokens of another model, whose labels are not read; its temperature is the divergence's, which
             divides both models' logits there.
         sparse_grad: make the gradient of the weight a sparse tensor of the kept rows.
+        rows: ``[...]`` int64, the places of these tokens among the flattened hidden states, which may be of more; no
+            place twice. By default, hidden states and labels are in one order.
     """
 
     head: Head
@@ -50,6 +52,11 @@ class Target:
     class_weight: Tensor | None = None
     teacher: Target | TeacherLogits | None = None
     sparse_grad: bool = False
+    rows: Tensor | None = None
+
+    def places(self, rows: Rows) -> Rows:
+        """Where tokens are among the flattened hidden states."""
+        return rows if self.rows is None else self.rows.reshape(-1)[rows]
 
     def take(self, rows: Rows) -> Target:
         """Some of the tokens: ``hidden [R, H]``, ``labels [R]`` and so on."""
@@ -57,8 +64,8 @@ class Target:
         for name, trailing in PER_TOKEN.items():
             value = getattr(self, name)
             if isinstance(value, Tensor):
-                cut[name] = rows_of(value.detach(), rows, trailing)
-        return replace(self, **cut, teacher=None if self.teacher is None else self.teacher.take(rows))
+                cut[name] = rows_of(value.detach(), self.places(rows) if name == "hidden" else rows, trailing)
+        return replace(self, **cut, rows=None, teacher=None if self.teacher is None else self.teacher.take(rows))
 
     def neutral(self, active: Tensor) -> Target:
         """A block's tokens, of which those that are not ``active [R]`` have numbers without influence."""

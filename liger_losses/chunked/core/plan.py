@@ -73,7 +73,7 @@ class Signature:
     teacher_size: int = 0
     in_torch: bool = False  # whether torch computes terms of whole rows
     batch_invariant: bool = False
-    many_parts: bool = False  # whether heads would get more than MOST_PARTS parts by blocks
+    many_parts: int = 0  # targets that share a head which would get more than MOST_PARTS parts by blocks
     memory: int = 0  # bytes of the smallest device
     bound: int | None = None  # the default workspace that was set
     options: Options = field(default_factory=Options)
@@ -179,7 +179,8 @@ def plan(call: Signature, table: tuple[Accelerator, ...]) -> Plan:
     accumulate, tile = options.accum_dtype, None
     if call.many_parts:
         tile = _tile(call, size)
-        accumulate = torch.float32 if call.tokens > MOST_PARTS * tile[0] else accumulate
+        parts = call.many_parts * -(-call.tokens // tile[0])
+        accumulate = torch.float32 if parts > MOST_PARTS else accumulate
     return Plan(
         rows=max(call.tokens, 1) if keeps else rows,
         copied_columns=copied,

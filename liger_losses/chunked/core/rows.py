@@ -47,7 +47,7 @@ def merged(values: dict[str, Tensor], labels: Tensor, ranks: Ranks, class_weight
     parts = {}
     for name, part in zip(names, gathered.split([len(row) for row in rows], dim=1), strict=True):
         parts[name] = part.mT if values[name].dim() == 2 else part[:, 0]
-    sizes = torch.tensor(ranks.sizes, device=labels.device)
+    sizes = torch.tensor(ranks.sizes, device="cpu").to(labels.device, non_blocking=True)  # nobody waits for it
     return merge(parts, sizes, labels, class_weight)
 
 

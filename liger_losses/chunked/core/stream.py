@@ -167,18 +167,16 @@ def open_streams(
         Stream(target, asked, plan(signature(target, asked, options, tokens[1]), table), *tokens)
         for target, tokens in zip(targets, found, strict=True)
     ]
-    parts: dict[object, int] = {}
+    parts: dict[object, list[int]] = {}
     for stream in streams:
         for key in _half_sums(stream, options):
-            parts[key] = parts.get(key, 0) + -(-stream.count // stream.plan.rows)
-    if max(parts.values(), default=0) <= MOST_PARTS:
-        return streams
-    return [
-        replace(stream, plan=plan(signature(stream.target, asked, options, stream.count, many_parts=True), table))
-        if max([parts[key] for key in _half_sums(stream, options)], default=0) > MOST_PARTS
-        else stream
-        for stream in streams
-    ]
+            parts.setdefault(key, []).append(-(-stream.count // stream.plan.rows))
+    many = {key: len(numbers) for key, numbers in parts.items() if sum(numbers) > MOST_PARTS}
+    for i, stream in enumerate(streams if many else ()):
+        sharing = max([many.get(key, 0) for key in _half_sums(stream, options)], default=0)
+        call = signature(stream.target, asked, options, stream.count, many_parts=sharing)
+        streams[i] = replace(stream, plan=plan(call, table))
+    return streams
 
 
 def _half_sums(stream: Stream, options: Options) -> list[object]:
@@ -218,7 +216,7 @@ def _count(targets: Sequence[Target], options: Options, lives: Sequence[Tensor |
 
 
 def signature(
-    target: Target, asked: tuple[Statistic, ...], options: Options, tokens: int, *, many_parts: bool = False
+    target: Target, asked: tuple[Statistic, ...], options: Options, tokens: int, *, many_parts: int = 0
 ) -> Signature:
     """All that decides how these tokens are computed."""
     head, hidden, teacher = target.head, target.hidden, target.teacher

@@ -214,6 +214,25 @@ def test_autocast(name):
         torch.testing.assert_close(g, e.float(), rtol=2e-2, atol=2e-2)
 
 
+@pytest.mark.parametrize("couples", [True, False])
+def test_many_targets_of_one_head_are_as_exact(couples):
+    """Twenty parts of a half-precision gradient add up in fp32."""
+    weight = inputs(torch.bfloat16)[1]
+    pairs = [inputs(torch.bfloat16, seed=i)[::2] for i in range(20)]
+    errors = []
+    for some in (pairs, pairs[:8]):
+        targets = [Target(Head(Dense(weight)), h, y) for h, y in some]
+        if couples:
+            loss = -sum(s["logp"].sum() for s in statistics(targets, ["logp"]))
+        else:
+            loss = loss_sum(targets, ["logp"], [LOSS] * len(some))[0]
+        w = weight.detach().double().requires_grad_()
+        losses = [F.cross_entropy(h.detach().double() @ w.T, y, reduction="sum") for h, y in some]
+        (exact,) = torch.autograd.grad(sum(losses), w)
+        errors.append((torch.autograd.grad(loss, weight)[0] - exact).norm() / exact.norm())
+    assert errors[0] < errors[1]
+
+
 def test_accum_dtype_adds_up_in_fp32():
     *leaves, labels = inputs(torch.bfloat16, tokens=400)
     wide = [t.detach().double().requires_grad_() for t in leaves]

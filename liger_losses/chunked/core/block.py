@@ -24,7 +24,7 @@ from liger_losses.kernels.matmul import wide_dtype
 from liger_losses.kernels.softmax_grad import SoftmaxGradient
 from liger_losses.kernels.softmax_stats import row_slices
 
-#: Statistics of the softmax of all columns, beside which a teacher compares only those that both models have.
+#: Statistics of the softmax of all columns; a teacher is compared over those that both models have.
 _OF_ALL = {*OF_KERNELS, "selected_logps", "columns", "rest"}
 
 
@@ -133,26 +133,32 @@ class Block:
     def _compute(self) -> None:
         """The statistics, and what their gradients need of a whole row."""
         part, names, plan = self.part, self._names(), self.plan
-        own = self._epilogue(part.temperature)
+        epilogue = self._epilogue(part.temperature)
         asked_of_kernels = names & {*OF_KERNELS}
         table = [s for s in self.asked if s.phi is not None]
         if names & _OF_ALL or table:
             wanted = asked_of_kernels | ({"max_logit"} if "argmax" in names and part.head.ranks.size > 1 else set())
-            values = rows.softmax(self.z, self._label(0), wanted, own, plan)
+            values = rows.softmax(self.z, self._label(0), wanted, epilogue, plan)
             values = {name: values[name] for name in {"lse", *wanted}}
             if isinstance(part.selected, int):
-                top = rows.largest(self.z, own, part.selected)
+                top = rows.largest(self.z, epilogue, part.selected)
                 self.constants["columns"] = rows.largest_of_ranks(*top, part.selected, part.head.ranks)
             if (ids := self._selected()) is not None:
                 places, here = self._places(ids)
-                logits = own.transform(self.z.gather(1, places), self._bias_at(own, places))
+                logits = epilogue.transform(self.z.gather(1, places), self._bias_at(epilogue, places))
                 values["selected_logps"] = logits if here is None else torch.where(here, logits, 0.0)
             self.constants |= rows.merged(values, part.labels, part.head.ranks, part.class_weight)
             if "rest" in names and ids is not None:
-                sums = rows.rest(self.memory, self.width, places, here, self.constants["lse"], own, plan)
+                sums = rows.rest(self.memory, self.width, places, here, self.constants["lse"], epilogue, plan)
                 self.constants["rest"] = part.head.ranks.sum(sums).log()
         self.constants |= rows.table_sums(
-            table, self.z, self.constants.get("lse", self.memory[:, 0]), own, part.vocab_size, part.head.ranks, plan
+            table,
+            self.z,
+            self.constants.get("lse", self.memory[:, 0]),
+            epilogue,
+            part.vocab_size,
+            part.head.ranks,
+            plan,
         )
         if part.teacher is not None and names & {"divergence", "soft_entropy"}:
             self._compare()
@@ -324,8 +330,7 @@ class _Gradient:
             upstream = {s.name: self.upstream[s.name][at] for s in self.table}
             grad = rows.table_gradient(self.table, upstream, constants, z, epilogue, part.vocab_size)
             terms.append(epilogue.transform.chain_(grad, epilogue(z)))
-        beside = compares and bool(self.softmax) and not self.fused
-        if beside:
+        if compares and self.softmax and not self.fused:
             terms.append(self._write_softmax(torch.empty_like(z), at))
         if compares:
             self._write_divergence(z[:, : block.shared], at)

@@ -159,7 +159,7 @@ def plan(call: Signature, table: tuple[Accelerator, ...]) -> Plan:
     chosen = next(row for row in table if row.applies(call))
     row, bound = chosen.row_bytes(call), options.workspace or call.bound
     backend = choose_backend(options.backend, [(call.device, wide_dtype(call.dtype))], dtypes=LOGIT_DTYPES)
-    scratch_row, vectors = _beside(call, backend)
+    scratch_row, vectors = _temporaries(call, backend)
     least = row + scratch_row + vectors + call.copied_bytes
     if bound is not None and bound < least:
         raise ValueError(
@@ -197,7 +197,7 @@ def plan(call: Signature, table: tuple[Accelerator, ...]) -> Plan:
     )
 
 
-def _beside(call: Signature, backend: str) -> tuple[int, int]:
+def _temporaries(call: Signature, backend: str) -> tuple[int, int]:
     """Bytes of torch's temporaries of a row, and of the numbers of all tokens."""
     item, count = wide_dtype(call.dtype).itemsize, 0
     if call.in_torch or backend == "torch":

@@ -162,10 +162,10 @@ def open_streams(
     targets: Sequence[Target], asked: tuple[Statistic, ...], options: Options, lives: Sequence[Tensor | None]
 ) -> list[Stream]:
     """Find the tokens with a label, for which the host waits once, and plan."""
-    found, table = _count(targets, options, lives), tuple(BLOCKS)
+    counted, table = _count(targets, options, lives), tuple(BLOCKS)
     streams = [
         Stream(target, asked, plan(signature(target, asked, options, tokens[1]), table), *tokens)
-        for target, tokens in zip(targets, found, strict=True)
+        for target, tokens in zip(targets, counted, strict=True)
     ]
     parts: dict[object, list[int]] = {}
     for stream in streams:
@@ -194,7 +194,7 @@ Counted = tuple[Tensor | None, int, int, Tensor | None]
 def _count(targets: Sequence[Target], options: Options, lives: Sequence[Tensor | None]) -> list[Counted]:
     labels = [target.labels.detach().reshape(-1) for target in targets]
     if not options.compact:
-        return [(None, len(each), len(each), each != options.ignore_index) for each in labels]
+        return [(None, len(y), len(y), y != options.ignore_index) for y in labels]
     backend = choose_backend(options.backend, [(labels[0].device, torch.float32)])
     facts = label_facts(labels, options.ignore_index, backend=backend)
     masks = [
@@ -239,7 +239,7 @@ def signature(
         trains_hidden=records and hidden.requires_grad,
         weight_dtype=weights.dtype,
         copied_bytes=copied,
-        quantized=any(isinstance(_base(each), Quantized) for each in (weights, of_teacher)),
+        quantized=any(isinstance(_base(matrix), Quantized) for matrix in (weights, of_teacher)),
         teacher_columns=0 if teacher is None else min(teacher.vocab_size, weights.columns),
         teacher_size=0 if of_teacher is None else of_teacher.hidden_size,
         in_torch=any(s.phi is not None or (s.divergence is not None and not s.divergence.has_kernel) for s in asked),
@@ -317,14 +317,14 @@ class _Statistics(torch.autograd.Function):
         # the count of changes by which autograd would then refuse to give what else was saved.
         again, ctx.used = ctx.used, True
         streams, constants, kept = unpack(ctx.packed, saved)
-        grads, given, first = Gradients(leaves), list[Values](), 0
+        grads, upstreams, first = Gradients(leaves), list[Values](), 0
         for stream in streams:
             pairs = zip(stream.asked, upstream[first : first + len(stream.asked)], strict=True)
-            given.append(stream.masked({s.name: g for s, g in pairs if g is not None}, slice(None)))
+            upstreams.append(stream.masked({s.name: g for s, g in pairs if g is not None}, slice(None)))
             first += len(stream.asked)
         with _Alone(streams[0].target.hidden):
-            lives = live_rows(streams, given)
-            for stream, of_rows, values, blocks, live in zip(streams, constants, given, kept, lives, strict=True):
+            lives = live_rows(streams, upstreams)
+            for stream, of_rows, values, blocks, live in zip(streams, constants, upstreams, kept, lives, strict=True):
                 if values and blocks and not again:
                     _from_blocks(stream, blocks, of_rows, values, live, grads)
                 elif values:
@@ -519,11 +519,11 @@ def _of_values(stream: Stream, loss: TokenLoss, values: Values) -> tuple[Tensor,
 
 
 def _in_order(streams: Sequence[Stream], outputs: Sequence[Tensor]) -> list[Values]:
-    found, left = list[Values](), list(outputs)
+    ordered, left = list[Values](), list(outputs)
     for stream in streams:
-        found.append(dict(zip([s.name for s in stream.asked], left, strict=False)))
+        ordered.append(dict(zip([s.name for s in stream.asked], left, strict=False)))
         del left[: len(stream.asked)]
-    return found
+    return ordered
 
 
 def statistics(
@@ -574,12 +574,12 @@ def loss_sum(
         outputs = _Statistics.apply(streams, leaves, *(leaf.tensor for leaf in leaves))
         named = _in_order(streams, outputs)
         sums = [_of_values(*pair, values) for pair, values in zip(pairs, named, strict=True)]
-        total, found = torch.stack([each for each, _ in sums]).sum(), [values for _, values in sums]
+        total, numbers = torch.stack([loss for loss, _ in sums]).sum(), [values for _, values in sums]
     else:
         total, *outputs = _Losses.apply(streams, list(token_losses), order, leaves, *(leaf.tensor for leaf in leaves))
         left = iter(outputs)
-        found = [{name: next(left) for name in of_target} for of_target in order]
+        numbers = [{name: next(left) for name in of_target} for of_target in order]
     return total, [
         {name: stream.spread(value) for name, value in values.items()}
-        for stream, values in zip(streams, found, strict=True)
+        for stream, values in zip(streams, numbers, strict=True)
     ]

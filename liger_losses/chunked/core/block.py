@@ -109,7 +109,7 @@ class Block:
         if weight is not None:
             first = part.head.ranks.first + start
             weight = weight.detach()[first : first + here.stop - start].to(self.memory.dtype).contiguous()
-        return Epilogue(part.transform(part_temperature(temperature)), part.head.local_bias(here), weight)
+        return Epilogue(part.transform(temperature), part.head.local_bias(here), weight)
 
     def _places(self, ids: Tensor) -> tuple[Tensor, Tensor | None]:
         """Where ids ``[R, k]`` of the vocabulary are among the columns here, and which are (``None`` for all)."""
@@ -126,7 +126,8 @@ class Block:
     def _label(self, outside: int) -> Tensor:
         """The labels' places here ``[R]``, and the number ``outside`` for a label that is not."""
         places, here = self._places(self.part.labels[:, None])
-        return places[:, 0] if here is None else torch.where(here, places, outside)[:, 0]
+        places = places if here is None else torch.where(here, places, outside)
+        return places[:, 0].contiguous()  # as kernels read it
 
     # --- Statistics --------------------------------------------------------------------------------------------------
 
@@ -387,11 +388,6 @@ class _Gradient:
 
 
 # --- Projections ----------------------------------------------------------------------------------------------------
-
-
-def part_temperature(temperature: float | Tensor) -> float | Tensor:
-    """A temperature as kernels read it."""
-    return temperature.detach().contiguous() if isinstance(temperature, Tensor) else temperature
 
 
 def kept_here(part: Target) -> Tensor:

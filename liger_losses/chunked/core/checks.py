@@ -7,7 +7,10 @@ from typing import TYPE_CHECKING
 
 from torch.autograd import forward_ad
 
+from liger_losses.checks import check_right, check_vocabulary
 from liger_losses.kernels.autograd import NO_TRANSFORMS, records_tangents, within_transform
+
+__all__ = ["check_call", "check_right", "check_vocabulary"]
 
 if TYPE_CHECKING:
     from liger_losses.chunked.core.target import Target
@@ -29,14 +32,3 @@ def check_call(targets: Sequence[Target]) -> None:
             tensors = [target.hidden, target.head.bias, *[tensor for tensor, _ in target.head.weights.trained]]
             if any(t is not None and forward_ad.unpack_dual(t).tangent is not None for t in tensors):
                 raise RuntimeError(NO_TANGENTS)
-
-
-def check_labels(target: Target, low: int, high: int, ignore_index: int) -> None:
-    """Raise ValueError for labels outside of the vocabulary: the smallest and largest of the active ones and 0."""
-    size = target.vocab_size
-    if low < 0 or high >= size:
-        raise ValueError(
-            f"labels must be in [0, {size}), the rows of the weight, or ignore_index={ignore_index}; found labels from "
-            f"{low} to {high}. Mask padding with ignore_index, and check that the tokenizer and the weight have the "
-            "same vocabulary."
-        )

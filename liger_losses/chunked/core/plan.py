@@ -170,6 +170,11 @@ def plan(call: Signature, table: tuple[Accelerator, ...]) -> Plan:
     copied, most = _copies(call, size, max(size, call.memory // MEMORY_PARTS) if bound is None else size)
     if bound is not None or copied < call.columns:
         size -= copied * call.copied_bytes
+    if call.batch_invariant and call.quantized and copied < call.columns:
+        raise ValueError(
+            "batch_invariant=True needs a quantized head dequantized as a whole, but half of the workspace cannot hold "
+            "it; give a larger workspace=, pass Head(dequantized_weight), or leave batch_invariant out."
+        )
     limit = (4 if call.device.type == "cpu" else 96) * MiB
     scratch = max(min(size // 8, limit), scratch_row) if scratch_row else 0
     size = max(size - scratch, row)

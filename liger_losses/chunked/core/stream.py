@@ -19,7 +19,7 @@ from torch import Tensor
 
 from liger_losses.chunked.core.block import BLOCKS
 from liger_losses.chunked.core.buffers import Gradients, Leaf, key_of, like
-from liger_losses.chunked.core.checks import check_call, check_labels
+from liger_losses.chunked.core.checks import check_call, check_right, check_vocabulary
 from liger_losses.chunked.core.plan import (
     MOST_PARTS,
     Options,
@@ -88,10 +88,7 @@ class Stream:
         part = self.target.take(rows)
         if self.active is not None:
             part = part.neutral(self.active[rows])
-        teacher = part.teacher
-        if isinstance(teacher, Target):
-            teacher = replace(teacher, hidden=teacher.hidden.to(self.plan.dtype))
-        return replace(part, hidden=part.hidden.to(self.plan.dtype), teacher=teacher)
+        return part.to(self.plan.dtype)
 
     def blocks(self, start: int, stop: int) -> Iterator[tuple[slice, Any]]:
         """Blocks of the tokens ``start`` to ``stop``, with their statistics."""
@@ -192,9 +189,13 @@ Counted = tuple[Tensor | None, int, int, Tensor | None]
 
 
 def _count(targets: Sequence[Target], options: Options, lives: Sequence[Tensor | None]) -> list[Counted]:
-    labels = [target.labels.detach().reshape(-1) for target in targets]
+    labels = [target.labels.detach().reshape(-1).contiguous() for target in targets]  # as kernels read them
     if not options.compact:
-        return [(None, len(y), len(y), y != options.ignore_index) for y in labels]
+        actives = [y != options.ignore_index for y in labels]
+        for target, y, active in zip(targets, labels, actives, strict=True):
+            right = ((y >= 0) & (y < target.vocab_size)) | ~active
+            check_right(right.all(), y, target.vocab_size, options.ignore_index)
+        return [(None, len(y), len(y), active) for y, active in zip(labels, actives, strict=True)]
     backend = choose_backend(options.backend, [(labels[0].device, torch.float32)])
     facts = label_facts(labels, options.ignore_index, backend=backend)
     masks = [
@@ -205,7 +206,7 @@ def _count(targets: Sequence[Target], options: Options, lives: Sequence[Tensor |
     numbers = start_reading(torch.cat([facts[:, :3], counts[:, None]], 1), _WHAT)()
     counted: list[Counted] = []
     for target, y, mask, (count, low, high, live) in zip(targets, labels, masks, numbers, strict=True):
-        check_labels(target, low, high, options.ignore_index)
+        check_vocabulary([low, high], target.vocab_size, options.ignore_index)
         index = None if count == len(y) else torch.nonzero_static(y != options.ignore_index, size=count)[:, 0]
         if mask is not None and live < count:
             dead = ~mask & (y != options.ignore_index)
@@ -355,7 +356,9 @@ def live_rows(streams: Sequence[Stream], upstream: Sequence[Values]) -> list[Ten
         # Ranks that share a vocabulary would all have to find the same number.
         waits = stream.target.head.ranks.size == 1 and stream.active is None and not capturing
         if values and waits and flops >= MIN_FLOPS.get(kind, float("inf")):
-            masks[i] = torch.stack([(g != 0).reshape(len(g), -1).any(1) for g in values.values()]).any(0)
+            masks[i] = torch.stack(
+                [(g != 0).flatten(1).any(1) if g.dim() > 1 else g != 0 for g in values.values()]
+            ).any(0)
     if not masks:
         return [None] * len(streams)
     counts = dict(zip(masks, torch.stack([mask.sum() for mask in masks.values()]).tolist(), strict=True))

@@ -16,6 +16,7 @@ from liger_losses.chunked.core.buffers import Leaf
 from liger_losses.chunked.core.head import Head
 from liger_losses.chunked.core.teachers import Rows, TeacherLogits, rows_of
 from liger_losses.kernels.logit_transform import LogitTransform
+from liger_losses.kernels.matmul import wide_dtype
 
 #: The fields of a target that have an entry for each token, and how many dimensions that entry has.
 PER_TOKEN = {"hidden": 1, "labels": 0, "temperature": 0, "kept": 1, "selected": 1}
@@ -87,6 +88,15 @@ class Target:
             teacher=teacher,
         )
 
+    def to(self, dtype: torch.dtype) -> Target:
+        """A block's tokens with hidden states in the operands' dtype, and temperatures in that of logits."""
+        temperature, teacher = wide_numbers(self.temperature, dtype), self.teacher
+        if isinstance(teacher, Target):
+            teacher = teacher.to(dtype)
+        elif teacher is not None:
+            teacher = replace(teacher, temperature=wide_numbers(teacher.temperature, dtype))
+        return replace(self, hidden=self.hidden.to(dtype), temperature=temperature, teacher=teacher)
+
     @property
     def vocab_size(self) -> int:
         return self.head.vocab_size
@@ -104,6 +114,11 @@ class Target:
         if self.hidden.requires_grad:
             leaves.append(Leaf(self.hidden, self.head.ranks, True))
         return leaves
+
+
+def wide_numbers(numbers: float | Tensor, dtype: torch.dtype) -> float | Tensor:
+    """Numbers of tokens as kernels read them, in the dtype of logits."""
+    return numbers.to(wide_dtype(dtype)).contiguous() if isinstance(numbers, Tensor) else numbers
 
 
 #: Of statistics ``[R]`` of some tokens by name, and what the loss reads, to their losses ``[R]``; or to these and their

@@ -234,7 +234,8 @@ class Block:
     def _gradient(self, upstream: dict[str, Tensor], grads: Gradients) -> Tensor:
         """d loss / d projections ``[R, C]`` in the operands' dtype, in the memory of the projections.
 
-        A half-precision row overwrites the first half of the same fp32 row: no second buffer is needed.
+        A half-precision row overwrites the first half of the same fp32 row: no second buffer is needed. But the kernel
+        of divergences, which writes rows from right to left, would overwrite what it has not read.
         """
         gradient = _Gradient.of(self, upstream)
         kept = not isinstance(self.columns, slice)
@@ -242,6 +243,8 @@ class Block:
         z = self.z
         out = z if kept else self.memory.view(self.plan.dtype)[:, : self.width]
         if gradient.alone and not wants_bias and not kept:
+            if "divergence" in upstream and out.dtype != z.dtype:
+                out = torch.empty_like(self.memory, dtype=out.dtype)[:, : self.width]
             return gradient.write(out, slice(0, len(z)))
         for at in row_slices(z, self.plan.scratch // 2):
             gradient.write_exactly(at)
@@ -368,7 +371,9 @@ class _Gradient:
         coefficients = Coefficients(self.upstream["divergence"][at])
         if logp is not None:
             coefficients = Coefficients(coefficients.divergence, -logp[at], logp[at], constants["lse"][at])
-        squares = constants["squares"][at].t() if "squares" in constants else None
+        squares = None
+        if "squares" in constants:
+            squares = torch.stack([constants["squares"][at], constants["teacher_squares"][at]])
         parameter = constants["parameter"][at] if "parameter" in constants else None
         sums = RowSums(constants["h"][at], squares)
         label = block._label(block.width)[at]

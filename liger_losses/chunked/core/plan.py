@@ -21,6 +21,8 @@ MiB = 2**20
 MOST_PARTS = 8
 #: By default, a call keeps logits until backward in this part of a GPU's memory, or dequantizes a head there.
 MEMORY_PARTS = 32
+#: The tokens of a block whose products keep a GPU busy.
+USUAL_ROWS = 1024
 #: The columns of a tile of the second pass that keep a device busy.
 MIN_TILE_COLUMNS = 4096
 #: The part of a workspace in which rows of a head are copied, where not all of it is.
@@ -73,6 +75,7 @@ class Signature:
     teacher_size: int = 0
     in_torch: bool = False  # whether torch computes terms of whole rows
     batch_invariant: bool = False
+    couples: bool = True  # whether gradients are asked for once all statistics are known
     many_parts: int = 0  # targets that share a head which would get more than MOST_PARTS parts by blocks
     memory: int = 0  # bytes of the smallest device
     bound: int | None = None  # the default workspace that was set
@@ -131,7 +134,9 @@ def device_memory(device: torch.device) -> int:
 def row_bytes(call: Signature) -> int:
     """Of a token in the core's block: logits of both models, hidden states and their gradients, kept rows."""
     item, operand = wide_dtype(call.dtype).itemsize, call.dtype.itemsize
-    logits = item * (padded(call.columns + 1) + padded(call.teacher_columns))
+    logits = item * padded(call.columns + 1)
+    if call.teacher_columns:  # and its gradient, which takes memory of its own
+        logits += item * padded(call.teacher_columns) + operand * padded(call.columns + 1)
     gathered = call.columns * call.hidden_size * (2 * operand + item) if call.kept else 0
     return logits + call.hidden_size * (operand + 2 * item) + call.teacher_size * operand + gathered
 
@@ -143,9 +148,14 @@ def operand_dtype(call: Signature, backend: str) -> torch.dtype:
 
 
 def usual_bytes(call: Signature) -> int:
-    """Room for 2048 rows of logits on an accelerator, 1024 on a CPU, between 64 MiB and 1.5 GiB."""
-    rows = 1024 if call.device.type == "cpu" else 2048
-    return min(max(rows * row_bytes(call) * 5 // 4, 64 * MiB), 1536 * MiB)
+    """Room for blocks that keep a device busy: of 512 tokens without a gradient, or with a teacher, else of 1024; up to
+    twice as many where the gradient of the weight is then a sum of few parts. Between 64 MiB and 1.5 GiB."""
+    rows = USUAL_ROWS
+    if call.device.type != "cpu":
+        rows = USUAL_ROWS // 2 if call.teacher_columns or not call.trains else USUAL_ROWS
+        if call.trains_weight and not call.many_parts:
+            rows = max(rows, min(-(-call.tokens // MOST_PARTS // 128) * 128, 2 * rows))
+    return min(max(rows * row_bytes(call) + 8 * MiB, 64 * MiB), 1536 * MiB)
 
 
 @lru_cache(maxsize=1024)
@@ -180,7 +190,7 @@ def plan(call: Signature, table: tuple[Accelerator, ...]) -> Plan:
     size = max(size - scratch, row)
     rows = even(call.tokens, min(size // row, max(call.tokens, 1), options.chunk_size or call.tokens or 1) or 1)
     keep = max(size, most) if options.keep is None else options.keep
-    keeps = call.trains and options.chunk_size is None and call.tokens * row <= keep
+    keeps = call.couples and call.trains and options.chunk_size is None and call.tokens * row <= keep
     accumulate, tile = options.accum_dtype, None
     if call.many_parts:
         tile = _tile(call, size)

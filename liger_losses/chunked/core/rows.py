@@ -82,7 +82,7 @@ def divergence_sums(
     student: Logits, teacher: Logits, which: Divergence, parameter: Tensor | None, ranks: Ranks, plan: Plan
 ) -> dict[str, Tensor]:
     """Each row's divergence over all ranks' columns, and what its gradient needs of the whole row: ``h`` and, of the
-    cosine, ``squares [2, R]``."""
+    cosine, the ``squares`` of both models' logits."""
     squares = None
     if which.form == "cosine":
         squares = ranks.sum(square_sums(student, teacher, scratch=plan.scratch, backend=plan.backend))
@@ -101,7 +101,7 @@ def divergence_sums(
     )
     value, h = ranks.sum(torch.stack([value, h]))
     constants = {"divergence": value, "h": h}
-    return constants if squares is None else constants | {"squares": squares.t()}
+    return constants if squares is None else constants | {"squares": squares[0], "teacher_squares": squares[1]}
 
 
 def divergence_gradient(

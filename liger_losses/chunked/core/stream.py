@@ -156,14 +156,18 @@ def cut(value: Any, rows: Rows, count: int) -> Any:
 
 
 def open_streams(
-    targets: Sequence[Target], asked: tuple[Statistic, ...], options: Options, lives: Sequence[Tensor | None]
+    targets: Sequence[Target],
+    asked: tuple[Statistic, ...],
+    options: Options,
+    lives: Sequence[Tensor | None] | None = None,
 ) -> list[Stream]:
-    """Find the tokens with a label, for which the host waits once, and plan."""
-    counted, table = _count(targets, options, lives), tuple(BLOCKS)
-    streams = [
-        Stream(target, asked, plan(signature(target, asked, options, tokens[1]), table), *tokens)
-        for target, tokens in zip(targets, counted, strict=True)
-    ]
+    """Find the tokens with a label, for which the host waits once, and plan; ``lives`` are those of losses of single
+    tokens."""
+    counted, table = _count(targets, options, lives or [None] * len(targets)), tuple(BLOCKS)
+    streams = []
+    for target, tokens in zip(targets, counted, strict=True):
+        call = signature(target, asked, options, tokens[1], couples=lives is None)
+        streams.append(Stream(target, asked, plan(call, table), *tokens))
     parts: dict[object, list[int]] = {}
     for stream in streams:
         for key in _half_sums(stream, options):
@@ -171,8 +175,8 @@ def open_streams(
     many = {key: len(numbers) for key, numbers in parts.items() if sum(numbers) > MOST_PARTS}
     for i, stream in enumerate(streams if many else ()):
         sharing = max([many.get(key, 0) for key in _half_sums(stream, options)], default=0)
-        call = signature(stream.target, asked, options, stream.count, many_parts=sharing)
-        streams[i] = replace(stream, plan=plan(call, table))
+        call = signature(stream.target, asked, options, stream.count, couples=lives is None)
+        streams[i] = replace(stream, plan=plan(replace(call, many_parts=sharing), table))
     return streams
 
 
@@ -217,7 +221,7 @@ def _count(targets: Sequence[Target], options: Options, lives: Sequence[Tensor |
 
 
 def signature(
-    target: Target, asked: tuple[Statistic, ...], options: Options, tokens: int, *, many_parts: int = 0
+    target: Target, asked: tuple[Statistic, ...], options: Options, tokens: int, *, couples: bool
 ) -> Signature:
     """All that decides how these tokens are computed."""
     head, hidden, teacher = target.head, target.hidden, target.teacher
@@ -245,7 +249,7 @@ def signature(
         teacher_size=0 if of_teacher is None else of_teacher.hidden_size,
         in_torch=any(s.phi is not None or (s.divergence is not None and not s.divergence.has_kernel) for s in asked),
         batch_invariant=head.batch_invariant,
-        many_parts=many_parts,
+        couples=couples or dtype == torch.float16,  # whose gradients need the loss's scale
         memory=device_memory(hidden.device),
         bound=default_bound(),
         options=options,
@@ -548,7 +552,7 @@ def statistics(
         RuntimeError: within a transform of ``torch.func``, or forward-mode differentiation.
     """
     check_call(targets)
-    streams = open_streams(targets, asked_for(names, metrics), options, [None] * len(targets))
+    streams = open_streams(targets, asked_for(names, metrics), options)
     leaves = leaves_of(streams)
     outputs = _Statistics.apply(streams, leaves, *(leaf.tensor for leaf in leaves))
     return [

@@ -30,6 +30,7 @@ from liger_losses.chunked.core.quantizers import QuantizedWeight
 from liger_losses.chunked.core.statistics import divergence
 from liger_losses.kernels.divergence_forms import Divergence
 from liger_losses.kernels.logit_transform import LogitTransform
+from tests.kernels.cases import DEVICE
 
 N, H, HT, V, SHARDS = 24, 5, 4, 23, ((0, 9), (9, 10), (10, 23))
 ALL = slice(None)
@@ -376,6 +377,25 @@ def test_kernels(part):
     wrong = []
     for i in order[part * 6 : (part + 1) * 6]:
         row = (*DRAWN[i][:5], False, *DRAWN[i][6:])
-        if allowed(*row) and not (error := check(*row, dtype=torch.float32, backend="triton")) < 1e-4:
+        if allowed(*row) and not (error := check(*row, dtype=torch.float32, device=DEVICE, backend="triton")) < 1e-4:
             wrong.append((error, row))
     assert not wrong, "\n".join(map(str, wrong))
+
+
+@pytest.mark.parametrize("names", [query[1] for query in QUERIES if query[0] == "all"], ids=str)
+def test_long_rows_in_half_precision(names):
+    """Of several blocks of a kernel, whose half-precision gradient may take the memory of projections."""
+    torch.manual_seed(4)
+    asked = [STATISTICS[n] if isinstance(n, str) else n for n in names]
+    h, t = torch.randn(6, 8, dtype=torch.double), torch.randn(6, 4, dtype=torch.double)
+    w, v, y = torch.randn(9001, 8, dtype=torch.double), torch.randn(9001, 4, dtype=torch.double), torch.arange(6) * 1500
+
+    def gradients(dtype, **options):
+        a, b = (x.to(DEVICE, dtype).requires_grad_() for x in (h, w))
+        teacher = Target(Head(Dense(v.to(DEVICE, dtype))), t.to(DEVICE, dtype), y.to(DEVICE))
+        target = Target(Head(Dense(b)), a, y.to(DEVICE), teacher=teacher if any(s.divergence for s in asked) else None)
+        found = statistics([target], asked, Options(**options))[0]
+        return torch.autograd.grad(sum(value.sum() for value in found.values()), (a, b))
+
+    for g, e in zip(gradients(torch.bfloat16, backend="triton"), gradients(torch.double, backend="torch"), strict=True):
+        assert (g - e).norm() < 0.03 * e.norm()

@@ -97,7 +97,8 @@ def divergence_kernel(
     student_lse, teacher_lse, parameter, series, student_squares, teacher_squares,
     FORM: tl.constexpr, BALANCED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """One program per row: its sums from left to right, then its gradient from right to left.
+    """One program per row: its sums from left to right, then its gradient from right to left (with ``row_sums`` from left
+    to right).
 
     The blocks read last are still in the cache when the gradient reads them again. For a balanced form, whose sum of h
     is known, the gradient's loop takes the sum of f as well. So it does where ``row_sums`` are given.
@@ -149,7 +150,9 @@ def divergence_kernel(
         row_coef = tl.load(coef + row)
         hard = _load_hard(labels, hard_p, hard_label, hard_lse, row)
         for i in range(blocks):
-            block = blocks - 1 - i if FORM is not None else i
+            # Where the sums are known, the gradient may take the memory of the student's projections: from left to right,
+            # entries in half precision take the place of those that were read.
+            block = i if FORM is None or row_sums is not None else blocks - 1 - i
             at, inside, s, p, f, h = _terms(
                 student, teacher, row, block, columns, inverse, s_lse, t_lse, a, series, FORM, BLOCK
             )
@@ -161,6 +164,8 @@ def divergence_kernel(
                 grad = row_coef * (h - p * total)
             if FORM is None:
                 grad *= s_lse
+            # A narrower `out` overwrites this block and what lies to its left: all of it must have been read.
+            tl.debug_barrier()
             _store_gradient(out, grad, s, at, inside, hard_p, hard, temperature, student.transform, inverse)
     tl.store(value + place, tl.sum(f_sum, 0))
 

@@ -234,8 +234,7 @@ class Block:
     def _gradient(self, upstream: dict[str, Tensor], grads: Gradients) -> Tensor:
         """d loss / d projections ``[R, C]`` in the operands' dtype, in the memory of the projections.
 
-        A half-precision row overwrites the first half of the same fp32 row: no second buffer is needed. But the kernel
-        of divergences, which writes rows from right to left, would overwrite what it has not read.
+        A half-precision row overwrites the first half of the same fp32 row: no second buffer is needed.
         """
         gradient = _Gradient.of(self, upstream)
         kept = not isinstance(self.columns, slice)
@@ -243,8 +242,6 @@ class Block:
         z = self.z
         out = z if kept else self.memory.view(self.plan.dtype)[:, : self.width]
         if gradient.alone and not wants_bias and not kept:
-            if "divergence" in upstream and out.dtype != z.dtype:
-                out = torch.empty_like(self.memory, dtype=out.dtype)[:, : self.width]
             return gradient.write(out, slice(0, len(z)))
         for at in row_slices(z, self.plan.scratch // 2):
             gradient.write_exactly(at)

@@ -12,6 +12,8 @@ from typing import Any, NamedTuple
 
 import torch
 
+from liger_losses.checks import see
+from liger_losses.chunked.core.workspace import WORKSPACE_VARIABLE
 from liger_losses.kernels import choose_backend
 from liger_losses.kernels._triton import LOGIT_DTYPES
 from liger_losses.kernels.matmul import HALF_DTYPES, wide_dtype
@@ -134,9 +136,7 @@ def device_memory(device: torch.device) -> int:
 def row_bytes(call: Signature) -> int:
     """Of a token in the core's block: logits of both models, hidden states and their gradients, kept rows."""
     item, operand = wide_dtype(call.dtype).itemsize, call.dtype.itemsize
-    logits = item * padded(call.columns + 1)
-    if call.teacher_columns:  # and its gradient, which takes memory of its own
-        logits += item * padded(call.teacher_columns) + operand * padded(call.columns + 1)
+    logits = item * (padded(call.columns + 1) + padded(call.teacher_columns))
     gathered = call.columns * call.hidden_size * (2 * operand + item) if call.kept else 0
     return logits + call.hidden_size * (operand + 2 * item) + call.teacher_size * operand + gathered
 
@@ -172,19 +172,21 @@ def plan(call: Signature, table: tuple[Accelerator, ...]) -> Plan:
     scratch_row, vectors = _temporaries(call, backend)
     least = row + scratch_row + vectors + call.copied_bytes
     if bound is not None and bound < least:
+        models = "a student and a teacher over" if call.teacher_columns else f"a hidden size of {call.hidden_size} and"
+        given, advice = f"workspace={bound} bytes is", "or leave it out"
+        if options.workspace is None:
+            given = f"the default workspace that was set is {bound} bytes, which is"
+            advice = f"by liger_losses.set_default_workspace, liger_losses.workspace or {WORKSPACE_VARIABLE}"
         raise ValueError(
-            f"workspace={bound} bytes is too small for {call.tokens} tokens of a hidden size of {call.hidden_size} and "
-            f"a vocabulary of {call.columns}: give at least {least} bytes, or leave it out."
+            f"{given} too small for {call.tokens} tokens of {models} a vocabulary of {call.columns}: give at least "
+            f"{least} bytes, {advice}." + see("workspace")
         )
     size = max(usual_bytes(call), least) if bound is None else bound - vectors
     copied, most = _copies(call, size, max(size, call.memory // MEMORY_PARTS) if bound is None else size)
+    if call.batch_invariant:
+        _check_invariant(call, backend, copied)
     if bound is not None or copied < call.columns:
         size -= copied * call.copied_bytes
-    if call.batch_invariant and call.quantized and copied < call.columns:
-        raise ValueError(
-            "batch_invariant=True needs a quantized head dequantized as a whole, but half of the workspace cannot hold "
-            "it; give a larger workspace=, pass Head(dequantized_weight), or leave batch_invariant out."
-        )
     limit = (4 if call.device.type == "cpu" else 96) * MiB
     scratch = max(min(size // 8, limit), scratch_row) if scratch_row else 0
     size = max(size - scratch, row)
@@ -210,6 +212,21 @@ def plan(call: Signature, table: tuple[Accelerator, ...]) -> Plan:
         block=chosen.block,
         name=chosen.name,
     )
+
+
+def _check_invariant(call: Signature, backend: str, copied: int) -> None:
+    """Raise ValueError for a call whose sums depend on the number of tokens or on the workspace."""
+    if call.quantized and copied < call.columns:
+        raise ValueError(
+            "batch_invariant=True needs a quantized head dequantized as a whole, but half of the workspace cannot hold "
+            "it; give a larger workspace=, pass Head(dequantized_weight), or leave batch_invariant out."
+        )
+    if call.device.type != "cpu" and backend == "torch":
+        raise ValueError(
+            f"batch_invariant=True needs Triton's kernels on {call.device.type}, because torch's sums depend on the "
+            "number of tokens, but this call runs in torch (backend='torch', or fp64, which Triton's kernels do not "
+            "compute); leave backend= or batch_invariant out."
+        )
 
 
 def _temporaries(call: Signature, backend: str) -> tuple[int, int]:

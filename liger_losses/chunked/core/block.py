@@ -389,6 +389,23 @@ class _Gradient:
         rows.add_at(grad, places[at], values if here is None else torch.where(here[at], values, 0.0))
 
 
+def statistics_by_columns(part: Target, asked: tuple[Statistic, ...], plan: Plan) -> dict[str, Tensor]:
+    """Kernels' statistics of tokens from tiles of columns, as those of ranks are merged: their logits never exist
+    together."""
+    names = {s.name for s in asked}
+    names |= {"max_logit"} if "argmax" in names else set()
+    count, size = part.head.weights.columns, plan.copied_columns
+    parts, sizes = list[dict[str, Tensor]](), list[int]()
+    for start in range(0, count, size):
+        columns = slice(start, min(start + size, count))
+        tile = Block(part, asked, plan, columns, _projections(part, columns, plan), None, {})
+        parts.append(rows.softmax(tile.z, tile._label(0), names, tile._epilogue(part.temperature), plan))
+        sizes.append(columns.stop - start)
+        del tile
+    stacked = {name: torch.stack([part[name] for part in parts]) for name in {"lse", *names}}
+    return rows.merged_parts(stacked, sizes, part.labels, part.class_weight)
+
+
 # --- Projections ----------------------------------------------------------------------------------------------------
 
 

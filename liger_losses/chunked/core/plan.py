@@ -76,6 +76,7 @@ class Signature:
     teacher_columns: int = 0
     teacher_size: int = 0
     in_torch: bool = False  # whether torch computes terms of whole rows
+    of_kernels: bool = False  # whether statistics of parts of the vocabulary can be merged: one rank, no teacher
     batch_invariant: bool = False
     couples: bool = True  # whether gradients are asked for once all statistics are known
     many_parts: int = 0  # targets that share a head which would get more than MOST_PARTS parts by blocks
@@ -97,6 +98,7 @@ class Plan(NamedTuple):
     )
     keeps: bool  # blocks live until backward; otherwise it computes logits again
     tile: tuple[int, int] | None  # tokens and columns of the second pass at a time; None where it goes by blocks
+    walks: bool  # whether the first pass goes by tiles too: quantized rows of a tile are dequantized for all its tokens
     accumulate: torch.dtype | None  # in which the gradient of the weight adds up, where not its own
     dtype: torch.dtype  # of the products' operands
     invariant: bool
@@ -194,6 +196,10 @@ def plan(call: Signature, table: tuple[Accelerator, ...]) -> Plan:
     keep = max(size, most) if options.keep is None else options.keep
     keeps = call.couples and call.trains and options.chunk_size is None and call.tokens * row <= keep
     accumulate, tile = options.accum_dtype, None
+    walks = not keeps and call.of_kernels and call.quantized and copied < call.columns and call.tokens > 2 * rows
+    if walks:
+        tile = _walk(call, size + copied * call.copied_bytes)
+        copied = tile[1]
     if call.many_parts:
         tile = _tile(call, size)
         parts = call.many_parts * -(-call.tokens // tile[0])
@@ -203,6 +209,7 @@ def plan(call: Signature, table: tuple[Accelerator, ...]) -> Plan:
         copied_columns=copied,
         keeps=keeps,
         tile=None if keeps else tile,
+        walks=walks,
         accumulate=accumulate,
         dtype=operand_dtype(call, backend),
         invariant=call.batch_invariant,
@@ -261,3 +268,12 @@ def _tile(call: Signature, size: int) -> tuple[int, int]:
         if columns >= min(MIN_TILE_COLUMNS, call.columns) or rows <= MIN_TILE_COLUMNS // 2:
             return rows, min(columns // 64 * 64 or columns, call.columns)
         rows = rows * 3 // 4
+
+
+def _walk(call: Signature, size: int) -> tuple[int, int]:
+    """The same where a tile's columns are copied for all of its tokens: a quarter of the memory holds copies."""
+    item, operand = wide_dtype(call.dtype).itemsize, call.dtype.itemsize
+    columns = max(1, min(size // 4 // call.copied_bytes, call.columns))
+    columns = columns // 64 * 64 or columns
+    token = call.hidden_size * (2 * item + operand) + columns * item
+    return even(call.tokens, max(1, (size - columns * call.copied_bytes) // token)), columns

@@ -47,8 +47,15 @@ def merged(values: dict[str, Tensor], labels: Tensor, ranks: Ranks, class_weight
     parts = {}
     for name, part in zip(names, gathered.split([len(row) for row in rows], dim=1), strict=True):
         parts[name] = part.mT if values[name].dim() == 2 else part[:, 0]
-    sizes = torch.tensor(ranks.sizes, device="cpu").to(labels.device, non_blocking=True)  # nobody waits for it
-    return merge(parts, sizes, labels, class_weight)
+    return merged_parts(parts, ranks.sizes, labels, class_weight)
+
+
+def merged_parts(
+    parts: dict[str, Tensor], sizes: Sequence[int], labels: Tensor, class_weight: Tensor | None
+) -> dict[str, Tensor]:
+    """Statistics of a vocabulary from those of parts of it, ``[parts, R]`` each, which have so many columns."""
+    on_device = torch.tensor(sizes, device="cpu").to(labels.device, non_blocking=True)  # nobody waits for it
+    return merge(parts, on_device, labels, class_weight)
 
 
 def softmax_gradient(

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from liger_losses.chunked.core.block import BLOCKS
+from liger_losses.chunked.core.block import BLOCKS, statistics_by_columns
 from liger_losses.chunked.core.buffers import Gradients, Leaf, key_of, like
 from liger_losses.chunked.core.checks import check_call, check_right, check_vocabulary
 from liger_losses.chunked.core.plan import (
@@ -30,7 +30,7 @@ from liger_losses.chunked.core.plan import (
     plan,
 )
 from liger_losses.chunked.core.saved import pack, unpack
-from liger_losses.chunked.core.statistics import Statistic, asked_for
+from liger_losses.chunked.core.statistics import OF_KERNELS, Statistic, asked_for
 from liger_losses.chunked.core.target import Target, TokenLoss
 from liger_losses.chunked.core.teachers import Rows
 from liger_losses.chunked.core.weights import Products, Quantized, WithAdapters
@@ -228,7 +228,7 @@ def signature(
     dtype = autocast_dtype(hidden.device) or hidden.dtype
     dtype = hidden.dtype if hidden.dtype == torch.float64 else dtype
     weights, of_teacher = head.weights, teacher.head.weights if isinstance(teacher, Target) else None
-    records = torch.is_grad_enabled()
+    records, names = torch.is_grad_enabled(), {s.name for s in asked}
     operand = torch.float32 if dtype in HALF_DTYPES and hidden.device.type == "cpu" else dtype
     copied = weights.copied_bytes(operand) + (0 if of_teacher is None else of_teacher.copied_bytes(operand))
     return Signature(
@@ -247,6 +247,7 @@ def signature(
         quantized=any(isinstance(_base(matrix), Quantized) for matrix in (weights, of_teacher)),
         teacher_columns=0 if teacher is None else min(teacher.vocab_size, weights.columns),
         teacher_size=0 if of_teacher is None else of_teacher.hidden_size,
+        of_kernels=target.kept is None and teacher is None and head.ranks.size == 1 and names <= {*OF_KERNELS},
         in_torch=any(s.phi is not None or (s.divergence is not None and not s.divergence.has_kernel) for s in asked),
         batch_invariant=head.batch_invariant,
         couples=couples or dtype == torch.float16,  # whose gradients need the loss's scale
@@ -295,8 +296,11 @@ class _Statistics(torch.autograd.Function):
         outputs, constants, kept = list[Tensor](), list[Values](), list[list[Any]]()
         with _Alone(streams[0].target.hidden):
             for stream in streams:
-                blocks, parts = list[Any](), [stream.empty()]
-                for rows, block in stream.open().blocks(0, stream.count):
+                blocks, parts, opened = list[Any](), [stream.empty()], stream.open()
+                if stream.plan.walks and stream.plan.tile is not None:
+                    for rows in slices(0, stream.count, stream.plan.tile[0]):
+                        parts.append(statistics_by_columns(opened.part(rows), stream.asked, stream.plan))
+                for rows, block in () if stream.plan.walks else opened.blocks(0, stream.count):
                     parts.append(block.constants)
                     if stream.plan.keeps:
                         blocks.append((rows, replace(block, part=None, constants={})))

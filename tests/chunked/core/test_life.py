@@ -410,6 +410,37 @@ def test_quantized_rows_are_dequantized_in_parts():
         torch.testing.assert_close(grad, expected, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.parametrize("couples", [True, False])
+def test_rows_are_dequantized_for_all_tokens_of_a_tile(couples):
+    """Not for each of the blocks that a small workspace makes; statistics of parts of the vocabulary are merged."""
+    hidden, weight, labels = inputs(tokens=600, vocab=2000)
+    codes, count = (weight.detach() * 20).round(), []
+
+    class Counted(Codes):
+        def rows(self, start, stop):
+            count.append(stop - start)
+            return super().rows(start, stop)
+
+    names = ("logp", "entropy", "mean_logp", "log_sum_sq_probs", "mean_logit", "argmax")
+    target = Target(Head(Quantized.of(Counted(codes))), hidden, labels)
+    options = Options(workspace=600_000)
+    if couples:
+        found = statistics([target], names, options)[0]
+    else:
+        found = loss_sum([target], names, [TokenLoss(lambda s: s["logp"] + s["entropy"])], options)[1][0]
+        loss = loss_sum([target], names, [TokenLoss(lambda s: s["logp"] + s["entropy"])], options)[0]
+    whole = Target(Head(Dense(codes * 0.05)), hidden, labels)
+    expected = statistics([whole], names)[0]
+    for name in names:
+        torch.testing.assert_close(found[name], expected[name].detach(), rtol=1e-4, atol=1e-4)
+    loss = found["logp"].sum() + found["entropy"].sum() if couples else loss
+    (grad,) = torch.autograd.grad(loss, hidden)
+    torch.testing.assert_close(
+        grad, torch.autograd.grad(expected["logp"].sum() + expected["entropy"].sum(), hidden)[0], rtol=1e-3, atol=1e-3
+    )
+    assert sum(count) <= (9 if couples else 18) * 2000
+
+
 def test_sparse_gradients_of_kept_columns():
     hidden, weight, labels = inputs()
     kept = torch.stack([labels.clamp(min=0), (labels.clamp(min=0) + 7) % V, torch.full_like(labels, -1)], -1)

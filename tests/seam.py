@@ -9,13 +9,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from unittest import mock
 
-import pytest
-
 from liger_losses import checks
-from liger_losses.chunked.engine import blocks, call, stream, support
-from liger_losses.chunked.engine.adapters import LowRank
-from liger_losses.chunked.engine.query import REGISTERED
-from liger_losses.kernels import row_sums
+from liger_losses.chunked.core import rows, stream
+from liger_losses.chunked.core.adapters import LowRank
+from liger_losses.chunked.core.results import REGISTERED
 from tests.interpreter import faster, small_tiles
 from tests.kernels.cases import interpreted
 
@@ -35,18 +32,15 @@ __all__ = [
 
 @contextmanager
 def many_parts() -> Iterator[None]:
-    """Statistics of tiles are merged several times; long sums over kept columns are taken in parts and slices."""
-    with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(blocks, "MOST_TILES", 2)
-        patched.setattr(row_sums, "_PART", 4)
-        patched.setattr(row_sums, "GATHERED_BYTES", 3000)
+    """The largest columns are chosen among the largest of parts of the vocabulary."""
+    with mock.patch.object(rows, "_LOGITS", 64):
         yield
 
 
 @contextmanager
 def leave_out_zero_rows() -> Iterator[None]:
-    """Tokens whose upstream gradients are 0 are left out, however little that saves, and rows are moved in parts."""
-    with mock.patch.dict(stream.MIN_FLOPS, {"cpu": 0.0, "cuda": 0.0}), mock.patch.object(blocks, "MOVED_BYTES", 2**10):
+    """Tokens whose upstream gradients are 0 are left out, however little that saves."""
+    with mock.patch.dict(stream.MIN_FLOPS, {"cpu": 0.0, "cuda": 0.0}):
         yield
 
 
@@ -59,19 +53,18 @@ def as_on_a_gpu() -> Iterator[None]:
 
 @contextmanager
 def read_rows_up_to(columns: int) -> Iterator[None]:
-    """Of tokens with up to so many kept columns, rows of the weight are read; with more, products are taken."""
-    with mock.patch.object(support, "_COST", dict.fromkeys(("cuda", "cpu"), (columns, columns))):
-        yield
+    """Rows of the weight are read for kept columns, however many there are."""
+    yield
 
 
 @contextmanager
 def engine_calls() -> Iterator[list[int]]:
-    """A list that grows by one with each call of the engine."""
-    calls, decide = list[int](), call.decide
+    """A list that grows by one with each call of the core."""
+    calls, check_call = list[int](), stream.check_call
 
     def counted(*arguments):
         calls.append(1)
-        return decide(*arguments)
+        return check_call(*arguments)
 
-    with mock.patch.object(call, "decide", counted):
+    with mock.patch.object(stream, "check_call", counted):
         yield calls

@@ -1,5 +1,18 @@
-"""The streaming engine, whose names these are, and the losses on it in :mod:`liger_losses.chunked.losses`."""
+"""The core, whose names these are, and the losses on it in :mod:`liger_losses.chunked.losses`."""
 
+from liger_losses.chunked.core.distilled import Teacher, TeacherLogits, Teachers, TeacherTopK, projected_teacher
+from liger_losses.chunked.core.heads import Head
+from liger_losses.chunked.core.inputs import shift_labels
+from liger_losses.chunked.core.ops import (
+    linear_divergence,
+    linear_divergence_loss,
+    linear_labels_loss,
+    linear_logps,
+    linear_statistics,
+    linear_token_loss,
+    linear_topk,
+)
+from liger_losses.chunked.core.options import EngineOptions
 from liger_losses.chunked.core.quantizers import (
     GPTQRows,
     QuantizedWeight,
@@ -7,22 +20,10 @@ from liger_losses.chunked.core.quantizers import (
     is_quantized,
     register_quantized_weight,
 )
+from liger_losses.chunked.core.ranks import ALONE, Ranks, VocabularyRanks, local_rows, share_mesh
+from liger_losses.chunked.core.results import Largest, Statistics, register_statistic
+from liger_losses.chunked.core.support import TokenSupport
 from liger_losses.chunked.core.workspace import set_default_workspace, workspace
-from liger_losses.chunked.engine.divergence_ops import linear_divergence, linear_divergence_loss
-from liger_losses.chunked.engine.head import Head
-from liger_losses.chunked.engine.ops import (
-    linear_labels_loss,
-    linear_logps,
-    linear_statistics,
-    linear_token_loss,
-    linear_topk,
-)
-from liger_losses.chunked.engine.plan import EngineOptions
-from liger_losses.chunked.engine.query import Largest, Statistics, register_statistic
-from liger_losses.chunked.engine.ranks import ALONE, Ranks, VocabularyRanks, local_rows, share_mesh
-from liger_losses.chunked.engine.support import TokenSupport
-from liger_losses.chunked.engine.teachers import Teacher, TeacherLogits, Teachers, TeacherTopK, projected_teacher
-from liger_losses.chunked.engine.tokens import Tokens, shift_labels
 
 __all__ = [
     "ALONE",
@@ -38,7 +39,6 @@ __all__ = [
     "TeacherTopK",
     "Teachers",
     "TokenSupport",
-    "Tokens",
     "VocabularyRanks",
     "find_quantized",
     "is_quantized",

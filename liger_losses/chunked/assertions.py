@@ -12,11 +12,11 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from liger_losses.caller import calling_line
+from liger_losses.chunked.core.heads import Head
 from liger_losses.chunked.core.workspace import bytes_of
-from liger_losses.chunked.engine.head import Head
 
 #: What computes logits in blocks, within the workspace.
-_ENGINE = "liger_losses.chunked.engine."
+_ENGINE = "liger_losses.chunked.core."
 
 
 @contextmanager

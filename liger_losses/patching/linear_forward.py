@@ -85,7 +85,7 @@ def match_shared(module: Any) -> VocabularyRanks:
     try:
         weight, bias = local_parameters(module)
         # Its hidden states are plain tensors.
-        ranks = dataclasses.replace(share_mesh(module.weight), mesh=None, partial_gradients=False)
+        ranks = dataclasses.replace(share_mesh(module.weight), mesh=None, sums_hidden=True)
     except (TypeError, ValueError) as error:
         both = module.weight.device_mesh.ndim > 1
         order = "fully_shard was called before patch: apply tensor parallelism, then patch(model), then fully_shard"
@@ -93,7 +93,7 @@ def match_shared(module: Any) -> VocabularyRanks:
     hidden = random((1, 3, weight.shape[1]), torch.Generator().manual_seed(0), weight.dtype).to(weight.device)
     with isolated():
         found, (gradient,) = observe(vars(module)["forward"], [hidden])
-        if found.shape != (1, 3, ranks.vocab_size):
+        if found.shape != (1, 3, sum(ranks.sizes)):
             raise Mismatch(f"it returns {tuple(found.shape)} and not all logits")
         expected, (other,) = observe(lambda x: linear(x, weight, bias, ranks=ranks), [hidden])
     check_close("its output", found, expected, 2e-2)

@@ -2,12 +2,21 @@
 
 from __future__ import annotations
 
+import zlib
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+
+from liger_losses.checks import check_group, check_tensor, check_vector, check_weight, see
+from liger_losses.chunked.core.agreement import agree, all_gather, compare, lines_of
+from liger_losses.chunked.core.quantizers import QuantizedWeight
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
 
 
 class Ranks:
@@ -38,6 +47,21 @@ class Ranks:
         """``[ranks, ...]``: the values of all ranks."""
         return value[None]
 
+    def columns(self, vocab_size: int) -> slice:
+        """This rank's columns among the first ``vocab_size`` of the vocabulary."""
+        return slice(0, vocab_size)
+
+    def states(self, hidden_states: Tensor) -> Tensor:
+        """This rank's hidden states, of all tokens."""
+        return hidden_states
+
+    def whole(self, rows: Tensor) -> Tensor:
+        """``[V, ...]``: the rows of all ranks."""
+        return rows
+
+    def agree(self, signature: Mapping[str, Any]) -> None:
+        """Raise on all ranks unless they are about to make the same call; see :func:`agree`."""
+
     def __reduce__(self) -> Any:
         return "ALONE" if type(self) is Ranks else super().__reduce__()  # a copy is the same object
 
@@ -54,6 +78,7 @@ class VocabularyRanks(Ranks):
     rank: int
     sizes: tuple[int, ...] = ()
     sums_hidden: bool = True
+    mesh: DeviceMesh | None = None  # of a weight that is a DTensor
 
     @property
     def size(self) -> int:  # type: ignore[override]
@@ -77,13 +102,125 @@ class VocabularyRanks(Ranks):
 
     def gather(self, value: Tensor) -> Tensor:
         value = value.contiguous()
-        values = value.new_empty(self.size, *value.shape)
-        dist.all_gather_into_tensor(values.view(-1), value.view(-1), group=self.group)
+        values = value.new_empty(len(self.sizes), *value.shape)
+        all_gather(values.view(-1), value.view(-1), group=self.group)
         return values
 
+    def columns(self, vocab_size: int) -> slice:
+        first = min(self.first, vocab_size)
+        return slice(first, min(first + self.sizes[self.rank], vocab_size))
 
-def share_vocabulary(group: dist.ProcessGroup, columns: int, device: torch.device) -> VocabularyRanks:
-    """The ranks of a group, of which this one has so many columns: all ranks tell each other, and the host waits."""
-    ranks = VocabularyRanks(group, dist.get_rank(group), (1,) * dist.get_world_size(group))
-    sizes = ranks.gather(torch.tensor([columns], device=device))
-    return VocabularyRanks(group, ranks.rank, tuple(sizes[:, 0].tolist()))
+    def states(self, hidden_states: Tensor) -> Tensor:
+        """This rank's hidden states, of all tokens.
+
+        Raises:
+            TypeError, ValueError: hidden states that are no DTensor on the mesh of a weight that is one.
+        """
+        if self.mesh is None:
+            return hidden_states
+        from torch.distributed.tensor import DTensor, Partial, Replicate
+
+        if not isinstance(hidden_states, DTensor):
+            raise TypeError(
+                "the weight is a DTensor, of which this rank has some rows, and hidden_states is a plain tensor. "
+                "For tensor parallelism (the ranks share the vocabulary), pass hidden_states as a DTensor on the "
+                "mesh of the weight, or Head(weight.to_local(), group=weight.device_mesh.get_group()). For FSDP2 "
+                "(each rank has different tokens), patch the model (liger_losses.patch), or call the loss inside "
+                "the forward of the root module, where the weight is gathered; if no gradient is needed, pass "
+                "weight.full_tensor()." + see("sharded-weights")
+            )
+        if hidden_states.device_mesh != self.mesh:
+            raise ValueError(
+                f"hidden_states must be on the weight's device mesh, {self.mesh}, got {hidden_states.device_mesh}."
+            )
+        if hidden_states.placements != (Replicate(),):  # otherwise the gradient would be summed here already
+            hidden_states = hidden_states.redistribute(placements=[Replicate()])
+        return hidden_states.to_local(grad_placements=[Partial()])
+
+    def whole(self, rows: Tensor) -> Tensor:
+        padded = rows.new_zeros(max(self.sizes), *rows.shape[1:])
+        padded[: len(rows)] = rows
+        return torch.cat([part[:size] for part, size in zip(self.gather(padded), self.sizes, strict=True)])
+
+    def agree(self, signature: Mapping[str, Any]) -> None:
+        agree(self.group, signature)
+
+
+def check_teacher_ranks(student: Ranks, teacher: Ranks) -> None:
+    """Raise ValueError for a teacher whose vocabulary is shared in another way than the student's."""
+    if not isinstance(teacher, VocabularyRanks):
+        return
+    if not isinstance(student, VocabularyRanks):
+        raise ValueError(
+            "the teacher's head is vocabulary-parallel, and the student's is not; make both vocabulary-parallel, "
+            "or gather the teacher's weight first."
+        )
+    common = min(sum(student.sizes), sum(teacher.sizes))
+    both = [[dist.get_process_group_ranks(ranks.group), ranks.columns(common)] for ranks in (student, teacher)]
+    if both[0] != both[1]:
+        raise ValueError(
+            f"each rank must hold the same part of the {common} columns that student and teacher have in common, "
+            f"but the student has {both[0][1]} of ranks {both[0][0]} here and the teacher {both[1][1]} of ranks "
+            f"{both[1][0]}."
+        )
+
+
+def local_rows(name: str, value: Any, mesh: DeviceMesh) -> Tensor:
+    """This rank's rows of a weight or bias that is a DTensor.
+
+    Raises:
+        TypeError, ValueError: a value that is no DTensor whose rows the ranks of a one-dimensional mesh share.
+    """
+    from torch.distributed.tensor import Shard
+
+    if not hasattr(value, "full_tensor"):
+        raise TypeError(f"the weight is a DTensor and {name} is not; make {name} one, with the weight's placements.")
+    if value.device_mesh != mesh or mesh.ndim != 1 or value.placements != (Shard(0),):
+        raise ValueError(
+            f"{name} must be a DTensor with placements [Shard(0)] on the one-dimensional mesh of the weight, got "
+            f"{list(value.placements)} on {value.device_mesh}. For a larger mesh, take the dimension whose ranks "
+            f'share the vocabulary, such as mesh["tp"]; or, if no gradient is needed, pass {name}.full_tensor().'
+        )
+    return value.to_local()
+
+
+def share_mesh(weight: Any) -> VocabularyRanks:
+    """The shard of a DTensor that :func:`local_rows` has checked: it follows from shape and mesh, without exchange."""
+    mesh, size = weight.device_mesh, weight.shape[0]
+    most = -(-size // mesh.size())
+    sizes = tuple(min(max(size - rank * most, 0), most) for rank in range(mesh.size()))
+    shard = VocabularyRanks(mesh.get_group(), mesh.get_local_rank(), sizes, sums_hidden=False, mesh=mesh)
+    rows = len(weight.to_local())
+    if 0 in sizes or rows != sizes[shard.rank]:
+        raise ValueError(
+            f"a weight of {size} rows must be in parts of {sizes} on the {mesh.size()} ranks of its mesh, none of them "
+            f"empty, as torch.chunk cuts it; this rank has {rows}. Pad the vocabulary, or use "
+            "Head(rows, group=group), which takes any sizes."
+        )
+    return shard
+
+
+def share_vocabulary(
+    group: dist.ProcessGroup, weight: Tensor, bias: Tensor | None, quantized: QuantizedWeight | None = None
+) -> VocabularyRanks:
+    """Check this rank's rows, and learn how many the others have. Beside a quantized weight, ``weight`` is ``[V, 0]``.
+
+    Raises:
+        TypeError, ValueError, RuntimeError: see :class:`liger_losses.Head`.
+    """
+    check_group(group, "tp")
+    check_tensor("weight", weight)
+    kind, hidden_size = str(weight.dtype), weight.shape[-1]
+    if quantized is None:
+        check_weight(weight, bias)
+    else:
+        check_vector("bias", bias, weight)
+        kind, hidden_size = f"{type(quantized).__name__} for {weight.dtype}", quantized.shape[1]
+    biased = "none" if bias is None else "given"
+    text = lines_of({"the head's weight": kind, "the head's hidden size": hidden_size, "its bias": biased})
+    found = torch.empty(dist.get_world_size(group), 2, dtype=torch.int64, device=weight.device)
+    all_gather(found.view(-1), found.new_tensor([len(weight), zlib.crc32(text.encode())]), group=group)
+    sizes, hashes = found.t().tolist()
+    if len(set(hashes)) > 1:
+        compare(group, text)
+    return VocabularyRanks(group, dist.get_rank(group), tuple(sizes))

@@ -17,16 +17,16 @@ from torch import Tensor, nn
 from liger_losses.arguments import constructor_signature, named_options
 from liger_losses.checks import check_fields, check_labels, check_shift, check_tensor, checked_items
 from liger_losses.chunked import EngineOptions, Head, Statistics, linear_statistics, shift_labels
-from liger_losses.chunked.engine.agreement import agree
-from liger_losses.chunked.engine.operators import loss_operator
-from liger_losses.chunked.engine.query import REGISTERED, DeclaredStatistics
+from liger_losses.chunked.core.agreement import agree
+from liger_losses.chunked.core.entry import loss_operator
+from liger_losses.chunked.core.results import REGISTERED, DeclaredStatistics
 from liger_losses.chunked.losses.context_parallel import check_sliced, sum_over_group
 from liger_losses.kernels.logit_transform import LogitTransform
 from liger_losses.kernels.tracing import outside_graphs
 
 AnyHead = Tensor | nn.Module | Head
 #: The options that say how the engine streams.
-_STREAMING = tuple(field.name for field in fields(EngineOptions) if field.name != "strategy")
+_STREAMING = tuple(field.name for field in fields(EngineOptions) if field.name not in ("strategy", "keep"))
 
 
 @dataclass(frozen=True, kw_only=True)

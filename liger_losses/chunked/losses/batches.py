@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from liger_losses.checks import check_range
-from liger_losses.chunked.engine.agreement import all_gather
+from liger_losses.chunked.core.agreement import all_gather
 
 
 def world_size() -> int:

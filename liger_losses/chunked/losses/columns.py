@@ -6,6 +6,7 @@ where these differ, they take a pass each.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
@@ -13,25 +14,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from liger_losses.checks import check_labels
-from liger_losses.chunked import (
-    EngineOptions,
-    Head,
-    Largest,
-    Statistics,
-    Teacher,
-    TeacherLogits,
-    TeacherTopK,
-    Tokens,
-    TokenSupport,
-    linear_statistics,
-    linear_token_loss,
-    linear_topk,
-)
-from liger_losses.chunked.engine.decision import active_tokens
-from liger_losses.chunked.engine.operators import separable_loss, support_statistics
-from liger_losses.chunked.engine.query import Query
-from liger_losses.chunked.engine.teachers import check_comparison, check_no_temperature
+from liger_losses.chunked import EngineOptions, Head, Teacher, TeacherLogits, TeacherTopK, linear_topk
+from liger_losses.chunked.core.inputs import target_of
+from liger_losses.chunked.core.ops import weighted_sum
+from liger_losses.chunked.core.stream import loss_sum, statistics
+from liger_losses.chunked.core.target import TokenLoss
+from liger_losses.chunked.core.distilled import check_comparison, check_no_temperature
 from liger_losses.chunked.losses.softmax_divergences import sparse_divergence
 from liger_losses.kernels.divergence_forms import Divergence
 
@@ -62,8 +50,8 @@ def largest_of(
 ) -> TeacherTopK:
     """A teacher's largest columns; its logits are computed once, and not again for the student."""
     states, head = teacher.local_hidden_states, _at(teacher.head, temperature)
-    if isinstance(labels, Tokens):  # the teacher's vocabulary may lack the labels
-        labels = replace(labels, labels=torch.zeros_like(labels.labels))
+    if labels is not None:  # which the teacher's vocabulary may lack
+        labels = torch.where(labels == options.ignore_index, labels, 0)
     found = linear_topk(states, head, k, labels, rest=rest, options=options)
     return TeacherTopK(found.logps, found.ids, tail, found.rest)
 
@@ -97,79 +85,79 @@ def loss_over_columns(
     top_k: int | None = None,
     top_k_of: str = "student",
     tail: str = "bucket",
-) -> tuple[Tensor, Statistics]:
+) -> tuple[Tensor, dict[str, Tensor]]:
     """``sum_t (weights["divergence"]_t divergence_t + weights["logp"]_t logp_t)``, and its statistics.
 
     The columns are given by a :class:`TeacherTopK`, or are the ``top_k`` largest: the teacher's, found before, or the
     student's, which its block of logits finds; the teacher's log-probabilities there are then one product.
     """
-    mask, soft, hard = labels != options.ignore_index, weights["divergence"], weights.get("logp")
+    mask, hard, soft_head = labels != options.ignore_index, weights.get("logp"), _at(head, temperature)
     together = hard is not None and _is_one(temperature)
-    of_teacher = top_k if top_k_of == "teacher" else None
-    tokens: Any = labels
-    if of_teacher or (hard is not None and not together):  # several calls, for which tokens are counted once
-        check_labels(labels)
-        counted = active_tokens([labels], head, options)
-        tokens = counted if isinstance(counted, Tokens) else labels
-    checked = False
-    if of_teacher:
+    checked, given, fields = False, {"soft": weights["divergence"]}, dict[str, Any]()
+    if top_k and top_k_of == "teacher":
         checked, with_rest = teacher.vocab_size <= head.vocab_size, tail in ("bucket", "lump")
-        teacher = largest_of(teacher, of_teacher, tokens, temperature, tail, with_rest, options)
-    # Positions count from 1, as calls that drop no token give 0 for the masked ones.
-    positions = torch.arange(1, labels.numel() + 1, device=labels.device).view(labels.shape)
-    inputs = {"soft": soft, "at": positions}
-    if hard is not None and together:
-        inputs["hard"] = hard
-    selected: Any = Largest(top_k or 1)
+        teacher = largest_of(teacher, top_k, labels, temperature, tail, with_rest, options)
     if isinstance(teacher, TeacherTopK):
         check_sparse(head, mask, teacher, which)
         if not checked:
             teacher.check_active(mask, head.vocab_size)
-        selected, tail = teacher.indices, teacher.tail
-        inputs["teacher_logps"] = teacher.logps.to(soft.dtype)
-        if teacher.tail_logps is not None:
-            inputs["rest"] = teacher.tail_logps.to(soft.dtype)
+        fields["selected"], tail = teacher.indices, teacher.tail
+        if tail == "renormalize" and not together:  # a softmax over these columns alone: others are not read
+            fields["kept"] = teacher.indices
+        given |= {"teacher_logps": teacher.logps}
+        given |= {} if teacher.tail_logps is None else {"rest": teacher.tail_logps}
+        loss: Any = functools.partial(_loss, which, tail)
     else:
         check_comparison(teacher, which, head, labels.shape)
         if which.form == "cosine" or teacher.vocab_size != head.vocab_size:
-            given = f"{which.form!r} and {teacher.vocab_size} columns for the student's {head.vocab_size}"
-            raise ValueError(f"top_k= needs a divergence of softmaxes and a teacher with as many columns, got {given}.")
-    values = torch.zeros(labels.numel() + 1, dtype=soft.dtype, device=labels.device)
-
-    def loss(s: Statistics, labels: Any, soft: Tensor, at: Tensor, hard: Any = None, **known: Any) -> Tensor:
-        with torch.no_grad():
-            teacher_logps = known.get("teacher_logps")
-            if teacher_logps is None:
-                teacher_logps = _logps_of(teacher, at, s.columns, temperature, options).to(s.selected_logps.dtype)
-        found = sparse_divergence(s.selected_logps, teacher_logps, which, tail, known.get("rest"))
-        values[at] = found.detach().to(values.dtype)
-        return soft * found if hard is None else soft * found + hard * s.logp
-
-    soft_head = _at(head, temperature)
-    if isinstance(teacher, TeacherTopK) and tail == "renormalize" and not together:
-        # A softmax over these columns alone: others are not read.
-        inputs["teacher_logps"] = inputs["teacher_logps"].masked_fill(~mask[..., None], -1.0)
-        support = TokenSupport(teacher.indices)
-        found = support_statistics(hidden, soft_head, labels, support, ("selected_logps",), options)
-        total = torch.where(mask, loss(found, labels, **inputs), 0.0).sum()
-    else:
-        total, found = linear_token_loss(
-            hidden,
-            soft_head,
-            tokens,
-            loss,
-            ("selected_logps", "logp") if together else ("selected_logps",),
-            metrics=("columns",) if isinstance(selected, Largest) else (),
-            token_inputs=inputs,
-            selected=selected,
-            options=options,
-        )
-    logp = found.logp
+            said = f"{which.form!r} and {teacher.vocab_size} columns for the student's {head.vocab_size}"
+            raise ValueError(f"top_k= needs a divergence of softmaxes and a teacher with as many columns, got {said}.")
+        fields["selected"] = top_k
+        given["at"] = torch.arange(labels.numel(), device=labels.device).view(labels.shape)
+        loss = functools.partial(_loss_beside, which, tail, teacher, temperature, options)
+    names = ("selected_logps", "logp") if together else ("selected_logps",)
+    given |= {"hard": hard} if together and hard is not None else {}
+    target = target_of(hidden, soft_head, labels, **fields)
+    metrics = ("columns",) if "at" in given else ()
+    total, (found,) = loss_sum([target], names, [TokenLoss(loss, given)], options, metrics)
     if hard is not None and not together:
-        query = Query(("logp",), token_weights={"logp": hard})
-        added, (others,) = separable_loss(hidden, head, tokens, query, options)
-        total, logp = total + added, others.logp
-    return total, Statistics(logp=logp, divergence=torch.where(mask, values[1:].view(labels.shape), 0.0))
+        of_labels = TokenLoss(weighted_sum, {"logp": hard})
+        other, (others,) = loss_sum([target_of(hidden, head, labels)], ("logp",), [of_labels], options)
+        total, found = total + other, {**found, **others}
+    return total, found
+
+
+def _loss(
+    which: Divergence,
+    tail: str,
+    values: Mapping[str, Tensor],
+    soft: Tensor,
+    teacher_logps: Tensor,
+    rest: Tensor | None = None,
+    hard: Tensor | None = None,
+) -> tuple[Tensor, None, dict[str, Tensor]]:
+    """The loss ``[n]`` of some tokens, and their divergences."""
+    logps = values["selected_logps"]
+    rest = None if rest is None else rest.to(logps.dtype)
+    found = sparse_divergence(logps, teacher_logps.to(logps.dtype), which, tail, rest)
+    loss = soft * found if hard is None else soft * found + hard * values["logp"]
+    return loss, None, {"divergence": found.detach()}
+
+
+def _loss_beside(
+    which: Divergence,
+    tail: str,
+    teacher: Teacher | TeacherLogits,
+    temperature: float | Tensor,
+    options: EngineOptions,
+    values: Mapping[str, Tensor],
+    at: Tensor,
+    **weights: Tensor,
+) -> tuple[Tensor, None, dict[str, Tensor]]:
+    """The same with a teacher's log-probabilities of the student's columns, of the flattened tokens ``at``."""
+    with torch.no_grad():
+        teacher_logps = _logps_of(teacher, at, values["columns"], temperature, options)
+    return _loss(which, tail, values, teacher_logps=teacher_logps, **weights)
 
 
 def _is_one(temperature: float | Tensor) -> bool:
@@ -179,17 +167,14 @@ def _is_one(temperature: float | Tensor) -> bool:
 def _logps_of(
     teacher: Teacher | TeacherLogits, at: Tensor, columns: Tensor, temperature: float | Tensor, options: EngineOptions
 ) -> Tensor:
-    """A teacher's log-probabilities ``[n, k]`` of some columns, of some of the flattened tokens, which count from 1."""
-    rows = (at - 1).clamp(min=0)
-    own: Any = temperature
-    if isinstance(temperature, Tensor):  # which may be anything at masked tokens, whose position is 0
-        own = torch.where(at > 0, temperature.flatten()[rows], 1.0)
+    """A teacher's log-probabilities ``[n, k]`` of some columns, of some of the flattened tokens."""
+    divided: Any = temperature.flatten()[at] if isinstance(temperature, Tensor) else temperature
     if isinstance(teacher, TeacherLogits):
-        logits = teacher.rows(rows)
+        logits = teacher.rows(at)
         logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
-        logits = logits / (own[:, None] if isinstance(own, Tensor) else own)
+        logits = logits / (divided[:, None] if isinstance(divided, Tensor) else divided)
         return logits.log_softmax(-1).gather(-1, columns)
-    states = teacher.local_hidden_states.flatten(0, -2)[rows]
-    names, tokens = ("selected_logps",), Tokens.every(columns.shape[:1], columns.device)
-    found = linear_statistics(states, _at(teacher.head, own), tokens, names, selected=columns, options=options)
-    return found.selected_logps
+    states = teacher.local_hidden_states.flatten(0, -2)[at]
+    target = target_of(states, _at(teacher.head, divided), torch.zeros_like(at), selected=columns)
+    (found,) = statistics([target], ("selected_logps",), replace(options, compact=False))
+    return found["selected_logps"]

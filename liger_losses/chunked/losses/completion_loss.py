@@ -5,7 +5,7 @@ B completions, T tokens of the longest. A completion without tokens has log-prob
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, NamedTuple
@@ -15,12 +15,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from liger_losses.checks import check_alike, check_device, check_shape_of, check_temperature, check_tensor, checked_mask
-from liger_losses.chunked import EngineOptions, Head, Statistics, Tokens
-from liger_losses.chunked.engine.agreement import agree
-from liger_losses.chunked.engine.decision import active_tokens
-from liger_losses.chunked.engine.input_checks import check_inputs
-from liger_losses.chunked.engine.operators import query_statistics
-from liger_losses.chunked.engine.query import Query
+from liger_losses.chunked import EngineOptions, Head, Statistics
+from liger_losses.chunked.core.inputs import target_of
+from liger_losses.chunked.core.stream import statistics
+from liger_losses.chunked.core.target import Target
+from liger_losses.chunked.core.agreement import agree
 from liger_losses.chunked.losses.base import AnyHead, ChunkedLoss, LossOptions
 from liger_losses.chunked.losses.context_parallel import sum_over_group
 from liger_losses.kernels.logit_transform import LogitTransform
@@ -188,13 +187,11 @@ class CompletionBatch:
         references = refs or None, tuple(ref_logps)
         return cls(tuple(groups), head, hidden, labels, *references, temperatures=temperatures or None)
 
-    def at_temperatures(self, head: Head, extra: Sequence[Tensor] = ()) -> Head:
-        """A head whose logits are divided by each token's temperature, if there is one; ``extra`` ones come last."""
-        if self.temperatures is None:
-            return head
-        parts = [*self.temperatures, *extra]
-        whole = parts[0] if len(parts) == 1 else torch.cat([part.reshape(-1) for part in parts])
-        return head.with_fields(transform=replace(head.transform, temperature=whole))
+    def targets(self, head: Head, hidden_states: Sequence[Tensor]) -> list[Target]:
+        """A target of a model's hidden states for each tensor of labels."""
+        divided = self.temperatures or [head.transform.temperature] * len(self.labels)
+        each = zip(hidden_states, self.labels, divided, strict=True)
+        return [target_of(hidden, head, labels, temperature=t) for hidden, labels, t in each]
 
     def groups(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         """One tensor per group, from one per tensor of labels."""
@@ -202,36 +199,19 @@ class CompletionBatch:
             return list(tensors)
         return list(tensors[0].unflatten(0, (2, tensors[0].shape[0] // 2)).unbind())
 
-    def group_statistics(self, found: Sequence[Statistics]) -> list[Statistics]:
-        """The same for the engine's statistics."""
-        nothing = [None] * len(self.names)
-        groups = [nothing if each[0] is None else self.groups(each) for each in zip(*found, strict=True)]
-        return [Statistics(*of_group) for of_group in zip(*groups, strict=True)]
+    def group_statistics(self, found: Sequence[Mapping[str, Tensor]]) -> list[Statistics]:
+        """The same for statistics."""
+        groups = {name: self.groups([values[name] for values in found]) for name in found[0]}
+        return [Statistics(**{name: each[i] for name, each in groups.items()}) for i in range(len(self.names))]
 
-    def select(self, options: EngineOptions, extra: Sequence[Tensor] = ()) -> Any:
-        """The active tokens of all labels (and of ``extra`` ones), for policy and reference alike."""
-        labels = [*self.labels, *extra]
-        ref = self.ref_head
-        same = ref is None or (ref.weight.shape[0] == self.head.weight.shape[0] and ref.ranks is self.head.ranks)
-        if ref is None or same or ref.vocab_size >= self.head.vocab_size:
-            return active_tokens(labels, self.head, options)
-        with naming_the_reference():
-            return active_tokens(labels, self.head, options, ref.vocab_size)
-
-    def reference_logps(self, tokens: Any, options: EngineOptions) -> list[Tensor | None]:
+    def reference_logps(self, options: EngineOptions) -> list[Tensor | None]:
         """Each group's log-probabilities under the reference, ``[B]`` or ``[B, T]``; ``None`` without one."""
         if self.ref_hidden_states is None or self.ref_head is None:
             pairs = zip(self.groups(self.labels), self.ref_logps, strict=True)
             return [None if logps is None else _given(logps, labels != options.ignore_index) for labels, logps in pairs]
         with torch.no_grad(), naming_the_reference():
-            own = slice(0, len(self.labels))
-            if not isinstance(tokens, Tokens):
-                tokens = tokens[own]
-            elif len(tokens.shapes) > len(self.labels):
-                tokens = tokens.part(own)
-            head = self.at_temperatures(self.ref_head)
-            found = query_statistics(self.ref_hidden_states, head, tokens, Query(("logp",)), options)
-        return list(self.groups([part.logp for part in found]))
+            found = statistics(self.targets(self.ref_head, self.ref_hidden_states), ("logp",), options)
+        return list(self.groups([part["logp"] for part in found]))
 
     def check_reference(self, needed: str | None, how: str) -> None:
         """Raise TypeError or ValueError unless each group has at most one reference, one if ``needed``, and it fits.
@@ -261,7 +241,7 @@ class CompletionBatch:
             )
         for ref, part in zip(hidden or [], self.labels, strict=False):
             if ref.shape[:-1] != part.shape:
-                check_inputs(self.hidden_states, self.head, self.labels)  # the labels may be what does not fit
+                self.targets(self.head, self.hidden_states)  # the labels may be what does not fit
                 expected = f"[{part.shape[0]}, {part.shape[1]}, hidden_size], one for each label"
                 raise ValueError(f"the reference's hidden states must be {expected}, got {tuple(ref.shape)}.")
 
@@ -377,33 +357,28 @@ class CompletionLoss(ChunkedLoss):
         extra: Completions | None = None,
         *,
         metrics: Sequence[str] = (),
-        tokens: Any = None,
-    ) -> tuple[list[Scored], Statistics | None]:
-        """Each group's log-probabilities under policy and reference; the policy's statistics of ``extra`` completions.
+    ) -> tuple[list[Scored], Tensor | None]:
+        """Each group's log-probabilities under policy and reference; the policy's of ``extra`` completions.
 
-        The active tokens are selected once. The reference comes first, while no logits of the policy are held.
+        The reference comes first, while no logits of the policy are held.
 
         Args:
             metrics: the policy's statistics to return besides log-probabilities.
-            tokens: what :meth:`CompletionBatch.select` has found, if it is known.
         """
-        others, options = [] if extra is None else [extra], self.options
-        if tokens is None:
-            tokens = batch.select(options, [other.labels for other in others])
-        reference = batch.reference_logps(tokens, options)
-        hidden = [*batch.hidden_states, *(other.hidden_states for other in others)]
-        more = [other.temperature for other in others if other.temperature is not None]
-        head = batch.at_temperatures(batch.head, more)
-        query = Query(("logp",), tuple(metrics))
+        targets = batch.targets(batch.head, batch.hidden_states)
+        if extra is not None:
+            given = {} if extra.temperature is None else {"temperature": extra.temperature}
+            targets.append(target_of(extra.hidden_states, batch.head, extra.labels, **given))
+        reference = batch.reference_logps(self.options)
         if self.group is not None:
             ref_dims = [None if logps is None else logps.dim() for logps in reference]
             facts = {"completions": batch.names, "sequences": [len(part) for part in batch.labels]}
             agree(self.group, {**self.common_options, **facts, "dimensions of ref_logps": ref_dims})
-        found = query_statistics(hidden, head, tokens, query, options)
+        found = statistics(targets, ("logp",), self.options, metrics)
         masks = batch.groups([part != self.ignore_index for part in batch.labels])
         parts = batch.group_statistics(found[: len(batch.labels)])
         each = zip(parts, masks, self.token_weights(masks), reference, strict=True)
-        return [self._scored(*group) for group in each], found[-1] if others else None
+        return [self._scored(*group) for group in each], None if extra is None else found[-1]["logp"]
 
     def _scored(self, found: Statistics, mask: Tensor, weights: Tensor | None, ref_logps: Tensor | None) -> Scored:
         """The sums over each completion's tokens, over the group's ranks too."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, NamedTuple
 
@@ -22,12 +22,13 @@ from liger_losses.checks import (
     checked_items,
     one_each,
 )
-from liger_losses.chunked import Head, Statistics, linear_statistics, linear_token_loss, shift_labels
-from liger_losses.chunked.engine.many_heads import count_targets, heads_of, shift_each
-from liger_losses.chunked.engine.operators import loss_operator, separable_loss
-from liger_losses.chunked.engine.query import EqualWeights, Query
+from liger_losses.chunked import Head, shift_labels
+from liger_losses.chunked.core.inputs import count_targets, heads_of, several, shift_each, target_of
+from liger_losses.chunked.core.entry import loss_operator
+from liger_losses.chunked.core.stream import loss_sum, statistics
+from liger_losses.chunked.core.target import Target, TokenLoss
 from liger_losses.chunked.losses.base import ChunkedLoss, LossOptions
-from liger_losses.chunked.losses.cross_entropy_terms import TokenCrossEntropy, weights_of_statistics
+from liger_losses.chunked.losses.cross_entropy_terms import TokenTerms
 
 
 class CrossEntropyOutput(NamedTuple):
@@ -53,29 +54,19 @@ class ManyHeadsMetrics(NamedTuple):
     predicted_tokens: list[Tensor] | None = None
 
 
-@dataclass
-class _Target:
-    """The tokens that one head predicts, and what is known of them beforehand."""
+class _Part(NamedTuple):
+    """What one head predicts, and what its tokens' losses are made of beside statistics."""
 
-    head: Head
-    hidden_states: Tensor
-    labels: Tensor
-    ignore_index: int
-    items: Tensor | None = None
-    token_weights: Tensor | None = None
-    inputs: dict[str, Tensor] | None = None  # what tokens' losses are made of beside their statistics, once asked for
+    target: Target
+    mask: Tensor  # which tokens carry loss
+    inputs: dict[str, Tensor]
 
-    @property
-    def mask(self) -> Tensor:
-        """Which tokens carry loss."""
-        return self.labels != self.ignore_index
-
-    def without_tokens(self) -> _Target:
-        """A target of the same head that has none of the tokens."""
-        weights = None if self.token_weights is None else self.token_weights[:0]
-        inputs = None if self.inputs is None else {name: value[:0] for name, value in self.inputs.items()}
-        hidden_states, labels = self.hidden_states[:0], self.labels[:0]
-        return replace(self, hidden_states=hidden_states, labels=labels, token_weights=weights, inputs=inputs)
+    def without_tokens(self) -> _Part:
+        """The same head with none of the tokens."""
+        hidden, labels = self.target.hidden[:0], self.target.labels[:0]
+        inputs = {name: value[:0] if value.dim() else value for name, value in self.inputs.items()}
+        target = replace(self.target, hidden=hidden, labels=labels, temperature=1.0)
+        return _Part(target, self.mask[:0], inputs)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -101,12 +92,6 @@ class CrossEntropyOptions(LossOptions):
                 raise TypeError(f"head_weights must be a list of one number for each head, got {self.head_weights!r}.")
             for value in self.head_weights:
                 check_range("each of head_weights", value, 0.0, math.inf)
-
-    @property
-    def weighs_equally(self) -> bool:
-        """Whether these options give every token the same weight; weights that a call is given come on top."""
-        of_each = self.use_token_scaling or self.lse_square_scale or self.return_z_loss
-        return not of_each and self.group is None
 
 
 class LigerFusedLinearCrossEntropyLoss(ChunkedLoss):
@@ -185,9 +170,8 @@ class LigerFusedLinearCrossEntropyLoss(ChunkedLoss):
             The loss, or :class:`CrossEntropyOutput` if an option requests more. With K heads ``(loss, metrics)``, where
             metrics are :class:`ManyHeadsMetrics`; with reduction ``none``, the loss is a list of K tensors.
         """
-        o = self.settings
-        several, count = isinstance(_input, LISTS) or isinstance(lin_weight, LISTS), 1
-        if several:
+        o, many, count = self.settings, several(_input, lin_weight), 1
+        if many:
             given = {"hidden states": _input, "heads": lin_weight, "labels": target, "bias": bias, "shift": o.shift}
             given |= {"token_weights": token_weights, "num_items_in_batch": num_items_in_batch}
             count = count_targets(**given, head_weights=o.head_weights)
@@ -197,59 +181,57 @@ class LigerFusedLinearCrossEntropyLoss(ChunkedLoss):
                 "or one number as shift= and no head_weights=."
             )
         given_each = lin_weight, bias, _input, num_items_in_batch, token_weights
-        layers, biases, hidden, numbers, weights = [one_each(v, count) if several else [v] for v in given_each]
+        layers, biases, hidden, numbers, weights = [one_each(v, count) if many else [v] for v in given_each]
         heads = heads_of(layers, biases, self.transform)
         labels = shift_each(target, o.shift, count, o.ignore_index)
-        parts = zip(heads, hidden, labels, numbers, weights, one_each(o.shift, count), strict=True)
-        targets = [self._target(*part) for part in parts]
         if self.spans_ranks:
             self.agree(numbers, labels[0].device)
-            _ = [self._inputs(each) for each in targets]  # sums over the ranks, also of one that has no tokens
-        silent: list[int] = []
-        scales, counted = [1.0] * count, targets
-        if o.head_weights is not None:
-            # 0 times what is NaN is NaN: to the sum, a head of weight 0 has no tokens, of which its metrics are later.
-            scales = [*o.head_weights]
-            silent = [k for k in range(count) if scales[k] == 0]
-            counted = [each.without_tokens() if k in silent else each for k, each in enumerate(targets)]
-        loss, found = self._loss(counted, scales, several)
+        parts = [
+            self._part(*part)
+            for part in zip(heads, hidden, labels, numbers, weights, one_each(o.shift, count), strict=True)
+        ]
+        scales = [1.0] * count if o.head_weights is None else [*o.head_weights]
+        # 0 times what is NaN is NaN: to the sum, a head of weight 0 has no tokens, of which its metrics are later.
+        silent = [k for k in range(count) if scales[k] == 0]
+        counted = [part.without_tokens() if k in silent else part for k, part in enumerate(parts)]
+        loss, found = self._loss(counted, scales)
         if o.reduction == "none":
             values = [self._of_tokens(*part)[0] for part in zip(found, counted, strict=True)]
             for k in silent:  # zeros that depend on the head
                 values[k] = values[k].sum() + values[k].new_zeros(labels[k].shape)
-            loss = [scale * value for scale, value in zip(scales, values, strict=True)] if several else values[0]
-        if not several and not (o.return_z_loss or o.return_token_accuracy or o.return_predicted_tokens):
+            loss = [scale * value for scale, value in zip(scales, values, strict=True)] if many else values[0]
+        if not many and not (o.return_z_loss or o.return_token_accuracy or o.return_predicted_tokens):
             return loss
         with torch.no_grad():
-            if not several:
-                return CrossEntropyOutput(loss, *self._output(found[0], targets[0], o.reduction == "none"))
-            others = self._statistics([targets[k] for k in silent], several) if silent else []
-            found = [others.pop(0) if k in silent else part for k, part in enumerate(found)]
-            outputs = [self._output(*part, per_token=False) for part in zip(found, targets, strict=True)]
-            z_losses, accuracies, predicted = ([*parts] for parts in zip(*outputs, strict=True))
-            losses = [self._total(self._of_tokens(*part)[0]) for part in zip(found, targets, strict=True)]
+            if not many:
+                return CrossEntropyOutput(loss, *self._output(found[0], parts[0], o.reduction == "none"))
+            others = self._statistics([parts[k] for k in silent]) if silent else []
+            found = [others.pop(0) if k in silent else values for k, values in enumerate(found)]
+            outputs = [self._output(*part, per_token=False) for part in zip(found, parts, strict=True)]
+            z_losses, accuracies, predicted = ([*each] for each in zip(*outputs, strict=True))
+            losses = [self._total(self._of_tokens(*part)[0]) for part in zip(found, parts, strict=True)]
             metrics = ManyHeadsMetrics(torch.stack(losses), _stacked(z_losses), _stacked(accuracies))
             return loss, metrics._replace(predicted_tokens=predicted if self.return_predicted_tokens else None)
 
-    def _target(
+    def _part(
         self,
         head: Head,
         hidden_states: Tensor,
         labels: Tensor,
-        num_items_in_batch: Any,
+        items: Any,
         token_weights: Tensor | None,
         positions: int,
-    ) -> _Target:
+    ) -> _Part:
         """What one head predicts, once the class weights, the number of items and the token weights fit it."""
         if self.ce_weight is not None:
             check_vector("ce_weight", self.ce_weight, head.weight, head.vocab_size)
-        if num_items_in_batch is not None:
+        if items is not None:
             if self.reduction != "mean":
                 raise ValueError(
                     "num_items_in_batch is the divisor of the reduction 'mean', but the reduction is "
                     f"{self.reduction!r}; leave it out."
                 )
-            num_items_in_batch = checked_items(num_items_in_batch, labels.device)
+            items = checked_items(items, labels.device)
         if token_weights is not None:
             check_tensor("token_weights", token_weights)
             if token_weights.shape != labels.shape:
@@ -261,101 +243,52 @@ class LigerFusedLinearCrossEntropyLoss(ChunkedLoss):
             token_weights = token_weights.detach().to(torch.promote_types(token_weights.dtype, torch.float32))
             if positions:
                 token_weights = shift_labels(token_weights, 0, int(positions))
-        return _Target(head, hidden_states, labels, self.ignore_index, num_items_in_batch, token_weights)
+        target = target_of(hidden_states, head, labels, class_weight=self.ce_weight if self.label_smoothing else None)
+        mask, inputs = labels != self.ignore_index, dict[str, Tensor]()
+        if token_weights is not None:
+            inputs["token_weights"] = token_weights
+        if self.ce_weight is not None:
+            inputs["label_weights"] = self.ce_weight[labels.where(mask, 0).clamp(0, len(self.ce_weight) - 1)]
+        totals = self._denominators(head, mask, items, inputs)
+        return _Part(target, mask, inputs | dict(zip(("ce_total", "z_total"), totals, strict=False)))
 
-    def _loss(self, targets: Sequence[_Target], scales: Sequence[float], several: bool) -> tuple[Any, list[Statistics]]:
-        """The sum of the targets' losses, and their statistics; ``None`` and these for reduction ``none``."""
+    def _loss(self, parts: Sequence[_Part], scales: Sequence[float]) -> tuple[Any, list[dict[str, Tensor]]]:
+        """The sum of the parts' losses, and their statistics; ``None`` and these for reduction ``none``."""
         if self.reduction == "none":
-            return None, self._statistics(targets, several)
-        hidden, heads, labels = _arguments(targets, several)
-        o, weights = self.settings, targets[0].token_weights
-        class_weight = self.ce_weight if self.label_smoothing else None
-        reads_argmax = o.return_token_accuracy or o.return_predicted_tokens
-        equal = None if several else self._equal_weights(targets[0])
-        if equal is not None:
-            metrics: tuple[str, ...] = ("argmax",) if reads_argmax else ()
-            query = Query(tuple(equal), metrics, class_weight=class_weight, token_weights=equal)
-            return separable_loss(hidden, heads, labels, query, self.options)
-        if not (several or weights is None or o.return_z_loss or reads_argmax):
-            labels = labels.masked_fill(weights == 0, self.ignore_index)  # they are in no sum, and in no metric
-        statistics, metrics = self._names()
-        inputs = [self._inputs(targets[0])]
-        if several:
-            inputs = [self._weighted_inputs(*pair) for pair in zip(targets, scales, strict=True)]
-        loss, found = linear_token_loss(
-            hidden,
-            heads,
-            labels,
-            self._per_token,
-            statistics,
-            metrics=metrics,
-            token_inputs={n: [each[n] for each in inputs] for n in inputs[0]} if several else inputs[0],
-            class_weight=class_weight,
-            options=self.options,
-        )
-        return self._total(loss) if self.spans_ranks else loss, found if several else [found]
+            return None, self._statistics(parts)
+        losses = [
+            TokenLoss(self._per_token.loss, part.inputs, {"scale": float(scale)})
+            for part, scale in zip(parts, scales, strict=True)
+        ]
+        names, metrics = self._names()
+        loss, found = loss_sum([part.target for part in parts], names, losses, self.options, metrics)
+        return self._total(loss) if self.spans_ranks else loss, found
 
-    def _equal_weights(self, target: _Target) -> dict[str, EqualWeights] | None:
-        """The loss as a sum of statistics with one weight for all tokens, where it is one: it is known beforehand."""
-        o, total = self.settings, 1.0 if self.reduction == "sum" else target.items
-        own = self.ce_weight is not None or target.token_weights is not None
-        if own or not o.weighs_equally or torch.compiler.is_dynamo_compiling():
-            return None
-        if isinstance(total, Tensor):
-            total = total.masked_fill(total == 0, 1.0)
-        return weights_of_statistics(o.label_smoothing, total)
-
-    def _statistics(self, targets: Sequence[_Target], several: bool) -> list[Statistics]:
-        """The statistics of each target, differentiable."""
-        (hidden, heads, labels), (statistics, metrics) = _arguments(targets, several), self._names()
-        class_weight = self.ce_weight if self.label_smoothing else None
-        found = linear_statistics(
-            hidden, heads, labels, statistics, metrics=metrics, class_weight=class_weight, options=self.options
-        )
-        return found if several else [found]
-
-    def _inputs(self, target: _Target) -> dict[str, Tensor]:
-        """What a target's tokens' losses are made of beside their statistics, a tensor in the labels' shape of each."""
-        if target.inputs is None:
-            labels, mask, token_weights = target.labels, target.mask, target.token_weights
-            inputs: dict[str, Tensor] = {} if token_weights is None else {"token_weights": token_weights}
-            if self.ce_weight is not None:
-                inputs["label_weights"] = self.ce_weight[labels.where(mask, 0).clamp(0, len(self.ce_weight) - 1)]
-            totals = self._denominators(target, inputs.get("label_weights"))
-            inputs |= {n: v.expand(labels.shape) for n, v in zip(("ce_total", "z_total"), totals, strict=False)}
-            target.inputs = inputs
-        return target.inputs
-
-    def _weighted_inputs(self, target: _Target, scale: float) -> dict[str, Tensor]:
-        """The same where the target's losses are multiplied by a number."""
-        inputs, dtype = self._inputs(target), torch.promote_types(target.head.weight.dtype, torch.float32)
-        weights = torch.full((), scale, dtype=dtype, device=target.labels.device)
-        if target.token_weights is not None:
-            weights = weights * target.token_weights
-        return inputs | {"token_weights": weights.expand(target.labels.shape)}
+    def _statistics(self, parts: Sequence[_Part]) -> list[dict[str, Tensor]]:
+        """The statistics of each part, differentiable."""
+        names, metrics = self._names()
+        return statistics([part.target for part in parts], names, self.options, metrics)
 
     @property
-    def _per_token(self) -> TokenCrossEntropy:
-        return TokenCrossEntropy(
-            self.label_smoothing, self.lse_square_scale, self.use_token_scaling, self.return_z_loss
-        )
+    def _per_token(self) -> TokenTerms:
+        return TokenTerms(self.label_smoothing, self.lse_square_scale, self.use_token_scaling, self.return_z_loss)
 
-    def _of_tokens(self, values: Statistics, target: _Target) -> tuple[Tensor, Tensor]:
-        """The loss and the z-loss ``[...]`` of a target's tokens over its denominators, 0 for ignored ones."""
-        ce, z, _ = self._per_token.terms(values, **self._inputs(target))
-        return torch.where(target.mask, ce + z, 0.0), torch.where(target.mask, z, 0.0)
+    def _of_tokens(self, values: Mapping[str, Tensor], part: _Part) -> tuple[Tensor, Tensor]:
+        """The loss and the z-loss ``[...]`` of a part's tokens over its denominators, 0 for ignored ones."""
+        ce, z, _ = self._per_token.terms(values, **part.inputs)
+        return torch.where(part.mask, ce + z, 0.0), torch.where(part.mask, z, 0.0)
 
-    def _output(self, values: Statistics, target: _Target, per_token: bool) -> tuple[Tensor | None, ...]:
-        """z-loss, token accuracy and predicted tokens of a target; ``None`` for what was not asked for."""
+    def _output(self, values: Mapping[str, Tensor], part: _Part, per_token: bool) -> tuple[Tensor | None, ...]:
+        """z-loss, token accuracy and predicted tokens of a part; ``None`` for what was not asked for."""
         z_loss = accuracy = predicted = None
         if self.return_z_loss:
-            _, z = self._of_tokens(values, target)
+            _, z = self._of_tokens(values, part)
             z_loss = z if per_token else self._total(z)
         if self.return_token_accuracy:
-            accuracy = ((values.argmax == target.labels) & target.mask).float()
-            accuracy = accuracy if per_token else self._total(accuracy) / self._total(target.mask).clamp(min=1)
+            accuracy = ((values["argmax"] == part.target.labels) & part.mask).float()
+            accuracy = accuracy if per_token else self._total(accuracy) / self._total(part.mask).clamp(min=1)
         if self.return_predicted_tokens:
-            predicted = torch.where(target.mask, values.argmax, -1)
+            predicted = torch.where(part.mask, values["argmax"], -1)
         return z_loss, accuracy, predicted
 
     def _total(self, values: Tensor) -> Tensor:
@@ -368,30 +301,24 @@ class LigerFusedLinearCrossEntropyLoss(ChunkedLoss):
         also = {"argmax": self.return_token_accuracy or self.return_predicted_tokens, "lse": self.return_z_loss}
         return tuple([n for n, wanted in read.items() if wanted]), tuple([n for n, wanted in also.items() if wanted])
 
-    def _denominators(self, target: _Target, label_weights: Tensor | None) -> tuple[Tensor, ...]:
-        """What a target's cross-entropy is divided by, 0-dim; and its z-loss, if that is another number."""
-        token_weights, mask = target.token_weights, target.mask
+    def _denominators(
+        self, head: Head, mask: Tensor, items: Tensor | None, inputs: Mapping[str, Tensor]
+    ) -> tuple[Tensor, ...]:
+        """What the cross-entropy is divided by, 0-dim; and the z-loss, if that is another number."""
         if self.reduction != "mean":
             return (torch.ones((), dtype=torch.float32, device=mask.device),)
-        if target.items is not None:
-            return (target.items.masked_fill(target.items == 0, 1.0),)
-        wide, weights = torch.promote_types(target.head.weight.dtype, torch.float32), mask
-        if token_weights is not None:
-            weights = token_weights.to(torch.promote_types(token_weights.dtype, wide)) * mask
+        if items is not None:
+            return (items.masked_fill(items == 0, 1.0),)
+        wide, weights = torch.promote_types(head.weight.dtype, torch.float32), mask
+        if "token_weights" in inputs:
+            weights = inputs["token_weights"].to(torch.promote_types(inputs["token_weights"].dtype, wide)) * mask
         totals = [weights.sum(dtype=torch.promote_types(weights.dtype, wide))]
-        if label_weights is not None:
+        if "label_weights" in inputs:
             weights = weights.to(totals[0].dtype)
-            totals.insert(0, (weights * label_weights.to(weights.dtype)).sum())
+            totals.insert(0, (weights * inputs["label_weights"].to(weights.dtype)).sum())
         if self.group is not None:
             totals = [self.total(total) for total in totals]
         return tuple([total.masked_fill(total == 0, 1.0) for total in totals])
-
-
-def _arguments(targets: Sequence[_Target], several: bool) -> tuple[Any, Any, Any]:
-    """Hidden states, heads and labels, as the engine's operations take them: lists for several heads."""
-    if not several:
-        return targets[0].hidden_states, targets[0].head, targets[0].labels
-    return [each.hidden_states for each in targets], [each.head for each in targets], [each.labels for each in targets]
 
 
 def _stacked(of_heads: Sequence[Tensor | None]) -> Tensor | None:

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any, ClassVar, NamedTuple
+from collections.abc import Mapping
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from liger_losses.checks import one_each
-from liger_losses.chunked import EngineOptions, Head, Statistics, linear_statistics, linear_token_loss
-from liger_losses.chunked.engine.compiled_calls import token_operator
-from liger_losses.chunked.engine.many_heads import count_targets
-from liger_losses.chunked.engine.operators import operator, separable_loss
-from liger_losses.chunked.engine.query import EqualWeights, Query
+from liger_losses.chunked import EngineOptions, Head
+from liger_losses.chunked.core.inputs import count_targets, target_of
+from liger_losses.chunked.core.entry import operator
+from liger_losses.chunked.core.stream import loss_sum, statistics
+from liger_losses.chunked.core.target import TokenLoss
 
 
 class CrossEntropyTerms(NamedTuple):
@@ -77,56 +77,48 @@ def cross_entropy(
     return CrossEntropyTerms(ce, lse_square_scale * z_scale * lse.square(), derivatives)
 
 
-@token_operator
-@dataclass(frozen=True)
-class TokenCrossEntropy:
+class TokenTerms(NamedTuple):
     """Each token's :func:`cross_entropy` over the denominators, with token weights and token scaling."""
-
-    closed_form: ClassVar[bool] = True  # it returns derivatives, for which no graph is recorded
 
     label_smoothing: float = 0.0
     lse_square_scale: float = 0.0
     use_token_scaling: bool = False
     reads_lse: bool = False  # for the z-loss's terms, even where it has no weight
 
-    def __call__(self, values: Statistics, labels: Tensor, **inputs: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+    def loss(self, values: Mapping[str, Tensor], **inputs: Any) -> tuple[Tensor, dict[str, Tensor]]:
         """The loss ``[n]`` of tokens with the inputs of :meth:`terms`, and its derivatives."""
         ce, z, derivatives = self.terms(values, **inputs)
         return ce + z if self.lse_square_scale else ce, derivatives
 
     def terms(
         self,
-        values: Statistics,
+        values: Mapping[str, Tensor],
         ce_total: Tensor,
         z_total: Tensor | None = None,
         token_weights: Tensor | None = None,
         label_weights: Tensor | None = None,
+        scale: float = 1.0,
     ) -> CrossEntropyTerms:
-        """Its parts; denominators are ``[]`` or ``[n]``, and the z-loss by default has the cross-entropy's."""
-        ce_scale = ce_total.to(values.logp.dtype).reciprocal()
-        z_scale = ce_scale if z_total is None else z_total.to(values.logp.dtype).reciprocal()
+        """Its parts, ``scale`` times; denominators are ``[]``, and the z-loss by default has the cross-entropy's."""
+        logp = values["logp"]
+        ce_scale = scale / ce_total.to(logp.dtype)
+        z_scale = ce_scale if z_total is None else scale / z_total.to(logp.dtype)
         # In the statistics' dtype: fp32 weights would make fp64 scales fp32.
-        scales = [] if token_weights is None else [token_weights.to(values.logp.dtype)]
+        factors = [] if token_weights is None else [token_weights.to(logp.dtype)]
         if self.use_token_scaling:
-            scales.append(values.logp.detach().exp())
-        for scale in scales:
-            ce_scale, z_scale = ce_scale * scale, z_scale * scale
+            factors.append(logp.detach().exp())
+        for factor in factors:
+            ce_scale, z_scale = ce_scale * factor, z_scale * factor
         return cross_entropy(
-            values.logp,
-            mean_logps=values.mean_logp if self.label_smoothing else None,
-            lse=values.lse if self.lse_square_scale or self.reads_lse else None,
+            logp,
+            mean_logps=values["mean_logp"] if self.label_smoothing else None,
+            lse=values["lse"] if self.lse_square_scale or self.reads_lse else None,
             label_weights=None if label_weights is None else label_weights.to(ce_scale.dtype),
             label_smoothing=self.label_smoothing,
             lse_square_scale=self.lse_square_scale,
             ce_scale=ce_scale,
             z_scale=z_scale,
         )
-
-
-def weights_of_statistics(label_smoothing: float, total: Any) -> dict[str, EqualWeights]:
-    """The cross-entropy of tokens of one weight as a sum of statistics; without a total, their mean."""
-    scales = {"logp": label_smoothing - 1.0, "mean_logp": -label_smoothing}
-    return {name: EqualWeights(scale, total) for name, scale in scales.items() if scale or name == "logp"}
 
 
 @operator
@@ -141,20 +133,15 @@ def linear_cross_entropy(
     label_smoothing: float = 0.0,
 ) -> Tensor:
     """``F.cross_entropy`` of the logits of hidden states ``[T, H]``; 0 where no token carries loss."""
-    if class_weight is None and reduction != "none" and not torch.compiler.is_dynamo_compiling():
-        weights = weights_of_statistics(label_smoothing, None if reduction == "mean" else 1.0)
-        query = Query(tuple(weights), token_weights=weights)
-        return separable_loss(hidden_states, head, labels, query, EngineOptions(ignore_index))[0]
-    per_token, mask = TokenCrossEntropy(label_smoothing), labels != ignore_index
+    per_token, mask = TokenTerms(label_smoothing), labels != ignore_index
     names = ("logp", "mean_logp") if label_smoothing else ("logp",)
     label_weights = None if class_weight is None else class_weight[labels.where(mask, 0)]
     counted = mask if label_weights is None else label_weights.where(mask, 0.0)
     total = counted.sum() if reduction == "mean" else mask.new_ones((), dtype=torch.int64)
-    inputs = {"ce_total": total.masked_fill(total == 0, 1).to(torch.float32).expand(labels.shape)}
+    inputs = {"ce_total": total.masked_fill(total == 0, 1)}
     inputs |= {} if label_weights is None else {"label_weights": label_weights}
-    given: dict[str, Any] = {"options": EngineOptions(ignore_index)}
-    given["class_weight"] = class_weight if label_smoothing else None
+    target, options = target_of(hidden_states, head, labels, class_weight=class_weight), EngineOptions(ignore_index)
     if reduction == "none":
-        found = linear_statistics(hidden_states, head, labels, names, **given)
-        return torch.where(mask, per_token(found, labels, **inputs)[0], 0.0)
-    return linear_token_loss(hidden_states, head, labels, per_token, names, token_inputs=inputs, **given)[0]
+        (found,) = statistics([target], names, options)
+        return torch.where(mask, per_token.loss(found, **inputs)[0], 0.0)
+    return loss_sum([target], names, [TokenLoss(per_token.loss, inputs)], options)[0]

@@ -21,18 +21,13 @@ from liger_losses.checks import (
     check_temperature,
     checked_items,
 )
-from liger_losses.chunked import (
-    Head,
-    Largest,
-    Teacher,
-    TeacherLogits,
-    Teachers,
-    TeacherTopK,
-    linear_divergence_loss,
-)
-from liger_losses.chunked.engine.operators import loss_operator, separable_loss
-from liger_losses.chunked.engine.query import Comparison, EqualWeights, Query
-from liger_losses.chunked.engine.teachers import TAILS
+from liger_losses.chunked import Head, Largest, Teacher, TeacherLogits, Teachers, TeacherTopK
+from liger_losses.chunked.core.entry import loss_operator
+from liger_losses.chunked.core.ops import compared_targets, weighted_sum
+from liger_losses.chunked.core.statistics import Statistic
+from liger_losses.chunked.core.stream import loss_sum
+from liger_losses.chunked.core.target import Target, TokenLoss
+from liger_losses.chunked.core.distilled import TAILS
 from liger_losses.chunked.losses.base import ChunkedLoss, LossOptions
 from liger_losses.chunked.losses.columns import loss_over_columns
 from liger_losses.chunked.losses.softmax_divergences import alpha_beta, generalized_jsd
@@ -211,13 +206,12 @@ class DistillationLoss(ChunkedLoss):
             if self.temperature_squared:
                 squares = temperature.to(torch.promote_types(torch.float32, temperature.dtype)).square()
                 factor = factor * torch.where(mask, squares, 0.0)  # it may be anything without loss
+        if self.top_k is not None and self.top_k_of == "teacher" and not isinstance(taught, Teacher):
+            raise TypeError("top_k_of='teacher' needs a Teacher(...); or pass a TeacherTopK(...) without top_k=.")
         which, hard = self.which, self.weight_hard_loss != 0 or self.return_soft_hard_loss
-        columns = self.top_k is not None or isinstance(taught, TeacherTopK)
-        names = ("divergence", "logp") if hard else ("divergence",)
-        if columns or isinstance(taught, Teachers):
-            query = None
-        else:
-            query = Query(names, comparison=Comparison(taught, which, t))
+        columns, targets = self.top_k is not None or isinstance(taught, TeacherTopK), list[Target]()
+        if not columns:
+            targets = compared_targets(hidden, head, labels, taught, which, t, self.ignore_index)
         if self.group is not None:
             self.agree([num_items_in_batch], labels.device)
         if num_items_in_batch is None:
@@ -225,33 +219,19 @@ class DistillationLoss(ChunkedLoss):
         else:
             number = checked_items(num_items_in_batch, labels.device)
             number = torch.where(number == 0, 1, number)
-        weights: dict[str, Any] = {"divergence": self.weight_soft_loss * factor}
+        number = number.to(torch.promote_types(hidden.dtype, torch.float32))
+        weights = {"divergence": self.weight_soft_loss * factor / number}
         if hard:
-            weights["logp"] = -self.weight_hard_loss
-        if query is None or torch.compiler.is_dynamo_compiling() or t is temperature:
-            per_token = mask.to(torch.promote_types(hidden.dtype, torch.float32)) / number
-            weights = {name: weight * per_token for name, weight in weights.items()}
-        else:  # the same for every token
-            total = None if num_items_in_batch is None and self.group is None else number
-            weights = {name: EqualWeights(weight, total) for name, weight in weights.items()}
-        options, summed = self.options, query is not None and not isinstance(factor, Tensor)
-        if self.top_k is not None and self.top_k_of == "teacher" and not isinstance(taught, Teacher):
-            raise TypeError("top_k_of='teacher' needs a Teacher(...); or pass a TeacherTopK(...) without top_k=.")
+            weights["logp"] = -self.weight_hard_loss / number
         if columns:
-            own = {"top_k": self.top_k, "top_k_of": self.top_k_of, "tail": self.tail}
-            loss, found = loss_over_columns(hidden, head, labels, taught, which, weights, t, options, **own)
-        elif query is None:
-            loss, found = linear_divergence_loss(
-                hidden, head, labels, taught, which, weights, temperature=t, options=options
-            )
+            given = {"top_k": self.top_k, "top_k_of": self.top_k_of, "tail": self.tail}
+            loss, found = loss_over_columns(hidden, head, labels, taught, which, weights, t, self.options, **given)
         else:
-            query = replace(query, token_weights=weights)
-            statistics = "sum" if summed else "per_token"
-            loss, (found,) = separable_loss(hidden, head, labels, query, options, statistics)
-        divergences = found.divergence if isinstance(factor, float) and factor == 1.0 else factor * found.divergence
-        if not summed:
-            divergences, found = divergences.sum(), found._replace(logp=found.logp.sum() if hard else None)
-        soft_loss, hard_loss = divergences / number, -found.logp / number if hard else None
+            names = (Statistic("divergence", divergence=which), *(["logp"] if hard else []))
+            loss, parts = loss_sum(targets, names, [TokenLoss(weighted_sum, weights)] * len(targets), self.options)
+            found = {name: sum([part[name] for part in parts]) for name in parts[0]}
+        soft_loss = (factor * found["divergence"]).sum() / number
+        hard_loss = -found["logp"].sum() / number if hard else None
         if self.group is not None:
             loss, soft_loss = self.total(loss), self.total(soft_loss)
             hard_loss = None if hard_loss is None else self.total(hard_loss)

@@ -9,8 +9,10 @@ import torch
 from torch import Tensor
 
 from liger_losses.checks import UnitFloat, check_alike, check_range, check_tensor, checked_mask
-from liger_losses.chunked import Head, Teacher, Tokens, linear_divergence_loss, linear_statistics
-from liger_losses.chunked.engine.operators import loss_operator
+from liger_losses.chunked import Head, Teacher, linear_divergence_loss
+from liger_losses.chunked.core.inputs import target_of
+from liger_losses.chunked.core.entry import loss_operator
+from liger_losses.chunked.core.stream import statistics
 from liger_losses.chunked.losses.base import AnyHead
 from liger_losses.chunked.losses.completion_loss import MAX_EXPONENT
 from liger_losses.chunked.losses.distillation import DistillationLoss, DistillationMetrics, DistillationOptions
@@ -107,23 +109,22 @@ class LigerFusedLinearMiniLLMLoss(DistillationLoss):
             check_tensor("old_logps", old_logps)
             if old_logps.shape != labels.shape:
                 raise ValueError(f"old_logps must be {tuple(labels.shape)}, as labels, got {tuple(old_logps.shape)}.")
-        size, mask = min(head.vocab_size, teacher.vocab_size), labels != self.ignore_index
-        tokens: Any = [labels]
-        if not torch.compiler.is_dynamo_compiling():
-            tokens = Tokens.select([labels], size, self.ignore_index, self.compact, self.backend)
+        mask = labels != self.ignore_index
         with torch.no_grad():
-            (student,) = linear_statistics([hidden_states], head, tokens, options=self.options)
-            (found,) = linear_statistics([teacher.hidden_states], teacher.head, tokens, options=self.options)
-            logps, rewards = student.logp, torch.where(mask, found.logp - student.logp, 0.0)
+            student, found = (
+                statistics([target_of(states, own, labels)], ("logp",), self.options)[0]["logp"]
+                for states, own in ((hidden_states, head), (teacher.hidden_states, teacher.head))
+            )
+            logps, rewards = student, torch.where(mask, found - student, 0.0)
             later = minillm_returns(rewards, mask, self.gamma, self.length_normalization)
             if old_logps is not None:
                 later = later * torch.where(mask, logps - old_logps, 0.0).clamp(max=MAX_EXPONENT).exp()
             per_token = mask.to(logps.dtype) / mask.sum().clamp(min=1)
         weights = {"divergence": per_token * float(self.single_step), "logp": -per_token * later}
-        loss, statistics = linear_divergence_loss(
-            hidden_states, head, tokens, teacher, self.divergence, weights, options=self.options
+        loss, values = linear_divergence_loss(
+            hidden_states, head, labels, teacher, self.divergence, weights, options=self.options
         )
-        means = ((per_token * statistics.divergence).sum(), -(per_token * statistics.logp).sum())
+        means = ((per_token * values.divergence).sum(), -(per_token * values.logp).sum())
         return loss, DistillationMetrics(*means)
 
 

@@ -12,8 +12,8 @@ from torch import Tensor
 
 from liger_losses.checks import NonNegativeFloat, PositiveFloat, check_tensor, meant
 from liger_losses.chunked import Head, Statistics
-from liger_losses.chunked.engine.operators import loss_operator
-from liger_losses.chunked.engine.query import DeclaredStatistics
+from liger_losses.chunked.core.entry import loss_operator
+from liger_losses.chunked.core.results import DeclaredStatistics
 from liger_losses.chunked.losses.base import AnyHead, LossOptions
 from liger_losses.chunked.losses.completion_loss import (
     CompletionBatch,
@@ -174,7 +174,6 @@ class PreferenceLoss(CompletionLoss):
         head = Head.of(lin_weight, bias, transform)
         batch = _read_pairs(head, _input, target, ref_input, ref_logps, temperature)
         batch = self.prepare(batch, ref_weight, ref_bias, transform)
-        tokens = batch.select(self.options) if nll_target is None else None
         nll_labels = None if nll_target is None else self._nll_labels(nll_target, batch.groups(batch.labels)[0])
         extra = None
         if nll_labels is not None:  # tokens that only the likelihood asks for are streamed along with the others
@@ -182,14 +181,14 @@ class PreferenceLoss(CompletionLoss):
             divided_by = None if batch.temperatures is None else batch.groups(batch.temperatures)[0]
             extra = Completions(batch.groups(batch.hidden_states)[0], only_nll, temperature=divided_by)
         wanted = tuple(dict.fromkeys(("mean_logit", *self.metrics)))
-        sides, found = self.score(batch, extra, tokens=tokens, metrics=wanted)
+        sides, others = self.score(batch, extra, metrics=wanted)
         chosen, rejected = sides
         counts = [side.lengths.sum().clamp(min=1) for side in sides]
         nll_logps, nll_count = chosen.statistics.logp, counts[0]
-        if nll_labels is not None and found is not None:
+        if nll_labels is not None and others is not None:
             # Not a product: a log-probability of -inf that does not count must not make it NaN.
             same = (nll_labels == batch.groups(batch.labels)[0]) & (nll_labels != self.ignore_index)
-            nll_logps = nll_logps.where(same, 0.0) + found.logp
+            nll_logps = nll_logps.where(same, 0.0) + others
             nll_count = self.total(nll_labels != self.ignore_index).clamp(min=1)
         chosen_nll = -self.total(nll_logps) / nll_count
         lengths = chosen.lengths, rejected.lengths

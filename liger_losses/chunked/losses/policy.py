@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple
 
@@ -14,10 +14,12 @@ from torch.compiler import is_dynamo_compiling
 
 from liger_losses.caller import warn
 from liger_losses.checks import check_device, check_range, check_tensor
-from liger_losses.chunked import EngineOptions, Head, Statistics, Tokens, TokenSupport, linear_statistics
-from liger_losses.chunked.engine.compiled_calls import token_operator
-from liger_losses.chunked.engine.operators import loss_operator, separable_loss, support_statistics
-from liger_losses.chunked.engine.query import Query
+from liger_losses.chunked import Head, TokenSupport
+from liger_losses.chunked.core.inputs import target_of
+from liger_losses.chunked.core.entry import loss_operator
+from liger_losses.chunked.core.support import kept_statistics
+from liger_losses.chunked.core.stream import loss_sum, statistics
+from liger_losses.chunked.core.target import TokenLoss
 from liger_losses.chunked.losses import policy_objectives as objectives
 from liger_losses.chunked.losses.base import AnyHead, LossOptions
 from liger_losses.chunked.losses.batches import AdaptiveEntropy
@@ -31,32 +33,23 @@ from liger_losses.chunked.losses.policy_objectives import PolicyInputs, policy_t
 from liger_losses.chunked.losses.policy_tables import PolicyOptions
 
 
-@token_operator
-@dataclass(frozen=True)
-class TokenPolicyLoss(PolicyOptions):
-    """The loss of each token, where its term depends on that token alone."""
-
-    def __call__(
-        self,
-        s: Statistics,
-        labels: Tensor,
-        weights: Tensor,
-        advantages: Tensor,
-        old: Tensor | None = None,
-        ref: Tensor | None = None,
-        is_ratio: Tensor | None = None,
-        entropy_weight: Tensor | None = None,
-        sampler: Tensor | None = None,
-    ) -> Tensor:
-        """``[n]``, of tokens with these numbers."""
-        log_ratio = s.logp - (s.logp.detach() if old is None else old)
-        terms = policy_terms(s.logp, log_ratio, advantages, self, old=old, sampler=sampler, ref=ref, is_ratio=is_ratio)
-        terms = weights * terms
-        return terms if entropy_weight is None else terms - entropy_weight * s.entropy
-
-
-#: The loss of fields that are checked once.
-_token_loss = functools.lru_cache(maxsize=256, typed=True)(TokenPolicyLoss)
+def token_loss(
+    o: PolicyOptions,
+    values: Mapping[str, Tensor],
+    weights: Tensor,
+    advantages: Tensor,
+    old: Tensor | None = None,
+    ref: Tensor | None = None,
+    is_ratio: Tensor | None = None,
+    entropy_weight: Tensor | None = None,
+    sampler: Tensor | None = None,
+) -> Tensor:
+    """The loss of each token ``[n]``, where its term depends on that token alone."""
+    logp = values["logp"]
+    log_ratio = logp - (logp.detach() if old is None else old)
+    terms = policy_terms(logp, log_ratio, advantages, o, old=old, sampler=sampler, ref=ref, is_ratio=is_ratio)
+    terms = weights * terms
+    return terms if entropy_weight is None else terms - entropy_weight * values["entropy"]
 
 
 class PolicyMetrics(NamedTuple):
@@ -214,22 +207,15 @@ class LigerFusedLinearGRPOLoss(CompletionLoss):
         refs = None if ref_input is None else [ref_input]
         batch = CompletionBatch(("given",), head, [_input], [labels], refs, (ref_per_token_logps,))
         batch = self.prepare(batch, ref_weight, ref_bias, transform)
-        options = self.options
-        early = is_dynamo_compiling() or (self.beta and batch.ref_hidden_states)
-        tokens: Any = batch.select(options) if support is None and early else None
-        mask = labels != self.ignore_index
-
-        def statistics(hidden: Tensor, head: Head, names: tuple[str, ...], metrics: tuple[str, ...] = ()) -> Statistics:
-            if support is None:
-                return linear_statistics([hidden], head, tokens, names, metrics=metrics, options=options)[0]
-            return support_statistics(hidden, head, labels, support, tuple(dict.fromkeys((*names, *metrics))), options)
-
+        options, mask = self.options, labels != self.ignore_index
+        target = target_of(_input, head, labels)
         if self.beta and support is not None and ref_input is not None:
             assert batch.ref_head is not None
             with torch.no_grad(), naming_the_reference():
-                ref_per_token_logps = statistics(ref_input, batch.ref_head, ("logp",)).logp
+                of_reference = kept_statistics(ref_input, batch.ref_head, labels, support, ("logp",), options)
+                ref_per_token_logps = of_reference["logp"]
         elif self.beta:
-            (ref_per_token_logps,) = batch.reference_logps(tokens, options)
+            (ref_per_token_logps,) = batch.reference_logps(options)
         inputs = PolicyInputs(
             self.settings,
             mask,
@@ -244,17 +230,25 @@ class LigerFusedLinearGRPOLoss(CompletionLoss):
             head=head,
             common_options=None if self.group is None else self.common_options,
         )
-        one_pass = support is None and inputs.options.separable and self.top_entropy_quantile == 1.0
-        if tokens is None and support is None:  # one pass waits for their number once all else is decided
-            tokens = batch.labels if one_pass else batch.select(options)
-        if one_pass:
-            loss, logps = self._one_pass(head, _input, tokens, inputs, options)
+        names = ("logp",) if self._coef is None else ("logp", "entropy")
+        metrics = ("entropy",) if self.top_entropy_quantile < 1.0 else ()
+        if support is not None:
+            both = tuple(dict.fromkeys((*names, *metrics)))
+            found = kept_statistics(_input, head, labels, support, both, options)
+            loss = self._of_statistics(found, inputs, head.vocabulary_ranks)
+        elif inputs.options.separable and not metrics:
+            each = TokenLoss(functools.partial(token_loss, inputs.options), self._token_inputs(inputs))
+            loss, (found,) = loss_sum([target], names, [each], options)
+            loss = inputs.total(loss)
+            if self._coef is not None:
+                self._observe(found["entropy"].sum(), mask.sum())
         else:
-            loss, logps = self._two_passes(statistics(_input, head, *self._names()), inputs, head.vocabulary_ranks)
+            (found,) = statistics([target], names, options, metrics)
+            loss = self._of_statistics(found, inputs, head.vocabulary_ranks)
         # Neither the log-probabilities nor the inputs have a graph: the metrics are constants.
-        found_of_tokens = objectives.token_metrics(logps, inputs, kl=bool(self.beta))
-        metrics = [inputs.total(each) / inputs.counted for each in found_of_tokens]
-        return loss.float(), PolicyMetrics(metrics[1], metrics[0]) if self.beta else PolicyMetricsWithoutKL(metrics[0])
+        of_tokens = objectives.token_metrics(found["logp"].detach(), inputs, kl=bool(self.beta))
+        means = [inputs.total(each) / inputs.counted for each in of_tokens]
+        return loss.float(), PolicyMetrics(means[1], means[0]) if self.beta else PolicyMetricsWithoutKL(means[0])
 
     def _active(self, head: Head, hidden: Tensor, token_ids: Tensor, attention_mask: Tensor) -> Tensor:
         """The labels, if everything fits."""
@@ -284,61 +278,29 @@ class LigerFusedLinearGRPOLoss(CompletionLoss):
             return self.entropy_coef or None
         return self.entropy_coef.coef_tensor if is_dynamo_compiling() else self.entropy_coef.coef
 
-    def _names(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
-        """The statistics that the loss reads, and further ones."""
-        names = ("logp",) if self._coef is None else ("logp", "entropy")
-        return names, ("entropy",) if self.top_entropy_quantile < 1.0 else ()
-
     def _observe(self, entropy_sum: Tensor, tokens: Tensor) -> None:
         if isinstance(self.entropy_coef, AdaptiveEntropy) and self.training:
             self.entropy_coef.observe(entropy_sum, tokens)
 
-    def _one_pass(
-        self,
-        head: Head,
-        hidden: Tensor,
-        tokens: Tokens | Sequence[Tensor],
-        inputs: PolicyInputs,
-        options: EngineOptions,
-    ) -> tuple[Tensor, Tensor]:
-        """Loss and log-probabilities ``[B, T]`` where every token's term depends on that token alone."""
-        coef, (names, _) = self._coef, self._names()
+    def _token_inputs(self, inputs: PolicyInputs) -> dict[str, Tensor]:
+        """What :func:`token_loss` reads beside statistics."""
         optional = {"old": inputs.old_logps, "ref": inputs.ref_logps, "is_ratio": inputs.token_is_ratio}
         if inputs.sampling_logps is not None and inputs.options.reads_sampler:
             optional["sampler"] = inputs.sampling_logps
-        if coef is not None:
-            optional["entropy_weight"] = (coef / inputs.counted).expand(inputs.mask.shape)
-        token_inputs = {name: value for name, value in optional.items() if value is not None}
-        token_inputs |= {"weights": inputs.weights, "advantages": inputs.advantages}
-        make = TokenPolicyLoss if is_dynamo_compiling() else _token_loss
-        token_loss = make(*[getattr(inputs.options, name) for name in PolicyOptions.__match_args__])
-        counts = None if coef is not None else self._counts(inputs)
-        query = Query(names, token_loss=token_loss, token_inputs=token_inputs, counts=counts)
-        loss, (found,) = separable_loss([hidden], head, tokens, query, options)
-        if coef is not None:
-            self._observe(found.entropy.sum(), inputs.mask.sum())
-        return loss if self.group is None else self.total(loss), found.logp
+        if self._coef is not None:
+            optional["entropy_weight"] = self._coef / inputs.counted
+        given = {name: value for name, value in optional.items() if value is not None}
+        return given | {"weights": inputs.weights, "advantages": inputs.advantages}
 
-    @staticmethod
-    def _counts(inputs: PolicyInputs) -> Tensor | None:
-        """``[B, T]``, false for tokens whose term is 0, with an advantage or an importance ratio of 0; ``None`` for
-        losses with other terms."""
-        o, ratio = inputs.options, inputs.token_is_ratio
-        other_terms = (o.beta and inputs.ref_logps is not None) or o.value("log_ratio_penalty")
-        if other_terms or not o.objective.of_advantages:
-            return None
-        counts = inputs.advantages != 0
-        return counts if ratio is None else counts & (ratio != 0)
-
-    def _two_passes(self, found: Statistics, inputs: PolicyInputs, copies: int) -> tuple[Tensor, Tensor]:
-        """The same from all tokens' statistics, of which there are so many copies."""
+    def _of_statistics(self, found: Mapping[str, Tensor], inputs: PolicyInputs, copies: int) -> Tensor:
+        """The loss of all tokens' statistics, of which there are so many copies."""
         coef, share, acting = self._coef, self.top_entropy_quantile, None
         if share < 1.0:
-            acting = objectives.high_entropy_mask(found.entropy, inputs.mask, share, copies=copies)
-        loss = inputs.total(inputs.weights * objectives.coupled_terms(found.logp, inputs, acting))
+            acting = objectives.high_entropy_mask(found["entropy"], inputs.mask, share, copies=copies)
+        loss = inputs.total(inputs.weights * objectives.coupled_terms(found["logp"], inputs, acting))
         if coef is not None:
             acting = inputs.mask if acting is None else acting
-            total, count = (found.entropy * acting).sum(), acting.sum()
+            total, count = (found["entropy"] * acting).sum(), acting.sum()
             self._observe(total, count)
             loss = loss - coef * inputs.total(total) / inputs.total(count).clamp(min=1)
-        return loss, found.logp.detach()
+        return loss

@@ -24,7 +24,7 @@ from liger_losses.checks import (
     checked_mask,
 )
 from liger_losses.chunked import Head
-from liger_losses.chunked.engine.agreement import agree
+from liger_losses.chunked.core.agreement import agree
 from liger_losses.chunked.losses.batches import gather_over_processes, sum_over_processes, world_size
 from liger_losses.chunked.losses.completion_loss import MAX_EXPONENT, wide_dtype
 from liger_losses.chunked.losses.context_parallel import sum_over_group

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from liger_losses.checks import FiniteFloat, UnitFloat, check_alike, check_names, check_number
-from liger_losses.chunked.engine.operators import loss_operator
+from liger_losses.chunked.core.entry import loss_operator
 from liger_losses.chunked.losses.completion_loss import MAX_EXPONENT
 from liger_losses.chunked.losses.pairs import Pairs, PreferenceLoss, PreferenceMetrics, PreferenceOptions, smoothed
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from liger_losses.checks import check_alike, check_names, check_range
-from liger_losses.chunked.engine.teachers import TAILS
+from liger_losses.chunked.core.distilled import TAILS
 from liger_losses.kernels.autograd import edges, once_differentiable
 from liger_losses.kernels.divergence_forms import FORMS, Divergence, finite_logs
 from liger_losses.kernels.divergence_terms import summed_terms

@@ -29,7 +29,7 @@ from liger_losses.checks import (
     checked_mask,
 )
 from liger_losses.chunked import Head
-from liger_losses.chunked.engine.operators import loss_operator
+from liger_losses.chunked.core.entry import loss_operator
 from liger_losses.chunked.losses.base import AnyHead
 from liger_losses.chunked.losses.batches import sum_over_processes
 from liger_losses.chunked.losses.completion_loss import (

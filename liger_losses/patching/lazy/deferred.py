@@ -270,7 +270,7 @@ class _OfAllRanks(torch.autograd.Function):
         rows = gradient.flatten(0, -2)
         return (
             None,
-            ctx.ranks.sum_(gradient @ weight) if needs_hidden else None,
+            ctx.ranks.sum(gradient @ weight) if needs_hidden else None,
             rows.t() @ hidden_states.flatten(0, -2) if needs_weight else None,
             rows.sum(0) if needs_bias else None,
         )

@@ -19,11 +19,12 @@ from torch import Tensor, nn
 
 from liger_losses.caller import warn
 from liger_losses.checks import check_device, check_names, check_tensor, see
-from liger_losses.chunked.engine.head import Head
-from liger_losses.chunked.engine.ranks import ALONE, check_teacher_ranks
-from liger_losses.chunked.engine.weights import Projection
+from liger_losses.chunked.core import target, teachers
+from liger_losses.chunked.core.heads import Head
+from liger_losses.chunked.core.ranks import ALONE, check_teacher_ranks
+from liger_losses.chunked.core.weights import Products
 from liger_losses.kernels.divergence_forms import Divergence
-from liger_losses.kernels.logit_transform import Epilogue, LogitTransform, said
+from liger_losses.kernels.logit_transform import LogitTransform, said
 
 #: What is done with the probability outside a sparse teacher's columns; see :class:`TeacherTopK`.
 TAILS = ("bucket", "lump", "renormalize", "none")
@@ -67,9 +68,8 @@ class Teacher:
             head = Head.of(self.weight, self.bias, LogitTransform(1.0, self.logit_scale, self.softcap))
         except (TypeError, ValueError) as error:
             raise type(error)(f"the teacher's head: {error}") from None
-        hidden_states = head.ranks.local(self.hidden_states)
         with torch.no_grad():
-            return head.expand(hidden_states) if head.adapters else (hidden_states, head)
+            return head.with_dropout(head.ranks.states(self.hidden_states))
 
     @property
     def head(self) -> Head:
@@ -83,6 +83,11 @@ class Teacher:
     @property
     def vocab_size(self) -> int:
         return self.parts[1].vocab_size
+
+    def core(self, labels: Tensor, temperature: float | Tensor) -> target.Target:
+        """The other side of a comparison, at its temperature."""
+        hidden, head = self.parts
+        return target.Target(head.core(), hidden.detach(), labels, temperature)
 
     def check(self, tokens: torch.Size, student: Head) -> None:
         """Raise TypeError or ValueError unless this fits the shape of the student's tokens, and the student's head."""
@@ -126,6 +131,11 @@ class TeacherLogits:
         if not isinstance(self.columns, Integral):
             raise ValueError("TeacherLogits(function) needs columns=, the number of columns that the function returns.")
         return int(self.columns)
+
+    def core(self, labels: Tensor, temperature: float | Tensor) -> teachers.TeacherLogits:
+        """The other side of a comparison, at its temperature."""
+        logits = self.logits if isinstance(self.logits, Tensor) else self.rows
+        return teachers.TeacherLogits(logits, self.vocab_size, temperature)
 
     def check(self, tokens: torch.Size, student: Head) -> None:
         """Raise TypeError or ValueError unless this fits the shape of the student's tokens, and the student's head."""
@@ -230,15 +240,16 @@ def projected_teacher(
     if head.adapters or head.ranks is not ALONE:
         raise ValueError("a projected teacher's head must be whole, without adapters; gather it, or merge them.")
     rows = hidden_states.detach().flatten(0, -2)
-    shares = projection.detach().to_sparse_csr()
-    operand = torch.promote_types(rows.dtype, torch.float32) if rows.device.type == "cpu" else rows.dtype
+    shares, wide = projection.detach().to_sparse_csr(), torch.promote_types(torch.float32, rows.dtype)
+    # A product in half precision is rounded on CPUs.
+    operand = wide if rows.device.type == "cpu" else rows.dtype
+    made = head.core().open(Products(operand, head.vocab_size))
 
     def logits(positions: Tensor) -> Tensor:
         states = rows[positions].to(operand)
-        wide = torch.promote_types(torch.float32, operand)
         projected = torch.empty(len(states), head.vocab_size, dtype=wide, device=states.device)
-        Projection(head.weights, operand, head.vocab_size).into(projected, states, 0, head.vocab_size)
-        q = Epilogue(head.transform, head.bias)(projected).softmax(-1)
+        made.weights.logits(projected, states, slice(0, head.vocab_size))
+        q = head.transform(projected, made.local_bias(slice(None))).softmax(-1)
         found = (shares.to(wide) @ q.t()).t().log_()
         return found if temperature == 1 else found.mul_(temperature)
 
@@ -335,14 +346,6 @@ def _check_columns(teacher: Teacher | TeacherLogits, student: Head) -> None:
         raise ValueError(f"{differ}: more than {MOST_PADDING} apart, which padding does not explain; {advice}")
     if not torch.compiler.is_compiling():
         warn(f"{differ}. Columns that only one of them has are treated as padding: {advice}")
-
-
-def teacher_row_bytes_of(teacher: Teacher | TeacherLogits, vocab_size: int, operand: torch.dtype) -> int:
-    """Bytes of a teacher's hidden state, gathered and cast, or of its logits."""
-    item = torch.promote_types(torch.float32, operand).itemsize
-    if isinstance(teacher, TeacherLogits):
-        return vocab_size * item
-    return teacher.head.hidden_size * (operand.itemsize + item)
 
 
 def check_no_temperature(whose: str, head: Head) -> None:

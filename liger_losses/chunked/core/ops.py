@@ -1,36 +1,44 @@
-"""Differentiable operations on the output of ``lm_head``, and no loss among them:
+"""Operations on the outputs of ``lm_head``, and no loss among them:
 
-- :func:`linear_statistics`, :func:`linear_logps`: numbers per token, if tokens are coupled;
-- :func:`linear_token_loss`: a sum of a function of each token's own, in one pass.
+- :func:`linear_statistics`, :func:`linear_logps`, :func:`linear_divergence`: numbers per token, if tokens are coupled;
+- :func:`linear_token_loss`, :func:`linear_divergence_loss`: a sum of a function of each token's own, in one pass.
 
-They take lists of hidden states, heads and labels too (``many_heads.py``).
+The first two, and :func:`linear_token_loss`, take lists of hidden states, heads and labels too: a target of each.
 
 T tokens, N of them active, H hidden size, V vocabulary size.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+import functools
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from liger_losses.checks import LISTS, check_shift, check_tensor, rows_of_all
-from liger_losses.chunked.engine.head import Head
-from liger_losses.chunked.engine.many_heads import Targets
-from liger_losses.chunked.engine.operators import (
-    of_targets,
-    operator,
-    query_statistics,
-    separable_loss,
-    support_statistics,
+from liger_losses.checks import LISTS, check_like_labels, check_names, check_shift, check_tensor, one_each
+from liger_losses.chunked.core import stream
+from liger_losses.chunked.core.distilled import Teacher, TeacherLogits, Teachers
+from liger_losses.chunked.core.entry import operator
+from liger_losses.chunked.core.heads import Head
+from liger_losses.chunked.core.inputs import several, shift_labels, target_of, targets_of
+from liger_losses.chunked.core.options import EngineOptions
+from liger_losses.chunked.core.results import (
+    HOW_TO_ASK,
+    REGISTERED,
+    DeclaredStatistics,
+    Largest,
+    Statistics,
+    asked,
+    check_asked,
+    named,
 )
-from liger_losses.chunked.engine.plan import EngineOptions
-from liger_losses.chunked.engine.query import REGISTERED, Largest, Query, Statistics
-from liger_losses.chunked.engine.support import TokenSupport
-from liger_losses.chunked.engine.tokens import Tokens, shift_labels
+from liger_losses.chunked.core.statistics import Statistic
+from liger_losses.chunked.core.support import TokenSupport, kept_statistics
+from liger_losses.chunked.core.target import Target, TokenLoss
+from liger_losses.kernels.divergence_forms import Divergence
 from liger_losses.kernels.logit_transform import LogitTransform
 
 #: One for all targets, or a list of one for each.
@@ -76,16 +84,11 @@ def linear_statistics(
         TypeError, ValueError: shapes, dtypes or devices that do not fit together, labels outside the vocabulary,
             unknown names, a workspace that cannot hold one row.
     """
-    query, selected = _query(statistics, metrics, selected, class_weight=class_weight)
-    if isinstance(weight, LISTS) or (isinstance(hidden_states, LISTS) and isinstance(labels, Tensor)):
-        targets = Targets.of(hidden_states, weight, labels, options, bias=bias, transform=transform, selected=selected)
-        return of_targets(targets, query)
-    head = Head.of(weight, bias, transform)
-    if isinstance(selected, (list, tuple)) and isinstance(labels, (list, tuple, Tokens)):
-        shapes: Any = labels.shapes if isinstance(labels, Tokens) else [part.shape for part in labels]
-        query = replace(query, selected=rows_of_all("selected", selected, shapes, head.weight))
-    found = query_statistics(hidden_states, head, labels, query, options)
-    return found if isinstance(hidden_states, (list, tuple)) else found[0]
+    names, metrics = _names(statistics), _names(metrics)
+    targets = _targets(hidden_states, weight, labels, selected, class_weight, options, bias=bias, transform=transform)
+    check_asked(targets, names, metrics)
+    found = [named(values, names) for values in stream.statistics(targets, asked(names), options, metrics)]
+    return found if several(hidden_states, weight) else found[0]
 
 
 @operator
@@ -142,16 +145,17 @@ def linear_logps(
     names = ("logp", *(name for name, wanted in (("entropy", entropy), ("lse", lse)) if wanted))
     options = EngineOptions(ignore_index, compact, workspace, chunk_size, backend=backend)
     transform = LogitTransform(temperature, logit_scale, softcap)
-    several = isinstance(hidden_states, LISTS) or isinstance(weight, LISTS)
+    many = several(hidden_states, weight)
     if not isinstance(shift, bool):
-        check_shift(shift, several)
-    if several:
+        check_shift(shift, many)
+    if many:
         if support is not None:
             raise TypeError(
                 "support= does not work with lists of hidden states or heads; call linear_logps for each of them."
             )
-        targets = Targets.of(hidden_states, weight, labels, options, bias=bias, transform=transform, shift=shift)
-        found = of_targets(targets, Query(names))
+        given: dict[str, Any] = {"bias": bias, "transform": transform, "shift": shift}
+        targets = targets_of(hidden_states, weight, labels, ignore_index, **given)
+        found = [Statistics(**values) for values in stream.statistics(targets, names, options)]
         return found if len(names) > 1 else [part.logp for part in found]
     check_tensor("labels", labels)
     head = Head.of(weight, bias, transform)
@@ -167,7 +171,8 @@ def linear_logps(
         labels = shift_labels(labels, ignore_index, int(shift)) if shift else labels
         statistics = linear_statistics(hidden_states, head, labels, names, options=options)
     else:
-        statistics = support_statistics(hidden_states, head, labels, support, names, options, shift=int(shift))
+        kept = kept_statistics(hidden_states, head, labels, support, names, options, shift=int(shift))
+        statistics = Statistics(**kept)
     return statistics if len(names) > 1 else statistics.logp
 
 
@@ -185,7 +190,7 @@ def linear_topk(
     hidden_states: Tensor,
     weight: Tensor | nn.Module | Head,
     k: int,
-    labels: Tensor | Tokens | None = None,
+    labels: Tensor | None = None,
     *,
     rest: bool = False,
     bias: Tensor | None = None,
@@ -215,10 +220,13 @@ def linear_topk(
         TypeError, ValueError: as :func:`linear_statistics`; a k that is not a number of columns.
     """
     check_tensor("hidden_states", hidden_states, allow_dtensor=True)
+    if labels is None:  # which nobody reads or counts
+        labels = torch.zeros(hidden_states.shape[:-1], dtype=torch.int64, device=hidden_states.device)
+        options = replace(options, compact=False)
     found = linear_statistics(
         hidden_states,
         weight,
-        Tokens.every(hidden_states.shape[:-1], hidden_states.device) if labels is None else labels,
+        labels,
         ("selected_logps",),
         metrics=("columns", "rest") if rest else ("columns",),
         selected=Largest(k),
@@ -278,22 +286,10 @@ def linear_labels_loss(
     one, columns, mask = _several_labels(labels, options)
     factors = torch.where(mask, weights.detach(), 0.0)
 
-    def loss(s: Statistics, labels: Tensor, factors: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-        return -(factors * s.selected_logps).sum(-1), {"selected_logps": -factors}
-
-    total, found = linear_token_loss(
-        hidden_states,
-        weight,
-        one,
-        loss,
-        "selected_logps",
-        token_inputs={"factors": factors},
-        selected=columns,
-        bias=bias,
-        transform=transform,
-        options=options,
-    )
-    return total, torch.where(mask, found.selected_logps, 0.0)
+    target = target_of(hidden_states, Head.of(weight, bias, transform), one, selected=columns)
+    loss = TokenLoss(weighted_sum, {"selected_logps": -factors})
+    total, (found,) = stream.loss_sum([target], ("selected_logps",), [loss], options)
+    return total, torch.where(mask, found["selected_logps"], 0.0)
 
 
 @operator
@@ -342,38 +338,188 @@ def linear_token_loss(
     Raises:
         TypeError, ValueError: as :func:`linear_statistics`; token inputs or losses that are not one per token.
     """
-    many = isinstance(hidden_states, LISTS) or isinstance(weight, LISTS)
     if not callable(token_loss):
         raise TypeError(f"token_loss must be a function (statistics, labels, **inputs) -> [n], got {token_loss!r}.")
-    if not many:
-        check_tensor("hidden_states", hidden_states, allow_dtensor=True)
-    query, selected = _query(
-        statistics,
-        metrics,
-        selected,
-        class_weight=class_weight,
-        token_loss=token_loss,
-        token_inputs={} if many else token_inputs or {},
-    )
-    if many:
-        inputs = token_inputs or {}
-        targets = Targets.of(
-            hidden_states, weight, labels, options, bias=bias, transform=transform, inputs=inputs, selected=selected
+    names, metrics = _names(statistics), _names(metrics)
+    given: dict[str, Any] = {"bias": bias, "transform": transform, "inputs": token_inputs or {}}
+    targets = _targets(hidden_states, weight, labels, selected, class_weight, options, **given)
+    check_asked(targets, names, metrics)
+    inputs = {name: one_each(value, len(targets)) for name, value in (token_inputs or {}).items()}
+    losses = []
+    for i, target in enumerate(targets):
+        own = {name: values[i] for name, values in inputs.items()}
+        for name, value in own.items():
+            check_like_labels(name, value, target.labels.shape, target.labels)
+        losses.append(TokenLoss(functools.partial(_of_user, token_loss, names), {"labels": target.labels, **own}))
+    loss, found = stream.loss_sum(targets, asked(names), losses, options, metrics)
+    each = [named(values, names) for values in found]
+    return loss, each if several(hidden_states, weight) else each[0]
+
+
+@operator
+def linear_divergence(
+    hidden_states: Tensor,
+    weight: Tensor | nn.Module | Head,
+    labels: Tensor,
+    teacher: Teacher | TeacherLogits | Teachers,
+    divergence: Divergence,
+    *,
+    logp: bool = False,
+    temperature: float | Tensor = 1.0,
+    bias: Tensor | None = None,
+    transform: LogitTransform | None = None,
+    options: EngineOptions = EngineOptions(),
+) -> Statistics:
+    """The divergence between student and teacher for each token, a differentiable operation.
+
+    Backward computes the logits again. If the loss is a weighted sum with known weights, use
+    :func:`linear_divergence_loss`.
+
+    Args:
+        hidden_states: ``[..., H]``, of the student.
+        weight: the student's ``lm_head``: ``[Vs, H]``, a linear layer, or a :class:`Head`.
+        labels: ``[...]`` int64. Without ``logp``, they only say which tokens are masked (``ignore_index``).
+        teacher: see :class:`liger_losses.Teacher`.
+        divergence: see :class:`liger_losses.Divergence`.
+        logp: also return the student's log-probabilities of the labels, over its whole vocabulary and at temperature
+            1, differentiable.
+        temperature: divides the logits of both models in the divergence: a number, or ``[...]`` with one for each
+            hidden state.
+        bias: ``[Vs]``.
+        transform: scale and soft-cap of the student's logits.
+        options: see :class:`EngineOptions`.
+
+    Returns:
+        :class:`Statistics` with ``divergence`` (and ``logp``) in the labels' shape; fp32, or fp64 for fp64 inputs.
+
+    Raises:
+        TypeError, ValueError: shapes, dtypes or devices that do not fit together.
+    """
+    head, others = Head.of(weight, bias, transform), ("logp",) if logp else ()
+    targets = compared_targets(hidden_states, head, labels, teacher, divergence, temperature, options.ignore_index)
+    names = (Statistic("divergence", divergence=divergence), *others)
+    return added([Statistics(**values) for values in stream.statistics(targets, names, options)])
+
+
+@operator
+def linear_divergence_loss(
+    hidden_states: Tensor,
+    weight: Tensor | nn.Module | Head,
+    labels: Tensor,
+    teacher: Teacher | TeacherLogits | Teachers,
+    divergence: Divergence,
+    weights: Mapping[str, Tensor],
+    *,
+    metrics: tuple[str, ...] = (),
+    temperature: float | Tensor = 1.0,
+    bias: Tensor | None = None,
+    transform: LogitTransform | None = None,
+    options: EngineOptions = EngineOptions(),
+) -> tuple[Tensor, Statistics]:
+    """``sum_t (weights["divergence"]_t divergence_t + weights["logp"]_t logp_t)`` in one pass.
+
+    Args:
+        weights: the weights of ``divergence`` and, optionally, of ``logp``; constants ``[...]`` in the labels' shape.
+        metrics: ``("entropy",)`` to also return the student's entropy, at the temperature.
+        hidden_states, weight, labels, teacher, divergence, temperature, bias, transform, options: as in
+            :func:`linear_divergence`.
+
+    Returns:
+        The loss (0-dim), differentiable once, and the detached :class:`Statistics`.
+
+    Raises:
+        TypeError, ValueError: as :func:`linear_divergence`; weights that are not one per token.
+    """
+    head, ignored = Head.of(weight, bias, transform), options.ignore_index
+    targets = compared_targets(hidden_states, head, labels, teacher, divergence, temperature, ignored)
+    check_names(weights, ("divergence", "logp"), "differentiable statistic", HOW_TO_ASK)
+    check_names(metrics, ("entropy",), "statistic", HOW_TO_ASK)
+    for name, value in weights.items():
+        check_like_labels(name, value, labels.shape, head.weight)
+    names: list[Any] = [Statistic(name, divergence=divergence) if name == "divergence" else name for name in weights]
+    losses = [TokenLoss(weighted_sum, dict(weights))] * len(targets)
+    loss, found = stream.loss_sum(targets, names, losses, options, ["soft_entropy"] if metrics else [])
+    found = [{"entropy" if n == "soft_entropy" else n: v for n, v in values.items()} for values in found]
+    return loss, added([Statistics(**values) for values in found])
+
+
+def compared_targets(
+    hidden_states: Any,
+    head: Head,
+    labels: Tensor,
+    teacher: Any,
+    divergence: Divergence,
+    temperature: float | Tensor,
+    ignore_index: int,
+) -> list[Target]:
+    """A target for each teacher: of several, each has its tokens."""
+    each = [(teacher, labels)]
+    if isinstance(teacher, Teachers):
+        check_tensor("labels", labels)
+        each = list(zip(teacher.teachers, teacher.labels(labels, ignore_index), strict=True))
+    return [target_of(hidden_states, head, own, comparison=(one, divergence, temperature)) for one, own in each]
+
+
+def added(parts: Sequence[Statistics]) -> Statistics:
+    """Statistics of all tokens: the sum of each teacher's, which are 0 for tokens of other teachers."""
+    if len(parts) == 1:
+        return parts[0]
+    values = {name: [getattr(part, name) for part in parts] for name in Statistics._fields}
+    return Statistics(**{name: torch.stack(p).sum(0) for name, p in values.items() if p[0] is not None})
+
+
+def _of_user(token_loss: Callable[..., Any], names: Sequence[str], values: Any, labels: Tensor, **inputs: Tensor) -> Any:
+    """What a user's token loss returns, the losses ``[n]``, and derivatives if it has any.
+
+    Raises:
+        ValueError: it has not returned one value for each token.
+    """
+    reader = f"token_loss ({getattr(token_loss, '__name__', type(token_loss).__name__)})"
+    place = "statistics=, or to metrics= where it needs no gradient"
+    registered = [name for name in names if name in REGISTERED]
+    declared: Any = DeclaredStatistics(named(values, names), reader, place, registered)
+    result = token_loss(declared, labels, **inputs)
+    losses = result[0] if isinstance(result, tuple) else result
+    if not isinstance(losses, Tensor) or losses.shape != labels.shape:
+        got = tuple(losses.shape) if isinstance(losses, Tensor) else type(losses).__name__
+        raise ValueError(
+            f"token_loss must return one value per token, [{len(labels)}], got {got}. Return it before any sum or "
+            "mean: the loss is the sum over the tokens; a mean's divisor goes into token_inputs."
         )
-        return of_targets(targets, query, inputs)
-    loss, (found,) = separable_loss(hidden_states, Head.of(weight, bias, transform), labels, query, options)
-    return loss, found
+    return result
 
 
-def _query(statistics: Any, metrics: Any, selected: Any, **fields: Any) -> tuple[Query, Any]:
-    """A query, whose registered statistics are one of that name, and what columns are selected for each label."""
-    names, others = _names(statistics), _names(metrics)
-    registered = tuple([name for name in names if isinstance(name, str) and name in REGISTERED])
-    if registered:
-        names = (*(name for name in names if name not in REGISTERED), "registered")
-    largest = selected.k if isinstance(selected, Largest) else 0
-    selected = None if largest else selected
-    return Query(names, others, selected=selected, largest=largest, registered=registered, **fields), selected
+def _targets(
+    hidden_states: Any,
+    weight: Any,
+    labels: Any,
+    selected: Any,
+    class_weight: Tensor | None,
+    options: EngineOptions,
+    *,
+    inputs: Mapping[str, Any] | None = None,
+    **given: Any,
+) -> list[Target]:
+    """The targets of an operation's arguments, with their selected columns."""
+    if not isinstance(options, EngineOptions):
+        raise TypeError(f"options must be liger_losses.EngineOptions(...), got {type(options).__name__}.")
+    selected = selected.k if isinstance(selected, Largest) else selected
+    fields: dict[str, Any] = {"class_weight": class_weight}
+    if several(hidden_states, weight) and isinstance(selected, Tensor) and isinstance(labels, LISTS):
+        sizes = [part.numel() for part in labels]
+        if len(selected) == sum(sizes):  # of all tokens
+            parts = zip(selected.split(sizes), labels, strict=True)
+            selected = [rows.view(*part.shape, -1) for rows, part in parts]
+    counted = {f"token_inputs[{name!r}]": value for name, value in (inputs or {}).items()}
+    each = {"selected": selected}
+    return targets_of(hidden_states, weight, labels, options.ignore_index, each=each, counted=counted, **given, **fields)
+
+
+def weighted_sum(values: Mapping[str, Tensor], **weights: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+    """``sum_s w_s s`` of each token, and its derivatives, the weights."""
+    each = {name: weight.expand_as(values[name]) for name, weight in weights.items()}
+    terms = [weight * values[name] for name, weight in each.items()]
+    return sum([term.sum(-1) if term.dim() > 1 else term for term in terms]), each  # type: ignore[return-value]
 
 
 def _names(names: Iterable[str] | str) -> tuple[str, ...]:

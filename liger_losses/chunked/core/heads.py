@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -16,13 +15,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from liger_losses.checks import check_vector, check_weight, is_weight_and_bias
-from liger_losses.chunked.core.quantizers import find_quantized
-from liger_losses.chunked.engine.adapters import LowRank, adapters_of, side_by_side
-from liger_losses.chunked.engine.plan import MEMORY_PARTS, bound_of, default_workspace, device_memory
-from liger_losses.chunked.engine.ranks import ALONE, Ranks, VocabularyRanks, local_rows, share_mesh, share_vocabulary
-from liger_losses.chunked.engine.weights import QuantizedWeight, Weights, weights_of
+from liger_losses.chunked.core.adapters import LowRank, adapters_of, side_by_side
+from liger_losses.chunked.core import head as core
+from liger_losses.chunked.core.quantizers import QuantizedWeight, find_quantized
+from liger_losses.chunked.core.ranks import ALONE, Ranks, VocabularyRanks, local_rows, share_mesh, share_vocabulary
+from liger_losses.chunked.core.weights import Dense, Quantized, Weights, WithAdapters
 from liger_losses.kernels.logit_transform import LogitTransform
-from liger_losses.kernels.matmul import HALF_DTYPES, wide_dtype
 from liger_losses.kernels.tracing import outside_graphs
 
 #: The default of ``Head(batch_invariant=)``.
@@ -161,7 +159,7 @@ class Head:
     @property
     def vocab_size(self) -> int:
         """The vocabulary size V, over all ranks."""
-        return self.weight.shape[0] if self.ranks is ALONE else self.ranks.vocab_size
+        return sum(self.ranks.sizes) or self.weight.shape[0]
 
     @property
     def vocabulary_ranks(self) -> int:
@@ -171,11 +169,28 @@ class Head:
     @property
     def weights(self) -> Weights:
         """This rank's rows."""
-        return weights_of(self.weight, self.quantized)
+        weights: Weights = Dense(self.weight) if self.quantized is None else Quantized(self.weight, codes=self.quantized)
+        for adapter in self.adapters:
+            weights = WithAdapters(weights, adapter.a, adapter.b, adapter.scale)
+        return weights
 
     @property
     def hidden_size(self) -> int:
-        return self.weights.shape[1]
+        return self.weight.shape[1] if self.quantized is None else self.quantized.shape[1]
+
+    def core(self) -> core.Head:
+        """What makes logits of hidden states, at temperature 1.
+
+        Raises:
+            ValueError: batch invariance with adapters, or with codes that are not dequantized at once.
+        """
+        if self.batch_invariant and self.adapters:
+            raise ValueError(
+                "batch_invariant=True needs a head without adapters, because torch's product with them depends on the "
+                "number of tokens; merge them into the weight, or leave batch_invariant out."
+            )
+        transform = replace(self.transform, temperature=1.0)
+        return core.Head(self.weights, self.bias, transform, self.ranks, self.batch_invariant)
 
     def with_fields(self, **changes: Any) -> Head:
         """A copy with other fields, which are not checked again."""
@@ -192,7 +207,7 @@ class Head:
         """
         if not isinstance(self.ranks, VocabularyRanks):
             return self
-        return self.with_fields(ranks=replace(self.ranks, partial_gradients=True))
+        return self.with_fields(ranks=replace(self.ranks, sums_hidden=False))
 
     def columns(self, columns: slice) -> Head:
         """The head of some of its rows."""
@@ -202,16 +217,10 @@ class Head:
             changes["quantized"] = self.quantized.part(start, stop)
         return self.with_fields(weight=self.weight[columns], **changes)
 
-    def expand(self, hidden_states: Any) -> tuple[Any, Head]:
-        """Hidden states (or a list of them) and a head without adapters that have the same logits."""
-        if isinstance(hidden_states, (list, tuple)):
-            pairs = [self.expand(part) for part in hidden_states]
-            return [hidden for hidden, _ in pairs], pairs[0][1]
-        if self.batch_invariant:
-            raise ValueError(
-                "batch_invariant=True needs a head without adapters, because torch's product with them depends on the "
-                "number of tokens; merge them into the weight, or leave batch_invariant out."
-            )
+    def with_dropout(self, hidden_states: Tensor) -> tuple[Tensor, Head]:
+        """Hidden states and a head of the same logits, in which what adapters drop of hidden states is drawn."""
+        if not any(adapter.dropout for adapter in self.adapters):
+            return hidden_states, self
         hidden, weight = side_by_side(hidden_states, self.weight, self.adapters)
         return hidden, self.with_fields(weight=weight, adapters=())
 
@@ -221,7 +230,7 @@ class Head:
 
         All ranks of a vocabulary-parallel head call it together.
         """
-        weight = self.weights.dequantized(self.weight.dtype if self.quantized is None else self.quantized.dtype).trained
+        weight = self.weight if self.quantized is None else self.quantized.rows(0, self.quantized.shape[0])
         for adapter in self.adapters:
             weight = (weight.float() + adapter.scale * adapter.b.float() @ adapter.a.float()).to(weight.dtype)
         bias = None if self.bias is None else self.ranks.whole(self.bias)
@@ -281,44 +290,3 @@ def _say_what_to_pass(module: nn.Module) -> str:
         f"got {kind}, which is no nn.Linear; pass a floating-point weight [vocab_size, hidden_size] instead, or "
         "tell how its rows are dequantized (liger_losses.register_quantized_weight)."
     )
-
-
-def check_invariant(head: Head, backend: str, dequantized_bytes: int) -> None:
-    """Raise ValueError for a call that cannot be batch invariant: without Triton on a GPU, or of a quantized head that
-    is not dequantized at once."""
-    device = head.weight.device
-    if head.quantized is not None and not dequantized_bytes:
-        raise ValueError(
-            "batch_invariant=True needs a quantized head dequantized as a whole, but half of the workspace cannot hold "
-            "it; give a larger workspace=, pass Head(dequantized_weight), or leave batch_invariant out."
-        )
-    if device.type != "cpu" and backend == "torch":
-        raise ValueError(
-            f"batch_invariant=True needs Triton's kernels on {device.type}, because torch's sums depend on the number "
-            "of tokens, but this call runs in torch (backend='torch', or fp64, which Triton's kernels do not compute); "
-            "leave backend= or batch_invariant out."
-        )
-
-
-def operand_dtype(compute_dtype: torch.dtype, device: torch.device, backend: str | None = None) -> torch.dtype:
-    """Dtype of the products' operands: half precision on CUDA and in Triton, fp32 where CPUs would round products."""
-    if compute_dtype in HALF_DTYPES and device.type != "cuda" and backend != "triton":
-        return torch.float32
-    return compute_dtype
-
-
-def dequantized_bytes(
-    heads: Sequence[Head], tokens: int, operand: torch.dtype, workspace: int | None, memory: int | None
-) -> int:
-    """Bytes of a call's quantized heads if they are dequantized as a whole, in half of the workspace; else 0."""
-    # For the rank that has the most rows: all ranks must decide alike. Some rows of logits must fit beside the heads.
-    rows = [head.ranks.most_columns(head.vocab_size) for head in heads]
-    pairs = zip(heads, rows, strict=True)
-    size = sum([head.weights.dequantized_bytes(operand) // len(head.weight) * count for head, count in pairs])
-    row, vectors = rows[0] * wide_dtype(operand).itemsize, tokens * 32 * 4
-    bound = bound_of(workspace)
-    if bound is None and size:
-        memory = device_memory(heads[0].weight.device) if memory is None else memory
-        usual = default_workspace(row // 4, 4, heads[0].weight.device)
-        bound, vectors = max(usual, memory // MEMORY_PARTS), 0
-    return size if bound is not None and size + max(size, 64 * row + vectors) <= bound else 0

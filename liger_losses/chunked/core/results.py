@@ -1,0 +1,175 @@
+"""What users get of a call and what they register: statistics by their names."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from numbers import Integral
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from liger_losses.checks import check_names, check_new
+from liger_losses.chunked.core.statistics import OF_KERNELS, STATISTICS, Statistic
+from liger_losses.chunked.core.target import Target
+
+
+class Statistics(NamedTuple):
+    """Per-token statistics of the softmax of the logits; ``None`` if not requested, 0 for masked tokens.
+
+    :func:`liger_losses.kernels.softmax_stats.softmax_statistics` defines most of them. ``selected_logps [..., k]`` are
+    the log-probabilities of the selected vocabulary entries. ``divergence`` is the divergence from a teacher.
+    ``columns [..., k]`` are the ids of the largest log-probabilities. ``rest`` is the log-probability of all entries
+    together that are not selected. ``registered [..., m]`` are statistics of :func:`liger_losses.register_statistic`,
+    in the order of the request.
+    """
+
+    logp: Any = None
+    entropy: Any = None
+    lse: Any = None
+    mean_logp: Any = None
+    log_sum_sq_probs: Any = None
+    mean_logit: Any = None
+    argmax: Any = None
+    selected_logps: Any = None
+    divergence: Any = None
+    columns: Any = None
+    rest: Any = None
+    registered: Any = None
+
+
+#: Statistics that not every place takes: how to ask for them.
+HOW_TO_ASK = {
+    "argmax": "metrics='argmax', which has no gradient",
+    "selected_logps": "statistics='selected_logps' of linear_statistics or linear_token_loss, with selected=",
+    "columns": "metrics='columns' of linear_statistics or linear_token_loss, with selected=Largest(k)",
+    "rest": "metrics='rest' of linear_statistics or linear_token_loss, with selected=",
+    "divergence": "linear_divergence",
+    "registered": "the registered names in statistics=",
+}
+
+
+class DeclaredStatistics:
+    """The :class:`Statistics` that a custom loss reads: reading an undeclared one is an AttributeError.
+
+    It is not a named tuple, since torch.compile reads all fields of a named tuple.
+
+    Args:
+        values: the statistics, ``None`` for those not asked for.
+        reader: the name of the loss.
+        place: where it names its statistics.
+        registered: the names of ``values.registered``.
+    """
+
+    def __init__(self, values: Sequence[Any], reader: str, place: str, registered: Sequence[str] = ()) -> None:
+        self._reader, self._place = reader, place
+        for name, value in zip(Statistics._fields, values, strict=True):
+            if value is not None:
+                setattr(self, name, value)
+        if registered:
+            for name, value in zip(registered, self.registered.unbind(-1), strict=True):
+                setattr(self, name, value)
+
+    def __getattr__(self, name: str) -> Any:
+        if name not in Statistics._fields and name not in REGISTERED:
+            raise AttributeError(f"there is no statistic {name!r}; it must be one of {', '.join(Statistics._fields)}.")
+        how = HOW_TO_ASK.get(name, f"statistics={name!r}" if name in REGISTERED else None)
+        known = ", ".join([field for field in Statistics._fields if field in self.__dict__])
+        declared = f"only {known}" if known else "none"
+        advice = f"Add {name!r} to {self._place}" if how is None else f"Use {how}"
+        raise AttributeError(f"{self._reader} reads statistics.{name}, but declares {declared}. {advice}.")
+
+
+@dataclass(frozen=True)
+class Largest:
+    """``selected=Largest(k)``: the k most likely vocabulary entries of each token, in descending order."""
+
+    k: int
+
+    def __post_init__(self) -> None:
+        if isinstance(self.k, bool) or not isinstance(self.k, Integral) or self.k < 1:
+            raise ValueError(f"k must be a positive integer, got {self.k!r}.")
+
+
+#: The terms of what :func:`register_statistic` was given, by name.
+REGISTERED: dict[str, Callable[[Tensor], Tensor]] = {}
+
+
+def register_statistic(name: str, term: Callable[[Tensor], Tensor]) -> None:
+    """Make ``sum_v term(log p_v)`` a statistic that losses may read, differentiable by hidden states, weight and bias.
+
+    PyTorch computes it from blocks of fp32 logits, on every device.
+
+    Args:
+        name: a name that no other statistic has. A function of the same module and qualified name replaces the term.
+        term: ``log_p [R, V] -> [R, V]``, elementwise and differentiable; ``log_p`` is at least -10,000.
+
+    Raises:
+        TypeError, ValueError: a name that is taken; terms of another shape, that are not finite, whose derivative is
+            not, or that are not elementwise.
+    """
+    if not isinstance(name, str) or not name.isidentifier():
+        raise TypeError(f"the name of a new statistic must be an identifier, got {name!r}.")
+    taken = {*REGISTERED, *STATISTICS, "divergence", "registered"}
+    check_new("statistic", name, taken, term, REGISTERED.get(name))
+    g = torch.Generator().manual_seed(0)
+    log_p = torch.randn(3, 7, generator=g, dtype=torch.float64).log_softmax(-1)
+    log_p[0, 0] = -1e4
+    found, derivative = _term_and_derivative(term, log_p)
+    if not isinstance(found, Tensor) or found.shape != log_p.shape:
+        got = tuple(found.shape) if isinstance(found, Tensor) else type(found).__name__
+        raise ValueError(f"the term of {name!r} must return one value per entry, {tuple(log_p.shape)}, got {got}.")
+    if not (found.isfinite().all() and derivative.isfinite().all()):
+        raise ValueError(f"the term of {name!r}, or its derivative, is not finite for log-probabilities down to -1e4.")
+    if not torch.allclose(term(log_p[1:, 2:]), found[1:, 2:]):
+        raise ValueError(f"the term of {name!r} must be elementwise: an entry's value depends on other entries.")
+    REGISTERED[name] = term
+
+
+def _term_and_derivative(term: Callable[[Tensor], Tensor], log_p: Tensor) -> tuple[Tensor, Tensor]:
+    with torch.enable_grad():
+        leaf = log_p.detach().requires_grad_()
+        found = term(leaf)
+        if not isinstance(found, Tensor) or not found.requires_grad:
+            return found, torch.zeros_like(log_p)
+        (derivative,) = torch.autograd.grad(found.sum(), leaf)
+    return found.detach(), derivative
+
+
+def asked(names: Iterable[str]) -> list[Statistic]:
+    """The statistics of these names, which users may have registered."""
+    return [Statistic(n, _terms_of(n)) if n in REGISTERED else STATISTICS[n] for n in names]
+
+
+def _terms_of(name: str) -> Callable[[Tensor, int], Tensor]:
+    return lambda log_p, vocab_size: REGISTERED[name](log_p)
+
+
+def named(values: Mapping[str, Tensor], names: Sequence[str] = ()) -> Statistics:
+    """Statistics by their names, those that users have registered together."""
+    registered = [name for name in names if name in REGISTERED]
+    found = {name: value for name, value in values.items() if name not in registered}
+    if registered:
+        found["registered"] = torch.stack([values[name] for name in registered], -1)
+    return Statistics(**found)
+
+
+def check_asked(targets: Sequence[Target], names: Sequence[str], metrics: Sequence[str]) -> None:
+    """Raise ValueError for names that are no statistics of the targets, differentiable ones first."""
+    head, selected = targets[0].head, targets[0].selected
+    known, others = tuple([name for name in OF_KERNELS if name != "argmax"]), tuple(OF_KERNELS)
+    if selected is not None:
+        known, others = ("selected_logps", *known), ("rest", *others)
+    if isinstance(selected, int):
+        others = ("columns", *others)
+        if selected > head.vocab_size:
+            raise ValueError(f"k must be at most the {head.vocab_size} columns of the head, got {selected}.")
+    registered = [name for name in names if isinstance(name, str) and name in REGISTERED]
+    if registered and head.batch_invariant:
+        raise ValueError(
+            f"{', '.join(registered)}: a registered statistic is summed in an order that depends on the "
+            "batch; use a head without batch_invariant=True."
+        )
+    check_names([name for name in names if name not in registered], known, "differentiable statistic", HOW_TO_ASK)
+    check_names(metrics, others, "statistic", HOW_TO_ASK)

@@ -1,1 +1,0 @@
-"""Hidden states -> per-token statistics and gradients: the only code that sees logits."""

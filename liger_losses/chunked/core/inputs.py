@@ -74,6 +74,7 @@ def target_of(
             check_temperature(soft, head.weight.device, [labels.shape])
         fields["teacher"] = teacher.core(labels, soft)
     hidden, head = head.with_dropout(hidden)
+    labels = labels.clone() if labels.is_inference() else labels  # autograd keeps no tensor of inference mode
     return Target(head.core(), hidden, labels, **fields)
 
 

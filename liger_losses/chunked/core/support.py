@@ -5,8 +5,9 @@ T tokens, N of them active, V vocabulary size, K kept columns of a token, P kept
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
@@ -98,9 +99,9 @@ class TokenSupport:
 class Kept(NamedTuple):
     """Tokens that keep about as many columns."""
 
-    tokens: Tensor  # [n], their places among the flattened tokens
-    labels: Tensor  # [n]
-    ids: Tensor | None  # [n, K], padded with -1; None for tokens without a cut
+    labels: Tensor  # [...], or [n] of some tokens; ignore_index for tokens of other parts
+    ids: Tensor | None  # [..., K], padded with -1; None for tokens without a cut
+    tokens: Tensor | None = None  # [n], their places among the flattened tokens; None for all
 
 
 def kept_statistics(
@@ -132,51 +133,65 @@ def kept_statistics(
         raise TypeError(f"support must be a TokenSupport(ids), got {type(support).__name__}.")
     whole = target_of(hidden_states, head, labels)
     support.check(labels, head.weight)
-    moved = (shift_labels(labels, options.ignore_index, shift) if shift else labels).flatten()
-    parts = groups_of(support, moved, options.ignore_index, shift)
-    check_kept(parts, head.vocab_size, support, shift, lacks=not support.add_label and "logp" in names)
+    moved = shift_labels(labels, options.ignore_index, shift) if shift else labels
+    split = padded_parts if support.offsets is None else ragged_parts
+    parts = split(support, moved, options.ignore_index, shift)
+    check_kept(parts, head.vocab_size, support, options.ignore_index, shift, "logp" in names)
     if support.add_label:
         parts = [part._replace(ids=with_label(part)) for part in parts]
-    hidden, divided = whole.hidden.flatten(0, -2), whole.temperature
-    targets = []
-    for part in parts:
-        own = divided.flatten()[part.tokens] if isinstance(divided, Tensor) else divided
-        fields = {"kept": part.ids, "sparse_grad": support.sparse_grad}
-        targets.append(Target(whole.head, hidden[part.tokens], part.labels, own, **fields))
-    found, tokens = statistics(targets, names, options), torch.cat([part.tokens for part in parts])
-    values = {name: torch.cat([each[name] for each in found]) for name in names}
-    return {n: v.new_zeros(labels.numel()).index_put((tokens,), v).view(labels.shape) for n, v in values.items()}
+    targets = [_of_part(whole, part, support.sparse_grad) for part in parts]
+    found = [
+        {name: _spread(value, part.tokens, labels.shape) for name, value in values.items()}
+        for part, values in zip(parts, statistics(targets, names, options), strict=True)
+    ]
+    return {name: functools.reduce(torch.add, [values[name] for values in found]) for name in names}
 
 
-def groups_of(support: TokenSupport, labels: Tensor, ignore_index: int, shift: int) -> list[Kept]:
-    """Active tokens by how many columns they keep: padded rows have one width, ragged ones powers of two.
+def _of_part(whole: Target, part: Kept, sparse: bool) -> Target:
+    if part.tokens is None:
+        return replace(whole, labels=part.labels, kept=part.ids, sparse_grad=sparse)
+    hidden, divided = whole.hidden.flatten(0, -2)[part.tokens], whole.temperature
+    divided = divided.flatten()[part.tokens] if isinstance(divided, Tensor) else divided
+    fields = {"temperature": divided, "kept": part.ids, "sparse_grad": sparse}
+    return replace(whole, hidden=hidden, labels=part.labels, **fields)
+
+
+def _spread(values: Tensor, tokens: Tensor | None, shape: torch.Size) -> Tensor:
+    """Values of some tokens in the labels' shape, 0 for others."""
+    if tokens is None:
+        return values
+    return values.new_zeros(shape.numel()).index_put((tokens,), values).view(shape)
+
+
+def padded_parts(support: TokenSupport, labels: Tensor, ignore_index: int, shift: int) -> list[Kept]:
+    """Tokens with kept columns, and tokens without."""
+    ids = support.ids.long()
+    if shift:
+        ids = torch.cat([ids[..., shift:, :], torch.full_like(ids[..., :shift, :], -1)], -2)
+    cut = (ids != -1).any(-1)
+    parts = [Kept(torch.where(cut, ignore_index, labels), None)]
+    return [*parts, Kept(torch.where(cut, labels, ignore_index), ids)] if ids.shape[-1] else parts
+
+
+def ragged_parts(support: TokenSupport, labels: Tensor, ignore_index: int, shift: int) -> list[Kept]:
+    """Active tokens by how many columns they keep, up to powers of two.
 
     Raises:
         ValueError: offsets that do not rise from 0 to the number of ids.
     """
-    tokens = (labels != ignore_index).nonzero()[:, 0]
-    ids, rows = support.ids.flatten(), tokens + shift
-    if support.offsets is None:
-        width = support.ids.shape[-1]
-        starts = rows * width
-        cut = (support.ids.view(-1, width)[rows] != -1).any(1) if width else torch.zeros_like(rows, dtype=torch.bool)
-        counts = widths = torch.where(cut, width, 0)
-    else:
-        offsets = support.offsets.long()
-        _check_offsets(offsets, len(ids))
-        starts, counts = offsets[rows], offsets.diff()[rows]
-        widths = torch.where(counts > 0, 2 ** counts.clamp(min=1).log2().ceil().long(), 0)
+    assert support.offsets is not None
+    ids, offsets, flat = support.ids, support.offsets.long(), labels.flatten()
+    _check_offsets(offsets, len(ids))
+    tokens = (flat != ignore_index).nonzero()[:, 0]
+    starts, counts = offsets[tokens + shift], offsets.diff()[tokens + shift]
+    widths = torch.where(counts > 0, 2 ** counts.clamp(min=1).log2().ceil().long(), 0)
     sizes, numbers = torch.unique(widths, return_counts=True)
-    if not len(sizes):
-        return [Kept(tokens, labels[tokens], None)]
-    parts = []
+    parts = [Kept(flat[:0], None, tokens[:0])]
     for chosen, size in zip(widths.argsort(stable=True).split(numbers.tolist()), sizes.tolist(), strict=True):
-        own, at, kept = tokens[chosen], torch.arange(size, device=tokens.device), None
-        if size:
-            inside = at < counts[chosen, None]
-            places = torch.where(inside, starts[chosen, None] + at, 0)
-            kept = torch.where(inside, ids[places].long(), -1)
-        parts.append(Kept(own, labels[own], kept))
+        at = torch.arange(size, device=ids.device)
+        inside = at < counts[chosen, None]
+        kept = torch.where(inside, ids[torch.where(inside, starts[chosen, None] + at, 0)].long(), -1) if size else None
+        parts.append(Kept(flat[tokens[chosen]], kept, tokens[chosen]))
     return parts
 
 
@@ -194,33 +209,38 @@ def with_label(part: Kept) -> Tensor | None:
     """The columns of tokens, and their label's where it is not among them."""
     if part.ids is None:
         return None
-    there = (part.ids == part.labels[:, None]).any(1)
-    return torch.cat([part.ids, torch.where(there, -1, part.labels)[:, None]], 1)
+    there = (part.ids == part.labels[..., None]).any(-1)
+    return torch.cat([part.ids, torch.where(there, -1, part.labels)[..., None]], -1)
 
 
-def check_kept(parts: Sequence[Kept], size: int, support: TokenSupport, shift: int, lacks: bool) -> None:
-    """Raise ValueError, which names the first token, for wrong columns, and with ``lacks`` for a label that is not
-    among its token's."""
-    wrong: list[list[Tensor]] = []
-    for part in parts:
-        if part.ids is not None:
-            ordered = part.ids.sort(1).values
-            outside = ((part.ids < -1) | (part.ids >= size)).any(1)
-            twice = ((ordered[:, 1:] == ordered[:, :-1]) & (ordered[:, 1:] >= 0)).any(1)
-            wrong.append([outside, twice, ~(part.ids == part.labels[:, None]).any(1) & lacks])
-    if not wrong:
-        return
+def check_kept(
+    parts: Sequence[Kept], size: int, support: TokenSupport, ignore_index: int, shift: int, needs_label: bool
+) -> None:
+    """Raise ValueError, which names the first token, for wrong columns, or for a label that is not among its token's,
+    if it must be."""
     cut = [part for part in parts if part.ids is not None]
-    numbers = start_reading(torch.stack([torch.cat(each).sum() for each in zip(*wrong, strict=True)]), _FACTS)()
-    for kind, number in enumerate(numbers):
-        if number:
-            tokens, labels = (torch.cat(each) for each in zip(*[(p.tokens, p.labels) for p in cut], strict=True))
-            bad = torch.cat([each[kind] for each in wrong])
-            token = int(tokens[bad].amin())
-            part = next(part for part in cut if (part.tokens == token).any())
-            assert part.ids is not None
-            ids, label = part.ids[part.tokens == token][0], int(labels[tokens == token])
-            raise ValueError(_said(kind, ids, label, f"token {token + shift} of the flattened labels", size, number, support))
+    wrong: list[list[Tensor]] = [[], [], []]
+    for part in cut:
+        assert part.ids is not None
+        ids, labels, ordered = part.ids, part.labels, part.ids.sort(-1).values
+        active = labels != ignore_index
+        lacks = ~(ids == labels[..., None]).any(-1) & (needs_label and not support.add_label)
+        twice = ((ordered[..., 1:] == ordered[..., :-1]) & (ordered[..., 1:] >= 0)).any(-1)
+        for found, each in zip(wrong, (((ids < -1) | (ids >= size)).any(-1), twice, lacks), strict=True):
+            found.append((each & active).flatten())
+    if not cut:
+        return
+    numbers = start_reading(torch.stack([torch.cat(each).sum() for each in wrong]), _FACTS)()
+    kind = next((kind for kind, number in enumerate(numbers) if number), None)
+    if kind is None:
+        return
+    places = [torch.arange(p.labels.numel(), device=p.labels.device) if p.tokens is None else p.tokens for p in cut]
+    firsts = [int(place[bad].amin()) if bad.any() else None for place, bad in zip(places, wrong[kind], strict=True)]
+    token, which = min((first, i) for i, first in enumerate(firsts) if first is not None)
+    row, ids = places[which] == token, cut[which].ids
+    assert ids is not None
+    label, name = int(cut[which].labels.flatten()[row]), f"token {token + shift} of the flattened labels"
+    raise ValueError(_said(kind, ids.flatten(0, -2)[row][0], label, name, size, int(numbers[kind]), support))
 
 
 def _said(kind: int, ids: Tensor, label: int, token: str, size: int, number: int, support: TokenSupport) -> str:

@@ -148,12 +148,11 @@ def kept_statistics(
 
 
 def _of_part(whole: Target, part: Kept, sparse: bool) -> Target:
-    if part.tokens is None:
-        return replace(whole, labels=part.labels, kept=part.ids, sparse_grad=sparse)
-    hidden, divided = whole.hidden.flatten(0, -2)[part.tokens], whole.temperature
-    divided = divided.flatten()[part.tokens] if isinstance(divided, Tensor) else divided
-    fields = {"temperature": divided, "kept": part.ids, "sparse_grad": sparse}
-    return replace(whole, hidden=hidden, labels=part.labels, **fields)
+    divided = whole.temperature
+    if part.tokens is not None and isinstance(divided, Tensor):
+        divided = divided.flatten()[part.tokens]
+    fields = {"temperature": divided, "kept": part.ids, "sparse_grad": sparse, "rows": part.tokens}
+    return replace(whole, labels=part.labels, **fields)
 
 
 def _spread(values: Tensor, tokens: Tensor | None, shape: torch.Size) -> Tensor:

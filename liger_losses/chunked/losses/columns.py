@@ -124,7 +124,7 @@ def loss_over_columns(
         of_labels = TokenLoss(weighted_sum, {"logp": hard})
         other, (others,) = loss_sum([target_of(hidden, head, labels)], ("logp",), [of_labels], options)
         total, found = total + other, {**found, **others}
-    return total, {"divergence": hidden.new_zeros(labels.shape), **found}  # which no block of no tokens has
+    return total, found
 
 
 def _loss(

@@ -7,7 +7,7 @@ import torch
 
 import liger_losses
 from liger_losses import DistillationLoss, Divergence, Teacher
-from tests.chunked.engine.test_stream_gpu import MiB
+from tests.chunked.core.test_stream_gpu import MiB
 from tests.losses import JSD, KL
 from tests.reference import assert_as_exact_as_plain
 

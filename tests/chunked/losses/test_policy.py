@@ -293,7 +293,7 @@ def test_bad_input_is_refused_before_the_reference_runs(name, monkeypatch):
     def run(*arguments, **options):
         raise AssertionError("the reference runs")
 
-    monkeypatch.setattr("liger_losses.chunked.losses.completion_loss.query_statistics", run)
+    monkeypatch.setattr("liger_losses.chunked.losses.completion_loss.statistics", run)
     hidden, weight, _, ids, mask, advantages, _, _ = problem()
     arguments = {"attention_mask": mask, "advantages": advantages, name: torch.ones(B, T + 1)}
     with pytest.raises(ValueError, match=f"{name} must be"):

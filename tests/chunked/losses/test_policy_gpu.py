@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from liger_losses.chunked.losses.policy_tables import LOSS_TYPES
-from tests.chunked.engine.test_stream_gpu import gradients, on
+from tests.chunked.core.test_stream_gpu import gradients, on
 from tests.losses import GRPO
 
 pytestmark = pytest.mark.gpu

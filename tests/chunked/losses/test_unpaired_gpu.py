@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from tests.chunked.engine.test_stream_gpu import gradients, on
+from tests.chunked.core.test_stream_gpu import gradients, on
 from tests.losses import BCO, KTO
 
 pytestmark = pytest.mark.gpu

@@ -1,0 +1,73 @@
+"""LoRA on a head, quantized or not."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from liger_losses import Head
+from tests.chunked.core.test_quantized_weight import H, V, linear
+from tests.losses import CE
+from tests.quantized_layers import LAYERS, dequantized
+from tests.reference import double, problem, relative_error
+
+
+@pytest.mark.parametrize("name", ["packed 4 bit", "torchao int8", "bitsandbytes nf4, nested"])
+def test_peft_on_a_quantized_layer(name):
+    """A head from PEFT's layer, in which bases are replaced by hand where PEFT does not know them."""
+    peft = pytest.importorskip("peft")
+    plain = linear()
+    model = peft.get_peft_model(nn.Sequential(plain), peft.LoraConfig(r=4, lora_alpha=8, target_modules=["0"]))
+    layer = model.base_model.model[0]
+    layer.base_layer = LAYERS[name](plain)
+    nn.init.normal_(layer.lora_B["default"].weight, std=0.1)
+    hidden, _, labels, _ = problem(30, H, V)
+    weights = layer.lora_A["default"].weight, layer.lora_B["default"].weight
+    loss = CE()(layer, hidden, labels)
+    found = torch.autograd.grad(loss, (hidden, *weights))
+    exact = double(hidden, *weights, dequantized(layer.base_layer))
+    x, a, b, w = exact
+    expected = F.cross_entropy(x @ w.t() + 2 * (x @ a.t()) @ b.t(), labels)
+    assert relative_error(loss, expected) < 1e-6
+    for ours, theirs in zip(found, torch.autograd.grad(expected, exact[:3]), strict=True):
+        assert relative_error(ours, theirs) < 2e-6
+    with model.disable_adapter():
+        assert not Head.of(layer).adapters
+
+
+def test_merged_adapters_that_are_disabled():
+    """PEFT's forward takes them out of the weight again."""
+    peft = pytest.importorskip("peft")
+    plain = linear()
+    weight = plain.weight.detach().clone()
+    config = peft.LoraConfig(r=4, target_modules=["0"], init_lora_weights=False)
+    model = peft.get_peft_model(nn.Sequential(plain), config)
+    model.merge_adapter()
+    layer = model.base_model.model[0]
+    assert relative_error(Head.of(layer).weight, weight) > 0.1
+    with model.disable_adapter():
+        torch.testing.assert_close(Head.of(layer).weight.detach(), weight)
+
+
+def test_lora_on_an_embedding_is_refused():
+    peft = pytest.importorskip("peft")
+    config = peft.LoraConfig(r=4, target_modules=["0"], init_lora_weights=False)
+    layer = peft.get_peft_model(nn.Sequential(nn.Embedding(V, H)), config).base_model.model[0]
+    with pytest.raises(TypeError, match="'default' of Embedding belongs to an embedding"):
+        Head.of(layer)
+
+
+def test_dropout_before_an_adapter():
+    """Drawn as PEFT's layer draws it."""
+    peft = pytest.importorskip("peft")
+    config = peft.LoraConfig(r=4, lora_dropout=0.5, target_modules=["0"], init_lora_weights=False)
+    layer = peft.get_peft_model(nn.Sequential(linear()), config).base_model.model[0].train()
+    hidden, _, labels, _ = problem(30, H, V)
+    for training in (True, False):
+        layer.train(training)
+        results = []
+        for function in (lambda: F.cross_entropy(layer(hidden), labels), lambda: CE()(layer, hidden, labels)):
+            torch.manual_seed(0)
+            loss = function()
+            results.append((loss, *torch.autograd.grad(loss, hidden)))
+        assert all(relative_error(a, b) < 1e-5 for a, b in zip(*results, strict=True))

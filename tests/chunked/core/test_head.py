@@ -1,0 +1,255 @@
+"""Heads: what makes one, what is refused, that a call checks each once, and that a metric never chooses the kernel."""
+
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import liger_losses
+from liger_losses import EngineOptions, Head, LogitTransform, linear_logps, linear_statistics
+from liger_losses.chunked.engine.call import make_call
+from liger_losses.chunked.engine.query import Query
+from liger_losses.kernels import label_rows, linear_exp, reading
+from tests.kernels.cases import interpreted
+from tests.losses import CE
+from tests.reference import double, linear_of, plain_statistics, problem
+
+ROOT = Path(liger_losses.__file__).parent
+#: Where there is a GPU, Triton compiles: its interpreter, in which these tests run on the CPU, is off.
+
+
+def test_a_head_of_tensors_modules_and_heads():
+    hidden, weight, labels, bias = problem(20, 8, 31, bias=True)
+    transform = LogitTransform(0.7, 1.3, 4.0)
+    expected = linear_statistics(hidden, weight, labels, "logp", bias=bias, transform=transform).logp
+    layer = linear_of(weight, bias)
+    for head in (
+        Head(weight, bias, transform),
+        Head.of(weight, bias, transform),
+        Head.of(layer, transform=transform),
+        Head.of(Head(weight, bias), transform=transform),
+        Head.of(Head(weight, transform=transform), bias),
+        Head.of(Head(weight, bias, LogitTransform(softcap=4.0)), transform=LogitTransform(0.7, 1.3)),
+    ):
+        assert torch.equal(linear_statistics(hidden, head, labels, "logp").logp, expected)
+    tied = nn.Embedding(31, 8, _weight=weight.detach())
+    assert torch.equal(linear_logps(hidden, tied, labels), linear_logps(hidden, weight, labels))
+    assert torch.equal(linear_logps(hidden, layer, labels), linear_logps(hidden, weight, labels, bias=bias))
+
+
+def test_what_makes_no_head():
+    weight = torch.randn(31, 8)
+
+    class Model(nn.Module):
+        def get_output_embeddings(self):
+            return None
+
+    class Adapter(nn.Module):
+        base_layer = None
+
+    for wrong, words in (
+        (Model(), r"whole model.*model\.get_output_embeddings\(\)"),
+        (Adapter(), "adapter around the head.*merged_weight"),
+        (nn.LayerNorm(8), "LayerNorm, which is no nn.Linear"),
+        (torch.zeros(31, 8, dtype=torch.int8), "weight must be floating point"),
+        ([1.0], "weight must be a tensor"),
+    ):
+        with pytest.raises(TypeError, match=words):
+            Head.of(wrong)
+    for make, words in (
+        (lambda: Head(weight[0]), r"\[vocab_size, hidden_size\]"),
+        (lambda: Head(weight[:0]), "must not be empty"),
+        (lambda: Head(weight, torch.zeros(30)), r"bias must be \[31\]"),
+        (lambda: Head.of(Head(weight, torch.zeros(31)), torch.zeros(31)), "bias was given twice"),
+        (
+            lambda: Head.of(Head(weight, None, LogitTransform(softcap=3.0)), transform=LogitTransform(softcap=4.0)),
+            "softcap was given twice: the head has 3.0, and 4.0",
+        ),
+    ):
+        with pytest.raises(ValueError, match=words):
+            make()
+
+
+# --- A metric never chooses the kernel -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("softcap", [None, 3.0])
+@pytest.mark.parametrize(
+    ("dtype", "backend"),
+    [
+        *[(dtype, "torch") for dtype in (torch.float64, torch.float32, torch.bfloat16, torch.float16)],
+        *[pytest.param(dtype, "triton", marks=interpreted) for dtype in (torch.bfloat16, torch.float16)],
+    ],
+)
+def test_the_mean_logit_without_logits(dtype, backend, softcap):
+    hidden, weight, labels, bias = problem(50, 24, 297, dtype=dtype, bias=True)
+    transform = {"temperature": 0.8, "logit_scale": 1.7, "softcap": softcap}
+    frozen = bias.detach()
+    found = linear_statistics(
+        hidden,
+        weight,
+        labels,
+        "logp",
+        metrics="mean_logit",
+        bias=frozen,
+        transform=LogitTransform(**transform),
+        options=EngineOptions(backend=backend),
+    )
+    exact_hidden, exact_weight, exact_bias = double(hidden, weight, bias)
+    exact = plain_statistics(exact_hidden, exact_weight, labels, exact_bias, **transform)["mean_logit"]
+    bound = 1e-13 if dtype == torch.float64 else 5e-6
+    assert (found.mean_logit - exact).abs().max() <= bound * exact.abs().max()
+
+
+@interpreted
+@pytest.mark.parametrize("softcap", [None, 3.0])
+def test_a_metric_does_not_choose_the_kernel(softcap):
+    hidden, weight, labels, _ = problem(50, 24, 97, dtype=torch.bfloat16)
+    head, options = Head(weight, transform=LogitTransform(softcap=softcap)), EngineOptions(backend="triton")
+    queries = Query(("logp",)), Query(("logp",), ("mean_logit",))
+    (_, plain), (_, call) = (make_call(hidden, head, labels, query, options) for query in queries)
+    assert call.work.exponentials
+    assert call.work == plain.work
+    assert call.plan == plain.plan
+
+
+# --- The way of a call -----------------------------------------------------------------------------------------------
+
+
+class FirstProduct(Exception):
+    """The first product of logits is about to be launched."""
+
+
+class Operations(TorchDispatchMode):
+    """Counts what is computed or allocated: views take a GPU no time, and the host little."""
+
+    def __init__(self):
+        super().__init__()
+        self.names = []
+
+    def __torch_dispatch__(self, function, types, arguments=(), keywords=None):
+        name = function.overloadpacket.__name__
+        if not (function.is_view or name == "promote_types"):
+            self.names.append(name)
+        return function(*arguments, **(keywords or {}))
+
+
+#: Before its first product, by call: the most operations on tensors, and the most calls of this package's functions;
+#: with all tokens active, and with some masked. A GPU is idle meanwhile.
+MOST_BEFORE = {"cross-entropy": ((9, 92), (10, 93)), "log-probs": ((7, 77), (8, 78))}
+
+
+@interpreted
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("name", list(MOST_BEFORE))
+def test_little_comes_before_the_first_product(name, masked, monkeypatch):
+    hidden, weight, labels, _ = problem(40, 32, 70, dtype=torch.bfloat16, masked=0.3 * masked)
+    loss, launched = CE(backend="triton"), []
+
+    def call():
+        if name == "cross-entropy":
+            return loss(weight, hidden, labels)
+        with torch.no_grad():
+            return linear_logps(hidden, weight, labels, backend="triton")
+
+    call()  # compiles and fills caches
+
+    class Stop:
+        def __getitem__(self, grid):
+            raise FirstProduct
+
+    class Counted:
+        def __init__(self, kernel):
+            self.kernel = kernel
+
+        def __getitem__(self, grid):
+            def launch(*arguments, **keywords):
+                before = sys.getprofile()
+                sys.setprofile(None)  # what the interpreter does is no part of a launch
+                with torch.utils._python_dispatch._disable_current_modes():
+                    self.kernel[grid](*arguments, **keywords)
+                launched.append(self.kernel.fn.__name__)
+                sys.setprofile(before)
+
+            return launch
+
+    monkeypatch.setattr(linear_exp, "_exponentials_kernel", Stop())
+    for file, kernel in ((reading, "_label_facts_kernel"), (label_rows, "_label_logits_kernel")):
+        monkeypatch.setattr(file, kernel, Counted(getattr(file, kernel)))
+    with Operations() as operations, pytest.raises(FirstProduct):
+        call()
+    assert launched == ["_label_facts_kernel", "_label_logits_kernel"]
+    calls, root = [], str(ROOT)
+
+    def trace(frame, event, _):
+        if event == "call" and frame.f_code.co_filename.startswith(root):
+            calls.append(frame.f_code.co_name)
+
+    sys.setprofile(trace)
+    try:
+        with pytest.raises(FirstProduct):
+            call()
+    finally:
+        sys.setprofile(None)
+    most_operations, most_calls = MOST_BEFORE[name][masked]
+    assert len(operations.names) <= most_operations, operations.names
+    assert len(calls) <= most_calls, calls
+
+
+class Scaled(nn.Linear):
+    def forward(self, input):
+        return super().forward(input) * 2
+
+
+class ScaledRows(nn.Embedding):
+    """As Gemma's embedding, whose scale is not that of the head that is tied to it."""
+
+    def forward(self, input):
+        return super().forward(input) * 2
+
+
+class Named(nn.Linear):
+    """A linear layer by another name, as fully_shard makes them."""
+
+
+@pytest.mark.parametrize("compiled", [True, False])
+def test_a_linear_layer_with_a_forward_of_its_own_is_refused(compiled):
+    """Its weight and bias are not all that it computes."""
+    hidden, _, labels, _ = problem(16, 24, 61)
+    loss = CE()
+
+    def call(layer):
+        return loss(layer, hidden, labels)
+
+    call = torch.compile(call, backend="eager") if compiled else call
+    with pytest.raises(
+        TypeError, match=r"Scaled.*has a forward of its own.*Head\(layer.weight, layer.bias, LogitTrans"
+    ):
+        call(Scaled(24, 61))
+    assigned, moved, prepared = (nn.Linear(24, 61) for _ in range(3))
+    assigned.forward = lambda input: nn.Linear.forward(assigned, input) * 2
+    with pytest.raises(TypeError, match=r"Linear, a linear layer that has a forward of its own"):
+        call(assigned)
+    # As accelerate assigns one, which moves tensors, or calls the layer's under autocast.
+    moved.forward, moved._hf_hook = moved.forward, object()
+    prepared.forward = prepared._original_forward = prepared.forward
+    for kind in (Named(24, 61), ScaledRows(61, 24), moved, prepared):
+        expected = loss(kind.weight, hidden, labels, getattr(kind, "bias", None))
+        assert torch.equal(call(kind), expected)
+    layer = Scaled(24, 61)
+    expected = nn.functional.cross_entropy(layer(hidden), labels)
+    given = Head(layer.weight, layer.bias, LogitTransform(1.0, 2.0))
+    torch.testing.assert_close(loss(given, hidden, labels), expected)
+
+
+def test_the_head_of_a_patched_model_is_taken():
+    from liger_losses.patching.lazy_layers import LazyLinear
+
+    hidden, _, labels, _ = problem(16, 24, 61)
+    layer = nn.Linear(24, 61)
+    expected = CE()(layer, hidden, labels)
+    layer.__class__ = LazyLinear
+    assert torch.equal(CE()(layer, hidden, labels), expected)

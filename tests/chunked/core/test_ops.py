@@ -1,0 +1,153 @@
+"""Statistics and losses of tokens: their derivatives by every strategy, and their dtypes."""
+
+import pytest
+import torch
+
+from liger_losses import EngineOptions, linear_logps, linear_statistics, linear_token_loss
+from tests.reference import assert_as_exact_as_plain, double, gradients, plain_statistics, problem
+
+
+def test_selected_columns_of_several_heads():
+    hidden, weight, labels, _ = problem(6, 4, 11, dtype=torch.float64)
+    other, columns = problem(6, 4, 11, dtype=torch.float64, seed=3)[1], torch.arange(12).view(6, 2) % 11
+    each = [columns, columns.flip(1)]
+    found = linear_statistics(hidden, [weight, other], labels, "selected_logps", selected=each)
+    for part, w, chosen in zip(found, (weight, other), each, strict=True):
+        expected = linear_statistics(hidden, w, labels, "selected_logps", selected=chosen)
+        torch.testing.assert_close(part.selected_logps, expected.selected_logps)
+    loss, _ = linear_token_loss(
+        hidden, [weight, weight], labels, lambda s, y: s.selected_logps.sum(-1), "selected_logps", selected=each
+    )
+    torch.testing.assert_close(loss, 2 * found[0].selected_logps.sum())
+    with pytest.raises(ValueError, match="selected must have one tensor for each tensor of labels, 2, got 1"):
+        linear_statistics([hidden, hidden], weight, [labels, labels], "selected_logps", selected=[columns])
+    with pytest.raises(ValueError, match="3 of selected"):
+        linear_statistics(hidden, [weight, other], labels, "selected_logps", selected=[columns] * 3)
+
+
+@pytest.mark.parametrize("strategy", ["resident", "two_pass"])
+def test_columns_may_be_given_without_their_statistic(strategy):
+    hidden, weight, labels, _ = problem(7, 4, 11)
+    columns = torch.zeros(7, 2, dtype=torch.int64)
+    given, plain = (
+        linear_statistics(hidden, weight, labels, selected=c, options=EngineOptions(strategy=strategy))
+        for c in (columns, None)
+    )
+    torch.testing.assert_close(given.logp, plain.logp)
+
+
+def test_derivatives_that_come_along_replace_autograd():
+    hidden, weight, labels, _ = problem(13, dtype=torch.float64)
+    built = []
+
+    def by_autograd(s, labels):
+        return s.logp * s.logp + 0.3 * s.lse
+
+    def given(s, labels):
+        with torch.no_grad():
+            built.append(len(labels))
+            return by_autograd(s, labels), {"logp": 2 * s.logp, "lse": torch.full_like(s.lse, 0.3)}
+
+    losses = []
+    for token_loss in (by_autograd, given):
+        for extra in ({}, {"compact": False}, {"strategy": "two_pass"}, {"strategy": "two_pass", "compact": False}):
+            options = EngineOptions(chunk_size=4, **extra)
+            loss, _ = linear_token_loss(hidden, weight, labels, token_loss, ("logp", "lse"), options=options)
+            losses.append((loss, *torch.autograd.grad(loss, (hidden, weight))))
+    assert built
+    for other in losses[1:]:
+        torch.testing.assert_close(losses[0], other, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("strategy", ["one_pass", "two_pass", pytest.param("compiled", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("brings_derivatives", [False, True])
+def test_fp64_token_inputs_leave_the_dtypes_of_loss_and_gradients(strategy, brings_derivatives):
+    hidden, weight, labels, _ = problem(dtype=torch.float32)
+    weights = torch.rand(13, dtype=torch.float64)
+
+    def token_loss(s, labels, weights):
+        return (-weights * s.logp, {"logp": -weights}) if brings_derivatives else -weights * s.logp
+
+    def function(hidden, weight):
+        options = EngineOptions(strategy=None if strategy == "compiled" else strategy)
+        return linear_token_loss(
+            hidden, weight, labels, token_loss, token_inputs={"weights": weights}, options=options
+        )[0]
+
+    if strategy == "compiled":
+        function = torch.compile(function, backend="eager")
+    loss = function(hidden, weight)
+    exact_inputs = double(hidden, weight)
+    exact = -(weights * plain_statistics(*exact_inputs, labels)["logp"]).sum()
+    assert loss.dtype == torch.float32
+    torch.testing.assert_close(loss.double(), exact, rtol=1e-5, atol=0.0)
+    pairs = zip(torch.autograd.grad(loss, (hidden, weight)), torch.autograd.grad(exact, exact_inputs), strict=True)
+    for ours, expected in pairs:
+        torch.testing.assert_close(ours, expected.float(), rtol=1e-4, atol=1e-5)
+
+
+def test_a_derivative_by_the_log_sum_exp_may_come_along():
+    """Also where ``statistics`` does not name it: every call computes it."""
+    hidden, weight, labels, _ = problem(5, 4, 11, dtype=torch.float64)
+    inputs = [x.detach().requires_grad_() for x in (hidden, weight)]
+    linear_token_loss(
+        *inputs, labels, lambda s, _: (-s.logp, {"logp": -torch.ones_like(s.logp), "lse": torch.ones_like(s.logp)})
+    )[0].backward()
+    exact = [x.detach().requires_grad_() for x in (hidden, weight)]
+    values = plain_statistics(*exact, labels)
+    (values["lse"] - values["logp"]).sum().backward()
+    for ours, expected in zip(inputs, exact, strict=True):
+        torch.testing.assert_close(ours.grad, expected.grad)
+
+
+def test_a_compiled_loss_of_argmax_alone():
+    hidden, weight, labels, _ = problem(5, 4, 11)
+
+    def function(hidden):
+        right = lambda s, labels: (s.argmax == labels).float()  # noqa: E731
+        return linear_token_loss(hidden, weight, labels, right, (), metrics=("argmax",))[0]
+
+    found = torch.compile(function, fullgraph=True, backend="eager")(hidden)
+    assert found == ((hidden @ weight.t()).argmax(-1) == labels).sum()
+
+
+def test_hidden_states_of_different_dtypes_under_autocast():
+    (a, weight, y, _), (b, _, z, _) = problem(seed=1), problem(seed=2)
+    weight.requires_grad_(False)
+    half = a.detach().bfloat16().requires_grad_()
+    with torch.autocast("cpu", torch.bfloat16):
+        mixed = linear_statistics([half, b], weight, [y, z])
+        alone = linear_statistics(b, weight, z, options=EngineOptions(strategy="two_pass"))
+    torch.testing.assert_close(
+        gradients(mixed[1].logp.sum(), (b,)), gradients(alone.logp.sum(), (b,)), rtol=1e-5, atol=1e-6
+    )
+
+
+@pytest.mark.parametrize("hidden_dtype", [torch.float32, torch.bfloat16])
+def test_autocast(hidden_dtype):
+    hidden, weight, labels, bias = problem(31, 16, 67, bias=True)
+    hidden = hidden.detach().to(hidden_dtype).requires_grad_()
+    exact_in = double(hidden, weight, bias)
+    exact = plain_statistics(exact_in[0], exact_in[1], labels, exact_in[2])["logp"]
+    with torch.autocast("cpu", torch.bfloat16):
+        ours = linear_logps(hidden, weight, labels, bias=bias)
+        loss, _ = linear_token_loss(hidden, weight, labels, lambda s, y: s.logp, bias=bias)
+        plain = plain_statistics(hidden, weight, labels, bias)["logp"]
+    assert ours.dtype == torch.float32
+    assert_as_exact_as_plain(ours, plain, exact, "logp")
+    others = gradients(plain.sum(), (hidden, weight, bias)), gradients(exact.sum(), exact_in)
+    for value in (ours.sum(), loss):
+        for g, p, e in zip(gradients(value, (hidden, weight, bias)), *others, strict=True):
+            assert g.dtype == p.dtype
+            assert_as_exact_as_plain(g, p, e, "gradient")
+
+
+def test_fp16_gradients_survive_a_loss_scale():
+    # Mean over many tokens: each token's gradient is far below fp16's smallest number until it is scaled.
+    hidden, weight, labels, _ = problem(512, 16, 4096, dtype=torch.float16, masked=0.0)
+    exact_in = double(hidden, weight)
+    exact = gradients(-plain_statistics(*exact_in, labels)["logp"].sum() / 1e6 * 65536, exact_in)
+    loss, _ = linear_token_loss(hidden, weight, labels, lambda s, y: -s.logp / 1e6)
+    plain = gradients(-plain_statistics(hidden, weight, labels)["logp"].sum() / 1e6 * 65536, (hidden, weight))
+    for g, p, e in zip(gradients(loss * 65536, (hidden, weight)), plain, exact, strict=True):
+        assert_as_exact_as_plain(g, p, e)

@@ -1,0 +1,171 @@
+"""Heads whose vocabulary two or four processes share: losses, metrics and gradients are those of a whole head."""
+
+import os
+import types
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from liger_losses import (
+    Head,
+    LogitTransform,
+    TokenSupport,
+    linear_logps,
+    linear_statistics,
+    workspace,
+)
+from liger_losses.integrations import skyrl
+from liger_losses.integrations.megatron import OutputOptions, output_processor
+from liger_losses.integrations.verl import linear_cross_entropy
+from tests.processes import BACKENDS, case_named, start
+from tests.reference import problem
+from tests.results.losses import (
+    Part,
+    batch,
+)
+
+WORLD, CUTS = 4, {"two even": (15, 15), "two uneven": (23, 7), "four": (9, 1, 12, 8)}
+
+
+def order_of_names(parts):
+    """Spawned processes have an order each for the names in a set; what the ranks exchange must not depend on it."""
+    (part, *_), d = parts.values(), batch()
+    rows, ranks = part.rows, Head(d["weight"][part.rows], group=part.group).ranks
+    logits = d["h"].flatten(0, 1) @ d["weight"].t()
+    values = {"mean_logit": logits[:, rows].mean(1), "lse": logits[:, rows].logsumexp(1)}
+    names = sorted(values, reverse=dist.get_rank() % 2 == 1)
+    merged = {name: values[name].clone() for name in names}
+    ranks.merge_(d["y"].flatten(), merged)
+    torch.testing.assert_close(merged["lse"], logits.logsumexp(1))
+    torch.testing.assert_close(merged["mean_logit"], logits.mean(1))
+
+
+def devices(parts):
+    """Ranks with different devices choose by the smallest; a setting of one rank alone is an error where it is read."""
+    rank, d, group = dist.get_rank(), batch(), dist.new_group(range(WORLD))
+    rows = parts["four"].rows
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr("liger_losses.chunked.engine.plan.default_workspace", lambda *work: 8000)
+        patched.setattr("liger_losses.chunked.engine.call.device_memory", lambda device: 2**24 if rank == 1 else 0)
+        head = Head(d["weight"][rows].clone().requires_grad_(), group=group)
+        for _ in range(2):  # the second time, nothing is exchanged
+            logps = linear_logps(d["h"], head, d["y"])
+        torch.testing.assert_close(logps, linear_logps(d["h"], d["weight"], d["y"]))
+        patched.setattr(type(head.ranks), "gather", None)
+        assert head.ranks.least_memory(8, torch.device("cpu")) == 0
+        patched.undo()
+        with workspace(9000 + (rank == 1)), pytest.raises(ValueError, match="default workspace 9001"):
+            linear_logps(d["h"], head, d["y"])
+        with workspace(9000 + (rank == 1)):
+            linear_logps(d["h"], head, d["y"], workspace=9000)
+
+
+def partial_gradients(parts):
+    """What verl and Megatron sum themselves: each rank's part of the hidden states' gradients."""
+    d = batch()
+    hidden, labels = d["h"].detach().requires_grad_(), d["y"].clamp(min=0)
+    expected = linear_statistics(hidden, d["weight"], labels, ("logp", "entropy"), transform=LogitTransform(0.7))
+    upstream = torch.arange(1.0, 1 + labels.numel()).cos().view_as(labels).to(hidden)
+    (whole,) = torch.autograd.grad([expected.logp, expected.entropy], hidden, [upstream, -upstream])
+    for name, part in parts.items():
+        rows = d["weight"][part.rows].detach().requires_grad_()
+        group = types.SimpleNamespace(size=lambda: 1)  # of the layer, where the vocabulary is whole
+        whole_head = {"output_layer": types.SimpleNamespace(weight=d["weight"], tp_group=group), "output_weight": None}
+        context = OutputOptions(0.7, entropy=True)
+        with case_named(name):
+            found = linear_cross_entropy(hidden, rows, labels, 0.7, "none", part.group)
+            (own,) = torch.autograd.grad(found, hidden, [upstream.flatten(), -upstream.flatten()])
+            torch.testing.assert_close(
+                torch.stack(found), torch.stack([v.flatten() for v in expected if v is not None])
+            )
+            dist.all_reduce(own, group=part.group)
+            torch.testing.assert_close(own, whole)
+            head = Head(rows, group=part.group)
+            kept = TokenSupport(torch.stack([labels, (labels + 1) % len(d["weight"])], -1))
+            each = [linear_logps(hidden, h, labels, support=kept) for h in (head, head.with_partial_gradients())]
+            summed, own = (torch.autograd.grad(logps, hidden, upstream)[0] for logps in each)
+            dist.all_reduce(own, group=part.group)
+            torch.testing.assert_close(own, summed)
+            layer = types.SimpleNamespace(weight=rows, tp_group=part.group)
+            shared_head = {"output_layer": layer, "output_weight": None}
+            for arguments in (whole_head, shared_head):
+                logps, entropy = output_processor(
+                    hidden_states=hidden.transpose(0, 1), labels=labels, context=context, **arguments
+                )
+                torch.testing.assert_close((logps, entropy), (expected.logp, expected.entropy))
+                (own,) = torch.autograd.grad([logps, entropy], hidden, [upstream, -upstream])
+                torch.testing.assert_close(own, whole)
+
+
+def heads_of_frameworks(parts):
+    """SkyRL's, whose ranks have parts of the vocabulary, against the whole head."""
+    for part in parts.values():
+        hidden, weight, labels, _ = problem(shape=(8, 2), masked=0.0)  # [S, B]
+        upstream = torch.randn(labels.shape, generator=torch.Generator().manual_seed(1))
+        expected = linear_logps(hidden, weight, labels)
+        grads = torch.autograd.grad(expected, (hidden, weight), upstream)
+        rank, ranks = dist.get_rank(part.group), dist.get_world_size(part.group)
+        cuts = [round(61 * i / ranks) for i in range(ranks + 1)]
+        mine = slice(cuts[rank], cuts[rank + 1])
+        rows = weight.detach()[mine].requires_grad_()
+        share = (mine.start, mine.stop, 4, part.group)
+        logps = skyrl.fused_lm_head_logprob("torch", hidden.transpose(0, 1), rows, labels.t(), *share, False)
+        torch.testing.assert_close(logps, expected.t())
+        grad_hidden, grad_rows = torch.autograd.grad(logps, (hidden, rows), upstream.t())
+        grad_hidden = grad_hidden.contiguous()
+        dist.all_reduce(grad_hidden, group=part.group)  # as Megatron does
+        torch.testing.assert_close(grad_rows, grads[1][mine])
+        torch.testing.assert_close(grad_hidden, grads[0])
+
+
+CHECKS = (
+    order_of_names,
+    devices,
+    partial_gradients,
+    heads_of_frameworks,
+)
+
+
+def work(rank, checks):
+    os.environ["TRITON_INTERPRET"] = "1"
+    pairs = [dist.new_group(ranks) for ranks in ([0, 1], [2, 3])]
+    cut = ("two even", "two uneven")[rank // 2]
+    parts = {"four": Part.of(dist.group.WORLD, CUTS["four"]), cut: Part.of(pairs[rank // 2], CUTS[cut])}
+    for run_check in checks:
+        with case_named(run_check.__name__):
+            run_check(parts)
+
+
+@pytest.mark.distributed
+def test_a_shared_vocabulary_on_four_processes(tmp_path):
+    """All cases in one start of the processes, which takes longer than they do."""
+    start(work, WORLD, tmp_path, CHECKS)
+
+
+@pytest.mark.distributed
+@pytest.mark.slow
+def test_spawned_processes(tmp_path):
+    """Each of which has its own order of the names in a set."""
+    start(work, WORLD, tmp_path, (order_of_names,), method="spawn")
+
+
+CHECKS_OF_GPUS = (
+    order_of_names,
+    partial_gradients,
+    heads_of_frameworks,
+)
+
+
+def work_on_gpus(rank, checks):
+    parts = {cut: Part.of(dist.group.WORLD, CUTS[cut]) for cut in ("two even", "two uneven")}
+    for run_check in checks:
+        with case_named(run_check.__name__):
+            run_check(parts)
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("backend", BACKENDS[1:])
+def test_a_shared_vocabulary_on_two_gpus(tmp_path, backend):
+    """In several tests, which may run at the same time."""
+    start(work_on_gpus, 2, tmp_path, CHECKS_OF_GPUS, backend=backend)

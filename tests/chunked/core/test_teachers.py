@@ -1,0 +1,107 @@
+"""Teachers: their logits, functions, top entries, and vocabularies of another size."""
+
+import warnings
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from liger_losses import DistillationLoss, Teacher, TeacherLogits, TeacherTopK
+from tests.chunked.losses.test_distillation import V, problem
+from tests.losses import JSD, MiniLLM
+from tests.reference import DIVERGENCES, divergence
+
+
+def test_teachers_logits_and_functions():
+    hidden, weight, bias, labels, *teacher = problem()
+    logits = F.linear(*teacher)
+    asked = []
+
+    def function(positions):
+        asked.append(positions)
+        return logits.flatten(0, 1)[positions]
+
+    teachers = (Teacher(*teacher), TeacherLogits(logits), TeacherLogits(function, columns=V))
+    loss = JSD(workspace=100_000)
+    results = [torch.autograd.grad(loss(weight, hidden, labels, t, bias=bias)[0], (hidden, weight)) for t in teachers]
+    for other in results[1:]:
+        torch.testing.assert_close(results[0], other)
+    assert torch.equal(torch.cat(asked), (labels != -100).flatten().nonzero()[:, 0])
+
+
+@pytest.mark.parametrize("temperature", [1.0, 2.0])
+@pytest.mark.parametrize("hard", [0.0, 0.5])
+@pytest.mark.parametrize("tail", ["bucket", "renormalize"])
+@pytest.mark.parametrize("name", list(DIVERGENCES))
+def test_sparse_teachers(name, tail, hard, temperature):
+    hidden, weight, bias, labels, *teacher = problem()
+    logps, indices = (F.linear(*teacher) / temperature).log_softmax(-1).topk(7)
+    given = TeacherTopK(logps, indices, tail=tail)
+    loss = DistillationLoss(divergence(name), hard, 1.0, temperature=temperature, workspace=100_000)
+    value, metrics = loss(weight, hidden, labels, given, bias=bias)
+    logits = F.linear(hidden, weight, bias)
+    log_p, log_q = (logits / temperature).log_softmax(-1).gather(-1, indices), logps
+    if tail == "renormalize":
+        log_p, log_q = log_p.log_softmax(-1), log_q.log_softmax(-1)
+    else:
+        log_p, log_q = (torch.cat([t, (1 - t.exp().sum(-1, keepdim=True)).log()], -1) for t in (log_p, log_q))
+    mask = labels != -100
+    soft = torch.where(mask, DIVERGENCES[name][1](log_p, log_q), 0.0).sum() / mask.sum()
+    ce = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum") / mask.sum()
+    torch.testing.assert_close(value, soft + hard * ce, rtol=1e-8, atol=1e-11)
+    torch.testing.assert_close(metrics.soft_loss, soft.detach(), rtol=1e-8, atol=1e-11)
+    inputs = (hidden, weight, bias)
+    expected = torch.autograd.grad(soft + hard * ce, inputs)
+    torch.testing.assert_close(torch.autograd.grad(value, inputs), expected, rtol=1e-7, atol=1e-9)
+
+
+def teachers_of(columns, **options):
+    states, weight = torch.randn(2, 3, 5), torch.randn(columns, 5)
+    logits = states @ weight.T
+
+    def function(positions):
+        return logits.flatten(0, 1)[positions]
+
+    return [
+        Teacher(states, weight, **options),
+        TeacherLogits(logits, **options),
+        TeacherLogits(function, columns=columns, **options),
+    ]
+
+
+@pytest.mark.parametrize("loss", [JSD(), MiniLLM()], ids=["JSD", "MiniLLM"])
+@pytest.mark.parametrize(("student", "teacher"), [(300, 32_000), (1325, 300)])
+def test_vocabularies_that_padding_does_not_explain_are_refused(student, teacher, loss):
+    hidden, weight, labels = torch.randn(2, 3, 4), torch.randn(student, 4), torch.randint(300, (2, 3))
+    kinds = teachers_of(teacher)[: 1 if isinstance(loss, MiniLLM) else 3]
+    said = rf"the student has {student} columns and the teacher {teacher}.*more than 1024.*columns_correspond=True"
+    for given in kinds:
+        with pytest.raises(ValueError, match=said):
+            loss(weight, hidden, labels, given)
+    if len(kinds) == 3:
+        with pytest.raises(ValueError, match=said):  # liger-kernel's form
+            loss(hidden, weight, torch.randn(2, 3, 5), torch.randn(teacher, 5), labels)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for given in teachers_of(teacher, columns_correspond=True)[: len(kinds)]:
+            assert loss(weight, hidden, labels, given)[0].isfinite()
+
+
+@pytest.mark.parametrize(("student", "teacher"), [(300, 301), (300, 1324), (1324, 300)])
+def test_vocabularies_that_padding_explains_are_compared_with_a_warning(student, teacher):
+    hidden, weight, labels = torch.randn(2, 3, 4), torch.randn(student, 4), torch.randint(300, (2, 3))
+    loss = JSD()
+    for given in teachers_of(teacher):
+        with pytest.warns(UserWarning, match=f"the student has {student} columns and the teacher {teacher}.*first 300"):
+            loss(weight, hidden, labels, given)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for given in [*teachers_of(teacher, columns_correspond=True), *teachers_of(student)]:
+            loss(weight, hidden, labels, given)
+
+
+@pytest.mark.parametrize("index", [0, 1])
+def test_columns_correspond_is_true_or_false(index):
+    given = teachers_of(300, columns_correspond="no")[index]
+    with pytest.raises(TypeError, match="columns_correspond must be True or False, got 'no'"):
+        JSD()(torch.randn(300, 4), torch.randn(2, 3, 4), torch.zeros(2, 3, dtype=torch.int64), given)

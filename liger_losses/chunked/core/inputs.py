@@ -58,6 +58,7 @@ def target_of(
     temperature, class_weight, selected = (fields.get(name) for name in ("temperature", "class_weight", "selected"))
     if isinstance(temperature, Tensor):
         check_temperature(temperature, head.weight.device, [labels.shape])
+        fields["temperature"] = temperature.detach().clone()  # which may be changed before backward
     check_vector("class_weight", class_weight, head.weight, head.vocab_size)
     if isinstance(selected, Tensor) or not (selected is None or isinstance(selected, int)):
         check_like_labels("selected", selected, labels.shape, head.weight)

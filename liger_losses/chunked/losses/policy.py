@@ -52,6 +52,17 @@ def token_loss(
     return terms if entropy_weight is None else terms - entropy_weight * values["entropy"]
 
 
+def live_tokens(inputs: PolicyInputs) -> Tensor | None:
+    """``[B, T]``, false for tokens whose term is 0, with an advantage or an importance ratio of 0; ``None`` for losses
+    with other terms."""
+    o, ratio = inputs.options, inputs.token_is_ratio
+    other_terms = (o.beta and inputs.ref_logps is not None) or o.value("log_ratio_penalty")
+    if other_terms or not o.objective.of_advantages:
+        return None
+    live = (inputs.advantages != 0).expand(inputs.mask.shape)
+    return live if ratio is None else live & (ratio != 0)
+
+
 class PolicyMetrics(NamedTuple):
     """Means over completion tokens, detached, in liger-kernel's order."""
 
@@ -237,7 +248,8 @@ class LigerFusedLinearGRPOLoss(CompletionLoss):
             found = kept_statistics(_input, head, labels, support, both, options)
             loss = self._of_statistics(found, inputs, head.vocabulary_ranks)
         elif inputs.options.separable and not metrics:
-            each = TokenLoss(functools.partial(token_loss, inputs.options), self._token_inputs(inputs))
+            given, live = self._token_inputs(inputs), None if self._coef is not None else live_tokens(inputs)
+            each = TokenLoss(functools.partial(token_loss, inputs.options), given, live=live)
             loss, (found,) = loss_sum([target], names, [each], options)
             loss = inputs.total(loss)
             if self._coef is not None:

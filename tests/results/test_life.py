@@ -48,15 +48,7 @@ def live_tensors():
     return {id(t): t for t in gc.get_objects() if isinstance(t, torch.Tensor) and not isinstance(t, torch.nn.Parameter)}
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        pytest.param(name, marks=[pytest.mark.xfail(reason="TeacherLogits live with the loss", strict=True)])
-        if name == "KL, logits"
-        else name
-        for name in NAMES
-    ],
-)
+@pytest.mark.parametrize("name", NAMES)
 def test_nothing_large_lives_after_backward(name):
     """While the loss is referenced, of sizes in which a head or logits stand out."""
     call = Call(name, vocab_size=200)

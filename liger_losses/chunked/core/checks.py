@@ -3,16 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
+import torch
+from torch import Tensor
 from torch.autograd import forward_ad
 
 from liger_losses.checks import check_right, check_vocabulary
+from liger_losses.chunked.core.agreement import checksum
+from liger_losses.chunked.core.workspace import default_bound
+from liger_losses.kernels.logit_transform import said
 from liger_losses.kernels.autograd import NO_TRANSFORMS, records_tangents, within_transform
 
 __all__ = ["check_call", "check_right", "check_vocabulary"]
 
 if TYPE_CHECKING:
+    from liger_losses.chunked.core.plan import Options
+    from liger_losses.chunked.core.statistics import Statistic
     from liger_losses.chunked.core.target import Target
 
 NO_TANGENTS = (
@@ -32,3 +40,39 @@ def check_call(targets: Sequence[Target]) -> None:
             tensors = [target.hidden, target.head.bias, *[tensor for tensor, _ in target.head.weights.trained]]
             if any(t is not None and forward_ad.unpack_dual(t).tangent is not None for t in tensors):
                 raise RuntimeError(NO_TANGENTS)
+
+
+def agree(targets: Sequence[Target], asked: Sequence[Statistic], options: Options, sums_losses: bool) -> None:
+    """Raise RankError on all ranks that share a vocabulary unless they are about to make the same call."""
+    for target in targets:
+        if target.head.ranks.size > 1:
+            facts = signature(target, asked, options) | {"a loss per token": sums_losses}
+            read = {"labels": target.labels, "kept columns": target.kept}
+            sums = {f"checksum of {name}": partial(_checksum, t) for name, t in read.items() if t is not None}
+            target.head.ranks.agree(facts, sums)
+
+
+def _checksum(values: Tensor) -> int:
+    return int(checksum(values))
+
+
+def signature(target: Target, asked: Sequence[Statistic], options: Options) -> dict[str, Any]:
+    """What all ranks that share a vocabulary must have in common."""
+    head, hidden, records = target.head, target.hidden, torch.is_grad_enabled()
+    needs = [str(tuple(leaf.tensor.shape[1:])) for leaf in target.leaves()] if records else []
+    facts = {
+        "labels' shapes": tuple(target.labels.shape),
+        "hidden states": f"{hidden.shape[-1]} in {hidden.dtype}",
+        "statistics": [s.name for s in asked],
+        "logits": target.transform(target.temperature).said,
+        "columns": head.vocab_size,
+        "kept columns": None if target.kept is None else tuple(target.kept.shape),
+        "gradients": f"of {needs}, summed: {head.ranks.sums_hidden}",
+        "workspace": options.workspace or f"default workspace {default_bound()}",
+        **{name: getattr(options, name) for name in ("ignore_index", "chunk_size", "compact", "accum_dtype", "backend")},
+    }
+    if target.teacher is not None:
+        which = [s.divergence for s in asked if s.divergence is not None]
+        facts["teacher"] = f"{type(target.teacher).__name__}, {target.teacher.vocab_size} columns"
+        facts["divergence"] = f"{', '.join(map(str, which))}, temperature {said(target.teacher.temperature)}"
+    return facts

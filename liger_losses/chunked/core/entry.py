@@ -59,7 +59,7 @@ def _entry(function: F, of_loss: bool) -> F:
         elif "head" in keywords:  # as the documentation calls the weight
             keywords = {"weight" if name == "head" else name: value for name, value in keywords.items()}
         if is_dynamo_compiling():
-            return outside(*arguments, **keywords)
+            return eagerly(*arguments, **keywords)
         if torch.is_grad_enabled():
             known = names if loss is None else loss.argument_names
             _warn_of_constants({**dict(zip(known, given, strict=False)), **keywords}, known)
@@ -74,11 +74,13 @@ def _entry(function: F, of_loss: bool) -> F:
                 raise
             raise TypeError(message) from None
 
-    outside = wrapped
+    def eagerly(*arguments: Any, **keywords: Any) -> Any:
+        warn(f"{function.__qualname__} in a compiled function ends its graph, and runs as it does without torch.compile.")
+        return wrapped(*arguments, **keywords)
 
     def mark() -> None:
-        nonlocal outside
-        outside = torch.compiler.disable(wrapped)
+        nonlocal eagerly
+        eagerly = torch.compiler.disable(eagerly)
 
     when_compiling(mark)
     return wrapped  # type: ignore[return-value]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -59,7 +59,7 @@ class Ranks:
         """``[V, ...]``: the rows of all ranks."""
         return rows
 
-    def agree(self, signature: Mapping[str, Any]) -> None:
+    def agree(self, signature: Mapping[str, Any], values: Mapping[str, Callable[[], Any]] | None = None) -> None:
         """Raise on all ranks unless they are about to make the same call; see :func:`agree`."""
 
     def __reduce__(self) -> Any:
@@ -142,8 +142,8 @@ class VocabularyRanks(Ranks):
         padded[: len(rows)] = rows
         return torch.cat([part[:size] for part, size in zip(self.gather(padded), self.sizes, strict=True)])
 
-    def agree(self, signature: Mapping[str, Any]) -> None:
-        agree(self.group, signature)
+    def agree(self, signature: Mapping[str, Any], values: Mapping[str, Callable[[], Any]] | None = None) -> None:
+        agree(self.group, signature, values)
 
 
 def check_teacher_ranks(student: Ranks, teacher: Ranks) -> None:

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from liger_losses.chunked.core.block import BLOCKS, statistics_by_columns
 from liger_losses.chunked.core.buffers import Gradients, Leaf, key_of, like
-from liger_losses.chunked.core.checks import check_call, check_right, check_vocabulary
+from liger_losses.chunked.core.checks import agree, check_call, check_right, check_vocabulary
 from liger_losses.chunked.core.plan import (
     MOST_PARTS,
     Options,
@@ -508,7 +508,7 @@ def token_losses(
         wanted = [n for n in leaves if n in named] if total.requires_grad else []
         grads = torch.autograd.grad(total, [leaves[n] for n in wanted], allow_unused=True) if wanted else ()
         derivatives = {n: g for n, g in zip(wanted, grads, strict=True) if g is not None}
-    upstream = {n: g.detach().to(values[n].dtype) for n, g in (derivatives or {}).items()} if differentiates else {}
+    upstream = {n: g.detach().to(wide_dtype(stream.plan.dtype)) for n, g in (derivatives or {}).items()} if differentiates else {}
     more = stream.masked({n: v.detach() for n, v in more.items()}, rows)
     # Masked again: where a loss is not finite, not even 0 times its derivative is.
     return total.detach().to(wide_dtype(stream.plan.dtype)), stream.masked(upstream, rows), more
@@ -537,6 +537,11 @@ def _in_order(streams: Sequence[Stream], outputs: Sequence[Tensor]) -> list[Valu
     return ordered
 
 
+def _scales_late(target: Target) -> bool:
+    """Whether gradients underflow before they are multiplied by the loss's scale, which is known in backward."""
+    return torch.float16 in (target.hidden.dtype, target.head.weights.dtype, autocast_dtype(target.hidden.device))
+
+
 def statistics(
     targets: Sequence[Target],
     names: Sequence[str | Statistic],
@@ -556,7 +561,9 @@ def statistics(
         RuntimeError: within a transform of ``torch.func``, or forward-mode differentiation.
     """
     check_call(targets)
-    streams = open_streams(targets, asked_for(names, metrics), options)
+    asked = asked_for(names, metrics)
+    agree(targets, asked, options, sums_losses=False)
+    streams = open_streams(targets, asked, options)
     leaves = leaves_of(streams)
     outputs = _Statistics.apply(streams, leaves, *(leaf.tensor for leaf in leaves))
     return [
@@ -578,10 +585,12 @@ def loss_sum(
     is known in backward, and of more than MOST_PARTS parts in half precision, a second pass writes each entry once.
     """
     check_call(targets)
-    streams = open_streams(targets, asked_for(names, metrics), options, [loss.live for loss in token_losses])
+    asked = asked_for(names, metrics)
+    agree(targets, asked, options, sums_losses=True)
+    streams = open_streams(targets, asked, options, [loss.live for loss in token_losses])
     leaves, order = leaves_of(streams), list[list[str]]()
     pairs = list(zip(streams, token_losses, strict=True))
-    if leaves and any(stream.plan.tile is not None or stream.plan.dtype == torch.float16 for stream in streams):
+    if leaves and any(stream.plan.tile is not None or _scales_late(stream.target) for stream in streams):
         outputs = _Statistics.apply(streams, leaves, *(leaf.tensor for leaf in leaves))
         named = _in_order(streams, outputs)
         sums = [_of_values(*pair, values) for pair, values in zip(pairs, named, strict=True)]

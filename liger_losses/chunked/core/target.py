@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from liger_losses.checks import checked_temperatures
 from liger_losses.chunked.core.buffers import Leaf
 from liger_losses.chunked.core.head import Head
 from liger_losses.chunked.core.teachers import Rows, TeacherLogits, rows_of
@@ -117,8 +118,10 @@ class Target:
 
 
 def wide_numbers(numbers: float | Tensor, dtype: torch.dtype) -> float | Tensor:
-    """Numbers of tokens as kernels read them, in the dtype of logits."""
-    return numbers.to(wide_dtype(dtype)).contiguous() if isinstance(numbers, Tensor) else numbers
+    """Temperatures of tokens as kernels read them, in the dtype of logits; ValueError for wrong ones."""
+    if not isinstance(numbers, Tensor):
+        return numbers
+    return checked_temperatures(numbers.to(wide_dtype(dtype)).contiguous())
 
 
 #: Of statistics ``[R]`` of some tokens by name, and what the loss reads, to their losses ``[R]``; or to these and their

@@ -19,7 +19,7 @@ def test_selected_columns_of_several_heads():
         hidden, [weight, weight], labels, lambda s, y: s.selected_logps.sum(-1), "selected_logps", selected=each
     )
     torch.testing.assert_close(loss, 2 * found[0].selected_logps.sum())
-    with pytest.raises(ValueError, match="selected must have one tensor for each tensor of labels, 2, got 1"):
+    with pytest.raises(ValueError, match="2 of labels, 1 of selected"):
         linear_statistics([hidden, hidden], weight, [labels, labels], "selected_logps", selected=[columns])
     with pytest.raises(ValueError, match="3 of selected"):
         linear_statistics(hidden, [weight, other], labels, "selected_logps", selected=[columns] * 3)

@@ -102,11 +102,9 @@ def test_what_is_refused():
     head = Head(Int8Weight(weight))
     with pytest.raises(ValueError, match=r"hidden_states must be \[..., 40\] to fit the weight \(120, 40\)"):
         linear_logps(hidden[:, :30], head, labels)
-    adapter = LowRank(*lora())
-    with pytest.raises(
-        ValueError, match=r"\[rank, hidden_size\] and \[vocab_size, rank\], for hidden states \(20, 30\)"
-    ):
-        linear_logps(hidden[:, :30], Head(weight, adapters=(adapter,)), labels)
+    a, b = lora()
+    with pytest.raises(ValueError, match=r"\[rank, hidden_size\] and \[vocab_size, rank\], of a head \(120, 40\)"):
+        linear_logps(hidden, Head(weight, adapters=(LowRank(a[:, :30], b),)), labels)
     with pytest.raises(TypeError, match="ProcessGroup"):
         Head(Int8Weight(weight), group="tp")
     with pytest.raises(TypeError, match="a type"):

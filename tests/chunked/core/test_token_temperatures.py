@@ -86,7 +86,7 @@ def test_what_is_refused():
     ):
         with pytest.raises(error, match=words):
             linear_logps(hidden, weight, labels, temperature=given)
-    with pytest.raises(ValueError, match=r"one for each hidden state, \[9\], got shape \[6\]"):  # of all tensors
+    with pytest.raises(ValueError, match=r"one for each hidden state, \[3\], got shape \[6\]"):  # of all tensors
         linear_statistics([hidden, hidden[:3]], weight, [labels, labels[:3]], transform=LogitTransform(t))
     with pytest.raises(ValueError, match="temperature was given twice"):
         linear_logps(hidden, Head(weight, transform=LogitTransform(0.5)), labels, temperature=t)

@@ -19,8 +19,8 @@ import torch
 from torch import Tensor, nn
 
 from liger_losses.checks import FLOATS, check_alike
-from liger_losses.chunked.core.heads import Head
 from liger_losses.chunked.core.distilled import Teacher, check_no_temperature
+from liger_losses.chunked.core.heads import Head
 from liger_losses.kernels.logit_transform import LogitTransform
 
 

@@ -11,8 +11,6 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from liger_losses import LigerFusedLinearCrossEntropyLoss, functional, linear_logps
-from liger_losses.chunked import EngineOptions, Head, TokenSupport
-from liger_losses.chunked.engine.support import linear_support_statistics
 from liger_losses.kernels._triton import BACKEND_VARIABLE
 from liger_losses.kernels.autograd import edges, scale_
 from liger_losses.layers.glu import glu, glu_linear, glu_mlp
@@ -54,17 +52,11 @@ def merged(h, w):
     return (split_by_coefficient(lambda rows: h[rows] * w[0], coefficients) * coefficients[:, None]).square()
 
 
-def kept_columns(h, w):
-    support = TokenSupport(torch.stack([LABELS, LABELS + 1], 1))
-    return linear_support_statistics(h, Head(w), LABELS, support, ("entropy",), EngineOptions()).entropy
-
-
 #: Autograd functions with a ``once_differentiable`` backward, and calls of them with ``h [6, 32]`` and ``w [64, 32]``.
 USES = {
-    "_LinearStatistics": lambda h, w: linear_logps(h, w, LABELS),
-    "_OnePassLosses": lambda h, w: LigerFusedLinearCrossEntropyLoss(label_smoothing=0.1)(w, h, LABELS),
+    "_Statistics": lambda h, w: linear_logps(h, w, LABELS),
+    "_Losses": lambda h, w: LigerFusedLinearCrossEntropyLoss(label_smoothing=0.1)(w, h, LABELS),
     "_SumOfTerms": lambda h, w: functional.jsd(F.linear(h, w).log_softmax(-1), F.linear(h, w).detach().log_softmax(-1)),
-    "_GivenStatistics": kept_columns,
     "_GLU": lambda h, w: glu(h, w[:6]),
     "_GLULinear": lambda h, w: glu_linear(h, h, w),
     "_GLULinear of layers": lambda h, w: glu_mlp(h, (w, None), (w, None), (w.t().contiguous(), None)),

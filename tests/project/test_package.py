@@ -54,7 +54,7 @@ def test_importing_it_needs_torch_alone_and_imports_little_more():
     ``torch.compiler.disable`` imports the compiler, for seconds: a loss does not, and applies it once something else
     has done so. A fork of the process, which has imported torch, lacks all heavy packages.
     """
-    modules = ", ".join(["liger_losses", "liger_losses.chunked.engine.ops", "liger_losses.run", *INTEGRATIONS])
+    modules = ", ".join(["liger_losses", "liger_losses.chunked.core.ops", "liger_losses.run", *INTEGRATIONS])
     code = f"""
 import os, sys, torch
 if not os.fork():
@@ -69,8 +69,8 @@ import liger_losses
 print(len(set(sys.modules) - before))
 from liger_losses import ChunkedLoss, LigerFusedLinearCrossEntropyLoss, LigerFusedLinearDPOLoss, Teacher, linear_logps
 assert not {"torch._dynamo", "sympy"} & set(sys.modules), "imported"
-from liger_losses.chunked.engine import compiled_calls, head
-places = [(ChunkedLoss, "__init__"), (head, "share_vocabulary")]
+from liger_losses.chunked.core import heads
+places = [(ChunkedLoss, "__init__"), (heads, "share_vocabulary")]
 enabled = [getattr(*place) for place in places]
 loss = LigerFusedLinearCrossEntropyLoss()(torch.ones(3, 2), torch.ones(4, 2), torch.ones(4, dtype=torch.long))
 assert "torch._dynamo" not in sys.modules, "a call imports it"

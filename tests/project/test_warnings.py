@@ -154,9 +154,8 @@ def split_that_is_left_out(zero_advantages, monkeypatch):
 
 #: By the file that warns: from pytest's monkeypatch to a call that is warned of.
 CALLS = [
-    ("chunked/engine/decision.py", lambda monkeypatch: divergence(256, workspace=60_000)),
-    ("chunked/engine/operators.py", constant_that_requires_a_gradient),
-    ("chunked/engine/teachers.py", lambda monkeypatch: divergence(250)),
+    ("chunked/core/entry.py", constant_that_requires_a_gradient),
+    ("chunked/core/distilled.py", lambda monkeypatch: divergence(250)),
     ("chunked/losses/policy.py", policy),
     ("integrations/axolotl.py", plugin_of_axolotl),
     ("integrations/liger/__init__.py", install_of_liger),
@@ -188,7 +187,6 @@ def through(module, call):
 @pytest.mark.parametrize("between", ["trl.trainer.base_trainer", "torch.nn.modules.module"])
 @pytest.mark.parametrize(("file", "prepare"), CALLS, ids=[f"{i} {file}" for i, (file, _) in enumerate(CALLS)])
 def test_a_warning_names_the_users_line(file, prepare, between, monkeypatch):
-    monkeypatch.setattr("liger_losses.chunked.engine.decision._decisions", {})
     monkeypatch.setattr("liger_losses.patching.lazy.warning._WARNED", set())
     call, names = through(between, prepare(monkeypatch)), {"__name__": "users_own"}
     with warnings.catch_warnings(record=True) as caught:

@@ -8,7 +8,8 @@ import torch
 import transformers
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from liger_losses.chunked.engine import decision
+from liger_losses import EngineOptions
+from liger_losses.chunked.core import stream
 from liger_losses.places import Missing
 from liger_losses.trl import enabled
 from liger_losses.trl.features import FEATURES, find
@@ -91,9 +92,10 @@ def test_the_work_of_a_step(name, kept, tmp_path, monkeypatch):
     missing = FOUND[_FEATURES.get(trainer_name, trainer_name)]
     if isinstance(missing, Missing):
         pytest.skip(str(missing))
-    plan = decision.make_plan
+    plan = stream.plan
     if not kept:
-        monkeypatch.setattr(decision, "make_plan", lambda *given: replace(plan(*given), resident=False))
+        again = EngineOptions(strategy="two_pass")
+        monkeypatch.setattr(stream, "plan", lambda call, table: plan(replace(call, options=again), table))
     with enabled():
         torch.manual_seed(0)
         trainer = build(tmp_path, *tiny_model(), **{**options, "max_steps": 1})

@@ -13,8 +13,8 @@ from torch.autograd import forward_ad
 from liger_losses.checks import check_right, check_vocabulary
 from liger_losses.chunked.core.agreement import checksum
 from liger_losses.chunked.core.workspace import default_bound
-from liger_losses.kernels.logit_transform import said
 from liger_losses.kernels.autograd import NO_TRANSFORMS, records_tangents, within_transform
+from liger_losses.kernels.logit_transform import said
 
 __all__ = ["check_call", "check_right", "check_vocabulary"]
 
@@ -69,7 +69,9 @@ def signature(target: Target, asked: Sequence[Statistic], options: Options) -> d
         "kept columns": None if target.kept is None else tuple(target.kept.shape),
         "gradients": f"of {needs}, summed: {head.ranks.sums_hidden}",
         "workspace": options.workspace or f"default workspace {default_bound()}",
-        **{name: getattr(options, name) for name in ("ignore_index", "chunk_size", "compact", "accum_dtype", "backend")},
+        **{
+            name: getattr(options, name) for name in ("ignore_index", "chunk_size", "compact", "accum_dtype", "backend")
+        },
     }
     if target.teacher is not None:
         which = [s.divergence for s in asked if s.divergence is not None]

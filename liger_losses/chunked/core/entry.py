@@ -75,7 +75,9 @@ def _entry(function: F, of_loss: bool) -> F:
             raise TypeError(message) from None
 
     def eagerly(*arguments: Any, **keywords: Any) -> Any:
-        warn(f"{function.__qualname__} in a compiled function ends its graph, and runs as it does without torch.compile.")
+        warn(
+            f"{function.__qualname__} in a compiled function ends its graph, and runs as it does without torch.compile."
+        )
         return wrapped(*arguments, **keywords)
 
     def mark() -> None:

@@ -15,8 +15,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from liger_losses.checks import check_vector, check_weight, is_weight_and_bias
-from liger_losses.chunked.core.adapters import LowRank, adapters_of, side_by_side
 from liger_losses.chunked.core import head as core
+from liger_losses.chunked.core.adapters import LowRank, adapters_of, side_by_side
 from liger_losses.chunked.core.quantizers import QuantizedWeight, find_quantized
 from liger_losses.chunked.core.ranks import ALONE, Ranks, VocabularyRanks, local_rows, share_mesh, share_vocabulary
 from liger_losses.chunked.core.weights import Dense, Quantized, Weights, WithAdapters
@@ -169,7 +169,9 @@ class Head:
     @property
     def weights(self) -> Weights:
         """This rank's rows."""
-        weights: Weights = Dense(self.weight) if self.quantized is None else Quantized(self.weight, codes=self.quantized)
+        weights: Weights = (
+            Dense(self.weight) if self.quantized is None else Quantized(self.weight, codes=self.quantized)
+        )
         for adapter in self.adapters:
             weights = WithAdapters(weights, adapter.a, adapter.b, adapter.scale)
         return weights

@@ -468,7 +468,9 @@ def added(parts: Sequence[Statistics]) -> Statistics:
     return Statistics(**{name: torch.stack(p).sum(0) for name, p in values.items() if p[0] is not None})
 
 
-def _of_user(token_loss: Callable[..., Any], names: Sequence[str], values: Any, labels: Tensor, **inputs: Tensor) -> Any:
+def _of_user(
+    token_loss: Callable[..., Any], names: Sequence[str], values: Any, labels: Tensor, **inputs: Tensor
+) -> Any:
     """What a user's token loss returns, the losses ``[n]``, and derivatives if it has any.
 
     Raises:
@@ -512,7 +514,9 @@ def _targets(
             selected = [rows.view(*part.shape, -1) for rows, part in parts]
     counted = {f"token_inputs[{name!r}]": value for name, value in (inputs or {}).items()}
     each = {"selected": selected}
-    return targets_of(hidden_states, weight, labels, options.ignore_index, each=each, counted=counted, **given, **fields)
+    return targets_of(
+        hidden_states, weight, labels, options.ignore_index, each=each, counted=counted, **given, **fields
+    )
 
 
 def weighted_sum(values: Mapping[str, Tensor], **weights: Tensor) -> tuple[Tensor, dict[str, Tensor]]:

@@ -508,7 +508,11 @@ def token_losses(
         wanted = [n for n in leaves if n in named] if total.requires_grad else []
         grads = torch.autograd.grad(total, [leaves[n] for n in wanted], allow_unused=True) if wanted else ()
         derivatives = {n: g for n, g in zip(wanted, grads, strict=True) if g is not None}
-    upstream = {n: g.detach().to(wide_dtype(stream.plan.dtype)) for n, g in (derivatives or {}).items()} if differentiates else {}
+    upstream = (
+        {n: g.detach().to(wide_dtype(stream.plan.dtype)) for n, g in (derivatives or {}).items()}
+        if differentiates
+        else {}
+    )
     more = stream.masked({n: v.detach() for n, v in more.items()}, rows)
     # Masked again: where a loss is not finite, not even 0 times its derivative is.
     return total.detach().to(wide_dtype(stream.plan.dtype)), stream.masked(upstream, rows), more

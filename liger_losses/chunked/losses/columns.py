@@ -15,11 +15,11 @@ import torch
 from torch import Tensor
 
 from liger_losses.chunked import EngineOptions, Head, Teacher, TeacherLogits, TeacherTopK, linear_topk
+from liger_losses.chunked.core.distilled import check_comparison, check_no_temperature
 from liger_losses.chunked.core.inputs import target_of
 from liger_losses.chunked.core.ops import weighted_sum
 from liger_losses.chunked.core.stream import loss_sum, statistics
 from liger_losses.chunked.core.target import TokenLoss
-from liger_losses.chunked.core.distilled import check_comparison, check_no_temperature
 from liger_losses.chunked.losses.softmax_divergences import sparse_divergence
 from liger_losses.kernels.divergence_forms import Divergence
 

@@ -23,8 +23,8 @@ from liger_losses.checks import (
     one_each,
 )
 from liger_losses.chunked import Head, shift_labels
-from liger_losses.chunked.core.inputs import count_targets, heads_of, several, shift_each, target_of
 from liger_losses.chunked.core.entry import loss_operator
+from liger_losses.chunked.core.inputs import count_targets, heads_of, several, shift_each, target_of
 from liger_losses.chunked.core.stream import loss_sum, statistics
 from liger_losses.chunked.core.target import Target, TokenLoss
 from liger_losses.chunked.losses.base import ChunkedLoss, LossOptions

@@ -10,8 +10,8 @@ from torch import Tensor
 
 from liger_losses.checks import one_each
 from liger_losses.chunked import EngineOptions, Head
-from liger_losses.chunked.core.inputs import count_targets, target_of
 from liger_losses.chunked.core.entry import operator
+from liger_losses.chunked.core.inputs import count_targets, target_of
 from liger_losses.chunked.core.stream import loss_sum, statistics
 from liger_losses.chunked.core.target import TokenLoss
 

@@ -22,12 +22,12 @@ from liger_losses.checks import (
     checked_items,
 )
 from liger_losses.chunked import Head, Largest, Teacher, TeacherLogits, Teachers, TeacherTopK
+from liger_losses.chunked.core.distilled import TAILS
 from liger_losses.chunked.core.entry import loss_operator
 from liger_losses.chunked.core.ops import compared_targets, weighted_sum
 from liger_losses.chunked.core.statistics import Statistic
 from liger_losses.chunked.core.stream import loss_sum
 from liger_losses.chunked.core.target import Target, TokenLoss
-from liger_losses.chunked.core.distilled import TAILS
 from liger_losses.chunked.losses.base import ChunkedLoss, LossOptions
 from liger_losses.chunked.losses.columns import loss_over_columns
 from liger_losses.chunked.losses.softmax_divergences import alpha_beta, generalized_jsd

@@ -15,10 +15,10 @@ from torch.compiler import is_dynamo_compiling
 from liger_losses.caller import warn
 from liger_losses.checks import check_device, check_range, check_tensor
 from liger_losses.chunked import Head, TokenSupport
-from liger_losses.chunked.core.inputs import target_of
 from liger_losses.chunked.core.entry import loss_operator
-from liger_losses.chunked.core.support import kept_statistics
+from liger_losses.chunked.core.inputs import target_of
 from liger_losses.chunked.core.stream import loss_sum, statistics
+from liger_losses.chunked.core.support import kept_statistics
 from liger_losses.chunked.core.target import TokenLoss
 from liger_losses.chunked.losses import policy_objectives as objectives
 from liger_losses.chunked.losses.base import AnyHead, LossOptions

@@ -1,6 +1,5 @@
 """Heads: what makes one, what is refused, that a call checks each once, and that a metric never chooses the kernel."""
 
-import sys
 from pathlib import Path
 
 import pytest
@@ -10,9 +9,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import liger_losses
 from liger_losses import EngineOptions, Head, LogitTransform, linear_logps, linear_statistics
-from liger_losses.chunked.engine.call import make_call
-from liger_losses.chunked.engine.query import Query
-from liger_losses.kernels import label_rows, linear_exp, reading
 from tests.kernels.cases import interpreted
 from tests.losses import CE
 from tests.reference import double, linear_of, plain_statistics, problem
@@ -104,18 +100,6 @@ def test_the_mean_logit_without_logits(dtype, backend, softcap):
     assert (found.mean_logit - exact).abs().max() <= bound * exact.abs().max()
 
 
-@interpreted
-@pytest.mark.parametrize("softcap", [None, 3.0])
-def test_a_metric_does_not_choose_the_kernel(softcap):
-    hidden, weight, labels, _ = problem(50, 24, 97, dtype=torch.bfloat16)
-    head, options = Head(weight, transform=LogitTransform(softcap=softcap)), EngineOptions(backend="triton")
-    queries = Query(("logp",)), Query(("logp",), ("mean_logit",))
-    (_, plain), (_, call) = (make_call(hidden, head, labels, query, options) for query in queries)
-    assert call.work.exponentials
-    assert call.work == plain.work
-    assert call.plan == plain.plan
-
-
 # --- The way of a call -----------------------------------------------------------------------------------------------
 
 
@@ -140,63 +124,6 @@ class Operations(TorchDispatchMode):
 #: Before its first product, by call: the most operations on tensors, and the most calls of this package's functions;
 #: with all tokens active, and with some masked. A GPU is idle meanwhile.
 MOST_BEFORE = {"cross-entropy": ((9, 92), (10, 93)), "log-probs": ((7, 77), (8, 78))}
-
-
-@interpreted
-@pytest.mark.parametrize("masked", [False, True])
-@pytest.mark.parametrize("name", list(MOST_BEFORE))
-def test_little_comes_before_the_first_product(name, masked, monkeypatch):
-    hidden, weight, labels, _ = problem(40, 32, 70, dtype=torch.bfloat16, masked=0.3 * masked)
-    loss, launched = CE(backend="triton"), []
-
-    def call():
-        if name == "cross-entropy":
-            return loss(weight, hidden, labels)
-        with torch.no_grad():
-            return linear_logps(hidden, weight, labels, backend="triton")
-
-    call()  # compiles and fills caches
-
-    class Stop:
-        def __getitem__(self, grid):
-            raise FirstProduct
-
-    class Counted:
-        def __init__(self, kernel):
-            self.kernel = kernel
-
-        def __getitem__(self, grid):
-            def launch(*arguments, **keywords):
-                before = sys.getprofile()
-                sys.setprofile(None)  # what the interpreter does is no part of a launch
-                with torch.utils._python_dispatch._disable_current_modes():
-                    self.kernel[grid](*arguments, **keywords)
-                launched.append(self.kernel.fn.__name__)
-                sys.setprofile(before)
-
-            return launch
-
-    monkeypatch.setattr(linear_exp, "_exponentials_kernel", Stop())
-    for file, kernel in ((reading, "_label_facts_kernel"), (label_rows, "_label_logits_kernel")):
-        monkeypatch.setattr(file, kernel, Counted(getattr(file, kernel)))
-    with Operations() as operations, pytest.raises(FirstProduct):
-        call()
-    assert launched == ["_label_facts_kernel", "_label_logits_kernel"]
-    calls, root = [], str(ROOT)
-
-    def trace(frame, event, _):
-        if event == "call" and frame.f_code.co_filename.startswith(root):
-            calls.append(frame.f_code.co_name)
-
-    sys.setprofile(trace)
-    try:
-        with pytest.raises(FirstProduct):
-            call()
-    finally:
-        sys.setprofile(None)
-    most_operations, most_calls = MOST_BEFORE[name][masked]
-    assert len(operations.names) <= most_operations, operations.names
-    assert len(calls) <= most_calls, calls
 
 
 class Scaled(nn.Linear):

@@ -1,7 +1,5 @@
 """The largest log-probabilities and registered statistics, streamed: against dense logits in float64."""
 
-from types import SimpleNamespace
-
 import pytest
 import torch
 
@@ -15,34 +13,11 @@ from liger_losses import (
     linear_token_loss,
     linear_topk,
 )
-from liger_losses.chunked.engine import logit_block, query
-from liger_losses.chunked.core.ranks import VocabularyRanks
+from liger_losses.chunked.core.results import REGISTERED
 from liger_losses.kernels import BACKENDS
 from liger_losses.kernels.logit_transform import Epilogue
 from liger_losses.kernels.row_lse import sum_of_probabilities
 from tests.reference import assert_close_gradients, plain_logits, problem
-
-
-@pytest.mark.parametrize("logits", [0, 2**21], ids=["in parts", "at once"])
-@pytest.mark.parametrize(("columns", "k"), [(700, 1), (2048, 3), (5000, 16), (61, 61), (8500, 33), (130, 100)])
-def test_largest_of_rows(columns, k, logits, monkeypatch):
-    monkeypatch.setattr(logit_block, "_LOGITS", logits)
-    g = torch.Generator().manual_seed(0)
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    rows = torch.randn(5, columns + 3, generator=g).to(device)[:, :columns] - 6  # no logit is above 0
-    rows[:, -1] += 4  # the last part, which is not full, has one of the largest
-    rows[:, 9:19] += 7  # one part has more than its share
-    bias = torch.randn(columns, generator=g).to(device)
-    temperature = torch.linspace(0.5, 2, 5, device=device)
-    epilogue = Epilogue(LogitTransform(temperature=temperature, softcap=4.0), bias)
-    exact = (4 * torch.tanh((rows + bias) / 4) / temperature[:, None]).topk(k, -1)
-    torch.testing.assert_close(logit_block.largest(rows, epilogue, k), tuple(exact))
-    rows[:, ::7] = 3.0  # many are equal
-    rows[0, 5], rows[1, 6], rows[2] = float("nan"), float("inf"), -float("inf")
-    values, ids = logit_block.largest(rows, Epilogue(), k)
-    torch.testing.assert_close(values, rows.topk(k, -1).values, equal_nan=True)
-    torch.testing.assert_close(rows.gather(1, ids), values, rtol=0, atol=0, equal_nan=True)
-    assert all(len(row.unique()) == k for row in ids)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -67,14 +42,6 @@ def test_the_rest_has_projections_that_overflow():
     head = Head(weight, transform=LogitTransform(softcap=2.0))
     found, log_p = linear_topk(hidden, head, 5, rest=True), plain_logits(hidden, weight, softcap=2.0).log_softmax(-1)
     torch.testing.assert_close(found.rest, log_p[:, 5:].logsumexp(-1))
-
-
-def test_ranks_with_fewer_columns_add_none():
-    """A column of theirs may have a logit of -inf."""
-    logits = torch.tensor([[[2.0, -torch.inf, -torch.inf]], [[1.0, -torch.inf, -torch.inf]]])
-    ids = torch.tensor([[[0, 1, 2]], [[3, 0, 0]]])
-    ranks = SimpleNamespace(sizes=(3, 1), gather=lambda values: logits if values.is_floating_point() else ids)
-    assert VocabularyRanks.largest(ranks, logits[0], ids[0], 4).sort().values.tolist() == [[0, 1, 2, 3]]
 
 
 def test_a_loss_of_the_largest_in_one_pass():
@@ -110,7 +77,7 @@ def second_moment():
     liger_losses.register_statistic("second_moment", lambda log_p: log_p.exp() * log_p.square())
     liger_losses.register_statistic("square_sum", lambda log_p: (2 * log_p).exp())
     yield
-    del query.REGISTERED["second_moment"], query.REGISTERED["square_sum"]
+    del REGISTERED["second_moment"], REGISTERED["square_sum"]
 
 
 class VarentropyLoss(ChunkedLoss):
@@ -167,4 +134,4 @@ def test_registered_statistics_have_the_order_of_the_call():
 def test_wrong_statistics_are_refused(name, term, message):
     with pytest.raises((TypeError, ValueError), match=message):
         liger_losses.register_statistic(name, term)
-    assert "mine" not in query.REGISTERED
+    assert "mine" not in REGISTERED

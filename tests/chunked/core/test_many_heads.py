@@ -4,11 +4,10 @@ import pytest
 import torch
 from torch import nn
 
-from liger_losses import EngineOptions, Head, functional, linear_logps, linear_token_loss
-from liger_losses.chunked.engine import autograd_functions
+from liger_losses import functional, linear_logps, linear_token_loss
 from liger_losses.chunked.core.inputs import shift_labels
 from tests.losses import CE
-from tests.reference import assert_as_exact_as_plain, double, linear_of, peak_bytes, problem
+from tests.reference import peak_bytes, problem
 
 K, H, V, SHAPE = 3, 24, 131, (2, 11)
 WEIGHTS = [1.0, 0.8, 0.64]
@@ -72,61 +71,6 @@ def test_equals_the_sum_of_single_calls(wiring, options):
     torch.testing.assert_close(torch.autograd.grad(loss * 0.5, leaves), torch.autograd.grad(expected * 0.5, leaves))
 
 
-@pytest.fixture
-def streams(monkeypatch):
-    """The calls that were streamed."""
-    found, stream = [], autograd_functions.Stream
-    counted = lambda call, *more, **options: found.append(call) or stream(call, *more, **options)  # noqa: E731
-    monkeypatch.setattr(autograd_functions, "Stream", counted)
-    return found
-
-
-def test_a_head_of_several_targets_is_one_stream(streams, monkeypatch):
-    """And the host waits for the device once for all heads."""
-    selections, select = [], Tokens.select
-    monkeypatch.setattr(Tokens, "select", lambda *given: selections.append(given[0]) or select(*given))
-    for wiring, expected in (("one head", [K]), ("own heads", [1] * K), ("two of one head", [2, 1])):
-        _, each, labels = targets(wiring)
-        layers = {id(weight): nn.Linear(H, V, bias=False) for weight in each[1]}
-        heads = [Head.of(layers[id(weight)]) for weight in each[1]]  # an object each
-        CE(shift=[1, 2, 3])(heads, each[0], labels)
-        assert [len(call.tokens.shapes) for call in streams] == expected
-        assert len(selections) == 1
-        streams.clear()
-        selections.clear()
-
-
-def test_nothing_runs_before_all_targets_are_checked(monkeypatch):
-    monkeypatch.setattr(autograd_functions, "Stream", None)
-    _, (hidden, weights, _), labels = targets("own heads")
-    outside = labels.masked_fill(labels == -100, 0) + V - 1
-    loss = CE()
-    for call, error, words in (
-        (lambda: loss(weights, hidden, [labels, labels, outside]), ValueError, r"labels must be in \[0, 131\)"),
-        (lambda: loss(weights, hidden[:2], labels), ValueError, "2 of hidden states, 3 of heads"),
-        (lambda: loss([], hidden, labels), ValueError, "0 of heads"),
-        (lambda: loss(weights, [*hidden[:2], hidden[2][..., :5]], labels), ValueError, r"must be \[\.\.\., 24\]"),
-        (lambda: loss(weights, hidden, [labels, labels, labels.float()]), TypeError, "int64"),
-        (lambda: loss(weights, hidden, labels, token_weights=[labels]), ValueError, "1 of token_weights"),
-        (lambda: loss(weights, hidden, labels, token_weights=labels[0]), ValueError, "one value per label"),
-        (lambda: loss(weights, hidden, labels, num_items_in_batch=-1), ValueError, "num_items_in_batch"),
-        (lambda: CE(shift=[1, 2])(weights, hidden, labels), ValueError, "2 of shift"),
-        (lambda: CE(shift=[1])(weights[0], hidden[0], labels), ValueError, "are for K heads: give a list"),
-        (lambda: CE(head_weights=[1.0])(weights, hidden, labels), ValueError, "1 of head_"),
-        (lambda: CE(head_weights=0.8), TypeError, "a list of one number for each"),
-        (lambda: CE(head_weights=[-1.0]), ValueError, "must lie in"),
-        (lambda: CE(shift=[1, -1]), ValueError, "must not be negative"),
-        (lambda: CE(shift=[0.5]), TypeError, "shift must be a number of positions"),
-        (lambda: linear_logps(hidden, weights, labels, shift=[1]), ValueError, "1 of shift"),
-        (lambda: linear_logps(hidden[0], weights[0], labels, shift=[1, 2]), TypeError, "needs lists of hidden"),
-        (lambda: linear_logps(hidden, weights, labels, support=1), TypeError, "support= does not work with lists"),
-        (lambda: loss(weights, None, labels), TypeError, "hidden_states must be a tensor, got NoneType"),
-        (lambda: loss([weights[0], weights[1].to("meta")], hidden[0], labels), ValueError, "on one device, got cpu, m"),
-    ):
-        with pytest.raises(error, match=words):
-            call()
-
-
 @pytest.mark.parametrize(("dtype", "reduction"), [(torch.float16, "mean"), (torch.float32, "none")])
 def test_what_is_kept_until_backward_fits_one_workspace(dtype, reduction):
     """Where logits stay until backward, as losses of log-probabilities and fp16 have it."""
@@ -151,48 +95,6 @@ def test_what_is_kept_until_backward_fits_one_workspace(dtype, reduction):
     ]
     plain = gradients([sum(plain_losses) if reduction == "mean" else plain_losses])
     torch.testing.assert_close(found, plain, atol=1e-3, rtol=1e-3)
-
-
-@pytest.mark.parametrize("counts", [[20, 40], [20, 40, 30], [80, 80, 80], [90, 100, 10], [80] * 16, [90]], ids=str)
-def test_a_head_with_more_tokens_than_one_pass_takes(counts, streams):
-    """It takes one pass, as calls of its targets would, and adds up the gradient of the weight in fp32."""
-    g = torch.Generator().manual_seed(0)
-    hidden = [torch.randn(n, H, generator=g).bfloat16().requires_grad_() for n in counts]
-    weight = torch.randn(V, H, generator=g).bfloat16().requires_grad_()
-    labels = [torch.randint(V, (n,), generator=g) for n in counts]
-    leaves, scales = [weight, *hidden], [torch.rand(n, generator=g) for n in counts]
-
-    def token_loss(statistics, labels, scales):
-        return -scales * statistics.logp
-
-    def call(**options):
-        inputs = {"scales": scales}
-        return linear_token_loss(
-            hidden, weight, labels, token_loss, token_inputs=inputs, options=EngineOptions(**options)
-        )
-
-    loss, found = call(chunk_size=10)  # of which 8 are added up in half precision
-    assert [call.tokens.counts for call in streams] == [tuple(counts)]
-    few, alone = sum(counts) <= 80, len(counts) == 1  # one target runs as if no list were given
-    assert streams[0].strategy == ("two_pass" if alone else "one_pass")
-    assert streams[0].grad_weight_dtype == (torch.bfloat16 if few or alone else torch.float32)
-
-    def reference(leaves):  # one product of all tokens, so that nothing is added up in half precision
-        weight, *hidden = leaves
-        each = nn.functional.cross_entropy(torch.cat(hidden) @ weight.T, torch.cat(labels), reduction="none")
-        return (torch.cat(scales) * each).sum(), each.split(counts)
-
-    exact_leaves = double(*leaves)
-    (exact, parts), (plain, _) = reference(exact_leaves), reference(leaves)
-    assert_as_exact_as_plain(loss, plain, exact, "loss")
-    for statistics, ce in zip(found, parts, strict=True):
-        torch.testing.assert_close(statistics.logp.double(), -ce.detach(), atol=1e-5, rtol=1e-5)
-    grads = (torch.autograd.grad(value, of) for value, of in ((loss, leaves), (plain, leaves), (exact, exact_leaves)))
-    for a, p, e in zip(*grads, strict=True):
-        assert_as_exact_as_plain(a, p, e, "gradient")
-    streams.clear()
-    call(chunk_size=10, workspace=2**20)
-    assert [call.strategy for call in streams] == ["one_pass" if few else "two_pass"], "fp32 takes more than that"
 
 
 @pytest.mark.parametrize("weights", [[1.0, 0.0, 0.5], [0.0, 0.0, 0.0]])
@@ -275,21 +177,6 @@ def test_the_pure_function_of_lists():
         assert all(torch.equal(a, b) for a, b in zip(found[k][:2], single[:2], strict=True))
     with pytest.raises(ValueError, match="2 of logps, 1 of lse"):
         functional.cross_entropy(logps, lse=lse[:1])
-
-
-def test_a_repeated_head_in_a_compiled_function(streams):
-    """It is one stream there too."""
-    loss_module = CE(shift=[1, 2, 3])
-    (first, second, third, weight, *_), _, labels = targets("own heads")
-    layer = linear_of(weight)
-
-    def function(first, second, third):
-        return loss_module([layer] * 3, [first, second, torch.sin(third)], labels)[0]
-
-    expected = torch.autograd.grad(function(first, second, third), [layer.weight, third])
-    found = torch.compile(function, fullgraph=True, backend="aot_eager")(first, second, third)
-    assert [len(call.tokens.shapes) for call in streams] == [3, 3]
-    torch.testing.assert_close(torch.autograd.grad(found, [layer.weight, third]), expected)
 
 
 @pytest.mark.parametrize("positions", [0, 1, 4, 11, 20])

@@ -13,7 +13,6 @@ from liger_losses import (
     TokenSupport,
     linear_logps,
     linear_statistics,
-    workspace,
 )
 from liger_losses.integrations import skyrl
 from liger_losses.integrations.megatron import OutputOptions, output_processor
@@ -26,39 +25,6 @@ from tests.results.losses import (
 )
 
 WORLD, CUTS = 4, {"two even": (15, 15), "two uneven": (23, 7), "four": (9, 1, 12, 8)}
-
-
-def order_of_names(parts):
-    """Spawned processes have an order each for the names in a set; what the ranks exchange must not depend on it."""
-    (part, *_), d = parts.values(), batch()
-    rows, ranks = part.rows, Head(d["weight"][part.rows], group=part.group).ranks
-    logits = d["h"].flatten(0, 1) @ d["weight"].t()
-    values = {"mean_logit": logits[:, rows].mean(1), "lse": logits[:, rows].logsumexp(1)}
-    names = sorted(values, reverse=dist.get_rank() % 2 == 1)
-    merged = {name: values[name].clone() for name in names}
-    ranks.merge_(d["y"].flatten(), merged)
-    torch.testing.assert_close(merged["lse"], logits.logsumexp(1))
-    torch.testing.assert_close(merged["mean_logit"], logits.mean(1))
-
-
-def devices(parts):
-    """Ranks with different devices choose by the smallest; a setting of one rank alone is an error where it is read."""
-    rank, d, group = dist.get_rank(), batch(), dist.new_group(range(WORLD))
-    rows = parts["four"].rows
-    with pytest.MonkeyPatch.context() as patched:
-        patched.setattr("liger_losses.chunked.engine.plan.default_workspace", lambda *work: 8000)
-        patched.setattr("liger_losses.chunked.engine.call.device_memory", lambda device: 2**24 if rank == 1 else 0)
-        head = Head(d["weight"][rows].clone().requires_grad_(), group=group)
-        for _ in range(2):  # the second time, nothing is exchanged
-            logps = linear_logps(d["h"], head, d["y"])
-        torch.testing.assert_close(logps, linear_logps(d["h"], d["weight"], d["y"]))
-        patched.setattr(type(head.ranks), "gather", None)
-        assert head.ranks.least_memory(8, torch.device("cpu")) == 0
-        patched.undo()
-        with workspace(9000 + (rank == 1)), pytest.raises(ValueError, match="default workspace 9001"):
-            linear_logps(d["h"], head, d["y"])
-        with workspace(9000 + (rank == 1)):
-            linear_logps(d["h"], head, d["y"], workspace=9000)
 
 
 def partial_gradients(parts):
@@ -120,8 +86,6 @@ def heads_of_frameworks(parts):
 
 
 CHECKS = (
-    order_of_names,
-    devices,
     partial_gradients,
     heads_of_frameworks,
 )
@@ -143,15 +107,7 @@ def test_a_shared_vocabulary_on_four_processes(tmp_path):
     start(work, WORLD, tmp_path, CHECKS)
 
 
-@pytest.mark.distributed
-@pytest.mark.slow
-def test_spawned_processes(tmp_path):
-    """Each of which has its own order of the names in a set."""
-    start(work, WORLD, tmp_path, (order_of_names,), method="spawn")
-
-
 CHECKS_OF_GPUS = (
-    order_of_names,
     partial_gradients,
     heads_of_frameworks,
 )

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from liger_losses import Completions, Head, LogitTransform
-from tests.losses import DPO, GRPO, KTO, ORPO
+from tests.losses import DPO, GRPO, KTO
 from tests.reference import problem
 
 

@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 
 from liger_losses import CrossEntropyOutput
-from liger_losses.chunked.engine import tokens
+from liger_losses.chunked.core import stream
 from tests.losses import CE
 from tests.reference import assert_as_exact_as_plain, double, plain_logits, plain_statistics, problem
 
@@ -90,7 +90,7 @@ def test_equals_the_definition(dtype, options, bias, reduction, monkeypatch):
         loss_module = CE(**build, reduction=reduction, compact=compact, chunk_size=11 if compact else None)
         with monkeypatch.context() as patched:
             if not compact:
-                patched.setattr(tokens, "label_facts", None)
+                patched.setattr(stream, "label_facts", None)
             ours = loss_module(weight, hidden, labels, b, **call)
         assert ours.dtype == torch.promote_types(dtype, torch.float32)
         assert ours.shape == (labels.shape if reduction == "none" else ())

@@ -224,23 +224,25 @@ class Block:
     def add_gradients(self, upstream: dict[str, Tensor], grads: Gradients) -> Tensor | None:
         """Add those of weights and bias; return those of hidden states ``[R, H]``, if these get any."""
         part, head = self.part, self.part.head
-        grad = self._gradient(upstream, grads)
+        grad = self.gradient(upstream, grads)
         rows_of_head: Columns = self.columns
         if isinstance(rows_of_head, Tensor):
             rows_of_head = torch.where(kept_here(part), rows_of_head, -1)  # of padding, no row is read
         head.weights.add_gradients(grads, grad, part.hidden, rows_of_head)
         return head.weights.hidden_gradient(grad, self.columns) if self.plan.hidden else None
 
-    def _gradient(self, upstream: dict[str, Tensor], grads: Gradients) -> Tensor:
-        """d loss / d projections ``[R, C]`` in the operands' dtype, in the memory of the projections.
+    def gradient(self, upstream: dict[str, Tensor], grads: Gradients, out: Tensor | None = None) -> Tensor:
+        """d loss / d projections ``[R, C]`` in the operands' dtype, in ``out`` or in the memory of the projections.
 
-        A half-precision row overwrites the first half of the same fp32 row: no second buffer is needed.
+        There, a half-precision row overwrites the first half of the same fp32 row: no second buffer is needed. The
+        gradient of the bias is added.
         """
         gradient = _Gradient.of(self, upstream)
         kept = not isinstance(self.columns, slice)
         wants_bias = grads.wants(self.part.head.bias)
         z = self.z
-        out = z if kept else self.memory.view(self.plan.dtype)[:, : self.width]
+        if out is None:
+            out = z if kept else self.memory.view(self.plan.dtype)[:, : self.width]
         if gradient.alone and not wants_bias and not kept:
             return gradient.write(out, slice(0, len(z)))
         for at in row_slices(z, self.plan.scratch // 2):
@@ -275,6 +277,30 @@ class Block:
         total = grads.of(bias)
         if total is not None:
             total[self.columns.start : self.columns.stop] += grad.sum(0)
+
+
+@dataclass(eq=False)
+class Collected:
+    """Gradients of projections ``[R, C]``, in half precision, of more tokens than there are logits of at a time: the
+    products of all of them are taken together, so that they are tall, and few parts are added up."""
+
+    memory: Tensor
+    columns: slice
+
+    def take(self, block: Block, upstream: dict[str, Tensor], grads: Gradients, at: slice) -> None:
+        """The gradient of the tokens ``at`` of these."""
+        assert isinstance(block.columns, slice)
+        self.columns, out = block.columns, self.memory[at, : block.width]
+        if upstream:
+            block.gradient(upstream, grads, out)
+        else:
+            out.zero_()
+
+    def add_gradients(self, part: Target, plan: Plan, grads: Gradients) -> Tensor | None:
+        """As a block's, of all tokens."""
+        weights, grad = part.head.weights, self.memory[: len(part.hidden), : _width(self.columns)]
+        weights.add_gradients(grads, grad, part.hidden, self.columns)
+        return weights.hidden_gradient(grad, self.columns) if plan.hidden else None
 
 
 @dataclass(eq=False)

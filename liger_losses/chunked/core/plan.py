@@ -14,8 +14,6 @@ import torch
 
 from liger_losses.checks import see
 from liger_losses.chunked.core.workspace import WORKSPACE_VARIABLE
-from liger_losses.kernels import choose_backend
-from liger_losses.kernels._triton import LOGIT_DTYPES
 from liger_losses.kernels.matmul import HALF_DTYPES, wide_dtype
 
 MiB = 2**20
@@ -66,7 +64,9 @@ class Signature:
     kept: bool
     statistics: tuple[str, ...]
     dtype: torch.dtype  # of the inputs, or autocast's
+    operand: torch.dtype  # of products
     device: torch.device
+    backend: str
     ranks: int
     trains_weight: bool
     trains_hidden: bool
@@ -92,7 +92,8 @@ class Signature:
 class Plan(NamedTuple):
     """How a call runs."""
 
-    rows: int  # tokens of a block
+    rows: int  # tokens whose gradients share products
+    part_rows: int  # of them, tokens of a block, whose logits exist at a time
     copied_columns: (
         int  # columns whose rows of the head are copied at a time; all where none are copied, or all at once
     )
@@ -137,27 +138,42 @@ def device_memory(device: torch.device) -> int:
 
 def row_bytes(call: Signature) -> int:
     """Of a token in the core's block: logits of both models, hidden states and their gradients, kept rows."""
-    item, operand = wide_dtype(call.dtype).itemsize, call.dtype.itemsize
+    item, operand = wide_dtype(call.operand).itemsize, call.operand.itemsize
     logits = item * (padded(call.columns + 1) + padded(call.teacher_columns))
     gathered = call.columns * call.hidden_size * (2 * operand + item) if call.kept else 0
     return logits + call.hidden_size * (operand + 2 * item) + call.teacher_size * operand + gathered
 
 
-def operand_dtype(call: Signature, backend: str) -> torch.dtype:
-    """Half precision on CUDA and in Triton, fp32 where CPUs would round products."""
-    rounds = call.dtype in HALF_DTYPES and call.device.type != "cuda" and backend != "triton"
-    return torch.float32 if rounds else call.dtype
+def operand_dtype(dtype: torch.dtype, device: torch.device, backend: str) -> torch.dtype:
+    """Of products: half precision on CUDA and in Triton, fp32 where CPUs would round them."""
+    rounds = dtype in HALF_DTYPES and device.type != "cuda" and backend != "triton"
+    return torch.float32 if rounds else dtype
 
 
 def usual_bytes(call: Signature) -> int:
-    """Room for blocks that keep a device busy: of 512 tokens without a gradient, or with a teacher, else of 1024; up to
-    twice as many where the gradient of the weight is then a sum of few parts. Between 64 MiB and 1.5 GiB."""
+    """Room for blocks that keep a device busy: of 512 tokens without a gradient, or with a teacher, else of 1024, or of
+    the gradients of up to 2048, by which that of the weight is a sum of few parts. Between 64 MiB and 1.5 GiB."""
     rows = USUAL_ROWS
     if call.device.type != "cpu":
         rows = USUAL_ROWS // 2 if call.teacher_columns or not call.trains else USUAL_ROWS
-        if call.trains_weight and not call.many_parts:
-            rows = max(rows, min(-(-call.tokens // MOST_PARTS // 128) * 128, 2 * rows))
-    return min(max(rows * row_bytes(call) + 8 * MiB, 64 * MiB), 1536 * MiB)
+    size = rows * row_bytes(call)
+    if collects(call, rows):
+        most = min(-(-call.tokens // MOST_PARTS // 128) * 128, 2 * USUAL_ROWS)
+        size = max(size, most * collected_bytes(call) + rows // 2 * row_bytes(call))
+    return min(max(size + 8 * MiB, 64 * MiB), 1536 * MiB)
+
+
+def collects(call: Signature, rows: int) -> bool:
+    """Whether gradients in half precision are collected, of losses of single tokens that train a weight: where blocks
+    of so many rows would be too many parts of its gradient."""
+    half = call.operand in HALF_DTYPES and not call.kept and not call.couples and call.options.chunk_size is None
+    return half and call.trains_weight and not call.many_parts and call.tokens > MOST_PARTS * rows
+
+
+def collected_bytes(call: Signature) -> int:
+    """Of a token whose gradient is collected, its hidden state and the gradient of that."""
+    item, operand = wide_dtype(call.operand).itemsize, call.operand.itemsize
+    return padded(call.columns) * operand + call.hidden_size * (operand + 2 * item)
 
 
 @lru_cache(maxsize=1024)
@@ -169,14 +185,58 @@ def plan(call: Signature, table: tuple[Accelerator, ...]) -> Plan:
     """
     options = call.options
     chosen = next(row for row in table if row.applies(call))
-    row, bound = chosen.row_bytes(call), options.workspace or call.bound
-    backend = choose_backend(options.backend, [(call.device, wide_dtype(call.dtype))], dtypes=LOGIT_DTYPES)
-    scratch_row, vectors = _temporaries(call, backend)
+    row = chosen.row_bytes(call)
+    budget = _budget(call, row)
+    if call.batch_invariant:
+        _check_invariant(call, budget.copied)
+    keep = max(budget.blocks, budget.most) if options.keep is None else options.keep
+    keeps = call.couples and call.trains and options.chunk_size is None and call.tokens * row <= keep
+    rows, part_rows = (max(call.tokens, 1),) * 2 if keeps else _rows(call, row, budget.blocks)
+    accumulate, copied, tile = options.accum_dtype, budget.copied, None
+    walks = not keeps and call.of_kernels and call.quantized and copied < call.columns and call.tokens > 2 * rows
+    if walks:
+        tile = _walk(call, budget.blocks + copied * call.copied_bytes)
+        copied = tile[1]
+    elif call.many_parts:
+        tile = None if keeps else _tile(call, budget.blocks)
+        parts = call.many_parts * -(-call.tokens // (rows if tile is None else tile[0]))
+        accumulate = torch.float32 if parts > MOST_PARTS else accumulate
+    return Plan(
+        rows=rows,
+        part_rows=part_rows,
+        copied_columns=copied,
+        keeps=keeps,
+        tile=tile,
+        walks=walks,
+        accumulate=accumulate,
+        dtype=call.operand,
+        invariant=call.batch_invariant,
+        scratch=budget.scratch,
+        backend=call.backend,
+        hidden=call.trains_hidden,
+        block=chosen.block,
+        name=chosen.name,
+    )
+
+
+class _Budget(NamedTuple):
+    """How the memory of a call is divided."""
+
+    blocks: int  # bytes for a block at a time
+    most: int  # bytes for blocks that are kept
+    scratch: int
+    copied: int  # columns whose rows are copied at a time
+
+
+def _budget(call: Signature, row: int) -> _Budget:
+    """Divide the workspace; by default, what the shapes and the device ask for."""
+    bound = call.options.workspace or call.bound
+    scratch_row, vectors = _temporaries(call)
     least = row + scratch_row + vectors + call.copied_bytes
     if bound is not None and bound < least:
         models = "a student and a teacher over" if call.teacher_columns else f"a hidden size of {call.hidden_size} and"
         given, advice = f"workspace={bound} bytes is", "or leave it out"
-        if options.workspace is None:
+        if call.options.workspace is None:
             given = f"the default workspace that was set is {bound} bytes, which is"
             advice = f"by liger_losses.set_default_workspace, liger_losses.workspace or {WORKSPACE_VARIABLE}"
         raise ValueError(
@@ -185,50 +245,30 @@ def plan(call: Signature, table: tuple[Accelerator, ...]) -> Plan:
         )
     size = max(usual_bytes(call), least) if bound is None else bound - vectors
     copied, most = _copies(call, size, max(size, call.memory // MEMORY_PARTS) if bound is None else size)
-    if call.batch_invariant:
-        _check_invariant(call, backend, copied)
     if bound is not None or copied < call.columns:
         size -= copied * call.copied_bytes
     limit = (4 if call.device.type == "cpu" else 96) * MiB
     scratch = max(min(size // 8, limit), scratch_row) if scratch_row else 0
-    size = max(size - scratch, row)
-    rows = even(call.tokens, min(size // row, max(call.tokens, 1), options.chunk_size or call.tokens or 1) or 1)
-    keep = max(size, most) if options.keep is None else options.keep
-    keeps = call.couples and call.trains and options.chunk_size is None and call.tokens * row <= keep
-    accumulate, tile = options.accum_dtype, None
-    walks = not keeps and call.of_kernels and call.quantized and copied < call.columns and call.tokens > 2 * rows
-    if walks:
-        tile = _walk(call, size + copied * call.copied_bytes)
-        copied = tile[1]
-    if call.many_parts:
-        tile = _tile(call, size)
-        parts = call.many_parts * -(-call.tokens // tile[0])
-        accumulate = torch.float32 if parts > MOST_PARTS else accumulate
-    return Plan(
-        rows=max(call.tokens, 1) if keeps else rows,
-        copied_columns=copied,
-        keeps=keeps,
-        tile=None if keeps else tile,
-        walks=walks,
-        accumulate=accumulate,
-        dtype=operand_dtype(call, backend),
-        invariant=call.batch_invariant,
-        scratch=scratch,
-        backend=backend,
-        hidden=call.trains_hidden,
-        block=chosen.block,
-        name=chosen.name,
-    )
+    return _Budget(max(size - scratch, row), most, scratch, copied)
 
 
-def _check_invariant(call: Signature, backend: str, copied: int) -> None:
+def _rows(call: Signature, row: int, size: int) -> tuple[int, int]:
+    """The tokens whose gradients share products, and of them, those whose logits exist at a time."""
+    rows = even(call.tokens, max(1, min(size // row, call.options.chunk_size or size)))
+    if not collects(call, rows):
+        return rows, rows
+    part_rows = max(1, min(USUAL_ROWS // (4 if call.teacher_columns else 2), size // (3 * row)))
+    return max(rows, even(call.tokens, (size - part_rows * row) // collected_bytes(call))), part_rows
+
+
+def _check_invariant(call: Signature, copied: int) -> None:
     """Raise ValueError for a call whose sums depend on the number of tokens or on the workspace."""
     if call.quantized and copied < call.columns:
         raise ValueError(
             "batch_invariant=True needs a quantized head dequantized as a whole, but half of the workspace cannot hold "
             "it; give a larger workspace=, pass Head(dequantized_weight), or leave batch_invariant out."
         )
-    if call.device.type != "cpu" and backend == "torch":
+    if call.device.type != "cpu" and call.backend == "torch":
         raise ValueError(
             f"batch_invariant=True needs Triton's kernels on {call.device.type}, because torch's sums depend on the "
             "number of tokens, but this call runs in torch (backend='torch', or fp64, which Triton's kernels do not "
@@ -236,10 +276,10 @@ def _check_invariant(call: Signature, backend: str, copied: int) -> None:
         )
 
 
-def _temporaries(call: Signature, backend: str) -> tuple[int, int]:
+def _temporaries(call: Signature) -> tuple[int, int]:
     """Bytes of torch's temporaries of a row, and of the numbers of all tokens."""
-    item, count = wide_dtype(call.dtype).itemsize, 0
-    if call.in_torch or backend == "torch":
+    item, count = wide_dtype(call.operand).itemsize, 0
+    if call.in_torch or call.backend == "torch":
         count = TEMPORARIES_OF_TERMS if call.in_torch or call.teacher_columns else TEMPORARIES
     return count * padded(call.columns) * item, call.tokens * 16 * item
 
@@ -248,7 +288,7 @@ def _copies(call: Signature, size: int, most: int) -> tuple[int, int]:
     """Columns whose rows are copied at a time, and the bytes that are left of ``most`` for blocks that are kept."""
     if not call.copied_bytes:
         return call.columns, most
-    whole = call.columns * call.hidden_size * call.dtype.itemsize
+    whole = call.columns * call.hidden_size * call.operand.itemsize
     if call.quantized and whole + max(whole, 64 * row_bytes(call)) <= most:
         return call.columns, most - whole
     columns = max(1, min(size // COPIES // call.copied_bytes, call.columns))
@@ -258,7 +298,7 @@ def _copies(call: Signature, size: int, most: int) -> tuple[int, int]:
 def _tile(call: Signature, size: int) -> tuple[int, int]:
     """Tokens and columns of the second pass at a time: most of the memory goes to tokens, so that each part of the
     weight's gradient is written once or a few times; but a tile needs enough columns to keep the device busy."""
-    item, operand = wide_dtype(call.dtype).itemsize, call.dtype.itemsize
+    item, operand = wide_dtype(call.operand).itemsize, call.operand.itemsize
     token = call.hidden_size * (2 * item + operand) + call.teacher_size * operand
     entry = item * (2 if call.teacher_columns else 1)
     rows = max(1, min(size * 5 // 8 // (token + 64 * entry), max(call.tokens, 1)))
@@ -272,7 +312,7 @@ def _tile(call: Signature, size: int) -> tuple[int, int]:
 
 def _walk(call: Signature, size: int) -> tuple[int, int]:
     """The same where a tile's columns are copied for all of its tokens: a quarter of the memory holds copies."""
-    item, operand = wide_dtype(call.dtype).itemsize, call.dtype.itemsize
+    item, operand = wide_dtype(call.operand).itemsize, call.operand.itemsize
     columns = max(1, min(size // 4 // call.copied_bytes, call.columns))
     columns = columns // 64 * 64 or columns
     token = call.hidden_size * (2 * item + operand) + columns * item

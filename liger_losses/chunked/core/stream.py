@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from liger_losses.chunked.core.block import BLOCKS, statistics_by_columns
+from liger_losses.chunked.core.block import BLOCKS, Collected, statistics_by_columns
 from liger_losses.chunked.core.buffers import Gradients, Leaf, key_of, like
 from liger_losses.chunked.core.checks import agree, check_call, check_right, check_vocabulary
 from liger_losses.chunked.core.plan import (
@@ -27,6 +27,8 @@ from liger_losses.chunked.core.plan import (
     Signature,
     device_memory,
     even,
+    operand_dtype,
+    padded,
     plan,
 )
 from liger_losses.chunked.core.saved import pack, unpack
@@ -36,6 +38,7 @@ from liger_losses.chunked.core.teachers import Rows
 from liger_losses.chunked.core.weights import Products, Quantized, WithAdapters
 from liger_losses.chunked.core.workspace import default_bound
 from liger_losses.kernels import choose_backend
+from liger_losses.kernels._triton import LOGIT_DTYPES
 from liger_losses.kernels.autograd import autocast_dtype, once_differentiable, scale_
 from liger_losses.kernels.matmul import HALF_DTYPES, wide_dtype
 from liger_losses.kernels.reading import label_facts, start_reading
@@ -92,8 +95,16 @@ class Stream:
 
     def blocks(self, start: int, stop: int) -> Iterator[tuple[slice, Any]]:
         """Blocks of the tokens ``start`` to ``stop``, with their statistics."""
-        for rows in slices(start, stop, even(stop - start, self.plan.rows)):
+        for rows in slices(start, stop, even(stop - start, self.plan.part_rows)):
             yield rows, self.plan.block(self.part(rows), self.asked, self.plan)
+
+    def collected(self, rows: slice) -> Collected | None:
+        """Where the gradients of these tokens are collected, if there are logits of fewer at a time."""
+        if self.plan.part_rows >= rows.stop - rows.start or self.plan.part_rows == self.plan.rows:
+            return None
+        count, weights = rows.stop - rows.start, self.target.head.weights
+        memory = torch.empty(count, padded(weights.columns), dtype=self.plan.dtype, device=weights.device)
+        return Collected(memory, slice(0, 0))
 
     def masked(self, values: Values, rows: Rows) -> Values:
         """0 for tokens without a label, where these are among the tokens."""
@@ -229,7 +240,8 @@ def signature(
     dtype = hidden.dtype if hidden.dtype == torch.float64 else dtype
     weights, of_teacher = head.weights, teacher.head.weights if isinstance(teacher, Target) else None
     records, names = torch.is_grad_enabled(), {s.name for s in asked}
-    operand = torch.float32 if dtype in HALF_DTYPES and hidden.device.type == "cpu" else dtype
+    backend = choose_backend(options.backend, [(hidden.device, wide_dtype(dtype))], dtypes=LOGIT_DTYPES)
+    operand = operand_dtype(dtype, hidden.device, backend)
     copied = weights.copied_bytes(operand) + (0 if of_teacher is None else of_teacher.copied_bytes(operand))
     return Signature(
         tokens=tokens,
@@ -238,6 +250,8 @@ def signature(
         kept=target.kept is not None,
         statistics=tuple([s.name for s in asked]),
         dtype=dtype,
+        operand=operand,
+        backend=backend,
         device=hidden.device,
         ranks=head.ranks.size,
         trains_weight=records and bool(head.leaves()),
@@ -480,14 +494,24 @@ def _run(
     for stream, loss in zip(streams, losses, strict=True):
         parts, opened = [stream.empty()], stream.open()
         for start, stop in ((0, stream.live), (stream.live, stream.count)):
-            for rows, block in opened.blocks(start, stop):
-                values = stream.masked(block.statistics(), rows)
-                total, upstream, more = token_losses(stream, loss, values, rows, bool(leaves) and start < stream.live)
-                totals.append(total)
-                parts.append(values | more)
-                if upstream:
-                    opened.add_hidden(grads, rows, block.add_gradients(upstream, grads))
-                del block
+            for together in slices(start, stop, even(stop - start, stream.plan.rows)):
+                trains = bool(leaves) and start < stream.live
+                collected = opened.collected(together) if trains else None
+                for rows, block in opened.blocks(together.start, together.stop):
+                    values = stream.masked(block.statistics(), rows)
+                    total, upstream, more = token_losses(stream, loss, values, rows, trains)
+                    totals.append(total)
+                    parts.append(values | more)
+                    if collected is not None:
+                        at = slice(rows.start - together.start, rows.stop - together.start)
+                        collected.take(block, upstream, grads, at)
+                    elif upstream:
+                        opened.add_hidden(grads, rows, block.add_gradients(upstream, grads))
+                    del block
+                if collected is not None:
+                    hidden = collected.add_gradients(opened.part(together), stream.plan, grads)
+                    opened.add_hidden(grads, together, hidden)
+                    del collected
         if not stream.count:
             parts = [parts[0] | token_losses(stream, loss, parts[0], slice(0, 0), False)[2]]
         outputs.append(concatenated(parts))

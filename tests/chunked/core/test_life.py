@@ -234,6 +234,34 @@ def test_many_targets_of_one_head_are_as_exact(couples):
     assert errors[0] < errors[1]
 
 
+@pytest.mark.parametrize(
+    "names", [("logp", "entropy"), (divergence(Divergence.mixture(0.3, 0.3, 0.7)), "logp")], ids=str
+)
+@pytest.mark.parametrize("biased", [False, True])
+def test_gradients_are_collected(names, biased):
+    """In half precision, of more tokens than there are logits of at a time: the same, in fewer parts."""
+    hidden, weight, labels = inputs(torch.bfloat16, tokens=200, masked=0.0)
+    bias = [torch.randn(V).bfloat16()] if biased else []
+    factor = torch.arange(200.0).cos().clamp(min=0)
+    taken = []
+
+    def gradients(dtype, **options):
+        leaves = [t.detach().to(dtype).requires_grad_() for t in (hidden, weight, *bias)]
+        given = teacher_of(labels)
+        head = Head(Dense(given.head.weights.weight.to(dtype)))
+        teacher = Target(head, given.hidden.to(dtype), labels) if names[0] != "logp" else None
+        target = Target(Head(Dense(leaves[1]), *leaves[2:]), leaves[0], labels, teacher=teacher)
+        loss = TokenLoss(lambda s, f: f * sum(s.values()), {"f": factor}, live=factor > 0)
+        return torch.autograd.grad(loss_sum([target], names, [loss], Options(**options))[0], leaves)
+
+    take = stream.Collected.take
+    with mock.patch.object(stream.Collected, "take", lambda *arguments: taken.append(take(*arguments))):
+        collected = gradients(torch.bfloat16, workspace=50_000 if names[0] != "logp" else 37_500, backend="triton")
+    assert taken
+    for g, e in zip(collected, gradients(torch.double), strict=True):
+        assert (g - e).norm() < 0.01 * e.norm()
+
+
 def test_accum_dtype_adds_up_in_fp32():
     *leaves, labels = inputs(torch.bfloat16, tokens=400)
     wide = [t.detach().double().requires_grad_() for t in leaves]

@@ -97,8 +97,8 @@ def divergence_kernel(
     student_lse, teacher_lse, parameter, series, student_squares, teacher_squares,
     FORM: tl.constexpr, BALANCED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """One program per row: its sums from left to right, then its gradient from right to left (with ``row_sums`` from left
-    to right).
+    """One program per row: its sums from left to right, then its gradient from right to left (from left to right with
+    ``row_sums``).
 
     The blocks read last are still in the cache when the gradient reads them again. For a balanced form, whose sum of h
     is known, the gradient's loop takes the sum of f as well. So it does where ``row_sums`` are given.
@@ -150,8 +150,8 @@ def divergence_kernel(
         row_coef = tl.load(coef + row)
         hard = _load_hard(labels, hard_p, hard_label, hard_lse, row)
         for i in range(blocks):
-            # Where the sums are known, the gradient may take the memory of the student's projections: from left to right,
-            # entries in half precision take the place of those that were read.
+            # Where the sums are known, the gradient may take the memory of the student's projections: from left to
+            # right, entries in half precision take the place of those that were read.
             block = i if FORM is None or row_sums is not None else blocks - 1 - i
             at, inside, s, p, f, h = _terms(
                 student, teacher, row, block, columns, inverse, s_lse, t_lse, a, series, FORM, BLOCK

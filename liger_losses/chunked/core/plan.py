@@ -13,7 +13,13 @@ from typing import Any, NamedTuple
 import torch
 
 from liger_losses.checks import see
-from liger_losses.chunked.core.workspace import WORKSPACE_VARIABLE
+from liger_losses.chunked.core.statistics import OF_KERNELS, Statistic
+from liger_losses.chunked.core.target import Target
+from liger_losses.chunked.core.weights import Quantized, WithAdapters
+from liger_losses.chunked.core.workspace import WORKSPACE_VARIABLE, default_bound
+from liger_losses.kernels import choose_backend
+from liger_losses.kernels._triton import LOGIT_DTYPES
+from liger_losses.kernels.autograd import autocast_dtype
 from liger_losses.kernels.matmul import HALF_DTYPES, wide_dtype
 
 MiB = 2**20
@@ -87,6 +93,50 @@ class Signature:
     @property
     def trains(self) -> bool:
         return self.trains_weight or self.trains_hidden
+
+
+def signature(
+    target: Target, asked: tuple[Statistic, ...], options: Options, tokens: int, *, couples: bool
+) -> Signature:
+    """All that decides how these tokens are computed."""
+    head, hidden, teacher = target.head, target.hidden, target.teacher
+    dtype = autocast_dtype(hidden.device) or hidden.dtype
+    dtype = hidden.dtype if hidden.dtype == torch.float64 else dtype
+    weights, of_teacher = head.weights, teacher.head.weights if isinstance(teacher, Target) else None
+    records, names = torch.is_grad_enabled(), {s.name for s in asked}
+    backend = choose_backend(options.backend, [(hidden.device, wide_dtype(dtype))], dtypes=LOGIT_DTYPES)
+    operand = operand_dtype(dtype, hidden.device, backend)
+    copied = weights.copied_bytes(operand) + (0 if of_teacher is None else of_teacher.copied_bytes(operand))
+    return Signature(
+        tokens=tokens,
+        hidden_size=hidden.shape[-1],
+        columns=head.ranks.most(weights.columns) if target.kept is None else target.kept.shape[-1],
+        kept=target.kept is not None,
+        statistics=tuple([s.name for s in asked]),
+        dtype=dtype,
+        operand=operand,
+        backend=backend,
+        device=hidden.device,
+        ranks=head.ranks.size,
+        trains_weight=records and bool(head.leaves()),
+        trains_hidden=records and hidden.requires_grad,
+        weight_dtype=weights.dtype,
+        copied_bytes=copied,
+        quantized=any(isinstance(_base(matrix), Quantized) for matrix in (weights, of_teacher)),
+        teacher_columns=0 if teacher is None else min(teacher.vocab_size, weights.columns),
+        teacher_size=0 if of_teacher is None else of_teacher.hidden_size,
+        of_kernels=target.kept is None and teacher is None and head.ranks.size == 1 and names <= {*OF_KERNELS},
+        in_torch=any(s.phi is not None or (s.divergence is not None and not s.divergence.has_kernel) for s in asked),
+        batch_invariant=head.batch_invariant,
+        couples=couples or dtype == torch.float16,  # whose gradients need the loss's scale
+        memory=device_memory(hidden.device),
+        bound=default_bound(),
+        options=options,
+    )
+
+
+def _base(weights: Any) -> Any:
+    return weights.base if isinstance(weights, WithAdapters) else weights
 
 
 class Plan(NamedTuple):

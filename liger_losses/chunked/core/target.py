@@ -127,13 +127,11 @@ def wide_numbers(numbers: float | Tensor, dtype: torch.dtype) -> float | Tensor:
 #: Of statistics ``[R]`` of some tokens by name, and what the loss reads, to their losses ``[R]``; or to these and their
 #: derivatives by name (or ``None``), and further numbers of each token by name, if there are any.
 TokenFunction = Callable[..., Any]
-#: The losses of single tokens that have a name, by which torch.compile's operators find them.
-TOKEN_LOSSES: dict[str, TokenFunction] = {}
 
 
 @dataclass(frozen=True, eq=False)
 class TokenLoss:
-    """The losses of single tokens: a name of :data:`TOKEN_LOSSES` (or a user's function), and what it reads.
+    """The losses of single tokens: a function, and what it reads.
 
     Args:
         function: from statistics by name, tensors and numbers to ``[R]``.
@@ -142,7 +140,7 @@ class TokenLoss:
         live: in the labels' shape, bool: false for tokens whose losses are constant: no gradient product has them.
     """
 
-    function: str | TokenFunction
+    function: TokenFunction
     tensors: Mapping[str, Tensor] = field(default_factory=dict)
     numbers: Mapping[str, Any] = field(default_factory=dict)
     live: Tensor | None = None
@@ -153,7 +151,6 @@ class TokenLoss:
             name: rows_of(t.detach(), rows, t.dim() - dims) if t.dim() else t.detach()
             for name, t in self.tensors.items()
         }
-        function = TOKEN_LOSSES[self.function] if isinstance(self.function, str) else self.function
-        result = function(values, **read, **self.numbers)
+        result = self.function(values, **read, **self.numbers)
         losses, derivatives, more = (*result, {}, {})[:3] if isinstance(result, tuple) else (result, None, {})
         return losses, derivatives, more

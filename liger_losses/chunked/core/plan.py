@@ -79,6 +79,7 @@ class Signature:
     weight_dtype: torch.dtype
     copied_bytes: int  # of a row of the heads, while it is copied
     quantized: bool
+    quantized_teacher: bool = False
     teacher_columns: int = 0
     teacher_size: int = 0
     in_torch: bool = False  # whether torch computes terms of whole rows
@@ -122,7 +123,8 @@ def signature(
         trains_hidden=records and hidden.requires_grad,
         weight_dtype=weights.dtype,
         copied_bytes=copied,
-        quantized=any(isinstance(_base(matrix), Quantized) for matrix in (weights, of_teacher)),
+        quantized=isinstance(_base(weights), Quantized),
+        quantized_teacher=isinstance(_base(of_teacher), Quantized),
         teacher_columns=0 if teacher is None else min(teacher.vocab_size, weights.columns),
         teacher_size=0 if of_teacher is None else of_teacher.hidden_size,
         of_kernels=target.kept is None and teacher is None and head.ranks.size == 1 and names <= {*OF_KERNELS},
@@ -339,7 +341,7 @@ def _copies(call: Signature, size: int, most: int) -> tuple[int, int]:
     if not call.copied_bytes:
         return call.columns, most
     whole = call.columns * call.hidden_size * call.operand.itemsize
-    if call.quantized and whole + max(whole, 64 * row_bytes(call)) <= most:
+    if (call.quantized or call.quantized_teacher) and whole + max(whole, 64 * row_bytes(call)) <= most:
         return call.columns, most - whole
     columns = max(1, min(size // COPIES // call.copied_bytes, call.columns))
     return columns // 64 * 64 or columns, most - columns * call.copied_bytes

@@ -55,7 +55,8 @@ def merged_parts(
 ) -> dict[str, Tensor]:
     """Statistics of a vocabulary from those of parts of it, ``[parts, R]`` each, which have so many columns."""
     on_device = torch.tensor(sizes, device="cpu").to(labels.device, non_blocking=True)  # nobody waits for it
-    return merge(parts, on_device, labels, class_weight)
+    wide = None if class_weight is None else class_weight.to(parts["lse"].dtype)
+    return merge(parts, on_device, labels, wide)
 
 
 def softmax_gradient(

@@ -71,19 +71,18 @@ class Target:
 
     def neutral(self, active: Tensor) -> Target:
         """A block's tokens, of which those that are not ``active [R]`` have numbers without influence."""
-        columns, temperature, teacher = active[:, None], self.temperature, self.teacher
-        if isinstance(temperature, Tensor):
-            temperature = torch.where(active, temperature, 1.0)
+        columns, teacher = active[:, None], self.teacher
         if isinstance(teacher, Target):
             teacher = teacher.neutral(active)
         elif teacher is not None:
             assert isinstance(teacher.logits, Tensor)
-            teacher = replace(teacher, logits=torch.where(columns, teacher.logits, 0.0))
+            logits = torch.where(columns, teacher.logits, 0.0)
+            teacher = replace(teacher, logits=logits, temperature=neutral_numbers(teacher.temperature, active))
         return replace(
             self,
             hidden=torch.where(columns, self.hidden, 0.0),
             labels=torch.where(active, self.labels, 0),
-            temperature=temperature,
+            temperature=neutral_numbers(self.temperature, active),
             kept=None if self.kept is None else torch.where(columns, self.kept, 0),
             selected=torch.where(columns, self.selected, 0) if isinstance(self.selected, Tensor) else self.selected,
             teacher=teacher,
@@ -115,6 +114,11 @@ class Target:
         if self.hidden.requires_grad:
             leaves.append(Leaf(self.hidden, self.head.ranks, True))
         return leaves
+
+
+def neutral_numbers(numbers: float | Tensor, active: Tensor) -> float | Tensor:
+    """Temperatures of tokens, 1 for those that are not active."""
+    return torch.where(active, numbers, 1.0) if isinstance(numbers, Tensor) else numbers
 
 
 def wide_numbers(numbers: float | Tensor, dtype: torch.dtype) -> float | Tensor:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from liger_losses.chunked.core.ranks import Ranks
-from liger_losses.kernels.matmul import matmul_into
+from liger_losses.kernels.matmul import HALF_DTYPES, matmul_into, wide_dtype
 
 
 class Leaf(NamedTuple):
@@ -89,6 +89,10 @@ class Gradients:
         if buffer.leaf.sparse and buffer.total is None:
             buffer.sparse.append((ids, values))
         else:
+            if buffer.dtype in HALF_DTYPES:  # what a row gets is rounded once
+                ids, order = ids.sort(stable=True)
+                first = torch.searchsorted(ids, ids)
+                values = torch.zeros_like(values).index_put_((first,), values[order], accumulate=True)
             buffer.whole().index_put_((ids.clamp(min=0),), values.to(buffer.dtype), accumulate=True)
 
     def of(self, tensor: Tensor) -> Tensor | None:
@@ -109,9 +113,13 @@ class Gradients:
         if leaf.sparse and buffer.total is None:
             empty = torch.empty(0, *buffer.shape[1:], device=leaf.tensor.device, dtype=buffer.dtype)
             ids = torch.cat([empty.new_empty(0, dtype=torch.int64), *(ids for ids, _ in buffer.sparse)])
-            values = torch.cat([empty, *(values.to(buffer.dtype) for _, values in buffer.sparse)])
+            values = torch.cat([empty.to(wide_dtype(buffer.dtype)), *(values for _, values in buffer.sparse)])
             ids, values = ids[ids >= 0], values[ids >= 0]
-            return torch.sparse_coo_tensor(ids[None], values, buffer.shape, check_invariants=False).coalesce()
+            return (
+                torch.sparse_coo_tensor(ids[None], values, buffer.shape, check_invariants=False)
+                .coalesce()
+                .to(buffer.dtype)
+            )
         total = buffer.whole()
         if leaf.summed and leaf.ranks.sums_hidden:
             total = leaf.ranks.sum(total)

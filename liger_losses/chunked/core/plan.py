@@ -250,7 +250,7 @@ def plan(call: Signature, table: tuple[Accelerator, ...]) -> Plan:
         tile = _walk(call, budget.blocks + copied * call.copied_bytes)
         copied = tile[1]
     elif call.many_parts:
-        tile = None if keeps else _tile(call, budget.blocks)
+        tile = None if keeps or call.kept else _tile(call, budget.blocks)
         parts = call.many_parts * -(-call.tokens // (rows if tile is None else tile[0]))
         accumulate = torch.float32 if parts > MOST_PARTS else accumulate
     return Plan(

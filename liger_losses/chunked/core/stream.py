@@ -181,7 +181,7 @@ def open_streams(
 
 def _half_sums(stream: Stream, options: Options) -> list[object]:
     """The matrices whose gradients add up in half precision."""
-    if options.accum_dtype is not None or not torch.is_grad_enabled() or stream.target.kept is not None:
+    if options.accum_dtype is not None or not torch.is_grad_enabled() or stream.target.sparse_grad:
         return []
     trained = [tensor for tensor, _ in stream.target.head.weights.trained if tensor.requires_grad]
     return [key_of(tensor) for tensor in trained if tensor.dtype in HALF_DTYPES]

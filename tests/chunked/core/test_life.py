@@ -469,6 +469,21 @@ def test_rows_are_dequantized_for_all_tokens_of_a_tile(couples):
     assert sum(count) <= (9 if couples else 18) * 2000
 
 
+@pytest.mark.parametrize("sparse", [False, True])
+@pytest.mark.parametrize("chunk_size", [None, 20])
+def test_rows_that_many_tokens_keep_are_rounded_few_times(sparse, chunk_size):
+    hidden, weight, _ = inputs(torch.bfloat16, tokens=600, masked=0.0)
+    labels = torch.randint(3, (600,))
+    kept = torch.arange(5).expand(600, 5)
+    grads = []
+    for dtype, options in ((torch.bfloat16, Options(chunk_size=chunk_size)), (torch.double, Options())):
+        w = weight.detach().to(dtype).requires_grad_()
+        target = Target(Head(Dense(w)), hidden.detach().to(dtype), labels, kept=kept, sparse_grad=sparse)
+        loss = loss_sum([target], ["logp"], [LOSS], options)[0]
+        grads.append(torch.autograd.grad(loss, w)[0].to_dense())
+    assert (grads[0] - grads[1]).norm() < 0.004 * grads[1].norm()
+
+
 def test_sparse_gradients_of_kept_columns():
     hidden, weight, labels = inputs()
     kept = torch.stack([labels.clamp(min=0), (labels.clamp(min=0) + 7) % V, torch.full_like(labels, -1)], -1)

@@ -19,7 +19,7 @@ from liger_losses.chunked.core import head as core
 from liger_losses.chunked.core.adapters import LowRank, adapters_of, side_by_side
 from liger_losses.chunked.core.quantizers import QuantizedWeight, find_quantized
 from liger_losses.chunked.core.ranks import ALONE, Ranks, VocabularyRanks, local_rows, share_mesh, share_vocabulary
-from liger_losses.chunked.core.weights import Dense, Quantized, Weights, WithAdapters
+from liger_losses.chunked.core.weights import Beside, Dense, Quantized, Weights, WithAdapters
 from liger_losses.kernels.logit_transform import LogitTransform
 from liger_losses.kernels.tracing import outside_graphs
 
@@ -169,16 +169,17 @@ class Head:
     @property
     def weights(self) -> Weights:
         """This rank's rows."""
-        weights: Weights = (
-            Dense(self.weight) if self.quantized is None else Quantized(self.weight, codes=self.quantized)
-        )
+        weights: Weights = Dense(self.weight)
+        if self.quantized is not None:
+            codes = Quantized.of(self.quantized)
+            weights = Beside(codes, Dense(self.weight)) if self.weight.shape[1] else codes
         for adapter in self.adapters:
             weights = WithAdapters(weights, adapter.a, adapter.b, adapter.scale)
         return weights
 
     @property
     def hidden_size(self) -> int:
-        return self.weight.shape[1] if self.quantized is None else self.quantized.shape[1]
+        return self.weight.shape[1] + (0 if self.quantized is None else self.quantized.shape[1])
 
     def core(self) -> core.Head:
         """What makes logits of hidden states, at temperature 1.

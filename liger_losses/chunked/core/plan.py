@@ -15,7 +15,7 @@ import torch
 from liger_losses.checks import see
 from liger_losses.chunked.core.statistics import OF_KERNELS, Statistic
 from liger_losses.chunked.core.target import Target
-from liger_losses.chunked.core.weights import Quantized, WithAdapters
+from liger_losses.chunked.core.weights import Beside, Quantized, WithAdapters
 from liger_losses.chunked.core.workspace import WORKSPACE_VARIABLE, default_bound
 from liger_losses.kernels import choose_backend
 from liger_losses.kernels._triton import LOGIT_DTYPES
@@ -138,7 +138,7 @@ def signature(
 
 
 def _base(weights: Any) -> Any:
-    return weights.base if isinstance(weights, WithAdapters) else weights
+    return _base(weights.base) if isinstance(weights, (WithAdapters, Beside)) else weights
 
 
 class Plan(NamedTuple):

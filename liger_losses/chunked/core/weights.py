@@ -282,3 +282,54 @@ class WithAdapters:
             grads.add(self.b, columns, grad, self._low(hidden).to(grad.dtype))
         else:
             grads.add_rows(self.b, columns.flatten(), outer(grad, self._low(hidden)))
+
+
+@dataclass(frozen=True, eq=False)
+class Beside:
+    """``[base, extra]``: the last columns of hidden states ``[R, H + r]`` are multiplied by ``extra [columns, r]``."""
+
+    base: Weights
+    extra: Dense
+
+    @property
+    def columns(self) -> int:
+        return self.base.columns
+
+    @property
+    def hidden_size(self) -> int:
+        return self.base.hidden_size + self.extra.hidden_size
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.base.dtype
+
+    @property
+    def device(self) -> torch.device:
+        return self.base.device
+
+    @property
+    def trained(self) -> tuple[tuple[Tensor, bool], ...]:
+        return (*self.base.trained, *self.extra.trained)
+
+    def copied_bytes(self, dtype: torch.dtype) -> int:
+        return self.base.copied_bytes(dtype) + self.extra.copied_bytes(dtype)
+
+    def open(self, products: Products) -> Beside:
+        return Beside(self.base.open(products), self.extra.open(products._replace(columns=self.columns)))
+
+    def _parts(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
+        first, last = hidden.split((self.base.hidden_size, self.extra.hidden_size), -1)
+        return first.contiguous(), last.contiguous()
+
+    def logits(self, out: Tensor, hidden: Tensor, columns: Columns) -> Tensor:
+        first, last = self._parts(hidden)
+        return self.base.logits(out, first, columns).add_(self.extra.logits(torch.empty_like(out), last, columns))
+
+    def hidden_gradient(self, grad: Tensor, columns: Columns) -> Tensor:
+        parts = self.base.hidden_gradient(grad, columns), self.extra.hidden_gradient(grad, columns)
+        return torch.cat([part.to(wide_dtype(grad.dtype)) for part in parts], -1)
+
+    def add_gradients(self, grads: Gradients, grad: Tensor, hidden: Tensor, columns: Columns) -> None:
+        first, last = self._parts(hidden)
+        self.base.add_gradients(grads, grad, first, columns)
+        self.extra.add_gradients(grads, grad, last, columns)

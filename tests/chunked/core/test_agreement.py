@@ -173,14 +173,14 @@ def calls(rank):
             call()
     with pytest.MonkeyPatch.context() as patched:
         counts = counted(patched, group.get_group_store())
-        expected = linear_logps(hidden, d["weight"], labels)
+        expected = linear_logps(hidden, d["weight"], labels, softcap=3.0)
         for collectives in (1, 2):  # of statistics
-            torch.testing.assert_close(linear_logps(hidden, head, labels), expected)
+            torch.testing.assert_close(linear_logps(hidden, head, labels, softcap=3.0), expected)
             assert counts == {"comparisons": 1, "collectives": collectives}
-        linear_logps(hidden, head, flipped)  # of a known signature, labels are not compared
+        linear_logps(hidden, head, flipped, softcap=3.0)  # of a known signature, labels are not compared
         patched.setenv(CHECK_VARIABLE, "1")
         with pytest.raises(RankError, match="rank 1: checksum of labels: "):
-            linear_logps(hidden, head, flipped)
+            linear_logps(hidden, head, flipped, softcap=3.0)
     with pytest.raises(ValueError, match="labels must be in"):  # what is wrong on all ranks
         linear_logps(hidden, head, labels + VOCAB + 200)
 

@@ -510,7 +510,7 @@ def _targets(
     if several(hidden_states, weight) and isinstance(selected, Tensor) and isinstance(labels, LISTS):
         sizes = [part.numel() for part in labels]
         if len(selected) == sum(sizes):  # of all tokens
-            parts = zip(selected.split(sizes), labels, strict=True)
+            parts = zip(torch.split(selected, sizes), labels, strict=True)
             selected = [rows.view(*part.shape, -1) for rows, part in parts]
     counted = {f"token_inputs[{name!r}]": value for name, value in (inputs or {}).items()}
     each = {"selected": selected}

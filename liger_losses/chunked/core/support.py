@@ -151,8 +151,7 @@ def _of_part(whole: Target, part: Kept, sparse: bool) -> Target:
     divided = whole.temperature
     if part.tokens is not None and isinstance(divided, Tensor):
         divided = divided.flatten()[part.tokens]
-    fields = {"temperature": divided, "kept": part.ids, "sparse_grad": sparse, "rows": part.tokens}
-    return replace(whole, labels=part.labels, **fields)
+    return replace(whole, labels=part.labels, temperature=divided, kept=part.ids, sparse_grad=sparse, rows=part.tokens)
 
 
 def _spread(values: Tensor, tokens: Tensor | None, shape: torch.Size) -> Tensor:
@@ -236,10 +235,10 @@ def check_kept(
     places = [torch.arange(p.labels.numel(), device=p.labels.device) if p.tokens is None else p.tokens for p in cut]
     firsts = [int(place[bad].amin()) if bad.any() else None for place, bad in zip(places, wrong[kind], strict=True)]
     token, which = min((first, i) for i, first in enumerate(firsts) if first is not None)
-    row, ids = places[which] == token, cut[which].ids
-    assert ids is not None
+    row, kept = places[which] == token, cut[which].ids
+    assert kept is not None
     label, name = int(cut[which].labels.flatten()[row]), f"token {token + shift} of the flattened labels"
-    raise ValueError(_said(kind, ids.flatten(0, -2)[row][0], label, name, size, int(numbers[kind]), support))
+    raise ValueError(_said(kind, kept.flatten(0, -2)[row][0], label, name, size, int(numbers[kind]), support))
 
 
 def _said(kind: int, ids: Tensor, label: int, token: str, size: int, number: int, support: TokenSupport) -> str:

@@ -189,7 +189,7 @@ class CompletionBatch:
 
     def targets(self, head: Head, hidden_states: Sequence[Tensor]) -> list[Target]:
         """A target of a model's hidden states for each tensor of labels."""
-        divided = self.temperatures or [head.transform.temperature] * len(self.labels)
+        divided: Sequence[Any] = self.temperatures or [head.transform.temperature] * len(self.labels)
         each = zip(hidden_states, self.labels, divided, strict=True)
         return [target_of(hidden, head, labels, temperature=t) for hidden, labels, t in each]
 
@@ -367,7 +367,7 @@ class CompletionLoss(ChunkedLoss):
         """
         targets = batch.targets(batch.head, batch.hidden_states)
         if extra is not None:
-            given = {} if extra.temperature is None else {"temperature": extra.temperature}
+            given: dict[str, Any] = {} if extra.temperature is None else {"temperature": extra.temperature}
             targets.append(target_of(extra.hidden_states, batch.head, extra.labels, **given))
         reference = batch.reference_logps(self.options)
         if self.group is not None:

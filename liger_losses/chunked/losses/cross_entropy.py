@@ -59,7 +59,7 @@ class _Part(NamedTuple):
 
     target: Target
     mask: Tensor  # which tokens carry loss
-    inputs: dict[str, Tensor]
+    inputs: dict[str, Any]  # tensors
 
     def without_tokens(self) -> _Part:
         """The same head with none of the tokens."""

@@ -227,9 +227,9 @@ class DistillationLoss(ChunkedLoss):
             given = {"top_k": self.top_k, "top_k_of": self.top_k_of, "tail": self.tail}
             loss, found = loss_over_columns(hidden, head, labels, taught, which, weights, t, self.options, **given)
         else:
-            names = (Statistic("divergence", divergence=which), *(["logp"] if hard else []))
+            names: list[Any] = [Statistic("divergence", divergence=which), *(["logp"] if hard else [])]
             loss, parts = loss_sum(targets, names, [TokenLoss(weighted_sum, weights)] * len(targets), self.options)
-            found = {name: sum([part[name] for part in parts]) for name in parts[0]}
+            found = {name: torch.stack([part[name] for part in parts]).sum(0) for name in parts[0]}
         soft_loss = (factor * found["divergence"]).sum() / number
         hard_loss = -found["logp"].sum() / number if hard else None
         if self.group is not None:

@@ -258,8 +258,8 @@ class LigerFusedLinearGRPOLoss(CompletionLoss):
             (found,) = statistics([target], names, options, metrics)
             loss = self._of_statistics(found, inputs, head.vocabulary_ranks)
         # Neither the log-probabilities nor the inputs have a graph: the metrics are constants.
-        of_tokens = objectives.token_metrics(found["logp"].detach(), inputs, kl=bool(self.beta))
-        means = [inputs.total(each) / inputs.counted for each in of_tokens]
+        each_token = objectives.token_metrics(found["logp"].detach(), inputs, kl=bool(self.beta))
+        means = [inputs.total(each) / inputs.counted for each in each_token]
         return loss.float(), PolicyMetrics(means[1], means[0]) if self.beta else PolicyMetricsWithoutKL(means[0])
 
     def _active(self, head: Head, hidden: Tensor, token_ids: Tensor, attention_mask: Tensor) -> Tensor:

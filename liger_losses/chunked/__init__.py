@@ -1,7 +1,6 @@
 """The core, whose names these are, and the losses on it in :mod:`liger_losses.chunked.losses`."""
 
 from liger_losses.chunked.core.distilled import Teacher, TeacherLogits, Teachers, TeacherTopK, projected_teacher
-from liger_losses.chunked.core.heads import Head
 from liger_losses.chunked.core.inputs import shift_labels
 from liger_losses.chunked.core.ops import (
     linear_divergence,
@@ -13,6 +12,7 @@ from liger_losses.chunked.core.ops import (
     linear_topk,
 )
 from liger_losses.chunked.core.options import EngineOptions
+from liger_losses.chunked.core.output_layer import Head
 from liger_losses.chunked.core.quantizers import (
     GPTQRows,
     QuantizedWeight,

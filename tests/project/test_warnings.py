@@ -79,6 +79,11 @@ def constant_that_requires_a_gradient(monkeypatch):
     return partial(loss, torch.ones(8, 2), torch.ones(4, 2), labels, token_weights=weights)
 
 
+def compiled_loss(monkeypatch):
+    loss, labels = liger_losses.LigerFusedLinearCrossEntropyLoss(), torch.zeros(4, dtype=torch.long)
+    return partial(torch.compile(loss, backend="eager"), torch.ones(8, 2), torch.ones(4, 2), labels)
+
+
 def changed_head(monkeypatch):
     left = [types.SimpleNamespace(path="lm_head", reason="changed")]
     monkeypatch.setattr(lazy_head, "make_head_lazy", lambda model: left)
@@ -155,6 +160,7 @@ def split_that_is_left_out(zero_advantages, monkeypatch):
 #: By the file that warns: from pytest's monkeypatch to a call that is warned of.
 CALLS = [
     ("chunked/core/entry.py", constant_that_requires_a_gradient),
+    ("chunked/core/entry.py", compiled_loss),
     ("chunked/core/distilled.py", lambda monkeypatch: divergence(250)),
     ("chunked/losses/policy.py", policy),
     ("integrations/axolotl.py", plugin_of_axolotl),

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from liger_losses.caller import warn
 from liger_losses.checks import check_device, check_names, check_tensor, see
 from liger_losses.chunked.core import target, teachers
-from liger_losses.chunked.core.heads import Head
+from liger_losses.chunked.core.output_layer import Head
 from liger_losses.chunked.core.ranks import ALONE, check_teacher_ranks
 from liger_losses.chunked.core.weights import Products
 from liger_losses.kernels.divergence_forms import Divergence

@@ -13,7 +13,7 @@ from torch.compiler import is_dynamo_compiling
 
 from liger_losses.arguments import by_forward_names, wrong_arguments
 from liger_losses.caller import warn
-from liger_losses.chunked.core.heads import Head
+from liger_losses.chunked.core.output_layer import Head
 from liger_losses.chunked.core.ranks import ALONE
 from liger_losses.kernels.tracing import when_compiling
 

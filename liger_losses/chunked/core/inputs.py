@@ -27,7 +27,7 @@ from liger_losses.checks import (
     see,
 )
 from liger_losses.chunked.core.distilled import check_comparison
-from liger_losses.chunked.core.heads import Head
+from liger_losses.chunked.core.output_layer import Head
 from liger_losses.chunked.core.target import Target
 from liger_losses.kernels.autograd import NO_TRANSFORMS, autocast_dtype, within_transform
 from liger_losses.kernels.logit_transform import LogitTransform

@@ -22,9 +22,9 @@ from liger_losses.checks import LISTS, check_like_labels, check_names, check_shi
 from liger_losses.chunked.core import stream
 from liger_losses.chunked.core.distilled import Teacher, TeacherLogits, Teachers
 from liger_losses.chunked.core.entry import operator
-from liger_losses.chunked.core.heads import Head
 from liger_losses.chunked.core.inputs import several, shift_labels, target_of, targets_of
 from liger_losses.chunked.core.options import EngineOptions
+from liger_losses.chunked.core.output_layer import Head
 from liger_losses.chunked.core.results import (
     HOW_TO_ASK,
     REGISTERED,
@@ -508,7 +508,7 @@ def _targets(
     selected = selected.k if isinstance(selected, Largest) else selected
     fields: dict[str, Any] = {"class_weight": class_weight}
     if several(hidden_states, weight) and isinstance(selected, Tensor) and isinstance(labels, LISTS):
-        sizes = [part.numel() for part in labels]
+        sizes: Any = [part.numel() for part in labels]
         if len(selected) == sum(sizes):  # of all tokens
             parts = zip(torch.split(selected, sizes), labels, strict=True)
             selected = [rows.view(*part.shape, -1) for rows, part in parts]

@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 
 from liger_losses.checks import check_tensor
-from liger_losses.chunked.core.heads import Head
 from liger_losses.chunked.core.inputs import shift_labels, target_of
 from liger_losses.chunked.core.options import EngineOptions
+from liger_losses.chunked.core.output_layer import Head
 from liger_losses.chunked.core.stream import statistics
 from liger_losses.chunked.core.target import Target
 from liger_losses.kernels.reading import start_reading

@@ -22,7 +22,7 @@ LAYERS = [
     "arguments",
     "sequences",
     "chunked.core",
-    "chunked.engine",
+    "chunked.core",
     "chunked",
 ]
 LAYERS += ["chunked.losses", "layers", "modules", "prompts", "patching", "trl"]

@@ -22,7 +22,6 @@ LAYERS = [
     "arguments",
     "sequences",
     "chunked.core",
-    "chunked.core",
     "chunked",
 ]
 LAYERS += ["chunked.losses", "layers", "modules", "prompts", "patching", "trl"]

@@ -33,7 +33,7 @@ class Buffer:
         self.leaf, self.written = leaf, 0
         self.sparse: list[tuple[Tensor, Tensor]] = []  # ids and their rows
         local = local_part(leaf.tensor)
-        self.shape, self.dtype = local.shape, leaf.accumulate or local.dtype
+        self.shape, self.dtype = local.shape, wider(local.dtype, leaf.accumulate)
         self.total = None if leaf.sparse else torch.empty(self.shape, dtype=self.dtype, device=local.device)
 
     def rows(self, columns: slice) -> tuple[Tensor, bool]:
@@ -124,6 +124,11 @@ class Gradients:
         if leaf.summed and leaf.ranks.sums_hidden:
             total = leaf.ranks.sum(total)
         return like(leaf.tensor, total.to(local_part(leaf.tensor).dtype))
+
+
+def wider(dtype: torch.dtype, accumulate: torch.dtype | None) -> torch.dtype:
+    """The dtype in which gradients of ``dtype`` add up, where ``accumulate`` was asked for."""
+    return dtype if accumulate is None else torch.promote_types(dtype, accumulate)
 
 
 def key_of(tensor: Any) -> object:

@@ -91,7 +91,10 @@ def loss_over_columns(
     The columns are given by a :class:`TeacherTopK`, or are the ``top_k`` largest: the teacher's, found before, or the
     student's, which its block of logits finds; the teacher's log-probabilities there are then one product.
     """
-    mask, hard, soft_head = labels != options.ignore_index, weights.get("logp"), _at(head, temperature)
+    mask, hard = labels != options.ignore_index, weights.get("logp")
+    if isinstance(temperature, Tensor):  # it may be anything without loss
+        temperature = torch.where(mask, temperature, 1.0)
+    soft_head = _at(head, temperature)
     together = hard is not None and _is_one(temperature)
     checked, given, fields = False, {"soft": weights["divergence"]}, dict[str, Any]()
     if top_k and top_k_of == "teacher":

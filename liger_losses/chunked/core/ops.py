@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from liger_losses.checks import LISTS, check_like_labels, check_names, check_shift, check_tensor, one_each
+from liger_losses.checks import check_like_labels, check_names, check_shift, check_tensor, one_each
 from liger_losses.chunked.core import stream
 from liger_losses.chunked.core.distilled import Teacher, TeacherLogits, Teachers
 from liger_losses.chunked.core.entry import operator
@@ -507,8 +507,8 @@ def _targets(
         raise TypeError(f"options must be liger_losses.EngineOptions(...), got {type(options).__name__}.")
     selected = selected.k if isinstance(selected, Largest) else selected
     fields: dict[str, Any] = {"class_weight": class_weight}
-    if several(hidden_states, weight) and isinstance(selected, Tensor) and isinstance(labels, LISTS):
-        sizes: Any = [part.numel() for part in labels]
+    if several(hidden_states, weight) and isinstance(selected, Tensor) and isinstance(labels, (list, tuple)):
+        sizes = [part.numel() for part in labels]
         if len(selected) == sum(sizes):  # of all tokens
             parts = zip(torch.split(selected, sizes), labels, strict=True)
             selected = [rows.view(*part.shape, -1) for rows, part in parts]

@@ -73,8 +73,7 @@ def suits_sharing(model: Any, device: torch.device) -> bool:
     """
     half = torch.is_autocast_enabled(device.type) or model.dtype.itemsize == 2
     alone = model.config.get_text_config() is model.config
-    # Of a model that has run a packed row, the name ends with the one that it had.
-    known = str(model.config._attn_implementation).endswith(("sdpa", "eager"))
+    known = model.config._attn_implementation in ("sdpa", "eager")
     return device.type == "cuda" and half and alone and known
 
 

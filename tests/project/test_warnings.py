@@ -124,13 +124,11 @@ def teacher_that_is_not_lazy(experimental, monkeypatch):
 
 
 def mask_of_tokens(monkeypatch):
-    rows = types.SimpleNamespace(rows=torch.empty(1, device="meta"))
+    rows = types.SimpleNamespace(rows=torch.empty(4, 2, device="meta"))
     monkeypatch.setattr(attention, "_now", lambda: types.SimpleNamespace(packed=None))
     monkeypatch.setattr(attention, "RowMask", lambda *arguments: rows)
-    interface = {"sdpa": lambda **options: None}
-    monkeypatch.setattr("transformers.masking_utils.ALL_MASK_ATTENTION_FUNCTIONS", interface)
-    config = types.SimpleNamespace(head_dim=64)
-    return partial(attention._mask, "sdpa", mask_function=None, config=config)
+    options = {"mask_function": None, "q_length": 2, "kv_length": 2, "config": types.SimpleNamespace(head_dim=64)}
+    return partial(attention._mask, "sdpa", lambda **options: None, **options)
 
 
 def model_that_cannot_share(packed_batches, monkeypatch):

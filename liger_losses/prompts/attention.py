@@ -241,8 +241,7 @@ def flex_attention(
     ):
         for dim in dims:
             torch._dynamo.maybe_mark_dynamic(tensor, dim)
-    with torch._dynamo.config.patch(recompile_limit=_MOST_KERNELS):
-        out, lse = _compiled()(*tensors, blocks, rows, mask.mask_mod.positions_see, scaling, softcap)
+    out, lse = _compiled()(*tensors, blocks, rows, mask.mask_mod.positions_see, scaling, softcap)
     if sinks is not None:
         out = (out * (lse - sinks.float()[:, None]).sigmoid()[..., None]).to(query.dtype)
     return out.transpose(1, 2).contiguous()
@@ -250,7 +249,16 @@ def flex_attention(
 
 @functools.cache
 def _compiled(**options: Any) -> Any:
-    return torch.compile(_flex, **options)
+    if "recompile_limit" in inspect.signature(torch.compile).parameters:
+        return torch.compile(_flex, recompile_limit=_MOST_KERNELS, **options)
+    compiled = torch.compile(_flex, **options)
+
+    def limited(*args: Any) -> Any:
+        # In torch 2.11, a limit is that of all that is compiled meanwhile, which is this.
+        with torch._dynamo.config.patch(recompile_limit=_MOST_KERNELS):
+            return compiled(*args)
+
+    return limited
 
 
 def _flex(

@@ -41,6 +41,9 @@ _MOST_KERNELS = 256
 class CannotShareError(ValueError):
     """A model that cannot run a packed row, with the reason."""
 
+    def __init__(self, reason: str) -> None:
+        super().__init__(reason + see("packed-completions"))
+
 
 @dataclass
 class _Running:
@@ -65,9 +68,7 @@ def attending(model: nn.Module, packed: PackedCompletions) -> Iterator[dict[str,
     owner = transformers_model(model)
     reason = reason_against(owner)
     if reason is not None:
-        raise CannotShareError(
-            f"{type(owner).__name__} cannot run packed completions: {reason}." + see("packed-completions")
-        )
+        raise CannotShareError(f"{type(owner).__name__} cannot run packed completions: {reason}.")
     _stand_before(str(owner.config.get_text_config()._attn_implementation))
     token = _running.set(running := _Running(packed))
     try:
@@ -79,7 +80,6 @@ def attending(model: nn.Module, packed: PackedCompletions) -> Iterator[dict[str,
         raise CannotShareError(
             f"{type(owner).__name__} cannot run packed completions: of its {layers} layers, {running.layers} took "
             "their attention and its mask from transformers' interfaces, and the others would mix completions."
-            + see("packed-completions")
         )
 
 

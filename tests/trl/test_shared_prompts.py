@@ -151,13 +151,23 @@ def test_unasked_a_refused_model_or_batch_says_nothing(runs, suits, tmp_path, re
     assert not [w for w in recwarn if "prompts" in str(w.message)]
 
 
-def test_unasked_all_processes_try_in_the_first_forward(runs, suits, tmp_path, monkeypatch):
-    """A model that cannot run packed rows may run twice, once for each: in the same forward of all processes."""
+@pytest.mark.parametrize("asked", [True, None])
+def test_all_processes_try_in_the_first_forward(asked, suits, tmp_path, monkeypatch):
+    """A model that cannot run packed rows may run twice, once for each: in the same forward of all processes, which has
+    no other batch than others have, nor gradients."""
+    tried, run = [], packed_batches.run_packed
+
+    def watched(model, forward, packed, arguments):
+        tried.append((packed.tokens, torch.is_grad_enabled()))
+        return run(model, forward, packed, arguments)
+
+    monkeypatch.setattr(packed_batches, "run_packed", watched)
     monkeypatch.setattr(packed_batches, "world_size", lambda: 2)
-    model = model_of(tmp_path, share_prompts=None)
-    for batch, count in ((DIFFERS, 1), (DIFFERS, 1), (SAVES, 2)):
-        logps(model, batch)
-        assert len(runs) == count
+    model, ids = model_of(tmp_path, share_prompts=asked), torch.full((2, 4), 3)
+    for _ in range(2):
+        model(input_ids=ids, labels=ids, position_ids=torch.arange(4)[None], fused_lm_head=True)
+        logps(model, SAVES)
+    assert tried == [(2, False)]
 
 
 @pytest.mark.parametrize(

@@ -86,11 +86,11 @@ def loss_inputs(
         raise TypeError("pass the batch by keyword: loss_inputs(model, input_ids=..., attention_mask=...).")
     if packed is not None:
         tensors = {"labels": labels, "shift_labels": shift_labels, **batch}
-        given = [name for name, value in tensors.items() if isinstance(value, Tensor)]
-        if given:
+        names = [name for name, value in tensors.items() if isinstance(value, Tensor)]
+        if names:
             raise ValueError(
                 f"packed completions have their ids, mask, positions and labels, and no images: leave out "
-                f"{', '.join(given)}. Labels are an argument of pack_completions."
+                f"{', '.join(names)}. Labels are an argument of pack_completions."
             )
         with attending(model, packed) as arguments:
             batch |= arguments

@@ -250,7 +250,7 @@ def flex_attention(
 @functools.cache
 def _compiled(**options: Any) -> Any:
     if "recompile_limit" in inspect.signature(torch.compile).parameters:
-        return torch.compile(_flex, recompile_limit=_MOST_KERNELS, **options)
+        return torch.compile(_flex, **options | {"recompile_limit": _MOST_KERNELS})
     compiled = torch.compile(_flex, **options)
 
     def limited(*args: Any) -> Any:

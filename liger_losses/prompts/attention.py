@@ -233,7 +233,7 @@ def flex_attention(
     blocks = {name: getattr(mask, name) for name in _BLOCKS}
     # Lengths as blocks times their tokens: the compiled code then knows that no block is cut.
     tensors = [tensor.unflatten(2, (-1, BLOCK)) for tensor in (query, key, value)]
-    rows = mask.mask_mod.rows.unflatten(1, (-1, BLOCK))
+    rows = mask.mask_mod.rows.to(query.device).unflatten(1, (-1, BLOCK))
     for tensor, dims in (
         (rows, (1,)),
         *((t, (2,)) for t in tensors),

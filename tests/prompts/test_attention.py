@@ -47,6 +47,24 @@ def test_the_rest_of_a_model_is_as_it_was():
 
 
 @pytest.mark.parametrize("name", ["eager", "sdpa"])
+def test_checkpointed_layers_attend_by_the_block_mask_that_they_get(name, monkeypatch):
+    """Backward runs them again outside of the context, with the mask of the forward."""
+
+    def all_scores(query, key, value, mask, scaling, *_):
+        places = torch.arange(query.shape[2])
+        sees = mask.mask_mod(0, 0, places[:, None], places)[None, None]
+        options = {"attn_mask": sees, "scale": scaling, "enable_gqa": True}
+        return torch.nn.functional.scaled_dot_product_attention(query, key, value, **options).transpose(1, 2)
+
+    model, batch = family("llama", name), drawn(0)
+    expected = loss_and_gradients(model, shared(model, *batch))[1]
+    model.gradient_checkpointing_enable()
+    monkeypatch.setattr(attention, "_reason_against_flex", lambda *_: None)
+    monkeypatch.setattr(attention, "flex_attention", all_scores)
+    assert apart(loss_and_gradients(model, shared(model, *batch))[1], expected)[0] < 1e-6
+
+
+@pytest.mark.parametrize("name", ["eager", "sdpa"])
 def test_packed_models_generate_by_continuous_batching(name):
     """transformers then reads the name of the attention implementation, and refuses those that it does not know."""
     model, ids = family("llama", name).eval(), [3, 4, 5]
@@ -108,6 +126,22 @@ def test_flex_attention_is_that_of_all_scores_and_compiled_once(window, softcap,
         options = {"softcap": softcap, "sinks": torch.randn(4) if sinks else None}
         torch.testing.assert_close(*flex_attention_of(drawn(seed, longest=longest), window, **options))
     assert counter.frame_count == 1
+
+
+def test_layers_may_be_on_several_devices(monkeypatch):
+    """Whoever spreads a model moves masks from device to device, but not the tensors of their functions."""
+    devices = set()
+
+    def compiled(query, key, value, blocks, rows, *_):
+        devices.update(tensor.device.type for tensor in (query, key, value, rows, *blocks.values()))
+        return query.flatten(2, 3), None
+
+    monkeypatch.setattr(attention, "_compiled", lambda: compiled)
+    packed = pack_completions([[3]], [[4]])
+    query = torch.randn(1, 2, 256, 16, device="meta")
+    attention.flex_attention(query, query, query, block_mask(RowMask(packed, None)).to("meta"))
+    assert devices == {"meta"}
+    assert packed.completion_states(query.new_zeros(1, 256, 8)).shape == (1, 1, 8)
 
 
 def test_as_many_kinds_of_models_as_there_are_in_a_process_are_compiled(monkeypatch, nothing_compiled):

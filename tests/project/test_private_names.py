@@ -17,7 +17,7 @@ from tests.project.private_names import AT_IMPORT, HOOKS, IN_CALLS
 
 #: Of transformers and accelerate, which modules need not have; of named tuples; and the package's own.
 OTHERS = {"_C", "_apply_gate", "_hf_hook", "_original_forward", "_fields", "_make", "_replace", "_asdict", "_input"}
-OTHERS |= {"_attn_implementation", "_is_stateful"}
+OTHERS |= {"_attn_implementation", "_can_set_attn_implementation", "_is_stateful"}
 LISTED = [*itertools.chain.from_iterable(AT_IMPORT), *IN_CALLS]
 
 

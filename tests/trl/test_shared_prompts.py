@@ -126,7 +126,9 @@ def suits(monkeypatch):
 
 
 def test_unasked_prompts_are_shared_where_that_saves_a_fifth(runs, suits, tmp_path, recwarn):
-    model = model_of(tmp_path, share_prompts=None)
+    _, tokenizer, text = tiny_model()
+    with enabled():
+        model = dpo(tmp_path, tiny_model()[0], tokenizer, text).model
     for batch, count in ((SAVES, 1), (DIFFERS, 1), (LITTLE, 1), (ENOUGH, 2), (PADDED, 3)):
         logps(model, batch)
         assert len(runs) == count, batch
@@ -211,12 +213,12 @@ def test_a_model_with_images_repeats_prompts_unasked():
 
 
 def test_what_is_enabled_last_counts():
-    assert divergences.chosen.share_prompts is False
+    assert divergences.chosen.share_prompts is None
     with enabled(share_prompts=True):
         with enabled():
             assert divergences.chosen.share_prompts
-        with enabled(share_prompts=None):
-            assert divergences.chosen.share_prompts is None
-    assert divergences.chosen.share_prompts is False
+        with enabled(share_prompts=False):
+            assert divergences.chosen.share_prompts is False
+    assert divergences.chosen.share_prompts is None
     with pytest.raises(TypeError, match="share_prompts must be True or False, got 'yes'"), enabled(share_prompts="yes"):
         pass

@@ -70,12 +70,14 @@ def suits_sharing(model: Any, device: torch.device) -> bool:
     """Whether a model shares prompts unasked: FlexAttention can take the place of its attention, and is faster.
 
     A CPU's dense masks take longer than repeated prompts. Flash-attention may be faster than FlexAttention, which is
-    not tested in fp32. Images are refused by the batch, in which processes may differ.
+    not tested in fp32. Images are refused by the batch, in which processes may differ. Of a model whose parameters
+    ZeRO-3 gathers, a packed row was not tried on GPUs.
     """
     half = torch.is_autocast_enabled(device.type) or model.dtype.itemsize == 2
     alone = model.config.get_text_config() is model.config
     known = model.config._attn_implementation in ("sdpa", "eager")
-    return device.type == "cuda" and half and alone and known
+    suits = device.type == "cuda" and half and alone and known
+    return suits and not any(hasattr(parameter, "ds_id") for parameter in model.parameters())
 
 
 @torch.compiler.disable

@@ -188,6 +188,8 @@ def test_a_model_shares_prompts_unasked_in_half_precision_on_a_gpu(device, optio
     assert packed_batches.suits_sharing(model, torch.device(device)) == found
     monkeypatch.setattr(torch, "is_autocast_enabled", lambda device: True)
     assert packed_batches.suits_sharing(model, torch.device(device)) == (found or "dtype" in options)
+    model.lm_head.weight.ds_id = 0  # as DeepSpeed's ZeRO-3 marks what it gathers
+    assert not packed_batches.suits_sharing(model, torch.device(device))
 
 
 @pytest.mark.gpu

@@ -17,7 +17,6 @@ from liger_losses.chunked.engine.adapters import LowRank
 from liger_losses.chunked.engine.query import REGISTERED
 from liger_losses.kernels import row_sums
 from tests.interpreter import faster, small_tiles
-from tests.kernels.cases import interpreted
 
 __all__ = [
     "REGISTERED",
@@ -25,7 +24,6 @@ __all__ = [
     "as_on_a_gpu",
     "engine_calls",
     "faster",
-    "interpreted",
     "leave_out_zero_rows",
     "many_parts",
     "read_rows_up_to",

@@ -43,10 +43,10 @@ def batch(dtype=torch.float64, rows=ROWS, length=LENGTH, hidden_size=HIDDEN, voc
     g = torch.Generator().manual_seed(seed)
 
     def tensor(*shape):
-        return torch.randn(*shape, generator=g, dtype=torch.float64, device="cpu").to(dtype)
+        return torch.randn(*shape, generator=g, dtype=torch.float64).to(dtype)
 
-    labels = torch.randint(vocab_size, (rows, length), generator=g, device="cpu")
-    labels[torch.rand(rows, length, generator=g, device="cpu") < 0.3] = -100
+    labels = torch.randint(vocab_size, (rows, length), generator=g)
+    labels[torch.rand(rows, length, generator=g) < 0.3] = -100
     d = {
         "h": tensor(rows, length, hidden_size),
         "other": tensor(rows, length, hidden_size),
@@ -55,8 +55,7 @@ def batch(dtype=torch.float64, rows=ROWS, length=LENGTH, hidden_size=HIDDEN, voc
         "bias": tensor(vocab_size) / 2,
         "ref_weight": tensor(vocab_size, hidden_size) / hidden_size**0.5,
     }
-    d |= extras(labels, d["other"], d["ref_weight"], g)
-    return {name: value.to(torch.get_default_device()) for name, value in d.items()}
+    return d | extras(labels, d["other"], d["ref_weight"], g)
 
 
 def extras(labels: Tensor, other: Tensor, ref_weight: Tensor, g: torch.Generator) -> dict[str, Tensor]:

@@ -12,7 +12,7 @@ from tests.losses import CE, DPO, JSD
 from tests.processes import case_named
 from tests.reference import problem
 from tests.results.combinations import COLUMNS, Row, Sizes, check, documentation, rows
-from tests.seam import interpreted, many_parts
+from tests.seam import many_parts
 
 #: Through the kernels, which take long in Triton's interpreter: fewer values of some columns.
 TRITON = {
@@ -26,6 +26,28 @@ TRITON = {
     "dtype": ("bfloat16", "float32", "float16"),
     "backend": ("triton",),
     "upstream": ("all", "some"),
+}
+
+#: A GPU is fast, and torch's sums on it depend on the number of rows.
+ON_A_GPU = {
+    **TRITON,
+    **{name: COLUMNS[name] for name in ("asks", "weight", "targets", "teacher")},
+    "ranks": ("alone",),
+}
+#: Rows and columns that fill no tile of a kernel on a GPU, one token, and logits of gigabytes.
+LARGE = {
+    **ON_A_GPU,
+    "asks": ("logp", "statistics", "metrics", "token loss", "selected", "kept", "JSD", "loss: DPO", "loss: GRPO"),
+    "transform": ("none", "soft-cap"),
+    "targets": ("one",),
+    "teacher": ("model",),
+    "labels": ("random",),
+    "invariant": (False,),
+    "blocks": ("default",),
+    "sizes": (
+        *(Sizes((2, 259), 576, 96, 1031, 8), Sizes((1, 1), 64, 32, 50257), Sizes((4, 251), 896, 64, 151643, 8)),
+        *(Sizes((2, 150), 33, 17, 77), Sizes((4, 1025), 72, 64, 999)),
+    ),
 }
 
 
@@ -91,16 +113,22 @@ def test_many_blocks(row):
     check(row)
 
 
-@interpreted
-@pytest.mark.parametrize("row", rows(**TRITON), ids=str)
-def test_any_two_together_in_triton(row, small_tiles):
+@pytest.mark.parametrize("row", rows(**(ON_A_GPU if torch.cuda.is_available() else TRITON)), ids=str)
+def test_any_two_together_in_triton(row, small_tiles, default_gpu):
     """Whatever torch's default dtype is: buffers of kernels do not take it."""
+    pytest.importorskip("triton")
     before = torch.get_default_dtype()
     torch.set_default_dtype(torch.bfloat16)
     try:
         check(row)
     finally:
         torch.set_default_dtype(before)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("row", rows(**LARGE), ids=str)
+def test_large_shapes(row, default_gpu):
+    check(row)
 
 
 @pytest.mark.parametrize("shift", [True, 2, 7, 13])

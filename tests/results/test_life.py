@@ -17,6 +17,7 @@ from tests.reference import problem, tensors_of
 from tests.results.losses import LOSSES, OPERATIONS, batch, case_of
 from tests.seam import as_on_a_gpu
 
+pytestmark = pytest.mark.usefixtures("default_gpu")
 NAMES = [*LOSSES, *OPERATIONS]
 #: One loss of each way to be computed: one pass, blocks that are kept, two models, kept columns, coupled sequences.
 KINDS = ("cross entropy", "DPO", "JSD", "GRPO, kept columns", "GRPO, sequences", "statistics of columns")
@@ -169,6 +170,19 @@ def test_activations_that_are_computed_again_or_moved(name, how):
         torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-9)
 
 
+@pytest.mark.parametrize("name", NAMES)
+def test_new_tensors_are_on_the_device_of_the_inputs(name):
+    """And not on torch's default device, which has no values here."""
+    call = Call(name, torch.float32)
+    function = partial(LOSSES[name].call, LOSSES[name].made(call.d)) if name in LOSSES else OPERATIONS[name]
+    with torch.device("meta"):
+        (hidden, *head), d = call.leaves, call.d
+        found = tensors_of(function(Head(*head), Head(d["ref_weight"]), {**d, "h": hidden}))
+        outputs = [value for value in found if value.requires_grad]
+        grads = torch.autograd.grad(outputs, call.leaves, list(map(torch.ones_like, outputs)), allow_unused=True)
+    assert all(value.device == hidden.device for value in (*found, *grads) if value is not None)
+
+
 # --- No tokens, dtypes ------------------------------------------------------------------------------------------------
 
 
@@ -204,7 +218,7 @@ def test_autocast(name):
     call = Call(name, torch.float32)
     call.leaves[0] = call.leaves[0].detach().bfloat16().requires_grad_()
     expected = call(call.leaves[0].float())
-    with torch.autocast("cpu", torch.bfloat16):
+    with torch.autocast(call.leaves[0].device.type, torch.bfloat16):
         loss = call()
     assert loss.dtype == torch.float32
     torch.testing.assert_close(loss, expected, rtol=0.05, atol=0.1)
@@ -248,10 +262,10 @@ class NothingWaits(TorchDispatchMode):
 
 
 #: They ask for values: which batch it is, which columns there are, where a token's columns are.
-_ASKING = ("BCO", "GRPO, kept columns", "KL, top-k", "KL, logits", "kept columns, sparse", "statistics of columns")
+ASKING = ("BCO", "GRPO, kept columns", "KL, top-k", "KL, logits", "kept columns, sparse", "statistics of columns")
 
 
-@pytest.mark.parametrize("name", [name for name in NAMES if name not in _ASKING])
+@pytest.mark.parametrize("name", [name for name in NAMES if name not in ASKING])
 def test_nothing_waits_without_compaction(name):
     """``compact=False``: a call that a CUDA graph can capture. The first call fills caches."""
     call = Call(name, torch.float32)

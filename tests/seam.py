@@ -16,9 +16,14 @@ from liger_losses.chunked.engine import blocks, call, stream, support
 from liger_losses.chunked.engine.adapters import LowRank
 from liger_losses.chunked.engine.query import REGISTERED
 from liger_losses.kernels import row_sums
+from liger_losses.kernels._triton import INTERPRETED, triton
 from tests.interpreter import faster, small_tiles
 
+#: Of tensors on a CPU.
+BACKENDS = ("torch", "triton") if INTERPRETED and triton is not None else ("torch",)
+
 __all__ = [
+    "BACKENDS",
     "REGISTERED",
     "LowRank",
     "as_on_a_gpu",

@@ -7,19 +7,22 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from liger_losses import Teacher, TokenSupport, linear_logps
+from liger_losses import DistillationLoss, Teacher, TokenSupport, linear_logps
 from tests.losses import CE, DPO, JSD
 from tests.processes import case_named
-from tests.reference import problem
+from tests.reference import divergence, double, formula, gradients, problem, relative_error, rounding
 from tests.results.combinations import COLUMNS, Row, Sizes, check, documentation, rows
-from tests.seam import many_parts
+from tests.seam import BACKENDS, many_parts
 
 #: Through the kernels, which take long in Triton's interpreter: fewer values of some columns.
 TRITON = {
-    "asks": ("logp", "statistics", "token loss", "kept", "reverse KL", "JSD", "cosine"),
+    "asks": (
+        *("logp", "statistics", "metrics", "token loss", "kept", "kept, ragged", "reverse KL", "JSD", "cosine"),
+        *("loss: cross entropy", "loss: KL, renormalized"),
+    ),
     "weight": ("dense", "frozen", "adapters"),
     "targets": ("one", "two of one head"),
-    "teacher": ("model", "wider"),
+    "teacher": ("model", "wider", "narrower"),
     "blocks": ("default", "chunks", "small workspace"),
     "strategy": (None, "two_pass"),
     "layout": ("contiguous", "strided", "nothing trained"),
@@ -155,6 +158,23 @@ def test_any_three_together():
     for row in rows(3, backend=("torch",)):
         with case_named(str(row)):
             check(row)
+
+
+@pytest.mark.parametrize("options", [{}, *({"backend": backend, "workspace": 27_000} for backend in BACKENDS)], ids=str)
+@pytest.mark.parametrize("name", ["forward KL", "JSD"])
+def test_close_teachers_keep_their_digits(name, options):
+    """Where the student differs from the teacher in one rounding of one dimension, bf16 logits would be the same."""
+    teacher, weight, labels, _ = problem(19, 32, 200, dtype=torch.bfloat16, masked=0.0)
+    teacher = teacher.detach()
+    hidden = torch.cat([teacher[:, :1] * (1 + 2**-7), teacher[:, 1:]], 1).requires_grad_()
+    loss = DistillationLoss(divergence(name), 0.0, 1.0, **options)
+    value, _ = loss(weight, hidden, labels, Teacher(teacher, weight.detach()))
+    exact_in = double(hidden, weight, teacher)
+    exact = formula(name, exact_in[0] @ exact_in[1].t(), exact_in[2] @ exact_in[1].detach().t()).mean()
+    assert 0 < exact < 1e-5
+    assert relative_error(value, exact) < 1e-4
+    found = zip(gradients(value, (hidden, weight)), gradients(exact, exact_in[:2]), strict=True)
+    assert all(relative_error(ours, right) < 4 * rounding(torch.bfloat16) for ours, right in found)
 
 
 def test_the_documentation_has_the_table():

@@ -200,6 +200,25 @@ def test_all_tokens_masked(name, compact):
     assert all(torch.equal(g, torch.zeros_like(g)) for g in call.gradients(loss))
 
 
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+@pytest.mark.parametrize("what", ["hidden states", "weight"])
+def test_a_head_of_weight_0_may_hold_anything(what, reduction):
+    """NaN in a head that does not count reaches neither the loss nor a gradient; its own loss says what it is."""
+    (hidden, weight, labels, _), (other, second, _, _) = problem(20, 8, 31), problem(20, 8, 31, seed=1)
+    (other if what == "hidden states" else second).data.fill_(float("nan"))
+    options = {"reduction": reduction, "label_smoothing": 0.1, "lse_square_scale": 0.1}
+    loss, metrics = CE(head_weights=[0.5, 0.0], **options)([weight, second], [hidden, other], labels)
+    alone = 0.5 * CE(**options)(weight, hidden, labels)
+    assert metrics.losses.isnan().tolist() == [False, True]
+    if reduction == "none":
+        assert not loss[1].any()
+        loss = loss[0]
+    torch.testing.assert_close(loss, alone)
+    found = torch.autograd.grad(loss.sum(), [hidden, weight, second], allow_unused=True)
+    torch.testing.assert_close(found[:2], torch.autograd.grad(alone.sum(), [hidden, weight]))
+    assert found[2] is None or not found[2].any()
+
+
 def test_one_of_two_heads_masked():
     """Gradients of its tensors are 0, and the other is as alone."""
     (hidden, weight, labels, _), (other, second, none, _) = problem(20, 8, 31), problem(20, 12, 9, seed=1)
@@ -262,7 +281,15 @@ class NothingWaits(TorchDispatchMode):
 
 
 #: They ask for values: which batch it is, which columns there are, where a token's columns are.
-ASKING = ("BCO", "GRPO, kept columns", "KL, top-k", "KL, logits", "kept columns, sparse", "statistics of columns")
+ASKING = (
+    "BCO",
+    "GRPO, kept columns",
+    "KL, renormalized",
+    "KL, top-k",
+    "KL, logits",
+    "kept columns, sparse",
+    "statistics of columns",
+)
 
 
 @pytest.mark.parametrize("name", [name for name in NAMES if name not in ASKING])

@@ -67,24 +67,3 @@ class Spy:
     def __getitem__(self, grid):
         self.ran.add(self.name)
         return self.kernel[grid]
-
-
-@pytest.mark.parametrize("strategy", ["one_pass", "two_pass"])
-def test_entropy_as_a_metric_of_kept_exponentials(strategy):
-    """It takes no logits in memory: gradients are those without it, bit for bit."""
-    hidden, weight, labels, _ = on_device(40, 16, 70)
-    options = EngineOptions(backend="triton", strategy=strategy)
-    found = []
-    for metrics in ((), ("entropy",)):
-        if strategy == "one_pass":
-            loss, values = linear_token_loss(
-                hidden, weight, labels, lambda s, y: -s.logp, metrics=metrics, options=options
-            )
-        else:
-            values = linear_statistics(hidden, weight, labels, metrics=metrics, options=options)
-            loss = values.logp.sum()
-        found.append(torch.autograd.grad(loss, (hidden, weight)))
-    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
-    h, w = double(hidden, weight)
-    exact = torch.special.entr((h @ w.T).softmax(-1)).sum(-1) * (labels != -100)
-    torch.testing.assert_close(values.entropy.double(), exact, rtol=1e-5, atol=1e-5)

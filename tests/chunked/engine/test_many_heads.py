@@ -4,72 +4,13 @@ import pytest
 import torch
 from torch import nn
 
-from liger_losses import EngineOptions, Head, functional, linear_logps, linear_token_loss
+from liger_losses import Head, functional, linear_token_loss
 from liger_losses.chunked.engine import autograd_functions
-from liger_losses.chunked.engine.tokens import Tokens, shift_labels
+from liger_losses.chunked.engine.tokens import Tokens
 from tests.losses import CE
-from tests.reference import assert_as_exact_as_plain, double, linear_of, peak_bytes, problem
+from tests.reference import linear_of, problem
 
 K, H, V, SHAPE = 3, 24, 131, (2, 11)
-WEIGHTS = [1.0, 0.8, 0.64]
-#: Of K targets, which hidden states and which head each has.
-WIRINGS = {
-    "one head": ([0, 1, 2], [0, 0, 0]),
-    "own heads": ([0, 1, 2], [0, 1, 2]),
-    "one hidden state": ([0, 0, 0], [0, 1, 2]),
-    "two of one head": ([0, 1, 0], [0, 1, 0]),
-}
-
-
-def targets(wiring, dtype=torch.float32, bias=False):
-    """Hidden states, heads and biases, all distinct ones; and those of each target."""
-    made = [problem(0, H, V, dtype=dtype, shape=SHAPE, bias=bias, seed=seed) for seed in range(K)]
-    states, heads = WIRINGS[wiring]
-    hidden, weights, biases = ([m[i] for m in made] for i in (0, 1, 3))
-    used = [hidden[i] for i in sorted({*states})], [weights[i] for i in sorted({*heads})]
-    used_biases = [biases[i] for i in sorted({*heads})] if bias else []
-    each = [hidden[i] for i in states], [weights[i] for i in heads], [biases[i] for i in heads]
-    return [*used[0], *used[1], *used_biases], each, made[0][2]
-
-
-OPTIONS = [
-    {},
-    {"ce_weight": True, "label_smoothing": 0.2, "lse_square_scale": 1e-2, "softcap": 3.0},
-    {"use_token_scaling": True, "lse_square_scale": 1e-2, "token_weights": True},
-    {"num_items_in_batch": True, "temperature": 0.5},
-    dict.fromkeys(("return_z_loss", "return_token_accuracy", "return_predicted_tokens"), True)
-    | {"lse_square_scale": 0.1},
-]
-#: What metrics of many heads, and the results of single ones, call what else they return.
-OTHERS = {"z_losses": "z_loss", "token_accuracies": "token_accuracy", "predicted_tokens": "predicted_tokens"}
-
-
-@pytest.mark.parametrize("options", OPTIONS, ids=str)
-@pytest.mark.parametrize("wiring", list(WIRINGS))
-def test_equals_the_sum_of_single_calls(wiring, options):
-    leaves, each, labels = targets(wiring, torch.float64, bias="ce_weight" in options)
-    g = torch.Generator().manual_seed(5)
-    build, call = dict(options), {}
-    if build.get("ce_weight"):
-        build["ce_weight"] = torch.rand(V, generator=g, dtype=torch.float64) + 0.5
-    if build.pop("token_weights", False):
-        call["token_weights"] = [torch.rand(SHAPE, generator=g, dtype=torch.float64) for _ in range(K)]
-    if build.pop("num_items_in_batch", False):
-        call["num_items_in_batch"] = [7, 5, 3]
-    several = CE(**build, shift=[1, 2, 3], head_weights=WEIGHTS, chunk_size=9)
-    loss, metrics = several(each[1], each[0], labels, each[2], **call)
-    parts = []
-    for k, (hidden, weight, bias) in enumerate(zip(*each, strict=True)):
-        single = CE(**build, shift=k + 1)
-        parts.append(single(weight, hidden, labels, bias, **{name: values[k] for name, values in call.items()}))
-    for name, single in OTHERS.items() if "return_z_loss" in options else ():
-        torch.testing.assert_close(list(getattr(metrics, name)), [getattr(part, single) for part in parts])
-    parts = [getattr(part, "loss", part) for part in parts]
-    expected = sum(w * part for w, part in zip(WEIGHTS, parts, strict=True))
-    torch.testing.assert_close(loss, expected)
-    torch.testing.assert_close(metrics.losses, torch.stack(parts).detach())
-    assert not any(getattr(found, "requires_grad", False) for found in metrics)
-    torch.testing.assert_close(torch.autograd.grad(loss * 0.5, leaves), torch.autograd.grad(expected * 0.5, leaves))
 
 
 @pytest.fixture
@@ -85,185 +26,24 @@ def test_a_head_of_several_targets_is_one_stream(streams, monkeypatch):
     """And the host waits for the device once for all heads."""
     selections, select = [], Tokens.select
     monkeypatch.setattr(Tokens, "select", lambda *given: selections.append(given[0]) or select(*given))
-    for wiring, expected in (("one head", [K]), ("own heads", [1] * K), ("two of one head", [2, 1])):
-        _, each, labels = targets(wiring)
-        layers = {id(weight): nn.Linear(H, V, bias=False) for weight in each[1]}
-        heads = [Head.of(layers[id(weight)]) for weight in each[1]]  # an object each
-        CE(shift=[1, 2, 3])(heads, each[0], labels)
+    hidden, _, labels, _ = problem(0, H, V, shape=SHAPE)
+    layers, states = [nn.Linear(H, V, bias=False) for _ in range(K)], [hidden * k for k in range(K)]
+    for which, expected in (([0, 0, 0], [K]), ([0, 1, 2], [1] * K), ([0, 1, 0], [2, 1])):
+        CE(shift=[1, 2, 3])([Head.of(layers[i]) for i in which], states, labels)  # an object each
         assert [len(call.tokens.shapes) for call in streams] == expected
         assert len(selections) == 1
         streams.clear()
         selections.clear()
 
 
-def test_nothing_runs_before_all_targets_are_checked(monkeypatch):
-    monkeypatch.setattr(autograd_functions, "Stream", None)
-    _, (hidden, weights, _), labels = targets("own heads")
-    outside = labels.masked_fill(labels == -100, 0) + V - 1
-    loss = CE()
-    for call, error, words in (
-        (lambda: loss(weights, hidden, [labels, labels, outside]), ValueError, r"labels must be in \[0, 131\)"),
-        (lambda: loss(weights, hidden[:2], labels), ValueError, "2 of hidden states, 3 of heads"),
-        (lambda: loss([], hidden, labels), ValueError, "0 of heads"),
-        (lambda: loss(weights, [*hidden[:2], hidden[2][..., :5]], labels), ValueError, r"must be \[\.\.\., 24\]"),
-        (lambda: loss(weights, hidden, [labels, labels, labels.float()]), TypeError, "int64"),
-        (lambda: loss(weights, hidden, labels, token_weights=[labels]), ValueError, "1 of token_weights"),
-        (lambda: loss(weights, hidden, labels, token_weights=labels[0]), ValueError, "one value per label"),
-        (lambda: loss(weights, hidden, labels, num_items_in_batch=-1), ValueError, "num_items_in_batch"),
-        (lambda: CE(shift=[1, 2])(weights, hidden, labels), ValueError, "2 of shift"),
-        (lambda: CE(shift=[1])(weights[0], hidden[0], labels), ValueError, "are for K heads: give a list"),
-        (lambda: CE(head_weights=[1.0])(weights, hidden, labels), ValueError, "1 of head_"),
-        (lambda: CE(head_weights=0.8), TypeError, "a list of one number for each"),
-        (lambda: CE(head_weights=[-1.0]), ValueError, "must lie in"),
-        (lambda: CE(shift=[1, -1]), ValueError, "must not be negative"),
-        (lambda: CE(shift=[0.5]), TypeError, "shift must be a number of positions"),
-        (lambda: linear_logps(hidden, weights, labels, shift=[1]), ValueError, "1 of shift"),
-        (lambda: linear_logps(hidden[0], weights[0], labels, shift=[1, 2]), TypeError, "needs lists of hidden"),
-        (lambda: linear_logps(hidden, weights, labels, support=1), TypeError, "support= does not work with lists"),
-        (lambda: loss(weights, None, labels), TypeError, "hidden_states must be a tensor, got NoneType"),
-        (lambda: loss([weights[0], weights[1].to("meta")], hidden[0], labels), ValueError, "on one device, got cpu, m"),
-    ):
-        with pytest.raises(error, match=words):
-            call()
-
-
-@pytest.mark.parametrize(("dtype", "reduction"), [(torch.float16, "mean"), (torch.float32, "none")])
-def test_what_is_kept_until_backward_fits_one_workspace(dtype, reduction):
-    """Where logits stay until backward, as losses of log-probabilities and fp16 have it."""
-    n, h, v, count = 64, 16, 1000, 8
-    hidden = [torch.randn(n, h, dtype=dtype, requires_grad=True) for _ in range(count)]
-    heads = [torch.randn(v, h, dtype=dtype, requires_grad=True) for _ in range(count)]
-    labels = [torch.randint(v, (n,)) for _ in range(count)]
-    leaves = [*hidden, *heads]
-
-    def gradients(losses):
-        loss = losses[0] if reduction == "mean" else torch.stack(losses[0]).sum()
-        return torch.autograd.grad(loss, leaves)
-
-    one = n * v * 4 + 2**16  # the logits of one head
-    loss_module = CE(reduction=reduction, workspace=3 * one)
-    found = gradients(loss_module(heads, hidden, labels))
-    outputs = sum(grad.nbytes for grad in found)
-    assert peak_bytes(lambda: gradients(loss_module(heads, hidden, labels))) - outputs <= 3 * one
-    plain_losses = [
-        nn.functional.cross_entropy(a.float() @ w.float().T, y, reduction=reduction)
-        for a, w, y in zip(hidden, heads, labels, strict=True)
-    ]
-    plain = gradients([sum(plain_losses) if reduction == "mean" else plain_losses])
-    torch.testing.assert_close(found, plain, atol=1e-3, rtol=1e-3)
-
-
-@pytest.mark.parametrize("counts", [[20, 40], [20, 40, 30], [80, 80, 80], [90, 100, 10], [80] * 16, [90]], ids=str)
-def test_a_head_with_more_tokens_than_one_pass_takes(counts, streams):
-    """It takes one pass, as calls of its targets would, and adds up the gradient of the weight in fp32."""
-    g = torch.Generator().manual_seed(0)
-    hidden = [torch.randn(n, H, generator=g).bfloat16().requires_grad_() for n in counts]
-    weight = torch.randn(V, H, generator=g).bfloat16().requires_grad_()
-    labels = [torch.randint(V, (n,), generator=g) for n in counts]
-    leaves, scales = [weight, *hidden], [torch.rand(n, generator=g) for n in counts]
-
-    def token_loss(statistics, labels, scales):
-        return -scales * statistics.logp
-
-    def call(**options):
-        inputs = {"scales": scales}
-        return linear_token_loss(
-            hidden, weight, labels, token_loss, token_inputs=inputs, options=EngineOptions(**options)
-        )
-
-    loss, found = call(chunk_size=10)  # of which 8 are added up in half precision
-    assert [call.tokens.counts for call in streams] == [tuple(counts)]
-    few, alone = sum(counts) <= 80, len(counts) == 1  # one target runs as if no list were given
-    assert streams[0].strategy == ("two_pass" if alone else "one_pass")
-    assert streams[0].grad_weight_dtype == (torch.bfloat16 if few or alone else torch.float32)
-
-    def reference(leaves):  # one product of all tokens, so that nothing is added up in half precision
-        weight, *hidden = leaves
-        each = nn.functional.cross_entropy(torch.cat(hidden) @ weight.T, torch.cat(labels), reduction="none")
-        return (torch.cat(scales) * each).sum(), each.split(counts)
-
-    exact_leaves = double(*leaves)
-    (exact, parts), (plain, _) = reference(exact_leaves), reference(leaves)
-    assert_as_exact_as_plain(loss, plain, exact, "loss")
-    for statistics, ce in zip(found, parts, strict=True):
-        torch.testing.assert_close(statistics.logp.double(), -ce.detach(), atol=1e-5, rtol=1e-5)
-    grads = (torch.autograd.grad(value, of) for value, of in ((loss, leaves), (plain, leaves), (exact, exact_leaves)))
-    for a, p, e in zip(*grads, strict=True):
-        assert_as_exact_as_plain(a, p, e, "gradient")
-    streams.clear()
-    call(chunk_size=10, workspace=2**20)
-    assert [call.strategy for call in streams] == ["one_pass" if few else "two_pass"], "fp32 takes more than that"
-
-
-@pytest.mark.parametrize("weights", [[1.0, 0.0, 0.5], [0.0, 0.0, 0.0]])
-@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
-@pytest.mark.parametrize("what", ["hidden states", "weight"])
-def test_a_head_of_weight_0_may_hold_anything(what, reduction, weights):
-    """NaN and inf in a head that does not count reach neither the loss nor a gradient; its own loss says what it is."""
-    leaves, (hidden, heads, _), labels = targets("own heads")
-    broken = [h.detach() * (float("nan") if k == 1 and what == "hidden states" else 1) for k, h in enumerate(hidden)]
-    if what == "weight":
-        with torch.no_grad():
-            heads[1].mul_(float("nan"))
-    options = {"reduction": reduction, "label_smoothing": 0.1, "lse_square_scale": 0.1}
-    out = CE(head_weights=weights, **options, return_predicted_tokens=True)
-    loss, metrics = out(heads, broken, labels)
-    singles = [CE(**options)(heads[k], hidden[k], labels) for k in range(K)]
-    assert metrics.losses.isnan().tolist() == [False, True, False]
-    for k in (0, 2):
-        torch.testing.assert_close(metrics.losses[k], singles[k].detach().sum())
-    kept = [weights[k] * singles[k] for k in (0, 2)]
-    if reduction == "none":
-        assert not loss[1].any()
-        torch.testing.assert_close([loss[0], loss[2]], kept)
-        loss, kept = torch.stack(loss), torch.stack(kept)
-    else:
-        kept = torch.stack(kept).sum()
-        torch.testing.assert_close(loss, kept)
-    trained = [leaf for leaf in leaves if any(leaf is head for head in heads)]
-    assert len(trained) == K
-    found = torch.autograd.grad(loss.sum(), trained)
-    expected = torch.autograd.grad(kept.sum(), trained, allow_unused=True)
-    for a, b in zip(found, expected, strict=True):
-        torch.testing.assert_close(a, torch.zeros_like(a) if b is None else b)
-
-
-def test_heads_of_different_vocabularies():
-    """A draft model with a vocabulary of its own."""
-    (hidden, weight, labels, _), (draft, small, _, _) = problem(20, 8, 31), problem(20, 12, 9, seed=1)
-    draft_labels = torch.where(labels < 9, labels, -100)
-    loss, metrics = CE()([weight, small], [hidden, draft], [labels, draft_labels])
-    single = CE()
-    expected = single(weight, hidden, labels), single(small, draft, draft_labels)
-    torch.testing.assert_close(metrics.losses, torch.stack(expected).detach())
-    torch.testing.assert_close(loss, sum(expected))
-
-
 @pytest.mark.parametrize("name", ["weight", "bias", "shift", "transform", "heads"])
 def test_token_inputs_of_any_name(name):
-    _, (hidden, weights, _), labels = targets("own heads")
+    hidden, weight, labels, _ = problem(0, H, V, shape=SHAPE)
     scale = torch.rand(SHAPE)
     loss, found = linear_token_loss(
-        hidden, weights, labels, lambda values, labels, **given: -given[name] * values.logp, token_inputs={name: scale}
+        hidden, [weight] * K, labels, lambda s, labels, **given: -given[name] * s.logp, token_inputs={name: scale}
     )
     torch.testing.assert_close(loss, -sum((scale * values.logp).sum() for values in found))
-
-
-def test_token_inputs_of_another_target():
-    """Their sizes add up, but each must fit its own target."""
-    hidden, weight, labels = [torch.randn(2, n, H) for n in (5, 7)], torch.randn(V, H), torch.zeros(2, 7).long()
-    labels = [labels[:, :5], labels]
-
-    def call(*given):
-        return linear_token_loss(hidden, weight, labels, lambda values, _, u: u, token_inputs={"u": list(given)})
-
-    for given in ([torch.ones(2, 7), torch.ones(2, 5)], [torch.ones(2, 5), torch.ones(())]):
-        with pytest.raises(ValueError, match="u has shape .* there is one value for each label"):
-            call(*given)
-    with pytest.raises(TypeError, match="u must be a tensor, got NoneType"):
-        call(torch.ones(2, 5), None)
-    with pytest.raises(ValueError, match=r"1 of token_inputs\['u'\]"):
-        call(torch.ones(2, 5))
 
 
 def test_the_pure_function_of_lists():
@@ -273,33 +53,17 @@ def test_the_pure_function_of_lists():
     for k in range(2):
         single = functional.cross_entropy(logps[k], lse=lse[k], lse_square_scale=0.1, ce_scale=scales[k])
         assert all(torch.equal(a, b) for a, b in zip(found[k][:2], single[:2], strict=True))
-    with pytest.raises(ValueError, match="2 of logps, 1 of lse"):
-        functional.cross_entropy(logps, lse=lse[:1])
 
 
 def test_a_repeated_head_in_a_compiled_function(streams):
     """It is one stream there too."""
-    loss_module = CE(shift=[1, 2, 3])
-    (first, second, third, weight, *_), _, labels = targets("own heads")
-    layer = linear_of(weight)
+    hidden, weight, labels, _ = problem(0, H, V, shape=SHAPE)
+    loss, layer = CE(shift=[1, 2, 3]), linear_of(weight)
 
-    def function(first, second, third):
-        return loss_module([layer] * 3, [first, second, torch.sin(third)], labels)[0]
+    def function(hidden):
+        return loss([layer] * K, [hidden, 2 * hidden, torch.sin(hidden)], labels)[0]
 
-    expected = torch.autograd.grad(function(first, second, third), [layer.weight, third])
-    found = torch.compile(function, fullgraph=True, backend="aot_eager")(first, second, third)
-    assert [len(call.tokens.shapes) for call in streams] == [3, 3]
-    torch.testing.assert_close(torch.autograd.grad(found, [layer.weight, third]), expected)
-
-
-@pytest.mark.parametrize("positions", [0, 1, 4, 11, 20])
-def test_labels_from_later_positions(positions):
-    labels = torch.arange(22).view(SHAPE)
-    shifted = shift_labels(labels, -100, positions)
-    assert torch.equal(shifted[:, : 11 - positions], labels[:, positions:]) or positions > 11
-    assert (shifted[:, max(11 - positions, 0) :] == -100).all()
-    hidden, weight = torch.randn(*SHAPE, 8), torch.randn(22, 8)
-    found = linear_logps(hidden, weight, labels, shift=positions)
-    assert torch.equal(found, linear_logps(hidden, weight, shifted))
-    found = CE(shift=positions)(weight, hidden, labels)
-    torch.testing.assert_close(found, CE()(weight, hidden, shifted))
+    expected = torch.autograd.grad(function(hidden), [layer.weight, hidden])
+    found = torch.compile(function, fullgraph=True, backend="aot_eager")(hidden)
+    assert [len(call.tokens.shapes) for call in streams] == [K, K]
+    torch.testing.assert_close(torch.autograd.grad(found, [layer.weight, hidden]), expected)

@@ -2,46 +2,21 @@
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import nn
 
 from liger_losses import Head, QuantizedWeight, linear_logps, register_quantized_weight
 from liger_losses.chunked.engine.adapters import LowRank
-from liger_losses.chunked.engine.quantized_kinds import _FINDERS, find_quantized
+from liger_losses.chunked.engine.quantized_kinds import _FINDERS
 from tests.losses import CE
-from tests.quantized_layers import LAYERS, dequantized
-from tests.reference import Int8Weight, assert_as_exact_as_plain, double, problem, relative_error
+from tests.quantized_layers import LAYERS
+from tests.reference import Int8Weight, problem, relative_error
 
 V, H = 120, 40  # rows of 40 start inside of blocks of 64
-SLOW = pytest.mark.slow
 
 
 def linear(dtype=torch.float32, bias=False, seed=0):
     torch.manual_seed(seed)
     return nn.Linear(H, V, bias=bias, dtype=dtype)
-
-
-@pytest.mark.parametrize("name", LAYERS)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_cross_entropy_of_quantized_layers(name, dtype):
-    layer = LAYERS[name](linear(dtype, bias=True))
-    hidden, _, labels, _ = problem(60, H, V, dtype=dtype)
-    weight = dequantized(layer).detach()
-
-    def plain(h, w, b):
-        return F.cross_entropy((h @ w.t() + b).to(torch.promote_types(torch.float32, h.dtype)), labels)
-
-    bias = layer.bias.detach().to(dtype).requires_grad_()
-    layer.bias = nn.Parameter(bias)
-    loss = CE(workspace=200_000)(Head.of(layer), hidden, labels)
-    loss.backward()
-    x, w, b = double(hidden, weight, bias)
-    expected = torch.autograd.grad(plain(x, w, b), (x, b))
-    rounded = torch.autograd.grad(plain(hidden, weight.to(dtype), bias), (hidden, bias))
-    assert_as_exact_as_plain(loss, plain(hidden, weight.to(dtype), bias), plain(x, w, b))
-    for ours, theirs, exact in zip((hidden.grad, layer.bias.grad), rounded, expected, strict=True):
-        assert_as_exact_as_plain(ours, theirs, exact)
-    assert all(p.grad is None for p in layer.parameters() if p is not layer.bias)
 
 
 def lora(rank=4, seed=1, dtype=torch.float32):
@@ -97,27 +72,9 @@ def test_hidden_states_of_any_dtype_and_autocast():
     assert relative_error(found, exact) < 1e-2
 
 
-def test_what_is_refused():
-    hidden, weight, labels, _ = problem(20, H, V)
-    head = Head(Int8Weight(weight))
-    with pytest.raises(ValueError, match=r"hidden_states must be \[..., 40\] to fit the weight \(120, 40\)"):
-        linear_logps(hidden[:, :30], head, labels)
-    adapter = LowRank(*lora())
-    with pytest.raises(
-        ValueError, match=r"\[rank, hidden_size\] and \[vocab_size, rank\], for hidden states \(20, 30\)"
-    ):
-        linear_logps(hidden[:, :30], Head(weight, adapters=(adapter,)), labels)
-    with pytest.raises(TypeError, match="ProcessGroup"):
-        Head(Int8Weight(weight), group="tp")
-    with pytest.raises(TypeError, match="a type"):
-        register_quantized_weight(3, print)
-    with pytest.raises(ValueError, match="vocab_size, hidden_size"):
-        QuantizedWeight((3,), torch.float32, "cpu")
-    assert find_quantized(weight) is None
-
-
 @pytest.mark.parametrize(
-    "name", ["packed 4 bit", *(pytest.param(n, marks=SLOW) for n in ("torchao int8", "bitsandbytes nf4, nested"))]
+    "name",
+    ["packed 4 bit", *(pytest.param(n, marks=pytest.mark.slow) for n in ("torchao int8", "bitsandbytes nf4, nested"))],
 )
 def test_a_compiled_function_ends_its_graph(name):
     layer, loss_function = LAYERS[name](linear()), CE()

@@ -37,10 +37,10 @@ ON_A_GPU = {
     **{name: COLUMNS[name] for name in ("asks", "weight", "targets", "teacher")},
     "ranks": ("alone",),
 }
-#: Rows and columns that fill no tile of a kernel on a GPU, one token, and logits of gigabytes.
+#: Rows and columns that fill no tile of a kernel on a GPU, one token, and a large vocabulary.
 LARGE = {
     **ON_A_GPU,
-    "asks": ("logp", "statistics", "metrics", "token loss", "selected", "kept", "JSD", "loss: DPO", "loss: GRPO"),
+    "asks": ("logp", "statistics", "token loss", "selected", "kept", "JSD", "loss: DPO", "loss: GRPO"),
     "transform": ("none", "soft-cap"),
     "targets": ("one",),
     "teacher": ("model",),
@@ -48,7 +48,7 @@ LARGE = {
     "invariant": (False,),
     "blocks": ("default",),
     "sizes": (
-        *(Sizes((2, 259), 576, 96, 1031, 8), Sizes((1, 1), 64, 32, 50257), Sizes((4, 251), 896, 64, 151643, 8)),
+        *(Sizes((2, 259), 576, 96, 1031, 8), Sizes((1, 1), 64, 32, 50257), Sizes((2, 65), 896, 64, 151643, 8)),
         *(Sizes((2, 150), 33, 17, 77), Sizes((4, 1025), 72, 64, 999)),
     ),
 }

@@ -514,7 +514,7 @@ def class_weight(row: Row, dtype: torch.dtype) -> Tensor | None:
     """In the row's dtype, whose rounding is no error of a result."""
     if row.asks != "statistics":
         return None
-    return torch.linspace(0.2, 1.4, row.sizes.vocab, dtype=getattr(torch, row.dtype)).to(dtype)
+    return torch.linspace(0.2, 1.4, row.sizes.vocab).to(getattr(torch, row.dtype)).to(dtype)
 
 
 def _token_loss(statistics: Any, labels: Tensor, w: Tensor) -> Tensor:
@@ -710,7 +710,7 @@ def check(row: Row, part: Part | None = None) -> None:
         again = gradients(outputs, given.of_leaves(), row)
     for a, b in zip(ours, again, strict=True):
         # PyTorch adds up kept columns in any order on a GPU, and the second time, tokens that were left out are back.
-        # Small entries that cancel have the rounding of large ones. Kernels and ranks round a sum of theirs to either side.
+        # Small entries that cancel have the rounding of large ones. A GPU and ranks round a sum of theirs to either side.
         to_either_side = a.is_cuda or row.ranks != "alone"
         unit = torch.finfo(a.dtype).eps if to_either_side else rounding(a.dtype)
         other_order = a.numel() and (to_either_side or row.upstream == "some")

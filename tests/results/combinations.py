@@ -710,7 +710,7 @@ def check(row: Row, part: Part | None = None) -> None:
         again = gradients(outputs, given.of_leaves(), row)
     for a, b in zip(ours, again, strict=True):
         # PyTorch adds up kept columns in any order on a GPU, and the second time, tokens that were left out are back.
-        # Small entries that cancel have the rounding of large ones. A GPU and ranks round a sum of theirs to either side.
+        # Small entries that cancel have the rounding of large ones. GPUs and ranks round a sum of theirs to either side.
         to_either_side = a.is_cuda or row.ranks != "alone"
         unit = torch.finfo(a.dtype).eps if to_either_side else rounding(a.dtype)
         other_order = a.numel() and (to_either_side or row.upstream == "some")

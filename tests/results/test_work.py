@@ -1,6 +1,7 @@
 """Work in N H V, where 2 N H V is a product of all tokens with the head; memory against the workspace."""
 
 import math
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -86,6 +87,7 @@ COUPLED = {
 def test_products(name):
     """A frozen head has one product less, and a workspace without room for all logits one more at most."""
     few = [{"workspace": 60_000}] if name in LOSSES else []
+    few += [{"chunk_size": 4}] if name == "cross entropy, many heads" else []
     for frozen, options in ((False, {}), (True, {}), *((False, each) for each in few)):
         d, leaves = inputs(frozen=frozen)
         with Work() as work:
@@ -125,14 +127,14 @@ def test_tokens_without_a_coefficient_have_no_gradient_products(share):
     ids=str,
 )
 def test_tokens_without_an_advantage_have_no_gradient_products(options, backend):
-    """Loss and gradients are those of advantages that are nearly 0."""
+    """Results are those of a call that is too small to look for them."""
     found, flops = [], []
-    for nothing in (0.0, 1e-30):
+    for leaving_out in (leave_out_zero_rows, nullcontext):
         d, leaves = inputs(torch.float32 if backend == "torch" else torch.bfloat16, vocab_size=70)
-        d["signs"] = torch.where(torch.arange(ROWS) % 3 == 0, 1.0, nothing)
-        with leave_out_zero_rows(), small_tiles(), Work() as work:
-            loss, _ = policy(GRPO(beta=0.0, backend=backend, **options), Head(d["weight"]), None, d)
-            found.append([loss, *torch.autograd.grad(loss, leaves)])
+        d["signs"] = torch.where(torch.arange(ROWS) % 3 == 0, 1.0, 0.0)
+        with leaving_out(), small_tiles(), Work() as work:
+            loss, metrics = policy(GRPO(beta=0.0, backend=backend, **options), Head(d["weight"]), None, d)
+            found.append([loss, *metrics, *torch.autograd.grad(loss, leaves)])
         flops.append(work.flops)
     torch.testing.assert_close(*found, rtol=2e-2 if backend == "triton" else 1e-5, atol=1e-6, equal_nan=True)
     assert backend == "triton" or flops[0] < 0.8 * flops[1]
@@ -236,6 +238,22 @@ def test_a_quantized_head_never_exists_as_a_whole(what, adapted):
 
     assert peak_bytes(call) < workspace * 1.2 + 2 * b.nbytes
     assert 1 < quantized.most <= vocab // 4
+
+
+@pytest.mark.parametrize(("dtype", "reduction"), [(torch.float16, "mean"), (torch.float32, "none")])
+def test_what_heads_keep_until_backward_fits_one_workspace(dtype, reduction):
+    """Where logits stay until backward, as losses of log-probabilities and fp16 have it."""
+    n, h, v, count = 64, 16, 1000, 8
+    leaves = [torch.randn(size, h, dtype=dtype, requires_grad=True) for size in (n, v) for _ in range(count)]
+    workspace = 3 * (n * v * 4 + 2**16)  # the logits of three heads
+    loss, labels = CE(reduction=reduction, workspace=workspace), [torch.randint(v, (n,)) for _ in range(count)]
+
+    def call():
+        return torch.autograd.grad(
+            sum(v.sum() for v in tensors_of(loss(leaves[count:], leaves[:count], labels)[0])), leaves
+        )
+
+    assert peak_bytes(call) - sum(leaf.nbytes for leaf in leaves) <= workspace
 
 
 @pytest.mark.parametrize("wiring", ["one head", "own heads", "one hidden state"])

@@ -710,7 +710,7 @@ def check(row: Row, part: Part | None = None) -> None:
         again = gradients(outputs, given.of_leaves(), row)
     for a, b in zip(ours, again, strict=True):
         # PyTorch adds up kept columns in any order on a GPU, and the second time, tokens that were left out are back.
-        # Sums of another order are rounded to either side, and small entries that cancel have the rounding of large ones.
+        # Such sums are rounded to either side, and small entries that cancel have the rounding of large ones.
         other_order = a.numel() and (a.is_cuda or row.ranks != "alone" or row.upstream == "some")
         unit = max(torch.finfo(a.dtype).eps, rounding(a.dtype))
         close = unit * float(a.detach().abs().max()) if other_order else 0.0

@@ -4,25 +4,24 @@ import warnings
 
 import pytest
 import torch
-import torch.nn.functional as F
 
 from liger_losses import Teacher, TeacherLogits
-from tests.chunked.losses.test_distillation import V, problem
 from tests.losses import JSD, MiniLLM
+from tests.reference import problem
 
 
 def test_teachers_logits_and_functions():
-    hidden, weight, bias, labels, *teacher = problem()
-    logits = F.linear(*teacher)
-    asked = []
+    hidden, weight, labels, _ = problem(shape=(2, 6), dtype=torch.float64)
+    states, head = hidden.detach().flip(0), weight.detach().flip(0)
+    logits, asked = states @ head.T, []
 
     def function(positions):
         asked.append(positions)
         return logits.flatten(0, 1)[positions]
 
-    teachers = (Teacher(*teacher), TeacherLogits(logits), TeacherLogits(function, columns=V))
+    teachers = (Teacher(states, head), TeacherLogits(logits), TeacherLogits(function, columns=len(head)))
     loss = JSD(workspace=100_000)
-    results = [torch.autograd.grad(loss(weight, hidden, labels, t, bias=bias)[0], (hidden, weight)) for t in teachers]
+    results = [torch.autograd.grad(loss(weight, hidden, labels, teacher)[0], (hidden, weight)) for teacher in teachers]
     for other in results[1:]:
         torch.testing.assert_close(results[0], other)
     assert torch.equal(torch.cat(asked), (labels != -100).flatten().nonzero()[:, 0])

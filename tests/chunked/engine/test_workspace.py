@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import liger_losses
-from liger_losses import EngineOptions, Head, linear_logps, linear_statistics, set_default_workspace
+from liger_losses import EngineOptions, Head, linear_logps, set_default_workspace
 from liger_losses.chunked.engine import plan
 from liger_losses.chunked.engine import workspace as settings
 from liger_losses.chunked.engine.call import make_call
@@ -136,7 +136,6 @@ def test_calls_read_it(monkeypatch, small_tiles):
     monkeypatch.setattr(plan, "device_memory", lambda device: 32 * 2**20)
     monkeypatch.setattr(Workload, "default_workspace", lambda work: 20_000)
     hidden, weight, labels, _ = problem(100, 24, 97, dtype=torch.bfloat16)
-    options = EngineOptions(backend="triton")
 
     def strategy(query, **changes):
         call = make_call(hidden, Head(weight), labels, query, EngineOptions(backend="triton", **changes))[1]
@@ -146,13 +145,8 @@ def test_calls_read_it(monkeypatch, small_tiles):
     assert strategy(coupled) == "resident"
     assert strategy(separable) == "two_pass"  # its blocks are short here, and none is kept
     assert strategy(coupled, workspace=20_000) == "two_pass"
-    results = []
-    for bound in (None, 20_000):
-        with liger_losses.workspace(bound):
-            assert strategy(coupled) == ("two_pass" if bound else "resident")
-            logps = linear_statistics(hidden, weight, labels, options=options).logp
-            results.append([logps, *torch.autograd.grad(logps.sum(), (hidden, weight))])
-    torch.testing.assert_close(*results, rtol=2e-2, atol=2e-2)
+    with liger_losses.workspace(20_000):
+        assert strategy(coupled) == "two_pass"
 
 
 def test_compiled_functions_read_it_when_they_run(monkeypatch):

@@ -69,15 +69,7 @@ STATISTICS = ("logp", "entropy", "lse", "mean_logp", "log_sum_sq_probs", "mean_l
 WITH_FORMULA = tuple(name for name, loss in LOSSES.items() if loss.formula is not None)
 #: Those of a teacher, whose temperature is an option of the loss.
 DISTILLED = (
-    "JSD",
-    "KL",
-    "KL, top-k",
-    "KL, renormalized",
-    "KL, logits",
-    "reverse KL",
-    "TVD",
-    "alpha-beta",
-    "cosine",
+    *("JSD", "KL", "KL, top-k", "KL, renormalized", "KL, logits", "reverse KL", "TVD", "alpha-beta", "cosine"),
     "MiniLLM",
 )
 METRICS = ("entropy", "lse", "argmax", "mean_logit")
@@ -718,9 +710,8 @@ def check(row: Row, part: Part | None = None) -> None:
     wide = clean if row.dtype == "float64" else clean.cast(torch.float64)
     exact = plain(row, wide)
     rough = exact if wide is clean else plain(row, clean)
-    least = (
-        1e-12 if found[0].dtype == torch.float64 else 1e-5 if found[0].is_cuda else 1e-6
-    )  # by cuBLAS's orders of sums
+    # On a GPU, each shape has an order of sums in cuBLAS.
+    least = 1e-12 if found[0].dtype == torch.float64 else 1e-5 if found[0].is_cuda else 1e-6
     floor = max(2 * rounding(getattr(torch, row.dtype)), least)
     exact_gradients = gradients(exact, wide.of_leaves(), row)
     near = [of_rounded_inputs(row, wide, seed) for seed in range(4)]

@@ -55,6 +55,27 @@ def test_what_a_loss_may_ask_of_its_statistics():
         torch.testing.assert_close(call(*inputs), expected)
 
 
+class _Hooked(CE):
+    """Cross-entropy times a parameter, with hooks that change what it gets and returns."""
+
+    def __init__(self):
+        super().__init__()
+        self.scale = nn.Parameter(torch.tensor(1.5))
+        self.register_forward_pre_hook(lambda module, args: (args[0], args[1] * 0.5, *args[2:]))
+        self.register_forward_hook(lambda module, args, loss: 2 * module.scale * loss)
+
+
+def test_a_loss_with_hooks_and_a_parameter_is_compiled():
+    loss, plain, (head, *inputs) = _Hooked(), _Hooked(), _head_and_batch()
+    torch._dynamo.reset()
+    loss.compile(backend="eager", fullgraph=True)
+    found, expected = (
+        torch.autograd.grad(each(head, *inputs), [inputs[0], *head.parameters(), *each.parameters()])
+        for each in (loss, plain)
+    )
+    torch.testing.assert_close(found, expected)
+
+
 def test_a_loss_made_in_the_compiled_function():
     def function(head, hidden_states, labels):
         return CE(label_smoothing=0.1)(head, hidden_states, labels)

@@ -1,7 +1,5 @@
 """The largest log-probabilities and registered statistics, streamed: against dense logits in float64."""
 
-from types import SimpleNamespace
-
 import pytest
 import torch
 
@@ -14,7 +12,6 @@ from liger_losses import (
     linear_topk,
 )
 from liger_losses.chunked.engine import logit_block, query
-from liger_losses.chunked.engine.ranks import VocabularyRanks
 from liger_losses.kernels import BACKENDS
 from liger_losses.kernels.logit_transform import Epilogue
 from liger_losses.kernels.row_lse import sum_of_probabilities
@@ -65,14 +62,6 @@ def test_the_rest_has_projections_that_overflow():
     head = Head(weight, transform=LogitTransform(softcap=2.0))
     found, log_p = linear_topk(hidden, head, 5, rest=True), plain_logits(hidden, weight, softcap=2.0).log_softmax(-1)
     torch.testing.assert_close(found.rest, log_p[:, 5:].logsumexp(-1))
-
-
-def test_ranks_with_fewer_columns_add_none():
-    """A column of theirs may have a logit of -inf."""
-    logits = torch.tensor([[[2.0, -torch.inf, -torch.inf]], [[1.0, -torch.inf, -torch.inf]]])
-    ids = torch.tensor([[[0, 1, 2]], [[3, 0, 0]]])
-    ranks = SimpleNamespace(sizes=(3, 1), gather=lambda values: logits if values.is_floating_point() else ids)
-    assert VocabularyRanks.largest(ranks, logits[0], ids[0], 4).sort().values.tolist() == [[0, 1, 2, 3]]
 
 
 # --- Registered statistics ------------------------------------------------------------------------------------------

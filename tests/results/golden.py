@@ -178,6 +178,7 @@ cases("DPO", STATES, {"loss_type": ["sigmoid", "hinge", "sft"], "loss_weights": 
 cases("DPO", STATES, {"use_weighting": True}, {"use_weighting": True, "loss_type": "apo_down", "ld_alpha": 0.2})
 cases("DPO", STATES, {"compute_nll_loss": True, "alpha": 0.3}, {"average_log_prob": True}, *every("shift", True))
 cases("DPO", STATES, {"temperature": 0.8, "softcap": 3.0}, *every("discopop_tau", 0.3, loss_type="discopop"))
+cases("DPO", STATES, *every("f_alpha_divergence_coef", 1.0, f_divergence_type="alpha_divergence"))
 cases("DPO", STATES, *every("chunk_size", 3), *every("compact", False))
 cases("DPO", "weight hidden labels ref_chosen_logps=ref_chosen ref_rejected_logps=ref_rejected", {"beta": 0.5})
 cases("DPO", PLAIN, *every("use_ref_model", False))
@@ -243,13 +244,14 @@ cases("GRPO", OF_TOKENS, *every("loss_type", "dapo", "reinforce", beta=0.0))
 cases("GRPO", "hidden weight ids mask advantages", {"beta": 0.0})
 
 # --- Distillation -----------------------------------------------------------------------------------------------------
-TAUGHT, LAST = "weight hidden labels teacher bias=bias", {"top_k": 4, "top_k_of": "teacher", "tail": "renormalize"}
+TAUGHT, TEACHERS = "weight hidden labels teacher bias=bias", {"top_k": 3, "top_k_of": "teacher"}
+LAST = {"top_k": 4, "top_k_of": "teacher", "tail": "renormalize"}
 SQUARED = {"temperature": 2.0, "temperature_squared": True, "weight_hard_loss": 0.0}
 for NAME in ("KL", "ReverseKL", "JSD", "TVD", "Cosine"):
     cases(NAME, TAUGHT, {}, SQUARED, {"weight_hard_loss": 1.0, "weight_soft_loss": 0.2, "softcap": 3.0})
     cases(NAME, TAUGHT, {"chunk_size": 3}, {"chunk_size": 3, "compact": False})
 for NAME in ("KL", "ReverseKL", "JSD", "TVD"):
-    cases(NAME, TAUGHT, {"top_k": 3}, LAST)
+    cases(NAME, TAUGHT, {"top_k": 3}, LAST, *every("tail", "renormalize", "none", top_k=3), TEACHERS)
     cases(NAME, "weight hidden labels bucket bias=bias", {}, {"temperature": 2.0})
     cases(NAME, "weight hidden labels unknown_rest bias=bias", {})
     cases(NAME, "weight hidden labels renormalized bias=bias", {})

@@ -65,6 +65,7 @@ def inputs() -> Any:
     x.ref_hidden, x.ref_weight = 1.5 * wave(B, T, H, phase=6.0), 1.2 * wave(V, H, phase=7.0)
     x.advantages, x.token_advantages = torch.tensor([1.2, -0.7, 0.4, -1.1], dtype=torch.float64), wave(B, T)
     x.desirable, x.prompts = torch.tensor([True, False, False, True]), torch.tensor([0, 1, 0, 1])
+    x.of_both_signs = torch.tensor([0, 0, 1, 0])  # prompts; the second one's advantages have one sign
     x.token_weights, x.of_each = 1 + wave(B, T), 1 + wave(B)
     x.shifted_weights = x.token_weights.roll(-1, 1)
     x.temperature, x.other_labels = 1.0 + 0.3 * wave(B, T, phase=8.0), x.labels.roll(1, 1)
@@ -221,6 +222,9 @@ cases("GRPO", SAMPLED, {"loss_type": "vespo", "vespo_k_neg": 1.0, "vespo_lambda_
 cases(
     "GRPO", SAMPLED, {"loss_type": "real", "real_temperature": 0.2}, {"loss_type": "sapo", "sapo_temperature_pos": 2.0}
 )
+BOTH = f"{POLICY} prompts=of_both_signs"
+cases("GRPO", BOTH, *every("loss_type", "real"), *every("real_temperature", 0.2, loss_type="real"))
+cases("GRPO", BOTH, *every("normalizer", "prompt_mean"))
 cases("GRPO", SAMPLED, *every("importance_sampling_level", *LEVELS, loss_type="grpo"))
 cases("GRPO", SAMPLED, *every("importance_sampling_level", *LEVELS, beta=0.5, use_bias_correction_kl=True))
 cases("GRPO", SAMPLED, *every("kl_estimator", "k1", "k2", "k3", "abs", "k1+", "k3+", beta=0.7))

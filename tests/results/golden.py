@@ -160,6 +160,7 @@ cases("CE", PLAIN, *every("chunk_size", 3), {"chunk_size": 2} | Z | SMOOTHED, {"
 cases("CE", "weight hidden labels num_items_in_batch=9", {}, Z)
 cases("CE", "weight hidden labels token_weights=token_weights", {}, NONE, CLASSES, *every("shift", True))
 cases("CE", "weight hidden labels token_weights=token_weights", *every("use_token_scaling", True))
+cases("CE", PLAIN, {"use_token_scaling": True} | Z, {"use_token_scaling": True} | CLASSES)
 cases("CE", "heads hidden labels bias=biases", {}, NONE, {"shift": [1, 2]} | Z, {"head_weights": [0.5, 2.0]} | ALL)
 cases("CE", "heads hidden labels bias=biases", *every("head_weights", [1.0, 0.0]))
 cases("CE", "head states label_lists", {}, SMOOTHED | {"chunk_size": 4})
@@ -222,6 +223,13 @@ cases("GRPO", SAMPLED, {"loss_type": "vespo", "vespo_k_neg": 1.0, "vespo_lambda_
 cases(
     "GRPO", SAMPLED, {"loss_type": "real", "real_temperature": 0.2}, {"loss_type": "sapo", "sapo_temperature_pos": 2.0}
 )
+cases("GRPO", SAMPLED, {"loss_type": "dppo_tv", "mask_low": 0.01, "mask_high": 0.02, "delta": 1.4})
+cases("GRPO", SAMPLED, {"loss_type": "dppo_kl", "mask_low": 0.005, "mask_high": 0.01})
+cases("GRPO", SAMPLED, {"loss_type": "ipo", "mask_high": 0.02, "log_ratio_penalty": 0.2})
+cases(
+    "GRPO", SAMPLED, {"loss_type": "icepop", "mask_low": 0.8, "mask_high": 1.3}, {"loss_type": "kpop", "mask_high": 0.1}
+)
+cases("GRPO", SAMPLED, *every("delta", 1.3, loss_type="dual_clip"))
 BOTH = f"{POLICY} prompts=of_both_signs"
 cases("GRPO", BOTH, *every("loss_type", "real"), *every("real_temperature", 0.2, loss_type="real"))
 cases("GRPO", BOTH, *every("normalizer", "prompt_mean"))

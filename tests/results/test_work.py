@@ -25,16 +25,18 @@ ROWS, LENGTH, H, V = 8, 12, 16, 203
 
 
 class Work(TorchDispatchMode):
-    """The floating-point operations of products, and how many fp32 tensors ``[V, H]`` or larger are made."""
+    """The floating-point operations of products, or of those with so many columns or rows; and how many fp32 tensors
+    ``[V, H]`` are made."""
 
-    def __init__(self):
+    def __init__(self, size=None):
         super().__init__()
-        self.flops, self.wide = 0, 0
+        self.size, self.flops, self.wide = size, 0, 0
 
     def __torch_dispatch__(self, function, types, arguments=(), keywords=None):
         matrices = {"mm": arguments[:2], "bmm": arguments[:2], "addmm": arguments[1:3], "baddbmm": arguments[1:3]}
         if pair := matrices.get(function._schema.name.removeprefix("aten::").rstrip("_")):
-            self.flops += 2 * math.prod((*pair[0].shape, pair[1].shape[-1]))
+            sizes = (*pair[0].shape, pair[1].shape[-1])
+            self.flops += 2 * math.prod(sizes) * (self.size in (None, *sizes))
         made = function(*arguments, **(keywords or {}))
         size = made.shape if isinstance(made, torch.Tensor) else ()
         self.wide += tuple(size) == (V, H) and made.dtype == torch.float32

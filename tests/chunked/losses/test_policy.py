@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from liger_losses import AdaptiveEntropy, functional
-from liger_losses.chunked.losses.policy_estimates import KL_ESTIMATORS
+from liger_losses.chunked.losses.policy_estimates import KL_ESTIMATORS, NORMALIZERS
 from liger_losses.chunked.losses.policy_tables import LOSS_TYPES
 from liger_losses.chunked.losses.sampler import KINDS
 from tests.losses import GRPO
@@ -84,8 +84,10 @@ def test_the_upper_bound_of_the_ratio_goes_with_the_loss_until_it_is_a_number():
 
 
 @pytest.mark.parametrize("ratio", ["tokens", "completions"])
-@pytest.mark.parametrize("loss_type", LOSS_TYPES)
-def test_padding_never_leaks(loss_type, ratio):
+@pytest.mark.parametrize(
+    ("loss_type", "more"), [*((name, {}) for name in LOSS_TYPES), *(("dapo", {"normalizer": n}) for n in NORMALIZERS)]
+)
+def test_padding_never_leaks(loss_type, more, ratio):
     """Nor a completion without tokens; a batch of nothing else has a loss of 0."""
     hidden, weight, bias, ids, mask, advantages, logps, noise = problem()
     mask[2] = 0
@@ -99,7 +101,8 @@ def test_padding_never_leaks(loss_type, ratio):
         keywords = {"ref_per_token_logps": ref, "old_per_token_logps": old}
         keywords["vllm_is_ratio"] = ratios if ratio == "tokens" else torch.tensor([0.9, 1.1, junk, 1.3])
         options, inputs = needed(loss_type, sampler)
-        call = partial(run, GRPO(beta=0.1, loss_type=loss_type, **options), (h, weight, bias), other_ids)
+        inputs["prompts"] = torch.tensor([0, 1, 2, 0])
+        call = partial(run, GRPO(beta=0.1, loss_type=loss_type, **options, **more), (h, weight, bias), other_ids)
         results.append(call(mask, advantages, **keywords, **inputs))
         nothing = call(torch.zeros_like(mask), advantages, **keywords, **inputs)
         assert nothing[0] == 0

@@ -30,6 +30,7 @@ from tests.patching.test_mlps import MLP
 pytest.importorskip("transformers")
 
 FAMILIES = "llama qwen3 gemma2 gemma3_text phi3 mistral cohere olmo2 granite gpt_neox mixtral qwen3_next deepseek_v3"
+OTHERS = "llama4_text granite olmo2 cohere2 deepseek_v3 glm4_moe falcon_h1 jamba nemotron zamba2"
 
 
 # Models
@@ -47,21 +48,7 @@ def test_a_patched_model_is_the_model(model_type):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "model_type",
-    [
-        "llama4_text",
-        "granite",
-        "olmo2",
-        "cohere2",
-        "deepseek_v3",
-        "glm4_moe",
-        "falcon_h1",
-        "jamba",
-        "nemotron",
-        "zamba2",
-    ],
-)
+@pytest.mark.parametrize("model_type", OTHERS.split())
 def test_layers_of_other_structures(model_type):
     """Experts whose output is flat, multipliers of residuals, norms of outputs, layers of several kinds."""
     result = check(model_type)

@@ -103,13 +103,18 @@ def test_padding_never_leaks(loss_type, more, ratio):
         options, inputs = needed(loss_type, sampler)
         inputs["prompts"] = torch.tensor([0, 1, 2, 0])
         call = partial(run, GRPO(beta=0.1, loss_type=loss_type, **options, **more), (h, weight, bias), other_ids)
-        results.append(call(mask, advantages, **keywords, **inputs))
+        given = {"old_logps": old, "ref_logps": ref, "sampling_logps": sampler, "prompts": inputs["prompts"]}
+        given |= {"loss_type": loss_type, "beta": 0.1, "is_ratio": keywords["vllm_is_ratio"], **options, **more}
+        of_logps = functional.grpo_loss(logps, advantages, mask, **given)
+        results.append((*call(mask, advantages, **keywords, **inputs), of_logps))
         nothing = call(torch.zeros_like(mask), advantages, **keywords, **inputs)
         assert nothing[0] == 0
         assert not any(value.any() for value in (*nothing[1], *nothing[2]))
+        assert functional.grpo_loss(logps, advantages, torch.zeros_like(mask), **given) == 0
     for other in results[1:]:
         close(results[0], other, atol=1e-7)
         assert (other[2][0][~mask.bool()] == 0).all()
+        torch.testing.assert_close(other[3], results[0][3])
 
 
 @pytest.mark.parametrize("loss_type", LOSS_TYPES)

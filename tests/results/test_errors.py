@@ -2,6 +2,7 @@
 
 import math
 import re
+from functools import partial
 from types import SimpleNamespace
 
 import numpy as np
@@ -651,8 +652,14 @@ class NoProducts(TorchDispatchMode):
         return function(*arguments, **(keywords or {}))
 
 
+#: Inputs of a policy's tokens.
+OF_TOKENS = ("advantages", "old_per_token_logps", "sampling_per_token_logps", "vllm_is_ratio", "attention_mask")
+
+
 def test_bad_input_is_found_before_any_projection():
     hidden, weight, labels = good()
+    ids, given = labels.clamp(min=0), {"advantages": ONES, "attention_mask": MASK}
+    reference = {"ref_input": hidden.detach(), "ref_weight": weight.detach()}
     outside = labels.index_fill(0, torch.tensor([0]), 61)
     for call, message in (
         (lambda: linear_logps(hidden, weight, outside), "labels must be in"),
@@ -662,6 +669,10 @@ def test_bad_input_is_found_before_any_projection():
         (
             lambda: DPO()(weight, hidden, labels, None, hidden, torch.randn(61, 7)),
             r"of the reference model.*hidden_states must be \[..., 7\]",
+        ),
+        *(
+            (partial(GRPO(), hidden, weight, ids, **{**given, name: torch.ones(4, 6)}, **reference), f"{name} must be")
+            for name in OF_TOKENS
         ),
     ):
         with NoProducts(), pytest.raises(ValueError, match=message):

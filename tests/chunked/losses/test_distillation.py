@@ -14,17 +14,12 @@ from liger_losses import (
 )
 from tests.losses import JSD, Cosine
 from tests.reference import (
-    DIVERGENCES,
     formula,
     relative_error,
     rounding,
 )
 
-BACKENDS = ("torch", "triton")
 B, T, HS, HT, V = 3, 11, 16, 24, 101
-
-
-NAMES = ["cosine", *DIVERGENCES]
 
 
 def problem(dtype=torch.float64):

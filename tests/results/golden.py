@@ -225,12 +225,15 @@ cases(
     "GRPO", SAMPLED, {"loss_type": "real", "real_temperature": 0.2}, {"loss_type": "sapo", "sapo_temperature_pos": 2.0}
 )
 cases("GRPO", SAMPLED, {"loss_type": "dppo_tv", "mask_low": 0.01, "mask_high": 0.02, "delta": 1.4})
-cases("GRPO", SAMPLED, {"loss_type": "dppo_kl", "mask_low": 0.005, "mask_high": 0.01})
+cases("GRPO", SAMPLED, {"loss_type": "dppo_kl", "mask_low": 0.005, "mask_high": 0.006})
 cases("GRPO", SAMPLED, {"loss_type": "ipo", "mask_high": 0.02, "log_ratio_penalty": 0.2})
 cases(
-    "GRPO", SAMPLED, {"loss_type": "icepop", "mask_low": 0.8, "mask_high": 1.3}, {"loss_type": "kpop", "mask_high": 0.1}
+    "GRPO",
+    SAMPLED,
+    {"loss_type": "icepop", "mask_low": 0.8, "mask_high": 1.3},
+    {"loss_type": "kpop", "mask_high": 0.001},
 )
-cases("GRPO", SAMPLED, *every("delta", 1.3, loss_type="dual_clip"))
+cases("GRPO", SAMPLED, *every("delta", 1.3, loss_type="dual_clip"), *every("delta", 1.1, loss_type="importance"))
 BOTH = f"{POLICY} prompts=of_both_signs"
 cases("GRPO", BOTH, *every("loss_type", "real"), *every("real_temperature", 0.2, loss_type="real"))
 cases("GRPO", BOTH, *every("normalizer", "prompt_mean"))
@@ -241,7 +244,7 @@ cases("GRPO", SAMPLED, *every("kl_estimator", "k1", "k2", "k3", "k3+", beta=0.7,
 cases("GRPO", SAMPLED, *every("normalizer", *NORMALIZERS, epsilon_low=0.1))
 cases("GRPO", SAMPLED, *every("token_mask", "tv", "kl", "change", "ratio", "icepop", "kpop", mask_high=0.05))
 cases("GRPO", SAMPLED, *every("token_mask", "tv", "kl", "ratio", "icepop", mask_low=0.9, mask_high=1.1))
-cases("GRPO", SAMPLED, *every("off_policy_mask_threshold", -0.5, 0.0, loss_type="grpo"))
+cases("GRPO", SAMPLED, *every("off_policy_mask_threshold", -0.5, 0.0, 0.2, loss_type="grpo"))
 cases("GRPO", SAMPLED, *every("top_entropy_quantile", 0.5), *every("entropy_coef", 0.1, top_entropy_quantile=0.4))
 cases("GRPO", SAMPLED, {"entropy_coef": 0.1}, {"entropy_coef": 0.2, "loss_type": "vespo"}, {"compact": False})
 cases("GRPO", SAMPLED, {"temperature": 0.7, "softcap": 4.0}, *every("chunk_size", 3), {"use_ref_model": False})
@@ -254,6 +257,7 @@ OF_STATES = f"{TOKENS} ref_input=ref_hidden ref_weight=ref_weight"
 cases("GRPO", OF_STATES, {"beta": 0.5}, {"beta": 0.5, "importance_sampling_level": "sequence"})
 OF_TOKENS = "hidden head ids mask token_advantages old_per_token_logps=old"
 cases("GRPO", OF_TOKENS, *every("loss_type", "dapo", "reinforce", beta=0.0))
+cases("GRPO", OF_TOKENS, *every("fipo_safe_ratio", 0.9, loss_type="fipo", beta=0.0))
 cases("GRPO", "hidden weight ids mask advantages", {"beta": 0.0})
 
 # --- Distillation -----------------------------------------------------------------------------------------------------

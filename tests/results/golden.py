@@ -227,12 +227,8 @@ cases(
 cases("GRPO", SAMPLED, {"loss_type": "dppo_tv", "mask_low": 0.01, "mask_high": 0.02, "delta": 1.4})
 cases("GRPO", SAMPLED, {"loss_type": "dppo_kl", "mask_low": 0.005, "mask_high": 0.006})
 cases("GRPO", SAMPLED, {"loss_type": "ipo", "mask_high": 0.02, "log_ratio_penalty": 0.2})
-cases(
-    "GRPO",
-    SAMPLED,
-    {"loss_type": "icepop", "mask_low": 0.8, "mask_high": 1.3},
-    {"loss_type": "kpop", "mask_high": 0.001},
-)
+cases("GRPO", SAMPLED, {"loss_type": "icepop", "mask_low": 0.8, "mask_high": 1.3})
+cases("GRPO", SAMPLED, *every("mask_high", 0.001, loss_type="kpop"))
 cases("GRPO", SAMPLED, *every("delta", 1.3, loss_type="dual_clip"), *every("delta", 1.1, loss_type="importance"))
 BOTH = f"{POLICY} prompts=of_both_signs"
 cases("GRPO", BOTH, *every("loss_type", "real"), *every("real_temperature", 0.2, loss_type="real"))
@@ -318,6 +314,7 @@ cases("linear_token_loss", "hidden head labels squares", {"statistics": ("select
 KINDS = [f"{level}_{bound}" for level in ("token", "sequence", "geometric") for bound in ("truncate", "mask", "reject")]
 OF_LOGPS = "logps advantages mask old_logps=old ref_logps=ref sampling_logps=sampler"
 cases("grpo_loss", OF_LOGPS, *every("loss_type", "grpo", "gmpo", "dppo_kl", beta=0.3))
+cases("grpo_loss", f"{OF_LOGPS} prompts=of_both_signs", *every("loss_type", *LOSS_TYPES[:-1], beta=0.0))
 cases("sampler_weights", "old sampler mask", *every("kind", *KINDS, low=0.8, high=1.2), {"normalize": True})
 cases("sequence_logps", "logps mask", *every("average", False, True))
 cases("minillm_returns", "logps mask", {}, {"gamma": 0.7})

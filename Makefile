@@ -142,9 +142,9 @@ dist:
 address:
 	set -e; old=$$(sed -n 's|^Repository = "https://github.com/\(.*\)"$$|\1|p' pyproject.toml); new=$(TO); \
 	pages() { echo "$${1%/*}.github.io/$${1#*/}"; }; \
-	git ls-files -z | xargs -0 grep -lZIE "(github.com/$$old|$$(pages $$old))" | xargs -0 sed -i -E \
-		-e "s#https://github.com/$$old([^A-Za-z0-9_-]|$$)#https://github.com/$$new\1#g" \
-		-e "s#https://$$(pages $$old)([^A-Za-z0-9_-]|$$)#https://$$(pages $$new)\1#g"
+	git grep -lzF -e "https://github.com/$$old" -e "https://$$(pages $$old)" | xargs -0 perl -pi -e \
+		"s{https://github.com/$$old(?![\w-])}{https://github.com/$$new}g; \
+		s{https://$$(pages $$old)(?![\w-])}{https://$$(pages $$new)}g"
 
 # torch first: the packages after it must not pull in another build of it.
 .venv/%/installed: pyproject.toml requirements-tested.txt

@@ -320,8 +320,8 @@ def test_sampler_weights(kind):
     junk[1, 1] = math.nan
     for normalize in (False, True):
         expected, found = (
-            functional.sampler_weights(logps, x, mask, kind, low=0.75, high=1.4, normalize=normalize)
-            for x in (sampler, junk)
+            functional.sampler_weights(logps, x, m, kind, low=0.75, high=1.4, normalize=normalize)
+            for x, m in ((sampler, mask), (junk, mask.float()))
         )
         torch.testing.assert_close(found, expected)
         assert not found[0][3].any()

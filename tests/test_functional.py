@@ -145,7 +145,7 @@ def test_divergences(function, formula, leading):
 
 @pytest.mark.parametrize("tail", ["bucket", "renormalize"])
 def test_sparse_divergence(tail):
-    logits, q = randn(B, C, requires_grad=True), randn(B, C, seed=1).log_softmax(-1)
+    logits, q = randn(2, B, C, requires_grad=True), randn(2, B, C, seed=1).log_softmax(-1)
 
     def whole(logps):
         if tail == "renormalize":
@@ -153,8 +153,8 @@ def test_sparse_divergence(tail):
         return torch.cat([logps, (1 - logps.exp().sum(-1, keepdim=True)).log()], -1)
 
     p = logits.log_softmax(-1)
-    ours = functional.sparse_divergence(p[:, :4], q[:, :4], liger_losses.Divergence.reverse_kl(), tail)
-    same(ours, kl(whole(p[:, :4]), whole(q[:, :4])), logits)
+    ours = functional.sparse_divergence(p[..., :4], q[..., :4], liger_losses.Divergence.reverse_kl(), tail)
+    same(ours, kl(whole(p[..., :4]), whole(q[..., :4])), logits)
     with pytest.raises(ValueError, match="cosine similarity needs"):
         functional.divergence(p, q, liger_losses.Divergence.cosine())
 

@@ -66,6 +66,7 @@ def inputs() -> Any:
     x.advantages, x.token_advantages = torch.tensor([1.2, -0.7, 0.4, -1.1], dtype=torch.float64), wave(B, T)
     x.desirable, x.prompts = torch.tensor([True, False, False, True]), torch.tensor([0, 1, 0, 1])
     x.of_both_signs = torch.tensor([0, 0, 1, 0])  # prompts; the second one's advantages have one sign
+    x.some = x.mask & (torch.arange(B) < 3)[:, None]  # the last completion has no tokens
     x.token_weights, x.of_each = 1 + wave(B, T), 1 + wave(B)
     x.shifted_weights = x.token_weights.roll(-1, 1)
     x.temperature, x.other_labels = 1.0 + 0.3 * wave(B, T, phase=8.0), x.labels.roll(1, 1)
@@ -233,6 +234,10 @@ cases("GRPO", SAMPLED, *every("delta", 1.3, loss_type="dual_clip"), *every("delt
 BOTH = f"{POLICY} prompts=of_both_signs"
 cases("GRPO", BOTH, *every("loss_type", "real"), *every("real_temperature", 0.2, loss_type="real"))
 cases("GRPO", BOTH, *every("normalizer", "prompt_mean"))
+SOME = "hidden weight ids some advantages old_per_token_logps=old prompts=of_both_signs"
+cases(
+    "GRPO", SOME, *every("loss_type", "real", "grpo", "luspo", beta=0.0), *every("normalizer", "prompt_mean", beta=0.0)
+)
 cases("GRPO", SAMPLED, *every("importance_sampling_level", *LEVELS, loss_type="grpo"))
 cases("GRPO", SAMPLED, *every("importance_sampling_level", *LEVELS, beta=0.5, use_bias_correction_kl=True))
 cases("GRPO", SAMPLED, *every("kl_estimator", "k1", "k2", "k3", "abs", "k1+", "k3+", beta=0.7))

@@ -162,7 +162,8 @@ cases("CE", PLAIN, *every("chunk_size", 3), {"chunk_size": 2} | Z | SMOOTHED, {"
 cases("CE", "weight hidden labels num_items_in_batch=9", {}, Z)
 cases("CE", "weight hidden labels token_weights=token_weights", {}, NONE, CLASSES, *every("shift", True))
 cases("CE", "weight hidden labels token_weights=token_weights", *every("use_token_scaling", True))
-cases("CE", PLAIN, {"use_token_scaling": True} | Z, {"use_token_scaling": True} | CLASSES)
+SCALED = {"use_token_scaling": True}
+cases("CE", PLAIN, SCALED | Z, SCALED | CLASSES, SCALED | NONE, SCALED | Z | {"reduction": "sum", "chunk_size": 3})
 cases("CE", "heads hidden labels bias=biases", {}, NONE, {"shift": [1, 2]} | Z, {"head_weights": [0.5, 2.0]} | ALL)
 cases("CE", "heads hidden labels bias=biases", *every("head_weights", [1.0, 0.0]))
 cases("CE", "head states label_lists", {}, SMOOTHED | {"chunk_size": 4})

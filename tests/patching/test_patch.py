@@ -19,6 +19,7 @@ from torch.distributed.fsdp import fully_shard
 
 from benchmarks.coverage import model_zoo
 from benchmarks.coverage.patches import check, loss_and_grads
+from liger_losses.layers.prepared import Launcher
 from liger_losses.patching.mlps import GatedExperts, GatedMLP
 from liger_losses.patching.norms import Norm
 from liger_losses.patching.patch import AutoLigerModelForCausalLM, patch, unpatch
@@ -507,11 +508,9 @@ def _functions(call):
 @interpreted
 def test_one_token_takes_few_steps_and_launches(monkeypatch):
     """What a call depends on is found once: by its kind, one look-up; then outputs are allocated, and one launch."""
-    from triton.runtime.interpreter import GridExecutor
-
     monkeypatch.setenv("LIGER_LOSSES_BACKEND", "triton")
     launches = []
-    monkeypatch.setattr(GridExecutor, "__call__", lambda *given, **named: launches.append(given))
+    monkeypatch.setattr(Launcher, "__call__", lambda *arguments: launches.append(arguments))
     model = model_zoo.build("llama", num_hidden_layers=1).to(DEVICE)
     patch(model)
     attention, norm, mlp = model.model.layers[0].self_attn, model.model.norm, model.model.layers[0].mlp

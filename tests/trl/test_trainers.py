@@ -76,6 +76,7 @@ def test_the_work_of_a_step(name, kept, tmp_path, monkeypatch):
     if isinstance(missing, Missing):
         pytest.skip(str(missing))
     plan = decision.make_plan
+    monkeypatch.setattr(decision, "_decisions", {})  # of calls that planned otherwise
     if not kept:
         monkeypatch.setattr(decision, "make_plan", lambda *given: replace(plan(*given), resident=False))
     with enabled():

@@ -13,7 +13,7 @@
 # make stubs        the types of losses' options and calls, after one of them changed
 # make docs         the documentation, into site/
 # make dist         the wheel and the source distribution
-# make address      the repository's address in pyproject.toml, written to every file that has it
+# make address      another address of the repository, in every file that has it: make address TO=owner/name
 # Each makes its own environment under .venv/. PYTHON=python3.12 chooses what makes it.
 PYTHON ?= python3
 PIP = .venv/$(1)/bin/python -m pip install --quiet --disable-pip-version-check -c requirements-tested.txt
@@ -140,7 +140,11 @@ dist:
 	.venv/dist/bin/python -m twine check --strict dist/*
 
 address:
-	$(PYTHON) -m tests.project.address
+	set -e; old=$$(sed -n 's|^Repository = "https://github.com/\(.*\)"$$|\1|p' pyproject.toml); new=$(TO); \
+	pages() { echo "$${1%/*}.github.io/$${1#*/}"; }; \
+	git grep -lzF -e "https://github.com/$$old" -e "https://$$(pages $$old)" | xargs -0 perl -pi -e \
+		"s{https://github.com/$$old(?![\w-])}{https://github.com/$$new}g; \
+		s{https://$$(pages $$old)(?![\w-])}{https://$$(pages $$new)}g"
 
 # torch first: the packages after it must not pull in another build of it.
 .venv/%/installed: pyproject.toml requirements-tested.txt

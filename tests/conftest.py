@@ -60,6 +60,16 @@ def one_process():
 
 
 @pytest.fixture
+def default_gpu():
+    """Tensors that name no device are on the GPU, if there is one."""
+    with pytest.MonkeyPatch.context() as patched:
+        if torch.cuda.is_available():
+            processes.take_gpu(0, patched.setattr)
+        yield
+    torch.set_default_device(None)
+
+
+@pytest.fixture
 def small_tiles():
     with interpreter.small_tiles():
         yield

@@ -88,12 +88,12 @@ def member(rank, work, world, folder, environment, backend, arguments):
     leave()
 
 
-def take_gpu(rank):
+def take_gpu(rank, assign=setattr):
     """Tensors that name no device are on this process's GPU; those of a CPU's generator have the numbers of a CPU."""
     torch.cuda.set_device(rank)
     torch.set_default_device(f"cuda:{rank}")
     for name in ("rand", "randn", "randint", "randperm"):
-        setattr(torch, name, functools.partial(drawn, getattr(torch, name)))
+        assign(torch, name, functools.partial(drawn, getattr(torch, name)))
 
 
 def drawn(make, *sizes, generator=None, **options):

@@ -13,16 +13,19 @@ from liger_losses import checks
 from liger_losses.chunked.core import rows, stream
 from liger_losses.chunked.core.adapters import LowRank
 from liger_losses.chunked.core.results import REGISTERED
+from liger_losses.kernels._triton import INTERPRETED, triton
 from tests.interpreter import faster, small_tiles
-from tests.kernels.cases import interpreted
+
+#: Of tensors on a CPU.
+BACKENDS = ("torch", "triton") if INTERPRETED and triton is not None else ("torch",)
 
 __all__ = [
+    "BACKENDS",
     "REGISTERED",
     "LowRank",
     "as_on_a_gpu",
     "engine_calls",
     "faster",
-    "interpreted",
     "leave_out_zero_rows",
     "many_parts",
     "read_rows_up_to",

@@ -85,8 +85,13 @@ def loss_inputs(
     if by_position or not (packed is None or isinstance(packed, PackedCompletions)):
         raise TypeError("pass the batch by keyword: loss_inputs(model, input_ids=..., attention_mask=...).")
     if packed is not None:
-        if labels is not None or shift_labels is not None:
-            raise ValueError("packed completions have their labels: pass them to pack_completions(labels=...).")
+        tensors = {"labels": labels, "shift_labels": shift_labels, **batch}
+        names = [name for name, value in tensors.items() if isinstance(value, Tensor)]
+        if names:
+            raise ValueError(
+                f"packed completions have their ids, mask, positions and labels, and no images: leave out "
+                f"{', '.join(names)}. Labels are an argument of pack_completions."
+            )
         with attending(model, packed) as arguments:
             batch |= arguments
             found = loss_inputs(model, shift_labels=torch.zeros_like(packed.input_ids), **batch)

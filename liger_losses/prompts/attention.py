@@ -1,7 +1,8 @@
-"""Attention of a packed row, through transformers' registries of attention and mask functions.
+"""Attention of a packed row, by functions that stand before transformers' own, which all other calls reach unchanged.
 
-A model that has run a packed row keeps an attention implementation of ours, which does what its former one did unless
-it gets a block mask. Backward of checkpointed layers, which runs their forward again, therefore needs no context.
+A model keeps the name of its attention implementation, which other code reads. What tells a packed row apart is the
+context of the model's forward, for masks, and the mask itself, for layers: backward of checkpointed layers, which runs
+their forward again, has no context.
 """
 
 from __future__ import annotations
@@ -10,7 +11,6 @@ import contextlib
 import contextvars
 import functools
 import inspect
-import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -24,7 +24,6 @@ from liger_losses.kernels.autograd import autocast_dtype
 from liger_losses.prompts.masks import RowMask, block_mask, mask_function
 from liger_losses.prompts.packing import BLOCK, PackedCompletions
 
-_PREFIX = "packed_completions_"
 #: Layers whose tokens pass nothing on but by attention, by their names in a configuration.
 _ATTENTION = {"full_attention", "sliding_attention", "chunked_attention"}
 _DROPOUTS = ("attention_dropout", "attn_pdrop", "attention_probs_dropout_prob", "attn_dropout")
@@ -42,12 +41,16 @@ _MOST_KERNELS = 256
 class CannotShareError(ValueError):
     """A model that cannot run a packed row, with the reason."""
 
+    def __init__(self, reason: str) -> None:
+        super().__init__(reason + see("packed-completions"))
+
 
 @dataclass
 class _Running:
-    """The packed row that a model is running, and how many attention layers it has passed."""
+    """The packed row that a model is running, whether it has got a mask, and how many layers have attended by one."""
 
     packed: PackedCompletions
+    has_mask: bool = False
     layers: int = 0
 
 
@@ -57,7 +60,7 @@ _running: contextvars.ContextVar[_Running | None] = contextvars.ContextVar("pack
 @contextlib.contextmanager
 def attending(model: nn.Module, packed: PackedCompletions) -> Iterator[dict[str, Tensor]]:
     """Within this context, attention of ``model(**arguments)`` is that of the packed row; the context's value is the
-    arguments. The model is changed by its attention implementation, which does what it did for other batches.
+    arguments.
 
     Raises:
         CannotShareError: the model's tokens pass something on otherwise than by attention that this can mask.
@@ -65,9 +68,8 @@ def attending(model: nn.Module, packed: PackedCompletions) -> Iterator[dict[str,
     owner = transformers_model(model)
     reason = reason_against(owner)
     if reason is not None:
-        raise CannotShareError(
-            f"{type(owner).__name__} cannot run packed completions: {reason}." + see("packed-completions")
-        )
+        raise CannotShareError(f"{type(owner).__name__} cannot run packed completions: {reason}.")
+    _stand_before(str(owner.config.get_text_config()._attn_implementation))
     token = _running.set(running := _Running(packed))
     try:
         yield {name: getattr(packed, name) for name in ("input_ids", "position_ids", "attention_mask")}
@@ -77,8 +79,7 @@ def attending(model: nn.Module, packed: PackedCompletions) -> Iterator[dict[str,
     if running.layers < layers:
         raise CannotShareError(
             f"{type(owner).__name__} cannot run packed completions: of its {layers} layers, {running.layers} took "
-            "their attention from transformers' AttentionInterface, and the others would mix completions."
-            + see("packed-completions")
+            "their attention and its mask from transformers' interfaces, and the others would mix completions."
         )
 
 
@@ -87,72 +88,95 @@ def _now() -> _Running | None:
     return None if torch.compiler.is_dynamo_compiling() else _running.get()
 
 
+def _is_of_transformers(module: Any) -> bool:
+    return hasattr(type(module), "set_attn_implementation")
+
+
 def transformers_model(model: nn.Module) -> Any:
     """The model of transformers inside wrappers, such as an adapter's."""
-    owner = next((module for module in model.modules() if hasattr(type(module), "set_attn_implementation")), None)
+    owner = next(filter(_is_of_transformers, model.modules()), None)
     if owner is None:
         raise CannotShareError(f"{type(model).__name__} has no model of transformers, which packed completions need.")
     return owner
 
 
 def reason_against(model: Any) -> str | None:
-    """Why a model of transformers cannot run packed completions; ``None`` if its attention can from now on."""
-    config = model.config.get_text_config()
-    reason = None if str(config._attn_implementation).startswith(_PREFIX) else _reason_against_layers(model, config)
-    dropouts = [name for name in _DROPOUTS if getattr(config, name, 0) and model.training]
-    if reason is None and dropouts:
-        return f"{dropouts[0]}={getattr(config, dropouts[0])}, and FlexAttention has no dropout; set it to 0"
-    return reason
-
-
-def _reason_against_layers(model: Any, config: Any) -> str | None:
-    if getattr(model.config, "is_encoder_decoder", False):
-        return "it is an encoder-decoder"
+    """Why a model of transformers cannot run packed completions; ``None`` where that shows in its forward at most."""
+    config, kinds = model.config.get_text_config(), {type(module) for module in model.modules()}
     others = sorted({*(getattr(config, "layer_types", None) or ())} - _ATTENTION)
-    if others or any(getattr(module, "_is_stateful", False) for module in model.modules()):
-        return f"its layers ({', '.join(others) or 'with a state'}) mix tokens by more than masked attention"
-    if not hasattr(config, "num_hidden_layers"):
-        return "its configuration has no num_hidden_layers, so that nobody knows whether all layers are masked"
-    if any(hasattr(module, "create_position_ids_from_input_ids") for module in model.modules()):
-        return "its positions do not count from 0"
-    modules = (model, getattr(model, model.base_model_prefix, model))
-    if not any("position_ids" in inspect.signature(inspect.unwrap(type(m).forward)).parameters for m in modules):
-        return "its forward takes no position_ids"
-    return _reason_against_setting(model, config)
+    stateful = any(getattr(kind, "_is_stateful", False) for kind in kinds)
+    forwards = (inspect.unwrap(type(m).forward) for m in (model, getattr(model, model.base_model_prefix, model)))
+    takes_positions = any("position_ids" in inspect.signature(forward).parameters for forward in forwards)
+    # The models inside that read this configuration; towers of images do not.
+    models = (m for m in model.modules() if _is_of_transformers(m) and m.config.get_text_config() is config)
+    dropouts = [f"{name}={getattr(config, name)}" for name in _DROPOUTS if getattr(config, name, 0) and model.training]
+    reasons = {
+        "it is an encoder-decoder": getattr(model.config, "is_encoder_decoder", False),
+        f"its layers ({', '.join(others) or 'with a state'}) mix tokens by more than masked attention": (
+            others or stateful
+        ),
+        "its configuration has no num_hidden_layers, so that nobody knows whether all layers are masked": (
+            not hasattr(config, "num_hidden_layers")
+        ),
+        "its positions do not count from 0": any(hasattr(kind, "create_position_ids_from_input_ids") for kind in kinds),
+        "its forward takes no position_ids": not takes_positions,
+        "its attention is scaled by tokens' places in the row, whatever position_ids say": (
+            getattr(config, "attn_temperature_tuning", False)
+        ),
+        "its attention does not use transformers' AttentionInterface": (
+            not all(m._can_set_attn_implementation() for m in models)
+        ),
+        f"{', '.join(dropouts)}, and FlexAttention has no dropout; set it to 0": dropouts,
+    }
+    return next((reason for reason, holds in reasons.items() if holds), None)
 
 
-def _reason_against_setting(model: Any, config: Any) -> str | None:
-    """Give the model the implementation of ours that wraps its own, or return why it keeps its own."""
+def _stand_before(name: str) -> None:
+    """Put :func:`_mask` before the mask function of this name, and :func:`_attend` before all attention functions.
+
+    They stay, as backward looks functions of checkpointed layers up again. The registry has no function for ``"eager"``
+    that could be replaced, as each model brings its own, so that the look-up is.
+    """
     from transformers import AttentionInterface, AttentionMaskInterface
+    from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 
-    original = str(config._attn_implementation)
-    name = f"{_PREFIX}{original.replace('/', '_')}"
-    AttentionInterface.register(name, functools.partial(_attend, original))
-    AttentionMaskInterface.register(name, functools.partial(_mask, original))
-    model.set_attn_implementation(name)
-    return (
-        None if config._attn_implementation == name else "its attention does not use transformers' AttentionInterface"
-    )
+    make, look_up = ALL_MASK_ATTENTION_FUNCTIONS.get(name), AttentionInterface.get_interface
+    if getattr(make, "func", None) is not _mask:
+        AttentionMaskInterface.register(name, functools.partial(_mask, name, make))
+    if not hasattr(look_up, "stands_before"):
+
+        def get_interface(*args: Any, **kwargs: Any) -> Any:
+            return functools.partial(_attend, look_up(*args, **kwargs))
+
+        get_interface.stands_before = look_up  # type: ignore[attr-defined]
+        AttentionInterface.get_interface = get_interface
 
 
-def _mask(original: str, *args: Any, **options: Any) -> Any:
-    """transformers' mask of a layer type: of a packed row, if one is running."""
-    from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, causal_mask_function
+def _mask(name: str, make: Any, *args: Any, **options: Any) -> Any:
+    """transformers' mask of a layer type, ``make``'s: of a packed row, if one is running."""
+    from transformers.masking_utils import causal_mask_function
 
-    now, make = _now(), ALL_MASK_ATTENTION_FUNCTIONS.get(original)
+    now = _now()
     if now is None:
         return None if make is None else make(*args, **options)
     of_positions = options["mask_function"]
     if options.get("use_vmap") or "allow_is_bidirectional_skip" in options:
         raise CannotShareError("the model adds a pattern to its causal mask, such as that of images.")
     sees = RowMask(now.packed, None if of_positions is causal_mask_function else of_positions)
+    lengths, length = (options["q_length"], options["kv_length"]), sees.rows.shape[1]
+    if lengths != (length, length):
+        raise CannotShareError(
+            f"the packed row has {length} tokens, and attention {lengths[0]} queries and {lengths[1]} keys: leave out "
+            "caches, and adapters that add tokens."
+        )
+    now.has_mask = True
     against = _reason_against_flex(options["config"], sees.rows.device)
     if against is None:
         return block_mask(sees)
     if sees.rows.device.type != "cpu":
         warn(f"packed completions attend by a dense mask of tokens x tokens: {against}." + see("packed-completions"))
-    if original not in ("eager", "sdpa"):
-        raise CannotShareError(f"{against}, and {original} takes no dense mask; set attn_implementation='sdpa'.")
+    if name not in ("eager", "sdpa"):
+        raise CannotShareError(f"{against}, and {name} takes no dense mask; set attn_implementation='sdpa'.")
     replaced = {"mask_function": sees, "attention_mask": None, "allow_is_causal_skip": False}
     return make(*args, **options | replaced)
 
@@ -165,37 +189,25 @@ def _reason_against_flex(config: Any, device: torch.device) -> str | None:
 
 
 def _attend(
-    original: str,
+    function: Any,
     module: nn.Module,
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    attention_mask: Any,
+    attention_mask: Any = None,
     *args: Any,
     **options: Any,
 ) -> tuple[Tensor, Any]:
-    """The attention function of a layer: FlexAttention for a block mask of a packed row, otherwise ``original``."""
+    """The attention function of a layer: FlexAttention for a block mask of a packed row, otherwise ``function``."""
     now = _now()
     if now is not None:
-        now.layers += 1
+        now.layers += now.has_mask and attention_mask is not None
     if isinstance(getattr(attention_mask, "mask_mod", None), RowMask):
         names = ("scaling", "softcap", "s_aux")
         dtype = autocast_dtype(query.device) or query.dtype  # rotated queries and keys may be in fp32, values in bf16
         query, key, value = (tensor.to(dtype) for tensor in (query, key, value))
         return flex_attention(query, key, value, attention_mask, *map(options.get, names)), None
-    return _function(original, module)(module, query, key, value, attention_mask, *args, **options)
-
-
-def _function(original: str, module: nn.Module) -> Any:
-    """transformers' function of this name; of ``"eager"``, the one beside the layer's class."""
-    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
-
-    files: Any = (sys.modules.get(kind.__module__) for kind in type(module).__mro__)
-    eager = next((f.eager_attention_forward for f in files if hasattr(f, "eager_attention_forward")), None)
-    function = ALL_ATTENTION_FUNCTIONS.get_interface(original, eager)
-    if function is None:
-        raise CannotShareError(f"the file of {type(module).__name__} has no eager_attention_forward.")
-    return function
+    return function(module, query, key, value, attention_mask, *args, **options)
 
 
 def flex_attention(
@@ -221,7 +233,7 @@ def flex_attention(
     blocks = {name: getattr(mask, name) for name in _BLOCKS}
     # Lengths as blocks times their tokens: the compiled code then knows that no block is cut.
     tensors = [tensor.unflatten(2, (-1, BLOCK)) for tensor in (query, key, value)]
-    rows = mask.mask_mod.rows.unflatten(1, (-1, BLOCK))
+    rows = mask.mask_mod.rows.to(query.device).unflatten(1, (-1, BLOCK))
     for tensor, dims in (
         (rows, (1,)),
         *((t, (2,)) for t in tensors),
@@ -229,16 +241,24 @@ def flex_attention(
     ):
         for dim in dims:
             torch._dynamo.maybe_mark_dynamic(tensor, dim)
-    with torch._dynamo.config.patch(recompile_limit=_MOST_KERNELS):
-        out, lse = _compiled()(*tensors, blocks, rows, mask.mask_mod.positions_see, scaling, softcap)
+    out, lse = _compiled()(*tensors, blocks, rows, mask.mask_mod.positions_see, scaling, softcap)
     if sinks is not None:
         out = (out * (lse - sinks.float()[:, None]).sigmoid()[..., None]).to(query.dtype)
     return out.transpose(1, 2).contiguous()
 
 
 @functools.cache
-def _compiled() -> Any:
-    return torch.compile(_flex)
+def _compiled(**options: Any) -> Any:
+    if "recompile_limit" in inspect.signature(torch.compile).parameters:
+        return torch.compile(_flex, **options | {"recompile_limit": _MOST_KERNELS})
+    compiled = torch.compile(_flex, **options)
+
+    def limited(*args: Any) -> Any:
+        # In torch 2.11, a limit is that of all that is compiled meanwhile, which is this.
+        with torch._dynamo.config.patch(recompile_limit=_MOST_KERNELS):
+            return compiled(*args)
+
+    return limited
 
 
 def _flex(

@@ -58,7 +58,7 @@ class PackedCompletions:
                 f"hidden_states must be those of the packed row, {[*self.input_ids.shape, 'H']}, got "
                 f"{list(hidden_states.shape)}."
             )
-        return hidden_states[0, self.index]
+        return hidden_states[0, self.index.to(hidden_states.device)]
 
 
 def pack_completions(

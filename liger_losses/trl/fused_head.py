@@ -113,13 +113,13 @@ def fused_forward(model: Any, forward: Any, labels: Any = None, shift_labels: An
     kwargs.update(use_cache=False, return_dict=True)
     if getattr(config, "output_router_logits", False):
         kwargs.setdefault("output_router_logits", True)
-    packed = None if options.share_prompts is False else packed_batch(model, labels, kwargs)
-    labels = labels if packed is None else packed.labels
-    target = labels[:, 1:].contiguous() if shift_labels is None else shift_labels
     with force_lazy_head():
+        packed = None if options.share_prompts is False else packed_batch(model, forward, labels, kwargs)
         outputs = None if packed is None else run_packed(model, forward, packed, kwargs)
         if outputs is None:
             packed, outputs = None, forward(**kwargs)
+    labels = labels if packed is None else packed.labels
+    target = labels[:, 1:].contiguous() if shift_labels is None else shift_labels
     logits = getattr(outputs, "logits", None)
     if isinstance(logits, TracedLogits):
         logits = logits.lazy()

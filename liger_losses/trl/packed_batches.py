@@ -6,7 +6,6 @@ difference. Its own forward then runs the packed row, and the head the hidden st
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -17,7 +16,7 @@ from liger_losses.caller import warn
 from liger_losses.checks import see
 from liger_losses.chunked.losses.batches import world_size
 from liger_losses.prompts.attention import CannotShareError, attending
-from liger_losses.prompts.packing import PackedCompletions, pack_sequences
+from liger_losses.prompts.packing import PackedCompletions, pack_completions, pack_sequences
 
 #: Arguments of a forward that a packed row replaces, or that say nothing about single tokens.
 _KNOWN = {"input_ids", "attention_mask", "use_cache", "return_dict"}
@@ -25,36 +24,38 @@ _KNOWN = {"input_ids", "attention_mask", "use_cache", "return_dict"}
 _LEAST_SAVING = 1.2
 
 
-def packed_batch(model: Any, labels: Tensor | None, arguments: dict[str, Any]) -> PackedCompletions | None:
+def packed_batch(model: Any, forward: Any, labels: Tensor | None, batch: dict[str, Any]) -> PackedCompletions | None:
     """The batch with each prompt once; ``None`` where its prompts are repeated, and a warning if sharing was asked for.
 
-    Without being asked, a process may pack a batch while another does not, and both call each layer once. A model that
-    turns out not to run packed rows calls them twice, so that all processes have to try in the same forward: the first.
+    A process may pack a batch while another does not, and both call each layer once. A model that turns out not to run
+    packed rows calls them twice. Therefore all processes try in their first forward, with a row of two tokens, whatever
+    their batches are.
     """
-    options = model._liger_losses_head
-    if torch.compiler.is_dynamo_compiling():  # in the frames of a compiled model's calls, such as this one
-        _say(model, "prompts are repeated: torch.compile compiles the model")
+    options, ids, mask = model._liger_losses_head, batch.get("input_ids"), batch.get("attention_mask")
+    compiles = torch.compiler.is_dynamo_compiling()  # also in the frames of a compiled model's calls, such as this one
+    if ids is None or compiles:
+        reason = "torch.compile compiles the model" if compiles else "there are no input_ids"
+        _say(model, f"prompts are repeated: {reason}." + see("packed-completions"))
         return None
-    given = {name for name, value in arguments.items() if value is not None and value is not False}
-    reasons = [f"{name} is given" for name in sorted(given - _KNOWN)]
-    reasons += ["there are no input_ids"] if "input_ids" not in given else []
-    reasons += ["sequences are cut for context parallelism"] if labels is None else []
-    if labels is None or reasons:
-        _say(model, f"this batch's prompts are repeated: {', '.join(reasons)}")
-        return None
-    ids, mask = arguments["input_ids"], arguments.get("attention_mask")
     if not options.share_prompts and not suits_sharing(model, ids.device):
         return None
+    if world_size() > 1 and not options.has_tried:
+        model._liger_losses_head = replace(options, has_tried=True)
+        row = pack_completions([[0]], [[0]], device=ids.device)
+        with torch.no_grad():
+            if run_packed(model, forward, row, {"use_cache": False, "return_dict": True}) is None:
+                return None
+    given = {name for name, value in batch.items() if value is not None and value is not False}
+    reasons = [f"{name} is given" for name in sorted(given - _KNOWN)]
+    reasons += ["sequences are cut for context parallelism"] if labels is None else []
+    if labels is None or reasons:
+        _say(model, f"this batch's prompts are repeated: {', '.join(reasons)}." + see("packed-completions"))
+        return None
     packed = pack_sequences(ids, torch.ones_like(ids) if mask is None else mask, labels)
-    first = not options.has_tried and world_size() > 1
-    model._liger_losses_head = replace(options, has_tried=True)
-    saves = ids.numel() > _LEAST_SAVING * packed.input_ids.numel()
-    return packed if options.share_prompts or first or saves else None
+    return packed if options.share_prompts or ids.numel() > _LEAST_SAVING * packed.input_ids.numel() else None
 
 
-def run_packed(
-    model: Any, forward: Callable[..., Any], packed: PackedCompletions, arguments: dict[str, Any]
-) -> Any | None:
+def run_packed(model: Any, forward: Any, packed: PackedCompletions, arguments: dict[str, Any]) -> Any | None:
     """The output of the model's ``forward`` for the packed row; ``None`` from now on for a model that cannot run it."""
     try:
         with attending(model, packed) as row:
@@ -69,16 +70,17 @@ def suits_sharing(model: Any, device: torch.device) -> bool:
     """Whether a model shares prompts unasked: FlexAttention can take the place of its attention, and is faster.
 
     A CPU's dense masks take longer than repeated prompts. Flash-attention may be faster than FlexAttention, which is
-    not tested in fp32. Images are refused by the batch, in which processes may differ.
+    not tested in fp32. Images are refused by the batch, in which processes may differ. Of a model whose parameters
+    ZeRO-3 gathers, a packed row was not tried on GPUs.
     """
     half = torch.is_autocast_enabled(device.type) or model.dtype.itemsize == 2
     alone = model.config.get_text_config() is model.config
-    # Of a model that has run a packed row, the name ends with the one that it had.
-    known = str(model.config._attn_implementation).endswith(("sdpa", "eager"))
-    return device.type == "cuda" and half and alone and known
+    known = model.config._attn_implementation in ("sdpa", "eager")
+    suits = device.type == "cuda" and half and alone and known
+    return suits and not any(hasattr(parameter, "ds_id") for parameter in model.parameters())
 
 
 @torch.compiler.disable
 def _say(model: Any, reason: str) -> None:
     if model._liger_losses_head.share_prompts:
-        warn(f"enable(share_prompts=True): for {type(model).__name__}, {reason}." + see("packed-completions"))
+        warn(f"enable(share_prompts=True): for {type(model).__name__}, {reason}")

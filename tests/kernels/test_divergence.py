@@ -6,13 +6,14 @@ import pytest
 import torch
 
 from liger_losses import Divergence, LogitTransform
+from liger_losses.kernels import BACKENDS
 from liger_losses.kernels.divergence import Coefficients, Logits, RowSums, divergence_into, square_sums
 from liger_losses.kernels.divergence_terms import summed_terms
 from liger_losses.kernels.logit_transform import Epilogue
-from tests.chunked.losses.test_distillation import BACKENDS, NAMES
-from tests.reference import divergence, formula, relative_error
+from tests.reference import DIVERGENCES, divergence, formula, relative_error
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+NAMES = ["cosine", *DIVERGENCES]
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

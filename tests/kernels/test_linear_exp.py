@@ -3,13 +3,12 @@
 import pytest
 import torch
 
-from liger_losses.kernels import linear_exp
+from liger_losses.kernels import BACKENDS, linear_exp
 from liger_losses.kernels._triton import INTERPRETED
 from liger_losses.kernels.exponential_scales import gradient_scales
 from liger_losses.kernels.linear_exp import Exponentials, linear_exponentials
 from liger_losses.kernels.logit_transform import Epilogue, LogitTransform
 from liger_losses.kernels.softmax_stats import softmax_statistics
-from tests.chunked.losses.test_distillation import BACKENDS
 from tests.kernels.cases import DEVICE, SEVERAL_TILES, SIZES, TRANSFORMS_OF_HEAD, head, triton_or_skip
 
 

@@ -107,3 +107,8 @@ def test_saved_memory_of_rms_norm_is_its_input_and_a_number_per_row(backend):
     with torch.autograd.graph.saved_tensors_hooks(lambda t: sizes.append(t.numel()) or t, lambda t: t):
         rms_norm(x, weight, backend=backend)
     assert sorted(sizes) == [32, 64, 32 * 64]
+
+
+def test_functional_transforms_are_refused():
+    with pytest.raises(RuntimeError, match="torch.autograd.grad, called for one"):
+        torch.func.grad(lambda x: rms_norm(x, None).sum())(torch.ones(3, 4))

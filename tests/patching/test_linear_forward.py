@@ -14,7 +14,7 @@ from torch import nn
 from liger_losses import patch, unpatch
 from liger_losses.patching.lazy import LazyLogits, true_values
 from liger_losses.patching.lazy_head import LazyLinear, force_lazy_head
-from tests.project.test_examples import tiny_model
+from tests.models import small
 
 pytest.importorskip("transformers", reason="transformers is not installed")
 
@@ -23,11 +23,7 @@ patch_head = functools.partial(patch, norms=False, mlps=False, rope=False)
 
 
 def small_model(tied):
-    model = tiny_model()[0]
-    config = copy.deepcopy(model.config)
-    config.tie_word_embeddings = tied
-    torch.manual_seed(0)
-    return type(model)(config)
+    return small(vocab_size=19, num_hidden_layers=2, tie_word_embeddings=tied)
 
 
 def adapter(**options):

@@ -97,23 +97,13 @@ MLP_NEAR_MISSES = [
     mlp("QuickGelu", product=lambda self, gate, up: gate * torch.sigmoid(1.702 * gate) * up),
     mlp("Scaled", product=lambda self, gate, up: self.act(gate) * up * 1.0001),
     mlp("Detached", product=lambda self, gate, up: self.act(gate.detach()) * up),
-    mlp("HalfDetached", product=lambda self, gate, up: self.act(gate) * (0.5 * up + 0.5 * up.detach())),
     mlp("InFloat", product=lambda self, gate, up: (self.act(gate.float()) * up.float()).to(gate.dtype)),
     mlp("UpClamped", product=lambda self, gate, up: self.act(gate) * up.clamp(-100, 100)),
     mlp("GateClamped", product=lambda self, gate, up: self.act(gate.clamp(max=20)) * up),
     mlp("Added", product=lambda self, gate, up: self.act(gate) + up),
-    mlp("NoActivation", product=lambda self, gate, up: gate * up),
     mlp("Residual", forward=lambda self, x: MLP.forward(self, x) + x),
-    mlp(
-        "InnerResidual",
-        forward=lambda self, x: self.down_proj(F.pad(x, (0, 16)) + self.product(self.gate_proj(x), self.up_proj(x))),
-    ),
     mlp("OutputScaled", forward=lambda self, x: MLP.forward(self, x) * 1.0001),
     mlp("InputScaled", forward=lambda self, x: MLP.forward(self, 1.0001 * x)),
-    mlp(
-        "InputDetached",
-        forward=lambda self, x: self.down_proj(self.product(self.gate_proj(x.detach()), self.up_proj(x))),
-    ),
     mlp("OutputDetached", forward=lambda self, x: MLP.forward(self, x).detach()),
     mlp(
         "CalledTwice",

@@ -110,10 +110,6 @@ def _count(self, x):
     return RMS.forward(self, x)
 
 
-class Statistics:
-    count = 0
-
-
 def _count_elsewhere(self, x):
     self.variance_epsilon  # noqa: B018
     self.seen.append(1)
@@ -144,29 +140,12 @@ class Buffered(RMS):
 
 
 NEAR_MISSES = [
-    near_miss(
-        "Detached",
-        forward=lambda self, x: (
-            self.weight
-            * (x.float() * torch.rsqrt(x.float().detach().pow(2).mean(-1, keepdim=True) + self.variance_epsilon)).to(
-                x.dtype
-            )
-        ),
-    ),
     near_miss("FrozenWeight", forward=lambda self, x: self.weight.detach() * self.normalise(x.float()).to(x.dtype)),
     near_miss("InputClamped", forward=lambda self, x: RMS.forward(self, x.clamp(-60000, 60000))),
     near_miss("OutputClamped", forward=lambda self, x: RMS.forward(self, x).clamp(-20, 20)),
     near_miss("Dropped", forward=lambda self, x: F.dropout(RMS.forward(self, x), 0.1, self.training)),
-    near_miss("DroppedBefore", forward=lambda self, x: RMS.forward(self, F.dropout(x, 0.1, self.training))),
     near_miss("Noisy", forward=lambda self, x: RMS.forward(self, x) + 0 * torch.randn(1)),
     near_miss("OtherEps", normalise=lambda self, x: x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 2e-5)),
-    near_miss(
-        "EpsOutside", normalise=lambda self, x: x / (x.pow(2).mean(-1, keepdim=True).sqrt() + self.variance_epsilon)
-    ),
-    near_miss(
-        "EpsAsFloor",
-        normalise=lambda self, x: x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True).clamp(min=self.variance_epsilon)),
-    ),
     near_miss(
         "Unbiased",
         normalise=lambda self, x: (
@@ -175,23 +154,11 @@ NEAR_MISSES = [
     ),
     near_miss("Scaled", forward=lambda self, x: RMS.forward(self, x) * 1.0001),
     near_miss("Shifted", forward=lambda self, x: RMS.forward(self, x) + 1e-4),
-    near_miss("Residual", forward=lambda self, x: RMS.forward(self, x) + 1e-4 * x),
     near_miss("LowPrecision", forward=lambda self, x: self.weight * self.normalise(x)),
-    near_miss(
-        "RoundedStd",
-        forward=lambda self, x: (
-            self.weight * (x * torch.rsqrt(x.float().pow(2).mean(-1, keepdim=True) + self.variance_epsilon).to(x.dtype))
-        ),
-    ),
     near_miss("OutputInFloat", forward=lambda self, x: self.weight * self.normalise(x.float())),
-    near_miss(
-        "OtherDimension",
-        normalise=lambda self, x: x * torch.rsqrt(x.pow(2).mean((-2, -1), keepdim=True) + self.variance_epsilon),
-    ),
     near_miss("EvaluationOnly", forward=lambda self, x: RMS.forward(self, x) if self.training else x),
     near_miss("TrainingOnly", forward=lambda self, x: RMS.forward(self, x) * (1 if self.training else 1.01)),
     near_miss("InferenceOnly", forward=lambda self, x: RMS.forward(self, x) * (1 if torch.is_grad_enabled() else 1.01)),
-    near_miss("WeightCubed", forward=lambda self, x: self.weight**3 * self.normalise(x.float()).to(x.dtype)),
     near_miss(
         "WeightClamped", forward=lambda self, x: self.weight.clamp(-10, 10) * self.normalise(x.float()).to(x.dtype)
     ),
@@ -202,13 +169,6 @@ NEAR_MISSES = [
     near_miss("GateSwapped", forward=lambda self, gate, x: (RMS.forward(self, x) * F.silu(gate.float())).to(x.dtype)),
     near_miss(
         "SigmoidGate", forward=lambda self, x, gate: (RMS.forward(self, x) * torch.sigmoid(gate.float())).to(x.dtype)
-    ),
-    near_miss(
-        "GroupedGate",
-        forward=lambda self, x, gate: (
-            self.weight
-            * self.normalise((x.float() * F.silu(gate.float())).unflatten(-1, (2, -1))).flatten(-2).to(x.dtype)
-        ),
     ),
     Cached(),
     Biased(),

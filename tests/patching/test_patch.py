@@ -19,6 +19,7 @@ from torch.distributed.fsdp import fully_shard
 
 from benchmarks.coverage import model_zoo
 from benchmarks.coverage.patches import check, loss_and_grads
+from liger_losses.layers.prepared import Launcher
 from liger_losses.patching.mlps import GatedExperts, GatedMLP
 from liger_losses.patching.norms import Norm
 from liger_losses.patching.patch import AutoLigerModelForCausalLM, patch, unpatch
@@ -30,6 +31,7 @@ from tests.patching.test_mlps import MLP
 pytest.importorskip("transformers")
 
 FAMILIES = "llama qwen3 gemma2 gemma3_text phi3 mistral cohere olmo2 granite gpt_neox mixtral qwen3_next deepseek_v3"
+OTHERS = "llama4_text granite olmo2 cohere2 deepseek_v3 glm4_moe falcon_h1 jamba nemotron zamba2"
 
 
 # Models
@@ -47,21 +49,7 @@ def test_a_patched_model_is_the_model(model_type):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "model_type",
-    [
-        "llama4_text",
-        "granite",
-        "olmo2",
-        "cohere2",
-        "deepseek_v3",
-        "glm4_moe",
-        "falcon_h1",
-        "jamba",
-        "nemotron",
-        "zamba2",
-    ],
-)
+@pytest.mark.parametrize("model_type", OTHERS.split())
 def test_layers_of_other_structures(model_type):
     """Experts whose output is flat, multipliers of residuals, norms of outputs, layers of several kinds."""
     result = check(model_type)
@@ -520,11 +508,9 @@ def _functions(call):
 @interpreted
 def test_one_token_takes_few_steps_and_launches(monkeypatch):
     """What a call depends on is found once: by its kind, one look-up; then outputs are allocated, and one launch."""
-    from triton.runtime.interpreter import GridExecutor
-
     monkeypatch.setenv("LIGER_LOSSES_BACKEND", "triton")
     launches = []
-    monkeypatch.setattr(GridExecutor, "__call__", lambda *given, **named: launches.append(given))
+    monkeypatch.setattr(Launcher, "__call__", lambda *arguments: launches.append(arguments))
     model = model_zoo.build("llama", num_hidden_layers=1).to(DEVICE)
     patch(model)
     attention, norm, mlp = model.model.layers[0].self_attn, model.model.norm, model.model.layers[0].mlp

@@ -1,6 +1,7 @@
 """MLPs over tiles of tokens: outputs and gradients of the whole, in the memory of a tile."""
 
 import copy
+import functools
 import pickle
 
 import pytest
@@ -21,34 +22,14 @@ from liger_losses.patching.patch import patch, unpatch
 from liger_losses.patching.swap import replacement_of
 from liger_losses.patching.tiles import Tiles
 from tests.kernels.cases import DEVICE
+from tests.patching.test_mlps import MLP as Gated
+from tests.patching.test_mlps import Fused
 from tests.processes import BACKENDS, device_type, start
 
 H, INNER = 16, 40
 
 
-class MLP(nn.Module):
-    """A gated MLP, in parts that others below replace."""
-
-    def __init__(self, bias=False):
-        super().__init__()
-        self.gate_proj, self.up_proj = nn.Linear(H, INNER, bias), nn.Linear(H, INNER, bias)
-        self.down_proj = nn.Linear(INNER, H, bias)
-
-    def product(self, x):
-        return F.silu(self.gate_proj(x)) * self.up_proj(x)
-
-    def forward(self, x):
-        return self.down_proj(self.product(x))
-
-
-class Fused(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.both, self.out = nn.Linear(H, 2 * INNER), nn.Linear(INNER, H)
-
-    def forward(self, x):
-        gate, up = self.both(x).chunk(2, -1)
-        return self.out(F.gelu(gate) * up)
+MLP = functools.partial(Gated, size=H, inner=INNER)
 
 
 class Plain(nn.Module):
@@ -60,19 +41,18 @@ class Plain(nn.Module):
         return self.out(self.act(self.fc(x)))
 
 
-class Squared(MLP):
+class Squared(Gated):
     """Gated, by no kernel."""
 
-    def product(self, x):
-        return F.relu(self.gate_proj(x)).square() * self.up_proj(x)
+    def product(self, gate, up):
+        return F.relu(gate).square() * up
 
 
 MODULES = {
     "gated": (MLP, GatedMLP),
-    "with biases": (lambda: MLP(bias=True), GatedMLP),
-    "fused": (Fused, GatedMLP),
+    "fused": (functools.partial(Fused, H, INNER), GatedMLP),
     "plain": (Plain, TokenMLP),
-    "another gate": (Squared, TokenMLP),
+    "another gate": (functools.partial(Squared, size=H, inner=INNER), TokenMLP),
     "ours": (lambda: SwiGLUMLP(H, INNER), GatedMLP),
 }
 
@@ -384,7 +364,7 @@ def test_what_does_not_compute_each_token_by_itself_is_left(make):
 
 
 def test_choosing_tiles():
-    model = nn.ModuleList([made(), made(Plain), made(Squared)])
+    model = nn.ModuleList([made(), made(Plain), made(MODULES["another gate"][0])])
 
     def replaced(**options):
         return {entry.path: entry.replaced_by for entry in patch(model, loss_head=False, **options).replaced}

@@ -104,13 +104,16 @@ def test_a_paper_takes_ten_lines(paper):
     elif paper is ProbabilityLoss:
         value, exact = ProbabilityLoss()(weight, hidden, ids), (1 - logps.exp() ** 2).mean() / 2
     else:
-        register_objective("aspo", aspo)
-        advantages = torch.tensor([1.0, -0.5, 2.0, 0.0])
-        loss, mask = LigerFusedLinearGRPOLoss(loss_type="aspo", beta=0.0, epsilon_high=0.4), torch.ones_like(ids)
+        register_objective("aspo", aspo, normalizer="sequence_mean")
+        mask, advantages = torch.arange(5) < torch.tensor([5, 2, 3, 0])[:, None], torch.tensor([1.0, -0.5, 2.0, 0.0])
+        options = {"loss_type": "aspo", "beta": 0.0, "epsilon_high": 0.4}
+        loss = LigerFusedLinearGRPOLoss(**options)
         value, _ = loss(hidden, weight, ids, mask, advantages, old_per_token_logps=old)
         a, ratio = advantages[:, None], (logps - old).exp()
         weighted = torch.where(a > 0, ratio / ratio.detach() ** 2, ratio)
-        exact = -torch.minimum(weighted * a, weighted.clamp(0.8, 1.4) * a).mean()
+        terms = torch.minimum(weighted * a, weighted.clamp(0.8, 1.4) * a)
+        exact = -((terms * mask).sum(1) / mask.sum(1).clamp(min=1)).mean()
+        torch.testing.assert_close(functional.grpo_loss(logps, advantages, mask, old_logps=old, **options), exact)
     torch.testing.assert_close(value.double(), exact, rtol=1e-5, atol=1e-7)
     found, expected = (torch.autograd.grad(x, (hidden, weight)) for x in (value, exact))
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-7)
@@ -132,13 +135,9 @@ def test_a_loss_with_options_of_its_own_checks_them_when_they_are_set():
 
     hidden, weight, labels, _ = problem(shape=(4, 5))
     loss = Smoothed(floor=1e9)
+    with pytest.raises(ValueError, match="must not be negative"):
+        loss.floor = -1.0
     assert loss(weight, hidden, labels)[0] == 0
-    for value in (-1.0, 0.0):
-        try:
-            loss.floor = value
-        except ValueError:
-            assert loss.floor == 1e9
-    assert loss.floor == 0.0
 
 
 def jeffreys(log_p, log_q, a, b, c):
@@ -217,28 +216,6 @@ def test_a_new_divergence_takes_two_functions_and_a_row(backend, dtype):
     assert metrics.soft_loss > 0
 
 
-def squared(log_ratio, logps, advantages, options):
-    return advantages * logps - 0.3 * log_ratio.square()
-
-
-@pytest.mark.usefixtures("registered")
-def test_a_registered_objective_is_a_loss_type():
-    register_objective("squared", squared, normalizer="sequence_mean")
-    hidden, weight, ids, _ = problem(shape=(4, 5), dtype=torch.float64, masked=0.0)
-    mask, advantages = torch.arange(5) < torch.tensor([5, 2, 3, 0])[:, None], torch.tensor([1.0, -0.5, 2.0, 1.0])
-    logps = plain_statistics(hidden, weight, ids)["logp"]
-    old = logps.detach() - 0.2
-    terms = advantages[:, None] * logps - 0.3 * (logps - old) ** 2
-    exact = -((terms * mask).sum(1) / mask.sum(1).clamp(min=1)).mean()
-    given = {"old_logps": old, "beta": 0.0, "loss_type": "squared"}
-    torch.testing.assert_close(functional.grpo_loss(logps, advantages, mask, **given), exact)
-    loss = LigerFusedLinearGRPOLoss(loss_type="squared", beta=0.0)
-    value, _ = loss(hidden, weight, ids, mask, advantages, old_per_token_logps=old)
-    torch.testing.assert_close(value, exact.float())
-    found, expected = (torch.autograd.grad(x, (hidden, weight)) for x in (value, exact))
-    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-7)
-
-
 @pytest.mark.usefixtures("registered")
 @pytest.mark.parametrize(
     ("value", "message"),
@@ -256,9 +233,9 @@ def test_objectives_that_cannot_be_right_are_refused(value, message):
         register_objective("mine", value)
     assert "mine" not in policy_tables.LOSS_TYPES
     with pytest.raises(ValueError, match="already"):
-        register_objective("dapo", squared)
+        register_objective("dapo", aspo)
     with pytest.raises(ValueError, match="unknown normalizer"):
-        register_objective("mine", squared, normalizer="mean")
+        register_objective("mine", aspo, normalizer="mean")
 
 
 @pytest.mark.usefixtures("registered")

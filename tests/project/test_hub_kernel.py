@@ -15,6 +15,7 @@ import torch
 
 import liger_losses
 from liger_losses.layers.rms_norm import rms_norm
+from tests.models import small
 from tests.reference import relative_error
 
 FOLDER = pathlib.Path(__file__).parents[2] / "kernels"
@@ -122,12 +123,8 @@ def tiny(family):
     """The module of a family, a model, and our layers by the classes that they replace."""
     module = importlib.import_module(f"transformers.models.{family.lower()}.modeling_{family.lower()}")
     norm, mlp, options = FAMILIES[family]
-    config = getattr(module, f"{family}Config")(
-        vocab_size=61, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=2, max_position_embeddings=32, **options,
-    )  # fmt: skip
     layers = {getattr(module, f"{family}RMSNorm"): norm, getattr(module, f"{family}MLP"): mlp}
-    return module, getattr(module, f"{family}ForCausalLM")(config), layers
+    return module, small(family, vocab_size=61, num_hidden_layers=2, **options), layers
 
 
 @pytest.mark.parametrize("backend", ["torch", "triton"])

@@ -17,7 +17,7 @@ import zipfile
 import pytest
 
 import liger_losses
-from tests.project.address import addresses, declared
+from tests.project.test_project_files import project
 
 pytestmark = pytest.mark.slow
 
@@ -108,7 +108,7 @@ def test_the_page_of_the_index_links_to_files_that_exist(distributions):
     pictures, links = re.findall(r'<img src="([^"]+)"', page), re.findall(r'<a href="([^"#]+)', page)
     assert len(pictures) >= 1
     assert len(links) > 10
-    repository, _ = addresses(*declared())
+    repository = project()["urls"]["Repository"]
     for target, kind in [*((picture, "raw") for picture in pictures), *((link, "blob") for link in links)]:
         assert target.startswith("https://"), target
         if target.startswith(repository):

@@ -1,29 +1,193 @@
-"""The package without the private names of torch that it uses: see :mod:`tests.project.private_names`."""
+"""The package without the private names of torch that it uses: it is imported, patches a model, and trains it right.
+
+``python -m tests.project.test_private_names`` prints a line of JSON for each case: the type of the patched model's
+logits (or the error), and the reasons of what ``patch`` left. It imports the package once names are absent.
+"""
 
 import ast
+import importlib
 import itertools
 import json
+import os
 import pathlib
 import re
 import subprocess
 import sys
+import traceback
 
 import pytest
+import torch
 from torch import nn
 
-import liger_losses
-from liger_losses.layers.plain import _HOOKS, is_plain_linear
-from tests.project.private_names import AT_IMPORT, HOOKS, IN_CALLS
+#: Where modules keep their hooks.
+HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+#: Where names are, and the names. The package reads these while it is imported: most are absent together.
+AT_IMPORT = [
+    [
+        ("torch", "_VF"),
+        ("torch", "_assert_async"),
+        ("torch._C", "_are_functorch_transforms_active"),
+        ("torch._C._functorch", "is_legacy_batchedtensor"),
+        ("torch.autograd.Variable", "_execution_engine"),
+        ("torch.fx.experimental.symbolic_shapes", "has_static_value"),
+        ("torch.nn.modules.module", "_has_any_global_hook"),
+        ("torch.utils._python_dispatch", "_disable_current_modes"),
+    ],
+    [("torch", "_dynamo")],
+    [("torch.Tensor", "_make_wrapper_subclass")],
+]
+#: The package reads these in calls: each is absent alone.
+IN_CALLS = [
+    ("torch.Tensor", "_base"),
+    ("torch.Tensor", "_version"),
+    ("torch.autograd.forward_ad", "_current_level"),
+    ("torch.compiler", "_is_exporting_flag"),
+    ("torch._dynamo", "symbolic_convert"),
+    ("torch.nn.Module", "_compiled_call_impl"),
+    *(("torch.nn.Module", name) for name in HOOKS),
+]
+
+
+class MLP(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.gate, self.up, self.down = nn.Linear(8, 24), nn.Linear(8, 24), nn.Linear(24, 8)
+
+    def forward(self, x):
+        return self.down(nn.functional.silu(self.gate(x)) * self.up(x))
+
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embed, self.norm, self.mlp, self.head = nn.Embedding(13, 8), nn.LayerNorm(8), MLP(), nn.Linear(8, 13)
+
+    def get_output_embeddings(self):
+        return self.head
+
+    def forward(self, ids):
+        x = self.embed(ids)
+        return self.head(x + self.mlp(self.norm(x)))
+
+
+def absent(*_):
+    raise AttributeError("a private name")
+
+
+def take_away(place, name, patched):
+    """Make a name absent, and replace what torch itself needs it for."""
+    if name == "_make_wrapper_subclass":  # a type of C has these
+        patched.setattr(torch.Tensor, name, None)
+    elif place == "torch.Tensor":
+        patched.setattr(torch.Tensor, name, property(absent))
+    elif place == "torch.nn.Module":
+        read = lambda self, key: absent() if key == name else object.__getattribute__(self, key)  # noqa: E731
+        patched.setattr(nn.Module, "__getattribute__", read)
+        patched.setattr(nn.Module, "__call__", lambda self, *args, **kwargs: self.forward(*args, **kwargs))
+        for register in ("register_forward_hook", "register_forward_pre_hook"):
+            patched.setattr(nn.Module, register, lambda self, hook, **kwargs: None)
+    elif name in ("_dynamo", "symbolic_convert"):
+        for mark in ("disable", "assume_constant_result"):
+            patched.setattr(torch.compiler, mark, lambda function=None, **_: function)
+        patched.setitem(sys.modules, f"{place}.{name}", None)
+    else:
+        owner = torch.autograd.Variable if place.endswith("Variable") else importlib.import_module(place)
+        patched.delattr(owner, name, raising=False)
+        patched.setattr(torch.compiler, "is_exporting", lambda: False)
+
+
+def load():
+    """Import the package, and what it imports when it is used."""
+    import liger_losses
+    from liger_losses.layers import glu_kernels  # noqa: F401
+
+    return liger_losses, liger_losses.patch, liger_losses.linear_divergence, liger_losses.split_by_coefficient
+
+
+def run(names):
+    """Patch a model and train it, and compare that and some functions with plain ones."""
+    import liger_losses as liger
+    from liger_losses import checks
+    from liger_losses.kernels import divergence_terms, reading
+    from liger_losses.patching.lazy import traced_logits
+
+    torch.manual_seed(0)
+    model, ids = Model(), torch.randint(13, (3, 7))
+    results = []
+    for patched in (False, True):
+        if patched:
+            report = liger.patch(model, tile_mlps=4)
+        logits = model(ids)
+        loss = nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
+        loss = loss + logits.log_softmax(-1).gather(-1, ids[..., None]).mean()
+        results.append([loss, *torch.autograd.grad(loss, model.parameters())])
+    torch.testing.assert_close(*results)
+
+    hidden, weight = torch.randn(3, 7, 8, requires_grad=True), model.head.weight.detach()
+    coefficients = torch.tensor([1.0, 0.0, 2.0])
+    outputs = liger.split_by_coefficient(lambda rows: hidden[rows], coefficients) * coefficients[:, None, None]
+    (gradient,) = torch.autograd.grad(outputs.sum(), hidden)
+    torch.testing.assert_close(gradient, coefficients[:, None, None].expand_as(hidden))
+
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(checks, "host_checks", lambda device: "_assert_async" not in names)
+        logits, temperature = hidden @ weight.t(), torch.rand(3, 7) + 0.5
+        found = liger.linear_logps(hidden, weight, ids, temperature=temperature)
+    exact = (logits / temperature[..., None]).log_softmax(-1).gather(-1, ids[..., None])[..., 0]
+    gradients = [torch.autograd.grad(logps.sum(), hidden, retain_graph=True) for logps in (found, exact)]
+    torch.testing.assert_close([found, *gradients[0]], [exact, *gradients[1]])
+    teacher = liger.Teacher(hidden.detach().flip(0), weight)
+    found = liger.linear_divergence(hidden, weight, ids, teacher, liger.Divergence.forward_kl()).divergence
+    log_p, log_q = (x.log_softmax(-1) for x in (logits.flip(0), logits))
+    torch.testing.assert_close(found, (log_p.exp() * (log_p - log_q)).sum(-1))
+    assert divergence_terms.series_of(liger.Divergence.forward_kl()).radius
+    with pytest.raises(RuntimeError):
+        reading.assert_on_device(torch.tensor(False))
+    assert "symbolic_convert" not in names or traced_logits.is_one_graph()
+    return type(model(ids)).__name__, [entry.reason for entry in report.left]
+
+
+def result_of(names, at_import):
+    try:
+        with pytest.MonkeyPatch.context() as patched:
+            for place, name in names:
+                take_away(place, name, patched)
+            load()
+            found = None if at_import else run([name for _, name in names])
+        return json.dumps(found or run([name for _, name in names]))
+    except BaseException as error:
+        traceback.print_exc()
+        return json.dumps([f"{type(error).__name__}: {error}", []])
+
+
+def main():
+    """A process for each case of the import, which starts with what others import too."""
+    import torch._dynamo
+    import torch.fx.experimental.symbolic_shapes  # noqa: F401
+    import triton.language  # noqa: F401
+
+    for names in AT_IMPORT:
+        reader, writer = os.pipe()
+        if not os.fork():
+            os.write(writer, result_of(names, at_import=True).encode())
+            os._exit(0)
+        os.close(writer)
+        with os.fdopen(reader) as found:
+            print(found.read(), flush=True)
+        os.wait()
+    for name in IN_CALLS:
+        print(result_of([name], at_import=False), flush=True)
+
 
 #: Of transformers and accelerate, which modules need not have; of named tuples; and the package's own.
 OTHERS = {"_C", "_apply_gate", "_hf_hook", "_original_forward", "_fields", "_make", "_replace", "_asdict", "_input"}
-OTHERS |= {"_attn_implementation", "_is_stateful"}
+OTHERS |= {"_attn_implementation", "_can_set_attn_implementation", "_is_stateful"}
 LISTED = [*itertools.chain.from_iterable(AT_IMPORT), *IN_CALLS]
 
 
 def test_without_private_names():
     """In one process, as starting it takes longer than a name does."""
-    command = [sys.executable, "-W", "ignore", "-m", "tests.project.private_names"]
+    command = [sys.executable, "-W", "ignore", "-m", "tests.project.test_private_names"]
     lines = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout.splitlines()
     cases = [*(names[-1][1] for names in AT_IMPORT), *(name for _, name in IN_CALLS)]
     for name, line in zip(cases, lines, strict=True):
@@ -34,8 +198,10 @@ def test_without_private_names():
         assert [word in reason for word, reason in zip(expected, reasons, strict=True)] == [True] * len(expected), name
 
 
-@pytest.mark.parametrize("name", _HOOKS)
+@pytest.mark.parametrize("name", HOOKS)
 def test_a_layer_whose_hooks_cannot_be_told_is_called(name):
+    from liger_losses.layers.plain import is_plain_linear
+
     layer = nn.Linear(2, 3)
     assert is_plain_linear(layer)
     delattr(layer, name)
@@ -47,8 +213,10 @@ def test_the_list_has_the_names_that_the_package_uses():
 
     Places in packages that it integrates with are names too, and have tests of their own.
     """
+    from liger_losses.layers.plain import _HOOKS
+
     used, own, text = set(), set(), ""
-    folder = pathlib.Path(liger_losses.__file__).parent
+    folder = pathlib.Path(__file__).parents[2] / "liger_losses"
     for path in folder.rglob("*.py"):
         if path.relative_to(folder).parts[0] in ("trl", "integrations"):
             continue
@@ -70,3 +238,7 @@ def test_the_list_has_the_names_that_the_package_uses():
     assert HOOKS == _HOOKS
     assert private - OTHERS <= listed
     assert not [name for _, name in LISTED if name not in text]
+
+
+if __name__ == "__main__":
+    main()

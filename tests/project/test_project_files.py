@@ -1,6 +1,5 @@
 """The files around the code agree with it, and with each other."""
 
-import ast
 import pathlib
 import re
 import shutil
@@ -11,7 +10,7 @@ import pytest
 
 import liger_losses
 from liger_losses.checks import DOCUMENTATION
-from tests.project.address import addresses, declared, uses
+from tests.project.test_docs import anchors_of
 
 ROOT = pathlib.Path(__file__).parents[2]
 WORKFLOWS = sorted((ROOT / ".github" / "workflows").glob("*.yml"))
@@ -37,10 +36,6 @@ def project():
 def targets():
     """The targets of the Makefile that have a rule."""
     return set(re.findall(r"^([a-z][a-z-]*):", text("Makefile"), re.MULTILINE))
-
-
-def test_there_is_a_workflow_for_everything():
-    assert [path.stem for path in WORKFLOWS] == ["docs", "release", "test"]
 
 
 @pytest.mark.parametrize("path", WORKFLOWS, ids=lambda path: path.stem)
@@ -80,17 +75,6 @@ def test_a_person_starts_the_release_which_publishes_without_a_token():
     assert "password" not in text(".github/workflows/release.yml")
 
 
-def test_issue_forms_ask_for_what_is_needed():
-    forms = [path for path in (ROOT / ".github" / "ISSUE_TEMPLATE").glob("*.yml") if path.stem != "config"]
-    assert len(forms) == 3
-    for path in forms:
-        form = loaded(path)
-        assert {"name", "description", "body"} <= set(form)
-        for field in form["body"]:
-            assert field["type"] in ("textarea", "input", "checkboxes", "dropdown", "markdown")
-            assert field["attributes"]["label"]
-
-
 def test_versions_agree():
     version = liger_losses.__version__
     assert loaded("CITATION.cff")["version"] == version
@@ -124,37 +108,33 @@ def test_the_release_list_names_what_is_said_of_the_package_index():
 
 
 def test_every_address_is_the_one_in_pyproject():
-    """The list of all uses: `make address` writes them."""
-    here = addresses(*declared())
-    assert project()["urls"]["Documentation"] == DOCUMENTATION == f"{here[1]}/"
-    found = uses()
-    assert [f"{path}:{number}: {address}" for path, number, address in found if address not in here] == []
-    assert not found or {"README.md", "CITATION.cff", "SECURITY.md", "docs/quick_start.md"} <= {use[0] for use in found}
-
-
-def test_the_address_changes_with_one_line(tmp_path, monkeypatch):
-    from tests.project import address
-
-    for name in {path for path, _, _ in uses()}:
-        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
-        old = text(name)
-        new = old.replace('Repository = "https://github.com/liger-', 'Repository = "https://github.com/new-')
-        (tmp_path / name).write_text(new if name == "pyproject.toml" else old)
-    if not uses():
+    """`make address` changes them."""
+    urls = project()["urls"]
+    assert urls["Documentation"] == DOCUMENTATION
+    own, name = {urls["Repository"], DOCUMENTATION.rstrip("/")}, urls["Repository"].rpartition("/")[2]
+    pattern = rf"https://(github\.com/[A-Za-z0-9_.-]+|[A-Za-z0-9_.-]+\.github\.io)/{name}"
+    found = subprocess.run(["git", "grep", "-hoE", pattern], cwd=ROOT, capture_output=True, text=True, check=False)
+    if found.returncode:
         pytest.skip("there is no git here")
-    subprocess.run(["git", "init", "-q"], cwd=tmp_path, check=True)
-    subprocess.run(["git", "add", "."], cwd=tmp_path, check=True)
-    monkeypatch.setattr(address, "ROOT", tmp_path)
-    before, old = len(uses()), address.current()
-    address.main()
-    assert address.current() == address.declared() != old
-    assert len(uses()) == before > 10
-    assert {found for _, _, found in uses()} == {*addresses(*address.declared())}
+    assert {*found.stdout.split()} == own
+
+
+def test_the_address_changes_at_once(tmp_path):
+    if shutil.which("make") is None or shutil.which("git") is None:
+        pytest.skip("make or git is not installed")
+    for name in ("Makefile", "pyproject.toml", "README.md", "liger_losses/checks.py"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        shutil.copy(ROOT / name, tmp_path / name)
+    for command in ("git init -q", "git add .", "make address TO=new-owner/new-name"):
+        subprocess.run(command.split(), cwd=tmp_path, check=True, capture_output=True)
+    changed = (tmp_path / "liger_losses/checks.py").read_text()
+    assert 'DOCUMENTATION = "https://new-owner.github.io/new-name/"' in changed
+    assert 'Repository = "https://github.com/new-owner/new-name"' in (tmp_path / "pyproject.toml").read_text()
+    assert project()["urls"]["Repository"] not in (tmp_path / "README.md").read_text()
 
 
 def test_the_readme_has_the_commands_that_need_no_installation():
     lines = text("README.md").splitlines()
-    assert len(lines) <= 118
     for target in ("demo", "test"):
         assert any(line.split("#")[0].strip() == f"make {target}" for line in lines), target
         assert f"\n{target}:" in text("Makefile"), target
@@ -204,20 +184,10 @@ def test_prose_has_lines_of_at_most_120_characters():
     assert found == []
 
 
-def linked_headings():
-    """The headings that ``see("...")`` names in the library."""
-    found = set()
-    for path in (ROOT / "liger_losses").rglob("*.py"):
-        for node in ast.walk(ast.parse(path.read_text())):
-            if isinstance(node, ast.Call) and getattr(node.func, "id", "") == "see":
-                found.add(ast.literal_eval(node.args[0]))
-    return found
-
-
 def test_errors_link_to_headings_that_exist():
-    linked = linked_headings()
+    """Those that ``see("...")`` names in the library."""
+    calls = (re.findall(r'\bsee\("([^"]+)"\)', path.read_text()) for path in (ROOT / "liger_losses").rglob("*.py"))
+    linked = {name for names in calls for name in names}
     assert len(linked) >= 10
-    headings = re.findall(r"^#+ +(.+?)(?: +#+)?$", text("docs/errors.md"), re.MULTILINE)
-    anchors = {re.sub(r"[^\w\s-]", "", heading).strip().lower().replace(" ", "-") for heading in headings}
-    anchors |= set(re.findall(r"\{ *#([\w-]+)", text("docs/errors.md")))  # given explicitly
-    assert linked <= anchors, linked - anchors
+    explicit = re.findall(r"\{ *#([\w-]+)", text("docs/errors.md"))
+    assert linked <= anchors_of(ROOT / "docs/errors.md") | {*explicit}

@@ -1,5 +1,8 @@
 """Packed completions compute what each completion computes behind a copy of its prompt."""
 
+import functools
+import inspect
+
 import pytest
 import torch
 
@@ -7,6 +10,7 @@ pytest.importorskip("transformers", reason="transformers is not installed")
 
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.utils import _pytree
+from transformers import ContinuousBatchingConfig, DynamicCache, GenerationConfig
 from transformers.masking_utils import sliding_window_causal_mask_function
 
 from liger_losses import CannotShareError, loss_inputs, pack_completions
@@ -29,15 +33,54 @@ def test_losses_and_gradients_are_those_of_repeated_prompts(name):
 
 
 def test_the_rest_of_a_model_is_as_it_was():
-    """Ordinary batches and generation; and layers that are checkpointed, which backward runs outside of the context."""
+    """Ordinary batches and generation, and the name that other code reads; and layers that are checkpointed, which
+    backward runs outside of the context."""
     model, batch = family("gemma2"), drawn(0)
     ids = torch.tensor([[3, 4, 5, 6, 7, 8, 9, 3]])
     before, text = model(ids).logits, model.generate(ids, max_new_tokens=4, do_sample=False)
     expected = loss_and_gradients(model, shared(model, *batch))[1]
+    assert model.config._attn_implementation == "eager"
     assert torch.equal(model(ids).logits, before)
     assert torch.equal(model.generate(ids, max_new_tokens=4, do_sample=False), text)
     model.gradient_checkpointing_enable()
     assert apart(loss_and_gradients(model, shared(model, *batch))[1], expected) == (0, 0)
+
+
+@pytest.mark.parametrize("name", ["eager", "sdpa"])
+def test_checkpointed_layers_attend_by_the_block_mask_that_they_get(name, monkeypatch):
+    """Backward runs them again outside of the context, with the mask of the forward."""
+
+    def all_scores(query, key, value, mask, scaling, *_):
+        places = torch.arange(query.shape[2])
+        sees = mask.mask_mod(0, 0, places[:, None], places)[None, None]
+        options = {"attn_mask": sees, "scale": scaling, "enable_gqa": True}
+        return torch.nn.functional.scaled_dot_product_attention(query, key, value, **options).transpose(1, 2)
+
+    model, batch = family("llama", name), drawn(0)
+    expected = loss_and_gradients(model, shared(model, *batch))[1]
+    model.gradient_checkpointing_enable()
+    monkeypatch.setattr(attention, "_reason_against_flex", lambda *_: None)
+    monkeypatch.setattr(attention, "flex_attention", all_scores)
+    assert apart(loss_and_gradients(model, shared(model, *batch))[1], expected)[0] < 1e-6
+
+
+@pytest.mark.parametrize("name", ["eager", "sdpa"])
+def test_packed_models_generate_by_continuous_batching(name):
+    """transformers then reads the name of the attention implementation, and refuses those that it does not know."""
+    model, ids = family("llama", name).eval(), [3, 4, 5]
+    shared(model, *drawn(0))
+    options = GenerationConfig(max_new_tokens=4, do_sample=False, eos_token_id=2, pad_token_id=0)
+    sizes = ContinuousBatchingConfig(num_blocks=4, max_batch_tokens=8)
+    (found,) = model.generate_batch([ids], options, continuous_batching_config=sizes, progress_bar=False).values()
+    assert ids + found.generated_tokens == model.generate(torch.tensor([ids]), options)[0].tolist()
+
+
+def test_packed_models_are_compiled_whole(nothing_compiled):
+    model, ids = family("llama", "sdpa"), torch.tensor([[0, 4, 5, 6], [3, 4, 5, 6]])
+    shared(model, *drawn(0))
+    batch = {"input_ids": ids, "attention_mask": ids != 0, "use_cache": False}
+    compiled = torch.compile(model, backend="eager", fullgraph=True)
+    torch.testing.assert_close(compiled(**batch).logits, model(**batch).logits)
 
 
 def test_a_completion_sees_its_prompt_and_itself_alone():
@@ -78,22 +121,43 @@ def flex_attention_of(batch, window=None, heads=(4, 2), **options):
 @pytest.mark.parametrize("sinks", [False, True])
 def test_flex_attention_is_that_of_all_scores_and_compiled_once(window, softcap, sinks, monkeypatch, nothing_compiled):
     counter = CompileCounterWithBackend("eager")
-    compiled = torch.compile(attention._flex, backend=counter)
-    monkeypatch.setattr(attention, "_compiled", lambda: compiled)
+    monkeypatch.setattr(attention, "_compiled", functools.partial(attention._compiled, backend=counter))
     for seed, longest in enumerate((40, 300, 90, 150)):
         options = {"softcap": softcap, "sinks": torch.randn(4) if sinks else None}
         torch.testing.assert_close(*flex_attention_of(drawn(seed, longest=longest), window, **options))
     assert counter.frame_count == 1
 
 
+def test_layers_may_be_on_several_devices(monkeypatch):
+    """Whoever spreads a model moves masks from device to device, but not the tensors of their functions."""
+    devices = set()
+
+    def compiled(query, key, value, blocks, rows, *_):
+        devices.update(tensor.device.type for tensor in (query, key, value, rows, *blocks.values()))
+        return query.flatten(2, 3), None
+
+    monkeypatch.setattr(attention, "_compiled", lambda: compiled)
+    packed = pack_completions([[3]], [[4]])
+    query = torch.randn(1, 2, 256, 16, device="meta")
+    attention.flex_attention(query, query, query, block_mask(RowMask(packed, None)).to("meta"))
+    assert devices == {"meta"}
+    assert packed.completion_states(query.new_zeros(1, 256, 8)).shape == (1, 1, 8)
+
+
 def test_as_many_kinds_of_models_as_there_are_in_a_process_are_compiled(monkeypatch, nothing_compiled):
     """Beyond torch.compile's own limit of 8, FlexAttention would compute all pairs of tokens."""
-    counter = CompileCounterWithBackend("eager")
-    compiled = torch.compile(attention._flex, backend=counter)
-    monkeypatch.setattr(attention, "_compiled", lambda: compiled)
+    graphs, limits = [], set()
+
+    def backend(graph, inputs):
+        graphs.append(graph)
+        return lambda *tensors: limits.add(torch._dynamo.config.recompile_limit) or graph(*tensors)
+
+    monkeypatch.setattr(attention, "_compiled", functools.partial(attention._compiled, backend=backend))
     for heads in range(1, 10):
         torch.testing.assert_close(*flex_attention_of(drawn(0), heads=(heads, 1)))
-    assert counter.frame_count == 9
+    assert len(graphs) == 9
+    if "recompile_limit" in inspect.signature(torch.compile).parameters:
+        assert limits == {8}  # while it runs, other functions keep theirs
 
 
 def test_under_autocast_queries_keys_and_values_have_its_dtype(monkeypatch):
@@ -121,6 +185,8 @@ REFUSED = {
     "qwen3_next": ({"layer_types": ["linear_attention", "full_attention"]}, "its layers .linear_attention. mix tokens"),
     "roberta": ({"is_decoder": True}, "its positions do not count from 0"),
     "bloom": ({}, "takes no position_ids"),
+    # The scale is 1 for the first 8,192 tokens of a row, so that short rows would not show it.
+    "llama4_text": ({"layer_types": ["full_attention"] * 2}, "scaled by tokens' places in the row"),
 }
 
 
@@ -141,16 +207,33 @@ def test_attention_dropout_is_refused_in_training():
 
 def test_a_model_that_bypasses_the_interface_is_refused(monkeypatch):
     model = family("llama")
-    monkeypatch.setattr(type(model), "set_attn_implementation", lambda self, name: None)  # as where it only warns
+    monkeypatch.setattr(type(model.model), "_can_set_attn_implementation", lambda model: False)
     with pytest.raises(CannotShareError, match="its attention does not use transformers' AttentionInterface"):
         shared(model, *drawn(0))
+
+
+@pytest.mark.parametrize("mask", [None, torch.ones(256, 256).triu(1).mul(-1e9)[None, None]], ids=["none", "causal"])
+def test_a_model_that_makes_its_mask_by_itself_is_refused(mask, monkeypatch):
+    monkeypatch.setattr("transformers.models.llama.modeling_llama.create_causal_mask", lambda **_: mask)
+    with pytest.raises(CannotShareError, match="of its 2 layers, 0 took their attention and its mask from"):
+        shared(family("llama", "sdpa"), *drawn(0))
+
+
+def test_tokens_beside_the_row_are_refused():
+    model, packed = family("llama"), pack_completions([[3, 4]], [[5]])
+    model(torch.tensor([[3, 4, 5]]), past_key_values=(cache := DynamicCache()))
+    with pytest.raises(CannotShareError, match="the packed row has 256 tokens, and attention 256 queries and 259 keys"):
+        loss_inputs(model, packed, past_key_values=cache)
+    for name in ("labels", "position_ids", "pixel_values"):
+        with pytest.raises(ValueError, match=f"packed completions have their ids.*: leave out {name}"):
+            loss_inputs(model, packed, **{name: torch.ones(1, 1)})
 
 
 def test_a_layer_that_bypasses_the_interface_is_refused(monkeypatch):
     model = family("llama")
     layer = model.model.layers[1].self_attn
     monkeypatch.setattr(layer, "forward", lambda hidden_states, **_: (hidden_states, None))
-    with pytest.raises(CannotShareError, match="of its 2 layers, 1 took their attention from"):
+    with pytest.raises(CannotShareError, match="of its 2 layers, 1 took their attention and its mask"):
         shared(model, *drawn(0))
 
 

@@ -68,7 +68,10 @@ class Sizes(NamedTuple):
 STATISTICS = ("logp", "entropy", "lse", "mean_logp", "log_sum_sq_probs", "mean_logit")
 WITH_FORMULA = tuple(name for name, loss in LOSSES.items() if loss.formula is not None)
 #: Those of a teacher, whose temperature is an option of the loss.
-DISTILLED = ("JSD", "KL", "KL, top-k", "KL, logits", "reverse KL", "TVD", "alpha-beta", "cosine", "MiniLLM")
+DISTILLED = (
+    *("JSD", "KL", "KL, top-k", "KL, renormalized", "KL, logits", "reverse KL", "TVD", "alpha-beta", "cosine"),
+    "MiniLLM",
+)
 METRICS = ("entropy", "lse", "argmax", "mean_logit")
 REGISTERED["second_moment_of_shares"] = lambda log_p: log_p.exp() * log_p.square()
 
@@ -194,8 +197,6 @@ class Row:
             return False
         if self.ranks != "alone" and not self._may_be_shared:
             return False
-        if self.compares and self.backend == "triton" and self.blocks == "small workspace":
-            return False  # tiles so small take long in Triton's interpreter; they have a test of their own
         if self.asks == "largest" and self.dtype in ("bfloat16", "float16"):
             return False  # logits that are nearly equal may change places
         if self.labels == "one unlikely" and self.asks in ("metrics", "largest") and self.transform != "none":
@@ -296,8 +297,8 @@ REFUSED: tuple[tuple[dict[str, tuple[Any, ...]], type[Exception], str], ...] = (
 
 def refused(row: Row) -> tuple[type[Exception], str] | None:
     """The error of a row's call, if it has one."""
-    if row.kept and row.blocks == "no active token":
-        return None  # such a call stops before it comes to the head
+    if (row.kept and row.blocks == "no active token") or row.loss == "KL, renormalized":
+        return None  # such a call comes to no product with the whole head
     for values, error, words in REFUSED:
         if all(getattr(row, name) in some for name, some in values.items()):
             return error, words
@@ -505,7 +506,7 @@ def class_weight(row: Row, dtype: torch.dtype) -> Tensor | None:
     """In the row's dtype, whose rounding is no error of a result."""
     if row.asks != "statistics":
         return None
-    return torch.linspace(0.2, 1.4, row.sizes.vocab, dtype=getattr(torch, row.dtype)).to(dtype)
+    return torch.linspace(0.2, 1.4, row.sizes.vocab).to(getattr(torch, row.dtype)).to(dtype)
 
 
 def _token_loss(statistics: Any, labels: Tensor, w: Tensor) -> Tensor:
@@ -701,14 +702,17 @@ def check(row: Row, part: Part | None = None) -> None:
         again = gradients(outputs, given.of_leaves(), row)
     for a, b in zip(ours, again, strict=True):
         # PyTorch adds up kept columns in any order on a GPU, and the second time, tokens that were left out are back.
-        # Small entries that cancel have the rounding of large ones.
-        other_order = a.numel() and (a.is_cuda or row.upstream == "some")
-        close = rounding(a.dtype) * float(a.detach().abs().max()) if other_order else 0.0
+        # Such sums are rounded to either side, and small entries that cancel have the rounding of large ones.
+        other_order = a.numel() and (a.is_cuda or row.ranks != "alone" or row.upstream == "some")
+        unit = max(torch.finfo(a.dtype).eps, rounding(a.dtype))
+        close = unit * float(a.detach().abs().max()) if other_order else 0.0
         torch.testing.assert_close(a, b, rtol=rounding(a.dtype), atol=1e-6 if row.invariant else close)
     wide = clean if row.dtype == "float64" else clean.cast(torch.float64)
     exact = plain(row, wide)
     rough = exact if wide is clean else plain(row, clean)
-    floor = max(2 * rounding(getattr(torch, row.dtype)), 1e-12 if found[0].dtype == torch.float64 else 1e-6)
+    # On a GPU, each shape has an order of sums in cuBLAS.
+    least = 1e-12 if found[0].dtype == torch.float64 else 1e-5 if found[0].is_cuda else 1e-6
+    floor = max(2 * rounding(getattr(torch, row.dtype)), least)
     exact_gradients = gradients(exact, wide.of_leaves(), row)
     near = [of_rounded_inputs(row, wide, seed) for seed in range(4)]
     for i, (a, p, e) in enumerate(zip(found, rough, exact, strict=True)):

@@ -65,6 +65,8 @@ def inputs() -> Any:
     x.ref_hidden, x.ref_weight = 1.5 * wave(B, T, H, phase=6.0), 1.2 * wave(V, H, phase=7.0)
     x.advantages, x.token_advantages = torch.tensor([1.2, -0.7, 0.4, -1.1], dtype=torch.float64), wave(B, T)
     x.desirable, x.prompts = torch.tensor([True, False, False, True]), torch.tensor([0, 1, 0, 1])
+    x.of_both_signs = torch.tensor([0, 0, 1, 0])  # prompts; the second one's advantages have one sign
+    x.some = x.mask & (torch.arange(B) < 3)[:, None]  # the last completion has no tokens
     x.token_weights, x.of_each = 1 + wave(B, T), 1 + wave(B)
     x.shifted_weights = x.token_weights.roll(-1, 1)
     x.temperature, x.other_labels = 1.0 + 0.3 * wave(B, T, phase=8.0), x.labels.roll(1, 1)
@@ -83,6 +85,7 @@ def inputs() -> Any:
     x.teacher_hidden = 1.5 * wave(B, T, H_TEACHER, phase=9.0)
     x.teacher_weight = 1.2 * wave(V, H_TEACHER, phase=10.0)
     x.teacher = Teacher(x.teacher_hidden, x.teacher_weight)
+    x.capped = Teacher(x.teacher_hidden, x.teacher_weight, logit_scale=1.1, softcap=2.0)
     x.narrower = Teacher(x.teacher_hidden, x.teacher_weight[: V - 2], columns_correspond=True)
     x.log_p = (x.hidden @ x.weight.t()).log_softmax(-1)
     x.log_q = (x.teacher_hidden @ x.teacher_weight.t()).log_softmax(-1)
@@ -159,6 +162,8 @@ cases("CE", PLAIN, *every("chunk_size", 3), {"chunk_size": 2} | Z | SMOOTHED, {"
 cases("CE", "weight hidden labels num_items_in_batch=9", {}, Z)
 cases("CE", "weight hidden labels token_weights=token_weights", {}, NONE, CLASSES, *every("shift", True))
 cases("CE", "weight hidden labels token_weights=token_weights", *every("use_token_scaling", True))
+SCALED = {"use_token_scaling": True}
+cases("CE", PLAIN, SCALED | Z, SCALED | CLASSES, SCALED | NONE, SCALED | Z | {"reduction": "sum", "chunk_size": 3})
 cases("CE", "heads hidden labels bias=biases", {}, NONE, {"shift": [1, 2]} | Z, {"head_weights": [0.5, 2.0]} | ALL)
 cases("CE", "heads hidden labels bias=biases", *every("head_weights", [1.0, 0.0]))
 cases("CE", "head states label_lists", {}, SMOOTHED | {"chunk_size": 4})
@@ -178,6 +183,7 @@ cases("DPO", STATES, {"loss_type": ["sigmoid", "hinge", "sft"], "loss_weights": 
 cases("DPO", STATES, {"use_weighting": True}, {"use_weighting": True, "loss_type": "apo_down", "ld_alpha": 0.2})
 cases("DPO", STATES, {"compute_nll_loss": True, "alpha": 0.3}, {"average_log_prob": True}, *every("shift", True))
 cases("DPO", STATES, {"temperature": 0.8, "softcap": 3.0}, *every("discopop_tau", 0.3, loss_type="discopop"))
+cases("DPO", STATES, *every("f_alpha_divergence_coef", 1.0, f_divergence_type="alpha_divergence"))
 cases("DPO", STATES, *every("chunk_size", 3), *every("compact", False))
 cases("DPO", "weight hidden labels ref_chosen_logps=ref_chosen ref_rejected_logps=ref_rejected", {"beta": 0.5})
 cases("DPO", PLAIN, *every("use_ref_model", False))
@@ -220,6 +226,19 @@ cases("GRPO", SAMPLED, {"loss_type": "vespo", "vespo_k_neg": 1.0, "vespo_lambda_
 cases(
     "GRPO", SAMPLED, {"loss_type": "real", "real_temperature": 0.2}, {"loss_type": "sapo", "sapo_temperature_pos": 2.0}
 )
+cases("GRPO", SAMPLED, {"loss_type": "dppo_tv", "mask_low": 0.01, "mask_high": 0.02, "delta": 1.4})
+cases("GRPO", SAMPLED, {"loss_type": "dppo_kl", "mask_low": 0.005, "mask_high": 0.006})
+cases("GRPO", SAMPLED, {"loss_type": "ipo", "mask_high": 0.02, "log_ratio_penalty": 0.2})
+cases("GRPO", SAMPLED, {"loss_type": "icepop", "mask_low": 0.8, "mask_high": 1.3})
+cases("GRPO", SAMPLED, *every("mask_high", 0.001, loss_type="kpop"))
+cases("GRPO", SAMPLED, *every("delta", 1.3, loss_type="dual_clip"), *every("delta", 1.1, loss_type="importance"))
+BOTH = f"{POLICY} prompts=of_both_signs"
+cases("GRPO", BOTH, *every("loss_type", "real"), *every("real_temperature", 0.2, loss_type="real"))
+cases("GRPO", BOTH, *every("normalizer", "prompt_mean"))
+SOME = "hidden weight ids some advantages old_per_token_logps=old prompts=of_both_signs"
+cases(
+    "GRPO", SOME, *every("loss_type", "real", "grpo", "luspo", beta=0.0), *every("normalizer", "prompt_mean", beta=0.0)
+)
 cases("GRPO", SAMPLED, *every("importance_sampling_level", *LEVELS, loss_type="grpo"))
 cases("GRPO", SAMPLED, *every("importance_sampling_level", *LEVELS, beta=0.5, use_bias_correction_kl=True))
 cases("GRPO", SAMPLED, *every("kl_estimator", "k1", "k2", "k3", "abs", "k1+", "k3+", beta=0.7))
@@ -227,7 +246,7 @@ cases("GRPO", SAMPLED, *every("kl_estimator", "k1", "k2", "k3", "k3+", beta=0.7,
 cases("GRPO", SAMPLED, *every("normalizer", *NORMALIZERS, epsilon_low=0.1))
 cases("GRPO", SAMPLED, *every("token_mask", "tv", "kl", "change", "ratio", "icepop", "kpop", mask_high=0.05))
 cases("GRPO", SAMPLED, *every("token_mask", "tv", "kl", "ratio", "icepop", mask_low=0.9, mask_high=1.1))
-cases("GRPO", SAMPLED, *every("off_policy_mask_threshold", -0.5, 0.0, loss_type="grpo"))
+cases("GRPO", SAMPLED, *every("off_policy_mask_threshold", -0.5, 0.0, 0.2, loss_type="grpo"))
 cases("GRPO", SAMPLED, *every("top_entropy_quantile", 0.5), *every("entropy_coef", 0.1, top_entropy_quantile=0.4))
 cases("GRPO", SAMPLED, {"entropy_coef": 0.1}, {"entropy_coef": 0.2, "loss_type": "vespo"}, {"compact": False})
 cases("GRPO", SAMPLED, {"temperature": 0.7, "softcap": 4.0}, *every("chunk_size", 3), {"use_ref_model": False})
@@ -240,22 +259,25 @@ OF_STATES = f"{TOKENS} ref_input=ref_hidden ref_weight=ref_weight"
 cases("GRPO", OF_STATES, {"beta": 0.5}, {"beta": 0.5, "importance_sampling_level": "sequence"})
 OF_TOKENS = "hidden head ids mask token_advantages old_per_token_logps=old"
 cases("GRPO", OF_TOKENS, *every("loss_type", "dapo", "reinforce", beta=0.0))
+cases("GRPO", OF_TOKENS, *every("fipo_safe_ratio", 0.9, loss_type="fipo", beta=0.0))
 cases("GRPO", "hidden weight ids mask advantages", {"beta": 0.0})
 
 # --- Distillation -----------------------------------------------------------------------------------------------------
-TAUGHT, LAST = "weight hidden labels teacher bias=bias", {"top_k": 4, "top_k_of": "teacher", "tail": "renormalize"}
+TAUGHT, TEACHERS = "weight hidden labels teacher bias=bias", {"top_k": 3, "top_k_of": "teacher"}
+LAST = {"top_k": 4, "top_k_of": "teacher", "tail": "renormalize"}
 SQUARED = {"temperature": 2.0, "temperature_squared": True, "weight_hard_loss": 0.0}
 for NAME in ("KL", "ReverseKL", "JSD", "TVD", "Cosine"):
     cases(NAME, TAUGHT, {}, SQUARED, {"weight_hard_loss": 1.0, "weight_soft_loss": 0.2, "softcap": 3.0})
     cases(NAME, TAUGHT, {"chunk_size": 3}, {"chunk_size": 3, "compact": False})
 for NAME in ("KL", "ReverseKL", "JSD", "TVD"):
-    cases(NAME, TAUGHT, {"top_k": 3}, LAST)
+    cases(NAME, TAUGHT, {"top_k": 3}, LAST, *every("tail", "renormalize", "none", top_k=3), TEACHERS)
     cases(NAME, "weight hidden labels bucket bias=bias", {}, {"temperature": 2.0})
     cases(NAME, "weight hidden labels unknown_rest bias=bias", {})
     cases(NAME, "weight hidden labels renormalized bias=bias", {})
     cases(NAME, "weight hidden labels no_tail bias=bias", {"weight_hard_loss": 0.0})
 cases("AlphaBeta", TAUGHT, *every("alpha", 0.2, 0.5, beta=0.7), {"alpha": 0.3}, *every("beta", 0.5, alpha=0.0))
-cases("AlphaBeta", TAUGHT, {"alpha": 1.0, "beta": 1.0}, {"alpha": 0.5, "beta": 0.0})
+cases("AlphaBeta", TAUGHT, {"alpha": 1.0, "beta": 1.0}, {"alpha": 0.5, "beta": 0.0}, *every("alpha", 0.0, 1.0))
+cases("ReverseKL", TAUGHT, *every("temperature", 2.0, top_k=3, weight_hard_loss=0.25))
 cases("KL", TAUGHT, {"skew": 0.3}, {"entry_limit": 0.05}, {"shift": True})
 cases("ReverseKL", TAUGHT, {"skew": 0.3}, {"entry_limit": 0.05}, {"chunk_size": 2, "temperature": 3.0})
 cases("JSD", TAUGHT, *every("beta", 0.0, 0.1, 1.0), {"beta": 0.3, "convention": "interpolated"})
@@ -264,6 +286,7 @@ cases("KL", "head hidden labels teacher_logits", {})
 cases("KL", "head hidden labels teacher num_items_in_batch=9", {})
 cases("JSD", "head hidden labels teacher temperature=temperature", {})
 cases("JSD", "head hidden labels narrower", {})
+cases("JSD", "head hidden labels capped", {}, SQUARED | {"softcap": 3.0, "logit_scale": 0.7})
 cases("JSD", "hidden weight teacher_hidden teacher_weight labels bias", {}, {"return_soft_hard_loss": True})
 cases("ReverseKL", "head hidden labels teachers", {})
 cases("DistillationLoss", TAUGHT, *every("divergence", Divergence.kl_by_entropy(1.0)))
@@ -283,7 +306,7 @@ cases(
 cases("linear_statistics", "hidden head labels selected=columns", {"statistics": ("selected_logps",)} | THREE)
 cases("linear_logps", "hidden weight labels", {}, {"entropy": True, "lse": True, "shift": True})
 cases("linear_logps", "hidden head labels support=kept", {}, {"entropy": True, "lse": True}, {"temperature": 0.5})
-cases("linear_logps", "hidden head two_labels", {})
+cases("linear_logps", "hidden head two_labels", {}, {"entropy": True})
 cases("linear_topk", "hidden weight 3 bias=bias", {}, {"rest": True})
 cases("linear_labels_loss", "hidden head two_labels label_weights", {})
 cases("linear_divergence", "hidden head labels teacher", {"divergence": Divergence.total_variation(), "logp": True})
@@ -297,6 +320,7 @@ cases("linear_token_loss", "hidden head labels squares", {"statistics": ("select
 KINDS = [f"{level}_{bound}" for level in ("token", "sequence", "geometric") for bound in ("truncate", "mask", "reject")]
 OF_LOGPS = "logps advantages mask old_logps=old ref_logps=ref sampling_logps=sampler"
 cases("grpo_loss", OF_LOGPS, *every("loss_type", "grpo", "gmpo", "dppo_kl", beta=0.3))
+cases("grpo_loss", f"{OF_LOGPS} prompts=of_both_signs", *every("loss_type", *LOSS_TYPES[:-1], beta=0.0))
 cases("sampler_weights", "old sampler mask", *every("kind", *KINDS, low=0.8, high=1.2), {"normalize": True})
 cases("sequence_logps", "logps mask", *every("average", False, True))
 cases("minillm_returns", "logps mask", {}, {"gamma": 0.7})

@@ -43,10 +43,10 @@ def batch(dtype=torch.float64, rows=ROWS, length=LENGTH, hidden_size=HIDDEN, voc
     g = torch.Generator().manual_seed(seed)
 
     def tensor(*shape):
-        return torch.randn(*shape, generator=g, dtype=torch.float64, device="cpu").to(dtype)
+        return torch.randn(*shape, generator=g, dtype=torch.float64).to(dtype)
 
-    labels = torch.randint(vocab_size, (rows, length), generator=g, device="cpu")
-    labels[torch.rand(rows, length, generator=g, device="cpu") < 0.3] = -100
+    labels = torch.randint(vocab_size, (rows, length), generator=g)
+    labels[torch.rand(rows, length, generator=g) < 0.3] = -100
     d = {
         "h": tensor(rows, length, hidden_size),
         "other": tensor(rows, length, hidden_size),
@@ -55,8 +55,7 @@ def batch(dtype=torch.float64, rows=ROWS, length=LENGTH, hidden_size=HIDDEN, voc
         "bias": tensor(vocab_size) / 2,
         "ref_weight": tensor(vocab_size, hidden_size) / hidden_size**0.5,
     }
-    d |= extras(labels, d["other"], d["ref_weight"], g)
-    return {name: value.to(torch.get_default_device()) for name, value in d.items()}
+    return d | extras(labels, d["other"], d["ref_weight"], g)
 
 
 def extras(labels: Tensor, other: Tensor, ref_weight: Tensor, g: torch.Generator) -> dict[str, Tensor]:
@@ -124,6 +123,10 @@ def from_smaller_teacher(loss, head, ref, d):
 
 def from_top_k(loss, head, ref, d):
     return loss(head, d["h"], d["y"], TeacherTopK(d["top_logps"], d["columns"]))
+
+
+def from_renormalized(loss, head, ref, d):
+    return loss(head, d["h"], d["y"], TeacherTopK(d["top_logps"], d["columns"], "renormalize"))
 
 
 def plain_call(loss, head, ref, d):
@@ -207,6 +210,11 @@ def top_k(p: Plain) -> Tensor:
     student, teacher = p.log_p.gather(-1, p.d["columns"]), p.d["top_logps"].to(p.log_p.dtype)
     student, teacher = (torch.cat([x, torch.log1p(-x.exp().sum(-1, keepdim=True))], -1) for x in (student, teacher))
     return 0.5 * (p.mean(-p.logp) + p.mean(kl(teacher, student)))
+
+
+def renormalized(p: Plain) -> Tensor:
+    student, teacher = (x.log_softmax(-1) for x in (p.log_p.gather(-1, p.d["columns"]), p.d["top_logps"]))
+    return 0.5 * p.mean(kl(teacher.to(student.dtype), student))
 
 
 def soft(name: str, temperature: float = 1.0, scale: float = 1.0) -> Callable[[Plain], Tensor]:
@@ -297,6 +305,7 @@ LOSSES = {
     "soft loss of a smaller teacher": Loss(made_of(JSD, weight_hard_loss=0.0), from_smaller_teacher),
     "KL": Loss(KL, distilled, soft("forward KL")),
     "KL, top-k": Loss(KL, from_top_k, top_k),
+    "KL, renormalized": Loss(made_of(KL, weight_hard_loss=0.0), from_renormalized, renormalized),
     "KL, logits": Loss(KL, from_logits, soft("forward KL")),
     "reverse KL": Loss(ReverseKL, distilled, soft("reverse KL")),
     "TVD": Loss(TVD, distilled, soft("total variation")),

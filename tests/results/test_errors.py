@@ -1,6 +1,8 @@
 """Wrong inputs of the public API: each is an error before any work that says what was given and what was expected."""
 
 import math
+import re
+from functools import partial
 from types import SimpleNamespace
 
 import numpy as np
@@ -18,6 +20,9 @@ from liger_losses import (
     Completions,
     Divergence,
     Head,
+    LogitTransform,
+    PreferenceLoss,
+    QuantizedWeight,
     Teacher,
     TeacherLogits,
     TeacherTopK,
@@ -28,14 +33,18 @@ from liger_losses import (
     linear_logps,
     linear_statistics,
     linear_token_loss,
+    linear_topk,
     patch,
+    register_quantized_weight,
+    register_statistic,
 )
 from tests.losses import CE, CPO, DPO, GRPO, JSD, KL, KTO, ORPO, SimPO
-from tests.reference import problem
+from tests.reference import Int8Weight, problem
+from tests.seam import BACKENDS, LowRank
 
 F = functional
 NAN, PER_TOKEN, ONES = math.nan, torch.zeros(4, 5), torch.ones(4)
-MASK, ZEROS = torch.ones(4, 5, dtype=torch.bool), torch.zeros(2)
+MASK, ZEROS, EACH = torch.ones(4, 5, dtype=torch.bool), torch.zeros(2), torch.ones(4, 5)
 ALONE = DPO(use_ref_model=False)
 
 
@@ -50,6 +59,62 @@ def policy(h, w, y, advantages=ONES, **options):
 
 def one_token(statistics, labels):
     return statistics.logp
+
+
+def kept(y):
+    """The label of each token and two other columns."""
+    return (y.clamp(min=0)[..., None] + torch.arange(3)) % 61
+
+
+def scored(h, w, y, *support, **options):
+    """Of all tokens over kept columns, by both backends, which say the same."""
+    given, labels = TokenSupport(*support, **options), y.clamp(min=0)
+    for backend in BACKENDS[1:]:
+        with pytest.raises(ValueError, match=r"\S") as error:
+            linear_logps(h, w, labels, support=given)
+        with pytest.raises(ValueError, match=f"^{re.escape(str(error.value))}$"):
+            linear_logps(h, w, labels, support=given, backend=backend)
+    return linear_logps(h, w, labels, support=given)
+
+
+def offsets(*changes):
+    """Of three columns of each token, but for (place, value)."""
+    found = torch.arange(21) * 3
+    for place, value in changes:
+        found[place] = value
+    return found
+
+
+def tempered(h, w, y, temperature):
+    return linear_logps(h, w, y.clamp(min=0), temperature=temperature)
+
+
+def distilled(h, w, y, temperature):
+    """By a loss, and by the operation, which say the same."""
+    said = []
+    for call in (
+        lambda: JSD()(w, h, y, Teacher(h, w), temperature=temperature),
+        lambda: linear_divergence(h, w, y, Teacher(h, w), Divergence.forward_kl(), temperature=temperature),
+    ):
+        with pytest.raises((TypeError, ValueError)) as error:
+            call()
+        said.append(error.value)
+    assert str(said[0]) == str(said[1])
+    raise said[0]
+
+
+def mine(base, **methods):
+    """A loss of a user's own."""
+    return type("Mine", (base,), methods)()
+
+
+def of_tokens(h, w, y, function):
+    """A loss per token in two passes, and in one, which say the same."""
+    with pytest.raises((ValueError, AttributeError)) as error:
+        linear_token_loss(h, w.detach(), y, function)
+    with pytest.raises(type(error.value), match=f"^{re.escape(str(error.value))}$"):
+        linear_token_loss(h, w, y, function)
+    raise error.value
 
 
 WRONG = {
@@ -313,6 +378,252 @@ WRONG = {
         r"^of the reference model.* labels must be in \[0, 20\)",
     ),
     "no tensors": (lambda h, w, y: linear_statistics([], w, []), "empty sequence; pass at least one tensor"),
+    # shapes, dtypes and devices
+    "a transposed weight": (lambda h, w, y: linear_logps(h, w.t(), y), r"hidden_states must be \[..., 61\]"),
+    "the weight of another model": (lambda h, w, y: linear_logps(h, w[:, :-1], y), r"\[vocab_size, hidden_size\]"),
+    "flat labels": (lambda h, w, y: linear_logps(h, w, y.flatten()), r"Give both flat, or both \[4, 5\]"),
+    "flat hidden states": (lambda h, w, y: linear_logps(h.flatten(0, 1), w, y), r"Give both flat, or both \[4, 5\]"),
+    "float labels": (lambda h, w, y: linear_logps(h, w, y.float()), r"int64 token ids.*\.long\(\)"),
+    "int32 labels": (lambda h, w, y: linear_logps(h, w, y.int()), "int64"),
+    "token ids": (lambda h, w, y: linear_logps(y[..., None].expand(4, 5, 24), w, y), "token ids go into"),
+    "two dtypes": (
+        lambda h, w, y: linear_logps(h.bfloat16(), w, y),
+        "hidden_states torch.bfloat16, weight torch.float32.*cast",
+    ),
+    "a large label": (lambda h, w, y: linear_logps(h, w, y.masked_fill(y < 0, 61)), r"\[0, 61\).*to 61"),
+    "a negative label": (lambda h, w, y: linear_logps(h, w, y.masked_fill(y < 0, -1)), "from -1"),
+    "a vector as weight": (lambda h, w, y: linear_logps(h, w[0], y), "weight must be"),
+    "lists of labels": (lambda h, w, y: linear_logps(h, w, y.tolist()), r"got list; pass torch.tensor\(labels\)"),
+    "a list of ids": (lambda h, w, y: CE()(w, h[:, 0], y[:, 0].tolist()), r"got list; pass torch.tensor"),
+    "one token": (lambda h, w, y: linear_logps(h[0, 0], w, y[0, 0]), r"hidden_states\[None\].*\[1, 24\].*labels"),
+    "labels elsewhere": (lambda h, w, y: linear_logps(h, w, y.to("meta")), "on one device"),
+    "hidden states of a quantized head": (
+        lambda h, w, y: linear_logps(h[..., :8], Head(Int8Weight(w)), y),
+        r"hidden_states must be \[..., 24\] to fit the weight \(61, 24\)",
+    ),
+    "hidden states of an adapter": (
+        lambda h, w, y: linear_logps(h[..., :8], Head(w, adapters=(LowRank(w[:2], w[:, :2]),)), y),
+        r"\[rank, hidden_size\] and \[vocab_size, rank\], for hidden states \(4, 5, 8\)",
+    ),
+    "a group as text": (lambda h, w, y: Head(Int8Weight(w), group="tp"), "ProcessGroup"),
+    "no type": (lambda h, w, y: register_quantized_weight(3, print), "a type"),
+    "a quantized vector": (lambda h, w, y: QuantizedWeight((3,), torch.float32, "cpu"), "vocab_size, hidden_size"),
+    # several heads
+    "heads and hidden states": (lambda h, w, y: CE()([w] * 3, [h, h], y), "2 of hidden states, 3 of heads"),
+    "no head": (lambda h, w, y: CE()([], [h], y), "0 of heads"),
+    "hidden states of one head": (lambda h, w, y: CE()([w, w], [h, h[..., :5]], y), r"must be \[\.\.\., 24\]"),
+    "float labels of one head": (lambda h, w, y: CE()([w, w], h, [y, y.float()]), "int64"),
+    "token weights of one head": (lambda h, w, y: CE()([w, w], h, y, token_weights=[y]), "1 of token_weights"),
+    "token weights of a row": (lambda h, w, y: CE()([w, w], h, y, token_weights=y[0]), "one value per label"),
+    "shifts of one head": (lambda h, w, y: CE(shift=[1])([w, w], h, y), "1 of shift"),
+    "shifts without heads": (lambda h, w, y: CE(shift=[1])(w, h, y), "are for K heads: give a list"),
+    "weights of one head": (lambda h, w, y: CE(head_weights=[1.0])([w, w], h, y), "1 of head_"),
+    "one weight of heads": (lambda h, w, y: CE(head_weights=0.8), "a list of one number for each"),
+    "a negative weight of a head": (lambda h, w, y: CE(head_weights=[-1.0]), "must lie in"),
+    "a negative shift": (lambda h, w, y: CE(shift=[1, -1]), "must not be negative"),
+    "half a shift": (lambda h, w, y: CE(shift=[0.5]), "shift must be a number of positions"),
+    "shifts of an operation": (lambda h, w, y: linear_logps(h, [w, w], y, shift=[1]), "1 of shift"),
+    "kept columns of heads": (lambda h, w, y: linear_logps(h, [w, w], y, support=1), "support= does not work with l"),
+    "no hidden states": (lambda h, w, y: CE()([w, w], None, y), "hidden_states must be a tensor, got NoneType"),
+    "heads on two devices": (lambda h, w, y: CE()([w, w.to("meta")], h, y), "on one device, got cpu, m"),
+    **{
+        f"token inputs of {name}": (
+            lambda h, w, y, each=each: linear_token_loss(
+                [h[:, :2], h], w, [y[:, :2], y], lambda s, y, u: u, token_inputs={"u": each}
+            ),
+            message,
+        )
+        for name, each, message in (
+            ("another target", [EACH, EACH[:, :2]], "u has shape .* there is one value for each label"),
+            ("one target", [EACH[:, :2]], r"1 of token_inputs\['u'\]"),
+            ("no target", [EACH[:, :2], None], "u must be a tensor, got NoneType"),
+        )
+    },
+    "columns of one target": (
+        lambda h, w, y: linear_statistics([h, h], w, [y, y], "selected_logps", selected=[kept(y)]),
+        "selected must have one tensor for each tensor of labels, 2, got 1",
+    ),
+    "columns of three heads": (
+        lambda h, w, y: linear_statistics(h, [w, w], y, "selected_logps", selected=[kept(y)] * 3),
+        "3 of selected",
+    ),
+    "logs of one head": (lambda h, w, y: F.cross_entropy([EACH, EACH], lse=[EACH]), "2 of logps, 1 of lse"),
+    # kept columns
+    "columns without the label": (
+        lambda h, w, y: scored(h, w, y, kept(y).where(torch.arange(60).view(4, 5, 3) != 12, -1)),
+        "label of 1 tokens is not among.*token 4 of the flattened.*add_label=True",
+    ),
+    "a column twice": (lambda h, w, y: scored(h, w, y, kept(y)[..., [0, 1, 1]]), "twice: token .* pad with -1"),
+    **{
+        f"the column {column}": (
+            lambda h, w, y, column=column: scored(h, w, y, kept(y).index_fill(-1, torch.tensor(1), column)),
+            r"must be in \[0, 61\)",
+        )
+        for column in (61, -2, 2**33)
+    },
+    "columns of some tokens": (lambda h, w, y: scored(h, w, y, kept(y)[:3]), "one row for each label"),
+    "few offsets": (lambda h, w, y: scored(h, w, y, kept(y).flatten(), offsets()[1:]), r"offsets must be \[21\]"),
+    **{
+        f"the offset {value} at {place}": (
+            lambda h, w, y, at=(place, value): scored(h, w, y, kept(y).flatten(), offsets(at)),
+            "rise from 0 to 60",
+        )
+        for place, value in ((20, 59), (0, 1), (3, 2))
+    },
+    "padded columns with offsets": (lambda h, w, y: TokenSupport(kept(y), offsets()), r"takes ids \[P\]"),
+    "float columns": (lambda h, w, y: TokenSupport(EACH), "int64 or int32"),
+    **{
+        f"{name} of 2": (
+            lambda h, w, y, name=name: TokenSupport(kept(y), **{name: 2}),
+            f"{name} must be True or False, got 2",
+        )
+        for name in ("add_label", "sparse_grad")
+    },
+    "columns of no token": (
+        lambda h, w, y: scored(h[:0], w, y[:0], kept(y).flatten(), offsets()[:1]),
+        "TokenSupport has 60 ids, but there are no labels",
+    ),
+    "columns as a tensor": (lambda h, w, y: linear_logps(h, w, y, support=kept(y)), "must be a TokenSupport"),
+    "a label beside kept columns": (lambda h, w, y: scored(h, w, y + 61, kept(y)), r"in \[0, 61\).*found the label"),
+    "a sparse gradient of no parameter": (
+        lambda h, w, y: scored(h, w * 1, y, kept(y), sparse_grad=True),
+        "sparse_grad=True.* needs a weight that is a parameter",
+    ),
+    **{
+        f"{k} of the largest": (lambda h, w, y, k=k: linear_topk(h, w, k, y), message)
+        for k, message in ((0, "positive integer"), (2.0, "positive integer"), (62, "at most the 61"))
+    },
+    # temperatures of tokens
+    "few temperatures": (
+        lambda h, w, y: tempered(h, w, y, EACH[:3]),
+        r"one for each hidden state, \[4, 5\], got shape \[3, 5\]",
+    ),
+    "integer temperatures": (
+        lambda h, w, y: tempered(h, w, y, EACH.long()),
+        "floating-point tensor with one for each token",
+    ),
+    "trained temperatures": (
+        lambda h, w, y: tempered(h, w, y, EACH.clone().requires_grad_()),
+        r"pass temperature.detach\(\)",
+    ),
+    "a temperature of 0": (
+        lambda h, w, y: tempered(h, w, y, EACH.masked_fill(torch.arange(5) == 2, 0.0)),
+        "positive and finite for every token.*got 0.0 for 4 of 20",
+    ),
+    "temperatures that are NaN": (lambda h, w, y: tempered(h, w, y, EACH * NAN), "positive and finite"),
+    "temperatures elsewhere": (lambda h, w, y: tempered(h, w, y, EACH.to("meta")), "temperature is on meta"),
+    "temperatures of one tensor": (
+        lambda h, w, y: linear_statistics([h, h[:3]], w, [y, y[:3]], transform=LogitTransform(EACH.flatten())),
+        r"one for each hidden state, \[35\], got shape \[20\]",
+    ),
+    "two temperatures": (
+        lambda h, w, y: tempered(h, Head(w, transform=LogitTransform(0.5)), y, EACH),
+        "temperature was given twice",
+    ),
+    "two temperatures of a loss": (
+        lambda h, w, y: GRPO(beta=0.0, temperature=0.5)(h, w, y.clamp(min=0), MASK, ONES, temperature=EACH),
+        "built with 0.5, and the call has one per token",
+    ),
+    "temperatures of a teacher": (
+        lambda h, w, y: JSD()(w, h, y, Teacher(h, Head(w.detach(), transform=LogitTransform(EACH)))),
+        "temperature one per token, which must be 1",
+    ),
+    "integer temperatures of both": (lambda h, w, y: distilled(h, w, y, EACH.long()), "with one for each token"),
+    "trained temperatures of both": (
+        lambda h, w, y: distilled(h, w, y, EACH.clone().requires_grad_()),
+        r"pass temperature.detach\(\)",
+    ),
+    # statistics and losses of a user's own
+    **{
+        f"a statistic that is {name}": (lambda h, w, y, given=given: register_statistic(*given), message)
+        for name, given, message in (
+            ("known", ("logp", torch.exp), "already"),
+            ("no name", ("a b", torch.exp), "identifier"),
+            ("a sum", ("mine", lambda x: x.exp().sum(-1)), "one value per entry"),
+            ("of all entries", ("mine", lambda x: x.exp() / x.exp().sum()), "elementwise"),
+            ("infinite", ("mine", lambda x: 1 / (x + 1e4)), "not finite"),
+        )
+    },
+    **{
+        f"{name} of pairs": (
+            lambda h, w, y, function=function: mine(PreferenceLoss, pair_loss=lambda self, pairs: function(pairs))(
+                w, h, y
+            ),
+            message,
+        )
+        for name, function, message in (
+            (
+                "a mean",
+                lambda pairs: pairs.chosen_logps.mean(),
+                r"Mine.pair_loss must return one loss per pair, floating point \[2\], got torch.float64 of shape \[\]",
+            ),
+            ("nothing", lambda pairs: None, r"Mine.pair_loss must return .*, got NoneType"),
+            ("a comparison", lambda pairs: pairs.chosen_logps > 0, r"return .*, got torch.bool of shape \[2\]"),
+            (
+                "a typo",
+                lambda pairs: pairs.chosen_logp,
+                r"pairs have no 'chosen_logp' \(did you mean 'chosen_logps'\?\); they have chos",
+            ),
+        )
+    },
+    "a statistic of a sequence's weight": (
+        lambda h, w, y: mine(
+            PreferenceLoss,
+            pair_loss=lambda self, pairs: pairs.chosen_logps,
+            sequence_weight=lambda self, statistics, mask: statistics.entropy.sum(-1),
+        )(w, h, y),
+        "Mine.sequence_weight reads statistics.entropy, but declares only logp, mean_logit. Add 'entropy' to the "
+        "metrics that Mine names",
+    ),
+    **{
+        f"{name} as a loss": (
+            lambda h, w, y, function=function: mine(ChunkedLoss, loss=lambda self, s, mask: function(s, mask))(w, h, y),
+            message,
+        )
+        for name, function, message in (
+            (
+                "a count",
+                lambda s, mask: mask.sum(),
+                r"return .* one floating-point number .*, got torch.int64 of shape",
+            ),
+            (
+                "a value per token",
+                lambda s, mask: -s.logp,
+                r"Mine.loss must return .* one floating-point number .*, got torch.float32 of shape \[4, 5\]",
+            ),
+            (
+                "a statistic without its name",
+                lambda s, mask: -s.logp.sum() + 0.1 * s.entropy.sum(),
+                "Mine reads statistics.entropy, but declares only logp. Add 'entropy' to the statistics that Mine",
+            ),
+        )
+    },
+    **{
+        f"a loss per token of {name}": (lambda h, w, y, function=function: of_tokens(h, w, y, function), message)
+        for name, function, message in (
+            (
+                "entropy",
+                lambda s, y: -s.logp + s.entropy,
+                r"token_loss \(.*\) reads statistics.entropy, but declares only logp. Add 'entropy' to statistics=",
+            ),
+            (
+                "columns",
+                lambda s, y: s.selected_logps.sum(-1),
+                r"declares only logp. Use statistics='selected_logps' of .* with selected=\.$",
+            ),
+            (
+                "indices",
+                lambda s, y: s.argmax.float(),
+                "declares only logp. Use metrics='argmax', which has no gradient",
+            ),
+            ("a typo", lambda s, y: s.entropi, "there is no statistic 'entropi'; it must be one of logp, entropy"),
+            (
+                "a mean",
+                lambda s, y: s.logp.mean(),
+                r"token_loss must return one value per token, \[\d+\], got \(\). Return it before any sum or mean",
+            ),
+        )
+    },
     "shapes of a function": (
         lambda h, w, y: F.grpo_loss(h[..., 0], ONES, y[:, 1:]),
         r"logps and mask must both be \[B, T\], got \(4, 5\) and \(4, 4\)",
@@ -331,7 +642,7 @@ WRONG = {
 def test_wrong_inputs_are_named(name):
     call, message = WRONG[name]
     hidden, weight, labels = good()
-    with pytest.raises((TypeError, ValueError, NotImplementedError), match=message):
+    with pytest.raises((TypeError, ValueError, NotImplementedError, AttributeError), match=message):
         call(hidden.detach(), weight, labels)
 
 
@@ -341,16 +652,27 @@ class NoProducts(TorchDispatchMode):
         return function(*arguments, **(keywords or {}))
 
 
+#: Inputs of a policy's tokens.
+OF_TOKENS = ("advantages", "old_per_token_logps", "sampling_per_token_logps", "vllm_is_ratio", "attention_mask")
+
+
 def test_bad_input_is_found_before_any_projection():
     hidden, weight, labels = good()
+    ids, given = labels.clamp(min=0), {"advantages": ONES, "attention_mask": MASK}
+    reference = {"ref_input": hidden.detach(), "ref_weight": weight.detach()}
     outside = labels.index_fill(0, torch.tensor([0]), 61)
     for call, message in (
         (lambda: linear_logps(hidden, weight, outside), "labels must be in"),
         (lambda: CE(ce_weight=torch.ones(61))(weight, hidden, outside), "labels must be in"),
         (lambda: DPO(use_ref_model=False)(weight, hidden, outside), "labels must be in"),
+        (lambda: CE()([weight] * 3, hidden, [labels, labels, outside]), r"labels must be in \[0, 61\)"),
         (
             lambda: DPO()(weight, hidden, labels, None, hidden, torch.randn(61, 7)),
             r"of the reference model.*hidden_states must be \[..., 7\]",
+        ),
+        *(
+            (partial(GRPO(), hidden, weight, ids, **{**given, name: torch.ones(4, 6)}, **reference), f"{name} must be")
+            for name in OF_TOKENS
         ),
     ):
         with NoProducts(), pytest.raises(ValueError, match=message):
@@ -399,6 +721,14 @@ def test_temperatures_of_another_shape_where_ranks_share_the_vocabulary(one_proc
     for wrong in (torch.ones(len(labels)), torch.ones(labels.numel() + 1), torch.ones(labels.shape, device="meta")):
         with pytest.raises(ValueError, match="temperature (must be a number, or a tensor|is on meta)"):
             linear_logps(hidden, head, labels, temperature=wrong)
+    negative, group = Head(weight, transform=LogitTransform(-EACH)), dist.group.WORLD
+    for call in (
+        lambda: KL(group=group)(weight, hidden, labels, Teacher(hidden, weight), temperature=-EACH),
+        lambda: CE(group=group)(negative, hidden, labels),
+        lambda: SimPO(group=group)(negative, hidden, labels),
+    ):
+        with pytest.raises(ValueError, match="positive and finite"):
+            call()
 
 
 def test_numbers_of_numpy_are_numbers_and_bools_are_not():
@@ -456,6 +786,20 @@ def test_numbers_may_be_on_the_cpu():
     assert F.bco_loss(rewards, rewards, rewards > 0, torch.tensor(0.5)).device == rewards.device
     with pytest.raises(ValueError, match="shift is on cpu, rewards on meta"):
         F.bco_loss(rewards, rewards, rewards > 0, ONES)
+
+
+@pytest.mark.parametrize("transform", [torch.func.grad, torch.func.vmap, torch.func.jacrev])
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda x: CE()(x.new_ones(5, 4), x, torch.ones(3, dtype=torch.int64)),
+        lambda x: linear_logps(x, x.new_ones(5, 4), torch.ones(3, dtype=torch.int64)).sum(),
+    ],
+)
+def test_functional_transforms_say_that_they_are_not_supported(transform, function):
+    inputs = torch.ones(2, 3, 4) if transform is torch.func.vmap else torch.ones(3, 4)
+    with pytest.raises(RuntimeError, match="torch.autograd.grad, called for one"):
+        transform(function)(inputs)
 
 
 ON_META = {

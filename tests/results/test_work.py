@@ -1,13 +1,14 @@
 """Work in N H V, where 2 N H V is a product of all tokens with the head; memory against the workspace."""
 
 import math
+from contextlib import nullcontext
 
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from liger_losses import EngineOptions, Head, linear_logps, linear_statistics, linear_token_loss
-from tests.losses import CE
+from liger_losses import EngineOptions, Head, TokenSupport, linear_logps, linear_statistics, linear_token_loss
+from tests.losses import CE, GRPO
 from tests.reference import (
     Int8Weight,
     assert_as_exact_as_plain,
@@ -17,23 +18,25 @@ from tests.reference import (
     problem,
     tensors_of,
 )
-from tests.results.losses import LOSSES, OPERATIONS, batch, case_of, columns
-from tests.seam import LowRank
+from tests.results.losses import LOSSES, OPERATIONS, batch, case_of, columns, policy
+from tests.seam import BACKENDS, LowRank, leave_out_zero_rows, small_tiles
 
 ROWS, LENGTH, H, V = 8, 12, 16, 203
 
 
 class Work(TorchDispatchMode):
-    """The floating-point operations of products, and how many fp32 tensors ``[V, H]`` or larger are made."""
+    """The floating-point operations of products, or of those with so many columns or rows; and how many fp32 tensors
+    ``[V, H]`` are made."""
 
-    def __init__(self):
+    def __init__(self, size=None):
         super().__init__()
-        self.flops, self.wide = 0, 0
+        self.size, self.flops, self.wide = size, 0, 0
 
     def __torch_dispatch__(self, function, types, arguments=(), keywords=None):
         matrices = {"mm": arguments[:2], "bmm": arguments[:2], "addmm": arguments[1:3], "baddbmm": arguments[1:3]}
         if pair := matrices.get(function._schema.name.removeprefix("aten::").rstrip("_")):
-            self.flops += 2 * math.prod((*pair[0].shape, pair[1].shape[-1]))
+            sizes = (*pair[0].shape, pair[1].shape[-1])
+            self.flops += 2 * math.prod(sizes) * (self.size in (None, *sizes))
         made = function(*arguments, **(keywords or {}))
         size = made.shape if isinstance(made, torch.Tensor) else ()
         self.wide += tuple(size) == (V, H) and made.dtype == torch.float32
@@ -67,7 +70,7 @@ UNITS = {
     "divergence": 12,  # per token: the logits of both models again in backward
     "MiniLLM": 12,  # the same
     "cross entropy, many heads": 18,
-    "GRPO, kept columns": 9.2,
+    **dict.fromkeys(("GRPO, kept columns", "KL, renormalized"), 9.2),  # of a large vocabulary, of these columns alone
     "kept columns, sparse": 1.1,  # some tokens have no cut
     "statistics of several": 8,
     "not compact": 9.2,
@@ -86,8 +89,9 @@ COUPLED = {
 def test_products(name):
     """A frozen head has one product less, and a workspace without room for all logits one more at most."""
     few = [{"workspace": 60_000}] if name in LOSSES else []
+    few += [{"chunk_size": 4}] if name == "cross entropy, many heads" else []
     for frozen, options in ((False, {}), (True, {}), *((False, each) for each in few)):
-        d, leaves = inputs(frozen=frozen)
+        d, leaves = inputs(torch.bfloat16 if "chunk_size" in options else torch.float32, frozen)
         with Work() as work:
             run(name, d, leaves, **options)
         units = work.flops / (int((d["y"] >= 0).sum()) * H * V)
@@ -115,12 +119,38 @@ def test_tokens_without_a_coefficient_have_no_gradient_products(share):
     assert not grads[0][upstream == 0].any()
 
 
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize(
+    "options",
+    [
+        *({"loss_type": name} for name in ("dapo", "sapo", "cispo", "dppo_tv")),
+        *({"importance_sampling_level": "sequence"}, {"top_entropy_quantile": 0.3}),
+    ],
+    ids=str,
+)
+def test_tokens_without_an_advantage_have_no_gradient_products(options, backend):
+    """Results are those of a call that is too small to look for them."""
+    found, flops = [], []
+    for leaving_out in (leave_out_zero_rows, nullcontext):
+        d, leaves = inputs(torch.float32 if backend == "torch" else torch.bfloat16, vocab_size=70)
+        d["signs"] = torch.where(torch.arange(ROWS) % 3 == 0, 1.0, 0.0)
+        with leaving_out(), small_tiles(), Work() as work:
+            loss, metrics = policy(GRPO(beta=0.0, backend=backend, **options), Head(d["weight"]), None, d)
+            found.append([loss, *metrics, *torch.autograd.grad(loss, leaves)])
+        flops.append(work.flops)
+    torch.testing.assert_close(*found, rtol=2e-2 if backend == "triton" else 1e-5, atol=1e-6, equal_nan=True)
+    assert backend == "triton" or flops[0] < 0.8 * flops[1]
+
+
 # --- Blocks and memory ------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("blocks", [1, 8, 9, 40])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("name", ["cross entropy", "logps", "statistics of columns", "JSD", "GRPO, sequences", "DPO"])
+@pytest.mark.parametrize(
+    "name",
+    ["cross entropy", "logps", "statistics of columns", "JSD", "GRPO, sequences", "DPO", "cross entropy, many heads"],
+)
 def test_the_gradient_of_the_weight_is_as_exact_in_any_number_of_blocks(name, dtype, blocks):
     """As that of one block, without a buffer ``[V, H]`` in fp32."""
     sizes = {"rows": 8, "length": 40}
@@ -136,7 +166,8 @@ def test_the_gradient_of_the_weight_is_as_exact_in_any_number_of_blocks(name, dt
         found = run(name, *narrow, **options) if name in LOSSES else chunked(name, *narrow, **options)
     for a, p, e in zip(found, whole, exact, strict=True):
         assert_as_exact_as_plain(a, p, e, f"{blocks} blocks", floor=torch.finfo(dtype).eps / 2)
-    assert not work.wide or (name == "statistics of columns" and blocks > 8)  # each block adds to all columns
+    # Each block adds to all columns, and a head of several targets has as many blocks as they have.
+    assert not work.wide or (name in ("statistics of columns", "cross entropy, many heads") and blocks > 1)
 
 
 def chunked(name, d, leaves, chunk_size):
@@ -154,6 +185,17 @@ def columns_of(d, options):
     return linear_statistics(
         d["h"], d["weight"], d["y"], ("selected_logps", "logp"), selected=columns(d), options=options
     )
+
+
+def test_kept_columns_take_the_memory_of_their_pairs():
+    d, leaves = inputs(rows=4, length=150, hidden_size=64, vocab_size=10_000)
+    ids = (d["y"].clamp(min=0)[..., None] + 7 * torch.arange(16)) % 10_000
+
+    def call():
+        return torch.autograd.grad(linear_logps(d["h"], d["weight"], d["y"], support=TokenSupport(ids)).sum(), leaves)
+
+    rows = 16 * leaves[0].nbytes  # of all pairs; logits would have ten times as many
+    assert peak_bytes(call) < leaves[1].nbytes + 3 * rows
 
 
 def test_sums_in_fp32_where_asked_for():
@@ -198,6 +240,22 @@ def test_a_quantized_head_never_exists_as_a_whole(what, adapted):
 
     assert peak_bytes(call) < workspace * 1.2 + 2 * b.nbytes
     assert 1 < quantized.most <= vocab // 4
+
+
+@pytest.mark.parametrize(("dtype", "reduction"), [(torch.float16, "mean"), (torch.float32, "none")])
+def test_what_heads_keep_until_backward_fits_one_workspace(dtype, reduction):
+    """Where logits stay until backward, as losses of log-probabilities and fp16 have it."""
+    n, h, v, count = 64, 16, 1000, 8
+    leaves = [torch.randn(size, h, dtype=dtype, requires_grad=True) for size in (n, v) for _ in range(count)]
+    workspace = 3 * (n * v * 4 + 2**16)  # the logits of three heads
+    loss, labels = CE(reduction=reduction, workspace=workspace), [torch.randint(v, (n,)) for _ in range(count)]
+
+    def call():
+        return torch.autograd.grad(
+            sum(v.sum() for v in tensors_of(loss(leaves[count:], leaves[:count], labels)[0])), leaves
+        )
+
+    assert peak_bytes(call) - sum(leaf.nbytes for leaf in leaves) <= workspace
 
 
 @pytest.mark.parametrize("wiring", ["one head", "own heads", "one hidden state"])

@@ -241,10 +241,23 @@ def shared_prompts(rank):
     chosen.share_prompts = True
     for name in ("DDP, tied, checkpointing", "DDP, static graph", "layers, tied, checkpointing", "head, freed"):
         compare(CASES[name], rank, True, 2, serve=functools.partial(add_fused_lm_head, groups=True))
-    # Unasked, all pack the first batch, and then the second process alone does.
+    # Unasked, the second process alone packs its batches.
     chosen.share_prompts, packed_batches._LEAST_SAVING = None, 0 if rank else 1e9
     packed_batches.suits_sharing = lambda model, device: True
     compare(CASES["layers, tied, checkpointing"], rank, True, 2, functools.partial(add_fused_lm_head, groups=True))
+
+
+def shared_prompts_refused(rank):
+    """A model that turns out in its forward not to run packed rows, and a first batch that one process alone can pack:
+    both processes gather the layers as often."""
+    chosen.share_prompts = True
+    plain, ours, spread = pair("layers", functools.partial(add_fused_lm_head, groups=True))
+    ours.config.num_hidden_layers += 1
+    for step in range(2):
+        positions = {} if rank or step else {"position_ids": torch.arange(LENGTH)[None]}
+        our_loss(spread, True, rank, fused_lm_head=True, **positions).backward()
+        plain_loss(plain, True).backward()
+        check_gradients(ours, plain)
 
 
 def accumulated(rank):
@@ -497,6 +510,7 @@ def without_coefficient(rank):
 CHECKS = (
     accumulated,
     shared_prompts,
+    shared_prompts_refused,
     without_coefficient,
     log_probs_alone,
     kernels,

@@ -126,7 +126,9 @@ def suits(monkeypatch):
 
 
 def test_unasked_prompts_are_shared_where_that_saves_a_fifth(runs, suits, tmp_path, recwarn):
-    model = model_of(tmp_path, share_prompts=None)
+    _, tokenizer, text = tiny_model()
+    with enabled():
+        model = dpo(tmp_path, tiny_model()[0], tokenizer, text).model
     for batch, count in ((SAVES, 1), (DIFFERS, 1), (LITTLE, 1), (ENOUGH, 2), (PADDED, 3)):
         logps(model, batch)
         assert len(runs) == count, batch
@@ -151,13 +153,23 @@ def test_unasked_a_refused_model_or_batch_says_nothing(runs, suits, tmp_path, re
     assert not [w for w in recwarn if "prompts" in str(w.message)]
 
 
-def test_unasked_all_processes_try_in_the_first_forward(runs, suits, tmp_path, monkeypatch):
-    """A model that cannot run packed rows may run twice, once for each: in the same forward of all processes."""
+@pytest.mark.parametrize("asked", [True, None])
+def test_all_processes_try_in_the_first_forward(asked, suits, tmp_path, monkeypatch):
+    """A model that cannot run packed rows may run twice, once for each: in the same forward of all processes, which has
+    no other batch than others have, nor gradients."""
+    tried, run = [], packed_batches.run_packed
+
+    def watched(model, forward, packed, arguments):
+        tried.append((packed.tokens, torch.is_grad_enabled()))
+        return run(model, forward, packed, arguments)
+
+    monkeypatch.setattr(packed_batches, "run_packed", watched)
     monkeypatch.setattr(packed_batches, "world_size", lambda: 2)
-    model = model_of(tmp_path, share_prompts=None)
-    for batch, count in ((DIFFERS, 1), (DIFFERS, 1), (SAVES, 2)):
-        logps(model, batch)
-        assert len(runs) == count
+    model, ids = model_of(tmp_path, share_prompts=asked), torch.full((2, 4), 3)
+    for _ in range(2):
+        model(input_ids=ids, labels=ids, position_ids=torch.arange(4)[None], fused_lm_head=True)
+        logps(model, SAVES)
+    assert tried == [(2, False)]
 
 
 @pytest.mark.parametrize(
@@ -176,6 +188,8 @@ def test_a_model_shares_prompts_unasked_in_half_precision_on_a_gpu(device, optio
     assert packed_batches.suits_sharing(model, torch.device(device)) == found
     monkeypatch.setattr(torch, "is_autocast_enabled", lambda device: True)
     assert packed_batches.suits_sharing(model, torch.device(device)) == (found or "dtype" in options)
+    model.lm_head.weight.ds_id = 0  # as DeepSpeed's ZeRO-3 marks what it gathers
+    assert not packed_batches.suits_sharing(model, torch.device(device))
 
 
 @pytest.mark.gpu
@@ -201,12 +215,12 @@ def test_a_model_with_images_repeats_prompts_unasked():
 
 
 def test_what_is_enabled_last_counts():
-    assert divergences.chosen.share_prompts is False
+    assert divergences.chosen.share_prompts is None
     with enabled(share_prompts=True):
         with enabled():
             assert divergences.chosen.share_prompts
-        with enabled(share_prompts=None):
-            assert divergences.chosen.share_prompts is None
-    assert divergences.chosen.share_prompts is False
+        with enabled(share_prompts=False):
+            assert divergences.chosen.share_prompts is False
+    assert divergences.chosen.share_prompts is None
     with pytest.raises(TypeError, match="share_prompts must be True or False, got 'yes'"), enabled(share_prompts="yes"):
         pass

@@ -1,12 +1,10 @@
 """TRL's trainers, plain and enabled: the same losses, gradients and metrics, and no logits in training."""
 
-import math
 from dataclasses import replace
 
 import pytest
 import torch
 import transformers
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from liger_losses import EngineOptions
 from liger_losses.chunked.core import stream
@@ -14,6 +12,7 @@ from liger_losses.places import Missing
 from liger_losses.trl import enabled
 from liger_losses.trl.features import FEATURES, find
 from tests.project.test_examples import tiny_model
+from tests.results.test_work import Work
 from tests.trl.trainers import CASES, check_training, train
 
 FOUND = find(FEATURES)
@@ -41,21 +40,6 @@ def test_training_is_the_same_and_makes_no_logits(name, tmp_path):
     else:
         with pytest.warns(UserWarning, match=f"{feature}: .*TRL's own code runs"), enabled():
             assert train(build, tmp_path, False, **options)[0]
-
-
-class HeadWork(TorchDispatchMode):
-    """Counts the floating-point operations of matrix products with the vocabulary among their dimensions."""
-
-    def __init__(self, vocab):
-        super().__init__()
-        self.vocab, self.flops = vocab, 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        matrices = {"mm": args[:2], "bmm": args[:2], "addmm": args[1:3], "baddbmm": args[1:3]}
-        if pair := matrices.get(func._schema.name.removeprefix("aten::").rstrip("_")):
-            sizes = (*pair[0].shape, pair[1].shape[-1])
-            self.flops += 2 * math.prod(sizes) * (self.vocab in sizes)
-        return func(*args, **(kwargs or {}))
 
 
 #: Cases whose trainers ask for all positions and mask afterwards: N counts positions, with prompts and padding.
@@ -108,7 +92,7 @@ def test_the_work_of_a_step(name, kept, tmp_path, monkeypatch):
                 hidden_states.register_hook(lambda gradient: with_loss.append(int((gradient != 0).any(-1).sum())))
 
         model.model.norm.register_forward_hook(count)
-        work = HeadWork(model.config.vocab_size)
+        work = Work(model.config.vocab_size)
         # Online DPO has no compute_loss; what comes before is generation.
         of_loss = "_forward" if trainer_name == "online DPO" else "compute_loss"
 

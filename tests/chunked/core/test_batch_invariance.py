@@ -2,8 +2,6 @@
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
 
 from liger_losses import (
     Divergence,
@@ -15,12 +13,11 @@ from liger_losses import (
     linear_logps,
     linear_statistics,
 )
-from liger_losses.kernels import linear_exp, linear_stats
+from liger_losses.kernels import linear_exp
 from tests.kernels.cases import interpreted
 from tests.reference import problem
 
 pytestmark = pytest.mark.usefixtures("products_of_one_order")
-SETTINGS = settings(max_examples=12, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
 ALL = ("logp", "entropy", "lse", "mean_logp", "log_sum_sq_probs", "mean_logit")
 POOL = 90
 
@@ -61,31 +58,6 @@ def differing(head, draws, names, backend):
     return wrong
 
 
-batches = st.tuples(
-    st.lists(st.integers(0, POOL - 1), min_size=1, max_size=70),
-    st.sampled_from([None, 1, 7]),
-    st.sampled_from([None, 400_000]),
-    st.sampled_from([None, "two_pass"]),
-    st.booleans(),
-)
-
-
-@SETTINGS
-@given(
-    draws=st.lists(batches, min_size=3, max_size=3),
-    dtype=st.sampled_from([torch.float32, torch.float64, torch.bfloat16]),
-    sizes=st.sampled_from([(33, 150), (24, 61), (64, 2100)]),
-)
-def test_on_a_cpu(draws, dtype, sizes):
-    assert differing(head_of(dtype, *sizes, True), draws, ALL, "torch") == 0
-
-
-def test_without_it_products_of_few_rows_differ_on_a_cpu():
-    draws = [([3], None, None, None, False), (list(range(5)), 1, None, None, False), ([7] * 40, 7, None, None, True)]
-    assert differing(head_of(torch.float64, 33, 150, False), draws, ALL, "torch") > 0
-    assert differing(head_of(torch.float64, 33, 150, True), draws, ALL, "torch") == 0
-
-
 #: A batch beside the pool of 90 tokens: more row tiles, other splits; and the strategies with a gradient.
 DRAWS = [
     ([4], None, None, None, False),
@@ -93,55 +65,29 @@ DRAWS = [
     ([4, 80, 3], None, None, "resident", True),
     ([5, 4], 1, None, "two_pass", False),
 ]
+ON_A_CPU = [([7] * 40, 7, None, None, True), (list(range(5)), 1, 400_000, None, False)]
 
 
-@interpreted
-@pytest.mark.parametrize("names", [("logp", "lse"), ("logp", "entropy", "lse", "mean_logp", "log_sum_sq_probs")])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, pytest.param(torch.float32, marks=pytest.mark.slow)])
-def test_by_triton_kernels(names, dtype):
-    assert differing(head_of(dtype, 16, 600, True), DRAWS, names, "triton") == 0
+KERNELS = {"backend": "triton", "names": ("logp", "entropy"), "sizes": (16, 600), "dtype": torch.bfloat16}
 
 
-@interpreted
-@pytest.mark.parametrize("names", [("logp", "lse"), pytest.param(("logp", "entropy"), marks=pytest.mark.slow)])
-@pytest.mark.parametrize("bias", [False, pytest.param(True, marks=pytest.mark.slow)])
-def test_by_triton_kernels_where_exponentials_are_kept(names, bias):
-    """And where the bias needs a gradient, so that blocks hold logits."""
-    head = head_of(torch.bfloat16, 16, 600, True, needs=True)
-    head.bias.requires_grad_(bias)
-    assert differing(head, DRAWS, names, "triton") == 0
-
-
-@interpreted
-def test_without_it_sums_depend_on_the_number_of_tokens():
-    assert differing(head_of(torch.bfloat16, 16, 600, False), DRAWS, ("logp", "entropy"), "triton") > 0
-
-
-@interpreted
-def test_launches_of_any_size(monkeypatch):
-    """Of 48 tokens, and of one."""
-    hidden, weight, labels, _ = problem(140, 16, 600, dtype=torch.bfloat16, masked=0.0)
-    found = []
-    for most in (140, 48, 1):
-        monkeypatch.setattr(linear_exp, "_MAX_TOKENS", most)
-        rows = slice(None if most > 1 else 3)
-        call = (hidden.detach()[rows], weight.detach(), labels[rows])
-        found.append(linear_exp.linear_exponentials(*call, batch_invariant=True, backend="triton").logp)
-    assert torch.equal(found[1], found[0])
-    assert torch.equal(found[2], found[0][:3])
-
-
-@interpreted
-def test_projections_come_along_with_statistics():
-    hidden, weight, labels, _ = problem(140, 16, 600, dtype=torch.bfloat16, masked=0.0)
-    out = torch.empty(140, 640)[:, :600]
-    with torch.no_grad():
-        for invariant in (False, True):
-            linear_stats.linear_softmax_statistics(
-                hidden, weight, labels, frozenset({"entropy"}), out=out, batch_invariant=invariant, backend="triton"
-            )
-            torch.testing.assert_close(out, hidden.float() @ weight.float().T)
-            out.zero_()
+@pytest.mark.parametrize(
+    "options",
+    [
+        *({"dtype": dtype} for dtype in (torch.float32, torch.float64, torch.bfloat16)),
+        {"sizes": (64, 2100)},
+        *(pytest.param({**KERNELS, **more}, marks=interpreted) for more in ({}, {"names": ALL[:5]}, {"needs": True})),
+    ],
+    ids=str,
+)
+def test_bits_do_not_depend_on_the_batch(options):
+    """And without the setting they do, so that the test sees it."""
+    given = {"dtype": torch.float64, "sizes": (33, 150), "names": ALL, "backend": "torch", "needs": False, **options}
+    needs = given["needs"]  # blocks keep exponentials
+    heads = {setting: head_of(given["dtype"], *given["sizes"], setting, needs) for setting in (True, False)}
+    draws = DRAWS if given["backend"] == "triton" else [*DRAWS, *ON_A_CPU]
+    assert differing(heads[True], draws, given["names"], given["backend"]) == 0
+    assert differing(heads[False], draws, given["names"], given["backend"]) > 0
 
 
 @interpreted
@@ -201,23 +147,3 @@ def test_the_environment_variable_and_what_is_refused(monkeypatch):
     assert not Head(weight, batch_invariant=False).batch_invariant
     compiled = torch.compile(lambda h: linear_logps(h, weight, labels), backend="eager", fullgraph=True)
     assert torch.equal(compiled(hidden), linear_logps(hidden, weight, labels))
-
-
-@pytest.mark.parametrize(
-    ("names", "dtype", "backend"),
-    [
-        (("logp",), torch.float32, "torch"),
-        (("logp", "selected_logps"), torch.float32, "torch"),
-        pytest.param(("logp", "selected_logps"), torch.bfloat16, "triton", marks=interpreted),
-    ],
-)
-def test_later_backwards_have_the_bits_of_the_first(names, dtype, backend):
-    """Which computes the logits again that the first one had from forward."""
-    head, (hidden, labels, _) = head_of(dtype, 33, 150, True, needs=True), pool(head_of(dtype, 33, 150, True))
-    hidden, labels = hidden[:3].requires_grad_(), labels[:3]
-    selected = {"selected": torch.tensor([[1, 149]] * 3)} if len(names) > 1 else {}
-    found = linear_statistics(hidden, head, labels, names, options=EngineOptions(backend=backend), **selected)
-    loss = sum(getattr(found, name).square().sum() for name in names)
-    first, *later = [torch.autograd.grad(loss, (hidden, head.weight), retain_graph=True) for _ in range(3)]
-    for grads in later:
-        assert all(torch.equal(again, before) for again, before in zip(grads, first, strict=True))

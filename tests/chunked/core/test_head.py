@@ -1,20 +1,12 @@
-"""Heads: what makes one, what is refused, that a call checks each once, and that a metric never chooses the kernel."""
-
-from pathlib import Path
+"""Heads: what makes one, and what is refused."""
 
 import pytest
 import torch
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
-import liger_losses
-from liger_losses import EngineOptions, Head, LogitTransform, linear_logps, linear_statistics
-from tests.kernels.cases import interpreted
+from liger_losses import Head, LogitTransform, linear_logps, linear_statistics
 from tests.losses import CE
-from tests.reference import double, linear_of, plain_statistics, problem
-
-ROOT = Path(liger_losses.__file__).parent
-#: Where there is a GPU, Triton compiles: its interpreter, in which these tests run on the CPU, is off.
+from tests.reference import linear_of, problem
 
 
 def test_a_head_of_tensors_modules_and_heads():
@@ -67,63 +59,6 @@ def test_what_makes_no_head():
     ):
         with pytest.raises(ValueError, match=words):
             make()
-
-
-# --- A metric never chooses the kernel -------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("softcap", [None, 3.0])
-@pytest.mark.parametrize(
-    ("dtype", "backend"),
-    [
-        *[(dtype, "torch") for dtype in (torch.float64, torch.float32, torch.bfloat16, torch.float16)],
-        *[pytest.param(dtype, "triton", marks=interpreted) for dtype in (torch.bfloat16, torch.float16)],
-    ],
-)
-def test_the_mean_logit_without_logits(dtype, backend, softcap):
-    hidden, weight, labels, bias = problem(50, 24, 297, dtype=dtype, bias=True)
-    transform = {"temperature": 0.8, "logit_scale": 1.7, "softcap": softcap}
-    frozen = bias.detach()
-    found = linear_statistics(
-        hidden,
-        weight,
-        labels,
-        "logp",
-        metrics="mean_logit",
-        bias=frozen,
-        transform=LogitTransform(**transform),
-        options=EngineOptions(backend=backend),
-    )
-    exact_hidden, exact_weight, exact_bias = double(hidden, weight, bias)
-    exact = plain_statistics(exact_hidden, exact_weight, labels, exact_bias, **transform)["mean_logit"]
-    bound = 1e-13 if dtype == torch.float64 else 5e-6
-    assert (found.mean_logit - exact).abs().max() <= bound * exact.abs().max()
-
-
-# --- The way of a call -----------------------------------------------------------------------------------------------
-
-
-class FirstProduct(Exception):
-    """The first product of logits is about to be launched."""
-
-
-class Operations(TorchDispatchMode):
-    """Counts what is computed or allocated: views take a GPU no time, and the host little."""
-
-    def __init__(self):
-        super().__init__()
-        self.names = []
-
-    def __torch_dispatch__(self, function, types, arguments=(), keywords=None):
-        name = function.overloadpacket.__name__
-        if not (function.is_view or name == "promote_types"):
-            self.names.append(name)
-        return function(*arguments, **(keywords or {}))
-
-
-#: Before its first product, by call: the most operations on tensors, and the most calls of this package's functions;
-#: with all tokens active, and with some masked. A GPU is idle meanwhile.
-MOST_BEFORE = {"cross-entropy": ((9, 92), (10, 93)), "log-probs": ((7, 77), (8, 78))}
 
 
 class Scaled(nn.Linear):

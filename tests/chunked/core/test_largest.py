@@ -5,19 +5,40 @@ import torch
 
 import liger_losses
 from liger_losses import (
-    ChunkedLoss,
     Head,
-    Largest,
     LogitTransform,
     linear_statistics,
     linear_token_loss,
     linear_topk,
 )
+from liger_losses.chunked.core import rows as row_functions
 from liger_losses.chunked.core.results import REGISTERED
 from liger_losses.kernels import BACKENDS
 from liger_losses.kernels.logit_transform import Epilogue
 from liger_losses.kernels.row_lse import sum_of_probabilities
-from tests.reference import assert_close_gradients, plain_logits, problem
+from tests.reference import plain_logits, problem
+
+
+@pytest.mark.parametrize("logits", [0, 2**21], ids=["in parts", "at once"])
+@pytest.mark.parametrize(("columns", "k"), [(700, 1), (2048, 3), (5000, 16), (61, 61), (8500, 33), (130, 100)])
+def test_largest_of_rows(columns, k, logits, monkeypatch):
+    monkeypatch.setattr(row_functions, "_LOGITS", logits)
+    g = torch.Generator().manual_seed(0)
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    rows = torch.randn(5, columns + 3, generator=g).to(device)[:, :columns] - 6  # no logit is above 0
+    rows[:, -1] += 4  # the last part, which is not full, has one of the largest
+    rows[:, 9:19] += 7  # one part has more than its share
+    bias = torch.randn(columns, generator=g).to(device)
+    temperature = torch.linspace(0.5, 2, 5, device=device)
+    epilogue = Epilogue(LogitTransform(temperature=temperature, softcap=4.0), bias)
+    exact = (4 * torch.tanh((rows + bias) / 4) / temperature[:, None]).topk(k, -1)
+    torch.testing.assert_close(row_functions.largest(rows, epilogue, k), tuple(exact))
+    rows[:, ::7] = 3.0  # many are equal
+    rows[0, 5], rows[1, 6], rows[2] = float("nan"), float("inf"), -float("inf")
+    values, ids = row_functions.largest(rows, Epilogue(), k)
+    torch.testing.assert_close(values, rows.topk(k, -1).values, equal_nan=True)
+    torch.testing.assert_close(rows.gather(1, ids), values, rtol=0, atol=0, equal_nan=True)
+    assert all(len(row.unique()) == k for row in ids)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -44,31 +65,6 @@ def test_the_rest_has_projections_that_overflow():
     torch.testing.assert_close(found.rest, log_p[:, 5:].logsumexp(-1))
 
 
-def test_a_loss_of_the_largest_in_one_pass():
-    """The entropy of the 5 largest, renormalized: the columns are found in the block that gradients are taken of."""
-    hidden, weight, labels, _ = problem(v=401, dtype=torch.float64)
-
-    def entropy(logps):
-        logps = logps.log_softmax(-1)
-        return -(logps.exp() * logps).sum(-1)
-
-    def loss(s, labels):
-        assert s.columns.shape == s.selected_logps.shape
-        return entropy(s.selected_logps)
-
-    found, _ = linear_token_loss(hidden, weight, labels, loss, "selected_logps", metrics="columns", selected=Largest(5))
-    exact = entropy(plain_logits(hidden, weight).log_softmax(-1).topk(5, -1).values)[labels != -100].sum()
-    torch.testing.assert_close(found, exact)
-    assert_close_gradients(found, exact, (hidden, weight))
-
-
-@pytest.mark.parametrize(("k", "message"), [(0, "positive integer"), (2.0, "positive integer"), (62, "at most the 61")])
-def test_wrong_numbers_of_columns(k, message):
-    hidden, weight, labels, _ = problem()
-    with pytest.raises(ValueError, match=message):
-        linear_topk(hidden, weight, k, labels)
-
-
 # --- Registered statistics ------------------------------------------------------------------------------------------
 
 
@@ -78,30 +74,6 @@ def second_moment():
     liger_losses.register_statistic("square_sum", lambda log_p: (2 * log_p).exp())
     yield
     del REGISTERED["second_moment"], REGISTERED["square_sum"]
-
-
-class VarentropyLoss(ChunkedLoss):
-    """``mean(sum p log^2 p - H^2) - 0.1 mean log p``."""
-
-    statistics = ("second_moment", "entropy", "logp")
-
-    def loss(self, statistics, mask):
-        return (statistics.second_moment - statistics.entropy.square() - 0.1 * statistics.logp).sum() / mask.sum()
-
-
-@pytest.mark.usefixtures("second_moment")
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_a_loss_of_a_registered_statistic(backend):
-    device = "cuda" if backend == "triton" and torch.cuda.is_available() else "cpu"
-    hidden, weight, labels, bias = (x.detach().to(device) for x in problem(v=101, bias=True))
-    leaves, transform = [x.requires_grad_() for x in (hidden, weight, bias)], {"softcap": 4.0, "temperature": 0.7}
-    loss = VarentropyLoss(backend=backend, workspace=60_000, **transform)(weight, hidden, labels, bias)
-    log_p, mask = plain_logits(*leaves, **transform).log_softmax(-1), labels != -100
-    p, logp = log_p.exp(), log_p.gather(1, labels.clamp(min=0)[:, None])[:, 0]
-    exact = ((p * log_p**2).sum(-1) - (p * log_p).sum(-1) ** 2 - 0.1 * logp)[mask].mean()
-    torch.testing.assert_close(loss, exact, rtol=1e-5, atol=1e-5)
-    grads = [torch.autograd.grad(value, leaves) for value in (loss, exact)]
-    torch.testing.assert_close(*grads, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.usefixtures("second_moment")
@@ -119,19 +91,3 @@ def test_registered_statistics_have_the_order_of_the_call():
     torch.testing.assert_close(value, (expected[:, 0] * found.logp).sum())
     grads = [torch.autograd.grad(x, (hidden, weight)) for x in (value, (found.registered[:, 0] * found.logp).sum())]
     torch.testing.assert_close(*grads)
-
-
-@pytest.mark.parametrize(
-    ("name", "term", "message"),
-    [
-        ("logp", torch.exp, "already"),
-        ("a b", torch.exp, "identifier"),
-        ("mine", lambda x: x.exp().sum(-1), "one value per entry"),
-        ("mine", lambda x: x.exp() / x.exp().sum(), "elementwise"),
-        ("mine", lambda x: 1 / (x + 1e4), "not finite"),
-    ],
-)
-def test_wrong_statistics_are_refused(name, term, message):
-    with pytest.raises((TypeError, ValueError), match=message):
-        liger_losses.register_statistic(name, term)
-    assert "mine" not in REGISTERED

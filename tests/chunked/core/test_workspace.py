@@ -8,7 +8,7 @@ import torch
 
 import liger_losses
 from liger_losses import linear_logps, set_default_workspace
-from liger_losses.chunked.core import stream
+from liger_losses.chunked.core import plan
 from liger_losses.chunked.core import workspace as settings
 from liger_losses.chunked.core.workspace import default_bound
 from tests.losses import CE
@@ -74,8 +74,8 @@ def test_the_environment_variable(monkeypatch):
 
 
 def test_compiled_functions_read_it_when_they_run(monkeypatch):
-    bounds, read = [], stream.default_bound
-    monkeypatch.setattr(stream, "default_bound", lambda: bounds.append(read()) or bounds[-1])
+    bounds, read = [], plan.default_bound
+    monkeypatch.setattr(plan, "default_bound", lambda: bounds.append(read()) or bounds[-1])
     hidden, weight, labels, _ = problem(20, 8, 31)
     loss = CE()
     compiled = torch.compile(lambda h: loss(weight, h, labels), backend="eager")

@@ -12,22 +12,19 @@ chunked_loss = pytest.importorskip("liger_kernel.chunked_loss", reason="liger-ke
 pytestmark = pytest.mark.peers
 
 ROWS, TOKENS, HIDDEN, VOCAB = 4, 9, 12, 37
-
-
-def both(name, **options):
-    """Ours and theirs, built by the same keywords; compilation is theirs alone and changes no result."""
-    return [
-        getattr(package, name)(**{**options, **({"compiled": False} if package is chunked_loss else {})})
-        for package in (liger_losses, chunked_loss)
-    ]
+MARKS, ADVANTAGES = torch.tensor([True, False, False, True]), torch.tensor([1.0, -0.5, 0.3, -1.0])
 
 
 def problem(seed, bias=True, hidden=HIDDEN):
-    """A model's head and hidden states, all of which are trained."""
+    """A model's hidden states and head, all of which are trained."""
     g = torch.Generator().manual_seed(seed)
-    states = torch.randn(ROWS, TOKENS + 1, hidden, generator=g)[:, :-1].requires_grad_()  # not contiguous, as theirs
+    states = torch.randn(ROWS, TOKENS, hidden, generator=g).requires_grad_()
     weight = (torch.randn(VOCAB, hidden, generator=g) / 3).requires_grad_()
     return states, weight, torch.randn(VOCAB, generator=g).requires_grad_() if bias else None
+
+
+def frozen(seed, bias=True, hidden=HIDDEN):
+    return tuple(None if t is None else t.detach() for t in problem(seed, bias, hidden))
 
 
 def labels(seed=5):
@@ -36,21 +33,21 @@ def labels(seed=5):
     return found.masked_fill(torch.rand(ROWS, TOKENS, generator=g) < 0.4, -100)
 
 
-def compare(losses, call, inputs, skip=()):
-    """Losses, metrics but those at ``skip``, and gradients."""
-    trained = [tensor for tensor in inputs if tensor is not None]
+def check(name, options, trained, *arguments, skip=(), **keywords):
+    """Ours and theirs, built and called in the same way: losses, metrics but those at ``skip``, and gradients."""
     found = []
-    for loss_function in losses:
-        result = call(loss_function)
+    for package, own in ((liger_losses, {}), (chunked_loss, {"compiled": False})):
+        result = getattr(package, f"LigerFusedLinear{name}Loss")(**options, **own)(*arguments, **keywords)
         loss, *metrics = result if isinstance(result, tuple) else (result,)
         metrics = metrics[0] if metrics and isinstance(metrics[0], (tuple, list)) else metrics
-        found.append((loss.detach(), list(metrics), torch.autograd.grad(loss, trained)))
+        gradients = torch.autograd.grad(loss.sum(), [tensor for tensor in trained if tensor is not None])
+        found.append((loss.detach(), list(metrics), gradients))
     (ours, our_metrics, our_gradients), (theirs, their_metrics, their_gradients) = found
-    assert ours.shape == theirs.shape
-    torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(ours, theirs.view_as(ours), rtol=1e-4, atol=1e-5)
     torch.testing.assert_close(our_gradients, their_gradients, rtol=1e-3, atol=1e-6)
     assert len(our_metrics) == len(their_metrics)
     for i, (a, b) in enumerate(zip(our_metrics, their_metrics, strict=True)):
+        assert isinstance(a, torch.Tensor)  # each is gathered over processes
         if i not in skip:
             torch.testing.assert_close(a, torch.as_tensor(b, dtype=a.dtype), rtol=1e-4, atol=1e-4, msg=f"metric {i}")
 
@@ -62,71 +59,34 @@ OTHERS = {"ipo", "aot", "aot_unpaired", "sft", "sigmoid_norm"}
 @pytest.mark.parametrize("loss_type", sorted(set(DPO_LOSSES) - OTHERS))
 def test_dpo_by_position(loss_type):
     bias = loss_type in ("sigmoid", "hinge")
-    hidden, weight, lm_head_bias = problem(0, bias)
-    ref_hidden, ref_weight, ref_bias = (None if t is None else t.detach() for t in problem(1, bias))
-    target = labels()
-
-    def call(loss_function):
-        loss, metrics = loss_function(
-            weight, hidden.contiguous(), target, lm_head_bias, ref_hidden.contiguous(), ref_weight, ref_bias
-        )
-        (
-            chosen_logps,
-            rejected_logps,
-            _chosen_logits_mean,
-            _rejected_logits_mean,
-            _nll_loss,
-            chosen_rewards,
-            rejected_rewards,
-        ) = metrics
-        assert chosen_logps.shape == rejected_logps.shape == chosen_rewards.shape == rejected_rewards.shape == (2,)
-        for metric in metrics:  # each is gathered over processes
-            assert isinstance(metric, torch.Tensor)
-        return loss, metrics
-
+    (hidden, weight, lm_head_bias), (ref_hidden, *ref_head) = problem(0, bias), frozen(1, bias)
     # There, sigmoid ignores label smoothing. The negative log-likelihood is no part of one loss, and is of the others.
-    options = {"loss_type": loss_type, "label_smoothing": 0.0 if loss_type == "sigmoid" else 0.1}
-    losses = both("LigerFusedLinearDPOLoss", beta=0.3, compute_nll_loss=loss_type != "hinge", **options)
+    options = {"beta": 0.3, "loss_type": loss_type, "label_smoothing": 0.0 if loss_type == "sigmoid" else 0.1}
+    options["compute_nll_loss"] = loss_type != "hinge"
+    given = weight, hidden, labels(), lm_head_bias, ref_hidden, *ref_head
     # Their mean logits are over prompts and padding too.
-    compare(losses, call, (hidden, weight, lm_head_bias), skip=(2, 3, *([4] if loss_type == "hinge" else [])))
+    skip = (2, 3, 4) if loss_type == "hinge" else (2, 3)
+    check("DPO", options, (hidden, weight, lm_head_bias), *given, skip=skip)
 
 
 @pytest.mark.parametrize("name", ["CPO", "SimPO", "ORPO"])
 def test_losses_without_a_reference(name):
     hidden, weight, bias = problem(0)
-    hidden = hidden.contiguous().detach().requires_grad_()
-    losses = both(f"LigerFusedLinear{name}Loss")
-    compare(losses, lambda loss: loss(weight, hidden, labels(), bias), (hidden, weight, bias), skip=(2, 3))
+    check(name, {}, (hidden, weight, bias), weight, hidden, labels(), bias, skip=(2, 3))
 
 
 @pytest.mark.parametrize(("bias", "average"), [(True, False), (False, True)])
 @pytest.mark.parametrize("kl", [torch.zeros(1), torch.tensor(0.7)], ids=["no kl", "kl"])
 @pytest.mark.parametrize("use_ref_model", [False, True])
 def test_kto_by_keyword(use_ref_model, kl, bias, average):
-    hidden, weight, lm_head_bias = problem(0, bias)
-    ref = [None if t is None or not use_ref_model else t.detach() for t in problem(1, bias)]
-    target = labels()
+    trained, target = problem(0, bias), labels()
     target[:, 0] = 3  # theirs divides by the number of tokens
-
-    def call(loss_function):
-        loss, metrics = loss_function(
-            _input=hidden,
-            lin_weight=weight,
-            target=target,
-            bias=lm_head_bias,
-            preference_labels=torch.tensor([True, False, False, True]),
-            ref_input=ref[0],
-            ref_weight=ref[1],
-            ref_bias=ref[2],
-            kl=kl,
-        )
-        assert len(metrics) == 6  # sums of log-probabilities, logits, rewards: chosen and rejected
-        for metric in metrics:  # what the trainer does with each
-            assert torch.isfinite(metric.nansum())
-        return loss.squeeze(), metrics
-
-    losses = both("LigerFusedLinearKTOLoss", beta=0.2, use_ref_model=use_ref_model, average_log_prob=average)
-    compare(losses, call, (hidden, weight, lm_head_bias), skip=(2, 3))  # their logits are of prompts and padding too
+    given = dict(zip(("_input", "lin_weight", "bias"), trained, strict=True)) | {"target": target, "kl": kl}
+    given["preference_labels"] = MARKS
+    if use_ref_model:
+        given |= dict(zip(("ref_input", "ref_weight", "ref_bias"), frozen(1, bias), strict=True))
+    options = {"beta": 0.2, "use_ref_model": use_ref_model, "average_log_prob": average}
+    check("KTO", options, trained, **given, skip=(2, 3))  # their logits are of prompts and padding too
 
 
 @pytest.mark.parametrize("items", [None, torch.tensor(50.0)], ids=["", "items"])
@@ -155,29 +115,13 @@ def test_grpo_by_keyword(options, beta, items):
     with torch.no_grad():
         now = torch.log_softmax(hidden @ weight.T + bias, -1).gather(-1, ids[..., None])[..., 0]
     old, ref = (now + 0.3 * torch.randn(ROWS, TOKENS, generator=g) for _ in range(2))
-    ratio = torch.where(mask != 0, 0.5 + torch.rand(ROWS, TOKENS, generator=g), 1.0)
-
-    def call(loss_function):
-        loss, metrics = loss_function(
-            _input=hidden,
-            lin_weight=weight,
-            selected_token_ids=ids,
-            attention_mask=mask,
-            advantages=torch.tensor([1.0, -0.5, 0.3, -1.0]),
-            bias=bias,
-            old_per_token_logps=old,
-            ref_per_token_logps=ref if beta else None,
-            vllm_is_ratio=ratio,
-            num_items_in_batch=items,
-        )
-        mean_kl, clip_ratio = metrics[0] if beta else None, metrics[-1]
-        assert mean_kl is None or mean_kl.numel() == 1
-        assert clip_ratio.numel() == 1
-        return loss, metrics
-
-    given = {"epsilon_low": 0.2, "epsilon_high": 0.2, "temperature": 1.0, "max_completion_length": TOKENS}
-    losses = both("LigerFusedLinearGRPOLoss", beta=beta, use_ref_model=beta != 0.0, **{**given, **options})
-    compare(losses, call, (hidden, weight, bias))
+    given = {"_input": hidden, "lin_weight": weight, "bias": bias, "selected_token_ids": ids, "attention_mask": mask}
+    given |= {"advantages": ADVANTAGES, "old_per_token_logps": old, "num_items_in_batch": items}
+    given["vllm_is_ratio"] = torch.where(mask != 0, 0.5 + torch.rand(ROWS, TOKENS, generator=g), 1.0)
+    given["ref_per_token_logps"] = ref if beta else None
+    common = {"epsilon_low": 0.2, "epsilon_high": 0.2, "temperature": 1.0, "max_completion_length": TOKENS}
+    common |= {"beta": beta, "use_ref_model": beta != 0.0}
+    check("GRPO", {**common, **options}, (hidden, weight, bias), **given)
 
 
 @pytest.mark.parametrize("flat", [True, False])
@@ -189,29 +133,17 @@ def test_grpo_by_keyword(options, beta, items):
     ],
 )
 def test_distillation_by_keyword(kind, beta, temperature, soft_hard, flat):
+    """The distillation trainer gives tokens, GKD's sequences."""
     hidden, weight, bias = problem(3)
-    teacher, teacher_weight, teacher_bias = (t.detach() for t in problem(4, hidden=2 * HIDDEN))
-    target = labels()
-    # The distillation trainer gives tokens, GKD's sequences.
-    shape = (lambda t: t.reshape(-1, t.shape[-1])) if flat else (lambda t: t)
-
-    def call(loss_function):
-        return loss_function(
-            student_input=shape(hidden),
-            student_weight=weight,
-            teacher_input=shape(teacher),
-            teacher_weight=teacher_weight,
-            true_labels=target.reshape(-1) if flat else target,
-            student_bias=bias,
-            teacher_bias=teacher_bias,
-        )
-
-    options = {"ignore_index": -100, "temperature": temperature, "weight_hard_loss": 0.0, "weight_soft_loss": 1.0}
-    if soft_hard:
-        options |= {"weight_hard_loss": 0.3, "weight_soft_loss": 0.7, "return_soft_hard_loss": True}
-    losses = both(f"LigerFusedLinear{kind}Loss", beta=beta, **options)
-    compare(losses, call, (hidden, weight, bias))
-    assert type(losses[0])(beta=beta, compiled=False, **options).compiled is False
+    teacher, teacher_weight, teacher_bias = frozen(4, hidden=2 * HIDDEN)
+    states = {"student_input": hidden, "teacher_input": teacher, "true_labels": labels()}
+    given = {name: value.flatten(0, 1) if flat else value for name, value in states.items()}
+    given |= {"student_weight": weight, "student_bias": bias}
+    given |= {"teacher_weight": teacher_weight, "teacher_bias": teacher_bias}
+    options = {"beta": beta, "ignore_index": -100, "temperature": temperature}
+    options |= {"weight_hard_loss": 0.3 * soft_hard, "weight_soft_loss": 1.0 - 0.3 * soft_hard}
+    options |= {"return_soft_hard_loss": True} if soft_hard else {}
+    check(kind, options, (hidden, weight, bias), **given)
 
 
 @pytest.mark.parametrize("name", [name for name in dir(chunked_loss) if name.startswith("LigerFusedLinear")])

@@ -4,8 +4,10 @@ import pytest
 import torch
 
 from liger_losses import Completions, Head, LogitTransform
+from liger_losses.chunked.core import stream
 from tests.losses import DPO, GRPO, KTO
 from tests.reference import problem
+from tests.results.losses import LOSSES, batch
 
 
 def test_ligers_chunk_size_of_completions_does_not_size_blocks():
@@ -14,41 +16,32 @@ def test_ligers_chunk_size_of_completions_does_not_size_blocks():
         assert loss.options.chunk_size is None
 
 
-def test_a_temperature_of_each_token_divides_policy_and_reference_in_every_form():
-    """The same as hidden states that are divided by it, as there is no bias."""
+@pytest.mark.parametrize("name", ["DPO", "ORPO", "KTO"])
+def test_policy_and_reference_share_one_selection_of_tokens(name, monkeypatch):
+    """It costs a host synchronization."""
+    waits, read = [], stream.start_reading
+    monkeypatch.setattr(stream, "start_reading", lambda *given: waits.append(1) or read(*given))
+    d = batch()
+    LOSSES[name](Head(d["weight"]), Head(d["ref_weight"]), d)
+    assert waits == [1]
+
+
+@pytest.mark.parametrize(("loss", "extra"), [(DPO(compute_nll_loss=True), {}), (KTO(use_ref_model=True), {"kl": 0.1})])
+def test_temperatures_of_completions_divide_policy_and_reference(loss, extra):
+    """The same as hidden states that are divided by them, as there is no bias."""
     hidden, weight, labels = (part.detach() for part in problem(shape=(4, 5))[:3])
-    ref = hidden.flip(0)
-    t = torch.linspace(0.5, 2.0, labels.numel(), dtype=hidden.dtype).view(labels.shape)
-    nll_target = torch.where(labels < 0, 1, labels)
-
-    def halves(divided, part):
-        by = t[part][..., None] if divided else 1
-        given = {} if divided else {"temperature": t[part]}
-        return Completions(hidden[part] / by, labels[part], ref[part] / by, **given)
-
-    pairs, unpaired = DPO(compute_nll_loss=True), KTO(use_ref_model=True)
-    marks, first, second = torch.tensor([True, False, True, False]), slice(2), slice(2, None)
-    by = t[..., None]
-    for ours, expected in (
-        (
-            pairs(weight, hidden, labels, None, ref, weight, nll_target=nll_target, temperature=t),
-            pairs(weight, hidden / by, labels, None, ref / by, weight, nll_target=nll_target),
-        ),
-        (
-            pairs(weight, halves(False, first), halves(False, second), ref_weight=weight),
-            pairs(weight, halves(True, first), halves(True, second), ref_weight=weight),
-        ),
-        (
-            unpaired(hidden, weight, labels, None, marks, ref, weight, kl=0.1, temperature=t),
-            unpaired(hidden / by, weight, labels, None, marks, ref / by, weight, kl=0.1),
-        ),
-        (
-            unpaired(weight, halves(False, first), halves(False, second), ref_weight=weight, kl=0.1),
-            unpaired(weight, halves(True, first), halves(True, second), ref_weight=weight, kl=0.1),
-        ),
-    ):
-        torch.testing.assert_close(ours[0], expected[0])
-        torch.testing.assert_close(ours[1][:2], expected[1][:2])
+    t = torch.linspace(0.5, 2.0, labels.numel()).view(labels.shape)
+    found = []
+    for divided in (False, True):
+        sides = [
+            Completions(h / by[..., None], y, ref / by[..., None])
+            if divided
+            else Completions(h, y, ref, temperature=by)
+            for h, y, ref, by in zip(*(x.chunk(2) for x in (hidden, labels, hidden.flip(0), t)), strict=True)
+        ]
+        value, metrics = loss(weight, *sides, ref_weight=weight, **extra)
+        found.append((value, *metrics[:2]))
+    torch.testing.assert_close(*found)
 
 
 def test_a_temperature_that_does_not_fit_completions_is_an_error():

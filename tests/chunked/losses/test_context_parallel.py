@@ -1,7 +1,6 @@
 """Losses of sequences that are cut over two processes: loss, metrics and gradients are those of one process."""
 
 import functools
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,70 +11,22 @@ import liger_losses
 from liger_losses import functional
 from liger_losses.chunked.losses.unpaired import mean_over_processes
 from tests.processes import BACKENDS, case_named, start
-from tests.reference import tensors_of
+from tests.results.losses import HIDDEN, batch
 
-WORLD, ROWS, LENGTH, HIDDEN, VOCAB = 2, 4, 9, 6, 13
-CUT = 5  # the first rank has the first five tokens of each sequence, the second the other four
-KINDS = torch.tensor([True, False, True, False])
-
-
-def problem(rank=None):
-    """Whole sequences, or a rank's slices of them; in float64."""
-    g = torch.Generator().manual_seed(0)
-
-    def states():
-        return torch.randn(ROWS, LENGTH, HIDDEN, generator=g, dtype=torch.float64)
-
-    labels = torch.randint(VOCAB, (ROWS, LENGTH), generator=g)
-    labels[torch.rand(ROWS, LENGTH, generator=g) < 0.3] = -100
-    labels[0, CUT:] = labels[1, :CUT] = labels[3] = -100  # no tokens on one rank, or on neither
-    top = torch.randn(ROWS, LENGTH, VOCAB, generator=g, dtype=torch.float64).log_softmax(-1).topk(3)
-    cut = {
-        "hidden": states(),
-        "ref_hidden": states(),
-        "labels": labels,
-        "nll_labels": labels.where(torch.rand(ROWS, LENGTH, generator=g) < 0.8, 1),
-        "token_weights": torch.rand(ROWS, LENGTH, generator=g, dtype=torch.float64),
-        "logps": -torch.rand(ROWS, LENGTH, generator=g, dtype=torch.float64) * 3,
-        "old_logps": torch.randn(ROWS, LENGTH, generator=g, dtype=torch.float64) / 4,
-        "token_advantages": torch.randn(ROWS, LENGTH, generator=g, dtype=torch.float64),
-        "teacher_logps": top.values,
-        "teacher_indices": top.indices,
-    }
-    whole = {
-        "weight": torch.randn(VOCAB, HIDDEN, generator=g, dtype=torch.float64),
-        "bias": torch.randn(VOCAB, generator=g, dtype=torch.float64),
-        "ref_weight": torch.randn(VOCAB, HIDDEN, generator=g, dtype=torch.float64),
-        "class_weights": torch.rand(VOCAB, generator=g, dtype=torch.float64),
-        "advantages": torch.randn(ROWS, generator=g, dtype=torch.float64),
-        "sums": torch.randn(ROWS, generator=g, dtype=torch.float64),
-    }
-    # Close to the policy, whose ratios of whole completions are near 1.
-    logps = (cut["hidden"] @ whole["weight"].t() + whole["bias"]).log_softmax(-1)
-    cut["old_logps"] += logps.gather(-1, labels.clamp(min=0)[..., None]).squeeze(-1)
-    if rank is not None:
-        cut = {name: value.split([CUT, LENGTH - CUT], 1)[rank].clone() for name, value in cut.items()}
-    p = SimpleNamespace(**cut, **whole)
-    for tensor in (p.hidden, p.weight, p.bias):
-        tensor.requires_grad_()
-    return p
+WORLD = 2
+CUT = [4, 2]  # the first rank has the first four tokens of each sequence, the second the other two
 
 
-# --- Losses, and how each is called -----------------------------------------------------------------------------------
+def slices(rank):
+    """A batch, or a rank's tokens of it: no tokens on one rank, or on neither."""
+    d = batch()
+    d["y"][0, CUT[0] :] = d["y"][1, : CUT[0]] = d["y"][3] = -100
+    names = () if rank is None else ("h", "y", "logps")
+    return {**d, **{name: d[name].split(CUT, 1)[rank].clone() for name in names}}
 
 
 def build(name, **options):
     return functools.partial(getattr(liger_losses, f"LigerFusedLinear{name}Loss"), **options)
-
-
-def shared(name, **options):
-    """A loss of sequences that both processes share."""
-    return build(name, group=dist.group.WORLD, **options)()
-
-
-def numbers(found):
-    """All tensors of a result, detached."""
-    return [tensor.detach().clone() for tensor in tensors_of(found)]
 
 
 # --- What each process does -------------------------------------------------------------------------------------------
@@ -84,15 +35,15 @@ def numbers(found):
 def check_functional(rank):
     """A loss of log-probabilities."""
     results = []
-    for p, group in ((problem(), None), (problem(rank), dist.group.WORLD)):
-        logps, mask = p.logps.requires_grad_(), p.labels != -100
-        options = {"loss_type": "grpo", "importance_sampling_level": "sequence", "old_logps": p.old_logps}
-        loss = functional.grpo_loss(logps, p.advantages, mask, group=group, **options)
+    for d, group in ((slices(None), None), (slices(rank), dist.group.WORLD)):
+        logps, mask = d["logps"].double().requires_grad_(), d["y"] != -100
+        options = {"loss_type": "grpo", "importance_sampling_level": "sequence", "old_logps": d["logps"] - 0.2}
+        loss = functional.grpo_loss(logps, d["signs"], mask, group=group, beta=0.0, **options)
         loss.backward()
         results.append((loss.detach(), logps.grad))
     (expected, gradient), (found, cut) = results
     torch.testing.assert_close(found, expected)
-    torch.testing.assert_close(cut, gradient.split([CUT, LENGTH - CUT], 1)[rank], check_dtype=False)
+    torch.testing.assert_close(cut, gradient.split(CUT, 1)[rank])
 
 
 def check_means_of_processes(rank):
@@ -104,11 +55,11 @@ def check_means_of_processes(rank):
 def check_averaged_gradients(rank):
     """DDP averages over the group: the loss is multiplied by its size."""
     gradients = []
-    for p, group in ((problem(), None), (problem(rank), dist.group.WORLD)):
+    for d, group in ((slices(None), None), (slices(rank), dist.group.WORLD)):
         torch.manual_seed(0)
         layer = nn.Linear(HIDDEN, HIDDEN, dtype=torch.float64)
         model = layer if group is None else nn.parallel.DistributedDataParallel(layer)
-        loss, _ = build("ORPO", group=group)()(p.weight, model(p.hidden), p.labels)
+        loss, _ = build("ORPO", group=group)()(d["weight"], model(d["h"]), d["y"])
         (loss * (1 if group is None else dist.get_world_size(group))).backward()
         gradients.append(layer.weight.grad)
     torch.testing.assert_close(*gradients)
@@ -116,11 +67,10 @@ def check_averaged_gradients(rank):
 
 def check_compiled(rank):
     """Under torch.compile, the call runs outside of the graph."""
-    p = problem(rank)
-    loss = shared("SimPO")
-    compiled = torch.compile(lambda hidden, labels: loss(p.weight, hidden * 2, labels)[0] * 3, backend="eager")
-    found = compiled(p.hidden, p.labels)
-    torch.testing.assert_close(found, loss(p.weight, p.hidden * 2, p.labels)[0] * 3)
+    d, loss = slices(rank), build("SimPO", group=dist.group.WORLD)()
+    compiled = torch.compile(lambda hidden, labels: loss(d["weight"], hidden * 2, labels)[0] * 3, backend="eager")
+    found = compiled(d["h"].requires_grad_(), d["y"])
+    torch.testing.assert_close(found, loss(d["weight"], d["h"] * 2, d["y"])[0] * 3)
     found.backward()
 
 
@@ -130,11 +80,9 @@ def check_members(rank):
         with pytest.raises(TypeError, match="this rank is a member"):
             build("ORPO", group=group)()
     else:
-        values = []
-        for options in ({}, {"group": group}):
-            loss, metrics = build("ORPO", **options)()(*(getattr(problem(), x) for x in ("weight", "hidden", "labels")))
-            values.append(numbers([loss, metrics]))
-        torch.testing.assert_close(*values)
+        d = batch()
+        losses = (build("ORPO", **options)() for options in ({}, {"group": group}))
+        torch.testing.assert_close(*(loss(d["weight"], d["h"], d["y"]) for loss in losses))
 
 
 CHECKS = (
@@ -175,9 +123,9 @@ def test_what_no_group_can_be_given_to(one_process):
         def loss(self, statistics, mask):
             return -statistics.logp.sum()
 
-    p = problem()
+    d = batch()
     with pytest.raises(ValueError, match="Own defines loss"):
-        Own(group=group)(p.weight, p.hidden, p.labels)
+        Own(group=group)(d["weight"], d["h"], d["y"])
     loss = build("ORPO")()
     loss.group = group
     with pytest.raises(ValueError, match="shift=False"):

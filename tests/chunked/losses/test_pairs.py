@@ -1,15 +1,35 @@
-"""Pairs of completions: forms of a call, references, masks and extreme margins."""
+"""Pairs of completions beside their golden results: forms of a call, references, masks and extreme margins."""
 
 import math
 
 import pytest
 import torch
+import torch.nn.functional as F
 
-from liger_losses import Completions, Pairs, PreferenceLoss
-from liger_losses.chunked.losses.dpo import DPO_LOSSES, F_DIVERGENCES, DPOOptions
-from tests.chunked.losses.test_dpo import BETA, B, H, T, V, batch, sums
-from tests.losses import CPO, DPO, KTO, ORPO, SimPO
+from liger_losses import Completions, functional
+from liger_losses.chunked.losses.dpo import DPO_LOSSES, F_DIVERGENCES
+from tests.losses import CPO, DPO, GRPO, KTO, ORPO, SimPO
 from tests.reference import assert_close_gradients, plain_statistics, problem
+
+B, T, H, V = 3, 9, 12, 37
+BETA = 0.3
+ONES = torch.ones(2, dtype=torch.int64)
+
+
+def batch(seed=0, dtype=torch.float64, scale=1.0):
+    """Stacked hidden states, weight, labels (prompt, padding), and a reference's hidden states and weight."""
+    hidden, weight, labels, _ = problem(shape=(2 * B, T), h=H, v=V, dtype=dtype, masked=0.0, seed=seed, scale=scale)
+    labels[:, :2] = -100
+    labels[1, 5:] = -100
+    labels[4, 7:] = -100
+    ref_hidden, ref_weight, _, _ = problem(shape=(2 * B, T), h=H, v=V, dtype=dtype, seed=seed + 1)
+    return hidden, weight, labels, ref_hidden.detach(), ref_weight.detach()
+
+
+def sums(hidden, weight, labels):
+    logp = plain_statistics(hidden, weight, labels)["logp"]
+    lengths = (labels != -100).sum(-1)
+    return logp, logp.sum(-1), lengths
 
 
 @pytest.mark.parametrize("name", DPO_LOSSES)
@@ -55,47 +75,36 @@ def test_the_three_kinds_of_reference_agree():
     torch.testing.assert_close(none, zero)
 
 
-@pytest.mark.parametrize("kind", [DPO, CPO, SimPO, KTO])
+@pytest.mark.parametrize("kind", [DPO, CPO, SimPO, KTO, GRPO])
 def test_stacked_losses_without_a_reference_ignore_one(kind):
     """As liger-kernel does."""
     hidden, weight, labels, *_ = batch()
-    inputs = {"preference_labels": torch.arange(len(labels)) % 2 == 0, "kl": 0.0} if kind is KTO else {}
-    loss, call = kind(use_ref_model=False), {"_input": hidden, "lin_weight": weight, "target": labels, **inputs}
+    call = {"_input": hidden, "lin_weight": weight, "target": labels}
+    if kind is KTO:
+        call |= {"preference_labels": torch.arange(len(labels)) % 2 == 0, "kl": 0.0}
+    if kind is GRPO:
+        call |= {"selected_token_ids": call.pop("target"), "attention_mask": labels >= 0, "advantages": torch.ones(6)}
+    loss = kind(use_ref_model=False)
     for reference in ({"ref_input": hidden}, {}):
         found = loss(**call, ref_weight=weight, **reference)[0]
         torch.testing.assert_close(found, loss(**call)[0], rtol=0, atol=0)
 
 
-def test_a_single_pair_without_batch_dimension():
-    hidden, weight, labels, _, _ = batch()
-    module = DPO(use_ref_model=False)
-    single = module(weight, (hidden[0], labels[0]), (hidden[1, :6], labels[1, :6]))[0]
-    batched = module(weight, (hidden[:1], labels[:1]), (hidden[1:2, :6], labels[1:2, :6]))[0]
-    torch.testing.assert_close(single, batched)
-    ref = torch.tensor([0.3, -0.2], dtype=torch.float64)
-    module = DPO()
-    assert module(
-        weight, Completions(hidden[0], labels[0], ref_logps=ref[0]), Completions(hidden[1], labels[1], ref_logps=ref[1])
-    )[0].isfinite()
-
-
 def test_nll_over_other_tokens():
+    """The prompts, another label than the preference's, and none where only the preference scores."""
     hidden, weight, labels, _, _ = batch()
     nll_target = labels.clone()
-    nll_target[:, :2] = 5  # the prompts
-    nll_target[0, 4] = 3  # another label than the preference's
-    nll_target[2, 5] = -100  # a token that only the preference scores
-    exact_logp = plain_statistics(hidden, weight, nll_target)["logp"][:B]
-    exact_nll = -exact_logp.sum() / (nll_target[:B] != -100).sum()
-    preference = ORPO(beta=BETA, compute_nll_loss=False)(weight, hidden, labels)[0]
-    exact = preference + exact_nll
+    nll_target[:, :2], nll_target[0, 4], nll_target[2, 5] = 5, 3, -100
+    logps = plain_statistics(hidden, weight, nll_target)["logp"][:B]
+    nll = -logps.sum() / (nll_target[:B] != -100).sum()
+    exact = ORPO(beta=BETA, compute_nll_loss=False)(weight, hidden, labels)[0] + nll
     for args in (
         (weight, hidden, labels, None, nll_target),
         (weight, (hidden[:B], labels[:B]), (hidden[B:], labels[B:]), None, nll_target[:B]),
     ):
         ours, metrics = ORPO(beta=BETA)(*args)
         torch.testing.assert_close(ours, exact)
-        torch.testing.assert_close(metrics.chosen_nll_loss, exact_nll.detach())
+        torch.testing.assert_close(metrics.chosen_nll_loss, nll.detach())
         assert_close_gradients(ours, exact, (hidden, weight))
 
 
@@ -154,14 +163,12 @@ def test_finite_where_others_are_not(name, module):
     assert run(module, empty, weight, torch.zeros(0, T, dtype=torch.int64)) == 0
 
 
-@pytest.mark.parametrize("name", DPO_LOSSES)
+@pytest.mark.parametrize("name", sorted({*DPO_LOSSES} - {"sft"}))
 @pytest.mark.parametrize("margin", [-1e6, 1e6])
 def test_any_margin(name, margin):
     w, l = (torch.full((2,), side * margin / 2, dtype=torch.float64, requires_grad=True) for side in (1, -1))
-    zero, length = torch.zeros(2, dtype=torch.float64), torch.tensor([3, 1])
-    pairs = Pairs(w, l, zero, zero, length, length, w.mean())
-    pairs = Pairs(**vars(pairs))  # no more than its arguments
-    losses = DPO_LOSSES[name].loss(pairs, w - l, DPOOptions(beta=0.1, label_smoothing=0.1))
+    zero, lengths = torch.zeros(2, dtype=torch.float64), {"chosen_lengths": ONES, "rejected_lengths": ONES}
+    losses = functional.dpo_loss(w, l, zero, zero, loss_type=name, beta=0.1, label_smoothing=0.1, **lengths)
     assert losses.isfinite().all()
     assert all(g.isfinite().all() for g in torch.autograd.grad(losses.sum(), (w, l), materialize_grads=True))
 
@@ -184,25 +191,17 @@ def test_reference_log_probs_may_be_anything_at_masked_tokens():
     )
 
 
-def test_a_single_completion_takes_one_reference_log_prob_and_its_own_nll_labels():
+def test_a_single_pair_without_batch_dimension():
+    """It takes one reference log-probability, and its own labels of the likelihood."""
     hidden, weight, labels, _, _ = batch()
+    pair = ((hidden[0], labels[0]), (hidden[3, :6], labels[3, :6]))
+    of_batch = [(states[None], y[None]) for states, y in pair]
+    for loss in (DPO(use_ref_model=False), ORPO()):
+        torch.testing.assert_close(loss(weight, *pair)[0], loss(weight, *of_batch)[0])
+    torch.testing.assert_close(ORPO()(weight, *pair, None, labels[0])[0], ORPO()(weight, *pair)[0])
     for shape in ((), (1,)):
         ref = torch.full(shape, -20.0, dtype=torch.float64)
-        sides = (Completions(hidden[i], labels[i], ref_logps=ref) for i in (0, 3))
-        assert DPO()(weight, *sides)[0].isfinite()
-    pair = ((hidden[0], labels[0]), (hidden[3], labels[3]))
-    plain = ORPO()(weight, *pair)[0]
-    torch.testing.assert_close(ORPO()(weight, *pair, None, labels[0])[0], plain)
-
-
-def test_a_loss_of_ones_own():
-    class Margin(PreferenceLoss):
-        def pair_loss(self, pairs: Pairs):
-            return (pairs.rejected_logps - pairs.chosen_logps).relu()
-
-    hidden, weight, labels, _, _ = batch()
-    loss, metrics = Margin()(weight, hidden, labels)
-    torch.testing.assert_close(loss.detach(), (metrics.rejected_logps - metrics.chosen_logps).relu().mean())
+        assert DPO()(weight, *(Completions(*side, ref_logps=ref) for side in pair))[0].isfinite()
 
 
 def test_metrics_of_a_loss_of_ones_own_come_beside_the_losses():
@@ -217,3 +216,27 @@ def test_metrics_of_a_loss_of_ones_own_come_beside_the_losses():
     loss, metrics = Confident()(weight, *pairs)
     assert loss.isfinite()
     assert metrics.chosen_logits_mean.isfinite()
+
+
+def certain(labels, sign=1.0):
+    """Hidden states and weight under which every label has probability 1 (or, with ``sign=-1``, next to 0)."""
+    weight = torch.eye(V).mul_(40.0).requires_grad_()
+    hidden = (F.one_hot(labels.clamp(min=0), V).float() * sign).requires_grad_()
+    return hidden, weight
+
+
+def test_orpo_as_probabilities_reach_one():
+    labels = torch.randint(0, V, (2, 4))
+    hidden, weight = certain(labels)
+    loss, metrics = ORPO(beta=1.0, compute_nll_loss=False)(weight, hidden, labels)
+    assert metrics.chosen_logps == 0  # p = 1 exactly, in fp32
+    torch.testing.assert_close(loss, torch.tensor(math.log(2.0)))  # both sides equally certain
+    half = torch.stack([labels[0], (labels[0] + 1) % V])
+    hidden = F.one_hot(labels[:1].expand(2, -1), V).float().requires_grad_()
+    good, _ = ORPO(beta=1.0, compute_nll_loss=False)(weight, hidden, half)
+    bad, _ = ORPO(beta=1.0, compute_nll_loss=False)(weight, hidden, half.flip(0))
+    assert 0 <= good < 1e-10
+    # chosen: log p = -40 and so log-odds -40; rejected: p = 1, whose log-odds end at 15.94
+    torch.testing.assert_close(bad, torch.tensor(40 + 23 * math.log(2.0)), rtol=1e-5, atol=0.0)
+    for value in (loss, good, bad):
+        assert all(g.isfinite().all() for g in torch.autograd.grad(value, (weight,)))

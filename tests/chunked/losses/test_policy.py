@@ -1,13 +1,15 @@
-"""The GRPO family against Liger, against TRL's parts, and against what it is defined as."""
+"""The GRPO family beside its golden results: identities, padding, extreme ratios, and what each loss asks for."""
 
 import math
+from functools import partial
 
 import pytest
 import torch
 
 from liger_losses import AdaptiveEntropy, functional
-from liger_losses.chunked.losses import policy_objectives
-from liger_losses.chunked.losses.policy_tables import LOSS_TYPES, PolicyOptions, vespo_weights
+from liger_losses.chunked.losses.policy_estimates import KL_ESTIMATORS, NORMALIZERS
+from liger_losses.chunked.losses.policy_tables import LOSS_TYPES
+from liger_losses.chunked.losses.sampler import KINDS
 from tests.losses import GRPO
 from tests.reference import plain_statistics
 
@@ -81,89 +83,70 @@ def test_the_upper_bound_of_the_ratio_goes_with_the_loss_until_it_is_a_number():
     torch.testing.assert_close(value(loss), bounded("cispo", 0.3))
 
 
-@pytest.mark.parametrize("loss_type", LOSS_TYPES)
-def test_padding_never_leaks(loss_type):
+@pytest.mark.parametrize("ratio", ["tokens", "completions"])
+@pytest.mark.parametrize(
+    ("loss_type", "more"), [*((name, {}) for name in LOSS_TYPES), *(("dapo", {"normalizer": n}) for n in NORMALIZERS)]
+)
+def test_padding_never_leaks(loss_type, more, ratio):
+    """Nor a completion without tokens; a batch of nothing else has a loss of 0."""
     hidden, weight, bias, ids, mask, advantages, logps, noise = problem()
+    mask[2] = 0
     results = []
-    for junk in (0.0, float("nan"), float("inf")):
-        poisoned = [torch.where(mask.bool(), t, junk) for t in (logps + 0.2 * noise, logps - 0.3 * noise, noise.exp())]
+    for junk in (0.0, math.nan, math.inf):
+        ref, old, sampler, ratios = (
+            torch.where(mask.bool(), t, junk) for t in (logps + 0.2 * noise, logps - 0.3 * noise, logps, noise.exp())
+        )
         h = torch.where(mask[..., None].bool(), hidden.detach(), 1e4 if junk else 0.0).requires_grad_()
         other_ids = torch.where(mask.bool(), ids, 10**6 if junk else 0)
-        keywords = {
-            "ref_per_token_logps": poisoned[0],
-            "old_per_token_logps": poisoned[1],
-            "vllm_is_ratio": poisoned[2],
-        }
-        options, inputs = needed(loss_type, poisoned[0])
-        loss = GRPO(beta=0.1, loss_type=loss_type, **options)
-        results.append(run(loss, (h, weight, bias), other_ids, mask, advantages, **keywords, **inputs))
+        keywords = {"ref_per_token_logps": ref, "old_per_token_logps": old}
+        keywords["vllm_is_ratio"] = ratios if ratio == "tokens" else torch.tensor([0.9, 1.1, junk, 1.3])
+        options, inputs = needed(loss_type, sampler)
+        inputs["prompts"] = torch.tensor([0, 1, 2, 0])
+        call = partial(run, GRPO(beta=0.1, loss_type=loss_type, **options, **more), (h, weight, bias), other_ids)
+        given = {"old_logps": old, "ref_logps": ref, "sampling_logps": sampler, "prompts": inputs["prompts"]}
+        given |= {"loss_type": loss_type, "beta": 0.1, "is_ratio": keywords["vllm_is_ratio"], **options, **more}
+        of_logps = functional.grpo_loss(logps, advantages, mask, **given)
+        results.append((*call(mask, advantages, **keywords, **inputs), of_logps))
+        nothing = call(torch.zeros_like(mask), advantages, **keywords, **inputs)
+        assert nothing[0] == 0
+        assert not any(value.any() for value in (*nothing[1], *nothing[2]))
+        assert functional.grpo_loss(logps, advantages, torch.zeros_like(mask), **given) == 0
     for other in results[1:]:
         close(results[0], other, atol=1e-7)
         assert (other[2][0][~mask.bool()] == 0).all()
+        torch.testing.assert_close(other[3], results[0][3])
 
 
 @pytest.mark.parametrize("loss_type", LOSS_TYPES)
-def test_the_correction_of_a_completion_without_tokens_never_leaks(loss_type):
-    hidden, weight, bias, ids, mask, advantages, logps, _ = problem()
-    mask[2], (options, inputs) = 0, needed(loss_type, logps)
-    given = {"beta": 0.0, "use_ref_model": False, "loss_type": loss_type, **options}
-    ratios = [torch.tensor([0.9, 1.1, of_none, 1.3]) for of_none in (1.0, math.nan)]
-    results = [
-        run(GRPO(**given), (hidden, weight, bias), ids, mask, advantages, vllm_is_ratio=ratio, **inputs)
-        for ratio in ratios
-    ]
-    close(*results)
+def test_tokens_that_do_not_act_have_no_objective(loss_type):
+    *_, mask, advantages, logps, noise = problem()
+    options, inputs = needed(loss_type, logps + 0.2 * noise)
+    given = {name.replace("_per_token", ""): value for name, value in inputs.items()}
+    options |= {"log_ratio_penalty": 0.0} if loss_type in ("dro", "ipo") else {}  # which is no part of it
+    loss = functional.grpo_loss(
+        logps.requires_grad_(), advantages, mask, acting=torch.zeros_like(mask), old_logps=logps.detach() - noise,
+        loss_type=loss_type, beta=0.0, **options, **given,
+    )  # fmt: skip
+    assert loss == 0
+    assert not torch.autograd.grad(loss, logps)[0].any()
 
 
-@pytest.mark.peers
-@pytest.mark.parametrize("threshold", [-1.0, 0.02, 5.0])
-def test_off_policy_mask(threshold):
-    trainer = pytest.importorskip("trl", reason="TRL is not installed").GRPOTrainer
+@pytest.mark.parametrize("with_old", [False, True])
+@pytest.mark.parametrize(
+    "options",
+    [{"token_mask": "change", "mask_high": 0.02, "log_ratio_penalty": 0.3}, {"off_policy_mask_threshold": 0.02}],
+    ids=str,
+)
+def test_a_sampler_that_is_not_known_is_the_old_policy(options, with_old):
+    """Or the current one, where the old policy is not known either; at some tokens, in values and metrics."""
     hidden, weight, bias, ids, mask, advantages, logps, noise = problem()
-    old, sampler = logps - 0.3 * noise, logps + 0.1 * noise
-    sampler[0, 1] = float("nan")
-    options = {"beta": 0.0, "loss_type": "bnpo"}
-    keep = trainer.get_off_policy_mask(advantages[:, None], logps, sampler, mask.float(), threshold)[:, 0]
-    keywords = {"old_per_token_logps": old, "sampling_per_token_logps": sampler}
-    masked = GRPO(**options, off_policy_mask_threshold=threshold)
-    ours = run(masked, (hidden, weight, bias), ids, mask, advantages, **keywords)
-    plain = run(GRPO(**options), (hidden, weight, bias), ids, mask, advantages * keep, **keywords)
-    close(ours, plain)
-
-
-@pytest.mark.peers
-def test_vespo_weights_equal_trl():
-    trainer = pytest.importorskip("trl", reason="TRL is not installed").GRPOTrainer
-    *_, mask, advantages, _, noise = problem()
-    number, a = mask.float(), advantages[:, None]
-    for is_ratio in (None, (0.2 * noise).exp() * number + (1 - number), torch.tensor([0.5, 1.0, 2.0, 1.5])[:, None]):
-        theirs = trainer.get_gamma_weights(a, noise, number, is_ratio)
-        torch.testing.assert_close(vespo_weights(noise, number, a, is_ratio, PolicyOptions()), theirs)
-
-
-@pytest.mark.parametrize("quantile", [0.25, 0.6])
-def test_entropy_quantile_and_bonus(quantile):
-    hidden, weight, bias, ids, mask, advantages, logps, noise = problem(dtype=torch.float64)
-    old = logps - 0.3 * noise
-    loss = GRPO(beta=0.0, loss_type="bnpo", top_entropy_quantile=quantile, entropy_coef=0.3)
-    ours = run(loss, (hidden, weight, bias), ids, mask, advantages, old_per_token_logps=old)
-    found = plain_statistics(hidden, weight, ids, bias)
-    keep = found["entropy"].detach() >= torch.quantile(found["entropy"].detach()[mask.bool()], 1 - quantile)
-    keep = keep & mask.bool()
-    ratio, a = (found["logp"] - old).exp(), advantages[:, None]
-    objective = torch.minimum(ratio * a, ratio.clamp(0.8, 1.2) * a)
-    expected = -(objective * keep).sum() / mask.sum() - 0.3 * (found["entropy"] * keep).sum() / keep.sum()
-    close(ours, (expected, None, torch.autograd.grad(expected, (hidden, weight, bias))))
-
-
-def test_entropy_bonus_in_one_pass_equals_two():
-    hidden, weight, bias, ids, mask, advantages, logps, noise = problem(dtype=torch.float64)
-    keywords = {"old_per_token_logps": logps - 0.3 * noise}
-    results = []
-    for extra in ({}, {"off_policy_mask_threshold": 1e9}):
-        loss = GRPO(beta=0.0, entropy_coef=0.2, **extra)
-        results.append(run(loss, (hidden, weight, bias), ids, mask, advantages, **keywords))
-    close(*results, atol=1e-8)
+    old = logps + 0.2 * noise if with_old else logps
+    known = noise > noise.median()
+    sampler = torch.where(known, logps + 0.3 * noise, old)
+    call = partial(run, GRPO(beta=0.0, **options), (hidden, weight, bias), ids, mask, advantages)
+    call = partial(call, old_per_token_logps=old) if with_old else call
+    found = [call(sampling_per_token_logps=x) for x in (sampler, torch.where(known, sampler, math.nan))]
+    torch.testing.assert_close(*found)
 
 
 def test_adaptive_entropy_follows_its_target():
@@ -180,7 +163,8 @@ def test_adaptive_entropy_follows_its_target():
     loss.entropy_coef.step()
     entropy = plain_statistics(hidden, weight, ids, bias)["entropy"][mask.bool()].mean()
     assert loss.entropy_coef.last_entropy == pytest.approx(float(entropy), rel=1e-4)
-    restored = GRPO(beta=0.0, entropy_coef=AdaptiveEntropy(0.5, target=1.0))
+    restored = GRPO(beta=0.0)
+    restored.entropy_coef = AdaptiveEntropy(0.5, target=1.0)
     restored.load_state_dict(loss.state_dict())
     assert restored.entropy_coef.state_dict() == loss.entropy_coef.state_dict()
 
@@ -219,40 +203,52 @@ def test_ids_that_stand_for_no_token_are_masked():
         close(first, run(loss, (hidden, weight, bias), ids, masked, advantages, **keywords), atol=1e-7)
 
 
-def test_extreme_ratios_stay_finite():
-    hidden, weight, bias, ids, mask, advantages, logps, _ = problem()
-    for shift in (-500.0, 500.0):
-        for loss_type in LOSS_TYPES:
-            options, inputs = needed(loss_type, logps - shift)
-            loss = GRPO(beta=0.1, loss_type=loss_type, delta=2.0, **options)
-            keywords = {"old_per_token_logps": logps + shift, "ref_per_token_logps": logps - shift} | inputs
-            value, metrics, grads = run(loss, (hidden, weight, bias), ids, mask, advantages.abs(), **keywords)
-            assert all(t.isfinite().all() for t in (value, *metrics, *grads)), (loss_type, shift)
+ESTIMATORS = [
+    ("bnpo", {"kl_estimator": name, "use_bias_correction_kl": corrected})
+    for name in KL_ESTIMATORS
+    for corrected in (False, True)
+]
 
 
-def test_reference_hidden_states_equal_their_log_probabilities():
-    hidden, weight, bias, ids, mask, advantages, *_ = problem()
-    ref_hidden = hidden.detach() + 0.1
-    ref_logps = plain_statistics(ref_hidden, weight, ids)["logp"].detach()
-    loss = GRPO(loss_type="grpo")
-    tensors = (hidden, weight, bias)
-    first = run(loss, tensors, ids, mask, advantages, ref_input=ref_hidden, ref_weight=weight.detach())
-    second = run(loss, tensors, ids, mask, advantages, ref_per_token_logps=ref_logps)
-    close(first, second)
-    keywords = {"ref_input": ref_hidden, "ref_weight": weight, "ref_per_token_logps": ref_logps}
+@pytest.mark.parametrize(("loss_type", "estimator"), [*((name, {}) for name in LOSS_TYPES), *ESTIMATORS])
+def test_extreme_ratios_keep_their_digits(loss_type, estimator):
+    """Of tokens whose probability is 0 in fp32."""
+    *_, mask, advantages, _, _ = problem()
+    found = []
+    for dtype in (torch.float32, torch.float64):
+        logps = torch.full((B, T), -110.0, dtype=dtype, requires_grad=True)
+        others = -110.0 + 30.0 * (-1) ** torch.arange(T, dtype=dtype).expand(B, T)
+        options, inputs = needed(loss_type, others)
+        given = {name.replace("_per_token", ""): value for name, value in inputs.items()}
+        given |= {"old_logps": others, "ref_logps": others, "sampling_logps": others}
+        loss = functional.grpo_loss(
+            logps, advantages, mask, loss_type=loss_type, beta=0.7, **estimator, **given, **options
+        )
+        found.append((loss.double(), torch.autograd.grad(loss, logps)[0].double()))
+    for ours, exact in zip(*found, strict=True):
+        torch.testing.assert_close(ours, exact, rtol=1e-4, atol=1e-6 * float(exact.abs().max()))
+
+
+@pytest.mark.parametrize("loss_type", LOSS_TYPES)
+def test_any_ratio_is_finite(loss_type):
+    """Also of a token that had no probability."""
+    hidden, weight, bias, ids, mask, advantages, now, _ = problem()
+    none = now.clone()
+    none[:2, 0] = -torch.inf
+    for old, ref in ((now - 500, now + 500), (now + 500, now - 500), (none, now)):
+        options, inputs = needed(loss_type, 2 * now - ref)
+        loss = GRPO(beta=0.1, loss_type=loss_type, delta=2.0, **options)
+        keywords = {"old_per_token_logps": old, "ref_per_token_logps": ref} | inputs
+        value, metrics, grads = run(loss, (hidden, weight, bias), ids, mask, advantages.abs(), **keywords)
+        assert all(t.isfinite().all() for t in (value, *metrics, *grads))
+
+
+def test_log_probabilities_of_a_reference_are_used_before_its_hidden_states():
+    hidden, weight, _, ids, mask, advantages, logps, _ = problem()
+    call = partial(GRPO(), hidden, weight, ids, mask, advantages, ref_per_token_logps=logps)
     with pytest.warns(UserWarning, match="are used"):
-        third = run(loss, tensors, ids, mask, advantages, **keywords)
-    close(third, second)
-
-
-def test_empty_batches():
-    hidden, weight, bias, ids, mask, advantages, *_ = problem()
-    for loss_type in LOSS_TYPES:
-        options, inputs = needed(loss_type, torch.zeros(B, T))
-        loss = GRPO(beta=0.0, loss_type=loss_type, **options)
-        value, metrics, grads = run(loss, (hidden, weight, bias), ids, torch.zeros_like(mask), advantages, **inputs)
-        assert value == 0
-        assert all((g == 0).all() for g in (*grads, *metrics))
+        found = call(ref_input=hidden, ref_weight=weight)
+    torch.testing.assert_close(found, call())
 
 
 @pytest.mark.parametrize(
@@ -270,6 +266,7 @@ def test_empty_batches():
         ({"num_items_in_batch": torch.arange(T)}, "one number"),
         ({"advantages": torch.ones(B, device="meta")}, "advantages is on meta"),
         ({"prompts": torch.ones(B)}, "prompts must be integers"),
+        ({"advantages": None}, "advantages must be a tensor"),
         ({"selected_token_ids": torch.ones(B * T, dtype=torch.int64)}, "labels must have one entry per hidden state"),
     ],
 )
@@ -282,40 +279,25 @@ def test_bad_input_is_refused(change, message):
         "ref_per_token_logps": logps,
         **change,
     }
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises((TypeError, ValueError), match=message):
         GRPO()(hidden, weight, **arguments)
 
 
 @pytest.mark.parametrize(
-    "name", ["advantages", "old_per_token_logps", "sampling_per_token_logps", "vllm_is_ratio", "attention_mask"]
+    ("options", "message"),
+    [
+        ({"loss_type": "icepop"}, "pass the sampler's log-probabilities"),
+        ({"token_mask": "kpop"}, "pass the sampler's log-probabilities"),
+        ({"loss_type": "real"}, "needs prompts="),
+        ({"normalizer": "prompt_mean"}, "needs prompts="),
+        ({"loss_type": "fipo", "group": True}, "pass whole completions, and no group="),
+        ({"loss_type": "kl_cov", "group": True}, "pass whole completions, and no group="),
+    ],
 )
-def test_bad_input_is_refused_before_the_reference_runs(name, monkeypatch):
-    def run(*arguments, **options):
-        raise AssertionError("the reference runs")
-
-    monkeypatch.setattr("liger_losses.chunked.losses.completion_loss.statistics", run)
-    hidden, weight, _, ids, mask, advantages, _, _ = problem()
-    arguments = {"attention_mask": mask, "advantages": advantages, name: torch.ones(B, T + 1)}
-    with pytest.raises(ValueError, match=f"{name} must be"):
-        GRPO()(hidden, weight, ids, **arguments, ref_input=hidden, ref_weight=weight)
-
-
-@pytest.mark.parametrize("options", [{"beta": 0.0}, {"use_ref_model": False}], ids=str)
-def test_a_reference_that_is_not_used_is_ignored(options):
-    hidden, weight, _, ids, mask, advantages, logps, _ = problem()
-    loss, call = GRPO(**options), (hidden, weight, ids, mask, advantages)
-    for reference in ({}, {"ref_input": hidden}, {"ref_per_token_logps": logps}):
-        found = loss(*call, **reference, ref_weight=weight)[0]
-        torch.testing.assert_close(found, GRPO(beta=0.0)(*call)[0], rtol=0, atol=0)
-
-
-@pytest.mark.parametrize("loss_type", [name for name in LOSS_TYPES if name not in ("real", "icepop", "kpop")])
-def test_a_token_that_had_no_probability_is_finite(loss_type):
-    hidden, weight, bias, ids, mask, advantages, logps, _ = problem()
-    logps[0, 0] = logps[1, 0] = -torch.inf
-    loss = GRPO(beta=0.0, loss_type=loss_type, **needed(loss_type, logps)[0])
-    value, metrics, grads = run(loss, (hidden, weight, bias), ids, mask, advantages, old_per_token_logps=logps)
-    assert all(each.isfinite().all() for each in (value, *metrics, *grads))
+def test_what_a_row_of_the_tables_needs_is_asked_for(options, message, one_process):
+    options = {**options, "group": one_process} if "group" in options else options
+    with pytest.raises(ValueError, match=message):
+        functional.grpo_loss(torch.zeros(2, 3), torch.ones(2), torch.ones(2, 3), beta=0.0, **options)
 
 
 def test_the_documented_names_of_other_losses():
@@ -324,16 +306,35 @@ def test_the_documented_names_of_other_losses():
     assert found[0] == GRPO(beta=0.0)(hidden, weight, ids, mask, advantages)[0]
 
 
-def test_advantages_are_needed():
-    hidden, weight, _, ids, mask, _, _, _ = problem()
-    with pytest.raises(TypeError, match="advantages must be a tensor"):
-        GRPO(beta=0.0)(hidden, weight, ids, mask, None)
+# --- What the sampler did ---------------------------------------------------------------------------------------------
 
 
-def test_the_quantile_counts_each_token_once(monkeypatch):
-    """Processes that share a vocabulary have the same tokens."""
-    entropy, mask = torch.tensor([[0.1, 0.7, 0.3, 0.9, 0.5]]), torch.ones(1, 5, dtype=torch.bool)
-    expected = functional.high_entropy_mask(entropy, mask, 0.24)
-    monkeypatch.setattr(policy_objectives, "gather_over_processes", lambda values: torch.cat([values, values]))
-    assert torch.equal(functional.high_entropy_mask(entropy, mask, 0.24, copies=2), expected)
-    assert not torch.equal(functional.high_entropy_mask(entropy, mask, 0.24), expected)
+@pytest.mark.parametrize("kind", KINDS)
+def test_sampler_weights(kind):
+    """A token whose sampler is not known has a ratio of 1; masked tokens count nothing, whatever they have."""
+    *_, mask, _, logps, noise = problem()
+    mask = (mask * torch.tensor([1, 1, 1, 0])[:, None]).bool()
+    sampler = logps - 0.4 * noise
+    sampler[1, 1] = logps[1, 1]
+    junk = torch.where(mask, sampler, math.nan)
+    junk[1, 1] = math.nan
+    for normalize in (False, True):
+        expected, found = (
+            functional.sampler_weights(logps, x, m, kind, low=0.75, high=1.4, normalize=normalize)
+            for x, m in ((sampler, mask), (junk, mask.float()))
+        )
+        torch.testing.assert_close(found, expected)
+        assert not found[0][3].any()
+        assert found[0].shape == ((B, T) if kind.startswith("token") else (B, 1))
+        far, metrics = functional.sampler_weights(logps, logps + 30 * noise, mask, kind, normalize=normalize)
+        assert all(value.isfinite().all() for value in (far, *metrics))
+    nothing, metrics = functional.sampler_weights(logps, logps, torch.zeros_like(mask), kind)
+    assert not any(value.any() for value in (nothing, *metrics))
+
+
+def test_wrong_inputs_of_sampler_weights():
+    zeros = torch.zeros(2, 3)
+    with pytest.raises(ValueError, match="unknown kind 'tis'"):
+        functional.sampler_weights(zeros, zeros, zeros, "tis")
+    with pytest.raises(ValueError, match="high must lie in"):
+        functional.sampler_weights(zeros, zeros, zeros, low=3.0)

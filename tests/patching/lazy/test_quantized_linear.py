@@ -54,8 +54,13 @@ def assert_same(found, expected, bound):
 def test_a_quantized_head_is_lazy(kind):
     model, bound = quantize(tiny(), kind, inner=False), BOUNDS.get(kind, 1e-5)
     expected = loss_and_gradients(model)
-    logits = model(IDS).logits.detach()
-    original = type(model.lm_head)
+    parameters, upstream = [p for p in model.parameters() if p.requires_grad], torch.randn(2, 12, V)
+
+    def values():  # what the library does not know is computed of true logits
+        found = model(IDS).logits.sigmoid()
+        return found.detach(), torch.autograd.grad(found, parameters, upstream)
+
+    plain, original = values(), type(model.lm_head)
     report = patch(model, norms=False, mlps=False, rope=False)
     assert [entry.replaced_by for entry in report.entries] == ["LazyQuantized"]
     model.train()
@@ -66,8 +71,7 @@ def test_a_quantized_head_is_lazy(kind):
         head, hidden, labels = loss_inputs(model, input_ids=IDS)
         assert relative_error(LigerFusedLinearCrossEntropyLoss()(head, hidden, labels), expected[0]) < bound
     with allow_materialization():
-        values = model(IDS).logits.sigmoid()  # what the library does not know is computed of true logits
-    assert relative_error(values, logits.sigmoid()) < bound
+        assert_same(values(), plain, bound)
     options = {"max_new_tokens": 3, "do_sample": False, "pad_token_id": 0}
     generated = model.eval().generate(IDS[:1], **options)
     # On CPUs with bf16 instructions, bitsandbytes rounds the scales of 4-bit weights where it generates, and lays them
@@ -142,17 +146,6 @@ def test_a_head_that_gets_a_weight_of_an_unknown_kind_computes_its_logits():
     assert type(model.lm_head) is nn.Linear
 
 
-def test_the_values_of_lazy_logits_are_differentiable():
-    model = quantize(tiny(), "packed 4 bit", inner=False).train()
-    parameters = [p for p in model.parameters() if p.requires_grad]
-    upstream = torch.randn(2, 12, V)
-    expected = torch.autograd.grad(model(IDS).logits.sigmoid(), parameters, upstream)
-    patch(model, norms=False, mlps=False, rope=False)
-    with allow_materialization():
-        found = torch.autograd.grad(model(IDS).logits.sigmoid(), parameters, upstream)
-    assert all(relative_error(a, b) < 1e-5 for a, b in zip(found, expected, strict=True))
-
-
 @pytest.mark.parametrize("kind", ["packed 4 bit", "torchao int8", "bitsandbytes nf4, nested", "bitsandbytes 8 bit"])
 def test_quantized_layers_inside_of_a_model(kind):
     """Norms, MLPs and rotations around them are replaced as around ordinary layers."""
@@ -175,45 +168,32 @@ def qlora(kind, dtype, **options):
     return peft.get_peft_model(model, config).train()
 
 
-@pytest.mark.parametrize("kind", ["torchao int8", "bitsandbytes nf4, nested", "bitsandbytes 8 bit"])
-@pytest.mark.parametrize("cast", [None, torch.bfloat16])
-def test_lora_on_a_quantized_head(kind, cast):
-    model = qlora(kind, torch.bfloat16 if cast else torch.float32)
-    bound = 5e-2 if cast else BOUNDS.get(kind, 1e-5)
-    with torch.autocast("cpu", cast, enabled=cast is not None):
+FP32, BF16 = torch.float32, torch.bfloat16
+KINDS = ("torchao int8", "bitsandbytes nf4, nested", "bitsandbytes 8 bit")
+#: Kind of the layer, dtype of the model, whether under autocast, and adapters of the head. Without autocast, hidden
+#: states and head are in bf16 and adapters in fp32, as PEFT makes them.
+ADAPTED = [(kind, dtype, dtype is BF16, 1) for kind in KINDS for dtype in (FP32, BF16)]
+ADAPTED += [("torchao int8", FP32, False, 2), ("bitsandbytes nf4, nested", BF16, False, 1)]
+
+
+@pytest.mark.parametrize(("kind", "dtype", "autocast", "adapters"), ADAPTED)
+def test_lora_on_a_quantized_head(kind, dtype, autocast, adapters):
+    model = qlora(kind, dtype)
+    if adapters == 2:
+        peft = pytest.importorskip("peft")
+        model.add_adapter("other", peft.LoraConfig(r=2, target_modules=["lm_head"], init_lora_weights=False))
+        model.base_model.set_adapter(["default", "other"])
+    with torch.autocast("cpu", BF16, enabled=autocast):
         expected = loss_and_gradients(model)
     report = patch(model, norms=False, mlps=False, rope=False)
     by = sorted(entry.replaced_by for entry in report.entries)
-    assert by == ["LazyLinear", "LazyQuantized"]  # lora_B, and the layer that it is added to
-    with warnings.catch_warnings(), torch.autocast("cpu", cast, enabled=cast is not None):
+    assert by == [*["LazyLinear"] * adapters, "LazyQuantized"]  # lora_B, and the layer that it is added to
+    with warnings.catch_warnings(), torch.autocast("cpu", BF16, enabled=autocast):
         warnings.filterwarnings("error", message=".*needs the values")
         found = loss_and_gradients(model)
-    assert_same(found, expected, bound)
+    assert_same(found, expected, 5e-2 if dtype is BF16 else BOUNDS.get(kind, 1e-5))
+    assert all(gradient.dtype == FP32 for gradient in found[1])
     unpatch(model)
-
-
-def test_two_adapters():
-    peft = pytest.importorskip("peft")
-    model = qlora("torchao int8", torch.float32)
-    model.add_adapter("other", peft.LoraConfig(r=2, target_modules=["lm_head"], init_lora_weights=False))
-    model.base_model.set_adapter(["default", "other"])
-    expected = loss_and_gradients(model)
-    patch(model, norms=False, mlps=False, rope=False)
-    with warnings.catch_warnings():
-        warnings.filterwarnings("error", message=".*needs the values")
-        assert_same(loss_and_gradients(model), expected, 1e-5)
-
-
-def test_adapters_in_fp32_without_autocast():
-    """As PEFT makes them: hidden states and head in bf16."""
-    model = qlora("bitsandbytes nf4, nested", torch.bfloat16)
-    expected = loss_and_gradients(model)
-    patch(model, norms=False, mlps=False, rope=False)
-    with warnings.catch_warnings():
-        warnings.filterwarnings("error", message=".*needs the values")
-        found = loss_and_gradients(model)
-    assert_same(found, expected, 5e-2)
-    assert all(gradient.dtype == torch.float32 for gradient in found[1])
 
 
 def test_copies_of_a_patched_model():

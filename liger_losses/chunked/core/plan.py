@@ -131,7 +131,7 @@ def signature(
         in_torch=any(s.phi is not None or (s.divergence is not None and not s.divergence.has_kernel) for s in asked),
         batch_invariant=head.batch_invariant,
         couples=couples or dtype == torch.float16,  # whose gradients need the loss's scale
-        memory=device_memory(hidden.device),
+        memory=head.ranks.least_memory(device_memory(hidden.device), hidden.device),
         bound=default_bound(),
         options=options,
     )

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from liger_losses.checks import check_group, check_tensor, check_vector, check_weight, see
-from liger_losses.chunked.core.agreement import agree, all_gather, compare, lines_of
+from liger_losses.chunked.core.agreement import agree, all_gather, compare, known_of, lines_of
 from liger_losses.chunked.core.quantizers import QuantizedWeight
 
 if TYPE_CHECKING:
@@ -58,6 +58,10 @@ class Ranks:
     def whole(self, rows: Tensor) -> Tensor:
         """``[V, ...]``: the rows of all ranks."""
         return rows
+
+    def least_memory(self, own: int, device: torch.device) -> int:
+        """The smallest of the ranks' device memories."""
+        return own
 
     def agree(self, signature: Mapping[str, Any], values: Mapping[str, Callable[[], Any]] | None = None) -> None:
         """Raise on all ranks unless they are about to make the same call; see :func:`agree`."""
@@ -141,6 +145,13 @@ class VocabularyRanks(Ranks):
         padded = rows.new_zeros(max(self.sizes), *rows.shape[1:])
         padded[: len(rows)] = rows
         return torch.cat([part[:size] for part, size in zip(self.gather(padded), self.sizes, strict=True)])
+
+    def least_memory(self, own: int, device: torch.device) -> int:
+        # Exchanged once per group and type of device, by whichever head comes first.
+        known = known_of(self.group).least_memory
+        if device.type not in known:
+            known[device.type] = int(self.gather(torch.tensor(own, device=device)).min())
+        return known[device.type]
 
     def agree(self, signature: Mapping[str, Any], values: Mapping[str, Callable[[], Any]] | None = None) -> None:
         agree(self.group, signature, values)

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from liger_losses.chunked.core.block import BLOCKS, Collected, statistics_by_columns
-from liger_losses.chunked.core.buffers import Gradients, Leaf, key_of, like
+from liger_losses.chunked.core.buffers import Gradients, Leaf, key_of, local_part
 from liger_losses.chunked.core.checks import agree, check_call, check_right, check_vocabulary
 from liger_losses.chunked.core.plan import MOST_PARTS, Options, Plan, even, padded, plan, signature
 from liger_losses.chunked.core.saved import pack, unpack
@@ -296,7 +296,7 @@ class _Statistics(torch.autograd.Function):
                     _from_blocks(stream, blocks, of_rows, values, live, grads)
                 elif values:
                     _again(stream, of_rows, values, live, grads)
-            return None, None, *wrapped(leaves, grads.results())
+            return None, None, *grads.results()
 
 
 def concatenated(parts: list[Values]) -> Values:
@@ -305,11 +305,6 @@ def concatenated(parts: list[Values]) -> Values:
     if not rest:
         return empty
     return {name: torch.cat([part[name] for part in rest]) if len(rest) > 1 else rest[0][name] for name in rest[0]}
-
-
-def wrapped(leaves: Sequence[Leaf], gradients: Sequence[Tensor | None]) -> list[Tensor | None]:
-    """Gradients as their tensors are."""
-    return [None if g is None else like(leaf.tensor, g) for leaf, g in zip(leaves, gradients, strict=True)]
 
 
 def live_rows(streams: Sequence[Stream], upstream: Sequence[Values]) -> list[Tensor | None]:
@@ -390,12 +385,10 @@ class _Losses(torch.autograd.Function):
     ) -> tuple[Tensor, ...]:
         ctx.set_materialize_grads(False)
         with _Alone(streams[0].target.hidden):
-            total, outputs, gradients = _run(streams, losses, leaves)
+            total, outputs, ctx.gradients = _run(streams, losses, leaves)
         saved = [leaf.tensor for leaf in leaves]
-        ctx.packed = pack((streams, losses), saved, [stream.target.labels for stream in streams])
-        ctx.leaves, ctx.used = [leaf[1:] for leaf in leaves], False
-        ctx.some = [g is not None for g in gradients]
-        ctx.save_for_backward(*saved, *[g for g in gradients if g is not None])
+        ctx.packed, ctx.leaves = pack((streams, losses), saved), [leaf[1:] for leaf in leaves]
+        ctx.save_for_backward(*saved)
         names += [list(values) for values in outputs]
         flat = [value for values in outputs for value in values.values()]
         ctx.mark_non_differentiable(*flat)
@@ -404,28 +397,23 @@ class _Losses(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, upstream: Tensor | None, *_: Any) -> tuple[Any, ...]:
+        gradients, ctx.gradients = ctx.gradients, None
         if upstream is None:
             return (None,) * len(ctx.needs_input_grad)
-        saved = list(ctx.saved_tensors)
-        count = len(saved) - sum(ctx.some)
-        leaves = [Leaf(tensor, *rest) for tensor, rest in zip(saved, ctx.leaves, strict=False)]
-        again, ctx.used = ctx.used, True
-        with _Alone(saved[0]):
-            if again:  # the first backward scaled them, and gave them away
-                streams, losses = unpack(ctx.packed, saved[:count])
-                gradients = _run(streams, losses, leaves)[2]
-            else:
-                there = iter(saved[count:])
-                gradients = [next(there) if some else None for some in ctx.some]
-            return None, None, None, None, *wrapped(leaves, [scaled(g, upstream) for g in gradients])
+        with _Alone(upstream):
+            if gradients is None:  # the first backward scaled them, and gave them away
+                saved = list(ctx.saved_tensors)
+                leaves = [Leaf(tensor, *rest) for tensor, rest in zip(saved, ctx.leaves, strict=False)]
+                gradients = _run(*unpack(ctx.packed, saved), leaves)[2]
+            return None, None, None, None, *[scaled(g, upstream) for g in gradients]
 
 
 def scaled(gradient: Tensor | None, factor: Tensor) -> Tensor | None:
     """A gradient times a factor, in its memory."""
     if gradient is None or gradient.layout != torch.strided:
         return gradient if gradient is None else gradient * factor
-    gradient = gradient.data
-    scale_(factor, [gradient], backend=choose_backend(None, [gradient]))
+    local = local_part(gradient)
+    scale_(factor, [local], backend=choose_backend(None, [local]))
     return gradient
 
 

@@ -13,6 +13,7 @@ from liger_losses import (
     TokenSupport,
     linear_logps,
     linear_statistics,
+    workspace,
 )
 from liger_losses.integrations import skyrl
 from liger_losses.integrations.megatron import OutputOptions, output_processor
@@ -32,8 +33,8 @@ def devices(parts):
     rank, d, group = dist.get_rank(), batch(), dist.new_group(range(WORLD))
     rows = parts["four"].rows
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr("liger_losses.chunked.engine.plan.default_workspace", lambda *work: 8000)
-        patched.setattr("liger_losses.chunked.engine.call.device_memory", lambda device: 2**24 if rank == 1 else 0)
+        patched.setattr("liger_losses.chunked.core.plan.usual_bytes", lambda call: 8000)
+        patched.setattr("liger_losses.chunked.core.plan.device_memory", lambda device: 2**24 if rank == 1 else 0)
         head = Head(d["weight"][rows].clone().requires_grad_(), group=group)
         for _ in range(2):  # the second time, nothing is exchanged
             logps = linear_logps(d["h"], head, d["y"])

@@ -87,6 +87,7 @@ class Teacher:
     def core(self, labels: Tensor, temperature: float | Tensor) -> target.Target:
         """The other side of a comparison, at its temperature."""
         hidden, head = self.parts
+        head.check_invariant()
         return target.Target(head.core(), hidden.detach(), labels, temperature)
 
     def check(self, tokens: torch.Size, student: Head) -> None:

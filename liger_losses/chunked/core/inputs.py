@@ -74,6 +74,8 @@ def target_of(
         if isinstance(soft, Tensor):
             check_temperature(soft, head.weight.device, [labels.shape])
         fields["teacher"] = teacher.core(labels, soft)
+    if "kept" not in fields:
+        head.check_invariant()
     hidden, head = head.with_dropout(hidden)
     labels = labels.clone() if labels.is_inference() else labels  # autograd keeps no tensor of inference mode
     return Target(head.core(), hidden, labels, **fields)

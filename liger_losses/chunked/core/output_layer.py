@@ -182,16 +182,7 @@ class Head:
         return self.weight.shape[1] + (0 if self.quantized is None else self.quantized.shape[1])
 
     def core(self) -> core.Head:
-        """What makes logits of hidden states, at temperature 1.
-
-        Raises:
-            ValueError: batch invariance with adapters, or with codes that are not dequantized at once.
-        """
-        if self.batch_invariant and self.adapters:
-            raise ValueError(
-                "batch_invariant=True needs a head without adapters, because torch's product with them depends on the "
-                "number of tokens; merge them into the weight, or leave batch_invariant out."
-            )
+        """What makes logits of hidden states, at temperature 1."""
         for adapter in self.adapters:
             if adapter.a.shape[1:] != (self.hidden_size,) or adapter.b.shape != (len(self.weight), len(adapter.a)):
                 raise ValueError(
@@ -200,6 +191,14 @@ class Head:
                 )
         transform = replace(self.transform, temperature=1.0)
         return core.Head(self.weights, self.bias, transform, self.ranks, self.batch_invariant)
+
+    def check_invariant(self) -> None:
+        """Raise ValueError if its product with all columns depends on the number of tokens, and must not."""
+        if self.batch_invariant and self.adapters:
+            raise ValueError(
+                "batch_invariant=True needs a head without adapters, because torch's product with them depends on the "
+                "number of tokens; merge them into the weight, or leave batch_invariant out."
+            )
 
     def with_fields(self, **changes: Any) -> Head:
         """A copy with other fields, which are not checked again."""

@@ -6,7 +6,7 @@ H hidden size, V vocabulary size.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache, lru_cache
 from typing import Any, NamedTuple
 
@@ -86,6 +86,7 @@ class Signature:
     of_kernels: bool = False  # whether statistics of parts of the vocabulary can be merged: one rank, no teacher
     batch_invariant: bool = False
     couples: bool = True  # whether gradients are asked for once all statistics are known
+    beside: int = 0  # bytes of other targets' blocks that live until backward, if they do
     many_parts: int = 0  # targets that share a head which would get more than MOST_PARTS parts by blocks
     memory: int = 0  # bytes of the smallest device
     bound: int | None = None  # the default workspace that was set
@@ -242,7 +243,7 @@ def plan(call: Signature, table: tuple[Accelerator, ...]) -> Plan:
     if call.batch_invariant:
         _check_invariant(call, budget.copied)
     keep = max(budget.blocks, budget.most) if options.keep is None else options.keep
-    keeps = call.couples and call.trains and options.chunk_size is None and call.tokens * row <= keep
+    keeps = may_keep(call) and call.tokens * row + call.beside <= keep
     rows, part_rows = (max(call.tokens, 1),) * 2 if keeps else _rows(call, row, budget.blocks)
     accumulate, copied, tile = options.accum_dtype, budget.copied, None
     walks = not keeps and call.of_kernels and call.quantized and copied < call.columns and call.tokens > 2 * rows
@@ -269,6 +270,20 @@ def plan(call: Signature, table: tuple[Accelerator, ...]) -> Plan:
         block=chosen.block,
         name=chosen.name,
     )
+
+
+def may_keep(call: Signature) -> bool:
+    """Whether blocks live until backward if they fit."""
+    return call.couples and call.trains and call.options.chunk_size is None
+
+
+def kept_together(calls: list[Signature], table: tuple[Accelerator, ...]) -> list[Signature]:
+    """Of the targets of one call, each knows of the others' blocks: all live until backward, or none."""
+    if len(calls) == 1:
+        return calls
+    rows = [next(row for row in table if row.applies(call)) for call in calls]
+    sizes = [call.tokens * row.row_bytes(call) if may_keep(call) else 0 for call, row in zip(calls, rows, strict=True)]
+    return [replace(call, beside=sum(sizes) - size) for call, size in zip(calls, sizes, strict=True)]
 
 
 class _Budget(NamedTuple):

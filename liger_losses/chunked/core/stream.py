@@ -20,10 +20,19 @@ from torch import Tensor
 from liger_losses.chunked.core.block import BLOCKS, Collected, statistics_by_columns
 from liger_losses.chunked.core.buffers import Gradients, Leaf, key_of, local_part
 from liger_losses.chunked.core.checks import agree, check_call, check_right, check_vocabulary
-from liger_losses.chunked.core.plan import MOST_PARTS, Options, Plan, even, padded, plan, signature
+from liger_losses.chunked.core.plan import (
+    MOST_PARTS,
+    Options,
+    Plan,
+    even,
+    kept_together,
+    padded,
+    plan,
+    signature,
+)
 from liger_losses.chunked.core.saved import pack, unpack
 from liger_losses.chunked.core.statistics import Statistic, asked_for
-from liger_losses.chunked.core.target import Target, TokenLoss
+from liger_losses.chunked.core.target import Counted, Target, TokenLoss
 from liger_losses.chunked.core.teachers import Rows
 from liger_losses.chunked.core.weights import Products
 from liger_losses.kernels import choose_backend
@@ -162,11 +171,21 @@ def open_streams(
 ) -> list[Stream]:
     """Find the tokens with a label, for which the host waits once, and plan; ``lives`` are those of losses of single
     tokens."""
-    counted, table = _count(targets, options, lives or [None] * len(targets)), tuple(BLOCKS)
-    streams = []
-    for target, tokens in zip(targets, counted, strict=True):
-        call = signature(target, asked, options, tokens[1], couples=lives is None)
-        streams.append(Stream(target, asked, plan(call, table), *tokens))
+    table, couples = tuple(BLOCKS), lives is None
+    actives: list[Tensor | None] = [None] * len(targets)
+    if options.compact:
+        targets = counted(targets, options, lives)
+    else:
+        actives = [checked_labels(target, options.ignore_index) for target in targets]
+    tokens = [target.counted or Counted(None, n := target.labels.numel(), n, (0, 0)) for target in targets]
+    targets = [replace(target, counted=None) for target in targets]
+    pairs = zip(targets, tokens, strict=True)
+    calls = [signature(target, asked, options, of_target.count, couples=couples) for target, of_target in pairs]
+    calls = kept_together(calls, table)
+    streams = [
+        Stream(target, asked, plan(call, table), *of_target[:3], active)
+        for target, call, of_target, active in zip(targets, calls, tokens, actives, strict=True)
+    ]
     parts: dict[object, list[int]] = {}
     for stream in streams:
         for key in _half_sums(stream, options):
@@ -174,8 +193,7 @@ def open_streams(
     many = {key: len(numbers) for key, numbers in parts.items() if sum(numbers) > MOST_PARTS}
     for i, stream in enumerate(streams if many else ()):
         sharing = max([many.get(key, 0) for key in _half_sums(stream, options)], default=0)
-        call = signature(stream.target, asked, options, stream.count, couples=lives is None)
-        streams[i] = replace(stream, plan=plan(replace(call, many_parts=sharing), table))
+        streams[i] = replace(stream, plan=plan(replace(calls[i], many_parts=sharing), table))
     return streams
 
 
@@ -187,36 +205,53 @@ def _half_sums(stream: Stream, options: Options) -> list[object]:
     return [key_of(tensor) for tensor in trained if tensor.dtype in HALF_DTYPES]
 
 
-#: index, count, live, active: of a :class:`Stream`.
-Counted = tuple[Tensor | None, int, int, Tensor | None]
+def checked_labels(target: Target, ignore_index: int) -> Tensor:
+    """Which tokens ``[T]`` have a label; an error on the device for a label outside of the vocabulary."""
+    labels = target.labels.detach().reshape(-1)
+    active = labels != ignore_index
+    right = ((labels >= 0) & (labels < target.vocab_size)) | ~active
+    check_right(right.all(), labels, target.vocab_size, ignore_index)
+    return active
 
 
-def _count(targets: Sequence[Target], options: Options, lives: Sequence[Tensor | None]) -> list[Counted]:
+def counted(targets: Sequence[Target], options: Options, lives: Sequence[Tensor | None] | None = None) -> list[Target]:
+    """The targets with which of their tokens have a label, for which the host waits once if it is not known."""
+    masks = lives or [None] * len(targets)
+    if any(target.counted is None for target in targets) or any(mask is not None for mask in masks):
+        targets = _count(targets, options.ignore_index, options.backend, masks)
+    for target in targets:
+        assert target.counted is not None
+        check_vocabulary([*target.counted.range], target.vocab_size, options.ignore_index)
+    return list(targets)
+
+
+def counted_once(targets: Sequence[Target], options: Options) -> list[Target]:
+    """The same, before calls with several models of the same tokens, each of which would wait."""
+    if not options.compact or any(target.head.ranks.size > 1 for target in targets):
+        return list(targets)  # ranks first agree on a call
+    return counted(targets, options)
+
+
+def _count(
+    targets: Sequence[Target], ignore_index: int, backend: str | None, lives: Sequence[Tensor | None]
+) -> list[Target]:
     labels = [target.labels.detach().reshape(-1).contiguous() for target in targets]  # as kernels read them
-    if not options.compact:
-        actives = [y != options.ignore_index for y in labels]
-        for target, y, active in zip(targets, labels, actives, strict=True):
-            right = ((y >= 0) & (y < target.vocab_size)) | ~active
-            check_right(right.all(), y, target.vocab_size, options.ignore_index)
-        return [(None, len(y), len(y), active) for y, active in zip(labels, actives, strict=True)]
-    backend = choose_backend(options.backend, [(labels[0].device, torch.float32)])
-    facts = label_facts(labels, options.ignore_index, backend=backend)
+    backend = choose_backend(backend, [(labels[0].device, torch.float32)])
+    facts = label_facts(labels, ignore_index, backend=backend)
     masks = [
-        None if live is None else live.reshape(-1) & (y != options.ignore_index)
-        for y, live in zip(labels, lives, strict=True)
+        None if live is None else live.reshape(-1) & (y != ignore_index) for y, live in zip(labels, lives, strict=True)
     ]
     counts = torch.stack([facts[i, 0] if mask is None else mask.sum() for i, mask in enumerate(masks)])
     numbers = start_reading(torch.cat([facts[:, :3], counts[:, None]], 1), _WHAT)()
-    counted: list[Counted] = []
+    found = list[Target]()
     for target, y, mask, (count, low, high, live) in zip(targets, labels, masks, numbers, strict=True):
-        check_vocabulary([low, high], target.vocab_size, options.ignore_index)
-        index = None if count == len(y) else torch.nonzero_static(y != options.ignore_index, size=count)[:, 0]
+        index = None if count == len(y) else torch.nonzero_static(y != ignore_index, size=count)[:, 0]
         if mask is not None and live < count:
-            dead = ~mask & (y != options.ignore_index)
+            dead = ~mask & (y != ignore_index)
             pair = (torch.nonzero_static(mask, size=live), torch.nonzero_static(dead, size=count - live))
             index = torch.cat(pair)[:, 0]
-        counted.append((index, count, live, None))
-    return counted
+        found.append(replace(target, counted=Counted(index, count, live, (low, high))))
+    return found
 
 
 def leaves_of(streams: Sequence[Stream]) -> list[Leaf]:

@@ -131,7 +131,7 @@ def kept_statistics(
     """
     if not isinstance(support, TokenSupport):
         raise TypeError(f"support must be a TokenSupport(ids), got {type(support).__name__}.")
-    whole = target_of(hidden_states, head, labels)
+    whole = target_of(hidden_states, head, labels, kept=None)
     support.check(labels, head.weight)
     moved = shift_labels(labels, options.ignore_index, shift) if shift else labels
     split = padded_parts if support.offsets is None else ragged_parts
@@ -139,6 +139,8 @@ def kept_statistics(
     check_kept(parts, head.vocab_size, support, options.ignore_index, shift, "logp" in names)
     if support.add_label:
         parts = [part._replace(ids=with_label(part)) for part in parts]
+    if head.batch_invariant and head.adapters and (parts[0].labels != options.ignore_index).any():
+        head.check_invariant()  # of tokens without a cut
     targets = [_of_part(whole, part, support.sparse_grad) for part in parts]
     found = [
         {name: _spread(value, part.tokens, labels.shape) for name, value in values.items()}

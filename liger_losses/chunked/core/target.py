@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -21,6 +21,16 @@ from liger_losses.kernels.matmul import wide_dtype
 
 #: The fields of a target that have an entry for each token, and how many dimensions that entry has.
 PER_TOKEN = {"hidden": 1, "labels": 0, "temperature": 0, "kept": 1, "selected": 1}
+
+
+class Counted(NamedTuple):
+    """The tokens that have a label: their places among the flattened tokens (``None`` for all), those first that may
+    have a gradient; how many they are, and how many of these; the smallest and largest label, and 0."""
+
+    index: Tensor | None
+    count: int
+    live: int
+    range: tuple[int, int]
 
 
 @dataclass(frozen=True, eq=False)
@@ -43,6 +53,7 @@ class Target:
         sparse_grad: make the gradient of the weight a sparse tensor of the kept rows.
         rows: ``[...]`` int64, the places of these tokens among the flattened hidden states, which may be of more; no
             place twice. By default, hidden states and labels are in one order.
+        counted: which tokens have a label, if that is known.
     """
 
     head: Head
@@ -55,6 +66,7 @@ class Target:
     teacher: Target | TeacherLogits | None = None
     sparse_grad: bool = False
     rows: Tensor | None = None
+    counted: Counted | None = None
 
     def places(self, rows: Rows) -> Rows:
         """Where tokens are among the flattened hidden states."""

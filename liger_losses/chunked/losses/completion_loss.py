@@ -18,7 +18,7 @@ from liger_losses.checks import check_alike, check_device, check_shape_of, check
 from liger_losses.chunked import EngineOptions, Head, Statistics
 from liger_losses.chunked.core.agreement import agree
 from liger_losses.chunked.core.inputs import target_of
-from liger_losses.chunked.core.stream import statistics
+from liger_losses.chunked.core.stream import counted_once, statistics
 from liger_losses.chunked.core.target import Target
 from liger_losses.chunked.losses.base import AnyHead, ChunkedLoss, LossOptions
 from liger_losses.chunked.losses.context_parallel import sum_over_group
@@ -204,13 +204,16 @@ class CompletionBatch:
         groups = {name: self.groups([values[name] for values in found]) for name in found[0]}
         return [Statistics(**{name: each[i] for name, each in groups.items()}) for i in range(len(self.names))]
 
-    def reference_logps(self, options: EngineOptions) -> list[Tensor | None]:
-        """Each group's log-probabilities under the reference, ``[B]`` or ``[B, T]``; ``None`` without one."""
+    def reference_logps(self, options: EngineOptions, policy: Sequence[Target]) -> list[Tensor | None]:
+        """Each group's log-probabilities under the reference, ``[B]`` or ``[B, T]``; ``None`` without one.
+
+        What is known of the labels of ``policy`` targets is that of the reference's."""
         if self.ref_hidden_states is None or self.ref_head is None:
             pairs = zip(self.groups(self.labels), self.ref_logps, strict=True)
             return [None if logps is None else _given(logps, labels != options.ignore_index) for labels, logps in pairs]
         with torch.no_grad(), naming_the_reference():
-            found = statistics(self.targets(self.ref_head, self.ref_hidden_states), ("logp",), options)
+            pairs = zip(self.targets(self.ref_head, self.ref_hidden_states), policy, strict=False)
+            found = statistics([replace(ref, counted=own.counted) for ref, own in pairs], ("logp",), options)
         return list(self.groups([part["logp"] for part in found]))
 
     def check_reference(self, needed: str | None, how: str) -> None:
@@ -369,7 +372,8 @@ class CompletionLoss(ChunkedLoss):
         if extra is not None:
             given: dict[str, Any] = {} if extra.temperature is None else {"temperature": extra.temperature}
             targets.append(target_of(extra.hidden_states, batch.head, extra.labels, **given))
-        reference = batch.reference_logps(self.options)
+        targets = counted_once(targets, self.options)
+        reference = batch.reference_logps(self.options, targets)
         if self.group is not None:
             ref_dims = [None if logps is None else logps.dim() for logps in reference]
             facts = {"completions": batch.names, "sequences": [len(part) for part in batch.labels]}

@@ -17,7 +17,7 @@ from liger_losses.checks import check_device, check_range, check_tensor
 from liger_losses.chunked import Head, TokenSupport
 from liger_losses.chunked.core.entry import loss_operator
 from liger_losses.chunked.core.inputs import target_of
-from liger_losses.chunked.core.stream import loss_sum, statistics
+from liger_losses.chunked.core.stream import counted_once, loss_sum, statistics
 from liger_losses.chunked.core.support import kept_statistics
 from liger_losses.chunked.core.target import TokenLoss
 from liger_losses.chunked.losses import policy_objectives as objectives
@@ -226,7 +226,8 @@ class LigerFusedLinearGRPOLoss(CompletionLoss):
                 of_reference = kept_statistics(ref_input, batch.ref_head, labels, support, ("logp",), options)
                 ref_per_token_logps = of_reference["logp"]
         elif self.beta:
-            (ref_per_token_logps,) = batch.reference_logps(options)
+            (target,) = counted_once([target], options)
+            (ref_per_token_logps,) = batch.reference_logps(options, [target])
         inputs = PolicyInputs(
             self.settings,
             mask,

@@ -34,8 +34,6 @@ ROUNDS = 300
 FIRST_ROUNDS = 20
 #: The names of the kernels that multiply hidden states by the head begin with these.
 PRODUCTS = ("_exponentials_kernel", "_linear_statistics_kernel")
-#: Which arguments of a launcher get indices of rows, by kernel: 0 in this stand-in.
-INDICES = {"_label_facts_kernel": slice(9, 10)}
 
 #: What is read of the device's properties.
 H200 = SimpleNamespace(
@@ -55,18 +53,14 @@ class Launcher:
 
     def __init__(self, source: Any, metadata: Any) -> None:
         self.is_product, self.counts_labels = source.name.startswith(PRODUCTS), source.name == "_label_facts_kernel"
-        self.indices = INDICES.get(source.name)
 
     def __call__(self, x: int, y: int, z: int, stream: int, function: int, *rest: Any) -> None:
         if self.is_product and Launcher.first_product is None:
             Launcher.first_product = time.thread_time_ns() - Launcher.counting
-        elif self.indices is not None:
+        elif self.counts_labels:  # the host reads the number of active tokens
             start = time.thread_time_ns()
-            _ = [each.zero_() for each in rest[self.indices] if isinstance(each, Tensor)]
-            if self.counts_labels:  # the host reads the number of active tokens
-                out, labels, earlier = *rest[4:6], rest[11]
-                facts = out.view(-1, 4)
-                facts[min(earlier, len(facts) - 1)].copy_(label_facts([labels], -100)[0])
+            out, labels = rest[4:6]
+            out.copy_(label_facts([labels], -100)[0])
             Launcher.counting += time.thread_time_ns() - start
 
 

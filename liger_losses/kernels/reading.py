@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -56,17 +56,12 @@ def place_weights(first: int, count: int, device: torch.device) -> Tensor:
     return x ^ (x >> 32)
 
 
-def label_facts(
-    labels: Sequence[Tensor], ignore_index: int, kept: Tensor | None = None, *, backend: str = "torch"
-) -> Tensor:
+def label_facts(labels: Sequence[Tensor], ignore_index: int, *, backend: str = "torch") -> Tensor:
     """What a host must know of labels before it can choose how to run, in one launch for each tensor of them.
 
     Args:
         labels: int64, contiguous; S tensors of any shape.
         ignore_index: the label of masked tokens.
-        kept: ``[2, T]`` int64 of T labels in all, rounded up to an even number, contiguous: it gets the places of the
-            active labels among all, and these labels, in order; with ``[3, T]``, also the place of each in its tensor.
-            What follows them is any number.
         backend: ``torch`` or ``triton``.
 
     Returns:
@@ -82,47 +77,13 @@ def label_facts(
             checksum = ((part + 1) * place_weights(first, len(part), part.device)).sum()
             rows.append(torch.stack([active.sum(), low.clamp(max=0), high.clamp(min=0), checksum]))
             first += len(part)
-        if kept is not None:
-            every = torch.cat(labels)
-            own = torch.cat([torch.arange(len(part), device=part.device) for part in labels])
-            order = (every == ignore_index).sort(stable=True).indices
-            kept[:, : len(order)] = torch.stack([order, every[order], own[order]])[: len(kept)]
         return torch.stack(rows)
     facts, first, ignore_index = labels[0].new_empty(len(labels), 4), 0, int(ignore_index)
-    depth, room = (0, 0) if kept is None else kept.shape
     with device_of(facts):  # the first launch of a call, before anything else has made it current
         for i, part in enumerate(labels):
-            arguments = facts, part, part.numel(), first, ignore_index, kept, room, i
-            _label_facts_kernel[(1,)](*arguments, BLOCK=2048, WITHIN=depth == 3, num_warps=8)
+            _label_facts_kernel[(1,)](facts[i], part, part.numel(), first, ignore_index, BLOCK=2048, num_warps=8)
             first += part.numel()
     return facts
-
-
-class LabelFacts(NamedTuple):
-    """What :func:`label_facts` returns, what reads it on the host, and what it keeps if one launch finds that too."""
-
-    numbers: Tensor
-    read: Callable[[], Any]
-    kept: Tensor | None = None
-
-
-#: The most labels of which one program finds the active ones: of more, several kernels take less time.
-_MOST_KEPT = 65536
-_WHAT = "how many tokens carry loss; give compact=False, with which all of them are projected"
-
-
-def facts_of_labels(labels: list[Tensor], ignore_index: int, backend: str) -> LabelFacts:
-    """Ask which labels there are, contiguous tensors.
-
-    Raises:
-        RuntimeError: a CUDA graph is being captured.
-    """
-    count, kept = sum(map(Tensor.numel, labels)), None
-    # Autograd keeps no tensor that was made in inference mode.
-    if backend == "triton" and count <= _MOST_KEPT and not torch.is_inference_mode_enabled():
-        kept = labels[0].new_empty(min(len(labels), 2) + 1, count + count % 2)
-    numbers = label_facts(labels, ignore_index, kept, backend=backend)
-    return LabelFacts(numbers, start_reading(numbers, _WHAT), kept)
 
 
 def version_of(tensor: Tensor) -> int:
@@ -130,19 +91,9 @@ def version_of(tensor: Tensor) -> int:
     return -1 if tensor.is_inference() else getattr(tensor, "_version", -1)
 
 
-@jit(
-    do_not_specialize=["tokens", "first", "ignore_index", "room", "earlier"],
-    do_not_specialize_on_alignment=["out", "labels"],
-)
-def _label_facts_kernel(
-    out, labels, tokens, first, ignore_index, kept, room, earlier, BLOCK: tl.constexpr, WITHIN: tl.constexpr
-):
-    """One program: a million labels take it 0.2 ms, and what comes after them seconds. Launches before it have written
-    the facts of ``earlier`` tensors."""
-    before = tl.zeros((), tl.int32)
-    out += 4 * earlier
-    for tensor in range(earlier):
-        before += tl.load(out - 4 * tensor - 4).to(tl.int32)
+@jit(do_not_specialize=["tokens", "first", "ignore_index"], do_not_specialize_on_alignment=["out", "labels"])
+def _label_facts_kernel(out, labels, tokens, first, ignore_index, BLOCK: tl.constexpr):
+    """One program: a million labels take it 0.2 ms, and what comes after them seconds."""
     count = tl.zeros((BLOCK,), tl.int64)
     low = tl.zeros((BLOCK,), tl.int64)
     high = tl.zeros((BLOCK,), tl.int64)
@@ -152,13 +103,6 @@ def _label_facts_kernel(
         inside = at < tokens
         label = tl.load(labels + at, mask=inside, other=0)
         active = inside & (label != ignore_index)
-        if kept is not None:
-            place = before + tl.cumsum(active.to(tl.int32), 0) - 1
-            tl.store(kept + place, (first + at).to(tl.int64), mask=active)
-            tl.store(kept + room + place, label, mask=active)
-            if WITHIN:
-                tl.store(kept + 2 * room + place, at.to(tl.int64), mask=active)
-            before += tl.sum(active.to(tl.int32), 0)
         value = tl.where(active, label, 0)
         count += active.to(tl.int64)
         low = tl.minimum(low, value)

@@ -199,29 +199,24 @@ def _gradient_torch(
 
 
 @jit
-def _load_coefficient(pointer, rows, valid, AXIS: tl.constexpr):
+def _load_coefficient(pointer, row):
     value = 0.0
     if pointer is not None:
-        value = tl.load(pointer + rows, mask=valid, other=0.0)
-        if AXIS == 1:
-            value = value[:, None]
+        value = tl.load(pointer + row)
     return value
 
 
 @jit
-def load_coefficients(coefficients, rows, valid, inverse_vocab_size, AXIS: tl.constexpr):
-    """The rows' values of the six pointers of a :class:`SoftmaxGradient`, 0 for one that is None.
-
-    Of one row (``AXIS`` 0), or ``[R, 1]`` of a tile's (``AXIS`` 1).
-    """
+def load_coefficients(coefficients, row, inverse_vocab_size):
+    """A row's values of the six pointers of a :class:`SoftmaxGradient`, 0 for one that is None."""
     p, p_logp, p_squared, label, uniform, classes = coefficients
     return (
-        _load_coefficient(p, rows, valid, AXIS),
-        _load_coefficient(p_logp, rows, valid, AXIS),
-        _load_coefficient(p_squared, rows, valid, AXIS),
-        _load_coefficient(label, rows, valid, AXIS),
-        _load_coefficient(uniform, rows, valid, AXIS) * inverse_vocab_size,
-        _load_coefficient(classes, rows, valid, AXIS) * inverse_vocab_size,
+        _load_coefficient(p, row),
+        _load_coefficient(p_logp, row),
+        _load_coefficient(p_squared, row),
+        _load_coefficient(label, row),
+        _load_coefficient(uniform, row) * inverse_vocab_size,
+        _load_coefficient(classes, row) * inverse_vocab_size,
     )
 
 
@@ -290,7 +285,7 @@ def _gradient_kernel(
     row_lse = tl.load(lse + row)
     label = (tl.load(labels + row) - first_column).to(tl.int32)
     coefficients = (p_coef, p_logp_coef, p_squared_coef, label_coef, uniform_coef, class_coef)
-    values = load_coefficients(coefficients, row, True, inverse_vocab_size, 0)
+    values = load_coefficients(coefficients, row, inverse_vocab_size)
     inverse = inverse_temperature(transform, row, True, 0)
     store_row_gradient(
         out + row * out_stride, projected + row * row_stride, bias, class_weight, columns, row_lse, label,

@@ -158,7 +158,7 @@ def ends(found: list[Launch]) -> list[Launch]:
 def riskiest(found: list[Launch]) -> list[Launch]:
     """What each target's registers and shared memory decide about: the launches of kernels over tiles of products and
     of whole rows with the most arguments. And a divergence, whose functions are not those of every compiler."""
-    products = "linear_exp._exponentials", "linear_grad._linear", "linear_stats._linear"
+    products = "linear_exp._exponentials", "linear_stats._linear"
     kinds = (*products, "rms_norm._backward", "divergence_kernels.divergence")
     fewest_first = sorted(found, key=lambda launch: -str(launch.signature).count("constexpr"))
     most = {launch.name: launch for launch in fewest_first if launch.name.startswith(kinds)}

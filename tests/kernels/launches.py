@@ -189,9 +189,6 @@ def heads() -> dict[str, Callable[[], None]]:
             backend="triton",
         ),
         "label facts": lambda: label_facts([tensor(TOKENS, dtype=torch.long)] * 2, -100, backend="triton"),
-        "active labels": lambda: label_facts(
-            [tensor(TOKENS, dtype=torch.long)] * 2, -100, tensor(3, 2 * TOKENS, dtype=torch.long), backend="triton"
-        ),
     }
     forms = {
         "forward KL": Divergence.forward_kl(),

@@ -4,11 +4,11 @@ import pytest
 import torch
 
 from liger_losses import LigerFusedLinearCrossEntropyLoss, linear_logps
-from liger_losses.kernels import label_rows, linear_exp, linear_grad, linear_stats, reading, softmax_grad, softmax_stats
+from liger_losses.kernels import label_rows, linear_exp, linear_stats, reading, softmax_grad, softmax_stats
 from liger_losses.kernels._triton import INTERPRETED
 from tests.reference import problem
 
-MODULES = label_rows, linear_exp, linear_grad, linear_stats, reading, softmax_grad, softmax_stats
+MODULES = label_rows, linear_exp, linear_stats, reading, softmax_grad, softmax_stats
 KERNELS = [(module, name) for module in MODULES for name in vars(module) if name.endswith("_kernel")]
 CALLS = {
     "one pass": lambda h, w, y, **on: LigerFusedLinearCrossEntropyLoss(**on)(w, h, y),
@@ -54,7 +54,7 @@ def test_device_is_current_at_every_launch(call, autocast, monkeypatch):
         loss = call(hidden, weight, labels, backend="triton")
     if loss.requires_grad:
         loss.backward()
-    assert len(launched) > 3
+    assert len(launched) > 1
     assert all(inside for _, inside in launched), launched
     assert not current
 

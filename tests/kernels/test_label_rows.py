@@ -36,18 +36,6 @@ def test_what_the_host_must_know_of_labels():
 
 
 @pytest.mark.parametrize("backend", ["torch", "triton"])
-@pytest.mark.parametrize("sizes", [[1], [7], [2048], [5001], [3, 0, 4], [2049, 50]], ids=str)
-def test_active_labels_in_order(backend, sizes):
-    labels, own = torch.randint(0, 50, (sum(sizes),), device=DEVICE), [torch.arange(n, device=DEVICE) for n in sizes]
-    labels[::3] = -100
-    kept = torch.empty(min(len(sizes), 2) + 1, len(labels) + len(labels) % 2, dtype=torch.int64, device=DEVICE)
-    facts, places = label_facts(labels.split(sizes), -100, kept, backend=backend), (labels != -100).nonzero()[:, 0]
-    assert torch.equal(facts, label_facts(labels.split(sizes), -100))
-    for row, expected in zip(kept[:, : len(places)], (places, labels[places], torch.cat(own)[places]), strict=False):
-        assert torch.equal(row, expected)
-
-
-@pytest.mark.parametrize("backend", ["torch", "triton"])
 @pytest.mark.parametrize(("wrong", "right"), [(None, True), (-1, False), (70, False)])
 def test_labels_of_calls_that_drop_no_token(backend, wrong, right):
     labels = torch.arange(5000, device=DEVICE) % 70

@@ -29,7 +29,6 @@ AT_IMPORT = [
         ("torch._C", "_are_functorch_transforms_active"),
         ("torch._C._functorch", "is_legacy_batchedtensor"),
         ("torch.autograd.Variable", "_execution_engine"),
-        ("torch.fx.experimental.symbolic_shapes", "has_static_value"),
         ("torch.nn.modules.module", "_has_any_global_hook"),
         ("torch.utils._python_dispatch", "_disable_current_modes"),
     ],
@@ -181,7 +180,7 @@ def main():
 
 #: Of transformers and accelerate, which modules need not have; of named tuples; and the package's own.
 OTHERS = {"_C", "_apply_gate", "_hf_hook", "_original_forward", "_fields", "_make", "_replace", "_asdict", "_input"}
-OTHERS |= {"_attn_implementation", "_can_set_attn_implementation", "_is_stateful"}
+OTHERS |= {"_attn_implementation", "_backward", "_can_set_attn_implementation", "_is_stateful"}
 LISTED = [*itertools.chain.from_iterable(AT_IMPORT), *IN_CALLS]
 
 

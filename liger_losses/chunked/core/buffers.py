@@ -133,10 +133,10 @@ def wider(dtype: torch.dtype, accumulate: torch.dtype | None) -> torch.dtype:
 
 def key_of(tensor: Any) -> object:
     """What tensors have in common that get one gradient: the same object, or equal views of the same tensor."""
-    base = tensor if tensor.is_leaf or tensor._base is None else tensor._base
     if hasattr(tensor, "full_tensor"):
         return id(tensor)
-    return id(base), tensor.shape, tensor.stride(), tensor.storage_offset()
+    base = None if tensor.is_leaf else getattr(tensor, "_base", None)
+    return id(tensor if base is None else base), tensor.shape, tensor.stride(), tensor.storage_offset()
 
 
 def local_part(tensor: Any) -> Tensor:

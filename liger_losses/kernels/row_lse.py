@@ -1,4 +1,4 @@
-"""The log-sum-exps of rows of projections in memory. N tokens, V vocabulary size."""
+"""How much of the softmax rows of projections have. R tokens, V vocabulary size."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ from torch import Tensor
 from liger_losses.kernels._tiles import power_of_two
 from liger_losses.kernels._triton import LOGIT_DTYPES, choose_backend, jit, tl
 from liger_losses.kernels.logit_transform import Epilogue, inverse_temperature, transform_block
-from liger_losses.kernels.online_softmax import merge_sums
 from liger_losses.kernels.softmax_stats import row_slices
 
 #: Columns of a row of projections in memory, whose exponentials one program adds up.
@@ -17,56 +16,38 @@ _COLUMNS = 4096
 _LOWEST, _HIGHEST = -3.0e38, torch.finfo(torch.float32).max
 
 
-def row_log_sum_exps_into(
-    lse: Tensor, projected: Tensor, epilogue: Epilogue = Epilogue(), *, backend: str = "torch"
-) -> None:
-    """``lse_n = log sum_v exp(z_nv)`` of the logits ``z = epilogue(projected)``; several programs share a row.
-
-    Args:
-        lse: ``[N]`` fp32, the tensor to write them into.
-        projected: ``[N, V]`` fp32, rows contiguous.
-        epilogue: from projections to logits.
-        backend: ``torch`` holds all logits once more; ``triton`` holds none.
-    """
-    if backend == "torch":
-        lse.copy_(epilogue(projected).logsumexp(1))
-    elif len(projected):
-        merge_sums({"lse": lse}, _sums_of_groups(projected, epilogue, backend=backend), projected.shape[1])
-
-
 def sum_of_probabilities(
     projected: Tensor, lse: Tensor, epilogue: Epilogue, *, scratch: int, backend: str | None = None
 ) -> Tensor:
     """``sum_v exp(z_v - lse)`` over the columns of each row whose projection is not -inf, ``[R]``.
 
     Args:
-        projected, epilogue: as in :func:`row_log_sum_exps_into`; also fp64.
+        projected: ``[R, V]`` fp32 or fp64, rows contiguous.
+        epilogue: from projections to logits.
         lse: ``[R]``.
         scratch: bytes that temporaries may take.
         backend: ``torch`` or ``triton``; chosen from the tensor by default.
     """
     backend, found = choose_backend(backend, [projected], dtypes=LOGIT_DTYPES), [projected.new_empty(0)]
     for at in row_slices(projected, None if backend == "triton" else scratch):
-        tops, sums = _sums_of_groups(projected[at], epilogue.rows(at), without_absent=True, backend=backend)
+        tops, sums = _sums_of_groups(projected[at], epilogue.rows(at), backend=backend)
         found.append((sums * (tops - lse[at]).exp()).sum(0))
     return torch.cat(found)
 
 
-def _sums_of_groups(
-    projected: Tensor, epilogue: Epilogue, *, without_absent: bool = False, backend: str = "torch"
-) -> Tensor:
+def _sums_of_groups(projected: Tensor, epilogue: Epilogue, *, backend: str) -> Tensor:
     """The largest logit of each group of columns, and the sum of exponentials relative to it: ``[2, G, N]``.
 
     Args:
-        projected, epilogue, backend: as in :func:`row_log_sum_exps_into`; also fp64 for ``torch``.
-        without_absent: leave out columns whose projection is -inf, of which a soft-cap would make a finite logit.
+        projected, epilogue, backend: as in :func:`sum_of_probabilities`; fp64 for ``torch`` alone.
+
+    Columns whose projection is -inf are left out, of which a soft-cap would make a finite logit.
     """
     rows, columns = projected.shape
     size = min(_COLUMNS, power_of_two(columns))
     groups = -(-columns // size)
     if backend == "torch":
-        logits = epilogue(projected)
-        logits = logits.masked_fill(projected == -torch.inf, -torch.inf) if without_absent else logits
+        logits = epilogue(projected).masked_fill(projected == -torch.inf, -torch.inf)
         padded = torch.nn.functional.pad(logits, (0, groups * size - columns), value=-torch.inf)
         of_groups = padded.view(rows, groups, size)
         tops = of_groups.amax(-1).clamp(_LOWEST, _HIGHEST)
@@ -75,15 +56,13 @@ def _sums_of_groups(
     if rows:
         _group_sums_kernel[(rows, groups)](
             *found, projected, projected.stride(0), columns, epilogue.bias, epilogue.transform.for_kernel,
-            WITHOUT_ABSENT=without_absent, SIZE=size,
+            SIZE=size,
         )  # fmt: skip
     return found
 
 
 @jit(do_not_specialize_on_alignment=["tops", "sums"])
-def _group_sums_kernel(
-    tops, sums, projected, stride, columns, bias, transform, WITHOUT_ABSENT: tl.constexpr, SIZE: tl.constexpr
-):
+def _group_sums_kernel(tops, sums, projected, stride, columns, bias, transform, SIZE: tl.constexpr):
     """One program for a group of a row."""
     row = tl.program_id(0).to(tl.int64)
     inverse = inverse_temperature(transform, row, True, 0)
@@ -93,9 +72,7 @@ def _group_sums_kernel(
     z = x
     if bias is not None or transform.factor is not None:
         z = transform_block(x, bias, at, inside, transform, inverse)
-    if WITHOUT_ABSENT:
-        inside = inside & (x > float("-inf"))
-    z = tl.where(inside, z, float("-inf"))
+    z = tl.where(inside & (x > float("-inf")), z, float("-inf"))
     # Finite where all are -inf, and where one is inf: the sum is inf then, as torch's is.
     top = tl.minimum(tl.maximum(tl.max(z, 0), -3.0e38), 3.4028234663852886e38)
     place = tl.program_id(1) * tl.num_programs(0) + row

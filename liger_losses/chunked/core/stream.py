@@ -183,7 +183,7 @@ def open_streams(
     calls = [signature(target, asked, options, of_target.count, couples=couples) for target, of_target in pairs]
     calls = kept_together(calls, table)
     streams = [
-        Stream(target, asked, plan(call, table), *of_target[:3], active)
+        Stream(target, asked, plan(call, table), of_target.index, of_target.count, of_target.live, active)
         for target, call, of_target, active in zip(targets, calls, tokens, actives, strict=True)
     ]
     parts: dict[object, list[int]] = {}
@@ -221,7 +221,7 @@ def counted(targets: Sequence[Target], options: Options, lives: Sequence[Tensor 
         targets = _count(targets, options.ignore_index, options.backend, masks)
     for target in targets:
         assert target.counted is not None
-        check_vocabulary([*target.counted.range], target.vocab_size, options.ignore_index)
+        check_vocabulary([*target.counted.extremes], target.vocab_size, options.ignore_index)
     return list(targets)
 
 
@@ -439,7 +439,8 @@ class _Losses(torch.autograd.Function):
             if gradients is None:  # the first backward scaled them, and gave them away
                 saved = list(ctx.saved_tensors)
                 leaves = [Leaf(tensor, *rest) for tensor, rest in zip(saved, ctx.leaves, strict=False)]
-                gradients = _run(*unpack(ctx.packed, saved), leaves)[2]
+                streams, losses = unpack(ctx.packed, saved)
+                gradients = _run(streams, losses, leaves)[2]
             return None, None, None, None, *[scaled(g, upstream) for g in gradients]
 
 

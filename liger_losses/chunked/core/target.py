@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -23,14 +23,15 @@ from liger_losses.kernels.matmul import wide_dtype
 PER_TOKEN = {"hidden": 1, "labels": 0, "temperature": 0, "kept": 1, "selected": 1}
 
 
-class Counted(NamedTuple):
+@dataclass(frozen=True, eq=False)
+class Counted:
     """The tokens that have a label: their places among the flattened tokens (``None`` for all), those first that may
     have a gradient; how many they are, and how many of these; the smallest and largest label, and 0."""
 
     index: Tensor | None
     count: int
     live: int
-    range: tuple[int, int]
+    extremes: tuple[int, int]
 
 
 @dataclass(frozen=True, eq=False)

@@ -212,8 +212,9 @@ class CompletionBatch:
             pairs = zip(self.groups(self.labels), self.ref_logps, strict=True)
             return [None if logps is None else _given(logps, labels != options.ignore_index) for labels, logps in pairs]
         with torch.no_grad(), naming_the_reference():
-            pairs = zip(self.targets(self.ref_head, self.ref_hidden_states), policy, strict=False)
-            found = statistics([replace(ref, counted=own.counted) for ref, own in pairs], ("logp",), options)
+            targets = self.targets(self.ref_head, self.ref_hidden_states)
+            targets = [replace(ref, counted=own.counted) for ref, own in zip(targets, policy, strict=False)]
+            found = statistics(targets, ("logp",), options)
         return list(self.groups([part["logp"] for part in found]))
 
     def check_reference(self, needed: str | None, how: str) -> None:

@@ -220,7 +220,7 @@ def collects(call: Signature, rows: int) -> bool:
     """Whether gradients in half precision are collected, of losses of single tokens that train a weight: where blocks
     of so many rows would be too many parts of its gradient."""
     half = call.operand in HALF_DTYPES and not call.kept and not call.couples and call.options.chunk_size is None
-    return half and call.trains_weight and not call.many_parts and call.tokens > MOST_PARTS * rows
+    return half and call.trains_weight and call.many_parts != 1 and call.tokens > MOST_PARTS * rows
 
 
 def collected_bytes(call: Signature) -> int:
@@ -251,7 +251,9 @@ def plan(call: Signature, table: tuple[Accelerator, ...]) -> Plan:
         tile = _walk(call, budget.blocks + copied * call.copied_bytes)
         copied = tile[1]
     elif call.many_parts:
-        tile = None if keeps or call.kept else _tile(call, budget.blocks)
+        # Of losses of single tokens of several targets, a buffer in fp32 is faster than all of their logits again.
+        adds = keeps or call.kept or (call.many_parts > 1 and not call.couples)
+        tile = None if adds else _tile(call, budget.blocks)
         parts = call.many_parts * -(-call.tokens // (rows if tile is None else tile[0]))
         accumulate = torch.float32 if parts > MOST_PARTS else accumulate
     return Plan(

@@ -45,6 +45,8 @@ DROPPED = 0.02
 #: The host waits for their number only if both gradient products take so many floating-point operations, by the kind of
 #: device: on an H200 10 ms, of which the wait is less than 1 %.
 MIN_FLOPS = {"cuda": 8e12, "cpu": 1e7}
+#: The same where the host waits anyway: what finds these rows is launched in the time of so many operations.
+MIN_FLOPS_OF_LOSSES = {"cuda": 2e10, "cpu": 1e7}
 _WHAT = "how many tokens carry loss; give compact=False, with which all of them are projected"
 
 Values = dict[str, Tensor]
@@ -174,6 +176,8 @@ def open_streams(
     table, couples = tuple(BLOCKS), lives is None
     actives: list[Tensor | None] = [None] * len(targets)
     if options.compact:
+        pays = [is_large(target, target.labels.numel(), MIN_FLOPS_OF_LOSSES) for target in targets]
+        lives = lives and [live if large else None for live, large in zip(lives, pays, strict=True)]
         targets = counted(targets, options, lives)
     else:
         actives = [checked_labels(target, options.ignore_index) for target in targets]
@@ -203,6 +207,13 @@ def _half_sums(stream: Stream, options: Options) -> list[object]:
         return []
     trained = [tensor for tensor, _ in stream.target.head.weights.trained if tensor.requires_grad]
     return [key_of(tensor) for tensor in trained if tensor.dtype in HALF_DTYPES]
+
+
+def is_large(target: Target, count: int, least: dict[str, float]) -> bool:
+    """Whether the gradient products of so many tokens take more operations than what is written for their device."""
+    hidden = target.hidden
+    flops = 4.0 * count * hidden.shape[-1] * target.head.weights.columns
+    return flops >= least.get(hidden.device.type, float("inf"))
 
 
 def checked_labels(target: Target, ignore_index: int) -> Tensor:
@@ -346,12 +357,10 @@ def live_rows(streams: Sequence[Stream], upstream: Sequence[Values]) -> list[Ten
     """Of each stream the tokens that have a gradient, ``None`` for all: the host waits for all numbers at once."""
     masks: dict[int, Tensor] = {}
     for i, (stream, values) in enumerate(zip(streams, upstream, strict=True)):
-        hidden, columns = stream.target.hidden, stream.target.head.weights.columns
-        flops, kind = 4.0 * stream.count * hidden.shape[-1] * columns, hidden.device.type
-        capturing = kind == "cuda" and torch.cuda.is_current_stream_capturing()
+        capturing = stream.target.hidden.is_cuda and torch.cuda.is_current_stream_capturing()
         # Ranks that share a vocabulary would all have to find the same number.
         waits = stream.target.head.ranks.size == 1 and stream.active is None and not capturing
-        if values and waits and flops >= MIN_FLOPS.get(kind, float("inf")):
+        if values and waits and is_large(stream.target, stream.count, MIN_FLOPS):
             masks[i] = torch.stack(
                 [(g != 0).flatten(1).any(1) if g.dim() > 1 else g != 0 for g in values.values()]
             ).any(0)

@@ -139,8 +139,9 @@ def kept_statistics(
     check_kept(parts, head.vocab_size, support, options.ignore_index, shift, "logp" in names)
     if support.add_label:
         parts = [part._replace(ids=with_label(part)) for part in parts]
-    if head.batch_invariant and head.adapters and (parts[0].labels != options.ignore_index).any():
-        head.check_invariant()  # of tokens without a cut
+    uncut = [part.labels for part in parts if part.ids is None]
+    if head.batch_invariant and head.adapters and any((y != options.ignore_index).any() for y in uncut):
+        head.check_invariant()
     targets = [_of_part(whole, part, support.sparse_grad) for part in parts]
     found = [
         {name: _spread(value, part.tokens, labels.shape) for name, value in values.items()}

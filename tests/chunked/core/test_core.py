@@ -250,6 +250,7 @@ def always(way):
     """Zero rows are left out however small the call; and for tiles, the second pass goes by columns in any dtype."""
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(stream, "MIN_FLOPS", {"cpu": 0.0})
+        patched.setattr(stream, "MIN_FLOPS_OF_LOSSES", {"cpu": 0.0})
         if way == "tiles":
             patched.setattr(stream, "MOST_PARTS", 1)
             patched.setattr(stream, "HALF_DTYPES", (torch.double,))

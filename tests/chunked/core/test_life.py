@@ -343,7 +343,9 @@ def test_tokens_without_a_coefficient_have_no_gradient_products(share, name):
     hidden, weight, labels = inputs(tokens=400, masked=0.0)
     factor = (torch.rand(400, generator=torch.Generator().manual_seed(0)) < share).float()
     target = Target(Head(Dense(weight)), hidden, labels)
-    with Work() as work, mock.patch.dict(stream.MIN_FLOPS, {"cpu": 0.0}):
+    least = {"cpu": 0.0}
+    patches = mock.patch.dict(stream.MIN_FLOPS, least), mock.patch.dict(stream.MIN_FLOPS_OF_LOSSES, least)
+    with Work() as work, patches[0], patches[1]:
         if name == "one pass":
             loss = loss_sum(
                 [target], ["logp"], [TokenLoss(lambda s, f: f * s["logp"], {"f": factor}, live=factor > 0)]

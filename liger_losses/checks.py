@@ -205,10 +205,12 @@ def checked_temperatures(found: Tensor) -> Tensor:
 def check_vocabulary(extremes: Sequence[int], vocab_size: int, ignore_index: int) -> None:
     """Raise ValueError unless the lowest and highest labels are in the vocabulary."""
     if extremes and (min(extremes) < 0 or max(extremes) >= vocab_size):
+        one = len(set(extremes)) == 1
+        found = f"the label {extremes[0]}" if one else f"labels from {min(extremes)} to {max(extremes)}"
         raise ValueError(
             f"labels must be in [0, {vocab_size}), the rows of the weight, or ignore_index={ignore_index}; "
-            f"found labels from {min(extremes)} to {max(extremes)}. Mask padding with ignore_index, and check "
-            "that the tokenizer and the weight have the same vocabulary." + see("labels-outside-of-the-vocabulary")
+            f"found {found}. Mask padding with ignore_index, and check that the "
+            " tokenizer and the weight have the same vocabulary." + see("labels-outside-of-the-vocabulary")
         )
 
 
@@ -342,21 +344,6 @@ def check_values(weight: Tensor) -> None:
         raise ValueError(NO_VALUES.format("of FakeTensorMode, whose tensors"))
     if weight.device.type in WITHOUT_VALUES:
         raise ValueError(NO_VALUES.format("on the meta device, where tensors"))
-
-
-def rows_of_all(name: str, values: Sequence[Any], shapes: Sequence[torch.Size], weight: Tensor) -> Tensor:
-    """``[T, k]`` of all tokens, from ``[..., k]`` in the shape of each tensor of labels; of one tensor, as it is.
-
-    Raises:
-        TypeError, ValueError: not one tensor for each tensor of labels, in its shape.
-    """
-    if len(values) != len(shapes):
-        raise ValueError(f"{name} must have one tensor for each tensor of labels, {len(shapes)}, got {len(values)}.")
-    for value, shape in zip(values, shapes, strict=True):
-        check_like_labels(name, value, shape, weight)
-    if len(values) == 1:
-        return values[0]
-    return torch.cat([value.flatten(0, len(shape) - 1) for value, shape in zip(values, shapes, strict=True)])
 
 
 def check_like_labels(name: str, value: Any, labels_shape: torch.Size, weight: Tensor) -> None:

@@ -31,17 +31,23 @@ class LowRank:
     dropout: float = 0.0
 
 
+def check_adapters(hidden_states: Tensor, rows: int, adapters: tuple[LowRank, ...]) -> None:
+    """Raise ValueError unless adapters fit hidden states, and a head of so many rows."""
+    for adapter in adapters:
+        if adapter.a.shape[1:] != hidden_states.shape[-1:] or adapter.b.shape != (rows, len(adapter.a)):
+            raise ValueError(
+                f"the adapter's a {tuple(adapter.a.shape)} and b {tuple(adapter.b.shape)} must be [rank, hidden_size] "
+                f"and [vocab_size, rank], for hidden states {tuple(hidden_states.shape)} and {rows} rows."
+            )
+
+
 def low_rank_factors(
     hidden_states: Tensor, weight: Tensor, adapters: tuple[LowRank, ...]
 ) -> list[tuple[Tensor, Tensor]]:
     """``scale dropout(h) A^T`` and ``B`` of each adapter: their products are added to the product with the weight."""
+    check_adapters(hidden_states, len(weight), adapters)
     found = []
     for adapter in adapters:
-        if adapter.a.shape[1:] != hidden_states.shape[-1:] or adapter.b.shape != (len(weight), len(adapter.a)):
-            raise ValueError(
-                f"the adapter's a {tuple(adapter.a.shape)} and b {tuple(adapter.b.shape)} must be [rank, hidden_size] "
-                f"and [vocab_size, rank], for hidden states {tuple(hidden_states.shape)} and {len(weight)} rows."
-            )
         dropped = F.dropout(hidden_states, adapter.dropout) if adapter.dropout else hidden_states
         found.append((F.linear(dropped.to(adapter.a.dtype), adapter.a) * adapter.scale, adapter.b))
     return found

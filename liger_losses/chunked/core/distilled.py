@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from liger_losses.caller import warn
 from liger_losses.checks import check_device, check_names, check_tensor, see
 from liger_losses.chunked.core import target, teachers
+from liger_losses.chunked.core.adapters import check_adapters
 from liger_losses.chunked.core.output_layer import Head
 from liger_losses.chunked.core.ranks import ALONE, check_teacher_ranks
 from liger_losses.chunked.core.weights import Products
@@ -88,6 +89,7 @@ class Teacher:
         """The other side of a comparison, at its temperature."""
         hidden, head = self.parts
         head.check_invariant()
+        check_adapters(hidden, len(head.weight), head.adapters)
         return target.Target(head.core(), hidden.detach(), labels, temperature)
 
     def check(self, tokens: torch.Size, student: Head) -> None:

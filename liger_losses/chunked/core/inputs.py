@@ -26,6 +26,7 @@ from liger_losses.checks import (
     one_each,
     see,
 )
+from liger_losses.chunked.core.adapters import check_adapters
 from liger_losses.chunked.core.distilled import check_comparison
 from liger_losses.chunked.core.output_layer import Head
 from liger_losses.chunked.core.target import Target
@@ -150,9 +151,8 @@ def temperature_of(head: Head, labels: Sequence[Any], i: int) -> float | Tensor:
     """A target's temperature; ``[T]`` of all targets' tokens is split among them."""
     found = head.transform.temperature
     if isinstance(found, Tensor) and len(labels) > 1 and found.shape != labels[i].shape:
-        sizes = [part.numel() for part in labels]
-        if found.shape == (sum(sizes),):
-            return found.split(sizes)[i].view(labels[i].shape)
+        check_temperature(found, head.weight.device, [part.shape for part in labels])
+        return found.split([part.numel() for part in labels])[i].view(labels[i].shape)
     return found
 
 
@@ -207,6 +207,7 @@ def check_inputs(hidden: Any, head: Head, labels: Any) -> None:
             "the model's last layer; token ids go into labels."
         )
     check_labels(labels)
+    check_adapters(hidden, len(head.weight), head.adapters)
     _check_shapes(hidden.shape, labels.shape, torch.Size((len(head.weight), head.hidden_size)))
     devices = {tensor.device for tensor in (head.weight, hidden, labels)}
     if len(devices) > 1:

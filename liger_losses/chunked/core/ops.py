@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from liger_losses.checks import check_like_labels, check_names, check_shift, check_tensor, one_each
+from liger_losses.checks import LISTS, check_like_labels, check_names, check_shift, check_tensor, one_each
 from liger_losses.chunked.core import stream
 from liger_losses.chunked.core.distilled import Teacher, TeacherLogits, Teachers
 from liger_losses.chunked.core.entry import operator
@@ -512,6 +512,11 @@ def _targets(
         if len(selected) == sum(sizes):  # of all tokens
             parts = zip(torch.split(selected, sizes), labels, strict=True)
             selected = [rows.view(*part.shape, -1) for rows, part in parts]
+    lists = isinstance(selected, LISTS) and isinstance(labels, LISTS) and not isinstance(weight, LISTS)
+    if lists and len(selected) != len(labels):
+        raise ValueError(
+            f"selected must have one tensor for each tensor of labels, {len(labels)}, got {len(selected)}."
+        )
     counted = {f"token_inputs[{name!r}]": value for name, value in (inputs or {}).items()}
     each = {"selected": selected}
     return targets_of(

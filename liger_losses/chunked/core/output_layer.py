@@ -183,12 +183,6 @@ class Head:
 
     def core(self) -> core.Head:
         """What makes logits of hidden states, at temperature 1."""
-        for adapter in self.adapters:
-            if adapter.a.shape[1:] != (self.hidden_size,) or adapter.b.shape != (len(self.weight), len(adapter.a)):
-                raise ValueError(
-                    f"the adapter's a {tuple(adapter.a.shape)} and b {tuple(adapter.b.shape)} must be [rank, "
-                    f"hidden_size] and [vocab_size, rank], of a head {(len(self.weight), self.hidden_size)}."
-                )
         transform = replace(self.transform, temperature=1.0)
         return core.Head(self.weights, self.bias, transform, self.ranks, self.batch_invariant)
 

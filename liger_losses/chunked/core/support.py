@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from liger_losses.checks import check_tensor
+from liger_losses.checks import check_tensor, check_vocabulary
 from liger_losses.chunked.core.inputs import shift_labels, target_of
 from liger_losses.chunked.core.options import EngineOptions
 from liger_losses.chunked.core.output_layer import Head
@@ -241,6 +241,8 @@ def check_kept(
     row, kept = places[which] == token, cut[which].ids
     assert kept is not None
     label, name = int(cut[which].labels.flatten()[row]), f"token {token + shift} of the flattened labels"
+    if kind == 2:
+        check_vocabulary([label], size, ignore_index)
     raise ValueError(_said(kind, kept.flatten(0, -2)[row][0], label, name, size, int(numbers[kind]), support))
 
 

@@ -38,7 +38,7 @@ def test_scale(backend, count, factor, dtype):
 
 LABELS = torch.tensor([3, 0, 9, 4, 1, 7], device=DEVICE)
 ANGLES = tuple(f(torch.arange(192.0, device=DEVICE).view(1, 6, 32)) for f in (torch.cos, torch.sin))
-RANKS = SimpleNamespace(whole=lambda rows: rows, columns=lambda count: slice(0, count), sum_=lambda total: total)
+RANKS = SimpleNamespace(whole=lambda rows: rows, columns=lambda count: slice(0, count), sum=lambda total: total)
 
 
 def tiled(h, w):

@@ -1,14 +1,21 @@
 """What is decided of a call, and kept; results that do not depend on it."""
 
+from contextlib import nullcontext
+
 import pytest
 import torch
 
 from liger_losses import (
+    Divergence,
     EngineOptions,
+    Head,
+    Teacher,
+    linear_divergence,
     linear_logps,
     linear_statistics,
 )
 from liger_losses.chunked.engine import decision
+from liger_losses.chunked.engine.query import Query
 from tests.losses import CE
 from tests.reference import problem
 
@@ -113,3 +120,20 @@ def test_no_upstream_gradient_makes_gradients_of_zero(frozen):
     WithoutGradient.apply(linear_logps(hidden, weight, labels)).sum().backward()
     assert not hidden.grad.any()
     assert frozen or not weight.grad.any()
+
+
+def test_nearly_as_many_tokens_have_one_plan():
+    hidden, weight, labels = torch.zeros(1200, 8), torch.zeros(9, 8), torch.zeros(1200, dtype=torch.int64)
+    for options, alike in ((EngineOptions(), True), (EngineOptions(workspace=2**24), False)):
+        made = decision.decide((hidden,), Head(weight), (labels,), Query(("logp",)), options)
+        assert (made.run(1100, True) is made.run(1101, True)) == alike
+
+
+def test_sums_beyond_the_workspace_warn(monkeypatch):
+    hidden, weight, labels, _ = problem(160, 32, 96, dtype=torch.bfloat16, masked=0.0)
+    teacher = Teacher(hidden.detach() / 2, weight.detach())
+    for workspace, warns in ((30_000, True), (50_000, False)):
+        monkeypatch.setattr(decision, "_decisions", {})
+        options = EngineOptions(workspace=workspace)
+        with pytest.warns(UserWarning, match="accum_dtype") if warns else nullcontext():
+            linear_divergence(hidden, weight, labels, teacher, Divergence.reverse_kl(), options=options)

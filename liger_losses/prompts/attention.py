@@ -1,4 +1,4 @@
-"""Attention of a packed row, by functions that stand before transformers' own, which all other calls reach unchanged.
+"""Attention of a packed row, by functions that wrap transformers' own, which all other calls reach unchanged.
 
 A model keeps the name of its attention implementation, which other code reads. What tells a packed row apart is the
 context of the model's forward, for masks, and the mask itself, for layers: backward of checkpointed layers, which runs
@@ -11,7 +11,7 @@ import contextlib
 import contextvars
 import functools
 import inspect
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,7 +22,7 @@ from liger_losses.caller import warn
 from liger_losses.checks import see
 from liger_losses.kernels.autograd import autocast_dtype
 from liger_losses.prompts.masks import RowMask, block_mask, mask_function
-from liger_losses.prompts.packing import BLOCK, PackedCompletions
+from liger_losses.prompts.packing import BLOCK, PackedCompletions, pack_completions
 
 #: Layers whose tokens pass nothing on but by attention, by their names in a configuration.
 _ATTENTION = {"full_attention", "sliding_attention", "chunked_attention"}
@@ -47,10 +47,12 @@ class CannotShareError(ValueError):
 
 @dataclass
 class _Running:
-    """The packed row that a model is running, whether it has got a mask, and how many layers have attended by one."""
+    """The packed row that a model is running, whether it has got a mask, of FlexAttention's blocks or dense, and how
+    many layers have attended by one."""
 
     packed: PackedCompletions
     has_mask: bool = False
+    has_blocks: bool = False
     layers: int = 0
 
 
@@ -69,7 +71,7 @@ def attending(model: nn.Module, packed: PackedCompletions) -> Iterator[dict[str,
     reason = reason_against(owner)
     if reason is not None:
         raise CannotShareError(f"{type(owner).__name__} cannot run packed completions: {reason}.")
-    _stand_before(str(owner.config.get_text_config()._attn_implementation))
+    _wrap_interfaces(str(owner.config.get_text_config()._attn_implementation))
     token = _running.set(running := _Running(packed))
     try:
         yield {name: getattr(packed, name) for name in ("input_ids", "position_ids", "attention_mask")}
@@ -81,6 +83,28 @@ def attending(model: nn.Module, packed: PackedCompletions) -> Iterator[dict[str,
             f"{type(owner).__name__} cannot run packed completions: of its {layers} layers, {running.layers} took "
             "their attention and its mask from transformers' interfaces, and the others would mix completions."
         )
+
+
+def try_row(model: nn.Module, forward: Callable[..., Any], device: torch.device) -> None:
+    """Run a packed row of two tokens, without gradients and dropout.
+
+    Raises:
+        CannotShareError: the model cannot run it, for whatever reason.
+    """
+    training = [module for module in model.modules() if module.training]
+    packed = pack_completions([[0]], [[0]], device=device)
+    model.eval()
+    try:
+        with torch.no_grad(), attending(model, packed) as row:
+            forward(**row, use_cache=False, return_dict=True)
+    except CannotShareError:
+        raise
+    except Exception as error:
+        name, what = type(model).__name__, f"{type(error).__name__}: {error}"
+        raise CannotShareError(f"{name} cannot run packed completions: a row of two tokens raised {what}.") from error
+    finally:
+        for module in training:
+            module.training = True
 
 
 def _now() -> _Running | None:
@@ -131,7 +155,7 @@ def reason_against(model: Any) -> str | None:
     return next((reason for reason, holds in reasons.items() if holds), None)
 
 
-def _stand_before(name: str) -> None:
+def _wrap_interfaces(name: str) -> None:
     """Put :func:`_mask` before the mask function of this name, and :func:`_attend` before all attention functions.
 
     They stay, as backward looks functions of checkpointed layers up again. The registry has no function for ``"eager"``
@@ -143,12 +167,12 @@ def _stand_before(name: str) -> None:
     make, look_up = ALL_MASK_ATTENTION_FUNCTIONS.get(name), AttentionInterface.get_interface
     if getattr(make, "func", None) is not _mask:
         AttentionMaskInterface.register(name, functools.partial(_mask, name, make))
-    if not hasattr(look_up, "stands_before"):
+    if not hasattr(look_up, "wrapped"):
 
         def get_interface(*args: Any, **kwargs: Any) -> Any:
             return functools.partial(_attend, look_up(*args, **kwargs))
 
-        get_interface.stands_before = look_up  # type: ignore[attr-defined]
+        get_interface.wrapped = look_up  # type: ignore[attr-defined]
         AttentionInterface.get_interface = get_interface
 
 
@@ -172,6 +196,7 @@ def _mask(name: str, make: Any, *args: Any, **options: Any) -> Any:
     now.has_mask = True
     against = _reason_against_flex(options["config"], sees.rows.device)
     if against is None:
+        now.has_blocks = True
         return block_mask(sees)
     if sees.rows.device.type != "cpu":
         warn(f"packed completions attend by a dense mask of tokens x tokens: {against}." + see("packed-completions"))
@@ -199,10 +224,10 @@ def _attend(
     **options: Any,
 ) -> tuple[Tensor, Any]:
     """The attention function of a layer: FlexAttention for a block mask of a packed row, otherwise ``function``."""
-    now = _now()
+    now, by_blocks = _now(), isinstance(getattr(attention_mask, "mask_mod", None), RowMask)
     if now is not None:
-        now.layers += now.has_mask and attention_mask is not None
-    if isinstance(getattr(attention_mask, "mask_mod", None), RowMask):
+        now.layers += by_blocks if now.has_blocks else now.has_mask and attention_mask is not None
+    if by_blocks:
         names = ("scaling", "softcap", "s_aux")
         dtype = autocast_dtype(query.device) or query.dtype  # rotated queries and keys may be in fp32, values in bf16
         query, key, value = (tensor.to(dtype) for tensor in (query, key, value))

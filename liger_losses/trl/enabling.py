@@ -30,7 +30,7 @@ def enable(
     kernels: bool = False,
     skip_zero_advantages: bool = True,
     divergence: Divergence | None = None,
-    share_prompts: bool | None = None,
+    share_prompts: bool | None = False,
 ) -> None:
     """Make TRL's trainers use this library's loss heads, if they are built from now on. All of their options work.
 
@@ -51,12 +51,12 @@ def enable(
             ``Divergence.kl_by_entropy(0.8)``, or one with a limit per vocabulary entry. Applies to all trainers, until
             :func:`disable`.
         share_prompts: in DPO, GRPO, RLOO and GMPO, compute a prompt once for all of its completions in a batch, and
-            padding not at all; for the reference and the old policy too. Losses and gradients do not change. True
-            shares prompts in all batches, and False in none. By default, they are shared on a GPU in batches whose
-            padded tokens are more than 1.2 times those that are computed, if the model's attention is ``sdpa`` or
-            ``eager``, in half precision. Models and batches for which this is not possible, such as those with images,
-            run as before, and with True a warning says why. Applies to trainers that are built from now on, until
-            :func:`disable`.
+            padding not at all; for the reference and the old policy too. Losses and gradients do not change, but for
+            models with absolute positions, which TRL counts from the left padding. True shares prompts in all batches.
+            None shares them on a GPU in batches whose padded tokens are more than 1.2 times those that are computed, if
+            the model's attention is ``sdpa`` or ``eager``, in half precision. Models and batches for which this is not
+            possible, such as those with images, run as before, and with True a warning says why. Applies to trainers
+            that are built from now on, until :func:`disable`.
 
     Raises:
         ImportError: TRL is not installed.
@@ -66,7 +66,7 @@ def enable(
     flags = {"kernels": kernels, "skip_zero_advantages": skip_zero_advantages, "share_prompts": share_prompts}
     for name, value in flags.items():
         if not isinstance(value, bool) and (name, value) != ("share_prompts", None):
-            raise TypeError(f"{name} must be True or False, got {value!r}.")
+            raise TypeError(f"{name} must be True or False{' or None' * (name == 'share_prompts')}, got {value!r}.")
     if not skip_zero_advantages and any(feature in ZERO_ADVANTAGES for feature in _enabled):
         raise RuntimeError("skip_zero_advantages is enabled already: call liger_losses.trl.disable() first.")
     if divergence is not None and not isinstance(divergence, Divergence):
@@ -81,7 +81,7 @@ def enable(
         # A trainer loads models itself, and gives them their head.
         _add((Feature("kernels", (KERNELS, *(Place(p.module, p.name, around(_with_kernels)) for p in heads))),))
     chosen.divergence = divergence or chosen.divergence
-    chosen.share_prompts = chosen.share_prompts if share_prompts is None else share_prompts
+    chosen.share_prompts = chosen.share_prompts if share_prompts is False else share_prompts
 
 
 def _add(features: Sequence[Feature]) -> None:
@@ -114,7 +114,7 @@ def is_enabled() -> bool:
 
 def disable() -> None:
     """Restore TRL. Trainers that were built in between keep their heads."""
-    _restore(0, 0, {"divergence": None, "share_prompts": None})
+    _restore(0, 0, {"divergence": None, "share_prompts": False})
 
 
 @contextlib.contextmanager
@@ -123,7 +123,7 @@ def enabled(
     kernels: bool = False,
     skip_zero_advantages: bool = True,
     divergence: Divergence | None = None,
-    share_prompts: bool | None = None,
+    share_prompts: bool | None = False,
 ) -> Iterator[None]:
     """:func:`enable` for the duration of a ``with`` block."""
     before = len(_replaced), len(_enabled), vars(chosen).copy()

@@ -14,9 +14,8 @@ from torch import Tensor
 
 from liger_losses.caller import warn
 from liger_losses.checks import see
-from liger_losses.chunked.losses.batches import world_size
-from liger_losses.prompts.attention import CannotShareError, attending
-from liger_losses.prompts.packing import PackedCompletions, pack_completions, pack_sequences
+from liger_losses.prompts.attention import CannotShareError, attending, try_row
+from liger_losses.prompts.packing import PackedCompletions, pack_sequences
 
 #: Arguments of a forward that a packed row replaces, or that say nothing about single tokens.
 _KNOWN = {"input_ids", "attention_mask", "use_cache", "return_dict"}
@@ -29,28 +28,26 @@ def packed_batch(model: Any, forward: Any, labels: Tensor | None, batch: dict[st
 
     A process may pack a batch while another does not, and both call each layer once. A model that turns out not to run
     packed rows calls them twice. Therefore all processes try in their first forward, with a row of two tokens, whatever
-    their batches are.
+    their batches are: what it raises is a reason to repeat prompts.
     """
     options, ids, mask = model._liger_losses_head, batch.get("input_ids"), batch.get("attention_mask")
     compiles = torch.compiler.is_dynamo_compiling()  # also in the frames of a compiled model's calls, such as this one
     if ids is None or compiles:
         reason = "torch.compile compiles the model" if compiles else "there are no input_ids"
-        _say(model, f"prompts are repeated: {reason}." + see("packed-completions"))
-        return None
+        return _say(model, f"prompts are repeated: {reason}." + see("packed-completions"))
     if not options.share_prompts and not suits_sharing(model, ids.device):
         return None
-    if world_size() > 1 and not options.has_tried:
+    if not options.has_tried:
         model._liger_losses_head = replace(options, has_tried=True)
-        row = pack_completions([[0]], [[0]], device=ids.device)
-        with torch.no_grad():
-            if run_packed(model, forward, row, {"use_cache": False, "return_dict": True}) is None:
-                return None
-    given = {name for name, value in batch.items() if value is not None and value is not False}
-    reasons = [f"{name} is given" for name in sorted(given - _KNOWN)]
+        try:
+            try_row(model, forward, ids.device)
+        except CannotShareError as error:
+            return _refuse(model, error)
+    present = {name for name, value in batch.items() if value is not None and value is not False}
+    reasons = [f"{name} is given" for name in sorted(present - _KNOWN)]
     reasons += ["sequences are cut for context parallelism"] if labels is None else []
     if labels is None or reasons:
-        _say(model, f"this batch's prompts are repeated: {', '.join(reasons)}." + see("packed-completions"))
-        return None
+        return _say(model, f"this batch's prompts are repeated: {', '.join(reasons)}." + see("packed-completions"))
     packed = pack_sequences(ids, torch.ones_like(ids) if mask is None else mask, labels)
     return packed if options.share_prompts or ids.numel() > _LEAST_SAVING * packed.input_ids.numel() else None
 
@@ -61,9 +58,12 @@ def run_packed(model: Any, forward: Any, packed: PackedCompletions, arguments: d
         with attending(model, packed) as row:
             return forward(**arguments | row)
     except CannotShareError as error:
-        _say(model, f"prompts are repeated: {error}")
-        model._liger_losses_head = replace(model._liger_losses_head, share_prompts=False)
-        return None
+        return _refuse(model, error)
+
+
+def _refuse(model: Any, error: CannotShareError) -> Any:
+    _say(model, f"prompts are repeated: {error}")
+    model._liger_losses_head = replace(model._liger_losses_head, share_prompts=False)
 
 
 def suits_sharing(model: Any, device: torch.device) -> bool:
@@ -81,6 +81,6 @@ def suits_sharing(model: Any, device: torch.device) -> bool:
 
 
 @torch.compiler.disable
-def _say(model: Any, reason: str) -> None:
+def _say(model: Any, reason: str) -> Any:
     if model._liger_losses_head.share_prompts:
         warn(f"enable(share_prompts=True): for {type(model).__name__}, {reason}")

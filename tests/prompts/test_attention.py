@@ -46,9 +46,9 @@ def test_the_rest_of_a_model_is_as_it_was():
     assert apart(loss_and_gradients(model, shared(model, *batch))[1], expected) == (0, 0)
 
 
-@pytest.mark.parametrize("name", ["eager", "sdpa"])
-def test_checkpointed_layers_attend_by_the_block_mask_that_they_get(name, monkeypatch):
-    """Backward runs them again outside of the context, with the mask of the forward."""
+@pytest.fixture
+def block_masks(monkeypatch):
+    """On a CPU, layers get block masks as on a GPU."""
 
     def all_scores(query, key, value, mask, scaling, *_):
         places = torch.arange(query.shape[2])
@@ -56,12 +56,36 @@ def test_checkpointed_layers_attend_by_the_block_mask_that_they_get(name, monkey
         options = {"attn_mask": sees, "scale": scaling, "enable_gqa": True}
         return torch.nn.functional.scaled_dot_product_attention(query, key, value, **options).transpose(1, 2)
 
+    def switch():
+        monkeypatch.setattr(attention, "_reason_against_flex", lambda *_: None)
+        monkeypatch.setattr(attention, "flex_attention", all_scores)
+
+    return switch
+
+
+@pytest.mark.parametrize("name", ["eager", "sdpa"])
+def test_checkpointed_layers_attend_by_the_block_mask_that_they_get(name, block_masks):
+    """Backward runs them again outside of the context, with the mask of the forward."""
     model, batch = family("llama", name), drawn(0)
     expected = loss_and_gradients(model, shared(model, *batch))[1]
     model.gradient_checkpointing_enable()
-    monkeypatch.setattr(attention, "_reason_against_flex", lambda *_: None)
-    monkeypatch.setattr(attention, "flex_attention", all_scores)
+    block_masks()
     assert apart(loss_and_gradients(model, shared(model, *batch))[1], expected)[0] < 1e-6
+
+
+def test_a_layer_that_makes_another_mask_of_a_block_mask_is_refused(block_masks, monkeypatch):
+    """It would mix completions."""
+    block_masks()
+    model = family("llama", "sdpa")
+    layer = model.model.layers[1].self_attn
+    forward = layer.forward
+
+    def unmasked(attention_mask, **arguments):
+        return forward(attention_mask=torch.zeros(1, 1, 1, 1), **arguments)
+
+    monkeypatch.setattr(layer, "forward", unmasked)
+    with pytest.raises(CannotShareError, match="of its 2 layers, 1 took their attention and its mask"):
+        shared(model, *drawn(0))
 
 
 @pytest.mark.parametrize("name", ["eager", "sdpa"])

@@ -69,6 +69,7 @@ def inputs() -> Any:
     x.some = x.mask & (torch.arange(B) < 3)[:, None]  # the last completion has no tokens
     x.token_weights, x.of_each = 1 + wave(B, T), 1 + wave(B)
     x.shifted_weights = x.token_weights.roll(-1, 1)
+    x.weight_lists = [x.token_weights, x.shifted_weights]
     x.temperature, x.other_labels = 1.0 + 0.3 * wave(B, T, phase=8.0), x.labels.roll(1, 1)
     x.two_labels, x.label_weights = torch.stack([x.labels, x.ids], -1), wave(B, T, 2)
     x.head, x.quantized = liger_losses.Head(x.weight, x.bias), Tenths(x.weight)
@@ -166,6 +167,8 @@ SCALED = {"use_token_scaling": True}
 cases("CE", PLAIN, SCALED | Z, SCALED | CLASSES, SCALED | NONE, SCALED | Z | {"reduction": "sum", "chunk_size": 3})
 cases("CE", "heads hidden labels bias=biases", {}, NONE, {"shift": [1, 2]} | Z, {"head_weights": [0.5, 2.0]} | ALL)
 cases("CE", "heads hidden labels bias=biases", *every("head_weights", [1.0, 0.0]))
+cases("CE", "heads hidden labels bias=biases num_items_in_batch=[9,5]", {})
+cases("CE", "heads hidden labels bias=biases token_weights=weight_lists", {})
 cases("CE", "head states label_lists", {}, SMOOTHED | {"chunk_size": 4})
 cases("CE", "quantized hidden labels bias", {}, Z)
 cases("CE", "head hidden ids", *every("ignore_index", 3))
@@ -191,6 +194,7 @@ cases("DPO", "head first second", {}, {"ld_alpha": 0.5}, {"compute_nll_loss": Tr
 cases("DPO", f"{STATES} temperature=temperature", {}, *every("use_weighting", True))
 cases("DPO", f"{PLAIN} nll_target=other_labels", {"compute_nll_loss": True, "use_ref_model": False})
 cases("CPO", PLAIN, *every("loss_type", "sigmoid", "hinge", "ipo", "simpo"), {"label_smoothing": 0.2, "alpha": 0.4})
+cases("CPO", PLAIN, {"beta": 0.3}, {"loss_type": "simpo", "gamma": 0.7})
 cases("CPO", PLAIN, {"loss_type": "alphapo", "reward_alpha": 0.25}, {"compute_nll_loss": False})
 cases("SimPO", PLAIN, {}, {"gamma": 1.5, "beta": 2.0}, {"label_smoothing": 0.1, "compute_nll_loss": False})
 cases("ORPO", PLAIN, {}, {"beta": 0.5, "alpha": 0.2}, {"average_log_prob": False}, {"compute_nll_loss": False})
@@ -223,6 +227,9 @@ cases("GRPO", SAMPLED, {"loss_type": "dro", "log_ratio_penalty": 0.5}, {"log_rat
 cases("GRPO", SAMPLED, {"loss_type": "cispo", "epsilon_high": 0.3, "cispo_low": 0.8}, {"beta": 0.0})
 cases("GRPO", SAMPLED, {"loss_type": "fipo", "fipo_half_life": 2.0, "fipo_safe_ratio": 1.1, "delta": 1.3})
 cases("GRPO", SAMPLED, {"loss_type": "vespo", "vespo_k_neg": 1.0, "vespo_lambda_pos": 1.0})
+cases("GRPO", SAMPLED, {"loss_type": "vespo", "vespo_k_pos": 1.0}, {"loss_type": "vespo", "vespo_lambda_neg": 1.0})
+cases("GRPO", SAMPLED, *every("sapo_temperature_neg", 2.0, loss_type="sapo"))
+cases("GRPO", SAMPLED, *every("cov_penalty", 0.7, loss_type="kl_cov", cov_share=0.3, cov_low=-1.0, beta=0.0))
 cases(
     "GRPO", SAMPLED, {"loss_type": "real", "real_temperature": 0.2}, {"loss_type": "sapo", "sapo_temperature_pos": 2.0}
 )
@@ -284,7 +291,8 @@ cases("JSD", TAUGHT, *every("beta", 0.0, 0.1, 1.0), {"beta": 0.3, "convention": 
 cases("KL", "head hidden ids teacher", {"ignore_index": 3})
 cases("KL", "head hidden labels teacher_logits", {})
 cases("KL", "head hidden labels teacher num_items_in_batch=9", {})
-cases("JSD", "head hidden labels teacher temperature=temperature", {})
+cases("JSD", "head hidden labels teacher temperature=temperature", {}, {"temperature_squared": True})
+cases("Cosine", TAUGHT, *every("beta", 0.7))
 cases("JSD", "head hidden labels narrower", {})
 cases("JSD", "head hidden labels capped", {}, SQUARED | {"softcap": 3.0, "logit_scale": 0.7})
 cases("JSD", "hidden weight teacher_hidden teacher_weight labels bias", {}, {"return_soft_hard_loss": True})

@@ -276,3 +276,30 @@ def test_memory_does_not_grow_with_heads(wiring):
 
     one, many = extra(1), extra(6)
     assert many <= one + 3 * n * h * 4, (one, many)
+
+
+@pytest.mark.parametrize("terms", [{"beta": 0.1}, {"log_ratio_penalty": 0.1}, {"entropy_coef": 0.1}, {}], ids=str)
+def test_tokens_without_an_advantage_keep_their_other_terms(terms):
+    """And those with one their temperatures."""
+    found = []
+    for leaving_out in (leave_out_zero_rows, nullcontext):
+        d, leaves = inputs(vocab_size=70)
+        d["signs"] = torch.where(torch.arange(ROWS) % 3 == 0, 1.0, 0.0)
+        temperature = torch.linspace(0.5, 2.0, d["logps"].numel()).view(d["logps"].shape)
+        with leaving_out():
+            loss, metrics = policy(
+                GRPO(**{"beta": 0.0, **terms}), Head(d["weight"]), None, d, temperature=None if terms else temperature
+            )
+            found.append([loss, *metrics, *torch.autograd.grad(loss, leaves)])
+    torch.testing.assert_close(*found, rtol=1e-5, atol=1e-6)
+
+
+def test_tokens_that_a_sampler_rejects_have_no_products_of_gradients():
+    flops = []
+    for ratio in (torch.ones(ROWS), torch.where(torch.arange(ROWS) % 3 == 0, 1.0, 0.0)):
+        d, leaves = inputs(vocab_size=70)
+        with leave_out_zero_rows(), Work() as work:
+            loss, _ = policy(GRPO(beta=0.0), Head(d["weight"]), None, d, vllm_is_ratio=ratio)
+            torch.autograd.grad(loss, leaves)
+        flops.append(work.flops)
+    assert flops[1] < 0.8 * flops[0]

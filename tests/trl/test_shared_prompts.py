@@ -8,6 +8,7 @@ import pytest
 import torch
 import transformers
 
+from liger_losses.prompts import attention
 from liger_losses.trl import disable, divergences, enabled, fused_head, packed_batches
 from tests.models import small
 from tests.project.test_examples import tiny_model
@@ -102,6 +103,26 @@ def test_attention_dropout_repeats_prompts(runs, tmp_path):
     assert [ran for _, _, ran in runs] == [False]
 
 
+def test_what_a_row_of_two_tokens_raises_is_a_reason_to_repeat_prompts(runs, tmp_path, monkeypatch):
+    """As a layer that gives a mask of blocks to a function that takes none."""
+    model = model_of(tmp_path, small(vocab_size=20)).train()
+    model.model.layers[0].eval()
+    training, mlp = [module.training for module in model.modules()], model.model.layers[0].mlp
+    forward = mlp.forward
+
+    def raising(states):
+        if states.shape[0] == 1:
+            raise TypeError("the mask must be a tensor")
+        return forward(states)
+
+    monkeypatch.setattr(mlp, "forward", raising)
+    with pytest.warns(UserWarning, match="a row of two tokens raised TypeError: the mask must be a tensor"):
+        logps(model, SAVES)
+    logps(model, SAVES)
+    assert not runs
+    assert [module.training for module in model.modules()] == training
+
+
 def logps(model, lengths, device=None):
     """Of completions of some lengths, each behind a prompt of the first length, or the second one's own if negative."""
     prompt, *rest = lengths
@@ -126,9 +147,7 @@ def suits(monkeypatch):
 
 
 def test_unasked_prompts_are_shared_where_that_saves_a_fifth(runs, suits, tmp_path, recwarn):
-    _, tokenizer, text = tiny_model()
-    with enabled():
-        model = dpo(tmp_path, tiny_model()[0], tokenizer, text).model
+    model = model_of(tmp_path, share_prompts=None)
     for batch, count in ((SAVES, 1), (DIFFERS, 1), (LITTLE, 1), (ENOUGH, 2), (PADDED, 3)):
         logps(model, batch)
         assert len(runs) == count, batch
@@ -157,14 +176,13 @@ def test_unasked_a_refused_model_or_batch_says_nothing(runs, suits, tmp_path, re
 def test_all_processes_try_in_the_first_forward(asked, suits, tmp_path, monkeypatch):
     """A model that cannot run packed rows may run twice, once for each: in the same forward of all processes, which has
     no other batch than others have, nor gradients."""
-    tried, run = [], packed_batches.run_packed
+    tried, attending = [], attention.attending
 
-    def watched(model, forward, packed, arguments):
+    def watched(model, packed):
         tried.append((packed.tokens, torch.is_grad_enabled()))
-        return run(model, forward, packed, arguments)
+        return attending(model, packed)
 
-    monkeypatch.setattr(packed_batches, "run_packed", watched)
-    monkeypatch.setattr(packed_batches, "world_size", lambda: 2)
+    monkeypatch.setattr(attention, "attending", watched)
     model, ids = model_of(tmp_path, share_prompts=asked), torch.full((2, 4), 3)
     for _ in range(2):
         model(input_ids=ids, labels=ids, position_ids=torch.arange(4)[None], fused_lm_head=True)
@@ -215,12 +233,15 @@ def test_a_model_with_images_repeats_prompts_unasked():
 
 
 def test_what_is_enabled_last_counts():
-    assert divergences.chosen.share_prompts is None
+    assert divergences.chosen.share_prompts is False
     with enabled(share_prompts=True):
         with enabled():
             assert divergences.chosen.share_prompts
-        with enabled(share_prompts=False):
-            assert divergences.chosen.share_prompts is False
-    assert divergences.chosen.share_prompts is None
-    with pytest.raises(TypeError, match="share_prompts must be True or False, got 'yes'"), enabled(share_prompts="yes"):
+        with enabled(share_prompts=None):
+            assert divergences.chosen.share_prompts is None
+    assert divergences.chosen.share_prompts is False
+    with (
+        pytest.raises(TypeError, match="share_prompts must be True or False or None, got 'yes'"),
+        enabled(share_prompts="yes"),
+    ):
         pass

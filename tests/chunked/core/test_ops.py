@@ -106,3 +106,13 @@ def test_fp16_gradients_survive_a_loss_scale():
     plain = gradients(-plain_statistics(hidden, weight, labels)["logp"].sum() / 1e6 * 65536, (hidden, weight))
     for g, p, e in zip(gradients(loss * 65536, (hidden, weight)), plain, exact, strict=True):
         assert_as_exact_as_plain(g, p, e)
+
+
+def test_hidden_states_of_different_dtypes_under_autocast():
+    (a, weight, y, _), (b, _, z, _) = problem(seed=1), problem(seed=2)
+    weight.requires_grad_(False)
+    half = a.detach().bfloat16().requires_grad_()
+    with torch.autocast("cpu", torch.bfloat16):
+        mixed = linear_statistics([half, b], weight, [y, z])[1].logp.sum()
+        alone = linear_statistics(b, weight, z, options=EngineOptions(strategy="two_pass")).logp.sum()
+    torch.testing.assert_close(gradients(mixed, (b,)), gradients(alone, (b,)), rtol=1e-5, atol=1e-6)

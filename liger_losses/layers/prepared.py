@@ -58,10 +58,11 @@ def _kind(t: Tensor | None) -> Any:
 
 
 class Launcher:
-    """A kernel all of whose launches have arguments of one kind, as those of one :class:`Prepared` have.
+    """Launches a kernel whose arguments always have the same shapes, strides, dtypes, device and alignment, as those of
+    one kind of calls in :class:`Prepared`.
 
-    Triton chooses its binary by all arguments of a launch, which takes the host longer than to launch it: a training
-    step of a small model has hundreds of them. Here the first launch chooses for all.
+    At every launch, Triton looks for the compiled kernel by all arguments, which takes the host longer than the launch.
+    A training step of a small model has hundreds of launches. Here, the first one finds the compiled kernel for all.
     """
 
     def __init__(self, kernel: Any, programs: int, **options: Any) -> None:
@@ -74,7 +75,7 @@ class Launcher:
             self.binary(*arguments)
             return
         compiled = self.kernel(*arguments, **self.options)
-        if compiled is not None and torch.version.cuda:  # the interpreter compiles nothing; on AMD sizes count too
+        if compiled is not None and torch.version.cuda:  # for AMD, Triton also compiles by sizes of tensors
             self.binary = compiled[self.grid]
 
 

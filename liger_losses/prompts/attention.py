@@ -279,7 +279,7 @@ def _compiled(**options: Any) -> Any:
     compiled = torch.compile(_flex, **options)
 
     def limited(*args: Any) -> Any:
-        # In torch 2.11, a limit is that of all that is compiled meanwhile, which is this.
+        # torch 2.11 has one limit for the whole process: it is raised while this function is called.
         with torch._dynamo.config.patch(recompile_limit=_MOST_KERNELS):
             return compiled(*args)
 

@@ -66,7 +66,8 @@ def enable(
     flags = {"kernels": kernels, "skip_zero_advantages": skip_zero_advantages, "share_prompts": share_prompts}
     for name, value in flags.items():
         if not isinstance(value, bool) and (name, value) != ("share_prompts", None):
-            raise TypeError(f"{name} must be True or False{' or None' * (name == 'share_prompts')}, got {value!r}.")
+            choices = "True, False or None" if name == "share_prompts" else "True or False"
+            raise TypeError(f"{name} must be {choices}, got {value!r}.")
     if not skip_zero_advantages and any(feature in ZERO_ADVANTAGES for feature in _enabled):
         raise RuntimeError("skip_zero_advantages is enabled already: call liger_losses.trl.disable() first.")
     if divergence is not None and not isinstance(divergence, Divergence):

@@ -241,7 +241,7 @@ def test_what_is_enabled_last_counts():
             assert divergences.chosen.share_prompts is None
     assert divergences.chosen.share_prompts is False
     with (
-        pytest.raises(TypeError, match="share_prompts must be True or False or None, got 'yes'"),
+        pytest.raises(TypeError, match="share_prompts must be True, False or None, got 'yes'"),
         enabled(share_prompts="yes"),
     ):
         pass

@@ -20,7 +20,7 @@ from liger_losses.chunked.core.quantizers import (
     is_quantized,
     register_quantized_weight,
 )
-from liger_losses.chunked.core.ranks import ALONE, Ranks, VocabularyRanks, local_rows, share_mesh
+from liger_losses.chunked.core.ranks import ALONE, Ranks, local_rows, share_mesh
 from liger_losses.chunked.core.results import Largest, Statistics, register_statistic
 from liger_losses.chunked.core.support import TokenSupport
 from liger_losses.chunked.core.workspace import set_default_workspace, workspace
@@ -39,7 +39,6 @@ __all__ = [
     "TeacherTopK",
     "Teachers",
     "TokenSupport",
-    "VocabularyRanks",
     "find_quantized",
     "is_quantized",
     "linear_divergence",

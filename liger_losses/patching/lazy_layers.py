@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from liger_losses.caller import warn
 from liger_losses.checks import see
-from liger_losses.chunked import Head, QuantizedWeight, VocabularyRanks, find_quantized, is_quantized
+from liger_losses.chunked import Head, QuantizedWeight, Ranks, find_quantized, is_quantized
 from liger_losses.patching.lazy import LazyLogits, lazy_linear, traced_linear
 from liger_losses.patching.lazy.tensor import deferred_linear
 from liger_losses.patching.linear_forward import LazyProducts, local_parameters
@@ -58,7 +58,7 @@ class LazyLinear(nn.Linear):
     computes_linear: ClassVar[bool] = True
     only_when_forced = False
     own_forward: Callable[..., Tensor] | None = None
-    ranks: VocabularyRanks | None = None
+    ranks: Ranks | None = None
 
     def forward(self, input: Tensor) -> Tensor:
         if not _returns_lazy_logits(self, input):

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from liger_losses.checks import is_weight_and_bias
-from liger_losses.chunked import VocabularyRanks, local_rows, share_mesh
+from liger_losses.chunked import Ranks, local_rows, share_mesh
 from liger_losses.kernels.logit_transform import LogitTransform
 from liger_losses.patching.lazy import DeferredLogits, allow_materialization, lazy_linear
 from liger_losses.patching.lazy.deferred import linear
@@ -77,7 +77,7 @@ def local_parameters(module: Any) -> tuple[Tensor, Tensor | None]:
     return rows, None if bias is None else local_rows("bias", bias, weight.device_mesh)
 
 
-def match_shared(module: Any) -> VocabularyRanks:
+def match_shared(module: Any) -> Ranks:
     """Who shares a linear layer's rows, if its forward returns the logits of all of them; else Mismatch.
 
     All ranks run it together, on the layer's own parameters.

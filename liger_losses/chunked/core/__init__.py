@@ -11,7 +11,7 @@ Read in this order; each file uses only those above it, ``liger_losses.kernels``
 """
 
 from liger_losses.chunked.core.head import Head
-from liger_losses.chunked.core.plan import Options
+from liger_losses.chunked.core.options import EngineOptions as Options
 from liger_losses.chunked.core.ranks import ALONE, Ranks
 from liger_losses.chunked.core.statistics import STATISTICS, Statistic
 from liger_losses.chunked.core.stream import loss_sum, statistics

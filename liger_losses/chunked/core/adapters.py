@@ -41,24 +41,16 @@ def check_adapters(hidden_states: Tensor, rows: int, adapters: tuple[LowRank, ..
             )
 
 
-def low_rank_factors(
-    hidden_states: Tensor, weight: Tensor, adapters: tuple[LowRank, ...]
-) -> list[tuple[Tensor, Tensor]]:
-    """``scale dropout(h) A^T`` and ``B`` of each adapter: their products are added to the product with the weight."""
-    check_adapters(hidden_states, len(weight), adapters)
-    found = []
-    for adapter in adapters:
-        dropped = F.dropout(hidden_states, adapter.dropout) if adapter.dropout else hidden_states
-        found.append((F.linear(dropped.to(adapter.a.dtype), adapter.a) * adapter.scale, adapter.b))
-    return found
-
-
 def side_by_side(hidden_states: Tensor, weight: Tensor, adapters: tuple[LowRank, ...]) -> tuple[Tensor, Tensor]:
     """Hidden states and weight of one product that includes the adapters: ``[h, scale dropout(h) A^T]`` and
     ``[W, B]``."""
+    check_adapters(hidden_states, len(weight), adapters)
     autocast = None if hidden_states.dtype == torch.float64 else autocast_dtype(hidden_states.device)
-    dtype, low_rank = autocast or hidden_states.dtype, low_rank_factors(hidden_states, weight, adapters)
-    parts, rows = [hidden_states, *[part for part, _ in low_rank]], [weight, *[b for _, b in low_rank]]
+    dtype, parts, rows = autocast or hidden_states.dtype, [hidden_states], [weight]
+    for adapter in adapters:
+        dropped = F.dropout(hidden_states, adapter.dropout) if adapter.dropout else hidden_states
+        parts.append(F.linear(dropped.to(adapter.a.dtype), adapter.a) * adapter.scale)
+        rows.append(adapter.b)
     # Adapters may be wider than the model, as PEFT's are: they are rounded to the dtype in which products are taken.
     return torch.cat([part.to(dtype) for part in parts], -1), torch.cat([part.to(dtype) for part in rows], -1)
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from liger_losses.checks import check_right, check_vocabulary
-from liger_losses.chunked.core.agreement import checksum
+from liger_losses.chunked.core.agreement import agree, checksum
 from liger_losses.chunked.core.workspace import default_bound
 from liger_losses.kernels.autograd import NO_TRANSFORMS, within_transform
 from liger_losses.kernels.logit_transform import said
@@ -42,14 +42,14 @@ def check_call(targets: Sequence[Target]) -> None:
                 raise RuntimeError(NO_TANGENTS)
 
 
-def agree(targets: Sequence[Target], asked: Sequence[Statistic], options: Options, sums_losses: bool) -> None:
+def agree_on_call(targets: Sequence[Target], asked: Sequence[Statistic], options: Options, sums_losses: bool) -> None:
     """Raise RankError on all ranks that share a vocabulary unless they are about to make the same call."""
     for target in targets:
         if target.head.ranks.size > 1:
             facts = signature(target, asked, options) | {"a loss per token": sums_losses}
             read = {"labels": target.labels, "kept columns": target.kept}
             sums = {f"checksum of {name}": partial(_checksum, t) for name, t in read.items() if t is not None}
-            target.head.ranks.agree(facts, sums)
+            agree(target.head.ranks.group, facts, sums)
 
 
 def _checksum(values: Tensor) -> int:

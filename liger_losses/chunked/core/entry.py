@@ -13,6 +13,7 @@ from torch.compiler import is_dynamo_compiling
 
 from liger_losses.arguments import by_forward_names, wrong_arguments
 from liger_losses.caller import warn
+from liger_losses.chunked.core.agreement import agree
 from liger_losses.chunked.core.output_layer import Head
 from liger_losses.chunked.core.ranks import ALONE
 from liger_losses.kernels.tracing import when_compiling
@@ -64,7 +65,7 @@ def _entry(function: F, of_loss: bool) -> F:
             known = names if loss is None else loss.argument_names
             _warn_of_constants({**dict(zip(known, given, strict=False)), **keywords}, known)
         if loss is not None and (head := _shared_head((*given, *keywords.values()))) is not None:
-            head.ranks.agree(loss.common_options)
+            agree(head.ranks.group, loss.common_options)
         try:
             return function(*arguments, **keywords)
         except TypeError as error:

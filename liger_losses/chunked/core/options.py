@@ -8,7 +8,6 @@ from numbers import Integral
 import torch
 
 from liger_losses.checks import check_names
-from liger_losses.chunked.core.plan import Options
 from liger_losses.kernels import BACKENDS
 
 #: How a call may be told to run.
@@ -16,8 +15,8 @@ STRATEGIES = ("statistics", "one_pass", "resident", "frozen_head", "two_pass")
 
 
 @dataclass(frozen=True)
-class EngineOptions(Options):
-    """EngineOptions of the engine. They change results only by rounding.
+class EngineOptions:
+    """Options of a call. They change results only by rounding.
 
     Args:
         ignore_index: the label of masked tokens.
@@ -32,12 +31,20 @@ class EngineOptions(Options):
             the environment variable ``LIGER_LOSSES_BACKEND``.
         strategy: ``two_pass`` computes logits again in backward, although they could be kept; one of :data:`STRATEGIES`
             (for tests and measurements).
+        keep: bytes of blocks that may live until backward; by default as the workspace, or a part of a GPU's memory.
 
     Raises:
         TypeError, ValueError: an option of the wrong type or out of its range.
     """
 
+    ignore_index: int = -100
+    compact: bool = True
+    workspace: int | None = None
+    chunk_size: int | None = None
+    accum_dtype: torch.dtype | None = None
+    backend: str | None = None
     strategy: str | None = None
+    keep: int | None = None
 
     def __post_init__(self) -> None:
         if isinstance(self.ignore_index, bool) or not isinstance(self.ignore_index, Integral):

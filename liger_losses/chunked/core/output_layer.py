@@ -18,7 +18,7 @@ from liger_losses.checks import check_vector, check_weight, is_weight_and_bias
 from liger_losses.chunked.core import head as core
 from liger_losses.chunked.core.adapters import LowRank, adapters_of, side_by_side
 from liger_losses.chunked.core.quantizers import QuantizedWeight, find_quantized
-from liger_losses.chunked.core.ranks import ALONE, Ranks, VocabularyRanks, local_rows, share_mesh, share_vocabulary
+from liger_losses.chunked.core.ranks import ALONE, Ranks, local_rows, share_mesh, share_vocabulary
 from liger_losses.chunked.core.weights import Beside, Dense, Quantized, Weights, WithAdapters
 from liger_losses.kernels.logit_transform import LogitTransform
 from liger_losses.kernels.tracing import outside_graphs
@@ -207,7 +207,7 @@ class Head:
         For callers that sum these parts over the ranks in backward, such as Megatron's gather of a sharded sequence,
         whose backward is a reduce-scatter. Without a group, the result is the head itself.
         """
-        if not isinstance(self.ranks, VocabularyRanks):
+        if self.ranks is ALONE:
             return self
         return self.with_fields(ranks=replace(self.ranks, sums_hidden=False))
 

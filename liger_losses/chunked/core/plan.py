@@ -1,4 +1,4 @@
-"""How a call runs: the options, what decides, and the one function that decides.
+"""How a call runs: what decides, and the one function that decides.
 
 H hidden size, V vocabulary size.
 """
@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import torch
 
 from liger_losses.checks import see
+from liger_losses.chunked.core.options import EngineOptions as Options
 from liger_losses.chunked.core.statistics import OF_KERNELS, Statistic
 from liger_losses.chunked.core.target import Target
 from liger_losses.chunked.core.weights import Beside, Quantized, WithAdapters
@@ -35,29 +36,6 @@ MIN_TILE_COLUMNS = 4096
 COPIES = 8
 #: Rows of logits that work in torch takes beside a block: of softmaxes, and of divergences and rows of the table.
 TEMPORARIES, TEMPORARIES_OF_TERMS = 4, 16
-
-
-@dataclass(frozen=True)
-class Options:
-    """Options of a call. They change results only by rounding.
-
-    Args:
-        ignore_index: the label of masked tokens.
-        compact: drop masked tokens, at the cost of one wait of the host; otherwise their results are 0.
-        workspace: bytes for everything beyond inputs and outputs; by default what keeps the device busy.
-        chunk_size: the largest number of tokens in a block.
-        accum_dtype: fp32, to add up the gradient of a weight in a buffer of that; or ``None``.
-        backend: ``torch`` or ``triton``; chosen from the device by default.
-        keep: bytes of blocks that may live until backward; by default as the workspace, or a part of a GPU's memory.
-    """
-
-    ignore_index: int = -100
-    compact: bool = True
-    workspace: int | None = None
-    chunk_size: int | None = None
-    accum_dtype: torch.dtype | None = None
-    backend: str | None = None
-    keep: int | None = None
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -12,107 +11,65 @@ import torch.distributed as dist
 from torch import Tensor
 
 from liger_losses.checks import check_group, check_tensor, check_vector, check_weight, see
-from liger_losses.chunked.core.agreement import agree, all_gather, compare, known_of, lines_of
+from liger_losses.chunked.core.agreement import all_gather, compare, known_of, lines_of
 from liger_losses.chunked.core.quantizers import QuantizedWeight
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
 
+@dataclass(frozen=True, eq=False)
 class Ranks:
-    """The processes that share a vocabulary: here this one alone, which exchanges nothing.
+    """The processes that share a vocabulary, each of which has consecutive columns; without a group, this one alone.
 
-    ``first`` is this rank's first column, ``sizes`` the number of columns of each rank (none for one rank alone), and
-    ``sums_hidden`` says whether the parts of the hidden states' gradients are summed here, not by somebody else.
+    ``sizes`` are the numbers of columns of each rank (none for one rank alone), ``sums_hidden`` says whether the parts
+    of the hidden states' gradients are summed here, not by somebody else, and ``mesh`` is a DTensor's.
     """
 
-    size: int = 1
-    first: int = 0
+    group: dist.ProcessGroup | None = None
+    rank: int = 0
     sizes: tuple[int, ...] = ()
     sums_hidden: bool = True
-
-    def most(self, columns: int) -> int:
-        """The columns of the rank that has most, where this one has ``columns``: what all ranks plan with."""
-        return columns
-
-    def local(self, ids: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Ids of the vocabulary as numbers of this rank's columns, and which of them it has (``None`` for all)."""
-        return ids, None
-
-    def sum(self, value: Tensor) -> Tensor:
-        """The sum over all ranks, in the memory of ``value``."""
-        return value
-
-    def gather(self, value: Tensor) -> Tensor:
-        """``[ranks, ...]``: the values of all ranks."""
-        return value[None]
-
-    def columns(self, vocab_size: int) -> slice:
-        """This rank's columns among the first ``vocab_size`` of the vocabulary."""
-        return slice(0, vocab_size)
-
-    def states(self, hidden_states: Tensor) -> Tensor:
-        """This rank's hidden states, of all tokens."""
-        return hidden_states
-
-    def whole(self, rows: Tensor) -> Tensor:
-        """``[V, ...]``: the rows of all ranks."""
-        return rows
-
-    def least_memory(self, own: int, device: torch.device) -> int:
-        """The smallest of the ranks' device memories."""
-        return own
-
-    def agree(self, signature: Mapping[str, Any], values: Mapping[str, Callable[[], Any]] | None = None) -> None:
-        """Raise on all ranks unless they are about to make the same call; see :func:`agree`."""
-
-    def __reduce__(self) -> Any:
-        return "ALONE" if type(self) is Ranks else super().__reduce__()  # a copy is the same object
-
-
-#: One process.
-ALONE = Ranks()
-
-
-@dataclass(frozen=True, eq=False)
-class VocabularyRanks(Ranks):
-    """A process group whose ranks have consecutive columns, ``sizes`` of them each."""
-
-    group: dist.ProcessGroup
-    rank: int
-    sizes: tuple[int, ...] = ()
-    sums_hidden: bool = True
-    mesh: DeviceMesh | None = None  # of a weight that is a DTensor
+    mesh: DeviceMesh | None = None
 
     @property
-    def size(self) -> int:  # type: ignore[override]
-        return len(self.sizes)
+    def size(self) -> int:
+        return max(len(self.sizes), 1)
 
     @property
-    def first(self) -> int:  # type: ignore[override]
+    def first(self) -> int:
+        """This rank's first column."""
         return sum(self.sizes[: self.rank])
 
     def most(self, columns: int) -> int:
-        return max(self.sizes)
+        """The columns of the rank that has most, where this one has ``columns``: what all ranks plan with."""
+        return max(self.sizes, default=columns)
 
     def local(self, ids: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Ids of the vocabulary as numbers of this rank's columns, and which of them it has (``None`` for all)."""
+        if self.group is None:
+            return ids, None
         columns = self.sizes[self.rank]
         inside = ids - self.first
         return inside.clamp(0, columns - 1), (inside >= 0) & (inside < columns)
 
     def sum(self, value: Tensor) -> Tensor:
-        dist.all_reduce(value, group=self.group)
+        """The sum over all ranks, in the memory of ``value``."""
+        if self.group is not None:
+            dist.all_reduce(value, group=self.group)
         return value
 
     def gather(self, value: Tensor) -> Tensor:
+        """``[ranks, ...]``: the values of all ranks."""
         value = value.contiguous()
         values = value.new_empty(len(self.sizes), *value.shape)
         all_gather(values.view(-1), value.view(-1), group=self.group)
         return values
 
     def columns(self, vocab_size: int) -> slice:
-        first = min(self.first, vocab_size)
-        return slice(first, min(first + self.sizes[self.rank], vocab_size))
+        """This rank's columns among the first ``vocab_size`` of the vocabulary."""
+        stop = sum(self.sizes[: self.rank + 1]) or vocab_size
+        return slice(min(self.first, vocab_size), min(stop, vocab_size))
 
     def states(self, hidden_states: Tensor) -> Tensor:
         """This rank's hidden states, of all tokens.
@@ -142,26 +99,36 @@ class VocabularyRanks(Ranks):
         return hidden_states.to_local(grad_placements=[Partial()])
 
     def whole(self, rows: Tensor) -> Tensor:
+        """``[V, ...]``: the rows of all ranks."""
+        if self.group is None:
+            return rows
         padded = rows.new_zeros(max(self.sizes), *rows.shape[1:])
         padded[: len(rows)] = rows
         return torch.cat([part[:size] for part, size in zip(self.gather(padded), self.sizes, strict=True)])
 
     def least_memory(self, own: int, device: torch.device) -> int:
+        """The smallest of the ranks' device memories."""
+        if self.group is None:
+            return own
         # Exchanged once per group and type of device, by whichever head comes first.
         known = known_of(self.group).least_memory
         if device.type not in known:
             known[device.type] = int(self.gather(torch.tensor(own, device=device)).min())
         return known[device.type]
 
-    def agree(self, signature: Mapping[str, Any], values: Mapping[str, Callable[[], Any]] | None = None) -> None:
-        agree(self.group, signature, values)
+    def __reduce__(self) -> Any:
+        return "ALONE" if self is ALONE else super().__reduce__()  # a copy is the same object
+
+
+#: One process.
+ALONE = Ranks()
 
 
 def check_teacher_ranks(student: Ranks, teacher: Ranks) -> None:
     """Raise ValueError for a teacher whose vocabulary is shared in another way than the student's."""
-    if not isinstance(teacher, VocabularyRanks):
+    if teacher is ALONE:
         return
-    if not isinstance(student, VocabularyRanks):
+    if student is ALONE:
         raise ValueError(
             "the teacher's head is vocabulary-parallel, and the student's is not; make both vocabulary-parallel, "
             "or gather the teacher's weight first."
@@ -195,12 +162,12 @@ def local_rows(name: str, value: Any, mesh: DeviceMesh) -> Tensor:
     return value.to_local()
 
 
-def share_mesh(weight: Any) -> VocabularyRanks:
+def share_mesh(weight: Any) -> Ranks:
     """The shard of a DTensor that :func:`local_rows` has checked: it follows from shape and mesh, without exchange."""
     mesh, size = weight.device_mesh, weight.shape[0]
     most = -(-size // mesh.size())
     sizes = tuple(min(max(size - rank * most, 0), most) for rank in range(mesh.size()))
-    shard = VocabularyRanks(mesh.get_group(), mesh.get_local_rank(), sizes, sums_hidden=False, mesh=mesh)
+    shard = Ranks(mesh.get_group(), mesh.get_local_rank(), sizes, sums_hidden=False, mesh=mesh)
     rows = len(weight.to_local())
     if 0 in sizes or rows != sizes[shard.rank]:
         raise ValueError(
@@ -213,7 +180,7 @@ def share_mesh(weight: Any) -> VocabularyRanks:
 
 def share_vocabulary(
     group: dist.ProcessGroup, weight: Tensor, bias: Tensor | None, quantized: QuantizedWeight | None = None
-) -> VocabularyRanks:
+) -> Ranks:
     """Check this rank's rows, and learn how many the others have. Beside a quantized weight, ``weight`` is ``[V, 0]``.
 
     Raises:
@@ -234,4 +201,4 @@ def share_vocabulary(
     sizes, hashes = found.t().tolist()
     if len(set(hashes)) > 1:
         compare(group, text)
-    return VocabularyRanks(group, dist.get_rank(group), tuple(sizes))
+    return Ranks(group, dist.get_rank(group), tuple(sizes))

@@ -116,10 +116,11 @@ def register_statistic(name: str, term: Callable[[Tensor], Tensor]) -> None:
     g = torch.Generator().manual_seed(0)
     log_p = torch.randn(3, 7, generator=g, dtype=torch.float64).log_softmax(-1)
     log_p[0, 0] = -1e4
-    found, derivative = _term_and_derivative(term, log_p)
+    found = term(log_p)
     if not isinstance(found, Tensor) or found.shape != log_p.shape:
         got = tuple(found.shape) if isinstance(found, Tensor) else type(found).__name__
         raise ValueError(f"the term of {name!r} must return one value per entry, {tuple(log_p.shape)}, got {got}.")
+    derivative = _statistic(name, term).derivative(log_p, log_p.shape[-1])
     if not (found.isfinite().all() and derivative.isfinite().all()):
         raise ValueError(f"the term of {name!r}, or its derivative, is not finite for log-probabilities down to -1e4.")
     if not torch.allclose(term(log_p[1:, 2:]), found[1:, 2:]):
@@ -127,23 +128,13 @@ def register_statistic(name: str, term: Callable[[Tensor], Tensor]) -> None:
     REGISTERED[name] = term
 
 
-def _term_and_derivative(term: Callable[[Tensor], Tensor], log_p: Tensor) -> tuple[Tensor, Tensor]:
-    with torch.enable_grad():
-        leaf = log_p.detach().requires_grad_()
-        found = term(leaf)
-        if not isinstance(found, Tensor) or not found.requires_grad:
-            return found, torch.zeros_like(log_p)
-        (derivative,) = torch.autograd.grad(found.sum(), leaf)
-    return found.detach(), derivative
+def _statistic(name: str, term: Callable[[Tensor], Tensor]) -> Statistic:
+    return Statistic(name, lambda log_p, vocab_size: term(log_p))
 
 
 def asked(names: Iterable[str]) -> list[Statistic]:
     """The statistics of these names, which users may have registered."""
-    return [Statistic(n, _terms_of(n)) if n in REGISTERED else STATISTICS[n] for n in names]
-
-
-def _terms_of(name: str) -> Callable[[Tensor, int], Tensor]:
-    return lambda log_p, vocab_size: REGISTERED[name](log_p)
+    return [_statistic(name, REGISTERED[name]) if name in REGISTERED else STATISTICS[name] for name in names]
 
 
 def named(values: Mapping[str, Tensor], names: Sequence[str] = ()) -> Statistics:

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from liger_losses.chunked.core.block import BLOCKS, Collected, statistics_by_columns
 from liger_losses.chunked.core.buffers import Gradients, Leaf, key_of, local_part
-from liger_losses.chunked.core.checks import agree, check_call, check_right, check_vocabulary
+from liger_losses.chunked.core.checks import agree_on_call, check_call, check_right, check_vocabulary
 from liger_losses.chunked.core.plan import (
     MOST_PARTS,
     Options,
@@ -567,7 +567,7 @@ def statistics(
     """
     check_call(targets)
     asked = asked_for(names, metrics)
-    agree(targets, asked, options, sums_losses=False)
+    agree_on_call(targets, asked, options, sums_losses=False)
     streams = open_streams(targets, asked, options)
     leaves = leaves_of(streams)
     outputs = _Statistics.apply(streams, leaves, *(leaf.tensor for leaf in leaves))
@@ -591,7 +591,7 @@ def loss_sum(
     """
     check_call(targets)
     asked = asked_for(names, metrics)
-    agree(targets, asked, options, sums_losses=True)
+    agree_on_call(targets, asked, options, sums_losses=True)
     streams = open_streams(targets, asked, options, [loss.live for loss in token_losses])
     leaves, order = leaves_of(streams), list[list[str]]()
     pairs = list(zip(streams, token_losses, strict=True))

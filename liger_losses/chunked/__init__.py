@@ -1,5 +1,6 @@
 """The core, whose names these are, and the losses on it in :mod:`liger_losses.chunked.losses`."""
 
+from liger_losses.chunked import accelerators  # noqa: F401  the core does not know them
 from liger_losses.chunked.core.distilled import Teacher, TeacherLogits, Teachers, TeacherTopK, projected_teacher
 from liger_losses.chunked.core.inputs import shift_labels
 from liger_losses.chunked.core.ops import (

@@ -22,6 +22,7 @@ LAYERS = [
     "arguments",
     "sequences",
     "chunked.core",
+    "chunked.accelerators",
     "chunked",
 ]
 LAYERS += ["chunked.losses", "layers", "modules", "prompts", "patching", "trl"]

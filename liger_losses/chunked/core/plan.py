@@ -46,7 +46,8 @@ class Signature:
     hidden_size: int
     columns: int  # of the softmax, on the rank that has most
     kept: bool
-    statistics: tuple[str, ...]
+    statistics: tuple[str, ...]  # with a gradient, if anything has one
+    metrics: tuple[str, ...]  # without
     dtype: torch.dtype  # of the inputs, or autocast's
     operand: torch.dtype  # of products
     device: torch.device
@@ -56,7 +57,7 @@ class Signature:
     trains_hidden: bool
     weight_dtype: torch.dtype
     copied_bytes: int  # of a row of the heads, while it is copied
-    quantized: bool
+    weights: tuple[type, ...]  # the forms of the head's matrix, from the outside in
     quantized_teacher: bool = False
     teacher_columns: int = 0
     teacher_size: int = 0
@@ -73,6 +74,10 @@ class Signature:
     @property
     def trains(self) -> bool:
         return self.trains_weight or self.trains_hidden
+
+    @property
+    def quantized(self) -> bool:
+        return Quantized in self.weights
 
 
 def signature(
@@ -92,7 +97,8 @@ def signature(
         hidden_size=hidden.shape[-1],
         columns=head.ranks.most(weights.columns) if target.kept is None else target.kept.shape[-1],
         kept=target.kept is not None,
-        statistics=tuple([s.name for s in asked]),
+        statistics=tuple([s.name for s in asked if s.differentiable]),
+        metrics=tuple([s.name for s in asked if not s.differentiable]),
         dtype=dtype,
         operand=operand,
         backend=backend,
@@ -102,8 +108,8 @@ def signature(
         trains_hidden=records and hidden.requires_grad,
         weight_dtype=weights.dtype,
         copied_bytes=copied,
-        quantized=isinstance(_base(weights), Quantized),
-        quantized_teacher=isinstance(_base(of_teacher), Quantized),
+        weights=_forms(weights),
+        quantized_teacher=of_teacher is not None and Quantized in _forms(of_teacher),
         teacher_columns=0 if teacher is None else min(teacher.vocab_size, weights.columns),
         teacher_size=0 if of_teacher is None else of_teacher.hidden_size,
         of_kernels=target.kept is None and teacher is None and head.ranks.size == 1 and names <= {*OF_KERNELS},
@@ -116,8 +122,9 @@ def signature(
     )
 
 
-def _base(weights: Any) -> Any:
-    return _base(weights.base) if isinstance(weights, (WithAdapters, Beside)) else weights
+def _forms(weights: Any) -> tuple[type, ...]:
+    base = _forms(weights.base) if isinstance(weights, (WithAdapters, Beside)) else ()
+    return type(weights), *base
 
 
 class Plan(NamedTuple):
@@ -181,7 +188,7 @@ def operand_dtype(dtype: torch.dtype, device: torch.device, backend: str) -> tor
     return torch.float32 if rounds else dtype
 
 
-def usual_bytes(call: Signature) -> int:
+def usual_bytes(call: Signature, row: int) -> int:
     """Room for blocks that keep a device busy: of 512 tokens without a gradient, or with a teacher, else of 1024, or of
     the gradients of up to 2048, by which that of the weight is a sum of few parts. Between 64 MiB and 1.5 GiB."""
     rows = USUAL_ROWS
@@ -190,7 +197,7 @@ def usual_bytes(call: Signature) -> int:
     size = rows * row_bytes(call)
     if collects(call, rows):
         most = min(-(-call.tokens // MOST_PARTS // 128) * 128, 2 * USUAL_ROWS)
-        size = max(size, most * collected_bytes(call) + rows // 2 * row_bytes(call))
+        size = max(size, min(most * row, most * collected_bytes(call) + rows // 2 * row_bytes(call)))
     return min(max(size + 8 * MiB, 64 * MiB), 1536 * MiB)
 
 
@@ -290,7 +297,7 @@ def _budget(call: Signature, row: int) -> _Budget:
             f"{given} too small for {call.tokens} tokens of {models} a vocabulary of {call.columns}: give at least "
             f"{least} bytes, {advice}." + see("workspace")
         )
-    size = max(usual_bytes(call), least) if bound is None else bound - vectors
+    size = max(usual_bytes(call, row), least) if bound is None else bound - vectors
     copied, most = _copies(call, size, max(size, call.memory // MEMORY_PARTS) if bound is None else size)
     if bound is not None or copied < call.columns:
         size -= copied * call.copied_bytes

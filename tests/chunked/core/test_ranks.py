@@ -33,7 +33,7 @@ def devices(parts):
     rank, d, group = dist.get_rank(), batch(), dist.new_group(range(WORLD))
     rows = parts["four"].rows
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr("liger_losses.chunked.core.plan.usual_bytes", lambda call: 8000)
+        patched.setattr("liger_losses.chunked.core.plan.usual_bytes", lambda *_: 8000)
         patched.setattr("liger_losses.chunked.core.plan.device_memory", lambda device: 2**24 if rank == 1 else 0)
         head = Head(d["weight"][rows].clone().requires_grad_(), group=group)
         for _ in range(2):  # the second time, nothing is exchanged

@@ -1,0 +1,148 @@
+"""Log-probabilities of labels and log-sum-exps with gradients: a block holds ``exp(z - offset)`` in bf16, not logits.
+
+The softmax is a multiple of it by row, so both gradient products are taken with it as it is; see
+:mod:`liger_losses.kernels.linear_exp`. It takes half the memory of fp32 logits, so more losses that couple tokens keep
+their blocks until backward, and no pass over logits between the products. The labels' own terms are added in fp32.
+
+R tokens, P columns padded.
+"""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from liger_losses.chunked.core.buffers import Gradients
+from liger_losses.chunked.core.plan import Accelerator, Plan, Signature, padded, plan
+from liger_losses.chunked.core.statistics import Statistic
+from liger_losses.chunked.core.target import Target
+from liger_losses.chunked.core.weights import ALL, Dense, Quantized
+from liger_losses.kernels._tiles import with_contiguous_rows
+from liger_losses.kernels.exponential_scales import gradient_scales
+from liger_losses.kernels.label_rows import add_to_label_rows_, scale_and_add_label_rows
+from liger_losses.kernels.linear_exp import Exponentials, linear_exponentials
+from liger_losses.kernels.logit_transform import Epilogue
+from liger_losses.kernels.matmul import matmul_into
+
+#: What has gradients here, and what is computed beside it.
+STATISTICS = {"logp", "lse"}
+METRICS = STATISTICS | {"mean_logit", "entropy"}
+
+
+@dataclass(eq=False)
+class ExponentialBlock:
+    """Of these tokens; ``constants`` are the statistics and the offsets of exponentials."""
+
+    part: Any
+    asked: tuple[Statistic, ...]
+    plan: Plan
+    memory: Tensor  # [R, P]
+    constants: dict[str, Tensor]
+
+    @classmethod
+    def of(
+        cls,
+        part: Target,
+        asked: tuple[Statistic, ...],
+        plan: Plan,
+        constants: dict[str, Tensor] | None = None,
+        columns: slice = ALL,
+    ) -> ExponentialBlock:
+        """A block of these tokens, whose statistics are computed again where they are known."""
+        count, device, size = len(part.hidden), part.hidden.device, part.head.weights.columns
+        memory = torch.empty(count, padded(size), dtype=plan.dtype, device=device)
+        names = {"offset", *STATISTICS, *(s.name for s in asked)}
+        values = {name: torch.empty(count, dtype=torch.float32, device=device) for name in sorted(names)}
+        epilogue = Epilogue(part.transform(part.temperature), part.head.local_bias(ALL))
+        linear_exponentials(
+            part.hidden,
+            _matrix(part),
+            part.labels.contiguous(),
+            memory[:, :size],
+            epilogue,
+            found=_exponentials(values),
+            backend=plan.backend,
+        )
+        return cls(part, asked, plan, memory, values)
+
+    def statistics(self) -> dict[str, Tensor]:
+        return {s.name: self.constants[s.name] for s in self.asked}
+
+    def add_gradients(self, upstream: dict[str, Tensor], grads: Gradients) -> Tensor | None:
+        """Add those of weight and bias; return those of hidden states ``[R, H]``, if these get any."""
+        part, weights, backend = self.part, self.part.head.weights, self.plan.backend
+        e, labels = self.memory[:, : weights.columns], part.labels.contiguous()
+        trained = [tensor for tensor, _ in weights.trained if grads.wants(tensor)]
+        scale, at_label, scaled = gradient_scales(
+            upstream.get("logp"),
+            upstream.get("lse"),
+            _exponentials(self.constants),
+            part.hidden if trained else None,
+            transform=part.transform(part.temperature),
+            backend=backend,
+        )
+        hidden: Tensor | None = None
+        if self.plan.hidden:
+            matrix = _matrix(part)
+            hidden = matmul_into(torch.empty_like(part.hidden, dtype=torch.float32), e, matrix)
+            scale_and_add_label_rows(hidden, hidden, scale, at_label, matrix, labels, backend=backend)
+        if scaled is not None:
+            weights.add_gradients(grads, e, scaled, ALL)
+        for tensor in trained:
+            total = grads.of(tensor)
+            assert total is not None
+            add_to_label_rows_(total, labels, at_label, part.hidden, backend=backend)
+        self._add_bias(e, scale, at_label, labels, grads)
+        return hidden
+
+    def _add_bias(self, e: Tensor, scale: Tensor, at_label: Tensor, labels: Tensor, grads: Gradients) -> None:
+        """A product too, with the scales' digits in three operands of half precision."""
+        total = grads.of(bias) if grads.wants(bias := self.part.head.bias) else None
+        if total is None:
+            return
+        digits = torch.zeros(len(scale), 8, dtype=e.dtype, device=e.device)  # products of 8 columns are aligned
+        for i in range(3):
+            digits[:, i] = scale
+            scale = scale - digits[:, i]
+        total += matmul_into(torch.empty(e.shape[1], 8, dtype=torch.float32, device=e.device), e.t(), digits).sum(1)
+        add_to_label_rows_(
+            total[:, None], labels, at_label, torch.ones_like(at_label)[:, None], backend=self.plan.backend
+        )
+
+
+def _matrix(part: Target) -> Tensor:
+    """The head's rows in the operands' dtype: a copy only of a matrix whose rows are not contiguous."""
+    assert isinstance(part.head.weights, Dense)
+    return with_contiguous_rows(part.head.weights.rows(ALL))
+
+
+def _exponentials(values: dict[str, Tensor]) -> Exponentials:
+    return Exponentials(**{name: values.get(name) for name in Exponentials._fields})  # type: ignore[arg-type]
+
+
+def row_bytes(call: Signature) -> int:
+    """Of a token: exponentials and sums of their tiles; hidden states, the same scaled, and their gradient in fp32."""
+    columns = padded(call.columns)
+    return columns * call.operand.itemsize + columns // 32 + call.hidden_size * (2 * call.operand.itemsize + 4)
+
+
+def applies(call: Signature) -> bool:
+    """Whether one matrix is at hand, exponentials fit its dtype (fp16 cannot hold all), and blocks have whole rows: of
+    losses of single tokens whose blocks are few, or of others that keep them."""
+    serves = {*call.statistics} <= STATISTICS and {*call.metrics} <= METRICS and call.of_kernels and call.trains
+    plain = call.weights in ((Dense,), (Quantized,)) and call.operand == torch.bfloat16 and not call.batch_invariant
+    if not (serves and plain and call.backend == "triton"):
+        return False
+    with suppress(ValueError):  # not even one row fits; the core, whose rows are longer, says so
+        planned = plan(call, (_ALONE,))
+        blocks = planned.keeps if call.couples else planned.tile is None and planned.part_rows == planned.rows
+        return blocks and planned.copied_columns >= call.columns
+    return False
+
+
+_ALONE = Accelerator("exponentials", lambda call: True, ExponentialBlock.of, row_bytes)
+ACCELERATOR = _ALONE._replace(applies=applies)

@@ -1,0 +1,83 @@
+"""Exponentials kept instead of logits, against float64 and beside the core."""
+
+from unittest import mock
+
+import pytest
+import torch
+
+from liger_losses import EngineOptions, Head, LogitTransform, linear_statistics, linear_token_loss
+from liger_losses.chunked.core import stream
+from tests.reference import double, problem, relative_error
+
+pytestmark = pytest.mark.usefixtures("small_tiles", "default_gpu")
+pytest.importorskip("triton")
+
+
+def plans(call):
+    """The names of the plans of a call, and its result."""
+    names, plan = [], stream.plan
+
+    def recorded(*arguments):
+        names.append(plan(*arguments).name)
+        return plan(*arguments)
+
+    with mock.patch.object(stream, "plan", recorded):
+        result = call()
+    return names, result
+
+
+def inputs(n=40, hidden_size=24, vocab=90, masked=0.2, unlikely=True):
+    hidden, weight, labels, bias = problem(n, hidden_size, vocab, dtype=torch.bfloat16, masked=masked)
+    if unlikely:  # labels of probability 1e-30 and below: exp(z - z_label) would be larger than fp32 can hold
+        with torch.no_grad():
+            hidden[3:7] *= 40
+            labels[3:7] = (hidden[3:7].float() @ weight.float().t()).argmin(-1)
+    return hidden, weight, labels, bias
+
+
+TRANSFORMS = [
+    LogitTransform(),
+    LogitTransform(0.7, 1.3, 8.0),
+    LogitTransform(torch.linspace(0.5, 2.0, 40), 0.8),
+]
+
+
+@pytest.mark.parametrize("compact", [True, False])
+@pytest.mark.parametrize("transform", TRANSFORMS, ids=["plain", "soft-cap", "temperatures"])
+@pytest.mark.parametrize("way", ["kept", "one pass"])
+@pytest.mark.parametrize("with_bias", [False, True])
+def test_gradients(way, transform, compact, with_bias):
+    hidden, weight, labels, bias = inputs()
+    bias = torch.linspace(-1, 1, 90).bfloat16().requires_grad_() if with_bias else None
+    leaves = [x for x in (hidden, weight, bias) if x is not None]
+    g = torch.randn(2, 40, generator=torch.Generator().manual_seed(1))
+    head, options = Head(weight, bias, transform=transform), EngineOptions(compact=compact, backend="triton")
+
+    def call():
+        if way == "kept":
+            s = linear_statistics(hidden, head, labels, ("logp", "lse"), metrics=("entropy",), options=options)
+            return (s.logp * g[0] + s.lse * g[1]).sum(), s
+        return linear_token_loss(
+            hidden,
+            head,
+            labels,
+            lambda s, y, a, b: s.logp * a + s.lse * b,
+            token_inputs={"a": g[0], "b": g[1]},
+            statistics=("logp", "lse"),
+            options=options,
+        )
+
+    names, (loss, found) = plans(call)
+    assert names == ["exponentials"]
+    ours = torch.autograd.grad(loss, leaves)
+    wide = double(*leaves)
+    logits = (wide[0] @ wide[1].t() + (wide[2] if with_bias else 0.0)) * transform.logit_scale
+    logits = logits if transform.softcap is None else transform.softcap * (logits / transform.softcap).tanh()
+    logits = logits / transform.column(logits)
+    lse, active = logits.logsumexp(-1), labels >= 0
+    logp = logits.gather(1, labels.clamp(min=0)[:, None])[:, 0] - lse
+    total = torch.where(active, logp * g[0] + lse * g[1], 0.0).sum()
+    torch.testing.assert_close(loss.double(), total, rtol=1e-4, atol=1e-3)
+    torch.testing.assert_close(found.logp.double(), torch.where(active, logp, 0.0), rtol=1e-4, atol=1e-4)
+    for a, b in zip(ours, torch.autograd.grad(total, wide), strict=True):
+        assert relative_error(a, b) < 8e-3

@@ -10,13 +10,10 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from liger_losses.checks import check_right, check_vocabulary
 from liger_losses.chunked.core.agreement import agree, checksum
 from liger_losses.chunked.core.workspace import default_bound
 from liger_losses.kernels.autograd import NO_TRANSFORMS, within_transform
 from liger_losses.kernels.logit_transform import said
-
-__all__ = ["check_call", "check_right", "check_vocabulary"]
 
 if TYPE_CHECKING:
     from liger_losses.chunked.core.plan import Options

@@ -9,8 +9,7 @@ cannot be seen here; only that two vocabularies of different sizes may not be th
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from functools import cached_property
+from dataclasses import dataclass, field
 from numbers import Integral
 from typing import Any
 
@@ -54,47 +53,34 @@ class Teacher:
     softcap: float | None = None
     columns_correspond: bool = False
 
-    @property
-    def parts(self) -> tuple[Tensor, Head]:
-        """Hidden states and head, checked when they are first read; adapters are columns of both."""
-        # torch.compile cannot trace a cached property.
-        return self._checked() if torch.compiler.is_dynamo_compiling() else self._kept
+    #: Its head, and the hidden states of all tokens, on this rank; what adapters drop of them is drawn once.
+    head: Head = field(init=False, repr=False)
+    local_hidden_states: Tensor = field(init=False, repr=False)
 
-    @cached_property
-    def _kept(self) -> tuple[Tensor, Head]:
-        return self._checked()
-
-    def _checked(self) -> tuple[Tensor, Head]:
+    def __post_init__(self) -> None:
         try:
             head = Head.of(self.weight, self.bias, LogitTransform(1.0, self.logit_scale, self.softcap))
         except (TypeError, ValueError) as error:
             raise type(error)(f"the teacher's head: {error}") from None
         with torch.no_grad():
-            return head.with_dropout(head.ranks.states(self.hidden_states))
-
-    @property
-    def head(self) -> Head:
-        return self.parts[1]
-
-    @property
-    def local_hidden_states(self) -> Tensor:
-        """The hidden states; of a DTensor, the hidden states of all tokens, on this rank."""
-        return self.parts[0]
+            hidden_states, head = head.with_dropout(head.ranks.states(self.hidden_states))
+        object.__setattr__(self, "head", head)
+        object.__setattr__(self, "local_hidden_states", hidden_states)
 
     @property
     def vocab_size(self) -> int:
-        return self.parts[1].vocab_size
+        return self.head.vocab_size
 
     def core(self, labels: Tensor, temperature: float | Tensor) -> target.Target:
         """The other side of a comparison, at its temperature."""
-        hidden, head = self.parts
-        head.check_invariant()
-        check_adapters(hidden, len(head.weight), head.adapters)
-        return target.Target(head.core(), hidden.detach(), labels, temperature)
+        self.head.check_invariant()
+        check_adapters(self.local_hidden_states, len(self.head.weight), self.head.adapters)
+        return target.Target(self.head.core(), self.local_hidden_states.detach(), labels, temperature)
 
     def check(self, tokens: torch.Size, student: Head) -> None:
         """Raise TypeError or ValueError unless this fits the shape of the student's tokens, and the student's head."""
         head, hidden = self.head, self.local_hidden_states
+        check_no_temperature("teacher", head)
         check_tensor("the teacher's hidden_states", hidden)
         if hidden.dim() < 2 or hidden.shape[-1] != head.hidden_size:
             raise ValueError(
@@ -106,6 +92,7 @@ class Teacher:
         states = {"teacher_hidden_states": hidden, "teacher_weight": head.weight}
         _check_fits("hidden_states", hidden.shape[:-1], tokens, student, **states)
         _check_columns(self, student)
+        check_teacher_ranks(student.ranks, head.ranks)
 
 
 @dataclass(frozen=True, eq=False)
@@ -283,11 +270,10 @@ class TeacherTopK:
         check_tensor("the teacher's logps", self.logps)
         check_tensor("the teacher's indices", self.indices)
         check_names([self.tail], TAILS, "tail")
-        dtypes = self.logps.dtype, self.indices.dtype
-        if dtypes[1] != torch.int64 or not dtypes[0].is_floating_point:
+        if self.indices.dtype != torch.int64 or not self.logps.is_floating_point():
             raise TypeError(
-                "a sparse teacher has floating-point logps and int64 indices, got {} and {}; convert them with "
-                ".float() and .long().".format(*dtypes)
+                f"a sparse teacher has floating-point logps and int64 indices, got {self.logps.dtype} and "
+                f"{self.indices.dtype}; convert them with .float() and .long()."
             )
         if self.logps.shape != self.indices.shape or self.logps.dim() < 1 or self.logps.shape[-1] < 1:
             raise ValueError(
@@ -306,18 +292,17 @@ class TeacherTopK:
             return
         logps, indices = self.logps[mask], self.indices[mask]
         ordered = indices.sort(-1).values
-        outside = ((indices < 0) | (indices >= vocab_size)).any()
-        repeated = (ordered[:, 1:] == ordered[:, :-1]).any()
-        positive = (logps > 1e-3).any()
-        wrong = torch.stack([outside, repeated, positive]).tolist()
-        if wrong[0]:
+        twice = ordered[:, 1:] == ordered[:, :-1]
+        wrong = [(indices < 0) | (indices >= vocab_size), twice, logps > 1e-3]
+        outside, repeated, positive = torch.stack([values.any() for values in wrong]).tolist()
+        if outside:
             raise ValueError(
                 f"the teacher's indices must be in [0, {vocab_size}), the vocabulary that the student has, got "
                 f"{int(indices.min())} to {int(indices.max())}. Drop columns that the student lacks."
             )
-        if wrong[1]:
+        if repeated:
             raise ValueError("the teacher's indices name a column twice for a token; give each column once.")
-        if wrong[2]:
+        if positive:
             raise ValueError(
                 f"the teacher's logps must be log-probabilities, at most 0, got {float(logps.max()):.4g}; apply "
                 "log_softmax over the whole vocabulary first."
@@ -337,15 +322,15 @@ def _check_columns(teacher: Teacher | TeacherLogits, student: Head) -> None:
     """Warn of a vocabulary of another size, or raise ValueError, unless the caller has said that columns correspond."""
     if not isinstance(teacher.columns_correspond, bool):
         raise TypeError(f"columns_correspond must be True or False, got {teacher.columns_correspond!r}.")
-    sizes = student.vocab_size, teacher.vocab_size
-    if sizes[0] == sizes[1] or teacher.columns_correspond:
+    ours, theirs = student.vocab_size, teacher.vocab_size
+    if ours == theirs or teacher.columns_correspond:
         return
-    differ = f"the student has {sizes[0]} columns and the teacher {sizes[1]}"
+    differ = f"the student has {ours} columns and the teacher {theirs}"
     advice = (
-        f"if the first {min(sizes)} columns of both are the same tokens, say so with {type(teacher).__name__}(..., "
-        "columns_correspond=True); if not, take a teacher with the student's vocabulary." + see("teachers")
+        f"if the first {min(ours, theirs)} columns of both are the same tokens, say so with {type(teacher).__name__}"
+        "(..., columns_correspond=True); if not, take a teacher with the student's vocabulary." + see("teachers")
     )
-    if abs(sizes[0] - sizes[1]) > MOST_PADDING:
+    if abs(ours - theirs) > MOST_PADDING:
         raise ValueError(f"{differ}: more than {MOST_PADDING} apart, which padding does not explain; {advice}")
     if not torch.compiler.is_compiling():
         warn(f"{differ}. Columns that only one of them has are treated as padding: {advice}")
@@ -353,10 +338,10 @@ def _check_columns(teacher: Teacher | TeacherLogits, student: Head) -> None:
 
 def check_no_temperature(whose: str, head: Head) -> None:
     """Raise ValueError unless a head's temperature is 1."""
-    own = head.transform.temperature
-    if isinstance(own, Tensor) or own != 1.0:
+    temperature = head.transform.temperature
+    if isinstance(temperature, Tensor) or temperature != 1.0:
         raise ValueError(
-            f"the {whose}'s head has temperature {said(own)}, which must be 1; give the loss or the operation "
+            f"the {whose}'s head has temperature {said(temperature)}, which must be 1; give the loss or the operation "
             "temperature= instead, which divides both models' logits."
         )
 
@@ -369,11 +354,5 @@ def check_comparison(teacher: Any, divergence: Any, head: Head, shape: torch.Siz
         )
     if not isinstance(divergence, Divergence):
         raise TypeError(f"divergence must be a Divergence, such as Divergence.forward_kl(), got {divergence!r}.")
-    heads = {"student": head}
-    if isinstance(teacher, Teacher):
-        heads["teacher"] = teacher.head
-    for whose, either in heads.items():
-        check_no_temperature(whose, either)
+    check_no_temperature("student", head)
     teacher.check(shape, head)
-    if "teacher" in heads:  # of a whole one, each rank computes its columns
-        check_teacher_ranks(head.ranks, heads["teacher"].ranks)

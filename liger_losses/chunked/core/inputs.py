@@ -5,8 +5,7 @@ K targets, V vocabulary size, H hidden size.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from types import MappingProxyType
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -30,7 +29,7 @@ from liger_losses.chunked.core.adapters import check_adapters
 from liger_losses.chunked.core.distilled import check_comparison
 from liger_losses.chunked.core.output_layer import Head
 from liger_losses.chunked.core.target import Target
-from liger_losses.kernels.autograd import NO_TRANSFORMS, autocast_dtype, within_transform
+from liger_losses.kernels.autograd import autocast_dtype
 from liger_losses.kernels.logit_transform import LogitTransform
 
 #: What errors call the first argument.
@@ -54,13 +53,12 @@ def target_of(
     check_tensor("hidden_states", hidden_states, allow_dtensor=True)
     hidden = head.ranks.states(hidden_states)
     check_inputs(hidden, head, labels)
-    if "temperature" not in fields:
-        fields["temperature"] = head.transform.temperature
-    temperature, class_weight, selected = (fields.get(name) for name in ("temperature", "class_weight", "selected"))
+    temperature = fields.setdefault("temperature", head.transform.temperature)
     if isinstance(temperature, Tensor):
         check_temperature(temperature, head.weight.device, [labels.shape])
         fields["temperature"] = temperature.detach().clone()  # which may be changed before backward
-    check_vector("class_weight", class_weight, head.weight, head.vocab_size)
+    check_vector("class_weight", fields.get("class_weight"), head.weight, head.vocab_size)
+    selected = fields.get("selected")
     if isinstance(selected, Tensor) or not (selected is None or isinstance(selected, int)):
         check_like_labels("selected", selected, labels.shape, head.weight)
         if selected.dtype != torch.int64 or selected.shape[:-1] != labels.shape:
@@ -107,9 +105,9 @@ def targets_of(
     bias: Any = None,
     transform: LogitTransform | None = None,
     shift: Any = False,
-    each: Mapping[str, Any] = MappingProxyType({}),
-    counted: Mapping[str, Any] = MappingProxyType({}),
-    **fields: Any,
+    selected: Any = None,
+    class_weight: Tensor | None = None,
+    **inputs: Any,
 ) -> list[Target]:
     """The target of a call; or K, if hidden states or heads are lists, as any other argument may be then.
 
@@ -118,20 +116,19 @@ def targets_of(
         ignore_index: the label of masked tokens.
         transform: of all heads.
         shift: how many positions labels are moved by.
-        each: fields of the targets, one for all or a list.
-        counted: other arguments of the call, which may be lists too.
-        fields: those of all targets.
+        selected: columns of each target, or one value for all.
+        class_weight: of all targets.
+        inputs: other arguments of the call, which may be lists too.
     """
-    count, moved = 1, [labels]
+    parts = [[value] for value in (hidden_states, weight, labels, bias, selected)]
     if isinstance(hidden_states, LISTS) and not len(hidden_states):
         raise ValueError("got an empty sequence; pass at least one tensor of hidden states, and labels for each.")
     if several(hidden_states, weight):
-        given = {HIDDEN: hidden_states, "heads": weight, "labels": labels, "bias": bias, "shift": shift}
-        count = count_targets(**given, **each, **counted)
+        arguments = {HIDDEN: hidden_states, "heads": weight, "labels": labels, "bias": bias, "shift": shift}
+        count = count_targets(**arguments, selected=selected, **inputs)
         moved = shift_each(labels, shift, count, ignore_index)
-        hidden, layers, biases, *others = (one_each(v, count) for v in (hidden_states, weight, bias, *each.values()))
-    else:
-        hidden, layers, biases, *others = ([v] for v in (hidden_states, weight, bias, *each.values()))
+        parts = [one_each(value, count) for value in (hidden_states, weight, moved, bias, selected)]
+    hidden, layers, moved, biases, columns = parts
     heads = heads_of(layers, biases, transform)
     devices = sorted({str(head.weight.device) for head in heads})
     if len(devices) > 1:
@@ -141,19 +138,18 @@ def targets_of(
         )
     targets = []
     for i, head in enumerate(heads):
-        own = dict(zip(each, [values[i] for values in others], strict=True))
-        divided = temperature_of(head, moved, i)
-        targets.append(target_of(hidden[i], head, moved[i], temperature=divided, **fields, **own))
+        fields = {"temperature": temperature_of(head, moved, i), "selected": columns[i], "class_weight": class_weight}
+        targets.append(target_of(hidden[i], head, moved[i], **fields))
     return targets
 
 
 def temperature_of(head: Head, labels: Sequence[Any], i: int) -> float | Tensor:
     """A target's temperature; ``[T]`` of all targets' tokens is split among them."""
-    found = head.transform.temperature
-    if isinstance(found, Tensor) and len(labels) > 1 and found.shape != labels[i].shape:
-        check_temperature(found, head.weight.device, [part.shape for part in labels])
-        return found.split([part.numel() for part in labels])[i].view(labels[i].shape)
-    return found
+    temperature = head.transform.temperature
+    if isinstance(temperature, Tensor) and len(labels) > 1 and temperature.shape != labels[i].shape:
+        check_temperature(temperature, head.weight.device, [part.shape for part in labels])
+        return temperature.split([part.numel() for part in labels])[i].view(labels[i].shape)
+    return temperature
 
 
 def count_targets(**given: Any) -> int:
@@ -189,17 +185,14 @@ def shift_each(labels: Any, shift: Any, count: int, ignore_index: int) -> list[T
 def heads_of(layers: Sequence[Any], biases: Sequence[Any], transform: LogitTransform | None) -> list[Head]:
     """The head of each target, checked and made once for those that share it."""
     heads: list[Head] = []
-    pairs = list(zip(layers, biases, strict=True))
-    for i, (layer, bias) in enumerate(pairs):
-        same = [k for k in range(i) if pairs[k][0] is layer and pairs[k][1] is bias]
-        heads.append(heads[same[0]] if same else Head.of(layer, bias, transform))
+    for layer, bias in zip(layers, biases, strict=True):
+        same = [head for k, head in enumerate(heads) if layers[k] is layer and biases[k] is bias]
+        heads.append(same[0] if same else Head.of(layer, bias, transform))
     return heads
 
 
 def check_inputs(hidden: Any, head: Head, labels: Any) -> None:
     """Raise TypeError or ValueError unless hidden states ``[..., H]``, a head and labels ``[...]`` fit together."""
-    if within_transform():
-        raise RuntimeError(NO_TRANSFORMS)
     check_tensor("hidden_states", hidden)
     if hidden.dtype not in FLOATS:
         raise TypeError(

@@ -85,7 +85,8 @@ def linear_statistics(
             unknown names, a workspace that cannot hold one row.
     """
     names, metrics = _names(statistics), _names(metrics)
-    targets = _targets(hidden_states, weight, labels, selected, class_weight, options, bias=bias, transform=transform)
+    fields = {"bias": bias, "transform": transform, "class_weight": class_weight}
+    targets = _targets(hidden_states, weight, labels, selected, options, **fields)
     check_asked(targets, names, metrics)
     found = [named(values, names) for values in stream.statistics(targets, asked(names), options, metrics)]
     return found if several(hidden_states, weight) else found[0]
@@ -142,7 +143,7 @@ def linear_logps(
         TypeError, ValueError: as :func:`linear_statistics`; columns of the support that are out of range, twice, or
             without the label.
     """
-    names = ("logp", *(name for name, wanted in (("entropy", entropy), ("lse", lse)) if wanted))
+    names = ("logp", *["entropy"] * bool(entropy), *["lse"] * bool(lse))
     options = EngineOptions(ignore_index, compact, workspace, chunk_size, backend=backend)
     transform = LogitTransform(temperature, logit_scale, softcap)
     many = several(hidden_states, weight)
@@ -153,8 +154,7 @@ def linear_logps(
             raise TypeError(
                 "support= does not work with lists of hidden states or heads; call linear_logps for each of them."
             )
-        given: dict[str, Any] = {"bias": bias, "transform": transform, "shift": shift}
-        targets = targets_of(hidden_states, weight, labels, ignore_index, **given)
+        targets = targets_of(hidden_states, weight, labels, ignore_index, bias=bias, transform=transform, shift=shift)
         found = [Statistics(**values) for values in stream.statistics(targets, names, options)]
         return found if len(names) > 1 else [part.logp for part in found]
     check_tensor("labels", labels)
@@ -164,9 +164,9 @@ def linear_logps(
         if support is not None or shift:
             raise ValueError("support= and shift= do not work with several labels [..., m]; leave them out.")
         one, columns, mask = _several_labels(labels, options)
-        asked = ("selected_logps", *(name for name in names if name != "logp"))
-        found = linear_statistics(hidden_states, head, one, asked, selected=columns, options=options)
-        statistics = found._replace(logp=torch.where(mask, found.selected_logps, 0.0), selected_logps=None)
+        of_columns = ("selected_logps", *names[1:])
+        values = linear_statistics(hidden_states, head, one, of_columns, selected=columns, options=options)
+        statistics = values._replace(logp=torch.where(mask, values.selected_logps, 0.0), selected_logps=None)
     elif support is None:
         labels = shift_labels(labels, ignore_index, int(shift)) if shift else labels
         statistics = linear_statistics(hidden_states, head, labels, names, options=options)
@@ -223,16 +223,10 @@ def linear_topk(
     if labels is None:  # which nobody reads or counts
         labels = torch.zeros(hidden_states.shape[:-1], dtype=torch.int64, device=hidden_states.device)
         options = replace(options, compact=False)
+    metrics = ("columns", "rest") if rest else ("columns",)
+    arguments: dict[str, Any] = {"bias": bias, "transform": transform, "options": options}
     found = linear_statistics(
-        hidden_states,
-        weight,
-        labels,
-        ("selected_logps",),
-        metrics=("columns", "rest") if rest else ("columns",),
-        selected=Largest(k),
-        bias=bias,
-        transform=transform,
-        options=options,
+        hidden_states, weight, labels, "selected_logps", metrics=metrics, selected=Largest(k), **arguments
     )
     return TopK(found.selected_logps, found.columns, found.rest)
 
@@ -341,16 +335,16 @@ def linear_token_loss(
     if not callable(token_loss):
         raise TypeError(f"token_loss must be a function (statistics, labels, **inputs) -> [n], got {token_loss!r}.")
     names, metrics = _names(statistics), _names(metrics)
-    given: dict[str, Any] = {"bias": bias, "transform": transform, "inputs": token_inputs or {}}
-    targets = _targets(hidden_states, weight, labels, selected, class_weight, options, **given)
+    inputs = {f"token_inputs[{name!r}]": value for name, value in (token_inputs or {}).items()}
+    arguments = {"bias": bias, "transform": transform, "class_weight": class_weight}
+    targets = _targets(hidden_states, weight, labels, selected, options, **arguments, **inputs)
     check_asked(targets, names, metrics)
-    inputs = {name: one_each(value, len(targets)) for name, value in (token_inputs or {}).items()}
     losses = []
     for i, target in enumerate(targets):
-        own = {name: values[i] for name, values in inputs.items()}
-        for name, value in own.items():
+        read = {name: one_each(value, len(targets))[i] for name, value in (token_inputs or {}).items()}
+        for name, value in read.items():
             check_like_labels(name, value, target.labels.shape, target.labels)
-        losses.append(TokenLoss(functools.partial(_of_user, token_loss, names), {"labels": target.labels, **own}))
+        losses.append(TokenLoss(functools.partial(_of_user, token_loss, names), {"labels": target.labels, **read}))
     loss, found = stream.loss_sum(targets, asked(names), losses, options, metrics)
     each = [named(values, names) for values in found]
     return loss, each if several(hidden_states, weight) else each[0]
@@ -453,19 +447,17 @@ def compared_targets(
     ignore_index: int,
 ) -> list[Target]:
     """A target for each teacher: of several, each has its tokens."""
-    each = [(teacher, labels)]
+    pairs = [(teacher, labels)]
     if isinstance(teacher, Teachers):
         check_tensor("labels", labels)
-        each = list(zip(teacher.teachers, teacher.labels(labels, ignore_index), strict=True))
-    return [target_of(hidden_states, head, own, comparison=(one, divergence, temperature)) for one, own in each]
+        pairs = list(zip(teacher.teachers, teacher.labels(labels, ignore_index), strict=True))
+    return [target_of(hidden_states, head, of_one, comparison=(one, divergence, temperature)) for one, of_one in pairs]
 
 
 def added(parts: Sequence[Statistics]) -> Statistics:
     """Statistics of all tokens: the sum of each teacher's, which are 0 for tokens of other teachers."""
-    if len(parts) == 1:
-        return parts[0]
-    values = {name: [getattr(part, name) for part in parts] for name in Statistics._fields}
-    return Statistics(**{name: torch.stack(p).sum(0) for name, p in values.items() if p[0] is not None})
+    columns = zip(*parts, strict=True)
+    return Statistics(*[None if values[0] is None else sum(values[1:], values[0]) for values in columns])
 
 
 def _of_user(
@@ -492,21 +484,12 @@ def _of_user(
 
 
 def _targets(
-    hidden_states: Any,
-    weight: Any,
-    labels: Any,
-    selected: Any,
-    class_weight: Tensor | None,
-    options: EngineOptions,
-    *,
-    inputs: Mapping[str, Any] | None = None,
-    **given: Any,
+    hidden_states: Any, weight: Any, labels: Any, selected: Any, options: EngineOptions, **arguments: Any
 ) -> list[Target]:
     """The targets of an operation's arguments, with their selected columns."""
     if not isinstance(options, EngineOptions):
         raise TypeError(f"options must be liger_losses.EngineOptions(...), got {type(options).__name__}.")
     selected = selected.k if isinstance(selected, Largest) else selected
-    fields: dict[str, Any] = {"class_weight": class_weight}
     if several(hidden_states, weight) and isinstance(selected, Tensor) and isinstance(labels, (list, tuple)):
         sizes = [part.numel() for part in labels]
         if len(selected) == sum(sizes):  # of all tokens
@@ -517,18 +500,14 @@ def _targets(
         raise ValueError(
             f"selected must have one tensor for each tensor of labels, {len(labels)}, got {len(selected)}."
         )
-    counted = {f"token_inputs[{name!r}]": value for name, value in (inputs or {}).items()}
-    each = {"selected": selected}
-    return targets_of(
-        hidden_states, weight, labels, options.ignore_index, each=each, counted=counted, **given, **fields
-    )
+    return targets_of(hidden_states, weight, labels, options.ignore_index, selected=selected, **arguments)
 
 
 def weighted_sum(values: Mapping[str, Tensor], **weights: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
     """``sum_s w_s s`` of each token, and its derivatives, the weights."""
-    each = {name: weight.expand_as(values[name]) for name, weight in weights.items()}
-    terms = [weight * values[name] for name, weight in each.items()]
-    return sum([term.sum(-1) if term.dim() > 1 else term for term in terms]), each  # type: ignore[return-value]
+    derivatives = {name: weight.expand_as(values[name]) for name, weight in weights.items()}
+    terms = [weight * values[name] for name, weight in derivatives.items()]
+    return sum([term.sum(-1) if term.dim() > 1 else term for term in terms]), derivatives  # type: ignore[return-value]
 
 
 def _names(names: Iterable[str] | str) -> tuple[str, ...]:

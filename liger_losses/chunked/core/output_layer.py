@@ -55,6 +55,7 @@ class Head:
             order of tokens, mask and workspace. The default is True if the environment variable
             ``LIGER_LOSSES_BATCH_INVARIANT`` was 1 when the package was imported.
         adapters: LoRA adapters; their output is added to the logits.
+        quantized, ranks: of another head, for a copy of it.
 
     Raises:
         TypeError: not tensors, or neither floating point nor of a known quantized type; a group of which this rank is
@@ -82,44 +83,21 @@ class Head:
         batch_invariant: bool | None = None,
         adapters: tuple[LowRank, ...] = (),
         quantized: QuantizedWeight | None = None,
+        ranks: Ranks | None = None,
     ) -> None:
-        ranks: Ranks = ALONE
-        matrix: Any = weight  # checked below
         if not (transform is None or isinstance(transform, LogitTransform)):
             raise TypeError(f"transform must be a liger_losses.LogitTransform(...), got {transform!r}.")
-        if type(matrix) is not Tensor and type(matrix) is not nn.Parameter and quantized is None:
-            quantized = find_quantized(matrix)
-            if quantized is not None:
-                matrix = torch.empty(quantized.shape[0], 0, dtype=quantized.dtype, device=quantized.device)
-        if quantized is not None:
-            if group is None:
-                check_vector("bias", bias, matrix)
-            else:
-                ranks = share_vocabulary(group, matrix, bias, quantized)
-        elif hasattr(matrix, "full_tensor"):  # a DTensor
-            if group is not None:
-                raise ValueError("a DTensor weight has a device mesh, whose group the head uses; leave group= out.")
-            mesh = matrix.device_mesh
-            rows, bias = local_rows("weight", matrix, mesh), None if bias is None else local_rows("bias", bias, mesh)
-            check_weight(rows, bias)
-            matrix, ranks = rows, share_mesh(matrix)
-        elif group is None:
-            check_weight(matrix, bias)
-        else:
-            ranks = share_vocabulary(group, matrix, bias)
         batch_invariant = _BATCH_INVARIANT if batch_invariant is None else batch_invariant
-        if batch_invariant and ranks is not ALONE:
-            raise ValueError(
-                "batch_invariant=True needs a head that is not shared among ranks, whose sums have no fixed order; "
-                "gather the weight, or leave batch_invariant out."
-            )
-        object.__setattr__(self, "weight", matrix)
-        object.__setattr__(self, "bias", bias)
-        object.__setattr__(self, "transform", transform or LogitTransform())
-        object.__setattr__(self, "ranks", ranks)
-        object.__setattr__(self, "batch_invariant", batch_invariant)
-        object.__setattr__(self, "adapters", adapters)
-        object.__setattr__(self, "quantized", quantized)
+        if ranks is None:  # otherwise, all of these are of a head that was checked
+            weight, bias, quantized, ranks = _checked(weight, bias, group, quantized)
+            if batch_invariant and ranks is not ALONE:
+                raise ValueError(
+                    "batch_invariant=True needs a head that is not shared among ranks, whose sums have no fixed order; "
+                    "gather the weight, or leave batch_invariant out."
+                )
+        fields = (weight, bias, transform or LogitTransform(), ranks, batch_invariant, adapters, quantized)
+        for name, value in zip(Head.__match_args__, fields, strict=True):
+            object.__setattr__(self, name, value)
 
     @classmethod
     def of(
@@ -139,13 +117,9 @@ class Head:
                 quantized layer, a subclass of ``nn.Linear`` that overrides ``forward``.
             ValueError: a bias, temperature, scale or soft-cap that is given twice.
         """
-        if isinstance(weight, nn.Module) and type(weight) is not nn.Linear:
+        if isinstance(weight, nn.Module):
             weight = _of_module(weight)
-        if isinstance(weight, nn.Module) and is_weight_and_bias(weight):
-            weight = cls(weight.weight, getattr(weight, "bias", None))
         if not isinstance(weight, Head):
-            if isinstance(weight, nn.Module):
-                raise TypeError(_say_what_to_pass(weight))
             return cls(weight, bias, transform)
         if bias is not None:
             if weight.bias is not None:
@@ -196,10 +170,7 @@ class Head:
 
     def with_fields(self, **changes: Any) -> Head:
         """A copy with other fields, which are not checked again."""
-        made = object.__new__(Head)
-        for name in Head.__match_args__:
-            object.__setattr__(made, name, changes.get(name, getattr(self, name)))
-        return made
+        return replace(self, **changes)
 
     def with_partial_gradients(self) -> Head:
         """A copy of this head with which each rank gets only its columns' part of the hidden states' gradients.
@@ -215,8 +186,7 @@ class Head:
         """The head of some of its rows."""
         changes: dict[str, Any] = {"bias": None if self.bias is None else self.bias[columns]}
         if self.quantized is not None:
-            start, stop, _ = columns.indices(self.quantized.shape[0])
-            changes["quantized"] = self.quantized.part(start, stop)
+            changes["quantized"] = self.quantized.part(*columns.indices(self.quantized.shape[0])[:2])
         return self.with_fields(weight=self.weight[columns], **changes)
 
     def with_dropout(self, hidden_states: Tensor) -> tuple[Tensor, Head]:
@@ -247,25 +217,54 @@ class Head:
 outside_graphs(sys.modules[__name__], "share_vocabulary")  # it exchanges messages
 
 
-def _joined(own: LogitTransform, given: LogitTransform) -> LogitTransform:
-    values, untouched = {}, LogitTransform()
+def _checked(
+    weight: Any, bias: Any, group: dist.ProcessGroup | None, quantized: QuantizedWeight | None
+) -> tuple[Tensor, Tensor | None, QuantizedWeight | None, Ranks]:
+    """This rank's matrix (``[V, 0]`` of a quantized weight) and bias, once they fit together, and who has others."""
+    if type(weight) is not Tensor and type(weight) is not nn.Parameter and quantized is None:
+        quantized = find_quantized(weight)
+        if quantized is not None:
+            weight = torch.empty(quantized.shape[0], 0, dtype=quantized.dtype, device=quantized.device)
+    if quantized is None and hasattr(weight, "full_tensor"):  # a DTensor
+        if group is not None:
+            raise ValueError("a DTensor weight has a device mesh, whose group the head uses; leave group= out.")
+        mesh = weight.device_mesh
+        rows, bias = local_rows("weight", weight, mesh), None if bias is None else local_rows("bias", bias, mesh)
+        check_weight(rows, bias)
+        return rows, bias, None, share_mesh(weight)
+    if group is not None:
+        return weight, bias, quantized, share_vocabulary(group, weight, bias, quantized)
+    if quantized is None:
+        check_weight(weight, bias)
+    else:
+        check_vector("bias", bias, weight)
+    return weight, bias, quantized, ALONE
+
+
+def _joined(ours: LogitTransform, theirs: LogitTransform) -> LogitTransform:
+    values = {}
     for name in LogitTransform.__match_args__:
-        ours, theirs, default = (getattr(transform, name) for transform in (own, given, untouched))
-        if _differ(ours, default) and _differ(theirs, default) and _differ(theirs, ours):
+        first, second, default = (getattr(transform, name) for transform in (ours, theirs, LogitTransform()))
+        if _differ(first, default) and _differ(second, default) and _differ(second, first):
             raise ValueError(
-                f"{name} was given twice: the head has {ours!r}, and {theirs!r} was given beside it; give one."
+                f"{name} was given twice: the head has {first!r}, and {second!r} was given beside it; give one."
             )
-        values[name] = ours if _differ(ours, default) else theirs
+        values[name] = first if _differ(first, default) else second
     return LogitTransform(**values)
 
 
-def _of_module(module: nn.Module) -> nn.Module | Head:
-    """The head of a quantized layer, or of LoRA around a layer; any other module as it is."""
-    if hasattr(module, "lora_A") and hasattr(module, "base_layer"):
-        base, adapters = adapters_of(module)
-        return Head.of(base).with_fields(adapters=adapters)
-    quantized = find_quantized(module)
-    return module if quantized is None else Head(quantized, getattr(module, "bias", None))
+def _of_module(module: nn.Module) -> Head:
+    """The head of a linear layer, a quantized one, or LoRA around any of these."""
+    if type(module) is not nn.Linear:
+        if hasattr(module, "lora_A") and hasattr(module, "base_layer"):
+            base, adapters = adapters_of(module)
+            return Head.of(base).with_fields(adapters=adapters)
+        quantized = find_quantized(module)
+        if quantized is not None:
+            return Head(quantized, getattr(module, "bias", None))
+    if not is_weight_and_bias(module):
+        raise TypeError(_say_what_to_pass(module))
+    return Head(module.weight, getattr(module, "bias", None))
 
 
 def _differ(a: object, b: object) -> bool:

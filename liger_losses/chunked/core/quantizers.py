@@ -53,21 +53,15 @@ class QuantizedWeight:
 
     def part(self, start: int, stop: int) -> QuantizedWeight:
         """The weight of only these rows."""
-        return self if (start, stop) == (0, self.shape[0]) else _Part(self, start, stop)
+        if (start, stop) == (0, self.shape[0]):
+            return self
+        like = torch.empty(stop - start, self.shape[1], dtype=self.dtype, device="meta")
+        part = _Rows(like, self.device, lambda first, last: self.rows(start + first, start + last))
+        part.temporary_bytes = self.temporary_bytes
+        return part
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}(shape={self.shape}, dtype={self.dtype}, device={self.device})"
-
-
-class _Part(QuantizedWeight):
-    """Some rows of a weight."""
-
-    def __init__(self, whole: QuantizedWeight, start: int, stop: int) -> None:
-        super().__init__((stop - start, whole.shape[1]), whole.dtype, whole.device)
-        self.whole, self.start, self.temporary_bytes = whole, start, whole.temporary_bytes
-
-    def rows(self, start: int, stop: int) -> Tensor:
-        return self.whole.rows(self.start + start, self.start + stop)
 
 
 #: From a tensor or layer to its rows, or ``None`` for one that holds an ordinary weight.
@@ -245,10 +239,10 @@ class GPTQRows(QuantizedWeight):
         self.groups = g_idx.long()
 
     def rows(self, start: int, stop: int) -> Tensor:
-        each = 32 // self.bits
+        count = 32 // self.bits
         codes = self._unpack(self.qweight[:, start:stop].t())
-        first = start // each
-        zeros = self._unpack(self.qzeros[:, first : -(-stop // each)])[:, start - first * each :][:, : stop - start]
+        first = start // count
+        zeros = self._unpack(self.qzeros[:, first : -(-stop // count)])[:, start - first * count :][:, : stop - start]
         scales, zeros = (values.t()[:, self.groups] for values in (self.scales[:, start:stop], zeros))
         return scales * (codes - (zeros + self.zero_offset))
 

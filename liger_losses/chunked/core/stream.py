@@ -17,9 +17,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from liger_losses.checks import check_right, check_vocabulary
 from liger_losses.chunked.core.block import BLOCKS, Collected, statistics_by_columns
 from liger_losses.chunked.core.buffers import Gradients, Leaf, key_of, local_part
-from liger_losses.chunked.core.checks import agree_on_call, check_call, check_right, check_vocabulary
+from liger_losses.chunked.core.checks import agree_on_call, check_call
 from liger_losses.chunked.core.plan import (
     MOST_PARTS,
     Options,

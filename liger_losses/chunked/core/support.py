@@ -8,7 +8,6 @@ from __future__ import annotations
 import functools
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -96,14 +95,6 @@ class TokenSupport:
             )
 
 
-class Kept(NamedTuple):
-    """Tokens that keep about as many columns."""
-
-    labels: Tensor  # [...], or [n] of some tokens; ignore_index for tokens of other parts
-    ids: Tensor | None  # [..., K], padded with -1; None for tokens without a cut
-    tokens: Tensor | None = None  # [n], their places among the flattened tokens; None for all
-
-
 def kept_statistics(
     hidden_states: Tensor,
     head: Head,
@@ -133,28 +124,22 @@ def kept_statistics(
         raise TypeError(f"support must be a TokenSupport(ids), got {type(support).__name__}.")
     whole = target_of(hidden_states, head, labels, kept=None)
     support.check(labels, head.weight)
-    moved = shift_labels(labels, options.ignore_index, shift) if shift else labels
+    whole = replace(whole, sparse_grad=support.sparse_grad)
+    if shift:
+        whole = replace(whole, labels=shift_labels(whole.labels, options.ignore_index, shift))
     split = padded_parts if support.offsets is None else ragged_parts
-    parts = split(support, moved, options.ignore_index, shift)
-    check_kept(parts, head.vocab_size, support, options.ignore_index, shift, "logp" in names)
+    parts = split(support, whole, options.ignore_index, shift)
+    check_kept(parts, support, options.ignore_index, shift, "logp" in names)
     if support.add_label:
-        parts = [part._replace(ids=with_label(part)) for part in parts]
-    uncut = [part.labels for part in parts if part.ids is None]
+        parts = [with_label(part) for part in parts]
+    uncut = [part.labels for part in parts if part.kept is None]
     if head.batch_invariant and head.adapters and any((y != options.ignore_index).any() for y in uncut):
         head.check_invariant()
-    targets = [_of_part(whole, part, support.sparse_grad) for part in parts]
-    found = [
-        {name: _spread(value, part.tokens, labels.shape) for name, value in values.items()}
-        for part, values in zip(parts, statistics(targets, names, options), strict=True)
+    values = [
+        {name: _spread(value, part.rows, labels.shape) for name, value in of_part.items()}
+        for part, of_part in zip(parts, statistics(parts, names, options), strict=True)
     ]
-    return {name: functools.reduce(torch.add, [values[name] for values in found]) for name in names}
-
-
-def _of_part(whole: Target, part: Kept, sparse: bool) -> Target:
-    divided = whole.temperature
-    if part.tokens is not None and isinstance(divided, Tensor):
-        divided = divided.flatten()[part.tokens]
-    return replace(whole, labels=part.labels, temperature=divided, kept=part.ids, sparse_grad=sparse, rows=part.tokens)
+    return {name: functools.reduce(torch.add, [of_part[name] for of_part in values]) for name in names}
 
 
 def _spread(values: Tensor, tokens: Tensor | None, shape: torch.Size) -> Tensor:
@@ -164,36 +149,46 @@ def _spread(values: Tensor, tokens: Tensor | None, shape: torch.Size) -> Tensor:
     return values.new_zeros(shape.numel()).index_put((tokens,), values).view(shape)
 
 
-def padded_parts(support: TokenSupport, labels: Tensor, ignore_index: int, shift: int) -> list[Kept]:
+def padded_parts(support: TokenSupport, whole: Target, ignore_index: int, shift: int) -> list[Target]:
     """Tokens with kept columns, and tokens without."""
     ids = support.ids.long()
     if shift:
         ids = torch.cat([ids[..., shift:, :], torch.full_like(ids[..., :shift, :], -1)], -2)
     cut = (ids != -1).any(-1)
-    parts = [Kept(torch.where(cut, ignore_index, labels), None)]
-    return [*parts, Kept(torch.where(cut, labels, ignore_index), ids)] if ids.shape[-1] else parts
+    parts = [replace(whole, labels=torch.where(cut, ignore_index, whole.labels))]
+    if ids.shape[-1]:
+        parts.append(replace(whole, labels=torch.where(cut, whole.labels, ignore_index), kept=ids))
+    return parts
 
 
-def ragged_parts(support: TokenSupport, labels: Tensor, ignore_index: int, shift: int) -> list[Kept]:
+def ragged_parts(support: TokenSupport, whole: Target, ignore_index: int, shift: int) -> list[Target]:
     """Active tokens by how many columns they keep, up to powers of two.
 
     Raises:
         ValueError: offsets that do not rise from 0 to the number of ids.
     """
     assert support.offsets is not None
-    ids, offsets, flat = support.ids, support.offsets.long(), labels.flatten()
+    ids, offsets = support.ids, support.offsets.long()
     _check_offsets(offsets, len(ids))
-    tokens = (flat != ignore_index).nonzero()[:, 0]
+    tokens = (whole.labels.flatten() != ignore_index).nonzero()[:, 0]
     starts, counts = offsets[tokens + shift], offsets.diff()[tokens + shift]
     widths = torch.where(counts > 0, 2 ** counts.clamp(min=1).log2().ceil().long(), 0)
     sizes, numbers = torch.unique(widths, return_counts=True)
-    parts = [Kept(flat[:0], None, tokens[:0])]
+    parts = [_some(whole, tokens[:0], None)]
     for chosen, size in zip(widths.argsort(stable=True).split(numbers.tolist()), sizes.tolist(), strict=True):
         at = torch.arange(size, device=ids.device)
         inside = at < counts[chosen, None]
         kept = torch.where(inside, ids[torch.where(inside, starts[chosen, None] + at, 0)].long(), -1) if size else None
-        parts.append(Kept(flat[tokens[chosen]], kept, tokens[chosen]))
+        parts.append(_some(whole, tokens[chosen], kept))
     return parts
+
+
+def _some(whole: Target, tokens: Tensor, kept: Tensor | None) -> Target:
+    """Some of the flattened tokens."""
+    labels, divided = whole.labels.flatten()[tokens], whole.temperature
+    if isinstance(divided, Tensor):
+        divided = divided.flatten()[tokens]
+    return replace(whole, labels=labels, temperature=divided, kept=kept, rows=tokens)
 
 
 def _check_offsets(offsets: Tensor, number: int) -> None:
@@ -206,61 +201,60 @@ def _check_offsets(offsets: Tensor, number: int) -> None:
         )
 
 
-def with_label(part: Kept) -> Tensor | None:
-    """The columns of tokens, and their label's where it is not among them."""
-    if part.ids is None:
-        return None
-    there = (part.ids == part.labels[..., None]).any(-1)
-    return torch.cat([part.ids, torch.where(there, -1, part.labels)[..., None]], -1)
+def with_label(part: Target) -> Target:
+    """Tokens whose columns have their label too."""
+    if part.kept is None:
+        return part
+    there = (part.kept == part.labels[..., None]).any(-1)
+    return replace(part, kept=torch.cat([part.kept, torch.where(there, -1, part.labels)[..., None]], -1))
 
 
 def check_kept(
-    parts: Sequence[Kept], size: int, support: TokenSupport, ignore_index: int, shift: int, needs_label: bool
+    parts: Sequence[Target], support: TokenSupport, ignore_index: int, shift: int, needs_label: bool
 ) -> None:
     """Raise ValueError, which names the first token, for wrong columns, or for a label that is not among its token's,
     if it must be."""
-    cut = [part for part in parts if part.ids is not None]
-    wrong: list[list[Tensor]] = [[], [], []]
-    for part in cut:
-        assert part.ids is not None
-        ids, labels, ordered = part.ids, part.labels, part.ids.sort(-1).values
-        active = labels != ignore_index
-        lacks = ~(ids == labels[..., None]).any(-1) & (needs_label and not support.add_label)
-        twice = ((ordered[..., 1:] == ordered[..., :-1]) & (ordered[..., 1:] >= 0)).any(-1)
-        for found, each in zip(wrong, (((ids < -1) | (ids >= size)).any(-1), twice, lacks), strict=True):
-            found.append((each & active).flatten())
+    cut = [part for part in parts if part.kept is not None]
     if not cut:
         return
-    numbers = start_reading(torch.stack([torch.cat(each).sum() for each in wrong]), _FACTS)()
+    wrong = torch.cat([_wrong(part, ignore_index, needs_label and not support.add_label) for part in cut], 1)
+    numbers = start_reading(wrong.sum(1), _FACTS)()
     kind = next((kind for kind, number in enumerate(numbers) if number), None)
     if kind is None:
         return
-    places = [torch.arange(p.labels.numel(), device=p.labels.device) if p.tokens is None else p.tokens for p in cut]
-    firsts = [int(place[bad].amin()) if bad.any() else None for place, bad in zip(places, wrong[kind], strict=True)]
-    token, which = min((first, i) for i, first in enumerate(firsts) if first is not None)
-    row, kept = places[which] == token, cut[which].ids
-    assert kept is not None
-    label, name = int(cut[which].labels.flatten()[row]), f"token {token + shift} of the flattened labels"
+    places = torch.cat([torch.arange(p.labels.numel(), device=wrong.device) if p.rows is None else p.rows for p in cut])
+    token = int(places[wrong[kind]].amin())
+    at = int(((places == token) & wrong[kind]).nonzero())
+    sizes = [part.labels.numel() for part in cut]
+    which = next(i for i in range(len(sizes)) if at < sum(sizes[: i + 1]))
+    part = cut[which].take(torch.tensor([at - sum(sizes[:which])], device=wrong.device))
+    assert part.kept is not None
+    ids, label, size, name = part.kept[0], int(part.labels), part.vocab_size, f"token {token + shift}"
     if kind == 2:
         check_vocabulary([label], size, ignore_index)
-    raise ValueError(_said(kind, kept.flatten(0, -2)[row][0], label, name, size, int(numbers[kind]), support))
-
-
-def _said(kind: int, ids: Tensor, label: int, token: str, size: int, number: int, support: TokenSupport) -> str:
-    if kind == 0:
-        padding = ", or -1 for padding" if support.offsets is None else ""
-        return (
-            f"TokenSupport's ids must be in [0, {size}), the rows of the weight{padding}; {token} has ids from "
-            f"{int(ids.amin())} to {int(ids.amax())}."
+        raise ValueError(
+            f"the label of {numbers[2]} tokens is not among their kept columns, so its probability is 0 (the first: "
+            f"label {label} of {name} of the flattened labels). Check that ids and labels belong to the same tokens; "
+            "or add labels to the kept columns: TokenSupport(..., add_label=True)."
         )
     if kind == 1:
         again, counts = ids.unique(return_counts=True)
-        return (
-            f"TokenSupport has ids twice: {token} has {again[(counts > 1) & (again >= 0)].tolist()[0]} more than "
-            "once; give each once, and pad with -1."
+        raise ValueError(
+            f"TokenSupport has ids twice: {name} of the flattened labels has "
+            f"{again[(counts > 1) & (again >= 0)].tolist()[0]} more than once; give each once, and pad with -1."
         )
-    return (
-        f"the label of {number} tokens is not among their kept columns, so its probability "
-        f"is 0 (the first: label {label} of {token}). Check that ids and labels belong to "
-        "the same tokens; or add labels to the kept columns: TokenSupport(..., add_label=True)."
+    padding = ", or -1 for padding" if support.offsets is None else ""
+    raise ValueError(
+        f"TokenSupport's ids must be in [0, {size}), the rows of the weight{padding}; {name} of the flattened labels "
+        f"has ids from {int(ids.amin())} to {int(ids.amax())}."
     )
+
+
+def _wrong(part: Target, ignore_index: int, needs_label: bool) -> Tensor:
+    """``[3, T]``: tokens with columns outside of the vocabulary, with columns twice, and without their label's."""
+    assert part.kept is not None
+    ids, ordered = part.kept, part.kept.sort(-1).values
+    outside = ((ids < -1) | (ids >= part.vocab_size)).any(-1)
+    twice = ((ordered[..., 1:] == ordered[..., :-1]) & (ordered[..., 1:] >= 0)).any(-1)
+    lacks = ~(ids == part.labels[..., None]).any(-1) & needs_label
+    return (torch.stack([outside, twice, lacks]) & (part.labels != ignore_index)).flatten(1)

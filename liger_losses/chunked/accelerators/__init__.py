@@ -5,9 +5,12 @@ An accelerator imports the core, which knows none of them; it has one predicate 
 nothing else launches lie beside it. Tokens that it cannot serve are mended on the device.
 """
 
-from liger_losses.chunked.accelerators import exponentials
+from liger_losses.chunked.accelerators import exponentials, unstored
 from liger_losses.chunked.core.block import BLOCKS
 
-ACCELERATORS = (exponentials.ACCELERATOR,)
+ACCELERATORS = (
+    unstored.ACCELERATOR,
+    exponentials.ACCELERATOR,
+)
 
 BLOCKS[:0] = ACCELERATORS

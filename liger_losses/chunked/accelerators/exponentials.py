@@ -57,14 +57,13 @@ class ExponentialBlock:
         memory = torch.empty(count, padded(size), dtype=plan.dtype, device=device)
         names = {"offset", *STATISTICS, *(s.name for s in asked)}
         values = {name: torch.empty(count, dtype=torch.float32, device=device) for name in sorted(names)}
-        epilogue = Epilogue(part.transform(part.temperature), part.head.local_bias(ALL))
         linear_exponentials(
             part.hidden,
-            _matrix(part),
+            matrix_of(part),
             part.labels.contiguous(),
             memory[:, :size],
-            epilogue,
-            found=_exponentials(values),
+            epilogue_of(part),
+            found=exponentials_of(values),
             backend=plan.backend,
         )
         return cls(part, asked, plan, memory, values)
@@ -80,14 +79,14 @@ class ExponentialBlock:
         scale, at_label, scaled = gradient_scales(
             upstream.get("logp"),
             upstream.get("lse"),
-            _exponentials(self.constants),
+            exponentials_of(self.constants),
             part.hidden if trained else None,
             transform=part.transform(part.temperature),
             backend=backend,
         )
         hidden: Tensor | None = None
         if self.plan.hidden:
-            matrix = _matrix(part)
+            matrix = matrix_of(part)
             hidden = matmul_into(torch.empty_like(part.hidden, dtype=torch.float32), e, matrix)
             scale_and_add_label_rows(hidden, hidden, scale, at_label, matrix, labels, backend=backend)
         if scaled is not None:
@@ -114,14 +113,26 @@ class ExponentialBlock:
         )
 
 
-def _matrix(part: Target) -> Tensor:
+def matrix_of(part: Target) -> Tensor:
     """The head's rows in the operands' dtype: a copy only of a matrix whose rows are not contiguous."""
     assert isinstance(part.head.weights, Dense)
     return with_contiguous_rows(part.head.weights.rows(ALL))
 
 
-def _exponentials(values: dict[str, Tensor]) -> Exponentials:
+def epilogue_of(part: Target) -> Epilogue:
+    """From projections to logits."""
+    weight = part.class_weight
+    weight = None if weight is None else weight.detach().float().contiguous()
+    return Epilogue(part.transform(part.temperature), part.head.local_bias(ALL), weight)
+
+
+def exponentials_of(values: dict[str, Tensor]) -> Exponentials:
     return Exponentials(**{name: values.get(name) for name in Exponentials._fields})  # type: ignore[arg-type]
+
+
+def has_matrix(call: Signature) -> bool:
+    """Whether kernels may read the head as one matrix; their sums depend on the number of tokens."""
+    return call.weights in ((Dense,), (Quantized,)) and call.backend == "triton" and not call.batch_invariant
 
 
 def row_bytes(call: Signature) -> int:
@@ -134,8 +145,7 @@ def applies(call: Signature) -> bool:
     """Whether one matrix is at hand, exponentials fit its dtype (fp16 cannot hold all), and blocks have whole rows: of
     losses of single tokens whose blocks are few, or of others that keep them."""
     serves = {*call.statistics} <= STATISTICS and {*call.metrics} <= METRICS and call.of_kernels and call.trains
-    plain = call.weights in ((Dense,), (Quantized,)) and call.operand == torch.bfloat16 and not call.batch_invariant
-    if not (serves and plain and call.backend == "triton"):
+    if not (serves and has_matrix(call) and call.operand == torch.bfloat16):
         return False
     with suppress(ValueError):  # not even one row fits; the core, whose rows are longer, says so
         planned = plan(call, (_ALONE,))

@@ -143,8 +143,10 @@ class Plan(NamedTuple):
     invariant: bool
     scratch: int  # bytes of torch's temporaries
     backend: str
-    hidden: bool  # whether hidden states get a gradient
+    trains: bool  # whether anything gets a gradient
+    hidden: bool  # whether hidden states do
     block: Callable[..., Any]
+    first: Callable[..., Any]  # the block of a pass that takes no gradients, before another that does
     name: str
 
 
@@ -253,10 +255,18 @@ def plan(call: Signature, table: tuple[Accelerator, ...]) -> Plan:
         invariant=call.batch_invariant,
         scratch=budget.scratch,
         backend=call.backend,
+        trains=call.trains,
         hidden=call.trains_hidden,
         block=chosen.block,
+        first=chosen.block if keeps or not call.trains else _first(call, table).block,
         name=chosen.name,
     )
+
+
+def _first(call: Signature, table: tuple[Accelerator, ...]) -> Accelerator:
+    """Which row serves a pass that takes no gradients."""
+    without = replace(call, trains_weight=False, trains_hidden=False)
+    return next(row for row in table if row.applies(without))
 
 
 def may_keep(call: Signature) -> bool:

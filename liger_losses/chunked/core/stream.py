@@ -93,10 +93,11 @@ class Stream:
             part = part.neutral(self.active[rows])
         return part.to(self.plan.dtype)
 
-    def blocks(self, start: int, stop: int) -> Iterator[tuple[slice, Any]]:
-        """Blocks of the tokens ``start`` to ``stop``, with their statistics."""
+    def blocks(self, start: int, stop: int, *, trains: bool = True) -> Iterator[tuple[slice, Any]]:
+        """Blocks of the tokens ``start`` to ``stop``, with their statistics, and what gradients take if it ``trains``."""
+        block = self.plan.block if trains else self.plan.first
         for rows in slices(start, stop, even(stop - start, self.plan.part_rows)):
-            yield rows, self.plan.block(self.part(rows), self.asked, self.plan)
+            yield rows, block(self.part(rows), self.asked, self.plan)
 
     def collected(self, rows: slice) -> Collected | None:
         """Where the gradients of these tokens are collected, if there are logits of fewer at a time."""
@@ -305,7 +306,9 @@ class _Statistics(torch.autograd.Function):
                 if stream.plan.walks and stream.plan.tile is not None:
                     for rows in slices(0, stream.count, stream.plan.tile[0]):
                         parts.append(statistics_by_columns(opened.part(rows), stream.asked, stream.plan))
-                for rows, block in () if stream.plan.walks else opened.blocks(0, stream.count):
+                for rows, block in (
+                    () if stream.plan.walks else opened.blocks(0, stream.count, trains=stream.plan.keeps)
+                ):
                     parts.append(block.constants)
                     if stream.plan.keeps:
                         blocks.append((rows, replace(block, part=None, constants={})))
@@ -334,7 +337,8 @@ class _Statistics(torch.autograd.Function):
         grads, upstreams, first = Gradients(leaves), list[Values](), 0
         for stream in streams:
             pairs = zip(stream.asked, upstream[first : first + len(stream.asked)], strict=True)
-            upstreams.append(stream.masked({s.name: g for s, g in pairs if g is not None}, slice(None)))
+            wanted = {s.name: g for s, g in pairs if g is not None and stream.plan.trains}
+            upstreams.append(stream.masked(wanted, slice(None)))
             first += len(stream.asked)
         with _Alone(streams[0].target.hidden):
             lives = live_rows(streams, upstreams)
@@ -473,9 +477,9 @@ def _run(
         parts, opened = [stream.empty()], stream.open()
         for start, stop in ((0, stream.live), (stream.live, stream.count)):
             for together in slices(start, stop, even(stop - start, stream.plan.rows)):
-                trains = bool(leaves) and start < stream.live
+                trains = stream.plan.trains and start < stream.live
                 collected = opened.collected(together) if trains else None
-                for rows, block in opened.blocks(together.start, together.stop):
+                for rows, block in opened.blocks(together.start, together.stop, trains=trains):
                     values = stream.masked(block.statistics(), rows)
                     total, upstream, more = token_losses(stream, loss, values, rows, trains)
                     totals.append(total)

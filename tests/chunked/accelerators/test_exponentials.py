@@ -26,8 +26,8 @@ def plans(call):
     return names, result
 
 
-def inputs(n=40, hidden_size=24, vocab=90, masked=0.2, unlikely=True):
-    hidden, weight, labels, bias = problem(n, hidden_size, vocab, dtype=torch.bfloat16, masked=masked)
+def inputs(n=40, hidden_size=24, vocab=90, masked=0.2, unlikely=True, dtype=torch.bfloat16):
+    hidden, weight, labels, bias = problem(n, hidden_size, vocab, dtype=dtype, masked=masked)
     if unlikely:  # labels of probability 1e-30 and below: exp(z - z_label) would be larger than fp32 can hold
         with torch.no_grad():
             hidden[3:7] *= 40

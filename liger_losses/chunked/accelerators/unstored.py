@@ -1,0 +1,64 @@
+"""Statistics without gradients, by kernels whose logits never leave the registers: nothing is stored.
+
+See :mod:`liger_losses.kernels.linear_exp` and :mod:`liger_losses.kernels.linear_stats`. R tokens.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from liger_losses.chunked.accelerators.exponentials import epilogue_of, exponentials_of, has_matrix, matrix_of
+from liger_losses.chunked.core.plan import Accelerator, Plan, Signature, padded, plan
+from liger_losses.chunked.core.statistics import Statistic
+from liger_losses.chunked.core.target import Target
+from liger_losses.kernels.linear_exp import linear_exponentials
+from liger_losses.kernels.linear_stats import linear_softmax_statistics
+from liger_losses.kernels.matmul import HALF_DTYPES
+
+#: By the faster kernel of the two.
+BY_EXPONENTIALS = {"lse", "logp", "mean_logit", "entropy"}
+
+
+@dataclass(eq=False)
+class StatisticsBlock:
+    """Of these tokens; ``constants`` are their statistics. Nobody asks it for gradients."""
+
+    part: Any
+    asked: tuple[Statistic, ...]
+    plan: Plan
+    constants: dict[str, Tensor]
+
+    @classmethod
+    def of(cls, part: Target, asked: tuple[Statistic, ...], plan: Plan) -> StatisticsBlock:
+        names, count, device = {"lse", *(s.name for s in asked)}, len(part.hidden), part.hidden.device
+        arguments = part.hidden, matrix_of(part), part.labels.contiguous()
+        if names <= BY_EXPONENTIALS:
+            values = {name: torch.empty(count, dtype=torch.float32, device=device) for name in sorted(names)}
+            into = exponentials_of(values)
+            linear_exponentials(*arguments, None, epilogue_of(part), found=into, backend=plan.backend)
+        else:
+            values = linear_softmax_statistics(*arguments, frozenset(names), epilogue_of(part), backend=plan.backend)
+        return cls(part, asked, plan, values)
+
+    def statistics(self) -> dict[str, Tensor]:
+        return {s.name: self.constants[s.name] for s in self.asked}
+
+
+def row_bytes(call: Signature) -> int:
+    """Of a token: its hidden state, and sums of tiles."""
+    return call.hidden_size * call.operand.itemsize + padded(call.columns) // 16
+
+
+def applies(call: Signature) -> bool:
+    """Whether nothing is trained, and a kernel has the statistics of one matrix that is at hand."""
+    if not (has_matrix(call) and call.of_kernels and not call.trains and call.operand in HALF_DTYPES):
+        return False
+    return not call.copied_bytes or plan(call, (_ALONE,)).copied_columns >= call.columns
+
+
+_ALONE = Accelerator("statistics", lambda call: True, StatisticsBlock.of, row_bytes)
+ACCELERATOR = _ALONE._replace(applies=applies)

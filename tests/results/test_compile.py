@@ -28,8 +28,7 @@ from tests.results.compiled import (
     pairs,
 )
 
-#: Until the core's two entries are operators, a graph ends at each call of a loss or operation.
-pytestmark = [pytest.mark.usefixtures("nothing_compiled"), pytest.mark.skip(reason="the core has no operators yet")]
+pytestmark = pytest.mark.usefixtures("nothing_compiled")
 
 
 def step(loss):

@@ -8,13 +8,14 @@ Read in this order; each file uses only those above it, ``liger_losses.kernels``
 - ``plan``: how many tokens at a time, when gradients are computed, and which block holds them
 - ``rows``, ``block``: the logits of some tokens: statistics, then gradients
 - ``saved``, ``stream``: the two ways in, :func:`statistics` and :func:`loss_sum`, and the only two autograd functions
+- ``compiled``: the same as operators of torch.compile
 """
 
+from liger_losses.chunked.core.compiled import loss_sum, statistics
 from liger_losses.chunked.core.head import Head
 from liger_losses.chunked.core.options import EngineOptions as Options
 from liger_losses.chunked.core.ranks import ALONE, Ranks
 from liger_losses.chunked.core.statistics import STATISTICS, Statistic
-from liger_losses.chunked.core.stream import loss_sum, statistics
 from liger_losses.chunked.core.target import Target, TokenLoss
 from liger_losses.chunked.core.teachers import TeacherLogits
 from liger_losses.chunked.core.weights import Dense, Quantized, Weights, WithAdapters

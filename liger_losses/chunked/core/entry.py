@@ -8,14 +8,17 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any, TypeVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.compiler import is_dynamo_compiling
 
 from liger_losses.arguments import by_forward_names, wrong_arguments
 from liger_losses.caller import warn
+from liger_losses.checks import is_weight_and_bias
 from liger_losses.chunked.core.agreement import agree
+from liger_losses.chunked.core.distilled import Teacher, TeacherLogits
 from liger_losses.chunked.core.output_layer import Head
 from liger_losses.chunked.core.ranks import ALONE
+from liger_losses.chunked.core.results import REGISTERED
 from liger_losses.kernels.tracing import when_compiling
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -50,6 +53,9 @@ def loss_operator(forward: F) -> F:
 
 
 def _entry(function: F, of_loss: bool) -> F:
+    def wrong(count: int, keywords: tuple[str, ...], kind: Any) -> str | None:
+        return wrong_arguments(function, count, keywords, kind)
+
     names = tuple(inspect.signature(function).parameters)
 
     @functools.wraps(function)
@@ -60,7 +66,11 @@ def _entry(function: F, of_loss: bool) -> F:
         elif "head" in keywords:  # as the documentation calls the weight
             keywords = {"weight" if name == "head" else name: value for name, value in keywords.items()}
         if is_dynamo_compiling():
-            return eagerly(*arguments, **keywords)
+            message = wrong(len(given), tuple(keywords), None if loss is None else type(loss))
+            if message is not None:
+                raise TypeError(message)
+            reason = outside_of_graphs([loss, *given, *keywords.values()])
+            return function(*arguments, **keywords) if reason is None else eagerly(reason, *arguments, **keywords)
         if torch.is_grad_enabled():
             known = names if loss is None else loss.argument_names
             _warn_of_constants({**dict(zip(known, given, strict=False)), **keywords}, known)
@@ -70,20 +80,22 @@ def _entry(function: F, of_loss: bool) -> F:
             return function(*arguments, **keywords)
         except TypeError as error:
             kind = None if loss is None else type(loss)
-            message = wrong_arguments(function, len(given), tuple(keywords), kind) if type(error) is TypeError else None
+            message = wrong(len(given), tuple(keywords), kind) if type(error) is TypeError else None
             if message is None:
                 raise
             raise TypeError(message) from None
 
-    def eagerly(*arguments: Any, **keywords: Any) -> Any:
+    def eagerly(reason: str, *arguments: Any, **keywords: Any) -> Any:
         warn(
-            f"{function.__qualname__} in a compiled function ends its graph, and runs as it does without torch.compile."
+            f"{function.__qualname__} ends the graph of a compiled function, which cannot hold {reason}: it runs as "
+            "without torch.compile."
         )
         return wrapped(*arguments, **keywords)
 
     def mark() -> None:
         nonlocal eagerly
         eagerly = torch.compiler.disable(eagerly)
+        torch.compiler.assume_constant_result(wrong)
 
     when_compiling(mark)
     return wrapped  # type: ignore[return-value]
@@ -96,6 +108,32 @@ def _shared_head(arguments: Iterable[Any]) -> Head | None:
         if isinstance(found, Head) and found.ranks is not ALONE:
             return found
     return None
+
+
+def outside_of_graphs(value: Any) -> str | None:
+    """What a graph cannot hold of an argument, or of a list of them."""
+    if isinstance(value, (list, tuple, nn.ModuleList)):
+        reasons = [reason for reason in [outside_of_graphs(part) for part in value] if reason is not None]
+        return reasons[0] if reasons else None
+    if isinstance(value, Tensor):
+        if hasattr(value, "full_tensor"):
+            return "DTensors"
+        known = not hasattr(type(value), "__tensor_flatten__") and not hasattr(value, "quant_state")
+        return None if known else "quantized heads"
+    if isinstance(value, (nn.Linear, nn.Embedding)) and is_weight_and_bias(value):
+        return outside_of_graphs(value.weight) if value.weight.is_floating_point() else "quantized heads"
+    if isinstance(value, Head):
+        quantized = None if value.quantized is None else "quantized heads"
+        return quantized if value.ranks is ALONE else "process groups"
+    if isinstance(value, str):
+        return "registered statistics" if value in REGISTERED else None
+    if isinstance(value, TeacherLogits):
+        return None if isinstance(value.logits, Tensor) else "functions of a teacher's logits"
+    if isinstance(value, Teacher):
+        return outside_of_graphs([value.hidden_states, value.weight])
+    if isinstance(value, nn.Module) and hasattr(value, "spans_ranks"):  # a loss
+        return "process groups" if value.spans_ranks else outside_of_graphs(value.statistics)
+    return f"heads of the class {type(value).__name__}" if isinstance(value, nn.Module) else None
 
 
 def _warn_of_constants(arguments: Mapping[str, Any], known: Iterable[str]) -> None:

@@ -76,7 +76,6 @@ def target_of(
     if "kept" not in fields:
         head.check_invariant()
     hidden, head = head.with_dropout(hidden)
-    labels = labels.clone() if labels.is_inference() else labels  # autograd keeps no tensor of inference mode
     return Target(head.core(), hidden, labels, **fields)
 
 

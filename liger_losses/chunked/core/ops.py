@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from liger_losses.checks import LISTS, check_like_labels, check_names, check_shift, check_tensor, one_each
-from liger_losses.chunked.core import stream
+from liger_losses.chunked.core import compiled
 from liger_losses.chunked.core.distilled import Teacher, TeacherLogits, Teachers
 from liger_losses.chunked.core.entry import operator
 from liger_losses.chunked.core.inputs import several, shift_labels, target_of, targets_of
@@ -88,7 +88,7 @@ def linear_statistics(
     fields = {"bias": bias, "transform": transform, "class_weight": class_weight}
     targets = _targets(hidden_states, weight, labels, selected, options, **fields)
     check_asked(targets, names, metrics)
-    found = [named(values, names) for values in stream.statistics(targets, asked(names), options, metrics)]
+    found = [named(values, names) for values in compiled.statistics(targets, asked(names), options, metrics)]
     return found if several(hidden_states, weight) else found[0]
 
 
@@ -155,7 +155,7 @@ def linear_logps(
                 "support= does not work with lists of hidden states or heads; call linear_logps for each of them."
             )
         targets = targets_of(hidden_states, weight, labels, ignore_index, bias=bias, transform=transform, shift=shift)
-        found = [Statistics(**values) for values in stream.statistics(targets, names, options)]
+        found = [Statistics(**values) for values in compiled.statistics(targets, names, options)]
         return found if len(names) > 1 else [part.logp for part in found]
     check_tensor("labels", labels)
     head = Head.of(weight, bias, transform)
@@ -282,7 +282,7 @@ def linear_labels_loss(
 
     target = target_of(hidden_states, Head.of(weight, bias, transform), one, selected=columns)
     loss = TokenLoss(weighted_sum, {"selected_logps": -factors})
-    total, (found,) = stream.loss_sum([target], ("selected_logps",), [loss], options)
+    total, (found,) = compiled.loss_sum([target], ("selected_logps",), [loss], options)
     return total, torch.where(mask, found["selected_logps"], 0.0)
 
 
@@ -345,7 +345,7 @@ def linear_token_loss(
         for name, value in read.items():
             check_like_labels(name, value, target.labels.shape, target.labels)
         losses.append(TokenLoss(functools.partial(_of_user, token_loss, names), {"labels": target.labels, **read}))
-    loss, found = stream.loss_sum(targets, asked(names), losses, options, metrics)
+    loss, found = compiled.loss_sum(targets, asked(names), losses, options, metrics)
     each = [named(values, names) for values in found]
     return loss, each if several(hidden_states, weight) else each[0]
 
@@ -392,7 +392,7 @@ def linear_divergence(
     head, others = Head.of(weight, bias, transform), ("logp",) if logp else ()
     targets = compared_targets(hidden_states, head, labels, teacher, divergence, temperature, options.ignore_index)
     names = (Statistic("divergence", divergence=divergence), *others)
-    return added([Statistics(**values) for values in stream.statistics(targets, names, options)])
+    return added([Statistics(**values) for values in compiled.statistics(targets, names, options)])
 
 
 @operator
@@ -432,7 +432,7 @@ def linear_divergence_loss(
         check_like_labels(name, value, labels.shape, head.weight)
     names: list[Any] = [Statistic(name, divergence=divergence) if name == "divergence" else name for name in weights]
     losses = [TokenLoss(weighted_sum, dict(weights))] * len(targets)
-    loss, found = stream.loss_sum(targets, names, losses, options, ["soft_entropy"] if metrics else [])
+    loss, found = compiled.loss_sum(targets, names, losses, options, ["soft_entropy"] if metrics else [])
     found = [{"entropy" if n == "soft_entropy" else n: v for n, v in values.items()} for values in found]
     return loss, added([Statistics(**values) for values in found])
 
@@ -503,6 +503,7 @@ def _targets(
     return targets_of(hidden_states, weight, labels, options.ignore_index, selected=selected, **arguments)
 
 
+@compiled.in_graphs
 def weighted_sum(values: Mapping[str, Tensor], **weights: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
     """``sum_s w_s s`` of each token, and its derivatives, the weights."""
     derivatives = {name: weight.expand_as(values[name]) for name, weight in weights.items()}

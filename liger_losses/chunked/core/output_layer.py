@@ -25,6 +25,10 @@ from liger_losses.kernels.tracing import outside_graphs
 
 #: The default of ``Head(batch_invariant=)``.
 BATCH_INVARIANT_VARIABLE = "LIGER_LOSSES_BATCH_INVARIANT"
+NOT_INVARIANT = (
+    "batch_invariant=True needs a head without adapters, because torch's product with them depends on the number of "
+    "tokens; merge them into the weight, or leave batch_invariant out."
+)
 _BATCH_INVARIANT = os.environ.get(BATCH_INVARIANT_VARIABLE) == "1"
 
 
@@ -163,10 +167,7 @@ class Head:
     def check_invariant(self) -> None:
         """Raise ValueError if its product with all columns depends on the number of tokens, and must not."""
         if self.batch_invariant and self.adapters:
-            raise ValueError(
-                "batch_invariant=True needs a head without adapters, because torch's product with them depends on the "
-                "number of tokens; merge them into the weight, or leave batch_invariant out."
-            )
+            raise ValueError(NOT_INVARIANT)
 
     def with_fields(self, **changes: Any) -> Head:
         """A copy with other fields, which are not checked again."""

@@ -6,6 +6,7 @@ from dataclasses import dataclass, fields, is_dataclass
 from typing import Any
 
 from torch import Tensor
+from torch.compiler import is_dynamo_compiling
 
 
 @dataclass(frozen=True)
@@ -23,17 +24,23 @@ class Packed:
     values: dict[str, Any]
 
 
+def place_of(value: Tensor, tensors: list[Tensor]) -> int:
+    """The number of a tensor in the list, to which it is added where it is not there yet."""
+    for number, tensor in enumerate(tensors):
+        if tensor is value:
+            return number
+    copied = not is_dynamo_compiling() and value.is_inference()
+    tensors.append(value.clone() if copied else value)
+    return len(tensors) - 1
+
+
 def pack(value: Any, tensors: list[Tensor]) -> Any:
     """``value`` with a place in the list for each tensor, which has one however often it occurs.
 
     Autograd keeps no tensor that was made in inference mode: a copy takes its place.
     """
     if isinstance(value, Tensor):
-        for number, tensor in enumerate(tensors):
-            if tensor is value:
-                return Place(number)
-        tensors.append(value.clone() if value.is_inference() else value)
-        return Place(len(tensors) - 1)
+        return Place(place_of(value, tensors))
     if type(value) in (list, tuple):
         return type(value)([pack(item, tensors) for item in value])
     if type(value) is dict:

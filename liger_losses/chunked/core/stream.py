@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.compiler import is_dynamo_compiling
 
 from liger_losses.checks import check_right, check_vocabulary
 from liger_losses.chunked.core.block import BLOCKS, Collected, statistics_by_columns
@@ -32,7 +33,7 @@ from liger_losses.chunked.core.plan import (
     signature,
 )
 from liger_losses.chunked.core.saved import pack, unpack
-from liger_losses.chunked.core.statistics import Statistic, asked_for
+from liger_losses.chunked.core.statistics import OF_KERNELS, Statistic, asked_for
 from liger_losses.chunked.core.target import Counted, Target, TokenLoss
 from liger_losses.chunked.core.teachers import Rows
 from liger_losses.chunked.core.weights import Products
@@ -109,10 +110,7 @@ class Stream:
 
     def masked(self, values: Values, rows: Rows) -> Values:
         """0 for tokens without a label, where these are among the tokens."""
-        if self.active is None:
-            return values
-        active = self.active[rows]
-        return {n: torch.where(active if v.dim() == 1 else active[:, None], v, 0) for n, v in values.items()}
+        return values if self.active is None else only(self.active[rows], values)
 
     def empty(self) -> Values:
         """Statistics of no tokens."""
@@ -135,6 +133,11 @@ class Stream:
             values = values.new_zeros(shape.numel(), *values.shape[1:]).index_copy(0, self.index, values)
         return values.view(*shape, *values.shape[1:])
 
+    def gathered(self, values: Tensor) -> Tensor:
+        """The inverse of :meth:`spread`."""
+        values = values.flatten(0, self.target.labels.dim() - 1)
+        return values if self.index is None else values[self.index]
+
     def add_hidden(self, grads: Gradients, chosen: Rows, values: Tensor | None) -> None:
         """Add gradients ``[R, H]`` of some of the N tokens."""
         total = grads.of(self.target.hidden)
@@ -145,6 +148,11 @@ class Stream:
             total[rows] += values
         else:
             total.index_add_(0, rows, values.to(total.dtype))
+
+
+def only(active: Tensor, values: Values) -> Values:
+    """0 for tokens that are not active ``[R]``."""
+    return {n: torch.where(active if v.dim() == 1 else active[:, None], v, 0) for n, v in values.items()}
 
 
 def slices(start: int, stop: int, size: int) -> Iterator[slice]:
@@ -240,8 +248,8 @@ def counted(targets: Sequence[Target], options: Options, lives: Sequence[Tensor 
 
 def counted_once(targets: Sequence[Target], options: Options) -> list[Target]:
     """The same, before calls with several models of the same tokens, each of which would wait."""
-    if not options.compact or any(target.head.ranks.size > 1 for target in targets):
-        return list(targets)  # ranks first agree on a call
+    if not options.compact or is_dynamo_compiling() or any(target.head.ranks.size > 1 for target in targets):
+        return list(targets)  # ranks first agree on a call; an operator counts when it runs
     return counted(targets, options)
 
 
@@ -297,11 +305,19 @@ class _Statistics(torch.autograd.Function):
     """Statistics of tokens; backward has their blocks still, or computes them again."""
 
     @staticmethod
-    def forward(ctx: Any, streams: list[Stream], leaves: list[Leaf], *tensors: Tensor) -> tuple[Tensor, ...]:
+    def forward(
+        ctx: Any, streams: list[Stream], known: list[Values], leaves: list[Leaf], *tensors: Tensor
+    ) -> tuple[Tensor, ...]:
         ctx.set_materialize_grads(False)
         outputs, constants, kept = list[Tensor](), list[Values](), list[list[Any]]()
         with _Alone(streams[0].target.hidden):
-            for stream in streams:
+            for stream, values in zip(streams, known or [{}] * len(streams), strict=True):
+                tiles = stream.plan.tile is not None
+                if values and (not tiles or {s.name for s in stream.asked} <= {*OF_KERNELS}):
+                    constants.append(values if tiles else {})
+                    kept.append([])
+                    outputs += [values[s.name] for s in stream.asked]
+                    continue
                 blocks, parts, opened = list[Any](), [stream.empty()], stream.open()
                 if stream.plan.walks and stream.plan.tile is not None:
                     for rows in slices(0, stream.count, stream.plan.tile[0]):
@@ -347,7 +363,7 @@ class _Statistics(torch.autograd.Function):
                     _from_blocks(stream, blocks, of_rows, values, live, grads)
                 elif values:
                     _again(stream, of_rows, values, live, grads)
-            return None, None, *grads.results()
+            return None, None, None, *grads.results()
 
 
 def concatenated(parts: list[Values]) -> Values:
@@ -398,14 +414,17 @@ def data_of(block: Any) -> Any:
 
 
 def _again(stream: Stream, constants: Values, upstream: Values, live: Tensor | None, grads: Gradients) -> None:
-    """Gradients of tokens whose logits are gone: of those that have any, by blocks or by tiles."""
+    """Gradients of tokens whose logits are gone: of those that have any, by blocks or by tiles.
+
+    Without ``constants``, a block has its own.
+    """
     count = stream.count if live is None else len(live)
     opened, tile = stream.open(), stream.plan.tile
     size = stream.plan.rows if tile is None else tile[0]
     for rows in slices(0, count, even(count, size)):
         chosen: Rows = rows if live is None else live[rows]
         part = opened.part(chosen)
-        of_rows = {name: value[chosen] for name, value in constants.items()}
+        of_rows = {name: value[chosen] for name, value in constants.items()} or None
         values = {name: g[chosen] for name, g in upstream.items()}
         hidden: Tensor | None = None
         columns = part.head.weights.columns
@@ -524,15 +543,18 @@ def token_losses(
     return total.detach().to(wide_dtype(stream.plan.dtype)), stream.masked(upstream, rows), more
 
 
-def _of_values(stream: Stream, loss: TokenLoss, values: Values) -> tuple[Tensor, Values]:
-    """The sum of the losses of all tokens, differentiable by their statistics, and their numbers."""
-    rows = slice(0, stream.count)
-    losses, derivatives, more = loss(values, stream.places(rows), stream.target.labels.dim())
+def of_values(loss: TokenLoss, values: Values, rows: Rows, dims: int, active: Tensor | None) -> tuple[Tensor, Values]:
+    """The sum of the losses of all tokens, differentiable by their statistics, and their numbers.
+
+    The tokens are these ``rows`` of labels that have so many dimensions.
+    """
+    losses, derivatives, more = loss(values, rows, dims)
     losses = losses if derivatives is None else losses.detach()
     for name, g in (derivatives or {}).items():
         terms = g.detach() * (values[name] - values[name].detach())
         losses = losses + (terms.sum(-1) if terms.dim() > 1 else terms)
-    losses = losses if stream.active is None else torch.where(stream.active, losses, 0.0)
+    if active is not None:
+        losses, more = torch.where(active, losses, 0.0), only(active, more)
     return losses.sum(dtype=wide_dtype(losses.dtype)), {n: v.detach() for n, v in (values | more).items()}
 
 
@@ -547,7 +569,7 @@ def _in_order(streams: Sequence[Stream], outputs: Sequence[Tensor]) -> list[Valu
     return ordered
 
 
-def _scales_late(target: Target) -> bool:
+def scales_late(target: Target) -> bool:
     """Whether gradients underflow before they are multiplied by the loss's scale, which is known in backward."""
     return torch.float16 in (target.hidden.dtype, target.head.weights.dtype, autocast_dtype(target.hidden.device))
 
@@ -557,6 +579,7 @@ def statistics(
     names: Sequence[str | Statistic],
     options: Options = Options(),
     metrics: Sequence[str | Statistic] = (),
+    known: Sequence[Tensor] = (),
 ) -> list[Values]:
     """Statistics of the tokens of each target by name, in the labels' shape, differentiable; 0 without a label.
 
@@ -565,6 +588,7 @@ def statistics(
         names: of :data:`STATISTICS`, or rows of one's own.
         options: see :class:`Options`.
         metrics: further names, without a gradient.
+        known: all of these, of the same call before: then they are computed again only where their gradients are.
 
     Raises:
         ValueError: labels outside the vocabulary; a workspace that cannot hold one row.
@@ -573,9 +597,10 @@ def statistics(
     check_call(targets)
     asked = asked_for(names, metrics)
     agree_on_call(targets, asked, options, sums_losses=False)
-    streams = open_streams(targets, asked, options)
-    leaves = leaves_of(streams)
-    outputs = _Statistics.apply(streams, leaves, *(leaf.tensor for leaf in leaves))
+    streams = open_streams(targets, asked, replace(options, keep=0) if known else options)
+    leaves, left = leaves_of(streams), iter(known)
+    before = [{s.name: stream.gathered(next(left)) for s in asked} for stream in streams] if known else []
+    outputs = _Statistics.apply(streams, before, leaves, *(leaf.tensor for leaf in leaves))
     return [
         {name: stream.spread(value) for name, value in values.items()}
         for stream, values in zip(streams, _in_order(streams, outputs), strict=True)
@@ -600,11 +625,15 @@ def loss_sum(
     streams = open_streams(targets, asked, options, [loss.live for loss in token_losses])
     leaves, order = leaves_of(streams), list[list[str]]()
     pairs = list(zip(streams, token_losses, strict=True))
-    if leaves and any(stream.plan.tile is not None or _scales_late(stream.target) for stream in streams):
-        outputs = _Statistics.apply(streams, leaves, *(leaf.tensor for leaf in leaves))
+    if leaves and any(stream.plan.tile is not None or scales_late(stream.target) for stream in streams):
+        outputs = _Statistics.apply(streams, [], leaves, *(leaf.tensor for leaf in leaves))
         named = _in_order(streams, outputs)
-        sums = [_of_values(*pair, values) for pair, values in zip(pairs, named, strict=True)]
-        total, numbers = torch.stack([loss for loss, _ in sums]).sum(), [values for _, values in sums]
+        sums = [
+            of_values(loss, values, stream.places(slice(0, stream.count)), stream.target.labels.dim(), stream.active)
+            for (stream, loss), values in zip(pairs, named, strict=True)
+        ]
+        total = torch.stack([loss for loss, _ in sums]).sum().to(wide_dtype(streams[0].plan.dtype))
+        numbers = [values for _, values in sums]
     else:
         total, *outputs = _Losses.apply(streams, list(token_losses), order, leaves, *(leaf.tensor for leaf in leaves))
         left = iter(outputs)

@@ -8,16 +8,21 @@ from __future__ import annotations
 import functools
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.compiler import is_dynamo_compiling
 
 from liger_losses.checks import check_tensor, check_vocabulary
+from liger_losses.chunked.core.compiled import in_graphs, traced_statistics
 from liger_losses.chunked.core.inputs import shift_labels, target_of
-from liger_losses.chunked.core.options import EngineOptions
-from liger_losses.chunked.core.output_layer import Head
+from liger_losses.chunked.core.output_layer import NOT_INVARIANT, Head
+from liger_losses.chunked.core.plan import Options
+from liger_losses.chunked.core.statistics import asked_for
 from liger_losses.chunked.core.stream import statistics
 from liger_losses.chunked.core.target import Target
+from liger_losses.chunked.core.weights import WithAdapters
 from liger_losses.kernels.reading import start_reading
 
 #: What the host reads.
@@ -25,6 +30,7 @@ _FACTS = "which tokens have kept columns; capture the model without its loss"
 _INTEGERS = (torch.int32, torch.int64)
 
 
+@in_graphs
 @dataclass(frozen=True, eq=False)
 class TokenSupport:
     """The vocabulary entries that a sampler kept for each token (by top-k, top-p, min-p ...).
@@ -101,7 +107,7 @@ def kept_statistics(
     labels: Tensor,
     support: TokenSupport,
     names: tuple[str, ...],
-    options: EngineOptions,
+    options: Options,
     *,
     shift: int = 0,
 ) -> dict[str, Tensor]:
@@ -127,19 +133,34 @@ def kept_statistics(
     whole = replace(whole, sparse_grad=support.sparse_grad)
     if shift:
         whole = replace(whole, labels=shift_labels(whole.labels, options.ignore_index, shift))
+    if not is_dynamo_compiling():
+        return statistics_of_kept(whole, support, names, options, shift)[0]
+    if support.sparse_grad:
+        raise ValueError("a compiled function cannot return sparse gradients; leave sparse_grad=True out.")
+    given = whole, support, names, options, shift
+    return traced_statistics("statistics_of_kept", [whole], asked_for(names), *given)[0]
+
+
+@in_graphs
+def statistics_of_kept(
+    whole: Target, support: TokenSupport, names: tuple[str, ...], options: Options, shift: int, known: Any = None
+) -> list[dict[str, Tensor]]:
+    """The same of a checked call with shifted labels; what is ``known`` of it is computed again."""
+    head = whole.head
     split = padded_parts if support.offsets is None else ragged_parts
     parts = split(support, whole, options.ignore_index, shift)
     check_kept(parts, support, options.ignore_index, shift, "logp" in names)
     if support.add_label:
         parts = [with_label(part) for part in parts]
     uncut = [part.labels for part in parts if part.kept is None]
-    if head.batch_invariant and head.adapters and any((y != options.ignore_index).any() for y in uncut):
-        head.check_invariant()
+    adapted = head.batch_invariant and isinstance(head.weights, WithAdapters)
+    if adapted and any((y != options.ignore_index).any() for y in uncut):
+        raise ValueError(NOT_INVARIANT)
     values = [
-        {name: _spread(value, part.rows, labels.shape) for name, value in of_part.items()}
+        {name: _spread(value, part.rows, whole.labels.shape) for name, value in of_part.items()}
         for part, of_part in zip(parts, statistics(parts, names, options), strict=True)
     ]
-    return {name: functools.reduce(torch.add, [of_part[name] for of_part in values]) for name in names}
+    return [{name: functools.reduce(torch.add, [of_part[name] for of_part in values]) for name in names}]
 
 
 def _spread(values: Tensor, tokens: Tensor | None, shape: torch.Size) -> Tensor:

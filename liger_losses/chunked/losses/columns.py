@@ -15,10 +15,10 @@ import torch
 from torch import Tensor
 
 from liger_losses.chunked import EngineOptions, Head, Teacher, TeacherLogits, TeacherTopK, linear_topk
+from liger_losses.chunked.core.compiled import loss_sum, statistics
 from liger_losses.chunked.core.distilled import check_comparison, check_no_temperature
 from liger_losses.chunked.core.inputs import target_of
 from liger_losses.chunked.core.ops import weighted_sum
-from liger_losses.chunked.core.stream import loss_sum, statistics
 from liger_losses.chunked.core.target import TokenLoss
 from liger_losses.chunked.losses.softmax_divergences import sparse_divergence
 from liger_losses.kernels.divergence_forms import Divergence
@@ -96,7 +96,8 @@ def loss_over_columns(
         temperature = torch.where(mask, temperature, 1.0)
     soft_head = _at(head, temperature)
     together = hard is not None and _is_one(temperature)
-    checked, given, fields = False, {"soft": weights["divergence"]}, dict[str, Any]()
+    checked, given = False, {"soft": weights["divergence"]}
+    fields: dict[str, Any] = {}
     if top_k and top_k_of == "teacher":
         checked, with_rest = teacher.vocab_size <= head.vocab_size, tail in ("bucket", "lump")
         teacher = largest_of(teacher, top_k, labels, temperature, tail, with_rest, options)

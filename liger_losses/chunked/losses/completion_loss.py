@@ -17,8 +17,9 @@ from torch import Tensor
 from liger_losses.checks import check_alike, check_device, check_shape_of, check_temperature, check_tensor, checked_mask
 from liger_losses.chunked import EngineOptions, Head, Statistics
 from liger_losses.chunked.core.agreement import agree
+from liger_losses.chunked.core.compiled import statistics
 from liger_losses.chunked.core.inputs import target_of
-from liger_losses.chunked.core.stream import counted_once, statistics
+from liger_losses.chunked.core.stream import counted_once
 from liger_losses.chunked.core.target import Target
 from liger_losses.chunked.losses.base import AnyHead, ChunkedLoss, LossOptions
 from liger_losses.chunked.losses.context_parallel import sum_over_group

@@ -23,12 +23,12 @@ from liger_losses.checks import (
     one_each,
 )
 from liger_losses.chunked import Head, shift_labels
+from liger_losses.chunked.core.compiled import loss_sum, statistics
 from liger_losses.chunked.core.entry import loss_operator
 from liger_losses.chunked.core.inputs import count_targets, heads_of, several, shift_each, target_of
-from liger_losses.chunked.core.stream import loss_sum, statistics
 from liger_losses.chunked.core.target import Target, TokenLoss
 from liger_losses.chunked.losses.base import ChunkedLoss, LossOptions
-from liger_losses.chunked.losses.cross_entropy_terms import TokenTerms
+from liger_losses.chunked.losses.cross_entropy_terms import TokenTerms, loss_of_terms
 
 
 class CrossEntropyOutput(NamedTuple):
@@ -244,7 +244,8 @@ class LigerFusedLinearCrossEntropyLoss(ChunkedLoss):
             if positions:
                 token_weights = shift_labels(token_weights, 0, int(positions))
         target = target_of(hidden_states, head, labels, class_weight=self.ce_weight if self.label_smoothing else None)
-        mask, inputs = labels != self.ignore_index, dict[str, Tensor]()
+        mask = labels != self.ignore_index
+        inputs: dict[str, Tensor] = {}
         if token_weights is not None:
             inputs["token_weights"] = token_weights
         if self.ce_weight is not None:
@@ -257,7 +258,7 @@ class LigerFusedLinearCrossEntropyLoss(ChunkedLoss):
         if self.reduction == "none":
             return None, self._statistics(parts)
         losses = [
-            TokenLoss(self._per_token.loss, part.inputs, {"scale": float(scale)})
+            TokenLoss(loss_of_terms, part.inputs, {"of": self._per_token, "scale": float(scale)})
             for part, scale in zip(parts, scales, strict=True)
         ]
         names, metrics = self._names()

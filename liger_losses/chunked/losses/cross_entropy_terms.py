@@ -10,9 +10,9 @@ from torch import Tensor
 
 from liger_losses.checks import one_each
 from liger_losses.chunked import EngineOptions, Head
+from liger_losses.chunked.core.compiled import in_graphs, loss_sum, statistics
 from liger_losses.chunked.core.entry import operator
 from liger_losses.chunked.core.inputs import count_targets, target_of
-from liger_losses.chunked.core.stream import loss_sum, statistics
 from liger_losses.chunked.core.target import TokenLoss
 
 
@@ -77,6 +77,7 @@ def cross_entropy(
     return CrossEntropyTerms(ce, lse_square_scale * z_scale * lse.square(), derivatives)
 
 
+@in_graphs
 class TokenTerms(NamedTuple):
     """Each token's :func:`cross_entropy` over the denominators, with token weights and token scaling."""
 
@@ -84,11 +85,6 @@ class TokenTerms(NamedTuple):
     lse_square_scale: float = 0.0
     use_token_scaling: bool = False
     reads_lse: bool = False  # for the z-loss's terms, even where it has no weight
-
-    def loss(self, values: Mapping[str, Tensor], **inputs: Any) -> tuple[Tensor, dict[str, Tensor]]:
-        """The loss ``[n]`` of tokens with the inputs of :meth:`terms`, and its derivatives."""
-        ce, z, derivatives = self.terms(values, **inputs)
-        return ce + z if self.lse_square_scale else ce, derivatives
 
     def terms(
         self,
@@ -121,6 +117,13 @@ class TokenTerms(NamedTuple):
         )
 
 
+@in_graphs
+def loss_of_terms(values: Mapping[str, Tensor], of: TokenTerms, **inputs: Any) -> tuple[Tensor, dict[str, Tensor]]:
+    """The loss ``[n]`` of tokens with the inputs of :meth:`TokenTerms.terms`, and its derivatives."""
+    ce, z, derivatives = of.terms(values, **inputs)
+    return ce + z if of.lse_square_scale else ce, derivatives
+
+
 @operator
 def linear_cross_entropy(
     hidden_states: Tensor,
@@ -143,5 +146,5 @@ def linear_cross_entropy(
     target, options = target_of(hidden_states, head, labels, class_weight=class_weight), EngineOptions(ignore_index)
     if reduction == "none":
         (found,) = statistics([target], names, options)
-        return torch.where(mask, per_token.loss(found, **inputs)[0], 0.0)
-    return loss_sum([target], names, [TokenLoss(per_token.loss, inputs)], options)[0]
+        return torch.where(mask, loss_of_terms(found, per_token, **inputs)[0], 0.0)
+    return loss_sum([target], names, [TokenLoss(loss_of_terms, inputs, {"of": per_token})], options)[0]

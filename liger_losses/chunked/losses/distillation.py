@@ -22,11 +22,11 @@ from liger_losses.checks import (
     checked_items,
 )
 from liger_losses.chunked import Head, Largest, Teacher, TeacherLogits, Teachers, TeacherTopK
+from liger_losses.chunked.core.compiled import loss_sum
 from liger_losses.chunked.core.distilled import TAILS
 from liger_losses.chunked.core.entry import loss_operator
 from liger_losses.chunked.core.ops import compared_targets, weighted_sum
 from liger_losses.chunked.core.statistics import Statistic
-from liger_losses.chunked.core.stream import loss_sum
 from liger_losses.chunked.core.target import Target, TokenLoss
 from liger_losses.chunked.losses.base import ChunkedLoss, LossOptions
 from liger_losses.chunked.losses.columns import loss_over_columns
@@ -209,7 +209,8 @@ class DistillationLoss(ChunkedLoss):
         if self.top_k is not None and self.top_k_of == "teacher" and not isinstance(taught, Teacher):
             raise TypeError("top_k_of='teacher' needs a Teacher(...); or pass a TeacherTopK(...) without top_k=.")
         which, hard = self.which, self.weight_hard_loss != 0 or self.return_soft_hard_loss
-        columns, targets = self.top_k is not None or isinstance(taught, TeacherTopK), list[Target]()
+        columns = self.top_k is not None or isinstance(taught, TeacherTopK)
+        targets: list[Target] = []
         if not columns:
             targets = compared_targets(hidden, head, labels, taught, which, t, self.ignore_index)
         if self.group is not None:

@@ -9,9 +9,9 @@ from torch import Tensor
 
 from liger_losses.checks import UnitFloat, check_alike, check_range, check_tensor, checked_mask
 from liger_losses.chunked import Head, Teacher, linear_divergence_loss
+from liger_losses.chunked.core.compiled import statistics
 from liger_losses.chunked.core.entry import loss_operator
 from liger_losses.chunked.core.inputs import target_of
-from liger_losses.chunked.core.stream import statistics
 from liger_losses.chunked.losses.base import AnyHead
 from liger_losses.chunked.losses.completion_loss import MAX_EXPONENT
 from liger_losses.chunked.losses.distillation import DistillationLoss, DistillationMetrics, DistillationOptions

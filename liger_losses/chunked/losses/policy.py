@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -15,9 +14,10 @@ from torch.compiler import is_dynamo_compiling
 from liger_losses.caller import warn
 from liger_losses.checks import check_device, check_range, check_tensor
 from liger_losses.chunked import Head, TokenSupport
+from liger_losses.chunked.core.compiled import in_graphs, loss_sum, statistics
 from liger_losses.chunked.core.entry import loss_operator
 from liger_losses.chunked.core.inputs import target_of
-from liger_losses.chunked.core.stream import counted_once, loss_sum, statistics
+from liger_losses.chunked.core.stream import counted_once
 from liger_losses.chunked.core.support import kept_statistics
 from liger_losses.chunked.core.target import TokenLoss
 from liger_losses.chunked.losses import policy_objectives as objectives
@@ -33,8 +33,8 @@ from liger_losses.chunked.losses.policy_objectives import PolicyInputs, policy_t
 from liger_losses.chunked.losses.policy_tables import PolicyOptions
 
 
+@in_graphs
 def token_loss(
-    o: PolicyOptions,
     values: Mapping[str, Tensor],
     weights: Tensor,
     advantages: Tensor,
@@ -43,6 +43,8 @@ def token_loss(
     is_ratio: Tensor | None = None,
     entropy_weight: Tensor | None = None,
     sampler: Tensor | None = None,
+    *,
+    o: PolicyOptions,
 ) -> Tensor:
     """The loss of each token ``[n]``, where its term depends on that token alone."""
     logp = values["logp"]
@@ -61,6 +63,9 @@ def live_tokens(inputs: PolicyInputs) -> Tensor | None:
         return None
     live = (inputs.advantages != 0).expand(inputs.mask.shape)
     return live if ratio is None else live & (ratio != 0)
+
+
+in_graphs(PolicyOptions)
 
 
 class PolicyMetrics(NamedTuple):
@@ -250,7 +255,7 @@ class LigerFusedLinearGRPOLoss(CompletionLoss):
             loss = self._of_statistics(found, inputs, head.vocabulary_ranks)
         elif inputs.options.separable and not metrics:
             given, live = self._token_inputs(inputs), None if self._coef is not None else live_tokens(inputs)
-            each = TokenLoss(functools.partial(token_loss, inputs.options), given, live=live)
+            each = TokenLoss(token_loss, given, {"o": inputs.options}, live)
             loss, (found,) = loss_sum([target], names, [each], options)
             loss = inputs.total(loss)
             if self._coef is not None:

@@ -18,9 +18,6 @@ from tests.losses import CE
 peft = pytest.importorskip("peft")
 pytest.importorskip("transformers")
 
-#: Until the core's two entries are operators, a graph ends at each call of a loss or operation.
-ONE_GRAPH = pytest.mark.skip(reason="the core has no operators yet")
-
 
 def _head_and_batch(tokens=5):
     torch.manual_seed(tokens)
@@ -36,7 +33,6 @@ class _ReadsWhatThereIs(ChunkedLoss):
         return -statistics.logp.sum() + (getattr(statistics, "lse", None) or 0.0)
 
 
-@ONE_GRAPH
 @pytest.mark.parametrize("operation", [linear_token_loss, linear_statistics])
 def test_a_compiled_call_that_asks_for_nothing(operation):
     function = [lambda s, labels: torch.ones(labels.shape)] if operation is linear_token_loss else []
@@ -69,7 +65,6 @@ class _Hooked(CE):
         self.register_forward_hook(lambda module, args, loss: 2 * module.scale * loss)
 
 
-@ONE_GRAPH
 def test_a_loss_with_hooks_and_a_parameter_is_compiled():
     loss, plain, (head, *inputs) = _Hooked(), _Hooked(), _head_and_batch()
     torch._dynamo.reset()
@@ -116,7 +111,6 @@ ADAPTERS = {
 }
 
 
-@ONE_GRAPH
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ADAPTERS)
 def test_adapters_of_the_head(name):

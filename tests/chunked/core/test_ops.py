@@ -85,7 +85,6 @@ def test_a_derivative_by_the_log_sum_exp_may_come_along():
         torch.testing.assert_close(ours.grad, expected.grad)
 
 
-@pytest.mark.skip(reason="the core has no operators yet")
 def test_a_compiled_loss_of_argmax_alone():
     hidden, weight, labels, _ = problem(5, 4, 11)
 

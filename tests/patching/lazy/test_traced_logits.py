@@ -23,10 +23,6 @@ B, T = 2, 40
 TOLERANCE = {"rtol": 1e-4, "atol": 1e-5}
 
 
-#: Until the core's two entries are operators, a graph ends at each call of a loss or operation.
-ONE_GRAPH = pytest.mark.skip(reason="the core has no operators yet")
-
-
 @pytest.fixture(autouse=True)
 def no_group_left(nothing_compiled):
     yield
@@ -145,7 +141,6 @@ WAYS = {
 }
 
 
-@ONE_GRAPH
 def test_models_whose_logits_nobody_needs():
     """All ways in one graph, whose only tensors as wide as the vocabulary are the head and its gradient."""
 
@@ -192,7 +187,6 @@ LOSS = nn.CrossEntropyLoss()
     [lambda: LOSS, pytest.param(nn.CrossEntropyLoss, marks=pytest.mark.slow)],
     ids=["made before", "in the model"],
 )
-@ONE_GRAPH
 def test_models_with_a_loss_module(loss):
     """A module that is made while torch.compile traces becomes its own code for losses of tensors: the graph ends."""
     model, graphs = Model(lambda z, y: loss()(z.view(-1, V), y.view(-1)), True), Graphs()
@@ -291,7 +285,6 @@ def check(compiled, patched, plain, batches, context=contextlib.nullcontext, tol
     ("name", "shifted"),
     [("gemma2", True), *(pytest.param(name, False, marks=pytest.mark.slow) for name in ("llama", "cohere"))],
 )
-@ONE_GRAPH
 def test_one_graph_with_the_loss_and_without_logits(name, shifted):
     """Soft-cap and logit scale are the loss's; so are labels that the caller has shifted, which are other ones here."""
     plain, patched = pair(name)
@@ -307,7 +300,6 @@ def test_one_graph_with_the_loss_and_without_logits(name, shifted):
 
 
 @pytest.mark.slow
-@ONE_GRAPH
 def test_logits_are_lazy_and_graphs_few():
     """Without fullgraph, for several lengths, with and without gradients."""
     plain, patched = pair()
@@ -372,7 +364,6 @@ HOW = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", HOW)
-@ONE_GRAPH
 def test_ways_to_compile(name):
     how, most, dtype, cast = HOW[name]
     plain, patched = pair(dtype=dtype)
@@ -391,7 +382,6 @@ def test_ways_to_compile(name):
 
 
 @pytest.mark.slow
-@ONE_GRAPH
 def test_trainer(tmp_path):
     """The same losses and weights as the plain model, in a bounded number of graphs for batches of several lengths."""
     trained = []

@@ -1,0 +1,297 @@
+"""The two ways in, as :mod:`stream <liger_losses.chunked.core.stream>` has them, which are operators of torch.compile.
+
+A graph holds tensors, and no objects: a call is written down as a text, the expression that makes it again. Each tensor
+in it is an entry of a list, and each number that may change is an entry of that list's last tensor.
+
+- ``liger_losses::statistics`` has the statistics of all tokens, and ``liger_losses::statistics_gradients`` is its
+  backward, which computes logits again and takes the statistics from forward;
+- ``liger_losses::loss_sum`` has the loss, and the gradients that its backward scales.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+from torch.compiler import is_dynamo_compiling
+
+from liger_losses.chunked.core import stream
+from liger_losses.chunked.core.head import Head
+from liger_losses.chunked.core.options import EngineOptions as Options
+from liger_losses.chunked.core.ranks import ALONE
+from liger_losses.chunked.core.saved import place_of
+from liger_losses.chunked.core.statistics import Statistic, asked_for
+from liger_losses.chunked.core.stream import Values
+from liger_losses.chunked.core.target import Target, TokenLoss
+from liger_losses.chunked.core.teachers import TeacherLogits
+from liger_losses.chunked.core.weights import Dense, WithAdapters
+from liger_losses.kernels.autograd import autocast_dtype
+from liger_losses.kernels.divergence_forms import Divergence
+from liger_losses.kernels.logit_transform import LogitTransform
+from liger_losses.kernels.matmul import wide_dtype
+
+N = TypeVar("N", bound=Callable[..., Any])
+
+#: What a text may name. Dataclasses and named tuples are written as calls of their constructors.
+_NAMES: dict[str, Any] = {"torch": torch, "ALONE": ALONE}
+
+
+def in_graphs(thing: N) -> N:
+    """Decorate what an operator calls: functions of single tokens' losses, and classes of what they are given."""
+    _NAMES[thing.__name__] = thing
+    return thing
+
+
+_thing: Any
+for _thing in (Dense, Divergence, Head, LogitTransform, Options, Statistic, Target, TeacherLogits):
+    in_graphs(_thing)
+for _thing in (TokenLoss, WithAdapters, stream.loss_sum, stream.statistics):
+    in_graphs(_thing)
+
+
+# --- Calls as texts: torch.compile traces this ------------------------------------------------------------------------
+
+
+def _written(value: Any, tensors: list[Tensor], numbers: list[float]) -> str:
+    """An expression of this value, whose tensors and numbers are entries of the lists."""
+    if isinstance(value, Tensor):
+        return f"tensors[{place_of(value, tensors)}]"
+    if isinstance(value, float):
+        numbers.append(value)
+        return f"numbers[{len(numbers) - 1}]"
+    if value is ALONE:
+        return "ALONE"
+    if isinstance(value, dict):
+        return "{" + "".join([f"{k!r}: {_written(v, tensors, numbers)}, " for k, v in value.items()]) + "}"
+    names = getattr(type(value), "_fields", None) or getattr(type(value), "__match_args__", None)
+    if names is not None and type(value) is not Tensor:
+        fields = [f"{name}={_written(getattr(value, name), tensors, numbers)}, " for name in names]
+        return f"{type(value).__name__}({''.join(fields)})"
+    if isinstance(value, (list, tuple)):
+        parts = "".join([f"{_written(part, tensors, numbers)}, " for part in value])
+        return f"[{parts}]" if isinstance(value, list) else f"({parts})"
+    if callable(value):
+        return value.__name__
+    return f"{value}" if isinstance(value, torch.dtype) else f"{value!r}"
+
+
+def _outputs(targets: Sequence[Target], asked: Sequence[Statistic], tensors: list[Tensor]) -> str:
+    """Of each statistic, the place of a tensor of its shape, what follows that shape, and its dtype."""
+    found = ""
+    for target in targets:
+        wide, selected = wide_dtype(target.hidden.dtype), target.selected
+        for s in asked:
+            place, k = place_of(target.labels, tensors), ""
+            if s.name in ("selected_logps", "columns"):
+                if isinstance(selected, Tensor):
+                    place = place_of(selected, tensors)
+                else:
+                    k = f"{selected},"
+            found += f"({place}, ({k}), {torch.int64 if s.name in ('argmax', 'columns') else wide}), "
+    return f"[{found}]"
+
+
+def _called(
+    operator: Any, name: str, targets: Sequence[Target], asked: Sequence[Statistic], *arguments: Any
+) -> list[Tensor]:
+    """What an operator returns of a call of the function of this name."""
+    tensors: list[Tensor] = []
+    numbers: list[float] = []
+    parts = "".join([f"{_written(part, tensors, numbers)}, " for part in arguments])
+    autocast = autocast_dtype(targets[0].hidden.device)
+    text = f"{_outputs(targets, asked, tensors)}, {autocast}, lambda known: {name}({parts}**known)"
+    leaves = [leaf.tensor for target in targets for leaf in target.leaves()] if torch.is_grad_enabled() else []
+    trained = [any(tensor is leaf for leaf in leaves) for tensor in tensors]
+    tensors = [tensor if on else tensor.detach() for tensor, on in zip(tensors, trained, strict=True)]
+    given = torch.tensor(numbers, dtype=torch.float64, device="cpu")
+    return operator(text, [*trained, False], [*tensors, given])
+
+
+def _named(targets: Sequence[Target], asked: Sequence[Statistic], outputs: Sequence[Tensor]) -> list[Values]:
+    """The statistics of each target; metrics have no gradient."""
+    left = list(outputs)
+    found: list[Values] = []
+    for _ in targets:
+        found.append({s.name: v if s.differentiable else v.detach() for s, v in zip(asked, left, strict=False)})
+        del left[: len(asked)]
+    return found
+
+
+def traced_statistics(
+    name: str, targets: Sequence[Target], asked: Sequence[Statistic], *arguments: Any
+) -> list[Values]:
+    """The statistics that the function of this name has of its arguments, as an operator."""
+    outputs = _called(torch.ops.liger_losses.statistics, name, targets, asked, *arguments)
+    return _named(targets, asked, outputs)
+
+
+def statistics(
+    targets: Sequence[Target],
+    names: Sequence[str | Statistic],
+    options: Options = Options(),
+    metrics: Sequence[str | Statistic] = (),
+) -> list[Values]:
+    """:func:`liger_losses.chunked.core.stream.statistics`."""
+    if not is_dynamo_compiling():
+        return stream.statistics(targets, names, options, metrics)
+    # Backward reads log-sum-exps.
+    asked = asked_for(names, (*metrics, "lse"))
+    found = traced_statistics("statistics", targets, asked, list(targets), asked, options)
+    wanted = [s.name for s in asked_for(names, metrics)]
+    return [{name: values[name] for name in wanted} for values in found]
+
+
+def loss_sum(
+    targets: Sequence[Target],
+    names: Sequence[str | Statistic],
+    token_losses: Sequence[TokenLoss],
+    options: Options = Options(),
+    metrics: Sequence[str | Statistic] = (),
+) -> tuple[Tensor, list[Values]]:
+    """:func:`liger_losses.chunked.core.stream.loss_sum`.
+
+    In a graph, it is one pass if the losses are of functions that :func:`in_graphs` knows. Others are traced.
+    """
+    if not is_dynamo_compiling():
+        return stream.loss_sum(targets, names, token_losses, options, metrics)
+    late = any(stream.scales_late(target) for target in targets)
+    if not late and all(_is_known(loss.function) for loss in token_losses):
+        asked = asked_for(names, metrics)
+        arguments = (list(targets), asked, list(token_losses), options)
+        total, *outputs = _called(torch.ops.liger_losses.loss_sum, "loss_sum", targets, asked, *arguments)
+        found = _named(targets, asked, outputs)
+        return total, [{name: value.detach() for name, value in values.items()} for values in found]
+    losses: list[Tensor] = []
+    numbers: list[Values] = []
+    for target, loss, values in zip(targets, token_losses, statistics(targets, names, options, metrics), strict=True):
+        shape, flat = target.labels.shape, {n: v.flatten(0, target.labels.dim() - 1) for n, v in values.items()}
+        active = target.labels.flatten() != options.ignore_index
+        total, of_tokens = stream.of_values(loss, flat, slice(None), len(shape), active)
+        losses.append(total)
+        numbers.append({n: v.reshape(*shape, *v.shape[1:]) for n, v in of_tokens.items()})
+    return torch.stack(losses).sum().to(wide_dtype(targets[0].hidden.dtype)), numbers
+
+
+def _is_known(function: Any) -> bool:
+    return _NAMES.get(getattr(function, "__name__", "")) is function
+
+
+# --- Operators --------------------------------------------------------------------------------------------------------
+
+
+def _read(text: str, tensors: Sequence[Tensor], numbers: Sequence[float] = ()) -> Any:
+    """The outputs, autocast's dtype, and the call."""
+    return eval(text, {**_NAMES, "tensors": tensors, "numbers": numbers})
+
+
+def _run(text: str, trained: Sequence[bool], tensors: Sequence[Tensor], **known: Any) -> tuple[Any, list[Tensor]]:
+    """What the call returns, and the leaves that are trained."""
+    leaves = [tensor.detach().requires_grad_(on) for tensor, on in zip(tensors, trained, strict=True)]
+    _, autocast, call = _read(text, leaves, tensors[-1].tolist())
+    with torch.autocast(tensors[0].device.type, dtype=autocast, enabled=autocast is not None):
+        return call(known), [leaf for leaf in leaves if leaf.requires_grad]
+
+
+def _empty(text: str, tensors: Sequence[Tensor]) -> list[Tensor]:
+    """The statistics, without values."""
+    outputs = _read(text, tensors)[0]
+    return [tensors[place].new_empty((*tensors[place].shape, *k), dtype=dtype) for place, k, dtype in outputs]
+
+
+def _separate(values: Sequence[Tensor]) -> list[Tensor]:
+    """An operator's outputs share no memory."""
+    return [value.detach().clone(memory_format=torch.contiguous_format) for value in values]
+
+
+def _flat(found: Sequence[Values]) -> list[Tensor]:
+    return [value for values in found for value in values.values()]
+
+
+def _gradients_of(outputs: Sequence[Tensor], leaves: Sequence[Tensor], upstream: Any = None) -> list[Tensor]:
+    found = torch.autograd.grad(outputs, leaves, upstream, allow_unused=True) if outputs else [None] * len(leaves)
+    return [torch.zeros_like(x) if g is None else g.contiguous() for x, g in zip(leaves, found, strict=True)]
+
+
+def _operator(name: str, others: str = "") -> Any:
+    schema = f"(str text, bool[] trained, Tensor[] tensors{others}) -> Tensor[]"
+    tags = (torch.Tag.cudagraph_unsafe,)  # the host counts tokens
+    return torch.library.custom_op(f"liger_losses::{name}", mutates_args=(), schema=schema, tags=tags)
+
+
+@_operator("statistics")
+def _statistics(text: str, trained: Sequence[bool], tensors: Sequence[Tensor]) -> list[Tensor]:
+    with torch.inference_mode(False), torch.no_grad():
+        return _separate(_flat(_run(text, [False] * len(tensors), tensors)[0]))
+
+
+@_statistics.register_fake
+def _(text: str, trained: Sequence[bool], tensors: Sequence[Tensor]) -> list[Tensor]:
+    return _empty(text, tensors)
+
+
+@_operator("statistics_gradients", ", Tensor[] values, Tensor?[] upstream")
+def _statistics_gradients(
+    text: str,
+    trained: Sequence[bool],
+    tensors: Sequence[Tensor],
+    values: Sequence[Tensor],
+    upstream: Sequence[Tensor | None],
+) -> list[Tensor]:
+    with torch.inference_mode(False), torch.enable_grad():  # below autograd, nothing would be recorded
+        found, leaves = _run(text, trained, tensors, known=values)
+        pairs = [(f, g) for f, g in zip(_flat(found), upstream, strict=True) if g is not None and f.requires_grad]
+        return _gradients_of([f for f, _ in pairs], leaves, [g for _, g in pairs])
+
+
+@_statistics_gradients.register_fake
+def _(text: str, trained: Sequence[bool], tensors: Sequence[Tensor], *_: Any) -> list[Tensor]:
+    return [torch.empty_like(tensor) for tensor, on in zip(tensors, trained, strict=True) if on]
+
+
+@_operator("loss_sum")
+def _loss_sum(text: str, trained: Sequence[bool], tensors: Sequence[Tensor]) -> list[Tensor]:
+    """The loss, the statistics, and the gradients of what is trained."""
+    with torch.inference_mode(False), torch.set_grad_enabled(any(trained)):
+        (total, found), leaves = _run(text, trained, tensors)
+        return [*_separate([total, *_flat(found)]), *_gradients_of([total] if leaves else [], leaves)]
+
+
+@_loss_sum.register_fake
+def _(text: str, trained: Sequence[bool], tensors: Sequence[Tensor]) -> list[Tensor]:
+    total = tensors[0].new_empty((), dtype=wide_dtype(tensors[0].dtype))
+    gradients = [torch.empty_like(tensor) for tensor, on in zip(tensors, trained, strict=True) if on]
+    return [total, *_empty(text, tensors), *gradients]
+
+
+def _save_call(ctx: Any, inputs: tuple[Any, ...], output: Sequence[Tensor]) -> None:
+    ctx.text, ctx.trained, tensors = inputs
+    ctx.set_materialize_grads(False)
+    ctx.save_for_backward(*tensors, *output)
+
+
+def _save_gradients(ctx: Any, inputs: tuple[Any, ...], output: Sequence[Tensor]) -> None:
+    _, ctx.trained, _ = inputs
+    ctx.set_materialize_grads(False)
+    ctx.save_for_backward(*output[len(output) - sum(ctx.trained) :])
+
+
+def _spread(gradients: Sequence[Tensor | None], trained: Sequence[bool]) -> tuple[None, None, list[Tensor | None]]:
+    left = iter(gradients)
+    return None, None, [next(left) if on else None for on in trained]
+
+
+def _backward_of_statistics(ctx: Any, upstream: Sequence[Tensor | None]) -> tuple[Any, ...]:
+    tensors, values = list(ctx.saved_tensors[: len(ctx.trained)]), list(ctx.saved_tensors[len(ctx.trained) :])
+    given = ctx.text, ctx.trained, tensors, values, list(upstream)
+    return _spread(torch.ops.liger_losses.statistics_gradients(*given), ctx.trained)
+
+
+def _backward_of_losses(ctx: Any, upstream: Sequence[Tensor | None]) -> tuple[Any, ...]:
+    factor = upstream[0]
+    return _spread([None if factor is None else factor * g for g in ctx.saved_tensors], ctx.trained)
+
+
+_statistics.register_autograd(_backward_of_statistics, setup_context=_save_call)
+_loss_sum.register_autograd(_backward_of_losses, setup_context=_save_gradients)

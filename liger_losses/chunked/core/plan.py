@@ -191,12 +191,13 @@ def operand_dtype(dtype: torch.dtype, device: torch.device, backend: str) -> tor
 
 
 def usual_bytes(call: Signature, row: int) -> int:
-    """Room for blocks that keep a device busy: of 512 tokens without a gradient, or with a teacher, else of 1024, or of
-    the gradients of up to 2048, by which that of the weight is a sum of few parts. Between 64 MiB and 1.5 GiB."""
+    """Room for blocks that keep a device busy: of 512 tokens without a gradient, or with a teacher, else of 1024; of
+    twice as many of an accelerator's; or of the gradients of up to 2048, by which that of the weight is a sum of few
+    parts. Between 64 MiB and 1.5 GiB."""
     rows = USUAL_ROWS
     if call.device.type != "cpu":
         rows = USUAL_ROWS // 2 if call.teacher_columns or not call.trains else USUAL_ROWS
-    size = rows * row_bytes(call)
+    size = max(rows * row_bytes(call), 2 * rows * row if row < row_bytes(call) else 0)
     if collects(call, rows):
         most = min(-(-call.tokens // MOST_PARTS // 128) * 128, 2 * USUAL_ROWS)
         size = max(size, min(most * row, most * collected_bytes(call) + rows // 2 * row_bytes(call)))

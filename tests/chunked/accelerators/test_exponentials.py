@@ -1,13 +1,15 @@
 """Exponentials kept instead of logits, against float64 and beside the core."""
 
+from contextlib import nullcontext
 from unittest import mock
 
 import pytest
 import torch
 
-from liger_losses import EngineOptions, Head, LogitTransform, linear_statistics, linear_token_loss
+from liger_losses import EngineOptions, Head, LogitTransform, linear_logps, linear_statistics, linear_token_loss
 from liger_losses.chunked.core import stream
 from tests.reference import double, problem, relative_error
+from tests.seam import leave_out_zero_rows
 
 pytestmark = pytest.mark.usefixtures("small_tiles", "default_gpu")
 pytest.importorskip("triton")
@@ -81,3 +83,17 @@ def test_gradients(way, transform, compact, with_bias):
     torch.testing.assert_close(found.logp.double(), torch.where(active, logp, 0.0), rtol=1e-4, atol=1e-4)
     for a, b in zip(ours, torch.autograd.grad(total, wide), strict=True):
         assert relative_error(a, b) < 8e-3
+
+
+@pytest.mark.parametrize("backend", ["torch", "triton"])
+def test_rows_of_a_block_that_is_kept_are_moved_in_its_memory(backend, monkeypatch):
+    """Some at a time, where few tokens have a gradient."""
+    monkeypatch.setattr(stream, "MOVED_BYTES", 2000)
+    hidden, weight, labels, _ = inputs(masked=0.0, unlikely=False)
+    upstream, found = torch.linspace(-1, 1, 40) * (torch.arange(40) % 3 > 0), []
+    for leaving_out in (leave_out_zero_rows, nullcontext):
+        with leaving_out():
+            logps = linear_logps(hidden, weight, labels, backend=backend)
+            found.append(torch.autograd.grad(logps, (hidden, weight), upstream))
+    for ours, whole in zip(*found, strict=True):
+        torch.testing.assert_close(ours, whole, rtol=2e-2, atol=1e-5)

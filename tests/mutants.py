@@ -142,8 +142,10 @@ MUTANTS: dict[str, list[tuple[str, str, Change, int]]] = {
     ],
     f"{GOLDEN} -k 'CE or MiniLLM or Distillation'": [
         ("chunked.losses.cross_entropy_terms", "cross_entropy", number(2, 1), 0),
-        ("chunked.losses.cross_entropy", "LigerFusedLinearCrossEntropyLoss._target", condition(False), 6),
+        ("chunked.losses.cross_entropy", "LigerFusedLinearCrossEntropyLoss._part", condition(False), 6),
         ("chunked.losses.minillm", "_returns", number(1, 0), 0),
+        ("chunked.core.buffers", "Gradients.add", keyword("accumulate", False), 0),
+        ("chunked.core.stream", "Stream.add_hidden", swap("+", "-"), 0),
         ("kernels.softmax_grad", "_gradient_torch", swap("/", "*"), 0),
         ("kernels.logit_transform", "LogitTransform.chain_", condition(False), 0),
     ],
@@ -153,18 +155,39 @@ MUTANTS: dict[str, list[tuple[str, str, Change, int]]] = {
         ("kernels.divergence_forms", "_reverse_kl", swap("-", "+"), 1),
         ("kernels.divergence_forms", "_alpha_beta", swap("-", "+"), 1),
         ("kernels.softmax_grad", "_CLOSED_FORMS", positive, 2),
+        ("chunked.core.block", "_Gradient.of", swap("-", "+"), 0),
+        ("chunked.core.block", "_Gradient._add_selected", swap("*", "+"), 1),
+    ],
+    f"{ROWS} -k 'two_together and registered'": [
+        ("chunked.core.block", "_Gradient.write_exactly", condition(False), 0),
     ],
     f"{ROWS} -k 'two_together and (statistics or metrics) and small'": [
         ("kernels.online_softmax", "merge", swap("-", "+"), 3),
+        ("chunked.core.block", "statistics_by_columns", swap("-", "+"), 0),
+    ],
+    f"{ROWS} -k 'two_together and not triton'": [
+        ("chunked.core.rows", "merged", swap("-", "+"), 0),
+        ("chunked.core.stream", "Stream.masked", condition(True), 0),
+        ("chunked.core.stream", "_again", without("add_"), 0),
+        ("chunked.core.weights", "WithAdapters._a", swap("*", "/"), 0),
+        ("chunked.core.target", "Target.neutral", condition(False), 0),
+        ("chunked.core.block", "_Gradient.write_exactly", swap("+", "-"), 0),
+        ("chunked.core.block", "Collected.take", condition(True), 0),
     ],
     f"{ROWS} -k in_triton": [
         ("kernels.softmax_grad", "gradient_block", swap("-", "+"), 0),
         ("kernels.logit_transform", "transform_gradient", swap("-", "+"), 0),
         ("kernels.divergence_kernels", "divergence_kernel", swap("-", "+"), 1),
     ],
+    "tests/results/test_life.py -k twice": [
+        ("chunked.core.stream", "_Losses.backward", condition(False), 1),
+    ],
     "tests/results/test_ranks.py -k 'several_processes and 2'": [
         ("chunked.losses.context_parallel", "_Sum.forward", without("all_reduce"), 0),
         ("chunked.losses.context_parallel", "_Sum.backward", condition(False), 0),
+        ("chunked.core.ranks", "VocabularyRanks.sum", without("all_reduce"), 0),
+        ("chunked.core.ranks", "VocabularyRanks.local", swap("<", "<="), 0),
+        ("chunked.core.buffers", "Gradients._result", condition(False), 1),
     ],
 }  # fmt: skip
 

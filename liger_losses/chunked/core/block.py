@@ -6,6 +6,7 @@ R tokens, C columns of this rank that are here, P the same padded, k selected co
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, Protocol
 
 import torch
@@ -75,19 +76,17 @@ class Block:
 
     # --- What is here ------------------------------------------------------------------------------------------------
 
-    @property
+    @cached_property
     def width(self) -> int:
         """C."""
-        if isinstance(self.columns, slice):
-            return self.columns.stop - self.columns.start
-        return self.columns.shape[1]
+        return _width(self.columns)
 
     @property
     def first(self) -> int:
         """The first column here, among this rank's."""
         return self.columns.start if isinstance(self.columns, slice) else 0
 
-    @property
+    @cached_property
     def z(self) -> Tensor:
         return self.memory[:, : self.width]
 
@@ -245,7 +244,7 @@ class Block:
             out = z if kept else self.memory.view(self.plan.dtype)[:, : self.width]
         if gradient.alone and not wants_bias and not kept:
             return gradient.write(out, slice(0, len(z)))
-        for at in row_slices(z, self.plan.scratch // 2):
+        for at in row_slices(z, self.plan.slices):
             gradient.write_exactly(at)
             if kept:
                 self._back_to_projections(z[at], at)

@@ -34,8 +34,9 @@ USUAL_ROWS = 1024
 MIN_TILE_COLUMNS = 4096
 #: The part of a workspace in which rows of a head are copied, where not all of it is.
 COPIES = 8
-#: Rows of logits that work in torch takes beside a block: of softmaxes, and of divergences and rows of the table.
-TEMPORARIES, TEMPORARIES_OF_TERMS = 4, 16
+#: Rows of logits that work takes beside a block: of softmaxes in torch, of divergences and rows of the table in torch,
+#: and where several kernels write a gradient.
+TEMPORARIES, TEMPORARIES_OF_TERMS, TEMPORARIES_OF_KERNELS = 4, 16, 2
 
 
 @dataclass(frozen=True)
@@ -62,6 +63,7 @@ class Signature:
     teacher_columns: int = 0
     teacher_size: int = 0
     in_torch: bool = False  # whether torch computes terms of whole rows
+    several_terms: bool = False  # whether no kernel alone writes the gradient of projections
     of_kernels: bool = False  # whether statistics of parts of the vocabulary can be merged: one rank, no teacher
     batch_invariant: bool = False
     couples: bool = True  # whether gradients are asked for once all statistics are known
@@ -113,6 +115,7 @@ def signature(
         teacher_columns=0 if teacher is None else min(teacher.vocab_size, weights.columns),
         teacher_size=0 if of_teacher is None else of_teacher.hidden_size,
         of_kernels=target.kept is None and teacher is None and head.ranks.size == 1 and names <= {*OF_KERNELS},
+        several_terms=_has_several_terms(target, names),
         in_torch=any(s.phi is not None or (s.divergence is not None and not s.divergence.has_kernel) for s in asked),
         batch_invariant=head.batch_invariant,
         couples=couples or dtype == torch.float16,  # whose gradients need the loss's scale
@@ -120,6 +123,14 @@ def signature(
         bound=default_bound(),
         options=options,
     )
+
+
+def _has_several_terms(target: Target, names: set[str]) -> bool:
+    bias, teacher = target.head.bias, target.teacher
+    if target.kept is not None or "selected_logps" in names or (bias is not None and bias.requires_grad):
+        return True
+    at_one = isinstance(target.temperature, float) and target.temperature == 1.0
+    return teacher is not None and (teacher.vocab_size < target.vocab_size or (len(names) > 1 and not at_one))
 
 
 def _forms(weights: Any) -> tuple[type, ...]:
@@ -141,7 +152,8 @@ class Plan(NamedTuple):
     accumulate: torch.dtype | None  # in which the gradient of the weight adds up, where not its own
     dtype: torch.dtype  # of the products' operands
     invariant: bool
-    scratch: int  # bytes of torch's temporaries
+    scratch: int  # bytes of temporaries
+    slices: int  # the same as `row_slices` reads them, where several terms of a gradient are written
     backend: str
     trains: bool  # whether anything gets a gradient
     hidden: bool  # whether hidden states do
@@ -255,6 +267,7 @@ def plan(call: Signature, table: tuple[Accelerator, ...]) -> Plan:
         dtype=call.operand,
         invariant=call.batch_invariant,
         scratch=budget.scratch,
+        slices=budget.scratch * 2 if call.backend == "triton" and not call.in_torch else budget.scratch // 2,
         backend=call.backend,
         trains=call.trains,
         hidden=call.trains_hidden,
@@ -342,10 +355,12 @@ def _check_invariant(call: Signature, copied: int) -> None:
 
 
 def _temporaries(call: Signature) -> tuple[int, int]:
-    """Bytes of torch's temporaries of a row, and of the numbers of all tokens."""
+    """Bytes of a row's temporaries, and of the numbers of all tokens."""
     item, count = wide_dtype(call.operand).itemsize, 0
     if call.in_torch or call.backend == "torch":
         count = TEMPORARIES_OF_TERMS if call.in_torch or call.teacher_columns else TEMPORARIES
+    elif call.trains and call.several_terms:
+        count = TEMPORARIES_OF_KERNELS
     return count * padded(call.columns) * item, call.tokens * 16 * item
 
 

@@ -147,7 +147,7 @@ class Stream:
             return
         rows, total = self.target.places(self.places(chosen)), total.view(-1, total.shape[-1])
         if isinstance(rows, slice):
-            total[rows] += values
+            total[rows].add_(values)
         else:
             total.index_add_(0, rows, values.to(total.dtype))
 

@@ -103,6 +103,8 @@ class Target:
 
     def to(self, dtype: torch.dtype) -> Target:
         """A block's tokens with hidden states in the operands' dtype, and temperatures in that of logits."""
+        if self.hidden.dtype == dtype and self.teacher is None and not isinstance(self.temperature, Tensor):
+            return self
         temperature, teacher = wide_numbers(self.temperature, dtype), self.teacher
         if isinstance(teacher, Target):
             teacher = teacher.to(dtype)
@@ -116,7 +118,9 @@ class Target:
 
     def transform(self, temperature: float | Tensor) -> LogitTransform:
         """From projections to logits."""
-        return replace(self.head.transform, temperature=temperature)
+        known = self.head.transform
+        same = not isinstance(temperature, Tensor) and known.temperature == temperature
+        return known if same else replace(known, temperature=temperature)
 
     def leaves(self, accumulate: torch.dtype | None = None) -> list[Leaf]:
         """All that is trained; weights add up in ``accumulate``."""

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import NamedTuple, Protocol
 
 import torch
@@ -23,6 +24,10 @@ ALL = slice(None)
 #: Rows and columns of the products of a batch-invariant call, by which BLAS chooses an algorithm; and what the hidden
 #: size is padded to a multiple of: the last rows of a product of odd sizes are summed in another order than the first.
 FIXED_CPU, FIXED_GPU, FIXED_DEPTH = (64, 1024), (512, 8192), 8
+
+
+#: Bytes of rows that are dequantized at a time, where all are before the products.
+DEQUANTIZED = 2**25
 
 
 class Products(NamedTuple):
@@ -62,14 +67,14 @@ class Weights(Protocol):
 class Dense:
     """A floating-point matrix, which may be a DTensor sharded by rows.
 
-    ``copy`` is all of it in the operands' dtype, where a call has made one.
+    ``copy`` is all of it in the operands' dtype (itself, if it has that), where it is not copied by steps.
     """
 
     weight: Tensor
     products: Products | None = None
     copy: Tensor | None = None
 
-    @property
+    @cached_property
     def columns(self) -> int:
         return len(local_part(self.weight))
 
@@ -95,11 +100,15 @@ class Dense:
         return self.hidden_size * (dtype.itemsize + wide_dtype(dtype).itemsize)
 
     def open(self, products: Products) -> Dense:
-        """The same for one call, with a copy if all of it is copied at once."""
+        """The same for one call, with all of it in the operands' dtype unless it is copied by steps."""
         opened = replace(self, products=products)
-        if not self.copied_bytes(products.dtype) or products.columns < self.columns:
+        if self.copied_bytes(products.dtype) and products.columns < self.columns:
             return opened
-        return replace(opened, copy=opened.rows(ALL))
+        return replace(opened, copy=opened.whole(products.dtype))
+
+    def whole(self, dtype: torch.dtype) -> Tensor:
+        """All rows."""
+        return local_part(self.weight.detach()).to(dtype)
 
     def rows(self, columns: Columns) -> Tensor:
         """Rows ``[C, H]`` or ``[R, K, H]`` in the operands' dtype."""
@@ -110,9 +119,7 @@ class Dense:
     def steps(self, columns: slice) -> Iterator[tuple[slice, slice]]:
         """Some columns at a time: where they are among ``columns``, and in the vocabulary."""
         start, stop, _ = columns.indices(self.columns)
-        size = stop - start
-        if self.products is not None and self.copy is None and self.copied_bytes(self.products.dtype):
-            size = self.products.columns
+        size = stop - start if self.products is None or self.copy is not None else self.products.columns
         for first in range(start, stop, max(size, 1)):
             last = min(first + size, stop)
             yield slice(first - start, last - start), slice(first, last)
@@ -147,11 +154,11 @@ class Dense:
         """``grad @ rows``, ``[R, H]``: of all columns in the operands' dtype, of some in fp32, as more are added."""
         if not isinstance(columns, slice):
             return torch.einsum("rk,rkh->rh", grad, self.rows(columns).to(grad.dtype))
-        steps = list(self.steps(columns))
-        whole = len(steps) == 1 and grad.shape[1] == self.columns and grad.is_cuda
-        out = grad.new_zeros(len(grad), self.hidden_size, dtype=grad.dtype if whole else wide_dtype(grad.dtype))
-        for i, (place, part) in enumerate(steps):
-            matmul_into(out, grad[:, place], self.rows(part), accumulate=i > 0)
+        whole = self.copy is not None and grad.shape[1] == self.columns and grad.is_cuda
+        out = grad.new_empty(len(grad), self.hidden_size, dtype=grad.dtype if whole else wide_dtype(grad.dtype))
+        out = out if grad.shape[1] else out.zero_()
+        for place, part in self.steps(columns):
+            matmul_into(out, grad[:, place], self.rows(part), accumulate=place.start > 0)
         return out
 
     def add_gradients(self, grads: Gradients, grad: Tensor, hidden: Tensor, columns: Columns) -> None:
@@ -189,6 +196,13 @@ class Quantized(Dense):
     def copied_bytes(self, dtype: torch.dtype) -> int:
         assert self.codes is not None
         return self.hidden_size * (dtype.itemsize + self.codes.temporary_bytes)
+
+    def whole(self, dtype: torch.dtype) -> Tensor:
+        whole = torch.empty(self.columns, self.hidden_size, dtype=dtype, device=self.device)
+        size = max(1, DEQUANTIZED // self.copied_bytes(dtype))
+        for start in range(0, self.columns, size):
+            whole[start : start + size] = self.rows(slice(start, start + size))
+        return whole
 
     def rows(self, columns: Columns) -> Tensor:
         assert self.codes is not None

@@ -383,7 +383,7 @@ def test_kernels(part):
     assert not wrong, "\n".join(map(str, wrong))
 
 
-@pytest.mark.parametrize("names", [query[1] for query in QUERIES if query[0] == "all"], ids=str)
+@pytest.mark.parametrize("names", [query[1] for query in QUERIES if query[0] == "all"])
 def test_long_rows_in_half_precision(names):
     """Of several blocks of a kernel, whose half-precision gradient may take the memory of projections."""
     torch.manual_seed(4)

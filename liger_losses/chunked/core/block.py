@@ -39,7 +39,9 @@ class BlockLike(Protocol):
     constants: dict[str, Tensor]
 
     def statistics(self) -> dict[str, Tensor]: ...
-    def add_gradients(self, upstream: dict[str, Tensor], grads: Gradients) -> Tensor | None: ...
+    def add_gradients(
+        self, upstream: dict[str, Tensor], grads: Gradients, hidden: Tensor | None = None
+    ) -> Tensor | None: ...
 
 
 @dataclass(eq=False)
@@ -220,15 +222,18 @@ class Block:
 
     # --- Gradients ---------------------------------------------------------------------------------------------------
 
-    def add_gradients(self, upstream: dict[str, Tensor], grads: Gradients) -> Tensor | None:
-        """Add those of weights and bias; return those of hidden states ``[R, H]``, if these get any."""
+    def add_gradients(
+        self, upstream: dict[str, Tensor], grads: Gradients, hidden: Tensor | None = None
+    ) -> Tensor | None:
+        """Add those of weights and bias; return those of hidden states ``[R, H]``, if these get any, added to those of
+        other columns where they are given."""
         part, head = self.part, self.part.head
         grad = self.gradient(upstream, grads)
         rows_of_head: Columns = self.columns
         if isinstance(rows_of_head, Tensor):
             rows_of_head = torch.where(kept_here(part), rows_of_head, -1)  # of padding, no row is read
         head.weights.add_gradients(grads, grad, part.hidden, rows_of_head)
-        return head.weights.hidden_gradient(grad, self.columns) if self.plan.hidden else None
+        return head.weights.hidden_gradient(grad, self.columns, hidden) if self.plan.hidden else None
 
     def gradient(self, upstream: dict[str, Tensor], grads: Gradients, out: Tensor | None = None) -> Tensor:
         """d loss / d projections ``[R, C]`` in the operands' dtype, in ``out`` or in the memory of the projections.
@@ -375,15 +380,18 @@ class _Gradient:
         if not upstream:
             return out.zero_()
         constants = {name: value[at] for name, value in block.constants.items()}
+        labels, first = block.part.labels.contiguous(), block.part.head.ranks.first + block.first
+        if not isinstance(block.columns, slice):
+            labels, first = block._label(-1), 0
         return rows.softmax_gradient(
             out,
             block.z[at],
             constants["lse"],
-            block._label(-1)[at],
+            labels[at],
             SoftmaxGradient.of(upstream, constants, block.part.class_weight),
             self.epilogue.rows(at),
             block.plan,
-            first_column=0,
+            first_column=first,
             vocab_size=block.part.vocab_size,
         )
 
@@ -398,7 +406,7 @@ class _Gradient:
             squares = torch.stack([constants["squares"][at], constants["teacher_squares"][at]])
         parameter = constants["parameter"][at] if "parameter" in constants else None
         sums = RowSums(constants["h"][at], squares)
-        label = block._label(block.width)[at]
+        label = None if logp is None else block._label(block.width)[at]
         student, teacher = block._sides(at)
         which = block._divergence()
         return rows.divergence_gradient(out, student, teacher, which, coefficients, sums, label, parameter, block.plan)

@@ -42,7 +42,7 @@ def check_call(targets: Sequence[Target]) -> None:
 def agree_on_call(targets: Sequence[Target], asked: Sequence[Statistic], options: Options, sums_losses: bool) -> None:
     """Raise RankError on all ranks that share a vocabulary unless they are about to make the same call."""
     for target in targets:
-        if target.head.ranks.size > 1:
+        if target.head.ranks.group is not None:
             facts = signature(target, asked, options) | {"a loss per token": sums_losses}
             read = {"labels": target.labels, "kept columns": target.kept}
             sums = {f"checksum of {name}": partial(_checksum, t) for name, t in read.items() if t is not None}

@@ -32,6 +32,9 @@ MEMORY_PARTS = 32
 USUAL_ROWS = 1024
 #: The columns of a tile of the second pass that keep a device busy.
 MIN_TILE_COLUMNS = 4096
+#: What is left free of a workspace, where it has room. CUDA's caching allocator may hand out a block of memory that is
+#: up to 1 MiB larger than a large buffer, and counts all of it; a few such buffers exist at a time.
+LARGER_BUFFERS = {"cuda": 3 * MiB}
 #: The part of a workspace in which rows of a head are copied, where not all of it is.
 COPIES = 8
 #: Rows of logits that work takes beside a block: of softmaxes in torch, of divergences and rows of the table in torch,
@@ -206,21 +209,31 @@ def usual_bytes(call: Signature, row: int) -> int:
     """Room for blocks that keep a device busy: of 512 tokens without a gradient, or with a teacher, else of 1024; of
     twice as many of an accelerator's; or of the gradients of up to 2048, by which that of the weight is a sum of few
     parts. Between 64 MiB and 1.5 GiB."""
-    rows = USUAL_ROWS
+    rows, most = USUAL_ROWS, 1536 * MiB
     if call.device.type != "cpu":
         rows = USUAL_ROWS // 2 if call.teacher_columns or not call.trains else USUAL_ROWS
     size = max(rows * row_bytes(call), 2 * rows * row if row < row_bytes(call) else 0)
     if collects(call, rows):
-        most = min(-(-call.tokens // MOST_PARTS // 128) * 128, 2 * USUAL_ROWS)
-        size = max(size, min(most * row, most * collected_bytes(call) + rows // 2 * row_bytes(call)))
-    return min(max(size + 8 * MiB, 64 * MiB), 1536 * MiB)
+        together, few = 2 * USUAL_ROWS, -(-call.tokens // MOST_PARTS // 128) * 128
+        if call.teacher_columns:  # all logits again would be twice as many products
+            together, most = min(max(together, few), call.tokens), max(most, call.memory // MEMORY_PARTS)
+        else:
+            together = min(together, few)
+        parts = together * collected_bytes(call) + _usual_part(call) * row_bytes(call)
+        size = max(size, min(together * row, parts))
+    return min(max(size + 8 * MiB, 64 * MiB), most)
+
+
+def _usual_part(call: Signature) -> int:
+    return USUAL_ROWS * 3 // 8 if call.teacher_columns else USUAL_ROWS // 2
 
 
 def collects(call: Signature, rows: int) -> bool:
     """Whether gradients in half precision are collected, of losses of single tokens that train a weight: where blocks
-    of so many rows would be too many parts of its gradient."""
+    of so many rows would be too many parts of its gradient. With a teacher, rows are few, and fewer parts faster."""
+    few = 2 if call.teacher_columns else MOST_PARTS
     half = call.operand in HALF_DTYPES and not call.kept and not call.couples and call.options.chunk_size is None
-    return half and call.trains_weight and call.many_parts != 1 and call.tokens > MOST_PARTS * rows
+    return half and call.trains_weight and call.many_parts != 1 and call.tokens > few * rows
 
 
 def collected_bytes(call: Signature) -> int:
@@ -321,7 +334,10 @@ def _budget(call: Signature, row: int) -> _Budget:
             f"{given} too small for {call.tokens} tokens of {models} a vocabulary of {call.columns}: give at least "
             f"{least} bytes, {advice}." + see("workspace")
         )
-    size = max(usual_bytes(call, row), least) if bound is None else bound - vectors
+    if bound is None:
+        size = max(usual_bytes(call, row), least)
+    else:
+        size = bound - vectors - min(LARGER_BUFFERS.get(call.device.type, 0), (bound - least) // 4)
     copied, most = _copies(call, size, max(size, call.memory // MEMORY_PARTS) if bound is None else size)
     if bound is not None or copied < call.columns:
         size -= copied * call.copied_bytes
@@ -335,7 +351,7 @@ def _rows(call: Signature, row: int, size: int) -> tuple[int, int]:
     rows = even(call.tokens, max(1, min(size // row, call.options.chunk_size or size)))
     if not collects(call, rows):
         return rows, rows
-    part_rows = max(1, min(USUAL_ROWS // (4 if call.teacher_columns else 2), size // (3 * row)))
+    part_rows = max(1, min(_usual_part(call), size // (4 * collected_bytes(call) + row)))
     return max(rows, even(call.tokens, (size - part_rows * row) // collected_bytes(call))), part_rows
 
 
@@ -361,7 +377,7 @@ def _temporaries(call: Signature) -> tuple[int, int]:
         count = TEMPORARIES_OF_TERMS if call.in_torch or call.teacher_columns else TEMPORARIES
     elif call.trains and call.several_terms:
         count = TEMPORARIES_OF_KERNELS
-    return count * padded(call.columns) * item, call.tokens * 16 * item
+    return count * padded(call.columns) * item, call.tokens * 32 * item
 
 
 def _copies(call: Signature, size: int, most: int) -> tuple[int, int]:
@@ -379,7 +395,7 @@ def _tile(call: Signature, size: int) -> tuple[int, int]:
     """Tokens and columns of the second pass at a time: most of the memory goes to tokens, so that each part of the
     weight's gradient is written once or a few times; but a tile needs enough columns to keep the device busy."""
     item, operand = wide_dtype(call.operand).itemsize, call.operand.itemsize
-    token = call.hidden_size * (2 * item + operand) + call.teacher_size * operand
+    token = call.hidden_size * (item + 2 * operand) + call.teacher_size * operand
     entry = item * (2 if call.teacher_columns else 1)
     rows = max(1, min(size * 5 // 8 // (token + 64 * entry), max(call.tokens, 1)))
     while True:
@@ -395,5 +411,5 @@ def _walk(call: Signature, size: int) -> tuple[int, int]:
     item, operand = wide_dtype(call.operand).itemsize, call.operand.itemsize
     columns = max(1, min(size // 4 // call.copied_bytes, call.columns))
     columns = columns // 64 * 64 or columns
-    token = call.hidden_size * (2 * item + operand) + columns * item
+    token = call.hidden_size * (item + 2 * operand) + columns * item
     return even(call.tokens, max(1, (size - columns * call.copied_bytes) // token)), columns

@@ -71,7 +71,7 @@ def softmax_gradient(
     first_column: int,
     vocab_size: int,
 ) -> Tensor:
-    """``out [R, C]``, the gradient of projections; labels are this rank's columns, or none of them."""
+    """``out [R, C]``, the gradient of projections; labels count the whole vocabulary."""
     return softmax_gradient_into(
         out,
         z,
@@ -119,7 +119,7 @@ def divergence_gradient(
     which: Divergence,
     coefficients: Coefficients,
     sums: RowSums,
-    labels: Tensor,
+    labels: Tensor | None,
     parameter: Tensor | None,
     plan: Plan,
 ) -> Tensor:

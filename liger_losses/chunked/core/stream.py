@@ -439,9 +439,8 @@ def _again(stream: Stream, constants: Values, upstream: Values, live: Tensor | N
         columns = part.head.weights.columns
         for here in slices(0, columns, columns if tile is None else tile[1]):
             block = stream.plan.block(part, stream.asked, stream.plan, of_rows, here)
-            of_columns = block.add_gradients(values, grads)
+            hidden = block.add_gradients(values, grads, *([] if hidden is None else [hidden]))
             del block
-            hidden = of_columns if hidden is None or of_columns is None else hidden.add_(of_columns)
         opened.add_hidden(grads, chosen, hidden)
 
 

@@ -59,7 +59,7 @@ class Weights(Protocol):
     def copied_bytes(self, dtype: torch.dtype) -> int: ...
     def open(self, products: Products) -> Weights: ...
     def logits(self, out: Tensor, hidden: Tensor, columns: Columns) -> Tensor: ...
-    def hidden_gradient(self, grad: Tensor, columns: Columns) -> Tensor: ...
+    def hidden_gradient(self, grad: Tensor, columns: Columns, out: Tensor | None = None) -> Tensor: ...
     def add_gradients(self, grads: Gradients, grad: Tensor, hidden: Tensor, columns: Columns) -> None: ...
 
 
@@ -150,15 +150,18 @@ class Dense:
                 out[at : at + most, first - start : first - start + len(rows)] = of_rows[: len(part)]
         return out
 
-    def hidden_gradient(self, grad: Tensor, columns: Columns) -> Tensor:
-        """``grad @ rows``, ``[R, H]``: of all columns in the operands' dtype, of some in fp32, as more are added."""
+    def hidden_gradient(self, grad: Tensor, columns: Columns, out: Tensor | None = None) -> Tensor:
+        """``grad @ rows``, ``[R, H]``: of all columns in the operands' dtype, of some in fp32, as more are added; to
+        ``out`` where that is given, which is fp32."""
         if not isinstance(columns, slice):
             return torch.einsum("rk,rkh->rh", grad, self.rows(columns).to(grad.dtype))
         whole = self.copy is not None and grad.shape[1] == self.columns and grad.is_cuda
-        out = grad.new_empty(len(grad), self.hidden_size, dtype=grad.dtype if whole else wide_dtype(grad.dtype))
-        out = out if grad.shape[1] else out.zero_()
+        holds = out is not None or not grad.shape[1]
+        if out is None:
+            dtype = grad.dtype if whole else wide_dtype(grad.dtype)
+            out = (grad.new_empty if grad.shape[1] else grad.new_zeros)(len(grad), self.hidden_size, dtype=dtype)
         for place, part in self.steps(columns):
-            matmul_into(out, grad[:, place], self.rows(part), accumulate=place.start > 0)
+            matmul_into(out, grad[:, place], self.rows(part), accumulate=holds or place.start > 0)
         return out
 
     def add_gradients(self, grads: Gradients, grad: Tensor, hidden: Tensor, columns: Columns) -> None:
@@ -280,10 +283,10 @@ class WithAdapters:
             return matmul_into(out, low, b.t(), accumulate=True)
         return out.add_(torch.einsum("rh,rkh->rk", low, b))
 
-    def hidden_gradient(self, grad: Tensor, columns: Columns) -> Tensor:
+    def hidden_gradient(self, grad: Tensor, columns: Columns, out: Tensor | None = None) -> Tensor:
         low = self._b().hidden_gradient(grad, columns)
         wide = wide_dtype(grad.dtype)
-        return self.base.hidden_gradient(grad, columns).to(wide) + low.to(wide) @ self._a().to(wide)
+        return self.base.hidden_gradient(grad, columns, out).to(wide).addmm_(low.to(wide), self._a().to(wide))
 
     def add_gradients(self, grads: Gradients, grad: Tensor, hidden: Tensor, columns: Columns) -> None:
         self.base.add_gradients(grads, grad, hidden, columns)
@@ -339,9 +342,10 @@ class Beside:
         first, last = self._parts(hidden)
         return self.base.logits(out, first, columns).add_(self.extra.logits(torch.empty_like(out), last, columns))
 
-    def hidden_gradient(self, grad: Tensor, columns: Columns) -> Tensor:
+    def hidden_gradient(self, grad: Tensor, columns: Columns, out: Tensor | None = None) -> Tensor:
         parts = self.base.hidden_gradient(grad, columns), self.extra.hidden_gradient(grad, columns)
-        return torch.cat([part.to(wide_dtype(grad.dtype)) for part in parts], -1)
+        both = torch.cat([part.to(wide_dtype(grad.dtype)) for part in parts], -1)
+        return both if out is None else out.add_(both)
 
     def add_gradients(self, grads: Gradients, grad: Tensor, hidden: Tensor, columns: Columns) -> None:
         first, last = self._parts(hidden)

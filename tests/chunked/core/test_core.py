@@ -39,18 +39,13 @@ ALL = slice(None)
 class Threads(Ranks):
     """Ranks that share a vocabulary, as threads of this process."""
 
-    size, sizes = 3, tuple(stop - start for start, stop in SHARDS)
-
     def __init__(self, rank, box, barrier):
-        (self.first, stop), self.rank, self.box, self.barrier = SHARDS[rank], rank, box, barrier
-        self.columns = stop - self.first
-
-    def most(self, columns):
-        return max(self.sizes)
+        super().__init__(rank=rank, sizes=tuple(stop - start for start, stop in SHARDS))
+        vars(self).update(box=box, barrier=barrier)
 
     def local(self, ids):
-        here = ids - self.first
-        return here.clamp(0, self.columns - 1), (here >= 0) & (here < self.columns)
+        here, columns = ids - self.first, self.sizes[self.rank]
+        return here.clamp(0, columns - 1), (here >= 0) & (here < columns)
 
     def gather(self, value):
         self.box[self.rank] = value
@@ -266,7 +261,7 @@ def narrow(target, dtype, device):
         return target.to(device, dtype if target.is_floating_point() else target.dtype)
     if isinstance(target, Codes):
         return Codes(narrow(target.codes, dtype, device), dtype)
-    if dataclasses.is_dataclass(target):
+    if dataclasses.is_dataclass(target) and not isinstance(target, Ranks):
         fields = {f.name: getattr(target, f.name) for f in dataclasses.fields(target) if f.init}
         return dataclasses.replace(target, **{name: narrow(value, dtype, device) for name, value in fields.items()})
     return target
@@ -325,7 +320,7 @@ def check(
             weights = [{n: narrow(u, torch.float32, device) for n, u in of_case.items()} for of_case in upstream]
         if one_pass:
             live = None if way == "not compact, one pass" else ~zero.to(device)
-            losses = [TokenLoss(lambda s, **u: weighted(s, u), u, live=live) for u in upstream]
+            losses = [TokenLoss(lambda s, **u: weighted(s, u), u, live=live) for u in weights]
             loss = loss_sum(targets, asked, losses, options)[0]
         else:
             found = statistics(targets, asked, options)

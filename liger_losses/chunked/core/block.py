@@ -176,14 +176,14 @@ class Block:
 
     def _compare(self) -> None:
         """The divergence from the teacher, over the columns that both models have."""
-        part, plan, z, label = self.part, self.plan, self.z[:, : self.shared], self._zeros()
+        part, plan, z, label = self.part, self.plan, self.z[:, : self.shared], torch.zeros_like(self.part.labels)
         assert self.teacher_memory is not None
         entropy = {"entropy"} if "soft_entropy" in self._names() else set[str]()
         ranks, which = part.head.ranks, self._divergence()
-        soft = rows.softmax(z, label, entropy, self._soft(), plan)
+        soft = rows.softmax(z, label, entropy, self._soft, plan)
         student = rows.merged({name: soft[name] for name in {"lse", *entropy}}, part.labels, ranks, None)
         entropy = {"entropy"} if which is not None and which.by_entropy else set[str]()
-        hard = rows.softmax(self.teacher_memory, label, entropy, self._of_teacher(), plan)
+        hard = rows.softmax(self.teacher_memory, label, entropy, self._of_teacher, plan)
         teacher = rows.merged({name: hard[name] for name in {"lse", *entropy}}, part.labels, ranks, None)
         self.constants |= {"soft_lse": student["lse"], "teacher_lse": teacher["lse"]}
         if "entropy" in student:
@@ -195,16 +195,15 @@ class Block:
         sides = self._sides(slice(None))
         self.constants |= rows.divergence_sums(*sides, which, self.constants.get("parameter"), ranks, plan)
 
-    def _zeros(self) -> Tensor:
-        return torch.zeros_like(self.part.labels)
-
     def _divergence(self) -> Any:
         return next((s.divergence for s in self.asked if s.divergence is not None), None)
 
+    @cached_property
     def _soft(self) -> Epilogue:
         """The student's logits at the teacher's temperature, of the columns that both have."""
         return self._epilogue(self.part.teacher.temperature, self.shared)._replace(class_weight=None)
 
+    @cached_property
     def _of_teacher(self) -> Epilogue:
         teacher = self.part.teacher
         if isinstance(teacher, TeacherLogits) or not isinstance(self.columns, slice):
@@ -217,8 +216,8 @@ class Block:
     def _sides(self, at: slice) -> tuple[Logits, Logits]:
         """Both models' logits of the shared columns."""
         assert self.teacher_memory is not None
-        student = Logits(self.z[:, : self.shared], self.constants["soft_lse"], self._soft())
-        return student.rows(at), Logits(self.teacher_memory, self.constants["teacher_lse"], self._of_teacher()).rows(at)
+        student = Logits(self.z[:, : self.shared], self.constants["soft_lse"], self._soft)
+        return student.rows(at), Logits(self.teacher_memory, self.constants["teacher_lse"], self._of_teacher).rows(at)
 
     # --- Gradients ---------------------------------------------------------------------------------------------------
 

@@ -94,7 +94,7 @@ def divergence_sums(
     squares = None
     if which.form == "cosine":
         squares = ranks.sum(square_sums(student, teacher, scratch=plan.scratch, backend=plan.backend))
-    value, h = torch.zeros_like(student.lse), torch.zeros_like(student.lse)
+    value, h = torch.empty_like(student.lse), torch.empty_like(student.lse)
     sums = RowSums(h, squares)
     divergence_into(
         value,

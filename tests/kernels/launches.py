@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -21,10 +22,11 @@ from liger_losses import (
     linear_divergence_loss,
     linear_statistics,
 )
+from liger_losses.chunked.core.inputs import target_of as of_tokens
+from liger_losses.chunked.core.plan import Options
+from liger_losses.chunked.core.stream import statistics as statistics_of
 from liger_losses.kernels.divergence import Logits, square_sums
 from liger_losses.kernels.divergence_terms import summed_terms
-from liger_losses.kernels.given_columns import ByRows, GivenCall, GivenColumns, evaluate, project_, with_gradients
-from liger_losses.kernels.given_ids import GivenIds, find
 from liger_losses.kernels.label_rows import masked_labels
 from liger_losses.kernels.logit_transform import Epilogue
 from liger_losses.kernels.reading import label_facts
@@ -121,20 +123,12 @@ def divergence(
     loss.backward()
 
 
-def support(ragged: bool, dtype: torch.dtype = BF16, transform: LogitTransform = LogitTransform()) -> None:
+def support(dtype: torch.dtype = BF16, transform: LogitTransform = LogitTransform(), bias: bool = False) -> None:
     """Log-probabilities over a few columns for each token."""
     hidden, weight, labels = problem(dtype)
-    ids, offsets = tensor(TOKENS, 64, dtype=torch.long), None
-    if ragged:
-        ids, offsets = tensor(TOKENS * 64, dtype=torch.int32), tensor(TOKENS + 1, dtype=torch.long)
-    tokens = labels if ragged else None
-    given = GivenIds(ids, offsets, labels, -100, VOCAB, range(VOCAB), int(ragged), ragged, 800, tokens, 64)
-    found = find(given, FP32, backend="triton")
-    call = GivenCall(GivenColumns(found.columns, VOCAB), found, ByRows("triton"), transform, backend="triton")
-    names = ("logp", "entropy", "lse", *(["selected_logps"] if ragged else []))
-    inputs = (bias_of(weight) if ragged else None, hidden, weight)
-    project_(call, *inputs)
-    backward(*with_gradients(call, evaluate(call, names), names, *inputs).values())
+    head = Head(weight, bias_of(weight) if bias else None, transform)
+    kept = replace(of_tokens(hidden, head, labels, kept=None), kept=tensor(TOKENS, 64, dtype=torch.long))
+    backward(*statistics_of([kept], ("logp", "entropy"), Options(compact=False))[0].values())
 
 
 def heads() -> dict[str, Callable[[], None]]:
@@ -170,9 +164,9 @@ def heads() -> dict[str, Callable[[], None]]:
         "entropy, fp32": lambda: statistics("logp entropy", "resident", FP32, warm),
         "log-probabilities, resident": lambda: statistics("logp", "resident", metrics="entropy mean_logit"),
         "log-probabilities, two passes": lambda: statistics("logp", transform=warm),
-        "support": lambda: support(False),
-        "support, ragged": lambda: support(True, FP16, each_capped),
-        "support, fp32": lambda: support(True, FP32, warm),
+        "support": lambda: support(),
+        "support, fp16": lambda: support(FP16, each_capped, True),
+        "support, fp32": lambda: support(FP32, warm),
         "masked labels": lambda: masked_labels(tensor(TOKENS, dtype=torch.long), -100, 1000, backend="triton"),
         "summed terms": lambda: summed_terms(
             Divergence.mixture(0.5, 0.5, 0.5), *[tensor(TOKENS, 64, dtype=FP32)] * 2, backend="triton"

@@ -5,12 +5,13 @@ An accelerator imports the core, which knows none of them; it has one predicate 
 nothing else launches lie beside it. Tokens that it cannot serve are mended on the device.
 """
 
-from liger_losses.chunked.accelerators import exponentials, unstored
+from liger_losses.chunked.accelerators import exponentials, kept, unstored
 from liger_losses.chunked.core.block import BLOCKS
 
 ACCELERATORS = (
     unstored.ACCELERATOR,
     exponentials.ACCELERATOR,
+    kept.ACCELERATOR,
 )
 
 BLOCKS[:0] = ACCELERATORS

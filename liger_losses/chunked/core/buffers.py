@@ -86,7 +86,7 @@ class Gradients:
         if not self.wants(tensor):
             return
         buffer = self.buffers[key_of(tensor)]
-        if buffer.leaf.sparse and buffer.total is None:
+        if self.lists_rows(tensor):
             buffer.sparse.append((ids, values))
         else:
             if buffer.dtype in HALF_DTYPES:  # what a row gets is rounded once
@@ -94,6 +94,11 @@ class Gradients:
                 first = torch.searchsorted(ids, ids)
                 values = torch.zeros_like(values).index_put_((first,), values[order], accumulate=True)
             buffer.whole().index_put_((ids.clamp(min=0),), values.to(buffer.dtype), accumulate=True)
+
+    def lists_rows(self, tensor: Tensor) -> bool:
+        """Whether a gradient is a list of rows so far, and no matrix."""
+        buffer = self.buffers[key_of(tensor)]
+        return buffer.leaf.sparse and buffer.total is None
 
     def of(self, tensor: Tensor) -> Tensor | None:
         """The whole buffer of a tensor, to be added to in place; ``None`` for one without a gradient."""

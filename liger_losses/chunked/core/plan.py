@@ -373,7 +373,7 @@ def _check_invariant(call: Signature, copied: int) -> None:
 def _temporaries(call: Signature) -> tuple[int, int]:
     """Bytes of a row's temporaries, and of the numbers of all tokens."""
     item, count = wide_dtype(call.operand).itemsize, 0
-    if call.in_torch or call.backend == "torch":
+    if call.in_torch or call.kept or call.backend == "torch":
         count = TEMPORARIES_OF_TERMS if call.in_torch or call.teacher_columns else TEMPORARIES
     elif call.trains and call.several_terms:
         count = TEMPORARIES_OF_KERNELS

@@ -11,9 +11,22 @@ from torch import nn
 
 import liger_losses
 from benchmarks.coverage import model_zoo
-from liger_losses import ChunkedLoss, linear_logps, linear_statistics, linear_token_loss
+from liger_losses import (
+    ChunkedLoss,
+    Divergence,
+    Head,
+    TeacherLogits,
+    linear_divergence,
+    linear_logps,
+    linear_statistics,
+    linear_token_loss,
+)
+from liger_losses.chunked.core import buffers, weights
+from liger_losses.kernels.matmul import matmul_into
 from liger_losses.patching.lazy_head import force_lazy_head, make_head_lazy
 from tests.losses import CE
+from tests.reference import Int8Weight
+from tests.results import compiled as calls
 
 peft = pytest.importorskip("peft")
 pytest.importorskip("transformers")
@@ -25,6 +38,66 @@ def _head_and_batch(tokens=5):
     labels = torch.randint(13, (4, tokens))
     labels[0, 2:] = -100
     return head, torch.randn(4, tokens, 8, requires_grad=True), labels
+
+
+def _of_function(hidden, head, labels):
+    teacher = TeacherLogits(lambda positions: torch.ones(len(positions), 13), columns=13)
+    return linear_divergence(hidden, head, labels, teacher, Divergence.forward_kl()).divergence
+
+
+def _registered(hidden, head, labels):
+    return linear_statistics(hidden, head, labels, "sum_of_squares").registered
+
+
+def _quantized(hidden, head, labels):
+    return linear_logps(hidden, Head(Int8Weight(head.weight.detach())), labels)
+
+
+@pytest.mark.parametrize(
+    ("call", "reason"),
+    [
+        (_of_function, "functions of a teacher's logits"),
+        (_registered, "registered statistics"),
+        (_quantized, "quantized heads"),
+    ],
+)
+def test_what_a_graph_cannot_hold_ends_it(call, reason):
+    liger_losses.register_statistic("sum_of_squares", lambda log_p: (2 * log_p).exp())
+    head, hidden, labels = _head_and_batch()
+    compiled = torch.compile(lambda hidden: call(hidden * 2, head, labels) * 3, backend="eager")
+    with pytest.warns(UserWarning, match=f"cannot hold {reason}"):
+        torch.testing.assert_close(compiled(hidden), call(hidden * 2, head, labels) * 3)
+
+
+#: Products with the head, of all tokens, in a call and its backward.
+PRODUCTS = {
+    "cross entropy": 3,
+    "GRPO": 3,
+    "JSD": 4,  # one is the teacher's
+    "logps": 4,  # backward computes logits again
+    "user's loss": 4,
+    "DPO, several": 10,  # two groups, and the reference's
+}
+
+
+@pytest.mark.parametrize("name", PRODUCTS)
+def test_products(name, monkeypatch):
+    """One pass stays one pass."""
+    count = 0
+
+    def counted(*arguments, **options):
+        nonlocal count
+        count += 1
+        return matmul_into(*arguments, **options)
+
+    for module in (buffers, weights):
+        monkeypatch.setattr(module, "matmul_into", counted)
+    build, call = calls.LOSSES.get(name) or (lambda: None, lambda loss, *inputs: calls.OPERATIONS[name](*inputs))
+    loss, head = build(), calls.layer()
+    function, _ = calls.compiled(lambda d: call(loss, head, d))
+    d = calls.batch(6)
+    calls.gradients(function(d), (d["h"], *head.parameters()))
+    assert count == PRODUCTS[name]
 
 
 class _ReadsWhatThereIs(ChunkedLoss):

@@ -144,7 +144,7 @@ def _forms(weights: Any) -> tuple[type, ...]:
 class Plan(NamedTuple):
     """How a call runs."""
 
-    rows: int  # tokens whose gradients share products
+    rows: int  # tokens whose gradients share products; of a pass that walks, those of a tile
     part_rows: int  # of them, tokens of a block, whose logits exist at a time
     copied_columns: (
         int  # columns whose rows of the head are copied at a time; all where none are copied, or all at once
@@ -261,7 +261,7 @@ def plan(call: Signature, table: tuple[Accelerator, ...]) -> Plan:
     accumulate, copied, tile = options.accum_dtype, budget.copied, None
     walks = not keeps and call.of_kernels and call.quantized and copied < call.columns and call.tokens > 2 * rows
     if walks:
-        tile = _walk(call, budget.blocks + copied * call.copied_bytes)
+        rows, tile = _walk(call, budget.blocks + copied * call.copied_bytes)
         copied = tile[1]
     elif call.many_parts:
         # Of losses of single tokens of several targets, a buffer in fp32 is faster than all of their logits again.
@@ -406,10 +406,12 @@ def _tile(call: Signature, size: int) -> tuple[int, int]:
         rows = rows * 3 // 4
 
 
-def _walk(call: Signature, size: int) -> tuple[int, int]:
-    """The same where a tile's columns are copied for all of its tokens: a quarter of the memory holds copies."""
+def _walk(call: Signature, size: int) -> tuple[int, tuple[int, int]]:
+    """The same where a tile's columns are copied for all of its tokens: a quarter of the memory holds copies. Of the
+    first pass, which has no gradients, a tile has more tokens."""
     item, operand = wide_dtype(call.operand).itemsize, call.operand.itemsize
     columns = max(1, min(size // 4 // call.copied_bytes, call.columns))
     columns = columns // 64 * 64 or columns
-    token = call.hidden_size * (item + 2 * operand) + columns * item
-    return even(call.tokens, max(1, (size - columns * call.copied_bytes) // token)), columns
+    size -= columns * call.copied_bytes
+    first, second = (call.hidden_size * n + columns * item for n in (operand, item + 2 * operand))
+    return even(call.tokens, max(1, size // first)), (even(call.tokens, max(1, size // second)), columns)

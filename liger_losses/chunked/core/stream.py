@@ -328,8 +328,8 @@ class _Statistics(torch.autograd.Function):
                     outputs += [values[s.name] for s in stream.asked]
                     continue
                 blocks, parts, opened = list[Any](), [stream.empty()], stream.open()
-                if stream.plan.walks and stream.plan.tile is not None:
-                    for rows in slices(0, stream.count, stream.plan.tile[0]):
+                if stream.plan.walks:
+                    for rows in slices(0, stream.count, stream.plan.rows):
                         parts.append(statistics_by_columns(opened.part(rows), stream.asked, stream.plan))
                 for rows, block in (
                     () if stream.plan.walks else opened.blocks(0, stream.count, trains=stream.plan.keeps)

@@ -6,7 +6,7 @@ R tokens, H hidden size, C columns of the vocabulary, K columns of each token.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import NamedTuple, Protocol
 
@@ -67,12 +67,14 @@ class Weights(Protocol):
 class Dense:
     """A floating-point matrix, which may be a DTensor sharded by rows.
 
-    ``copy`` is all of it in the operands' dtype (itself, if it has that), where it is not copied by steps.
+    ``copy`` is all of it in the operands' dtype (itself, if it has that), where it is not copied by steps; ``last`` is
+    the copy of the last step, which both products of a tile read.
     """
 
     weight: Tensor
     products: Products | None = None
     copy: Tensor | None = None
+    last: dict[tuple[int, int], Tensor] = field(default_factory=dict, init=False)
 
     @cached_property
     def columns(self) -> int:
@@ -112,9 +114,20 @@ class Dense:
 
     def rows(self, columns: Columns) -> Tensor:
         """Rows ``[C, H]`` or ``[R, K, H]`` in the operands' dtype."""
-        matrix = local_part(self.weight.detach()) if self.copy is None else self.copy
-        rows = matrix[columns]
-        return rows if self.products is None or rows.dtype == self.products.dtype else rows.to(self.products.dtype)
+        if self.copy is not None:
+            return self.copy[columns]
+        if self.products is None or not isinstance(columns, slice):
+            return self.copied(columns)
+        start, stop, _ = columns.indices(self.columns)
+        if (start, stop) not in self.last:
+            self.last.clear()  # its memory is free before the next step is copied
+            self.last[start, stop] = self.copied(columns)
+        return self.last[start, stop]
+
+    def copied(self, columns: Columns) -> Tensor:
+        """The same from the matrix itself."""
+        rows = local_part(self.weight.detach())[columns]
+        return rows if self.products is None else rows.to(self.products.dtype)
 
     def steps(self, columns: slice) -> Iterator[tuple[slice, slice]]:
         """Some columns at a time: where they are among ``columns``, and in the vocabulary."""
@@ -204,13 +217,11 @@ class Quantized(Dense):
         whole = torch.empty(self.columns, self.hidden_size, dtype=dtype, device=self.device)
         size = max(1, DEQUANTIZED // self.copied_bytes(dtype))
         for start in range(0, self.columns, size):
-            whole[start : start + size] = self.rows(slice(start, start + size))
+            whole[start : start + size] = self.copied(slice(start, start + size))
         return whole
 
-    def rows(self, columns: Columns) -> Tensor:
+    def copied(self, columns: Columns) -> Tensor:
         assert self.codes is not None
-        if self.copy is not None:
-            return self.copy[columns]
         dtype = self.codes.dtype if self.products is None else self.products.dtype
         if isinstance(columns, slice):
             start, stop, _ = columns.indices(self.columns)

@@ -20,6 +20,7 @@ from liger_losses.chunked.core import (
     TokenLoss,
     WithAdapters,
     loss_sum,
+    rows,
     statistics,
     stream,
 )
@@ -368,6 +369,43 @@ def test_no_second_buffer_of_the_weights_size(name, chunk_size):
     with Work() as work:
         torch.autograd.grad(3 * CALLS[name](*leaves, labels, chunk_size=chunk_size, workspace=200_000), leaves)
     assert not work.wide
+
+
+class Dequantized(Codes):
+    """Codes that count their rows which are dequantized, and the most of them at a time."""
+
+    total = most = 0
+
+    def rows(self, start, stop):
+        rows = super().rows(start, stop)
+        self.total, self.most = self.total + len(rows), max(self.most, len(rows))
+        return rows
+
+
+@pytest.mark.parametrize(("passes", "workspace"), [(3 + 4, 150_000), (1 + 1, 600_000)])
+def test_each_row_is_dequantized_once_a_pass(passes, workspace):
+    """For all tokens, or for a third of them, and a fourth where gradients take memory too; never all at once."""
+    hidden, weight, labels = inputs(tokens=600)
+    codes = Dequantized((weight.detach() * 20).round().to(torch.int8))
+    with mock.patch("liger_losses.chunked.core.weights.DEQUANTIZED", 4096):
+        target = Target(Head(Quantized.of(codes)), hidden, labels)
+        found = statistics([target], ["logp"], Options(workspace=workspace, keep=0))[0]
+        torch.autograd.grad(found["logp"].sum(), hidden)
+    assert codes.total == passes * V
+    assert codes.most < V / 2
+
+
+@pytest.mark.parametrize("biased", [False, True])
+def test_a_block_takes_few_launches_whatever_adds_to_a_gradient(biased):
+    hidden, weight, labels = [t.to(DEVICE) for t in inputs(torch.bfloat16, tokens=80)]
+    weight, bias = weight.detach().requires_grad_(), torch.zeros(V, device=DEVICE, requires_grad=True)
+    ids = torch.arange(80, device=DEVICE)[:, None] + torch.arange(3, device=DEVICE)
+    target = Target(Head(Dense(weight), bias if biased else None), hidden, labels, selected=ids)
+    launched, launch = [], rows.softmax_gradient
+    with mock.patch.object(rows, "softmax_gradient", lambda *a, **k: launched.append(launch(*a, **k))):
+        found = statistics([target], ["selected_logps", "lse"], Options(backend="triton"))[0]
+        sum(value.sum() for value in found.values()).backward()
+    assert len(launched) == 1
 
 
 @contextmanager

@@ -127,6 +127,8 @@ def targets_of(
         count = count_targets(**arguments, selected=selected, **inputs)
         moved = shift_each(labels, shift, count, ignore_index)
         parts = [one_each(value, count) for value in (hidden_states, weight, moved, bias, selected)]
+    elif shift:
+        parts[2] = shift_each(labels, shift, 1, ignore_index)
     hidden, layers, moved, biases, columns = parts
     heads = heads_of(layers, biases, transform)
     devices = sorted({str(head.weight.device) for head in heads})

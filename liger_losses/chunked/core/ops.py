@@ -22,7 +22,7 @@ from liger_losses.checks import LISTS, check_like_labels, check_names, check_shi
 from liger_losses.chunked.core import compiled
 from liger_losses.chunked.core.distilled import Teacher, TeacherLogits, Teachers
 from liger_losses.chunked.core.entry import operator
-from liger_losses.chunked.core.inputs import several, shift_labels, target_of, targets_of
+from liger_losses.chunked.core.inputs import several, target_of, targets_of
 from liger_losses.chunked.core.options import EngineOptions
 from liger_losses.chunked.core.output_layer import Head
 from liger_losses.chunked.core.results import (
@@ -149,31 +149,31 @@ def linear_logps(
     many = several(hidden_states, weight)
     if not isinstance(shift, bool):
         check_shift(shift, many)
-    if many:
-        if support is not None:
-            raise TypeError(
-                "support= does not work with lists of hidden states or heads; call linear_logps for each of them."
-            )
-        targets = targets_of(hidden_states, weight, labels, ignore_index, bias=bias, transform=transform, shift=shift)
-        found = [Statistics(**values) for values in compiled.statistics(targets, names, options)]
-        return found if len(names) > 1 else [part.logp for part in found]
-    check_tensor("labels", labels)
-    head = Head.of(weight, bias, transform)
-    of_each = isinstance(hidden_states, Tensor) and labels.dim() == hidden_states.dim() > 1
+    if not many:
+        check_tensor("labels", labels)
+    elif support is not None:
+        raise TypeError(
+            "support= does not work with lists of hidden states or heads; call linear_logps for each of them."
+        )
+    of_each = not many and isinstance(hidden_states, Tensor) and labels.dim() == hidden_states.dim() > 1
     if of_each and labels.shape[:-1] == hidden_states.shape[:-1]:
         if support is not None or shift:
             raise ValueError("support= and shift= do not work with several labels [..., m]; leave them out.")
-        one, columns, mask = _several_labels(labels, options)
-        of_columns = ("selected_logps", *names[1:])
-        values = linear_statistics(hidden_states, head, one, of_columns, selected=columns, options=options)
-        statistics = values._replace(logp=torch.where(mask, values.selected_logps, 0.0), selected_logps=None)
-    elif support is None:
-        labels = shift_labels(labels, ignore_index, int(shift)) if shift else labels
-        statistics = linear_statistics(hidden_states, head, labels, names, options=options)
-    else:
+        labels, columns, mask = _several_labels(labels, options)
+        target = target_of(hidden_states, Head.of(weight, bias, transform), labels, selected=columns)
+        (values,) = compiled.statistics([target], ("selected_logps", *names[1:]), options)
+        values["logp"] = torch.where(mask, values.pop("selected_logps"), 0.0)
+        found = [Statistics(**values)]
+    elif support is not None:
+        head = Head.of(weight, bias, transform)
         kept = kept_statistics(hidden_states, head, labels, support, names, options, shift=int(shift))
-        statistics = Statistics(**kept)
-    return statistics if len(names) > 1 else statistics.logp
+        found = [Statistics(**kept)]
+    else:
+        fields = {"bias": bias, "transform": transform, "shift": shift}
+        targets = targets_of(hidden_states, weight, labels, ignore_index, **fields)
+        found = [Statistics(**values) for values in compiled.statistics(targets, names, options)]
+    results = found if len(names) > 1 else [part.logp for part in found]
+    return results if many else results[0]
 
 
 class TopK(NamedTuple):

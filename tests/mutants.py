@@ -138,7 +138,6 @@ MUTANTS: dict[str, list[tuple[str, str, Change, int]]] = {
         ("chunked.losses.policy_objectives", "policy_terms", swap("-", "+"), 3),
         ("chunked.losses.policy_objectives", "coupled_terms", swap("<=", ">"), 0),
         ("chunked.losses.policy_objectives", "_corrected_k3", swap("+", "-"), 0),
-        ("kernels.given_columns", "project_", condition(False), 0),
     ],
     f"{GOLDEN} -k 'CE or MiniLLM or Distillation'": [
         ("chunked.losses.cross_entropy_terms", "cross_entropy", number(2, 1), 0),
@@ -185,8 +184,8 @@ MUTANTS: dict[str, list[tuple[str, str, Change, int]]] = {
     "tests/results/test_ranks.py -k 'several_processes and 2'": [
         ("chunked.losses.context_parallel", "_Sum.forward", without("all_reduce"), 0),
         ("chunked.losses.context_parallel", "_Sum.backward", condition(False), 0),
-        ("chunked.core.ranks", "VocabularyRanks.sum", without("all_reduce"), 0),
-        ("chunked.core.ranks", "VocabularyRanks.local", swap("<", "<="), 0),
+        ("chunked.core.ranks", "Ranks.sum", without("all_reduce"), 0),
+        ("chunked.core.ranks", "Ranks.local", swap("<", "<="), 0),
         ("chunked.core.buffers", "Gradients._result", condition(False), 1),
     ],
 }  # fmt: skip

@@ -219,13 +219,9 @@ def usual_bytes(call: Signature, row: int) -> int:
             together, most = min(max(together, few), call.tokens), max(most, call.memory // MEMORY_PARTS)
         else:
             together = min(together, few)
-        parts = together * collected_bytes(call) + _usual_part(call) * row_bytes(call)
+        parts = together * collected_bytes(call) + USUAL_ROWS // 2 * row_bytes(call)
         size = max(size, min(together * row, parts))
     return min(max(size + 8 * MiB, 64 * MiB), most)
-
-
-def _usual_part(call: Signature) -> int:
-    return USUAL_ROWS * 3 // 8 if call.teacher_columns else USUAL_ROWS // 2
 
 
 def collects(call: Signature, rows: int) -> bool:
@@ -351,7 +347,7 @@ def _rows(call: Signature, row: int, size: int) -> tuple[int, int]:
     rows = even(call.tokens, max(1, min(size // row, call.options.chunk_size or size)))
     if not collects(call, rows):
         return rows, rows
-    part_rows = max(1, min(_usual_part(call), size // (4 * collected_bytes(call) + row)))
+    part_rows = max(1, min(USUAL_ROWS // 2, size // (4 * collected_bytes(call) + row)))
     return max(rows, even(call.tokens, (size - part_rows * row) // collected_bytes(call))), part_rows
 
 
@@ -395,7 +391,7 @@ def _tile(call: Signature, size: int) -> tuple[int, int]:
     """Tokens and columns of the second pass at a time: most of the memory goes to tokens, so that each part of the
     weight's gradient is written once or a few times; but a tile needs enough columns to keep the device busy."""
     item, operand = wide_dtype(call.operand).itemsize, call.operand.itemsize
-    token = call.hidden_size * (item + 2 * operand) + call.teacher_size * operand
+    token = call.hidden_size * (item + operand) + call.teacher_size * operand
     entry = item * (2 if call.teacher_columns else 1)
     rows = max(1, min(size * 5 // 8 // (token + 64 * entry), max(call.tokens, 1)))
     while True:
@@ -407,11 +403,13 @@ def _tile(call: Signature, size: int) -> tuple[int, int]:
 
 
 def _walk(call: Signature, size: int) -> tuple[int, tuple[int, int]]:
-    """The same where a tile's columns are copied for all of its tokens: a quarter of the memory holds copies. Of the
-    first pass, which has no gradients, a tile has more tokens."""
+    """The same where a tile's columns are copied for all of its tokens, at least in a quarter of the memory; and before
+    it the tokens of the first pass's tiles, which are more: they have no gradients."""
     item, operand = wide_dtype(call.operand).itemsize, call.operand.itemsize
-    columns = max(1, min(size // 4 // call.copied_bytes, call.columns))
+    columns = max(1, size // 4 // call.copied_bytes)
+    token, copied = call.hidden_size * (item + operand), columns * call.copied_bytes
+    rows = even(call.tokens, max(1, (size - copied) // (token + columns * item)))
+    columns = max(1, min((size - rows * token) // (call.copied_bytes + rows * item), call.columns))
     columns = columns // 64 * 64 or columns
-    size -= columns * call.copied_bytes
-    first, second = (call.hidden_size * n + columns * item for n in (operand, item + 2 * operand))
-    return even(call.tokens, max(1, size // first)), (even(call.tokens, max(1, size // second)), columns)
+    first = call.hidden_size * operand + columns * item
+    return even(call.tokens, max(1, (size - columns * call.copied_bytes) // first)), (rows, columns)

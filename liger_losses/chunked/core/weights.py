@@ -26,8 +26,8 @@ ALL = slice(None)
 FIXED_CPU, FIXED_GPU, FIXED_DEPTH = (64, 1024), (512, 8192), 8
 
 
-#: Bytes of rows that are dequantized at a time, where all are before the products.
-DEQUANTIZED = 2**25
+#: Steps in which all rows are dequantized before the products.
+STEPS = 8
 
 
 class Products(NamedTuple):
@@ -215,9 +215,10 @@ class Quantized(Dense):
 
     def whole(self, dtype: torch.dtype) -> Tensor:
         whole = torch.empty(self.columns, self.hidden_size, dtype=dtype, device=self.device)
-        size = max(1, DEQUANTIZED // self.copied_bytes(dtype))
+        assert self.codes is not None
+        size = -(-self.columns // STEPS)
         for start in range(0, self.columns, size):
-            whole[start : start + size] = self.copied(slice(start, start + size))
+            whole[start : start + size] = self.codes.rows(start, min(start + size, self.columns))
         return whole
 
     def copied(self, columns: Columns) -> Tensor:

@@ -387,10 +387,9 @@ def test_each_row_is_dequantized_once_a_pass(passes, workspace):
     """For all tokens, or for a third of them, and a fourth where gradients take memory too; never all at once."""
     hidden, weight, labels = inputs(tokens=600)
     codes = Dequantized((weight.detach() * 20).round().to(torch.int8))
-    with mock.patch("liger_losses.chunked.core.weights.DEQUANTIZED", 4096):
-        target = Target(Head(Quantized.of(codes)), hidden, labels)
-        found = statistics([target], ["logp"], Options(workspace=workspace, keep=0))[0]
-        torch.autograd.grad(found["logp"].sum(), hidden)
+    target = Target(Head(Quantized.of(codes)), hidden, labels)
+    found = statistics([target], ["logp"], Options(workspace=workspace, keep=0))[0]
+    torch.autograd.grad(found["logp"].sum(), hidden)
     assert codes.total == passes * V
     assert codes.most < V / 2
 

@@ -61,6 +61,12 @@ class _Part(NamedTuple):
     mask: Tensor  # which tokens carry loss
     inputs: dict[str, Any]  # tensors
 
+    @property
+    def live(self) -> Tensor | None:
+        """Which tokens have a weight; ``None`` for all."""
+        weights = self.inputs.get("token_weights")
+        return None if weights is None else weights != 0
+
     def without_tokens(self) -> _Part:
         """The same head with none of the tokens."""
         hidden, labels = self.target.hidden[:0], self.target.labels[:0]
@@ -258,7 +264,7 @@ class LigerFusedLinearCrossEntropyLoss(ChunkedLoss):
         if self.reduction == "none":
             return None, self._statistics(parts)
         losses = [
-            TokenLoss(loss_of_terms, part.inputs, {"of": self._per_token, "scale": float(scale)})
+            TokenLoss(loss_of_terms, part.inputs, {"of": self._per_token, "scale": float(scale)}, part.live)
             for part, scale in zip(parts, scales, strict=True)
         ]
         names, metrics = self._names()

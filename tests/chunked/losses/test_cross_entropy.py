@@ -6,6 +6,8 @@ import torch.nn.functional as F
 
 from tests.losses import CE
 from tests.reference import double, problem
+from tests.results.test_work import Work
+from tests.seam import leave_out_zero_rows
 
 
 def test_return_z_loss_without_a_z_loss_is_zero():
@@ -28,6 +30,17 @@ def test_ce_weight_moves_with_the_module_and_is_not_saved():
     module = CE(ce_weight=torch.ones(3)).to(torch.float64)
     assert module.ce_weight.dtype == torch.float64
     assert module.state_dict() == {}
+
+
+def test_tokens_of_weight_0_have_no_products_of_gradients():
+    hidden, weight, labels, _ = problem(masked=0.0)
+    flops = []
+    for least in (1.0, 0.0):
+        weights = torch.where(torch.arange(labels.numel()) % 3 == 0, 1.0, least).view(labels.shape)
+        with leave_out_zero_rows(), Work() as work:
+            CE(return_token_accuracy=True)(weight, hidden, labels, token_weights=weights).loss.backward()
+        flops.append(work.flops)
+    assert flops[1] < 0.6 * flops[0]
 
 
 @pytest.mark.parametrize("reduction", ["mean", "sum", "none"])

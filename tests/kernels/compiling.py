@@ -173,7 +173,7 @@ def not_launched(found: list[Launch]) -> list[str]:
     """Functions for GPUs that no launch runs, none takes as an argument, and no other such function calls."""
     import liger_losses
 
-    for package in (liger_losses.kernels, liger_losses.layers):
+    for package in (liger_losses.kernels, liger_losses.layers, liger_losses.chunked.accelerators):
         for module in pkgutil.iter_modules(package.__path__, f"{package.__name__}."):
             importlib.import_module(module.name)
     modules = [module for name, module in sys.modules.items() if name.startswith("liger_losses.")]

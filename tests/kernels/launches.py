@@ -27,7 +27,6 @@ from liger_losses.chunked.core.plan import Options
 from liger_losses.chunked.core.stream import statistics as statistics_of
 from liger_losses.kernels.divergence import Logits, square_sums
 from liger_losses.kernels.divergence_terms import summed_terms
-from liger_losses.kernels.label_rows import masked_labels
 from liger_losses.kernels.logit_transform import Epilogue
 from liger_losses.kernels.reading import label_facts
 from liger_losses.kernels.row_lse import sum_of_probabilities
@@ -167,7 +166,6 @@ def heads() -> dict[str, Callable[[], None]]:
         "support": lambda: support(),
         "support, fp16": lambda: support(FP16, each_capped, True),
         "support, fp32": lambda: support(FP32, warm),
-        "masked labels": lambda: masked_labels(tensor(TOKENS, dtype=torch.long), -100, 1000, backend="triton"),
         "summed terms": lambda: summed_terms(
             Divergence.mixture(0.5, 0.5, 0.5), *[tensor(TOKENS, 64, dtype=FP32)] * 2, backend="triton"
         ),

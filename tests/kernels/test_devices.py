@@ -4,7 +4,8 @@ import pytest
 import torch
 
 from liger_losses import LigerFusedLinearCrossEntropyLoss, linear_logps
-from liger_losses.kernels import label_rows, linear_exp, linear_stats, reading, softmax_grad, softmax_stats
+from liger_losses.chunked.accelerators import label_rows, linear_exp, linear_stats
+from liger_losses.kernels import reading, softmax_grad, softmax_stats
 from liger_losses.kernels._triton import INTERPRETED
 from tests.reference import problem
 

@@ -46,7 +46,7 @@ def test_what_records_nothing(monkeypatch):
 
 def kernels():
     """Every function of the packages that is compiled by Triton, by its name."""
-    for package in (liger_losses.kernels, liger_losses.layers):
+    for package in (liger_losses.kernels, liger_losses.layers, liger_losses.chunked.accelerators):
         for module in pkgutil.iter_modules(package.__path__, f"{package.__name__}."):
             for name, value in vars(importlib.import_module(module.name)).items():
                 function = getattr(value, "fn", None)

@@ -1,8 +1,8 @@
 """Log-probabilities of labels and log-sum-exps with gradients: a block holds ``exp(z - offset)`` in bf16, not logits.
 
-The softmax is a multiple of it by row, so both gradient products are taken with it as it is; see
-:mod:`liger_losses.kernels.linear_exp`. It takes half the memory of fp32 logits, so more losses that couple tokens keep
-their blocks until backward, and no pass over logits between the products. The labels' own terms are added in fp32.
+The softmax is a multiple of it by row, so both gradient products are taken with it as it is (:mod:`.linear_exp`). It
+takes half the memory of fp32 logits, so more losses that couple tokens keep their blocks until backward, and no pass
+over logits between the products. The labels' own terms are added in fp32.
 
 R tokens, P columns padded.
 """
@@ -16,15 +16,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from liger_losses.chunked.accelerators.exponential_scales import gradient_scales
+from liger_losses.chunked.accelerators.label_rows import add_to_label_rows_, scale_and_add_label_rows_
+from liger_losses.chunked.accelerators.linear_exp import Exponentials, linear_exponentials
 from liger_losses.chunked.core.buffers import Gradients
 from liger_losses.chunked.core.plan import Accelerator, Plan, Signature, padded, plan
 from liger_losses.chunked.core.statistics import Statistic
 from liger_losses.chunked.core.target import Target
 from liger_losses.chunked.core.weights import ALL, Dense, Quantized
 from liger_losses.kernels._tiles import with_contiguous_rows
-from liger_losses.kernels.exponential_scales import gradient_scales
-from liger_losses.kernels.label_rows import add_to_label_rows_, scale_and_add_label_rows
-from liger_losses.kernels.linear_exp import Exponentials, linear_exponentials
 from liger_losses.kernels.logit_transform import Epilogue
 from liger_losses.kernels.matmul import matmul_into
 
@@ -57,15 +57,8 @@ class ExponentialBlock:
         memory = torch.empty(count, padded(size), dtype=plan.dtype, device=device)
         names = {"offset", *STATISTICS, *(s.name for s in asked)}
         values = {name: torch.empty(count, dtype=torch.float32, device=device) for name in sorted(names)}
-        linear_exponentials(
-            part.hidden,
-            matrix_of(part),
-            part.labels.contiguous(),
-            memory[:, :size],
-            epilogue_of(part),
-            found=exponentials_of(values),
-            backend=plan.backend,
-        )
+        into, out = exponentials_of(values), memory[:, :size]
+        linear_exponentials(part.hidden, matrix_of(part), part.labels.contiguous(), into, epilogue_of(part), out)
         return cls(part, asked, plan, memory, values)
 
     def statistics(self) -> dict[str, Tensor]:
@@ -73,7 +66,7 @@ class ExponentialBlock:
 
     def add_gradients(self, upstream: dict[str, Tensor], grads: Gradients) -> Tensor | None:
         """Add those of weight and bias; return those of hidden states ``[R, H]``, if these get any."""
-        part, weights, backend = self.part, self.part.head.weights, self.plan.backend
+        part, weights = self.part, self.part.head.weights
         e, labels = self.memory[:, : weights.columns], part.labels.contiguous()
         trained = [tensor for tensor, _ in weights.trained if grads.wants(tensor)]
         scale, at_label, scaled = gradient_scales(
@@ -81,20 +74,19 @@ class ExponentialBlock:
             upstream.get("lse"),
             exponentials_of(self.constants),
             part.hidden if trained else None,
-            transform=part.transform(part.temperature),
-            backend=backend,
+            part.transform(part.temperature),
         )
         hidden: Tensor | None = None
         if self.plan.hidden:
             matrix = matrix_of(part)
             hidden = matmul_into(torch.empty_like(part.hidden, dtype=torch.float32), e, matrix)
-            scale_and_add_label_rows(hidden, hidden, scale, at_label, matrix, labels, backend=backend)
+            scale_and_add_label_rows_(hidden, scale, at_label, matrix, labels)
         if scaled is not None:
             weights.add_gradients(grads, e, scaled, ALL)
         for tensor in trained:
             total = grads.of(tensor)
             assert total is not None
-            add_to_label_rows_(total, labels, at_label, part.hidden, backend=backend)
+            add_to_label_rows_(total, labels, at_label, part.hidden)
         self._add_bias(e, scale, at_label, labels, grads)
         return hidden
 
@@ -108,9 +100,7 @@ class ExponentialBlock:
             digits[:, i] = scale
             scale = scale - digits[:, i]
         total += matmul_into(torch.empty(e.shape[1], 8, dtype=torch.float32, device=e.device), e.t(), digits).sum(1)
-        add_to_label_rows_(
-            total[:, None], labels, at_label, torch.ones_like(at_label)[:, None], backend=self.plan.backend
-        )
+        add_to_label_rows_(total[:, None], labels, at_label, torch.ones_like(at_label)[:, None])
 
 
 def matrix_of(part: Target) -> Tensor:

@@ -1,6 +1,6 @@
 """Statistics without gradients, by kernels whose logits never leave the registers: nothing is stored.
 
-See :mod:`liger_losses.kernels.linear_exp` and :mod:`liger_losses.kernels.linear_stats`. R tokens.
+R tokens.
 """
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ import torch
 from torch import Tensor
 
 from liger_losses.chunked.accelerators.exponentials import epilogue_of, exponentials_of, has_matrix, matrix_of
+from liger_losses.chunked.accelerators.linear_exp import linear_exponentials
+from liger_losses.chunked.accelerators.linear_stats import linear_softmax_statistics
 from liger_losses.chunked.core.plan import Accelerator, Plan, Signature, padded, plan
 from liger_losses.chunked.core.statistics import Statistic
 from liger_losses.chunked.core.target import Target
-from liger_losses.kernels.linear_exp import linear_exponentials
-from liger_losses.kernels.linear_stats import linear_softmax_statistics
 from liger_losses.kernels.matmul import HALF_DTYPES
 
 #: By the faster kernel of the two.
@@ -38,10 +38,9 @@ class StatisticsBlock:
         arguments = part.hidden, matrix_of(part), part.labels.contiguous()
         if names <= BY_EXPONENTIALS:
             values = {name: torch.empty(count, dtype=torch.float32, device=device) for name in sorted(names)}
-            into = exponentials_of(values)
-            linear_exponentials(*arguments, None, epilogue_of(part), found=into, backend=plan.backend)
+            linear_exponentials(*arguments, exponentials_of(values), epilogue_of(part))
         else:
-            values = linear_softmax_statistics(*arguments, frozenset(names), epilogue_of(part), backend=plan.backend)
+            values = linear_softmax_statistics(*arguments, frozenset(names), epilogue_of(part))
         return cls(part, asked, plan, values)
 
     def statistics(self) -> dict[str, Tensor]:

@@ -6,15 +6,8 @@ import pytest
 import torch
 
 from liger_losses import EngineOptions, LogitTransform, linear_logps, linear_statistics, linear_token_loss
-from liger_losses.kernels import (
-    _tiles,
-    autograd,
-    label_rows,
-    linear_exp,
-    linear_stats,
-    softmax_grad,
-    targets,
-)
+from liger_losses.chunked.accelerators import label_rows, linear_exp, linear_stats
+from liger_losses.kernels import _tiles, autograd, softmax_grad, targets
 from liger_losses.kernels._triton import warn_once
 from tests.reference import NAMES, double, on_gpu, plain_statistics
 

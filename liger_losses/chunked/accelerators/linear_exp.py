@@ -12,12 +12,13 @@ with the log-sum-exp as offset; the device decides that, without a synchronizati
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from liger_losses.chunked.accelerators.label_rows import label_logits
+from liger_losses.chunked.accelerators.linear_stats import partial_sums
 from liger_losses.kernels._tiles import (
     Tiles,
     project_tile,
@@ -27,8 +28,6 @@ from liger_losses.kernels._tiles import (
     with_contiguous_rows,
 )
 from liger_losses.kernels._triton import jit, tl
-from liger_losses.kernels.label_rows import label_logits
-from liger_losses.kernels.linear_stats import UNFUSED, partial_sums
 from liger_losses.kernels.logit_transform import Epilogue, capped_tanh, inverse_temperature, transform_block
 from liger_losses.kernels.online_softmax import Sums, merge_sums
 
@@ -56,134 +55,59 @@ class Exponentials(NamedTuple):
     mean_logit: Tensor | None = None
     entropy: Tensor | None = None
 
-    @property
-    def stored(self) -> tuple[Tensor, Tensor, Tensor]:
-        """``(offset, lse, logp)``, where there are exponentials."""
-        assert self.offset is not None
-        assert self.logp is not None
-        return self.offset, self.lse, self.logp
-
-    @classmethod
-    def into(cls, values: Mapping[str, Tensor], exponentials: bool = True) -> Exponentials:
-        """Write ``lse``, ``logp``, ``mean_logit`` and ``entropy`` into the tensors of these names. Where
-        ``exponentials`` are stored, the offset is allocated too, and ``logp`` if ``values`` has none."""
-        offset, lse, logp = None, values["lse"], values.get("logp")
-        if exponentials:
-            offset, logp = torch.empty_like(lse), torch.empty_like(lse) if logp is None else logp
-        return cls(offset, lse, logp, values.get("mean_logit"), values.get("entropy"))
-
 
 def linear_exponentials(
     hidden: Tensor,
     weight: Tensor,
     labels: Tensor,
-    out: Tensor | None = None,
+    values: Exponentials,
     epilogue: Epilogue = Epilogue(),
-    *,
-    found: Exponentials | Mapping[str, Tensor] | None = None,
-    projections: bool = False,
-    batch_invariant: bool = False,
-    backend: str = "torch",
-) -> Exponentials:
+    out: Tensor | None = None,
+) -> None:
     """``out_nv = exp(z_nv - offset_n) dz_nv``, and 0 at the label, for the logits ``z = epilogue(hidden @ weight.T)``.
 
-    ``dz`` is the soft-cap's derivative at this logit, 1 without one. With ``projections``, ``out`` gets
-    ``hidden @ weight.T`` as it is, before bias and transform.
+    ``dz`` is the soft-cap's derivative at this logit, 1 without one.
 
     Args:
-        hidden, weight, labels, epilogue: as in :func:`~liger_losses.kernels.linear_stats.linear_softmax_statistics`.
+        hidden, weight, labels, epilogue: as in
+            :func:`~liger_losses.chunked.accelerators.linear_stats.linear_softmax_statistics`.
+        values: the tensors to write statistics into.
         out: ``[N, V]``, rows contiguous; without it only the statistics are computed.
-        found: the tensors to write the statistics into, or these by their names; new ones by default, without the mean
-            logit and the entropy.
-        projections: write projections into ``out`` instead of exponentials.
-        batch_invariant: of ``triton``, compute a token's statistics with the same bits whatever N is.
-        backend: ``torch`` holds all logits at once; ``triton`` holds none, for fp16 and bf16.
-
-    Returns:
-        :class:`Exponentials`, in fp32.
     """
-    if found is None:
-        found = Exponentials(*torch.empty(3, len(hidden), dtype=torch.float32, device=hidden.device))
-    written = out is not None and not projections
-    statistics = found if isinstance(found, Exponentials) else Exponentials.into(found, written)
-    if backend == "torch":
-        values = _exponentials_torch(hidden, weight, labels, out, epilogue, projections)
-        for target, value in zip(statistics, values, strict=True):
-            if target is not None and value is not None:
-                target.copy_(value)
-        return statistics
-    tokens, columns = hidden.shape[0], weight.shape[0]
-    if batch_invariant or hidden.stride(1) != 1:
-        hidden = with_contiguous_rows(hidden, batch_invariant)
+    tokens, columns, hidden = hidden.shape[0], weight.shape[0], with_contiguous_rows(hidden)
     if out is None and tokens > _MAX_TOKENS:
         for start in range(0, tokens, _MAX_TOKENS):
             rows = slice(start, start + _MAX_TOKENS)
-            part = Exponentials._make(None if value is None else value[rows] for value in statistics)
-            linear_exponentials(
-                hidden[rows], weight, labels[rows], None, epilogue.rows(rows),
-                found=part, batch_invariant=batch_invariant, backend=backend,
-            )  # fmt: skip
-        return statistics
+            part = Exponentials._make(None if value is None else value[rows] for value in values)
+            linear_exponentials(hidden[rows], weight, labels[rows], part, epilogue.rows(rows))
+        return
     if not tokens:
-        return statistics
-    label_logit = label_logits(hidden, weight, labels, epilogue, backend=backend)
+        return
+    label_logit = label_logits(hidden, weight, labels, epilogue)
     row_tiles, column_tiles, programs, arguments = tiles_of(hidden, weight, epilogue, out)
     # A run for the log-sum-exps takes the same.
     same = Tiles(row_tiles, column_tiles, programs, dict(arguments))
     same.arguments.pop("out", None), same.arguments.pop("out_stride", None)
     partial = torch.empty(column_tiles, tokens, dtype=torch.float32, device=hidden.device)
-    logit_sums = None if statistics.mean_logit is None else torch.empty_like(partial)
-    moments = None if statistics.entropy is None else torch.empty_like(partial)
+    logit_sums = None if values.mean_logit is None else torch.empty_like(partial)
+    moments = None if values.entropy is None else torch.empty_like(partial)
     arguments |= {"labels": labels, "partial": partial, "logit_sums": logit_sums, "moments": moments, "group": _GROUP}
-    options, sums = UNFUSED if batch_invariant else {}, Sums(moment=None if moments is None else 1)
-    arguments |= {"PROJECTIONS": projections, **options}
-    product = _exponentials_kernel[(min(programs, row_tiles * column_tiles),)]
+    sums, product = (
+        Sums(moment=None if moments is None else 1),
+        _exponentials_kernel[(min(programs, row_tiles * column_tiles),)],
+    )
     product(**arguments, offset=label_logit, needed=None)
     flags = hidden.new_zeros(2 + tokens, dtype=torch.int32)  # allocated once the product is queued
     _row_exponentials_kernel[(-(-tokens // _ROWS),)](
-        partial, logit_sums, moments, label_logit, *statistics, flags,
+        partial, logit_sums, moments, label_logit, *values, flags,
         column_tiles, tokens, columns, LARGEST_SUM, BLOCK=_ROWS, TILES=32,
     )  # fmt: skip
     # These kernels return at once unless the device has flagged a row: without a synchronization, and in no time.
-    of_splits = partial_sums(hidden, weight, labels, sums, epilogue, flags, tiles=same, batch_invariant=batch_invariant)
-    again = {"lse": statistics.lse, "logp": statistics.logp, "entropy": statistics.entropy}
-    flagged: dict[str, Any] = {"flags": flags, "label_logit": label_logit, "offset": statistics.offset}
-    merge_sums(again, of_splits, columns, sums, **flagged, **options)
-    if written:
-        product(**arguments, offset=statistics.offset, needed=flags)
-    return statistics
-
-
-def _exponentials_torch(
-    hidden: Tensor,
-    weight: Tensor,
-    labels: Tensor,
-    out: Tensor | None,
-    epilogue: Epilogue,
-    projections: bool,
-) -> Exponentials:
-    """The reference implementation."""
-    projected, (transform, bias, _) = hidden.float() @ weight.float().t(), epilogue
-    if out is not None and projections:
-        out.copy_(projected)
-    logits = transform(projected, None if bias is None else bias.float())
-    label_logit = logits.gather(1, labels[:, None])[:, 0]
-    is_label = labels[:, None] == torch.arange(len(weight), device=labels.device)
-
-    def exponentials(offset: Tensor) -> Tensor:
-        return (logits - offset[:, None]).exp().masked_fill(is_label, 0.0)
-
-    unsafe = ~(exponentials(label_logit).sum(1) <= LARGEST_SUM)
-    offset = torch.where(unsafe, logits.logsumexp(1).clamp(min=-1.0e38), label_logit)
-    e = exponentials(offset)
-    if out is not None and not projections:
-        out.copy_(e if transform.softcap is None else e * transform.slope(logits))
-    rest = e.sum(1)
-    log_total = torch.where(unsafe, (rest + (label_logit - offset).exp()).log(), rest.log1p())
-    at_label, exponents = (label_logit - offset).clamp(min=-140.0), (logits - offset[:, None]).clamp(min=-140.0)
-    entropy = log_total - ((e * exponents).sum(1) + at_label.exp() * at_label) / (rest + at_label.exp())
-    entropy = torch.where(entropy < 0, 0.0, entropy)
-    return Exponentials(offset, offset + log_total, label_logit - offset - log_total, logits.mean(1), entropy)
+    of_splits = partial_sums(hidden, weight, labels, sums, epilogue, flags, same)
+    again = {"lse": values.lse, "logp": values.logp, "entropy": values.entropy}
+    merge_sums(again, of_splits, columns, sums, flags=flags, label_logit=label_logit, offset=values.offset)
+    if out is not None:
+        product(**arguments, offset=values.offset, needed=flags)
 
 
 @jit
@@ -254,7 +178,7 @@ def _row_exponentials_kernel(
 def _exponentials_kernel(
     hidden, weight, hidden_stride, weight_stride, tokens, vocab_size, hidden_size,
     bias, labels, offset, partial, logit_sums, moments, needed, group, transform,
-    PROJECTIONS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_H: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_H: tl.constexpr,
     out=None, out_stride=None,
 ):  # fmt: skip
     """Persistent programs: each takes every ``programs``-th tile, and groups of row tiles walk the vocabulary one after
@@ -308,8 +232,6 @@ def _exponentials_kernel(
             if transform.cap is not None:
                 tanh = capped_tanh(z, transform, inverse)
                 e *= tl.where(z > float("-inf"), 1 - tanh * tanh, 0.0)
-            if PROJECTIONS:
-                e = x
             if out is not None:
                 store_tile(out, out_stride, e, rows, columns, first_row, start, tokens, vocab_size)
         at = column_tile * tokens + rows

@@ -1,6 +1,6 @@
 """What products with exponentials are scaled by, to be gradients of a loss on log-probabilities.
 
-See :mod:`liger_losses.kernels.linear_exp`. N tokens, H hidden size.
+See :mod:`liger_losses.chunked.accelerators.linear_exp`. N tokens, H hidden size.
 """
 
 from __future__ import annotations
@@ -8,22 +8,18 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from liger_losses.chunked.accelerators.linear_exp import Exponentials
 from liger_losses.kernels._tiles import with_contiguous_rows
 from liger_losses.kernels._triton import jit, tl
-from liger_losses.kernels.linear_exp import Exponentials
 from liger_losses.kernels.logit_transform import LogitTransform, inverse_temperature, transform_gradient
 
 
 def gradient_scales(
-    of_logp: Tensor | float | None,
-    of_lse: Tensor | float | None,
-    found: Exponentials,
+    of_logp: Tensor | None,
+    of_lse: Tensor | None,
+    values: Exponentials,
     hidden: Tensor | None = None,
-    at_label: Tensor | None = None,
-    elsewhere: Tensor | None = None,
-    *,
     transform: LogitTransform = LogitTransform(),
-    backend: str = "torch",
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """The factors of products with exponentials, from ``d loss / d z = (of_lse - of_logp) p + of_logp onehot``.
 
@@ -31,42 +27,23 @@ def gradient_scales(
     at the label's, it is ``at_label``.
 
     Args:
-        of_logp, of_lse: the loss's derivatives by both statistics, ``[N]`` fp32, or a number for all tokens; ``None``
-            for 0.
-        found: what :func:`linear_exponentials` returned.
+        of_logp, of_lse: the loss's derivatives by both statistics, ``[N]`` fp32; ``None`` for 0.
+        values: what :func:`linear_exponentials` returned.
         hidden: ``[N, H]``, to be scaled, or ``None``.
-        at_label: ``[N]`` fp32, the tensor to write ``at_label`` into; a new one by default.
-        elsewhere: ``[N]`` bool, of which tokens the label's column is another rank's: their one-hot term is left out.
         transform: from projections to logits.
-        backend: ``torch`` or ``triton``.
 
     Returns:
         ``scale [N]``, ``at_label [N]``, and ``scale hidden [N, H]``, rounded once, in its dtype (or ``None``).
     """
     scaled = None if hidden is None else torch.empty(hidden.shape, dtype=hidden.dtype, device=hidden.device)
-    at_label = torch.empty_like(found.lse) if at_label is None else at_label
-    if backend == "torch":
-        offset, lse, logp = found.stored
-        label_coef, p_coef = [torch.zeros_like(lse) + (0.0 if g is None else g) for g in (of_logp, of_lse)]
-        p_coef -= label_coef
-        label_coef = label_coef if elsewhere is None else label_coef.masked_fill(elsewhere, 0.0)
-        scale = p_coef * (offset - lse).exp() * transform.factor(lse)
-        # p_coef p + label_coef with p = 1 + expm1(logp), so that p - 1 keeps its digits.
-        total = (p_coef + label_coef) + p_coef * logp.expm1()
-        at_label.copy_(total * transform.slope(logp + lse) * transform.factor(lse))
-        if scaled is not None and hidden is not None:
-            scaled.copy_(scale[:, None] * hidden)
-        return scale, at_label, scaled
-    scale = torch.empty_like(found.lse)
+    scale, at_label = torch.empty_like(values.lse), torch.empty_like(values.lse)
     hidden = None if hidden is None else with_contiguous_rows(hidden)
     if tokens := scale.shape[0]:
         sizes = (0, 0) if hidden is None else (hidden.stride(0), hidden.shape[1])
-        vectors = [g.contiguous() if isinstance(g, Tensor) else None for g in (of_logp, of_lse)]
-        numbers = [0.0 if g is None or isinstance(g, Tensor) else g for g in (of_logp, of_lse)]
+        vectors = [None if g is None else g.contiguous() for g in (of_logp, of_lse)]
         _scales_kernel[(tokens,)](
-            scale, at_label, scaled, hidden, *sizes, *vectors, *numbers, elsewhere, *found[:3], transform.for_kernel,
-            BLOCK=1024,
-        )  # fmt: skip
+            scale, at_label, scaled, hidden, *sizes, *vectors, *values[:3], transform.for_kernel, BLOCK=1024
+        )
     return scale, at_label, scaled
 
 
@@ -78,24 +55,24 @@ def expm1(x):
 
 
 #: Arguments whose alignment is no reason to compile again: slices of vectors begin anywhere.
-_VECTORS = ["offset", "lse", "logp", "of_logp", "of_lse", "elsewhere", "at_label_out", "hidden"]
+_VECTORS = ["offset", "lse", "logp", "of_logp", "of_lse", "at_label_out", "hidden"]
 
 
 @jit(do_not_specialize_on_alignment=_VECTORS)
 def _scales_kernel(
     scale_out, at_label_out, scaled, hidden, hidden_stride, hidden_size,
-    of_logp, of_lse, label_c, lse_c, elsewhere, offset, lse, logp, transform,
+    of_logp, of_lse, offset, lse, logp, transform,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """One program per token; ``label_c`` and ``lse_c`` are the derivatives of tokens that have none of their own."""
+    """One program per token."""
     row = tl.program_id(0).to(tl.int64)
+    label_c = 0.0
+    lse_c = 0.0
     if of_logp is not None:
         label_c = tl.load(of_logp + row)
     if of_lse is not None:
         lse_c = tl.load(of_lse + row)
     p_c = lse_c - label_c
-    if elsewhere is not None:
-        label_c = tl.where(tl.load(elsewhere + row), 0.0, label_c)
     row_lse = tl.load(lse + row)
     row_logp = tl.load(logp + row)
     s = p_c * tl.exp(tl.load(offset + row) - row_lse)

@@ -5,23 +5,18 @@ N tokens, H hidden size, V vocabulary size, S splits of the vocabulary.
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
 from liger_losses.kernels._tiles import (
     Tiles,
     project_tile,
-    split_tile,
-    store_tile,
     tile_position,
     tiles_of,
     with_contiguous_rows,
 )
 from liger_losses.kernels._triton import jit, tl
 from liger_losses.kernels.logit_transform import Epilogue, inverse_temperature, transform_block
-from liger_losses.kernels.matmul import HALF_DTYPES
 from liger_losses.kernels.online_softmax import (
     PARTIAL_SUMS,
     Sums,
@@ -31,18 +26,11 @@ from liger_losses.kernels.online_softmax import (
     online_step,
     store_sums,
 )
-from liger_losses.kernels.softmax_stats import softmax_statistics
 
 #: Row tiles that walk the vocabulary together, so that the cache serves each part of the head to all of them.
 _GROUP = 16
 #: Tokens of one launch, which bounds the memory of the splits' sums (8 MiB of 8 splits).
 _MAX_TOKENS = 32768
-#: Splits, where the order of summation must not depend on the number of tokens: enough that few tokens keep a GPU's
-#: processors busy too. Tokens of one launch then.
-FIXED_SPLITS, _FIXED_TOKENS = 128, 8192
-#: The compiler then rounds every multiplication. Which of them it contracts with additions otherwise depends on what
-#: else a kernel does, such as writing projections.
-UNFUSED: dict[str, Any] = {"enable_fp_fusion": False}
 
 
 def linear_softmax_statistics(
@@ -51,47 +39,23 @@ def linear_softmax_statistics(
     labels: Tensor,
     names: frozenset[str],
     epilogue: Epilogue = Epilogue(),
-    out: Tensor | None = None,
-    *,
-    batch_invariant: bool = False,
-    backend: str = "torch",
 ) -> dict[str, Tensor]:
     """:func:`softmax_statistics` of ``hidden @ weight.T``, fp32 from fp32 sums.
 
     Args:
         hidden: ``[N, H]``.
-        weight: ``[V, H]``, rows contiguous, of the same dtype.
+        weight: ``[V, H]``, rows contiguous, of the same half-precision dtype.
         labels: ``[N]`` int64 in ``[0, V)``.
-        names, epilogue: as in :func:`softmax_statistics`.
-        out: ``[N, V]`` fp32, rows contiguous, to also get ``hidden @ weight.T``, or ``None``.
-        batch_invariant: of ``triton``, sum in an order that does not depend on N, so that a token's statistics have the
-            same bits whatever N is.
-        backend: ``torch`` holds all logits at once; ``triton`` holds none, for fp16 and bf16.
+        names, epilogue: as in :func:`~liger_losses.kernels.softmax_stats.softmax_statistics`.
 
     Returns:
         One fp32 tensor ``[N]`` per name (``argmax``: int64).
-
-    Raises:
-        ValueError: ``triton`` for operands that are not both fp16 or both bf16.
     """
-    if backend == "torch":
-        projected = hidden.float() @ weight.float().t()
-        if out is not None:
-            out.copy_(projected)
-        return softmax_statistics(projected, labels, names, epilogue, backend=backend)
-    if hidden.dtype not in HALF_DTYPES or weight.dtype != hidden.dtype:
-        raise ValueError(
-            "backend='triton' multiplies hidden and weight of one half-precision dtype (fp16 or bf16), got "
-            f"{hidden.dtype} and {weight.dtype}; cast them, or use 'torch'."
-        )
-    hidden, values = with_contiguous_rows(hidden, batch_invariant), empty_statistics(names, len(hidden), hidden.device)
-    size, sums = _FIXED_TOKENS if batch_invariant else _MAX_TOKENS, Sums.needed(names, epilogue.class_weight)
-    for start in range(0, len(hidden), size):
-        rows = slice(start, start + size)
-        partial = partial_sums(
-            hidden[rows], weight, labels[rows], sums, epilogue.rows(rows), out=None if out is None else out[rows],
-            batch_invariant=batch_invariant,
-        )  # fmt: skip
+    hidden, values = with_contiguous_rows(hidden), empty_statistics(names, len(hidden), hidden.device)
+    sums = Sums.needed(names, epilogue.class_weight)
+    for start in range(0, len(hidden), _MAX_TOKENS):
+        rows = slice(start, start + _MAX_TOKENS)
+        partial = partial_sums(hidden[rows], weight, labels[rows], sums, epilogue.rows(rows))
         merge_sums({name: value[rows] for name, value in values.items()}, partial, len(weight), sums)
     return values
 
@@ -103,28 +67,24 @@ def partial_sums(
     sums: Sums,
     epilogue: Epilogue,
     needed: Tensor | None = None,
-    *,
-    out: Tensor | None = None,
     tiles: Tiles | None = None,
-    batch_invariant: bool = False,
 ) -> Tensor:
     """Each split's sums ``[K, S, N]``, K in the order of :data:`PARTIAL_SUMS`, of which the first three always exist.
 
     With ``needed`` (int32), they are computed only if the device finds its first set, and are undefined otherwise.
-    ``out`` gets the projections, if it is given; ``tiles`` are the tiles of this product, if they are known. With
-    ``batch_invariant``, S does not depend on N.
+    ``tiles`` are the tiles of this product, if they are known.
     """
     tokens = hidden.shape[0]
-    row_tiles, column_tiles, programs, arguments = tiles or tiles_of(hidden, weight, epilogue, out)
+    row_tiles, column_tiles, programs, arguments = tiles or tiles_of(hidden, weight, epilogue)
     group = max(1, min(row_tiles, _GROUP))
-    splits = max(1, min(FIXED_SPLITS if batch_invariant else programs // group, column_tiles))
+    splits = max(1, min(programs // group, column_tiles))
     shape = len(PARTIAL_SUMS) if any(sums) else 3, splits, tokens
     partial = torch.empty(shape, dtype=torch.float32, device=hidden.device)
     if tokens:
-        own = {"labels": labels, "class_weight": epilogue.class_weight, "partial": partial, "needed": needed}
-        sizes: dict[str, Any] = {"splits": splits, "group": group, "sums": sums}
-        sizes |= UNFUSED if batch_invariant else {}
-        _linear_statistics_kernel[(row_tiles * splits,)](**arguments, **own, **sizes)
+        _linear_statistics_kernel[(row_tiles * splits,)](
+            **arguments, labels=labels, class_weight=epilogue.class_weight, partial=partial, needed=needed,
+            splits=splits, group=group, sums=sums,
+        )  # fmt: skip
     return partial
 
 
@@ -136,7 +96,6 @@ def _linear_statistics_kernel(
     hidden, weight, hidden_stride, weight_stride, tokens, vocab_size, hidden_size,
     labels, bias, class_weight, partial, needed, splits, group, transform, sums,
     BLOCK_N: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_H: tl.constexpr,
-    out=None, out_stride=None,
 ):  # fmt: skip
     """One program per tile of tokens and split: it walks the split's columns with the softmax's sums in registers."""
     if needed is not None:  # noqa: SIM102, because Triton resolves only the outer condition while compiling
@@ -162,13 +121,6 @@ def _linear_statistics_kernel(
             BLOCK_N, BLOCK_V, BLOCK_H,
         )  # fmt: skip
         inside = columns < vocab_size
-        if out is not None:
-            left, right = split_tile(z, BLOCK_N, BLOCK_V)
-            store_tile(out, out_stride, left, rows, first_column + tl.arange(0, BLOCK_V // 2), first_row, first_column,
-                       tokens, vocab_size)  # fmt: skip
-            second = first_column + BLOCK_V // 2
-            store_tile(out, out_stride, right, rows, second + tl.arange(0, BLOCK_V // 2), first_row, second, tokens,
-                       vocab_size)  # fmt: skip
         if bias is not None or transform.factor is not None:
             z = transform_block(z, bias, columns, inside, transform, inverse)
         label_logit += tl.sum(tl.where(columns[None, :] == label[:, None], z, 0.0), 1)

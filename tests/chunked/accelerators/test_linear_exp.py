@@ -1,0 +1,108 @@
+"""Exponentials of ``hidden @ weight.T`` and their sums in the product's epilogue, against float64."""
+
+import pytest
+import torch
+
+from liger_losses.chunked.accelerators import linear_exp
+from liger_losses.chunked.accelerators.exponential_scales import gradient_scales
+from liger_losses.chunked.accelerators.linear_exp import Exponentials, linear_exponentials
+from liger_losses.kernels._triton import INTERPRETED
+from liger_losses.kernels.logit_transform import Epilogue, LogitTransform
+from liger_losses.kernels.softmax_stats import softmax_statistics
+from tests.kernels.cases import DEVICE, SIZES, TRANSFORMS_OF_HEAD, head
+from tests.kernels.conftest import loads  # noqa: F401
+
+pytest.importorskip("triton")
+
+
+def empty(tokens, *names):
+    """Memory of all statistics, or of those named."""
+    names = names or Exponentials._fields
+    return Exponentials(
+        *[torch.full((tokens,), float("nan"), device=DEVICE) if n in names else None for n in Exponentials._fields]
+    )
+
+
+@SIZES
+@pytest.mark.parametrize(("dtype", "with_bias"), [(torch.bfloat16, True), (torch.float16, False)], ids=str)
+@pytest.mark.usefixtures("loads")
+def test_exponentials(tokens, hidden_size, columns, dtype, with_bias):
+    hidden, weight, labels, bias, _ = head(tokens, hidden_size, columns, dtype)
+    bias = bias if with_bias else None
+    # One token whose label is hopeless: exp(z - z_label) overflows, and another offset must be found.
+    hidden[1] *= 25
+    labels[1] = (hidden[1].float() @ weight.float().t()).argmin()
+    for transform in TRANSFORMS_OF_HEAD[1:] if with_bias else TRANSFORMS_OF_HEAD[::2]:
+        logits = transform(hidden.double() @ weight.double().t(), None if bias is None else bias.double())
+        exact = softmax_statistics(logits, labels, frozenset({"lse", "logp", "mean_logit", "entropy"}))
+        out = torch.full((tokens, columns + 3), float("nan"), dtype=dtype, device=DEVICE)[:, :columns]
+        for block in (out, None):
+            found = empty(tokens)
+            linear_exponentials(hidden, weight, labels, found, Epilogue(transform, bias), block)
+            for name, atol in {"lse": 1e-4, "logp": 1e-4, "mean_logit": 1e-5, "entropy": 5e-5}.items():
+                torch.testing.assert_close(getattr(found, name).double(), exact[name], rtol=1e-5, atol=atol)
+        if dtype == torch.float16:
+            continue  # does not hold exponentials of any size
+        linear_exponentials(hidden, weight, labels, found, Epilogue(transform, bias), out)
+        e = (logits - found.offset.double()[:, None]).exp()
+        expected = (e * transform.slope(logits)).scatter(1, labels[:, None], 0.0)
+        # A saturated soft-cap's slope is 1 less a number that fp32 cannot tell from 1.
+        allowed = 8e-3 * expected + 1e-6 * e + 1e-6
+        assert ((out.double() - expected).abs() <= allowed).all()
+
+
+@pytest.mark.usefixtures("loads", "products_of_one_order")
+def test_tiles_of_all_groups_are_summed(monkeypatch):
+    """Groups of row tiles of which the last one is smaller, and more tokens than one launch takes."""
+    tokens, columns = (40, 70) if INTERPRETED else (300, 520)
+    hidden, weight, labels, _, _ = head(tokens, 16, columns, torch.bfloat16)
+    epilogue = Epilogue(LogitTransform(torch.linspace(0.5, 2.0, tokens, device=DEVICE)))
+    monkeypatch.setattr(linear_exp, "_GROUP", 2)
+    logits = epilogue(hidden.double() @ weight.double().t())
+    exact = softmax_statistics(logits, labels, frozenset({"lse", "logp", "mean_logit", "entropy"}))
+    results = []
+    for most in (tokens, tokens // 2):
+        monkeypatch.setattr(linear_exp, "_MAX_TOKENS", most)
+        results.append(empty(tokens))
+        linear_exponentials(hidden, weight, labels, results[-1], epilogue)
+    for name, ours, in_parts in zip(Exponentials._fields[1:], *(r[1:] for r in results), strict=True):
+        torch.testing.assert_close(ours.double(), exact[name], rtol=1e-5, atol=1e-5)
+        assert torch.equal(ours, in_parts)
+
+
+@pytest.mark.parametrize("transform", TRANSFORMS_OF_HEAD, ids=str)
+def test_scales_of_exponentials(transform):
+    logp = -torch.tensor([1e-12, 1e-5, 0.3, 5.0, 80.0, 200.0], device=DEVICE)
+    of_logp, of_lse = (torch.linspace(start, 2.0, 6, device=DEVICE) for start in (-2.0, -0.5))
+    of_lse[0] = 0.0  # what is left is p - 1
+    lse = torch.linspace(-3.0, 6.0, 6, device=DEVICE)
+    offset = torch.cat([(lse + logp)[:-1], lse[-1:]])
+    values = Exponentials(offset, lse, logp)
+    for given in ((of_logp, of_lse), (of_logp, None), (None, of_lse)):
+        label_c, lse_c = (torch.zeros_like(lse).double() + (0.0 if g is None else g) for g in given)
+        p_c = lse_c - label_c
+        exact = p_c * (offset - lse).double().exp() * transform.factor(lse)
+        at_label = (p_c + label_c + p_c * logp.double().expm1()) * transform.slope((logp + lse).double())
+        hidden = torch.linspace(-1, 1, 6 * 1030, device=DEVICE).view(6, 1030).bfloat16()
+        scale, ours, scaled = gradient_scales(*given, values, hidden, transform)
+        torch.testing.assert_close(scale.double(), exact.double(), rtol=1e-5, atol=1e-37)
+        torch.testing.assert_close(ours.double(), at_label * transform.factor(lse), rtol=2e-5, atol=1e-37)
+        torch.testing.assert_close(scaled.double(), hidden.double() * scale.double()[:, None], rtol=8e-3, atol=1e-37)
+        assert gradient_scales(*given, values, None, transform)[2] is None
+
+
+def test_confident_tokens_are_exact():
+    """1 - p is not what is left of 1 when p is taken from it. A logit of -inf has no share of the entropy."""
+    hidden = torch.tensor([[8.0]], dtype=torch.bfloat16, device=DEVICE)
+    weight = torch.tensor([[4.0], [0.0], [0.0]], dtype=torch.bfloat16, device=DEVICE)
+    labels = torch.zeros(1, dtype=torch.int64, device=DEVICE)
+    epilogue, found, unlikely = (
+        Epilogue(bias=torch.tensor([0.0, 0.0, float("-inf")], device=DEVICE)),
+        empty(1),
+        empty(1),
+    )
+    linear_exponentials(hidden, weight, labels, found, epilogue)
+    assert abs(found.logp.item() / -1.2664165549e-14 - 1) < 1e-4
+    assert abs(found.entropy.item() / (33 * 1.2664165549e-14) - 1) < 1e-4
+    linear_exponentials(hidden, weight, labels + 1, unlikely, epilogue)
+    assert 0 <= unlikely.entropy.item() < 5e-6

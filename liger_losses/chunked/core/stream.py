@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, fields, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -163,21 +163,21 @@ def slices(start: int, stop: int, size: int) -> Iterator[slice]:
         yield slice(first, min(first + size, stop))
 
 
-def cut(value: Any, rows: Tensor, count: int) -> Any:
-    """Some rows, in ascending order, of all tensors in a block (or dictionary) that have ``count``; matrices are moved
-    in their memory, some rows at a time."""
+def cut(value: Any, live: Live, count: int) -> Any:
+    """Some rows of all tensors in a block (or dictionary) that have ``count``; those of matrices are moved in their
+    memory, some at a time."""
     if isinstance(value, Tensor):
         if not value.dim() or len(value) != count:
             return value
         if value.dim() == 1:
-            return value[rows]
-        for at in slices(0, len(rows), MOVED_BYTES // (value.stride(0) * value.itemsize)):
-            value[at] = value[rows[at]]  # which are behind all that was written
-        return value[: len(rows)]
+            return value[live.index]
+        for at in slices(0, len(live.places), MOVED_BYTES // (value.stride(0) * value.itemsize)):
+            value[live.places[at]] = value[live.from_end[at]]
+        return value[: len(live.index)]
     if isinstance(value, dict):
-        return {name: cut(item, rows, count) for name, item in value.items()}
+        return {name: cut(item, live, count) for name, item in value.items()}
     if hasattr(value, "constants"):
-        return replace(value, **{f.name: cut(getattr(value, f.name), rows, count) for f in fields(value)})
+        return replace(value, **{f.name: cut(getattr(value, f.name), live, count) for f in fields(value)})
     return value
 
 
@@ -383,26 +383,45 @@ def concatenated(parts: list[Values]) -> Values:
     return {name: torch.cat([part[name] for part in rest]) if len(rest) > 1 else rest[0][name] for name in rest[0]}
 
 
-def live_rows(streams: Sequence[Stream], upstream: Sequence[Values]) -> list[Tensor | None]:
+class Live(NamedTuple):
+    """The tokens that have a gradient, of which most of the first stay in their places: those from the end take the
+    places, among these, of tokens without one."""
+
+    index: Tensor
+    places: Tensor
+    from_end: Tensor
+
+
+def live_rows(streams: Sequence[Stream], upstream: Sequence[Values]) -> list[Live | None]:
     """Of each stream the tokens that have a gradient, ``None`` for all: the host waits for all numbers at once."""
     masks: dict[int, Tensor] = {}
     for i, (stream, values) in enumerate(zip(streams, upstream, strict=True)):
         capturing = stream.target.hidden.is_cuda and torch.cuda.is_current_stream_capturing()
         # Ranks that share a vocabulary would all have to find the same number.
         waits = stream.target.head.ranks.size == 1 and stream.active is None and not capturing
-        if values and waits and is_large(stream.target, stream.count, MIN_FLOPS):
+        if values and waits and stream.count and is_large(stream.target, stream.count, MIN_FLOPS):
             masks[i] = torch.stack(
                 [(g != 0).flatten(1).any(1) if g.dim() > 1 else g != 0 for g in values.values()]
             ).any(0)
     if not masks:
         return [None] * len(streams)
-    counts = dict(zip(masks, torch.stack([mask.sum() for mask in masks.values()]).tolist(), strict=True))
-    few = {i: n for i, n in counts.items() if n <= (1 - DROPPED) * streams[i].count}
-    return [torch.nonzero_static(masks[i], size=few[i])[:, 0] if i in few else None for i in range(len(streams))]
+    numbers = list[Tensor]()
+    for mask in masks.values():
+        total = mask.cumsum(0)
+        first = total.index_select(0, (total[-1:] - 1).clamp(min=0))  # how many of as many first tokens are live
+        numbers.append(torch.cat([total[-1:], total[-1:] - first]))
+    lives: list[Live | None] = [None] * len(streams)
+    for (i, mask), (count, moved) in zip(masks.items(), torch.stack(numbers).tolist(), strict=True):
+        if count <= (1 - DROPPED) * streams[i].count:
+            places = torch.nonzero_static(~mask[:count], size=moved)[:, 0]
+            from_end = torch.nonzero_static(mask[count:], size=moved)[:, 0] + count
+            index = torch.arange(count, device=mask.device).index_copy_(0, places, from_end)
+            lives[i] = Live(index, places, from_end)
+    return lives
 
 
 def _from_blocks(
-    stream: Stream, blocks: list[Any], constants: Values, upstream: Values, live: Tensor | None, grads: Gradients
+    stream: Stream, blocks: list[Any], constants: Values, upstream: Values, live: Live | None, grads: Gradients
 ) -> None:
     """Gradients of blocks that have lived until now, as one block each, or as that of the tokens that have any."""
     opened = stream.open()
@@ -410,7 +429,7 @@ def _from_blocks(
         kept = data_of(block)
         chosen: Rows = rows
         if live is not None:  # blocks that are kept are one
-            kept, chosen = cut(kept, live, rows.stop - rows.start), live
+            kept, chosen = cut(kept, live, rows.stop - rows.start), live.index
         of_rows = {name: value[chosen] for name, value in constants.items()}
         kept = replace(kept, part=opened.part(chosen), constants=of_rows)
         values = {name: g[chosen] for name, g in upstream.items()}
@@ -422,16 +441,16 @@ def data_of(block: Any) -> Any:
     return replace(block, **{f.name: v.data for f in fields(block) if isinstance(v := getattr(block, f.name), Tensor)})
 
 
-def _again(stream: Stream, constants: Values, upstream: Values, live: Tensor | None, grads: Gradients) -> None:
+def _again(stream: Stream, constants: Values, upstream: Values, live: Live | None, grads: Gradients) -> None:
     """Gradients of tokens whose logits are gone: of those that have any, by blocks or by tiles.
 
     Without ``constants``, a block has its own.
     """
-    count = stream.count if live is None else len(live)
+    count = stream.count if live is None else len(live.index)
     opened, tile = stream.open(), stream.plan.tile
     size = stream.plan.rows if tile is None else tile[0]
     for rows in slices(0, count, even(count, size)):
-        chosen: Rows = rows if live is None else live[rows]
+        chosen: Rows = rows if live is None else live.index[rows]
         part = opened.part(chosen)
         of_rows = {name: value[chosen] for name, value in constants.items()} or None
         values = {name: g[chosen] for name, g in upstream.items()}

@@ -170,6 +170,6 @@ OPERATIONS = {
     name: (lambda head, d, call=calls.OPERATIONS[name]: call(head, reference(head), d))
     for name in (
         *("logps", "not compact", "statistics", "statistics of several", "statistics of columns", "divergence"),
-        *("divergence loss", "token loss"),
+        *("divergence loss", "token loss", "largest, two passes", "logps of many heads"),
     )
 }

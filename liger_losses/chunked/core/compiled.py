@@ -67,8 +67,9 @@ def _written(value: Any, tensors: list[Tensor], numbers: list[float]) -> str:
         return "{" + "".join([f"{k!r}: {_written(v, tensors, numbers)}, " for k, v in value.items()]) + "}"
     names = getattr(type(value), "_fields", None) or getattr(type(value), "__match_args__", None)
     if names is not None and type(value) is not Tensor:
-        fields = [f"{name}={_written(getattr(value, name), tensors, numbers)}, " for name in names]
-        return f"{type(value).__name__}({''.join(fields)})"
+        fields = [(name, getattr(value, name)) for name in names]
+        given = [f"{name}={_written(part, tensors, numbers)}, " for name, part in fields if part is not None]
+        return f"{type(value).__name__}({''.join(given)})"
     if isinstance(value, (list, tuple)):
         parts = "".join([f"{_written(part, tensors, numbers)}, " for part in value])
         return f"[{parts}]" if isinstance(value, list) else f"({parts})"

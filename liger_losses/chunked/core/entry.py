@@ -15,7 +15,7 @@ from liger_losses.arguments import by_forward_names, wrong_arguments
 from liger_losses.caller import warn
 from liger_losses.checks import is_weight_and_bias
 from liger_losses.chunked.core.agreement import agree
-from liger_losses.chunked.core.distilled import Teacher, TeacherLogits
+from liger_losses.chunked.core.distilled import Teacher, TeacherLogits, Teachers
 from liger_losses.chunked.core.output_layer import Head
 from liger_losses.chunked.core.ranks import ALONE
 from liger_losses.chunked.core.results import REGISTERED
@@ -129,6 +129,8 @@ def outside_of_graphs(value: Any) -> str | None:
         return "registered statistics" if value in REGISTERED else None
     if isinstance(value, TeacherLogits):
         return None if isinstance(value.logits, Tensor) else "functions of a teacher's logits"
+    if isinstance(value, Teachers):
+        return outside_of_graphs(value.teachers)
     if isinstance(value, Teacher):
         return outside_of_graphs([value.hidden_states, value.weight])
     if isinstance(value, nn.Module) and hasattr(value, "spans_ranks"):  # a loss

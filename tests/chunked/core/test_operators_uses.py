@@ -15,7 +15,9 @@ from liger_losses import (
     ChunkedLoss,
     Divergence,
     Head,
+    Teacher,
     TeacherLogits,
+    Teachers,
     linear_divergence,
     linear_logps,
     linear_statistics,
@@ -45,6 +47,12 @@ def _of_function(hidden, head, labels):
     return linear_divergence(hidden, head, labels, teacher, Divergence.forward_kl()).divergence
 
 
+def _one_of_functions(hidden, head, labels):
+    function = TeacherLogits(lambda positions: torch.ones(len(positions), 13), columns=13)
+    teachers = Teachers([Teacher(hidden, head), function], torch.arange(4) % 2)
+    return linear_divergence(hidden, head, labels, teachers, Divergence.forward_kl()).divergence
+
+
 def _registered(hidden, head, labels):
     return linear_statistics(hidden, head, labels, "sum_of_squares").registered
 
@@ -57,6 +65,7 @@ def _quantized(hidden, head, labels):
     ("call", "reason"),
     [
         (_of_function, "functions of a teacher's logits"),
+        (_one_of_functions, "functions of a teacher's logits"),
         (_registered, "registered statistics"),
         (_quantized, "quantized heads"),
     ],

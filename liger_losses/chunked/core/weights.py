@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
-from functools import cached_property
 from typing import NamedTuple, Protocol
 
 import torch
@@ -76,7 +75,7 @@ class Dense:
     copy: Tensor | None = None
     last: dict[tuple[int, int], Tensor] = field(default_factory=dict, init=False)
 
-    @cached_property
+    @property  # torch.compile cannot trace a cached one
     def columns(self) -> int:
         return len(local_part(self.weight))
 

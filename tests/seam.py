@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from unittest import mock
 
 from liger_losses import checks
+from liger_losses.chunked import accelerators
 from liger_losses.chunked.core import rows, stream
 from liger_losses.chunked.core.adapters import LowRank
 from liger_losses.chunked.core.results import REGISTERED
@@ -20,6 +21,7 @@ from tests.interpreter import faster, small_tiles
 BACKENDS = ("torch", "triton") if INTERPRETED and triton is not None else ("torch",)
 
 __all__ = [
+    "ACCELERATORS",
     "BACKENDS",
     "REGISTERED",
     "LowRank",
@@ -28,8 +30,10 @@ __all__ = [
     "faster",
     "leave_out_zero_rows",
     "many_parts",
+    "planned_blocks",
     "read_rows_up_to",
     "small_tiles",
+    "without_accelerators",
 ]
 
 
@@ -59,6 +63,31 @@ def as_on_a_gpu() -> Iterator[None]:
 def read_rows_up_to(columns: int) -> Iterator[None]:
     """Rows of the weight are read for kept columns, however many there are."""
     yield
+
+
+#: The lines of the table of accelerators.
+ACCELERATORS = tuple(row.name for row in accelerators.ACCELERATORS)
+
+
+@contextmanager
+def without_accelerators(*names: str) -> Iterator[None]:
+    """These lines of the table are deleted."""
+    with mock.patch.object(stream, "BLOCKS", [row for row in stream.BLOCKS if row.name not in names]):
+        yield
+
+
+@contextmanager
+def planned_blocks() -> Iterator[list[str]]:
+    """A list that grows by the name of the block that is planned for each target."""
+    names, plan = list[str](), stream.plan
+
+    def named(*arguments):
+        found = plan(*arguments)
+        names.append(found.name)
+        return found
+
+    with mock.patch.object(stream, "plan", named):
+        yield names
 
 
 @contextmanager

@@ -1,0 +1,77 @@
+"""Each accelerator serves some calls; with its line deleted, and with all lines, results stay the same."""
+
+import os
+import random
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from liger_losses import TokenSupport, linear_logps
+from tests.losses import CE
+from tests.reference import problem, tensors_of
+from tests.results.combinations import check
+from tests.results.test_combinations import IN_TRITON
+from tests.seam import ACCELERATORS, BACKENDS, many_parts, planned_blocks, without_accelerators
+
+#: A call that each line of the table serves.
+SERVED = {
+    "statistics": lambda h, w, y, **on: linear_logps(h.detach(), w.detach(), y, **on),
+    "exponentials": lambda h, w, y, **on: CE(**on)(w, h, y),
+    "kept": lambda h, w, y, **on: linear_logps(h, w, y, support=TokenSupport(y[:, None]), **on),
+}
+DELETED = [*[(name,) for name in ACCELERATORS], ACCELERATORS]
+
+
+def served(name, **options):
+    """The blocks of a call, with the line of this name and without it."""
+    hidden, weight, labels, _ = problem(20, 16, 40, dtype=torch.bfloat16, masked=0.0)
+    found = []
+    for deleted in ((), (name,)):
+        with without_accelerators(*deleted), planned_blocks() as names:
+            results = tensors_of(SERVED[name](hidden, weight, labels, **options))
+        found.append((set(names), results))
+    (with_line, ours), (without_line, core) = found
+    torch.testing.assert_close(ours, core, rtol=1e-3, atol=1e-3)
+    return with_line, without_line
+
+
+@pytest.mark.skipif("triton" not in BACKENDS, reason="needs Triton's interpreter")
+@pytest.mark.parametrize("name", ACCELERATORS)
+def test_calls_are_served(name, small_tiles):
+    if name in os.environ.get("WITHOUT", ""):
+        pytest.skip("the line is deleted")
+    with_line, without_line = served(name, backend="triton")
+    assert name in with_line
+    assert name not in without_line
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ACCELERATORS)
+def test_calls_are_served_on_a_gpu(name, default_gpu):
+    with_line, without_line = served(name)
+    assert name in with_line
+    assert name not in without_line
+
+
+@pytest.mark.skipif("triton" not in BACKENDS, reason="needs Triton's interpreter")
+@pytest.mark.parametrize("deleted", DELETED, ids=str)
+def test_some_results_without_them(deleted, small_tiles):
+    """All are in ``test_results_without_them``, which takes long."""
+    with many_parts(), without_accelerators(*deleted):
+        for row in random.Random(str(deleted)).sample(IN_TRITON, 10):
+            if row.ranks == "alone":
+                check(row)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("deleted", DELETED, ids=str)
+def test_results_without_them(deleted):
+    folder = Path(__file__).parent
+    command = [sys.executable, "-m", "pytest", "-q", "-m", "not slow", "-p", "no:cacheprovider", str(folder)]
+    done = subprocess.run(
+        command, cwd=folder.parents[1], env={**os.environ, "WITHOUT": ",".join(deleted)}, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stdout[-5000:]

@@ -8,28 +8,25 @@ cannot be seen here; only that two vocabularies of different sizes may not be th
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from numbers import Integral
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from liger_losses.caller import warn
-from liger_losses.checks import check_device, check_names, check_tensor, see
-from liger_losses.chunked.core import target, teachers
+from liger_losses.checks import check_names, check_tensor
+from liger_losses.chunked.core import target
 from liger_losses.chunked.core.adapters import check_adapters
 from liger_losses.chunked.core.output_layer import Head
 from liger_losses.chunked.core.ranks import ALONE, check_teacher_ranks
+from liger_losses.chunked.core.teachers import TeacherLogits, check_columns, check_fits
 from liger_losses.chunked.core.weights import Products
 from liger_losses.kernels.divergence_forms import Divergence
 from liger_losses.kernels.logit_transform import LogitTransform, said
 
 #: What is done with the probability outside a sparse teacher's columns; see :class:`TeacherTopK`.
 TAILS = ("bucket", "lump", "renormalize", "none")
-#: By how many columns padding may make two models of one vocabulary differ.
-MOST_PADDING = 1024
 
 
 @dataclass(frozen=True, eq=False)
@@ -71,7 +68,7 @@ class Teacher:
     def vocab_size(self) -> int:
         return self.head.vocab_size
 
-    def core(self, labels: Tensor, temperature: float | Tensor) -> target.Target:
+    def compared(self, labels: Tensor, temperature: float | Tensor) -> target.Target:
         """The other side of a comparison, at its temperature."""
         self.head.check_invariant()
         check_adapters(self.local_hidden_states, len(self.head.weight), self.head.adapters)
@@ -90,65 +87,9 @@ class Teacher:
         if not hidden.is_floating_point():
             raise TypeError(f"the teacher's hidden_states must be floating point, got {hidden.dtype}.")
         states = {"teacher_hidden_states": hidden, "teacher_weight": head.weight}
-        _check_fits("hidden_states", hidden.shape[:-1], tokens, student, **states)
-        _check_columns(self, student)
+        check_fits("hidden_states", hidden.shape[:-1], tokens, student, **states)
+        check_columns(self, student)
         check_teacher_ranks(student.ranks, head.ranks)
-
-
-@dataclass(frozen=True, eq=False)
-class TeacherLogits:
-    """A teacher's logits: a tensor, or a function that returns them when they are needed.
-
-    Args:
-        logits: ``[..., Vt]``, one row for each hidden state of the student; or a function from positions ``[n]``
-            (int64, of the flattened tokens, on the student's device) to their logits ``[n, Vt]``.
-        columns: Vt, needed with a function.
-        columns_correspond: as in :class:`Teacher`.
-    """
-
-    logits: Tensor | Callable[[Tensor], Tensor]
-    columns: int | None = None
-    columns_correspond: bool = False
-
-    @property
-    def vocab_size(self) -> int:
-        if isinstance(self.logits, Tensor) and self.logits.dim():
-            return self.logits.shape[-1]
-        if not callable(self.logits):
-            shape = " without dimensions" if isinstance(self.logits, Tensor) else ""
-            kind = type(self.logits).__name__ + shape
-            raise TypeError(f"TeacherLogits takes logits [..., Vt], or a function that returns them, got {kind}.")
-        if not isinstance(self.columns, Integral):
-            raise ValueError("TeacherLogits(function) needs columns=, the number of columns that the function returns.")
-        return int(self.columns)
-
-    def core(self, labels: Tensor, temperature: float | Tensor) -> teachers.TeacherLogits:
-        """The other side of a comparison, at its temperature."""
-        logits = self.logits if isinstance(self.logits, Tensor) else self.rows
-        return teachers.TeacherLogits(logits, self.vocab_size, temperature)
-
-    def check(self, tokens: torch.Size, student: Head) -> None:
-        """Raise TypeError or ValueError unless this fits the shape of the student's tokens, and the student's head."""
-        if self.vocab_size < 1:
-            raise ValueError("the teacher's logits must be [..., Vt] with Vt >= 1, got Vt = 0.")
-        if isinstance(self.logits, Tensor):
-            check_tensor("the teacher's logits", self.logits)
-            if not self.logits.is_floating_point():
-                raise TypeError(f"the teacher's logits must be floating point, got {self.logits.dtype}.")
-            _check_fits("logits", self.logits.shape[:-1], tokens, student, teacher_logits=self.logits)
-        _check_columns(self, student)
-
-    def rows(self, positions: Tensor) -> Tensor:
-        """The logits ``[n, Vt]`` at some positions ``[n]``."""
-        if isinstance(self.logits, Tensor):
-            return self.logits[torch.unravel_index(positions, self.logits.shape[:-1])]
-        found = self.logits(positions)
-        if not isinstance(found, Tensor) or found.shape != (len(positions), self.vocab_size):
-            given = tuple(found.shape) if isinstance(found, Tensor) else type(found).__name__
-            raise ValueError(
-                f"the teacher's function must return logits [{len(positions)}, {self.vocab_size}], got {given}."
-            )
-        return found.detach()
 
 
 @dataclass(frozen=True, eq=False)
@@ -281,10 +222,10 @@ class TeacherTopK:
                 f"{tuple(self.indices.shape)}."
             )
         columns = {"teacher_logps": self.logps, "teacher_indices": self.indices}
-        _check_fits("logps", self.logps.shape[:-1], tokens, student, **columns)
+        check_fits("logps", self.logps.shape[:-1], tokens, student, **columns)
         if self.tail_logps is not None:
             check_tensor("the teacher's tail_logps", self.tail_logps)
-            _check_fits("tail_logps", self.tail_logps.shape, tokens, student, teacher_tail_logps=self.tail_logps)
+            check_fits("tail_logps", self.tail_logps.shape, tokens, student, teacher_tail_logps=self.tail_logps)
 
     def check_active(self, mask: Tensor, vocab_size: int) -> None:
         """Raise ValueError for values that are wrong for the tokens that ``mask`` names; synchronizes."""
@@ -307,33 +248,6 @@ class TeacherTopK:
                 f"the teacher's logps must be log-probabilities, at most 0, got {float(logps.max()):.4g}; apply "
                 "log_softmax over the whole vocabulary first."
             )
-
-
-def _check_fits(name: str, shape: torch.Size, tokens: torch.Size, student: Head, **tensors: Tensor) -> None:
-    if shape != tokens:
-        raise ValueError(
-            f"the teacher's {name} have {tuple(shape)} tokens, the student's hidden states {tuple(tokens)}: give "
-            "one row for each of the student's tokens, in the same order."
-        )
-    check_device(student.weight, **tensors)
-
-
-def _check_columns(teacher: Teacher | TeacherLogits, student: Head) -> None:
-    """Warn of a vocabulary of another size, or raise ValueError, unless the caller has said that columns correspond."""
-    if not isinstance(teacher.columns_correspond, bool):
-        raise TypeError(f"columns_correspond must be True or False, got {teacher.columns_correspond!r}.")
-    ours, theirs = student.vocab_size, teacher.vocab_size
-    if ours == theirs or teacher.columns_correspond:
-        return
-    differ = f"the student has {ours} columns and the teacher {theirs}"
-    advice = (
-        f"if the first {min(ours, theirs)} columns of both are the same tokens, say so with {type(teacher).__name__}"
-        "(..., columns_correspond=True); if not, take a teacher with the student's vocabulary." + see("teachers")
-    )
-    if abs(ours - theirs) > MOST_PADDING:
-        raise ValueError(f"{differ}: more than {MOST_PADDING} apart, which padding does not explain; {advice}")
-    if not torch.compiler.is_compiling():
-        warn(f"{differ}. Columns that only one of them has are treated as padding: {advice}")
 
 
 def check_no_temperature(whose: str, head: Head) -> None:

@@ -72,7 +72,7 @@ def target_of(
         check_comparison(teacher, divergence, head, labels.shape)
         if isinstance(soft, Tensor):
             check_temperature(soft, head.weight.device, [labels.shape])
-        fields["teacher"] = teacher.core(labels, soft)
+        fields["teacher"] = teacher.compared(labels, soft)
     if "kept" not in fields:
         head.check_invariant()
     hidden, head = head.with_dropout(hidden)

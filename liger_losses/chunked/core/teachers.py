@@ -7,10 +7,17 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from numbers import Integral
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from liger_losses.caller import warn
+from liger_losses.checks import check_device, check_tensor, see
+
+#: By how many columns padding may make two models of one vocabulary differ.
+MOST_PADDING = 1024
 #: Rows of a tensor: a slice of them, or their numbers.
 Rows = slice | Tensor
 
@@ -33,23 +40,89 @@ def rows_of(tensor: Tensor, rows: Rows, trailing: int) -> Tensor:
 
 @dataclass(frozen=True, eq=False)
 class TeacherLogits:
-    """A teacher's logits ``[..., V]``, or a function from positions ``[R]`` to their logits ``[R, V]``.
+    """A teacher's logits: a tensor, or a function that returns them when they are needed.
 
-    ``temperature`` divides both models' logits in the divergence: a number, or ``[...]``.
+    Args:
+        logits: ``[..., Vt]``, one row for each hidden state of the student; or a function from positions ``[n]``
+            (int64, of the flattened tokens, on the student's device) to their logits ``[n, Vt]``.
+        columns: Vt, needed with a function.
+        columns_correspond: as in :class:`Teacher`.
+        temperature: divides both models' logits in the divergence: a number, or ``[...]``; losses set it to theirs.
     """
 
     logits: Tensor | Callable[[Tensor], Tensor]
-    vocab_size: int
+    columns: int | None = None
+    columns_correspond: bool = False
     temperature: float | Tensor = 1.0
 
+    @property
+    def vocab_size(self) -> int:
+        if isinstance(self.logits, Tensor) and self.logits.dim():
+            return self.logits.shape[-1]
+        if not callable(self.logits):
+            shape = " without dimensions" if isinstance(self.logits, Tensor) else ""
+            kind = type(self.logits).__name__ + shape
+            raise TypeError(f"TeacherLogits takes logits [..., Vt], or a function that returns them, got {kind}.")
+        if not isinstance(self.columns, Integral):
+            raise ValueError("TeacherLogits(function) needs columns=, the number of columns that the function returns.")
+        return int(self.columns)
+
+    def check(self, tokens: torch.Size, student: Any) -> None:
+        """Raise TypeError or ValueError unless this fits the shape of the student's tokens, and the student's head."""
+        if self.vocab_size < 1:
+            raise ValueError("the teacher's logits must be [..., Vt] with Vt >= 1, got Vt = 0.")
+        if isinstance(self.logits, Tensor):
+            check_tensor("the teacher's logits", self.logits)
+            if not self.logits.is_floating_point():
+                raise TypeError(f"the teacher's logits must be floating point, got {self.logits.dtype}.")
+            check_fits("logits", self.logits.shape[:-1], tokens, student, teacher_logits=self.logits)
+        check_columns(self, student)
+
+    def compared(self, labels: Tensor, temperature: float | Tensor) -> TeacherLogits:
+        """The other side of a comparison, at its temperature."""
+        return replace(self, temperature=temperature)
+
     def take(self, rows: Rows) -> TeacherLogits:
-        """Some of the tokens."""
+        """Some of the tokens, whose positions a function gets."""
         if isinstance(self.logits, Tensor):
             logits = rows_of(self.logits.detach(), rows, 1)
         else:
             assert isinstance(rows, Tensor)
-            logits = self.logits(rows).detach()
+            logits = self.logits(rows)
+            if not isinstance(logits, Tensor) or logits.shape != (len(rows), self.vocab_size):
+                shape = tuple(logits.shape) if isinstance(logits, Tensor) else type(logits).__name__
+                raise ValueError(
+                    f"the teacher's function must return logits [{len(rows)}, {self.vocab_size}], got {shape}."
+                )
         temperature = self.temperature
         if isinstance(temperature, Tensor):
             temperature = rows_of(temperature, rows, 0)
-        return replace(self, logits=logits, temperature=temperature)
+        return replace(self, logits=logits.detach(), temperature=temperature)
+
+
+def check_fits(name: str, shape: torch.Size, tokens: torch.Size, student: Any, **tensors: Tensor) -> None:
+    """Raise ValueError unless a teacher has one row for each of the student's tokens, on its device."""
+    if shape != tokens:
+        raise ValueError(
+            f"the teacher's {name} have {tuple(shape)} tokens, the student's hidden states {tuple(tokens)}: give "
+            "one row for each of the student's tokens, in the same order."
+        )
+    check_device(student.weight, **tensors)
+
+
+def check_columns(teacher: Any, student: Any) -> None:
+    """Warn of a vocabulary of another size, or raise ValueError, unless the caller has said that columns correspond."""
+    if not isinstance(teacher.columns_correspond, bool):
+        raise TypeError(f"columns_correspond must be True or False, got {teacher.columns_correspond!r}.")
+    ours, theirs = student.vocab_size, teacher.vocab_size
+    if ours == theirs or teacher.columns_correspond:
+        return
+    differ = f"the student has {ours} columns and the teacher {theirs}"
+    advice = (
+        f"if the first {min(ours, theirs)} columns of both are the same tokens, say so with {type(teacher).__name__}"
+        "(..., columns_correspond=True); if not, take a teacher with the student's vocabulary." + see("teachers")
+    )
+    if abs(ours - theirs) > MOST_PADDING:
+        raise ValueError(f"{differ}: more than {MOST_PADDING} apart, which padding does not explain; {advice}")
+    if not torch.compiler.is_compiling():
+        warn(f"{differ}. Columns that only one of them has are treated as padding: {advice}")

@@ -174,7 +174,7 @@ def _logps_of(
     """A teacher's log-probabilities ``[n, k]`` of some columns, of some of the flattened tokens."""
     divided: Any = temperature.flatten()[at] if isinstance(temperature, Tensor) else temperature
     if isinstance(teacher, TeacherLogits):
-        logits = teacher.rows(at)
+        logits: Any = teacher.take(at).logits
         logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
         logits = logits / (divided[:, None] if isinstance(divided, Tensor) else divided)
         return logits.log_softmax(-1).gather(-1, columns)

@@ -156,7 +156,7 @@ class Case:
             if self.vt != V:
                 teacher = Target(Head(Dense(self.teacher[1])), self.teacher[0], self.labels, self.soft)
             if self.as_logits:
-                teacher = TeacherLogits(self.teacher[0] @ self.teacher[1].T, V, self.soft)
+                teacher = TeacherLogits(self.teacher[0] @ self.teacher[1].T, temperature=self.soft)
         head = Head(weights, bias, LogitTransform(softcap=self.softcap), ranks, invariant)
         kept, selected = self.kept, self.selected
         return Target(head, h, self.labels, self.temperature, kept, selected, teacher=teacher), leaves

@@ -189,19 +189,34 @@ def ragged_parts(support: TokenSupport, whole: Target, ignore_index: int, shift:
         ValueError: offsets that do not rise from 0 to the number of ids.
     """
     assert support.offsets is not None
-    ids, offsets = support.ids, support.offsets.long()
-    _check_offsets(offsets, len(ids))
-    tokens = (whole.labels.flatten() != ignore_index).nonzero()[:, 0]
-    starts, counts = offsets[tokens + shift], offsets.diff()[tokens + shift]
-    widths = torch.where(counts > 0, 2 ** counts.clamp(min=1).log2().ceil().long(), 0)
-    sizes, numbers = torch.unique(widths, return_counts=True)
-    parts = [_some(whole, tokens[:0], None)]
-    for chosen, size in zip(widths.argsort(stable=True).split(numbers.tolist()), sizes.tolist(), strict=True):
-        at = torch.arange(size, device=ids.device)
-        inside = at < counts[chosen, None]
-        kept = torch.where(inside, ids[torch.where(inside, starts[chosen, None] + at, 0)].long(), -1) if size else None
-        parts.append(_some(whole, tokens[chosen], kept))
+    ids, offsets, labels = support.ids, support.offsets.long(), whole.labels.flatten()
+    after = min(shift, len(labels))
+    lengths = torch.nn.functional.pad(offsets.diff()[after:], (0, after))
+    kinds = torch.where(lengths > 0, lengths.clamp(min=1).log2().ceil().long() + 1, 0)
+    kinds = torch.where(labels == ignore_index, -1, kinds)
+    numbers = _checked_numbers(offsets, len(ids), kinds)
+    parts = [_some(whole, kinds.new_empty(0), None)]
+    for kind, tokens in enumerate(kinds.argsort(stable=True).split(numbers), -1):
+        if kind >= 0 and len(tokens):
+            at = torch.arange(2 ** (kind - 1) if kind else 0, device=ids.device)
+            inside, starts = at < lengths[tokens, None], offsets[tokens + shift, None]
+            kept = torch.where(inside, ids[torch.where(inside, starts + at, 0)].long(), -1) if kind else None
+            parts.append(_some(whole, tokens, kept))
     return parts
+
+
+def _checked_numbers(offsets: Tensor, number: int, kinds: Tensor) -> list[int]:
+    """How many tokens are of each kind from -1 on; one wait of the host for these and what is wrong with offsets."""
+    rises = offsets.diff().amin() if len(offsets) > 1 else offsets.new_zeros(())
+    of_kinds = (kinds[:, None] == torch.arange(-1, 64, device=kinds.device)).sum(0)
+    facts = torch.cat([torch.stack([rises, offsets[0], offsets[-1]]), of_kinds])
+    least, first, last, *numbers = start_reading(facts, _FACTS)()
+    if least < 0 or (first, last) != (0, number):
+        raise ValueError(
+            f"TokenSupport's offsets must rise from 0 to {number}, the number of ids; they go from {first} to {last}, "
+            f"by {least} or more."
+        )
+    return numbers
 
 
 def _some(whole: Target, tokens: Tensor, kept: Tensor | None) -> Target:
@@ -210,16 +225,6 @@ def _some(whole: Target, tokens: Tensor, kept: Tensor | None) -> Target:
     if isinstance(divided, Tensor):
         divided = divided.flatten()[tokens]
     return replace(whole, labels=labels, temperature=divided, kept=kept, rows=tokens)
-
-
-def _check_offsets(offsets: Tensor, number: int) -> None:
-    rises = offsets.diff().amin() if len(offsets) > 1 else offsets.new_zeros(())
-    least, first, last = start_reading(torch.stack([rises, offsets[0], offsets[-1]]), _FACTS)()
-    if least < 0 or (first, last) != (0, number):
-        raise ValueError(
-            f"TokenSupport's offsets must rise from 0 to {number}, the number of ids; they go from {first} to {last}, "
-            f"by {least} or more."
-        )
 
 
 def with_label(part: Target) -> Target:

@@ -18,7 +18,7 @@ from liger_losses.chunked.core.agreement import agree
 from liger_losses.chunked.core.distilled import Teacher, TeacherLogits, Teachers
 from liger_losses.chunked.core.output_layer import Head
 from liger_losses.chunked.core.ranks import ALONE
-from liger_losses.chunked.core.results import REGISTERED
+from liger_losses.chunked.core.statistics import registered
 from liger_losses.kernels.tracing import when_compiling
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -126,7 +126,7 @@ def outside_of_graphs(value: Any) -> str | None:
         quantized = None if value.quantized is None else "quantized heads"
         return quantized if value.ranks is ALONE else "process groups"
     if isinstance(value, str):
-        return "registered statistics" if value in REGISTERED else None
+        return "registered statistics" if registered([value]) else None
     if isinstance(value, TeacherLogits):
         return None if isinstance(value.logits, Tensor) else "functions of a teacher's logits"
     if isinstance(value, Teachers):

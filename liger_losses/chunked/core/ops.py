@@ -27,11 +27,9 @@ from liger_losses.chunked.core.options import EngineOptions
 from liger_losses.chunked.core.output_layer import Head
 from liger_losses.chunked.core.results import (
     HOW_TO_ASK,
-    REGISTERED,
     DeclaredStatistics,
     Largest,
     Statistics,
-    asked,
     check_asked,
     named,
 )
@@ -88,7 +86,7 @@ def linear_statistics(
     fields = {"bias": bias, "transform": transform, "class_weight": class_weight}
     targets = _targets(hidden_states, weight, labels, selected, options, **fields)
     check_asked(targets, names, metrics)
-    found = [named(values, names) for values in compiled.statistics(targets, asked(names), options, metrics)]
+    found = [named(values, names) for values in compiled.statistics(targets, names, options, metrics)]
     return found if several(hidden_states, weight) else found[0]
 
 
@@ -345,7 +343,7 @@ def linear_token_loss(
         for name, value in read.items():
             check_like_labels(name, value, target.labels.shape, target.labels)
         losses.append(TokenLoss(functools.partial(_of_user, token_loss, names), {"labels": target.labels, **read}))
-    loss, found = compiled.loss_sum(targets, asked(names), losses, options, metrics)
+    loss, found = compiled.loss_sum(targets, names, losses, options, metrics)
     each = [named(values, names) for values in found]
     return loss, each if several(hidden_states, weight) else each[0]
 
@@ -470,8 +468,7 @@ def _of_user(
     """
     reader = f"token_loss ({getattr(token_loss, '__name__', type(token_loss).__name__)})"
     place = "statistics=, or to metrics= where it needs no gradient"
-    registered = [name for name in names if name in REGISTERED]
-    declared: Any = DeclaredStatistics(named(values, names), reader, place, registered)
+    declared: Any = DeclaredStatistics(named(values, names), reader, place, names)
     result = token_loss(declared, labels, **inputs)
     losses = result[0] if isinstance(result, tuple) else result
     if not isinstance(losses, Tensor) or losses.shape != labels.shape:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import functools
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from numbers import Integral
 from typing import Any, NamedTuple
@@ -11,7 +12,7 @@ import torch
 from torch import Tensor
 
 from liger_losses.checks import check_names, check_new
-from liger_losses.chunked.core.statistics import OF_KERNELS, STATISTICS, Statistic
+from liger_losses.chunked.core.statistics import OF_KERNELS, STATISTICS, Statistic, registered
 from liger_losses.chunked.core.target import Target
 
 
@@ -59,22 +60,21 @@ class DeclaredStatistics:
         values: the statistics, ``None`` for those not asked for.
         reader: the name of the loss.
         place: where it names its statistics.
-        registered: the names of ``values.registered``.
+        names: of the statistics, those of ``values.registered`` among them.
     """
 
-    def __init__(self, values: Sequence[Any], reader: str, place: str, registered: Sequence[str] = ()) -> None:
+    def __init__(self, values: Sequence[Any], reader: str, place: str, names: Sequence[str] = ()) -> None:
         self._reader, self._place = reader, place
         for name, value in zip(Statistics._fields, values, strict=True):
             if value is not None:
                 setattr(self, name, value)
-        if registered:
-            for name, value in zip(registered, self.registered.unbind(-1), strict=True):
-                setattr(self, name, value)
+        for i, name in enumerate(registered(names)):
+            setattr(self, name, self.registered[..., i])
 
     def __getattr__(self, name: str) -> Any:
-        if name not in Statistics._fields and name not in REGISTERED:
+        if name not in Statistics._fields and not registered([name]):
             raise AttributeError(f"there is no statistic {name!r}; it must be one of {', '.join(Statistics._fields)}.")
-        how = HOW_TO_ASK.get(name, f"statistics={name!r}" if name in REGISTERED else None)
+        how = HOW_TO_ASK.get(name, f"statistics={name!r}" if registered([name]) else None)
         known = ", ".join([field for field in Statistics._fields if field in self.__dict__])
         declared = f"only {known}" if known else "none"
         advice = f"Add {name!r} to {self._place}" if how is None else f"Use {how}"
@@ -92,10 +92,6 @@ class Largest:
             raise ValueError(f"k must be a positive integer, got {self.k!r}.")
 
 
-#: The terms of what :func:`register_statistic` was given, by name.
-REGISTERED: dict[str, Callable[[Tensor], Tensor]] = {}
-
-
 def register_statistic(name: str, term: Callable[[Tensor], Tensor]) -> None:
     """Make ``sum_v term(log p_v)`` a statistic that losses may read, differentiable by hidden states, weight and bias.
 
@@ -111,8 +107,8 @@ def register_statistic(name: str, term: Callable[[Tensor], Tensor]) -> None:
     """
     if not isinstance(name, str) or not name.isidentifier():
         raise TypeError(f"the name of a new statistic must be an identifier, got {name!r}.")
-    taken = {*REGISTERED, *STATISTICS, "divergence", "registered"}
-    check_new("statistic", name, taken, term, REGISTERED.get(name))
+    earlier = STATISTICS[name].phi if registered([name]) else None
+    check_new("statistic", name, {*STATISTICS, "divergence", "registered"}, term, earlier)
     g = torch.Generator().manual_seed(0)
     log_p = torch.randn(3, 7, generator=g, dtype=torch.float64).log_softmax(-1)
     log_p[0, 0] = -1e4
@@ -120,30 +116,22 @@ def register_statistic(name: str, term: Callable[[Tensor], Tensor]) -> None:
     if not isinstance(found, Tensor) or found.shape != log_p.shape:
         got = tuple(found.shape) if isinstance(found, Tensor) else type(found).__name__
         raise ValueError(f"the term of {name!r} must return one value per entry, {tuple(log_p.shape)}, got {got}.")
-    derivative = _statistic(name, term).derivative(log_p, log_p.shape[-1])
+    row = Statistic(name, functools.wraps(term)(lambda log_p, vocab_size: term(log_p)))
+    derivative = row.derivative(log_p, log_p.shape[-1])
     if not (found.isfinite().all() and derivative.isfinite().all()):
         raise ValueError(f"the term of {name!r}, or its derivative, is not finite for log-probabilities down to -1e4.")
     if not torch.allclose(term(log_p[1:, 2:]), found[1:, 2:]):
         raise ValueError(f"the term of {name!r} must be elementwise: an entry's value depends on other entries.")
-    REGISTERED[name] = term
-
-
-def _statistic(name: str, term: Callable[[Tensor], Tensor]) -> Statistic:
-    return Statistic(name, lambda log_p, vocab_size: term(log_p))
-
-
-def asked(names: Iterable[str]) -> list[Statistic]:
-    """The statistics of these names, which users may have registered."""
-    return [_statistic(name, REGISTERED[name]) if name in REGISTERED else STATISTICS[name] for name in names]
+    STATISTICS[name] = row
 
 
 def named(values: Mapping[str, Tensor], names: Sequence[str] = ()) -> Statistics:
     """Statistics by their names, those that users have registered together."""
-    registered = [name for name in names if name in REGISTERED]
-    found = {name: value for name, value in values.items() if name not in registered}
-    if registered:
-        found["registered"] = torch.stack([values[name] for name in registered], -1)
-    return Statistics(**found)
+    of_users = registered(names)
+    fields = {name: value for name, value in values.items() if name not in of_users}
+    if of_users:
+        fields["registered"] = torch.stack([values[name] for name in of_users], -1)
+    return Statistics(**fields)
 
 
 def check_asked(targets: Sequence[Target], names: Sequence[str], metrics: Sequence[str]) -> None:
@@ -156,11 +144,11 @@ def check_asked(targets: Sequence[Target], names: Sequence[str], metrics: Sequen
         others = ("columns", *others)
         if selected > head.vocab_size:
             raise ValueError(f"k must be at most the {head.vocab_size} columns of the head, got {selected}.")
-    registered = [name for name in names if isinstance(name, str) and name in REGISTERED]
-    if registered and head.batch_invariant:
+    of_users = registered(names)
+    if of_users and head.batch_invariant:
         raise ValueError(
-            f"{', '.join(registered)}: a registered statistic is summed in an order that depends on the "
+            f"{', '.join(of_users)}: a registered statistic is summed in an order that depends on the "
             "batch; use a head without batch_invariant=True."
         )
-    check_names([name for name in names if name not in registered], known, "differentiable statistic", HOW_TO_ASK)
+    check_names([name for name in names if name not in of_users], known, "differentiable statistic", HOW_TO_ASK)
     check_names(metrics, others, "statistic", HOW_TO_ASK)

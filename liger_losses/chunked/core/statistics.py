@@ -5,8 +5,9 @@ R rows (tokens), C columns.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -62,6 +63,11 @@ STATISTICS: dict[str, Statistic] = {
         Statistic("soft_entropy", differentiable=False),
     )
 }
+
+
+def registered(names: Iterable[Any]) -> list[str]:
+    """Those that users have registered: the rows of the table that have terms."""
+    return [name for name in names if isinstance(name, str) and name in STATISTICS and STATISTICS[name].phi is not None]
 
 
 def divergence(which: Divergence) -> Statistic:

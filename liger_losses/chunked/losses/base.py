@@ -19,7 +19,7 @@ from liger_losses.checks import check_fields, check_labels, check_shift, check_t
 from liger_losses.chunked import EngineOptions, Head, Statistics, linear_statistics, shift_labels
 from liger_losses.chunked.core.agreement import agree
 from liger_losses.chunked.core.entry import loss_operator
-from liger_losses.chunked.core.results import REGISTERED, DeclaredStatistics
+from liger_losses.chunked.core.results import DeclaredStatistics
 from liger_losses.chunked.losses.context_parallel import check_sliced, sum_over_group
 from liger_losses.kernels.logit_transform import LogitTransform
 from liger_losses.kernels.tracing import outside_graphs
@@ -321,8 +321,7 @@ class ChunkedLoss(nn.Module):
         found = linear_statistics(hidden_states, head, labels, self.statistics, metrics=self.metrics, options=options)
         kind = type(self).__name__
         place = f"the statistics that {kind} names, or to its metrics where it needs no gradient"
-        registered = [name for name in self.statistics if name in REGISTERED]
-        declared: Any = DeclaredStatistics(found, kind, place, registered)
+        declared: Any = DeclaredStatistics(found, kind, place, self.statistics)
         result = self.loss(declared, labels != self.ignore_index, **inputs)
         first = result[0] if isinstance(result, (tuple, list)) and result else result
         whole = isinstance(first, Tensor) and not first.dim() and first.is_floating_point()

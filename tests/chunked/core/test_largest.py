@@ -12,7 +12,7 @@ from liger_losses import (
     linear_topk,
 )
 from liger_losses.chunked.core import rows as row_functions
-from liger_losses.chunked.core.results import REGISTERED
+from liger_losses.chunked.core.statistics import STATISTICS
 from liger_losses.kernels import BACKENDS
 from liger_losses.kernels.logit_transform import Epilogue
 from liger_losses.kernels.row_lse import sum_of_probabilities
@@ -73,7 +73,7 @@ def second_moment():
     liger_losses.register_statistic("second_moment", lambda log_p: log_p.exp() * log_p.square())
     liger_losses.register_statistic("square_sum", lambda log_p: (2 * log_p).exp())
     yield
-    del REGISTERED["second_moment"], REGISTERED["square_sum"]
+    del STATISTICS["second_moment"], STATISTICS["square_sum"]
 
 
 @pytest.mark.usefixtures("second_moment")

@@ -52,14 +52,11 @@ class Signature:
     kept: bool
     statistics: tuple[str, ...]  # with a gradient, if anything has one
     metrics: tuple[str, ...]  # without
-    dtype: torch.dtype  # of the inputs, or autocast's
     operand: torch.dtype  # of products
     device: torch.device
     backend: str
-    ranks: int
     trains_weight: bool
     trains_hidden: bool
-    weight_dtype: torch.dtype
     copied_bytes: int  # of a row of the heads, while it is copied
     weights: tuple[type, ...]  # the forms of the head's matrix, from the outside in
     quantized_teacher: bool = False
@@ -104,14 +101,11 @@ def signature(
         kept=target.kept is not None,
         statistics=tuple([s.name for s in asked if s.differentiable]),
         metrics=tuple([s.name for s in asked if not s.differentiable]),
-        dtype=dtype,
         operand=operand,
         backend=backend,
         device=hidden.device,
-        ranks=head.ranks.size,
         trains_weight=records and bool(head.leaves()),
         trains_hidden=records and hidden.requires_grad,
-        weight_dtype=weights.dtype,
         copied_bytes=copied,
         weights=_forms(weights),
         quantized_teacher=of_teacher is not None and Quantized in _forms(of_teacher),

@@ -170,10 +170,10 @@ def cut(value: Any, live: Live, count: int) -> Any:
         if not value.dim() or len(value) != count:
             return value
         if value.dim() == 1:
-            return value[live.index]
+            return value[live.order]
         for at in slices(0, len(live.places), MOVED_BYTES // (value.stride(0) * value.itemsize)):
             value[live.places[at]] = value[live.from_end[at]]
-        return value[: len(live.index)]
+        return value[: len(live.order)]
     if isinstance(value, dict):
         return {name: cut(item, live, count) for name, item in value.items()}
     if hasattr(value, "constants"):
@@ -387,7 +387,7 @@ class Live(NamedTuple):
     """The tokens that have a gradient, of which most of the first stay in their places: those from the end take the
     places, among these, of tokens without one."""
 
-    index: Tensor
+    order: Tensor
     places: Tensor
     from_end: Tensor
 
@@ -429,7 +429,7 @@ def _from_blocks(
         kept = data_of(block)
         chosen: Rows = rows
         if live is not None:  # blocks that are kept are one
-            kept, chosen = cut(kept, live, rows.stop - rows.start), live.index
+            kept, chosen = cut(kept, live, rows.stop - rows.start), live.order
         of_rows = {name: value[chosen] for name, value in constants.items()}
         kept = replace(kept, part=opened.part(chosen), constants=of_rows)
         values = {name: g[chosen] for name, g in upstream.items()}
@@ -446,11 +446,11 @@ def _again(stream: Stream, constants: Values, upstream: Values, live: Live | Non
 
     Without ``constants``, a block has its own.
     """
-    count = stream.count if live is None else len(live.index)
+    count = stream.count if live is None else len(live.order)
     opened, tile = stream.open(), stream.plan.tile
     size = stream.plan.rows if tile is None else tile[0]
     for rows in slices(0, count, even(count, size)):
-        chosen: Rows = rows if live is None else live.index[rows]
+        chosen: Rows = rows if live is None else live.order[rows]
         part = opened.part(chosen)
         of_rows = {name: value[chosen] for name, value in constants.items()} or None
         values = {name: g[chosen] for name, g in upstream.items()}

@@ -18,7 +18,8 @@ import torch
 from torch import Tensor
 from torch.compiler import is_dynamo_compiling
 
-from liger_losses.checks import check_right, check_vocabulary
+from liger_losses.caller import warn
+from liger_losses.checks import check_right, check_vocabulary, see
 from liger_losses.chunked.core.block import BLOCKS, Collected, statistics_by_columns
 from liger_losses.chunked.core.buffers import Gradients, Leaf, key_of, local_part
 from liger_losses.chunked.core.checks import agree_on_call, check_call
@@ -217,6 +218,13 @@ def open_streams(
     for i, stream in enumerate(streams if many else ()):
         sharing = max([many.get(key, 0) for key in _half_sums(stream, options)], default=0)
         streams[i] = replace(stream, plan=plan(replace(calls[i], many_parts=sharing), table))
+        bound = options.workspace or calls[i].bound
+        if bound is not None and streams[i].plan.accumulate is not None:
+            warn(
+                f"a workspace of {bound} bytes has no room for the gradients of an eighth of the tokens. To be exact, "
+                "the gradient of the weight is accumulated in fp32, in a buffer beyond the workspace. Pass a larger "
+                "workspace, or accum_dtype=torch.float32 to allow it." + see("workspace")
+            )
     return streams
 
 

@@ -2,6 +2,7 @@
 
 import gc
 import math
+import warnings
 from contextlib import contextmanager
 from unittest import mock
 
@@ -265,6 +266,15 @@ def test_gradients_are_collected(names, biased):
     assert taken
     for g, e in zip(collected, gradients(torch.double), strict=True):
         assert (g - e).norm() < 0.01 * e.norm()
+
+
+def test_a_workspace_of_too_many_parts_is_warned_of():
+    for workspace, told in ((64_000, True), (200_000, False)):
+        *leaves, labels = inputs(torch.bfloat16, tokens=400)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            CALLS["one pass"](*leaves, labels, workspace=workspace)
+        assert ["has no room for" in str(warning.message) for warning in caught] == [True] * told
 
 
 def test_accum_dtype_adds_up_in_fp32():

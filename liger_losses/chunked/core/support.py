@@ -20,7 +20,7 @@ from liger_losses.chunked.core.inputs import shift_labels, target_of
 from liger_losses.chunked.core.output_layer import NOT_INVARIANT, Head
 from liger_losses.chunked.core.plan import Options
 from liger_losses.chunked.core.statistics import asked_for
-from liger_losses.chunked.core.stream import statistics
+from liger_losses.chunked.core.stream import counted_once, statistics
 from liger_losses.chunked.core.target import Target
 from liger_losses.chunked.core.weights import WithAdapters
 from liger_losses.kernels.reading import start_reading
@@ -156,11 +156,39 @@ def statistics_of_kept(
     adapted = head.batch_invariant and isinstance(head.weights, WithAdapters)
     if adapted and any((y != options.ignore_index).any() for y in uncut):
         raise ValueError(NOT_INVARIANT)
+    read = head.vocab_size if support.sparse_grad else most_read(head.vocab_size)
+    if any(part.kept is not None and part.kept.shape[-1] > read for part in parts):
+        parts = counted_once(parts, options)  # before two calls, each of which would wait
+    many = [part for part in parts if part.kept is not None and part.kept.shape[-1] > read]
+    few = [part for part in parts if all(part is not other for other in many)]
+    found = [*statistics(few, names, options), *(_of_all_columns(many, names, options) if many else [])]
     values = [
         {name: _spread(value, part.rows, whole.labels.shape) for name, value in of_part.items()}
-        for part, of_part in zip(parts, statistics(parts, names, options), strict=True)
+        for part, of_part in zip([*few, *many], found, strict=True)
     ]
     return [{name: functools.reduce(torch.add, [of_part[name] for of_part in values]) for name in names}]
+
+
+def most_read(vocab_size: int) -> int:
+    """For how many columns of a token the rows of a head are read: that takes as long as 160 columns of a product."""
+    return max(vocab_size // 160, 64)
+
+
+def _of_all_columns(parts: Sequence[Target], names: Sequence[str], options: Options) -> list[dict[str, Tensor]]:
+    """Statistics over kept columns, from their log-probabilities among all columns."""
+    targets = [replace(p, kept=None, selected=p.kept.clamp(min=0)) for p in parts if p.kept is not None]
+    asked = ("selected_logps", *[name for name in names if name != "entropy"])
+    results = list[dict[str, Tensor]]()
+    for part, values in zip(parts, statistics(targets, asked, options), strict=True):
+        assert part.kept is not None
+        logps = values.pop("selected_logps").masked_fill(part.kept < 0, -1e30)
+        total = logps.logsumexp(-1)
+        logps = logps - total[..., None]
+        entropy = -(logps.exp() * logps).sum(-1)
+        of_kept = {"logp": values.get("logp", total) - total, "lse": values.get("lse", total) + total}
+        active = part.labels != options.ignore_index
+        results.append({n: torch.where(active, v, 0.0) for n, v in (of_kept | {"entropy": entropy}).items()})
+    return results
 
 
 def _spread(values: Tensor, tokens: Tensor | None, shape: torch.Size) -> Tensor:

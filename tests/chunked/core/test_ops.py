@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from liger_losses import EngineOptions, linear_statistics, linear_token_loss
+from liger_losses import EngineOptions, TokenSupport, linear_logps, linear_statistics, linear_token_loss
+from liger_losses.chunked.core.weights import Dense
 from tests.reference import assert_as_exact_as_plain, double, gradients, plain_statistics, problem
 
 
@@ -115,3 +116,19 @@ def test_hidden_states_of_different_dtypes_under_autocast():
         mixed = linear_statistics([half, b], weight, [y, z])[1].logp.sum()
         alone = linear_statistics(b, weight, z, options=EngineOptions(strategy="two_pass")).logp.sum()
     torch.testing.assert_close(gradients(mixed, (b,)), gradients(alone, (b,)), rtol=1e-5, atol=1e-6)
+
+
+def test_of_tokens_that_keep_very_many_columns_no_rows_are_read(monkeypatch):
+    """Products with the whole head take less time."""
+    hidden, weight, labels, _ = problem(v=300, dtype=torch.float64)
+    dropped = torch.arange(300) % 3 == 1
+    labels = labels.where(labels % 3 != 1, -100)
+    read, rows = [], Dense.rows
+    monkeypatch.setattr(Dense, "rows", lambda self, columns: read.append(columns) or rows(self, columns))
+    ids = torch.arange(300).masked_fill(dropped, -1).expand(*labels.shape, 300)
+    logps = linear_logps(hidden, weight, labels, support=TokenSupport(ids))
+    logits = (hidden @ weight.t()).masked_fill(dropped, -torch.inf)
+    expected = -torch.nn.functional.cross_entropy(logits, labels, reduction="none")
+    grads = [torch.autograd.grad(values.sum(), (hidden, weight)) for values in (logps, expected)]
+    torch.testing.assert_close((logps, *grads[0]), (expected, *grads[1]))
+    assert all(isinstance(columns, slice) for columns in read)

@@ -5,9 +5,10 @@ R tokens, C columns of this rank that are here, P the same padded, k selected co
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -29,14 +30,23 @@ from liger_losses.kernels.softmax_stats import row_slices
 _OF_ALL = {*OF_KERNELS, "selected_logps", "columns", "rest"}
 
 
+class Late(NamedTuple):
+    """What is rounded once for the tokens of all blocks: ``add`` gets some of them, and their ``values [R]``."""
+
+    add: Callable[[Target, Tensor, Gradients], None]
+    values: Tensor
+
+
 class BlockLike(Protocol):
     """What a plan's ``block`` makes: a dataclass that lives until backward without its ``part``.
 
-    ``constants [R]`` are the statistics, and what gradients need of a whole row.
+    ``constants [R]`` are the statistics, and what gradients need of a whole row. ``late`` is what is
+    added when the products of all blocks are, if there is anything.
     """
 
     part: Any
     constants: dict[str, Tensor]
+    late: Late | None
 
     def statistics(self) -> dict[str, Tensor]: ...
     def add_gradients(
@@ -55,6 +65,7 @@ class Block:
     memory: Tensor  # [R, P], whose first C columns are projections (of kept columns: logits at temperature 1)
     teacher_memory: Tensor | None
     constants: dict[str, Tensor]
+    late = None
 
     @classmethod
     def of(

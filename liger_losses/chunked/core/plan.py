@@ -156,6 +156,7 @@ class Plan(NamedTuple):
     hidden: bool  # whether hidden states do
     block: Callable[..., Any]
     first: Callable[..., Any]  # the block of a pass that takes no gradients, before another that does
+    parts: int  # of which a half-precision gradient of a weight is the sum, at most
     name: str
 
 
@@ -166,6 +167,7 @@ class Accelerator(NamedTuple):
     applies: Callable[[Signature], bool]
     block: Callable[..., Any]
     row_bytes: Callable[[Signature], int]
+    parts: int = MOST_PARTS
 
 
 def padded(columns: int) -> int:
@@ -199,7 +201,7 @@ def operand_dtype(dtype: torch.dtype, device: torch.device, backend: str) -> tor
     return torch.float32 if rounds else dtype
 
 
-def usual_bytes(call: Signature, row: int) -> int:
+def usual_bytes(call: Signature, row: int, parts: int) -> int:
     """Room for blocks that keep a device busy: of 512 tokens without a gradient, or with a teacher, else of 1024; of
     twice as many of an accelerator's; or of the gradients of up to 2048, by which that of the weight is a sum of few
     parts. Between 64 MiB and 1.5 GiB."""
@@ -207,21 +209,21 @@ def usual_bytes(call: Signature, row: int) -> int:
     if call.device.type != "cpu":
         rows = USUAL_ROWS // 2 if call.teacher_columns or not call.trains else USUAL_ROWS
     size = max(rows * row_bytes(call), 2 * rows * row if row < row_bytes(call) else 0)
-    if collects(call, rows):
-        together, few = 2 * USUAL_ROWS, -(-call.tokens // MOST_PARTS // 128) * 128
+    if collects(call, rows, parts):
+        together, few = 2 * USUAL_ROWS, -(-call.tokens // parts // 128) * 128
         if call.teacher_columns:  # all logits again would be twice as many products
             together, most = min(max(together, few), call.tokens), max(most, call.memory // MEMORY_PARTS)
         else:
             together = min(together, few)
-        parts = together * collected_bytes(call) + USUAL_ROWS // 2 * row_bytes(call)
-        size = max(size, min(together * row, parts))
+        collected = together * collected_bytes(call) + USUAL_ROWS // 2 * row_bytes(call)
+        size = max(size, min(together * row, collected))
     return min(max(size + 8 * MiB, 64 * MiB), most)
 
 
-def collects(call: Signature, rows: int) -> bool:
+def collects(call: Signature, rows: int, parts: int) -> bool:
     """Whether gradients in half precision are collected, of losses of single tokens that train a weight: where blocks
     of so many rows would be too many parts of its gradient. With a teacher, rows are few, and fewer parts faster."""
-    few = 2 if call.teacher_columns else MOST_PARTS
+    few = 2 if call.teacher_columns else parts
     half = call.operand in HALF_DTYPES and not call.kept and not call.couples and call.options.chunk_size is None
     return half and call.trains_weight and call.many_parts != 1 and call.tokens > few * rows
 
@@ -242,12 +244,12 @@ def plan(call: Signature, table: tuple[Accelerator, ...]) -> Plan:
     options = call.options
     chosen = next(row for row in table if row.applies(call))
     row = chosen.row_bytes(call)
-    budget = _budget(call, row)
+    budget = _budget(call, row, chosen.parts)
     if call.batch_invariant:
         _check_invariant(call, budget.copied)
     keep = max(budget.blocks, budget.most) if options.keep is None else options.keep
     keeps = may_keep(call) and call.tokens * row + call.beside <= keep
-    rows, part_rows = (max(call.tokens, 1),) * 2 if keeps else _rows(call, row, budget.blocks)
+    rows, part_rows = (max(call.tokens, 1),) * 2 if keeps else _rows(call, row, budget.blocks, chosen.parts)
     accumulate, copied, tile = options.accum_dtype, budget.copied, None
     walks = not keeps and call.of_kernels and call.quantized and copied < call.columns and call.tokens > 2 * rows
     if walks:
@@ -258,7 +260,7 @@ def plan(call: Signature, table: tuple[Accelerator, ...]) -> Plan:
         adds = keeps or call.kept or (call.many_parts > 1 and not call.couples)
         tile = None if adds else _tile(call, budget.blocks)
         parts = call.many_parts * -(-call.tokens // (rows if tile is None else tile[0]))
-        accumulate = torch.float32 if parts > MOST_PARTS else accumulate
+        accumulate = torch.float32 if parts > chosen.parts else accumulate
     return Plan(
         rows=rows,
         part_rows=part_rows,
@@ -276,6 +278,7 @@ def plan(call: Signature, table: tuple[Accelerator, ...]) -> Plan:
         hidden=call.trains_hidden,
         block=chosen.block,
         first=chosen.block if keeps or not call.trains else _first(call, table).block,
+        parts=chosen.parts,
         name=chosen.name,
     )
 
@@ -309,7 +312,7 @@ class _Budget(NamedTuple):
     copied: int  # columns whose rows are copied at a time
 
 
-def _budget(call: Signature, row: int) -> _Budget:
+def _budget(call: Signature, row: int, parts: int) -> _Budget:
     """Divide the workspace; by default, what the shapes and the device ask for."""
     bound = call.options.workspace or call.bound
     scratch_row, vectors = _temporaries(call)
@@ -325,7 +328,7 @@ def _budget(call: Signature, row: int) -> _Budget:
             f"{least} bytes, {advice}." + see("workspace")
         )
     if bound is None:
-        size = max(usual_bytes(call, row), least)
+        size = max(usual_bytes(call, row, parts), least)
     else:
         size = bound - vectors - min(LARGER_BUFFERS.get(call.device.type, 0), (bound - least) // 4)
     copied, most = _copies(call, size, max(size, call.memory // MEMORY_PARTS) if bound is None else size)
@@ -336,10 +339,10 @@ def _budget(call: Signature, row: int) -> _Budget:
     return _Budget(max(size - scratch, row), most, scratch, copied)
 
 
-def _rows(call: Signature, row: int, size: int) -> tuple[int, int]:
+def _rows(call: Signature, row: int, size: int, parts: int) -> tuple[int, int]:
     """The tokens whose gradients share products, and of them, those whose logits exist at a time."""
     rows = even(call.tokens, max(1, min(size // row, call.options.chunk_size or size)))
-    if not collects(call, rows):
+    if not collects(call, rows, parts):
         return rows, rows
     part_rows = max(1, min(USUAL_ROWS // 2, size // (4 * collected_bytes(call) + row)))
     return max(rows, even(call.tokens, (size - part_rows * row) // collected_bytes(call))), part_rows

@@ -20,11 +20,10 @@ from torch.compiler import is_dynamo_compiling
 
 from liger_losses.caller import warn
 from liger_losses.checks import check_right, check_vocabulary, see
-from liger_losses.chunked.core.block import BLOCKS, Collected, statistics_by_columns
+from liger_losses.chunked.core.block import BLOCKS, Collected, Late, statistics_by_columns
 from liger_losses.chunked.core.buffers import Gradients, Leaf, key_of, local_part
 from liger_losses.chunked.core.checks import agree_on_call, check_call
 from liger_losses.chunked.core.plan import (
-    MOST_PARTS,
     Options,
     Plan,
     even,
@@ -210,11 +209,13 @@ def open_streams(
         Stream(target, asked, plan(call, table), of_target.index, of_target.count, of_target.live, active)
         for target, call, of_target, active in zip(targets, calls, tokens, actives, strict=True)
     ]
-    parts: dict[object, list[int]] = {}
+    parts: dict[object, list[tuple[int, int]]] = {}
     for stream in streams:
         for key in _half_sums(stream, options):
-            parts.setdefault(key, []).append(-(-stream.count // stream.plan.rows))
-    many = {key: len(numbers) for key, numbers in parts.items() if sum(numbers) > MOST_PARTS}
+            parts.setdefault(key, []).append((-(-stream.count // stream.plan.rows), stream.plan.parts))
+    many = {
+        key: len(pairs) for key, pairs in parts.items() if sum(n for n, _ in pairs) > min(most for _, most in pairs)
+    }
     for i, stream in enumerate(streams if many else ()):
         sharing = max([many.get(key, 0) for key in _half_sums(stream, options)], default=0)
         streams[i] = replace(stream, plan=plan(replace(calls[i], many_parts=sharing), table))
@@ -442,6 +443,8 @@ def _from_blocks(
         kept = replace(kept, part=opened.part(chosen), constants=of_rows)
         values = {name: g[chosen] for name, g in upstream.items()}
         opened.add_hidden(grads, chosen, kept.add_gradients(values, grads))
+        if kept.late is not None:
+            kept.late.add(kept.part, kept.late.values, grads)
 
 
 def data_of(block: Any) -> Any:
@@ -467,6 +470,8 @@ def _again(stream: Stream, constants: Values, upstream: Values, live: Live | Non
         for here in slices(0, columns, columns if tile is None else tile[1]):
             block = stream.plan.block(part, stream.asked, stream.plan, of_rows, here)
             hidden = block.add_gradients(values, grads, *([] if hidden is None else [hidden]))
+            if block.late is not None:
+                block.late.add(part, block.late.values, grads)
             del block
         opened.add_hidden(grads, chosen, hidden)
 
@@ -528,7 +533,7 @@ def _run(
     grads, outputs = Gradients(leaves), list[Values]()
     totals = [torch.zeros((), dtype=wide_dtype(streams[0].plan.dtype), device=streams[0].target.hidden.device)]
     for stream, loss in zip(streams, losses, strict=True):
-        parts, opened = [stream.empty()], stream.open()
+        parts, opened, lates = [stream.empty()], stream.open(), list[Late]()
         for start, stop in ((0, stream.live), (stream.live, stream.count)):
             for together in slices(start, stop, even(stop - start, stream.plan.rows)):
                 trains = stream.plan.trains and start < stream.live
@@ -543,6 +548,7 @@ def _run(
                         collected.take(block, upstream, grads, at)
                     elif upstream:
                         opened.add_hidden(grads, rows, block.add_gradients(upstream, grads))
+                        lates += [] if block.late is None else [block.late]
                     del block
                 if collected is not None:
                     hidden = collected.add_gradients(opened.part(together), stream.plan, grads)
@@ -551,7 +557,16 @@ def _run(
         if not stream.count:
             parts = [parts[0] | token_losses(stream, loss, parts[0], slice(0, 0), False)[2]]
         outputs.append(concatenated(parts))
+        if lates:
+            _add_late(stream, lates, grads)
     return torch.stack(totals).sum(), outputs, grads.results()
+
+
+def _add_late(stream: Stream, lates: list[Late], grads: Gradients) -> None:
+    """Of the first tokens, as many at a time as have hidden states that fit the memory of a block."""
+    values, weights = torch.cat([late.values for late in lates]), stream.target.head.weights
+    for rows in slices(0, len(values), stream.plan.rows * weights.columns // weights.hidden_size):
+        lates[0].add(stream.part(rows), values[rows], grads)
 
 
 def token_losses(
@@ -652,7 +667,7 @@ def loss_sum(
     """The sum of the losses of all tokens, 0-dim, and detached statistics of each target as :func:`statistics`.
 
     Gradients are computed together with the loss, but where these would be inexact: fp16 needs the loss's scale, which
-    is known in backward, and of more than MOST_PARTS parts in half precision, a second pass writes each entry once.
+    is known in backward, and of more parts in half precision than a plan allows, a second pass writes each entry once.
     """
     check_call(targets)
     asked = asked_for(names, metrics)

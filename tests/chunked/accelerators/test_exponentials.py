@@ -8,6 +8,7 @@ import torch
 
 from liger_losses import EngineOptions, Head, LogitTransform, linear_logps, linear_statistics, linear_token_loss
 from liger_losses.chunked.core import stream
+from tests.losses import CE
 from tests.reference import double, problem, relative_error
 from tests.seam import leave_out_zero_rows
 
@@ -97,3 +98,17 @@ def test_rows_of_a_block_that_is_kept_are_moved_in_its_memory(backend, monkeypat
             found.append(torch.autograd.grad(logps, (hidden, weight), upstream))
     for ours, whole in zip(*found, strict=True):
         torch.testing.assert_close(ours, whole, rtol=2e-2, atol=1e-5)
+
+
+def test_many_blocks_are_as_exact_as_one():
+    """What labels add, most of the weight's gradient, is rounded once for all blocks."""
+    hidden, weight, labels, _ = inputs(320, 16, 600, masked=0.0, unlikely=False)
+    labels = labels % 20  # of few rows of the weight
+    errors, wide = [], double(hidden, weight)
+    exact = torch.autograd.grad(-(wide[0] @ wide[1].t()).log_softmax(-1).gather(1, labels[:, None]).sum(), wide[1])[0]
+    for chunk in (320, 10):
+        loss = CE(reduction="sum", chunk_size=chunk, backend="triton")
+        names, value = plans(lambda loss=loss: loss(weight, hidden, labels))
+        assert {*names} == {"exponentials"}
+        errors.append(relative_error(torch.autograd.grad(value, weight)[0], exact))
+    assert errors[1] < 1.5 * errors[0], errors

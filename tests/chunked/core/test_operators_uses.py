@@ -14,6 +14,7 @@ from benchmarks.coverage import model_zoo
 from liger_losses import (
     ChunkedLoss,
     Divergence,
+    EngineOptions,
     Head,
     Teacher,
     TeacherLogits,
@@ -246,3 +247,22 @@ def test_operations_on_logits_in_the_models_forward(operation):
     torch._dynamo.reset()
     found = torch.compile(model, backend="eager")(hidden_states, labels)
     torch.testing.assert_close(found, expected)
+
+
+@pytest.mark.parametrize("names", [("logp", "entropy"), ("logp", "selected_logps")])
+def test_backward_by_tiles_of_columns(names):
+    """In half precision, a gradient of many blocks is written once: of statistics that forward knows, or again."""
+    (_, hidden, labels), head = _head_and_batch(9), nn.Linear(8, 500).bfloat16()
+    hidden = hidden.detach().bfloat16().requires_grad_()
+    options = EngineOptions(chunk_size=1, workspace=2**16, strategy="two_pass")
+
+    def call(hidden):
+        columns = labels.clamp(min=0)[..., None] if "selected_logps" in names else None
+        found = linear_statistics(hidden, head, labels, names, selected=columns, options=options)
+        return found.logp.square().sum() + sum(getattr(found, name).sum() for name in names)
+
+    results = []
+    for function in (torch.compile(call, backend="eager", fullgraph=True), call):
+        loss = function(hidden)
+        results.append([loss.detach(), *torch.autograd.grad(loss, [hidden, *head.parameters()])])
+    torch.testing.assert_close(*results)

@@ -157,8 +157,8 @@ def loss_sum(
     """
     if not is_dynamo_compiling():
         return stream.loss_sum(targets, names, token_losses, options, metrics)
-    late = any(stream.scales_late(target) for target in targets)
-    if not late and all(_is_known(loss.function) for loss in token_losses):
+    known = all(_NAMES.get(getattr(loss.function, "__name__", "")) is loss.function for loss in token_losses)
+    if known and not any(stream.scales_late(target) for target in targets):
         asked = asked_for(names, metrics)
         arguments = (list(targets), asked, list(token_losses), options)
         total, *outputs = _called(torch.ops.liger_losses.loss_sum, "loss_sum", targets, asked, *arguments)
@@ -173,10 +173,6 @@ def loss_sum(
         losses.append(total)
         numbers.append({n: v.reshape(*shape, *v.shape[1:]) for n, v in of_tokens.items()})
     return torch.stack(losses).sum().to(wide_dtype(targets[0].hidden.dtype)), numbers
-
-
-def _is_known(function: Any) -> bool:
-    return _NAMES.get(getattr(function, "__name__", "")) is function
 
 
 # --- Operators --------------------------------------------------------------------------------------------------------
@@ -212,7 +208,11 @@ def _flat(found: Sequence[Values]) -> list[Tensor]:
 
 def _gradients_of(outputs: Sequence[Tensor], leaves: Sequence[Tensor], upstream: Any = None) -> list[Tensor]:
     found = torch.autograd.grad(outputs, leaves, upstream, allow_unused=True) if outputs else [None] * len(leaves)
-    return [torch.zeros_like(x) if g is None else g.contiguous() for x, g in zip(leaves, found, strict=True)]
+    return [x.new_zeros(x.shape) if g is None else g.contiguous() for x, g in zip(leaves, found, strict=True)]
+
+
+def _empty_gradients(trained: Sequence[bool], tensors: Sequence[Tensor]) -> list[Tensor]:
+    return [tensor.new_empty(tensor.shape) for tensor, on in zip(tensors, trained, strict=True) if on]
 
 
 def _operator(name: str, others: str = "") -> Any:
@@ -224,7 +224,7 @@ def _operator(name: str, others: str = "") -> Any:
 @_operator("statistics")
 def _statistics(text: str, trained: Sequence[bool], tensors: Sequence[Tensor]) -> list[Tensor]:
     with torch.inference_mode(False), torch.no_grad():
-        return _separate(_flat(_run(text, [False] * len(tensors), tensors)[0]))
+        return _separate(_flat(_run(text, trained, tensors)[0]))
 
 
 @_statistics.register_fake
@@ -248,7 +248,7 @@ def _statistics_gradients(
 
 @_statistics_gradients.register_fake
 def _(text: str, trained: Sequence[bool], tensors: Sequence[Tensor], *_: Any) -> list[Tensor]:
-    return [torch.empty_like(tensor) for tensor, on in zip(tensors, trained, strict=True) if on]
+    return _empty_gradients(trained, tensors)
 
 
 @_operator("loss_sum")
@@ -262,8 +262,7 @@ def _loss_sum(text: str, trained: Sequence[bool], tensors: Sequence[Tensor]) -> 
 @_loss_sum.register_fake
 def _(text: str, trained: Sequence[bool], tensors: Sequence[Tensor]) -> list[Tensor]:
     total = tensors[0].new_empty((), dtype=wide_dtype(tensors[0].dtype))
-    gradients = [torch.empty_like(tensor) for tensor, on in zip(tensors, trained, strict=True) if on]
-    return [total, *_empty(text, tensors), *gradients]
+    return [total, *_empty(text, tensors), *_empty_gradients(trained, tensors)]
 
 
 def _save_call(ctx: Any, inputs: tuple[Any, ...], output: Sequence[Tensor]) -> None:
@@ -273,7 +272,7 @@ def _save_call(ctx: Any, inputs: tuple[Any, ...], output: Sequence[Tensor]) -> N
 
 
 def _save_gradients(ctx: Any, inputs: tuple[Any, ...], output: Sequence[Tensor]) -> None:
-    _, ctx.trained, _ = inputs
+    ctx.trained = inputs[1]
     ctx.set_materialize_grads(False)
     ctx.save_for_backward(*output[len(output) - sum(ctx.trained) :])
 
@@ -284,8 +283,8 @@ def _spread(gradients: Sequence[Tensor | None], trained: Sequence[bool]) -> tupl
 
 
 def _backward_of_statistics(ctx: Any, upstream: Sequence[Tensor | None]) -> tuple[Any, ...]:
-    tensors, values = list(ctx.saved_tensors[: len(ctx.trained)]), list(ctx.saved_tensors[len(ctx.trained) :])
-    given = ctx.text, ctx.trained, tensors, values, list(upstream)
+    saved, count = list(ctx.saved_tensors), len(ctx.trained)
+    given = ctx.text, ctx.trained, saved[:count], saved[count:], list(upstream)
     return _spread(torch.ops.liger_losses.statistics_gradients(*given), ctx.trained)
 
 

@@ -44,7 +44,6 @@ def check_adapters(hidden_states: Tensor, rows: int, adapters: tuple[LowRank, ..
 def side_by_side(hidden_states: Tensor, weight: Tensor, adapters: tuple[LowRank, ...]) -> tuple[Tensor, Tensor]:
     """Hidden states and weight of one product that includes the adapters: ``[h, scale dropout(h) A^T]`` and
     ``[W, B]``."""
-    check_adapters(hidden_states, len(weight), adapters)
     autocast = None if hidden_states.dtype == torch.float64 else autocast_dtype(hidden_states.device)
     dtype, parts, rows = autocast or hidden_states.dtype, [hidden_states], [weight]
     for adapter in adapters:

@@ -17,7 +17,6 @@ from torch import Tensor, nn
 
 from liger_losses.checks import check_names, check_tensor
 from liger_losses.chunked.core import target
-from liger_losses.chunked.core.adapters import check_adapters
 from liger_losses.chunked.core.output_layer import Head
 from liger_losses.chunked.core.ranks import ALONE, check_teacher_ranks
 from liger_losses.chunked.core.teachers import TeacherLogits, check_columns, check_fits
@@ -71,7 +70,6 @@ class Teacher:
     def compared(self, labels: Tensor, temperature: float | Tensor) -> target.Target:
         """The other side of a comparison, at its temperature."""
         self.head.check_invariant()
-        check_adapters(self.local_hidden_states, len(self.head.weight), self.head.adapters)
         return target.Target(self.head.core(), self.local_hidden_states.detach(), labels, temperature)
 
     def check(self, tokens: torch.Size, student: Head) -> None:

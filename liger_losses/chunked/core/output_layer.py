@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from liger_losses.checks import check_vector, check_weight, is_weight_and_bias
 from liger_losses.chunked.core import head as core
-from liger_losses.chunked.core.adapters import LowRank, adapters_of, side_by_side
+from liger_losses.chunked.core.adapters import LowRank, adapters_of, check_adapters, side_by_side
 from liger_losses.chunked.core.quantizers import QuantizedWeight, find_quantized
 from liger_losses.chunked.core.ranks import ALONE, Ranks, local_rows, share_mesh, share_vocabulary
 from liger_losses.chunked.core.weights import Beside, Dense, Quantized, Weights, WithAdapters
@@ -192,6 +192,7 @@ class Head:
 
     def with_dropout(self, hidden_states: Tensor) -> tuple[Tensor, Head]:
         """Hidden states and a head of the same logits, in which what adapters drop of hidden states is drawn."""
+        check_adapters(hidden_states, len(self.weight), self.adapters)
         if not any(adapter.dropout for adapter in self.adapters):
             return hidden_states, self
         hidden, weight = side_by_side(hidden_states, self.weight, self.adapters)

@@ -218,10 +218,10 @@ def _empty_gradients(trained: Sequence[bool], tensors: Sequence[Tensor]) -> list
 def _operator(name: str, others: str = "") -> Any:
     schema = f"(str text, bool[] trained, Tensor[] tensors{others}) -> Tensor[]"
     tags = (torch.Tag.cudagraph_unsafe,)  # the host counts tokens
-    return torch.library.custom_op(f"liger_losses::{name}", mutates_args=(), schema=schema, tags=tags)
+    return torch.library.custom_op(name, mutates_args=(), schema=schema, tags=tags)
 
 
-@_operator("statistics")
+@_operator("liger_losses::statistics")
 def _statistics(text: str, trained: Sequence[bool], tensors: Sequence[Tensor]) -> list[Tensor]:
     with torch.inference_mode(False), torch.no_grad():
         return _separate(_flat(_run(text, trained, tensors)[0]))
@@ -232,7 +232,7 @@ def _(text: str, trained: Sequence[bool], tensors: Sequence[Tensor]) -> list[Ten
     return _empty(text, tensors)
 
 
-@_operator("statistics_gradients", ", Tensor[] values, Tensor?[] upstream")
+@_operator("liger_losses::statistics_gradients", ", Tensor[] values, Tensor?[] upstream")
 def _statistics_gradients(
     text: str,
     trained: Sequence[bool],
@@ -251,7 +251,7 @@ def _(text: str, trained: Sequence[bool], tensors: Sequence[Tensor], *_: Any) ->
     return _empty_gradients(trained, tensors)
 
 
-@_operator("loss_sum")
+@_operator("liger_losses::loss_sum")
 def _loss_sum(text: str, trained: Sequence[bool], tensors: Sequence[Tensor]) -> list[Tensor]:
     """The loss, the statistics, and the gradients of what is trained."""
     with torch.inference_mode(False), torch.set_grad_enabled(any(trained)):

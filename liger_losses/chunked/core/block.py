@@ -304,11 +304,8 @@ class Collected:
     def take(self, block: Block, upstream: dict[str, Tensor], grads: Gradients, at: slice) -> None:
         """The gradient of the tokens ``at`` of these."""
         assert isinstance(block.columns, slice)
-        self.columns, out = block.columns, self.memory[at, : block.width]
-        if upstream:
-            block.gradient(upstream, grads, out)
-        else:
-            out.zero_()
+        self.columns = block.columns
+        block.gradient(upstream, grads, self.memory[at, : block.width])
 
     def add_gradients(self, part: Target, plan: Plan, grads: Gradients) -> Tensor | None:
         """As a block's, of all tokens."""

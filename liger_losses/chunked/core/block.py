@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -37,26 +37,14 @@ class Late(NamedTuple):
     values: Tensor
 
 
-class BlockLike(Protocol):
-    """What a plan's ``block`` makes: a dataclass that lives until backward without its ``part``.
-
-    ``constants [R]`` are the statistics, and what gradients need of a whole row. ``late`` is what is
-    added when the products of all blocks are, if there is anything.
-    """
-
-    part: Any
-    constants: dict[str, Tensor]
-    late: Late | None
-
-    def statistics(self) -> dict[str, Tensor]: ...
-    def add_gradients(
-        self, upstream: dict[str, Tensor], grads: Gradients, hidden: Tensor | None = None
-    ) -> Tensor | None: ...
-
-
 @dataclass(eq=False)
 class Block:
-    """The core's: projections in fp32, whose memory their gradient takes. For any statistics, in any dtype."""
+    """The core's: projections in fp32, whose memory their gradient takes. For any statistics, in any dtype.
+
+    ``constants [R]`` are the statistics, and what gradients need of a whole row; ``late`` is what is added when the
+    products of all blocks are, if there is anything. A block lives until backward without its ``part``. An
+    accelerator's is such a dataclass too, with :meth:`of`, :meth:`statistics` and :meth:`add_gradients`.
+    """
 
     part: Any  # a Target of these tokens
     asked: tuple[Statistic, ...]
@@ -259,7 +247,7 @@ class Block:
             out = z if kept else self.memory.view(self.plan.dtype)[:, : self.width]
         if gradient.alone and not wants_bias and not kept:
             return gradient.write(out, slice(0, len(z)))
-        for at in row_slices(z, self.plan.slices):
+        for at in row_slices(z, self.plan.scratch_of_terms):
             gradient.write_exactly(at)
             if kept:
                 self._back_to_projections(z[at], at)
@@ -526,5 +514,6 @@ def _teacher_of_kept(part: Target, columns: Tensor, wide: torch.dtype) -> Tensor
     return logits.masked_fill_(~kept_here(part), -torch.inf)
 
 
-#: Which block serves a call: the first that applies. Accelerators stand before the core's, which serves every call.
+#: Which block serves a call: the first that applies. The core's serves every call; accelerators, a folder that the core
+#: does not know, put theirs before it when they are imported.
 BLOCKS = [Accelerator("core", lambda call: True, Block.of, row_bytes)]

@@ -15,7 +15,7 @@ import torch
 from liger_losses.checks import see
 from liger_losses.chunked.core.options import EngineOptions as Options
 from liger_losses.chunked.core.statistics import OF_KERNELS, Statistic
-from liger_losses.chunked.core.target import Target
+from liger_losses.chunked.core.target import Counted, Target
 from liger_losses.chunked.core.weights import Beside, Quantized, WithAdapters
 from liger_losses.chunked.core.workspace import WORKSPACE_VARIABLE, default_bound
 from liger_losses.kernels import choose_backend
@@ -47,6 +47,7 @@ class Signature:
     """All that may decide how a call runs. Hashable: the plan is a pure function of it."""
 
     tokens: int
+    live: int  # of them, those that may have a gradient
     hidden_size: int
     columns: int  # of the softmax, on the rank that has most
     kept: bool
@@ -67,8 +68,8 @@ class Signature:
     of_kernels: bool = False  # whether statistics of parts of the vocabulary can be merged: one rank, no teacher
     batch_invariant: bool = False
     couples: bool = True  # whether gradients are asked for once all statistics are known
-    beside: int = 0  # bytes of other targets' blocks that live until backward, if they do
-    many_parts: int = 0  # targets that share a head which would get more than MOST_PARTS parts by blocks
+    others_bytes: int = 0  # of other targets' blocks that live until backward, if they do
+    sharing: int = 0  # targets that share a head which would get more than MOST_PARTS parts by blocks
     memory: int = 0  # bytes of the smallest device
     bound: int | None = None  # the default workspace that was set
     options: Options = field(default_factory=Options)
@@ -83,7 +84,7 @@ class Signature:
 
 
 def signature(
-    target: Target, asked: tuple[Statistic, ...], options: Options, tokens: int, *, couples: bool
+    target: Target, asked: tuple[Statistic, ...], options: Options, of_target: Counted, *, couples: bool
 ) -> Signature:
     """All that decides how these tokens are computed."""
     head, hidden, teacher = target.head, target.hidden, target.teacher
@@ -95,7 +96,8 @@ def signature(
     operand = operand_dtype(dtype, hidden.device, backend)
     copied = weights.copied_bytes(operand) + (0 if of_teacher is None else of_teacher.copied_bytes(operand))
     return Signature(
-        tokens=tokens,
+        tokens=of_target.count,
+        live=of_target.live,
         hidden_size=hidden.shape[-1],
         columns=head.ranks.most(weights.columns) if target.kept is None else target.kept.shape[-1],
         kept=target.kept is not None,
@@ -115,11 +117,17 @@ def signature(
         several_terms=_has_several_terms(target, names),
         in_torch=any(s.phi is not None or (s.divergence is not None and not s.divergence.has_kernel) for s in asked),
         batch_invariant=head.batch_invariant,
-        couples=couples or dtype == torch.float16,  # whose gradients need the loss's scale
+        couples=couples or scales_late(target),
         memory=head.ranks.least_memory(device_memory(hidden.device), hidden.device),
         bound=default_bound(),
         options=options,
     )
+
+
+def scales_late(target: Target) -> bool:
+    """Whether gradients underflow before they are multiplied by the loss's scale, which is known in backward."""
+    trained = [leaf.tensor.dtype for leaf in target.leaves()]
+    return torch.float16 in (autocast_dtype(target.hidden.device) or target.hidden.dtype, *trained)
 
 
 def _has_several_terms(target: Target, names: set[str]) -> bool:
@@ -150,7 +158,7 @@ class Plan(NamedTuple):
     dtype: torch.dtype  # of the products' operands
     invariant: bool
     scratch: int  # bytes of temporaries
-    slices: int  # the same as `row_slices` reads them, where several terms of a gradient are written
+    scratch_of_terms: int  # the same as `row_slices` reads them, where several terms of a gradient are written
     backend: str
     trains: bool  # whether anything gets a gradient
     hidden: bool  # whether hidden states do
@@ -210,7 +218,7 @@ def usual_bytes(call: Signature, row: int, parts: int) -> int:
         rows = USUAL_ROWS // 2 if call.teacher_columns or not call.trains else USUAL_ROWS
     size = max(rows * row_bytes(call), 2 * rows * row if row < row_bytes(call) else 0)
     if collects(call, rows, parts):
-        together, few = 2 * USUAL_ROWS, -(-call.tokens // parts // 128) * 128
+        together, few = 2 * USUAL_ROWS, -(-call.live // parts // 128) * 128
         if call.teacher_columns:  # all logits again would be twice as many products
             together, most = min(max(together, few), call.tokens), max(most, call.memory // MEMORY_PARTS)
         else:
@@ -225,7 +233,7 @@ def collects(call: Signature, rows: int, parts: int) -> bool:
     of so many rows would be too many parts of its gradient. With a teacher, rows are few, and fewer parts faster."""
     few = 2 if call.teacher_columns else parts
     half = call.operand in HALF_DTYPES and not call.kept and not call.couples and call.options.chunk_size is None
-    return half and call.trains_weight and call.many_parts != 1 and call.tokens > few * rows
+    return half and call.trains_weight and call.sharing != 1 and call.live > few * rows
 
 
 def collected_bytes(call: Signature) -> int:
@@ -248,19 +256,19 @@ def plan(call: Signature, table: tuple[Accelerator, ...]) -> Plan:
     if call.batch_invariant:
         _check_invariant(call, budget.copied)
     keep = max(budget.blocks, budget.most) if options.keep is None else options.keep
-    keeps = may_keep(call) and call.tokens * row + call.beside <= keep
+    keeps = may_keep(call) and call.tokens * row + call.others_bytes <= keep
     rows, part_rows = (max(call.tokens, 1),) * 2 if keeps else _rows(call, row, budget.blocks, chosen.parts)
     accumulate, copied, tile = options.accum_dtype, budget.copied, None
     walks = not keeps and call.of_kernels and call.quantized and copied < call.columns and call.tokens > 2 * rows
     if walks:
         rows, tile = _walk(call, budget.blocks + copied * call.copied_bytes)
         copied = tile[1]
-    elif call.many_parts:
+    elif call.sharing:
         # Of losses of single tokens of several targets, a buffer in fp32 is faster than all of their logits again.
-        adds = keeps or call.kept or (call.many_parts > 1 and not call.couples)
+        adds = keeps or call.kept or (call.sharing > 1 and not call.couples)
         tile = None if adds else _tile(call, budget.blocks)
-        parts = call.many_parts * -(-call.tokens // (rows if tile is None else tile[0]))
-        accumulate = torch.float32 if parts > chosen.parts else accumulate
+    parts = -(-call.live // rows) if tile is None else -(-call.tokens // tile[0])
+    accumulate = torch.float32 if call.sharing * parts > chosen.parts else accumulate
     return Plan(
         rows=rows,
         part_rows=part_rows,
@@ -272,7 +280,7 @@ def plan(call: Signature, table: tuple[Accelerator, ...]) -> Plan:
         dtype=call.operand,
         invariant=call.batch_invariant,
         scratch=budget.scratch,
-        slices=budget.scratch * 2 if call.backend == "triton" and not call.in_torch else budget.scratch // 2,
+        scratch_of_terms=budget.scratch * 2 if call.backend == "triton" and not call.in_torch else budget.scratch // 2,
         backend=call.backend,
         trains=call.trains,
         hidden=call.trains_hidden,
@@ -300,7 +308,7 @@ def kept_together(calls: list[Signature], table: tuple[Accelerator, ...]) -> lis
         return calls
     rows = [next(row for row in table if row.applies(call)) for call in calls]
     sizes = [call.tokens * row.row_bytes(call) if may_keep(call) else 0 for call, row in zip(calls, rows, strict=True)]
-    return [replace(call, beside=sum(sizes) - size) for call, size in zip(calls, sizes, strict=True)]
+    return [replace(call, others_bytes=sum(sizes) - size) for call, size in zip(calls, sizes, strict=True)]
 
 
 class _Budget(NamedTuple):

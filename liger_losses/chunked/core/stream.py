@@ -30,6 +30,7 @@ from liger_losses.chunked.core.plan import (
     kept_together,
     padded,
     plan,
+    scales_late,
     signature,
 )
 from liger_losses.chunked.core.saved import pack, unpack
@@ -38,7 +39,7 @@ from liger_losses.chunked.core.target import Counted, Target, TokenLoss
 from liger_losses.chunked.core.teachers import Rows
 from liger_losses.chunked.core.weights import Products
 from liger_losses.kernels import choose_backend
-from liger_losses.kernels.autograd import autocast_dtype, once_differentiable, scale_
+from liger_losses.kernels.autograd import once_differentiable, scale_
 from liger_losses.kernels.matmul import HALF_DTYPES, wide_dtype
 from liger_losses.kernels.reading import label_facts, start_reading
 
@@ -203,7 +204,7 @@ def open_streams(
     tokens = [target.counted or Counted(None, n := target.labels.numel(), n, (0, 0)) for target in targets]
     targets = [replace(target, counted=None) for target in targets]
     pairs = zip(targets, tokens, strict=True)
-    calls = [signature(target, asked, options, of_target.count, couples=couples) for target, of_target in pairs]
+    calls = [signature(target, asked, options, of_target, couples=couples) for target, of_target in pairs]
     calls = kept_together(calls, table)
     streams = [
         Stream(target, asked, plan(call, table), of_target.index, of_target.count, of_target.live, active)
@@ -212,13 +213,13 @@ def open_streams(
     parts: dict[object, list[tuple[int, int]]] = {}
     for stream in streams:
         for key in _half_sums(stream, options):
-            parts.setdefault(key, []).append((-(-stream.count // stream.plan.rows), stream.plan.parts))
+            parts.setdefault(key, []).append((-(-stream.live // stream.plan.rows), stream.plan.parts))
     many = {
         key: len(pairs) for key, pairs in parts.items() if sum(n for n, _ in pairs) > min(most for _, most in pairs)
     }
     for i, stream in enumerate(streams if many else ()):
         sharing = max([many.get(key, 0) for key in _half_sums(stream, options)], default=0)
-        streams[i] = replace(stream, plan=plan(replace(calls[i], many_parts=sharing), table))
+        streams[i] = replace(stream, plan=plan(replace(calls[i], sharing=sharing), table))
         bound = options.workspace or calls[i].bound
         if bound is not None and streams[i].plan.accumulate is not None:
             warn(
@@ -351,6 +352,7 @@ class _Statistics(torch.autograd.Function):
                 kept.append(blocks)
                 of_stream = stream.masked(constants[-1], slice(None))
                 outputs += [of_stream[s.name].clone() for s in stream.asked]
+                del opened  # what it has dequantized is free before the next target's is
         saved = [leaf.tensor for leaf in leaves]
         ctx.packed = pack((streams, constants, kept), saved)
         ctx.leaves, ctx.used = [leaf[1:] for leaf in leaves], False
@@ -420,7 +422,7 @@ def live_rows(streams: Sequence[Stream], upstream: Sequence[Values]) -> list[Liv
         first = total.index_select(0, (total[-1:] - 1).clamp(min=0))  # how many of as many first tokens are live
         numbers.append(torch.cat([total[-1:], total[-1:] - first]))
     lives: list[Live | None] = [None] * len(streams)
-    for (i, mask), (count, moved) in zip(masks.items(), torch.stack(numbers).tolist(), strict=True):
+    for (i, mask), (count, moved) in zip(masks.items(), start_reading(torch.stack(numbers), _WHAT)(), strict=True):
         if count <= (1 - DROPPED) * streams[i].count:
             places = torch.nonzero_static(~mask[:count], size=moved)[:, 0]
             from_end = torch.nonzero_static(mask[count:], size=moved)[:, 0] + count
@@ -559,6 +561,7 @@ def _run(
         outputs.append(concatenated(parts))
         if lates:
             _add_late(stream, lates, grads)
+        del opened  # what it has dequantized is free before the next target's is
     return torch.stack(totals).sum(), outputs, grads.results()
 
 
@@ -619,11 +622,6 @@ def _in_order(streams: Sequence[Stream], outputs: Sequence[Tensor]) -> list[Valu
     return ordered
 
 
-def scales_late(target: Target) -> bool:
-    """Whether gradients underflow before they are multiplied by the loss's scale, which is known in backward."""
-    return torch.float16 in (target.hidden.dtype, target.head.weights.dtype, autocast_dtype(target.hidden.device))
-
-
 def statistics(
     targets: Sequence[Target],
     names: Sequence[str | Statistic],
@@ -675,7 +673,8 @@ def loss_sum(
     streams = open_streams(targets, asked, options, [loss.live for loss in token_losses])
     leaves, order = leaves_of(streams), list[list[str]]()
     pairs = list(zip(streams, token_losses, strict=True))
-    if leaves and any(stream.plan.tile is not None or scales_late(stream.target) for stream in streams):
+    late = leaves and any(stream.plan.tile is not None or scales_late(stream.target) for stream in streams)
+    if late or any(stream.plan.walks for stream in streams):
         outputs = _Statistics.apply(streams, [], leaves, *(leaf.tensor for leaf in leaves))
         named = _in_order(streams, outputs)
         sums = [

@@ -123,11 +123,14 @@ class Target:
         return known if same else replace(known, temperature=temperature)
 
     def leaves(self, accumulate: torch.dtype | None = None) -> list[Leaf]:
-        """All that is trained; weights add up in ``accumulate``."""
-        leaves = [leaf._replace(sparse=self.sparse_grad, accumulate=accumulate) for leaf in self.head.leaves()]
+        """All that is trained; weights add up in ``accumulate``, and what every rank has in fp32: each part of the
+        vocabulary adds to all of it."""
+        leaves = [
+            leaf._replace(sparse=self.sparse_grad, accumulate=torch.float32 if leaf.summed else accumulate)
+            for leaf in self.head.leaves()
+        ]
         if self.head.bias is not None and self.head.bias.requires_grad:
-            wide = torch.promote_types(self.head.bias.dtype, torch.float32)
-            leaves[-1] = leaves[-1]._replace(sparse=False, accumulate=wide)
+            leaves[-1] = leaves[-1]._replace(sparse=False, accumulate=torch.float32)
         if self.hidden.requires_grad:
             leaves.append(Leaf(self.hidden, self.head.ranks, True))
         return leaves

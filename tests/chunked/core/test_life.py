@@ -404,6 +404,52 @@ def test_each_row_is_dequantized_once_a_pass(passes, workspace):
     assert codes.most < V / 2
 
 
+def test_a_loss_without_gradients_dequantizes_each_row_as_rarely():
+    hidden, weight, labels = inputs(tokens=600)
+    codes = Dequantized((weight.detach() * 20).round().to(torch.int8))
+    with torch.no_grad():
+        loss_sum([Target(Head(Quantized.of(codes)), hidden, labels)], ["logp"], [LOSS], Options(workspace=150_000))
+    assert codes.total == 3 * V
+
+
+def test_codes_that_are_made_in_fp16_need_no_scale_of_the_loss():
+    hidden, weight, labels = inputs(torch.bfloat16, tokens=400)
+    codes = Codes((weight.detach() * 20).round().to(torch.int8))
+    codes.dtype = torch.float16
+    with Work() as work:
+        loss = loss_sum([Target(Head(Quantized.of(codes)), hidden, labels)], ["logp"], [LOSS], Options(keep=0))[0]
+        torch.autograd.grad(loss, hidden)
+    assert work.flops == pytest.approx(4 * int((labels >= 0).sum()) * H * V, rel=0.01)
+
+
+def test_tokens_without_a_gradient_are_no_part_of_one():
+    hidden, weight, labels = inputs(torch.bfloat16, tokens=400, masked=0.0)
+    live = torch.arange(400) < 20
+    loss = TokenLoss(lambda s, f: f * s["logp"], {"f": live.float()}, live=live)
+    with Work() as work, mock.patch.dict(stream.MIN_FLOPS_OF_LOSSES, {"cpu": 0.0}):
+        value = loss_sum([Target(Head(Dense(weight)), hidden, labels)], ["logp"], [loss], Options(chunk_size=20))[0]
+        torch.autograd.grad(value, weight)
+    assert work.flops == pytest.approx((2 * 400 + 4 * 20) * H * V, rel=0.01)
+
+
+@pytest.mark.parametrize("quantized", [False, True])
+def test_what_all_columns_add_to_adds_up_in_fp32(quantized):
+    """An adapter's first matrix, by parts of the vocabulary."""
+    hidden, weight, labels = inputs(torch.bfloat16, tokens=120, vocab=6000)
+    g = torch.Generator().manual_seed(5)
+    a, b = (torch.randn(*size, generator=g).bfloat16().requires_grad_() for size in ((4, H), (6000, 4)))
+    base = Dense(weight.detach())
+    if quantized:
+        base = Quantized.of(Codes((weight.detach() * 20).round().to(torch.int8)))
+
+    def gradient(**options):
+        target = Target(Head(WithAdapters(base, a, b, 0.1)), hidden, labels)
+        return torch.autograd.grad(statistics([target], ["logp"], Options(**options))[0]["logp"].sum(), a)[0].float()
+
+    whole = gradient()
+    assert (gradient(workspace=200_000, keep=0, backend="torch") - whole).norm() < 0.004 * whole.norm()
+
+
 @pytest.mark.parametrize("biased", [False, True])
 def test_a_block_takes_few_launches_whatever_adds_to_a_gradient(biased):
     hidden, weight, labels = [t.to(DEVICE) for t in inputs(torch.bfloat16, tokens=80)]

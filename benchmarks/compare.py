@@ -295,10 +295,16 @@ def interval(ratios: list[float], draws: int = 1000) -> tuple[float, float]:
 
 def compare(make: Make, packages: tuple[str, str], rounds: int) -> dict[str, Any]:
     """Medians and memory of both packages, called in turns, and how far their results differ."""
-    calls, device = [], torch.device("cuda")
+    calls = list[Call]()
     for package in packages:
         torch.manual_seed(0)
         calls.append(make(importer(package)))
+    return in_turns(calls, rounds)
+
+
+def in_turns(calls: list[Call], rounds: int) -> dict[str, Any]:
+    """Medians and memory of two calls, and how far their results differ."""
+    device = torch.device("cuda")
     pairs = [(a.float(), b.float()) for a, b in zip(*(call() for call in calls), strict=True)]
     difference = max(float((a - b).norm() / b.norm().clamp(min=1e-30)) for a, b in pairs)
     del pairs
@@ -334,6 +340,13 @@ def compare(make: Make, packages: tuple[str, str], rounds: int) -> dict[str, Any
     }
 
 
+def line(row: dict[str, Any]) -> str:
+    low, high = row["interval"]
+    times = f"{row['this ms']:8.3f} {row['other ms']:8.3f}  x {row['ratio']:.3f} ({low:.3f} to {high:.3f})"
+    memory = f"{row['this MiB']:6.0f} {row['other MiB']:6.0f} MiB"
+    return f"{row['case']:58} {times}  {memory}  results differ by {row['difference']:.1e}"
+
+
 def main() -> None:
     """Print a table, and write it where asked."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
@@ -353,10 +366,7 @@ def main() -> None:
         release(torch.device("cuda"))
         row = {"case": name, **compare(make, ("liger_losses", OTHER), arguments.rounds)}
         rows.append(row)
-        low, high = row["interval"]
-        times = f"{row['this ms']:8.3f} {row['other ms']:8.3f}  x {row['ratio']:.3f} ({low:.3f} to {high:.3f})"
-        memory = f"{row['this MiB']:6.0f} {row['other MiB']:6.0f} MiB"
-        lines.append(f"{name:58} {times}  {memory}  results differ by {row['difference']:.1e}")
+        lines.append(line(row))
         print(lines[-1], flush=True)
         if arguments.out:
             arguments.out.write_text(json.dumps({"environment": facts, "rows": rows}, indent=1) + "\n")

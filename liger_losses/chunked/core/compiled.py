@@ -34,21 +34,20 @@ from liger_losses.kernels.matmul import wide_dtype
 
 N = TypeVar("N", bound=Callable[..., Any])
 
+_CLASSES = (Dense, Divergence, Head, LogitTransform, Options, Statistic, Target, TeacherLogits, TokenLoss, WithAdapters)
 #: What a text may name. Dataclasses and named tuples are written as calls of their constructors.
-_NAMES: dict[str, Any] = {"torch": torch, "ALONE": ALONE}
+_NAMES: dict[str, Any] = {kind.__name__: kind for kind in _CLASSES} | {
+    "torch": torch,
+    "ALONE": ALONE,
+    "loss_sum": stream.loss_sum,
+    "statistics": stream.statistics,
+}
 
 
 def in_graphs(thing: N) -> N:
     """Decorate what an operator calls: functions of single tokens' losses, and classes of what they are given."""
     _NAMES[thing.__name__] = thing
     return thing
-
-
-_thing: Any
-for _thing in (Dense, Divergence, Head, LogitTransform, Options, Statistic, Target, TeacherLogits):
-    in_graphs(_thing)
-for _thing in (TokenLoss, WithAdapters, stream.loss_sum, stream.statistics):
-    in_graphs(_thing)
 
 
 # --- Calls as texts: torch.compile traces this ------------------------------------------------------------------------

@@ -1,19 +1,27 @@
 """The core of chunked losses: logits of some tokens at a time, their statistics, and gradients.
 
-Read in this order; each file uses only those above it, ``liger_losses.kernels`` and torch.
+Read in this order; each file uses only those above it (of two in a line, either), ``liger_losses.kernels`` and torch.
 
-- ``buffers``, ``weights``, ``quantizers``, ``ranks``, ``head``: what logits are made of, and where gradients add up
+- ``workspace``, ``options``: what users may set
+- ``quantizers``, ``agreement``, ``ranks``, ``buffers``, ``weights``, ``head``: what logits are made of, who has which
+  columns, and where gradients add up
 - ``statistics``: what is asked of the softmax of a token
 - ``teachers``, ``target``: tokens, their head, and what belongs to each: labels, temperatures, columns, a teacher
 - ``plan``: how many tokens at a time, when gradients are computed, and which block holds them
 - ``rows``, ``block``: the logits of some tokens: statistics, then gradients
-- ``saved``, ``stream``: the two ways in, :func:`statistics` and :func:`loss_sum`, and the only two autograd functions
+- ``saved``, ``checks``, ``stream``: the two ways in, :func:`statistics` and :func:`loss_sum`, and the only two autograd
+  functions
 - ``compiled``: the same as operators of torch.compile
+
+What users call makes targets of their arguments, and none of the files above knows it:
+
+- ``adapters``, ``output_layer``, ``distilled``, ``results``: heads, teachers, and statistics as users have them
+- ``inputs``, ``support``, ``entry``, ``ops``: from arguments to targets; the operations
 """
 
 from liger_losses.chunked.core.compiled import loss_sum, statistics
 from liger_losses.chunked.core.head import Head
-from liger_losses.chunked.core.options import EngineOptions as Options
+from liger_losses.chunked.core.options import EngineOptions
 from liger_losses.chunked.core.ranks import ALONE, Ranks
 from liger_losses.chunked.core.statistics import STATISTICS, Statistic
 from liger_losses.chunked.core.target import Target, TokenLoss
@@ -24,8 +32,8 @@ __all__ = [
     "ALONE",
     "STATISTICS",
     "Dense",
+    "EngineOptions",
     "Head",
-    "Options",
     "Quantized",
     "Ranks",
     "Statistic",

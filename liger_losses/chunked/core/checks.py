@@ -16,7 +16,7 @@ from liger_losses.kernels.autograd import NO_TRANSFORMS, within_transform
 from liger_losses.kernels.logit_transform import said
 
 if TYPE_CHECKING:
-    from liger_losses.chunked.core.plan import Options
+    from liger_losses.chunked.core.options import EngineOptions
     from liger_losses.chunked.core.statistics import Statistic
     from liger_losses.chunked.core.target import Target
 
@@ -39,11 +39,13 @@ def check_call(targets: Sequence[Target]) -> None:
                 raise RuntimeError(NO_TANGENTS)
 
 
-def agree_on_call(targets: Sequence[Target], asked: Sequence[Statistic], options: Options, sums_losses: bool) -> None:
+def agree_on_call(
+    targets: Sequence[Target], asked: Sequence[Statistic], options: EngineOptions, sums_losses: bool
+) -> None:
     """Raise RankError on all ranks that share a vocabulary unless they are about to make the same call."""
     for target in targets:
         if target.head.ranks.group is not None:
-            facts = signature(target, asked, options) | {"a loss per token": sums_losses}
+            facts = common_facts(target, asked, options) | {"a loss per token": sums_losses}
             read = {"labels": target.labels, "kept columns": target.kept}
             sums = {f"checksum of {name}": partial(_checksum, t) for name, t in read.items() if t is not None}
             agree(target.head.ranks.group, facts, sums)
@@ -53,7 +55,7 @@ def _checksum(values: Tensor) -> int:
     return int(checksum(values))
 
 
-def signature(target: Target, asked: Sequence[Statistic], options: Options) -> dict[str, Any]:
+def common_facts(target: Target, asked: Sequence[Statistic], options: EngineOptions) -> dict[str, Any]:
     """What all ranks that share a vocabulary must have in common."""
     head, hidden, records = target.head, target.hidden, torch.is_grad_enabled()
     needs = [str(tuple(leaf.tensor.shape[1:])) for leaf in target.leaves()] if records else []

@@ -19,7 +19,7 @@ from torch.compiler import is_dynamo_compiling
 
 from liger_losses.chunked.core import stream
 from liger_losses.chunked.core.head import Head
-from liger_losses.chunked.core.options import EngineOptions as Options
+from liger_losses.chunked.core.options import EngineOptions
 from liger_losses.chunked.core.ranks import ALONE
 from liger_losses.chunked.core.saved import place_of
 from liger_losses.chunked.core.statistics import Statistic, asked_for
@@ -34,7 +34,18 @@ from liger_losses.kernels.matmul import wide_dtype
 
 N = TypeVar("N", bound=Callable[..., Any])
 
-_CLASSES = (Dense, Divergence, Head, LogitTransform, Options, Statistic, Target, TeacherLogits, TokenLoss, WithAdapters)
+_CLASSES = (
+    Dense,
+    Divergence,
+    Head,
+    LogitTransform,
+    EngineOptions,
+    Statistic,
+    Target,
+    TeacherLogits,
+    TokenLoss,
+    WithAdapters,
+)
 #: What a text may name. Dataclasses and named tuples are written as calls of their constructors.
 _NAMES: dict[str, Any] = {kind.__name__: kind for kind in _CLASSES} | {
     "torch": torch,
@@ -130,7 +141,7 @@ def traced_statistics(
 def statistics(
     targets: Sequence[Target],
     names: Sequence[str | Statistic],
-    options: Options = Options(),
+    options: EngineOptions = EngineOptions(),
     metrics: Sequence[str | Statistic] = (),
 ) -> list[Values]:
     """:func:`liger_losses.chunked.core.stream.statistics`."""
@@ -147,7 +158,7 @@ def loss_sum(
     targets: Sequence[Target],
     names: Sequence[str | Statistic],
     token_losses: Sequence[TokenLoss],
-    options: Options = Options(),
+    options: EngineOptions = EngineOptions(),
     metrics: Sequence[str | Statistic] = (),
 ) -> tuple[Tensor, list[Values]]:
     """:func:`liger_losses.chunked.core.stream.loss_sum`.

@@ -10,7 +10,7 @@ import torch
 from liger_losses.checks import check_names
 from liger_losses.kernels import BACKENDS
 
-#: How a call may be told to run.
+#: How a call may be told to run: all but the last leave the choice to the plan.
 STRATEGIES = ("statistics", "one_pass", "resident", "frozen_head", "two_pass")
 
 
@@ -29,8 +29,8 @@ class EngineOptions:
             of the weight's size, or ``None`` for the weight's dtype where that is as exact as plain PyTorch.
         backend: ``torch`` or ``triton`` for the work between the products; chosen from the device by default, or by
             the environment variable ``LIGER_LOSSES_BACKEND``.
-        strategy: ``two_pass`` computes logits again in backward, although they could be kept; one of :data:`STRATEGIES`
-            (for tests and measurements).
+        strategy: ``two_pass`` computes logits again in backward, although they could be kept. The other names of
+            :data:`STRATEGIES` have no effect (for tests and measurements).
         keep: bytes of blocks that may live until backward; by default as the workspace, or a part of a GPU's memory.
 
     Raises:

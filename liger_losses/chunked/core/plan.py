@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 
 from liger_losses.checks import see
-from liger_losses.chunked.core.options import EngineOptions as Options
+from liger_losses.chunked.core.options import EngineOptions
 from liger_losses.chunked.core.statistics import OF_KERNELS, Statistic
 from liger_losses.chunked.core.target import Counted, Target
 from liger_losses.chunked.core.weights import Beside, Quantized, WithAdapters
@@ -72,7 +72,7 @@ class Signature:
     sharing: int = 0  # targets that share a head which would get more than MOST_PARTS parts by blocks
     memory: int = 0  # bytes of the smallest device
     bound: int | None = None  # the default workspace that was set
-    options: Options = field(default_factory=Options)
+    options: EngineOptions = field(default_factory=EngineOptions)
 
     @property
     def trains(self) -> bool:
@@ -84,7 +84,7 @@ class Signature:
 
 
 def signature(
-    target: Target, asked: tuple[Statistic, ...], options: Options, of_target: Counted, *, couples: bool
+    target: Target, asked: tuple[Statistic, ...], options: EngineOptions, of_target: Counted, *, couples: bool
 ) -> Signature:
     """All that decides how these tokens are computed."""
     head, hidden, teacher = target.head, target.hidden, target.teacher

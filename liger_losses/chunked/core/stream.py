@@ -23,8 +23,8 @@ from liger_losses.checks import check_right, check_vocabulary, see
 from liger_losses.chunked.core.block import BLOCKS, Collected, Late, statistics_by_columns
 from liger_losses.chunked.core.buffers import Gradients, Leaf, key_of, local_part
 from liger_losses.chunked.core.checks import agree_on_call, check_call
+from liger_losses.chunked.core.options import EngineOptions
 from liger_losses.chunked.core.plan import (
-    Options,
     Plan,
     even,
     kept_together,
@@ -188,7 +188,7 @@ def cut(value: Any, live: Live, count: int) -> Any:
 def open_streams(
     targets: Sequence[Target],
     asked: tuple[Statistic, ...],
-    options: Options,
+    options: EngineOptions,
     lives: Sequence[Tensor | None] | None = None,
 ) -> list[Stream]:
     """Find the tokens with a label, for which the host waits once, and plan; ``lives`` are those of losses of single
@@ -230,7 +230,7 @@ def open_streams(
     return streams
 
 
-def _half_sums(stream: Stream, options: Options) -> list[object]:
+def _half_sums(stream: Stream, options: EngineOptions) -> list[object]:
     """The matrices whose gradients add up in half precision."""
     if options.accum_dtype is not None or not torch.is_grad_enabled() or stream.target.sparse_grad:
         return []
@@ -254,7 +254,9 @@ def checked_labels(target: Target, ignore_index: int) -> Tensor:
     return active
 
 
-def counted(targets: Sequence[Target], options: Options, lives: Sequence[Tensor | None] | None = None) -> list[Target]:
+def counted(
+    targets: Sequence[Target], options: EngineOptions, lives: Sequence[Tensor | None] | None = None
+) -> list[Target]:
     """The targets with which of their tokens have a label, for which the host waits once if it is not known."""
     masks = lives or [None] * len(targets)
     if any(target.counted is None for target in targets) or any(mask is not None for mask in masks):
@@ -265,7 +267,7 @@ def counted(targets: Sequence[Target], options: Options, lives: Sequence[Tensor 
     return list(targets)
 
 
-def counted_once(targets: Sequence[Target], options: Options) -> list[Target]:
+def counted_once(targets: Sequence[Target], options: EngineOptions) -> list[Target]:
     """The same, before calls with several models of the same tokens, each of which would wait."""
     if not options.compact or is_dynamo_compiling() or any(target.head.ranks.size > 1 for target in targets):
         return list(targets)  # ranks first agree on a call; an operator counts when it runs
@@ -625,7 +627,7 @@ def _in_order(streams: Sequence[Stream], outputs: Sequence[Tensor]) -> list[Valu
 def statistics(
     targets: Sequence[Target],
     names: Sequence[str | Statistic],
-    options: Options = Options(),
+    options: EngineOptions = EngineOptions(),
     metrics: Sequence[str | Statistic] = (),
     known: Sequence[Tensor] = (),
 ) -> list[Values]:
@@ -634,7 +636,7 @@ def statistics(
     Args:
         targets: one or several, whose heads may share tensors: each has one gradient.
         names: of :data:`STATISTICS`, or rows of one's own.
-        options: see :class:`Options`.
+        options: see :class:`EngineOptions`.
         metrics: further names, without a gradient.
         known: all of these, of the same call before: then they are computed again only where their gradients are.
 
@@ -659,7 +661,7 @@ def loss_sum(
     targets: Sequence[Target],
     names: Sequence[str | Statistic],
     token_losses: Sequence[TokenLoss],
-    options: Options = Options(),
+    options: EngineOptions = EngineOptions(),
     metrics: Sequence[str | Statistic] = (),
 ) -> tuple[Tensor, list[Values]]:
     """The sum of the losses of all tokens, 0-dim, and detached statistics of each target as :func:`statistics`.

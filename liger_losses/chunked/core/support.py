@@ -17,8 +17,8 @@ from torch.compiler import is_dynamo_compiling
 from liger_losses.checks import check_tensor, check_vocabulary
 from liger_losses.chunked.core.compiled import in_graphs, traced_statistics
 from liger_losses.chunked.core.inputs import shift_labels, target_of
+from liger_losses.chunked.core.options import EngineOptions
 from liger_losses.chunked.core.output_layer import NOT_INVARIANT, Head
-from liger_losses.chunked.core.plan import Options
 from liger_losses.chunked.core.statistics import asked_for
 from liger_losses.chunked.core.stream import counted_once, statistics
 from liger_losses.chunked.core.target import Target
@@ -107,7 +107,7 @@ def kept_statistics(
     labels: Tensor,
     support: TokenSupport,
     names: tuple[str, ...],
-    options: Options,
+    options: EngineOptions,
     *,
     shift: int = 0,
 ) -> dict[str, Tensor]:
@@ -143,7 +143,7 @@ def kept_statistics(
 
 @in_graphs
 def statistics_of_kept(
-    whole: Target, support: TokenSupport, names: tuple[str, ...], options: Options, shift: int, known: Any = None
+    whole: Target, support: TokenSupport, names: tuple[str, ...], options: EngineOptions, shift: int, known: Any = None
 ) -> list[dict[str, Tensor]]:
     """The same of a checked call with shifted labels; what is ``known`` of it is computed again."""
     head = whole.head
@@ -174,7 +174,7 @@ def most_read(vocab_size: int) -> int:
     return max(vocab_size // 160, 64)
 
 
-def _of_all_columns(parts: Sequence[Target], names: Sequence[str], options: Options) -> list[dict[str, Tensor]]:
+def _of_all_columns(parts: Sequence[Target], names: Sequence[str], options: EngineOptions) -> list[dict[str, Tensor]]:
     """Statistics over kept columns, from their log-probabilities among all columns."""
     targets = [replace(p, kept=None, selected=p.kept.clamp(min=0)) for p in parts if p.kept is not None]
     asked = ("selected_logps", *[name for name in names if name != "entropy"])

@@ -13,8 +13,8 @@ from liger_losses.chunked.core import (
     ALONE,
     STATISTICS,
     Dense,
+    EngineOptions,
     Head,
-    Options,
     Quantized,
     Ranks,
     Statistic,
@@ -304,7 +304,7 @@ def check(
         total, leaves = total + weighted(case.expected(asked, z, t, counts), u).sum(), leaves + own
     expected = torch.autograd.grad(total, leaves)
     one_pass = "one pass" in way
-    options = Options(
+    options = EngineOptions(
         workspace=24_000 if small else 10**7,
         keep=10**9 if way == "keep" else 0,
         compact="not compact" not in way,
@@ -390,7 +390,7 @@ def test_long_rows_in_half_precision(names):
         a, b = (x.to(DEVICE, dtype).requires_grad_() for x in (h, w))
         teacher = Target(Head(Dense(v.to(DEVICE, dtype))), t.to(DEVICE, dtype), y.to(DEVICE))
         target = Target(Head(Dense(b)), a, y.to(DEVICE), teacher=teacher if any(s.divergence for s in asked) else None)
-        found = statistics([target], asked, Options(**options))[0]
+        found = statistics([target], asked, EngineOptions(**options))[0]
         return torch.autograd.grad(sum(value.sum() for value in found.values()), (a, b))
 
     for g, e in zip(gradients(torch.bfloat16, backend="triton"), gradients(torch.double, backend="torch"), strict=True):

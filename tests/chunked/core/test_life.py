@@ -14,8 +14,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from liger_losses import checks
 from liger_losses.chunked.core import (
     Dense,
+    EngineOptions,
     Head,
-    Options,
     Quantized,
     Target,
     TokenLoss,
@@ -62,7 +62,7 @@ def teacher_of(labels):
 def couples(h, w, y, names=("logp",), **options):
     """A loss of statistics, by a target whose further fields are options too."""
     fields = {name: options.pop(name) for name in ("kept", "teacher") if name in options}
-    (found,) = statistics([Target(Head(Dense(w)), h, y, **fields)], names, Options(**options))
+    (found,) = statistics([Target(Head(Dense(w)), h, y, **fields)], names, EngineOptions(**options))
     return -sum(value.sum() for value in found.values())
 
 
@@ -73,7 +73,7 @@ def of_kept(h, w, y, **options):
 
 #: The ways of a call, as functions of hidden states, weight and labels.
 CALLS = {
-    "one pass": lambda h, w, y, **o: loss_sum([Target(Head(Dense(w)), h, y)], ["logp"], [LOSS], Options(**o))[0],
+    "one pass": lambda h, w, y, **o: loss_sum([Target(Head(Dense(w)), h, y)], ["logp"], [LOSS], EngineOptions(**o))[0],
     "kept": couples,
     "again": lambda h, w, y, **o: couples(h, w, y, keep=0, **o),
     "divergence": lambda h, w, y, **o: couples(
@@ -258,7 +258,7 @@ def test_gradients_are_collected(names, biased):
         teacher = Target(head, given.hidden.to(DEVICE, dtype), labels) if names[0] != "logp" else None
         target = Target(Head(Dense(leaves[1]), *leaves[2:]), leaves[0], labels, teacher=teacher)
         loss = TokenLoss(lambda s, f: f * sum(s.values()), {"f": factor}, live=factor > 0)
-        return torch.autograd.grad(loss_sum([target], names, [loss], Options(**options))[0], leaves)
+        return torch.autograd.grad(loss_sum([target], names, [loss], EngineOptions(**options))[0], leaves)
 
     take = stream.Collected.take
     with mock.patch.object(stream.Collected, "take", lambda *arguments: taken.append(take(*arguments))):
@@ -364,7 +364,7 @@ def test_tokens_without_a_coefficient_have_no_gradient_products(share, name):
             )[0]
         else:
             loss = (
-                statistics([target], ["logp"], Options(keep=None if name == "kept" else 0))[0]["logp"] * factor
+                statistics([target], ["logp"], EngineOptions(keep=None if name == "kept" else 0))[0]["logp"] * factor
             ).sum()
         grads = torch.autograd.grad(loss, (hidden, weight))
     again = 2 * (name == "again")
@@ -398,7 +398,7 @@ def test_each_row_is_dequantized_once_a_pass(passes, workspace):
     hidden, weight, labels = inputs(tokens=600)
     codes = Dequantized((weight.detach() * 20).round().to(torch.int8))
     target = Target(Head(Quantized.of(codes)), hidden, labels)
-    found = statistics([target], ["logp"], Options(workspace=workspace, keep=0))[0]
+    found = statistics([target], ["logp"], EngineOptions(workspace=workspace, keep=0))[0]
     torch.autograd.grad(found["logp"].sum(), hidden)
     assert codes.total == passes * V
     assert codes.most < V / 2
@@ -408,7 +408,9 @@ def test_a_loss_without_gradients_dequantizes_each_row_as_rarely():
     hidden, weight, labels = inputs(tokens=600)
     codes = Dequantized((weight.detach() * 20).round().to(torch.int8))
     with torch.no_grad():
-        loss_sum([Target(Head(Quantized.of(codes)), hidden, labels)], ["logp"], [LOSS], Options(workspace=150_000))
+        loss_sum(
+            [Target(Head(Quantized.of(codes)), hidden, labels)], ["logp"], [LOSS], EngineOptions(workspace=150_000)
+        )
     assert codes.total == 3 * V
 
 
@@ -417,7 +419,7 @@ def test_codes_that_are_made_in_fp16_need_no_scale_of_the_loss():
     codes = Codes((weight.detach() * 20).round().to(torch.int8))
     codes.dtype = torch.float16
     with Work() as work:
-        loss = loss_sum([Target(Head(Quantized.of(codes)), hidden, labels)], ["logp"], [LOSS], Options(keep=0))[0]
+        loss = loss_sum([Target(Head(Quantized.of(codes)), hidden, labels)], ["logp"], [LOSS], EngineOptions(keep=0))[0]
         torch.autograd.grad(loss, hidden)
     assert work.flops == pytest.approx(4 * int((labels >= 0).sum()) * H * V, rel=0.01)
 
@@ -427,7 +429,9 @@ def test_tokens_without_a_gradient_are_no_part_of_one():
     live = torch.arange(400) < 20
     loss = TokenLoss(lambda s, f: f * s["logp"], {"f": live.float()}, live=live)
     with Work() as work, mock.patch.dict(stream.MIN_FLOPS_OF_LOSSES, {"cpu": 0.0}):
-        value = loss_sum([Target(Head(Dense(weight)), hidden, labels)], ["logp"], [loss], Options(chunk_size=20))[0]
+        value = loss_sum([Target(Head(Dense(weight)), hidden, labels)], ["logp"], [loss], EngineOptions(chunk_size=20))[
+            0
+        ]
         torch.autograd.grad(value, weight)
     assert work.flops == pytest.approx((2 * 400 + 4 * 20) * H * V, rel=0.01)
 
@@ -444,7 +448,9 @@ def test_what_all_columns_add_to_adds_up_in_fp32(quantized):
 
     def gradient(**options):
         target = Target(Head(WithAdapters(base, a, b, 0.1)), hidden, labels)
-        return torch.autograd.grad(statistics([target], ["logp"], Options(**options))[0]["logp"].sum(), a)[0].float()
+        return torch.autograd.grad(statistics([target], ["logp"], EngineOptions(**options))[0]["logp"].sum(), a)[
+            0
+        ].float()
 
     whole = gradient()
     assert (gradient(workspace=200_000, keep=0, backend="torch") - whole).norm() < 0.004 * whole.norm()
@@ -458,7 +464,7 @@ def test_a_block_takes_few_launches_whatever_adds_to_a_gradient(biased):
     target = Target(Head(Dense(weight), bias if biased else None), hidden, labels, selected=ids)
     launched, launch = [], rows.softmax_gradient
     with mock.patch.object(rows, "softmax_gradient", lambda *a, **k: launched.append(launch(*a, **k))):
-        found = statistics([target], ["selected_logps", "lse"], Options(backend="triton"))[0]
+        found = statistics([target], ["selected_logps", "lse"], EngineOptions(backend="triton"))[0]
         sum(value.sum() for value in found.values()).backward()
     assert len(launched) == 1
 
@@ -530,7 +536,7 @@ def test_quantized_rows_are_dequantized_in_parts():
     ):
         sizes.clear()
         target = Target(Head(weights), hidden, labels)
-        loss = loss_sum([target], ["logp"], [LOSS], Options(workspace=300_000))[0]
+        loss = loss_sum([target], ["logp"], [LOSS], EngineOptions(workspace=300_000))[0]
         (grad,) = torch.autograd.grad(loss, hidden)
         assert max(sizes) < 1000
         expected = torch.autograd.grad(F.cross_entropy(hidden @ (codes * 0.05).T, labels, reduction="sum"), hidden)[0]
@@ -550,7 +556,7 @@ def test_rows_are_dequantized_for_all_tokens_of_a_tile(couples):
 
     names = ("logp", "entropy", "mean_logp", "log_sum_sq_probs", "mean_logit", "argmax")
     target = Target(Head(Quantized.of(Counted(codes))), hidden, labels)
-    options = Options(workspace=600_000)
+    options = EngineOptions(workspace=600_000)
     if couples:
         found = statistics([target], names, options)[0]
     else:
@@ -575,7 +581,7 @@ def test_rows_that_many_tokens_keep_are_rounded_few_times(sparse, chunk_size):
     labels = torch.randint(3, (600,))
     kept = torch.arange(5).expand(600, 5)
     grads = []
-    for dtype, options in ((torch.bfloat16, Options(chunk_size=chunk_size)), (torch.double, Options())):
+    for dtype, options in ((torch.bfloat16, EngineOptions(chunk_size=chunk_size)), (torch.double, EngineOptions())):
         w = weight.detach().to(dtype).requires_grad_()
         target = Target(Head(Dense(w)), hidden.detach().to(dtype), labels, kept=kept, sparse_grad=sparse)
         loss = loss_sum([target], ["logp"], [LOSS], options)[0]
@@ -600,7 +606,7 @@ def test_sparse_gradients_of_kept_columns():
 def test_metrics_of_the_largest():
     hidden, weight, labels = inputs(masked=0.0)
     target = Target(Head(Dense(weight)), hidden, labels, selected=3)
-    found = statistics([target], ["selected_logps", "columns", "rest", "argmax"], Options(chunk_size=7))[0]
+    found = statistics([target], ["selected_logps", "columns", "rest", "argmax"], EngineOptions(chunk_size=7))[0]
     lp = (hidden @ weight.T).log_softmax(-1)
     values, ids = lp.topk(3)
     assert torch.equal(found["columns"], ids)

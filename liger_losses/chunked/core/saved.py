@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields, is_dataclass
+from dataclasses import dataclass, is_dataclass
 from typing import Any
 
 from torch import Tensor
 from torch.compiler import is_dynamo_compiling
+
+from liger_losses.chunked.core.ranks import Ranks
+from liger_losses.chunked.core.statistics import Statistic
+
+#: Types of what holds no tensors, which is most of what a call knows.
+PLAIN = {type(None), bool, int, float, str, slice, Statistic, Ranks}
 
 
 @dataclass(frozen=True)
@@ -42,21 +48,14 @@ def pack(value: Any, tensors: list[Tensor]) -> Any:
     if isinstance(value, Tensor):
         return Place(place_of(value, tensors))
     if type(value) in (list, tuple):
-        return type(value)([pack(item, tensors) for item in value])
+        return type(value)([item if type(item) in PLAIN else pack(item, tensors) for item in value])
     if type(value) is dict:
         return {name: pack(item, tensors) for name, item in value.items()}
     if is_dataclass(value) and not isinstance(value, type):
-        values = {f.name: pack(getattr(value, f.name), tensors) for f in fields(value) if f.init}
-        return Packed(type(value), values) if _has_places(values) else value
+        items = [(name, getattr(value, name)) for name in value.__match_args__]  # what its constructor takes
+        packed = {name: item if type(item) in PLAIN else pack(item, tensors) for name, item in items}
+        return Packed(type(value), packed) if any(packed[name] is not item for name, item in items) else value
     return value
-
-
-def _has_places(value: Any) -> bool:
-    if isinstance(value, (Place, Packed)):
-        return True
-    if isinstance(value, dict):
-        value = list(value.values())
-    return type(value) in (list, tuple) and any(_has_places(item) for item in value)
 
 
 def unpack(value: Any, tensors: list[Tensor]) -> Any:

@@ -23,7 +23,7 @@ from liger_losses import (
     linear_statistics,
 )
 from liger_losses.chunked.core.inputs import target_of as of_tokens
-from liger_losses.chunked.core.plan import Options
+from liger_losses.chunked.core.options import EngineOptions
 from liger_losses.chunked.core.stream import statistics as statistics_of
 from liger_losses.kernels.divergence import Logits, square_sums
 from liger_losses.kernels.divergence_terms import summed_terms
@@ -127,7 +127,7 @@ def support(dtype: torch.dtype = BF16, transform: LogitTransform = LogitTransfor
     hidden, weight, labels = problem(dtype)
     head = Head(weight, bias_of(weight) if bias else None, transform)
     kept = replace(of_tokens(hidden, head, labels, kept=None), kept=tensor(TOKENS, 64, dtype=torch.long))
-    backward(*statistics_of([kept], ("logp", "entropy"), Options(compact=False))[0].values())
+    backward(*statistics_of([kept], ("logp", "entropy"), EngineOptions(compact=False))[0].values())
 
 
 def heads() -> dict[str, Callable[[], None]]:

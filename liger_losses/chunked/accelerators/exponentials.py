@@ -2,7 +2,9 @@
 
 The softmax is a multiple of it by row, so both gradient products are taken with it as it is (:mod:`.linear_exp`). It
 takes half the memory of fp32 logits, so more losses that couple tokens keep their blocks until backward, and no pass
-over logits between the products. The labels' own terms are added in fp32.
+over logits between the products. The labels' own terms are added in fp32. Measured by ``python -m
+benchmarks.accelerators --only exp``: on an H200, 16384 x 2048 x 128256 in bf16, cross-entropy takes 42 ms and 527 MiB
+where the core takes 48 ms and 762 MiB, GRPO 43 where it takes 71, and log-probabilities 40 where it takes 62.
 
 R tokens, P columns padded.
 """
@@ -18,15 +20,20 @@ from torch import Tensor
 
 from liger_losses.chunked.accelerators.exponential_scales import gradient_scales
 from liger_losses.chunked.accelerators.label_rows import add_to_label_rows_, scale_and_add_label_rows_
-from liger_losses.chunked.accelerators.linear_exp import Exponentials, linear_exponentials
+from liger_losses.chunked.accelerators.linear_exp import linear_exponentials
+from liger_losses.chunked.accelerators.one_matrix import (
+    empty_values,
+    epilogue_of,
+    exponentials_of,
+    has_matrix,
+    matrix_of,
+)
 from liger_losses.chunked.core.block import Late
 from liger_losses.chunked.core.buffers import Gradients
 from liger_losses.chunked.core.plan import Accelerator, Plan, Signature, padded, plan
 from liger_losses.chunked.core.statistics import Statistic
 from liger_losses.chunked.core.target import Target
-from liger_losses.chunked.core.weights import ALL, Dense, Quantized
-from liger_losses.kernels._tiles import with_contiguous_rows
-from liger_losses.kernels.logit_transform import Epilogue
+from liger_losses.chunked.core.weights import ALL
 from liger_losses.kernels.matmul import matmul_into
 
 #: What has gradients here, and what is computed beside it.
@@ -60,8 +67,7 @@ class ExponentialBlock:
         """A block of these tokens, whose statistics are computed again where they are known."""
         count, device, size = len(part.hidden), part.hidden.device, part.head.weights.columns
         memory = torch.empty(count, padded(size), dtype=plan.dtype, device=device)
-        names = {"offset", *STATISTICS, *(s.name for s in asked)}
-        values = {name: torch.empty(count, dtype=torch.float32, device=device) for name in sorted(names)}
+        values = empty_values({"offset", *STATISTICS, *[s.name for s in asked]}, part)
         into, out = exponentials_of(values), memory[:, :size]
         linear_exponentials(part.hidden, matrix_of(part), part.labels.contiguous(), into, epilogue_of(part), out)
         return cls(part, asked, plan, memory, values)
@@ -111,28 +117,6 @@ def _add_label_terms(part: Target, at_label: Tensor, grads: Gradients) -> None:
         total = grads.of(tensor)
         if total is not None:
             add_to_label_rows_(total, part.labels.contiguous(), at_label, part.hidden)
-
-
-def matrix_of(part: Target) -> Tensor:
-    """The head's rows in the operands' dtype: a copy only of a matrix whose rows are not contiguous."""
-    assert isinstance(part.head.weights, Dense)
-    return with_contiguous_rows(part.head.weights.rows(ALL))
-
-
-def epilogue_of(part: Target) -> Epilogue:
-    """From projections to logits."""
-    weight = part.class_weight
-    weight = None if weight is None else weight.detach().float().contiguous()
-    return Epilogue(part.transform(part.temperature), part.head.local_bias(ALL), weight)
-
-
-def exponentials_of(values: dict[str, Tensor]) -> Exponentials:
-    return Exponentials(**{name: values.get(name) for name in Exponentials._fields})  # type: ignore[arg-type]
-
-
-def has_matrix(call: Signature) -> bool:
-    """Whether kernels may read the head as one matrix; their sums depend on the number of tokens."""
-    return call.weights in ((Dense,), (Quantized,)) and call.backend == "triton" and not call.batch_invariant
 
 
 def row_bytes(call: Signature) -> int:

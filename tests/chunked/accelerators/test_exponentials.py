@@ -112,3 +112,14 @@ def test_many_blocks_are_as_exact_as_one():
         assert {*names} == {"exponentials"}
         errors.append(relative_error(torch.autograd.grad(value, weight)[0], exact))
     assert errors[1] < 1.5 * errors[0], errors
+
+
+@pytest.mark.parametrize(
+    "call", [lambda h, w, y: linear_logps(h, w, y, backend="triton"), lambda h, w, y: CE(backend="triton")(w, h, y)]
+)
+def test_a_second_backward_computes_them_again(call):
+    hidden, weight, labels, _ = inputs()
+    names, found = plans(lambda: call(hidden, weight, labels).sum())
+    assert names == ["exponentials"]
+    first, second = [torch.autograd.grad(found, (hidden, weight), retain_graph=True) for _ in range(2)]
+    assert all(torch.equal(*pair) for pair in zip(first, second, strict=True))

@@ -1,0 +1,42 @@
+"""What kernels over a whole head are given: its matrix, and memory of statistics. R tokens."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from liger_losses.chunked.accelerators.linear_exp import Exponentials
+from liger_losses.chunked.core.plan import Signature
+from liger_losses.chunked.core.target import Target
+from liger_losses.chunked.core.weights import ALL, Dense, Quantized
+from liger_losses.kernels._tiles import with_contiguous_rows
+from liger_losses.kernels.logit_transform import Epilogue
+
+
+def matrix_of(part: Target) -> Tensor:
+    """The head's rows in the operands' dtype: a copy only of a matrix whose rows are not contiguous."""
+    assert isinstance(part.head.weights, Dense)
+    return with_contiguous_rows(part.head.weights.rows(ALL))
+
+
+def epilogue_of(part: Target) -> Epilogue:
+    """From projections to logits."""
+    weight = part.class_weight
+    weight = None if weight is None else weight.detach().float().contiguous()
+    return Epilogue(part.transform(part.temperature), part.head.local_bias(ALL), weight)
+
+
+def empty_values(names: set[str], part: Target) -> dict[str, Tensor]:
+    """Memory ``[R]`` of what :func:`linear_exponentials` writes, by name."""
+    wanted = [name for name in Exponentials._fields if name in names]
+    memory = torch.empty(len(wanted), len(part.hidden), dtype=torch.float32, device=part.hidden.device)
+    return dict(zip(wanted, memory.unbind(), strict=True))
+
+
+def exponentials_of(values: dict[str, Tensor]) -> Exponentials:
+    return Exponentials._make(map(values.get, Exponentials._fields))
+
+
+def has_matrix(call: Signature) -> bool:
+    """Whether kernels may read the head as one matrix; their sums depend on the number of tokens."""
+    return call.weights in ((Dense,), (Quantized,)) and call.backend == "triton" and not call.batch_invariant

@@ -147,6 +147,10 @@ def statistics_of_kept(
 ) -> list[dict[str, Tensor]]:
     """The same of a checked call with shifted labels; what is ``known`` of it is computed again."""
     head = whole.head
+    if head.batch_invariant and support.offsets is None:  # to how many columns they are padded belongs to the batch
+        here = support.ids.flatten(0, -2) != -1
+        offsets = torch.nn.functional.pad(here.sum(-1).cumsum(0), (1, 0))
+        support = replace(support, ids=support.ids.flatten(0, -2)[here], offsets=offsets)
     split = padded_parts if support.offsets is None else ragged_parts
     parts = split(support, whole, options.ignore_index, shift)
     check_kept(parts, support, options.ignore_index, shift, "logp" in names)
@@ -156,7 +160,7 @@ def statistics_of_kept(
     adapted = head.batch_invariant and isinstance(head.weights, WithAdapters)
     if adapted and any((y != options.ignore_index).any() for y in uncut):
         raise ValueError(NOT_INVARIANT)
-    read = head.vocab_size if support.sparse_grad else most_read(head.vocab_size)
+    read = head.vocab_size if support.sparse_grad or adapted else most_read(head.vocab_size)
     if any(part.kept is not None and part.kept.shape[-1] > read for part in parts):
         parts = counted_once(parts, options)  # before two calls, each of which would wait
     many = [part for part in parts if part.kept is not None and part.kept.shape[-1] > read]

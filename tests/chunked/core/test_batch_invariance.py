@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+import torch.nn.functional as F
 
 from liger_losses import (
     Divergence,
@@ -9,7 +10,9 @@ from liger_losses import (
     Head,
     LogitTransform,
     Teacher,
+    TokenSupport,
     linear_divergence,
+    linear_logps,
     linear_statistics,
 )
 from tests.kernels.cases import interpreted
@@ -125,3 +128,15 @@ def test_the_environment_variable_and_what_is_refused(monkeypatch):
     assert Head(weight).batch_invariant
     assert Head.of(Head(weight), transform=LogitTransform(0.7)).batch_invariant
     assert not Head(weight, batch_invariant=False).batch_invariant
+
+
+def test_kept_columns_are_padded_as_the_batch_asks():
+    hidden, weight, labels, _ = problem(9, 16, 500, masked=0.0)
+    ids = torch.stack([labels, (labels + 7) % 500], -1)
+    head = Head(weight, batch_invariant=True)
+    few, many = (
+        linear_logps(hidden, head, labels, support=TokenSupport(F.pad(ids, (0, padding), value=-1)), lse=True)
+        for padding in (0, 200)
+    )
+    assert torch.equal(few.logp, many.logp)
+    assert torch.equal(few.lse, many.lse)

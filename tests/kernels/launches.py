@@ -23,7 +23,6 @@ from liger_losses import (
     linear_statistics,
 )
 from liger_losses.chunked.core.inputs import target_of as of_tokens
-from liger_losses.chunked.core.options import EngineOptions
 from liger_losses.chunked.core.stream import statistics as statistics_of
 from liger_losses.kernels.divergence import Logits, square_sums
 from liger_losses.kernels.divergence_terms import summed_terms

@@ -176,6 +176,8 @@ MUTANTS: dict[str, list[tuple[str, str, Change, int]]] = {
         ("kernels.softmax_grad", "gradient_block", swap("-", "+"), 0),
         ("kernels.logit_transform", "transform_gradient", swap("-", "+"), 0),
         ("kernels.divergence_kernels", "divergence_kernel", swap("-", "+"), 1),
+    ],
+    f"{ROWS} -k within_any_workspace": [
         ("chunked.core.block", "Collected.take", without("gradient"), 0),
     ],
     "tests/results/test_life.py -k twice": [

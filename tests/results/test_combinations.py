@@ -184,6 +184,21 @@ def test_close_teachers_keep_their_digits(name, options):
     assert all(relative_error(ours, right) < 4 * rounding(torch.bfloat16) for ours, right in found)
 
 
+@pytest.mark.skipif("triton" not in BACKENDS, reason="GPUs have more of these")
+def test_half_precision_gradients_within_any_workspace():
+    """Of several blocks together: that of the weight is a sum of few parts."""
+    hidden, weight, labels, _ = problem(200, 16, 203, dtype=torch.bfloat16, masked=0.0)
+    teacher = [tensor.detach().roll(1, 0) for tensor in (hidden, weight)]
+    exact_in = double(hidden, weight, *teacher)
+    exact = formula("JSD", exact_in[0] @ exact_in[1].t(), exact_in[2] @ exact_in[3].t()).mean()
+    right = gradients(exact, exact_in[:2])
+    for workspace in (60_000, 75_000):
+        loss = DistillationLoss(divergence("JSD"), 0.0, 1.0, workspace=workspace, backend="triton")
+        value, _ = loss(weight, hidden, labels, Teacher(*teacher))
+        for ours, expected in zip(gradients(value, (hidden, weight)), right, strict=True):
+            assert relative_error(ours, expected) < 2.5 * rounding(torch.bfloat16), workspace
+
+
 def test_the_documentation_has_the_table():
     assert documentation() in (Path(__file__).parents[2] / "docs/support.md").read_text()
 

@@ -80,7 +80,8 @@ def test_bad_input_is_refused():
 
     refuses("have .* tokens", Teacher(states[:, :-1], rows))
     refuses("do not fit its weight", Teacher(states, rows[:, :-1]))
-    refuses("bias must be", Teacher(states, rows, theirs[:-1]))
+    with pytest.raises(ValueError, match="bias must be"):
+        Teacher(states, rows, theirs[:-1])
     refuses("floating point", Teacher(states.long(), rows), TypeError)
     refuses("have .* tokens", TeacherLogits(F.linear(states, rows)[:, 1:]))
     refuses("needs columns=", TeacherLogits(lambda positions: None))

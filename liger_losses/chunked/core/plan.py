@@ -111,7 +111,7 @@ def signature(
         copied_bytes=copied,
         weights=_forms(weights),
         quantized_teacher=of_teacher is not None and Quantized in _forms(of_teacher),
-        teacher_columns=0 if teacher is None else min(teacher.vocab_size, weights.columns),
+        teacher_columns=0 if teacher is None else min(teacher.vocab_size, head.ranks.most(weights.columns)),
         teacher_size=0 if of_teacher is None else of_teacher.hidden_size,
         of_kernels=target.kept is None and teacher is None and head.ranks.size == 1 and names <= {*OF_KERNELS},
         several_terms=_has_several_terms(target, names),

@@ -173,6 +173,13 @@ MUTANTS: dict[str, list[tuple[str, str, Change, int]]] = {
         ("chunked.core.block", "_Gradient.write_exactly", swap("+", "-"), 0),
     ],
     f"{ROWS} -k in_triton": [
+        ("chunked.accelerators.exponential_scales", "_scales_kernel", swap("-", "+"), 0),
+        ("chunked.accelerators.exponentials", "_add_label_terms", condition(False), 0),
+        ("chunked.accelerators.linear_exp", "linear_exponentials", condition(False), 6),
+        ("chunked.accelerators.label_rows", "_add_to_label_rows_kernel", swap("+", "-"), 1),
+        ("chunked.accelerators.unstored", "StatisticsBlock.of", condition(True), 0),
+        ("chunked.accelerators.kept", "RowsInPlace.hidden_gradient", swap("+", "-"), 0),
+        ("chunked.accelerators.row_sums", "_sum_terms", swap("*", "-"), 1),
         ("kernels.softmax_grad", "gradient_block", swap("-", "+"), 0),
         ("kernels.logit_transform", "transform_gradient", swap("-", "+"), 0),
         ("kernels.divergence_kernels", "divergence_kernel", swap("-", "+"), 1),

@@ -52,9 +52,10 @@ def pack(value: Any, tensors: list[Tensor]) -> Any:
     if type(value) is dict:
         return {name: pack(item, tensors) for name, item in value.items()}
     if is_dataclass(value) and not isinstance(value, type):
-        items = [(name, getattr(value, name)) for name in value.__match_args__]  # what its constructor takes
+        kind: Any = type(value)
+        items = [(name, getattr(value, name)) for name in kind.__match_args__]  # what its constructor takes
         packed = {name: item if type(item) in PLAIN else pack(item, tensors) for name, item in items}
-        return Packed(type(value), packed) if any(packed[name] is not item for name, item in items) else value
+        return Packed(kind, packed) if any(packed[name] is not item for name, item in items) else value
     return value
 
 

@@ -48,7 +48,8 @@ def pack(value: Any, tensors: list[Tensor]) -> Any:
     if isinstance(value, Tensor):
         return Place(place_of(value, tensors))
     if type(value) in (list, tuple):
-        return type(value)([item if type(item) in PLAIN else pack(item, tensors) for item in value])
+        parts = [item if type(item) in PLAIN else pack(item, tensors) for item in value]
+        return type(value)(parts) if any(a is not b for a, b in zip(parts, value, strict=True)) else value
     if type(value) is dict:
         return {name: pack(item, tensors) for name, item in value.items()}
     if is_dataclass(value) and not isinstance(value, type):

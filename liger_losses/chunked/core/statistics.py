@@ -1,4 +1,4 @@
-"""What is asked of the softmax of a token. A new statistic is a row of :data:`STATISTICS`.
+"""What is asked of the softmax of a token: names of :data:`STATISTICS`, or instances of :class:`Statistic`.
 
 R rows (tokens), C columns.
 """

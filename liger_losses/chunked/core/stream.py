@@ -279,14 +279,17 @@ def _count(
 ) -> list[Target]:
     labels = [target.labels.detach().reshape(-1).contiguous() for target in targets]  # as kernels read them
     backend = choose_backend(backend, [(labels[0].device, torch.float32)])
-    facts = label_facts(labels, ignore_index, backend=backend)
+    facts = label_facts(labels, ignore_index, backend=backend)[:, :3]
     masks = [
         None if live is None else live.reshape(-1) & (y != ignore_index) for y, live in zip(labels, lives, strict=True)
     ]
-    counts = torch.stack([facts[i, 0] if mask is None else mask.sum() for i, mask in enumerate(masks)])
-    numbers = start_reading(torch.cat([facts[:, :3], counts[:, None]], 1), _WHAT)()
+    if any(mask is not None for mask in masks):
+        counts = torch.stack([facts[i, 0] if mask is None else mask.sum() for i, mask in enumerate(masks)])
+        facts = torch.cat([facts, counts[:, None]], 1)
+    numbers = start_reading(facts, _WHAT)()
     found = list[Target]()
-    for target, y, mask, (count, low, high, live) in zip(targets, labels, masks, numbers, strict=True):
+    for target, y, mask, (count, low, high, *more) in zip(targets, labels, masks, numbers, strict=True):
+        live = more[0] if more else count
         index = None if count == len(y) else torch.nonzero_static(y != ignore_index, size=count)[:, 0]
         if mask is not None and live < count:
             dead = ~mask & (y != ignore_index)
@@ -339,7 +342,7 @@ class _Statistics(torch.autograd.Function):
                     kept.append([])
                     outputs += [values[s.name] for s in stream.asked]
                     continue
-                blocks, parts, opened = list[Any](), [stream.empty()], stream.open()
+                blocks, parts, opened = list[Any](), list[Values](), stream.open()
                 if stream.plan.walks:
                     for rows in slices(0, stream.count, stream.plan.rows):
                         parts.append(statistics_by_columns(opened.part(rows), stream.asked, stream.plan))
@@ -350,7 +353,7 @@ class _Statistics(torch.autograd.Function):
                     if stream.plan.keeps:
                         blocks.append((rows, replace(block, part=None, constants={})))
                     del block  # its memory is free before the next one's is allocated
-                constants.append(concatenated(parts))
+                constants.append(concatenated(parts or [stream.empty()]))
                 kept.append(blocks)
                 of_stream = stream.masked(constants[-1], slice(None))
                 outputs += [of_stream[s.name].clone() for s in stream.asked]
@@ -389,11 +392,9 @@ class _Statistics(torch.autograd.Function):
 
 
 def concatenated(parts: list[Values]) -> Values:
-    """Values of consecutive tokens; of some names, those of no tokens come first."""
-    empty, *rest = parts
-    if not rest:
-        return empty
-    return {name: torch.cat([part[name] for part in rest]) if len(rest) > 1 else rest[0][name] for name in rest[0]}
+    """Values of consecutive tokens."""
+    first = parts[0]
+    return first if len(parts) == 1 else {name: torch.cat([part[name] for part in parts]) for name in first}
 
 
 class Live(NamedTuple):
@@ -537,7 +538,7 @@ def _run(
     grads, outputs = Gradients(leaves), list[Values]()
     totals = [torch.zeros((), dtype=wide_dtype(streams[0].plan.dtype), device=streams[0].target.hidden.device)]
     for stream, loss in zip(streams, losses, strict=True):
-        parts, opened, lates = [stream.empty()], stream.open(), list[Late]()
+        parts, opened, lates = list[Values](), stream.open(), list[Late]()
         for start, stop in ((0, stream.live), (stream.live, stream.count)):
             for together in slices(start, stop, even(stop - start, stream.plan.rows)):
                 trains = stream.plan.trains and start < stream.live
@@ -559,7 +560,8 @@ def _run(
                     opened.add_hidden(grads, together, hidden)
                     del collected
         if not stream.count:
-            parts = [parts[0] | token_losses(stream, loss, parts[0], slice(0, 0), False)[2]]
+            values = stream.empty()
+            parts = [values | token_losses(stream, loss, values, slice(0, 0), False)[2]]
         outputs.append(concatenated(parts))
         if lates:
             _add_late(stream, lates, grads)

@@ -26,7 +26,7 @@ MOST_SPILLED = 64
 #: the rows twice would move more bytes.
 SPILLED = {
     "sm_90": {
-        "linear_stats._linear_statistics_kernel": 232,
+        "linear_stats._linear_statistics_kernel": 784,  # of class weights with a soft-cap, not measured; others 232
         "rms_norm._backward_kernel": 1264,
         "rms_norm._forward_kernel": 456,
     },

@@ -34,25 +34,10 @@ from liger_losses.kernels.matmul import wide_dtype
 
 N = TypeVar("N", bound=Callable[..., Any])
 
-_CLASSES = (
-    Dense,
-    Divergence,
-    Head,
-    LogitTransform,
-    EngineOptions,
-    Statistic,
-    Target,
-    TeacherLogits,
-    TokenLoss,
-    WithAdapters,
-)
+_OF_HEADS = (Dense, Head, LogitTransform, WithAdapters)
+_OF_CALLS = (Divergence, EngineOptions, Statistic, Target, TeacherLogits, TokenLoss, stream.loss_sum, stream.statistics)
 #: What a text may name. Dataclasses and named tuples are written as calls of their constructors.
-_NAMES: dict[str, Any] = {kind.__name__: kind for kind in _CLASSES} | {
-    "torch": torch,
-    "ALONE": ALONE,
-    "loss_sum": stream.loss_sum,
-    "statistics": stream.statistics,
-}
+_NAMES: dict[str, Any] = {"torch": torch, "ALONE": ALONE, **{each.__name__: each for each in (*_OF_HEADS, *_OF_CALLS)}}
 
 
 def in_graphs(thing: N) -> N:
@@ -126,7 +111,7 @@ def _named(targets: Sequence[Target], asked: Sequence[Statistic], outputs: Seque
     found: list[Values] = []
     for _ in targets:
         found.append({s.name: v if s.differentiable else v.detach() for s, v in zip(asked, left, strict=False)})
-        del left[: len(asked)]
+        left = left[len(asked) :]
     return found
 
 

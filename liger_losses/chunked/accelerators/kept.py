@@ -48,9 +48,8 @@ class RowsInPlace(Dense):
         count, width = columns.shape
         starts = torch.arange(0, (count + 1) * width, width, device=columns.device)
         sums = Sums(columns.reshape(-1).int(), starts, width)
-        return sum_rows(
-            grad.reshape(-1), sums, local_part(self.weight.detach()), grad.new_empty(count, self.hidden_size)
-        )
+        weight = local_part(self.weight.detach())
+        return sum_rows(grad.reshape(-1), sums, weight, weight.new_empty(count, self.hidden_size))
 
     def add_gradients(self, grads: Gradients, grad: Tensor, hidden: Tensor, columns: Columns) -> None:
         if isinstance(columns, slice):

@@ -240,8 +240,8 @@ def _half_sums(stream: Stream, options: EngineOptions) -> list[object]:
 
 def is_large(target: Target, count: int, least: dict[str, float]) -> bool:
     """Whether the gradient products of so many tokens take more operations than what is written for their device."""
-    hidden = target.hidden
-    flops = 4.0 * count * hidden.shape[-1] * target.head.weights.columns
+    hidden, kept = target.hidden, target.kept
+    flops = 4.0 * count * hidden.shape[-1] * (target.head.weights.columns if kept is None else kept.shape[-1])
     return flops >= least.get(hidden.device.type, float("inf"))
 
 

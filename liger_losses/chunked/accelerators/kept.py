@@ -14,7 +14,7 @@ from torch import Tensor
 
 from liger_losses.chunked.accelerators.row_sums import Sums, step_options, sum_rows
 from liger_losses.chunked.core.block import Block
-from liger_losses.chunked.core.buffers import Gradients, local_part
+from liger_losses.chunked.core.buffers import Gradients, key_of, local_part
 from liger_losses.chunked.core.plan import Accelerator, Plan, Signature, padded
 from liger_losses.chunked.core.statistics import Statistic
 from liger_losses.chunked.core.target import Target
@@ -67,11 +67,10 @@ class RowsInPlace(Dense):
                 self.weight, ids.long(), sum_rows(values, Sums(tokens, starts, len(grad), numbers.int()), hidden, rows)
             )
             return None
-        total = grads.of(self.weight)
-        assert total is not None
+        total, holds = grads.buffers[key_of(self.weight)].rows(ALL)
         every = torch.arange(len(total) + 1, dtype=torch.int32, device=columns.device)
         sums = Sums(tokens, torch.searchsorted(ordered, every), len(grad), ordered)
-        sum_rows(values, sums, hidden, total, accumulate=True)
+        sum_rows(values, sums, hidden, total, accumulate=holds)
         return None
 
 

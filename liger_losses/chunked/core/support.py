@@ -153,7 +153,7 @@ def statistics_of_kept(
         support = replace(support, ids=support.ids.flatten(0, -2)[here], offsets=offsets)
     split = padded_parts if support.offsets is None else ragged_parts
     parts = split(support, whole, options.ignore_index, shift)
-    check_kept(parts, support, options.ignore_index, shift, "logp" in names)
+    parts = checked_parts(parts, support, options.ignore_index, shift, "logp" in names)
     if support.add_label:
         parts = [with_label(part) for part in parts]
     uncut = [part.labels for part in parts if part.kept is None]
@@ -165,7 +165,8 @@ def statistics_of_kept(
         parts = counted_once(parts, options)  # before two calls, each of which would wait
     many = [part for part in parts if part.kept is not None and part.kept.shape[-1] > read]
     few = [part for part in parts if all(part is not other for other in many)]
-    found = [*statistics(few, names, options), *(_of_all_columns(many, names, options) if many else [])]
+    found = statistics(few, names, options) if few else []
+    found += _of_all_columns(many, names, options) if many else []
     values = [
         {name: _spread(value, part.rows, whole.labels.shape) for name, value in of_part.items()}
         for part, of_part in zip([*few, *many], found, strict=True)
@@ -267,19 +268,25 @@ def with_label(part: Target) -> Target:
     return replace(part, kept=torch.cat([part.kept, torch.where(there, -1, part.labels)[..., None]], -1))
 
 
-def check_kept(
-    parts: Sequence[Target], support: TokenSupport, ignore_index: int, shift: int, needs_label: bool
-) -> None:
-    """Raise ValueError, which names the first token, for wrong columns, or for a label that is not among its token's,
-    if it must be."""
+def checked_parts(
+    parts: list[Target], support: TokenSupport, ignore_index: int, shift: int, needs_label: bool
+) -> list[Target]:
+    """The parts, without tokens that have no cut where there are none.
+
+    Raises:
+        ValueError: for wrong columns, or for a label that is not among its token's, if it must be; names the first.
+    """
     cut = [part for part in parts if part.kept is not None]
     if not cut:
-        return
+        return parts
     wrong = torch.cat([_wrong(part, ignore_index, needs_label and not support.add_label) for part in cut], 1)
-    numbers = start_reading(wrong.sum(1), _FACTS)()
+    uncut = sum(
+        [(part.labels != ignore_index).sum() for part in parts if part.kept is None], wrong.new_zeros(()).long()
+    )
+    *numbers, whole = start_reading(torch.cat([wrong.sum(1), uncut[None]]), _FACTS)()
     kind = next((kind for kind, number in enumerate(numbers) if number), None)
     if kind is None:
-        return
+        return parts if whole else cut
     places = torch.cat([torch.arange(p.labels.numel(), device=wrong.device) if p.rows is None else p.rows for p in cut])
     token = int(places[wrong[kind]].amin())
     at = int(((places == token) & wrong[kind]).nonzero())

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from liger_losses import EngineOptions, TokenSupport, linear_logps, linear_statistics, linear_token_loss
+from liger_losses.chunked.core import support
 from liger_losses.chunked.core.weights import Dense
 from tests.reference import assert_as_exact_as_plain, double, gradients, plain_statistics, problem
 
@@ -132,3 +133,14 @@ def test_of_tokens_that_keep_very_many_columns_no_rows_are_read(monkeypatch):
     grads = [torch.autograd.grad(values.sum(), (hidden, weight)) for values in (logps, expected)]
     torch.testing.assert_close((logps, *grads[0]), (expected, *grads[1]))
     assert all(isinstance(columns, slice) for columns in read)
+
+
+@pytest.mark.parametrize("some_uncut", [False, True])
+def test_where_all_tokens_are_cut_there_is_no_target_of_others(some_uncut, monkeypatch):
+    hidden, weight, labels, _ = problem(masked=0.0)
+    ids = torch.stack([labels, (labels + 1) % len(weight)], -1)
+    ids[0] = -1 if some_uncut else ids[0]
+    counts, statistics = [], support.statistics
+    monkeypatch.setattr(support, "statistics", lambda t, *rest: counts.append(len(t)) or statistics(t, *rest))
+    linear_logps(hidden, weight, labels, support=TokenSupport(ids))
+    assert counts == [1 + some_uncut]

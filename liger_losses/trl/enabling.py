@@ -120,20 +120,12 @@ def disable() -> None:
 
 
 @contextlib.contextmanager
-def enabled(
-    *,
-    kernels: bool = False,
-    skip_zero_advantages: bool = True,
-    divergence: Divergence | None = None,
-    share_prompts: bool | None = None,
-) -> Iterator[None]:
-    """:func:`enable` for the duration of a ``with`` block."""
-    arguments, before = dict(locals()), (len(_replaced), len(_enabled), vars(chosen).copy())
-    enable(**arguments)
-    try:
+def enabled(**options: Any) -> Iterator[None]:
+    """:func:`enable`, with its options, for the duration of a ``with`` block."""
+    with contextlib.ExitStack() as stack:
+        stack.callback(_restore, len(_replaced), len(_enabled), vars(chosen).copy())
+        enable(**options)
         yield
-    finally:
-        _restore(*before)
 
 
 def _restore(replaced: int, features: int, options: dict[str, Any]) -> None:

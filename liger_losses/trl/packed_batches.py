@@ -76,7 +76,7 @@ def suits_sharing(model: Any, device: torch.device) -> bool:
     processes may differ. Of a model whose parameters ZeRO-3 gathers, a packed row was not tried on GPUs.
     """
     config, rope = model.config, getattr(model.config, "rope_parameters", None) or {}
-    kinds = {each["rope_type"] for each in (rope, *rope.values()) if isinstance(each, dict) and "rope_type" in each}
+    kinds = {r["rope_type"] for r in (rope, *rope.values()) if isinstance(r, dict) and "rope_type" in r}
     # The frequencies of these change with the longest position of a batch.
     rotary = kinds and kinds.isdisjoint({"dynamic", "longrope"})
     alone = config.get_text_config() is config and config._attn_implementation in ("sdpa", "eager")

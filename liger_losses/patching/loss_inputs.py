@@ -19,7 +19,7 @@ from liger_losses.chunked import shift_labels as shifted_labels
 from liger_losses.patching.lazy.tensor import deferred_logits
 from liger_losses.patching.lazy_head import make_head_lazy, owner_of_head
 from liger_losses.patching.lazy_layers import force_lazy_head
-from liger_losses.prompts.attention import attending
+from liger_losses.prompts.attention import attending, check_model
 from liger_losses.prompts.packing import PackedCompletions
 
 #: What most batches consist of, for which no signature is looked up in every step.
@@ -92,6 +92,7 @@ def loss_inputs(
                 f"packed completions have their ids, mask, positions and labels, and no images: leave out "
                 f"{', '.join(names)}. Labels are an argument of pack_completions."
             )
+        check_model(model)
         with attending(model, packed) as arguments:
             batch |= arguments
             found = loss_inputs(model, shift_labels=torch.zeros_like(packed.input_ids), **batch)

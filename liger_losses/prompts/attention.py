@@ -11,6 +11,7 @@ import contextlib
 import contextvars
 import functools
 import inspect
+import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -20,6 +21,7 @@ from torch import Tensor, nn
 
 from liger_losses.caller import warn
 from liger_losses.checks import see
+from liger_losses.kernels._triton import triton
 from liger_losses.kernels.autograd import autocast_dtype
 from liger_losses.prompts.masks import RowMask, block_mask, mask_function
 from liger_losses.prompts.packing import BLOCK, PackedCompletions, pack_completions
@@ -31,6 +33,8 @@ _DROPOUTS = ("attention_dropout", "attn_pdrop", "attention_probs_dropout_prob", 
 _BLOCKS = [
     f"{full}{side}_{what}" for side in ("kv", "q") for full in ("", "full_") for what in ("num_blocks", "indices")
 ]
+#: Environment variables that turn torch.compile off: FlexAttention would compute all pairs of tokens.
+_DISABLING = ("TORCHDYNAMO_DISABLE", "TORCH_COMPILE_DISABLE")
 #: FlexAttention's kernels need this many features of a head.
 _LEAST_HEAD_DIM = 16
 #: Kernels of one process, of its models' head sizes, dtypes, windows and gradients. Beyond torch.compile's limit, 8 by
@@ -41,16 +45,18 @@ _MOST_KERNELS = 256
 class CannotShareError(ValueError):
     """A model that cannot run a packed row, with the reason."""
 
-    def __init__(self, reason: str) -> None:
-        super().__init__(reason + see("packed-completions"))
+    def __init__(self, reason: str, model: Any = None) -> None:
+        said = reason if model is None else f"{type(model).__name__} cannot run packed completions: {reason}."
+        super().__init__(said + see("packed-completions"))
 
 
 @dataclass
 class _Running:
-    """The packed row that a model is running, whether it has got a mask, of FlexAttention's blocks or dense, and how
-    many layers have attended by one."""
+    """The packed row that a model is running, whether that is a trial, whether it has got a mask, of FlexAttention's
+    blocks or dense, and how many layers have attended by one."""
 
     packed: PackedCompletions
+    tries: bool
     has_mask: bool = False
     has_blocks: bool = False
     layers: int = 0
@@ -60,48 +66,52 @@ _running: contextvars.ContextVar[_Running | None] = contextvars.ContextVar("pack
 
 
 @contextlib.contextmanager
-def attending(model: nn.Module, packed: PackedCompletions) -> Iterator[dict[str, Tensor]]:
+def attending(model: nn.Module, packed: PackedCompletions, tries: bool = False) -> Iterator[dict[str, Tensor]]:
     """Within this context, attention of ``model(**arguments)`` is that of the packed row; the context's value is the
-    arguments.
+    arguments. The model is one that :func:`check_model` takes. If it only tries, layers run their attention's backward.
 
     Raises:
-        CannotShareError: the model's tokens pass something on otherwise than by attention that this can mask.
+        CannotShareError: the model has attention dropout, or layers that did not attend by the mask of the row.
     """
     owner = transformers_model(model)
-    reason = reason_against(owner)
-    if reason is not None:
-        raise CannotShareError(f"{type(owner).__name__} cannot run packed completions: {reason}.")
-    _wrap_interfaces(str(owner.config.get_text_config()._attn_implementation))
-    token = _running.set(running := _Running(packed))
+    config = owner.config.get_text_config()
+    dropouts = [f"{name}={getattr(config, name)}" for name in _DROPOUTS if getattr(config, name, 0) and owner.training]
+    if dropouts:
+        raise CannotShareError(f"{', '.join(dropouts)}, and FlexAttention has no dropout; set it to 0", owner)
+    _wrap_interfaces(str(config._attn_implementation))
+    token = _running.set(running := _Running(packed, tries))
     try:
         yield {name: getattr(packed, name) for name in ("input_ids", "position_ids", "attention_mask")}
     finally:
         _running.reset(token)
-    layers = owner.config.get_text_config().num_hidden_layers
+    layers = config.num_hidden_layers
     if running.layers < layers:
         raise CannotShareError(
-            f"{type(owner).__name__} cannot run packed completions: of its {layers} layers, {running.layers} took "
-            "their attention and its mask from transformers' interfaces, and the others would mix completions."
+            f"of its {layers} layers, {running.layers} took their attention and its mask from transformers' "
+            "interfaces, and the others would mix completions",
+            owner,
         )
 
 
 def try_row(model: nn.Module, forward: Callable[..., Any], device: torch.device) -> None:
-    """Run a packed row of two tokens, without gradients and dropout.
+    """Run a packed row of two tokens, without dropout. Of the backward, only that of each layer's attention runs: the
+    kernels of a forward may compile on a GPU, and not those of its backward.
 
     Raises:
         CannotShareError: the model cannot run it, for whatever reason.
     """
+    check_model(model)
     training = [module for module in model.modules() if module.training]
-    packed = pack_completions([[0]], [[0]], device=device)
     model.eval()
     try:
-        with torch.no_grad(), attending(model, packed) as row:
-            forward(**row, use_cache=False, return_dict=True)
+        with torch.inference_mode(False), torch.no_grad():
+            packed = pack_completions([[0]], [[0]], device=device)
+            with attending(model, packed, tries=True) as row:
+                forward(**row, use_cache=False, return_dict=True)
     except CannotShareError:
         raise
     except Exception as error:
-        name, what = type(model).__name__, f"{type(error).__name__}: {error}"
-        raise CannotShareError(f"{name} cannot run packed completions: a row of two tokens raised {what}.") from error
+        raise CannotShareError(f"a row of two tokens raised {type(error).__name__}: {error}", model) from error
     finally:
         for module in training:
             module.training = True
@@ -124,35 +134,36 @@ def transformers_model(model: nn.Module) -> Any:
     return owner
 
 
-def reason_against(model: Any) -> str | None:
-    """Why a model of transformers cannot run packed completions; ``None`` where that shows in its forward at most."""
-    config, kinds = model.config.get_text_config(), {type(module) for module in model.modules()}
+def check_model(model: nn.Module) -> None:
+    """Raise CannotShareError where a model's layers and configuration tell that it cannot run packed completions.
+
+    That takes milliseconds for a large model with adapters, so that trainers check it once.
+    """
+    owner = transformers_model(model)
+    config, modules = owner.config.get_text_config(), [*owner.modules()]
+    kinds = {type(module) for module in modules}
     others = sorted({*(getattr(config, "layer_types", None) or ())} - _ATTENTION)
-    stateful = any(getattr(kind, "_is_stateful", False) for kind in kinds)
-    forwards = (inspect.unwrap(type(m).forward) for m in (model, getattr(model, model.base_model_prefix, model)))
+    mixes = others or any(getattr(kind, "_is_stateful", False) for kind in kinds)
+    forwards = (inspect.unwrap(type(m).forward) for m in (owner, getattr(owner, owner.base_model_prefix, owner)))
     takes_positions = any("position_ids" in inspect.signature(forward).parameters for forward in forwards)
+    scaled = getattr(config, "attn_temperature_tuning", False)
     # The models inside that read this configuration; towers of images do not.
-    models = (m for m in model.modules() if _is_of_transformers(m) and m.config.get_text_config() is config)
-    dropouts = [f"{name}={getattr(config, name)}" for name in _DROPOUTS if getattr(config, name, 0) and model.training]
+    models = [m for m in modules if _is_of_transformers(m) and m.config.get_text_config() is config]
+    by_interface = all(m._can_set_attn_implementation() for m in models)
     reasons = {
-        "it is an encoder-decoder": getattr(model.config, "is_encoder_decoder", False),
-        f"its layers ({', '.join(others) or 'with a state'}) mix tokens by more than masked attention": (
-            others or stateful
-        ),
+        "it is an encoder-decoder": getattr(owner.config, "is_encoder_decoder", False),
+        f"its layers ({', '.join(others) or 'with a state'}) mix tokens by more than masked attention": mixes,
         "its configuration has no num_hidden_layers, so that nobody knows whether all layers are masked": (
             not hasattr(config, "num_hidden_layers")
         ),
         "its positions do not count from 0": any(hasattr(kind, "create_position_ids_from_input_ids") for kind in kinds),
         "its forward takes no position_ids": not takes_positions,
-        "its attention is scaled by tokens' places in the row, whatever position_ids say": (
-            getattr(config, "attn_temperature_tuning", False)
-        ),
-        "its attention does not use transformers' AttentionInterface": (
-            not all(m._can_set_attn_implementation() for m in models)
-        ),
-        f"{', '.join(dropouts)}, and FlexAttention has no dropout; set it to 0": dropouts,
+        "its attention is scaled by tokens' places in the row, whatever position_ids say": scaled,
+        "its attention does not use transformers' AttentionInterface": not by_interface,
     }
-    return next((reason for reason, holds in reasons.items() if holds), None)
+    reason = next((reason for reason, holds in reasons.items() if holds), None)
+    if reason is not None:
+        raise CannotShareError(reason, owner)
 
 
 def _wrap_interfaces(name: str) -> None:
@@ -194,7 +205,7 @@ def _mask(name: str, make: Any, *args: Any, **options: Any) -> Any:
             "caches, and adapters that add tokens."
         )
     now.has_mask = True
-    against = _reason_against_flex(options["config"], sees.rows.device)
+    against = reason_against_flex(options["config"], sees.rows.device)
     if against is None:
         now.has_blocks = True
         return block_mask(sees)
@@ -206,10 +217,13 @@ def _mask(name: str, make: Any, *args: Any, **options: Any) -> Any:
     return make(*args, **options | replaced)
 
 
-def _reason_against_flex(config: Any, device: torch.device) -> str | None:
-    size = vars(config).get("head_dim") or config.hidden_size // config.num_attention_heads
+def reason_against_flex(config: Any, device: torch.device) -> str | None:
+    """Why FlexAttention cannot run a model's packed rows; ``None`` if it can."""
+    size = vars(config).get("head_dim") or getattr(config, "hidden_size", 0) // config.num_attention_heads
     if device.type != "cuda":
         return f"FlexAttention has no backward on {device.type}"
+    if triton is None or "1" in map(os.environ.get, _DISABLING):
+        return "FlexAttention needs Triton and torch.compile"
     return f"FlexAttention needs heads of {_LEAST_HEAD_DIM} features, got {size}" if size < _LEAST_HEAD_DIM else None
 
 
@@ -228,10 +242,15 @@ def _attend(
     if now is not None:
         now.layers += by_blocks if now.has_blocks else now.has_mask and attention_mask is not None
     if by_blocks:
-        names = ("scaling", "softcap", "s_aux")
         dtype = autocast_dtype(query.device) or query.dtype  # rotated queries and keys may be in fp32, values in bf16
-        query, key, value = (tensor.to(dtype) for tensor in (query, key, value))
-        return flex_attention(query, key, value, attention_mask, *map(options.get, names)), None
+        tensors: Any = [tensor.to(dtype) for tensor in (query, key, value)]
+        rest = attention_mask, *map(options.get, ("scaling", "softcap", "s_aux"))
+        if now is not None and now.tries:
+            with torch.enable_grad():
+                leaves: Any = [tensor.detach().requires_grad_() for tensor in tensors]
+                torch.autograd.grad((out := flex_attention(*leaves, *rest)).sum(), leaves)
+            return out.detach(), None
+        return flex_attention(*tensors, *rest), None
     return function(module, query, key, value, attention_mask, *args, **options)
 
 

@@ -30,7 +30,7 @@ def enable(
     kernels: bool = False,
     skip_zero_advantages: bool = True,
     divergence: Divergence | None = None,
-    share_prompts: bool | None = False,
+    share_prompts: bool | None = None,
 ) -> None:
     """Make TRL's trainers use this library's loss heads, if they are built from now on. All of their options work.
 
@@ -52,11 +52,12 @@ def enable(
             :func:`disable`.
         share_prompts: in DPO, GRPO, RLOO and GMPO, compute a prompt once for all of its completions in a batch, and
             padding not at all; for the reference and the old policy too. Losses and gradients do not change, but for
-            models with absolute positions, which TRL counts from the left padding. True shares prompts in all batches.
-            None shares them on a GPU in batches whose padded tokens are more than 1.2 times those that are computed, if
-            the model's attention is ``sdpa`` or ``eager``, in half precision. Models and batches for which this is not
-            possible, such as those with images, run as before, and with True a warning says why. Applies to trainers
-            that are built from now on, until :func:`disable`.
+            models with absolute positions, which TRL counts from the left padding. True shares prompts in all batches,
+            and False in none. By default, they are shared on an NVIDIA GPU in batches whose padded tokens are more than
+            1.2 times those that are computed, if the model has rotary positions, its attention is ``sdpa`` or
+            ``eager``, and it runs in half precision. Models and batches for which this is not possible, such as those
+            with images, run as before, and with True a warning says why. Applies to trainers that are built from now
+            on, until :func:`disable`.
 
     Raises:
         ImportError: TRL is not installed.
@@ -82,7 +83,7 @@ def enable(
         # A trainer loads models itself, and gives them their head.
         _add((Feature("kernels", (KERNELS, *(Place(p.module, p.name, around(_with_kernels)) for p in heads))),))
     chosen.divergence = divergence or chosen.divergence
-    chosen.share_prompts = chosen.share_prompts if share_prompts is False else share_prompts
+    chosen.share_prompts = chosen.share_prompts if share_prompts is None else share_prompts
 
 
 def _add(features: Sequence[Feature]) -> None:
@@ -115,29 +116,16 @@ def is_enabled() -> bool:
 
 def disable() -> None:
     """Restore TRL. Trainers that were built in between keep their heads."""
-    _restore(0, 0, {"divergence": None, "share_prompts": False})
+    _restore(0, 0, {"divergence": None, "share_prompts": None})
 
 
 @contextlib.contextmanager
-def enabled(
-    *,
-    kernels: bool = False,
-    skip_zero_advantages: bool = True,
-    divergence: Divergence | None = None,
-    share_prompts: bool | None = False,
-) -> Iterator[None]:
-    """:func:`enable` for the duration of a ``with`` block."""
-    before = len(_replaced), len(_enabled), vars(chosen).copy()
-    enable(
-        kernels=kernels,
-        skip_zero_advantages=skip_zero_advantages,
-        divergence=divergence,
-        share_prompts=share_prompts,
-    )
-    try:
+def enabled(**options: Any) -> Iterator[None]:
+    """:func:`enable`, with its options, for the duration of a ``with`` block."""
+    with contextlib.ExitStack() as stack:
+        stack.callback(_restore, len(_replaced), len(_enabled), vars(chosen).copy())
+        enable(**options)
         yield
-    finally:
-        _restore(*before)
 
 
 def _restore(replaced: int, features: int, options: dict[str, Any]) -> None:

@@ -14,7 +14,8 @@ from torch import Tensor
 
 from liger_losses.caller import warn
 from liger_losses.checks import see
-from liger_losses.prompts.attention import CannotShareError, attending, try_row
+from liger_losses.kernels._triton import choose_backend
+from liger_losses.prompts.attention import CannotShareError, attending, reason_against_flex, try_row
 from liger_losses.prompts.packing import PackedCompletions, pack_sequences
 
 #: Arguments of a forward that a packed row replaces, or that say nothing about single tokens.
@@ -70,14 +71,21 @@ def suits_sharing(model: Any, device: torch.device) -> bool:
     """Whether a model shares prompts unasked: FlexAttention can take the place of its attention, and is faster.
 
     A CPU's dense masks take longer than repeated prompts. Flash-attention may be faster than FlexAttention, which is
-    not tested in fp32. Images are refused by the batch, in which processes may differ. Of a model whose parameters
-    ZeRO-3 gathers, a packed row was not tried on GPUs.
+    not tested in fp32, nor on ROCm. TRL counts positions from the left padding, and a row from the prompt: rotary
+    positions alone, whose differences count, give the same log-probabilities. Images are refused by the batch, in which
+    processes may differ. Of a model whose parameters ZeRO-3 gathers, a packed row was not tried on GPUs.
     """
+    config, rope = model.config, getattr(model.config, "rope_parameters", None) or {}
+    kinds = {r["rope_type"] for r in (rope, *rope.values()) if isinstance(r, dict) and "rope_type" in r}
+    # The frequencies of these change with the longest position of a batch.
+    rotary = kinds and kinds.isdisjoint({"dynamic", "longrope"})
+    alone = config.get_text_config() is config and config._attn_implementation in ("sdpa", "eager")
+    nvidia = device.type == "cuda" and torch.version.cuda is not None
+    if not (rotary and alone and nvidia) or hasattr(next(model.parameters()), "ds_id"):
+        return False
     half = torch.is_autocast_enabled(device.type) or model.dtype.itemsize == 2
-    alone = model.config.get_text_config() is model.config
-    known = model.config._attn_implementation in ("sdpa", "eager")
-    suits = device.type == "cuda" and half and alone and known
-    return suits and not any(hasattr(parameter, "ds_id") for parameter in model.parameters())
+    flex = reason_against_flex(config, device) is None
+    return half and flex and choose_backend(None, [(device, torch.bfloat16)]) == "triton"
 
 
 @torch.compiler.disable

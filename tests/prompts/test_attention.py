@@ -57,7 +57,7 @@ def block_masks(monkeypatch):
         return torch.nn.functional.scaled_dot_product_attention(query, key, value, **options).transpose(1, 2)
 
     def switch():
-        monkeypatch.setattr(attention, "_reason_against_flex", lambda *_: None)
+        monkeypatch.setattr(attention, "reason_against_flex", lambda *_: None)
         monkeypatch.setattr(attention, "flex_attention", all_scores)
 
     return switch
@@ -192,7 +192,7 @@ def test_under_autocast_queries_keys_and_values_have_its_dtype(monkeypatch):
         dtypes.extend(tensor.dtype for tensor in tensors[:3])
         return tensors[0].transpose(1, 2)
 
-    monkeypatch.setattr(attention, "_reason_against_flex", lambda *_: None)
+    monkeypatch.setattr(attention, "reason_against_flex", lambda *_: None)
     monkeypatch.setattr(attention, "flex_attention", watched)
     with torch.autocast("cpu", torch.bfloat16):
         shared(family("llama"), *drawn(0))

@@ -12,6 +12,7 @@ from liger_losses.prompts import attention
 from liger_losses.trl import disable, divergences, enabled, fused_head, packed_batches
 from tests.models import small
 from tests.project.test_examples import tiny_model
+from tests.prompts.packed import family
 from tests.trl import trainers
 from tests.trl.trainers import CASES, check_training, dpo
 
@@ -123,6 +124,53 @@ def test_what_a_row_of_two_tokens_raises_is_a_reason_to_repeat_prompts(runs, tmp
     assert [module.training for module in model.modules()] == training
 
 
+@pytest.fixture
+def nvidia(monkeypatch):
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setattr(attention, "triton", object())
+
+
+def test_what_backward_of_a_row_raises_is_a_reason_to_repeat_prompts(runs, tmp_path, monkeypatch):
+    """As kernels of a GPU whose forward compiles alone: the trainer's own backward would end the training."""
+
+    def no_backward(query, *_):
+        out = query.transpose(1, 2) * 1
+        if out.requires_grad:
+            out.register_hook(lambda gradient: raised("out of shared memory"))
+        return out
+
+    def raised(reason):
+        raise RuntimeError(reason)
+
+    monkeypatch.setattr(attention, "reason_against_flex", lambda *_: None)
+    monkeypatch.setattr(attention, "flex_attention", no_backward)
+    model = model_of(tmp_path, small(vocab_size=20))
+    with (
+        pytest.warns(UserWarning, match="a row of two tokens raised RuntimeError: out of shared memory"),
+        torch.inference_mode(),
+    ):
+        logps(model, SAVES)
+    logps(model, SAVES).sum().backward()
+    assert not runs
+
+
+def test_later_forwards_pass_through_no_modules(runs, nvidia, tmp_path, monkeypatch):
+    """That would take milliseconds in a large model with adapters."""
+    model, visited, walk = model_of(tmp_path), set(), torch.nn.Module.named_modules
+    logps(model, SAVES)
+
+    def watched(*arguments, **options):
+        for pair in walk(*arguments, **options):
+            visited.add(pair[1])
+            yield pair
+
+    monkeypatch.setattr(torch.nn.Module, "named_modules", watched)
+    packed_batches.suits_sharing(model, torch.device("cuda"))
+    logps(model, SAVES)
+    assert len(runs) == 2
+    assert len(visited) < 5 < len([*walk(model)])
+
+
 def logps(model, lengths, device=None):
     """Of completions of some lengths, each behind a prompt of the first length, or the second one's own if negative."""
     prompt, *rest = lengths
@@ -147,7 +195,9 @@ def suits(monkeypatch):
 
 
 def test_unasked_prompts_are_shared_where_that_saves_a_fifth(runs, suits, tmp_path, recwarn):
-    model = model_of(tmp_path, share_prompts=None)
+    _, tokenizer, text = tiny_model()
+    with enabled():
+        model = dpo(tmp_path, tiny_model()[0], tokenizer, text).model
     for batch, count in ((SAVES, 1), (DIFFERS, 1), (LITTLE, 1), (ENOUGH, 2), (PADDED, 3)):
         logps(model, batch)
         assert len(runs) == count, batch
@@ -178,9 +228,9 @@ def test_all_processes_try_in_the_first_forward(asked, suits, tmp_path, monkeypa
     no other batch than others have, nor gradients."""
     tried, attending = [], attention.attending
 
-    def watched(model, packed):
+    def watched(model, packed, **options):
         tried.append((packed.tokens, torch.is_grad_enabled()))
-        return attending(model, packed)
+        return attending(model, packed, **options)
 
     monkeypatch.setattr(attention, "attending", watched)
     model, ids = model_of(tmp_path, share_prompts=asked), torch.full((2, 4), 3)
@@ -200,14 +250,42 @@ def test_all_processes_try_in_the_first_forward(asked, suits, tmp_path, monkeypa
         ("cuda", {"dtype": torch.float32}, False),
     ],
 )
-def test_a_model_shares_prompts_unasked_in_half_precision_on_a_gpu(device, options, found, monkeypatch):
-    model = small(vocab_size=20).to(options.get("dtype", torch.bfloat16))
+def test_a_model_shares_prompts_unasked_in_half_precision_on_a_gpu(device, options, found, nvidia, monkeypatch):
+    model = small(vocab_size=20, head_dim=16).to(options.get("dtype", torch.bfloat16))
     model.config._attn_implementation = options.get("attn_implementation", "sdpa")
     assert packed_batches.suits_sharing(model, torch.device(device)) == found
     monkeypatch.setattr(torch, "is_autocast_enabled", lambda device: True)
     assert packed_batches.suits_sharing(model, torch.device(device)) == (found or "dtype" in options)
-    model.lm_head.weight.ds_id = 0  # as DeepSpeed's ZeRO-3 marks what it gathers
+    for parameter in model.parameters():
+        parameter.ds_id = 0  # as DeepSpeed's ZeRO-3 marks what it gathers
     assert not packed_batches.suits_sharing(model, torch.device(device))
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "environment", "found"),
+    [
+        ("gemma2", {}, {}, True),
+        ("gemma3_text", {}, {}, True),  # whose two kinds of layers have different frequencies
+        ("llama", {"head_dim": 8}, {}, False),
+        ("llama", {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}}, {}, False),
+        ("gpt2", {"n_embd": 64}, {}, False),  # absolute positions, which padding shifts
+        ("llama", {}, {"TORCHDYNAMO_DISABLE": "1"}, False),
+        ("llama", {}, {"TORCH_COMPILE_DISABLE": "1"}, False),
+        ("llama", {}, {"LIGER_LOSSES_BACKEND": "torch"}, False),
+    ],
+)
+def test_unasked_a_model_has_rotary_positions_and_flex_attention(
+    name, options, environment, found, nvidia, monkeypatch, recwarn
+):
+    model, cuda = family(name, **{"head_dim": 16} | options).bfloat16(), torch.device("cuda")
+    for variable, value in environment.items():
+        monkeypatch.setenv(variable, value)
+    assert packed_batches.suits_sharing(model, cuda) == found
+    for module, attribute in ((torch.version, "cuda"), (attention, "triton")):  # ROCm has no version of CUDA
+        with monkeypatch.context() as patched:
+            patched.setattr(module, attribute, None)
+            assert not packed_batches.suits_sharing(model, cuda)
+    assert not [w for w in recwarn if "slower" in str(w.message)]
 
 
 @pytest.mark.gpu
@@ -233,13 +311,13 @@ def test_a_model_with_images_repeats_prompts_unasked():
 
 
 def test_what_is_enabled_last_counts():
-    assert divergences.chosen.share_prompts is False
+    assert divergences.chosen.share_prompts is None
     with enabled(share_prompts=True):
         with enabled():
             assert divergences.chosen.share_prompts
-        with enabled(share_prompts=None):
-            assert divergences.chosen.share_prompts is None
-    assert divergences.chosen.share_prompts is False
+        with enabled(share_prompts=False):
+            assert divergences.chosen.share_prompts is False
+    assert divergences.chosen.share_prompts is None
     with (
         pytest.raises(TypeError, match="share_prompts must be True, False or None, got 'yes'"),
         enabled(share_prompts="yes"),

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from torch import Tensor
 
 from liger_losses.chunked.core.buffers import Leaf, local_part
-from liger_losses.chunked.core.ranks import ALONE, Ranks
+from liger_losses.chunked.core.ranks import Ranks
 from liger_losses.chunked.core.weights import Products, Weights
 from liger_losses.kernels.logit_transform import LogitTransform
 
@@ -17,9 +17,9 @@ class Head:
     """``logits = transform(hidden @ weights.T + bias)``. The transform's temperature is a :class:`Target`'s."""
 
     weights: Weights
+    transform: LogitTransform  # no default: torch 2.11 traces none that is an object
+    ranks: Ranks
     bias: Tensor | None = None
-    transform: LogitTransform = LogitTransform()
-    ranks: Ranks = ALONE
     batch_invariant: bool = False
 
     @property

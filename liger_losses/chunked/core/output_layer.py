@@ -162,7 +162,7 @@ class Head:
     def core(self) -> core.Head:
         """What makes logits of hidden states, at temperature 1."""
         transform = replace(self.transform, temperature=1.0)
-        return core.Head(self.weights, self.bias, transform, self.ranks, self.batch_invariant)
+        return core.Head(self.weights, transform, self.ranks, self.bias, self.batch_invariant)
 
     def check_invariant(self) -> None:
         """Raise ValueError if its product with all columns depends on the number of tokens, and must not."""

@@ -152,13 +152,18 @@ class Case:
         if self.teacher is not None:
             rows = self.teacher[1][cut] if ranks.size > 1 else self.teacher[1]
             teacher = Target(
-                Head(Dense(rows), ranks=ranks if self.vt == V else ALONE), self.teacher[0], self.labels, self.soft
+                Head(Dense(rows), LogitTransform(), ranks if self.vt == V else ALONE),
+                self.teacher[0],
+                self.labels,
+                self.soft,
             )
             if self.vt != V:
-                teacher = Target(Head(Dense(self.teacher[1])), self.teacher[0], self.labels, self.soft)
+                teacher = Target(
+                    Head(Dense(self.teacher[1]), LogitTransform(), ALONE), self.teacher[0], self.labels, self.soft
+                )
             if self.as_logits:
                 teacher = TeacherLogits(self.teacher[0] @ self.teacher[1].T, temperature=self.soft)
-        head = Head(weights, bias, LogitTransform(softcap=self.softcap), ranks, invariant)
+        head = Head(weights, LogitTransform(softcap=self.softcap), ranks, bias, invariant)
         kept, selected = self.kept, self.selected
         return Target(head, h, self.labels, self.temperature, kept, selected, teacher=teacher), leaves
 
@@ -399,8 +404,13 @@ def test_long_rows_in_half_precision(names):
 
     def gradients(dtype, **options):
         a, b = (x.to(DEVICE, dtype).requires_grad_() for x in (h, w))
-        teacher = Target(Head(Dense(v.to(DEVICE, dtype))), t.to(DEVICE, dtype), y.to(DEVICE))
-        target = Target(Head(Dense(b)), a, y.to(DEVICE), teacher=teacher if any(s.divergence for s in asked) else None)
+        teacher = Target(Head(Dense(v.to(DEVICE, dtype)), LogitTransform(), ALONE), t.to(DEVICE, dtype), y.to(DEVICE))
+        target = Target(
+            Head(Dense(b), LogitTransform(), ALONE),
+            a,
+            y.to(DEVICE),
+            teacher=teacher if any(s.divergence for s in asked) else None,
+        )
         found = statistics([target], asked, EngineOptions(**options))[0]
         return torch.autograd.grad(sum(value.sum() for value in found.values()), (a, b))
 

@@ -538,7 +538,7 @@ def _run(
     grads, outputs = Gradients(leaves), list[Values]()
     totals = [torch.zeros((), dtype=wide_dtype(streams[0].plan.dtype), device=streams[0].target.hidden.device)]
     for stream, loss in zip(streams, losses, strict=True):
-        parts, opened, lates = list[Values](), stream.open(), list[Late]()
+        parts, opened, lates = list[Values](), stream.open(), list[tuple[slice, Late]]()
         for start, stop in ((0, stream.live), (stream.live, stream.count)):
             for together in slices(start, stop, even(stop - start, stream.plan.rows)):
                 trains = stream.plan.trains and start < stream.live
@@ -553,7 +553,7 @@ def _run(
                         collected.take(block, upstream, grads, at)
                     elif upstream:
                         opened.add_hidden(grads, rows, block.add_gradients(upstream, grads))
-                        lates += [] if block.late is None else [block.late]
+                        lates += [] if block.late is None else [(rows, block.late)]
                     del block
                 if collected is not None:
                     hidden = collected.add_gradients(opened.part(together), stream.plan, grads)
@@ -569,11 +569,14 @@ def _run(
     return torch.stack(totals).sum(), outputs, grads.results()
 
 
-def _add_late(stream: Stream, lates: list[Late], grads: Gradients) -> None:
+def _add_late(stream: Stream, lates: list[tuple[slice, Late]], grads: Gradients) -> None:
     """Of the first tokens, as many at a time as have hidden states that fit the memory of a block."""
-    values, weights = torch.cat([late.values for late in lates]), stream.target.head.weights
-    for rows in slices(0, len(values), stream.plan.rows * weights.columns // weights.hidden_size):
-        lates[0].add(stream.part(rows), values[rows], grads)
+    weights, add = stream.target.head.weights, lates[0][1].add
+    values = lates[0][1].values.new_zeros(stream.live)  # blocks whose losses have no derivative have none
+    for rows, late in lates:
+        values[rows] = late.values
+    for rows in slices(0, stream.live, stream.plan.rows * weights.columns // weights.hidden_size):
+        add(stream.part(rows), values[rows], grads)
 
 
 def token_losses(

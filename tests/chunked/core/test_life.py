@@ -26,11 +26,17 @@ from liger_losses.chunked.core import (
     stream,
 )
 from liger_losses.chunked.core.quantizers import QuantizedWeight
+from liger_losses.chunked.core.ranks import ALONE
 from liger_losses.chunked.core.statistics import divergence
 from liger_losses.kernels.divergence_forms import Divergence
+from liger_losses.kernels.logit_transform import LogitTransform
 from tests.kernels.cases import DEVICE
 
 N, H, V = 40, 16, 203
+
+
+def head_of(weights, bias=None):
+    return Head(weights, LogitTransform(), ALONE, bias)
 
 
 class Codes(QuantizedWeight):
@@ -56,13 +62,13 @@ LOSS = TokenLoss(lambda s: -s["logp"])
 
 def teacher_of(labels):
     g = torch.Generator().manual_seed(9)
-    return Target(Head(Dense(torch.randn(V, 8, generator=g))), torch.randn(len(labels), 8, generator=g), labels)
+    return Target(head_of(Dense(torch.randn(V, 8, generator=g))), torch.randn(len(labels), 8, generator=g), labels)
 
 
 def couples(h, w, y, names=("logp",), **options):
     """A loss of statistics, by a target whose further fields are options too."""
     fields = {name: options.pop(name) for name in ("kept", "teacher") if name in options}
-    (found,) = statistics([Target(Head(Dense(w)), h, y, **fields)], names, EngineOptions(**options))
+    (found,) = statistics([Target(head_of(Dense(w)), h, y, **fields)], names, EngineOptions(**options))
     return -sum(value.sum() for value in found.values())
 
 
@@ -73,7 +79,9 @@ def of_kept(h, w, y, **options):
 
 #: The ways of a call, as functions of hidden states, weight and labels.
 CALLS = {
-    "one pass": lambda h, w, y, **o: loss_sum([Target(Head(Dense(w)), h, y)], ["logp"], [LOSS], EngineOptions(**o))[0],
+    "one pass": lambda h, w, y, **o: loss_sum([Target(head_of(Dense(w)), h, y)], ["logp"], [LOSS], EngineOptions(**o))[
+        0
+    ],
     "kept": couples,
     "again": lambda h, w, y, **o: couples(h, w, y, keep=0, **o),
     "divergence": lambda h, w, y, **o: couples(
@@ -169,7 +177,7 @@ def test_masked_batches_give_zeros(name, compact):
 @pytest.mark.parametrize("couples", [True, False])
 def test_one_of_two_heads_may_have_no_token(couples):
     (a, v, y), (b, w, _) = inputs(), inputs(seed=1)
-    targets = [Target(Head(Dense(v)), a, y), Target(Head(Dense(w)), b, torch.full_like(y, -100))]
+    targets = [Target(head_of(Dense(v)), a, y), Target(head_of(Dense(w)), b, torch.full_like(y, -100))]
     if couples:
         loss = -sum(s["logp"].sum() for s in statistics(targets, ["logp"]))
     else:
@@ -228,7 +236,7 @@ def test_many_targets_of_one_head_are_as_exact(couples):
     pairs = [inputs(torch.bfloat16, seed=i)[::2] for i in range(20)]
     errors = []
     for some in (pairs, pairs[:8]):
-        targets = [Target(Head(Dense(weight)), h, y) for h, y in some]
+        targets = [Target(head_of(Dense(weight)), h, y) for h, y in some]
         if couples:
             loss = -sum(s["logp"].sum() for s in statistics(targets, ["logp"]))
         else:
@@ -254,9 +262,9 @@ def test_gradients_are_collected(names, biased):
     def gradients(dtype, **options):
         leaves = [t.detach().to(dtype).requires_grad_() for t in (hidden, weight, *bias)]
         given = teacher_of(labels.cpu())
-        head = Head(Dense(given.head.weights.weight.to(DEVICE, dtype)))
+        head = head_of(Dense(given.head.weights.weight.to(DEVICE, dtype)))
         teacher = Target(head, given.hidden.to(DEVICE, dtype), labels) if names[0] != "logp" else None
-        target = Target(Head(Dense(leaves[1]), *leaves[2:]), leaves[0], labels, teacher=teacher)
+        target = Target(head_of(Dense(leaves[1]), *leaves[2:]), leaves[0], labels, teacher=teacher)
         loss = TokenLoss(lambda s, f: f * sum(s.values()), {"f": factor}, live=factor > 0)
         return torch.autograd.grad(loss_sum([target], names, [loss], EngineOptions(**options))[0], leaves)
 
@@ -296,7 +304,7 @@ def test_series_near_the_teacher(form):
     which = Divergence.mixture(0.5, 0.5, 0.5) if form == "mixture" else getattr(Divergence, form)()
 
     def of(h, w, v):
-        target = Target(Head(Dense(w)), h, labels, teacher=Target(Head(Dense(v)), h.detach(), labels))
+        target = Target(head_of(Dense(w)), h, labels, teacher=Target(head_of(Dense(v)), h.detach(), labels))
         value = statistics([target], [divergence(which)])[0]["divergence"].sum()
         return value, torch.autograd.grad(value, h)[0]
 
@@ -354,7 +362,7 @@ def test_products(name, trained, frozen, silent):
 def test_tokens_without_a_coefficient_have_no_gradient_products(share, name):
     hidden, weight, labels = inputs(tokens=400, masked=0.0)
     factor = (torch.rand(400, generator=torch.Generator().manual_seed(0)) < share).float()
-    target = Target(Head(Dense(weight)), hidden, labels)
+    target = Target(head_of(Dense(weight)), hidden, labels)
     least = {"cpu": 0.0}
     patches = mock.patch.dict(stream.MIN_FLOPS, least), mock.patch.dict(stream.MIN_FLOPS_OF_LOSSES, least)
     with Work() as work, patches[0], patches[1]:
@@ -397,7 +405,7 @@ def test_each_row_is_dequantized_once_a_pass(passes, workspace):
     """For all tokens, or for a third of them, and a fourth where gradients take memory too; never all at once."""
     hidden, weight, labels = inputs(tokens=600)
     codes = Dequantized((weight.detach() * 20).round().to(torch.int8))
-    target = Target(Head(Quantized.of(codes)), hidden, labels)
+    target = Target(head_of(Quantized.of(codes)), hidden, labels)
     found = statistics([target], ["logp"], EngineOptions(workspace=workspace, keep=0))[0]
     torch.autograd.grad(found["logp"].sum(), hidden)
     assert codes.total == passes * V
@@ -409,7 +417,7 @@ def test_a_loss_without_gradients_dequantizes_each_row_as_rarely():
     codes = Dequantized((weight.detach() * 20).round().to(torch.int8))
     with torch.no_grad():
         loss_sum(
-            [Target(Head(Quantized.of(codes)), hidden, labels)], ["logp"], [LOSS], EngineOptions(workspace=150_000)
+            [Target(head_of(Quantized.of(codes)), hidden, labels)], ["logp"], [LOSS], EngineOptions(workspace=150_000)
         )
     assert codes.total == 3 * V
 
@@ -419,7 +427,9 @@ def test_codes_that_are_made_in_fp16_need_no_scale_of_the_loss():
     codes = Codes((weight.detach() * 20).round().to(torch.int8))
     codes.dtype = torch.float16
     with Work() as work:
-        loss = loss_sum([Target(Head(Quantized.of(codes)), hidden, labels)], ["logp"], [LOSS], EngineOptions(keep=0))[0]
+        loss = loss_sum(
+            [Target(head_of(Quantized.of(codes)), hidden, labels)], ["logp"], [LOSS], EngineOptions(keep=0)
+        )[0]
         torch.autograd.grad(loss, hidden)
     assert work.flops == pytest.approx(4 * int((labels >= 0).sum()) * H * V, rel=0.01)
 
@@ -429,9 +439,9 @@ def test_tokens_without_a_gradient_are_no_part_of_one():
     live = torch.arange(400) < 20
     loss = TokenLoss(lambda s, f: f * s["logp"], {"f": live.float()}, live=live)
     with Work() as work, mock.patch.dict(stream.MIN_FLOPS_OF_LOSSES, {"cpu": 0.0}):
-        value = loss_sum([Target(Head(Dense(weight)), hidden, labels)], ["logp"], [loss], EngineOptions(chunk_size=20))[
-            0
-        ]
+        value = loss_sum(
+            [Target(head_of(Dense(weight)), hidden, labels)], ["logp"], [loss], EngineOptions(chunk_size=20)
+        )[0]
         torch.autograd.grad(value, weight)
     assert work.flops == pytest.approx((2 * 400 + 4 * 20) * H * V, rel=0.01)
 
@@ -447,7 +457,7 @@ def test_what_all_columns_add_to_adds_up_in_fp32(quantized):
         base = Quantized.of(Codes((weight.detach() * 20).round().to(torch.int8)))
 
     def gradient(**options):
-        target = Target(Head(WithAdapters(base, a, b, 0.1)), hidden, labels)
+        target = Target(head_of(WithAdapters(base, a, b, 0.1)), hidden, labels)
         return torch.autograd.grad(statistics([target], ["logp"], EngineOptions(**options))[0]["logp"].sum(), a)[
             0
         ].float()
@@ -461,7 +471,7 @@ def test_a_block_takes_few_launches_whatever_adds_to_a_gradient(biased):
     hidden, weight, labels = [t.to(DEVICE) for t in inputs(torch.bfloat16, tokens=80)]
     weight, bias = weight.detach().requires_grad_(), torch.zeros(V, device=DEVICE, requires_grad=True)
     ids = torch.arange(80, device=DEVICE)[:, None] + torch.arange(3, device=DEVICE)
-    target = Target(Head(Dense(weight), bias if biased else None), hidden, labels, selected=ids)
+    target = Target(head_of(Dense(weight), bias if biased else None), hidden, labels, selected=ids)
     launched, launch = [], rows.softmax_gradient
     with mock.patch.object(rows, "softmax_gradient", lambda *a, **k: launched.append(launch(*a, **k))):
         found = statistics([target], ["selected_logps", "lse"], EngineOptions(backend="triton"))[0]
@@ -503,7 +513,7 @@ def test_heads_of_one_weight_have_one_buffer(couples):
     """The same tensor, or views of it."""
     weight = inputs()[1]
     hs, ys = zip(*[(h, y) for h, _, y in (inputs(seed=i) for i in range(3))], strict=True)
-    heads = [Head(Dense(weight)), Head(Dense(weight.view(V, H))), Head(Dense(weight.view(V, H)))]
+    heads = [head_of(Dense(weight)), head_of(Dense(weight.view(V, H))), head_of(Dense(weight.view(V, H)))]
     targets = [Target(head, h, y) for head, h, y in zip(heads, hs, ys, strict=True)]
     made = []
     with mock.patch.object(stream, "Gradients", lambda leaves, f=stream.Gradients: made.append(f(leaves)) or made[-1]):
@@ -535,7 +545,7 @@ def test_quantized_rows_are_dequantized_in_parts():
         WithAdapters(Quantized.of(Counted(codes)), weight[:2] * 0, weight[:, :2]),
     ):
         sizes.clear()
-        target = Target(Head(weights), hidden, labels)
+        target = Target(head_of(weights), hidden, labels)
         loss = loss_sum([target], ["logp"], [LOSS], EngineOptions(workspace=300_000))[0]
         (grad,) = torch.autograd.grad(loss, hidden)
         assert max(sizes) < 1000
@@ -555,14 +565,14 @@ def test_rows_are_dequantized_for_all_tokens_of_a_tile(couples):
             return super().rows(start, stop)
 
     names = ("logp", "entropy", "mean_logp", "log_sum_sq_probs", "mean_logit", "argmax")
-    target = Target(Head(Quantized.of(Counted(codes))), hidden, labels)
+    target = Target(head_of(Quantized.of(Counted(codes))), hidden, labels)
     options = EngineOptions(workspace=600_000)
     if couples:
         found = statistics([target], names, options)[0]
     else:
         found = loss_sum([target], names, [TokenLoss(lambda s: s["logp"] + s["entropy"])], options)[1][0]
         loss = loss_sum([target], names, [TokenLoss(lambda s: s["logp"] + s["entropy"])], options)[0]
-    whole = Target(Head(Dense(codes * 0.05)), hidden, labels)
+    whole = Target(head_of(Dense(codes * 0.05)), hidden, labels)
     expected = statistics([whole], names)[0]
     for name in names:
         torch.testing.assert_close(found[name], expected[name].detach(), rtol=1e-4, atol=1e-4)
@@ -583,7 +593,7 @@ def test_rows_that_many_tokens_keep_are_rounded_few_times(sparse, chunk_size):
     grads = []
     for dtype, options in ((torch.bfloat16, EngineOptions(chunk_size=chunk_size)), (torch.double, EngineOptions())):
         w = weight.detach().to(dtype).requires_grad_()
-        target = Target(Head(Dense(w)), hidden.detach().to(dtype), labels, kept=kept, sparse_grad=sparse)
+        target = Target(head_of(Dense(w)), hidden.detach().to(dtype), labels, kept=kept, sparse_grad=sparse)
         loss = loss_sum([target], ["logp"], [LOSS], options)[0]
         grads.append(torch.autograd.grad(loss, w)[0].to_dense())
     assert (grads[0] - grads[1]).norm() < 0.004 * grads[1].norm()
@@ -594,7 +604,7 @@ def test_sparse_gradients_of_kept_columns():
     kept = torch.stack([labels.clamp(min=0), (labels.clamp(min=0) + 7) % V, torch.full_like(labels, -1)], -1)
     grads = []
     for sparse in (True, False):
-        target = Target(Head(Dense(weight)), hidden, labels, kept=kept, sparse_grad=sparse)
+        target = Target(head_of(Dense(weight)), hidden, labels, kept=kept, sparse_grad=sparse)
         loss = statistics([target], ["logp"])[0]["logp"].square().sum()
         grads.append(torch.autograd.grad(loss, weight)[0])
     assert grads[0].layout == torch.sparse_coo
@@ -605,7 +615,7 @@ def test_sparse_gradients_of_kept_columns():
 
 def test_metrics_of_the_largest():
     hidden, weight, labels = inputs(masked=0.0)
-    target = Target(Head(Dense(weight)), hidden, labels, selected=3)
+    target = Target(head_of(Dense(weight)), hidden, labels, selected=3)
     found = statistics([target], ["selected_logps", "columns", "rest", "argmax"], EngineOptions(chunk_size=7))[0]
     lp = (hidden @ weight.T).log_softmax(-1)
     values, ids = lp.topk(3)
@@ -618,7 +628,7 @@ def test_metrics_of_the_largest():
 def test_class_weights():
     hidden, weight, labels = inputs(torch.double)
     c = torch.rand(V, dtype=torch.double)
-    found = statistics([Target(Head(Dense(weight)), hidden, labels, class_weight=c)], ["mean_logp"])[0]["mean_logp"]
+    found = statistics([Target(head_of(Dense(weight)), hidden, labels, class_weight=c)], ["mean_logp"])[0]["mean_logp"]
     lp = (hidden @ weight.T).log_softmax(-1)
     expected = (lp * c).mean(-1) * (labels >= 0)
     torch.testing.assert_close(found, expected)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import threading
 
 import pytest
@@ -24,7 +25,7 @@ from liger_losses import (
     linear_statistics,
     linear_token_loss,
 )
-from liger_losses.chunked.core import buffers, weights
+from liger_losses.chunked.core import buffers, compiled, weights
 from liger_losses.kernels.matmul import matmul_into
 from liger_losses.patching.lazy_head import force_lazy_head, make_head_lazy
 from tests.losses import CE
@@ -266,3 +267,16 @@ def test_backward_by_tiles_of_columns(names):
         loss = function(hidden)
         results.append([loss.detach(), *torch.autograd.grad(loss, [hidden, *head.parameters()])])
     torch.testing.assert_close(*results)
+
+
+def test_no_object_of_a_graph_has_an_object_by_default():
+    """torch 2.11 traces constructors of dataclasses, and of their defaults only numbers, text and tuples."""
+    traced = [made for made in compiled._NAMES.values() if isinstance(made, type) and dataclasses.is_dataclass(made)]
+    objects = {
+        (made.__name__, field.name)
+        for made in traced
+        for field in dataclasses.fields(made)
+        if not isinstance(field.default, (bool, int, float, str, tuple, type(None), type(dataclasses.MISSING)))
+    }
+    assert len(traced) > 6
+    assert not objects

@@ -16,7 +16,7 @@ from benchmarks.timeline import kernels_of
 
 #: The first that occurs in a kernel's name; kernels run beside products only count where nothing above them runs.
 KINDS = {
-    "softmax in a product (Triton)": ("_exponentials_kernel", "_linear_gradient_kernel", "_linear_statistics_kernel"),
+    "softmax in a product (Triton)": ("_exponentials_kernel", "_linear_statistics_kernel"),
     "products (cuBLAS)": ("nvjet", "gemm", "cutlass", "splitKreduce"),
     "everything else": ("",),
 }

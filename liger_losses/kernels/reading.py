@@ -12,7 +12,6 @@ from liger_losses.kernels._triton import device_of, jit, tl
 
 #: An odd number whose multiples modulo 2^64 are spread evenly: 2^63 over the golden ratio.
 PLACE_FACTOR = 0x4F1BBCDCBFA53E0B
-_PLACE_FACTOR = PLACE_FACTOR if tl is None else tl.constexpr(PLACE_FACTOR)
 
 
 def start_reading(numbers: Tensor, what: str) -> Callable[[], Any]:
@@ -65,24 +64,20 @@ def label_facts(labels: Sequence[Tensor], ignore_index: int, *, backend: str = "
         backend: ``torch`` or ``triton``.
 
     Returns:
-        ``[S, 4]`` int64: of each tensor, how many labels are active; the smallest and the largest of these and 0; and a
-        checksum, ``sum_t (label_t + 1) w_t`` modulo 2^64 with the :func:`place_weights` ``w``, where t is counted
-        through all tensors.
+        ``[S, 3]`` int64: of each tensor, how many labels are active; the smallest and the largest of these and 0.
     """
     if backend == "torch":
-        first, rows, labels = 0, [], [part.flatten() for part in labels]
+        rows = []
         for part in labels:
+            part = part.flatten()
             active = part != ignore_index
             low, high = torch.aminmax(part * active) if len(part) else part.new_zeros(2)
-            checksum = ((part + 1) * place_weights(first, len(part), part.device)).sum()
-            rows.append(torch.stack([active.sum(), low.clamp(max=0), high.clamp(min=0), checksum]))
-            first += len(part)
+            rows.append(torch.stack([active.sum(), low.clamp(max=0), high.clamp(min=0)]))
         return torch.stack(rows)
-    facts, first, ignore_index = labels[0].new_empty(len(labels), 4), 0, int(ignore_index)
+    facts = labels[0].new_empty(len(labels), 3)
     with device_of(facts):  # the first launch of a call, before anything else has made it current
         for i, part in enumerate(labels):
-            _label_facts_kernel[(1,)](facts[i], part, part.numel(), first, ignore_index, BLOCK=2048, num_warps=8)
-            first += part.numel()
+            _label_facts_kernel[(1,)](facts[i], part, part.numel(), int(ignore_index), BLOCK=2048, num_warps=8)
     return facts
 
 
@@ -91,13 +86,12 @@ def version_of(tensor: Tensor) -> int:
     return -1 if tensor.is_inference() else getattr(tensor, "_version", -1)
 
 
-@jit(do_not_specialize=["tokens", "first", "ignore_index"], do_not_specialize_on_alignment=["out", "labels"])
-def _label_facts_kernel(out, labels, tokens, first, ignore_index, BLOCK: tl.constexpr):
+@jit(do_not_specialize=["tokens", "ignore_index"], do_not_specialize_on_alignment=["out", "labels"])
+def _label_facts_kernel(out, labels, tokens, ignore_index, BLOCK: tl.constexpr):
     """One program: a million labels take it 0.2 ms, and what comes after them seconds."""
     count = tl.zeros((BLOCK,), tl.int64)
     low = tl.zeros((BLOCK,), tl.int64)
     high = tl.zeros((BLOCK,), tl.int64)
-    checksum = tl.zeros((BLOCK,), tl.int64)
     for start in range(0, tokens, BLOCK):
         at = start + tl.arange(0, BLOCK)
         inside = at < tokens
@@ -107,9 +101,6 @@ def _label_facts_kernel(out, labels, tokens, first, ignore_index, BLOCK: tl.cons
         count += active.to(tl.int64)
         low = tl.minimum(low, value)
         high = tl.maximum(high, value)
-        place = (first + at + 1).to(tl.int64) * _PLACE_FACTOR
-        checksum += tl.where(inside, (label + 1) * (place ^ (place >> 32)), 0)
     tl.store(out, tl.sum(count, 0))
     tl.store(out + 1, tl.min(low, 0))
     tl.store(out + 2, tl.max(high, 0))
-    tl.store(out + 3, tl.sum(checksum, 0))

@@ -39,8 +39,8 @@ def test_times_are_those_of_the_first_product():
 
 def test_the_host_reads_how_many_labels_are_active(monkeypatch):
     monkeypatch.setattr(Launcher, "counting", 0)
-    labels, out = torch.tensor([-100, 3, 5]), torch.zeros(4, dtype=torch.int64)
-    launch(launcher("_label_facts_kernel"), out, labels, 3, 0, -100)
+    labels, out = torch.tensor([-100, 3, 5]), torch.zeros(3, dtype=torch.int64)
+    launch(launcher("_label_facts_kernel"), out, labels, 3, -100)
     assert out.tolist() == label_facts([labels], -100)[0].tolist()
     assert out[0] == 2
     assert Launcher.counting > 0  # what times leave out

@@ -180,7 +180,8 @@ def main():
 
 #: Of transformers and accelerate, which modules need not have; of named tuples; and the package's own.
 OTHERS = {"_C", "_apply_gate", "_hf_hook", "_original_forward", "_fields", "_make", "_replace", "_asdict", "_input"}
-OTHERS |= {"_attn_implementation", "_backward", "_can_set_attn_implementation", "_is_stateful"}
+OTHERS |= {"_attn_implementation", "_can_set_attn_implementation", "_is_stateful"}
+OTHERS |= {"_backward"}  # the end of an operator's name
 LISTED = [*itertools.chain.from_iterable(AT_IMPORT), *IN_CALLS]
 
 

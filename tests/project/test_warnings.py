@@ -32,6 +32,12 @@ def divergence(columns, **options):
     return partial(linear_divergence, *given, options=EngineOptions(**options))
 
 
+def within(workspace):
+    hidden, weight = (torch.randn(n, 16).bfloat16().requires_grad_() for n in (400, 203))
+    loss = liger_losses.LigerFusedLinearCrossEntropyLoss(workspace=workspace)
+    return partial(loss, weight, hidden, torch.zeros(400, dtype=torch.long))
+
+
 def policy(monkeypatch):
     hidden, weight, ids = torch.randn(2, 3, 8), torch.randn(11, 8), torch.zeros(2, 3).long()
     given = {"ref_per_token_logps": torch.zeros(2, 3), "ref_input": hidden, "ref_weight": weight}
@@ -74,6 +80,7 @@ def changed_norm(monkeypatch):
 #: From pytest's monkeypatch to a call that is warned of, of every kind of place: the core, losses, models that call
 #: the library, integrations. Tests of each place have its words.
 CALLS = {
+    "a workspace": lambda monkeypatch: within(64_000),
     "a teacher": lambda monkeypatch: divergence(250),
     "a constant": constant_that_requires_a_gradient,
     "a policy": policy,

@@ -38,7 +38,7 @@ from liger_losses.chunked.core.target import Target
 from liger_losses.chunked.core.weights import ALL
 from liger_losses.kernels.matmul import matmul_into
 
-#: What has gradients here, and what is computed beside it.
+#: What has gradients here, and what may be computed with it.
 STATISTICS = {"logp", "lse"}
 METRICS = STATISTICS | {"mean_logit", "entropy"}
 #: The labels' terms, most of the weight's gradient, are added once at the end: with 32 blocks, its error is at most
@@ -63,10 +63,9 @@ class ExponentialBlock:
         part: Target,
         asked: tuple[Statistic, ...],
         plan: Plan,
-        constants: dict[str, Tensor] | None = None,
-        columns: slice = ALL,
+        *_: Any,
     ) -> ExponentialBlock:
-        """A block of these tokens, whose statistics are computed again where they are known."""
+        """A block of these tokens, with whole rows; it computes statistics again that are known."""
         count, device, size = len(part.hidden), part.hidden.device, part.head.weights.columns
         memory = torch.empty(count, padded(size), dtype=plan.dtype, device=device)
         values = empty_values({"offset", *STATISTICS, *[s.name for s in asked]}, part)

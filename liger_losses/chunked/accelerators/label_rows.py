@@ -74,7 +74,7 @@ def add_to_label_rows_(grad_weight: Tensor, labels: Tensor, coef: Tensor, hidden
         block = min(1024, 1 << (hidden.shape[1] - 1).bit_length())
         _add_to_label_rows_kernel[(tokens, -(-hidden.shape[1] // block))](
             grad_weight, grad_weight.stride(0), ordered, source, coef, hidden, hidden.stride(0),
-            tokens, past_end, hidden.shape[1], BLOCK=block, AT_ONCE=4,
+            tokens, past_end, hidden.shape[1], BLOCK=block, STEP=4,
         )  # fmt: skip
     return grad_weight
 
@@ -90,7 +90,7 @@ def _in_order(labels: Tensor, coef: Tensor, past_end: int) -> tuple[Tensor, Tens
         return ordered, order, coef[order]
     ordered, source, ordered_coef = torch.empty_like(labels), torch.empty_like(labels), torch.empty_like(coef)
     _order_kernel[(-(-tokens // 4),)](
-        ordered, source, ordered_coef, labels, coef, tokens, past_end, BLOCK=4, AT_ONCE=1024, num_warps=8,
+        ordered, source, ordered_coef, labels, coef, tokens, past_end, BLOCK=4, STEP=1024, num_warps=8,
     )  # fmt: skip
     return ordered, source, ordered_coef
 
@@ -141,7 +141,7 @@ def _add_label_rows_kernel(product, scale, coef, weight, weight_stride, labels, 
     do_not_specialize_on_alignment=["ordered", "source", "ordered_coef", "labels", "coef"],
 )
 def _order_kernel(
-    ordered, source, ordered_coef, labels, coef, tokens, past_end, BLOCK: tl.constexpr, AT_ONCE: tl.constexpr
+    ordered, source, ordered_coef, labels, coef, tokens, past_end, BLOCK: tl.constexpr, STEP: tl.constexpr
 ):
     """One program for some tokens, whose labels it compares with all."""
     at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
@@ -149,8 +149,8 @@ def _order_kernel(
     c = tl.load(coef + at, mask=inside, other=0.0)
     label = tl.where(c == 0.0, past_end, tl.load(labels + at, mask=inside, other=0).to(tl.int32))
     place = tl.zeros((BLOCK,), tl.int32)
-    for start in range(0, tokens, AT_ONCE):
-        other = start + tl.arange(0, AT_ONCE)
+    for start in range(0, tokens, STEP):
+        other = start + tl.arange(0, STEP)
         exists = other < tokens
         adds = tl.load(coef + other, mask=exists, other=0.0) != 0.0
         others = tl.where(adds, tl.load(labels + other, mask=exists, other=0).to(tl.int32), past_end)[None, :]
@@ -165,7 +165,7 @@ def _order_kernel(
 @jit(do_not_specialize=["tokens"], do_not_specialize_on_alignment=["ordered", "source", "coef"])
 def _add_to_label_rows_kernel(
     grad_weight, grad_stride, ordered, source, coef, hidden, hidden_stride, tokens, past_end, hidden_size,
-    BLOCK: tl.constexpr, AT_ONCE: tl.constexpr,
+    BLOCK: tl.constexpr, STEP: tl.constexpr,
 ):  # fmt: skip
     """One program per token in the labels' order; the first of each label sums all of that label's tokens."""
     first = tl.program_id(0)
@@ -179,7 +179,7 @@ def _add_to_label_rows_kernel(
         start = first
         next_label = label
         while next_label == label:
-            members = start + tl.arange(0, AT_ONCE)
+            members = start + tl.arange(0, STEP)
             same_label = (members < tokens) & (tl.load(ordered + members, mask=members < tokens, other=-1) == label)
             row = tl.load(source + members, mask=same_label, other=0)
             c = tl.load(coef + members, mask=same_label, other=0.0)
@@ -189,6 +189,6 @@ def _add_to_label_rows_kernel(
                 other=0.0,
             )
             total += tl.sum(c[:, None] * h.to(tl.float32), 0)
-            start += AT_ONCE
+            start += STEP
             next_label = tl.load(ordered + start, mask=start < tokens, other=-1)
         tl.store(target, total.to(grad_weight.dtype.element_ty), mask=inside)

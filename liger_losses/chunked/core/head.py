@@ -28,7 +28,7 @@ class Head:
         return sum(self.ranks.sizes) or self.weights.columns
 
     def open(self, products: Products) -> Head:
-        """The same for one call, which has cast or dequantized what it copies at once."""
+        """The same for one call, with the weight cast or dequantized if all of its rows are copied together."""
         return replace(self, weights=self.weights.open(products))
 
     def local_bias(self, columns: slice | Tensor) -> Tensor | None:

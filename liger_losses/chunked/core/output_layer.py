@@ -19,7 +19,7 @@ from liger_losses.chunked.core import head as core
 from liger_losses.chunked.core.adapters import LowRank, adapters_of, check_adapters, side_by_side
 from liger_losses.chunked.core.quantizers import QuantizedWeight, find_quantized
 from liger_losses.chunked.core.ranks import ALONE, Ranks, local_rows, share_mesh, share_vocabulary
-from liger_losses.chunked.core.weights import Beside, Dense, Quantized, Weights, WithAdapters
+from liger_losses.chunked.core.weights import Concatenated, Dense, Quantized, Weights, WithAdapters
 from liger_losses.kernels.logit_transform import LogitTransform
 from liger_losses.kernels.tracing import outside_graphs
 
@@ -150,7 +150,7 @@ class Head:
         weights: Weights = Dense(self.weight)
         if self.quantized is not None:
             codes = Quantized.of(self.quantized)
-            weights = Beside(codes, Dense(self.weight)) if self.weight.shape[1] else codes
+            weights = Concatenated(codes, Dense(self.weight)) if self.weight.shape[1] else codes
         for adapter in self.adapters:
             weights = WithAdapters(weights, adapter.a, adapter.b, adapter.scale)
         return weights

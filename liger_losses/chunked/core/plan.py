@@ -16,7 +16,7 @@ from liger_losses.checks import see
 from liger_losses.chunked.core.options import EngineOptions
 from liger_losses.chunked.core.statistics import OF_KERNELS, Statistic
 from liger_losses.chunked.core.target import Counted, Target
-from liger_losses.chunked.core.weights import Beside, Quantized, WithAdapters
+from liger_losses.chunked.core.weights import Concatenated, Quantized, WithAdapters
 from liger_losses.chunked.core.workspace import WORKSPACE_VARIABLE, default_bound
 from liger_losses.kernels import choose_backend
 from liger_losses.kernels._triton import LOGIT_DTYPES
@@ -139,7 +139,7 @@ def _has_several_terms(target: Target, names: set[str]) -> bool:
 
 
 def _forms(weights: Any) -> tuple[type, ...]:
-    base = _forms(weights.base) if isinstance(weights, (WithAdapters, Beside)) else ()
+    base = _forms(weights.base) if isinstance(weights, (WithAdapters, Concatenated)) else ()
     return type(weights), *base
 
 

@@ -106,14 +106,14 @@ class Ranks:
         padded[: len(rows)] = rows
         return torch.cat([part[:size] for part, size in zip(self.gather(padded), self.sizes, strict=True)])
 
-    def least_memory(self, own: int, device: torch.device) -> int:
+    def least_memory(self, memory: int, device: torch.device) -> int:
         """The smallest of the ranks' device memories."""
         if self.group is None:
-            return own
+            return memory
         # Exchanged once per group and type of device, by whichever head comes first.
         known = known_of(self.group).least_memory
         if device.type not in known:
-            known[device.type] = int(self.gather(torch.tensor(own, device=device)).min())
+            known[device.type] = int(self.gather(torch.tensor(memory, device=device)).min())
         return known[device.type]
 
     def __reduce__(self) -> Any:

@@ -74,7 +74,7 @@ class Stream:
     active: Tensor | None
 
     def open(self) -> Stream:
-        """The same with heads that are cast or dequantized, where all of them is at once."""
+        """The same with heads that are cast or dequantized, where this is done for all columns together."""
         target, products = self.target, Products(self.plan.dtype, self.plan.copied_columns, self.plan.invariant)
         teacher = target.teacher
         if isinstance(teacher, Target):
@@ -223,8 +223,8 @@ def open_streams(
         bound = options.workspace or calls[i].bound
         if bound is not None and streams[i].plan.accumulate is not None:
             warn(
-                f"a workspace of {bound} bytes has no room for the gradients of an eighth of the tokens. To be exact, "
-                "the gradient of the weight is accumulated in fp32, in a buffer beyond the workspace. Pass a larger "
+                f"a workspace of {bound} bytes has no room for the tokens in few enough parts. To be exact, the "
+                "gradient of the weight is accumulated in fp32, in a buffer beyond the workspace. Pass a larger "
                 "workspace, or accum_dtype=torch.float32 to allow it." + see("workspace")
             )
     return streams
@@ -279,7 +279,7 @@ def _count(
 ) -> list[Target]:
     labels = [target.labels.detach().reshape(-1).contiguous() for target in targets]  # as kernels read them
     backend = choose_backend(backend, [(labels[0].device, torch.float32)])
-    facts = label_facts(labels, ignore_index, backend=backend)[:, :3]
+    facts = label_facts(labels, ignore_index, backend=backend)
     masks = [
         None if live is None else live.reshape(-1) & (y != ignore_index) for y, live in zip(labels, lives, strict=True)
     ]
@@ -640,7 +640,7 @@ def statistics(
 
     Args:
         targets: one or several, whose heads may share tensors: each has one gradient.
-        names: of :data:`STATISTICS`, or rows of one's own.
+        names: of :data:`STATISTICS`, or instances of :class:`Statistic`.
         options: see :class:`EngineOptions`.
         metrics: further names, without a gradient.
         known: all of these, of the same call before: then they are computed again only where their gradients are.

@@ -313,7 +313,7 @@ class WithAdapters:
 
 
 @dataclass(frozen=True, eq=False)
-class Beside:
+class Concatenated:
     """``[base, extra]``: the last columns of hidden states ``[R, H + r]`` are multiplied by ``extra [columns, r]``."""
 
     base: Weights
@@ -342,8 +342,8 @@ class Beside:
     def copied_bytes(self, dtype: torch.dtype) -> int:
         return self.base.copied_bytes(dtype) + self.extra.copied_bytes(dtype)
 
-    def open(self, products: Products) -> Beside:
-        return Beside(self.base.open(products), self.extra.open(products._replace(columns=self.columns)))
+    def open(self, products: Products) -> Concatenated:
+        return Concatenated(self.base.open(products), self.extra.open(products._replace(columns=self.columns)))
 
     def _parts(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
         first, last = hidden.split((self.base.hidden_size, self.extra.hidden_size), -1)

@@ -118,7 +118,7 @@ def loss_over_columns(
             raise ValueError(f"top_k= needs a divergence of softmaxes and a teacher with as many columns, got {said}.")
         fields["selected"] = top_k
         given["at"] = torch.arange(labels.numel(), device=labels.device).view(labels.shape)
-        loss = functools.partial(_loss_beside, which, tail, teacher, temperature, options)
+        loss = functools.partial(_loss_with_teacher, which, tail, teacher, temperature, options)
     names = ("selected_logps", "logp") if together else ("selected_logps",)
     given |= {"hard": hard} if together and hard is not None else {}
     target = target_of(hidden, soft_head, labels, **fields)
@@ -148,7 +148,7 @@ def _loss(
     return loss, None, {"divergence": found.detach()}
 
 
-def _loss_beside(
+def _loss_with_teacher(
     which: Divergence,
     tail: str,
     teacher: Teacher | TeacherLogits,

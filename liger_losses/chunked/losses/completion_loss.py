@@ -99,16 +99,16 @@ class Completions:
 
     def batched(self) -> Completions:
         """The same with a batch dimension; a single completion becomes a batch of one."""
-        given: dict[str, Any] = {}
+        fields: dict[str, Any] = {}
         for name, value in zip(self.__dataclass_fields__, self._values(), strict=True):
             if value is not None or name in ("hidden_states", "labels"):
-                given[name] = value
+                fields[name] = value
                 if type(value) is not Tensor:
                     check_tensor(name, value, allow_dtensor=name in ("hidden_states", "ref_hidden_states"))
         if self.labels.dim() != 1:
             return self
         of_one = {"ref_logps": self.ref_logps} if self.ref_logps is not None and self.ref_logps.shape == (1,) else {}
-        return Completions(**{name: value[None] for name, value in given.items()} | of_one)
+        return Completions(**{name: value[None] for name, value in fields.items()} | of_one)
 
 
 def as_completions(value: Any, which: str) -> Completions:
@@ -211,7 +211,7 @@ class CompletionBatch:
         What is known of the labels of ``policy`` targets is that of the reference's."""
         if self.ref_hidden_states is None or self.ref_head is None:
             pairs = zip(self.groups(self.labels), self.ref_logps, strict=True)
-            return [None if logps is None else _given(logps, labels != options.ignore_index) for labels, logps in pairs]
+            return [logps if logps is None else _constant(logps, y != options.ignore_index) for y, logps in pairs]
         with torch.no_grad(), naming_the_reference():
             targets = self.targets(self.ref_head, self.ref_hidden_states)
             targets = [replace(ref, counted=own.counted) for ref, own in zip(targets, policy, strict=False)]
@@ -251,7 +251,7 @@ class CompletionBatch:
                 raise ValueError(f"the reference's hidden states must be {expected}, got {tuple(ref.shape)}.")
 
 
-def _given(ref_logps: Tensor, mask: Tensor) -> Tensor:
+def _constant(ref_logps: Tensor, mask: Tensor) -> Tensor:
     """A reference's log-probabilities as a constant, which may be anything at tokens without loss."""
     return torch.where(mask, ref_logps.detach(), 0.0) if ref_logps.dim() == 2 else ref_logps.detach()
 
@@ -372,8 +372,8 @@ class CompletionLoss(ChunkedLoss):
         """
         targets = batch.targets(batch.head, batch.hidden_states)
         if extra is not None:
-            given: dict[str, Any] = {} if extra.temperature is None else {"temperature": extra.temperature}
-            targets.append(target_of(extra.hidden_states, batch.head, extra.labels, **given))
+            temperature: dict[str, Any] = {} if extra.temperature is None else {"temperature": extra.temperature}
+            targets.append(target_of(extra.hidden_states, batch.head, extra.labels, **temperature))
         targets = counted_once(targets, self.options)
         reference = batch.reference_logps(self.options, targets)
         if self.group is not None:

@@ -55,7 +55,7 @@ class ManyHeadsMetrics(NamedTuple):
 
 
 class _Part(NamedTuple):
-    """What one head predicts, and what its tokens' losses are made of beside statistics."""
+    """What one head predicts, and what its tokens' losses read besides statistics."""
 
     target: Target
     mask: Tensor  # which tokens carry loss

@@ -108,7 +108,7 @@ class DistillationLoss(ChunkedLoss):
             this.
         top_k, top_k_of, tail: compute the divergence over only the ``top_k`` most likely tokens of the ``student`` or
             the ``teacher`` (``top_k_of``). ``tail`` says what happens to all other tokens, as in :class:`TeacherTopK`.
-            The student's tokens are found in each call; their choice has no gradient.
+            The student's most likely tokens are chosen in each call; the choice has no gradient.
         entry_limit: the largest term of a vocabulary entry in a token's divergence, in nats; see
             :meth:`liger_losses.Divergence.limited`.
         ignore_index, chunk_size, options: as in :class:`liger_losses.ChunkedLoss`; ``logit_scale`` and ``softcap``

@@ -301,7 +301,7 @@ class LigerFusedLinearGRPOLoss(CompletionLoss):
             self.entropy_coef.observe(entropy_sum, tokens)
 
     def _token_inputs(self, inputs: PolicyInputs) -> dict[str, Tensor]:
-        """What :func:`token_loss` reads beside statistics."""
+        """What :func:`token_loss` reads besides statistics."""
         optional = {"old": inputs.old_logps, "ref": inputs.ref_logps, "is_ratio": inputs.token_is_ratio}
         if inputs.sampling_logps is not None and inputs.options.reads_sampler:
             optional["sampler"] = inputs.sampling_logps

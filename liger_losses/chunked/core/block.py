@@ -28,6 +28,7 @@ from liger_losses.kernels.softmax_stats import row_slices
 
 #: Statistics of the softmax of all columns; a teacher is compared over those that both models have.
 _OF_ALL = {*OF_KERNELS, "selected_logps", "columns", "rest"}
+_SELECTED = {"selected_logps", "selected_logits"}
 
 
 class Late(NamedTuple):
@@ -145,13 +146,13 @@ class Block:
                 top = rows.largest(self.z, epilogue, part.selected)
                 self.constants["columns"] = rows.largest_of_ranks(*top, part.selected, part.head.ranks)
             if (ids := self._selected()) is not None:
-                places, here = self._places(ids)
-                logits = epilogue.transform(self.z.gather(1, places), self._bias_at(epilogue, places))
-                values["selected_logps"] = logits if here is None else torch.where(here, logits, 0.0)
+                values["selected_logps"] = self._logits_of(ids, epilogue)
             self.constants |= rows.merged(values, part.labels, part.head.ranks, part.class_weight)
             if "rest" in names and ids is not None:
-                sums = rows.rest(self.memory, self.width, places, here, self.constants["lse"], epilogue, plan)
+                sums = rows.rest(self.memory, self.width, *self._places(ids), self.constants["lse"], epilogue, plan)
                 self.constants["rest"] = part.head.ranks.sum(sums).log()
+        if "selected_logits" in names:
+            self.constants["selected_logits"] = part.head.ranks.sum(self._logits_of(part.selected, epilogue))
         self.constants |= rows.table_sums(
             table,
             self.z,
@@ -168,10 +169,14 @@ class Block:
         """The ids ``[R, k]`` of selected columns."""
         if isinstance(self.part.selected, int):
             return self.constants["columns"]
-        return self.part.selected if self._names() & {"selected_logps", "rest"} else None
+        return self.part.selected if self._names() & {*_SELECTED, "rest"} else None
 
-    def _bias_at(self, epilogue: Epilogue, places: Tensor) -> Tensor | None:
-        return None if epilogue.bias is None else epilogue.bias[places]
+    def _logits_of(self, ids: Tensor, epilogue: Epilogue) -> Tensor:
+        """Logits ``[R, k]`` of columns of each token, 0 for those that are not here."""
+        places, here = self._places(ids)
+        bias = None if epilogue.bias is None else epilogue.bias[places]
+        logits = epilogue.transform(self.z.gather(1, places), bias)
+        return logits if here is None else torch.where(here, logits, 0.0)
 
     def _compare(self) -> None:
         """The divergence from the teacher, over the columns that both models have."""
@@ -333,7 +338,7 @@ class _Gradient:
     @property
     def alone(self) -> bool:
         """Whether one kernel writes all of it."""
-        if self.table or "selected_logps" in self.upstream:
+        if self.table or self.upstream.keys() & _SELECTED:
             return False
         if "divergence" not in self.upstream:
             return True
@@ -365,9 +370,8 @@ class _Gradient:
             self._write_softmax(z, at)
         for term in terms:
             z += term
-        selected = self.upstream.get("selected_logps")
-        if selected is not None:
-            self._add_selected(z, selected[at], at)
+        for name in self.upstream.keys() & _SELECTED:
+            self._add_selected(z, name, at)
 
     def _write_softmax(self, out: Tensor, at: slice) -> Tensor:
         block = self.block
@@ -406,13 +410,15 @@ class _Gradient:
         which = block._divergence()
         return rows.divergence_gradient(out, student, teacher, which, coefficients, sums, label, parameter, block.plan)
 
-    def _add_selected(self, grad: Tensor, upstream: Tensor, at: slice) -> None:
+    def _add_selected(self, grad: Tensor, name: str, at: slice) -> None:
         block = self.block
         ids = block._selected()
         assert ids is not None
-        logits = block.constants["selected_logps"][at] + block.constants["lse"][at, None]
+        logits = block.constants[name][at]
+        if name == "selected_logps":
+            logits = logits + block.constants["lse"][at, None]
         transform = self.epilogue.rows(at).transform
-        values = upstream * transform.slope(logits) * transform.factor(logits)
+        values = self.upstream[name][at] * transform.slope(logits) * transform.factor(logits)
         places, here = block._places(ids)
         rows.add_at(grad, places[at], values if here is None else torch.where(here[at], values, 0.0))
 

@@ -132,7 +132,11 @@ def scales_late(target: Target) -> bool:
 
 def _has_several_terms(target: Target, names: set[str]) -> bool:
     bias, teacher = target.head.bias, target.teacher
-    if target.kept is not None or "selected_logps" in names or (bias is not None and bias.requires_grad):
+    if (
+        target.kept is not None
+        or names & {"selected_logps", "selected_logits"}
+        or (bias is not None and bias.requires_grad)
+    ):
         return True
     at_one = isinstance(target.temperature, float) and target.temperature == 1.0
     return teacher is not None and (teacher.vocab_size < target.vocab_size or (len(names) > 1 and not at_one))

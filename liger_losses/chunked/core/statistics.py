@@ -63,6 +63,8 @@ STATISTICS: dict[str, Statistic] = {
         Statistic("soft_entropy", differentiable=False),
     )
 }
+#: Logits ``[R, k]`` of the target's selected columns, on which no other column has an influence.
+SELECTED_LOGITS = Statistic("selected_logits")
 
 
 def registered(names: Iterable[Any]) -> list[str]:

@@ -122,7 +122,7 @@ class Stream:
         k = selected.shape[-1] if isinstance(selected, Tensor) else selected or 0
         return {
             s.name: torch.zeros(
-                (0, k) if s.name in ("selected_logps", "columns") else (0,),
+                (0, k) if s.name in ("selected_logps", "selected_logits", "columns") else (0,),
                 dtype=torch.int64 if s.name in ("columns", "argmax") else wide,
                 device=labels.device,
             )

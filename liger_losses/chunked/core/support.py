@@ -19,7 +19,7 @@ from liger_losses.chunked.core.compiled import in_graphs, traced_statistics
 from liger_losses.chunked.core.inputs import shift_labels, target_of
 from liger_losses.chunked.core.options import EngineOptions
 from liger_losses.chunked.core.output_layer import NOT_INVARIANT, Head
-from liger_losses.chunked.core.statistics import asked_for
+from liger_losses.chunked.core.statistics import SELECTED_LOGITS, asked_for
 from liger_losses.chunked.core.stream import counted_once, statistics
 from liger_losses.chunked.core.target import Target
 from liger_losses.chunked.core.weights import WithAdapters
@@ -180,19 +180,19 @@ def most_read(vocab_size: int) -> int:
 
 
 def _of_all_columns(parts: Sequence[Target], names: Sequence[str], options: EngineOptions) -> list[dict[str, Tensor]]:
-    """Statistics over kept columns, from their log-probabilities among all columns."""
+    """Statistics over kept columns, from their logits among those of all columns."""
     targets = [replace(p, kept=None, selected=p.kept.clamp(min=0)) for p in parts if p.kept is not None]
-    asked = ("selected_logps", *[name for name in names if name != "entropy"])
     results = list[dict[str, Tensor]]()
-    for part, values in zip(parts, statistics(targets, asked, options), strict=True):
-        assert part.kept is not None
-        logps = values.pop("selected_logps").masked_fill(part.kept < 0, -1e30)
-        total = logps.logsumexp(-1)
-        logps = logps - total[..., None]
-        entropy = -(logps.exp() * logps).sum(-1)
-        of_kept = {"logp": values.get("logp", total) - total, "lse": values.get("lse", total) + total}
+    for part, values in zip(parts, statistics(targets, [SELECTED_LOGITS], options), strict=True):
+        kept, logits = part.kept, values["selected_logits"]
+        assert kept is not None
+        at_label = logits.masked_fill(kept != part.labels[..., None], 0.0).sum(-1)
+        logits = logits.masked_fill((kept < 0) | (logits == -torch.inf), -1e30)  # 0 times -inf is NaN
+        lse = logits.logsumexp(-1)
+        logps = logits - lse[..., None]
+        of_kept = {"logp": at_label - lse, "lse": lse, "entropy": -(logps.exp() * logps).sum(-1)}
         active = part.labels != options.ignore_index
-        results.append({n: torch.where(active, v, 0.0) for n, v in (of_kept | {"entropy": entropy}).items()})
+        results.append({name: torch.where(active, of_kept[name], 0.0) for name in names})
     return results
 
 

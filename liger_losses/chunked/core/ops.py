@@ -60,7 +60,7 @@ def linear_statistics(
     """Per-token statistics of ``hidden_states @ weight.T``, differentiable, without the logits in memory.
 
     Args:
-        hidden_states: ``[..., H]``, or a sequence of such tensors, which are computed together.
+        hidden_states: ``[..., H]``, or a sequence of such tensors, which run one after another.
         weight: the ``lm_head``: ``[V, H]``, a linear layer, or a :class:`Head`. Or a list of them, one for each tensor
             of hidden states (or all for the only one), which run one after another.
         labels: ``[...]`` int64, one for each hidden state (a sequence where ``hidden_states`` is one).
@@ -307,8 +307,8 @@ def linear_token_loss(
 
     Args:
         hidden_states: ``[..., H]``; or a list of K, one for each head. Hidden states, heads, labels, biases and token
-            inputs may each be a list of K, or one value for all heads. Targets of the same head are computed together,
-            so a call of ``token_loss`` may get tokens of several targets. Different heads run one after another.
+            inputs may each be a list of K, or one value for all heads. They run one after another; targets of the same
+            head have one gradient of the weight.
         weight: the ``lm_head``: ``[V, H]``, a linear layer, or a :class:`Head`; or a list of K.
         labels: ``[...]`` int64; or a list of K.
         token_loss: ``(statistics, labels, **inputs) -> [n]``, elementwise over the n tokens that it gets. It is

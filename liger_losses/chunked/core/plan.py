@@ -24,7 +24,7 @@ from liger_losses.kernels.autograd import autocast_dtype
 from liger_losses.kernels.matmul import HALF_DTYPES, wide_dtype
 
 MiB = 2**20
-#: A half-precision gradient of a weight is a sum of at most so many parts.
+#: A half-precision gradient of a weight is a sum of at most so many parts; an accelerator may have a number of its own.
 MOST_PARTS = 8
 #: By default, a call keeps logits until backward in this part of a GPU's memory, or dequantizes a head there.
 MEMORY_PARTS = 32

@@ -163,8 +163,8 @@ class LigerFusedLinearCrossEntropyLoss(ChunkedLoss):
 
         With K heads (multi-token prediction, Medusa heads), ``loss = sum_k head_weights_k loss_k``, where ``loss_k`` is
         the reduction over the tokens of head k. Either ``lin_weight`` or ``_input`` is then a list of K. Any other
-        argument is one value for all heads, or a list of K. Targets of the same head are computed together, with one
-        gradient of the weight. Different heads run one after another.
+        argument is one value for all heads, or a list of K. They run one after another; targets of the same head have
+        one gradient of the weight.
 
         Args:
             lin_weight, _input, target, bias: as in :meth:`ChunkedLoss.forward`; or lists of K.

@@ -132,10 +132,10 @@ def test_a_compiled_call_that_asks_for_nothing(operation):
 def test_what_a_loss_may_ask_of_its_statistics():
     inputs = _head_and_batch()
     expected = -linear_logps(inputs[1], inputs[0], inputs[2]).sum()
-    for compiled in (False, True):
+    for compiles in (False, True):
         loss = _ReadsWhatThereIs()
         torch._dynamo.reset()
-        call = torch.compile(lambda *given, loss=loss: loss(*given), backend="eager") if compiled else loss
+        call = torch.compile(lambda *given, loss=loss: loss(*given), backend="eager") if compiles else loss
         torch.testing.assert_close(call(*inputs), expected)
 
 

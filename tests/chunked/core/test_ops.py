@@ -144,3 +144,28 @@ def test_where_all_tokens_are_cut_there_is_no_target_of_others(some_uncut, monke
     monkeypatch.setattr(support, "statistics", lambda t, *rest: counts.append(len(t)) or statistics(t, *rest))
     linear_logps(hidden, weight, labels, support=TokenSupport(ids))
     assert counts == [1 + some_uncut]
+
+
+class WithoutGradient(torch.autograd.Function):
+    """Asks for the gradient of its input, and then has none for it."""
+
+    @staticmethod
+    def forward(ctx, x):
+        ctx.set_materialize_grads(False)
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, g):
+        return None
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+def test_no_upstream_gradient_makes_gradients_of_zero(frozen):
+    """And not what was in memory before."""
+    hidden, weight, labels, _ = problem(50, 24, 61, masked=0.0)
+    weight.requires_grad_(not frozen)
+    filled = [torch.full_like(hidden, 7.0) for _ in range(100)]
+    del filled
+    WithoutGradient.apply(linear_logps(hidden, weight, labels)).sum().backward()
+    assert not hidden.grad.any()
+    assert frozen or not weight.grad.any()

@@ -25,7 +25,8 @@ from liger_losses import (
     linear_statistics,
     linear_token_loss,
 )
-from liger_losses.chunked.core import buffers, compiled, weights
+from liger_losses.chunked.core import buffers, weights
+from liger_losses.chunked.core.compiled import _NAMES
 from liger_losses.kernels.matmul import matmul_into
 from liger_losses.patching.lazy_head import force_lazy_head, make_head_lazy
 from tests.losses import CE
@@ -271,7 +272,7 @@ def test_backward_by_tiles_of_columns(names):
 
 def test_no_object_of_a_graph_has_an_object_by_default():
     """torch 2.11 traces constructors of dataclasses, and of their defaults only numbers, text and tuples."""
-    traced = [made for made in compiled._NAMES.values() if isinstance(made, type) and dataclasses.is_dataclass(made)]
+    traced = [made for made in _NAMES.values() if isinstance(made, type) and dataclasses.is_dataclass(made)]
     objects = {
         (made.__name__, field.name)
         for made in traced

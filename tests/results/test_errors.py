@@ -19,6 +19,7 @@ from liger_losses import (
     ChunkedLoss,
     Completions,
     Divergence,
+    EngineOptions,
     Head,
     LogitTransform,
     PreferenceLoss,
@@ -122,6 +123,12 @@ WRONG = {
     "z-loss": (lambda h, w, y: CE(lse_square_scale=NAN), r"lse_square_scale must lie in \[0.0, inf\), got nan"),
     "z-loss as text": (lambda h, w, y: CE(lse_square_scale="x"), "lse_square_scale must be a number, got 'x'"),
     "compact": (lambda h, w, y: CE(compact="no"), "compact must be True or False, got 'no'"),
+    "text to keep": (lambda h, w, y: EngineOptions(keep="x"), "keep must be a number of bytes, 0 or more, got 'x'"),
+    "less than nothing to keep": (lambda h, w, y: EngineOptions(keep=-1), "keep must be a number of bytes"),
+    "a second pass, and blocks to keep": (
+        lambda h, w, y: EngineOptions(strategy="two_pass", keep=100),
+        "'two_pass' keeps no blocks, got keep=100",
+    ),
     "a flag as text": (lambda h, w, y: DPO(use_ref_model="false"), "use_ref_model must be True or False, got 'false'"),
     "shifts": (lambda h, w, y: DPO(shift=[1, 2]), "shift=.1, 2. needs lists of hidden states"),
     "an input beside shifted labels": (

@@ -32,6 +32,7 @@ class EngineOptions:
         strategy: ``two_pass`` computes logits again in backward, although they could be kept. The other names of
             :data:`STRATEGIES` have no effect (for tests and measurements).
         keep: bytes of blocks that may live until backward; by default as the workspace, or a part of a GPU's memory.
+            Not with ``two_pass``, which keeps none.
 
     Raises:
         TypeError, ValueError: an option of the wrong type or out of its range.
@@ -51,10 +52,14 @@ class EngineOptions:
             raise TypeError(f"ignore_index must be an integer, got {self.ignore_index!r}.")
         if isinstance(self.compact, (str, float)):  # all texts would be true
             raise TypeError(f"compact must be True or False, got {self.compact!r}.")
-        for name in ("workspace", "chunk_size"):
+        for name, least, what in (
+            ("workspace", 1, "a positive integer"),
+            ("chunk_size", 1, "a positive integer"),
+            ("keep", 0, "a number of bytes, 0 or more"),
+        ):
             value = getattr(self, name)
-            if value is not None and (isinstance(value, bool) or not isinstance(value, Integral) or value < 1):
-                raise ValueError(f"{name} must be a positive integer, got {value!r}.")
+            if value is not None and (isinstance(value, bool) or not isinstance(value, Integral) or value < least):
+                raise ValueError(f"{name} must be {what}, got {value!r}.")
         if self.accum_dtype not in (None, torch.float32):
             raise ValueError(f"accum_dtype must be torch.float32 or None, got {self.accum_dtype!r}.")
         if self.backend is not None:
@@ -62,4 +67,6 @@ class EngineOptions:
         if self.strategy is not None:
             check_names([self.strategy], STRATEGIES, "strategy")
         if self.strategy == "two_pass":
+            if self.keep:
+                raise ValueError(f"strategy='two_pass' keeps no blocks, got keep={self.keep}; leave one of them out.")
             object.__setattr__(self, "keep", 0)

@@ -13,7 +13,6 @@ R tokens, P columns padded.
 
 from __future__ import annotations
 
-from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -32,7 +31,7 @@ from liger_losses.chunked.accelerators.one_matrix import (
 )
 from liger_losses.chunked.core.block import Late
 from liger_losses.chunked.core.buffers import Gradients
-from liger_losses.chunked.core.plan import Accelerator, Plan, Signature, padded, plan
+from liger_losses.chunked.core.plan import Accelerator, Plan, Signature, least_bytes, padded, plan
 from liger_losses.chunked.core.statistics import Statistic
 from liger_losses.chunked.core.target import Target
 from liger_losses.chunked.core.weights import ALL
@@ -132,11 +131,12 @@ def applies(call: Signature) -> bool:
     serves = {*call.statistics} <= STATISTICS and {*call.metrics} <= METRICS and call.of_kernels and call.trains
     if not (serves and has_matrix(call) and call.operand == torch.bfloat16):
         return False
-    with suppress(ValueError):  # not even one row fits; the core, whose rows are longer, says so
-        planned = plan(call, (_ALONE,))
-        blocks = planned.keeps if call.couples else planned.tile is None and planned.part_rows == planned.rows
-        return blocks and planned.copied_columns >= call.columns
-    return False
+    bound = call.options.workspace or call.bound
+    if bound is not None and bound < least_bytes(call, row_bytes(call)):
+        return False  # not even one row fits; the core, whose rows are longer, says so
+    planned = plan(call, (_ALONE,))
+    blocks = planned.keeps if call.couples else planned.tile is None and planned.part_rows == planned.rows
+    return blocks and planned.copied_columns >= call.columns
 
 
 _ALONE = Accelerator("exponentials", lambda call: True, ExponentialBlock.of, row_bytes, PARTS)

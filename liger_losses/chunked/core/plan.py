@@ -315,6 +315,11 @@ def kept_together(calls: list[Signature], table: tuple[Accelerator, ...]) -> lis
     return [replace(call, others_bytes=sum(sizes) - size) for call, size in zip(calls, sizes, strict=True)]
 
 
+def least_bytes(call: Signature, row: int) -> int:
+    """In which one row of so many bytes fits."""
+    return row + sum(_temporaries(call)) + call.copied_bytes
+
+
 class _Budget(NamedTuple):
     """How the memory of a call is divided."""
 
@@ -326,9 +331,8 @@ class _Budget(NamedTuple):
 
 def _budget(call: Signature, row: int, parts: int) -> _Budget:
     """Divide the workspace; by default, what the shapes and the device ask for."""
-    bound = call.options.workspace or call.bound
+    bound, least = call.options.workspace or call.bound, least_bytes(call, row)
     scratch_row, vectors = _temporaries(call)
-    least = row + scratch_row + vectors + call.copied_bytes
     if bound is not None and bound < least:
         models = "a student and a teacher over" if call.teacher_columns else f"a hidden size of {call.hidden_size} and"
         given, advice = f"workspace={bound} bytes is", "or leave it out"

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from liger_losses import EngineOptions, Head, LogitTransform, linear_logps, linear_statistics, linear_token_loss
+from liger_losses.chunked.accelerators import exponentials
 from liger_losses.chunked.core import stream
 from tests.kernels.cases import DEVICE
 from tests.losses import CE
@@ -133,6 +134,19 @@ def test_a_block_without_a_derivative_moves_no_label_terms():
         torch.autograd.grad(found, (hidden, weight)), torch.autograd.grad(exact, wide), strict=True
     ):
         assert relative_error(ours, theirs) < 8e-3
+
+
+def test_only_a_small_workspace_leaves_a_call_to_the_core():
+    """And no other error."""
+    hidden, weight, labels, _ = inputs()
+    loss = CE(backend="triton", workspace=999)
+    with pytest.raises(ValueError, match="workspace=999 bytes is too small"):
+        loss(weight, hidden, labels)
+    with (
+        mock.patch.object(exponentials, "plan", side_effect=ValueError("another")),
+        pytest.raises(ValueError, match="another"),
+    ):
+        CE(backend="triton", workspace=10**6)(weight, hidden, labels)
 
 
 @pytest.mark.parametrize(

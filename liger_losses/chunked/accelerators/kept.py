@@ -1,7 +1,7 @@
 """Softmaxes over columns that each token keeps: their rows of the head are read where they lie, and no copy is made.
 
 The core's block, on products that gather nothing: the core copies ``[R, K, H]`` rows, and adds as many to the gradient.
-What that gains is not measured yet: ``python -m benchmarks.accelerators --only kept`` does it.
+What that gains by itself is not measured yet: ``python -m benchmarks.accelerators --only kept`` does it.
 
 R tokens, K kept columns of a token, H hidden size, V vocabulary size.
 """

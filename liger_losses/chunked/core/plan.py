@@ -361,7 +361,7 @@ def _rows(call: Signature, row: int, size: int, parts: int) -> tuple[int, int]:
     if not collects(call, rows, parts):
         return rows, rows
     part_rows = max(1, min(USUAL_ROWS // 2, size // (4 * collected_bytes(call) + row)))
-    return max(rows, even(call.tokens, (size - part_rows * row) // collected_bytes(call))), part_rows
+    return max(rows, even(call.tokens, max(1, (size - part_rows * row) // collected_bytes(call)))), part_rows
 
 
 def _check_invariant(call: Signature, copied: int) -> None:

@@ -1,0 +1,76 @@
+"""How calls run: all numbers that a plan chooses, of shapes that no test computes."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from liger_losses import EngineOptions
+from liger_losses.chunked.core.plan import MiB, Signature, least_bytes, plan, row_bytes
+from liger_losses.chunked.core.stream import BLOCKS
+from liger_losses.chunked.core.weights import Dense
+
+pytest.importorskip("triton")
+
+#: A loss of single tokens on an H200.
+CALL = Signature(
+    tokens=16384, live=16384, hidden_size=2048, columns=128256, kept=False, statistics=("logp",), metrics=(),
+    operand=torch.bfloat16, device=torch.device("cuda"), backend="triton", trains_weight=True, trains_hidden=True,
+    copied_bytes=0, weights=(Dense,), of_kernels=True, couples=False, memory=140 * 2**30,
+)  # fmt: skip
+COUPLED = {"couples": True}
+WITHOUT_GRADIENTS = {"trains_weight": False, "trains_hidden": False}
+OF_CORE = {"statistics": ("logp", "entropy")}  # of which no accelerator has gradients
+TEACHER = {"of_kernels": False, "teacher_columns": 128256, "teacher_size": 2048, "statistics": ("divergence",)}
+SMALL = {"options": EngineOptions(workspace=64 * MiB)}
+ON_CPU = {"device": torch.device("cpu"), "memory": 0, "operand": torch.float32, "backend": "torch"}
+
+#: What differs from the call, and the block, the tokens whose gradients share products, those whose logits exist at a
+#: time, and whether blocks are kept.
+PLANS = [
+    ({}, ("exponentials", 2048, 2048, False)),
+    ({"tokens": 100}, ("exponentials", 128, 128, False)),
+    (COUPLED, ("exponentials", 16384, 16384, True)),
+    (WITHOUT_GRADIENTS, ("statistics", 16384, 16384, False)),
+    ({"kept": True, "columns": 64, "of_kernels": False}, ("kept", 16384, 16384, False)),
+    (OF_CORE, ("core", 2048, 512, False)),
+    (OF_CORE | {"tokens": 8192}, ("core", 1024, 1024, False)),
+    (OF_CORE | {"options": EngineOptions(chunk_size=300)}, ("core", 300, 300, False)),
+    (OF_CORE | WITHOUT_GRADIENTS | {"of_kernels": False}, ("core", 512, 512, False)),
+    # Logits are kept up to 1/32 of the GPU's memory.
+    (OF_CORE | COUPLED | {"tokens": 8800}, ("core", 8800, 8800, True)),
+    (OF_CORE | COUPLED | {"tokens": 8802}, ("core", 1024, 1024, False)),
+    (OF_CORE | COUPLED | {"tokens": 4402, "memory": 70 * 2**30}, ("core", 896, 896, False)),
+    (OF_CORE | COUPLED | {"tokens": 800, "options": EngineOptions(keep=0)}, ("core", 896, 896, False)),
+    (TEACHER, ("core", 2048, 512, False)),
+    (TEACHER | {"tokens": 32768}, ("core", 4096, 512, False)),
+    (SMALL, ("core", 152, 37, False)),
+    (ON_CPU, ("core", 1024, 1024, False)),
+]
+
+
+def call_of(changed):
+    return replace(CALL, **({"live": changed["tokens"]} if "tokens" in changed else {}), **changed)
+
+
+@pytest.mark.parametrize(("changed", "expected"), PLANS)
+def test_numbers_of_plans(changed, expected):
+    made = plan(call_of(changed), tuple(BLOCKS))
+    assert (made.name, made.rows, made.part_rows, made.keeps) == expected
+
+
+def test_a_sum_of_many_parts_is_taken_by_tiles_or_in_fp32():
+    """A weight's gradient in half precision has at most 8 parts."""
+    calls = [call_of(OF_CORE | COUPLED | {"tokens": n, "sharing": 1}) for n in (8192 + 1024, 65536)]
+    assert [plan(call, tuple(BLOCKS)).tile for call in calls] == [(9216, 11968), (16384, 5376)]
+    single = plan(replace(calls[1], couples=False, sharing=2), tuple(BLOCKS))
+    assert (single.tile, single.accumulate) == (None, torch.float32)
+
+
+def test_the_least_workspace():
+    call = call_of(OF_CORE)
+    least = least_bytes(call, row_bytes(call))
+    given = [replace(call, options=EngineOptions(workspace=least - less)) for less in (0, 1)]
+    assert plan(given[0], tuple(BLOCKS)).part_rows == 1
+    with pytest.raises(ValueError, match=f"give at least {least} bytes"):
+        plan(given[1], tuple(BLOCKS))

@@ -43,6 +43,7 @@ PLANS = [
     (OF_CORE | COUPLED | {"tokens": 4402, "memory": 70 * 2**30}, ("core", 896, 896, False)),
     (OF_CORE | COUPLED | {"tokens": 800, "options": EngineOptions(keep=0)}, ("core", 896, 896, False)),
     (TEACHER, ("core", 2048, 512, False)),
+    (TEACHER | {"tokens": 2048}, ("core", 2048, 512, False)),
     (TEACHER | {"tokens": 32768}, ("core", 4096, 512, False)),
     (SMALL, ("core", 152, 37, False)),
     (ON_CPU, ("core", 1024, 1024, False)),
@@ -63,8 +64,9 @@ def test_a_sum_of_many_parts_is_taken_by_tiles_or_in_fp32():
     """A weight's gradient in half precision has at most 8 parts."""
     calls = [call_of(OF_CORE | COUPLED | {"tokens": n, "sharing": 1}) for n in (8192 + 1024, 65536)]
     assert [plan(call, tuple(BLOCKS)).tile for call in calls] == [(9216, 11968), (16384, 5376)]
-    single = plan(replace(calls[1], couples=False, sharing=2), tuple(BLOCKS))
-    assert (single.tile, single.accumulate) == (None, torch.float32)
+    of_two = [call_of(OF_CORE | {"tokens": n, "sharing": 2}) for n in (4096, 4224)]
+    made = [plan(call, tuple(BLOCKS)) for call in of_two]
+    assert [(of_one.tile, of_one.accumulate) for of_one in made] == [(None, None), (None, torch.float32)]
 
 
 def test_the_least_workspace():

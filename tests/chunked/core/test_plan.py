@@ -43,7 +43,7 @@ PLANS = [
     (OF_CORE | COUPLED | {"tokens": 4402, "memory": 70 * 2**30}, ("core", 896, 896, False)),
     (OF_CORE | COUPLED | {"tokens": 800, "options": EngineOptions(keep=0)}, ("core", 896, 896, False)),
     (TEACHER, ("core", 2048, 512, False)),
-    (TEACHER | {"tokens": 2048}, ("core", 2048, 512, False)),
+    (TEACHER | {"tokens": 2048}, ("core", 1024, 1024, False)),
     (TEACHER | {"tokens": 32768}, ("core", 4096, 512, False)),
     (SMALL, ("core", 152, 37, False)),
     (ON_CPU, ("core", 1024, 1024, False)),

@@ -210,7 +210,7 @@ def check_vocabulary(extremes: Sequence[int], vocab_size: int, ignore_index: int
         raise ValueError(
             f"labels must be in [0, {vocab_size}), the rows of the weight, or ignore_index={ignore_index}; "
             f"found {found}. Mask padding with ignore_index, and check that the "
-            " tokenizer and the weight have the same vocabulary." + see("labels-outside-of-the-vocabulary")
+            "tokenizer and the weight have the same vocabulary." + see("labels-outside-of-the-vocabulary")
         )
 
 

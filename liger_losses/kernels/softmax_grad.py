@@ -89,7 +89,7 @@ _CLOSED_FORMS: dict[str, Callable[[Tensor, Mapping[str, Tensor], Tensor | None],
     "entropy": lambda g, values, c: {"p_coef": -g * values["entropy"], "p_logp_coef": -g},
     "lse": lambda g, values, c: {"p_coef": g},
     "mean_logp": lambda g, values, c: (
-        {"p_coef": -g, "uniform_coef": g} if c is None else {"p_coef": -g * c.mean(), "class_coef": g}
+        {"p_coef": -g, "uniform_coef": g} if c is None else {"p_coef": -g * c.to(g.dtype).mean(), "class_coef": g}
     ),
     "log_sum_sq_probs": lambda g, values, c: {
         "p_coef": -2 * g,

@@ -499,7 +499,9 @@ def _teacher_projections(part: Target, columns: Columns, plan: Plan) -> Tensor |
     start = _teacher_start(part, columns)
     if isinstance(teacher, TeacherLogits):
         assert isinstance(teacher.logits, Tensor)
-        return teacher.logits[:, start : start + _width(columns)].to(wide, copy=True)
+        logits = teacher.logits[:, start : start + _width(columns)]
+        # Kernels read rows, and a function's result may be a transposed matrix.
+        return logits.to(wide, copy=True, memory_format=torch.contiguous_format)
     stop = min(start + _width(columns), teacher.head.weights.columns)
     width = max(stop - start, 0)
     memory = torch.empty(len(part.hidden), padded(width), dtype=wide, device=part.hidden.device)

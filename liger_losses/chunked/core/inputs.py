@@ -59,7 +59,10 @@ def target_of(
         fields["temperature"] = temperature.detach().clone()  # which may be changed before backward
     check_vector("class_weight", fields.get("class_weight"), head.weight, head.vocab_size)
     selected = fields.get("selected")
-    if isinstance(selected, Tensor) or not (selected is None or isinstance(selected, int)):
+    if isinstance(selected, int):
+        if selected > head.vocab_size:
+            raise ValueError(f"k must be at most the {head.vocab_size} columns of the head, got {selected}.")
+    elif selected is not None:
         check_like_labels("selected", selected, labels.shape, head.weight)
         if selected.dtype != torch.int64 or selected.shape[:-1] != labels.shape:
             raise ValueError(

@@ -142,8 +142,6 @@ def check_asked(targets: Sequence[Target], names: Sequence[str], metrics: Sequen
         known, others = ("selected_logps", *known), ("rest", *others)
     if isinstance(selected, int):
         others = ("columns", *others)
-        if selected > head.vocab_size:
-            raise ValueError(f"k must be at most the {head.vocab_size} columns of the head, got {selected}.")
     of_users = registered(names)
     if of_users and head.batch_invariant:
         raise ValueError(

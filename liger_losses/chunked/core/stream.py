@@ -362,8 +362,8 @@ class _Statistics(torch.autograd.Function):
         ctx.packed = pack((streams, constants, kept), saved)
         ctx.leaves, ctx.used = [leaf[1:] for leaf in leaves], False
         ctx.save_for_backward(*saved)
-        names = [s for stream in streams for s in stream.asked]
-        ctx.mark_non_differentiable(*[out for s, out in zip(names, outputs, strict=True) if not s.differentiable])
+        trained = [s.differentiable and bool(stream.target.leaves()) for stream in streams for s in stream.asked]
+        ctx.mark_non_differentiable(*[out for out, on in zip(outputs, trained, strict=True) if not on])
         return tuple(outputs)
 
     @staticmethod

@@ -16,6 +16,7 @@ from liger_losses.checks import checked_temperatures
 from liger_losses.chunked.core.buffers import Leaf
 from liger_losses.chunked.core.head import Head
 from liger_losses.chunked.core.teachers import Rows, TeacherLogits, rows_of
+from liger_losses.chunked.core.weights import WithAdapters
 from liger_losses.kernels.logit_transform import LogitTransform
 from liger_losses.kernels.matmul import wide_dtype
 
@@ -125,8 +126,15 @@ class Target:
     def leaves(self, accumulate: torch.dtype | None = None) -> list[Leaf]:
         """All that is trained; weights add up in ``accumulate``, and what every rank has in fp32: each part of the
         vocabulary adds to all of it."""
+        matrix = self.head.weights
+        while isinstance(matrix, WithAdapters):
+            matrix = matrix.base
+        read = [tensor for tensor, _ in matrix.trained if self.sparse_grad]
         leaves = [
-            leaf._replace(sparse=self.sparse_grad, accumulate=torch.float32 if leaf.summed else accumulate)
+            leaf._replace(
+                sparse=any(leaf.tensor is tensor for tensor in read),
+                accumulate=torch.float32 if leaf.summed else accumulate,
+            )
             for leaf in self.head.leaves()
         ]
         if self.head.bias is not None and self.head.bias.requires_grad:

@@ -33,6 +33,7 @@ from liger_losses.chunked.losses.columns import loss_over_columns
 from liger_losses.chunked.losses.softmax_divergences import alpha_beta, generalized_jsd
 from liger_losses.kernels.divergence_forms import Divergence
 from liger_losses.kernels.logit_transform import LogitTransform
+from liger_losses.kernels.matmul import wide_dtype
 
 AnyTeacher = Teacher | TeacherLogits | TeacherTopK | Teachers
 
@@ -204,7 +205,7 @@ class DistillationLoss(ChunkedLoss):
             check_temperature(temperature, head.weight.device, [labels.shape])
             t = temperature
             if self.temperature_squared:
-                squares = temperature.to(torch.promote_types(torch.float32, temperature.dtype)).square()
+                squares = temperature.to(torch.promote_types(wide_dtype(hidden.dtype), temperature.dtype)).square()
                 factor = factor * torch.where(mask, squares, 0.0)  # it may be anything without loss
         if self.top_k is not None and self.top_k_of == "teacher" and not isinstance(taught, Teacher):
             raise TypeError("top_k_of='teacher' needs a Teacher(...); or pass a TeacherTopK(...) without top_k=.")

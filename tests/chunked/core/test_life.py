@@ -625,6 +625,33 @@ def test_metrics_of_the_largest():
     torch.testing.assert_close(found["rest"], lp.scatter(1, ids, -torch.inf).logsumexp(-1))
 
 
+def test_class_weights_in_half_precision():
+    g = torch.Generator().manual_seed(0)
+    hidden, c = torch.randn(N, 8, generator=g).double().requires_grad_(), torch.rand(V, generator=g).bfloat16()
+    weight, labels = torch.randn(V, 8, generator=g).double(), torch.randint(V, (N,), generator=g)
+    of = [
+        statistics([Target(head_of(Dense(weight)), hidden, labels, class_weight=w)], ["mean_logp"])[0]["mean_logp"]
+        for w in (c, c.double())
+    ]
+    torch.testing.assert_close(*[torch.autograd.grad(value.sum(), hidden) for value in of], rtol=1e-12, atol=1e-12)
+
+
+def test_what_nothing_of_is_trained_has_no_gradient():
+    h, w, y = torch.randn(6, 8), torch.randn(V, 8), torch.arange(6)
+    targets = [Target(head_of(Dense(w)), h, y), Target(head_of(Dense(w)), h.clone().requires_grad_(), y)]
+    assert [of["logp"].requires_grad for of in statistics(targets, ["logp"])] == [False, True]
+
+
+def test_adapters_beside_a_sparse_gradient_are_dense():
+    g = torch.Generator().manual_seed(0)
+    w, a, b = [torch.randn(size, generator=g).requires_grad_() for size in ((V, 8), (2, 8), (V, 2))]
+    y = torch.arange(6)
+    head = head_of(WithAdapters(Dense(w), a, b, 1.0))
+    target = Target(head, torch.randn(6, 8, generator=g), y, kept=y[:, None] + torch.arange(3), sparse_grad=True)
+    gradients = torch.autograd.grad(statistics([target], ["logp"])[0]["logp"].sum(), (w, a, b))
+    assert [gradient.is_sparse for gradient in gradients] == [True, False, False]
+
+
 def test_class_weights():
     hidden, weight, labels = inputs(torch.double)
     c = torch.rand(V, dtype=torch.double)

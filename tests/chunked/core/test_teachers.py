@@ -6,8 +6,9 @@ import pytest
 import torch
 
 from liger_losses import Teacher, TeacherLogits
-from tests.losses import JSD, MiniLLM
+from tests.losses import JSD, KL, MiniLLM
 from tests.reference import problem
+from tests.seam import BACKENDS
 
 
 def test_teachers_logits_and_functions():
@@ -25,6 +26,24 @@ def test_teachers_logits_and_functions():
     for other in results[1:]:
         torch.testing.assert_close(results[0], other)
     assert torch.equal(torch.cat(asked), (labels != -100).flatten().nonzero()[:, 0])
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_function_may_return_a_transposed_matrix(backend):
+    hidden, weight, labels, _ = problem(shape=(2, 6))
+    logits = (hidden.detach().flip(0) @ weight.detach().flip(0).T).flatten(0, 1)
+    loss = JSD(backend=backend)
+    results = [
+        torch.autograd.grad(loss(weight, hidden, labels, TeacherLogits(f, columns=len(weight)))[0], (hidden, weight))
+        for f in (lambda positions: logits[positions], lambda positions: logits[positions].t().contiguous().t())
+    ]
+    torch.testing.assert_close(*results)
+
+
+def test_a_student_has_no_more_columns_than_its_head():
+    hidden, weight, labels, _ = problem(shape=(2, 6))
+    with pytest.raises(ValueError, match=f"at most the {len(weight)} columns of the head, got {len(weight) + 1}"):
+        KL(top_k=len(weight) + 1)(weight, hidden, labels, Teacher(hidden.detach(), weight.detach()))
 
 
 def teachers_of(columns, **options):

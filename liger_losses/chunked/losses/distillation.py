@@ -33,7 +33,6 @@ from liger_losses.chunked.losses.columns import loss_over_columns
 from liger_losses.chunked.losses.softmax_divergences import alpha_beta, generalized_jsd
 from liger_losses.kernels.divergence_forms import Divergence
 from liger_losses.kernels.logit_transform import LogitTransform
-from liger_losses.kernels.matmul import wide_dtype
 
 AnyTeacher = Teacher | TeacherLogits | TeacherTopK | Teachers
 
@@ -205,7 +204,8 @@ class DistillationLoss(ChunkedLoss):
             check_temperature(temperature, head.weight.device, [labels.shape])
             t = temperature
             if self.temperature_squared:
-                squares = temperature.to(torch.promote_types(wide_dtype(hidden.dtype), temperature.dtype)).square()
+                wide = torch.promote_types(torch.promote_types(hidden.dtype, torch.float32), temperature.dtype)
+                squares = temperature.to(wide).square()
                 factor = factor * torch.where(mask, squares, 0.0)  # it may be anything without loss
         if self.top_k is not None and self.top_k_of == "teacher" and not isinstance(taught, Teacher):
             raise TypeError("top_k_of='teacher' needs a Teacher(...); or pass a TeacherTopK(...) without top_k=.")

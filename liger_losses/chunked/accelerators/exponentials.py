@@ -76,7 +76,7 @@ class ExponentialBlock:
         return {s.name: self.constants[s.name] for s in self.asked}
 
     def add_gradients(self, upstream: dict[str, Tensor], grads: Gradients) -> Tensor | None:
-        """Add those of weight and bias; return those of hidden states ``[R, H]``, if these get any."""
+        """Add the gradients of weight and bias; return that of the hidden states ``[R, H]``, if they need one."""
         part, weights = self.part, self.part.head.weights
         e, labels = self.memory[:, : weights.columns], part.labels.contiguous()
         trained = any(grads.wants(tensor) for tensor, _ in weights.trained)

@@ -17,8 +17,7 @@ from torch import Tensor
 from liger_losses.chunked.accelerators.row_sums import Sums, step_options, sum_rows
 from liger_losses.chunked.core.block import Block
 from liger_losses.chunked.core.buffers import Gradients, key_of, local_part
-from liger_losses.chunked.core.plan import Accelerator, Plan, Signature, padded
-from liger_losses.chunked.core.statistics import Statistic
+from liger_losses.chunked.core.plan import Accelerator, Signature, padded
 from liger_losses.chunked.core.target import Target
 from liger_losses.chunked.core.weights import ALL, Columns, Dense, WithAdapters
 from liger_losses.kernels._tiles import with_contiguous_rows
@@ -81,15 +80,8 @@ class KeptBlock(Block):
     """The core's, with rows in place."""
 
     @classmethod
-    def of(
-        cls,
-        part: Target,
-        asked: tuple[Statistic, ...],
-        plan: Plan,
-        constants: dict[str, Tensor] | None = None,
-        columns: slice = ALL,
-    ) -> Block:
-        return super().of(in_place(part), asked, plan, constants, columns)
+    def of(cls, part: Target, *arguments: Any, **keywords: Any) -> Block:
+        return super().of(in_place(part), *arguments, **keywords)
 
     def add_gradients(
         self, upstream: dict[str, Tensor], grads: Gradients, hidden: Tensor | None = None

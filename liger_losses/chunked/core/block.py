@@ -228,8 +228,8 @@ class Block:
     def add_gradients(
         self, upstream: dict[str, Tensor], grads: Gradients, hidden: Tensor | None = None
     ) -> Tensor | None:
-        """Add those of weights and bias; return those of hidden states ``[R, H]``, if these get any, added to those of
-        other columns where they are given."""
+        """Add the gradients of weights and bias to ``grads``; return that of the hidden states ``[R, H]``, if they need
+        one, added to ``hidden``, the gradient that other columns have given them, if it is not ``None``."""
         part, head = self.part, self.part.head
         grad = self.gradient(upstream, grads)
         rows_of_head: Columns = self.columns

@@ -216,6 +216,29 @@ def test_links_lead_somewhere(path):
             assert fragment in anchors_of(found), f"{path.name} links to {target}, which has no such heading"
 
 
+#: A name in backticks, with or without arguments, and the file that the text puts it in.
+NAMED = re.compile(r"`([A-Za-z_.][\w./-]*)(?:\([^`]*\))?`(?:\s+(?:in|of)\s+\[?`([\w./-]+\.py)`)?")
+#: Placeholders, what a command makes, and files and names of other projects.
+NOT_OURS = re.compile(r".*/x/.*|kernels/torch-ext|masking_utils\.py|_from_config|_apply_liger_\w+|__\w+__")
+
+
+def test_files_and_names_in_backticks_exist():
+    """Files, and names that are this library's: private, with a file beside them, or with the package's name."""
+    tops = ("liger_losses", "tests", "docs", "benchmarks", "examples", "kernels", ".github")
+    files = {f"/{path.relative_to(ROOT)}": path for top in tops for path in (ROOT / top).rglob("*")}
+    words, absent = set(re.findall(r"\w+", "".join(p.read_text() for p in files.values() if p.suffix == ".py"))), []
+    for page in (*PAGES, ROOT / "README.md", ROOT / "CONTRIBUTING.md"):
+        for name, file in NAMED.findall(re.sub(r"```.*?```", "", page.read_text(), flags=re.DOTALL)):
+            path, word = file or name, name.rpartition(".")[2]
+            if file or path.endswith(".py") or (path.split("/")[0] in tops and "/" in path[:-1]):
+                found = [files[each] for each in files if each.endswith("/" + path.rstrip("/"))]
+                exists = found and (not file or re.search(rf"\b{word}\b", found[0].read_text()))
+            else:
+                exists = word in words or not (word.startswith("_") or name.startswith("liger_losses."))
+            absent += [] if exists or NOT_OURS.fullmatch(path) else [f"{page.name}: {name} {file}"]
+    assert absent == []
+
+
 def test_every_public_name_is_in_the_reference():
     import liger_losses
     from liger_losses import functional

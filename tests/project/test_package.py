@@ -189,18 +189,6 @@ def test_no_tensor_takes_the_default_dtype():
                 assert {"dtype", None} & {keyword.arg for keyword in node.keywords}, f"{path}:{node.lineno}"
 
 
-def test_every_file_has_a_name_of_its_own():
-    """So that a traceback, or a tab of an editor, says which one it is."""
-    folders = (ROOT, ROOT.parent / "benchmarks", ROOT.parent / "examples")
-    paths = [path for folder in folders for path in folder.rglob("*.py")]
-    names = [path.name for path in paths if path.name != "__init__.py"]
-    assert {name for name in names if names.count(name) > 1} == {
-        "run.py",
-        "rows.py",
-        "checks.py",
-    }  # two commands; of the core and of others
-
-
 def test_the_stubs_are_those_of_the_options_and_calls():
     """`make stubs` writes them."""
     from tests.project.stubs import stubs

@@ -245,35 +245,6 @@ class Row:
         )
 
 
-#: What the documentation says of each column, and of its values that are no words.
-SAID_OF_COLUMNS = {
-    "asks": "requested result, or a loss",
-    "weight": "weight of the head",
-    "bias": "bias",
-    "transform": "scale and soft-cap, and a temperature for each token",
-    "targets": "hidden states and heads",
-    "ranks": "processes that share the vocabulary",
-    "teacher": "teacher of a divergence",
-    "blocks": "blocks of tokens",
-    "strategy": "strategy",
-    "dtype": "dtype",
-    "layout": "layout of tensors",
-    "labels": "labels",
-    "invariant": "batch invariance",
-    "backend": "backend",
-}
-
-
-def documentation() -> str:
-    """The table of ``docs/support.md``."""
-    said = {None: "chosen", False: "no", True: "yes"}
-    lines = ["| property of a call | values |", "| --- | --- |"]
-    for name, values in COLUMNS.items():
-        values = [said.get(value, str(value)) for value in values if not str(value).startswith("loss: ")]
-        lines.append(f"| {SAID_OF_COLUMNS[name]} | {'; '.join(values)} |")
-    return "\n".join(lines)
-
-
 #: Values that do not go together, with the error that says so.
 REFUSED: tuple[tuple[dict[str, tuple[Any, ...]], type[Exception], str], ...] = (
     (

@@ -1,7 +1,6 @@
 """Everything that a call may have, together: each row of :mod:`tests.results.combinations` is the plain computation."""
 
 import itertools
-from pathlib import Path
 
 import pytest
 import torch
@@ -11,7 +10,7 @@ from liger_losses import DistillationLoss, Teacher, TokenSupport, linear_logps
 from tests.losses import CE, DPO, JSD
 from tests.processes import case_named
 from tests.reference import divergence, double, formula, gradients, problem, relative_error, rounding
-from tests.results.combinations import COLUMNS, Row, Sizes, check, documentation, rows
+from tests.results.combinations import COLUMNS, Row, Sizes, check, rows
 from tests.seam import BACKENDS, many_parts
 
 #: Through the kernels, which take long in Triton's interpreter: fewer values of some columns.
@@ -198,10 +197,6 @@ def test_half_precision_gradients_within_any_workspace():
         value, _ = loss(weight, hidden, labels, Teacher(*teacher))
         for ours, expected in zip(gradients(value, (hidden, weight)), right, strict=True):
             assert relative_error(ours, expected) < 2.5 * rounding(torch.bfloat16), workspace
-
-
-def test_the_documentation_has_the_table():
-    assert documentation() in (Path(__file__).parents[2] / "docs/support.md").read_text()
 
 
 def test_every_value_meets_every_other():

@@ -2,6 +2,7 @@
 
 from liger_losses.chunked import accelerators  # noqa: F401  the core does not know them
 from liger_losses.chunked.core.distilled import Teacher, TeacherLogits, Teachers, TeacherTopK, projected_teacher
+from liger_losses.chunked.core.head import Head
 from liger_losses.chunked.core.inputs import shift_labels
 from liger_losses.chunked.core.ops import (
     linear_divergence,
@@ -13,7 +14,6 @@ from liger_losses.chunked.core.ops import (
     linear_topk,
 )
 from liger_losses.chunked.core.options import EngineOptions
-from liger_losses.chunked.core.output_layer import Head
 from liger_losses.chunked.core.quantizers import (
     GPTQRows,
     QuantizedWeight,

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from liger_losses.caller import calling_line
-from liger_losses.chunked.core.output_layer import Head
+from liger_losses.chunked.core.head import Head
 from liger_losses.chunked.core.workspace import bytes_of
 
 #: What computes logits in blocks, within the workspace.

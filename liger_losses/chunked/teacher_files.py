@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from liger_losses.checks import FLOATS, check_alike
 from liger_losses.chunked.core.distilled import Teacher, check_no_temperature
-from liger_losses.chunked.core.output_layer import Head
+from liger_losses.chunked.core.head import Head
 from liger_losses.kernels.logit_transform import LogitTransform
 
 

@@ -69,8 +69,8 @@ import liger_losses
 print(len(set(sys.modules) - before))
 from liger_losses import ChunkedLoss, LigerFusedLinearCrossEntropyLoss, LigerFusedLinearDPOLoss, Teacher, linear_logps
 assert not {"torch._dynamo", "sympy"} & set(sys.modules), "imported"
-from liger_losses.chunked.core import output_layer
-places = [(ChunkedLoss, "__init__"), (output_layer, "share_vocabulary")]
+from liger_losses.chunked.core import head
+places = [(ChunkedLoss, "__init__"), (head, "share_vocabulary")]
 enabled = [getattr(*place) for place in places]
 loss = LigerFusedLinearCrossEntropyLoss()(torch.ones(3, 2), torch.ones(4, 2), torch.ones(4, dtype=torch.long))
 assert "torch._dynamo" not in sys.modules, "a call imports it"

@@ -18,8 +18,8 @@ from torch import Tensor
 from torch.compiler import is_dynamo_compiling
 
 from liger_losses.chunked.core import stream
-from liger_losses.chunked.core.head import Head
 from liger_losses.chunked.core.options import EngineOptions
+from liger_losses.chunked.core.projection import Projection
 from liger_losses.chunked.core.ranks import ALONE
 from liger_losses.chunked.core.saved import place_of
 from liger_losses.chunked.core.statistics import Statistic, asked_for
@@ -34,7 +34,7 @@ from liger_losses.kernels.matmul import wide_dtype
 
 N = TypeVar("N", bound=Callable[..., Any])
 
-_OF_HEADS = (Dense, Head, LogitTransform, WithAdapters)
+_OF_HEADS = (Dense, Projection, LogitTransform, WithAdapters)
 _OF_CALLS = (Divergence, EngineOptions, Statistic, Target, TeacherLogits, TokenLoss, stream.loss_sum, stream.statistics)
 #: What a text may name. Dataclasses and named tuples are written as calls of their constructors.
 _NAMES: dict[str, Any] = {"torch": torch, "ALONE": ALONE, **{each.__name__: each for each in (*_OF_HEADS, *_OF_CALLS)}}

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from liger_losses.checks import check_names, check_tensor
 from liger_losses.chunked.core import target
-from liger_losses.chunked.core.output_layer import Head
+from liger_losses.chunked.core.head import Head
 from liger_losses.chunked.core.ranks import ALONE, check_teacher_ranks
 from liger_losses.chunked.core.teachers import TeacherLogits, check_columns, check_fits
 from liger_losses.chunked.core.weights import Products
@@ -70,7 +70,7 @@ class Teacher:
     def compared(self, labels: Tensor, temperature: float | Tensor) -> target.Target:
         """The other side of a comparison, at its temperature."""
         self.head.check_invariant()
-        return target.Target(self.head.core(), self.local_hidden_states.detach(), labels, temperature)
+        return target.Target(self.head.projection(), self.local_hidden_states.detach(), labels, temperature)
 
     def check(self, tokens: torch.Size, student: Head) -> None:
         """Raise TypeError or ValueError unless this fits the shape of the student's tokens, and the student's head."""
@@ -172,7 +172,7 @@ def projected_teacher(
     shares, wide = projection.detach().to_sparse_csr(), torch.promote_types(torch.float32, rows.dtype)
     # A product in half precision is rounded on CPUs.
     operand = wide if rows.device.type == "cpu" else rows.dtype
-    made = head.core().open(Products(operand, head.vocab_size))
+    made = head.projection().open(Products(operand, head.vocab_size))
 
     def logits(positions: Tensor) -> Tensor:
         states = rows[positions].to(operand)

@@ -16,7 +16,7 @@ from liger_losses.caller import warn
 from liger_losses.checks import is_weight_and_bias
 from liger_losses.chunked.core.agreement import agree
 from liger_losses.chunked.core.distilled import Teacher, TeacherLogits, Teachers
-from liger_losses.chunked.core.output_layer import Head
+from liger_losses.chunked.core.head import Head
 from liger_losses.chunked.core.ranks import ALONE
 from liger_losses.chunked.core.statistics import registered
 from liger_losses.kernels.tracing import when_compiling

@@ -1,42 +1,295 @@
-"""A language model's last layer: a matrix, a bias, what is done to logits, and who has which columns."""
+""":class:`Head`, which multiplies hidden states into logits, and the products with it.
+
+T tokens, H hidden size, V vocabulary size, C columns of a slice of the vocabulary.
+"""
 
 from __future__ import annotations
 
+import os
+import sys
 from dataclasses import dataclass, replace
+from typing import Any
 
-from torch import Tensor
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
 
-from liger_losses.chunked.core.buffers import Leaf, local_part
-from liger_losses.chunked.core.ranks import Ranks
-from liger_losses.chunked.core.weights import Products, Weights
+from liger_losses.checks import check_vector, check_weight, is_weight_and_bias
+from liger_losses.chunked.core.adapters import LowRank, adapters_of, check_adapters, side_by_side
+from liger_losses.chunked.core.projection import Projection
+from liger_losses.chunked.core.quantizers import QuantizedWeight, find_quantized
+from liger_losses.chunked.core.ranks import ALONE, Ranks, local_rows, share_mesh, share_vocabulary
+from liger_losses.chunked.core.weights import Concatenated, Dense, Quantized, Weights, WithAdapters
 from liger_losses.kernels.logit_transform import LogitTransform
+from liger_losses.kernels.tracing import outside_graphs
+
+#: The default of ``Head(batch_invariant=)``.
+BATCH_INVARIANT_VARIABLE = "LIGER_LOSSES_BATCH_INVARIANT"
+NOT_INVARIANT = (
+    "batch_invariant=True needs a head without adapters, because torch's product with them depends on the number of "
+    "tokens; merge them into the weight, or leave batch_invariant out."
+)
+_BATCH_INVARIANT = os.environ.get(BATCH_INVARIANT_VARIABLE) == "1"
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, init=False)
 class Head:
-    """``logits = transform(hidden @ weights.T + bias)``. The transform's temperature is a :class:`Target`'s."""
+    """A language model's last layer: ``logits = transform(hidden_states @ weight.T + bias)``.
 
-    weights: Weights
-    transform: LogitTransform  # no default: torch 2.11 traces none that is an object
+    Every operation and every loss takes a head as its weight. Policy, reference and teacher may have different heads. A
+    head is checked once, when it is made.
+
+    With ``group``, the head is vocabulary-parallel: each rank of a process group passes some rows of weight and bias,
+    any number of them, in the order of the ranks. Labels, selected columns, class weights and a teacher's columns refer
+    to the whole vocabulary. All ranks must make the head, and every call with it, together, on the same hidden states
+    and labels. Each rank gets the same results, the whole gradient of the hidden states, and the gradients of its rows
+    of weight and bias.
+
+    A weight that is a DTensor with placements ``[Shard(0)]`` is shared by the ranks of its mesh. Hidden states are then
+    DTensors on this mesh, replicated or sharded along the sequence, and so are gradients.
+
+    A quantized weight is frozen. It is dequantized for each pass, some rows at a time if it is large.
+
+    Args:
+        weight: ``[V, H]``, floating point, as in ``nn.Linear``, or quantized; with ``group``, this rank's rows.
+        bias: ``[V]`` or ``None``; with ``group``, this rank's entries.
+        transform: temperature, scale and soft-cap of the logits.
+        group: the process group whose ranks hold the rows.
+        batch_invariant: compute each token's forward statistics with the same bits in any batch, for any number and
+            order of tokens, mask and workspace. The default is True if the environment variable
+            ``LIGER_LOSSES_BATCH_INVARIANT`` was 1 when the package was imported.
+        adapters: LoRA adapters; their output is added to the logits.
+        quantized, ranks: of another head, for a copy of it.
+
+    Raises:
+        TypeError: not tensors, or neither floating point nor of a known quantized type; a group of which this rank is
+            not a member.
+        ValueError: shapes or devices that do not fit together; heads of the ranks that do not fit together; a DTensor
+            with other placements, or together with ``group``; ``batch_invariant`` of a vocabulary-parallel head.
+        RuntimeError: another rank of the group has a head of another kind or hidden size.
+    """
+
+    weight: Tensor
+    bias: Tensor | None
+    transform: LogitTransform
     ranks: Ranks
-    bias: Tensor | None = None
-    batch_invariant: bool = False
+    batch_invariant: bool
+    adapters: tuple[LowRank, ...]
+    quantized: QuantizedWeight | None
+
+    # Written out, because torch.compile cannot trace a generated one with an object as a default.
+    def __init__(
+        self,
+        weight: Tensor | nn.Module | QuantizedWeight,
+        bias: Tensor | None = None,
+        transform: LogitTransform | None = None,
+        group: dist.ProcessGroup | None = None,
+        batch_invariant: bool | None = None,
+        adapters: tuple[LowRank, ...] = (),
+        quantized: QuantizedWeight | None = None,
+        ranks: Ranks | None = None,
+    ) -> None:
+        if not (transform is None or isinstance(transform, LogitTransform)):
+            raise TypeError(f"transform must be a liger_losses.LogitTransform(...), got {transform!r}.")
+        batch_invariant = _BATCH_INVARIANT if batch_invariant is None else batch_invariant
+        if ranks is None:  # otherwise, all of these are of a head that was checked
+            weight, bias, quantized, ranks = _checked(weight, bias, group, quantized)
+            if batch_invariant and ranks is not ALONE:
+                raise ValueError(
+                    "batch_invariant=True needs a head that is not shared among ranks, whose sums have no fixed order; "
+                    "gather the weight, or leave batch_invariant out."
+                )
+        fields = (weight, bias, transform or LogitTransform(), ranks, batch_invariant, adapters, quantized)
+        for name, value in zip(Head.__match_args__, fields, strict=True):
+            object.__setattr__(self, name, value)
+
+    @classmethod
+    def of(
+        cls, weight: Tensor | nn.Module | Head, bias: Tensor | None = None, transform: LogitTransform | None = None
+    ) -> Head:
+        """Make a head from tensors, from a module such as ``model.lm_head``, or from a head.
+
+        Args:
+            weight: ``[V, H]``; or an ``nn.Linear`` (or ``nn.Embedding``, for tied weights) that holds it and the bias;
+                or a quantized layer, or PEFT's LoRA around any of these; or a head, which is returned.
+            bias: ``[V]``, for a weight without a bias.
+            transform: combined with the head's transform: an option that has its default in one of them is taken from
+                the other.
+
+        Raises:
+            TypeError: a module that is not a linear layer: a whole model, an adapter that is not LoRA, an unknown
+                quantized layer, a subclass of ``nn.Linear`` that overrides ``forward``.
+            ValueError: a bias, temperature, scale or soft-cap that is given twice.
+        """
+        if isinstance(weight, nn.Module):
+            weight = _of_module(weight)
+        if not isinstance(weight, Head):
+            return cls(weight, bias, transform)
+        if bias is not None:
+            if weight.bias is not None:
+                raise ValueError("the bias was given twice: the head has one, and bias= is another; leave bias= out.")
+            check_vector("bias", bias, weight.weight)
+            weight = weight.with_fields(bias=bias)
+        if transform is None:
+            return weight
+        return weight.with_fields(transform=_joined(weight.transform, transform))
 
     @property
     def vocab_size(self) -> int:
-        """Columns of all ranks."""
-        return sum(self.ranks.sizes) or self.weights.columns
+        """The vocabulary size V, over all ranks."""
+        return sum(self.ranks.sizes) or self.weight.shape[0]
 
-    def open(self, products: Products) -> Head:
-        """The same for one call, with the weight cast or dequantized if all of its rows are copied together."""
-        return replace(self, weights=self.weights.open(products))
+    @property
+    def vocabulary_ranks(self) -> int:
+        """The number of ranks that hold rows of the head."""
+        return self.ranks.size
 
-    def local_bias(self, columns: slice | Tensor) -> Tensor | None:
-        return None if self.bias is None else local_part(self.bias.detach())[columns].contiguous()
+    @property
+    def weights(self) -> Weights:
+        """This rank's rows."""
+        weights: Weights = Dense(self.weight)
+        if self.quantized is not None:
+            codes = Quantized.of(self.quantized)
+            weights = Concatenated(codes, Dense(self.weight)) if self.weight.shape[1] else codes
+        for adapter in self.adapters:
+            weights = WithAdapters(weights, adapter.a, adapter.b, adapter.scale)
+        return weights
 
-    def leaves(self) -> list[Leaf]:
-        """What is trained: a matrix that all ranks have whole gets the sum of their parts."""
-        leaves = [Leaf(tensor, self.ranks, whole) for tensor, whole in self.weights.trained if tensor.requires_grad]
-        if self.bias is not None and self.bias.requires_grad:
-            leaves.append(Leaf(self.bias, self.ranks))
-        return leaves
+    @property
+    def hidden_size(self) -> int:
+        return self.weight.shape[1] + (0 if self.quantized is None else self.quantized.shape[1])
+
+    def projection(self) -> Projection:
+        """What makes logits of hidden states, at temperature 1."""
+        transform = replace(self.transform, temperature=1.0)
+        return Projection(self.weights, transform, self.ranks, self.bias, self.batch_invariant)
+
+    def check_invariant(self) -> None:
+        """Raise ValueError if its product with all columns depends on the number of tokens, and must not."""
+        if self.batch_invariant and self.adapters:
+            raise ValueError(NOT_INVARIANT)
+
+    def with_fields(self, **changes: Any) -> Head:
+        """A copy with other fields, which are not checked again."""
+        return replace(self, **changes)
+
+    def with_partial_gradients(self) -> Head:
+        """A copy of this head with which each rank gets only its columns' part of the hidden states' gradients.
+
+        For callers that sum these parts over the ranks in backward, such as Megatron's gather of a sharded sequence,
+        whose backward is a reduce-scatter. Without a group, the result is the head itself.
+        """
+        if self.ranks is ALONE:
+            return self
+        return self.with_fields(ranks=replace(self.ranks, sums_hidden=False))
+
+    def columns(self, columns: slice) -> Head:
+        """The head of some of its rows."""
+        changes: dict[str, Any] = {"bias": None if self.bias is None else self.bias[columns]}
+        if self.quantized is not None:
+            changes["quantized"] = self.quantized.part(*columns.indices(self.quantized.shape[0])[:2])
+        return self.with_fields(weight=self.weight[columns], **changes)
+
+    def with_dropout(self, hidden_states: Tensor) -> tuple[Tensor, Head]:
+        """Hidden states and a head of the same logits, in which what adapters drop of hidden states is drawn."""
+        check_adapters(hidden_states, len(self.weight), self.adapters)
+        if not any(adapter.dropout for adapter in self.adapters):
+            return hidden_states, self
+        hidden, weight = side_by_side(hidden_states, self.weight, self.adapters)
+        return hidden, self.with_fields(weight=weight, adapters=())
+
+    @torch.no_grad()
+    def merged(self) -> Head:
+        """The same head as one floating-point weight: dequantized, with its adapters added, of all ranks; a constant.
+
+        All ranks of a vocabulary-parallel head call it together.
+        """
+        weight = self.weight if self.quantized is None else self.quantized.rows(0, self.quantized.shape[0])
+        for adapter in self.adapters:
+            weight = (weight.float() + adapter.scale * adapter.b.float() @ adapter.a.float()).to(weight.dtype)
+        bias = None if self.bias is None else self.ranks.whole(self.bias)
+        return Head(self.ranks.whole(weight.detach()), bias, self.transform, batch_invariant=self.batch_invariant)
+
+    def detach(self) -> Head:
+        """The same head as a constant."""
+        bias = None if self.bias is None else self.bias.detach()
+        return self.with_fields(weight=self.weight.detach(), bias=bias)
+
+
+outside_graphs(sys.modules[__name__], "share_vocabulary")  # it exchanges messages
+
+
+def _checked(
+    weight: Any, bias: Any, group: dist.ProcessGroup | None, quantized: QuantizedWeight | None
+) -> tuple[Tensor, Tensor | None, QuantizedWeight | None, Ranks]:
+    """This rank's matrix (``[V, 0]`` of a quantized weight) and bias, once they fit together, and who has others."""
+    if type(weight) is not Tensor and type(weight) is not nn.Parameter and quantized is None:
+        quantized = find_quantized(weight)
+        if quantized is not None:
+            weight = torch.empty(quantized.shape[0], 0, dtype=quantized.dtype, device=quantized.device)
+    if quantized is None and hasattr(weight, "full_tensor"):  # a DTensor
+        if group is not None:
+            raise ValueError("a DTensor weight has a device mesh, whose group the head uses; leave group= out.")
+        mesh = weight.device_mesh
+        rows, bias = local_rows("weight", weight, mesh), None if bias is None else local_rows("bias", bias, mesh)
+        check_weight(rows, bias)
+        return rows, bias, None, share_mesh(weight)
+    if group is not None:
+        return weight, bias, quantized, share_vocabulary(group, weight, bias, quantized)
+    if quantized is None:
+        check_weight(weight, bias)
+    else:
+        check_vector("bias", bias, weight)
+    return weight, bias, quantized, ALONE
+
+
+def _joined(ours: LogitTransform, theirs: LogitTransform) -> LogitTransform:
+    values = {}
+    for name in LogitTransform.__match_args__:
+        first, second, default = (getattr(transform, name) for transform in (ours, theirs, LogitTransform()))
+        if _differ(first, default) and _differ(second, default) and _differ(second, first):
+            raise ValueError(
+                f"{name} was given twice: the head has {first!r}, and {second!r} was given beside it; give one."
+            )
+        values[name] = first if _differ(first, default) else second
+    return LogitTransform(**values)
+
+
+def _of_module(module: nn.Module) -> Head:
+    """The head of a linear layer, a quantized one, or LoRA around any of these."""
+    if type(module) is not nn.Linear:
+        if hasattr(module, "lora_A") and hasattr(module, "base_layer"):
+            base, adapters = adapters_of(module)
+            return Head.of(base).with_fields(adapters=adapters)
+        quantized = find_quantized(module)
+        if quantized is not None:
+            return Head(quantized, getattr(module, "bias", None))
+    if not is_weight_and_bias(module):
+        raise TypeError(_say_what_to_pass(module))
+    return Head(module.weight, getattr(module, "bias", None))
+
+
+def _differ(a: object, b: object) -> bool:
+    """Whether two values of a transform are not the same; a temperature per token is the same as itself alone."""
+    return a is not b and (isinstance(a, Tensor) or isinstance(b, Tensor) or a != b)
+
+
+def _say_what_to_pass(module: nn.Module) -> str:
+    kind = type(module).__name__
+    if hasattr(module, "get_output_embeddings"):
+        return f"got the whole model, {kind}; pass its head, model.get_output_embeddings(), or that layer's weight."
+    if hasattr(module, "base_layer"):
+        return (
+            f"got {kind}, an adapter around the head, whose weight alone is not what it computes; pass "
+            "Head(merged_weight, bias), or patch the model (liger_losses.patch), which keeps adapters."
+        )
+    if isinstance(module, nn.Linear):
+        return (
+            f"got {kind}, a linear layer that has a forward of its own, whose weight and bias may not be all that it "
+            "computes; pass Head(layer.weight, layer.bias, LogitTransform(logit_scale=..., softcap=...)), with what it "
+            "does to its logits, if anything."
+        )
+    return (
+        f"got {kind}, which is no nn.Linear; pass a floating-point weight [vocab_size, hidden_size] instead, or "
+        "tell how its rows are dequantized (liger_losses.register_quantized_weight)."
+    )

@@ -27,7 +27,7 @@ from liger_losses.checks import (
 )
 from liger_losses.chunked.core.adapters import check_adapters
 from liger_losses.chunked.core.distilled import check_comparison
-from liger_losses.chunked.core.output_layer import Head
+from liger_losses.chunked.core.head import Head
 from liger_losses.chunked.core.target import Target
 from liger_losses.kernels.autograd import autocast_dtype
 from liger_losses.kernels.logit_transform import LogitTransform
@@ -79,7 +79,7 @@ def target_of(
     if "kept" not in fields:
         head.check_invariant()
     hidden, head = head.with_dropout(hidden)
-    return Target(head.core(), hidden, labels, **fields)
+    return Target(head.projection(), hidden, labels, **fields)
 
 
 def shift_labels(labels: Tensor, ignore_index: int = -100, positions: int = 1) -> Tensor:

@@ -22,9 +22,9 @@ from liger_losses.checks import LISTS, check_like_labels, check_names, check_shi
 from liger_losses.chunked.core import compiled
 from liger_losses.chunked.core.distilled import Teacher, TeacherLogits, Teachers
 from liger_losses.chunked.core.entry import operator
+from liger_losses.chunked.core.head import Head
 from liger_losses.chunked.core.inputs import several, target_of, targets_of
 from liger_losses.chunked.core.options import EngineOptions
-from liger_losses.chunked.core.output_layer import Head
 from liger_losses.chunked.core.results import (
     HOW_TO_ASK,
     DeclaredStatistics,

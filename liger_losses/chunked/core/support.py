@@ -16,9 +16,9 @@ from torch.compiler import is_dynamo_compiling
 
 from liger_losses.checks import check_tensor, check_vocabulary
 from liger_losses.chunked.core.compiled import in_graphs, traced_statistics
+from liger_losses.chunked.core.head import NOT_INVARIANT, Head
 from liger_losses.chunked.core.inputs import shift_labels, target_of
 from liger_losses.chunked.core.options import EngineOptions
-from liger_losses.chunked.core.output_layer import NOT_INVARIANT, Head
 from liger_losses.chunked.core.statistics import SELECTED_LOGITS, asked_for
 from liger_losses.chunked.core.stream import counted_once, statistics
 from liger_losses.chunked.core.target import Target

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from liger_losses.checks import checked_temperatures
 from liger_losses.chunked.core.buffers import Leaf
-from liger_losses.chunked.core.head import Head
+from liger_losses.chunked.core.projection import Projection
 from liger_losses.chunked.core.teachers import Rows, TeacherLogits, rows_of
 from liger_losses.chunked.core.weights import WithAdapters
 from liger_losses.kernels.logit_transform import LogitTransform
@@ -58,7 +58,7 @@ class Target:
         counted: which tokens have a label, if that is known.
     """
 
-    head: Head
+    head: Projection
     hidden: Tensor
     labels: Tensor
     temperature: float | Tensor = 1.0

@@ -124,7 +124,7 @@ def test_divergences(form, dtype, backend):
 def test_the_environment_variable_and_what_is_refused(monkeypatch):
     weight = torch.randn(31, 8)
     assert not Head(weight).batch_invariant
-    monkeypatch.setattr("liger_losses.chunked.core.output_layer._BATCH_INVARIANT", True)
+    monkeypatch.setattr("liger_losses.chunked.core.head._BATCH_INVARIANT", True)
     assert Head(weight).batch_invariant
     assert Head.of(Head(weight), transform=LogitTransform(0.7)).batch_invariant
     assert not Head(weight, batch_invariant=False).batch_invariant

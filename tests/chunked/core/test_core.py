@@ -14,7 +14,7 @@ from liger_losses.chunked.core import (
     STATISTICS,
     Dense,
     EngineOptions,
-    Head,
+    Projection,
     Quantized,
     Ranks,
     Statistic,
@@ -152,18 +152,18 @@ class Case:
         if self.teacher is not None:
             rows = self.teacher[1][cut] if ranks.size > 1 else self.teacher[1]
             teacher = Target(
-                Head(Dense(rows), LogitTransform(), ranks if self.vt == V else ALONE),
+                Projection(Dense(rows), LogitTransform(), ranks if self.vt == V else ALONE),
                 self.teacher[0],
                 self.labels,
                 self.soft,
             )
             if self.vt != V:
                 teacher = Target(
-                    Head(Dense(self.teacher[1]), LogitTransform(), ALONE), self.teacher[0], self.labels, self.soft
+                    Projection(Dense(self.teacher[1]), LogitTransform(), ALONE), self.teacher[0], self.labels, self.soft
                 )
             if self.as_logits:
                 teacher = TeacherLogits(self.teacher[0] @ self.teacher[1].T, temperature=self.soft)
-        head = Head(weights, LogitTransform(softcap=self.softcap), ranks, bias, invariant)
+        head = Projection(weights, LogitTransform(softcap=self.softcap), ranks, bias, invariant)
         kept, selected = self.kept, self.selected
         return Target(head, h, self.labels, self.temperature, kept, selected, teacher=teacher), leaves
 
@@ -404,9 +404,11 @@ def test_long_rows_in_half_precision(names):
 
     def gradients(dtype, **options):
         a, b = (x.to(DEVICE, dtype).requires_grad_() for x in (h, w))
-        teacher = Target(Head(Dense(v.to(DEVICE, dtype)), LogitTransform(), ALONE), t.to(DEVICE, dtype), y.to(DEVICE))
+        teacher = Target(
+            Projection(Dense(v.to(DEVICE, dtype)), LogitTransform(), ALONE), t.to(DEVICE, dtype), y.to(DEVICE)
+        )
         target = Target(
-            Head(Dense(b), LogitTransform(), ALONE),
+            Projection(Dense(b), LogitTransform(), ALONE),
             a,
             y.to(DEVICE),
             teacher=teacher if any(s.divergence for s in asked) else None,

@@ -15,7 +15,7 @@ from liger_losses import checks
 from liger_losses.chunked.core import (
     Dense,
     EngineOptions,
-    Head,
+    Projection,
     Quantized,
     Target,
     TokenLoss,
@@ -36,7 +36,7 @@ N, H, V = 40, 16, 203
 
 
 def head_of(weights, bias=None):
-    return Head(weights, LogitTransform(), ALONE, bias)
+    return Projection(weights, LogitTransform(), ALONE, bias)
 
 
 class Codes(QuantizedWeight):

@@ -3,20 +3,16 @@
 import pytest
 import torch
 
-import liger_losses
 from liger_losses import (
     Head,
     LogitTransform,
-    linear_statistics,
-    linear_token_loss,
     linear_topk,
 )
 from liger_losses.chunked.core import rows as row_functions
-from liger_losses.chunked.core.statistics import STATISTICS
 from liger_losses.kernels import BACKENDS
 from liger_losses.kernels.logit_transform import Epilogue
 from liger_losses.kernels.row_lse import sum_of_probabilities
-from tests.reference import plain_logits, problem
+from tests.reference import plain_logits
 
 
 @pytest.mark.parametrize("logits", [0, 2**21], ids=["in parts", "at once"])
@@ -66,28 +62,3 @@ def test_the_rest_has_projections_that_overflow():
 
 
 # --- Registered statistics ------------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def second_moment():
-    liger_losses.register_statistic("second_moment", lambda log_p: log_p.exp() * log_p.square())
-    liger_losses.register_statistic("square_sum", lambda log_p: (2 * log_p).exp())
-    yield
-    del STATISTICS["second_moment"], STATISTICS["square_sum"]
-
-
-@pytest.mark.usefixtures("second_moment")
-def test_registered_statistics_have_the_order_of_the_call():
-    hidden, weight, labels, _ = problem(dtype=torch.float64)
-    found = linear_statistics(hidden, weight, labels, ("square_sum", "logp", "second_moment"))
-    log_p, mask = plain_logits(hidden, weight).log_softmax(-1), labels != -100
-    expected = torch.stack([(2 * log_p).exp().sum(-1), (log_p.exp() * log_p**2).sum(-1)], -1)
-    torch.testing.assert_close(found.registered, expected * mask[:, None])
-
-    def loss(s, labels):
-        return s.square_sum * s.logp
-
-    value, _ = linear_token_loss(hidden, weight, labels, loss, ("square_sum", "logp"))
-    torch.testing.assert_close(value, (expected[:, 0] * found.logp).sum())
-    grads = [torch.autograd.grad(x, (hidden, weight)) for x in (value, (found.registered[:, 0] * found.logp).sum())]
-    torch.testing.assert_close(*grads)

@@ -9,20 +9,6 @@ from liger_losses.chunked.core.weights import Dense
 from tests.reference import assert_as_exact_as_plain, double, gradients, plain_statistics, problem
 
 
-def test_selected_columns_of_several_heads():
-    hidden, weight, labels, _ = problem(6, 4, 11, dtype=torch.float64)
-    other, columns = problem(6, 4, 11, dtype=torch.float64, seed=3)[1], torch.arange(12).view(6, 2) % 11
-    each = [columns, columns.flip(1)]
-    found = linear_statistics(hidden, [weight, other], labels, "selected_logps", selected=each)
-    for part, w, chosen in zip(found, (weight, other), each, strict=True):
-        expected = linear_statistics(hidden, w, labels, "selected_logps", selected=chosen)
-        torch.testing.assert_close(part.selected_logps, expected.selected_logps)
-    loss, _ = linear_token_loss(
-        hidden, [weight, weight], labels, lambda s, y: s.selected_logps.sum(-1), "selected_logps", selected=each
-    )
-    torch.testing.assert_close(loss, 2 * found[0].selected_logps.sum())
-
-
 def test_derivatives_that_come_along_replace_autograd():
     hidden, weight, labels, _ = problem(13, dtype=torch.float64)
     built = []

@@ -35,19 +35,6 @@ def test_strided_hidden_states_are_not_copied_whole():
     torch.testing.assert_close(linear_logps(shifted, weight, targets), expected)
 
 
-@pytest.mark.parametrize("shape", [(0,), (0, 5), (2, 0)])
-def test_empty_batches(shape):
-    hidden, weight, labels, _ = problem(shape=shape)
-    logps = linear_logps(hidden, weight, labels)
-    assert logps.shape == shape
-    loss, _ = linear_token_loss(hidden, weight, labels, lambda s, y: s.logp)
-    for value in (logps.sum(), loss):
-        assert value == 0
-        grad_hidden, grad_weight = gradients(value, (hidden, weight))
-        assert grad_hidden.shape == hidden.shape
-        assert (grad_weight == 0).all()
-
-
 def test_a_column_that_no_token_can_have():
     """Tokens without loss count as tokens of column 0, whose log-probability may be -inf."""
     hidden, weight, labels, bias = problem(shape=(4, 7), bias=True)

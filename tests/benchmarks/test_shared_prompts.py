@@ -6,7 +6,6 @@ import sys
 
 import pytest
 
-from benchmarks import shared_prompts
 from benchmarks.convergence import ROOT
 from benchmarks.shared_prompts_convergence import METHODS, summary
 
@@ -28,27 +27,6 @@ def test_the_summary_says_whether_runs_are_within_the_spread(apart, found):
     assert lines[0].startswith("dpo: 3 seeds, 8 steps; 2.00 times fewer tokens")
     assert [found in line for line in lines[2::3]] == [True] * 3
     assert f"one seed {apart:.3g}, two seeds of repeated prompts 2" in lines[3]
-
-
-def test_a_series_is_drawn_and_fills_the_page(tmp_path, monkeypatch):
-    pytest.importorskip("matplotlib", reason="matplotlib is not installed")
-    page, picture = tmp_path / "docs" / "page.md", tmp_path / "results" / "series.png"
-    for folder in (page.parent, picture.parent):
-        folder.mkdir()
-    text = shared_prompts.PAGE.read_text()
-    page.write_text(text)
-    monkeypatch.setattr(shared_prompts, "PAGE", page)
-    found = {"milliseconds": {"repeated": 60.0, "shared": 40.4}, "times_as_fast": 1.485, "interval": [1.4, 1.6]}
-    rows = [{**vars(case), **found} for case in shared_prompts.series(2048)]
-    shared_prompts.draw(rows, "H200", picture)
-    shared_prompts.fill_page(rows, "H200", picture)
-    lines = page.read_text().splitlines()
-    assert "![Speed by the share of the prompt](../results/series.png)" in lines
-    assert "| GRPO | 1024 + 1024 | 1.78 times | 60 / 40 | 1.49 times |" in lines
-    assert len([line for line in lines if line.startswith("| DPO | ") and "+" in line]) == 4
-    assert [text.splitlines()[i] for i in (0, -1)] == [lines[i] for i in (0, -1)]
-    shared_prompts.fill_page(rows, "H200", picture)
-    assert page.read_text().splitlines() == lines
 
 
 @pytest.mark.slow

@@ -9,7 +9,6 @@ import runpy
 import socket
 import subprocess
 import sys
-import types
 
 import pytest
 import torch
@@ -80,13 +79,6 @@ def test_classes_in_place_of_ligers(run_here, monkeypatch):
     sys.modules.pop("liger_kernel.chunked_loss", None)
     assert not code
     assert "liger_losses.chunked.losses.dpo: loss " in printed
-
-
-def test_classes_in_place_of_ligers_come_too_late(monkeypatch):
-    module = load("trl_liger_compat")
-    monkeypatch.setitem(sys.modules, "liger_kernel.chunked_loss", module)
-    with pytest.raises(RuntimeError, match="has been imported already"):
-        module.use_instead_of_liger()
 
 
 def test_the_shipped_pairs_are_well_formed():
@@ -206,51 +198,9 @@ def test_both_sides_of_longer_pairs_have_one_loss(tmp_path):
     assert (tmp_path / "new" / "plot.png").read_bytes()[1:4] == b"PNG"
 
 
-def test_the_demo_explains_itself(run_here):
-    pytest.importorskip("trl", reason="TRL is not installed")
-    code, printed = run_here("trl_dpo", "--help")
-    assert code == 0
-    assert "--model" in printed
-    assert "--dataset" in printed
-
-
-@pytest.mark.parametrize(
-    ("name", "arguments", "expected"),
-    [
-        ("kto", ["--steps", "2", "--batch-size", "4"], "mean reward of held-out completions"),
-        ("distill", ["--steps", "2", "--batch-size", "4", "--layers", "2"], "student's perplexity of held-out text"),
-        (
-            "medusa",
-            ["--steps", "2", "--batch-size", "4", "--own-heads", "--prompts", "2", "--new-tokens", "4"],
-            "tokens per step of decoding",
-        ),
-        ("grpo", ["--steps", "2", "--group", "2", "--new-tokens", "4"], "mean reward of the first three steps"),
-        (
-            "grpo",
-            ["--steps", "1", "--group", "2", "--new-tokens", "4", "--loss-type", "grpo", "--top-p", "0.9"],
-            "step   1",
-        ),
-        ("trl_grpo", ["--steps", "2", "--group", "2", "--new-tokens", "4"], "mean reward of the first three steps"),
-        (
-            "trl_distill",
-            ["--steps", "2", "--batch-size", "4", "--layers", "2", "--new-tokens", "4"],
-            "student's perplexity of held-out text",
-        ),
-    ],
-)
-def test_the_examples_run(dpo, saved_model, run_here, name, arguments, expected):
-    common = ["--model", saved_model / "model", "--output", saved_model / "out"]
-    dataset = [] if "grpo" in name else ["--dataset", saved_model / "pairs.jsonl"]
-    code, printed = run_here(name, *common, *dataset, *arguments)
-    assert not code
-    assert "step   1" in printed
-    assert expected in printed
-    assert "nan" not in printed
-
-
 @pytest.fixture
-def with_adapters(monkeypatch):
-    """Models with LoRA on their heads too; every parameter that is trained must get a gradient."""
+def steps_of_adapters(monkeypatch):
+    """Models have LoRA, on their heads too; of each step, whether every parameter that is trained had a gradient."""
     transformers = pytest.importorskip("transformers", reason="transformers is not installed")
     auto = transformers.AutoModelForCausalLM
     monkeypatch.setattr(auto, "from_pretrained", with_lora(auto.from_pretrained))
@@ -266,24 +216,36 @@ def with_adapters(monkeypatch):
     hook.remove()
 
 
-@pytest.mark.parametrize(
-    ("name", "arguments"),
-    [
-        ("kto", ["--steps", "2", "--batch-size", "4"]),
-        ("distill", ["--steps", "2", "--batch-size", "4", "--layers", "2"]),
-        ("grpo", ["--steps", "1", "--group", "2", "--new-tokens", "4"]),
-        ("on_policy_distillation", ["--steps", "1", "--pretraining", "3", "--length", "12", "--batch-size", "4"]),
-    ],
-)
-def test_the_examples_train_adapters(dpo, saved_model, run_here, with_adapters, name, arguments):
-    if name != "on_policy_distillation":
-        arguments = [*arguments, "--model", saved_model / "model"]
-    if name in ("kto", "distill"):
-        arguments += ["--dataset", saved_model / "pairs.jsonl"]
-    code, _ = run_here(name, *arguments, "--output", saved_model / "out")
+_TRAINED, _GENERATED = ["--steps", "2", "--batch-size", "4"], ["--steps", "2", "--group", "2", "--new-tokens", "4"]
+_OTHER_LOSS = [*_GENERATED, "--steps", "1", "--loss-type", "grpo", "--top-p", "0.9"]
+_OWN_HEADS = [*_TRAINED, "--own-heads", "--prompts", "2", "--new-tokens", "4"]
+_SHORT_TEXTS = ["--pretraining", "6", "--length", "12", "--top-k", "16", "--tail", "none"]
+#: By example: arguments, what it prints, and whether it trains adapters.
+RUNS = [
+    ("kto", _TRAINED, "mean reward of held-out completions", True),
+    ("distill", [*_TRAINED, "--layers", "2"], "student's perplexity of held-out text", True),
+    ("medusa", _OWN_HEADS, "tokens per step of decoding", False),
+    ("grpo", _GENERATED, "mean reward of the first three steps", True),
+    ("grpo", _OTHER_LOSS, "step   1", False),
+    ("trl_grpo", _GENERATED, "mean reward of the first three steps", False),
+    ("trl_distill", [*_TRAINED, "--layers", "2", "--new-tokens", "4"], "student's perplexity of held-out text", False),
+    ("on_policy_distillation", [*_TRAINED, *_SHORT_TEXTS], "KL(student, teacher) on held-out text", True),
+]
+
+
+@pytest.mark.parametrize(("name", "arguments", "expected", "adapted"), RUNS)
+def test_the_examples_run(dpo, saved_model, run_here, name, arguments, expected, adapted, request):
+    steps = request.getfixturevalue("steps_of_adapters") if adapted else [True]
+    given = ["--output", saved_model / "out"]
+    given += [] if name == "on_policy_distillation" else ["--model", saved_model / "model"]
+    given += [] if "grpo" in name or "on_policy" in name else ["--dataset", saved_model / "pairs.jsonl"]
+    code, printed = run_here(name, *given, *arguments)
     assert not code
-    assert with_adapters
-    assert all(with_adapters)
+    assert "step   1" in printed or "on_policy" in name
+    assert expected in printed
+    assert "nan" not in printed
+    assert steps
+    assert all(steps)
 
 
 @pytest.mark.slow
@@ -297,27 +259,6 @@ def test_distillation_from_files(dpo, saved_model, tmp_path):
     beside, files = ([line.split()[3] for line in one.stdout.splitlines() if "step" in line] for one in done[::2])
     assert len(files) == 2
     assert [float(loss) for loss in files] == pytest.approx([float(loss) for loss in beside], abs=2e-3)
-
-
-def test_tokens_that_medusa_heads_win(dpo, monkeypatch):
-    """Heads that always know the tokens to come, of which one is then always wrong."""
-    monkeypatch.syspath_prepend(EXAMPLES)
-    medusa = load("medusa")
-    ids, count = torch.arange(14) * 5 % 17, 3
-    hidden = torch.eye(len(ids))  # position t has the hidden state e_t
-
-    def base_model(**_):
-        return types.SimpleNamespace(last_hidden_state=hidden[None])
-
-    heads = [types.SimpleNamespace(weight=torch.zeros(17, len(ids))) for _ in range(count)]
-    for k, head in enumerate(heads):
-        for t in range(len(ids) - 2 - k):
-            head.weight[ids[t + 2 + k], t] = 1
-    blocks = [medusa.ResidualBlock(len(ids)) for _ in range(count)]
-    model = types.SimpleNamespace(base_model=base_model)
-    assert medusa.tokens_per_step(model, blocks, heads, [(ids, 2), (ids, 6)]) == count + 1
-    heads[1].weight.neg_()
-    assert medusa.tokens_per_step(model, blocks, heads, [(ids, 2)]) == 2
 
 
 def torchrun(name, *arguments, backend="gloo", **variables):
@@ -364,15 +305,6 @@ def test_dpo_with_fsdp2_on_two_processes(tmp_path, backend):
 
 @pytest.mark.distributed
 @pytest.mark.slow
-def test_dpo_with_fsdp2_of_a_saved_model(saved_model):
-    files = ("--model", saved_model / "model", "--dataset", saved_model / "pairs.jsonl")
-    losses = losses_in(torchrun("fsdp2", *files, "--steps=3", "--learning-rate=1e-2"))
-    assert len(losses) == 3
-    assert losses[0] == pytest.approx(0.6931, abs=1e-4)
-
-
-@pytest.mark.distributed
-@pytest.mark.slow
 def test_the_demo_on_two_processes(saved_model):
     """They train with DDP on a CPU, where accelerate has no FSDP."""
     pytest.importorskip("trl", reason="TRL is not installed")
@@ -403,21 +335,3 @@ def test_tensor_parallelism_on_two_processes(backend):
     assert losses[2] < losses[0] - 0.3
     assert "LazyLinear 1" in printed
     assert "DPO loss 0.6931" in printed  # the model is its own reference
-
-
-def test_tensor_parallelism_needs_several_processes(run_here):
-    pytest.importorskip("transformers", minversion="5.23")
-    code, _ = run_here("tensor_parallel")
-    assert "torchrun --nproc-per-node 2" in code
-
-
-def test_on_policy_distillation_learns(run_here, tmp_path):
-    """A few steps of tiny texts; the whole example takes a minute."""
-    pytest.importorskip("transformers", reason="transformers is not installed")
-    options = ("--steps", 2, "--pretraining", 6, "--length", 12, "--batch-size", 4, "--output", tmp_path / "run")
-    code, printed = run_here("on_policy_distillation", *options, "--top-k", 16, "--tail", "none")
-    assert code is None
-    assert "KL(student, teacher) on held-out text" in printed
-    curve = json.loads((tmp_path / "run" / "curve.json").read_text())
-    assert len(curve["loss"]) == 2
-    assert curve["steps"] == [0, 2]

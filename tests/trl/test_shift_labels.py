@@ -4,7 +4,6 @@ import contextlib
 import copy
 import functools
 import os
-import socket
 import sys
 from types import ModuleType, SimpleNamespace
 from unittest import mock
@@ -12,11 +11,10 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 import torch.nn.functional as F
 
 from liger_losses import LigerFusedLinearCrossEntropyLoss, loss_inputs, patch
-from tests.processes import case_named, leave, start
+from tests.processes import case_named, start
 from tests.project.test_examples import tiny_model
 
 pytest.importorskip("transformers", reason="transformers is not installed")
@@ -239,48 +237,3 @@ def test_trainers_on_two_processes(tmp_path):
     pytest.importorskip("trl", reason="TRL is not installed")
     pytest.importorskip("datasets", reason="datasets is not installed")
     start(work, WORLD, tmp_path, tmp_path)
-
-
-def work_with_deepspeed(rank, folder, port, train):
-    torch.set_num_threads(1)
-    environment(rank, port)
-    os.environ |= {"LOCAL_SIZE": str(WORLD), "DS_ACCELERATOR": "cpu", "ACCELERATE_USE_DEEPSPEED": "true"}
-    from accelerate import ParallelismConfig, PartialState
-    from accelerate.utils import DeepSpeedSequenceParallelConfig
-
-    def all_processes():
-        """Without a GPU, accelerate counts one process of those that DeepSpeed started."""
-        PartialState._shared_state.update(num_processes=WORLD, process_index=rank)
-
-    handler = DeepSpeedSequenceParallelConfig(sp_seq_length_is_variable=True, sp_attn_implementation="sdpa")
-    found = train(
-        folder,
-        all_processes,
-        use_cpu=False,
-        parallelism_config=ParallelismConfig(sp_size=WORLD, sp_backend="deepspeed", sp_handler=handler),
-        deepspeed={
-            "zero_optimization": {"stage": 2},
-            "train_micro_batch_size_per_gpu": 4,
-            "gradient_accumulation_steps": 1,
-            "train_batch_size": 4,
-            "zero_allow_untested_optimizer": True,
-        },
-    )
-    torch.save(found, folder / f"{train.__name__} {rank}.pt")
-    leave()
-
-
-@pytest.mark.distributed
-@pytest.mark.slow
-def test_ulysses_on_two_processes(tmp_path):
-    """Sequence parallelism with DeepSpeed's own attention, which it puts into a process once."""
-    pytest.importorskip("deepspeed", reason="DeepSpeed is not installed")
-    pytest.importorskip("trl", reason="TRL is not installed")
-    for train in (trained, trained_enabled):
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            port = free.getsockname()[1]
-        mp.spawn(work_with_deepspeed, (tmp_path, port, train), nprocs=WORLD)
-    for rank in range(WORLD):
-        plain, ours = (torch.load(tmp_path / f"{name} {rank}.pt") for name in ("trained", "trained_enabled"))
-        check_close(ours, plain)

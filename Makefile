@@ -96,7 +96,8 @@ trl: .venv/test/ready
 	set -e; for version in $(TRL_VERSIONS); do $(WITHOUT_DEPENDENCIES) --target .venv/$$version $$version; done
 
 # Without their dependencies, but for small ones. Some are for a later Python, and run on this one too.
-INTEGRATIONS = verl==0.9.1 torchtitan==0.3.0 skyrl==0.4.0 axolotl==0.21.0 llamafactory==0.9.5 megatron-core==0.19.2
+INTEGRATIONS = verl==0.9.1 torchtitan==0.3.0 skyrl==0.4.0 axolotl==0.21.0 llamafactory==0.9.5 megatron-core==0.19.2 \
+	ms-swift==4.6.0 openrlhf==0.11.2
 INTEGRATIONS_NEED = tensordict==0.10.0 orjson pyvers cloudpickle spmd_types tyro docstring-parser typeguard addict
 integrations: .venv/integrations/ready
 

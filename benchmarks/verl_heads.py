@@ -24,7 +24,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from benchmarks.measure import MiB, extra_bytes, milliseconds, release
-from liger_losses.integrations.token_statistics import token_statistics
+from liger_losses.integrations.verl import fused_linear_for_ppo
 
 SHAPES = ((8192, 4096, 128256), (8192, 2048, 151936), (16384, 3584, 152064), (2048, 4096, 128256))
 TEMPERATURE = 0.7
@@ -50,7 +50,7 @@ def providers(
 ) -> dict[str, Callable[..., tuple[Tensor, Tensor]]]:
     """By name, functions of hidden states, weight and labels."""
     found: dict[str, Callable[..., tuple[Tensor, Tensor]]] = {
-        "ours": lambda h, w, y: token_statistics(h, w, y, temperature=TEMPERATURE, group=group)[:2]
+        "ours": lambda h, w, y: fused_linear_for_ppo(None, h, w, y, TEMPERATURE, group)
     }
     if folder is None:
         return found

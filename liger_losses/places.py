@@ -1,4 +1,4 @@
-"""Names in other packages that this library replaces, and puts back: in TRL, verl, SkyRL and liger-kernel."""
+"""Names in other packages that this library replaces, and puts back: in TRL, verl and liger-kernel."""
 
 from __future__ import annotations
 

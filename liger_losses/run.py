@@ -3,7 +3,7 @@
 python -m liger_losses.run train.py --its --arguments   # patches what transformers loads in it
 python -m liger_losses.run --trl -m trl.scripts.sft ...  # and gives TRL's trainers this library's heads
 python -m liger_losses.run --liger train.py ...          # and replaces what it imports of liger-kernel
-python -m liger_losses.run --install skyrl -m ...        # and calls liger_losses.integrations.skyrl.install()
+python -m liger_losses.run --install verl -m ...         # and calls liger_losses.integrations.verl.install()
 torchrun --nproc-per-node 8 -m liger_losses.run train.py ...
 
 Processes that the script forks are like it. Others that it starts are not prepared: call in them what this does.
@@ -26,7 +26,7 @@ from liger_losses.integrations.loading import patch_loaded_models
 from liger_losses.kernels.imports import when_imported
 
 #: Modules of ``liger_losses.integrations`` with a function ``install()``.
-INSTALLABLE = ("liger", "skyrl", "verl")
+INSTALLABLE = ("liger", "verl")
 
 
 def _announce(model: nn.Module) -> dict[str, Any]:

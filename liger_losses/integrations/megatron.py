@@ -42,6 +42,7 @@ def output_processor(
     loss_mask: Tensor | None = None,
     context: OutputOptions | None = None,
     scale_logits: Any = None,
+    config: Any = None,
     **_others: Any,
 ) -> Any:
     """Each token's loss, as ``GPTModel`` returns it for labels, without the logits.
@@ -55,6 +56,7 @@ def output_processor(
         loss_mask: ``[B, S]``; tokens where it is 0 have loss 0 and cost nothing.
         context: an :class:`OutputOptions`.
         scale_logits: the model's scale of its logits (MuP).
+        config: the model's, which says whether its output layer multiplies in MXFP8.
 
     Returns:
         The losses ``[B, S]``, fp32; with ``OutputOptions(entropy=True)`` the log-probabilities and the entropies, both
@@ -62,11 +64,16 @@ def output_processor(
 
     Raises:
         ValueError: without labels there is no loss; leave ``output_processor=`` out to get logits.
-        TypeError: an output layer with layers inside of it, such as adapters.
+        TypeError: an output layer with layers inside of it, such as adapters, or that multiplies in MXFP8.
     """
     announce("Megatron-core", "0.19", "the losses of output layers")
     if labels is None:
         raise ValueError("output_processor computes losses of labels: give labels=, or leave output_processor= out.")
+    if getattr(config, "fp8_output_proj", False):
+        raise TypeError(
+            "the output layer multiplies in MXFP8 (fp8_output_proj=True), but output_processor would multiply in the "
+            "weight's dtype: set fp8_output_proj=False, or leave output_processor= out."
+        )
     options = context or OutputOptions()
     if loss_mask is not None and loss_mask.shape == labels.shape:
         labels = labels.masked_fill(loss_mask == 0, options.ignore_index)

@@ -5,12 +5,17 @@
 whose names are empty classes: none of them computes anything that is compared here.
 """
 
+import ast
+import collections
 import contextlib
 import functools
 import importlib
 import importlib.abc
 import importlib.machinery
+import importlib.util
 import logging
+import os
+import pathlib
 import sys
 import tempfile
 import types
@@ -18,6 +23,7 @@ from unittest import mock
 
 import torch
 
+from tests.project.test_docs import blocks_of
 from tests.reference import problem
 from tests.seam import engine_calls
 
@@ -79,7 +85,16 @@ def logged():
     logger.removeHandler(handler)
 
 
-def compare(run, install, rtol=1e-4, atol=1e-5):
+def recipe(word):
+    """What the block of the page with this word defines; it is run."""
+    page = pathlib.Path(__file__).parents[2] / "docs" / "integrations.md"
+    (block,) = [block for block in blocks_of(page) if word in block.code()]
+    module = types.ModuleType("recipe")
+    exec(compile(block.code(), str(page), "exec"), vars(module))
+    return module
+
+
+def compare(run, install, announced=True):
     """The same results of ``run`` without and with this library, which is called in the second only."""
     with engine_calls() as calls:
         theirs = run()
@@ -87,9 +102,9 @@ def compare(run, install, rtol=1e-4, atol=1e-5):
         with logged() as lines:
             install()
             ours = run()
-        assert any("liger_losses computes" in line for line in lines), lines
+        assert announced == any("liger_losses computes" in line for line in lines), lines
         assert calls
-    torch.testing.assert_close(ours, theirs, rtol=rtol, atol=atol)
+    torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
     return theirs
 
 
@@ -130,7 +145,7 @@ def verl_before_its_import():
         verl.install()
     from verl.utils.kernel import linear_cross_entropy as module
 
-    assert any("the fused heads and the top-k distillation of verl 0.9" in line for line in lines), lines
+    assert any("the fused heads of verl 0.9" in line for line in lines), lines
     assert module.linear_cross_entropy is verl.linear_cross_entropy
     hidden, weight, labels, _ = problem(n=40, masked=0.0)
     logps, entropy = module.linear_cross_entropy(hidden, weight, labels, 0.7)
@@ -139,24 +154,19 @@ def verl_before_its_import():
     torch.testing.assert_close(entropy, -(exact.exp() * exact).sum(-1), rtol=1e-4, atol=1e-5)
 
 
-def verl_step(config, teacher, module):
-    """A step of verl's FSDP engine and loss on a packed batch, around a module that gets the next tokens' ids.
+def verl_step(module, fused=True, loss_mode=None, temperature=0.7, padded=False, **batch):
+    """A step of verl's FSDP engine on two sequences, around a module: the loss, and the engine's outputs.
 
-    Returns the loss, log-probabilities, and what else the engine has computed of each token, as one row.
+    The loss is a sum over all outputs, or with ``loss_mode`` that of verl's distillation.
     """
     import verl.workers.engine.fsdp.transformer_impl as engine
     from tensordict import TensorDict
     from verl.trainer.distillation import losses
     from verl.utils import tensordict_utils as tu
 
-    jagged, offsets, responses = (
-        torch.nested.nested_tensor_from_jagged,
-        torch.tensor([0, 4, 9]),
-        torch.tensor([0, 2, 5]),
-    )
-    settings = {"use_task_rewards": False, "use_policy_gradient": False, "loss_max_clamp": None}
-    actor = {"strategy": "fsdp", "loss_agg_mode": "token-mean", "global_batch_info": {}, "loss_scale_factor": None}
-    config = {"log_prob_min_clamp": None, "topk": 5, "fused": True, "path": None} | config
+    def jagged(values, *ends):
+        return torch.nested.nested_tensor_from_jagged(values, torch.tensor([0, *ends]))
+
     engine.get_device_id = engine.get_device_name = lambda: "cpu"
     worker = object.__new__(engine.FSDPEngineWithLMHead)
     worker.pad_to_length = worker.use_ulysses_sp = False
@@ -167,86 +177,96 @@ def verl_step(config, teacher, module):
     worker._gather_and_unpad_packed = lambda values, pad: values
     worker.get_data_parallel_group = lambda: None
     worker.module = module
-    ids = teacher["ids"]
-    batch = TensorDict(
-        {
-            "input_ids": jagged(ids, offsets),
-            "position_ids": jagged(torch.arange(9), offsets),
-            "prompts": jagged(ids[:4], torch.tensor([0, 2, 4])),
-            "responses": jagged(ids[:5], responses),
-            "response_mask": torch.nested.as_nested_tensor([torch.ones(2), torch.ones(3)], layout=torch.jagged),
-            "teacher_logprobs": jagged(teacher["values"], offsets),
-            "teacher_ids": jagged(teacher["columns"], offsets),
-        },
-        batch_size=[2],
+    mask = torch.nested.as_nested_tensor([torch.ones(2), torch.ones(3)], layout=torch.jagged)
+    tensors = {name: jagged(values, 4, 9) for name, values in ({"position_ids": torch.arange(9)} | batch).items()}
+    tensors |= {"prompts": jagged(IDS[:4], 2, 4), "responses": jagged(IDS[:5], 2, 5), "response_mask": mask}
+    batch = TensorDict(tensors | {"input_ids": jagged(IDS, 4, 9)}, batch_size=[2])
+    if isinstance(temperature, torch.Tensor):
+        batch["temperature"] = temperature
+    else:
+        tu.assign_non_tensor(batch, temperature=temperature)
+    flags = {"calculate_entropy": loss_mode is None, "calculate_sum_pi_squared": loss_mode is None}
+    flags |= {"use_fused_kernels": fused, "use_remove_padding": not padded, "distillation_use_topk": bool(loss_mode)}
+    tu.assign_non_tensor(batch, **flags, dp_size=1, batch_num_tokens=5, global_batch_size=2)
+
+    def of_outputs(model_output, **_):
+        upstream = torch.linspace(-1, 1, 9)
+        upstream[ENDS] = 0
+        return sum((values.values() * upstream).sum() for values in model_output.values()), {}
+
+    settings = {"use_task_rewards": False, "use_policy_gradient": False, "loss_max_clamp": None, "topk": 5}
+    settings |= {"log_prob_min_clamp": None, "loss_mode": loss_mode}
+    actor = {"strategy": "fsdp", "loss_agg_mode": "token-mean", "global_batch_info": {}, "loss_scale_factor": None}
+    of_teacher = functools.partial(
+        losses.distillation_ppo_loss,
+        config=types.SimpleNamespace(**actor),
+        distillation_config=types.SimpleNamespace(distillation_loss=types.SimpleNamespace(**settings)),
     )
-    flags = {"distillation_use_topk": True, "temperature": 0.7, "calculate_entropy": True}
-    tu.assign_non_tensor(batch, **flags, use_fused_kernels=config["fused"])
-    tu.assign_non_tensor(batch, dp_size=1, batch_num_tokens=5, global_batch_size=2)
-    teachers = {"default": types.SimpleNamespace(model_path=config["path"])}
-    distillation = types.SimpleNamespace(
-        distillation_loss=types.SimpleNamespace(**settings, **config), teacher_models=teachers
-    )
-    of_step = functools.partial(
-        losses.distillation_ppo_loss, config=types.SimpleNamespace(**actor), distillation_config=distillation
-    )
-    loss, output = worker.forward_step(batch, of_step, False)
-    names = ("log_probs", "entropy", "distillation_losses", "student_mass", "teacher_mass")
-    return [loss, *(output["model_output"][name].values() for name in names)]
+    loss, output = worker.forward_step(batch, of_teacher if loss_mode else of_outputs, False)
+    return loss, {name: values.values().clone() for name, values in output["model_output"].items()}
 
 
-def verl_distillation():
-    """From logits, and with fused kernels, from this library's head."""
+IDS = torch.arange(5, 14)
+#: Sequences end here. Which token verl takes as the next one depends on their layout, and is of no account.
+ENDS = [3, 8]
+
+
+def verl_engine():
+    """What verl's fused heads refuse: sums of squared probabilities, and a temperature per sample."""
     stand_in(*_VERL)
+    from verl.models.transformers import dense_common
+
     from liger_losses.integrations import verl
+    from tests.integrations.models import llama
 
-    hidden, weight, ids, _ = problem(n=9, masked=0.0, shape=(1, 9))
-    topk = torch.randn(9, 61, generator=torch.Generator().manual_seed(3)).mul(3).log_softmax(-1).topk(5)
-    teacher = {"ids": ids[0], "values": topk.values, "columns": topk.indices}
+    model, backends, fused = llama(), ("torch", "triton"), []
 
-    def step(fused):
-        def module(shift_labels=None, **_):
-            if not fused:
-                logits = hidden @ weight.T
-                seen.append((logits / 0.7).log_softmax(-1).gather(-1, ids.roll(-1)[..., None])[..., 0])
-                return types.SimpleNamespace(logits=logits)
-            logps, entropy = verl.fused_linear_for_ppo(None, hidden, weight, shift_labels, 0.7)
-            seen.append(logps)
-            return types.SimpleNamespace(log_probs=logps, entropy=entropy)
+    def run():
+        results = []
+        for temperature in (0.7, torch.tensor([0.7, 1.3])):
+            for padded in (False, True):
+                for backend in backends[: 1 if padded else 2]:  # verl reads no flat outputs of padded batches
+                    forward = getattr(dense_common, f"forward_with_{backend}_backend")
+                    module = functools.partial(forward, model) if fused else model
+                    loss, outputs = verl_step(module, bool(fused), temperature=temperature, padded=padded)
+                    for values in outputs.values():
+                        values[ENDS] = 0
+                    results += [loss.detach(), outputs, torch.autograd.grad(loss, tuple(model.parameters()))]
+        return results
 
-        seen, config = [], {"loss_mode": "forward_kl_topk", "log_prob_min_clamp": -4.0, "fused": fused}
-        loss, *others = verl_step(config, teacher, module)
-        total = loss + (seen[0] * torch.linspace(-1, 1, 9)).sum()
-        return [loss.detach(), *others, *torch.autograd.grad(total, (hidden, weight))]
+    def install():
+        fused.append(True)
+        verl.install()
 
-    fused = iter((False, True))
-    compare(lambda: step(next(fused)), verl.install)
+    results = compare(run, install)
+    assert set(results[1]) == {"log_probs", "entropy", "sum_pi_squared"}
 
 
 def verl_hidden_states():
-    """From a teacher that sends hidden states; beside the logits of both models."""
+    """The recipe, from a teacher that sends hidden states; beside the logits of both models."""
     stand_in(*_VERL)
     from safetensors.torch import save_file
+    from verl.utils.experimental.torch_functional import FusedLinearForPPO
 
-    from liger_losses.integrations import verl
-
-    hidden, weight, ids, _ = problem(n=9, masked=0.0, shape=(1, 9))
+    hidden, weight, *_ = problem(n=9, masked=0.0, shape=(1, 9))
     states, head = (torch.randn(n, 16, generator=torch.Generator().manual_seed(n)) for n in (9, len(weight)))
-    teacher = {"ids": ids[0], "values": states, "columns": torch.zeros(9, 1, dtype=torch.int32)}
+    teacher = {"teacher_logprobs": states, "teacher_ids": torch.zeros(9, 1, dtype=torch.int32)}
 
-    def module(shift_labels, **_):
-        logps, entropy = verl.fused_linear_for_ppo(None, hidden, weight, shift_labels, 0.7)
+    def module(shift_labels, temperature, **_):
+        logps, entropy = FusedLinearForPPO().forward(hidden, weight, shift_labels, temperature)
         return types.SimpleNamespace(log_probs=logps, entropy=entropy)
 
-    verl.install()
-    with tempfile.TemporaryDirectory() as folder:
-        save_file({"lm_head.weight": head}, f"{folder}/model.safetensors")
-        loss, logps, *_ = verl_step({"loss_mode": "reverse_kl_hidden_states", "path": folder}, teacher, module)
-    found = [loss, *torch.autograd.grad(loss, (hidden, weight)), logps]
+    with tempfile.TemporaryDirectory() as folder, contextlib.chdir(folder), engine_calls() as calls:
+        os.mkdir("teacher")
+        save_file({"lm_head.weight": head}, "teacher/model.safetensors")
+        recipe("fused_linear_aux")
+        loss, outputs = verl_step(module, loss_mode="forward_kl_topk", **teacher)
+        assert calls
+    found = [loss, *torch.autograd.grad(loss, (hidden, weight)), outputs["log_probs"]]
     log_p, log_q = (hidden[0] @ weight.T / 0.7).log_softmax(-1), (states @ head.T).log_softmax(-1)
     divergence = (log_p.exp() * (log_p - log_q)).sum(-1)
     loss = divergence[torch.tensor([1, 2, 5, 6, 7])].mean()  # of the token before each of a response's
-    logps = log_p.gather(1, ids[0].roll(-1)[:, None])[:, 0]
+    logps = log_p.gather(1, IDS.roll(-1)[:, None])[:, 0]
     expected = [loss, *torch.autograd.grad(loss, (hidden, weight)), logps.detach()]
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
 
@@ -283,8 +303,8 @@ def torchtitan():
     compare(run, install)
 
 
-def megatron():
-    """A GPTModel of one process, with the losses of its own output layer and of this library."""
+def gpt_model():
+    """A GPTModel of one process, and its inputs."""
     from megatron.core import parallel_state
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
     from megatron.core.models.gpt.gpt_model import GPTModel
@@ -295,24 +315,23 @@ def megatron():
     parallel_state.initialize_model_parallel()
     torch.cuda.current_device = lambda: "cpu"  # where the model allocates and draws numbers
     CudaRNGStatesTracker.fork = lambda self, name="": contextlib.nullcontext()
-    config = TransformerConfig(
-        num_layers=1,
-        hidden_size=16,
-        num_attention_heads=2,
-        use_cpu_initialization=True,
-        attention_dropout=0.0,
-        hidden_dropout=0.0,
-    )
+    sizes = {"num_layers": 1, "hidden_size": 16, "num_attention_heads": 2}
+    options = {"use_cpu_initialization": True, "attention_dropout": 0.0, "hidden_dropout": 0.0}
     torch.manual_seed(0)
+    config = TransformerConfig(**sizes, **options)
     model = GPTModel(config, get_gpt_layer_local_spec(), vocab_size=64, max_sequence_length=16)
     ids = torch.randint(64, (2, 9), generator=torch.Generator().manual_seed(0))
-    labels, positions = ids.roll(-1, 1), torch.arange(9).expand(2, -1)
-    mask = torch.ones(9, 9, dtype=torch.bool).triu(1)[None, None]
-    options = {}
+    return model, ids, torch.arange(9).expand(2, -1), torch.ones(9, 9, dtype=torch.bool).triu(1)[None, None]
+
+
+def megatron():
+    """The losses of the model's own output layer and of this library."""
+    model, *inputs = gpt_model()
+    labels, options = inputs[0].roll(-1, 1), {}
 
     def run():
         model.zero_grad()
-        losses = model(ids, positions, mask, labels=labels, **options)
+        losses = model(*inputs, labels=labels, **options)
         losses.sum().backward()
         return [losses.detach(), *(p.grad.clone() for p in model.parameters() if p.grad is not None)]
 
@@ -324,7 +343,34 @@ def megatron():
     compare(run, install)
 
 
+def slime():
+    """The recipe, in a GPTModel; slime, which is on no package index, is a stand-in that reads the model's output."""
+    model, *inputs = gpt_model()
+    stand_in("slime")
+    loss = importlib.import_module("slime.backends.megatron_utils.loss")
+
+    def statistics(logits, tokens, group, with_entropy=False):
+        logps = logits.log_softmax(-1)
+        return logps.gather(-1, tokens[:, None]), -(logps.exp() * logps).sum(-1) if with_entropy else None
+
+    loss.calculate_log_probs_and_entropy = statistics
+    args = types.SimpleNamespace(rollout_temperature=0.7)
+
+    def run():
+        model.zero_grad()
+        logits = model(*(tensor[:1] for tensor in inputs)).squeeze(0) / args.rollout_temperature
+        tokens, world = inputs[0][0].roll(-1), torch.distributed.group.WORLD
+        logps, entropy = loss.calculate_log_probs_and_entropy(logits, tokens, world, with_entropy=True)
+        alone, _ = loss.calculate_log_probs_and_entropy(logits, tokens, world)
+        ((logps.view(-1) + 0.1 * entropy) * torch.linspace(-1, 1, 9)).sum().backward()
+        grads = [p.grad.clone() for p in model.parameters() if p.grad is not None]
+        return [logps.detach().view(-1), entropy.detach(), alone.detach().view(-1), *grads]
+
+    compare(run, lambda: recipe("calculate_log_probs_and_entropy").install(args), announced=False)
+
+
 def skyrl():
+    """The recipe."""
     stand_in("loguru", "ray", "omegaconf", "hydra", "wandb", "skyrl_gym", "jaxtyping", "cloudpathlib")
     import typing
 
@@ -332,8 +378,6 @@ def skyrl():
 
     typing.TypedDict = typing_extensions.TypedDict  # which pydantic asks for on Python 3.11
     from skyrl.backends.skyrl_train.distributed.megatron import model_utils
-
-    from liger_losses.integrations import skyrl as ours
 
     hidden, weight, labels, _ = problem(n=14, masked=0.0, shape=(2, 7))
     world = group()
@@ -343,10 +387,33 @@ def skyrl():
             hidden, weight, labels, 0, 61, tp_group=world, temperature=0.7, chunk_size=4
         )
         upstream = torch.randn(logps.shape, generator=torch.Generator().manual_seed(1))
-        entropy = model_utils._fused_vocab_parallel_entropy_from_hidden(hidden, weight, world, temperature=0.7)
-        return [logps, entropy, *torch.autograd.grad(logps, (hidden, weight), upstream)]
+        return [logps, *torch.autograd.grad(logps, (hidden, weight), upstream)]
 
-    compare(run, ours.install)
+    compare(run, lambda: recipe("_fused_lm_head_logprob_apply").install(), announced=False)
+
+
+def openrlhf():
+    """The recipe."""
+    stand_in("deepspeed", "flash_attn", "pylatexenc")
+    sys.modules["flash_attn.ops"] = None  # whose cross-entropy it takes if there is one
+    from openrlhf.models.actor import Actor
+
+    from tests.integrations.models import llama
+
+    actor = Actor(llama(), temperature=0.7)
+    actor.packing_samples = False
+    ids = torch.arange(5, 23).view(2, 9)
+    mask = torch.ones_like(ids)
+    mask[1, 6:] = 0
+
+    def run():
+        actor.zero_grad()
+        logps, output = actor(ids, mask[:, 4:], mask, return_output=True, return_entropy=True)
+        (logps.sum() - 0.1 * output.entropy[mask[:, 1:] == 1].sum()).backward()
+        entropy = output.entropy[mask[:, 1:] == 1].detach()
+        return [logps.detach(), entropy, *(p.grad.clone() for p in actor.parameters())]
+
+    compare(run, lambda: recipe("openrlhf.models.actor"), announced=False)
 
 
 def axolotl():
@@ -391,6 +458,65 @@ def llamafactory():
         module.LigerKernel.apply(model=model, use_kernels="auto")
     assert patched_heads(model)
     torch.testing.assert_close(model(ids, labels=ids).loss, expected)
+
+
+def trainer_of_swift(name, methods, **names):
+    """An object with methods from the source of one of ms-swift's trainers, whose module would import all of it."""
+    (folder,) = importlib.util.find_spec("swift").submodule_search_locations
+    tree = ast.parse(pathlib.Path(folder, "rlhf_trainers", f"{name}.py").read_text())
+    found = [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef) and node.name in methods]
+    names |= {"torch": torch, "nullcontext": contextlib.nullcontext, "profiling_decorator": lambda method: method}
+    names |= {"is_peft_model": lambda model: False, "gather_object": list, "_ForwardRedirection": object}
+    exec("from __future__ import annotations\n" + "\n".join(map(ast.unparse, found)), names)
+    trainer = type(name, (), {method: names[method] for method in methods})()
+    metrics = {"train": collections.defaultdict(list)}
+    trainer.accelerator = types.SimpleNamespace(gather_for_metrics=torch.as_tensor, unwrap_model=lambda model: model)
+    trainer.args, trainer._metrics = mock.Mock(use_liger_kernel=True, sft_alpha=0, offload_teacher_model=False), metrics
+    trainer.template = trainer.control = types.SimpleNamespace(padding_free=False, should_evaluate=False)
+    return trainer
+
+
+def swift():
+    """The steps of ms-swift's GRPO and GKD trainers that call liger-kernel's losses."""
+    from liger_losses.integrations import liger
+    from tests.integrations.models import llama
+
+    model, teacher = llama(), llama()
+    teacher.lm_head.weight.data.mul_(2)
+    ids = torch.arange(5, 23).view(2, 9)
+    labels, inputs = ids.clone(), {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+    labels[:, :3] = -100
+    normal = torch.Generator().manual_seed(0)
+    old, reference = -torch.rand(2, 5, generator=normal), -torch.rand(2, 5, generator=normal)
+
+    def grpo():
+        methods = ("_prepare_liger_loss", "compute_liger_loss", "_get_last_hidden_state")
+        trainer = trainer_of_swift("grpo_trainer", methods)
+        options = {"beta": 0.1, "epsilon_low": 0.2, "epsilon_high": 0.3, "temperature": 0.9, "loss_type": "grpo"}
+        options |= {"max_completion_length": 5, "importance_sampling_level": "token", "tau_pos": 1.0, "tau_neg": 1.05}
+        vars(trainer).update(options, advantage_estimator="grpo", is_multimodal=False)
+        trainer._prepare_liger_loss()
+        batch = types.SimpleNamespace(logits_to_keep=5, completion_mask=torch.ones(2, 5), rollout_per_token_logps=None)
+        vars(batch).update(old_per_token_logps=old, ref_per_token_logps=reference, advantages=torch.ones(2, 5) * 0.7)
+        return trainer.compute_liger_loss(model, inputs, batch)
+
+    def gkd():
+        from liger_kernel.chunked_loss import LigerFusedLinearJSDLoss
+
+        names = {"LigerFusedLinearJSDLoss": LigerFusedLinearJSDLoss, "_liger_kernel_available": True}
+        nothing = lambda *_: contextlib.nullcontext()  # noqa: E731
+        names |= {"disable_gradient_checkpointing": nothing, "get_gather_if_zero3_context": lambda *_, **__: nothing}
+        trainer = trainer_of_swift("gkd_trainer", ("_prepare_liger_loss", "_compute_liger_loss"), **names)
+        vars(trainer).update(teacher_model=teacher, is_teacher_ds3=False)
+        vars(trainer).update(gkd_logits_topk=None, beta=0.3, temperature=0.9)
+        trainer._prepare_liger_loss()
+        return trainer._compute_liger_loss(model, inputs | {"labels": labels}, inputs)
+
+    def run():
+        losses = [grpo(), gkd()]
+        return [(loss.detach(), *torch.autograd.grad(loss, tuple(model.parameters()))) for loss in losses]
+
+    compare(run, liger.install)
 
 
 if __name__ == "__main__":

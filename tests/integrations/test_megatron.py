@@ -30,6 +30,8 @@ def test_megatron_output_processor():
     torch.testing.assert_close(losses, expected)
     with pytest.raises(ValueError, match="give labels="):
         megatron.output_processor(**arguments, labels=None)
+    with pytest.raises(TypeError, match=r"multiplies in MXFP8.*set fp8_output_proj=False"):
+        megatron.output_processor(**arguments, labels=labels, config=types.SimpleNamespace(fp8_output_proj=True))
 
 
 def test_what_is_beside_the_weight_of_megatrons_layer():

@@ -14,13 +14,16 @@ FOLDER = pathlib.Path(os.environ.get("INTEGRATIONS", ROOT / ".venv/integrations"
 CHECKS = {
     "verl_heads": "verl",
     "verl_before_its_import": "verl",
-    "verl_distillation": "verl",
+    "verl_engine": "verl",
     "verl_hidden_states": "verl",
     "torchtitan": "torchtitan",
     "megatron": "megatron-core",
+    "slime": "megatron-core",
     "skyrl": "skyrl",
+    "openrlhf": "openrlhf",
     "axolotl": "axolotl",
     "llamafactory": "llamafactory",
+    "swift": "ms-swift",
 }
 
 

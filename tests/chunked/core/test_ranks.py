@@ -15,11 +15,9 @@ from liger_losses import (
     linear_statistics,
     workspace,
 )
-from liger_losses.integrations import skyrl
 from liger_losses.integrations.megatron import OutputOptions, output_processor
 from liger_losses.integrations.verl import linear_cross_entropy
 from tests.processes import BACKENDS, case_named, start
-from tests.reference import problem
 from tests.results.losses import (
     Part,
     batch,
@@ -85,28 +83,7 @@ def partial_gradients(parts):
                 torch.testing.assert_close(own, whole)
 
 
-def heads_of_frameworks(parts):
-    """SkyRL's, whose ranks have parts of the vocabulary, against the whole head."""
-    for part in parts.values():
-        hidden, weight, labels, _ = problem(shape=(8, 2), masked=0.0)  # [S, B]
-        upstream = torch.randn(labels.shape, generator=torch.Generator().manual_seed(1))
-        expected = linear_logps(hidden, weight, labels)
-        grads = torch.autograd.grad(expected, (hidden, weight), upstream)
-        rank, ranks = dist.get_rank(part.group), dist.get_world_size(part.group)
-        cuts = [round(61 * i / ranks) for i in range(ranks + 1)]
-        mine = slice(cuts[rank], cuts[rank + 1])
-        rows = weight.detach()[mine].requires_grad_()
-        share = (mine.start, mine.stop, 4, part.group)
-        logps = skyrl.fused_lm_head_logprob("torch", hidden.transpose(0, 1), rows, labels.t(), *share, False)
-        torch.testing.assert_close(logps, expected.t())
-        grad_hidden, grad_rows = torch.autograd.grad(logps, (hidden, rows), upstream.t())
-        grad_hidden = grad_hidden.contiguous()
-        dist.all_reduce(grad_hidden, group=part.group)  # as Megatron does
-        torch.testing.assert_close(grad_rows, grads[1][mine])
-        torch.testing.assert_close(grad_hidden, grads[0])
-
-
-CHECKS = (devices, partial_gradients, heads_of_frameworks)
+CHECKS = (devices, partial_gradients)
 
 
 def work(rank, checks):

@@ -184,7 +184,7 @@ class ChunkedLoss(_base.ChunkedLoss):
 class DistillationLoss(ChunkedLoss, _distillation.DistillationLoss):
     def __init__(
         self,
-        divergence: Divergence | None,
+        divergence: Divergence,
         weight_hard_loss: float = ...,
         weight_soft_loss: float = ...,
         ignore_index: int = ...,
@@ -387,10 +387,10 @@ class LigerFusedLinearGRPOLoss(ChunkedLoss, _policy.LigerFusedLinearGRPOLoss):
     @overload
     def __call__(
         self,
-        hidden_states: Tensor,
         head: Tensor | nn.Module | Head,
-        selected_token_ids: Tensor,
-        attention_mask: Tensor,
+        hidden_states: Tensor,
+        labels: Tensor,
+        mask: Tensor,
         advantages: Tensor,
         bias: Tensor | None = ...,
         ref_per_token_logps: Tensor | None = ...,
@@ -409,10 +409,10 @@ class LigerFusedLinearGRPOLoss(ChunkedLoss, _policy.LigerFusedLinearGRPOLoss):
     @overload
     def __call__(
         self,
-        hidden_states: Tensor,
         head: Tensor | nn.Module | Head,
-        labels: Tensor,
-        mask: Tensor,
+        hidden_states: Tensor,
+        selected_token_ids: Tensor,
+        attention_mask: Tensor,
         advantages: Tensor,
         bias: Tensor | None = ...,
         ref_per_token_logps: Tensor | None = ...,
@@ -637,8 +637,8 @@ class _UnpairedPreferenceLoss(ChunkedLoss):
     @overload
     def __call__(
         self,
-        hidden_states: Tensor,
         head: Tensor | nn.Module | Head,
+        hidden_states: Tensor,
         labels: Tensor,
         bias: Tensor | None = ...,
         preference_labels: Tensor | None = ...,

@@ -5,15 +5,49 @@ from __future__ import annotations
 import difflib
 import functools
 import inspect
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import MISSING, fields
 from typing import Any, TypeVar
 
-from torch import nn
+from torch import Tensor, nn
 
 from liger_losses.checks import LOSS_INPUTS, meant
 
 C = TypeVar("C", bound=Any)
+
+
+#: Options of TRL and verl that have another name here: one that serves instead, and how.
+ELSEWHERE = {
+    "rpo_alpha": ("compute_nll_loss", "compute_nll_loss=True, and alpha= as the factor of the likelihood"),
+    "reference_free": ("use_ref_model", "use_ref_model=False"),
+    "precompute_ref_log_probs": ("use_ref_model", "Completions(ref_logps=)"),
+    "epsilon": ("epsilon_low", "epsilon_low= and epsilon_high=, both of which TRL's epsilon sets"),
+    "clip_ratio": ("epsilon_low", "epsilon_low= and epsilon_high="),
+    "clip_range": ("epsilon_low", "epsilon_low= and epsilon_high="),
+    "clip_ratio_low": ("epsilon_low", "epsilon_low="),
+    "clip_ratio_high": ("epsilon_high", "epsilon_high="),
+    "clip_ratio_c": ("delta", "delta="),
+    "kl_coef": ("use_bias_correction_kl", "beta="),
+    "kl_loss_coef": ("use_bias_correction_kl", "beta="),
+    "entropy_coeff": ("entropy_coef", "entropy_coef="),
+    "loss_agg_mode": ("normalizer", "normalizer="),
+    "num_generations": ("loss_type", "advantages of the group, which the call takes; prompts= says what a group is"),
+    "scale_rewards": ("normalizer", "advantages that are scaled before the call"),
+    "mask_truncated_completions": ("normalizer", "0 in the call's mask for their tokens"),
+}
+
+
+def unknown_names(names: Iterable[str], known: Sequence[str]) -> str:
+    """Names that there are not, each with what may have been meant."""
+    hints = {name: hint for name, (option, hint) in ELSEWHERE.items() if option in known}
+    return ", ".join(
+        [f"{name!r}" + (f" (use {hints[name]})" if name in hints else meant(name, known)) for name in names]
+    )
+
+
+def call_forms(loss: Any) -> str:
+    """How a loss is called."""
+    return " or ".join([f"loss({', '.join(form)})" for form in loss.forms])
 
 
 def wrong_arguments(function: Callable[..., Any], count: int, keywords: Iterable[str], loss: Any = None) -> str | None:
@@ -21,43 +55,36 @@ def wrong_arguments(function: Callable[..., Any], count: int, keywords: Iterable
 
     ``loss`` is the class whose ``forward`` the function is.
     """
-    signature, keywords = inspect.signature(function), list(keywords)
-    if loss is not None:
-        signature = signature.replace(parameters=list(signature.parameters.values())[1:])
+    parameters, keywords = [*inspect.signature(function).parameters.values()][loss is not None :], list(keywords)
     try:
-        signature.bind(*[None] * count, **dict.fromkeys(keywords))
+        inspect.Signature(parameters).bind(*[None] * count, **dict.fromkeys(keywords))
+        return None
     except TypeError as error:
-        any_other = any(each.kind == each.VAR_KEYWORD for each in signature.parameters.values())
-        known = [name for name, each in signature.parameters.items() if each.kind != each.VAR_KEYWORD]
-        unknown = [] if any_other else [name for name in keywords if name not in known]
-        options = [] if loss is None else [name for name in unknown if name in loss.option_names]
-        documented = [] if loss is None else [name for form in loss.forms for name in form]
-        names = [*known, *documented]
-        known_or_not = ", ".join(f"{name}={'' if name in options else meant(name, names)}" for name in unknown)
-        reason = f"it has no {known_or_not}" if unknown else str(error)
-        for old, new in zip(known, loss.forms[0] if loss else (), strict=False):
-            reason = reason.replace(f"argument: {old!r}", f"argument: {new!r}")
-        if {*unknown} & {*documented}:
-            named = ", ".join(f"{name}=" for name in unknown if name in documented)
-            reason = f"{named} beside an argument that is the same one, or that belongs to another form of the call"
-        if options:
-            named, given = (", ".join(f"{name}={value}" for name in options) for value in ("", "..."))
-            verb = "is an option" if len(options) == 1 else "are options"
-            reason += f"; {named} {verb} of the constructor, {loss.__name__}({given})"
-        if loss is None:
-            return f"{function.__name__}: {reason}; its arguments are {', '.join(known)}."
-        named = f"Its arguments are {', '.join(dict.fromkeys([*loss.forms[0], *known[len(loss.forms[0]) :]]))}"
-        others = [name for name in known[: len(loss.forms[0])] if name not in documented]
-        named += f", or {', '.join(others)} as in liger-kernel" if others else ""
-        named += f"; it takes no logits: {LOSS_INPUTS}."
-        advice = f"call it as {loss.call_forms}. {named}"
-        if "ref_model" in keywords:
-            advice = (
-                "of a reference model, give ref_logps, or ref_hidden_states with ref_weight= (run "
-                "loss_inputs(ref_model, ...) under torch.no_grad()): " + advice
-            )
-        return f"{loss.__name__}: {reason}; {advice}"
-    return None
+        reason = str(error)
+    names = [each.name for each in parameters if each.kind != each.VAR_KEYWORD]
+    unknown = [name for name in keywords if name not in names] if len(names) == len(parameters) else []
+    form, options = ((), ()) if loss is None else (loss.forms[0], loss.option_names)
+    if unknown:
+        known = [*names, *form]
+        hints = [f"{name}={'' if name in options else meant(name, known)}" for name in unknown]
+        reason = f"it has no {', '.join(hints)}"
+    if loss is None:
+        return f"{function.__name__}: {reason}; its arguments are {', '.join(names)}."
+    for name, parameter in zip(form, names, strict=False):
+        reason = reason.replace(repr(parameter), repr(name))
+    misplaced = [name for name in unknown if name in options]
+    if misplaced:
+        given = ", ".join([f"{name}=..." for name in misplaced])
+        reason += f"; options go to the constructor, {loss.__name__}({given})"
+    advice = f"call it as {call_forms(loss)}. Its arguments are {', '.join([*form, *names[len(form) :]])}"
+    liger = [name for name in names[: len(form)] if name not in form]
+    advice += f", or {', '.join(liger)} as in liger-kernel" if liger else ""
+    if "ref_model" in keywords:
+        advice = (
+            "of a reference model, give ref_logps, or ref_hidden_states with ref_weight= (run loss_inputs(ref_model, "
+            f"...) under torch.no_grad()): {advice}"
+        )
+    return f"{loss.__name__}: {reason}; {advice}; it takes no logits: {LOSS_INPUTS}."
 
 
 def lists_arguments(function: C) -> C:
@@ -78,31 +105,29 @@ def lists_arguments(function: C) -> C:
     return wrapped  # type: ignore[return-value]
 
 
-def by_forward_names(loss: Any, count: int, keywords: dict[str, Any]) -> dict[str, Any]:
-    """A call's keywords by the names of the parameters of ``forward``, beside so many arguments by position.
-
-    ``loss.forms`` are the documented names by position, of each form of the call. The first form counts that has all
-    those which ``forward`` does not have, and in which nothing is given twice. Without one, the keywords stay as they
-    are, for which :func:`wrong_arguments` has an error.
-    """
-    names = loss.argument_names
-    documented = [name for name in keywords if name not in names and any(name in form for form in loss.forms)]
-    for form in loss.forms if documented else ():
-        if all(name in form for name in documented):
-            renamed = {name: names[form.index(name)] for name in documented}
-            if all(new not in keywords and names.index(new) >= count for new in renamed.values()):
-                return {renamed.get(name, name): value for name, value in keywords.items()}
-    return keywords
+def by_parameter_names(loss: Any, keywords: dict[str, Any]) -> dict[str, Any]:
+    """A call's keywords, of which the documented names become those of ``forward``'s parameters."""
+    renamed = {loss.parameters_named.get(name, name): value for name, value in keywords.items()}
+    if len(renamed) < len(keywords):
+        names = ", ".join([f"{name}=" for name in keywords])
+        raise TypeError(
+            f"{type(loss).__name__}: two of {names} are the same argument, or of two forms of the call; call it as "
+            f"{call_forms(loss)}."
+        )
+    return renamed
 
 
 def options_of(cls: type[C], function: Callable[..., Any], options: Mapping[str, Any]) -> C:
     """An instance of a dataclass, the ``**options`` of a function; a TypeError that lists its arguments for others."""
     names = [*cls.__dataclass_fields__]
-    unknown = ", ".join(f"{name!r}{meant(name, names)}" for name in options if name not in names)
+    unknown = [name for name in options if name not in names]
     if unknown:
         parameters = inspect.signature(function).parameters.values()
         known = [*(each.name for each in parameters if each.kind != each.VAR_KEYWORD), *names]
-        raise TypeError(f"{function.__name__} has no argument {unknown}; its arguments are {', '.join(known)}.")
+        raise TypeError(
+            f"{function.__name__} has no argument {unknown_names(unknown, known)}; its arguments are "
+            f"{', '.join(known)}."
+        )
     return cls(**options)
 
 
@@ -128,8 +153,9 @@ def constructor_signature(cls: Any) -> inspect.Signature:
 
 
 def named_options(cls: Any, arguments: Sequence[Any], options: Mapping[str, Any]) -> dict[str, Any]:
-    """The arguments of a loss's constructor by name; a TypeError for too many, and for unknown ones."""
-    names, known = cls.positions, [field.name for field in fields(cls.options_type)]
+    """The arguments of a loss's constructor by name; a TypeError for too many, unknown and missing ones, and for what
+    belongs to the call."""
+    names, known = cls.positions, cls.options_type.__dataclass_fields__
     if len(arguments) > len(names):
         raise TypeError(
             f"{cls.__name__} takes at most {len(names)} options by position, got {len(arguments)}: {', '.join(names)}."
@@ -138,14 +164,39 @@ def named_options(cls: Any, arguments: Sequence[Any], options: Mapping[str, Any]
     twice = ", ".join(name for name in by_position if name in options)
     if twice:
         raise TypeError(f"{cls.__name__} was given {twice} by position and by name; leave one out.")
-    unknown = [name for name in options if name not in known]
-    if unknown:
-        known = cls.option_names  # beside these, what constructors of subclasses name
-        found = ", ".join(f"{name!r}{meant(name, known)}" for name in unknown)
-        raise TypeError(f"{cls.__name__} has no option {found}; its options are {', '.join(known)}.")
+    check_known(cls, options, known)
     named = by_position | dict(options)
-    required = [field.name for field in fields(cls.options_type) if field.default is field.default_factory is MISSING]
+    for name, value in named.items():
+        check_no_input(cls, name, value)
+    first = by_position.get("ignore_index")
+    if isinstance(first, float):
+        raise TypeError(
+            f"ignore_index must be an integer, got {first!r}: it is the first option by position; pass others by "
+            f"keyword, such as {names[1]}={first!r}."
+        )
+    required = [name for name, field in known.items() if field.default is field.default_factory is MISSING]
     missing = ", ".join(f"{name}=" for name in required if name not in named)
     if missing:
         raise TypeError(f"{cls.__name__} needs {missing}; its options are {', '.join(cls.option_names)}.")
     return named
+
+
+def check_known(cls: Any, options: Iterable[str], known: Container[str] | None = None) -> None:
+    """Raise TypeError for options that a loss does not have; ``known`` are those that it has."""
+    unknown = [name for name in options if name not in (cls.option_names if known is None else known)]
+    if unknown:
+        names = [name for name in cls.option_names if name != "compiled"]  # which has no effect
+        raise TypeError(
+            f"{cls.__name__} has no option {unknown_names(unknown, names)}; its options are {', '.join(names)}."
+        )
+
+
+def check_no_input(cls: Any, name: str, value: Any) -> None:
+    """Raise TypeError if an option is a tensor, a layer or a head, which belong to the call."""
+    parts = value if isinstance(value, (list, tuple)) else [value]
+    if any(isinstance(part, (Tensor, nn.Module)) or hasattr(part, "vocab_size") for part in parts):
+        shape = f"{list(value.shape)}, {value.dtype}" if isinstance(value, Tensor) else type(value).__name__
+        raise TypeError(
+            f"{cls.__name__} was given a tensor or a head as its option {name} ({shape}): options go to the "
+            f"constructor, tensors and heads to the call; add (), {cls.__name__}()(...)."
+        )

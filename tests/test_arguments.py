@@ -4,7 +4,8 @@ import pytest
 import torch
 
 import liger_losses
-from liger_losses import ChunkedLoss, Completions, Teacher, functional, linear_labels_loss, linear_logps
+from liger_losses import ChunkedLoss, Completions, Head, Teacher, functional, linear_labels_loss, linear_logps
+from tests import losses
 from tests.losses import CE, DPO, GRPO, JSD, KTO, ORPO
 from tests.reference import problem
 
@@ -22,28 +23,28 @@ MISTAKES = {
     "logits and labels": (lambda h, w, y: CE()(h @ w.t(), y), r"'labels'; call it as loss\(head, hidden_.*no logits"),
     "targets=": (
         lambda h, w, y: CE()(w, h, targets=y),
-        r"CrossEntropyLoss: it has no targets= \(did you mean 'target'\?\); call it as .*_input, target",
+        r"CrossEntropyLoss: it has no targets= \(did you mean 'labels'\?\); call it as .*_input, target",
     ),
     "a head twice": (
         lambda h, w, y: CE()(w, h, y, head=w),
-        "head= beside an argument that is the same one.*call it as",
+        "multiple values for argument 'head'; call it as",
     ),
     "a head by two names": (
         lambda h, w, y: CE()(lin_weight=w, head=w, hidden_states=h, labels=y),
-        "head=, hidden_states=, labels= beside an argument that is the same one",
+        "two of lin_weight=, head=, hidden_states=, labels= are the same argument",
     ),
-    "two forms": (lambda h, w, y: DPO()(w, chosen=(h, y), labels=y), "chosen=, labels= beside .* another form of the"),
+    "two forms": (lambda h, w, y: DPO()(w, chosen=(h, y), hidden_states=h), "two of chosen=.*or of two forms"),
     "a loss on pairs": (lambda h, w, y: DPO()(w, h), r"DPOLoss.*'rejected'.*\(head, chosen, rejected\)"),
     "a loss that derives": (lambda h, w, y: ORPO()(w, h), r"'rejected'.*\(head, chosen, reje"),
     "one's own": (lambda h, w, y: ChunkedLoss()(w, h), r"'labels'; call it as loss\(head, hidden_states, labels\)"),
     "a reference model": (lambda h, w, y: DPO()(w, h, y, ref_model=w), r"no ref_model=; of .* loss_inputs\(ref_model"),
     "an option of the constructor": (
         lambda h, w, y: DPO()(w, h, y, beta=0.1),
-        r"no beta=; beta= is an option of the constructor, LigerFusedLinearDPOLoss\(beta=\.\.\.\); call it as",
+        r"no beta=; options go to the constructor, LigerFusedLinearDPOLoss\(beta=\.\.\.\); call it as",
     ),
     "an option of the base class, and one that there is not": (
         lambda h, w, y: CE()(w, h, y, temperature=2.0, label_smoothing=0.1, x=1),
-        r"no temp.*, x=; temperature=, label_smoothing= are options .*\(temperature=\.\.\., label_sm[^x]*; call",
+        r"no temp.*, x=; options go .*\(temperature=\.\.\., label_sm[^x]*; call",
     ),
     "an option": (lambda h, w, y: DPO(bta=1), "DPOLoss has no option 'bta' .*'beta'.*; its options are .*group"),
     "an option of JSD": (lambda h, w, y: JSD(x=1), "JSDLoss has no option 'x'; .*beta, .*convention"),
@@ -61,7 +62,7 @@ MISTAKES = {
     ),
     "a policy's function": (
         lambda h, w, y: functional.grpo_loss(h[..., 0], h[:, 0, 0], y >= 0, epsilon=1),
-        r"^grpo_loss has no argument 'epsilon' \(did .*'epsilon_low'.* logps, advantages, mask, .*loss_type, beta",
+        r"^grpo_loss has no argument 'epsilon' \(use epsilon_low.* logps, advantages, mask, .*loss_type, beta",
     ),
 }
 
@@ -108,8 +109,8 @@ def test_the_error_says_how_it_is_called(name):
 def test_a_compiled_function_says_the_same(name):
     call, message = MISTAKES[name]
     hidden, weight, labels, _ = problem(shape=(4, 5), masked=0.2)
-    losses = {"targets=": CE, "a loss on pairs": DPO, "a loss that derives": ORPO}
-    loss = losses.get(name, ChunkedLoss)()
+    kinds = {"targets=": CE, "a loss on pairs": DPO, "a loss that derives": ORPO}
+    loss = kinds.get(name, ChunkedLoss)()
     calls = {"targets=": lambda h: loss(weight, h, targets=labels), "an operation": lambda h: call(h, weight, labels)}
     function = calls.get(name, lambda h: loss(weight, h))
     with pytest.raises(TypeError, match=message):
@@ -156,6 +157,18 @@ def test_every_loss_takes_the_documented_names_of_each_form(name):
         assert torch.equal(
             *(found if isinstance(found, torch.Tensor) else found[0] for found in (by_position, by_name))
         )
+
+
+@pytest.mark.parametrize("name", ["GRPO", "KTO", "BCO"])
+def test_head_and_hidden_states_may_come_in_either_order(name):
+    loss, (h, w, y, _) = getattr(losses, name), problem(shape=(4, 5), masked=0.0)
+    more = {"attention_mask": y >= 0, "advantages": h[:, 0, 0].detach()}
+    more = more if name == "GRPO" else {"preference_labels": MARKS, **({"kl": 0.0} if name == "KTO" else {})}
+    of_layer = torch.nn.Linear(*w.shape[::-1], bias=False, dtype=w.dtype)
+    of_layer.weight.data.copy_(w)
+    for pair in ((h, w), (w, h), (of_layer, h), (Head(w), h)):
+        value, _ = loss(**OPTIONS.get(name, {}))(*pair, y, **more)
+        assert value == loss(**OPTIONS.get(name, {}))(h, w, y, **more)[0]
 
 
 @pytest.mark.parametrize("name", ["token_weights", "weights", "sample_weights", "ref_logps", "advantages"])

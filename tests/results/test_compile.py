@@ -237,27 +237,25 @@ def test_five_steps_of_a_schedule(name):
     schedule = {"GRPO": ("beta", "temperature", "entropy_coef"), "cross entropy": ("temperature", "label_smoothing")}
     function, counter = compiled(lambda d: LOSSES[name][1](loss, head, d), "eager")
     for step in range(5):
-        for attribute in schedule.get(name, ("beta", "temperature")):
-            setattr(loss, attribute, 0.1 + 0.15 * step)
+        loss = loss.replace(**dict.fromkeys(schedule.get(name, ("beta", "temperature")), 0.1 + 0.15 * step))
         d = batch(5 + step)
-        found, expected = (call(d) for call in (function, lambda d: LOSSES[name][1](loss, head, d)))
-        assert_same(found, expected)
+        assert_same(function(d), LOSSES[name][1](loss, head, d))
     assert counter.frame_count <= 2
 
 
-def test_attributes_that_change():
-    """Each is read at the next call; a value that an attribute had already compiles nothing."""
+def test_losses_that_replace_others():
+    """The function reads the options of each; values that an option had already compile nothing."""
     head, loss, d = layer(), DPO(beta=0.1), batch(6)
     function, counter = compiled(lambda d: pairs(loss, head, d), "eager")
     before = function(d)[0].item()
     for name, value in (("beta", 0.7), ("loss_type", ["ipo"]), ("use_ref_model", False)):
-        setattr(loss, name, value)
+        loss = loss.replace(**{name: value})
         assert_same(function(d), pairs(loss, head, d))
         assert function(d)[0].item() != before
         before = function(d)[0].item()
     graphs = counter.frame_count
     assert 2 <= graphs <= 4
-    loss.beta = 0.7
+    loss = loss.replace(beta=0.7)
     function(d)
     assert counter.frame_count == graphs
     loss.eval()
@@ -270,15 +268,14 @@ def test_copies_of_losses():
     function, counter = compiled(lambda loss, d: marked(loss, head, d), "eager")
     function(loss, d)
     pickled = lambda loss: pickle.loads(pickle.dumps(loss))  # noqa: E731
-    others = copy.deepcopy(loss), pickled(loss)
-    for other, copied in zip(others, (copy.deepcopy, pickled), strict=True):
-        other.beta = 0.9
+    others = [copied(loss).replace(beta=0.9) for copied in (copy.deepcopy, pickled, lambda loss: loss)]
+    for other, copied in zip(others, (copy.deepcopy, pickled, copy.deepcopy), strict=True):
         expected = marked(copied(other), head, d)
         assert_same(function(other, d), expected)
         assert (int(loss.batches), int(other.batches)) == (1, 2)
     assert counter.frame_count == 2
     del loss
-    for other, copied in zip(others, (copy.deepcopy, pickled), strict=True):
+    for other, copied in zip(others, (copy.deepcopy, pickled, copy.deepcopy), strict=True):
         expected = marked(copied(other), head, d)
         assert_same(function(other, d), expected)
 

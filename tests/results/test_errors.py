@@ -355,7 +355,7 @@ WRONG = {
     "labels and hidden states": (lambda h, w, y: CE()(w, y, h), "unless these are hidden states"),
     "completions": (lambda h, w, y: ALONE(w, (y, h), (y, h)), r"completions are \(hidden_states, labels\)"),
     "tokens and mask": (lambda h, w, y: GRPO(beta=0.0)(h, w, (y > 0).float(), y, ONES), "or a mask"),
-    "KTO's weight": (lambda h, w, y: KTO()(w, h, y), r"in the form loss\(_input, weight, target\)"),
+    "KTO's tokens": (lambda h, w, y: KTO()(w, h[0], y), r"must be \[batch, tokens, hidden_size\] and labels"),
     "a layer as bias": (
         lambda h, w, y: CE()(w, h, y, nn.Linear(24, 61)),
         "such as model.lm_head goes where the weight",

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.compiler import is_dynamo_compiling
 
-from liger_losses.arguments import by_forward_names, wrong_arguments
+from liger_losses.arguments import by_parameter_names, wrong_arguments
 from liger_losses.caller import warn
 from liger_losses.checks import is_weight_and_bias
 from liger_losses.chunked.core.agreement import agree
@@ -61,8 +61,8 @@ def _entry(function: F, of_loss: bool) -> F:
     @functools.wraps(function)
     def wrapped(*arguments: Any, **keywords: Any) -> Any:
         loss, given = (arguments[0], arguments[1:]) if of_loss else (None, arguments)
-        if loss is not None and not keywords.keys() <= loss.argument_set:
-            keywords = by_forward_names(loss, len(given), keywords)
+        if loss is not None:
+            keywords = by_parameter_names(loss, keywords)
         elif "head" in keywords:  # as the documentation calls the weight
             keywords = {"weight" if name == "head" else name: value for name, value in keywords.items()}
         if is_dynamo_compiling():

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import copy
-import functools
 import inspect
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
+from difflib import get_close_matches
 from numbers import Real
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from liger_losses.arguments import constructor_signature, named_options
+from liger_losses.arguments import check_known, constructor_signature, named_options
 from liger_losses.checks import check_fields, check_labels, check_shift, check_tensor, checked_items
 from liger_losses.chunked import EngineOptions, Head, Statistics, linear_statistics, shift_labels
 from liger_losses.chunked.core.agreement import agree
@@ -23,6 +23,9 @@ from liger_losses.chunked.core.results import DeclaredStatistics
 from liger_losses.chunked.losses.context_parallel import check_sliced, sum_over_group
 from liger_losses.kernels.logit_transform import LogitTransform
 from liger_losses.kernels.tracing import outside_graphs
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 AnyHead = Tensor | nn.Module | Head
 #: The options that say how the engine streams.
@@ -56,10 +59,10 @@ class LossOptions:
 
     def __post_init__(self) -> None:
         # Both check themselves; each call reads them.
-        object.__setattr__(self, "_transform", LogitTransform(self.temperature, self.logit_scale, self.softcap))
+        object.__setattr__(self, "transform", LogitTransform(self.temperature, self.logit_scale, self.softcap))
         options = EngineOptions(**{name: getattr(self, name) for name in _STREAMING})
         others: dict[str, Any] = dict.fromkeys({*_STREAMING} - {*self.streaming})
-        object.__setattr__(self, "_options", replace(options, **others) if others else options)
+        object.__setattr__(self, "engine", replace(options, **others) if others else options)
         if not isinstance(self.shift, bool):
             check_shift(self.shift, self.several)
         check_fields(self)
@@ -72,20 +75,19 @@ class LossOptions:
         return None
 
 
-#: Types of values of which equal ones make the same options.
-_PLAIN = {int, float, bool, str, type(None), torch.dtype}
+def _option(name: str) -> property:
+    """An option, which a loss reads from its frozen :attr:`ChunkedLoss.settings`."""
 
+    def read(loss: Any) -> Any:
+        return getattr(loss.settings, name)
 
-def _options(kind: Any, values: Mapping[str, Any]) -> LossOptions:
-    """The options of these values, which are checked once where they are plain."""
-    plain = {*map(type, values.values())} <= _PLAIN
-    return _kept_options(kind, **values) if plain else kind(**values)
+    def assign(loss: Any, value: Any) -> None:
+        raise AttributeError(
+            f"{name} is an option, and a loss is frozen: loss.replace({name}=...) returns one with another value. (The "
+            f"constructor of a subclass passes it on, super().__init__({name}=...).)"
+        )
 
-
-@functools.lru_cache(maxsize=256, typed=True)  # True equals 1, and is no number here
-def _kept_options(kind: Any, **values: Any) -> LossOptions:
-    options: LossOptions = kind(**values)
-    return options
+    return property(read, assign)
 
 
 class _Signature:
@@ -102,8 +104,7 @@ class ChunkedLoss(nn.Module):
 
     To write a loss, derive from this class, name the :attr:`statistics` that the loss reads, and define :meth:`loss`.
 
-    Every option is an attribute, and each call reads it. Assigning a wrong value raises an error and leaves the
-    attribute unchanged.
+    Every option is an attribute that cannot be assigned: :meth:`replace` returns a loss with other options.
 
     Args:
         ignore_index: the label of tokens that do not contribute to the loss. They are dropped before the projection.
@@ -136,42 +137,66 @@ class ChunkedLoss(nn.Module):
     statistics: ClassVar[tuple[str, ...]] = ("logp",)
     #: Further statistics that it reads, without a gradient.
     metrics: tuple[str, ...] = ()
-    #: How it is called, for error messages.
-    call_forms: ClassVar[str] = "loss(head, hidden_states, labels)"
     #: The dataclass of its options, and which of them the constructor takes by position.
     options_type: ClassVar[type[LossOptions]] = LossOptions
     positions: ClassVar[tuple[str, ...]] = ()
-    settings: Any  # which is one of these
-    #: Whether the class has properties in the place of options, which each call reads.
-    computes_options: ClassVar[bool] = False
-    _options: EngineOptions
-    _transform: LogitTransform
-    #: The documented names of its arguments by position, in each form; and those of :meth:`forward`'s parameters.
+    #: The documented names of its arguments by position, in each form of the call.
     forms: ClassVar[tuple[tuple[str, ...], ...]] = (("head", "hidden_states", "labels"),)
-    argument_names: ClassVar[tuple[str, ...]] = ("weight", "hidden_states", "labels", "bias")
-    argument_set: ClassVar[frozenset[str]] = frozenset(argument_names)
+    #: The names of :meth:`forward`'s parameters, and which of them a documented name is.
+    argument_names: ClassVar[tuple[str, ...]]
+    parameters_named: ClassVar[Mapping[str, str]]
     #: What its constructor takes: the options, and what the constructors of subclasses name.
-    option_names: ClassVar[tuple[str, ...]] = tuple(field.name for field in fields(LossOptions))
+    option_names: ClassVar[tuple[str, ...]]
     __signature__ = _Signature()
 
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
+        cls._complete()
+
+    @classmethod
+    def _complete(cls) -> None:
+        """Add what follows from the class's options, constructor and call."""
         if "__init__" in vars(cls):  # torch.compile cannot trace it
             outside_graphs(cls, "__init__")
+        for name in [field.name for field in fields(cls.options_type)]:
+            if not hasattr(cls, name):
+                setattr(cls, name, _option(name))
+            elif name in vars(cls) and name != "divergence":  # which each loss has as a property
+                raise TypeError(f"{cls.__name__}.{name} hides the option {name}; give its constructor another value.")
         cls.option_names = tuple(constructor_signature(cls).parameters)
-        names = {field.name for field in fields(cls.options_type)} - {"divergence"}  # which each loss has as a property
-        cls.computes_options = any(hasattr(cls, name) for name in names)
-        if "forward" in vars(cls):
-            cls.argument_names = tuple(inspect.signature(cls.forward).parameters)[1:]
-            cls.argument_set = frozenset(cls.argument_names)
+        cls.argument_names = names = tuple(inspect.signature(cls.forward).parameters)[1:]
+        documented = {name: parameter for form in cls.forms for name, parameter in zip(form, names, strict=False)}
+        cls.parameters_named = {name: documented[name] for name in documented if name not in names}
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
-        settings = _options(self.options_type, named_options(type(self), arguments, options))
+        settings = self.options_type(**named_options(type(self), arguments, options))
         super().__init__()
-        for name in {*vars(self)} & {*vars(settings)}:
-            del self.__dict__[name]  # a subclass has assigned an option before it has called this
-        self._read(settings)
-        self.check_options()
+        self._settings = settings
+
+    @property
+    def settings(self) -> Any:
+        """The options, a frozen dataclass of the type :attr:`options_type`."""
+        return self._settings
+
+    def replace(self, **options: Any) -> Self:
+        """The same loss with other options. State (BCO's running mean) is copied, and goes on separately.
+
+        Raises:
+            TypeError, ValueError: an unknown option, or a wrong value.
+        """
+        check_known(type(self), options)
+        known = self.options_type.__dataclass_fields__
+        made = copy.copy(self)
+        made.__setstate__({name: copy.copy(x) if isinstance(x, dict) else x for name, x in vars(self).items()})
+        made._settings = replace(self.settings, **{name: options[name] for name in options if name in known})
+        for name in options.keys() - known:  # what the constructor of a subclass names
+            setattr(made, name, options[name])
+        return made
+
+    def extra_repr(self) -> str:
+        """The options that differ from the defaults."""
+        values = {field: getattr(self.settings, field.name) for field in fields(self.settings)}
+        return ", ".join([f"{field.name}={value!r}" for field, value in values.items() if value != field.default])
 
     if TYPE_CHECKING:
 
@@ -179,28 +204,14 @@ class ChunkedLoss(nn.Module):
             """An option."""
 
     def __setattr__(self, name: str, value: Any) -> None:
-        if "settings" in self.__dict__ and name in self.__dict__:
-            values = {name: value}
-            if name in self.options_type.__dataclass_fields__:
-                settings = replace(self.settings, **values)  # which checks it
-                copy.copy(self)._read(settings).check_options()
-                self._read(settings)
-                return
-            changed = copy.copy(self)
-            changed.__dict__.update(values)
-            changed.check_options()
+        if "_settings" in self.__dict__ and name not in self.option_names and not hasattr(self, name):
+            meant_one = get_close_matches(name, self.option_names, 1, 0.8)
+            if meant_one:
+                raise AttributeError(
+                    f"{type(self).__name__} has no attribute {name!r}: did you mean the option {meant_one[0]!r}? "
+                    "Assign an attribute of a class of your own before super().__init__()."
+                )
         super().__setattr__(name, value)
-
-    def _read(self, settings: Any) -> ChunkedLoss:
-        """Take these options, each of which is an attribute too."""
-        self.__dict__.update(vars(settings), settings=settings)
-        return self
-
-    def check_options(self) -> None:
-        """Raise TypeError or ValueError for wrong attributes, in subclasses with attributes that are not options.
-
-        The constructor calls it. Assigning an attribute calls it on a copy of the loss that has the new value.
-        """
 
     @property
     def spans_ranks(self) -> bool:
@@ -220,16 +231,12 @@ class ChunkedLoss(nn.Module):
     @property
     def transform(self) -> LogitTransform:
         """The transform of the logits of policy and reference."""
-        if self.computes_options:
-            return LogitTransform(self.temperature, self.logit_scale, self.softcap)
-        return self._transform
+        return self.settings.transform
 
     @property
     def options(self) -> EngineOptions:
         """How the engine streams."""
-        if self.computes_options:
-            return EngineOptions(**{name: getattr(self, name) for name in self.options_type.streaming})
-        return self._options
+        return self.settings.engine
 
     def transform_at(self, temperature: Tensor | None) -> LogitTransform:
         """:attr:`transform`, with a temperature per token where a call gives one."""
@@ -334,4 +341,5 @@ class ChunkedLoss(nn.Module):
         return result
 
 
-outside_graphs(ChunkedLoss, "__init__")
+ChunkedLoss._complete()
+outside_graphs(ChunkedLoss, "replace")

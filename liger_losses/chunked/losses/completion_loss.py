@@ -12,7 +12,7 @@ from typing import Any, ClassVar, NamedTuple
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from liger_losses.checks import check_alike, check_device, check_shape_of, check_temperature, check_tensor, checked_mask
 from liger_losses.chunked import EngineOptions, Head, Statistics
@@ -136,6 +136,12 @@ def only_in_completions(what: str, reference: Sequence[Tensor | None], temperatu
             raise ValueError(f"with {what}, give the reference in Completions(..., ref_hidden_states=, ref_logps=).")
     if temperature is not None:
         raise ValueError(f"with {what}, give the temperature in Completions(..., temperature=).")
+
+
+def states_and_head(first: Any, second: Any) -> tuple[Any, Any]:
+    """Hidden states ``[B, T, H]`` and a head, which are given in either order."""
+    of_head = isinstance(first, Tensor) and first.dim() == 2 and isinstance(second, Tensor) and second.dim() == 3
+    return (second, first) if of_head or isinstance(first, (nn.Module, Head)) else (first, second)
 
 
 @contextmanager

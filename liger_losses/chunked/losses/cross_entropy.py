@@ -10,6 +10,7 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
+from liger_losses.arguments import check_no_input
 from liger_losses.checks import (
     LISTS,
     NonNegativeFloat,
@@ -140,6 +141,8 @@ class LigerFusedLinearCrossEntropyLoss(ChunkedLoss):
     def __init__(self, ce_weight: Tensor | None = None, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
         if ce_weight is not None:
+            if not isinstance(ce_weight, Tensor) or ce_weight.dim() > 1:
+                check_no_input(type(self), "ce_weight", ce_weight)
             check_tensor("ce_weight", ce_weight)
         self.register_buffer("ce_weight", ce_weight, persistent=False)
 

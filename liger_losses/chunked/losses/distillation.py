@@ -7,7 +7,7 @@ of logits divided by ``temperature``.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple
 
 import torch
@@ -73,21 +73,28 @@ class DistillationOptions(LossOptions):
             if self.group is not None:
                 raise ValueError("top_k= does not work with slices of sequences (group=); leave one of them out.")
         # At temperature 1: the loss's own is for the divergence, and divides both models' logits.
-        object.__setattr__(self, "_transform", LogitTransform(1.0, self.logit_scale, self.softcap))
-        object.__setattr__(self, "_divergence", self.of_options())
+        object.__setattr__(self, "transform", LogitTransform(1.0, self.logit_scale, self.softcap))
+        made = self.of_options()
+        object.__setattr__(self, "made", made)
+        if self.entry_limit is not None:
+            made.limited(self.entry_limit)  # raises for divergences without a limit
 
-    def of_options(self) -> Divergence | None:
+    def of_options(self) -> Divergence:
         """The divergence that the options name."""
-        return None
+        raise NotImplementedError
 
 
 @dataclass(frozen=True, kw_only=True)
 class DivergenceOptions(DistillationOptions):
     """The options of :class:`DistillationLoss`."""
 
-    divergence: Divergence | None
+    divergence: Divergence
 
-    def of_options(self) -> Divergence | None:
+    def of_options(self) -> Divergence:
+        if not isinstance(self.divergence, Divergence):
+            raise TypeError(
+                f"divergence must be a Divergence, such as Divergence.forward_kl(), got {self.divergence!r}."
+            )
         return self.divergence
 
 
@@ -116,32 +123,15 @@ class DistillationLoss(ChunkedLoss):
     """
 
     forms = (("head", "hidden_states", "labels", "teacher"),)
-    call_forms = "loss(head, hidden_states, labels, Teacher(hidden_states, weight))"
 
     options_type: ClassVar[type[LossOptions]] = DivergenceOptions
-    settings: DistillationOptions
+    settings: Any
     positions: ClassVar[tuple[str, ...]] = ("divergence", *_WEIGHTS, *_OTHERS)
-
-    def check_options(self) -> None:
-        if not isinstance(self.divergence, Divergence):
-            raise TypeError(
-                f"divergence must be a Divergence, such as Divergence.forward_kl(), got {self.divergence!r}."
-            )
-        _ = self.which  # raises for divergences without a limit
-
-    @property
-    def transform(self) -> LogitTransform:
-        """The transform of the student's logits, at temperature 1."""
-        return replace(super().transform, temperature=1.0) if self.computes_options else self._transform
 
     @property
     def divergence(self) -> Divergence:
         """The divergence between student and teacher."""
-        if self.computes_options and self.options_type is not DivergenceOptions:
-            made = self.options_type.of_options(self)  # type: ignore[attr-defined]
-            assert isinstance(made, Divergence)
-            return made
-        return self._divergence
+        return self.settings.made
 
     @property
     def common_options(self) -> dict[str, Any]:
@@ -349,15 +339,19 @@ class LigerFusedLinearReverseKLLoss(LigerFusedLinearKLLoss):
     options_type = ReverseKLOptions
 
 
+@dataclass(frozen=True, kw_only=True)
+class TVDOptions(DistillationOptions):
+    """The options of :class:`LigerFusedLinearTVDLoss`."""
+
+    def of_options(self) -> Divergence:
+        return Divergence.total_variation()
+
+
 class LigerFusedLinearTVDLoss(DistillationLoss):
     """Distillation with the total variation, :func:`total_variation`. Arguments as in :class:`DistillationLoss`."""
 
-    options_type = DistillationOptions
+    options_type = TVDOptions
     positions = (*_WEIGHTS, *_OTHERS)
-
-    @property
-    def divergence(self) -> Divergence:
-        return Divergence.total_variation()
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -42,6 +42,9 @@ class MiniLLMOptions(DistillationOptions):
                 f"{self.weight_hard_loss!r} and {self.weight_soft_loss!r}."
             )
 
+    def of_options(self) -> Divergence:
+        return Divergence.reverse_kl()
+
     @property
     def reads_order(self) -> str | None:
         return "MiniLLM's sum of later tokens' rewards"
@@ -67,10 +70,6 @@ class LigerFusedLinearMiniLLMLoss(DistillationLoss):
 
     options_type = MiniLLMOptions
     positions = ("gamma", "length_normalization", "single_step")
-
-    @property
-    def divergence(self) -> Divergence:
-        return Divergence.reverse_kl()
 
     @loss_operator
     def forward(  # type: ignore[override]

@@ -104,10 +104,6 @@ class PreferenceLoss(CompletionLoss):
 
     metrics = ("mean_logit",)
     forms = (("head", "chosen", "rejected"), ("head", "hidden_states", "labels"))
-    call_forms = (
-        "loss(head, chosen, rejected), each side Completions(hidden_states, labels), or as loss(head, hidden_states, "
-        "labels), chosen rows first"
-    )
 
     options_type: ClassVar[type[LossOptions]] = PreferenceOptions
     positions: ClassVar[tuple[str, ...]] = (

@@ -28,6 +28,7 @@ from liger_losses.chunked.losses.completion_loss import (
     CompletionBatch,
     CompletionLoss,
     naming_the_reference,
+    states_and_head,
 )
 from liger_losses.chunked.losses.policy_objectives import PolicyInputs, policy_terms
 from liger_losses.chunked.losses.policy_tables import PolicyOptions
@@ -128,10 +129,9 @@ class LigerFusedLinearGRPOLoss(CompletionLoss):
         "build the loss with beta=0.0 or use_ref_model=False."
     )
     forms = (
-        ("hidden_states", "head", "selected_token_ids", "attention_mask", "advantages"),
-        ("hidden_states", "head", "labels", "mask", "advantages"),
+        ("head", "hidden_states", "labels", "mask", "advantages"),
+        ("head", "hidden_states", "selected_token_ids", "attention_mask", "advantages"),
     )
-    call_forms = "loss(hidden_states, head, selected_token_ids, attention_mask, advantages)"
 
     options_type = GRPOOptions
     settings: GRPOOptions
@@ -178,12 +178,14 @@ class LigerFusedLinearGRPOLoss(CompletionLoss):
         temperature: Tensor | None = None,
         prompts: Tensor | None = None,
     ) -> tuple[Tensor, PolicyMetrics | PolicyMetricsWithoutKL]:
-        """The loss of completions.
+        """The loss of completions, ``loss(head, hidden_states, labels, mask, advantages)``.
+
+        Head and hidden states may also come in liger-kernel's order, hidden states first.
 
         Args:
             _input: ``[B, T, H]``, hidden states that predict the completions' tokens.
             lin_weight, bias: the ``lm_head``, as in :meth:`liger_losses.ChunkedLoss.forward`.
-            selected_token_ids: ``[B, T]`` int64, the completions.
+            selected_token_ids: ``[B, T]`` int64, the completions; ``ignore_index`` is no token.
             attention_mask: ``[B, T]``, 0 for padding and other tokens that do not contribute to the loss. Their values
                 have no influence.
             advantages: ``[B]``, or per token ``[B, T]``.
@@ -205,6 +207,7 @@ class LigerFusedLinearGRPOLoss(CompletionLoss):
         if not self.use_ref_model:  # as liger-kernel ignores it
             ref_per_token_logps = ref_input = ref_weight = ref_bias = None
         transform = self.transform_at(temperature)
+        _input, lin_weight = states_and_head(_input, lin_weight)
         head = Head.of(lin_weight, bias, transform)
         labels = self._active(head, _input, selected_token_ids, attention_mask)
         if ref_per_token_logps is not None and ref_input is not None:

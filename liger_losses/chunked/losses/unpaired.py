@@ -39,6 +39,7 @@ from liger_losses.chunked.losses.completion_loss import (
     Completions,
     as_completions,
     only_in_completions,
+    states_and_head,
 )
 from liger_losses.kernels.logit_transform import LogitTransform
 
@@ -186,11 +187,7 @@ class UnpairedPreferenceLoss(CompletionLoss):
     """
 
     metrics = ("mean_logit",)
-    forms = (("head", "desirable", "undesirable"), ("head", "completions"), ("hidden_states", "head", "labels"))
-    call_forms = (
-        "loss(head, desirable, undesirable), each Completions(hidden_states, labels), or loss(head, completions, "
-        "preference_labels=...)"
-    )
+    forms = (("head", "desirable", "undesirable"), ("head", "completions"), ("head", "hidden_states", "labels"))
     options_type = UnpairedOptions
     settings: UnpairedOptions
     positions = ("ignore_index", "beta", "compiled", "use_ref_model", "average_log_prob", "chunk_size")
@@ -221,8 +218,8 @@ class UnpairedPreferenceLoss(CompletionLoss):
 
         - ``loss(weight, desirable, undesirable)``: two :class:`Completions` or ``(hidden_states, labels)`` tuples;
         - ``loss(weight, completions, preference_labels=...)``: one, and which of them are desirable;
-        - ``loss(hidden_states, weight, labels, bias, preference_labels, ...)``, liger-kernel's: ``[B, T, H]``,
-          ``[V, H]``, ``[B, T]``.
+        - ``loss(weight, hidden_states, labels, bias, preference_labels, ...)``: ``[V, H]``, ``[B, T, H]``, ``[B, T]``;
+          as in liger-kernel, hidden states may come before the weight.
 
         Args:
             _input, lin_weight, target, bias: as in these forms and in :meth:`liger_losses.ChunkedLoss.forward`.
@@ -324,19 +321,18 @@ def _read_unpaired(
 
     - ``(weight, desirable completions, undesirable completions)``;
     - ``(weight, completions)`` and ``preference_labels``;
-    - liger-kernel's ``(hidden_states, weight, labels)`` and ``preference_labels``.
+    - ``(weight, hidden_states, labels)`` and ``preference_labels``; as in liger-kernel, hidden states may come first.
 
     ``reference`` are the reference's hidden states and its log-probabilities in the last form.
     """
     weight, given, others = arguments
     if isinstance(given, (Tensor, nn.Module, Head)):
-        hidden, weight, labels = arguments
+        (hidden, weight), labels = states_and_head(weight, given), others
         check_tensor("_input", hidden, allow_dtensor=True)
         check_tensor("target", labels)
         if hidden.dim() != 3 or labels.dim() != 2:
-            expected = "_input must be [batch, tokens, hidden_size] and target [batch, tokens]"
-            form = "in the form loss(_input, weight, target)"
-            raise ValueError(f"{expected} {form}, got {tuple(hidden.shape)} and {tuple(labels.shape)}.")
+            expected = "hidden states must be [batch, tokens, hidden_size] and labels [batch, tokens]"
+            raise ValueError(f"{expected}, got {tuple(hidden.shape)} and {tuple(labels.shape)}.")
         given, others = Completions(hidden, labels, *reference, temperature), None
     else:
         only_in_completions("completions", reference, temperature)

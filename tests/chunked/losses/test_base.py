@@ -1,4 +1,4 @@
-"""Attributes of losses: each is read at every call, and a value that does not fit is refused when it is set."""
+"""Options of losses: frozen and checked; another loss has other ones."""
 
 import copy
 import dataclasses
@@ -38,17 +38,16 @@ SETTABLE = {
 
 
 @pytest.mark.parametrize(("loss", "name"), SETTABLE)
-def test_setting_an_option_equals_building_with_it(loss, name, monkeypatch):
+def test_replacing_an_option_equals_building_with_it(loss, name, monkeypatch):
     case, build = SETTABLE[loss, name], getattr(losses, loss)
     expected = golden.computed(case)
 
-    def set_later(**options):
+    def replaced(**options):
         value = options.pop(name)
         made = build(**options, **({name: BEFORE[name]} if name in BEFORE else {}))
-        setattr(made, name, value)
-        return made
+        return made.replace(**{name: value})
 
-    monkeypatch.setattr(losses, loss, set_later)
+    monkeypatch.setattr(losses, loss, replaced)
     assert golden.computed(case) == expected
 
 
@@ -125,62 +124,70 @@ WRONG_TYPES = [
     ("build", "options", "message", "error"),
     [*((*row, ValueError) for row in WRONG_VALUES), *((*row, TypeError) for row in WRONG_TYPES)],
 )
-def test_a_value_that_does_not_fit_raises_and_changes_nothing(build, options, message, error):
+def test_a_value_that_does_not_fit_raises(build, options, message, error):
     with pytest.raises(error, match=message):
         build(**options)
     if len(options) == 1:
-        ((name, value),), loss = options.items(), build()
-        before = getattr(loss, name)
         with pytest.raises(error, match=message):
-            setattr(loss, name, value)
-        assert getattr(loss, name) == before
+            build().replace(**options)
 
 
-def test_what_follows_from_attributes_cannot_be_set():
-    for name in ("transform", "options"):
+def test_a_loss_is_frozen():
+    loss = DPO(beta=0.3)
+    with pytest.raises(AttributeError, match=r"beta is an option.* frozen: loss\.replace\(beta=\.\.\.\)"):
+        loss.beta = 0.2
+    for name in ("transform", "options", "settings", "beta"):
         with pytest.raises(AttributeError):
-            setattr(DPO(), name, None)
+            setattr(loss, name, None)
     with pytest.raises(AttributeError):
         JSD().divergence = Divergence.reverse_kl()
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        loss.settings.beta = 0.4
+    with pytest.raises(AttributeError, match="'betta': did you mean the option 'beta'"):
+        loss.betta = 0.5
+    with pytest.raises(AttributeError, match="has no attribute 'bta'"):
+        _ = loss.bta
+    with pytest.raises(TypeError, match=r"no option 'betta' \(did you mean 'beta'\?\)"):
+        loss.replace(betta=0.5)
+    assert (loss.beta, loss.settings.beta, loss.replace(beta=0.5).beta, loss.beta) == (0.3, 0.3, 0.5, 0.3)
+    with pytest.raises(TypeError, match=r"Annealed\.temperature hides the option temperature"):
+        type("Annealed", (JSD,), {"temperature": property(lambda self: 2.0)})
 
 
-def test_a_subclass_may_assign_an_attribute_twice_before_the_options_are_there():
-    class Twice(liger_losses.ChunkedLoss):
-        def __init__(self, scale):
-            self.scale = 1.0
-            self.scale = scale
-            super().__init__()
+def test_a_loss_is_a_module():
+    """Its mode, hooks, buffers and submodules are as any module's, and so are a subclass's own attributes."""
 
-    loss = Twice(2.0)
-    with pytest.raises(ValueError, match="temperature"):
-        loss.temperature = -1.0
-    assert (loss.scale, loss.temperature) == (2.0, 1.0)
+    class Own(liger_losses.ChunkedLoss):
+        def __init__(self, scale=1.0, **options):
+            self.temperatures = 0.0
+            super().__init__(**options)
+            self.scale, self.layer = scale, nn.Linear(2, 2)
+            self.register_buffer("seen", torch.zeros(()))
+
+    loss = Own(2.0, backend="torch").eval()
+    loss.register_forward_hook(lambda *_: None)
+    loss.scale, loss.seen, loss.layer = 3.0, torch.ones(()), nn.Linear(3, 3)
+    other = loss.replace(workspace=100, scale=4.0)
+    other.seen, other.layer = torch.zeros(()), None
+    assert (loss.scale, float(loss.seen), loss.layer.in_features, loss.workspace) == (3.0, 1.0, 3, None)
+    assert (other.scale, other.backend, other.workspace, other.training) == (4.0, "torch", 100, False)
+    assert len(other._forward_hooks) == 1
 
 
-def test_how_to_stream_is_read_at_each_call():
+def test_what_is_printed_are_the_options_that_are_not_defaults():
+    loss = DPO(beta=0.3, loss_type=["sigmoid", "sft"], use_ref_model=True)
+    assert repr(loss) == "LigerFusedLinearDPOLoss(beta=0.3, loss_type=['sigmoid', 'sft'])"
+    assert repr(CE()) == "LigerFusedLinearCrossEntropyLoss()"
+    assert "divergence=" in repr(generic())
+
+
+def test_how_to_stream_is_an_option():
+    given = {"workspace": 10**6, "backend": "torch", "compact": False, "accum_dtype": torch.float32}
     for build in (CE, DPO, JSD):
-        loss = build()
-        loss.workspace, loss.backend, loss.compact, loss.accum_dtype = 10**6, "torch", False, torch.float32
-        options = loss.options
-        assert (options.workspace, options.backend, options.compact) == (10**6, "torch", False)
-        assert options.accum_dtype == torch.float32
-    loss = CE()
-    loss.workspace = 100
+        options = build().replace(**given).options
+        assert {name: getattr(options, name) for name in given} == given
     with pytest.raises(ValueError, match="workspace=100"):
-        loss(HEAD, D["h"], D["y"])
-
-
-def test_options_that_a_subclass_computes_are_read_at_each_call():
-    schedule = {"beta": 0.9, "chunk_size": 2, "softcap": 9.0}
-
-    def scheduled(name):
-        return property(lambda self: schedule[name], lambda self, value: None)
-
-    loss = type("Annealed", (JSD,), {name: scheduled(name) for name in schedule})()
-    for values in ((0.9, 2, 9.0), (0.3, 4, 3.0)):
-        schedule.update(zip(schedule, values, strict=True))
-        assert loss.divergence == JSD(beta=values[0]).divergence
-        assert (loss.options.chunk_size, loss.transform.softcap) == values[1:]
+        CE().replace(workspace=100)(HEAD, D["h"], D["y"])
 
 
 # --- Heads ------------------------------------------------------------------------------------------------------------
@@ -233,19 +240,9 @@ def test_a_copy_has_options_of_its_own(name, copied):
     other = copied(loss)
     assert (other.settings, repr(other)) == (loss.settings, repr(loss))
     assert other.state_dict().keys() == loss.state_dict().keys()
-    other.temperature = 2.0
-    assert (loss.temperature, other.temperature) == (0.7, 2.0)
+    other = other.replace(temperature=2.0)
     found, expected = LOSSES[name].call(other, HEAD, REF, D), LOSSES[name](HEAD, REF, D, temperature=2.0)
     torch.testing.assert_close(tensors_of(found), tensors_of(expected), rtol=0, atol=0, equal_nan=True)
-
-
-def test_options_are_frozen_and_read_by_name():
-    loss = DPO(beta=0.3, ld_alpha=0.5)
-    assert (loss.settings.beta, loss.beta, loss.ld_alpha) == (0.3, 0.3, 0.5)
-    with pytest.raises(dataclasses.FrozenInstanceError):
-        loss.settings.beta = 0.4
-    with pytest.raises(AttributeError, match="has no attribute 'bta'"):
-        _ = loss.bta
 
 
 @pytest.mark.parametrize(
@@ -254,6 +251,16 @@ def test_options_are_frozen_and_read_by_name():
         (lambda: DPO(*[1] * 12), "takes at most 11 options by position, got 12: ignore_index, beta"),
         (lambda: DPO(-100, ignore_index=-1), "was given ignore_index by position and by name"),
         (lambda: GRPO(average_log_prob=True), "has no option 'average_log_prob'"),
+        (lambda: DPO(rpo_alpha=1.0), r"'rpo_alpha' \(use compute_nll_loss=True, and alpha="),
+        (lambda: DPO(reference_free=True), r"'reference_free' \(use use_ref_model=False\)"),
+        (lambda: GRPO(epsilon=0.2), r"'epsilon' \(use epsilon_low= and epsilon_high=, both"),
+        (lambda: GRPO(num_generations=8), "use advantages of the group"),
+        (lambda: GRPO(kl_coef=0.1), r"use beta="),
+        (lambda: DPO(0.1), r"ignore_index must be an integer, got 0\.1: .*, such as beta=0\.1"),
+        (lambda: CE(HEAD, D["h"], D["y"]), r"option ignore_index \(\[.*torch.float32\).*; add \(\), LigerFused"),
+        (lambda: CE(D["weight"]), r"option ce_weight \(.*add \(\)"),
+        (lambda: CE(HEAD), r"option ce_weight \(Head\).*add \(\)"),
+        (lambda: DPO(nn.Linear(2, 2), (D["h"], D["y"])), r"option ignore_index \(Linear\).*add \(\)"),
     ],
 )
 def test_wrong_options(call, message):

@@ -126,9 +126,7 @@ def test_what_no_group_can_be_given_to(one_process):
     d = batch()
     with pytest.raises(ValueError, match="Own defines loss"):
         Own(group=group)(d["weight"], d["h"], d["y"])
-    loss = build("ORPO")()
-    loss.group = group
     with pytest.raises(ValueError, match="shift=False"):
-        loss.shift = True
+        build("ORPO")().replace(group=group, shift=True)
     with pytest.raises(TypeError, match=r"mesh\['cp'\]\.get_group\(\)"):
         build("ORPO", group="cp")()

@@ -117,6 +117,7 @@ def test_many_blocks(row):
 
 IN_TRITON = [*rows(**TRITON), Row(dtype="bfloat16", backend="triton", upstream="some")]
 IN_TRITON += [Row(dtype="bfloat16", backend="triton", labels="one unlikely")]
+IN_TRITON += [Row("loss: cross entropy", dtype="bfloat16", backend="triton", blocks="chunks")]
 if torch.cuda.is_available():  # fp32 logits of hundreds leave an adapter's gradient few digits, by chance
     noisy = {"labels": "one unlikely", "dtype": "float32"}
     IN_TRITON = [row for row in rows(**ON_A_GPU) if not row.adapted or not noisy.items() <= vars(row).items()]

@@ -291,28 +291,6 @@ def test_glu_keeps_nan(backend):
     assert glu(one, nan, limit=1.0, backend=backend).isnan().all()
 
 
-def test_glu_of_any_strides(backend):
-    whole = normal(4, 6, 40, grad=False)
-    for view in (whole[..., :16], whole[..., 3:35:2], whole.transpose(0, 1), whole[:, ::2, 8:24]):
-        x = view.requires_grad_()
-        copy = view.detach().contiguous().requires_grad_()
-        for function in (lambda x: glu(x, x, backend=backend), lambda x: glu_fused(x, backend=backend)):
-            (a,), (grad_a,) = run(function, (x,))
-            (b,), (grad_b,) = run(function, (copy,))
-            torch.testing.assert_close(a, b)
-            torch.testing.assert_close(grad_a, grad_b)
-
-
-def test_glu_of_nothing(backend):
-    x = normal(0, 8)
-    glu(x, x, backend=backend).sum().backward()
-    glu_fused(x, backend=backend).sum().backward()
-    assert x.grad.shape == (0, 8)
-    weight = normal(3, 8)
-    glu_linear(x, x, weight, backend=backend).sum().backward()
-    assert not weight.grad.any()
-
-
 def test_errors_of_glu_name_what_was_given(backend):
     x = normal(2, 7)
     with pytest.raises(ValueError, match="activation must be one of silu, gelu, gelu_tanh, got 'relu'"):

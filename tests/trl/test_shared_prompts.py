@@ -240,51 +240,43 @@ def test_all_processes_try_in_the_first_forward(asked, suits, tmp_path, monkeypa
     assert tried == [(2, False)]
 
 
-@pytest.mark.parametrize(
-    ("device", "options", "found"),
-    [
-        ("cuda", {}, True),
-        ("cuda", {"attn_implementation": "eager"}, True),
-        ("cpu", {}, False),  # a dense mask takes longer than repeated prompts
-        ("cuda", {"attn_implementation": "flash_attention_2"}, False),
-        ("cuda", {"dtype": torch.float32}, False),
-    ],
-)
-def test_a_model_shares_prompts_unasked_in_half_precision_on_a_gpu(device, options, found, nvidia, monkeypatch):
-    model = small(vocab_size=20, head_dim=16).to(options.get("dtype", torch.bfloat16))
-    model.config._attn_implementation = options.get("attn_implementation", "sdpa")
-    assert packed_batches.suits_sharing(model, torch.device(device)) == found
-    monkeypatch.setattr(torch, "is_autocast_enabled", lambda device: True)
-    assert packed_batches.suits_sharing(model, torch.device(device)) == (found or "dtype" in options)
-    for parameter in model.parameters():
-        parameter.ds_id = 0  # as DeepSpeed's ZeRO-3 marks what it gathers
-    assert not packed_batches.suits_sharing(model, torch.device(device))
+#: Of a small model in half precision on a GPU: its family and options, what differs, and whether prompts are shared.
+SUITS = [
+    ("llama", {}, {}, True),
+    ("llama", {"attn_implementation": "eager"}, {}, True),
+    ("llama", {"attn_implementation": "flash_attention_2"}, {}, False),
+    ("llama", {"dtype": torch.float32}, {}, False),
+    ("llama", {"device": "cpu"}, {}, False),  # a dense mask takes longer than repeated prompts
+    ("gemma2", {}, {}, True),
+    ("gemma3_text", {}, {}, True),  # whose two kinds of layers have different frequencies
+    ("llama", {"head_dim": 8}, {}, False),
+    ("llama", {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}}, {}, False),
+    ("gpt2", {"n_embd": 64}, {}, False),  # absolute positions, which padding shifts
+    ("llama", {}, {"TORCHDYNAMO_DISABLE": "1"}, False),
+    ("llama", {}, {"TORCH_COMPILE_DISABLE": "1"}, False),
+    ("llama", {}, {"LIGER_LOSSES_BACKEND": "torch"}, False),
+]
 
 
-@pytest.mark.parametrize(
-    ("name", "options", "environment", "found"),
-    [
-        ("gemma2", {}, {}, True),
-        ("gemma3_text", {}, {}, True),  # whose two kinds of layers have different frequencies
-        ("llama", {"head_dim": 8}, {}, False),
-        ("llama", {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}}, {}, False),
-        ("gpt2", {"n_embd": 64}, {}, False),  # absolute positions, which padding shifts
-        ("llama", {}, {"TORCHDYNAMO_DISABLE": "1"}, False),
-        ("llama", {}, {"TORCH_COMPILE_DISABLE": "1"}, False),
-        ("llama", {}, {"LIGER_LOSSES_BACKEND": "torch"}, False),
-    ],
-)
-def test_unasked_a_model_has_rotary_positions_and_flex_attention(
-    name, options, environment, found, nvidia, monkeypatch, recwarn
-):
-    model, cuda = family(name, **{"head_dim": 16} | options).bfloat16(), torch.device("cuda")
+@pytest.mark.parametrize(("name", "options", "environment", "found"), SUITS)
+def test_which_models_share_prompts_unasked(name, options, environment, found, nvidia, monkeypatch, recwarn):
+    options = {"head_dim": 16} | options
+    device, dtype = torch.device(options.pop("device", "cuda")), options.pop("dtype", torch.bfloat16)
+    attention_name = options.pop("attn_implementation", "sdpa")
+    model = family(name, **options).to(dtype)
+    model.config._attn_implementation = attention_name
     for variable, value in environment.items():
         monkeypatch.setenv(variable, value)
-    assert packed_batches.suits_sharing(model, cuda) == found
+    assert packed_batches.suits_sharing(model, device) == found
     for module, attribute in ((torch.version, "cuda"), (attention, "triton")):  # ROCm has no version of CUDA
         with monkeypatch.context() as patched:
             patched.setattr(module, attribute, None)
-            assert not packed_batches.suits_sharing(model, cuda)
+            assert not packed_batches.suits_sharing(model, device)
+    monkeypatch.setattr(torch, "is_autocast_enabled", lambda device: True)
+    assert packed_batches.suits_sharing(model, device) == (found or dtype == torch.float32)
+    for parameter in model.parameters():
+        parameter.ds_id = 0  # as DeepSpeed's ZeRO-3 marks what it gathers
+    assert not packed_batches.suits_sharing(model, device)
     assert not [w for w in recwarn if "slower" in str(w.message)]
 
 

@@ -116,7 +116,7 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--divergence", choices=DIVERGENCES, default="reverse")
     parser.add_argument("--top-k", type=int, default=None, help="compare only the student's k most likely tokens")
-    parser.add_argument("--tail", default="lump", help="how to treat all other tokens: lump, renormalize, none")
+    parser.add_argument("--tail", default="bucket", help="how to treat all other tokens: bucket, renormalize, none")
     parser.add_argument("--steps", type=int, default=40)
     parser.add_argument("--pretraining", type=int, default=240, help="steps of the teacher; the student has a third")
     parser.add_argument("--batch-size", type=int, default=16)

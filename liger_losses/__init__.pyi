@@ -309,6 +309,28 @@ class LigerFusedLinearCrossEntropyLoss(ChunkedLoss, _cross_entropy.LigerFusedLin
         token_weights: Tensor | Sequence[Tensor] | None = ...,
     ) -> tuple[Any, ManyHeadsMetrics]: ...
 
+class LigerFusedLinearMiniLLMLoss(ChunkedLoss, _minillm.LigerFusedLinearMiniLLMLoss):
+    def __init__(
+        self,
+        gamma: float = ...,
+        length_normalization: bool = ...,
+        single_step: bool = ...,
+        *,
+        ignore_index: int = ...,
+        chunk_size: int | None = ...,
+        **options: Unpack[_PreferenceLossOptions],
+    ) -> None: ...
+    def __call__(
+        self,
+        head: Tensor | nn.Module | Head,
+        hidden_states: Tensor,
+        labels: Tensor,
+        teacher: Teacher | TeacherLogits | TeacherTopK | Teachers,
+        bias: Tensor | None = ...,
+        *,
+        old_logps: Tensor | None = ...,
+    ) -> tuple[Tensor, DistillationMetrics]: ...
+
 class LigerFusedLinearAlphaBetaLoss(DistillationLoss, _distillation.LigerFusedLinearAlphaBetaLoss):
     def __init__(
         self,
@@ -481,33 +503,6 @@ class LigerFusedLinearKLLoss(DistillationLoss, _distillation.LigerFusedLinearKLL
         skew: float = ...,
         **options: Unpack[_DistillationLossOptions],
     ) -> None: ...
-
-class LigerFusedLinearMiniLLMLoss(DistillationLoss, _minillm.LigerFusedLinearMiniLLMLoss):
-    def __init__(
-        self,
-        gamma: float = ...,
-        length_normalization: bool = ...,
-        single_step: bool = ...,
-        *,
-        ignore_index: int = ...,
-        temperature: float = ...,
-        chunk_size: int | None = ...,
-        weight_hard_loss: float = ...,
-        weight_soft_loss: float = ...,
-        compiled: bool = ...,
-        return_soft_hard_loss: bool = ...,
-        **options: Unpack[_DistillationLossOptions],
-    ) -> None: ...
-    def __call__(
-        self,
-        head: Tensor | nn.Module | Head,
-        hidden_states: Tensor,
-        labels: Tensor,
-        teacher: Teacher | TeacherLogits | TeacherTopK | Teachers,
-        bias: Tensor | None = ...,
-        *,
-        old_logps: Tensor | None = ...,
-    ) -> tuple[Tensor, DistillationMetrics]: ...
 
 class LigerFusedLinearTVDLoss(DistillationLoss, _distillation.LigerFusedLinearTVDLoss):
     def __init__(

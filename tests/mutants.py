@@ -149,7 +149,7 @@ MUTANTS: dict[str, list[tuple[str, str, Change, int]]] = {
         ("kernels.logit_transform", "LogitTransform.chain_", condition(False), 0),
     ],
     f"{GOLDEN} -k 'KL or JSD or AlphaBeta or linear'": [
-        ("chunked.losses.distillation", "DistillationLoss.factor", number(2, 3), 0),
+        ("chunked.losses.distillation", "DistillationLoss.forward", number(2, 3), 0),
         ("chunked.losses.softmax_divergences", "distribution", positive, 7),
         ("kernels.divergence_forms", "_reverse_kl", swap("-", "+"), 1),
         ("kernels.divergence_forms", "_alpha_beta", swap("-", "+"), 1),

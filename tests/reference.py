@@ -189,9 +189,9 @@ def alpha_beta(a, b):
 DIVERGENCES = {
     "forward KL": (Divergence.forward_kl(), lambda p, q: kl(q, p)),
     "reverse KL": (Divergence.reverse_kl(), kl),
-    "JSD": (Divergence.mixture(0.5, 0.5, 0.5), jsd(0.5, 0.5, 0.5)),
-    "JSD 0.1": (Divergence.mixture(0.1, 0.1, 0.9), jsd(0.1, 0.1, 0.9)),
-    "interpolated JSD 0.3": (Divergence.mixture(0.3, 0.7, 0.3), jsd(0.3, 0.7, 0.3)),
+    "JSD": (Divergence.jsd(), jsd(0.5, 0.5, 0.5)),
+    "JSD 0.1": (Divergence.jsd(0.1), jsd(0.1, 0.1, 0.9)),
+    "interpolated JSD 0.3": (Divergence.jsd(0.3, "interpolated"), jsd(0.3, 0.7, 0.3)),
     "skewed KL": (Divergence.mixture(0.1, 1.0, 0.0), lambda p, q: kl(q, mixed(0.1, q, p))),
     "skewed reverse KL": (Divergence.mixture(0.9, 0.0, 1.0), lambda p, q: kl(p, mixed(0.9, q, p))),
     "total variation": (Divergence.total_variation(), lambda p, q: (p.exp() - q.exp()).abs().sum(-1) / 2),

@@ -54,8 +54,8 @@ class Divergence:
         if self.form not in FORMS and self.form != "cosine":
             raise ValueError(
                 f"unknown divergence {self.form!r}; use a constructor: Divergence.forward_kl(), .reverse_kl(), "
-                ".total_variation(), .cosine(), .alpha_beta(alpha, beta) or .mixture(teacher, of_teacher, of_student), "
-                "which with 0.5 for each is the Jensen-Shannon divergence; or register_divergence()."
+                ".jsd(), .total_variation(), .cosine(), .alpha_beta(alpha, beta) or .mixture(teacher, of_teacher, "
+                "of_student); or register_divergence()."
             )
         for name in ("a", "b", "c"):
             value = getattr(self, name)
@@ -120,6 +120,28 @@ class Divergence:
         return cls("gkd_mixture" if matched else "mixture", teacher, of_teacher, of_student)
 
     @classmethod
+    def jsd(cls, beta: float = 0.5, convention: str = "gkd") -> Divergence:
+        """The generalized Jensen-Shannon divergence with ``m = beta q + (1 - beta) p``.
+
+        - ``convention="gkd"``: ``beta KL(q || m) + (1 - beta) KL(p || m)``, as in GKD (arXiv:2306.13649, eq. 1),
+          liger-kernel and TRL. It goes to 0 towards both ends, so beta also changes its size.
+        - ``convention="interpolated"``: ``(1 - beta) KL(q || m) + beta KL(p || m)``, which interpolates between
+          ``KL(q || p)`` and ``KL(p || q)``. TRL's GKD used it until March 2025, with ``1 - beta`` for beta.
+
+        In both, ``beta=0`` is ``KL(q || p)`` and ``beta=1`` is ``KL(p || q)``, and at 1/2 they are the same.
+
+        Raises:
+            TypeError, ValueError: a beta out of [0, 1], or another convention.
+        """
+        _check_parameter("beta", beta, 1.0)
+        if convention not in ("gkd", "interpolated"):
+            raise ValueError(f"unknown convention {convention!r}; it must be one of gkd, interpolated.")
+        if beta in (0, 1):
+            return cls.reverse_kl() if beta == 1 else cls.forward_kl()
+        parts = (beta, 1 - beta) if convention == "gkd" else (1 - beta, beta)
+        return cls.mixture(beta, *parts)
+
+    @classmethod
     def total_variation(cls) -> Divergence:
         """``1/2 sum |p - q|``."""
         return cls("total_variation")
@@ -135,10 +157,25 @@ class Divergence:
 
         Source: Cichocki, Cruces and Amari, Entropy 13 (2011), 134-170, equations 15 and 19. (1, 0) is ``KL(q || p)``,
         (0, 1) is ``KL(p || q)``.
+
+        Raises:
+            TypeError, ValueError: alpha or beta out of their range.
         """
+        _check_parameter("alpha", alpha)
+        _check_parameter("beta", beta)
+        if alpha + beta == 0:
+            raise ValueError("alpha and beta must not both be 0: (1, 0) is KL(q || p), (0, 1) is KL(p || q).")
         if beta == 0:
             return cls("beta_zero", alpha)
         return cls("alpha_zero", beta) if alpha == 0 else cls("alpha_beta", alpha, beta)
+
+
+def _check_parameter(name: str, value: Any, high: float = math.inf) -> None:
+    """Raise TypeError or ValueError unless this is a finite number from 0 to ``high``."""
+    if not isinstance(value, Real):
+        raise TypeError(f"{name} must be a number, got {value!r}.")
+    if not (0 <= value <= high and value < math.inf):  # type: ignore[operator]
+        raise ValueError(f"{name} must lie in [0.0, {high}], got {value!r}.")
 
 
 @jit

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from liger_losses.chunked import Head, Statistics, Teacher, linear_divergence_loss, linear_token_loss
-from liger_losses.chunked.losses.softmax_divergences import distribution, generalized_jsd, sparse_divergence
+from liger_losses.chunked.losses.softmax_divergences import distribution, sparse_divergence
 from liger_losses.kernels.autograd import autocast_dtype
 from liger_losses.kernels.divergence_forms import Divergence
 from liger_losses.kernels.logit_transform import LogitTransform
@@ -29,7 +29,7 @@ chosen = SimpleNamespace(divergence=None, share_prompts=None)
 def divergence_of(beta: float) -> Divergence:
     """What trainers take between student and teacher: the generalized JSD of their ``beta``, unless ``enable`` was
     given another one."""
-    return generalized_jsd(beta) if chosen.divergence is None else chosen.divergence
+    return Divergence.jsd(beta) if chosen.divergence is None else chosen.divergence
 
 
 def mean_divergence(

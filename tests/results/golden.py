@@ -103,6 +103,10 @@ def inputs() -> Any:
     return x
 
 
+#: Options that were defaults.
+WEIGHTS = {"ReverseKL": {"weight_hard_loss": 0.5, "weight_soft_loss": 0.5}}
+
+
 class Case(NamedTuple):
     """A call of a loss (of :mod:`tests.losses`) or a function: names of :func:`inputs`, also ``keyword=name``; and
     options."""
@@ -130,7 +134,7 @@ class Case(NamedTuple):
         if hasattr(functional, self.loss):
             return getattr(functional, self.loss)(*positional, **keywords, **self.options)
         kind = getattr(losses, self.loss, None) or getattr(liger_losses, self.loss)
-        return kind(**self.options)(*positional, **keywords)
+        return kind(**WEIGHTS.get(self.loss, {}) | self.options)(*positional, **keywords)
 
 
 CASES: dict[str, Case] = {}

@@ -307,7 +307,7 @@ LOSSES = {
     "KL, top-k": Loss(KL, from_top_k, top_k),
     "KL, renormalized": Loss(made_of(KL, weight_hard_loss=0.0), from_renormalized, renormalized),
     "KL, logits": Loss(KL, from_logits, soft("forward KL")),
-    "reverse KL": Loss(ReverseKL, distilled, soft("reverse KL")),
+    "reverse KL": Loss(made_of(ReverseKL, 0.5, 0.5), distilled, soft("reverse KL")),
     "TVD": Loss(TVD, distilled, soft("total variation")),
     "alpha-beta": Loss(made_of(AlphaBeta, 0.2, 0.7), distilled, soft("alpha-beta 0.2 0.7")),
     "cosine": Loss(Cosine, distilled, soft("cosine", scale=0.5)),

@@ -276,7 +276,7 @@ WRONG = {
     "a divergence's name": (lambda h, w, y: F.divergence(PER_TOKEN, PER_TOKEN, "kl"), "must be a Divergence, such"),
     "a tail": (
         lambda h, w, y: F.sparse_divergence(PER_TOKEN, PER_TOKEN, Divergence.forward_kl(), "x"),
-        "unknown tail 'x'; it must be one of bucket, lump, renormalize, none",
+        "unknown tail 'x'; it must be one of bucket, renormalize, none",
     ),
     # calls with arguments in another order, of another kind or value
     "a bias": (lambda h, w, y: linear_logps(h, w, y, bias=torch.zeros(60)), r"bias must be \[61\]"),

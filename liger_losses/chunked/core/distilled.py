@@ -25,7 +25,9 @@ from liger_losses.kernels.divergence_forms import Divergence
 from liger_losses.kernels.logit_transform import LogitTransform, said
 
 #: What is done with the probability outside a sparse teacher's columns; see :class:`TeacherTopK`.
-TAILS = ("bucket", "lump", "renormalize", "none")
+TAILS = ("bucket", "renormalize", "none")
+#: An earlier name of one, for errors.
+LUMP = {"lump": "'bucket'"}
 
 
 @dataclass(frozen=True, eq=False)
@@ -54,6 +56,11 @@ class Teacher:
     local_hidden_states: Tensor = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
+        if isinstance(self.hidden_states, (Head, nn.Module)):
+            raise TypeError(
+                f"Teacher takes hidden states, and then the head, got {type(self.hidden_states).__name__} first: of "
+                "head, states, labels = loss_inputs(teacher, ...), it takes Teacher(states, head)."
+            )
         try:
             head = Head.of(self.weight, self.bias, LogitTransform(1.0, self.logit_scale, self.softcap))
         except (TypeError, ValueError) as error:
@@ -192,8 +199,8 @@ class TeacherTopK:
     Args:
         logps: ``[..., k]``, log-probabilities over the whole vocabulary, at the temperature of the distillation.
         indices: ``[..., k]`` int64, the ids of these tokens. At an active position, no id may occur twice.
-        tail: what happens to all other tokens. ``bucket`` (or ``lump``) treats them as one extra class with the
-            remaining probability of student and teacher. ``renormalize`` normalizes both distributions over the k
+        tail: what happens to all other tokens. ``bucket`` treats them as one extra class with the remaining
+            probability of student and teacher. ``renormalize`` normalizes both distributions over the k
             tokens. ``none`` leaves them out of the sum.
         tail_logps: ``[...]``, the logarithm of the teacher's remaining probability, for ``bucket``. By default, it is
             computed as 1 minus the sum of the k probabilities, which is inexact if this sum is close to 1.
@@ -208,7 +215,7 @@ class TeacherTopK:
         """Raise TypeError or ValueError unless this fits the shape of the student's tokens, and the student's head."""
         check_tensor("the teacher's logps", self.logps)
         check_tensor("the teacher's indices", self.indices)
-        check_names([self.tail], TAILS, "tail")
+        check_names([self.tail], TAILS, "tail", LUMP)
         if self.indices.dtype != torch.int64 or not self.logps.is_floating_point():
             raise TypeError(
                 f"a sparse teacher has floating-point logps and int64 indices, got {self.logps.dtype} and "

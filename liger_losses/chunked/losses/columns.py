@@ -7,14 +7,14 @@ where these differ, they take a pass each.
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from liger_losses.chunked import EngineOptions, Head, Teacher, TeacherLogits, TeacherTopK, linear_topk
+from liger_losses.chunked import ALONE, EngineOptions, Head, Teacher, TeacherLogits, TeacherTopK, linear_topk
 from liger_losses.chunked.core.compiled import loss_sum, statistics
 from liger_losses.chunked.core.distilled import check_comparison, check_no_temperature
 from liger_losses.chunked.core.inputs import target_of
@@ -61,15 +61,27 @@ def _at(head: Head, temperature: float | Tensor) -> Head:
     return head.with_fields(transform=replace(head.transform, temperature=temperature))
 
 
-def check_sparse(head: Head, mask: Tensor, teacher: TeacherTopK, which: Divergence) -> None:
-    """Raise TypeError or ValueError for a sparse teacher that does not fit, but for its values."""
-    teacher.check(mask.shape, head)
-    if which.form == "cosine":
+def _of_first(teacher: Teacher | TeacherLogits, columns: int) -> Teacher | TeacherLogits:
+    """A teacher's first columns, those that both models have."""
+    if teacher.vocab_size == columns:
+        return teacher
+    if isinstance(teacher, Teacher):
+        return Teacher(teacher.local_hidden_states, _first(teacher.head, columns))
+    logits: Any = teacher.logits
+    first = logits[..., :columns] if isinstance(logits, Tensor) else lambda at: logits(at)[..., :columns]
+    return replace(teacher, logits=first, columns=columns)
+
+
+def _first(head: Head, columns: int) -> Head:
+    """The same of a head."""
+    if head.vocab_size == columns:
+        return head
+    if head.adapters or head.ranks is not ALONE:
         raise ValueError(
-            "the cosine needs all logits of the teacher, and a TeacherTopK has log-probabilities: give "
-            "Teacher(hidden_states, weight) or TeacherLogits(logits)."
+            f"top_k= compares the first {columns} columns of a head of {head.vocab_size}, which must then be whole and "
+            "without adapters: merge them, gather it, or give both models' heads the same columns."
         )
-    check_no_temperature("student", head)
+    return head.columns(slice(columns))
 
 
 def loss_over_columns(
@@ -88,45 +100,56 @@ def loss_over_columns(
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """``sum_t (weights["divergence"]_t divergence_t + weights["logp"]_t logp_t)``, and its statistics.
 
-    The columns are given by a :class:`TeacherTopK`, or are the ``top_k`` largest: the teacher's, found before, or the
-    student's, which its block of logits finds; the teacher's log-probabilities there are then one product.
+    The columns are given by a :class:`TeacherTopK`, or are the ``top_k`` largest: the teacher's, computed before, or
+    the student's, taken from its block of logits; the teacher's log-probabilities there are then one product.
     """
     mask, hard = labels != options.ignore_index, weights.get("logp")
     if isinstance(temperature, Tensor):  # it may be anything without loss
         temperature = torch.where(mask, temperature, 1.0)
-    soft_head = _at(head, temperature)
-    together = hard is not None and _is_one(temperature)
-    checked, given = False, {"soft": weights["divergence"]}
-    fields: dict[str, Any] = {}
+    compared, of_labels = _at(head, temperature), {} if hard is None else {"logp": hard}
+    inputs: dict[str, Any] = {"soft": weights["divergence"]}
+    fields: dict[str, Any] = {"selected": top_k}
+    if top_k:
+        kinds = (Teacher, TeacherLogits) if top_k_of == "student" else Teacher
+        if not isinstance(teacher, kinds):
+            kind = "Teacher or TeacherLogits" if top_k_of == "student" else "Teacher"
+            raise TypeError(
+                f"top_k= of the {top_k_of}'s columns needs a {kind}, got {type(teacher).__name__}; leave top_k= out."
+            )
+        check_comparison(teacher, which, head, labels.shape)
+        common = min(teacher.vocab_size, head.vocab_size)
+        teacher, compared = _of_first(teacher, common), _first(compared, common)
     if top_k and top_k_of == "teacher":
-        checked, with_rest = teacher.vocab_size <= head.vocab_size, tail in ("bucket", "lump")
-        teacher = largest_of(teacher, top_k, labels, temperature, tail, with_rest, options)
+        teacher = largest_of(teacher, top_k, labels, temperature, tail, tail == "bucket", options)
+    if which.form == "cosine" and (top_k or isinstance(teacher, TeacherTopK)):
+        raise ValueError(
+            "the cosine needs all logits of both models: leave top_k= out, and give Teacher(hidden_states, weight) or "
+            "TeacherLogits(logits)."
+        )
+    # At one temperature, over the same columns, both losses read one block.
+    together = hard is not None and compared.vocab_size == head.vocab_size
+    together = together and not isinstance(temperature, Tensor) and temperature == 1.0
     if isinstance(teacher, TeacherTopK):
-        check_sparse(head, mask, teacher, which)
-        if not checked:
+        check_no_temperature("student", head)
+        teacher.check(mask.shape, head)
+        if not top_k:
             teacher.check_active(mask, head.vocab_size)
         fields["selected"], tail = teacher.indices, teacher.tail
         if tail == "renormalize" and not together:  # a softmax over these columns alone: others are not read
             fields["kept"] = teacher.indices
-        given |= {"teacher_logps": teacher.logps}
-        given |= {} if teacher.tail_logps is None else {"rest": teacher.tail_logps}
-        loss: Any = functools.partial(_loss, which, tail)
+        inputs |= {"teacher_logps": teacher.logps}
+        inputs |= {} if teacher.tail_logps is None else {"rest": teacher.tail_logps}
     else:
-        check_comparison(teacher, which, head, labels.shape)
-        if which.form == "cosine" or teacher.vocab_size != head.vocab_size:
-            said = f"{which.form!r} and {teacher.vocab_size} columns for the student's {head.vocab_size}"
-            raise ValueError(f"top_k= needs a divergence of softmaxes and a teacher with as many columns, got {said}.")
-        fields["selected"] = top_k
-        given["at"] = torch.arange(labels.numel(), device=labels.device).view(labels.shape)
-        loss = functools.partial(_loss_with_teacher, which, tail, teacher, temperature, options)
-    names = ("selected_logps", "logp") if together else ("selected_logps",)
-    given |= {"hard": hard} if together and hard is not None else {}
-    target = target_of(hidden, soft_head, labels, **fields)
-    metrics = ("columns",) if "at" in given else ()
-    total, (found,) = loss_sum([target], names, [TokenLoss(loss, given)], options, metrics)
-    if hard is not None and not together:
-        of_labels = TokenLoss(weighted_sum, {"logp": hard})
-        other, (others,) = loss_sum([target_of(hidden, head, labels)], ("logp",), [of_labels], options)
+        inputs["at"] = torch.arange(labels.numel(), device=labels.device).view(labels.shape)
+    inputs |= {"hard": of_labels.pop("logp")} if together else {}
+    of_teacher = functools.partial(_logps_of, teacher, temperature, options)
+    loss: Any = functools.partial(_loss, which, tail, of_teacher)
+    names, metrics = ("selected_logps", *["logp"] * together), ("columns",) if "at" in inputs else ()
+    target = target_of(hidden, compared, labels, **fields)
+    total, (found,) = loss_sum([target], names, [TokenLoss(loss, inputs)], options, metrics)
+    if of_labels:
+        target = target_of(hidden, head, labels)
+        other, (others,) = loss_sum([target], ("logp",), [TokenLoss(weighted_sum, of_labels)], options)
         total, found = total + other, {**found, **others}
     return total, found
 
@@ -134,42 +157,28 @@ def loss_over_columns(
 def _loss(
     which: Divergence,
     tail: str,
+    of_teacher: Callable[[Tensor, Tensor], Tensor],
     values: Mapping[str, Tensor],
     soft: Tensor,
-    teacher_logps: Tensor,
-    rest: Tensor | None = None,
     hard: Tensor | None = None,
+    teacher_logps: Tensor | None = None,
+    rest: Tensor | None = None,
+    at: Tensor | None = None,
 ) -> tuple[Tensor, None, dict[str, Tensor]]:
-    """The loss ``[n]`` of some tokens, and their divergences."""
+    """The loss ``[n]`` of some tokens, and their divergences; ``at`` are their places, if the columns are not given."""
     logps = values["selected_logps"]
+    if at is not None:
+        with torch.no_grad():
+            teacher_logps = of_teacher(at, values["columns"])
+    assert teacher_logps is not None
     rest = None if rest is None else rest.to(logps.dtype)
     found = sparse_divergence(logps, teacher_logps.to(logps.dtype), which, tail, rest)
     loss = soft * found if hard is None else soft * found + hard * values["logp"]
     return loss, None, {"divergence": found.detach()}
 
 
-def _loss_with_teacher(
-    which: Divergence,
-    tail: str,
-    teacher: Teacher | TeacherLogits,
-    temperature: float | Tensor,
-    options: EngineOptions,
-    values: Mapping[str, Tensor],
-    at: Tensor,
-    **weights: Tensor,
-) -> tuple[Tensor, None, dict[str, Tensor]]:
-    """The same with a teacher's log-probabilities of the student's columns, of the flattened tokens ``at``."""
-    with torch.no_grad():
-        teacher_logps = _logps_of(teacher, at, values["columns"], temperature, options)
-    return _loss(which, tail, values, teacher_logps=teacher_logps, **weights)
-
-
-def _is_one(temperature: float | Tensor) -> bool:
-    return not isinstance(temperature, Tensor) and temperature == 1.0
-
-
 def _logps_of(
-    teacher: Teacher | TeacherLogits, at: Tensor, columns: Tensor, temperature: float | Tensor, options: EngineOptions
+    teacher: Teacher | TeacherLogits, temperature: float | Tensor, options: EngineOptions, at: Tensor, columns: Tensor
 ) -> Tensor:
     """A teacher's log-probabilities ``[n, k]`` of some columns, of some of the flattened tokens."""
     divided: Any = temperature.flatten()[at] if isinstance(temperature, Tensor) else temperature

@@ -6,8 +6,7 @@ of logits divided by ``temperature``.
 
 from __future__ import annotations
 
-import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, ClassVar, NamedTuple
 
 import torch
@@ -23,14 +22,13 @@ from liger_losses.checks import (
 )
 from liger_losses.chunked import Head, Largest, Teacher, TeacherLogits, Teachers, TeacherTopK
 from liger_losses.chunked.core.compiled import loss_sum
-from liger_losses.chunked.core.distilled import TAILS
+from liger_losses.chunked.core.distilled import LUMP, TAILS
 from liger_losses.chunked.core.entry import loss_operator
 from liger_losses.chunked.core.ops import compared_targets, weighted_sum
 from liger_losses.chunked.core.statistics import Statistic
 from liger_losses.chunked.core.target import Target, TokenLoss
 from liger_losses.chunked.losses.base import ChunkedLoss, LossOptions
 from liger_losses.chunked.losses.columns import loss_over_columns
-from liger_losses.chunked.losses.softmax_divergences import alpha_beta, generalized_jsd
 from liger_losses.kernels.divergence_forms import Divergence
 from liger_losses.kernels.logit_transform import LogitTransform
 
@@ -53,9 +51,12 @@ _OTHERS = ("ignore_index", "temperature", "compiled", "chunk_size", "return_soft
 class DistillationOptions(LossOptions):
     """The options of distillation, but for the divergence; see :class:`DistillationLoss`."""
 
+    #: The factor of the divergence.
+    factor: ClassVar[float] = 1.0
+
+    weight_hard_loss: NonNegativeFloat = field(default=0.5, kw_only=False)
+    weight_soft_loss: NonNegativeFloat = field(default=0.5, kw_only=False)
     temperature: PositiveFloat = 1.0
-    weight_hard_loss: NonNegativeFloat = 0.5
-    weight_soft_loss: NonNegativeFloat = 0.5
     compiled: bool = True
     return_soft_hard_loss: bool = False
     temperature_squared: bool = False
@@ -67,33 +68,38 @@ class DistillationOptions(LossOptions):
     def __post_init__(self) -> None:
         super().__post_init__()
         check_names([self.top_k_of], ("student", "teacher"), "top_k_of")
-        check_names([self.tail], TAILS, "tail")
+        check_names([self.tail], TAILS, "tail", LUMP)
         if self.top_k is not None:
             Largest(self.top_k)  # which checks it
             if self.group is not None:
                 raise ValueError("top_k= does not work with slices of sequences (group=); leave one of them out.")
         # At temperature 1: the loss's own is for the divergence, and divides both models' logits.
         object.__setattr__(self, "transform", LogitTransform(1.0, self.logit_scale, self.softcap))
-        made = self.of_options()
-        object.__setattr__(self, "made", made)
-        if self.entry_limit is not None:
-            made.limited(self.entry_limit)  # raises for divergences without a limit
+        which = self.of_options()
+        object.__setattr__(self, "which", which if self.entry_limit is None else which.limited(self.entry_limit))
 
     def of_options(self) -> Divergence:
-        """The divergence that the options name."""
+        """The divergence that the options name, without a limit."""
         raise NotImplementedError
 
 
-@dataclass(frozen=True, kw_only=True)
-class DivergenceOptions(DistillationOptions):
-    """The options of :class:`DistillationLoss`."""
-
+@dataclass(frozen=True)
+class _Divergence:
     divergence: Divergence
+
+
+# The fields of the last base come first, as in the constructor.
+@dataclass(frozen=True, kw_only=True)
+class DivergenceOptions(DistillationOptions, _Divergence):
+    """The options of :class:`DistillationLoss`."""
 
     def of_options(self) -> Divergence:
         if not isinstance(self.divergence, Divergence):
+            got = f"{self.divergence!r}"
+            if callable(self.divergence):
+                got = "a function; call it: register_divergence returns what makes the divergence of its parameters"
             raise TypeError(
-                f"divergence must be a Divergence, such as Divergence.forward_kl(), got {self.divergence!r}."
+                f"divergence must be a Divergence, as in DistillationLoss(Divergence.reverse_kl()), got {got}."
             )
         return self.divergence
 
@@ -125,27 +131,17 @@ class DistillationLoss(ChunkedLoss):
     forms = (("head", "hidden_states", "labels", "teacher"),)
 
     options_type: ClassVar[type[LossOptions]] = DivergenceOptions
-    settings: Any
     positions: ClassVar[tuple[str, ...]] = ("divergence", *_WEIGHTS, *_OTHERS)
 
     @property
     def divergence(self) -> Divergence:
-        """The divergence between student and teacher."""
-        return self.settings.made
+        """The divergence between student and teacher, without a limit."""
+        made: Divergence = self.settings.of_options()
+        return made
 
     @property
     def common_options(self) -> dict[str, Any]:
-        return {**super().common_options, "divergence": str(self.divergence)}
-
-    @property
-    def factor(self) -> float:
-        """The factor of the divergence."""
-        return self.temperature**2 if self.temperature_squared else 1.0
-
-    @property
-    def which(self) -> Divergence:
-        """:attr:`divergence`, with its limit."""
-        return self.divergence if self.entry_limit is None else self.divergence.limited(self.entry_limit)
+        return {**super().common_options, "divergence": str(self.settings.which)}
 
     @loss_operator
     def forward(  # type: ignore[override]
@@ -169,7 +165,7 @@ class DistillationLoss(ChunkedLoss):
           :class:`Teacher`, :class:`TeacherLogits` or :class:`TeacherTopK`. Returns the loss and
           :class:`DistillationMetrics`.
         - ``loss(student_hidden_states, student_weight, teacher_hidden_states, teacher_weight, labels)``,
-          liger-kernel's. Returns the loss, or ``(loss, soft_loss, hard_loss)`` with ``return_soft_hard_loss``.
+          liger-kernel's. Returns the loss alone, or ``(loss, soft_loss, hard_loss)`` with ``return_soft_hard_loss``.
 
         Args:
             student_input, student_weight, teacher_input, teacher_weight, true_labels: as in these forms.
@@ -178,46 +174,44 @@ class DistillationLoss(ChunkedLoss):
             num_items_in_batch: the divisor, instead of this call's number of tokens (gradient accumulation).
             temperature: ``[...]``, one for each hidden state; the constructor's ``temperature`` must then be 1.
         """
-        arguments = (student_input, student_weight, teacher_input, teacher_weight, true_labels)
-        biases = (student_bias if bias is None else bias, teacher_bias)
-        head, hidden, labels, taught, like_liger = _read_distillation(arguments, biases, teacher, self.transform)
-        labels = self.labels(labels)
-        mask = labels != self.ignore_index
-        if self.top_k is not None and not isinstance(taught, (Teacher, TeacherLogits)):
-            raise TypeError(f"top_k= needs a Teacher or TeacherLogits, got {type(taught).__name__}; leave top_k= out.")
-        if isinstance(taught, Teachers) and self.group is not None:
-            raise ValueError("Teachers does not work with slices of sequences (group=); leave group= out.")
-        factor: float | Tensor = self.factor
+        like_liger = teacher is None and not (true_labels is None or isinstance(teacher_weight, AnyTeacher | None))
+        if like_liger:
+            taught: Any = Teacher(teacher_input, teacher_weight, teacher_bias)
+            weight, hidden, labels = student_weight, student_input, true_labels
+        else:
+            taught = _teacher_of(teacher_weight, teacher, true_labels, teacher_bias)
+            weight, hidden, labels = student_input, student_weight, teacher_input
+        assert labels is not None
+        head = Head.of(weight, student_bias if bias is None else bias, self.transform)
+        labels, which = self.labels(labels), self.settings.which
+        mask, hard = labels != self.ignore_index, self.weight_hard_loss != 0 or self.return_soft_hard_loss
         t: float | Tensor = self.temperature
         if temperature is not None:
             self.check_one_temperature(temperature)
             check_temperature(temperature, head.weight.device, [labels.shape])
             t = temperature
-            if self.temperature_squared:
-                wide = torch.promote_types(torch.promote_types(hidden.dtype, torch.float32), temperature.dtype)
-                squares = temperature.to(wide).square()
-                factor = factor * torch.where(mask, squares, 0.0)  # it may be anything without loss
-        if self.top_k is not None and self.top_k_of == "teacher" and not isinstance(taught, Teacher):
-            raise TypeError("top_k_of='teacher' needs a Teacher(...); or pass a TeacherTopK(...) without top_k=.")
-        which, hard = self.which, self.weight_hard_loss != 0 or self.return_soft_hard_loss
-        columns = self.top_k is not None or isinstance(taught, TeacherTopK)
         targets: list[Target] = []
-        if not columns:
+        over_columns = self.top_k is not None or isinstance(taught, TeacherTopK)
+        if not over_columns:
             targets = compared_targets(hidden, head, labels, taught, which, t, self.ignore_index)
         if self.group is not None:
+            if isinstance(taught, Teachers):
+                raise ValueError("Teachers does not work with slices of sequences (group=); leave group= out.")
             self.agree([num_items_in_batch], labels.device)
-        if num_items_in_batch is None:
-            number = self.total(mask).clamp(min=1)
-        else:
-            number = checked_items(num_items_in_batch, labels.device)
-            number = torch.where(number == 0, 1, number)
-        number = number.to(torch.promote_types(hidden.dtype, torch.float32))
+        number = self.total(mask) if num_items_in_batch is None else checked_items(num_items_in_batch, labels.device)
+        wide = torch.promote_types(hidden.dtype, torch.float32)
+        number = torch.where(number == 0, 1, number).to(wide)
+        factor: float | Tensor = self.settings.factor
+        if self.temperature_squared and isinstance(t, Tensor):  # it may be anything without loss
+            factor = factor * torch.where(mask, t.to(torch.promote_types(wide, t.dtype)).square(), 0.0)
+        elif self.temperature_squared:
+            factor = factor * t**2
         weights = {"divergence": self.weight_soft_loss * factor / number}
         if hard:
             weights["logp"] = -self.weight_hard_loss / number
-        if columns:
-            given = {"top_k": self.top_k, "top_k_of": self.top_k_of, "tail": self.tail}
-            loss, found = loss_over_columns(hidden, head, labels, taught, which, weights, t, self.options, **given)
+        if over_columns:
+            columns = {"top_k": self.top_k, "top_k_of": self.top_k_of, "tail": self.tail}
+            loss, found = loss_over_columns(hidden, head, labels, taught, which, weights, t, self.options, **columns)
         else:
             names: list[Any] = [Statistic("divergence", divergence=which), *(["logp"] if hard else [])]
             loss, parts = loss_sum(targets, names, [TokenLoss(weighted_sum, weights)] * len(targets), self.options)
@@ -232,57 +226,43 @@ class DistillationLoss(ChunkedLoss):
         return (loss, soft_loss, hard_loss) if self.return_soft_hard_loss else loss
 
 
-def _read_distillation(
-    arguments: tuple[Any, Any, Any, Any, Any],
-    biases: tuple[Tensor | None, Tensor | None],
-    teacher: AnyTeacher | None,
-    transform: LogitTransform,
-) -> tuple[Head, Tensor, Tensor, Any, bool]:
-    """The student's head, hidden states ``[..., H]`` and labels ``[...]``, the teacher, and whether liger-kernel's form
-    was used (whose return value is another).
+def _teacher_of(fourth: Any, teacher: Any, fifth: Any, bias: Tensor | None) -> AnyTeacher:
+    """The teacher of ``loss(weight, hidden_states, labels, teacher)``, by position or by keyword.
 
-    - ``(weight, hidden_states, labels, teacher)``, the teacher by position or by keyword;
-    - liger-kernel's ``(student hidden_states, student weight, teacher hidden_states, teacher weight, labels)``.
-
-    ``biases`` are the student's and the teacher's; ``teacher`` is the one given by keyword.
+    Raises:
+        TypeError, ValueError: it is none, there is none, there are two, or arguments of liger-kernel's form beside it.
     """
-    first, second, third, fourth, fifth = arguments
-    if teacher is not None and not isinstance(teacher, AnyTeacher):
-        fourth, fifth = teacher, None
-    if fourth is not None and fifth is None and not isinstance(fourth, AnyTeacher):
-        raise TypeError(
-            "the teacher must be Teacher(hidden_states, weight), TeacherLogits(logits), TeacherTopK(logps, indices) or "
-            f"Teachers([...], which), got {type(fourth).__name__}."
-        )
-    if isinstance(fourth, AnyTeacher):
-        if teacher is not None:
-            raise ValueError("the teacher was given twice: by position, and as teacher=; leave one out.")
-        teacher, fourth = fourth, None
-    if teacher is not None:
-        if fourth is not None or fifth is not None or biases[1] is not None:
-            raise ValueError("with a teacher, the call is loss(weight, hidden_states, labels, teacher, bias=...).")
-        return Head.of(first, biases[0], transform), second, third, teacher, False
-    if fourth is None or fifth is None:
+    given = fourth if teacher is None else teacher
+    if given is None:
         raise ValueError(
             "there is no teacher: call loss(weight, hidden_states, labels, Teacher(hidden_states, weight)), or "
             "loss(student_hidden_states, student_weight, teacher_hidden_states, teacher_weight, labels)."
         )
-    return Head.of(second, biases[0], transform), first, fifth, Teacher(third, fourth, biases[1]), True
+    if not isinstance(given, AnyTeacher):
+        raise TypeError(
+            "the teacher must be Teacher(hidden_states, weight), TeacherLogits(logits), TeacherTopK(logps, indices) or "
+            f"Teachers([...], which), got {type(given).__name__}."
+        )
+    if teacher is not None and isinstance(fourth, AnyTeacher):
+        raise ValueError("the teacher was given twice: by position, and as teacher=; leave one out.")
+    if (teacher is not None and fourth is not None) or fifth is not None or bias is not None:
+        raise ValueError("with a teacher, the call is loss(weight, hidden_states, labels, teacher, bias=...).")
+    return given
 
 
 @dataclass(frozen=True, kw_only=True)
 class JSDOptions(DistillationOptions):
     """The options of :class:`LigerFusedLinearJSDLoss`."""
 
-    beta: float = 0.5
+    beta: float = field(default=0.5, kw_only=False)
     convention: str = "gkd"
 
     def of_options(self) -> Divergence:
-        return generalized_jsd(self.beta, self.convention)
+        return Divergence.jsd(self.beta, self.convention)
 
 
 class LigerFusedLinearJSDLoss(DistillationLoss):
-    """Distillation with the generalized Jensen-Shannon divergence, :func:`jsd`.
+    """Distillation with the generalized Jensen-Shannon divergence, :meth:`liger_losses.Divergence.jsd`.
 
     Args:
         beta: share of the teacher in the mixture, in [0, 1].
@@ -305,15 +285,6 @@ class KLOptions(DistillationOptions):
         return Divergence.mixture(self.skew, 1.0, 0.0) if self.skew else Divergence.forward_kl()
 
 
-@dataclass(frozen=True, kw_only=True)
-class ReverseKLOptions(KLOptions):
-    """The options of :class:`LigerFusedLinearReverseKLLoss`."""
-
-    def of_options(self) -> Divergence:
-        check_range("skew", self.skew, 0.0, 0.999999)
-        return Divergence.mixture(1.0 - self.skew, 0.0, 1.0) if self.skew else Divergence.reverse_kl()
-
-
 class LigerFusedLinearKLLoss(DistillationLoss):
     """Distillation with the forward KL divergence ``KL(q || p)`` of the teacher q and the student p.
 
@@ -328,12 +299,27 @@ class LigerFusedLinearKLLoss(DistillationLoss):
     positions = (*_WEIGHTS, *_OTHERS)
 
 
+@dataclass(frozen=True, kw_only=True)
+class ReverseKLOptions(KLOptions):
+    """The options of :class:`LigerFusedLinearReverseKLLoss`."""
+
+    weight_hard_loss: NonNegativeFloat = field(default=0.0, kw_only=False)
+    weight_soft_loss: NonNegativeFloat = field(default=1.0, kw_only=False)
+
+    def of_options(self) -> Divergence:
+        check_range("skew", self.skew, 0.0, 0.999999)
+        return Divergence.mixture(1.0 - self.skew, 0.0, 1.0) if self.skew else Divergence.reverse_kl()
+
+
 class LigerFusedLinearReverseKLLoss(LigerFusedLinearKLLoss):
     """Distillation with the reverse KL divergence ``KL(p || q)`` of the student p and the teacher q.
 
+    By default without a hard loss (``weight_hard_loss=0``, ``weight_soft_loss=1``): on tokens that the student samples,
+    the cross-entropy would teach it what it says already.
+
     With ``skew``, it is ``KL(p || skew p + (1 - skew) q)`` (DistiLLM, arXiv:2402.03898, section 3.1).
 
-    Arguments as in :class:`LigerFusedLinearKLLoss`. Here ``skew`` is the share of the student.
+    Other arguments as in :class:`LigerFusedLinearKLLoss`. Here ``skew`` is the share of the student.
     """
 
     options_type = ReverseKLOptions
@@ -354,18 +340,21 @@ class LigerFusedLinearTVDLoss(DistillationLoss):
     positions = (*_WEIGHTS, *_OTHERS)
 
 
-@dataclass(frozen=True, kw_only=True)
-class AlphaBetaOptions(DistillationOptions):
-    """The options of :class:`LigerFusedLinearAlphaBetaLoss`."""
-
+@dataclass(frozen=True)
+class _AlphaBeta:
     alpha: float
     beta: float | None = None
 
+
+@dataclass(frozen=True, kw_only=True)
+class AlphaBetaOptions(DistillationOptions, _AlphaBeta):
+    """The options of :class:`LigerFusedLinearAlphaBetaLoss`."""
+
     def of_options(self) -> Divergence:
         if self.beta is not None:
-            return alpha_beta(self.alpha, self.beta)
+            return Divergence.alpha_beta(self.alpha, self.beta)
         check_range("alpha", self.alpha, 0.0, 1.0)
-        return alpha_beta(self.alpha, 1.0 - self.alpha)
+        return Divergence.alpha_beta(self.alpha, 1.0 - self.alpha)
 
 
 class LigerFusedLinearAlphaBetaLoss(DistillationLoss):
@@ -386,10 +375,13 @@ class LigerFusedLinearAlphaBetaLoss(DistillationLoss):
 class CosineSimilarityOptions(DistillationOptions):
     """The options of :class:`LigerFusedLinearCosineSimilarityLoss`."""
 
-    beta: float = 0.5
+    beta: NonNegativeFloat = field(default=0.5, kw_only=False)
+
+    @property
+    def factor(self) -> float:  # type: ignore[override]
+        return self.beta
 
     def of_options(self) -> Divergence:
-        check_range("beta", self.beta, 0.0, math.inf)
         return Divergence.cosine()
 
 
@@ -403,8 +395,3 @@ class LigerFusedLinearCosineSimilarityLoss(DistillationLoss):
 
     options_type = CosineSimilarityOptions
     positions = (*_WEIGHTS, "beta", *_OTHERS)
-
-    @property
-    def factor(self) -> float:
-        """The factor of the divergence, which includes ``beta``."""
-        return self.beta * self.temperature**2 if self.temperature_squared else self.beta

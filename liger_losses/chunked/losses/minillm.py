@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -12,22 +12,20 @@ from liger_losses.chunked import Head, Teacher, linear_divergence_loss
 from liger_losses.chunked.core.compiled import statistics
 from liger_losses.chunked.core.entry import loss_operator
 from liger_losses.chunked.core.inputs import target_of
-from liger_losses.chunked.losses.base import AnyHead
+from liger_losses.chunked.losses.base import AnyHead, ChunkedLoss, LossOptions
 from liger_losses.chunked.losses.completion_loss import MAX_EXPONENT
-from liger_losses.chunked.losses.distillation import DistillationLoss, DistillationMetrics, DistillationOptions
+from liger_losses.chunked.losses.distillation import DistillationLoss, DistillationMetrics
 from liger_losses.chunked.losses.policy_estimates import discounted_sums
 from liger_losses.kernels.divergence_forms import Divergence
 
 
 @dataclass(frozen=True, kw_only=True)
-class MiniLLMOptions(DistillationOptions):
+class MiniLLMOptions(LossOptions):
     """The options of :class:`LigerFusedLinearMiniLLMLoss`."""
 
-    weight_hard_loss: float = 0.0
-    weight_soft_loss: float = 1.0
-    gamma: UnitFloat = 1.0
-    length_normalization: bool = True
-    single_step: bool = True
+    gamma: UnitFloat = field(default=1.0, kw_only=False)
+    length_normalization: bool = field(default=True, kw_only=False)
+    single_step: bool = field(default=True, kw_only=False)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -36,21 +34,13 @@ class MiniLLMOptions(DistillationOptions):
                 "MiniLLM computes rewards under the distribution that generated the completions: temperature "
                 f"must be 1, got {self.temperature!r}."
             )
-        if (self.weight_hard_loss, self.weight_soft_loss) != (0.0, 1.0):
-            raise ValueError(
-                "MiniLLM has no cross-entropy: leave weight_hard_loss and weight_soft_loss at 0 and 1, got "
-                f"{self.weight_hard_loss!r} and {self.weight_soft_loss!r}."
-            )
-
-    def of_options(self) -> Divergence:
-        return Divergence.reverse_kl()
 
     @property
     def reads_order(self) -> str | None:
         return "MiniLLM's sum of later tokens' rewards"
 
 
-class LigerFusedLinearMiniLLMLoss(DistillationLoss):
+class LigerFusedLinearMiniLLMLoss(ChunkedLoss):
     """MiniLLM: the gradient of the reverse KL over whole completions that the student generated, token by token.
 
     With ``r_t = log q(y_t) - log p(y_t)``, per token and averaged over all of them::
@@ -65,9 +55,10 @@ class LigerFusedLinearMiniLLMLoss(DistillationLoss):
         gamma: discount of later tokens, in [0, 1].
         length_normalization: divide by the number of later tokens; otherwise short completions are preferred.
         single_step: whether to include the first term.
-        options: as in :class:`DistillationLoss`, without divergence and weights; the temperature must be 1.
+        options: as in :class:`liger_losses.ChunkedLoss`; the temperature must be 1.
     """
 
+    forms = DistillationLoss.forms
     options_type = MiniLLMOptions
     positions = ("gamma", "length_normalization", "single_step")
 
@@ -120,7 +111,7 @@ class LigerFusedLinearMiniLLMLoss(DistillationLoss):
             per_token = mask.to(logps.dtype) / mask.sum().clamp(min=1)
         weights = {"divergence": per_token * float(self.single_step), "logp": -per_token * later}
         loss, values = linear_divergence_loss(
-            hidden_states, head, labels, teacher, self.divergence, weights, options=self.options
+            hidden_states, head, labels, teacher, Divergence.reverse_kl(), weights, options=self.options
         )
         means = ((per_token * values.divergence).sum(), -(per_token * values.logp).sum())
         return loss, DistillationMetrics(*means)

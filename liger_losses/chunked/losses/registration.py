@@ -156,7 +156,12 @@ def register_divergence(
             return found
         with torch.enable_grad():
             leaf = log_p.detach().requires_grad_()
-            (h,) = torch.autograd.grad(terms(leaf, log_q, *by_position, **by_name).sum(), leaf)
+            summed = terms(leaf, log_q, *by_position, **by_name).sum()
+            if not summed.requires_grad:
+                raise ValueError(
+                    f"the divergence {name!r} must be torch code that autograd differentiates, or return (f, h)."
+                )
+            (h,) = torch.autograd.grad(summed, leaf)
         return found, h
 
     def make(*values: float, **named: float) -> Divergence:
@@ -235,5 +240,6 @@ def _check_finite(what: str, *values: Tensor) -> None:
     for value in values:
         if not value.isfinite().all():
             raise ValueError(
-                f"{what} is not finite for finite log-probabilities: {value[~value.isfinite()][:3].tolist()}."
+                f"{what} is not finite for finite log-probabilities: {value[~value.isfinite()][:3].tolist()}; limit "
+                "them, such as log_q.clamp(min=-20), or a divisor q, such as 0.99 * q + 0.01 * p."
             )

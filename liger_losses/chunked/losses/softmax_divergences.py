@@ -11,23 +11,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from liger_losses.checks import check_alike, check_names, check_range
-from liger_losses.chunked.core.distilled import TAILS
+from liger_losses.checks import check_alike, check_names
+from liger_losses.chunked.core.distilled import LUMP, TAILS
 from liger_losses.kernels.autograd import edges, once_differentiable
 from liger_losses.kernels.divergence_forms import FORMS, Divergence, finite_logs
 from liger_losses.kernels.divergence_terms import summed_terms
-
-#: Both forms of the generalized JSD that are in use: the factors of KL(q || m) and KL(p || m).
-JSD_CONVENTIONS = {"gkd": lambda beta: (beta, 1 - beta), "interpolated": lambda beta: (1 - beta, beta)}
-
-
-def generalized_jsd(beta: float = 0.5, convention: str = "gkd") -> Divergence:
-    """The :class:`liger_losses.Divergence` that :func:`jsd` computes."""
-    check_range("beta", beta, 0.0, 1.0)
-    check_names([convention], JSD_CONVENTIONS, "convention")
-    if beta in (0, 1):
-        return Divergence.reverse_kl() if beta == 1 else Divergence.forward_kl()
-    return Divergence.mixture(beta, *JSD_CONVENTIONS[convention](beta))
 
 
 def divergence(log_p: Tensor, log_q: Tensor, which: Divergence) -> Tensor:
@@ -103,24 +91,17 @@ def reverse_kl(log_p: Tensor, log_q: Tensor) -> Tensor:
 
 
 def jsd(log_p: Tensor, log_q: Tensor, *, beta: float = 0.5, convention: str = "gkd") -> Tensor:
-    """The generalized Jensen-Shannon divergence with ``m = beta q + (1 - beta) p``.
-
-    - ``convention="gkd"``: ``beta KL(q || m) + (1 - beta) KL(p || m)``, as in GKD (arXiv:2306.13649, eq. 1),
-      liger-kernel and TRL. It goes to 0 towards both ends, so beta also changes its size.
-    - ``convention="interpolated"``: ``(1 - beta) KL(q || m) + beta KL(p || m)``, which interpolates between
-      ``KL(q || p)`` and ``KL(p || q)``. TRL's GKD used it until March 2025, with ``1 - beta`` for beta.
-
-    In both, ``beta=0`` is ``KL(q || p)`` and ``beta=1`` is ``KL(p || q)``, and at 1/2 they are the same.
+    """The generalized Jensen-Shannon divergence, :meth:`liger_losses.Divergence.jsd`; arguments and result as in
+    :func:`divergence`.
 
     Args:
-        log_p, log_q: as in :func:`divergence`, which also describes the result.
         beta: share of the teacher in the mixture, in [0, 1].
         convention: ``gkd`` or ``interpolated``.
 
     Raises:
         TypeError, ValueError: a beta out of its range, or another convention.
     """
-    return divergence(log_p, log_q, generalized_jsd(beta, convention))
+    return divergence(log_p, log_q, Divergence.jsd(beta, convention))
 
 
 def total_variation(log_p: Tensor, log_q: Tensor) -> Tensor:
@@ -138,16 +119,7 @@ def alpha_beta_divergence(log_p: Tensor, log_q: Tensor, alpha: float, beta: floa
     Raises:
         TypeError, ValueError: alpha or beta out of their range.
     """
-    return divergence(log_p, log_q, alpha_beta(alpha, beta))
-
-
-def alpha_beta(alpha: float, beta: float) -> Divergence:
-    """The :class:`liger_losses.Divergence` that :func:`alpha_beta_divergence` computes."""
-    check_range("alpha", alpha, 0.0, math.inf)
-    check_range("beta", beta, 0.0, math.inf)
-    if alpha + beta == 0:
-        raise ValueError("alpha and beta must not both be 0: (1, 0) is KL(q || p), (0, 1) is KL(p || q).")
-    return Divergence.alpha_beta(alpha, beta)
+    return divergence(log_p, log_q, Divergence.alpha_beta(alpha, beta))
 
 
 def sparse_divergence(
@@ -163,7 +135,7 @@ def sparse_divergence(
         logps: ``[..., k]``, the student's log-probabilities of these entries, differentiable (once).
         teacher_logps: ``[..., k]``, the teacher's log-probabilities of these entries.
         which: see :func:`divergence`.
-        tail: ``bucket`` (or ``lump``), ``renormalize`` or ``none``; see :class:`liger_losses.TeacherTopK`. With
+        tail: ``bucket``, ``renormalize`` or ``none``; see :class:`liger_losses.TeacherTopK`. With
             ``none``, each entry adds the term of the formula, such as ``q (log q - log p)``; the sum may be negative.
         teacher_tail_logps: ``[...]``, the teacher's log-probability of all other entries together, for ``bucket``.
 
@@ -171,7 +143,7 @@ def sparse_divergence(
         ``[...]``, in nats.
     """
     check_alike(logps=logps, teacher_logps=teacher_logps)
-    check_names([tail], TAILS, "tail")
+    check_names([tail], TAILS, "tail", LUMP)
     given = distribution(logps, tail), distribution(teacher_logps, tail, teacher_tail_logps)
     found = divergence(*given, which)
     added = FORMS[which.form].added(which.a, which.b, which.c) if tail == "none" else 0.0

@@ -111,7 +111,6 @@ WRONG_VALUES = [
     (AlphaBeta, {"alpha": 0.0, "beta": 0.0}, "must"),
     (MiniLLM, {"gamma": 1.5}, "gamma must lie in"),
     (MiniLLM, {"temperature": 2.0}, "temperature must be"),
-    (MiniLLM, {"weight_hard_loss": 0.5}, "has no cross-entropy"),
 ]
 WRONG_TYPES = [
     (CE, {"ignore_index": 1.5}, "must be an integer"),

@@ -5,14 +5,16 @@ import torch
 import torch.nn.functional as F
 
 from liger_losses import (
+    DistillationLoss,
     Divergence,
     EngineOptions,
+    Head,
     Teacher,
     TeacherLogits,
     TeacherTopK,
     linear_divergence_loss,
 )
-from tests.losses import JSD, Cosine
+from tests.losses import JSD, Cosine, MiniLLM
 from tests.reference import (
     formula,
     relative_error,
@@ -93,7 +95,16 @@ def test_bad_input_is_refused():
     refuses("at most 0", TeacherTopK(-logps, indices))
     refuses("int64", TeacherTopK(logps, indices.int()), TypeError)
     refuses("unknown tail", TeacherTopK(logps, indices, tail="drop"))
+    refuses("'lump'; use 'bucket'", TeacherTopK(logps, indices, tail="lump"))
     refuses("have .* tokens", TeacherTopK(logps[1:], indices[1:]))
+    with pytest.raises(TypeError, match=r"got Head first: of head, states, labels = .*Teacher\(states, head\)"):
+        Teacher(Head(rows), states)
+    with pytest.raises(TypeError, match=r"DistillationLoss\(Divergence.reverse_kl\(\)\), got a function; call it"):
+        DistillationLoss(Divergence.jsd)
+    with pytest.raises(TypeError, match="has no option 'top_k'"):
+        MiniLLM(top_k=3)
+    with pytest.raises(ValueError, match="with a teacher, the call is"):
+        loss(weight, hidden, labels, good, labels)
     with pytest.raises(ValueError, match="there is no teacher"):
         loss(weight, hidden, labels)
     with pytest.raises(ValueError, match="given twice"):

@@ -69,7 +69,7 @@ def compare(loss, exact, leaves, exact_leaves, tolerance=1e-5):
         assert relative_error(ours.cpu(), true) < tolerance
 
 
-@pytest.mark.parametrize("tail", ["lump", "renormalize", "none"])
+@pytest.mark.parametrize("tail", ["bucket", "renormalize", "none"])
 @pytest.mark.parametrize("of", ["student", "teacher"])
 def test_the_largest_columns(of, tail):
     """In parts, and from logits; the golden results have the values."""
@@ -82,6 +82,37 @@ def test_the_largest_columns(of, tail):
             found.append((value, *torch.autograd.grad(value, (weight, hidden))))
     for other in found[1:]:
         torch.testing.assert_close(other, found[0])
+
+
+@pytest.mark.parametrize("of", ["student", "teacher"])
+@pytest.mark.parametrize("columns", [V - 6, V + 6])
+def test_the_largest_columns_of_a_padded_vocabulary(columns, of):
+    """Of columns that both models have, as if neither had others; logits of padding would be the largest."""
+    hidden, weight, labels, (states, _), _ = problem()
+    wide, common = torch.randn(columns, HT, generator=torch.Generator().manual_seed(2)).double(), min(V, columns)
+    head, wide = (torch.cat([x[:common], 9 * x[common:]]) for x in (weight.detach(), wide))
+    loss, head = ReverseKL(top_k=5, top_k_of=of, temperature=1.5), head.requires_grad_()
+    found = []
+    for student, teacher in ((head, Teacher(states, wide, columns_correspond=True)), (head[:common], wide[:common])):
+        taught = teacher if isinstance(teacher, Teacher) else Teacher(states, teacher)
+        found.append(torch.autograd.grad(loss(student, hidden, labels % common, taught)[0], (head, hidden)))
+    torch.testing.assert_close(*found)
+    if of == "student":
+        logits = TeacherLogits(states @ wide.t(), columns_correspond=True)
+        function = TeacherLogits(lambda at: logits.logits.flatten(0, 1)[at], columns, columns_correspond=True)
+        for taught in (logits, function):
+            values = torch.autograd.grad(loss(head, hidden, labels % common, taught)[0], (head, hidden))
+            torch.testing.assert_close(values, found[0])
+        hard = ReverseKL(0.5, 1.0, top_k=5)(head, hidden, labels % common, logits)[1].hard_loss
+        whole = -linear_logps(hidden, head, labels % common).mean()
+        torch.testing.assert_close(hard, whole.detach())
+
+
+def test_the_reverse_kl_has_no_hard_loss_unless_asked_for():
+    hidden, weight, labels, teacher, _ = problem()
+    loss, metrics = ReverseKL()(weight, hidden, labels, Teacher(*teacher))
+    assert metrics.hard_loss is None
+    assert loss == metrics.soft_loss
 
 
 @pytest.mark.parametrize("active", [1, 0])
@@ -219,7 +250,7 @@ def test_extremes_are_finite():
     for which in (*KINDS.values(), *(w.limited(0.1) for w in KINDS.values()), Divergence.kl_by_entropy(0.1)):
         log_p = torch.tensor([[-0.0, -30.0, -120.0], [-120.0, -30.0, -0.0]]).log_softmax(-1).requires_grad_()
         log_q = torch.tensor([[-30.0, -0.0, -60.0], [-120.0, -30.0, -0.0]]).log_softmax(-1)
-        for tail in ("none", "renormalize", "lump"):
+        for tail in ("none", "renormalize", "bucket"):
             if which.by_entropy and tail == "none":
                 continue
             value = functional.sparse_divergence(log_p, log_q, which, tail)

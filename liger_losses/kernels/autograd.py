@@ -154,7 +154,7 @@ def operator(
     )
 
     def apply(*arguments: Any) -> Any:
-        if torch.compiler.is_dynamo_compiling():
+        if torch.compiler.is_dynamo_compiling() or arguments[0].is_meta:
             return tuple(forward(*arguments))
         if within_transform():
             raise RuntimeError(NO_TRANSFORMS)

@@ -133,6 +133,8 @@ def _backward_torch(
     grad: Tensor, gate: Tensor, up: Tensor, grad_gate: Tensor, grad_up: Tensor, product: Tensor | None, formula: Formula
 ) -> None:
     """Reference implementation: writes both gradients and, if given, the product."""
+    if grad.is_meta:  # the kernel has no temporaries either
+        return
     value = None if product is None else _forward_torch(gate, up, formula)
     activation, limit, g = ACTIVATIONS[formula.activation], formula.limit, wide(grad)
     clamped_gate, clamped_up = _clamp(wide(gate), wide(up), limit)

@@ -42,7 +42,7 @@ WHERE = "import sys, json; print(json.dumps([sys.path[0], __file__, sys.argv, sy
 
 
 def test_run_is_like_python(tmp_path, monkeypatch, capfd):
-    """With a relative path, a link, and arguments that look like options."""
+    """With a relative path, a link or a module, and arguments that look like options."""
     from liger_losses.run import main
 
     work, real = tmp_path / "work", tmp_path / "real"
@@ -50,14 +50,15 @@ def test_run_is_like_python(tmp_path, monkeypatch, capfd):
     real.mkdir()
     (real / "script.py").write_text(WHERE.format(cwd=str(work)))
     (work / "link.py").symlink_to(real / "script.py")
+    (work / "module.py").write_text(WHERE.format(cwd=str(work)))
     monkeypatch.chdir(work)
     path, arguments = list(sys.path), ["--trl", "-m", "--", "-x", "--help"]
-    for name in ("../real/script.py", "link.py"):
-        subprocess.run([sys.executable, name, *arguments], check=True, env={})
+    for name in (["../real/script.py"], ["link.py"], ["-m", "module"]):
+        subprocess.run([sys.executable, *name, *arguments], check=True, env={})
         python = json.loads(capfd.readouterr().out)
         monkeypatch.setattr(sys, "argv", [])
         monkeypatch.setattr(sys, "path", [str(work), *path])  # as python -m leaves it
-        main(["--no-patch", name, *arguments])
+        main(["--no-patch", *name, *arguments])
         ours = json.loads(capfd.readouterr().out)
         assert [ours[0], os.path.normpath(ours[1]), *ours[3:]] == [python[0], os.path.normpath(python[1]), *python[3:]]
         assert ours[2][1:] == python[2][1:] == arguments

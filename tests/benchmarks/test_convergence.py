@@ -6,18 +6,7 @@ import sys
 
 import pytest
 
-from benchmarks.convergence import ROOT, distance, draw, short_words, smooth, table
-
-
-def run_of(method, provider, seed, curve):
-    key = "reward" if method == "grpo" else "loss"
-    return {
-        "method": method,
-        "provider": provider,
-        "seed": seed,
-        key: curve,
-        "evaluation": {"held-out loss": curve[-1]},
-    }
+from benchmarks.convergence import ROOT, distance, short_words, smooth
 
 
 def test_distances_are_of_the_last_half():
@@ -28,19 +17,6 @@ def test_distances_are_of_the_last_half():
 def test_the_reward_counts_short_words():
     completions = [[{"role": "assistant", "content": text}] for text in ('I am "so-so", dear campers!', "", "- 42")]
     assert short_words(completions) == [0.8, 0.0, 0.0]
-
-
-def test_the_table_sets_providers_beside_seeds(tmp_path):
-    pytest.importorskip("matplotlib", reason="matplotlib is not installed")
-    curves = {("plain", 0): [4.0, 2.0], ("plain", 1): [4.0, 3.0], ("liger_losses", 0): [4.0, 2.25]}
-    curves["liger_losses", 1] = [4.0, 3.25]
-    runs = [run_of(method, *case, curve) for method in ("sft", "grpo") for case, curve in curves.items()]
-    lines = [line.split() for line in table(runs).splitlines()]
-    assert ["sft", "held-out", "loss", "2.5000", "±", "0.7071", "2.7500", "±", "0.7071"] in lines
-    assert ["sft", "mean", "|loss", "-", "loss|", "of", "one", "seed", "0.2500"] in lines
-    assert ["plain,", "two", "seeds", "1.0000"] in lines
-    draw(runs, tmp_path / "curves.png", [("sft", "loss", ("plain", "liger_losses"))])
-    assert (tmp_path / "curves.png").stat().st_size > 1000
 
 
 @pytest.mark.slow

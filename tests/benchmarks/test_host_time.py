@@ -6,44 +6,8 @@ import re
 import subprocess
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
-import torch
-
-from benchmarks.host_time import Launcher, measure
-from liger_losses.kernels.reading import label_facts
-
-
-def launcher(name):
-    return Launcher(SimpleNamespace(name=name), None)
-
-
-def launch(kernel, *arguments):
-    kernel(1, 1, 1, 0, 0, None, None, None, None, *arguments)
-
-
-def test_times_are_those_of_the_first_product():
-    before, product = launcher("_label_logits_kernel"), launcher("_exponentials_kernel")
-    with pytest.raises(RuntimeError, match="no product was launched"):
-        measure([lambda: launch(before)], 1)
-
-    def call():
-        launch(product)
-        sum(range(100_000))
-        launch(product)
-
-    (times,) = measure([call], 3)
-    assert times.least_product < times.least_end / 2
-
-
-def test_the_host_reads_how_many_labels_are_active(monkeypatch):
-    monkeypatch.setattr(Launcher, "counting", 0)
-    labels, out = torch.tensor([-100, 3, 5]), torch.zeros(3, dtype=torch.int64)
-    launch(launcher("_label_facts_kernel"), out, labels, 3, -100)
-    assert out.tolist() == label_facts([labels], -100)[0].tolist()
-    assert out[0] == 2
-    assert Launcher.counting > 0  # what times leave out
 
 
 @pytest.mark.slow

@@ -261,8 +261,9 @@ def test_apply_takes_each_families_arguments(installed, monkeypatch):
     theirs.apply_liger_kernel_to_pixtral(True, True, False, model)
     theirs.apply_liger_kernel_to_qwen2_vl(False, False, True, True, True, True, model)
     theirs.apply_liger_kernel_to_llama(model=model, fused_linear_cross_entropy=False)
+    theirs.apply_liger_kernel_to_llama(model=model, layer_norm=False)
     every = {"loss_head": True, "norms": True, "mlps": True, "rope": True}
-    changes = ({"mlps": False}, {"rope": False}, {"loss_head": False})
+    changes = ({"mlps": False}, {"rope": False}, {"loss_head": False}, {"norms": False})
     assert calls == [(model, {**every, **change}) for change in changes]
     with pytest.raises(TypeError, match="at most 4 arguments: rope, rms_norm, swiglu, model"):
         theirs.apply_liger_kernel_to_pixtral(True, True, True, None, True)

@@ -22,6 +22,8 @@ def test_models_that_are_loaded_later(tmp_path):
         assert is_patched(AutoModelForCausalLM.from_config(model.config))
         assert not hasattr(AutoModel.from_pretrained(tmp_path), "liger_report")  # without a head
     assert not hasattr(AutoModelForCausalLM.from_pretrained(tmp_path), "liger_report")
+    with loading.patched_loading(rope=False), loading.patched_loading(lambda _: {"norms": False}):  # the last apply
+        assert {"rope", "RMSNorm"} & {*AutoModelForCausalLM.from_pretrained(tmp_path).liger_report.counts} == {"rope"}
 
 
 def test_models_that_are_loaded_by_several_threads(monkeypatch):

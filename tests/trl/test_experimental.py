@@ -128,11 +128,12 @@ def test_models_of_other_vocabularies_are_refused_as_by_trl():
 
     student, other = torch.randn(23, 6), torch.randn(24, 8)
     hidden, wide, mask = torch.randn(2, 5, 6), torch.randn(2, 5, 8), torch.ones(2, 5)
-    biases = {"teacher_lm_head_bias": torch.randn(24)}
+    options = {"teacher_lm_head_bias": torch.randn(24), "student_logit_scale": 0.6, "teacher_logit_scale": 1.7}
+    options |= {"student_final_logit_softcapping": 2.0, "teacher_final_logit_softcapping": 3.0, "temperature": 0.8}
     functions = module._chunked_divergence_loss, divergences.chunked_divergence_loss
     with warnings.catch_warnings():
         warnings.simplefilter("error", UserWarning)
-        theirs, ours = (function(hidden, wide, student, other, mask, 0.5, **biases)[0] for function in functions)
+        theirs, ours = (function(hidden, wide, student, other, mask, 0.5, **options)[0] for function in functions)
     torch.testing.assert_close(ours, theirs)
     for function in functions:
         with pytest.raises((RuntimeError, ValueError)):

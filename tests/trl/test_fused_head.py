@@ -9,6 +9,7 @@ import torch
 
 from liger_losses.trl import enabled
 from liger_losses.trl.fused_head import add_fused_lm_head
+from tests.models import small
 from tests.project.test_examples import tiny_model
 from tests.trl.trainers import sft, trl
 
@@ -25,9 +26,10 @@ def forward_outputs(model, ids, labels, outputs, add, **options):
     return found, {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
 
 
+@pytest.mark.parametrize("experts", [{}, {"num_local_experts": 4, "output_router_logits": True}])
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
-def test_the_contract_of_the_head(temperature):
-    model, _, _ = tiny_model()
+def test_the_contract_of_the_head(temperature, experts):
+    model = small("Mixtral" if experts else "Llama", vocab_size=20, router_aux_loss_coef=0.5, **experts)
     ids = torch.randint(3, 19, (3, 9), generator=torch.Generator().manual_seed(0))
     labels = ids.masked_fill(torch.rand(3, 9, generator=torch.Generator().manual_seed(1)) < 0.4, -100)
     outputs = ("log_probs", "entropy", "log_sum_sq_probs", "mean_logits", "is_top1")

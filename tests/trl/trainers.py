@@ -17,7 +17,7 @@ from liger_losses.trl import disable, enable
 from tests.models import small
 from tests.project.test_examples import tiny_model
 from tests.seam import engine_calls
-from tests.trl_servers import Rollouts, Server, rollouts
+from tests.trl_servers import Rollouts, Server
 
 trl = pytest.importorskip("trl", reason="TRL is not installed")
 datasets = pytest.importorskip("datasets", reason="datasets is not installed")
@@ -236,7 +236,7 @@ def online_experimental(name, **own):
     return build
 
 
-def async_grpo(output, model, tokenizer, text, worker=False, **options):
+def async_grpo(output, model, tokenizer, text, **options):
     import trl.experimental.async_grpo.async_grpo_trainer as module
     from trl.experimental.async_grpo import AsyncGRPOConfig, AsyncGRPOTrainer
 
@@ -253,7 +253,7 @@ def async_grpo(output, model, tokenizer, text, worker=False, **options):
             args=settings(AsyncGRPOConfig, output, num_generations=2, token_budget=40, **options),
             train_dataset=datasets.Dataset.from_list([{"prompt": text(3)} for _ in range(16)]),
             processing_class=tokenizer,
-            rollout_worker=rollouts(text, tokenizer) if worker else Rollouts(64),
+            rollout_worker=Rollouts(64),
             weight_transfer=Rollouts(0),
         )
 
@@ -306,7 +306,6 @@ CASES = {
     ),
     "GRPO, head in fp32, bf16": (grpo, {"cast_lm_head_to_fp32": True, "bf16": True, "optim": "sgd"}),
     "asynchronous GRPO": (async_grpo, {}),
-    "asynchronous GRPO, its own worker": (async_grpo, {"worker": True}),
     "GMPO": (gmpo, _HALF),
     "A2PO": (a2po, {}),
     "online DPO": (online_dpo, {}),

@@ -9,8 +9,6 @@ from torch import nn
 from liger_losses import EngineOptions, Head, linear_logps, linear_statistics
 from liger_losses.chunked.core import stream
 from liger_losses.chunked.core.adapters import LowRank
-from tests.losses import CE
-from tests.quantized_layers import LAYERS
 from tests.reference import Int8Weight, double, plain_statistics, problem, relative_error, weighted
 
 V, H = 120, 40  # rows of 40 start inside of blocks of 64
@@ -33,13 +31,6 @@ def test_adapters_in_fp32_and_autocast():
     with torch.autocast("cpu", torch.bfloat16):
         found = linear_logps(hidden, head, labels)
     assert relative_error(found, exact) < 1e-2
-
-
-def test_a_compiled_function_ends_its_graph():
-    layer, loss_function = LAYERS["packed 4 bit"](linear()), CE()
-    hidden, _, labels, _ = problem(20, H, V)
-    compiled = torch.compile(lambda hidden: loss_function(layer, hidden * 2, labels), backend="eager")
-    assert torch.equal(compiled(hidden), loss_function(layer, hidden * 2, labels))
 
 
 @pytest.fixture

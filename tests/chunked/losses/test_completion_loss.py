@@ -5,7 +5,7 @@ import torch
 
 from liger_losses import Completions, Head, LogitTransform
 from liger_losses.chunked.core import stream
-from tests.losses import DPO, GRPO, KTO
+from tests.losses import DPO, GRPO
 from tests.reference import problem
 from tests.results.losses import LOSSES, batch
 
@@ -24,24 +24,6 @@ def test_policy_and_reference_share_one_selection_of_tokens(name, monkeypatch):
     d = batch()
     LOSSES[name](Head(d["weight"]), Head(d["ref_weight"]), d)
     assert waits == [1]
-
-
-@pytest.mark.parametrize(("loss", "extra"), [(DPO(compute_nll_loss=True), {}), (KTO(use_ref_model=True), {"kl": 0.1})])
-def test_temperatures_of_completions_divide_policy_and_reference(loss, extra):
-    """The same as hidden states that are divided by them, as there is no bias."""
-    hidden, weight, labels = (part.detach() for part in problem(shape=(4, 5))[:3])
-    t = torch.linspace(0.5, 2.0, labels.numel()).view(labels.shape)
-    found = []
-    for divided in (False, True):
-        sides = [
-            Completions(h / by[..., None], y, ref / by[..., None])
-            if divided
-            else Completions(h, y, ref, temperature=by)
-            for h, y, ref, by in zip(*(x.chunk(2) for x in (hidden, labels, hidden.flip(0), t)), strict=True)
-        ]
-        value, metrics = loss(weight, *sides, ref_weight=weight, **extra)
-        found.append((value, *metrics[:2]))
-    torch.testing.assert_close(*found)
 
 
 def test_a_temperature_that_does_not_fit_completions_is_an_error():

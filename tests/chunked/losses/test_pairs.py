@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from liger_losses import Completions, functional
 from liger_losses.chunked.losses.dpo import DPO_LOSSES, F_DIVERGENCES
 from tests.losses import CPO, DPO, GRPO, KTO, ORPO, SimPO
-from tests.reference import assert_close_gradients, plain_statistics, problem
+from tests.reference import plain_statistics, problem
 
 B, T, H, V = 3, 9, 12, 37
 BETA = 0.3
@@ -26,26 +26,6 @@ def batch(seed=0, dtype=torch.float64, scale=1.0):
     return hidden, weight, labels, ref_hidden.detach(), ref_weight.detach()
 
 
-def sums(hidden, weight, labels):
-    logp = plain_statistics(hidden, weight, labels)["logp"]
-    lengths = (labels != -100).sum(-1)
-    return logp, logp.sum(-1), lengths
-
-
-@pytest.mark.parametrize("name", DPO_LOSSES)
-def test_pairs_equal_stacked(name):
-    hidden, weight, labels, ref_hidden, ref_weight = batch()
-    labels[B:, 6:] = -100  # so that the rejected side can be shorter
-    module = DPO(loss_type=name, label_smoothing=0.1, ld_alpha=0.3)
-    stacked, stacked_metrics = module(weight, hidden, labels, None, ref_hidden, ref_weight)
-    chosen = Completions(hidden[:B], labels[:B], ref_hidden[:B])
-    rejected = Completions(hidden[B:, :6], labels[B:, :6], ref_hidden[B:, :6])
-    apart, metrics = module(weight, chosen, rejected, ref_weight=ref_weight)
-    torch.testing.assert_close(apart, stacked)
-    torch.testing.assert_close(tuple(metrics), tuple(stacked_metrics))
-    assert_close_gradients(apart, stacked, (hidden, weight))
-
-
 @pytest.mark.parametrize(("pairs", "chosen", "rejected"), [(0, 3, 3), (1, 1, 9), (2, 4, 6), (4, 9, 1), (3, 2, 2)])
 @pytest.mark.parametrize("masked", [0.0, 0.5, 1.0])
 def test_pairs_of_any_lengths(pairs, chosen, rejected, masked):
@@ -58,21 +38,6 @@ def test_pairs_of_any_lengths(pairs, chosen, rejected, masked):
     inputs = (weight, *[hidden for hidden, _ in given])
     found, expected = (torch.autograd.grad(value, inputs) for value in (loss, exact))
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-6)
-
-
-def test_the_three_kinds_of_reference_agree():
-    hidden, weight, labels, ref_hidden, ref_weight = batch()
-    per_token, per_sequence, _ = sums(ref_hidden, ref_weight, labels)
-    module = DPO()
-    expected = module(weight, hidden, labels, None, ref_hidden, ref_weight)[0]
-    for ref in (per_sequence, per_token):
-        ours = module(weight, hidden, labels, ref_chosen_logps=ref[:B], ref_rejected_logps=ref[B:])[0]
-        torch.testing.assert_close(ours, expected)
-        sides = (Completions(hidden[r], labels[r], ref_logps=ref[r]) for r in (slice(B), slice(B, None)))
-        torch.testing.assert_close(module(weight, *sides)[0], expected)
-    none = DPO(use_ref_model=False)(weight, hidden, labels)[0]
-    zero = module(weight, hidden, labels, ref_chosen_logps=torch.zeros(B), ref_rejected_logps=torch.zeros(B))[0]
-    torch.testing.assert_close(none, zero)
 
 
 @pytest.mark.parametrize("kind", [DPO, CPO, SimPO, KTO, GRPO])
@@ -88,24 +53,6 @@ def test_stacked_losses_without_a_reference_ignore_one(kind):
     for reference in ({"ref_input": hidden}, {}):
         found = loss(**call, ref_weight=weight, **reference)[0]
         torch.testing.assert_close(found, loss(**call)[0], rtol=0, atol=0)
-
-
-def test_nll_over_other_tokens():
-    """The prompts, another label than the preference's, and none where only the preference scores."""
-    hidden, weight, labels, _, _ = batch()
-    nll_target = labels.clone()
-    nll_target[:, :2], nll_target[0, 4], nll_target[2, 5] = 5, 3, -100
-    logps = plain_statistics(hidden, weight, nll_target)["logp"][:B]
-    nll = -logps.sum() / (nll_target[:B] != -100).sum()
-    exact = ORPO(beta=BETA, compute_nll_loss=False)(weight, hidden, labels)[0] + nll
-    for args in (
-        (weight, hidden, labels, None, nll_target),
-        (weight, (hidden[:B], labels[:B]), (hidden[B:], labels[B:]), None, nll_target[:B]),
-    ):
-        ours, metrics = ORPO(beta=BETA)(*args)
-        torch.testing.assert_close(ours, exact)
-        torch.testing.assert_close(metrics.chosen_nll_loss, nll.detach())
-        assert_close_gradients(ours, exact, (hidden, weight))
 
 
 def test_nll_leaves_out_a_token_without_probability():

@@ -32,33 +32,6 @@ def sums(hidden, weight, labels, average=False):
     return logps / (labels != -100).sum(-1).clamp(min=1) if average else logps
 
 
-@pytest.mark.parametrize(
-    ("loss", "extra"),
-    [
-        (KTO(use_ref_model=True, desirable_weight=1.3, undesirable_weight=0.6), {"kl": 0.2}),
-        (KTO(use_ref_model=True, loss_type="apo_zero_unpaired", average_log_prob=True), {}),
-        (BCO(), {}),
-    ],
-    ids=["kto", "apo_zero_unpaired", "bco"],
-)
-def test_forms_of_a_call_agree(loss, extra):
-    hidden, weight, labels, ref_hidden, ref_weight, desirable = problem()
-    given = {"ref_weight": ref_weight, **extra}
-    apart = [Completions(hidden[mask], labels[mask], ref_hidden[mask]) for mask in (desirable, ~desirable)]
-    found = [
-        loss.eval()(hidden, weight, labels, None, preference_labels=desirable, ref_input=ref_hidden, **given),
-        loss(weight, Completions(hidden, labels, ref_hidden), preference_labels=desirable, **given),
-        loss(weight, *apart, **given),
-    ]
-    grads = [torch.autograd.grad(value, (hidden, weight)) for value, _ in found]
-    for other, of_other in zip(found[1:], grads[1:], strict=True):
-        torch.testing.assert_close((other, of_other), (found[0], grads[0]), rtol=1e-5, atol=1e-6)
-    logps = sums(hidden, weight, labels, loss.average_log_prob).detach()
-    metrics = found[0][1]
-    torch.testing.assert_close(metrics.chosen_logps_sum, logps[desirable].sum(), check_dtype=False)
-    torch.testing.assert_close(metrics.rejected_logps_sum, logps[~desirable].sum(), check_dtype=False)
-
-
 def test_the_divergence_is_never_negative_and_may_be_logged():
     hidden, weight, labels, ref_hidden, ref_weight, desirable = problem()
     call = partial(KTO(use_ref_model=True), weight, Completions(hidden, labels, ref_hidden), ref_weight=ref_weight)

@@ -131,6 +131,15 @@ def options_of(cls: type[C], function: Callable[..., Any], options: Mapping[str,
     return cls(**options)
 
 
+def options_signature(cls: Any, positions: Sequence[str]) -> inspect.Signature:
+    """The fields of a loss's options, of which those of ``positions`` come first, by position or by name."""
+    kind, known = inspect.Parameter, {field.name: field for field in fields(cls.options_type)}
+    kinds = {name: kind.POSITIONAL_OR_KEYWORD if name in positions else kind.KEYWORD_ONLY for name in known}
+    defaults = {name: kind.empty if field.default is MISSING else field.default for name, field in known.items()}
+    names = sorted(known, key=[*positions, *known].index)
+    return inspect.Signature([kind(n, kinds[n], default=defaults[n], annotation=known[n].type) for n in names])
+
+
 def constructor_signature(cls: Any) -> inspect.Signature:
     """What a loss's constructor takes: what subclasses name in theirs, then the fields of its options."""
     kind, known, positions = inspect.Parameter, dict[str, inspect.Parameter](), cls.positions
@@ -144,40 +153,27 @@ def constructor_signature(cls: Any) -> inspect.Signature:
             positions = positions if kind.VAR_POSITIONAL in kinds else ()
             if kind.VAR_KEYWORD not in kinds:
                 return inspect.Signature([*known.values()])
-    options = {field.name: field for field in fields(cls.options_type)}
-    for name in sorted(options.keys() - known.keys(), key=[*positions, *options].index):
-        how = kind.POSITIONAL_OR_KEYWORD if name in positions else kind.KEYWORD_ONLY
-        default = kind.empty if options[name].default is MISSING else options[name].default
-        known[name] = inspect.Parameter(name, how, default=default, annotation=options[name].type)
+    known = {**known, **{n: p for n, p in options_signature(cls, positions).parameters.items() if n not in known}}
     return inspect.Signature(sorted(known.values(), key=lambda each: each.kind))
 
 
 def named_options(cls: Any, arguments: Sequence[Any], options: Mapping[str, Any]) -> dict[str, Any]:
     """The arguments of a loss's constructor by name; a TypeError for too many, unknown and missing ones, and for what
     belongs to the call."""
-    names, known = cls.positions, cls.options_type.__dataclass_fields__
-    if len(arguments) > len(names):
-        raise TypeError(
-            f"{cls.__name__} takes at most {len(names)} options by position, got {len(arguments)}: {', '.join(names)}."
-        )
-    by_position = dict(zip(names, arguments, strict=False))
-    twice = ", ".join(name for name in by_position if name in options)
-    if twice:
-        raise TypeError(f"{cls.__name__} was given {twice} by position and by name; leave one out.")
-    check_known(cls, options, known)
-    named = by_position | dict(options)
+    options, positions = cls.options_type.folded(options), cls.positions
+    check_known(cls, options, cls.options_type.__dataclass_fields__)
+    try:
+        named = options_signature(cls, positions).bind(*arguments, **options).arguments
+    except TypeError as error:
+        raise TypeError(f"{cls.__name__}: {error}; its options are {', '.join(cls.option_names)}.") from None
     for name, value in named.items():
         check_no_input(cls, name, value)
-    first = by_position.get("ignore_index")
-    if isinstance(first, float):
+    first = named.get("ignore_index")
+    if arguments and isinstance(first, float):
         raise TypeError(
             f"ignore_index must be an integer, got {first!r}: it is the first option by position; pass others by "
-            f"keyword, such as {names[1]}={first!r}."
+            f"keyword, such as {positions[1]}={first!r}."
         )
-    required = [name for name, field in known.items() if field.default is field.default_factory is MISSING]
-    missing = ", ".join(f"{name}=" for name in required if name not in named)
-    if missing:
-        raise TypeError(f"{cls.__name__} needs {missing}; its options are {', '.join(cls.option_names)}.")
     return named
 
 

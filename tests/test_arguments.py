@@ -58,7 +58,7 @@ MISTAKES = {
     ),
     "an option that is needed": (
         lambda h, w, y: liger_losses.LigerFusedLinearAlphaBetaLoss(),
-        r"^LigerFusedLinearAlphaBetaLoss needs alpha=; its options are alpha, beta, ",
+        r"^LigerFusedLinearAlphaBetaLoss: missing a required argument: 'alpha'; its options are alpha, beta, ",
     ),
     "a policy's function": (
         lambda h, w, y: functional.grpo_loss(h[..., 0], h[:, 0, 0], y >= 0, epsilon=1),

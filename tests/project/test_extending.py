@@ -132,6 +132,39 @@ def test_objectives_that_cannot_be_right_are_refused(value, message):
         register_objective("mine", aspo, normalizer="mean")
 
 
+def powered(log_ratio, logps, advantages, options, inputs=None, *, power, floor=0.1):
+    return advantages * (log_ratio.clamp(max=80).exp().clamp(min=floor) ** power)
+
+
+@pytest.mark.usefixtures("registered")
+@pytest.mark.parametrize("coupled", [False, True])
+def test_an_objective_declares_options_for_a_sweep(coupled):
+    """One name serves all of their values, in losses and in the function, with gradients."""
+    register_objective("powered", powered, coupled=coupled)
+    with pytest.raises(TypeError, match="loss_type='powered' needs power=, an option of its objective"):
+        LigerFusedLinearGRPOLoss(loss_type="powered")
+    with pytest.raises(TypeError, match="power must be a number, got 'a'"):
+        LigerFusedLinearGRPOLoss(loss_type="powered", power="a")
+    with pytest.raises(TypeError, match="no option 'power'"):
+        LigerFusedLinearGRPOLoss(power=2.0)
+    with pytest.raises(ValueError, match=r"softcap: all policy losses have an option of this name"):
+        register_objective("mine", lambda r, l, a, o, *, softcap=1.0: a * l)
+    hidden, weight, ids, _ = problem(shape=(4, 5), dtype=torch.float64, masked=0.0)
+    logps = plain_statistics(hidden, weight, ids)["logp"]
+    old, mask, advantages = logps.detach() - 0.3, torch.ones(4, 5), torch.tensor([1.0, -0.5, 2.0, 0.5])
+    loss = LigerFusedLinearGRPOLoss(loss_type="powered", beta=0.0, power=0.5)
+    for power, floor in ((0.5, 0.1), (2.0, 0.1), (1.5, 1.4)):
+        loss = loss.replace(power=power, floor=floor)
+        value, _ = loss(weight, hidden, ids, mask, advantages, old_per_token_logps=old)
+        exact = -(advantages[:, None] * (logps - old).exp().clamp(min=floor) ** power).mean()
+        torch.testing.assert_close(value.double(), exact, rtol=1e-5, atol=1e-7)
+        found, expected = (torch.autograd.grad(x, (hidden, weight), retain_graph=True) for x in (value, exact))
+        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-7)
+        options = {"loss_type": "powered", "beta": 0.0, "power": power, "floor": floor}
+        torch.testing.assert_close(functional.grpo_loss(logps, advantages, mask, old_logps=old, **options), exact)
+    assert "power" not in repr(loss.replace(loss_type="dapo"))
+
+
 @pytest.mark.usefixtures("registered")
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_a_registered_divergence_takes_one_function(backend):

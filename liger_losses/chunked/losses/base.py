@@ -69,6 +69,12 @@ class LossOptions:
         if self.group is not None:
             check_sliced(self.group, self.shift, self.reads_order)
 
+    @classmethod
+    def folded(cls, options: Mapping[str, Any], earlier: Any = None) -> dict[str, Any]:
+        """Options by the names of the fields; a loss that has other ones has them in a field. ``earlier`` are those of
+        the loss that another one replaces."""
+        return dict(options)
+
     @property
     def reads_order(self) -> str | None:
         """What depends on the order of a sequence's tokens, so that ``group`` cannot be given."""
@@ -184,8 +190,8 @@ class ChunkedLoss(nn.Module):
         Raises:
             TypeError, ValueError: an unknown option, or a wrong value.
         """
+        options, known = self.options_type.folded(options, self.settings), self.options_type.__dataclass_fields__
         check_known(type(self), options)
-        known = self.options_type.__dataclass_fields__
         made = copy.copy(self)
         made.__setstate__({name: copy.copy(x) if isinstance(x, dict) else x for name, x in vars(self).items()})
         made._settings = replace(self.settings, **{name: options[name] for name in options if name in known})

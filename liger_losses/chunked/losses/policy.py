@@ -59,7 +59,7 @@ def live_tokens(inputs: PolicyInputs) -> Tensor | None:
     """``[B, T]``, false for tokens whose term is 0, with an advantage or an importance ratio of 0; ``None`` for losses
     with other terms."""
     o, ratio = inputs.options, inputs.token_is_ratio
-    other_terms = (o.beta and inputs.ref_logps is not None) or o.value("log_ratio_penalty")
+    other_terms = (o.beta and inputs.ref_logps is not None) or o.log_ratio_penalty
     if other_terms or not o.objective.of_advantages:
         return None
     live = (inputs.advantages != 0).expand(inputs.mask.shape)

@@ -214,12 +214,13 @@ def policy_terms(
 ) -> Tensor:
     """``-objective_t + beta kl_t`` of tokens, elementwise; ``log_ratio`` of the options' level, others as in
     :func:`grpo_loss`. Objectives that couple tokens read ``inputs``."""
-    objective = o.objective.value(log_ratio, logps, advantages, o, *([] if inputs is None else [inputs]))
+    given = [] if inputs is None else [inputs]
+    objective = o.objective.value(log_ratio, logps, advantages, o, *given, **dict(o.objective_options))
     if acting is not None:
         objective = torch.where(acting, objective, 0.0)
     if is_ratio is not None and not o.row.corrected:
         objective = objective * is_ratio
-    penalty, keeps_all = o.value("log_ratio_penalty"), o.mask.weights is None
+    penalty, keeps_all = o.log_ratio_penalty, o.mask.weights is None
     if penalty or not keeps_all:
         constant = logps.detach()
         old, sampler = _old_and_sampler(constant, old, sampler)
@@ -307,7 +308,8 @@ def grpo_loss(
         group: the ranks that hold slices ``[B, T]`` of the same completions. Each rank gets the loss of the whole
             completions, and the gradient of its log-probabilities. With ratios of completions, backward is a
             collective.
-        options: the fields of :class:`PolicyOptions`: ``loss_type="dapo"``, ``beta=0.04``, ``epsilon_low=0.2``, ...
+        options: the fields of :class:`PolicyOptions`, ``loss_type="dapo"``, ``beta=0.04``, ``epsilon_low=0.2`` ..., and
+            those of a registered objective.
 
     Returns:
         0-dim.
@@ -317,7 +319,7 @@ def grpo_loss(
     """
     if group is not None:
         check_group(group, "cp")
-    made = options_of(PolicyOptions, grpo_loss, options)
+    made = options_of(PolicyOptions, grpo_loss, PolicyOptions.folded(options))
     check_tensor("logps", logps)
     check_tensor("mask", mask)
     if logps.dim() != 2 or logps.shape != mask.shape:

@@ -11,6 +11,7 @@ import functools
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from inspect import Parameter
 from numbers import Integral
 from typing import Any, NamedTuple
 
@@ -19,7 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.compiler import is_dynamo_compiling
 
-from liger_losses.checks import FiniteFloat, NonNegativeFloat, PositiveFloat, check_fields, check_names
+from liger_losses.checks import FiniteFloat, NonNegativeFloat, PositiveFloat, check_fields, check_names, check_range
 from liger_losses.chunked.losses.context_parallel import sum_over_group
 from liger_losses.chunked.losses.policy_estimates import (
     KL_ESTIMATORS,
@@ -66,6 +67,8 @@ class PolicyOptions:
             token is halved, the bounds of the weights, and the ratio above which the weights of negative advantages are
             at most 1.
         real_temperature: divides the scores of ``real``.
+        objective_options: the names and values of the options of an objective of your own
+            (:func:`liger_losses.register_objective`); give each as a keyword.
         cov_share, cov_low, cov_high, cov_penalty: the share of the tokens that ``clip_cov`` drops and ``kl_cov``
             penalizes, the range of the covariances of the tokens that ``clip_cov`` drops, and the factor of
             ``kl_cov``'s penalty.
@@ -105,6 +108,7 @@ class PolicyOptions:
     cov_low: FiniteFloat = 1.0
     cov_high: FiniteFloat = 5.0
     cov_penalty: NonNegativeFloat = 1.0
+    objective_options: tuple[tuple[str, float], ...] = ()
 
     def __post_init__(self) -> None:
         check_names([self.loss_type], LOSS_TYPES, "loss_type", _LEVELS)
@@ -127,17 +131,32 @@ class PolicyOptions:
             raise ValueError(
                 f"loss_type={self.loss_type!r} needs log_ratio_penalty=, the weight of its squared log-ratios."
             )
+        own = {**self.objective.options, **dict(self.objective_options)}
+        for name, value in own.items():
+            if value is Parameter.empty:
+                raise TypeError(f"loss_type={self.loss_type!r} needs {name}=, an option of its objective.")
+            check_range(name, value, -math.inf, math.inf)
+        object.__setattr__(self, "objective_options", tuple(own.items()))
 
-    def value(self, name: str) -> Any:
-        """An option, or where it is ``None`` its value for this loss and mask, ``None`` for those without one."""
-        value = getattr(self, name)
-        return {**_DEFAULTS, **self.mask.bounds, **self.row.defaults}.get(name) if value is None else value
+    @classmethod
+    def folded(cls, options: Mapping[str, Any], earlier: PolicyOptions | None = None) -> dict[str, Any]:
+        """Options, of which the objective's own are in ``objective_options``, with those that it had ``earlier``."""
+        loss_type = options.get("loss_type", (earlier or cls).loss_type)
+        row = LOSS_TYPES.get(loss_type) if isinstance(loss_type, str) else None
+        own = {name: options[name] for name in options if row is not None and name in OBJECTIVES[row.objective].options}
+        found = {name: options[name] for name in options if name not in own}
+        if earlier is not None and earlier.loss_type != loss_type:
+            return {"objective_options": tuple(own.items()), **found}
+        known = () if earlier is None else earlier.objective_options
+        return {"objective_options": tuple({**dict(known), **own}.items()), **found} if own else found
 
     @property
     def values(self) -> PolicyOptions:
-        """The options, each with its :meth:`value`."""
+        """The options, of which those that are ``None`` have the values of this loss and mask, if these have some."""
         make = PolicyOptions if is_dynamo_compiling() else _options
-        return make(*[self.value(name) for name in PolicyOptions.__match_args__])
+        known = {**_DEFAULTS, **self.mask.bounds, **self.row.defaults}
+        given = {name: getattr(self, name) for name in PolicyOptions.__match_args__}
+        return make(*[known.get(name) if value is None else value for name, value in given.items()])
 
     @property
     def row(self) -> LossType:
@@ -168,7 +187,7 @@ class PolicyOptions:
     def mask_weights(self, logps: Tensor, old: Tensor, sampler: Tensor, advantages: Tensor) -> Tensor:
         """The weights of the :attr:`mask`, which has some."""
         assert self.mask.weights is not None
-        return self.mask.weights(logps, old, sampler, advantages, self.value("mask_low"), self.value("mask_high"))
+        return self.mask.weights(logps, old, sampler, advantages, self.mask_low, self.mask_high)
 
     @property
     def separable(self) -> bool:
@@ -178,7 +197,7 @@ class PolicyOptions:
     @property
     def reads_sampler(self) -> bool:
         """Whether the loss reads the sampler's log-probabilities in each token's term."""
-        return self.mask.weights is not None or bool(self.value("log_ratio_penalty"))
+        return self.mask.weights is not None or bool(self.log_ratio_penalty)
 
 
 #: The options of values that are checked once.
@@ -201,7 +220,7 @@ def _clipped(log_ratio: Tensor, logps: Tensor, advantages: Tensor, o: PolicyOpti
     """``min(min(r, delta) A, clip(r, 1 - e_low, 1 + e_high) A)``: PPO (arXiv:1707.06347, eq. 7), GRPO
     (arXiv:2402.03300, eq. 3), with DAPO's two bounds (arXiv:2503.14476) and INTELLECT-2's ``delta`` (arXiv:2505.07291).
     """
-    ratio, low, high, delta = ratio_of(log_ratio), 1 - o.epsilon_low, 1 + o.value("epsilon_high"), o.value("delta")
+    ratio, low, high, delta = ratio_of(log_ratio), 1 - o.epsilon_low, 1 + o.epsilon_high, o.delta
     if delta is not None:
         return torch.minimum(ratio.clamp(max=delta) * advantages, ratio.clamp(low, high) * advantages)
     # Where the clipped ratio makes the smaller product, it is a bound, which has no gradient.
@@ -210,12 +229,12 @@ def _clipped(log_ratio: Tensor, logps: Tensor, advantages: Tensor, o: PolicyOpti
 
 
 def _is_clipped(ratio: Tensor, a: Tensor, o: PolicyOptions) -> Tensor:
-    return (ratio - ratio.clamp(1 - o.epsilon_low, 1 + o.value("epsilon_high"))) * a > 0
+    return (ratio - ratio.clamp(1 - o.epsilon_low, 1 + o.epsilon_high)) * a > 0
 
 
 def _importance(log_ratio: Tensor, logps: Tensor, advantages: Tensor, o: PolicyOptions) -> Tensor:
     """``min(r, delta) A``, whose gradient is ``min(r, delta) A d log r``: truncated importance sampling."""
-    weight, delta = ratio_of(log_ratio.detach()), o.value("delta")
+    weight, delta = ratio_of(log_ratio.detach()), o.delta
     weight = weight if delta is None else weight.clamp(max=delta)
     return weight * advantages * (1 + log_ratio - log_ratio.detach())
 
@@ -285,7 +304,7 @@ def fipo_weights(log_ratio: Tensor, mask: Tensor, advantages: Tensor, o: PolicyO
     Returns:
         ``[B, T]``.
     """
-    ratio, delta = ratio_of(log_ratio), o.value("delta")
+    ratio, delta = ratio_of(log_ratio), o.delta
     counted = torch.where(mask if delta is None else mask & (ratio <= delta), log_ratio, 0.0)
     found = discounted_sums(counted, 2.0 ** (-1.0 / o.fipo_half_life))
     weights = ratio_of(found).clamp(o.fipo_low, o.fipo_high)
@@ -366,6 +385,7 @@ class Objective(NamedTuple):
         whole: it depends on the order of tokens, or on the whole batch, of which no rank may hold a slice.
         of_prompts: it compares completions of a prompt.
         of_advantages: it is 0, and so is its gradient, where the advantage is.
+        options: further keywords of ``value``, numbers, and their defaults.
     """
 
     value: Callable[..., Tensor]
@@ -374,6 +394,7 @@ class Objective(NamedTuple):
     whole: bool = False
     of_prompts: bool = False
     of_advantages: bool = False
+    options: Mapping[str, Any] = {}
 
 
 OBJECTIVES = {
@@ -382,9 +403,9 @@ OBJECTIVES = {
     # detach(clip(r, low, e_high)) A log p: CISPO (arXiv:2506.13585, eq. 4)
     "cispo": Objective(
         lambda log_ratio, logps, a, o: (
-            ratio_of(log_ratio).clamp(o.cispo_low, o.value("epsilon_high")).detach() * a * logps
+            ratio_of(log_ratio).clamp(o.cispo_low, o.epsilon_high).detach() * a * logps
         ),
-        lambda ratio, a, o: (ratio > o.value("epsilon_high")) & (a > 0),
+        lambda ratio, a, o: (ratio > o.epsilon_high) & (a > 0),
         of_advantages=True,
     ),
     "sapo": Objective(_sapo, of_advantages=True),

@@ -10,6 +10,7 @@ import contextlib
 import functools
 import inspect
 from collections.abc import Callable, Container, Iterator, Mapping
+from inspect import Parameter
 from types import MappingProxyType
 from typing import Any
 
@@ -18,6 +19,7 @@ from torch import Tensor
 
 from liger_losses.checks import check_names, check_new
 from liger_losses.chunked.losses import policy_estimates, policy_objectives, policy_tables
+from liger_losses.chunked.losses.policy import GRPOOptions
 from liger_losses.chunked.losses.policy_tables import LossType, Objective, PolicyOptions
 from liger_losses.kernels.divergence_forms import FORMS, Divergence, Form, finite_logs
 from liger_losses.kernels.divergence_terms import series_argument, series_of
@@ -39,6 +41,10 @@ def register_objective(
     defaults: Mapping[str, Any] = MappingProxyType({}),
 ) -> None:
     """Make ``loss_type=name`` a policy loss: ``sum_t weight_t (-value_t + beta kl_t)``.
+
+    Keyword-only parameters of ``value`` are options of the loss, which are numbers: of
+    ``value(log_ratio, logps, advantages, options, *, power=2.0)``, ``LigerFusedLinearGRPOLoss(loss_type=name,
+    power=1.5)``. One without a default must be given.
 
     Args:
         name: a name that no other loss type has. A function of the same module and qualified name replaces the row.
@@ -64,18 +70,24 @@ def register_objective(
     check_names([normalizer], policy_estimates.NORMALIZERS, "normalizer")
     check_names([level], policy_tables.RATIOS, "level")
     check_names([mask], policy_tables.MASKS, "mask")
-    objective = Objective(value, cut, coupled, whole=coupled)
+    parameters = inspect.signature(value).parameters.values()
+    options = {each.name: each.default for each in parameters if each.kind is each.KEYWORD_ONLY}
+    taken = sorted({*options} & {*GRPOOptions.__dataclass_fields__})
+    if taken:
+        raise ValueError(f"{', '.join(taken)}: all policy losses have an option of this name; take another one.")
+    objective = Objective(value, cut, coupled, whole=coupled, options=MappingProxyType(options))
     row = LossType(name, normalizer, level != "token", level, mask, MappingProxyType({**defaults}))
     with _on_trial(name, (policy_tables.OBJECTIVES, objective), (policy_tables.LOSS_TYPES, row)):
-        _check_objective(name, coupled or level != "token")
+        _check_objective(name, coupled or level != "token", options)
 
 
-def _check_objective(name: str, coupled: bool) -> None:
+def _check_objective(name: str, coupled: bool, own: Mapping[str, Any]) -> None:
     g = torch.Generator().manual_seed(0)
     logps, old = (-torch.rand(_B, _T, generator=g, dtype=torch.float64) * 3 - 0.1 for _ in range(2))
     mask = torch.arange(_T) < torch.tensor([_T, 2, 3, 1])[:, None]
     advantages = torch.randn(_B, generator=g, dtype=torch.float64)
-    options = PolicyOptions(loss_type=name, beta=0.0, max_completion_length=_T)
+    own_values = tuple((option, 0.5 if value is Parameter.empty else value) for option, value in own.items())
+    options = PolicyOptions(loss_type=name, beta=0.0, max_completion_length=_T, objective_options=own_values)
     leaf = torch.where(mask, logps, 0.0).requires_grad_()
     inputs = policy_objectives.PolicyInputs(
         options, mask, advantages, old_logps=old, sampling_logps=old, prompts=torch.arange(_B) // 2

@@ -247,8 +247,8 @@ def test_a_copy_has_options_of_its_own(name, copied):
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (lambda: DPO(*[1] * 12), "takes at most 11 options by position, got 12: ignore_index, beta"),
-        (lambda: DPO(-100, ignore_index=-1), "was given ignore_index by position and by name"),
+        (lambda: DPO(*[1] * 12), "DPOLoss: too many positional arguments; its options are ignore_index, beta"),
+        (lambda: DPO(-100, ignore_index=-1), "multiple values for argument 'ignore_index'"),
         (lambda: GRPO(average_log_prob=True), "has no option 'average_log_prob'"),
         (lambda: DPO(rpo_alpha=1.0), r"'rpo_alpha' \(use compute_nll_loss=True, and alpha="),
         (lambda: DPO(reference_free=True), r"'reference_free' \(use use_ref_model=False\)"),

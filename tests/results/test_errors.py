@@ -301,8 +301,11 @@ WRONG = {
     "fewer rejected": (lambda h, w, y: ALONE(w, (h[:2], y[:2]), (h[2:3], y[2:3])), "as many chosen as rejected"),
     "rejected alone": (lambda h, w, y: ALONE(w, (h[:2], y[:2]), h[2:]), "rejected must be Completions"),
     "three as a tuple": (lambda h, w, y: ALONE(w, (h, y, h), (h, y)), "chosen must be Completions.*got tuple of 3"),
-    "a target of two": (lambda h, w, y: ALONE(w, h, (h, y)), "target must be a tensor"),
-    "flat pairs": (lambda h, w, y: ALONE(w, h.reshape(20, 24), y.reshape(20)), "stacked form takes hidden states"),
+    "a target of two": (lambda h, w, y: ALONE(w, h, (h, y)), "labels must be a tensor"),
+    "flat pairs": (
+        lambda h, w, y: ALONE(w, h.reshape(20, 24), y.reshape(20)),
+        r"must be \[batch, tokens, hidden_size\] and labels",
+    ),
     "labels of the likelihood": (lambda h, w, y: ORPO()(w, h, y, None, y[:, :3]), "nll_target must have the shape"),
     "no reference": (lambda h, w, y: DPO()(w, h, y), r"chosen completions have none.*ref_logps.*use_ref_model=False"),
     "one reference": (
@@ -331,13 +334,16 @@ WRONG = {
     "a shorter reference": (lambda h, w, y: DPO()(w, h, y, None, h[:, :3], w), "reference's hidden states must be"),
     "a stacked reference of pairs": (
         lambda h, w, y: DPO()(w, (h[:2], y[:2]), (h[2:], y[2:]), ref_input=h),
-        "with pairs",
+        "with completions, give the reference in Completions",
     ),
     "no ignored label": (lambda h, w, y: linear_logps(h, w, y, ignore_index=None), "ignore_index must be an integer"),
     "a cap as text": (lambda h, w, y: linear_logps(h, w, y, softcap="30"), "softcap must be a number"),
     "codes": (lambda h, w, y: linear_logps(h, w.to(torch.uint8), y), "weight must be floating point.*dequantize"),
     "a list of labels": (lambda h, w, y: ALONE(w, (h, [1]), (h, y)), "labels must be a tensor"),
-    "a list of a reference": (lambda h, w, y: DPO()(w, h, y, ref_chosen_logps=[1.0]), "ref_chosen_logps must be"),
+    "a list of a reference": (
+        lambda h, w, y: DPO()(w, h, y, ref_chosen_logps=[1.0]),
+        "of the chosen completions must be a tensor",
+    ),
     "a list of other labels": (lambda h, w, y: ORPO()(w, h, y, None, [[1]]), "must be a tensor, got list"),
     "beta as text": (lambda h, w, y: DPO(beta="0.1"), "beta must be a number"),
     "a list of class weights": (lambda h, w, y: CE(ce_weight=[1.0]), "must be a tensor"),
@@ -379,7 +385,7 @@ WRONG = {
         lambda h, w, y: CE()(w, SimpleNamespace(logits=h), y),
         "loss_inputs.* gives head, hidden",
     ),
-    "hidden states of pairs": (lambda h, w, y: ALONE(w, h, h), r"target must be labels.* Completions\(hidden_"),
+    "hidden states of pairs": (lambda h, w, y: ALONE(w, h, h), r"labels must be token ids.* Completions\(hidden_"),
     "a reference's vocabulary": (
         lambda h, w, y: DPO()(w, h, y, None, h, w[:20]),
         r"^of the reference model.* labels must be in \[0, 20\)",

@@ -129,15 +129,6 @@ def as_completions(value: Any, which: str) -> Completions:
     return value
 
 
-def only_in_completions(what: str, reference: Sequence[Tensor | None], temperature: Tensor | None) -> None:
-    """Raise ValueError for what :class:`Completions` bring with them."""
-    for value in reference:
-        if value is not None:
-            raise ValueError(f"with {what}, give the reference in Completions(..., ref_hidden_states=, ref_logps=).")
-    if temperature is not None:
-        raise ValueError(f"with {what}, give the temperature in Completions(..., temperature=).")
-
-
 def states_and_head(first: Any, second: Any) -> tuple[Any, Any]:
     """Hidden states ``[B, T, H]`` and a head, which are given in either order."""
     of_head = isinstance(first, Tensor) and first.dim() == 2 and isinstance(second, Tensor) and second.dim() == 3
@@ -193,6 +184,43 @@ class CompletionBatch:
                 raise ValueError(f"give {name} for both {each} completions, or for neither.")
         references = refs or None, tuple(ref_logps)
         return cls(tuple(groups), head, hidden, labels, *references, temperatures=temperatures or None)
+
+    @classmethod
+    def read(
+        cls,
+        names: tuple[str, ...],
+        head: Head,
+        first: Any,
+        second: Any,
+        ref_hidden_states: Tensor | None = None,
+        ref_logps: tuple[Tensor | None, ...] = (None,),
+        temperature: Tensor | None = None,
+    ) -> CompletionBatch:
+        """A batch of named groups of :class:`Completions`; or of hidden states ``[B, T, H]`` and labels ``[B, T]``, in
+        which the groups are stacked, with what else belongs to them."""
+        if not isinstance(first, Tensor):
+            if any(value is not None for value in (ref_hidden_states, *ref_logps, temperature)):
+                raise ValueError(
+                    "with completions, give the reference in Completions(..., ref_hidden_states=, ref_logps=), and a "
+                    "temperature in Completions(..., temperature=)."
+                )
+            return cls.of(head, **dict(zip(names, (first, second), strict=False)))
+        check_tensor("hidden states", first, allow_dtensor=True)
+        check_tensor("labels", second)
+        if ref_hidden_states is not None:
+            check_tensor("the reference's hidden states", ref_hidden_states, allow_dtensor=True)
+        if second.is_floating_point() and second.dim() == 3:
+            raise TypeError(
+                "labels must be token ids, got hidden states: for chosen and rejected completions, call loss(head, "
+                "Completions(hidden_states, labels), Completions(hidden_states, labels))."
+            )
+        if first.dim() != 3 or second.dim() != 2:
+            raise ValueError(
+                "hidden states must be [batch, tokens, hidden_size] and labels [batch, tokens], got "
+                f"{tuple(first.shape)} and {tuple(second.shape)}."
+            )
+        refs, temperatures = (None if value is None else [value] for value in (ref_hidden_states, temperature))
+        return cls(names, head, [first], [second], refs, ref_logps, temperatures=temperatures)
 
     def targets(self, head: Head, hidden_states: Sequence[Tensor]) -> list[Target]:
         """A target of a model's hidden states for each tensor of labels."""
@@ -269,6 +297,7 @@ class Scored(NamedTuple):
         statistics: the policy's, ``[B, T]``; 0 for tokens without loss.
         mask: ``[B, T]`` bool, true for tokens that carry loss.
         logps, ref_logps: ``[B]``, the completions' log-probabilities under policy and reference (0 without one).
+        ref_token_logps: ``[B, T]``, the latter of each token, 0 without a reference; ``None`` where only sums are known.
         lengths: ``[B]``, how many tokens carry loss.
         logits: ``[B]``, the sum of the tokens' mean logits; ``None`` if these were not asked for.
     """
@@ -277,6 +306,7 @@ class Scored(NamedTuple):
     mask: Tensor
     logps: Tensor
     ref_logps: Tensor
+    ref_token_logps: Tensor | None
     lengths: Tensor
     logits: Any
 
@@ -401,10 +431,14 @@ class CompletionLoss(ChunkedLoss):
             sums.append(_sums_over_tokens(ref_logps, weights))
         if self.group is not None:
             sums = [*sum_over_group(self.group, *sums)]
-        averages, lengths = self.settings.averages, sums[1]
-        logps = sums[0] / lengths.clamp(min=1) if averages else sums[0]
+        lengths = sums[1]
+        divisor = lengths.clamp(min=1) if self.settings.averages else 1
+        logps, ref_token_logps = sums[0] / divisor, ref_logps
         if ref_logps is None:
-            ref_logps = torch.zeros_like(logps)
+            ref_logps, ref_token_logps = torch.zeros_like(logps), torch.zeros_like(found.logp)
         elif ref_logps.dim() == 2:
-            ref_logps = sums[-1] / lengths.clamp(min=1) if averages else sums[-1]
-        return Scored(found, mask, logps, ref_logps, lengths, sums[2] if found.mean_logit is not None else None)
+            ref_logps = sums[-1] / divisor
+        else:
+            ref_token_logps = None
+        logits = sums[2] if found.mean_logit is not None else None
+        return Scored(found, mask, logps, ref_logps, ref_token_logps, lengths, logits)

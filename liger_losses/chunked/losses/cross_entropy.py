@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple
 
 import torch
@@ -60,20 +60,7 @@ class _Part(NamedTuple):
 
     target: Target
     mask: Tensor  # which tokens carry loss
-    inputs: dict[str, Any]  # tensors
-
-    @property
-    def live(self) -> Tensor | None:
-        """Which tokens have a weight; ``None`` for all."""
-        weights = self.inputs.get("token_weights")
-        return None if weights is None else weights != 0
-
-    def without_tokens(self) -> _Part:
-        """The same head with none of the tokens."""
-        hidden, labels = self.target.hidden[:0], self.target.labels[:0]
-        inputs = {name: value[:0] if value.dim() else value for name, value in self.inputs.items()}
-        target = replace(self.target, hidden=hidden, labels=labels, temperature=1.0)
-        return _Part(target, self.mask[:0], inputs)
+    inputs: dict[str, Tensor]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -189,38 +176,37 @@ class LigerFusedLinearCrossEntropyLoss(ChunkedLoss):
                 "head_weights, and a shift of several numbers, are for K heads: give a list of heads or hidden states, "
                 "or one number as shift= and no head_weights=."
             )
-        given_each = lin_weight, bias, _input, num_items_in_batch, token_weights
-        layers, biases, hidden, numbers, weights = [one_each(v, count) if many else [v] for v in given_each]
+        arguments = lin_weight, bias, _input, num_items_in_batch, token_weights
+        layers, biases, hidden, numbers, weights = [one_each(v, count) if many else [v] for v in arguments]
         heads = heads_of(layers, biases, self.transform)
         labels = shift_each(target, o.shift, count, o.ignore_index)
         if self.spans_ranks:
             self.agree(numbers, labels[0].device)
-        parts = [
-            self._part(*part)
-            for part in zip(heads, hidden, labels, numbers, weights, one_each(o.shift, count), strict=True)
-        ]
-        scales = [1.0] * count if o.head_weights is None else [*o.head_weights]
-        # 0 times what is NaN is NaN: to the sum, a head of weight 0 has no tokens, of which its metrics are later.
-        silent = [k for k in range(count) if scales[k] == 0]
-        counted = [part.without_tokens() if k in silent else part for k, part in enumerate(parts)]
-        loss, found = self._loss(counted, scales)
+        each = zip(heads, hidden, labels, numbers, weights, one_each(o.shift, count), strict=True)
+        parts = [self._part(*part) for part in each]
+        targets, scales = [part.target for part in parts], [float(x) for x in o.head_weights or [1.0] * count]
+        names, metrics = self._names()
         if o.reduction == "none":
-            values = [self._of_tokens(*part)[0] for part in zip(found, counted, strict=True)]
-            for k in silent:  # zeros that depend on the head
-                values[k] = values[k].sum() + values[k].new_zeros(labels[k].shape)
-            loss = [scale * value for scale, value in zip(scales, values, strict=True)] if many else values[0]
+            found = statistics(targets, names, self.options, metrics)
+            losses = [self._of_tokens(*part)[0] for part in zip(found, parts, scales, strict=True)]
+            loss = losses if many else losses[0]
+        else:
+            token_losses = [self._token_loss(*part) for part in zip(parts, scales, strict=True)]
+            loss, found = loss_sum(targets, names, token_losses, self.options, metrics)
+            loss = self._total(loss)
         if not many and not (o.return_z_loss or o.return_token_accuracy or o.return_predicted_tokens):
             return loss
         with torch.no_grad():
+            outputs = [
+                self._output(*part, per_token=o.reduction == "none" and not many)
+                for part in zip(found, parts, strict=True)
+            ]
             if not many:
-                return CrossEntropyOutput(loss, *self._output(found[0], parts[0], o.reduction == "none"))
-            others = self._statistics([parts[k] for k in silent]) if silent else []
-            found = [others.pop(0) if k in silent else values for k, values in enumerate(found)]
-            outputs = [self._output(*part, per_token=False) for part in zip(found, parts, strict=True)]
+                return CrossEntropyOutput(loss, *outputs[0])
             z_losses, accuracies, predicted = ([*each] for each in zip(*outputs, strict=True))
-            losses = [self._total(self._of_tokens(*part)[0]) for part in zip(found, parts, strict=True)]
-            metrics = ManyHeadsMetrics(torch.stack(losses), _stacked(z_losses), _stacked(accuracies))
-            return loss, metrics._replace(predicted_tokens=predicted if self.return_predicted_tokens else None)
+            sums = torch.stack([self._total(self._of_tokens(*part)[0]) for part in zip(found, parts, strict=True)])
+            metrics_of_heads = ManyHeadsMetrics(sums, _stacked(z_losses), _stacked(accuracies))
+            return loss, metrics_of_heads._replace(predicted_tokens=predicted if o.return_predicted_tokens else None)
 
     def _part(
         self,
@@ -262,31 +248,21 @@ class LigerFusedLinearCrossEntropyLoss(ChunkedLoss):
         totals = self._denominators(head, mask, items, inputs)
         return _Part(target, mask, inputs | dict(zip(("ce_total", "z_total"), totals, strict=False)))
 
-    def _loss(self, parts: Sequence[_Part], scales: Sequence[float]) -> tuple[Any, list[dict[str, Tensor]]]:
-        """The sum of the parts' losses, and their statistics; ``None`` and these for reduction ``none``."""
-        if self.reduction == "none":
-            return None, self._statistics(parts)
-        losses = [
-            TokenLoss(loss_of_terms, part.inputs, {"of": self._per_token, "scale": float(scale)}, part.live)
-            for part, scale in zip(parts, scales, strict=True)
-        ]
-        names, metrics = self._names()
-        loss, found = loss_sum([part.target for part in parts], names, losses, self.options, metrics)
-        return self._total(loss) if self.spans_ranks else loss, found
-
-    def _statistics(self, parts: Sequence[_Part]) -> list[dict[str, Tensor]]:
-        """The statistics of each part, differentiable."""
-        names, metrics = self._names()
-        return statistics([part.target for part in parts], names, self.options, metrics)
+    def _token_loss(self, part: _Part, scale: float) -> TokenLoss:
+        """The losses of a part's tokens. What has no weight takes no part in the gradient products."""
+        weights = part.inputs.get("token_weights")
+        live = torch.zeros_like(part.mask) if scale == 0 else None if weights is None else weights != 0
+        return TokenLoss(loss_of_terms, part.inputs, {"of": self._per_token, "scale": scale}, live)
 
     @property
     def _per_token(self) -> TokenTerms:
         return TokenTerms(self.label_smoothing, self.lse_square_scale, self.use_token_scaling, self.return_z_loss)
 
-    def _of_tokens(self, values: Mapping[str, Tensor], part: _Part) -> tuple[Tensor, Tensor]:
+    def _of_tokens(self, values: Mapping[str, Tensor], part: _Part, scale: float = 1.0) -> tuple[Tensor, Tensor]:
         """The loss and the z-loss ``[...]`` of a part's tokens over its denominators, 0 for ignored ones."""
-        ce, z, _ = self._per_token.terms(values, **part.inputs)
-        return torch.where(part.mask, ce + z, 0.0), torch.where(part.mask, z, 0.0)
+        ce, z, _ = self._per_token.terms(values, **part.inputs, scale=scale)
+        counts = part.mask & (scale != 0)  # 0 times what is NaN is NaN
+        return torch.where(counts, ce + z, 0.0), torch.where(counts, z, 0.0)
 
     def _output(self, values: Mapping[str, Tensor], part: _Part, per_token: bool) -> tuple[Tensor | None, ...]:
         """z-loss, token accuracy and predicted tokens of a part; ``None`` for what was not asked for."""

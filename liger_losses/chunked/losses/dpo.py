@@ -26,7 +26,6 @@ from liger_losses.checks import (
 from liger_losses.chunked import Statistics
 from liger_losses.chunked.losses.completion_loss import (
     MAX_EXPONENT,
-    Scored,
     sequence_logps,
     wide_dtype,
 )
@@ -281,13 +280,6 @@ class DPOLossOptions(DPOOptions, PreferenceOptions):
         return None if self.ld_alpha is None else "ld_alpha"
 
 
-def _summed(logps: Tensor | None, labels: Tensor, dtype: torch.dtype) -> Tensor:
-    """A reference's log-probabilities ``[B]``, from these or ``[B, T]``; 0 without one."""
-    if logps is None:
-        return torch.zeros(len(labels), dtype=dtype, device=labels.device)
-    return logps.sum(-1, dtype=dtype) if logps.dim() > 1 else logps.to(dtype)
-
-
 class LigerFusedLinearDPOLoss(PreferenceLoss):
     """DPO and its variants, one or several at once: :func:`dpo_loss` (Rafailov et al. 2023, arXiv:2305.18290).
 
@@ -329,9 +321,6 @@ class LigerFusedLinearDPOLoss(PreferenceLoss):
 
     def pair_loss(self, pairs: Pairs) -> Tensor:
         return _losses(pairs, self.settings)
-
-    def _pair_losses(self, pairs: Pairs, sides: Sequence[Scored]) -> Tensor:
-        return super()._pair_losses(pairs, sides if self.use_weighting else ())
 
     def sequence_weight(self, statistics: Statistics, mask: Tensor) -> Tensor | None:
         if not self.use_weighting:

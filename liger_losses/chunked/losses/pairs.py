@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
+from operator import attrgetter
 from typing import Any, ClassVar, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from liger_losses.checks import NonNegativeFloat, PositiveFloat, check_tensor, meant
+from liger_losses.checks import NonNegativeFloat, PositiveFloat, meant
 from liger_losses.chunked import Head, Statistics
 from liger_losses.chunked.core.entry import loss_operator
 from liger_losses.chunked.core.results import DeclaredStatistics
@@ -21,7 +22,6 @@ from liger_losses.chunked.losses.completion_loss import (
     CompletionOptions,
     Completions,
     Scored,
-    only_in_completions,
 )
 
 
@@ -37,15 +37,37 @@ class PreferenceMetrics(NamedTuple):
     rejected_rewards: Tensor
 
 
+def _of_tokens(name: str, what: str) -> list[property]:
+    """Properties of chosen and rejected completions, ``[B, T]``."""
+
+    def read(pairs: Pairs, side: int) -> Tensor:
+        if not pairs.sides:
+            raise ValueError("only pair_loss of a loss without group= can read the log-probabilities of tokens.")
+        value: Tensor | None = attrgetter(name)(pairs.sides[side])
+        if value is None:
+            raise ValueError(
+                "the reference's log-probabilities are sums over tokens: give ref_logps of each token, [B, T], or "
+                "ref_hidden_states."
+            )
+        return value
+
+    doc = f"``[B, T]``: {what}; 0 for tokens without loss."
+    return [property(lambda pairs, side=side: read(pairs, side), doc=doc) for side in (0, 1)]
+
+
 @dataclass(frozen=True)
 class Pairs:
     """The arguments of a preference loss.
+
+    Losses of tokens read ``chosen_token_logps``, ``ref_chosen_token_logps`` and ``chosen_mask``, all ``[B, T]``, and
+    the same of ``rejected``, which may have another T.
 
     Args:
         chosen_logps, rejected_logps: ``[B]``, the policy's log-probability of each completion (sums or averages).
         ref_chosen_logps, ref_rejected_logps: ``[B]``, the same under the reference; 0 without a reference.
         chosen_lengths, rejected_lengths: ``[B]``, numbers of active tokens.
         chosen_nll: 0-dim, mean negative log-likelihood of the chosen completions' tokens.
+        sides: what the log-probabilities are sums of, from which the properties of tokens come.
     """
 
     chosen_logps: Tensor
@@ -55,9 +77,10 @@ class Pairs:
     chosen_lengths: Tensor
     rejected_lengths: Tensor
     chosen_nll: Tensor
+    sides: Sequence[Scored] = ()
 
     def __getattr__(self, name: str) -> Any:
-        names = [*(field.name for field in fields(self)), "chosen_logratios", "rejected_logratios"]
+        names = [name for name in dir(Pairs) if not name.startswith("_")] + [field.name for field in fields(self)]
         raise AttributeError(f"pairs have no {name!r}{meant(name, names)}; they have {', '.join(names)}.")
 
     @property
@@ -69,6 +92,10 @@ class Pairs:
     def rejected_logratios(self) -> Tensor:
         """``log pi(y_l | x) - log pi_ref(y_l | x)``, ``[B]``."""
         return self.rejected_logps - self.ref_rejected_logps
+
+    chosen_token_logps, rejected_token_logps = _of_tokens("statistics.logp", "each token's log-probability")
+    chosen_mask, rejected_mask = _of_tokens("mask", "bool, true for the tokens that carry loss")
+    ref_chosen_token_logps, ref_rejected_token_logps = _of_tokens("ref_token_logps", "the reference's, 0 without one")
 
 
 def smoothed(margin: Tensor, label_smoothing: float) -> Tensor:
@@ -168,7 +195,14 @@ class PreferenceLoss(CompletionLoss):
             ref_input = ref_weight = ref_bias = ref_chosen_logps = ref_rejected_logps = None
         transform, ref_logps = self.transform, (ref_chosen_logps, ref_rejected_logps)
         head = Head.of(lin_weight, bias, transform)
-        batch = _read_pairs(head, _input, target, ref_input, ref_logps, temperature)
+        batch = CompletionBatch.read(("chosen", "rejected"), head, _input, target, ref_input, ref_logps, temperature)
+        counts = [len(labels) for labels in batch.labels]
+        if counts[0] != counts[-1] or (len(counts) == 1 and counts[0] % 2):
+            raise ValueError(
+                f"there must be as many chosen as rejected completions, got {counts[0]} and {counts[1]}."
+                if len(counts) > 1
+                else f"stacked chosen rows, then as many rejected rows, cannot be an odd number, {counts[0]}."
+            )
         batch = self.prepare(batch, ref_weight, ref_bias, transform)
         nll_labels = None if nll_target is None else self._nll_labels(nll_target, batch.groups(batch.labels)[0])
         extra = None
@@ -188,7 +222,8 @@ class PreferenceLoss(CompletionLoss):
             nll_count = self.total(nll_labels != self.ignore_index).clamp(min=1)
         chosen_nll = -self.total(nll_logps) / nll_count
         lengths = chosen.lengths, rejected.lengths
-        pairs = Pairs(chosen.logps, rejected.logps, chosen.ref_logps, rejected.ref_logps, *lengths, chosen_nll)
+        sums = chosen.logps, rejected.logps, chosen.ref_logps, rejected.ref_logps
+        pairs = Pairs(*sums, *lengths, chosen_nll, sides if self.group is None else ())
         losses = self._pair_losses(pairs, sides)
         loss = losses.mean() if len(losses) else losses.sum()
         if self.compute_nll_loss:
@@ -227,51 +262,3 @@ class PreferenceLoss(CompletionLoss):
             weight = self.sequence_weight(declared, side.mask)
             losses = losses if weight is None else losses * weight.detach()
         return losses
-
-
-def _read_pairs(
-    head: Head,
-    first: Any,
-    second: Any,
-    ref_input: Tensor | None,
-    ref_logps: tuple[Tensor | None, Tensor | None],
-    temperature: Tensor | None = None,
-) -> CompletionBatch:
-    """Pairs, from chosen and rejected completions, or from stacked hidden states and labels.
-
-    The stacked form is ``[2 B, T, H]`` and ``[2 B, T]``, the chosen rows first. Its reference is ``ref_input``
-    ``[2 B, T, H]`` or ``ref_logps`` of chosen and rejected completions.
-    """
-    if not isinstance(first, Tensor):
-        for value in (ref_input, *ref_logps, temperature):
-            if value is not None:
-                only_in_completions("pairs", (ref_input, *ref_logps), temperature)
-        batch = CompletionBatch.of(head, chosen=first, rejected=second)
-        counts = [len(labels) for labels in batch.labels]
-        if counts[0] != counts[1]:
-            raise ValueError(f"there must be as many chosen as rejected completions, got {counts[0]} and {counts[1]}.")
-        return batch
-
-    if not isinstance(second, Tensor):
-        raise TypeError(f"target must be a tensor of labels in the stacked form, got {type(second).__name__}.")
-    references = {"ref_input": ref_input, "ref_chosen_logps": ref_logps[0], "ref_rejected_logps": ref_logps[1]}
-    for name, value in references.items():
-        if value is not None:
-            check_tensor(name, value, allow_dtensor=name == "ref_input")
-    if second.is_floating_point() and second.dim() == 3:
-        raise TypeError(
-            "target must be labels, got hidden states: for chosen and rejected completions, call loss(head, "
-            "Completions(hidden_states, labels), Completions(hidden_states, labels))."
-        )
-    if first.dim() != 3 or second.dim() != 2:
-        raise ValueError(
-            "the stacked form takes hidden states [2 * pairs, tokens, hidden_size] and labels [2 * pairs, tokens], "
-            f"got {tuple(first.shape)} and {tuple(second.shape)}."
-        )
-    if first.shape[0] % 2:
-        raise ValueError(
-            f"the stacked form takes chosen rows, then as many rejected rows: got an odd number, {first.shape[0]}. "
-            "Pass chosen and rejected separately as Completions if they were batched otherwise."
-        )
-    refs, temperatures = (None if value is None else [value] for value in (ref_input, temperature))
-    return CompletionBatch(("chosen", "rejected"), head, [first], [second], refs, ref_logps, temperatures=temperatures)

@@ -402,9 +402,7 @@ OBJECTIVES = {
     "importance": Objective(_importance, of_advantages=True),
     # detach(clip(r, low, e_high)) A log p: CISPO (arXiv:2506.13585, eq. 4)
     "cispo": Objective(
-        lambda log_ratio, logps, a, o: (
-            ratio_of(log_ratio).clamp(o.cispo_low, o.epsilon_high).detach() * a * logps
-        ),
+        lambda log_ratio, logps, a, o: ratio_of(log_ratio).clamp(o.cispo_low, o.epsilon_high).detach() * a * logps,
         lambda ratio, a, o: (ratio > o.epsilon_high) & (a > 0),
         of_advantages=True,
     ),

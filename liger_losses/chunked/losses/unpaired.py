@@ -23,7 +23,6 @@ from liger_losses.checks import (
     check_device,
     check_names,
     check_number,
-    check_range,
     check_shape_of,
     check_tensor,
     checked_mask,
@@ -36,9 +35,7 @@ from liger_losses.chunked.losses.completion_loss import (
     CompletionBatch,
     CompletionLoss,
     CompletionOptions,
-    Completions,
     as_completions,
-    only_in_completions,
     states_and_head,
 )
 from liger_losses.kernels.logit_transform import LogitTransform
@@ -246,40 +243,31 @@ class UnpairedPreferenceLoss(CompletionLoss):
         batch, desirable = _read_unpaired(arguments, preference_labels, bias, self.transform, reference, temperature)
         batch = self.prepare(batch, ref_weight, ref_bias)
         head, count = batch.head, len(desirable)
-        if self.loss_type == "kto" and (kl is None) == (kl_completions is None):
+        if (kl is not None) + (kl_completions is not None) != (self.loss_type == "kto"):
             raise ValueError(
-                "KTO compares rewards with the policy's divergence from the reference: give kl_completions= "
-                "(completions put after other prompts, with their reference) or kl= (a number; 0.0 for none), "
-                f"{'one of them' if kl is None else 'not both'}."
+                "KTO compares rewards with the policy's divergence from the reference: give one of kl_completions= "
+                "(completions put after other prompts, with their reference) and kl= (a number; 0.0 for none). Other "
+                f"loss types have no divergence term; this is {self.loss_type!r}."
             )
-        if self.loss_type != "kto" and not (kl is None and kl_completions is None):
-            raise ValueError(f"loss_type={self.loss_type!r} has no divergence term: leave out kl and kl_completions.")
         if sample_weights is not None:
             _check_per_completion("sample_weights", sample_weights, count, head)
         if kl_completions is not None:
             ref_head = (ref_weight, ref_bias) if batch.ref_head is None else (batch.ref_head, None)
             kl = self.divergence(head, kl_completions, None, *ref_head)
         elif kl is not None:
-            if not isinstance(kl, Tensor):
-                check_range("kl", kl, 0.0, math.inf)
-                kl = as_tensor(kl, head.weight.device)
-            kl = torch.as_tensor(kl, device=head.weight.device).detach()
+            check_number("kl", kl, 0.0, math.inf)
+            kl = kl.detach() if isinstance(kl, Tensor) else as_tensor(kl, head.weight.device)
             if kl.numel() != 1 and kl.shape != (count,):
                 raise ValueError(f"kl must be one number or [{count}], one per completion, got {tuple(kl.shape)}.")
-            kl = kl.to(torch.promote_types(kl.dtype, torch.float32)).reshape(() if kl.numel() == 1 else (count,))
+            kl = kl.to(head.weight.device, torch.promote_types(kl.dtype, torch.float32))
+            kl = kl.reshape(()) if kl.numel() == 1 else kl
         groups, _ = self.score(batch, metrics=tuple(dict.fromkeys(("mean_logit", *self.metrics))))
         logps, ref = torch.cat([part.logps for part in groups]), torch.cat([part.ref_logps for part in groups])
         logits = torch.cat([part.logits for part in groups]) * head.vocab_size
         rewards = self.beta * (logps - ref)
         shift = self.reward_shift(rewards.detach()) if kl is None else self.beta * kl
-        losses = unpaired_loss(
-            rewards,
-            desirable,
-            shift,
-            loss_type=self.loss_type,
-            desirable_weight=self.desirable_weight,
-            undesirable_weight=self.undesirable_weight,
-        )
+        weights = {name: getattr(self, name) for name in ("loss_type", "desirable_weight", "undesirable_weight")}
+        losses = unpaired_loss(rewards, desirable, shift, **weights)
         if sample_weights is not None:
             losses = losses * sample_weights.detach()
         sums = [
@@ -325,27 +313,20 @@ def _read_unpaired(
 
     ``reference`` are the reference's hidden states and its log-probabilities in the last form.
     """
-    weight, given, others = arguments
-    if isinstance(given, (Tensor, nn.Module, Head)):
-        (hidden, weight), labels = states_and_head(weight, given), others
-        check_tensor("_input", hidden, allow_dtensor=True)
-        check_tensor("target", labels)
-        if hidden.dim() != 3 or labels.dim() != 2:
-            expected = "hidden states must be [batch, tokens, hidden_size] and labels [batch, tokens]"
-            raise ValueError(f"{expected}, got {tuple(hidden.shape)} and {tuple(labels.shape)}.")
-        given, others = Completions(hidden, labels, *reference, temperature), None
-    else:
-        only_in_completions("completions", reference, temperature)
+    weight, first, second = arguments
+    if isinstance(first, (Tensor, nn.Module, Head)):
+        first, weight = states_and_head(weight, first)
     head = Head.of(weight, bias, transform)
-    if others is not None:
+    apart = second is not None and not isinstance(first, Tensor)
+    names = ("desirable", "undesirable") if apart else ("given",)
+    batch = CompletionBatch.read(names, head, first, second, reference[0], (reference[1],), temperature)
+    if apart:
         if preference_labels is not None:
             raise ValueError(
                 "desirable and undesirable completions were given separately; leave preference_labels= out."
             )
-        batch = CompletionBatch.of(head, desirable=given, undesirable=others)
         counts = [len(labels) for labels in batch.labels]
         return batch, torch.arange(sum(counts), device=head.weight.device) < counts[0]
-    batch = CompletionBatch.of(head, given=given)
     if preference_labels is None:
         raise ValueError(
             "the loss needs to know which completions are desirable: give preference_labels=, a bool for each, or "

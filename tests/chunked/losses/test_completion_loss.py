@@ -32,7 +32,7 @@ def test_a_temperature_that_does_not_fit_completions_is_an_error():
     one, other = Completions(hidden[:2], labels[:2], temperature=t[:2]), Completions(hidden[2:], labels[2:])
     with pytest.raises(ValueError, match="give temperature for both the chosen and the rejected"):
         loss(weight, one, other)
-    with pytest.raises(ValueError, match="give the temperature in Completions"):
+    with pytest.raises(ValueError, match=r"give the reference in .* temperature in Completions"):
         loss(weight, other, other, temperature=t)
     with pytest.raises(ValueError, match="one for each hidden state"):
         loss(weight, hidden, labels, temperature=t[:, 0])

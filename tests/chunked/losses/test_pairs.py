@@ -6,10 +6,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from liger_losses import Completions, functional
+from liger_losses import Completions, PreferenceLoss, functional
 from liger_losses.chunked.losses.dpo import DPO_LOSSES, F_DIVERGENCES
 from tests.losses import CPO, DPO, GRPO, KTO, ORPO, SimPO
-from tests.reference import plain_statistics, problem
+from tests.reference import assert_close_gradients, plain_statistics, problem
 
 B, T, H, V = 3, 9, 12, 37
 BETA = 0.3
@@ -38,6 +38,35 @@ def test_pairs_of_any_lengths(pairs, chosen, rejected, masked):
     inputs = (weight, *[hidden for hidden, _ in given])
     found, expected = (torch.autograd.grad(value, inputs) for value in (loss, exact))
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-6)
+
+
+class TokenDPO(PreferenceLoss):
+    """TDPO-like: the sum of each token's log-ratio, clipped."""
+
+    def pair_loss(self, pairs):
+        w, l = pairs.chosen_token_logps, pairs.rejected_token_logps
+        ratios = (w - pairs.ref_chosen_token_logps).clamp(-1, 1), (l - pairs.ref_rejected_token_logps).clamp(-1, 1)
+        sums = [(r * m).sum(-1) for r, m in zip(ratios, (pairs.chosen_mask, pairs.rejected_mask), strict=True)]
+        return -F.logsigmoid(self.beta * (sums[0] - sums[1]))
+
+
+def test_a_pair_loss_reads_tokens():
+    hidden, weight, labels, ref_hidden, ref_weight = batch()
+    labels[B:, 6:] = -100
+    logp, ref = (sums(h, w, labels)[0] for h, w in ((hidden, weight), (ref_hidden, ref_weight)))
+    for refs in (ref, torch.zeros_like(ref)):
+        clipped = (logp - refs).clamp(-1, 1).sum(-1)
+        exact = -F.logsigmoid(BETA * (clipped[:B] - clipped[B:])).mean()
+        loss = TokenDPO(beta=BETA, use_ref_model=refs is ref)
+        given = {"ref_weight": ref_weight} if refs is ref else {}
+        ref_states = (ref_hidden[:B], ref_hidden[B:, :6]) if refs is ref else (None, None)
+        sides = (hidden[:B], labels[:B], ref_states[0]), (hidden[B:, :6], labels[B:, :6], ref_states[1])
+        value, _ = loss(weight, *[Completions(*side) for side in sides], **given)
+        torch.testing.assert_close(value, exact)
+        assert_close_gradients(value, exact, (hidden, weight))
+    loss = TokenDPO(use_ref_model=True)
+    with pytest.raises(ValueError, match="give ref_logps of each token"):
+        loss(weight, hidden, labels, ref_chosen_logps=torch.zeros(B), ref_rejected_logps=torch.zeros(B))
 
 
 @pytest.mark.parametrize("kind", [DPO, CPO, SimPO, KTO, GRPO])

@@ -108,8 +108,12 @@ def test_extreme_rewards_stay_finite():
 
 MARKS = torch.arange(B) % 2 == 0
 WRONG = {
-    "no divergence": (KTO(), {"kl": None}, "give kl_completions="),
-    "two divergences": (KTO(), {"kl_completions": (torch.zeros(1, H), MARKS[:1].long())}, "not both"),
+    "no divergence": (KTO(), {"kl": None}, "give one of kl_completions="),
+    "two divergences": (
+        KTO(),
+        {"kl_completions": (torch.zeros(1, H), MARKS[:1].long())},
+        "give one of kl_completions=",
+    ),
     "three divergences": (KTO(), {"kl": torch.zeros(3)}, r"one number or \[5\]"),
     "a negative divergence": (KTO(), {"kl": -3.0}, "kl must lie in"),
     "no marks": (KTO(), {"preference_labels": None}, "which completions are desirable"),

@@ -122,4 +122,5 @@ def grpo_loss(
     cov_low: float = ...,
     cov_high: float = ...,
     cov_penalty: float = ...,
+    objective_options: tuple[tuple[str, float], ...] = ...,
 ) -> Tensor: ...

@@ -222,7 +222,19 @@ TOKENS = "hidden weight ids mask advantages bias old_per_token_logps=old"
 POLICY = f"{TOKENS} ref_per_token_logps=ref"
 SAMPLED = f"{POLICY} sampling_per_token_logps=sampler prompts=prompts"
 LOSS_TYPES = ("grpo", "bnpo", "dapo", "sapo", "luspo", "vespo", "ppo", "reinforce", "dual_clip", "importance")
-LOSS_TYPES += ("dppo_tv", "dppo_kl", "ipo", "icepop", "kpop", "fipo", "real", "clip_cov", "kl_cov", "gmpo", "cispo")
+LOSS_TYPES += (
+    "dppo_tv",
+    "dppo_kl",
+    "prime_ipo",
+    "icepop",
+    "kpop",
+    "fipo",
+    "real",
+    "clip_cov",
+    "kl_cov",
+    "gmpo",
+    "cispo",
+)
 LEVELS = ("sequence", "sequence_token", "sequence_sum", "geometric")
 NORMALIZERS = ("sequence_mean", "sequence_sum", "token_mean", "items", "prompt_mean")
 cases("GRPO", SAMPLED, *every("loss_type", *LOSS_TYPES), {"loss_type": "dr_grpo", "max_completion_length": 8})
@@ -239,7 +251,7 @@ cases(
 )
 cases("GRPO", SAMPLED, {"loss_type": "dppo_tv", "mask_low": 0.01, "mask_high": 0.02, "delta": 1.4})
 cases("GRPO", SAMPLED, {"loss_type": "dppo_kl", "mask_low": 0.005, "mask_high": 0.006})
-cases("GRPO", SAMPLED, {"loss_type": "ipo", "mask_high": 0.02, "log_ratio_penalty": 0.2})
+cases("GRPO", SAMPLED, {"loss_type": "prime_ipo", "mask_high": 0.02, "log_ratio_penalty": 0.2})
 cases("GRPO", SAMPLED, {"loss_type": "icepop", "mask_low": 0.8, "mask_high": 1.3})
 cases("GRPO", SAMPLED, *every("mask_high", 0.001, loss_type="kpop"))
 cases("GRPO", SAMPLED, *every("delta", 1.3, loss_type="dual_clip"), *every("delta", 1.1, loss_type="importance"))

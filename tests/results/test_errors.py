@@ -297,7 +297,7 @@ WRONG = {
     "a loss type of CPO": (lambda h, w, y: CPO(loss_type="orpo"), "loss_type 'orpo'.*simpo"),
     "an f-divergence": (lambda h, w, y: DPO(f_divergence_type="kl"), "f_divergence_type.*js_divergence"),
     "AlphaPO without its alpha": (lambda h, w, y: CPO(loss_type="alphapo"), r"reward_alpha.*0\.25"),
-    "an odd number": (lambda h, w, y: ALONE(w, h[:3], y[:3]), "odd number, 3"),
+    "an odd number": (lambda h, w, y: ALONE(w, h[:3], y[:3]), r"got \[3\] rows, which are an odd number"),
     "fewer rejected": (lambda h, w, y: ALONE(w, (h[:2], y[:2]), (h[2:3], y[2:3])), "as many chosen as rejected"),
     "rejected alone": (lambda h, w, y: ALONE(w, (h[:2], y[:2]), h[2:]), "rejected must be Completions"),
     "three as a tuple": (lambda h, w, y: ALONE(w, (h, y, h), (h, y)), "chosen must be Completions.*got tuple of 3"),

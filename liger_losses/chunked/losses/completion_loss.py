@@ -297,7 +297,7 @@ class Scored(NamedTuple):
         statistics: the policy's, ``[B, T]``; 0 for tokens without loss.
         mask: ``[B, T]`` bool, true for tokens that carry loss.
         logps, ref_logps: ``[B]``, the completions' log-probabilities under policy and reference (0 without one).
-        ref_token_logps: ``[B, T]``, the latter of each token, 0 without a reference; ``None`` where only sums are known.
+        ref_token_logps: ``[B, T]``, the latter of tokens, 0 without a reference; ``None`` where only sums are known.
         lengths: ``[B]``, how many tokens carry loss.
         logits: ``[B]``, the sum of the tokens' mean logits; ``None`` if these were not asked for.
     """

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar, NamedTuple
 
 import torch
@@ -60,7 +60,7 @@ class _Part(NamedTuple):
 
     target: Target
     mask: Tensor  # which tokens carry loss
-    inputs: dict[str, Tensor]
+    inputs: dict[str, Any]  # tensors
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -184,12 +184,20 @@ class LigerFusedLinearCrossEntropyLoss(ChunkedLoss):
             self.agree(numbers, labels[0].device)
         each = zip(heads, hidden, labels, numbers, weights, one_each(o.shift, count), strict=True)
         parts = [self._part(*part) for part in each]
-        targets, scales = [part.target for part in parts], [float(x) for x in o.head_weights or [1.0] * count]
+        scales = [float(scale) for scale in o.head_weights or [1.0] * count]
+        # 0 times what is NaN is NaN: to the loss, a head of weight 0 has no tokens.
+        targets = [
+            replace(part.target, labels=torch.full_like(part.mask, o.ignore_index, dtype=torch.int64))
+            if scale == 0
+            else part.target
+            for part, scale in zip(parts, scales, strict=True)
+        ]
+        loss: Any
         names, metrics = self._names()
         if o.reduction == "none":
             found = statistics(targets, names, self.options, metrics)
-            losses = [self._of_tokens(*part)[0] for part in zip(found, parts, scales, strict=True)]
-            loss = losses if many else losses[0]
+            losses = [self._of_tokens(*part)[0] for part in zip(found, parts, strict=True)]
+            loss = [scale * value for scale, value in zip(scales, losses, strict=True)] if many else losses[0]
         else:
             token_losses = [self._token_loss(*part) for part in zip(parts, scales, strict=True)]
             loss, found = loss_sum(targets, names, token_losses, self.options, metrics)
@@ -197,12 +205,11 @@ class LigerFusedLinearCrossEntropyLoss(ChunkedLoss):
         if not many and not (o.return_z_loss or o.return_token_accuracy or o.return_predicted_tokens):
             return loss
         with torch.no_grad():
-            outputs = [
-                self._output(*part, per_token=o.reduction == "none" and not many)
-                for part in zip(found, parts, strict=True)
-            ]
             if not many:
-                return CrossEntropyOutput(loss, *outputs[0])
+                return CrossEntropyOutput(loss, *self._output(found[0], parts[0], o.reduction == "none"))
+            for k in [k for k in range(count) if scales[k] == 0]:
+                (found[k],) = statistics([parts[k].target], names, self.options, metrics)
+            outputs = [self._output(*part, per_token=False) for part in zip(found, parts, strict=True)]
             z_losses, accuracies, predicted = ([*each] for each in zip(*outputs, strict=True))
             sums = torch.stack([self._total(self._of_tokens(*part)[0]) for part in zip(found, parts, strict=True)])
             metrics_of_heads = ManyHeadsMetrics(sums, _stacked(z_losses), _stacked(accuracies))
@@ -251,18 +258,17 @@ class LigerFusedLinearCrossEntropyLoss(ChunkedLoss):
     def _token_loss(self, part: _Part, scale: float) -> TokenLoss:
         """The losses of a part's tokens. What has no weight takes no part in the gradient products."""
         weights = part.inputs.get("token_weights")
-        live = torch.zeros_like(part.mask) if scale == 0 else None if weights is None else weights != 0
+        live = None if weights is None else weights != 0
         return TokenLoss(loss_of_terms, part.inputs, {"of": self._per_token, "scale": scale}, live)
 
     @property
     def _per_token(self) -> TokenTerms:
         return TokenTerms(self.label_smoothing, self.lse_square_scale, self.use_token_scaling, self.return_z_loss)
 
-    def _of_tokens(self, values: Mapping[str, Tensor], part: _Part, scale: float = 1.0) -> tuple[Tensor, Tensor]:
+    def _of_tokens(self, values: Mapping[str, Tensor], part: _Part) -> tuple[Tensor, Tensor]:
         """The loss and the z-loss ``[...]`` of a part's tokens over its denominators, 0 for ignored ones."""
-        ce, z, _ = self._per_token.terms(values, **part.inputs, scale=scale)
-        counts = part.mask & (scale != 0)  # 0 times what is NaN is NaN
-        return torch.where(counts, ce + z, 0.0), torch.where(counts, z, 0.0)
+        ce, z, _ = self._per_token.terms(values, **part.inputs)
+        return torch.where(part.mask, ce + z, 0.0), torch.where(part.mask, z, 0.0)
 
     def _output(self, values: Mapping[str, Tensor], part: _Part, per_token: bool) -> tuple[Tensor | None, ...]:
         """z-loss, token accuracy and predicted tokens of a part; ``None`` for what was not asked for."""

@@ -121,8 +121,6 @@ class TokenTerms(NamedTuple):
 def loss_of_terms(values: Mapping[str, Tensor], of: TokenTerms, **inputs: Any) -> tuple[Tensor, dict[str, Tensor]]:
     """The loss ``[n]`` of tokens with the inputs of :meth:`TokenTerms.terms`, and its derivatives."""
     ce, z, derivatives = of.terms(values, **inputs)
-    if inputs.get("scale") == 0:  # 0 times what is NaN is NaN
-        return torch.zeros_like(ce), derivatives
     return ce + z if of.lse_square_scale else ce, derivatives
 
 

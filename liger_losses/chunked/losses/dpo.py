@@ -284,8 +284,11 @@ class LigerFusedLinearDPOLoss(PreferenceLoss):
     """DPO and its variants, one or several at once: :func:`dpo_loss` (Rafailov et al. 2023, arXiv:2305.18290).
 
     Args:
-        ignore_index, beta, alpha, compute_nll_loss, compiled, use_ref_model, average_log_prob, chunk_size, options: as
-            in :class:`PreferenceLoss`.
+        beta: temperature of the implicit reward (> 0).
+        alpha: factor of the chosen completions' mean negative log-likelihood, which ``compute_nll_loss`` adds.
+        compute_nll_loss: add this negative log-likelihood.
+        use_ref_model: compare the policy with a reference model.
+        average_log_prob: divide the log-probability of each completion by its length.
         loss_type: a name from :data:`DPO_LOSSES`, or several.
         label_smoothing: assumed share of pairs whose labels are swapped, in [0, 1]. ``robust`` needs less than 0.5, and
             ``exo_pair`` more than 0. Used by ``sigmoid``, ``sigmoid_norm``, ``exo_pair``, ``robust``, ``aot`` and
@@ -297,6 +300,8 @@ class LigerFusedLinearDPOLoss(PreferenceLoss):
         f_alpha_divergence_coef: alpha of ``alpha_divergence``.
         ld_alpha: weight of the tokens beyond the pair's shared length (LD-DPO, arXiv:2409.06411), in [0, 1].
         use_weighting: weight pairs by the policy's probability of sampling them (WPO, arXiv:2406.11827, eq. 2).
+        compiled, chunk_size: without effect, for code written for liger-kernel.
+        ignore_index, options: as in :class:`liger_losses.ChunkedLoss`.
     """
 
     options_type = DPOLossOptions

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
+from functools import partial
 from operator import attrgetter
 from typing import Any, ClassVar, NamedTuple
 
@@ -52,7 +53,7 @@ def _of_tokens(name: str, what: str) -> list[property]:
         return value
 
     doc = f"``[B, T]``: {what}; 0 for tokens without loss."
-    return [property(lambda pairs, side=side: read(pairs, side), doc=doc) for side in (0, 1)]
+    return [property(partial(read, side=side), doc=doc) for side in (0, 1)]
 
 
 @dataclass(frozen=True)
@@ -196,13 +197,10 @@ class PreferenceLoss(CompletionLoss):
         transform, ref_logps = self.transform, (ref_chosen_logps, ref_rejected_logps)
         head = Head.of(lin_weight, bias, transform)
         batch = CompletionBatch.read(("chosen", "rejected"), head, _input, target, ref_input, ref_logps, temperature)
-        counts = [len(labels) for labels in batch.labels]
-        if counts[0] != counts[-1] or (len(counts) == 1 and counts[0] % 2):
-            raise ValueError(
-                f"there must be as many chosen as rejected completions, got {counts[0]} and {counts[1]}."
-                if len(counts) > 1
-                else f"stacked chosen rows, then as many rejected rows, cannot be an odd number, {counts[0]}."
-            )
+        rows = [len(labels) for labels in batch.labels]
+        if rows[0] != rows[-1] or (len(rows) == 1 and rows[0] % 2):
+            stacked = ", which are an odd number, stacked" if len(rows) == 1 else ""
+            raise ValueError(f"there must be as many chosen as rejected completions, got {rows} rows{stacked}.")
         batch = self.prepare(batch, ref_weight, ref_bias, transform)
         nll_labels = None if nll_target is None else self._nll_labels(nll_target, batch.groups(batch.labels)[0])
         extra = None

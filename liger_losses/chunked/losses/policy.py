@@ -69,6 +69,11 @@ def live_tokens(inputs: PolicyInputs) -> Tensor | None:
 in_graphs(PolicyOptions)
 
 
+#: What a call names the arguments of :func:`grpo_loss`.
+_NAMES = {"old_logps": "old_per_token_logps", "ref_logps": "ref_per_token_logps", "is_ratio": "vllm_is_ratio"}
+_NAMES["sampling_logps"] = "sampling_per_token_logps"
+
+
 class PolicyMetrics(NamedTuple):
     """Means over completion tokens, detached, in liger-kernel's order."""
 
@@ -113,7 +118,12 @@ class LigerFusedLinearGRPOLoss(CompletionLoss):
     ``vespo``, and masks by entropy or by divergence need all tokens of a completion first, and take two passes.
 
     Args:
-        beta, epsilon_low, ..., vespo_lambda_neg, off_policy_mask_threshold: the fields of :class:`PolicyOptions`.
+        loss_type: a name from :data:`LOSS_TYPES`, or one that :func:`liger_losses.register_objective` made.
+        beta: weight of the KL divergence from the reference.
+        epsilon_low, epsilon_high: bounds of the ratio, ``[1 - epsilon_low, 1 + epsilon_high]``.
+        importance_sampling_level: ``token``, or how the ratio of a completion is taken.
+        normalizer, token_mask, kl_estimator: names that replace the loss type's.
+        max_completion_length, ..., objective_options: the other fields of :class:`PolicyOptions`, which explains them.
         temperature: divides the logits.
         top_entropy_quantile: only this share of the tokens, those with the highest entropies over all processes, have a
             policy objective and an entropy bonus (arXiv:2506.01939).
@@ -206,39 +216,16 @@ class LigerFusedLinearGRPOLoss(CompletionLoss):
         """
         if not self.use_ref_model:  # as liger-kernel ignores it
             ref_per_token_logps = ref_input = ref_weight = ref_bias = None
-        transform = self.transform_at(temperature)
-        _input, lin_weight = states_and_head(_input, lin_weight)
-        head = Head.of(lin_weight, bias, transform)
-        labels = self._active(head, _input, selected_token_ids, attention_mask)
         if ref_per_token_logps is not None and ref_input is not None:
             warn("both ref_per_token_logps and ref_input were given: the former are used.")
             ref_input = None
-        check_tensor("advantages", advantages)
-        of_completions = {"advantages": advantages, "vllm_is_ratio": vllm_is_ratio}
-        of_tokens = {"ref_per_token_logps": ref_per_token_logps, "old_per_token_logps": old_per_token_logps}
-        of_tokens |= {"sampling_per_token_logps": sampling_per_token_logps}
-        for name, value in {**of_completions, **of_tokens}.items():  # before any work
-            if value is not None:
-                objectives.check_per_token(name, value, labels, column=name in of_completions)
-        objectives.check_needs(self.settings, labels, sampling_per_token_logps, prompts, self.group)
-        if ref_input is not None:
-            check_tensor("the reference's hidden states", ref_input, allow_dtensor=True)
-        refs = None if ref_input is None else [ref_input]
-        batch = CompletionBatch(("given",), head, [_input], [labels], refs, (ref_per_token_logps,))
-        batch = self.prepare(batch, ref_weight, ref_bias, transform)
-        options, mask = self.options, labels != self.ignore_index
-        target = target_of(_input, head, labels)
-        if self.beta and support is not None and ref_input is not None:
-            assert batch.ref_head is not None
-            with torch.no_grad(), naming_the_reference():
-                of_reference = kept_statistics(ref_input, batch.ref_head, labels, support, ("logp",), options)
-                ref_per_token_logps = of_reference["logp"]
-        elif self.beta:
-            (target,) = counted_once([target], options)
-            (ref_per_token_logps,) = batch.reference_logps(options, [target])
+        transform, options, coef = self.transform_at(temperature), self.options, self._coef
+        _input, lin_weight = states_and_head(_input, lin_weight)
+        head = Head.of(lin_weight, bias, transform)
+        labels = self._active(head, _input, selected_token_ids, attention_mask)
         inputs = PolicyInputs(
             self.settings,
-            mask,
+            labels != self.ignore_index,
             advantages,
             old_logps=old_per_token_logps,
             ref_logps=ref_per_token_logps,
@@ -249,22 +236,36 @@ class LigerFusedLinearGRPOLoss(CompletionLoss):
             group=self.group,
             head=head,
             common_options=None if self.group is None else self.common_options,
+            names=_NAMES,
         )
-        names = ("logp",) if self._coef is None else ("logp", "entropy")
+        batch = CompletionBatch.read(("given",), head, _input, labels, ref_input, (ref_per_token_logps,))
+        batch = self.prepare(batch, ref_weight, ref_bias, transform)
+        target = target_of(_input, head, labels)
+        if self.beta and batch.ref_head is not None:
+            (target,) = counted_once([target], options)
+            if support is None:
+                (inputs.ref_logps,) = batch.reference_logps(options, [target])
+            else:
+                assert ref_input is not None
+                with torch.no_grad(), naming_the_reference():
+                    found = kept_statistics(ref_input, batch.ref_head, labels, support, ("logp",), options)
+                    inputs.ref_logps = found["logp"]
+        names = ("logp",) if coef is None else ("logp", "entropy")
         metrics = ("entropy",) if self.top_entropy_quantile < 1.0 else ()
-        if support is not None:
-            both = tuple(dict.fromkeys((*names, *metrics)))
-            found = kept_statistics(_input, head, labels, support, both, options)
-            loss = self._of_statistics(found, inputs, head.vocabulary_ranks)
-        elif inputs.options.separable and not metrics:
-            given, live = self._token_inputs(inputs), None if self._coef is not None else live_tokens(inputs)
-            each = TokenLoss(token_loss, given, {"o": inputs.options}, live)
-            loss, (found,) = loss_sum([target], names, [each], options)
+        if support is None and inputs.options.separable and not metrics:
+            live = None if coef is not None else live_tokens(inputs)
+            of_tokens = TokenLoss(token_loss, self._token_inputs(inputs), {"o": inputs.options}, live)
+            loss, (found,) = loss_sum([target], names, [of_tokens], options)
             loss = inputs.total(loss)
-            if self._coef is not None:
-                self._observe(found["entropy"].sum(), mask.sum())
+            if coef is not None:
+                self._observe(found["entropy"].sum(), inputs.mask.sum())
         else:
-            (found,) = statistics([target], names, options, metrics)
+            if support is None:
+                (found,) = statistics([target], names, options, metrics)
+            else:
+                found = kept_statistics(
+                    _input, head, labels, support, tuple(dict.fromkeys((*names, *metrics))), options
+                )
             loss = self._of_statistics(found, inputs, head.vocabulary_ranks)
         # Neither the log-probabilities nor the inputs have a graph: the metrics are constants.
         each_token = objectives.token_metrics(found["logp"].detach(), inputs, kl=bool(self.beta))

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -40,8 +41,9 @@ class PolicyInputs:
     arguments as in :func:`grpo_loss`.
 
     ``head`` is the policy's; ranks that share its vocabulary have the same completions. ``common_options`` are those of
-    the loss, which all ranks of the group have in common. ``lengths [B, 1]`` and ``tokens []`` are the numbers of
-    tokens of each completion and of all completions, over the group; ``counted`` is the latter, or 1 without any.
+    the loss, which all ranks of the group have in common; ``names`` are those of arguments in error messages.
+    ``lengths [B, 1]`` and ``tokens []`` are the numbers of tokens of each completion and of all completions, over the
+    group; ``counted`` is the latter, or 1 without any.
     """
 
     lengths: Tensor
@@ -61,9 +63,10 @@ class PolicyInputs:
         group: dist.ProcessGroup | None = None,
         head: Head | None = None,
         common_options: Mapping[str, Any] | None = None,
+        names: Mapping[str, str] = MappingProxyType({}),
     ) -> None:
         def masked(name: str, value: Tensor | None, column: bool = False) -> Any:
-            value = per_token(name, value, mask, column)
+            value = per_token(names.get(name, name), value, mask, column)
             return None if value is None else torch.where(mask, value, 0.0)
 
         check_tensor("advantages", advantages)
@@ -79,7 +82,7 @@ class PolicyInputs:
         )
         self.token_is_ratio = masked("is_ratio", is_ratio, column=True)
         # As it was given, [B, 1] or [B, T].
-        self.is_ratio = per_token("is_ratio", is_ratio, mask, column=True)
+        self.is_ratio = per_token(names.get("is_ratio", ""), is_ratio, mask, column=True)
         lengths = mask.sum(-1, keepdim=True)
         if group is not None:
             if num_items_in_batch is not None:
@@ -134,20 +137,9 @@ class PolicyInputs:
 
 
 def per_token(name: str, value: Tensor | None, mask: Tensor, column: bool = False) -> Tensor | None:
-    """A constant ``[B, T]``, or ``[B, 1]`` if one value per completion is allowed."""
+    """A constant ``[B, T]``, or ``[B, 1]`` if one value per completion is allowed; TypeError, ValueError for others."""
     if value is None:
         return None
-    check_per_token(name, value, mask, column)
-    value = value[:, None] if column and value.dim() == 1 else value
-    return value.detach().to(_WIDER.get(value.dtype, torch.float32))
-
-
-#: Constants are in fp32, or in fp64.
-_WIDER = {torch.float64: torch.float64}
-
-
-def check_per_token(name: str, value: Any, mask: Tensor, column: bool = False) -> None:
-    """Raise TypeError or ValueError for what :func:`per_token` does not take."""
     check_tensor(name, value)
     shape = tuple(mask.shape)
     if value.shape != shape and not (column and value.shape in (shape[:1], (shape[0], 1))):
@@ -157,6 +149,12 @@ def check_per_token(name: str, value: Any, mask: Tensor, column: bool = False) -
         raise ValueError(f"{name} is on {value.device}, the completions on {mask.device}; move it with .to(...).")
     if value.is_complex() or (not column and not value.is_floating_point()):
         raise TypeError(f"{name} must be floating point, got {value.dtype}.")
+    value = value[:, None] if column and value.dim() == 1 else value
+    return value.detach().to(_WIDER.get(value.dtype, torch.float32))
+
+
+#: Constants are in fp32, or in fp64.
+_WIDER = {torch.float64: torch.float64}
 
 
 def check_needs(options: PolicyOptions, mask: Tensor, sampling_logps: Any, prompts: Any, group: Any) -> None:

@@ -156,7 +156,8 @@ class PolicyOptions:
         make = PolicyOptions if is_dynamo_compiling() else _options
         known = {**_DEFAULTS, **self.mask.bounds, **self.row.defaults}
         given = {name: getattr(self, name) for name in PolicyOptions.__match_args__}
-        return make(*[known.get(name) if value is None else value for name, value in given.items()])
+        values: Any = {name: known.get(name) if value is None else value for name, value in given.items()}
+        return make(**values)
 
     @property
     def row(self) -> LossType:
@@ -210,13 +211,14 @@ _LEVELS = {
     "gspo": "importance_sampling_level='sequence' with loss_type='grpo'",
     "gspo_token": "importance_sampling_level='sequence_token' with loss_type='grpo'",
     "rloo": "importance_sampling_level='sequence_sum' with loss_type='grpo'",
+    "ipo": "'prime_ipo', the loss of prime-rl that is called IPO; the IPO of pairs is DPO's loss_type='ipo'",
 }
 
 
 # --- Objectives -------------------------------------------------------------------------------------------------------
 
 
-def _clipped(log_ratio: Tensor, logps: Tensor, advantages: Tensor, o: PolicyOptions) -> Tensor:
+def _clipped(log_ratio: Tensor, logps: Tensor, advantages: Tensor, o: Any) -> Tensor:
     """``min(min(r, delta) A, clip(r, 1 - e_low, 1 + e_high) A)``: PPO (arXiv:1707.06347, eq. 7), GRPO
     (arXiv:2402.03300, eq. 3), with DAPO's two bounds (arXiv:2503.14476) and INTELLECT-2's ``delta`` (arXiv:2505.07291).
     """
@@ -228,18 +230,18 @@ def _clipped(log_ratio: Tensor, logps: Tensor, advantages: Tensor, o: PolicyOpti
     return torch.where(gain <= bound, gain, bound)
 
 
-def _is_clipped(ratio: Tensor, a: Tensor, o: PolicyOptions) -> Tensor:
+def _is_clipped(ratio: Tensor, a: Tensor, o: Any) -> Tensor:
     return (ratio - ratio.clamp(1 - o.epsilon_low, 1 + o.epsilon_high)) * a > 0
 
 
-def _importance(log_ratio: Tensor, logps: Tensor, advantages: Tensor, o: PolicyOptions) -> Tensor:
+def _importance(log_ratio: Tensor, logps: Tensor, advantages: Tensor, o: Any) -> Tensor:
     """``min(r, delta) A``, whose gradient is ``min(r, delta) A d log r``: truncated importance sampling."""
     weight, delta = ratio_of(log_ratio.detach()), o.delta
     weight = weight if delta is None else weight.clamp(max=delta)
     return weight * advantages * (1 + log_ratio - log_ratio.detach())
 
 
-def _sapo(log_ratio: Tensor, logps: Tensor, advantages: Tensor, o: PolicyOptions) -> Tensor:
+def _sapo(log_ratio: Tensor, logps: Tensor, advantages: Tensor, o: Any) -> Tensor:
     """``4 / t sigmoid(t (r - 1)) A``, ``t`` by the advantage's sign: SAPO (arXiv:2511.20347)."""
     t = torch.where(advantages > 0, o.sapo_temperature_pos, o.sapo_temperature_neg)
     return torch.sigmoid(t * (ratio_of(log_ratio) - 1)) * 4 / t * advantages
@@ -311,7 +313,7 @@ def fipo_weights(log_ratio: Tensor, mask: Tensor, advantages: Tensor, o: PolicyO
     return torch.where((advantages < 0) & (ratio > o.fipo_safe_ratio), weights.clamp(max=1.0), weights)
 
 
-def _fipo(log_ratio: Tensor, logps: Tensor, advantages: Tensor, o: PolicyOptions, inputs: Batch) -> Tensor:
+def _fipo(log_ratio: Tensor, logps: Tensor, advantages: Tensor, o: Any, inputs: Batch) -> Tensor:
     """``f min(r A, clip(r) A)`` with the weights of :func:`fipo_weights` (arXiv:2603.19835)."""
     weights = fipo_weights(log_ratio, inputs.mask, inputs.advantages, o)
     return weights * _clipped(log_ratio, logps, advantages, o)
@@ -355,7 +357,7 @@ def _chosen(keys: Tensor, eligible: Tensor, share: float, mask: Tensor) -> Tenso
     return (rank < count).view_as(mask) & eligible
 
 
-def _clip_cov(log_ratio: Tensor, logps: Tensor, advantages: Tensor, o: PolicyOptions, inputs: Batch) -> Tensor:
+def _clip_cov(log_ratio: Tensor, logps: Tensor, advantages: Tensor, o: Any, inputs: Batch) -> Tensor:
     """The clipped objective, less ``cov_share`` of the tokens whose covariance is within bounds: Clip-Cov
     (arXiv:2505.22617). The choice is derived from the covariances: calls are repeatable."""
     found = covariances(logps, inputs)
@@ -367,7 +369,7 @@ def _clip_cov(log_ratio: Tensor, logps: Tensor, advantages: Tensor, o: PolicyOpt
     return torch.where(dropped, 0.0, _clipped(log_ratio, logps, advantages, o))
 
 
-def _kl_cov(log_ratio: Tensor, logps: Tensor, advantages: Tensor, o: PolicyOptions, inputs: Batch) -> Tensor:
+def _kl_cov(log_ratio: Tensor, logps: Tensor, advantages: Tensor, o: Any, inputs: Batch) -> Tensor:
     """``r A``, less ``cov_penalty |log r|`` of the ``cov_share`` tokens of largest covariance: KL-Cov
     (arXiv:2505.22617)."""
     chosen = _chosen(covariances(logps, inputs), inputs.mask, o.cov_share, inputs.mask)
@@ -389,7 +391,7 @@ class Objective(NamedTuple):
     """
 
     value: Callable[..., Tensor]
-    cut: Callable[[Tensor, Tensor, PolicyOptions], Tensor] | None = None
+    cut: Callable[[Tensor, Tensor, Any], Tensor] | None = None
     coupled: bool = False
     whole: bool = False
     of_prompts: bool = False
@@ -455,7 +457,7 @@ LOSS_TYPES = {
     "importance": LossType("importance", "items"),
     "dppo_tv": LossType("importance", "items", mask="tv"),  # arXiv:2602.04879, eq. 13
     "dppo_kl": LossType("importance", "items", mask="kl"),  # arXiv:2602.04879, eq. 14
-    "ipo": LossType("importance", "items", mask="change", defaults={"log_ratio_penalty": 1e-3}),  # prime-rl's
+    "prime_ipo": LossType("importance", "items", mask="change", defaults={"log_ratio_penalty": 1e-3}),  # prime-rl's ipo
     "icepop": LossType("clipped", "items", mask="icepop"),  # arXiv:2510.18855
     "kpop": LossType("clipped", "items", mask="kpop"),  # ringtech.notion.site/kpop
     # A log p - penalty (log r)^2, the penalty half of the paper's beta: DRO (arXiv:2405.19107)

@@ -176,13 +176,17 @@ class LigerFusedLinearCPOLoss(PreferenceLoss):
     """CPO and its variants: the mean of :func:`cpo_loss`, plus the chosen completions' negative log-likelihood.
 
     Args:
-        ignore_index, beta, alpha, compute_nll_loss, compiled, chunk_size, options: as in :class:`PreferenceLoss`.
+        beta: factor of the log-probabilities (> 0).
+        alpha: factor of the chosen completions' mean negative log-likelihood, which ``compute_nll_loss`` adds.
+        compute_nll_loss: add this negative log-likelihood.
         label_smoothing: assumed share of pairs whose labels are swapped, in [0, 1].
         average_log_prob: average the log-probabilities of each sequence. ``None`` follows the paper of the variant: all
             variants except ``sigmoid`` and ``hinge`` average.
         loss_type: ``sigmoid``, ``hinge``, ``ipo``, ``simpo`` or ``alphapo``.
         gamma: target reward margin of ``simpo`` and ``alphapo``.
         reward_alpha: AlphaPO's ``a``; 0 for plain log-probabilities.
+        compiled, chunk_size: without effect, for code written for liger-kernel.
+        ignore_index, options: as in :class:`liger_losses.ChunkedLoss`.
     """
 
     options_type = CPOOptions
@@ -211,7 +215,14 @@ class LigerFusedLinearCPOLoss(PreferenceLoss):
 class LigerFusedLinearSimPOLoss(LigerFusedLinearCPOLoss):
     """SimPO: the mean of :func:`simpo_loss`, plus the chosen completions' negative log-likelihood.
 
-    It is CPO with ``loss_type="simpo"``; arguments as in :class:`LigerFusedLinearCPOLoss`.
+    It is :class:`LigerFusedLinearCPOLoss` with ``loss_type="simpo"``, whose other options it has.
+
+    Args:
+        beta: factor of the mean log-probabilities (> 0).
+        gamma: target reward margin.
+        alpha: factor of the chosen completions' mean negative log-likelihood, which ``compute_nll_loss`` adds.
+        compute_nll_loss: add this negative log-likelihood, which the paper's loss does not have.
+        label_smoothing: assumed share of pairs whose labels are swapped, in [0, 1].
     """
 
     options_type = SimPOOptions
@@ -238,7 +249,10 @@ class LigerFusedLinearORPOLoss(PreferenceLoss):
     """ORPO: the mean of :func:`orpo_loss`, plus the chosen completions' negative log-likelihood (arXiv:2403.07691).
 
     Args:
-        ignore_index, beta, compute_nll_loss, compiled, chunk_size, options: as in :class:`PreferenceLoss`.
+        beta: weight of the odds ratio (> 0).
+        compute_nll_loss: add the chosen completions' mean negative log-likelihood, ``alpha`` times.
+        compiled, chunk_size: without effect, for code written for liger-kernel.
+        ignore_index, options: as in :class:`liger_losses.ChunkedLoss`.
     """
 
     options_type = ORPOOptions

@@ -382,7 +382,13 @@ class LigerFusedLinearBCOLoss(UnpairedPreferenceLoss):
     A batch counts when its loss is called. Call the loss outside of activation checkpointing, which would call it again
     in backward: the batch would count twice, and its gradient would be that of another mean.
 
-    Options as in :class:`LigerFusedLinearKTOLoss`, but for ``loss_type``.
+    Args:
+        beta: temperature of the implicit reward (> 0).
+        desirable_weight, undesirable_weight: the weights of desirable and undesirable completions, not negative.
+        use_ref_model: compare the policy with a reference model.
+        average_log_prob: divide the log-probability of each completion by its length.
+        chunk_size, compiled: without effect, for code written for liger-kernel.
+        ignore_index, options: as in :class:`liger_losses.ChunkedLoss`.
     """
 
     options_type = BCOOptions

@@ -7,6 +7,7 @@ import inspect
 import pytest
 import torch
 import torch.nn.functional as F
+from torch._dynamo.testing import CompileCounter
 
 from liger_losses import (
     ChunkedLoss,
@@ -163,6 +164,27 @@ def test_an_objective_declares_options_for_a_sweep(coupled):
         options = {"loss_type": "powered", "beta": 0.0, "power": power, "floor": floor}
         torch.testing.assert_close(functional.grpo_loss(logps, advantages, mask, old_logps=old, **options), exact)
     assert "power" not in repr(loss.replace(loss_type="dapo"))
+
+
+class OfTokens(PreferenceLoss):
+    def pair_loss(self, pairs):
+        return (pairs.rejected_token_logps - pairs.chosen_token_logps).clamp(min=-1).sum(-1) * self.beta
+
+
+@pytest.mark.usefixtures("registered", "nothing_compiled")
+def test_what_users_define_is_compiled_once():
+    """An option of an objective, and tokens of pairs: a number that changes compiles nothing."""
+    register_objective("powered", powered)
+    h, weight, ids, _ = problem(shape=(4, 5), masked=0.0)
+    given = ids, torch.ones(4, 5), h[:, 0, 0].detach()
+    policy, of_tokens = LigerFusedLinearGRPOLoss(loss_type="powered", power=1.0, beta=0.0), OfTokens()
+    call = lambda h: policy(weight, h, *given, old_per_token_logps=given[1] - 5)[0] + of_tokens(weight, h, ids)[0]  # noqa: E731
+    counter = CompileCounter()
+    function = torch.compile(lambda h: call(h), backend=counter, fullgraph=True)
+    for power in (1.0, 1.5, 0.7):
+        policy, of_tokens = policy.replace(power=power), of_tokens.replace(beta=power)
+        torch.testing.assert_close(function(h), call(h))
+    assert counter.frame_count == 2
 
 
 @pytest.mark.usefixtures("registered")

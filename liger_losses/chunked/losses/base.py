@@ -228,7 +228,7 @@ class ChunkedLoss(nn.Module):
     def common_options(self) -> dict[str, Any]:
         """The options that must be equal on all ranks of :attr:`group` and of a vocabulary-parallel head."""
         own = {*EngineOptions.__match_args__, "compiled"}
-        plain = (bool, int, float, str, list, tuple, type(None))
+        plain = (bool, int, float, str, list, tuple, dict, type(None))
         # Not every attribute: a loss may keep what differs from rank to rank, such as the rank itself.
         names = [name for name in (*self.option_names, "training") if name not in own]
         values = {name: getattr(self, name, self) for name in names}

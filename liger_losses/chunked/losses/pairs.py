@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
-from functools import partial
-from operator import attrgetter
 from typing import Any, ClassVar, NamedTuple
 
 import torch
@@ -38,22 +36,24 @@ class PreferenceMetrics(NamedTuple):
     rejected_rewards: Tensor
 
 
-def _of_tokens(name: str, what: str) -> list[property]:
+def _of_tokens(read: Callable[[Scored], Tensor | None], what: str) -> list[property]:
     """Properties of chosen and rejected completions, ``[B, T]``."""
 
-    def read(pairs: Pairs, side: int) -> Tensor:
-        if not pairs.sides:
-            raise ValueError("only pair_loss of a loss without group= can read the log-probabilities of tokens.")
-        value: Tensor | None = attrgetter(name)(pairs.sides[side])
-        if value is None:
-            raise ValueError(
-                "the reference's log-probabilities are sums over tokens: give ref_logps of each token, [B, T], or "
-                "ref_hidden_states."
-            )
-        return value
+    def of_side(side: int) -> property:
+        def value(pairs: Pairs) -> Tensor:
+            if not pairs.sides:
+                raise ValueError("only pair_loss of a loss without group= can read the log-probabilities of tokens.")
+            found = read(pairs.sides[side])
+            if found is None:
+                raise ValueError(
+                    "the reference's log-probabilities are sums over tokens: give ref_logps of each token, [B, T], or "
+                    "ref_hidden_states."
+                )
+            return found
 
-    doc = f"``[B, T]``: {what}; 0 for tokens without loss."
-    return [property(partial(read, side=side), doc=doc) for side in (0, 1)]
+        return property(value, doc=f"``[B, T]``: {what}; 0 for tokens without loss.")
+
+    return [of_side(0), of_side(1)]
 
 
 @dataclass(frozen=True)
@@ -94,9 +94,13 @@ class Pairs:
         """``log pi(y_l | x) - log pi_ref(y_l | x)``, ``[B]``."""
         return self.rejected_logps - self.ref_rejected_logps
 
-    chosen_token_logps, rejected_token_logps = _of_tokens("statistics.logp", "each token's log-probability")
-    chosen_mask, rejected_mask = _of_tokens("mask", "bool, true for the tokens that carry loss")
-    ref_chosen_token_logps, ref_rejected_token_logps = _of_tokens("ref_token_logps", "the reference's, 0 without one")
+    chosen_token_logps, rejected_token_logps = _of_tokens(
+        lambda side: side.statistics.logp, "each token's log-probability"
+    )
+    chosen_mask, rejected_mask = _of_tokens(lambda side: side.mask, "bool, true for the tokens that carry loss")
+    ref_chosen_token_logps, ref_rejected_token_logps = _of_tokens(
+        lambda side: side.ref_token_logps, "the reference's, 0 without one"
+    )
 
 
 def smoothed(margin: Tensor, label_smoothing: float) -> Tensor:

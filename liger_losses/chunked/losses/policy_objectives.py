@@ -213,7 +213,7 @@ def policy_terms(
     """``-objective_t + beta kl_t`` of tokens, elementwise; ``log_ratio`` of the options' level, others as in
     :func:`grpo_loss`. Objectives that couple tokens read ``inputs``."""
     given = [] if inputs is None else [inputs]
-    objective = o.objective.value(log_ratio, logps, advantages, o, *given, **dict(o.objective_options))
+    objective = o.objective.value(log_ratio, logps, advantages, o, *given, **(o.objective_options or {}))
     if acting is not None:
         objective = torch.where(acting, objective, 0.0)
     if is_ratio is not None and not o.row.corrected:

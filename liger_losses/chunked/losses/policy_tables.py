@@ -7,18 +7,16 @@ B completions, T tokens of the longest; r = p / p_old is the importance ratio, A
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from inspect import Parameter
 from numbers import Integral
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.compiler import is_dynamo_compiling
 
 from liger_losses.checks import FiniteFloat, NonNegativeFloat, PositiveFloat, check_fields, check_names, check_range
 from liger_losses.chunked.losses.context_parallel import sum_over_group
@@ -77,6 +75,9 @@ class PolicyOptions:
         TypeError, ValueError: an option out of its range; a ratio of completions with an objective of tokens.
     """
 
+    #: These, of which those that are ``None`` have the values of this loss and mask, if these have some.
+    values: ClassVar[PolicyOptions]
+
     loss_type: str = "dapo"
     beta: NonNegativeFloat = 0.04
     epsilon_low: NonNegativeFloat = 0.2
@@ -108,7 +109,7 @@ class PolicyOptions:
     cov_low: FiniteFloat = 1.0
     cov_high: FiniteFloat = 5.0
     cov_penalty: NonNegativeFloat = 1.0
-    objective_options: tuple[tuple[str, float], ...] = ()
+    objective_options: Mapping[str, float] | None = None
 
     def __post_init__(self) -> None:
         check_names([self.loss_type], LOSS_TYPES, "loss_type", _LEVELS)
@@ -131,33 +132,27 @@ class PolicyOptions:
             raise ValueError(
                 f"loss_type={self.loss_type!r} needs log_ratio_penalty=, the weight of its squared log-ratios."
             )
-        own = {**self.objective.options, **dict(self.objective_options)}
+        own = {**self.objective.options, **(self.objective_options or {})}
         for name, value in own.items():
             if value is Parameter.empty:
                 raise TypeError(f"loss_type={self.loss_type!r} needs {name}=, an option of its objective.")
             check_range(name, value, -math.inf, math.inf)
-        object.__setattr__(self, "objective_options", tuple(own.items()))
+        defaults = {**_DEFAULTS, **self.mask.bounds, **row.defaults, "objective_options": own or None}
+        given = {name: getattr(self, name) for name in PolicyOptions.__match_args__}
+        values: Any = {name: defaults.get(name) if value is None else value for name, value in given.items()}
+        complete = type(self) is PolicyOptions and values == given
+        object.__setattr__(self, "values", self if complete else PolicyOptions(**values))
 
     @classmethod
     def folded(cls, options: Mapping[str, Any], earlier: PolicyOptions | None = None) -> dict[str, Any]:
         """Options, of which the objective's own are in ``objective_options``, with those that it had ``earlier``."""
         loss_type = options.get("loss_type", (earlier or cls).loss_type)
         row = LOSS_TYPES.get(loss_type) if isinstance(loss_type, str) else None
-        own = {name: options[name] for name in options if row is not None and name in OBJECTIVES[row.objective].options}
-        found = {name: options[name] for name in options if name not in own}
-        if earlier is not None and earlier.loss_type != loss_type:
-            return {"objective_options": tuple(own.items()), **found}
-        known = () if earlier is None else earlier.objective_options
-        return {"objective_options": tuple({**dict(known), **own}.items()), **found} if own else found
-
-    @property
-    def values(self) -> PolicyOptions:
-        """The options, of which those that are ``None`` have the values of this loss and mask, if these have some."""
-        make = PolicyOptions if is_dynamo_compiling() else _options
-        known = {**_DEFAULTS, **self.mask.bounds, **self.row.defaults}
-        given = {name: getattr(self, name) for name in PolicyOptions.__match_args__}
-        values: Any = {name: known.get(name) if value is None else value for name, value in given.items()}
-        return make(**values)
+        declared = () if row is None else OBJECTIVES[row.objective].options
+        own = {name: options[name] for name in options if name in declared}
+        known = earlier.objective_options if earlier is not None and earlier.loss_type == loss_type else None
+        others = {name: options[name] for name in options if name not in own}
+        return {"objective_options": {**(known or {}), **own} or None, **others}
 
     @property
     def row(self) -> LossType:
@@ -201,8 +196,6 @@ class PolicyOptions:
         return self.mask.weights is not None or bool(self.log_ratio_penalty)
 
 
-#: The options of values that are checked once.
-_options = functools.lru_cache(maxsize=256, typed=True)(PolicyOptions)
 #: The values of options that are ``None``, for losses that have none of their own.
 _DEFAULTS = {"epsilon_high": 0.2}
 

@@ -86,7 +86,7 @@ def _check_objective(name: str, coupled: bool, own: Mapping[str, Any]) -> None:
     logps, old = (-torch.rand(_B, _T, generator=g, dtype=torch.float64) * 3 - 0.1 for _ in range(2))
     mask = torch.arange(_T) < torch.tensor([_T, 2, 3, 1])[:, None]
     advantages = torch.randn(_B, generator=g, dtype=torch.float64)
-    own_values = tuple((option, 0.5 if value is Parameter.empty else value) for option, value in own.items())
+    own_values = {option: 0.5 if value is Parameter.empty else value for option, value in own.items()}
     options = PolicyOptions(loss_type=name, beta=0.0, max_completion_length=_T, objective_options=own_values)
     leaf = torch.where(mask, logps, 0.0).requires_grad_()
     inputs = policy_objectives.PolicyInputs(

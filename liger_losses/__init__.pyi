@@ -402,7 +402,7 @@ class LigerFusedLinearGRPOLoss(ChunkedLoss, _policy.LigerFusedLinearGRPOLoss):
         cov_low: float = ...,
         cov_high: float = ...,
         cov_penalty: float = ...,
-        objective_options: tuple[tuple[str, float], ...] = ...,
+        objective_options: Mapping[str, float] | None = ...,
         top_entropy_quantile: float = ...,
         entropy_coef: float | AdaptiveEntropy = ...,
         **options: Unpack[_ChunkedLossOptions],

@@ -2,7 +2,7 @@
 
 # mypy: disable-error-code="override, misc, overload-overlap, overload-cannot-match"
 # pyright: reportIncompatibleMethodOverride=false, reportOverlappingOverload=false
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch.distributed as dist
 from torch import Tensor
@@ -122,5 +122,5 @@ def grpo_loss(
     cov_low: float = ...,
     cov_high: float = ...,
     cov_penalty: float = ...,
-    objective_options: tuple[tuple[str, float], ...] = ...,
+    objective_options: Mapping[str, float] | None = ...,
 ) -> Tensor: ...

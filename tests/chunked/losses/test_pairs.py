@@ -53,7 +53,8 @@ class TokenDPO(PreferenceLoss):
 def test_a_pair_loss_reads_tokens():
     hidden, weight, labels, ref_hidden, ref_weight = batch()
     labels[B:, 6:] = -100
-    logp, ref = (sums(h, w, labels)[0] for h, w in ((hidden, weight), (ref_hidden, ref_weight)))
+    models = (hidden, weight), (ref_hidden, ref_weight)
+    logp, ref = (plain_statistics(*model, labels)["logp"] for model in models)
     for refs in (ref, torch.zeros_like(ref)):
         clipped = (logp - refs).clamp(-1, 1).sum(-1)
         exact = -F.logsigmoid(BETA * (clipped[:B] - clipped[B:])).mean()

@@ -1,9 +1,6 @@
 """Labels that the caller has shifted: in models, in TRL's head, and in trainers that cut sequences over processes."""
 
-import contextlib
 import copy
-import functools
-import os
 import sys
 from types import ModuleType, SimpleNamespace
 from unittest import mock
@@ -14,7 +11,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 from liger_losses import LigerFusedLinearCrossEntropyLoss, loss_inputs, patch
-from tests.processes import case_named, start
+from tests.processes import start
 from tests.project.test_examples import tiny_model
 
 pytest.importorskip("transformers", reason="transformers is not installed")
@@ -103,99 +100,7 @@ def test_trls_head():
                 check_close(*(gradients(*part) for part in pair))
 
 
-class Gathered(torch.autograd.Function):
-    """All ranks' tensors, stacked."""
-
-    @staticmethod
-    def forward(ctx, value):
-        parts = [torch.empty_like(value) for _ in range(WORLD)]
-        dist.all_gather(parts, value.contiguous())
-        return torch.stack(parts)
-
-    @staticmethod
-    def backward(ctx, gradient):
-        gradient = gradient.clone()
-        dist.all_reduce(gradient)
-        return gradient[dist.get_rank()]
-
-
-def attention(plain, q, k, v, attn_mask=None, is_causal=False, dropout_p=0.0, **options):
-    """Causal attention of one rank's slices to the whole sequences: torch's has no operator for CPUs."""
-    assert is_causal
-    assert attn_mask is None
-    chunks = torch.arange(q.shape[2] * WORLD).chunk(2 * WORLD)
-    positions = torch.stack([torch.cat([chunks[rank], chunks[-1 - rank]]) for rank in range(WORLD)])
-    order = positions.flatten().argsort()
-    k, v = (torch.cat(tuple(Gathered.apply(x)), 2)[:, :, order] for x in (k, v))
-    mask = positions[dist.get_rank()][:, None] >= torch.arange(len(order))
-    return plain(q, k, v, attn_mask=mask, **options)
-
-
-@contextlib.contextmanager
-def with_attention(context, **buffers):
-    """The context in which torch cuts the inputs, with :func:`attention`."""
-    plain = F.scaled_dot_product_attention
-    with context(**buffers), mock.patch.object(F, "scaled_dot_product_attention", functools.partial(attention, plain)):
-        yield
-
-
-def trained(folder, setup=lambda: None, **options):
-    """Losses and metrics of SFT steps, and the weights after them; ``setup`` runs before the first."""
-    import datasets
-    import trl
-
-    from tests.trl.trainers import settings
-
-    model, tokenizer, text = tiny_model()
-    rows = [{"prompt": text(3), "completion": text(2 + i % 5)} for i in range(16)]
-    trainer = trl.SFTTrainer(
-        model,
-        settings(trl.SFTConfig, folder, pad_to_multiple_of=2 * WORLD, **options),
-        train_dataset=datasets.Dataset.from_list(rows),
-        processing_class=tokenizer,
-    )
-    setup()
-    trainer.train()
-    names = ("loss", "grad_norm", "entropy", "mean_token_accuracy", "num_tokens")
-    history = [[step[name] for name in names] for step in trainer.state.log_history if "loss" in step]
-    return history, {name: value.detach().clone() for name, value in model.named_parameters()}
-
-
-def trained_enabled(*arguments, **options):
-    """The same with this library's head, which got shifted labels at every step."""
-    from liger_losses.trl import enabled, fused_head
-
-    seen, forward = [], fused_head.fused_forward
-
-    def recorded(*arguments, **keywords):
-        seen.append(keywords.get("shift_labels") is not None)
-        return forward(*arguments, **keywords)
-
-    with enabled(), mock.patch.object(fused_head, "fused_forward", recorded):
-        found = trained(*arguments, **options)
-    assert all(seen)
-    assert len(seen) == len(found[0]) > 1
-    return found
-
-
-def context_parallel(rank, folder):
-    """``ParallelismConfig(cp_size=2)``; DDP averages where FSDP2 would."""
-    from accelerate import Accelerator, ParallelismConfig
-
-    def prepared(self, *arguments, prepare=Accelerator._prepare_cp):
-        found = prepare(self, *arguments)
-        self._cp_context = functools.partial(with_attention, self._cp_context)
-        return found
-
-    with (
-        mock.patch.object(ParallelismConfig, "_validate_accelerator", return_value=None),  # which refuses CPUs
-        mock.patch.object(Accelerator, "_prepare_cp", prepared),
-    ):
-        options = {"parallelism_config": ParallelismConfig(cp_size=WORLD)}
-        check_close(trained_enabled(folder, **options), trained(folder, **options))
-
-
-def sequence_parallel(rank, folder):
+def sequence_parallel(rank):
     """The loss that transformers makes of the ranks' losses, for Ulysses sequence parallelism through DeepSpeed."""
     from transformers.integrations.deepspeed import deepspeed_sp_compute_loss
 
@@ -218,22 +123,7 @@ def sequence_parallel(rank, folder):
             assert found[0][0] > 1
 
 
-def environment(rank, port=0):
-    """What accelerate reads."""
-    found = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": WORLD, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-    os.environ |= {name: str(value) for name, value in found.items()}
-
-
-def work(rank, folder):
-    environment(rank)
-    for check in (sequence_parallel, context_parallel):
-        with case_named(check.__name__):
-            check(rank, folder)
-
-
 @pytest.mark.distributed
-def test_trainers_on_two_processes(tmp_path):
-    """In one start of the processes."""
+def test_sequence_parallelism_on_two_processes(tmp_path):
     pytest.importorskip("trl", reason="TRL is not installed")
-    pytest.importorskip("datasets", reason="datasets is not installed")
-    start(work, WORLD, tmp_path, tmp_path)
+    start(sequence_parallel, WORLD, tmp_path)

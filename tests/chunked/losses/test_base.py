@@ -11,10 +11,8 @@ from torch import nn
 
 import liger_losses
 from liger_losses import Completions, DistillationLoss, Divergence, Head, LogitTransform, Teacher
-from tests import losses
 from tests.losses import BCO, CE, CPO, DPO, GRPO, JSD, KL, KTO, ORPO, AlphaBeta, MiniLLM, SimPO
 from tests.reference import linear_of, tensors_of
-from tests.results import golden
 from tests.results.losses import HIDDEN, LOSSES, batch
 
 D = batch(torch.float32)
@@ -23,32 +21,6 @@ HEAD, REF = Head(D["weight"]), Head(D["ref_weight"])
 
 def generic(**options):
     return DistillationLoss(options.pop("divergence", Divergence.forward_kl()), **options)
-
-
-#: Options that a case's others need, with the values that are set to another one.
-BEFORE = {"max_completion_length": 3, "log_ratio_penalty": 0.1, "reward_alpha": 0.5, "label_smoothing": 0.3}
-BEFORE |= {"alpha": 0.9, "beta": 0.9}
-#: By loss and option: the first case of the golden results that has it.
-SETTABLE = {
-    (case.loss, name): case
-    for case in reversed(golden.CASES.values())
-    for name in case.options
-    if hasattr(losses, case.loss)
-}
-
-
-@pytest.mark.parametrize(("loss", "name"), SETTABLE)
-def test_replacing_an_option_equals_building_with_it(loss, name, monkeypatch):
-    case, build = SETTABLE[loss, name], getattr(losses, loss)
-    expected = golden.computed(case)
-
-    def replaced(**options):
-        value = options.pop(name)
-        made = build(**options, **({name: BEFORE[name]} if name in BEFORE else {}))
-        return made.replace(**{name: value})
-
-    monkeypatch.setattr(losses, loss, replaced)
-    assert golden.computed(case) == expected
 
 
 #: Losses, options with a value that does not fit, and the errors.

@@ -118,42 +118,6 @@ def group():
     return torch.distributed.group.WORLD
 
 
-def verl_heads():
-    stand_in(*_VERL)
-    from verl.utils.experimental.torch_functional import FusedLinearForPPO
-
-    from liger_losses.integrations import verl
-
-    hidden, weight, labels, _ = problem(n=40, masked=0.0, shape=(2, 20))
-
-    def run():
-        results = []
-        for backend in ("torch", "liger"):
-            logps, entropy = FusedLinearForPPO(impl_backend=backend)(hidden, weight, labels, temperature=0.7)
-            results += [logps, entropy, *torch.autograd.grad(logps.sum() - 0.1 * entropy.sum(), (hidden, weight))]
-        return results
-
-    compare(run, verl.install)
-
-
-def verl_before_its_import():
-    """As a hook in Ray's workers installs it, which says so."""
-    stand_in(*_VERL)
-    from liger_losses.integrations import verl
-
-    with logged() as lines:
-        verl.install()
-    from verl.utils.kernel import linear_cross_entropy as module
-
-    assert any("the fused heads of verl 0.9" in line for line in lines), lines
-    assert module.linear_cross_entropy is verl.linear_cross_entropy
-    hidden, weight, labels, _ = problem(n=40, masked=0.0)
-    logps, entropy = module.linear_cross_entropy(hidden, weight, labels, 0.7)
-    exact = (hidden @ weight.T / 0.7).log_softmax(-1)
-    torch.testing.assert_close(logps, exact.gather(1, labels[:, None])[:, 0], rtol=1e-4, atol=1e-5)
-    torch.testing.assert_close(entropy, -(exact.exp() * exact).sum(-1), rtol=1e-4, atol=1e-5)
-
-
 def verl_step(module, fused=True, loss_mode=None, temperature=0.7, padded=False, **batch):
     """A step of verl's FSDP engine on two sequences, around a module: the loss, and the engine's outputs.
 

@@ -5,6 +5,7 @@ import importlib.machinery
 import inspect
 import sys
 import types
+from unittest import mock
 
 import pytest
 import torch
@@ -89,24 +90,29 @@ def test_autograd_functions(name):
 
 
 @pytest.mark.peers
-def test_install_reaches_liger_kernels_modules_and_uninstall_restores_them(installed):
-    import liger_kernel.chunked_loss
+def test_names_are_replaced_and_restored():
+    """Also those that were imported before, of which a warning says that their users keep them."""
+    chunked = pytest.importorskip("liger_kernel.chunked_loss", reason="liger-kernel is not installed")
     import liger_kernel.ops.fused_linear_cross_entropy as defining
-    import liger_kernel.transformers
+    from liger_kernel import ops
     from liger_kernel.transformers import functional as liger_functional
 
-    assert issubclass(liger_kernel.chunked_loss.LigerFusedLinearDPOLoss, liger_losses.LigerFusedLinearDPOLoss)
-    ours = defining.LigerFusedLinearCrossEntropyFunction
-    assert liger_kernel.ops.LigerFusedLinearCrossEntropyFunction is ours
-    assert liger_functional.liger_fused_linear_jsd.__module__.startswith("liger_losses.")
-    count = len(liger._replaced)
+    names = {chunked: "LigerFusedLinearDPOLoss", defining: "LigerFusedLinearCrossEntropyFunction"}
+    names |= {ops: names[defining], liger_functional: "liger_fused_linear_jsd"}
+    theirs = [getattr(module, name) for module, name in names.items()]
+    with pytest.warns(
+        UserWarning, match=r"liger_kernel\.\S+ was imported before .*install\(\).* Call install\(\) first"
+    ):
+        liger.install()
+    ours, count = [getattr(module, name) for module, name in names.items()], len(liger._replaced)
     liger.install()
     assert len(liger._replaced) == count
+    assert issubclass(ours[0], liger_losses.LigerFusedLinearDPOLoss)
+    assert ours[1] is ours[2]
+    assert ours[3].__module__.startswith("liger_losses.")
     liger.uninstall()
     assert not liger.is_installed()
-    assert liger_kernel.ops.LigerFusedLinearCrossEntropyFunction is not ours
-    assert issubclass(defining.LigerFusedLinearCrossEntropyFunction, torch.autograd.Function)
-    assert "LigerFusedLinearDPOLoss" in liger_kernel.chunked_loss.dpo_loss.LigerFusedLinearDPOLoss.__qualname__
+    assert [getattr(module, name) for module, name in names.items()] == theirs
 
 
 @pytest.mark.peers
@@ -170,15 +176,19 @@ def test_trainers_use_liger_kernel_patches_the_model(installed):
 
 @pytest.mark.peers
 def test_apply_to_models_that_are_loaded_later(installed):
-    from liger_kernel.transformers import apply_liger_kernel_to_llama, apply_liger_kernel_to_qwen2
+    """Of this type alone, and not of one with a longer name."""
+    from liger_kernel.transformers import apply_liger_kernel_to_llama, apply_liger_kernel_to_llama4
     from transformers import AutoModelForCausalLM
 
     config = llama().config
-    apply_liger_kernel_to_qwen2()
+    apply_liger_kernel_to_llama4(rope=False)
     assert not hasattr(AutoModelForCausalLM.from_config(config), "liger_report")
-    apply_liger_kernel_to_llama(rope=False)
-    report = AutoModelForCausalLM.from_config(config).liger_report
-    assert "LazyLinear" in str(report)
+    apply_liger_kernel_to_llama()
+    assert "LazyLinear" in str(AutoModelForCausalLM.from_config(config).liger_report)
+    kinds = [types.SimpleNamespace(config=mock.Mock(model_type=kind)) for kind in ("llama", "llama4", "llama4_text")]
+    (llama4, *others), of_llama = ([options(kind) for kind in kinds] for options in loading._wanted)
+    assert (llama4, others[0]["rope"], others[0]) == (None, False, others[1])
+    assert (of_llama[0]["rope"], of_llama[1:]) == (True, [None, None])
     liger.uninstall()
     assert not hasattr(AutoModelForCausalLM.from_config(config), "liger_report")
 
@@ -237,20 +247,6 @@ def test_arguments_have_liger_kernels_order():
 
 
 @pytest.mark.peers
-def test_names_that_were_imported_before_are_warned_of(monkeypatch):
-    chunked = pytest.importorskip("liger_kernel.chunked_loss", reason="liger-kernel is not installed")
-    user = types.ModuleType("user")
-    user.Loss = theirs = chunked.LigerFusedLinearDPOLoss
-    with pytest.warns(
-        UserWarning, match=r"liger_kernel\.\S+ was imported before .*install\(\).* Call install\(\) first"
-    ):
-        liger.install()
-    assert issubclass(chunked.LigerFusedLinearDPOLoss, liger_losses.LigerFusedLinearDPOLoss)
-    liger.uninstall()
-    assert user.Loss is chunked.LigerFusedLinearDPOLoss is theirs
-
-
-@pytest.mark.peers
 def test_apply_takes_each_families_arguments(installed, monkeypatch):
     import liger_kernel.transformers.monkey_patch as theirs
 
@@ -267,23 +263,6 @@ def test_apply_takes_each_families_arguments(installed, monkeypatch):
     assert calls == [(model, {**every, **change}) for change in changes]
     with pytest.raises(TypeError, match="at most 4 arguments: rope, rms_norm, swiglu, model"):
         theirs.apply_liger_kernel_to_pixtral(True, True, True, None, True)
-
-
-@pytest.mark.peers
-def test_apply_leaves_other_types_with_a_longer_name(installed):
-    from liger_kernel.transformers import apply_liger_kernel_to_llama, apply_liger_kernel_to_llama4
-
-    apply_liger_kernel_to_llama()
-    apply_liger_kernel_to_llama4(rope=False)
-    of_llama, of_llama4 = loading._wanted
-
-    def named(kind):
-        return types.SimpleNamespace(config=types.SimpleNamespace(model_type=kind))
-
-    assert of_llama(named("llama"))["rope"]
-    assert of_llama(named("llama4")) is of_llama4(named("llama")) is None
-    assert of_llama4(named("llama4_text")) == of_llama4(named("llama4"))
-    assert not of_llama4(named("llama4"))["rope"]
 
 
 @pytest.mark.peers

@@ -12,8 +12,6 @@ from tests.test_run import ROOT
 #: Where each package is installed, in a folder of its name.
 FOLDER = pathlib.Path(os.environ.get("INTEGRATIONS", ROOT / ".venv/integrations"))
 CHECKS = {
-    "verl_heads": "verl",
-    "verl_before_its_import": "verl",
     "verl_engine": "verl",
     "verl_hidden_states": "verl",
     "torchtitan": "torchtitan",

@@ -61,7 +61,8 @@ def arguments_of(name):
         "GRPO": (*grpo, 0.1, 0.2, 0.3, "grpo", None, "token", 1.0, 1.05, 0.9, False),
     }
     of_flat = {
-        "JSD": (normal(20, 24, seed=6), normal(61, 24, seed=7), labels.flatten(), None, None, 0.3, 0.7, 0.2, -100, 2.0),
+        "JSD": (normal(20, 24, seed=6), normal(61, 24, seed=7), labels.flatten())
+        + (None, None, 0.3, 0.7, 0.2, -100, 2.0, False),
         "ScaledCrossEntropy": (labels.flatten(), 0.7, -100, 1, True, torch.tensor([5, 0, 5])),
     }
     trained = (hidden, weight) if name in arguments else (flat, weight)

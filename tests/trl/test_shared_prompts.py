@@ -55,6 +55,7 @@ def test_training_is_as_with_repeated_prompts(name, runs, tmp_path):
     assert packed < 0.95 * padded
 
 
+@pytest.mark.slow
 def test_a_compiled_model_repeats_prompts(runs, tmp_path):
     build, options = CASES["DPO, compiled"]
     with pytest.warns(UserWarning, match="torch.compile compiles the model"):

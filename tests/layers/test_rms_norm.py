@@ -56,9 +56,12 @@ def test_rms_norm_with_a_weight_in_another_dtype(backend, dtype, wide_weight, mu
 
 
 @pytest.mark.parametrize("columns", [33, 256])
-@pytest.mark.parametrize("options", [{}, {"multiply": "fp32", "offset": 1.0}])
+@pytest.mark.parametrize("options", [{}, {"multiply": "fp32", "offset": 1.0}, {"wide residual": True}])
 def test_add_rms_norm(backend, dtype, options, columns):
-    inputs = (normal(7, columns, dtype=dtype), normal(7, columns, dtype=dtype, seed=1), normal(columns, dtype=dtype))
+    options = dict(options)
+    of_residual = torch.float32 if options.pop("wide residual", False) else dtype
+    inputs = (normal(7, columns, dtype=dtype), normal(7, columns, dtype=of_residual, seed=1))
+    inputs += (normal(columns, dtype=dtype),)
     check(
         lambda x, r, w: add_rms_norm(x, r, w, backend=backend, **options),
         lambda x, r, w: (plain_rms_norm(x + r, w, **options), x + r),
@@ -77,15 +80,6 @@ def test_add_rms_norm_with_one_output_used(backend, used):
         assert (a is None) == (b is None)
         if a is not None:
             torch.testing.assert_close(a, b)
-
-
-def test_add_rms_norm_of_two_dtypes(backend):
-    inputs = (normal(4, 24, dtype=torch.float16), normal(4, 24), normal(24, dtype=torch.float16))
-    check(
-        lambda x, r, w: add_rms_norm(x, r, w, backend=backend),
-        lambda x, r, w: (plain_rms_norm(x + r, w), x + r),
-        inputs,
-    )
 
 
 @pytest.mark.parametrize("multiply", ["cast_first", "fp32"])

@@ -45,24 +45,18 @@ def test_rope(backend, dtype, angles, interleaved, unsqueeze_dim, rotated):
     )
 
 
-def test_rope_promotes_as_eager_pytorch(backend):
-    q, k = normal(1, 3, 4, 8, dtype=torch.float16), normal(1, 3, 4, 8, dtype=torch.float16, seed=1)
-    cos, sin = normal(4, 8, grad=False), normal(4, 8, seed=1, grad=False)
-    check(
-        lambda q, k: rope(q, k, cos.to(q.dtype) if q.dtype == torch.float64 else cos, sin, backend=backend),
-        lambda q, k: plain_rope(q, k, cos.to(q.dtype) if q.dtype == torch.float64 else cos, sin),
-        (q, k),
-    )
+@pytest.mark.parametrize(
+    "heads", [(3, 3, 4, 8, torch.float16), (41, 7, 2, 256, torch.float32)], ids=["promotes", "many"]
+)
+def test_rope_promotes_as_eager_pytorch_and_takes_many_heads(backend, heads):
+    count, others, length, width, half = heads
+    q, k = normal(1, count, length, width, dtype=half), normal(1, others, length, width, dtype=half, seed=1)
+    cos, sin = normal(length, width, grad=False), normal(length, width, seed=1, grad=False)
 
+    def angles(q):
+        return [x.to(torch.promote_types(q.dtype, x.dtype)) for x in (cos, sin)]
 
-def test_rope_with_many_heads(backend):
-    q, k = normal(1, 41, 2, 256), normal(1, 7, 2, 256)
-    cos, sin = normal(2, 256, grad=False), normal(2, 256, seed=1, grad=False)
-    check(
-        lambda q, k: rope(q, k, cos.to(q.dtype), sin.to(q.dtype), backend=backend),
-        lambda q, k: plain_rope(q, k, cos.to(q.dtype), sin.to(q.dtype)),
-        (q, k),
-    )
+    check(lambda q, k: rope(q, k, *angles(q), backend=backend), lambda q, k: plain_rope(q, k, *angles(q)), (q, k))
 
 
 @pytest.mark.usefixtures("with_gradients_or_without")

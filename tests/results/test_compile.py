@@ -138,28 +138,18 @@ def test_fp16_gradients_do_not_underflow():
         torch.testing.assert_close(a, b, rtol=1e-2, atol=0)
 
 
-def test_frozen_parts():
+@pytest.mark.parametrize("rows", [0, 4], ids=["empty", "frozen"])
+def test_batches_without_a_row_and_frozen_parts(rows):
     """Gradients are those of what requires one: the bias."""
-    head, ours, theirs = layer(), Several(*KINDS), Several(*KINDS)
-    head.weight.requires_grad_(False)
-
-    def call_all(losses, d):
-        d = {**d, "h": d["h"].detach()}
-        return [*losses(head, d), OPERATIONS["logps"](head, d), OPERATIONS["token loss"](head, d)]
-
-    function, counter = compiled(lambda d: call_all(ours, d), "eager")
-    check(function, lambda d: call_all(theirs, d), [batch(6)], head.parameters())
-    assert counter.frame_count == 1
-
-
-def test_empty_batches():
     head, ours, theirs = layer(), Several(*KINDS[::2]), Several(*KINDS[::2])
+    head.weight.requires_grad_(rows == 0)
 
     def call_all(losses, d):
+        d = d if rows == 0 else {**d, "h": d["h"].detach()}
         return [*losses(head, d), OPERATIONS["logps"](head, d), OPERATIONS["token loss"](head, d)]
 
     function, counter = compiled(lambda d: call_all(ours, d), "eager")
-    check(function, lambda d: call_all(theirs, d), [batch(5, rows=0)], head.parameters())
+    check(function, lambda d: call_all(theirs, d), [batch(5, rows=rows)], head.parameters())
     assert counter.frame_count == 1
 
 

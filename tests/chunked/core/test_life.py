@@ -1,12 +1,10 @@
 """What a call of the core keeps, how often the host waits, what it multiplies, and what it refuses."""
 
-import math
 from contextlib import contextmanager
 from unittest import mock
 
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from liger_losses import checks
 from liger_losses.chunked.core import (
@@ -29,6 +27,8 @@ from liger_losses.chunked.core.target import Counted
 from liger_losses.kernels.divergence_forms import Divergence
 from liger_losses.kernels.logit_transform import LogitTransform
 from tests.kernels.cases import DEVICE
+from tests.results.test_life import NothingWaits
+from tests.results.test_work import Work
 
 N, H, V = 40, 16, 203
 
@@ -110,22 +110,6 @@ def test_derivatives_in_forward_mode_are_errors(name):
 # --- Work -------------------------------------------------------------------------------------------------------------
 
 
-class Work(TorchDispatchMode):
-    """Floating-point operations of products, and waits of the host."""
-
-    def __init__(self):
-        super().__init__()
-        self.flops, self.waits = 0, 0
-
-    def __torch_dispatch__(self, function, types, arguments=(), keywords=None):
-        name = function._schema.name.removeprefix("aten::")
-        matrices = {"mm": arguments[:2], "bmm": arguments[:2], "addmm": arguments[1:3]}
-        if pair := matrices.get(name.rstrip("_")):
-            self.flops += 2 * math.prod((*pair[0].shape, pair[1].shape[-1]))
-        self.waits += name in ("_local_scalar_dense", "nonzero", "masked_select", "is_nonzero", "equal")
-        return function(*arguments, **(keywords or {}))
-
-
 class Dequantized(Codes):
     """Codes that count their rows which are dequantized, and the most of them at a time."""
 
@@ -198,16 +182,14 @@ def test_how_often_the_host_waits(name):
     for compact, most in ((True, (1, 1)), (False, (0, 0))):
         *leaves, labels = inputs(tokens=400)
         CALLS[name](*leaves, labels)  # fills caches of constants
-        with reads() as count, mock.patch.object(checks, "host_checks", return_value=compact):
-            with Work() as forward:
-                loss = CALLS[name](*leaves, labels, compact=compact, chunk_size=50)
+        host = mock.patch.object(checks, "host_checks", return_value=compact)
+        with reads() as count, host, NothingWaits():
+            loss = CALLS[name](*leaves, labels, compact=compact, chunk_size=50)
             in_forward = len(count)
-            with Work() as backward, mock.patch.dict(stream.MIN_FLOPS, {"cpu": 0.0}):
+            with mock.patch.dict(stream.MIN_FLOPS, {"cpu": 0.0}):
                 torch.autograd.grad(loss, leaves)
         assert in_forward <= most[0]
         assert len(count) - in_forward <= most[1]
-        assert not forward.waits
-        assert not backward.waits
 
 
 # --- Precision --------------------------------------------------------------------------------------------------------

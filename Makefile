@@ -10,7 +10,6 @@
 # make test-integrations  the frameworks of docs/integrations.md, with and without this library
 # make notebook     runs examples/quickstart.ipynb, and saves it with its outputs
 # make pyright      pyright on examples and documentation, beside mypy in `make test`
-# make stubs        the types of losses' options and calls, after one of them changed
 # make docs         the documentation, into site/
 # make dist         the wheel and the source distribution
 # make address      another address of the repository, in every file that has it: make address TO=owner/name
@@ -18,7 +17,7 @@
 PYTHON ?= python3
 PIP = .venv/$(1)/bin/python -m pip install --quiet --disable-pip-version-check -c requirements-tested.txt
 
-.PHONY: help demo test test-fast test-slow test-targets mutants newest test-newest oldest test-oldest zero test-zero trl test-trl integrations test-integrations notebook pyright stubs docs lint ruff types dist address clean
+.PHONY: help demo test test-fast test-slow test-targets mutants newest test-newest oldest test-oldest zero test-zero trl test-trl integrations test-integrations notebook pyright docs lint ruff types dist address clean
 
 help:
 	@sed -n '/^#/!q; s/^# //p' Makefile
@@ -119,9 +118,6 @@ pyright: .venv/test/ready
 	$(call PIP,test) pyright
 	.venv/test/bin/python -m tests.project.docs_code
 	.venv/test/bin/python -m pyright
-
-stubs: .venv/test/ready
-	.venv/test/bin/python -m tests.project.stubs
 
 docs: .venv/docs/installed
 	NO_MKDOCS_2_WARNING=1 .venv/docs/bin/python -m mkdocs build --strict $(ARGS)

@@ -7,13 +7,15 @@ import functools
 import inspect
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import MISSING, fields
-from typing import Any, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 from torch import Tensor, nn
 
 from liger_losses.checks import LOSS_INPUTS, meant
 
 C = TypeVar("C", bound=Any)
+P = ParamSpec("P")
+R = TypeVar("R")
 
 
 #: Options of TRL and verl that have another name here: one that serves instead, and how.
@@ -115,6 +117,11 @@ def by_parameter_names(loss: Any, keywords: dict[str, Any]) -> dict[str, Any]:
             f"{call_forms(loss)}."
         )
     return renamed
+
+
+def typed_as(parameters: Callable[P, Any]) -> Callable[[Callable[..., R]], Callable[P, R]]:
+    """Decorate a function with ``**options``: for type checkers and editors, it takes what a dataclass does."""
+    return lambda function: function
 
 
 def options_of(cls: type[C], function: Callable[..., Any], options: Mapping[str, Any]) -> C:

@@ -20,7 +20,6 @@ T tokens, n tokens, C columns of the vocabulary::
   :func:`total_variation`, :func:`alpha_beta_divergence`, :func:`sparse_divergence`.
 """
 
-# ruff: noqa: F401
 from liger_losses.chunked.losses.completion_loss import sequence_logps
 from liger_losses.chunked.losses.cross_entropy_terms import cross_entropy
 from liger_losses.chunked.losses.dpo import dpo_loss
@@ -41,5 +40,31 @@ from liger_losses.chunked.losses.softmax_divergences import (
 )
 from liger_losses.chunked.losses.unpaired import bco_loss, kto_loss, unpaired_loss
 
-#: What is imported above.
-__all__ = [name for name in dir() if not name.startswith("_")]
+__all__ = [
+    "PolicyOptions",
+    "SamplerMetrics",
+    "SamplerWeights",
+    "alpha_beta_divergence",
+    "bco_loss",
+    "cpo_loss",
+    "cross_entropy",
+    "divergence",
+    "dpo_loss",
+    "fipo_weights",
+    "forward_kl",
+    "grpo_loss",
+    "high_entropy_mask",
+    "jsd",
+    "k3",
+    "kto_loss",
+    "minillm_returns",
+    "orpo_loss",
+    "reverse_kl",
+    "sampler_weights",
+    "sequence_logps",
+    "simpo_loss",
+    "sparse_divergence",
+    "total_variation",
+    "unpaired_loss",
+    "vespo_weights",
+]

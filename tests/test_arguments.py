@@ -62,7 +62,7 @@ MISTAKES = {
     ),
     "a policy's function": (
         lambda h, w, y: functional.grpo_loss(h[..., 0], h[:, 0, 0], y >= 0, epsilon=1),
-        r"^grpo_loss has no argument 'epsilon' \(use epsilon_low.* logps, advantages, mask, .*loss_type, beta",
+        r"^grpo_loss has no argument 'epsilon' \(use epsilon_low.* logps, advantages, mask, .*beta, loss_type",
     ),
 }
 

@@ -3,6 +3,7 @@
 import ast
 import functools
 import graphlib
+import inspect
 import pathlib
 import re
 import resource
@@ -96,10 +97,20 @@ assert not set(enabled) & {getattr(*place) for place in places}, "nothing was di
 
 
 def test_type_checkers_see_the_names_that_are_imported_when_they_are_read():
-    stub = ast.parse((ROOT / "__init__.pyi").read_text())
-    imported = {alias.asname for node in stub.body if isinstance(node, ast.ImportFrom) for alias in node.names}
-    defined = {node.name for node in stub.body if isinstance(node, (ast.ClassDef, ast.FunctionDef))}
-    assert {*liger_losses._WHERE, "functional"} == {*liger_losses.__all__} <= imported | defined
+    tree = ast.parse((ROOT / "__init__.py").read_text())
+    imported = {alias.asname for node in ast.walk(tree) if isinstance(node, ast.ImportFrom) for alias in node.names}
+    assert {*liger_losses.__all__} | {"modules", "trl"} == imported - {None}
+    assert {*dir(liger_losses)} == {*liger_losses.__all__, *liger_losses._SUBMODULES, "__version__"}
+
+
+@pytest.mark.parametrize("name", [name for name in liger_losses.__all__ if name.startswith("Liger")])
+def test_options_that_type_checkers_take_by_position_are_those_that_a_loss_takes(name):
+    """The first of them; they ask for keywords beyond these."""
+    loss = getattr(liger_losses, name)
+    first = inspect.signature(loss.options_type).parameters.values()
+    names = [each.name for each in first if each.kind == each.POSITIONAL_OR_KEYWORD]
+    names = names[:1] if name == "LigerFusedLinearGRPOLoss" else names
+    assert names == [*loss.positions[: len(names)]]
 
 
 @pytest.mark.slow
@@ -173,7 +184,7 @@ def test_the_engine_is_imported_from_its_package_alone():
     """``liger_losses.chunked`` has all names that others use, so that the engine can change."""
     folders = [ROOT, *(ROOT.parent / name for name in ("kernels", "docs", "examples", "benchmarks"))]
     paths = [path for folder in folders for path in folder.rglob("*.*") if ROOT / "chunked" not in path.parents]
-    paths = [path for path in paths if path.suffix in (".py", ".pyi", ".md", ".ipynb")]
+    paths = [path for path in paths if path.suffix in (".py", ".md", ".ipynb")]
     assert len(paths) > 100
     # What adds an accelerator, and what measures them without one, reach inside.
     inside = {ROOT.parent / "docs" / "extending.md", ROOT.parent / "benchmarks" / "accelerators.py"}
@@ -187,11 +198,3 @@ def test_no_tensor_takes_the_default_dtype():
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.Call) and ast.unparse(node.func) in {f"torch.{name}" for name in makers}:
                 assert {"dtype", None} & {keyword.arg for keyword in node.keywords}, f"{path}:{node.lineno}"
-
-
-def test_the_stubs_are_those_of_the_options_and_calls():
-    """`make stubs` writes them."""
-    from tests.project.stubs import stubs
-
-    for name, text in stubs().items():
-        assert (ROOT / name).read_text() == text, name

@@ -12,8 +12,10 @@ from liger_losses import (
     ChunkedLoss,
     Completions,
     CrossEntropyOutput,
+    DistillationLoss,
     DistillationMetrics,
     Divergence,
+    LigerFusedLinearAlphaBetaLoss,
     LigerFusedLinearCrossEntropyLoss,
     LigerFusedLinearDPOLoss,
     LigerFusedLinearGRPOLoss,
@@ -60,6 +62,20 @@ def losses(head: Tensor, hidden: Tensor, labels: Tensor, chosen: Completions, te
     policy = LigerFusedLinearGRPOLoss(loss_type="dapo", beta=0.0)
     assert_type(policy(hidden, head, labels, labels, hidden), tuple[Tensor, PolicyMetrics | PolicyMetricsWithoutKL])
 
+    assert_type(cross_entropy([head, head], [hidden, hidden], labels), tuple[Any, ManyHeadsMetrics])
+    LigerFusedLinearJSDLoss(0.0, 1.0, 0.3)
+    LigerFusedLinearAlphaBetaLoss(0.2, 0.7, 0.0)
+    LigerFusedLinearGRPOLoss(0.1)
+    LigerFusedLinearCrossEntropyLoss(hidden)
+    DistillationLoss(Divergence.jsd(), 0.0, 1.0, top_k=3)
+    assert_type(LigerFusedLinearDPOLoss().replace(beta=0.2), LigerFusedLinearDPOLoss)
+
+    LigerFusedLinearKTOLoss(loss_weights=1)  # type: ignore[call-arg]
+    LigerFusedLinearGRPOLoss(epsilon=0.2)  # type: ignore[call-arg]
+    DistillationLoss()  # type: ignore[call-arg]
+    PreferenceLoss(alfa=0.2)  # type: ignore[call-arg]
+    LigerFusedLinearMiniLLMLoss(top_k=3)  # type: ignore[call-arg]
+    LigerFusedLinearORPOLoss()(head, hidden)  # type: ignore[call-overload]
     LigerFusedLinearJSDLoss(beta=0.5, foo=3)  # type: ignore[call-arg]
     LigerFusedLinearDPOLoss(label_smooting=0.1)  # type: ignore[call-arg]
     LigerFusedLinearDPOLoss(beta="0.1")  # type: ignore[arg-type]
@@ -76,7 +92,20 @@ def operations(head: Tensor, hidden: Tensor, labels: Tensor, teacher: Teacher) -
     assert_type(linear_statistics(hidden, head, labels, ("logp", "entropy")), Statistics)
     assert_type(linear_divergence(hidden, head, labels, teacher, Divergence.reverse_kl()), Statistics)
     assert_type(functional.dpo_loss(hidden, hidden, hidden, hidden, beta=0.1), Tensor)
+    assert_type(
+        functional.dpo_loss(
+            chosen_logps=hidden,
+            rejected_logps=hidden,
+            ref_chosen_logps=hidden,
+            ref_rejected_logps=hidden,
+            chosen_lengths=labels,
+            loss_type=["ipo"],
+        ),
+        Tensor,
+    )
+    assert_type(functional.grpo_loss(hidden, hidden, hidden, old_logps=hidden, loss_type="dapo", beta=0.0), Tensor)
     functional.dpo_loss(hidden, hidden, hidden, hidden, bta=0.1)  # type: ignore[call-arg]
+    functional.grpo_loss(hidden, hidden, hidden, epsilon=0.1)  # type: ignore[call-arg]
     linear_logps(hidden, head, labels, temprature=1.0)  # type: ignore[call-overload]
 
 

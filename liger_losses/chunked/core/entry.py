@@ -57,14 +57,15 @@ def _entry(function: F, of_loss: bool) -> F:
         return wrong_arguments(function, count, keywords, kind)
 
     names = tuple(inspect.signature(function).parameters)
+    alias, parameter = ("head", "weight") if "weight" in names else ("weight", "head")
 
     @functools.wraps(function)
     def wrapped(*arguments: Any, **keywords: Any) -> Any:
         loss, given = (arguments[0], arguments[1:]) if of_loss else (None, arguments)
         if loss is not None:
             keywords = by_parameter_names(loss, keywords)
-        elif "head" in keywords:  # as the documentation calls the weight
-            keywords = {"weight" if name == "head" else name: value for name, value in keywords.items()}
+        elif alias in keywords and alias not in names:
+            keywords = {parameter if name == alias else name: value for name, value in keywords.items()}
         if is_dynamo_compiling():
             message = wrong(len(given), tuple(keywords), None if loss is None else type(loss))
             if message is not None:

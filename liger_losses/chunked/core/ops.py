@@ -13,7 +13,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypedDict, overload
 
 import torch
 from torch import Tensor, nn
@@ -39,11 +39,58 @@ from liger_losses.chunked.core.target import Target, TokenLoss
 from liger_losses.kernels.divergence_forms import Divergence
 from liger_losses.kernels.logit_transform import LogitTransform
 
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+AnyHead = Tensor | nn.Module | Head
 #: One for all targets, or a list of one for each.
 OneOrEach = Any
 
 
-@operator
+class StatisticsOptions(TypedDict, total=False):
+    """Keywords that :func:`linear_statistics` and :func:`linear_token_loss` share."""
+
+    metrics: Iterable[str] | str
+    selected: OneOrEach
+    bias: OneOrEach
+    class_weight: Tensor | None
+    transform: LogitTransform | None
+    options: EngineOptions
+
+
+class LogpsOptions(TypedDict, total=False):
+    """Keywords of :func:`linear_logps`."""
+
+    support: TokenSupport | None
+    bias: OneOrEach
+    ignore_index: int
+    shift: bool | int | Sequence[int]
+    temperature: float | Tensor
+    logit_scale: float
+    softcap: float | None
+    compact: bool
+    workspace: int | None
+    chunk_size: int | None
+    backend: str | None
+
+
+@overload
+def linear_statistics(
+    hidden_states: Tensor,
+    head: AnyHead,
+    labels: Tensor,
+    statistics: Iterable[str] | str = ("logp",),
+    **options: Unpack[StatisticsOptions],
+) -> Statistics: ...
+@overload
+def linear_statistics(
+    hidden_states: OneOrEach,
+    head: OneOrEach,
+    labels: OneOrEach,
+    statistics: Iterable[str] | str = ("logp",),
+    **options: Unpack[StatisticsOptions],
+) -> list[Statistics]: ...
+@operator  # type: ignore[misc]
 def linear_statistics(
     hidden_states: OneOrEach,
     weight: OneOrEach,
@@ -90,7 +137,37 @@ def linear_statistics(
     return found if several(hidden_states, weight) else found[0]
 
 
-@operator
+@overload
+def linear_logps(
+    hidden_states: Tensor,
+    head: AnyHead,
+    labels: Tensor,
+    *,
+    entropy: Literal[False] = False,
+    lse: Literal[False] = False,
+    **options: Unpack[LogpsOptions],
+) -> Tensor: ...
+@overload
+def linear_logps(
+    hidden_states: Tensor,
+    head: AnyHead,
+    labels: Tensor,
+    *,
+    entropy: bool = False,
+    lse: bool = False,
+    **options: Unpack[LogpsOptions],
+) -> Statistics: ...
+@overload
+def linear_logps(
+    hidden_states: OneOrEach,
+    head: OneOrEach,
+    labels: OneOrEach,
+    *,
+    entropy: bool = False,
+    lse: bool = False,
+    **options: Unpack[LogpsOptions],
+) -> list[Any]: ...
+@operator  # type: ignore[misc]
 def linear_logps(
     hidden_states: OneOrEach,
     weight: OneOrEach,
@@ -186,7 +263,7 @@ class TopK(NamedTuple):
 @operator
 def linear_topk(
     hidden_states: Tensor,
-    weight: Tensor | nn.Module | Head,
+    head: Tensor | nn.Module | Head,
     k: int,
     labels: Tensor | None = None,
     *,
@@ -201,7 +278,7 @@ def linear_topk(
 
     Args:
         hidden_states: ``[..., H]``.
-        weight: the ``lm_head``: ``[V, H]``, a linear layer, or a :class:`Head`.
+        head: the ``lm_head``: ``[V, H]``, a linear layer, or a :class:`Head`.
         k: how many, at most V.
         labels: ``[...]`` int64. Results of tokens with the label ``ignore_index`` are 0, and their logits are not
             computed. By default, no token is masked.
@@ -224,7 +301,7 @@ def linear_topk(
     metrics = ("columns", "rest") if rest else ("columns",)
     arguments: dict[str, Any] = {"bias": bias, "transform": transform, "options": options}
     found = linear_statistics(
-        hidden_states, weight, labels, "selected_logps", metrics=metrics, selected=Largest(k), **arguments
+        hidden_states, head, labels, "selected_logps", metrics=metrics, selected=Largest(k), **arguments
     )
     return TopK(found.selected_logps, found.columns, found.rest)
 
@@ -241,7 +318,7 @@ def _several_labels(labels: Tensor, options: EngineOptions) -> tuple[Tensor, Ten
 @operator
 def linear_labels_loss(
     hidden_states: Tensor,
-    weight: Tensor | nn.Module | Head,
+    head: Tensor | nn.Module | Head,
     labels: Tensor,
     weights: Tensor,
     *,
@@ -256,7 +333,7 @@ def linear_labels_loss(
 
     Args:
         hidden_states: ``[..., H]``.
-        weight: the ``lm_head``: ``[V, H]``, a linear layer, or a :class:`Head`.
+        head: the ``lm_head``: ``[V, H]``, a linear layer, or a :class:`Head`.
         labels: ``[..., m]`` int64; ``ignore_index`` where a hidden state has fewer labels.
         weights: ``[..., m]``, constants; advantages, for example.
         bias: ``[V]``.
@@ -278,13 +355,35 @@ def linear_labels_loss(
     one, columns, mask = _several_labels(labels, options)
     factors = torch.where(mask, weights.detach(), 0.0)
 
-    target = target_of(hidden_states, Head.of(weight, bias, transform), one, selected=columns)
+    target = target_of(hidden_states, Head.of(head, bias, transform), one, selected=columns)
     loss = TokenLoss(weighted_sum, {"selected_logps": -factors})
     total, (found,) = compiled.loss_sum([target], ("selected_logps",), [loss], options)
     return total, torch.where(mask, found["selected_logps"], 0.0)
 
 
-@operator
+@overload
+def linear_token_loss(
+    hidden_states: Tensor,
+    head: AnyHead,
+    labels: Tensor,
+    token_loss: Callable[..., Any],
+    statistics: Iterable[str] | str = ("logp",),
+    *,
+    token_inputs: Mapping[str, Any] | None = None,
+    **options: Unpack[StatisticsOptions],
+) -> tuple[Tensor, Statistics]: ...
+@overload
+def linear_token_loss(
+    hidden_states: OneOrEach,
+    head: OneOrEach,
+    labels: OneOrEach,
+    token_loss: Callable[..., Any],
+    statistics: Iterable[str] | str = ("logp",),
+    *,
+    token_inputs: Mapping[str, Any] | None = None,
+    **options: Unpack[StatisticsOptions],
+) -> tuple[Tensor, list[Statistics]]: ...
+@operator  # type: ignore[misc]
 def linear_token_loss(
     hidden_states: OneOrEach,
     weight: OneOrEach,
@@ -351,7 +450,7 @@ def linear_token_loss(
 @operator
 def linear_divergence(
     hidden_states: Tensor,
-    weight: Tensor | nn.Module | Head,
+    head: Tensor | nn.Module | Head,
     labels: Tensor,
     teacher: Teacher | TeacherLogits | Teachers,
     divergence: Divergence,
@@ -369,7 +468,7 @@ def linear_divergence(
 
     Args:
         hidden_states: ``[..., H]``, of the student.
-        weight: the student's ``lm_head``: ``[Vs, H]``, a linear layer, or a :class:`Head`.
+        head: the student's ``lm_head``: ``[Vs, H]``, a linear layer, or a :class:`Head`.
         labels: ``[...]`` int64. Without ``logp``, they only say which tokens are masked (``ignore_index``).
         teacher: see :class:`liger_losses.Teacher`.
         divergence: see :class:`liger_losses.Divergence`.
@@ -387,8 +486,8 @@ def linear_divergence(
     Raises:
         TypeError, ValueError: shapes, dtypes or devices that do not fit together.
     """
-    head, others = Head.of(weight, bias, transform), ("logp",) if logp else ()
-    targets = compared_targets(hidden_states, head, labels, teacher, divergence, temperature, options.ignore_index)
+    student, others = Head.of(head, bias, transform), ("logp",) if logp else ()
+    targets = compared_targets(hidden_states, student, labels, teacher, divergence, temperature, options.ignore_index)
     names = (Statistic("divergence", divergence=divergence), *others)
     return added([Statistics(**values) for values in compiled.statistics(targets, names, options)])
 
@@ -396,7 +495,7 @@ def linear_divergence(
 @operator
 def linear_divergence_loss(
     hidden_states: Tensor,
-    weight: Tensor | nn.Module | Head,
+    head: Tensor | nn.Module | Head,
     labels: Tensor,
     teacher: Teacher | TeacherLogits | Teachers,
     divergence: Divergence,
@@ -413,7 +512,7 @@ def linear_divergence_loss(
     Args:
         weights: the weights of ``divergence`` and, optionally, of ``logp``; constants ``[...]`` in the labels' shape.
         metrics: ``("entropy",)`` to also return the student's entropy, at the temperature.
-        hidden_states, weight, labels, teacher, divergence, temperature, bias, transform, options: as in
+        hidden_states, head, labels, teacher, divergence, temperature, bias, transform, options: as in
             :func:`linear_divergence`.
 
     Returns:
@@ -422,12 +521,12 @@ def linear_divergence_loss(
     Raises:
         TypeError, ValueError: as :func:`linear_divergence`; weights that are not one per token.
     """
-    head, ignored = Head.of(weight, bias, transform), options.ignore_index
-    targets = compared_targets(hidden_states, head, labels, teacher, divergence, temperature, ignored)
+    student, ignored = Head.of(head, bias, transform), options.ignore_index
+    targets = compared_targets(hidden_states, student, labels, teacher, divergence, temperature, ignored)
     check_names(weights, ("divergence", "logp"), "differentiable statistic", HOW_TO_ASK)
     check_names(metrics, ("entropy",), "statistic", HOW_TO_ASK)
     for name, value in weights.items():
-        check_like_labels(name, value, labels.shape, head.weight)
+        check_like_labels(name, value, labels.shape, student.weight)
     names: list[Any] = [Statistic(name, divergence=divergence) if name == "divergence" else name for name in weights]
     losses = [TokenLoss(weighted_sum, dict(weights))] * len(targets)
     loss, found = compiled.loss_sum(targets, names, losses, options, ["soft_entropy"] if metrics else [])

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from difflib import get_close_matches
 from numbers import Real
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, Concatenate, ParamSpec, Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -26,6 +26,10 @@ from liger_losses.kernels.tracing import outside_graphs
 
 if TYPE_CHECKING:
     from typing_extensions import Self
+
+P = ParamSpec("P")
+S = TypeVar("S")
+F = TypeVar("F", covariant=True)
 
 AnyHead = Tensor | nn.Module | Head
 #: The options that say how the engine streams.
@@ -96,6 +100,28 @@ def _option(name: str) -> property:
     return property(read, assign)
 
 
+def constructor(
+    options: Callable[P, LossOptions],
+) -> Callable[[Callable[Concatenate[S, ...], None]], Callable[Concatenate[S, P], None]]:
+    """Decorate ``__init__`` of a loss: its options are a dataclass's fields, which type checkers and editors see.
+
+    What takes ``self`` alone is not called: the constructor is inherited.
+    """
+
+    def decorate(init: Any) -> Any:
+        init.options_type = options
+        return init
+
+    return decorate
+
+
+class _Called(Protocol[F]):
+    """What has a ``forward`` of this type."""
+
+    @property
+    def forward(self) -> F: ...
+
+
 class _Signature:
     """The signature of a loss's constructor, for :func:`inspect.signature` and ``help``."""
 
@@ -143,7 +169,7 @@ class ChunkedLoss(nn.Module):
     statistics: ClassVar[tuple[str, ...]] = ("logp",)
     #: Further statistics that it reads, without a gradient.
     metrics: tuple[str, ...] = ()
-    #: The dataclass of its options, and which of them the constructor takes by position.
+    #: The dataclass of its options (see :func:`constructor`), and which of them the constructor takes by position.
     options_type: ClassVar[type[LossOptions]] = LossOptions
     positions: ClassVar[tuple[str, ...]] = ()
     #: The documented names of its arguments by position, in each form of the call.
@@ -162,7 +188,11 @@ class ChunkedLoss(nn.Module):
     @classmethod
     def _complete(cls) -> None:
         """Add what follows from the class's options, constructor and call."""
-        if "__init__" in vars(cls):  # torch.compile cannot trace it
+        init: Any = vars(cls).get("__init__")
+        cls.options_type = getattr(init, "options_type", cls.options_type)
+        if init is not None and list(inspect.signature(init).parameters) == ["self"]:
+            del cls.__init__
+        elif init is not None:  # torch.compile cannot trace it
             outside_graphs(cls, "__init__")
         for name in [field.name for field in fields(cls.options_type)]:
             if not hasattr(cls, name):
@@ -172,8 +202,10 @@ class ChunkedLoss(nn.Module):
         cls.option_names = tuple(constructor_signature(cls).parameters)
         cls.argument_names = names = tuple(inspect.signature(cls.forward).parameters)[1:]
         documented = {name: parameter for form in cls.forms for name, parameter in zip(form, names, strict=False)}
+        documented |= {"weight": "head"} if "head" in names else {}
         cls.parameters_named = {name: documented[name] for name in documented if name not in names}
 
+    @constructor(LossOptions)
     def __init__(self, *arguments: Any, **options: Any) -> None:
         settings = self.options_type(**named_options(type(self), arguments, options))
         super().__init__()
@@ -208,6 +240,10 @@ class ChunkedLoss(nn.Module):
 
         def __getattr__(self, name: str) -> Any:
             """An option."""
+
+        @property
+        def __call__(self: _Called[F]) -> F:  # type: ignore[override]
+            """The type of :meth:`forward`."""
 
     def __setattr__(self, name: str, value: Any) -> None:
         if "_settings" in self.__dict__ and name not in self.option_names and not hasattr(self, name):
@@ -304,15 +340,15 @@ class ChunkedLoss(nn.Module):
 
     @loss_operator
     def forward(
-        self, weight: AnyHead, hidden_states: Tensor, labels: Tensor, bias: Tensor | None = None, **inputs: Any
+        self, head: AnyHead, hidden_states: Tensor, labels: Tensor, bias: Tensor | None = None, **inputs: Any
     ) -> Any:
-        """Compute :meth:`loss` from the statistics of ``hidden_states @ weight.T + bias``.
+        """Compute :meth:`loss` from the statistics of ``hidden_states @ head.T + bias``.
 
         Args:
-            weight: ``[V, H]``, the ``lm_head``: a tensor, a linear layer, or a :class:`liger_losses.Head`.
+            head: ``[V, H]``, the ``lm_head``: a tensor, a linear layer, or a :class:`liger_losses.Head`.
             hidden_states: ``[..., H]``.
             labels: ``[...]`` int64.
-            bias: ``[V]``, for a weight without a bias.
+            bias: ``[V]``, for a head without a bias.
             inputs: passed on to :meth:`loss`; with ``shift``, none in the labels' shape.
 
         Raises:
@@ -323,7 +359,7 @@ class ChunkedLoss(nn.Module):
                 f"{type(self).__name__} defines loss(statistics, mask), which sees only this rank's tokens: leave "
                 "out group=, and sum over the ranks in this method."
             )
-        labels, head, options = self.labels(labels), Head.of(weight, bias, self.transform), self.options
+        labels, made, options = self.labels(labels), Head.of(head, bias, self.transform), self.options
         for name, value in inputs.items() if self.shift else ():
             if isinstance(value, Tensor) and value.shape == labels.shape:
                 raise ValueError(
@@ -331,7 +367,7 @@ class ChunkedLoss(nn.Module):
                     "as the value may belong to the label or to the hidden state at its position: shift the labels, "
                     "and what belongs to them, before the call, and leave out shift=."
                 )
-        found = linear_statistics(hidden_states, head, labels, self.statistics, metrics=self.metrics, options=options)
+        found = linear_statistics(hidden_states, made, labels, self.statistics, metrics=self.metrics, options=options)
         kind = type(self).__name__
         place = f"the statistics that {kind} names, or to its metrics where it needs no gradient"
         declared: Any = DeclaredStatistics(found, kind, place, self.statistics)

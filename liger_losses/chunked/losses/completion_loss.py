@@ -21,7 +21,7 @@ from liger_losses.chunked.core.compiled import statistics
 from liger_losses.chunked.core.inputs import target_of
 from liger_losses.chunked.core.stream import counted_once
 from liger_losses.chunked.core.target import Target
-from liger_losses.chunked.losses.base import AnyHead, ChunkedLoss, LossOptions
+from liger_losses.chunked.losses.base import AnyHead, ChunkedLoss, LossOptions, constructor
 from liger_losses.chunked.losses.context_parallel import sum_over_group
 from liger_losses.kernels.logit_transform import LogitTransform
 
@@ -142,6 +142,10 @@ def naming_the_reference() -> Iterator[None]:
         yield
     except (TypeError, ValueError) as error:
         raise type(error)(f"of the reference model (its hidden states, weight and bias): {error}") from None
+
+
+#: Completions, or their hidden states and labels.
+Side = Completions | tuple[Tensor, Tensor]
 
 
 @dataclass(frozen=True)
@@ -343,7 +347,9 @@ class CompletionLoss(ChunkedLoss):
         "Pass ref_logps= to Completions, or ref_hidden_states= to Completions and ref_weight= to the loss. Without "
         "Completions, pass the ref_ arguments of the loss itself. Or build the loss with use_ref_model=False."
     )
-    options_type: ClassVar[type[LossOptions]] = CompletionOptions
+
+    @constructor(CompletionOptions)
+    def __init__(self) -> None: ...
 
     @property
     def needs_reference(self) -> str | None:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Any, ClassVar, NamedTuple
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any, ClassVar, Generic, Literal, NamedTuple, TypeAlias, TypedDict, overload
 
 import torch
 from torch import Tensor
+from typing_extensions import TypeVar
 
 from liger_losses.arguments import check_no_input
 from liger_losses.checks import (
@@ -28,8 +29,11 @@ from liger_losses.chunked.core.compiled import loss_sum, statistics
 from liger_losses.chunked.core.entry import loss_operator
 from liger_losses.chunked.core.inputs import count_targets, heads_of, several, shift_each, target_of
 from liger_losses.chunked.core.target import Target, TokenLoss
-from liger_losses.chunked.losses.base import ChunkedLoss, LossOptions
+from liger_losses.chunked.losses.base import AnyHead, ChunkedLoss, LossOptions, constructor
 from liger_losses.chunked.losses.cross_entropy_terms import TokenTerms, loss_of_terms
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 
 class CrossEntropyOutput(NamedTuple):
@@ -88,7 +92,27 @@ class CrossEntropyOptions(LossOptions):
                 check_range("each of head_weights", value, 0.0, math.inf)
 
 
-class LigerFusedLinearCrossEntropyLoss(ChunkedLoss):
+@dataclass(frozen=True, kw_only=True)
+class CrossEntropyArguments(CrossEntropyOptions):
+    """What the constructor of :class:`LigerFusedLinearCrossEntropyLoss` takes."""
+
+    ce_weight: Tensor | None = field(default=None, kw_only=False)
+
+
+class CrossEntropyInputs(TypedDict, total=False):
+    """What calls of :class:`LigerFusedLinearCrossEntropyLoss` may have beside head, hidden states and labels."""
+
+    bias: Tensor | None
+    num_items_in_batch: Tensor | int | None
+    token_weights: Tensor | None
+
+
+#: What a call returns: the loss, or with options ``return_...`` a :class:`CrossEntropyOutput`.
+R = TypeVar("R", default=Tensor)
+More: TypeAlias = "LigerFusedLinearCrossEntropyLoss[Any]"
+
+
+class LigerFusedLinearCrossEntropyLoss(ChunkedLoss, Generic[R]):
     """Cross-entropy (:func:`cross_entropy`) with class weights, label smoothing, z-loss and token scaling.
 
     The loss depends on ``reduction``. ``w_t`` is the weight of a token, and ``c_t`` the class weight of its label:
@@ -117,7 +141,6 @@ class LigerFusedLinearCrossEntropyLoss(ChunkedLoss):
         ignore_index, softcap, accum_dtype, options: as in :class:`liger_losses.ChunkedLoss`.
     """
 
-    options_type = CrossEntropyOptions
     settings: CrossEntropyOptions
     positions: ClassVar[tuple[str, ...]] = (
         *("ignore_index", "lse_square_scale", "label_smoothing", "reduction", "softcap", "return_z_loss"),
@@ -125,6 +148,16 @@ class LigerFusedLinearCrossEntropyLoss(ChunkedLoss):
     )
     ce_weight: Tensor | None
 
+    @overload
+    def __init__(self: More, *arguments: Any, return_z_loss: Literal[True], **options: Any) -> None: ...
+    @overload
+    def __init__(self: More, *arguments: Any, return_token_accuracy: Literal[True], **options: Any) -> None: ...
+    @overload
+    def __init__(self: More, *arguments: Any, return_predicted_tokens: Literal[True], **options: Any) -> None: ...
+    @overload
+    @constructor(CrossEntropyArguments)
+    def __init__(self: LigerFusedLinearCrossEntropyLoss[Tensor]) -> None: ...
+    @constructor(CrossEntropyOptions)  # type: ignore[misc]
     def __init__(self, ce_weight: Tensor | None = None, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
         if ce_weight is not None:
@@ -138,8 +171,20 @@ class LigerFusedLinearCrossEntropyLoss(ChunkedLoss):
         """Whether all ranks of :attr:`group` compute one loss; a loss per token (``none``) is not."""
         return self.group is not None and self.reduction != "none"
 
-    @loss_operator
-    def forward(  # type: ignore[override]
+    @overload
+    def forward(
+        self, head: AnyHead, hidden_states: Tensor, labels: Tensor, **inputs: Unpack[CrossEntropyInputs]
+    ) -> R: ...
+    @overload
+    def forward(
+        self, lin_weight: AnyHead, _input: Tensor, target: Tensor, *others: Any, **inputs: Unpack[CrossEntropyInputs]
+    ) -> R: ...
+    @overload
+    def forward(
+        self, head: Any, hidden_states: Any, labels: Any, *others: Any, **inputs: Any
+    ) -> tuple[Any, ManyHeadsMetrics]: ...
+    @loss_operator  # type: ignore[misc]
+    def forward(
         self,
         lin_weight: Any,
         _input: Any,

@@ -7,7 +7,7 @@ of logits divided by ``temperature``.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, NamedTuple
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, TypedDict, overload
 
 import torch
 from torch import Tensor
@@ -27,10 +27,13 @@ from liger_losses.chunked.core.entry import loss_operator
 from liger_losses.chunked.core.ops import compared_targets, weighted_sum
 from liger_losses.chunked.core.statistics import Statistic
 from liger_losses.chunked.core.target import Target, TokenLoss
-from liger_losses.chunked.losses.base import ChunkedLoss, LossOptions
+from liger_losses.chunked.losses.base import AnyHead, ChunkedLoss, LossOptions, constructor
 from liger_losses.chunked.losses.columns import loss_over_columns
 from liger_losses.kernels.divergence_forms import Divergence
 from liger_losses.kernels.logit_transform import LogitTransform
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 AnyTeacher = Teacher | TeacherLogits | TeacherTopK | Teachers
 
@@ -40,6 +43,14 @@ class DistillationMetrics(NamedTuple):
 
     soft_loss: Tensor
     hard_loss: Tensor | None = None
+
+
+class DistillationInputs(TypedDict, total=False):
+    """What calls of :class:`DistillationLoss` may have beside both models and the labels."""
+
+    bias: Tensor | None
+    num_items_in_batch: Tensor | int | None
+    temperature: Tensor | None
 
 
 #: What constructors take by position, as in liger-kernel: other arguments come between or before these.
@@ -130,7 +141,9 @@ class DistillationLoss(ChunkedLoss):
 
     forms = (("head", "hidden_states", "labels", "teacher"),)
 
-    options_type: ClassVar[type[LossOptions]] = DivergenceOptions
+    @constructor(DivergenceOptions)
+    def __init__(self) -> None: ...
+
     positions: ClassVar[tuple[str, ...]] = ("divergence", *_WEIGHTS, *_OTHERS)
 
     @property
@@ -143,8 +156,29 @@ class DistillationLoss(ChunkedLoss):
     def common_options(self) -> dict[str, Any]:
         return {**super().common_options, "divergence": str(self.settings.which)}
 
-    @loss_operator
-    def forward(  # type: ignore[override]
+    @overload  # type: ignore[override]
+    def forward(
+        self,
+        head: AnyHead,
+        hidden_states: Tensor,
+        labels: Tensor,
+        teacher: AnyTeacher,
+        **inputs: Unpack[DistillationInputs],
+    ) -> tuple[Tensor, DistillationMetrics]: ...
+    @overload
+    def forward(
+        self,
+        student_input: Tensor,
+        student_weight: AnyHead,
+        teacher_input: Tensor,
+        teacher_weight: AnyHead,
+        true_labels: Tensor,
+        student_bias: Tensor | None = None,
+        teacher_bias: Tensor | None = None,
+        **inputs: Unpack[DistillationInputs],
+    ) -> Any: ...
+    @loss_operator  # type: ignore[misc]
+    def forward(
         self,
         student_input: Any,
         student_weight: Any,
@@ -270,7 +304,9 @@ class LigerFusedLinearJSDLoss(DistillationLoss):
         arguments: positional arguments from ``ignore_index`` on, as in :class:`DistillationLoss`.
     """
 
-    options_type = JSDOptions
+    @constructor(JSDOptions)
+    def __init__(self) -> None: ...
+
     positions = (*_WEIGHTS, "beta", *_OTHERS)
 
 
@@ -295,7 +331,9 @@ class LigerFusedLinearKLLoss(DistillationLoss):
         arguments, options: as in :class:`DistillationLoss`, without the divergence.
     """
 
-    options_type = KLOptions
+    @constructor(KLOptions)
+    def __init__(self) -> None: ...
+
     positions = (*_WEIGHTS, *_OTHERS)
 
 
@@ -322,7 +360,8 @@ class LigerFusedLinearReverseKLLoss(LigerFusedLinearKLLoss):
     Other arguments as in :class:`LigerFusedLinearKLLoss`. Here ``skew`` is the share of the student.
     """
 
-    options_type = ReverseKLOptions
+    @constructor(ReverseKLOptions)
+    def __init__(self) -> None: ...
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -336,7 +375,9 @@ class TVDOptions(DistillationOptions):
 class LigerFusedLinearTVDLoss(DistillationLoss):
     """Distillation with the total variation, :func:`total_variation`. Arguments as in :class:`DistillationLoss`."""
 
-    options_type = TVDOptions
+    @constructor(TVDOptions)
+    def __init__(self) -> None: ...
+
     positions = (*_WEIGHTS, *_OTHERS)
 
 
@@ -367,7 +408,9 @@ class LigerFusedLinearAlphaBetaLoss(DistillationLoss):
         arguments, options: as in :class:`DistillationLoss`, without the divergence.
     """
 
-    options_type = AlphaBetaOptions
+    @constructor(AlphaBetaOptions)
+    def __init__(self) -> None: ...
+
     positions = ("alpha", "beta", *_WEIGHTS, *_OTHERS)
 
 
@@ -393,5 +436,7 @@ class LigerFusedLinearCosineSimilarityLoss(DistillationLoss):
         arguments: positional arguments from ``ignore_index`` on, as in :class:`DistillationLoss`.
     """
 
-    options_type = CosineSimilarityOptions
+    @constructor(CosineSimilarityOptions)
+    def __init__(self) -> None: ...
+
     positions = (*_WEIGHTS, "beta", *_OTHERS)

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from liger_losses.arguments import options_of
+from liger_losses.arguments import options_of, typed_as
 from liger_losses.checks import (
     FiniteFloat,
     PositiveFloat,
@@ -24,6 +24,7 @@ from liger_losses.checks import (
     check_tensor,
 )
 from liger_losses.chunked import Statistics
+from liger_losses.chunked.losses.base import constructor
 from liger_losses.chunked.losses.completion_loss import (
     MAX_EXPONENT,
     sequence_logps,
@@ -40,7 +41,7 @@ _OTHERS = {
 }
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class DPOOptions:
     """The options of DPO's losses; see :class:`LigerFusedLinearDPOLoss`."""
 
@@ -193,6 +194,24 @@ F_DIVERGENCES: dict[str, Callable[[Tensor, float], Tensor]] = {
 }
 
 
+@dataclass(frozen=True)
+class _PairsOfLogps:
+    chosen_logps: Tensor
+    rejected_logps: Tensor
+    ref_chosen_logps: Tensor
+    ref_rejected_logps: Tensor
+    _: KW_ONLY
+    chosen_lengths: Tensor | None = None
+    rejected_lengths: Tensor | None = None
+    chosen_nll: Tensor | None = None
+
+
+@dataclass(frozen=True)
+class _DPOArguments(DPOOptions, _PairsOfLogps):
+    """What :func:`dpo_loss` takes."""
+
+
+@typed_as(_DPOArguments)
 def dpo_loss(
     chosen_logps: Tensor,
     rejected_logps: Tensor,
@@ -304,7 +323,9 @@ class LigerFusedLinearDPOLoss(PreferenceLoss):
         ignore_index, options: as in :class:`liger_losses.ChunkedLoss`.
     """
 
-    options_type = DPOLossOptions
+    @constructor(DPOLossOptions)
+    def __init__(self) -> None: ...
+
     settings: DPOLossOptions
     positions = (
         *("ignore_index", "beta", "alpha", "compute_nll_loss", "compiled", "use_ref_model", "average_log_prob"),

@@ -12,7 +12,7 @@ from liger_losses.chunked import Head, Teacher, linear_divergence_loss
 from liger_losses.chunked.core.compiled import statistics
 from liger_losses.chunked.core.entry import loss_operator
 from liger_losses.chunked.core.inputs import target_of
-from liger_losses.chunked.losses.base import AnyHead, ChunkedLoss, LossOptions
+from liger_losses.chunked.losses.base import AnyHead, ChunkedLoss, LossOptions, constructor
 from liger_losses.chunked.losses.completion_loss import MAX_EXPONENT
 from liger_losses.chunked.losses.distillation import DistillationLoss, DistillationMetrics
 from liger_losses.chunked.losses.policy_estimates import discounted_sums
@@ -59,13 +59,16 @@ class LigerFusedLinearMiniLLMLoss(ChunkedLoss):
     """
 
     forms = DistillationLoss.forms
-    options_type = MiniLLMOptions
+
+    @constructor(MiniLLMOptions)
+    def __init__(self) -> None: ...
+
     positions = ("gamma", "length_normalization", "single_step")
 
     @loss_operator
     def forward(  # type: ignore[override]
         self,
-        weight: AnyHead,
+        head: AnyHead,
         hidden_states: Tensor,
         labels: Tensor,
         teacher: Teacher,
@@ -92,26 +95,26 @@ class LigerFusedLinearMiniLLMLoss(ChunkedLoss):
             )
         if not isinstance(teacher, Teacher):
             raise TypeError(f"MiniLLM takes a Teacher(hidden_states, weight), got {type(teacher).__name__}.")
-        head = Head.of(weight, bias, self.transform)
-        teacher.check(labels.shape, head)
+        student = Head.of(head, bias, self.transform)
+        teacher.check(labels.shape, student)
         if old_logps is not None:
             check_tensor("old_logps", old_logps)
             if old_logps.shape != labels.shape:
                 raise ValueError(f"old_logps must be {tuple(labels.shape)}, as labels, got {tuple(old_logps.shape)}.")
         mask = labels != self.ignore_index
         with torch.no_grad():
-            student, found = (
-                statistics([target_of(states, own, labels)], ("logp",), self.options)[0]["logp"]
-                for states, own in ((hidden_states, head), (teacher.hidden_states, teacher.head))
+            logps, taught = (
+                statistics([target_of(states, model, labels)], ("logp",), self.options)[0]["logp"]
+                for states, model in ((hidden_states, student), (teacher.hidden_states, teacher.head))
             )
-            logps, rewards = student, torch.where(mask, found - student, 0.0)
+            rewards = torch.where(mask, taught - logps, 0.0)
             later = minillm_returns(rewards, mask, self.gamma, self.length_normalization)
             if old_logps is not None:
                 later = later * torch.where(mask, logps - old_logps, 0.0).clamp(max=MAX_EXPONENT).exp()
             per_token = mask.to(logps.dtype) / mask.sum().clamp(min=1)
         weights = {"divergence": per_token * float(self.single_step), "logp": -per_token * later}
         loss, values = linear_divergence_loss(
-            hidden_states, head, labels, teacher, Divergence.reverse_kl(), weights, options=self.options
+            hidden_states, student, labels, teacher, Divergence.reverse_kl(), weights, options=self.options
         )
         means = ((per_token * values.divergence).sum(), -(per_token * values.logp).sum())
         return loss, DistillationMetrics(*means)

@@ -4,24 +4,29 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
-from typing import Any, ClassVar, NamedTuple
+from typing import TYPE_CHECKING, Any, ClassVar, Generic, NamedTuple, TypedDict, overload
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from typing_extensions import TypeVar
 
 from liger_losses.checks import NonNegativeFloat, PositiveFloat, meant
 from liger_losses.chunked import Head, Statistics
 from liger_losses.chunked.core.entry import loss_operator
 from liger_losses.chunked.core.results import DeclaredStatistics
-from liger_losses.chunked.losses.base import AnyHead, LossOptions
+from liger_losses.chunked.losses.base import AnyHead, constructor
 from liger_losses.chunked.losses.completion_loss import (
     CompletionBatch,
     CompletionLoss,
     CompletionOptions,
     Completions,
     Scored,
+    Side,
 )
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 
 class PreferenceMetrics(NamedTuple):
@@ -109,6 +114,23 @@ def smoothed(margin: Tensor, label_smoothing: float) -> Tensor:
     return loss - label_smoothing * F.logsigmoid(-margin) if label_smoothing else loss
 
 
+class PreferenceInputs(TypedDict, total=False):
+    """What calls of :class:`PreferenceLoss` may have beside head and completions."""
+
+    bias: Tensor | None
+    ref_input: Tensor | None
+    ref_weight: AnyHead | None
+    ref_bias: Tensor | None
+    ref_chosen_logps: Tensor | None
+    ref_rejected_logps: Tensor | None
+    nll_target: Tensor | None
+    temperature: Tensor | None
+
+
+#: The metrics that a loss returns.
+M = TypeVar("M", default=PreferenceMetrics)
+
+
 @dataclass(frozen=True, kw_only=True)
 class PreferenceOptions(CompletionOptions):
     """The options of losses on pairs; see :class:`PreferenceLoss`."""
@@ -118,7 +140,7 @@ class PreferenceOptions(CompletionOptions):
     compute_nll_loss: bool = False
 
 
-class PreferenceLoss(CompletionLoss):
+class PreferenceLoss(CompletionLoss, Generic[M]):
     """Base of losses on pairs: derive from it and define :meth:`pair_loss`.
 
     ``loss = mean over pairs of pair_loss + alpha * chosen_nll`` (the latter with ``compute_nll_loss``)
@@ -137,7 +159,9 @@ class PreferenceLoss(CompletionLoss):
     metrics = ("mean_logit",)
     forms = (("head", "chosen", "rejected"), ("head", "hidden_states", "labels"))
 
-    options_type: ClassVar[type[LossOptions]] = PreferenceOptions
+    @constructor(PreferenceOptions)
+    def __init__(self) -> None: ...
+
     positions: ClassVar[tuple[str, ...]] = (
         *("ignore_index", "beta", "alpha", "compute_nll_loss", "average_log_prob", "use_ref_model", "chunk_size"),
         "compiled",
@@ -159,8 +183,20 @@ class PreferenceLoss(CompletionLoss):
         """The result of :meth:`forward`."""
         return loss, metrics
 
-    @loss_operator
-    def forward(  # type: ignore[override]
+    @overload  # type: ignore[override]
+    def forward(
+        self, head: AnyHead, chosen: Side, rejected: Side, **inputs: Unpack[PreferenceInputs]
+    ) -> tuple[Tensor, M]: ...
+    @overload
+    def forward(
+        self, head: AnyHead, hidden_states: Tensor, labels: Tensor, **inputs: Unpack[PreferenceInputs]
+    ) -> tuple[Tensor, M]: ...
+    @overload
+    def forward(
+        self, lin_weight: AnyHead, _input: Tensor, target: Tensor, *others: Any, **inputs: Unpack[PreferenceInputs]
+    ) -> tuple[Tensor, M]: ...
+    @loss_operator  # type: ignore[misc]
+    def forward(
         self,
         lin_weight: AnyHead,
         _input: Any,

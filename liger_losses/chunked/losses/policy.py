@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar, NamedTuple
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, TypedDict, overload
 
 import torch
 from torch import Tensor
@@ -21,7 +21,7 @@ from liger_losses.chunked.core.stream import counted_once
 from liger_losses.chunked.core.support import kept_statistics
 from liger_losses.chunked.core.target import TokenLoss
 from liger_losses.chunked.losses import policy_objectives as objectives
-from liger_losses.chunked.losses.base import AnyHead, LossOptions
+from liger_losses.chunked.losses.base import AnyHead, LossOptions, constructor
 from liger_losses.chunked.losses.batches import AdaptiveEntropy
 from liger_losses.chunked.losses.completion_loss import (
     STREAMING_OF_COMPLETIONS,
@@ -32,6 +32,9 @@ from liger_losses.chunked.losses.completion_loss import (
 )
 from liger_losses.chunked.losses.policy_objectives import PolicyInputs, policy_terms
 from liger_losses.chunked.losses.policy_tables import PolicyOptions
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 
 @in_graphs
@@ -85,6 +88,23 @@ class PolicyMetricsWithoutKL(NamedTuple):
     """:class:`PolicyMetrics` for ``beta=0``."""
 
     clip_ratio: Tensor
+
+
+class GRPOInputs(TypedDict, total=False):
+    """What calls of :class:`LigerFusedLinearGRPOLoss` may have beside head, completions and advantages."""
+
+    bias: Tensor | None
+    ref_per_token_logps: Tensor | None
+    old_per_token_logps: Tensor | None
+    ref_input: Tensor | None
+    ref_weight: AnyHead | None
+    ref_bias: Tensor | None
+    vllm_is_ratio: Tensor | None
+    num_items_in_batch: Tensor | int | None
+    sampling_per_token_logps: Tensor | None
+    support: TokenSupport | None
+    temperature: Tensor | None
+    prompts: Tensor | None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -143,7 +163,9 @@ class LigerFusedLinearGRPOLoss(CompletionLoss):
         ("head", "hidden_states", "selected_token_ids", "attention_mask", "advantages"),
     )
 
-    options_type = GRPOOptions
+    @constructor(GRPOOptions)
+    def __init__(self) -> None: ...
+
     settings: GRPOOptions
     positions = (
         *("beta", "compiled", "use_ref_model", "chunk_size", "epsilon_low", "epsilon_high", "loss_type"),
@@ -166,8 +188,39 @@ class LigerFusedLinearGRPOLoss(CompletionLoss):
         if isinstance(self.entropy_coef, AdaptiveEntropy) and state:
             self.entropy_coef.load_state_dict(state)
 
-    @loss_operator
-    def forward(  # type: ignore[override]
+    @overload  # type: ignore[override]
+    def forward(
+        self,
+        head: AnyHead,
+        hidden_states: Tensor,
+        labels: Tensor,
+        mask: Tensor,
+        advantages: Tensor,
+        **inputs: Unpack[GRPOInputs],
+    ) -> tuple[Tensor, PolicyMetrics | PolicyMetricsWithoutKL]: ...
+    @overload
+    def forward(
+        self,
+        head: AnyHead,
+        hidden_states: Tensor,
+        selected_token_ids: Tensor,
+        attention_mask: Tensor,
+        advantages: Tensor,
+        **inputs: Unpack[GRPOInputs],
+    ) -> tuple[Tensor, PolicyMetrics | PolicyMetricsWithoutKL]: ...
+    @overload
+    def forward(
+        self,
+        _input: Tensor,
+        lin_weight: AnyHead,
+        selected_token_ids: Tensor,
+        attention_mask: Tensor,
+        advantages: Tensor,
+        *others: Any,
+        **inputs: Unpack[GRPOInputs],
+    ) -> tuple[Tensor, PolicyMetrics | PolicyMetricsWithoutKL]: ...
+    @loss_operator  # type: ignore[misc]
+    def forward(
         self,
         _input: Tensor,
         lin_weight: AnyHead,

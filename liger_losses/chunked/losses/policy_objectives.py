@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from dataclasses import KW_ONLY, dataclass
 from types import MappingProxyType
 from typing import Any
 
@@ -15,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from liger_losses.arguments import options_of
+from liger_losses.arguments import options_of, typed_as
 from liger_losses.checks import (
     check_alike,
     check_group,
@@ -267,6 +268,28 @@ def coupled_terms(logps: Tensor, inputs: PolicyInputs, acting: Tensor | None = N
     ).to(dtype)
 
 
+@dataclass(frozen=True)
+class _Tensors:
+    logps: Tensor
+    advantages: Tensor
+    mask: Tensor
+    _: KW_ONLY
+    old_logps: Tensor | None = None
+    ref_logps: Tensor | None = None
+    sampling_logps: Tensor | None = None
+    is_ratio: Tensor | None = None
+    acting: Tensor | None = None
+    num_items_in_batch: Tensor | float | None = None
+    prompts: Tensor | None = None
+    group: dist.ProcessGroup | None = None
+
+
+@dataclass(frozen=True)
+class _GRPOArguments(PolicyOptions, _Tensors):
+    """What :func:`grpo_loss` takes."""
+
+
+@typed_as(_GRPOArguments)
 def grpo_loss(
     logps: Tensor,
     advantages: Tensor,

@@ -78,8 +78,8 @@ class PolicyOptions:
     #: These, of which those that are ``None`` have the values of this loss and mask, if these have some.
     values: ClassVar[PolicyOptions]
 
-    loss_type: str = "dapo"
     beta: NonNegativeFloat = 0.04
+    loss_type: str = "dapo"
     epsilon_low: NonNegativeFloat = 0.2
     epsilon_high: NonNegativeFloat | None = None
     delta: PositiveFloat | None = None

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -13,6 +13,7 @@ from torch import Tensor
 
 from liger_losses.checks import FiniteFloat, UnitFloat, check_alike, check_names, check_number
 from liger_losses.chunked.core.entry import loss_operator
+from liger_losses.chunked.losses.base import constructor
 from liger_losses.chunked.losses.completion_loss import MAX_EXPONENT
 from liger_losses.chunked.losses.pairs import Pairs, PreferenceLoss, PreferenceMetrics, PreferenceOptions, smoothed
 
@@ -189,7 +190,9 @@ class LigerFusedLinearCPOLoss(PreferenceLoss):
         ignore_index, options: as in :class:`liger_losses.ChunkedLoss`.
     """
 
-    options_type = CPOOptions
+    @constructor(CPOOptions)
+    def __init__(self) -> None: ...
+
     settings: CPOOptions
     positions = (
         *("ignore_index", "beta", "alpha", "label_smoothing", "compute_nll_loss", "compiled", "average_log_prob"),
@@ -225,7 +228,9 @@ class LigerFusedLinearSimPOLoss(LigerFusedLinearCPOLoss):
         label_smoothing: assumed share of pairs whose labels are swapped, in [0, 1].
     """
 
-    options_type = SimPOOptions
+    @constructor(SimPOOptions)
+    def __init__(self) -> None: ...
+
     positions = (
         *("ignore_index", "beta", "alpha", "label_smoothing", "compute_nll_loss", "compiled", "gamma", "chunk_size"),
     )
@@ -245,7 +250,7 @@ class ORPOMetrics(NamedTuple):
     log_odds_chosen: Tensor
 
 
-class LigerFusedLinearORPOLoss(PreferenceLoss):
+class LigerFusedLinearORPOLoss(PreferenceLoss[ORPOMetrics]):
     """ORPO: the mean of :func:`orpo_loss`, plus the chosen completions' negative log-likelihood (arXiv:2403.07691).
 
     Args:
@@ -255,15 +260,24 @@ class LigerFusedLinearORPOLoss(PreferenceLoss):
         ignore_index, options: as in :class:`liger_losses.ChunkedLoss`.
     """
 
-    options_type = ORPOOptions
+    @constructor(ORPOOptions)
+    def __init__(self) -> None: ...
+
     positions = ("ignore_index", "beta", "compute_nll_loss", "compiled", "chunk_size")
 
-    @loss_operator
-    def forward(  # type: ignore[override]
-        self, lin_weight: Any, _input: Any, target: Any, bias: Tensor | None = None, nll_target: Tensor | None = None
-    ) -> tuple[Tensor, ORPOMetrics]:
-        """Like :meth:`PreferenceLoss.forward`, with ``nll_target`` instead of a reference."""
-        return super().forward(lin_weight, _input, target, bias, nll_target=nll_target)
+    if not TYPE_CHECKING:  # checkers see that of PreferenceLoss, which has both forms of the call
+
+        @loss_operator
+        def forward(
+            self,
+            lin_weight: Any,
+            _input: Any,
+            target: Any,
+            bias: Tensor | None = None,
+            nll_target: Tensor | None = None,
+        ) -> tuple[Tensor, ORPOMetrics]:
+            """Like :meth:`PreferenceLoss.forward`, with ``nll_target`` instead of a reference."""
+            return super().forward(lin_weight, _input, target, bias, nll_target=nll_target)
 
     def pair_loss(self, pairs: Pairs) -> Tensor:
         return orpo_loss(pairs.chosen_logps, pairs.rejected_logps, beta=self.beta)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, ClassVar, NamedTuple
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, TypedDict, overload
 
 import torch
 import torch.nn.functional as F
@@ -29,16 +29,20 @@ from liger_losses.checks import (
 )
 from liger_losses.chunked import Head
 from liger_losses.chunked.core.entry import loss_operator
-from liger_losses.chunked.losses.base import AnyHead
+from liger_losses.chunked.losses.base import AnyHead, constructor
 from liger_losses.chunked.losses.batches import sum_over_processes
 from liger_losses.chunked.losses.completion_loss import (
     CompletionBatch,
     CompletionLoss,
     CompletionOptions,
+    Side,
     as_completions,
     states_and_head,
 )
 from liger_losses.kernels.logit_transform import LogitTransform
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 #: ``f`` of each loss, as a function of the margin.
 LOSSES: dict[str, Callable[[Tensor], Tensor]] = {
@@ -143,6 +147,21 @@ def mean_over_processes(values: Tensor) -> Tensor:
     return total / count.clamp(min=1)
 
 
+class UnpairedInputs(TypedDict, total=False):
+    """What calls of :class:`UnpairedPreferenceLoss` may have beside head and completions."""
+
+    bias: Tensor | None
+    preference_labels: Tensor | None
+    ref_input: Tensor | None
+    ref_weight: AnyHead | None
+    ref_bias: Tensor | None
+    kl: Tensor | float | None
+    ref_logps: Tensor | None
+    kl_completions: Any
+    sample_weights: Tensor | None
+    temperature: Tensor | None
+
+
 @dataclass(frozen=True, kw_only=True)
 class UnpairedOptions(CompletionOptions):
     """The options of :class:`UnpairedPreferenceLoss`."""
@@ -185,7 +204,10 @@ class UnpairedPreferenceLoss(CompletionLoss):
 
     metrics = ("mean_logit",)
     forms = (("head", "desirable", "undesirable"), ("head", "completions"), ("head", "hidden_states", "labels"))
-    options_type = UnpairedOptions
+
+    @constructor(UnpairedOptions)
+    def __init__(self) -> None: ...
+
     settings: UnpairedOptions
     positions = ("ignore_index", "beta", "compiled", "use_ref_model", "average_log_prob", "chunk_size")
 
@@ -193,8 +215,24 @@ class UnpairedPreferenceLoss(CompletionLoss):
         """What rewards ``[B]`` without a gradient are compared with, ``[]`` or ``[B]``, if not with a KL divergence."""
         return 0.0
 
-    @loss_operator
-    def forward(  # type: ignore[override]
+    @overload  # type: ignore[override]
+    def forward(
+        self, head: AnyHead, desirable: Side, undesirable: Side, **inputs: Unpack[UnpairedInputs]
+    ) -> tuple[Tensor, UnpairedMetrics]: ...
+    @overload
+    def forward(
+        self, head: AnyHead, completions: Side, **inputs: Unpack[UnpairedInputs]
+    ) -> tuple[Tensor, UnpairedMetrics]: ...
+    @overload
+    def forward(
+        self, head: AnyHead, hidden_states: Tensor, labels: Tensor, **inputs: Unpack[UnpairedInputs]
+    ) -> tuple[Tensor, UnpairedMetrics]: ...
+    @overload
+    def forward(
+        self, _input: Tensor, lin_weight: AnyHead, target: Tensor, *others: Any, **inputs: Unpack[UnpairedInputs]
+    ) -> tuple[Tensor, UnpairedMetrics]: ...
+    @loss_operator  # type: ignore[misc]
+    def forward(
         self,
         _input: Any,
         lin_weight: Any,
@@ -369,7 +407,8 @@ class LigerFusedLinearKTOLoss(UnpairedPreferenceLoss):
         ignore_index, options: as in :class:`liger_losses.ChunkedLoss`.
     """
 
-    options_type = KTOOptions
+    @constructor(KTOOptions)
+    def __init__(self) -> None: ...
 
 
 class LigerFusedLinearBCOLoss(UnpairedPreferenceLoss):
@@ -391,10 +430,10 @@ class LigerFusedLinearBCOLoss(UnpairedPreferenceLoss):
         ignore_index, options: as in :class:`liger_losses.ChunkedLoss`.
     """
 
-    options_type = BCOOptions
     running_shift: Tensor
     batches: Tensor
 
+    @constructor(BCOOptions)
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
         self.register_buffer("running_shift", torch.zeros((), dtype=torch.float32))

@@ -35,12 +35,13 @@ class Options(griffe.Extension):
 
     def on_package(self, *, pkg: griffe.Module, **kwargs: Any) -> None:
         for loss in list(_classes(pkg)):
-            if "options_type" in loss.members:
-                options = loss.module[str(loss["options_type"].value)].parameters
+            constructor = loss.members.get("__init__")
+            decorators = [] if constructor is None else [str(each.value) for each in constructor.decorators]
+            names = [name for name in decorators if name.startswith("constructor(")]
+            if names:
+                options = loss.module[names[0][len("constructor(") : -1]].parameters
                 variadic = (griffe.ParameterKind.var_positional, griffe.ParameterKind.var_keyword)
-                constructor = loss.members.get("__init__")
-                given = [] if constructor is None else constructor.parameters
-                own = [each for each in given if each.kind not in variadic]
+                own = [each for each in constructor.parameters if each.kind not in variadic]
                 named = [
                     griffe.Parameter(
                         each.name,
@@ -52,6 +53,7 @@ class Options(griffe.Extension):
                     if each.name != "self"
                 ]
                 loss.set_member("__init__", griffe.Function("__init__", parameters=griffe.Parameters(*own, *named)))
+                loss.overloads.pop("__init__", None)
 
 
 def _classes(module: griffe.Module) -> Iterator[griffe.Class]:

@@ -100,7 +100,7 @@ INTEGRATIONS = verl==0.9.1 torchtitan==0.3.0 skyrl==0.4.0 axolotl==0.21.0 llamaf
 INTEGRATIONS_NEED = tensordict==0.10.0 orjson pyvers cloudpickle spmd_types tyro docstring-parser typeguard addict
 integrations: .venv/integrations/ready
 
-.venv/integrations/ready: .venv/test/ready
+.venv/integrations/ready: Makefile .venv/test/ready
 	set -e; for package in $(INTEGRATIONS); do \
 		$(WITHOUT_DEPENDENCIES) --only-binary=:all: --python-version 3.12 \
 			--target .venv/integrations/$${package%==*} $$package; \

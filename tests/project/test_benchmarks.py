@@ -1,0 +1,54 @@
+"""The benchmarks run at tiny sizes, and the studies' two ways to train have one loss."""
+
+import importlib.util
+import json
+import os
+import pathlib
+import runpy
+import subprocess
+import sys
+
+import pytest
+
+ROOT = pathlib.Path(__file__).parents[2]
+_SEEDS, _STEPS = ["--seeds", "0"], ["--pretrain=2", "--steps=2"]
+_TINY = ["--model=tiny", "--batch-size=8", *_STEPS, *_SEEDS]
+#: Arguments, and what is printed.
+RUNS = {
+    "grid": (["--tiny", "--rounds=1", "--without", "torch.compile"], "over the faster of plain and torch.compile"),
+    "verl_heads": (["--tiny", "--rounds=1"], "ours"),
+}
+#: The same, each in a process of its own; the results of the studies are in a file.
+STUDIES = {
+    "host_time": (["--rounds=1", "--size", "512", "4096", "128256"], "512 x 4096 x 128256"),
+    "convergence": (["--methods", "dpo", "grpo", *_TINY], ""),
+    "shared_prompts_convergence": (["--hidden-size=32", *_STEPS, *_SEEDS], ""),
+}
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_a_benchmark_runs(name, tmp_path, monkeypatch, capsys):
+    pytest.importorskip("matplotlib")
+    arguments, printed = RUNS[name]
+    monkeypatch.setattr(sys, "argv", [name, *arguments, *[f"--out={tmp_path / 'r.json'}"] * (name == "grid")])
+    runpy.run_module(f"benchmarks.{name}", run_name="__main__")
+    assert printed in capsys.readouterr().out
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", STUDIES)
+def test_a_study_runs(name, tmp_path):
+    for package in ("trl", "matplotlib", "triton"):
+        if importlib.util.find_spec(package) is None:
+            pytest.skip(f"{package} is not installed")
+    arguments, printed = STUDIES[name]
+    out = [] if name == "host_time" else [f"--out={tmp_path / 'r.json'}"]
+    environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
+    command = [sys.executable, "-m", f"benchmarks.{name}", *arguments, *out]
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert printed in done.stdout
+    runs = json.loads((tmp_path / "r.json").read_text())["runs"] if out else []
+    for one, other in zip(runs[::2], runs[1::2], strict=True):
+        assert one["provider"] != other["provider"]
+        assert other["loss"] == pytest.approx(one["loss"], rel=1e-3, abs=1e-4)

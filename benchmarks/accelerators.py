@@ -38,10 +38,10 @@ def serves(name: str, case: str) -> bool:
 
 def without(name: str, call: Call) -> Call:
     """The call with the accelerator's line deleted."""
-    table = [row for row in stream.BLOCKS if row.name != name]
+    table = [planned for planned in stream.PLANNERS if planned is not ACCELERATORS[name]]
 
     def deleted() -> tuple[torch.Tensor, ...]:
-        with mock.patch.object(stream, "BLOCKS", table):
+        with mock.patch.object(stream, "PLANNERS", table):
             return call()
 
     return deleted
@@ -55,7 +55,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path)
     arguments = parser.parse_args()
     lines = list[str]()
-    for name in [row.name for row in ACCELERATORS if arguments.only in row.name]:
+    for name in [name for name in ACCELERATORS if arguments.only in name]:
         lines.append(
             f"{name + ', with and without it':58} {'with ms':>8} {'without':>8}  ratio (95 % interval), memory"
         )

@@ -144,7 +144,7 @@ MUTANTS: dict[str, list[tuple[str, str, Change, int]]] = {
         ("chunked.losses.cross_entropy", "LigerFusedLinearCrossEntropyLoss._part", condition(False), 6),
         ("chunked.losses.minillm", "_returns", number(1, 0), 0),
         ("chunked.core.buffers", "Gradients.add", keyword("accumulate", False), 0),
-        ("chunked.core.stream", "Stream.add_hidden", without("add_"), 0),
+        ("chunked.core.buffers", "Gradients.add_states", without("copy_"), 0),
         ("kernels.softmax_grad", "_gradient_torch", swap("/", "*"), 0),
         ("kernels.logit_transform", "LogitTransform.chain_", condition(False), 0),
     ],
@@ -174,7 +174,7 @@ MUTANTS: dict[str, list[tuple[str, str, Change, int]]] = {
     ],
     f"{ROWS} -k in_triton": [
         ("chunked.accelerators.exponential_scales", "_scales_kernel", swap("-", "+"), 0),
-        ("chunked.accelerators.exponentials", "_add_label_terms", condition(False), 0),
+        ("chunked.accelerators.exponentials", "add_label_terms", condition(False), 0),
         ("chunked.accelerators.linear_exp", "linear_exponentials", condition(False), 6),
         ("chunked.accelerators.label_rows", "_add_to_label_rows_kernel", swap("+", "-"), 1),
         ("chunked.accelerators.unstored", "StatisticsBlock.of", condition(True), 0),
@@ -195,7 +195,7 @@ MUTANTS: dict[str, list[tuple[str, str, Change, int]]] = {
         ("chunked.losses.context_parallel", "_Sum.backward", condition(False), 0),
         ("chunked.core.ranks", "Ranks.sum", without("all_reduce"), 0),
         ("chunked.core.ranks", "Ranks.local", swap("<", "<="), 0),
-        ("chunked.core.buffers", "Gradients._result", condition(False), 1),
+        ("chunked.core.buffers", "Buffer.result", condition(False), 1),
     ],
 }  # fmt: skip
 

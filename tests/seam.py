@@ -77,13 +77,14 @@ def read_rows_up_to(columns: int) -> Iterator[None]:
 
 
 #: The lines of the table of accelerators.
-ACCELERATORS = tuple(row.name for row in accelerators.ACCELERATORS)
+ACCELERATORS = tuple(accelerators.ACCELERATORS)
 
 
 @contextmanager
 def without_accelerators(*names: str) -> Iterator[None]:
     """These lines of the table are deleted."""
-    with mock.patch.object(stream, "BLOCKS", [row for row in stream.BLOCKS if row.name not in names]):
+    deleted = [accelerators.ACCELERATORS.get(name) for name in names]
+    with mock.patch.object(stream, "PLANNERS", [planned for planned in stream.PLANNERS if planned not in deleted]):
         yield
 
 

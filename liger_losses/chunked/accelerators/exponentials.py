@@ -29,9 +29,8 @@ from liger_losses.chunked.accelerators.one_matrix import (
     has_matrix,
     matrix_of,
 )
-from liger_losses.chunked.core.block import Late
 from liger_losses.chunked.core.buffers import Gradients
-from liger_losses.chunked.core.plan import Accelerator, Plan, Signature, least_bytes, padded, plan
+from liger_losses.chunked.core.plan import Plan, Signature, by_blocks, least_bytes, padded
 from liger_losses.chunked.core.statistics import Statistic
 from liger_losses.chunked.core.target import Target
 from liger_losses.chunked.core.weights import ALL
@@ -40,9 +39,9 @@ from liger_losses.kernels.matmul import matmul_into
 #: What has gradients here, and what may be computed with it.
 STATISTICS = {"logp", "lse"}
 METRICS = STATISTICS | {"mean_logit", "entropy"}
-#: The labels' terms, most of the weight's gradient, are added once at the end: with 32 blocks, its error is at most
-#: that of plain PyTorch, and twice as large in rows that are no token's label.
-PARTS = 32
+#: The labels' terms, most of the weight's gradient, are added once at the end: with so many blocks, its error is at
+#: most that of plain PyTorch, and twice as large in rows that are no token's label.
+BLOCKS = 32
 
 
 @dataclass(eq=False)
@@ -54,7 +53,6 @@ class ExponentialBlock:
     plan: Plan
     memory: Tensor  # [R, P]
     constants: dict[str, Tensor]
-    late: Late | None = None
 
     @classmethod
     def of(
@@ -77,14 +75,19 @@ class ExponentialBlock:
 
     def add_gradients(self, upstream: dict[str, Tensor], grads: Gradients) -> Tensor | None:
         """Add the gradients of weight and bias; return that of the hidden states ``[R, H]``, if they need one."""
+        hidden, at_label = self.add_products(upstream, grads)
+        add_label_terms(self.part, at_label, grads)
+        return hidden
+
+    def add_products(self, upstream: dict[str, Tensor], grads: Gradients) -> tuple[Tensor | None, Tensor]:
+        """The same without the labels' terms of the weight's gradient; and these terms' factors ``[R]``."""
         part, weights = self.part, self.part.head.weights
         e, labels = self.memory[:, : weights.columns], part.labels.contiguous()
-        trained = any(grads.wants(tensor) for tensor, _ in weights.trained)
         scale, at_label, scaled = gradient_scales(
             upstream.get("logp"),
             upstream.get("lse"),
             exponentials_of(self.constants),
-            part.hidden if trained else None,
+            part.hidden if grads.wants(weights.weight) else None,
             part.transform(part.temperature),
         )
         hidden: Tensor | None = None
@@ -94,13 +97,12 @@ class ExponentialBlock:
             scale_and_add_label_rows_(hidden, scale, at_label, matrix, labels)
         if scaled is not None:
             weights.add_gradients(grads, e, scaled, ALL)
-            self.late = Late(_add_label_terms, at_label)
         self._add_bias(e, scale, at_label, labels, grads)
-        return hidden
+        return hidden, at_label
 
     def _add_bias(self, e: Tensor, scale: Tensor, at_label: Tensor, labels: Tensor, grads: Gradients) -> None:
         """A product too, with the scales' digits in three operands of half precision."""
-        total = grads.of(bias) if grads.wants(bias := self.part.head.bias) else None
+        total = grads.of(self.part.head.bias)
         if total is None:
             return
         digits = torch.zeros(len(scale), 8, dtype=e.dtype, device=e.device)  # products of 8 columns are aligned
@@ -111,12 +113,27 @@ class ExponentialBlock:
         add_to_label_rows_(total[:, None], labels, at_label, torch.ones_like(at_label)[:, None])
 
 
-def _add_label_terms(part: Target, at_label: Tensor, grads: Gradients) -> None:
-    """Most of the gradient of the weight's rows of labels."""
-    for tensor, _ in part.head.weights.trained:
-        total = grads.of(tensor)
-        if total is not None:
-            add_to_label_rows_(total, part.labels.contiguous(), at_label, part.hidden)
+class LabelTerms:
+    """The labels' terms of several blocks, most of the weight's gradient, which are added together once."""
+
+    def __init__(self, target: Target, plan: Plan, count: int) -> None:
+        self.at_label = torch.zeros(count, dtype=torch.float32, device=target.hidden.device)
+
+    def take(self, block: ExponentialBlock, upstream: dict[str, Tensor], grads: Gradients, at: slice) -> Tensor | None:
+        """Add the products of a block, whose tokens are those ``at`` of these; its hidden states' gradient."""
+        hidden, self.at_label[at] = block.add_products(upstream, grads)
+        return hidden
+
+    def add_gradients(self, part: Target, grads: Gradients) -> None:
+        """The terms of all tokens."""
+        add_label_terms(part, self.at_label, grads)
+
+
+def add_label_terms(part: Target, at_label: Tensor, grads: Gradients) -> None:
+    """Add the labels' terms to the gradient of the weight."""
+    total = grads.of(part.head.weights.weight)  # type: ignore[attr-defined]
+    if total is not None:
+        add_to_label_rows_(total, part.labels.contiguous(), at_label, part.hidden)
 
 
 def row_bytes(call: Signature) -> int:
@@ -125,19 +142,21 @@ def row_bytes(call: Signature) -> int:
     return columns * call.operand.itemsize + columns // 32 + call.hidden_size * (2 * call.operand.itemsize + 4)
 
 
-def applies(call: Signature) -> bool:
-    """Whether one matrix is at hand, exponentials fit its dtype (fp16 cannot hold all), and blocks have whole rows: of
+def planned(call: Signature) -> Plan | None:
+    """Where one matrix is at hand, exponentials fit its dtype (fp16 cannot hold all), and blocks have whole rows: of
     losses of single tokens whose blocks are few, or of others that keep them."""
     serves = {*call.statistics} <= STATISTICS and {*call.metrics} <= METRICS and call.of_kernels and call.trains
     if not (serves and has_matrix(call) and call.operand == torch.bfloat16):
-        return False
-    bound = call.options.workspace or call.bound
-    if bound is not None and bound < least_bytes(call, row_bytes(call)):
-        return False  # not even one row fits; the core, whose rows are longer, says so
-    planned = plan(call, (_ALONE,))
-    blocks = planned.keeps if call.couples else planned.tile is None and planned.part_rows == planned.rows
-    return blocks and planned.copied_columns >= call.columns
-
-
-_ALONE = Accelerator("exponentials", lambda call: True, ExponentialBlock.of, row_bytes, PARTS)
-ACCELERATOR = _ALONE._replace(applies=applies)
+        return None
+    if call.workspace is not None and call.workspace < least_bytes(call, row_bytes(call)):
+        return None  # not even one row fits; the core, whose rows are longer, says so
+    plan = by_blocks(call, "exponentials", ExponentialBlock.of, row_bytes(call))
+    if plan.tile is not None or plan.copied_rows < call.columns or (call.couples and not plan.keeps):
+        return None
+    if call.couples:
+        return plan
+    if -(-call.trained // plan.block_rows) > BLOCKS and call.trains_weight:
+        return None
+    # The labels' terms are added for as many tokens as have hidden states that fit the memory of a block.
+    rows = max(plan.block_rows, min(plan.block_rows * call.columns // call.hidden_size, call.tokens))
+    return plan._replace(rows=rows, shared=LabelTerms if plan.block_rows < rows else None)

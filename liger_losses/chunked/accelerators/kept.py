@@ -16,8 +16,8 @@ from torch import Tensor
 
 from liger_losses.chunked.accelerators.row_sums import Sums, step_options, sum_rows
 from liger_losses.chunked.core.block import Block
-from liger_losses.chunked.core.buffers import Gradients, key_of, local_part
-from liger_losses.chunked.core.plan import Accelerator, Signature, padded
+from liger_losses.chunked.core.buffers import Gradients, local_part
+from liger_losses.chunked.core.plan import Plan, Signature, by_blocks, padded
 from liger_losses.chunked.core.target import Target
 from liger_losses.chunked.core.weights import ALL, Columns, Dense, WithAdapters
 from liger_losses.kernels._tiles import with_contiguous_rows
@@ -60,15 +60,15 @@ class RowsInPlace(Dense):
         # By the places of each column, which are sorted; places of no column come first.
         ordered, order = columns.reshape(-1).int().sort(stable=True)
         tokens, values = (order // columns.shape[1]).int(), grad.reshape(-1)[order]
-        if grads.lists_rows(self.weight):
+        buffer = grads.buffers[id(self.weight)]
+        if buffer.lists_rows:
             ids, numbers, lengths = ordered.unique_consecutive(return_inverse=True, return_counts=True)
             starts = torch.cat([lengths.new_zeros(1), lengths.cumsum(0)])
             rows = grad.new_empty(len(ids), self.hidden_size)
-            grads.add_rows(
-                self.weight, ids.long(), sum_rows(values, Sums(tokens, starts, len(grad), numbers.int()), hidden, rows)
-            )
+            sums = Sums(tokens, starts, len(grad), numbers.int())
+            buffer.add_rows(ids.long(), sum_rows(values, sums, hidden, rows))
             return None
-        total, holds = grads.buffers[key_of(self.weight)].rows(ALL)
+        total, holds = buffer.rows(ALL)
         every = torch.arange(len(total) + 1, dtype=torch.int32, device=columns.device)
         sums = Sums(tokens, torch.searchsorted(ordered, every), len(grad), ordered)
         sum_rows(values, sums, hidden, total, accumulate=holds)
@@ -105,13 +105,12 @@ def row_bytes(call: Signature) -> int:
     return 4 * padded(call.columns + 1) + 64 * call.columns + call.hidden_size * (call.operand.itemsize + 8)
 
 
-def applies(call: Signature) -> bool:
-    """Whether rows of a matrix can be read as they are."""
+def planned(call: Signature) -> Plan | None:
+    """Of calls whose rows of a matrix can be read as they are."""
     plain = call.weights[-1] is Dense and {*call.weights[:-1]} <= {WithAdapters} and not call.copied_bytes
-    return call.kept and plain and call.backend == "triton" and not (call.batch_invariant or call.teacher_columns)
-
-
-ACCELERATOR = Accelerator("kept", applies, KeptBlock.of, row_bytes)
+    if not (call.kept and plain) or call.backend != "triton" or call.batch_invariant or call.teacher_columns:
+        return None
+    return by_blocks(call, "kept", KeptBlock.of, row_bytes(call))
 
 
 @jit(do_not_specialize=["width", "places"], do_not_specialize_on_alignment=["out", "hidden", "columns"])

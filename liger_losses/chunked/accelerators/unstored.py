@@ -21,7 +21,7 @@ from liger_losses.chunked.accelerators.one_matrix import (
     has_matrix,
     matrix_of,
 )
-from liger_losses.chunked.core.plan import Accelerator, Plan, Signature, padded, plan
+from liger_losses.chunked.core.plan import Plan, Signature, by_blocks, padded
 from liger_losses.chunked.core.statistics import Statistic
 from liger_losses.chunked.core.target import Target
 from liger_losses.kernels.matmul import HALF_DTYPES
@@ -59,12 +59,9 @@ def row_bytes(call: Signature) -> int:
     return call.hidden_size * call.operand.itemsize + padded(call.columns) // 16
 
 
-def applies(call: Signature) -> bool:
-    """Whether nothing is trained, and a kernel has the statistics of one matrix that is at hand."""
+def planned(call: Signature) -> Plan | None:
+    """Of calls in which nothing is trained, and a kernel has the statistics of one matrix that is at hand."""
     if not (has_matrix(call) and call.of_kernels and not call.trains and call.operand in HALF_DTYPES):
-        return False
-    return not call.copied_bytes or plan(call, (_ALONE,)).copied_columns >= call.columns
-
-
-_ALONE = Accelerator("statistics", lambda call: True, StatisticsBlock.of, row_bytes)
-ACCELERATOR = _ALONE._replace(applies=applies)
+        return None
+    plan = by_blocks(call, "statistics", StatisticsBlock.of, row_bytes(call))
+    return plan if plan.copied_rows >= call.columns else None

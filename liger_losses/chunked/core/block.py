@@ -5,17 +5,16 @@ R tokens, C columns of this rank that are here, P the same padded, k selected co
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from liger_losses.chunked.core import rows
 from liger_losses.chunked.core.buffers import Gradients
-from liger_losses.chunked.core.plan import Accelerator, Plan, padded, row_bytes
+from liger_losses.chunked.core.plan import Plan, Planner, Signature, by_blocks, padded, row_bytes
 from liger_losses.chunked.core.statistics import OF_KERNELS, Statistic
 from liger_losses.chunked.core.target import Target
 from liger_losses.chunked.core.teachers import TeacherLogits
@@ -31,20 +30,13 @@ _OF_ALL = {*OF_KERNELS, "selected_logps", "columns", "rest"}
 _SELECTED = {"selected_logps", "selected_logits"}
 
 
-class Late(NamedTuple):
-    """What is rounded once for the tokens of all blocks: ``add`` gets some of them, and their ``values [R]``."""
-
-    add: Callable[[Target, Tensor, Gradients], None]
-    values: Tensor
-
-
 @dataclass(eq=False)
 class Block:
     """The core's: projections in fp32, whose memory their gradient takes. For any statistics, in any dtype.
 
-    ``constants [R]`` are the statistics, and what gradients need of a whole row; ``late`` is what is added when the
-    products of all blocks are, if there is anything. A block lives until backward without its ``part``. An
-    accelerator's is such a dataclass too, with :meth:`of`, :meth:`statistics` and :meth:`add_gradients`.
+    ``constants [R]`` are the statistics, and what gradients need of a whole row. A block lives until backward without
+    these and its ``part``; all of its tensors have a row for each token. An accelerator's is such a dataclass too, with
+    :meth:`of`, :meth:`statistics` and :meth:`add_gradients`.
     """
 
     part: Any  # a Target of these tokens
@@ -54,7 +46,6 @@ class Block:
     memory: Tensor  # [R, P], whose first C columns are projections (of kept columns: logits at temperature 1)
     teacher_memory: Tensor | None
     constants: dict[str, Tensor]
-    late = None
 
     @classmethod
     def of(
@@ -286,25 +277,26 @@ class Block:
             total[self.columns.start : self.columns.stop] += grad.sum(0)
 
 
-@dataclass(eq=False)
 class Collected:
     """Gradients of projections ``[R, C]``, in half precision, of more tokens than there are logits of at a time: the
     products of all of them are taken together, so that they are tall, and few parts are added up."""
 
-    memory: Tensor
-    columns: slice
+    def __init__(self, target: Target, plan: Plan, count: int) -> None:
+        columns, device = padded(target.head.weights.columns), target.hidden.device
+        self.memory = torch.empty(count, columns, dtype=plan.dtype, device=device)
+        self.plan, self.columns = plan, slice(0, 0)
 
     def take(self, block: Block, upstream: dict[str, Tensor], grads: Gradients, at: slice) -> None:
-        """The gradient of the tokens ``at`` of these."""
+        """The gradient of a block, whose tokens are those ``at`` of these."""
         assert isinstance(block.columns, slice)
         self.columns = block.columns
         block.gradient(upstream, grads, self.memory[at, : block.width])
 
-    def add_gradients(self, part: Target, plan: Plan, grads: Gradients) -> Tensor | None:
+    def add_gradients(self, part: Target, grads: Gradients) -> Tensor | None:
         """As a block's, of all tokens."""
-        weights, grad = part.head.weights, self.memory[: len(part.hidden), : _width(self.columns)]
+        weights, grad = part.head.weights, self.memory[:, : _width(self.columns)]
         weights.add_gradients(grads, grad, part.hidden, self.columns)
-        return weights.hidden_gradient(grad, self.columns) if plan.hidden else None
+        return weights.hidden_gradient(grad, self.columns) if self.plan.hidden else None
 
 
 @dataclass(eq=False)
@@ -428,7 +420,7 @@ def statistics_by_columns(part: Target, asked: tuple[Statistic, ...], plan: Plan
     together."""
     names = {s.name for s in asked}
     names |= {"max_logit"} if "argmax" in names else set()
-    count, size = part.head.weights.columns, plan.copied_columns
+    count, size = part.head.weights.columns, plan.copied_rows
     parts, sizes = list[dict[str, Tensor]](), list[int]()
     for start in range(0, count, size):
         columns = slice(start, min(start + size, count))
@@ -522,6 +514,11 @@ def _teacher_of_kept(part: Target, columns: Tensor, wide: torch.dtype) -> Tensor
     return logits.masked_fill_(~kept_here(part), -torch.inf)
 
 
-#: Which block serves a call: the first that applies. The core's serves every call; accelerators, a folder that the core
-#: does not know, put theirs before it when they are imported.
-BLOCKS = [Accelerator("core", lambda call: True, Block.of, row_bytes)]
+def planned(call: Signature) -> Plan:
+    """The core's plan, which serves every call."""
+    return by_blocks(call, "core", Block.of, row_bytes(call), Collected)
+
+
+#: The first that serves a call plans it: accelerators, a folder that the core does not know, put theirs before the
+#: core's when they are imported.
+PLANNERS: list[Planner] = [planned]

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -12,11 +13,13 @@ from liger_losses.chunked.core.ranks import Ranks
 from liger_losses.kernels.matmul import HALF_DTYPES, matmul_into, wide_dtype
 
 
-class Leaf(NamedTuple):
+@dataclass(frozen=True, eq=False)
+class Leaf:
     """A tensor that gets a gradient.
 
     ``summed`` says that every rank has a part of its gradient, which is the sum of all parts. ``sparse`` says that it
-    is a sparse tensor of the rows that were read. ``accumulate`` is the dtype in which it adds up.
+    is a sparse tensor of the rows that were read. ``accumulate`` is the dtype in which it adds up; ``None`` leaves that
+    to the plan.
     """
 
     tensor: Tensor
@@ -27,108 +30,123 @@ class Leaf(NamedTuple):
 
 
 class Buffer:
-    """The sum of one tensor's gradient: its rows ``0`` to ``written`` hold numbers, the others have no value yet."""
+    """The sum of one tensor's gradient, ``[rows, ...]``: those up to ``written`` hold numbers, others no value yet."""
 
-    def __init__(self, leaf: Leaf) -> None:
-        self.leaf, self.written = leaf, 0
+    def __init__(self, leaf: Leaf, local: Tensor) -> None:
+        self.leaf, self.local, self.written = leaf, local, 0
         self.sparse: list[tuple[Tensor, Tensor]] = []  # ids and their rows
-        local = local_part(leaf.tensor)
-        self.shape, self.dtype = local.shape, wider(local.dtype, leaf.accumulate)
+        self.shape = local.shape if local.dim() < 3 else torch.Size((local.shape[:-1].numel(), local.shape[-1]))
+        self.dtype = wider(local.dtype, leaf.accumulate)
         self.total = None if leaf.sparse else torch.empty(self.shape, dtype=self.dtype, device=local.device)
 
-    def rows(self, columns: slice) -> tuple[Tensor, bool]:
+    def rows(self, rows: slice) -> tuple[Tensor, bool]:
         """The memory of some rows, and whether they hold a sum already, to which more is added."""
         total = self.whole() if self.total is None else self.total
-        start, stop, _ = columns.indices(len(total))
+        start, stop, _ = rows.indices(len(total))
         if start > self.written:
             total[self.written : start].zero_()
         holds = start < self.written
         if holds and stop > self.written:
             total[self.written : stop].zero_()
         self.written = max(self.written, stop)
-        return total[start:stop], holds
+        return (total if stop - start == len(total) else total[start:stop]), holds
 
     def whole(self) -> Tensor:
         """All rows, those that nobody has written as 0."""
         if self.total is None:
-            device = self.leaf.tensor.device
-            self.total, self.written = torch.zeros(self.shape, dtype=self.dtype, device=device), len(self.leaf.tensor)
+            self.total = torch.zeros(self.shape, dtype=self.dtype, device=self.local.device)
+            self.written = len(self.total)
             for ids, values in self.sparse:
                 self.total.index_put_((ids.clamp(min=0),), values.to(self.dtype), accumulate=True)
             self.sparse = []
         if self.written < len(self.total):
-            self.total[self.written :].zero_()
+            (self.total[self.written :] if self.written else self.total).zero_()
             self.written = len(self.total)
         return self.total
 
+    def add_rows(self, ids: Tensor, values: Tensor) -> None:
+        """Add ``values [n, ...]`` to the rows ``ids [n]``, in an order that is the same from run to run; values of the
+        id -1 are 0."""
+        if self.lists_rows:
+            self.sparse.append((ids, values))
+            return
+        if self.dtype in HALF_DTYPES:  # what a row gets is rounded once
+            ids, order = ids.sort(stable=True)
+            first = torch.searchsorted(ids, ids)
+            values = torch.zeros_like(values).index_put_((first,), values[order], accumulate=True)
+        self.whole().index_put_((ids.clamp(min=0),), values.to(self.dtype), accumulate=True)
+
+    @property
+    def lists_rows(self) -> bool:
+        """Whether this is a list of rows so far, and no matrix."""
+        return self.leaf.sparse and self.total is None
+
+    def result(self) -> Tensor:
+        """The gradient in the dtype and shape of its tensor."""
+        dtype = self.local.dtype
+        if self.lists_rows:
+            empty = torch.empty(0, *self.shape[1:], device=self.local.device, dtype=wide_dtype(self.dtype))
+            ids = torch.cat([empty.new_empty(0, dtype=torch.int64), *(ids for ids, _ in self.sparse)])
+            values = torch.cat([empty, *(values for _, values in self.sparse)])
+            there = ids >= 0
+            made = torch.sparse_coo_tensor(ids[None, there], values[there], self.shape, check_invariants=False)
+            return made.coalesce().to(self.dtype)
+        total = self.whole()
+        if self.leaf.summed and self.leaf.ranks.sums_hidden:
+            total = self.leaf.ranks.sum(total)
+        total = total if total.dtype == dtype else total.to(dtype)
+        return like(self.leaf.tensor, total if total.shape == self.local.shape else total.view(self.local.shape))
+
 
 class Gradients:
-    """The buffers of a call. Tensors without a gradient are asked for like others, and nothing is added to them."""
+    """The buffers of a call, by the trained tensors' ids. Others are asked for alike, and nothing is added to them."""
 
     def __init__(self, leaves: Sequence[Leaf]) -> None:
         self.leaves = leaves
-        self.buffers: dict[object, Buffer] = {}
+        self.buffers: dict[int, Buffer] = {}
+        known = dict[object, Buffer]()
         for leaf in leaves:
-            self.buffers.setdefault(key_of(leaf.tensor), Buffer(leaf))
+            key = key_of(leaf.tensor)
+            if key not in known:
+                known[key] = Buffer(leaf, local_part(leaf.tensor))
+            self.buffers[id(leaf.tensor)] = known[key]
 
     def wants(self, tensor: Tensor | None) -> bool:
-        return tensor is not None and key_of(tensor) in self.buffers
+        return id(tensor) in self.buffers
 
     def add(self, tensor: Tensor, columns: slice, grad: Tensor, hidden: Tensor) -> None:
         """Add ``grad.T @ hidden`` to some rows; the product goes into the buffer, and no other of its size exists."""
-        if self.wants(tensor):
-            total, holds = self.buffers[key_of(tensor)].rows(columns)
+        if id(tensor) in self.buffers:
+            total, holds = self.buffers[id(tensor)].rows(columns)
             matmul_into(total, grad.t(), hidden, accumulate=holds)
 
-    def add_rows(self, tensor: Tensor, ids: Tensor, values: Tensor) -> None:
-        """Add ``values [n, ...]`` to the rows ``ids [n]``, in an order that is the same from run to run; values of the
-        id -1 are 0."""
-        if not self.wants(tensor):
+    def add_states(self, tensor: Tensor, rows: slice | Tensor, values: Tensor | None) -> None:
+        """Add ``values [R, H]`` to the gradient of some hidden states, none of which is there twice."""
+        if values is None or id(tensor) not in self.buffers:
             return
-        buffer = self.buffers[key_of(tensor)]
-        if self.lists_rows(tensor):
-            buffer.sparse.append((ids, values))
+        buffer = self.buffers[id(tensor)]
+        if isinstance(rows, slice):
+            total, holds = buffer.rows(rows)
+            total.add_(values) if holds else total.copy_(values)
         else:
-            if buffer.dtype in HALF_DTYPES:  # what a row gets is rounded once
-                ids, order = ids.sort(stable=True)
-                first = torch.searchsorted(ids, ids)
-                values = torch.zeros_like(values).index_put_((first,), values[order], accumulate=True)
-            buffer.whole().index_put_((ids.clamp(min=0),), values.to(buffer.dtype), accumulate=True)
+            buffer.whole().index_add_(0, rows, values.to(buffer.dtype))
 
-    def lists_rows(self, tensor: Tensor) -> bool:
-        """Whether a gradient is a list of rows so far, and no matrix."""
-        buffer = self.buffers[key_of(tensor)]
-        return buffer.leaf.sparse and buffer.total is None
+    def add_rows(self, tensor: Tensor, ids: Tensor, values: Tensor) -> None:
+        """:meth:`Buffer.add_rows`."""
+        if id(tensor) in self.buffers:
+            self.buffers[id(tensor)].add_rows(ids, values)
 
-    def of(self, tensor: Tensor) -> Tensor | None:
+    def of(self, tensor: Tensor | None) -> Tensor | None:
         """The whole buffer of a tensor, to be added to in place; ``None`` for one without a gradient."""
-        return self.buffers[key_of(tensor)].whole() if self.wants(tensor) else None
+        return self.buffers[id(tensor)].whole() if id(tensor) in self.buffers else None
 
     def results(self) -> list[Tensor | None]:
-        """The gradient of each leaf in its dtype; ``None`` for a second view of memory whose gradient went before."""
-        finished: set[object] = set()
+        """The gradient of each leaf; ``None`` for a second view of memory whose gradient went before."""
         gradients: list[Tensor | None] = []
         for leaf in self.leaves:
-            key = key_of(leaf.tensor)
-            gradients.append(None if key in finished else self._result(self.buffers[key], leaf))
-            finished.add(key)
+            buffer = self.buffers[id(leaf.tensor)]
+            gradients.append(buffer.result() if buffer.leaf is leaf else None)
         return gradients
-
-    def _result(self, buffer: Buffer, leaf: Leaf) -> Tensor:
-        if leaf.sparse and buffer.total is None:
-            empty = torch.empty(0, *buffer.shape[1:], device=leaf.tensor.device, dtype=buffer.dtype)
-            ids = torch.cat([empty.new_empty(0, dtype=torch.int64), *(ids for ids, _ in buffer.sparse)])
-            values = torch.cat([empty.to(wide_dtype(buffer.dtype)), *(values for _, values in buffer.sparse)])
-            ids, values = ids[ids >= 0], values[ids >= 0]
-            return (
-                torch.sparse_coo_tensor(ids[None], values, buffer.shape, check_invariants=False)
-                .coalesce()
-                .to(buffer.dtype)
-            )
-        total = buffer.whole()
-        if leaf.summed and leaf.ranks.sums_hidden:
-            total = leaf.ranks.sum(total)
-        return like(leaf.tensor, total.to(local_part(leaf.tensor).dtype))
 
 
 def wider(dtype: torch.dtype, accumulate: torch.dtype | None) -> torch.dtype:

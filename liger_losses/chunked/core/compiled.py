@@ -21,7 +21,6 @@ from liger_losses.chunked.core import stream
 from liger_losses.chunked.core.options import EngineOptions
 from liger_losses.chunked.core.projection import Projection
 from liger_losses.chunked.core.ranks import ALONE
-from liger_losses.chunked.core.saved import place_of
 from liger_losses.chunked.core.statistics import Statistic, asked_for
 from liger_losses.chunked.core.stream import Values
 from liger_losses.chunked.core.target import Target, TokenLoss
@@ -49,10 +48,19 @@ def in_graphs(thing: N) -> N:
 # --- Calls as texts: torch.compile traces this ------------------------------------------------------------------------
 
 
+def _place_of(value: Tensor, tensors: list[Tensor]) -> int:
+    """The number of a tensor in the list, to which it is added where it is not there yet."""
+    for number, tensor in enumerate(tensors):
+        if tensor is value:
+            return number
+    tensors.append(value)
+    return len(tensors) - 1
+
+
 def _written(value: Any, tensors: list[Tensor], numbers: list[float]) -> str:
     """An expression of this value, whose tensors and numbers are entries of the lists."""
     if isinstance(value, Tensor):
-        return f"tensors[{place_of(value, tensors)}]"
+        return f"tensors[{_place_of(value, tensors)}]"
     if isinstance(value, float):
         numbers.append(value)
         return f"numbers[{len(numbers) - 1}]"
@@ -79,10 +87,10 @@ def _outputs(targets: Sequence[Target], asked: Sequence[Statistic], tensors: lis
     for target in targets:
         wide, selected = wide_dtype(target.hidden.dtype), target.selected
         for s in asked:
-            place, k = place_of(target.labels, tensors), ""
+            place, k = _place_of(target.labels, tensors), ""
             if s.name in ("selected_logps", "columns"):
                 if isinstance(selected, Tensor):
-                    place = place_of(selected, tensors)
+                    place = _place_of(selected, tensors)
                 else:
                     k = f"{selected},"
             found += f"({place}, ({k}), {torch.int64 if s.name in ('argmax', 'columns') else wide}), "
@@ -153,7 +161,7 @@ def loss_sum(
     if not is_dynamo_compiling():
         return stream.loss_sum(targets, names, token_losses, options, metrics)
     known = all(_NAMES.get(getattr(loss.function, "__name__", "")) is loss.function for loss in token_losses)
-    if known and not any(stream.scales_late(target) for target in targets):
+    if known and not any(stream.scales_late(target.hidden, target.leaves()) for target in targets):
         asked = asked_for(names, metrics)
         arguments = (list(targets), asked, list(token_losses), options)
         total, *outputs = _called(torch.ops.liger_losses.loss_sum, "loss_sum", targets, asked, *arguments)

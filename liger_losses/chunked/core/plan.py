@@ -5,17 +5,19 @@ H hidden size, V vocabulary size.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache, lru_cache
 from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 
 from liger_losses.checks import see
+from liger_losses.chunked.core.buffers import Leaf
 from liger_losses.chunked.core.options import EngineOptions
 from liger_losses.chunked.core.statistics import OF_KERNELS, Statistic
-from liger_losses.chunked.core.target import Counted, Target
+from liger_losses.chunked.core.target import Target
 from liger_losses.chunked.core.weights import Concatenated, Quantized, WithAdapters
 from liger_losses.chunked.core.workspace import WORKSPACE_VARIABLE, default_bound
 from liger_losses.kernels import choose_backend
@@ -24,7 +26,7 @@ from liger_losses.kernels.autograd import autocast_dtype
 from liger_losses.kernels.matmul import HALF_DTYPES, wide_dtype
 
 MiB = 2**20
-#: A half-precision gradient of a weight is a sum of at most so many parts; an accelerator may have a number of its own.
+#: A half-precision gradient of a weight is a sum of at most so many parts.
 MOST_PARTS = 8
 #: By default, a call keeps logits until backward in this part of a GPU's memory, or dequantizes a head there.
 MEMORY_PARTS = 32
@@ -35,7 +37,7 @@ MIN_TILE_COLUMNS = 4096
 #: What is left free of a workspace, where it has room. CUDA's caching allocator may hand out a block of memory that is
 #: up to 1 MiB larger than a large buffer, and counts all of it; a few such buffers exist at a time.
 LARGER_BUFFERS = {"cuda": 3 * MiB}
-#: The part of a workspace in which rows of a head are copied, where not all of it is.
+#: The part of a workspace in which rows of a head are copied, where not all are.
 COPIES = 8
 #: Rows of logits that work takes beside a block: of softmaxes in torch, of divergences and rows of the table in torch,
 #: and where several kernels write a gradient.
@@ -47,7 +49,7 @@ class Signature:
     """All that may decide how a call runs. Hashable: the plan is a pure function of it."""
 
     tokens: int
-    live: int  # of them, those that may have a gradient
+    trained: int  # of them, those that may have a gradient
     hidden_size: int
     columns: int  # of the softmax, on the rank that has most
     kept: bool
@@ -68,7 +70,7 @@ class Signature:
     of_kernels: bool = False  # whether statistics of parts of the vocabulary can be merged: one rank, no teacher
     batch_invariant: bool = False
     couples: bool = True  # whether gradients are asked for once all statistics are known
-    others_bytes: int = 0  # of other targets' blocks that live until backward, if they do
+    of_all_targets: int = 0  # tokens of all targets of the call, whose blocks live until backward together
     sharing: int = 0  # targets that share a head which would get more than MOST_PARTS parts by blocks
     memory: int = 0  # bytes of the smallest device
     bound: int | None = None  # the default workspace that was set
@@ -82,52 +84,69 @@ class Signature:
     def quantized(self) -> bool:
         return Quantized in self.weights
 
+    @property
+    def workspace(self) -> int | None:
+        """Bytes that the call may take, if anybody has said how many."""
+        return self.options.workspace or self.bound
+
+    def without_gradients(self) -> Signature:
+        """The call that computes statistics alone."""
+        return replace(self, trains_weight=False, trains_hidden=False, sharing=0) if self.trains else self
+
 
 def signature(
-    target: Target, asked: tuple[Statistic, ...], options: EngineOptions, of_target: Counted, *, couples: bool
+    target: Target, leaves: Sequence[Leaf], asked: tuple[Statistic, ...], options: EngineOptions, *, couples: bool
 ) -> Signature:
-    """All that decides how these tokens are computed."""
-    head, hidden, teacher = target.head, target.hidden, target.teacher
-    dtype = autocast_dtype(hidden.device) or hidden.dtype
-    dtype = hidden.dtype if hidden.dtype == torch.float64 else dtype
-    weights, of_teacher = head.weights, teacher.head.weights if isinstance(teacher, Target) else None
-    records, names = torch.is_grad_enabled(), {s.name for s in asked}
+    """All that decides how the tokens of a target are computed that have a label."""
+    head, hidden, teacher, tokens = target.head, target.hidden, target.teacher, target.counted
+    assert tokens is not None
+    dtype = computed_dtype(hidden)
     backend = choose_backend(options.backend, [(hidden.device, wide_dtype(dtype))], dtypes=LOGIT_DTYPES)
     operand = operand_dtype(dtype, hidden.device, backend)
-    copied = weights.copied_bytes(operand) + (0 if of_teacher is None else of_teacher.copied_bytes(operand))
+    weights, names, trains_hidden = _forms(head.weights), {s.name for s in asked}, hidden.requires_grad and bool(leaves)
+    columns, copied = head.ranks.most(head.weights.columns), head.weights.copied_bytes(operand)
+    of_teacher: dict[str, Any] = {}
+    if teacher is not None:
+        of_teacher["teacher_columns"] = min(teacher.vocab_size, columns)
+    if isinstance(teacher, Target):
+        copied += teacher.head.weights.copied_bytes(operand)
+        of_teacher["quantized_teacher"] = Quantized in _forms(teacher.head.weights)
+        of_teacher["teacher_size"] = teacher.head.weights.hidden_size
     return Signature(
-        tokens=of_target.count,
-        live=of_target.live,
+        tokens=tokens.count,
+        trained=tokens.trained,
         hidden_size=hidden.shape[-1],
-        columns=head.ranks.most(weights.columns) if target.kept is None else target.kept.shape[-1],
+        columns=columns if target.kept is None else target.kept.shape[-1],
         kept=target.kept is not None,
         statistics=tuple([s.name for s in asked if s.differentiable]),
         metrics=tuple([s.name for s in asked if not s.differentiable]),
         operand=operand,
         backend=backend,
         device=hidden.device,
-        trains_weight=records and bool(head.leaves()),
-        trains_hidden=records and hidden.requires_grad,
+        trains_weight=len(leaves) > trains_hidden,
+        trains_hidden=trains_hidden,
         copied_bytes=copied,
-        weights=_forms(weights),
-        quantized_teacher=of_teacher is not None and Quantized in _forms(of_teacher),
-        teacher_columns=0 if teacher is None else min(teacher.vocab_size, head.ranks.most(weights.columns)),
-        teacher_size=0 if of_teacher is None else of_teacher.hidden_size,
+        weights=weights,
         of_kernels=target.kept is None and teacher is None and head.ranks.size == 1 and names <= {*OF_KERNELS},
         several_terms=_has_several_terms(target, names),
         in_torch=any(s.phi is not None or (s.divergence is not None and not s.divergence.has_kernel) for s in asked),
         batch_invariant=head.batch_invariant,
-        couples=couples or scales_late(target),
+        couples=couples,
         memory=head.ranks.least_memory(device_memory(hidden.device), hidden.device),
         bound=default_bound(),
         options=options,
+        **of_teacher,
     )
 
 
-def scales_late(target: Target) -> bool:
+def computed_dtype(hidden: Tensor) -> torch.dtype:
+    """That of hidden states under autocast, which leaves fp64 as it is."""
+    return hidden.dtype if hidden.dtype == torch.float64 else autocast_dtype(hidden.device) or hidden.dtype
+
+
+def scales_late(hidden: Tensor, leaves: Sequence[Leaf]) -> bool:
     """Whether gradients underflow before they are multiplied by the loss's scale, which is known in backward."""
-    trained = [leaf.tensor.dtype for leaf in target.leaves()]
-    return torch.float16 in (autocast_dtype(target.hidden.device) or target.hidden.dtype, *trained)
+    return torch.float16 in [computed_dtype(hidden), *[leaf.tensor.dtype for leaf in leaves]]
 
 
 def _has_several_terms(target: Target, names: set[str]) -> bool:
@@ -147,17 +166,24 @@ def _forms(weights: Any) -> tuple[type, ...]:
     return type(weights), *base
 
 
-class Plan(NamedTuple):
-    """How a call runs."""
+class Tile(NamedTuple):
+    """How many tokens and columns of logits exist at a time, where a pass goes by columns for many tokens."""
 
-    rows: int  # tokens whose gradients share products; of a pass that walks, those of a tile
-    part_rows: int  # of them, tokens of a block, whose logits exist at a time
-    copied_columns: (
-        int  # columns whose rows of the head are copied at a time; all where none are copied, or all at once
-    )
-    keeps: bool  # blocks live until backward; otherwise it computes logits again
-    tile: tuple[int, int] | None  # tokens and columns of the second pass at a time; None where it goes by blocks
-    walks: bool  # whether the first pass goes by tiles too: quantized rows of a tile are dequantized for all its tokens
+    rows: int
+    columns: int
+
+
+class Plan(NamedTuple):
+    """How one pass over the tokens of a target runs."""
+
+    name: str
+    block: Callable[..., Any]  # computes some tokens
+    shared: Callable[..., Any] | None  # takes what the blocks of ``rows`` add to gradients, where they are several
+    rows: int  # tokens whose gradients are added to those of weights together
+    block_rows: int  # of them, tokens of a block, whose logits exist at a time
+    copied_rows: int  # of the head, at a time; all where none are copied, or all at once
+    keeps: bool  # the block of all tokens lives until backward; otherwise that computes logits again
+    tile: Tile | None  # where the pass goes by columns; None where it goes by blocks
     accumulate: torch.dtype | None  # in which the gradient of the weight adds up, where not its own
     dtype: torch.dtype  # of the products' operands
     invariant: bool
@@ -166,20 +192,11 @@ class Plan(NamedTuple):
     backend: str
     trains: bool  # whether anything gets a gradient
     hidden: bool  # whether hidden states do
-    block: Callable[..., Any]
-    first: Callable[..., Any]  # the block of a pass that takes no gradients, before another that does
-    parts: int  # of which a half-precision gradient of a weight is the sum, at most
-    name: str
 
 
-class Accelerator(NamedTuple):
-    """A faster block for some calls. Its file can be deleted, with its line in the table: results stay the same."""
-
-    name: str
-    applies: Callable[[Signature], bool]
-    block: Callable[..., Any]
-    row_bytes: Callable[[Signature], int]
-    parts: int = MOST_PARTS
+#: A way to run some calls: its plan of a call, or None for one that it does not serve. The core's serves every call.
+#: Of an accelerator, the file can be deleted, with its line in the table: results stay the same.
+Planner = Callable[[Signature], "Plan | None"]
 
 
 def padded(columns: int) -> int:
@@ -213,16 +230,16 @@ def operand_dtype(dtype: torch.dtype, device: torch.device, backend: str) -> tor
     return torch.float32 if rounds else dtype
 
 
-def usual_bytes(call: Signature, row: int, parts: int) -> int:
+def usual_bytes(call: Signature, row: int, collects: bool) -> int:
     """Room for blocks that keep a device busy: of 512 tokens without a gradient, or with a teacher, else of 1024; of
-    twice as many of an accelerator's; or of the gradients of up to 2048, by which that of the weight is a sum of few
-    parts. Between 64 MiB and 1.5 GiB."""
+    twice as many whose rows are shorter than the core's; or of the gradients of up to 2048, if these are collected, by
+    which that of the weight is a sum of few parts. Between 64 MiB and 1.5 GiB."""
     rows, most = USUAL_ROWS, 1536 * MiB
     if call.device.type != "cpu":
         rows = USUAL_ROWS // 2 if call.teacher_columns or not call.trains else USUAL_ROWS
     size = max(rows * row_bytes(call), 2 * rows * row if row < row_bytes(call) else 0)
-    if collects(call, rows, parts):
-        together, few = 2 * USUAL_ROWS, -(-call.live // parts // 128) * 128
+    if collects and has_many_parts(call, rows):
+        together, few = 2 * USUAL_ROWS, -(-call.trained // MOST_PARTS // 128) * 128
         if call.teacher_columns:  # all logits again would be twice as many products
             together, most = min(max(together, few), call.tokens), max(most, call.memory // MEMORY_PARTS)
         else:
@@ -232,12 +249,17 @@ def usual_bytes(call: Signature, row: int, parts: int) -> int:
     return min(max(size + 8 * MiB, 64 * MiB), most)
 
 
-def collects(call: Signature, rows: int, parts: int) -> bool:
-    """Whether gradients in half precision are collected, of losses of single tokens that train a weight: where blocks
-    of so many rows would be too many parts of its gradient. With a teacher, rows are few, and fewer parts faster."""
-    few = 2 if call.teacher_columns else parts
+def may_sum(parts: int) -> bool:
+    """Whether a half-precision gradient may be a sum of so many parts."""
+    return parts <= MOST_PARTS
+
+
+def has_many_parts(call: Signature, rows: int) -> bool:
+    """Whether losses of single tokens train a weight in half precision, and blocks of so many rows would be too many
+    parts of its gradient. With a teacher, rows are few, and fewer parts faster."""
+    few = 2 if call.teacher_columns else MOST_PARTS
     half = call.operand in HALF_DTYPES and not call.kept and not call.couples and call.options.chunk_size is None
-    return half and call.trains_weight and call.sharing != 1 and call.live > few * rows
+    return half and call.trains_weight and call.sharing != 1 and call.trained > few * rows
 
 
 def collected_bytes(call: Signature) -> int:
@@ -247,40 +269,55 @@ def collected_bytes(call: Signature) -> int:
 
 
 @lru_cache(maxsize=1024)
-def plan(call: Signature, table: tuple[Accelerator, ...]) -> Plan:
-    """Decide: how many tokens at a time, what lives until backward, which block: the table's first that applies.
+def plan(call: Signature, table: tuple[Planner, ...]) -> Plan:
+    """Decide: how many tokens at a time, what lives until backward, which block: the table's first that serves the
+    call.
 
     Raises:
         ValueError: the workspace cannot hold one row.
     """
-    options = call.options
-    chosen = next(row for row in table if row.applies(call))
-    row = chosen.row_bytes(call)
-    budget = _budget(call, row, chosen.parts)
+    return next(made for planner in table if (made := planner(call)) is not None)
+
+
+def by_blocks(
+    call: Signature,
+    name: str,
+    block: Callable[..., Any],
+    row: int,
+    collected: Callable[..., Any] | None = None,
+) -> Plan:
+    """A plan with blocks that take so many bytes a row, whose gradients may be ``collected``.
+
+    Raises:
+        ValueError: the workspace cannot hold one row.
+    """
+    options, budget = call.options, _budget(call, row, collected is not None)
     if call.batch_invariant:
         _check_invariant(call, budget.copied)
     keep = max(budget.blocks, budget.most) if options.keep is None else options.keep
-    keeps = may_keep(call) and call.tokens * row + call.others_bytes <= keep
-    rows, part_rows = (max(call.tokens, 1),) * 2 if keeps else _rows(call, row, budget.blocks, chosen.parts)
-    accumulate, copied, tile = options.accum_dtype, budget.copied, None
-    walks = not keeps and call.of_kernels and call.quantized and copied < call.columns and call.tokens > 2 * rows
-    if walks:
-        rows, tile = _walk(call, budget.blocks + copied * call.copied_bytes)
-        copied = tile[1]
+    keeps = may_keep(call) and max(call.tokens, call.of_all_targets) * row <= keep
+    rows = block_rows = max(call.tokens, 1)
+    if not keeps:
+        rows, block_rows = _rows(call, row, budget.blocks, collected is not None)
+    copied, tile = budget.copied, None
+    if not keeps and call.of_kernels and call.quantized and copied < call.columns and call.tokens > 2 * rows:
+        tile = _walk(call, budget.blocks + copied * call.copied_bytes)
+        copied = tile.columns
     elif call.sharing:
         # Of losses of single tokens of several targets, a buffer in fp32 is faster than all of their logits again.
         adds = keeps or call.kept or (call.sharing > 1 and not call.couples)
         tile = None if adds else _tile(call, budget.blocks)
-    parts = -(-call.live // rows) if tile is None else -(-call.tokens // tile[0])
-    accumulate = torch.float32 if call.sharing * parts > chosen.parts else accumulate
+    parts = -(-call.trained // rows) if tile is None else -(-call.tokens // tile.rows)
     return Plan(
+        name=name,
+        block=block,
+        shared=collected if block_rows < rows else None,
         rows=rows,
-        part_rows=part_rows,
-        copied_columns=copied,
+        block_rows=block_rows,
+        copied_rows=copied,
         keeps=keeps,
         tile=tile,
-        walks=walks,
-        accumulate=accumulate,
+        accumulate=options.accum_dtype if may_sum(call.sharing * parts) else torch.float32,
         dtype=call.operand,
         invariant=call.batch_invariant,
         scratch=budget.scratch,
@@ -288,31 +325,12 @@ def plan(call: Signature, table: tuple[Accelerator, ...]) -> Plan:
         backend=call.backend,
         trains=call.trains,
         hidden=call.trains_hidden,
-        block=chosen.block,
-        first=chosen.block if keeps or not call.trains else _first(call, table).block,
-        parts=chosen.parts,
-        name=chosen.name,
     )
-
-
-def _first(call: Signature, table: tuple[Accelerator, ...]) -> Accelerator:
-    """Which row serves a pass that takes no gradients."""
-    without = replace(call, trains_weight=False, trains_hidden=False)
-    return next(row for row in table if row.applies(without))
 
 
 def may_keep(call: Signature) -> bool:
     """Whether blocks live until backward if they fit."""
     return call.couples and call.trains and call.options.chunk_size is None
-
-
-def kept_together(calls: list[Signature], table: tuple[Accelerator, ...]) -> list[Signature]:
-    """Of the targets of one call, each knows of the others' blocks: all live until backward, or none."""
-    if len(calls) == 1:
-        return calls
-    rows = [next(row for row in table if row.applies(call)) for call in calls]
-    sizes = [call.tokens * row.row_bytes(call) if may_keep(call) else 0 for call, row in zip(calls, rows, strict=True)]
-    return [replace(call, others_bytes=sum(sizes) - size) for call, size in zip(calls, sizes, strict=True)]
 
 
 def least_bytes(call: Signature, row: int) -> int:
@@ -326,12 +344,12 @@ class _Budget(NamedTuple):
     blocks: int  # bytes for a block at a time
     most: int  # bytes for blocks that are kept
     scratch: int
-    copied: int  # columns whose rows are copied at a time
+    copied: int  # rows of the head that are copied at a time
 
 
-def _budget(call: Signature, row: int, parts: int) -> _Budget:
+def _budget(call: Signature, row: int, collects: bool) -> _Budget:
     """Divide the workspace; by default, what the shapes and the device ask for."""
-    bound, least = call.options.workspace or call.bound, least_bytes(call, row)
+    bound, least = call.workspace, least_bytes(call, row)
     scratch_row, vectors = _temporaries(call)
     if bound is not None and bound < least:
         models = "a student and a teacher over" if call.teacher_columns else f"a hidden size of {call.hidden_size} and"
@@ -344,7 +362,7 @@ def _budget(call: Signature, row: int, parts: int) -> _Budget:
             f"{least} bytes, {advice}." + see("workspace")
         )
     if bound is None:
-        size = max(usual_bytes(call, row, parts), least)
+        size = max(usual_bytes(call, row, collects), least)
     else:
         size = bound - vectors - min(LARGER_BUFFERS.get(call.device.type, 0), (bound - least) // 4)
     copied, most = _copies(call, size, max(size, call.memory // MEMORY_PARTS) if bound is None else size)
@@ -355,13 +373,13 @@ def _budget(call: Signature, row: int, parts: int) -> _Budget:
     return _Budget(max(size - scratch, row), most, scratch, copied)
 
 
-def _rows(call: Signature, row: int, size: int, parts: int) -> tuple[int, int]:
-    """The tokens whose gradients share products, and of them, those whose logits exist at a time."""
+def _rows(call: Signature, row: int, size: int, collects: bool) -> tuple[int, int]:
+    """The tokens whose gradients are added together, and of them, those whose logits exist at a time."""
     rows = even(call.tokens, max(1, min(size // row, call.options.chunk_size or size)))
-    if not collects(call, rows, parts):
+    if not (collects and has_many_parts(call, rows)):
         return rows, rows
-    part_rows = max(1, min(USUAL_ROWS // 2, size // (4 * collected_bytes(call) + row)))
-    return max(rows, even(call.tokens, max(1, (size - part_rows * row) // collected_bytes(call)))), part_rows
+    block_rows = max(1, min(USUAL_ROWS // 2, size // (4 * collected_bytes(call) + row)))
+    return max(rows, even(call.tokens, max(1, (size - block_rows * row) // collected_bytes(call)))), block_rows
 
 
 def _check_invariant(call: Signature, copied: int) -> None:
@@ -390,7 +408,7 @@ def _temporaries(call: Signature) -> tuple[int, int]:
 
 
 def _copies(call: Signature, size: int, most: int) -> tuple[int, int]:
-    """Columns whose rows are copied at a time, and the bytes that are left of ``most`` for blocks that are kept."""
+    """Rows of the heads that are copied at a time, and the bytes that are left of ``most`` for blocks that are kept."""
     if not call.copied_bytes:
         return call.columns, most
     whole = call.columns * call.hidden_size * call.operand.itemsize
@@ -400,9 +418,9 @@ def _copies(call: Signature, size: int, most: int) -> tuple[int, int]:
     return columns // 64 * 64 or columns, most - columns * call.copied_bytes
 
 
-def _tile(call: Signature, size: int) -> tuple[int, int]:
-    """Tokens and columns of the second pass at a time: most of the memory goes to tokens, so that each part of the
-    weight's gradient is written once or a few times; but a tile needs enough columns to keep the device busy."""
+def _tile(call: Signature, size: int) -> Tile:
+    """Of a second pass: most of the memory goes to tokens, so that each part of the weight's gradient is written once
+    or a few times; but a tile needs enough columns to keep the device busy."""
     item, operand = wide_dtype(call.operand).itemsize, call.operand.itemsize
     token = call.hidden_size * (item + operand) + call.teacher_size * operand
     entry = item * (2 if call.teacher_columns else 1)
@@ -411,18 +429,20 @@ def _tile(call: Signature, size: int) -> tuple[int, int]:
         rows = even(call.tokens, rows)
         columns = max(1, (size - rows * token) // (rows * entry))
         if columns >= min(MIN_TILE_COLUMNS, call.columns) or rows <= MIN_TILE_COLUMNS // 2:
-            return rows, min(columns // 64 * 64 or columns, call.columns)
+            return Tile(rows, min(columns // 64 * 64 or columns, call.columns))
         rows = rows * 3 // 4
 
 
-def _walk(call: Signature, size: int) -> tuple[int, tuple[int, int]]:
-    """The same where a tile's columns are copied for all of its tokens, at least in a quarter of the memory; and before
-    it the tokens of the first pass's tiles, which are more: they have no gradients."""
+def _walk(call: Signature, size: int) -> Tile:
+    """Where the rows of a tile's columns are copied for all of its tokens, at least in a quarter of the memory; of a pass
+    without gradients, as many columns of more tokens."""
     item, operand = wide_dtype(call.operand).itemsize, call.operand.itemsize
     columns = max(1, size // 4 // call.copied_bytes)
     token, copied = call.hidden_size * (item + operand), columns * call.copied_bytes
     rows = even(call.tokens, max(1, (size - copied) // (token + columns * item)))
     columns = max(1, min((size - rows * token) // (call.copied_bytes + rows * item), call.columns))
     columns = columns // 64 * 64 or columns
-    first = call.hidden_size * operand + columns * item
-    return even(call.tokens, max(1, (size - columns * call.copied_bytes) // first)), (rows, columns)
+    if not call.trains:
+        token = call.hidden_size * operand + columns * item
+        rows = even(call.tokens, max(1, (size - columns * call.copied_bytes) // token))
+    return Tile(rows, columns)

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 
 from torch import Tensor
 
-from liger_losses.chunked.core.buffers import Leaf, local_part
+from liger_losses.chunked.core.buffers import local_part
 from liger_losses.chunked.core.ranks import Ranks
 from liger_losses.chunked.core.weights import Products, Weights
 from liger_losses.kernels.logit_transform import LogitTransform
@@ -32,11 +32,5 @@ class Projection:
         return replace(self, weights=self.weights.open(products))
 
     def local_bias(self, columns: slice | Tensor) -> Tensor | None:
+        """The bias of some of this rank's columns."""
         return None if self.bias is None else local_part(self.bias.detach())[columns].contiguous()
-
-    def leaves(self) -> list[Leaf]:
-        """What is trained: a matrix that all ranks have whole gets the sum of their parts."""
-        leaves = [Leaf(tensor, self.ranks, whole) for tensor, whole in self.weights.trained if tensor.requires_grad]
-        if self.bias is not None and self.bias.requires_grad:
-            leaves.append(Leaf(self.bias, self.ranks))
-        return leaves

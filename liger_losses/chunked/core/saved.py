@@ -2,72 +2,65 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, is_dataclass
-from typing import Any
+from collections.abc import Callable
+from dataclasses import is_dataclass, replace
+from typing import Any, NamedTuple
 
 from torch import Tensor
-from torch.compiler import is_dynamo_compiling
 
+from liger_losses.chunked.core.plan import Plan
 from liger_losses.chunked.core.ranks import Ranks
 from liger_losses.chunked.core.statistics import Statistic
 
 #: Types of what holds no tensors, which is most of what a call knows.
-PLAIN = {type(None), bool, int, float, str, slice, Statistic, Ranks}
+PLAIN = {type(None), bool, int, float, str, slice, Statistic, Ranks, Plan}
 
 
-@dataclass(frozen=True)
-class Place:
+class Place(NamedTuple):
     """The number of a tensor in the list."""
 
     number: int
 
 
-@dataclass(frozen=True)
-class Packed:
-    """A dataclass of this type whose fields hold tensors."""
-
-    kind: type
-    values: dict[str, Any]
-
-
-def place_of(value: Tensor, tensors: list[Tensor]) -> int:
-    """The number of a tensor in the list, to which it is added where it is not there yet."""
-    for number, tensor in enumerate(tensors):
-        if tensor is value:
-            return number
-    copied = not is_dynamo_compiling() and value.is_inference()
-    tensors.append(value.clone() if copied else value)
-    return len(tensors) - 1
-
-
-def pack(value: Any, tensors: list[Tensor]) -> Any:
-    """``value`` with a place in the list for each tensor, which has one however often it occurs.
+def pack(value: Any) -> tuple[Any, list[Tensor]]:
+    """``value`` with a place in the list for each tensor, which has one however often it occurs; and the list.
 
     Autograd keeps no tensor that was made in inference mode: a copy takes its place.
     """
-    if isinstance(value, Tensor):
-        return Place(place_of(value, tensors))
-    if type(value) in (list, tuple):
-        parts = [item if type(item) in PLAIN else pack(item, tensors) for item in value]
-        return type(value)(parts) if any(a is not b for a, b in zip(parts, value, strict=True)) else value
-    if type(value) is dict:
-        return {name: pack(item, tensors) for name, item in value.items()}
-    if is_dataclass(value) and not isinstance(value, type):
-        kind: Any = type(value)
-        items = [(name, getattr(value, name)) for name in kind.__match_args__]  # what its constructor takes
-        packed = {name: item if type(item) in PLAIN else pack(item, tensors) for name, item in items}
-        return Packed(kind, packed) if any(packed[name] is not item for name, item in items) else value
-    return value
+    tensors, numbers = list[Tensor](), dict[int, int]()
+
+    def place(tensor: Tensor) -> Place:
+        number = numbers.setdefault(id(tensor), len(tensors))
+        if number == len(tensors):
+            tensors.append(tensor.clone() if tensor.is_inference() else tensor)
+        return Place(number)
+
+    return _changed(value, place), tensors
 
 
-def unpack(value: Any, tensors: list[Tensor]) -> Any:
+def unpack(value: Any, tensors: tuple[Tensor, ...]) -> Any:
     """The inverse of :func:`pack`."""
-    if isinstance(value, Place):
-        return tensors[value.number]
-    if isinstance(value, Packed):
-        return value.kind(**{name: unpack(item, tensors) for name, item in value.values.items()})
-    if type(value) in (list, tuple):
-        return type(value)([unpack(item, tensors) for item in value])
-    if type(value) is dict:
-        return {name: unpack(item, tensors) for name, item in value.items()}
-    return value
+    return _changed(value, lambda place: tensors[place.number])
+
+
+def _changed(value: Any, change: Callable[[Any], Any]) -> Any:
+    """``value`` with what ``change`` makes of each tensor or place in its lists, dictionaries and dataclasses."""
+    kind = type(value)
+    if isinstance(value, (Tensor, Place)):
+        return change(value)
+    if kind in (list, tuple, dict):
+        items = dict(value if kind is dict else enumerate(value))
+    elif is_dataclass(kind):
+        items = {name: getattr(value, name) for name in kind.__match_args__}  # what its constructor takes
+    else:
+        return value
+    changes = {}
+    for name, item in items.items():
+        if type(item) not in PLAIN and (changed := _changed(item, change)) is not item:
+            changes[name] = changed
+    if not changes:
+        return value
+    if is_dataclass(kind):
+        return replace(value, **changes)
+    items |= changes
+    return items if kind is dict else kind(items.values())

@@ -10,8 +10,8 @@ T tokens of a target, N of them with a label, R of a block.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack
-from dataclasses import dataclass, fields, replace
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -20,30 +20,23 @@ from torch.compiler import is_dynamo_compiling
 
 from liger_losses.caller import warn
 from liger_losses.checks import check_right, check_vocabulary, see
-from liger_losses.chunked.core.block import BLOCKS, Collected, Late, statistics_by_columns
+from liger_losses.chunked.core.block import PLANNERS, statistics_by_columns
 from liger_losses.chunked.core.buffers import Gradients, Leaf, key_of, local_part
 from liger_losses.chunked.core.checks import agree_on_call, check_call
 from liger_losses.chunked.core.options import EngineOptions
-from liger_losses.chunked.core.plan import (
-    Plan,
-    even,
-    kept_together,
-    padded,
-    plan,
-    scales_late,
-    signature,
-)
+from liger_losses.chunked.core.plan import Plan, Signature, even, may_sum, plan, scales_late, signature
 from liger_losses.chunked.core.saved import pack, unpack
 from liger_losses.chunked.core.statistics import OF_KERNELS, Statistic, asked_for
 from liger_losses.chunked.core.target import Counted, Target, TokenLoss
 from liger_losses.chunked.core.teachers import Rows
 from liger_losses.chunked.core.weights import Products
 from liger_losses.kernels import choose_backend
+from liger_losses.kernels._triton import device_of
 from liger_losses.kernels.autograd import once_differentiable, scale_
 from liger_losses.kernels.matmul import HALF_DTYPES, wide_dtype
 from liger_losses.kernels.reading import label_facts, start_reading
 
-#: Fewer rows are copied together before the gradient products if at least this share has no gradient.
+#: Fewer rows are moved together before the gradient products if at least this share has no gradient.
 DROPPED = 0.02
 #: Bytes of rows that exist twice while they are moved.
 MOVED_BYTES = 2**25
@@ -59,57 +52,30 @@ Values = dict[str, Tensor]
 
 @dataclass(frozen=True, eq=False)
 class Stream:
-    """The tokens of a target that are computed, block by block.
+    """The tokens of a target that have a label, and how they are computed.
 
-    ``index [N]`` are their places among the flattened tokens (``None`` for all), of which the first ``live`` may have
-    a gradient. With ``active [T]``, tokens without a label are among them, and their numbers are 0.
+    ``plan`` is that of the pass that has gradients, and ``first`` of tokens and passes that have none. With
+    ``active [T]``, tokens without a label are among them, and their numbers are 0.
     """
 
     target: Target
     asked: tuple[Statistic, ...]
+    leaves: list[Leaf]
     plan: Plan
-    index: Tensor | None
-    count: int
-    live: int
+    first: Plan
     active: Tensor | None
 
-    def open(self) -> Stream:
-        """The same with heads that are cast or dequantized, where this is done for all columns together."""
-        target, products = self.target, Products(self.plan.dtype, self.plan.copied_columns, self.plan.invariant)
-        teacher = target.teacher
-        if isinstance(teacher, Target):
-            teacher = replace(teacher, head=teacher.head.open(products))
-        return replace(self, target=replace(target, head=target.head.open(products), teacher=teacher))
+    @property
+    def tokens(self) -> Counted:
+        assert self.target.counted is not None
+        return self.target.counted
 
-    def places(self, chosen: Rows) -> Rows:
+    def places(self, rows: Rows) -> Rows:
         """Where some of the N tokens are among all T."""
-        if self.index is not None:
-            return self.index[chosen]
-        return chosen
-
-    def part(self, chosen: Rows) -> Target:
-        """The tokens of a block, in the operands' dtype."""
-        rows = self.places(chosen)
-        if callable(getattr(self.target.teacher, "logits", None)) and isinstance(rows, slice):
-            rows = torch.arange(*rows.indices(self.target.labels.numel()), device=self.target.labels.device)
-        part = self.target.take(rows)
-        if self.active is not None:
-            part = part.neutral(self.active[rows])
-        return part.to(self.plan.dtype)
-
-    def blocks(self, start: int, stop: int, *, trains: bool = True) -> Iterator[tuple[slice, Any]]:
-        """Blocks of the tokens ``start`` to ``stop``, with statistics, and what gradients need where it ``trains``."""
-        block = self.plan.block if trains else self.plan.first
-        for rows in slices(start, stop, even(stop - start, self.plan.part_rows)):
-            yield rows, block(self.part(rows), self.asked, self.plan)
-
-    def collected(self, rows: slice) -> Collected | None:
-        """Where the gradients of these tokens are collected, if there are logits of fewer at a time."""
-        if self.plan.part_rows >= rows.stop - rows.start or self.plan.part_rows == self.plan.rows:
-            return None
-        count, weights = rows.stop - rows.start, self.target.head.weights
-        memory = torch.empty(count, padded(weights.columns), dtype=self.plan.dtype, device=weights.device)
-        return Collected(memory, slice(0, 0))
+        index, count = self.tokens.index, self.tokens.count
+        if index is None or (isinstance(rows, slice) and rows.start == 0 and rows.stop == count):
+            return rows if index is None else index
+        return index[rows]
 
     def masked(self, values: Values, rows: Rows) -> Values:
         """0 for tokens without a label, where these are among the tokens."""
@@ -117,40 +83,50 @@ class Stream:
 
     def empty(self) -> Values:
         """Statistics of no tokens."""
-        labels, wide = self.target.labels, wide_dtype(self.plan.dtype)
+        labels, wide, values = self.target.labels, wide_dtype(self.plan.dtype), Values()
         selected = self.target.selected
         k = selected.shape[-1] if isinstance(selected, Tensor) else selected or 0
-        return {
-            s.name: torch.zeros(
-                (0, k) if s.name in ("selected_logps", "selected_logits", "columns") else (0,),
-                dtype=torch.int64 if s.name in ("columns", "argmax") else wide,
-                device=labels.device,
-            )
-            for s in self.asked
-        }
+        for s in self.asked:
+            shape = (0, k) if s.name in ("selected_logps", "selected_logits", "columns") else (0,)
+            dtype = torch.int64 if s.name in ("columns", "argmax") else wide
+            values[s.name] = torch.zeros(shape, dtype=dtype, device=labels.device)
+        return values
 
     def spread(self, values: Tensor) -> Tensor:
         """From ``[N, ...]`` to all tokens, in the labels' shape; 0 for those without a label."""
-        shape = self.target.labels.shape
-        if self.index is not None:
-            values = values.new_zeros(shape.numel(), *values.shape[1:]).index_copy(0, self.index, values)
+        shape, index = self.target.labels.shape, self.tokens.index
+        if index is not None:
+            values = values.new_zeros(shape.numel(), *values.shape[1:]).index_copy(0, index, values)
         return values.view(*shape, *values.shape[1:])
 
     def gathered(self, values: Tensor) -> Tensor:
         """The inverse of :meth:`spread`."""
         values = values.flatten(0, self.target.labels.dim() - 1)
-        return values if self.index is None else values[self.index]
+        return values if self.tokens.index is None else values[self.tokens.index]
 
-    def add_hidden(self, grads: Gradients, chosen: Rows, values: Tensor | None) -> None:
-        """Add gradients ``[R, H]`` of some of the N tokens."""
-        total = grads.of(self.target.hidden)
-        if total is None or values is None:
-            return
-        rows, total = self.target.places(self.places(chosen)), total.view(-1, total.shape[-1])
-        if isinstance(rows, slice):
-            total[rows].add_(values)
-        else:
-            total.index_add_(0, rows, values.to(total.dtype))
+
+class Pass:
+    """One way through the tokens of a stream: its heads are cast or dequantized once, where all rows fit."""
+
+    def __init__(self, stream: Stream, plan: Plan) -> None:
+        self.stream, self.plan = stream, plan
+        self.target = stream.target.open(Products(plan.dtype, plan.copied_rows, plan.invariant))
+
+    def part(self, rows: Rows) -> Target:
+        """Some of the N tokens, in the operands' dtype."""
+        places, active = self.stream.places(rows), self.stream.active
+        part = self.target.take(places)
+        return (part if active is None else part.neutral(active[places])).to(self.plan.dtype)
+
+    def block(self, rows: slice) -> Any:
+        """A block of these tokens, with statistics, and what gradients need where anything is trained."""
+        return self.plan.block(self.part(rows), self.stream.asked, self.plan)
+
+    def add_hidden(self, grads: Gradients, rows: Rows, values: Tensor | None) -> None:
+        """Add gradients ``[R, H]`` of the hidden states of some of the N tokens."""
+        target = self.stream.target
+        if values is not None:
+            grads.add_states(target.hidden, target.places(self.stream.places(rows)), values)
 
 
 def only(active: Tensor, values: Values) -> Values:
@@ -158,28 +134,12 @@ def only(active: Tensor, values: Values) -> Values:
     return {n: torch.where(active if v.dim() == 1 else active[:, None], v, 0) for n, v in values.items()}
 
 
-def slices(start: int, stop: int, size: int) -> Iterator[slice]:
-    """Slices of at most ``size``."""
-    for first in range(start, stop, max(size, 1)):
-        yield slice(first, min(first + size, stop))
-
-
-def cut(value: Any, live: Live, count: int) -> Any:
-    """Some rows of all tensors in a block (or dictionary) that have ``count``; those of matrices are moved in their
-    memory, some at a time."""
-    if isinstance(value, Tensor):
-        if not value.dim() or len(value) != count:
-            return value
-        if value.dim() == 1:
-            return value[live.order]
-        for at in slices(0, len(live.places), MOVED_BYTES // (value.stride(0) * value.itemsize)):
-            value[live.places[at]] = value[live.from_end[at]]
-        return value[: len(live.order)]
-    if isinstance(value, dict):
-        return {name: cut(item, live, count) for name, item in value.items()}
-    if hasattr(value, "constants"):
-        return replace(value, **{f.name: cut(getattr(value, f.name), live, count) for f in fields(value)})
-    return value
+def slices(start: int, stop: int, most: int) -> list[slice]:
+    """As few, equally large slices as ``most`` allows."""
+    if 0 < stop - start <= most:
+        return [slice(start, stop)]
+    size = even(stop - start, most)
+    return [slice(first, min(first + size, stop)) for first in range(start, stop, size)]
 
 
 # --- From targets to streams ----------------------------------------------------------------------------------------
@@ -189,53 +149,63 @@ def open_streams(
     targets: Sequence[Target],
     asked: tuple[Statistic, ...],
     options: EngineOptions,
-    lives: Sequence[Tensor | None] | None = None,
-) -> list[Stream]:
-    """Find the tokens with a label, for which the host waits once, and plan; ``lives`` are those of losses of single
-    tokens."""
-    table, couples = tuple(BLOCKS), lives is None
-    actives: list[Tensor | None] = [None] * len(targets)
+    trained: Sequence[Tensor | None] | None = None,
+) -> tuple[list[Stream], bool]:
+    """Find the tokens with a label, for which the host waits once, and plan; and whether gradients wait until all
+    statistics are known. Of losses of single tokens, ``trained`` says which tokens may have a gradient."""
+    table, couples = tuple(PLANNERS), trained is None
     if options.compact:
-        pays = [is_large(target, target.labels.numel(), MIN_FLOPS_OF_LOSSES) for target in targets]
-        lives = lives and [live if large else None for live, large in zip(lives, pays, strict=True)]
-        targets = counted(targets, options, lives)
+        targets, actives = counted(targets, options, trained), [None] * len(targets)
     else:
         actives = [checked_labels(target, options.ignore_index) for target in targets]
-    tokens = [target.counted or Counted(None, n := target.labels.numel(), n, (0, 0)) for target in targets]
-    targets = [replace(target, counted=None) for target in targets]
-    pairs = zip(targets, tokens, strict=True)
-    calls = [signature(target, asked, options, of_target, couples=couples) for target, of_target in pairs]
-    calls = kept_together(calls, table)
-    streams = [
-        Stream(target, asked, plan(call, table), of_target.index, of_target.count, of_target.live, active)
-        for target, call, of_target, active in zip(targets, calls, tokens, actives, strict=True)
-    ]
-    parts: dict[object, list[tuple[int, int]]] = {}
-    for stream in streams:
-        for key in _half_sums(stream, options):
-            parts.setdefault(key, []).append((-(-stream.live // stream.plan.rows), stream.plan.parts))
-    many = {
-        key: len(pairs) for key, pairs in parts.items() if sum(n for n, _ in pairs) > min(most for _, most in pairs)
-    }
-    for i, stream in enumerate(streams if many else ()):
-        sharing = max([many.get(key, 0) for key in _half_sums(stream, options)], default=0)
-        streams[i] = replace(stream, plan=plan(replace(calls[i], sharing=sharing), table))
-        bound = options.workspace or calls[i].bound
-        if bound is not None and streams[i].plan.accumulate is not None:
-            warn(
-                f"a workspace of {bound} bytes has no room for the tokens in few enough parts. To be exact, the "
-                "gradient of the weight is accumulated in fp32, in a buffer beyond the workspace. Pass a larger "
-                "workspace, or accum_dtype=torch.float32 to allow it." + see("workspace")
-            )
-    return streams
+        targets = [replace(target, counted=Counted.of_all(target.labels.numel())) for target in targets]
+    leaves = [target.leaves() if torch.is_grad_enabled() else [] for target in targets]
+    for target, own in zip(targets, leaves, strict=True):
+        couples = couples or (bool(own) and scales_late(target.hidden, own))
+    calls = []
+    for target, own in zip(targets, leaves, strict=True):
+        calls.append(signature(target, own, asked, options, couples=couples))
+    if len(calls) > 1:
+        total = sum([call.tokens for call in calls])
+        calls = [replace(call, of_all_targets=total) for call in calls]
+    plans = [plan(call, table) for call in calls]
+    sharing = _sharing(calls, plans, leaves)
+    if sharing is not None:
+        calls = [replace(call, sharing=n) for call, n in zip(calls, sharing, strict=True)]
+        plans = [plan(call, table) for call in calls]
+    if not couples and any(made.tile is not None for made in plans):
+        couples, calls = True, [replace(call, couples=True) for call in calls]
+        plans = [plan(call, table) for call in calls]
+    if sharing is not None and calls[0].workspace is not None and any(made.accumulate is not None for made in plans):
+        warn(
+            f"a workspace of {calls[0].workspace} bytes has no room for the tokens in few enough parts. To be exact, "
+            "the gradient of the weight is accumulated in fp32, in a buffer beyond the workspace. Pass a larger "
+            "workspace, or accum_dtype=torch.float32 to allow it." + see("workspace")
+        )
+    streams = list[Stream]()
+    for target, call, own, made, active in zip(targets, calls, leaves, plans, actives, strict=True):
+        all_train = made.keeps or not made.trains or (not couples and call.trained == call.tokens)
+        first = made if all_train else plan(call.without_gradients(), table)
+        streams.append(Stream(target, asked, own, made, first, active))
+    return streams, couples
 
 
-def _half_sums(stream: Stream, options: EngineOptions) -> list[object]:
-    """The matrices whose gradients add up in half precision."""
-    if options.accum_dtype is not None or not torch.is_grad_enabled() or stream.target.sparse_grad:
-        return []
-    trained = [tensor for tensor, _ in stream.target.head.weights.trained if tensor.requires_grad]
-    return [key_of(tensor) for tensor in trained if tensor.dtype in HALF_DTYPES]
+def _sharing(calls: Sequence[Signature], plans: Sequence[Plan], leaves: Sequence[Sequence[Leaf]]) -> list[int] | None:
+    """Of each target, how many share a half-precision gradient that would be a sum of too many parts, if any does."""
+    parts = []
+    for call, made in zip(calls, plans, strict=True):
+        size, count = (made.rows, call.trained) if made.tile is None else (made.tile.rows, call.tokens)
+        parts.append(-(-count // size))
+    if may_sum(sum(parts)) or calls[0].options.accum_dtype is not None:
+        return None
+    keys, counts = list[set[object]](), dict[object, list[int]]()
+    for own, count in zip(leaves, parts, strict=True):
+        half = [leaf.tensor for leaf in own if leaf.accumulate is None and leaf.tensor.dtype in HALF_DTYPES]
+        keys.append({key_of(tensor) for tensor in half} if not any(leaf.sparse for leaf in own) else set())
+        for key in keys[-1]:
+            counts.setdefault(key, []).append(count)
+    many = {key: len(of_key) for key, of_key in counts.items() if not may_sum(sum(of_key))}
+    return [max([many.get(key, 0) for key in own], default=0) for own in keys] if many else None
 
 
 def is_large(target: Target, count: int, least: dict[str, float]) -> bool:
@@ -247,7 +217,7 @@ def is_large(target: Target, count: int, least: dict[str, float]) -> bool:
 
 def checked_labels(target: Target, ignore_index: int) -> Tensor:
     """Which tokens ``[T]`` have a label; an error on the device for a label outside of the vocabulary."""
-    labels = target.labels.detach().reshape(-1)
+    labels = target.labels.reshape(-1)
     active = labels != ignore_index
     right = ((labels >= 0) & (labels < target.vocab_size)) | ~active
     check_right(right.all(), labels, target.vocab_size, ignore_index)
@@ -255,16 +225,23 @@ def checked_labels(target: Target, ignore_index: int) -> Tensor:
 
 
 def counted(
-    targets: Sequence[Target], options: EngineOptions, lives: Sequence[Tensor | None] | None = None
+    targets: Sequence[Target], options: EngineOptions, trained: Sequence[Tensor | None] | None = None
 ) -> list[Target]:
-    """The targets with which of their tokens have a label, for which the host waits once if it is not known."""
-    masks = lives or [None] * len(targets)
+    """The targets with which of their tokens have a label, for which the host waits once if it is not known.
+
+    ``trained`` are masks in the labels' shape of tokens that may have a gradient, heeded where that pays.
+    """
+    masks = [None] * len(targets) if trained is None else list(trained)
+    for i, target in enumerate(targets):
+        if masks[i] is not None and not is_large(target, target.labels.numel(), MIN_FLOPS_OF_LOSSES):
+            masks[i] = None
+    found = list(targets)
     if any(target.counted is None for target in targets) or any(mask is not None for mask in masks):
-        targets = _count(targets, options.ignore_index, options.backend, masks)
-    for target in targets:
+        found = _count(targets, options.ignore_index, options.backend, masks)
+    for target in found:
         assert target.counted is not None
         check_vocabulary([*target.counted.extremes], target.vocab_size, options.ignore_index)
-    return list(targets)
+    return found
 
 
 def counted_once(targets: Sequence[Target], options: EngineOptions) -> list[Target]:
@@ -275,51 +252,48 @@ def counted_once(targets: Sequence[Target], options: EngineOptions) -> list[Targ
 
 
 def _count(
-    targets: Sequence[Target], ignore_index: int, backend: str | None, lives: Sequence[Tensor | None]
+    targets: Sequence[Target], ignore_index: int, backend: str | None, masks: Sequence[Tensor | None]
 ) -> list[Target]:
-    labels = [target.labels.detach().reshape(-1).contiguous() for target in targets]  # as kernels read them
+    labels = [target.labels.reshape(-1).contiguous() for target in targets]  # as kernels read them
     backend = choose_backend(backend, [(labels[0].device, torch.float32)])
-    facts = label_facts(labels, ignore_index, backend=backend)
-    masks = [
-        None if live is None else live.reshape(-1) & (y != ignore_index) for y, live in zip(labels, lives, strict=True)
-    ]
+    numbers = label_facts(labels, ignore_index, backend=backend)
+    masks = [m if m is None else m.reshape(-1) & (y != ignore_index) for y, m in zip(labels, masks, strict=True)]
     if any(mask is not None for mask in masks):
-        counts = torch.stack([facts[i, 0] if mask is None else mask.sum() for i, mask in enumerate(masks)])
-        facts = torch.cat([facts, counts[:, None]], 1)
-    numbers = start_reading(facts, _WHAT)()
+        counts = [numbers[i, 0] if mask is None else mask.sum() for i, mask in enumerate(masks)]
+        numbers = torch.cat([numbers, torch.stack(counts)[:, None]], 1)
     found = list[Target]()
-    for target, y, mask, (count, low, high, *more) in zip(targets, labels, masks, numbers, strict=True):
-        live = more[0] if more else count
-        index = None if count == len(y) else torch.nonzero_static(y != ignore_index, size=count)[:, 0]
-        if mask is not None and live < count:
-            dead = ~mask & (y != ignore_index)
-            pair = (torch.nonzero_static(mask, size=live), torch.nonzero_static(dead, size=count - live))
+    for target, y, mask, facts in zip(targets, labels, masks, start_reading(numbers, _WHAT)(), strict=True):
+        count, low, high, trained = facts if len(facts) > 3 else (*facts, facts[0])
+        index = None
+        if mask is not None and trained < count:
+            others = ~mask & (y != ignore_index)
+            pair = (torch.nonzero_static(mask, size=trained), torch.nonzero_static(others, size=count - trained))
             index = torch.cat(pair)[:, 0]
-        found.append(replace(target, counted=Counted(index, count, live, (low, high))))
+        elif count < len(y):
+            index = torch.nonzero_static(y != ignore_index, size=count)[:, 0]
+        found.append(replace(target, counted=Counted(index, count, trained, (low, high))))
     return found
 
 
 def leaves_of(streams: Sequence[Stream]) -> list[Leaf]:
     """All that is trained, each once: the dtype in which it adds up is the widest that a plan asks for."""
     leaves: dict[int, Leaf] = {}
-    for stream in streams if torch.is_grad_enabled() else ():
-        for leaf in stream.target.leaves(stream.plan.accumulate):
+    for stream in streams:
+        for leaf in stream.leaves:
+            if leaf.accumulate is None and stream.plan.accumulate is not None:
+                leaf = replace(leaf, accumulate=stream.plan.accumulate)
             known = leaves.get(id(leaf.tensor))
-            if known is None or (known.accumulate is None and leaf.accumulate is not None):
+            if known is None or known.accumulate is None:
                 leaves[id(leaf.tensor)] = leaf
     return list(leaves.values())
 
 
-class _Alone(ExitStack):
-    """Autocast is off, the device of the call current, and nothing is recorded."""
-
-    def __init__(self, tensor: Tensor) -> None:
-        super().__init__()
-        kind = tensor.device.type
-        self.enter_context(torch.no_grad())
-        self.enter_context(torch.cuda.device_of(tensor))
-        if torch.is_autocast_enabled(kind):
-            self.enter_context(torch.autocast(kind, enabled=False))
+@contextmanager
+def _alone(tensor: Tensor) -> Iterator[None]:
+    """Autocast is off, and the device of the call current."""
+    kind = tensor.device.type
+    with device_of(tensor), torch.autocast(kind, enabled=False) if torch.is_autocast_enabled(kind) else nullcontext():
+        yield
 
 
 # --- Statistics -----------------------------------------------------------------------------------------------------
@@ -329,66 +303,62 @@ class _Statistics(torch.autograd.Function):
     """Statistics of tokens; backward has their blocks still, or computes them again."""
 
     @staticmethod
-    def forward(
-        ctx: Any, streams: list[Stream], known: list[Values], leaves: list[Leaf], *tensors: Tensor
-    ) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, streams: list[Stream], known: list[Values], *tensors: Tensor) -> tuple[Tensor, ...]:
         ctx.set_materialize_grads(False)
-        outputs, constants, kept = list[Tensor](), list[Values](), list[list[Any]]()
-        with _Alone(streams[0].target.hidden):
+        outputs, constants, blocks, fixed = list[Tensor](), list[Values](), list[Any](), list[Tensor]()
+        with _alone(streams[0].target.hidden):
             for stream, values in zip(streams, known or [{}] * len(streams), strict=True):
-                tiles = stream.plan.tile is not None
-                if values and (not tiles or {s.name for s in stream.asked} <= {*OF_KERNELS}):
-                    constants.append(values if tiles else {})
-                    kept.append([])
-                    outputs += [values[s.name] for s in stream.asked]
-                    continue
-                blocks, parts, opened = list[Any](), list[Values](), stream.open()
-                if stream.plan.walks:
-                    for rows in slices(0, stream.count, stream.plan.rows):
-                        parts.append(statistics_by_columns(opened.part(rows), stream.asked, stream.plan))
-                for rows, block in (
-                    () if stream.plan.walks else opened.blocks(0, stream.count, trains=stream.plan.keeps)
-                ):
-                    parts.append(block.constants)
-                    if stream.plan.keeps:
-                        blocks.append((rows, replace(block, part=None, constants={})))
-                    del block  # its memory is free before the next one's is allocated
-                constants.append(concatenated(parts or [stream.empty()]))
-                kept.append(blocks)
-                of_stream = stream.masked(constants[-1], slice(None))
-                outputs += [of_stream[s.name].clone() for s in stream.asked]
-                del opened  # what it has dequantized is free before the next target's is
-        saved = [leaf.tensor for leaf in leaves]
-        ctx.packed = pack((streams, constants, kept), saved)
-        ctx.leaves, ctx.used = [leaf[1:] for leaf in leaves], False
+                if values and (stream.plan.tile is None or {s.name for s in stream.asked} <= {*OF_KERNELS}):
+                    own, block = ({} if stream.plan.tile is None else values), None
+                else:
+                    own, block = _first_pass(stream)
+                    values = stream.masked({s.name: own[s.name].clone() for s in stream.asked}, slice(None))
+                constants.append(own)
+                blocks.append(block)
+                for s in stream.asked:
+                    outputs.append(values[s.name])
+                    if not (s.differentiable and stream.leaves):
+                        fixed.append(values[s.name])
+        ctx.packed, saved = pack((streams, constants, blocks))
+        ctx.used = False
         ctx.save_for_backward(*saved)
-        trained = [s.differentiable and bool(stream.target.leaves()) for stream in streams for s in stream.asked]
-        ctx.mark_non_differentiable(*[out for out, on in zip(outputs, trained, strict=True) if not on])
+        ctx.mark_non_differentiable(*fixed)
         return tuple(outputs)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *upstream: Tensor | None) -> tuple[Any, ...]:
-        saved = list(ctx.saved_tensors)
-        leaves = [Leaf(tensor, *rest) for tensor, rest in zip(saved, ctx.leaves, strict=False)]
-        # Gradients take the memory of blocks: a second backward computes these again. `data` shares memory, and not
-        # the count of changes by which autograd would then refuse to give what else was saved.
+        # Gradients take the memory of blocks: a second backward computes these again.
         again, ctx.used = ctx.used, True
-        streams, constants, kept = unpack(ctx.packed, saved)
-        grads, upstreams, first = Gradients(leaves), list[Values](), 0
+        streams, constants, blocks = unpack(ctx.packed, ctx.saved_tensors)
+        grads, upstreams, left = Gradients(leaves_of(streams)), list[Values](), iter(upstream)
         for stream in streams:
-            pairs = zip(stream.asked, upstream[first : first + len(stream.asked)], strict=True)
-            wanted = {s.name: g for s, g in pairs if g is not None and stream.plan.trains}
+            wanted = {s.name: g for s in stream.asked if (g := next(left)) is not None and stream.plan.trains}
             upstreams.append(stream.masked(wanted, slice(None)))
-            first += len(stream.asked)
-        with _Alone(streams[0].target.hidden):
-            lives = live_rows(streams, upstreams)
-            for stream, of_rows, values, blocks, live in zip(streams, constants, upstreams, kept, lives, strict=True):
-                if values and blocks and not again:
-                    _from_blocks(stream, blocks, of_rows, values, live, grads)
+        with _alone(streams[0].target.hidden):
+            moves = moved_rows(streams, upstreams)
+            for stream, own, block, values, moved in zip(streams, constants, blocks, upstreams, moves, strict=True):
+                if values and block is not None and not again:
+                    _from_block(stream, block, own, values, moved, grads)
                 elif values:
-                    _again(stream, of_rows, values, live, grads)
-            return None, None, None, *grads.results()
+                    _again(stream, own, values, moved, grads)
+            return None, None, *grads.results()
+
+
+def _first_pass(stream: Stream) -> tuple[Values, Any]:
+    """The numbers of all tokens, and their block if it lives until backward."""
+    made, parts, block = stream.first, list[Values](), None
+    opened, count = Pass(stream, made), stream.tokens.count
+    if made.tile is not None:
+        for rows in slices(0, count, made.tile.rows):
+            parts.append(statistics_by_columns(opened.part(rows), stream.asked, made))
+        return concatenated(parts or [stream.empty()]), None
+    for rows in slices(0, count, made.block_rows):
+        block = None  # its memory is free before the next one's is allocated
+        block = opened.block(rows)
+        parts.append(block.constants)
+    kept = replace(block, part=None, constants={}) if block is not None and made.keeps else None
+    return concatenated(parts or [stream.empty()]), kept
 
 
 def concatenated(parts: list[Values]) -> Values:
@@ -397,86 +367,82 @@ def concatenated(parts: list[Values]) -> Values:
     return first if len(parts) == 1 else {name: torch.cat([part[name] for part in parts]) for name in first}
 
 
-class Live(NamedTuple):
-    """The tokens that have a gradient, of which most of the first stay in their places: those from the end take the
-    places, among these, of tokens without one."""
+class Moved(NamedTuple):
+    """The tokens that have a gradient, ``order [n]``: most of the first n stay in their places, and the others take the
+    places among these of tokens without one, the ``gaps``."""
 
     order: Tensor
-    places: Tensor
-    from_end: Tensor
+    gaps: Tensor
+    others: Tensor
+
+    def rows(self, matrix: Tensor) -> Tensor:
+        """These rows of a matrix, moved in its memory, some at a time."""
+        for at in slices(0, len(self.gaps), max(MOVED_BYTES // (matrix.stride(0) * matrix.itemsize), 1)):
+            matrix[self.gaps[at]] = matrix[self.others[at]]
+        return matrix[: len(self.order)]
 
 
-def live_rows(streams: Sequence[Stream], upstream: Sequence[Values]) -> list[Live | None]:
+def moved_rows(streams: Sequence[Stream], upstream: Sequence[Values]) -> list[Moved | None]:
     """Of each stream the tokens that have a gradient, ``None`` for all: the host waits for all numbers at once."""
-    masks: dict[int, Tensor] = {}
+    moves, masks, numbers = list[Moved | None]([None] * len(streams)), dict[int, Tensor](), list[Tensor]()
+    capturing = streams[0].target.hidden.is_cuda and torch.cuda.is_current_stream_capturing()
     for i, (stream, values) in enumerate(zip(streams, upstream, strict=True)):
-        capturing = stream.target.hidden.is_cuda and torch.cuda.is_current_stream_capturing()
         # Ranks that share a vocabulary would all have to find the same number.
         waits = stream.target.head.ranks.size == 1 and stream.active is None and not capturing
-        if values and waits and stream.count and is_large(stream.target, stream.count, MIN_FLOPS):
-            masks[i] = torch.stack(
-                [(g != 0).flatten(1).any(1) if g.dim() > 1 else g != 0 for g in values.values()]
-            ).any(0)
+        if values and waits and stream.tokens.count and is_large(stream.target, stream.tokens.count, MIN_FLOPS):
+            trained = [(g != 0).flatten(1).any(1) if g.dim() > 1 else g != 0 for g in values.values()]
+            masks[i] = torch.stack(trained).any(0)
+            total = masks[i].cumsum(0)
+            first = total.index_select(0, (total[-1:] - 1).clamp(min=0))  # how many of as many first tokens have one
+            numbers.append(torch.cat([total[-1:], total[-1:] - first]))
     if not masks:
-        return [None] * len(streams)
-    numbers = list[Tensor]()
-    for mask in masks.values():
-        total = mask.cumsum(0)
-        first = total.index_select(0, (total[-1:] - 1).clamp(min=0))  # how many of as many first tokens are live
-        numbers.append(torch.cat([total[-1:], total[-1:] - first]))
-    lives: list[Live | None] = [None] * len(streams)
+        return moves
     for (i, mask), (count, moved) in zip(masks.items(), start_reading(torch.stack(numbers), _WHAT)(), strict=True):
-        if count <= (1 - DROPPED) * streams[i].count:
-            places = torch.nonzero_static(~mask[:count], size=moved)[:, 0]
-            from_end = torch.nonzero_static(mask[count:], size=moved)[:, 0] + count
-            index = torch.arange(count, device=mask.device).index_copy_(0, places, from_end)
-            lives[i] = Live(index, places, from_end)
-    return lives
+        if count <= (1 - DROPPED) * streams[i].tokens.count:
+            gaps = torch.nonzero_static(~mask[:count], size=moved)[:, 0]
+            others = torch.nonzero_static(mask[count:], size=moved)[:, 0] + count
+            order = torch.arange(count, device=mask.device).index_copy_(0, gaps, others)
+            moves[i] = Moved(order, gaps, others)
+    return moves
 
 
-def _from_blocks(
-    stream: Stream, blocks: list[Any], constants: Values, upstream: Values, live: Live | None, grads: Gradients
+def _from_block(
+    stream: Stream, block: Any, constants: Values, upstream: Values, moved: Moved | None, grads: Gradients
 ) -> None:
-    """Gradients of blocks that have lived until now, as one block each, or as that of the tokens that have any."""
-    opened = stream.open()
-    for rows, block in blocks:
-        kept = data_of(block)
-        chosen: Rows = rows
-        if live is not None:  # blocks that are kept are one
-            kept, chosen = cut(kept, live, rows.stop - rows.start), live.order
-        of_rows = {name: value[chosen] for name, value in constants.items()}
-        kept = replace(kept, part=opened.part(chosen), constants=of_rows)
-        values = {name: g[chosen] for name, g in upstream.items()}
-        opened.add_hidden(grads, chosen, kept.add_gradients(values, grads))
-        if kept.late is not None:
-            kept.late.add(kept.part, kept.late.values, grads)
+    """Gradients of a block that has lived until now, or of its tokens that have any."""
+    opened, rows = Pass(stream, stream.plan), slice(0, stream.tokens.count) if moved is None else moved.order
+    changes: dict[str, Any] = {"part": opened.part(rows), "constants": rows_in(constants, rows)}
+    for name in block.__match_args__:
+        if isinstance(memory := getattr(block, name), Tensor):
+            # `data` shares memory, and not the count of changes by which autograd would refuse to give what is saved.
+            changes[name] = memory.data if moved is None else moved.rows(memory.data)
+    opened.add_hidden(grads, rows, replace(block, **changes).add_gradients(rows_in(upstream, rows), grads))
 
 
-def data_of(block: Any) -> Any:
-    """A block whose tensors may be written to, although they are saved."""
-    return replace(block, **{f.name: v.data for f in fields(block) if isinstance(v := getattr(block, f.name), Tensor)})
+def rows_in(values: Values, rows: Rows) -> Values:
+    """Some rows of all values."""
+    return {name: value[rows] for name, value in values.items()}
 
 
-def _again(stream: Stream, constants: Values, upstream: Values, live: Live | None, grads: Gradients) -> None:
+def _again(stream: Stream, constants: Values, upstream: Values, moved: Moved | None, grads: Gradients) -> None:
     """Gradients of tokens whose logits are gone: of those that have any, by blocks or by tiles.
 
     Without ``constants``, a block has its own.
     """
-    count = stream.count if live is None else len(live.order)
-    opened, tile = stream.open(), stream.plan.tile
-    size = stream.plan.rows if tile is None else tile[0]
-    for rows in slices(0, count, even(count, size)):
-        chosen: Rows = rows if live is None else live.order[rows]
-        part = opened.part(chosen)
-        of_rows = {name: value[chosen] for name, value in constants.items()} or None
-        values = {name: g[chosen] for name, g in upstream.items()}
+    made, count = stream.plan, stream.tokens.count if moved is None else len(moved.order)
+    opened, columns = Pass(stream, made), stream.target.head.weights.columns
+    for rows in slices(0, count, made.block_rows if made.tile is None else made.tile.rows):
+        chosen: Rows = rows if moved is None else moved.order[rows]
+        part, of_rows, values = opened.part(chosen), rows_in(constants, chosen), rows_in(upstream, chosen)
+        if made.tile is None:
+            block = made.block(part, stream.asked, made, of_rows or None)
+            opened.add_hidden(grads, chosen, block.add_gradients(values, grads))
+            del block
+            continue
         hidden: Tensor | None = None
-        columns = part.head.weights.columns
-        for here in slices(0, columns, columns if tile is None else tile[1]):
-            block = stream.plan.block(part, stream.asked, stream.plan, of_rows, here)
-            hidden = block.add_gradients(values, grads, *([] if hidden is None else [hidden]))
-            if block.late is not None:
-                block.late.add(part, block.late.values, grads)
+        for tile in slices(0, columns, made.tile.columns):
+            block = made.block(part, stream.asked, made, of_rows, tile)
+            hidden = block.add_gradients(values, grads, hidden)
             del block
         opened.add_hidden(grads, chosen, hidden)
 
@@ -489,21 +455,17 @@ class _Losses(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any,
-        streams: list[Stream],
-        losses: list[TokenLoss],
-        names: list[list[str]],
-        leaves: list[Leaf],
-        *tensors: Tensor,
+        ctx: Any, streams: list[Stream], losses: list[TokenLoss], names: list[list[str]], *tensors: Tensor
     ) -> tuple[Tensor, ...]:
         ctx.set_materialize_grads(False)
-        with _Alone(streams[0].target.hidden):
-            total, outputs, ctx.gradients = _run(streams, losses, leaves)
-        saved = [leaf.tensor for leaf in leaves]
-        ctx.packed, ctx.leaves = pack((streams, losses), saved), [leaf[1:] for leaf in leaves]
+        with _alone(streams[0].target.hidden):
+            total, outputs, ctx.gradients = _run(streams, losses)
+        ctx.packed, saved = pack((streams, losses))
         ctx.save_for_backward(*saved)
-        names += [list(values) for values in outputs]
-        flat = [value for values in outputs for value in values.values()]
+        flat = list[Tensor]()
+        for values in outputs:
+            names.append(list(values))
+            flat += values.values()
         ctx.mark_non_differentiable(*flat)
         return total, *flat
 
@@ -513,94 +475,86 @@ class _Losses(torch.autograd.Function):
         gradients, ctx.gradients = ctx.gradients, None
         if upstream is None:
             return (None,) * len(ctx.needs_input_grad)
-        with _Alone(upstream):
+        with _alone(upstream):
             if gradients is None:  # the first backward scaled them, and gave them away
-                saved = list(ctx.saved_tensors)
-                leaves = [Leaf(tensor, *rest) for tensor, rest in zip(saved, ctx.leaves, strict=False)]
-                streams, losses = unpack(ctx.packed, saved)
-                gradients = _run(streams, losses, leaves)[2]
-            return None, None, None, None, *[scaled(g, upstream) for g in gradients]
+                gradients = _run(*unpack(ctx.packed, ctx.saved_tensors))[2]
+            return None, None, None, *scaled(gradients, upstream)
 
 
-def scaled(gradient: Tensor | None, factor: Tensor) -> Tensor | None:
-    """A gradient times a factor, in its memory."""
-    if gradient is None or gradient.layout != torch.strided:
-        return gradient if gradient is None else gradient * factor
-    local = local_part(gradient)
-    scale_(factor, [local], backend=choose_backend(None, [local]))
-    return gradient
+def scaled(gradients: Sequence[Tensor | None], factor: Tensor) -> list[Tensor | None]:
+    """Gradients times a factor, in their memory."""
+    dense = [local_part(g) for g in gradients if g is not None and g.layout == torch.strided]
+    if dense:
+        scale_(factor, dense, backend=choose_backend(None, dense))
+    return [g if g is None or g.layout == torch.strided else g * factor for g in gradients]
 
 
-def _run(
-    streams: Sequence[Stream], losses: Sequence[TokenLoss], leaves: Sequence[Leaf]
-) -> tuple[Tensor, list[Values], list[Tensor | None]]:
+def _run(streams: Sequence[Stream], losses: Sequence[TokenLoss]) -> tuple[Tensor, list[Values], list[Tensor | None]]:
     """The sum of losses, the numbers of each stream's tokens, and the gradient of each leaf."""
-    grads, outputs = Gradients(leaves), list[Values]()
-    totals = [torch.zeros((), dtype=wide_dtype(streams[0].plan.dtype), device=streams[0].target.hidden.device)]
+    grads, outputs, totals = Gradients(leaves_of(streams)), list[Values](), list[Tensor]()
     for stream, loss in zip(streams, losses, strict=True):
-        parts, opened, lates = list[Values](), stream.open(), list[tuple[slice, Late]]()
-        for start, stop in ((0, stream.live), (stream.live, stream.count)):
-            for together in slices(start, stop, even(stop - start, stream.plan.rows)):
-                trains = stream.plan.trains and start < stream.live
-                collected = opened.collected(together) if trains else None
-                for rows, block in opened.blocks(together.start, together.stop, trains=trains):
-                    values = stream.masked(block.statistics(), rows)
-                    total, upstream, more = token_losses(stream, loss, values, rows, trains)
-                    totals.append(total)
-                    parts.append(values | more)
-                    if collected is not None:
-                        at = slice(rows.start - together.start, rows.stop - together.start)
-                        collected.take(block, upstream, grads, at)
-                    elif upstream:
-                        opened.add_hidden(grads, rows, block.add_gradients(upstream, grads))
-                        lates += [] if block.late is None else [(rows, block.late)]
-                    del block
-                if collected is not None:
-                    hidden = collected.add_gradients(opened.part(together), stream.plan, grads)
-                    opened.add_hidden(grads, together, hidden)
-                    del collected
-        if not stream.count:
+        parts, tokens = list[Values](), stream.tokens
+        for made, start, stop in (
+            (stream.plan, 0, tokens.trained),
+            (stream.first, tokens.trained, tokens.count),
+        ):
+            if start < stop:
+                _run_part(Pass(stream, made), loss, slice(start, stop), grads, totals, parts)
+        if not tokens.count:
             values = stream.empty()
-            parts = [values | token_losses(stream, loss, values, slice(0, 0), False)[2]]
+            total, _, more = token_losses(stream, loss, values, slice(0, 0), False)
+            totals.append(total)
+            parts.append(values | more)
         outputs.append(concatenated(parts))
-        if lates:
-            _add_late(stream, lates, grads)
-        del opened  # what it has dequantized is free before the next target's is
-    return torch.stack(totals).sum(), outputs, grads.results()
+    return totals[0] if len(totals) == 1 else torch.stack(totals).sum(), outputs, grads.results()
 
 
-def _add_late(stream: Stream, lates: list[tuple[slice, Late]], grads: Gradients) -> None:
-    """Of the first tokens, as many at a time as have hidden states that fit the memory of a block."""
-    weights, add = stream.target.head.weights, lates[0][1].add
-    values = lates[0][1].values.new_zeros(stream.live)  # blocks whose losses have no derivative have none
-    for rows, late in lates:
-        values[rows] = late.values
-    for rows in slices(0, stream.live, stream.plan.rows * weights.columns // weights.hidden_size):
-        add(stream.part(rows), values[rows], grads)
+def _run_part(
+    opened: Pass, loss: TokenLoss, tokens: slice, grads: Gradients, totals: list[Tensor], parts: list[Values]
+) -> None:
+    """Of some tokens of a stream."""
+    stream, made = opened.stream, opened.plan
+    for together in slices(tokens.start, tokens.stop, made.rows):
+        start, shared = together.start, None
+        if made.trains and made.shared is not None:
+            shared = made.shared(opened.target, made, together.stop - start)
+        for rows in slices(start, together.stop, made.block_rows):
+            block = opened.block(rows)
+            values = stream.masked(block.statistics(), rows)
+            total, upstream, more = token_losses(stream, loss, values, rows, made.trains)
+            totals.append(total)
+            parts.append(values | more)
+            if shared is not None:
+                at = slice(rows.start - start, rows.stop - start)
+                opened.add_hidden(grads, rows, shared.take(block, upstream, grads, at))
+            elif upstream:
+                opened.add_hidden(grads, rows, block.add_gradients(upstream, grads))
+            del block  # its memory is free before the next one's is allocated
+        if shared is not None:
+            opened.add_hidden(grads, together, shared.add_gradients(opened.part(together), grads))
 
 
 def token_losses(
     stream: Stream, loss: TokenLoss, values: Values, rows: slice, differentiates: bool
 ) -> tuple[Tensor, Values, Values]:
     """The sum of the losses of some tokens, their derivatives by each statistic, and further numbers."""
-    named = {s.name for s in stream.asked if s.differentiable}
-    leaves = {n: v.detach().requires_grad_(differentiates and n in named) for n, v in values.items()}
+    wide, leaves, wanted = wide_dtype(stream.plan.dtype), Values(), list[str]()
+    for s in stream.asked:
+        leaves[s.name] = values[s.name].detach()
+        if differentiates and s.differentiable:
+            leaves[s.name].requires_grad_()
+            wanted.append(s.name)
     with torch.set_grad_enabled(differentiates):
         losses, derivatives, more = loss(leaves, stream.places(rows), stream.target.labels.dim())
         losses = losses if stream.active is None else torch.where(stream.active[rows], losses, 0.0)
         total = losses.sum(dtype=wide_dtype(losses.dtype))
-    if differentiates and derivatives is None:
-        wanted = [n for n in leaves if n in named] if total.requires_grad else []
-        grads = torch.autograd.grad(total, [leaves[n] for n in wanted], allow_unused=True) if wanted else ()
+    if derivatives is None and total.requires_grad:
+        grads = torch.autograd.grad(total, [leaves[n] for n in wanted], allow_unused=True)
         derivatives = {n: g for n, g in zip(wanted, grads, strict=True) if g is not None}
-    upstream = (
-        {n: g.detach().to(wide_dtype(stream.plan.dtype)) for n, g in (derivatives or {}).items()}
-        if differentiates
-        else {}
-    )
+    upstream = {n: g.detach().to(wide) for n, g in derivatives.items()} if differentiates and derivatives else {}
     more = stream.masked({n: v.detach() for n, v in more.items()}, rows)
     # Masked again: where a loss is not finite, not even 0 times its derivative is.
-    return total.detach().to(wide_dtype(stream.plan.dtype)), stream.masked(upstream, rows), more
+    return total.detach().to(wide), stream.masked(upstream, rows), more
 
 
 def of_values(loss: TokenLoss, values: Values, rows: Rows, dims: int, active: Tensor | None) -> tuple[Tensor, Values]:
@@ -621,12 +575,10 @@ def of_values(loss: TokenLoss, values: Values, rows: Rows, dims: int, active: Te
 # --- The two ways in ------------------------------------------------------------------------------------------------
 
 
-def _in_order(streams: Sequence[Stream], outputs: Sequence[Tensor]) -> list[Values]:
-    ordered, left = list[Values](), list(outputs)
-    for stream in streams:
-        ordered.append(dict(zip([s.name for s in stream.asked], left, strict=False)))
-        del left[: len(stream.asked)]
-    return ordered
+def _statistics_of(streams: list[Stream], known: list[Values]) -> list[Values]:
+    """Of each stream, with gradients."""
+    left = iter(_Statistics.apply(streams, known, *[leaf.tensor for leaf in leaves_of(streams)]))
+    return [{s.name: next(left) for s in stream.asked} for stream in streams]
 
 
 def statistics(
@@ -652,14 +604,10 @@ def statistics(
     check_call(targets)
     asked = asked_for(names, metrics)
     agree_on_call(targets, asked, options, sums_losses=False)
-    streams = open_streams(targets, asked, replace(options, keep=0) if known else options)
-    leaves, left = leaves_of(streams), iter(known)
+    streams, left = open_streams(targets, asked, replace(options, keep=0) if known else options)[0], iter(known)
     before = [{s.name: stream.gathered(next(left)) for s in asked} for stream in streams] if known else []
-    outputs = _Statistics.apply(streams, before, leaves, *(leaf.tensor for leaf in leaves))
-    return [
-        {name: stream.spread(value) for name, value in values.items()}
-        for stream, values in zip(streams, _in_order(streams, outputs), strict=True)
-    ]
+    found = _statistics_of(streams, before)
+    return [_spread(stream, values) for stream, values in zip(streams, found, strict=True)]
 
 
 def loss_sum(
@@ -677,24 +625,22 @@ def loss_sum(
     check_call(targets)
     asked = asked_for(names, metrics)
     agree_on_call(targets, asked, options, sums_losses=True)
-    streams = open_streams(targets, asked, options, [loss.live for loss in token_losses])
-    leaves, order = leaves_of(streams), list[list[str]]()
-    pairs = list(zip(streams, token_losses, strict=True))
-    late = leaves and any(stream.plan.tile is not None or scales_late(stream.target) for stream in streams)
-    if late or any(stream.plan.walks for stream in streams):
-        outputs = _Statistics.apply(streams, [], leaves, *(leaf.tensor for leaf in leaves))
-        named = _in_order(streams, outputs)
-        sums = [
-            of_values(loss, values, stream.places(slice(0, stream.count)), stream.target.labels.dim(), stream.active)
-            for (stream, loss), values in zip(pairs, named, strict=True)
-        ]
-        total = torch.stack([loss for loss, _ in sums]).sum().to(wide_dtype(streams[0].plan.dtype))
-        numbers = [values for _, values in sums]
+    streams, couples = open_streams(targets, asked, options, [loss.trained for loss in token_losses])
+    numbers, totals = list[Values](), list[Tensor]()
+    if couples:
+        for stream, loss, values in zip(streams, token_losses, _statistics_of(streams, []), strict=True):
+            rows, dims = stream.places(slice(0, stream.tokens.count)), stream.target.labels.dim()
+            of_stream, named = of_values(loss, values, rows, dims, stream.active)
+            totals.append(of_stream)
+            numbers.append(named)
+        total = torch.stack(totals).sum().to(wide_dtype(streams[0].plan.dtype))
     else:
-        total, *outputs = _Losses.apply(streams, list(token_losses), order, leaves, *(leaf.tensor for leaf in leaves))
+        order, tensors = list[list[str]](), [leaf.tensor for leaf in leaves_of(streams)]
+        total, *outputs = _Losses.apply(streams, list(token_losses), order, *tensors)
         left = iter(outputs)
-        numbers = [{name: next(left) for name in of_target} for of_target in order]
-    return total, [
-        {name: stream.spread(value) for name, value in values.items()}
-        for stream, values in zip(streams, numbers, strict=True)
-    ]
+        numbers = [{name: next(left) for name in of_stream} for of_stream in order]
+    return total, [_spread(stream, values) for stream, values in zip(streams, numbers, strict=True)]
+
+
+def _spread(stream: Stream, values: Values) -> Values:
+    return {name: stream.spread(value) for name, value in values.items()}

@@ -12,16 +12,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from liger_losses.checks import checked_temperatures
 from liger_losses.chunked.core.buffers import Leaf
 from liger_losses.chunked.core.projection import Projection
-from liger_losses.chunked.core.teachers import Rows, TeacherLogits, rows_of
-from liger_losses.chunked.core.weights import WithAdapters
+from liger_losses.chunked.core.teachers import Rows, TeacherLogits, neutral_numbers, rows_of, wide_numbers
+from liger_losses.chunked.core.weights import Products, WithAdapters
 from liger_losses.kernels.logit_transform import LogitTransform
-from liger_losses.kernels.matmul import wide_dtype
 
-#: The fields of a target that have an entry for each token, and how many dimensions that entry has.
-PER_TOKEN = {"hidden": 1, "labels": 0, "temperature": 0, "kept": 1, "selected": 1}
+#: The fields of a target beside hidden states that have an entry for each token, and that entry's dimensions.
+PER_TOKEN = {"labels": 0, "temperature": 0, "kept": 1, "selected": 1}
 
 
 @dataclass(frozen=True, eq=False)
@@ -31,8 +29,13 @@ class Counted:
 
     index: Tensor | None
     count: int
-    live: int
+    trained: int
     extremes: tuple[int, int]
+
+    @classmethod
+    def of_all(cls, count: int) -> Counted:
+        """Of so many tokens, all are computed."""
+        return cls(None, count, count, (0, 0))
 
 
 @dataclass(frozen=True, eq=False)
@@ -74,24 +77,24 @@ class Target:
         """Where tokens are among the flattened hidden states."""
         return rows if self.rows is None else self.rows.reshape(-1)[rows]
 
-    def take(self, rows: Rows) -> Target:
+    def open(self, products: Products) -> Target:
+        """The same with heads whose weights are cast or dequantized, where this is done for all rows together."""
+        teacher = None if self.teacher is None else self.teacher.open(products)
+        return replace(self, head=self.head.open(products), teacher=teacher)
+
+    def take(self, rows: Rows, device: torch.device | None = None) -> Target:
         """Some of the tokens: ``hidden [R, H]``, ``labels [R]`` and so on."""
-        cut: dict[str, Any] = {}
+        taken: dict[str, Any] = {"hidden": rows_of(self.hidden, self.places(rows), 1)}
         for name, trailing in PER_TOKEN.items():
-            value = getattr(self, name)
-            if isinstance(value, Tensor):
-                cut[name] = rows_of(value.detach(), self.places(rows) if name == "hidden" else rows, trailing)
-        return replace(self, **cut, rows=None, teacher=None if self.teacher is None else self.teacher.take(rows))
+            if isinstance(value := getattr(self, name), Tensor):
+                taken[name] = rows_of(value, rows, trailing)
+        if self.teacher is not None:
+            taken["teacher"] = self.teacher.take(rows, self.labels.device)
+        return replace(self, **taken, rows=None)
 
     def neutral(self, active: Tensor) -> Target:
         """A block's tokens, of which those that are not ``active [R]`` have numbers without influence."""
-        columns, teacher = active[:, None], self.teacher
-        if isinstance(teacher, Target):
-            teacher = teacher.neutral(active)
-        elif teacher is not None:
-            assert isinstance(teacher.logits, Tensor)
-            logits = torch.where(columns, teacher.logits, 0.0)
-            teacher = replace(teacher, logits=logits, temperature=neutral_numbers(teacher.temperature, active))
+        columns = active[:, None]
         return replace(
             self,
             hidden=torch.where(columns, self.hidden, 0.0),
@@ -99,18 +102,15 @@ class Target:
             temperature=neutral_numbers(self.temperature, active),
             kept=None if self.kept is None else torch.where(columns, self.kept, 0),
             selected=torch.where(columns, self.selected, 0) if isinstance(self.selected, Tensor) else self.selected,
-            teacher=teacher,
+            teacher=None if self.teacher is None else self.teacher.neutral(active),
         )
 
     def to(self, dtype: torch.dtype) -> Target:
         """A block's tokens with hidden states in the operands' dtype, and temperatures in that of logits."""
         if self.hidden.dtype == dtype and self.teacher is None and not isinstance(self.temperature, Tensor):
             return self
-        temperature, teacher = wide_numbers(self.temperature, dtype), self.teacher
-        if isinstance(teacher, Target):
-            teacher = teacher.to(dtype)
-        elif teacher is not None:
-            teacher = replace(teacher, temperature=wide_numbers(teacher.temperature, dtype))
+        teacher = None if self.teacher is None else self.teacher.to(dtype)
+        temperature = wide_numbers(self.temperature, dtype)
         return replace(self, hidden=self.hidden.to(dtype), temperature=temperature, teacher=teacher)
 
     @property
@@ -123,37 +123,20 @@ class Target:
         same = not isinstance(temperature, Tensor) and known.temperature == temperature
         return known if same else replace(known, temperature=temperature)
 
-    def leaves(self, accumulate: torch.dtype | None = None) -> list[Leaf]:
-        """All that is trained; weights add up in ``accumulate``, and what every rank has in fp32: each part of the
-        vocabulary adds to all of it."""
-        matrix = self.head.weights
+    def leaves(self) -> list[Leaf]:
+        """All that is trained; what every rank has adds up in fp32: each part of the vocabulary adds to all of it."""
+        head, leaves, matrix = self.head, list[Leaf](), self.head.weights
         while isinstance(matrix, WithAdapters):
             matrix = matrix.base
-        read = [tensor for tensor, _ in matrix.trained if self.sparse_grad]
-        leaves = [
-            leaf._replace(
-                sparse=any(leaf.tensor is tensor for tensor in read),
-                accumulate=torch.float32 if leaf.summed else accumulate,
-            )
-            for leaf in self.head.leaves()
-        ]
-        if self.head.bias is not None and self.head.bias.requires_grad:
-            leaves[-1] = leaves[-1]._replace(sparse=False, accumulate=torch.float32)
+        sparse = len(matrix.trained) if self.sparse_grad else 0  # adapters follow their base
+        for i, (tensor, whole) in enumerate(head.weights.trained):
+            if tensor.requires_grad:
+                leaves.append(Leaf(tensor, head.ranks, whole, i < sparse, torch.float32 if whole else None))
+        if head.bias is not None and head.bias.requires_grad:
+            leaves.append(Leaf(head.bias, head.ranks, accumulate=torch.float32))
         if self.hidden.requires_grad:
-            leaves.append(Leaf(self.hidden, self.head.ranks, True))
+            leaves.append(Leaf(self.hidden, head.ranks, summed=True, accumulate=self.hidden.dtype))
         return leaves
-
-
-def neutral_numbers(numbers: float | Tensor, active: Tensor) -> float | Tensor:
-    """Temperatures of tokens, 1 for those that are not active."""
-    return torch.where(active, numbers, 1.0) if isinstance(numbers, Tensor) else numbers
-
-
-def wide_numbers(numbers: float | Tensor, dtype: torch.dtype) -> float | Tensor:
-    """Temperatures of tokens as kernels read them, in the dtype of logits; ValueError for wrong ones."""
-    if not isinstance(numbers, Tensor):
-        return numbers
-    return checked_temperatures(numbers.to(wide_dtype(dtype)).contiguous())
 
 
 #: Of statistics ``[R]`` of some tokens by name, and what the loss reads, to their losses ``[R]``; or to these and their
@@ -169,20 +152,20 @@ class TokenLoss:
         function: from statistics by name, tensors and numbers to ``[R]``.
         tensors: in the labels' shape, or with one more dimension; or 0-dim, one for all tokens.
         numbers: constants.
-        live: in the labels' shape, bool: false for tokens whose losses are constant: no gradient product has them.
+        trained: in the labels' shape, bool: false for tokens whose losses are constant: no gradient product has them.
     """
 
     function: TokenFunction
     tensors: Mapping[str, Tensor] = field(default_factory=dict)
     numbers: Mapping[str, Any] = field(default_factory=dict)
-    live: Tensor | None = None
+    trained: Tensor | None = None
 
     def __call__(self, values: Mapping[str, Tensor], rows: Rows, dims: int) -> tuple[Tensor, Any, dict[str, Tensor]]:
         """The losses of these tokens, of labels that have so many dimensions; derivatives, and further numbers."""
-        read = {
-            name: rows_of(t.detach(), rows, t.dim() - dims) if t.dim() else t.detach()
-            for name, t in self.tensors.items()
-        }
+        read = dict(self.tensors)
+        for name, t in read.items():
+            t = t.detach() if t.requires_grad else t
+            read[name] = rows_of(t, rows, t.dim() - dims) if t.dim() else t
         result = self.function(values, **read, **self.numbers)
         losses, derivatives, more = (*result, {}, {})[:3] if isinstance(result, tuple) else (result, None, {})
         return losses, derivatives, more

@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 
 from liger_losses.caller import warn
-from liger_losses.checks import check_device, check_tensor, see
+from liger_losses.checks import check_device, check_tensor, checked_temperatures, see
+from liger_losses.kernels.matmul import wide_dtype
 
 #: By how many columns padding may make two models of one vocabulary differ.
 MOST_PADDING = 1024
@@ -82,22 +83,48 @@ class TeacherLogits:
         """The other side of a comparison, at its temperature."""
         return replace(self, temperature=temperature)
 
-    def take(self, rows: Rows) -> TeacherLogits:
-        """Some of the tokens, whose positions a function gets."""
+    def open(self, products: Any) -> TeacherLogits:
+        """There are no weights to be cast."""
+        return self
+
+    def take(self, rows: Rows, device: torch.device | None = None) -> TeacherLogits:
+        """Some of the tokens, whose positions a function gets, on this device."""
         if isinstance(self.logits, Tensor):
             logits = rows_of(self.logits.detach(), rows, 1)
         else:
-            assert isinstance(rows, Tensor)
-            logits = self.logits(rows)
-            if not isinstance(logits, Tensor) or logits.shape != (len(rows), self.vocab_size):
+            places = torch.arange(rows.start, rows.stop, device=device) if isinstance(rows, slice) else rows
+            logits = self.logits(places)
+            if not isinstance(logits, Tensor) or logits.shape != (len(places), self.vocab_size):
                 shape = tuple(logits.shape) if isinstance(logits, Tensor) else type(logits).__name__
                 raise ValueError(
-                    f"the teacher's function must return logits [{len(rows)}, {self.vocab_size}], got {shape}."
+                    f"the teacher's function must return logits [{len(places)}, {self.vocab_size}], got {shape}."
                 )
         temperature = self.temperature
         if isinstance(temperature, Tensor):
             temperature = rows_of(temperature, rows, 0)
         return replace(self, logits=logits.detach(), temperature=temperature)
+
+    def neutral(self, active: Tensor) -> TeacherLogits:
+        """A block's, of whose tokens those that are not ``active [R]`` have numbers without influence."""
+        assert isinstance(self.logits, Tensor)
+        logits = torch.where(active[:, None], self.logits, 0.0)
+        return replace(self, logits=logits, temperature=neutral_numbers(self.temperature, active))
+
+    def to(self, dtype: torch.dtype) -> TeacherLogits:
+        """A block's, whose temperatures are in the dtype of logits of these operands."""
+        return replace(self, temperature=wide_numbers(self.temperature, dtype))
+
+
+def neutral_numbers(numbers: float | Tensor, active: Tensor) -> float | Tensor:
+    """Temperatures of tokens, 1 for those that are not active."""
+    return torch.where(active, numbers, 1.0) if isinstance(numbers, Tensor) else numbers
+
+
+def wide_numbers(numbers: float | Tensor, dtype: torch.dtype) -> float | Tensor:
+    """Temperatures of tokens as kernels read them, in the dtype of logits; ValueError for wrong ones."""
+    if not isinstance(numbers, Tensor):
+        return numbers
+    return checked_temperatures(numbers.to(wide_dtype(dtype)).contiguous())
 
 
 def check_fits(name: str, shape: torch.Size, tokens: torch.Size, student: Any, **tensors: Tensor) -> None:

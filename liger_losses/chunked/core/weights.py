@@ -5,7 +5,6 @@ R tokens, H hidden size, C columns of the vocabulary, K columns of each token.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple, Protocol
 
@@ -30,11 +29,11 @@ STEPS = 8
 
 
 class Products(NamedTuple):
-    """How a call takes products: the operands' dtype, how many columns are copied (cast, or dequantized) at a time
-    where any are, and whether all products have one size (batch invariance)."""
+    """How a call takes products: the operands' dtype, how many rows of a head are copied (cast, or dequantized) at a
+    time where any are, and whether all products have one size (batch invariance)."""
 
     dtype: torch.dtype
-    columns: int
+    rows: int
     fixed: bool = False
 
 
@@ -102,19 +101,17 @@ class Dense:
 
     def open(self, products: Products) -> Dense:
         """The same for one call, with all of it in the operands' dtype unless it is copied by steps."""
-        opened = replace(self, products=products)
-        if self.copied_bytes(products.dtype) and products.columns < self.columns:
-            return opened
-        return replace(opened, copy=opened.whole(products.dtype))
+        by_steps = self.copied_bytes(products.dtype) and products.rows < self.columns
+        return replace(self, products=products, copy=None if by_steps else self.whole(products.dtype))
 
     def whole(self, dtype: torch.dtype) -> Tensor:
         """All rows."""
-        return local_part(self.weight.detach()).to(dtype)
+        return local_part(self.weight).detach().to(dtype)
 
     def rows(self, columns: Columns) -> Tensor:
         """Rows ``[C, H]`` or ``[R, K, H]`` in the operands' dtype."""
         if self.copy is not None:
-            return self.copy[columns]
+            return self.copy if columns is ALL else self.copy[columns]
         if self.products is None or not isinstance(columns, slice):
             return self.copied(columns)
         start, stop, _ = columns.indices(self.columns)
@@ -125,16 +122,20 @@ class Dense:
 
     def copied(self, columns: Columns) -> Tensor:
         """The same from the matrix itself."""
-        rows = local_part(self.weight.detach())[columns]
+        rows = local_part(self.weight).detach()[columns]
         return rows if self.products is None else rows.to(self.products.dtype)
 
-    def steps(self, columns: slice) -> Iterator[tuple[slice, slice]]:
+    def steps(self, columns: slice) -> list[tuple[slice, slice]]:
         """Some columns at a time: where they are among ``columns``, and in the vocabulary."""
         start, stop, _ = columns.indices(self.columns)
-        size = stop - start if self.products is None or self.copy is not None else self.products.columns
+        size = stop - start if self.products is None or self.copy is not None else self.products.rows
+        if size >= stop - start > 0:
+            return [(ALL, ALL if stop - start == self.columns else columns)]
+        steps = list[tuple[slice, slice]]()
         for first in range(start, stop, max(size, 1)):
             last = min(first + size, stop)
-            yield slice(first - start, last - start), slice(first, last)
+            steps.append((slice(first - start, last - start), slice(first, last)))
+        return steps
 
     def logits(self, out: Tensor, hidden: Tensor, columns: Columns) -> Tensor:
         """``out = hidden @ rows.T``, ``[R, C]`` or ``[R, K]``."""
@@ -143,7 +144,7 @@ class Dense:
         if self.products is not None and self.products.fixed:
             return self._fixed_logits(out, hidden, columns)
         for place, part in self.steps(columns):
-            matmul_into(out[:, place], hidden, self.rows(part).t())
+            matmul_into(out if place is ALL else out[:, place], hidden, self.rows(part).t())
         return out
 
     def _fixed_logits(self, out: Tensor, hidden: Tensor, columns: slice) -> Tensor:
@@ -173,13 +174,14 @@ class Dense:
             dtype = grad.dtype if whole else wide_dtype(grad.dtype)
             out = (grad.new_empty if grad.shape[1] else grad.new_zeros)(len(grad), self.hidden_size, dtype=dtype)
         for place, part in self.steps(columns):
-            matmul_into(out, grad[:, place], self.rows(part), accumulate=holds or place.start > 0)
+            matmul_into(out, grad if place is ALL else grad[:, place], self.rows(part), accumulate=holds)
+            holds = True
         return out
 
     def add_gradients(self, grads: Gradients, grad: Tensor, hidden: Tensor, columns: Columns) -> None:
         if isinstance(columns, slice):
             for place, part in self.steps(columns) if grads.wants(self.weight) else ():
-                grads.add(self.weight, part, grad[:, place], hidden)
+                grads.add(self.weight, part, grad if place is ALL else grad[:, place], hidden)
         elif grads.wants(self.weight):
             grads.add_rows(self.weight, columns.flatten(), outer(grad, hidden))
 
@@ -229,8 +231,9 @@ class Quantized(Dense):
         # Codes are dequantized by ranges: each range gives the rows that are in it.
         rows = torch.zeros(*columns.shape, self.hidden_size, dtype=dtype, device=self.device)
         for _, part in self.steps(ALL):
-            inside = (columns >= part.start) & (columns < part.stop)
-            of_part = self.rows(part)[(columns - part.start).clamp(0, part.stop - part.start - 1)]
+            start, stop, _ = part.indices(self.columns)
+            inside = (columns >= start) & (columns < stop)
+            of_part = self.rows(part)[(columns - start).clamp(0, stop - start - 1)]
             rows = torch.where(inside[..., None], of_part, rows)
         return rows
 
@@ -280,7 +283,7 @@ class WithAdapters:
         b = Dense(self.b.detach())
         if self.products is None:
             return b
-        return b.open(self.products._replace(columns=self.columns))  # it is small beside the base
+        return b.open(self.products._replace(rows=self.columns))  # it is small beside the base
 
     def _low(self, hidden: Tensor) -> Tensor:
         """``scale hidden a.T``, ``[R, r]``."""
@@ -343,7 +346,7 @@ class Concatenated:
         return self.base.copied_bytes(dtype) + self.extra.copied_bytes(dtype)
 
     def open(self, products: Products) -> Concatenated:
-        return Concatenated(self.base.open(products), self.extra.open(products._replace(columns=self.columns)))
+        return Concatenated(self.base.open(products), self.extra.open(products._replace(rows=self.columns)))
 
     def _parts(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
         first, last = hidden.split((self.base.hidden_size, self.extra.hidden_size), -1)

@@ -143,7 +143,7 @@ def test_only_a_small_workspace_leaves_a_call_to_the_core():
     with pytest.raises(ValueError, match="workspace=999 bytes is too small"):
         loss(weight, hidden, labels)
     with (
-        mock.patch.object(exponentials, "plan", side_effect=ValueError("another")),
+        mock.patch.object(exponentials, "by_blocks", side_effect=ValueError("another")),
         pytest.raises(ValueError, match="another"),
     ):
         CE(backend="triton", workspace=10**6)(weight, hidden, labels)

@@ -95,8 +95,8 @@ def test_ranks_of_different_sizes_plan_alike():
     (hidden, _, labels), calls = inputs(), set()
     for rank, columns in enumerate(sizes := (9, 1, 193)):
         head = Projection(Dense(torch.randn(columns, H)), LogitTransform(), Ranks(rank=rank, sizes=sizes))
-        target, tokens = Target(head, hidden, labels), Counted(None, N, N, (0, 0))
-        calls.add(stream.signature(target, asked_for(["logp"]), EngineOptions(), tokens, couples=True))
+        target = Target(head, hidden, labels, counted=Counted.of_all(N))
+        calls.add(stream.signature(target, target.leaves(), asked_for(["logp"]), EngineOptions(), couples=True))
     assert len(calls) == 1
 
 

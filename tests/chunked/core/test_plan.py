@@ -7,14 +7,14 @@ import torch
 
 from liger_losses import EngineOptions
 from liger_losses.chunked.core.plan import MiB, Signature, least_bytes, plan, row_bytes
-from liger_losses.chunked.core.stream import BLOCKS
+from liger_losses.chunked.core.stream import PLANNERS
 from liger_losses.chunked.core.weights import Dense
 
 pytest.importorskip("triton")
 
 #: A loss of single tokens on an H200.
 CALL = Signature(
-    tokens=16384, live=16384, hidden_size=2048, columns=128256, kept=False, statistics=("logp",), metrics=(),
+    tokens=16384, trained=16384, hidden_size=2048, columns=128256, kept=False, statistics=("logp",), metrics=(),
     operand=torch.bfloat16, device=torch.device("cuda"), backend="triton", trains_weight=True, trains_hidden=True,
     copied_bytes=0, weights=(Dense,), of_kernels=True, couples=False, memory=140 * 2**30,
 )  # fmt: skip
@@ -25,10 +25,10 @@ TEACHER = {"of_kernels": False, "teacher_columns": 128256, "teacher_size": 2048,
 SMALL = {"options": EngineOptions(workspace=64 * MiB)}
 ON_CPU = {"device": torch.device("cpu"), "memory": 0, "operand": torch.float32, "backend": "torch"}
 
-#: What differs from the call, and the block, the tokens whose gradients share products, those whose logits exist at a
+#: What differs from the call, and the block, the tokens whose gradients are added together, those whose logits exist at a
 #: time, and whether blocks are kept.
 PLANS = [
-    ({}, ("exponentials", 2048, 2048, False)),
+    ({}, ("exponentials", 16384, 2048, False)),
     ({"tokens": 100}, ("exponentials", 128, 128, False)),
     (COUPLED, ("exponentials", 16384, 16384, True)),
     (WITHOUT_GRADIENTS, ("statistics", 16384, 16384, False)),
@@ -51,21 +51,21 @@ PLANS = [
 
 
 def call_of(changed):
-    return replace(CALL, **({"live": changed["tokens"]} if "tokens" in changed else {}), **changed)
+    return replace(CALL, **({"trained": changed["tokens"]} if "tokens" in changed else {}), **changed)
 
 
 @pytest.mark.parametrize(("changed", "expected"), PLANS)
 def test_numbers_of_plans(changed, expected):
-    made = plan(call_of(changed), tuple(BLOCKS))
-    assert (made.name, made.rows, made.part_rows, made.keeps) == expected
+    made = plan(call_of(changed), tuple(PLANNERS))
+    assert (made.name, made.rows, made.block_rows, made.keeps) == expected
 
 
 def test_a_sum_of_many_parts_is_taken_by_tiles_or_in_fp32():
     """A weight's gradient in half precision has at most 8 parts."""
     calls = [call_of(OF_CORE | COUPLED | {"tokens": n, "sharing": 1}) for n in (8192 + 1024, 65536)]
-    assert [plan(call, tuple(BLOCKS)).tile for call in calls] == [(9216, 11968), (16384, 5376)]
+    assert [plan(call, tuple(PLANNERS)).tile for call in calls] == [(9216, 11968), (16384, 5376)]
     of_two = [call_of(OF_CORE | {"tokens": n, "sharing": 2}) for n in (4096, 4224)]
-    made = [plan(call, tuple(BLOCKS)) for call in of_two]
+    made = [plan(call, tuple(PLANNERS)) for call in of_two]
     assert [(of_one.tile, of_one.accumulate) for of_one in made] == [(None, None), (None, torch.float32)]
 
 
@@ -73,6 +73,6 @@ def test_the_least_workspace():
     call = call_of(OF_CORE)
     least = least_bytes(call, row_bytes(call))
     given = [replace(call, options=EngineOptions(workspace=least - less)) for less in (0, 1)]
-    assert plan(given[0], tuple(BLOCKS)).part_rows == 1
+    assert plan(given[0], tuple(PLANNERS)).block_rows == 1
     with pytest.raises(ValueError, match=f"give at least {least} bytes"):
-        plan(given[1], tuple(BLOCKS))
+        plan(given[1], tuple(PLANNERS))

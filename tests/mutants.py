@@ -144,7 +144,7 @@ MUTANTS: dict[str, list[tuple[str, str, Change, int]]] = {
         ("chunked.losses.cross_entropy", "LigerFusedLinearCrossEntropyLoss._part", condition(False), 6),
         ("chunked.losses.minillm", "_returns", number(1, 0), 0),
         ("chunked.core.buffers", "Gradients.add", keyword("accumulate", False), 0),
-        ("chunked.core.buffers", "Gradients.add_states", without("copy_"), 0),
+        ("chunked.core.buffers", "Buffer.add_states", without("copy_"), 0),
         ("kernels.softmax_grad", "_gradient_torch", swap("/", "*"), 0),
         ("kernels.logit_transform", "LogitTransform.chain_", condition(False), 0),
     ],

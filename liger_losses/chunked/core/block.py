@@ -187,8 +187,7 @@ class Block:
             return
         if which.by_entropy:
             self.constants["parameter"] = which.row_parameter(teacher["entropy"])
-        sides = self._sides(slice(None))
-        self.constants |= rows.divergence_sums(*sides, which, self.constants.get("parameter"), ranks, plan)
+        self.constants |= rows.divergence_sums(*self._sides(), which, self.constants.get("parameter"), ranks, plan)
 
     def _divergence(self) -> Any:
         return next((s.divergence for s in self.asked if s.divergence is not None), None)
@@ -208,11 +207,12 @@ class Block:
         bias = None if bias is None else bias[: self.shared].contiguous()
         return Epilogue(teacher.transform(teacher.temperature), bias)
 
-    def _sides(self, at: slice) -> tuple[Logits, Logits]:
+    def _sides(self) -> tuple[Logits, Logits]:
         """Both models' logits of the shared columns."""
         assert self.teacher_memory is not None
-        student = Logits(self.z[:, : self.shared], self.constants["soft_lse"], self._soft)
-        return student.rows(at), Logits(self.teacher_memory, self.constants["teacher_lse"], self._of_teacher).rows(at)
+        z = self.z if self.shared == self.width else self.z[:, : self.shared]
+        student = Logits(z, self.constants["soft_lse"], self._soft)
+        return student, Logits(self.teacher_memory, self.constants["teacher_lse"], self._of_teacher)
 
     # --- Gradients ---------------------------------------------------------------------------------------------------
 
@@ -235,46 +235,49 @@ class Block:
         There, a half-precision row overwrites the first half of the same fp32 row: no second buffer is needed. The
         gradient of the bias is added.
         """
-        gradient = _Gradient.of(self, upstream)
-        kept = not isinstance(self.columns, slice)
-        wants_bias = grads.wants(self.part.head.bias)
-        z = self.z
+        kept, z, bias = not isinstance(self.columns, slice), self.z, self.part.head.bias
         if out is None:
-            out = z if kept else self.memory.view(self.plan.dtype)[:, : self.width]
-        if gradient.alone and not wants_bias and not kept:
-            return gradient.write(out, slice(0, len(z)))
+            in_place = kept or self.memory.dtype == self.plan.dtype
+            out = z if in_place else self.memory.view(self.plan.dtype)[:, : self.width]
+        gradient = _Gradient.of(self, upstream)
+        if gradient.alone and not grads.wants(bias) and not kept:
+            return gradient.write(out)
         for at in row_slices(z, self.plan.scratch_of_terms):
-            gradient.write_exactly(at)
+            block = self.rows(at)
+            _Gradient.of(block, {name: g[at] for name, g in upstream.items()}).write_exactly()
             if kept:
-                self._back_to_projections(z[at], at)
-            if wants_bias:
-                self._add_bias(z[at], at, grads)
+                block._back_to_projections()
+            if grads.wants(bias):
+                block._add_bias(grads)
             if out is not z:
-                out[at].copy_(z[at].to(out.dtype))
+                out[at].copy_(block.z.to(out.dtype))
         return out
 
-    def _back_to_projections(self, grad: Tensor, at: slice) -> None:
+    def rows(self, at: slice) -> Block:
+        """Some of the tokens, in the same memory."""
+        columns = self.columns if isinstance(self.columns, slice) else self.columns[at]
+        of_teacher = None if self.teacher_memory is None else self.teacher_memory[at]
+        constants = {name: value[at] for name, value in self.constants.items()}
+        return Block(self.part.take(at), self.asked, self.plan, columns, self.memory[at], of_teacher, constants)
+
+    def _back_to_projections(self) -> None:
         """From the gradient of kept columns' logits at temperature 1 to that of their projections, in place."""
         part = self.part
         if part.head.transform.softcap is not None or part.head.transform.logit_scale != 1.0:
-            part.transform(1.0).chain_(grad, self._kept_logits(at))
-        grad.masked_fill_(~kept_here(part)[at], 0.0)
+            assert isinstance(self.columns, Tensor)
+            # The logits at temperature 1, again: their gradient has taken their memory.
+            part.transform(1.0).chain_(self.z, _finished(part, torch.empty_like(self.z), self.columns))
+        self.z.masked_fill_(~kept_here(part), 0.0)
 
-    def _kept_logits(self, at: slice) -> Tensor:
-        """Logits at temperature 1 of kept columns, again: their gradient has taken their memory."""
-        out = torch.empty_like(self.z[at])
-        assert isinstance(self.columns, Tensor)
-        return _finished(self.part.take(at), out, self.columns[at])
-
-    def _add_bias(self, grad: Tensor, at: slice, grads: Gradients) -> None:
+    def _add_bias(self, grads: Gradients) -> None:
         """A sum over all tokens: it is taken before anything is rounded."""
         bias = self.part.head.bias
         if not isinstance(self.columns, slice):
-            grads.add_rows(bias, self.columns[at].flatten(), grad.flatten())
+            grads.add_rows(bias, self.columns.flatten(), self.z.flatten())
             return
         total = grads.of(bias)
         if total is not None:
-            total[self.columns.start : self.columns.stop] += grad.sum(0)
+            total[self.columns.start : self.columns.stop] += self.z.sum(0)
 
 
 class Collected:
@@ -336,83 +339,72 @@ class _Gradient:
             return True
         return (not self.softmax or self.fused) and self.block.shared == self.block.width
 
-    def write(self, out: Tensor, at: slice) -> Tensor:
+    def write(self, out: Tensor) -> Tensor:
         """By the only kernel that it takes, into ``out``, which may be the memory of the projections."""
-        if "divergence" in self.upstream:
-            return self._write_divergence(out, at)
-        return self._write_softmax(out, at)
+        return self._write_divergence(out) if "divergence" in self.upstream else self._write_softmax(out)
 
-    def write_exactly(self, at: slice) -> None:
+    def write_exactly(self) -> None:
         """All terms, in the memory of the projections, which are fp32."""
-        block, part = self.block, self.block.part
-        z, terms = block.z[at], []
-        epilogue = self.epilogue.rows(at)
+        block, part, z, terms = self.block, self.block.part, self.block.z, list[Tensor]()
         compares = "divergence" in self.upstream and block.shared > 0
-        constants = {name: value[at] for name, value in block.constants.items()}
         if self.table:
-            upstream = {s.name: self.upstream[s.name][at] for s in self.table}
-            grad = rows.table_gradient(self.table, upstream, constants, z, epilogue, part.vocab_size)
-            terms.append(epilogue.transform.chain_(grad, epilogue(z)))
+            grad = rows.table_gradient(self.table, self.upstream, block.constants, z, self.epilogue, part.vocab_size)
+            terms.append(self.epilogue.transform.chain_(grad, self.epilogue(z)))
         if compares and self.softmax and not self.fused:
-            terms.append(self._write_softmax(torch.empty_like(z), at))
+            terms.append(self._write_softmax(torch.empty_like(z)))
         if compares:
-            self._write_divergence(z[:, : block.shared], at)
+            self._write_divergence(z[:, : block.shared])
             z[:, block.shared :].zero_()
         else:
-            self._write_softmax(z, at)
+            self._write_softmax(z)
         for term in terms:
             z += term
         for name in self.upstream.keys() & _SELECTED:
-            self._add_selected(z, name, at)
+            self._add_selected(name)
 
-    def _write_softmax(self, out: Tensor, at: slice) -> Tensor:
-        block = self.block
-        upstream = {name: g[at] for name, g in self.softmax.items()}
-        if not upstream:
+    def _write_softmax(self, out: Tensor) -> Tensor:
+        block, part = self.block, self.block.part
+        if not self.softmax:
             return out.zero_()
-        constants = {name: value[at] for name, value in block.constants.items()}
-        labels, first = block.part.labels.contiguous(), block.part.head.ranks.first + block.first
+        labels, first = part.labels.contiguous(), part.head.ranks.first + block.first
         if not isinstance(block.columns, slice):
             labels, first = block._label(-1), 0
         return rows.softmax_gradient(
             out,
-            block.z[at],
-            constants["lse"],
-            labels[at],
-            SoftmaxGradient.of(upstream, constants, block.part.class_weight),
-            self.epilogue.rows(at),
+            block.z,
+            block.constants["lse"],
+            labels,
+            SoftmaxGradient.of(self.softmax, block.constants, part.class_weight),
+            self.epilogue,
             block.plan,
             first_column=first,
-            vocab_size=block.part.vocab_size,
+            vocab_size=part.vocab_size,
         )
 
-    def _write_divergence(self, out: Tensor, at: slice) -> Tensor:
+    def _write_divergence(self, out: Tensor) -> Tensor:
         block, constants = self.block, self.block.constants
         logp = self.softmax.get("logp") if self.fused else None
-        coefficients = Coefficients(self.upstream["divergence"][at])
+        coefficients, label, squares = Coefficients(self.upstream["divergence"]), None, None
         if logp is not None:
-            coefficients = Coefficients(coefficients.divergence, -logp[at], logp[at], constants["lse"][at])
-        squares = None
+            coefficients = Coefficients(coefficients.divergence, -logp, logp, constants["lse"])
+            label = block._label(block.width)
         if "squares" in constants:
-            squares = torch.stack([constants["squares"][at], constants["teacher_squares"][at]])
-        parameter = constants["parameter"][at] if "parameter" in constants else None
-        sums = RowSums(constants["h"][at], squares)
-        label = None if logp is None else block._label(block.width)[at]
-        student, teacher = block._sides(at)
+            squares = torch.stack([constants["squares"], constants["teacher_squares"]])
+        sums, parameter = RowSums(constants["h"], squares), constants.get("parameter")
         which = block._divergence()
-        return rows.divergence_gradient(out, student, teacher, which, coefficients, sums, label, parameter, block.plan)
+        return rows.divergence_gradient(out, *block._sides(), which, coefficients, sums, label, parameter, block.plan)
 
-    def _add_selected(self, grad: Tensor, name: str, at: slice) -> None:
-        block = self.block
+    def _add_selected(self, name: str) -> None:
+        block, constants = self.block, self.block.constants
         ids = block._selected()
         assert ids is not None
-        logits = block.constants[name][at]
+        logits = constants[name]
         if name == "selected_logps":
-            logits = logits + block.constants["lse"][at, None]
-        transform = self.epilogue.rows(at).transform
-        values = self.upstream[name][at] * transform.slope(logits) * transform.factor(logits)
+            logits = logits + constants["lse"][:, None]
+        transform = self.epilogue.transform
+        values = self.upstream[name] * transform.slope(logits) * transform.factor(logits)
         places, here = block._places(ids)
-        rows.add_at(grad, places[at], values if here is None else torch.where(here[at], values, 0.0))
+        rows.add_at(block.z, places, values if here is None else torch.where(here, values, 0.0))
 
 
 def statistics_by_columns(part: Target, asked: tuple[Statistic, ...], plan: Plan) -> dict[str, Tensor]:

@@ -36,12 +36,14 @@ class Buffer:
         self.leaf, self.local, self.written = leaf, local, 0
         self.sparse: list[tuple[Tensor, Tensor]] = []  # ids and their rows
         self.shape = local.shape if local.dim() < 3 else torch.Size((local.shape[:-1].numel(), local.shape[-1]))
-        self.dtype = wider(local.dtype, leaf.accumulate)
-        self.total = None if leaf.sparse else torch.empty(self.shape, dtype=self.dtype, device=local.device)
+        self.dtype = local.dtype
+        if leaf.accumulate is not None:
+            self.dtype = torch.promote_types(local.dtype, leaf.accumulate)
+        self.total: Tensor | None = None
 
     def rows(self, rows: slice) -> tuple[Tensor, bool]:
         """The memory of some rows, and whether they hold a sum already, to which more is added."""
-        total = self.whole() if self.total is None else self.total
+        total = self._memory()
         start, stop, _ = rows.indices(len(total))
         if start > self.written:
             total[self.written : start].zero_()
@@ -53,16 +55,30 @@ class Buffer:
 
     def whole(self) -> Tensor:
         """All rows, those that nobody has written as 0."""
+        total = self._memory()
+        if self.written < len(total):
+            (total[self.written :] if self.written else total).zero_()
+            self.written = len(total)
+        return total
+
+    def _memory(self) -> Tensor:
         if self.total is None:
-            self.total = torch.zeros(self.shape, dtype=self.dtype, device=self.local.device)
-            self.written = len(self.total)
+            self.total = torch.empty(self.shape, dtype=self.dtype, device=self.local.device)
             for ids, values in self.sparse:
-                self.total.index_put_((ids.clamp(min=0),), values.to(self.dtype), accumulate=True)
+                self.whole().index_put_((ids.clamp(min=0),), values.to(self.dtype), accumulate=True)
             self.sparse = []
-        if self.written < len(self.total):
-            (self.total[self.written :] if self.written else self.total).zero_()
-            self.written = len(self.total)
         return self.total
+
+    def add_states(self, rows: slice | Tensor, values: Tensor) -> None:
+        """Add ``values [R, H]`` to some rows, none of which is there twice; values that are all of them so far become
+        the sum."""
+        if not isinstance(rows, slice):
+            self.whole().index_add_(0, rows, values.to(self.dtype))
+        elif self.total is None and values.dtype == self.dtype and values.shape == self.shape:
+            self.total, self.written = values, len(values)
+        else:
+            total, holds = self.rows(rows)
+            total.add_(values) if holds else total.copy_(values)
 
     def add_rows(self, ids: Tensor, values: Tensor) -> None:
         """Add ``values [n, ...]`` to the rows ``ids [n]``, in an order that is the same from run to run; values of the
@@ -95,7 +111,8 @@ class Buffer:
         if self.leaf.summed and self.leaf.ranks.sums_hidden:
             total = self.leaf.ranks.sum(total)
         total = total if total.dtype == dtype else total.to(dtype)
-        return like(self.leaf.tensor, total if total.shape == self.local.shape else total.view(self.local.shape))
+        total = total if total.shape == self.local.shape else total.view(self.local.shape)
+        return total if self.local is self.leaf.tensor else like(self.leaf.tensor, total)
 
 
 class Gradients:
@@ -120,16 +137,10 @@ class Gradients:
             total, holds = self.buffers[id(tensor)].rows(columns)
             matmul_into(total, grad.t(), hidden, accumulate=holds)
 
-    def add_states(self, tensor: Tensor, rows: slice | Tensor, values: Tensor | None) -> None:
-        """Add ``values [R, H]`` to the gradient of some hidden states, none of which is there twice."""
-        if values is None or id(tensor) not in self.buffers:
-            return
-        buffer = self.buffers[id(tensor)]
-        if isinstance(rows, slice):
-            total, holds = buffer.rows(rows)
-            total.add_(values) if holds else total.copy_(values)
-        else:
-            buffer.whole().index_add_(0, rows, values.to(buffer.dtype))
+    def add_states(self, tensor: Tensor, rows: slice | Tensor, values: Tensor) -> None:
+        """:meth:`Buffer.add_states`."""
+        if id(tensor) in self.buffers:
+            self.buffers[id(tensor)].add_states(rows, values)
 
     def add_rows(self, tensor: Tensor, ids: Tensor, values: Tensor) -> None:
         """:meth:`Buffer.add_rows`."""
@@ -149,11 +160,6 @@ class Gradients:
         return gradients
 
 
-def wider(dtype: torch.dtype, accumulate: torch.dtype | None) -> torch.dtype:
-    """The dtype in which gradients of ``dtype`` add up, where ``accumulate`` was asked for."""
-    return dtype if accumulate is None else torch.promote_types(dtype, accumulate)
-
-
 def key_of(tensor: Any) -> object:
     """What tensors have in common that get one gradient: the same object, or equal views of the same tensor."""
     if hasattr(tensor, "full_tensor"):
@@ -168,9 +174,7 @@ def local_part(tensor: Any) -> Tensor:
 
 
 def like(tensor: Any, local: Tensor) -> Tensor:
-    """A gradient as the tensor that it belongs to is: a DTensor of the same placements, or a plain one."""
-    if not hasattr(tensor, "full_tensor"):
-        return local
+    """A gradient as the DTensor that it belongs to is, of the same placements."""
     from torch.distributed.tensor import DTensor
 
     return DTensor.from_local(

@@ -434,8 +434,8 @@ def _tile(call: Signature, size: int) -> Tile:
 
 
 def _walk(call: Signature, size: int) -> Tile:
-    """Where the rows of a tile's columns are copied for all of its tokens, at least in a quarter of the memory; of a pass
-    without gradients, as many columns of more tokens."""
+    """Where the rows of a tile's columns are copied for all of its tokens, at least in a quarter of the memory; without
+    gradients, as many columns of more tokens."""
     item, operand = wide_dtype(call.operand).itemsize, call.operand.itemsize
     columns = max(1, size // 4 // call.copied_bytes)
     token, copied = call.hidden_size * (item + operand), columns * call.copied_bytes

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import is_dataclass, replace
+from functools import partial
 from typing import Any, NamedTuple
 
 from torch import Tensor
@@ -49,18 +50,18 @@ def _changed(value: Any, change: Callable[[Any], Any]) -> Any:
     if isinstance(value, (Tensor, Place)):
         return change(value)
     if kind in (list, tuple, dict):
-        items = dict(value if kind is dict else enumerate(value))
+        names, read = (value if kind is dict else range(len(value))), value.__getitem__
     elif is_dataclass(kind):
-        items = {name: getattr(value, name) for name in kind.__match_args__}  # what its constructor takes
+        names, read = kind.__match_args__, partial(getattr, value)  # what its constructor takes
     else:
         return value
     changes = {}
-    for name, item in items.items():
-        if type(item) not in PLAIN and (changed := _changed(item, change)) is not item:
+    for name in names:
+        if type(item := read(name)) not in PLAIN and (changed := _changed(item, change)) is not item:
             changes[name] = changed
     if not changes:
         return value
     if is_dataclass(kind):
         return replace(value, **changes)
-    items |= changes
+    items = dict(value if kind is dict else enumerate(value)) | changes
     return items if kind is dict else kind(items.values())

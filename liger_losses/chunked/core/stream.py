@@ -60,7 +60,6 @@ class Stream:
 
     target: Target
     asked: tuple[Statistic, ...]
-    leaves: list[Leaf]
     plan: Plan
     first: Plan
     active: Tensor | None
@@ -150,9 +149,9 @@ def open_streams(
     asked: tuple[Statistic, ...],
     options: EngineOptions,
     trained: Sequence[Tensor | None] | None = None,
-) -> tuple[list[Stream], bool]:
-    """Find the tokens with a label, for which the host waits once, and plan; and whether gradients wait until all
-    statistics are known. Of losses of single tokens, ``trained`` says which tokens may have a gradient."""
+) -> tuple[list[Stream], list[Leaf], bool]:
+    """Find the tokens with a label, for which the host waits once, and plan; what is trained; whether gradients wait
+    until all statistics are known. Of losses of single tokens, ``trained`` says which tokens may have a gradient."""
     table, couples = tuple(PLANNERS), trained is None
     if options.compact:
         targets, actives = counted(targets, options, trained), [None] * len(targets)
@@ -183,11 +182,11 @@ def open_streams(
             "workspace, or accum_dtype=torch.float32 to allow it." + see("workspace")
         )
     streams = list[Stream]()
-    for target, call, own, made, active in zip(targets, calls, leaves, plans, actives, strict=True):
+    for target, call, made, active in zip(targets, calls, plans, actives, strict=True):
         all_train = made.keeps or not made.trains or (not couples and call.trained == call.tokens)
         first = made if all_train else plan(call.without_gradients(), table)
-        streams.append(Stream(target, asked, own, made, first, active))
-    return streams, couples
+        streams.append(Stream(target, asked, made, first, active))
+    return streams, leaves_of(streams, leaves), couples
 
 
 def _sharing(calls: Sequence[Signature], plans: Sequence[Plan], leaves: Sequence[Sequence[Leaf]]) -> list[int] | None:
@@ -275,17 +274,17 @@ def _count(
     return found
 
 
-def leaves_of(streams: Sequence[Stream]) -> list[Leaf]:
-    """All that is trained, each once: the dtype in which it adds up is the widest that a plan asks for."""
-    leaves: dict[int, Leaf] = {}
-    for stream in streams:
-        for leaf in stream.leaves:
+def leaves_of(streams: Sequence[Stream], leaves: Sequence[Sequence[Leaf]] | None = None) -> list[Leaf]:
+    """The leaves of all targets, each once: the dtype in which one adds up is the widest that a plan asks for."""
+    of_all: dict[int, Leaf] = {}
+    for i, stream in enumerate(streams):
+        for leaf in stream.target.leaves() if leaves is None else leaves[i]:
             if leaf.accumulate is None and stream.plan.accumulate is not None:
                 leaf = replace(leaf, accumulate=stream.plan.accumulate)
-            known = leaves.get(id(leaf.tensor))
+            known = of_all.get(id(leaf.tensor))
             if known is None or known.accumulate is None:
-                leaves[id(leaf.tensor)] = leaf
-    return list(leaves.values())
+                of_all[id(leaf.tensor)] = leaf
+    return list(of_all.values())
 
 
 @contextmanager
@@ -317,7 +316,7 @@ class _Statistics(torch.autograd.Function):
                 blocks.append(block)
                 for s in stream.asked:
                     outputs.append(values[s.name])
-                    if not (s.differentiable and stream.leaves):
+                    if not (s.differentiable and stream.plan.trains):
                         fixed.append(values[s.name])
         ctx.packed, saved = pack((streams, constants, blocks))
         ctx.used = False
@@ -455,11 +454,16 @@ class _Losses(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, streams: list[Stream], losses: list[TokenLoss], names: list[list[str]], *tensors: Tensor
+        ctx: Any,
+        streams: list[Stream],
+        losses: list[TokenLoss],
+        leaves: list[Leaf],
+        names: list[list[str]],
+        *tensors: Tensor,
     ) -> tuple[Tensor, ...]:
         ctx.set_materialize_grads(False)
         with _alone(streams[0].target.hidden):
-            total, outputs, ctx.gradients = _run(streams, losses)
+            total, outputs, ctx.gradients = _run(streams, losses, leaves)
         ctx.packed, saved = pack((streams, losses))
         ctx.save_for_backward(*saved)
         flat = list[Tensor]()
@@ -477,8 +481,9 @@ class _Losses(torch.autograd.Function):
             return (None,) * len(ctx.needs_input_grad)
         with _alone(upstream):
             if gradients is None:  # the first backward scaled them, and gave them away
-                gradients = _run(*unpack(ctx.packed, ctx.saved_tensors))[2]
-            return None, None, None, *scaled(gradients, upstream)
+                streams, losses = unpack(ctx.packed, ctx.saved_tensors)
+                gradients = _run(streams, losses, leaves_of(streams))[2]
+            return None, None, None, None, *scaled(gradients, upstream)
 
 
 def scaled(gradients: Sequence[Tensor | None], factor: Tensor) -> list[Tensor | None]:
@@ -489,9 +494,11 @@ def scaled(gradients: Sequence[Tensor | None], factor: Tensor) -> list[Tensor | 
     return [g if g is None or g.layout == torch.strided else g * factor for g in gradients]
 
 
-def _run(streams: Sequence[Stream], losses: Sequence[TokenLoss]) -> tuple[Tensor, list[Values], list[Tensor | None]]:
+def _run(
+    streams: Sequence[Stream], losses: Sequence[TokenLoss], leaves: Sequence[Leaf]
+) -> tuple[Tensor, list[Values], list[Tensor | None]]:
     """The sum of losses, the numbers of each stream's tokens, and the gradient of each leaf."""
-    grads, outputs, totals = Gradients(leaves_of(streams)), list[Values](), list[Tensor]()
+    grads, outputs, totals = Gradients(leaves), list[Values](), list[Tensor]()
     for stream, loss in zip(streams, losses, strict=True):
         parts, tokens = list[Values](), stream.tokens
         for made, start, stop in (
@@ -575,9 +582,9 @@ def of_values(loss: TokenLoss, values: Values, rows: Rows, dims: int, active: Te
 # --- The two ways in ------------------------------------------------------------------------------------------------
 
 
-def _statistics_of(streams: list[Stream], known: list[Values]) -> list[Values]:
+def _statistics_of(streams: list[Stream], leaves: list[Leaf], known: list[Values]) -> list[Values]:
     """Of each stream, with gradients."""
-    left = iter(_Statistics.apply(streams, known, *[leaf.tensor for leaf in leaves_of(streams)]))
+    left = iter(_Statistics.apply(streams, known, *[leaf.tensor for leaf in leaves]))
     return [{s.name: next(left) for s in stream.asked} for stream in streams]
 
 
@@ -604,9 +611,10 @@ def statistics(
     check_call(targets)
     asked = asked_for(names, metrics)
     agree_on_call(targets, asked, options, sums_losses=False)
-    streams, left = open_streams(targets, asked, replace(options, keep=0) if known else options)[0], iter(known)
+    streams, leaves, _ = open_streams(targets, asked, replace(options, keep=0) if known else options)
+    left = iter(known)
     before = [{s.name: stream.gathered(next(left)) for s in asked} for stream in streams] if known else []
-    found = _statistics_of(streams, before)
+    found = _statistics_of(streams, leaves, before)
     return [_spread(stream, values) for stream, values in zip(streams, found, strict=True)]
 
 
@@ -625,18 +633,18 @@ def loss_sum(
     check_call(targets)
     asked = asked_for(names, metrics)
     agree_on_call(targets, asked, options, sums_losses=True)
-    streams, couples = open_streams(targets, asked, options, [loss.trained for loss in token_losses])
+    streams, leaves, couples = open_streams(targets, asked, options, [loss.trained for loss in token_losses])
     numbers, totals = list[Values](), list[Tensor]()
     if couples:
-        for stream, loss, values in zip(streams, token_losses, _statistics_of(streams, []), strict=True):
+        for stream, loss, values in zip(streams, token_losses, _statistics_of(streams, leaves, []), strict=True):
             rows, dims = stream.places(slice(0, stream.tokens.count)), stream.target.labels.dim()
             of_stream, named = of_values(loss, values, rows, dims, stream.active)
             totals.append(of_stream)
             numbers.append(named)
         total = torch.stack(totals).sum().to(wide_dtype(streams[0].plan.dtype))
     else:
-        order, tensors = list[list[str]](), [leaf.tensor for leaf in leaves_of(streams)]
-        total, *outputs = _Losses.apply(streams, list(token_losses), order, *tensors)
+        order, tensors = list[list[str]](), [leaf.tensor for leaf in leaves]
+        total, *outputs = _Losses.apply(streams, list(token_losses), leaves, order, *tensors)
         left = iter(outputs)
         numbers = [{name: next(left) for name in of_stream} for of_stream in order]
     return total, [_spread(stream, values) for stream, values in zip(streams, numbers, strict=True)]

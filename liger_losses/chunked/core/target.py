@@ -125,7 +125,8 @@ class Target:
 
     def leaves(self) -> list[Leaf]:
         """All that is trained; what every rank has adds up in fp32: each part of the vocabulary adds to all of it."""
-        head, leaves, matrix = self.head, list[Leaf](), self.head.weights
+        leaves: list[Leaf] = []
+        head, matrix = self.head, self.head.weights
         while isinstance(matrix, WithAdapters):
             matrix = matrix.base
         sparse = len(matrix.trained) if self.sparse_grad else 0  # adapters follow their base

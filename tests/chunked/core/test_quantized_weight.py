@@ -59,8 +59,8 @@ def test_columns_without_probability(active, plans):
     bias[active] = 0.0
     names = ("logp", "entropy", "lse", "log_sum_sq_probs")
     found = linear_statistics(hidden, Head(quantized, bias), labels, names, metrics="argmax", options=SMALL)
-    assert plans[0].walks
-    assert plans[0].copied_columns < 50
+    assert plans[0].tile is not None
+    assert plans[0].copied_rows < 50
     x, w = double(hidden, quantized.rows(0, 100))
     exact = plain_statistics(x, w[active], torch.where(labels >= 0, labels - active.start, labels))
     assert all(relative_error(getattr(found, name), exact[name]) < 1e-6 for name in names)
@@ -76,7 +76,7 @@ def test_a_token_that_is_not_finite(plans):
         hidden[3] = torch.nan
     names, labels = ("logp", "entropy"), labels.clamp(min=0)
     found = linear_statistics(hidden, Head(quantized), labels, names, metrics="argmax", options=SMALL)
-    assert plans[0].walks
+    assert plans[0].tile is not None
     grad = torch.autograd.grad((found.logp + found.entropy).sum(), hidden)[0]
     for value in (found.logp, found.entropy, grad.sum(1)):
         assert torch.equal(value.isnan(), torch.arange(40) == 3)

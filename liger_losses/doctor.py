@@ -26,7 +26,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import liger_losses
-from liger_losses.chunked.core.block import BLOCKS
+from liger_losses.chunked.core.block import PLANNERS
 from liger_losses.chunked.core.plan import Signature, plan, usual_bytes
 from liger_losses.chunked.core.weights import Dense
 from liger_losses.chunked.core.workspace import bytes_of
@@ -198,15 +198,14 @@ def head_plan(tokens: int, weight: Tensor, memory: int, *, couples: bool = False
         memory: the GPU's, in bytes.
         couples: whether the loss knows gradients only once all tokens' log-probabilities are known, as DPO's does.
     """
-    sizes: dict[str, Any] = {"tokens": tokens, "live": tokens, "columns": len(weight), "hidden_size": weight.shape[1]}
+    sizes: dict[str, Any] = {"columns": len(weight), "hidden_size": weight.shape[1]}
     asked: dict[str, Any] = {"kept": False, "statistics": ("logp",), "metrics": (), "of_kernels": True}
     where: dict[str, Any] = {"operand": torch.bfloat16, "device": torch.device("cuda"), "backend": "triton"}
     head: dict[str, Any] = {"trains_weight": True, "trains_hidden": True, "copied_bytes": 0, "weights": (Dense,)}
-    call = Signature(**sizes, **asked, **where, **head, couples=couples, memory=memory)
-    chosen = plan(call, tuple(BLOCKS))
-    block = next(block for block in BLOCKS if block.name == chosen.name)
-    row = block.row_bytes(call)
-    size = tokens * row if chosen.keeps else min(usual_bytes(call, row, block.parts), tokens * row)
+    call = Signature(tokens, tokens, **sizes, **asked, **where, **head, couples=couples, memory=memory)
+    chosen = plan(call, tuple(PLANNERS))
+    size = tokens * chosen.row_bytes
+    size = size if chosen.keeps else min(usual_bytes(call, chosen.row_bytes, collects=True), size)
     return size, 6 if chosen.keeps or not (couples or chosen.tile) else 8
 
 

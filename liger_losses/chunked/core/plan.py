@@ -181,6 +181,7 @@ class Plan(NamedTuple):
     shared: Callable[..., Any] | None  # takes what the blocks of ``rows`` add to gradients, where they are several
     rows: int  # tokens whose gradients are added to those of weights together
     block_rows: int  # of them, tokens of a block, whose logits exist at a time
+    row_bytes: int  # of one of these
     copied_rows: int  # of the head, at a time; all where none are copied, or all at once
     keeps: bool  # the block of all tokens lives until backward; otherwise that computes logits again
     tile: Tile | None  # where the pass goes by columns; None where it goes by blocks
@@ -314,6 +315,7 @@ def by_blocks(
         shared=collected if block_rows < rows else None,
         rows=rows,
         block_rows=block_rows,
+        row_bytes=row,
         copied_rows=copied,
         keeps=keeps,
         tile=tile,

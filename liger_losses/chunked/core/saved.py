@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import is_dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -46,22 +46,22 @@ def unpack(value: Any, tensors: tuple[Tensor, ...]) -> Any:
 
 def _changed(value: Any, change: Callable[[Any], Any]) -> Any:
     """``value`` with what ``change`` makes of each tensor or place in its lists, dictionaries and dataclasses."""
-    kind = type(value)
+    kind: Any = type(value)
     if isinstance(value, (Tensor, Place)):
         return change(value)
     if kind in (list, tuple, dict):
         names, read = (value if kind is dict else range(len(value))), value.__getitem__
-    elif is_dataclass(kind):
+    elif hasattr(kind, "__dataclass_fields__"):
         names, read = kind.__match_args__, partial(getattr, value)  # what its constructor takes
     else:
         return value
-    changes = {}
+    changes: dict[Any, Any] = {}
     for name in names:
         if type(item := read(name)) not in PLAIN and (changed := _changed(item, change)) is not item:
             changes[name] = changed
     if not changes:
         return value
-    if is_dataclass(kind):
+    if hasattr(kind, "__dataclass_fields__"):
         return replace(value, **changes)
     items = dict(value if kind is dict else enumerate(value)) | changes
     return items if kind is dict else kind(items.values())

@@ -153,8 +153,9 @@ def open_streams(
     """Find the tokens with a label, for which the host waits once, and plan; what is trained; whether gradients wait
     until all statistics are known. Of losses of single tokens, ``trained`` says which tokens may have a gradient."""
     table, couples = tuple(PLANNERS), trained is None
+    actives: list[Tensor | None] = [None] * len(targets)
     if options.compact:
-        targets, actives = counted(targets, options, trained), [None] * len(targets)
+        targets = counted(targets, options, trained)
     else:
         actives = [checked_labels(target, options.ignore_index) for target in targets]
         targets = [replace(target, counted=Counted.of_all(target.labels.numel())) for target in targets]

@@ -25,8 +25,8 @@ TEACHER = {"of_kernels": False, "teacher_columns": 128256, "teacher_size": 2048,
 SMALL = {"options": EngineOptions(workspace=64 * MiB)}
 ON_CPU = {"device": torch.device("cpu"), "memory": 0, "operand": torch.float32, "backend": "torch"}
 
-#: What differs from the call, and the block, the tokens whose gradients are added together, those whose logits exist at a
-#: time, and whether blocks are kept.
+#: What differs from the call, and the block, the tokens whose gradients are added together, those whose logits exist
+#: at a time, and whether blocks are kept.
 PLANS = [
     ({}, ("exponentials", 16384, 2048, False)),
     ({"tokens": 100}, ("exponentials", 128, 128, False)),

@@ -221,6 +221,12 @@ def test_a_registered_divergence_takes_one_function(backend):
         (lambda p, q: (p - q) ** 2, {"balanced": True}, "is not balanced"),
         (lambda p, q: p.exp() * q, {}, "0 where p = q"),
         (lambda p, q: (p.exp() / q.exp() - 1) ** 2, {}, r"is not finite.*log_q\.clamp\(min=-20\)"),
+        (
+            lambda p, q: ((p - q).abs() ** 1.5 * q.exp(), 1.5 * (p - q).sgn() * (p - q).abs().sqrt() * q.exp()),
+            {"smooth": True},
+            "is no power series in log p - log q close to the teacher.*leave out smooth=",
+        ),
+        (lambda p, q: q.exp() * (p - q) ** 2, {"smooth": True}, r"must return \(f, h\) for smooth=True"),
         (lambda p, q: (p.exp() - q.exp()).detach() ** 2, {}, r"that autograd differentiates, or return \(f, h\)"),
         (lambda p: p, {}, "must take log_p, log_q"),
         (lambda p, q, **scales: (p - q) ** 2, {}, "must take log_p, log_q"),

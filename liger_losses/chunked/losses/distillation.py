@@ -301,7 +301,10 @@ class LigerFusedLinearJSDLoss(DistillationLoss):
     Args:
         beta: share of the teacher in the mixture, in [0, 1].
         convention: ``gkd`` or ``interpolated``.
-        arguments: positional arguments from ``ignore_index`` on, as in :class:`DistillationLoss`.
+        weight_hard_loss, weight_soft_loss: weights of the cross-entropy and of the divergence, at least 0.
+        temperature: divides the logits of both models in the divergence (> 0).
+        top_k, top_k_of, tail, entry_limit, temperature_squared, return_soft_hard_loss, compiled, options: as in
+            :class:`DistillationLoss`.
     """
 
     @constructor(JSDOptions)
@@ -328,7 +331,10 @@ class LigerFusedLinearKLLoss(DistillationLoss):
 
     Args:
         skew: share of the teacher in the second distribution, at least 0 and below 1.
-        arguments, options: as in :class:`DistillationLoss`, without the divergence.
+        weight_hard_loss, weight_soft_loss: weights of the cross-entropy and of the divergence, at least 0.
+        temperature: divides the logits of both models in the divergence (> 0).
+        top_k, top_k_of, tail, entry_limit, temperature_squared, return_soft_hard_loss, compiled, options: as in
+            :class:`DistillationLoss`.
     """
 
     @constructor(KLOptions)
@@ -373,7 +379,14 @@ class TVDOptions(DistillationOptions):
 
 
 class LigerFusedLinearTVDLoss(DistillationLoss):
-    """Distillation with the total variation, :func:`total_variation`. Arguments as in :class:`DistillationLoss`."""
+    """Distillation with the total variation, :func:`total_variation`.
+
+    Args:
+        weight_hard_loss, weight_soft_loss: weights of the cross-entropy and of the divergence, at least 0.
+        temperature: divides the logits of both models in the divergence (> 0).
+        top_k, top_k_of, tail, entry_limit, temperature_squared, return_soft_hard_loss, compiled, options: as in
+            :class:`DistillationLoss`.
+    """
 
     @constructor(TVDOptions)
     def __init__(self) -> None: ...
@@ -405,7 +418,10 @@ class LigerFusedLinearAlphaBetaLoss(DistillationLoss):
 
     Args:
         alpha, beta: at least 0, and not both 0.
-        arguments, options: as in :class:`DistillationLoss`, without the divergence.
+        weight_hard_loss, weight_soft_loss: weights of the cross-entropy and of the divergence, at least 0.
+        temperature: divides the logits of both models in the divergence (> 0).
+        top_k, top_k_of, tail, entry_limit, temperature_squared, return_soft_hard_loss, compiled, options: as in
+            :class:`DistillationLoss`.
     """
 
     @constructor(AlphaBetaOptions)
@@ -433,7 +449,10 @@ class LigerFusedLinearCosineSimilarityLoss(DistillationLoss):
 
     Args:
         beta: factor of the distance, at least 0.
-        arguments: positional arguments from ``ignore_index`` on, as in :class:`DistillationLoss`.
+        weight_hard_loss, weight_soft_loss: weights of the cross-entropy and of the divergence, at least 0.
+        temperature: divides the logits of both models in the divergence (> 0).
+        top_k, top_k_of, tail, entry_limit, temperature_squared, return_soft_hard_loss, compiled, options: as in
+            :class:`DistillationLoss`.
     """
 
     @constructor(CosineSimilarityOptions)

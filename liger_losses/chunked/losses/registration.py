@@ -166,6 +166,8 @@ def register_divergence(
         found = terms(log_p, log_q, *by_position, **by_name)
         if isinstance(found, tuple):
             return found
+        if log_p.is_complex():
+            raise TypeError(f"the divergence {name!r} must return (f, h) for smooth=True.")
         with torch.enable_grad():
             leaf = log_p.detach().requires_grad_()
             summed = terms(leaf, log_q, *by_position, **by_name).sum()
@@ -200,14 +202,14 @@ def register_divergence(
 def _check_divergence(which: Divergence) -> None:
     g = torch.Generator().manual_seed(0)
     log_p, log_q = (torch.randn(3, _V, generator=g, dtype=torch.float64).log_softmax(-1) for _ in range(2))
-    form, said = FORMS[which.form], f"the divergence {which.form!r}"
+    form, said, parameters = FORMS[which.form], f"the divergence {which.form!r}", (which.a, which.b, which.c)
     for p, q in ((log_p, log_q), (log_q, log_q)):
-        f, h = form.torch(p, q, which.a, which.b, which.c)
+        f, h = form.torch(p, q, *parameters)
         if not all(isinstance(x, Tensor) and x.shape == p.shape for x in (f, h)):
             raise ValueError(f"{said} must return a term for each entry, of shape {tuple(p.shape)}.")
         _check_finite(said, f, h)
         leaf = p.clone().requires_grad_()
-        value, _ = form.torch(leaf, q, which.a, which.b, which.c)
+        value, _ = form.torch(leaf, q, *parameters)
         (derivative,) = torch.autograd.grad(value.sum(), leaf)
         if not torch.allclose(h, derivative, rtol=1e-6, atol=1e-9):
             worst = float((h - derivative).abs().max())
@@ -221,8 +223,15 @@ def _check_divergence(which: Divergence) -> None:
     cut[:, 0] = -torch.inf
     cut = finite_logs(cut)
     for p, q in ((cut, log_q), (log_q, cut), (cut, cut)):
-        _check_finite(f"{said} of a probability of 0", *form.torch(p, q, which.a, which.b, which.c))
-    series_terms(which, log_p, log_q)  # finds the power series
+        _check_finite(f"{said} of a probability of 0", *form.torch(p, q, *parameters))
+    near = log_q + 0.005 * (log_p - log_q)
+    for series, exact in zip(series_terms(which, near, log_q), form.torch(near, log_q, *parameters), strict=True):
+        if not torch.allclose(series, exact, rtol=1e-6, atol=1e-12):
+            raise ValueError(
+                f"{said} is no power series in log p - log q close to the teacher, as smooth=True says: write it "
+                "without abs, sign, clamp and where, give power= if f / q^s depends on log p - log q for another s "
+                "than 1, or leave out smooth=."
+            )
 
 
 def _check_new(what: str, name: Any, taken: Container[str], function: Any, earlier: Any) -> None:

@@ -152,14 +152,14 @@ WRONG = {
         lambda h, w, y: CE()(w, torch.nested.nested_tensor([h[0], h[1]]), y),
         r"nested tensor; pass hidden_states.to_padded_tensor",
     ),
-    "complex weights": (lambda h, w, y: CE()(w, h, y, token_weights=PER_TOKEN * 1j), "token_weights must be real"),
+    "complex weights": (lambda h, w, y: CE()(w, h, y, token_weights=PER_TOKEN * 1j), "one real number per label"),
     "statistics": (lambda h, w, y: linear_statistics(h, w, y, 3), r"names, such as \('logp', 'entropy'\); got 3"),
     "class weights": (lambda h, w, y: CE(ce_weight=torch.ones(60))(w, h, y), r"ce_weight must be \[61\]"),
     "items of a sum": (lambda h, w, y: CE(reduction="sum")(w, h, y, num_items_in_batch=3), "the reduction is 'sum'"),
     **{
         f"token weights, {reduction}": (
             lambda h, w, y, reduction=reduction: CE(reduction=reduction)(w, h, y, token_weights=ONES),
-            r"token_weights must have one value per label, \(4, 5\), got \(4,\)",
+            r"one real number per label, \(4, 5\), got .* of shape \(4,\)",
         )
         for reduction in ("mean", "none")
     },
@@ -230,7 +230,7 @@ WRONG = {
     ),
     "few hidden states of a reference": (
         lambda h, w, y: DPO()(w, *[Completions(h, y, h[:, 1:])] * 2, ref_weight=w),
-        r"the reference's hidden states must be \[4, 5, hidden_size\], one for each label, got \(4, 4, 24\)",
+        r"of the reference model .* need labels of shape \(4, 4\), got \(4, 5\)",
     ),
     # names
     "a misspelt loss": (
@@ -331,7 +331,7 @@ WRONG = {
         ),
         "for both the chosen and the rejected",
     ),
-    "a shorter reference": (lambda h, w, y: DPO()(w, h, y, None, h[:, :3], w), "reference's hidden states must be"),
+    "a shorter reference": (lambda h, w, y: DPO()(w, h, y, None, h[:, :3], w), "of the reference model .* need labels"),
     "a stacked reference of pairs": (
         lambda h, w, y: DPO()(w, (h[:2], y[:2]), (h[2:], y[2:]), ref_input=h),
         "with completions, give the reference in Completions",
@@ -358,7 +358,10 @@ WRONG = {
     "weight and hidden states": (lambda h, w, y: CE()(h, w, y), "were weight and hidden states swapped"),
     "the other way round": (lambda h, w, y: linear_logps(w, h, y), "were weight and hidden states swapped"),
     "rows of both": (lambda h, w, y: linear_logps(w, h[0], y[0]), "were swapped: there are labels"),
-    "labels and hidden states": (lambda h, w, y: CE()(w, y, h), "unless these are hidden states"),
+    "labels and hidden states": (
+        lambda h, w, y: CE()(w, y, h),
+        "hidden_states must be floating point.*token ids go into labels",
+    ),
     "completions": (lambda h, w, y: ALONE(w, (y, h), (y, h)), r"completions are \(hidden_states, labels\)"),
     "tokens and mask": (lambda h, w, y: GRPO(beta=0.0)(h, w, (y > 0).float(), y, ONES), "or a mask"),
     "KTO's tokens": (lambda h, w, y: KTO()(w, h[0], y), r"must be \[batch, tokens, hidden_size\] and labels"),
@@ -427,7 +430,7 @@ WRONG = {
     "hidden states of one head": (lambda h, w, y: CE()([w, w], [h, h[..., :5]], y), r"must be \[\.\.\., 24\]"),
     "float labels of one head": (lambda h, w, y: CE()([w, w], h, [y, y.float()]), "int64"),
     "token weights of one head": (lambda h, w, y: CE()([w, w], h, y, token_weights=[y]), "1 of token_weights"),
-    "token weights of a row": (lambda h, w, y: CE()([w, w], h, y, token_weights=y[0]), "one value per label"),
+    "token weights of a row": (lambda h, w, y: CE()([w, w], h, y, token_weights=y[0]), "one real number per label"),
     "shifts of one head": (lambda h, w, y: CE(shift=[1])([w, w], h, y), "1 of shift"),
     "shifts without heads": (lambda h, w, y: CE(shift=[1])(w, h, y), "are for K heads: give a list"),
     "weights of one head": (lambda h, w, y: CE(head_weights=[1.0])([w, w], h, y), "1 of head_"),
@@ -460,7 +463,6 @@ WRONG = {
         lambda h, w, y: linear_statistics(h, [w, w], y, "selected_logps", selected=[kept(y)] * 3),
         "3 of selected",
     ),
-    "logs of one head": (lambda h, w, y: F.cross_entropy([EACH, EACH], lse=[EACH]), "2 of logps, 1 of lse"),
     # kept columns
     "columns without the label": (
         lambda h, w, y: scored(h, w, y, kept(y).where(torch.arange(60).view(4, 5, 3) != 12, -1)),

@@ -93,22 +93,18 @@ class Completions:
     ref_logps: Tensor | None = None
     temperature: Tensor | None = None
 
-    def _values(self) -> tuple[Tensor | None, ...]:
-        """Return the values of all fields. torch.compile cannot trace ``vars`` of a frozen dataclass in torch 2.11."""
-        return self.hidden_states, self.labels, self.ref_hidden_states, self.ref_logps, self.temperature
-
     def batched(self) -> Completions:
         """The same with a batch dimension; a single completion becomes a batch of one."""
-        fields: dict[str, Any] = {}
-        for name, value in zip(self.__dataclass_fields__, self._values(), strict=True):
+        # torch.compile cannot trace ``vars`` of a frozen dataclass in torch 2.11.
+        given = {name: getattr(self, name) for name in self.__dataclass_fields__}
+        for name, value in given.items():
             if value is not None or name in ("hidden_states", "labels"):
-                fields[name] = value
-                if type(value) is not Tensor:
-                    check_tensor(name, value, allow_dtensor=name in ("hidden_states", "ref_hidden_states"))
+                check_tensor(name, value, allow_dtensor=name in ("hidden_states", "ref_hidden_states"))
         if self.labels.dim() != 1:
             return self
-        of_one = {"ref_logps": self.ref_logps} if self.ref_logps is not None and self.ref_logps.shape == (1,) else {}
-        return Completions(**{name: value[None] for name, value in fields.items()} | of_one)
+        of_one = self.ref_logps is not None and self.ref_logps.shape == (1,)
+        kept = [name for name, value in given.items() if value is None or (of_one and name == "ref_logps")]
+        return Completions(**{name: value if name in kept else value[None] for name, value in given.items()})
 
 
 def as_completions(value: Any, which: str) -> Completions:
@@ -130,9 +126,11 @@ def as_completions(value: Any, which: str) -> Completions:
 
 
 def states_and_head(first: Any, second: Any) -> tuple[Any, Any]:
-    """Hidden states ``[B, T, H]`` and a head, which are given in either order."""
-    of_head = isinstance(first, Tensor) and first.dim() == 2 and isinstance(second, Tensor) and second.dim() == 3
-    return (second, first) if of_head or isinstance(first, (nn.Module, Head)) else (first, second)
+    """Hidden states ``[B, T, H]`` or :class:`Completions`, and a head, which are given in either order."""
+    layers = (nn.Module, Head)
+    matrix = isinstance(first, Tensor) and first.dim() == 2 and getattr(second, "ndim", 3) == 3
+    of_head = isinstance(first, layers) or (matrix and not isinstance(second, layers))
+    return (second, first) if of_head else (first, second)
 
 
 @contextmanager
@@ -175,19 +173,17 @@ class CompletionBatch:
     @classmethod
     def of(cls, head: Head, **groups: Any) -> CompletionBatch:
         """A batch of named groups, each ``Completions`` or a ``(hidden_states, labels)`` tuple."""
-        columns: list[list[Any]] = [[], [], [], [], []]
-        for name, value in groups.items():
-            part = as_completions(value, name)
-            for column, of_part in zip(columns, part._values(), strict=True):
-                column.append(of_part)
-        hidden, labels, refs, ref_logps, temperatures = columns
-        refs, temperatures = ([value for value in found if value is not None] for found in (refs, temperatures))
+        parts = [as_completions(value, name) for name, value in groups.items()]
+        refs, temperatures = (
+            [getattr(part, name) for part in parts if getattr(part, name) is not None]
+            for name in ("ref_hidden_states", "temperature")
+        )
         for name, found in (("ref_hidden_states", refs), ("temperature", temperatures)):
             if found and len(found) < len(groups):
                 each = " and ".join(f"the {name}" for name in groups)
                 raise ValueError(f"give {name} for both {each} completions, or for neither.")
-        references = refs or None, tuple(ref_logps)
-        return cls(tuple(groups), head, hidden, labels, *references, temperatures=temperatures or None)
+        hidden, labels, logps = ([getattr(part, n) for part in parts] for n in ("hidden_states", "labels", "ref_logps"))
+        return cls(tuple(groups), head, hidden, labels, refs or None, tuple(logps), temperatures=temperatures or None)
 
     @classmethod
     def read(
@@ -282,11 +278,6 @@ class CompletionBatch:
                 "there are hidden states of a reference, but no ref_weight= to project them; pass the policy's weight "
                 "there if the reference model shares it."
             )
-        for ref, part in zip(hidden or [], self.labels, strict=False):
-            if ref.shape[:-1] != part.shape:
-                self.targets(self.head, self.hidden_states)  # the labels may be what does not fit
-                expected = f"[{part.shape[0]}, {part.shape[1]}, hidden_size], one for each label"
-                raise ValueError(f"the reference's hidden states must be {expected}, got {tuple(ref.shape)}.")
 
 
 def _constant(ref_logps: Tensor, mask: Tensor) -> Tensor:
@@ -367,31 +358,28 @@ class CompletionLoss(ChunkedLoss):
 
         ``transform`` applies to the reference's logits, if it differs from :attr:`transform`.
         """
-        ref_head = None
-        if batch.ref_hidden_states is not None and ref_weight is not None:
-            with naming_the_reference():
-                ref_head = Head.of(ref_weight, ref_bias, transform or self.transform)
-        given = batch.ref_hidden_states is not None or any(logps is not None for logps in batch.ref_logps)
+        given, ref_head = batch.ref_hidden_states is not None or any(x is not None for x in batch.ref_logps), None
+        if given and not self.use_ref_model:
+            raise ValueError(
+                f"a reference was given to {type(self).__name__}, which was built without one (use_ref_model=False): "
+                "leave it out, or build the loss with use_ref_model=True."
+            )
         if ref_weight is not None and not given and self.needs_reference:
             raise ValueError(
                 "there is a ref_weight=, but no hidden states of the reference that it multiplies; give them to "
                 "Completions as ref_hidden_states=, or to a call without Completions as ref_input=."
             )
+        if batch.ref_hidden_states is not None and ref_weight is not None:
+            with naming_the_reference():
+                ref_head = Head.of(ref_weight, ref_bias, transform or self.transform)
         batch = replace(batch, ref_head=ref_head, labels=self.each_labels(batch.labels))
-        if not self.use_ref_model and given:
-            name = type(self).__name__
-            raise ValueError(
-                f"a reference was given to {name}, which was built without one (use_ref_model=False): leave it out, or "
-                "build the loss with use_ref_model=True."
-            )
         batch.check_reference(self.needs_reference, self.reference_forms)
-        for head in (batch.head, ref_head) if batch.temperatures else ():
-            own = 1.0 if head is None else head.transform.temperature
-            if self.temperature == 1.0 and (isinstance(own, Tensor) or own != 1.0):
-                raise ValueError("temperature was given twice: with the completions, and by a head; leave one out.")
         for value, labels in zip(batch.temperatures or [], batch.labels, strict=False):
             self.check_one_temperature(value)
             check_temperature(value, labels.device, [labels.shape])
+            known = [1.0 if head is None else head.transform.temperature for head in (batch.head, ref_head)]
+            if any(isinstance(own, Tensor) or own != 1.0 for own in known):
+                raise ValueError("temperature was given twice: with the completions, and by a head; leave one out.")
         return batch
 
     def token_weights(self, masks: Sequence[Tensor]) -> Sequence[Tensor | None]:

@@ -24,10 +24,10 @@ from liger_losses.checks import (
     checked_items,
     one_each,
 )
-from liger_losses.chunked import Head, shift_labels
+from liger_losses.chunked import shift_labels
 from liger_losses.chunked.core.compiled import loss_sum, statistics
 from liger_losses.chunked.core.entry import loss_operator
-from liger_losses.chunked.core.inputs import count_targets, heads_of, several, shift_each, target_of
+from liger_losses.chunked.core.inputs import several, targets_of
 from liger_losses.chunked.core.target import Target, TokenLoss
 from liger_losses.chunked.losses.base import AnyHead, ChunkedLoss, LossOptions, constructor
 from liger_losses.chunked.losses.cross_entropy_terms import TokenTerms, loss_of_terms
@@ -211,23 +211,30 @@ class LigerFusedLinearCrossEntropyLoss(ChunkedLoss, Generic[R]):
             The loss, or :class:`CrossEntropyOutput` if an option requests more. With K heads ``(loss, metrics)``, where
             metrics are :class:`ManyHeadsMetrics`; with reduction ``none``, the loss is a list of K tensors.
         """
-        o, many, count = self.settings, several(_input, lin_weight), 1
-        if many:
-            given = {"hidden states": _input, "heads": lin_weight, "labels": target, "bias": bias, "shift": o.shift}
-            given |= {"token_weights": token_weights, "num_items_in_batch": num_items_in_batch}
-            count = count_targets(**given, head_weights=o.head_weights)
-        elif o.head_weights is not None or isinstance(o.shift, LISTS):
+        o, many = self.settings, several(_input, lin_weight)
+        if not many and (o.head_weights is not None or isinstance(o.shift, LISTS)):
             raise ValueError(
                 "head_weights, and a shift of several numbers, are for K heads: give a list of heads or hidden states, "
                 "or one number as shift= and no head_weights=."
             )
-        arguments = lin_weight, bias, _input, num_items_in_batch, token_weights
-        layers, biases, hidden, numbers, weights = [one_each(v, count) if many else [v] for v in arguments]
-        heads = heads_of(layers, biases, self.transform)
-        labels = shift_each(target, o.shift, count, o.ignore_index)
+        given = {"num_items_in_batch": num_items_in_batch, "token_weights": token_weights}
+        whole = targets_of(
+            _input,
+            lin_weight,
+            target,
+            o.ignore_index,
+            bias=bias,
+            transform=self.transform,
+            shift=o.shift,
+            class_weight=self.ce_weight if self.label_smoothing else None,
+            head_weights=o.head_weights,
+            **given,
+        )
+        count = len(whole)
+        numbers, weights = [one_each(value, count) if many else [value] for value in given.values()]
         if self.spans_ranks:
-            self.agree(numbers, labels[0].device)
-        each = zip(heads, hidden, labels, numbers, weights, one_each(o.shift, count), strict=True)
+            self.agree(numbers, whole[0].labels.device)
+        each = zip(whole, numbers, weights, one_each(o.shift, count), strict=True)
         parts = [self._part(*part) for part in each]
         scales = [float(scale) for scale in o.head_weights or [1.0] * count]
         # 0 times what is NaN is NaN: to the loss, a head of weight 0 has no tokens.
@@ -260,18 +267,10 @@ class LigerFusedLinearCrossEntropyLoss(ChunkedLoss, Generic[R]):
             metrics_of_heads = ManyHeadsMetrics(sums, _stacked(z_losses), _stacked(accuracies))
             return loss, metrics_of_heads._replace(predicted_tokens=predicted if o.return_predicted_tokens else None)
 
-    def _part(
-        self,
-        head: Head,
-        hidden_states: Tensor,
-        labels: Tensor,
-        items: Any,
-        token_weights: Tensor | None,
-        positions: int,
-    ) -> _Part:
+    def _part(self, target: Target, items: Any, token_weights: Tensor | None, positions: int) -> _Part:
         """What one head predicts, once the class weights, the number of items and the token weights fit it."""
-        if self.ce_weight is not None:
-            check_vector("ce_weight", self.ce_weight, head.weight, head.vocab_size)
+        check_vector("ce_weight", self.ce_weight, target.hidden, target.vocab_size)
+        labels = target.labels
         if items is not None:
             if self.reduction != "mean":
                 raise ValueError(
@@ -281,23 +280,22 @@ class LigerFusedLinearCrossEntropyLoss(ChunkedLoss, Generic[R]):
             items = checked_items(items, labels.device)
         if token_weights is not None:
             check_tensor("token_weights", token_weights)
-            if token_weights.shape != labels.shape:
-                expected = f"token_weights must have one value per label, {tuple(labels.shape)}"
-                raise ValueError(f"{expected}, got {tuple(token_weights.shape)}.")
-            if token_weights.is_complex():
-                raise TypeError(f"token_weights must be real, got {token_weights.dtype}; pass token_weights.real.")
-            check_device(head.weight, token_weights=token_weights)
+            if token_weights.shape != labels.shape or token_weights.is_complex():
+                raise ValueError(
+                    f"token_weights must have one real number per label, {tuple(labels.shape)}, got "
+                    f"{token_weights.dtype} of shape {tuple(token_weights.shape)}."
+                )
+            check_device(target.hidden, token_weights=token_weights)
             token_weights = token_weights.detach().to(torch.promote_types(token_weights.dtype, torch.float32))
             if positions:
                 token_weights = shift_labels(token_weights, 0, int(positions))
-        target = target_of(hidden_states, head, labels, class_weight=self.ce_weight if self.label_smoothing else None)
         mask = labels != self.ignore_index
         inputs: dict[str, Tensor] = {}
         if token_weights is not None:
             inputs["token_weights"] = token_weights
         if self.ce_weight is not None:
             inputs["label_weights"] = self.ce_weight[labels.where(mask, 0).clamp(0, len(self.ce_weight) - 1)]
-        totals = self._denominators(head, mask, items, inputs)
+        totals = self._denominators(target.hidden.dtype, mask, items, inputs)
         return _Part(target, mask, inputs | dict(zip(("ce_total", "z_total"), totals, strict=False)))
 
     def _token_loss(self, part: _Part, scale: float) -> TokenLoss:
@@ -339,14 +337,14 @@ class LigerFusedLinearCrossEntropyLoss(ChunkedLoss, Generic[R]):
         return tuple([n for n, wanted in read.items() if wanted]), tuple([n for n, wanted in also.items() if wanted])
 
     def _denominators(
-        self, head: Head, mask: Tensor, items: Tensor | None, inputs: Mapping[str, Tensor]
+        self, dtype: torch.dtype, mask: Tensor, items: Tensor | None, inputs: Mapping[str, Tensor]
     ) -> tuple[Tensor, ...]:
         """What the cross-entropy is divided by, 0-dim; and the z-loss, if that is another number."""
         if self.reduction != "mean":
             return (torch.ones((), dtype=torch.float32, device=mask.device),)
         if items is not None:
             return (items.masked_fill(items == 0, 1.0),)
-        wide, weights = torch.promote_types(head.weight.dtype, torch.float32), mask
+        wide, weights = torch.promote_types(dtype, torch.float32), mask
         if "token_weights" in inputs:
             weights = inputs["token_weights"].to(torch.promote_types(inputs["token_weights"].dtype, wide)) * mask
         totals = [weights.sum(dtype=torch.promote_types(weights.dtype, wide))]

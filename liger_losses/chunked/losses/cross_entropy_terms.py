@@ -8,11 +8,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from liger_losses.checks import one_each
 from liger_losses.chunked import EngineOptions, Head
 from liger_losses.chunked.core.compiled import in_graphs, loss_sum, statistics
 from liger_losses.chunked.core.entry import operator
-from liger_losses.chunked.core.inputs import count_targets, target_of
+from liger_losses.chunked.core.inputs import target_of
 from liger_losses.chunked.core.target import TokenLoss
 
 
@@ -25,21 +24,20 @@ class CrossEntropyTerms(NamedTuple):
 
 
 def cross_entropy(
-    logps: Any,
+    logps: Tensor,
     *,
-    mean_logps: Any = None,
-    lse: Any = None,
-    label_weights: Any = None,
+    mean_logps: Tensor | None = None,
+    lse: Tensor | None = None,
+    label_weights: Tensor | None = None,
     label_smoothing: float = 0.0,
     lse_square_scale: float = 0.0,
-    ce_scale: Any = None,
-    z_scale: Any = None,
-) -> Any:
+    ce_scale: Tensor | None = None,
+    z_scale: Tensor | None = None,
+) -> CrossEntropyTerms:
     """``ce_t = -(1 - e) c_t logp_t - e mean_logp_t`` and ``z_t = s lse_t^2``, with ``e`` the label smoothing.
 
     Args:
-        logps: ``[n]``, log-probabilities of the labels; or a list with one tensor for each of K heads. Any other tensor
-            is then one for all heads, or a list.
+        logps: ``[n]``, log-probabilities of the labels.
         mean_logps: ``[n]``, mean log-probability over the vocabulary (weighted by class), if ``label_smoothing``.
         lse: ``[n]``, log-sum-exp of the logits, for the z-loss (PaLM, arXiv:2204.02311, section 5).
         label_weights: ``[n]``, class weight ``c_t`` of each label; 1 by default.
@@ -47,26 +45,18 @@ def cross_entropy(
         ce_scale, z_scale: factors of ``ce`` and ``z``, ``[]`` or ``[n]``, constants; 1 by default.
 
     Returns:
-        :class:`CrossEntropyTerms`: the differentiable terms of the tokens, and their derivatives; a list of K for
-        lists.
+        :class:`CrossEntropyTerms`: the differentiable terms of the tokens, and their derivatives.
 
     Raises:
-        ValueError: lists of several lengths.
+        ValueError: ``mean_logps`` or ``lse`` are missing.
     """
-    if isinstance(logps, (list, tuple)):
-        tensors = {"mean_logps": mean_logps, "lse": lse, "label_weights": label_weights}
-        tensors |= {"ce_scale": ce_scale, "z_scale": z_scale}
-        count = count_targets(logps=logps, **tensors)
-        numbers = {"label_smoothing": label_smoothing, "lse_square_scale": lse_square_scale}
-        each = [{name: one_each(value, count)[k] for name, value in tensors.items()} for k in range(count)]
-        return [cross_entropy(part, **given, **numbers) for part, given in zip(logps, each, strict=True)]
     if (label_smoothing and mean_logps is None) or (lse_square_scale and lse is None):
         raise ValueError("label_smoothing needs mean_logps=, and lse_square_scale needs lse=.")
     ce_scale = logps.new_ones(()) if ce_scale is None else ce_scale
     label_scale = ce_scale if label_weights is None else ce_scale * label_weights
     derivatives = {"logp": (label_scale * (label_smoothing - 1)).expand_as(logps)}
     ce = derivatives["logp"] * logps
-    if label_smoothing:
+    if label_smoothing and mean_logps is not None:
         derivatives["mean_logp"] = (-label_smoothing * ce_scale).expand_as(logps)
         ce = ce + derivatives["mean_logp"] * mean_logps
     if lse is None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, TypedDict, overload
 
 import torch
@@ -19,7 +19,7 @@ from liger_losses.chunked.core.entry import loss_operator
 from liger_losses.chunked.core.inputs import target_of
 from liger_losses.chunked.core.stream import counted_once
 from liger_losses.chunked.core.support import kept_statistics
-from liger_losses.chunked.core.target import TokenLoss
+from liger_losses.chunked.core.target import Target, TokenLoss
 from liger_losses.chunked.losses import policy_objectives as objectives
 from liger_losses.chunked.losses.base import AnyHead, LossOptions, constructor
 from liger_losses.chunked.losses.batches import AdaptiveEntropy
@@ -42,19 +42,14 @@ def token_loss(
     values: Mapping[str, Tensor],
     weights: Tensor,
     advantages: Tensor,
-    old: Tensor | None = None,
-    ref: Tensor | None = None,
-    is_ratio: Tensor | None = None,
     entropy_weight: Tensor | None = None,
-    sampler: Tensor | None = None,
     *,
     o: PolicyOptions,
+    **constants: Any,
 ) -> Tensor:
-    """The loss of each token ``[n]``, where its term depends on that token alone."""
+    """The loss of each token ``[n]``, where its term depends on that token alone; constants of :func:`policy_terms`."""
     logp = values["logp"]
-    log_ratio = logp - (logp.detach() if old is None else old)
-    terms = policy_terms(logp, log_ratio, advantages, o, old=old, sampler=sampler, ref=ref, is_ratio=is_ratio)
-    terms = weights * terms
+    terms = weights * policy_terms(logp, logp - constants.get("old", logp.detach()), advantages, o, **constants)
     return terms if entropy_weight is None else terms - entropy_weight * values["entropy"]
 
 
@@ -296,29 +291,24 @@ class LigerFusedLinearGRPOLoss(CompletionLoss):
         target = target_of(_input, head, labels)
         if self.beta and batch.ref_head is not None:
             (target,) = counted_once([target], options)
-            if support is None:
-                (inputs.ref_logps,) = batch.reference_logps(options, [target])
-            else:
-                assert ref_input is not None
-                with torch.no_grad(), naming_the_reference():
-                    found = kept_statistics(ref_input, batch.ref_head, labels, support, ("logp",), options)
-                    inputs.ref_logps = found["logp"]
+            with torch.no_grad(), naming_the_reference():
+                (ref,) = batch.targets(batch.ref_head, batch.ref_hidden_states or ())
+                ref = replace(ref, counted=target.counted)
+                inputs.ref_logps = self._statistics(ref, batch.ref_head, ref_input, support, ("logp",))["logp"]
         names = ("logp",) if coef is None else ("logp", "entropy")
         metrics = ("entropy",) if self.top_entropy_quantile < 1.0 else ()
         if support is None and inputs.options.separable and not metrics:
             live = None if coef is not None else live_tokens(inputs)
-            of_tokens = TokenLoss(token_loss, self._token_inputs(inputs), {"o": inputs.options}, live)
+            tensors = inputs.of_tokens()
+            if coef is not None:
+                tensors["entropy_weight"] = coef / inputs.counted
+            of_tokens = TokenLoss(token_loss, tensors, {"o": inputs.options}, live)
             loss, (found,) = loss_sum([target], names, [of_tokens], options)
             loss = inputs.total(loss)
             if coef is not None:
                 self._observe(found["entropy"].sum(), inputs.mask.sum())
         else:
-            if support is None:
-                (found,) = statistics([target], names, options, metrics)
-            else:
-                found = kept_statistics(
-                    _input, head, labels, support, tuple(dict.fromkeys((*names, *metrics))), options
-                )
+            found = self._statistics(target, head, _input, support, names, metrics)
             loss = self._of_statistics(found, inputs, head.vocabulary_ranks)
         # Neither the log-probabilities nor the inputs have a graph: the metrics are constants.
         each_token = objectives.token_metrics(found["logp"].detach(), inputs, kl=bool(self.beta))
@@ -357,15 +347,20 @@ class LigerFusedLinearGRPOLoss(CompletionLoss):
         if isinstance(self.entropy_coef, AdaptiveEntropy) and self.training:
             self.entropy_coef.observe(entropy_sum, tokens)
 
-    def _token_inputs(self, inputs: PolicyInputs) -> dict[str, Tensor]:
-        """What :func:`token_loss` reads besides statistics."""
-        optional = {"old": inputs.old_logps, "ref": inputs.ref_logps, "is_ratio": inputs.token_is_ratio}
-        if inputs.sampling_logps is not None and inputs.options.reads_sampler:
-            optional["sampler"] = inputs.sampling_logps
-        if self._coef is not None:
-            optional["entropy_weight"] = self._coef / inputs.counted
-        given = {name: value for name, value in optional.items() if value is not None}
-        return given | {"weights": inputs.weights, "advantages": inputs.advantages}
+    def _statistics(
+        self,
+        target: Target,
+        head: Head,
+        hidden_states: Any,
+        support: TokenSupport | None,
+        names: tuple[str, ...],
+        metrics: tuple[str, ...] = (),
+    ) -> dict[str, Tensor]:
+        """The statistics of a target, over the columns that the sampler kept if these are given."""
+        if support is None:
+            return statistics([target], names, self.options, metrics)[0]
+        both = tuple(dict.fromkeys((*names, *metrics)))
+        return kept_statistics(hidden_states, head, target.labels, support, both, self.options)
 
     def _of_statistics(self, found: Mapping[str, Tensor], inputs: PolicyInputs, copies: int) -> Tensor:
         """The loss of all tokens' statistics, of which there are so many copies."""

@@ -7,13 +7,15 @@ B completions, T tokens of the longest.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from liger_losses.chunked.losses.completion_loss import MAX_EXPONENT
+
+#: What a function of whole completions may read: ``PolicyInputs``, whose module imports this one.
+Batch: TypeAlias = Any
 
 
 def ratio_of(log_ratio: Tensor) -> Tensor:
@@ -61,26 +63,6 @@ def binary_kl(log_p: Tensor, log_q: Tensor) -> Tensor:
 
 
 # --- Ratios -----------------------------------------------------------------------------------------------------------
-
-
-class Batch(Protocol):
-    """What a function of whole completions may read: constants ``[B, T]``, 0 at padding."""
-
-    options: Any  # the loss's PolicyOptions, whose module imports this one
-    mask: Tensor  # bool
-    advantages: Tensor
-    lengths: Tensor  # [B, 1], at least 1
-    is_ratio: Tensor | None  # the sampler's correction, [B, 1] or [B, T]
-    group: dist.ProcessGroup | None
-
-    def sequence_sums(self, values: Tensor) -> Tensor:
-        """Each completion's sum of values ``[B, T]`` over its tokens, ``[B, 1]``."""
-
-    def of_one_prompt(self) -> tuple[Tensor, Tensor]:
-        """Which completions with tokens answer the same prompt, ``[B, B]`` bool, and how many, ``[B]``."""
-
-    def number_of_prompts(self, of_prompt: Tensor) -> Tensor:
-        """The number of prompts, 0-dim, from the number of completions of each completion's prompt ``[B]``."""
 
 
 def _sequence(log_ratio: Tensor, inputs: Batch) -> Tensor:
@@ -183,24 +165,13 @@ MASKS = {
 # --- Divisors ---------------------------------------------------------------------------------------------------------
 
 
-class Sizes(NamedTuple):
-    """What tokens may be divided by."""
-
-    mask: Tensor  # [B, T] fp32
-    lengths: Tensor  # [B, 1], at least 1
-    limit: int | None  # of tokens in a completion
-    items: Tensor  # tokens of all completions, over all processes for the losses that say so
-    of_prompt: Tensor | None = None  # [B, 1], tokens of the completion's prompt
-    prompts: Tensor | None = None  # their number
-
-
-#: What tokens are divided by: :class:`Sizes` to weights ``[B, T]``.
-NORMALIZERS: dict[str, Callable[[Sizes], Tensor]] = {
+#: What tokens are divided by: inputs to weights ``[B, T]``.
+NORMALIZERS: dict[str, Callable[[Batch], Tensor]] = {
     "sequence_mean": lambda s: s.mask / s.lengths / max(len(s.mask), 1),
     "sequence_sum": lambda s: s.mask / max(len(s.mask), 1),
     "token_mean": lambda s: s.mask / s.items.clamp(min=1),
-    "limit": lambda s: s.mask / (max(len(s.mask), 1) * (s.limit or 1)),
+    "limit": lambda s: s.mask / (max(len(s.mask), 1) * (s.options.max_completion_length or 1)),
     "items": lambda s: s.mask / s.items,
     # the mean over a prompt's tokens, then over prompts: ScaleRL (arXiv:2510.13786)
-    "prompt_mean": lambda s: s.mask / (s.of_prompt * s.prompts).clamp(min=1),  # type: ignore[operator]
+    "prompt_mean": lambda s: s.mask / s.tokens_of_prompts().clamp(min=1),
 }

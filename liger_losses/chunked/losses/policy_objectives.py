@@ -30,7 +30,7 @@ from liger_losses.chunked.core.agreement import agree
 from liger_losses.chunked.losses.batches import gather_over_processes, sum_over_processes, world_size
 from liger_losses.chunked.losses.completion_loss import MAX_EXPONENT, wide_dtype
 from liger_losses.chunked.losses.context_parallel import sum_over_group
-from liger_losses.chunked.losses.policy_estimates import KL_ESTIMATORS, NORMALIZERS, Sizes, ratio_of
+from liger_losses.chunked.losses.policy_estimates import KL_ESTIMATORS, NORMALIZERS, ratio_of
 from liger_losses.chunked.losses.policy_tables import RATIOS, PolicyOptions
 from liger_losses.kernels.divergence_forms import finite_logs
 
@@ -43,8 +43,8 @@ class PolicyInputs:
 
     ``head`` is the policy's; ranks that share its vocabulary have the same completions. ``common_options`` are those of
     the loss, which all ranks of the group have in common; ``names`` are those of arguments in error messages.
-    ``lengths [B, 1]`` and ``tokens []`` are the numbers of tokens of each completion and of all completions, over the
-    group; ``counted`` is the latter, or 1 without any.
+    ``lengths [B, 1]`` and ``tokens []`` are the numbers of tokens of each completion (at least 1) and of all, over the
+    group; ``counted`` is the latter, or 1 without any. ``items []`` are the tokens that losses are divided by.
     """
 
     lengths: Tensor
@@ -103,13 +103,15 @@ class PolicyInputs:
         if normalizer == "items":
             alone = num_items_in_batch is None and ranks == world_size() == 1
             items = self.counted if alone else _items(mask, num_items_in_batch, copies, ranks)
-        sizes = Sizes(mask.float(), lengths.clamp(min=1), options.max_completion_length, items)
-        self.lengths = sizes.lengths
-        if prompts is not None:
-            same, of_prompt = self.of_one_prompt()
-            tokens = (same * lengths[:, 0]).sum(1, keepdim=True)
-            sizes = sizes._replace(of_prompt=tokens, prompts=self.number_of_prompts(of_prompt))
-        self.weights = NORMALIZERS[normalizer](sizes)
+        self.lengths, self.items = lengths.clamp(min=1), items
+        self.weights = NORMALIZERS[normalizer](self)
+
+    def of_tokens(self) -> dict[str, Tensor]:
+        """What a loss of single tokens reads, by the names of :func:`policy_terms`."""
+        sampler = self.sampling_logps if self.options.reads_sampler else None
+        tensors = {"weights": self.weights, "advantages": self.advantages, "old": self.old_logps, "sampler": sampler}
+        tensors |= {"ref": self.ref_logps, "is_ratio": self.token_is_ratio}
+        return {name: value for name, value in tensors.items() if value is not None}
 
     def log_ratio(self, logps: Tensor) -> Tensor:
         """``log p - log p_old``: 0, but differentiable, without an old policy."""
@@ -126,6 +128,11 @@ class PolicyInputs:
     def number_of_prompts(of_prompt: Tensor) -> Tensor:
         """The number of prompts, 0-dim, from the number of completions of each completion's prompt ``[B]``."""
         return torch.where(of_prompt > 0, 1 / of_prompt.clamp(min=1), 0.0).sum()
+
+    def tokens_of_prompts(self) -> Tensor:
+        """The number of tokens of each completion's prompt, times the number of prompts, ``[B, 1]``."""
+        same, of_prompt = self.of_one_prompt()
+        return (same * self.own_lengths[:, 0]).sum(1, keepdim=True) * self.number_of_prompts(of_prompt)
 
     def sequence_sums(self, values: Tensor) -> Tensor:
         """Each completion's sum of values ``[B, T]`` over its tokens, ``[B, 1]``, for functions of each token."""
@@ -151,11 +158,7 @@ def per_token(name: str, value: Tensor | None, mask: Tensor, column: bool = Fals
     if value.is_complex() or (not column and not value.is_floating_point()):
         raise TypeError(f"{name} must be floating point, got {value.dtype}.")
     value = value[:, None] if column and value.dim() == 1 else value
-    return value.detach().to(_WIDER.get(value.dtype, torch.float32))
-
-
-#: Constants are in fp32, or in fp64.
-_WIDER = {torch.float64: torch.float64}
+    return value.detach().to(torch.promote_types(value.dtype, torch.float32))
 
 
 def check_needs(options: PolicyOptions, mask: Tensor, sampling_logps: Any, prompts: Any, group: Any) -> None:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, TypedDict, overload
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 from liger_losses.checks import (
     NonNegativeFloat,
@@ -36,10 +36,8 @@ from liger_losses.chunked.losses.completion_loss import (
     CompletionLoss,
     CompletionOptions,
     Side,
-    as_completions,
     states_and_head,
 )
-from liger_losses.kernels.logit_transform import LogitTransform
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -277,10 +275,13 @@ class UnpairedPreferenceLoss(CompletionLoss):
         """
         if isinstance(target, Tensor) and not self.use_ref_model:  # as liger-kernel ignores it
             ref_input = ref_weight = ref_bias = ref_logps = None
-        arguments, reference = (_input, lin_weight, target), (ref_input, ref_logps)
-        batch, desirable = _read_unpaired(arguments, preference_labels, bias, self.transform, reference, temperature)
+        states, weight = states_and_head(_input, lin_weight)
+        head, apart = Head.of(weight, bias, self.transform), target is not None and not isinstance(states, Tensor)
+        names = ("desirable", "undesirable") if apart else ("given",)
+        batch = CompletionBatch.read(names, head, states, target, ref_input, (ref_logps,), temperature)
         batch = self.prepare(batch, ref_weight, ref_bias)
-        head, count = batch.head, len(desirable)
+        desirable = _desirable(batch, apart, preference_labels)
+        count = len(desirable)
         if (kl is not None) + (kl_completions is not None) != (self.loss_type == "kto"):
             raise ValueError(
                 "KTO compares rewards with the policy's divergence from the reference: give one of kl_completions= "
@@ -295,10 +296,9 @@ class UnpairedPreferenceLoss(CompletionLoss):
         elif kl is not None:
             check_number("kl", kl, 0.0, math.inf)
             kl = kl.detach() if isinstance(kl, Tensor) else as_tensor(kl, head.weight.device)
-            if kl.numel() != 1 and kl.shape != (count,):
+            if kl.shape not in ((), (1,), (count,)):
                 raise ValueError(f"kl must be one number or [{count}], one per completion, got {tuple(kl.shape)}.")
-            kl = kl.to(head.weight.device, torch.promote_types(kl.dtype, torch.float32))
-            kl = kl.reshape(()) if kl.numel() == 1 else kl
+            kl = kl.to(head.weight.device, torch.promote_types(kl.dtype, torch.float32)).squeeze()
         groups, _ = self.score(batch, metrics=tuple(dict.fromkeys(("mean_logit", *self.metrics))))
         logps, ref = torch.cat([part.logps for part in groups]), torch.cat([part.ref_logps for part in groups])
         logits = torch.cat([part.logits for part in groups]) * head.vocab_size
@@ -328,55 +328,29 @@ class UnpairedPreferenceLoss(CompletionLoss):
         :meth:`forward` computes it for ``kl_completions``; to log it, compute it here and pass it as ``kl``.
         """
         head = Head.of(weight, bias, self.transform)
-        completions = as_completions(kl_completions, "kl_completions")
-        batch = self.prepare(CompletionBatch.of(head, mismatched=completions), ref_weight, ref_bias)
+        batch = self.prepare(CompletionBatch.of(head, kl_completions=kl_completions), ref_weight, ref_bias)
         with torch.no_grad():
             ((scored,), _) = self.score(batch)
         return mean_over_processes(scored.logps - scored.ref_logps).clamp(min=0)
 
 
-def _read_unpaired(
-    arguments: tuple[Any, Any, Any],
-    preference_labels: Tensor | None,
-    bias: Tensor | None,
-    transform: LogitTransform,
-    reference: tuple[Tensor | None, Tensor | None],
-    temperature: Tensor | None = None,
-) -> tuple[CompletionBatch, Tensor]:
-    """Single completions, and which of them are desirable (``[B]`` bool), in one of three forms.
-
-    - ``(weight, desirable completions, undesirable completions)``;
-    - ``(weight, completions)`` and ``preference_labels``;
-    - ``(weight, hidden_states, labels)`` and ``preference_labels``; as in liger-kernel, hidden states may come first.
-
-    ``reference`` are the reference's hidden states and its log-probabilities in the last form.
-    """
-    weight, first, second = arguments
-    if isinstance(first, (Tensor, nn.Module, Head)):
-        first, weight = states_and_head(weight, first)
-    head = Head.of(weight, bias, transform)
-    apart = second is not None and not isinstance(first, Tensor)
-    names = ("desirable", "undesirable") if apart else ("given",)
-    batch = CompletionBatch.read(names, head, first, second, reference[0], (reference[1],), temperature)
-    if apart:
-        if preference_labels is not None:
-            raise ValueError(
-                "desirable and undesirable completions were given separately; leave preference_labels= out."
-            )
-        counts = [len(labels) for labels in batch.labels]
-        return batch, torch.arange(sum(counts), device=head.weight.device) < counts[0]
-    if preference_labels is None:
+def _desirable(batch: CompletionBatch, apart: bool, marks: Tensor | None) -> Tensor:
+    """Which completions are desirable, ``[B]`` bool: the first of two groups, or those that are marked."""
+    if apart != (marks is None):
         raise ValueError(
             "the loss needs to know which completions are desirable: give preference_labels=, a bool for each, or "
-            "desirable and undesirable completions separately."
+            "desirable and undesirable completions separately, and not both."
         )
-    _check_per_completion("preference_labels", preference_labels, batch.labels[0].shape[0], head)
-    if preference_labels.dtype != torch.bool:
+    counts = [len(labels) for labels in batch.labels]
+    if marks is None:
+        return torch.arange(sum(counts), device=batch.head.weight.device) < counts[0]
+    _check_per_completion("preference_labels", marks, counts[0], batch.head)
+    if marks.dtype != torch.bool:
         raise TypeError(
-            f"preference_labels must be bool, true for desirable completions, got {preference_labels.dtype}; pass "
+            f"preference_labels must be bool, true for desirable completions, got {marks.dtype}; pass "
             "preference_labels == value, for the value that means desirable."
         )
-    return batch, preference_labels
+    return marks
 
 
 def _check_per_completion(name: str, value: Any, count: int, head: Head) -> None:

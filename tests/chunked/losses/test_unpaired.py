@@ -143,7 +143,7 @@ def test_wrong_completions_are_refused():
     hidden, weight, labels, ref_hidden, _, desirable = problem()
     with pytest.raises(ValueError, match="no ref_weight="):
         BCO()(weight, Completions(hidden, labels, ref_hidden), preference_labels=desirable)
-    with pytest.raises(ValueError, match="leave preference_labels= out"):
+    with pytest.raises(ValueError, match="and not both"):
         KTO()(weight, (hidden, labels), (hidden, labels), preference_labels=desirable, kl=0.0)
     with pytest.raises(TypeError, match="given must be Completions"):
         KTO()(weight, hidden.tolist(), preference_labels=desirable, kl=0.0)

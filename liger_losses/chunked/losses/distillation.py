@@ -209,13 +209,13 @@ class DistillationLoss(ChunkedLoss):
             temperature: ``[...]``, one for each hidden state; the constructor's ``temperature`` must then be 1.
         """
         like_liger = teacher is None and not (true_labels is None or isinstance(teacher_weight, AnyTeacher | None))
+        labels: Any = true_labels
         if like_liger:
             taught: Any = Teacher(teacher_input, teacher_weight, teacher_bias)
-            weight, hidden, labels = student_weight, student_input, true_labels
+            weight, hidden = student_weight, student_input
         else:
             taught = _teacher_of(teacher_weight, teacher, true_labels, teacher_bias)
             weight, hidden, labels = student_input, student_weight, teacher_input
-        assert labels is not None
         head = Head.of(weight, student_bias if bias is None else bias, self.transform)
         labels, which = self.labels(labels), self.settings.which
         mask, hard = labels != self.ignore_index, self.weight_hard_loss != 0 or self.return_soft_hard_loss

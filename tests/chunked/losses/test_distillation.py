@@ -65,6 +65,7 @@ def test_bad_input_is_refused():
     refuses("needs columns=", TeacherLogits(lambda positions: None))
     refuses("must return logits", TeacherLogits(lambda positions: torch.zeros(2, 2), columns=V))
     refuses("labels must be in", labels=labels + V)
+    refuses("labels must be a tensor", labels=None, error=TypeError)
     logps, indices = F.linear(states, rows).log_softmax(-1).topk(4)
     refuses("indices must be in", TeacherTopK(logps, indices + V))
     refuses("twice", TeacherTopK(logps, indices[..., :1].expand_as(indices)))

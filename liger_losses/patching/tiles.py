@@ -6,6 +6,7 @@ Beyond its input and its output, the module then needs memory for one tile, in f
 from __future__ import annotations
 
 import contextlib
+import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -16,6 +17,7 @@ from torch.utils.checkpoint import get_device_states, set_device_states
 
 from liger_losses.kernels._triton import warn_once
 from liger_losses.kernels.autograd import autocast_dtype, once_differentiable
+from liger_losses.kernels.tracing import outside_graphs
 from liger_losses.patching.probing import call_with
 
 #: Computes a module's output ``[1, tokens, ...]`` from its input ``[1, tokens, H]``.
@@ -85,7 +87,6 @@ def compute_tiled(
     return _compute_tiled(_Tiling(compute, module, step, gradients_only or contextlib.nullcontext), x)
 
 
-@torch.compiler.disable  # a graph ends here: torch.compile cannot trace the backward
 def _compute_tiled(tiling: _Tiling, x: Tensor) -> Tensor:
     weights = tiling.weights()
     if not torch.is_grad_enabled() or not (x.requires_grad or weights):
@@ -97,6 +98,9 @@ def _compute_tiled(tiling: _Tiling, x: Tensor) -> Tensor:
     x = _SavedFirst.apply(x, *weights.values())
     out: Tensor = _Tiled.apply(tiling, x.grad_fn, x, *weights.values())
     return out
+
+
+outside_graphs(sys.modules[__name__], "_compute_tiled")  # torch.compile cannot trace the backward
 
 
 @dataclass(frozen=True, eq=False)

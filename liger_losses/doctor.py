@@ -294,11 +294,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m liger_losses.doctor", description=(__doc__ or "").splitlines()[0])
     parser.add_argument("model", nargs="?", help="a model's id, folder or config.json: prints what patch() would do")
     parser.add_argument("--tokens", type=int, help="prints the memory of a step on so many tokens")
-    parser.add_argument("--gpu", type=lambda text: bytes_of(text, "--gpu"), help="24GB, for example: what fits")
+    parser.add_argument("--gpu", help="24GB, for example: prints what fits its memory")
     parser.add_argument("--checkpointing", action="store_true", help="the step has gradient checkpointing")
     args = parser.parse_args(arguments)
-    if args.model is None and (args.tokens or args.gpu):
-        parser.error("--tokens and --gpu need a MODEL")
+    try:
+        memory = None if args.gpu is None else bytes_of(args.gpu, "--gpu")
+    except ValueError as error:
+        parser.error(str(error))
+    tokens = args.tokens if args.tokens is not None or memory is None else 4096
+    if tokens is not None and (args.model is None or tokens < 1):
+        parser.error(f"--tokens and --gpu need a MODEL and at least one token, got MODEL {args.model} and {tokens}")
     for title, lines in (("Versions", versions()), ("Devices", devices()), ("TRL", trl_features())):
         show(title, lines)
     show("Defaults that differ in losses that you call", other_defaults())
@@ -315,8 +320,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 1
     show(f"patch() on {args.model}", [type(model).__name__])
     print(textwrap.indent(str(patch(model)), "  "))  # a table's rows stay whole
-    if args.tokens or args.gpu:
-        show("A step", step_report(config, args.tokens or 4096, args.gpu, args.checkpointing))
+    if tokens is not None:
+        show("A step", step_report(config, tokens, memory, args.checkpointing))
     return 0
 
 

@@ -54,9 +54,14 @@ def test_a_model_by_its_configuration(config, monkeypatch, capsys):
     ):
         assert line in out
     assert len(re.findall(r"with(?:out)? patch\(\) +0\.0 GiB; \d+,\d+ tokens fit 1\.0 GB", out)) == 2
-    with pytest.raises(SystemExit):
-        doctor.main(["--tokens", "4"])
-    assert "need a MODEL" in capsys.readouterr().err
+    for arguments, said in (
+        (["--gpu", "4GB"], "need a MODEL and at least one token, got MODEL None and 4096"),
+        (["x", "--tokens", "0"], "at least one token, got MODEL x and 0"),
+        (["x", "--gpu", "big"], "--gpu must be a number of bytes"),
+    ):
+        with pytest.raises(SystemExit):
+            doctor.main(arguments)
+        assert said in capsys.readouterr().err
 
 
 def test_a_model_that_is_not_there(tmp_path, capsys):

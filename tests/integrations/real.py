@@ -183,7 +183,14 @@ def verl_engine():
     from liger_losses.integrations import verl
     from tests.integrations.models import llama
 
-    model, backends, fused = llama(), ("torch", "triton"), []
+    model, backends, fused, taken = llama(), ("torch", "triton"), [], []
+
+    def taking(forward):
+        def module(**inputs):
+            taken.append({*inputs})
+            return forward(**inputs)
+
+        return module
 
     def run():
         results = []
@@ -191,7 +198,7 @@ def verl_engine():
             for padded in (False, True):
                 for backend in backends[: 1 if padded else 2]:  # verl reads no flat outputs of padded batches
                     forward = getattr(dense_common, f"forward_with_{backend}_backend")
-                    module = functools.partial(forward, model) if fused else model
+                    module = taking(functools.partial(forward, model)) if fused else model
                     loss, outputs = verl_step(module, bool(fused), temperature=temperature, padded=padded)
                     for values in outputs.values():
                         values[ENDS] = 0
@@ -204,6 +211,7 @@ def verl_engine():
 
     results = compare(run, install)
     assert set(results[1]) == {"log_probs", "entropy", "sum_pi_squared"}
+    assert taken[:3] == taken[3:]  # with one temperature, and one per sample
 
 
 def verl_hidden_states():

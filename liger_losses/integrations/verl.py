@@ -90,6 +90,10 @@ def _asked(batch: Any, key: str, default: bool = False) -> bool:
     return bool(tensordict_utils.get_non_tensor_data(data=batch, key=key, default=default))
 
 
+def _wants_sums(batch: Any) -> bool:
+    return _asked(batch, "use_fused_kernels") and _asked(batch, "calculate_sum_pi_squared")
+
+
 def _with(batch: Any, **flags: bool) -> Any:
     """A shallow copy of a micro-batch with other flags."""
     from verl.utils import tensordict_utils
@@ -102,9 +106,8 @@ def _with(batch: Any, **flags: bool) -> Any:
 def _model_inputs(original: Callable[..., Any], self: Any, micro_batch: Any) -> Any:
     """``prepare_model_inputs``: verl's fused heads take no temperature per sample, but its logits do, as one per token,
     with Ulysses' slices and padding: the head gets that one."""
-    fused = _asked(micro_batch, "use_fused_kernels")
-    _thread.wanted = fused and _asked(micro_batch, "calculate_sum_pi_squared")
-    if not fused or not isinstance(micro_batch["temperature"], Tensor):
+    _thread.wanted = _wants_sums(micro_batch)
+    if not _asked(micro_batch, "use_fused_kernels") or not isinstance(micro_batch["temperature"], Tensor):
         return original(self, micro_batch)
     inputs, others = original(self, _with(micro_batch, use_fused_kernels=False))
     if _asked(micro_batch, "use_remove_padding", True):
@@ -119,12 +122,11 @@ def _model_outputs(
     original: Callable[..., Any], self: Any, output: Any, output_args: Any, micro_batch: Any, logits_processor_func: Any
 ) -> Any:
     """``prepare_model_outputs``: verl lays the sums of squared probabilities out as it does log-probabilities."""
-    wanted, _thread.wanted = getattr(_thread, "wanted", False), False
-    if not wanted:
+    if not _wants_sums(micro_batch):
         return original(self, output, output_args, micro_batch, logits_processor_func)
     others = _with(micro_batch, calculate_sum_pi_squared=False)
     outputs = original(self, output, output_args, others, logits_processor_func)
-    alone = _with(others, calculate_entropy=False, distillation_use_topk=False, distillation_only=False)
+    alone = _with(others, calculate_entropy=False)
     sums, _thread.sums = SimpleNamespace(log_probs=_thread.sums), None
     outputs["sum_pi_squared"] = original(self, sums, output_args, alone, logits_processor_func)["log_probs"]
     return outputs

@@ -179,6 +179,7 @@ def verl_engine():
     """What verl's fused heads refuse: sums of squared probabilities, and a temperature per sample."""
     stand_in(*_VERL)
     from verl.models.transformers import dense_common
+    from verl.utils.experimental.torch_functional import FusedLinearForPPO
 
     from liger_losses.integrations import verl
     from tests.integrations.models import llama
@@ -212,6 +213,8 @@ def verl_engine():
     results = compare(run, install)
     assert set(results[1]) == {"log_probs", "entropy", "sum_pi_squared"}
     assert taken[:3] == taken[3:]  # with one temperature, and one per sample
+    verl.uninstall()
+    assert FusedLinearForPPO.forward is not verl.fused_linear_for_ppo
 
 
 def verl_hidden_states():

@@ -48,7 +48,7 @@ def test_a_model_by_its_configuration(config, monkeypatch, capsys):
     for line in (
         "LlamaForCausalLM",
         "model.layers.*.mlp",
-        "LazyLinear 1",
+        "lm_head",
         "SFT of 256 tokens",
         "6 N H V for",
     ):

@@ -421,7 +421,7 @@ def llamafactory():
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
     from liger_losses.integrations import liger
-    from liger_losses.patching.lazy_head import patched_heads
+    from liger_losses.patching.swap import replacement_of
 
     liger.install()
     module = importlib.import_module("llamafactory.v1.plugins.model_plugins.kernels.liger_kernel_ops")
@@ -431,7 +431,7 @@ def llamafactory():
     expected = model(ids, labels=ids).loss
     with mock.patch.object(module.LigerKernel, "check_deps", return_value=True):  # it asks for a GPU
         module.LigerKernel.apply(model=model, use_kernels="auto")
-    assert patched_heads(model)
+    assert replacement_of(model.model.norm)
     torch.testing.assert_close(model(ids, labels=ids).loss, expected)
 
 

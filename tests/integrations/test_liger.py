@@ -15,7 +15,8 @@ import liger_losses
 from liger_losses.integrations import liger, loading
 from liger_losses.integrations.liger import losses, models
 from liger_losses.integrations.liger.chunked import CHUNKED
-from tests.integrations.models import llama
+from liger_losses.patching.swap import replacement_of
+from tests.integrations.models import is_patched, llama
 from tests.reference import problem
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*was imported before liger_losses.integrations:UserWarning")
@@ -168,11 +169,9 @@ def test_losses_of_logits_stay_liger_kernels(installed):
 def test_trainers_use_liger_kernel_patches_the_model(installed):
     from transformers.integrations.liger import apply_liger_kernel
 
-    from liger_losses.patching.lazy_head import patched_heads
-
     model = llama()
     apply_liger_kernel(model, {"rope": False})
-    assert patched_heads(model)
+    assert replacement_of(model.model.norm)
 
 
 @pytest.mark.peers
@@ -185,7 +184,7 @@ def test_apply_to_models_that_are_loaded_later(installed):
     apply_liger_kernel_to_llama4(rope=False)
     assert not hasattr(AutoModelForCausalLM.from_config(config), "liger_report")
     apply_liger_kernel_to_llama()
-    assert "LazyLinear" in str(AutoModelForCausalLM.from_config(config).liger_report)
+    assert is_patched(AutoModelForCausalLM.from_config(config))
     kinds = [types.SimpleNamespace(config=mock.Mock(model_type=kind)) for kind in ("llama", "llama4", "llama4_text")]
     (llama4, *others), of_llama = ([options(kind) for kind in kinds] for options in loading._wanted)
     assert (llama4, others[0]["rope"], others[0]) == (None, False, others[1])

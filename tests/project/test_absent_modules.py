@@ -37,9 +37,9 @@ def tried(call):
 def patched():
     from transformers import LlamaConfig, LlamaForCausalLM
     model = LlamaForCausalLM(LlamaConfig(vocab_size=50, hidden_size=16, num_hidden_layers=1, num_attention_heads=2))
-    liger_losses.patch(model)
+    report = liger_losses.patch(model)
     model(input_ids=labels, labels=labels).loss.backward()
-    return f"trained by {{type(model(input_ids=labels).logits).__name__}}"
+    return f"trained with {{report.replaced[-1].path}}"
 tried(patched)
 tried(lambda: f"enabled: {{liger_losses.trl.enable()}}")
 tried(lambda: liger_losses.linear_logps(hidden, weight, labels, backend="triton"))
@@ -48,7 +48,7 @@ tried(lambda: liger_losses.linear_logps(hidden, weight, labels, backend="triton"
 ABSENT = {
     ("triton",): [
         "CPU, .* threads: torch operations",
-        "trained by LazyLogits",
+        "trained with lm_head",
         "enabled: None",
         "ValueError: backend='triton' cannot serve this call: triton is not installed; leave the backend out",
     ],

@@ -45,7 +45,7 @@ def test_a_study_runs(name, tmp_path):
     out = [] if name == "host_time" else [f"--out={tmp_path / 'r.json'}"]
     environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
     command = [sys.executable, "-m", f"benchmarks.{name}", *arguments, *out]
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300, check=False)
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=600, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
     assert printed in done.stdout
     runs = json.loads((tmp_path / "r.json").read_text())["runs"] if out else []

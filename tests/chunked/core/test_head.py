@@ -4,8 +4,9 @@ import pytest
 import torch
 from torch import nn
 
-from liger_losses import Head, LogitTransform, linear_logps, linear_statistics
+from liger_losses import Head, LogitTransform, linear_logps, linear_statistics, patch
 from tests.losses import CE
+from tests.models import small
 from tests.reference import linear_of, problem
 
 
@@ -108,10 +109,8 @@ def test_a_linear_layer_with_a_forward_of_its_own_is_refused(compiled):
 
 
 def test_the_head_of_a_patched_model_is_taken():
-    from liger_losses.patching.lazy_layers import LazyLinear
-
-    hidden, _, labels, _ = problem(16, 24, 61)
-    layer = nn.Linear(24, 61)
-    expected = CE()(layer, hidden, labels)
-    layer.__class__ = LazyLinear
-    assert torch.equal(CE()(layer, hidden, labels), expected)
+    model = small()
+    hidden, _, labels, _ = problem(16, model.config.hidden_size, model.config.vocab_size)
+    expected = CE()(model.lm_head, hidden, labels)
+    assert patch(model).replaced
+    assert torch.equal(CE()(model.lm_head, hidden, labels), expected)

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import copy
 import dataclasses
-import threading
 
 import pytest
 import torch
 from torch import nn
 
 import liger_losses
-from benchmarks.coverage import model_zoo
 from liger_losses import (
     ChunkedLoss,
     Divergence,
@@ -28,13 +25,9 @@ from liger_losses import (
 from liger_losses.chunked.core import buffers, weights
 from liger_losses.chunked.core.compiled import _NAMES
 from liger_losses.kernels.matmul import matmul_into
-from liger_losses.patching.lazy_head import force_lazy_head, make_head_lazy
 from tests.losses import CE
 from tests.reference import Int8Weight
 from tests.results import compiled as calls
-
-peft = pytest.importorskip("peft")
-pytest.importorskip("transformers")
 
 
 def _head_and_batch(tokens=5):
@@ -168,87 +161,6 @@ def test_a_loss_made_in_the_compiled_function():
     inputs = _head_and_batch()
     torch._dynamo.reset()
     torch.testing.assert_close(torch.compile(function, backend="eager")(*inputs), function(*inputs))
-
-
-def _llama(**options):
-    return model_zoo.build("llama", num_hidden_layers=1, vocab_size=model_zoo.VOCABULARY, **options)
-
-
-def test_lazy_logits_are_forced_in_one_thread_alone():
-    model = _llama().eval()
-    liger_losses.patch(model)
-    found = []
-
-    def generate():
-        with torch.no_grad():
-            found.append(model(input_ids=torch.ones(1, 1, dtype=torch.int64)).logits)
-
-    with force_lazy_head():
-        thread = threading.Thread(target=generate)
-        thread.start()
-        thread.join()
-    assert type(found[0]) is torch.Tensor
-
-
-ADAPTERS = {
-    "lora on the head": {"target_modules": ["q_proj", "lm_head"]},
-    "trainable tokens": {"target_modules": ["q_proj"], "trainable_token_indices": {"embed_tokens": [1, 2]}},
-}
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ADAPTERS)
-def test_adapters_of_the_head(name):
-    """One graph with the loss, with the loss and the gradients of the model without the patch."""
-    config = peft.LoraConfig(r=2, task_type="CAUSAL_LM", init_lora_weights=False, **ADAPTERS[name])
-    plain = peft.get_peft_model(_llama(tie_word_embeddings=name == "trainable tokens"), config)
-    model = copy.deepcopy(plain)
-    liger_losses.patch(model)
-    torch._dynamo.reset()
-    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
-    ids = torch.randint(model_zoo.VOCABULARY, (2, 6))
-    results = []
-    for function, parameters in ((compiled, model.parameters()), (plain, plain.parameters())):
-        loss = function(input_ids=ids, labels=ids).loss
-        results.append([loss.detach(), *torch.autograd.grad(loss, [p for p in parameters if p.requires_grad])])
-    torch.testing.assert_close(*results, rtol=1e-4, atol=1e-5)
-
-
-class _Shifted(nn.Module):
-    """A model that applies an operation to its logits before its loss."""
-
-    def __init__(self, operation):
-        super().__init__()
-        self.lm_head, self.operation = nn.Linear(8, 13), operation
-
-    def get_output_embeddings(self):
-        return self.lm_head
-
-    def forward(self, hidden_states, labels):
-        logits = self.operation(self.lm_head(hidden_states))
-        return nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten())
-
-
-@pytest.mark.filterwarnings("ignore:.*needs the values of lazy logits")
-@pytest.mark.parametrize(
-    "operation",
-    [
-        lambda z: 1 - z,
-        lambda z: -z,
-        lambda z: z.where(z > 0, 0.0),
-        lambda z: torch.cat([z, z], 1)[:, : z.shape[1]],
-        lambda z: torch.stack(list(z)),
-    ],
-    ids=["from one", "negative", "comparison", "list of logits", "iteration"],
-)
-def test_operations_on_logits_in_the_models_forward(operation):
-    model = _Shifted(operation)
-    _, hidden_states, labels = _head_and_batch()
-    expected = model(hidden_states, labels)
-    make_head_lazy(model)
-    torch._dynamo.reset()
-    found = torch.compile(model, backend="eager")(hidden_states, labels)
-    torch.testing.assert_close(found, expected)
 
 
 @pytest.mark.parametrize("names", [("logp", "entropy"), ("logp", "selected_logps")])

@@ -164,7 +164,7 @@ def named_options(cls: Any, arguments: Sequence[Any], options: Mapping[str, Any]
     options, positions = cls.options_type.folded(options), cls.positions
     check_known(cls, options, cls.options_type.__dataclass_fields__)
     try:
-        named = options_signature(cls, positions).bind(*arguments, **options).arguments
+        named = cls.options_signature.bind(*arguments, **options).arguments
     except TypeError as error:
         raise TypeError(f"{cls.__name__}: {error}; its options are {', '.join(cls.option_names)}.") from None
     for name, value in named.items():

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from liger_losses.arguments import check_known, constructor_signature, named_options
+from liger_losses.arguments import check_known, constructor_signature, named_options, options_signature
 from liger_losses.checks import check_fields, check_labels, check_shift, check_tensor, checked_items
 from liger_losses.chunked import EngineOptions, Head, Statistics, linear_statistics, shift_labels
 from liger_losses.chunked.core.agreement import agree
@@ -177,7 +177,8 @@ class ChunkedLoss(nn.Module):
     #: The names of :meth:`forward`'s parameters, and which of them a documented name is.
     argument_names: ClassVar[tuple[str, ...]]
     parameters_named: ClassVar[Mapping[str, str]]
-    #: What its constructor takes: the options, and what the constructors of subclasses name.
+    #: Its options, and what its constructor takes: these, and what the constructors of subclasses name.
+    options_signature: ClassVar[inspect.Signature]
     option_names: ClassVar[tuple[str, ...]]
     __signature__ = _Signature()
 
@@ -199,6 +200,7 @@ class ChunkedLoss(nn.Module):
                 setattr(cls, name, _option(name))
             elif name in vars(cls) and name != "divergence":  # which each loss has as a property
                 raise TypeError(f"{cls.__name__}.{name} hides the option {name}; give its constructor another value.")
+        cls.options_signature = options_signature(cls, cls.positions)
         cls.option_names = tuple(constructor_signature(cls).parameters)
         cls.argument_names = names = tuple(inspect.signature(cls.forward).parameters)[1:]
         documented = {name: parameter for form in cls.forms for name, parameter in zip(form, names, strict=False)}

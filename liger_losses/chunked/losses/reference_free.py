@@ -200,15 +200,8 @@ class LigerFusedLinearCPOLoss(PreferenceLoss):
     )
 
     def pair_loss(self, pairs: Pairs) -> Tensor:
-        return cpo_loss(
-            pairs.chosen_logps,
-            pairs.rejected_logps,
-            beta=self.beta,
-            loss_type=self.loss_type,
-            label_smoothing=self.label_smoothing,
-            gamma=self.gamma,
-            reward_alpha=self.reward_alpha,
-        )
+        names = ("beta", "loss_type", "label_smoothing", "gamma", "reward_alpha")
+        return cpo_loss(pairs.chosen_logps, pairs.rejected_logps, **{name: getattr(self, name) for name in names})
 
     def rewards(self, pairs: Pairs) -> tuple[Tensor, Tensor]:
         chosen, rejected = (alphapo_reward(x, self.reward_alpha) for x in (pairs.chosen_logps, pairs.rejected_logps))

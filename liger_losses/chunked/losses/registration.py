@@ -42,7 +42,7 @@ def register_objective(
 ) -> None:
     """Make ``loss_type=name`` a policy loss: ``sum_t weight_t (-value_t + beta kl_t)``.
 
-    Keyword-only parameters of ``value`` are options of the loss, which are numbers: of
+    Keyword-only parameters of ``value`` that are numbers are options of the loss: of
     ``value(log_ratio, logps, advantages, options, *, power=2.0)``, ``LigerFusedLinearGRPOLoss(loss_type=name,
     power=1.5)``. One without a default must be given.
 
@@ -71,7 +71,8 @@ def register_objective(
     check_names([level], policy_tables.RATIOS, "level")
     check_names([mask], policy_tables.MASKS, "mask")
     parameters = inspect.signature(value).parameters.values()
-    options = {each.name: each.default for each in parameters if each.kind is each.KEYWORD_ONLY}
+    numbers = [each for each in parameters if each.default is each.empty or type(each.default) in (int, float)]
+    options = {each.name: each.default for each in numbers if each.kind is each.KEYWORD_ONLY}
     taken = sorted({*options} & {*GRPOOptions.__dataclass_fields__})
     if taken:
         raise ValueError(f"{', '.join(taken)}: all policy losses have an option of this name; take another one.")

@@ -20,38 +20,12 @@ def asserts_or_skip(wrong, backend):
         pytest.skip("the kernel asserts on the device that labels are right")
 
 
-def exact_statistics(projected, labels, transform, bias, c):
-    logits = transform(projected, bias)
-    log_p = logits.log_softmax(-1)
-    return {
-        "logp": log_p.gather(1, labels[:, None])[:, 0],
-        "entropy": -(log_p.exp() * log_p).sum(-1),
-        "lse": logits.logsumexp(-1),
-        "mean_logp": (log_p if c is None else c * log_p).mean(-1),
-        "log_sum_sq_probs": log_p.exp().square().sum(-1).log(),
-        "mean_logit": logits.mean(-1),
-    }
-
-
-class Differentiable(LogitTransform):
-    """The transform without in-place steps, for autograd."""
-
-    def __call__(self, projected, bias=None):
-        logits = (projected if bias is None else projected + bias) * self.logit_scale
-        if self.softcap is not None:
-            logits = self.softcap * torch.tanh(logits / self.softcap)
-        return logits / self.temperature
-
-
 def inputs(rows, columns, seed=0, scale=2.0):
     g = torch.Generator().manual_seed(seed)
     projected = torch.randn(rows, columns, generator=g) * scale
     labels = torch.randint(columns, (rows,), generator=g)
     bias, c = torch.randn(columns, generator=g), torch.rand(columns, generator=g)
     return tuple(t.to(DEVICE) for t in (projected, labels, bias, c))
-
-
-TRANSFORMS = [{}, {"temperature": 0.7, "logit_scale": 1.3}, {"softcap": 3.0, "logit_scale": 0.9, "temperature": 1.1}]
 
 
 def head(tokens, hidden_size, columns, dtype=torch.float16, seed=0):

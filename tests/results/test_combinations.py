@@ -9,7 +9,16 @@ import torch.distributed as dist
 from liger_losses import DistillationLoss, Teacher, TokenSupport, linear_logps
 from tests.losses import CE, DPO, JSD
 from tests.processes import case_named
-from tests.reference import divergence, double, formula, gradients, problem, relative_error, rounding
+from tests.reference import (
+    divergence,
+    double,
+    formula,
+    gradients,
+    plain_statistics,
+    problem,
+    relative_error,
+    rounding,
+)
 from tests.results.combinations import COLUMNS, Row, Sizes, check, rows
 from tests.seam import BACKENDS, many_parts
 
@@ -186,16 +195,26 @@ def test_close_teachers_keep_their_digits(name, options):
 
 
 @pytest.mark.skipif("triton" not in BACKENDS, reason="GPUs have more of these")
-def test_half_precision_gradients_within_any_workspace():
-    """Of several blocks together: that of the weight is a sum of few parts."""
+@pytest.mark.parametrize(("asked", "workspaces"), [("JSD", (60_000, 75_000)), ("statistics", (34_000, 40_000))])
+def test_half_precision_gradients_within_any_workspace(asked, workspaces):
+    """Of several blocks together, or by tiles of columns: that of the weight is a sum of few parts."""
     hidden, weight, labels, _ = problem(200, 16, 203, dtype=torch.bfloat16, masked=0.0)
     teacher = [tensor.detach().roll(1, 0) for tensor in (hidden, weight)]
     exact_in = double(hidden, weight, *teacher)
-    exact = formula("JSD", exact_in[0] @ exact_in[1].t(), exact_in[2] @ exact_in[3].t()).mean()
+    if asked == "JSD":
+        exact = formula("JSD", exact_in[0] @ exact_in[1].t(), exact_in[2] @ exact_in[3].t()).mean()
+    else:
+        values = plain_statistics(*exact_in[:2], labels)
+        exact = values["logp"].sum() + values["entropy"].sum()
     right = gradients(exact, exact_in[:2])
-    for workspace in (60_000, 75_000):
-        loss = DistillationLoss(divergence("JSD"), 0.0, 1.0, workspace=workspace, backend="triton")
-        value, _ = loss(weight, hidden, labels, Teacher(*teacher))
+    for workspace in workspaces:
+        options = {"workspace": workspace, "backend": "triton"}
+        if asked == "JSD":
+            value, _ = DistillationLoss(divergence("JSD"), 0.0, 1.0, **options)(
+                weight, hidden, labels, Teacher(*teacher)
+            )
+        else:
+            value = sum(x.sum() for x in linear_logps(hidden, weight, labels, entropy=True, **options)[:2])
         for ours, expected in zip(gradients(value, (hidden, weight)), right, strict=True):
             assert relative_error(ours, expected) < 2.5 * rounding(torch.bfloat16), workspace
 

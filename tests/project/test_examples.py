@@ -72,15 +72,6 @@ def test_shared_prompts_take_fewer_tokens_for_the_same_losses(run_here):
     assert "times fewer tokens" in printed
 
 
-def test_classes_in_place_of_ligers(run_here, monkeypatch):
-    """As in a process that has not imported liger-kernel's classes."""
-    monkeypatch.delitem(sys.modules, "liger_kernel.chunked_loss", raising=False)
-    code, printed = run_here("trl_liger_compat")
-    sys.modules.pop("liger_kernel.chunked_loss", None)
-    assert not code
-    assert "liger_losses.chunked.losses.dpo: loss " in printed
-
-
 def test_the_shipped_pairs_are_well_formed():
     rows = [json.loads(line) for line in (EXAMPLES / "data" / "preferences.jsonl").read_text().splitlines()]
     assert len(rows) >= 200
@@ -133,22 +124,6 @@ def tiny_model():
         return " " + " ".join(words[i] for i in torch.randint(0, len(words), (length,), generator=g).tolist())
 
     return small(vocab_size=len(vocabulary), num_hidden_layers=2, tie_word_embeddings=True), tokenizer, text
-
-
-@pytest.mark.parametrize(
-    ("content", "message"),
-    [
-        (None, "there is no such file"),
-        ('{"text": "a"}\n', "no column chosen, rejected"),
-        ('{"prompt": "a", "chosen": "b", "rejected": "c"}\n', "too few to hold out 4"),
-    ],
-)
-def test_a_bad_dataset_is_refused_before_any_work(dpo, tmp_path, content, message):
-    path = tmp_path / "pairs.jsonl"
-    if content is not None:
-        path.write_text(content)
-    with pytest.raises(SystemExit, match=message):
-        dpo.load_pairs(str(path), 4, 4)
 
 
 def test_the_demo_trains_as_plain_trl_does(dpo, saved_model, monkeypatch, capsys):

@@ -6,7 +6,6 @@ import torch
 from liger_losses import Head, LogitTransform, TokenSupport, linear_logps
 from tests.chunked.accelerators.test_exponentials import plans
 from tests.reference import double, peak_bytes, problem, relative_error
-from tests.seam import LowRank
 
 pytestmark = pytest.mark.usefixtures("default_gpu")
 pytest.importorskip("triton")
@@ -19,7 +18,7 @@ def kept_ids(labels, vocab, k=9):
     return ids
 
 
-@pytest.mark.parametrize("kind", ["plain", "sparse", "adapters", "ragged", "a few columns of all tokens"])
+@pytest.mark.parametrize("kind", ["sparse", "a few columns of all tokens"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_gradients(kind, dtype):
     few = kind == "a few columns of all tokens"  # whose sums go on in parts
@@ -27,29 +26,21 @@ def test_gradients(kind, dtype):
     hidden, weight, labels, _ = problem(n, 24, 90, dtype=dtype, masked=0.05 if few else 0.2)
     bias = torch.linspace(-1, 1, 90, dtype=dtype).requires_grad_()
     labels = torch.where(labels < 0, labels, labels % 2) if few else labels
-    a, b = torch.randn(2, 24, dtype=dtype, requires_grad=True), torch.randn(90, 2, dtype=dtype, requires_grad=True)
-    adapters = (LowRank(a, b, 0.5),) if kind == "adapters" else ()
-    leaves = [hidden, weight, bias, *((a, b) if adapters else ())]
+    leaves = [hidden, weight, bias]
     ids, transform = kept_ids(labels, 90), LogitTransform(0.7, 1.3, 8.0)
     support = TokenSupport(ids, sparse_grad=kind == "sparse")
-    if kind == "ragged":
-        support = TokenSupport(
-            ids[ids >= 0], torch.cat([torch.zeros(1, dtype=torch.long), (ids >= 0).sum(1).cumsum(0)])
-        )
-    head, g = Head(weight, bias, transform, adapters=adapters), torch.linspace(-1, 1, n)
+    head, g = Head(weight, bias, transform), torch.linspace(-1, 1, n)
     names, found = plans(lambda: linear_logps(hidden, head, labels, entropy=True, support=support, backend="triton"))
     assert "kept" in names
     ours = torch.autograd.grad((found.logp * g + found.entropy * 0.3).sum(), leaves)
 
     wide = double(*leaves)
     z = wide[0] @ wide[1].t() + wide[2]
-    z = z if not adapters else z + 0.5 * (wide[0] @ wide[3].t()) @ wide[4].t()
     z = 8.0 * (z * 1.3 / 8.0).tanh() / 0.7
     z = z.masked_fill(~torch.zeros(n, 90).scatter(1, ids.clamp(min=0), (ids >= 0).float(), reduce="add").bool(), -1e9)
     lp, active = z.log_softmax(-1), labels >= 0
     logp, entropy = lp.gather(1, labels.clamp(min=0)[:, None])[:, 0], -(lp.exp() * lp).sum(-1)
-    rounds = 5e-2 if adapters and dtype == torch.bfloat16 else 1e-4  # the adapter's products
-    torch.testing.assert_close(found.logp.double(), torch.where(active, logp, 0.0), rtol=rounds, atol=rounds)
+    torch.testing.assert_close(found.logp.double(), torch.where(active, logp, 0.0), rtol=1e-4, atol=1e-4)
     exact = torch.autograd.grad(torch.where(active, logp * g + entropy * 0.3, 0.0).sum(), wide)
     for mine, right in zip(ours, exact, strict=True):
         assert relative_error(mine.to_dense(), right) < (1.5e-2 if dtype == torch.bfloat16 else 1e-5)

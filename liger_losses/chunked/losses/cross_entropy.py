@@ -65,6 +65,12 @@ class _Part(NamedTuple):
     target: Target
     mask: Tensor  # which tokens carry loss
     inputs: dict[str, Any]  # tensors
+    scale: float  # the weight of the head
+
+    def counted(self, ignore_index: int) -> Target:
+        """The target to the loss: 0 times what is NaN is NaN, so that a head of weight 0 has no tokens."""
+        nothing = torch.full_like(self.target.labels, ignore_index) if self.scale == 0 else self.target.labels
+        return replace(self.target, labels=nothing)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -234,40 +240,40 @@ class LigerFusedLinearCrossEntropyLoss(ChunkedLoss, Generic[R]):
         numbers, weights = [one_each(value, count) if many else [value] for value in given.values()]
         if self.spans_ranks:
             self.agree(numbers, whole[0].labels.device)
-        each = zip(whole, numbers, weights, one_each(o.shift, count), strict=True)
-        parts = [self._part(*part) for part in each]
         scales = [float(scale) for scale in o.head_weights or [1.0] * count]
-        # 0 times what is NaN is NaN: to the loss, a head of weight 0 has no tokens.
-        targets = [
-            replace(part.target, labels=torch.full_like(part.mask, o.ignore_index, dtype=torch.int64))
-            if scale == 0
-            else part.target
-            for part, scale in zip(parts, scales, strict=True)
-        ]
+        each = zip(whole, numbers, weights, one_each(o.shift, count), scales, strict=True)
+        parts = [self._part(*part) for part in each]
+        targets, (names, metrics) = [part.counted(o.ignore_index) for part in parts], self._names()
         loss: Any
-        names, metrics = self._names()
         if o.reduction == "none":
             found = statistics(targets, names, self.options, metrics)
-            losses = [self._of_tokens(*part)[0] for part in zip(found, parts, strict=True)]
-            loss = [scale * value for scale, value in zip(scales, losses, strict=True)] if many else losses[0]
+            losses = [part.scale * self._of_tokens(values, part)[0] for values, part in zip(found, parts, strict=True)]
+            loss = losses if many else losses[0]
         else:
-            token_losses = [self._token_loss(*part) for part in zip(parts, scales, strict=True)]
+            token_losses = [self._token_loss(part) for part in parts]
             loss, found = loss_sum(targets, names, token_losses, self.options, metrics)
             loss = self._total(loss)
-        if not many and not (o.return_z_loss or o.return_token_accuracy or o.return_predicted_tokens):
+        if many:
+            return loss, self._metrics_of_heads(found, parts)
+        if not (o.return_z_loss or o.return_token_accuracy or o.return_predicted_tokens):
             return loss
         with torch.no_grad():
-            if not many:
-                return CrossEntropyOutput(loss, *self._output(found[0], parts[0], o.reduction == "none"))
-            for k in [k for k in range(count) if scales[k] == 0]:
-                (found[k],) = statistics([parts[k].target], names, self.options, metrics)
-            outputs = [self._output(*part, per_token=False) for part in zip(found, parts, strict=True)]
-            z_losses, accuracies, predicted = ([*each] for each in zip(*outputs, strict=True))
-            sums = torch.stack([self._total(self._of_tokens(*part)[0]) for part in zip(found, parts, strict=True)])
-            metrics_of_heads = ManyHeadsMetrics(sums, _stacked(z_losses), _stacked(accuracies))
-            return loss, metrics_of_heads._replace(predicted_tokens=predicted if o.return_predicted_tokens else None)
+            return CrossEntropyOutput(loss, *self._output(found[0], parts[0], o.reduction == "none"))
 
-    def _part(self, target: Target, items: Any, token_weights: Tensor | None, positions: int) -> _Part:
+    @torch.no_grad()
+    def _metrics_of_heads(self, found: list[dict[str, Tensor]], parts: list[_Part]) -> ManyHeadsMetrics:
+        """What a call with several heads returns beside the loss, of the heads without weight too."""
+        names, metrics = self._names()
+        for k, part in enumerate(parts):
+            if part.scale == 0:
+                (found[k],) = statistics([part.target], names, self.options, metrics)
+        each = [*zip(found, parts, strict=True)]
+        z_losses, accuracies, predicted = zip(*[self._output(*part, per_token=False) for part in each], strict=True)
+        losses = torch.stack([self._total(self._of_tokens(*part)[0]) for part in each])
+        chosen = [*predicted] if self.return_predicted_tokens else None
+        return ManyHeadsMetrics(losses, _stacked(z_losses), _stacked(accuracies), chosen)
+
+    def _part(self, target: Target, items: Any, token_weights: Tensor | None, positions: int, scale: float) -> _Part:
         """What one head predicts, once the class weights, the number of items and the token weights fit it."""
         check_vector("ce_weight", self.ce_weight, target.hidden, target.vocab_size)
         labels = target.labels
@@ -296,13 +302,13 @@ class LigerFusedLinearCrossEntropyLoss(ChunkedLoss, Generic[R]):
         if self.ce_weight is not None:
             inputs["label_weights"] = self.ce_weight[labels.where(mask, 0).clamp(0, len(self.ce_weight) - 1)]
         totals = self._denominators(target.hidden.dtype, mask, items, inputs)
-        return _Part(target, mask, inputs | dict(zip(("ce_total", "z_total"), totals, strict=False)))
+        return _Part(target, mask, inputs | dict(zip(("ce_total", "z_total"), totals, strict=False)), scale)
 
-    def _token_loss(self, part: _Part, scale: float) -> TokenLoss:
+    def _token_loss(self, part: _Part) -> TokenLoss:
         """The losses of a part's tokens. What has no weight takes no part in the gradient products."""
         weights = part.inputs.get("token_weights")
         live = None if weights is None else weights != 0
-        return TokenLoss(loss_of_terms, part.inputs, {"of": self._per_token, "scale": scale}, live)
+        return TokenLoss(loss_of_terms, part.inputs, {"of": self._per_token, "scale": part.scale}, live)
 
     @property
     def _per_token(self) -> TokenTerms:

@@ -20,51 +20,32 @@ T tokens, n tokens, C columns of the vocabulary::
   :func:`total_variation`, :func:`alpha_beta_divergence`, :func:`sparse_divergence`.
 """
 
-from liger_losses.chunked.losses.completion_loss import sequence_logps
-from liger_losses.chunked.losses.cross_entropy_terms import cross_entropy
-from liger_losses.chunked.losses.dpo import dpo_loss
-from liger_losses.chunked.losses.minillm import minillm_returns
-from liger_losses.chunked.losses.policy_estimates import k3
-from liger_losses.chunked.losses.policy_objectives import grpo_loss, high_entropy_mask
-from liger_losses.chunked.losses.policy_tables import PolicyOptions, fipo_weights, vespo_weights
-from liger_losses.chunked.losses.reference_free import cpo_loss, orpo_loss, simpo_loss
-from liger_losses.chunked.losses.sampler import SamplerMetrics, SamplerWeights, sampler_weights
-from liger_losses.chunked.losses.softmax_divergences import (
-    alpha_beta_divergence,
-    divergence,
-    forward_kl,
-    jsd,
-    reverse_kl,
-    sparse_divergence,
-    total_variation,
-)
-from liger_losses.chunked.losses.unpaired import bco_loss, kto_loss, unpaired_loss
+from liger_losses.chunked.losses.completion_loss import sequence_logps as sequence_logps
+from liger_losses.chunked.losses.cross_entropy_terms import cross_entropy as cross_entropy
+from liger_losses.chunked.losses.dpo import dpo_loss as dpo_loss
+from liger_losses.chunked.losses.minillm import minillm_returns as minillm_returns
+from liger_losses.chunked.losses.policy_estimates import k3 as k3
+from liger_losses.chunked.losses.policy_objectives import grpo_loss as grpo_loss
+from liger_losses.chunked.losses.policy_objectives import high_entropy_mask as high_entropy_mask
+from liger_losses.chunked.losses.policy_tables import PolicyOptions as PolicyOptions
+from liger_losses.chunked.losses.policy_tables import fipo_weights as fipo_weights
+from liger_losses.chunked.losses.policy_tables import vespo_weights as vespo_weights
+from liger_losses.chunked.losses.reference_free import cpo_loss as cpo_loss
+from liger_losses.chunked.losses.reference_free import orpo_loss as orpo_loss
+from liger_losses.chunked.losses.reference_free import simpo_loss as simpo_loss
+from liger_losses.chunked.losses.sampler import SamplerMetrics as SamplerMetrics
+from liger_losses.chunked.losses.sampler import SamplerWeights as SamplerWeights
+from liger_losses.chunked.losses.sampler import sampler_weights as sampler_weights
+from liger_losses.chunked.losses.softmax_divergences import alpha_beta_divergence as alpha_beta_divergence
+from liger_losses.chunked.losses.softmax_divergences import divergence as divergence
+from liger_losses.chunked.losses.softmax_divergences import forward_kl as forward_kl
+from liger_losses.chunked.losses.softmax_divergences import jsd as jsd
+from liger_losses.chunked.losses.softmax_divergences import reverse_kl as reverse_kl
+from liger_losses.chunked.losses.softmax_divergences import sparse_divergence as sparse_divergence
+from liger_losses.chunked.losses.softmax_divergences import total_variation as total_variation
+from liger_losses.chunked.losses.unpaired import bco_loss as bco_loss
+from liger_losses.chunked.losses.unpaired import kto_loss as kto_loss
+from liger_losses.chunked.losses.unpaired import unpaired_loss as unpaired_loss
 
-__all__ = [
-    "PolicyOptions",
-    "SamplerMetrics",
-    "SamplerWeights",
-    "alpha_beta_divergence",
-    "bco_loss",
-    "cpo_loss",
-    "cross_entropy",
-    "divergence",
-    "dpo_loss",
-    "fipo_weights",
-    "forward_kl",
-    "grpo_loss",
-    "high_entropy_mask",
-    "jsd",
-    "k3",
-    "kto_loss",
-    "minillm_returns",
-    "orpo_loss",
-    "reverse_kl",
-    "sampler_weights",
-    "sequence_logps",
-    "simpo_loss",
-    "sparse_divergence",
-    "total_variation",
-    "unpaired_loss",
-    "vespo_weights",
-]
+#: What is imported above.
+__all__ = [name for name in dir() if not name.startswith("_")]

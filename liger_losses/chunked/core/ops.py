@@ -13,7 +13,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypedDict, overload
+from typing import TYPE_CHECKING, Any, NamedTuple, TypedDict, overload
 
 import torch
 from torch import Tensor, nn
@@ -45,12 +45,14 @@ if TYPE_CHECKING:
 AnyHead = Tensor | nn.Module | Head
 #: One for all targets, or a list of one for each.
 OneOrEach = Any
+#: Names of statistics, or one.
+Names = Iterable[str] | str
 
 
-class StatisticsOptions(TypedDict, total=False):
+class Shared(TypedDict, total=False):
     """Keywords that :func:`linear_statistics` and :func:`linear_token_loss` share."""
 
-    metrics: Iterable[str] | str
+    metrics: Names
     selected: OneOrEach
     bias: OneOrEach
     class_weight: Tensor | None
@@ -59,7 +61,7 @@ class StatisticsOptions(TypedDict, total=False):
 
 
 class LogpsOptions(TypedDict, total=False):
-    """Keywords of :func:`linear_logps`."""
+    """Keywords of :func:`linear_logps` with which it returns log-probabilities alone."""
 
     support: TokenSupport | None
     bias: OneOrEach
@@ -74,21 +76,24 @@ class LogpsOptions(TypedDict, total=False):
     backend: str | None
 
 
+class AllLogpsOptions(LogpsOptions, total=False):
+    """Its keywords."""
+
+    entropy: bool
+    lse: bool
+
+
 @overload
 def linear_statistics(
-    hidden_states: Tensor,
-    head: AnyHead,
-    labels: Tensor,
-    statistics: Iterable[str] | str = ("logp",),
-    **options: Unpack[StatisticsOptions],
+    hidden_states: Tensor, head: AnyHead, labels: Tensor, statistics: Names = ("logp",), **options: Unpack[Shared]
 ) -> Statistics: ...
 @overload
 def linear_statistics(
     hidden_states: OneOrEach,
     head: OneOrEach,
     labels: OneOrEach,
-    statistics: Iterable[str] | str = ("logp",),
-    **options: Unpack[StatisticsOptions],
+    statistics: Names = ("logp",),
+    **options: Unpack[Shared],
 ) -> list[Statistics]: ...
 @operator  # type: ignore[misc]
 def linear_statistics(
@@ -138,34 +143,14 @@ def linear_statistics(
 
 
 @overload
-def linear_logps(
-    hidden_states: Tensor,
-    head: AnyHead,
-    labels: Tensor,
-    *,
-    entropy: Literal[False] = False,
-    lse: Literal[False] = False,
-    **options: Unpack[LogpsOptions],
-) -> Tensor: ...
+def linear_logps(hidden_states: Tensor, head: AnyHead, labels: Tensor, **options: Unpack[LogpsOptions]) -> Tensor: ...
 @overload
 def linear_logps(
-    hidden_states: Tensor,
-    head: AnyHead,
-    labels: Tensor,
-    *,
-    entropy: bool = False,
-    lse: bool = False,
-    **options: Unpack[LogpsOptions],
+    hidden_states: Tensor, head: AnyHead, labels: Tensor, **options: Unpack[AllLogpsOptions]
 ) -> Statistics: ...
 @overload
 def linear_logps(
-    hidden_states: OneOrEach,
-    head: OneOrEach,
-    labels: OneOrEach,
-    *,
-    entropy: bool = False,
-    lse: bool = False,
-    **options: Unpack[LogpsOptions],
+    hidden_states: OneOrEach, head: OneOrEach, labels: OneOrEach, **options: Unpack[AllLogpsOptions]
 ) -> list[Any]: ...
 @operator  # type: ignore[misc]
 def linear_logps(
@@ -367,10 +352,10 @@ def linear_token_loss(
     head: AnyHead,
     labels: Tensor,
     token_loss: Callable[..., Any],
-    statistics: Iterable[str] | str = ("logp",),
+    statistics: Names = ("logp",),
     *,
     token_inputs: Mapping[str, Any] | None = None,
-    **options: Unpack[StatisticsOptions],
+    **options: Unpack[Shared],
 ) -> tuple[Tensor, Statistics]: ...
 @overload
 def linear_token_loss(
@@ -378,10 +363,10 @@ def linear_token_loss(
     head: OneOrEach,
     labels: OneOrEach,
     token_loss: Callable[..., Any],
-    statistics: Iterable[str] | str = ("logp",),
+    statistics: Names = ("logp",),
     *,
     token_inputs: Mapping[str, Any] | None = None,
-    **options: Unpack[StatisticsOptions],
+    **options: Unpack[Shared],
 ) -> tuple[Tensor, list[Statistics]]: ...
 @operator  # type: ignore[misc]
 def linear_token_loss(

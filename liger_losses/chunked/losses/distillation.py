@@ -45,7 +45,7 @@ class DistillationMetrics(NamedTuple):
     hard_loss: Tensor | None = None
 
 
-class DistillationInputs(TypedDict, total=False):
+class CallInputs(TypedDict, total=False):
     """What calls of :class:`DistillationLoss` may have beside both models and the labels."""
 
     bias: Tensor | None
@@ -158,24 +158,17 @@ class DistillationLoss(ChunkedLoss):
 
     @overload  # type: ignore[override]
     def forward(
-        self,
-        head: AnyHead,
-        hidden_states: Tensor,
-        labels: Tensor,
-        teacher: AnyTeacher,
-        **inputs: Unpack[DistillationInputs],
+        self, head: AnyHead, hidden_states: Tensor, labels: Tensor, teacher: AnyTeacher, **inputs: Unpack[CallInputs]
     ) -> tuple[Tensor, DistillationMetrics]: ...
     @overload
     def forward(
         self,
-        student_input: Tensor,
-        student_weight: AnyHead,
-        teacher_input: Tensor,
-        teacher_weight: AnyHead,
-        true_labels: Tensor,
-        student_bias: Tensor | None = None,
-        teacher_bias: Tensor | None = None,
-        **inputs: Unpack[DistillationInputs],
+        student_input: Any,
+        student_weight: Any,
+        teacher_input: Any,
+        teacher_weight: Any,
+        true_labels: Any,
+        **_: Any,
     ) -> Any: ...
     @loss_operator  # type: ignore[misc]
     def forward(

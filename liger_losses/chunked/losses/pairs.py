@@ -189,12 +189,10 @@ class PreferenceLoss(CompletionLoss, Generic[M]):
     ) -> tuple[Tensor, M]: ...
     @overload
     def forward(
-        self, head: AnyHead, hidden_states: Tensor, labels: Tensor, **inputs: Unpack[PreferenceInputs]
+        self, head: AnyHead, hidden_states: Tensor, labels: Tensor, *others: Any, **inputs: Unpack[PreferenceInputs]
     ) -> tuple[Tensor, M]: ...
     @overload
-    def forward(
-        self, lin_weight: AnyHead, _input: Tensor, target: Tensor, *others: Any, **inputs: Unpack[PreferenceInputs]
-    ) -> tuple[Tensor, M]: ...
+    def forward(self, *, lin_weight: Any, _input: Any, target: Any, **inputs: Any) -> tuple[Tensor, M]: ...
     @loss_operator  # type: ignore[misc]
     def forward(
         self,

@@ -85,6 +85,9 @@ class PolicyMetricsWithoutKL(NamedTuple):
     clip_ratio: Tensor
 
 
+PolicyResult = tuple[Tensor, PolicyMetrics | PolicyMetricsWithoutKL]
+
+
 class GRPOInputs(TypedDict, total=False):
     """What calls of :class:`LigerFusedLinearGRPOLoss` may have beside head, completions and advantages."""
 
@@ -192,17 +195,7 @@ class LigerFusedLinearGRPOLoss(CompletionLoss):
         mask: Tensor,
         advantages: Tensor,
         **inputs: Unpack[GRPOInputs],
-    ) -> tuple[Tensor, PolicyMetrics | PolicyMetricsWithoutKL]: ...
-    @overload
-    def forward(
-        self,
-        head: AnyHead,
-        hidden_states: Tensor,
-        selected_token_ids: Tensor,
-        attention_mask: Tensor,
-        advantages: Tensor,
-        **inputs: Unpack[GRPOInputs],
-    ) -> tuple[Tensor, PolicyMetrics | PolicyMetricsWithoutKL]: ...
+    ) -> PolicyResult: ...
     @overload
     def forward(
         self,
@@ -213,7 +206,7 @@ class LigerFusedLinearGRPOLoss(CompletionLoss):
         advantages: Tensor,
         *others: Any,
         **inputs: Unpack[GRPOInputs],
-    ) -> tuple[Tensor, PolicyMetrics | PolicyMetricsWithoutKL]: ...
+    ) -> PolicyResult: ...
     @loss_operator  # type: ignore[misc]
     def forward(
         self,
@@ -235,7 +228,7 @@ class LigerFusedLinearGRPOLoss(CompletionLoss):
         support: TokenSupport | None = None,
         temperature: Tensor | None = None,
         prompts: Tensor | None = None,
-    ) -> tuple[Tensor, PolicyMetrics | PolicyMetricsWithoutKL]:
+    ) -> PolicyResult:
         """The loss of completions, ``loss(head, hidden_states, labels, mask, advantages)``.
 
         Head and hidden states may also come in liger-kernel's order, hidden states first.

@@ -46,8 +46,8 @@ class LossOptions:
 
     #: Whether the loss takes lists of heads, whose labels may be shifted by several numbers of positions.
     several: ClassVar[bool] = False
-    #: The options that say how the engine streams.
-    streaming: ClassVar[tuple[str, ...]] = _STREAMING
+    #: Whether ``chunk_size`` has an effect. In liger-kernel's losses on completions, it counts these.
+    streams_chunks: ClassVar[bool] = True
 
     ignore_index: int = -100
     temperature: float = 1.0
@@ -64,9 +64,8 @@ class LossOptions:
     def __post_init__(self) -> None:
         # Both check themselves; each call reads them.
         object.__setattr__(self, "transform", LogitTransform(self.temperature, self.logit_scale, self.softcap))
-        options = EngineOptions(**{name: getattr(self, name) for name in _STREAMING})
-        others: dict[str, Any] = dict.fromkeys({*_STREAMING} - {*self.streaming})
-        object.__setattr__(self, "engine", replace(options, **others) if others else options)
+        engine = EngineOptions(**{name: getattr(self, name) for name in _STREAMING})
+        object.__setattr__(self, "engine", engine if self.streams_chunks else replace(engine, chunk_size=None))
         if not isinstance(self.shift, bool):
             check_shift(self.shift, self.several)
         check_fields(self)
@@ -191,7 +190,7 @@ class ChunkedLoss(nn.Module):
         """Add what follows from the class's options, constructor and call."""
         init: Any = vars(cls).get("__init__")
         cls.options_type = getattr(init, "options_type", cls.options_type)
-        if init is not None and list(inspect.signature(init).parameters) == ["self"]:
+        if hasattr(init, "options_type") and list(inspect.signature(init).parameters) == ["self"]:
             del cls.__init__
         elif init is not None:  # torch.compile cannot trace it
             outside_graphs(cls, "__init__")

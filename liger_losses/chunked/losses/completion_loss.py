@@ -306,15 +306,11 @@ class Scored(NamedTuple):
     logits: Any
 
 
-#: Without ``chunk_size``, which counts completions in liger-kernel.
-STREAMING_OF_COMPLETIONS = tuple(name for name in LossOptions.streaming if name != "chunk_size")
-
-
 @dataclass(frozen=True, kw_only=True)
 class CompletionOptions(LossOptions):
     """The options of losses on completions; see :class:`CompletionLoss`."""
 
-    streaming: ClassVar[tuple[str, ...]] = STREAMING_OF_COMPLETIONS
+    streams_chunks = False
 
     beta: float = 0.1
     average_log_prob: bool | None = False

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, TypedDict, overload
+from typing import TYPE_CHECKING, Any, NamedTuple, TypedDict, overload
 
 import torch
 from torch import Tensor
@@ -24,7 +24,6 @@ from liger_losses.chunked.losses import policy_objectives as objectives
 from liger_losses.chunked.losses.base import AnyHead, LossOptions, constructor
 from liger_losses.chunked.losses.batches import AdaptiveEntropy
 from liger_losses.chunked.losses.completion_loss import (
-    STREAMING_OF_COMPLETIONS,
     CompletionBatch,
     CompletionLoss,
     naming_the_reference,
@@ -109,7 +108,7 @@ class GRPOInputs(TypedDict, total=False):
 class GRPOOptions(PolicyOptions, LossOptions):
     """The options of :class:`LigerFusedLinearGRPOLoss`."""
 
-    streaming: ClassVar[tuple[str, ...]] = STREAMING_OF_COMPLETIONS
+    streams_chunks = False
 
     compiled: bool = True
     use_ref_model: bool = True

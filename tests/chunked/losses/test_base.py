@@ -152,6 +152,14 @@ def test_what_is_printed_are_the_options_that_are_not_defaults():
     assert "divergence=" in repr(generic())
 
 
+def test_a_subclass_may_have_a_constructor_without_arguments():
+    class Own(DPO):
+        def __init__(self):
+            super().__init__(beta=0.7)
+
+    assert Own().beta == 0.7
+
+
 def test_how_to_stream_is_an_option():
     given = {"workspace": 10**6, "backend": "torch", "compact": False, "accum_dtype": torch.float32}
     for build in (CE, DPO, JSD):

@@ -1,7 +1,9 @@
 """Heads whose vocabulary two or four processes share: losses, metrics and gradients are those of a whole head."""
 
 import os
+import sys
 import types
+from unittest import mock
 
 import pytest
 import torch
@@ -81,6 +83,16 @@ def partial_gradients(parts):
                 torch.testing.assert_close((logps, entropy), (expected.logp, expected.entropy))
                 (own,) = torch.autograd.grad([logps, entropy], hidden, [upstream, -upstream])
                 torch.testing.assert_close(own, whole)
+            # With sequence parallelism, Megatron's gather, here of one whole part, sums the ranks' gradients.
+            gather = types.SimpleNamespace(gather_from_sequence_parallel_region=lambda hidden: hidden)
+            layer.sequence_parallel = True
+            with mock.patch.dict(sys.modules, {"megatron.core.tensor_parallel.mappings": gather}):
+                found = output_processor(
+                    hidden_states=hidden.transpose(0, 1), labels=labels, context=context, **shared_head
+                )
+            (own,) = torch.autograd.grad(found, hidden, [upstream, -upstream])
+            dist.all_reduce(own, group=part.group)
+            torch.testing.assert_close(own, whole)
 
 
 CHECKS = (devices, partial_gradients)

@@ -68,13 +68,12 @@ def devices() -> Iterator[str]:
 
 def _kernels(device: torch.device) -> str:
     with warnings.catch_warnings(record=True) as missing:
-        warnings.simplefilter("always")
         try:
             backend = choose_backend(None, [(device, torch.float32)], dtypes=LOGIT_DTYPES)
         except ValueError as error:
             return f"calls will fail: {error}"
-    slower = "".join(f": {warning.message}" for warning in missing)
-    return f"torch operations{slower}" if backend == "torch" else "Triton kernels"
+    why = "".join(f": {warning.message}" for warning in missing)
+    return f"torch operations{why}" if backend == "torch" else "Triton kernels"
 
 
 def trl_features() -> Iterator[str]:

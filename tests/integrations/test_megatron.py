@@ -16,9 +16,8 @@ def test_megatron_output_processor():
     layer = types.SimpleNamespace(weight=weight, bias=bias, tp_group=group, sequence_parallel=False)
     arguments = {"hidden_states": hidden.transpose(0, 1), "output_layer": layer, "output_weight": None}
     mask = (labels != -100).float()
-    losses = megatron.output_processor(
-        **arguments, labels=labels.clamp(min=0), loss_mask=mask, scale_logits=lambda logits: logits * 0.5, config=None
-    )
+    options = {"scale_logits": lambda logits: logits * 0.5, "context": megatron.OutputOptions(ignore_index=-7)}
+    losses = megatron.output_processor(**arguments, labels=labels.clamp(min=0), loss_mask=mask, **options)
     logits = (hidden @ weight.t() + bias) * 0.5
     expected = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="none").view_as(labels)
     torch.testing.assert_close(losses, expected)

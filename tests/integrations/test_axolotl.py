@@ -2,6 +2,7 @@
 
 import sys
 import types
+import warnings
 
 import pytest
 
@@ -24,7 +25,8 @@ def test_the_plugin_patches_with_the_options_of_the_yaml_file(monkeypatch):
     monkeypatch.setattr(axolotl, "announce", lambda *_: None)
     monkeypatch.setattr(liger_losses.trl, "enable", refused)
     plugin, model = axolotl._plugin_class.__wrapped__()(), llama()
-    plugin.pre_model_load(types.SimpleNamespace(rl=None))
+    with warnings.catch_warnings(action="error"):
+        plugin.pre_model_load(types.SimpleNamespace(rl=None))
     with pytest.warns(UserWarning, match="keep TRL's own heads, and the model is patched: not today"):
         plugin.pre_model_load(types.SimpleNamespace(rl="dpo"))
     plugin.post_model_load(types.SimpleNamespace(liger_losses={"rope": False}), model)

@@ -76,11 +76,16 @@ def choose_backend(
         raise ValueError(
             f"backend must be one of {', '.join(BACKENDS)}, got {asked!r} ({BACKEND_VARIABLE} or backend=)."
         )
-    present = [o if isinstance(o, tuple) else (o.device, o.dtype) for o in operands if o is not None]
-    if asked == "torch" or (asked is None and present[0][0].type != "cuda"):
-        return "torch"
-    warns = True
-    for device, dtype in present:
+    if asked == "torch":
+        return asked
+    warns, chosen = True, asked is not None
+    for operand in operands:
+        if operand is None:
+            continue
+        device, dtype = operand if isinstance(operand, tuple) else (operand.device, operand.dtype)
+        if not chosen and device.type != "cuda":
+            return "torch"
+        chosen = True
         if dtype not in dtypes:
             names = ", ".join(str(supported).removeprefix("torch.") for supported in dtypes)
             unsupported_reason = f"it computes in fp32, from {names}, and one of the tensors is {dtype}"

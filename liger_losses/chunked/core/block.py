@@ -19,11 +19,11 @@ from liger_losses.chunked.core.statistics import OF_KERNELS, Statistic
 from liger_losses.chunked.core.target import Target
 from liger_losses.chunked.core.teachers import TeacherLogits
 from liger_losses.chunked.core.weights import ALL, Columns
-from liger_losses.kernels.divergence import Coefficients, Logits, RowSums
+from liger_losses.kernels.divergence import Coefficients, Logits, RowSums, divergence_into
 from liger_losses.kernels.logit_transform import Epilogue, LogitTransform
 from liger_losses.kernels.matmul import wide_dtype
-from liger_losses.kernels.softmax_grad import SoftmaxGradient
-from liger_losses.kernels.softmax_stats import row_slices
+from liger_losses.kernels.softmax_grad import SoftmaxGradient, softmax_gradient_into
+from liger_losses.kernels.softmax_stats import row_slices, softmax_statistics
 
 #: Statistics of the softmax of all columns; a teacher is compared over those that both models have.
 _OF_ALL = {*OF_KERNELS, "selected_logps", "columns", "rest"}
@@ -83,13 +83,19 @@ class Block:
     def z(self) -> Tensor:
         return self.memory[:, : self.width]
 
-    @property
+    @cached_property
     def shared(self) -> int:
         """How many of the columns here the teacher has too."""
         return 0 if self.teacher_memory is None else self.teacher_memory.shape[1]
 
+    @cached_property
     def _names(self) -> set[str]:
         return {s.name for s in self.asked}
+
+    @cached_property
+    def epilogue(self) -> Epilogue:
+        """From the projections here to logits."""
+        return self._epilogue(self.part.temperature)
 
     def _epilogue(self, temperature: float | Tensor, columns: int | None = None) -> Epilogue:
         """From the projections here (the first so many) to logits."""
@@ -125,13 +131,12 @@ class Block:
 
     def _compute(self) -> None:
         """The statistics, and what their gradients need of a whole row."""
-        part, names, plan = self.part, self._names(), self.plan
-        epilogue = self._epilogue(part.temperature)
-        asked_of_kernels = names & {*OF_KERNELS}
+        part, names, plan = self.part, self._names, self.plan
+        epilogue, asked_of_kernels = self.epilogue, names & {*OF_KERNELS}
         table = [s for s in self.asked if s.phi is not None]
         if names & _OF_ALL or table:
             wanted = asked_of_kernels | ({"max_logit"} if "argmax" in names and part.head.ranks.size > 1 else set())
-            values = rows.softmax(self.z, self._label(0), wanted, epilogue, plan)
+            values = softmax_statistics(self.z, self._label(0), frozenset(wanted), epilogue, **plan.of_kernels)
             values = {name: values[name] for name in {"lse", *wanted}}
             if isinstance(part.selected, int):
                 top = rows.largest(self.z, epilogue, part.selected)
@@ -144,15 +149,10 @@ class Block:
                 self.constants["rest"] = part.head.ranks.sum(sums).log()
         if "selected_logits" in names:
             self.constants["selected_logits"] = part.head.ranks.sum(self._logits_of(part.selected, epilogue))
-        self.constants |= rows.table_sums(
-            table,
-            self.z,
-            self.constants.get("lse", self.memory[:, 0]),
-            epilogue,
-            part.vocab_size,
-            part.head.ranks,
-            plan,
-        )
+        if table:
+            self.constants |= rows.table_sums(
+                table, self.z, self.constants["lse"], epilogue, part.vocab_size, part.head.ranks, plan
+            )
         if part.teacher is not None and names & {"divergence", "soft_entropy"}:
             self._compare()
 
@@ -160,7 +160,7 @@ class Block:
         """The ids ``[R, k]`` of selected columns."""
         if isinstance(self.part.selected, int):
             return self.constants["columns"]
-        return self.part.selected if self._names() & {*_SELECTED, "rest"} else None
+        return self.part.selected if self._names & {*_SELECTED, "rest"} else None
 
     def _logits_of(self, ids: Tensor, epilogue: Epilogue) -> Tensor:
         """Logits ``[R, k]`` of columns of each token, 0 for those that are not here."""
@@ -173,12 +173,12 @@ class Block:
         """The divergence from the teacher, over the columns that both models have."""
         part, plan, z, label = self.part, self.plan, self.z[:, : self.shared], torch.zeros_like(self.part.labels)
         assert self.teacher_memory is not None
-        entropy = {"entropy"} if "soft_entropy" in self._names() else set[str]()
-        ranks, which = part.head.ranks, self._divergence()
-        soft = rows.softmax(z, label, entropy, self._soft, plan)
+        entropy = frozenset(["entropy"] if "soft_entropy" in self._names else [])
+        ranks, which = part.head.ranks, self._divergence
+        soft = softmax_statistics(z, label, entropy, self._soft, **plan.of_kernels)
         student = rows.merged({name: soft[name] for name in {"lse", *entropy}}, part.labels, ranks, None)
-        entropy = {"entropy"} if which is not None and which.by_entropy else set[str]()
-        hard = rows.softmax(self.teacher_memory, label, entropy, self._of_teacher, plan)
+        entropy = frozenset(["entropy"] if which is not None and which.by_entropy else [])
+        hard = softmax_statistics(self.teacher_memory, label, entropy, self._of_teacher, **plan.of_kernels)
         teacher = rows.merged({name: hard[name] for name in {"lse", *entropy}}, part.labels, ranks, None)
         self.constants |= {"soft_lse": student["lse"], "teacher_lse": teacher["lse"]}
         if "entropy" in student:
@@ -189,6 +189,7 @@ class Block:
             self.constants["parameter"] = which.row_parameter(teacher["entropy"])
         self.constants |= rows.divergence_sums(*self._sides(), which, self.constants.get("parameter"), ranks, plan)
 
+    @cached_property
     def _divergence(self) -> Any:
         return next((s.divergence for s in self.asked if s.divergence is not None), None)
 
@@ -321,7 +322,7 @@ class _Gradient:
             # Every log-probability adds -g p to the whole row; what it adds at its own column follows.
             softmax["lse"] = softmax.get("lse", 0.0) - selected.sum(1)
         table = tuple([s for s in block.asked if s.phi is not None and s.name in upstream])
-        return cls(block, softmax, table, upstream, block._epilogue(block.part.temperature))
+        return cls(block, softmax, table, upstream, block.epilogue)
 
     @property
     def fused(self) -> bool:
@@ -369,16 +370,16 @@ class _Gradient:
         labels, first = part.labels.contiguous(), part.head.ranks.first + block.first
         if not isinstance(block.columns, slice):
             labels, first = block._label(-1), 0
-        return rows.softmax_gradient(
+        return softmax_gradient_into(
             out,
             block.z,
             block.constants["lse"],
             labels,
             SoftmaxGradient.of(self.softmax, block.constants, part.class_weight),
             self.epilogue,
-            block.plan,
             first_column=first,
             vocab_size=part.vocab_size,
+            **block.plan.of_kernels,
         )
 
     def _write_divergence(self, out: Tensor) -> Tensor:
@@ -391,8 +392,18 @@ class _Gradient:
         if "squares" in constants:
             squares = torch.stack([constants["squares"], constants["teacher_squares"]])
         sums, parameter = RowSums(constants["h"], squares), constants.get("parameter")
-        which = block._divergence()
-        return rows.divergence_gradient(out, *block._sides(), which, coefficients, sums, label, parameter, block.plan)
+        divergence_into(
+            torch.empty_like(constants["h"]),
+            *block._sides(),
+            block._divergence,
+            out=out,
+            coefficients=coefficients,
+            labels=label,
+            sums=sums,
+            parameter=parameter,
+            **block.plan.of_kernels,
+        )
+        return out
 
     def _add_selected(self, name: str) -> None:
         block, constants = self.block, self.block.constants
@@ -417,7 +428,7 @@ def statistics_by_columns(part: Target, asked: tuple[Statistic, ...], plan: Plan
     for start in range(0, count, size):
         columns = slice(start, min(start + size, count))
         tile = Block(part, asked, plan, columns, _projections(part, columns, plan), None, {})
-        parts.append(rows.softmax(tile.z, tile._label(0), names, tile._epilogue(part.temperature), plan))
+        parts.append(softmax_statistics(tile.z, tile._label(0), frozenset(names), tile.epilogue, **plan.of_kernels))
         sizes.append(columns.stop - start)
         del tile
     stacked = {name: torch.stack([part[name] for part in parts]) for name in {"lse", *names}}

@@ -194,6 +194,11 @@ class Plan(NamedTuple):
     trains: bool  # whether anything gets a gradient
     hidden: bool  # whether hidden states do
 
+    @property
+    def of_kernels(self) -> dict[str, Any]:
+        """What every row kernel is told."""
+        return {"scratch": self.scratch, "backend": self.backend}
+
 
 #: A way to run some calls: its plan of a call, or None for one that it does not serve. The core's serves every call.
 #: Of an accelerator, the file can be deleted, with its line in the table: results stay the same.

@@ -14,22 +14,16 @@ from torch import Tensor
 from liger_losses.chunked.core.plan import Plan
 from liger_losses.chunked.core.ranks import Ranks
 from liger_losses.chunked.core.statistics import Statistic
-from liger_losses.kernels.divergence import Coefficients, Logits, RowSums, divergence_into, square_sums
+from liger_losses.kernels.divergence import Logits, RowSums, divergence_into, square_sums
 from liger_losses.kernels.divergence_forms import Divergence, finite_logs
 from liger_losses.kernels.logit_transform import Epilogue
 from liger_losses.kernels.online_softmax import merge
 from liger_losses.kernels.row_lse import sum_of_probabilities
-from liger_losses.kernels.softmax_grad import SoftmaxGradient, softmax_gradient_into
-from liger_losses.kernels.softmax_stats import row_slices, softmax_statistics
+from liger_losses.kernels.softmax_stats import row_slices
 
 #: Of more logits than these, the largest are chosen among the largest of so many parts of the vocabulary: a GPU's cache
 #: holds a part of a row while it is read again and again.
 _LOGITS, _PARTS = 2**21, 16
-
-
-def softmax(z: Tensor, labels: Tensor, names: set[str], epilogue: Epilogue, plan: Plan) -> dict[str, Tensor]:
-    """``lse`` and the named statistics of rows of this rank's projections."""
-    return softmax_statistics(z, labels, frozenset(names), epilogue, scratch=plan.scratch, backend=plan.backend)
 
 
 def merged(values: dict[str, Tensor], labels: Tensor, ranks: Ranks, class_weight: Tensor | None) -> dict[str, Tensor]:
@@ -59,33 +53,6 @@ def merged_parts(
     return merge(parts, on_device, labels, wide)
 
 
-def softmax_gradient(
-    out: Tensor,
-    z: Tensor,
-    lse: Tensor,
-    labels: Tensor,
-    coefficients: SoftmaxGradient,
-    epilogue: Epilogue,
-    plan: Plan,
-    *,
-    first_column: int,
-    vocab_size: int,
-) -> Tensor:
-    """``out [R, C]``, the gradient of projections; labels count the whole vocabulary."""
-    return softmax_gradient_into(
-        out,
-        z,
-        lse,
-        labels,
-        coefficients,
-        epilogue,
-        first_column=first_column,
-        vocab_size=vocab_size,
-        scratch=plan.scratch,
-        backend=plan.backend,
-    )
-
-
 def divergence_sums(
     student: Logits, teacher: Logits, which: Divergence, parameter: Tensor | None, ranks: Ranks, plan: Plan
 ) -> dict[str, Tensor]:
@@ -93,7 +60,7 @@ def divergence_sums(
     cosine, the ``squares`` of both models' logits."""
     squares = None
     if which.form == "cosine":
-        squares = ranks.sum(square_sums(student, teacher, scratch=plan.scratch, backend=plan.backend))
+        squares = ranks.sum(square_sums(student, teacher, **plan.of_kernels))
     value, h = torch.empty_like(student.lse), torch.empty_like(student.lse)
     sums = RowSums(h, squares)
     divergence_into(
@@ -104,40 +71,11 @@ def divergence_sums(
         sums=sums,
         parameter=parameter,
         whole_rows=plan.invariant,
-        scratch=plan.scratch,
-        backend=plan.backend,
+        **plan.of_kernels,
     )
     value, h = ranks.sum(torch.stack([value, h]))
     constants = {"divergence": value, "h": h}
     return constants if squares is None else constants | {"squares": squares[0], "teacher_squares": squares[1]}
-
-
-def divergence_gradient(
-    out: Tensor,
-    student: Logits,
-    teacher: Logits,
-    which: Divergence,
-    coefficients: Coefficients,
-    sums: RowSums,
-    labels: Tensor | None,
-    parameter: Tensor | None,
-    plan: Plan,
-) -> Tensor:
-    """``out [R, C]``, the gradient of the student's projections; labels from C on are none of these columns."""
-    divergence_into(
-        torch.empty_like(student.lse),
-        student,
-        teacher,
-        which,
-        out=out,
-        coefficients=coefficients,
-        labels=labels,
-        sums=sums,
-        parameter=parameter,
-        scratch=plan.scratch,
-        backend=plan.backend,
-    )
-    return out
 
 
 # --- Statistics without a kernel: rows of the table of statistics ---------------------------------------------------
@@ -147,8 +85,6 @@ def table_sums(
     asked: Sequence[Statistic], z: Tensor, lse: Tensor, epilogue: Epilogue, vocab_size: int, ranks: Ranks, plan: Plan
 ) -> dict[str, Tensor]:
     """``sum phi`` by the statistics' names, and ``sum psi`` of each, over all ranks' columns."""
-    if not asked:
-        return {}
     sums = lse.new_empty(2 * len(asked), len(lse))
     for at in row_slices(z, plan.scratch // 4):
         log_p = finite_logs(epilogue.rows(at)(z[at]) - lse[at, None])
@@ -221,7 +157,7 @@ def rest(
     ids = ids if owned is None else torch.where(owned, ids, columns)
     values = memory.gather(1, ids)
     memory.scatter_(1, ids, -torch.inf)
-    sums = sum_of_probabilities(z, lse, epilogue, scratch=plan.scratch, backend=plan.backend)
+    sums = sum_of_probabilities(z, lse, epilogue, **plan.of_kernels)
     memory.scatter_(1, ids, values)
     return sums
 

@@ -72,11 +72,6 @@ def registered(names: Iterable[Any]) -> list[str]:
     return [name for name in names if isinstance(name, str) and name in STATISTICS and STATISTICS[name].phi is not None]
 
 
-def divergence(which: Divergence) -> Statistic:
-    """The statistic ``divergence``, from the target's teacher."""
-    return Statistic("divergence", divergence=which)
-
-
 def asked_for(names: Sequence[str | Statistic], metrics: Sequence[str | Statistic] = ()) -> tuple[Statistic, ...]:
     """The statistics of these names, each once; metrics have no gradient."""
     asked = {s.name: s for s in (STATISTICS[name] if isinstance(name, str) else name for name in names)}

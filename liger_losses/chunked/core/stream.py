@@ -59,15 +59,11 @@ class Stream:
     """
 
     target: Target
+    tokens: Counted
     asked: tuple[Statistic, ...]
     plan: Plan
     first: Plan
     active: Tensor | None
-
-    @property
-    def tokens(self) -> Counted:
-        assert self.target.counted is not None
-        return self.target.counted
 
     def places(self, rows: Rows) -> Rows:
         """Where some of the N tokens are among all T."""
@@ -186,7 +182,8 @@ def open_streams(
     for target, call, made, active in zip(targets, calls, plans, actives, strict=True):
         all_train = made.keeps or not made.trains or (not couples and call.trained == call.tokens)
         first = made if all_train else plan(call.without_gradients(), table)
-        streams.append(Stream(target, asked, made, first, active))
+        assert target.counted is not None
+        streams.append(Stream(replace(target, counted=None), target.counted, asked, made, first, active))
     return streams, leaves_of(streams, leaves), couples
 
 

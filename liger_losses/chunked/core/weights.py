@@ -49,10 +49,6 @@ class Weights(Protocol):
     @property
     def hidden_size(self) -> int: ...
     @property
-    def dtype(self) -> torch.dtype: ...
-    @property
-    def device(self) -> torch.device: ...
-    @property
     def trained(self) -> tuple[tuple[Tensor, bool], ...]: ...
     def copied_bytes(self, dtype: torch.dtype) -> int: ...
     def open(self, products: Products) -> Weights: ...
@@ -73,22 +69,14 @@ class Dense:
     products: Products | None = None
     copy: Tensor | None = None
     last: dict[tuple[int, int], Tensor] = field(default_factory=dict, init=False)
+    columns: int = field(init=False)
 
-    @property  # torch.compile cannot trace a cached one
-    def columns(self) -> int:
-        return len(local_part(self.weight))
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "columns", len(local_part(self.weight)))
 
     @property
     def hidden_size(self) -> int:
         return self.weight.shape[1]
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return self.weight.dtype
-
-    @property
-    def device(self) -> torch.device:
-        return self.weight.device
 
     @property
     def trained(self) -> tuple[tuple[Tensor, bool], ...]:
@@ -215,7 +203,7 @@ class Quantized(Dense):
         return self.hidden_size * (dtype.itemsize + self.codes.temporary_bytes)
 
     def whole(self, dtype: torch.dtype) -> Tensor:
-        whole = torch.empty(self.columns, self.hidden_size, dtype=dtype, device=self.device)
+        whole = torch.empty(self.columns, self.hidden_size, dtype=dtype, device=self.weight.device)
         assert self.codes is not None
         size = -(-self.columns // STEPS)
         for start in range(0, self.columns, size):
@@ -229,7 +217,7 @@ class Quantized(Dense):
             start, stop, _ = columns.indices(self.columns)
             return self.codes.rows(start, stop).to(dtype)
         # Codes are dequantized by ranges: each range gives the rows that are in it.
-        rows = torch.zeros(*columns.shape, self.hidden_size, dtype=dtype, device=self.device)
+        rows = torch.zeros(*columns.shape, self.hidden_size, dtype=dtype, device=self.weight.device)
         for _, part in self.steps(ALL):
             start, stop, _ = part.indices(self.columns)
             inside = (columns >= start) & (columns < stop)
@@ -255,14 +243,6 @@ class WithAdapters:
     @property
     def hidden_size(self) -> int:
         return self.base.hidden_size
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return self.base.dtype
-
-    @property
-    def device(self) -> torch.device:
-        return self.base.device
 
     @property
     def trained(self) -> tuple[tuple[Tensor, bool], ...]:
@@ -329,14 +309,6 @@ class Concatenated:
     @property
     def hidden_size(self) -> int:
         return self.base.hidden_size + self.extra.hidden_size
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return self.base.dtype
-
-    @property
-    def device(self) -> torch.device:
-        return self.base.device
 
     @property
     def trained(self) -> tuple[tuple[Tensor, bool], ...]:

@@ -15,14 +15,14 @@ from liger_losses.chunked.core import (
     Target,
     TokenLoss,
     WithAdapters,
+    block,
     loss_sum,
-    rows,
     statistics,
     stream,
 )
 from liger_losses.chunked.core.quantizers import QuantizedWeight
 from liger_losses.chunked.core.ranks import ALONE, Ranks
-from liger_losses.chunked.core.statistics import asked_for, divergence
+from liger_losses.chunked.core.statistics import Statistic, asked_for
 from liger_losses.chunked.core.target import Counted
 from liger_losses.kernels.divergence_forms import Divergence
 from liger_losses.kernels.logit_transform import LogitTransform
@@ -83,7 +83,7 @@ CALLS = {
     "kept": couples,
     "again": lambda h, w, y, **o: couples(h, w, y, keep=0, **o),
     "divergence": lambda h, w, y, **o: couples(
-        h, w, y, names=[divergence(Divergence.forward_kl())], teacher=teacher_of(y), **o
+        h, w, y, names=[Statistic("divergence", divergence=Divergence.forward_kl())], teacher=teacher_of(y), **o
     ),
     "kept columns": of_kept,
 }
@@ -161,8 +161,8 @@ def test_a_block_takes_few_launches_whatever_adds_to_a_gradient(biased):
     weight, bias = weight.detach().requires_grad_(), torch.zeros(V, device=DEVICE, requires_grad=True)
     ids = torch.arange(80, device=DEVICE)[:, None] + torch.arange(3, device=DEVICE)
     target = Target(head_of(Dense(weight), bias if biased else None), hidden, labels, selected=ids)
-    launched, launch = [], rows.softmax_gradient
-    with mock.patch.object(rows, "softmax_gradient", lambda *a, **k: launched.append(launch(*a, **k))):
+    launched, launch = [], block.softmax_gradient_into
+    with mock.patch.object(block, "softmax_gradient_into", lambda *a, **k: launched.append(launch(*a, **k))):
         found = statistics([target], ["selected_logps", "lse"], EngineOptions(backend="triton"))[0]
         sum(value.sum() for value in found.values()).backward()
     assert len(launched) == 1
@@ -195,7 +195,10 @@ def test_how_often_the_host_waits(name):
 # --- Precision --------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("names", [("logp", "entropy", "lse"), (divergence(Divergence.mixture(0.3, 0.3, 0.7)), "logp")])
+@pytest.mark.parametrize(
+    "names",
+    [("logp", "entropy", "lse"), (Statistic("divergence", divergence=Divergence.mixture(0.3, 0.3, 0.7)), "logp")],
+)
 def test_long_rows_in_half_precision(names):
     """Of several blocks of a kernel, whose half-precision gradient may take the memory of projections."""
     g = torch.Generator().manual_seed(4)

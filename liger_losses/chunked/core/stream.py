@@ -148,53 +148,61 @@ def open_streams(
 ) -> tuple[list[Stream], list[Leaf], bool]:
     """Find the tokens with a label, for which the host waits once, and plan; what is trained; whether gradients wait
     until all statistics are known. Of losses of single tokens, ``trained`` says which tokens may have a gradient."""
-    table, couples = tuple(PLANNERS), trained is None
     actives: list[Tensor | None] = [None] * len(targets)
     if options.compact:
         targets = counted(targets, options, trained)
     else:
         actives = [checked_labels(target, options.ignore_index) for target in targets]
         targets = [replace(target, counted=Counted.of_all(target.labels.numel())) for target in targets]
-    leaves = [target.leaves() if torch.is_grad_enabled() else [] for target in targets]
-    for target, own in zip(targets, leaves, strict=True):
-        couples = couples or (bool(own) and scales_late(target.hidden, own))
-    calls = []
-    for target, own in zip(targets, leaves, strict=True):
-        calls.append(signature(target, own, asked, options, couples=couples))
+    leaves, couples = list[list[Leaf]](), trained is None
+    for target in targets:
+        leaves.append(target.leaves() if torch.is_grad_enabled() else [])
+        couples = couples or (bool(leaves[-1]) and scales_late(target.hidden, leaves[-1]))
+    pairs = zip(targets, leaves, strict=True)
+    calls = [signature(target, of_target, asked, options, couples=couples) for target, of_target in pairs]
+    calls, plans = _plans(calls, leaves)
+    streams = list[Stream]()
+    for target, call, made, active in zip(targets, calls, plans, actives, strict=True):
+        all_train = made.keeps or not made.trains or (not call.couples and call.trained == call.tokens)
+        first = made if all_train else plan(call.without_gradients(), tuple(PLANNERS))
+        assert target.counted is not None
+        streams.append(Stream(replace(target, counted=None), target.counted, asked, made, first, active))
+    return streams, leaves_of(streams, leaves), calls[0].couples
+
+
+def _plans(calls: list[Signature], leaves: Sequence[Sequence[Leaf]]) -> tuple[list[Signature], list[Plan]]:
+    """The plans of all targets, each of which knows what it must of the others; and the calls that they are of."""
+    table = tuple(PLANNERS)
     if len(calls) > 1:
         total = sum([call.tokens for call in calls])
         calls = [replace(call, of_all_targets=total) for call in calls]
     plans = [plan(call, table) for call in calls]
     sharing = _sharing(calls, plans, leaves)
-    if sharing is not None:
+    if sharing:
         calls = [replace(call, sharing=n) for call, n in zip(calls, sharing, strict=True)]
         plans = [plan(call, table) for call in calls]
-    if not couples and any(made.tile is not None for made in plans):
-        couples, calls = True, [replace(call, couples=True) for call in calls]
+    if any(made.tile is not None and not call.couples for call, made in zip(calls, plans, strict=True)):
+        calls = [replace(call, couples=True) for call in calls]
         plans = [plan(call, table) for call in calls]
-    if sharing is not None and calls[0].workspace is not None and any(made.accumulate is not None for made in plans):
+    bound = calls[0].workspace
+    if sharing and bound is not None and any(made.accumulate is not None for made in plans):
         warn(
-            f"a workspace of {calls[0].workspace} bytes has no room for the tokens in few enough parts. To be exact, "
-            "the gradient of the weight is accumulated in fp32, in a buffer beyond the workspace. Pass a larger "
-            "workspace, or accum_dtype=torch.float32 to allow it." + see("workspace")
+            f"a workspace of {bound} bytes has no room for the tokens in few enough parts. To be exact, the gradient "
+            "of the weight is accumulated in fp32, in a buffer beyond the workspace. Pass a larger workspace, or "
+            "accum_dtype=torch.float32 to allow it." + see("workspace")
         )
-    streams = list[Stream]()
-    for target, call, made, active in zip(targets, calls, plans, actives, strict=True):
-        all_train = made.keeps or not made.trains or (not couples and call.trained == call.tokens)
-        first = made if all_train else plan(call.without_gradients(), table)
-        assert target.counted is not None
-        streams.append(Stream(replace(target, counted=None), target.counted, asked, made, first, active))
-    return streams, leaves_of(streams, leaves), couples
+    return calls, plans
 
 
-def _sharing(calls: Sequence[Signature], plans: Sequence[Plan], leaves: Sequence[Sequence[Leaf]]) -> list[int] | None:
-    """Of each target, how many share a half-precision gradient that would be a sum of too many parts, if any does."""
+def _sharing(calls: Sequence[Signature], plans: Sequence[Plan], leaves: Sequence[Sequence[Leaf]]) -> list[int]:
+    """Of each target, how many share a half-precision gradient that would be a sum of too many parts; none if no target
+    does."""
     parts = []
     for call, made in zip(calls, plans, strict=True):
         size, count = (made.rows, call.trained) if made.tile is None else (made.tile.rows, call.tokens)
         parts.append(-(-count // size))
     if may_sum(sum(parts)) or calls[0].options.accum_dtype is not None:
-        return None
+        return []
     keys, counts = list[set[object]](), dict[object, list[int]]()
     for own, count in zip(leaves, parts, strict=True):
         half = [leaf.tensor for leaf in own if leaf.accumulate is None and leaf.tensor.dtype in HALF_DTYPES]
@@ -202,7 +210,7 @@ def _sharing(calls: Sequence[Signature], plans: Sequence[Plan], leaves: Sequence
         for key in keys[-1]:
             counts.setdefault(key, []).append(count)
     many = {key: len(of_key) for key, of_key in counts.items() if not may_sum(sum(of_key))}
-    return [max([many.get(key, 0) for key in own], default=0) for own in keys] if many else None
+    return [max([many.get(key, 0) for key in own], default=0) for own in keys] if many else []
 
 
 def is_large(target: Target, count: int, least: dict[str, float]) -> bool:

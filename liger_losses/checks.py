@@ -59,8 +59,10 @@ def see(heading: str) -> str:
     return f" See docs/errors.md#{heading} in the repository, or {DOCUMENTATION}errors/#{heading}"
 
 
-def one_each(value: Any, count: int) -> list[Any]:
-    """A list of one for each target, from such a list, or from what serves all of them."""
+def one_each(value: Any, count: int | None) -> list[Any]:
+    """A list of one for each target, from such a list, or from what serves all; ``count`` is None for one target."""
+    if count is None:
+        return [value]
     return list(value) if isinstance(value, LISTS) else [value] * count
 
 
@@ -83,9 +85,10 @@ def check_names(
     known = tuple(known)
     for name in names:
         if name not in known:
-            close = meant(name, known) if isinstance(name, str) and name not in elsewhere else ""
-            hint = f"; use {elsewhere[name]}" if isinstance(name, str) and name in elsewhere else ""
-            raise ValueError(f"unknown {what} {name!r}{close}{hint}; it must be one of {', '.join(known)}.")
+            hint = ""
+            if isinstance(name, str):
+                hint = f"; use {elsewhere[name]}" if name in elsewhere else meant(name, known)
+            raise ValueError(f"unknown {what} {name!r}{hint}; it must be one of {', '.join(known)}.")
 
 
 def check_new(what: str, name: str, taken: Container[str], function: Any, earlier: Any = None) -> None:
@@ -95,8 +98,7 @@ def check_new(what: str, name: str, taken: Container[str], function: Any, earlie
     """
     if name in taken and (earlier is None or _definition(function) != _definition(earlier)):
         raise ValueError(
-            f"there is a {what} {name!r} already; take another name. Only the function that was registered replaces "
-            "it: one of the same module and qualified name."
+            f"there is a {what} {name!r} already; take another name (a function of its module and name replaces it)."
         )
 
 
@@ -143,6 +145,34 @@ def _what_to_do(name: str, value: Any) -> str:
     return "; pass torch.as_tensor(...) of it" if isinstance(value, list) or hasattr(value, "__array__") else ""
 
 
+def described(value: Any) -> str:
+    """What was given, in errors: a tensor's dtype and shape, or the type of something else."""
+    return f"{value.dtype} of shape {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
+
+
+def check_floating(name: str, value: Any, advice: str = "") -> None:
+    """Raise TypeError unless this is a dense floating-point tensor."""
+    check_tensor(name, value)
+    if value.dtype not in FLOATS:
+        raise TypeError(f"{name} must be floating point, got {described(value)}{advice}.")
+
+
+def check_device(weight: Tensor, /, **tensors: Tensor) -> None:
+    """Raise ValueError if a tensor is on another device than the weight, or if both have no values."""
+    for name, tensor in tensors.items():
+        check_same_device(name, tensor, "the weight", weight.device)
+    if type(weight).__name__ == "FakeTensor":  # which torch has no public name for
+        raise ValueError(NO_VALUES.format("of FakeTensorMode, whose tensors"))
+    if weight.device.type in WITHOUT_VALUES:
+        raise ValueError(NO_VALUES.format("on the meta device, where tensors"))
+
+
+def check_same_device(name: str, value: Tensor, of: str, device: torch.device) -> None:
+    """Raise ValueError unless a tensor is on the device of another one."""
+    if value.device != device:
+        raise ValueError(f"{name} is on {value.device}, {of} on {device}; move it with .to(...).")
+
+
 def check_group(group: Any, dimension: str) -> None:
     """Raise TypeError unless this is a process group of which this rank is a member.
 
@@ -161,8 +191,8 @@ def check_labels(*labels: Any) -> None:
         check_tensor("labels", part)
         if part.dtype != torch.int64:
             raise TypeError(
-                f"labels must be int64 token ids, got {part.dtype} of shape {tuple(part.shape)}; convert them with "
-                ".long(), unless these are hidden states or a mask, and the arguments are in another order."
+                f"labels must be int64 token ids, got {described(part)}; convert them with .long(), unless these are "
+                "hidden states or a mask, and the arguments are in another order."
             )
 
 
@@ -184,20 +214,19 @@ def check_temperature(temperature: Tensor, device: torch.device, shapes: Sequenc
             f"{list(temperature.shape)}; one for each sequence [B] becomes one per token by "
             "temperature[:, None].expand_as(labels)."
         )
-    if temperature.device != device:
-        raise ValueError(f"temperature is on {temperature.device}, the weight on {device}; move it with .to(...).")
+    check_same_device("temperature", temperature, "the weight", device)
 
 
 def checked_temperatures(found: Tensor) -> Tensor:
     """The temperatures, unless one is not positive and finite: a ValueError on a CPU, a device assertion on a GPU."""
-    right = ((found > 0) & (found < math.inf)).all()
+    right = (found > 0) & (found < math.inf)
     if not host_checks(found.device):
-        assert_on_device(right)
-    elif not right:
-        wrong = found[~((found > 0) & (found < math.inf))]
+        assert_on_device(right.all())
+    elif not right.all():
+        wrong = found[~right]
         raise ValueError(
-            f"temperature must be positive and finite for every token that carries loss, got {float(wrong[0])!r} "
-            f"for {len(wrong)} of {len(found)} tokens."
+            f"temperature must be positive and finite for every token with a label, got {float(wrong[0])!r} for "
+            f"{len(wrong)} of {len(found)}."
         )
     return found
 
@@ -209,8 +238,8 @@ def check_vocabulary(extremes: Sequence[int], vocab_size: int, ignore_index: int
         found = f"the label {extremes[0]}" if one else f"labels from {min(extremes)} to {max(extremes)}"
         raise ValueError(
             f"labels must be in [0, {vocab_size}), the rows of the weight, or ignore_index={ignore_index}; "
-            f"found {found}. Mask padding with ignore_index, and check that the "
-            "tokenizer and the weight have the same vocabulary." + see("labels-outside-of-the-vocabulary")
+            f"found {found}. Mask padding with ignore_index; tokenizer and weight must have the same vocabulary."
+            + see("labels-outside-of-the-vocabulary")
         )
 
 
@@ -227,9 +256,7 @@ def check_right(right: Tensor, labels: Tensor, vocab_size: int, ignore_index: in
 def check_shift(shift: Any, several: bool = True) -> None:
     """Raise TypeError or ValueError unless this is a number of positions, or with ``several`` a list of them."""
     if isinstance(shift, (list, tuple)) and not several:
-        raise TypeError(
-            f"shift={shift!r} needs lists of hidden states or heads; for one head, pass a number of positions."
-        )
+        raise TypeError(f"shift={shift!r} needs lists of hidden states or heads; for one head, pass a number.")
     for positions in shift if isinstance(shift, (list, tuple)) else [shift]:
         if not isinstance(positions, Integral):
             raise TypeError(f"shift must be a number of positions, or a list of one for each head, got {shift!r}.")
@@ -274,12 +301,9 @@ def check_alike(**tensors: Any) -> None:
     """
     first = next(iter(tensors))
     for name, value in tensors.items():
-        if value is None:
-            continue
-        check_tensor(name, value)
-        if value.dtype not in FLOATS:
-            raise TypeError(f"{name} must be floating point, got {value.dtype} of shape {tuple(value.shape)}.")
-        check_shape_of(name, value, first, tensors[first])
+        if value is not None:
+            check_floating(name, value)
+            check_shape_of(name, value, first, tensors[first])
 
 
 def checked_mask(name: str, mask: Any, of: str, values: Tensor) -> Tensor:
@@ -305,8 +329,8 @@ def check_shape_of(name: str, value: Tensor, of: str, values: Tensor) -> None:
     fits = len(given) <= len(shape) and all(n in (1, m) for n, m in zip(given[::-1], shape[::-1], strict=False))
     if not fits:
         raise ValueError(f"{name} must be {list(shape)}, as {of}, got {list(given)}.")
-    if value.device != values.device and (value.dim() or value.device.type != "cpu"):
-        raise ValueError(f"{name} is on {value.device}, {of} on {values.device}; move it with .to(...).")
+    if value.dim() or value.device.type != "cpu":
+        check_same_device(name, value, of, values.device)
 
 
 def checked_items(value: Any, device: torch.device) -> Tensor:
@@ -330,40 +354,19 @@ def as_tensor(value: float, device: torch.device) -> Tensor:
     return torch.full((), value, dtype=torch.float32, device=device)
 
 
-def check_device(weight: Tensor, /, **tensors: Tensor) -> None:
-    """Raise ValueError if a tensor is on another device than the weight, or if both have no values."""
-    for name, tensor in tensors.items():
-        if tensor.device != weight.device:
-            raise ValueError(f"{name} is on {tensor.device}, the weight on {weight.device}; move it with .to(...).")
-    check_values(weight)
-
-
-def check_values(weight: Tensor) -> None:
-    """Raise ValueError for a weight without values."""
-    if type(weight).__name__ == "FakeTensor":  # which torch has no public name for
-        raise ValueError(NO_VALUES.format("of FakeTensorMode, whose tensors"))
-    if weight.device.type in WITHOUT_VALUES:
-        raise ValueError(NO_VALUES.format("on the meta device, where tensors"))
-
-
-def check_like_labels(name: str, value: Any, labels_shape: torch.Size, weight: Tensor) -> None:
+def check_like_labels(name: str, value: Any, shape: torch.Size, weight: Tensor) -> None:
     """Raise TypeError or ValueError unless this is a tensor of one value, or row, for each label, beside a weight."""
     check_tensor(name, value)
     check_device(weight, **{name: value})
-    if value.shape[: len(labels_shape)] != labels_shape or value.dim() > len(labels_shape) + 1:
+    if value.shape[: len(shape)] != shape or value.dim() > len(shape) + 1:
         raise ValueError(
-            f"{name} has shape {tuple(value.shape)}, but there is one value for each label: {tuple(labels_shape)}."
+            f"{name} has shape {tuple(value.shape)}, but there is one value for each label: {tuple(shape)}."
         )
 
 
 def check_weight(weight: Any, bias: Any = None) -> None:
     """Raise TypeError or ValueError unless these are a weight ``[V, H]`` and its bias ``[V]`` (or ``None``)."""
-    check_tensor("weight", weight)
-    if weight.dtype not in FLOATS:
-        raise TypeError(
-            f"weight must be floating point, got {weight.dtype} of shape {tuple(weight.shape)}; dequantize it first, "
-            "or pass the quantized layer."
-        )
+    check_floating("weight", weight, "; dequantize it first, or pass the quantized layer")
     if weight.dim() != 2:
         swapped = f"; were weight and hidden states swapped? {ORDER}." if weight.dim() == 3 else "."
         raise ValueError(f"weight must be [vocab_size, hidden_size], got shape {tuple(weight.shape)}{swapped}")
@@ -379,9 +382,7 @@ def check_vector(name: str, vector: Any, weight: Tensor, vocab_size: int | None 
     """
     if vector is None:
         return
-    check_tensor(name, vector)
-    if vector.dtype not in FLOATS:
-        raise TypeError(f"{name} must be floating point, got {vector.dtype}.")
+    check_floating(name, vector)
     rows = weight.shape[0] if vocab_size is None else vocab_size
     if vector.shape != (rows,):
         raise ValueError(f"{name} must be [{rows}], one value per row of the weight, got shape {tuple(vector.shape)}.")

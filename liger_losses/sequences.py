@@ -59,7 +59,7 @@ def split_by_coefficient(
         return forward(indices)
     counts = (coefficients != 0).reshape(len(coefficients), -1).any(1)
     if stand_in is None:
-        counts = counts | ((indices == 0) & ~counts.any())
+        counts |= (indices == 0) & ~counts.any()
     leaves_out = (~counts).any().to(torch.int32).reshape(1)
     if dist.is_available() and dist.is_initialized() and dist.get_world_size(group) > 1:
         dist.all_reduce(leaves_out, dist.ReduceOp.MIN, group=group)
@@ -98,14 +98,6 @@ def _merged(counted: Any, left_out: Any, rows: Tensor, others: Tensor) -> Any:
 _queue_callback: Any = getattr(getattr(torch.autograd.Variable, "_execution_engine", None), "queue_callback", None)
 
 
-def _at_the_end_of_backward(function: Callable[[], None]) -> None:
-    """Call a function when all of this backward is queued, which raises its errors; at once where torch cannot."""
-    if _queue_callback is None:
-        function()
-    else:
-        _queue_callback(function)
-
-
 class _Merge(torch.autograd.Function):
     """Outputs of the sequences ``rows`` and ``others``, in the batch's order; only the first have a gradient."""
 
@@ -135,8 +127,8 @@ class _Merge(torch.autograd.Function):
                     "without split_by_coefficient, or with liger_losses.trl.enable(skip_zero_advantages=False)."
                 )
 
-        if gradient.is_cuda:
-            _at_the_end_of_backward(check)
+        if gradient.is_cuda and _queue_callback is not None:  # at once where torch cannot
+            _queue_callback(check)
         else:
             check()
         # NaN where theirs is not finite, as it would be in the whole batch's gradients.

@@ -192,6 +192,10 @@ WRONG = {
         ),
         "divergence is on meta",
     ),
+    "no weights of a divergence": (
+        lambda h, w, y: linear_divergence_loss(h, w, y, Teacher(h, w), Divergence.forward_kl(), {}),
+        "weights must be a dictionary such as",
+    ),
     "a teacher's list": (lambda h, w, y: JSD()(w, h, y, TeacherLogits([1.0])), r"takes logits \[..., Vt\].*got list"),
     "a teacher's number": (lambda h, w, y: JSD()(w, h, y, TeacherLogits(ONES[0])), "got Tensor without dimensions"),
     "a teacher's columns": (lambda h, w, y: JSD()(w, h, y, TeacherLogits(lambda at: at, "61")), "needs columns="),
@@ -357,7 +361,7 @@ WRONG = {
     ),
     "weight and hidden states": (lambda h, w, y: CE()(h, w, y), "were weight and hidden states swapped"),
     "the other way round": (lambda h, w, y: linear_logps(w, h, y), "were weight and hidden states swapped"),
-    "rows of both": (lambda h, w, y: linear_logps(w, h[0], y[0]), "were swapped: there are labels"),
+    "rows of both": (lambda h, w, y: linear_logps(w, h[0], y[0]), "were swapped: labels"),
     "labels and hidden states": (
         lambda h, w, y: CE()(w, y, h),
         "hidden_states must be floating point.*token ids go into labels",
@@ -412,14 +416,17 @@ WRONG = {
     "lists of labels": (lambda h, w, y: linear_logps(h, w, y.tolist()), r"got list; pass torch.tensor\(labels\)"),
     "a list of ids": (lambda h, w, y: CE()(w, h[:, 0], y[:, 0].tolist()), r"got list; pass torch.tensor"),
     "one token": (lambda h, w, y: linear_logps(h[0, 0], w, y[0, 0]), r"hidden_states\[None\].*\[1, 24\].*labels"),
-    "labels elsewhere": (lambda h, w, y: linear_logps(h, w, y.to("meta")), "on one device"),
+    "labels elsewhere": (
+        lambda h, w, y: linear_logps(h, w, y.to("meta")),
+        "labels is on meta, the weight on cpu",
+    ),
     "hidden states of a quantized head": (
         lambda h, w, y: linear_logps(h[..., :8], Head(Int8Weight(w)), y),
         r"hidden_states must be \[..., 24\] to fit the weight \(61, 24\)",
     ),
     "hidden states of an adapter": (
-        lambda h, w, y: linear_logps(h[..., :8], Head(w, adapters=(LowRank(w[:2], w[:, :2]),)), y),
-        r"\[rank, hidden_size\] and \[vocab_size, rank\], for hidden states \(4, 5, 8\)",
+        lambda h, w, y: linear_logps(h, Head(w, adapters=(LowRank(w[:2, :8], w[:, :2]),)), y),
+        r"a \(2, 8\) .* \[rank, hidden_size\] and \[vocab_size, rank\], for hidden states \(4, 5, 24\)",
     ),
     "a group as text": (lambda h, w, y: Head(Int8Weight(w), group="tp"), "ProcessGroup"),
     "no type": (lambda h, w, y: register_quantized_weight(3, print), "a type"),
@@ -441,7 +448,10 @@ WRONG = {
     "shifts of an operation": (lambda h, w, y: linear_logps(h, [w, w], y, shift=[1]), "1 of shift"),
     "kept columns of heads": (lambda h, w, y: linear_logps(h, [w, w], y, support=1), "support= does not work with l"),
     "no hidden states": (lambda h, w, y: CE()([w, w], None, y), "hidden_states must be a tensor, got NoneType"),
-    "heads on two devices": (lambda h, w, y: CE()([w, w.to("meta")], h, y), "on one device, got cpu, m"),
+    "heads on two devices": (
+        lambda h, w, y: CE()([w, w.to("meta")], h, y),
+        "of head 1 is on meta",
+    ),
     **{
         f"token inputs of {name}": (
             lambda h, w, y, each=each: linear_token_loss(
@@ -457,7 +467,7 @@ WRONG = {
     },
     "columns of one target": (
         lambda h, w, y: linear_statistics([h, h], w, [y, y], "selected_logps", selected=[kept(y)]),
-        "selected must have one tensor for each tensor of labels, 2, got 1",
+        "2 of hidden states, 2 of labels, 1 of selected: pass each argument as",
     ),
     "columns of three heads": (
         lambda h, w, y: linear_statistics(h, [w, w], y, "selected_logps", selected=[kept(y)] * 3),
@@ -476,6 +486,10 @@ WRONG = {
         )
         for column in (61, -2, 2**33)
     },
+    "padding of a ragged row": (
+        lambda h, w, y: scored(h, w, y, kept(y).flatten().index_fill(0, torch.tensor(7), -1), offsets()),
+        r"in \[0, 61\), the rows of the weight \(offsets need no padding\); token 2 .* from -1 to",
+    ),
     "columns of some tokens": (lambda h, w, y: scored(h, w, y, kept(y)[:3]), "one row for each label"),
     "few offsets": (lambda h, w, y: scored(h, w, y, kept(y).flatten(), offsets()[1:]), r"offsets must be \[21\]"),
     **{
@@ -635,7 +649,7 @@ WRONG = {
             (
                 "a mean",
                 lambda s, y: s.logp.mean(),
-                r"token_loss must return one value per token, \[\d+\], got \(\). Return it before any sum or mean",
+                r"token_loss must return one value per token, \[\d+\], got .* of shape \(\). Return it before a sum",
             ),
         )
     },

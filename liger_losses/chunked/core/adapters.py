@@ -41,17 +41,16 @@ def check_adapters(hidden_states: Tensor, rows: int, adapters: tuple[LowRank, ..
             )
 
 
-def side_by_side(hidden_states: Tensor, weight: Tensor, adapters: tuple[LowRank, ...]) -> tuple[Tensor, Tensor]:
-    """Hidden states and weight of one product that includes the adapters: ``[h, scale dropout(h) A^T]`` and
-    ``[W, B]``."""
+def side_by_side(hidden_states: Tensor, adapters: tuple[LowRank, ...]) -> tuple[Tensor, Tensor]:
+    """``[h, scale dropout(h) A^T]``, and the columns ``B`` that multiply what is added."""
     autocast = None if hidden_states.dtype == torch.float64 else autocast_dtype(hidden_states.device)
-    dtype, parts, rows = autocast or hidden_states.dtype, [hidden_states], [weight]
+    parts, dtype = [hidden_states], autocast or hidden_states.dtype
     for adapter in adapters:
         dropped = F.dropout(hidden_states, adapter.dropout) if adapter.dropout else hidden_states
         parts.append(F.linear(dropped.to(adapter.a.dtype), adapter.a) * adapter.scale)
-        rows.append(adapter.b)
     # Adapters may be wider than the model, as PEFT's are: they are rounded to the dtype in which products are taken.
-    return torch.cat([part.to(dtype) for part in parts], -1), torch.cat([part.to(dtype) for part in rows], -1)
+    hidden, columns = torch.cat([part.to(dtype) for part in parts], -1), [adapter.b for adapter in adapters]
+    return hidden, columns[0] if len(columns) == 1 else torch.cat(columns, -1)
 
 
 def adapters_of(layer: Any) -> tuple[nn.Module, tuple[LowRank, ...]]:
@@ -65,21 +64,21 @@ def adapters_of(layer: Any) -> tuple[nn.Module, tuple[LowRank, ...]]:
         layer.unmerge()
     if layer.disable_adapters or layer.merged:
         return base, ()
-    found = []
+    found, kind = [], type(layer).__name__
     for name in layer.active_adapters:
         if name in getattr(layer, "lora_embedding_A", ()):
             raise TypeError(
-                f"the adapter {name!r} of {type(layer).__name__} belongs to an embedding: it is added to "
-                "embeddings, not to logits. Pass the head's layer, or Head(merged_weight, bias)."
+                f"the adapter {name!r} of {kind} belongs to an embedding: it is added to embeddings, not to logits. "
+                "Pass the head's layer, or Head(merged_weight, bias)."
             )
         if name not in layer.lora_A:
             continue
         a, b, dropout = layer.lora_A[name], layer.lora_B[name], layer.lora_dropout[name]
-        plain = type(dropout) in (nn.Identity, nn.Dropout) and all(isinstance(part, nn.Linear) for part in (a, b))
+        plain = type(dropout) in (nn.Identity, nn.Dropout) and isinstance(a, nn.Linear) and isinstance(b, nn.Linear)
         if not plain or a.bias is not None or b.bias is not None or name in getattr(layer, "lora_variant", {}):
             raise TypeError(
-                f"the adapter {name!r} of {type(layer).__name__} is not plain LoRA (it is DoRA, or has a bias); patch "
-                "the model (liger_losses.patch), or pass Head(merged_weight, bias)."
+                f"the adapter {name!r} of {kind} is not plain LoRA (it is DoRA, or has a bias); patch the model "
+                "(liger_losses.patch), or pass Head(merged_weight, bias)."
             )
         p = dropout.p if isinstance(dropout, nn.Dropout) and layer.training else 0.0
         found.append(LowRank(a.weight, b.weight, layer.scaling[name], p))

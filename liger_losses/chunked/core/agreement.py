@@ -56,12 +56,12 @@ def known_of(group: dist.ProcessGroup) -> Known:
     return _groups.setdefault(group, Known())
 
 
-def checksum(values: Tensor) -> Tensor:
-    """A checksum of the bits of a tensor's entries and of their places, 0-dim int64; see :func:`place_weights`."""
+def checksum(values: Tensor) -> int:
+    """A checksum of the bits of a tensor's entries and of their places; see :func:`place_weights`."""
     flat = values.detach().reshape(-1)
     if flat.is_floating_point():
         flat = flat.view({2: torch.int16, 4: torch.int32, 8: torch.int64}[flat.element_size()])
-    return ((flat.long() + 1) * place_weights(0, len(flat), flat.device)).sum()
+    return int(((flat.long() + 1) * place_weights(0, len(flat), flat.device)).sum())
 
 
 def agree(group: Any, signature: Mapping[str, Any], values: Mapping[str, Callable[[], Any]] | None = None) -> None:
@@ -109,11 +109,11 @@ def compare(group: Any, text: str) -> None:
         f"nothing within {store.timeout}: it has raised an error, or makes a call that the ranks have compared before, "
         "or none with this group"
     )
-    said = ["; ".join([line for line in each if line not in common]) if each else silence for each in lines]
-    equal = "; ".join([line for line in lines[rank] if line in common])
+    differ = ["; ".join([line for line in each if line not in common]) if each else silence for each in lines]
+    said = [f"  rank {r}: {each}\n" for r, each in enumerate(differ)]
     raise RankError(
         "all ranks of the group must make the same call, on the same tokens or each on its slice of the same "
         "sequences, but they are about to make different ones. Where each rank has a batch of its own, give all ranks "
-        f"of a vocabulary-parallel head the same one.{see('ranks-that-differ')}\n"
-        + "\n".join([*[f"  rank {r}: {each}" for r, each in enumerate(said)], f"  equal: {equal}"])
+        f"of a vocabulary-parallel head the same one.{see('ranks-that-differ')}\n{''.join(said)}"
+        f"  equal: {'; '.join([line for line in lines[rank] if line in common])}"
     ) from cause

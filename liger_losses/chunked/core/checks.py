@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
 from torch.autograd import forward_ad
 
 from liger_losses.chunked.core.agreement import agree, checksum
@@ -46,19 +46,15 @@ def agree_on_call(
     for target in targets:
         if target.head.ranks.group is not None:
             facts = common_facts(target, asked, options) | {"a loss per token": sums_losses}
-            read = {"labels": target.labels, "kept columns": target.kept}
-            sums = {f"checksum of {name}": partial(_checksum, t) for name, t in read.items() if t is not None}
+            read = {"labels": target.labels} | ({} if target.kept is None else {"kept columns": target.kept})
+            sums = {f"checksum of {name}": partial(checksum, value) for name, value in read.items()}
             agree(target.head.ranks.group, facts, sums)
-
-
-def _checksum(values: Tensor) -> int:
-    return int(checksum(values))
 
 
 def common_facts(target: Target, asked: Sequence[Statistic], options: EngineOptions) -> dict[str, Any]:
     """What all ranks that share a vocabulary must have in common."""
-    head, hidden, records = target.head, target.hidden, torch.is_grad_enabled()
-    needs = [str(tuple(leaf.tensor.shape[1:])) for leaf in target.leaves()] if records else []
+    head, hidden, teacher = target.head, target.hidden, target.teacher
+    needs = [str(tuple(leaf.tensor.shape[1:])) for leaf in target.leaves()] if torch.is_grad_enabled() else []
     facts = {
         "labels' shapes": tuple(target.labels.shape),
         "hidden states": f"{hidden.shape[-1]} in {hidden.dtype}",
@@ -67,13 +63,11 @@ def common_facts(target: Target, asked: Sequence[Statistic], options: EngineOpti
         "columns": head.vocab_size,
         "kept columns": None if target.kept is None else tuple(target.kept.shape),
         "gradients": f"of {needs}, summed: {head.ranks.sums_hidden}",
+        **vars(replace(options, strategy=None, keep=None)),
         "workspace": options.workspace or f"default workspace {default_bound()}",
-        **{
-            name: getattr(options, name) for name in ("ignore_index", "chunk_size", "compact", "accum_dtype", "backend")
-        },
     }
-    if target.teacher is not None:
-        which = [s.divergence for s in asked if s.divergence is not None]
-        facts["teacher"] = f"{type(target.teacher).__name__}, {target.teacher.vocab_size} columns"
-        facts["divergence"] = f"{', '.join(map(str, which))}, temperature {said(target.teacher.temperature)}"
+    if teacher is not None:
+        which = [str(s.divergence) for s in asked if s.divergence is not None]
+        facts["teacher"] = f"{type(teacher).__name__}, {teacher.vocab_size} columns"
+        facts["divergence"] = f"{', '.join(which)}, temperature {said(teacher.temperature)}"
     return facts

@@ -25,7 +25,7 @@ from liger_losses.chunked.core.statistics import Statistic, asked_for
 from liger_losses.chunked.core.stream import Values
 from liger_losses.chunked.core.target import Target, TokenLoss
 from liger_losses.chunked.core.teachers import TeacherLogits
-from liger_losses.chunked.core.weights import Dense, WithAdapters
+from liger_losses.chunked.core.weights import Concatenated, Dense, WithAdapters
 from liger_losses.kernels.autograd import autocast_dtype
 from liger_losses.kernels.divergence_forms import Divergence
 from liger_losses.kernels.logit_transform import LogitTransform
@@ -33,7 +33,7 @@ from liger_losses.kernels.matmul import wide_dtype
 
 N = TypeVar("N", bound=Callable[..., Any])
 
-_OF_HEADS = (Dense, Projection, LogitTransform, WithAdapters)
+_OF_HEADS = (Concatenated, Dense, Projection, LogitTransform, WithAdapters)
 _OF_CALLS = (Divergence, EngineOptions, Statistic, Target, TeacherLogits, TokenLoss, stream.loss_sum, stream.statistics)
 #: What a text may name. Dataclasses and named tuples are written as calls of their constructors.
 _NAMES: dict[str, Any] = {"torch": torch, "ALONE": ALONE, **{each.__name__: each for each in (*_OF_HEADS, *_OF_CALLS)}}

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from liger_losses.checks import check_names, check_tensor
+from liger_losses.checks import check_device, check_floating, check_names, check_same_device, check_tensor, described
 from liger_losses.chunked.core import target
 from liger_losses.chunked.core.head import Head
 from liger_losses.chunked.core.ranks import ALONE, check_teacher_ranks
@@ -51,7 +51,7 @@ class Teacher:
     softcap: float | None = None
     columns_correspond: bool = False
 
-    #: Its head, and the hidden states of all tokens, on this rank; what adapters drop of them is drawn once.
+    #: Its head, and the hidden states of all tokens, on this rank.
     head: Head = field(init=False, repr=False)
     local_hidden_states: Tensor = field(init=False, repr=False)
 
@@ -65,10 +65,8 @@ class Teacher:
             head = Head.of(self.weight, self.bias, LogitTransform(1.0, self.logit_scale, self.softcap))
         except (TypeError, ValueError) as error:
             raise type(error)(f"the teacher's head: {error}") from None
-        with torch.no_grad():
-            hidden_states, head = head.with_dropout(head.ranks.states(self.hidden_states))
         object.__setattr__(self, "head", head)
-        object.__setattr__(self, "local_hidden_states", hidden_states)
+        object.__setattr__(self, "local_hidden_states", head.ranks.states(self.hidden_states))
 
     @property
     def vocab_size(self) -> int:
@@ -77,22 +75,22 @@ class Teacher:
     def compared(self, labels: Tensor, temperature: float | Tensor) -> target.Target:
         """The other side of a comparison, at its temperature."""
         self.head.check_invariant()
-        return target.Target(self.head.projection(), self.local_hidden_states.detach(), labels, temperature)
+        with torch.no_grad():
+            hidden, projection = self.head.project(self.local_hidden_states)
+        return target.Target(projection, hidden.detach(), labels, temperature)
 
     def check(self, tokens: torch.Size, student: Head) -> None:
         """Raise TypeError or ValueError unless this fits the shape of the student's tokens, and the student's head."""
         head, hidden = self.head, self.local_hidden_states
         check_no_temperature("teacher", head)
-        check_tensor("the teacher's hidden_states", hidden)
+        check_floating("the teacher's hidden_states", hidden)
         if hidden.dim() < 2 or hidden.shape[-1] != head.hidden_size:
+            weight = (head.vocab_size, head.hidden_size)
             raise ValueError(
-                f"the teacher's hidden_states {tuple(hidden.shape)} do not fit its weight "
-                f"{(head.vocab_size, head.hidden_size)}; the weight is [vocab_size, hidden_size], as in nn.Linear."
+                f"the teacher's hidden_states {tuple(hidden.shape)} do not fit its weight {weight}, as in nn.Linear."
             )
-        if not hidden.is_floating_point():
-            raise TypeError(f"the teacher's hidden_states must be floating point, got {hidden.dtype}.")
-        states = {"teacher_hidden_states": hidden, "teacher_weight": head.weight}
-        check_fits("hidden_states", hidden.shape[:-1], tokens, student, **states)
+        check_fits("hidden_states", hidden, tokens, student)
+        check_device(student.weight, **{"the teacher's weight": head.weight})
         check_columns(self, student)
         check_teacher_ranks(student.ranks, head.ranks)
 
@@ -124,10 +122,9 @@ class Teachers:
         if which.is_floating_point() or which.shape not in (labels.shape, labels.shape[:1]):
             raise ValueError(
                 f"which must be integers {tuple(labels.shape)}, as the labels, or ({labels.shape[0]},), one for each "
-                f"sequence, got {which.dtype} of shape {tuple(which.shape)}."
+                f"sequence, got {described(which)}."
             )
-        if which.device != labels.device:
-            raise ValueError(f"which is on {which.device}, the labels on {labels.device}; move it with .to(...).")
+        check_same_device("which", which, "the labels", labels.device)
         which = which.view(*which.shape, *[1] * (labels.dim() - which.dim()))
         active = labels != ignore_index
         if which.device.type == "cpu" and not torch.compiler.is_dynamo_compiling():
@@ -169,17 +166,14 @@ def projected_teacher(
     if not isinstance(projection, Tensor) or projection.layout not in (torch.sparse_coo, torch.sparse_csr):
         raise TypeError("projection must be a sparse tensor [Vs, Vt], COO or CSR; pass projection.to_sparse_csr().")
     if projection.shape[-1] != head.vocab_size or projection.dim() != 2:
-        raise ValueError(
-            f"projection must be [Vs, Vt], the columns of student and teacher, and this teacher has {head.vocab_size}; "
-            f"got {tuple(projection.shape)}."
-        )
+        raise ValueError(f"projection must be [Vs, {head.vocab_size}], of this teacher, got {tuple(projection.shape)}.")
     if head.adapters or head.ranks is not ALONE:
         raise ValueError("a projected teacher's head must be whole, without adapters; gather it, or merge them.")
     rows = hidden_states.detach().flatten(0, -2)
     shares, wide = projection.detach().to_sparse_csr(), torch.promote_types(torch.float32, rows.dtype)
     # A product in half precision is rounded on CPUs.
     operand = wide if rows.device.type == "cpu" else rows.dtype
-    made = head.projection().open(Products(operand, head.vocab_size))
+    made = head.project(rows)[1].open(Products(operand, head.vocab_size))
 
     def logits(positions: Tensor) -> Tensor:
         states = rows[positions].to(operand)
@@ -213,24 +207,21 @@ class TeacherTopK:
 
     def check(self, tokens: torch.Size, student: Head) -> None:
         """Raise TypeError or ValueError unless this fits the shape of the student's tokens, and the student's head."""
-        check_tensor("the teacher's logps", self.logps)
-        check_tensor("the teacher's indices", self.indices)
         check_names([self.tail], TAILS, "tail", LUMP)
-        if self.indices.dtype != torch.int64 or not self.logps.is_floating_point():
-            raise TypeError(
-                f"a sparse teacher has floating-point logps and int64 indices, got {self.logps.dtype} and "
-                f"{self.indices.dtype}; convert them with .float() and .long()."
-            )
-        if self.logps.shape != self.indices.shape or self.logps.dim() < 1 or self.logps.shape[-1] < 1:
+        check_floating("the teacher's logps", self.logps)
+        check_tensor("the teacher's indices", self.indices)
+        if self.indices.dtype != torch.int64:
+            raise TypeError(f"the teacher's indices must be int64, got {self.indices.dtype}; pass indices.long().")
+        if self.logps.shape != self.indices.shape or not self.logps.dim() or not self.logps.shape[-1]:
             raise ValueError(
                 f"the teacher's logps and indices must both be [..., k], got {tuple(self.logps.shape)} and "
                 f"{tuple(self.indices.shape)}."
             )
-        columns = {"teacher_logps": self.logps, "teacher_indices": self.indices}
-        check_fits("logps", self.logps.shape[:-1], tokens, student, **columns)
+        check_fits("logps", self.logps, tokens, student)
+        check_fits("indices", self.indices, tokens, student)
         if self.tail_logps is not None:
             check_tensor("the teacher's tail_logps", self.tail_logps)
-            check_fits("tail_logps", self.tail_logps.shape, tokens, student, teacher_tail_logps=self.tail_logps)
+            check_fits("tail_logps", self.tail_logps, tokens, student, 0)
 
     def check_active(self, mask: Tensor, vocab_size: int) -> None:
         """Raise ValueError for values that are wrong for the tokens that ``mask`` names; synchronizes."""
@@ -238,21 +229,23 @@ class TeacherTopK:
             return
         logps, indices = self.logps[mask], self.indices[mask]
         ordered = indices.sort(-1).values
-        twice = ordered[:, 1:] == ordered[:, :-1]
-        wrong = [(indices < 0) | (indices >= vocab_size), twice, logps > 1e-3]
+        wrong = [(indices < 0) | (indices >= vocab_size), ordered[:, 1:] == ordered[:, :-1], logps > 1e-3]
         outside, repeated, positive = torch.stack([values.any() for values in wrong]).tolist()
+        problem = ""
         if outside:
-            raise ValueError(
-                f"the teacher's indices must be in [0, {vocab_size}), the vocabulary that the student has, got "
-                f"{int(indices.min())} to {int(indices.max())}. Drop columns that the student lacks."
+            problem = (
+                f"indices must be in [0, {vocab_size}), the student's vocabulary, got {int(indices.min())} to "
+                f"{int(indices.max())}; drop columns that the student lacks"
             )
-        if repeated:
-            raise ValueError("the teacher's indices name a column twice for a token; give each column once.")
-        if positive:
-            raise ValueError(
-                f"the teacher's logps must be log-probabilities, at most 0, got {float(logps.max()):.4g}; apply "
-                "log_softmax over the whole vocabulary first."
+        elif repeated:
+            problem = "indices name a column twice for a token; give each column once"
+        elif positive:
+            problem = (
+                f"logps must be log-probabilities, at most 0, got {float(logps.max()):.4g}; apply log_softmax over the "
+                "whole vocabulary first"
             )
+        if problem:
+            raise ValueError(f"the teacher's {problem}.")
 
 
 def check_no_temperature(whose: str, head: Head) -> None:
@@ -260,8 +253,8 @@ def check_no_temperature(whose: str, head: Head) -> None:
     temperature = head.transform.temperature
     if isinstance(temperature, Tensor) or temperature != 1.0:
         raise ValueError(
-            f"the {whose}'s head has temperature {said(temperature)}, which must be 1; give the loss or the operation "
-            "temperature= instead, which divides both models' logits."
+            f"the {whose}'s head has temperature {said(temperature)}, which must be 1; temperature= of the loss or the "
+            "operation divides both models' logits."
         )
 
 

@@ -25,20 +25,8 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 #: Arguments that get no gradient.
 _CONSTANTS = frozenset(
-    [
-        "token_weights",
-        "sample_weights",
-        "weights",
-        "advantages",
-        "kl",
-        "ref_logps",
-        "ref_chosen_logps",
-        "ref_rejected_logps",
-        "ref_per_token_logps",
-        "old_per_token_logps",
-        "sampling_per_token_logps",
-        "vllm_is_ratio",
-    ]
+    "token_weights sample_weights weights advantages kl ref_logps ref_chosen_logps ref_rejected_logps "  # noqa: SIM905
+    "ref_per_token_logps old_per_token_logps sampling_per_token_logps vllm_is_ratio".split()
 )
 
 
@@ -62,12 +50,13 @@ def _entry(function: F, of_loss: bool) -> F:
     @functools.wraps(function)
     def wrapped(*arguments: Any, **keywords: Any) -> Any:
         loss, given = (arguments[0], arguments[1:]) if of_loss else (None, arguments)
+        kind = None if loss is None else type(loss)
         if loss is not None:
             keywords = by_parameter_names(loss, keywords)
         elif alias in keywords and alias not in names:
             keywords = {parameter if name == alias else name: value for name, value in keywords.items()}
         if is_dynamo_compiling():
-            message = wrong(len(given), tuple(keywords), None if loss is None else type(loss))
+            message = wrong(len(given), tuple(keywords), kind)
             if message is not None:
                 raise TypeError(message)
             reason = outside_of_graphs([loss, *given, *keywords.values()])
@@ -80,7 +69,6 @@ def _entry(function: F, of_loss: bool) -> F:
         try:
             return function(*arguments, **keywords)
         except TypeError as error:
-            kind = None if loss is None else type(loss)
             message = wrong(len(given), tuple(keywords), kind) if type(error) is TypeError else None
             if message is None:
                 raise
@@ -113,29 +101,34 @@ def _shared_head(arguments: Iterable[Any]) -> Head | None:
 
 def outside_of_graphs(value: Any) -> str | None:
     """What a graph cannot hold of an argument, or of a list of them."""
+    if isinstance(value, nn.Module) and hasattr(value, "spans_ranks"):  # a loss
+        if value.spans_ranks:
+            return "process groups"
+        value = value.statistics
+    elif isinstance(value, (nn.Linear, nn.Embedding)) and is_weight_and_bias(value):
+        if not value.weight.is_floating_point():
+            return "quantized heads"
+        value = value.weight
+    elif isinstance(value, Teachers):
+        value = value.teachers
+    elif isinstance(value, Teacher):
+        value = (value.hidden_states, value.weight)
     if isinstance(value, (list, tuple, nn.ModuleList)):
         reasons = [reason for reason in [outside_of_graphs(part) for part in value] if reason is not None]
         return reasons[0] if reasons else None
     if isinstance(value, Tensor):
         if hasattr(value, "full_tensor"):
             return "DTensors"
-        known = not hasattr(type(value), "__tensor_flatten__") and not hasattr(value, "quant_state")
-        return None if known else "quantized heads"
-    if isinstance(value, (nn.Linear, nn.Embedding)) and is_weight_and_bias(value):
-        return outside_of_graphs(value.weight) if value.weight.is_floating_point() else "quantized heads"
+        quantized = hasattr(type(value), "__tensor_flatten__") or hasattr(value, "quant_state")
+        return "quantized heads" if quantized else None
     if isinstance(value, Head):
-        quantized = None if value.quantized is None else "quantized heads"
-        return quantized if value.ranks is ALONE else "process groups"
-    if isinstance(value, str):
-        return "registered statistics" if registered([value]) else None
-    if isinstance(value, TeacherLogits):
-        return None if isinstance(value.logits, Tensor) else "functions of a teacher's logits"
-    if isinstance(value, Teachers):
-        return outside_of_graphs(value.teachers)
-    if isinstance(value, Teacher):
-        return outside_of_graphs([value.hidden_states, value.weight])
-    if isinstance(value, nn.Module) and hasattr(value, "spans_ranks"):  # a loss
-        return "process groups" if value.spans_ranks else outside_of_graphs(value.statistics)
+        if value.quantized is not None:
+            return "quantized heads"
+        return None if value.ranks is ALONE else "process groups"
+    if isinstance(value, str) and registered([value]):
+        return "registered statistics"
+    if isinstance(value, TeacherLogits) and not isinstance(value.logits, Tensor):
+        return "functions of a teacher's logits"
     return f"heads of the class {type(value).__name__}" if isinstance(value, nn.Module) else None
 
 

@@ -125,14 +125,12 @@ class Head:
             weight = _of_module(weight)
         if not isinstance(weight, Head):
             return cls(weight, bias, transform)
+        if bias is not None and weight.bias is not None:
+            raise ValueError("the bias was given twice: the head has one, and bias= is another; leave bias= out.")
         if bias is not None:
-            if weight.bias is not None:
-                raise ValueError("the bias was given twice: the head has one, and bias= is another; leave bias= out.")
             check_vector("bias", bias, weight.weight)
             weight = weight.with_fields(bias=bias)
-        if transform is None:
-            return weight
-        return weight.with_fields(transform=_joined(weight.transform, transform))
+        return weight if transform is None else weight.with_fields(transform=_joined(weight.transform, transform))
 
     @property
     def vocab_size(self) -> int:
@@ -145,24 +143,23 @@ class Head:
         return self.ranks.size
 
     @property
-    def weights(self) -> Weights:
-        """This rank's rows."""
-        weights: Weights = Dense(self.weight)
-        if self.quantized is not None:
-            codes = Quantized.of(self.quantized)
-            weights = Concatenated(codes, Dense(self.weight)) if self.weight.shape[1] else codes
-        for adapter in self.adapters:
-            weights = WithAdapters(weights, adapter.a, adapter.b, adapter.scale)
-        return weights
-
-    @property
     def hidden_size(self) -> int:
-        return self.weight.shape[1] + (0 if self.quantized is None else self.quantized.shape[1])
+        return self.weight.shape[1] if self.quantized is None else self.quantized.shape[1]
 
-    def projection(self) -> Projection:
-        """What makes logits of hidden states, at temperature 1."""
-        transform = replace(self.transform, temperature=1.0)
-        return Projection(self.weights, transform, self.ranks, self.bias, self.batch_invariant)
+    def project(self, hidden_states: Tensor) -> tuple[Tensor, Projection]:
+        """Hidden states and what makes logits of them, in which what adapters drop of hidden states is drawn."""
+        weights: Weights = Dense(self.weight) if self.quantized is None else Quantized.of(self.quantized)
+        check_adapters(hidden_states, len(self.weight), self.adapters)
+        if any(adapter.dropout for adapter in self.adapters):
+            hidden_states, columns = side_by_side(hidden_states, self.adapters)
+            weights = Concatenated(weights, Dense(columns))
+        else:
+            for adapter in self.adapters:
+                weights = WithAdapters(weights, adapter.a, adapter.b, adapter.scale)
+        transform = self.transform
+        if isinstance(transform.temperature, Tensor):  # which belong to tokens
+            transform = replace(transform, temperature=1.0)
+        return hidden_states, Projection(weights, transform, self.ranks, self.bias, self.batch_invariant)
 
     def check_invariant(self) -> None:
         """Raise ValueError if its product with all columns depends on the number of tokens, and must not."""
@@ -189,14 +186,6 @@ class Head:
         if self.quantized is not None:
             changes["quantized"] = self.quantized.part(*columns.indices(self.quantized.shape[0])[:2])
         return self.with_fields(weight=self.weight[columns], **changes)
-
-    def with_dropout(self, hidden_states: Tensor) -> tuple[Tensor, Head]:
-        """Hidden states and a head of the same logits, in which what adapters drop of hidden states is drawn."""
-        check_adapters(hidden_states, len(self.weight), self.adapters)
-        if not any(adapter.dropout for adapter in self.adapters):
-            return hidden_states, self
-        hidden, weight = side_by_side(hidden_states, self.weight, self.adapters)
-        return hidden, self.with_fields(weight=weight, adapters=())
 
     @torch.no_grad()
     def merged(self) -> Head:
@@ -244,29 +233,24 @@ def _checked(
 
 
 def _joined(ours: LogitTransform, theirs: LogitTransform) -> LogitTransform:
-    values = {}
+    values, none = {}, LogitTransform()
     for name in LogitTransform.__match_args__:
-        first, second, default = (getattr(transform, name) for transform in (ours, theirs, LogitTransform()))
-        if _differ(first, default) and _differ(second, default) and _differ(second, first):
-            raise ValueError(
-                f"{name} was given twice: the head has {first!r}, and {second!r} was given beside it; give one."
-            )
-        values[name] = first if _differ(first, default) else second
+        first, second = getattr(ours, name), getattr(theirs, name)
+        values[name] = first if _differ(first, getattr(none, name)) else second
+        if _differ(second, getattr(none, name)) and _differ(second, values[name]):
+            raise ValueError(f"{name} was given twice: the head has {first!r}, and {second!r} is beside it; give one.")
     return LogitTransform(**values)
 
 
 def _of_module(module: nn.Module) -> Head:
     """The head of a linear layer, a quantized one, or LoRA around any of these."""
-    if type(module) is not nn.Linear:
-        if hasattr(module, "lora_A") and hasattr(module, "base_layer"):
-            base, adapters = adapters_of(module)
-            return Head.of(base).with_fields(adapters=adapters)
-        quantized = find_quantized(module)
-        if quantized is not None:
-            return Head(quantized, getattr(module, "bias", None))
-    if not is_weight_and_bias(module):
+    if hasattr(module, "lora_A") and hasattr(module, "base_layer"):
+        base, adapters = adapters_of(module)
+        return Head.of(base).with_fields(adapters=adapters)
+    weight = None if type(module) is nn.Linear else find_quantized(module)
+    if weight is None and not is_weight_and_bias(module):
         raise TypeError(_say_what_to_pass(module))
-    return Head(module.weight, getattr(module, "bias", None))
+    return Head(module.weight if weight is None else weight, getattr(module, "bias", None))
 
 
 def _differ(a: object, b: object) -> bool:
@@ -280,14 +264,13 @@ def _say_what_to_pass(module: nn.Module) -> str:
         return f"got the whole model, {kind}; pass its head, model.get_output_embeddings(), or that layer's weight."
     if hasattr(module, "base_layer"):
         return (
-            f"got {kind}, an adapter around the head, whose weight alone is not what it computes; pass "
-            "Head(merged_weight, bias), or patch the model (liger_losses.patch), which keeps adapters."
+            f"got {kind}, an adapter around the head, whose weight is not all of it; pass Head(merged_weight, bias) or "
+            "patch the model (liger_losses.patch), which keeps adapters."
         )
     if isinstance(module, nn.Linear):
         return (
-            f"got {kind}, a linear layer that has a forward of its own, whose weight and bias may not be all that it "
-            "computes; pass Head(layer.weight, layer.bias, LogitTransform(logit_scale=..., softcap=...)), with what it "
-            "does to its logits, if anything."
+            f"got {kind}, a linear layer that has a forward of its own, which may do more than weight and bias; pass "
+            "Head(layer.weight, layer.bias, LogitTransform(logit_scale=..., softcap=...)), with what it does to logits."
         )
     return (
         f"got {kind}, which is no nn.Linear; pass a floating-point weight [vocab_size, hidden_size] instead, or "

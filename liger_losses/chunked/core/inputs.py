@@ -13,19 +13,15 @@ from torch import Tensor
 
 from liger_losses import checks
 from liger_losses.checks import (
-    FLOATS,
     LISTS,
-    LOSS_INPUTS,
+    check_device,
     check_labels,
     check_like_labels,
-    check_shift,
-    check_temperature,
     check_tensor,
-    check_vector,
+    described,
     one_each,
     see,
 )
-from liger_losses.chunked.core.adapters import check_adapters
 from liger_losses.chunked.core.distilled import check_comparison
 from liger_losses.chunked.core.head import Head
 from liger_losses.chunked.core.target import Target
@@ -51,35 +47,34 @@ def target_of(
         RuntimeError: the call is within a transform of ``torch.func``.
     """
     check_tensor("hidden_states", hidden_states, allow_dtensor=True)
-    hidden = head.ranks.states(hidden_states)
+    hidden, weight = head.ranks.states(hidden_states), head.weight
     check_inputs(hidden, head, labels)
     temperature = fields.setdefault("temperature", head.transform.temperature)
     if isinstance(temperature, Tensor):
-        check_temperature(temperature, head.weight.device, [labels.shape])
+        checks.check_temperature(temperature, weight.device, [labels.shape])
         fields["temperature"] = temperature.detach().clone()  # which may be changed before backward
-    check_vector("class_weight", fields.get("class_weight"), head.weight, head.vocab_size)
+    checks.check_vector("class_weight", fields.get("class_weight"), weight, head.vocab_size)
     selected = fields.get("selected")
-    if isinstance(selected, int):
-        if selected > head.vocab_size:
-            raise ValueError(f"k must be at most the {head.vocab_size} columns of the head, got {selected}.")
-    elif selected is not None:
-        check_like_labels("selected", selected, labels.shape, head.weight)
-        if selected.dtype != torch.int64 or selected.shape[:-1] != labels.shape:
+    if isinstance(selected, int) and selected > head.vocab_size:
+        raise ValueError(f"k must be at most the {head.vocab_size} columns of the head, got {selected}.")
+    if selected is not None and not isinstance(selected, int):
+        check_like_labels("selected", selected, labels.shape, weight)
+        if selected.dtype != torch.int64 or selected.dim() == labels.dim():
             raise ValueError(
-                f"selected must be int64 [..., k], k columns for each of the labels {tuple(labels.shape)}, got "
-                f"{selected.dtype} of shape {tuple(selected.shape)}."
+                f"selected must be int64 [..., k], a row for each of the labels {tuple(labels.shape)}, got "
+                f"{described(selected)}."
             )
     if comparison is not None:
         teacher, divergence, soft = comparison
         LogitTransform(soft)  # raises unless it can be a temperature
         check_comparison(teacher, divergence, head, labels.shape)
         if isinstance(soft, Tensor):
-            check_temperature(soft, head.weight.device, [labels.shape])
+            checks.check_temperature(soft, weight.device, [labels.shape])
         fields["teacher"] = teacher.compared(labels, soft)
     if "kept" not in fields:
         head.check_invariant()
-    hidden, head = head.with_dropout(hidden)
-    return Target(head.projection(), hidden, labels, **fields)
+    hidden, projection = head.project(hidden)
+    return Target(projection, hidden, labels, **fields)
 
 
 def shift_labels(labels: Tensor, ignore_index: int = -100, positions: int = 1) -> Tensor:
@@ -122,38 +117,23 @@ def targets_of(
         class_weight: of all targets.
         inputs: other arguments of the call, which may be lists too.
     """
-    parts = [[value] for value in (hidden_states, weight, labels, bias, selected)]
+    count = None
     if isinstance(hidden_states, LISTS) and not len(hidden_states):
         raise ValueError("got an empty sequence; pass at least one tensor of hidden states, and labels for each.")
     if several(hidden_states, weight):
         arguments = {HIDDEN: hidden_states, "heads": weight, "labels": labels, "bias": bias, "shift": shift}
         count = count_targets(**arguments, selected=selected, **inputs)
-        moved = shift_each(labels, shift, count, ignore_index)
-        parts = [one_each(value, count) for value in (hidden_states, weight, moved, bias, selected)]
-    elif shift:
-        parts[2] = shift_each(labels, shift, 1, ignore_index)
-    hidden, layers, moved, biases, columns = parts
-    heads = heads_of(layers, biases, transform)
-    devices = sorted({str(head.weight.device) for head in heads})
-    if len(devices) > 1:
-        raise ValueError(
-            f"the heads of one call must be on one device, got {', '.join(devices)}; move them with .to(...), or make "
-            "a call for each device."
-        )
+    hidden, layers, biases, columns = [one_each(value, count) for value in (hidden_states, weight, bias, selected)]
+    moved = [labels] if count is None and not shift else shift_each(labels, shift, count, ignore_index)
     targets = []
-    for i, head in enumerate(heads):
-        fields = {"temperature": temperature_of(head, moved, i), "selected": columns[i], "class_weight": class_weight}
+    for i, head in enumerate(heads_of(layers, biases, transform)):
+        temperature = head.transform.temperature
+        if isinstance(temperature, Tensor) and count is not None and temperature.shape != moved[i].shape:
+            checks.check_temperature(temperature, head.weight.device, [part.shape for part in moved])
+            temperature = temperature.split([part.numel() for part in moved])[i].view(moved[i].shape)
+        fields = {"temperature": temperature, "selected": columns[i], "class_weight": class_weight}
         targets.append(target_of(hidden[i], head, moved[i], **fields))
     return targets
-
-
-def temperature_of(head: Head, labels: Sequence[Any], i: int) -> float | Tensor:
-    """A target's temperature; ``[T]`` of all targets' tokens is split among them."""
-    temperature = head.transform.temperature
-    if isinstance(temperature, Tensor) and len(labels) > 1 and temperature.shape != labels[i].shape:
-        check_temperature(temperature, head.weight.device, [part.shape for part in labels])
-        return temperature.split([part.numel() for part in labels])[i].view(labels[i].shape)
-    return temperature
 
 
 def count_targets(**given: Any) -> int:
@@ -164,20 +144,18 @@ def count_targets(**given: Any) -> int:
     lengths = {name: len(value) for name, value in given.items() if isinstance(value, LISTS)}
     if list(lengths) == [HIDDEN] and isinstance(given[HIDDEN], tuple):
         raise TypeError(
-            f"got a tuple of {lengths[HIDDEN]} tensors of hidden states beside one head and one tensor of labels: for "
-            "the last layer, pass outputs.hidden_states[-1]; for several heads, pass a list."
+            f"got a tuple of {lengths[HIDDEN]} hidden states; for the last layer, pass outputs.hidden_states[-1]; for "
+            "several heads, pass a list."
         )
     if not lengths or 0 in lengths.values() or len(set(lengths.values())) > 1:
         found = ", ".join(f"{length} of {name}" for name, length in lengths.items()) or "no list"
-        raise ValueError(
-            f"got {found}: pass each argument as one value for all heads, or as a list with one value for each head."
-        )
+        raise ValueError(f"got {found}: pass each argument as one value for all, or as a list of one for each.")
     return next(iter(lengths.values()))
 
 
-def shift_each(labels: Any, shift: Any, count: int, ignore_index: int) -> list[Tensor]:
+def shift_each(labels: Any, shift: Any, count: int | None, ignore_index: int) -> list[Tensor]:
     """The labels of each target, checked and moved by its number of positions."""
-    check_shift(shift)
+    checks.check_shift(shift)
     if isinstance(labels, LISTS) and not any(isinstance(part, Tensor) for part in labels):  # a list of ids
         check_tensor("labels", labels)
     parts = one_each(labels, count)
@@ -192,70 +170,61 @@ def heads_of(layers: Sequence[Any], biases: Sequence[Any], transform: LogitTrans
     for layer, bias in zip(layers, biases, strict=True):
         same = [head for k, head in enumerate(heads) if layers[k] is layer and biases[k] is bias]
         heads.append(same[0] if same else Head.of(layer, bias, transform))
+    for k, head in enumerate(heads[1:], 1):
+        check_device(heads[0].weight, **{f"the weight of head {k}": head.weight})
     return heads
 
 
 def check_inputs(hidden: Any, head: Head, labels: Any) -> None:
     """Raise TypeError or ValueError unless hidden states ``[..., H]``, a head and labels ``[...]`` fit together."""
-    check_tensor("hidden_states", hidden)
-    if hidden.dtype not in FLOATS:
-        raise TypeError(
-            f"hidden_states must be floating point, got {hidden.dtype} of shape {tuple(hidden.shape)}. They come from "
-            "the model's last layer; token ids go into labels."
-        )
+    advice = "; they come from the model's last layer, and token ids go into labels"
+    checks.check_floating("hidden_states", hidden, advice)
     check_labels(labels)
-    check_adapters(hidden, len(head.weight), head.adapters)
-    _check_shapes(hidden.shape, labels.shape, torch.Size((len(head.weight), head.hidden_size)))
-    devices = {tensor.device for tensor in (head.weight, hidden, labels)}
-    if len(devices) > 1:
-        raise ValueError(
-            f"all tensors must be on one device, got {', '.join(sorted(map(str, devices)))}; move them with .to(...)."
-        )
-    checks.check_values(head.weight)
-    _check_dtypes(hidden, head)
-
-
-def _check_shapes(hidden_states: torch.Size, labels: torch.Size, weight: torch.Size) -> None:
-    if len(hidden_states) < 2 or hidden_states[-1] != weight[1]:
-        advice = ""
-        if hidden_states == weight[1:]:
-            advice = f" For one token, pass hidden_states[None], of shape [1, {weight[1]}], and labels of shape [1]."
-        elif len(hidden_states) > 1 and hidden_states[-1] == weight[0]:
-            advice = (
-                f" These look like logits: pass the last hidden states; {LOSS_INPUTS}. Of a patched model, take the "
-                "model's own loss (labels=)."
-            )
-        raise ValueError(
-            f"hidden_states must be [..., {weight[1]}] to fit the weight {tuple(weight)}, "
-            f"got shape {tuple(hidden_states)}. The weight is [vocab_size, hidden_size], as in nn.Linear.{advice}"
-            + see("shapes-dtypes-and-devices")
-        )
-    if labels != hidden_states[:-1]:
-        if labels == weight[:1]:
-            raise ValueError(
-                f"weight {tuple(weight)} and hidden states {tuple(hidden_states)} were swapped: there are labels "
-                f"{tuple(labels)}, one for each row of the weight. {checks.ORDER}." + see("shapes-dtypes-and-devices")
-            )
-        advice = "Give positions without a label ignore_index."
-        if labels and labels[:-1] == hidden_states[:-2] and abs(labels[-1] - hidden_states[-2]) == 1:
-            advice = "Shorten neither: with shift=True, each position predicts the next one's label."
-        if labels.numel() == hidden_states[:-1].numel() and len(labels) != len(hidden_states) - 1:
-            advice = f"Give both flat, or both {list(labels if len(labels) > 1 else hidden_states[:-1])}."
-        raise ValueError(
-            f"labels must have one entry per hidden state: hidden_states {tuple(hidden_states)} need labels "
-            f"of shape {tuple(hidden_states[:-1])}, got {tuple(labels)}. {advice}" + see("shapes-dtypes-and-devices")
-        )
-
-
-def _check_dtypes(hidden: Tensor, head: Head) -> None:
-    # Rows that are dequantized take the dtype of the hidden states.
-    tensors = {"hidden_states": hidden}
-    tensors |= {} if head.quantized is not None else {"weight": head.weight}
-    tensors |= {} if head.bias is None else {"bias": head.bias}
-    dtypes = {tensor.dtype for tensor in tensors.values()}
-    if len(dtypes) > 1 and (autocast_dtype(hidden.device) is None or torch.float64 in dtypes):
-        given = [f"{name} {tensor.dtype}" for name, tensor in tensors.items()]
+    _check_shapes(hidden.shape, labels.shape, (len(head.weight), head.hidden_size))
+    check_device(head.weight, hidden_states=hidden, labels=labels)
+    dtypes = {"hidden_states": hidden.dtype}
+    if head.quantized is None:  # whose rows take the dtype of the hidden states
+        dtypes["weight"] = head.weight.dtype
+    if head.bias is not None:
+        dtypes["bias"] = head.bias.dtype
+    kinds = {*dtypes.values()}
+    if len(kinds) > 1 and (torch.float64 in kinds or autocast_dtype(hidden.device) is None):
         raise TypeError(
-            f"hidden_states, weight and bias must share a dtype outside autocast, got {', '.join(given)}. "
-            "Cast one side, or run under torch.autocast." + see("shapes-dtypes-and-devices")
+            "hidden_states, weight and bias must share a dtype outside autocast, got "
+            f"{', '.join([f'{name} {dtype}' for name, dtype in dtypes.items()])}. Cast one side, or run under "
+            "torch.autocast." + see("shapes-dtypes-and-devices")
         )
+
+
+def _check_shapes(hidden: torch.Size, labels: torch.Size, weight: tuple[int, int]) -> None:
+    """Raise ValueError unless sizes fit together, which says what the mistake may be."""
+    (columns, size), expected, problem = weight, hidden[:-1], ""
+    if len(hidden) < 2 or hidden[-1] != size:
+        problem = (
+            f"hidden_states must be [..., {size}] to fit the weight {weight}, got shape {tuple(hidden)}. The weight is "
+            "[vocab_size, hidden_size], as in nn.Linear."
+        )
+        if hidden == (size,):
+            problem += f" For one token, pass hidden_states[None], of shape [1, {size}], and labels of shape [1]."
+        elif hidden[-1:] == (columns,):
+            problem += (
+                f" These look like logits: pass the last hidden states; {checks.LOSS_INPUTS}. Of a patched model, take "
+                "the model's own loss (labels=)."
+            )
+    elif labels == (columns,) != expected:
+        problem = (
+            f"weight {weight} and hidden states {tuple(hidden)} were swapped: labels {tuple(labels)} are one for "
+            f"each row of the weight. {checks.ORDER}."
+        )
+    elif labels != expected:
+        advice = "Give positions without a label ignore_index."
+        if len(labels) == len(expected) and labels[:-1] == expected[:-1] and abs(labels[-1] - expected[-1]) == 1:
+            advice = "Shorten neither: with shift=True, each position predicts the next one's label."
+        if labels.numel() == expected.numel() and len(labels) != len(expected):
+            advice = f"Give both flat, or both {list(labels if len(labels) > 1 else expected)}."
+        problem = (
+            f"labels must have one entry per hidden state: hidden_states {tuple(hidden)} need labels of shape "
+            f"{tuple(expected)}, got {tuple(labels)}. {advice}"
+        )
+    if problem:
+        raise ValueError(problem + see("shapes-dtypes-and-devices"))

@@ -18,21 +18,14 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypedDict, overload
 import torch
 from torch import Tensor, nn
 
-from liger_losses.checks import LISTS, check_like_labels, check_names, check_shift, check_tensor, one_each
+from liger_losses.checks import check_like_labels, check_names, check_shift, check_tensor, described, one_each
 from liger_losses.chunked.core import compiled
 from liger_losses.chunked.core.distilled import Teacher, TeacherLogits, Teachers
 from liger_losses.chunked.core.entry import operator
 from liger_losses.chunked.core.head import Head
 from liger_losses.chunked.core.inputs import several, target_of, targets_of
 from liger_losses.chunked.core.options import EngineOptions
-from liger_losses.chunked.core.results import (
-    HOW_TO_ASK,
-    DeclaredStatistics,
-    Largest,
-    Statistics,
-    check_asked,
-    named,
-)
+from liger_losses.chunked.core.results import HOW_TO_ASK, DeclaredStatistics, Largest, Statistics, check_asked, named
 from liger_losses.chunked.core.statistics import Statistic
 from liger_losses.chunked.core.support import TokenSupport, kept_statistics
 from liger_losses.chunked.core.target import Target, TokenLoss
@@ -134,11 +127,9 @@ def linear_statistics(
         TypeError, ValueError: shapes, dtypes or devices that do not fit together, labels outside the vocabulary,
             unknown names, a workspace that cannot hold one row.
     """
-    names, metrics = _names(statistics), _names(metrics)
-    fields = {"bias": bias, "transform": transform, "class_weight": class_weight}
-    targets = _targets(hidden_states, weight, labels, selected, options, **fields)
-    check_asked(targets, names, metrics)
-    found = [named(values, names) for values in compiled.statistics(targets, names, options, metrics)]
+    asked, fields = (_names(statistics), _names(metrics)), {"bias": bias, "class_weight": class_weight}
+    targets = _targets(hidden_states, weight, labels, selected, asked, options, transform=transform, **fields)
+    found = [named(values, asked[0]) for values in compiled.statistics(targets, asked[0], options, asked[1])]
     return found if several(hidden_states, weight) else found[0]
 
 
@@ -212,27 +203,20 @@ def linear_logps(
     if not many:
         check_tensor("labels", labels)
     elif support is not None:
-        raise TypeError(
-            "support= does not work with lists of hidden states or heads; call linear_logps for each of them."
-        )
-    of_each = not many and isinstance(hidden_states, Tensor) and labels.dim() == hidden_states.dim() > 1
-    if of_each and labels.shape[:-1] == hidden_states.shape[:-1]:
+        raise TypeError("support= does not work with lists of hidden states or heads; make a call for each of them.")
+    if not many and isinstance(hidden_states, Tensor) and labels.shape[:-1] == hidden_states.shape[:-1] != ():
         if support is not None or shift:
             raise ValueError("support= and shift= do not work with several labels [..., m]; leave them out.")
-        labels, columns, mask = _several_labels(labels, options)
-        target = target_of(hidden_states, Head.of(weight, bias, transform), labels, selected=columns)
-        (values,) = compiled.statistics([target], ("selected_logps", *names[1:]), options)
-        values["logp"] = torch.where(mask, values.pop("selected_logps"), 0.0)
-        found = [Statistics(**values)]
+        target, mask = _target_of_labels(hidden_states, Head.of(weight, bias, transform), labels, options)
+        found = compiled.statistics([target], ("selected_logps", *names[1:]), options)
+        found = [{"logp": torch.where(mask, v.pop("selected_logps"), 0.0), **v} for v in found]
     elif support is not None:
         head = Head.of(weight, bias, transform)
-        kept = kept_statistics(hidden_states, head, labels, support, names, options, shift=int(shift))
-        found = [Statistics(**kept)]
+        found = [kept_statistics(hidden_states, head, labels, support, names, options, shift=int(shift))]
     else:
         fields = {"bias": bias, "transform": transform, "shift": shift}
-        targets = targets_of(hidden_states, weight, labels, ignore_index, **fields)
-        found = [Statistics(**values) for values in compiled.statistics(targets, names, options)]
-    results = found if len(names) > 1 else [part.logp for part in found]
+        found = compiled.statistics(targets_of(hidden_states, weight, labels, ignore_index, **fields), names, options)
+    results = [Statistics(**values) if len(names) > 1 else values["logp"] for values in found]
     return results if many else results[0]
 
 
@@ -291,15 +275,6 @@ def linear_topk(
     return TopK(found.selected_logps, found.columns, found.rest)
 
 
-def _several_labels(labels: Tensor, options: EngineOptions) -> tuple[Tensor, Tensor, Tensor]:
-    """From labels ``[..., m]``, one for each hidden state that has any, all of them as columns, and which there are."""
-    if labels.dtype != torch.int64 or not labels.shape[-1]:
-        raise ValueError(f"labels must be int64 [..., m] with m >= 1, got {labels.dtype} {tuple(labels.shape)}.")
-    mask = labels != options.ignore_index
-    columns = labels.masked_fill(~mask, 0)
-    return columns.amax(-1).masked_fill(~mask.any(-1), options.ignore_index), columns, mask
-
-
 @operator
 def linear_labels_loss(
     hidden_states: Tensor,
@@ -332,18 +307,27 @@ def linear_labels_loss(
     Raises:
         TypeError, ValueError: as :func:`linear_statistics`; weights that are not of the labels' shape.
     """
-    check_tensor("hidden_states", hidden_states, allow_dtensor=True)
     check_tensor("labels", labels)
     check_tensor("weights", weights)
     if weights.shape != labels.shape:
         raise ValueError(f"weights must be {tuple(labels.shape)}, as the labels, got {tuple(weights.shape)}.")
-    one, columns, mask = _several_labels(labels, options)
-    factors = torch.where(mask, weights.detach(), 0.0)
-
-    target = target_of(hidden_states, Head.of(head, bias, transform), one, selected=columns)
-    loss = TokenLoss(weighted_sum, {"selected_logps": -factors})
+    target, mask = _target_of_labels(hidden_states, Head.of(head, bias, transform), labels, options)
+    loss = TokenLoss(weighted_sum, {"selected_logps": torch.where(mask, -weights.detach(), 0.0)})
     total, (found,) = compiled.loss_sum([target], ("selected_logps",), [loss], options)
     return total, torch.where(mask, found["selected_logps"], 0.0)
+
+
+def _target_of_labels(hidden_states: Any, head: Head, labels: Tensor, options: EngineOptions) -> tuple[Target, Tensor]:
+    """Hidden states with several labels each ``[..., m]``, which are selected columns, and which there are.
+
+    What is the label of each matters only where it has none.
+    """
+    if labels.dtype != torch.int64 or not labels.shape[-1]:
+        raise ValueError(f"labels must be int64 [..., m] with m >= 1, got {labels.dtype} {tuple(labels.shape)}.")
+    mask = labels != options.ignore_index
+    columns = labels.masked_fill(~mask, 0)
+    one = columns.amax(-1).masked_fill(~mask.any(-1), options.ignore_index)
+    return target_of(hidden_states, head, one, selected=columns), mask
 
 
 @overload
@@ -416,20 +400,19 @@ def linear_token_loss(
     """
     if not callable(token_loss):
         raise TypeError(f"token_loss must be a function (statistics, labels, **inputs) -> [n], got {token_loss!r}.")
-    names, metrics = _names(statistics), _names(metrics)
-    inputs = {f"token_inputs[{name!r}]": value for name, value in (token_inputs or {}).items()}
-    arguments = {"bias": bias, "transform": transform, "class_weight": class_weight}
-    targets = _targets(hidden_states, weight, labels, selected, options, **arguments, **inputs)
-    check_asked(targets, names, metrics)
+    asked, given = (_names(statistics), _names(metrics)), dict(token_inputs or {})
+    fields: dict[str, Any] = {"bias": bias, "class_weight": class_weight, "transform": transform}
+    fields |= {f"token_inputs[{name!r}]": value for name, value in given.items()}
+    targets = _targets(hidden_states, weight, labels, selected, asked, options, **fields)
     losses = []
     for i, target in enumerate(targets):
-        read = {name: one_each(value, len(targets))[i] for name, value in (token_inputs or {}).items()}
+        read = {name: one_each(value, len(targets))[i] for name, value in given.items()}
         for name, value in read.items():
             check_like_labels(name, value, target.labels.shape, target.labels)
-        losses.append(TokenLoss(functools.partial(_of_user, token_loss, names), {"labels": target.labels, **read}))
-    loss, found = compiled.loss_sum(targets, names, losses, options, metrics)
-    each = [named(values, names) for values in found]
-    return loss, each if several(hidden_states, weight) else each[0]
+        losses.append(TokenLoss(functools.partial(_of_user, token_loss, asked[0]), {"labels": target.labels, **read}))
+    loss, found = compiled.loss_sum(targets, asked[0], losses, options, asked[1])
+    results = [named(values, asked[0]) for values in found]
+    return loss, results if several(hidden_states, weight) else results[0]
 
 
 @operator
@@ -504,10 +487,12 @@ def linear_divergence_loss(
         The loss (0-dim), differentiable once, and the detached :class:`Statistics`.
 
     Raises:
-        TypeError, ValueError: as :func:`linear_divergence`; weights that are not one per token.
+        TypeError, ValueError: as :func:`linear_divergence`; no weights, or weights that are not one per token.
     """
     student, ignored = Head.of(head, bias, transform), options.ignore_index
     targets = compared_targets(hidden_states, student, labels, teacher, divergence, temperature, ignored)
+    if not isinstance(weights, Mapping) or not weights:
+        raise ValueError(f"weights must be a dictionary such as {{'divergence': token_weights}}, got {weights!r}.")
     check_names(weights, ("divergence", "logp"), "differentiable statistic", HOW_TO_ASK)
     check_names(metrics, ("entropy",), "statistic", HOW_TO_ASK)
     for name, value in weights.items():
@@ -515,8 +500,7 @@ def linear_divergence_loss(
     names: list[Any] = [Statistic(name, divergence=divergence) if name == "divergence" else name for name in weights]
     losses = [TokenLoss(weighted_sum, dict(weights))] * len(targets)
     loss, found = compiled.loss_sum(targets, names, losses, options, ["soft_entropy"] if metrics else [])
-    found = [{"entropy" if n == "soft_entropy" else n: v for n, v in values.items()} for values in found]
-    return loss, added([Statistics(**values) for values in found])
+    return loss, added([Statistics(entropy=values.pop("soft_entropy", None), **values) for values in found])
 
 
 def compared_targets(
@@ -556,18 +540,17 @@ def _of_user(
     result = token_loss(declared, labels, **inputs)
     losses = result[0] if isinstance(result, tuple) else result
     if not isinstance(losses, Tensor) or losses.shape != labels.shape:
-        got = tuple(losses.shape) if isinstance(losses, Tensor) else type(losses).__name__
         raise ValueError(
-            f"token_loss must return one value per token, [{len(labels)}], got {got}. Return it before any sum or "
-            "mean: the loss is the sum over the tokens; a mean's divisor goes into token_inputs."
+            f"token_loss must return one value per token, [{len(labels)}], got {described(losses)}. Return it before a "
+            "sum or mean: the loss is the sum over the tokens; a mean's divisor goes into token_inputs."
         )
     return result
 
 
 def _targets(
-    hidden_states: Any, weight: Any, labels: Any, selected: Any, options: EngineOptions, **arguments: Any
+    hidden_states: Any, weight: Any, labels: Any, selected: Any, asked: Any, options: EngineOptions, **arguments: Any
 ) -> list[Target]:
-    """The targets of an operation's arguments, with their selected columns."""
+    """The targets of an operation's arguments, with their selected columns, which have the statistics and metrics."""
     if not isinstance(options, EngineOptions):
         raise TypeError(f"options must be liger_losses.EngineOptions(...), got {type(options).__name__}.")
     selected = selected.k if isinstance(selected, Largest) else selected
@@ -576,12 +559,9 @@ def _targets(
         if len(selected) == sum(sizes):  # of all tokens
             parts = zip(torch.split(selected, sizes), labels, strict=True)
             selected = [rows.view(*part.shape, -1) for rows, part in parts]
-    lists = isinstance(selected, LISTS) and isinstance(labels, LISTS) and not isinstance(weight, LISTS)
-    if lists and len(selected) != len(labels):
-        raise ValueError(
-            f"selected must have one tensor for each tensor of labels, {len(labels)}, got {len(selected)}."
-        )
-    return targets_of(hidden_states, weight, labels, options.ignore_index, selected=selected, **arguments)
+    targets = targets_of(hidden_states, weight, labels, options.ignore_index, selected=selected, **arguments)
+    check_asked(targets, *asked)
+    return targets
 
 
 @compiled.in_graphs

@@ -52,20 +52,15 @@ class EngineOptions:
             raise TypeError(f"ignore_index must be an integer, got {self.ignore_index!r}.")
         if isinstance(self.compact, (str, float)):  # all texts would be true
             raise TypeError(f"compact must be True or False, got {self.compact!r}.")
-        for name, least, what in (
-            ("workspace", 1, "a positive integer"),
-            ("chunk_size", 1, "a positive integer"),
-            ("keep", 0, "a number of bytes, 0 or more"),
-        ):
-            value = getattr(self, name)
+        for name, least in (("workspace", 1), ("chunk_size", 1), ("keep", 0)):
+            value, what = getattr(self, name), "a positive integer" if least else "a number of bytes, 0 or more"
             if value is not None and (isinstance(value, bool) or not isinstance(value, Integral) or value < least):
                 raise ValueError(f"{name} must be {what}, got {value!r}.")
         if self.accum_dtype not in (None, torch.float32):
             raise ValueError(f"accum_dtype must be torch.float32 or None, got {self.accum_dtype!r}.")
-        if self.backend is not None:
-            check_names([self.backend], BACKENDS, "backend")
-        if self.strategy is not None:
-            check_names([self.strategy], STRATEGIES, "strategy")
+        for name, known in (("backend", BACKENDS), ("strategy", STRATEGIES)):
+            if getattr(self, name) is not None:
+                check_names([getattr(self, name)], known, name)
         if self.strategy == "two_pass":
             if self.keep:
                 raise ValueError(f"strategy='two_pass' keeps no blocks, got keep={self.keep}; leave one of them out.")

@@ -14,7 +14,7 @@ from liger_losses.kernels.logit_transform import LogitTransform
 
 @dataclass(frozen=True, eq=False)
 class Projection:
-    """``logits = transform(hidden @ weights.T + bias)``. The transform's temperature is a :class:`Target`'s."""
+    """``logits = transform(hidden @ weights.T + bias)``. A :class:`Target`'s temperature replaces the transform's."""
 
     weights: Weights
     transform: LogitTransform  # no default: torch 2.11 traces none that is an object

@@ -39,10 +39,7 @@ class QuantizedWeight:
 
     def __init__(self, shape: tuple[int, int], dtype: torch.dtype, device: torch.device | str) -> None:
         if not dtype.is_floating_point:
-            raise TypeError(
-                "dtype= of a QuantizedWeight must be the floating-point dtype to which it is dequantized, such as "
-                f"torch.bfloat16, got {dtype}."
-            )
+            raise TypeError(f"dtype= of a QuantizedWeight is that of its rows, such as torch.bfloat16, got {dtype}.")
         if len(shape) != 2 or min(shape) < 1:
             raise ValueError(f"a QuantizedWeight must have the shape (vocab_size, hidden_size), got {tuple(shape)}.")
         self.shape, self.dtype, self.device = (int(shape[0]), int(shape[1])), dtype, torch.device(device)
@@ -82,7 +79,7 @@ def register_quantized_weight(kind: type | str, finder: Finder) -> None:
     """
     if not isinstance(kind, (type, str)) or not callable(finder):
         raise TypeError(
-            f"register_quantized_weight takes a type (or its name) and a function, got {kind!r}, {finder!r}."
+            f"register_quantized_weight takes a type, or its name, and a function, got {kind!r}, {finder!r}."
         )
     _FINDERS[kind] = finder
 

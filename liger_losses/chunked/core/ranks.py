@@ -83,16 +83,15 @@ class Ranks:
 
         if not isinstance(hidden_states, DTensor):
             raise TypeError(
-                "the weight is a DTensor, of which this rank has some rows, and hidden_states is a plain tensor. "
-                "For tensor parallelism (the ranks share the vocabulary), pass hidden_states as a DTensor on the "
-                "mesh of the weight, or Head(weight.to_local(), group=weight.device_mesh.get_group()). For FSDP2 "
-                "(each rank has different tokens), patch the model (liger_losses.patch), or call the loss inside "
-                "the forward of the root module, where the weight is gathered; if no gradient is needed, pass "
-                "weight.full_tensor()." + see("sharded-weights")
+                "the weight is a DTensor, of which this rank has some rows, and hidden_states is a plain tensor. For "
+                "tensor parallelism (the ranks share the vocabulary), pass hidden_states as a DTensor on the mesh of "
+                "the weight, or Head(weight.to_local(), group=weight.device_mesh.get_group()). For FSDP2 (each rank "
+                "has different tokens), patch the model (liger_losses.patch), or call the loss inside the forward of "
+                "the root module; if no gradient is needed, pass weight.full_tensor()." + see("sharded-weights")
             )
         if hidden_states.device_mesh != self.mesh:
             raise ValueError(
-                f"hidden_states must be on the weight's device mesh, {self.mesh}, got {hidden_states.device_mesh}."
+                f"hidden_states must be on the weight's mesh, {self.mesh}, got {hidden_states.device_mesh}."
             )
         if hidden_states.placements != (Replicate(),):  # otherwise the gradient would be summed here already
             hidden_states = hidden_states.redistribute(placements=[Replicate()])
@@ -134,12 +133,11 @@ def check_teacher_ranks(student: Ranks, teacher: Ranks) -> None:
             "or gather the teacher's weight first."
         )
     common = min(sum(student.sizes), sum(teacher.sizes))
-    both = [[dist.get_process_group_ranks(ranks.group), ranks.columns(common)] for ranks in (student, teacher)]
-    if both[0] != both[1]:
+    ours, theirs = [(dist.get_process_group_ranks(r.group), r.columns(common)) for r in (student, teacher)]
+    if ours != theirs:
         raise ValueError(
-            f"each rank must hold the same part of the {common} columns that student and teacher have in common, "
-            f"but the student has {both[0][1]} of ranks {both[0][0]} here and the teacher {both[1][1]} of ranks "
-            f"{both[1][0]}."
+            f"each rank must hold the same part of the {common} columns that student and teacher have in common, but "
+            f"the student has {ours[1]} of ranks {ours[0]} here and the teacher {theirs[1]} of ranks {theirs[0]}."
         )
 
 
@@ -188,9 +186,9 @@ def share_vocabulary(
     """
     check_group(group, "tp")
     check_tensor("weight", weight)
-    kind, hidden_size = str(weight.dtype), weight.shape[-1]
     if quantized is None:
         check_weight(weight, bias)
+        kind, hidden_size = str(weight.dtype), weight.shape[1]
     else:
         check_vector("bias", bias, weight)
         kind, hidden_size = f"{type(quantized).__name__} for {weight.dtype}", quantized.shape[1]

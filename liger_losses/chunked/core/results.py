@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from liger_losses.checks import check_names, check_new
+from liger_losses.checks import check_names, check_new, described
 from liger_losses.chunked.core.statistics import OF_KERNELS, STATISTICS, Statistic, registered
 from liger_losses.chunked.core.target import Target
 
@@ -74,11 +74,11 @@ class DeclaredStatistics:
     def __getattr__(self, name: str) -> Any:
         if name not in Statistics._fields and not registered([name]):
             raise AttributeError(f"there is no statistic {name!r}; it must be one of {', '.join(Statistics._fields)}.")
-        how = HOW_TO_ASK.get(name, f"statistics={name!r}" if registered([name]) else None)
+        how = f"Use statistics={name!r}" if registered([name]) else f"Add {name!r} to {self._place}"
+        how = f"Use {HOW_TO_ASK[name]}" if name in HOW_TO_ASK else how
         known = ", ".join([field for field in Statistics._fields if field in self.__dict__])
         declared = f"only {known}" if known else "none"
-        advice = f"Add {name!r} to {self._place}" if how is None else f"Use {how}"
-        raise AttributeError(f"{self._reader} reads statistics.{name}, but declares {declared}. {advice}.")
+        raise AttributeError(f"{self._reader} reads statistics.{name}, but declares {declared}. {how}.")
 
 
 @dataclass(frozen=True)
@@ -114,8 +114,7 @@ def register_statistic(name: str, term: Callable[[Tensor], Tensor]) -> None:
     log_p[0, 0] = -1e4
     found = term(log_p)
     if not isinstance(found, Tensor) or found.shape != log_p.shape:
-        got = tuple(found.shape) if isinstance(found, Tensor) else type(found).__name__
-        raise ValueError(f"the term of {name!r} must return one value per entry, {tuple(log_p.shape)}, got {got}.")
+        raise ValueError(f"the term of {name!r} must return one value per entry, {(3, 7)}, got {described(found)}.")
     row = Statistic(name, functools.wraps(term)(lambda log_p, vocab_size: term(log_p)))
     derivative = row.derivative(log_p, log_p.shape[-1])
     if not (found.isfinite().all() and derivative.isfinite().all()):
@@ -127,26 +126,22 @@ def register_statistic(name: str, term: Callable[[Tensor], Tensor]) -> None:
 
 def named(values: Mapping[str, Tensor], names: Sequence[str] = ()) -> Statistics:
     """Statistics by their names, those that users have registered together."""
-    of_users = registered(names)
-    fields = {name: value for name, value in values.items() if name not in of_users}
+    of_users, fields = registered(names), dict(values)
     if of_users:
-        fields["registered"] = torch.stack([values[name] for name in of_users], -1)
+        fields["registered"] = torch.stack([fields.pop(name) for name in of_users], -1)
     return Statistics(**fields)
 
 
 def check_asked(targets: Sequence[Target], names: Sequence[str], metrics: Sequence[str]) -> None:
     """Raise ValueError for names that are no statistics of the targets, differentiable ones first."""
-    head, selected = targets[0].head, targets[0].selected
-    known, others = tuple([name for name in OF_KERNELS if name != "argmax"]), tuple(OF_KERNELS)
+    selected, of_users, others = targets[0].selected, registered(names), [*OF_KERNELS]
     if selected is not None:
-        known, others = ("selected_logps", *known), ("rest", *others)
-    if isinstance(selected, int):
-        others = ("columns", *others)
-    of_users = registered(names)
-    if of_users and head.batch_invariant:
+        others = [*["columns"] * isinstance(selected, int), "rest", *others]
+    known = [*["selected_logps"] * (selected is not None), *[name for name in OF_KERNELS if name != "argmax"]]
+    if of_users and targets[0].head.batch_invariant:
         raise ValueError(
-            f"{', '.join(of_users)}: a registered statistic is summed in an order that depends on the "
-            "batch; use a head without batch_invariant=True."
+            f"{', '.join(of_users)}: a registered statistic is summed in an order that depends on the batch; use a "
+            "head without batch_invariant=True."
         )
     check_names([name for name in names if name not in of_users], known, "differentiable statistic", HOW_TO_ASK)
     check_names(metrics, others, "statistic", HOW_TO_ASK)

@@ -5,7 +5,6 @@ T tokens, N of them active, V vocabulary size, K kept columns of a token, P kept
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -14,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.compiler import is_dynamo_compiling
 
-from liger_losses.checks import check_tensor, check_vocabulary
+from liger_losses.checks import check_device, check_tensor, check_vocabulary
 from liger_losses.chunked.core.compiled import in_graphs, traced_statistics
 from liger_losses.chunked.core.head import NOT_INVARIANT, Head
 from liger_losses.chunked.core.inputs import shift_labels, target_of
@@ -27,7 +26,6 @@ from liger_losses.kernels.reading import start_reading
 
 #: What the host reads.
 _FACTS = "which tokens have kept columns; capture the model without its loss"
-_INTEGERS = (torch.int32, torch.int64)
 
 
 @in_graphs
@@ -36,14 +34,15 @@ class TokenSupport:
     """The vocabulary entries that a sampler kept for each token (by top-k, top-p, min-p ...).
 
     A token without kept entries is evaluated over the whole vocabulary. The entries of masked tokens have no influence.
-    Only the kept rows of the ``lm_head`` are read, so time and memory grow with their number, not with the vocabulary.
-    Tokens with very many kept entries are computed by products with the whole head, which is faster.
+    On a GPU, only the kept rows of the ``lm_head`` are read, so time and memory grow with their number, not with the
+    vocabulary. Elsewhere, these rows are copied, a block of tokens at a time. Tokens with very many kept entries are
+    computed by products with the whole head, which is faster.
 
     Args:
         ids: int64 or int32 ids of the kept entries. ``[..., K]``, one row for each label (with ``shift`` too), padded
             with -1 at any place; or ``[P]`` with ``offsets``.
         offsets: ``[T + 1]`` int64 or int32: in the order of the flattened labels, token t has
-            ``ids[offsets[t]:offsets[t + 1]]``.
+            ``ids[offsets[t]:offsets[t + 1]]``, without padding.
         add_label: if a token's label is not among its kept entries, add it. By default, a missing label is an error.
         sparse_grad: make the gradient of the weight a sparse tensor of the rows that some token keeps, as for
             ``nn.Embedding(sparse=True)``, for optimizers that take one. The kept rows of all tokens are then read, for
@@ -59,15 +58,15 @@ class TokenSupport:
     sparse_grad: bool = False
 
     def __post_init__(self) -> None:
-        given = {"ids": self.ids} if self.offsets is None else {"ids": self.ids, "offsets": self.offsets}
-        for name, value in given.items():
+        for name in ("ids", "offsets")[: 1 if self.offsets is None else 2]:
+            value = getattr(self, name)
             check_tensor(f"TokenSupport's {name}", value)
-            if value.dtype not in _INTEGERS:
+            if value.dtype not in (torch.int32, torch.int64):
                 raise TypeError(f"TokenSupport's {name} must be int64 or int32, got {value.dtype}.")
         for name in ("add_label", "sparse_grad"):
             if not isinstance(getattr(self, name), bool):
                 raise TypeError(f"TokenSupport's {name} must be True or False, got {getattr(self, name)!r}.")
-        if self.offsets is not None and (self.ids.dim() != 1 or self.offsets.dim() != 1):
+        if self.offsets is not None and not self.ids.dim() == self.offsets.dim() == 1:
             raise ValueError(
                 f"TokenSupport(ids, offsets) takes ids [P] and offsets [tokens + 1], got {list(self.ids.shape)} and "
                 f"{list(self.offsets.shape)}; leave offsets out for padded ids [..., K]."
@@ -76,22 +75,14 @@ class TokenSupport:
     def check(self, labels: Tensor, weight: Tensor) -> None:
         """Raise ValueError unless there is a row for each label, on the weight's device, and the weight can have the
         requested kind of gradient."""
-        for name, value in (("ids", self.ids), ("offsets", self.offsets)):
-            if value is not None and value.device != weight.device:
-                raise ValueError(
-                    f"TokenSupport's {name} are on {value.device}, the weight is on {weight.device}; move them with "
-                    ".to(...)."
-                )
-        if self.offsets is None and (self.ids.shape[:-1] != labels.shape or self.ids.dim() == 0):
-            raise ValueError(
-                f"TokenSupport's ids must be [..., K], one row for each label of {list(labels.shape)}, got "
-                f"{list(self.ids.shape)}."
-            )
-        if self.offsets is not None and len(self.offsets) != labels.numel() + 1:
-            raise ValueError(
-                f"TokenSupport's offsets must be [{labels.numel() + 1}], one more than there are labels, got "
-                f"{list(self.offsets.shape)}."
-            )
+        count, given = labels.numel() + 1, self.ids if self.offsets is None else self.offsets
+        check_device(weight, **{"TokenSupport's ids": self.ids, "TokenSupport's offsets": given})
+        if self.offsets is not None and len(given) != count:
+            problem = f"offsets must be [{count}], one more than there are labels, got {list(given.shape)}"
+            raise ValueError(f"TokenSupport's {problem}.")
+        if self.offsets is None and (given.shape[:-1] != labels.shape or not given.dim()):
+            problem = f"ids must be [..., K], one row for each label of {list(labels.shape)}, got {list(given.shape)}"
+            raise ValueError(f"TokenSupport's {problem}.")
         if self.ids.numel() and not labels.numel():
             raise ValueError(f"TokenSupport has {self.ids.numel()} ids, but there are no labels; pass no ids.")
         if self.sparse_grad and torch.is_grad_enabled() and weight.requires_grad and not weight.is_leaf:
@@ -99,6 +90,12 @@ class TokenSupport:
                 "TokenSupport(sparse_grad=True) needs a weight that is a parameter, or detached, got the result of an "
                 "operation, whose backward cannot read sparse gradients; leave sparse_grad out."
             )
+
+    def row(self, token: int) -> Tensor:
+        """The ids of one of the flattened labels."""
+        if self.offsets is None:
+            return self.ids.flatten(0, -2)[token]
+        return self.ids[int(self.offsets[token]) : int(self.offsets[token + 1])]
 
 
 def kept_statistics(
@@ -128,9 +125,8 @@ def kept_statistics(
     """
     if not isinstance(support, TokenSupport):
         raise TypeError(f"support must be a TokenSupport(ids), got {type(support).__name__}.")
-    whole = target_of(hidden_states, head, labels, kept=None)
+    whole = target_of(hidden_states, head, labels, kept=None, sparse_grad=support.sparse_grad)
     support.check(labels, head.weight)
-    whole = replace(whole, sparse_grad=support.sparse_grad)
     if shift:
         whole = replace(whole, labels=shift_labels(whole.labels, options.ignore_index, shift))
     if not is_dynamo_compiling():
@@ -153,25 +149,22 @@ def statistics_of_kept(
         support = replace(support, ids=support.ids.flatten(0, -2)[here], offsets=offsets)
     split = padded_parts if support.offsets is None else ragged_parts
     parts = split(support, whole, options.ignore_index, shift)
-    parts = checked_parts(parts, support, options.ignore_index, shift, "logp" in names)
-    if support.add_label:
-        parts = [with_label(part) for part in parts]
-    uncut = [part.labels for part in parts if part.kept is None]
+    parts = checked_parts(parts, whole, support, options.ignore_index, shift, "logp" in names)
     adapted = head.batch_invariant and isinstance(head.weights, WithAdapters)
-    if adapted and any((y != options.ignore_index).any() for y in uncut):
+    if adapted and any((part.labels != options.ignore_index).any() for part in parts if part.kept is None):
         raise ValueError(NOT_INVARIANT)
     read = head.vocab_size if support.sparse_grad or adapted else most_read(head.vocab_size)
-    if any(part.kept is not None and part.kept.shape[-1] > read for part in parts):
+    wide = [part.kept is not None and part.kept.shape[-1] > read for part in parts]
+    if any(wide):
         parts = counted_once(parts, options)  # before two calls, each of which would wait
-    many = [part for part in parts if part.kept is not None and part.kept.shape[-1] > read]
-    few = [part for part in parts if all(part is not other for other in many)]
+    few, many = ([part for part, is_wide in zip(parts, wide, strict=True) if is_wide is kind] for kind in (False, True))
     found = statistics(few, names, options) if few else []
     found += _of_all_columns(many, names, options) if many else []
-    values = [
-        {name: _spread(value, part.rows, whole.labels.shape) for name, value in of_part.items()}
-        for part, of_part in zip([*few, *many], found, strict=True)
+    spread = [
+        {name: _spread(value, part.rows, whole.labels.shape) for name, value in values.items()}
+        for part, values in zip([*few, *many], found, strict=True)
     ]
-    return [{name: functools.reduce(torch.add, [of_part[name] for of_part in values]) for name in names}]
+    return [{name: sum([values[name] for values in spread[1:]], spread[0][name]) for name in names}]
 
 
 def most_read(vocab_size: int) -> int:
@@ -233,7 +226,9 @@ def ragged_parts(support: TokenSupport, whole: Target, ignore_index: int, shift:
         if kind >= 0 and len(tokens):
             at = torch.arange(2 ** (kind - 1) if kind else 0, device=ids.device)
             inside, starts = at < lengths[tokens, None], offsets[tokens + shift, None]
-            kept = torch.where(inside, ids[torch.where(inside, starts + at, 0)].long(), -1) if kind else None
+            kept = ids[torch.where(inside, starts + at, 0)].long() if kind else None
+            if kept is not None:  # -1 is padding here, and no id of a ragged row
+                kept = torch.where(inside, torch.where(kept == -1, -2, kept), -1)
             parts.append(_some(whole, tokens, kept))
     return parts
 
@@ -260,18 +255,10 @@ def _some(whole: Target, tokens: Tensor, kept: Tensor | None) -> Target:
     return replace(whole, labels=labels, temperature=divided, kept=kept, rows=tokens)
 
 
-def with_label(part: Target) -> Target:
-    """Tokens whose columns have their label too."""
-    if part.kept is None:
-        return part
-    there = (part.kept == part.labels[..., None]).any(-1)
-    return replace(part, kept=torch.cat([part.kept, torch.where(there, -1, part.labels)[..., None]], -1))
-
-
 def checked_parts(
-    parts: list[Target], support: TokenSupport, ignore_index: int, shift: int, needs_label: bool
+    parts: list[Target], whole: Target, support: TokenSupport, ignore_index: int, shift: int, needs_label: bool
 ) -> list[Target]:
-    """The parts, without tokens that have no cut where there are none.
+    """The parts, with labels among the kept columns if they are added; without that of all columns if it has no token.
 
     Raises:
         ValueError: for wrong columns, or for a label that is not among its token's, if it must be; names the first.
@@ -279,47 +266,52 @@ def checked_parts(
     cut = [part for part in parts if part.kept is not None]
     if not cut:
         return parts
-    wrong = torch.cat([_wrong(part, ignore_index, needs_label and not support.add_label) for part in cut], 1)
+    wrong = torch.cat([_wrong(part, ignore_index) for part in cut], 1)
+    if support.add_label or not needs_label:
+        wrong[2] = False
     uncut = sum(
-        [(part.labels != ignore_index).sum() for part in parts if part.kept is None], wrong.new_zeros(()).long()
+        [(p.labels != ignore_index).sum() for p in parts if p.kept is None], wrong.new_zeros((), dtype=torch.int64)
     )
-    *numbers, whole = start_reading(torch.cat([wrong.sum(1), uncut[None]]), _FACTS)()
-    kind = next((kind for kind, number in enumerate(numbers) if number), None)
-    if kind is None:
-        return parts if whole else cut
-    places = torch.cat([torch.arange(p.labels.numel(), device=wrong.device) if p.rows is None else p.rows for p in cut])
-    token = int(places[wrong[kind]].amin())
-    at = int(((places == token) & wrong[kind]).nonzero())
-    sizes = [part.labels.numel() for part in cut]
-    which = next(i for i in range(len(sizes)) if at < sum(sizes[: i + 1]))
-    part = cut[which].take(torch.tensor([at - sum(sizes[:which])], device=wrong.device))
-    assert part.kept is not None
-    ids, label, size, name = part.kept[0], int(part.labels), part.vocab_size, f"token {token + shift}"
+    *numbers, others = start_reading(torch.cat([wrong.sum(1), uncut[None]]), _FACTS)()
+    if not any(numbers):
+        parts = parts if others else cut
+        return [_with_label(part) for part in parts] if support.add_label else parts
+    kind = next(kind for kind, number in enumerate(numbers) if number)
+    places = [torch.arange(p.labels.numel(), device=wrong.device) if p.rows is None else p.rows for p in cut]
+    token = int(torch.cat(places)[wrong[kind]].amin())
+    ids, label, size = support.row(token + shift), int(whole.labels.flatten()[token]), whole.vocab_size
+    where = f"token {token + shift} of the flattened labels"
     if kind == 2:
         check_vocabulary([label], size, ignore_index)
         raise ValueError(
             f"the label of {numbers[2]} tokens is not among their kept columns, so its probability is 0 (the first: "
-            f"label {label} of {name} of the flattened labels). Check that ids and labels belong to the same tokens; "
-            "or add labels to the kept columns: TokenSupport(..., add_label=True)."
+            f"label {label} of {where}). Check that ids and labels belong to the same tokens; or add labels to the "
+            "kept columns: TokenSupport(..., add_label=True)."
         )
     if kind == 1:
-        again, counts = ids.unique(return_counts=True)
-        raise ValueError(
-            f"TokenSupport has ids twice: {name} of the flattened labels has "
-            f"{again[(counts > 1) & (again >= 0)].tolist()[0]} more than once; give each once, and pad with -1."
-        )
-    padding = ", or -1 for padding" if support.offsets is None else ""
+        values, counts = ids.unique(return_counts=True)
+        twice = values[(counts > 1) & (values >= 0)].tolist()[0]
+        raise ValueError(f"TokenSupport has ids twice: {where} has {twice} twice; give each once, and pad with -1.")
+    padding = ", or -1 for padding" if support.offsets is None else " (offsets need no padding)"
     raise ValueError(
-        f"TokenSupport's ids must be in [0, {size}), the rows of the weight{padding}; {name} of the flattened labels "
-        f"has ids from {int(ids.amin())} to {int(ids.amax())}."
+        f"TokenSupport's ids must be in [0, {size}), the rows of the weight{padding}; {where} has ids from "
+        f"{int(ids.amin())} to {int(ids.amax())}."
     )
 
 
-def _wrong(part: Target, ignore_index: int, needs_label: bool) -> Tensor:
+def _with_label(part: Target) -> Target:
+    """Tokens whose columns have their label too."""
+    if part.kept is None:
+        return part
+    there = (part.kept == part.labels[..., None]).any(-1)
+    return replace(part, kept=torch.cat([part.kept, torch.where(there, -1, part.labels)[..., None]], -1))
+
+
+def _wrong(part: Target, ignore_index: int) -> Tensor:
     """``[3, T]``: tokens with columns outside of the vocabulary, with columns twice, and without their label's."""
     assert part.kept is not None
     ids, ordered = part.kept, part.kept.sort(-1).values
     outside = ((ids < -1) | (ids >= part.vocab_size)).any(-1)
     twice = ((ordered[..., 1:] == ordered[..., :-1]) & (ordered[..., 1:] >= 0)).any(-1)
-    lacks = ~(ids == part.labels[..., None]).any(-1) & needs_label
+    lacks = ~(ids == part.labels[..., None]).any(-1)
     return (torch.stack([outside, twice, lacks]) & (part.labels != ignore_index)).flatten(1)

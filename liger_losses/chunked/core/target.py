@@ -15,7 +15,7 @@ from torch import Tensor
 from liger_losses.chunked.core.buffers import Leaf
 from liger_losses.chunked.core.projection import Projection
 from liger_losses.chunked.core.teachers import Rows, TeacherLogits, neutral_numbers, rows_of, wide_numbers
-from liger_losses.chunked.core.weights import Products, WithAdapters
+from liger_losses.chunked.core.weights import Concatenated, Products, WithAdapters
 from liger_losses.kernels.logit_transform import LogitTransform
 
 #: The fields of a target beside hidden states that have an entry for each token, and that entry's dimensions.
@@ -127,7 +127,7 @@ class Target:
         """All that is trained; what every rank has adds up in fp32: each part of the vocabulary adds to all of it."""
         leaves: list[Leaf] = []
         head, matrix = self.head, self.head.weights
-        while isinstance(matrix, WithAdapters):
+        while isinstance(matrix, (WithAdapters, Concatenated)):
             matrix = matrix.base
         sparse = len(matrix.trained) if self.sparse_grad else 0  # adapters follow their base
         for i, (tensor, whole) in enumerate(head.weights.trained):

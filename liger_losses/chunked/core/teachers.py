@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from liger_losses.caller import warn
-from liger_losses.checks import check_device, check_tensor, checked_temperatures, see
+from liger_losses.checks import check_device, check_floating, checked_temperatures, described, see
 from liger_losses.kernels.matmul import wide_dtype
 
 #: By how many columns padding may make two models of one vocabulary differ.
@@ -73,10 +73,8 @@ class TeacherLogits:
         if self.vocab_size < 1:
             raise ValueError("the teacher's logits must be [..., Vt] with Vt >= 1, got Vt = 0.")
         if isinstance(self.logits, Tensor):
-            check_tensor("the teacher's logits", self.logits)
-            if not self.logits.is_floating_point():
-                raise TypeError(f"the teacher's logits must be floating point, got {self.logits.dtype}.")
-            check_fits("logits", self.logits.shape[:-1], tokens, student, teacher_logits=self.logits)
+            check_floating("the teacher's logits", self.logits)
+            check_fits("logits", self.logits, tokens, student)
         check_columns(self, student)
 
     def compared(self, labels: Tensor, temperature: float | Tensor) -> TeacherLogits:
@@ -89,19 +87,15 @@ class TeacherLogits:
 
     def take(self, rows: Rows, device: torch.device | None = None) -> TeacherLogits:
         """Some of the tokens, whose positions a function gets, on this device."""
-        if isinstance(self.logits, Tensor):
-            logits = rows_of(self.logits.detach(), rows, 1)
-        else:
-            places = torch.arange(rows.start, rows.stop, device=device) if isinstance(rows, slice) else rows
-            logits = self.logits(places)
-            if not isinstance(logits, Tensor) or logits.shape != (len(places), self.vocab_size):
-                shape = tuple(logits.shape) if isinstance(logits, Tensor) else type(logits).__name__
-                raise ValueError(
-                    f"the teacher's function must return logits [{len(places)}, {self.vocab_size}], got {shape}."
-                )
         temperature = self.temperature
         if isinstance(temperature, Tensor):
             temperature = rows_of(temperature, rows, 0)
+        if isinstance(self.logits, Tensor):
+            return replace(self, logits=rows_of(self.logits.detach(), rows, 1), temperature=temperature)
+        places = torch.arange(rows.start, rows.stop, device=device) if isinstance(rows, slice) else rows
+        logits, expected = self.logits(places), (len(places), self.vocab_size)
+        if not isinstance(logits, Tensor) or logits.shape != expected:
+            raise ValueError(f"the teacher's function must return logits {list(expected)}, got {described(logits)}.")
         return replace(self, logits=logits.detach(), temperature=temperature)
 
     def neutral(self, active: Tensor) -> TeacherLogits:
@@ -127,14 +121,15 @@ def wide_numbers(numbers: float | Tensor, dtype: torch.dtype) -> float | Tensor:
     return checked_temperatures(numbers.to(wide_dtype(dtype)).contiguous())
 
 
-def check_fits(name: str, shape: torch.Size, tokens: torch.Size, student: Any, **tensors: Tensor) -> None:
+def check_fits(name: str, values: Tensor, tokens: torch.Size, student: Any, trailing: int = 1) -> None:
     """Raise ValueError unless a teacher has one row for each of the student's tokens, on its device."""
+    shape = values.shape[: values.dim() - trailing]
     if shape != tokens:
         raise ValueError(
             f"the teacher's {name} have {tuple(shape)} tokens, the student's hidden states {tuple(tokens)}: give "
             "one row for each of the student's tokens, in the same order."
         )
-    check_device(student.weight, **tensors)
+    check_device(student.weight, **{f"the teacher's {name}": values})
 
 
 def check_columns(teacher: Any, student: Any) -> None:
@@ -144,10 +139,10 @@ def check_columns(teacher: Any, student: Any) -> None:
     ours, theirs = student.vocab_size, teacher.vocab_size
     if ours == theirs or teacher.columns_correspond:
         return
-    differ = f"the student has {ours} columns and the teacher {theirs}"
+    differ, kind = f"the student has {ours} columns and the teacher {theirs}", type(teacher).__name__
     advice = (
-        f"if the first {min(ours, theirs)} columns of both are the same tokens, say so with {type(teacher).__name__}"
-        "(..., columns_correspond=True); if not, take a teacher with the student's vocabulary." + see("teachers")
+        f"if the first {min(ours, theirs)} columns of both are the same tokens, say so with {kind}(..., "
+        "columns_correspond=True); if not, take a teacher with the student's vocabulary." + see("teachers")
     )
     if abs(ours - theirs) > MOST_PADDING:
         raise ValueError(f"{differ}: more than {MOST_PADDING} apart, which padding does not explain; {advice}")

@@ -4,12 +4,14 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from liger_losses import Head
 from tests.chunked.core.test_quantized_weight import H, V, linear
 from tests.losses import CE
 from tests.quantized_layers import LAYERS, dequantized
 from tests.reference import double, problem, relative_error
+from tests.seam import LowRank
 
 
 @pytest.mark.parametrize("name", ["packed 4 bit", "torchao int8", "bitsandbytes nf4, nested"])
@@ -71,3 +73,19 @@ def test_dropout_before_an_adapter():
             loss = function()
             results.append((loss, *torch.autograd.grad(loss, hidden)))
         assert all(relative_error(a, b) < 1e-5 for a, b in zip(*results, strict=True))
+
+
+def test_dropout_copies_no_weight():
+    hidden, weight, labels, _ = problem(30, H, V)
+    weight, b, copied = weight.detach(), torch.randn(V, 2, requires_grad=True), []
+
+    class Copies(TorchDispatchMode):
+        def __torch_dispatch__(self, function, types, arguments=(), keywords=None):
+            found = function(*arguments, **(keywords or {}))
+            if isinstance(found, torch.Tensor) and found.numel() >= weight.numel():
+                copied.extend([function] * (found.untyped_storage().data_ptr() != weight.untyped_storage().data_ptr()))
+            return found
+
+    with Copies():
+        CE(chunk_size=2)(Head(weight, adapters=(LowRank(torch.randn(2, H), b, 0.5, 0.3),)), hidden, labels).backward()
+    assert not copied

@@ -20,8 +20,7 @@ def test_a_checksum_depends_on_every_entry_and_its_place():
     for dtype in (torch.int64, torch.int32, torch.bool, torch.float32, torch.float64, torch.bfloat16, torch.float16):
         values = (torch.arange(3000) % 7 == 0).to(dtype)
         whole = checksum(values)
-        assert whole.dtype == torch.int64
-        assert torch.equal(checksum(values.view(3, 1000).mT.contiguous().mT), whole)
+        assert checksum(values.view(3, 1000).mT.contiguous().mT) == whole
         for i, j in ((0, 1), (0, 1009), (7, 1016 + 1009), (0, 2**11)):
             swapped = values.clone()
             swapped[[i, j]] = swapped[[j, i]]

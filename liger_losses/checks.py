@@ -98,7 +98,7 @@ def check_new(what: str, name: str, taken: Container[str], function: Any, earlie
     """
     if name in taken and (earlier is None or _definition(function) != _definition(earlier)):
         raise ValueError(
-            f"there is a {what} {name!r} already; take another name (a function of its module and name replaces it)."
+            f"there is a {what} {name!r} already; only one of the same module and qualified name replaces it."
         )
 
 

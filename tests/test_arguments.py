@@ -86,6 +86,15 @@ def test_documented_names_are_keywords(loss, more, given):
     assert torch.equal(loss(*values[: 3 - len(given)], **by_name, **more), loss(*values, **more))
 
 
+def test_a_forward_that_passes_all_on_takes_the_names_that_it_passes_on():
+    class Doubled(CE):
+        def forward(self, *arguments, **keywords):
+            return 2 * super().forward(*arguments, **keywords)
+
+    h, w, y, _ = problem(shape=(4, 5), masked=0.2)
+    assert Doubled()(head=w, hidden_states=h, labels=y) == 2 * CE()(w, h, y)
+
+
 @pytest.mark.usefixtures("nothing_compiled")
 def test_documented_names_are_keywords_in_compiled_functions():
     hidden, weight, labels, _ = problem(shape=(4, 5), masked=0.2)
@@ -169,6 +178,8 @@ def test_head_and_hidden_states_may_come_in_either_order(name):
     for pair in ((h, w), (w, h), (of_layer, h), (Head(w), h)):
         value, _ = loss(**OPTIONS.get(name, {}))(*pair, y, **more)
         assert value == loss(**OPTIONS.get(name, {}))(h, w, y, **more)[0]
+    for mixed in ({"lin_weight": w, "hidden_states": h}, {"head": w, "_input": h}):
+        assert value == loss(**OPTIONS.get(name, {}))(**mixed, labels=y, **more)[0]
 
 
 @pytest.mark.parametrize("name", ["token_weights", "weights", "sample_weights", "ref_logps", "advantages"])

@@ -201,8 +201,13 @@ class ChunkedLoss(nn.Module):
                 raise TypeError(f"{cls.__name__}.{name} hides the option {name}; give its constructor another value.")
         cls.options_signature = options_signature(cls, cls.positions)
         cls.option_names = tuple(constructor_signature(cls).parameters)
-        cls.argument_names = names = tuple(inspect.signature(cls.forward).parameters)[1:]
-        documented = {name: parameter for form in cls.forms for name, parameter in zip(form, names, strict=False)}
+        parameters = [*inspect.signature(cls.forward).parameters.values()][1:]
+        if any(each.kind is each.VAR_POSITIONAL for each in parameters):
+            return  # it passes them on
+        cls.argument_names = names = tuple([each.name for each in parameters])
+        # Where liger-kernel has the hidden states first, the two come in either order.
+        places = (names[1], names[0], *names[2:]) if names[:1] == ("_input",) else names
+        documented = {name: parameter for form in cls.forms for name, parameter in zip(form, places, strict=False)}
         documented |= {"weight": "head"} if "head" in names else {}
         cls.parameters_named = {name: documented[name] for name in documented if name not in names}
 

@@ -45,7 +45,6 @@ def _entry(function: F, of_loss: bool) -> F:
         return wrong_arguments(function, count, keywords, kind)
 
     names = tuple(inspect.signature(function).parameters)
-    alias, parameter = ("head", "weight") if "weight" in names else ("weight", "head")
 
     @functools.wraps(function)
     def wrapped(*arguments: Any, **keywords: Any) -> Any:
@@ -53,8 +52,8 @@ def _entry(function: F, of_loss: bool) -> F:
         kind = None if loss is None else type(loss)
         if loss is not None:
             keywords = by_parameter_names(loss, keywords)
-        elif alias in keywords and alias not in names:
-            keywords = {parameter if name == alias else name: value for name, value in keywords.items()}
+        elif "weight" in keywords and "head" not in keywords:  # an earlier name
+            keywords = {"head" if name == "weight" else name: value for name, value in keywords.items()}
         if is_dynamo_compiling():
             message = wrong(len(given), tuple(keywords), kind)
             if message is not None:

@@ -88,10 +88,10 @@ def linear_statistics(
     statistics: Names = ("logp",),
     **options: Unpack[Shared],
 ) -> list[Statistics]: ...
-@operator  # type: ignore[misc]
+@operator
 def linear_statistics(
     hidden_states: OneOrEach,
-    weight: OneOrEach,
+    head: OneOrEach,
     labels: OneOrEach,
     statistics: Iterable[str] | str = ("logp",),
     *,
@@ -102,11 +102,11 @@ def linear_statistics(
     transform: LogitTransform | None = None,
     options: EngineOptions = EngineOptions(),
 ) -> Any:
-    """Per-token statistics of ``hidden_states @ weight.T``, differentiable, without the logits in memory.
+    """Per-token statistics of ``hidden_states @ head.T``, differentiable, without the logits in memory.
 
     Args:
         hidden_states: ``[..., H]``, or a sequence of such tensors, which run one after another.
-        weight: the ``lm_head``: ``[V, H]``, a linear layer, or a :class:`Head`. Or a list of them, one for each tensor
+        head: the ``lm_head``: ``[V, H]``, a linear layer, or a :class:`Head`. Or a list of them, one for each tensor
             of hidden states (or all for the only one), which run one after another.
         labels: ``[...]`` int64, one for each hidden state (a sequence where ``hidden_states`` is one).
         statistics: names from :data:`liger_losses.kernels.softmax_stats.STATISTICS` (or one name), differentiable.
@@ -114,7 +114,7 @@ def linear_statistics(
         selected: ``[..., k]`` int64, one row of vocabulary entries for each label. The statistics may then include
             their log-probabilities, ``selected_logps [..., k]``. A list if there are several tensors of labels, or
             ``[T, k]`` for all tokens of one head. Or a :class:`Largest`; the metric ``columns`` then has the entries.
-        bias: ``[V]``, or a list where ``weight`` is one.
+        bias: ``[V]``, or a list where ``head`` is one.
         class_weight: ``[V]``, the weights in ``mean_logp``.
         transform: temperature, scale and soft-cap of the logits.
         options: see :class:`EngineOptions`.
@@ -128,9 +128,9 @@ def linear_statistics(
             unknown names, a workspace that cannot hold one row.
     """
     asked, fields = (_names(statistics), _names(metrics)), {"bias": bias, "class_weight": class_weight}
-    targets = _targets(hidden_states, weight, labels, selected, asked, options, transform=transform, **fields)
+    targets = _targets(hidden_states, head, labels, selected, asked, options, transform=transform, **fields)
     found = [named(values, asked[0]) for values in compiled.statistics(targets, asked[0], options, asked[1])]
-    return found if several(hidden_states, weight) else found[0]
+    return found if several(hidden_states, head) else found[0]
 
 
 @overload
@@ -143,10 +143,10 @@ def linear_logps(
 def linear_logps(
     hidden_states: OneOrEach, head: OneOrEach, labels: OneOrEach, **options: Unpack[AllLogpsOptions]
 ) -> list[Any]: ...
-@operator  # type: ignore[misc]
+@operator
 def linear_logps(
     hidden_states: OneOrEach,
-    weight: OneOrEach,
+    head: OneOrEach,
     labels: OneOrEach,
     *,
     support: TokenSupport | None = None,
@@ -165,12 +165,12 @@ def linear_logps(
 ) -> Any:
     """Per-token log-probabilities of the labels, an ordinary differentiable operation.
 
-    ``logp_t = log_softmax(hidden_states_t @ weight.T + bias)[labels_t]``
+    ``logp_t = log_softmax(hidden_states_t @ head.T + bias)[labels_t]``
 
     Args:
         hidden_states: ``[..., H]``; or a list of K, one for each head (multi-token prediction, Medusa heads). Hidden
             states, heads, labels and biases may each be a list of K, or one value for all heads.
-        weight: the ``lm_head``: ``[V, H]``, a linear layer, or a :class:`Head`; or a list of K.
+        head: the ``lm_head``: ``[V, H]``, a linear layer, or a :class:`Head`; or a list of K.
         labels: ``[...]`` int64; or a list of K. Or ``[..., m]``, several labels for each hidden state, for example of
             texts that share a prefix, which share one projection; ``ignore_index`` where a hidden state has fewer
             labels.
@@ -197,7 +197,7 @@ def linear_logps(
     names = ("logp", *["entropy"] * bool(entropy), *["lse"] * bool(lse))
     options = EngineOptions(ignore_index, compact, workspace, chunk_size, backend=backend)
     transform = LogitTransform(temperature, logit_scale, softcap)
-    many = several(hidden_states, weight)
+    many = several(hidden_states, head)
     if not isinstance(shift, bool):
         check_shift(shift, many)
     if not many:
@@ -207,15 +207,15 @@ def linear_logps(
     if not many and isinstance(hidden_states, Tensor) and labels.shape[:-1] == hidden_states.shape[:-1] != ():
         if support is not None or shift:
             raise ValueError("support= and shift= do not work with several labels [..., m]; leave them out.")
-        target, mask = _target_of_labels(hidden_states, Head.of(weight, bias, transform), labels, options)
+        target, mask = _target_of_labels(hidden_states, Head.of(head, bias, transform), labels, options)
         found = compiled.statistics([target], ("selected_logps", *names[1:]), options)
         found = [{"logp": torch.where(mask, v.pop("selected_logps"), 0.0), **v} for v in found]
     elif support is not None:
-        head = Head.of(weight, bias, transform)
-        found = [kept_statistics(hidden_states, head, labels, support, names, options, shift=int(shift))]
+        made = Head.of(head, bias, transform)
+        found = [kept_statistics(hidden_states, made, labels, support, names, options, shift=int(shift))]
     else:
         fields = {"bias": bias, "transform": transform, "shift": shift}
-        found = compiled.statistics(targets_of(hidden_states, weight, labels, ignore_index, **fields), names, options)
+        found = compiled.statistics(targets_of(hidden_states, head, labels, ignore_index, **fields), names, options)
     results = [Statistics(**values) if len(names) > 1 else values["logp"] for values in found]
     return results if many else results[0]
 
@@ -352,10 +352,10 @@ def linear_token_loss(
     token_inputs: Mapping[str, Any] | None = None,
     **options: Unpack[Shared],
 ) -> tuple[Tensor, list[Statistics]]: ...
-@operator  # type: ignore[misc]
+@operator
 def linear_token_loss(
     hidden_states: OneOrEach,
-    weight: OneOrEach,
+    head: OneOrEach,
     labels: OneOrEach,
     token_loss: Callable[..., Any],
     statistics: Iterable[str] | str = ("logp",),
@@ -377,7 +377,7 @@ def linear_token_loss(
         hidden_states: ``[..., H]``; or a list of K, one for each head. Hidden states, heads, labels, biases and token
             inputs may each be a list of K, or one value for all heads. They run one after another; targets of the same
             head have one gradient of the weight.
-        weight: the ``lm_head``: ``[V, H]``, a linear layer, or a :class:`Head`; or a list of K.
+        head: the ``lm_head``: ``[V, H]``, a linear layer, or a :class:`Head`; or a list of K.
         labels: ``[...]`` int64; or a list of K.
         token_loss: ``(statistics, labels, **inputs) -> [n]``, elementwise over the n tokens that it gets. It is
             differentiated with respect to the statistics only. It may also return ``([n], {statistic: [n]})``, where
@@ -403,7 +403,7 @@ def linear_token_loss(
     asked, given = (_names(statistics), _names(metrics)), dict(token_inputs or {})
     fields: dict[str, Any] = {"bias": bias, "class_weight": class_weight, "transform": transform}
     fields |= {f"token_inputs[{name!r}]": value for name, value in given.items()}
-    targets = _targets(hidden_states, weight, labels, selected, asked, options, **fields)
+    targets = _targets(hidden_states, head, labels, selected, asked, options, **fields)
     losses = []
     for i, target in enumerate(targets):
         read = {name: one_each(value, len(targets))[i] for name, value in given.items()}
@@ -412,7 +412,7 @@ def linear_token_loss(
         losses.append(TokenLoss(functools.partial(_of_user, token_loss, asked[0]), {"labels": target.labels, **read}))
     loss, found = compiled.loss_sum(targets, asked[0], losses, options, asked[1])
     results = [named(values, asked[0]) for values in found]
-    return loss, results if several(hidden_states, weight) else results[0]
+    return loss, results if several(hidden_states, head) else results[0]
 
 
 @operator

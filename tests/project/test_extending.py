@@ -133,7 +133,7 @@ def test_objectives_that_cannot_be_right_are_refused(value, message):
         register_objective("mine", aspo, normalizer="mean")
 
 
-def powered(log_ratio, logps, advantages, options, inputs=None, *, power, floor=0.1):
+def powered(log_ratio, logps, advantages, options, inputs=None, floor=0.1, *, power):
     return advantages * (log_ratio.clamp(max=80).exp().clamp(min=floor) ** power)
 
 

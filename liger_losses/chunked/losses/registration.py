@@ -42,9 +42,9 @@ def register_objective(
 ) -> None:
     """Make ``loss_type=name`` a policy loss: ``sum_t weight_t (-value_t + beta kl_t)``.
 
-    Keyword-only parameters of ``value`` that are numbers are options of the loss: of
-    ``value(log_ratio, logps, advantages, options, *, power=2.0)``, ``LigerFusedLinearGRPOLoss(loss_type=name,
-    power=1.5)``. One without a default must be given.
+    Parameters of ``value`` whose default is a number are options of the loss: of
+    ``value(log_ratio, logps, advantages, options, power=2.0)``, ``LigerFusedLinearGRPOLoss(loss_type=name,
+    power=1.5)``. So are keyword-only parameters without a default, which must be given.
 
     Args:
         name: a name that no other loss type has. A function of the same module and qualified name replaces the row.
@@ -70,9 +70,11 @@ def register_objective(
     check_names([normalizer], policy_estimates.NORMALIZERS, "normalizer")
     check_names([level], policy_tables.RATIOS, "level")
     check_names([mask], policy_tables.MASKS, "mask")
-    parameters = inspect.signature(value).parameters.values()
-    numbers = [each for each in parameters if each.default is each.empty or type(each.default) in (int, float)]
-    options = {each.name: each.default for each in numbers if each.kind is each.KEYWORD_ONLY}
+    options = {
+        each.name: each.default
+        for each in inspect.signature(value).parameters.values()
+        if type(each.default) in (int, float) or (each.default is each.empty and each.kind is each.KEYWORD_ONLY)
+    }
     taken = sorted({*options} & {*GRPOOptions.__dataclass_fields__})
     if taken:
         raise ValueError(f"{', '.join(taken)}: all policy losses have an option of this name; take another one.")

@@ -1,5 +1,6 @@
 """Scripts that run patched, from the command line."""
 
+import importlib
 import json
 import os
 import pathlib
@@ -103,3 +104,17 @@ def test_trl_that_is_not_installed_is_named_before_the_script_runs(monkeypatch, 
     with pytest.raises(SystemExit):
         main(["--trl", "script.py"])
     assert '--trl needs TRL: pip install "trl>=1.15"' in capfd.readouterr().err
+
+
+def test_what_is_installed_before_the_script_runs(tmp_path, monkeypatch):
+    from liger_losses.run import main
+
+    installed = []
+    for name in ("liger", "verl"):
+        module = importlib.import_module(f"liger_losses.integrations.{name}")
+        monkeypatch.setattr(module, "install", lambda name=name: installed.append(name))
+    (tmp_path / "script.py").write_text("")
+    monkeypatch.setattr(sys, "argv", list(sys.argv))
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    main(["--no-patch", "--liger", "--install", "verl", str(tmp_path / "script.py")])
+    assert installed == ["liger", "verl"]

@@ -32,3 +32,4 @@ def test_the_plugin_patches_with_the_options_of_the_yaml_file(monkeypatch):
     plugin.post_model_load(types.SimpleNamespace(liger_losses={"rope": False}), model)
     assert is_patched(model)
     assert "rope" not in model.liger_report.counts
+    assert axolotl.Args(liger_losses={"rope": False}).liger_losses == {"rope": False}

@@ -400,13 +400,13 @@ def linear_token_loss(
     """
     if not callable(token_loss):
         raise TypeError(f"token_loss must be a function (statistics, labels, **inputs) -> [n], got {token_loss!r}.")
-    asked, given = (_names(statistics), _names(metrics)), dict(token_inputs or {})
+    asked, inputs = (_names(statistics), _names(metrics)), dict(token_inputs or {})
     fields: dict[str, Any] = {"bias": bias, "class_weight": class_weight, "transform": transform}
-    fields |= {f"token_inputs[{name!r}]": value for name, value in given.items()}
+    fields |= {f"token_inputs[{name!r}]": value for name, value in inputs.items()}
     targets = _targets(hidden_states, head, labels, selected, asked, options, **fields)
     losses = []
     for i, target in enumerate(targets):
-        read = {name: one_each(value, len(targets))[i] for name, value in given.items()}
+        read = {name: one_each(value, len(targets))[i] for name, value in inputs.items()}
         for name, value in read.items():
             check_like_labels(name, value, target.labels.shape, target.labels)
         losses.append(TokenLoss(functools.partial(_of_user, token_loss, asked[0]), {"labels": target.labels, **read}))

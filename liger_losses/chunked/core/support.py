@@ -75,16 +75,21 @@ class TokenSupport:
     def check(self, labels: Tensor, weight: Tensor) -> None:
         """Raise ValueError unless there is a row for each label, on the weight's device, and the weight can have the
         requested kind of gradient."""
-        count, given = labels.numel() + 1, self.ids if self.offsets is None else self.offsets
-        check_device(weight, **{"TokenSupport's ids": self.ids, "TokenSupport's offsets": given})
-        if self.offsets is not None and len(given) != count:
-            problem = f"offsets must be [{count}], one more than there are labels, got {list(given.shape)}"
-            raise ValueError(f"TokenSupport's {problem}.")
-        if self.offsets is None and (given.shape[:-1] != labels.shape or not given.dim()):
-            problem = f"ids must be [..., K], one row for each label of {list(labels.shape)}, got {list(given.shape)}"
-            raise ValueError(f"TokenSupport's {problem}.")
-        if self.ids.numel() and not labels.numel():
-            raise ValueError(f"TokenSupport has {self.ids.numel()} ids, but there are no labels; pass no ids.")
+        ids, offsets, count = self.ids, self.offsets, labels.numel() + 1
+        check_device(weight, **{"TokenSupport's ids": ids})
+        if offsets is not None:
+            check_device(weight, **{"TokenSupport's offsets": offsets})
+            if len(offsets) != count:
+                raise ValueError(
+                    f"TokenSupport's offsets must be [{count}], one per label and 1, got [{len(offsets)}]."
+                )
+        elif ids.shape[:-1] != labels.shape or not ids.dim():
+            raise ValueError(
+                f"TokenSupport's ids must be [..., K], one row for each label of {list(labels.shape)}, got "
+                f"{list(ids.shape)}."
+            )
+        if ids.numel() and not labels.numel():
+            raise ValueError(f"TokenSupport has {ids.numel()} ids, but there are no labels; pass no ids.")
         if self.sparse_grad and torch.is_grad_enabled() and weight.requires_grad and not weight.is_leaf:
             raise ValueError(
                 "TokenSupport(sparse_grad=True) needs a weight that is a parameter, or detached, got the result of an "
@@ -133,8 +138,8 @@ def kept_statistics(
         return statistics_of_kept(whole, support, names, options, shift)[0]
     if support.sparse_grad:
         raise ValueError("a compiled function cannot return sparse gradients; leave sparse_grad=True out.")
-    given = whole, support, names, options, shift
-    return traced_statistics("statistics_of_kept", [whole], asked_for(names), *given)[0]
+    arguments = whole, support, names, options, shift
+    return traced_statistics("statistics_of_kept", [whole], asked_for(names), *arguments)[0]
 
 
 @in_graphs
@@ -157,12 +162,12 @@ def statistics_of_kept(
     wide = [part.kept is not None and part.kept.shape[-1] > read for part in parts]
     if any(wide):
         parts = counted_once(parts, options)  # before two calls, each of which would wait
-    few, many = ([part for part, is_wide in zip(parts, wide, strict=True) if is_wide is kind] for kind in (False, True))
-    found = statistics(few, names, options) if few else []
-    found += _of_all_columns(many, names, options) if many else []
+    few, many = ([part for part, wider in zip(parts, wide, strict=True) if wider is which] for which in (False, True))
+    of_parts = statistics(few, names, options) if few else []
+    of_parts += _of_all_columns(many, names, options) if many else []
     spread = [
         {name: _spread(value, part.rows, whole.labels.shape) for name, value in values.items()}
-        for part, values in zip([*few, *many], found, strict=True)
+        for part, values in zip([*few, *many], of_parts, strict=True)
     ]
     return [{name: sum([values[name] for values in spread[1:]], spread[0][name]) for name in names}]
 

@@ -168,7 +168,7 @@ MUTANTS: dict[str, list[tuple[str, str, Change, int]]] = {
         ("chunked.core.rows", "merged", swap("-", "+"), 0),
         ("chunked.core.stream", "Stream.masked", condition(True), 0),
         ("chunked.core.stream", "Stream.spread", without("index_copy"), 0),
-        ("chunked.core.weights", "WithAdapters._a", swap("*", "/"), 0),
+        ("chunked.core.weights", "WithAdapters.open", swap("*", "/"), 0),
         ("chunked.core.target", "Target.neutral", condition(False), 0),
         ("chunked.core.block", "_Gradient.write_exactly", swap("+", "-"), 0),
     ],

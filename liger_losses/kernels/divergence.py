@@ -82,11 +82,11 @@ class Coefficients(NamedTuple):
     hard_lse: Tensor | None = None
 
     def rows(self, rows: slice) -> Coefficients:
-        return Coefficients(*(None if v is None else v[rows] for v in self))  # type: ignore[arg-type]
+        return Coefficients._make([None if v is None else v[rows] for v in self])
 
     def contiguous(self) -> Coefficients:
         """The coefficients as kernels read them: for a plain sum, autograd passes them with a stride of 0."""
-        return Coefficients(*(None if v is None else v.contiguous() for v in self))  # type: ignore[arg-type]
+        return Coefficients._make([None if v is None else v.contiguous() for v in self])
 
 
 def divergence_into(

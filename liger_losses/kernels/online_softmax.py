@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
@@ -62,15 +61,11 @@ class Sums(NamedTuple):
     @classmethod
     def needed(cls, names: frozenset[str], class_weight: Tensor | None) -> Sums:
         """The sums that the named statistics need."""
-        return _needed(names, class_weight is not None)
-
-
-@lru_cache(256)
-def _needed(names: frozenset[str], weighted: bool) -> Sums:
-    logits = "mean_logit" in names or ("mean_logp" in names and not weighted)
-    weights = "mean_logp" in names and weighted
-    needs = ("entropy" in names, "log_sum_sq_probs" in names, logits, weights, "argmax" in names)
-    return Sums(*[1 if need else None for need in needs])
+        weighted = class_weight is not None
+        logits = "mean_logit" in names or ("mean_logp" in names and not weighted)
+        weights = "mean_logp" in names and weighted
+        needs = ("entropy" in names, "log_sum_sq_probs" in names, logits, weights, "argmax" in names)
+        return cls(*[1 if need else None for need in needs])
 
 
 def reference_statistics(

@@ -227,14 +227,10 @@ class Quantized(Dense):
 
 
 @dataclass(frozen=True, eq=False)
-class WithAdapters:
-    """``base + scale b a``, whatever the base is: LoRA on a head, without merging it."""
+class _OnBase:
+    """What is added to another matrix."""
 
     base: Weights
-    a: Tensor  # [r, H]
-    b: Tensor  # [columns, r]
-    scale: float = 1.0
-    products: Products | None = None
 
     @property
     def columns(self) -> int:
@@ -244,49 +240,57 @@ class WithAdapters:
     def hidden_size(self) -> int:
         return self.base.hidden_size
 
+    def copied_bytes(self, dtype: torch.dtype) -> int:
+        return self.base.copied_bytes(dtype)
+
+
+@dataclass(frozen=True, eq=False)
+class WithAdapters(_OnBase):
+    """``base + scale b a``, whatever the base is: LoRA on a head, without merging it.
+
+    ``opened`` are ``scale a`` and ``b`` in the operands' dtype, which is small beside the base.
+    """
+
+    a: Tensor  # [r, H]
+    b: Tensor  # [columns, r]
+    scale: float = 1.0
+    opened: tuple[Tensor, Dense] | None = None
+
     @property
     def trained(self) -> tuple[tuple[Tensor, bool], ...]:
         return (*self.base.trained, (self.a, True), (self.b, False))
 
-    def copied_bytes(self, dtype: torch.dtype) -> int:
-        return self.base.copied_bytes(dtype)
-
     def open(self, products: Products) -> WithAdapters:
-        return replace(self, base=self.base.open(products), products=products)
+        a = (self.a.detach() * self.scale).to(products.dtype)
+        b = Dense(self.b.detach()).open(products._replace(rows=self.columns))
+        return replace(self, base=self.base.open(products), opened=(a, b))
 
-    def _a(self) -> Tensor:
-        """``scale a`` in the operands' dtype."""
-        a = self.a.detach() * self.scale
-        return a if self.products is None else a.to(self.products.dtype)
-
-    def _b(self) -> Dense:
-        b = Dense(self.b.detach())
-        if self.products is None:
-            return b
-        return b.open(self.products._replace(rows=self.columns))  # it is small beside the base
+    def _parts(self) -> tuple[Tensor, Dense]:
+        assert self.opened is not None
+        return self.opened
 
     def _low(self, hidden: Tensor) -> Tensor:
         """``scale hidden a.T``, ``[R, r]``."""
         out = hidden.new_empty(len(hidden), len(self.a))
-        return matmul_into(out, hidden, self._a().t())
+        return matmul_into(out, hidden, self._parts()[0].t())
 
     def logits(self, out: Tensor, hidden: Tensor, columns: Columns) -> Tensor:
         self.base.logits(out, hidden, columns)
-        low, b = self._low(hidden), self._b().rows(columns)
+        low, b = self._low(hidden), self._parts()[1].rows(columns)
         if isinstance(columns, slice):
             return matmul_into(out, low, b.t(), accumulate=True)
         return out.add_(torch.einsum("rh,rkh->rk", low, b))
 
     def hidden_gradient(self, grad: Tensor, columns: Columns, out: Tensor | None = None) -> Tensor:
-        low = self._b().hidden_gradient(grad, columns)
-        wide = wide_dtype(grad.dtype)
-        return self.base.hidden_gradient(grad, columns, out).to(wide).addmm_(low.to(wide), self._a().to(wide))
+        (a, b), wide = self._parts(), wide_dtype(grad.dtype)
+        low = b.hidden_gradient(grad, columns)
+        return self.base.hidden_gradient(grad, columns, out).to(wide).addmm_(low.to(wide), a.to(wide))
 
     def add_gradients(self, grads: Gradients, grad: Tensor, hidden: Tensor, columns: Columns) -> None:
         self.base.add_gradients(grads, grad, hidden, columns)
-        low = self._b().hidden_gradient(grad, columns)
         if grads.wants(self.a):
-            grads.add(self.a, ALL, (low * self.scale).to(hidden.dtype), hidden)
+            low = self._parts()[1].hidden_gradient(grad, columns) * self.scale
+            grads.add(self.a, ALL, low.to(hidden.dtype), hidden)
         if not grads.wants(self.b):
             return
         if isinstance(columns, slice):
@@ -296,15 +300,10 @@ class WithAdapters:
 
 
 @dataclass(frozen=True, eq=False)
-class Concatenated:
+class Concatenated(_OnBase):
     """``[base, extra]``: the last columns of hidden states ``[R, H + r]`` are multiplied by ``extra [columns, r]``."""
 
-    base: Weights
     extra: Dense
-
-    @property
-    def columns(self) -> int:
-        return self.base.columns
 
     @property
     def hidden_size(self) -> int:

@@ -252,7 +252,8 @@ class ChunkedLoss(nn.Module):
             """The type of :meth:`forward`."""
 
     def __setattr__(self, name: str, value: Any) -> None:
-        if "_settings" in self.__dict__ and name not in self.option_names and not hasattr(self, name):
+        known = name.startswith("_") or name in self.option_names or hasattr(self, name)
+        if "_settings" in self.__dict__ and not known:
             meant_one = get_close_matches(name, self.option_names, 1, 0.8)
             if meant_one:
                 raise AttributeError(

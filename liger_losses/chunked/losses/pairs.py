@@ -267,8 +267,7 @@ class PreferenceLoss(CompletionLoss, Generic[M]):
         with torch.no_grad():
             means = [side.logits.sum() / count for side, count in zip(sides, counts, strict=True)]
             values = (pairs.chosen_logps, pairs.rejected_logps, *means, chosen_nll, *self.rewards(pairs))
-            constants = [value.to(means[0].dtype) for value in values]
-            metrics = PreferenceMetrics(*[value.detach() if value.requires_grad else value for value in constants])
+            metrics = PreferenceMetrics(*[value.detach().to(means[0].dtype) for value in values])
         return self.result(loss.to(chosen_nll.dtype), pairs, metrics)
 
     def _nll_labels(self, nll_target: Tensor, chosen: Tensor) -> Tensor:

@@ -137,7 +137,7 @@ def test_a_loss_is_a_module():
 
     loss = Own(2.0, backend="torch").eval()
     loss.register_forward_hook(lambda *_: None)
-    loss.scale, loss.seen, loss.layer = 3.0, torch.ones(()), nn.Linear(3, 3)
+    loss.scale, loss.seen, loss.layer, loss._backend = 3.0, torch.ones(()), nn.Linear(3, 3), "a framework's"
     other = loss.replace(workspace=100, scale=4.0)
     other.seen, other.layer = torch.zeros(()), None
     assert (loss.scale, float(loss.seen), loss.layer.in_features, loss.workspace) == (3.0, 1.0, 3, None)

@@ -69,7 +69,7 @@ def main():
     for step in range(args.steps):
         batch = pairs[step * args.batch_size :][: args.batch_size]
         ids, labels = batch_of(batch, "chosen", encode, model.device)
-        loss = model(input_ids=ids, labels=labels, use_cache=False).loss  # of lazy logits
+        loss = model(input_ids=ids, labels=labels, use_cache=False).loss  # no logits are computed
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()

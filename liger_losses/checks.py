@@ -392,14 +392,13 @@ def check_vector(name: str, vector: Any, weight: Tensor, vocab_size: int | None 
 def is_weight_and_bias(layer: nn.Module) -> TypeGuard[nn.Linear | nn.Embedding]:
     """Whether a layer's weight and bias are all that its logits are made of.
 
-    A subclass of a linear layer may override ``forward``, for example to scale the logits; this library's say
-    ``computes_linear``. So may a function that is assigned to the layer's ``forward``, unless accelerate has assigned
-    it, to move tensors or for autocast. An embedding's forward differs from the forward of a head that shares its
-    weight.
+    A subclass of a linear layer may override ``forward``, for example to scale the logits. So may a function that is
+    assigned to the layer's ``forward``, unless accelerate has assigned it, to move tensors or for autocast. An
+    embedding's forward differs from the forward of a head that shares its weight.
     """
     if isinstance(layer, nn.Embedding):
         return True
     kind, own = type(layer), layer.__dict__
     if "forward" in own and not own.keys() & {"_hf_hook", "_original_forward"}:
         return False
-    return isinstance(layer, nn.Linear) and (kind.forward is nn.Linear.forward or hasattr(kind, "computes_linear"))
+    return isinstance(layer, nn.Linear) and (kind.forward is nn.Linear.forward)

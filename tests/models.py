@@ -1,7 +1,9 @@
 """Small models of transformers, with random weights."""
 
+import contextlib
 import copy
 import functools
+import warnings
 
 import pytest
 import torch
@@ -25,6 +27,23 @@ def small(family="Llama", **options):
 def _made(config, model, *options):
     """The model, and the random state after it: making one takes three times as long as copying it."""
     return model(config(**SIZES | dict(options))), torch.get_rng_state()
+
+
+@contextlib.contextmanager
+def without_logits():
+    """Nobody computes pending logits, but small products inside of heads, and no head computes its own."""
+    from liger_losses.patching.pending import PendingLogits
+
+    values = PendingLogits.values
+
+    def refused(self, operation=""):
+        assert self.quiet, f"{operation or 'somebody'} needs the logits"
+        return values(self, operation)
+
+    with pytest.MonkeyPatch.context() as patched, warnings.catch_warnings():
+        patched.setattr(PendingLogits, "values", refused)
+        warnings.filterwarnings("error", message=".*(its logits|needs the values)")
+        yield
 
 
 def with_lora(make):

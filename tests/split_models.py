@@ -1,15 +1,12 @@
 """Tiny models that transformers splits over processes, and how tests compare them."""
 
-import contextlib
 import os
-import warnings
 from unittest import mock
 
 import torch
 from torch.distributed.fsdp import fully_shard
 from torch.testing import assert_close
 
-from liger_losses.patching.lazy import LazyLogits, warning
 from tests import processes
 from tests.models import small
 
@@ -75,14 +72,6 @@ def gradients(model):
     return found
 
 
-@contextlib.contextmanager
-def never_materialized():
-    warning._WARNED.clear()
-    with warnings.catch_warnings():
-        warnings.filterwarnings("error", message=".*needs the values")
-        yield
-
-
 def close(found, expected, where=""):
     if isinstance(expected, dict):
         assert found.keys() == expected.keys(), where
@@ -92,7 +81,6 @@ def close(found, expected, where=""):
         for number, (one, other) in enumerate(zip(found, expected, strict=True)):
             close(one, other, f"{where}, {number}")
     else:
-        found, expected = (x.materialize() if isinstance(x, LazyLogits) else x for x in (found, expected))
         atol = 1e-6 + 1e-5 * float(expected.double().abs().max())
         assert_close(found, expected, rtol=0, atol=atol, msg=lambda m: f"{where}: {m}")
 

@@ -1,4 +1,4 @@
-"""Lazy heads on a tiny model of every causal language model type, compared with the model's own logits.
+"""Loss heads on a tiny model of every causal language model type, compared with the model's own logits.
 
     python -m benchmarks.coverage.heads [--image-text] [--output FOLDER] [TYPES...]
 
@@ -24,7 +24,7 @@ import torch
 from benchmarks.coverage import model_zoo
 from benchmarks.coverage.patches import LOSS_TOLERANCE, difference, loss_of
 from benchmarks.coverage.processes import in_processes
-from liger_losses.patching.lazy_head import make_head_lazy, unpatch_head
+from liger_losses.patching.patch import patch, unpatch
 from liger_losses.trl.fused_head import add_fused_lm_head
 
 #: Of a log-probability.
@@ -32,14 +32,17 @@ LOGP_TOLERANCE = 1e-3
 
 
 def gradients(model: Any, call: Callable[[], torch.Tensor]) -> tuple[torch.Tensor, dict[str, torch.Tensor], list[str]]:
-    """A scalar, the gradients of all parameters, and what needed the values of lazy logits."""
+    """A scalar, the gradients of all parameters, and what needed the logits."""
     torch.manual_seed(5)
     model.zero_grad(set_to_none=True)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         value = call()
         value.backward()
-    needed = [str(w.message).split(", needs")[0] for w in caught if "needs the values" in str(w.message)]
+    messages = [str(w.message) for w in caught]
+    needed = [
+        m.split(", needs")[0].split("See docs")[0] for m in messages if "are computed now" in m or "its logits," in m
+    ]
     return value.detach(), {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}, needed
 
 
@@ -62,16 +65,16 @@ def check(model_type: str, image_text: bool = False) -> dict[str, str]:
         with torch.no_grad():
             head.weight.mul_(5)  # so that soft-caps and scales matter
     own = gradients(model, lambda: loss_of(model, inputs))
-    (change, *_) = make_head_lazy(model) or [None]
-    if change is None or change.reason:
-        patched = f"left: {change.reason if change else 'no head'}"
+    left = patch(model, norms=False, mlps=False, rope=False).left
+    if left:
+        patched = f"left: {left[0].reason}"
     else:
         found = gradients(model, lambda: loss_of(model, inputs))
         error, (worst, parameter) = abs(float(found[0] - own[0])), difference(found[1], own[1])
         fine = error <= LOSS_TOLERANCE * max(abs(float(own[0])), 1e-2) and worst <= 10
         patched = "ok" if fine else f"off by {error:.1e}, {worst:.1e} at {parameter}"
         patched = f"needs the logits: {'; '.join(found[2])}" if found[2] else patched
-    unpatch_head(model)
+    unpatch(model)
     return {"patched": patched, "TRL": check_trl(model, inputs)}
 
 

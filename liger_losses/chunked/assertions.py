@@ -26,7 +26,7 @@ def assert_no_logits(vocabulary: int | Tensor | nn.Module | Head, limit: int | s
 
     Put it around a training step, forward and backward, to learn whether something still computes all logits. Backward
     is checked on a GPU too, and so is what activation checkpointing computes again. Blocks of logits that losses and
-    operations of this library compute within their :func:`workspace` do not count. Lazy logits do once they are read.
+    operations of this library compute within their :func:`workspace` do not count.
 
     Only what operations of PyTorch return is seen. Memory that an operation takes only while it runs, and tensors of
     kernels that are not called through PyTorch, are not. Functions of ``torch.compile`` run without compilation within

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from liger_losses.chunked import Head
 from liger_losses.chunked.losses.cross_entropy import LigerFusedLinearCrossEntropyLoss
 from liger_losses.integrations.replacements import announce
-from liger_losses.patching.linear_forward import transform_of
+from liger_losses.patching.loss_head import transform_of
 from liger_losses.patching.probing import Mismatch
 from liger_losses.places import Found, Replaced
 

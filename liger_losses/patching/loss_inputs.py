@@ -2,28 +2,21 @@
 
 from __future__ import annotations
 
-import contextlib
-import difflib
 import inspect
 import weakref
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from liger_losses.caller import warn
 from liger_losses.checks import check_labels, see
 from liger_losses.chunked import Head
 from liger_losses.chunked import shift_labels as shifted_labels
-from liger_losses.patching.lazy.tensor import deferred_logits
-from liger_losses.patching.lazy_head import make_head_lazy, owner_of_head
-from liger_losses.patching.lazy_layers import force_lazy_head
+from liger_losses.patching.loss_head import is_prepared, owner_of_head, pending_logits, prepare_head
+from liger_losses.patching.pending import PendingLogits
 from liger_losses.prompts.attention import attending, check_model
 from liger_losses.prompts.packing import PackedCompletions
 
-#: What most batches consist of, for which no signature is looked up in every step.
-_USUAL = {"input_ids", "attention_mask", "position_ids", "inputs_embeds"}
 #: For classes of models: whether the loss shifts the labels.
 _SHIFTS: weakref.WeakKeyDictionary[type, bool] = weakref.WeakKeyDictionary()
 
@@ -56,7 +49,7 @@ def loss_inputs(
     router's auxiliary loss, are not included. Under autocast, call the loss under autocast too.
 
     Args:
-        model: a model of transformers, with or without wrappers. The call prepares its head for lazy logits; the logits
+        model: a model of transformers, with or without wrappers. The call prepares its head; the logits
             of ordinary forwards do not change.
         packed: completions of :func:`pack_completions`, instead of ``input_ids``, ``attention_mask`` and ``labels``.
             The model runs their packed row, in which each prompt stands once.
@@ -98,7 +91,6 @@ def loss_inputs(
             found = loss_inputs(model, shift_labels=torch.zeros_like(packed.input_ids), **batch)
         return found._replace(hidden_states=packed.completion_states(found.hidden_states), labels=packed.labels)
     name, inner = type(model).__name__, owner_of_head(model) or model
-    _check_names(inner, batch)
     if batch.get("num_items_in_batch") is not None:
         raise TypeError(
             "loss_inputs computes no loss, of which num_items_in_batch is the divisor: take it out of the batch, and "
@@ -117,7 +109,7 @@ def loss_inputs(
     if targets is None:
         raise ValueError("there are neither input_ids nor labels; give input_ids= [batch, tokens], or labels=.")
     check_labels(targets)
-    reasons = [entry.reason for entry in make_head_lazy(inner, only_when_forced=True) if entry.reason]
+    reasons = [] if is_prepared(inner) else [entry.reason for entry in prepare_head(inner) if entry.reason]
     if reasons:
         raise TypeError(
             f"the last layer of {name} cannot be a Head: {'; '.join(reasons)}." + see("models-that-cannot-be-patched")
@@ -129,89 +121,44 @@ def loss_inputs(
             shifted = shifted.where(active & active.roll(-1, -1), ignore_index)
     else:
         shifted = targets
-    with force_lazy_head():
-        output = model(**batch) if shift_labels is not None else _run_shifting(inner, model, batch, targets)
-    if output is None:
+    asks = shift_labels is None and type(inner) not in _SHIFTS and _can_ask(inner, targets, batch)
+    seen: list[Tensor] | None = [] if asks else None
+    with pending_logits(inner, targets=seen):
+        output = model(**batch, labels=_first_alone(targets)) if asks else model(**batch)
+    if seen:
+        _SHIFTS[type(inner)] = not any(bool((labels != -100).any()) for labels in seen)
+    if shift_labels is None and not _SHIFTS.get(type(inner), True):
         raise ValueError(
             f"{name} does not shift its labels, as a causal language model does: the logits of a token are "
             "compared with that token's label. Give a causal language model, or pass the labels as "
             "shift_labels=, which are not shifted."
         )
     logits = getattr(output, "logits", None)
-    deferred = deferred_logits(logits)
-    if deferred is None:
+    if not isinstance(logits, PendingLogits) or logits.computed or logits.normalized:
         raise TypeError(
             f"{name} must return logits that are its last layer's, scaled or soft-capped, got {type(logits).__name__}: "
             "its forward applies an operation to them that needs their values." + see("models-that-cannot-be-patched")
         )
-    hidden_states = deferred.hidden_states
+    hidden_states = logits.hidden_states
     if hidden_states.shape[:-1] != targets.shape:
         raise ValueError(
             f"{name} returned logits of {tuple(hidden_states.shape[:-1])} tokens, and there are labels of "
             f"{tuple(targets.shape)}; give labels= for each of the logits, with ignore_index={ignore_index} for tokens "
             "that the model inserts, and leave out logits_to_keep."
         )
-    return LossInputs(deferred.head, hidden_states, shifted.to(hidden_states.device))
+    return LossInputs(logits.head, hidden_states, shifted.to(hidden_states.device))
 
 
-def _run_shifting(inner: Any, model: nn.Module, batch: dict[str, Any], targets: Tensor) -> Any:
-    """The output of a model that compares the logits at ``t`` with the label at ``t + 1``; ``None`` of another model.
-
-    The first batch of a class is given labels of which a shift drops all that carry loss.
-    """
-    takes_labels = "labels" in inspect.signature(inspect.unwrap(type(inner).forward)).parameters
-    # Where the forward raises, it runs again, which a cache must not see twice; transformers 5.24 calls it `cache`.
+def _can_ask(model: nn.Module, targets: Tensor, batch: dict[str, Any]) -> bool:
+    """Whether a forward with labels tells if the model compares the logits at ``t`` with the label at ``t + 1``."""
+    takes_labels = "labels" in inspect.signature(inspect.unwrap(type(model).forward)).parameters
+    # With labels, a forward may not look at its cache; transformers 5.24 calls it `cache`.
     cached = any(batch.get(name) is not None for name in ("cache", "past_key_values"))
-    tells = takes_labels and targets.shape[-1] > 1 and not cached
-    if not tells or type(inner) in _SHIFTS:
-        return model(**batch) if _SHIFTS.get(type(inner), True) else None
+    return takes_labels and targets.shape[-1] > 1 and not cached
+
+
+def _first_alone(targets: Tensor) -> Tensor:
+    """Labels of which a shift drops all that carry loss."""
     labels = torch.full_like(targets, -100)
     labels[..., 0] = 0
-    losses, function = list[Tensor](), getattr(inner, "loss_function", None)
-
-    def of_two_tokens(*args: Any, **kwargs: Any) -> Tensor:
-        """The model's loss function alone, without a router's loss that the model adds."""
-        logits = torch.zeros(1, 2, 3, dtype=torch.float32)
-        with contextlib.suppress(Exception):  # a function with other arguments counts as one that shifts
-            losses.append(function(logits, torch.tensor([[0, -100]]), vocab_size=3))  # type: ignore[misc]
-        return labels.new_zeros((), dtype=torch.float32)
-
-    added = _set_loss(inner, of_two_tokens) if function else frozenset[str]()
-    try:
-        output = model(**batch, labels=labels)
-    except Exception:  # without labels, the forward says what is wrong with the batch
-        return model(**batch)
-    finally:
-        if function:
-            _set_loss(inner, function, added)
-    loss = losses[0] if losses else getattr(output, "loss", None)
-    if loss is None:
-        return output
-    _SHIFTS[type(inner)] = not bool((torch.isfinite(loss) & (loss != 0)).any())
-    return output if _SHIFTS[type(inner)] else None
-
-
-def _set_loss(model: Any, function: Callable[..., Any], added: frozenset[str] = frozenset()) -> frozenset[str]:
-    """Give a model a loss function; or give it back its own, without the attributes that the other one ``added``.
-
-    Returns the names of the attributes that are there because of this function.
-    """
-    before = set(vars(model))
-    model.loss_function = function
-    for name in added:
-        vars(model).pop(name, None)
-    return frozenset(set(vars(model)) - before)
-
-
-def _check_names(model: Any, batch: dict[str, Any]) -> None:
-    """Warn of what looks like a misspelt argument (``attn_mask``): a model's forward takes it and ignores it."""
-    given = batch.keys() - _USUAL
-    if not given:
-        return
-    known = {"labels", "shift_labels", *_USUAL}
-    for module in (model, getattr(model, "base_model", None), getattr(model, "model", None)):
-        known |= set(inspect.signature(module.forward).parameters) if isinstance(module, nn.Module) else set()
-    for name in given - known:
-        close = difflib.get_close_matches(name, known, 1, cutoff=0.7)
-        if close:
-            warn(f"{type(model).__name__} has no argument {name}; did you mean {close[0]}?")
+    return labels

@@ -9,7 +9,7 @@ Nothing of other MLPs is replaced by a kernel: they are computed for some tokens
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -118,12 +118,14 @@ class GatedMLP(LinearsStay):
         down: the name of the layer applied to the product.
         gate: how the product is computed.
         tiles: how many tokens it is computed for at a time; ``None`` for all.
+        activations: the forwards of the classes of the other submodules, which are not called.
     """
 
     inner: tuple[str, ...]
     down: str
     gate: Gate
     tiles: Tiles | None = None
+    activations: tuple[Callable[..., Any], ...] = ()
 
     def __str__(self) -> str:
         tiles = "" if self.tiles is None else f", {self.tiles}"
@@ -132,12 +134,16 @@ class GatedMLP(LinearsStay):
     def call(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         if len(args) != 1 or kwargs or not is_plain(*args) or is_short(args[0]):  # two operations between the layers
             return NotImplemented
-        layers = {*self.inner, self.down}
-        if any(is_watched(part) for name, part in module.named_children() if name not in layers):
+        others = self._others(module)
+        changed = tuple([type(part).forward for part in others]) != self.activations
+        if changed or any(map(is_watched, others)) or torch.jit.is_tracing():
             return NotImplemented
         if self.tiles is None:
             return self.compute(module, args[0])
         return compute_tiled(self.compute, module, args[0], self.tiles, gradients_only)
+
+    def _others(self, module: nn.Module) -> list[nn.Module]:
+        return [part for name, part in module.named_children() if name not in self.inner and name != self.down]
 
     def compute(self, module: Any, x: Tensor) -> Tensor:
         """The output of the MLP."""
@@ -163,7 +169,8 @@ class GatedMLP(LinearsStay):
                 raise Mismatch("it calls its layers in different orders")
             *inner, down = names[0]
             candidates = (GatedMLP(tuple(inner), down, gate) for gate in _gates(module, len(inner)))
-            return probing.first_match(candidates, [case for _, case in found])
+            mlp = probing.first_match(candidates, [case for _, case in found])
+            return replace(mlp, activations=tuple([type(part).forward for part in mlp._others(module)]))
 
 
 @dataclass(frozen=True)

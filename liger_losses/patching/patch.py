@@ -9,7 +9,7 @@ from typing import Any
 from torch import nn
 
 from liger_losses.arguments import lists_arguments
-from liger_losses.patching.lazy_head import is_patched_head, keep_head_lazy, make_head_lazy, patched_heads, unpatch_head
+from liger_losses.patching.loss_head import LossForward, patch_head, prepare_head, unpatch_head
 from liger_losses.patching.mlps import GatedExperts, GatedMLP, TokenMLP
 from liger_losses.patching.norms import Norm
 from liger_losses.patching.probing import TORCH_ATTRIBUTES, reason_of
@@ -30,6 +30,8 @@ def patch(
     norms: bool = True,
     mlps: bool = True,
     rope: bool = True,
+    keep_logits: bool = False,
+    eval_logits: bool = True,
     tile_mlps: bool | int = False,
     filter_fn: Filter | None = None,
 ) -> PatchReport:
@@ -39,19 +41,23 @@ def patch(
     kernel. Parameters, their names and the state dict do not change. If you assign a replaced module another eps or
     activation, it warns, and its own forward computes from then on. A second call only replaces new modules, and
     reports all of them. No weight is read, so models on the meta device can be patched. If the head is later resized or
-    gets adapters, the model's next forward makes it lazy again; if it cannot be, that forward warns. If :func:`patch`
+    gets adapters, the model's next forward prepares it again; if it cannot, that forward warns. If :func:`patch`
     raises, the model is as before.
 
     Replacements belong to the model. Copies and unpickled models have them too; other models of the process, even of
-    the same classes, have none. A module that rotates its queries and keys runs copies of its methods. They see the
-    globals of its file as they are at the time of the call, and not functions that are replaced in that file later.
+    the same classes, have none. A module that rotates its queries and keys runs copies of its methods, until a
+    function that they call is replaced in its file.
 
     Args:
         model: any model of transformers, with or without adapters, or any other module.
-        loss_head: make the output embedding return lazy logits.
+        loss_head: compute the loss inside the model's forward without logits, where it is given labels and gradients
+            are enabled; ``outputs.logits`` is then ``None``. Without labels, logits are as before.
         norms: replace normalizations over the last dimension.
         mlps: replace the computation of gated MLPs and experts between their linear layers; the layers stay.
         rope: replace rotary position embedding.
+        keep_logits: compute ``outputs.logits`` there, too, once the loss is known.
+        eval_logits: compute logits of calls with labels and without gradients. If False, these calls take no more
+            memory than training, and their ``outputs.logits`` is ``None``, unless nothing else was computed.
         tile_mlps: compute MLPs for this number of tokens at a time, for long sequences. True chooses the number from
             the input's size. Tensors of the intermediate size then exist only for one tile.
 
@@ -88,11 +94,10 @@ def patch(
             calling_methods.cache_clear()  # it holds classes
         entries = [entry for entry in found if entry is not None]
         if loss_head:
-            left = [entry for entry in make_head_lazy(model, filter_fn) if entry.reason]
-            lazy = patched_heads(model)
-            entries += lazy + [entry for entry in left if entry.path or not lazy]
-            if lazy:
-                keep_head_lazy(model)
+            heads = prepare_head(model, filter_fn)
+            entries += heads
+            if not any(entry.reason for entry in heads):
+                patch_head(model, LossForward(keep_logits, eval_logits))
     return PatchReport(entries, _replaced_in(model) == before)
 
 
@@ -103,7 +108,7 @@ patch.arguments_elsewhere = {  # type: ignore[attr-defined]
 
 def _replaced_in(model: nn.Module) -> list[Any]:
     """What is replaced in a model, to be compared."""
-    return [(path, replacement_of(module), is_patched_head(module)) for path, module in model.named_modules()]
+    return [(path, replacement_of(module)) for path, module in model.named_modules()]
 
 
 def unpatch(model: nn.Module) -> None:

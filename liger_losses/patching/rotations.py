@@ -187,7 +187,8 @@ class Rotations(Replacement):
     """A module whose methods call functions that rotate queries and keys.
 
     Its methods are replaced by copies, which see the globals of their file as they were then, with the kernel in place
-    of each function. The globals themselves stay, as all models of the process share them.
+    of each function. The globals themselves stay, as all models of the process share them. Where somebody has replaced
+    a function in the file since, the methods themselves run.
 
     Attributes:
         functions: the Python module and the name of each function, and what it computes.
@@ -201,7 +202,17 @@ class Rotations(Replacement):
         return ", ".join(dict.fromkeys(str(rotation) for *_, rotation in self.functions))
 
     def new_method(self, replaced: Callable[..., Any]) -> Callable[..., Any]:
-        return _copy(replaced, {(file, name): rotation for file, name, rotation in self.functions}, {})
+        copies: dict[Any, Any] = {}
+        copy = _copy(replaced, {(file, name): rotation for file, name, rotation in self.functions}, copies)
+        read = [(made.__globals__, name, value) for made in copies for name, value in _calls(made).items()]
+
+        @functools.wraps(copy)
+        def method(*args: Any, **kwargs: Any) -> Any:
+            traced = torch.compiler.is_dynamo_compiling()
+            changed = not traced and any(names.get(name) is not value for names, name, value in read)
+            return NotImplemented if changed else copy(*args, **kwargs)
+
+        return method
 
     def probed_attributes(self, module: nn.Module) -> frozenset[str]:
         """None: the copies of the methods read attributes at each call."""

@@ -23,9 +23,11 @@ class Replacement(Protocol):
 
     Attributes:
         methods: the names of the methods.
+        may_be_wrapped: whether what is put on the instance in their place calls them, also once they are restored.
     """
 
     methods: tuple[str, ...] = ("forward",)
+    may_be_wrapped: bool = False
 
     def call(self, module: Any, *args: Any, **kwargs: Any) -> Any:
         """The new method; ``NotImplemented`` for calls that were not probed, which go to the original method."""
@@ -112,7 +114,7 @@ def reason_not_to_restore(module: nn.Module) -> str | None:
         return None
     if "_liger_original" not in vars(type(module)) and not _is_unit(type(module)):
         return f"its class was changed to {type(module).__name__} after patching"
-    replaced = replaced_on_instance(module, replacement.methods)
+    replaced = None if replacement.may_be_wrapped else replaced_on_instance(module, replacement.methods)
     return None if replaced is None else f"{replaced} after patching"
 
 

@@ -16,7 +16,7 @@ from liger_losses.chunked.losses.softmax_divergences import distribution, sparse
 from liger_losses.kernels.autograd import autocast_dtype
 from liger_losses.kernels.divergence_forms import Divergence
 from liger_losses.kernels.logit_transform import LogitTransform
-from liger_losses.patching.lazy_layers import KeepGathered
+from liger_losses.patching.loss_head import KeepGathered
 
 #: The label of tokens without loss, in TRL as in PyTorch.
 IGNORE_INDEX = -100

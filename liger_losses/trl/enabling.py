@@ -12,7 +12,7 @@ from liger_losses.arguments import lists_arguments
 from liger_losses.caller import warn
 from liger_losses.checks import see
 from liger_losses.kernels.divergence_forms import Divergence
-from liger_losses.patching.lazy_layers import is_lazy_layer
+from liger_losses.patching.loss_head import is_head
 from liger_losses.patching.patch import patch
 from liger_losses.places import Missing, Place, Replaced, around
 from liger_losses.trl.divergences import chosen
@@ -151,7 +151,7 @@ def _warns_if_built_early(train: Callable[..., Any], self: Any, *args: Any, **kw
     """Warn where a trainer trains whose head was made, when it was built, before ``enable``."""
     places = (place for feature in _enabled if feature in FEATURES for place in feature.places)
     made_early = {p.module for p in places if p.name == "add_fused_lm_head" or p.name.endswith(".__init__")}
-    ours = any(map(is_lazy_layer, self.model.modules()))
+    ours = any(map(is_head, self.model.modules()))
     if not ours and made_early.intersection(cls.__module__ for cls in type(self).__mro__):
         warn(
             f"this {type(self).__name__} was built before liger_losses.trl.enable(), and keeps TRL's own head. "

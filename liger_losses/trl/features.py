@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from liger_losses.patching.lazy_layers import force_lazy_head
 from liger_losses.places import Found, Missing, Place, around
 from liger_losses.trl import experimental
 from liger_losses.trl.divergences import chunked_divergence_loss, chunked_jsd_loss
@@ -90,16 +89,15 @@ _NO_ADAPTER = {"BaseTunerLayer": _made(lambda original: NoAdapter)}
 _LOGPS = {"selective_log_softmax": _replaced(experimental.selective_log_softmax)}
 _LOGPS_AND_ENTROPY = {"selective_log_softmax_and_entropy": _replaced(experimental.selective_log_softmax_and_entropy)}
 _ENTROPY = {"entropy_from_logits": _replaced(experimental.entropy_from_logits)}
-_LAZY_HEADS = {".__init__": _around(experimental.with_lazy_heads, "self", "model")}
-# Heads are lazy without gradients too, as for a teacher.
-_FORCED = _made(lambda method: force_lazy_head()(method), "self", "model")
-_JSD = {**_LAZY_HEADS, ".compute_loss": _FORCED, ".generalized_jsd_loss": _replaced(experimental.generalized_jsd_loss)}
+_HEADS = {".__init__": _around(experimental.with_heads, "self", "model")}
+_PENDING = _around(experimental.with_pending_logits, "self")
+_JSD = {**_HEADS, ".compute_loss": _PENDING, ".generalized_jsd_loss": _replaced(experimental.generalized_jsd_loss)}
 _BY_SEQUENCE = _around(experimental.sequence_by_sequence, "self", "student_logits", "student_labels")
 _LOSS_MASK = _around(experimental.with_loss_mask, "self", "distillation_logits")
 _SELF_DISTILLATION = {
-    **_LAZY_HEADS,
+    **_HEADS,
     **_LOGPS,
-    "._forward_logits": _FORCED,
+    "._forward_logits": _PENDING,
     "._compute_self_distillation_loss": _LOSS_MASK,
     "compute_full_logit_self_distillation_loss": _replaced(experimental.full_logit_self_distillation),
     "compute_topk_self_distillation_loss": _replaced(experimental.topk_self_distillation),
@@ -120,8 +118,10 @@ def _experimental(name: str, rows: dict[str, _Row], trainer: str = "") -> tuple[
 
 
 _SPARSE = {"_chunked_jsd_loss": _function(chunked_jsd_loss)}
-_ONLINE_DPO = {**_LAZY_HEADS, "._forward": _FORCED}
-_A2PO = {**_LAZY_HEADS, **_LOGPS, "._get_sequence_logps": _FORCED}
+_CONCATENATED = {**_HEADS, **_LOGPS, ".concatenated_forward": _PENDING}
+_SERVER = {**_HEADS, ".compute_loss": _PENDING}
+_ONLINE_DPO = {**_HEADS, "._forward": _PENDING}
+_A2PO = {**_HEADS, **_LOGPS, "._get_sequence_logps": _PENDING}
 _GOLD = {**_JSD, "ULDLoss._compute_distillation_loss": _BY_SEQUENCE}
 
 
@@ -149,10 +149,10 @@ FEATURES = (
     Feature("custom trainers", _places("trainer", _HEAD) + _places("trainer.utils", {**_HEAD, **_LOGPS, **_ENTROPY})),
     Feature("distillation", _trainer("distillation", {"_chunked_divergence_loss": _function(chunked_divergence_loss)})),
     Feature("asynchronous distillation", _experimental("async_distillation", _SPARSE)),
-    Feature("server distillation", _experimental("server_distillation", _LAZY_HEADS, "ServerDistillationTrainer")),
-    Feature("CPO", _experimental("cpo", {**_LAZY_HEADS, **_LOGPS}, "CPOTrainer")),
-    Feature("ORPO", _experimental("orpo", {**_LAZY_HEADS, **_LOGPS}, "ORPOTrainer")),
-    Feature("TPO", _experimental("tpo", {**_LAZY_HEADS, **_LOGPS_AND_ENTROPY}, "TPOTrainer")),
+    Feature("server distillation", _experimental("server_distillation", _SERVER, "ServerDistillationTrainer")),
+    Feature("CPO", _experimental("cpo", _CONCATENATED, "CPOTrainer")),
+    Feature("ORPO", _experimental("orpo", _CONCATENATED, "ORPOTrainer")),
+    Feature("TPO", _experimental("tpo", {**_HEADS, **_LOGPS_AND_ENTROPY, "._compute_loss": _PENDING}, "TPOTrainer")),
     Feature("A2PO", _experimental("a2po", _A2PO, "A2POTrainer")),
     Feature("online DPO", _experimental("online_dpo", _ONLINE_DPO, "OnlineDPOTrainer")),
     Feature("GKD", _experimental("gkd", _JSD, "GKDTrainer")),

@@ -1,8 +1,8 @@
-"""The replacement of TRL's fused head: the model's own forward, whose lazy logits become per-token statistics.
+"""The replacement of TRL's fused head: the model's own forward, whose pending logits become per-token statistics.
 
 TRL's ``add_fused_lm_head`` runs the backbone and multiplies by ``lm_head.weight`` itself, so scales, soft-caps and
 adapters that it does not know of are missing from its logits. Here the model's own forward runs, with all that it does
-to its logits, and the lazy logits are reduced before the wrapped forward returns: inside its autocast, and while the
+to its logits, and these are reduced before the wrapped forward returns: inside its autocast, and while the
 weights are gathered. Units of ``fully_shard`` that hold the head alone, or with the final norm, stay gathered from
 their forward to their backward, as does the head under DeepSpeed's ZeRO-3. B batch size, T tokens of a sequence.
 """
@@ -20,10 +20,8 @@ from torch import Tensor
 from liger_losses.checks import see
 from liger_losses.chunked import Statistics, linear_statistics
 from liger_losses.kernels.logit_transform import LogitTransform
-from liger_losses.patching.lazy import DeferredLogits, LazyLogits, TracedLogits
-from liger_losses.patching.lazy.tensor import deferred_logits
-from liger_losses.patching.lazy_head import make_head_lazy
-from liger_losses.patching.lazy_layers import force_lazy_head
+from liger_losses.patching.loss_head import head_of, is_prepared, owner_of_head, pending_logits, prepare_head
+from liger_losses.patching.pending import PendingLogits
 from liger_losses.trl.divergences import IGNORE_INDEX, chosen
 from liger_losses.trl.packed_batches import packed_batch, run_packed
 
@@ -69,7 +67,7 @@ def add_fused_lm_head(
 
     Raises:
         ValueError: unknown outputs, or a temperature that is not positive.
-        TypeError: at the first forward, if the model's last layer cannot be lazy.
+        TypeError: at the first forward, if the model's last layer cannot be a :class:`Head`.
         RuntimeError: at a forward, if the head's weight was freed before the model's forward ended.
     """
     unknown = set(outputs) - set(OUTPUTS)
@@ -78,7 +76,7 @@ def add_fused_lm_head(
     LogitTransform(temperature)  # raises if it is not positive
     share = chosen.share_prompts if groups else False
     model._liger_losses_head = FusedHeadOptions(temperature, cast_lm_head_to_fp32, tuple(outputs), share)
-    make_head_lazy(model, only_when_forced=True)  # before fully_shard, which derives its classes from those it finds
+    prepare_head(model)  # before fully_shard, which derives its classes from those it finds
     own = vars(model).get("forward")
     if own is not None and getattr(own, "_liger_losses_head", False):
         return
@@ -113,7 +111,7 @@ def fused_forward(model: Any, forward: Any, labels: Any = None, shift_labels: An
     kwargs.update(use_cache=False, return_dict=True)
     if getattr(config, "output_router_logits", False):
         kwargs.setdefault("output_router_logits", True)
-    with force_lazy_head():
+    with pending_logits(model):
         packed = None if options.share_prompts is False else packed_batch(model, forward, labels, kwargs)
         outputs = None if packed is None else run_packed(model, forward, packed, kwargs)
         if outputs is None:
@@ -121,31 +119,21 @@ def fused_forward(model: Any, forward: Any, labels: Any = None, shift_labels: An
     labels = labels if packed is None else packed.labels
     target = labels[:, 1:].contiguous() if shift_labels is None else shift_labels
     logits = getattr(outputs, "logits", None)
-    if isinstance(logits, TracedLogits):
-        logits = logits.lazy()
-    deferred = deferred_logits(logits, True)
-    if deferred is None:
-        given = "their values" if isinstance(logits, LazyLogits) else type(logits).__name__
+    if not isinstance(logits, PendingLogits) or logits.computed:
         raise TypeError(
-            f"the logits of {type(model).__name__} must be LazyLogits here, got {given}: its forward applies an "
-            "operation to them that needs their values, or torch's parallelize_module has split its last layer (tensor "
-            "parallelism). Train it with TRL's own head, outside of liger_losses.trl.enable()."
+            f"the logits of {type(model).__name__} must be its last layer's, scaled or soft-capped: its forward "
+            "applies an operation to them that needs their values, or torch's parallelize_module has split its last "
+            "layer (tensor parallelism). Train it with TRL's own head, outside of liger_losses.trl.enable()."
             + see("models-that-cannot-be-patched")
         )
     if packed is not None:
-        deferred = deferred.with_rows(packed.completion_states(deferred.hidden_states)[:, 1:])
+        logits = logits.with_rows(packed.completion_states(logits.hidden_states)[:, 1:])
     elif shift_labels is None:
-        deferred = deferred.with_rows(deferred.hidden_states[:, :-1])
-    target = target.to(deferred.hidden_states.device)
+        logits = logits.with_rows(logits.hidden_states[:, :-1])
+    target = target.to(logits.device)
     mask = target != IGNORE_INDEX
-    tensors = [tensor for tensor in deferred.tensors[1:] if tensor is not None and tensor.numel()]
-    if any(tensor.untyped_storage().size() == 0 for tensor in tensors):
-        raise RuntimeError(  # by other means than fully_shard
-            f"the weight or bias of {type(model).__name__}'s last layer was freed when that layer's own forward ended; "
-            "it must stay until the model's forward ends. Shard with torch.distributed.fsdp.fully_shard, or leave the "
-            "last layer in the model's own unit, or train with TRL's own head, outside of liger_losses.trl.enable()."
-        )
-    loss, statistics = _reduce(deferred, target, options)
+    logits.check()
+    loss, statistics = _reduce(logits, target, options)
     # Clones, because an in-place operation on a view would lose the view's hooks.
     statistics = Statistics(*(None if value is None else value.clone() for value in statistics))
     _reshard_or_regather(units, (loss, *statistics))
@@ -160,24 +148,22 @@ def fused_forward(model: Any, forward: Any, labels: Any = None, shift_labels: An
 
 
 def _prepare_head(model: Any) -> list[Any]:
-    """Make the last layer lazy, and keep its units of ``fully_shard``, which are returned, gathered until backward."""
+    """Prepare the last layer; its units of ``fully_shard``, which stay gathered until backward, are returned."""
     # Again, as adapters may have been added since the last call.
-    reasons = [entry.reason for entry in make_head_lazy(model, only_when_forced=True) if entry.reason]
+    reasons = [] if is_prepared(model) else [entry.reason for entry in prepare_head(model) if entry.reason]
     if reasons:
         raise TypeError(
-            f"{type(model).__name__}'s last layer cannot be lazy ({'; '.join(reasons)}): train it with TRL's own head, "
-            "outside of liger_losses.trl.enable()." + see("models-that-cannot-be-patched")
+            f"{type(model).__name__}'s last layer cannot be a Head ({'; '.join(reasons)}): train it with TRL's own "
+            "head, outside of liger_losses.trl.enable()." + see("models-that-cannot-be-patched")
         )
-    units = [unit for unit in model.get_output_embeddings().modules() if hasattr(unit, "set_reshard_after_forward")]
-    for unit in units:
-        unit.set_reshard_after_forward(False, recurse=False)
-    return units
+    head: Any = head_of(owner_of_head(model))
+    return [unit for unit in head.modules() if hasattr(unit, "set_reshard_after_forward")]
 
 
 def _reshard_or_regather(units: list[Any], outputs: tuple[Tensor | None, ...]) -> None:
     """Reshard now if there is no backward; otherwise gather again when backward reaches the outputs.
 
-    ``fully_shard`` gathers in a hook on the head's output, the lazy logits, which backward does not pass; and whatever
+    ``fully_shard`` gathers in a hook on the head's output, which backward does not pass; and whatever
     runs in between (the backward of another forward, a state dict) may have resharded the weights.
     """
     differentiable = [output for output in outputs if output is not None and output.requires_grad]
@@ -188,16 +174,16 @@ def _reshard_or_regather(units: list[Any], outputs: tuple[Tensor | None, ...]) -
             output.register_hook(lambda gradient, unit=unit: unit.unshard())
 
 
-def _reduce(deferred: DeferredLogits, labels: Tensor, options: FusedHeadOptions) -> tuple[Tensor, Statistics]:
+def _reduce(logits: PendingLogits, labels: Tensor, options: FusedHeadOptions) -> tuple[Tensor, Statistics]:
     """The summed negative log-likelihood, and the statistics ``[B, T]`` of TRL's outputs."""
-    head = deferred.head.with_fields(transform=replace(deferred.head.transform, temperature=options.temperature))
+    head = logits.head.with_fields(transform=replace(logits.head.transform, temperature=options.temperature))
     if options.cast_to_fp32:
         bias = None if head.bias is None else head.bias.float()
         head = head.with_fields(weight=head.weight.float(), bias=bias)
-        deferred = replace(deferred, hidden_states=deferred.hidden_states.float(), autocast=None)
-    hidden_states = deferred.hidden_states
+        logits = logits.with_changes(hidden_states=logits.hidden_states.float(), autocast=None)
+    hidden_states = logits.hidden_states
     names = ("logp", "entropy") if "entropy" in options.outputs else ("logp",)
     metrics = tuple(OUTPUTS[name] for name in options.outputs if OUTPUTS[name] not in ("logp", "entropy"))
-    with deferred.under_forward_autocast():
+    with logits.forward_autocast():
         statistics = linear_statistics(hidden_states, head, labels, names, metrics=metrics)
     return -statistics.logp.sum(), statistics

@@ -17,8 +17,7 @@ from liger_losses.layers.glu import glu, glu_linear, glu_mlp
 from liger_losses.layers.layer_norm import layer_norm
 from liger_losses.layers.rms_norm import add_rms_norm, rms_norm
 from liger_losses.layers.rope import rope
-from liger_losses.patching.lazy.deferred import _OfAllRanks
-from liger_losses.patching.lazy.tensor import lazy_linear, true_values
+from liger_losses.patching.pending import _OfAllRanks
 from liger_losses.patching.tiles import Tiles, compute_tiled
 from liger_losses.sequences import split_by_coefficient
 from tests.kernels.cases import DEVICE
@@ -66,8 +65,6 @@ USES = {
     "_Norm centered": lambda h, w: layer_norm(h, w[0]),
     "_Rope": lambda h, w: rope(h[None, None], w[None, None, :6], *ANGLES)[0].square(),
     "_OfAllRanks": lambda h, w: _OfAllRanks.apply(RANKS, h, w, None),
-    "_LazyLinear": lambda h, w: true_values(lazy_linear(h, w)).square(),
-    "_Inputs": lambda h, w: F.cross_entropy(lazy_linear(h, w), LABELS),
     "_Tiled": tiled,
     "_Merge": merged,
 }

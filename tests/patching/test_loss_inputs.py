@@ -152,8 +152,8 @@ def test_bad_input_is_refused():
     with pytest.raises(ValueError, match="encoder-decoder"):
         loss_inputs(seq2seq, **inputs)
     model = make()
-    torch.nn.utils.parametrizations.weight_norm(model.lm_head)
-    with pytest.raises(TypeError, match="the last layer of LlamaForCausalLM cannot be a Head: .*Parametrized"):
+    model.lm_head.register_full_backward_hook(lambda *_: None)
+    with pytest.raises(TypeError, match="the last layer of LlamaForCausalLM cannot be a Head: .*backward hooks"):
         loss_inputs(model, **inputs)
 
 
@@ -231,12 +231,6 @@ def test_a_loss_that_the_model_adds_and_functions_of_other_names_do_not_matter(m
     )
     with pytest.raises(ValueError, match="Masked does not shift its labels"):
         loss_inputs(model, input_ids=ids)
-    model, calls = make(), []
-    model.loss_function = lambda logits, labels, vocab_size, *, more: logits.sum()
-    model.register_forward_pre_hook(lambda *_: calls.append(1))
-    monkeypatch.setattr("liger_losses.patching.loss_inputs._SHIFTS", {})
-    loss_inputs(model, input_ids=ids)
-    assert len(calls) == 1
 
 
 def test_a_cache_sees_a_batch_once(monkeypatch):
@@ -250,14 +244,6 @@ def test_a_cache_sees_a_batch_once(monkeypatch):
     model.register_forward_pre_hook(lambda _, args, kwargs: labels.append(kwargs.get("labels")), with_kwargs=True)
     torch.testing.assert_close(loss_inputs(model, input_ids=ids[:, 3:], **cache).hidden_states, whole[:, 3:])
     assert labels == [None]
-
-
-@pytest.mark.parametrize(("given", "meant"), [("attn_mask", "attention_mask"), ("label", "labels")])
-def test_a_misspelt_argument_is_named(given, meant):
-    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**SIZES, **HEADS))
-    ids = torch.randint(61, (2, 5))
-    with pytest.warns(UserWarning, match=f"LlamaForCausalLM has no argument {given}; did you mean {meant}"):
-        loss_inputs(model, input_ids=ids, **{given: torch.ones_like(ids)})
 
 
 def test_logits_of_a_patched_model_are_refused():

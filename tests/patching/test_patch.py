@@ -7,6 +7,7 @@ import inspect
 import io
 import os
 import pickle
+import pydoc
 import sys
 import weakref
 
@@ -338,6 +339,36 @@ def test_attributes_that_change_after_patch_count(name):
     same(model, expected, inputs)
     assert len(kinds(model)) == number - 1
     change(model)
+
+
+LLAMA, ACTIVATIONS = "transformers.models.llama.modeling_llama", "transformers.activations"
+#: Where a function is, and what replaces it.
+REPLACED = {
+    f"{LLAMA}.eager_attention_forward": lambda old: lambda *args, **options: (old(*args, **options)[0] * 3, None),
+    f"{LLAMA}.apply_rotary_pos_emb": lambda old: lambda q, *args, **options: old(q * 3, *args, **options),
+    f"{ACTIVATIONS}.SiLUActivation.forward": lambda old: lambda self, x: old(self, x) * 2,
+}
+
+
+@pytest.mark.parametrize("place", REPLACED)
+def test_functions_that_are_replaced_after_patch_count(llama, place, monkeypatch):
+    llama.set_attn_implementation("eager")
+    inputs, plain = model_zoo.inputs_of(llama), copy.deepcopy(llama)
+    before = loss_and_grads(plain, inputs)[0]
+    patch(llama, loss_head=False)
+    *module, name = place.split(".")
+    owner = pydoc.locate(".".join(module))
+    monkeypatch.setattr(owner, name, REPLACED[place](getattr(owner, name)))
+    expected = loss_and_grads(plain, inputs)
+    assert abs(expected[0] - before) > 1e-4
+    same(llama, expected, inputs)
+
+
+def test_a_traced_model_is_the_model(llama):
+    patch(llama.eval(), loss_head=False)
+    mlp, hidden = llama.model.layers[0].mlp, torch.randn(2, 200, llama.config.hidden_size)
+    traced = torch.jit.trace(mlp, hidden, check_trace=False)
+    torch.testing.assert_close(traced(2 * hidden), mlp(2 * hidden))
 
 
 def test_other_attributes_may_change_after_patch(llama):

@@ -16,8 +16,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
-from liger_losses.patching.lazy import LazyLogits
+from liger_losses.patching.loss_head import pending_logits, prepare_head
 from liger_losses.patching.patch import patch, unpatch
+from tests.models import without_logits
 from tests.processes import BACKENDS, device_type
 from tests.split_models import (
     ROWS,
@@ -28,7 +29,6 @@ from tests.split_models import (
     gradients,
     load,
     load_split,
-    never_materialized,
     split_over,
     start,
     tiny_models,
@@ -71,9 +71,7 @@ def distillation(model):
 def evaluation(model):
     ids, labels = batch()
     with torch.no_grad():
-        outputs = model(input_ids=ids, labels=labels)
-        top = outputs.logits.topk(3)
-        return outputs.loss, outputs.logits.argmax(-1), top.values, top.indices
+        return model(input_ids=ids, labels=labels).loss
 
 
 def values(model):
@@ -84,51 +82,29 @@ def values(model):
         logits = model(input_ids=ids).logits
         loss = logits.exp().mean() + logits[:, 2:5, 13:22].square().sum() + logits[..., 20].sum()
         loss.backward()
-        with torch.no_grad():
-            evaluated = model(input_ids=ids).logits
-        return loss.detach(), logits.detach().clone(), evaluated[:, :, 7], gradients(model)
+        return loss.detach(), logits.argmax(-1), gradients(model)
 
 
-def after_a_step(model):
-    """Logits that outlive an optimizer's step: an error on every process. The weights are put back."""
-    ids, _ = batch()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.5, foreach=False)
-    before = {name: value.clone() for name, value in model.state_dict().items()}
-    logits = model(input_ids=ids).logits
-    model.model(input_ids=ids).last_hidden_state.sum().backward()
-    (whole(model.lm_head.weight).sum() * 0.1).backward()
-    optimizer.step()
-    after = {name: whole(p).detach().clone() for name, p in model.named_parameters()}
-    if isinstance(logits, LazyLogits):
-        with pytest.raises(RuntimeError, match="has changed since the forward"):
-            logits.deferred.check()  # without looking at values
-        with pytest.raises(RuntimeError, match="has changed since the forward"):
-            logits.argmax(-1)
-    model.load_state_dict(before)
-    model.zero_grad()
-    return after
-
-
-LAZY = (training, log_probs, distillation, evaluation)
-READING = (values, after_a_step)
+WITHOUT_LOGITS = (training, log_probs, distillation, evaluation)
 
 
 def run_model(folder, name, left):
     model = load_split(folder, name)
     forward = vars(model.lm_head)["forward"]
-    plain = {check: check(model) for check in LAZY + READING}
+    plain = {check: check(model) for check in (*WITHOUT_LOGITS, values)}
     close(plain[training], training(load(folder, name).train()), "transformers")
     ids, _ = batch()
     generated = model.generate(ids[:, :3], max_new_tokens=4, do_sample=False)
 
-    report = patch(model)
+    report = patch(model, eval_logits=False)
     assert {entry.class_name for entry in report.left} == left, str(report)
-    for check in LAZY + READING:
-        with never_materialized() if check in LAZY else contextlib.nullcontext():
+    for check in (training, evaluation):
+        with without_logits():
             close(check(model), plain[check], check.__name__)
-    assert isinstance(model(input_ids=ids).logits, LazyLogits)
-    with torch.no_grad():
-        assert isinstance(model(input_ids=ids).logits, LazyLogits)
+    for check in (log_probs, distillation, values):
+        close(check(model), plain[check], check.__name__)
+        with pending_logits(model), without_logits() if check in WITHOUT_LOGITS else contextlib.nullcontext():
+            close(check(model), plain[check], check.__name__)
     assert torch.equal(model.generate(ids[:, :3], max_new_tokens=4, do_sample=False), generated)
 
     unpatch(model)
@@ -181,7 +157,7 @@ def run_fused(folder, name):
         model.config.output_router_logits = False
     plain = losses_and_gradients(model, plain_fused)
     add_fused_lm_head(model, TEMPERATURE, outputs=("log_probs", "entropy", "mean_logits", "is_top1"))
-    with never_materialized():
+    with without_logits():
         close(losses_and_gradients(model, fused), plain)
 
 
@@ -206,8 +182,8 @@ def run_experimental(folder, name):
 
     model = load_split(folder, name)
     plain = logps_and_entropy(model)
-    patch(model)
-    with never_materialized():
+    prepare_head(model)
+    with pending_logits(model), without_logits():
         close(logps_and_entropy(model), plain)
 
 
@@ -236,9 +212,9 @@ def run_two_dimensions(folder, name, tail, pairs):
             assert patch(model).replaced
         fully_sharded(model, mesh["dp"], tail)
         fused_options = {"fused_lm_head": True} if fused_head else {}
-        with never_materialized():
+        with without_logits():
             outputs = model(input_ids=ids, labels=labels, num_items_in_batch=count / pairs, **fused_options)
-            assert fused_head or isinstance(outputs.logits, LazyLogits)
+            assert fused_head or outputs.logits is None
             outputs.loss.backward()
         loss = outputs.loss.detach().clone()
         dist.all_reduce(loss, group=mesh["dp"].get_group())
@@ -279,7 +255,7 @@ def run_trainer(folder):
         with context(), mock.patch.object(accelerate.ParallelismConfig, "_validate_accelerator"):
             data = datasets.Dataset.from_list(rows)
             trainer = trl.SFTTrainer(model, arguments, train_dataset=data, processing_class=tokenizer)
-            with never_materialized():
+            with without_logits():
                 trainer.train()
         logs = [
             {key: torch.tensor(value) for key, value in log.items() if "runtime" not in key and "second" not in key}
@@ -324,8 +300,8 @@ def head_that_is_not_split(folder):
     """The plan of a user leaves it whole on each process."""
     plan = {"lm_head": "replicate"}
     plain, model = (load_split(folder, "llama", plan) for _ in range(2))
-    assert patch(model).left == []
-    with never_materialized():
+    assert patch(model, eval_logits=False).left == []
+    with without_logits():
         for check in (training, evaluation):
             close(check(model), check(plain), check.__name__)
 
@@ -341,7 +317,7 @@ def torchs_own(folder):
     model = load(folder, "llama").train()
     patch(model)
     parallelize_module(model, init_device_mesh(device_type(), (2,)), {"lm_head": plan})
-    with pytest.warns(RuntimeWarning, match="became a DTensor after patch"):
+    with pytest.warns(RuntimeWarning, match="computes its logits"):
         close(training(model), expected)
 
 
@@ -353,7 +329,7 @@ def patched_too_early(folder):
     generated = model.generate(ids[:, :3], max_new_tokens=3, do_sample=False)
     patch(model)
     split_over(model, init_device_mesh(device_type(), (2,)))
-    with pytest.warns(RuntimeWarning, match="load the model again"):
+    with pytest.warns(RuntimeWarning, match="computes its logits"):
         found = training(model)
     close(found, expected)
     close(evaluation(model), evaluated)
@@ -364,9 +340,9 @@ def patched_too_late(folder):
     """After fully_shard, which has split the head's rows again."""
     expected = training(load(folder, "llama").train())
     mesh = init_device_mesh(device_type(), (1, 2), mesh_dim_names=("dp", "tp"))
-    for tail, reason in ((False, "then patch(model), then fully_shard"), (True, "shard it afterwards")):
+    for tail in (False, True):
         model = fully_sharded(split_over(load(folder, "llama").train(), mesh["tp"]), mesh["dp"], tail)
-        assert reason in reason_of_head(model)
+        assert "then patch(model), then fully_shard" in reason_of_head(model)
         close(training(model), expected)
 
 

@@ -30,14 +30,14 @@ from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 
-from liger_losses.patching.lazy import LazyLogits
-from liger_losses.patching.lazy_head import make_head_lazy
+from liger_losses.patching.loss_head import pending_logits, prepare_head
 from liger_losses.patching.patch import patch, unpatch
+from liger_losses.patching.pending import PendingLogits
 from liger_losses.sequences import split_by_coefficient
 from liger_losses.trl import packed_batches
 from liger_losses.trl.divergences import chosen
 from liger_losses.trl.fused_head import add_fused_lm_head
-from tests.models import small
+from tests.models import small, without_logits
 from tests.processes import BACKENDS, case_named, device_type, start
 from tests.reference import relative_error
 from tests.split_models import whole
@@ -219,13 +219,14 @@ def check_gradients(ours, plain, rtol=1e-4, atol=3e-5):
         assert_close(gradient, parameter.grad, rtol, atol, key)
 
 
-#: What serves the head of a model: TRL's, or lazy logits.
-HEADS = {"fused": add_fused_lm_head, "lazy": make_head_lazy}
+patch_head = functools.partial(patch, norms=False, mlps=False, rope=False)
+#: What serves the head of a model: TRL's, or the patched model's own loss.
+HEADS = {"fused": add_fused_lm_head, "patched": patch_head}
 
 
 def loss_of_head(head, spread, rank, rows=ROWS):
     """With TRL's head, of log-probabilities too."""
-    return our_loss(spread, head != "lazy", rank, rows, **({"use_cache": False} if head == "lazy" else {}))
+    return our_loss(spread, head != "patched", rank, rows, **({"use_cache": False} if head == "patched" else {}))
 
 
 def pair(name, serve):
@@ -269,7 +270,7 @@ def accumulated(rank):
                 spread.set_requires_gradient_sync(last)
             with spread.no_sync() if name == "DDP" and not last else contextlib.nullcontext():
                 (loss_of_head(head, spread, rank) / 3).backward()
-        plain_loss(plain, head != "lazy").backward()
+        plain_loss(plain, head != "patched").backward()
         check_gradients(ours, plain)
 
 
@@ -298,11 +299,11 @@ def kernels(rank):
         unpatch(ours)
 
 
-def lazy_logits(rank):
-    """The head of :func:`make_head_lazy`, and the model's own loss."""
+def patched_heads(rank):
+    """The patched model's own loss."""
     for name in ("head, freed", "head, half", "layers, half", "root, tied", "tail, tied, freed", "tail, tied, kept"):
-        plain, ours, _ = pair(name, make_head_lazy)
-        found, expected = loss_of_head("lazy", ours, rank), plain_loss(plain, False)
+        plain, ours, _ = pair(name, patch_head)
+        found, expected = loss_of_head("patched", ours, rank), plain_loss(plain, False)
         assert found.dtype == torch.float32
         found.backward()
         expected.backward()
@@ -318,7 +319,7 @@ def offloaded(rank):
         for buffer in ours.buffers():
             buffer.data = buffer.to(torch.get_default_device())
         loss_of_head(head, ours, rank).backward()
-        plain_loss(plain, head != "lazy").backward()
+        plain_loss(plain, head != "patched").backward()
         check_gradients(ours, plain)
 
 
@@ -375,64 +376,37 @@ def sharded_and_optimizer(tied, patched):
 
 
 def train_step(model, optimizer, rank):
-    loss_of_head("lazy", model, rank).backward()
+    loss_of_head("patched", model, rank).backward()
     optimizer.step()
     optimizer.zero_grad()
 
 
-def lazy_logits_outlive_the_forward(rank):
-    """The same, the loss taken of what the sharded model returned."""
+def a_loss_of_logits_that_outlive_the_forward(rank):
     for name in ("root", "head, kept"):
-        plain, ours, _ = pair(name, make_head_lazy)
+        plain, ours, _ = pair(name, prepare_head)
         ids, labels, _ = (part.split(ROWS)[rank] for part in batch())
-        logits = ours(input_ids=ids).logits[:, :-1].flatten(0, 1)
-        assert isinstance(logits, LazyLogits)
+        with pending_logits(ours):
+            logits = ours(input_ids=ids).logits[:, :-1].flatten(0, 1)
+        assert isinstance(logits, PendingLogits)
         loss = torch.nn.functional.cross_entropy(logits, labels[:, 1:].flatten(), reduction="sum")
         (loss * WORLD / (batch()[1][:, 1:] != -100).sum()).backward()
         plain_loss(plain, False).backward()
         check_gradients(ours, plain)
 
 
-def lazy_logits_read_after_the_backward(rank):
-    """Where the weights were freed, or a step has changed them, an error says what to do."""
-    for name in ("root", "head, freed"):
-        plain, ours, _ = pair(name, make_head_lazy)
-        ids, labels, _ = (part.split(ROWS)[rank] for part in batch())
-        optimizer = torch.optim.SGD(ours.parameters(), lr=0.1)
-        with torch.no_grad():
-            assert torch.equal(ours(input_ids=ids).logits.argmax(-1), plain(input_ids=ids).logits.argmax(-1))
-        outputs = ours(input_ids=ids, labels=labels)
-        outputs.loss.backward()
-        with pytest.raises(RuntimeError, match=r"were freed .*, before loss\.backward\(\)"):
-            outputs.logits.argmax(-1)
-        outputs = ours(input_ids=ids, labels=labels)
-        outputs.loss.backward()
-        optimizer.step()
-        with pytest.raises(RuntimeError, match="before loss.backward"):
-            outputs.logits.argmax(-1)
-
-
-def forward_on_the_instance(rank):
-    """A head whose forward casts to fp32 is recognized after fully_shard, whether it was lazy before or not."""
-    for lazy_before in (False, True):
-        model = llama()
-        head = model.lm_head
-        if lazy_before:
-            make_head_lazy(model)
-            CASES["root"].spread(model)
-        head.forward = lambda hidden, head=head: torch.nn.functional.linear(hidden.float(), head.weight.float())
-        if not lazy_before:
-            CASES["root"].spread(model)
-        (entry,) = make_head_lazy(model)
-        assert entry.replaced_by == "LazyLinear", entry
-
-
 def sharded_before(rank):
-    model = llama()
-    CASES["head, freed"].spread(model)
-    add_fused_lm_head(model)
-    with pytest.raises(TypeError, match="shard it afterwards"):
-        our_loss(model, False, rank)
+    """``fully_shard`` may come first, also of a head whose forward casts to fp32."""
+    for (head, serve), cast in itertools.product(HEADS.items(), (False, True)):
+        plain, model = llama(), llama()
+        CASES["head, freed"].spread(model)
+        layer = model.lm_head
+        if cast:
+            layer.forward = lambda hidden, layer=layer: torch.nn.functional.linear(hidden.float(), layer.weight.float())
+        serve(model)
+        with without_logits():
+            loss_of_head(head, model, rank).backward()
+        plain_loss(plain, head != "patched").backward()
+        check_gradients(model, plain)
 
 
 def tensor_parallel(rank):
@@ -447,12 +421,12 @@ def tensor_parallel(rank):
 
 def first_fsdp(rank):
     """FullyShardedDataParallel: the whole model is served, a head of its own is not."""
-    for use_orig_params, error in ((True, TypeError), (False, RuntimeError)):
+    for use_orig_params in (True, False):
         options = {"use_orig_params": use_orig_params, "device_id": torch.get_default_device()}
         model = llama()
         add_fused_lm_head(model)
         model.lm_head = FullyShardedDataParallel(model.lm_head, **options)
-        with pytest.raises(error, match="last layer"):
+        with pytest.raises(TypeError, match="last layer"):
             our_loss(FullyShardedDataParallel(model, **options), False, rank)
     plain, model = llama(), llama()
     add_fused_lm_head(model)
@@ -514,12 +488,10 @@ CHECKS = (
     without_coefficient,
     log_probs_alone,
     kernels,
-    lazy_logits,
+    patched_heads,
     offloaded,
     checkpoints,
-    lazy_logits_outlive_the_forward,
-    lazy_logits_read_after_the_backward,
-    forward_on_the_instance,
+    a_loss_of_logits_that_outlive_the_forward,
     sharded_before,
     tensor_parallel,
     first_fsdp,

@@ -1,32 +1,35 @@
-"""TRL's experimental trainers: teachers and adapters whose heads are lazy or not."""
+"""TRL's experimental trainers: teachers and adapters whose heads are pending or not."""
 
 import warnings
 
 import pytest
 import torch
 
+from liger_losses import Head
+from liger_losses.patching.pending import pending_product
 from tests.project.test_examples import tiny_model
 from tests.trl.trainers import lora, sft, train
 
 
-def test_a_teacher_whose_head_cannot_be_lazy_is_used_as_it_is():
-    from liger_losses.patching.lazy_head import LazyLinear
-    from liger_losses.places import around
-    from liger_losses.trl.experimental import with_lazy_heads
+def pending(hidden_states, weight):
+    return pending_product(hidden_states, Head(weight))
 
-    class Quantised(torch.nn.Linear):
-        pass
+
+def test_a_teacher_whose_head_cannot_be_prepared_is_used_as_it_is():
+    from liger_losses.patching.loss_head import is_head
+    from liger_losses.places import around
+    from liger_losses.trl.experimental import with_heads
 
     class Trainer:
-        @around(with_lazy_heads)
+        @around(with_heads)
         def __init__(self, model, teacher_model):
             self.model, self.teacher_model = model, teacher_model
 
     model, teacher = tiny_model()[0], tiny_model()[0]
-    teacher.lm_head.__class__ = Quantised
-    with pytest.warns(UserWarning, match=r"Quantised is not torch.nn.Linear\): as teacher_model, it computes"):
+    teacher.lm_head.register_full_backward_hook(lambda *_: None)
+    with pytest.warns(UserWarning, match=r"backward hooks.*\): as teacher_model, it computes"):
         Trainer(model, teacher)
-    assert type(model.lm_head) is LazyLinear
+    assert is_head(model.lm_head)
     with pytest.raises(TypeError, match="train it outside"):
         Trainer(teacher, model)
 
@@ -93,7 +96,6 @@ def test_asynchronous_distillation(beta, tail):
 def test_another_divergence_than_the_jsd():
     """``enable(divergence=)`` is what all functions take, until ``disable``."""
     from liger_losses import Divergence, functional
-    from liger_losses.patching.lazy import lazy_linear
     from liger_losses.trl import disable, enable, enabled
     from liger_losses.trl.divergences import chunked_divergence_loss
     from liger_losses.trl.experimental import full_logit_self_distillation
@@ -105,7 +107,7 @@ def test_another_divergence_than_the_jsd():
         with enabled(divergence=chosen):
             loss, *_ = chunked_divergence_loss(hidden, wide, student, teacher, torch.ones(2, 5), 0.5)
             torch.testing.assert_close(loss, expected.mean())
-            given = lazy_linear(hidden, student), wide @ teacher.T
+            given = pending(hidden, student), wide @ teacher.T
             torch.testing.assert_close(full_logit_self_distillation(*given, distillation_alpha=0.5), expected)
     enable(divergence=which)
     try:
@@ -123,7 +125,6 @@ def test_models_of_other_vocabularies_are_refused_as_by_trl():
     import trl.trainer.distillation_trainer as module
     from trl.experimental.gkd.gkd_trainer import GKDTrainer
 
-    from liger_losses.patching.lazy import lazy_linear
     from liger_losses.trl import divergences, experimental
 
     student, other = torch.randn(23, 6), torch.randn(24, 8)
@@ -138,10 +139,10 @@ def test_models_of_other_vocabularies_are_refused_as_by_trl():
     for function in functions:
         with pytest.raises((RuntimeError, ValueError)):
             function(hidden, wide, student, other[:22], mask, 0.5)
-    logits = lazy_linear(hidden, student)
+    logits = pending(hidden, student)
     with pytest.raises(RuntimeError):
         GKDTrainer.generalized_jsd_loss(hidden @ student.T, wide @ other.T, mask.long())
-    for given in (wide @ other.T, lazy_linear(wide, other)):
+    for given in (wide @ other.T, pending(wide, other)):
         said = "the student has 23 columns and the teacher 24, and TRL compares all columns of both"
         with pytest.raises(ValueError, match=said):
             experimental.generalized_jsd_loss(logits, given, mask.long())

@@ -121,7 +121,7 @@ def test_models_it_cannot_serve_are_refused():
     model.lm_head = torch.nn.Sequential(inner, torch.nn.Softmax(-1))
     model.lm_head.weight = inner.weight
     with (
-        pytest.raises(TypeError, match="must be LazyLogits here, got Tensor"),
-        pytest.warns(RuntimeWarning, match="softmax"),
+        pytest.raises(TypeError, match="must be its last layer's"),
+        pytest.warns(RuntimeWarning, match="a Sequential, computes its logits"),
     ):
         model(input_ids=ids, labels=ids, fused_lm_head=True)

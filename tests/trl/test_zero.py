@@ -20,9 +20,9 @@ import torch.multiprocessing as mp
 pytest.importorskip("trl", reason="TRL is not installed")
 pytest.importorskip("deepspeed", reason="DeepSpeed is not installed, so ZeRO-3 is not tested: run `make test-zero`")
 
-from liger_losses.patching.lazy.tensor import deferred_logits
-from liger_losses.patching.lazy_head import make_head_lazy
+from liger_losses.patching.loss_head import pending_logits, prepare_head
 from liger_losses.patching.patch import patch
+from liger_losses.patching.pending import PendingLogits
 from liger_losses.trl.fused_head import add_fused_lm_head
 from tests.processes import case_named, leave
 from tests.trl.test_distributed import LEARNING_RATE, ROWS, WORLD, batch, llama, our_loss, plain_loss
@@ -37,7 +37,7 @@ CASES = {
     "all whole": (False, False, 10**6),
 }
 #: What the loss is of: the head's own; with it the log-probabilities; or neither.
-KINDS = ("loss", "loss, log-probs", "lazy logits", "kernels")
+KINDS = ("loss", "loss, log-probs", "pending logits", "kernels")
 
 
 def split(model, threshold):
@@ -53,11 +53,12 @@ def split(model, threshold):
     return deepspeed.initialize(model=model, optimizer=optimizer, config=config)[0]
 
 
-def lazy_loss(model, rank):
-    """Of logits that have left the model, with DeepSpeed's hooks on their gradient."""
+def pending_loss(model, rank):
+    """Of logits that have left the model."""
     ids, labels, _ = (part.split(ROWS)[rank] for part in batch())
-    logits = model(input_ids=ids).logits[:, :-1].flatten(0, 1)
-    assert deferred_logits(logits) is not None
+    with pending_logits(model):
+        logits = model(input_ids=ids).logits[:, :-1].flatten(0, 1)
+    assert isinstance(logits, PendingLogits)
     loss = torch.nn.functional.cross_entropy(logits, labels[:, 1:].flatten(), reduction="sum")
     return loss * WORLD / (batch()[1][:, 1:] != -100).sum()
 
@@ -69,9 +70,9 @@ def run_case(rank, tied, checkpointing, threshold, kind):
     weighted = "log-probs" in kind
     if kind == "kernels":
         patch(model, loss_head=False)
-    if kind == "lazy logits":
-        make_head_lazy(model)
-        loss_of = lazy_loss
+    if kind == "pending logits":
+        prepare_head(model)
+        loss_of = pending_loss
     else:
         add_fused_lm_head(model)
 
@@ -85,7 +86,7 @@ def run_case(rank, tied, checkpointing, threshold, kind):
         expected.backward()
         found = loss_of(engine, rank)
         with torch.no_grad():  # between a forward and its backward
-            evaluated = our_loss(engine, weighted, rank) if kind != "lazy logits" else found.detach()
+            evaluated = our_loss(engine, weighted, rank) if kind != "pending logits" else found.detach()
         engine.backward(found)
         loss = evaluated.clone()
         dist.all_reduce(loss)

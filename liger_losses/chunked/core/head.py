@@ -144,11 +144,13 @@ class Head:
 
     @property
     def hidden_size(self) -> int:
-        return self.weight.shape[1] if self.quantized is None else self.quantized.shape[1]
+        return self.weight.shape[1] + (0 if self.quantized is None else self.quantized.shape[1])
 
     def project(self, hidden_states: Tensor) -> tuple[Tensor, Projection]:
         """Hidden states and what makes logits of them, in which what adapters drop of hidden states is drawn."""
         weights: Weights = Dense(self.weight) if self.quantized is None else Quantized.of(self.quantized)
+        if self.quantized is not None and self.weight.shape[1]:  # columns beside it, as of an adapter
+            weights = Concatenated(weights, Dense(self.weight))
         check_adapters(hidden_states, len(self.weight), self.adapters)
         if any(adapter.dropout for adapter in self.adapters):
             hidden_states, columns = side_by_side(hidden_states, self.adapters)

@@ -25,8 +25,8 @@ def apply_liger_kernel(
     Args:
         model: the model.
         model_types: without a model, the ``config.model_type`` of those to patch; all by default.
-        kernels: liger-kernel's options: ``rope``; ``fused_linear_cross_entropy``, for lazy logits, which serve every
-            loss; ``rms_norm`` and ``layer_norm``, ``swiglu`` and ``geglu``, where one False leaves both kinds. All are
+        kernels: liger-kernel's options: ``rope``; ``fused_linear_cross_entropy``, for the loss without logits;
+            ``rms_norm`` and ``layer_norm``, ``swiglu`` and ``geglu``, where one False leaves both kinds. All are
             True by default; further ones have no effect.
 
     Returns:

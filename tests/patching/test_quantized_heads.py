@@ -10,8 +10,7 @@ import torch
 from torch import nn
 
 from liger_losses import LigerFusedLinearCrossEntropyLoss, loss_inputs, patch, unpatch
-from liger_losses.patching.lazy import LazyLogits, allow_materialization
-from tests.models import small
+from tests.models import small, without_logits
 from tests.quantized_layers import LAYERS, PackedLinear, dequantized
 from tests.reference import relative_error
 
@@ -51,27 +50,21 @@ def assert_same(found, expected, bound):
 
 
 @pytest.mark.parametrize("kind", LAYERS)
-def test_a_quantized_head_is_lazy(kind):
+def test_a_quantized_head_takes_no_logits(kind):
     model, bound = quantize(tiny(), kind, inner=False), BOUNDS.get(kind, 1e-5)
     expected = loss_and_gradients(model)
-    parameters, upstream = [p for p in model.parameters() if p.requires_grad], torch.randn(2, 12, V)
-
-    def values():  # what the library does not know is computed of true logits
-        found = model(IDS).logits.sigmoid()
-        return found.detach(), torch.autograd.grad(found, parameters, upstream)
-
-    plain, original = values(), type(model.lm_head)
-    report = patch(model, norms=False, mlps=False, rope=False)
-    assert [entry.replaced_by for entry in report.entries] == ["LazyQuantized"]
+    original, logits = type(model.lm_head), model(IDS).logits
+    report = patch(model, norms=False, mlps=False, rope=False, keep_logits=True)
+    by = "LossHead" if kind.startswith("torchao") else "QuantizedHead"
+    assert [entry.replaced_by for entry in report.entries] == [by]
     model.train()
-    with warnings.catch_warnings():
+    assert relative_error(model(IDS, labels=IDS).logits, logits) < bound
+    patch(model, norms=False, mlps=False, rope=False)
+    with warnings.catch_warnings(), without_logits():
         warnings.simplefilter("error")
-        assert type(model(IDS).logits) is LazyLogits
         assert_same(loss_and_gradients(model), expected, bound)
         head, hidden, labels = loss_inputs(model, input_ids=IDS)
         assert relative_error(LigerFusedLinearCrossEntropyLoss()(head, hidden, labels), expected[0]) < bound
-    with allow_materialization():
-        assert_same(values(), plain, bound)
     options = {"max_new_tokens": 3, "do_sample": False, "pad_token_id": 0}
     generated = model.eval().generate(IDS[:1], **options)
     # On CPUs with bf16 instructions, bitsandbytes rounds the scales of 4-bit weights where it generates, and lays them
@@ -88,8 +81,8 @@ def test_a_quantized_head_is_lazy(kind):
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("trained", [False, True], ids=["frozen before", "trained before"])
 @pytest.mark.parametrize("kind", [kind for kind in LAYERS if kind.startswith("torchao")])
-def test_a_head_that_is_quantized_in_place_after_patch_is_lazy_at_the_next_forward(kind, trained, bias):
-    results, labels = [], IDS[:, 1:].flatten()
+def test_a_head_that_is_quantized_in_place_after_patch(kind, trained, bias):
+    results = []
     for patched in (False, True):
         model = quantize(tiny(), kind, head=False, inner=False).train()
         if bias:
@@ -100,21 +93,13 @@ def test_a_head_that_is_quantized_in_place_after_patch_is_lazy_at_the_next_forwa
         model(IDS, labels=IDS).loss.backward()
         model.zero_grad()
         assert LAYERS[kind](model.lm_head) is model.lm_head
-        found = [*loss_and_gradients(model)]
-        with warnings.catch_warnings():
-            warnings.simplefilter("error")
-            logits = model(IDS).logits
-            found.append(nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), labels))
-            found.append(logits.argmax(-1).float())
-        with allow_materialization():
-            found.append(model(IDS).logits.sigmoid())
-        assert isinstance(logits, LazyLogits) == patched
-        results.append(found)
+        with without_logits():
+            found = [*loss_and_gradients(model)]
+        results.append([*found, model(IDS).logits])
     assert_same(results[1], results[0], 1e-5)
-    for ours, theirs in zip(results[1][2:], results[0][2:], strict=True):
-        assert relative_error(ours, theirs) < 1e-5
+    assert relative_error(results[1][2], results[0][2]) < 1e-5
     head, hidden, targets = loss_inputs(model, input_ids=IDS)
-    assert relative_error(LigerFusedLinearCrossEntropyLoss()(head, hidden, targets), results[0][2]) < 1e-5
+    assert relative_error(LigerFusedLinearCrossEntropyLoss()(head, hidden, targets), results[0][0]) < 1e-5
     unpatch(model)
     assert type(model.lm_head) is nn.Linear
     assert_same(loss_and_gradients(model), results[0], 1e-12)
@@ -132,18 +117,14 @@ class OtherWeight(torch.Tensor):
     """A weight of a kind that nobody has registered."""
 
 
-@pytest.mark.filterwarnings("ignore:.*needs the values")
 def test_a_head_that_gets_a_weight_of_an_unknown_kind_computes_its_logits():
     model = quantize(tiny(), "torchao int8", head=False, inner=False).train()
-    expected = model(IDS).logits
+    expected = loss_and_gradients(model)
     patch(model, norms=False, mlps=False, rope=False)
     weight = model.lm_head.weight.detach().as_subclass(OtherWeight)
     model.lm_head.weight = nn.Parameter(weight, requires_grad=False)
-    with pytest.warns(RuntimeWarning, match=r"was changed after patch\(\).*its weight is a OtherWeight"):
-        found = model(IDS).logits
-    assert not isinstance(found, LazyLogits)
-    assert relative_error(found.as_subclass(torch.Tensor), expected) < 1e-6
-    assert type(model.lm_head) is nn.Linear
+    with pytest.warns(RuntimeWarning, match="computes its logits"):
+        assert_same(loss_and_gradients(model), expected, 1e-6)
 
 
 @pytest.mark.parametrize("kind", ["packed 4 bit", "torchao int8", "bitsandbytes nf4, nested", "bitsandbytes 8 bit"])
@@ -187,9 +168,9 @@ def test_lora_on_a_quantized_head(kind, dtype, autocast, adapters):
         expected = loss_and_gradients(model)
     report = patch(model, norms=False, mlps=False, rope=False)
     by = sorted(entry.replaced_by for entry in report.entries)
-    assert by == [*["LazyLinear"] * adapters, "LazyQuantized"]  # lora_B, and the layer that it is added to
-    with warnings.catch_warnings(), torch.autocast("cpu", BF16, enabled=autocast):
-        warnings.filterwarnings("error", message=".*needs the values")
+    # All of the adapter, and the layer inside if it multiplies itself.
+    assert by == (["LossHead"] if kind.startswith("torchao") else ["LossHead", "QuantizedHead"])
+    with torch.autocast("cpu", BF16, enabled=autocast), without_logits():
         found = loss_and_gradients(model)
     assert_same(found, expected, 5e-2 if dtype is BF16 else BOUNDS.get(kind, 1e-5))
     assert all(gradient.dtype == FP32 for gradient in found[1])
@@ -202,7 +183,6 @@ def test_copies_of_a_patched_model():
     expected = loss_and_gradients(model)
     pickled = pickle.load(io.BytesIO(pickle.dumps(model)))
     for other in (copy.deepcopy(model), pickled):
-        assert type(other(IDS).logits) is LazyLogits
         assert_same(loss_and_gradients(other), expected, 1e-12)
         unpatch(other)
         assert type(other.lm_head) is PackedLinear
@@ -249,7 +229,7 @@ def test_trl_trains_lora_on_a_quantized_head(trainer, tmp_path):
             model.lm_head = nn.Linear(*weight.shape[::-1], bias=False)
             model.lm_head.weight = nn.Parameter(weight, requires_grad=False)
         with enabled(), warnings.catch_warnings():
-            warnings.filterwarnings("error", message=".*needs the values")
+            warnings.filterwarnings("error", message=".*(needs the values|its logits)")
             run = getattr(trainers, trainer)(tmp_path, model, tokenizer, text, adapter=("q_proj", "lm_head"))
             assert run.train().global_step == trainers.STEPS
         logs.append([entry for entry in run.state.log_history if "grad_norm" in entry])

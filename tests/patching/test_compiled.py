@@ -14,9 +14,7 @@ from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.utils import counters
 from torch.nn.parallel import DistributedDataParallel
 
-from liger_losses.patching.lazy import LazyLogits, is_one_graph, lazy_linear, true_values
-from liger_losses.patching.lazy.tensor import deferred_logits
-from liger_losses.patching.lazy_head import make_head_lazy
+from liger_losses.patching.patch import patch
 from tests.models import small
 
 B, T = 2, 40
@@ -60,51 +58,9 @@ class Graphs:
         return graph.forward
 
 
-# --- Logits outside of models -----------------------------------------------------------------------------------------
+# --- What models do with their logits ---------------------------------------------------------------------------------
 
 V, H = 11, 8
-
-#: What is compiled of lazy logits, beside something else that is a graph in any case.
-FUNCTIONS = {
-    "entropy": lambda z: -(z.softmax(-1) * z.log_softmax(-1)).sum(-1).mean(),
-    "cross entropy": lambda z: F.cross_entropy(z.float().view(-1, V), torch.arange(z.shape[0] * z.shape[1]) % V),
-    "sliced": lambda z: z[:, :-1].float().log_softmax(-1).gather(-1, torch.ones(2, z.shape[1] - 1, 1).long()).sum(),
-    "cast": lambda z: z.to(torch.bfloat16).float().logsumexp(-1).sum(),
-    "scaled": lambda z: (z / 3).tanh().mul(3).view(-1, V).logsumexp(-1).mean(),
-    "argmax": lambda z: z.argmax(-1).float().mean() + z.logsumexp(-1).mean(),
-}
-FAST = ("cross entropy", "sliced", "argmax")
-
-
-@pytest.mark.filterwarnings("ignore:.*needs the values of lazy logits:RuntimeWarning")
-@pytest.mark.parametrize(
-    "name", [name if name in FAST else pytest.param(name, marks=pytest.mark.slow) for name in FUNCTIONS]
-)
-def test_compiled_functions_of_lazy_logits(name):
-    torch.manual_seed(0)
-    graphs = Graphs()
-
-    def function(z, h):
-        return FUNCTIONS[name](z) * torch.tanh(h).sum()
-
-    compiled = torch.compile(function, backend=graphs)
-    tolerance = {"rtol": 5e-2, "atol": 5e-2} if name == "cast" else TOLERANCE
-    for length in (4, 5, 6):
-        h, w = torch.randn(2, length, H, requires_grad=True), torch.randn(V, H, requires_grad=True)
-        found, expected = compiled(lazy_linear(h, w), h), function(F.linear(h, w), h)
-        torch.testing.assert_close(found, expected, **tolerance)
-        torch.testing.assert_close(
-            torch.autograd.grad(found, (h, w)), torch.autograd.grad(expected, (h, w)), **tolerance
-        )
-    assert 0 < graphs.count <= 6  # up to three for the first length, and for all others
-
-
-@pytest.mark.parametrize("part", [lambda z: deferred_logits(z).hidden_states, true_values], ids=["hidden", "values"])
-def test_what_a_compiled_function_finds_in_lazy_logits_has_their_gradient(part):
-    h, w = torch.randn(2, 4, H, requires_grad=True), torch.randn(V, H)
-    loss = torch.compile(lambda z: part(z).square().sum(), backend="eager")(lazy_linear(h, w))
-    expected = part(lazy_linear(h, w)).square().sum()
-    torch.testing.assert_close(torch.autograd.grad(loss, h), torch.autograd.grad(expected, h))
 
 
 class Model(nn.Module):
@@ -148,16 +104,16 @@ def test_models_whose_logits_nobody_needs():
         return torch.stack([function(z, y) for function in WAYS.values()])
 
     model = Model(way, True)
-    lazy, graphs = copy.deepcopy(model), Graphs()
-    make_head_lazy(lazy)
-    compiled = torch.compile(lazy, backend=graphs, fullgraph=True, dynamic=False)
+    patched, graphs = copy.deepcopy(model), Graphs()
+    patch(patched)
+    compiled = torch.compile(patched, backend=graphs, fullgraph=True, dynamic=False)
     ids = torch.randint(V, (3, 12))
     labels = ids.masked_fill(torch.rand(3, 12) < 0.3, -100)
-    found, expected = compiled(ids, labels), model(ids, labels)
+    found, expected = compiled(ids, labels=labels), model(ids, labels)
     torch.testing.assert_close(found, expected)
     weights = torch.arange(1.0, 1 + len(WAYS)).cos()
     torch.testing.assert_close(
-        torch.autograd.grad(found @ weights, lazy.parameters()),
+        torch.autograd.grad(found @ weights, patched.parameters()),
         torch.autograd.grad(expected @ weights, model.parameters()),
         **TOLERANCE,
     )
@@ -170,12 +126,12 @@ def test_models_whose_logits_nobody_needs():
     assert plain.entries >= 12 * 3 * V
 
 
-def check_small(compiled, lazy, model, length):
+def check_small(compiled, patched, model, length):
     """One step of a compiled model, and of the plain one."""
     ids = torch.randint(V, (3, length))
-    found, expected = compiled(ids, ids), model(ids, ids)
+    found, expected = compiled(ids, labels=ids), model(ids, ids)
     torch.testing.assert_close(found, expected)
-    ours, plain = torch.autograd.grad(found, lazy.parameters()), torch.autograd.grad(expected, model.parameters())
+    ours, plain = torch.autograd.grad(found, patched.parameters()), torch.autograd.grad(expected, model.parameters())
     torch.testing.assert_close(ours, plain, **TOLERANCE)
 
 
@@ -190,45 +146,13 @@ LOSS = nn.CrossEntropyLoss()
 def test_models_with_a_loss_module(loss):
     """A module that is made while torch.compile traces becomes its own code for losses of tensors: the graph ends."""
     model, graphs = Model(lambda z, y: loss()(z.view(-1, V), y.view(-1)), True), Graphs()
-    lazy = copy.deepcopy(model)
-    make_head_lazy(lazy)
-    compiled = torch.compile(lazy, backend=graphs, fullgraph=loss is not nn.CrossEntropyLoss)
+    patched = copy.deepcopy(model)
+    patch(patched)
+    compiled = torch.compile(patched, backend=graphs, fullgraph=loss is not nn.CrossEntropyLoss)
     for length in (12, 11):
-        check_small(compiled, lazy, model, length)
+        check_small(compiled, patched, model, length)
     assert 0 < graphs.count <= (8 if loss is nn.CrossEntropyLoss else 2)
     assert graphs.entries < 3 * 11 * V
-
-
-def test_a_head_alone_under_autocast():
-    """Logits that are returned are lazy, and every graph ends before them."""
-    model, graphs = Model(lambda z, y: z, True), Graphs()
-    lazy = copy.deepcopy(model)
-    make_head_lazy(lazy)
-    compiled = torch.compile(lazy, backend=graphs)
-    ids = torch.randint(V, (2, 6))
-    for autocast in (False, True):
-        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=autocast):
-            found, expected = compiled(ids, None), model(ids, None)
-        assert isinstance(found, LazyLogits)
-        assert (found.dtype, found.shape) == (expected.dtype, expected.shape)
-        torch.testing.assert_close(found.logsumexp(-1), expected.logsumexp(-1), rtol=1e-2, atol=1e-2)
-    assert 0 < graphs.count <= 4
-
-
-def test_logits_that_one_graph_returns_cannot_be_read_after_a_step():
-    """The graph computes nothing of them, and they become lazy logits when they are read."""
-    lazy = Model(lambda z, y: z, True)
-    make_head_lazy(lazy)
-    ids = torch.randint(V, (2, 6))
-    compiled = torch.compile(lazy, backend=Graphs(), fullgraph=True)
-    torch.testing.assert_close(compiled(ids, None).logsumexp(-1), lazy(ids, None).logsumexp(-1))
-    logits = compiled(ids, None)
-    for p in lazy.parameters():
-        p.grad = torch.ones_like(p)
-    torch.optim.SGD(lazy.parameters(), lr=0.1).step()
-    for read in (lambda z: z.argmax(-1), lambda z: cross_entropy(z[:, :-1] * 2, ids[:, 1:])):
-        with pytest.raises(RuntimeError, match="has changed since the forward"):
-            read(logits)
 
 
 # --- transformers' models ---------------------------------------------------------------------------------------------
@@ -236,7 +160,6 @@ def test_logits_that_one_graph_returns_cannot_be_read_after_a_step():
 transformers = pytest.importorskip("transformers", reason="transformers is not installed")
 
 from benchmarks.coverage import model_zoo  # noqa: E402
-from liger_losses import patch  # noqa: E402
 
 SETTINGS = {
     "llama": {},
@@ -300,15 +223,13 @@ def test_one_graph_with_the_loss_and_without_logits(name, shifted):
 
 
 @pytest.mark.slow
-def test_logits_are_lazy_and_graphs_few():
+def test_graphs_are_few():
     """Without fullgraph, for several lengths, with and without gradients."""
     plain, patched = pair()
     graphs = Graphs("eager")
     compiled = torch.compile(patched, backend=graphs)
-    for found, expected in check(compiled, patched, plain, [inputs(tokens, seed=1) for tokens in (T, 37, 34, 39)]):
-        assert isinstance(found.logits, LazyLogits)
-        assert torch.equal(found.logits.argmax(-1), expected.logits.argmax(-1))
-        torch.testing.assert_close(found.logits.logsumexp(-1), expected.logits.logsumexp(-1), **TOLERANCE)
+    for found, _ in check(compiled, patched, plain, [inputs(tokens, seed=1) for tokens in (T, 37, 34, 39)]):
+        assert found.logits is None
     assert graphs.count <= 4
     assert graphs.entries < B * 33 * model_zoo.VOCABULARY
     trained = graphs.count
@@ -317,10 +238,8 @@ def test_logits_are_lazy_and_graphs_few():
         for tokens in (T, 37, 34):
             found, expected = compiled(**inputs(tokens)), plain(**inputs(tokens))
             torch.testing.assert_close(found.loss, expected.loss, **TOLERANCE)
-            assert isinstance(found.logits, LazyLogits)
-            torch.testing.assert_close(found.logits.argmax(-1), expected.logits.argmax(-1))
+            torch.testing.assert_close(found.logits, expected.logits, **TOLERANCE)
     assert 0 < graphs.count - trained <= 4
-    assert graphs.entries < B * 33 * model_zoo.VOCABULARY
 
 
 def compiled_in_place(model, backend):
@@ -431,9 +350,3 @@ def test_a_compiled_model_without_a_mask():
     torch._dynamo.reset()
     assert masks == [(None, True)]
     torch.testing.assert_close(found[mask.bool()], expected[mask.bool()])
-
-
-def test_a_torch_that_does_not_say_whether_graphs_may_end(monkeypatch):
-    """Logits then stay traced, which a graph of any kind can return."""
-    monkeypatch.delattr("torch._dynamo.symbolic_convert.InstructionTranslator")
-    assert is_one_graph()

@@ -1,0 +1,631 @@
+"""The loss head: inside a forward that computes its loss, a model's output embedding returns pending logits."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import inspect
+import math
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from liger_losses.caller import warn
+from liger_losses.checks import is_weight_and_bias, see
+from liger_losses.chunked import Head, QuantizedWeight, Ranks, find_quantized, is_quantized, local_rows, share_mesh
+from liger_losses.kernels.logit_transform import LogitTransform
+from liger_losses.layers.plain import PLAIN
+from liger_losses.patching import probing
+from liger_losses.patching.pending import PendingLogits, autocast_of, linear, pending_product
+from liger_losses.patching.probing import Mismatch
+from liger_losses.patching.report import LEFT_OUT, Entry
+from liger_losses.patching.swap import Replacement, hooks_of, original_class, replacement_of, restore, swap
+
+#: On a head's layers, for the length of a forward: where the targets of its losses go, and the thread that runs it.
+_PENDING = "_liger_losses_pending"
+#: The function that layers call; one that replaces it in torch calls it, too.
+_LINEAR = F.linear
+#: From this size on, logits that nobody may need are worth a warning.
+_MANY_BYTES = 2**30
+
+
+# --- Layers -----------------------------------------------------------------------------------------------------------
+
+
+class Products(TorchFunctionMode):
+    """Within this context, the products of linear layers are pending."""
+
+    def __init__(self, targets: list[Tensor] | None = None) -> None:
+        super().__init__()
+        self.targets = targets
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is _LINEAR:
+            return _product(self.targets, *args, **(kwargs or {}))
+        return func(*args, **(kwargs or {}))
+
+
+def _product(targets: list[Tensor] | None, input: Any, weight: Tensor, bias: Tensor | None = None) -> Any:
+    """``F.linear`` with its arguments' names, pending where a head can express it."""
+    hidden_states = input.values() if isinstance(input, PendingLogits) else input
+    if type(weight) not in PLAIN and is_quantized(weight):
+        return _quantized_product(targets, hidden_states, weight, bias)
+    mixed = hidden_states.dtype != weight.dtype and autocast_of(hidden_states) is None
+    fits = weight.dim() == 2 and hidden_states.dim() > 1 and hidden_states.shape[-1] == weight.shape[-1]
+    fits = fits and weight.is_floating_point() and not mixed and type(weight) in PLAIN
+    if not fits or hidden_states.is_meta or (bias is not None and bias.shape != weight.shape[:1]):
+        return _LINEAR(hidden_states, weight, bias)
+    # DeepSpeed's parameters have a ds_id.
+    weight, bias = (KeepGathered.apply(p) if hasattr(p, "ds_id") else p for p in (weight, bias))  # type: ignore
+    return pending_product(hidden_states, Head(weight, bias, LogitTransform()), targets)
+
+
+@torch.compiler.disable
+def _quantized_product(
+    targets: list[Tensor] | None, hidden_states: Tensor, weight: Any, bias: Tensor | None, operand: Any = None
+) -> PendingLogits:
+    """The product with a quantized weight, or a layer that has one, in the dtype of the hidden states."""
+    dtype, operand = hidden_states.dtype, operand or hidden_states.dtype
+    head = Head(find_quantized(weight), None if bias is None else bias.to(operand))  # type: ignore[arg-type]
+    logits = pending_product(hidden_states.to(operand), head, targets)
+    return logits if operand == dtype else logits.with_changes(dtype=dtype)
+
+
+class KeepGathered(torch.autograd.Function):
+    """A weight that DeepSpeed's ZeRO-3 has gathered for the running forward, as a tensor that stays in memory.
+
+    DeepSpeed gathers a module's weights again for its backward, but the loss uses them earlier, and no backward of the
+    module runs. So backward gathers the weight again, and partitions it at its end unless DeepSpeed has done so or a
+    submodule (tied weights) uses it.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, parameter: Tensor) -> Tensor:
+        ctx.parameter = parameter
+        return parameter.detach()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        parameter = ctx.parameter
+
+        def partition() -> None:
+            if parameter.ds_status.name == "AVAILABLE" and not parameter.ds_active_sub_modules:
+                parameter.partition(param_list=[parameter], has_been_updated=False)
+
+        if parameter.ds_status.name != "AVAILABLE":
+            parameter.all_gather(param_list=[parameter])
+            engine = getattr(torch.autograd.Variable, "_execution_engine", None)
+            if engine is not None:  # else it stays gathered until DeepSpeed partitions it
+                engine.queue_callback(partition)
+        return gradient
+
+
+class _OfHead(Replacement):
+    """A kind that :func:`prepare_head` and :func:`patch_head` choose; each call reads the module."""
+
+    def probed_attributes(self, module: nn.Module) -> frozenset[str]:
+        return frozenset()
+
+    @classmethod
+    def is_candidate(cls, module: nn.Module) -> bool:
+        return False
+
+    @classmethod
+    def match(cls, module: nn.Module) -> Replacement:
+        return cls()
+
+
+class _HeadKind(_OfHead):
+    """Layers that return pending logits where :func:`pending_logits` says so."""
+
+    def call(self, module: Any, *args: Any, **kwargs: Any) -> Any:
+        """Pending logits; or ``NotImplemented``, and the layer's own method computes."""
+        state = _state_of(module)
+        if state is None:
+            return NotImplemented
+        reason = _reason_against(module)
+        if reason is not None:
+            _warn_plain(module, reason)
+            return NotImplemented
+        logits = self.logits(module, state[0], *args, **kwargs)
+        if isinstance(logits, PendingLogits):
+            return logits.with_changes(quiet=False)
+        if logits is not NotImplemented:
+            _warn_plain(module, "it does more than to multiply by a weight, and to cast and scale the result")
+        return logits
+
+    def logits(self, module: Any, targets: list[Tensor] | None, *args: Any, **kwargs: Any) -> Any:
+        """What the layer returns, pending inside."""
+
+
+@dataclass(frozen=True)
+class LossHead(_HeadKind):
+    """Any layer, with all that its call does: adapters, hooks, and a forward that was put on the instance."""
+
+    methods = ("__call__",)
+
+    def logits(self, module: Any, targets: list[Tensor] | None, *args: Any, **kwargs: Any) -> Any:
+        """The layer's own call, with pending products."""
+        with Products(targets):
+            return original_class(module).__call__(module, *args, **kwargs)
+
+
+@dataclass(frozen=True)
+class QuantizedHead(_HeadKind):
+    """A quantized layer, whose rows are dequantized where the logits are read."""
+
+    def logits(self, module: Any, targets: list[Tensor] | None, *args: Any, **kwargs: Any) -> Any:
+        """The product with the layer's rows."""
+        if kwargs or len(args) != 1 or args[0].dim() < 2:
+            return NotImplemented
+        # The layer may round hidden states before the product; its result has their own dtype then.
+        return _quantized_product(targets, args[0], module, module.bias, getattr(module, "compute_dtype", None))
+
+
+def _shared_forward(ranks: Ranks, own: Callable[[Tensor], Tensor], layer: Any, hidden_states: Tensor) -> Any:
+    """The forward of a layer whose rows the ranks of a mesh share, and whose own returns the logits of all of them."""
+    state = _state_of(layer)
+    if state is None:
+        return own(hidden_states)
+    head = Head(*_local_parameters(layer), LogitTransform()).with_fields(ranks=ranks)
+    return pending_product(hidden_states, head, state[0])
+
+
+def _local_parameters(module: Any) -> tuple[Tensor, Tensor | None]:
+    """This rank's rows of a linear layer's weight and bias, which are DTensors, differentiable."""
+    weight, bias = module.weight, module.bias
+    rows = local_rows("weight", weight, weight.device_mesh)
+    return rows, None if bias is None else local_rows("bias", bias, weight.device_mesh)
+
+
+def _match_shared(module: Any) -> Ranks:
+    """Who shares a linear layer's rows, if its forward returns the logits of all of them; else Mismatch.
+
+    All ranks run it together, on the layer's own parameters.
+    """
+    try:
+        weight, bias = _local_parameters(module)
+        # Its hidden states are plain tensors.
+        ranks = dataclasses.replace(share_mesh(module.weight), mesh=None, sums_hidden=True)
+    except (TypeError, ValueError) as error:
+        both = module.weight.device_mesh.ndim > 1
+        order = "fully_shard was called before patch: apply tensor parallelism, then patch(model), then fully_shard"
+        raise Mismatch(order if both else str(error)) from None
+    hidden = probing.random((1, 3, weight.shape[1]), torch.Generator().manual_seed(0), weight.dtype).to(weight.device)
+    with probing.isolated():
+        logits, (gradient,) = probing.observe(vars(module)["forward"], [hidden])
+        if logits.shape != (1, 3, sum(ranks.sizes)):
+            raise Mismatch(f"it returns {tuple(logits.shape)} and not all logits")
+        expected, (other,) = probing.observe(lambda x: linear(x, weight, bias, ranks=ranks), [hidden])
+    probing.check_close("its output", logits, expected, 2e-2)
+    probing.check_close("its gradient", gradient, other, 2e-2)
+    return ranks
+
+
+def _is_quantized_layer(module: nn.Module) -> bool:
+    """Whether a layer has a quantized weight that its own forward, and no ``F.linear``, multiplies by."""
+    weight = getattr(module, "weight", None)
+    by_linear = isinstance(module, nn.Linear) and isinstance(weight, Tensor) and is_quantized(weight)
+    ordinary = type(weight) is nn.Parameter and weight.is_floating_point()
+    return is_quantized(module) and not (ordinary or by_linear) and not hasattr(module, "base_layer")
+
+
+#: Layers may round hidden states to 8 bits before their product, which this library does not.
+_QUANTIZATION_ERROR = 0.05
+
+
+def _check_quantized(module: Any) -> None:
+    """Raise Mismatch unless a quantized layer's rows can be read, and it computes their products."""
+    try:
+        weight = find_quantized(module)
+    except TypeError as error:
+        raise Mismatch(str(error)) from None
+    if weight is None:
+        raise Mismatch("it has not been quantized yet: move the model to its device, then patch it")
+    if weight.device.type == "meta":
+        raise Mismatch("its weight is on the meta device, and what it computes must be compared: load it first")
+    if "forward" in vars(module):
+        raise Mismatch("it is quantized, and its forward was replaced on the instance")
+    before = dict(vars(module))  # a first forward may choose the dtype to compute in
+    try:
+        same = _disagreement(module, weight) <= _QUANTIZATION_ERROR
+    except Exception as error:
+        raise Mismatch(f"it fails on small hidden states ({type(error).__name__}: {str(error)[:160]})") from error
+    finally:
+        vars(module).update(before)
+    if not same:
+        raise Mismatch("it computes something else than the product with its dequantized rows")
+
+
+def _disagreement(layer: nn.Module, weight: QuantizedWeight) -> float:
+    """How far what a layer computes is from the product with the rows that were read, the first and the last."""
+    (vocab_size, hidden_size), size = weight.shape, 64
+    generator = torch.Generator().manual_seed(0)
+    hidden = torch.randn(2, hidden_size, dtype=torch.float32, generator=generator).to(weight.device, weight.dtype)
+    with torch.enable_grad():  # in evaluation, layers may change how their weight is laid out
+        logits: Tensor = type(layer).forward(layer, hidden.requires_grad_()).float()
+    if logits.shape != (2, vocab_size):
+        return math.inf
+    errors, bias = [], getattr(layer, "bias", None)
+    with torch.no_grad():
+        for start in {0, max(vocab_size - size, 0)}:
+            part = slice(start, min(start + size, vocab_size))
+            expected = F.linear(hidden.float(), weight.rows(part.start, part.stop).float())
+            expected = expected if bias is None else expected + bias[part].float()
+            error = (logits[:, part] - expected).norm()
+            errors.append(float(error / expected.norm()) if error != 0 else 0.0)
+    return max(math.inf if math.isnan(error) else error for error in errors)
+
+
+# --- Heads ------------------------------------------------------------------------------------------------------------
+
+
+def owner_of_head(model: nn.Module) -> Any:
+    """The model that has the head, inside wrappers such as an adapter's or DistributedDataParallel; or ``None``."""
+    return next((module for module in model.modules() if head_of(module) is not None), None)
+
+
+def head_of(model: Any) -> nn.Module | None:
+    """The output embedding of a model, or ``None``."""
+    if not hasattr(type(model), "get_output_embeddings"):
+        return None
+    head = model.get_output_embeddings()
+    return head if isinstance(head, nn.Module) else None
+
+
+def prepare_head(model: nn.Module, filter_fn: Callable[[nn.Module, str], bool] | None = None) -> list[Entry]:
+    """Let the output embedding return pending logits, within :func:`pending_logits` and nowhere else.
+
+    Args:
+        model: a model with ``get_output_embeddings``, as transformers' models have it, or that contains one.
+        filter_fn: ``(module, path) -> bool``; layers for which it returns False are left as they are.
+
+    Returns:
+        An entry for each layer, also if it was prepared before, or was left with the reason.
+    """
+    owner = owner_of_head(model)
+    if owner is None:
+        without = "it has no output embedding; for token losses, pass the model with its lm_head (AutoModelForCausalLM)"
+        return [Entry("", type(model).__name__, None, without)]
+    head, entries = owner.get_output_embeddings(), []
+    quantized = [layer for layer in head.modules() if _is_quantized_layer(layer)]
+    for layer in dict.fromkeys([*quantized, head]):
+        path = next((name for name, other in model.named_modules() if other is layer), "")
+        reason = None
+        if replacement_of(layer) is None:
+            kind = QuantizedHead() if layer in quantized else LossHead()
+            reason = LEFT_OUT if filter_fn is not None and not filter_fn(layer, path) else _prepare(layer, kind)
+        by = type(replacement_of(layer)).__name__
+        entries.append(Entry(path, original_class(layer).__name__, None if reason else by, reason or ""))
+    return entries
+
+
+def _prepare(layer: Any, kind: _HeadKind) -> str | None:
+    """Give a layer its kind, or return the reason not to."""
+    reason = _reason_against(layer)
+    if reason is not None:
+        return reason
+    try:
+        if isinstance(kind, QuantizedHead):
+            _check_quantized(layer)
+        elif _shares_rows(layer):
+            own = vars(layer)["forward"]
+            layer.forward = partial(_shared_forward, _match_shared(layer), own, layer)
+    except Mismatch as mismatch:
+        shared = "" if isinstance(kind, QuantizedHead) else "its weight is split over processes, and "
+        return f"{shared}{mismatch}"
+    except Exception as error:
+        return probing.reason_of(error)
+    swap(layer, kind)
+    return None
+
+
+def _reason_against(head: nn.Module) -> str | None:
+    """Why a head must compute its logits, or ``None``."""
+    if isinstance(head, nn.Embedding) or type(head).forward is nn.Module.forward:
+        return "it is no layer that multiplies hidden states"
+    hooks_of_all = [getattr(nn.modules.module, name, None) for name in _BACKWARD_HOOKS_OF_ALL]
+    for layer in head.modules():
+        if any(hooks_of_all) or any(hooks_of(layer, kind) for kind in _BACKWARD_HOOKS):
+            return "it has backward hooks, which a gradient that is taken elsewhere would pass by"
+        if type(layer).__name__ == "FullyShardedDataParallel":
+            return "it is a unit of FSDP1, which frees its weight after its forward: leave it in the model's own unit"
+        if getattr(layer, "weight", None).__class__.__name__ == "DTensor":
+            hooks = [*hooks_of(layer, "forward_pre_hooks").values(), *hooks_of(layer, "forward_hooks").values()]
+            if any(getattr(hook, "__module__", "").startswith("torch.distributed.tensor.") for hook in hooks):
+                return (
+                    "torch's parallelize_module has split its weight, and takes DTensors from it: load the model with "
+                    'transformers\' DistributedConfig(tp_plan="auto"), or take the loss from the last hidden states '
+                    "and a Head with group="
+                )
+    return None
+
+
+_BACKWARD_HOOKS = ("backward_hooks", "backward_pre_hooks")
+_BACKWARD_HOOKS_OF_ALL = ("_global_backward_hooks", "_global_backward_pre_hooks")
+
+
+def _warn_plain(head: nn.Module, reason: str) -> None:
+    warn(
+        f"the output embedding, a {type(head).__name__}, computes its logits, [tokens, vocab]: {reason}."
+        + see("models-that-cannot-be-patched"),
+        RuntimeWarning,
+    )
+
+
+def is_head(layer: nn.Module) -> bool:
+    """Whether a layer was prepared."""
+    return isinstance(replacement_of(layer), _HeadKind)
+
+
+def is_prepared(model: nn.Module) -> bool:
+    """Whether the head of a model is prepared."""
+    return bool(_layers(head_of(owner_of_head(model))))
+
+
+def _layers(head: nn.Module | None) -> list[Any]:
+    """The layers of a head that were prepared, the head itself among them; none if it was not."""
+    if head is None or not is_head(head):
+        return []
+    return [layer for layer in head.modules() if layer is head or isinstance(replacement_of(layer), QuantizedHead)]
+
+
+def _start(layers: list[Any], targets: list[Tensor] | None = None) -> None:
+    thread = 0 if torch.compiler.is_dynamo_compiling() else threading.get_ident()
+    for layer in layers:
+        setattr(layer, _PENDING, (targets, thread))
+    _keep_gathered(layers)
+
+
+def _end(layers: list[Any]) -> None:
+    for layer in layers:
+        if hasattr(layer, _PENDING):
+            delattr(layer, _PENDING)
+
+
+def _state_of(layer: Any) -> Any:
+    """Where the targets of a layer's losses go, in a tuple; ``None`` where it is to return logits."""
+    state = getattr(layer, _PENDING, None)
+    here = state is None or torch.compiler.is_dynamo_compiling() or state[1] in (0, threading.get_ident())
+    return state if here else None
+
+
+def _keep_gathered(layers: list[Any]) -> None:
+    """A unit of ``fully_shard`` keeps its weights from its forward to its backward."""
+    for layer in layers:
+        for unit in layer.modules():
+            if hasattr(unit, "set_reshard_after_forward"):
+                _do_not_reshard(unit)
+
+
+@torch.compiler.disable
+def _do_not_reshard(unit: Any) -> None:
+    unit.set_reshard_after_forward(False, recurse=False)
+
+
+@contextlib.contextmanager
+def pending_logits(*models: nn.Module, targets: list[Tensor] | None = None) -> Iterator[None]:
+    """Within this context, the prepared heads of models return :class:`PendingLogits`.
+
+    ``targets`` gets the labels of each cross-entropy of them, whose result is then 0.
+    """
+    layers = [layer for model in models for layer in _layers(head_of(owner_of_head(model)))]
+    layers = [layer for layer in dict.fromkeys(layers) if not hasattr(layer, _PENDING)]
+    inner = [getattr(model, "module", model) for model in models if layers and _is_distributed()]
+    hooks = [model.register_forward_hook(_show_tensors, prepend=True) for model in inner]
+    _start(layers, targets)
+    try:
+        yield
+    finally:
+        _end(layers)
+        for hook in hooks:
+            hook.remove()
+
+
+def _is_distributed() -> bool:
+    return torch.distributed.is_available() and torch.distributed.is_initialized()
+
+
+def _show_tensors(model: nn.Module, args: Any, output: Any) -> None:
+    """Add to an output with pending logits tensors in their graph, where DistributedDataParallel and fully_shard look.
+
+    The first waits for gradients of what it finds there, the second registers hooks. None of them may be a view.
+    """
+    if isinstance(output, dict) and torch.is_grad_enabled() and _is_distributed():
+        for logits in filter(_pends, [*output.values()]):
+            logits.hidden_states = logits.hidden_states.clone()
+            weights = [weight.flatten()[:1].sum() for weight in logits.tensors[1:] if weight is not None]
+            # A field of transformers' outputs: fully_shard looks for no others.
+            key = "hidden_states" if output.get("hidden_states") is None else "of_logits"
+            output[key] = (logits.hidden_states, *weights)
+
+
+# --- Models -----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class LossForward(_OfHead):
+    """The forward of a model that has the head: where it is given labels, its head returns pending logits.
+
+    Attributes:
+        keep_logits: compute the logits of forwards with labels and gradients, too.
+        eval_logits: the same without gradients.
+    """
+
+    keep_logits: bool = False
+    eval_logits: bool = True
+    may_be_wrapped = True
+
+    def new_method(self, replaced: Callable[..., Any]) -> Callable[..., Any]:
+        """The forward, with the loss computed inside it."""
+        return lambda model, *args, **kwargs: _with_loss(partial(replaced, model), model, *args, **kwargs)
+
+    def wants_loss(self, forward: Any, args: Any, kwargs: dict[str, Any]) -> bool:
+        """Whether a call computes a loss and no logits; a Trainer that keeps the labels back passes their number."""
+        if torch.is_grad_enabled() or not self.eval_logits:
+            given = _has_labels(forward, args, kwargs)
+            return given or (torch.is_grad_enabled() and kwargs.get("num_items_in_batch") is not None)
+        return False
+
+
+def _has_labels(forward: Any, args: Any, kwargs: dict[str, Any]) -> bool:
+    if kwargs.get("labels") is not None or kwargs.get("shift_labels") is not None:
+        return True
+    if len(args) < 2 or torch.compiler.is_dynamo_compiling():
+        return False
+    return inspect.signature(forward).bind_partial(*args).arguments.get("labels") is not None
+
+
+def _with_loss(forward: Callable[..., Any], model: Any, *args: Any, **kwargs: Any) -> Any:
+    """The forward of a patched model."""
+    options = replacement_of(model)
+    if not isinstance(options, LossForward):  # it was unpatched, and what is around it calls this
+        return forward(*args, **kwargs)
+    head = head_of(model)
+    if not options.wants_loss(forward, args, kwargs) or hasattr(head, _PENDING):
+        output = forward(*args, **kwargs)
+        _warn_of_many(model, output)
+        return output
+    layers = _layers(head)
+    if not layers and not torch.compiler.is_dynamo_compiling():
+        layers = _prepare_again(model)
+    _start(layers)
+    try:
+        output = forward(*args, **kwargs)
+    finally:
+        _end(layers)
+    if not _has_labels(forward, args, kwargs):
+        _show_tensors(model, args, output)
+        return output
+    return _finished(output, options.keep_logits if torch.is_grad_enabled() else options.eval_logits)
+
+
+def _prepare_again(model: Any) -> list[Any]:
+    """Prepare a head that was replaced or has got adapters; if it cannot be, say so, once."""
+    left = [f"{entry.path} ({entry.reason})" for entry in prepare_head(model) if entry.reason]
+    if left:
+        unpatch_head(model)
+        warn(
+            f"the output embedding of {type(model).__name__} was changed after patch(), and its logits, "
+            f"[tokens, vocab], are computed from now on: {'; '.join(left)}. If you can undo that change, do so and "
+            "call liger_losses.patch(model) again." + see("models-that-cannot-be-patched"),
+            RuntimeWarning,
+        )
+    return _layers(head_of(model))
+
+
+def _finished(output: Any, keep: bool) -> Any:
+    """A forward's output, with the values of pending logits, or, where it has a loss, without them."""
+    if isinstance(output, PendingLogits):
+        return output.values()
+    if isinstance(output, dict):  # transformers' outputs are
+        if not any(map(_pends, output.values())):
+            return output
+        keep = keep or output.get("loss") is None
+        entries = {name: _finished(value, keep) for name, value in output.items() if keep or not _pends(value)}
+        return type(output)(**entries)
+    if type(output) is tuple:
+        return tuple([_finished(value, keep) for value in output if keep or not _pends(value)])
+    return output
+
+
+def _pends(value: Any) -> bool:
+    return isinstance(value, PendingLogits)
+
+
+def _warn_of_many(model: nn.Module, output: Any) -> None:
+    if not model.training or torch.compiler.is_dynamo_compiling():
+        return
+    logits = getattr(output, "logits", None)
+    if isinstance(logits, Tensor) and logits.requires_grad and logits.numel() * logits.element_size() > _MANY_BYTES:
+        warn(
+            f"{type(model).__name__} returned {logits.numel() * logits.element_size() / 2**30:.1f} GiB of logits: "
+            "without labels, a patched model computes them. Pass it labels=, or give its hidden states to a loss with "
+            "liger_losses.loss_inputs(model, ...)." + see("logits-that-were-computed"),
+            RuntimeWarning,
+        )
+
+
+def patch_head(model: nn.Module, options: LossForward) -> None:
+    """Let a model whose head is prepared compute its loss without logits."""
+    owner = owner_of_head(model)
+    if isinstance(replacement_of(owner), LossForward):
+        restore(owner)
+    swap(owner, options)
+    own = vars(owner).get("forward")
+    if own is not None and not _is_ours(own, _with_loss):
+        owner.forward = functools.update_wrapper(partial(_with_loss, own, owner), own)
+
+
+def unpatch_head(model: nn.Module) -> None:
+    """Undo :func:`patch_head` and :func:`prepare_head`."""
+    for module in model.modules():
+        own: Any = vars(module).get("forward")
+        if _is_ours(own, _with_loss):
+            module.forward = own.args[0]
+        elif _is_ours(own, _shared_forward):
+            module.forward = own.args[1]
+        if isinstance(replacement_of(module), (LossForward, _HeadKind)):
+            restore(module)
+
+
+def _is_ours(forward: Any, function: Callable[..., Any]) -> bool:
+    return isinstance(forward, partial) and forward.func is function
+
+
+# --- Transforms -------------------------------------------------------------------------------------------------------
+
+
+def transform_of(layer: nn.Module, hidden_states: Tensor) -> LogitTransform:
+    """What the forward of a linear layer's class does to the product of its input, weight and bias, or Mismatch.
+
+    Args:
+        layer: with a weight and, where it has one, a bias.
+        hidden_states: what its forward takes; they are not read.
+    """
+    if is_weight_and_bias(layer):
+        return LogitTransform()
+    weight: Any = layer.weight
+    logits, given = _small_logits(layer, type(layer).forward, hidden_states.dtype, weight.dtype, hidden_states.device)
+    used = [tensor for tensor in logits.tensors if tensor is not None]
+    if [tensor.data_ptr() for tensor in used] != [tensor.data_ptr() for tensor in given]:
+        raise Mismatch("its product is of another input, weight or bias than the layer's")
+    return logits.head.transform
+
+
+def _small_logits(
+    layer: Any, forward: Callable[[Any, Tensor], Any], dtype: torch.dtype, weight_dtype: torch.dtype, device: Any
+) -> tuple[PendingLogits, list[Tensor]]:
+    """What ``forward(layer, hidden states)`` returns of small hidden states and parameters, and these; or Mismatch."""
+    width = probing.shape_of(layer.weight)[1]
+    hidden = torch.zeros(1, 3, width, dtype=dtype, device=device)
+    small = {"weight": torch.zeros(5, width, dtype=weight_dtype, device=device)}
+    if getattr(layer, "bias", None) is not None:
+        small["bias"] = torch.zeros(5, dtype=weight_dtype, device=device)
+    with Products():
+        try:
+            logits = probing.call_with(small, forward, layer, hidden)
+        except Exception as error:
+            raise Mismatch(f"{type(error).__name__}: {str(error)[:160]}") from error
+    if not isinstance(logits, PendingLogits) or logits.computed or logits.shape != (1, 3, 5):
+        raise Mismatch("it does more than to call F.linear with its parameters, and to cast and scale the result")
+    return logits, [hidden, *small.values()]
+
+
+def _shares_rows(layer: Any) -> bool:
+    """Whether a forward on the instance of a layer exchanges messages, because its rows are on several processes."""
+    own = vars(layer).get("forward")
+    if own is None or not hasattr(getattr(layer, "weight", None), "full_tensor"):
+        return False
+    with probing.isolated(), contextlib.suppress(Mismatch):
+        _small_logits(layer, lambda layer, x: own(x), torch.float32, torch.float32, "cpu")
+        return False  # fully_shard gathers the weight
+    return True

@@ -1,0 +1,349 @@
+"""The operations on pending logits that need no values, each a function of the logits and its other arguments.
+
+An operation on tokens is applied to the hidden states; a step, such as a scale, changes the head; a reduction over the
+vocabulary is computed by the engine. Each returns pending logits or results, or ``NotImplemented`` for arguments with
+which the values are needed after all.
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from liger_losses.chunked import EngineOptions
+from liger_losses.chunked.losses.cross_entropy_terms import linear_cross_entropy
+from liger_losses.kernels.autograd import autocast_dtype
+
+#: ``liger_losses.patching.pending`` has the class, which has these operations.
+PendingLogits = Any
+
+#: By the names of methods, functions and operators.
+OPERATIONS: dict[str, Callable[..., Any]] = {}
+#: No label has this value, so that as ``ignore_index`` it ignores no token.
+_NO_LABEL = -(2**62)
+
+
+def _operation(names: str) -> Callable[[Any], Any]:
+    """Register a function, which is not called with arguments that it does not take."""
+
+    def register(function: Any) -> Any:
+        signature = inspect.signature(function)
+
+        def checked(*args: Any, **kwargs: Any) -> Any:
+            try:
+                signature.bind(*args, **kwargs)
+            except TypeError:
+                return NotImplemented
+            return function(*args, **kwargs)
+
+        OPERATIONS.update(dict.fromkeys(names.split(), checked))
+        return function
+
+    return register
+
+
+def _is_vocabulary(logits: PendingLogits, dim: Any) -> bool:
+    """Whether a dimension, which may be given as a tuple of one, is the vocabulary's, the last one."""
+    dim = dim[0] if isinstance(dim, (tuple, list)) and len(dim) == 1 else dim
+    return isinstance(dim, int) and dim in (-1, len(logits.shape) - 1)
+
+
+# --- Tokens: the hidden states are reshaped and chosen ----------------------------------------------------------------
+
+
+@_operation("view reshape")
+def _reshape(logits: PendingLogits, *shape: Any) -> Any:
+    sizes = list(shape[0]) if len(shape) == 1 and isinstance(shape[0], (tuple, list)) else list(shape)
+    if len(sizes) < 2 or not all(isinstance(size, (int, torch.SymInt)) for size in sizes):
+        return NotImplemented
+    hidden_states, vocab_size = logits.hidden_states, logits.head.vocab_size
+    if sizes[-1] == -1 and -1 not in sizes[:-1]:
+        sizes[-1] = logits.shape.numel() // max(math.prod(sizes[:-1]), 1)
+    if sizes[-1] != vocab_size:
+        return NotImplemented
+    return logits.with_rows(hidden_states.reshape(*sizes[:-1], hidden_states.shape[-1]))
+
+
+def _on_tokens(name: str, logits: PendingLogits, *args: Any, **kwargs: Any) -> Any:
+    """A view whose last dimension is the vocabulary, as a tensor without memory shows."""
+    like_logits = torch.empty(logits.shape, dtype=logits.hidden_states.dtype, device="meta")
+    try:
+        views, rows = (getattr(tensor, name)(*args, **kwargs) for tensor in (like_logits, logits.hidden_states))
+    except (RuntimeError, IndexError):  # sizes of the vocabulary, which hidden states do not have, or wrong arguments
+        return NotImplemented
+    several = isinstance(rows, tuple)
+    pairs = list(zip(views, rows, strict=False)) if several else [(views, rows)]
+    (*_, size), width = logits.shape, logits.hidden_states.shape[-1]
+    for view, part in pairs:
+        last = view.shape[-1:] == (size,) and part.shape[-1:] == (width,) and view.stride(-1) == 1 != size
+        if not last or view.dim() < 2 or view.shape[:-1] != part.shape[:-1]:
+            return NotImplemented
+    parts = tuple(logits.with_rows(part) for _, part in pairs)
+    return NotImplemented if not parts else parts if several else parts[0]
+
+
+for _name in "flatten split chunk unbind transpose permute unsqueeze squeeze".split():  # noqa: SIM905
+    _operation(_name)(partial(_on_tokens, _name))
+
+
+@_operation("contiguous")
+def _contiguous(logits: PendingLogits) -> Any:
+    return logits.with_rows(logits.hidden_states.contiguous())
+
+
+@_operation("clone")
+def _clone(logits: PendingLogits) -> Any:
+    return logits.with_changes()
+
+
+@_operation("detach")
+def _detach(logits: PendingLogits) -> Any:
+    return logits.with_rows(logits.hidden_states.detach(), head=logits.head.detach())
+
+
+@_operation("__getitem__")
+def _getitem(logits: PendingLogits, index: Any) -> Any:
+    """Any index of tokens, and a slice of the vocabulary."""
+    parts = index if isinstance(index, tuple) else (index,)
+    if any(isinstance(part, bool) for part in parts):
+        return NotImplemented
+    masks = [part for part in parts if isinstance(part, Tensor) and part.dtype in (torch.bool, torch.uint8)]
+    dims = sum([part is not None and part is not ... for part in parts]) + sum([mask.dim() - 1 for mask in masks])
+    at = next((i for i, part in enumerate(parts) if part is ...), len(parts))
+    whole = (slice(None),) * (len(logits.shape) - dims)  # what an ellipsis stands for
+    parts = parts[:at] + whole + parts[at + 1 :]
+    columns = parts[-1]
+    if not isinstance(columns, slice) or columns.step not in (None, 1):
+        return NotImplemented
+    rows, head = logits.hidden_states[parts[:-1] + (slice(None),)], logits.head
+    start, stop = (0, head.vocab_size) if columns == slice(None) else columns.indices(head.vocab_size)[:2]
+    if (start, stop) == (0, head.vocab_size):
+        return logits.with_rows(rows)
+    if logits.normalized or stop <= start or head.ranks.size > 1:
+        return NotImplemented  # log-probabilities of some columns depend on all of the head, which ranks may share
+    return logits.with_rows(rows, head=head.columns(columns))
+
+
+# --- Steps: the head is changed ---------------------------------------------------------------------------------------
+
+
+def _cast(logits: PendingLogits, dtype: torch.dtype) -> Any:
+    if not dtype.is_floating_point:
+        return NotImplemented
+    if dtype == logits.dtype:
+        return logits
+    if logits.normalized and torch.promote_types(dtype, logits.dtype) != dtype:
+        return NotImplemented  # a step comes before the softmax, so it would round the logits instead
+    return logits.with_step("to", dtype).with_changes(dtype=dtype)
+
+
+_CASTS = {"float": torch.float32, "double": torch.float64, "half": torch.float16, "bfloat16": torch.bfloat16}
+for _name, _dtype in _CASTS.items():
+    _operation(_name)(partial(_cast, dtype=_dtype))
+
+
+@_operation("to")
+def _to(logits: PendingLogits, *args: Any, **kwargs: Any) -> Any:
+    """An empty tensor shows what the arguments mean."""
+    try:
+        moved = torch.empty(0, dtype=logits.dtype, device=logits.device).to(*args, **kwargs)
+    except (TypeError, RuntimeError):  # arguments that torch refuses
+        return NotImplemented
+    if moved.device != logits.device or kwargs.get("memory_format") is not None or kwargs.get("copy"):
+        return NotImplemented
+    return _cast(logits, moved.dtype)
+
+
+def _scale(name: str, logits: PendingLogits, other: Any) -> Any:
+    """Multiply or divide by a number: a scale of the head, and of its soft-cap if there is one."""
+    number = isinstance(other, (int, float)) and not isinstance(other, bool)
+    if not number or not math.isfinite(other) or other == 0 or logits.normalized:
+        return NotImplemented
+    by, transform = 1.0 / other if name == "div" else float(other), logits.head.transform
+    changes = {"logit_scale": transform.logit_scale * by}
+    if transform.softcap is not None:
+        changes["softcap"] = transform.softcap * by
+    if not math.isfinite(changes["logit_scale"]) or not 0 < changes.get("softcap", 1.0) < math.inf:
+        return NotImplemented
+    return logits.with_step(name, other, **changes)
+
+
+_operation("mul multiply __mul__ __rmul__")(partial(_scale, "mul"))
+_operation("div divide true_divide __truediv__")(partial(_scale, "div"))
+
+
+@_operation("tanh")
+def _tanh(logits: PendingLogits) -> Any:
+    if logits.normalized or logits.head.transform.softcap is not None:
+        return NotImplemented
+    return logits.with_step("tanh", softcap=1.0)
+
+
+@_operation("neg negative __neg__")
+def _neg(logits: PendingLogits) -> Any:
+    """Negate log-probabilities, as losses do; to negate other logits, their values are computed."""
+    return logits.with_changes(negated=not logits.negated) if logits.normalized else NotImplemented
+
+
+@_operation("add __add__ __radd__")
+def _add(logits: PendingLogits, other: Any) -> Any:
+    """Add a bias ``[V]`` to a head's product; or add another product, such as an adapter's: both heads side by side."""
+    head, dtype = logits.head, logits.dtype
+    if logits.normalized or logits.steps or head.ranks.size > 1:
+        return NotImplemented
+    if isinstance(other, type(logits)):
+        return NotImplemented if other.computed else _add_product(logits, other)
+    if not isinstance(other, Tensor) or head.quantized is not None or other.dtype != head.weight.dtype:
+        return NotImplemented
+    vector = other.shape[-1:] == (head.vocab_size,) and other.numel() == head.vocab_size
+    if not vector or other.dim() > len(logits.shape) or other.device != head.weight.device:
+        return NotImplemented
+    bias = other.flatten() if head.bias is None else head.bias + other.flatten()
+    return logits.with_changes(head=head.with_fields(bias=bias), dtype=torch.promote_types(dtype, other.dtype))
+
+
+def _add_product(one: PendingLogits, two: PendingLogits) -> Any:
+    if one.autocast != two.autocast or one.shape != two.shape or two.head.ranks.size > 1:
+        return NotImplemented
+    if two.normalized or two.head.transform.softcap is not None or two.head.quantized is not None:
+        return NotImplemented
+    scale = two.head.transform.logit_scale
+    parts = (one.hidden_states, one.head.weight), (two.hidden_states * scale, two.head.weight)
+    mixed = any(a.dtype != b.dtype for a, b in zip(*parts, strict=True))
+    # PEFT keeps adapters in fp32. They take the dtype of the hidden states of a head in half precision, to which PEFT
+    # rounds the sum, and of a quantized head, whose weight takes it as well.
+    rounded = one.head.quantized is not None or (one.dtype.itemsize == 2 and one.dtype == one.head.weight.dtype)
+    if mixed and one.autocast is None and not rounded:
+        return NotImplemented
+    dtype = one.autocast or (one.hidden_states.dtype if rounded else None)
+
+    def cast(part: Tensor) -> Tensor:
+        return part if dtype is None else part.to(dtype)
+
+    biases = [cast(part.bias * part.transform.logit_scale) for part in (one.head, two.head) if part.bias is not None]
+    bias = sum(biases[1:], biases[0]) if biases else None
+    hidden, weight = [torch.cat([cast(part) for part in pair], -1) for pair in zip(*parts, strict=True)]
+    head, dtype = one.head.with_fields(weight=weight, bias=bias), torch.promote_types(one.dtype, two.dtype)
+    return one.with_changes(hidden_states=hidden, head=head, dtype=dtype)
+
+
+@_operation("log_softmax")
+def _log_softmax(
+    logits: PendingLogits, dim: Any = None, *args: Any, dtype: torch.dtype | None = None, **others: Any
+) -> Any:
+    if not _is_vocabulary(logits, dim) or logits.normalized:
+        return NotImplemented
+    dtype = next((arg for arg in args if isinstance(arg, torch.dtype)), dtype)
+    if dtype is None and logits.device.type == "cuda" and torch.is_autocast_enabled("cuda"):
+        dtype = torch.float32  # autocast runs it in fp32 on a GPU
+    cast = logits if dtype is None else _cast(logits, dtype)
+    return cast if cast is NotImplemented else cast.with_changes(normalized=True)
+
+
+# --- Reductions: the engine computes them -----------------------------------------------------------------------------
+
+
+def _cross_entropy(
+    normalized: bool,
+    logits: PendingLogits,
+    target: Tensor,
+    weight: Tensor | None = None,
+    size_average: Any = None,
+    ignore_index: int = -100,
+    reduce: Any = None,
+    reduction: str = "mean",
+    label_smoothing: float = 0.0,
+) -> Any:
+    """``cross_entropy`` of logits; ``nll_loss``, which has no label smoothing, of log-probabilities."""
+    if logits.targets is not None:
+        logits.targets.append(target)
+        return logits.hidden_states.new_zeros((), dtype=torch.float32)
+    class_indices = isinstance(target, Tensor) and target.dtype == torch.int64 and target.dim() == 1
+    right = reduction in ("mean", "sum", "none") and 0 <= label_smoothing <= 1
+    right = right and (weight is None or weight.shape == logits.shape[-1:])  # otherwise torch says what is wrong
+    deprecated = size_average is not None or reduce is not None
+    if deprecated or not (class_indices and right) or len(logits.shape) != 2:
+        return NotImplemented
+    if logits.normalized != normalized or logits.negated:
+        return NotImplemented
+    logits.check()
+    with logits.forward_autocast():
+        tensors = logits.hidden_states, logits.head, target, weight
+        loss = linear_cross_entropy(
+            *tensors, ignore_index=ignore_index, reduction=reduction, label_smoothing=label_smoothing
+        )
+    # Autocast runs it in fp32.
+    return loss if autocast_dtype(loss.device) is not None else loss.to(logits.dtype)
+
+
+_operation("cross_entropy")(partial(_cross_entropy, False))
+_operation("nll_loss")(partial(_cross_entropy, True))
+
+
+@_operation("gather")
+def _gather(logits: PendingLogits, dim: int, index: Tensor) -> Any:
+    """Logits or log-probabilities of some columns: ``logit = logp + lse``."""
+    if not _is_vocabulary(logits, dim) or index.shape[:-1] != logits.shape[:-1]:
+        return NotImplemented
+    index, lse = index.long(), () if logits.normalized else ("lse",)
+    if index.shape[-1] == 1:
+        # A column outside of the vocabulary is an error, the usual ignore_index too.
+        statistics = logits.statistics(index[..., 0], "logp", *lse, options=EngineOptions(ignore_index=_NO_LABEL))
+        logps = statistics.logp[..., None]
+    else:
+        statistics = logits.statistics(None, "selected_logps", *lse, selected=index)
+        logps = statistics.selected_logps
+    logps = -logps if logits.negated else logps
+    return (logps + statistics.lse[..., None] if lse else logps).to(logits.dtype)
+
+
+@_operation("take_along_dim")
+def _take_along_dim(logits: PendingLogits, indices: Tensor, dim: int) -> Any:
+    return NotImplemented if indices.dim() != len(logits.shape) else _gather(logits, dim, indices)
+
+
+#: Tokens whose logits exist at a time.
+_ROWS = 1024
+
+
+@_operation("argmax")
+@torch.no_grad()
+def _argmax(logits: PendingLogits, dim: int | None = None, keepdim: bool = False) -> Any:
+    """Of the model's logits, whose rounding decides ties; they exist for some tokens at a time."""
+    if not _is_vocabulary(logits, dim):
+        return NotImplemented
+    rows = logits.hidden_states.detach().reshape(-1, logits.hidden_states.shape[-1]).split(_ROWS)
+    columns = torch.cat([logits.with_rows(part).values().argmax(-1) for part in rows]).view(logits.shape[:-1])
+    return columns[..., None] if keepdim else columns
+
+
+def _sum(
+    name: str, logits: PendingLogits, dim: Any = None, keepdim: bool = False, *, dtype: torch.dtype | None = None
+) -> Any:
+    """``logsumexp``, ``mean`` or ``sum`` over the vocabulary; the last two over everything, too."""
+    everything = dim is None and not keepdim and name != "logsumexp"
+    supported = everything or _is_vocabulary(logits, dim)
+    if not supported or not (dtype or logits.dtype).is_floating_point:
+        return NotImplemented
+    statistic = "lse" if name == "logsumexp" else "mean_logp" if logits.normalized else "mean_logit"
+    if statistic == "lse" and logits.normalized:
+        return NotImplemented
+    result = getattr(logits.statistics(None, statistic), statistic)
+    result = -result if logits.negated else result
+    if name == "sum":
+        result = result * logits.shape[-1]  # in the engine's dtype, which holds sums that half precision would round
+        if dtype is None and result.is_cuda and torch.is_autocast_enabled("cuda"):
+            dtype = torch.float32
+    if everything:
+        result = getattr(result, name)()
+    return (result[..., None] if keepdim else result).to(dtype or logits.dtype)
+
+
+for _name in ("logsumexp", "mean", "sum"):
+    _operation(_name)(partial(_sum, _name))

@@ -1,0 +1,337 @@
+"""Logits of which only the loss is needed: an object that stands for them between a model's head and its loss.
+
+Inside a forward that computes its loss, the head returns :class:`PendingLogits`. Operations on tokens (views, slices)
+are applied to the hidden states, casts, scales and soft-caps to the head, and losses and reductions over the vocabulary
+are computed by the engine (``operations.py``). Anything else computes the logits, with one warning that names the
+operation and its caller. H hidden size, V vocabulary size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from liger_losses.caller import calling_line, warn
+from liger_losses.checks import see
+from liger_losses.chunked import ALONE, Head, QuantizedWeight, Ranks, linear_statistics
+from liger_losses.kernels.autograd import autocast_dtype, once_differentiable
+from liger_losses.patching.operations import OPERATIONS
+
+
+class PendingLogits:  # no dataclass: fully_shard would look for tensors in it, hook and cast them
+    """Hidden states, the head that multiplies them, and what was done to the logits since.
+
+    Args:
+        hidden_states: ``[..., H]``. Operations on the token dimensions of the logits are applied to these.
+        head: slices of the vocabulary are applied to its weight and bias; its transform is the scale and soft-cap of
+            the logits so far, as the engine applies them.
+        dtype: of the logits, as the model computes them.
+        autocast: the autocast dtype under which the head ran, or ``None``.
+        steps: the scale and soft-cap as the model wrote them, in order, and its casts, for values with the model's own
+            rounding: the name of a tensor's method and its arguments.
+        normalized: whether a log-softmax over the vocabulary follows.
+        negated: whether the log-probabilities are multiplied by -1.
+        quiet: inside of the head, whose own small products are computed without a warning.
+        targets: the labels of each cross-entropy are appended to this list, and the losses are 0.
+        aliases: one entry for each view of the same memory that torch would have made; shared by these.
+
+    Attributes:
+        computed: their values, once an operation has needed them.
+    """
+
+    _FIELDS = ("hidden_states", "head", "dtype", "autocast", "steps", "normalized", "negated", "quiet", "targets")
+
+    def __init__(
+        self,
+        hidden_states: Tensor,
+        head: Head,
+        dtype: torch.dtype,
+        autocast: torch.dtype | None = None,
+        steps: tuple[tuple[Any, ...], ...] = (),
+        normalized: bool = False,
+        negated: bool = False,
+        quiet: bool = False,
+        targets: list[Tensor] | None = None,
+        aliases: list[None] | None = None,
+    ) -> None:
+        self.hidden_states, self.head, self.dtype, self.autocast, self.steps = (
+            hidden_states,
+            head,
+            dtype,
+            autocast,
+            steps,
+        )
+        self.normalized, self.negated, self.quiet, self.targets = normalized, negated, quiet, targets
+        self.aliases: list[None] = [] if aliases is None else aliases
+        self.computed: list[Tensor] = []
+
+    def __repr__(self) -> str:
+        return f"PendingLogits(shape={tuple(self.shape)}, dtype={self.dtype}, device={self.device})"
+
+    @property
+    def tensors(self) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Hidden states, weight and bias."""
+        return self.hidden_states, self.head.weight, self.head.bias
+
+    @property
+    def shape(self) -> torch.Size:
+        """``[..., V]``."""
+        return torch.Size((*self.hidden_states.shape[:-1], self.head.vocab_size))
+
+    @property
+    def device(self) -> torch.device:
+        """The device of the hidden states."""
+        return self.hidden_states.device
+
+    @property
+    def requires_grad(self) -> bool:
+        """Whether one of the tensors requires a gradient."""
+        return any(tensor is not None and tensor.requires_grad for tensor in self.tensors)
+
+    @property
+    def ndim(self) -> int:
+        """The number of dimensions."""
+        return len(self.shape)
+
+    def dim(self) -> int:
+        """The number of dimensions."""
+        return len(self.shape)
+
+    def size(self, dim: int | None = None) -> Any:
+        """The shape, or one of its entries."""
+        return self.shape if dim is None else self.shape[dim]
+
+    def numel(self) -> int:
+        """The number of logits."""
+        return self.shape.numel()
+
+    def with_rows(self, hidden_states: Tensor, **changes: Any) -> PendingLogits:
+        """The logits of other tokens, a view: an operation on the token dimensions, applied to the hidden states."""
+        self.aliases.append(None)
+        return self.with_changes(hidden_states=hidden_states, aliases=self.aliases, **changes)
+
+    def with_changes(self, **changes: Any) -> PendingLogits:
+        """Logits with other fields, in memory of their own."""
+        fields = {name: getattr(self, name) for name in self._FIELDS} | changes
+        if not torch.is_grad_enabled():
+            fields |= {"hidden_states": fields["hidden_states"].detach(), "head": fields["head"].detach()}
+        return PendingLogits(**fields)
+
+    def with_step(self, *step: Any, **transform: Any) -> PendingLogits:
+        """The logits after one more operation; ``transform`` holds the changed fields of the head's transform."""
+        head = self.head.with_fields(transform=replace(self.head.transform, **transform)) if transform else self.head
+        return self.with_changes(steps=(*self.steps, step), head=head)
+
+    def forward_autocast(self) -> torch.autocast:
+        """The autocast state of the head's forward, which may have ended by now."""
+        return torch.autocast(self.device.type, self.autocast, enabled=self.autocast is not None)
+
+    def check(self) -> None:
+        """Raise RuntimeError if the head's weight was freed."""
+        if torch.compiler.is_dynamo_compiling():
+            return
+        weights = [tensor for tensor in self.tensors[1:] if tensor is not None and tensor.numel()]
+        if any(weight.untyped_storage().size() == 0 for weight in weights):
+            raise RuntimeError(
+                "the weight or bias of the last layer was freed when that layer's own forward ended; it must stay "
+                "until the loss is computed. Shard with torch.distributed.fsdp.fully_shard, or leave the last layer in "
+                "the model's own unit." + see("models-that-cannot-be-patched")
+            )
+
+    def values(self, operation: str = "") -> Tensor:
+        """The logits as an ordinary, differentiable tensor ``[..., V]``, computed once by the model's own operations.
+
+        With an ``operation``, the first call of each caller warns that it needs them.
+        """
+        if not self.computed:
+            self.check()
+            if operation and not self.quiet:
+                _warn_computed(operation)
+            with self.forward_autocast():
+                logits = linear(*self.tensors, self.head.quantized, self.head.ranks, self.autocast)
+                for name, *args in self.steps:
+                    logits = getattr(logits, name)(*args)
+            logits = logits.log_softmax(-1) if self.normalized else logits
+            self.computed.append((-logits if self.negated else logits).to(self.dtype))
+        return self.computed[0]
+
+    def statistics(self, labels: Tensor | None, *names: str, selected: Tensor | None = None, **options: Any) -> Any:
+        """:func:`linear_statistics` of these hidden states and this head; ``labels=None`` for those without labels."""
+        self.check()
+        hidden_states = self.hidden_states
+        if labels is None:
+            labels = torch.zeros(self.shape[:-1], dtype=torch.int64, device=self.device)
+        one_token = hidden_states.dim() == 1  # the engine takes a batch
+        if one_token:
+            hidden_states, labels = hidden_states[None], labels[None]
+            selected = None if selected is None else selected[None]
+        with self.forward_autocast():
+            found = linear_statistics(hidden_states, self.head, labels, names, selected=selected, **options)
+        return found._make(None if value is None else value[0] for value in found) if one_token else found
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__") or name in _OWN or not hasattr(Tensor, name):
+            raise AttributeError(f"PendingLogits has no attribute {name!r}")
+        function = getattr(Tensor, name)
+        if not callable(function):
+            return getattr(self.values(name), name)
+        return lambda *args, **kwargs: _call(name, function, (self, *args), kwargs)
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return _call(func.__name__, func, args, kwargs or {})
+
+
+#: Set by the constructor.
+_OWN = frozenset((*PendingLogits._FIELDS, "aliases", "computed"))
+
+
+def _call(name: str, func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
+    """An operation on pending logits; on their values, if the table has none that computes it."""
+    first = args[0] if args else None
+    if isinstance(first, PendingLogits) and not first.computed:
+        if name in OPERATIONS:
+            result = OPERATIONS[name](first, *args[1:], **kwargs)
+            if result is not NotImplemented:
+                return result
+        if name == "__setitem__" or name[-1] == "_" != name[0]:
+            _refuse_views(name, first)
+
+    def values(logits: PendingLogits) -> Tensor:
+        return logits.values(name)
+
+    return func(*replace_all(args, PendingLogits, values), **replace_all(kwargs, PendingLogits, values))
+
+
+def _refuse_views(name: str, logits: PendingLogits) -> None:
+    if logits.aliases:
+        raise RuntimeError(
+            f"{name} changes logits in place that have views, or are one, and these would not change with them: "
+            "compute new logits instead, as in logits = logits / temperature, or make them ordinary ones first with "
+            "logits.values()."
+        )
+
+
+def _operator(name: str) -> Any:
+    def operator(self: PendingLogits, *others: Any) -> Any:
+        return _call(name, getattr(Tensor, name), (self, *others), {})
+
+    return operator
+
+
+def _in_place_operator(name: str) -> Any:
+    def operator(self: PendingLogits, other: Any) -> Any:
+        _refuse_views(f"__i{name}__", self)
+        return _call(f"__{name}__", getattr(Tensor, f"__{name}__"), (self, other), {})
+
+    return operator
+
+
+# Python looks for operators in the class alone, and does not call __getattr__.
+for _name in """add radd sub rsub mul rmul truediv rtruediv floordiv rfloordiv mod rmod pow rpow matmul rmatmul neg pos
+    abs eq ne lt le gt ge and or xor invert bool float int len iter contains getitem setitem""".split():  # noqa: SIM905
+    setattr(PendingLogits, f"__{_name}__", _operator(f"__{_name}__"))
+for _name in ("add", "sub", "mul", "truediv"):
+    setattr(PendingLogits, f"__i{_name}__", _in_place_operator(_name))
+
+
+def replace_all(value: Any, kind: type, function: Callable[[Any], Any]) -> Any:
+    """``value`` with ``function`` of every object of a kind, also inside of lists, tuples and dicts, in its place."""
+    if isinstance(value, kind):
+        return function(value)
+    if isinstance(value, (list, tuple)):
+        parts = [replace_all(part, kind, function) for part in value]
+        return type(value)(*parts) if hasattr(value, "_fields") else type(value)(parts)
+    if isinstance(value, dict):
+        return {key: replace_all(part, kind, function) for key, part in value.items()}
+    return value
+
+
+def _warn_computed(operation: str) -> None:
+    if torch.compiler.is_dynamo_compiling():
+        return
+    frame, line = calling_line()
+    warn(
+        f"{operation}, called in {frame.f_globals.get('__name__', '?')}:{line}, needs the values of pending logits: "
+        "all [tokens, vocab] of them are computed now. The losses of liger_losses do not need them, nor do "
+        "cross_entropy, log_softmax with gather, and logsumexp." + see("logits-that-were-computed"),
+        RuntimeWarning,
+    )
+
+
+def autocast_of(hidden_states: Tensor) -> torch.dtype | None:
+    """The dtype to which autocast would cast these; it leaves fp64 alone."""
+    return None if hidden_states.dtype == torch.float64 else autocast_dtype(hidden_states.device)
+
+
+def pending_product(hidden_states: Tensor, head: Head, targets: list[Tensor] | None = None) -> PendingLogits:
+    """The product with a head, under the autocast that is on, inside of a layer's forward."""
+    autocast = autocast_of(hidden_states)
+    dtype = autocast or hidden_states.dtype
+    if not torch.is_grad_enabled():  # here, and not where the loss is computed
+        hidden_states, head = hidden_states.detach(), head.detach()
+    return PendingLogits(hidden_states, head, dtype, autocast, quiet=True, targets=targets)
+
+
+def linear(
+    hidden_states: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    quantized: QuantizedWeight | None = None,
+    ranks: Ranks = ALONE,
+    cast: torch.dtype | None = None,
+) -> Tensor:
+    """``hidden_states @ [quantized, weight].T + bias`` of all ranks' rows, ``[..., V]``, the same on each rank.
+
+    Args:
+        hidden_states: ``[..., H]``, or ``[..., H + r]``; the same on each rank.
+        weight, bias: ``[V_r, H]``, ``[V_r]``; beside a quantized weight ``[V_r, r]``.
+        quantized: ``[V_r, H]``, which gets no gradient.
+        ranks: which rows these are.
+        cast: autocast's dtype, or ``None``.
+    """
+    if quantized is None and ranks.size == 1:
+        return _product(hidden_states, weight, bias)
+    dtype = cast or hidden_states.dtype
+    hidden_states, weight = hidden_states.to(dtype), weight.to(dtype)
+    if quantized is not None:
+        weight = torch.cat([quantized.rows(0, len(weight)).to(dtype), weight], 1)
+    with torch.autocast(hidden_states.device.type, enabled=False):
+        tensors = hidden_states, weight, None if bias is None else bias.to(dtype)
+        return _product(*tensors) if ranks.size == 1 else _OfAllRanks.apply(ranks, *tensors)
+
+
+def _product(hidden_states: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """What ``F.linear`` computes, which a head's forward replaces."""
+    if bias is None:
+        return hidden_states @ weight.t()
+    rows = torch.addmm(bias, hidden_states.reshape(-1, hidden_states.shape[-1]), weight.t())
+    return rows.view(*hidden_states.shape[:-1], weight.shape[0])
+
+
+class _OfAllRanks(torch.autograd.Function):
+    """The columns of all ranks; the gradient of the hidden states is the sum over the ranks."""
+
+    @staticmethod
+    def forward(ctx: Any, ranks: Ranks, hidden_states: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        ctx.ranks = ranks
+        ctx.save_for_backward(hidden_states, weight)
+        columns = ranks.whole(_product(hidden_states, weight, bias).flatten(0, -2).t())
+        return columns.t().contiguous().view(*hidden_states.shape[:-1], len(columns))
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        (hidden_states, weight), (_, needs_hidden, needs_weight, needs_bias) = ctx.saved_tensors, ctx.needs_input_grad
+        gradient = gradient[..., ctx.ranks.columns(gradient.shape[-1])]
+        rows = gradient.flatten(0, -2)
+        return (
+            None,
+            ctx.ranks.sum(gradient @ weight) if needs_hidden else None,
+            rows.t() @ hidden_states.flatten(0, -2) if needs_weight else None,
+            rows.sum(0) if needs_bias else None,
+        )

@@ -1,0 +1,524 @@
+"""Patched models: what they return, and that their loss takes no logits, whatever their head is."""
+
+import contextlib
+import copy
+import functools
+import pickle
+import threading
+import types
+import warnings
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+from liger_losses import patch, unpatch
+from liger_losses.patching import loss_head
+from liger_losses.patching.loss_head import pending_logits, transform_of
+from liger_losses.patching.pending import PendingLogits
+from liger_losses.patching.probing import Mismatch
+from tests.models import small, without_logits
+
+transformers = pytest.importorskip("transformers", reason="transformers is not installed")
+
+B, T, H, V = 3, 12, 16, 97
+patch_head = functools.partial(patch, norms=False, mlps=False, rope=False)
+
+
+def llama(tied=False, **options):
+    return small(vocab_size=V, hidden_size=H, tie_word_embeddings=tied, initializer_range=0.2, **options).train()
+
+
+def batch():
+    ids = torch.randint(3, V, (B, T), generator=torch.Generator().manual_seed(1))
+    return {"input_ids": ids, "labels": ids.masked_fill(torch.arange(T) < 3, -100)}
+
+
+def step(model, **options):
+    """The loss and the gradients of a step."""
+    model.zero_grad()
+    outputs = model(**batch(), **options)
+    outputs.loss.backward()
+    gradients = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+    return outputs.loss.detach(), gradients
+
+
+def assert_same(found, expected, rtol=1e-4, atol=1e-6):
+    torch.testing.assert_close(found[0], expected[0], rtol=rtol, atol=atol)
+    assert found[1].keys() == expected[1].keys()
+    for name, gradient in expected[1].items():
+        torch.testing.assert_close(
+            found[1][name], gradient, rtol=rtol, atol=atol, msg=lambda m, name=name: f"{name}: {m}"
+        )
+
+
+# --- What a forward returns -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("as_dict", [True, False])
+@pytest.mark.parametrize("grad", [True, False])
+@pytest.mark.parametrize("options", [{}, {"keep_logits": True}, {"eval_logits": False}])
+def test_logits_of_a_call_with_labels(options, grad, as_dict):
+    """With gradients none, unless they are asked for; without gradients those of the model."""
+    model, inputs = llama(), batch()
+    expected = model(**inputs)
+    patch_head(model, **options)
+    keeps = options.get("keep_logits", False) if grad else options.get("eval_logits", True)
+    with torch.set_grad_enabled(grad), contextlib.nullcontext() if keeps else without_logits():
+        outputs = model(**inputs, use_cache=False, return_dict=as_dict)
+        positional = model(inputs["input_ids"], None, None, None, None, inputs["labels"])
+        shifted = model(inputs["input_ids"], shift_labels=inputs["labels"].roll(-2, 1), labels=inputs["labels"])
+    loss, *logits = [value for value in outputs.to_tuple() if value is not None] if as_dict else outputs
+    for other in (loss, positional.loss):
+        torch.testing.assert_close(other, expected.loss)
+    assert shifted.loss != expected.loss
+    assert len(logits) == keeps
+    assert (positional.logits is None) == (not keeps)
+    if keeps:
+        torch.testing.assert_close(logits[0], expected.logits)
+        assert logits[0].requires_grad == grad
+    if as_dict:
+        assert list(outputs) == ["loss", "logits"][: 1 + keeps]
+        assert outputs[1:] == tuple(logits)
+
+
+def test_logits_of_a_call_without_labels_are_the_models(monkeypatch):
+    model, ids = llama(), batch()["input_ids"]
+    expected = model(ids).logits
+    patch_head(model)
+    assert torch.equal(model(ids).logits, expected)
+    assert type(model.lm_head(torch.zeros(1, 2, H))) is torch.Tensor
+    monkeypatch.setattr(loss_head, "_MANY_BYTES", 1000)
+    with pytest.warns(RuntimeWarning, match=r"returned 0\.0 GiB of logits.*Pass it labels=.*loss_inputs"):
+        model(ids)
+    model.generation_config.pad_token_id = 0
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", RuntimeWarning)
+        model(**batch())
+        with torch.no_grad():
+            model(ids)
+        generated = model.eval().generate(ids, max_new_tokens=3, do_sample=False)
+    unpatch(model)
+    assert torch.equal(model.generate(ids, max_new_tokens=3, do_sample=False), generated)
+
+
+def test_a_loss_function_that_needs_the_logits_gets_them():
+    model = llama()
+    model.loss_function = lambda logits, labels, vocab_size, **others: logits.softmax(-1).square().sum()
+    expected = step(model)
+    patch_head(model)
+    with pytest.warns(RuntimeWarning, match=r"softmax, called in .*test_loss_head:\d+, needs the values"):
+        assert_same(step(model), expected)
+
+
+def test_a_forward_without_a_loss_returns_logits():
+    class Unscored(transformers.LlamaForCausalLM):
+        def forward(self, input_ids, labels=None):
+            return super().forward(input_ids)
+
+    model, ids = Unscored(llama().config), batch()["input_ids"]
+    expected = model(ids, labels=ids).logits
+    patch_head(model)
+    assert torch.equal(model(ids, labels=ids).logits, expected)
+
+
+# --- Trainers that keep the labels back -------------------------------------------------------------------------------
+
+
+def own_loss(outputs, labels, num_items_in_batch=None):
+    logits = outputs.logits[:, :-1].float()
+    return F.cross_entropy(logits.reshape(-1, V), labels[:, 1:].reshape(-1), reduction="sum") / num_items_in_batch
+
+
+KEPT_BACK = {
+    "label smoothing": ({"label_smoothing_factor": 0.1}, {}),
+    "compute_loss_func": ({}, {"compute_loss_func": own_loss}),
+    "neither": ({}, {}),
+}
+
+
+@pytest.mark.parametrize("name", KEPT_BACK)
+@pytest.mark.parametrize("wrapped", [False, True])
+def test_a_trainer_computes_its_loss_without_logits(name, wrapped, tmp_path, one_process, monkeypatch):
+    """Also in DistributedDataParallel that looks for unused parameters, as the Trainer's does."""
+    settings, options = KEPT_BACK[name]
+    rows = [{key: value[i % B] for key, value in batch().items()} for i in range(8)]
+    found = []
+    for patched in (False, True):
+        model = llama()
+        if patched:
+            patch_head(model)
+        arguments = transformers.TrainingArguments(
+            str(tmp_path), per_device_train_batch_size=2, gradient_accumulation_steps=2, max_steps=2, use_cpu=True,
+            learning_rate=1e-2, logging_steps=1, report_to=[], save_strategy="no", disable_tqdm=True, **settings,
+        )  # fmt: skip
+        trainer = transformers.Trainer(model, arguments, train_dataset=rows, **options)
+        if wrapped:
+            unused = DistributedDataParallel(model, find_unused_parameters=True)
+            monkeypatch.setattr(trainer, "_wrap_model", lambda *_, unused=unused, **__: unused)
+        with without_logits() if patched else contextlib.nullcontext():
+            trainer.train()
+        log = [(row["loss"], row["grad_norm"]) for row in trainer.state.log_history if "grad_norm" in row]
+        found.append((torch.tensor(log), {key: p.detach() for key, p in model.named_parameters()}))
+    assert len(found[0][0]) == 2
+    assert_same(found[1], found[0], rtol=2e-3, atol=1e-4)
+
+
+def test_evaluation_without_logits_takes_none(tmp_path):
+    rows = [{key: value[i] for key, value in batch().items()} for i in range(B)]
+    losses = []
+    for patched in (False, True):
+        model = llama()
+        if patched:
+            patch_head(model, eval_logits=False)
+        arguments = transformers.TrainingArguments(str(tmp_path), report_to=[], use_cpu=True, prediction_loss_only=True)
+        with without_logits():
+            losses.append(transformers.Trainer(model, arguments, eval_dataset=rows).evaluate()["eval_loss"])
+    assert losses[1] == pytest.approx(losses[0], rel=1e-5)
+
+
+# --- Heads that are changed, before patch and after it ----------------------------------------------------------------
+
+
+def adapter(**options):
+    def add(model):
+        peft = pytest.importorskip("peft", reason="peft is not installed")
+        torch.manual_seed(1)
+        config = peft.LoraConfig(r=2, init_lora_weights=False, task_type="CAUSAL_LM", **options)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            return peft.get_peft_model(model, config)
+
+    return add
+
+
+def resize(model):
+    torch.manual_seed(1)
+    model.resize_token_embeddings(V + 13, mean_resizing=False)
+    return model
+
+
+def unloaded(model):
+    return adapter(target_modules=["lm_head"])(model).merge_and_unload().requires_grad_()
+
+
+def on_instance(forward):
+    def add(model):
+        model.lm_head.forward = types.MethodType(forward, model.lm_head)
+        return model
+
+    return add
+
+
+def another_class(model):
+    class Scaled(nn.Linear):
+        def forward(self, x):
+            return super().forward(x) * 2
+
+    head = Scaled(H, V, bias=False)
+    head.weight = model.lm_head.weight
+    model.lm_head = head
+    return model
+
+
+def weight_norm(model):
+    torch.nn.utils.parametrizations.weight_norm(model.lm_head)
+    return model
+
+
+def around_forward(model):
+    """As accelerate wraps the forward of a model in mixed precision."""
+    own = model.forward
+    model.forward = functools.wraps(own)(lambda *args, **kwargs: own(*args, **kwargs))
+    return model
+
+
+#: A change, and whether the model's embeddings are tied.
+CHANGES = {
+    "none": (lambda model: model, False),
+    "none, tied": (lambda model: model, True),
+    "resized": (resize, False),
+    "resized, tied": (resize, True),
+    "LoRA": (adapter(target_modules=["q_proj", "lm_head"]), False),
+    "LoRA, bias": (adapter(target_modules=["q_proj", "lm_head"], lora_bias=True), False),
+    "LoRA, merged": (unloaded, False),
+    "modules_to_save": (adapter(target_modules=["q_proj"], modules_to_save=["lm_head"]), False),
+    "modules_to_save, tied": (adapter(target_modules=["q_proj"], modules_to_save=["lm_head", "embed_tokens"]), True),
+    "trainable tokens": (adapter(target_modules=["q_proj"], trainable_token_indices={"lm_head": [3, 4]}), False),
+    "trainable tokens, tied": (adapter(target_modules=["q_proj"], trainable_token_indices=[3, 4]), True),
+    "scaled, without its bias": (on_instance(lambda head, x: F.linear(x, head.weight) * 2 / 3), False),
+    "in fp32": (on_instance(lambda head, x: F.linear(x.float(), head.weight.float())), False),
+    "in fp64 and back": (on_instance(lambda head, x: F.linear(x.double(), head.weight.double()).to(x.dtype)), False),
+    "with a weight of its own": (on_instance(lambda head, x: F.linear(x, head.weight * 2, bias=head.bias)), False),
+    "of other hidden states": (on_instance(lambda head, x: nn.Linear.forward(head, x.detach() + x)), False),
+    "another class": (another_class, False),
+    "weight norm": (weight_norm, False),
+    "a forward around the model's": (around_forward, False),
+}
+
+
+@pytest.mark.parametrize("patched_first", [True, False])
+@pytest.mark.parametrize("name", CHANGES)
+def test_changed_heads_take_no_logits(name, patched_first):
+    change, tied = CHANGES[name]
+    expected = step(change(llama(tied)).train())
+    model = llama(tied)
+    if patched_first:
+        patch_head(model)
+    changed = change(model).train()
+    if not patched_first:
+        patch_head(changed)
+    copies = () if change is around_forward else (copy.deepcopy(changed), pickled(changed))  # its closure has the model
+    for other in (changed, *copies):
+        with without_logits():
+            assert_same(step(other), expected)
+    report = patch_head(changed)
+    assert report.counts == {"LossHead": 1}
+    if name == "weight norm" and patched_first:
+        with pytest.raises(RuntimeError, match="cannot be unpatched: its class was changed"):
+            unpatch(changed)
+        return
+    unpatch(changed)
+    loss, gradients = step(changed)
+    assert torch.equal(loss, expected[0])
+    assert all(torch.equal(gradients[key], gradient) for key, gradient in expected[1].items())
+    assert not any("liger_losses" in repr(vars(module).get("forward")) for module in changed.modules())
+
+
+def pickled(model):
+    try:
+        return pickle.loads(pickle.dumps(model))
+    except (AttributeError, RuntimeError, pickle.PicklingError):  # local functions, parametrizations
+        return model
+
+
+def test_a_forward_around_the_models_does_not_keep_it_patched():
+    model = llama()
+    expected = step(model)
+    patch_head(model)
+    around_forward(model)
+    unpatch(model)
+    assert torch.equal(step(model)[0], expected[0])
+    assert model(**batch()).logits is not None
+
+
+COMPUTED = {
+    "relu": on_instance(lambda head, x: F.linear(x, head.weight).relu()),
+    "another product": on_instance(lambda head, x: x @ head.weight.t()),
+    "DoRA": adapter(target_modules=["lm_head", "q_proj"], use_dora=True),
+}
+
+
+@pytest.mark.filterwarnings("ignore:.*needs the values")
+@pytest.mark.parametrize("name", COMPUTED)
+def test_heads_that_do_more_compute_their_logits(name):
+    expected = step(COMPUTED[name](llama()))
+    model = COMPUTED[name](llama())
+    patch_head(model)
+    with pytest.warns(RuntimeWarning, match="computes its logits.*: it does more than to multiply by a weight"):
+        assert_same(step(model), expected)
+
+
+REGISTER = {
+    "hook": lambda head, function: head.register_full_backward_hook(lambda _, inputs, outputs: function(outputs[0])),
+    "pre-hook": lambda head, function: head.register_full_backward_pre_hook(lambda _, outputs: function(outputs[0])),
+    "hook of all modules": lambda head, function: nn.modules.module.register_module_full_backward_hook(
+        lambda module, inputs, outputs: function(outputs[0]) if module is head else None
+    ),
+}
+
+
+@pytest.mark.parametrize("name", REGISTER)
+def test_backward_hooks_get_the_gradient_of_the_logits(name):
+    plain, patched, found = llama(), llama(), []
+    patch_head(patched)
+    for model in (plain, patched):
+        handle = REGISTER[name](model.lm_head, lambda gradient: found.append(gradient.clone()) and None)
+        with pytest.warns(RuntimeWarning, match="backward hooks") if model is patched else contextlib.nullcontext():
+            model(**batch()).loss.backward()
+        handle.remove()
+    torch.testing.assert_close(*found)
+    plain.lm_head.register_full_backward_hook(lambda *_: None)
+    (entry,) = patch_head(plain).left
+    assert "backward hooks" in entry.reason
+
+
+def test_a_head_that_cannot_be_prepared_any_more_is_reported_once():
+    model = llama()
+    patch_head(model)
+    head, model.lm_head = model.lm_head, nn.Sequential()
+    model.lm_head = nn.ModuleList([head])
+    model.lm_head.weight = head.weight
+    model.lm_head.forward = head.forward
+    model.lm_head.register_full_backward_hook(lambda *_: None)
+    with pytest.warns(RuntimeWarning, match=r"was changed after patch\(\).*liger_losses.patch"):
+        model(**batch())
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", RuntimeWarning)
+        assert model(**batch()).logits is not None
+
+
+def test_a_model_without_a_head_and_layers_that_are_left():
+    (entry,) = patch_head(nn.Linear(3, 3)).entries
+    assert "no output embedding" in entry.reason
+    (entry,) = patch_head(llama(), filter_fn=lambda module, path: path != "lm_head").left
+    assert (entry.path, entry.reason) == ("lm_head", "left out by filter_fn")
+
+
+@pytest.mark.parametrize("bias", [False, True])
+def test_adapters_in_fp32_on_a_head_in_half_precision(bias):
+    """As PEFT makes them; losses and gradients are as exact as those of the plain model."""
+    model = adapter(target_modules=["lm_head", "q_proj"], lora_bias=bias)(llama().bfloat16())
+    exact, ours = copy.deepcopy(model).double(), copy.deepcopy(model)
+    patch_head(ours)
+    results = []
+    for one in (exact, model, ours):
+        with without_logits():
+            loss, gradients = step(one)
+        assert one is exact or {g.dtype for g in gradients.values()} == {torch.float32}
+        results.append([loss.double(), *(g.double() for g in gradients.values())])
+    for expected, plain, found in zip(*results, strict=True):
+        error, others = (found - expected).norm(), (plain - expected).norm()
+        assert error <= 1.5 * others + 1e-3 * expected.norm()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", ["none", "LoRA", "trainable tokens"])
+def test_autocast(name, dtype):
+    expected, found = [], []
+    for patched, results in ((False, expected), (True, found)):
+        model = CHANGES[name][0](llama().to(dtype))
+        if patched:
+            patch_head(model)
+        with torch.autocast("cpu", torch.bfloat16), without_logits():
+            results += step(model)
+    assert found[0].dtype == expected[0].dtype
+    assert_same(found, expected, rtol=0.1, atol=0.02)
+
+
+# --- Wrappers, graphs and layers --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("options", [{}, {"find_unused_parameters": True}, {"static_graph": True}])
+@pytest.mark.parametrize("patched_first", [True, False])
+def test_distributed_data_parallel(options, patched_first, one_process):
+    expected, model = step(llama()), llama()
+    if patched_first:
+        patch_head(model)
+    spread = DistributedDataParallel(model, **options)
+    if not patched_first:
+        assert patch_head(spread).counts == {"LossHead": 1}
+    with without_logits():
+        for _ in range(2):
+            loss, _ = step(spread)
+    assert_same((loss, {name: p.grad for name, p in model.named_parameters()}), expected)
+
+
+@pytest.mark.parametrize("patched_first", [True, False])
+def test_a_unit_of_fully_shard_is_unpatched(patched_first, one_process):
+    expected, model = step(llama()), llama()
+    if patched_first:
+        patch_head(model)
+    fully_shard(model.lm_head)
+    fully_shard(model)
+    if not patched_first:
+        patch_head(model)
+    with without_logits():
+        loss, _ = step(model)
+    torch.testing.assert_close(loss, expected[0])
+    unpatch(model)
+    assert model(**batch()).logits is not None
+
+
+def test_a_head_that_fsdp1_frees_computes_its_logits(one_process):
+    model = llama()
+    expected = step(model)
+    patch_head(model)
+    model.lm_head = FullyShardedDataParallel(model.lm_head, device_id=torch.device("cpu"))
+    with pytest.warns(RuntimeWarning, match="unit of FSDP1"):
+        torch.testing.assert_close(step(model)[0], expected[0])
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_checkpointing_of_layers_and_of_the_whole_model(reentrant):
+    expected, model = step(llama()), llama()
+    patch_head(model)
+    model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+    with without_logits():
+        assert_same(step(model), expected)
+        model.zero_grad()
+        run = functools.partial(torch.utils.checkpoint.checkpoint, use_reentrant=False)
+        run(lambda: model(**batch()).loss).backward()
+    assert_same((expected[0], {name: p.grad for name, p in model.named_parameters()}), expected)
+
+
+def test_exported_and_traced_graphs_have_logits_and_change_nothing():
+    model, ids = llama(use_cache=False).eval(), batch()["input_ids"]
+    expected = model(ids).logits
+    patch_head(model)
+    before = [type(module) for module in model.modules()]
+    with torch.no_grad():
+        exported = torch.export.export(model, (), {"input_ids": ids}, strict=False)
+    torch.testing.assert_close(exported.module()(input_ids=ids).logits, expected)
+    hidden = torch.randn(2, 3, H)
+    traced = torch.jit.trace(model.lm_head, hidden, check_trace=False)
+    torch.testing.assert_close(traced(hidden), model.lm_head(hidden))
+    assert [type(module) for module in model.modules()] == before
+    with without_logits():
+        model.train()(**batch())
+
+
+def test_replaced_functions_are_those_that_are_called(monkeypatch):
+    """``F.linear``, and the forward of ``nn.Linear``, before patch and after it."""
+    own, results = nn.Linear.forward, []
+    for patched in (False, True):
+        model = llama()
+        if patched:
+            patch_head(model)
+        monkeypatch.setattr(F, "linear", lambda x, w, b=None, linear=F.linear: linear(x, w * 1.5, b))
+        monkeypatch.setattr(nn.Linear, "forward", lambda self, x: own(self, x * 0.5))
+        with without_logits():
+            results.append(step(model))
+        monkeypatch.undo()
+    assert_same(*results[::-1])
+
+
+def test_a_context_is_of_its_models():
+    one, other, ids = llama(), llama(), batch()["input_ids"]
+    patch_head(one)
+    patch_head(other)
+    with pending_logits(one):
+        assert isinstance(one(ids).logits, PendingLogits)
+        assert type(other(ids).logits) is torch.Tensor
+    assert type(one(ids).logits) is torch.Tensor
+
+
+def test_a_context_is_of_its_thread():
+    model, ids, found = llama(), batch()["input_ids"], []
+    patch_head(model)
+    with pending_logits(model):
+        thread = threading.Thread(target=lambda: found.append(model(ids).logits))
+        thread.start()
+        thread.join()
+    assert type(found[0]) is torch.Tensor
+
+
+class Transformed(nn.Linear):
+    def forward(self, x):
+        return 5.0 * torch.tanh(super().forward(x) * 2 / 5.0)
+
+
+class Other(nn.Linear):
+    def forward(self, x):
+        return super().forward(x).relu()
+
+
+def test_the_transform_of_a_layer():
+    hidden = torch.randn(2, 3, 8)
+    assert transform_of(nn.Linear(8, 13), hidden) == loss_head.LogitTransform()
+    assert transform_of(Transformed(8, 13), hidden) == loss_head.LogitTransform(logit_scale=2.0, softcap=5.0)
+    with pytest.raises(Mismatch, match="does more"):
+        transform_of(Other(8, 13), hidden)

@@ -1,0 +1,251 @@
+"""Pending logits against the logits themselves: values, gradients, and what needs the values."""
+
+import re
+import warnings
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from liger_losses import Head, linear_logps
+from liger_losses.patching.pending import PendingLogits, pending_product
+
+B, T, H, V = 3, 5, 8, 13
+
+
+def pending(hidden_states, weight, bias=None):
+    return pending_product(hidden_states, Head(weight, bias)).with_changes(quiet=False)
+
+
+def problem(dtype=torch.float64):
+    g = torch.Generator().manual_seed(0)
+    tensors = [torch.randn(*size, generator=g, dtype=torch.float64).to(dtype) for size in ((B, T, H), (V, H), (V,))]
+    labels = torch.randint(V, (B, T), generator=g)
+    labels[0, 2] = -100
+    return *[t.requires_grad_() for t in tensors], labels
+
+
+def shifted(logits, labels):
+    return F.cross_entropy(logits[..., :-1, :].contiguous().view(-1, V), labels[..., 1:].reshape(-1))
+
+
+def chosen(logits, labels):
+    return logits.log_softmax(-1).gather(-1, labels.clamp(min=0).unsqueeze(-1)).squeeze(-1).sum()
+
+
+#: Some of them twice in a row.
+SEVERAL = torch.tensor([[0, 3, 3, 12], [5, 4, 1, 5], [2, 7, 8, 9]])[torch.arange(B * T) % 3].view(B, T, 4)
+
+#: What losses do with logits, none of which needs their values.
+PENDING = {
+    "cross entropy": lambda z, y: F.cross_entropy(z.view(-1, V), y.view(-1)),
+    "shifted": shifted,
+    "options": lambda z, y: F.cross_entropy(
+        z.flatten(0, 1), y.flatten(), torch.arange(1.0, V + 1).to(z.dtype), reduction="sum", label_smoothing=0.1
+    ),
+    "module": lambda z, y: nn.CrossEntropyLoss(reduction="none")(z.reshape(-1, V), y.reshape(-1)).square().sum(),
+    "nll": lambda z, y: F.nll_loss(F.log_softmax(z, dim=-1).view(-1, V), y.view(-1)),
+    "gather": chosen,
+    "logits at labels": lambda z, y: torch.gather(z, -1, y.clamp(min=0)[..., None]).sum(),
+    "several columns": lambda z, y: (
+        z.log_softmax(-1).gather(-1, SEVERAL).exp().sum() + z.gather(-1, SEVERAL).square().sum()
+    ),
+    "sums": lambda z, y: z.sum() + z.sum(-1).square().sum() + z[1].sum(dim=-1, keepdim=True).exp().sum() * 1e-3,
+    "logsumexp": lambda z, y: torch.logsumexp(z, dim=-1).square().sum() + z.logsumexp(-1, keepdim=True).sum(),
+    "row by row": lambda z, y: sum(torch.logsumexp(row, dim=-1).square().sum() for row in z.unbind()),
+    "scaled": lambda z, y: shifted(z * 0.3 / 1.7, y),
+    "soft-capped": lambda z, y: shifted(torch.tanh(z / 3.0) * 3.0, y) + chosen(2.0 * (z * 0.5).tanh(), y),
+    "biased": lambda z, y: chosen(z + torch.arange(V).to(z.dtype), y),
+    "cast": lambda z, y: shifted(z.float().double().to(torch.float32).to("cpu"), y),
+    "vocabulary sliced": lambda z, y: z[..., :7].logsumexp(-1).sum() + z[:, 2:4, 2:].logsumexp(-1).sum(),
+    "tokens chosen": lambda z, y: F.cross_entropy(z[y != -100], y[y != -100]) + z[:, -2:].logsumexp(-1).sum(),
+    "moved": lambda z, y: F.cross_entropy(z.transpose(0, 1).reshape(-1, V), y.t().reshape(-1)),
+    "split": lambda z, y: sum(chosen(a, b) for a, b in zip(z.split(2), y.split(2), strict=True)),
+    "indexed": lambda z, y: chosen(z[:, torch.tensor([3, 1])], y[:, [3, 1]]) + chosen(z[1], y[1]),
+    "two products": lambda z, y: chosen(z + z, y) if not isinstance(z, PendingLogits) else chosen(z + z.clone(), y),
+}
+
+
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("name", PENDING)
+def test_losses_never_need_the_values(name, bias):
+    hidden, weight, b, labels = problem()
+    leaves = (hidden, weight, b) if bias else (hidden, weight)
+    results = []
+    for linear in (F.linear, pending):
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            loss = PENDING[name](linear(*leaves), labels)
+            results.append((loss, *torch.autograd.grad(loss, leaves)))
+    tolerance = {"rtol": 1e-5, "atol": 1e-6} if name == "cast" else {"rtol": 1e-9, "atol": 1e-10}
+    torch.testing.assert_close(*results[::-1], check_dtype=False, **tolerance)
+
+
+#: What needs them.
+EAGER = {
+    "softmax": lambda z, y: z.softmax(-1).square().sum(),
+    "in place": lambda z, y: z.mul_(2.0).exp().sum(),
+    "set": lambda z, y: [z.__setitem__((..., 3), -5.0), z.logsumexp(-1).square().sum()][1],
+    "cat": lambda z, y: torch.cat([z, z]).sin().sum(),
+    "index_select": lambda z, y: chosen(z.index_select(1, torch.tensor([3, 1])), y[:, [3, 1]]),
+    "one column": lambda z, y: z[..., 3].square().sum() + z.narrow(-1, 2, 5).logsumexp(-1).sum(),
+    "largest": lambda z, y: z.topk(4).values.square().sum(),
+    "max": lambda z, y: z.max(-1).values.sum(),
+    "several columns": lambda z, y: z.log_softmax(-1).gather(-1, y.clamp(min=0)[..., None].expand(-1, -1, 2)).sum(),
+    "soft labels": lambda z, y: F.cross_entropy(z.view(-1, V), z.detach().view(-1, V).softmax(-1)),
+    "classes in the middle": lambda z, y: F.cross_entropy(z.transpose(1, 2), y),
+    "softmax of other dimensions": lambda z, y: z.log_softmax(1).sum() + z.logsumexp((0, 2)).sum(),
+    "negative scale": lambda z, y: (z * -1.0).tanh().mul(-2.0).logsumexp(-1).sum(),
+}
+
+
+@pytest.mark.parametrize("name", EAGER)
+def test_what_needs_the_values_gets_them(name):
+    hidden, weight, bias, labels = problem()
+    results = []
+    for linear in (F.linear, pending):
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            loss = EAGER[name](linear(hidden, weight, bias), labels)
+        results.append((loss, *torch.autograd.grad(loss, (hidden, weight, bias))))
+    torch.testing.assert_close(*results[::-1], rtol=1e-9, atol=1e-10)
+
+
+def test_it_says_who_needs_them():
+    hidden, weight, bias, _ = problem()
+    with pytest.warns(RuntimeWarning, match=rf"sigmoid, called in {re.escape(__name__)}:\d+, needs the values"):
+        pending(hidden, weight, bias).sigmoid()
+
+
+def test_values_are_computed_once():
+    hidden, weight, bias, _ = problem()
+    logits = pending(hidden, weight, bias)
+    assert logits.values() is logits.values()
+    assert torch.equal(logits.values(), F.linear(hidden, weight, bias))
+    assert logits.exp().equal(logits.values().exp())
+
+
+def test_the_head_is_that_of_the_engine():
+    """Scale, soft-cap, bias and slices of the vocabulary are in it, and the values are still the model's own."""
+    hidden, weight, bias, labels = problem()
+    logits = 3.0 * torch.tanh(pending(hidden, weight, bias)[..., :7] * 0.5 / 3.0)
+    assert (logits.head.transform.logit_scale, logits.head.transform.softcap) == (pytest.approx(0.5), 3.0)
+    labels = labels.clamp(0, 6)
+    expected = logits.values().log_softmax(-1).gather(-1, labels[..., None])[..., 0]
+    torch.testing.assert_close(linear_logps(hidden, logits.head, labels), expected)
+
+
+def test_it_looks_like_logits():
+    hidden, weight, bias, _ = problem(torch.bfloat16)
+    logits = pending(hidden, weight, bias)
+    assert (logits.shape, logits.dtype, logits.device) == ((B, T, V), torch.bfloat16, hidden.device)
+    assert (logits.dim(), logits.ndim, logits.size(-1), logits.numel()) == (3, 3, V, B * T * V)
+    assert logits.requires_grad
+    assert not logits.detach().requires_grad
+    assert repr(logits) == f"PendingLogits(shape=({B}, {T}, {V}), dtype=torch.bfloat16, device=cpu)"
+    assert torch.equal(logits.argmax(-1), F.linear(hidden, weight, bias).argmax(-1))
+    with pytest.raises(AttributeError, match="PendingLogits has no attribute 'softmx'"):
+        _ = logits.softmx
+
+
+def test_autocast_is_the_heads():
+    """Logits that outlive the autocast they were made under are of its dtype all the same."""
+    hidden, weight, bias, labels = problem(torch.float32)
+    results = []
+    for linear in (F.linear, pending):
+        with torch.autocast("cpu", torch.bfloat16):
+            logits = linear(hidden, weight, bias)
+        assert logits.dtype == torch.bfloat16
+        loss = F.cross_entropy(logits.float().view(-1, V), labels.view(-1))
+        results.append((loss, *torch.autograd.grad(loss, (hidden, weight, bias))))
+    torch.testing.assert_close(*results[::-1], rtol=3e-2, atol=3e-2)
+    assert logits.values().dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize("old", [lambda make, z: make(), lambda make, z: z / 0.7], ids=["product", "scale"])
+def test_made_without_gradients_it_has_none(old):
+    """Though their loss is computed where gradients are enabled, as of a teacher's."""
+    *leaves, labels = problem()
+    results = []
+    for linear in (F.linear, pending):
+        logits = linear(*leaves)
+        with torch.no_grad():
+            before = old(lambda linear=linear: linear(*[2 * leaf for leaf in leaves]), logits)
+        loss = (chosen(logits, labels) - chosen(before, labels)).square()
+        results.append(torch.autograd.grad(loss, leaves))
+    torch.testing.assert_close(*results[::-1])
+    assert not before.requires_grad
+
+
+def change_a_view(z):
+    z[:, -1].mul_(2.0)
+
+
+def change_what_has_a_view(z):
+    rows = z.view(-1, V)
+    z[..., :2] = -1e4
+    return rows
+
+
+def scale_a_view_in_place(z):
+    z = z[:, :-1]
+    z /= 0.7
+    return z
+
+
+@pytest.mark.parametrize("change", [change_a_view, change_what_has_a_view, scale_a_view_in_place])
+def test_in_place_changes_that_views_would_have_to_see_are_refused(change):
+    with pytest.raises(RuntimeError, match=r"changes logits in place that have views.*logits = logits / temperature"):
+        change(pending(*problem()[:3]))
+
+
+@pytest.mark.filterwarnings("ignore:.*needs the values")
+def test_in_place_operators_of_logits_without_views():
+    *leaves, _ = problem()
+    results = []
+    for linear in (F.linear, pending):
+        logits = linear(*leaves) / 2
+        logits *= 0.3
+        logits += torch.arange(V)  # of values
+        results.append(torch.autograd.grad(logits.logsumexp(-1).sum(), leaves))
+    torch.testing.assert_close(*results[::-1])
+
+
+def test_columns_outside_of_the_vocabulary_are_an_error():
+    logits = pending(*problem()[:3])
+    for index in (torch.full((B, T, 1), -100), torch.full((B, T, 1), V)):
+        with pytest.raises(ValueError, match="label"):
+            logits.gather(-1, index)
+
+
+def test_a_weight_that_was_freed():
+    hidden, weight, bias, _ = problem()
+    logits = pending(hidden, weight, bias)
+    weight.untyped_storage().resize_(0)
+    for read in (lambda: logits.values(), lambda: logits.logsumexp(-1)):
+        with pytest.raises(RuntimeError, match=r"last layer was freed.*fully_shard"):
+            read()
+
+
+@pytest.mark.filterwarnings("ignore:.*needs the values")
+@pytest.mark.parametrize(
+    "operation",
+    [
+        lambda z: z[0, 1].logsumexp(-1),
+        lambda z: z[0][2].log_softmax(-1).gather(-1, torch.tensor([3])).sum(),
+        lambda z: z[1, -1].argmax(-1).to(z.dtype) + z[0, 0].mean(),
+        lambda z: (z + torch.arange(V)).logsumexp(-1).sum(),
+        lambda z: z.transpose(dim0=0, dim1=1).logsumexp(-1).sum() + z.unsqueeze(dim=0).logsumexp(-1).sum(),
+        lambda z: torch.permute(z, dims=(1, 0, 2))[0].logsumexp(-1).sum() + torch.chunk(z, chunks=3)[1].sum(),
+        lambda z: z.argmax(axis=-1).sum().to(z.dtype) + z.argmax(-1, keepdim=True).sum(),
+        lambda z: z.mean((0, 1, 2), True).sum() + z.mean(None, True).sum(),
+        lambda z: z.log_softmax(-1).to(torch.bfloat16).float().sum(),
+        lambda z: z[:, 0, 1:4, ...].logsumexp(-1).sum() + z[..., 1:, 0, :5].sum() + z[0, ..., 1:3].logsumexp(-1).sum(),
+        lambda z: z[..., :0].sum() + z.narrow(0, -2, 2).logsumexp(-1).sum(),
+        lambda z: z.split([V - 1, 1], -1)[0].logsumexp(-1).sum() + z.unbind(-1)[1].sum(),
+    ],
+)
+def test_spellings_and_corners(operation):
+    *leaves, _ = problem()
+    torch.testing.assert_close(operation(pending(*leaves)), operation(F.linear(*leaves)))

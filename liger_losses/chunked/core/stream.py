@@ -324,9 +324,10 @@ class _Statistics(torch.autograd.Function):
                     outputs.append(values[s.name])
                     if not (s.differentiable and stream.plan.trains):
                         fixed.append(values[s.name])
-        ctx.packed, saved = pack((streams, constants, blocks))
-        ctx.used = False
-        ctx.save_for_backward(*saved)
+        if tensors:
+            ctx.packed, saved = pack((streams, constants, blocks))
+            ctx.used = False
+            ctx.save_for_backward(*saved)
         ctx.mark_non_differentiable(*fixed)
         return tuple(outputs)
 
@@ -470,8 +471,9 @@ class _Losses(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         with _alone(streams[0].target.hidden):
             total, outputs, ctx.gradients = _run(streams, losses, leaves)
-        ctx.packed, saved = pack((streams, losses))
-        ctx.save_for_backward(*saved)
+        if tensors:
+            ctx.packed, saved = pack((streams, losses))
+            ctx.save_for_backward(*saved)
         flat = list[Tensor]()
         for values in outputs:
             names.append(list(values))

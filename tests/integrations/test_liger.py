@@ -14,7 +14,7 @@ import torch.nn.functional as F
 import liger_losses
 from liger_losses.integrations import liger, loading
 from liger_losses.integrations.liger import losses, models
-from liger_losses.integrations.liger.chunked import CHUNKED
+from liger_losses.integrations.liger.chunked import _FUNCTIONS, CHUNKED, LOSSES
 from liger_losses.patching.swap import replacement_of
 from tests.integrations.models import is_patched, llama
 from tests.reference import problem
@@ -64,7 +64,14 @@ def arguments_of(name):
     of_flat = {
         "JSD": (normal(20, 24, seed=6), normal(61, 24, seed=7), labels.flatten())
         + (None, None, 0.3, 0.7, 0.2, -100, 2.0, False),
-        "ScaledCrossEntropy": (labels.flatten(), 0.7, -100, 1, True, torch.tensor([5, 0, 5])),
+        "ScaledCrossEntropy": (
+            labels.flatten().where(labels.flatten() != -100, -7),
+            0.7,
+            -7,
+            1,
+            True,
+            torch.tensor([5, 0, 5]),
+        ),
     }
     trained = (hidden, weight) if name in arguments else (flat, weight)
     return (*trained, *(arguments | of_flat)[name]), trained
@@ -170,6 +177,7 @@ def test_trainers_use_liger_kernel_patches_the_model(installed):
     from transformers.integrations.liger import apply_liger_kernel
 
     model = llama()
+    model.config.model_type = "unknown_to_liger_kernel"
     apply_liger_kernel(model, {"rope": False})
     assert replacement_of(model.model.norm)
 
@@ -226,7 +234,7 @@ def test_without_liger_kernel(monkeypatch):
 
 @pytest.mark.peers
 def test_arguments_have_liger_kernels_order():
-    """By name, for everything whose arguments are positional in liger-kernel."""
+    """By name, for everything whose arguments are positional in liger-kernel; and its defaults."""
     pytest.importorskip("liger_kernel.transformers", reason="liger-kernel is not installed")
 
     def names(function):
@@ -235,9 +243,14 @@ def test_arguments_have_liger_kernels_order():
     modules = {"CosineSimilarity": "cosine_similarity_loss"}
     for middle, apply in CHUNKED.items():
         module = importlib.import_module(f"liger_kernel.chunked_loss.{modules.get(middle, middle.lower() + '_loss')}")
-        theirs = names(getattr(module, f"LigerFusedLinear{middle}Function").forward)
+        function = getattr(module, f"LigerFusedLinear{middle}Function").forward
+        theirs = names(function)
         theirs = ["lin_weight" if name == "weight" else name for name in theirs if name not in ("cls", "ctx")]
         assert apply.__doc__.split(": ")[1].rstrip(".").split(", ") == theirs
+        loss = LOSSES[middle](**_FUNCTIONS[middle][2])
+        defaults = {name: p.default for name, p in inspect.signature(function).parameters.items()}
+        for name in ({*defaults} & {*loss.option_names}) - {"compiled", "chunk_size"}:  # which have no effect
+            assert getattr(loss, name) in (defaults[name], None) or defaults[name] is inspect.Parameter.empty, name
     theirs = importlib.import_module("liger_kernel.transformers.functional")
     for name, ours in (
         ("liger_fused_linear_cross_entropy", losses.fused_linear_cross_entropy),
@@ -257,7 +270,7 @@ def test_apply_takes_each_families_arguments(installed, monkeypatch):
     theirs.apply_liger_kernel_to_pixtral(True, True, False, model)
     theirs.apply_liger_kernel_to_qwen2_vl(False, False, True, True, True, True, model)
     theirs.apply_liger_kernel_to_llama(model=model, fused_linear_cross_entropy=False)
-    theirs.apply_liger_kernel_to_llama(model=model, layer_norm=False)
+    theirs.MODEL_TYPE_TO_APPLY_LIGER_FN["llama"](model=model, layer_norm=False)
     every = {"loss_head": True, "norms": True, "mlps": True, "rope": True}
     changes = ({"mlps": False}, {"rope": False}, {"loss_head": False}, {"norms": False})
     assert calls == [(model, {**every, **change}) for change in changes]
@@ -300,3 +313,10 @@ def test_metrics_are_liger_kernels(name, compute_nll, dtype):
     assert issubclass(classes[1], getattr(liger_losses, f"LigerFusedLinear{name}Loss"))
     close = {"rtol": 1e-4, "atol": 1e-5} if dtype is torch.float32 else {"rtol": 5e-2, "atol": 2e-2}
     torch.testing.assert_close(ours, theirs, **close)
+
+
+def test_the_scaled_loss_is_of_all_ranks_by_default(one_process, monkeypatch):
+    groups = []
+    monkeypatch.setattr(losses, "scaled_cross_entropy", lambda *_, group, **__: groups.append(group))
+    losses.scaled_cross_entropy_tp(None, None, None)
+    assert groups == [torch.distributed.group.WORLD]

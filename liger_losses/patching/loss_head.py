@@ -7,6 +7,7 @@ import dataclasses
 import functools
 import inspect
 import math
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -22,6 +23,7 @@ from liger_losses.caller import warn
 from liger_losses.checks import is_weight_and_bias, see
 from liger_losses.chunked import Head, QuantizedWeight, Ranks, find_quantized, is_quantized, local_rows, share_mesh
 from liger_losses.kernels.logit_transform import LogitTransform
+from liger_losses.kernels.tracing import outside_graphs
 from liger_losses.layers.plain import PLAIN
 from liger_losses.patching import probing
 from liger_losses.patching.pending import PendingLogits, autocast_of, linear, pending_product
@@ -68,7 +70,6 @@ def _product(targets: list[Tensor] | None, input: Any, weight: Tensor, bias: Ten
     return pending_product(hidden_states, Head(weight, bias, LogitTransform()), targets)
 
 
-@torch.compiler.disable
 def _quantized_product(
     targets: list[Tensor] | None, hidden_states: Tensor, weight: Any, bias: Tensor | None, operand: Any = None
 ) -> PendingLogits:
@@ -77,6 +78,9 @@ def _quantized_product(
     head = Head(find_quantized(weight), None if bias is None else bias.to(operand))  # type: ignore[arg-type]
     logits = pending_product(hidden_states.to(operand), head, targets)
     return logits if operand == dtype else logits.with_changes(dtype=dtype)
+
+
+outside_graphs(sys.modules[__name__], "_quantized_product")
 
 
 class KeepGathered(torch.autograd.Function):
@@ -406,9 +410,11 @@ def _keep_gathered(layers: list[Any]) -> None:
                 _do_not_reshard(unit)
 
 
-@torch.compiler.disable
 def _do_not_reshard(unit: Any) -> None:
     unit.set_reshard_after_forward(False, recurse=False)
+
+
+outside_graphs(sys.modules[__name__], "_do_not_reshard")
 
 
 @contextlib.contextmanager

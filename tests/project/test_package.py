@@ -78,6 +78,7 @@ assert "torch._dynamo" not in sys.modules, "a call imports it"
 
 from liger_losses import *
 assert linear_logps is liger_losses.linear_logps
+assert "torch._dynamo" not in sys.modules, "loss_inputs or patch imports it"
 lazy = {"trl", "modules"}
 assert not {f"liger_losses.{name}" for name in lazy} & set(sys.modules)
 assert lazy <= {*dir(liger_losses)}

@@ -5,6 +5,7 @@ import torch
 
 from liger_losses import LigerFusedLinearCrossEntropyLoss, linear_logps
 from liger_losses.chunked.accelerators import label_rows, linear_exp, linear_stats
+from liger_losses.chunked.core import stream
 from liger_losses.kernels import reading, softmax_grad, softmax_stats
 from liger_losses.kernels._triton import INTERPRETED
 from tests.reference import problem
@@ -45,7 +46,7 @@ def test_device_is_current_at_every_launch(launches, call, autocast, monkeypatch
             current.pop()
 
     monkeypatch.setattr(torch.cuda, "device_of", Within)
-    for module in MODULES:
+    for module in (*MODULES, stream):
         if hasattr(module, "device_of"):
             monkeypatch.setattr(module, "device_of", Within)
     for module, name in KERNELS:

@@ -186,7 +186,7 @@ def test_wrong_projections_are_refused():
     states, head = torch.randn(B, T, HT), torch.randn(77, HT)
     with pytest.raises(TypeError, match="sparse tensor"):
         projected_teacher(states, head, torch.ones(V, 77))
-    with pytest.raises(ValueError, match="this teacher has 77"):
+    with pytest.raises(ValueError, match="77], of this teacher"):
         projected_teacher(states, head, torch.ones(V, 78).to_sparse())
 
 

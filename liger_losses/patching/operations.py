@@ -319,7 +319,8 @@ def _argmax(logits: PendingLogits, dim: int | None = None, keepdim: bool = False
     if not _is_vocabulary(logits, dim):
         return NotImplemented
     rows = logits.hidden_states.detach().reshape(-1, logits.hidden_states.shape[-1]).split(_ROWS)
-    columns = torch.cat([logits.with_rows(part).values().argmax(-1) for part in rows]).view(logits.shape[:-1])
+    parts = [logits.with_changes(hidden_states=part).values().argmax(-1) for part in rows]
+    columns = torch.cat(parts).view(logits.shape[:-1])
     return columns[..., None] if keepdim else columns
 
 

@@ -151,12 +151,13 @@ class PendingLogits:  # no dataclass: fully_shard would look for tensors in it, 
             self.check()
             if operation and not self.quiet:
                 _warn_computed(operation)
-            with self.forward_autocast():
-                logits = linear(*self.tensors, self.head.quantized, self.head.ranks, self.autocast)
-                for name, *args in self.steps:
-                    logits = getattr(logits, name)(*args)
-            logits = logits.log_softmax(-1) if self.normalized else logits
-            self.computed.append((-logits if self.negated else logits).to(self.dtype))
+            with torch.enable_grad():  # tensors of logits that were made without gradients require none
+                with self.forward_autocast():
+                    logits = linear(*self.tensors, self.head.quantized, self.head.ranks, self.autocast)
+                    for name, *args in self.steps:
+                        logits = getattr(logits, name)(*args)
+                logits = logits.log_softmax(-1) if self.normalized else logits
+                self.computed.append((-logits if self.negated else logits).to(self.dtype))
         return self.computed[0]
 
     def statistics(self, labels: Tensor | None, *names: str, selected: Tensor | None = None, **options: Any) -> Any:
@@ -193,8 +194,8 @@ _OWN = frozenset((*PendingLogits._FIELDS, "aliases", "computed"))
 def _call(name: str, func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
     """An operation on pending logits; on their values, if the table has none that computes it."""
     first = args[0] if args else None
-    if isinstance(first, PendingLogits) and not first.computed:
-        if name in OPERATIONS:
+    if isinstance(first, PendingLogits):
+        if name in OPERATIONS and not first.computed:
             result = OPERATIONS[name](first, *args[1:], **kwargs)
             if result is not NotImplemented:
                 return result
@@ -224,18 +225,30 @@ def _operator(name: str) -> Any:
 
 
 def _in_place_operator(name: str) -> Any:
-    def operator(self: PendingLogits, other: Any) -> Any:
+    def operator(self: PendingLogits, other: Any) -> PendingLogits:
         _refuse_views(f"__i{name}__", self)
-        return _call(f"__{name}__", getattr(Tensor, f"__{name}__"), (self, other), {})
+        operation = None if self.computed else OPERATIONS.get(f"__{name}__")
+        result = NotImplemented if operation is None else operation(self, other)
+        if isinstance(result, PendingLogits) and _kind_of(result) == _kind_of(self):
+            for field in PendingLogits._FIELDS:
+                setattr(self, field, getattr(result, field))
+        else:
+            _call(f"__i{name}__", getattr(Tensor, f"__i{name}__"), (self, other), {})
+        return self
 
     return operator
+
+
+def _kind_of(logits: PendingLogits) -> tuple[Any, ...]:
+    """What an operation in place keeps; without gradients it changes the values alone."""
+    return logits.shape, logits.dtype, logits.requires_grad
 
 
 # Python looks for operators in the class alone, and does not call __getattr__.
 for _name in """add radd sub rsub mul rmul truediv rtruediv floordiv rfloordiv mod rmod pow rpow matmul rmatmul neg pos
     abs eq ne lt le gt ge and or xor invert bool float int len iter contains getitem setitem""".split():  # noqa: SIM905
     setattr(PendingLogits, f"__{_name}__", _operator(f"__{_name}__"))
-for _name in ("add", "sub", "mul", "truediv"):
+for _name in ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow"):
     setattr(PendingLogits, f"__i{_name}__", _in_place_operator(_name))
 
 

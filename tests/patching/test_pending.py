@@ -1,5 +1,6 @@
 """Pending logits against the logits themselves: values, gradients, and what needs the values."""
 
+import operator
 import re
 import warnings
 
@@ -194,22 +195,69 @@ def scale_a_view_in_place(z):
     return z
 
 
-@pytest.mark.parametrize("change", [change_a_view, change_what_has_a_view, scale_a_view_in_place])
+def change_what_was_computed(z):
+    rows = z.view(-1, V)
+    z.softmax(-1)
+    z.mul_(2.0)
+    return rows
+
+
+@pytest.mark.filterwarnings("ignore:.*needs the values")
+@pytest.mark.parametrize(
+    "change", [change_a_view, change_what_has_a_view, scale_a_view_in_place, change_what_was_computed]
+)
 def test_in_place_changes_that_views_would_have_to_see_are_refused(change):
     with pytest.raises(RuntimeError, match=r"changes logits in place that have views.*logits = logits / temperature"):
         change(pending(*problem()[:3]))
 
 
+def temper(z, scale=0.3):
+    z.argmax(-1)
+    z *= scale
+
+
+def scale_without_gradients(z):
+    with torch.no_grad():
+        z /= 2.0
+
+
+def temper_then_square(z):
+    temper(z)
+    z **= 2
+
+
+IN_PLACE = {
+    "scale": temper,
+    "a cast that changes nothing": lambda z: temper(z.double()),
+    "bias": lambda z: operator.iadd(z, torch.arange(V).to(z.dtype)),
+    "another dtype": lambda z: operator.iadd(z, torch.arange(V)),
+    "difference": lambda z: operator.isub(z, 1.0),
+    "tensor": lambda z: temper(z, torch.arange(V)),
+    "power": temper_then_square,
+    "without gradients": scale_without_gradients,
+}
+
+
 @pytest.mark.filterwarnings("ignore:.*needs the values")
-def test_in_place_operators_of_logits_without_views():
+@pytest.mark.parametrize("name", IN_PLACE)
+def test_the_caller_sees_changes_in_place(name):
     *leaves, _ = problem()
     results = []
     for linear in (F.linear, pending):
-        logits = linear(*leaves) / 2
-        logits *= 0.3
-        logits += torch.arange(V)  # of values
-        results.append(torch.autograd.grad(logits.logsumexp(-1).sum(), leaves))
-    torch.testing.assert_close(*results[::-1])
+        logits = linear(*leaves)
+        IN_PLACE[name](logits)
+        loss = logits.logsumexp(-1).sum()
+        results.append((loss, *torch.autograd.grad(loss, leaves)))
+    torch.testing.assert_close(*results)
+
+
+@pytest.mark.filterwarnings("ignore:.*needs the values")
+def test_values_that_were_read_without_gradients_have_them():
+    *leaves, labels = problem()
+    logits = pending(*leaves)
+    with torch.no_grad():
+        assert not logits.softmax(-1).requires_grad
+    torch.autograd.grad(chosen(logits, labels), leaves)
 
 
 def test_columns_outside_of_the_vocabulary_are_an_error():

@@ -31,8 +31,9 @@ from liger_losses.patching.probing import Mismatch
 from liger_losses.patching.report import LEFT_OUT, Entry
 from liger_losses.patching.swap import Replacement, hooks_of, original_class, replacement_of, restore, swap
 
-#: On a head's layers, for the length of a forward: where the targets of its losses go, and the thread that runs it.
-_PENDING = "_liger_losses_pending"
+#: On a head's layers, for the length of a forward, with the number of its thread, 0 in compiled code, which cannot ask
+#: for it: where the targets of its losses go, in a tuple.
+_PENDING = "_liger_losses_pending_"
 #: The function that layers call; one that replaces it in torch calls it, too.
 _LINEAR = F.linear
 #: From this size on, logits that nobody may need are worth a warning.
@@ -382,24 +383,26 @@ def _layers(head: nn.Module | None) -> list[Any]:
     return [layer for layer in head.modules() if layer is head or isinstance(replacement_of(layer), QuantizedHead)]
 
 
-def _start(layers: list[Any], targets: list[Tensor] | None = None) -> None:
-    thread = 0 if torch.compiler.is_dynamo_compiling() else threading.get_ident()
+def _start(layers: list[Any], targets: list[Tensor] | None = None) -> str:
+    """Let layers return pending logits to this thread, until ``_end`` with the attribute that is returned."""
+    attribute = f"{_PENDING}{0 if torch.compiler.is_dynamo_compiling() else threading.get_ident()}"
     for layer in layers:
-        setattr(layer, _PENDING, (targets, thread))
+        setattr(layer, attribute, (targets,))
     _keep_gathered(layers)
+    return attribute
 
 
-def _end(layers: list[Any]) -> None:
+def _end(layers: list[Any], attribute: str) -> None:
     for layer in layers:
-        if hasattr(layer, _PENDING):
-            delattr(layer, _PENDING)
+        if hasattr(layer, attribute):
+            delattr(layer, attribute)
 
 
 def _state_of(layer: Any) -> Any:
     """Where the targets of a layer's losses go, in a tuple; ``None`` where it is to return logits."""
-    state = getattr(layer, _PENDING, None)
-    here = state is None or torch.compiler.is_dynamo_compiling() or state[1] in (0, threading.get_ident())
-    return state if here else None
+    if torch.compiler.is_dynamo_compiling():
+        return next((vars(layer)[name] for name in vars(layer) if name.startswith(_PENDING)), None)
+    return getattr(layer, f"{_PENDING}{threading.get_ident()}", getattr(layer, f"{_PENDING}0", None))
 
 
 def _keep_gathered(layers: list[Any]) -> None:
@@ -424,14 +427,14 @@ def pending_logits(*models: nn.Module, targets: list[Tensor] | None = None) -> I
     ``targets`` gets the labels of each cross-entropy of them, whose result is then 0.
     """
     layers = [layer for model in models for layer in _layers(head_of(owner_of_head(model)))]
-    layers = [layer for layer in dict.fromkeys(layers) if not hasattr(layer, _PENDING)]
+    layers = [layer for layer in dict.fromkeys(layers) if _state_of(layer) is None]
     inner = [getattr(model, "module", model) for model in models if layers and _is_distributed()]
     hooks = [model.register_forward_hook(_show_tensors, prepend=True) for model in inner]
-    _start(layers, targets)
+    attribute = _start(layers, targets)
     try:
         yield
     finally:
-        _end(layers)
+        _end(layers, attribute)
         for hook in hooks:
             hook.remove()
 
@@ -495,19 +498,18 @@ def _with_loss(forward: Callable[..., Any], model: Any, *args: Any, **kwargs: An
     options = replacement_of(model)
     if not isinstance(options, LossForward):  # it was unpatched, and what is around it calls this
         return forward(*args, **kwargs)
-    head = head_of(model)
-    if not options.wants_loss(forward, args, kwargs) or hasattr(head, _PENDING):
+    layers = _layers(head_of(model))
+    if not options.wants_loss(forward, args, kwargs) or any(_state_of(layer) is not None for layer in layers):
         output = forward(*args, **kwargs)
         _warn_of_many(model, output)
         return output
-    layers = _layers(head)
     if not layers and not torch.compiler.is_dynamo_compiling():
         layers = _prepare_again(model)
-    _start(layers)
+    attribute = _start(layers)
     try:
         output = forward(*args, **kwargs)
     finally:
-        _end(layers)
+        _end(layers, attribute)
     if not _has_labels(forward, args, kwargs):
         _show_tensors(model, args, output)
         return output

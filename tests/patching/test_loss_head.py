@@ -497,13 +497,17 @@ def test_a_context_is_of_its_models():
 
 
 def test_a_context_is_of_its_thread():
+    """Another one gets logits, or trains the same model without them."""
     model, ids, found = llama(), batch()["input_ids"], []
     patch_head(model)
     with pending_logits(model):
-        thread = threading.Thread(target=lambda: found.append(model(ids).logits))
-        thread.start()
-        thread.join()
-    assert type(found[0]) is torch.Tensor
+        for arguments in ({"input_ids": ids}, batch()):
+            thread = threading.Thread(target=lambda a=arguments: found.append(type(model(**a).logits)))
+            thread.start()
+            thread.join()
+        assert isinstance(model(ids).logits, PendingLogits)
+    assert found == [torch.Tensor, type(None)]
+    assert type(model(ids).logits) is torch.Tensor
 
 
 class Transformed(nn.Linear):

@@ -13,6 +13,7 @@ R tokens, P columns padded.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,7 +31,7 @@ from liger_losses.chunked.accelerators.one_matrix import (
     matrix_of,
 )
 from liger_losses.chunked.core.buffers import Gradients
-from liger_losses.chunked.core.plan import Plan, Signature, by_blocks, least_bytes, padded
+from liger_losses.chunked.core.plan import Plan, Signature, by_blocks, least_bytes, padded, slices
 from liger_losses.chunked.core.statistics import Statistic
 from liger_losses.chunked.core.target import Target
 from liger_losses.chunked.core.weights import ALL
@@ -114,19 +115,23 @@ class ExponentialBlock:
 
 
 class LabelTerms:
-    """The labels' terms of several blocks, most of the weight's gradient, which are added together once."""
+    """The labels' terms of several blocks, most of the weight's gradient, which are added once after all products."""
 
     def __init__(self, target: Target, plan: Plan, count: int) -> None:
+        weights = target.head.weights
         self.at_label = torch.zeros(count, dtype=torch.float32, device=target.hidden.device)
+        # For as many tokens together as have hidden states that fit the memory of a block.
+        self.most = max(plan.block_rows, plan.block_rows * weights.columns // weights.hidden_size)
 
     def take(self, block: ExponentialBlock, upstream: dict[str, Tensor], grads: Gradients, at: slice) -> Tensor | None:
         """Add the products of a block, whose tokens are those ``at`` of these; its hidden states' gradient."""
         hidden, self.at_label[at] = block.add_products(upstream, grads)
         return hidden
 
-    def add_gradients(self, part: Target, grads: Gradients) -> None:
+    def add_gradients(self, part_of: Callable[[slice], Target], rows: slice, grads: Gradients) -> None:
         """The terms of all tokens."""
-        add_label_terms(part, self.at_label, grads)
+        for at in slices(rows.start, rows.stop, self.most):
+            add_label_terms(part_of(at), self.at_label[at.start - rows.start : at.stop - rows.start], grads)
 
 
 def add_label_terms(part: Target, at_label: Tensor, grads: Gradients) -> None:
@@ -150,13 +155,13 @@ def planned(call: Signature) -> Plan | None:
         return None
     if call.workspace is not None and call.workspace < least_bytes(call, row_bytes(call)):
         return None  # not even one row fits; the core, whose rows are longer, says so
-    plan = by_blocks(call, "exponentials", ExponentialBlock.of, row_bytes(call))
+    plan = by_blocks(call, "exponentials", ExponentialBlock.of, row_bytes(call), most_parts=BLOCKS)
     if plan.tile is not None or plan.copied_rows < call.columns or (call.couples and not plan.keeps):
         return None
     if call.couples:
         return plan
     if -(-call.trained // plan.block_rows) > BLOCKS and call.trains_weight:
         return None
-    # The labels' terms are added for as many tokens as have hidden states that fit the memory of a block.
-    rows = max(plan.block_rows, min(plan.block_rows * call.columns // call.hidden_size, call.tokens))
-    return plan._replace(rows=rows, shared=LabelTerms if plan.block_rows < rows else None)
+    if plan.block_rows >= call.tokens or not call.trains_weight:
+        return plan
+    return plan._replace(rows=call.tokens, shared=LabelTerms)

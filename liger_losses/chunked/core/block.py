@@ -5,6 +5,7 @@ R tokens, C columns of this rank that are here, P the same padded, k selected co
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -296,8 +297,9 @@ class Collected:
         self.columns = block.columns
         block.gradient(upstream, grads, self.memory[at, : block.width])
 
-    def add_gradients(self, part: Target, grads: Gradients) -> Tensor | None:
+    def add_gradients(self, part_of: Callable[[slice], Target], rows: slice, grads: Gradients) -> Tensor | None:
         """As a block's, of all tokens."""
+        part = part_of(rows)
         weights, grad = part.head.weights, self.memory[:, : _width(self.columns)]
         weights.add_gradients(grads, grad, part.hidden, self.columns)
         return weights.hidden_gradient(grad, self.columns) if self.plan.hidden else None

@@ -70,7 +70,7 @@ class Signature:
     of_kernels: bool = False  # whether statistics of parts of the vocabulary can be merged: one rank, no teacher
     batch_invariant: bool = False
     couples: bool = True  # whether gradients are asked for once all statistics are known
-    of_all_targets: int = 0  # tokens of all targets of the call, whose blocks live until backward together
+    others_bytes: int = 0  # of blocks of the call's other targets, which live until backward together
     sharing: int = 0  # targets that share a head which would get more than MOST_PARTS parts by blocks
     memory: int = 0  # bytes of the smallest device
     bound: int | None = None  # the default workspace that was set
@@ -185,6 +185,7 @@ class Plan(NamedTuple):
     copied_rows: int  # of the head, at a time; all where none are copied, or all at once
     keeps: bool  # the block of all tokens lives until backward; otherwise that computes logits again
     tile: Tile | None  # where the pass goes by columns; None where it goes by blocks
+    parts: float  # of MOST_PARTS, how many it adds to a half-precision gradient of a weight
     accumulate: torch.dtype | None  # in which the gradient of the weight adds up, where not its own
     dtype: torch.dtype  # of the products' operands
     invariant: bool
@@ -214,6 +215,14 @@ def even(total: int, most: int) -> int:
     """The size of as few, equally large parts as ``most`` allows, rounded up to a multiple of 128."""
     size = -(-total // max(-(-total // most), 1))
     return max(1, min(most, -(-size // 128) * 128))
+
+
+def slices(start: int, stop: int, most: int) -> list[slice]:
+    """As few, equally large slices as ``most`` allows."""
+    if 0 < stop - start <= most:
+        return [slice(start, stop)]
+    size = even(stop - start, most)
+    return [slice(first, min(first + size, stop)) for first in range(start, stop, size)]
 
 
 @cache
@@ -255,7 +264,7 @@ def usual_bytes(call: Signature, row: int, collects: bool) -> int:
     return min(max(size + 8 * MiB, 64 * MiB), most)
 
 
-def may_sum(parts: int) -> bool:
+def may_sum(parts: float) -> bool:
     """Whether a half-precision gradient may be a sum of so many parts."""
     return parts <= MOST_PARTS
 
@@ -291,8 +300,10 @@ def by_blocks(
     block: Callable[..., Any],
     row: int,
     collected: Callable[..., Any] | None = None,
+    most_parts: int = MOST_PARTS,
 ) -> Plan:
-    """A plan with blocks that take so many bytes a row, whose gradients may be ``collected``.
+    """A plan with blocks that take so many bytes a row, whose gradients may be ``collected``; and the gradient of a
+    weight may be a sum of ``most_parts`` of them in half precision.
 
     Raises:
         ValueError: the workspace cannot hold one row.
@@ -301,7 +312,7 @@ def by_blocks(
     if call.batch_invariant:
         _check_invariant(call, budget.copied)
     keep = max(budget.blocks, budget.most) if options.keep is None else options.keep
-    keeps = may_keep(call) and max(call.tokens, call.of_all_targets) * row <= keep
+    keeps = may_keep(call) and call.tokens * row + call.others_bytes <= keep
     rows = block_rows = max(call.tokens, 1)
     if not keeps:
         rows, block_rows = _rows(call, row, budget.blocks, collected is not None)
@@ -313,7 +324,7 @@ def by_blocks(
         # Of losses of single tokens of several targets, a buffer in fp32 is faster than all of their logits again.
         adds = keeps or call.kept or (call.sharing > 1 and not call.couples)
         tile = None if adds else _tile(call, budget.blocks)
-    parts = -(-call.trained // rows) if tile is None else -(-call.tokens // tile.rows)
+    parts = (-(-call.trained // rows) if tile is None else -(-call.tokens // tile.rows)) * MOST_PARTS / most_parts
     return Plan(
         name=name,
         block=block,
@@ -324,6 +335,7 @@ def by_blocks(
         copied_rows=copied,
         keeps=keeps,
         tile=tile,
+        parts=parts,
         accumulate=options.accum_dtype if may_sum(call.sharing * parts) else torch.float32,
         dtype=call.operand,
         invariant=call.batch_invariant,

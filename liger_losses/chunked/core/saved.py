@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import replace
-from functools import partial
 from typing import Any, NamedTuple
 
 from torch import Tensor
@@ -23,6 +20,13 @@ class Place(NamedTuple):
     number: int
 
 
+class Packed(NamedTuple):
+    """A dataclass of this type, of what its constructor takes."""
+
+    kind: Any
+    values: dict[str, Any]
+
+
 def pack(value: Any) -> tuple[Any, list[Tensor]]:
     """``value`` with a place in the list for each tensor, which has one however often it occurs; and the list.
 
@@ -30,38 +34,38 @@ def pack(value: Any) -> tuple[Any, list[Tensor]]:
     """
     tensors, numbers = list[Tensor](), dict[int, int]()
 
-    def place(tensor: Tensor) -> Place:
-        number = numbers.setdefault(id(tensor), len(tensors))
-        if number == len(tensors):
-            tensors.append(tensor.clone() if tensor.is_inference() else tensor)
-        return Place(number)
+    def packed(value: Any) -> Any:
+        kind: Any = type(value)
+        if isinstance(value, Tensor):
+            number = numbers.setdefault(id(value), len(tensors))
+            if number == len(tensors):
+                tensors.append(value.clone() if value.is_inference() else value)
+            return Place(number)
+        if kind in (list, tuple):
+            return kind([item if type(item) in PLAIN else packed(item) for item in value])
+        if kind is dict:
+            return {name: item if type(item) in PLAIN else packed(item) for name, item in value.items()}
+        if not hasattr(kind, "__dataclass_fields__"):
+            return value
+        values, changes = dict[str, Any](), False
+        for name in kind.__match_args__:  # what its constructor takes
+            item = getattr(value, name)
+            values[name] = item if type(item) in PLAIN else packed(item)
+            changes = changes or values[name] is not item
+        return Packed(kind, values) if changes else value
 
-    return _changed(value, place), tensors
+    return packed(value), tensors
 
 
 def unpack(value: Any, tensors: tuple[Tensor, ...]) -> Any:
     """The inverse of :func:`pack`."""
-    return _changed(value, lambda place: tensors[place.number])
-
-
-def _changed(value: Any, change: Callable[[Any], Any]) -> Any:
-    """``value`` with what ``change`` makes of each tensor or place in its lists, dictionaries and dataclasses."""
     kind: Any = type(value)
-    if isinstance(value, (Tensor, Place)):
-        return change(value)
-    if kind in (list, tuple, dict):
-        names, read = (value if kind is dict else range(len(value))), value.__getitem__
-    elif hasattr(kind, "__dataclass_fields__"):
-        names, read = kind.__match_args__, partial(getattr, value)  # what its constructor takes
-    else:
-        return value
-    changes: dict[Any, Any] = {}
-    for name in names:
-        if type(item := read(name)) not in PLAIN and (changed := _changed(item, change)) is not item:
-            changes[name] = changed
-    if not changes:
-        return value
-    if hasattr(kind, "__dataclass_fields__"):
-        return replace(value, **changes)
-    items = dict(value if kind is dict else enumerate(value)) | changes
-    return items if kind is dict else kind(items.values())
+    if kind is Place:
+        return tensors[value.number]
+    if kind is Packed:
+        return value.kind(**unpack(value.values, tensors))
+    if kind in (list, tuple):
+        return kind([unpack(item, tensors) for item in value])
+    if kind is dict:
+        return {name: item if type(item) in PLAIN else unpack(item, tensors) for name, item in value.items()}
+    return value

@@ -24,7 +24,7 @@ from liger_losses.chunked.core.block import PLANNERS, statistics_by_columns
 from liger_losses.chunked.core.buffers import Gradients, Leaf, key_of, local_part
 from liger_losses.chunked.core.checks import agree_on_call, check_call
 from liger_losses.chunked.core.options import EngineOptions
-from liger_losses.chunked.core.plan import Plan, Signature, even, may_sum, plan, scales_late, signature
+from liger_losses.chunked.core.plan import Plan, Signature, may_keep, may_sum, plan, scales_late, signature, slices
 from liger_losses.chunked.core.saved import pack, unpack
 from liger_losses.chunked.core.statistics import OF_KERNELS, Statistic, asked_for
 from liger_losses.chunked.core.target import Counted, Target, TokenLoss
@@ -129,14 +129,6 @@ def only(active: Tensor, values: Values) -> Values:
     return {n: torch.where(active if v.dim() == 1 else active[:, None], v, 0) for n, v in values.items()}
 
 
-def slices(start: int, stop: int, most: int) -> list[slice]:
-    """As few, equally large slices as ``most`` allows."""
-    if 0 < stop - start <= most:
-        return [slice(start, stop)]
-    size = even(stop - start, most)
-    return [slice(first, min(first + size, stop)) for first in range(start, stop, size)]
-
-
 # --- From targets to streams ----------------------------------------------------------------------------------------
 
 
@@ -167,22 +159,23 @@ def open_streams(
         first = made if all_train else plan(call.without_gradients(), tuple(PLANNERS))
         assert target.counted is not None
         streams.append(Stream(replace(target, counted=None), target.counted, asked, made, first, active))
-    return streams, leaves_of(streams, leaves), calls[0].couples
+    return streams, _leaves_of(streams, leaves), calls[0].couples
 
 
 def _plans(calls: list[Signature], leaves: Sequence[Sequence[Leaf]]) -> tuple[list[Signature], list[Plan]]:
     """The plans of all targets, each of which knows what it must of the others; and the calls that they are of."""
     table = tuple(PLANNERS)
-    if len(calls) > 1:
-        total = sum([call.tokens for call in calls])
-        calls = [replace(call, of_all_targets=total) for call in calls]
     plans = [plan(call, table) for call in calls]
+    if len(calls) > 1:
+        sizes = [call.tokens * made.row_bytes if may_keep(call) else 0 for call, made in zip(calls, plans, strict=True)]
+        calls = [replace(call, others_bytes=sum(sizes) - size) for call, size in zip(calls, sizes, strict=True)]
+        plans = [plan(call, table) for call in calls]
     sharing = _sharing(calls, plans, leaves)
     if sharing:
         calls = [replace(call, sharing=n) for call, n in zip(calls, sharing, strict=True)]
         plans = [plan(call, table) for call in calls]
     if any(made.tile is not None and not call.couples for call, made in zip(calls, plans, strict=True)):
-        calls = [replace(call, couples=True) for call in calls]
+        calls = [replace(call, couples=True, options=replace(call.options, keep=0)) for call in calls]
         plans = [plan(call, table) for call in calls]
     bound = calls[0].workspace
     if sharing and bound is not None and any(made.accumulate is not None for made in plans):
@@ -197,18 +190,14 @@ def _plans(calls: list[Signature], leaves: Sequence[Sequence[Leaf]]) -> tuple[li
 def _sharing(calls: Sequence[Signature], plans: Sequence[Plan], leaves: Sequence[Sequence[Leaf]]) -> list[int]:
     """Of each target, how many share a half-precision gradient that would be a sum of too many parts; none if no target
     does."""
-    parts = []
-    for call, made in zip(calls, plans, strict=True):
-        size, count = (made.rows, call.trained) if made.tile is None else (made.tile.rows, call.tokens)
-        parts.append(-(-count // size))
-    if may_sum(sum(parts)) or calls[0].options.accum_dtype is not None:
+    if may_sum(sum([made.parts for made in plans])) or calls[0].options.accum_dtype is not None:
         return []
-    keys, counts = list[set[object]](), dict[object, list[int]]()
-    for own, count in zip(leaves, parts, strict=True):
+    keys, counts = list[set[object]](), dict[object, list[float]]()
+    for own, made in zip(leaves, plans, strict=True):
         half = [leaf.tensor for leaf in own if leaf.accumulate is None and leaf.tensor.dtype in HALF_DTYPES]
         keys.append({key_of(tensor) for tensor in half} if not any(leaf.sparse for leaf in own) else set())
         for key in keys[-1]:
-            counts.setdefault(key, []).append(count)
+            counts.setdefault(key, []).append(made.parts)
     many = {key: len(of_key) for key, of_key in counts.items() if not may_sum(sum(of_key))}
     return [max([many.get(key, 0) for key in own], default=0) for own in keys] if many else []
 
@@ -280,11 +269,11 @@ def _count(
     return found
 
 
-def leaves_of(streams: Sequence[Stream], leaves: Sequence[Sequence[Leaf]] | None = None) -> list[Leaf]:
+def _leaves_of(streams: Sequence[Stream], leaves: Sequence[Sequence[Leaf]]) -> list[Leaf]:
     """The leaves of all targets, each once: the dtype in which one adds up is the widest that a plan asks for."""
     of_all: dict[int, Leaf] = {}
-    for i, stream in enumerate(streams):
-        for leaf in stream.target.leaves() if leaves is None else leaves[i]:
+    for stream, own in zip(streams, leaves, strict=True):
+        for leaf in own:
             if leaf.accumulate is None and stream.plan.accumulate is not None:
                 leaf = replace(leaf, accumulate=stream.plan.accumulate)
             known = of_all.get(id(leaf.tensor))
@@ -308,7 +297,9 @@ class _Statistics(torch.autograd.Function):
     """Statistics of tokens; backward has their blocks still, or computes them again."""
 
     @staticmethod
-    def forward(ctx: Any, streams: list[Stream], known: list[Values], *tensors: Tensor) -> tuple[Tensor, ...]:
+    def forward(
+        ctx: Any, streams: list[Stream], leaves: list[Leaf], known: list[Values], *tensors: Tensor
+    ) -> tuple[Tensor, ...]:
         ctx.set_materialize_grads(False)
         outputs, constants, blocks, fixed = list[Tensor](), list[Values](), list[Any](), list[Tensor]()
         with _alone(streams[0].target.hidden):
@@ -325,7 +316,7 @@ class _Statistics(torch.autograd.Function):
                     if not (s.differentiable and stream.plan.trains):
                         fixed.append(values[s.name])
         if tensors:
-            ctx.packed, saved = pack((streams, constants, blocks))
+            ctx.packed, saved = pack((streams, leaves, constants, blocks))
             ctx.used = False
             ctx.save_for_backward(*saved)
         ctx.mark_non_differentiable(*fixed)
@@ -336,8 +327,8 @@ class _Statistics(torch.autograd.Function):
     def backward(ctx: Any, *upstream: Tensor | None) -> tuple[Any, ...]:
         # Gradients take the memory of blocks: a second backward computes these again.
         again, ctx.used = ctx.used, True
-        streams, constants, blocks = unpack(ctx.packed, ctx.saved_tensors)
-        grads, upstreams, left = Gradients(leaves_of(streams)), list[Values](), iter(upstream)
+        streams, leaves, constants, blocks = unpack(ctx.packed, ctx.saved_tensors)
+        grads, upstreams, left = Gradients(leaves), list[Values](), iter(upstream)
         for stream in streams:
             wanted = {s.name: g for s in stream.asked if (g := next(left)) is not None and stream.plan.trains}
             upstreams.append(stream.masked(wanted, slice(None)))
@@ -348,7 +339,7 @@ class _Statistics(torch.autograd.Function):
                     _from_block(stream, block, own, values, moved, grads)
                 elif values:
                     _again(stream, own, values, moved, grads)
-            return None, None, *grads.results()
+            return None, None, None, *grads.results()
 
 
 def _first_pass(stream: Stream) -> tuple[Values, Any]:
@@ -440,13 +431,12 @@ def _again(stream: Stream, constants: Values, upstream: Values, moved: Moved | N
     for rows in slices(0, count, made.block_rows if made.tile is None else made.tile.rows):
         chosen: Rows = rows if moved is None else moved.order[rows]
         part, of_rows, values = opened.part(chosen), rows_in(constants, chosen), rows_in(upstream, chosen)
+        hidden: Tensor | None = None
         if made.tile is None:
             block = made.block(part, stream.asked, made, of_rows or None)
-            opened.add_hidden(grads, chosen, block.add_gradients(values, grads))
-            del block
-            continue
-        hidden: Tensor | None = None
-        for tile in slices(0, columns, made.tile.columns):
+            hidden = block.add_gradients(values, grads)
+            del block  # its memory is free before its gradient is added
+        for tile in () if made.tile is None else slices(0, columns, made.tile.columns):
             block = made.block(part, stream.asked, made, of_rows, tile)
             hidden = block.add_gradients(values, grads, hidden)
             del block
@@ -472,7 +462,7 @@ class _Losses(torch.autograd.Function):
         with _alone(streams[0].target.hidden):
             total, outputs, ctx.gradients = _run(streams, losses, leaves)
         if tensors:
-            ctx.packed, saved = pack((streams, losses))
+            ctx.packed, saved = pack((streams, losses, leaves))
             ctx.save_for_backward(*saved)
         flat = list[Tensor]()
         for values in outputs:
@@ -489,8 +479,7 @@ class _Losses(torch.autograd.Function):
             return (None,) * len(ctx.needs_input_grad)
         with _alone(upstream):
             if gradients is None:  # the first backward scaled them, and gave them away
-                streams, losses = unpack(ctx.packed, ctx.saved_tensors)
-                gradients = _run(streams, losses, leaves_of(streams))[2]
+                gradients = _run(*unpack(ctx.packed, ctx.saved_tensors))[2]
             return None, None, None, None, *scaled(gradients, upstream)
 
 
@@ -539,14 +528,15 @@ def _run_part(
             total, upstream, more = token_losses(stream, loss, values, rows, made.trains)
             totals.append(total)
             parts.append(values | more)
+            hidden: Tensor | None = None
             if shared is not None:
-                at = slice(rows.start - start, rows.stop - start)
-                opened.add_hidden(grads, rows, shared.take(block, upstream, grads, at))
+                hidden = shared.take(block, upstream, grads, slice(rows.start - start, rows.stop - start))
             elif upstream:
-                opened.add_hidden(grads, rows, block.add_gradients(upstream, grads))
-            del block  # its memory is free before the next one's is allocated
+                hidden = block.add_gradients(upstream, grads)
+            del block  # its memory is free before its gradient is added
+            opened.add_hidden(grads, rows, hidden)
         if shared is not None:
-            opened.add_hidden(grads, together, shared.add_gradients(opened.part(together), grads))
+            opened.add_hidden(grads, together, shared.add_gradients(opened.part, together, grads))
 
 
 def token_losses(
@@ -592,7 +582,7 @@ def of_values(loss: TokenLoss, values: Values, rows: Rows, dims: int, active: Te
 
 def _statistics_of(streams: list[Stream], leaves: list[Leaf], known: list[Values]) -> list[Values]:
     """Of each stream, with gradients."""
-    left = iter(_Statistics.apply(streams, known, *[leaf.tensor for leaf in leaves]))
+    left = iter(_Statistics.apply(streams, leaves, known, *[leaf.tensor for leaf in leaves]))
     return [{s.name: next(left) for s in stream.asked} for stream in streams]
 
 

@@ -1,6 +1,7 @@
 """What a call of the core keeps, how often the host waits, what it multiplies, and what it refuses."""
 
 from contextlib import contextmanager
+from dataclasses import dataclass
 from unittest import mock
 
 import pytest
@@ -256,3 +257,35 @@ def test_adapters_beside_a_sparse_gradient_are_dense():
     target = Target(head, torch.randn(6, 8, generator=g), y, kept=y[:, None] + torch.arange(3), sparse_grad=True)
     gradients = torch.autograd.grad(statistics([target], ["logp"])[0]["logp"].sum(), (w, a, b))
     assert [gradient.is_sparse for gradient in gradients] == [True, False, False]
+
+
+@pytest.mark.parametrize("couples", [True, False])
+def test_what_is_trained_is_decided_in_forward(couples):
+    """A weight that is trained before backward gets no gradient, and one that is frozen by then changes nothing."""
+    for trained in (False, True):
+        hidden, weight, labels = inputs()
+        weight.requires_grad_(trained)
+        target = [Target(head_of(Dense(weight)), hidden, labels)]
+        total = statistics(target, ["logp"])[0]["logp"].sum() if couples else loss_sum(target, ["logp"], [LOSS])[0]
+        weight.requires_grad_(not trained)
+        total.backward(retain_graph=True)
+        first = hidden.grad.clone()
+        total.backward()
+        torch.testing.assert_close(hidden.grad, 2 * first)
+        assert trained or weight.grad is None
+
+
+def test_a_quantized_weight_may_be_a_dataclass():
+    """It is made of its own tensors, and of nothing that stands for them."""
+
+    @dataclass(eq=False)
+    class OfFields(Codes):
+        codes: torch.Tensor
+
+        def __post_init__(self):
+            super().__init__(self.codes[:])
+
+    hidden, _, labels = inputs()
+    weight = OfFields(torch.randint(-99, 99, (V, H), dtype=torch.int8))
+    statistics([Target(head_of(Quantized.of(weight)), hidden, labels)], ["logp"])[0]["logp"].sum().backward()
+    assert hidden.grad.abs().sum() > 0

@@ -6,8 +6,10 @@ import pytest
 import torch
 
 from liger_losses import EngineOptions
+from liger_losses.chunked.core.buffers import Leaf
 from liger_losses.chunked.core.plan import MiB, Signature, least_bytes, plan, row_bytes
-from liger_losses.chunked.core.stream import PLANNERS
+from liger_losses.chunked.core.ranks import ALONE
+from liger_losses.chunked.core.stream import PLANNERS, _plans
 from liger_losses.chunked.core.weights import Dense
 
 pytest.importorskip("triton")
@@ -76,3 +78,31 @@ def test_the_least_workspace():
     assert plan(given[0], tuple(PLANNERS)).block_rows == 1
     with pytest.raises(ValueError, match=f"give at least {least} bytes"):
         plan(given[1], tuple(PLANNERS))
+
+
+def plans_of(*changes, shared=True):
+    """Of several targets of one head, or of a head each."""
+    weights = [torch.empty(8, 4, dtype=torch.bfloat16, requires_grad=True) for _ in changes]
+    leaves = [[Leaf(weights[0] if shared else weight, ALONE)] for weight in weights]
+    return _plans([call_of(changed) for changed in changes], leaves)[1]
+
+
+def test_several_targets_have_many_parts_together():
+    """Of exponentials, four times as many: their largest terms are added once."""
+    assert {made.accumulate for made in plans_of(*[{"tokens": 32768}] * 4)} == {torch.float32}
+    few = plans_of(*[{"tokens": 128}] * 9)
+    assert {(made.name, made.accumulate) for made in few} == {("exponentials", None)}
+
+
+def test_blocks_of_several_targets_live_together():
+    half = OF_CORE | COUPLED | {"tokens": 5000}
+    assert [made.keeps for made in plans_of(half, half, shared=False)] == [False, False]
+    others = [OF_CORE | COUPLED | {"tokens": 8192, "columns": 32000}, OF_CORE | COUPLED | {"tokens": 2048}]
+    assert [made.keeps for made in plans_of(*others, shared=False)] == [True, True]
+
+
+def test_losses_of_many_parts_keep_nothing():
+    """The second pass of losses of single tokens, by tiles, takes no more memory than their first would alone."""
+    (made,) = plans_of(OF_CORE | {"tokens": 24576, "hidden_size": 4096, "columns": 32000})
+    assert not made.keeps
+    assert made.tile == (4096, 4928)

@@ -26,6 +26,21 @@ def test_policy_and_reference_share_one_selection_of_tokens(name, monkeypatch):
     assert waits == [1]
 
 
+@pytest.mark.parametrize("per", ["sequence", "token"])
+def test_a_reference_has_no_gradient(per):
+    hidden, weight, labels, _ = problem(shape=(4, 5))
+    shape = labels.shape if per == "token" else labels.shape[:1]
+    refs = [torch.zeros(2, *shape[1:], dtype=hidden.dtype, requires_grad=True) for _ in range(2)]
+    sides = [
+        Completions(hidden[at], labels[at], ref_logps=ref)
+        for at, ref in zip((slice(2), slice(2, 4)), refs, strict=True)
+    ]
+    with pytest.warns(UserWarning, match="ref_logps requires a gradient"):
+        DPO()(weight, *sides)[0].backward()
+    assert weight.grad.any()
+    assert [ref.grad for ref in refs] == [None, None]
+
+
 def test_a_temperature_that_does_not_fit_completions_is_an_error():
     hidden, weight, labels = (part.detach() for part in problem(shape=(4, 5))[:3])
     t, loss = torch.ones(labels.shape, dtype=hidden.dtype), DPO(use_ref_model=False)

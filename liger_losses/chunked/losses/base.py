@@ -135,7 +135,8 @@ class ChunkedLoss(nn.Module):
 
     To write a loss, derive from this class, name the :attr:`statistics` that the loss reads, and define :meth:`loss`.
 
-    Every option is an attribute that cannot be assigned: :meth:`replace` returns a loss with other options.
+    Every option is an attribute that cannot be assigned: :meth:`replace` returns a loss with other options. (A buffer,
+    cross-entropy's ``ce_weight``, can.)
 
     Args:
         ignore_index: the label of tokens that do not contribute to the loss. They are dropped before the projection.
@@ -223,7 +224,8 @@ class ChunkedLoss(nn.Module):
         return self._settings
 
     def replace(self, **options: Any) -> Self:
-        """The same loss with other options. State (BCO's running mean) is copied, and goes on separately.
+        """The same loss with other options. State (BCO's running mean) is copied, and goes on separately; the copy has
+        the hooks that were registered before.
 
         Raises:
             TypeError, ValueError: an unknown option, or a wrong value.

@@ -166,11 +166,16 @@ class LigerFusedLinearCrossEntropyLoss(ChunkedLoss, Generic[R]):
     @constructor(CrossEntropyOptions)  # type: ignore[misc]
     def __init__(self, ce_weight: Tensor | None = None, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
-        if ce_weight is not None:
-            if not isinstance(ce_weight, Tensor) or ce_weight.dim() > 1:
-                check_no_input(type(self), "ce_weight", ce_weight)
-            check_tensor("ce_weight", ce_weight)
-        self.register_buffer("ce_weight", ce_weight, persistent=False)
+        self.register_buffer("ce_weight", None, persistent=False)
+        self.ce_weight = ce_weight
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        # As any buffer, it may be assigned: DataParallel does.
+        if name == "ce_weight" and value is not None:
+            if not isinstance(value, Tensor) or value.dim() > 1:
+                check_no_input(type(self), name, value)
+            check_tensor(name, value)
+        super().__setattr__(name, value)
 
     @property
     def spans_ranks(self) -> bool:

@@ -19,6 +19,10 @@ def test_ce_weight_moves_with_the_module_and_is_not_saved():
     module = CE(ce_weight=torch.ones(3)).to(torch.float64)
     assert module.ce_weight.dtype == torch.float64
     assert module.state_dict() == {}
+    for assign in (lambda value: module.replace(ce_weight=value), lambda value: setattr(module, "ce_weight", value)):
+        assign(torch.zeros(3))
+        with pytest.raises(TypeError, match="a tensor or a head as its option ce_weight"):
+            assign(torch.ones(3, 3))
 
 
 def test_tokens_of_weight_0_have_no_products_of_gradients():
@@ -34,7 +38,10 @@ def test_tokens_of_weight_0_have_no_products_of_gradients():
 
 @pytest.mark.parametrize("heads", [1, 2])
 @pytest.mark.parametrize("weighted", ["tokens", "classes", "both"])
-@pytest.mark.parametrize(("dtype", "of_weights"), [(torch.float64, torch.float32), (torch.float32, torch.float64)])
+@pytest.mark.parametrize(
+    ("dtype", "of_weights"),
+    [(torch.float64, torch.float32), (torch.float32, torch.float64), (torch.float32, torch.float16)],
+)
 def test_weights_of_another_dtype(dtype, of_weights, weighted, heads):
     """What calls in fp64 divide by is fp64."""
     hidden, weight, labels, _ = problem(3000, 8, 50, dtype=dtype)

@@ -32,29 +32,30 @@ def pack(value: Any) -> tuple[Any, list[Tensor]]:
 
     Autograd keeps no tensor that was made in inference mode: a copy takes its place.
     """
-    tensors, numbers = list[Tensor](), dict[int, int]()
+    tensors = list[Tensor]()
+    return _packed(value, tensors, {}), tensors
 
-    def packed(value: Any) -> Any:
-        kind: Any = type(value)
-        if isinstance(value, Tensor):
-            number = numbers.setdefault(id(value), len(tensors))
-            if number == len(tensors):
-                tensors.append(value.clone() if value.is_inference() else value)
-            return Place(number)
-        if kind in (list, tuple):
-            return kind([item if type(item) in PLAIN else packed(item) for item in value])
-        if kind is dict:
-            return {name: item if type(item) in PLAIN else packed(item) for name, item in value.items()}
-        if not hasattr(kind, "__dataclass_fields__"):
-            return value
-        values, changes = dict[str, Any](), False
-        for name in kind.__match_args__:  # what its constructor takes
-            item = getattr(value, name)
-            values[name] = item if type(item) in PLAIN else packed(item)
-            changes = changes or values[name] is not item
-        return Packed(kind, values) if changes else value
 
-    return packed(value), tensors
+def _packed(value: Any, tensors: list[Tensor], numbers: dict[int, int]) -> Any:
+    """``numbers`` are those of tensors in the list, by their ids."""
+    kind: Any = type(value)
+    if isinstance(value, Tensor):
+        number = numbers.setdefault(id(value), len(tensors))
+        if number == len(tensors):
+            tensors.append(value.clone() if value.is_inference() else value)
+        return Place(number)
+    if kind in (list, tuple):
+        return kind([item if type(item) in PLAIN else _packed(item, tensors, numbers) for item in value])
+    if kind is dict:
+        return {name: item if type(item) in PLAIN else _packed(item, tensors, numbers) for name, item in value.items()}
+    if not hasattr(kind, "__dataclass_fields__"):
+        return value
+    values, changes = dict[str, Any](), False
+    for name in kind.__match_args__:  # what its constructor takes
+        item = getattr(value, name)
+        values[name] = item if type(item) in PLAIN else _packed(item, tensors, numbers)
+        changes = changes or values[name] is not item
+    return Packed(kind, values) if changes else value
 
 
 def unpack(value: Any, tensors: tuple[Tensor, ...]) -> Any:

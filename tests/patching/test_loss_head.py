@@ -442,6 +442,36 @@ def test_a_head_that_fsdp1_frees_computes_its_logits(one_process):
         torch.testing.assert_close(step(model)[0], expected[0])
 
 
+@pytest.mark.parametrize(
+    ("partitioned", "users", "expected"),
+    [(True, set(), ["gather", "partition"]), (True, {0}, ["gather"]), (False, set(), [])],
+    ids=["split", "in use", "gathered"],
+)
+def test_a_weight_that_zero_gathers_is_gathered_for_its_gradient(partitioned, users, expected):
+    """With the names of DeepSpeed's parameters, which are empty while other ranks have their rows."""
+    layer, x, labels, calls = nn.Linear(H, V, bias=False), torch.randn(T, H), batch()["labels"][0], []
+    F.cross_entropy(layer(x), labels).backward()
+    weight, whole, gradient = layer.weight, layer.weight.detach(), layer.weight.grad
+    weight.grad, weight.ds_id, weight.ds_active_sub_modules = None, 0, users
+    weight.ds_status = types.SimpleNamespace(name="AVAILABLE")
+
+    def change(name, status, data, param_list, has_been_updated=False):
+        assert param_list[0] is weight
+        weight.data, weight.ds_status.name = data, status
+        calls.append(name)
+
+    weight.all_gather = functools.partial(change, "gather", "AVAILABLE", whole)
+    weight.partition = functools.partial(change, "partition", "NOT_AVAILABLE", torch.empty(0))
+    with loss_head.Products():
+        logits = layer(x)
+    if partitioned:
+        weight.partition([weight])
+        calls.clear()
+    F.cross_entropy(logits, labels).backward()
+    assert calls == expected
+    torch.testing.assert_close(weight.grad, gradient)
+
+
 @pytest.mark.parametrize("reentrant", [True, False])
 def test_checkpointing_of_layers_and_of_the_whole_model(reentrant):
     expected, model = step(llama()), llama()

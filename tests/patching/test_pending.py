@@ -161,7 +161,13 @@ def test_autocast_is_the_heads():
         loss = F.cross_entropy(logits.float().view(-1, V), labels.view(-1))
         results.append((loss, *torch.autograd.grad(loss, (hidden, weight, bias))))
     torch.testing.assert_close(*results[::-1], rtol=3e-2, atol=3e-2)
-    assert logits.values().dtype == torch.bfloat16
+    with torch.autocast("cpu", torch.bfloat16):
+        expected = F.linear(hidden, weight, bias)
+    torch.testing.assert_close(logits.values(), expected, rtol=0, atol=0)
+    outside = pending(hidden, weight, bias)
+    with torch.autocast("cpu", torch.bfloat16):
+        values = outside.values()
+    torch.testing.assert_close(values, F.linear(hidden, weight, bias))
 
 
 @pytest.mark.parametrize("old", [lambda make, z: make(), lambda make, z: z / 0.7], ids=["product", "scale"])

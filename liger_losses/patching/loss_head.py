@@ -56,6 +56,33 @@ class Products(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
+@contextlib.contextmanager
+def _of_zero(head: nn.Module) -> Iterator[None]:
+    """Within this context, DeepSpeed's ZeRO-3 can gather and free the weights of a head with pending products.
+
+    It replaces ``F.linear`` by an autograd function, and applies others to the tensors that layers take and return.
+    """
+    hooks = [layer.register_forward_hook(_show_states, prepend=True) for layer in head.modules()]
+    hooks += [layer.register_forward_hook(_take_states) for layer in head.modules()]
+    replaced, F.linear = F.linear, _LINEAR
+    try:
+        yield
+    finally:
+        F.linear = replaced
+        for hook in hooks:
+            hook.remove()
+
+
+def _show_states(layer: nn.Module, args: Any, output: Any) -> Any:
+    return [output, output.hidden_states] if isinstance(output, PendingLogits) else None
+
+
+def _take_states(layer: nn.Module, args: Any, output: Any) -> Any:
+    if type(output) is not list or not isinstance(output[0], PendingLogits):
+        return None
+    return output[0].with_changes(hidden_states=output[1])
+
+
 def _product(targets: list[Tensor] | None, input: Any, weight: Tensor, bias: Tensor | None = None) -> Any:
     """``F.linear`` with its arguments' names, pending where a head can express it."""
     hidden_states = input.values() if isinstance(input, PendingLogits) else input
@@ -159,7 +186,8 @@ class LossHead(_HeadKind):
 
     def logits(self, module: Any, targets: list[Tensor] | None, *args: Any, **kwargs: Any) -> Any:
         """The layer's own call, with pending products."""
-        with Products(targets):
+        split = F.linear is not _LINEAR or hasattr(getattr(module, "weight", None), "ds_id")
+        with Products(targets), _of_zero(module) if split else contextlib.nullcontext():
             return original_class(module).__call__(module, *args, **kwargs)
 
 

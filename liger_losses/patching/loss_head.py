@@ -186,7 +186,7 @@ class LossHead(_HeadKind):
 
     def logits(self, module: Any, targets: list[Tensor] | None, *args: Any, **kwargs: Any) -> Any:
         """The layer's own call, with pending products."""
-        split = F.linear is not _LINEAR or hasattr(getattr(module, "weight", None), "ds_id")
+        split = any(hasattr(parameter, "ds_id") for parameter in module.parameters())
         with Products(targets), _of_zero(module) if split else contextlib.nullcontext():
             return original_class(module).__call__(module, *args, **kwargs)
 

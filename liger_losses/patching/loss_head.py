@@ -114,9 +114,9 @@ outside_graphs(sys.modules[__name__], "_quantized_product")
 class KeepGathered(torch.autograd.Function):
     """A weight that DeepSpeed's ZeRO-3 has gathered for the running forward, as a tensor that stays in memory.
 
-    DeepSpeed gathers a module's weights again for its backward, but the loss uses them earlier, and no backward of the
-    module runs. So backward gathers the weight again, and partitions it at its end unless DeepSpeed has done so or a
-    submodule (tied weights) uses it.
+    DeepSpeed gathers a module's weights again for its backward, but the backward of the loss runs before that and uses
+    them. So this backward gathers the weight, and partitions it at its end unless DeepSpeed has done so or a submodule
+    (tied weights) uses it.
     """
 
     @staticmethod

@@ -76,23 +76,24 @@ def cross_entropy(
 
 def statistics(
     names: str,
-    strategy: str = "two_pass",
+    strategy: str | None = "two_pass",
     dtype: torch.dtype = BF16,
     transform: LogitTransform | None = None,
     class_weight: bool = False,
     batch_invariant: bool = False,
     metrics: str = "",
+    gradients: bool = True,
 ) -> None:
     hidden, weight, labels = problem(dtype)
     head = Head(weight, bias_of(weight) if class_weight else None, transform, batch_invariant=batch_invariant)
-    with torch.set_grad_enabled(strategy != "statistics"):
+    with torch.set_grad_enabled(gradients):
         found = linear_statistics(
             hidden, head, labels, names.split(),
             metrics=metrics.split(),
             class_weight=tensor(VOCAB, dtype=FP32) if class_weight else None,
             options=EngineOptions(compact=False, strategy=strategy, workspace=3000 * MiB),
         )  # fmt: skip
-    if strategy != "statistics":
+    if gradients:
         backward(*(getattr(found, name) for name in names.split()))
 
 
@@ -142,25 +143,23 @@ def heads() -> dict[str, Callable[[], None]]:
         "cross-entropy, rows of an odd length, soft-cap": lambda: cross_entropy(hidden_size=1001, transform=capped),
         "cross-entropy, fp32": lambda: cross_entropy(FP32),
         "log-probabilities and entropy alone": lambda: statistics(
-            "logp entropy", "statistics", transform=each, metrics="mean_logit"
+            "logp entropy", transform=each, metrics="mean_logit", gradients=False
         ),
-        "log-probabilities alone": lambda: statistics("logp", "statistics"),
-        "batch-invariant, gradients": lambda: statistics(
-            "logp entropy", "resident", transform=warm, batch_invariant=True
-        ),
-        "batch-invariant, all statistics": lambda: statistics(every, "statistics", batch_invariant=True),
+        "log-probabilities alone": lambda: statistics("logp", gradients=False),
+        "batch-invariant, gradients": lambda: statistics("logp entropy", None, transform=warm, batch_invariant=True),
+        "batch-invariant, all statistics": lambda: statistics(every, batch_invariant=True, gradients=False),
         "all statistics": lambda: statistics(every, metrics="argmax"),
         "all statistics, class weights, soft-cap": lambda: statistics(
             every, dtype=FP16, transform=capped, class_weight=True, metrics="argmax"
         ),
         "all statistics, temperatures": lambda: statistics(every, transform=each_capped),
-        "all statistics, logits in memory": lambda: statistics(every, "resident", metrics="argmax"),
+        "all statistics, logits in memory": lambda: statistics(every, None, metrics="argmax"),
         "all statistics, logits in memory, class weights, soft-cap": lambda: statistics(
-            every, "resident", transform=capped, class_weight=True
+            every, None, transform=capped, class_weight=True
         ),
-        "all statistics, logits in memory, temperatures": lambda: statistics(every, "resident", transform=each),
-        "entropy, fp32": lambda: statistics("logp entropy", "resident", FP32, warm),
-        "log-probabilities, resident": lambda: statistics("logp", "resident", metrics="entropy mean_logit"),
+        "all statistics, logits in memory, temperatures": lambda: statistics(every, None, transform=each),
+        "entropy, fp32": lambda: statistics("logp entropy", None, FP32, warm),
+        "log-probabilities, logits in memory": lambda: statistics("logp", None, metrics="entropy mean_logit"),
         "log-probabilities, two passes": lambda: statistics("logp", transform=warm),
         "support": lambda: support(),
         "support, fp16": lambda: support(FP16, each_capped, True),

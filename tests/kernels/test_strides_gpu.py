@@ -43,7 +43,7 @@ def test_hidden_states_of_any_strides(strides, transform):
         with torch.no_grad():
             found = [linear_logps(hidden, head, labels, **transform)]
             found += linear_statistics(hidden, head, labels, ("logp", "entropy"), **options)[:2]
-        for strategy in ("two_pass", "resident"):
+        for strategy in ("two_pass", None):
             logps = linear_statistics(hidden, head, labels, **options, options=EngineOptions(strategy=strategy)).logp
             found += [logps.detach(), *torch.autograd.grad(logps.sum(), [hidden, head])]
         teacher = Teacher(hidden.detach(), weight)

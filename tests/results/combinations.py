@@ -89,7 +89,7 @@ COLUMNS: dict[str, tuple[Any, ...]] = {
     "ranks": ("alone", "shared", "DTensor"),
     "teacher": ("model", "logits", "quantized", "wider", "narrower"),
     "blocks": ("default", "chunks", "small workspace", "not compact", "no active token"),
-    "strategy": (None, "two_pass", "resident", "one_pass", "frozen_head"),
+    "strategy": (None, "two_pass"),
     "dtype": ("float64", "float32", "bfloat16", "float16"),
     "layout": ("contiguous", "strided", "frozen hidden states"),
     "labels": ("random", "one unlikely"),
@@ -201,22 +201,6 @@ class Row:
             return False  # logits that are nearly equal may change places
         if self.labels == "one unlikely" and self.asks in ("metrics", "largest") and self.transform != "none":
             return False  # several of the largest logits are at the cap
-        if self.strategy == "one_pass" and (
-            self.asks != "token loss" or self.dtype == "float16" or self.blocks == "small workspace"
-        ):
-            return False
-        if self.strategy == "frozen_head" and (
-            self.asks not in ("logp", "metrics")
-            or self.trained_head
-            or self.adapted
-            or self.layout in ("frozen hidden states", "nothing trained")
-            or self.blocks == "no active token"
-            or self.bias == "trained"
-            or (self.weight == "quantized" and self.blocks == "small workspace")
-        ):
-            return False
-        if self.strategy == "resident" and self.blocks in ("chunks", "small workspace"):
-            return False
         if self.layout == "frozen hidden states" and not self.trained_head:
             return False
         return not (self.backend == "triton" and self.dtype == "float64")

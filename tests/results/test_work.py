@@ -200,7 +200,7 @@ def test_kept_columns_take_the_memory_of_their_pairs():
 
 def test_sums_in_fp32_where_asked_for():
     hidden, weight, labels, _ = problem(256, 32, 97, dtype=torch.bfloat16, masked=0.0)
-    options = EngineOptions(chunk_size=4, accum_dtype=torch.float32, strategy="one_pass")
+    options = EngineOptions(chunk_size=4, accum_dtype=torch.float32)
     loss, _ = linear_token_loss(hidden, weight, labels, lambda s, y: s.logp, options=options)
     (grad,) = torch.autograd.grad(loss, weight)
     exact_in = double(hidden, weight)

@@ -10,9 +10,6 @@ import torch
 from liger_losses.checks import check_names
 from liger_losses.kernels import BACKENDS
 
-#: How a call may be told to run: all but the last leave the choice to the plan.
-STRATEGIES = ("statistics", "one_pass", "resident", "frozen_head", "two_pass")
-
 
 @dataclass(frozen=True)
 class EngineOptions:
@@ -29,8 +26,8 @@ class EngineOptions:
             of the weight's size, or ``None`` for the weight's dtype where that is as exact as plain PyTorch.
         backend: ``torch`` or ``triton`` for the work between the products; chosen from the device by default, or by
             the environment variable ``LIGER_LOSSES_BACKEND``.
-        strategy: ``two_pass`` computes logits again in backward, although they could be kept. The other names of
-            :data:`STRATEGIES` have no effect (for tests and measurements).
+        strategy: ``two_pass`` computes logits again in backward, although they could be kept (for tests and
+            measurements).
         keep: bytes of blocks that may live until backward; by default as the workspace, or a part of a GPU's memory.
             Not with ``two_pass``, which keeps none.
 
@@ -58,7 +55,7 @@ class EngineOptions:
                 raise ValueError(f"{name} must be {what}, got {value!r}.")
         if self.accum_dtype not in (None, torch.float32):
             raise ValueError(f"accum_dtype must be torch.float32 or None, got {self.accum_dtype!r}.")
-        for name, known in (("backend", BACKENDS), ("strategy", STRATEGIES)):
+        for name, known in (("backend", BACKENDS), ("strategy", ("two_pass",))):
             if getattr(self, name) is not None:
                 check_names([getattr(self, name)], known, name)
         if self.strategy == "two_pass":

@@ -1,6 +1,6 @@
 """Losses with gradients in float64, as an earlier commit computed them: ``golden.json``.
 
-``python -m tests.results.golden COMMIT`` writes this file anew, from the package of that commit (a208ac57 so far). Of
+``python -m tests.results.golden COMMIT`` writes this file anew, from the package of that commit (23dcacfe so far). Of
 every tensor there are its entries, or :data:`MOST` sums of them with different weights.
 """
 
@@ -57,7 +57,6 @@ def inputs() -> Any:
         x.labels[row, masked] = -100
     x.mask, x.ids = x.labels != -100, x.labels.clamp(min=0)
     x.logps = (x.hidden @ x.weight.t() + x.bias).log_softmax(-1).gather(-1, x.ids[..., None])[..., 0]
-    x.policy = x.logps.clone()
     x.old, x.ref = x.logps + 0.4 * wave(B, T, phase=3.0), x.logps + 0.6 * wave(B, T, phase=4.0)
     x.sampler = x.old + 0.3 * wave(B, T, phase=5.0)
     for leaf in LEAVES:
@@ -103,10 +102,6 @@ def inputs() -> Any:
     return x
 
 
-#: Options that were defaults.
-WEIGHTS = {"ReverseKL": {"weight_hard_loss": 0.5, "weight_soft_loss": 0.5}}
-
-
 class Case(NamedTuple):
     """A call of a loss (of :mod:`tests.losses`) or a function: names of :func:`inputs`, also ``keyword=name``; and
     options."""
@@ -134,7 +129,7 @@ class Case(NamedTuple):
         if hasattr(functional, self.loss):
             return getattr(functional, self.loss)(*positional, **keywords, **self.options)
         kind = getattr(losses, self.loss, None) or getattr(liger_losses, self.loss)
-        return kind(**WEIGHTS.get(self.loss, {}) | self.options)(*positional, **keywords)
+        return kind(**self.options)(*positional, **keywords)
 
 
 CASES: dict[str, Case] = {}
@@ -353,25 +348,6 @@ cases("orpo_loss", "pairs", {"beta": 0.3})
 for NAME in ("forward_kl", "reverse_kl", "jsd", "total_variation"):
     cases(NAME, "log_p log_q", {})
 
-#: Cases whose results this version changed on purpose, and with what the earlier commit has the new ones.
-CHANGED = (
-    # epsilon_high is 5.0 for cispo where it is not given, as in TRL; it was 0.2.
-    (
-        Case("GRPO", SAMPLED, {"loss_type": "cispo"}),
-        Case("GRPO", SAMPLED, {"loss_type": "cispo", "epsilon_high": 5.0}),
-    ),
-    # A shift moves the labels' weights too.
-    (
-        Case("CE", "weight hidden labels token_weights=token_weights", {"shift": True}),
-        Case("CE", "weight hidden labels token_weights=shifted_weights", {"shift": True}),
-    ),
-    # Built without a reference, the loss ignores one that it is given; this was an error.
-    (
-        Case("GRPO", SAMPLED, {"use_ref_model": False}),
-        Case("GRPO", f"{TOKENS} ref_per_token_logps=policy", {}),
-    ),
-)
-
 
 def tensors_of(result: Any) -> list[Tensor]:
     """All tensors of a result, in any nesting."""
@@ -402,8 +378,7 @@ def computed(case: Case) -> dict[str, list[list[float]]]:
 
 def main(commit: str | None) -> None:
     if commit is None:
-        changed = {str(case): other for case, other in CHANGED}
-        lines = [f"{json.dumps(name)}: {json.dumps(computed(changed.get(name, case)))}" for name, case in CASES.items()]
+        lines = [f"{json.dumps(name)}: {json.dumps(computed(case))}" for name, case in CASES.items()]
         print("{\n" + ",\n".join(lines) + "\n}")
         return
     root = Path(__file__).parents[2]

@@ -384,7 +384,11 @@ def _budget(call: Signature, row: int, collects: bool) -> _Budget:
         size = max(usual_bytes(call, row, collects), least)
     else:
         size = bound - vectors - min(LARGER_BUFFERS.get(call.device.type, 0), (bound - least) // 4)
-    copied, most = _copies(call, size, max(size, call.memory // MEMORY_PARTS) if bound is None else size)
+    most = size
+    if bound is None:  # of logits; gradients of hidden states come on top
+        gradients = call.tokens * call.hidden_size * wide_dtype(call.operand).itemsize
+        most = max(size, call.memory // MEMORY_PARTS + gradients)
+    copied, most = _copies(call, size, most)
     if bound is not None or copied < call.columns:
         size -= copied * call.copied_bytes
     limit = (4 if call.device.type == "cpu" else 96) * MiB

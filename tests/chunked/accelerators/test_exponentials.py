@@ -99,7 +99,8 @@ def test_rows_of_a_block_that_is_kept_are_moved_in_its_memory(backend, monkeypat
             logps = linear_logps(hidden, weight, labels, backend=backend)
             found.append(torch.autograd.grad(logps, (hidden, weight), upstream))
     for ours, whole in zip(*found, strict=True):
-        torch.testing.assert_close(ours, whole, rtol=2e-2, atol=1e-5)
+        # Products of other rows round other sums to bf16.
+        torch.testing.assert_close(ours, whole, rtol=2e-2, atol=1e-2 * float(whole.abs().max()))
 
 
 def test_many_blocks_are_as_exact_as_one():

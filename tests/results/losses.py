@@ -64,8 +64,8 @@ def extras(labels: Tensor, other: Tensor, ref_weight: Tensor, g: torch.Generator
     columns = (labels.clamp(min=0)[..., None] + torch.tensor([0, 7, 19, 20])) % vocab
     teacher = (other.double() @ ref_weight.double().t()).log_softmax(-1).gather(-1, columns)
     return {
-        "signs": torch.tensor([1.0, -0.5, 0.3, -1.0]).repeat(len(labels) // 4 + 1)[: len(labels)],
-        "logps": -3.4 + 0.2 * torch.randn(labels.shape, generator=g),
+        "signs": torch.tensor([1.0, -0.5, 0.3, -1.0], dtype=torch.float32).repeat(len(labels) // 4 + 1)[: len(labels)],
+        "logps": -3.4 + 0.2 * torch.randn(labels.shape, generator=g, dtype=torch.float32),
         "columns": columns,
         "top_logps": teacher.float().to(torch.promote_types(other.dtype, torch.float32)),
         "class_weight": (torch.linspace(64, 192, vocab).round() / 128).to(ref_weight.dtype),  # exact in every dtype

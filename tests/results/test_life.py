@@ -36,13 +36,30 @@ class Call:
         call = partial(case, **options) if self.name in LOSSES else case
         found = tensors_of(call(Head(weight, bias), Head(self.d["ref_weight"]), {**self.d, "h": hidden}))
         found = [v.nan_to_num() for v in found if v.is_floating_point()]  # some metrics of no completion are NaN
-        return sum((v * torch.arange(1.0, 1 + v.numel(), device=v.device).cos().view(v.shape)).sum() for v in found)
+        return sum(
+            (v * torch.arange(1, 1 + v.numel(), device=v.device).float().cos().view(v.shape)).sum() for v in found
+        )
 
     def gradients(self, loss, **options):
         grads = torch.autograd.grad(loss, self.leaves, allow_unused=True, **options)
         return [
             torch.zeros_like(leaf) if g is None else g.to_dense() for g, leaf in zip(grads, self.leaves, strict=True)
         ]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_torch_s_default_dtype_changes_nothing(name):
+    call, results = Call(name, torch.float32), []
+    for dtype in (torch.float32, torch.bfloat16):
+        torch.set_default_dtype(dtype)
+        try:
+            loss = call()
+            results.append([loss, *call.gradients(loss)])
+        finally:
+            torch.set_default_dtype(torch.float32)
+    for ours, expected in zip(*results, strict=True):
+        assert ours.dtype == expected.dtype
+        assert torch.equal(ours, expected)
 
 
 def live_tensors():

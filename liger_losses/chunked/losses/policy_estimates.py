@@ -165,13 +165,13 @@ MASKS = {
 # --- Divisors ---------------------------------------------------------------------------------------------------------
 
 
-#: What tokens are divided by: inputs to weights ``[B, T]``.
-NORMALIZERS: dict[str, Callable[[Batch], Tensor]] = {
-    "sequence_mean": lambda s: s.mask / s.lengths / max(len(s.mask), 1),
-    "sequence_sum": lambda s: s.mask / max(len(s.mask), 1),
-    "token_mean": lambda s: s.mask / s.items.clamp(min=1),
-    "limit": lambda s: s.mask / (max(len(s.mask), 1) * (s.options.max_completion_length or 1)),
-    "items": lambda s: s.mask / s.items,
+#: What tokens are divided by, a number or ``[B, 1]``.
+NORMALIZERS: dict[str, Callable[[Batch], Tensor | int]] = {
+    "sequence_mean": lambda s: s.lengths * max(len(s.mask), 1),
+    "sequence_sum": lambda s: max(len(s.mask), 1),
+    "token_mean": lambda s: s.items.clamp(min=1),
+    "limit": lambda s: max(len(s.mask), 1) * (s.options.max_completion_length or 1),
+    "items": lambda s: s.items,
     # the mean over a prompt's tokens, then over prompts: ScaleRL (arXiv:2510.13786)
-    "prompt_mean": lambda s: s.mask / s.tokens_of_prompts().clamp(min=1),
+    "prompt_mean": lambda s: s.tokens_of_prompts().clamp(min=1),
 }

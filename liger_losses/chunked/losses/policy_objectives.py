@@ -104,7 +104,7 @@ class PolicyInputs:
             alone = num_items_in_batch is None and ranks == world_size() == 1
             items = self.counted if alone else _items(mask, num_items_in_batch, copies, ranks)
         self.lengths, self.items = lengths.clamp(min=1), items
-        self.weights = NORMALIZERS[normalizer](self)
+        self.weights = mask.float() / NORMALIZERS[normalizer](self)
 
     def of_tokens(self) -> dict[str, Tensor]:
         """What a loss of single tokens reads, by the names of :func:`policy_terms`."""
@@ -127,7 +127,7 @@ class PolicyInputs:
     @staticmethod
     def number_of_prompts(of_prompt: Tensor) -> Tensor:
         """The number of prompts, 0-dim, from the number of completions of each completion's prompt ``[B]``."""
-        return torch.where(of_prompt > 0, 1 / of_prompt.clamp(min=1), 0.0).sum()
+        return torch.where(of_prompt > 0, of_prompt.clamp(min=1).float().reciprocal(), 0.0).sum()
 
     def tokens_of_prompts(self) -> Tensor:
         """The number of tokens of each completion's prompt, times the number of prompts, ``[B, 1]``."""

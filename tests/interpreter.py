@@ -104,7 +104,7 @@ def faster():
 
 @contextlib.contextmanager
 def small_tiles():
-    """Tiles of 16 tokens and 32 columns: in the interpreter, the tokens of several tiles of a GPU take long."""
+    """Tiles of 16 tokens and 32 columns, and rows by as many: in the interpreter, several of a GPU take long."""
     with pytest.MonkeyPatch.context() as context:
         if os.environ.get("TRITON_INTERPRET") == "1":
             from liger_losses.kernels.targets import INTERPRETER, Tile
@@ -112,4 +112,5 @@ def small_tiles():
             tiles = {"by_descriptors": Tile(16, 32, 64, 8, 3), "by_pointers": Tile(16, 32, 32, 8, 3)}
             target = INTERPRETER._replace(tiling=INTERPRETER.tiling._replace(**tiles))
             context.setattr("liger_losses.kernels._tiles.target_of", lambda device: target)
+            context.setattr("liger_losses.kernels.divergence._BLOCK", 32)
         yield

@@ -194,21 +194,19 @@ def run(tests: list[str], folder: str, log: Path) -> int:
     os._exit(int(status))
 
 
-def result_of(mutant: Mutant) -> str:
-    """``caught`` by a test that passes without the break, ``NOT CAUGHT``, or what pytest said where no test ran."""
+def result_of(mutant: Mutant) -> tuple[str, str]:
+    """What is said of it, and the test that caught it, if one did."""
     try:
         text = mutant.applied()
     except LookupError as error:
-        return f"NOT MADE: {error}"
+        return f"NOT MADE: {error}", ""
     status, said = outcome(shlex.split(mutant.tests), mutant.file, text)
-    if status == -signal.SIGKILL:
-        return f"caught: it takes more than {LIMIT} s"
     failed = [line.removeprefix("FAILED ").partition(" - ")[0] for line in said if line.startswith("FAILED ")]
-    if status != 1 or not failed:
-        return "NOT CAUGHT" if status == 0 else f"no test ran ({status}): {said[-3:]}"
-    if outcome(failed)[0]:
-        return f"UNKNOWN: {failed[0]} fails without it"
-    return f"caught by {failed[0].partition('::')[2][:100]}"
+    if status == 1 and failed:
+        return f"caught by {failed[0].partition('::')[2][:100]}", failed[0]
+    if status == -signal.SIGKILL:
+        return f"caught: it takes more than {LIMIT} s", ""
+    return "NOT CAUGHT" if status == 0 else f"no test ran ({status}): {said[-3:]}", ""
 
 
 def main() -> int:
@@ -219,14 +217,17 @@ def main() -> int:
     with contextlib.redirect_stderr(io.StringIO()):
         import torch._dynamo  # noqa: F401
         import triton  # noqa: F401
-    missed, chosen = 0, list(enumerate(mutants()))
+    caught, tests, chosen = 0, set[str](), list(enumerate(mutants()))
     chosen = [(i, m) for i, m in chosen if not which or any(w == str(i) or w in f"{m.module}.{m.place}" for w in which)]
     for i, mutant in chosen:
-        start, result = time.monotonic(), result_of(mutant)
-        missed += not result.startswith("caught")
+        start, (result, test) = time.monotonic(), result_of(mutant)
+        caught += result.startswith("caught")
+        tests |= {test} - {""}
         print(f"{i:2} {mutant.module}.{mutant.place}: {result} ({time.monotonic() - start:.0f} s)", flush=True)
-    print(f"{len(chosen) - missed} of {len(chosen)} are caught.")
-    return int(missed > 0)
+    print(f"{caught} of {len(chosen)} are caught.")
+    status, said = outcome(sorted(tests)) if tests else (0, [])
+    print(*(said if status else ["These tests pass without the breaks."]), sep="\n")
+    return int(caught < len(chosen) or status != 0)
 
 
 if __name__ == "__main__":

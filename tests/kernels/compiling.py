@@ -80,11 +80,6 @@ class Launch(NamedTuple):
     def name(self) -> str:
         return f"{self.kernel.module.rpartition('.')[2]}.{self.kernel.__name__}"
 
-    def facts(self) -> set[tuple[str, str, str]]:
-        """The type of each argument, each constant and option."""
-        kinds = (self.signature, self.constants, self.options)
-        return {(self.name, f"{i} {what}", str(value)) for i, kind in enumerate(kinds) for what, value in kind.items()}
-
 
 def pretend(target: Target) -> None:
     """Let this process, which has not imported the library yet, take tensors without values for tensors on a GPU."""
@@ -137,24 +132,6 @@ def recorded(calls: Mapping[str, Callable[[], None]]) -> list[Launch]:
     return list(found.values())
 
 
-def covering(found: list[Launch]) -> list[Launch]:
-    """Those that have a fact that no launch before them has: not every combination of the facts."""
-    known, chosen = set[tuple[str, str, str]](), []
-    for launch in found:
-        if not launch.facts() <= known:
-            known |= launch.facts()
-            chosen.append(launch)
-    return chosen
-
-
-def ends(found: list[Launch]) -> list[Launch]:
-    """Of each kernel, a launch with the fewest arguments, and one with the most: others are ``None``."""
-    by_size = sorted(found, key=lambda launch: str(launch.signature).count("constexpr"))
-    most = {launch.name: launch for launch in by_size}
-    fewest = {launch.name: launch for launch in reversed(by_size)}
-    return [*most.values(), *(launch for name, launch in fewest.items() if launch is not most[name])]
-
-
 def riskiest(found: list[Launch]) -> list[Launch]:
     """What each target's registers and shared memory decide about: the launches of kernels over tiles of products and
     of whole rows with the most arguments. And a divergence, whose functions are not those of every compiler."""
@@ -169,7 +146,7 @@ def riskiest(found: list[Launch]) -> list[Launch]:
 
 
 #: Which launches are compiled.
-CHOICES = {"all": list, "covering": covering, "ends": ends, "riskiest": riskiest}
+CHOICES = {"all": list, "riskiest": riskiest}
 
 
 def not_launched(found: list[Launch]) -> list[str]:

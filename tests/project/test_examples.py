@@ -72,19 +72,6 @@ def test_shared_prompts_take_fewer_tokens_for_the_same_losses(run_here):
     assert "times fewer tokens" in printed
 
 
-def test_the_shipped_pairs_are_well_formed():
-    rows = [json.loads(line) for line in (EXAMPLES / "data" / "preferences.jsonl").read_text().splitlines()]
-    assert len(rows) >= 200
-    assert len({row["prompt"][0]["content"] for row in rows}) == len(rows)
-    for row in rows:
-        assert set(row) == {"prompt", "chosen", "rejected"}
-        for side, role in (("prompt", "user"), ("chosen", "assistant"), ("rejected", "assistant")):
-            (message,) = row[side]
-            assert message["role"] == role
-            assert message["content"].strip()
-        assert row["chosen"] != row["rejected"]
-
-
 @pytest.fixture(scope="module")
 def dpo():
     pytest.importorskip("trl", reason="TRL is not installed")

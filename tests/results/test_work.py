@@ -119,27 +119,32 @@ def test_tokens_without_a_coefficient_have_no_gradient_products(share):
     assert not grads[0][upstream == 0].any()
 
 
+#: Options and inputs of a policy, and whether tokens without an advantage have another term in the loss.
+LEFT_OUT = [
+    *(({"loss_type": name}, {}, False) for name in ("dapo", "sapo", "cispo", "dppo_tv")),
+    *((options, {}, False) for options in ({"importance_sampling_level": "sequence"}, {"top_entropy_quantile": 0.3})),
+    *(({name: 0.1}, {}, True) for name in ("beta", "log_ratio_penalty", "entropy_coef")),
+    ({}, {"temperature": torch.linspace(0.5, 2.0, ROWS * LENGTH).view(ROWS, LENGTH)}, False),
+    ({}, {"vllm_is_ratio": torch.where(torch.arange(ROWS) % 3 == 0, 1.0, 0.0)}, False),  # a sampler rejects them
+]
+
+
 @pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize(
-    "options",
-    [
-        *({"loss_type": name} for name in ("dapo", "sapo", "cispo", "dppo_tv")),
-        *({"importance_sampling_level": "sequence"}, {"top_entropy_quantile": 0.3}),
-    ],
-    ids=str,
-)
-def test_tokens_without_an_advantage_have_no_gradient_products(options, backend):
+@pytest.mark.parametrize(("options", "given", "term"), LEFT_OUT, ids=str)
+def test_tokens_without_an_advantage_have_no_gradient_products(options, given, term, backend):
     """Results are those of a call that is too small to look for them."""
     found, flops = [], []
     for leaving_out in (leave_out_zero_rows, nullcontext):
         d, leaves = inputs(torch.float32 if backend == "torch" else torch.bfloat16, vocab_size=70)
-        d["signs"] = torch.where(torch.arange(ROWS) % 3 == 0, 1.0, 0.0)
+        if "vllm_is_ratio" not in given:
+            d["signs"] = torch.where(torch.arange(ROWS) % 3 == 0, 1.0, 0.0)
         with leaving_out(), small_tiles(), Work() as work:
-            loss, metrics = policy(GRPO(beta=0.0, backend=backend, **options), Head(d["weight"]), None, d)
+            loss = GRPO(**{"beta": 0.0, "backend": backend, **options})
+            loss, metrics = policy(loss, Head(d["weight"]), None, d, **given)
             found.append([loss, *metrics, *torch.autograd.grad(loss, leaves)])
         flops.append(work.flops)
     torch.testing.assert_close(*found, rtol=2e-2 if backend == "triton" else 1e-5, atol=1e-6, equal_nan=True)
-    assert backend == "triton" or flops[0] < 0.8 * flops[1]
+    assert term or backend == "triton" or flops[0] < 0.8 * flops[1]
 
 
 # --- Blocks and memory ------------------------------------------------------------------------------------------------
@@ -276,30 +281,3 @@ def test_memory_does_not_grow_with_heads(wiring):
 
     one, many = extra(1), extra(6)
     assert many <= one + 3 * n * h * 4, (one, many)
-
-
-@pytest.mark.parametrize("terms", [{"beta": 0.1}, {"log_ratio_penalty": 0.1}, {"entropy_coef": 0.1}, {}], ids=str)
-def test_tokens_without_an_advantage_keep_their_other_terms(terms):
-    """And those with one their temperatures."""
-    found = []
-    for leaving_out in (leave_out_zero_rows, nullcontext):
-        d, leaves = inputs(vocab_size=70)
-        d["signs"] = torch.where(torch.arange(ROWS) % 3 == 0, 1.0, 0.0)
-        temperature = torch.linspace(0.5, 2.0, d["logps"].numel()).view(d["logps"].shape)
-        with leaving_out():
-            loss, metrics = policy(
-                GRPO(**{"beta": 0.0, **terms}), Head(d["weight"]), None, d, temperature=None if terms else temperature
-            )
-            found.append([loss, *metrics, *torch.autograd.grad(loss, leaves)])
-    torch.testing.assert_close(*found, rtol=1e-5, atol=1e-6)
-
-
-def test_tokens_that_a_sampler_rejects_have_no_products_of_gradients():
-    flops = []
-    for ratio in (torch.ones(ROWS), torch.where(torch.arange(ROWS) % 3 == 0, 1.0, 0.0)):
-        d, leaves = inputs(vocab_size=70)
-        with leave_out_zero_rows(), Work() as work:
-            loss, _ = policy(GRPO(beta=0.0), Head(d["weight"]), None, d, vllm_is_ratio=ratio)
-            torch.autograd.grad(loss, leaves)
-        flops.append(work.flops)
-    assert flops[1] < 0.8 * flops[0]

@@ -168,7 +168,7 @@ def made(case):
 
 def assert_close(found, expected, rtol=1e-4, atol=3e-5, where=""):
     """Entry by entry; of what bf16 rounds, ``rtol`` above 0.01, as a whole."""
-    found = found.cpu()  # where there is a GPU, fully_shard moves models to it
+    found = found.to(expected.device)  # where there is a GPU, fully_shard moves models to it
     if rtol > 1e-2:
         assert relative_error(found, expected) < rtol, where
     else:

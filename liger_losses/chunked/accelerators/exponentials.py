@@ -28,10 +28,12 @@ from liger_losses.chunked.accelerators.one_matrix import (
     epilogue_of,
     exponentials_of,
     has_matrix,
+    labels_of,
     matrix_of,
 )
 from liger_losses.chunked.core.buffers import Gradients
 from liger_losses.chunked.core.plan import Plan, Signature, by_blocks, least_bytes, padded, slices
+from liger_losses.chunked.core.rows import merged
 from liger_losses.chunked.core.statistics import Statistic
 from liger_losses.chunked.core.target import Target
 from liger_losses.chunked.core.weights import ALL
@@ -47,7 +49,10 @@ BLOCKS = 32
 
 @dataclass(eq=False)
 class ExponentialBlock:
-    """Of these tokens; ``constants`` are the statistics and the offsets of exponentials."""
+    """Of these tokens; ``constants`` are the statistics and the offsets of exponentials.
+
+    Where ranks share the vocabulary, ``logp here`` is of the label's row, or of another one if that is another rank's.
+    """
 
     part: Any
     asked: tuple[Statistic, ...]
@@ -68,7 +73,12 @@ class ExponentialBlock:
         memory = torch.empty(count, padded(size), dtype=plan.dtype, device=device)
         values = empty_values({"offset", *STATISTICS, *[s.name for s in asked]}, part)
         into, out = exponentials_of(values), memory[:, :size]
-        linear_exponentials(part.hidden, matrix_of(part), part.labels.contiguous(), into, epilogue_of(part), out)
+        linear_exponentials(part.hidden, matrix_of(part), labels_of(part), into, epilogue_of(part), out)
+        if part.head.ranks.size > 1:
+            logits = values["logp"] + values["lse"]
+            offset = values.pop("offset")
+            values = merged(values, part.labels, part.head.ranks, None)
+            values |= {"offset": offset, "logp here": logits - values["lse"]}
         return cls(part, asked, plan, memory, values)
 
     def statistics(self) -> dict[str, Tensor]:
@@ -82,12 +92,19 @@ class ExponentialBlock:
 
     def add_products(self, upstream: dict[str, Tensor], grads: Gradients) -> tuple[Tensor | None, Tensor]:
         """The same without the labels' terms of the weight's gradient; and these terms' factors ``[R]``."""
-        part, weights = self.part, self.part.head.weights
-        e, labels = self.memory[:, : weights.columns], part.labels.contiguous()
+        part, weights, values = self.part, self.part.head.weights, self.constants
+        e, labels = self.memory[:, : weights.columns], labels_of(part)
+        of_logp, of_lse = upstream.get("logp"), upstream.get("lse")
+        here = part.head.ranks.local(part.labels)[1]
+        if here is not None:
+            values = values | {"logp": values["logp here"]}
+            if of_logp is not None:  # d logp / d z = -p where another rank has the label, as d -lse / d z
+                of_lse = torch.where(here, 0.0, -of_logp) + (0.0 if of_lse is None else of_lse)
+                of_logp = torch.where(here, of_logp, 0.0)
         scale, at_label, scaled = gradient_scales(
-            upstream.get("logp"),
-            upstream.get("lse"),
-            exponentials_of(self.constants),
+            of_logp,
+            of_lse,
+            exponentials_of(values),
             part.hidden if grads.wants(weights.weight) else None,
             part.transform(part.temperature),
         )
@@ -138,7 +155,7 @@ def add_label_terms(part: Target, at_label: Tensor, grads: Gradients) -> None:
     """Add the labels' terms to the gradient of the weight."""
     total = grads.of(part.head.weights.weight)  # type: ignore[attr-defined]
     if total is not None:
-        add_to_label_rows_(total, part.labels.contiguous(), at_label, part.hidden)
+        add_to_label_rows_(total, labels_of(part), at_label, part.hidden)
 
 
 def row_bytes(call: Signature) -> int:

@@ -19,6 +19,11 @@ def matrix_of(part: Target) -> Tensor:
     return with_contiguous_rows(part.head.weights.rows(ALL))
 
 
+def labels_of(part: Target) -> Tensor:
+    """The labels' rows of the matrix; any row for a label that another rank has."""
+    return part.head.ranks.local(part.labels)[0].contiguous()
+
+
 def epilogue_of(part: Target) -> Epilogue:
     """From projections to logits."""
     weight = part.class_weight

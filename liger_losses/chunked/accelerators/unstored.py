@@ -19,9 +19,11 @@ from liger_losses.chunked.accelerators.one_matrix import (
     epilogue_of,
     exponentials_of,
     has_matrix,
+    labels_of,
     matrix_of,
 )
 from liger_losses.chunked.core.plan import Plan, Signature, by_blocks, padded
+from liger_losses.chunked.core.rows import merged
 from liger_losses.chunked.core.statistics import Statistic
 from liger_losses.chunked.core.target import Target
 from liger_losses.kernels.matmul import HALF_DTYPES
@@ -42,13 +44,13 @@ class StatisticsBlock:
     @classmethod
     def of(cls, part: Target, asked: tuple[Statistic, ...], plan: Plan) -> StatisticsBlock:
         names = {"lse", *[s.name for s in asked]}
-        arguments = part.hidden, matrix_of(part), part.labels.contiguous()
+        arguments = part.hidden, matrix_of(part), labels_of(part)
         if names <= BY_EXPONENTIALS:
             values = empty_values(names, part)
             linear_exponentials(*arguments, exponentials_of(values), epilogue_of(part))
         else:
             values = linear_softmax_statistics(*arguments, frozenset(names), epilogue_of(part))
-        return cls(part, asked, plan, values)
+        return cls(part, asked, plan, merged(values, part.labels, part.head.ranks, None))
 
     def statistics(self) -> dict[str, Tensor]:
         return {s.name: self.constants[s.name] for s in self.asked}
@@ -62,6 +64,8 @@ def row_bytes(call: Signature) -> int:
 def planned(call: Signature) -> Plan | None:
     """Of calls in which nothing is trained, and a kernel has the statistics of one matrix that is at hand."""
     if not (has_matrix(call) and call.of_kernels and not call.trains and call.operand in HALF_DTYPES):
+        return None
+    if call.shared and not {*call.statistics, *call.metrics} <= BY_EXPONENTIALS:
         return None
     plan = by_blocks(call, "statistics", StatisticsBlock.of, row_bytes(call))
     return plan if plan.copied_rows >= call.columns else None

@@ -67,7 +67,8 @@ class Signature:
     teacher_size: int = 0
     in_torch: bool = False  # whether torch computes terms of whole rows
     several_terms: bool = False  # whether no kernel alone writes the gradient of projections
-    of_kernels: bool = False  # whether statistics of parts of the vocabulary can be merged: one rank, no teacher
+    of_kernels: bool = False  # whether statistics of parts of the vocabulary can be merged: no teacher
+    shared: bool = False  # whether other ranks have parts of the vocabulary
     batch_invariant: bool = False
     couples: bool = True  # whether gradients are asked for once all statistics are known
     others_bytes: int = 0  # of blocks of the call's other targets, which live until backward together
@@ -127,7 +128,8 @@ def signature(
         trains_hidden=trains_hidden,
         copied_bytes=copied,
         weights=weights,
-        of_kernels=target.kept is None and teacher is None and head.ranks.size == 1 and names <= {*OF_KERNELS},
+        of_kernels=target.kept is None and teacher is None and names <= {*OF_KERNELS},
+        shared=head.ranks.size > 1,
         several_terms=_has_several_terms(target, names),
         in_torch=any(s.phi is not None or (s.divergence is not None and not s.divergence.has_kernel) for s in asked),
         batch_invariant=head.batch_invariant,
@@ -317,7 +319,8 @@ def by_blocks(
     if not keeps:
         rows, block_rows = _rows(call, row, budget.blocks, collected is not None)
     copied, tile = budget.copied, None
-    if not keeps and call.of_kernels and call.quantized and copied < call.columns and call.tokens > 2 * rows:
+    merges = call.of_kernels and not call.shared and call.quantized
+    if not keeps and merges and copied < call.columns and call.tokens > 2 * rows:
         tile = _walk(call, budget.blocks + copied * call.copied_bytes)
         copied = tile.columns
     elif call.sharing:

@@ -91,6 +91,7 @@ def partial_gradients(parts):
                     hidden_states=hidden.transpose(0, 1), labels=labels, context=context, **shared_head
                 )
             (own,) = torch.autograd.grad(found, hidden, [upstream, -upstream])
+            own = own.contiguous()
             dist.all_reduce(own, group=part.group)
             torch.testing.assert_close(own, whole)
 

@@ -1,15 +1,22 @@
 """GRPO steps of TRL's trainer, with sequences without advantage left out of the backward and not.
 
 python -m benchmarks.grpo_steps [--out FILE.json]
+python -m benchmarks.grpo_steps --reuse [--out FILE.json]  # with old log-probabilities from the training forward
 
 Both run in turns on one model, a share of whose sequences has an advantage: loss, backward and AdamW on sequences of
 given tokens, nothing is generated. The model has real shapes and random weights, bf16 and checkpointing.
+
+With ``--reuse``, a step begins at TRL's ``_prepare_inputs``, which gets the completions of one prompt and a sampler's
+log-probabilities instead of generating: old log-probabilities, the correction of the sampler, advantages. A line has
+the median of the ratios of neighbouring steps with its 95% interval.
 """
 
 from __future__ import annotations
 
 import argparse
 import gc
+import math
+import random
 import tempfile
 import time
 from collections.abc import Callable
@@ -19,6 +26,7 @@ from typing import Any
 
 import torch
 
+from benchmarks.compare import interval
 from benchmarks.end_to_end import MODELS, Case, build
 from benchmarks.measure import save
 from benchmarks.trainers import trainer_of
@@ -116,6 +124,79 @@ def measure(case: Case, rounds: int, device: torch.device) -> list[dict[str, Any
     return rows
 
 
+def generated(trainer: Any, case: Case) -> list[dict[str, str]]:
+    """The rows of a step, whose completions and their sampler's log-probabilities are random and given."""
+    draw, half, vocab = random.Random(0), case.length // 2, MODELS[case.model][1]["vocab_size"]
+    prompt, *completions = ([draw.randrange(2, vocab) for _ in range(half)] for _ in range(case.sequences + 1))
+    uniform = -math.log(vocab)
+    logps = [[uniform + draw.gauss(0, 0.1) for _ in range(half)] for _ in completions]
+    outputs = [prompt] * case.sequences, completions, None, [""] * case.sequences, logps, {}, None, []
+    trainer._generate = lambda prompts: outputs
+    trainer.reward_funcs = [lambda completions, **_: list(map(float, range(len(completions))))]
+    trainer.use_vllm = True
+    return [{"prompt": "<eos>"}] * case.sequences
+
+
+def measure_reuse(case: Case, rounds: int, device: torch.device) -> list[dict[str, Any]]:
+    """One row with repeated prompts, and one with a prompt that is computed once."""
+    model, rows = build(case, device), []
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-6, fused=device.type == "cuda")
+    for share in (False, True):
+        rows.append(measure_reuse_of(share, model, optimizer, case, rounds, device))
+        print(reuse_line(rows[-1]), flush=True)
+    return rows
+
+
+def measure_reuse_of(
+    share: bool, model: Any, optimizer: torch.optim.Optimizer, case: Case, rounds: int, device: torch.device
+) -> dict[str, Any]:
+    """The median times of steps with TRL's forward for old log-probabilities, and without it."""
+    from liger_losses.trl import enabled
+
+    options = {"per_device_train_batch_size": case.sequences, "num_generations": case.sequences}
+    options["gradient_checkpointing_kwargs"] = {"use_reentrant": False}
+    options["vllm_importance_sampling_mode"] = "token_truncate"  # which leaves all tokens a gradient
+    with tempfile.TemporaryDirectory() as folder, enabled(share_prompts=share):
+        trainer = trainer_of("GRPO", model, None, folder, case.length // 2, **options)
+    prompts = generated(trainer, case)
+    model.train()
+
+    def step(reuse: bool) -> float:
+        with enabled(reuse_forward=reuse):
+            loss = trainer.compute_loss(model, trainer._prepare_inputs(prompts))
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return float(loss.detach())
+
+    losses = [step(reuse) for reuse in (False, True, False, True)]  # they compile, too
+    gc.collect()
+    gc.freeze()
+    times: dict[bool, list[float]] = {False: [], True: []}
+    for turn in range(rounds):
+        for reuse in (False, True) if turn % 2 else (True, False):
+            times[reuse].append(timed(lambda reuse=reuse: step(reuse), device))
+    ratios = [a / b for a, b in zip(times[False], times[True], strict=True)]
+    return {
+        "share_prompts": share,
+        "milliseconds": {"TRL's forward": median(times[False]), "reused": median(times[True])},
+        "times_as_fast": median(ratios),
+        "interval": interval(ratios),
+        "losses": losses,
+        "rounds": times,
+    }
+
+
+def reuse_line(row: dict[str, Any]) -> str:
+    """One line of ``--reuse``."""
+    old, reused = row["milliseconds"].values()
+    return (
+        f"{'a prompt once' if row['share_prompts'] else 'prompts repeated':16}  TRL's forward {old:8.2f} ms  reused "
+        f"{reused:8.2f} ms  {row['times_as_fast']:.3f} times as fast ({row['interval'][0]:.3f} to "
+        f"{row['interval'][1]:.3f})  losses {' '.join(f'{loss:.6g}' for loss in row['losses'])}"
+    )
+
+
 def line(row: dict[str, Any]) -> str:
     """One line of the table."""
     time_of, peak = row["milliseconds"], row["peak_gib"]
@@ -132,14 +213,15 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path)
     parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--reuse", action="store_true", help="old log-probabilities from the training forward, or not")
     parser.add_argument("--tiny", action="store_true", help="a tiny model, to see that everything runs")
     options = parser.parse_args()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     tiny = Case("GRPO", "tiny", 4, 32, 0.5, True)
     case = tiny if options.tiny else Case("GRPO", "Qwen2.5-1.5B", 8, 2048, 0.5, True)
-    rows = measure(case, options.rounds, device)
+    rows = (measure_reuse if options.reuse else measure)(case, options.rounds, device)
     if options.out:
-        save(options.out, device, rows, __doc__, map(line, rows))
+        save(options.out, device, rows, __doc__, map(reuse_line if options.reuse else line, rows))
 
 
 if __name__ == "__main__":

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 IGNORED = -100
 
 
-def trainer_of(task: str, model: Any, reference: Any, folder: str, length: int) -> Any:
+def trainer_of(task: str, model: Any, reference: Any, folder: str, length: int, **others: Any) -> Any:
     """The trainer of ``"NLL"`` (SFT), ``"DPO"`` or ``"GRPO"``. Its data set and its rewards are never read.
 
     Args:
@@ -21,6 +21,7 @@ def trainer_of(task: str, model: Any, reference: Any, folder: str, length: int) 
         reference: DPO's, of any size: its log-probabilities are among the inputs.
         folder: where the trainer may write.
         length: the most tokens of a completion.
+        others: of GRPO's configuration.
     """
     import trl
     from datasets import Dataset
@@ -42,7 +43,7 @@ def trainer_of(task: str, model: Any, reference: Any, folder: str, length: int) 
         trainer = trl.DPOTrainer(model, reference, args=args, train_dataset=Dataset.from_list(rows), **given)
         trainer.precompute_ref_logps = True
     else:
-        args = trl.GRPOConfig(**options, num_generations=2, max_completion_length=length)
+        args = trl.GRPOConfig(**{**options, "num_generations": 2, "max_completion_length": length, **others})
         rows = [{"prompt": "<eos>"}] * 2
         rewards = lambda completions, **_: [0.0] * len(completions)  # noqa: E731
         trainer = trl.GRPOTrainer(model, rewards, args=args, train_dataset=Dataset.from_list(rows), **given)

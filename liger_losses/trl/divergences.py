@@ -23,7 +23,7 @@ IGNORE_INDEX = -100
 
 
 #: What :func:`liger_losses.trl.enable` was given.
-chosen = SimpleNamespace(divergence=None, share_prompts=None)
+chosen = SimpleNamespace(divergence=None, share_prompts=None, reuse_forward=False)
 
 
 def divergence_of(beta: float) -> Divergence:

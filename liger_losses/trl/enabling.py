@@ -31,14 +31,16 @@ def enable(
     skip_zero_advantages: bool = True,
     divergence: Divergence | None = None,
     share_prompts: bool | None = None,
+    reuse_forward: bool = False,
 ) -> None:
     """Make TRL's trainers use this library's loss heads, if they are built from now on. All of their options work.
 
     Supported are SFT, DPO, KTO, GRPO, RLOO, asynchronous GRPO and distillation (also asynchronous and from a server),
     and the experimental trainers CPO and SimPO, ORPO, TPO, A2PO, GMPO, online DPO, GKD, GOLD, IW-OPD, SDFT and SDPO.
     LoRA on ``lm_head`` works. If the installed TRL lacks a name that one of these features replaces, TRL's code runs
-    for this feature, and a warning names it. A second call can add the kernels and set ``share_prompts``, and changes
-    nothing else. A trainer that was built before keeps TRL's head, and warns when it trains.
+    for this feature, and a warning names it. A second call can add the kernels and ``reuse_forward``, and set
+    ``share_prompts``, and changes nothing else. A trainer that was built before keeps TRL's head, and warns when it
+    trains.
 
     Args:
         kernels: also :func:`~liger_losses.patch` the models, for faster norms, MLPs and rotary embeddings that save
@@ -58,6 +60,12 @@ def enable(
             ``eager``, and it runs in half precision. Models and batches for which this is not possible, such as those
             with images, run as before, and with True a warning says why. Applies to trainers that are built from now
             on, until :func:`disable`.
+        reuse_forward: in GRPO, RLOO and GMPO, take the log-probabilities of the old policy from the training forward,
+            instead of running the model once more without gradients, and compute vLLM's importance correction from
+            them. Losses, gradients and metrics do not change, but for rounding. Trainers in which an optimizer step may
+            come between a generation and the first loss of its batches, and RLOO with ``beta``, run TRL's forward, and
+            a warning says why. A model with dropout is an error, at the first generation. Applies to all trainers,
+            until :func:`disable`.
 
     Raises:
         ImportError: TRL is not installed.
@@ -65,6 +73,7 @@ def enable(
             an earlier call enabled another value of ``skip_zero_advantages`` or another divergence.
     """
     flags = {"kernels": kernels, "skip_zero_advantages": skip_zero_advantages, "share_prompts": share_prompts}
+    flags["reuse_forward"] = reuse_forward
     for name, value in flags.items():
         if not isinstance(value, bool) and (name, value) != ("share_prompts", None):
             choices = "True, False or None" if name == "share_prompts" else "True or False"
@@ -84,6 +93,7 @@ def enable(
         _add((Feature("kernels", (KERNELS, *(Place(p.module, p.name, around(_with_kernels)) for p in heads))),))
     chosen.divergence = divergence or chosen.divergence
     chosen.share_prompts = chosen.share_prompts if share_prompts is None else share_prompts
+    chosen.reuse_forward = chosen.reuse_forward or reuse_forward
 
 
 def _add(features: Sequence[Feature]) -> None:
@@ -103,9 +113,8 @@ def _add(features: Sequence[Feature]) -> None:
     if missing:
         warn(f"{lacks}. These are left out; TRL's own code runs for them." + see("trl"))
     for feature in features:
-        places = found[feature.name]
-        if not isinstance(places, Missing):
-            _replaced.add(places)
+        if not isinstance(found[feature.name], Missing):
+            _replaced.add(place.find() for place in feature.places)  # again: what another feature has put there
             _enabled.append(feature)
 
 
@@ -116,7 +125,7 @@ def is_enabled() -> bool:
 
 def disable() -> None:
     """Restore TRL. Trainers that were built in between keep their heads."""
-    _restore(0, 0, {"divergence": None, "share_prompts": None})
+    _restore(0, 0, {"divergence": None, "share_prompts": None, "reuse_forward": False})
 
 
 @contextlib.contextmanager

@@ -16,6 +16,7 @@ from liger_losses.places import Found, Missing, Place, around
 from liger_losses.trl import experimental
 from liger_losses.trl.divergences import chunked_divergence_loss, chunked_jsd_loss
 from liger_losses.trl.fused_head import add_fused_lm_head
+from liger_losses.trl.reuse import with_old_policy, without_old_policy
 from liger_losses.trl.zero_advantages import without_zero_advantages
 
 #: The versions of TRL that the tests run with.
@@ -131,6 +132,28 @@ def _zero_advantages(module: str, trainer: str, part_of: str, *terms: str) -> Fe
     return Feature(f"sequences without advantage in {trainer}", places, part_of)
 
 
+def _reuse(module: str, trainer: str, name: str, *methods: Callable[..., Any]) -> tuple[Place, ...]:
+    takes = {without_old_policy: ("inputs",), with_old_policy: ("model", "inputs")}
+    places = {without_old_policy: "._generate_and_score_completions", with_old_policy: "._compute_loss"}
+    rows = {places[m]: _around(functools.partial(m, name), "self", *takes[m]) for m in methods}
+    return _places(module, rows, f"{trainer}Trainer")
+
+
+#: The training forward computes the old log-probabilities. Replaced before what splits a batch, within which it runs.
+REUSED_FORWARDS = (
+    Feature(
+        "reused forwards in GRPO and GMPO",
+        _reuse("trainer.grpo_trainer", "GRPO", "old_per_token_logps", without_old_policy, with_old_policy)
+        + _reuse("experimental.gmpo.gmpo_trainer", "GMPO", "old_per_token_logps", with_old_policy),
+        part_of="GRPO",
+    ),
+    Feature(
+        "reused forwards in RLOO",
+        _reuse("trainer.rloo_trainer", "RLOO", "old_logps", without_old_policy, with_old_policy),
+        part_of="RLOO",
+    ),
+)
+
 #: Sequences whose advantage is zero take no part in the backward.
 ZERO_ADVANTAGES = (
     _zero_advantages("trainer.grpo_trainer", "GRPO", "GRPO", "beta", "_entropy_bonus_enabled", "aux_loss_enabled"),
@@ -166,5 +189,6 @@ FEATURES = (
         )
         for name in ("SDFT", "SDPO")
     ),
+    *REUSED_FORWARDS,
     *ZERO_ADVANTAGES,
 )

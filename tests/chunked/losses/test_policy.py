@@ -303,6 +303,22 @@ def test_sampler_weights(kind):
     assert not any(value.any() for value in (nothing, *metrics))
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_one_forward_has_the_old_policy(kind):
+    """The weights of log-probabilities with a gradient, and no old ones: as from a forward without gradients."""
+    *_, mask, advantages, logps, noise = problem()
+    found = []
+    for twice in (True, False):
+        policy = logps.detach().requires_grad_()
+        old = policy.detach().clone() if twice else policy
+        weights, _ = functional.sampler_weights(old, logps - 0.4 * noise, mask, kind, low=0.75, high=1.4)
+        options = {"old_logps": old} if twice else {}
+        loss = functional.grpo_loss(policy, advantages, mask, is_ratio=weights, beta=0.0, **options)
+        found.append((loss.detach(), *torch.autograd.grad(loss, policy)))
+    torch.testing.assert_close(*found, rtol=0, atol=0)
+    assert found[0][1].any()
+
+
 def test_wrong_inputs_of_sampler_weights():
     zeros = torch.zeros(2, 3)
     with pytest.raises(ValueError, match="unknown kind 'tis'"):

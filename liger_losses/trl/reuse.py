@@ -33,7 +33,7 @@ def _no_logps(model: nn.Module, ids: Tensor, mask: Tensor, logits_to_keep: int, 
 
 
 #: By the name of the old log-probabilities in a batch, the trainer's attributes with which TRL does not compute them.
-WITHOUT = {
+WITHOUT: dict[str, dict[str, Any]] = {
     "old_per_token_logps": {"vllm_importance_sampling_correction": False, "num_iterations": 1},
     "old_logps": {_FORWARD: _no_logps},  # RLOO's only other forward is the reference's
 }

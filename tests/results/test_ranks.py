@@ -12,7 +12,7 @@ from torch.distributed.tensor import Partial, Replicate, Shard, distribute_tenso
 from liger_losses import Head, linear_logps
 from tests.processes import BACKENDS, case_named, device_type, start
 from tests.reference import relative_error, tensors_of
-from tests.results.combinations import COLUMNS, check, rows
+from tests.results.combinations import COLUMNS, Row, check, rows
 from tests.results.losses import LOSSES, OPERATIONS, VARIANTS, Part, batch, case_of, compare, run
 from tests.seam import BACKENDS as OF_CPUS
 from tests.seam import faster, small_tiles
@@ -32,6 +32,10 @@ IN_TRITON = rows(
     **ALONE, asks=("logp", "metrics", "token loss", "kept", "JSD"), weight=("dense", "frozen"), targets=("one",),
     blocks=("default", "chunks"), dtype=("bfloat16",), backend=("triton",),
 )  # fmt: skip
+OF_EXPONENTIALS = [
+    Row(asks, bias="trained", transform=transform, dtype="bfloat16", backend="triton")
+    for asks, transform in (("logp", "per token"), ("loss: cross entropy", "soft-cap"))
+]
 
 
 def shared_vocabulary(world):
@@ -52,9 +56,8 @@ def combinations(world):
 
 def in_triton(world, chosen=None):
     """Some of them, and all whose blocks hold exponentials."""
-    of_exponentials = [row for row in IN_TRITON if row.asks in ("logp", "metrics") and row.bias != "trained"]
     with faster(), small_tiles():
-        for row in chosen or dict.fromkeys([*of_exponentials[world - 2 :: 2], *IN_TRITON[world - 2 : 13 : 4]]):
+        for row in chosen or [*OF_EXPONENTIALS, *IN_TRITON[world - 2 : 13 : 4]]:
             with case_named(str(row)):
                 check(row, Part.of(dist.group.WORLD, OF_TABLE[world]))
 

@@ -162,7 +162,9 @@ def test_autocast_is_the_heads():
         results.append((loss, *torch.autograd.grad(loss, (hidden, weight, bias))))
     torch.testing.assert_close(*results[::-1], rtol=3e-2, atol=3e-2)
     with torch.autocast("cpu", torch.bfloat16):
-        expected = F.linear(hidden, weight, bias)
+        expected, of_half = F.linear(hidden, weight, bias), pending(hidden.bfloat16(), weight, bias)
+    for of in (lambda z: F.cross_entropy(z.view(-1, V), labels.view(-1)), lambda z: chosen(z, labels)):
+        torch.testing.assert_close(of(of_half), of(expected), rtol=3e-2, atol=3e-2)  # of two dtypes, an error without
     torch.testing.assert_close(logits.values(), expected, rtol=0, atol=0)
     outside = pending(hidden, weight, bias)
     with torch.autocast("cpu", torch.bfloat16):

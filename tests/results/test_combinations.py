@@ -10,6 +10,7 @@ from liger_losses import DistillationLoss, Teacher, TokenSupport, linear_logps
 from tests.losses import CE, DPO, JSD
 from tests.processes import case_named
 from tests.reference import (
+    DIVERGENCES,
     divergence,
     double,
     formula,
@@ -31,8 +32,9 @@ TRITON = {
     "weight": ("dense", "frozen", "adapters"),
     "targets": ("one", "two of one head"),
     "teacher": ("model", "wider", "narrower"),
-    "blocks": ("default", "chunks", "small workspace"),
+    "blocks": ("default", "chunks", "small workspace", "not compact"),
     "strategy": (None, "two_pass"),
+    "sizes": (Sizes(), Sizes((2, 9), 16, 16)),  # rows that pointers load, and descriptors
     "layout": ("contiguous", "strided", "nothing trained"),
     "dtype": ("bfloat16", "float32", "float16"),
     "backend": ("triton",),
@@ -178,7 +180,7 @@ def test_any_three_together():
 
 
 @pytest.mark.parametrize("options", [{}, *({"backend": backend, "workspace": 27_000} for backend in BACKENDS)], ids=str)
-@pytest.mark.parametrize("name", ["forward KL", "JSD"])
+@pytest.mark.parametrize("name", [name for name in DIVERGENCES if name != "total variation"])
 def test_close_teachers_keep_their_digits(name, options):
     """Where the student differs from the teacher in one rounding of one dimension, bf16 logits would be the same."""
     teacher, weight, labels, _ = problem(19, 32, 200, dtype=torch.bfloat16, masked=0.0)
@@ -188,7 +190,7 @@ def test_close_teachers_keep_their_digits(name, options):
     value, _ = loss(weight, hidden, labels, Teacher(teacher, weight.detach()))
     exact_in = double(hidden, weight, teacher)
     exact = formula(name, exact_in[0] @ exact_in[1].t(), exact_in[2] @ exact_in[1].detach().t()).mean()
-    assert 0 < exact < 1e-5
+    assert 0 < exact < 2e-5
     assert relative_error(value, exact) < 1e-4
     found = zip(gradients(value, (hidden, weight)), gradients(exact, exact_in[:2]), strict=True)
     assert all(relative_error(ours, right) < 4 * rounding(torch.bfloat16) for ours, right in found)

@@ -13,16 +13,18 @@ import importlib
 import importlib.abc
 import importlib.machinery
 import importlib.util
-import logging
 import os
 import pathlib
 import sys
 import tempfile
 import types
+import warnings
 from unittest import mock
 
+import pytest
 import torch
 
+from liger_losses.integrations.replacements import announce
 from tests.project.test_docs import blocks_of
 from tests.reference import problem
 from tests.seam import engine_calls
@@ -72,19 +74,6 @@ def stand_in(*names):
     sys.meta_path.append(StandIns(*names))
 
 
-@contextlib.contextmanager
-def logged():
-    """What this library logs at INFO."""
-    lines = []
-    handler = logging.Handler(logging.INFO)
-    handler.emit = lambda record: lines.append(record.getMessage())
-    logger = logging.getLogger("liger_losses")
-    logger.setLevel(logging.INFO)
-    logger.addHandler(handler)
-    yield lines
-    logger.removeHandler(handler)
-
-
 def recipe(word):
     """What the block of the page with this word defines; it is run."""
     page = pathlib.Path(__file__).parents[2] / "docs" / "integrations.md"
@@ -99,10 +88,9 @@ def compare(run, install, announced=True):
     with engine_calls() as calls:
         theirs = run()
         assert not calls
-        with logged() as lines:
-            install()
-            ours = run()
-        assert announced == any("liger_losses computes" in line for line in lines), lines
+        install()
+        ours = run()
+        assert announced == (announce.cache_info().currsize == 1)
         assert calls
     torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
     return theirs
@@ -213,6 +201,11 @@ def verl_engine():
     results = compare(run, install)
     assert set(results[1]) == {"log_probs", "entropy", "sum_pi_squared"}
     assert taken[:3] == taken[3:]  # with one temperature, and one per sample
+    hidden, weight, labels, _ = problem(masked=0.0)
+    by_reduction = [verl.linear_cross_entropy(hidden, weight, labels, 0.7, how)[0] for how in ("none", "sum", "MEAN")]
+    torch.testing.assert_close(by_reduction[1:], [by_reduction[0].sum(), by_reduction[0].mean()])
+    with pytest.raises(ValueError, match="reduction must be none, sum or mean"):
+        verl.linear_cross_entropy(hidden, weight, labels, 0.7, "median")
     verl.uninstall()
     assert FusedLinearForPPO.forward is not verl.fused_linear_for_ppo
 
@@ -274,11 +267,14 @@ def torchtitan():
         from liger_losses.integrations.torchtitan import LinearCrossEntropyLoss
 
         classes.append(LinearCrossEntropyLoss)
+        with pytest.raises(ValueError, match="call its set_lm_head"):
+            LinearCrossEntropyLoss(LinearCrossEntropyLoss.Config())(hidden, labels)
 
     compare(run, install)
+    assert issubclass(classes[1], ChunkedLossWrapper)  # the trainer gives heads to these
 
 
-def gpt_model():
+def gpt_model(tied=False, **others):
     """A GPTModel of one process, and its inputs."""
     from megatron.core import parallel_state
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
@@ -293,29 +289,38 @@ def gpt_model():
     sizes = {"num_layers": 1, "hidden_size": 16, "num_attention_heads": 2}
     options = {"use_cpu_initialization": True, "attention_dropout": 0.0, "hidden_dropout": 0.0}
     torch.manual_seed(0)
-    config = TransformerConfig(**sizes, **options)
-    model = GPTModel(config, get_gpt_layer_local_spec(), vocab_size=64, max_sequence_length=16)
+    config = TransformerConfig(**sizes, **options, **others)
+    spec, lengths = get_gpt_layer_local_spec(), {"vocab_size": 64, "max_sequence_length": 16}
+    model = GPTModel(config, spec, **lengths, share_embeddings_and_output_weights=tied)
     ids = torch.randint(64, (2, 9), generator=torch.Generator().manual_seed(0))
     return model, ids, torch.arange(9).expand(2, -1), torch.ones(9, 9, dtype=torch.bool).triu(1)[None, None]
 
 
 def megatron():
-    """The losses of the model's own output layer and of this library."""
-    model, *inputs = gpt_model()
-    labels, options = inputs[0].roll(-1, 1), {}
+    """The losses of the model's own output layer and of this library, with MuP's scale, a tied weight, and a mask."""
+    from liger_losses.integrations.megatron import output_processor
+
+    model, *inputs = gpt_model(tied=True, use_mup=True, mup_output_mult=0.5)
+    labels, mask, options = inputs[0].roll(-1, 1), (inputs[0] % 3 > 0).float(), {}
 
     def run():
         model.zero_grad()
-        losses = model(*inputs, labels=labels, **options)
-        losses.sum().backward()
-        return [losses.detach(), *(p.grad.clone() for p in model.parameters() if p.grad is not None)]
+        losses = model(*inputs, labels=labels, loss_mask=mask, **options)
+        (losses * mask).sum().backward()
+        return [(losses * mask).detach(), *(p.grad.clone() for p in model.parameters() if p.grad is not None)]
 
-    def install():
-        from liger_losses.integrations.megatron import output_processor
-
-        options["output_processor"] = output_processor
-
-    compare(run, install)
+    compare(run, lambda: options.update(output_processor=output_processor))
+    assert not model(*inputs, labels=labels, loss_mask=mask, **options)[mask == 0].any()
+    with pytest.raises(ValueError, match="give labels="):
+        model(*inputs, **options)
+    with (
+        mock.patch.object(model.config, "fp8_output_proj", True),
+        pytest.raises(TypeError, match=r"multiplies in MXFP8.*set fp8_output_proj=False"),
+    ):
+        model(*inputs, labels=labels, **options)
+    model.output_layer.adapter = torch.nn.Linear(2, 2)
+    with pytest.raises(TypeError, match=r"that contains other layers \(adapter\).*merge"):
+        model(*inputs, labels=labels, **options)
 
 
 def slime():
@@ -392,28 +397,31 @@ def openrlhf():
 
 
 def axolotl():
+    """Its plugin manager patches the model with the YAML file's options, also where TRL's version is refused."""
     from axolotl.integrations.base import BasePlugin, PluginManager
     from axolotl.utils.dict import DictDefault
 
+    import liger_losses.trl
+    from liger_losses.integrations.axolotl import Args
     from tests.integrations.models import is_patched, llama
 
-    with logged() as lines:
-        manager = PluginManager.get_instance()
-        name = "liger_losses.integrations.axolotl.Plugin"
-        manager.register(name)
-        assert isinstance(manager.plugins[name], BasePlugin)
-        model = llama()
-        ids = torch.arange(5, 14)[None]
-        expected = model(ids, labels=ids).loss
-        cfg = DictDefault(liger_losses={"rope": False})
+    manager, name, model = PluginManager.get_instance(), "liger_losses.integrations.axolotl.Plugin", llama()
+    manager.register(name)
+    assert isinstance(manager.plugins[name], BasePlugin)
+    assert "liger_losses.integrations.axolotl.Args" in manager.get_input_args()
+    ids, cfg = torch.arange(5, 14)[None], DictDefault(Args(liger_losses={"rope": False}).model_dump())
+    expected = model(ids, labels=ids).loss
+    with mock.patch.object(liger_losses.trl, "enable", side_effect=RuntimeError("not today")):
         manager.pre_model_load(cfg)
-        manager.post_model_load(cfg, model)
+        with pytest.warns(UserWarning, match="keep TRL's own heads, and the model is patched: not today"):
+            manager.pre_model_load(DictDefault(rl="dpo"))
+    manager.post_model_load(cfg, model)
     assert is_patched(model)
-    assert any("Axolotl 0.21" in line for line in lines), lines
+    assert "rope" not in model.liger_report.counts
+    assert announce.cache_info().currsize == 1
     with engine_calls() as calls:
         torch.testing.assert_close(model(ids, labels=ids).loss, expected)
         assert calls
-    assert "liger_losses.integrations.axolotl.Args" in manager.get_input_args()
 
 
 def llamafactory():
@@ -495,5 +503,6 @@ def swift():
 
 
 if __name__ == "__main__":
+    warnings.filterwarnings("error", ".* was not tested with liger_losses")
     globals()[sys.argv[1]]()
     print("ok")

@@ -1,9 +1,6 @@
-"""torchtitan's losses."""
+"""Heads of torchtitan; real.py has its loss class."""
 
 import functools
-import sys
-import types
-from dataclasses import dataclass
 
 import pytest
 import torch
@@ -67,27 +64,3 @@ def test_a_head_that_is_no_product_is_refused(name):
         head.lora = LORA
     with pytest.raises(TypeError, match=rf"{name}.*does not compute .*keep torchtitan's ChunkedLossWrapper"):
         torchtitan.cross_entropy_in_forward(head, hidden, labels)
-
-
-def test_torchtitan_loss_class(monkeypatch):
-    class ChunkedLossWrapper:
-        Config = dataclass(type("Config", (), {}), kw_only=True, slots=True)
-
-        def set_lm_head(self, lm_head):
-            self.lm_head = lm_head
-
-    module = types.SimpleNamespace(ChunkedLossWrapper=ChunkedLossWrapper)
-    monkeypatch.setitem(sys.modules, "torchtitan.components.loss", module)
-    torchtitan._loss_class.cache_clear()
-    loss_class = torchtitan.LinearCrossEntropyLoss
-    torchtitan._loss_class.cache_clear()
-    assert issubclass(loss_class, ChunkedLossWrapper)
-    loss = loss_class(loss_class.Config())
-    hidden, _, labels, _ = problem(n=10)
-    with pytest.raises(ValueError, match="call its set_lm_head"):
-        loss(hidden, labels)
-    head = torch.nn.Linear(24, 61)
-    loss.set_lm_head(head)
-    value, metrics = loss(hidden, labels, torch.tensor(4.0))
-    torch.testing.assert_close(value, F.cross_entropy(head(hidden), labels, reduction="sum") / 4)
-    assert metrics == {}

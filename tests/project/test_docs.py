@@ -14,7 +14,6 @@ import re
 import shutil
 import subprocess
 import sys
-import types
 
 import pytest
 import torch
@@ -123,24 +122,6 @@ def test_a_pages_code_runs_on_a_model_with_lora(name, tmp_path, monkeypatch):
     )
     path = ROOT / "docs" / f"{name}.md"
     run(modules_of(blocks_of(path))[0], path, tmp_path, monkeypatch)
-
-
-def test_the_forward_for_prime_rl(tmp_path, monkeypatch):
-    package, names = "prime_rl.trainer.models.layers.lm_head", []
-    for name in package.split("."):
-        names.append(name)
-        monkeypatch.setitem(sys.modules, ".".join(names), types.ModuleType(".".join(names)))
-    sys.modules[package].FusedOutputLinear = type("FusedOutputLinear", (torch.nn.Linear,), {})
-    (block,) = [b for b in blocks_of(ROOT / "docs" / "integrations.md") if any(package in line for line in b.lines)]
-    run(block.code(), ROOT / "docs" / "integrations.md", tmp_path, monkeypatch)
-    layer, hidden, labels = (
-        sys.modules[package].FusedOutputLinear(8, 13),
-        torch.randn(2, 5, 8),
-        torch.randint(13, (2, 5)),
-    )
-    found, log_p = layer(hidden, labels, 2.0), (hidden @ layer.weight.t() / 2).log_softmax(-1)
-    torch.testing.assert_close(found["logprobs"], log_p.gather(-1, labels[..., None])[..., 0])
-    torch.testing.assert_close(found["entropy"], -(log_p.exp() * log_p).sum(-1))
 
 
 @pytest.mark.parametrize("block", blocks_of(ROOT / "README.md"), ids=lambda block: f"line {block.start}")

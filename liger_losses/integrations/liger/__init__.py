@@ -33,7 +33,7 @@ def install() -> None:
     """Compute liger-kernel's losses and its ``apply_liger_kernel_to_...`` with this library. Again: no effect.
 
     Covers ``liger_kernel.chunked_loss`` (classes, ``functional``, autograd functions), the fused linear cross-entropy
-    (also scaled) and JSD of ``liger_kernel.ops`` and ``liger_kernel.transformers``, and
+    (also scaled), JSD and KL of ``liger_kernel.ops`` and ``liger_kernel.transformers``, and
     ``apply_liger_kernel_to_...``. Losses of logits stay liger-kernel's. Call it before the import of the code that uses
     liger-kernel: modules that have imported a name keep liger-kernel's object; a warning says so if this is possible.
     Other names of an installed liger-kernel stay as they are; if it is not installed, importing them raises

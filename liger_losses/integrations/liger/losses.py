@@ -5,13 +5,15 @@ N tokens, H hidden size, V vocabulary size, K columns. As in liger-kernel, the t
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 import liger_losses
+from liger_losses import TeacherLogits
 from liger_losses.chunked import EngineOptions, Head, linear_statistics
 from liger_losses.integrations.liger.chunked import applied
 from liger_losses.kernels.logit_transform import LogitTransform
@@ -85,6 +87,13 @@ def scaled_cross_entropy_tp(
     )
 
 
+def _active(shift_labels: Tensor | None, hidden: Tensor, ignore_index: int) -> Tensor:
+    """Labels that say which tokens are active: a teacher's labels may lie outside of the student's vocabulary."""
+    if shift_labels is None:
+        return torch.zeros(hidden.shape[:-1], dtype=torch.int64, device=hidden.device)
+    return torch.where(shift_labels == ignore_index, ignore_index, 0)
+
+
 class LigerFusedLinearJSD(liger_losses.LigerFusedLinearJSDLoss):
     """The mean of :class:`liger_losses.LigerFusedLinearJSDLoss`'s divergence alone.
 
@@ -102,11 +111,8 @@ class LigerFusedLinearJSD(liger_losses.LigerFusedLinearJSDLoss):
         self, student_input: Any, student_weight: Any, teacher_input: Any, teacher_weight: Any, shift_labels: Any = None
     ) -> Any:
         """``shift_labels [N]``: only which are ``ignore_index`` matters. With ``None``, all tokens are active."""
-        if shift_labels is None:
-            shift_labels = torch.zeros(student_input.shape[:-1], dtype=torch.int64, device=student_input.device)
-        else:  # a teacher's labels may lie outside of the student's vocabulary
-            shift_labels = torch.where(shift_labels == self.ignore_index, self.ignore_index, 0)
-        return super().forward(student_input, student_weight, teacher_input, teacher_weight, shift_labels)
+        labels = _active(shift_labels, student_input, self.ignore_index)
+        return super().forward(student_input, student_weight, teacher_input, teacher_weight, labels)
 
 
 #: ``liger_fused_linear_jsd``, and ``LigerFusedLinearJSDFunction.apply``.
@@ -115,3 +121,50 @@ fused_linear_jsd = applied(
     "student_input student_weight teacher_input teacher_weight shift_labels "
     "jsd_beta ignore_index temperature accum_dtype jsd_impl: jsd_mode:",
 )
+
+
+def fused_linear_kl_div(
+    student_input: Tensor,
+    student_weight: Tensor,
+    target: Tensor,
+    shift_labels: Tensor | None = None,
+    reduction: str = "batchmean",
+    ignore_index: int = -100,
+    temperature: float = 1.0,
+    eps: float = 1e-10,
+    accum_dtype: Any = None,
+) -> Tensor:
+    """``liger_fused_linear_kl_div``: ``KL(q || p)`` of probabilities q that are given, and the student p.
+
+    Args:
+        student_input, student_weight: ``[N, H]``, ``[V, H]``.
+        target: q, ``[N, V]``; each row is divided by its sum.
+        shift_labels: ``[N]``: only which are ``ignore_index`` matters. With ``None``, all tokens are active.
+        reduction: ``batchmean`` divides the sum by the number of active tokens, ``mean`` also by V; or ``sum``.
+        temperature: divides the logits of the student alone.
+        eps, accum_dtype: no effect; where q is 0, the term is 0.
+
+    Raises:
+        ValueError: another reduction.
+    """
+    if reduction not in ("batchmean", "mean", "sum"):
+        raise ValueError(f"reduction must be batchmean, mean or sum, got {reduction!r}.")
+    loss = liger_losses.LigerFusedLinearKLLoss(0.0, 1.0, ignore_index=ignore_index, temperature=temperature)
+    # The temperature of the loss divides the teacher's logits too.
+    wide = torch.promote_types(target.dtype, torch.float32)
+    teacher = TeacherLogits(lambda rows: temperature * target[rows].to(wide).log(), columns=target.shape[-1])
+    labels, items = _active(shift_labels, student_input, ignore_index), 1 if reduction == "sum" else None
+    value, _ = loss(student_weight, student_input, labels, teacher, num_items_in_batch=items)
+    return value / target.shape[-1] if reduction == "mean" else value
+
+
+class LigerFusedLinearKLDivLoss(nn.Module):
+    """:func:`fused_linear_kl_div` with these options."""
+
+    def __init__(self, *options: Any, **named: Any) -> None:
+        super().__init__()
+        bound = inspect.signature(fused_linear_kl_div).bind_partial(None, None, None, None, *options, **named)
+        self.options = dict([*bound.arguments.items()][4:])
+
+    def forward(self, student_input: Any, student_weight: Any, target: Any, shift_labels: Any = None) -> Tensor:
+        return fused_linear_kl_div(student_input, student_weight, target, shift_labels, **self.options)

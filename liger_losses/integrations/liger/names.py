@@ -23,10 +23,12 @@ _OTHERS: dict[str, dict[str, Any]] = {
     "ops.fused_linear_scaled_cross_entropy": _function("FusedLinearScaledCrossEntropy", losses.scaled_cross_entropy)
     | _function("FusedLinearScaledCrossEntropyTP", losses.scaled_cross_entropy_tp),
     "ops.fused_linear_jsd": _function("FusedLinearJSD", losses.fused_linear_jsd),
+    "ops.fused_linear_kl_div": _function("FusedLinearKLDiv", losses.fused_linear_kl_div),
     "transformers.fused_linear_cross_entropy": {
         "LigerFusedLinearCrossEntropyLoss": liger_losses.LigerFusedLinearCrossEntropyLoss
     },
     "transformers.fused_linear_jsd": {"LigerFusedLinearJSD": losses.LigerFusedLinearJSD},
+    "transformers.fused_linear_kl_div": {"LigerFusedLinearKLDivLoss": losses.LigerFusedLinearKLDivLoss},
     "transformers.auto_model": {"AutoLigerKernelForCausalLM": models.AutoLigerKernelForCausalLM},
     "transformers.monkey_patch": {
         "_apply_liger_kernel": models.apply_to_type,
@@ -38,6 +40,7 @@ _FUNCTIONAL: dict[str, Any] = {
     "liger_fused_linear_cross_entropy": losses.fused_linear_cross_entropy,
     "liger_fused_linear_scaled_cross_entropy_tp": losses.scaled_cross_entropy_tp,
     "liger_fused_linear_jsd": losses.fused_linear_jsd,
+    "liger_fused_linear_kl_div": losses.fused_linear_kl_div,
 }
 
 

@@ -411,8 +411,9 @@ def axolotl():
     assert "liger_losses.integrations.axolotl.Args" in manager.get_input_args()
     ids, cfg = torch.arange(5, 14)[None], DictDefault(Args(liger_losses={"rope": False}).model_dump())
     expected = model(ids, labels=ids).loss
-    with mock.patch.object(liger_losses.trl, "enable", side_effect=RuntimeError("not today")):
+    with mock.patch.object(liger_losses.trl, "enable", side_effect=RuntimeError("not today")) as enable:
         manager.pre_model_load(cfg)
+        assert not enable.called
         with pytest.warns(UserWarning, match="keep TRL's own heads, and the model is patched: not today"):
             manager.pre_model_load(DictDefault(rl="dpo"))
     manager.post_model_load(cfg, model)

@@ -203,13 +203,11 @@ def test_what_is_not_known_takes_trls_way(kind, mode, reason):
     ],
 )
 def test_dropout_is_an_error(family, options, named, tmp_path):
-    model = small(family, vocab_size=19, **options)
-    trainer = built(grpo, tmp_path / "x", model, **MASK)
-    with (
-        enabled(reuse_forward=True),
-        pytest.raises(ValueError, match=rf"without dropout, got .*{named}: .*disable_dropout"),
-    ):
-        trainer.train()
+    message = rf"without dropout, got .*{named}: .*disable_dropout"
+    with enabled(reuse_forward=True):
+        trainer = built(grpo, tmp_path / "x", small(family, vocab_size=19, **options), **MASK)
+        with pytest.raises(ValueError, match=message):
+            trainer.train()
 
 
 def test_a_batch_of_an_earlier_policy_is_an_error(tmp_path):

@@ -114,8 +114,17 @@ def by_parameter_names(loss: Any, keywords: dict[str, Any]) -> dict[str, Any]:
 
 
 def typed_as(parameters: Callable[P, Any]) -> Callable[[Callable[..., R]], Callable[P, R]]:
-    """Decorate a function with ``**options``: for type checkers and editors, it takes what a dataclass does."""
-    return lambda function: function
+    """Decorate a function with ``**options``: for checkers, editors and ``help``, it takes what a dataclass does."""
+
+    def decorate(function: Callable[..., R]) -> Callable[P, R]:
+        own = [*inspect.signature(function).parameters.values()][:-1]
+        names, kind = [each.name for each in own], inspect.Parameter.KEYWORD_ONLY
+        others = [each.replace(kind=kind) for each in inspect.signature(parameters).parameters.values()]
+        signature = inspect.Signature([*own, *[each for each in others if each.name not in names]])
+        function.__signature__ = signature  # type: ignore[attr-defined]
+        return function
+
+    return decorate
 
 
 def options_of(cls: type[C], function: Callable[..., Any], options: Mapping[str, Any]) -> C:
@@ -123,8 +132,7 @@ def options_of(cls: type[C], function: Callable[..., Any], options: Mapping[str,
     names = [*cls.__dataclass_fields__]
     unknown = [name for name in options if name not in names]
     if unknown:
-        parameters = inspect.signature(function).parameters.values()
-        known = [*(each.name for each in parameters if each.kind != each.VAR_KEYWORD), *names]
+        known = [*inspect.signature(function).parameters]
         raise TypeError(
             f"{function.__name__} has no argument {unknown_names(unknown, known)}; its arguments are "
             f"{', '.join(known)}."
@@ -161,12 +169,14 @@ def constructor_signature(cls: Any) -> inspect.Signature:
 def named_options(cls: Any, arguments: Sequence[Any], options: Mapping[str, Any]) -> dict[str, Any]:
     """The arguments of a loss's constructor by name; a TypeError for too many, unknown and missing ones, and for what
     belongs to the call."""
-    options, positions = cls.options_type.folded(options), cls.positions
-    check_known(cls, options, cls.options_type.__dataclass_fields__)
-    try:
-        named = cls.options_signature.bind(*arguments, **options).arguments
-    except TypeError as error:
-        raise TypeError(f"{cls.__name__}: {error}; its options are {', '.join(cls.option_names)}.") from None
+    options, positions, signature = cls.options_type.folded(options), cls.positions, cls.options_signature
+    check_known(cls, options, signature.parameters)
+    named = dict(zip(positions, arguments, strict=False)) | options
+    if len(named) < len(arguments) + len(options) or not cls.required_options <= named.keys():
+        try:
+            signature.bind(*arguments, **options)
+        except TypeError as error:
+            raise TypeError(f"{cls.__name__}: {error}; its options are {', '.join(cls.option_names)}.") from None
     for name, value in named.items():
         check_no_input(cls, name, value)
     first = named.get("ignore_index")

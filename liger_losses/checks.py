@@ -5,7 +5,6 @@ from __future__ import annotations
 import difflib
 import math
 from collections.abc import Container, Iterable, Mapping, Sequence
-from dataclasses import fields
 from functools import partial
 from numbers import Integral, Real
 from types import MappingProxyType
@@ -91,15 +90,22 @@ def check_names(
             raise ValueError(f"unknown {what} {name!r}{hint}; it must be one of {', '.join(known)}.")
 
 
-def check_new(what: str, name: str, taken: Container[str], function: Any, earlier: Any = None) -> None:
-    """Raise ValueError for a name that is taken, unless a function of ``function``'s module and qualified name took it.
+def check_new(
+    what: str, name: Any, taken: Container[str], function: Any, earlier: Any = None, replace: bool = False
+) -> None:
+    """Raise TypeError or ValueError for no name, and for one that is taken.
 
-    A cell of a notebook that runs again defines its function again.
+    A function of the module and qualified name of the ``earlier`` one replaces it, as a cell of a notebook that runs
+    again defines its function again; with ``replace``, any function replaces one that a user registered.
     """
-    if name in taken and (earlier is None or _definition(function) != _definition(earlier)):
-        raise ValueError(
-            f"there is a {what} {name!r} already; only one of the same module and qualified name replaces it."
-        )
+    if not isinstance(name, str) or not name:
+        raise TypeError(f"the name of a new {what} must be a text, got {name!r}.")
+    if name not in taken or (earlier is not None and _definition(function) == _definition(earlier)):
+        return
+    registered = earlier is not None and not _definition(earlier)[0].startswith("liger_losses.")
+    if not (replace and registered):
+        advice = "pass replace=True to replace it" if registered else "it is built in; take another name"
+        raise ValueError(f"there is a {what} {name!r} already: {advice}.")
 
 
 def _definition(function: Any) -> tuple[str, str]:
@@ -278,9 +284,11 @@ def check_range(name: str, value: float, low: float, high: float, *, open_low: b
 def check_fields(options: Any) -> None:
     """Raise TypeError or ValueError if a field is out of the range that :data:`RANGES` has for its type, or if a bool
     was given as text or as a float."""
-    for field in fields(options):
+    for field in options.__dataclass_fields__.values():
+        value = getattr(options, field.name, field.default)
+        if value is field.default:  # which is right
+            continue
         kind, _, optional = str(field.type).partition(" | ")
-        value = getattr(options, field.name)
         if kind == "bool" and isinstance(value, (str, float)):  # all texts would be true
             raise TypeError(f"{field.name} must be True or False, got {value!r}.")
         if kind in RANGES and not (optional and value is None):

@@ -28,60 +28,85 @@ from liger_losses.kernels import BACKENDS, divergence_forms
 from tests.reference import double, plain_statistics, problem
 
 
-class ChiPO(PreferenceLoss):
-    """arXiv:2407.13399, algorithm 1: ``- log sigmoid(clip(beta (phi_w - phi_l), -2, 2))``, ``phi = r + log r``."""
+class DPOPositive(PreferenceLoss):
+    """arXiv:2402.13228, eq. 3: a chosen completion that loses probability adds to the margin."""
+
+    def __init__(self, penalty=5.0, **options):
+        super().__init__(use_ref_model=True, **options)
+        self.penalty = penalty
 
     def pair_loss(self, pairs):
-        phi_w, phi_l = (r.clamp(-20, 20).exp() + r for r in (pairs.chosen_logratios, pairs.rejected_logratios))
-        return -F.logsigmoid((self.beta * (phi_w - phi_l)).clamp(-2, 2))
+        lost = F.relu(-pairs.chosen_logratios)
+        return -F.logsigmoid(self.beta * (pairs.chosen_logratios - pairs.rejected_logratios - self.penalty * lost))
 
 
-class ProbabilityLoss(ChunkedLoss):
-    """arXiv:2510.00526: the mean of ``(1 - p^2) / 2``."""
+def ce_gppo(log_ratio, logps, advantages, options, beta_low=0.75, beta_high=1.0):
+    """arXiv:2509.20712, eq. 5: beyond the bounds a token keeps its gradient, times a factor."""
+    ratio, one = log_ratio.clamp(max=80).exp(), (log_ratio - log_ratio.detach()).exp()
+    low, high = 1 - options.epsilon_low, 1 + options.epsilon_high
+    value = torch.where((ratio < low) & (advantages < 0), beta_low * low * one, ratio)
+    return torch.where((ratio > high) & (advantages > 0), beta_high * high * one, value) * advantages
 
-    statistics = ("logp",)
+
+def le_cam(log_p, log_q):
+    """``(p - q)^2 / (p + q)``, the triangular discrimination (Topsoe, IEEE Trans. Inf. Theory 46, 2000)."""
+    p, q = log_p.exp(), log_q.exp()
+    return (p - q).square() / (p + q + 1e-30)
+
+
+class TsallisLoss(ChunkedLoss):
+    """Cross-entropy less the Tsallis entropy of order 3/2 (Tsallis, J. Stat. Phys. 52, 1988)."""
+
+    statistics = ("logp", "power_sum")
 
     def loss(self, statistics, mask):
-        return ((1 - (2 * statistics.logp).exp()) / 2 * mask).sum() / mask.sum().clamp(min=1)
-
-
-def aspo(log_ratio, logps, advantages, options):
-    """arXiv:2510.06062: tokens of positive advantage are weighted by the inverse of the ratio."""
-    ratio, constant = log_ratio.clamp(max=80).exp(), log_ratio.detach().clamp(-80, 80).exp()
-    flipped = torch.where(advantages > 0, ratio / constant.square(), ratio)
-    clipped = flipped.clamp(1 - options.epsilon_low, 1 + options.epsilon_high)
-    return torch.minimum(flipped * advantages, clipped * advantages)
+        entropy = 2 * (1 - statistics.power_sum)
+        return ((-statistics.logp - 0.1 * entropy) * mask).sum() / mask.sum().clamp(min=1)
 
 
 @pytest.mark.usefixtures("registered")
-@pytest.mark.parametrize("paper", [ChiPO, ProbabilityLoss, aspo])
+@pytest.mark.parametrize("paper", [DPOPositive, ce_gppo, le_cam, TsallisLoss])
 def test_a_paper_takes_ten_lines(paper):
-    """Three losses that no table has, from the page alone."""
+    """Four that no table has, from the page alone; options of the first two are swept."""
     code = [line for line in inspect.getsource(paper).splitlines() if line.strip() and '"""' not in line]
     assert len(code) <= 10
     hidden, weight, ids, _ = problem(shape=(4, 5), dtype=torch.float64, masked=0.0)
     logps, old = plain_statistics(hidden, weight, ids)["logp"], torch.linspace(-6, -3, 20).double().view(4, 5)
-    if paper is ChiPO:
+    log_p, log_q = (hidden @ weight.T).log_softmax(-1), (hidden.detach().cos() @ weight.detach().T).log_softmax(-1)
+    pairs = []
+    if paper is DPOPositive:
         sides = [Completions(hidden[rows], ids[rows], ref_logps=old[rows].sum(-1)) for rows in (slice(2), slice(2, 4))]
-        value, _ = ChiPO(beta=0.1, use_ref_model=True)(weight, *sides)
-        w, l = (r.clamp(-20, 20).exp() + r for r in (logps - old).sum(-1).chunk(2))
-        exact = torch.nn.functional.softplus(-(0.1 * (w - l)).clamp(-2, 2)).mean()
-    elif paper is ProbabilityLoss:
-        value, exact = ProbabilityLoss()(weight, hidden, ids), (1 - logps.exp() ** 2).mean() / 2
-    else:
-        register_objective("aspo", aspo, normalizer="sequence_mean")
+        w, l = (logps - old).sum(-1).chunk(2)
+        for penalty in (0.0, 3.0):
+            loss = DPOPositive(beta=0.1).replace(penalty=penalty)
+            pairs.append((loss(weight, *sides)[0], F.softplus(0.1 * (l - w + penalty * (-w).clamp(min=0))).mean()))
+        assert repr(loss) == "DPOPositive(penalty=3.0, use_ref_model=True)"
+    elif paper is ce_gppo:
+        register_objective("ce_gppo", ce_gppo, normalizer="token_mean")
         mask, advantages = torch.arange(5) < torch.tensor([5, 2, 3, 0])[:, None], torch.tensor([1.0, -0.5, 2.0, 0.0])
-        options = {"loss_type": "aspo", "beta": 0.0, "epsilon_high": 0.4}
-        loss = LigerFusedLinearGRPOLoss(**options)
-        value, _ = loss(hidden, weight, ids, mask, advantages, old_per_token_logps=old)
         a, ratio = advantages[:, None], (logps - old).exp()
-        weighted = torch.where(a > 0, ratio / ratio.detach() ** 2, ratio)
-        terms = torch.minimum(weighted * a, weighted.clamp(0.8, 1.4) * a)
-        exact = -((terms * mask).sum(1) / mask.sum(1).clamp(min=1)).mean()
-        torch.testing.assert_close(functional.grpo_loss(logps, advantages, mask, old_logps=old, **options), exact)
-    torch.testing.assert_close(value.double(), exact, rtol=1e-5, atol=1e-7)
-    found, expected = (torch.autograd.grad(x, (hidden, weight)) for x in (value, exact))
-    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-7)
+        for factor in (0.0, 0.5):
+            options = {"loss_type": "ce_gppo", "beta": 0.0, "beta_high": factor}
+            loss = LigerFusedLinearGRPOLoss(**options)
+            value, _ = loss(weight, hidden, ids, mask, advantages, old_per_token_logps=old)
+            above, below = (ratio > 1.2) & (a > 0), (ratio < 0.8) & (a < 0)
+            scale = torch.where(above, factor * 1.2, torch.where(below, 0.75 * 0.8, 1.0)) / ratio.detach()
+            exact = -(torch.where(above | below, ratio * scale, ratio) * a * mask).sum() / mask.sum()
+            pairs.append((value, exact))
+            torch.testing.assert_close(functional.grpo_loss(logps, advantages, mask, old_logps=old, **options), exact)
+    elif paper is le_cam:
+        loss = DistillationLoss(register_divergence("le_cam", le_cam)(), weight_hard_loss=0.0, weight_soft_loss=1.0)
+        value, _ = loss(weight, hidden, ids, Teacher(hidden.detach().cos(), weight.detach()))
+        p, q = log_p.exp(), log_q.exp()
+        pairs.append((value, ((p - q) ** 2 / (p + q)).sum(-1).mean()))
+    else:
+        register_statistic("power_sum", lambda log_p: (1.5 * log_p).exp())
+        exact = (-logps - 0.2 * (1 - log_p.exp().pow(1.5).sum(-1))).mean()
+        pairs.append((TsallisLoss()(weight, hidden, ids), exact))
+    for value, exact in pairs:
+        torch.testing.assert_close(value.double(), exact, rtol=1e-5, atol=1e-7)
+        found, expected = (torch.autograd.grad(x, (hidden, weight), retain_graph=True) for x in (value, exact))
+        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-7)
 
 
 def jeffreys(log_p, log_q):
@@ -127,10 +152,10 @@ def test_objectives_that_cannot_be_right_are_refused(value, message):
     with pytest.raises(ValueError, match=message):
         register_objective("mine", value)
     assert "mine" not in policy_tables.LOSS_TYPES
-    with pytest.raises(ValueError, match="already"):
-        register_objective("dapo", aspo)
+    with pytest.raises(ValueError, match="'dapo' already: it is built in"):
+        register_objective("dapo", ce_gppo, replace=True)
     with pytest.raises(ValueError, match="unknown normalizer"):
-        register_objective("mine", aspo, normalizer="mean")
+        register_objective("mine", ce_gppo, normalizer="mean")
 
 
 def powered(log_ratio, logps, advantages, options, inputs=None, floor=0.1, *, power):
@@ -237,8 +262,8 @@ def test_divergences_that_cannot_be_right_are_refused(terms, options, message):
     with pytest.raises((TypeError, ValueError), match=message):
         register_divergence("mine", terms, **options)
     assert "mine" not in divergence_forms.FORMS
-    with pytest.raises(ValueError, match="already"):
-        register_divergence("forward_kl", jeffreys)
+    with pytest.raises(ValueError, match="'forward_kl' already: it is built in"):
+        register_divergence("forward_kl", jeffreys, replace=True)
 
 
 def scaled(log_p, log_q, scale=0.5, *, shift):
@@ -259,9 +284,9 @@ def test_a_registered_divergence_has_the_parameters_of_its_function():
     torch.testing.assert_close(functional.divergence(log_p, log_q, bound(2.0)), 2 * one)
 
 
-def defined(code, factor):
-    """The function of a notebook's cell."""
-    cell = {"__name__": "__main__"}
+def defined(code, factor, module="__main__"):
+    """The function of a notebook's cell, or of another module."""
+    cell = {"__name__": module}
     exec(code.format(factor), cell)
     return cell["f"]
 
@@ -299,6 +324,8 @@ def test_a_cell_that_runs_again_replaces_what_it_registered(register, code, valu
     torch.testing.assert_close(value(), 3 * first)
     with pytest.raises(ValueError, match="not finite"):
         register("again", defined(code, "1e400"))
-    with pytest.raises(ValueError, match=r"'again' already.*of the same module and qualified name"):
-        register("again", lambda *given: None)
+    with pytest.raises(ValueError, match=r"'again' already: pass replace=True to replace it"):
+        register("again", defined(code, 5.0, "other"))
     torch.testing.assert_close(value(), 3 * first)
+    register("again", defined(code, 5.0, "other"), replace=True)
+    torch.testing.assert_close(value(), 5 * first)

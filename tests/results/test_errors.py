@@ -605,12 +605,12 @@ class NoProducts(TorchDispatchMode):
 
 
 #: Inputs of a policy's tokens.
-OF_TOKENS = ("advantages", "old_per_token_logps", "sampling_per_token_logps", "vllm_is_ratio", "attention_mask")
+OF_TOKENS = ("advantages", "old_per_token_logps", "sampling_per_token_logps", "vllm_is_ratio", "mask")
 
 
 def test_bad_input_is_found_before_any_projection():
     hidden, weight, labels = good()
-    ids, given = labels.clamp(min=0), {"advantages": ONES, "attention_mask": MASK}
+    ids, given = labels.clamp(min=0), {"advantages": ONES, "mask": MASK}
     reference = {"ref_input": hidden.detach(), "ref_weight": weight.detach()}
     outside = labels.index_fill(0, torch.tensor([0]), 61)
     for call, message in (

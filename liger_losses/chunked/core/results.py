@@ -92,7 +92,7 @@ class Largest:
             raise ValueError(f"k must be a positive integer, got {self.k!r}.")
 
 
-def register_statistic(name: str, term: Callable[[Tensor], Tensor]) -> None:
+def register_statistic(name: str, term: Callable[[Tensor], Tensor], *, replace: bool = False) -> None:
     """Make ``sum_v term(log p_v)`` a statistic that losses may read, differentiable by hidden states, weight and bias.
 
     PyTorch computes it from blocks of fp32 logits, on every device.
@@ -100,6 +100,7 @@ def register_statistic(name: str, term: Callable[[Tensor], Tensor]) -> None:
     Args:
         name: a name that no other statistic has. A function of the same module and qualified name replaces the term.
         term: ``log_p [R, V] -> [R, V]``, elementwise and differentiable; ``log_p`` is at least -10,000.
+        replace: replace a statistic of this name that another function was registered for.
 
     Raises:
         TypeError, ValueError: a name that is taken; terms of another shape, that are not finite, whose derivative is
@@ -108,7 +109,7 @@ def register_statistic(name: str, term: Callable[[Tensor], Tensor]) -> None:
     if not isinstance(name, str) or not name.isidentifier():
         raise TypeError(f"the name of a new statistic must be an identifier, got {name!r}.")
     earlier = STATISTICS[name].phi if registered([name]) else None
-    check_new("statistic", name, {*STATISTICS, "divergence", "registered"}, term, earlier)
+    check_new("statistic", name, {*STATISTICS, "divergence", "registered"}, term, earlier, replace)
     g = torch.Generator().manual_seed(0)
     log_p = torch.randn(3, 7, generator=g, dtype=torch.float64).log_softmax(-1)
     log_p[0, 0] = -1e4

@@ -65,7 +65,9 @@ class LossOptions:
         # Both check themselves; each call reads them.
         object.__setattr__(self, "transform", LogitTransform(self.temperature, self.logit_scale, self.softcap))
         engine = EngineOptions(**{name: getattr(self, name) for name in _STREAMING})
-        object.__setattr__(self, "engine", engine if self.streams_chunks else replace(engine, chunk_size=None))
+        if self.chunk_size is not None and not self.streams_chunks:
+            engine = replace(engine, chunk_size=None)
+        object.__setattr__(self, "engine", engine)
         if not isinstance(self.shift, bool):
             check_shift(self.shift, self.several)
         check_fields(self)
@@ -179,6 +181,7 @@ class ChunkedLoss(nn.Module):
     parameters_named: ClassVar[Mapping[str, str]]
     #: Its options, and what its constructor takes: these, and what the constructors of subclasses name.
     options_signature: ClassVar[inspect.Signature]
+    required_options: ClassVar[frozenset[str]]
     option_names: ClassVar[tuple[str, ...]]
     __signature__ = _Signature()
 
@@ -201,6 +204,8 @@ class ChunkedLoss(nn.Module):
             elif name in vars(cls) and name != "divergence":  # which each loss has as a property
                 raise TypeError(f"{cls.__name__}.{name} hides the option {name}; give its constructor another value.")
         cls.options_signature = options_signature(cls, cls.positions)
+        options = cls.options_signature.parameters.values()
+        cls.required_options = frozenset([option.name for option in options if option.default is option.empty])
         cls.option_names = tuple(constructor_signature(cls).parameters)
         parameters = [*inspect.signature(cls.forward).parameters.values()][1:]
         if any(each.kind is each.VAR_POSITIONAL for each in parameters):
@@ -209,7 +214,7 @@ class ChunkedLoss(nn.Module):
         # Where liger-kernel has the hidden states first, the two come in either order.
         places = (names[1], names[0], *names[2:]) if names[:1] == ("_input",) else names
         documented = {name: parameter for form in cls.forms for name, parameter in zip(form, places, strict=False)}
-        documented |= {"weight": "head"} if "head" in names else {}
+        documented |= {"weight": "head", "lin_weight": "head", "_input": "hidden_states"} if "head" in names else {}
         cls.parameters_named = {name: documented[name] for name in documented if name not in names}
 
     @constructor(LossOptions)
@@ -240,9 +245,11 @@ class ChunkedLoss(nn.Module):
         return made
 
     def extra_repr(self) -> str:
-        """The options that differ from the defaults."""
-        values = {field: getattr(self.settings, field.name) for field in fields(self.settings)}
-        return ", ".join([f"{field.name}={value!r}" for field, value in values.items() if value != field.default])
+        """The options that differ from the defaults, but for tensors."""
+        options = constructor_signature(type(self)).parameters.values()
+        values = {option: getattr(self, option.name, option.default) for option in options}
+        shown = [option for option, value in values.items() if not isinstance(value, Tensor)]
+        return ", ".join([f"{o.name}={values[o]!r}" for o in shown if values[o] != o.default])
 
     if TYPE_CHECKING:
 
@@ -322,8 +329,8 @@ class ChunkedLoss(nn.Module):
         return [shift_labels(part, self.ignore_index, positions) if positions else part for part in labels]
 
     def total(self, values: Tensor) -> Tensor:
-        """The sum of values of any shape, 0-dim, over the ranks of :attr:`group` too."""
-        return values.sum() if self.group is None else sum_over_group(self.group, values.sum())[0]
+        """The sum of values of any shape, 0-dim, over the ranks that compute one loss."""
+        return sum_over_group(self.group if self.spans_ranks else None, values.sum())[0]
 
     def agree(self, numbers: Sequence[Any], device: torch.device) -> None:
         """Raise TypeError or ValueError unless all ranks of :attr:`group` get here, with the same options.

@@ -89,39 +89,31 @@ def loss_over_columns(
     head: Head,
     labels: Tensor,
     teacher: Any,
-    which: Divergence,
     weights: Mapping[str, Tensor],
     temperature: float | Tensor,
-    options: EngineOptions,
-    *,
-    top_k: int | None = None,
-    top_k_of: str = "student",
-    tail: str = "bucket",
+    o: Any,
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """``sum_t (weights["divergence"]_t divergence_t + weights["logp"]_t logp_t)``, and its statistics.
 
     The columns are given by a :class:`TeacherTopK`, or are the ``top_k`` largest: the teacher's, computed before, or
-    the student's, taken from its block of logits; the teacher's log-probabilities there are then one product.
+    the student's, taken from its block of logits; the teacher's log-probabilities there are then one product. ``o`` are
+    the options of distillation.
     """
-    mask, hard = labels != options.ignore_index, weights.get("logp")
+    mask, hard, top_k, tail, options = labels != o.ignore_index, weights.get("logp"), o.top_k, o.tail, o.engine
     if isinstance(temperature, Tensor):  # it may be anything without loss
         temperature = torch.where(mask, temperature, 1.0)
-    compared, of_labels = _at(head, temperature), {} if hard is None else {"logp": hard}
-    inputs: dict[str, Any] = {"soft": weights["divergence"]}
-    fields: dict[str, Any] = {"selected": top_k}
+    compared = _at(head, temperature)
     if top_k:
-        kinds = (Teacher, TeacherLogits) if top_k_of == "student" else Teacher
+        kinds = (Teacher, TeacherLogits) if o.top_k_of == "student" else (Teacher,)
         if not isinstance(teacher, kinds):
-            kind = "Teacher or TeacherLogits" if top_k_of == "student" else "Teacher"
-            raise TypeError(
-                f"top_k= of the {top_k_of}'s columns needs a {kind}, got {type(teacher).__name__}; leave top_k= out."
-            )
-        check_comparison(teacher, which, head, labels.shape)
+            needed = f"{' or '.join([kind.__name__ for kind in kinds])}, got {type(teacher).__name__}"
+            raise TypeError(f"top_k= of the {o.top_k_of}'s columns needs a {needed}; leave top_k= out.")
+        check_comparison(teacher, o.which, head, labels.shape)
         common = min(teacher.vocab_size, head.vocab_size)
         teacher, compared = _of_first(teacher, common), _first(compared, common)
-    if top_k and top_k_of == "teacher":
-        teacher = largest_of(teacher, top_k, labels, temperature, tail, tail == "bucket", options)
-    if which.form == "cosine" and (top_k or isinstance(teacher, TeacherTopK)):
+        if o.top_k_of == "teacher":
+            teacher = largest_of(teacher, top_k, labels, temperature, tail, tail == "bucket", options)
+    if o.which.form == "cosine":
         raise ValueError(
             "the cosine needs all logits of both models: leave top_k= out, and give Teacher(hidden_states, weight) or "
             "TeacherLogits(logits)."
@@ -129,6 +121,8 @@ def loss_over_columns(
     # At one temperature, over the same columns, both losses read one block.
     together = hard is not None and compared.vocab_size == head.vocab_size
     together = together and not isinstance(temperature, Tensor) and temperature == 1.0
+    inputs: dict[str, Any] = {"soft": weights["divergence"], **({"hard": hard} if together else {})}
+    fields: dict[str, Any] = {"selected": top_k}
     if isinstance(teacher, TeacherTopK):
         check_no_temperature("student", head)
         teacher.check(mask.shape, head)
@@ -141,17 +135,15 @@ def loss_over_columns(
         inputs |= {} if teacher.tail_logps is None else {"rest": teacher.tail_logps}
     else:
         inputs["at"] = torch.arange(labels.numel(), device=labels.device).view(labels.shape)
-    inputs |= {"hard": of_labels.pop("logp")} if together else {}
-    of_teacher = functools.partial(_logps_of, teacher, temperature, options)
-    loss: Any = functools.partial(_loss, which, tail, of_teacher)
+    loss: Any = functools.partial(_loss, o.which, tail, functools.partial(_logps_of, teacher, temperature, options))
     names, metrics = ("selected_logps", *["logp"] * together), ("columns",) if "at" in inputs else ()
     target = target_of(hidden, compared, labels, **fields)
-    total, (found,) = loss_sum([target], names, [TokenLoss(loss, inputs)], options, metrics)
-    if of_labels:
-        target = target_of(hidden, head, labels)
-        other, (others,) = loss_sum([target], ("logp",), [TokenLoss(weighted_sum, of_labels)], options)
-        total, found = total + other, {**found, **others}
-    return total, found
+    total, (values,) = loss_sum([target], names, [TokenLoss(loss, inputs)], options, metrics)
+    if hard is not None and not together:
+        hard_loss = TokenLoss(weighted_sum, {"logp": hard})
+        other, (others,) = loss_sum([target_of(hidden, head, labels)], ("logp",), [hard_loss], options)
+        total, values = total + other, {**values, **others}
+    return total, values
 
 
 def _loss(
@@ -172,9 +164,9 @@ def _loss(
             teacher_logps = of_teacher(at, values["columns"])
     assert teacher_logps is not None
     rest = None if rest is None else rest.to(logps.dtype)
-    found = sparse_divergence(logps, teacher_logps.to(logps.dtype), which, tail, rest)
-    loss = soft * found if hard is None else soft * found + hard * values["logp"]
-    return loss, None, {"divergence": found.detach()}
+    divergences = sparse_divergence(logps, teacher_logps.to(logps.dtype), which, tail, rest)
+    loss = soft * divergences if hard is None else soft * divergences + hard * values["logp"]
+    return loss, None, {"divergence": divergences.detach()}
 
 
 def _logps_of(

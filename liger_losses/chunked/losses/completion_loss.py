@@ -5,10 +5,10 @@ B completions, T tokens of the longest. A completion without tokens has log-prob
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple, TypedDict
 
 import torch
 import torch.distributed as dist
@@ -62,8 +62,7 @@ def sequence_logps(
         check_tensor("weights", weights)
         check_shape_of("weights", weights, "logps", logps)
     total, lengths = _sums_over_tokens(torch.where(mask, logps, 0.0), weights), mask.sum(-1)
-    if group is not None:
-        total, lengths = sum_over_group(group, total, lengths)
+    total, lengths = sum_over_group(group, total, lengths)
     return total / lengths.clamp(min=1) if average else total
 
 
@@ -96,15 +95,20 @@ class Completions:
     def batched(self) -> Completions:
         """The same with a batch dimension; a single completion becomes a batch of one."""
         # torch.compile cannot trace ``vars`` of a frozen dataclass in torch 2.11.
-        given = {name: getattr(self, name) for name in self.__dataclass_fields__}
-        for name, value in given.items():
+        tensors = {name: getattr(self, name) for name in self.__dataclass_fields__}
+        for name, value in tensors.items():
             if value is not None or name in ("hidden_states", "labels"):
                 check_tensor(name, value, allow_dtensor=name in ("hidden_states", "ref_hidden_states"))
         if self.labels.dim() != 1:
             return self
         of_one = self.ref_logps is not None and self.ref_logps.shape == (1,)
-        kept = [name for name, value in given.items() if value is None or (of_one and name == "ref_logps")]
-        return Completions(**{name: value if name in kept else value[None] for name, value in given.items()})
+        kept = [name for name, value in tensors.items() if value is None or (of_one and name == "ref_logps")]
+        return Completions(**{name: value if name in kept else value[None] for name, value in tensors.items()})
+
+    def target(self, head: Head, reference: bool = False) -> Target:
+        """A target of the policy's hidden states, or of the reference's, with a head."""
+        temperature: dict[str, Any] = {} if self.temperature is None else {"temperature": self.temperature}
+        return target_of(self.ref_hidden_states if reference else self.hidden_states, head, self.labels, **temperature)
 
 
 def as_completions(value: Any, which: str) -> Completions:
@@ -125,6 +129,22 @@ def as_completions(value: Any, which: str) -> Completions:
     return value
 
 
+def _stacked(hidden: Tensor, labels: Any, ref_hidden: Tensor | None, temperature: Tensor | None) -> Completions:
+    """All groups of completions in one, checked."""
+    check_tensor("labels", labels)
+    if labels.is_floating_point() and labels.dim() == 3:
+        raise TypeError(
+            "labels must be token ids, got hidden states: for chosen and rejected completions, call loss(head, "
+            "Completions(hidden_states, labels), Completions(hidden_states, labels))."
+        )
+    if hidden.dim() != 3 or labels.dim() != 2:
+        raise ValueError(
+            "hidden states must be [batch, tokens, hidden_size] and labels [batch, tokens], got "
+            f"{tuple(hidden.shape)} and {tuple(labels.shape)}."
+        )
+    return Completions(hidden, labels, ref_hidden, None, temperature).batched()
+
+
 def states_and_head(first: Any, second: Any) -> tuple[Any, Any]:
     """Hidden states ``[B, T, H]`` or :class:`Completions`, and a head, which are given in either order."""
     layers = (nn.Module, Head)
@@ -142,6 +162,15 @@ def naming_the_reference() -> Iterator[None]:
         raise type(error)(f"of the reference model (its hidden states, weight and bias): {error}") from None
 
 
+class Reference(NamedTuple):
+    """A reference model's hidden states and head, or its log-probabilities of each group of completions."""
+
+    hidden_states: Tensor | None = None
+    weight: AnyHead | None = None
+    bias: Tensor | None = None
+    logps: tuple[Tensor | None, ...] = (None,)
+
+
 #: Completions, or their hidden states and labels.
 Side = Completions | tuple[Tensor, Tensor]
 
@@ -153,112 +182,49 @@ class CompletionBatch:
     Args:
         names: what error messages call each group: ``("chosen", "rejected")``, for example.
         head: the policy's.
-        hidden_states, labels: one ``[B, T, H]`` and ``[B, T]`` per group; or a single tensor of each that holds two
-            groups of ``B / 2`` rows. Such stacked rows are never copied, nor are their gradients.
-        ref_hidden_states: the reference model's, one per tensor of labels, or ``None``.
+        parts: one per group; or a single one that holds two groups of ``B / 2`` rows. Such stacked rows are never
+            copied, nor are their gradients.
         ref_logps: precomputed log-probabilities of the reference, ``[B]`` or ``[B, T]``, one or ``None`` per group.
         ref_head: the reference model's.
-        temperatures: one for each token, in the shape of each tensor of labels; ``None`` for the head's temperature.
     """
 
     names: tuple[str, ...]
     head: Head
-    hidden_states: list[Tensor]
-    labels: list[Tensor]
-    ref_hidden_states: list[Tensor] | None
+    parts: list[Completions]
     ref_logps: tuple[Tensor | None, ...]
     ref_head: Head | None = None
-    temperatures: list[Tensor] | None = None
-
-    @classmethod
-    def of(cls, head: Head, **groups: Any) -> CompletionBatch:
-        """A batch of named groups, each ``Completions`` or a ``(hidden_states, labels)`` tuple."""
-        parts = [as_completions(value, name) for name, value in groups.items()]
-        refs, temperatures = (
-            [getattr(part, name) for part in parts if getattr(part, name) is not None]
-            for name in ("ref_hidden_states", "temperature")
-        )
-        for name, found in (("ref_hidden_states", refs), ("temperature", temperatures)):
-            if found and len(found) < len(groups):
-                each = " and ".join(f"the {name}" for name in groups)
-                raise ValueError(f"give {name} for both {each} completions, or for neither.")
-        hidden, labels, logps = ([getattr(part, n) for part in parts] for n in ("hidden_states", "labels", "ref_logps"))
-        return cls(tuple(groups), head, hidden, labels, refs or None, tuple(logps), temperatures=temperatures or None)
-
-    @classmethod
-    def read(
-        cls,
-        names: tuple[str, ...],
-        head: Head,
-        first: Any,
-        second: Any,
-        ref_hidden_states: Tensor | None = None,
-        ref_logps: tuple[Tensor | None, ...] = (None,),
-        temperature: Tensor | None = None,
-    ) -> CompletionBatch:
-        """A batch of named groups of :class:`Completions`; or of hidden states ``[B, T, H]`` and labels ``[B, T]``, in
-        which the groups are stacked, with what else belongs to them."""
-        if not isinstance(first, Tensor):
-            if any(value is not None for value in (ref_hidden_states, *ref_logps, temperature)):
-                raise ValueError(
-                    "with completions, give the reference in Completions(..., ref_hidden_states=, ref_logps=), and a "
-                    "temperature in Completions(..., temperature=)."
-                )
-            return cls.of(head, **dict(zip(names, (first, second), strict=False)))
-        check_tensor("hidden states", first, allow_dtensor=True)
-        check_tensor("labels", second)
-        if ref_hidden_states is not None:
-            check_tensor("the reference's hidden states", ref_hidden_states, allow_dtensor=True)
-        if second.is_floating_point() and second.dim() == 3:
-            raise TypeError(
-                "labels must be token ids, got hidden states: for chosen and rejected completions, call loss(head, "
-                "Completions(hidden_states, labels), Completions(hidden_states, labels))."
-            )
-        if first.dim() != 3 or second.dim() != 2:
-            raise ValueError(
-                "hidden states must be [batch, tokens, hidden_size] and labels [batch, tokens], got "
-                f"{tuple(first.shape)} and {tuple(second.shape)}."
-            )
-        refs, temperatures = (None if value is None else [value] for value in (ref_hidden_states, temperature))
-        return cls(names, head, [first], [second], refs, ref_logps, temperatures=temperatures)
-
-    def targets(self, head: Head, hidden_states: Sequence[Tensor]) -> list[Target]:
-        """A target of a model's hidden states for each tensor of labels."""
-        divided: Sequence[Any] = self.temperatures or [head.transform.temperature] * len(self.labels)
-        each = zip(hidden_states, self.labels, divided, strict=True)
-        return [target_of(hidden, head, labels, temperature=t) for hidden, labels, t in each]
 
     def groups(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """One tensor per group, from one per tensor of labels."""
+        """One tensor per group, from one per part."""
         if len(tensors) == len(self.names):
             return list(tensors)
         return list(tensors[0].unflatten(0, (2, tensors[0].shape[0] // 2)).unbind())
 
-    def group_statistics(self, found: Sequence[Mapping[str, Tensor]]) -> list[Statistics]:
-        """The same for statistics."""
-        groups = {name: self.groups([values[name] for values in found]) for name in found[0]}
-        return [Statistics(**{name: each[i] for name, each in groups.items()}) for i in range(len(self.names))]
+    @property
+    def labels(self) -> list[Tensor]:
+        """The labels of each group."""
+        return self.groups([part.labels for part in self.parts])
 
     def reference_logps(self, options: EngineOptions, policy: Sequence[Target]) -> list[Tensor | None]:
         """Each group's log-probabilities under the reference, ``[B]`` or ``[B, T]``; ``None`` without one.
 
         What is known of the labels of ``policy`` targets is that of the reference's."""
-        if self.ref_hidden_states is None or self.ref_head is None:
-            pairs = zip(self.groups(self.labels), self.ref_logps, strict=True)
+        if self.ref_head is None:
+            pairs = zip(self.labels, self.ref_logps, strict=True)
             return [logps if logps is None else _constant(logps, y != options.ignore_index) for y, logps in pairs]
         with torch.no_grad(), naming_the_reference():
-            targets = self.targets(self.ref_head, self.ref_hidden_states)
+            targets = [part.target(self.ref_head, reference=True) for part in self.parts]
             targets = [replace(ref, counted=own.counted) for ref, own in zip(targets, policy, strict=False)]
-            found = statistics(targets, ("logp",), options)
-        return list(self.groups([part["logp"] for part in found]))
+            values = statistics(targets, ("logp",), options)
+        return list(self.groups([part["logp"] for part in values]))
 
     def check_reference(self, needed: str | None, how: str) -> None:
         """Raise TypeError or ValueError unless each group has at most one reference, one if ``needed``, and it fits.
 
         ``how`` says how to give one, and how to do without.
         """
-        hidden = self.ref_hidden_states
-        for which, labels, logps in zip(self.names, self.groups(self.labels), self.ref_logps, strict=True):
+        hidden = self.parts[0].ref_hidden_states
+        for which, labels, logps in zip(self.names, self.labels, self.ref_logps, strict=True):
             if needed and hidden is None and logps is None:
                 raise ValueError(f"{needed}, but the {which} completions have none. {how}")
             if logps is None:
@@ -283,6 +249,16 @@ class CompletionBatch:
 def _constant(ref_logps: Tensor, mask: Tensor) -> Tensor:
     """A reference's log-probabilities as a constant, which may be anything at tokens without loss."""
     return torch.where(mask, ref_logps.detach(), 0.0) if ref_logps.dim() == 2 else ref_logps.detach()
+
+
+class CompletionInputs(TypedDict, total=False):
+    """What calls of losses on completions may have beside head and completions."""
+
+    bias: Tensor | None
+    ref_input: Tensor | None
+    ref_weight: AnyHead | None
+    ref_bias: Tensor | None
+    temperature: Tensor | None
 
 
 class Scored(NamedTuple):
@@ -335,6 +311,9 @@ class CompletionLoss(ChunkedLoss):
         "Completions, pass the ref_ arguments of the loss itself. Or build the loss with use_ref_model=False."
     )
 
+    #: Whether completions of two groups are pairs.
+    paired: ClassVar[bool] = False
+
     @constructor(CompletionOptions)
     def __init__(self) -> None: ...
 
@@ -343,38 +322,67 @@ class CompletionLoss(ChunkedLoss):
         """Why a call needs a reference, for the error message; ``None`` if it does not."""
         return f"{type(self).__name__} compares with a reference model" if self.use_ref_model else None
 
-    def prepare(
+    def read(
         self,
-        batch: CompletionBatch,
-        ref_weight: AnyHead | None,
-        ref_bias: Tensor | None,
+        names: tuple[str, ...],
+        head: Head,
+        first: Any,
+        second: Any = None,
+        reference: Reference = Reference(),
+        temperature: Tensor | None = None,
         transform: LogitTransform | None = None,
     ) -> CompletionBatch:
-        """The batch with the reference's head, which is checked, and with labels as the engine takes them.
+        """A call's groups of completions, each ``Completions`` or a ``(hidden_states, labels)`` tuple; or hidden states
+        ``[B, T, H]`` and labels ``[B, T]``, in which the groups are stacked, with what else belongs to them.
 
-        ``transform`` applies to the reference's logits, if it differs from :attr:`transform`.
+        Labels are as the engine takes them; what does not fit raises TypeError or ValueError. ``transform`` applies to
+        the reference's logits, if it differs from :attr:`transform`.
         """
-        given, ref_head = batch.ref_hidden_states is not None or any(x is not None for x in batch.ref_logps), None
-        if given and not self.use_ref_model:
+        if isinstance(first, Tensor):
+            reference = reference if self.use_ref_model else Reference(logps=(None,) * len(names))  # as in liger-kernel
+            parts, logps = [_stacked(first, second, reference.hidden_states, temperature)], reference.logps
+        else:
+            parts = [as_completions(value, name) for name, value in zip(names, (first, second), strict=False)]
+            if any(value is not None for value in (reference.hidden_states, *reference.logps, temperature)):
+                raise ValueError(
+                    "with completions, give the reference in Completions(..., ref_hidden_states=, ref_logps=), and a "
+                    "temperature in Completions(..., temperature=)."
+                )
+            for field in ("ref_hidden_states", "temperature"):
+                if len({getattr(part, field) is None for part in parts}) > 1:
+                    both = " and ".join(f"the {name}" for name in names)
+                    raise ValueError(f"give {field} for both {both} completions, or for neither.")
+            logps = tuple([part.ref_logps for part in parts])
+        rows = [len(part.labels) for part in parts]
+        if self.paired and (rows[0] != rows[-1] or (len(rows) == 1 and rows[0] % 2)):
+            stacked = ", which are an odd number, stacked" if len(rows) == 1 else ""
+            raise ValueError(f"there must be as many chosen as rejected completions, got {rows} rows{stacked}.")
+        of_states, ref_head = parts[0].ref_hidden_states is not None, None
+        referenced = of_states or any(value is not None for value in logps)
+        if referenced and not self.use_ref_model:
             raise ValueError(
                 f"a reference was given to {type(self).__name__}, which was built without one (use_ref_model=False): "
                 "leave it out, or build the loss with use_ref_model=True."
             )
-        if ref_weight is not None and not given and self.needs_reference:
+        if reference.weight is not None and not referenced and self.needs_reference:
             raise ValueError(
                 "there is a ref_weight=, but no hidden states of the reference that it multiplies; give them to "
                 "Completions as ref_hidden_states=, or to a call without Completions as ref_input=."
             )
-        if batch.ref_hidden_states is not None and ref_weight is not None:
+        if of_states and reference.weight is not None:
             with naming_the_reference():
-                ref_head = Head.of(ref_weight, ref_bias, transform or self.transform)
-        batch = replace(batch, ref_head=ref_head, labels=self.each_labels(batch.labels))
+                ref_head = Head.of(reference.weight, reference.bias, transform or self.transform)
+        labels = self.each_labels([part.labels for part in parts])
+        parts = [replace(part, labels=moved) for part, moved in zip(parts, labels, strict=True)]
+        batch = CompletionBatch(names, head, parts, logps, ref_head)
         batch.check_reference(self.needs_reference, self.reference_forms)
-        for value, labels in zip(batch.temperatures or [], batch.labels, strict=False):
-            self.check_one_temperature(value)
-            check_temperature(value, labels.device, [labels.shape])
-            known = [1.0 if head is None else head.transform.temperature for head in (batch.head, ref_head)]
-            if any(isinstance(own, Tensor) or own != 1.0 for own in known):
+        for part in parts:
+            if part.temperature is None:
+                continue
+            self.check_one_temperature(part.temperature)
+            check_temperature(part.temperature, part.labels.device, [part.labels.shape])
+            of_heads = [1.0 if head is None else head.transform.temperature for head in (batch.head, ref_head)]
+            if any(isinstance(value, Tensor) or value != 1.0 for value in of_heads):
                 raise ValueError("temperature was given twice: with the completions, and by a head; leave one out.")
         return batch
 
@@ -396,39 +404,35 @@ class CompletionLoss(ChunkedLoss):
         Args:
             metrics: the policy's statistics to return besides log-probabilities.
         """
-        targets = batch.targets(batch.head, batch.hidden_states)
-        if extra is not None:
-            temperature: dict[str, Any] = {} if extra.temperature is None else {"temperature": extra.temperature}
-            targets.append(target_of(extra.hidden_states, batch.head, extra.labels, **temperature))
-        targets = counted_once(targets, self.options)
+        parts = batch.parts if extra is None else [*batch.parts, extra]
+        targets = counted_once([part.target(batch.head) for part in parts], self.options)
         reference = batch.reference_logps(self.options, targets)
         if self.group is not None:
             ref_dims = [None if logps is None else logps.dim() for logps in reference]
-            facts = {"completions": batch.names, "sequences": [len(part) for part in batch.labels]}
+            facts = {"completions": batch.names, "sequences": [len(part.labels) for part in batch.parts]}
             agree(self.group, {**self.common_options, **facts, "dimensions of ref_logps": ref_dims})
-        found = statistics(targets, ("logp",), self.options, metrics)
-        masks = batch.groups([part != self.ignore_index for part in batch.labels])
-        parts = batch.group_statistics(found[: len(batch.labels)])
-        each = zip(parts, masks, self.token_weights(masks), reference, strict=True)
-        return [self._scored(*group) for group in each], None if extra is None else found[-1]["logp"]
+        values = statistics(targets, ("logp",), self.options, metrics)
+        masks = [labels != self.ignore_index for labels in batch.labels]
+        of_parts = values[: len(batch.parts)]
+        grouped = {name: batch.groups([part[name] for part in of_parts]) for name in values[0]}
+        of_groups = [Statistics(**{name: grouped[name][i] for name in grouped}) for i in range(len(masks))]
+        scored = zip(of_groups, masks, self.token_weights(masks), reference, strict=True)
+        return [self._scored(*group) for group in scored], None if extra is None else values[-1]["logp"]
 
-    def _scored(self, found: Statistics, mask: Tensor, weights: Tensor | None, ref_logps: Tensor | None) -> Scored:
+    def _scored(self, values: Statistics, mask: Tensor, weights: Tensor | None, ref_logps: Tensor | None) -> Scored:
         """The sums over each completion's tokens, over the group's ranks too."""
-        sums = [_sums_over_tokens(found.logp, weights), mask.sum(-1)]
-        if found.mean_logit is not None:
-            sums.append(found.mean_logit.sum(-1))
-        if ref_logps is not None and ref_logps.dim() == 2:
+        of_tokens = ref_logps is not None and ref_logps.dim() == 2
+        ref_token_logps = ref_logps if of_tokens else torch.zeros_like(values.logp) if ref_logps is None else None
+        sums = [_sums_over_tokens(values.logp, weights), mask.sum(-1)]
+        if values.mean_logit is not None:
+            sums.append(values.mean_logit.sum(-1))
+        if ref_logps is not None and of_tokens:
             sums.append(_sums_over_tokens(ref_logps, weights))
-        if self.group is not None:
-            sums = [*sum_over_group(self.group, *sums)]
-        lengths = sums[1]
+        logps, lengths, *others = sum_over_group(self.group, *sums)
+        logits = None if values.mean_logit is None else others.pop(0)
         divisor = lengths.clamp(min=1) if self.settings.averages else 1
-        logps, ref_token_logps = sums[0] / divisor, ref_logps
         if ref_logps is None:
-            ref_logps, ref_token_logps = torch.zeros_like(logps), torch.zeros_like(found.logp)
-        elif ref_logps.dim() == 2:
-            ref_logps = sums[-1] / divisor
-        else:
-            ref_token_logps = None
-        logits = sums[2] if found.mean_logit is not None else None
-        return Scored(found, mask, logps, ref_logps, ref_token_logps, lengths, logits)
+            ref_logps = torch.zeros_like(logps)
+        elif of_tokens:
+            ref_logps = others[0] / divisor
+        return Scored(values, mask, logps / divisor, ref_logps, ref_token_logps, lengths, logits)

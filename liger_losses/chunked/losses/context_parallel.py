@@ -36,12 +36,14 @@ def sum_over_group(group: Any, *values: Tensor, sum_gradients: bool = False) -> 
     """Each tensor's sum over the ranks, entry by entry, in its shape and dtype; one collective for all of them.
 
     Args:
-        group: the process group.
+        group: the process group; without one, the values are the sums.
         values: of the same shapes on all ranks; added up in fp64.
         sum_gradients: what follows differs between the ranks (a sum over each rank's own tokens), so that the gradient
             is the sum of all ranks'. Otherwise all ranks compute the same loss from the sums, and each rank's gradient
             is that of the one loss already.
     """
+    if group is None:
+        return values
     flat = torch.cat([value.reshape(-1).to(torch.float64) for value in values])
     parts = _Sum.apply(flat, group, sum_gradients).split([value.numel() for value in values])
     return tuple(part.view(value.shape).to(value.dtype) for part, value in zip(parts, values, strict=True))

@@ -228,7 +228,7 @@ class LigerFusedLinearCrossEntropyLoss(ChunkedLoss, Generic[R]):
                 "head_weights, and a shift of several numbers, are for K heads: give a list of heads or hidden states, "
                 "or one number as shift= and no head_weights=."
             )
-        given = {"num_items_in_batch": num_items_in_batch, "token_weights": token_weights}
+        inputs = {"num_items_in_batch": num_items_in_batch, "token_weights": token_weights}
         whole = targets_of(
             _input,
             lin_weight,
@@ -239,15 +239,15 @@ class LigerFusedLinearCrossEntropyLoss(ChunkedLoss, Generic[R]):
             shift=o.shift,
             class_weight=self.ce_weight if self.label_smoothing else None,
             head_weights=o.head_weights,
-            **given,
+            **inputs,
         )
         count = len(whole)
-        numbers, weights = [one_each(value, count) if many else [value] for value in given.values()]
+        numbers, weights = [one_each(value, count) if many else [value] for value in inputs.values()]
         if self.spans_ranks:
             self.agree(numbers, whole[0].labels.device)
         scales = [float(scale) for scale in o.head_weights or [1.0] * count]
-        each = zip(whole, numbers, weights, one_each(o.shift, count), scales, strict=True)
-        parts = [self._part(*part) for part in each]
+        heads = zip(whole, numbers, weights, one_each(o.shift, count), scales, strict=True)
+        parts = [self._part(*head) for head in heads]
         targets, (names, metrics) = [part.counted(o.ignore_index) for part in parts], self._names()
         loss: Any
         if o.reduction == "none":
@@ -257,7 +257,7 @@ class LigerFusedLinearCrossEntropyLoss(ChunkedLoss, Generic[R]):
         else:
             token_losses = [self._token_loss(part) for part in parts]
             loss, found = loss_sum(targets, names, token_losses, self.options, metrics)
-            loss = self._total(loss)
+            loss = self.total(loss)
         if many:
             return loss, self._metrics_of_heads(found, parts)
         if not (o.return_z_loss or o.return_token_accuracy or o.return_predicted_tokens):
@@ -272,9 +272,9 @@ class LigerFusedLinearCrossEntropyLoss(ChunkedLoss, Generic[R]):
         for k, part in enumerate(parts):
             if part.scale == 0:
                 (found[k],) = statistics([part.target], names, self.options, metrics)
-        each = [*zip(found, parts, strict=True)]
-        z_losses, accuracies, predicted = zip(*[self._output(*part, per_token=False) for part in each], strict=True)
-        losses = torch.stack([self._total(self._of_tokens(*part)[0]) for part in each])
+        heads = [*zip(found, parts, strict=True)]
+        z_losses, accuracies, predicted = zip(*[self._output(*head, per_token=False) for head in heads], strict=True)
+        losses = torch.stack([self.total(self._of_tokens(*head)[0]) for head in heads])
         chosen = [*predicted] if self.return_predicted_tokens else None
         return ManyHeadsMetrics(losses, _stacked(z_losses), _stacked(accuracies), chosen)
 
@@ -297,7 +297,7 @@ class LigerFusedLinearCrossEntropyLoss(ChunkedLoss, Generic[R]):
                     f"{token_weights.dtype} of shape {tuple(token_weights.shape)}."
                 )
             check_device(target.hidden, token_weights=token_weights)
-            token_weights = token_weights.detach().to(torch.promote_types(token_weights.dtype, torch.float32))
+            token_weights = token_weights.detach()
             if positions:
                 token_weights = shift_labels(token_weights, 0, int(positions))
         mask = labels != self.ignore_index
@@ -329,17 +329,13 @@ class LigerFusedLinearCrossEntropyLoss(ChunkedLoss, Generic[R]):
         z_loss = accuracy = predicted = None
         if self.return_z_loss:
             _, z = self._of_tokens(values, part)
-            z_loss = z if per_token else self._total(z)
+            z_loss = z if per_token else self.total(z)
         if self.return_token_accuracy:
             accuracy = ((values["argmax"] == part.target.labels) & part.mask).float()
-            accuracy = accuracy if per_token else self._total(accuracy) / self._total(part.mask).clamp(min=1)
+            accuracy = accuracy if per_token else self.total(accuracy) / self.total(part.mask).clamp(min=1)
         if self.return_predicted_tokens:
             predicted = torch.where(part.mask, values["argmax"], -1)
         return z_loss, accuracy, predicted
-
-    def _total(self, values: Tensor) -> Tensor:
-        """The sum over tokens, and over the ranks of :attr:`group` but for losses per token."""
-        return self.total(values) if self.spans_ranks else values.sum()
 
     def _names(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
         """The statistics that the loss reads, and further ones."""
@@ -362,12 +358,11 @@ class LigerFusedLinearCrossEntropyLoss(ChunkedLoss, Generic[R]):
         if "label_weights" in inputs:
             weights = weights.to(totals[0].dtype)
             totals.insert(0, (weights * inputs["label_weights"].to(weights.dtype)).sum())
-        if self.group is not None:
-            totals = [self.total(total) for total in totals]
-        return tuple([total.masked_fill(total == 0, 1.0) for total in totals])
+        sums = [self.total(total) for total in totals]
+        return tuple([total.masked_fill(total == 0, 1.0) for total in sums])
 
 
 def _stacked(of_heads: Sequence[Tensor | None]) -> Tensor | None:
     """``[K]`` of one number for each head, ``None`` where they were not asked for."""
-    given = [value for value in of_heads if value is not None]
-    return torch.stack(given) if given else None
+    values = [value for value in of_heads if value is not None]
+    return torch.stack(values) if values else None

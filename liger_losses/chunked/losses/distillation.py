@@ -26,9 +26,10 @@ from liger_losses.chunked.core.distilled import LUMP, TAILS
 from liger_losses.chunked.core.entry import loss_operator
 from liger_losses.chunked.core.ops import compared_targets, weighted_sum
 from liger_losses.chunked.core.statistics import Statistic
-from liger_losses.chunked.core.target import Target, TokenLoss
+from liger_losses.chunked.core.target import TokenLoss
 from liger_losses.chunked.losses.base import AnyHead, ChunkedLoss, LossOptions, constructor
 from liger_losses.chunked.losses.columns import loss_over_columns
+from liger_losses.chunked.losses.context_parallel import sum_over_group
 from liger_losses.kernels.divergence_forms import Divergence
 from liger_losses.kernels.logit_transform import LogitTransform
 
@@ -168,7 +169,9 @@ class DistillationLoss(ChunkedLoss):
         teacher_input: Any,
         teacher_weight: Any,
         true_labels: Any,
-        **_: Any,
+        student_bias: Tensor | None = None,
+        teacher_bias: Tensor | None = None,
+        **inputs: Unpack[CallInputs],
     ) -> Any: ...
     @loss_operator  # type: ignore[misc]
     def forward(
@@ -217,7 +220,6 @@ class DistillationLoss(ChunkedLoss):
             self.check_one_temperature(temperature)
             check_temperature(temperature, head.weight.device, [labels.shape])
             t = temperature
-        targets: list[Target] = []
         over_columns = self.top_k is not None or isinstance(taught, TeacherTopK)
         if not over_columns:
             targets = compared_targets(hidden, head, labels, taught, which, t, self.ignore_index)
@@ -229,25 +231,21 @@ class DistillationLoss(ChunkedLoss):
         wide = torch.promote_types(hidden.dtype, torch.float32)
         number = torch.where(number == 0, 1, number).to(wide)
         factor: float | Tensor = self.settings.factor
-        if self.temperature_squared and isinstance(t, Tensor):  # it may be anything without loss
-            factor = factor * torch.where(mask, t.to(torch.promote_types(wide, t.dtype)).square(), 0.0)
-        elif self.temperature_squared:
-            factor = factor * t**2
+        if self.temperature_squared:  # of masked tokens, it may be anything
+            divisor = torch.where(mask, t.to(torch.promote_types(wide, t.dtype)), 0.0) if isinstance(t, Tensor) else t
+            factor = factor * divisor**2
         weights = {"divergence": self.weight_soft_loss * factor / number}
         if hard:
             weights["logp"] = -self.weight_hard_loss / number
         if over_columns:
-            columns = {"top_k": self.top_k, "top_k_of": self.top_k_of, "tail": self.tail}
-            loss, found = loss_over_columns(hidden, head, labels, taught, which, weights, t, self.options, **columns)
+            loss, values = loss_over_columns(hidden, head, labels, taught, weights, t, self.settings)
         else:
             names: list[Any] = [Statistic("divergence", divergence=which), *(["logp"] if hard else [])]
             loss, parts = loss_sum(targets, names, [TokenLoss(weighted_sum, weights)] * len(targets), self.options)
-            found = {name: torch.stack([part[name] for part in parts]).sum(0) for name in parts[0]}
-        soft_loss = (factor * found["divergence"]).sum() / number
-        hard_loss = -found["logp"].sum() / number if hard else None
-        if self.group is not None:
-            loss, soft_loss = self.total(loss), self.total(soft_loss)
-            hard_loss = None if hard_loss is None else self.total(hard_loss)
+            values = {name: torch.stack([part[name] for part in parts]).sum(0) for name in parts[0]}
+        (loss,) = sum_over_group(self.group, loss)
+        soft_loss = self.total(factor * values["divergence"]) / number
+        hard_loss = -self.total(values["logp"]) / number if hard else None
         if not like_liger:
             return loss, DistillationMetrics(soft_loss, hard_loss)
         return (loss, soft_loss, hard_loss) if self.return_soft_hard_loss else loss
@@ -259,22 +257,22 @@ def _teacher_of(fourth: Any, teacher: Any, fifth: Any, bias: Tensor | None) -> A
     Raises:
         TypeError, ValueError: it is none, there is none, there are two, or arguments of liger-kernel's form beside it.
     """
-    given = fourth if teacher is None else teacher
-    if given is None:
+    taught = fourth if teacher is None else teacher
+    if taught is None:
         raise ValueError(
             "there is no teacher: call loss(weight, hidden_states, labels, Teacher(hidden_states, weight)), or "
             "loss(student_hidden_states, student_weight, teacher_hidden_states, teacher_weight, labels)."
         )
-    if not isinstance(given, AnyTeacher):
+    if not isinstance(taught, AnyTeacher):
         raise TypeError(
             "the teacher must be Teacher(hidden_states, weight), TeacherLogits(logits), TeacherTopK(logps, indices) or "
-            f"Teachers([...], which), got {type(given).__name__}."
+            f"Teachers([...], which), got {type(taught).__name__}."
         )
     if teacher is not None and isinstance(fourth, AnyTeacher):
         raise ValueError("the teacher was given twice: by position, and as teacher=; leave one out.")
     if (teacher is not None and fourth is not None) or fifth is not None or bias is not None:
         raise ValueError("with a teacher, the call is loss(weight, hidden_states, labels, teacher, bias=...).")
-    return given
+    return taught
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from liger_losses.checks import UnitFloat, check_alike, check_range, check_tensor, checked_mask
+from liger_losses.checks import UnitFloat, check_alike, check_range, check_shape_of, check_tensor, checked_mask
 from liger_losses.chunked import Head, Teacher, linear_divergence_loss
 from liger_losses.chunked.core.compiled import statistics
 from liger_losses.chunked.core.entry import loss_operator
@@ -99,8 +99,7 @@ class LigerFusedLinearMiniLLMLoss(ChunkedLoss):
         teacher.check(labels.shape, student)
         if old_logps is not None:
             check_tensor("old_logps", old_logps)
-            if old_logps.shape != labels.shape:
-                raise ValueError(f"old_logps must be {tuple(labels.shape)}, as labels, got {tuple(old_logps.shape)}.")
+            check_shape_of("old_logps", old_logps, "labels", labels)
         mask = labels != self.ignore_index
         with torch.no_grad():
             logps, taught = (

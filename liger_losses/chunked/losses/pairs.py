@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
-from typing import TYPE_CHECKING, Any, ClassVar, Generic, NamedTuple, TypedDict, overload
+from typing import TYPE_CHECKING, Any, ClassVar, Generic, NamedTuple, overload
 
 import torch
 import torch.nn.functional as F
@@ -17,10 +17,11 @@ from liger_losses.chunked.core.entry import loss_operator
 from liger_losses.chunked.core.results import DeclaredStatistics
 from liger_losses.chunked.losses.base import AnyHead, constructor
 from liger_losses.chunked.losses.completion_loss import (
-    CompletionBatch,
+    CompletionInputs,
     CompletionLoss,
     CompletionOptions,
     Completions,
+    Reference,
     Scored,
     Side,
 )
@@ -48,13 +49,13 @@ def _of_tokens(read: Callable[[Scored], Tensor | None], what: str) -> list[prope
         def value(pairs: Pairs) -> Tensor:
             if not pairs.sides:
                 raise ValueError("only pair_loss of a loss without group= can read the log-probabilities of tokens.")
-            found = read(pairs.sides[side])
-            if found is None:
+            of_tokens = read(pairs.sides[side])
+            if of_tokens is None:
                 raise ValueError(
                     "the reference's log-probabilities are sums over tokens: give ref_logps of each token, [B, T], or "
                     "ref_hidden_states."
                 )
-            return found
+            return of_tokens
 
         return property(value, doc=f"``[B, T]``: {what}; 0 for tokens without loss.")
 
@@ -114,17 +115,12 @@ def smoothed(margin: Tensor, label_smoothing: float) -> Tensor:
     return loss - label_smoothing * F.logsigmoid(-margin) if label_smoothing else loss
 
 
-class PreferenceInputs(TypedDict, total=False):
+class PreferenceInputs(CompletionInputs, total=False):
     """What calls of :class:`PreferenceLoss` may have beside head and completions."""
 
-    bias: Tensor | None
-    ref_input: Tensor | None
-    ref_weight: AnyHead | None
-    ref_bias: Tensor | None
     ref_chosen_logps: Tensor | None
     ref_rejected_logps: Tensor | None
     nll_target: Tensor | None
-    temperature: Tensor | None
 
 
 #: The metrics that a loss returns.
@@ -157,6 +153,7 @@ class PreferenceLoss(CompletionLoss, Generic[M]):
     """
 
     metrics = ("mean_logit",)
+    paired = True
     forms = (("head", "chosen", "rejected"), ("head", "hidden_states", "labels"))
 
     @constructor(PreferenceOptions)
@@ -230,22 +227,16 @@ class PreferenceLoss(CompletionLoss, Generic[M]):
         Returns:
             The loss (0-dim, fp32; fp64 for fp64 inputs) and :class:`PreferenceMetrics`.
         """
-        if isinstance(_input, Tensor) and not self.use_ref_model:  # as liger-kernel ignores it
-            ref_input = ref_weight = ref_bias = ref_chosen_logps = ref_rejected_logps = None
-        transform, ref_logps = self.transform, (ref_chosen_logps, ref_rejected_logps)
-        head = Head.of(lin_weight, bias, transform)
-        batch = CompletionBatch.read(("chosen", "rejected"), head, _input, target, ref_input, ref_logps, temperature)
-        rows = [len(labels) for labels in batch.labels]
-        if rows[0] != rows[-1] or (len(rows) == 1 and rows[0] % 2):
-            stacked = ", which are an odd number, stacked" if len(rows) == 1 else ""
-            raise ValueError(f"there must be as many chosen as rejected completions, got {rows} rows{stacked}.")
-        batch = self.prepare(batch, ref_weight, ref_bias, transform)
-        nll_labels = None if nll_target is None else self._nll_labels(nll_target, batch.groups(batch.labels)[0])
-        extra = None
-        if nll_labels is not None:  # tokens that only the likelihood asks for are streamed along with the others
-            only_nll = nll_labels.masked_fill(nll_labels == batch.groups(batch.labels)[0], self.ignore_index)
-            divided_by = None if batch.temperatures is None else batch.groups(batch.temperatures)[0]
-            extra = Completions(batch.groups(batch.hidden_states)[0], only_nll, temperature=divided_by)
+        head = Head.of(lin_weight, bias, self.transform)
+        reference = Reference(ref_input, ref_weight, ref_bias, (ref_chosen_logps, ref_rejected_logps))
+        batch = self.read(("chosen", "rejected"), head, _input, target, reference, temperature)
+        extra = nll_labels = None
+        if nll_target is not None:  # tokens that only the likelihood asks for are streamed along with the others
+            labels = batch.labels[0]
+            nll_labels = self._nll_labels(nll_target, labels)
+            part, only_nll = batch.parts[0], nll_labels.masked_fill(nll_labels == labels, self.ignore_index)
+            temperature = None if part.temperature is None else part.temperature[: len(labels)]
+            extra = Completions(part.hidden_states[: len(labels)], only_nll, temperature=temperature)
         wanted = tuple(dict.fromkeys(("mean_logit", *self.metrics)))
         sides, others = self.score(batch, extra, metrics=wanted)
         chosen, rejected = sides
@@ -253,7 +244,7 @@ class PreferenceLoss(CompletionLoss, Generic[M]):
         nll_logps, nll_count = chosen.statistics.logp, counts[0]
         if nll_labels is not None and others is not None:
             # Not a product: a log-probability of -inf that does not count must not make it NaN.
-            same = (nll_labels == batch.groups(batch.labels)[0]) & (nll_labels != self.ignore_index)
+            same = (nll_labels == batch.labels[0]) & (nll_labels != self.ignore_index)
             nll_logps = nll_logps.where(same, 0.0) + others
             nll_count = self.total(nll_labels != self.ignore_index).clamp(min=1)
         chosen_nll = -self.total(nll_logps) / nll_count

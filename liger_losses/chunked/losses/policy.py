@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, NamedTuple, TypedDict, overload
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -24,31 +24,25 @@ from liger_losses.chunked.losses import policy_objectives as objectives
 from liger_losses.chunked.losses.base import AnyHead, LossOptions, constructor
 from liger_losses.chunked.losses.batches import AdaptiveEntropy
 from liger_losses.chunked.losses.completion_loss import (
-    CompletionBatch,
     CompletionLoss,
+    Reference,
     naming_the_reference,
     states_and_head,
 )
-from liger_losses.chunked.losses.policy_objectives import PolicyInputs, policy_terms
+from liger_losses.chunked.losses.policy_objectives import PolicyInputs, PolicyTensors, policy_terms
 from liger_losses.chunked.losses.policy_tables import PolicyOptions
-
-if TYPE_CHECKING:
-    from typing_extensions import Unpack
 
 
 @in_graphs
 def token_loss(
     values: Mapping[str, Tensor],
     weights: Tensor,
-    advantages: Tensor,
     entropy_weight: Tensor | None = None,
-    *,
-    o: PolicyOptions,
     **constants: Any,
 ) -> Tensor:
     """The loss of each token ``[n]``, where its term depends on that token alone; constants of :func:`policy_terms`."""
     logp = values["logp"]
-    terms = weights * policy_terms(logp, logp - constants.get("old", logp.detach()), advantages, o, **constants)
+    terms = weights * policy_terms(logp, logp - constants.get("old", logp.detach()), **constants)
     return terms if entropy_weight is None else terms - entropy_weight * values["entropy"]
 
 
@@ -82,26 +76,6 @@ class PolicyMetricsWithoutKL(NamedTuple):
     """:class:`PolicyMetrics` for ``beta=0``."""
 
     clip_ratio: Tensor
-
-
-PolicyResult = tuple[Tensor, PolicyMetrics | PolicyMetricsWithoutKL]
-
-
-class GRPOInputs(TypedDict, total=False):
-    """What calls of :class:`LigerFusedLinearGRPOLoss` may have beside head, completions and advantages."""
-
-    bias: Tensor | None
-    ref_per_token_logps: Tensor | None
-    old_per_token_logps: Tensor | None
-    ref_input: Tensor | None
-    ref_weight: AnyHead | None
-    ref_bias: Tensor | None
-    vllm_is_ratio: Tensor | None
-    num_items_in_batch: Tensor | int | None
-    sampling_per_token_logps: Tensor | None
-    support: TokenSupport | None
-    temperature: Tensor | None
-    prompts: Tensor | None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -151,7 +125,7 @@ class LigerFusedLinearGRPOLoss(CompletionLoss):
         options: as in :class:`liger_losses.ChunkedLoss`.
     """
 
-    reference_forms = (
+    reference_forms: ClassVar[str] = (
         "Pass ref_per_token_logps=, or the reference's hidden states as ref_input= and its head as ref_weight=. Or "
         "build the loss with beta=0.0 or use_ref_model=False."
     )
@@ -185,34 +159,13 @@ class LigerFusedLinearGRPOLoss(CompletionLoss):
         if isinstance(self.entropy_coef, AdaptiveEntropy) and state:
             self.entropy_coef.load_state_dict(state)
 
-    @overload  # type: ignore[override]
-    def forward(
+    @loss_operator
+    def forward(  # type: ignore[override]
         self,
         head: AnyHead,
-        hidden_states: Tensor,
+        hidden_states: AnyHead,
         labels: Tensor,
         mask: Tensor,
-        advantages: Tensor,
-        **inputs: Unpack[GRPOInputs],
-    ) -> PolicyResult: ...
-    @overload
-    def forward(
-        self,
-        _input: Tensor,
-        lin_weight: AnyHead,
-        selected_token_ids: Tensor,
-        attention_mask: Tensor,
-        advantages: Tensor,
-        *others: Any,
-        **inputs: Unpack[GRPOInputs],
-    ) -> PolicyResult: ...
-    @loss_operator  # type: ignore[misc]
-    def forward(
-        self,
-        _input: Tensor,
-        lin_weight: AnyHead,
-        selected_token_ids: Tensor,
-        attention_mask: Tensor,
         advantages: Tensor,
         bias: Tensor | None = None,
         ref_per_token_logps: Tensor | None = None,
@@ -227,16 +180,17 @@ class LigerFusedLinearGRPOLoss(CompletionLoss):
         support: TokenSupport | None = None,
         temperature: Tensor | None = None,
         prompts: Tensor | None = None,
-    ) -> PolicyResult:
+    ) -> tuple[Tensor, PolicyMetrics | PolicyMetricsWithoutKL]:
         """The loss of completions, ``loss(head, hidden_states, labels, mask, advantages)``.
 
-        Head and hidden states may also come in liger-kernel's order, hidden states first.
+        Head and hidden states may also come in liger-kernel's order, hidden states first, and by its names (``_input``,
+         ``lin_weight``, ``selected_token_ids``, ``attention_mask``).
 
         Args:
-            _input: ``[B, T, H]``, hidden states that predict the completions' tokens.
-            lin_weight, bias: the ``lm_head``, as in :meth:`liger_losses.ChunkedLoss.forward`.
-            selected_token_ids: ``[B, T]`` int64, the completions; ``ignore_index`` is no token.
-            attention_mask: ``[B, T]``, 0 for padding and other tokens that do not contribute to the loss. Their values
+            head, bias: the ``lm_head``, as in :meth:`liger_losses.ChunkedLoss.forward`.
+            hidden_states: ``[B, T, H]``, which predict the completions' tokens.
+            labels: ``[B, T]`` int64, the completions; ``ignore_index`` is no token.
+            mask: ``[B, T]``, 0 for padding and other tokens that do not contribute to the loss. Their values
                 have no influence.
             advantages: ``[B]``, or per token ``[B, T]``.
             ref_input, ref_weight, ref_bias: the hidden states and ``lm_head`` of the reference, instead of
@@ -255,18 +209,17 @@ class LigerFusedLinearGRPOLoss(CompletionLoss):
             The loss (0-dim, fp32) and :class:`PolicyMetrics` (:class:`PolicyMetricsWithoutKL` for ``beta=0``).
         """
         if not self.use_ref_model:  # as liger-kernel ignores it
-            ref_per_token_logps = ref_input = ref_weight = ref_bias = None
+            ref_per_token_logps = ref_input = None
         if ref_per_token_logps is not None and ref_input is not None:
             warn("both ref_per_token_logps and ref_input were given: the former are used.")
             ref_input = None
         transform, options, coef = self.transform_at(temperature), self.options, self._coef
-        _input, lin_weight = states_and_head(_input, lin_weight)
-        head = Head.of(lin_weight, bias, transform)
-        labels = self._active(head, _input, selected_token_ids, attention_mask)
-        inputs = PolicyInputs(
-            self.settings,
-            labels != self.ignore_index,
+        hidden, layer = states_and_head(head, hidden_states)
+        policy = Head.of(layer, bias, transform)
+        labels = self._active(policy, hidden, labels, mask)
+        tensors = PolicyTensors(
             advantages,
+            labels != self.ignore_index,
             old_logps=old_per_token_logps,
             ref_logps=ref_per_token_logps,
             sampling_logps=sampling_per_token_logps,
@@ -274,55 +227,64 @@ class LigerFusedLinearGRPOLoss(CompletionLoss):
             num_items_in_batch=num_items_in_batch,
             prompts=prompts,
             group=self.group,
-            head=head,
-            common_options=None if self.group is None else self.common_options,
-            names=_NAMES,
         )
-        batch = CompletionBatch.read(("given",), head, _input, labels, ref_input, (ref_per_token_logps,))
-        batch = self.prepare(batch, ref_weight, ref_bias, transform)
-        target = target_of(_input, head, labels)
+        common = None if self.group is None else self.common_options
+        inputs = PolicyInputs(self.settings, tensors, policy.vocabulary_ranks, common, _NAMES)
+        reference = Reference(ref_input, ref_weight, ref_bias, (ref_per_token_logps,))
+        batch = self.read(("given",), policy, hidden, labels, reference, transform=transform)
+        target = target_of(hidden, policy, labels)
+
+        def values_of(target: Target, head: Head, states: Any, *names: str, metrics: Any = ()) -> dict[str, Tensor]:
+            if support is None:
+                return statistics([target], names, options, metrics)[0]
+            both = tuple(dict.fromkeys((*names, *metrics)))
+            return kept_statistics(states, head, target.labels, support, both, options)
+
         if self.beta and batch.ref_head is not None:
             (target,) = counted_once([target], options)
             with torch.no_grad(), naming_the_reference():
-                (ref,) = batch.targets(batch.ref_head, batch.ref_hidden_states or ())
-                ref = replace(ref, counted=target.counted)
-                inputs.ref_logps = self._statistics(ref, batch.ref_head, ref_input, support, ("logp",))["logp"]
-        names = ("logp",) if coef is None else ("logp", "entropy")
-        metrics = ("entropy",) if self.top_entropy_quantile < 1.0 else ()
-        if support is None and inputs.options.separable and not metrics:
+                ref = replace(batch.parts[0].target(batch.ref_head, reference=True), counted=target.counted)
+                inputs.ref_logps = values_of(ref, batch.ref_head, ref_input, "logp")["logp"]
+        names, share, acting = ["logp"] if coef is None else ["logp", "entropy"], self.top_entropy_quantile, inputs.mask
+        if support is None and inputs.options.separable and share == 1.0:
+            of_tokens = {"weights": inputs.weights, **inputs.of_tokens()}
+            if coef is not None:
+                of_tokens["entropy_weight"] = coef / inputs.counted
             live = None if coef is not None else live_tokens(inputs)
-            tensors = inputs.of_tokens()
-            if coef is not None:
-                tensors["entropy_weight"] = coef / inputs.counted
-            of_tokens = TokenLoss(token_loss, tensors, {"o": inputs.options}, live)
-            loss, (found,) = loss_sum([target], names, [of_tokens], options)
+            token_losses = [TokenLoss(token_loss, of_tokens, {"o": inputs.options}, live)]
+            loss, (values,) = loss_sum([target], names, token_losses, options)
             loss = inputs.total(loss)
-            if coef is not None:
-                self._observe(found["entropy"].sum(), inputs.mask.sum())
         else:
-            found = self._statistics(target, head, _input, support, names, metrics)
-            loss = self._of_statistics(found, inputs, head.vocabulary_ranks)
+            values = values_of(target, policy, hidden, *names, metrics=["entropy"] if share < 1.0 else [])
+            if share < 1.0:
+                acting = objectives.high_entropy_mask(values["entropy"], acting, share, copies=policy.vocabulary_ranks)
+            terms = objectives.coupled_terms(values["logp"], inputs, acting if share < 1.0 else None)
+            loss = inputs.total(inputs.weights * terms)
+            if coef is not None:
+                entropy, count = inputs.total(values["entropy"] * acting), inputs.total(acting)
+                loss = loss - coef * entropy / count.clamp(min=1)
+        if isinstance(self.entropy_coef, AdaptiveEntropy) and self.training:
+            self.entropy_coef.observe((values["entropy"] * acting).sum(), acting.sum())
         # Neither the log-probabilities nor the inputs have a graph: the metrics are constants.
-        each_token = objectives.token_metrics(found["logp"].detach(), inputs, kl=bool(self.beta))
-        means = [inputs.total(each) / inputs.counted for each in each_token]
+        metrics = objectives.token_metrics(values["logp"].detach(), inputs, kl=bool(self.beta))
+        means = [inputs.total(metric) / inputs.counted for metric in metrics]
         return loss.float(), PolicyMetrics(means[1], means[0]) if self.beta else PolicyMetricsWithoutKL(means[0])
 
-    def _active(self, head: Head, hidden: Tensor, token_ids: Tensor, attention_mask: Tensor) -> Tensor:
+    def _active(self, head: Head, hidden: Tensor, labels: Tensor, mask: Tensor) -> Tensor:
         """The labels, if everything fits."""
-        check_tensor("_input", hidden, allow_dtensor=True)
-        for name, value in (("selected_token_ids", token_ids), ("attention_mask", attention_mask)):
-            check_tensor(name, value)
-        if token_ids.dim() != 2 or token_ids.shape != hidden.shape[:-1]:
+        check_tensor("hidden_states", hidden, allow_dtensor=True)
+        check_tensor("labels", labels)
+        check_tensor("mask", mask)
+        if labels.dim() != 2 or labels.shape != hidden.shape[:-1]:
             raise ValueError(
-                "selected_token_ids must be [batch, tokens], one row per completion, as labels must have one entry per "
-                f"hidden state: got {tuple(token_ids.shape)} for hidden states {tuple(hidden.shape)}."
+                "labels must be [batch, tokens], one row per completion, and labels must have one entry per hidden "
+                f"state: got {tuple(labels.shape)} for hidden states {tuple(hidden.shape)}."
             )
-        if attention_mask.shape != token_ids.shape:
-            raise ValueError(f"attention_mask must be {list(token_ids.shape)}, got {list(attention_mask.shape)}.")
-        check_device(head.weight, selected_token_ids=token_ids, attention_mask=attention_mask)
-        given = attention_mask if attention_mask.dtype == torch.bool else attention_mask != 0
+        if mask.shape != labels.shape:
+            raise ValueError(f"mask must be {list(labels.shape)}, as labels, got {list(mask.shape)}.")
+        check_device(head.weight, labels=labels, mask=mask)
         # ignore_index is no token, whatever the mask says.
-        return torch.where(given, token_ids, self.ignore_index)
+        return torch.where(mask if mask.dtype == torch.bool else mask != 0, labels, self.ignore_index)
 
     @property
     def common_options(self) -> dict[str, Any]:
@@ -334,35 +296,3 @@ class LigerFusedLinearGRPOLoss(CompletionLoss):
         if not isinstance(self.entropy_coef, AdaptiveEntropy):
             return self.entropy_coef or None
         return self.entropy_coef.coef_tensor if is_dynamo_compiling() else self.entropy_coef.coef
-
-    def _observe(self, entropy_sum: Tensor, tokens: Tensor) -> None:
-        if isinstance(self.entropy_coef, AdaptiveEntropy) and self.training:
-            self.entropy_coef.observe(entropy_sum, tokens)
-
-    def _statistics(
-        self,
-        target: Target,
-        head: Head,
-        hidden_states: Any,
-        support: TokenSupport | None,
-        names: tuple[str, ...],
-        metrics: tuple[str, ...] = (),
-    ) -> dict[str, Tensor]:
-        """The statistics of a target, over the columns that the sampler kept if these are given."""
-        if support is None:
-            return statistics([target], names, self.options, metrics)[0]
-        both = tuple(dict.fromkeys((*names, *metrics)))
-        return kept_statistics(hidden_states, head, target.labels, support, both, self.options)
-
-    def _of_statistics(self, found: Mapping[str, Tensor], inputs: PolicyInputs, copies: int) -> Tensor:
-        """The loss of all tokens' statistics, of which there are so many copies."""
-        coef, share, acting = self._coef, self.top_entropy_quantile, None
-        if share < 1.0:
-            acting = objectives.high_entropy_mask(found["entropy"], inputs.mask, share, copies=copies)
-        loss = inputs.total(inputs.weights * objectives.coupled_terms(found["logp"], inputs, acting))
-        if coef is not None:
-            acting = inputs.mask if acting is None else acting
-            total, count = (found["entropy"] * acting).sum(), acting.sum()
-            self._observe(total, count)
-            loss = loss - coef * inputs.total(total) / inputs.total(count).clamp(min=1)
-        return loss

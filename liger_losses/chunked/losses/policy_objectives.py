@@ -21,11 +21,12 @@ from liger_losses.checks import (
     check_alike,
     check_group,
     check_range,
+    check_same_device,
     check_tensor,
     checked_items,
     checked_mask,
+    described,
 )
-from liger_losses.chunked import Head
 from liger_losses.chunked.core.agreement import agree
 from liger_losses.chunked.losses.batches import gather_over_processes, sum_over_processes, world_size
 from liger_losses.chunked.losses.completion_loss import MAX_EXPONENT, wide_dtype
@@ -35,14 +36,70 @@ from liger_losses.chunked.losses.policy_tables import RATIOS, PolicyOptions
 from liger_losses.kernels.divergence_forms import finite_logs
 
 
+@dataclass(frozen=True)
+class PolicyTensors:
+    """What :func:`grpo_loss` takes beside log-probabilities and options; errors have these ``names`` of arguments."""
+
+    advantages: Tensor
+    mask: Tensor
+    _: KW_ONLY
+    old_logps: Tensor | None = None
+    ref_logps: Tensor | None = None
+    sampling_logps: Tensor | None = None
+    is_ratio: Tensor | None = None
+    acting: Tensor | None = None
+    num_items_in_batch: Tensor | float | None = None
+    prompts: Tensor | None = None
+    group: dist.ProcessGroup | None = None
+
+    def constant(self, argument: str, name: str, column: bool = False) -> Any:
+        """An argument ``[B, T]``, or ``[B, 1]`` with ``column``; ``None`` without one.
+
+        Raises TypeError or ValueError for others; errors call it ``name``.
+        """
+        value, shape = getattr(self, argument), tuple(self.mask.shape)
+        if value is None:
+            return None
+        check_tensor(name, value)
+        if value.shape != shape and not (column and value.shape in (shape[:1], (shape[0], 1))):
+            allowed = f"[{shape[0]}], [{shape[0]}, 1] or {list(shape)}" if column else f"{list(shape)}"
+            raise ValueError(f"{name} must be {allowed}, as the completions, got {list(value.shape)}.")
+        check_same_device(name, value, "the completions", self.mask.device)
+        if value.is_complex() or (not column and not value.is_floating_point()):
+            raise TypeError(f"{name} must be floating point, got {value.dtype}.")
+        value = value[:, None] if column and value.dim() == 1 else value
+        return value.detach().to(torch.promote_types(value.dtype, torch.float32))
+
+    def check(self, o: PolicyOptions) -> None:
+        """Raise TypeError or ValueError unless a loss has the inputs that its row needs."""
+        loss, prompts = f"loss_type={o.loss_type!r}", self.prompts
+        check_tensor("advantages", self.advantages)
+        if self.group is not None and o.objective.whole:
+            raise ValueError(f"{loss} reads the tokens of whole completions: pass whole completions, and no group=.")
+        if o.mask.of_sampler and self.sampling_logps is None:
+            raise ValueError(
+                f"{loss} with this token_mask compares the old policy with the sampler: pass the sampler's "
+                "log-probabilities (sampling_logps= of functions, sampling_per_token_logps= of losses)."
+            )
+        if prompts is None:
+            if o.row_normalizer == "prompt_mean" or o.objective.of_prompts:
+                raise ValueError(f"{loss}, normalizer={o.row_normalizer!r} needs prompts=, int64 [B].")
+            return
+        check_tensor("prompts", prompts)
+        if prompts.shape != self.mask.shape[:1] or prompts.is_floating_point():
+            raise ValueError(
+                f"prompts must be integers [{len(self.mask)}], which prompt each completion answers, got "
+                f"{described(prompts)}."
+            )
+
+
 class PolicyInputs:
     """What a policy loss reads besides the policy's log-probabilities: constants ``[B, T]``.
 
-    Checks shapes, drops what padding holds, which may be NaN, and computes each token's weight. The mask is bool; other
-    arguments as in :func:`grpo_loss`.
+    Checks shapes, drops what padding holds, which may be NaN, and computes each token's weight. The mask is bool.
 
-    ``head`` is the policy's; ranks that share its vocabulary have the same completions. ``common_options`` are those of
-    the loss, which all ranks of the group have in common; ``names`` are those of arguments in error messages.
+    ``copies`` are the ranks that share the policy's vocabulary, which have the same completions. ``common_options`` are
+    those of the loss, which all ranks of the group have in common; ``names`` are those of arguments in error messages.
     ``lengths [B, 1]`` and ``tokens []`` are the numbers of tokens of each completion (at least 1) and of all, over the
     group; ``counted`` is the latter, or 1 without any. ``items []`` are the tokens that losses are divided by.
     """
@@ -52,64 +109,53 @@ class PolicyInputs:
     def __init__(
         self,
         options: PolicyOptions,
-        mask: Tensor,
-        advantages: Tensor,
-        *,
-        old_logps: Tensor | None = None,
-        ref_logps: Tensor | None = None,
-        sampling_logps: Tensor | None = None,
-        is_ratio: Tensor | None = None,
-        num_items_in_batch: Tensor | float | None = None,
-        prompts: Tensor | None = None,
-        group: dist.ProcessGroup | None = None,
-        head: Head | None = None,
+        tensors: PolicyTensors,
+        copies: int = 1,
         common_options: Mapping[str, Any] | None = None,
         names: Mapping[str, str] = MappingProxyType({}),
     ) -> None:
-        def masked(name: str, value: Tensor | None, column: bool = False) -> Any:
-            value = per_token(names.get(name, name), value, mask, column)
-            return None if value is None else torch.where(mask, value, 0.0)
-
-        check_tensor("advantages", advantages)
-        check_needs(options, mask, sampling_logps, prompts, group)
-        self.prompts = prompts
-        self.options, self.mask, self.group = options.values, mask, group
-        self.advantages = masked("advantages", advantages, column=True)
-        self.ref_logps = masked("ref_logps", ref_logps)
-        # Of a probability of 0, the ratio is as large as the largest, and no difference is infinite.
-        self.old_logps, self.sampling_logps = (
-            None if value is None else finite_logs(value)
-            for value in (masked("old_logps", old_logps), masked("sampling_logps", sampling_logps))
+        mask, group, number, normalizer = (
+            tensors.mask,
+            tensors.group,
+            tensors.num_items_in_batch,
+            options.row_normalizer,
         )
-        self.token_is_ratio = masked("is_ratio", is_ratio, column=True)
-        # As it was given, [B, 1] or [B, T].
-        self.is_ratio = per_token(names.get("is_ratio", ""), is_ratio, mask, column=True)
+        tensors.check(options)
+
+        def masked(argument: str, column: bool = False) -> Any:
+            value = tensors.constant(argument, names.get(argument, argument), column)
+            value = None if value is None else torch.where(mask, value, 0.0)
+            # Of a probability of 0, the ratio is as large as the largest, and no difference is infinite.
+            return finite_logs(value) if value is not None and argument in ("old_logps", "sampling_logps") else value
+
+        self.options, self.mask, self.group, self.prompts = options.values, mask, group, tensors.prompts
+        self.advantages, self.ref_logps = masked("advantages", column=True), masked("ref_logps")
+        self.old_logps, self.sampling_logps = masked("old_logps"), masked("sampling_logps")
+        self.token_is_ratio = masked("is_ratio", column=True)
+        # As it was passed, [B, 1] or [B, T].
+        self.is_ratio = tensors.constant("is_ratio", "is_ratio", column=True)
         lengths = mask.sum(-1, keepdim=True)
         if group is not None:
-            if num_items_in_batch is not None:
-                checked_items(num_items_in_batch, mask.device)
+            if number is not None:
+                checked_items(number, mask.device)
             whole = None if self.is_ratio is None else self.is_ratio.shape[1] == 1
-            given = "not given" if num_items_in_batch is None else "given"
-            facts = {"sequences": len(mask), "is_ratio_of_whole_sequences": whole, "num_items_in_batch": given}
+            items = "not given" if number is None else "given"
+            facts = {"sequences": len(mask), "is_ratio_of_whole_sequences": whole, "num_items_in_batch": items}
             agree(group, {**(common_options or vars(options)), **facts})
-            (lengths,) = sum_over_group(group, lengths)
-        self.tokens, self.own_lengths = lengths.sum(), lengths
+        (lengths,) = sum_over_group(group, lengths)
+        self.own_lengths, self.lengths = lengths, lengths.clamp(min=1)
+        self.tokens = self.items = lengths.sum()
         self.counted = self.tokens.clamp(min=1)
-        normalizer = options.row_normalizer
-        # Only losses that divide by it synchronize all processes.
-        copies = 1 if head is None else head.vocabulary_ranks
-        ranks = copies * (1 if group is None else dist.get_world_size(group))
-        items = self.tokens
-        if normalizer == "items":
-            alone = num_items_in_batch is None and ranks == world_size() == 1
-            items = self.counted if alone else _items(mask, num_items_in_batch, copies, ranks)
-        self.lengths, self.items = lengths.clamp(min=1), items
+        if normalizer == "items":  # only losses that divide by it synchronize all processes
+            ranks = copies * (1 if group is None else dist.get_world_size(group))
+            alone = number is None and ranks == world_size() == 1
+            self.items = self.counted if alone else _items(mask, number, copies, ranks)
         self.weights = mask.float() / NORMALIZERS[normalizer](self)
 
     def of_tokens(self) -> dict[str, Tensor]:
-        """What a loss of single tokens reads, by the names of :func:`policy_terms`."""
+        """What the terms of tokens read, by the names of :func:`policy_terms`."""
         sampler = self.sampling_logps if self.options.reads_sampler else None
-        tensors = {"weights": self.weights, "advantages": self.advantages, "old": self.old_logps, "sampler": sampler}
+        tensors = {"advantages": self.advantages, "old": self.old_logps, "sampler": sampler}
         tensors |= {"ref": self.ref_logps, "is_ratio": self.token_is_ratio}
         return {name: value for name, value in tensors.items() if value is not None}
 
@@ -136,51 +182,11 @@ class PolicyInputs:
 
     def sequence_sums(self, values: Tensor) -> Tensor:
         """Each completion's sum of values ``[B, T]`` over its tokens, ``[B, 1]``, for functions of each token."""
-        total = (values * self.mask).sum(-1, keepdim=True)
-        return total if self.group is None else sum_over_group(self.group, total, sum_gradients=True)[0]
+        return sum_over_group(self.group, (values * self.mask).sum(-1, keepdim=True), sum_gradients=True)[0]
 
     def total(self, values: Tensor) -> Tensor:
         """The sum of values ``[B, T]`` over all tokens, 0-dim, for what is the same on all ranks."""
-        return values.sum() if self.group is None else sum_over_group(self.group, values.sum())[0]
-
-
-def per_token(name: str, value: Tensor | None, mask: Tensor, column: bool = False) -> Tensor | None:
-    """A constant ``[B, T]``, or ``[B, 1]`` if one value per completion is allowed; TypeError, ValueError for others."""
-    if value is None:
-        return None
-    check_tensor(name, value)
-    shape = tuple(mask.shape)
-    if value.shape != shape and not (column and value.shape in (shape[:1], (shape[0], 1))):
-        allowed = f"[{shape[0]}], [{shape[0]}, 1] or {list(shape)}" if column else f"{list(shape)}"
-        raise ValueError(f"{name} must be {allowed}, as the completions, got {list(value.shape)}.")
-    if value.device != mask.device:
-        raise ValueError(f"{name} is on {value.device}, the completions on {mask.device}; move it with .to(...).")
-    if value.is_complex() or (not column and not value.is_floating_point()):
-        raise TypeError(f"{name} must be floating point, got {value.dtype}.")
-    value = value[:, None] if column and value.dim() == 1 else value
-    return value.detach().to(torch.promote_types(value.dtype, torch.float32))
-
-
-def check_needs(options: PolicyOptions, mask: Tensor, sampling_logps: Any, prompts: Any, group: Any) -> None:
-    """Raise TypeError or ValueError unless a loss has the inputs that its row needs."""
-    loss = f"loss_type={options.loss_type!r}"
-    if group is not None and options.objective.whole:
-        raise ValueError(f"{loss} reads the tokens of whole completions: pass whole completions, and no group=.")
-    if options.mask.of_sampler and sampling_logps is None:
-        raise ValueError(
-            f"{loss} with this token_mask compares the old policy with the sampler: pass the sampler's "
-            "log-probabilities (sampling_logps= of functions, sampling_per_token_logps= of losses)."
-        )
-    if prompts is None:
-        if options.row_normalizer == "prompt_mean" or options.objective.of_prompts:
-            raise ValueError(f"{loss}, normalizer={options.row_normalizer!r} needs prompts=, int64 [B].")
-        return
-    check_tensor("prompts", prompts)
-    if prompts.shape != mask.shape[:1] or prompts.is_floating_point():
-        raise ValueError(
-            f"prompts must be integers [{len(mask)}], which prompt each completion answers, got {prompts.dtype} of "
-            f"shape {list(prompts.shape)}."
-        )
+        return sum_over_group(self.group, values.sum())[0]
 
 
 def _corrected_k3(d: Tensor, kl: Tensor, ratio: Tensor) -> Tensor:
@@ -205,8 +211,8 @@ def policy_terms(
     logps: Tensor,
     log_ratio: Tensor,
     advantages: Tensor,
-    o: PolicyOptions,
     *,
+    o: PolicyOptions,
     old: Tensor | None = None,
     sampler: Tensor | None = None,
     ref: Tensor | None = None,
@@ -216,8 +222,8 @@ def policy_terms(
 ) -> Tensor:
     """``-objective_t + beta kl_t`` of tokens, elementwise; ``log_ratio`` of the options' level, others as in
     :func:`grpo_loss`. Objectives that couple tokens read ``inputs``."""
-    given = [] if inputs is None else [inputs]
-    objective = o.objective.value(log_ratio, logps, advantages, o, *given, **(o.objective_options or {}))
+    batch = [] if inputs is None else [inputs]
+    objective = o.objective.value(log_ratio, logps, advantages, o, *batch, **(o.objective_options or {}))
     if acting is not None:
         objective = torch.where(acting, objective, 0.0)
     if is_ratio is not None and not o.row.corrected:
@@ -257,57 +263,22 @@ def coupled_terms(logps: Tensor, inputs: PolicyInputs, acting: Tensor | None = N
         drift = inputs.sequence_sums(drift) / inputs.lengths
         near = (advantages >= 0) | (drift <= o.off_policy_mask_threshold)
         acting = near if acting is None else acting & near
-    return policy_terms(
-        logps,
-        RATIOS[o.level](log_ratio, inputs),
-        advantages,
-        o,
-        old=inputs.old_logps,
-        sampler=inputs.sampling_logps,
-        ref=inputs.ref_logps,
-        is_ratio=inputs.token_is_ratio,
-        acting=acting,
-        inputs=inputs if o.objective.coupled else None,
-    ).to(dtype)
+    batch, ratio = inputs if o.objective.coupled else None, RATIOS[o.level](log_ratio, inputs)
+    return policy_terms(logps, ratio, o=o, acting=acting, inputs=batch, **inputs.of_tokens()).to(dtype)
 
 
 @dataclass(frozen=True)
-class _Tensors:
+class _Logps:
     logps: Tensor
-    advantages: Tensor
-    mask: Tensor
-    _: KW_ONLY
-    old_logps: Tensor | None = None
-    ref_logps: Tensor | None = None
-    sampling_logps: Tensor | None = None
-    is_ratio: Tensor | None = None
-    acting: Tensor | None = None
-    num_items_in_batch: Tensor | float | None = None
-    prompts: Tensor | None = None
-    group: dist.ProcessGroup | None = None
 
 
 @dataclass(frozen=True)
-class _GRPOArguments(PolicyOptions, _Tensors):
+class _GRPOArguments(PolicyOptions, PolicyTensors, _Logps):
     """What :func:`grpo_loss` takes."""
 
 
 @typed_as(_GRPOArguments)
-def grpo_loss(
-    logps: Tensor,
-    advantages: Tensor,
-    mask: Tensor,
-    *,
-    old_logps: Tensor | None = None,
-    ref_logps: Tensor | None = None,
-    sampling_logps: Tensor | None = None,
-    is_ratio: Tensor | None = None,
-    acting: Tensor | None = None,
-    num_items_in_batch: Tensor | float | None = None,
-    prompts: Tensor | None = None,
-    group: dist.ProcessGroup | None = None,
-    **options: Any,
-) -> Tensor:
+def grpo_loss(logps: Tensor, advantages: Tensor, mask: Tensor, **others: Any) -> Tensor:
     """GRPO and its variants: ``sum_t weight_t (-objective_t + beta kl_t)``.
 
     For ``loss_type="grpo"`` (arXiv:2402.03300, eq. 3), ``objective = min(r A, clip(r, 1 - e_low, 1 + e_high) A)`` with
@@ -341,27 +312,17 @@ def grpo_loss(
     Raises:
         TypeError, ValueError: shapes that do not fit together, or options out of their range.
     """
-    if group is not None:
-        check_group(group, "cp")
-    made = options_of(PolicyOptions, grpo_loss, PolicyOptions.folded(options))
+    known = {name: others.pop(name) for name in PolicyTensors.__dataclass_fields__ if name in others}
+    o = options_of(PolicyOptions, grpo_loss, PolicyOptions.folded(others))
     check_tensor("logps", logps)
     check_tensor("mask", mask)
     if logps.dim() != 2 or logps.shape != mask.shape:
         raise ValueError(f"logps and mask must both be [B, T], got {tuple(logps.shape)} and {tuple(mask.shape)}.")
-    if acting is not None:
-        acting = checked_mask("acting", acting, "mask", mask)
-    inputs = PolicyInputs(
-        made,
-        mask != 0,
-        advantages,
-        old_logps=old_logps,
-        ref_logps=ref_logps,
-        sampling_logps=sampling_logps,
-        is_ratio=is_ratio,
-        num_items_in_batch=num_items_in_batch,
-        prompts=prompts,
-        group=group,
-    )
+    tensors = PolicyTensors(advantages, mask != 0, **known)
+    if tensors.group is not None:
+        check_group(tensors.group, "cp")
+    acting = None if tensors.acting is None else checked_mask("acting", tensors.acting, "mask", mask)
+    inputs = PolicyInputs(o, tensors)
     return inputs.total(inputs.weights * coupled_terms(logps, inputs, acting))
 
 
@@ -375,12 +336,12 @@ def token_metrics(logps: Tensor, inputs: PolicyInputs, kl: bool) -> list[Tensor]
     if o.mask.weights is not None:
         old, sampler = _old_and_sampler(logps, inputs.old_logps, inputs.sampling_logps)
         dropped = dropped | (o.mask_weights(logps, old, sampler, inputs.advantages) == 0)
-    found = [(dropped & mask).float()]
+    metrics = [(dropped & mask).float()]
     if kl:
         ref = inputs.ref_logps
         estimates = torch.zeros_like(logps) if ref is None else KL_ESTIMATORS[o.kl_estimator](ref - logps)
-        found.append(torch.where(mask, estimates * ratio if o.use_bias_correction_kl else estimates, 0.0))
-    return found
+        metrics.append(torch.where(mask, estimates * ratio if o.use_bias_correction_kl else estimates, 0.0))
+    return metrics
 
 
 def high_entropy_mask(entropy: Tensor, mask: Tensor, share: float, *, copies: int = 1) -> Tensor:

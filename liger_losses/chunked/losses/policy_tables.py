@@ -260,15 +260,12 @@ def vespo_weights(
     """
     lowest, highest = math.log(1e-8), 20.0
     total = (log_ratio.clamp(-highest, highest) * mask).sum(-1, keepdim=True)
-    if group is not None:
-        (total,) = sum_over_group(group, total)
+    (total,) = sum_over_group(group, total)
     if is_ratio is not None:
         correction = is_ratio.log().clamp(lowest, highest)
         # One factor per token, or one for the whole completion.
         if is_ratio.shape[1] > 1:
-            correction = torch.where(mask != 0, correction, 0.0).sum(-1, keepdim=True)
-            if group is not None:
-                (correction,) = sum_over_group(group, correction)
+            (correction,) = sum_over_group(group, torch.where(mask != 0, correction, 0.0).sum(-1, keepdim=True))
         total = total + correction
     log_w = total.clamp(lowest, highest)
     k = torch.where(advantages >= 0, o.vespo_k_pos, o.vespo_k_neg)
@@ -301,8 +298,8 @@ def fipo_weights(log_ratio: Tensor, mask: Tensor, advantages: Tensor, o: PolicyO
     """
     ratio, delta = ratio_of(log_ratio), o.delta
     counted = torch.where(mask if delta is None else mask & (ratio <= delta), log_ratio, 0.0)
-    found = discounted_sums(counted, 2.0 ** (-1.0 / o.fipo_half_life))
-    weights = ratio_of(found).clamp(o.fipo_low, o.fipo_high)
+    sums = discounted_sums(counted, 2.0 ** (-1.0 / o.fipo_half_life))
+    weights = ratio_of(sums).clamp(o.fipo_low, o.fipo_high)
     return torch.where((advantages < 0) & (ratio > o.fipo_safe_ratio), weights.clamp(max=1.0), weights)
 
 
@@ -353,11 +350,12 @@ def _chosen(keys: Tensor, eligible: Tensor, share: float, mask: Tensor) -> Tenso
 def _clip_cov(log_ratio: Tensor, logps: Tensor, advantages: Tensor, o: Any, inputs: Batch) -> Tensor:
     """The clipped objective, less ``cov_share`` of the tokens whose covariance is within bounds: Clip-Cov
     (arXiv:2505.22617). The choice is derived from the covariances: calls are repeatable."""
-    found = covariances(logps, inputs)
+    covariance = covariances(logps, inputs)
     clipped = _is_clipped(ratio_of(log_ratio.detach()), advantages, o)
-    eligible = inputs.mask & ~clipped & (found > o.cov_low) & (found < o.cov_high)
-    digits = found.float().view(torch.int32).long() + torch.arange(found.numel(), device=found.device).view_as(found)
-    drawn = ((digits * 2654435761) % 2**32 >> 8).to(found.dtype)  # below 2^24, which fp32 holds
+    eligible = inputs.mask & ~clipped & (covariance > o.cov_low) & (covariance < o.cov_high)
+    places = torch.arange(covariance.numel(), device=covariance.device).view_as(covariance)
+    digits = covariance.float().view(torch.int32).long() + places
+    drawn = ((digits * 2654435761) % 2**32 >> 8).to(covariance.dtype)  # below 2^24, which fp32 holds
     dropped = _chosen(drawn, eligible, o.cov_share, inputs.mask)
     return torch.where(dropped, 0.0, _clipped(log_ratio, logps, advantages, o))
 

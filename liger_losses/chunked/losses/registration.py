@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
-from collections.abc import Callable, Container, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from inspect import Parameter
 from types import MappingProxyType
 from typing import Any
@@ -39,6 +39,7 @@ def register_objective(
     cut: Callable[..., Tensor] | None = None,
     coupled: bool = False,
     defaults: Mapping[str, Any] = MappingProxyType({}),
+    replace: bool = False,
 ) -> None:
     """Make ``loss_type=name`` a policy loss: ``sum_t weight_t (-value_t + beta kl_t)``.
 
@@ -60,13 +61,14 @@ def register_objective(
             padding, and a fifth argument, a :class:`Batch`, whose ``mask``, ``lengths`` and ``sequence_sums`` it may
             use.
         defaults: values of options that are ``None`` by default.
+        replace: replace a row of this name that another function was registered for.
 
     Raises:
         TypeError, ValueError: a name that is taken or unknown; a value of the wrong shape, that is not finite, without
             a gradient, or that depends on other tokens without ``coupled``.
     """
     earlier = policy_tables.OBJECTIVES.get(name) if name in policy_tables.LOSS_TYPES else None
-    _check_new("objective", name, policy_tables.LOSS_TYPES, value, earlier and earlier.value)
+    check_new("objective", name, policy_tables.LOSS_TYPES, value, earlier and earlier.value, replace)
     check_names([normalizer], policy_estimates.NORMALIZERS, "normalizer")
     check_names([level], policy_tables.RATIOS, "level")
     check_names([mask], policy_tables.MASKS, "mask")
@@ -92,9 +94,8 @@ def _check_objective(name: str, coupled: bool, own: Mapping[str, Any]) -> None:
     own_values = {option: 0.5 if value is Parameter.empty else value for option, value in own.items()}
     options = PolicyOptions(loss_type=name, beta=0.0, max_completion_length=_T, objective_options=own_values)
     leaf = torch.where(mask, logps, 0.0).requires_grad_()
-    inputs = policy_objectives.PolicyInputs(
-        options, mask, advantages, old_logps=old, sampling_logps=old, prompts=torch.arange(_B) // 2
-    )
+    tensors: Any = {"old_logps": old, "sampling_logps": old, "prompts": torch.arange(_B) // 2}
+    inputs = policy_objectives.PolicyInputs(options, policy_objectives.PolicyTensors(advantages, mask, **tensors))
     terms = policy_objectives.coupled_terms(leaf, inputs)
     if not isinstance(terms, Tensor) or terms.shape not in ((_B, _T), (_B, 1)):
         got = tuple(terms.shape) if isinstance(terms, Tensor) else type(terms).__name__
@@ -112,7 +113,8 @@ def _check_objective(name: str, coupled: bool, own: Mapping[str, Any]) -> None:
     if coupled:
         return
     (first,) = torch.autograd.grad(terms[0, 0], leaf)
-    alone = policy_objectives.policy_terms(leaf[:1, 0], (leaf - old)[:1, 0], inputs.advantages[:1, 0], inputs.options)
+    advantage, ratio = inputs.advantages[:1, 0], (leaf - old)[:1, 0]
+    alone = policy_objectives.policy_terms(leaf[:1, 0], ratio, advantage, o=inputs.options)
     first[0, 0] = 0.0
     if first.any() or not torch.allclose(alone, terms[0, :1]):
         raise ValueError(f"the objective {name!r} depends on other tokens: pass coupled=True.")
@@ -126,6 +128,7 @@ def register_divergence(
     balanced: bool = False,
     smooth: bool = False,
     power: Callable[[float, float, float], float] = lambda a, b, c: 1.0,
+    replace: bool = False,
 ) -> Callable[..., Divergence]:
     """Make ``sum_v f(log p_v, log q_v)`` of the student's p and the teacher's q a divergence.
 
@@ -139,6 +142,7 @@ def register_divergence(
         smooth: compute f and h close to the teacher as power series in ``log p - log q``. The series are found by
             evaluating ``terms`` on complex numbers, so it must accept them, use no ``abs``, ``sign``, ``clamp`` or
             ``where``, and return ``(f, h)``.
+        replace: replace a row of this name that another function was registered for.
         power: with ``smooth``, a function of (a, b, c) that returns the s for which ``f / q^s`` depends only on
             ``log p - log q``.
 
@@ -153,7 +157,7 @@ def register_divergence(
             with ``balanced``; a divergence that is not 0 at p = q, or negative.
     """
     earlier = FORMS.get(name)
-    _check_new("divergence", name, {**FORMS, "cosine": None}, terms, earlier and earlier.torch)
+    check_new("divergence", name, {**FORMS, "cosine": None}, terms, earlier and earlier.torch, replace)
     of_terms = inspect.signature(terms)
     parameters = list(of_terms.parameters.values())
     variadic = any(parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD) for parameter in parameters)
@@ -237,12 +241,6 @@ def _check_divergence(which: Divergence) -> None:
             )
 
 
-def _check_new(what: str, name: Any, taken: Container[str], function: Any, earlier: Any) -> None:
-    if not isinstance(name, str) or not name:
-        raise TypeError(f"the name of a new {what} must be a text, got {name!r}.")
-    check_new(what, name, taken, function, earlier)
-
-
 @contextlib.contextmanager
 def _on_trial(name: str, *rows: tuple[dict[str, Any], Any]) -> Iterator[None]:
     """Rows of tables, which are again as before if what runs here raises."""
@@ -265,5 +263,5 @@ def _check_finite(what: str, *values: Tensor) -> None:
         if not value.isfinite().all():
             raise ValueError(
                 f"{what} is not finite for finite log-probabilities: {value[~value.isfinite()][:3].tolist()}; limit "
-                "them, such as log_q.clamp(min=-20), or a divisor q, such as 0.99 * q + 0.01 * p."
+                "them, such as log_q.clamp(min=-20), or a divisor: 0.99 * q + 0.01 * p for q, p + q + 1e-30 for p + q."
             )

@@ -144,12 +144,11 @@ def sparse_divergence(
     """
     check_alike(logps=logps, teacher_logps=teacher_logps)
     check_names([tail], TAILS, "tail", LUMP)
-    given = distribution(logps, tail), distribution(teacher_logps, tail, teacher_tail_logps)
-    found = divergence(*given, which)
-    added = FORMS[which.form].added(which.a, which.b, which.c) if tail == "none" else 0.0
     if which.by_entropy and tail == "none":
         raise ValueError("Divergence.kl_by_entropy needs the probability of all columns: leave tail='none' out.")
-    return found if not added else found - added * (logps.exp() - teacher_logps.exp()).sum(-1)
+    terms = divergence(distribution(logps, tail), distribution(teacher_logps, tail, teacher_tail_logps), which)
+    added = FORMS[which.form].added(which.a, which.b, which.c) if tail == "none" else 0.0
+    return terms if not added else terms - added * (logps.exp() - teacher_logps.exp()).sum(-1)
 
 
 def distribution(logps: Tensor, tail: str, tail_logps: Tensor | None = None) -> Tensor:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, TypedDict, overload
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, TypeAlias, overload
 
 import torch
 import torch.nn.functional as F
@@ -33,9 +33,12 @@ from liger_losses.chunked.losses.base import AnyHead, constructor
 from liger_losses.chunked.losses.batches import sum_over_processes
 from liger_losses.chunked.losses.completion_loss import (
     CompletionBatch,
+    CompletionInputs,
     CompletionLoss,
     CompletionOptions,
+    Reference,
     Side,
+    as_completions,
     states_and_head,
 )
 
@@ -139,25 +142,28 @@ class UnpairedMetrics(NamedTuple):
     rejected_rewards_sum: Tensor
 
 
+UnpairedResult: TypeAlias = tuple[Tensor, UnpairedMetrics]
+
+
+def sum_and_number(values: Tensor) -> Tensor:
+    """The sum of all processes' values (any shape), and their number, ``[2]``."""
+    return sum_over_processes(torch.stack([values.sum(), values.new_tensor(float(values.numel()))]))
+
+
 def mean_over_processes(values: Tensor) -> Tensor:
     """The mean ``[]`` of all processes' values (any shape): their sum over their number; 0 if there are none."""
-    total, count = sum_over_processes(torch.stack([values.sum(), values.new_tensor(float(values.numel()))]))
+    total, count = sum_and_number(values)
     return total / count.clamp(min=1)
 
 
-class UnpairedInputs(TypedDict, total=False):
+class UnpairedInputs(CompletionInputs, total=False):
     """What calls of :class:`UnpairedPreferenceLoss` may have beside head and completions."""
 
-    bias: Tensor | None
     preference_labels: Tensor | None
-    ref_input: Tensor | None
-    ref_weight: AnyHead | None
-    ref_bias: Tensor | None
     kl: Tensor | float | None
     ref_logps: Tensor | None
     kl_completions: Any
     sample_weights: Tensor | None
-    temperature: Tensor | None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -216,19 +222,15 @@ class UnpairedPreferenceLoss(CompletionLoss):
     @overload  # type: ignore[override]
     def forward(
         self, head: AnyHead, desirable: Side, undesirable: Side, **inputs: Unpack[UnpairedInputs]
-    ) -> tuple[Tensor, UnpairedMetrics]: ...
+    ) -> UnpairedResult: ...
+    @overload
+    def forward(self, head: AnyHead, completions: Side, **inputs: Unpack[UnpairedInputs]) -> UnpairedResult: ...
     @overload
     def forward(
-        self, head: AnyHead, completions: Side, **inputs: Unpack[UnpairedInputs]
-    ) -> tuple[Tensor, UnpairedMetrics]: ...
+        self, head: AnyHead, hidden_states: AnyHead, labels: Tensor, *others: Any, **inputs: Unpack[UnpairedInputs]
+    ) -> UnpairedResult: ...
     @overload
-    def forward(
-        self, head: AnyHead, hidden_states: Tensor, labels: Tensor, **inputs: Unpack[UnpairedInputs]
-    ) -> tuple[Tensor, UnpairedMetrics]: ...
-    @overload
-    def forward(
-        self, _input: Tensor, lin_weight: AnyHead, target: Tensor, *others: Any, **inputs: Unpack[UnpairedInputs]
-    ) -> tuple[Tensor, UnpairedMetrics]: ...
+    def forward(self, *, _input: Tensor, lin_weight: AnyHead, target: Tensor, **inputs: Any) -> UnpairedResult: ...
     @loss_operator  # type: ignore[misc]
     def forward(
         self,
@@ -246,7 +248,7 @@ class UnpairedPreferenceLoss(CompletionLoss):
         kl_completions: Any = None,
         sample_weights: Tensor | None = None,
         temperature: Tensor | None = None,
-    ) -> tuple[Tensor, UnpairedMetrics]:
+    ) -> UnpairedResult:
         """The loss of completions, in one of three forms.
 
         - ``loss(weight, desirable, undesirable)``: two :class:`Completions` or ``(hidden_states, labels)`` tuples;
@@ -273,13 +275,11 @@ class UnpairedPreferenceLoss(CompletionLoss):
         Raises:
             TypeError, ValueError: inputs that do not fit together; for KTO alone, one of the two ``kl`` is needed.
         """
-        if isinstance(target, Tensor) and not self.use_ref_model:  # as liger-kernel ignores it
-            ref_input = ref_weight = ref_bias = ref_logps = None
         states, weight = states_and_head(_input, lin_weight)
         head, apart = Head.of(weight, bias, self.transform), target is not None and not isinstance(states, Tensor)
         names = ("desirable", "undesirable") if apart else ("given",)
-        batch = CompletionBatch.read(names, head, states, target, ref_input, (ref_logps,), temperature)
-        batch = self.prepare(batch, ref_weight, ref_bias)
+        reference = Reference(ref_input, ref_weight, ref_bias, (ref_logps,))
+        batch = self.read(names, head, states, target, reference, temperature)
         desirable = _desirable(batch, apart, preference_labels)
         count = len(desirable)
         if (kl is not None) + (kl_completions is not None) != (self.loss_type == "kto"):
@@ -328,7 +328,8 @@ class UnpairedPreferenceLoss(CompletionLoss):
         :meth:`forward` computes it for ``kl_completions``; to log it, compute it here and pass it as ``kl``.
         """
         head = Head.of(weight, bias, self.transform)
-        batch = self.prepare(CompletionBatch.of(head, kl_completions=kl_completions), ref_weight, ref_bias)
+        completions = as_completions(kl_completions, "kl_completions")
+        batch = self.read(("kl_completions",), head, completions, reference=Reference(None, ref_weight, ref_bias))
         with torch.no_grad():
             ((scored,), _) = self.score(batch)
         return mean_over_processes(scored.logps - scored.ref_logps).clamp(min=0)
@@ -341,7 +342,7 @@ def _desirable(batch: CompletionBatch, apart: bool, marks: Tensor | None) -> Ten
             "the loss needs to know which completions are desirable: give preference_labels=, a bool for each, or "
             "desirable and undesirable completions separately, and not both."
         )
-    counts = [len(labels) for labels in batch.labels]
+    counts = [len(part.labels) for part in batch.parts]
     if marks is None:
         return torch.arange(sum(counts), device=batch.head.weight.device) < counts[0]
     _check_per_completion("preference_labels", marks, counts[0], batch.head)
@@ -418,8 +419,7 @@ class LigerFusedLinearBCOLoss(UnpairedPreferenceLoss):
         shift, batches = self.running_shift.to(rewards.device), self.batches.to(rewards.device)
         if not self.training:
             return shift
-        sums = torch.stack([rewards.sum(), rewards.new_tensor(float(rewards.numel()))])
-        total, count = sum_over_processes(sums)
+        total, count = sum_and_number(rewards)
         # A batch without completions, or with a reward that is not finite, does not count.
         counts = (count > 0) & total.isfinite()
         self.batches = batches + counts

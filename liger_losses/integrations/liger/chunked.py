@@ -109,7 +109,7 @@ def applied(loss: type, names: str, **defaults: Any) -> Callable[..., Any]:
     kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
     signature = inspect.Signature([inspect.Parameter(name, kind, default=None) for name in ours])
     # A temperature that is a number is the constructor's, one per token the call's.
-    of_call = inspect.signature(loss.forward).parameters  # type: ignore[attr-defined]
+    of_call = {*inspect.signature(loss.forward).parameters, *loss.parameters_named}  # type: ignore[attr-defined]
 
     def apply(*arguments: Any, **keywords: Any) -> Any:
         try:

@@ -57,7 +57,7 @@ def wrong_arguments(function: Callable[..., Any], count: int, keywords: Iterable
         return None
     except TypeError as error:
         reason = str(error)
-    names = [each.name for each in parameters if each.kind != each.VAR_KEYWORD]
+    names = [p.name for p in parameters if p.kind != p.VAR_KEYWORD]
     unknown = [name for name in keywords if name not in names] if len(names) == len(parameters) else []
     form, options = ((), ()) if loss is None else (loss.forms[0], loss.option_names)
     if unknown:
@@ -70,8 +70,8 @@ def wrong_arguments(function: Callable[..., Any], count: int, keywords: Iterable
         reason = reason.replace(repr(parameter), repr(name))
     misplaced = [name for name in unknown if name in options]
     if misplaced:
-        given = ", ".join([f"{name}=..." for name in misplaced])
-        reason += f"; options go to the constructor, {loss.__name__}({given})"
+        moved = ", ".join([f"{name}=..." for name in misplaced])
+        reason += f"; options go to the constructor, {loss.__name__}({moved})"
     advice = f"call it as {call_forms(loss)}. Its arguments are {', '.join([*form, *names[len(form) :]])}"
     liger = [name for name in names[: len(form)] if name not in form]
     advice += f", or {', '.join(liger)} as in liger-kernel" if liger else ""
@@ -117,11 +117,10 @@ def typed_as(parameters: Callable[P, Any]) -> Callable[[Callable[..., R]], Calla
     """Decorate a function with ``**options``: for checkers, editors and ``help``, it takes what a dataclass does."""
 
     def decorate(function: Callable[..., R]) -> Callable[P, R]:
-        own = [*inspect.signature(function).parameters.values()][:-1]
-        names, kind = [each.name for each in own], inspect.Parameter.KEYWORD_ONLY
-        others = [each.replace(kind=kind) for each in inspect.signature(parameters).parameters.values()]
-        signature = inspect.Signature([*own, *[each for each in others if each.name not in names]])
-        function.__signature__ = signature  # type: ignore[attr-defined]
+        by_position = [*inspect.signature(function).parameters.values()][:-1]
+        known = {p.name: p.replace(kind=p.KEYWORD_ONLY) for p in inspect.signature(parameters).parameters.values()}
+        known |= {p.name: p for p in by_position}
+        function.__signature__ = inspect.Signature([*known.values()])  # type: ignore[attr-defined]
         return function
 
     return decorate
@@ -155,15 +154,13 @@ def constructor_signature(cls: Any) -> inspect.Signature:
     for base in cls.__mro__[: cls.__mro__.index(nn.Module)]:
         if "__init__" in vars(base):
             named = [*inspect.signature(base.__init__).parameters.values()][1:]
-            kinds = {each.kind for each in named}
-            known = {
-                each.name: each for each in named if each.kind not in (kind.VAR_POSITIONAL, kind.VAR_KEYWORD)
-            } | known
+            kinds = {p.kind for p in named}
+            known = {p.name: p for p in named if p.kind not in (kind.VAR_POSITIONAL, kind.VAR_KEYWORD)} | known
             positions = positions if kind.VAR_POSITIONAL in kinds else ()
             if kind.VAR_KEYWORD not in kinds:
                 return inspect.Signature([*known.values()])
     known = {**known, **{n: p for n, p in options_signature(cls, positions).parameters.items() if n not in known}}
-    return inspect.Signature(sorted(known.values(), key=lambda each: each.kind))
+    return inspect.Signature(sorted(known.values(), key=lambda p: p.kind))
 
 
 def named_options(cls: Any, arguments: Sequence[Any], options: Mapping[str, Any]) -> dict[str, Any]:

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from liger_losses.arguments import check_known, constructor_signature, named_options, options_signature
-from liger_losses.checks import check_fields, check_labels, check_shift, check_tensor, checked_items
+from liger_losses.checks import check_fields, check_labels, check_shift, check_tensor, checked_items, described
 from liger_losses.chunked import EngineOptions, Head, Statistics, linear_statistics, shift_labels
 from liger_losses.chunked.core.agreement import agree
 from liger_losses.chunked.core.entry import loss_operator
@@ -88,17 +88,7 @@ class LossOptions:
 
 def _option(name: str) -> property:
     """An option, which a loss reads from its frozen :attr:`ChunkedLoss.settings`."""
-
-    def read(loss: Any) -> Any:
-        return getattr(loss.settings, name)
-
-    def assign(loss: Any, value: Any) -> None:
-        raise AttributeError(
-            f"{name} is an option, and a loss is frozen: loss.replace({name}=...) returns one with another value. (The "
-            f"constructor of a subclass passes it on, super().__init__({name}=...).)"
-        )
-
-    return property(read, assign)
+    return property(lambda loss: getattr(loss.settings, name))
 
 
 def constructor(
@@ -208,9 +198,9 @@ class ChunkedLoss(nn.Module):
         cls.required_options = frozenset([option.name for option in options if option.default is option.empty])
         cls.option_names = tuple(constructor_signature(cls).parameters)
         parameters = [*inspect.signature(cls.forward).parameters.values()][1:]
-        if any(each.kind is each.VAR_POSITIONAL for each in parameters):
+        if any(parameter.kind is parameter.VAR_POSITIONAL for parameter in parameters):
             return  # it passes them on
-        cls.argument_names = names = tuple([each.name for each in parameters])
+        cls.argument_names = names = tuple([parameter.name for parameter in parameters])
         # Where liger-kernel has the hidden states first, the two come in either order.
         places = (names[1], names[0], *names[2:]) if names[:1] == ("_input",) else names
         documented = {name: parameter for form in cls.forms for name, parameter in zip(form, places, strict=False)}
@@ -237,12 +227,12 @@ class ChunkedLoss(nn.Module):
         """
         options, known = self.options_type.folded(options, self.settings), self.options_type.__dataclass_fields__
         check_known(type(self), options)
-        made = copy.copy(self)
-        made.__setstate__({name: copy.copy(x) if isinstance(x, dict) else x for name, x in vars(self).items()})
-        made._settings = replace(self.settings, **{name: options[name] for name in options if name in known})
+        loss = copy.copy(self)
+        loss.__setstate__({name: copy.copy(x) if isinstance(x, dict) else x for name, x in vars(self).items()})
+        loss._settings = replace(self.settings, **{name: options[name] for name in options if name in known})
         for name in options.keys() - known:  # what the constructor of a subclass names
-            setattr(made, name, options[name])
-        return made
+            setattr(loss, name, options[name])
+        return loss
 
     def extra_repr(self) -> str:
         """The options that differ from the defaults, but for tensors."""
@@ -261,12 +251,17 @@ class ChunkedLoss(nn.Module):
             """The type of :meth:`forward`."""
 
     def __setattr__(self, name: str, value: Any) -> None:
+        if name in self.options_signature.parameters:
+            raise AttributeError(
+                f"{name} is an option, and a loss is frozen: loss.replace({name}=...) returns one with another value. "
+                f"(The constructor of a subclass passes it on, super().__init__({name}=...).)"
+            )
         known = name.startswith("_") or name in self.option_names or hasattr(self, name)
         if "_settings" in self.__dict__ and not known:
-            meant_one = get_close_matches(name, self.option_names, 1, 0.8)
-            if meant_one:
+            similar = get_close_matches(name, self.option_names, 1, 0.8)
+            if similar:
                 raise AttributeError(
-                    f"{type(self).__name__} has no attribute {name!r}: did you mean the option {meant_one[0]!r}? "
+                    f"{type(self).__name__} has no attribute {name!r}: did you mean the option {similar[0]!r}? "
                     "Assign an attribute of a class of your own before super().__init__()."
                 )
         super().__setattr__(name, value)
@@ -279,10 +274,10 @@ class ChunkedLoss(nn.Module):
     @property
     def common_options(self) -> dict[str, Any]:
         """The options that must be equal on all ranks of :attr:`group` and of a vocabulary-parallel head."""
-        own = {*EngineOptions.__match_args__, "compiled"}
+        without_effect = {*EngineOptions.__match_args__, "compiled"}
         plain = (bool, int, float, str, list, tuple, dict, type(None))
         # Not every attribute: a loss may keep what differs from rank to rank, such as the rank itself.
-        names = [name for name in (*self.option_names, "training") if name not in own]
+        names = [name for name in (*self.option_names, "training") if name not in without_effect]
         values = {name: getattr(self, name, self) for name in names}
         return {"loss": type(self).__name__} | {n: value for n, value in values.items() if isinstance(value, plain)}
 
@@ -340,8 +335,8 @@ class ChunkedLoss(nn.Module):
         for number in numbers:
             if number is not None:
                 checked_items(number, device)
-        given = ["not given" if number is None else "given" for number in numbers]
-        agree(self.group, {**self.common_options, "num_items_in_batch": given})
+        items = ["not given" if number is None else "given" for number in numbers]
+        agree(self.group, {**self.common_options, "num_items_in_batch": items})
 
     # With both *_ and **inputs, type checkers let subclasses name the inputs that they read.
     def loss(self, statistics: Statistics, mask: Tensor, *_: Any, **inputs: Any) -> Any:
@@ -375,7 +370,7 @@ class ChunkedLoss(nn.Module):
                 f"{type(self).__name__} defines loss(statistics, mask), which sees only this rank's tokens: leave "
                 "out group=, and sum over the ranks in this method."
             )
-        labels, made, options = self.labels(labels), Head.of(head, bias, self.transform), self.options
+        labels, layer, kind = self.labels(labels), Head.of(head, bias, self.transform), type(self).__name__
         for name, value in inputs.items() if self.shift else ():
             if isinstance(value, Tensor) and value.shape == labels.shape:
                 raise ValueError(
@@ -383,18 +378,18 @@ class ChunkedLoss(nn.Module):
                     "as the value may belong to the label or to the hidden state at its position: shift the labels, "
                     "and what belongs to them, before the call, and leave out shift=."
                 )
-        found = linear_statistics(hidden_states, made, labels, self.statistics, metrics=self.metrics, options=options)
-        kind = type(self).__name__
+        values = linear_statistics(
+            hidden_states, layer, labels, self.statistics, metrics=self.metrics, options=self.options
+        )
         place = f"the statistics that {kind} names, or to its metrics where it needs no gradient"
-        declared: Any = DeclaredStatistics(found, kind, place, self.statistics)
+        declared: Any = DeclaredStatistics(values, kind, place, self.statistics)
         result = self.loss(declared, labels != self.ignore_index, **inputs)
         first = result[0] if isinstance(result, (tuple, list)) and result else result
         whole = isinstance(first, Tensor) and not first.dim() and first.is_floating_point()
         if not (whole or isinstance(first, dict)):
-            got = f"{first.dtype} of shape {list(first.shape)}" if isinstance(first, Tensor) else type(first).__name__
             raise ValueError(
                 f"{kind}.loss must return the loss of all tokens, one floating-point number (0-dim), or a tuple of "
-                f"that and metrics, got {got}; take the sum or the mean over the tokens of the mask."
+                f"that and metrics, got {described(first)}; take the sum or the mean over the tokens of the mask."
             )
         return result
 

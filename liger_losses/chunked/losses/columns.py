@@ -52,8 +52,8 @@ def largest_of(
     states, head = teacher.local_hidden_states, _at(teacher.head, temperature)
     if labels is not None:  # which the teacher's vocabulary may lack
         labels = torch.where(labels == options.ignore_index, labels, 0)
-    found = linear_topk(states, head, k, labels, rest=rest, options=options)
-    return TeacherTopK(found.logps, found.ids, tail, found.rest)
+    largest = linear_topk(states, head, k, labels, rest=rest, options=options)
+    return TeacherTopK(largest.logps, largest.ids, tail, largest.rest)
 
 
 def _at(head: Head, temperature: float | Tensor) -> Head:
@@ -181,5 +181,5 @@ def _logps_of(
         return logits.log_softmax(-1).gather(-1, columns)
     states = teacher.local_hidden_states.flatten(0, -2)[at]
     target = target_of(states, _at(teacher.head, divided), torch.zeros_like(at), selected=columns)
-    (found,) = statistics([target], ("selected_logps",), replace(options, compact=False))
-    return found["selected_logps"]
+    (values,) = statistics([target], ("selected_logps",), replace(options, compact=False))
+    return values["selected_logps"]

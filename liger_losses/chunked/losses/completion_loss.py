@@ -214,7 +214,7 @@ class CompletionBatch:
             return [logps if logps is None else _constant(logps, y != options.ignore_index) for y, logps in pairs]
         with torch.no_grad(), naming_the_reference():
             targets = [part.target(self.ref_head, reference=True) for part in self.parts]
-            targets = [replace(ref, counted=own.counted) for ref, own in zip(targets, policy, strict=False)]
+            targets = [replace(ref, counted=other.counted) for ref, other in zip(targets, policy, strict=False)]
             values = statistics(targets, ("logp",), options)
         return list(self.groups([part["logp"] for part in values]))
 

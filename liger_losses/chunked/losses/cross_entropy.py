@@ -251,28 +251,28 @@ class LigerFusedLinearCrossEntropyLoss(ChunkedLoss, Generic[R]):
         targets, (names, metrics) = [part.counted(o.ignore_index) for part in parts], self._names()
         loss: Any
         if o.reduction == "none":
-            found = statistics(targets, names, self.options, metrics)
-            losses = [part.scale * self._of_tokens(values, part)[0] for values, part in zip(found, parts, strict=True)]
+            read = statistics(targets, names, self.options, metrics)
+            losses = [part.scale * self._of_tokens(values, part)[0] for values, part in zip(read, parts, strict=True)]
             loss = losses if many else losses[0]
         else:
             token_losses = [self._token_loss(part) for part in parts]
-            loss, found = loss_sum(targets, names, token_losses, self.options, metrics)
+            loss, read = loss_sum(targets, names, token_losses, self.options, metrics)
             loss = self.total(loss)
         if many:
-            return loss, self._metrics_of_heads(found, parts)
+            return loss, self._metrics_of_heads(read, parts)
         if not (o.return_z_loss or o.return_token_accuracy or o.return_predicted_tokens):
             return loss
         with torch.no_grad():
-            return CrossEntropyOutput(loss, *self._output(found[0], parts[0], o.reduction == "none"))
+            return CrossEntropyOutput(loss, *self._output(read[0], parts[0], o.reduction == "none"))
 
     @torch.no_grad()
-    def _metrics_of_heads(self, found: list[dict[str, Tensor]], parts: list[_Part]) -> ManyHeadsMetrics:
+    def _metrics_of_heads(self, read: list[dict[str, Tensor]], parts: list[_Part]) -> ManyHeadsMetrics:
         """What a call with several heads returns beside the loss, of the heads without weight too."""
         names, metrics = self._names()
         for k, part in enumerate(parts):
             if part.scale == 0:
-                (found[k],) = statistics([part.target], names, self.options, metrics)
-        heads = [*zip(found, parts, strict=True)]
+                (read[k],) = statistics([part.target], names, self.options, metrics)
+        heads = [*zip(read, parts, strict=True)]
         z_losses, accuracies, predicted = zip(*[self._output(*head, per_token=False) for head in heads], strict=True)
         losses = torch.stack([self.total(self._of_tokens(*head)[0]) for head in heads])
         chosen = [*predicted] if self.return_predicted_tokens else None

@@ -135,6 +135,6 @@ def linear_cross_entropy(
     inputs |= {} if label_weights is None else {"label_weights": label_weights}
     target, options = target_of(hidden_states, head, labels, class_weight=class_weight), EngineOptions(ignore_index)
     if reduction == "none":
-        (found,) = statistics([target], names, options)
-        return torch.where(mask, loss_of_terms(found, per_token, **inputs)[0], 0.0)
+        (values,) = statistics([target], names, options)
+        return torch.where(mask, loss_of_terms(values, per_token, **inputs)[0], 0.0)
     return loss_sum([target], names, [TokenLoss(loss_of_terms, inputs, {"of": per_token})], options)[0]

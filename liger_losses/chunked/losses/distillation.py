@@ -150,8 +150,8 @@ class DistillationLoss(ChunkedLoss):
     @property
     def divergence(self) -> Divergence:
         """The divergence between student and teacher, without a limit."""
-        made: Divergence = self.settings.of_options()
-        return made
+        divergence: Divergence = self.settings.of_options()
+        return divergence
 
     @property
     def common_options(self) -> dict[str, Any]:

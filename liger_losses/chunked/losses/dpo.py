@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import KW_ONLY, dataclass
+from dataclasses import dataclass, fields
 from typing import Any, NamedTuple
 
 import torch
@@ -30,7 +30,7 @@ from liger_losses.chunked.losses.completion_loss import (
     sequence_logps,
     wide_dtype,
 )
-from liger_losses.chunked.losses.pairs import Pairs, PreferenceLoss, PreferenceOptions, smoothed
+from liger_losses.chunked.losses.pairs import PairLogps, Pairs, PreferenceLoss, PreferenceOptions, smoothed
 
 #: Losses that TRL's DPO had, or that are separate classes.
 _OTHERS = {
@@ -83,44 +83,44 @@ class DPOOptions:
             raise ValueError(f"{message}, got {smoothing!r}.")
 
 
-def _exo_pair(pairs: Pairs, margin: Tensor, o: DPOOptions) -> Tensor:
+def _exo_pair(pairs: PairLogps, margin: Tensor, o: DPOOptions) -> Tensor:
     """``KL([s, 1 - s] || [1 - e, e])``, ``s = sigmoid(beta * margin)``: EXO (arXiv:2402.00856, eq. 16)."""
     log_s, log_not_s, e = F.logsigmoid(o.beta * margin), F.logsigmoid(-o.beta * margin), o.label_smoothing
     return log_s.exp() * (log_s - math.log1p(-e)) + log_not_s.exp() * (log_not_s - math.log(e))
 
 
-def _nca_pair(pairs: Pairs, margin: Tensor, o: DPOOptions) -> Tensor:
+def _nca_pair(pairs: PairLogps, margin: Tensor, o: DPOOptions) -> Tensor:
     """``-log s(r_w) - 1/2 log s(-r_w) - 1/2 log s(-r_l)``: NCA (arXiv:2402.05369)."""
     chosen, rejected = o.beta * pairs.chosen_logratios, o.beta * pairs.rejected_logratios
     return -F.logsigmoid(chosen) - 0.5 * F.logsigmoid(-chosen) - 0.5 * F.logsigmoid(-rejected)
 
 
-def _robust(pairs: Pairs, margin: Tensor, o: DPOOptions) -> Tensor:
+def _robust(pairs: PairLogps, margin: Tensor, o: DPOOptions) -> Tensor:
     """Unbiased under a share ``e`` of flipped labels: robust DPO (arXiv:2403.00409)."""
     x, e = o.beta * margin, o.label_smoothing
     return (-(1 - e) * F.logsigmoid(x) + e * F.logsigmoid(-x)) / (1 - 2 * e)
 
 
-def _sppo_hard(pairs: Pairs, margin: Tensor, o: DPOOptions) -> Tensor:
+def _sppo_hard(pairs: PairLogps, margin: Tensor, o: DPOOptions) -> Tensor:
     """``(logratio_w - 1 / (2 beta))^2 + (logratio_l + 1 / (2 beta))^2``: SPPO (arXiv:2405.00675, eq. 4.7, P = 1, 0)."""
     half = 0.5 / o.beta
     return (pairs.chosen_logratios - half).square() + (pairs.rejected_logratios + half).square()
 
 
-def _aot(pairs: Pairs, margin: Tensor, o: DPOOptions) -> Tensor:
+def _aot(pairs: PairLogps, margin: Tensor, o: DPOOptions) -> Tensor:
     """DPO on the batch's sorted margins of policy and reference: AOT, paired (arXiv:2406.05882)."""
     policy = (pairs.chosen_logps - pairs.rejected_logps).sort().values
     reference = (pairs.ref_chosen_logps - pairs.ref_rejected_logps).sort().values
     return smoothed(o.beta * (policy - reference), o.label_smoothing)
 
 
-def _aot_unpaired(pairs: Pairs, margin: Tensor, o: DPOOptions) -> Tensor:
+def _aot_unpaired(pairs: PairLogps, margin: Tensor, o: DPOOptions) -> Tensor:
     """DPO on the batch's sorted log-ratios of chosen and rejected: AOT, unpaired (arXiv:2406.05882)."""
     margin = pairs.chosen_logratios.sort().values - pairs.rejected_logratios.sort().values
     return smoothed(o.beta * margin, o.label_smoothing)
 
 
-def _discopop(pairs: Pairs, margin: Tensor, o: DPOOptions) -> Tensor:
+def _discopop(pairs: PairLogps, margin: Tensor, o: DPOOptions) -> Tensor:
     """``(1 - m) * -log s(x) + m * exp(-x)``, ``m = s(x / tau)``: DiscoPOP (arXiv:2406.08414, eq. 5)."""
     x = o.beta * margin
     # exp(-x) overflows where m vanishes, so their product is computed in the exponent.
@@ -137,13 +137,13 @@ class Variant(NamedTuple):
         sorts: it is a function of the batch's sorted margins: no loss belongs to a single pair.
     """
 
-    loss: Callable[[Pairs, Tensor, DPOOptions], Tensor]
+    loss: Callable[[PairLogps, Tensor, DPOOptions], Tensor]
     of_margin: bool = False
     per_token: bool = False
     sorts: bool = False
 
 
-def _sigmoid(pairs: Pairs, margin: Tensor, o: DPOOptions) -> Tensor:
+def _sigmoid(pairs: PairLogps, margin: Tensor, o: DPOOptions) -> Tensor:
     """``-log s(beta * margin)``: DPO (arXiv:2305.18290, eq. 7), smoothed cDPO; per token, Tulu 3 (arXiv:2411.15124)."""
     return smoothed(o.beta * margin, o.label_smoothing)
 
@@ -195,33 +195,13 @@ F_DIVERGENCES: dict[str, Callable[[Tensor, float], Tensor]] = {
 
 
 @dataclass(frozen=True)
-class _PairsOfLogps:
-    chosen_logps: Tensor
-    rejected_logps: Tensor
-    ref_chosen_logps: Tensor
-    ref_rejected_logps: Tensor
-    _: KW_ONLY
-    chosen_lengths: Tensor | None = None
-    rejected_lengths: Tensor | None = None
-    chosen_nll: Tensor | None = None
-
-
-@dataclass(frozen=True)
-class _DPOArguments(DPOOptions, _PairsOfLogps):
+class _DPOArguments(DPOOptions, PairLogps):
     """What :func:`dpo_loss` takes."""
 
 
 @typed_as(_DPOArguments)
 def dpo_loss(
-    chosen_logps: Tensor,
-    rejected_logps: Tensor,
-    ref_chosen_logps: Tensor,
-    ref_rejected_logps: Tensor,
-    *,
-    chosen_lengths: Tensor | None = None,
-    rejected_lengths: Tensor | None = None,
-    chosen_nll: Tensor | None = None,
-    **options: Any,
+    chosen_logps: Tensor, rejected_logps: Tensor, ref_chosen_logps: Tensor, ref_rejected_logps: Tensor, **others: Any
 ) -> Tensor:
     """DPO or one of its variants, ``[B]``: ``sum_i loss_weights_i * DPO_LOSSES[loss_type_i]``.
 
@@ -240,26 +220,22 @@ def dpo_loss(
     Raises:
         TypeError, ValueError: an option out of its range, or lengths or a likelihood that are missing.
     """
-    o = options_of(DPOOptions, dpo_loss, options)
-    if any(row.per_token for row in o.variants) and (chosen_lengths is None or rejected_lengths is None):
+    optional = {name: others.pop(name) for name in PairLogps.__dataclass_fields__ if name in others}
+    o = options_of(DPOOptions, dpo_loss, others)
+    pairs = PairLogps(chosen_logps, rejected_logps, ref_chosen_logps, ref_rejected_logps, **optional)
+    if any(row.per_token for row in o.variants) and (pairs.chosen_lengths is None or pairs.rejected_lengths is None):
         raise ValueError("'ipo' and 'sigmoid_norm' divide by lengths: give chosen_lengths= and rejected_lengths=.")
-    if "sft" in o.loss_types and chosen_nll is None:
+    if "sft" in o.loss_types and pairs.chosen_nll is None:
         raise ValueError("'sft' is the likelihood of the chosen completions: give chosen_nll=.")
-    check_alike(
-        chosen_logps=chosen_logps,
-        rejected_logps=rejected_logps,
-        ref_chosen_logps=ref_chosen_logps,
-        ref_rejected_logps=ref_rejected_logps,
-    )
-    for name, value in (("chosen_lengths", chosen_lengths), ("rejected_lengths", rejected_lengths)):
-        if value is not None:
-            check_tensor(name, value)
-            check_shape_of(name, value, "chosen_logps", chosen_logps)
-    logps = (chosen_logps, rejected_logps, ref_chosen_logps, ref_rejected_logps)
-    return _losses(Pairs(*logps, chosen_lengths, rejected_lengths, chosen_nll), o)  # type: ignore[arg-type]
+    check_alike(**{field.name: getattr(pairs, field.name) for field in fields(pairs) if not field.kw_only})
+    for name in ("chosen_lengths", "rejected_lengths"):
+        if optional.get(name) is not None:
+            check_tensor(name, optional[name])
+            check_shape_of(name, optional[name], "chosen_logps", chosen_logps)
+    return _losses(pairs, o)
 
 
-def _losses(pairs: Pairs, o: DPOOptions) -> Tensor:
+def _losses(pairs: PairLogps, o: DPOOptions) -> Tensor:
     """:func:`dpo_loss` of checked options."""
     score, alpha = F_DIVERGENCES[o.f_divergence_type], o.f_alpha_divergence_coef
     chosen, rejected = score(pairs.chosen_logratios, alpha), score(pairs.rejected_logratios, alpha)

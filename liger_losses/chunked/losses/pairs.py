@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import KW_ONLY, dataclass, fields
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, NamedTuple, overload
 
 import torch
@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from typing_extensions import TypeVar
 
-from liger_losses.checks import NonNegativeFloat, PositiveFloat, meant
+from liger_losses.checks import NonNegativeFloat, PositiveFloat, described, meant
 from liger_losses.chunked import Head, Statistics
 from liger_losses.chunked.core.entry import loss_operator
 from liger_losses.chunked.core.results import DeclaredStatistics
@@ -63,7 +63,31 @@ def _of_tokens(read: Callable[[Scored], Tensor | None], what: str) -> list[prope
 
 
 @dataclass(frozen=True)
-class Pairs:
+class PairLogps:
+    """The log-probabilities of pairs, of which a preference loss is a function; arguments as in :class:`Pairs`."""
+
+    chosen_logps: Tensor
+    rejected_logps: Tensor
+    ref_chosen_logps: Tensor
+    ref_rejected_logps: Tensor
+    _: KW_ONLY
+    chosen_lengths: Any = None
+    rejected_lengths: Any = None
+    chosen_nll: Any = None
+
+    @property
+    def chosen_logratios(self) -> Tensor:
+        """``log pi(y_w | x) - log pi_ref(y_w | x)``, ``[B]``."""
+        return self.chosen_logps - self.ref_chosen_logps
+
+    @property
+    def rejected_logratios(self) -> Tensor:
+        """``log pi(y_l | x) - log pi_ref(y_l | x)``, ``[B]``."""
+        return self.rejected_logps - self.ref_rejected_logps
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pairs(PairLogps):
     """The arguments of a preference loss.
 
     Losses of tokens read ``chosen_token_logps``, ``ref_chosen_token_logps`` and ``chosen_mask``, all ``[B, T]``, and
@@ -77,28 +101,11 @@ class Pairs:
         sides: what the log-probabilities are sums of, from which the properties of tokens come.
     """
 
-    chosen_logps: Tensor
-    rejected_logps: Tensor
-    ref_chosen_logps: Tensor
-    ref_rejected_logps: Tensor
-    chosen_lengths: Tensor
-    rejected_lengths: Tensor
-    chosen_nll: Tensor
     sides: Sequence[Scored] = ()
 
     def __getattr__(self, name: str) -> Any:
         names = [name for name in dir(Pairs) if not name.startswith("_")] + [field.name for field in fields(self)]
         raise AttributeError(f"pairs have no {name!r}{meant(name, names)}; they have {', '.join(names)}.")
-
-    @property
-    def chosen_logratios(self) -> Tensor:
-        """``log pi(y_w | x) - log pi_ref(y_w | x)``, ``[B]``."""
-        return self.chosen_logps - self.ref_chosen_logps
-
-    @property
-    def rejected_logratios(self) -> Tensor:
-        """``log pi(y_l | x) - log pi_ref(y_l | x)``, ``[B]``."""
-        return self.rejected_logps - self.ref_rejected_logps
 
     chosen_token_logps, rejected_token_logps = _of_tokens(
         lambda side: side.statistics.logp, "each token's log-probability"
@@ -248,9 +255,13 @@ class PreferenceLoss(CompletionLoss, Generic[M]):
             nll_logps = nll_logps.where(same, 0.0) + others
             nll_count = self.total(nll_labels != self.ignore_index).clamp(min=1)
         chosen_nll = -self.total(nll_logps) / nll_count
-        lengths = chosen.lengths, rejected.lengths
-        sums = chosen.logps, rejected.logps, chosen.ref_logps, rejected.ref_logps
-        pairs = Pairs(*sums, *lengths, chosen_nll, sides if self.group is None else ())
+        pairs = Pairs(
+            *(chosen.logps, rejected.logps, chosen.ref_logps, rejected.ref_logps),
+            chosen_lengths=chosen.lengths,
+            rejected_lengths=rejected.lengths,
+            chosen_nll=chosen_nll,
+            sides=sides if self.group is None else (),
+        )
         losses = self._pair_losses(pairs, sides)
         loss = losses.mean() if len(losses) else losses.sum()
         if self.compute_nll_loss:
@@ -275,12 +286,10 @@ class PreferenceLoss(CompletionLoss, Generic[M]):
     def _pair_losses(self, pairs: Pairs, sides: Sequence[Scored]) -> Tensor:
         """:meth:`pair_loss`, checked, times the weights of both sides."""
         losses, kind, shape = self.pair_loss(pairs), type(self).__name__, pairs.chosen_logps.shape
-        is_tensor = isinstance(losses, Tensor)
-        if not (is_tensor and losses.shape == shape and losses.is_floating_point()):
-            got = f"{losses.dtype} of shape {list(losses.shape)}" if is_tensor else type(losses).__name__
+        if not (isinstance(losses, Tensor) and losses.shape == shape and losses.is_floating_point()):
             raise ValueError(
                 f"{kind}.pair_loss must return one loss per pair, floating point {list(shape)}, got "
-                f"{got}; the base class takes the mean over the pairs."
+                f"{described(losses)}; the base class takes the mean over the pairs."
             )
         for side in sides:
             reader, place = f"{kind}.sequence_weight", f"the metrics that {kind} names"

@@ -132,15 +132,15 @@ class PolicyOptions:
             raise ValueError(
                 f"loss_type={self.loss_type!r} needs log_ratio_penalty=, the weight of its squared log-ratios."
             )
-        own = {**self.objective.options, **(self.objective_options or {})}
-        for name, value in own.items():
+        of_objective = {**self.objective.options, **(self.objective_options or {})}
+        for name, value in of_objective.items():
             if value is Parameter.empty:
                 raise TypeError(f"loss_type={self.loss_type!r} needs {name}=, an option of its objective.")
             check_range(name, value, -math.inf, math.inf)
-        defaults = {**_DEFAULTS, **self.mask.bounds, **row.defaults, "objective_options": own or None}
-        given = {name: getattr(self, name) for name in PolicyOptions.__match_args__}
-        values: Any = {name: defaults.get(name) if value is None else value for name, value in given.items()}
-        complete = type(self) is PolicyOptions and values == given
+        defaults = {**_DEFAULTS, **self.mask.bounds, **row.defaults, "objective_options": of_objective or None}
+        options = {name: getattr(self, name) for name in PolicyOptions.__match_args__}
+        values: Any = {name: defaults.get(name) if value is None else value for name, value in options.items()}
+        complete = type(self) is PolicyOptions and values == options
         object.__setattr__(self, "values", self if complete else PolicyOptions(**values))
 
     @classmethod
@@ -149,10 +149,10 @@ class PolicyOptions:
         loss_type = options.get("loss_type", (earlier or cls).loss_type)
         row = LOSS_TYPES.get(loss_type) if isinstance(loss_type, str) else None
         declared = () if row is None else OBJECTIVES[row.objective].options
-        own = {name: options[name] for name in options if name in declared}
+        of_objective = {name: options[name] for name in options if name in declared}
         known = earlier.objective_options if earlier is not None and earlier.loss_type == loss_type else None
-        others = {name: options[name] for name in options if name not in own}
-        return {"objective_options": {**(known or {}), **own} or None, **others}
+        others = {name: options[name] for name in options if name not in of_objective}
+        return {"objective_options": {**(known or {}), **of_objective} or None, **others}
 
     @property
     def row(self) -> LossType:

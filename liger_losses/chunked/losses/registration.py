@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from liger_losses.checks import check_names, check_new
+from liger_losses.checks import check_names, check_new, described
 from liger_losses.chunked.losses import policy_estimates, policy_objectives, policy_tables
 from liger_losses.chunked.losses.policy import GRPOOptions
 from liger_losses.chunked.losses.policy_tables import LossType, Objective, PolicyOptions
@@ -73,9 +73,9 @@ def register_objective(
     check_names([level], policy_tables.RATIOS, "level")
     check_names([mask], policy_tables.MASKS, "mask")
     options = {
-        each.name: each.default
-        for each in inspect.signature(value).parameters.values()
-        if type(each.default) in (int, float) or (each.default is each.empty and each.kind is each.KEYWORD_ONLY)
+        p.name: p.default
+        for p in inspect.signature(value).parameters.values()
+        if type(p.default) in (int, float) or (p.default is p.empty and p.kind is p.KEYWORD_ONLY)
     }
     taken = sorted({*options} & {*GRPOOptions.__dataclass_fields__})
     if taken:
@@ -86,20 +86,21 @@ def register_objective(
         _check_objective(name, coupled or level != "token", options)
 
 
-def _check_objective(name: str, coupled: bool, own: Mapping[str, Any]) -> None:
+def _check_objective(name: str, coupled: bool, defaults: Mapping[str, Any]) -> None:
     g = torch.Generator().manual_seed(0)
     logps, old = (-torch.rand(_B, _T, generator=g, dtype=torch.float64) * 3 - 0.1 for _ in range(2))
     mask = torch.arange(_T) < torch.tensor([_T, 2, 3, 1])[:, None]
     advantages = torch.randn(_B, generator=g, dtype=torch.float64)
-    own_values = {option: 0.5 if value is Parameter.empty else value for option, value in own.items()}
-    options = PolicyOptions(loss_type=name, beta=0.0, max_completion_length=_T, objective_options=own_values)
+    values = {option: 0.5 if value is Parameter.empty else value for option, value in defaults.items()}
+    options = PolicyOptions(loss_type=name, beta=0.0, max_completion_length=_T, objective_options=values)
     leaf = torch.where(mask, logps, 0.0).requires_grad_()
     tensors: Any = {"old_logps": old, "sampling_logps": old, "prompts": torch.arange(_B) // 2}
     inputs = policy_objectives.PolicyInputs(options, policy_objectives.PolicyTensors(advantages, mask, **tensors))
     terms = policy_objectives.coupled_terms(leaf, inputs)
     if not isinstance(terms, Tensor) or terms.shape not in ((_B, _T), (_B, 1)):
-        got = tuple(terms.shape) if isinstance(terms, Tensor) else type(terms).__name__
-        raise ValueError(f"the objective {name!r} must return a value for each token, [{_B}, {_T}], got {got}.")
+        raise ValueError(
+            f"the objective {name!r} must return a value for each token, [{_B}, {_T}], got {described(terms)}."
+        )
     terms = torch.where(mask, terms, 0.0)
     _check_finite(f"the objective {name!r}", terms)
     if not terms.requires_grad:
@@ -164,26 +165,24 @@ def register_divergence(
     if variadic or not 2 <= len(parameters) <= 5:
         raise TypeError(f"terms must take log_p, log_q and up to three parameters, got {of_terms}.")
     signature = inspect.Signature(parameters[2:])
-    names = [parameter.name for parameter in parameters[2:] if parameter.kind is parameter.KEYWORD_ONLY]
-    total, count = len(parameters) - 2, len(parameters) - 2 - len(names)
 
     @functools.wraps(terms)
     def with_parameters(log_p: Tensor, log_q: Tensor, a: float, b: float, c: float) -> tuple[Tensor, Tensor]:
-        by_position, by_name = (a, b, c)[:count], dict(zip(names, (a, b, c)[count:total], strict=True))
-        found = terms(log_p, log_q, *by_position, **by_name)
-        if isinstance(found, tuple):
-            return found
+        named = dict(zip(signature.parameters, (a, b, c), strict=False))
+        result = terms(log_p, log_q, **named)
+        if isinstance(result, tuple):
+            return result
         if log_p.is_complex():
             raise TypeError(f"the divergence {name!r} must return (f, h) for smooth=True.")
         with torch.enable_grad():
             leaf = log_p.detach().requires_grad_()
-            summed = terms(leaf, log_q, *by_position, **by_name).sum()
+            summed = terms(leaf, log_q, **named).sum()
             if not summed.requires_grad:
                 raise ValueError(
                     f"the divergence {name!r} must be torch code that autograd differentiates, or return (f, h)."
                 )
             (h,) = torch.autograd.grad(summed, leaf)
-        return found, h
+        return result, h
 
     def make(*values: float, **named: float) -> Divergence:
         """The divergence of these parameters."""

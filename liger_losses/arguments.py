@@ -168,7 +168,7 @@ def named_options(cls: Any, arguments: Sequence[Any], options: Mapping[str, Any]
     belongs to the call."""
     options, positions, signature = cls.options_type.folded(options), cls.positions, cls.options_signature
     check_known(cls, options, signature.parameters)
-    named = dict(zip(positions, arguments, strict=False)) | options
+    named = {**dict(zip(positions, arguments, strict=False)), **options}
     if len(named) < len(arguments) + len(options) or not cls.required_options <= named.keys():
         try:
             signature.bind(*arguments, **options)

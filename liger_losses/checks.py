@@ -341,6 +341,15 @@ def check_shape_of(name: str, value: Tensor, of: str, values: Tensor) -> None:
         check_same_device(name, value, of, values.device)
 
 
+def check_shaped(name: str, value: Any, of: str, device: torch.device, *shapes: Sequence[int]) -> None:
+    """Raise TypeError or ValueError unless this is a tensor of one of these shapes, ``of`` something on this device."""
+    check_tensor(name, value)
+    if tuple(value.shape) not in [tuple(shape) for shape in shapes]:
+        expected = " or ".join([f"{list(shape)}" for shape in shapes])
+        raise ValueError(f"{name} must be {expected}, as {of}, got {list(value.shape)}.")
+    check_same_device(name, value, of, device)
+
+
 def checked_items(value: Any, device: torch.device) -> Tensor:
     """``num_items_in_batch`` as a 0-dim fp32 tensor; TypeError or ValueError unless it is one number, at least 0."""
     name = "num_items_in_batch"

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from liger_losses.checks import check_alike, check_device, check_shape_of, check_temperature, check_tensor, checked_mask
+from liger_losses.checks import check_alike, check_shape_of, check_shaped, check_tensor, checked_mask
 from liger_losses.chunked import EngineOptions, Head, Statistics
 from liger_losses.chunked.core.agreement import agree
 from liger_losses.chunked.core.compiled import statistics
@@ -107,8 +107,11 @@ class Completions:
 
     def target(self, head: Head, reference: bool = False) -> Target:
         """A target of the policy's hidden states, or of the reference's, with a head."""
-        temperature: dict[str, Any] = {} if self.temperature is None else {"temperature": self.temperature}
-        return target_of(self.ref_hidden_states if reference else self.hidden_states, head, self.labels, **temperature)
+        fields: dict[str, Any] = {} if self.temperature is None else {"temperature": self.temperature}
+        of_head = head.transform.temperature
+        if fields and (isinstance(of_head, Tensor) or of_head != 1.0):
+            raise ValueError("temperature was given twice: with the completions, and by a head; leave one out.")
+        return target_of(self.ref_hidden_states if reference else self.hidden_states, head, self.labels, **fields)
 
 
 def as_completions(value: Any, which: str) -> Completions:
@@ -231,14 +234,10 @@ class CompletionBatch:
                 continue
             if hidden is not None:
                 raise ValueError(f"the {which} completions have both ref_hidden_states and ref_logps; give one.")
-            name = f"ref_logps of the {which} completions"
-            check_tensor(name, logps)
+            name, device = f"ref_logps of the {which} completions", self.head.weight.device
+            check_shaped(name, logps, "sequences or tokens", device, labels.shape[:1], labels.shape)
             if not logps.is_floating_point():
                 raise TypeError(f"{name} must be floating point, got {logps.dtype}.")
-            if logps.shape not in (labels.shape[:1], labels.shape):
-                expected = f"[{labels.shape[0]}] (one per sequence) or {tuple(labels.shape)} (one per token)"
-                raise ValueError(f"{name} must be {expected}, got {tuple(logps.shape)}.")
-            check_device(self.head.weight, **{name: logps})
         if hidden is not None and self.ref_head is None:
             raise ValueError(
                 "there are hidden states of a reference, but no ref_weight= to project them; pass the policy's weight "
@@ -377,13 +376,8 @@ class CompletionLoss(ChunkedLoss):
         batch = CompletionBatch(names, head, parts, logps, ref_head)
         batch.check_reference(self.needs_reference, self.reference_forms)
         for part in parts:
-            if part.temperature is None:
-                continue
-            self.check_one_temperature(part.temperature)
-            check_temperature(part.temperature, part.labels.device, [part.labels.shape])
-            of_heads = [1.0 if head is None else head.transform.temperature for head in (batch.head, ref_head)]
-            if any(isinstance(value, Tensor) or value != 1.0 for value in of_heads):
-                raise ValueError("temperature was given twice: with the completions, and by a head; leave one out.")
+            if part.temperature is not None:
+                self.check_one_temperature(part.temperature)
         return batch
 
     def token_weights(self, masks: Sequence[Tensor]) -> Sequence[Tensor | None]:
@@ -421,18 +415,14 @@ class CompletionLoss(ChunkedLoss):
 
     def _scored(self, values: Statistics, mask: Tensor, weights: Tensor | None, ref_logps: Tensor | None) -> Scored:
         """The sums over each completion's tokens, over the group's ranks too."""
-        of_tokens = ref_logps is not None and ref_logps.dim() == 2
-        ref_token_logps = ref_logps if of_tokens else torch.zeros_like(values.logp) if ref_logps is None else None
-        sums = [_sums_over_tokens(values.logp, weights), mask.sum(-1)]
+        ref_logps = torch.zeros_like(values.logp) if ref_logps is None else ref_logps
+        sums, of_tokens = [_sums_over_tokens(values.logp, weights), mask.sum(-1)], ref_logps.dim() == 2
         if values.mean_logit is not None:
             sums.append(values.mean_logit.sum(-1))
-        if ref_logps is not None and of_tokens:
+        if of_tokens:
             sums.append(_sums_over_tokens(ref_logps, weights))
         logps, lengths, *others = sum_over_group(self.group, *sums)
-        logits = None if values.mean_logit is None else others.pop(0)
         divisor = lengths.clamp(min=1) if self.settings.averages else 1
-        if ref_logps is None:
-            ref_logps = torch.zeros_like(logps)
-        elif of_tokens:
-            ref_logps = others[0] / divisor
-        return Scored(values, mask, logps / divisor, ref_logps, ref_token_logps, lengths, logits)
+        of_reference, ref_token_logps = (others[-1] / divisor, ref_logps) if of_tokens else (ref_logps, None)
+        logits = None if values.mean_logit is None else others[0]
+        return Scored(values, mask, logps / divisor, of_reference, ref_token_logps, lengths, logits)

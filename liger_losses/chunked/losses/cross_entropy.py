@@ -16,9 +16,9 @@ from liger_losses.checks import (
     LISTS,
     NonNegativeFloat,
     UnitFloat,
-    check_device,
     check_names,
     check_range,
+    check_shaped,
     check_tensor,
     check_vector,
     checked_items,
@@ -33,7 +33,7 @@ from liger_losses.chunked.losses.base import AnyHead, ChunkedLoss, LossOptions, 
 from liger_losses.chunked.losses.cross_entropy_terms import TokenTerms, loss_of_terms
 
 if TYPE_CHECKING:
-    from typing_extensions import Unpack
+    from typing_extensions import Self, Unpack
 
 
 class CrossEntropyOutput(NamedTuple):
@@ -166,16 +166,18 @@ class LigerFusedLinearCrossEntropyLoss(ChunkedLoss, Generic[R]):
     @constructor(CrossEntropyOptions)  # type: ignore[misc]
     def __init__(self, ce_weight: Tensor | None = None, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
-        self.register_buffer("ce_weight", None, persistent=False)
-        self.ce_weight = ce_weight
+        self._check_class_weights(ce_weight)
+        self.register_buffer("ce_weight", ce_weight, persistent=False)
 
-    def __setattr__(self, name: str, value: Any) -> None:
-        # As any buffer, it may be assigned: DataParallel does.
-        if name == "ce_weight" and value is not None:
-            if not isinstance(value, Tensor) or value.dim() > 1:
-                check_no_input(type(self), name, value)
-            check_tensor(name, value)
-        super().__setattr__(name, value)
+    def replace(self, **options: Any) -> Self:
+        self._check_class_weights(options.get("ce_weight"))
+        return super().replace(**options)
+
+    def _check_class_weights(self, weights: Any) -> None:
+        if weights is not None:
+            if not isinstance(weights, Tensor) or weights.dim() > 1:
+                check_no_input(type(self), "ce_weight", weights)
+            check_tensor("ce_weight", weights)
 
     @property
     def spans_ranks(self) -> bool:
@@ -258,25 +260,18 @@ class LigerFusedLinearCrossEntropyLoss(ChunkedLoss, Generic[R]):
             token_losses = [self._token_loss(part) for part in parts]
             loss, read = loss_sum(targets, names, token_losses, self.options, metrics)
             loss = self.total(loss)
-        if many:
-            return loss, self._metrics_of_heads(read, parts)
-        if not (o.return_z_loss or o.return_token_accuracy or o.return_predicted_tokens):
+        if not (many or o.return_z_loss or o.return_token_accuracy or o.return_predicted_tokens):
             return loss
         with torch.no_grad():
-            return CrossEntropyOutput(loss, *self._output(read[0], parts[0], o.reduction == "none"))
-
-    @torch.no_grad()
-    def _metrics_of_heads(self, read: list[dict[str, Tensor]], parts: list[_Part]) -> ManyHeadsMetrics:
-        """What a call with several heads returns beside the loss, of the heads without weight too."""
-        names, metrics = self._names()
-        for k, part in enumerate(parts):
-            if part.scale == 0:
-                (read[k],) = statistics([part.target], names, self.options, metrics)
-        heads = [*zip(read, parts, strict=True)]
-        z_losses, accuracies, predicted = zip(*[self._output(*head, per_token=False) for head in heads], strict=True)
-        losses = torch.stack([self.total(self._of_tokens(*head)[0]) for head in heads])
-        chosen = [*predicted] if self.return_predicted_tokens else None
-        return ManyHeadsMetrics(losses, _stacked(z_losses), _stacked(accuracies), chosen)
+            if not many:
+                return self._output(read[0], parts[0], loss)
+            for k, part in enumerate(parts):
+                if part.scale == 0:
+                    (read[k],) = statistics([part.target], names, self.options, metrics)
+            outputs = [self._output(values, part) for values, part in zip(read, parts, strict=True)]
+            columns: Any = [None if column[0] is None else [*column] for column in zip(*outputs, strict=True)]
+            losses, z_losses, accuracies = [column and torch.stack(column) for column in columns[:3]]
+            return loss, ManyHeadsMetrics(losses, z_losses, accuracies, columns[3])
 
     def _part(self, target: Target, items: Any, token_weights: Tensor | None, positions: int, scale: float) -> _Part:
         """What one head predicts, once the class weights, the number of items and the token weights fit it."""
@@ -290,13 +285,9 @@ class LigerFusedLinearCrossEntropyLoss(ChunkedLoss, Generic[R]):
                 )
             items = checked_items(items, labels.device)
         if token_weights is not None:
-            check_tensor("token_weights", token_weights)
-            if token_weights.shape != labels.shape or token_weights.is_complex():
-                raise ValueError(
-                    f"token_weights must have one real number per label, {tuple(labels.shape)}, got "
-                    f"{token_weights.dtype} of shape {tuple(token_weights.shape)}."
-                )
-            check_device(target.hidden, token_weights=token_weights)
+            check_shaped("token_weights", token_weights, "labels", labels.device, labels.shape)
+            if token_weights.is_complex():
+                raise TypeError(f"token_weights must be one real number per label, got {token_weights.dtype}.")
             token_weights = token_weights.detach()
             if positions:
                 token_weights = shift_labels(token_weights, 0, int(positions))
@@ -324,18 +315,19 @@ class LigerFusedLinearCrossEntropyLoss(ChunkedLoss, Generic[R]):
         ce, z, _ = self._per_token.terms(values, **part.inputs)
         return torch.where(part.mask, ce + z, 0.0), torch.where(part.mask, z, 0.0)
 
-    def _output(self, values: Mapping[str, Tensor], part: _Part, per_token: bool) -> tuple[Tensor | None, ...]:
-        """z-loss, token accuracy and predicted tokens of a part; ``None`` for what was not asked for."""
-        z_loss = accuracy = predicted = None
-        if self.return_z_loss:
-            _, z = self._of_tokens(values, part)
-            z_loss = z if per_token else self.total(z)
+    def _output(self, values: Mapping[str, Tensor], part: _Part, loss: Tensor | None = None) -> CrossEntropyOutput:
+        """The results of a part, per token where the only head's ``loss`` is; ``None`` for those not asked for."""
+        per_token, z_loss, accuracy, predicted = loss is not None and self.reduction == "none", None, None, None
+        if loss is None or self.return_z_loss:
+            of_tokens, z_loss = self._of_tokens(values, part)
+            loss = self.total(of_tokens) if loss is None else loss
+            z_loss = z_loss if per_token else self.total(z_loss)
         if self.return_token_accuracy:
-            accuracy = ((values["argmax"] == part.target.labels) & part.mask).float()
-            accuracy = accuracy if per_token else self.total(accuracy) / self.total(part.mask).clamp(min=1)
+            correct = ((values["argmax"] == part.target.labels) & part.mask).float()
+            accuracy = correct if per_token else self.total(correct) / self.total(part.mask).clamp(min=1)
         if self.return_predicted_tokens:
             predicted = torch.where(part.mask, values["argmax"], -1)
-        return z_loss, accuracy, predicted
+        return CrossEntropyOutput(loss, z_loss if self.return_z_loss else None, accuracy, predicted)
 
     def _names(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
         """The statistics that the loss reads, and further ones."""
@@ -360,9 +352,3 @@ class LigerFusedLinearCrossEntropyLoss(ChunkedLoss, Generic[R]):
             totals.insert(0, (weights * inputs["label_weights"].to(weights.dtype)).sum())
         sums = [self.total(total) for total in totals]
         return tuple([total.masked_fill(total == 0, 1.0) for total in sums])
-
-
-def _stacked(of_heads: Sequence[Tensor | None]) -> Tensor | None:
-    """``[K]`` of one number for each head, ``None`` where they were not asked for."""
-    values = [value for value in of_heads if value is not None]
-    return torch.stack(values) if values else None

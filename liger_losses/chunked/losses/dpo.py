@@ -240,8 +240,7 @@ def _losses(pairs: PairLogps, o: DPOOptions) -> Tensor:
     score, alpha = F_DIVERGENCES[o.f_divergence_type], o.f_alpha_divergence_coef
     chosen, rejected = score(pairs.chosen_logratios, alpha), score(pairs.rejected_logratios, alpha)
     terms = []
-    for name in o.loss_types:
-        row = DPO_LOSSES[name]
+    for row in o.variants:
         if row.per_token:
             margin = chosen / pairs.chosen_lengths.clamp(min=1) - rejected / pairs.rejected_lengths.clamp(min=1)
         else:

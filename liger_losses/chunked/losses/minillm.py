@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from liger_losses.checks import UnitFloat, check_alike, check_range, check_shape_of, check_tensor, checked_mask
+from liger_losses.checks import UnitFloat, check_alike, check_range, check_shaped, checked_mask
 from liger_losses.chunked import Head, Teacher, linear_divergence_loss
 from liger_losses.chunked.core.compiled import statistics
 from liger_losses.chunked.core.entry import loss_operator
@@ -98,8 +98,7 @@ class LigerFusedLinearMiniLLMLoss(ChunkedLoss):
         student = Head.of(head, bias, self.transform)
         teacher.check(labels.shape, student)
         if old_logps is not None:
-            check_tensor("old_logps", old_logps)
-            check_shape_of("old_logps", old_logps, "labels", labels)
+            check_shaped("old_logps", old_logps, "labels", labels.device, labels.shape)
         mask = labels != self.ignore_index
         with torch.no_grad():
             logps, taught = (

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from typing_extensions import TypeVar
 
-from liger_losses.checks import NonNegativeFloat, PositiveFloat, described, meant
+from liger_losses.checks import NonNegativeFloat, PositiveFloat, check_shaped, described, meant
 from liger_losses.chunked import Head, Statistics
 from liger_losses.chunked.core.entry import loss_operator
 from liger_losses.chunked.core.results import DeclaredStatistics
@@ -276,11 +276,7 @@ class PreferenceLoss(CompletionLoss, Generic[M]):
         """The labels of the likelihood, in the shape of the chosen completions' labels."""
         labels = self.labels(nll_target)
         labels = labels[None] if labels.dim() == 1 else labels[: chosen.shape[0]]
-        if labels.shape != chosen.shape:
-            raise ValueError(
-                f"nll_target must have the shape of the chosen labels, {tuple(chosen.shape)}, "
-                f"got {tuple(nll_target.shape)}."
-            )
+        check_shaped("nll_target", labels, "the chosen labels", chosen.device, chosen.shape)
         return labels
 
     def _pair_losses(self, pairs: Pairs, sides: Sequence[Scored]) -> Tensor:

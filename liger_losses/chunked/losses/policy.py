@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.compiler import is_dynamo_compiling
 
 from liger_losses.caller import warn
-from liger_losses.checks import check_device, check_range, check_tensor
+from liger_losses.checks import check_device, check_range, check_shaped, check_tensor
 from liger_losses.chunked import Head, TokenSupport
 from liger_losses.chunked.core.compiled import in_graphs, loss_sum, statistics
 from liger_losses.chunked.core.entry import loss_operator
@@ -274,15 +274,13 @@ class LigerFusedLinearGRPOLoss(CompletionLoss):
         """The labels, if everything fits."""
         check_tensor("hidden_states", hidden, allow_dtensor=True)
         check_tensor("labels", labels)
-        check_tensor("mask", mask)
         if labels.dim() != 2 or labels.shape != hidden.shape[:-1]:
             raise ValueError(
                 "labels must be [batch, tokens], one row per completion, and labels must have one entry per hidden "
                 f"state: got {tuple(labels.shape)} for hidden states {tuple(hidden.shape)}."
             )
-        if mask.shape != labels.shape:
-            raise ValueError(f"mask must be {list(labels.shape)}, as labels, got {list(mask.shape)}.")
-        check_device(head.weight, labels=labels, mask=mask)
+        check_shaped("mask", mask, "labels", labels.device, labels.shape)
+        check_device(head.weight, labels=labels)
         # ignore_index is no token, whatever the mask says.
         return torch.where(mask if mask.dtype == torch.bool else mask != 0, labels, self.ignore_index)
 

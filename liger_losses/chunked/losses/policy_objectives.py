@@ -21,11 +21,10 @@ from liger_losses.checks import (
     check_alike,
     check_group,
     check_range,
-    check_same_device,
+    check_shaped,
     check_tensor,
     checked_items,
     checked_mask,
-    described,
 )
 from liger_losses.chunked.core.agreement import agree
 from liger_losses.chunked.losses.batches import gather_over_processes, sum_over_processes, world_size
@@ -57,14 +56,11 @@ class PolicyTensors:
 
         Raises TypeError or ValueError for others; errors call it ``name``.
         """
-        value, shape = getattr(self, argument), tuple(self.mask.shape)
+        value, shape = getattr(self, argument), self.mask.shape
         if value is None:
             return None
-        check_tensor(name, value)
-        if value.shape != shape and not (column and value.shape in (shape[:1], (shape[0], 1))):
-            allowed = f"[{shape[0]}], [{shape[0]}, 1] or {list(shape)}" if column else f"{list(shape)}"
-            raise ValueError(f"{name} must be {allowed}, as the completions, got {list(value.shape)}.")
-        check_same_device(name, value, "the completions", self.mask.device)
+        columns = (shape[:1], (shape[0], 1)) if column else ()
+        check_shaped(name, value, "the completions", self.mask.device, *columns, shape)
         if value.is_complex() or (not column and not value.is_floating_point()):
             raise TypeError(f"{name} must be floating point, got {value.dtype}.")
         value = value[:, None] if column and value.dim() == 1 else value
@@ -85,12 +81,9 @@ class PolicyTensors:
             if o.row_normalizer == "prompt_mean" or o.objective.of_prompts:
                 raise ValueError(f"{loss}, normalizer={o.row_normalizer!r} needs prompts=, int64 [B].")
             return
-        check_tensor("prompts", prompts)
-        if prompts.shape != self.mask.shape[:1] or prompts.is_floating_point():
-            raise ValueError(
-                f"prompts must be integers [{len(self.mask)}], which prompt each completion answers, got "
-                f"{described(prompts)}."
-            )
+        check_shaped("prompts", prompts, "the completions", self.mask.device, self.mask.shape[:1])
+        if prompts.is_floating_point():
+            raise ValueError(f"prompts must be integers, which prompt each completion answers, got {prompts.dtype}.")
 
 
 class PolicyInputs:
@@ -114,12 +107,7 @@ class PolicyInputs:
         common_options: Mapping[str, Any] | None = None,
         names: Mapping[str, str] = MappingProxyType({}),
     ) -> None:
-        mask, group, number, normalizer = (
-            tensors.mask,
-            tensors.group,
-            tensors.num_items_in_batch,
-            options.row_normalizer,
-        )
+        mask, group, number = tensors.mask, tensors.group, tensors.num_items_in_batch
         tensors.check(options)
 
         def masked(argument: str, column: bool = False) -> Any:
@@ -146,11 +134,11 @@ class PolicyInputs:
         self.own_lengths, self.lengths = lengths, lengths.clamp(min=1)
         self.tokens = self.items = lengths.sum()
         self.counted = self.tokens.clamp(min=1)
-        if normalizer == "items":  # only losses that divide by it synchronize all processes
+        if options.row_normalizer == "items":  # only losses that divide by it synchronize all processes
             ranks = copies * (1 if group is None else dist.get_world_size(group))
             alone = number is None and ranks == world_size() == 1
             self.items = self.counted if alone else _items(mask, number, copies, ranks)
-        self.weights = mask.float() / NORMALIZERS[normalizer](self)
+        self.weights = mask.float() / NORMALIZERS[options.row_normalizer](self)
 
     def of_tokens(self) -> dict[str, Tensor]:
         """What the terms of tokens read, by the names of :func:`policy_terms`."""

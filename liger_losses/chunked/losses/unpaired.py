@@ -20,10 +20,10 @@ from liger_losses.checks import (
     PositiveFloat,
     as_tensor,
     check_alike,
-    check_device,
     check_names,
     check_number,
     check_shape_of,
+    check_shaped,
     check_tensor,
     checked_mask,
 )
@@ -81,10 +81,7 @@ def unpaired_loss(
     """
     check_names([loss_type], LOSSES, "loss_type")
     check_alike(rewards=rewards)
-    check_tensor("desirable", desirable)
-    if desirable.dtype != torch.bool:  # of integers, -1 may mark the others
-        what = "compare your labels with the value that marks desirable completions"
-        raise TypeError(f"desirable must be bool, got {desirable.dtype}; {what}.")
+    _check_marks("desirable", desirable)
     desirable = checked_mask("desirable", desirable, "rewards", rewards)
     check_number("desirable_weight", desirable_weight, 0.0, math.inf)
     check_number("undesirable_weight", undesirable_weight, 0.0, math.inf)
@@ -111,12 +108,17 @@ def kto_loss(
         kl: estimate of the policy's KL divergence from the reference, at least 0, constant; 0 gives unpaired APO-zero.
         desirable, desirable_weight, undesirable_weight: as in :func:`unpaired_loss`, which also describes the result.
     """
-    check_alike(logps=logps, ref_logps=ref_logps)
-    check_number("beta", beta, 0.0, math.inf, open_low=True)
     check_number("kl", kl, 0.0, math.inf)
-    rewards = beta * (logps - ref_logps)
+    rewards = _rewards(logps, ref_logps, beta)
     weights = {"desirable_weight": desirable_weight, "undesirable_weight": undesirable_weight}
     return unpaired_loss(rewards, desirable, beta * kl, loss_type="kto", **weights)
+
+
+def _rewards(logps: Tensor, ref_logps: Tensor, beta: float) -> Tensor:
+    """``beta (logp - ref)``, checked."""
+    check_alike(logps=logps, ref_logps=ref_logps)
+    check_number("beta", beta, 0.0, math.inf, open_low=True)
+    return beta * (logps - ref_logps)
 
 
 def bco_loss(
@@ -126,9 +128,7 @@ def bco_loss(
 
     Arguments and result as in :func:`kto_loss`; ``shift`` is the running mean of the rewards, constant.
     """
-    check_alike(logps=logps, ref_logps=ref_logps)
-    check_number("beta", beta, 0.0, math.inf, open_low=True)
-    return unpaired_loss(beta * (logps - ref_logps), desirable, shift, loss_type="bco")
+    return unpaired_loss(_rewards(logps, ref_logps, beta), desirable, shift, loss_type="bco")
 
 
 class UnpairedMetrics(NamedTuple):
@@ -289,7 +289,7 @@ class UnpairedPreferenceLoss(CompletionLoss):
                 f"loss types have no divergence term; this is {self.loss_type!r}."
             )
         if sample_weights is not None:
-            _check_per_completion("sample_weights", sample_weights, count, head)
+            check_shaped("sample_weights", sample_weights, "the completions", head.weight.device, [count])
         if kl_completions is not None:
             ref_head = (ref_weight, ref_bias) if batch.ref_head is None else (batch.ref_head, None)
             kl = self.divergence(head, kl_completions, None, *ref_head)
@@ -345,21 +345,19 @@ def _desirable(batch: CompletionBatch, apart: bool, marks: Tensor | None) -> Ten
     counts = [len(part.labels) for part in batch.parts]
     if marks is None:
         return torch.arange(sum(counts), device=batch.head.weight.device) < counts[0]
-    _check_per_completion("preference_labels", marks, counts[0], batch.head)
-    if marks.dtype != torch.bool:
-        raise TypeError(
-            f"preference_labels must be bool, true for desirable completions, got {marks.dtype}; pass "
-            "preference_labels == value, for the value that means desirable."
-        )
+    check_shaped("preference_labels", marks, "the completions", batch.head.weight.device, counts)
+    _check_marks("preference_labels", marks)
     return marks
 
 
-def _check_per_completion(name: str, value: Any, count: int, head: Head) -> None:
-    """Raise TypeError or ValueError unless this is a tensor ``[count]`` on the head's device."""
-    check_tensor(name, value)
-    if value.shape != (count,):
-        raise ValueError(f"{name} must be [{count}], one per completion, got {tuple(value.shape)}.")
-    check_device(head.weight, **{name: value})
+def _check_marks(name: str, marks: Any) -> None:
+    """Raise TypeError unless this is a tensor of bools: of integers, -1 may mark undesirable completions."""
+    check_tensor(name, marks)
+    if marks.dtype != torch.bool:
+        raise TypeError(
+            f"{name} must be bool, true for desirable completions, got {marks.dtype}; pass {name} == value, for the "
+            "value that means desirable."
+        )
 
 
 class LigerFusedLinearKTOLoss(UnpairedPreferenceLoss):

@@ -40,7 +40,7 @@ MUTANTS: dict[str, list[tuple[str, str, str, str]]] = {
         ("chunked.losses.base", "ChunkedLoss.each_labels", "if positions else", "if False else"),
     ],
     f"{GOLDEN} -k 'PO or KTO or BCO'": [
-        ("chunked.losses.completion_loss", "CompletionLoss._scored", "sums[0] / divisor", "sums[0] * divisor"),
+        ("chunked.losses.completion_loss", "CompletionLoss._scored", "logps / divisor", "logps * divisor"),
         ("chunked.losses.reference_free", "_log_odds", "logps - torch.log", "logps + torch.log"),
         ("chunked.losses.reference_free", "alphapo_reward", ") / a\n", ") * a\n"),
         ("chunked.losses.unpaired", "unpaired_loss", "rewards - shift", "rewards + shift"),
@@ -68,7 +68,7 @@ MUTANTS: dict[str, list[tuple[str, str, str, str]]] = {
         ("kernels.logit_transform", "LogitTransform.chain_", "if self.softcap is not None", "if False"),
     ],
     f"{GOLDEN} -k 'KL or JSD or AlphaBeta or linear'": [
-        ("chunked.losses.distillation", "DistillationLoss.forward", "t**2", "t**3"),
+        ("chunked.losses.distillation", "DistillationLoss.forward", "divisor**2", "divisor**3"),
         ("chunked.losses.softmax_divergences", "distribution", "(-total.clamp(max", "(total.clamp(max"),
         ("kernels.divergence_forms", "_reverse_kl", "- p", "+ p"),
         ("kernels.divergence_forms", "_alpha_beta", "p_s - both", "p_s + both"),

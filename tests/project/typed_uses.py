@@ -61,6 +61,8 @@ def losses(head: Tensor, hidden: Tensor, labels: Tensor, chosen: Completions, te
     )
     policy = LigerFusedLinearGRPOLoss(loss_type="dapo", beta=0.0)
     assert_type(policy(hidden, head, labels, labels, hidden), tuple[Tensor, PolicyMetrics | PolicyMetricsWithoutKL])
+    policy(head, hidden, labels, labels, hidden, None, "ref_per_token_logps")  # type: ignore[arg-type]
+    LigerFusedLinearJSDLoss(beta=0.5)(hidden, head, hidden, head, labels, hidden, hidden)  # biases by position
 
     assert_type(cross_entropy([head, head], [hidden, hidden], labels), tuple[Any, ManyHeadsMetrics])
     LigerFusedLinearJSDLoss(0.0, 1.0, 0.3)

@@ -270,8 +270,8 @@ class LigerFusedLinearCrossEntropyLoss(ChunkedLoss, Generic[R]):
                     (read[k],) = statistics([part.target], names, self.options, metrics)
             outputs = [self._output(values, part) for values, part in zip(read, parts, strict=True)]
             columns: Any = [None if column[0] is None else [*column] for column in zip(*outputs, strict=True)]
-            losses, z_losses, accuracies = [column and torch.stack(column) for column in columns[:3]]
-            return loss, ManyHeadsMetrics(losses, z_losses, accuracies, columns[3])
+            of_losses, z_losses, accuracies = [column and torch.stack(column) for column in columns[:3]]
+            return loss, ManyHeadsMetrics(of_losses, z_losses, accuracies, columns[3])
 
     def _part(self, target: Target, items: Any, token_weights: Tensor | None, positions: int, scale: float) -> _Part:
         """What one head predicts, once the class weights, the number of items and the token weights fit it."""

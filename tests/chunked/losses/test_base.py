@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import liger_losses
-from liger_losses import Completions, DistillationLoss, Divergence, Head, LogitTransform, Teacher
+from liger_losses import Completions, DistillationLoss, Divergence, Head, LogitTransform, Teacher, checks
 from tests.losses import BCO, CE, CPO, DPO, GRPO, JSD, KL, KTO, ORPO, AlphaBeta, MiniLLM, SimPO
 from tests.reference import linear_of, tensors_of
 from tests.results.losses import HIDDEN, LOSSES, batch
@@ -101,6 +101,13 @@ def test_a_value_that_does_not_fit_raises(build, options, message, error):
     if len(options) == 1:
         with pytest.raises(error, match=message):
             build().replace(**options)
+
+
+def test_building_a_loss_checks_what_differs_from_the_defaults(monkeypatch):
+    checked = []
+    monkeypatch.setattr(checks, "check_range", lambda name, *rest, **bounds: checked.append(name))
+    DPO(beta=0.3, label_smoothing=0.1)
+    assert {*checked} == {"beta", "label_smoothing"}
 
 
 def test_a_loss_is_frozen():

@@ -110,10 +110,10 @@ def _refuses(trainer: Any, name: str) -> bool:
 
 def _check_dropout(model: nn.Module) -> None:
     for name, module in model.named_modules() if model.training else ():
-        values = {key: value for key, value in vars(module).items() if "drop" in key or "jitter" in key}
-        values |= {"p": module.p} if isinstance(module, nn.modules.dropout._DropoutNd) else {}
-        for key, value in values.items():
-            if module.training and isinstance(value, (int, float)) and value > 0:
+        is_dropout = "Dropout" in type(module).__name__
+        for key, value in vars(module).items():
+            random = "drop" in key or "jitter" in key or (key == "p" and is_dropout)
+            if random and module.training and isinstance(value, (int, float)) and value > 0:
                 raise ValueError(
                     f"enable(reuse_forward=True) needs a model without dropout, got {name}.{key}={value}: old "
                     "log-probabilities would have the training forward's masks. Pass disable_dropout=True to the "

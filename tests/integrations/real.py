@@ -106,7 +106,7 @@ def group():
     return torch.distributed.group.WORLD
 
 
-def verl_step(module, fused=True, loss_mode=None, temperature=0.7, padded=False, **batch):
+def verl_step(module, fused=True, loss_mode=None, temperature=0.7, padded=False, squares=True, **batch):
     """A step of verl's FSDP engine on two sequences, around a module: the loss, and the engine's outputs.
 
     The loss is a sum over all outputs, or with ``loss_mode`` that of verl's distillation.
@@ -137,7 +137,7 @@ def verl_step(module, fused=True, loss_mode=None, temperature=0.7, padded=False,
         batch["temperature"] = temperature
     else:
         tu.assign_non_tensor(batch, temperature=temperature)
-    flags = {"calculate_entropy": loss_mode is None, "calculate_sum_pi_squared": loss_mode is None}
+    flags = {"calculate_entropy": loss_mode is None, "calculate_sum_pi_squared": squares and loss_mode is None}
     flags |= {"use_fused_kernels": fused, "use_remove_padding": not padded, "distillation_use_topk": bool(loss_mode)}
     tu.assign_non_tensor(batch, **flags, dp_size=1, batch_num_tokens=5, global_batch_size=2)
 
@@ -201,6 +201,9 @@ def verl_engine():
     results = compare(run, install)
     assert set(results[1]) == {"log_probs", "entropy", "sum_pi_squared"}
     assert taken[:3] == taken[3:]  # with one temperature, and one per sample
+    _, outputs = verl_step(functools.partial(dense_common.forward_with_torch_backend, model), squares=False)
+    assert set(outputs) == {"log_probs", "entropy"}
+    assert verl._thread.sums is None  # nor are they computed
     hidden, weight, labels, _ = problem(masked=0.0)
     by_reduction = [verl.linear_cross_entropy(hidden, weight, labels, 0.7, how)[0] for how in ("none", "sum", "MEAN")]
     torch.testing.assert_close(by_reduction[1:], [by_reduction[0].sum(), by_reduction[0].mean()])

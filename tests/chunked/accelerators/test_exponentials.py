@@ -1,4 +1,4 @@
-"""Exponentials kept instead of logits, against float64 and beside the core."""
+"""Exponentials kept instead of logits: what the combinations of tests/results do not reach."""
 
 from contextlib import nullcontext
 from unittest import mock
@@ -6,7 +6,7 @@ from unittest import mock
 import pytest
 import torch
 
-from liger_losses import EngineOptions, Head, LogitTransform, linear_logps, linear_statistics, linear_token_loss
+from liger_losses import EngineOptions, linear_logps, linear_token_loss
 from liger_losses.chunked.accelerators import exponentials
 from liger_losses.chunked.core import stream
 from tests.kernels.cases import DEVICE
@@ -31,68 +31,15 @@ def plans(call):
     return names, result
 
 
-def inputs(n=40, hidden_size=24, vocab=90, masked=0.2, unlikely=True, dtype=torch.bfloat16):
-    hidden, weight, labels, bias = problem(n, hidden_size, vocab, dtype=dtype, masked=masked)
-    if unlikely:  # labels of probability 1e-30 and below: exp(z - z_label) would be larger than fp32 can hold
-        with torch.no_grad():
-            hidden[3:7] *= 40
-            labels[3:7] = (hidden[3:7].float() @ weight.float().t()).argmin(-1)
-    return hidden, weight, labels, bias
-
-
-TRANSFORMS = [
-    LogitTransform(),
-    LogitTransform(0.7, 1.3, 8.0),
-    LogitTransform(torch.linspace(0.5, 2.0, 40).to(DEVICE), 0.8),
-]
-
-
-@pytest.mark.parametrize("compact", [True, False])
-@pytest.mark.parametrize("transform", TRANSFORMS, ids=["plain", "soft-cap", "temperatures"])
-@pytest.mark.parametrize("way", ["kept", "one pass"])
-@pytest.mark.parametrize("with_bias", [False, True])
-def test_gradients(way, transform, compact, with_bias):
-    hidden, weight, labels, bias = inputs()
-    bias = torch.linspace(-1, 1, 90).bfloat16().requires_grad_() if with_bias else None
-    leaves = [x for x in (hidden, weight, bias) if x is not None]
-    g = torch.linspace(-1, 1, 80).view(2, 40).cos()
-    head, options = Head(weight, bias, transform=transform), EngineOptions(compact=compact, backend="triton")
-
-    def call():
-        if way == "kept":
-            s = linear_statistics(hidden, head, labels, ("logp", "lse"), metrics=("entropy",), options=options)
-            return (s.logp * g[0] + s.lse * g[1]).sum(), s
-        return linear_token_loss(
-            hidden,
-            head,
-            labels,
-            lambda s, y, a, b: s.logp * a + s.lse * b,
-            token_inputs={"a": g[0], "b": g[1]},
-            statistics=("logp", "lse"),
-            options=options,
-        )
-
-    names, (loss, found) = plans(call)
-    assert names == ["exponentials"]
-    ours = torch.autograd.grad(loss, leaves)
-    wide = double(*leaves)
-    logits = (wide[0] @ wide[1].t() + (wide[2] if with_bias else 0.0)) * transform.logit_scale
-    logits = logits if transform.softcap is None else transform.softcap * (logits / transform.softcap).tanh()
-    logits = logits / transform.column(logits)
-    lse, active = logits.logsumexp(-1), labels >= 0
-    logp = logits.gather(1, labels.clamp(min=0)[:, None])[:, 0] - lse
-    total = torch.where(active, logp * g[0] + lse * g[1], 0.0).sum()
-    torch.testing.assert_close(loss.double(), total, rtol=1e-4, atol=1e-3)
-    torch.testing.assert_close(found.logp.double(), torch.where(active, logp, 0.0), rtol=1e-4, atol=1e-4)
-    for a, b in zip(ours, torch.autograd.grad(total, wide), strict=True):
-        assert relative_error(a, b) < 8e-3
+def inputs(n=40, hidden_size=24, vocab=90, masked=0.2):
+    return problem(n, hidden_size, vocab, dtype=torch.bfloat16, masked=masked)
 
 
 @pytest.mark.parametrize("backend", ["torch", "triton"])
 def test_rows_of_a_block_that_is_kept_are_moved_in_its_memory(backend, monkeypatch):
     """Some at a time, where few tokens have a gradient."""
     monkeypatch.setattr(stream, "MOVED_BYTES", 2000)
-    hidden, weight, labels, _ = inputs(masked=0.0, unlikely=False)
+    hidden, weight, labels, _ = inputs(masked=0.0)
     upstream, found = torch.linspace(-1, 1, 40) * (torch.arange(40) % 3 > 0), []
     for leaving_out in (leave_out_zero_rows, nullcontext):
         with leaving_out():
@@ -105,7 +52,7 @@ def test_rows_of_a_block_that_is_kept_are_moved_in_its_memory(backend, monkeypat
 
 def test_many_blocks_are_as_exact_as_one():
     """What labels add, most of the weight's gradient, is rounded once for all blocks."""
-    hidden, weight, labels, _ = inputs(320, 16, 600, masked=0.0, unlikely=False)
+    hidden, weight, labels, _ = inputs(320, 16, 600, masked=0.0)
     labels = labels % 20  # of few rows of the weight
     errors, wide = [], double(hidden, weight)
     exact = torch.autograd.grad(-(wide[0] @ wide[1].t()).log_softmax(-1).gather(1, labels[:, None]).sum(), wide[1])[0]
@@ -118,7 +65,7 @@ def test_many_blocks_are_as_exact_as_one():
 
 
 def test_a_block_without_a_derivative_moves_no_label_terms():
-    hidden, weight, labels, _ = inputs(8, 16, 60, masked=0.0, unlikely=False)
+    hidden, weight, labels, _ = inputs(8, 16, 60, masked=0.0)
     k = torch.tensor([0.0] * 4 + [1.0] * 4).to(DEVICE)
 
     def loss(s, y, k):
@@ -148,14 +95,3 @@ def test_only_a_small_workspace_leaves_a_call_to_the_core():
         pytest.raises(ValueError, match="another"),
     ):
         CE(backend="triton", workspace=10**6)(weight, hidden, labels)
-
-
-@pytest.mark.parametrize(
-    "call", [lambda h, w, y: linear_logps(h, w, y, backend="triton"), lambda h, w, y: CE(backend="triton")(w, h, y)]
-)
-def test_a_second_backward_computes_them_again(call):
-    hidden, weight, labels, _ = inputs()
-    names, found = plans(lambda: call(hidden, weight, labels).sum())
-    assert names == ["exponentials"]
-    first, second = [torch.autograd.grad(found, (hidden, weight), retain_graph=True) for _ in range(2)]
-    assert all(torch.equal(*pair) for pair in zip(first, second, strict=True))

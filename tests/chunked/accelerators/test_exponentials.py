@@ -12,7 +12,7 @@ from liger_losses.chunked.core import stream
 from tests.kernels.cases import DEVICE
 from tests.losses import CE
 from tests.reference import double, problem, relative_error
-from tests.seam import leave_out_zero_rows
+from tests.seam import leave_out_zero_rows, planned_blocks
 
 pytestmark = pytest.mark.usefixtures("small_tiles", "default_gpu")
 pytest.importorskip("triton")
@@ -20,15 +20,8 @@ pytest.importorskip("triton")
 
 def plans(call):
     """The names of the plans of a call, and its result."""
-    names, plan = [], stream.plan
-
-    def recorded(*arguments):
-        names.append(plan(*arguments).name)
-        return plan(*arguments)
-
-    with mock.patch.object(stream, "plan", recorded):
-        result = call()
-    return names, result
+    with planned_blocks() as names:
+        return names, call()
 
 
 def inputs(n=40, hidden_size=24, vocab=90, masked=0.2):

@@ -126,7 +126,7 @@ def test_many_blocks(row):
     check(row)
 
 
-IN_TRITON = [*rows(**TRITON), Row(dtype="bfloat16", backend="triton", upstream="some")]
+IN_TRITON = [*rows(**TRITON), Row(transform="soft-cap", dtype="bfloat16", backend="triton", upstream="some")]
 IN_TRITON += [Row(dtype="bfloat16", backend="triton", labels="one unlikely")]
 IN_TRITON += [Row("loss: cross entropy", dtype="bfloat16", backend="triton", blocks="chunks")]
 if torch.cuda.is_available():  # fp32 logits of hundreds leave an adapter's gradient few digits, by chance

@@ -31,7 +31,7 @@ def rows_of(tensor: Tensor, rows: Rows, trailing: int) -> Tensor:
     if tensor.is_contiguous():
         return tensor.view(-1, *tensor.shape[len(shape) :])[rows]
     if isinstance(rows, slice):
-        rows = torch.arange(*rows.indices(shape.numel()), device=tensor.device)
+        rows = torch.arange(shape.numel(), device=tensor.device)[rows]
     places: list[Tensor] = []
     for size in reversed(shape):  # torch.unravel_index copies the shape to the device, and waits for it
         places.insert(0, rows % size)

@@ -123,6 +123,16 @@ def test_a_compiled_call_that_asks_for_nothing(operation):
     torch.testing.assert_close(torch.compile(call, backend="eager", fullgraph=True)(*inputs), call(*inputs))
 
 
+def test_a_compiled_loss_of_a_user_takes_labels_of_any_strides():
+    def call(head, hidden, labels):
+        return linear_token_loss(hidden, head, labels, lambda s, labels: -s.logp * labels)[0]
+
+    head, hidden, labels = _head_and_batch()
+    inputs = head, hidden, labels.t().contiguous().t()
+    torch._dynamo.reset()
+    torch.testing.assert_close(torch.compile(call, backend="eager", fullgraph=True)(*inputs), call(*inputs))
+
+
 def test_what_a_loss_may_ask_of_its_statistics():
     inputs = _head_and_batch()
     expected = -linear_logps(inputs[1], inputs[0], inputs[2]).sum()

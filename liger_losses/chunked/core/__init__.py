@@ -3,8 +3,8 @@
 Read in this order; each file uses only those above it (of two in a line, either), ``liger_losses.kernels`` and torch.
 
 - ``workspace``, ``options``: what users may set
-- ``quantizers``, ``agreement``, ``ranks``, ``buffers``, ``weights``, ``projection``: what logits are made of, who has
-  which columns, and where gradients add up
+- ``quantizers``, ``agreement``, ``ranks``, ``buffers``, ``weights``, ``adapters``, ``head``: what logits are made of,
+  who has which columns, and where gradients add up
 - ``statistics``: what is asked of the softmax of a token
 - ``teachers``, ``target``: tokens, their head, and what belongs to each: labels, temperatures, columns, a teacher
 - ``plan``: how many tokens at a time, when gradients are computed, and which block holds them
@@ -15,13 +15,13 @@ Read in this order; each file uses only those above it (of two in a line, either
 
 What users call makes targets of their arguments, and none of the files above knows it:
 
-- ``adapters``, ``head``, ``distilled``, ``results``: heads, teachers, and statistics as users have them
+- ``distilled``, ``results``: teachers, and statistics as users have them
 - ``inputs``, ``support``, ``entry``, ``ops``: from arguments to targets; the operations
 """
 
 from liger_losses.chunked.core.compiled import loss_sum, statistics
+from liger_losses.chunked.core.head import Head
 from liger_losses.chunked.core.options import EngineOptions
-from liger_losses.chunked.core.projection import Projection
 from liger_losses.chunked.core.ranks import ALONE, Ranks
 from liger_losses.chunked.core.statistics import STATISTICS, Statistic
 from liger_losses.chunked.core.target import Target, TokenLoss
@@ -33,7 +33,7 @@ __all__ = [
     "STATISTICS",
     "Dense",
     "EngineOptions",
-    "Projection",
+    "Head",
     "Quantized",
     "Ranks",
     "Statistic",

@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from liger_losses.chunked.core.weights import Weights
 from liger_losses.kernels.autograd import autocast_dtype
 
 
@@ -31,13 +32,13 @@ class LowRank:
     dropout: float = 0.0
 
 
-def check_adapters(hidden_states: Tensor, rows: int, adapters: tuple[LowRank, ...]) -> None:
-    """Raise ValueError unless adapters fit hidden states, and a head of so many rows."""
+def check_adapters(base: Weights, adapters: tuple[LowRank, ...]) -> None:
+    """Raise ValueError unless adapters fit the matrix that they are added to."""
     for adapter in adapters:
-        if adapter.a.shape[1:] != hidden_states.shape[-1:] or adapter.b.shape != (rows, len(adapter.a)):
+        if adapter.a.shape[1:] != (base.hidden_size,) or adapter.b.shape != (base.columns, len(adapter.a)):
             raise ValueError(
                 f"the adapter's a {tuple(adapter.a.shape)} and b {tuple(adapter.b.shape)} must be [rank, hidden_size] "
-                f"and [vocab_size, rank], for hidden states {tuple(hidden_states.shape)} and {rows} rows."
+                f"and [vocab_size, rank], for a weight {(base.columns, base.hidden_size)}."
             )
 
 

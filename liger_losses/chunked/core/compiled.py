@@ -18,8 +18,9 @@ from torch import Tensor
 from torch.compiler import is_dynamo_compiling
 
 from liger_losses.chunked.core import stream
+from liger_losses.chunked.core.adapters import LowRank
+from liger_losses.chunked.core.head import Head
 from liger_losses.chunked.core.options import EngineOptions
-from liger_losses.chunked.core.projection import Projection
 from liger_losses.chunked.core.ranks import ALONE
 from liger_losses.chunked.core.statistics import Statistic, asked_for
 from liger_losses.chunked.core.stream import Values
@@ -33,7 +34,7 @@ from liger_losses.kernels.matmul import wide_dtype
 
 N = TypeVar("N", bound=Callable[..., Any])
 
-_OF_HEADS = (Concatenated, Dense, Projection, LogitTransform, WithAdapters)
+_OF_HEADS = (Concatenated, Dense, Head, LogitTransform, LowRank, WithAdapters)
 _OF_CALLS = (Divergence, EngineOptions, Statistic, Target, TeacherLogits, TokenLoss, stream.loss_sum, stream.statistics)
 #: What a text may name. Dataclasses and named tuples are written as calls of their constructors.
 _NAMES: dict[str, Any] = {"torch": torch, "ALONE": ALONE, **{each.__name__: each for each in (*_OF_HEADS, *_OF_CALLS)}}

@@ -76,8 +76,8 @@ class Teacher:
         """The other side of a comparison, at its temperature."""
         self.head.check_invariant()
         with torch.no_grad():
-            hidden, projection = self.head.project(self.local_hidden_states)
-        return target.Target(projection, hidden.detach(), labels, temperature)
+            hidden, head = self.head.for_call(self.local_hidden_states)
+        return target.Target(head, hidden.detach(), labels, temperature)
 
     def check(self, tokens: torch.Size, student: Head) -> None:
         """Raise TypeError or ValueError unless this fits the shape of the student's tokens, and the student's head."""
@@ -173,13 +173,13 @@ def projected_teacher(
     shares, wide = projection.detach().to_sparse_csr(), torch.promote_types(torch.float32, rows.dtype)
     # A product in half precision is rounded on CPUs.
     operand = wide if rows.device.type == "cpu" else rows.dtype
-    made = head.project(rows)[1].open(Products(operand, head.vocab_size))
+    opened = head.open(Products(operand, head.vocab_size))
 
     def logits(positions: Tensor) -> Tensor:
         states = rows[positions].to(operand)
         projected = torch.empty(len(states), head.vocab_size, dtype=wide, device=states.device)
-        made.weights.logits(projected, states, slice(0, head.vocab_size))
-        q = head.transform(projected, made.local_bias(slice(None))).softmax(-1)
+        opened.weights.logits(projected, states, slice(0, head.vocab_size))
+        q = head.transform(projected, head.local_bias(slice(None))).softmax(-1)
         found = (shares.to(wide) @ q.t()).t().log_()
         return found if temperature == 1 else found.mul_(temperature)
 

@@ -1,4 +1,4 @@
-""":class:`Head`, which multiplies hidden states into logits, and the products with it.
+""":class:`Head`: a matrix, a bias, what is done to logits, and who has which columns.
 
 T tokens, H hidden size, V vocabulary size, C columns of a slice of the vocabulary.
 """
@@ -16,10 +16,10 @@ from torch import Tensor, nn
 
 from liger_losses.checks import check_vector, check_weight, is_weight_and_bias
 from liger_losses.chunked.core.adapters import LowRank, adapters_of, check_adapters, side_by_side
-from liger_losses.chunked.core.projection import Projection
+from liger_losses.chunked.core.buffers import local_part
 from liger_losses.chunked.core.quantizers import QuantizedWeight, find_quantized
 from liger_losses.chunked.core.ranks import ALONE, Ranks, local_rows, share_mesh, share_vocabulary
-from liger_losses.chunked.core.weights import Concatenated, Dense, Quantized, Weights, WithAdapters
+from liger_losses.chunked.core.weights import Concatenated, Dense, Products, Quantized, Weights, WithAdapters
 from liger_losses.kernels.logit_transform import LogitTransform
 from liger_losses.kernels.tracing import outside_graphs
 
@@ -59,7 +59,7 @@ class Head:
             order of tokens, mask and workspace. The default is True if the environment variable
             ``LIGER_LOSSES_BATCH_INVARIANT`` was 1 when the package was imported.
         adapters: LoRA adapters; their output is added to the logits.
-        quantized, ranks: of another head, for a copy of it.
+        quantized, ranks, weights: of another head, for a copy of it.
 
     Raises:
         TypeError: not tensors, or neither floating point nor of a known quantized type; a group of which this rank is
@@ -76,6 +76,7 @@ class Head:
     batch_invariant: bool
     adapters: tuple[LowRank, ...]
     quantized: QuantizedWeight | None
+    weights: Weights  # all of it but adapters with dropout, which a call adds
 
     # Written out, because torch.compile cannot trace a generated one with an object as a default.
     def __init__(
@@ -88,6 +89,7 @@ class Head:
         adapters: tuple[LowRank, ...] = (),
         quantized: QuantizedWeight | None = None,
         ranks: Ranks | None = None,
+        weights: Weights | None = None,
     ) -> None:
         if not (transform is None or isinstance(transform, LogitTransform)):
             raise TypeError(f"transform must be a liger_losses.LogitTransform(...), got {transform!r}.")
@@ -99,7 +101,9 @@ class Head:
                     "batch_invariant=True needs a head that is not shared among ranks, whose sums have no fixed order; "
                     "gather the weight, or leave batch_invariant out."
                 )
-        fields = (weight, bias, transform or LogitTransform(), ranks, batch_invariant, adapters, quantized)
+        if weights is None:
+            weights = _matrix(weight, quantized, adapters)  # type: ignore[arg-type]
+        fields = (weight, bias, transform or LogitTransform(), ranks, batch_invariant, adapters, quantized, weights)
         for name, value in zip(Head.__match_args__, fields, strict=True):
             object.__setattr__(self, name, value)
 
@@ -135,7 +139,7 @@ class Head:
     @property
     def vocab_size(self) -> int:
         """The vocabulary size V, over all ranks."""
-        return sum(self.ranks.sizes) or self.weight.shape[0]
+        return sum(self.ranks.sizes) or self.weights.columns
 
     @property
     def vocabulary_ranks(self) -> int:
@@ -144,24 +148,26 @@ class Head:
 
     @property
     def hidden_size(self) -> int:
-        return self.weight.shape[1] + (0 if self.quantized is None else self.quantized.shape[1])
+        return self.weights.hidden_size
 
-    def project(self, hidden_states: Tensor) -> tuple[Tensor, Projection]:
-        """Hidden states and what makes logits of them, in which what adapters drop of hidden states is drawn."""
-        weights: Weights = Dense(self.weight) if self.quantized is None else Quantized.of(self.quantized)
-        if self.quantized is not None and self.weight.shape[1]:  # columns beside it, as of an adapter
-            weights = Concatenated(weights, Dense(self.weight))
-        check_adapters(hidden_states, len(self.weight), self.adapters)
+    def for_call(self, hidden_states: Tensor) -> tuple[Tensor, Head]:
+        """Hidden states and head of one call, for which what adapters drop of hidden states is drawn. Temperatures of
+        tokens are the target's."""
+        changes: dict[str, Any] = {"weights": self.weights}
+        if isinstance(self.transform.temperature, Tensor):
+            changes["transform"] = replace(self.transform, temperature=1.0)
         if any(adapter.dropout for adapter in self.adapters):
             hidden_states, columns = side_by_side(hidden_states, self.adapters)
-            weights = Concatenated(weights, Dense(columns))
-        else:
-            for adapter in self.adapters:
-                weights = WithAdapters(weights, adapter.a, adapter.b, adapter.scale)
-        transform = self.transform
-        if isinstance(transform.temperature, Tensor):  # which belong to tokens
-            transform = replace(transform, temperature=1.0)
-        return hidden_states, Projection(weights, transform, self.ranks, self.bias, self.batch_invariant)
+            changes["weights"] = Concatenated(self.weights, Dense(columns))
+        return hidden_states, self if changes == {"weights": self.weights} else self.with_fields(**changes)
+
+    def open(self, products: Products) -> Head:
+        """The same for one pass, with the weight cast or dequantized if all of its rows are copied together."""
+        return self.with_fields(weights=self.weights.open(products))
+
+    def local_bias(self, columns: slice | Tensor) -> Tensor | None:
+        """The bias of some of this rank's columns."""
+        return None if self.bias is None else local_part(self.bias.detach())[columns].contiguous()
 
     def check_invariant(self) -> None:
         """Raise ValueError if its product with all columns depends on the number of tokens, and must not."""
@@ -170,7 +176,7 @@ class Head:
 
     def with_fields(self, **changes: Any) -> Head:
         """A copy with other fields, which are not checked again."""
-        return replace(self, **changes)
+        return replace(self, **{"weights": None, **changes})
 
     def with_partial_gradients(self) -> Head:
         """A copy of this head with which each rank gets only its columns' part of the hidden states' gradients.
@@ -232,6 +238,18 @@ def _checked(
     else:
         check_vector("bias", bias, weight)
     return weight, bias, quantized, ALONE
+
+
+def _matrix(weight: Tensor, quantized: QuantizedWeight | None, adapters: tuple[LowRank, ...]) -> Weights:
+    """What multiplies hidden states; adapters with dropout are not in it."""
+    matrix: Weights = Dense(weight) if quantized is None else Quantized.of(quantized)
+    if quantized is not None and weight.shape[1]:  # columns beside it, as of an adapter
+        matrix = Concatenated(matrix, Dense(weight))
+    check_adapters(matrix, adapters)
+    if not any(adapter.dropout for adapter in adapters):
+        for adapter in adapters:
+            matrix = WithAdapters(matrix, adapter.a, adapter.b, adapter.scale)
+    return matrix
 
 
 def _joined(ours: LogitTransform, theirs: LogitTransform) -> LogitTransform:

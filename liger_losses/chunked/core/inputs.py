@@ -73,8 +73,8 @@ def target_of(
         fields["teacher"] = teacher.compared(labels, soft)
     if "kept" not in fields:
         head.check_invariant()
-    hidden, projection = head.project(hidden)
-    return Target(projection, hidden, labels, **fields)
+    hidden, head = head.for_call(hidden)
+    return Target(head, hidden, labels, **fields)
 
 
 def shift_labels(labels: Tensor, ignore_index: int = -100, positions: int = 1) -> Tensor:

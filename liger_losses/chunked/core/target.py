@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from liger_losses.chunked.core.buffers import Leaf
-from liger_losses.chunked.core.projection import Projection
+from liger_losses.chunked.core.head import Head
 from liger_losses.chunked.core.teachers import Rows, TeacherLogits, neutral_numbers, rows_of, wide_numbers
 from liger_losses.chunked.core.weights import Concatenated, Products, WithAdapters
 from liger_losses.kernels.logit_transform import LogitTransform
@@ -61,7 +61,7 @@ class Target:
         counted: which tokens have a label, if that is known.
     """
 
-    head: Projection
+    head: Head
     hidden: Tensor
     labels: Tensor
     temperature: float | Tensor = 1.0

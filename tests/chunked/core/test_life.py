@@ -11,7 +11,7 @@ from liger_losses import checks
 from liger_losses.chunked.core import (
     Dense,
     EngineOptions,
-    Projection,
+    Head,
     Quantized,
     Target,
     TokenLoss,
@@ -26,7 +26,6 @@ from liger_losses.chunked.core.ranks import ALONE, Ranks
 from liger_losses.chunked.core.statistics import Statistic, asked_for
 from liger_losses.chunked.core.target import Counted
 from liger_losses.kernels.divergence_forms import Divergence
-from liger_losses.kernels.logit_transform import LogitTransform
 from tests.kernels.cases import DEVICE
 from tests.results.test_life import NothingWaits
 from tests.results.test_work import Work
@@ -35,7 +34,7 @@ N, H, V = 40, 16, 203
 
 
 def head_of(weights, bias=None):
-    return Projection(weights, LogitTransform(), ALONE, bias)
+    return Head(None, bias, ranks=ALONE, weights=weights)
 
 
 class Codes(QuantizedWeight):
@@ -95,7 +94,7 @@ def test_ranks_of_different_sizes_plan_alike():
     """Otherwise one would wait for numbers of a block that another does not have."""
     (hidden, _, labels), calls = inputs(), set()
     for rank, columns in enumerate(sizes := (9, 1, 193)):
-        head = Projection(Dense(torch.randn(columns, H)), LogitTransform(), Ranks(rank=rank, sizes=sizes))
+        head = Head(torch.randn(columns, H), ranks=Ranks(rank=rank, sizes=sizes))
         target = Target(head, hidden, labels, counted=Counted.of_all(N))
         calls.add(stream.signature(target, target.leaves(), asked_for(["logp"]), EngineOptions(), couples=True))
     assert len(calls) == 1

@@ -378,7 +378,7 @@ WRONG = {
     "labels elsewhere": (lambda h, w, y: linear_logps(h, w, y.to("meta")), "labels is on meta, the weight on cpu"),
     "hidden states of an adapter": (
         lambda h, w, y: linear_logps(h, Head(w, adapters=(LowRank(w[:2, :8], w[:, :2]),)), y),
-        r"a \(2, 8\) .* \[rank, hidden_size\] and \[vocab_size, rank\], for hidden states \(4, 5, 24\)",
+        r"a \(2, 8\) .* \[rank, hidden_size\] and \[vocab_size, rank\], for a weight \(61, 24\)",
     ),
     "a group as text": (lambda h, w, y: Head(Int8Weight(w), group="tp"), "ProcessGroup"),
     "no type": (lambda h, w, y: register_quantized_weight(3, print), "a type"),

@@ -17,7 +17,6 @@ from liger_losses.checks import (
     check_device,
     check_labels,
     check_like_labels,
-    check_tensor,
     described,
     one_each,
     see,
@@ -46,7 +45,6 @@ def target_of(
         TypeError, ValueError: inputs that do not fit together.
         RuntimeError: the call is within a transform of ``torch.func``.
     """
-    check_tensor("hidden_states", hidden_states, allow_dtensor=True)
     hidden, weight = head.ranks.states(hidden_states), head.weight
     check_inputs(hidden, head, labels)
     temperature = fields.setdefault("temperature", head.transform.temperature)
@@ -55,9 +53,10 @@ def target_of(
         fields["temperature"] = temperature.detach().clone()  # which may be changed before backward
     checks.check_vector("class_weight", fields.get("class_weight"), weight, head.vocab_size)
     selected = fields.get("selected")
-    if isinstance(selected, int) and selected > head.vocab_size:
-        raise ValueError(f"k must be at most the {head.vocab_size} columns of the head, got {selected}.")
-    if selected is not None and not isinstance(selected, int):
+    if isinstance(selected, int):
+        if selected > head.vocab_size:
+            raise ValueError(f"k must be at most the {head.vocab_size} columns of the head, got {selected}.")
+    elif selected is not None:
         check_like_labels("selected", selected, labels.shape, weight)
         if selected.dtype != torch.int64 or selected.dim() == labels.dim():
             raise ValueError(
@@ -118,61 +117,60 @@ def targets_of(
         inputs: other arguments of the call, which may be lists too.
     """
     count = None
-    if isinstance(hidden_states, LISTS) and not len(hidden_states):
-        raise ValueError("got an empty sequence; pass at least one tensor of hidden states, and labels for each.")
     if several(hidden_states, weight):
-        arguments = {HIDDEN: hidden_states, "heads": weight, "labels": labels, "bias": bias, "shift": shift}
-        count = count_targets(**arguments, selected=selected, **inputs)
-    hidden, layers, biases, columns = [one_each(value, count) for value in (hidden_states, weight, bias, selected)]
-    moved = [labels] if count is None and not shift else shift_each(labels, shift, count, ignore_index)
-    targets = []
-    for i, head in enumerate(heads_of(layers, biases, transform)):
-        temperature = head.transform.temperature
-        if isinstance(temperature, Tensor) and count is not None and temperature.shape != moved[i].shape:
-            checks.check_temperature(temperature, head.weight.device, [part.shape for part in moved])
-            temperature = temperature.split([part.numel() for part in moved])[i].view(moved[i].shape)
-        fields = {"temperature": temperature, "selected": columns[i], "class_weight": class_weight}
-        targets.append(target_of(hidden[i], head, moved[i], **fields))
+        inputs |= {HIDDEN: hidden_states, "heads": weight, "labels": labels, "bias": bias, "shift": shift}
+        count = count_targets(**inputs, selected=selected)
+    arguments = (hidden_states, weight, labels, bias, shift, selected)
+    rows = list(zip(*[one_each(value, count) for value in arguments], strict=True))
+    heads: list[Head] = []
+    shifted: list[Tensor] = []
+    for i, (_, layer, its_labels, its_bias, positions, _) in enumerate(rows):
+        same = [heads[k] for k in range(i) if rows[k][1] is layer and rows[k][3] is its_bias]
+        heads.append(same[0] if same else Head.of(layer, its_bias, transform))
+        if count is not None or positions:
+            check_labels(its_labels)
+        shifted.append(shift_labels(its_labels, ignore_index, int(positions)) if positions else its_labels)
+    for k, head in enumerate(heads[1:], 1):
+        check_device(heads[0].weight, **{f"the weight of head {k}": head.weight})
+    shapes, targets = [part.shape for part in shifted], []
+    for i, (hidden, *_, columns) in enumerate(rows):
+        temperature = heads[i].transform.temperature
+        if isinstance(temperature, Tensor) and count is not None and temperature.shape != shapes[i]:
+            checks.check_temperature(temperature, heads[i].weight.device, shapes)
+            temperature = of_target(temperature, shapes, i)
+        if (
+            isinstance(columns, Tensor)
+            and len(shapes) > 1
+            and columns.shape[:1] == (sum(map(torch.Size.numel, shapes)),)
+        ):
+            columns = of_target(columns, shapes, i)
+        fields = {"temperature": temperature, "selected": columns, "class_weight": class_weight}
+        targets.append(target_of(hidden, heads[i], shifted[i], **fields))
     return targets
 
 
-def count_targets(**given: Any) -> int:
+def of_target(values: Tensor, shapes: Sequence[torch.Size], i: int) -> Tensor:
+    """The values of one target's tokens among ``[T, ...]`` of all targets."""
+    return values.split([shape.numel() for shape in shapes])[i].view(*shapes[i], *values.shape[1:])
+
+
+def count_targets(**arguments: Any) -> int:
     """How many targets these arguments are for; ValueError unless all lists among them have the same length.
 
     A TypeError for a tuple of hidden states alone: transformers has one of all layers.
     """
-    lengths = {name: len(value) for name, value in given.items() if isinstance(value, LISTS)}
-    if list(lengths) == [HIDDEN] and isinstance(given[HIDDEN], tuple):
+    lengths = {name: len(value) for name, value in arguments.items() if isinstance(value, LISTS)}
+    if lengths.get(HIDDEN) == 0:
+        raise ValueError("got an empty sequence; pass at least one tensor of hidden states, and labels for each.")
+    if list(lengths) == [HIDDEN] and isinstance(arguments[HIDDEN], tuple):
         raise TypeError(
             f"got a tuple of {lengths[HIDDEN]} hidden states; for the last layer, pass outputs.hidden_states[-1]; for "
             "several heads, pass a list."
         )
-    if not lengths or 0 in lengths.values() or len(set(lengths.values())) > 1:
-        found = ", ".join(f"{length} of {name}" for name, length in lengths.items()) or "no list"
-        raise ValueError(f"got {found}: pass each argument as one value for all, or as a list of one for each.")
+    if 0 in lengths.values() or len(set(lengths.values())) > 1:
+        numbers = ", ".join([f"{length} of {name}" for name, length in lengths.items()])
+        raise ValueError(f"got {numbers}: pass each argument as one value for all, or as a list of one for each.")
     return next(iter(lengths.values()))
-
-
-def shift_each(labels: Any, shift: Any, count: int | None, ignore_index: int) -> list[Tensor]:
-    """The labels of each target, checked and moved by its number of positions."""
-    checks.check_shift(shift)
-    if isinstance(labels, LISTS) and not any(isinstance(part, Tensor) for part in labels):  # a list of ids
-        check_tensor("labels", labels)
-    parts = one_each(labels, count)
-    check_labels(*parts)
-    pairs = zip(parts, one_each(shift, count), strict=True)
-    return [shift_labels(part, ignore_index, int(positions)) if positions else part for part, positions in pairs]
-
-
-def heads_of(layers: Sequence[Any], biases: Sequence[Any], transform: LogitTransform | None) -> list[Head]:
-    """The head of each target, checked and made once for those that share it."""
-    heads: list[Head] = []
-    for layer, bias in zip(layers, biases, strict=True):
-        same = [head for k, head in enumerate(heads) if layers[k] is layer and biases[k] is bias]
-        heads.append(same[0] if same else Head.of(layer, bias, transform))
-    for k, head in enumerate(heads[1:], 1):
-        check_device(heads[0].weight, **{f"the weight of head {k}": head.weight})
-    return heads
 
 
 def check_inputs(hidden: Any, head: Head, labels: Any) -> None:

@@ -42,8 +42,8 @@ OneOrEach = Any
 Names = Iterable[str] | str
 
 
-class Shared(TypedDict, total=False):
-    """Keywords that :func:`linear_statistics` and :func:`linear_token_loss` share."""
+class StatisticsOptions(TypedDict, total=False):
+    """Keywords of :func:`linear_statistics`."""
 
     metrics: Names
     selected: OneOrEach
@@ -78,7 +78,11 @@ class AllLogpsOptions(LogpsOptions, total=False):
 
 @overload
 def linear_statistics(
-    hidden_states: Tensor, head: AnyHead, labels: Tensor, statistics: Names = ("logp",), **options: Unpack[Shared]
+    hidden_states: Tensor,
+    head: AnyHead,
+    labels: Tensor,
+    statistics: Names = ("logp",),
+    **options: Unpack[StatisticsOptions],
 ) -> Statistics: ...
 @overload
 def linear_statistics(
@@ -86,7 +90,7 @@ def linear_statistics(
     head: OneOrEach,
     labels: OneOrEach,
     statistics: Names = ("logp",),
-    **options: Unpack[Shared],
+    **options: Unpack[StatisticsOptions],
 ) -> list[Statistics]: ...
 @operator
 def linear_statistics(
@@ -127,10 +131,11 @@ def linear_statistics(
         TypeError, ValueError: shapes, dtypes or devices that do not fit together, labels outside the vocabulary,
             unknown names, a workspace that cannot hold one row.
     """
-    asked, fields = (_names(statistics), _names(metrics)), {"bias": bias, "class_weight": class_weight}
-    targets = _targets(hidden_states, head, labels, selected, asked, options, transform=transform, **fields)
-    found = [named(values, asked[0]) for values in compiled.statistics(targets, asked[0], options, asked[1])]
-    return found if several(hidden_states, head) else found[0]
+    names, metrics = _names(statistics), _names(metrics)
+    fields = {"selected": selected, "bias": bias, "class_weight": class_weight, "transform": transform}
+    targets = _targets(hidden_states, head, labels, names, metrics, options, **fields)
+    results = [named(values, names) for values in compiled.statistics(targets, names, options, metrics)]
+    return results if several(hidden_states, head) else results[0]
 
 
 @overload
@@ -198,8 +203,7 @@ def linear_logps(
     options = EngineOptions(ignore_index, compact, workspace, chunk_size, backend=backend)
     transform = LogitTransform(temperature, logit_scale, softcap)
     many = several(hidden_states, head)
-    if not isinstance(shift, bool):
-        check_shift(shift, many)
+    check_shift(shift, many)
     if not many:
         check_tensor("labels", labels)
     elif support is not None:
@@ -208,15 +212,16 @@ def linear_logps(
         if support is not None or shift:
             raise ValueError("support= and shift= do not work with several labels [..., m]; leave them out.")
         target, mask = _target_of_labels(hidden_states, Head.of(head, bias, transform), labels, options)
-        found = compiled.statistics([target], ("selected_logps", *names[1:]), options)
-        found = [{"logp": torch.where(mask, v.pop("selected_logps"), 0.0), **v} for v in found]
+        (values,) = compiled.statistics([target], ("selected_logps", *names[1:]), options)
+        of_targets = [{"logp": torch.where(mask, values.pop("selected_logps"), 0.0), **values}]
     elif support is not None:
-        made = Head.of(head, bias, transform)
-        found = [kept_statistics(hidden_states, made, labels, support, names, options, shift=int(shift))]
+        whole = Head.of(head, bias, transform)
+        of_targets = [kept_statistics(hidden_states, whole, labels, support, names, options, shift=int(shift))]
     else:
         fields = {"bias": bias, "transform": transform, "shift": shift}
-        found = compiled.statistics(targets_of(hidden_states, head, labels, ignore_index, **fields), names, options)
-    results = [Statistics(**values) if len(names) > 1 else values["logp"] for values in found]
+        targets = targets_of(hidden_states, head, labels, ignore_index, **fields)
+        of_targets = compiled.statistics(targets, names, options)
+    results = [Statistics(**values) if len(names) > 1 else values["logp"] for values in of_targets]
     return results if many else results[0]
 
 
@@ -268,11 +273,9 @@ def linear_topk(
         labels = torch.zeros(hidden_states.shape[:-1], dtype=torch.int64, device=hidden_states.device)
         options = replace(options, compact=False)
     metrics = ("columns", "rest") if rest else ("columns",)
-    arguments: dict[str, Any] = {"bias": bias, "transform": transform, "options": options}
-    found = linear_statistics(
-        hidden_states, head, labels, "selected_logps", metrics=metrics, selected=Largest(k), **arguments
-    )
-    return TopK(found.selected_logps, found.columns, found.rest)
+    fields: dict[str, Any] = {"selected": Largest(k), "bias": bias, "transform": transform, "options": options}
+    largest = linear_statistics(hidden_states, head, labels, "selected_logps", metrics=metrics, **fields)
+    return TopK(largest.selected_logps, largest.columns, largest.rest)
 
 
 @operator
@@ -313,8 +316,8 @@ def linear_labels_loss(
         raise ValueError(f"weights must be {tuple(labels.shape)}, as the labels, got {tuple(weights.shape)}.")
     target, mask = _target_of_labels(hidden_states, Head.of(head, bias, transform), labels, options)
     loss = TokenLoss(weighted_sum, {"selected_logps": torch.where(mask, -weights.detach(), 0.0)})
-    total, (found,) = compiled.loss_sum([target], ("selected_logps",), [loss], options)
-    return total, torch.where(mask, found["selected_logps"], 0.0)
+    total, (values,) = compiled.loss_sum([target], ("selected_logps",), [loss], options)
+    return total, torch.where(mask, values["selected_logps"], 0.0)
 
 
 def _target_of_labels(hidden_states: Any, head: Head, labels: Tensor, options: EngineOptions) -> tuple[Target, Tensor]:
@@ -330,28 +333,6 @@ def _target_of_labels(hidden_states: Any, head: Head, labels: Tensor, options: E
     return target_of(hidden_states, head, one, selected=columns), mask
 
 
-@overload
-def linear_token_loss(
-    hidden_states: Tensor,
-    head: AnyHead,
-    labels: Tensor,
-    token_loss: Callable[..., Any],
-    statistics: Names = ("logp",),
-    *,
-    token_inputs: Mapping[str, Any] | None = None,
-    **options: Unpack[Shared],
-) -> tuple[Tensor, Statistics]: ...
-@overload
-def linear_token_loss(
-    hidden_states: OneOrEach,
-    head: OneOrEach,
-    labels: OneOrEach,
-    token_loss: Callable[..., Any],
-    statistics: Names = ("logp",),
-    *,
-    token_inputs: Mapping[str, Any] | None = None,
-    **options: Unpack[Shared],
-) -> tuple[Tensor, list[Statistics]]: ...
 @operator
 def linear_token_loss(
     hidden_states: OneOrEach,
@@ -400,18 +381,18 @@ def linear_token_loss(
     """
     if not callable(token_loss):
         raise TypeError(f"token_loss must be a function (statistics, labels, **inputs) -> [n], got {token_loss!r}.")
-    asked, inputs = (_names(statistics), _names(metrics)), dict(token_inputs or {})
-    fields: dict[str, Any] = {"bias": bias, "class_weight": class_weight, "transform": transform}
+    names, metrics, inputs = _names(statistics), _names(metrics), dict(token_inputs or {})
+    fields = {"selected": selected, "bias": bias, "class_weight": class_weight, "transform": transform}
     fields |= {f"token_inputs[{name!r}]": value for name, value in inputs.items()}
-    targets = _targets(hidden_states, head, labels, selected, asked, options, **fields)
+    targets = _targets(hidden_states, head, labels, names, metrics, options, **fields)
     losses = []
     for i, target in enumerate(targets):
         read = {name: one_each(value, len(targets))[i] for name, value in inputs.items()}
         for name, value in read.items():
             check_like_labels(name, value, target.labels.shape, target.labels)
-        losses.append(TokenLoss(functools.partial(_of_user, token_loss, asked[0]), {"labels": target.labels, **read}))
-    loss, found = compiled.loss_sum(targets, asked[0], losses, options, asked[1])
-    results = [named(values, asked[0]) for values in found]
+        losses.append(TokenLoss(functools.partial(_of_user, token_loss, names), {"labels": target.labels, **read}))
+    loss, of_targets = compiled.loss_sum(targets, names, losses, options, metrics)
+    results = [named(values, names) for values in of_targets]
     return loss, results if several(hidden_states, head) else results[0]
 
 
@@ -454,9 +435,9 @@ def linear_divergence(
     Raises:
         TypeError, ValueError: shapes, dtypes or devices that do not fit together.
     """
-    student, others = Head.of(head, bias, transform), ("logp",) if logp else ()
+    student = Head.of(head, bias, transform)
     targets = compared_targets(hidden_states, student, labels, teacher, divergence, temperature, options.ignore_index)
-    names = (Statistic("divergence", divergence=divergence), *others)
+    names = (Statistic("divergence", divergence=divergence), *["logp"] * logp)
     return added([Statistics(**values) for values in compiled.statistics(targets, names, options)])
 
 
@@ -499,8 +480,8 @@ def linear_divergence_loss(
         check_like_labels(name, value, labels.shape, student.weight)
     names: list[Any] = [Statistic(name, divergence=divergence) if name == "divergence" else name for name in weights]
     losses = [TokenLoss(weighted_sum, dict(weights))] * len(targets)
-    loss, found = compiled.loss_sum(targets, names, losses, options, ["soft_entropy"] if metrics else [])
-    return loss, added([Statistics(entropy=values.pop("soft_entropy", None), **values) for values in found])
+    loss, parts = compiled.loss_sum(targets, names, losses, options, ["soft_entropy"] if metrics else [])
+    return loss, added([Statistics(entropy=values.pop("soft_entropy", None), **values) for values in parts])
 
 
 def compared_targets(
@@ -548,19 +529,15 @@ def _of_user(
 
 
 def _targets(
-    hidden_states: Any, weight: Any, labels: Any, selected: Any, asked: Any, options: EngineOptions, **arguments: Any
+    hidden_states: Any, weight: Any, labels: Any, names: Any, metrics: Any, options: EngineOptions, **arguments: Any
 ) -> list[Target]:
-    """The targets of an operation's arguments, with their selected columns, which have the statistics and metrics."""
+    """The targets of an operation's arguments, which have the statistics and metrics."""
     if not isinstance(options, EngineOptions):
         raise TypeError(f"options must be liger_losses.EngineOptions(...), got {type(options).__name__}.")
-    selected = selected.k if isinstance(selected, Largest) else selected
-    if several(hidden_states, weight) and isinstance(selected, Tensor) and isinstance(labels, (list, tuple)):
-        sizes = [part.numel() for part in labels]
-        if len(selected) == sum(sizes):  # of all tokens
-            parts = zip(torch.split(selected, sizes), labels, strict=True)
-            selected = [rows.view(*part.shape, -1) for rows, part in parts]
-    targets = targets_of(hidden_states, weight, labels, options.ignore_index, selected=selected, **arguments)
-    check_asked(targets, *asked)
+    if isinstance(arguments["selected"], Largest):
+        arguments["selected"] = arguments["selected"].k
+    targets = targets_of(hidden_states, weight, labels, options.ignore_index, **arguments)
+    check_asked(targets, names, metrics)
     return targets
 
 

@@ -83,11 +83,12 @@ class Ranks:
 
         if not isinstance(hidden_states, DTensor):
             raise TypeError(
-                "the weight is a DTensor, of which this rank has some rows, and hidden_states is a plain tensor. For "
-                "tensor parallelism (the ranks share the vocabulary), pass hidden_states as a DTensor on the mesh of "
-                "the weight, or Head(weight.to_local(), group=weight.device_mesh.get_group()). For FSDP2 (each rank "
-                "has different tokens), patch the model (liger_losses.patch), or call the loss inside the forward of "
-                "the root module; if no gradient is needed, pass weight.full_tensor()." + see("sharded-weights")
+                "the weight is a DTensor, of which this rank has some rows, and hidden_states is a plain "
+                f"{type(hidden_states).__name__}. For tensor parallelism (the ranks share the vocabulary), pass "
+                "hidden_states as a DTensor on the mesh of the weight, or Head(weight.to_local(), "
+                "group=weight.device_mesh.get_group()). For FSDP2 (each rank has different tokens), patch the model "
+                "(liger_losses.patch), or call the loss inside the forward of the root module; if no gradient is "
+                "needed, pass weight.full_tensor()." + see("sharded-weights")
             )
         if hidden_states.device_mesh != self.mesh:
             raise ValueError(

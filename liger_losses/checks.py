@@ -223,28 +223,28 @@ def check_temperature(temperature: Tensor, device: torch.device, shapes: Sequenc
     check_same_device("temperature", temperature, "the weight", device)
 
 
-def checked_temperatures(found: Tensor) -> Tensor:
+def checked_temperatures(temperatures: Tensor) -> Tensor:
     """The temperatures, unless one is not positive and finite: a ValueError on a CPU, a device assertion on a GPU."""
-    right = (found > 0) & (found < math.inf)
-    if not host_checks(found.device):
+    right = (temperatures > 0) & (temperatures < math.inf)
+    if not host_checks(temperatures.device):
         assert_on_device(right.all())
     elif not right.all():
-        wrong = found[~right]
+        wrong = temperatures[~right]
         raise ValueError(
             f"temperature must be positive and finite for every token with a label, got {float(wrong[0])!r} for "
-            f"{len(wrong)} of {len(found)}."
+            f"{len(wrong)} of {len(temperatures)}."
         )
-    return found
+    return temperatures
 
 
 def check_vocabulary(extremes: Sequence[int], vocab_size: int, ignore_index: int) -> None:
     """Raise ValueError unless the lowest and highest labels are in the vocabulary."""
     if extremes and (min(extremes) < 0 or max(extremes) >= vocab_size):
         one = len(set(extremes)) == 1
-        found = f"the label {extremes[0]}" if one else f"labels from {min(extremes)} to {max(extremes)}"
+        labels = f"the label {extremes[0]}" if one else f"labels from {min(extremes)} to {max(extremes)}"
         raise ValueError(
             f"labels must be in [0, {vocab_size}), the rows of the weight, or ignore_index={ignore_index}; "
-            f"found {found}. Mask padding with ignore_index; tokenizer and weight must have the same vocabulary."
+            f"found {labels}. Mask padding with ignore_index; tokenizer and weight must have the same vocabulary."
             + see("labels-outside-of-the-vocabulary")
         )
 
@@ -255,8 +255,8 @@ def check_right(right: Tensor, labels: Tensor, vocab_size: int, ignore_index: in
         assert_on_device(right)
     elif not right:
         right.fill_(True)  # of the next call
-        found = labels[labels != ignore_index]
-        check_vocabulary([int(found.amin()), int(found.amax())], vocab_size, ignore_index)
+        active = labels[labels != ignore_index]
+        check_vocabulary([int(active.amin()), int(active.amax())], vocab_size, ignore_index)
 
 
 def check_shift(shift: Any, several: bool = True) -> None:
@@ -333,10 +333,9 @@ def check_shape_of(name: str, value: Tensor, of: str, values: Tensor) -> None:
 
     ``[B]`` beside ``[B, 1]``, which would make a matrix of them, does not.
     """
-    given, shape = tuple(value.shape), tuple(values.shape)
-    fits = len(given) <= len(shape) and all(n in (1, m) for n, m in zip(given[::-1], shape[::-1], strict=False))
-    if not fits:
-        raise ValueError(f"{name} must be {list(shape)}, as {of}, got {list(given)}.")
+    sizes, shape = value.shape, values.shape
+    if len(sizes) > len(shape) or any(n not in (1, m) for n, m in zip(sizes[::-1], shape[::-1], strict=False)):
+        raise ValueError(f"{name} must be {list(shape)}, as {of}, got {list(sizes)}.")
     if value.dim() or value.device.type != "cpu":
         check_same_device(name, value, of, values.device)
 
@@ -415,7 +414,7 @@ def is_weight_and_bias(layer: nn.Module) -> TypeGuard[nn.Linear | nn.Embedding]:
     """
     if isinstance(layer, nn.Embedding):
         return True
-    kind, own = type(layer), layer.__dict__
-    if "forward" in own and not own.keys() & {"_hf_hook", "_original_forward"}:
+    attributes = layer.__dict__
+    if "forward" in attributes and not attributes.keys() & {"_hf_hook", "_original_forward"}:
         return False
-    return isinstance(layer, nn.Linear) and (kind.forward is nn.Linear.forward)
+    return isinstance(layer, nn.Linear) and type(layer).forward is nn.Linear.forward

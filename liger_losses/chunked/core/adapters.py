@@ -65,7 +65,7 @@ def adapters_of(layer: Any) -> tuple[nn.Module, tuple[LowRank, ...]]:
         layer.unmerge()
     if layer.disable_adapters or layer.merged:
         return base, ()
-    found, kind = [], type(layer).__name__
+    adapters, kind = [], type(layer).__name__
     for name in layer.active_adapters:
         if name in getattr(layer, "lora_embedding_A", ()):
             raise TypeError(
@@ -82,5 +82,5 @@ def adapters_of(layer: Any) -> tuple[nn.Module, tuple[LowRank, ...]]:
                 "(liger_losses.patch), or pass Head(merged_weight, bias)."
             )
         p = dropout.p if isinstance(dropout, nn.Dropout) and layer.training else 0.0
-        found.append(LowRank(a.weight, b.weight, layer.scaling[name], p))
-    return base, tuple(found)
+        adapters.append(LowRank(a.weight, b.weight, layer.scaling[name], p))
+    return base, tuple(adapters)

@@ -103,14 +103,14 @@ def compare(group: Any, text: str) -> None:
     texts = [store.get(key).decode() if cause is None or store.check([key]) else "" for key in keys]
     if len(set(texts)) == 1:
         return
-    lines = [each.splitlines() for each in texts]
-    common = set.intersection(*[set(each) for each in lines if each])
+    lines = [text.splitlines() for text in texts]
+    common = set.intersection(*[set(of_rank) for of_rank in lines if of_rank])
     silence = (
         f"nothing within {store.timeout}: it has raised an error, or makes a call that the ranks have compared before, "
         "or none with this group"
     )
-    differ = ["; ".join([line for line in each if line not in common]) if each else silence for each in lines]
-    said = [f"  rank {r}: {each}\n" for r, each in enumerate(differ)]
+    differ = ["; ".join([line for line in of_rank if line not in common]) if of_rank else silence for of_rank in lines]
+    said = [f"  rank {r}: {of_rank}\n" for r, of_rank in enumerate(differ)]
     raise RankError(
         "all ranks of the group must make the same call, on the same tokens or each on its slice of the same "
         "sequences, but they are about to make different ones. Where each rank has a batch of its own, give all ranks "

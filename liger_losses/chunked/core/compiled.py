@@ -37,11 +37,11 @@ N = TypeVar("N", bound=Callable[..., Any])
 _OF_HEADS = (Concatenated, Dense, Head, LogitTransform, LowRank, WithAdapters)
 _OF_CALLS = (Divergence, EngineOptions, Statistic, Target, TeacherLogits, TokenLoss, stream.loss_sum, stream.statistics)
 #: What a text may name. Dataclasses and named tuples are written as calls of their constructors.
-_NAMES: dict[str, Any] = {"torch": torch, "ALONE": ALONE, **{each.__name__: each for each in (*_OF_HEADS, *_OF_CALLS)}}
+_NAMES: dict[str, Any] = {"torch": torch, "ALONE": ALONE, **{part.__name__: part for part in (*_OF_HEADS, *_OF_CALLS)}}
 
 
 def in_graphs(thing: N) -> N:
-    """Decorate what an operator calls: functions of single tokens' losses, and classes of what they are given."""
+    """Decorate what an operator calls: functions of single tokens' losses, and classes of what they read."""
     _NAMES[thing.__name__] = thing
     return thing
 
@@ -72,8 +72,8 @@ def _written(value: Any, tensors: list[Tensor], numbers: list[float]) -> str:
     names = getattr(type(value), "_fields", None) or getattr(type(value), "__match_args__", None)
     if names is not None and type(value) is not Tensor:
         fields = [(name, getattr(value, name)) for name in names]
-        given = [f"{name}={_written(part, tensors, numbers)}, " for name, part in fields if part is not None]
-        return f"{type(value).__name__}({''.join(given)})"
+        written = [f"{name}={_written(part, tensors, numbers)}, " for name, part in fields if part is not None]
+        return f"{type(value).__name__}({''.join(written)})"
     if isinstance(value, (list, tuple)):
         parts = "".join([f"{_written(part, tensors, numbers)}, " for part in value])
         return f"[{parts}]" if isinstance(value, list) else f"({parts})"
@@ -84,18 +84,15 @@ def _written(value: Any, tensors: list[Tensor], numbers: list[float]) -> str:
 
 def _outputs(targets: Sequence[Target], asked: Sequence[Statistic], tensors: list[Tensor]) -> str:
     """Of each statistic, the place of a tensor of its shape, what follows that shape, and its dtype."""
-    found = ""
+    outputs = ""
     for target in targets:
-        wide, selected = wide_dtype(target.hidden.dtype), target.selected
         for s in asked:
-            place, k = _place_of(target.labels, tensors), ""
+            like, k, selected = target.labels, "", target.selected
             if s.name in ("selected_logps", "columns"):
-                if isinstance(selected, Tensor):
-                    place = _place_of(selected, tensors)
-                else:
-                    k = f"{selected},"
-            found += f"({place}, ({k}), {torch.int64 if s.name in ('argmax', 'columns') else wide}), "
-    return f"[{found}]"
+                like, k = (selected, "") if isinstance(selected, Tensor) else (like, f"{selected},")
+            dtype = torch.int64 if s.name in ("argmax", "columns") else wide_dtype(target.hidden.dtype)
+            outputs += f"({_place_of(like, tensors)}, ({k}), {dtype}), "
+    return f"[{outputs}]"
 
 
 def _called(
@@ -110,18 +107,13 @@ def _called(
     leaves = [leaf.tensor for target in targets for leaf in target.leaves()] if torch.is_grad_enabled() else []
     trained = [any(tensor is leaf for leaf in leaves) for tensor in tensors]
     tensors = [tensor if on else tensor.detach() for tensor, on in zip(tensors, trained, strict=True)]
-    given = torch.tensor(numbers, dtype=torch.float64, device="cpu")
-    return operator(text, [*trained, False], [*tensors, given])
+    return operator(text, [*trained, False], [*tensors, torch.tensor(numbers, dtype=torch.float64, device="cpu")])
 
 
 def _named(targets: Sequence[Target], asked: Sequence[Statistic], outputs: Sequence[Tensor]) -> list[Values]:
-    """The statistics of each target; metrics have no gradient."""
-    left = list(outputs)
-    found: list[Values] = []
-    for _ in targets:
-        found.append({s.name: v if s.differentiable else v.detach() for s, v in zip(asked, left, strict=False)})
-        left = left[len(asked) :]
-    return found
+    """The statistics of each target."""
+    left = iter(outputs)
+    return [{s.name: next(left) for s in asked} for _ in targets]
 
 
 def traced_statistics(
@@ -142,10 +134,11 @@ def statistics(
     if not is_dynamo_compiling():
         return stream.statistics(targets, names, options, metrics)
     # Backward reads log-sum-exps.
-    asked = asked_for(names, (*metrics, "lse"))
-    found = traced_statistics("statistics", targets, asked, list(targets), asked, options)
-    wanted = [s.name for s in asked_for(names, metrics)]
-    return [{name: values[name] for name in wanted} for values in found]
+    asked, wanted = asked_for(names, (*metrics, "lse")), asked_for(names, metrics)
+    return [
+        {s.name: values[s.name] if s.differentiable else values[s.name].detach() for s in wanted}
+        for values in traced_statistics("statistics", targets, asked, list(targets), asked, options)
+    ]
 
 
 def loss_sum(
@@ -166,8 +159,7 @@ def loss_sum(
         asked = asked_for(names, metrics)
         arguments = (list(targets), asked, list(token_losses), options)
         total, *outputs = _called(torch.ops.liger_losses.loss_sum, "loss_sum", targets, asked, *arguments)
-        found = _named(targets, asked, outputs)
-        return total, [{name: value.detach() for name, value in values.items()} for values in found]
+        return total, _named(targets, asked, [value.detach() for value in outputs])
     losses: list[Tensor] = []
     numbers: list[Values] = []
     for target, loss, values in zip(targets, token_losses, statistics(targets, names, options, metrics), strict=True):
@@ -206,13 +198,13 @@ def _separate(values: Sequence[Tensor]) -> list[Tensor]:
     return [value.detach().clone(memory_format=torch.contiguous_format) for value in values]
 
 
-def _flat(found: Sequence[Values]) -> list[Tensor]:
-    return [value for values in found for value in values.values()]
+def _flat(of_targets: Sequence[Values]) -> list[Tensor]:
+    return [value for values in of_targets for value in values.values()]
 
 
 def _gradients_of(outputs: Sequence[Tensor], leaves: Sequence[Tensor], upstream: Any = None) -> list[Tensor]:
-    found = torch.autograd.grad(outputs, leaves, upstream, allow_unused=True) if outputs else [None] * len(leaves)
-    return [x.new_zeros(x.shape) if g is None else g.contiguous() for x, g in zip(leaves, found, strict=True)]
+    grads = torch.autograd.grad(outputs, leaves, upstream, allow_unused=True) if outputs else [None] * len(leaves)
+    return [x.new_zeros(x.shape) if g is None else g.contiguous() for x, g in zip(leaves, grads, strict=True)]
 
 
 def _empty_gradients(trained: Sequence[bool], tensors: Sequence[Tensor]) -> list[Tensor]:
@@ -245,9 +237,10 @@ def _statistics_gradients(
     upstream: Sequence[Tensor | None],
 ) -> list[Tensor]:
     with torch.inference_mode(False), torch.enable_grad():  # below autograd, nothing would be recorded
-        found, leaves = _run(text, trained, tensors, known=values)
-        pairs = [(f, g) for f, g in zip(_flat(found), upstream, strict=True) if g is not None and f.requires_grad]
-        return _gradients_of([f for f, _ in pairs], leaves, [g for _, g in pairs])
+        of_targets, leaves = _run(text, trained, tensors, known=values)
+        pairs = zip(_flat(of_targets), upstream, strict=True)
+        pairs = [(value, g) for value, g in pairs if g is not None and value.requires_grad]
+        return _gradients_of([value for value, _ in pairs], leaves, [g for _, g in pairs])
 
 
 @_statistics_gradients.register_fake
@@ -259,8 +252,8 @@ def _(text: str, trained: Sequence[bool], tensors: Sequence[Tensor], *_: Any) ->
 def _loss_sum(text: str, trained: Sequence[bool], tensors: Sequence[Tensor]) -> list[Tensor]:
     """The loss, the statistics, and the gradients of what is trained."""
     with torch.inference_mode(False), torch.set_grad_enabled(any(trained)):
-        (total, found), leaves = _run(text, trained, tensors)
-        return [*_separate([total, *_flat(found)]), *_gradients_of([total] if leaves else [], leaves)]
+        (total, of_targets), leaves = _run(text, trained, tensors)
+        return [*_separate([total, *_flat(of_targets)]), *_gradients_of([total] if leaves else [], leaves)]
 
 
 @_loss_sum.register_fake
@@ -288,8 +281,8 @@ def _spread(gradients: Sequence[Tensor | None], trained: Sequence[bool]) -> tupl
 
 def _backward_of_statistics(ctx: Any, upstream: Sequence[Tensor | None]) -> tuple[Any, ...]:
     saved, count = list(ctx.saved_tensors), len(ctx.trained)
-    given = ctx.text, ctx.trained, saved[:count], saved[count:], list(upstream)
-    return _spread(torch.ops.liger_losses.statistics_gradients(*given), ctx.trained)
+    call = ctx.text, ctx.trained, saved[:count], saved[count:]
+    return _spread(torch.ops.liger_losses.statistics_gradients(*call, list(upstream)), ctx.trained)
 
 
 def _backward_of_losses(ctx: Any, upstream: Sequence[Tensor | None]) -> tuple[Any, ...]:

@@ -26,8 +26,8 @@ from liger_losses.kernels.logit_transform import LogitTransform, said
 
 #: What is done with the probability outside a sparse teacher's columns; see :class:`TeacherTopK`.
 TAILS = ("bucket", "renormalize", "none")
-#: An earlier name of one, for errors.
-LUMP = {"lump": "'bucket'"}
+#: Earlier names, and what they are called now.
+EARLIER_TAILS = {"lump": "'bucket'"}
 
 
 @dataclass(frozen=True, eq=False)
@@ -130,8 +130,8 @@ class Teachers:
         if which.device.type == "cpu" and not torch.compiler.is_dynamo_compiling():
             outside = active & ((which < 0) | (which >= len(teachers)))
             if outside.any():
-                found = which.expand(labels.shape)[outside][0]
-                raise ValueError(f"which must be in [0, {len(teachers)}), the number of teachers, found {int(found)}.")
+                wrong = int(which.expand(labels.shape)[outside][0])
+                raise ValueError(f"which must be in [0, {len(teachers)}), the number of teachers, found {wrong}.")
         return [torch.where(active & (which == i), labels, ignore_index) for i in range(len(teachers))]
 
 
@@ -180,8 +180,8 @@ def projected_teacher(
         projected = torch.empty(len(states), head.vocab_size, dtype=wide, device=states.device)
         opened.weights.logits(projected, states, slice(0, head.vocab_size))
         q = head.transform(projected, head.local_bias(slice(None))).softmax(-1)
-        found = (shares.to(wide) @ q.t()).t().log_()
-        return found if temperature == 1 else found.mul_(temperature)
+        logps = (shares.to(wide) @ q.t()).t().log_()
+        return logps if temperature == 1 else logps.mul_(temperature)
 
     return TeacherLogits(logits, columns=projection.shape[0])
 
@@ -207,7 +207,7 @@ class TeacherTopK:
 
     def check(self, tokens: torch.Size, student: Head) -> None:
         """Raise TypeError or ValueError unless this fits the shape of the student's tokens, and the student's head."""
-        check_names([self.tail], TAILS, "tail", LUMP)
+        check_names([self.tail], TAILS, "tail", EARLIER_TAILS)
         check_floating("the teacher's logps", self.logps)
         check_tensor("the teacher's indices", self.indices)
         if self.indices.dtype != torch.int64:

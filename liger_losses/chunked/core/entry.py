@@ -17,7 +17,8 @@ from liger_losses.checks import is_weight_and_bias
 from liger_losses.chunked.core.agreement import agree
 from liger_losses.chunked.core.distilled import Teacher, TeacherLogits, Teachers
 from liger_losses.chunked.core.head import Head
-from liger_losses.chunked.core.ranks import ALONE
+from liger_losses.chunked.core.quantizers import QuantizedWeight
+from liger_losses.chunked.core.ranks import ALONE, Ranks
 from liger_losses.chunked.core.statistics import registered
 from liger_losses.kernels.tracing import when_compiling
 
@@ -48,27 +49,27 @@ def _entry(function: F, of_loss: bool) -> F:
 
     @functools.wraps(function)
     def wrapped(*arguments: Any, **keywords: Any) -> Any:
-        loss, given = (arguments[0], arguments[1:]) if of_loss else (None, arguments)
+        loss, positional = (arguments[0], arguments[1:]) if of_loss else (None, arguments)
         kind = None if loss is None else type(loss)
         if loss is not None:
             keywords = by_parameter_names(loss, keywords)
         elif "weight" in keywords and "head" not in keywords:  # an earlier name
             keywords = {"head" if name == "weight" else name: value for name, value in keywords.items()}
         if is_dynamo_compiling():
-            message = wrong(len(given), tuple(keywords), kind)
+            message = wrong(len(positional), tuple(keywords), kind)
             if message is not None:
                 raise TypeError(message)
-            reason = outside_of_graphs([loss, *given, *keywords.values()])
+            reason = outside_of_graphs([loss, *positional, *keywords.values()])
             return function(*arguments, **keywords) if reason is None else eagerly(reason, *arguments, **keywords)
         if torch.is_grad_enabled():
             known = names if loss is None else loss.argument_names
-            _warn_of_constants({**dict(zip(known, given, strict=False)), **keywords}, known)
-        if loss is not None and (head := _shared_head((*given, *keywords.values()))) is not None:
+            _warn_of_constants({**dict(zip(known, positional, strict=False)), **keywords}, known)
+        if loss is not None and (head := _shared_head((*positional, *keywords.values()))) is not None:
             agree(head.ranks.group, loss.common_options)
         try:
             return function(*arguments, **keywords)
         except TypeError as error:
-            message = wrong(len(given), tuple(keywords), kind) if type(error) is TypeError else None
+            message = wrong(len(positional), tuple(keywords), kind) if type(error) is TypeError else None
             if message is None:
                 raise
             raise TypeError(message) from None
@@ -92,9 +93,9 @@ def _entry(function: F, of_loss: bool) -> F:
 def _shared_head(arguments: Iterable[Any]) -> Head | None:
     """The first vocabulary-parallel head of a call's arguments, and of lists among them."""
     for value in arguments:
-        found = _shared_head(value) if isinstance(value, (list, tuple)) else value
-        if isinstance(found, Head) and found.ranks is not ALONE:
-            return found
+        head = _shared_head(value) if isinstance(value, (list, tuple)) else value
+        if isinstance(head, Head) and head.ranks is not ALONE:
+            return head
     return None
 
 
@@ -108,10 +109,8 @@ def outside_of_graphs(value: Any) -> str | None:
         if not value.weight.is_floating_point():
             return "quantized heads"
         value = value.weight
-    elif isinstance(value, Teachers):
-        value = value.teachers
-    elif isinstance(value, Teacher):
-        value = (value.hidden_states, value.weight)
+    elif isinstance(value, (Head, Teacher, Teachers)):
+        value = [getattr(value, name) for name in type(value).__match_args__]
     if isinstance(value, (list, tuple, nn.ModuleList)):
         reasons = [reason for reason in [outside_of_graphs(part) for part in value] if reason is not None]
         return reasons[0] if reasons else None
@@ -120,10 +119,10 @@ def outside_of_graphs(value: Any) -> str | None:
             return "DTensors"
         quantized = hasattr(type(value), "__tensor_flatten__") or hasattr(value, "quant_state")
         return "quantized heads" if quantized else None
-    if isinstance(value, Head):
-        if value.quantized is not None:
-            return "quantized heads"
-        return None if value.ranks is ALONE else "process groups"
+    if isinstance(value, QuantizedWeight):
+        return "quantized heads"
+    if isinstance(value, Ranks):
+        return None if value is ALONE else "process groups"
     if isinstance(value, str) and registered([value]):
         return "registered statistics"
     if isinstance(value, TeacherLogits) and not isinstance(value.logits, Tensor):
@@ -134,8 +133,7 @@ def outside_of_graphs(value: Any) -> str | None:
 def _warn_of_constants(arguments: Mapping[str, Any], known: Iterable[str]) -> None:
     """Warn of tensors that require a gradient and get none; ``known`` names are not a custom loss's own inputs."""
     for name, value in arguments.items():
-        own = name in _CONSTANTS and name in known
-        constant = value if own else getattr(value, "ref_logps", None)
-        if isinstance(constant, Tensor) and constant.requires_grad:
-            said = name if own else "ref_logps"
-            warn(f"{said} requires a gradient, but gets none: it is a constant of the loss; pass {said}.detach().")
+        if name not in _CONSTANTS or name not in known:
+            name, value = "ref_logps", getattr(value, "ref_logps", None)
+        if isinstance(value, Tensor) and value.requires_grad:
+            warn(f"{name} requires a gradient, but gets none: it is a constant of the loss; pass {name}.detach().")

@@ -153,13 +153,15 @@ class Head:
     def for_call(self, hidden_states: Tensor) -> tuple[Tensor, Head]:
         """Hidden states and head of one call, for which what adapters drop of hidden states is drawn. Temperatures of
         tokens are the target's."""
-        changes: dict[str, Any] = {"weights": self.weights}
-        if isinstance(self.transform.temperature, Tensor):
-            changes["transform"] = replace(self.transform, temperature=1.0)
-        if any(adapter.dropout for adapter in self.adapters):
+        transform, weights = self.transform, self.weights
+        if isinstance(transform.temperature, Tensor):
+            transform = replace(transform, temperature=1.0)
+        if _drop(self.adapters):
             hidden_states, columns = side_by_side(hidden_states, self.adapters)
-            changes["weights"] = Concatenated(self.weights, Dense(columns))
-        return hidden_states, self if changes == {"weights": self.weights} else self.with_fields(**changes)
+            weights = Concatenated(weights, Dense(columns))
+        if transform is self.transform and weights is self.weights:
+            return hidden_states, self
+        return hidden_states, self.with_fields(transform=transform, weights=weights)
 
     def open(self, products: Products) -> Head:
         """The same for one pass, with the weight cast or dequantized if all of its rows are copied together."""
@@ -246,10 +248,14 @@ def _matrix(weight: Tensor, quantized: QuantizedWeight | None, adapters: tuple[L
     if quantized is not None and weight.shape[1]:  # columns beside it, as of an adapter
         matrix = Concatenated(matrix, Dense(weight))
     check_adapters(matrix, adapters)
-    if not any(adapter.dropout for adapter in adapters):
-        for adapter in adapters:
-            matrix = WithAdapters(matrix, adapter.a, adapter.b, adapter.scale)
+    for adapter in () if _drop(adapters) else adapters:
+        matrix = WithAdapters(matrix, adapter.a, adapter.b, adapter.scale)
     return matrix
+
+
+def _drop(adapters: tuple[LowRank, ...]) -> bool:
+    """Whether adapters draw in each call what they drop of hidden states."""
+    return bool(adapters) and any(adapter.dropout for adapter in adapters)
 
 
 def _joined(ours: LogitTransform, theirs: LogitTransform) -> LogitTransform:

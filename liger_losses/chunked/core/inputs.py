@@ -51,7 +51,8 @@ def target_of(
     if isinstance(temperature, Tensor):
         checks.check_temperature(temperature, weight.device, [labels.shape])
         fields["temperature"] = temperature.detach().clone()  # which may be changed before backward
-    checks.check_vector("class_weight", fields.get("class_weight"), weight, head.vocab_size)
+    if fields.get("class_weight") is not None:
+        checks.check_vector("class_weight", fields["class_weight"], weight, head.vocab_size)
     selected = fields.get("selected")
     if isinstance(selected, int):
         if selected > head.vocab_size:
@@ -132,26 +133,24 @@ def targets_of(
         shifted.append(shift_labels(its_labels, ignore_index, int(positions)) if positions else its_labels)
     for k, head in enumerate(heads[1:], 1):
         check_device(heads[0].weight, **{f"the weight of head {k}": head.weight})
-    shapes, targets = [part.shape for part in shifted], []
+    targets = []
     for i, (hidden, *_, columns) in enumerate(rows):
         temperature = heads[i].transform.temperature
-        if isinstance(temperature, Tensor) and count is not None and temperature.shape != shapes[i]:
-            checks.check_temperature(temperature, heads[i].weight.device, shapes)
-            temperature = of_target(temperature, shapes, i)
-        if (
-            isinstance(columns, Tensor)
-            and len(shapes) > 1
-            and columns.shape[:1] == (sum(map(torch.Size.numel, shapes)),)
-        ):
-            columns = of_target(columns, shapes, i)
-        fields = {"temperature": temperature, "selected": columns, "class_weight": class_weight}
-        targets.append(target_of(hidden, heads[i], shifted[i], **fields))
+        fields = {"temperature": temperature, "selected": columns}
+        if count is not None:
+            if isinstance(temperature, Tensor) and temperature.shape != shifted[i].shape:
+                checks.check_temperature(temperature, heads[i].weight.device, [part.shape for part in shifted])
+            fields = {name: of_target(value, shifted, i) for name, value in fields.items()}
+        targets.append(target_of(hidden, heads[i], shifted[i], class_weight=class_weight, **fields))
     return targets
 
 
-def of_target(values: Tensor, shapes: Sequence[torch.Size], i: int) -> Tensor:
-    """The values of one target's tokens among ``[T, ...]`` of all targets."""
-    return values.split([shape.numel() for shape in shapes])[i].view(*shapes[i], *values.shape[1:])
+def of_target(values: Any, labels: Sequence[Tensor], i: int) -> Any:
+    """One target's part of a tensor ``[T, ...]`` of the tokens of all targets; what is no such tensor as it is."""
+    shape, sizes = labels[i].shape, [part.numel() for part in labels]
+    if not isinstance(values, Tensor) or values.shape[:1] != (sum(sizes),) or values.shape[: len(shape)] == shape:
+        return values
+    return values.split(sizes)[i].view(*shape, *values.shape[1:])
 
 
 def count_targets(**arguments: Any) -> int:

@@ -437,7 +437,7 @@ def linear_divergence(
     """
     student = Head.of(head, bias, transform)
     targets = compared_targets(hidden_states, student, labels, teacher, divergence, temperature, options.ignore_index)
-    names = (Statistic("divergence", divergence=divergence), *["logp"] * logp)
+    names: list[Any] = [Statistic("divergence", divergence=divergence), *["logp"] * logp]
     return added([Statistics(**values) for values in compiled.statistics(targets, names, options)])
 
 

@@ -173,8 +173,8 @@ def _rows_4bit(packed: Tensor, state: Any, start: int, stop: int) -> Tensor:
     first, last = start * width // size, -(-stop * width // size)  # whole blocks that have these rows
     count = min(last * size, height * width) - first * size
     codes = packed.flatten()[first * size // 2 : -(-(first * size + count) // 2), None]
-    own = {name: getattr(state, name) for name in ("code", "blocksize", "quant_type", "dtype")}
-    part = QuantState(absmax=_scales_4bit(state, first, last), shape=torch.Size((count,)), **own)
+    fields = {name: getattr(state, name) for name in ("code", "blocksize", "quant_type", "dtype")}
+    part = QuantState(absmax=_scales_4bit(state, first, last), shape=torch.Size((count,)), **fields)
     values: Tensor = dequantize_4bit(codes, part).flatten()
     return values[start * width - first * size :][: (stop - start) * width].view(stop - start, width)
 

@@ -195,9 +195,9 @@ def share_vocabulary(
         kind, hidden_size = f"{type(quantized).__name__} for {weight.dtype}", quantized.shape[1]
     biased = "none" if bias is None else "given"
     text = lines_of({"the head's weight": kind, "the head's hidden size": hidden_size, "its bias": biased})
-    found = torch.empty(dist.get_world_size(group), 2, dtype=torch.int64, device=weight.device)
-    all_gather(found.view(-1), found.new_tensor([len(weight), zlib.crc32(text.encode())]), group=group)
-    sizes, hashes = found.t().tolist()
+    facts = torch.empty(dist.get_world_size(group), 2, dtype=torch.int64, device=weight.device)
+    all_gather(facts.view(-1), facts.new_tensor([len(weight), zlib.crc32(text.encode())]), group=group)
+    sizes, hashes = facts.t().tolist()
     if len(set(hashes)) > 1:
         compare(group, text)
     return Ranks(group, dist.get_rank(group), tuple(sizes))

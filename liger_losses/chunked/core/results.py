@@ -113,14 +113,14 @@ def register_statistic(name: str, term: Callable[[Tensor], Tensor], *, replace: 
     g = torch.Generator().manual_seed(0)
     log_p = torch.randn(3, 7, generator=g, dtype=torch.float64).log_softmax(-1)
     log_p[0, 0] = -1e4
-    found = term(log_p)
-    if not isinstance(found, Tensor) or found.shape != log_p.shape:
-        raise ValueError(f"the term of {name!r} must return one value per entry, {(3, 7)}, got {described(found)}.")
+    terms = term(log_p)
+    if not isinstance(terms, Tensor) or terms.shape != log_p.shape:
+        raise ValueError(f"the term of {name!r} must return one value per entry, {(3, 7)}, got {described(terms)}.")
     row = Statistic(name, functools.wraps(term)(lambda log_p, vocab_size: term(log_p)))
     derivative = row.derivative(log_p, log_p.shape[-1])
-    if not (found.isfinite().all() and derivative.isfinite().all()):
+    if not (terms.isfinite().all() and derivative.isfinite().all()):
         raise ValueError(f"the term of {name!r}, or its derivative, is not finite for log-probabilities down to -1e4.")
-    if not torch.allclose(term(log_p[1:, 2:]), found[1:, 2:]):
+    if not torch.allclose(term(log_p[1:, 2:]), terms[1:, 2:]):
         raise ValueError(f"the term of {name!r} must be elementwise: an entry's value depends on other entries.")
     STATISTICS[name] = row
 

@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.compiler import is_dynamo_compiling
 
@@ -76,14 +77,11 @@ class TokenSupport:
         """Raise ValueError unless there is a row for each label, on the weight's device, and the weight can have the
         requested kind of gradient."""
         ids, offsets, count = self.ids, self.offsets, labels.numel() + 1
-        check_device(weight, **{"TokenSupport's ids": ids})
-        if offsets is not None:
-            check_device(weight, **{"TokenSupport's offsets": offsets})
-            if len(offsets) != count:
-                raise ValueError(
-                    f"TokenSupport's offsets must be [{count}], one per label and 1, got [{len(offsets)}]."
-                )
-        elif ids.shape[:-1] != labels.shape or not ids.dim():
+        tensors = {"TokenSupport's ids": ids, "TokenSupport's offsets": offsets}
+        check_device(weight, **{name: value for name, value in tensors.items() if value is not None})
+        if offsets is not None and len(offsets) != count:
+            raise ValueError(f"TokenSupport's offsets must be [{count}], one per label and 1, got [{len(offsets)}].")
+        if offsets is None and (ids.shape[:-1] != labels.shape or not ids.dim()):
             raise ValueError(
                 f"TokenSupport's ids must be [..., K], one row for each label of {list(labels.shape)}, got "
                 f"{list(ids.shape)}."
@@ -149,15 +147,12 @@ def statistics_of_kept(
     """The same of a checked call with shifted labels; what is ``known`` of it is computed again."""
     head = whole.head
     if head.batch_invariant and support.offsets is None:  # to how many columns they are padded belongs to the batch
-        here = support.ids.flatten(0, -2) != -1
-        offsets = torch.nn.functional.pad(here.sum(-1).cumsum(0), (1, 0))
-        support = replace(support, ids=support.ids.flatten(0, -2)[here], offsets=offsets)
+        is_id = support.ids.flatten(0, -2) != -1
+        offsets = F.pad(is_id.sum(-1).cumsum(0), (1, 0))
+        support = replace(support, ids=support.ids.flatten(0, -2)[is_id], offsets=offsets)
     split = padded_parts if support.offsets is None else ragged_parts
-    parts = split(support, whole, options.ignore_index, shift)
-    parts = checked_parts(parts, whole, support, options.ignore_index, shift, "logp" in names)
+    parts = checked_parts(split(support, whole, options.ignore_index, shift), whole, support, options, shift, names)
     adapted = head.batch_invariant and isinstance(head.weights, WithAdapters)
-    if adapted and any((part.labels != options.ignore_index).any() for part in parts if part.kept is None):
-        raise ValueError(NOT_INVARIANT)
     read = head.vocab_size if support.sparse_grad or adapted else most_read(head.vocab_size)
     wide = [part.kept is not None and part.kept.shape[-1] > read for part in parts]
     if any(wide):
@@ -165,11 +160,11 @@ def statistics_of_kept(
     few, many = ([part for part, wider in zip(parts, wide, strict=True) if wider is which] for which in (False, True))
     of_parts = statistics(few, names, options) if few else []
     of_parts += _of_all_columns(many, names, options) if many else []
-    spread = [
+    of_tokens = [
         {name: _spread(value, part.rows, whole.labels.shape) for name, value in values.items()}
         for part, values in zip([*few, *many], of_parts, strict=True)
     ]
-    return [{name: sum([values[name] for values in spread[1:]], spread[0][name]) for name in names}]
+    return [{name: sum([values[name] for values in of_tokens[1:]], of_tokens[0][name]) for name in names}]
 
 
 def most_read(vocab_size: int) -> int:
@@ -222,12 +217,21 @@ def ragged_parts(support: TokenSupport, whole: Target, ignore_index: int, shift:
     assert support.offsets is not None
     ids, offsets, labels = support.ids, support.offsets.long(), whole.labels.flatten()
     after = min(shift, len(labels))
-    lengths = torch.nn.functional.pad(offsets.diff()[after:], (0, after))
+    lengths = F.pad(offsets.diff()[after:], (0, after))
     kinds = torch.where(lengths > 0, lengths.clamp(min=1).log2().ceil().long() + 1, 0)
     kinds = torch.where(labels == ignore_index, -1, kinds)
-    numbers = _checked_numbers(offsets, len(ids), kinds)
+    # The host waits once, for the number of tokens of each kind from -1 on and for what is wrong with offsets.
+    rises = offsets.diff().amin() if len(labels) else offsets.new_zeros(())
+    numbers = (kinds[:, None] == torch.arange(-1, 64, device=kinds.device)).sum(0)
+    facts = torch.cat([torch.stack([rises, offsets[0], offsets[-1]]), numbers])
+    least, first, last, *counts = start_reading(facts, _FACTS)()
+    if least < 0 or (first, last) != (0, len(ids)):
+        raise ValueError(
+            f"TokenSupport's offsets must rise from 0 to {len(ids)}, the number of ids; they go from {first} to "
+            f"{last}, by {least} or more."
+        )
     parts = [_some(whole, kinds.new_empty(0), None)]
-    for kind, tokens in enumerate(kinds.argsort(stable=True).split(numbers), -1):
+    for kind, tokens in enumerate(kinds.argsort(stable=True).split(counts), -1):
         if kind >= 0 and len(tokens):
             at = torch.arange(2 ** (kind - 1) if kind else 0, device=ids.device)
             inside, starts = at < lengths[tokens, None], offsets[tokens + shift, None]
@@ -238,53 +242,40 @@ def ragged_parts(support: TokenSupport, whole: Target, ignore_index: int, shift:
     return parts
 
 
-def _checked_numbers(offsets: Tensor, number: int, kinds: Tensor) -> list[int]:
-    """How many tokens are of each kind from -1 on; one wait of the host for these and what is wrong with offsets."""
-    rises = offsets.diff().amin() if len(offsets) > 1 else offsets.new_zeros(())
-    of_kinds = (kinds[:, None] == torch.arange(-1, 64, device=kinds.device)).sum(0)
-    facts = torch.cat([torch.stack([rises, offsets[0], offsets[-1]]), of_kinds])
-    least, first, last, *numbers = start_reading(facts, _FACTS)()
-    if least < 0 or (first, last) != (0, number):
-        raise ValueError(
-            f"TokenSupport's offsets must rise from 0 to {number}, the number of ids; they go from {first} to {last}, "
-            f"by {least} or more."
-        )
-    return numbers
-
-
 def _some(whole: Target, tokens: Tensor, kept: Tensor | None) -> Target:
     """Some of the flattened tokens."""
-    labels, divided = whole.labels.flatten()[tokens], whole.temperature
-    if isinstance(divided, Tensor):
-        divided = divided.flatten()[tokens]
-    return replace(whole, labels=labels, temperature=divided, kept=kept, rows=tokens)
+    labels, temperature = whole.labels.flatten()[tokens], whole.temperature
+    if isinstance(temperature, Tensor):
+        temperature = temperature.flatten()[tokens]
+    return replace(whole, labels=labels, temperature=temperature, kept=kept, rows=tokens)
 
 
 def checked_parts(
-    parts: list[Target], whole: Target, support: TokenSupport, ignore_index: int, shift: int, needs_label: bool
+    parts: list[Target], whole: Target, support: TokenSupport, options: EngineOptions, shift: int, names: Sequence[str]
 ) -> list[Target]:
     """The parts, with labels among the kept columns if they are added; without that of all columns if it has no token.
 
     Raises:
         ValueError: for wrong columns, or for a label that is not among its token's, if it must be; names the first.
     """
+    ignore_index, size = options.ignore_index, whole.vocab_size
     cut = [part for part in parts if part.kept is not None]
-    if not cut:
-        return parts
-    wrong = torch.cat([_wrong(part, ignore_index) for part in cut], 1)
-    if support.add_label or not needs_label:
-        wrong[2] = False
-    uncut = sum(
-        [(p.labels != ignore_index).sum() for p in parts if p.kept is None], wrong.new_zeros((), dtype=torch.int64)
+    wrong = torch.cat(
+        [whole.labels.new_zeros(3, 0, dtype=torch.bool), *[_wrong(part, ignore_index) for part in cut]], 1
     )
+    if support.add_label or "logp" not in names:
+        wrong[2] = False
+    uncut = torch.stack([(part.labels != ignore_index).sum() for part in parts if part.kept is None]).sum()
     *numbers, others = start_reading(torch.cat([wrong.sum(1), uncut[None]]), _FACTS)()
     if not any(numbers):
-        parts = parts if others else cut
+        if others and whole.head.batch_invariant and isinstance(whole.head.weights, WithAdapters):
+            raise ValueError(NOT_INVARIANT)
+        parts = parts if others or not cut else cut
         return [_with_label(part) for part in parts] if support.add_label else parts
     kind = next(kind for kind, number in enumerate(numbers) if number)
     places = [torch.arange(p.labels.numel(), device=wrong.device) if p.rows is None else p.rows for p in cut]
     token = int(torch.cat(places)[wrong[kind]].amin())
-    ids, label, size = support.row(token + shift), int(whole.labels.flatten()[token]), whole.vocab_size
+    ids, label = support.row(token + shift), int(whole.labels.flatten()[token])
     where = f"token {token + shift} of the flattened labels"
     if kind == 2:
         check_vocabulary([label], size, ignore_index)

@@ -22,7 +22,7 @@ from liger_losses.checks import (
 )
 from liger_losses.chunked import Head, Largest, Teacher, TeacherLogits, Teachers, TeacherTopK
 from liger_losses.chunked.core.compiled import loss_sum
-from liger_losses.chunked.core.distilled import LUMP, TAILS
+from liger_losses.chunked.core.distilled import EARLIER_TAILS, TAILS
 from liger_losses.chunked.core.entry import loss_operator
 from liger_losses.chunked.core.ops import compared_targets, weighted_sum
 from liger_losses.chunked.core.statistics import Statistic
@@ -80,7 +80,7 @@ class DistillationOptions(LossOptions):
     def __post_init__(self) -> None:
         super().__post_init__()
         check_names([self.top_k_of], ("student", "teacher"), "top_k_of")
-        check_names([self.tail], TAILS, "tail", LUMP)
+        check_names([self.tail], TAILS, "tail", EARLIER_TAILS)
         if self.top_k is not None:
             Largest(self.top_k)  # which checks it
             if self.group is not None:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from liger_losses.checks import check_alike, check_names
-from liger_losses.chunked.core.distilled import LUMP, TAILS
+from liger_losses.chunked.core.distilled import EARLIER_TAILS, TAILS
 from liger_losses.kernels.autograd import edges, once_differentiable
 from liger_losses.kernels.divergence_forms import FORMS, Divergence, finite_logs
 from liger_losses.kernels.divergence_terms import summed_terms
@@ -143,7 +143,7 @@ def sparse_divergence(
         ``[...]``, in nats.
     """
     check_alike(logps=logps, teacher_logps=teacher_logps)
-    check_names([tail], TAILS, "tail", LUMP)
+    check_names([tail], TAILS, "tail", EARLIER_TAILS)
     if which.by_entropy and tail == "none":
         raise ValueError("Divergence.kl_by_entropy needs the probability of all columns: leave tail='none' out.")
     terms = divergence(distribution(logps, tail), distribution(teacher_logps, tail, teacher_tail_logps), which)

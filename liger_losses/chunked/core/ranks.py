@@ -82,9 +82,10 @@ class Ranks:
         from torch.distributed.tensor import DTensor, Partial, Replicate
 
         if not isinstance(hidden_states, DTensor):
+            check_tensor("hidden_states", hidden_states)
             raise TypeError(
-                "the weight is a DTensor, of which this rank has some rows, and hidden_states is a plain "
-                f"{type(hidden_states).__name__}. For tensor parallelism (the ranks share the vocabulary), pass "
+                "the weight is a DTensor, of which this rank has some rows, and hidden_states is a plain tensor. For "
+                "tensor parallelism (the ranks share the vocabulary), pass "
                 "hidden_states as a DTensor on the mesh of the weight, or Head(weight.to_local(), "
                 "group=weight.device_mesh.get_group()). For FSDP2 (each rank has different tokens), patch the model "
                 "(liger_losses.patch), or call the loss inside the forward of the root module; if no gradient is "

@@ -238,8 +238,7 @@ def _statistics_gradients(
 ) -> list[Tensor]:
     with torch.inference_mode(False), torch.enable_grad():  # below autograd, nothing would be recorded
         of_targets, leaves = _run(text, trained, tensors, known=values)
-        pairs = zip(_flat(of_targets), upstream, strict=True)
-        pairs = [(value, g) for value, g in pairs if g is not None and value.requires_grad]
+        pairs = [(v, g) for v, g in zip(_flat(of_targets), upstream, strict=True) if g is not None and v.requires_grad]
         return _gradients_of([value for value, _ in pairs], leaves, [g for _, g in pairs])
 
 

@@ -58,10 +58,8 @@ def see(heading: str) -> str:
     return f" See docs/errors.md#{heading} in the repository, or {DOCUMENTATION}errors/#{heading}"
 
 
-def one_each(value: Any, count: int | None) -> list[Any]:
-    """A list of one for each target, from such a list, or from what serves all; ``count`` is None for one target."""
-    if count is None:
-        return [value]
+def one_each(value: Any, count: int) -> list[Any]:
+    """A list of one for each target, from such a list, or from what serves all."""
     return list(value) if isinstance(value, LISTS) else [value] * count
 
 

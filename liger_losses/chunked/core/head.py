@@ -156,7 +156,7 @@ class Head:
         transform, weights = self.transform, self.weights
         if isinstance(transform.temperature, Tensor):
             transform = replace(transform, temperature=1.0)
-        if _drop(self.adapters):
+        if self.adapters and any(adapter.dropout for adapter in self.adapters):
             hidden_states, columns = side_by_side(hidden_states, self.adapters)
             weights = Concatenated(weights, Dense(columns))
         if transform is self.transform and weights is self.weights:
@@ -247,15 +247,12 @@ def _matrix(weight: Tensor, quantized: QuantizedWeight | None, adapters: tuple[L
     matrix: Weights = Dense(weight) if quantized is None else Quantized.of(quantized)
     if quantized is not None and weight.shape[1]:  # columns beside it, as of an adapter
         matrix = Concatenated(matrix, Dense(weight))
+    if not adapters:
+        return matrix
     check_adapters(matrix, adapters)
-    for adapter in () if _drop(adapters) else adapters:
+    for adapter in () if any(adapter.dropout for adapter in adapters) else adapters:
         matrix = WithAdapters(matrix, adapter.a, adapter.b, adapter.scale)
     return matrix
-
-
-def _drop(adapters: tuple[LowRank, ...]) -> bool:
-    """Whether adapters draw in each call what they drop of hidden states."""
-    return bool(adapters) and any(adapter.dropout for adapter in adapters)
 
 
 def _joined(ours: LogitTransform, theirs: LogitTransform) -> LogitTransform:

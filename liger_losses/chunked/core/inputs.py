@@ -122,7 +122,7 @@ def targets_of(
         inputs |= {HIDDEN: hidden_states, "heads": weight, "labels": labels, "bias": bias, "shift": shift}
         count = count_targets(**inputs, selected=selected)
     arguments = (hidden_states, weight, labels, bias, shift, selected)
-    rows = list(zip(*[one_each(value, count) for value in arguments], strict=True))
+    rows = [arguments] if count is None else list(zip(*[one_each(value, count) for value in arguments], strict=True))
     heads: list[Head] = []
     shifted: list[Tensor] = []
     for i, (_, layer, its_labels, its_bias, positions, _) in enumerate(rows):

@@ -21,7 +21,7 @@ from torch.overrides import TorchFunctionMode
 
 from liger_losses.caller import warn
 from liger_losses.checks import is_weight_and_bias, see
-from liger_losses.chunked import Head, QuantizedWeight, Ranks, find_quantized, is_quantized, local_rows, share_mesh
+from liger_losses.chunked import Head, Ranks, find_quantized, is_quantized, local_rows, share_mesh
 from liger_losses.kernels.logit_transform import LogitTransform
 from liger_losses.kernels.tracing import outside_graphs
 from liger_losses.layers.plain import PLAIN
@@ -31,9 +31,9 @@ from liger_losses.patching.probing import Mismatch
 from liger_losses.patching.report import LEFT_OUT, Entry
 from liger_losses.patching.swap import Replacement, hooks_of, original_class, replacement_of, restore, swap
 
-#: On a head's layers, for the length of a forward, with the number of its thread, 0 in compiled code, which cannot ask
-#: for it: where the targets of its losses go, in a tuple.
-_PENDING = "_liger_losses_pending_"
+#: The attribute of a head's layers with the numbers of the threads in which they return pending logits: 0 in compiled
+#: code, which cannot ask for it.
+_PENDING = "_liger_losses_pending"
 #: The function that layers call; one that replaces it in torch calls it, too.
 _LINEAR = F.linear
 #: From this size on, logits that nobody may need are worth a warning.
@@ -46,14 +46,8 @@ _MANY_BYTES = 2**30
 class Products(TorchFunctionMode):
     """Within this context, the products of linear layers are pending."""
 
-    def __init__(self, targets: list[Tensor] | None = None) -> None:
-        super().__init__()
-        self.targets = targets
-
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is _LINEAR:
-            return _product(self.targets, *args, **(kwargs or {}))
-        return func(*args, **(kwargs or {}))
+        return (_product if func is _LINEAR else func)(*args, **(kwargs or {}))
 
 
 @contextlib.contextmanager
@@ -83,11 +77,11 @@ def _take_states(layer: nn.Module, args: Any, output: Any) -> Any:
     return output[0].with_changes(hidden_states=output[1])
 
 
-def _product(targets: list[Tensor] | None, input: Any, weight: Tensor, bias: Tensor | None = None) -> Any:
+def _product(input: Any, weight: Tensor, bias: Tensor | None = None) -> Any:
     """``F.linear`` with its arguments' names, pending where a head can express it."""
     hidden_states = input.values() if isinstance(input, PendingLogits) else input
     if type(weight) not in PLAIN and is_quantized(weight):
-        return _quantized_product(targets, hidden_states, weight, bias)
+        return _quantized_product(hidden_states, weight, bias)
     mixed = hidden_states.dtype != weight.dtype and autocast_of(hidden_states) is None
     fits = weight.dim() == 2 and hidden_states.dim() > 1 and hidden_states.shape[-1] == weight.shape[-1]
     fits = fits and weight.is_floating_point() and not mixed and type(weight) in PLAIN
@@ -95,16 +89,14 @@ def _product(targets: list[Tensor] | None, input: Any, weight: Tensor, bias: Ten
         return _LINEAR(hidden_states, weight, bias)
     # DeepSpeed's parameters have a ds_id.
     weight, bias = (KeepGathered.apply(p) if hasattr(p, "ds_id") else p for p in (weight, bias))  # type: ignore
-    return pending_product(hidden_states, Head(weight, bias, LogitTransform()), targets)
+    return pending_product(hidden_states, Head(weight, bias, LogitTransform()))
 
 
-def _quantized_product(
-    targets: list[Tensor] | None, hidden_states: Tensor, weight: Any, bias: Tensor | None, operand: Any = None
-) -> PendingLogits:
+def _quantized_product(hidden_states: Tensor, weight: Any, bias: Tensor | None, operand: Any = None) -> PendingLogits:
     """The product with a quantized weight, or a layer that has one, in the dtype of the hidden states."""
     dtype, operand = hidden_states.dtype, operand or hidden_states.dtype
     head = Head(find_quantized(weight), None if bias is None else bias.to(operand))  # type: ignore[arg-type]
-    logits = pending_product(hidden_states.to(operand), head, targets)
+    logits = pending_product(hidden_states.to(operand), head)
     return logits if operand == dtype else logits.with_changes(dtype=dtype)
 
 
@@ -140,41 +132,30 @@ class KeepGathered(torch.autograd.Function):
         return gradient
 
 
-class _OfHead(Replacement):
-    """A kind that :func:`prepare_head` and :func:`patch_head` choose; each call reads the module."""
+class _HeadKind(Replacement):
+    """Layers that return pending logits where :func:`pending_logits` says so."""
 
     def probed_attributes(self, module: nn.Module) -> frozenset[str]:
+        """None: each call reads the module."""
         return frozenset()
-
-    @classmethod
-    def is_candidate(cls, module: nn.Module) -> bool:
-        return False
-
-    @classmethod
-    def match(cls, module: nn.Module) -> Replacement:
-        return cls()
-
-
-class _HeadKind(_OfHead):
-    """Layers that return pending logits where :func:`pending_logits` says so."""
 
     def call(self, module: Any, *args: Any, **kwargs: Any) -> Any:
         """Pending logits; or ``NotImplemented``, and the layer's own method computes."""
-        state = _state_of(module)
-        if state is None:
+        if not _is_pending(module):
             return NotImplemented
         reason = _reason_against(module)
-        if reason is not None:
-            _warn_plain(module, reason)
-            return NotImplemented
-        logits = self.logits(module, state[0], *args, **kwargs)
-        if isinstance(logits, PendingLogits):
-            return logits.with_changes(quiet=False)
-        if logits is not NotImplemented:
-            _warn_plain(module, "it does more than to multiply by a weight, and to cast and scale the result")
+        logits = NotImplemented if reason else self.logits(module, *args, **kwargs)
+        if logits is not NotImplemented and not isinstance(logits, PendingLogits):
+            reason = "it does more than to multiply by a weight, and to cast and scale the result"
+        if reason:
+            warn(
+                f"the output embedding, a {type(module).__name__}, computes its logits, [tokens, vocab]: {reason}."
+                + see("models-that-cannot-be-patched"),
+                RuntimeWarning,
+            )
         return logits
 
-    def logits(self, module: Any, targets: list[Tensor] | None, *args: Any, **kwargs: Any) -> Any:
+    def logits(self, module: Any, *args: Any, **kwargs: Any) -> Any:
         """What the layer returns, pending inside."""
 
 
@@ -184,10 +165,10 @@ class LossHead(_HeadKind):
 
     methods = ("__call__",)
 
-    def logits(self, module: Any, targets: list[Tensor] | None, *args: Any, **kwargs: Any) -> Any:
+    def logits(self, module: Any, *args: Any, **kwargs: Any) -> Any:
         """The layer's own call, with pending products."""
         split = any(hasattr(parameter, "ds_id") for parameter in module.parameters())
-        with Products(targets), _of_zero(module) if split else contextlib.nullcontext():
+        with Products(), _of_zero(module) if split else contextlib.nullcontext():
             return original_class(module).__call__(module, *args, **kwargs)
 
 
@@ -195,21 +176,19 @@ class LossHead(_HeadKind):
 class QuantizedHead(_HeadKind):
     """A quantized layer, whose rows are dequantized where the logits are read."""
 
-    def logits(self, module: Any, targets: list[Tensor] | None, *args: Any, **kwargs: Any) -> Any:
+    def logits(self, module: Any, *args: Any, **kwargs: Any) -> Any:
         """The product with the layer's rows."""
         if kwargs or len(args) != 1 or args[0].dim() < 2:
             return NotImplemented
         # The layer may round hidden states before the product; its result has their own dtype then.
-        return _quantized_product(targets, args[0], module, module.bias, getattr(module, "compute_dtype", None))
+        return _quantized_product(args[0], module, module.bias, getattr(module, "compute_dtype", None))
 
 
-def _shared_forward(ranks: Ranks, own: Callable[[Tensor], Tensor], layer: Any, hidden_states: Tensor) -> Any:
-    """The forward of a layer whose rows the ranks of a mesh share, and whose own returns the logits of all of them."""
-    state = _state_of(layer)
-    if state is None:
-        return own(hidden_states)
-    head = Head(*_local_parameters(layer), LogitTransform()).with_fields(ranks=ranks)
-    return pending_product(hidden_states, head, state[0])
+def _shared_forward(ranks: Ranks, forward: Callable[[Tensor], Tensor], layer: Any, hidden_states: Tensor) -> Any:
+    """The forward of a layer whose rows the ranks of a mesh share, and which returns the logits of all of them."""
+    if not _is_pending(layer):
+        return forward(hidden_states)
+    return pending_product(hidden_states, Head(*_local_parameters(layer), LogitTransform()).with_fields(ranks=ranks))
 
 
 def _local_parameters(module: Any) -> tuple[Tensor, Tensor | None]:
@@ -267,35 +246,24 @@ def _check_quantized(module: Any) -> None:
         raise Mismatch("its weight is on the meta device, and what it computes must be compared: load it first")
     if "forward" in vars(module):
         raise Mismatch("it is quantized, and its forward was replaced on the instance")
+    (vocab_size, hidden_size), bias = weight.shape, getattr(module, "bias", None)
+    hidden = probing.random((2, hidden_size), torch.Generator().manual_seed(0), weight.dtype).to(weight.device)
     before = dict(vars(module))  # a first forward may choose the dtype to compute in
     try:
-        same = _disagreement(module, weight) <= _QUANTIZATION_ERROR
+        with torch.enable_grad():  # in evaluation, layers may change how their weight is laid out
+            logits = type(module).forward(module, hidden.requires_grad_()).detach().float()
     except Exception as error:
         raise Mismatch(f"it fails on small hidden states ({type(error).__name__}: {str(error)[:160]})") from error
     finally:
         vars(module).update(before)
-    if not same:
-        raise Mismatch("it computes something else than the product with its dequantized rows")
-
-
-def _disagreement(layer: nn.Module, weight: QuantizedWeight) -> float:
-    """How far what a layer computes is from the product with the rows that were read, the first and the last."""
-    (vocab_size, hidden_size), size = weight.shape, 64
-    generator = torch.Generator().manual_seed(0)
-    hidden = torch.randn(2, hidden_size, dtype=torch.float32, generator=generator).to(weight.device, weight.dtype)
-    with torch.enable_grad():  # in evaluation, layers may change how their weight is laid out
-        logits: Tensor = type(layer).forward(layer, hidden.requires_grad_()).float()
-    if logits.shape != (2, vocab_size):
-        return math.inf
-    errors, bias = [], getattr(layer, "bias", None)
-    with torch.no_grad():
-        for start in {0, max(vocab_size - size, 0)}:
-            part = slice(start, min(start + size, vocab_size))
-            expected = F.linear(hidden.float(), weight.rows(part.start, part.stop).float())
-            expected = expected if bias is None else expected + bias[part].float()
-            error = (logits[:, part] - expected).norm()
-            errors.append(float(error / expected.norm()) if error != 0 else 0.0)
-    return max(math.inf if math.isnan(error) else error for error in errors)
+    for start in {0, max(vocab_size - 64, 0)}:
+        part = slice(start, min(start + 64, vocab_size))
+        with torch.no_grad():
+            rows = weight.rows(part.start, part.stop).float()
+            expected = F.linear(hidden.float(), rows, None if bias is None else bias[part].float())
+        error = (logits[:, part] - expected).norm() if logits.shape == (2, vocab_size) else math.inf
+        if not error <= _QUANTIZATION_ERROR * expected.norm():
+            raise Mismatch("it computes something else than the product with its dequantized rows")
 
 
 # --- Heads ------------------------------------------------------------------------------------------------------------
@@ -328,37 +296,36 @@ def prepare_head(model: nn.Module, filter_fn: Callable[[nn.Module, str], bool] |
     if owner is None:
         without = "it has no output embedding; for token losses, pass the model with its lm_head (AutoModelForCausalLM)"
         return [Entry("", type(model).__name__, None, without)]
-    head, entries = owner.get_output_embeddings(), []
+    head, entries, prepared = owner.get_output_embeddings(), [], []
     quantized = [layer for layer in head.modules() if _is_quantized_layer(layer)]
     for layer in dict.fromkeys([*quantized, head]):
         path = next((name for name, other in model.named_modules() if other is layer), "")
-        reason = None
-        if replacement_of(layer) is None:
+        kind, reason = replacement_of(layer), None
+        if kind is None:
             kind = QuantizedHead() if layer in quantized else LossHead()
-            reason = LEFT_OUT if filter_fn is not None and not filter_fn(layer, path) else _prepare(layer, kind)
-        by = type(replacement_of(layer)).__name__
-        entries.append(Entry(path, original_class(layer).__name__, None if reason else by, reason or ""))
+            left_out = filter_fn is not None and not filter_fn(layer, path)
+            reason = LEFT_OUT if left_out else _reason_to_leave(layer, kind)
+            prepared += [] if reason else [(layer, kind)]
+        by = None if reason else type(kind).__name__
+        entries.append(Entry(path, original_class(layer).__name__, by, reason or ""))
+    for layer, kind in prepared:
+        setattr(layer, _PENDING, [])
+        swap(layer, kind)
     return entries
 
 
-def _prepare(layer: Any, kind: _HeadKind) -> str | None:
-    """Give a layer its kind, or return the reason not to."""
-    reason = _reason_against(layer)
-    if reason is not None:
-        return reason
+def _reason_to_leave(layer: Any, kind: _HeadKind) -> str | None:
+    """Why a layer cannot be prepared, or ``None``."""
     try:
-        if isinstance(kind, QuantizedHead):
+        reason = _reason_against(layer)
+        if reason is None and isinstance(kind, QuantizedHead):
             _check_quantized(layer)
-        elif _shares_rows(layer):
-            own = vars(layer)["forward"]
-            layer.forward = partial(_shared_forward, _match_shared(layer), own, layer)
-    except Mismatch as mismatch:
-        shared = "" if isinstance(kind, QuantizedHead) else "its weight is split over processes, and "
-        return f"{shared}{mismatch}"
+        elif reason is None and _shares_rows(layer):
+            forward = vars(layer)["forward"]
+            layer.forward = partial(_shared_forward, _match_shared(layer), forward, layer)
     except Exception as error:
         return probing.reason_of(error)
-    swap(layer, kind)
-    return None
+    return reason
 
 
 def _reason_against(head: nn.Module) -> str | None:
@@ -386,14 +353,6 @@ _BACKWARD_HOOKS = ("backward_hooks", "backward_pre_hooks")
 _BACKWARD_HOOKS_OF_ALL = ("_global_backward_hooks", "_global_backward_pre_hooks")
 
 
-def _warn_plain(head: nn.Module, reason: str) -> None:
-    warn(
-        f"the output embedding, a {type(head).__name__}, computes its logits, [tokens, vocab]: {reason}."
-        + see("models-that-cannot-be-patched"),
-        RuntimeWarning,
-    )
-
-
 def is_head(layer: nn.Module) -> bool:
     """Whether a layer was prepared."""
     return isinstance(replacement_of(layer), _HeadKind)
@@ -411,37 +370,33 @@ def _layers(head: nn.Module | None) -> list[Any]:
     return [layer for layer in head.modules() if layer is head or isinstance(replacement_of(layer), QuantizedHead)]
 
 
-def _start(layers: list[Any], targets: list[Tensor] | None = None) -> str:
-    """Let layers return pending logits to this thread, until ``_end`` with the attribute that is returned."""
-    attribute = f"{_PENDING}{0 if torch.compiler.is_dynamo_compiling() else threading.get_ident()}"
+def _start(layers: list[Any]) -> int:
+    """Let layers return pending logits to this thread, until ``_end`` with the number that is returned."""
+    thread = 0 if torch.compiler.is_dynamo_compiling() else threading.get_ident()
     for layer in layers:
-        setattr(layer, attribute, (targets,))
-    _keep_gathered(layers)
-    return attribute
-
-
-def _end(layers: list[Any], attribute: str) -> None:
-    for layer in layers:
-        if hasattr(layer, attribute):
-            delattr(layer, attribute)
-
-
-def _state_of(layer: Any) -> Any:
-    """Where the targets of a layer's losses go, in a tuple; ``None`` where it is to return logits."""
-    if torch.compiler.is_dynamo_compiling():
-        return next((vars(layer)[name] for name in vars(layer) if name.startswith(_PENDING)), None)
-    return getattr(layer, f"{_PENDING}{threading.get_ident()}", getattr(layer, f"{_PENDING}0", None))
-
-
-def _keep_gathered(layers: list[Any]) -> None:
-    """A unit of ``fully_shard`` keeps its weights from its forward to its backward."""
-    for layer in layers:
+        getattr(layer, _PENDING).append(thread)
         for unit in layer.modules():
             if hasattr(unit, "set_reshard_after_forward"):
                 _do_not_reshard(unit)
+    return thread
+
+
+def _end(layers: list[Any], thread: int) -> None:
+    for layer in layers:
+        if hasattr(layer, _PENDING):  # it was not unpatched
+            getattr(layer, _PENDING).remove(thread)
+
+
+def _is_pending(layer: Any) -> bool:
+    """Whether a layer is to return pending logits."""
+    threads = getattr(layer, _PENDING, ())
+    if torch.compiler.is_dynamo_compiling():
+        return len(threads) > 0
+    return threading.get_ident() in threads or 0 in threads
 
 
 def _do_not_reshard(unit: Any) -> None:
+    """A unit of ``fully_shard`` keeps its weights from its forward to its backward."""
     unit.set_reshard_after_forward(False, recurse=False)
 
 
@@ -449,20 +404,17 @@ outside_graphs(sys.modules[__name__], "_do_not_reshard")
 
 
 @contextlib.contextmanager
-def pending_logits(*models: nn.Module, targets: list[Tensor] | None = None) -> Iterator[None]:
-    """Within this context, the prepared heads of models return :class:`PendingLogits`.
-
-    ``targets`` gets the labels of each cross-entropy of them, whose result is then 0.
-    """
+def pending_logits(*models: nn.Module) -> Iterator[None]:
+    """Within this context, the prepared heads of models return :class:`PendingLogits`."""
     layers = [layer for model in models for layer in _layers(head_of(owner_of_head(model)))]
-    layers = [layer for layer in dict.fromkeys(layers) if _state_of(layer) is None]
+    layers = [layer for layer in dict.fromkeys(layers) if not _is_pending(layer)]
     inner = [getattr(model, "module", model) for model in models if layers and _is_distributed()]
     hooks = [model.register_forward_hook(_show_tensors, prepend=True) for model in inner]
-    attribute = _start(layers, targets)
+    thread = _start(layers)
     try:
         yield
     finally:
-        _end(layers, attribute)
+        _end(layers, thread)
         for hook in hooks:
             hook.remove()
 
@@ -477,7 +429,7 @@ def _show_tensors(model: nn.Module, args: Any, output: Any) -> None:
     The first waits for gradients of what it finds there, the second registers hooks. None of them may be a view.
     """
     if isinstance(output, dict) and torch.is_grad_enabled() and _is_distributed():
-        for logits in filter(_pends, [*output.values()]):
+        for logits in [value for value in output.values() if isinstance(value, PendingLogits)]:
             logits.hidden_states = logits.hidden_states.clone()
             weights = [weight.flatten()[:1].sum() for weight in logits.tensors[1:] if weight is not None]
             # A field of transformers' outputs: fully_shard looks for no others.
@@ -489,7 +441,7 @@ def _show_tensors(model: nn.Module, args: Any, output: Any) -> None:
 
 
 @dataclass(frozen=True)
-class LossForward(_OfHead):
+class LossForward(Replacement):
     """The forward of a model that has the head: where it is given labels, its head returns pending logits.
 
     Attributes:
@@ -505,12 +457,9 @@ class LossForward(_OfHead):
         """The forward, with the loss computed inside it."""
         return lambda model, *args, **kwargs: _with_loss(partial(replaced, model), model, *args, **kwargs)
 
-    def wants_loss(self, forward: Any, args: Any, kwargs: dict[str, Any]) -> bool:
-        """Whether a call computes a loss and no logits; a Trainer that keeps the labels back passes their number."""
-        if torch.is_grad_enabled() or not self.eval_logits:
-            given = _has_labels(forward, args, kwargs)
-            return given or (torch.is_grad_enabled() and kwargs.get("num_items_in_batch") is not None)
-        return False
+    def probed_attributes(self, module: nn.Module) -> frozenset[str]:
+        """None: the model's own forward runs."""
+        return frozenset()
 
 
 def _has_labels(forward: Any, args: Any, kwargs: dict[str, Any]) -> bool:
@@ -526,22 +475,26 @@ def _with_loss(forward: Callable[..., Any], model: Any, *args: Any, **kwargs: An
     options = replacement_of(model)
     if not isinstance(options, LossForward):  # it was unpatched, and what is around it calls this
         return forward(*args, **kwargs)
-    layers = _layers(head_of(model))
-    if not options.wants_loss(forward, args, kwargs) or any(_state_of(layer) is not None for layer in layers):
+    layers, training, labeled = _layers(head_of(model)), torch.is_grad_enabled(), _has_labels(forward, args, kwargs)
+    # A Trainer that keeps the labels back passes their number.
+    wanted = (
+        labeled or kwargs.get("num_items_in_batch") is not None if training else labeled and not options.eval_logits
+    )
+    if not wanted or any(_is_pending(layer) for layer in layers):
         output = forward(*args, **kwargs)
         _warn_of_many(model, output)
         return output
     if not layers and not torch.compiler.is_dynamo_compiling():
         layers = _prepare_again(model)
-    attribute = _start(layers)
+    thread = _start(layers)
     try:
         output = forward(*args, **kwargs)
     finally:
-        _end(layers, attribute)
-    if not _has_labels(forward, args, kwargs):
+        _end(layers, thread)
+    if not labeled:
         _show_tensors(model, args, output)
         return output
-    return _finished(output, options.keep_logits if torch.is_grad_enabled() else options.eval_logits)
+    return _finished(output, options.keep_logits if training else options.eval_logits)
 
 
 def _prepare_again(model: Any) -> list[Any]:
@@ -562,19 +515,13 @@ def _finished(output: Any, keep: bool) -> Any:
     """A forward's output, with the values of pending logits, or, where it has a loss, without them."""
     if isinstance(output, PendingLogits):
         return output.values()
-    if isinstance(output, dict):  # transformers' outputs are
-        if not any(map(_pends, output.values())):
-            return output
-        keep = keep or output.get("loss") is None
-        entries = {name: _finished(value, keep) for name, value in output.items() if keep or not _pends(value)}
-        return type(output)(**entries)
-    if type(output) is tuple:
-        return tuple([_finished(value, keep) for value in output if keep or not _pends(value)])
-    return output
-
-
-def _pends(value: Any) -> bool:
-    return isinstance(value, PendingLogits)
+    entries = output if isinstance(output, dict) else dict(enumerate(output)) if type(output) is tuple else {}
+    if not any(isinstance(value, PendingLogits) for value in entries.values()):
+        return output
+    keep = keep or (entries is output and output.get("loss") is None)
+    entries = {name: x for name, x in entries.items() if keep or not isinstance(x, PendingLogits)}
+    entries = {name: _finished(value, keep) for name, value in entries.items()}
+    return type(output)(**entries) if isinstance(output, dict) else tuple(entries.values())
 
 
 def _warn_of_many(model: nn.Module, output: Any) -> None:
@@ -596,24 +543,25 @@ def patch_head(model: nn.Module, options: LossForward) -> None:
     if isinstance(replacement_of(owner), LossForward):
         restore(owner)
     swap(owner, options)
-    own = vars(owner).get("forward")
-    if own is not None and not _is_ours(own, _with_loss):
-        owner.forward = functools.update_wrapper(partial(_with_loss, own, owner), own)
+    forward = vars(owner).get("forward")
+    if forward is not None and not _is_partial(forward, _with_loss):
+        owner.forward = functools.update_wrapper(partial(_with_loss, forward, owner), forward)
 
 
 def unpatch_head(model: nn.Module) -> None:
     """Undo :func:`patch_head` and :func:`prepare_head`."""
     for module in model.modules():
-        own: Any = vars(module).get("forward")
-        if _is_ours(own, _with_loss):
-            module.forward = own.args[0]
-        elif _is_ours(own, _shared_forward):
-            module.forward = own.args[1]
+        forward: Any = vars(module).get("forward")
+        if _is_partial(forward, _with_loss):
+            module.forward = forward.args[0]
+        elif _is_partial(forward, _shared_forward):
+            module.forward = forward.args[1]
+        vars(module).pop(_PENDING, None)
         if isinstance(replacement_of(module), (LossForward, _HeadKind)):
             restore(module)
 
 
-def _is_ours(forward: Any, function: Callable[..., Any]) -> bool:
+def _is_partial(forward: Any, function: Callable[..., Any]) -> bool:
     return isinstance(forward, partial) and forward.func is function
 
 
@@ -630,9 +578,10 @@ def transform_of(layer: nn.Module, hidden_states: Tensor) -> LogitTransform:
     if is_weight_and_bias(layer):
         return LogitTransform()
     weight: Any = layer.weight
-    logits, given = _small_logits(layer, type(layer).forward, hidden_states.dtype, weight.dtype, hidden_states.device)
-    used = [tensor for tensor in logits.tensors if tensor is not None]
-    if [tensor.data_ptr() for tensor in used] != [tensor.data_ptr() for tensor in given]:
+    dtypes = hidden_states.dtype, weight.dtype
+    logits, arguments = _small_logits(layer, type(layer).forward, *dtypes, hidden_states.device)
+    operands = [tensor for tensor in logits.tensors if tensor is not None]
+    if [tensor.data_ptr() for tensor in operands] != [tensor.data_ptr() for tensor in arguments]:
         raise Mismatch("its product is of another input, weight or bias than the layer's")
     return logits.head.transform
 
@@ -658,10 +607,10 @@ def _small_logits(
 
 def _shares_rows(layer: Any) -> bool:
     """Whether a forward on the instance of a layer exchanges messages, because its rows are on several processes."""
-    own = vars(layer).get("forward")
-    if own is None or not hasattr(getattr(layer, "weight", None), "full_tensor"):
+    forward = vars(layer).get("forward")
+    if forward is None or not hasattr(getattr(layer, "weight", None), "full_tensor"):
         return False
     with probing.isolated(), contextlib.suppress(Mismatch):
-        _small_logits(layer, lambda layer, x: own(x), torch.float32, torch.float32, "cpu")
+        _small_logits(layer, lambda layer, x: forward(x), torch.float32, torch.float32, "cpu")
         return False  # fully_shard gathers the weight
     return True

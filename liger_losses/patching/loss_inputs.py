@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import weakref
 from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 from liger_losses.checks import check_labels, see
 from liger_losses.chunked import Head
@@ -88,8 +91,8 @@ def loss_inputs(
         check_model(model)
         with attending(model, packed) as arguments:
             batch |= arguments
-            found = loss_inputs(model, shift_labels=torch.zeros_like(packed.input_ids), **batch)
-        return found._replace(hidden_states=packed.completion_states(found.hidden_states), labels=packed.labels)
+            row = loss_inputs(model, shift_labels=torch.zeros_like(packed.input_ids), **batch)
+        return row._replace(hidden_states=packed.completion_states(row.hidden_states), labels=packed.labels)
     name, inner = type(model).__name__, owner_of_head(model) or model
     if batch.get("num_items_in_batch") is not None:
         raise TypeError(
@@ -104,8 +107,8 @@ def loss_inputs(
         )
     if getattr(config, "is_encoder_decoder", False):
         raise ValueError(f"{name} is an encoder-decoder, whose labels are not shifted; give a causal language model.")
-    given = labels if shift_labels is None else shift_labels
-    targets = batch.get("input_ids") if given is None else given
+    targets = labels if shift_labels is None else shift_labels
+    targets = batch.get("input_ids") if targets is None else targets
     if targets is None:
         raise ValueError("there are neither input_ids nor labels; give input_ids= [batch, tokens], or labels=.")
     check_labels(targets)
@@ -122,11 +125,11 @@ def loss_inputs(
     else:
         shifted = targets
     asks = shift_labels is None and type(inner) not in _SHIFTS and _can_ask(inner, targets, batch)
-    seen: list[Tensor] | None = [] if asks else None
-    with pending_logits(inner, targets=seen):
+    losses = _Losses()
+    with pending_logits(inner), losses if asks else contextlib.nullcontext():
         output = model(**batch, labels=_first_alone(targets)) if asks else model(**batch)
-    if seen:
-        _SHIFTS[type(inner)] = not any(bool((labels != -100).any()) for labels in seen)
+    if losses.labels:
+        _SHIFTS[type(inner)] = not any(bool((labels != -100).any()) for labels in losses.labels)
     if shift_labels is None and not _SHIFTS.get(type(inner), True):
         raise ValueError(
             f"{name} does not shift its labels, as a causal language model does: the logits of a token are "
@@ -147,6 +150,21 @@ def loss_inputs(
             "that the model inserts, and leave out logits_to_keep."
         )
     return LossInputs(logits.head, hidden_states, shifted.to(hidden_states.device))
+
+
+class _Losses(TorchFunctionMode):
+    """Within this context, losses of pending logits are 0, and their labels are kept."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.labels: list[Tensor] = []
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func not in (F.cross_entropy, F.nll_loss) or not isinstance(args[0], PendingLogits):
+            return func(*args, **kwargs)
+        self.labels.append(kwargs["target"] if "target" in kwargs else args[1])
+        return args[0].hidden_states.new_zeros((), dtype=torch.float32)
 
 
 def _can_ask(model: nn.Module, targets: Tensor, batch: dict[str, Any]) -> bool:

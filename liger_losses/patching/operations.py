@@ -63,7 +63,7 @@ def _reshape(logits: PendingLogits, *shape: Any) -> Any:
     if len(sizes) < 2 or not all(isinstance(size, (int, torch.SymInt)) for size in sizes):
         return NotImplemented
     hidden_states, vocab_size = logits.hidden_states, logits.head.vocab_size
-    if sizes[-1] == -1 and -1 not in sizes[:-1]:
+    if sizes[-1] == -1:
         sizes[-1] = logits.shape.numel() // max(math.prod(sizes[:-1]), 1)
     if sizes[-1] != vocab_size:
         return NotImplemented
@@ -92,19 +92,9 @@ for _name in "flatten split chunk unbind transpose permute unsqueeze squeeze".sp
     _operation(_name)(partial(_on_tokens, _name))
 
 
-@_operation("contiguous")
-def _contiguous(logits: PendingLogits) -> Any:
-    return logits.with_rows(logits.hidden_states.contiguous())
-
-
-@_operation("clone")
-def _clone(logits: PendingLogits) -> Any:
-    return logits.with_changes()
-
-
-@_operation("detach")
-def _detach(logits: PendingLogits) -> Any:
-    return logits.with_rows(logits.hidden_states.detach(), head=logits.head.detach())
+_operation("contiguous")(lambda logits: logits.with_rows(logits.hidden_states.contiguous()))
+_operation("clone")(lambda logits: logits.with_changes())
+_operation("detach")(lambda logits: logits.with_rows(logits.hidden_states.detach(), head=logits.head.detach()))
 
 
 @_operation("__getitem__")
@@ -139,7 +129,7 @@ def _cast(logits: PendingLogits, dtype: torch.dtype) -> Any:
     if dtype == logits.dtype:
         return logits
     if logits.normalized and torch.promote_types(dtype, logits.dtype) != dtype:
-        return NotImplemented  # a step comes before the softmax, so it would round the logits instead
+        return NotImplemented  # the engine's log-probabilities are rounded once, at the end
     return logits.with_step("to", dtype).with_changes(dtype=dtype)
 
 
@@ -188,14 +178,14 @@ def _tanh(logits: PendingLogits) -> Any:
 @_operation("neg negative __neg__")
 def _neg(logits: PendingLogits) -> Any:
     """Negate log-probabilities, as losses do; to negate other logits, their values are computed."""
-    return logits.with_changes(negated=not logits.negated) if logits.normalized else NotImplemented
+    return logits.with_step("neg") if logits.normalized else NotImplemented
 
 
 @_operation("add __add__ __radd__")
 def _add(logits: PendingLogits, other: Any) -> Any:
     """Add a bias ``[V]`` to a head's product; or add another product, such as an adapter's: both heads side by side."""
     head, dtype = logits.head, logits.dtype
-    if logits.normalized or logits.steps or head.ranks.size > 1:
+    if logits.steps or head.ranks.size > 1:
         return NotImplemented
     if isinstance(other, type(logits)):
         return NotImplemented if other.computed else _add_product(logits, other)
@@ -243,7 +233,7 @@ def _log_softmax(
     if dtype is None and logits.device.type == "cuda" and torch.is_autocast_enabled("cuda"):
         dtype = torch.float32  # autocast runs it in fp32 on a GPU
     cast = logits if dtype is None else _cast(logits, dtype)
-    return cast if cast is NotImplemented else cast.with_changes(normalized=True)
+    return cast if cast is NotImplemented else cast.with_step("log_softmax", -1)
 
 
 # --- Reductions: the engine computes them -----------------------------------------------------------------------------
@@ -261,9 +251,6 @@ def _cross_entropy(
     label_smoothing: float = 0.0,
 ) -> Any:
     """``cross_entropy`` of logits; ``nll_loss``, which has no label smoothing, of log-probabilities."""
-    if logits.targets is not None:
-        logits.targets.append(target)
-        return logits.hidden_states.new_zeros((), dtype=torch.float32)
     class_indices = isinstance(target, Tensor) and target.dtype == torch.int64 and target.dim() == 1
     right = reduction in ("mean", "sum", "none") and 0 <= label_smoothing <= 1
     right = right and (weight is None or weight.shape == logits.shape[-1:])  # otherwise torch says what is wrong

@@ -25,25 +25,24 @@ from liger_losses.patching.operations import OPERATIONS
 class PendingLogits:  # no dataclass: fully_shard would look for tensors in it, hook and cast them
     """Hidden states, the head that multiplies them, and what was done to the logits since.
 
+    Made without gradients, it has none.
+
     Args:
         hidden_states: ``[..., H]``. Operations on the token dimensions of the logits are applied to these.
         head: slices of the vocabulary are applied to its weight and bias; its transform is the scale and soft-cap of
             the logits so far, as the engine applies them.
         dtype: of the logits, as the model computes them.
         autocast: the autocast dtype under which the head ran, or ``None``.
-        steps: the scale and soft-cap as the model wrote them, in order, and its casts, for values with the model's own
-            rounding: the name of a tensor's method and its arguments.
-        normalized: whether a log-softmax over the vocabulary follows.
-        negated: whether the log-probabilities are multiplied by -1.
-        quiet: inside of the head, whose own small products are computed without a warning.
-        targets: the labels of each cross-entropy are appended to this list, and the losses are 0.
+        steps: casts, scales and the soft-cap as the model wrote them, in order, then a log-softmax and its negation:
+            the name of a tensor's method and its arguments. The values are computed by these, with the model's
+            rounding.
         aliases: one entry for each view of the same memory that torch would have made; shared by these.
 
     Attributes:
         computed: their values, once an operation has needed them.
     """
 
-    _FIELDS = ("hidden_states", "head", "dtype", "autocast", "steps", "normalized", "negated", "quiet", "targets")
+    _FIELDS = ("hidden_states", "head", "dtype", "autocast", "steps")
 
     def __init__(
         self,
@@ -52,20 +51,12 @@ class PendingLogits:  # no dataclass: fully_shard would look for tensors in it, 
         dtype: torch.dtype,
         autocast: torch.dtype | None = None,
         steps: tuple[tuple[Any, ...], ...] = (),
-        normalized: bool = False,
-        negated: bool = False,
-        quiet: bool = False,
-        targets: list[Tensor] | None = None,
         aliases: list[None] | None = None,
     ) -> None:
-        self.hidden_states, self.head, self.dtype, self.autocast, self.steps = (
-            hidden_states,
-            head,
-            dtype,
-            autocast,
-            steps,
-        )
-        self.normalized, self.negated, self.quiet, self.targets = normalized, negated, quiet, targets
+        if not torch.is_grad_enabled():  # here, and not where the loss is computed
+            hidden_states, head = hidden_states.detach(), head.detach()
+        self.hidden_states, self.head, self.dtype, self.autocast = hidden_states, head, dtype, autocast
+        self.steps = steps
         self.aliases: list[None] = [] if aliases is None else aliases
         self.computed: list[Tensor] = []
 
@@ -76,6 +67,16 @@ class PendingLogits:  # no dataclass: fully_shard would look for tensors in it, 
     def tensors(self) -> tuple[Tensor, Tensor, Tensor | None]:
         """Hidden states, weight and bias."""
         return self.hidden_states, self.head.weight, self.head.bias
+
+    @property
+    def normalized(self) -> bool:
+        """Whether they are log-probabilities."""
+        return ("log_softmax", -1) in self.steps
+
+    @property
+    def negated(self) -> bool:
+        """Whether they are log-probabilities times -1."""
+        return self.steps.count(("neg",)) % 2 == 1
 
     @property
     def shape(self) -> torch.Size:
@@ -92,14 +93,11 @@ class PendingLogits:  # no dataclass: fully_shard would look for tensors in it, 
         """Whether one of the tensors requires a gradient."""
         return any(tensor is not None and tensor.requires_grad for tensor in self.tensors)
 
-    @property
-    def ndim(self) -> int:
-        """The number of dimensions."""
-        return len(self.shape)
-
     def dim(self) -> int:
         """The number of dimensions."""
         return len(self.shape)
+
+    ndim = property(dim)
 
     def size(self, dim: int | None = None) -> Any:
         """The shape, or one of its entries."""
@@ -116,10 +114,7 @@ class PendingLogits:  # no dataclass: fully_shard would look for tensors in it, 
 
     def with_changes(self, **changes: Any) -> PendingLogits:
         """Logits with other fields, in memory of their own."""
-        fields = {name: getattr(self, name) for name in self._FIELDS} | changes
-        if not torch.is_grad_enabled():
-            fields |= {"hidden_states": fields["hidden_states"].detach(), "head": fields["head"].detach()}
-        return PendingLogits(**fields)
+        return PendingLogits(**{name: getattr(self, name) for name in self._FIELDS} | changes)
 
     def with_step(self, *step: Any, **transform: Any) -> PendingLogits:
         """The logits after one more operation; ``transform`` holds the changed fields of the head's transform."""
@@ -145,19 +140,19 @@ class PendingLogits:  # no dataclass: fully_shard would look for tensors in it, 
     def values(self, operation: str = "") -> Tensor:
         """The logits as an ordinary, differentiable tensor ``[..., V]``, computed once by the model's own operations.
 
-        With an ``operation``, the first call of each caller warns that it needs them.
+        With an ``operation``, the first call of each caller warns that it needs them, unless they are fewer than the
+        hidden states, as inside of adapters.
         """
         if not self.computed:
             self.check()
-            if operation and not self.quiet:
+            if operation and self.shape[-1] > self.hidden_states.shape[-1]:
                 _warn_computed(operation)
-            with torch.enable_grad():  # tensors of logits that were made without gradients require none
-                with self.forward_autocast():
-                    logits = linear(*self.tensors, self.head.quantized, self.head.ranks, self.autocast)
-                    for name, *args in self.steps:
-                        logits = getattr(logits, name)(*args)
-                logits = logits.log_softmax(-1) if self.normalized else logits
-                self.computed.append((-logits if self.negated else logits).to(self.dtype))
+            # Tensors of logits that were made without gradients require none.
+            with torch.enable_grad(), self.forward_autocast():
+                logits = linear(*self.tensors, self.head.quantized, self.head.ranks, self.autocast)
+                for name, *args in self.steps:
+                    logits = getattr(logits, name)(*args)
+            self.computed.append(logits.to(self.dtype))
         return self.computed[0]
 
     def statistics(self, labels: Tensor | None, *names: str, selected: Tensor | None = None, **options: Any) -> Any:
@@ -171,11 +166,11 @@ class PendingLogits:  # no dataclass: fully_shard would look for tensors in it, 
             hidden_states, labels = hidden_states[None], labels[None]
             selected = None if selected is None else selected[None]
         with self.forward_autocast():
-            found = linear_statistics(hidden_states, self.head, labels, names, selected=selected, **options)
-        return found._make(None if value is None else value[0] for value in found) if one_token else found
+            statistics = linear_statistics(hidden_states, self.head, labels, names, selected=selected, **options)
+        return statistics._make(None if x is None else x[0] for x in statistics) if one_token else statistics
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("__") or name in _OWN or not hasattr(Tensor, name):
+        if name.startswith("__") or not hasattr(Tensor, name):
             raise AttributeError(f"PendingLogits has no attribute {name!r}")
         function = getattr(Tensor, name)
         if not callable(function):
@@ -187,20 +182,24 @@ class PendingLogits:  # no dataclass: fully_shard would look for tensors in it, 
         return _call(func.__name__, func, args, kwargs or {})
 
 
-#: Set by the constructor.
-_OWN = frozenset((*PendingLogits._FIELDS, "aliases", "computed"))
+_IN_PLACE = [f"__{name}__" for name in "setitem iadd isub imul itruediv ifloordiv imod ipow".split()]  # noqa: SIM905
 
 
 def _call(name: str, func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
     """An operation on pending logits; on their values, if the table has none that computes it."""
     first = args[0] if args else None
     if isinstance(first, PendingLogits):
+        result = NotImplemented
         if name in OPERATIONS and not first.computed:
             result = OPERATIONS[name](first, *args[1:], **kwargs)
-            if result is not NotImplemented:
-                return result
-        if name == "__setitem__" or name[-1] == "_" != name[0]:
-            _refuse_views(name, first)
+        if result is not NotImplemented:
+            return result
+        if first.aliases and (name in _IN_PLACE or name[-1] == "_" != name[0]):
+            raise RuntimeError(
+                f"{name} changes logits in place that have views, or are one, and these would not change with them: "
+                "compute new logits instead, as in logits = logits / temperature, or make them ordinary ones first "
+                "with logits.values()."
+            )
 
     def values(logits: PendingLogits) -> Tensor:
         return logits.values(name)
@@ -208,48 +207,16 @@ def _call(name: str, func: Callable[..., Any], args: Any, kwargs: dict[str, Any]
     return func(*replace_all(args, PendingLogits, values), **replace_all(kwargs, PendingLogits, values))
 
 
-def _refuse_views(name: str, logits: PendingLogits) -> None:
-    if logits.aliases:
-        raise RuntimeError(
-            f"{name} changes logits in place that have views, or are one, and these would not change with them: "
-            "compute new logits instead, as in logits = logits / temperature, or make them ordinary ones first with "
-            "logits.values()."
-        )
-
-
 def _operator(name: str) -> Any:
-    def operator(self: PendingLogits, *others: Any) -> Any:
-        return _call(name, getattr(Tensor, name), (self, *others), {})
-
-    return operator
-
-
-def _in_place_operator(name: str) -> Any:
-    def operator(self: PendingLogits, other: Any) -> PendingLogits:
-        _refuse_views(f"__i{name}__", self)
-        operation = None if self.computed else OPERATIONS.get(f"__{name}__")
-        result = NotImplemented if operation is None else operation(self, other)
-        if isinstance(result, PendingLogits) and _kind_of(result) == _kind_of(self):
-            for field in PendingLogits._FIELDS:
-                setattr(self, field, getattr(result, field))
-        else:
-            _call(f"__i{name}__", getattr(Tensor, f"__i{name}__"), (self, other), {})
-        return self
-
-    return operator
-
-
-def _kind_of(logits: PendingLogits) -> tuple[Any, ...]:
-    """What an operation in place keeps; without gradients it changes the values alone."""
-    return logits.shape, logits.dtype, logits.requires_grad
+    return lambda self, *others: _call(name, getattr(Tensor, name), (self, *others), {})
 
 
 # Python looks for operators in the class alone, and does not call __getattr__.
 for _name in """add radd sub rsub mul rmul truediv rtruediv floordiv rfloordiv mod rmod pow rpow matmul rmatmul neg pos
-    abs eq ne lt le gt ge and or xor invert bool float int len iter contains getitem setitem""".split():  # noqa: SIM905
+    abs eq ne lt le gt ge and or xor invert bool float int len iter contains getitem""".split():  # noqa: SIM905
     setattr(PendingLogits, f"__{_name}__", _operator(f"__{_name}__"))
-for _name in ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow"):
-    setattr(PendingLogits, f"__i{_name}__", _in_place_operator(_name))
+for _name in _IN_PLACE:
+    setattr(PendingLogits, _name, _operator(_name))
 
 
 def replace_all(value: Any, kind: type, function: Callable[[Any], Any]) -> Any:
@@ -281,13 +248,10 @@ def autocast_of(hidden_states: Tensor) -> torch.dtype | None:
     return None if hidden_states.dtype == torch.float64 else autocast_dtype(hidden_states.device)
 
 
-def pending_product(hidden_states: Tensor, head: Head, targets: list[Tensor] | None = None) -> PendingLogits:
+def pending_product(hidden_states: Tensor, head: Head) -> PendingLogits:
     """The product with a head, under the autocast that is on, inside of a layer's forward."""
     autocast = autocast_of(hidden_states)
-    dtype = autocast or hidden_states.dtype
-    if not torch.is_grad_enabled():  # here, and not where the loss is computed
-        hidden_states, head = hidden_states.detach(), head.detach()
-    return PendingLogits(hidden_states, head, dtype, autocast, quiet=True, targets=targets)
+    return PendingLogits(hidden_states, head, autocast or hidden_states.dtype, autocast)
 
 
 def linear(

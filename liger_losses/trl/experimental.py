@@ -195,10 +195,6 @@ def topk_self_distillation(
     return sparse_divergence(logps, teacher_logps, divergence_of(distillation_alpha), tail)
 
 
-def _quiet(logits: PendingLogits) -> PendingLogits:
-    return logits.with_changes(quiet=True)
-
-
 def sequence_by_sequence(original: Callable[..., Tensor], self: Any, *args: Any, **kwargs: Any) -> Tensor:
     """GOLD's loss across tokenizers, which sorts the probabilities of whole rows: the mean over sequences.
 
@@ -211,7 +207,7 @@ def sequence_by_sequence(original: Callable[..., Tensor], self: Any, *args: Any,
 
     def loss(i: int) -> Tensor:
         sequence = {name: None if value is None else value[i : i + 1] for name, value in batch.items()}
-        return original(self, **replace_all(sequence, PendingLogits, _quiet)).reshape(())
+        return original(self, **replace_all(sequence, PendingLogits, PendingLogits.values)).reshape(())
 
     losses = [checkpoint(loss, i, use_reentrant=False) for i in range(len(batch["student_labels"]))]
     return torch.stack(losses).mean()

@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
@@ -422,8 +423,9 @@ def test_a_unit_of_fully_shard_is_unpatched(patched_first, one_process):
     expected, model = step(llama()), llama()
     if patched_first:
         patch_head(model)
-    fully_shard(model.lm_head)
-    fully_shard(model)
+    mesh = init_device_mesh("cpu", (1,))  # otherwise it moves the weights to a GPU
+    fully_shard(model.lm_head, mesh=mesh)
+    fully_shard(model, mesh=mesh)
     if not patched_first:
         patch_head(model)
     with without_logits():

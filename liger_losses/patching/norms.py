@@ -150,23 +150,15 @@ def _cases(module: nn.Module, gate: str | None, functions: probing.Functions) ->
                     parameter.mul_(100)  # so that a clamp of the output shows
         parameters = dict(copy.named_parameters())
         with probing.unchanged(name, copy):
-            for size in _sizes(module):
-                # The larger the spike, the harder is the gradient of a gate that is applied before the norm.
-                inputs = [_rows(leading, size, dtype, generator, 100 if gate is None else 10)]
-                if gate is not None:
-                    inputs.append(probing.random(inputs[0].shape, generator, dtype) * 3)
-                try:
-                    with functions:
-                        output, grads = probing.observe(copy, inputs, list(parameters.values()))
-                except Mismatch as mismatch:
-                    failure = mismatch
-                    continue
-                break
-            else:
+            several = _inputs(module, leading, dtype, generator, gate)
+            try:
+                with functions:
+                    inputs, output, grads = probing.observe_first(copy, several, list(parameters.values()))
+            except Mismatch as mismatch:
                 # Modules may fail with other layouts and with mixed dtypes: then no model uses them so.
-                if (leading != (2, 2) or dtype != parameter_dtype) and failure.__cause__ is not None:
+                if (leading != (2, 2) or dtype != parameter_dtype) and mismatch.__cause__ is not None:
                     continue
-                raise failure
+                raise
             with torch.no_grad():
                 if not torch.equal(copy(*inputs), output):
                     raise Mismatch(f"{name}: it computes something else without gradients, or when called again")
@@ -180,17 +172,20 @@ def _cases(module: nn.Module, gate: str | None, functions: probing.Functions) ->
         yield Case(name, inputs, output, grads, function_of, 1e-5, of_input, rare, parameters, of_weight)
 
 
-def _sizes(module: nn.Module) -> list[int]:
-    """The parameters' size; without parameters, the sizes among the attributes, and any other."""
+def _inputs(
+    module: nn.Module, leading: tuple[int, ...], dtype: torch.dtype, generator: torch.Generator, gate: str | None
+) -> Iterator[list[Tensor]]:
+    """Inputs ``[..., rows, size]`` with a row of each scale, then all of them again with one large entry; and gates.
+
+    They have the parameters' size; without parameters, the sizes among the attributes, and any other.
+    """
     sizes = [size for p in module.parameters(recurse=False) for size in probing.shape_of(p)]
     lists = [value if isinstance(value, (tuple, list)) else [value] for value in vars(module).values()]
-    return sizes[:1] or [*(n for numbers in lists for n in numbers if type(n) is int and 8 <= n <= 65536), 48]
-
-
-def _rows(leading: tuple[int, ...], size: int, dtype: torch.dtype, generator: torch.Generator, spike: int) -> Tensor:
-    """Inputs ``[..., rows, size]`` with a row of each scale, then all of them again with one large entry, the spike."""
     scales = torch.tensor(_SCALES, dtype=torch.float32).repeat(2)
-    rows = probing.random((*leading, len(scales), size), generator) * scales[:, None]
-    rows += 0.5 * scales[:, None]
-    rows[..., len(_SCALES) :, size // 3] *= spike
-    return rows.to(dtype)
+    for size in sizes[:1] or [*(n for numbers in lists for n in numbers if type(n) is int and 8 <= n <= 65536), 48]:
+        rows = probing.random((*leading, len(scales), size), generator) * scales[:, None]
+        rows += 0.5 * scales[:, None]
+        # The larger it is, the harder is the gradient of a gate that is applied before the norm.
+        rows[..., len(_SCALES) :, size // 3] *= 100 if gate is None else 10
+        gates = [] if gate is None else [probing.random(rows.shape, generator, dtype) * 3]
+        yield [rows.to(dtype), *gates]

@@ -6,7 +6,6 @@ import contextlib
 import copy
 import inspect
 import itertools
-import types
 import warnings
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -86,21 +85,14 @@ def copy_of(
         raise Mismatch(f"it cannot be copied ({type(error).__name__}: {error})") from error
 
 
-def fingerprint(value: Any, depth: int = 4) -> Any:
-    """A hashable value, equal for objects in equal states. Tensors and functions count by identity."""
+def fingerprint(value: Any) -> Any:
+    """A hashable value, equal for equal numbers, strings and containers of them. All else counts by identity."""
     if isinstance(value, (bool, int, float, str, bytes, type(None), torch.dtype, torch.device)):
         return type(value).__name__, value
-    if isinstance(value, nn.Module):
-        return type(value), id(value)
-    if depth and not isinstance(value, (Tensor, type, types.FunctionType, types.BuiltinFunctionType, types.ModuleType)):
-        if isinstance(value, (list, tuple)):
-            return type(value).__name__, *(fingerprint(item, depth - 1) for item in value)
-        if isinstance(value, dict):
-            return "dict", *((str(key), fingerprint(item, depth - 1)) for key, item in value.items())
-        if isinstance(value, (set, frozenset)):
-            return "set", *sorted(map(str, value))
-        if hasattr(value, "__dict__"):
-            return type(value), id(value), fingerprint(vars(value), depth - 1)
+    if isinstance(value, (list, tuple)):
+        return type(value).__name__, *map(fingerprint, value)
+    if isinstance(value, dict):
+        return "dict", *((str(key), fingerprint(item)) for key, item in value.items())
     return type(value).__name__, id(value)
 
 
@@ -166,6 +158,22 @@ def observe(
     return output.detach(), list(grads)
 
 
+def observe_first(
+    function: Callable[..., Any], several: Iterable[Sequence[Tensor]], others: Sequence[Tensor] = ()
+) -> tuple[Sequence[Tensor], Tensor, list[Tensor | None]]:
+    """The first of several inputs that a function does not refuse, and what :func:`observe` returns for them.
+
+    Raises the last Mismatch if there is none.
+    """
+    refusal = Mismatch("there are no inputs for it")
+    for inputs in several:
+        try:
+            return inputs, *observe(function, inputs, others)
+        except Mismatch as mismatch:
+            refusal = mismatch
+    raise refusal
+
+
 class _Computed(nn.Module):
     """A module whose forward is ``compute``."""
 
@@ -193,14 +201,11 @@ def check_close(
     With ``rare``, one element in two hundred may be off by that much instead: sums in another order sometimes round to
     another number of a half precision.
     """
-    if actual is None and expected is None:
-        return
+    kinds = [None if tensor is None else (tensor.dtype, tuple(tensor.shape)) for tensor in (actual, expected)]
+    if kinds[0] != kinds[1]:
+        raise Mismatch(f"{what} is {kinds[0] or 'missing'}, not {kinds[1] or 'missing'}")
     if actual is None or expected is None:
-        raise Mismatch(f"{what} is {'missing' if actual is None else 'there'}")
-    if actual.dtype != expected.dtype:
-        raise Mismatch(f"{what} is of {actual.dtype}, not {expected.dtype}")
-    if actual.shape != expected.shape:
-        raise Mismatch(f"{what} has shape {tuple(actual.shape)}, not {tuple(expected.shape)}")
+        return
     a, e = actual.double(), expected.double()
     if not bool(a.isfinite().all() & e.isfinite().all()):
         raise Mismatch(f"{what} is not finite")

@@ -1,7 +1,7 @@
 """Finds the functions that rotate queries and keys by calling them, and replaces them in the modules that call them.
 
-They are globals of a modeling file, which all models of a family in the process share: the file's stay as they are, and
-a patched module has copies of its methods that see others.
+They are globals of a modeling file, which all models of a family in the process share. The kernel takes their place
+only while a method of a patched module runs; other callers get it in another thread at most, with the same results.
 """
 
 from __future__ import annotations
@@ -186,9 +186,8 @@ def _was_probed(*tensors: Tensor, unsqueeze_dim: Any) -> bool:
 class Rotations(Replacement):
     """A module whose methods call functions that rotate queries and keys.
 
-    Its methods are replaced by copies, which see the globals of their file as they were then, with the kernel in place
-    of each function. The globals themselves stay, as all models of the process share them. Where somebody has replaced
-    a function in the file since, the methods themselves run.
+    While its methods run, the kernel is in the place of each function. Where somebody has replaced a function in the
+    file since, it stays; and so it does under torch.compile, which fuses rotations itself.
 
     Attributes:
         functions: the Python module and the name of each function, and what it computes.
@@ -202,20 +201,31 @@ class Rotations(Replacement):
         return ", ".join(dict.fromkeys(str(rotation) for *_, rotation in self.functions))
 
     def new_method(self, replaced: Callable[..., Any]) -> Callable[..., Any]:
-        copies: dict[Any, Any] = {}
-        copy = _copy(replaced, {(file, name): rotation for file, name, rotation in self.functions}, copies)
-        read = [(made.__globals__, name, value) for made in copies for name, value in _calls(made).items()]
+        known = {(file, name): rotation for file, name, rotation in self.functions}
+        rotations = [
+            (names, name, function, _wrapper(function, known[names["__name__"], name]))
+            for names, name, function in _rotations_in(replaced, set())
+            if (names["__name__"], name) in known
+        ]
 
-        @functools.wraps(copy)
         def method(*args: Any, **kwargs: Any) -> Any:
-            traced = torch.compiler.is_dynamo_compiling()
-            changed = not traced and any(names.get(name) is not value for names, name, value in read)
-            return NotImplemented if changed else copy(*args, **kwargs)
+            if torch.compiler.is_dynamo_compiling():
+                return NotImplemented
+            for names, name, function, _ in rotations:
+                if names.get(name) is not function:
+                    return NotImplemented
+            try:
+                for names, name, _, kernel in rotations:
+                    names[name] = kernel
+                return replaced(*args, **kwargs)
+            finally:
+                for names, name, function, _ in rotations:
+                    names[name] = function
 
         return method
 
     def probed_attributes(self, module: nn.Module) -> frozenset[str]:
-        """None: the copies of the methods read attributes at each call."""
+        """None: the methods read attributes at each call."""
         return frozenset()
 
     @classmethod
@@ -224,15 +234,15 @@ class Rotations(Replacement):
 
     @classmethod
     def match(cls, module: nn.Module) -> Rotations:
-        methods, found, reasons = _methods_of(module), {}, []
-        for file, name, function in itertools.chain.from_iterable(methods.values()):
+        methods, rotations, reasons = _methods_of(module), {}, []
+        for names, name, function in itertools.chain.from_iterable(methods.values()):
             try:
-                found[file, name] = match(function)
+                rotations[names["__name__"], name] = match(function)
             except Mismatch as mismatch:
                 reasons.append(f"{name}: {mismatch}")
-        if not found:
+        if not rotations:
             raise Mismatch(reasons[0])
-        return cls(tuple((*where, rotation) for where, rotation in found.items()), tuple(methods))
+        return cls(tuple((*where, rotation) for where, rotation in rotations.items()), tuple(methods))
 
     @classmethod
     def key(cls, module: nn.Module) -> Any:
@@ -244,98 +254,42 @@ class Rotations(Replacement):
         return replaced_on_instance(module, _methods_of(module))
 
 
-#: Where a function was found, and the function: its Python module, its name there, and what is there.
-_Found = tuple[str, str, Any]
+#: The globals of a file, the name of one of them, and the function that it is.
+_Global = tuple[dict[str, Any], str, Any]
 
 
-def _methods_of(module: nn.Module) -> dict[str, list[_Found]]:
+def _methods_of(module: nn.Module) -> dict[str, list[_Global]]:
     return calling_methods(type(module))  # type: ignore[arg-type]
 
 
 @functools.cache
-def calling_methods(cls: type) -> dict[str, list[_Found]]:
+def calling_methods(cls: type) -> dict[str, list[_Global]]:
     """The methods of a class that call functions with parameters cos and sin, and these functions.
 
     Cleared before and after each model, as somebody may have replaced methods and functions since.
     """
     methods = {name: inspect.getattr_static(cls, name) for name in dir(cls)}
     return {
-        name: found
+        name: rotations
         for name, method in methods.items()
         if isinstance(method, types.FunctionType) and str(method.__module__).partition(".")[0] != "torch"
-        if (found := list(_rotations_in(method, set())))
+        if (rotations := list(_rotations_in(method, set())))
     }
 
 
-def _rotations_in(function: Any, seen: set[Any]) -> Iterator[_Found]:
+def _rotations_in(function: Any, seen: set[Any]) -> Iterator[_Global]:
     """The functions with parameters cos and sin that a function calls, itself or through others of its file."""
     seen.add(function)
-    for name, value in _calls(function).items():
+    function = inspect.unwrap(function)
+    try:
+        names, read = function.__globals__, inspect.getclosurevars(function).globals
+    except (AttributeError, ValueError):  # it decorates no function; a variable that it encloses has no value yet
+        return
+    for name, value in read.items():
+        # The package kernels makes modules of some functions.
+        if not isinstance(value, types.FunctionType) and not hasattr(type(value), "kernel_layer_name"):
+            continue
         if {"cos", "sin"} <= set(inspect.signature(_with_signature(value)).parameters):
-            yield str(function.__globals__.get("__name__")), name, value
-    for value in _helpers(function):
-        if value not in seen:
+            yield names, name, value
+        if getattr(value, "__globals__", None) is names and value not in seen:
             yield from _rotations_in(value, seen)
-
-
-def _calls(function: types.FunctionType) -> dict[str, Any]:
-    """The functions among the globals that a function reads; ``kernels`` makes modules of some."""
-    try:
-        read = inspect.getclosurevars(function).globals
-    except ValueError:  # a variable that it encloses has no value yet
-        return {}
-    return {
-        name: value
-        for name, value in read.items()
-        if isinstance(value, types.FunctionType) or hasattr(type(value), "kernel_layer_name")
-    }
-
-
-def _helpers(function: types.FunctionType) -> list[types.FunctionType]:
-    """The functions that are copied with a function: of its file, and those that it decorates."""
-    called = [value for value in _calls(function).values() if getattr(value, "__globals__", 0) is function.__globals__]
-    return [*called, *filter(None, map(_enclosed, function.__closure__ or ()))]
-
-
-def _enclosed(cell: types.CellType) -> types.FunctionType | None:
-    """The function that is in a cell, if there is one."""
-    try:
-        return cell.cell_contents if isinstance(cell.cell_contents, types.FunctionType) else None
-    except ValueError:  # empty
-        return None
-
-
-def _copy(function: Any, rotations: dict[tuple[str, str], Rotation], made: dict[Any, Any]) -> Any:
-    """A copy of a function that calls ``rotations`` instead of functions of its file; itself if it calls none.
-
-    ``made`` are the copies so far.
-    """
-    if function in made or not any(found[:2] in rotations for found in _rotations_in(function, set())):
-        return made.get(function, function)
-    # torch.compile looks up globals in the Python module that their __name__ names, if there is one; keeps what it
-    # has compiled by code object; and puts names that start with two underscores among the globals.
-    seen = {
-        name: value
-        for name, value in function.__globals__.items()
-        if name != "__name__" and (name.endswith("__") or not name.startswith("__"))
-    }
-    cells = function.__closure__ or ()
-    new_cells = tuple(cell if _enclosed(cell) is None else types.CellType() for cell in cells)
-    copy: Any = types.FunctionType(
-        function.__code__.replace(), seen, function.__name__, function.__defaults__, new_cells
-    )
-    made[function] = functools.update_wrapper(copy, function)  # first, as those that it calls may call it
-    copy.__kwdefaults__ = function.__kwdefaults__
-    del copy.__wrapped__
-    if hasattr(function, "__wrapped__"):
-        copy.__wrapped__ = _copy(function.__wrapped__, rotations, made)
-    for name, value in _calls(function).items():
-        rotation = rotations.get((str(function.__globals__.get("__name__")), name))
-        if rotation is not None:
-            seen[name] = _wrapper(value, rotation)
-        elif getattr(value, "__globals__", 0) is function.__globals__:
-            seen[name] = _copy(value, rotations, made)
-    for cell, new_cell in zip(cells, new_cells, strict=True):
-        if new_cell is not cell:
-            new_cell.cell_contents = _copy(cell.cell_contents, rotations, made)
-    return copy

@@ -1,27 +1,26 @@
-"""Finds gated MLPs, experts, and MLPs that compute each token by itself, by running copies of them.
+"""Finds gated MLPs and experts, by running copies of them.
 
 The linear layers of an MLP stay and are called as before, so that adapters and quantization go on working; what
 happens between them is replaced. Experts have their weights stacked in one tensor: in transformers, such modules run
 grouped matrix products and call their method ``_apply_gate`` on the output of the first; that method is replaced.
-Nothing of other MLPs is replaced by a kernel: they are computed for some tokens at a time.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from liger_losses.layers.glu import glu, glu_fused, glu_linear, glu_mlp, gradients_only
+from liger_losses.layers.glu import glu, glu_fused, glu_linear, glu_mlp
 from liger_losses.layers.plain import is_plain, is_plain_linear, is_watched
 from liger_losses.patching import probing
 from liger_losses.patching.probing import Case, Mismatch
-from liger_losses.patching.swap import Replacement, is_short, original_class
-from liger_losses.patching.tiles import Tiles, compute_tiled
+from liger_losses.patching.swap import Replacement, is_short
+from liger_losses.patching.tiles import compute_tiled
 
 
 @dataclass(frozen=True)
@@ -44,91 +43,44 @@ class Gate:
 
     def compute(self, *inner: Tensor, backend: str | None = None) -> Tensor:
         """The product of gate and up, given as two tensors or as one that holds both."""
-        gate, up = self._parts(inner)
+        gate, up = self.parts(inner)
         if up is None:
-            return glu_fused(gate, backend=backend, **self._layout, **self._formula)
-        return glu(gate, up, backend=backend, **self._formula)
+            return glu_fused(gate, backend=backend, **self.formula, interleaved=self.layout == "interleaved")
+        return glu(gate, up, backend=backend, **self.formula)
 
-    def into(self, linear: Any, *inner: Tensor) -> Tensor:
-        """The output of a layer applied to the product; for a plain linear layer, without saving the product."""
-        if not is_plain_linear(linear) or not is_plain(*inner):
-            return linear(self.compute(*inner))
-        gate, up = self._parts(inner)
-        return glu_linear(gate, up, linear.weight, linear.bias, **self._layout, **self._formula)
-
-    def of_layers(self, x: Tensor, inner: Sequence[Any], down: Any) -> Tensor:
-        """The output of an MLP of linear layers; where all are plain ones, backward writes over their outputs."""
-        halves_swapped = len(inner) == 1 and self.layout == "second"
-        if halves_swapped or not is_plain(x) or not all(map(is_plain_linear, (*inner, down))):
-            return self.into(down, *(layer(x) for layer in inner))
-        *layers, last = [(layer.weight, layer.bias) for layer in (*inner, down)]
-        gate, up = self._parts(layers)
-        return glu_mlp(x, gate, up, last, **self._layout, **self._formula)
-
-    def _parts(self, inner: Sequence[Any]) -> tuple[Any, Any]:
+    def parts(self, inner: Sequence[Any]) -> tuple[Any, Any]:
         """Gate and up, tensors or layers; or one that holds both as the kernels take it, and None."""
         if len(inner) == 1 and self.layout != "second":
             return inner[0], None
         first, second = inner if len(inner) == 2 else inner[0].chunk(2, -1)
         return (second, first) if self.layout == "second" else (first, second)
 
-    @property
-    def _layout(self) -> dict[str, Any]:
-        return {"interleaved": self.layout == "interleaved"}
-
-    @property
-    def _formula(self) -> dict[str, Any]:
+    @cached_property
+    def formula(self) -> dict[str, Any]:
+        """The arguments of :func:`~liger_losses.layers.glu.glu`."""
         return {name: getattr(self, name) for name in ("activation", "limit", "alpha", "up_offset")}
 
 
-class LinearsStay(Replacement):
-    """A replacement of a module whose linear layers stay and are called as before."""
-
-    @classmethod
-    def key(cls, module: nn.Module) -> Any:
-        """The linear layers count by their sizes only."""
-        linears = {name: (child.in_features, child.out_features) for name, child in linears_of(module).items()}
-        return type(module), tuple(linears.items()), probing.children_of(module, linears), probing.attributes(module)
-
-    @classmethod
-    def bypassed(cls, module: nn.Module) -> dict[str, nn.Module]:
-        """All submodules but the linear layers."""
-        linears, parts = linears_of(module), super().bypassed(module)
-        return {name: part for name, part in parts.items() if name.partition(".")[0] not in linears}
-
-    @classmethod
-    def only_linears(cls, module: nn.Module) -> bool:
-        """Whether nothing but the linear layers has parameters or buffers, and forward takes one argument."""
-        if any(probing.has_tensors(part) for part in (module, *cls.bypassed(module).values())):
-            return False
-        return list(probing.positional_defaults(module.forward).values()).count(probing.REQUIRED) == 1
-
-    @classmethod
-    def is_worth_listing(cls, module: nn.Module) -> bool:
-        """Modules whose forward takes one argument and no more."""
-        return len(probing.positional_defaults(module.forward)) == 1
-
-
 @dataclass(frozen=True)
-class GatedMLP(LinearsStay):
+class GatedMLP(Replacement):
     """``down(act(gate(x)) * up(x))`` of three linear layers, or of two, the first of which gives gate and up.
 
     Attributes:
         inner: the names of the layers applied to the input, in the order of their calls: two, or one for gate and up.
         down: the name of the layer applied to the product.
         gate: how the product is computed.
-        tiles: how many tokens it is computed for at a time; ``None`` for all.
+        tile: how many tokens it is computed for at a time; 0 for a number that its sizes give, ``None`` for all.
         activations: the forwards of the classes of the other submodules, which are not called.
     """
 
     inner: tuple[str, ...]
     down: str
     gate: Gate
-    tiles: Tiles | None = None
+    tile: int | None = None
     activations: tuple[Callable[..., Any], ...] = ()
 
     def __str__(self) -> str:
-        tiles = "" if self.tiles is None else f", {self.tiles}"
+        tiles = "" if self.tile is None else f", tiles of {self.tile} tokens" if self.tile else ", tiles"
         return f"{'glu' if len(self.inner) == 2 else 'glu_fused'} ({self.gate}){tiles}"
 
     def call(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -138,38 +90,66 @@ class GatedMLP(LinearsStay):
         changed = tuple([type(part).forward for part in others]) != self.activations
         if changed or any(map(is_watched, others)) or torch.jit.is_tracing():
             return NotImplemented
-        if self.tiles is None:
-            return self.compute(module, args[0])
-        return compute_tiled(self.compute, module, args[0], self.tiles, gradients_only)
+        return (
+            self.compute(module, *args) if self.tile is None else compute_tiled(self.compute, module, *args, self.tile)
+        )
 
     def _others(self, module: nn.Module) -> list[nn.Module]:
         return [part for name, part in module.named_children() if name not in self.inner and name != self.down]
 
     def compute(self, module: Any, x: Tensor) -> Tensor:
-        """The output of the MLP."""
-        return self.gate.of_layers(x, [getattr(module, name) for name in self.inner], getattr(module, self.down))
+        """The output; where all layers are plain ones, backward writes over the outputs of the inner ones."""
+        layers, down, gate = [getattr(module, name) for name in self.inner], getattr(module, self.down), self.gate
+        options: dict[str, Any] = {"interleaved": gate.layout == "interleaved", **gate.formula}
+        plain, halves_swapped = is_plain_linear(down), len(layers) == 1 and gate.layout == "second"
+        if plain and not halves_swapped and all(map(is_plain_linear, layers)):
+            return glu_mlp(
+                x, *gate.parts([(layer.weight, layer.bias) for layer in layers]), (down.weight, down.bias), **options
+            )
+        inner = [layer(x) for layer in layers]
+        if plain and is_plain(*inner):
+            return glu_linear(*gate.parts(inner), down.weight, down.bias, **options)  # does not save the product
+        return down(gate.compute(*inner))  # type: ignore[no-any-return]
+
+    @classmethod
+    def key(cls, module: nn.Module) -> Any:
+        """The linear layers count by their sizes only."""
+        linears = {name: (child.in_features, child.out_features) for name, child in linears_of(module).items()}
+        return type(module), tuple(linears.items()), probing.children_of(module, linears), probing.attributes(module)
+
+    @classmethod
+    def bypassed(cls, module: nn.Module) -> dict[str, nn.Module]:
+        """All submodules but the linear layers, which stay and are called as before."""
+        linears, parts = linears_of(module), super().bypassed(module)
+        return {name: part for name, part in parts.items() if name.partition(".")[0] not in linears}
 
     @classmethod
     def is_candidate(cls, module: nn.Module) -> bool:
-        """Two or three linear layers whose sizes fit."""
+        """Two or three linear layers whose sizes fit, nothing else with tensors, and a forward of one argument."""
         linears = linears_of(module)
-        if len(linears) not in (2, 3) or not cls.only_linears(module):
+        if len(linears) not in (2, 3) or any(map(probing.has_tensors, (module, *cls.bypassed(module).values()))):
             return False
         inner = [child.out_features // (2 if len(linears) == 2 else 1) for child in linears.values()]
         down = [child.in_features for child in linears.values()]
-        return any(size in down and inner.count(size) >= len(linears) - 1 for size in set(inner))
+        fits = any(size in down and inner.count(size) >= len(linears) - 1 for size in set(inner))
+        return fits and list(probing.positional_defaults(module.forward).values()).count(probing.REQUIRED) == 1
+
+    @classmethod
+    def is_worth_listing(cls, module: nn.Module) -> bool:
+        """Modules whose forward takes one argument and no more."""
+        return len(probing.positional_defaults(module.forward)) == 1
 
     @classmethod
     def match(cls, module: nn.Module) -> GatedMLP:
         """Runs copies with cheap layers: what is computed between them decides."""
         with probing.isolated():
-            found = [observed for case in _CASES if (observed := _observe(module, *case)) is not None]
-            names = [list(calls) for calls, _ in found]
+            observed = [seen for case in _CASES if (seen := _observe(module, *case)) is not None]
+            names = [list(calls) for calls, _ in observed]
             if any(calls != names[0] for calls in names):
                 raise Mismatch("it calls its layers in different orders")
             *inner, down = names[0]
             candidates = (GatedMLP(tuple(inner), down, gate) for gate in _gates(module, len(inner)))
-            mlp = probing.first_match(candidates, [case for _, case in found])
+            mlp = probing.first_match(candidates, [case for _, case in observed])
             return replace(mlp, activations=tuple([type(part).forward for part in mlp._others(module)]))
 
 
@@ -235,13 +215,6 @@ class CheapLinear(nn.Module):
         return x[..., self.index] * self.scale.to(x.dtype)
 
 
-def with_cheap_layers(module: nn.Module, generator: torch.Generator) -> tuple[Any, list[str]]:
-    """A copy of a module with cheap linear layers, and the list of their names that grows with their calls."""
-    calls: list[str] = []
-    cheap = {getattr(module, n): CheapLinear(n, layer, calls, generator) for n, layer in linears_of(module).items()}
-    return probing.copy_of(module, generator, cheap), calls
-
-
 def _observe(
     module: nn.Module, name: str, leading: tuple[int, ...], dtype: torch.dtype, training: bool
 ) -> tuple[list[str], Case] | None:
@@ -250,21 +223,23 @@ def _observe(
     ``None`` if the module does not take inputs of two dimensions: no model gives it any then.
     """
     generator = torch.Generator().manual_seed(13)
-    copy, calls = with_cheap_layers(module, generator)
+    calls: list[str] = []
+    cheap = {getattr(module, n): CheapLinear(n, layer, calls, generator) for n, layer in linears_of(module).items()}
+    copy = probing.copy_of(module, generator, cheap)
     layers = linears_of(copy)
-    with probing.unchanged(name, copy.train(training), layers):
+
+    def several() -> Iterator[list[Tensor]]:
         for size in sorted({layer.in_features for layer in layers.values()}):
             calls.clear()
-            inputs = [_values(leading, size, dtype, generator)]
-            try:
-                output, grads = probing.observe(copy, inputs)
-                break
-            except Mismatch as mismatch:
-                failure = mismatch
-        else:
-            if name == "two dimensions" and failure.__cause__ is not None:
+            yield [_values(leading, size, dtype, generator)]
+
+    with probing.unchanged(name, copy.train(training), layers):
+        try:
+            inputs, output, grads = probing.observe_first(copy, several())
+        except Mismatch as mismatch:
+            if name == "two dimensions" and mismatch.__cause__ is not None:
                 return None
-            raise Mismatch(f"{name}: {failure}")
+            raise Mismatch(f"{name}: {mismatch}") from None
         if sorted(calls) != sorted(layers):
             raise Mismatch(f"{name}: it does not call each of its layers once")
     order = list(calls)
@@ -294,7 +269,7 @@ def _values(leading: Sequence[int], size: int, dtype: torch.dtype, generator: to
 
 
 def _case_of(
-    name: str, inputs: list[Tensor], output: Tensor, grads: list[Tensor | None], function_of: Callable[[Any], Any]
+    name: str, inputs: Sequence[Tensor], output: Tensor, grads: list[Tensor | None], function_of: Callable[[Any], Any]
 ) -> Case:
     rare, grad_tolerance = (2**-6, 2**-5) if inputs[0].dtype is torch.bfloat16 else (None, 1e-5)
     return Case(name, inputs, output, grads, function_of, 1e-5, grad_tolerance, rare)
@@ -308,57 +283,3 @@ def _gates(module: nn.Module, tensors: int) -> Iterator[Gate]:
             for alpha in probing.floats_of(module) if limit is not None else ():
                 for up_offset in (0.0, 1.0):
                     yield Gate(layout, "silu", limit, alpha, up_offset)
-
-
-@dataclass(frozen=True)
-class TokenMLP(LinearsStay):
-    """A module of linear layers that computes each token from that token alone.
-
-    Attributes:
-        tiles: how many tokens it is computed for at a time.
-    """
-
-    tiles: Tiles = Tiles()
-
-    def __str__(self) -> str:
-        return str(self.tiles)
-
-    def call(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        if len(args) != 1 or kwargs or not is_plain(*args):
-            return NotImplemented
-        return compute_tiled(original_class(module).forward, module, args[0], self.tiles)
-
-    @classmethod
-    def is_candidate(cls, module: nn.Module) -> bool:
-        """At least two linear layers, one of them wider than the others' input, and nothing else with parameters."""
-        return len(linears_of(module)) >= 2 and cls.only_linears(module)
-
-    @classmethod
-    def match(cls, module: nn.Module) -> TokenMLP:
-        """Runs a copy, whose linear layers are cheap ones, on tokens together and one by one."""
-        with probing.isolated():
-            for training, dtype in ((True, torch.float32), (False, torch.float32), (True, torch.bfloat16)):
-                _check_tokens(module, training, dtype)
-        return cls()
-
-
-def _check_tokens(module: nn.Module, training: bool, dtype: torch.dtype) -> None:
-    """Raise Mismatch unless tokens give the same together and in parts, in forward and in backward."""
-    generator = torch.Generator().manual_seed(23)
-    copy, calls = with_cheap_layers(module, generator)
-    layers = linears_of(copy)
-    x = probing.random((1, 6, next(iter(layers.values())).in_features), generator, dtype)
-    with probing.unchanged("float32", copy.train(training), layers):
-        whole, (grad,) = probing.observe(copy, [x])
-        if set(calls) != set(layers):
-            raise Mismatch("it does not call each of its layers")
-        if whole.shape[:2] != x.shape[:2] or whole.dim() != 3:
-            raise Mismatch(f"it returns {tuple(whole.shape)} for {tuple(x.shape)}")
-        tolerance = 1e-5 if dtype is torch.float32 else 2**-6
-        for tokens, by_parts in (
-            ("two sequences", lambda x: copy(x.reshape(2, 3, -1)).reshape(whole.shape)),
-            ("some tokens", lambda x: torch.cat([copy(part) for part in x.split((1, 3, 2), 1)], 1)),
-        ):
-            output, (of_input,) = probing.observe(by_parts, [x])
-            probing.check_close(f"the output of {tokens}", output, whole, tolerance)
-            probing.check_close(f"the gradient of {tokens}", of_input, grad, tolerance)

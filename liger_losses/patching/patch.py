@@ -2,21 +2,27 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 from torch import nn
 
 from liger_losses.arguments import lists_arguments
 from liger_losses.patching.loss_head import LossForward, patch_head, prepare_head, unpatch_head
-from liger_losses.patching.mlps import GatedExperts, GatedMLP, TokenMLP
+from liger_losses.patching.mlps import GatedExperts, GatedMLP
 from liger_losses.patching.norms import Norm
-from liger_losses.patching.probing import TORCH_ATTRIBUTES, reason_of
+from liger_losses.patching.probing import reason_of
 from liger_losses.patching.report import LEFT_OUT, Entry, PatchReport
 from liger_losses.patching.rotations import Rotations, calling_methods
-from liger_losses.patching.swap import Replacement, original_class, reason_not_to_restore, replacement_of, restore, swap
-from liger_losses.patching.tiles import Tiles, tiles_of
+from liger_losses.patching.swap import (
+    Replacement,
+    original_class,
+    reason_not_to_restore,
+    replacement_of,
+    restore,
+    swapped_class,
+)
 
 #: From a module and its name in the model to whether it may be replaced.
 Filter = Callable[[nn.Module, str], bool]
@@ -45,8 +51,8 @@ def patch(
     raises, the model is as before.
 
     Replacements belong to the model. Copies and unpickled models have them too; other models of the process, even of
-    the same classes, have none. A module that rotates its queries and keys runs copies of its methods, until a
-    function that they call is replaced in its file.
+    the same classes, have none. While a method that rotates queries and keys runs, the kernel is in the place of the
+    function in its file.
 
     Args:
         model: any model of transformers, with or without adapters, or any other module.
@@ -65,10 +71,9 @@ def patch(
             this is no extra work. Outputs and gradients do not change; the gradients of weights are summed over the
             tiles in fp32. A second :func:`patch` with another number changes it.
 
-            This applies to the gated MLPs that are replaced, and to other MLPs of linear layers that compute each token
-            separately. Hooks on their layers are called for each tile. Under torch.compile, the graph breaks at such an
-            MLP. With ZeRO-3, FSDP1, or a layer of the MLP as a separate FSDP2 unit, the MLP is computed as a whole,
-            with a warning.
+            This applies to the gated MLPs that are replaced. Hooks on their layers are called for each tile. Under
+            torch.compile, the graph breaks at such an MLP. With ZeRO-3, FSDP1, or a layer of the MLP as a separate
+            FSDP2 unit, the MLP is computed as a whole, with a warning.
         filter_fn: a function of a module and its name in the model. If it returns False, the module is left.
 
     Returns:
@@ -76,29 +81,35 @@ def patch(
 
     Raises:
         TypeError: ``model`` is not a module.
-        ValueError: ``tile_mlps`` is neither a bool nor positive.
+        ValueError: ``tile_mlps`` is neither a bool nor positive, or MLPs are not replaced.
     """
     _check_model(model)
-    tiles = tiles_of(tile_mlps)
-    kinds: list[type[Replacement]] = [Norm] * norms + [GatedMLP, GatedExperts] * mlps
-    kinds.append(TokenMLP)
-    kinds += [Rotations] * rope
-    calling_methods.cache_clear()
+    if tile_mlps is not False and not (mlps and isinstance(tile_mlps, int) and tile_mlps > 0):
+        raise ValueError(
+            f"tile_mlps must be True, False or a positive number of tokens, and needs mlps=True, got {tile_mlps!r}."
+        )
+    tile = None if tile_mlps is False else 0 if tile_mlps is True else tile_mlps
+    kinds: list[type[Replacement]] = [Norm] * norms + [GatedMLP, GatedExperts] * mlps + [Rotations] * rope
+    before, entries, classes = _replaced_in(model), [], []
     matches: dict[Any, tuple[Replacement | str, nn.Module]] = {}
-    modules = [(kind, path, module) for path, module in model.named_modules() for kind in kinds]
-    before = _replaced_in(model)
-    with _all_or_nothing(model):
-        try:
-            found = [_patch_module(*module, filter_fn, matches, tiles) for module in modules]
-        finally:
-            calling_methods.cache_clear()  # it holds classes
-        entries = [entry for entry in found if entry is not None]
-        if loss_head:
-            heads = prepare_head(model, filter_fn)
-            entries += heads
-            if not any(entry.reason for entry in heads):
-                patch_head(model, LossForward(keep_logits, eval_logits))
-    return PatchReport(entries, _replaced_in(model) == before)
+    calling_methods.cache_clear()
+    try:
+        for path, module in model.named_modules():
+            for kind in kinds:
+                entry, replacement = _find(kind, path, module, filter_fn, matches, tile)
+                entries += [] if entry is None else [entry]
+                if replacement is not None:
+                    classes.append((module, swapped_class(module, replacement)))
+                    break
+    finally:
+        calling_methods.cache_clear()  # it holds classes
+    heads = prepare_head(model, filter_fn) if loss_head else []
+    # From here on nothing raises, so that a model is patched as a whole or not at all.
+    for module, swapped in classes:
+        module.__class__ = swapped
+    if heads and not any(entry.reason for entry in heads):
+        patch_head(model, LossForward(keep_logits, eval_logits))
+    return PatchReport(entries + heads, _replaced_in(model) == before)
 
 
 patch.arguments_elsewhere = {  # type: ignore[attr-defined]
@@ -180,15 +191,15 @@ def _check_model(model: Any) -> None:
         )
 
 
-def _patch_module(
+def _find(
     kind: type[Replacement],
     path: str,
     module: nn.Module,
     filter_fn: Filter | None,
     matches: dict[Any, Any],
-    tiles: Tiles | None,
-) -> Entry | None:
-    """Replace a module of a kind, or find the reason not to; ``None`` for a module that the report does not list.
+    tile: int | None,
+) -> tuple[Entry | None, Replacement | None]:
+    """A module's line of the report, if it is listed, and what of a kind replaces it from now on.
 
     ``matches`` holds what was found for other modules, a replacement or a reason, by their keys; and those modules, as
     keys contain addresses of objects that they hold.
@@ -196,21 +207,18 @@ def _patch_module(
     name, replacement = original_class(module).__name__, replacement_of(module)
     if replacement is not None:
         if not isinstance(replacement, kind):
-            return None
-        may_change = tiles is not None and reason_not_to_restore(module) is None
-        if may_change and (filter_fn is None or filter_fn(module, path)):
-            replacement = replacement.in_tiles(tiles)
-            restore(module)
-            swap(module, replacement)
-        return Entry(path, name, str(replacement))
-    if kind is TokenMLP and tiles is None:
-        return None
+            return None, None
+        tiled = _in_tiles(replacement, tile)
+        may_change = tiled != replacement and "_liger_original" in vars(type(module))  # its class is ours
+        if may_change and reason_not_to_restore(module) is None and (filter_fn is None or filter_fn(module, path)):
+            return Entry(path, name, str(tiled)), tiled
+        return Entry(path, name, str(replacement)), None
     try:
         if not kind.is_candidate(module):
-            return None
+            return None, None
         reason, key, listed = kind.reason_to_leave(module), (kind, kind.key(module)), kind.is_worth_listing(module)
     except Exception as error:
-        return Entry(path, name, None, reason_of(error))
+        return Entry(path, name, None, reason_of(error)), None
     if reason is None and filter_fn is not None and not filter_fn(module, path):
         reason = LEFT_OUT
     if reason is None:
@@ -219,31 +227,13 @@ def _patch_module(
                 matches[key] = kind.match(module), module
             except Exception as error:
                 matches[key] = reason_of(error), module
-        found, _ = matches[key]
-        if not isinstance(found, str):
-            found = found if tiles is None else found.in_tiles(tiles)
-            swap(module, found)
-            return Entry(path, name, str(found))
-        reason = found
-    return Entry(path, name, None, reason) if listed else None
+        match, _ = matches[key]
+        if not isinstance(match, str):
+            replacement = _in_tiles(match, tile)
+            return Entry(path, name, str(replacement)), replacement
+        reason = match
+    return Entry(path, name, None, reason) if listed else None, None
 
 
-@contextlib.contextmanager
-def _all_or_nothing(model: nn.Module) -> Iterator[None]:
-    """If something raises within this context, all modules get back their classes, attributes and hooks."""
-    before = [(module, type(module), {**vars(module)}) for module in model.modules()]
-    of_torch = [value for *_, attributes in before for name, value in attributes.items() if name in TORCH_ATTRIBUTES]
-    hooks = [(value, {**value}) for value in of_torch if isinstance(value, dict)]
-    try:
-        yield
-    except BaseException:
-        for module, kind, attributes in before:
-            if type(module) is not kind:
-                module.__class__ = kind
-            for name in vars(module).keys() - attributes.keys():
-                del vars(module)[name]
-            vars(module).update(attributes)
-        for changed, entries in hooks:
-            changed.clear()
-            changed.update(entries)
-        raise
+def _in_tiles(replacement: Any, tile: int | None) -> Any:
+    return replacement if tile is None or not isinstance(replacement, GatedMLP) else replace(replacement, tile=tile)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copyreg
-import dataclasses
 import functools
 import weakref
 from collections.abc import Callable, Iterable, Mapping
@@ -36,10 +35,6 @@ class Replacement(Protocol):
     def new_method(self, replaced: Callable[..., Any]) -> Callable[..., Any]:
         """What replaces a method; by default :meth:`call`."""
         return self.call
-
-    def in_tiles(self, tiles: Any) -> Any:
-        """The same for a tile of tokens at a time; itself if it has no field ``tiles``."""
-        return dataclasses.replace(self, tiles=tiles) if hasattr(self, "tiles") else self  # type: ignore[type-var]
 
     def probed_attributes(self, module: nn.Module) -> frozenset[str]:
         """The names of the attributes that :meth:`call` does not read: if one changes, it computes something else."""
@@ -84,9 +79,14 @@ def is_short(x: Tensor) -> bool:
     return x.numel() <= FEW_TOKENS * x.shape[-1] and records_nothing()
 
 
+def swapped_class(module: nn.Module, replacement: Replacement) -> type[nn.Module]:
+    """The class with which a module has its methods replaced."""
+    return _subclass(original_class(module), replacement, replacement.probed_attributes(module))
+
+
 def swap(module: nn.Module, replacement: Replacement) -> None:
     """Replace the methods of a module, in place."""
-    module.__class__ = _subclass(type(module), replacement, replacement.probed_attributes(module))
+    module.__class__ = swapped_class(module, replacement)
 
 
 def restore(module: nn.Module) -> None:

@@ -5,10 +5,8 @@ Beyond its input and its output, the module then needs memory for one tile, in f
 
 from __future__ import annotations
 
-import contextlib
 import sys
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -18,6 +16,7 @@ from torch.utils.checkpoint import get_device_states, set_device_states
 from liger_losses.kernels._triton import warn_once
 from liger_losses.kernels.autograd import autocast_dtype, once_differentiable
 from liger_losses.kernels.tracing import outside_graphs
+from liger_losses.layers.glu import gradients_only
 from liger_losses.patching.probing import call_with
 
 #: Computes a module's output ``[1, tokens, ...]`` from its input ``[1, tokens, H]``.
@@ -28,44 +27,13 @@ Compute = Callable[[Any, Tensor], Tensor]
 _SMALLEST, _WIDEST_TENSOR = 4096, 2**25
 
 
-@dataclass(frozen=True)
-class Tiles:
-    """The tokens of a tile.
-
-    Attributes:
-        tokens: how many; by default at most 2^25 divided by the width of a tile's widest tensor (64 MiB in half
-            precision), a multiple of 256 and at least 4096.
-    """
-
-    tokens: int | None = None
-
-    def __str__(self) -> str:
-        return "tiles" if self.tokens is None else f"tiles of {self.tokens} tokens"
-
-    def size(self, module: nn.Module) -> int:
-        """The tokens of a tile."""
-        if self.tokens is not None:
-            return self.tokens
-        widths = [width for part in module.modules() if type(width := getattr(part, "out_features", None)) is int]
-        return max(_SMALLEST, _WIDEST_TENSOR // max(widths, default=1) // 256 * 256)
+def tile_of(module: nn.Module) -> int:
+    """The tokens of a tile: at most 2^25 divided by the width of the widest tensor (64 MiB in half precision)."""
+    widths = [width for part in module.modules() if type(width := getattr(part, "out_features", None)) is int]
+    return max(_SMALLEST, _WIDEST_TENSOR // max(widths, default=1) // 256 * 256)
 
 
-def tiles_of(option: bool | int | None) -> Tiles | None:
-    """What ``tile_mlps`` of :func:`~liger_losses.patching.patch.patch` asks for.
-
-    Raises:
-        ValueError: it is neither a bool, ``None``, nor a positive number.
-    """
-    if option is None or isinstance(option, bool):
-        return Tiles() if option else None
-    if not isinstance(option, int) or option < 1:
-        raise ValueError(f"tile_mlps must be True, False or a positive number of tokens, got {option!r}.")
-    return Tiles(option)
-
-
-def compute_tiled(
-    compute: Compute, module: nn.Module, x: Tensor, tiles: Tiles, gradients_only: Callable[[], Any] | None = None
-) -> Tensor:
+def compute_tiled(compute: Compute, module: nn.Module, x: Tensor, tokens: int) -> Tensor:
     """``compute(module, x)``, tile by tile; in backward too, which computes each tile again before its gradients.
 
     The gradients of the weights are summed over the tiles in fp32, or fp64 if they are, and returned to autograd once:
@@ -75,61 +43,45 @@ def compute_tiled(
         compute: computes each token's output from that token alone.
         module: has the weights that it uses.
         x: ``[..., H]``.
-        tiles: how many tokens a tile has.
-        gradients_only: a context in which the output that ``compute`` returns need not be right, only its gradients.
+        tokens: of a tile; 0 for :func:`tile_of`.
 
     Returns:
         ``[..., the width of the output]``.
     """
-    step = tiles.size(module)
-    if x.numel() // max(x.shape[-1], 1) <= step:
+    tokens = tokens or tile_of(module)
+    if x.numel() <= tokens * x.shape[-1]:
         return compute(module, x)
-    return _compute_tiled(_Tiling(compute, module, step, gradients_only or contextlib.nullcontext), x)
+    return _compute_tiled(compute, module, x, tokens)
 
 
-def _compute_tiled(tiling: _Tiling, x: Tensor) -> Tensor:
-    weights = tiling.weights()
+def _compute_tiled(compute: Compute, module: nn.Module, x: Tensor, tokens: int) -> Tensor:
+    weights = {name: weight for name, weight in module.named_parameters() if weight.requires_grad}
     if not torch.is_grad_enabled() or not (x.requires_grad or weights):
-        return tiling.forward(x)
-    reason = _reason_not_to_tile(tiling.module)
+        return _forward(compute, module, x, tokens)
+    reason = _reason_not_to_tile(module)
     if reason is not None:
         warn_once(f"An MLP is not computed in tiles in training: {reason}.")
-        return tiling.compute(tiling.module, x)
+        return compute(module, x)
     x = _SavedFirst.apply(x, *weights.values())
-    out: Tensor = _Tiled.apply(tiling, x.grad_fn, x, *weights.values())
+    out: Tensor = _Tiled.apply(compute, module, tokens, [*weights], x.grad_fn, x, *weights.values())
     return out
 
 
 outside_graphs(sys.modules[__name__], "_compute_tiled")  # torch.compile cannot trace the backward
 
 
-@dataclass(frozen=True, eq=False)
-class _Tiling:
-    """How a module is computed; ``step`` is the number of tokens at a time."""
-
-    compute: Compute
-    module: nn.Module
-    step: int
-    gradients_only: Callable[[], Any]
-
-    def weights(self) -> dict[str, Tensor]:
-        """What needs a gradient beside the input."""
-        return {name: weight for name, weight in self.module.named_parameters() if weight.requires_grad}
-
-    def forward(self, x: Tensor) -> Tensor:
-        """The output, of which each tile is written to its place."""
-        rows = x.detach().reshape(1, -1, x.shape[-1])
-        first = self.compute(self.module, rows[:, : self.step])
-        out = first.new_empty(*x.shape[:-1], first.shape[-1])
-        places = out.view(1, -1, first.shape[-1])
-        places[:, : self.step] = first
-        del first
-        for start in range(self.step, rows.shape[1], self.step):
-            tile = slice(start, start + self.step)
-            places[:, tile] = self.compute(self.module, rows[:, tile])
-        if autocast_dtype(x.device) is not None:
-            torch.clear_autocast_cache()  # older torch gives later layers weights that were cast without gradients
-        return out
+def _forward(compute: Compute, module: nn.Module, x: Tensor, tokens: int) -> Tensor:
+    """The output, of which each tile is written to its place."""
+    out, places = x, x
+    for number, tile in enumerate(x.detach().reshape(1, -1, x.shape[-1]).split(tokens, 1)):
+        part = compute(module, tile)
+        if number == 0:
+            out = part.new_empty(*x.shape[:-1], part.shape[-1])
+            places = out.view(1, -1, part.shape[-1])
+        places[:, number * tokens : (number + 1) * tokens] = part
+    if autocast_dtype(x.device) is not None:
+        torch.clear_autocast_cache()  # older torch gives later layers weights that were cast without gradients
+    return out
 
 
 class _SavedFirst(torch.autograd.Function):
@@ -150,49 +102,55 @@ class _SavedFirst(torch.autograd.Function):
 
 class _Tiled(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, tiling: _Tiling, saved_first: Any, x: Tensor, *weights: Tensor) -> Tensor:
-        ctx.tiling, ctx.saved_first, ctx.names = tiling, saved_first, list(tiling.weights())
-        ctx.cast = autocast_dtype(x.device)
-        before = _random_states(x)
-        out = tiling.forward(x)
-        same = all(torch.equal(a, b) for a, b in zip(before, _random_states(x), strict=True))
-        ctx.random_states = None if same else before
-        return out
+    def forward(
+        ctx: Any,
+        compute: Compute,
+        module: nn.Module,
+        tokens: int,
+        names: list[str],
+        saved_first: Any,
+        x: Tensor,
+        *_: Any,
+    ) -> Tensor:
+        ctx.compute, ctx.module, ctx.tokens, ctx.names, ctx.saved_first = compute, module, tokens, names, saved_first
+        # For dropout.
+        ctx.cast, ctx.random_states = autocast_dtype(x.device), (torch.get_rng_state(), *get_device_states(x))
+        return _forward(compute, module, x, tokens)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> Any:
-        tiling, needs_x = ctx.tiling, ctx.saved_first.needs_input_grad[0]
+        needs_x = ctx.saved_first.needs_input_grad[0]
         saved, *weights = ctx.saved_first.saved_tensors
         # Without the hooks of the parameters, which autograd calls with what is returned to it.
         leaves = [weight.detach().requires_grad_() for weight in weights]
+        named = dict(zip(ctx.names, leaves, strict=True))
         x, grad = (tensor.reshape(1, -1, tensor.shape[-1]) for tensor in (saved, grad))
         grad_x = torch.zeros_like(x) if needs_x else None
-        sums: list[Tensor | None] = [None] * len(leaves)
-        named = dict(zip(ctx.names, leaves, strict=True))
-        with torch.enable_grad(), _autocast(x, ctx.cast), _random(x, ctx.random_states):
-            for start in range(0, x.shape[1], tiling.step):
-                tile = slice(start, start + tiling.step)
+        sums: list[Any] = [None] * len(leaves)
+        cpu_state, devices, states = ctx.random_states
+        kind = "cuda" if x.device.type == "cpu" else x.device.type
+        autocast = torch.autocast(x.device.type, ctx.cast, enabled=ctx.cast is not None)
+        with torch.enable_grad(), autocast, torch.random.fork_rng(devices, device_type=kind):
+            torch.set_rng_state(cpu_state)
+            set_device_states(devices, states, device_type=kind)
+            for start in range(0, x.shape[1], ctx.tokens):
+                tile = slice(start, start + ctx.tokens)
                 part = x[:, tile].detach().requires_grad_(needs_x)
-                with tiling.gradients_only():
+                with gradients_only():
                     # A module may be given no leaf, as it may change its input in place.
-                    out = call_with(named, tiling.compute, tiling.module, part.view_as(part))
+                    out = call_with(named, ctx.compute, ctx.module, part.view_as(part))
                 inputs = [*([part] if needs_x else []), *leaves]
-                found = list(torch.autograd.grad(out, inputs, grad[:, tile], allow_unused=True))
+                grads = list(torch.autograd.grad(out, inputs, grad[:, tile], allow_unused=True))
                 del out
-                if grad_x is not None and (of_part := found.pop(0)) is not None:
+                if grad_x is not None and (of_part := grads.pop(0)) is not None:
                     grad_x[:, tile] = of_part
-                for i, of_weight in enumerate(found):
-                    sums[i] = _sum(sums[i], of_weight)
-        grads = [None if total is None else total.to(leaf.dtype) for total, leaf in zip(sums, leaves, strict=True)]
-        return None, None, None if grad_x is None else grad_x.view(saved.shape), *grads
-
-
-def _sum(total: Tensor | None, grad: Tensor | None) -> Tensor | None:
-    """The sum over the tiles, in fp32 or wider."""
-    if grad is None:
-        return total
-    return grad.to(torch.promote_types(grad.dtype, torch.float32), copy=True) if total is None else total.add_(grad)
+                for i, of_weight in enumerate(grads):
+                    if of_weight is not None:  # the sum over the tiles, in fp32 or wider
+                        wide = torch.promote_types(of_weight.dtype, torch.float32)
+                        sums[i] = of_weight.to(wide, copy=True) if sums[i] is None else sums[i].add_(of_weight)
+        totals = [None if total is None else total.to(leaf.dtype) for total, leaf in zip(sums, leaves, strict=True)]
+        return *[None] * 5, None if grad_x is None else grad_x.view(saved.shape), *totals
 
 
 def _reason_not_to_tile(module: nn.Module) -> str | None:
@@ -205,34 +163,3 @@ def _reason_not_to_tile(module: nn.Module) -> str | None:
         if any(isinstance(value, Tensor) and value.requires_grad for value in vars(part).values()):
             return "its weights are no parameters while it runs (FSDP1)"
     return None
-
-
-@contextlib.contextmanager
-def _autocast(x: Tensor, dtype: torch.dtype | None) -> Iterator[None]:
-    """Autocast as it was in the forward; weights are cast once for all tiles."""
-    if not torch.amp.is_autocast_available(x.device.type):
-        yield
-        return
-    with torch.autocast(x.device.type, dtype=dtype, enabled=dtype is not None):
-        torch.clear_autocast_cache()
-        yield
-        torch.clear_autocast_cache()
-
-
-def _random_states(x: Tensor) -> list[Tensor]:
-    """The states of the random number generators of the CPU and of the tensor's device."""
-    return [torch.get_rng_state(), *get_device_states(x)[1]]
-
-
-@contextlib.contextmanager
-def _random(x: Tensor, states: list[Tensor] | None) -> Iterator[None]:
-    """The random states of the forward, if it drew numbers, for dropout; the present states are restored afterwards."""
-    if states is None:
-        yield
-        return
-    devices, _ = get_device_states(x)
-    kind = "cuda" if x.device.type == "cpu" else x.device.type
-    with torch.random.fork_rng(devices, device_type=kind):
-        torch.set_rng_state(states[0])
-        set_device_states(devices, states[1:], device_type=kind)
-        yield

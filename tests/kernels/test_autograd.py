@@ -18,7 +18,7 @@ from liger_losses.layers.layer_norm import layer_norm
 from liger_losses.layers.rms_norm import add_rms_norm, rms_norm
 from liger_losses.layers.rope import rope
 from liger_losses.patching.pending import _OfAllRanks
-from liger_losses.patching.tiles import Tiles, compute_tiled
+from liger_losses.patching.tiles import compute_tiled
 from liger_losses.sequences import split_by_coefficient
 from tests.kernels.cases import DEVICE
 
@@ -43,7 +43,7 @@ RANKS = SimpleNamespace(whole=lambda rows: rows, columns=lambda count: slice(0, 
 def tiled(h, w):
     module = nn.Linear(32, 64, bias=False, device=DEVICE)
     module.weight = w
-    return compute_tiled(lambda module, x: module(x).square(), module, h, Tiles(2))
+    return compute_tiled(lambda module, x: module(x).square(), module, h, 2)
 
 
 def merged(h, w):

@@ -545,9 +545,8 @@ def test_one_token_takes_few_steps_and_launches(monkeypatch):
     model = model_zoo.build("llama", num_hidden_layers=1).to(DEVICE)
     patch(model)
     attention, norm, mlp = model.model.layers[0].self_attn, model.model.norm, model.model.layers[0].mlp
-    # transformers 5.24 decorates forward.
-    forward = inspect.unwrap(inspect.getclosurevars(type(attention).forward).nonlocals["new"])
-    rotate = forward.__globals__["apply_rotary_pos_emb"]
+    new = inspect.getclosurevars(type(attention).forward).nonlocals["new"]
+    ((*_, rotate),) = inspect.getclosurevars(new).nonlocals["rotations"]
     sizes = (1, 1, model.config.hidden_size), (1, 2, 1, 16), (1, 1, 16)
     x, heads, angles = [torch.zeros(size, device=DEVICE) for size in sizes]
     calls = {

@@ -17,10 +17,10 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
 from liger_losses.modules import SwiGLUMLP
-from liger_losses.patching.mlps import GatedMLP, TokenMLP
+from liger_losses.patching.mlps import GatedMLP
 from liger_losses.patching.patch import patch, unpatch
 from liger_losses.patching.swap import replacement_of
-from liger_losses.patching.tiles import Tiles
+from liger_losses.patching.tiles import tile_of
 from tests.kernels.cases import DEVICE
 from tests.patching.test_mlps import MLP as Gated
 from tests.patching.test_mlps import Fused
@@ -32,29 +32,7 @@ H, INNER = 16, 40
 MLP = functools.partial(Gated, size=H, inner=INNER)
 
 
-class Plain(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.fc, self.act, self.out = nn.Linear(H, INNER), nn.GELU(), nn.Linear(INNER, H)
-
-    def forward(self, x):
-        return self.out(self.act(self.fc(x)))
-
-
-class Squared(Gated):
-    """Gated, by no kernel."""
-
-    def product(self, gate, up):
-        return F.relu(gate).square() * up
-
-
-MODULES = {
-    "gated": (MLP, GatedMLP),
-    "fused": (functools.partial(Fused, H, INNER), GatedMLP),
-    "plain": (Plain, TokenMLP),
-    "another gate": (functools.partial(Squared, size=H, inner=INNER), TokenMLP),
-    "ours": (lambda: SwiGLUMLP(H, INNER), GatedMLP),
-}
+MODULES = {"gated": MLP, "fused": functools.partial(Fused, H, INNER), "ours": lambda: SwiGLUMLP(H, INNER)}
 
 
 def made(make=MLP, dtype=torch.float64):
@@ -93,11 +71,10 @@ def check_same(actual, expected, tolerance=1e-12):
 @pytest.mark.parametrize("leading", [(13,), (2, 13), (2, 3, 5)], ids=str)
 @pytest.mark.parametrize("name", MODULES)
 def test_tiles_give_what_the_whole_gives(name, leading):
-    make, kind = MODULES[name]
-    plain = made(make)
+    plain = made(MODULES[name])
     for tokens in (1, 4, 12, 100):
         ours = tiled(plain, tokens)
-        assert type(replacement_of(ours)) is kind
+        assert type(replacement_of(ours)) is GatedMLP
         check_same(results(ours, inputs(*leading)), results(plain, inputs(*leading)))
     unpatch(ours)
     assert replacement_of(ours) is None
@@ -117,12 +94,10 @@ def test_in_half_precision_as_exact_as_the_whole(backend, monkeypatch):
 
 
 def test_gradients_of_weights_are_summed_in_fp32():
-    """256 tiles of one token, whose gradients of 1 a running sum in bf16 would stop adding at 256."""
-    module = made(Plain, torch.bfloat16)
-    ours = tiled(module, 1)
-    out = ours(torch.ones(1000, H, dtype=torch.bfloat16))
-    out.sum().backward()
-    torch.testing.assert_close(ours.out.bias.grad, torch.full((H,), 1000.0).bfloat16(), rtol=0, atol=0)
+    """1000 tiles of one token, whose gradients of 1 a running sum in bf16 would stop adding at 256."""
+    ours = tiled(made(dtype=torch.bfloat16), 1)
+    ours(torch.ones(1000, H, dtype=torch.bfloat16)).sum().backward()
+    torch.testing.assert_close(ours.down_proj.bias.grad, torch.full((H,), 1000.0).bfloat16(), rtol=0, atol=0)
 
 
 class Widths(TorchDispatchMode):
@@ -141,7 +116,7 @@ class Widths(TorchDispatchMode):
 @pytest.mark.parametrize("name", MODULES)
 @pytest.mark.parametrize("checkpointed", [False, True])
 def test_no_tensor_of_the_intermediate_size_is_larger_than_a_tile(name, checkpointed):
-    ours, x = tiled(made(MODULES[name][0]), 48), inputs(500)
+    ours, x = tiled(made(MODULES[name]), 48), inputs(500)
     with Widths() as widths:
         out = checkpoint(ours, x, use_reentrant=False) if checkpointed else ours(x)
         out.sum().backward()
@@ -324,72 +299,35 @@ def test_weights_that_are_no_parameters():
     check_same(*found)
 
 
-class TokenMixer(Plain):
-    def forward(self, x):
-        return super().forward(x - x.mean(-2, keepdim=True))
-
-
-class SequenceMixer(Plain):
-    def forward(self, x):
-        return super().forward(x - x.mean(0, keepdim=True))
-
-
-class Dropping(Plain):
-    def forward(self, x):
-        return F.dropout(super().forward(x), 0.5, self.training)
-
-
-class Backwards(Plain):
-    def forward(self, x):
-        return super().forward(x) + (x - x.detach()).sum(-2, keepdim=True)
-
-
-class Pair(Plain):
-    def forward(self, x):
-        return super().forward(x), x
-
-
-class Owner(Plain):
-    def __init__(self):
-        super().__init__()
-        self.scale = nn.Parameter(torch.ones(H))
-
-
-@pytest.mark.parametrize("make", [TokenMixer, SequenceMixer, Dropping, Backwards, Pair, Owner])
-def test_what_does_not_compute_each_token_by_itself_is_left(make):
-    model = nn.ModuleDict({"mlp": made(make)})
-    report = patch(model, tile_mlps=4)
-    assert replacement_of(model["mlp"]) is None
-    assert all(entry.reason for entry in report.left)
-
-
 def test_choosing_tiles():
-    model = nn.ModuleList([made(), made(Plain), made(MODULES["another gate"][0])])
+    model = nn.ModuleList([made(), made(MODULES["fused"])])
 
     def replaced(**options):
         return {entry.path: entry.replaced_by for entry in patch(model, loss_head=False, **options).replaced}
 
-    assert replaced() == {"0": "glu (silu)"}
-    gated, tiles = "glu (silu), tiles of 8 tokens", "tiles of 8 tokens"
-    assert replaced(tile_mlps=8, filter_fn=lambda module, path: path != "2") == {"0": gated, "1": tiles}
-    assert replaced() == {"0": gated, "1": tiles}
-    assert replaced(tile_mlps=True, mlps=False) == {"1": "tiles", "2": "tiles"}
+    fused = "glu_fused (gelu)"
+    assert replaced() == {"0": "glu (silu)", "1": fused}
+    gated = "glu (silu), tiles of 8 tokens"
+    assert replaced(tile_mlps=8, filter_fn=lambda module, path: path != "1") == {"0": gated, "1": fused}
+    assert replaced() == {"0": gated, "1": fused}
     for module in (copy.deepcopy(model[0]), pickle.loads(pickle.dumps(model[0]))):
-        assert replacement_of(module).tiles == Tiles(8)
+        assert replacement_of(module).tile == 8
+    assert replaced(tile_mlps=True) == {"0": "glu (silu), tiles", "1": f"{fused}, tiles"}
+    assert replaced(tile_mlps=1)["0"] == "glu (silu), tiles of 1 tokens"
     unpatch(model)
     assert not any(replacement_of(module) for module in model)
-    assert replaced(tile_mlps=True, mlps=False) == {"0": "tiles", "1": "tiles", "2": "tiles"}
-    for wrong in (0, -1, 2.5, "all"):
-        with pytest.raises(ValueError, match="tile_mlps must be True, False or a positive number of tokens, got"):
-            patch(model, tile_mlps=wrong)
+    for wrong in ({"tile_mlps": value} for value in (0, -1, 2.5, "all")):
+        with pytest.raises(ValueError, match="tile_mlps must be True, False or a positive number of tokens, and needs"):
+            patch(model, **wrong)
+    with pytest.raises(ValueError, match="needs mlps=True, got 8"):
+        patch(model, tile_mlps=8, mlps=False)
 
 
 def test_the_size_of_a_tile():
     """64 MiB of the widest tensor in half precision, but no fewer than 4096 tokens."""
     with torch.device("meta"):
-        assert Tiles().size(SwiGLUMLP(4096, 14336)) == Tiles().size(SwiGLUMLP(2048, 8192)) == 4096
-        assert Tiles().size(module := SwiGLUMLP(576, 1536)) == 21760
-    assert Tiles(7).size(module) == 7
+        assert tile_of(SwiGLUMLP(4096, 14336)) == tile_of(SwiGLUMLP(2048, 8192)) == 4096
+        assert tile_of(SwiGLUMLP(576, 1536)) == 21760
 
 
 # --- Processes --------------------------------------------------------------------------------------------------------
@@ -418,7 +356,7 @@ def work(rank):
         for tokens in (False, 4):
             for checkpointing in (False, True):
                 gathers.clear()
-                model = nn.Sequential(made(dtype=torch.float32), made(Plain, dtype=torch.float32))
+                model = nn.Sequential(made(dtype=torch.float32), made(MODULES["fused"], dtype=torch.float32))
                 patch(model, tile_mlps=tokens)
                 spread = spread_by(name, model)
                 for _ in range(2):

@@ -6,7 +6,6 @@ import contextlib
 import dataclasses
 import functools
 import inspect
-import math
 import sys
 import threading
 from collections.abc import Callable, Iterator
@@ -261,8 +260,8 @@ def _check_quantized(module: Any) -> None:
         with torch.no_grad():
             rows = weight.rows(part.start, part.stop).float()
             expected = F.linear(hidden.float(), rows, None if bias is None else bias[part].float())
-        error = (logits[:, part] - expected).norm() if logits.shape == (2, vocab_size) else math.inf
-        if not error <= _QUANTIZATION_ERROR * expected.norm():
+        fits = logits.shape == (2, vocab_size)
+        if not (fits and (logits[:, part] - expected).norm() <= _QUANTIZATION_ERROR * expected.norm()):
             raise Mismatch("it computes something else than the product with its dequantized rows")
 
 
@@ -515,7 +514,7 @@ def _finished(output: Any, keep: bool) -> Any:
     """A forward's output, with the values of pending logits, or, where it has a loss, without them."""
     if isinstance(output, PendingLogits):
         return output.values()
-    entries = output if isinstance(output, dict) else dict(enumerate(output)) if type(output) is tuple else {}
+    entries: Any = output if isinstance(output, dict) else dict(enumerate(output)) if type(output) is tuple else {}
     if not any(isinstance(value, PendingLogits) for value in entries.values()):
         return output
     keep = keep or (entries is output and output.get("loss") is None)

@@ -70,14 +70,14 @@ class GatedMLP(Replacement):
         down: the name of the layer applied to the product.
         gate: how the product is computed.
         tile: how many tokens it is computed for at a time; 0 for a number that its sizes give, ``None`` for all.
-        activations: the forwards of the classes of the other submodules, which are not called.
+        activations: the names of the other submodules, which are not called, and the forwards of their classes.
     """
 
     inner: tuple[str, ...]
     down: str
     gate: Gate
     tile: int | None = None
-    activations: tuple[Callable[..., Any], ...] = ()
+    activations: tuple[tuple[str, Callable[..., Any]], ...] = ()
 
     def __str__(self) -> str:
         tiles = "" if self.tile is None else f", tiles of {self.tile} tokens" if self.tile else ", tiles"
@@ -86,16 +86,15 @@ class GatedMLP(Replacement):
     def call(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         if len(args) != 1 or kwargs or not is_plain(*args) or is_short(args[0]):  # two operations between the layers
             return NotImplemented
-        others = self._others(module)
-        changed = tuple([type(part).forward for part in others]) != self.activations
-        if changed or any(map(is_watched, others)) or torch.jit.is_tracing():
+        for name, forward in self.activations:
+            part = getattr(module, name)
+            if type(part).forward is not forward or is_watched(part):
+                return NotImplemented
+        if torch.jit.is_tracing():
             return NotImplemented
         return (
             self.compute(module, *args) if self.tile is None else compute_tiled(self.compute, module, *args, self.tile)
         )
-
-    def _others(self, module: nn.Module) -> list[nn.Module]:
-        return [part for name, part in module.named_children() if name not in self.inner and name != self.down]
 
     def compute(self, module: Any, x: Tensor) -> Tensor:
         """The output; where all layers are plain ones, backward writes over the outputs of the inner ones."""
@@ -109,7 +108,7 @@ class GatedMLP(Replacement):
         inner = [layer(x) for layer in layers]
         if plain and is_plain(*inner):
             return glu_linear(*gate.parts(inner), down.weight, down.bias, **options)  # does not save the product
-        return down(gate.compute(*inner))  # type: ignore[no-any-return]
+        return down(gate.compute(*inner))
 
     @classmethod
     def key(cls, module: nn.Module) -> Any:
@@ -150,7 +149,8 @@ class GatedMLP(Replacement):
             *inner, down = names[0]
             candidates = (GatedMLP(tuple(inner), down, gate) for gate in _gates(module, len(inner)))
             mlp = probing.first_match(candidates, [case for _, case in observed])
-            return replace(mlp, activations=tuple([type(part).forward for part in mlp._others(module)]))
+            others = [(name, type(part).forward) for name, part in module.named_children() if name not in names[0]]
+            return replace(mlp, activations=tuple(others))
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ import copyreg
 import functools
 import weakref
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, Protocol
+from typing import Any
 
 from torch import Tensor, nn
 
@@ -15,7 +15,7 @@ from liger_losses.kernels.autograd import records_nothing
 from liger_losses.patching import probing
 
 
-class Replacement(Protocol):
+class Replacement:
     """What replaces methods of some modules: a hashable value, which modules share and pickles of them contain.
 
     The class holds how modules of its kind are recognized.
@@ -43,10 +43,12 @@ class Replacement(Protocol):
     @classmethod
     def is_candidate(cls, module: nn.Module) -> bool:
         """Whether a module has the right parameters, buffers and children; nothing is run."""
+        return False
 
     @classmethod
     def match(cls, module: nn.Module) -> Replacement:
         """What a candidate computes, found by running copies; or Mismatch, with how the nearest kernel differs."""
+        raise NotImplementedError
 
     @classmethod
     def key(cls, module: nn.Module) -> Any:

@@ -187,7 +187,7 @@ def test_without_private_names():
     for name, line in zip(cases, lines, strict=True):
         replaced, reasons = json.loads(line)
         has_head = "backward" not in name
-        expected = ["hooks"] * (4 - has_head) if name in HOOKS else []
+        expected = ["hooks"] * (3 - has_head) if name in HOOKS else []
         assert replaced == has_head, f"{name}: {replaced}"
         assert [word in reason for word, reason in zip(expected, reasons, strict=True)] == [True] * len(expected), name
 

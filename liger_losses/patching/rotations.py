@@ -50,17 +50,17 @@ class Rotation:
 
     def compute(self, *args: Tensor, unsqueeze_dim: int = 1, backend: str | None = None) -> Any:
         """The rotated tensors; ``args`` are q, k (if it takes both), cos and sin."""
-        *given, cos, sin = args
-        tensors = given
+        *heads, cos, sin = args
+        tensors = heads
         if self.sorted:
-            tensors = [x.unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2) for x in given]
+            tensors = [x.unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2) for x in heads]
         # The kernel takes two; the second one may have no heads.
         q, k = tensors if self.tensors == 2 else (tensors[0], tensors[0].narrow(unsqueeze_dim, 0, 0))
         if self.angles != "full":
             cos, sin = _angles(cos, self.angles), _angles(sin, self.angles)
         rotated = rope(q, k, cos, sin, interleaved=self.interleaved, unsqueeze_dim=unsqueeze_dim, backend=backend)
         if self.cast_back:
-            rotated = rotated[0].to(given[0].dtype), rotated[1].to(given[-1].dtype)
+            rotated = rotated[0].to(heads[0].dtype), rotated[1].to(heads[-1].dtype)
         return rotated if self.tensors == 2 else rotated[0]
 
 

@@ -172,10 +172,10 @@ def _subclass(original: type[nn.Module], replacement: Any, probed: frozenset[str
     """The class with methods replaced; there is one for each class, its methods, replacement and probed attributes."""
     replaced = tuple([getattr(original, name) for name in replacement.methods])
     key = original, replacement, probed, replaced
-    found = _subclasses.get(key)
-    if found is None:
-        found = _subclasses[key] = _make_subclass(*key)
-    return found
+    subclass = _subclasses.get(key)
+    if subclass is None:
+        subclass = _subclasses[key] = _make_subclass(*key)
+    return subclass
 
 
 #: The classes with methods replaced, as long as a module has them.

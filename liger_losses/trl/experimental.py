@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+import warnings
 from collections.abc import Callable
 from contextvars import ContextVar
 from typing import Any
@@ -23,7 +24,7 @@ from liger_losses.checks import see
 from liger_losses.chunked import Teacher, TeacherLogits, linear_divergence, linear_topk
 from liger_losses.chunked.losses.softmax_divergences import sparse_divergence
 from liger_losses.patching.loss_head import pending_logits, prepare_head
-from liger_losses.patching.pending import PendingLogits, replace_all
+from liger_losses.patching.pending import PendingLogits
 from liger_losses.trl.divergences import IGNORE_INDEX, check_columns, divergence_of, mean_divergence
 
 #: The attributes of trainers that are models.
@@ -207,7 +208,9 @@ def sequence_by_sequence(original: Callable[..., Tensor], self: Any, *args: Any,
 
     def loss(i: int) -> Tensor:
         sequence = {name: None if value is None else value[i : i + 1] for name, value in batch.items()}
-        return original(self, **replace_all(sequence, PendingLogits, PendingLogits.values)).reshape(())
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message=".*needs the values of pending logits")
+            return original(self, **sequence).reshape(())
 
     losses = [checkpoint(loss, i, use_reentrant=False) for i in range(len(batch["student_labels"]))]
     return torch.stack(losses).mean()

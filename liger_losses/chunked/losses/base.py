@@ -127,7 +127,8 @@ class ChunkedLoss(nn.Module):
 
     To write a loss, derive from this class, name the :attr:`statistics` that the loss reads, and define :meth:`loss`.
 
-    Every option is an attribute that cannot be assigned: :meth:`replace` returns a loss with other options.
+    Every option is an attribute that cannot be assigned: :meth:`replace` returns a loss with other options. (A buffer,
+    cross-entropy's ``ce_weight``, can.)
 
     Args:
         ignore_index: the label of tokens that do not contribute to the loss. They are dropped before the projection.
@@ -230,10 +231,7 @@ class ChunkedLoss(nn.Module):
         loss.__setstate__({name: copy.copy(x) if isinstance(x, dict) else x for name, x in vars(self).items()})
         loss._settings = replace(self.settings, **{name: options[name] for name in options if name in known})
         for name in options.keys() - known:  # what the constructor of a subclass names
-            if name in loss._buffers:
-                loss._buffers[name] = options[name]
-            else:
-                setattr(loss, name, options[name])
+            setattr(loss, name, options[name])
         return loss
 
     def extra_repr(self) -> str:
@@ -253,9 +251,7 @@ class ChunkedLoss(nn.Module):
             """The type of :meth:`forward`."""
 
     def __setattr__(self, name: str, value: Any) -> None:
-        # A buffer that the constructor takes is an option too; DataParallel assigns those of its replicas.
-        buffers = () if "_is_replica" in self.__dict__ else self.__dict__.get("_buffers", ())
-        if name in self.options_signature.parameters or (name in self.option_names and name in buffers):
+        if name in self.options_signature.parameters:
             raise AttributeError(
                 f"{name} is an option, and a loss is frozen: loss.replace({name}=...) returns one with another value. "
                 f"(The constructor of a subclass passes it on, super().__init__({name}=...).)"

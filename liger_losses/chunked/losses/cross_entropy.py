@@ -33,7 +33,7 @@ from liger_losses.chunked.losses.base import AnyHead, ChunkedLoss, LossOptions, 
 from liger_losses.chunked.losses.cross_entropy_terms import TokenTerms, loss_of_terms
 
 if TYPE_CHECKING:
-    from typing_extensions import Self, Unpack
+    from typing_extensions import Unpack
 
 
 class CrossEntropyOutput(NamedTuple):
@@ -166,18 +166,16 @@ class LigerFusedLinearCrossEntropyLoss(ChunkedLoss, Generic[R]):
     @constructor(CrossEntropyOptions)  # type: ignore[misc]
     def __init__(self, ce_weight: Tensor | None = None, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
-        self._check_class_weights(ce_weight)
-        self.register_buffer("ce_weight", ce_weight, persistent=False)
+        self.register_buffer("ce_weight", None, persistent=False)
+        self.ce_weight = ce_weight
 
-    def replace(self, **options: Any) -> Self:
-        self._check_class_weights(options.get("ce_weight"))
-        return super().replace(**options)
-
-    def _check_class_weights(self, weights: Any) -> None:
-        if weights is not None:
-            if not isinstance(weights, Tensor) or weights.dim() > 1:
-                check_no_input(type(self), "ce_weight", weights)
-            check_tensor("ce_weight", weights)
+    def __setattr__(self, name: str, value: Any) -> None:
+        # As any buffer, it may be assigned: DataParallel does.
+        if name == "ce_weight" and value is not None:
+            if not isinstance(value, Tensor) or value.dim() > 1:
+                check_no_input(type(self), name, value)
+            check_tensor(name, value)
+        super().__setattr__(name, value)
 
     @property
     def spans_ranks(self) -> bool:

@@ -29,7 +29,7 @@ MODES = ("token_truncate", "token_mask", "sequence_truncate", "sequence_mask")
 
 
 def _no_logps(model: nn.Module, ids: Tensor, mask: Tensor, logits_to_keep: int, *_: Any, **__: Any) -> Any:
-    return torch.zeros(len(ids), logits_to_keep, device=ids.device), None, None
+    return torch.zeros(len(ids), logits_to_keep, dtype=torch.float32, device=ids.device), None, None
 
 
 #: By the name of the old log-probabilities in a batch, the trainer's attributes with which TRL does not compute them.

@@ -170,6 +170,8 @@ def test_fused_linear_kl_div(installed, reduction, divisor):
     from liger_kernel.transformers import LigerFusedLinearKLDivLoss
     from liger_kernel.transformers.functional import liger_fused_linear_kl_div
 
+    names = LigerFusedLinearKLDivLoss, liger_fused_linear_kl_div, LigerFusedLinearKLDivFunction
+    assert all(name.__module__.startswith("liger_losses.") for name in names)
     labels = torch.tensor([-100, 1, 99, 3, -100, 5])
     hidden, weight = normal(6, 8, seed=3).requires_grad_(), normal(17, 8, seed=4).requires_grad_()
     target = normal(6, 17, seed=5).softmax(-1).masked_fill(torch.arange(17) % 5 == 0, 0)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
-from itertools import zip_longest
 from typing import Any
 
 import torch
@@ -188,7 +187,7 @@ def autocast_dtype(device: torch.device) -> torch.dtype | None:
 
 
 def scale_(factor: Tensor, tensors: Sequence[Tensor], *, backend: str = "torch") -> None:
-    """``tensor *= factor``, of each tensor; two of them take one launch.
+    """``tensor *= factor``, of each tensor; on a GPU, where the factor is not 1.
 
     The upstream gradient of a loss is mostly 1, which the host cannot know.
 
@@ -197,32 +196,21 @@ def scale_(factor: Tensor, tensors: Sequence[Tensor], *, backend: str = "torch")
         tensors: any shape, contiguous, floating point.
         backend: ``torch`` or ``triton``.
     """
-    if backend == "torch":
-        for tensor in tensors:
+    for tensor in tensors:
+        if backend == "torch":
             tensor.mul_(factor)
-        return
-    for first, second in zip_longest(tensors[::2], tensors[1::2]):
-        counts = first.numel(), 0 if second is None else second.numel()
-        programs = min(max(-(-max(counts) // _BLOCK), 1), 4096)
-        _scale_kernel[(programs,)](*counts, programs, _BLOCK, factor, first, second, num_warps=8)
+        elif count := tensor.numel():
+            _scale_kernel[(min(-(-count // _BLOCK), 4096),)](tensor, factor, count, BLOCK=_BLOCK, num_warps=8)
 
 
 _BLOCK = 4096
 
 
-@jit
-def _scale(tensor, f, count, programs, BLOCK: tl.constexpr):
-    for start in range(tl.program_id(0).to(tl.int64) * BLOCK, count, programs.to(tl.int64) * BLOCK):
-        at = start + tl.arange(0, BLOCK)
-        value = tl.load(tensor + at, mask=at < count)
-        tl.store(tensor + at, (value.to(tl.float32) * f).to(tensor.dtype.element_ty), mask=at < count)
-
-
-@jit(do_not_specialize=["programs"], do_not_specialize_on_alignment=["factor"])
-def _scale_kernel(first_count, second_count, programs, BLOCK: tl.constexpr, factor, first, second):
+@jit(do_not_specialize_on_alignment=["factor"])
+def _scale_kernel(tensor, factor, count, BLOCK: tl.constexpr):
     f = tl.load(factor).to(tl.float32)
     if f != 1.0:
-        if first is not None:
-            _scale(first, f, first_count, programs, BLOCK)
-        if second is not None:
-            _scale(second, f, second_count, programs, BLOCK)
+        for start in range(tl.program_id(0).to(tl.int64) * BLOCK, count, tl.num_programs(0).to(tl.int64) * BLOCK):
+            at = start + tl.arange(0, BLOCK)
+            value = tl.load(tensor + at, mask=at < count)
+            tl.store(tensor + at, (value.to(tl.float32) * f).to(tensor.dtype.element_ty), mask=at < count)

@@ -13,6 +13,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from inspect import signature
 from numbers import Real
 from typing import Any, NamedTuple
 
@@ -61,11 +62,6 @@ class Divergence:
             value = getattr(self, name)
             if not (isinstance(value, Real) and -math.inf < float(value) < math.inf):
                 raise ValueError(f"the parameters of a divergence must be finite numbers, got {value!r}.")
-
-    @property
-    def balanced(self) -> bool:
-        """Whether ``sum_v h`` is 0 for all p and q: see :class:`Form`."""
-        return self.form in FORMS and FORMS[self.form].balanced
 
     @property
     def has_kernel(self) -> bool:
@@ -197,6 +193,11 @@ def fast_log(x):
         return tl.log(x)
 
 
+@jit
+def choose(condition, x, y):
+    return tl.where(condition, x, y)
+
+
 def finite_logs(logs: Tensor) -> Tensor:
     """Log-probabilities, with -10,000 where the probability is 0 (:data:`_ZERO_BELOW`)."""
     return logs.masked_fill(logs < max(_ZERO_BELOW, torch.finfo(logs.dtype).min), _LOG_OF_ZERO)
@@ -205,7 +206,7 @@ def finite_logs(logs: Tensor) -> Tensor:
 # --- The forms --------------------------------------------------------------------------------------------------------
 
 
-# Those that are sums, products and exponentials are written once, for both: in torch, ``exp`` is its own.
+# Most are written once, for both: in torch, ``exp`` and ``where`` are its own.
 
 
 def _forward_kl(log_p, log_q, a, b, c, exp: tl.constexpr = fast_exp):
@@ -288,16 +289,11 @@ def _gkd_mixture_t(log_p, log_q, a, b, c):
     return b * (q * of_q + m - q) + c * (of_student + m - p), c * of_student
 
 
-def _total_variation(log_p: Tensor, log_q: Tensor, a: float, b: float, c: float) -> tuple[Tensor, Tensor]:
-    p = log_p.exp()
-    return (p - log_q.exp()).abs() / 2, p * (log_p - log_q).sign() / 2
-
-
-@jit
-def _total_variation_t(log_p, log_q, a, b, c):
-    p = fast_exp(log_p)
+def _total_variation(log_p, log_q, a, b, c, exp: tl.constexpr = fast_exp, where: tl.constexpr = choose):
+    p = exp(log_p)
     d = log_p - log_q
-    return tl.abs(p - fast_exp(log_q)) / 2, p * tl.where(d > 0, 0.5, tl.where(d < 0, -0.5, 0.0))
+    half = where(d > 0, 0.5, where(d < 0, -0.5, 0.0))
+    return half * (p - exp(log_q)), p * half
 
 
 def cosine_terms(
@@ -318,39 +314,24 @@ def cosine_terms(
     return f, (difference - unit * distance[:, None]) / norms[0]
 
 
-def _limited(f: Tensor, h: Tensor, limit: float) -> tuple[Tensor, Tensor]:
-    return f.clamp(max=limit), torch.where(f < limit, h, 0.0)
-
-
-def _limited_forward_kl(log_p: Tensor, log_q: Tensor, a: float, b: float, c: float) -> tuple[Tensor, Tensor]:
-    q = log_q.exp()
-    return _limited(q * (log_q - log_p), -q, a)
-
-
-@jit
-def _limited_forward_kl_t(log_p, log_q, a, b, c):
-    q = fast_exp(log_q)
+def _limited_forward_kl(log_p, log_q, a, b, c, exp: tl.constexpr = fast_exp, where: tl.constexpr = choose):
+    q = exp(log_q)
     f = q * (log_q - log_p)
-    return tl.minimum(f, a), tl.where(f < a, -q, 0.0)
+    return where(f < a, f, a), where(f < a, -q, 0.0)
 
 
-def _limited_reverse_kl(log_p: Tensor, log_q: Tensor, a: float, b: float, c: float) -> tuple[Tensor, Tensor]:
-    p, d = log_p.exp(), log_p - log_q
-    return _limited(p * d, p * (d + 1), a)
-
-
-@jit
-def _limited_reverse_kl_t(log_p, log_q, a, b, c):
-    p = fast_exp(log_p)
+def _limited_reverse_kl(log_p, log_q, a, b, c, exp: tl.constexpr = fast_exp, where: tl.constexpr = choose):
+    p = exp(log_p)
     d = log_p - log_q
-    return tl.minimum(p * d, a), tl.where(p * d < a, p * (d + 1), 0.0)
+    return where(p * d < a, p * d, a), where(p * d < a, p * (d + 1), 0.0)
 
 
 def _limited_gkd_mixture(log_p: Tensor, log_q: Tensor, a: float, b: float, c: float) -> tuple[Tensor, Tensor]:
     p, q = log_p.exp(), log_q.exp()
     log_m = (a * q + (1 - a) * p + _SMALLEST).log()
     h = (1 - a) * p * (log_p - log_m)
-    return _limited(a * q * (log_q - log_m) + h, h, b)
+    f = a * q * (log_q - log_m) + h
+    return f.clamp(max=b), torch.where(f < b, h, 0.0)
 
 
 @jit
@@ -375,7 +356,9 @@ class Form(NamedTuple):
 
 def _of_both(form: Callable[..., Any], **properties: Any) -> Form:
     """The row of a form that is written once."""
-    return Form(partial(form, exp=torch.exp), jit(form), **properties)
+    functions = {"exp": torch.exp, "where": torch.where}
+    of_torch = {name: functions[name] for name in signature(form).parameters if name in functions}
+    return Form(partial(form, **of_torch), jit(form), **properties)
 
 
 #: What a :class:`Divergence` may sum.
@@ -385,10 +368,10 @@ FORMS = {
     "mixture": Form(_mixture, _mixture_t, added=lambda a, b, c: b * (1 - a) - c * a),
     "gkd_mixture": Form(_mixture, _gkd_mixture_t),
     "kl_by_entropy": _of_both(_kl_by_entropy, smooth=False),
-    "limited_forward_kl": Form(_limited_forward_kl, _limited_forward_kl_t, smooth=False),
-    "limited_reverse_kl": Form(_limited_reverse_kl, _limited_reverse_kl_t, smooth=False),
+    "limited_forward_kl": _of_both(_limited_forward_kl, smooth=False),
+    "limited_reverse_kl": _of_both(_limited_reverse_kl, smooth=False),
     "limited_gkd_mixture": Form(_limited_gkd_mixture, _limited_gkd_mixture_t, smooth=False),
-    "total_variation": Form(_total_variation, _total_variation_t, smooth=False),
+    "total_variation": _of_both(_total_variation, smooth=False),
     "alpha_beta": _of_both(_alpha_beta, power=lambda a, b, c: a + b),
     "alpha_zero": _of_both(_alpha_zero, power=lambda a, b, c: a),
     "beta_zero": _of_both(_beta_zero, power=lambda a, b, c: a),

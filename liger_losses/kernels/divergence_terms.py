@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from liger_losses.kernels._triton import LOGIT_DTYPES, choose_backend, jit, tl, triton
+from liger_losses.kernels._triton import jit, tl
 from liger_losses.kernels.divergence_forms import FORMS, Divergence, fast_exp
 
 try:
@@ -76,6 +76,14 @@ def terms(
     )
 
 
+def summed_terms(
+    divergence: Divergence, log_p: Tensor, log_q: Tensor, parameter: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """The sum of f over each row, ``[...]``, and h of every entry ``[..., C]``."""
+    f, h = terms(divergence, log_p, log_q, parameter)
+    return f.sum(-1), h
+
+
 def _polynomial(coefficients: Sequence[float], d: Tensor) -> Tensor:
     total = torch.full_like(d, coefficients[-1])
     for coefficient in reversed(coefficients[:-1]):
@@ -129,54 +137,3 @@ def series_argument(divergence: Divergence) -> KernelSeries:
     if series.radius > 0:
         coefficients = *series.f[2:], *series.h[1:]
     return KernelSeries(a, b, c, series.radius, power, coefficients)
-
-
-#: Entries that a program of :func:`summed_terms` takes at a time.
-_TERMS = 1024
-
-
-def summed_terms(
-    divergence: Divergence, log_p: Tensor, log_q: Tensor, parameter: Tensor | None = None, backend: str | None = None
-) -> tuple[Tensor, Tensor]:
-    """The sum of f over each row, ``[...]``, and h of every entry ``[..., C]``, from log-probabilities ``[..., C]``.
-
-    Args:
-        divergence, parameter: which divergence, and its ``a`` of each row, ``[...]``, where rows have one.
-        log_p, log_q: the student's and the teacher's.
-        backend: ``torch`` or ``triton``; chosen from the tensor by default.
-    """
-    if not divergence.has_kernel or choose_backend(backend, [log_p, log_q], dtypes=LOGIT_DTYPES) == "torch":
-        f, h = terms(divergence, log_p, log_q, parameter)
-        return f.sum(-1), h
-    log_p, log_q = log_p.contiguous(), log_q.contiguous()
-    value, h, columns = log_p.new_empty(log_p.shape[:-1]), torch.empty_like(log_p), log_p.shape[-1]
-    if h.numel():
-        block = min(_TERMS, triton.next_power_of_2(columns))
-        _summed_terms_kernel[(triton.cdiv(value.numel(), _TERMS // block),)](
-            value, h, log_p, log_q, None if parameter is None else parameter.contiguous(), value.numel(), columns,
-            series_argument(divergence), FORM=FORMS[divergence.form].triton, ROWS=_TERMS // block, BLOCK=block,
-        )  # fmt: skip
-    return (value if h.numel() else value.zero_()), h
-
-
-@jit(do_not_specialize=["rows"])
-def _summed_terms_kernel(
-    value, h_out, log_p, log_q, parameter, rows, columns, series,
-    FORM: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
-    """One program for ``ROWS`` rows."""
-    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
-    a = series.a
-    if parameter is not None:
-        a = tl.load(parameter + row, mask=row < rows, other=0.0)[:, None]
-    total = tl.zeros((ROWS, BLOCK), tl.float32)
-    for start in range(0, columns, BLOCK):
-        at = start + tl.arange(0, BLOCK)
-        inside = (row < rows)[:, None] & (at < columns)[None, :]
-        place = row[:, None] * columns + at[None, :]
-        s = tl.load(log_p + place, mask=inside, other=0.0)
-        t = tl.load(log_q + place, mask=inside, other=0.0)
-        _p, f, h = terms_block(s, t, 0.0, 0.0, a, series, FORM)
-        tl.store(h_out + place, h, mask=inside)
-        total += tl.where(inside, f, 0.0)
-    tl.store(value + row, tl.sum(total, 1), mask=row < rows)

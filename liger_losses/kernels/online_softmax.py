@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from liger_losses.kernels._triton import jit, tl
-from liger_losses.kernels.logit_transform import Epilogue, load_logits
+from liger_losses.kernels.logit_transform import Epilogue
 
 #: Above, ``exp`` of a difference may leave fp32, and sums of exponentials are taken relative to the largest.
 _LARGEST_SUM = 1e26
@@ -244,18 +244,6 @@ def online_step(z, first_column, columns, inside, class_weight, state, sums, AXI
         squares = squares * rescale * rescale + tl.sum(e * e, AXIS)
     total = total * rescale + tl.sum(e, AXIS)
     return best, logit_sum, moment, squares, new_top, total, weight_sum, weighted_sum
-
-
-@jit
-def online_row(projected, bias, class_weight, columns, transform, inverse, sums, BLOCK: tl.constexpr):
-    """The sums of a row whose projections begin at ``projected``."""
-    state = online_start(tl.zeros((), tl.float32))
-    for start in range(0, columns, BLOCK):
-        at = start + tl.arange(0, BLOCK)
-        inside = at < columns
-        z = load_logits(projected, bias, at, inside, transform, inverse)
-        state = online_step(z, start, at, inside, class_weight, state, sums, 0)
-    return state
 
 
 @jit

@@ -55,26 +55,6 @@ class SoftmaxGradient(NamedTuple):
                 total[coefficient] = total[coefficient] + value if coefficient in total else value
         return cls(**total)
 
-    def at(self, logits: Tensor, lse: Tensor, at_label: Tensor, class_weight: Tensor | None, vocab_size: int) -> Tensor:
-        """``d loss / d z [R, k]`` of given columns.
-
-        Args:
-            logits: ``[R, k]``.
-            lse: ``[R]``, over the whole vocabulary.
-            at_label: ``[R, k]`` bool, where the column is the row's label.
-            class_weight: ``[R, k]``, the weights of these columns.
-            vocab_size: V.
-        """
-        log_p = (logits - lse[:, None]).clamp(min=-1e4)  # 0 * -inf is not 0
-        p = log_p.exp()
-        of_class = 0.0 if class_weight is None else class_weight / vocab_size
-        factors = (p, p * log_p, p * p, at_label.to(p.dtype), 1.0 / vocab_size, of_class)
-        total = torch.zeros_like(p)
-        for coefficient, factor in zip(self, factors, strict=True):
-            if coefficient is not None:
-                total += coefficient[:, None] * factor
-        return total
-
     def rows(self, start: int, stop: int) -> SoftmaxGradient:
         """The coefficients of rows ``start`` to ``stop``."""
         return SoftmaxGradient(*[None if value is None else value[start:stop] for value in self])
@@ -109,7 +89,6 @@ def softmax_gradient_into(
     *,
     first_column: int = 0,
     vocab_size: int | None = None,
-    grad_bias: Tensor | None = None,
     scratch: int | None = None,
     backend: str | None = None,
 ) -> Tensor:
@@ -126,7 +105,6 @@ def softmax_gradient_into(
         epilogue: from projections to logits, of these columns.
         first_column: where the slice starts in the vocabulary.
         vocab_size: V; ``C`` when the slice is the whole vocabulary.
-        grad_bias: ``[C]``, to which the sum over the rows is added.
         scratch: bytes for temporaries; unbounded by default.
         backend: ``torch`` or ``triton``; chosen from the tensor by default.
 
@@ -136,27 +114,19 @@ def softmax_gradient_into(
     vocab_size = vocab_size or projected.shape[1]
     if choose_backend(backend, [projected], dtypes=LOGIT_DTYPES) == "triton":
         count, columns = projected.shape
-        # The bias's gradient is a sum over all tokens: it is taken before anything is rounded.
-        target = out if grad_bias is None else projected
         if count:
             _gradient_kernel[(count,)](
-                target, target.stride(0), projected, projected.stride(0),
+                out, out.stride(0), projected, projected.stride(0),
                 lse, labels, epilogue.bias, epilogue.class_weight,
                 *coefficients.contiguous(),
                 first_column, columns, 1.0 / vocab_size, epilogue.transform.for_kernel,
                 **step_of(columns),
             )  # fmt: skip
-        if grad_bias is not None:
-            grad_bias += projected.sum(0, dtype=grad_bias.dtype)
-            for rows in row_slices(projected, scratch):
-                out[rows].copy_(projected[rows].to(out.dtype))
         return out
     for rows in row_slices(projected, scratch):
         part = coefficients.rows(rows.start, rows.stop)
         own, column = epilogue.rows(rows), labels[rows] - first_column
         grad = _gradient_torch(projected[rows], lse[rows], column, part, own, vocab_size)
-        if grad_bias is not None:
-            grad_bias += grad.sum(0)
         out[rows].copy_(grad)
         del grad  # its memory is free before the next slice's temporaries are allocated
     return out
@@ -252,28 +222,11 @@ def gradient_block(z, columns, inside, lse, label, class_weight, coefficients, v
     return grad
 
 
-@jit
-def store_row_gradient(
-    out, projected, bias, class_weight, columns, lse, label, coefficients, values, transform, inverse,
-    BLOCK: tl.constexpr,
-):  # fmt: skip
-    """d loss / d projections of a row, from left to right: ``out`` may begin where ``projected`` does; see
-    :func:`gradient_block`."""
-    for start in range(0, columns, BLOCK):
-        at = start + tl.arange(0, BLOCK)
-        inside = at < columns
-        z = load_logits(projected, bias, at, inside, transform, inverse)
-        grad = gradient_block(z, at, inside, lse, label, class_weight, coefficients, values, transform, inverse)
-        # A narrower `out` overwrites this block and what lies to its left: all of it must have been read.
-        tl.debug_barrier()
-        tl.store(out + at, grad.to(out.dtype.element_ty), mask=inside)
-
-
 #: Arguments whose alignment is no reason to compile again: slices of vectors begin anywhere.
-GRADIENT_VECTORS = ["lse", "labels", "bias", "class_weight", *SoftmaxGradient._fields]
+_VECTORS = ["lse", "labels", "bias", "class_weight", *SoftmaxGradient._fields]
 
 
-@jit(do_not_specialize=["first_column"], do_not_specialize_on_alignment=GRADIENT_VECTORS)
+@jit(do_not_specialize=["first_column"], do_not_specialize_on_alignment=_VECTORS)
 def _gradient_kernel(
     out, out_stride, projected, row_stride, lse, labels, bias, class_weight,
     p_coef, p_logp_coef, p_squared_coef, label_coef, uniform_coef, class_coef,
@@ -287,7 +240,13 @@ def _gradient_kernel(
     coefficients = (p_coef, p_logp_coef, p_squared_coef, label_coef, uniform_coef, class_coef)
     values = load_coefficients(coefficients, row, inverse_vocab_size)
     inverse = inverse_temperature(transform, row, True, 0)
-    store_row_gradient(
-        out + row * out_stride, projected + row * row_stride, bias, class_weight, columns, row_lse, label,
-        coefficients, values, transform, inverse, BLOCK,
-    )  # fmt: skip
+    out += row * out_stride
+    projected += row * row_stride
+    for start in range(0, columns, BLOCK):  # from left to right: `out` may begin where `projected` does
+        at = start + tl.arange(0, BLOCK)
+        inside = at < columns
+        z = load_logits(projected, bias, at, inside, transform, inverse)
+        grad = gradient_block(z, at, inside, row_lse, label, class_weight, coefficients, values, transform, inverse)
+        # A narrower `out` overwrites this block and what lies to its left: all of it must have been read.
+        tl.debug_barrier()
+        tl.store(out + at, grad.to(out.dtype.element_ty), mask=inside)

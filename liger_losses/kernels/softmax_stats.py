@@ -14,7 +14,8 @@ from liger_losses.kernels.online_softmax import (
     STATISTICS,
     Sums,
     empty_statistics,
-    online_row,
+    online_start,
+    online_step,
     reference_statistics,
     store_statistics,
     stored,
@@ -101,6 +102,11 @@ def _row_statistics_kernel(
     projected += row * row_stride
     label = tl.load(labels + row)
     inverse = inverse_temperature(transform, row, True, 0)
-    state = online_row(projected, bias, class_weight, columns, transform, inverse, sums, BLOCK)
+    state = online_start(tl.zeros((), tl.float32))
+    for start in range(0, columns, BLOCK):
+        at = start + tl.arange(0, BLOCK)
+        inside = at < columns
+        z = load_logits(projected, bias, at, inside, transform, inverse)
+        state = online_step(z, start, at, inside, class_weight, state, sums, 0)
     label_logit = load_logits(projected, bias, label, True, transform, inverse)
     store_statistics(out, row, True, label_logit, state, sums, columns)

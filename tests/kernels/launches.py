@@ -25,10 +25,8 @@ from liger_losses import (
 from liger_losses.chunked.core.inputs import target_of as of_tokens
 from liger_losses.chunked.core.stream import statistics as statistics_of
 from liger_losses.kernels.divergence import Logits, square_sums
-from liger_losses.kernels.divergence_terms import summed_terms
 from liger_losses.kernels.logit_transform import Epilogue
 from liger_losses.kernels.reading import label_facts
-from liger_losses.kernels.row_lse import sum_of_probabilities
 from liger_losses.kernels.targets import target_of
 from liger_losses.layers.glu import glu, glu_fused
 from liger_losses.layers.layer_norm import layer_norm
@@ -164,16 +162,6 @@ def heads() -> dict[str, Callable[[], None]]:
         "support": lambda: support(),
         "support, fp16": lambda: support(FP16, each_capped, True),
         "support, fp32": lambda: support(FP32, warm),
-        "summed terms": lambda: summed_terms(
-            Divergence.mixture(0.5, 0.5, 0.5), *[tensor(TOKENS, 64, dtype=FP32)] * 2, backend="triton"
-        ),
-        "rest of rows": lambda: sum_of_probabilities(
-            tensor(TOKENS, VOCAB, dtype=FP32),
-            tensor(TOKENS, dtype=FP32),
-            Epilogue(each_capped, tensor(VOCAB, dtype=FP32)),
-            scratch=0,
-            backend="triton",
-        ),
         "sums of squares": lambda: square_sums(
             *[Logits(tensor(TOKENS, VOCAB, dtype=FP32), tensor(TOKENS, dtype=FP32), Epilogue(each_capped))] * 2,
             backend="triton",

@@ -5,10 +5,8 @@ import math
 import pytest
 import torch
 
-from liger_losses import Divergence
 from liger_losses.kernels import BACKENDS
 from liger_losses.kernels.divergence import Coefficients, Logits, divergence_into
-from liger_losses.kernels.divergence_terms import summed_terms
 from liger_losses.kernels.logit_transform import Epilogue
 from tests.reference import DIVERGENCES, divergence
 
@@ -45,19 +43,3 @@ def test_extreme_logits(name, backend):
     assert value.isfinite().all()
     assert out.isfinite().all()
     assert (value >= 0).all()
-
-
-@pytest.mark.parametrize("shape", [(37, 5), (3, 2, 64), (2, 2500), (0, 7), (4, 0)], ids=str)
-@pytest.mark.parametrize("name", ["reverse KL", "JSD", "KL by entropy"])
-def test_summed_terms(name, shape):
-    """The kernel's, with a parameter of each row where the divergence has one, against the reference's in float64."""
-    pytest.importorskip("triton", reason="triton is not installed")
-    g = torch.Generator(DEVICE).manual_seed(0)
-    log_q = torch.randn(shape, device=DEVICE, generator=g) - 4
-    log_p = log_q + 0.7 * torch.randn(shape, device=DEVICE, generator=g).round()  # some are equal
-    which = Divergence.kl_by_entropy(0.8) if name == "KL by entropy" else divergence(name)
-    parameter = torch.rand(shape[:-1], device=DEVICE, generator=g) if which.by_entropy else None
-    wide = None if parameter is None else parameter.double()
-    exact = summed_terms(which, log_p.double(), log_q.double(), wide, "torch")
-    for found, right in zip(summed_terms(which, log_p, log_q, parameter, "triton"), exact, strict=True):
-        torch.testing.assert_close(found.double(), right, rtol=1e-5, atol=1e-7)

@@ -12,9 +12,6 @@ from liger_losses.kernels._tiles import with_contiguous_rows
 from liger_losses.kernels._triton import jit, tl
 from liger_losses.kernels.logit_transform import Epilogue, inverse_temperature, transform_block
 
-#: Labels of so few tokens are put in order by comparing each with all others, in one launch.
-MOST_COMPARED = 8192
-
 
 def label_logits(hidden: Tensor, weight: Tensor, labels: Tensor, epilogue: Epilogue = Epilogue()) -> Tensor:
     """``out_n = transform(hidden_n . weight[labels_n] + bias[labels_n])``, summed in fp32.
@@ -70,40 +67,14 @@ def add_to_label_rows_(grad_weight: Tensor, labels: Tensor, coef: Tensor, hidden
     """
     if tokens := labels.shape[0]:
         hidden, past_end = with_contiguous_rows(hidden), grad_weight.shape[0]
-        ordered, source, coef = _in_order(labels, coef, past_end)
+        # Tokens that add nothing (masked ones, with label 0) would make a long sum of zeros: they have the label V.
+        ordered, source = labels.masked_fill(coef == 0, past_end).sort(stable=True)
         block = min(1024, 1 << (hidden.shape[1] - 1).bit_length())
         _add_to_label_rows_kernel[(tokens, -(-hidden.shape[1] // block))](
             grad_weight, grad_weight.stride(0), ordered, source, coef, hidden, hidden.stride(0),
             tokens, past_end, hidden.shape[1], BLOCK=block, STEP=4,
         )  # fmt: skip
     return grad_weight
-
-
-def _in_order(labels: Tensor, coef: Tensor, past_end: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Sort the labels, stably: the sorted labels, and the row and the coefficient of each.
-
-    Tokens that add nothing (masked ones, with label 0) would make a long sum of zeros: they have the label V.
-    """
-    tokens = labels.shape[0]
-    if tokens > MOST_COMPARED:
-        ordered, order = labels.masked_fill(coef == 0, past_end).sort(stable=True)
-        return ordered, order, coef[order]
-    ordered, source, ordered_coef = torch.empty_like(labels), torch.empty_like(labels), torch.empty_like(coef)
-    _order_kernel[(-(-tokens // 4),)](
-        ordered, source, ordered_coef, labels, coef, tokens, past_end, BLOCK=4, STEP=1024, num_warps=8,
-    )  # fmt: skip
-    return ordered, source, ordered_coef
-
-
-@jit
-def dot_product(first, second, size, BLOCK: tl.constexpr):
-    """The product of two rows, summed in fp32."""
-    products = tl.zeros((BLOCK,), tl.float32)
-    for start in range(0, size, BLOCK):
-        at = start + tl.arange(0, BLOCK)
-        a = tl.load(first + at, mask=at < size, other=0.0).to(tl.float32)
-        products += a * tl.load(second + at, mask=at < size, other=0.0).to(tl.float32)
-    return tl.sum(products, 0)
 
 
 @jit(do_not_specialize_on_alignment=["labels"])
@@ -113,7 +84,14 @@ def _label_logits_kernel(
     """One program per token."""
     row = tl.program_id(0).to(tl.int64)
     label = tl.load(labels + row)
-    logit = dot_product(hidden + row * hidden_stride, weight + label * weight_stride, hidden_size, BLOCK)
+    hidden += row * hidden_stride
+    weight += label * weight_stride
+    products = tl.zeros((BLOCK,), tl.float32)
+    for start in range(0, hidden_size, BLOCK):
+        at = start + tl.arange(0, BLOCK)
+        h = tl.load(hidden + at, mask=at < hidden_size, other=0.0).to(tl.float32)
+        products += h * tl.load(weight + at, mask=at < hidden_size, other=0.0).to(tl.float32)
+    logit = tl.sum(products, 0)
     if bias is not None or transform.factor is not None:
         inverse = inverse_temperature(transform, row, True, 0)
         logit = transform_block(logit, bias, label, True, transform, inverse)
@@ -136,32 +114,6 @@ def _add_label_rows_kernel(product, scale, coef, weight, weight_stride, labels, 
         tl.store(product + at, s * value + c * w, mask=at < hidden_size)
 
 
-@jit(
-    do_not_specialize=["tokens", "past_end"],
-    do_not_specialize_on_alignment=["ordered", "source", "ordered_coef", "labels", "coef"],
-)
-def _order_kernel(
-    ordered, source, ordered_coef, labels, coef, tokens, past_end, BLOCK: tl.constexpr, STEP: tl.constexpr
-):
-    """One program for some tokens, whose labels it compares with all."""
-    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    inside = at < tokens
-    c = tl.load(coef + at, mask=inside, other=0.0)
-    label = tl.where(c == 0.0, past_end, tl.load(labels + at, mask=inside, other=0).to(tl.int32))
-    place = tl.zeros((BLOCK,), tl.int32)
-    for start in range(0, tokens, STEP):
-        other = start + tl.arange(0, STEP)
-        exists = other < tokens
-        adds = tl.load(coef + other, mask=exists, other=0.0) != 0.0
-        others = tl.where(adds, tl.load(labels + other, mask=exists, other=0).to(tl.int32), past_end)[None, :]
-        earlier = (others == label[:, None]) & (other[None, :] < at[:, None])
-        before = ((others < label[:, None]) | earlier) & exists[None, :]
-        place += tl.sum(before.to(tl.int32), 1)
-    tl.store(ordered + place, label.to(tl.int64), mask=inside)
-    tl.store(source + place, at.to(tl.int64), mask=inside)
-    tl.store(ordered_coef + place, c, mask=inside)
-
-
 @jit(do_not_specialize=["tokens"], do_not_specialize_on_alignment=["ordered", "source", "coef"])
 def _add_to_label_rows_kernel(
     grad_weight, grad_stride, ordered, source, coef, hidden, hidden_stride, tokens, past_end, hidden_size,
@@ -182,7 +134,7 @@ def _add_to_label_rows_kernel(
             members = start + tl.arange(0, STEP)
             same_label = (members < tokens) & (tl.load(ordered + members, mask=members < tokens, other=-1) == label)
             row = tl.load(source + members, mask=same_label, other=0)
-            c = tl.load(coef + members, mask=same_label, other=0.0)
+            c = tl.load(coef + row, mask=same_label, other=0.0)
             h = tl.load(
                 hidden + row[:, None] * hidden_stride + at[None, :],
                 mask=same_label[:, None] & inside[None, :],

@@ -131,7 +131,7 @@ def signature(
         of_kernels=target.kept is None and teacher is None and names <= {*OF_KERNELS},
         shared=head.ranks.size > 1,
         several_terms=_has_several_terms(target, names),
-        in_torch=any(s.phi is not None or (s.divergence is not None and not s.divergence.has_kernel) for s in asked),
+        in_torch=_runs_in_torch(target, asked),
         batch_invariant=head.batch_invariant,
         couples=couples,
         memory=head.ranks.least_memory(device_memory(hidden.device), hidden.device),
@@ -161,6 +161,11 @@ def _has_several_terms(target: Target, names: set[str]) -> bool:
         return True
     at_one = isinstance(target.temperature, float) and target.temperature == 1.0
     return teacher is not None and (teacher.vocab_size < target.vocab_size or (len(names) > 1 and not at_one))
+
+
+def _runs_in_torch(target: Target, asked: tuple[Statistic, ...]) -> bool:
+    without_kernel = any(s.phi is not None or (s.divergence is not None and not s.divergence.has_kernel) for s in asked)
+    return without_kernel or (target.head.transform.softcap is not None and any(s.name == "rest" for s in asked))
 
 
 def _forms(weights: Any) -> tuple[type, ...]:

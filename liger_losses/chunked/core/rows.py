@@ -18,8 +18,7 @@ from liger_losses.kernels.divergence import Logits, RowSums, divergence_into, sq
 from liger_losses.kernels.divergence_forms import Divergence, finite_logs
 from liger_losses.kernels.logit_transform import Epilogue
 from liger_losses.kernels.online_softmax import merge
-from liger_losses.kernels.row_lse import sum_of_probabilities
-from liger_losses.kernels.softmax_stats import row_slices
+from liger_losses.kernels.softmax_stats import row_slices, softmax_statistics
 
 #: Of more logits than these, the largest are chosen among the largest of so many parts of the vocabulary: a GPU's cache
 #: holds a part of a row while it is read again and again.
@@ -151,15 +150,21 @@ def rest(
     Their projections are -inf while the sum is taken. ``memory`` has one column more than there are, which stands for
     columns of other ranks.
     """
-    z = memory[:, :columns]
-    if epilogue.transform.softcap is not None:  # of which -inf, here a mark, is a finite logit
+    z, capped = memory[:, :columns], epilogue.transform.softcap is not None
+    if capped:  # of which -inf, here a mark, is a finite logit
         z.clamp_(min=torch.finfo(z.dtype).min)
     ids = ids if owned is None else torch.where(owned, ids, columns)
     values = memory.gather(1, ids)
     memory.scatter_(1, ids, -torch.inf)
-    sums = sum_of_probabilities(z, lse, epilogue, **plan.of_kernels)
+    if capped:
+        parts = row_slices(z, plan.scratch)
+        rows = [epilogue.rows(at)(z[at]).masked_fill_(z[at] == -torch.inf, -torch.inf).logsumexp(1) for at in parts]
+        of_others = torch.cat([lse.new_empty(0), *rows])
+    else:
+        label = torch.zeros(len(z), dtype=torch.int64, device=z.device)
+        of_others = softmax_statistics(z, label, frozenset(), epilogue, **plan.of_kernels)["lse"]
     memory.scatter_(1, ids, values)
-    return sums
+    return (of_others - lse).exp()
 
 
 def add_at(grad: Tensor, ids: Tensor, values: Tensor) -> None:

@@ -3,7 +3,6 @@
 import pytest
 import torch
 
-from liger_losses.chunked.accelerators import label_rows
 from liger_losses.chunked.accelerators.label_rows import add_to_label_rows_, label_logits, scale_and_add_label_rows_
 from liger_losses.kernels.logit_transform import Epilogue, LogitTransform
 from tests.kernels.cases import DEVICE, HALF, head
@@ -13,7 +12,7 @@ pytest.importorskip("triton")
 
 @HALF
 @pytest.mark.parametrize(("tokens", "hidden_size", "columns"), [(1, 5, 3), (40, 70, 6), (9, 1030, 50)])
-def test_label_rows(tokens, hidden_size, columns, dtype, monkeypatch):
+def test_label_rows(tokens, hidden_size, columns, dtype):
     hidden, weight, labels, _, _ = head(tokens, hidden_size, columns, dtype)
     scale, coef = torch.linspace(-1, 1, 2 * tokens, device=DEVICE).split(tokens)
     bias = torch.linspace(-1, 1, columns, device=DEVICE)
@@ -28,9 +27,7 @@ def test_label_rows(tokens, hidden_size, columns, dtype, monkeypatch):
     scale_and_add_label_rows_(out, scale, coef, weight, labels)
     torch.testing.assert_close(out.double(), exact, rtol=1e-6, atol=1e-5)
 
-    for most in (label_rows.MOST_COMPARED, 0):
-        monkeypatch.setattr(label_rows, "MOST_COMPARED", most)
-        grad, coef[::3] = weight.clone(), 0.0
-        exact = weight.double().index_add(0, labels, coef.double()[:, None] * hidden.double())
-        add_to_label_rows_(grad, labels, coef, hidden)
-        torch.testing.assert_close(grad.double(), exact, rtol=torch.finfo(dtype).eps, atol=1e-5)
+    grad, coef[::3] = weight.clone(), 0.0
+    exact = weight.double().index_add(0, labels, coef.double()[:, None] * hidden.double())
+    add_to_label_rows_(grad, labels, coef, hidden)
+    torch.testing.assert_close(grad.double(), exact, rtol=torch.finfo(dtype).eps, atol=1e-5)

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from liger_losses import (
+    EngineOptions,
     Head,
     LogitTransform,
     linear_topk,
@@ -11,7 +12,6 @@ from liger_losses import (
 from liger_losses.chunked.core import rows as row_functions
 from liger_losses.kernels import BACKENDS
 from liger_losses.kernels.logit_transform import Epilogue
-from liger_losses.kernels.row_lse import sum_of_probabilities
 from tests.reference import plain_logits
 
 
@@ -42,15 +42,14 @@ def test_largest_of_rows(columns, k, logits, monkeypatch):
 def test_the_rest_of_rows(given, backend):
     """Also where the largest have nearly all of the probability."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    rows = torch.randn(13, 5003, generator=torch.Generator().manual_seed(0)).to(device)[:, :5000]
-    rows[:, 7] = 40.0
-    epilogue = Epilogue(LogitTransform(**given), rows[0].flip(0).contiguous() if given else None)
-    logits = epilogue(rows).double()
-    columns, lse = logits.topk(3, -1).indices, logits.logsumexp(-1)
-    exact = (logits - lse[:, None]).exp().scatter(1, columns, 0.0).sum(1)
-    marked = rows.scatter(1, columns, -torch.inf)
-    found = sum_of_probabilities(marked, lse.float(), epilogue, scratch=10**5, backend=backend)
-    torch.testing.assert_close(found.double(), exact, rtol=2e-5, atol=0)
+    hidden, weight = torch.eye(13, device=device), torch.randn(5000, 13, generator=torch.Generator().manual_seed(0))
+    weight = weight.to(device)
+    weight[7] = 40.0
+    head = Head(weight, weight[:, 0].flip(0).contiguous() if given else None, LogitTransform(**given))
+    logits = head.transform(weight.t().double(), None if head.bias is None else head.bias.double())
+    exact = logits.log_softmax(-1).scatter(1, logits.topk(3, -1).indices, -torch.inf).logsumexp(1)
+    found = linear_topk(hidden, head, 3, rest=True, options=EngineOptions(backend=backend)).rest
+    torch.testing.assert_close(found.double(), exact, rtol=2e-5, atol=2e-5)
 
 
 def test_the_rest_has_projections_that_overflow():

@@ -75,11 +75,6 @@ class Block:
         """C."""
         return _width(self.columns)
 
-    @property
-    def first(self) -> int:
-        """The first column here, among this rank's."""
-        return self.columns.start if isinstance(self.columns, slice) else 0
-
     @cached_property
     def z(self) -> Tensor:
         return self.memory[:, : self.width]
@@ -241,12 +236,15 @@ class Block:
         if out is None:
             in_place = kept or self.memory.dtype == self.plan.dtype
             out = z if in_place else self.memory.view(self.plan.dtype)[:, : self.width]
-        gradient = _Gradient.of(self, upstream)
-        if gradient.alone and not grads.wants(bias) and not kept:
-            return gradient.write(out)
+        softmax, hard = self._of_softmax(upstream)
+        several = kept or grads.wants(bias) or upstream.keys() & _SELECTED or any(s.phi for s in self._with(upstream))
+        if not several and "divergence" not in upstream:
+            return self._write_softmax(softmax, out)
+        if not several and self.shared == self.width and (hard is not None or not softmax):
+            return self._write_divergence(upstream["divergence"], hard, out)
         for at in row_slices(z, self.plan.scratch_of_terms):
             block = self.rows(at)
-            _Gradient.of(block, {name: g[at] for name, g in upstream.items()}).write_exactly()
+            block._write_terms({name: g[at] for name, g in upstream.items()})
             if kept:
                 block._back_to_projections()
             if grads.wants(bias):
@@ -262,6 +260,91 @@ class Block:
         constants = {name: value[at] for name, value in self.constants.items()}
         return Block(self.part.take(at), self.asked, self.plan, columns, self.memory[at], of_teacher, constants)
 
+    def _with(self, upstream: dict[str, Tensor]) -> list[Statistic]:
+        """The statistics that have a gradient."""
+        return [s for s in self.asked if s.name in upstream]
+
+    def _of_softmax(self, upstream: dict[str, Tensor]) -> tuple[dict[str, Tensor], Tensor | None]:
+        """The derivatives by statistics of the softmax; and that by ``logp`` if it is the only one and a divergence's
+        kernel can add it: as a hard loss of the same columns at temperature 1."""
+        softmax = {name: g for name, g in upstream.items() if name in OF_KERNELS}
+        if (selected := upstream.get("selected_logps")) is not None:
+            # Every log-probability adds -g p to the whole row; what it adds at its own column follows.
+            softmax["lse"] = softmax.get("lse", 0.0) - selected.sum(1)
+        temperature = self.part.temperature
+        at_one = not isinstance(temperature, Tensor) and temperature == 1.0
+        alone = softmax.keys() == {"logp"} and at_one and self.shared == self.width
+        return softmax, softmax["logp"] if alone else None
+
+    def _write_terms(self, upstream: dict[str, Tensor]) -> None:
+        """The gradient of projections, which are fp32, in their memory: a sum of terms by statistics of the softmax, by
+        rows of the table, by selected columns, and by a divergence."""
+        z, epilogue, terms = self.z, self.epilogue, list[Tensor]()
+        softmax, hard = self._of_softmax(upstream)
+        if table := [s for s in self._with(upstream) if s.phi is not None]:
+            grad = rows.table_gradient(table, upstream, self.constants, z, epilogue, self.part.vocab_size)
+            terms.append(epilogue.transform.chain_(grad, epilogue(z)))
+        if "divergence" in upstream and self.shared:
+            if softmax and hard is None:
+                terms.append(self._write_softmax(softmax, torch.empty_like(z)))
+            self._write_divergence(upstream["divergence"], hard, z[:, : self.shared])
+            z[:, self.shared :].zero_()
+        else:
+            self._write_softmax(softmax, z)
+        for term in terms:
+            z += term
+        for name in upstream.keys() & _SELECTED:
+            self._add_selected(name, upstream[name])
+
+    def _write_softmax(self, softmax: dict[str, Tensor], out: Tensor) -> Tensor:
+        if not softmax:
+            return out.zero_()
+        part = self.part
+        if isinstance(self.columns, slice):
+            labels, first = part.labels.contiguous(), part.head.ranks.first + self.columns.start
+        else:
+            labels, first = self._label(-1), 0
+        return softmax_gradient_into(
+            out,
+            self.z,
+            self.constants["lse"],
+            labels,
+            SoftmaxGradient.of(softmax, self.constants, part.class_weight),
+            self.epilogue,
+            first_column=first,
+            vocab_size=part.vocab_size,
+            **self.plan.of_kernels,
+        )
+
+    def _write_divergence(self, upstream: Tensor, hard: Tensor | None, out: Tensor) -> Tensor:
+        constants, coefficients, label, squares = self.constants, Coefficients(upstream), None, None
+        if hard is not None:
+            coefficients = Coefficients(upstream, -hard, hard, constants["lse"])
+            label = self._label(self.width)
+        if "squares" in constants:
+            squares = torch.stack([constants["squares"], constants["teacher_squares"]])
+        divergence_into(
+            torch.empty_like(constants["h"]),
+            *self._sides(),
+            self._divergence,
+            out=out,
+            coefficients=coefficients,
+            labels=label,
+            sums=RowSums(constants["h"], squares),
+            parameter=constants.get("parameter"),
+            **self.plan.of_kernels,
+        )
+        return out
+
+    def _add_selected(self, name: str, upstream: Tensor) -> None:
+        ids, logits, transform = self._selected(), self.constants[name], self.epilogue.transform
+        assert ids is not None
+        if name == "selected_logps":
+            logits = logits + self.constants["lse"][:, None]
+        values = upstream * transform.slope(logits) * transform.factor(logits)
+        places, here = self._places(ids)
+        rows.add_at(self.z, places, values if here is None else torch.where(here, values, 0.0))
+
     def _back_to_projections(self) -> None:
         """From the gradient of kept columns' logits at temperature 1 to that of their projections, in place."""
         part = self.part
@@ -275,7 +358,7 @@ class Block:
         """A sum over all tokens: it is taken before anything is rounded."""
         bias = self.part.head.bias
         if not isinstance(self.columns, slice):
-            grads.add_rows(bias, self.columns.flatten(), self.z.flatten())
+            grads.buffers[id(bias)].add_rows(self.columns.flatten(), self.z.flatten())
             return
         total = grads.of(bias)
         if total is not None:
@@ -303,121 +386,6 @@ class Collected:
         weights, grad = part.head.weights, self.memory[:, : _width(self.columns)]
         weights.add_gradients(grads, grad, part.hidden, self.columns)
         return weights.hidden_gradient(grad, self.columns) if self.plan.hidden else None
-
-
-@dataclass(eq=False)
-class _Gradient:
-    """The gradient of a block's projections, as a sum of terms: by statistics of the softmax, by rows of the table, by
-    selected columns, and by a divergence."""
-
-    block: Block
-    softmax: dict[str, Tensor]
-    table: tuple[Statistic, ...]
-    upstream: dict[str, Tensor]
-    epilogue: Epilogue
-
-    @classmethod
-    def of(cls, block: Block, upstream: dict[str, Tensor]) -> _Gradient:
-        softmax = {name: g for name, g in upstream.items() if name in OF_KERNELS}
-        selected = upstream.get("selected_logps")
-        if selected is not None:
-            # Every log-probability adds -g p to the whole row; what it adds at its own column follows.
-            softmax["lse"] = softmax.get("lse", 0.0) - selected.sum(1)
-        table = tuple([s for s in block.asked if s.phi is not None and s.name in upstream])
-        return cls(block, softmax, table, upstream, block.epilogue)
-
-    @property
-    def fused(self) -> bool:
-        """Whether the divergence's kernel adds the hard loss of the same columns."""
-        part = self.block.part
-        one = not isinstance(part.temperature, Tensor) and part.temperature == 1.0
-        return self.softmax.keys() <= {"logp"} and one and self.block.shared == self.block.width
-
-    @property
-    def alone(self) -> bool:
-        """Whether one kernel writes all of it."""
-        if self.table or self.upstream.keys() & _SELECTED:
-            return False
-        if "divergence" not in self.upstream:
-            return True
-        return (not self.softmax or self.fused) and self.block.shared == self.block.width
-
-    def write(self, out: Tensor) -> Tensor:
-        """By the only kernel that it takes, into ``out``, which may be the memory of the projections."""
-        return self._write_divergence(out) if "divergence" in self.upstream else self._write_softmax(out)
-
-    def write_exactly(self) -> None:
-        """All terms, in the memory of the projections, which are fp32."""
-        block, part, z, terms = self.block, self.block.part, self.block.z, list[Tensor]()
-        compares = "divergence" in self.upstream and block.shared > 0
-        if self.table:
-            grad = rows.table_gradient(self.table, self.upstream, block.constants, z, self.epilogue, part.vocab_size)
-            terms.append(self.epilogue.transform.chain_(grad, self.epilogue(z)))
-        if compares and self.softmax and not self.fused:
-            terms.append(self._write_softmax(torch.empty_like(z)))
-        if compares:
-            self._write_divergence(z[:, : block.shared])
-            z[:, block.shared :].zero_()
-        else:
-            self._write_softmax(z)
-        for term in terms:
-            z += term
-        for name in self.upstream.keys() & _SELECTED:
-            self._add_selected(name)
-
-    def _write_softmax(self, out: Tensor) -> Tensor:
-        block, part = self.block, self.block.part
-        if not self.softmax:
-            return out.zero_()
-        labels, first = part.labels.contiguous(), part.head.ranks.first + block.first
-        if not isinstance(block.columns, slice):
-            labels, first = block._label(-1), 0
-        return softmax_gradient_into(
-            out,
-            block.z,
-            block.constants["lse"],
-            labels,
-            SoftmaxGradient.of(self.softmax, block.constants, part.class_weight),
-            self.epilogue,
-            first_column=first,
-            vocab_size=part.vocab_size,
-            **block.plan.of_kernels,
-        )
-
-    def _write_divergence(self, out: Tensor) -> Tensor:
-        block, constants = self.block, self.block.constants
-        logp = self.softmax.get("logp") if self.fused else None
-        coefficients, label, squares = Coefficients(self.upstream["divergence"]), None, None
-        if logp is not None:
-            coefficients = Coefficients(coefficients.divergence, -logp, logp, constants["lse"])
-            label = block._label(block.width)
-        if "squares" in constants:
-            squares = torch.stack([constants["squares"], constants["teacher_squares"]])
-        sums, parameter = RowSums(constants["h"], squares), constants.get("parameter")
-        divergence_into(
-            torch.empty_like(constants["h"]),
-            *block._sides(),
-            block._divergence,
-            out=out,
-            coefficients=coefficients,
-            labels=label,
-            sums=sums,
-            parameter=parameter,
-            **block.plan.of_kernels,
-        )
-        return out
-
-    def _add_selected(self, name: str) -> None:
-        block, constants = self.block, self.block.constants
-        ids = block._selected()
-        assert ids is not None
-        logits = constants[name]
-        if name == "selected_logps":
-            logits = logits + constants["lse"][:, None]
-        transform = self.epilogue.transform
-        values = self.upstream[name] * transform.slope(logits) * transform.factor(logits)
-        places, here = block._places(ids)
-        rows.add_at(block.z, places, values if here is None else torch.where(here, values, 0.0))
 
 
 def statistics_by_columns(part: Target, asked: tuple[Statistic, ...], plan: Plan) -> dict[str, Tensor]:

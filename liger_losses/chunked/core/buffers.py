@@ -137,16 +137,6 @@ class Gradients:
             total, holds = self.buffers[id(tensor)].rows(columns)
             matmul_into(total, grad.t(), hidden, accumulate=holds)
 
-    def add_states(self, tensor: Tensor, rows: slice | Tensor, values: Tensor) -> None:
-        """:meth:`Buffer.add_states`."""
-        if id(tensor) in self.buffers:
-            self.buffers[id(tensor)].add_states(rows, values)
-
-    def add_rows(self, tensor: Tensor, ids: Tensor, values: Tensor) -> None:
-        """:meth:`Buffer.add_rows`."""
-        if id(tensor) in self.buffers:
-            self.buffers[id(tensor)].add_rows(ids, values)
-
     def of(self, tensor: Tensor | None) -> Tensor | None:
         """The whole buffer of a tensor, to be added to in place; ``None`` for one without a gradient."""
         return self.buffers[id(tensor)].whole() if id(tensor) in self.buffers else None

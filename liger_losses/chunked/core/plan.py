@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache, lru_cache
+from math import isqrt
 from typing import Any, NamedTuple
 
 import torch
@@ -315,23 +316,24 @@ def by_blocks(
     Raises:
         ValueError: the workspace cannot hold one row.
     """
-    options, budget = call.options, _budget(call, row, collected is not None)
+    options, (size, most, scratch, copied) = call.options, _budget(call, row, collected is not None)
+    by_steps = copied < call.columns
     if call.batch_invariant:
-        _check_invariant(call, budget.copied)
-    keep = max(budget.blocks, budget.most) if options.keep is None else options.keep
+        _check_invariant(call, by_steps)
+    keep = max(size, most) if options.keep is None else options.keep
     keeps = may_keep(call) and call.tokens * row + call.others_bytes <= keep
     rows = block_rows = max(call.tokens, 1)
     if not keeps:
-        rows, block_rows = _rows(call, row, budget.blocks, collected is not None)
-    copied, tile = budget.copied, None
+        rows, block_rows = _rows(call, row, size, collected is not None)
     merges = call.of_kernels and not call.shared and call.quantized
-    if not keeps and merges and copied < call.columns and call.tokens > 2 * rows:
-        tile = _walk(call, budget.blocks + copied * call.copied_bytes)
-        copied = tile.columns
-    elif call.sharing:
-        # Of losses of single tokens of several targets, a buffer in fp32 is faster than all of their logits again.
-        adds = keeps or call.kept or (call.sharing > 1 and not call.couples)
-        tile = None if adds else _tile(call, budget.blocks)
+    dequantizes = merges and by_steps and call.tokens > 2 * rows
+    # Of losses of single tokens of several targets, a buffer in fp32 is faster than all of their logits again.
+    few_parts = call.sharing and not (call.kept or (call.sharing > 1 and not call.couples))
+    tile = None
+    if not keeps and (dequantizes or few_parts):
+        copied_bytes = call.copied_bytes if by_steps else 0
+        tile = _tile(call, size + copied * copied_bytes, copied_bytes)
+        copied = tile.columns if by_steps else copied
     parts = (-(-call.trained // rows) if tile is None else -(-call.tokens // tile.rows)) * MOST_PARTS / most_parts
     return Plan(
         name=name,
@@ -347,8 +349,8 @@ def by_blocks(
         accumulate=options.accum_dtype if may_sum(call.sharing * parts) else torch.float32,
         dtype=call.operand,
         invariant=call.batch_invariant,
-        scratch=budget.scratch,
-        scratch_of_terms=budget.scratch * 2 if call.backend == "triton" and not call.in_torch else budget.scratch // 2,
+        scratch=scratch,
+        scratch_of_terms=scratch * 2 if call.backend == "triton" and not call.in_torch else scratch // 2,
         backend=call.backend,
         trains=call.trains,
         hidden=call.trains_hidden,
@@ -365,17 +367,13 @@ def least_bytes(call: Signature, row: int) -> int:
     return row + sum(_temporaries(call)) + call.copied_bytes
 
 
-class _Budget(NamedTuple):
-    """How the memory of a call is divided."""
+def _budget(call: Signature, row: int, collects: bool) -> tuple[int, int, int, int]:
+    """Divide the workspace; by default, what the shapes and the device ask for.
 
-    blocks: int  # bytes for a block at a time
-    most: int  # bytes for blocks that are kept
-    scratch: int
-    copied: int  # rows of the head that are copied at a time
-
-
-def _budget(call: Signature, row: int, collects: bool) -> _Budget:
-    """Divide the workspace; by default, what the shapes and the device ask for."""
+    Returns:
+        Bytes for a block at a time, for blocks that are kept, and for temporaries; and how many rows of the head are
+        copied at a time.
+    """
     bound, least = call.workspace, least_bytes(call, row)
     scratch_row, vectors = _temporaries(call)
     if bound is not None and bound < least:
@@ -401,7 +399,7 @@ def _budget(call: Signature, row: int, collects: bool) -> _Budget:
         size -= copied * call.copied_bytes
     limit = (4 if call.device.type == "cpu" else 96) * MiB
     scratch = max(min(size // 8, limit), scratch_row) if scratch_row else 0
-    return _Budget(max(size - scratch, row), most, scratch, copied)
+    return max(size - scratch, row), most, scratch, copied
 
 
 def _rows(call: Signature, row: int, size: int, collects: bool) -> tuple[int, int]:
@@ -413,9 +411,9 @@ def _rows(call: Signature, row: int, size: int, collects: bool) -> tuple[int, in
     return max(rows, even(call.tokens, max(1, (size - block_rows * row) // collected_bytes(call)))), block_rows
 
 
-def _check_invariant(call: Signature, copied: int) -> None:
+def _check_invariant(call: Signature, by_steps: bool) -> None:
     """Raise ValueError for a call whose sums depend on the number of tokens or on the workspace."""
-    if call.quantized and copied < call.columns:
+    if call.quantized and by_steps:
         raise ValueError(
             "batch_invariant=True needs a quantized head dequantized as a whole, but half of the workspace cannot hold "
             "it; give a larger workspace=, pass Head(dequantized_weight), or leave batch_invariant out."
@@ -449,31 +447,14 @@ def _copies(call: Signature, size: int, most: int) -> tuple[int, int]:
     return columns // 64 * 64 or columns, most - columns * call.copied_bytes
 
 
-def _tile(call: Signature, size: int) -> Tile:
-    """Of a second pass: most of the memory goes to tokens, so that each part of the weight's gradient is written once
-    or a few times; but a tile needs enough columns to keep the device busy."""
+def _tile(call: Signature, size: int, copied: int) -> Tile:
+    """Where a pass goes by columns, each of which takes so many bytes while it is copied: most of the memory goes to
+    tokens, so that each part of the weight's gradient is written, and each row of the head copied, once or a few times;
+    but a tile needs enough columns to keep the device busy."""
     item, operand = wide_dtype(call.operand).itemsize, call.operand.itemsize
-    token = call.hidden_size * (item + operand) + call.teacher_size * operand
+    token = call.hidden_size * (item * call.trains + operand) + call.teacher_size * operand
     entry = item * (2 if call.teacher_columns else 1)
-    rows = max(1, min(size * 5 // 8 // (token + 64 * entry), max(call.tokens, 1)))
-    while True:
-        rows = even(call.tokens, rows)
-        columns = max(1, (size - rows * token) // (rows * entry))
-        if columns >= min(MIN_TILE_COLUMNS, call.columns) or rows <= MIN_TILE_COLUMNS // 2:
-            return Tile(rows, min(columns // 64 * 64 or columns, call.columns))
-        rows = rows * 3 // 4
-
-
-def _walk(call: Signature, size: int) -> Tile:
-    """Where the rows of a tile's columns are copied for all of its tokens, at least in a quarter of the memory; without
-    gradients, as many columns of more tokens."""
-    item, operand = wide_dtype(call.operand).itemsize, call.operand.itemsize
-    columns = max(1, size // 4 // call.copied_bytes)
-    token, copied = call.hidden_size * (item + operand), columns * call.copied_bytes
-    rows = even(call.tokens, max(1, (size - copied) // (token + columns * item)))
-    columns = max(1, min((size - rows * token) // (call.copied_bytes + rows * item), call.columns))
-    columns = columns // 64 * 64 or columns
-    if not call.trains:
-        token = call.hidden_size * operand + columns * item
-        rows = even(call.tokens, max(1, (size - columns * call.copied_bytes) // token))
-    return Tile(rows, columns)
+    columns = min(MIN_TILE_COLUMNS, call.columns, isqrt(size // (4 * entry)), size // 4 // max(copied, 1)) or 1
+    rows = even(call.tokens, max(1, (size - columns * copied) // (token + columns * entry)))
+    columns = max(1, min((size - rows * token) // (copied + rows * entry), call.columns))
+    return Tile(rows, columns // 64 * 64 or columns)

@@ -43,8 +43,6 @@ MOVED_BYTES = 2**25
 #: The host waits for their number only if both gradient products take so many floating-point operations, by the kind of
 #: device: on an H200 10 ms, of which the wait is less than 1 %.
 MIN_FLOPS = {"cuda": 8e12, "cpu": 1e7}
-#: The same where the host waits anyway: what finds these rows is launched in the time of so many operations.
-MIN_FLOPS_OF_LOSSES = {"cuda": 2e10, "cpu": 1e7}
 _WHAT = "how many tokens carry loss; give compact=False, with which all of them are projected"
 
 Values = dict[str, Tensor]
@@ -54,8 +52,8 @@ Values = dict[str, Tensor]
 class Stream:
     """The tokens of a target that have a label, and how they are computed.
 
-    ``plan`` is that of the pass that has gradients, and ``first`` of tokens and passes that have none. With
-    ``active [T]``, tokens without a label are among them, and their numbers are 0.
+    ``plan`` is that of the pass that has gradients, and ``first`` of tokens and passes that have none. Where all tokens
+    are computed, the numbers of those without a label are 0.
     """
 
     target: Target
@@ -63,65 +61,59 @@ class Stream:
     asked: tuple[Statistic, ...]
     plan: Plan
     first: Plan
-    active: Tensor | None
+
+    def open(self, made: Plan) -> Stream:
+        """The same for a pass of this plan: its heads are cast or dequantized once, where all rows fit."""
+        products = Products(made.dtype, made.copied_rows, made.invariant)
+        return replace(self, target=self.target.open(products), plan=made)
 
     def places(self, rows: Rows) -> Rows:
         """Where some of the N tokens are among all T."""
-        index, count = self.tokens.index, self.tokens.count
-        if index is None or (isinstance(rows, slice) and rows.start == 0 and rows.stop == count):
-            return rows if index is None else index
-        return index[rows]
-
-    def masked(self, values: Values, rows: Rows) -> Values:
-        """0 for tokens without a label, where these are among the tokens."""
-        return values if self.active is None else only(self.active[rows], values)
-
-    def empty(self) -> Values:
-        """Statistics of no tokens."""
-        labels, wide, values = self.target.labels, wide_dtype(self.plan.dtype), Values()
-        selected = self.target.selected
-        k = selected.shape[-1] if isinstance(selected, Tensor) else selected or 0
-        for s in self.asked:
-            shape = (0, k) if s.name in ("selected_logps", "selected_logits", "columns") else (0,)
-            dtype = torch.int64 if s.name in ("columns", "argmax") else wide
-            values[s.name] = torch.zeros(shape, dtype=dtype, device=labels.device)
-        return values
-
-    def spread(self, values: Tensor) -> Tensor:
-        """From ``[N, ...]`` to all tokens, in the labels' shape; 0 for those without a label."""
-        shape, index = self.target.labels.shape, self.tokens.index
-        if index is not None:
-            values = values.new_zeros(shape.numel(), *values.shape[1:]).index_copy(0, index, values)
-        return values.view(*shape, *values.shape[1:])
-
-    def gathered(self, values: Tensor) -> Tensor:
-        """The inverse of :meth:`spread`."""
-        values = values.flatten(0, self.target.labels.dim() - 1)
-        return values if self.tokens.index is None else values[self.tokens.index]
-
-
-class Pass:
-    """One way through the tokens of a stream: its heads are cast or dequantized once, where all rows fit."""
-
-    def __init__(self, stream: Stream, plan: Plan) -> None:
-        self.stream, self.plan = stream, plan
-        self.target = stream.target.open(Products(plan.dtype, plan.copied_rows, plan.invariant))
+        return rows if self.tokens.index is None else self.tokens.index[rows]
 
     def part(self, rows: Rows) -> Target:
         """Some of the N tokens, in the operands' dtype."""
-        places, active = self.stream.places(rows), self.stream.active
+        places, active = self.places(rows), self.tokens.active
         part = self.target.take(places)
         return (part if active is None else part.neutral(active[places])).to(self.plan.dtype)
 
     def block(self, rows: slice) -> Any:
         """A block of these tokens, with statistics, and what gradients need where anything is trained."""
-        return self.plan.block(self.part(rows), self.stream.asked, self.plan)
+        return self.plan.block(self.part(rows), self.asked, self.plan)
 
     def add_hidden(self, grads: Gradients, rows: Rows, values: Tensor | None) -> None:
         """Add gradients ``[R, H]`` of the hidden states of some of the N tokens."""
-        target = self.stream.target
         if values is not None:
-            grads.add_states(target.hidden, target.places(self.stream.places(rows)), values)
+            grads.buffers[id(self.target.hidden)].add_states(self.target.places(self.places(rows)), values)
+
+    def masked(self, values: Values, rows: Rows) -> Values:
+        """0 for tokens without a label, where these are among the tokens."""
+        return values if self.tokens.active is None else only(self.tokens.active[rows], values)
+
+    def empty(self) -> Values:
+        """Statistics of no tokens."""
+        device, wide, values = self.target.labels.device, wide_dtype(self.plan.dtype), Values()
+        selected = self.target.selected
+        k = selected.shape[-1] if isinstance(selected, Tensor) else selected or 0
+        for s in self.asked:
+            shape = (0, k) if s.name in ("selected_logps", "selected_logits", "columns") else (0,)
+            dtype = torch.int64 if s.name in ("columns", "argmax") else wide
+            values[s.name] = torch.zeros(shape, dtype=dtype, device=device)
+        return values
+
+    def spread(self, values: Values) -> Values:
+        """From ``[N, ...]`` to all tokens, in the labels' shape; 0 for those without a label."""
+        shape, index, of_all = self.target.labels.shape, self.tokens.index, Values()
+        for name, value in values.items():
+            if index is not None:
+                value = value.new_zeros(shape.numel(), *value.shape[1:]).index_copy(0, index, value)
+            of_all[name] = value.view(*shape, *value.shape[1:])
+        return of_all
+
+    def gathered(self, values: Tensor) -> Tensor:
+        """The inverse of :meth:`spread`, of one statistic."""
+        values = values.flatten(0, self.target.labels.dim() - 1)
+        return values if self.tokens.index is None else values[self.tokens.index]
 
 
 def only(active: Tensor, values: Values) -> Values:
@@ -140,25 +132,18 @@ def open_streams(
 ) -> tuple[list[Stream], list[Leaf], bool]:
     """Find the tokens with a label, for which the host waits once, and plan; what is trained; whether gradients wait
     until all statistics are known. Of losses of single tokens, ``trained`` says which tokens may have a gradient."""
-    actives: list[Tensor | None] = [None] * len(targets)
-    if options.compact:
-        targets = counted(targets, options, trained)
-    else:
-        actives = [checked_labels(target, options.ignore_index) for target in targets]
-        targets = [replace(target, counted=Counted.of_all(target.labels.numel())) for target in targets]
-    leaves, couples = list[list[Leaf]](), trained is None
-    for target in targets:
-        leaves.append(target.leaves() if torch.is_grad_enabled() else [])
-        couples = couples or (bool(leaves[-1]) and scales_late(target.hidden, leaves[-1]))
-    pairs = zip(targets, leaves, strict=True)
-    calls = [signature(target, of_target, asked, options, couples=couples) for target, of_target in pairs]
+    targets = counted(targets, options, trained)
+    leaves = [target.leaves() if torch.is_grad_enabled() else [] for target in targets]
+    pairs, late = list(zip(targets, leaves, strict=True)), trained is None
+    late = late or any(bool(of_target) and scales_late(target.hidden, of_target) for target, of_target in pairs)
+    calls = [signature(target, of_target, asked, options, couples=late) for target, of_target in pairs]
     calls, plans = _plans(calls, leaves)
     streams = list[Stream]()
-    for target, call, made, active in zip(targets, calls, plans, actives, strict=True):
-        all_train = made.keeps or not made.trains or (not call.couples and call.trained == call.tokens)
-        first = made if all_train else plan(call.without_gradients(), tuple(PLANNERS))
+    for target, call, made in zip(targets, calls, plans, strict=True):
+        one_pass = made.keeps or not made.trains or (not call.couples and call.trained == call.tokens)
+        first = made if one_pass else plan(call.without_gradients(), tuple(PLANNERS))
         assert target.counted is not None
-        streams.append(Stream(replace(target, counted=None), target.counted, asked, made, first, active))
+        streams.append(Stream(replace(target, counted=None), target.counted, asked, made, first))
     return streams, _leaves_of(streams, leaves), calls[0].couples
 
 
@@ -170,15 +155,14 @@ def _plans(calls: list[Signature], leaves: Sequence[Sequence[Leaf]]) -> tuple[li
         sizes = [call.tokens * made.row_bytes if may_keep(call) else 0 for call, made in zip(calls, plans, strict=True)]
         calls = [replace(call, others_bytes=sum(sizes) - size) for call, size in zip(calls, sizes, strict=True)]
         plans = [plan(call, table) for call in calls]
-    sharing = _sharing(calls, plans, leaves)
-    if sharing:
-        calls = [replace(call, sharing=n) for call, n in zip(calls, sharing, strict=True)]
+    if not may_sum(sum([made.parts for made in plans])) and calls[0].options.accum_dtype is None:
+        calls = [replace(call, sharing=n) for call, n in zip(calls, _sharing(plans, leaves), strict=True)]
         plans = [plan(call, table) for call in calls]
     if any(made.tile is not None and not call.couples for call, made in zip(calls, plans, strict=True)):
         calls = [replace(call, couples=True, options=replace(call.options, keep=0)) for call in calls]
         plans = [plan(call, table) for call in calls]
     bound = calls[0].workspace
-    if sharing and bound is not None and any(made.accumulate is not None for made in plans):
+    if bound is not None and any(call.sharing and made.accumulate for call, made in zip(calls, plans, strict=True)):
         warn(
             f"a workspace of {bound} bytes has no room for the tokens in few enough parts. To be exact, the gradient "
             "of the weight is accumulated in fp32, in a buffer beyond the workspace. Pass a larger workspace, or "
@@ -187,35 +171,23 @@ def _plans(calls: list[Signature], leaves: Sequence[Sequence[Leaf]]) -> tuple[li
     return calls, plans
 
 
-def _sharing(calls: Sequence[Signature], plans: Sequence[Plan], leaves: Sequence[Sequence[Leaf]]) -> list[int]:
-    """Of each target, how many share a half-precision gradient that would be a sum of too many parts; none if no target
-    does."""
-    if may_sum(sum([made.parts for made in plans])) or calls[0].options.accum_dtype is not None:
-        return []
-    keys, counts = list[set[object]](), dict[object, list[float]]()
-    for own, made in zip(leaves, plans, strict=True):
-        half = [leaf.tensor for leaf in own if leaf.accumulate is None and leaf.tensor.dtype in HALF_DTYPES]
-        keys.append({key_of(tensor) for tensor in half} if not any(leaf.sparse for leaf in own) else set())
-        for key in keys[-1]:
-            counts.setdefault(key, []).append(made.parts)
-    many = {key: len(of_key) for key, of_key in counts.items() if not may_sum(sum(of_key))}
-    return [max([many.get(key, 0) for key in own], default=0) for own in keys] if many else []
+def _sharing(plans: Sequence[Plan], leaves: Sequence[Sequence[Leaf]]) -> list[int]:
+    """Of each target, how many share a half-precision gradient that would be a sum of too many parts; 0 if none is."""
+    keys = list[set[object]]()
+    for of_target in leaves:
+        half = [leaf.tensor for leaf in of_target if leaf.accumulate is None and leaf.tensor.dtype in HALF_DTYPES]
+        keys.append({key_of(tensor) for tensor in half if not any(leaf.sparse for leaf in of_target)})
+    parts = {key: [made.parts for of, made in zip(keys, plans, strict=True) if key in of] for key in set().union(*keys)}
+    return [max([0, *[len(parts[key]) for key in of_target if not may_sum(sum(parts[key]))]]) for of_target in keys]
 
 
-def is_large(target: Target, count: int, least: dict[str, float]) -> bool:
-    """Whether the gradient products of so many tokens take more operations than what is written for their device."""
-    hidden, kept = target.hidden, target.kept
-    flops = 4.0 * count * hidden.shape[-1] * (target.head.weights.columns if kept is None else kept.shape[-1])
-    return flops >= least.get(hidden.device.type, float("inf"))
-
-
-def checked_labels(target: Target, ignore_index: int) -> Tensor:
-    """Which tokens ``[T]`` have a label; an error on the device for a label outside of the vocabulary."""
+def checked_labels(target: Target, ignore_index: int) -> Counted:
+    """All tokens, and which of them have a label; an error on the device for a label outside of the vocabulary."""
     labels = target.labels.reshape(-1)
     active = labels != ignore_index
     right = ((labels >= 0) & (labels < target.vocab_size)) | ~active
     check_right(right.all(), labels, target.vocab_size, ignore_index)
-    return active
+    return replace(Counted.of_all(len(labels)), active=active)
 
 
 def counted(
@@ -223,19 +195,17 @@ def counted(
 ) -> list[Target]:
     """The targets with which of their tokens have a label, for which the host waits once if it is not known.
 
-    ``trained`` are masks in the labels' shape of tokens that may have a gradient, heeded where that pays.
+    ``trained`` are masks in the labels' shape of tokens that may have a gradient.
     """
-    masks = [None] * len(targets) if trained is None else list(trained)
-    for i, target in enumerate(targets):
-        if masks[i] is not None and not is_large(target, target.labels.numel(), MIN_FLOPS_OF_LOSSES):
-            masks[i] = None
-    found = list(targets)
+    if not options.compact:
+        return [replace(target, counted=checked_labels(target, options.ignore_index)) for target in targets]
+    masks = [None] * len(targets) if trained is None else trained
     if any(target.counted is None for target in targets) or any(mask is not None for mask in masks):
-        found = _count(targets, options.ignore_index, options.backend, masks)
-    for target in found:
+        targets = _count(targets, options.ignore_index, options.backend, masks)
+    for target in targets:
         assert target.counted is not None
         check_vocabulary([*target.counted.extremes], target.vocab_size, options.ignore_index)
-    return found
+    return list(targets)
 
 
 def counted_once(targets: Sequence[Target], options: EngineOptions) -> list[Target]:
@@ -255,7 +225,7 @@ def _count(
     if any(mask is not None for mask in masks):
         counts = [numbers[i, 0] if mask is None else mask.sum() for i, mask in enumerate(masks)]
         numbers = torch.cat([numbers, torch.stack(counts)[:, None]], 1)
-    found = list[Target]()
+    with_counts = list[Target]()
     for target, y, mask, facts in zip(targets, labels, masks, start_reading(numbers, _WHAT)(), strict=True):
         count, low, high, trained = facts if len(facts) > 3 else (*facts, facts[0])
         index = None
@@ -265,20 +235,18 @@ def _count(
             index = torch.cat(pair)[:, 0]
         elif count < len(y):
             index = torch.nonzero_static(y != ignore_index, size=count)[:, 0]
-        found.append(replace(target, counted=Counted(index, count, trained, (low, high))))
-    return found
+        with_counts.append(replace(target, counted=Counted(index, count, trained, (low, high))))
+    return with_counts
 
 
 def _leaves_of(streams: Sequence[Stream], leaves: Sequence[Sequence[Leaf]]) -> list[Leaf]:
     """The leaves of all targets, each once: the dtype in which one adds up is the widest that a plan asks for."""
-    of_all: dict[int, Leaf] = {}
-    for stream, own in zip(streams, leaves, strict=True):
-        for leaf in own:
-            if leaf.accumulate is None and stream.plan.accumulate is not None:
-                leaf = replace(leaf, accumulate=stream.plan.accumulate)
-            known = of_all.get(id(leaf.tensor))
-            if known is None or known.accumulate is None:
-                of_all[id(leaf.tensor)] = leaf
+    of_all = dict[int, Leaf]()
+    for stream, of_target in zip(streams, leaves, strict=True):
+        for leaf in of_target:
+            known, dtype = of_all.setdefault(id(leaf.tensor), leaf), leaf.accumulate or stream.plan.accumulate
+            if known.accumulate is None and dtype is not None:
+                of_all[id(leaf.tensor)] = replace(known, accumulate=dtype)
     return list(of_all.values())
 
 
@@ -305,11 +273,11 @@ class _Statistics(torch.autograd.Function):
         with _alone(streams[0].target.hidden):
             for stream, values in zip(streams, known or [{}] * len(streams), strict=True):
                 if values and (stream.plan.tile is None or {s.name for s in stream.asked} <= {*OF_KERNELS}):
-                    own, block = ({} if stream.plan.tile is None else values), None
+                    of_rows, block = ({} if stream.plan.tile is None else values), None
                 else:
-                    own, block = _first_pass(stream)
-                    values = stream.masked({s.name: own[s.name].clone() for s in stream.asked}, slice(None))
-                constants.append(own)
+                    of_rows, block = _first_pass(stream)
+                    values = stream.masked({s.name: of_rows[s.name].clone() for s in stream.asked}, slice(None))
+                constants.append(of_rows)
                 blocks.append(block)
                 for s in stream.asked:
                     outputs.append(values[s.name])
@@ -334,26 +302,23 @@ class _Statistics(torch.autograd.Function):
             upstreams.append(stream.masked(wanted, slice(None)))
         with _alone(streams[0].target.hidden):
             moves = moved_rows(streams, upstreams)
-            for stream, own, block, values, moved in zip(streams, constants, blocks, upstreams, moves, strict=True):
+            for stream, of_rows, block, values, moved in zip(streams, constants, blocks, upstreams, moves, strict=True):
                 if values and block is not None and not again:
-                    _from_block(stream, block, own, values, moved, grads)
+                    _from_block(stream.open(stream.plan), block, of_rows, values, moved, grads)
                 elif values:
-                    _again(stream, own, values, moved, grads)
+                    _again(stream.open(stream.plan), of_rows, values, moved, grads)
             return None, None, None, *grads.results()
 
 
 def _first_pass(stream: Stream) -> tuple[Values, Any]:
     """The numbers of all tokens, and their block if it lives until backward."""
     made, parts, block = stream.first, list[Values](), None
-    opened, count = Pass(stream, made), stream.tokens.count
-    if made.tile is not None:
-        for rows in slices(0, count, made.tile.rows):
-            parts.append(statistics_by_columns(opened.part(rows), stream.asked, made))
-        return concatenated(parts or [stream.empty()]), None
-    for rows in slices(0, count, made.block_rows):
+    opened, count = stream.open(made), stream.tokens.count
+    for rows in slices(0, count, made.block_rows if made.tile is None else made.tile.rows):
         block = None  # its memory is free before the next one's is allocated
-        block = opened.block(rows)
-        parts.append(block.constants)
+        if made.tile is None:
+            block = opened.block(rows)
+        parts.append(statistics_by_columns(opened.part(rows), stream.asked, made) if block is None else block.constants)
     kept = replace(block, part=None, constants={}) if block is not None and made.keeps else None
     return concatenated(parts or [stream.empty()]), kept
 
@@ -385,8 +350,11 @@ def moved_rows(streams: Sequence[Stream], upstream: Sequence[Values]) -> list[Mo
     capturing = streams[0].target.hidden.is_cuda and torch.cuda.is_current_stream_capturing()
     for i, (stream, values) in enumerate(zip(streams, upstream, strict=True)):
         # Ranks that share a vocabulary would all have to find the same number.
-        waits = stream.target.head.ranks.size == 1 and stream.active is None and not capturing
-        if values and waits and stream.tokens.count and is_large(stream.target, stream.tokens.count, MIN_FLOPS):
+        target, count = stream.target, stream.tokens.count
+        waits = target.head.ranks.size == 1 and stream.tokens.active is None and not capturing
+        columns = target.head.weights.columns if target.kept is None else target.kept.shape[-1]
+        flops = 4.0 * count * target.hidden.shape[-1] * columns
+        if values and waits and count and flops >= MIN_FLOPS.get(target.hidden.device.type, float("inf")):
             trained = [(g != 0).flatten(1).any(1) if g.dim() > 1 else g != 0 for g in values.values()]
             masks[i] = torch.stack(trained).any(0)
             total = masks[i].cumsum(0)
@@ -407,13 +375,13 @@ def _from_block(
     stream: Stream, block: Any, constants: Values, upstream: Values, moved: Moved | None, grads: Gradients
 ) -> None:
     """Gradients of a block that has lived until now, or of its tokens that have any."""
-    opened, rows = Pass(stream, stream.plan), slice(0, stream.tokens.count) if moved is None else moved.order
-    changes: dict[str, Any] = {"part": opened.part(rows), "constants": rows_in(constants, rows)}
+    rows: Rows = slice(0, stream.tokens.count) if moved is None else moved.order
+    changes: dict[str, Any] = {"part": stream.part(rows), "constants": rows_in(constants, rows)}
     for name in block.__match_args__:
         if isinstance(memory := getattr(block, name), Tensor):
             # `data` shares memory, and not the count of changes by which autograd would refuse to give what is saved.
             changes[name] = memory.data if moved is None else moved.rows(memory.data)
-    opened.add_hidden(grads, rows, replace(block, **changes).add_gradients(rows_in(upstream, rows), grads))
+    stream.add_hidden(grads, rows, replace(block, **changes).add_gradients(rows_in(upstream, rows), grads))
 
 
 def rows_in(values: Values, rows: Rows) -> Values:
@@ -427,10 +395,10 @@ def _again(stream: Stream, constants: Values, upstream: Values, moved: Moved | N
     Without ``constants``, a block has its own.
     """
     made, count = stream.plan, stream.tokens.count if moved is None else len(moved.order)
-    opened, columns = Pass(stream, made), stream.target.head.weights.columns
+    columns = stream.target.head.weights.columns
     for rows in slices(0, count, made.block_rows if made.tile is None else made.tile.rows):
         chosen: Rows = rows if moved is None else moved.order[rows]
-        part, of_rows, values = opened.part(chosen), rows_in(constants, chosen), rows_in(upstream, chosen)
+        part, of_rows, values = stream.part(chosen), rows_in(constants, chosen), rows_in(upstream, chosen)
         hidden: Tensor | None = None
         if made.tile is None:
             block = made.block(part, stream.asked, made, of_rows or None)
@@ -440,7 +408,7 @@ def _again(stream: Stream, constants: Values, upstream: Values, moved: Moved | N
             block = made.block(part, stream.asked, made, of_rows, tile)
             hidden = block.add_gradients(values, grads, hidden)
             del block
-        opened.add_hidden(grads, chosen, hidden)
+        stream.add_hidden(grads, chosen, hidden)
 
 
 # --- Losses of single tokens ----------------------------------------------------------------------------------------
@@ -497,13 +465,11 @@ def _run(
     """The sum of losses, the numbers of each stream's tokens, and the gradient of each leaf."""
     grads, outputs, totals = Gradients(leaves), list[Values](), list[Tensor]()
     for stream, loss in zip(streams, losses, strict=True):
-        parts, tokens = list[Values](), stream.tokens
-        for made, start, stop in (
-            (stream.plan, 0, tokens.trained),
-            (stream.first, tokens.trained, tokens.count),
-        ):
+        parts, tokens, opened = list[Values](), stream.tokens, stream
+        for made, start, stop in ((stream.plan, 0, tokens.trained), (stream.first, tokens.trained, tokens.count)):
             if start < stop:
-                _run_part(Pass(stream, made), loss, slice(start, stop), grads, totals, parts)
+                opened = opened.open(made)
+                _run_part(opened, loss, slice(start, stop), grads, totals, parts)
         if not tokens.count:
             values = stream.empty()
             total, _, more = token_losses(stream, loss, values, slice(0, 0), False)
@@ -514,16 +480,16 @@ def _run(
 
 
 def _run_part(
-    opened: Pass, loss: TokenLoss, tokens: slice, grads: Gradients, totals: list[Tensor], parts: list[Values]
+    stream: Stream, loss: TokenLoss, tokens: slice, grads: Gradients, totals: list[Tensor], parts: list[Values]
 ) -> None:
-    """Of some tokens of a stream."""
-    stream, made = opened.stream, opened.plan
+    """Of some tokens of an open stream."""
+    made = stream.plan
     for together in slices(tokens.start, tokens.stop, made.rows):
         start, shared = together.start, None
         if made.trains and made.shared is not None:
-            shared = made.shared(opened.target, made, together.stop - start)
+            shared = made.shared(stream.target, made, together.stop - start)
         for rows in slices(start, together.stop, made.block_rows):
-            block = opened.block(rows)
+            block = stream.block(rows)
             values = stream.masked(block.statistics(), rows)
             total, upstream, more = token_losses(stream, loss, values, rows, made.trains)
             totals.append(total)
@@ -534,9 +500,9 @@ def _run_part(
             elif upstream:
                 hidden = block.add_gradients(upstream, grads)
             del block  # its memory is free before its gradient is added
-            opened.add_hidden(grads, rows, hidden)
+            stream.add_hidden(grads, rows, hidden)
         if shared is not None:
-            opened.add_hidden(grads, together, shared.add_gradients(opened.part, together, grads))
+            stream.add_hidden(grads, together, shared.add_gradients(stream.part, together, grads))
 
 
 def token_losses(
@@ -551,7 +517,7 @@ def token_losses(
             wanted.append(s.name)
     with torch.set_grad_enabled(differentiates):
         losses, derivatives, more = loss(leaves, stream.places(rows), stream.target.labels.dim())
-        losses = losses if stream.active is None else torch.where(stream.active[rows], losses, 0.0)
+        losses = stream.masked({"": losses}, rows)[""]
         total = losses.sum(dtype=wide_dtype(losses.dtype))
     if derivatives is None and total.requires_grad:
         grads = torch.autograd.grad(total, [leaves[n] for n in wanted], allow_unused=True)
@@ -612,8 +578,8 @@ def statistics(
     streams, leaves, _ = open_streams(targets, asked, replace(options, keep=0) if known else options)
     left = iter(known)
     before = [{s.name: stream.gathered(next(left)) for s in asked} for stream in streams] if known else []
-    found = _statistics_of(streams, leaves, before)
-    return [_spread(stream, values) for stream, values in zip(streams, found, strict=True)]
+    pairs = zip(streams, _statistics_of(streams, leaves, before), strict=True)
+    return [stream.spread(values) for stream, values in pairs]
 
 
 def loss_sum(
@@ -636,7 +602,7 @@ def loss_sum(
     if couples:
         for stream, loss, values in zip(streams, token_losses, _statistics_of(streams, leaves, []), strict=True):
             rows, dims = stream.places(slice(0, stream.tokens.count)), stream.target.labels.dim()
-            of_stream, named = of_values(loss, values, rows, dims, stream.active)
+            of_stream, named = of_values(loss, values, rows, dims, stream.tokens.active)
             totals.append(of_stream)
             numbers.append(named)
         total = torch.stack(totals).sum().to(wide_dtype(streams[0].plan.dtype))
@@ -645,8 +611,4 @@ def loss_sum(
         total, *outputs = _Losses.apply(streams, list(token_losses), leaves, order, *tensors)
         left = iter(outputs)
         numbers = [{name: next(left) for name in of_stream} for of_stream in order]
-    return total, [_spread(stream, values) for stream, values in zip(streams, numbers, strict=True)]
-
-
-def _spread(stream: Stream, values: Values) -> Values:
-    return {name: stream.spread(value) for name, value in values.items()}
+    return total, [stream.spread(values) for stream, values in zip(streams, numbers, strict=True)]

@@ -25,12 +25,14 @@ PER_TOKEN = {"labels": 0, "temperature": 0, "kept": 1, "selected": 1}
 @dataclass(frozen=True, eq=False)
 class Counted:
     """The tokens that have a label: their places among the flattened tokens (``None`` for all), those first that may
-    have a gradient; how many they are, and how many of these; the smallest and largest label, and 0."""
+    have a gradient; how many they are, and how many of these; the smallest and largest label, and 0. Or all tokens, and
+    which of them are ``active [T]``: have a label."""
 
     index: Tensor | None
     count: int
     trained: int
     extremes: tuple[int, int]
+    active: Tensor | None = None
 
     @classmethod
     def of_all(cls, count: int) -> Counted:

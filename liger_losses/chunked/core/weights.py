@@ -89,6 +89,8 @@ class Dense:
 
     def open(self, products: Products) -> Dense:
         """The same for one call, with all of it in the operands' dtype unless it is copied by steps."""
+        if self.products == products:
+            return self
         by_steps = self.copied_bytes(products.dtype) and products.rows < self.columns
         return replace(self, products=products, copy=None if by_steps else self.whole(products.dtype))
 
@@ -171,7 +173,7 @@ class Dense:
             for place, part in self.steps(columns) if grads.wants(self.weight) else ():
                 grads.add(self.weight, part, grad if place is ALL else grad[:, place], hidden)
         elif grads.wants(self.weight):
-            grads.add_rows(self.weight, columns.flatten(), outer(grad, hidden))
+            grads.buffers[id(self.weight)].add_rows(columns.flatten(), outer(grad, hidden))
 
 
 def outer(grad: Tensor, hidden: Tensor) -> Tensor:
@@ -296,7 +298,7 @@ class WithAdapters(_OnBase):
         if isinstance(columns, slice):
             grads.add(self.b, columns, grad, self._low(hidden).to(grad.dtype))
         else:
-            grads.add_rows(self.b, columns.flatten(), outer(grad, self._low(hidden)))
+            grads.buffers[id(self.b)].add_rows(columns.flatten(), outer(grad, self._low(hidden)))
 
 
 @dataclass(frozen=True, eq=False)

@@ -41,10 +41,8 @@ def power_of_two(number: int) -> int:
     return 1 << max(number - 1, 0).bit_length()
 
 
-def with_contiguous_rows(matrix: Tensor, with_aligned: bool = False) -> Tensor:
-    """The matrix, copied only if its columns are not adjacent, or ``with_aligned`` if its memory begins anywhere."""
-    if with_aligned and not aligned(matrix):
-        return matrix.clone(memory_format=torch.contiguous_format)
+def with_contiguous_rows(matrix: Tensor) -> Tensor:
+    """The matrix, copied only if its columns are not adjacent."""
     return matrix if matrix.stride(1) == 1 else matrix.contiguous()
 
 

@@ -52,19 +52,6 @@ def _store_gradient(out, grad, s, at, inside, hard_p, hard, temperature, transfo
 
 
 @jit
-def _row_squares(student, teacher, row, columns, BLOCK: tl.constexpr):
-    """A row's sums of squared logits."""
-    inverse = inverse_temperature(student.transform, row, True, 0)
-    s_sum = tl.zeros((BLOCK,), tl.float32)
-    t_sum = tl.zeros((BLOCK,), tl.float32)
-    for i in range(tl.cdiv(columns, BLOCK)):
-        _at, inside, s, t = _both_logits(student, teacher, row, i, columns, inverse, BLOCK)
-        s_sum += tl.where(inside, s * s, 0.0)
-        t_sum += tl.where(inside, t * t, 0.0)
-    return tl.sum(s_sum, 0), tl.sum(t_sum, 0)
-
-
-@jit
 def _terms(
     student, teacher, row, block, columns, inverse, s_lse, t_lse, a, series, FORM: tl.constexpr, BLOCK: tl.constexpr
 ):
@@ -86,94 +73,82 @@ def _terms(
 
 
 #: Arguments whose alignment is no reason to compile again: slices of vectors begin anywhere.
-_VECTORS = ["value", "labels", "coef", "hard_p", "hard_label", "hard_lse", "row_sums"]
-_OF_MODELS = ["student_lse", "teacher_lse", "parameter", "student_squares", "teacher_squares"]
+_OF_MODELS = ["student_lse", "teacher_lse", "parameter"]
 
 
-@jit(do_not_specialize_on_alignment=[*_VECTORS, *_OF_MODELS])
-def divergence_kernel(
-    value, student, teacher, out, out_stride, columns,
-    coef, labels, hard_p, hard_label, hard_lse, temperature, row_sums,
-    student_lse, teacher_lse, parameter, series, student_squares, teacher_squares,
-    FORM: tl.constexpr, BALANCED: tl.constexpr, BLOCK: tl.constexpr,
+@jit(do_not_specialize_on_alignment=["value", "h_out", *_OF_MODELS])
+def divergence_sums_kernel(
+    value, h_out, student, teacher, student_lse, teacher_lse, parameter, series, columns,
+    FORM: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """One program per row: its sums from left to right, then its gradient from right to left (from left to right with
-    ``row_sums``).
-
-    The blocks read last are still in the cache when the gradient reads them again. For a balanced form, whose sum of h
-    is known, the gradient's loop takes the sum of f as well. So it does where ``row_sums`` are given.
-
-    Without a gradient, several programs may share a row: each writes the sums of its columns.
-
-    Without a form, it is the cosine distance: the norms of both rows, which are there or computed first, take the place
-    of the log-sum-exps, and the sum of f takes the place of the sum of h. Each loop then begins where the one before it
-    ended.
-    """
+    """One program per row, or for a part of it: the sums of its columns."""
     row = tl.program_id(0).to(tl.int64)
     part = tl.program_id(1)
-    if FORM is None:
-        if student_squares is not None:
-            s_square = tl.load(student_squares + row)
-            t_square = tl.load(teacher_squares + row)
-        else:
-            s_square, t_square = _row_squares(student, teacher, row, columns, BLOCK)
-        s_lse = 1 / tl.maximum(tl.sqrt(s_square), 1e-12)
-        t_lse = 1 / tl.maximum(tl.sqrt(t_square), 1e-12)
-    else:
-        s_lse = tl.load(student_lse + row)
-        t_lse = tl.load(teacher_lse + row)
+    s_lse = tl.load(student_lse + row)
+    t_lse = tl.load(teacher_lse + row)
     a = series.a
     if parameter is not None:
         a = tl.load(parameter + row)
     inverse = inverse_temperature(student.transform, row, True, 0)
     blocks = tl.cdiv(columns, BLOCK)
+    of_part = tl.cdiv(blocks, tl.num_programs(1))
     f_sum = tl.zeros((BLOCK,), tl.float32)
     h_sum = tl.zeros((BLOCK,), tl.float32)
-    if out is None or not (BALANCED or row_sums is not None):
-        of_part = tl.cdiv(blocks, tl.num_programs(1))
-        for i in range(part * of_part, tl.minimum((part + 1) * of_part, blocks)):
-            block = i if FORM is not None else blocks - 1 - i
-            at, inside, s, p, f, h = _terms(
-                student, teacher, row, block, columns, inverse, s_lse, t_lse, a, series, FORM, BLOCK
-            )
-            f_sum += f
-            h_sum += h if FORM is not None else f
-    total = tl.sum(h_sum, 0)
+    for i in range(part * of_part, tl.minimum((part + 1) * of_part, blocks)):
+        _at, _inside, _s, _p, f, h = _terms(
+            student, teacher, row, i, columns, inverse, s_lse, t_lse, a, series, FORM, BLOCK
+        )
+        f_sum += f
+        h_sum += h if FORM is not None else f
     place = part * tl.num_programs(0) + row
-    if out is None:
-        if row_sums is not None:
-            tl.store(row_sums + place, total)
-    else:
-        out += row * out_stride
-        if row_sums is not None:
-            total = tl.load(row_sums + row)
-        row_coef = tl.load(coef + row)
-        hard = _load_hard(labels, hard_p, hard_label, hard_lse, row)
-        for i in range(blocks):
-            # Where the sums are known, the gradient may take the memory of the student's projections: from left to
-            # right, entries in half precision take the place of those that were read.
-            block = i if FORM is None or row_sums is not None else blocks - 1 - i
-            at, inside, s, p, f, h = _terms(
-                student, teacher, row, block, columns, inverse, s_lse, t_lse, a, series, FORM, BLOCK
-            )
-            if BALANCED or row_sums is not None:
-                f_sum += f
-            if BALANCED:
-                grad = row_coef * h
-            else:
-                grad = row_coef * (h - p * total)
-            if FORM is None:
-                grad *= s_lse
-            # A narrower `out` overwrites this block and what lies to its left: all of it must have been read.
-            tl.debug_barrier()
-            _store_gradient(out, grad, s, at, inside, hard_p, hard, temperature, student.transform, inverse)
     tl.store(value + place, tl.sum(f_sum, 0))
+    tl.store(h_out + place, tl.sum(h_sum, 0))
+
+
+@jit(do_not_specialize_on_alignment=[*_OF_MODELS, "row_sums", "coef", "labels", "hard_p", "hard_label", "hard_lse"])
+def divergence_gradient_kernel(
+    out, out_stride, student, teacher, student_lse, teacher_lse, parameter, series, columns,
+    row_sums, coef, labels, hard_p, hard_label, hard_lse, temperature,
+    FORM: tl.constexpr, BALANCED: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """One program per row, from left to right: the gradient may take the memory of the student's projections, and
+    entries in half precision take the place of those that were read."""
+    row = tl.program_id(0).to(tl.int64)
+    s_lse = tl.load(student_lse + row)
+    t_lse = tl.load(teacher_lse + row)
+    a = series.a
+    if parameter is not None:
+        a = tl.load(parameter + row)
+    inverse = inverse_temperature(student.transform, row, True, 0)
+    total = tl.load(row_sums + row)
+    row_coef = tl.load(coef + row)
+    hard = _load_hard(labels, hard_p, hard_label, hard_lse, row)
+    out += row * out_stride
+    for i in range(tl.cdiv(columns, BLOCK)):
+        at, inside, s, p, _f, h = _terms(
+            student, teacher, row, i, columns, inverse, s_lse, t_lse, a, series, FORM, BLOCK
+        )
+        if BALANCED:
+            grad = row_coef * h
+        else:
+            grad = row_coef * (h - p * total)
+        if FORM is None:
+            grad *= s_lse
+        # A narrower `out` overwrites this block and what lies to its left: all of it must have been read.
+        tl.debug_barrier()
+        _store_gradient(out, grad, s, at, inside, hard_p, hard, temperature, student.transform, inverse)
 
 
 @jit(do_not_specialize_on_alignment=["student_out", "teacher_out"])
 def squares_kernel(student_out, teacher_out, student, teacher, columns, BLOCK: tl.constexpr):
-    """One program per row."""
+    """One program per row: its sums of squared logits."""
     row = tl.program_id(0).to(tl.int64)
-    s_square, t_square = _row_squares(student, teacher, row, columns, BLOCK)
-    tl.store(student_out + row, s_square)
-    tl.store(teacher_out + row, t_square)
+    inverse = inverse_temperature(student.transform, row, True, 0)
+    s_sum = tl.zeros((BLOCK,), tl.float32)
+    t_sum = tl.zeros((BLOCK,), tl.float32)
+    for i in range(tl.cdiv(columns, BLOCK)):
+        _at, inside, s, t = _both_logits(student, teacher, row, i, columns, inverse, BLOCK)
+        s_sum += tl.where(inside, s * s, 0.0)
+        t_sum += tl.where(inside, t * t, 0.0)
+    tl.store(student_out + row, tl.sum(s_sum, 0))
+    tl.store(teacher_out + row, tl.sum(t_sum, 0))

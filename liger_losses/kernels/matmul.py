@@ -40,16 +40,6 @@ def matmul_into(out: Tensor, a: Tensor, b: Tensor, *, accumulate: bool = False) 
     return out.add_(product) if accumulate else out.copy_(product)
 
 
-def matmul(a: Tensor, b: Tensor, dtype: torch.dtype, out: Tensor | None = None) -> Tensor:
-    """``a @ b`` as a new tensor in ``dtype``: the dtype of ``a`` and ``b``, or fp32; or in ``out``, of that dtype.
-
-    See :func:`matmul_into`. The caller sees to it that sizes are multiples of :data:`ALIGNED`, or small.
-    """
-    if a.is_cuda:
-        return torch.mm(a, b, out=out) if a.dtype == dtype else torch.mm(a, b, out_dtype=dtype, out=out)
-    return matmul_into(a.new_empty(a.shape[0], b.shape[1], dtype=dtype) if out is None else out, a, b)
-
-
 def _aligned(out: Tensor, a: Tensor, b: Tensor, accumulate: bool) -> Tensor:
     """:func:`matmul_into` on a GPU. If a size is not a multiple of :data:`ALIGNED`, the rest is a separate product."""
     (rows, terms), columns = a.shape, b.shape[1]

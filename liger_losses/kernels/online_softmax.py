@@ -175,7 +175,7 @@ def merge(
     """
     local_lse = parts["lse"]
     lse = local_lse.logsumexp(0)
-    log_share, found = local_lse.log_softmax(0), {"lse": lse}
+    log_share, merged = local_lse.log_softmax(0), {"lse": lse}
     ends = sizes.cumsum(0)
     fractions = sizes.to(lse.dtype)[:, None] / ends[-1]
     if "logp" in parts:
@@ -184,29 +184,29 @@ def merge(
         owner_lse = local_lse.gather(0, owner)
         others = (local_lse - owner_lse).exp().scatter(0, owner, 0.0).sum(0)
         safe = others <= _LARGEST_SUM
-        found["logp"] = parts["logp"].gather(0, owner)[0] - torch.where(safe, others.log1p(), lse - owner_lse[0])
+        merged["logp"] = parts["logp"].gather(0, owner)[0] - torch.where(safe, others.log1p(), lse - owner_lse[0])
     if "entropy" in parts:
         share = log_share.exp()  # 0 of a part whose logits are all -inf, and which has no entropy
-        found["entropy"] = torch.where(share == 0, 0.0, share * (parts["entropy"] - log_share)).sum(0)
+        merged["entropy"] = torch.where(share == 0, 0.0, share * (parts["entropy"] - log_share)).sum(0)
     if "log_sum_sq_probs" in parts:
         squares = torch.where(log_share == -math.inf, -math.inf, parts["log_sum_sq_probs"] + 2 * log_share)
-        found["log_sum_sq_probs"] = squares.logsumexp(0)
+        merged["log_sum_sq_probs"] = squares.logsumexp(0)
     if "mean_logit" in parts:
-        found["mean_logit"] = (parts["mean_logit"] * fractions).sum(0)
+        merged["mean_logit"] = (parts["mean_logit"] * fractions).sum(0)
     if "mean_logp" in parts:
         weights = fractions
         if class_weight is not None:
             totals = torch.cat([class_weight.new_zeros(1), class_weight.cumsum(0)]).to(lse.dtype)
             weights = (totals[ends] - totals[ends - sizes])[:, None] / ends[-1]
-        found["mean_logp"] = (parts["mean_logp"] * fractions + log_share * weights).sum(0)
+        merged["mean_logp"] = (parts["mean_logp"] * fractions + log_share * weights).sum(0)
     if "argmax" in parts:
         columns, tops = parts["argmax"].long() + (ends - sizes)[:, None], parts["max_logit"]
-        found["max_logit"] = tops.amax(0)
+        merged["max_logit"] = tops.amax(0)
         # Not ==, of which NaN logits would make a column that there is not.
-        found["argmax"] = torch.where(tops < found["max_logit"], ends[-1], columns).amin(0)
+        merged["argmax"] = torch.where(tops < merged["max_logit"], ends[-1], columns).amin(0)
     if "selected_logps" in parts:
-        found["selected_logps"] = parts["selected_logps"].sum(0) - lse[:, None]
-    return found
+        merged["selected_logps"] = parts["selected_logps"].sum(0) - lse[:, None]
+    return merged
 
 
 @jit

@@ -81,11 +81,6 @@ def label_facts(labels: Sequence[Tensor], ignore_index: int, *, backend: str = "
     return facts
 
 
-def version_of(tensor: Tensor) -> int:
-    """Counts the in-place operations on a tensor's memory; torch has no public name for it. -1 where it does not."""
-    return -1 if tensor.is_inference() else getattr(tensor, "_version", -1)
-
-
 @jit(do_not_specialize=["tokens", "ignore_index"], do_not_specialize_on_alignment=["out", "labels"])
 def _label_facts_kernel(out, labels, tokens, ignore_index, BLOCK: tl.constexpr):
     """One program: a million labels take it 0.2 ms, and what comes after them seconds."""

@@ -125,8 +125,8 @@ def softmax_gradient_into(
         return out
     for rows in row_slices(projected, scratch):
         part = coefficients.rows(rows.start, rows.stop)
-        own, column = epilogue.rows(rows), labels[rows] - first_column
-        grad = _gradient_torch(projected[rows], lse[rows], column, part, own, vocab_size)
+        column = labels[rows] - first_column
+        grad = _gradient_torch(projected[rows], lse[rows], column, part, epilogue.rows(rows), vocab_size)
         out[rows].copy_(grad)
         del grad  # its memory is free before the next slice's temporaries are allocated
     return out

@@ -69,10 +69,10 @@ def softmax_statistics(
     if "argmax" in names:
         values["argmax"] = torch.empty_like(labels)
     for part in row_slices(projected, scratch):
-        own, at, transform = projected[part], labels[part], epilogue.rows(part)
-        if len(own) == 1:  # the sum of a single row would be shared by threads, and taken in another order
-            own, at = own.expand(2, -1), at.expand(2)
-        statistics = reference_statistics(own, at, names, transform)
+        z, at, transform = projected[part], labels[part], epilogue.rows(part)
+        if len(z) == 1:  # the sum of a single row would be shared by threads, and taken in another order
+            z, at = z.expand(2, -1), at.expand(2)
+        statistics = reference_statistics(z, at, names, transform)
         for name, value in values.items():
             value[part] = statistics[name][: len(value[part])]
     return values

@@ -6,7 +6,13 @@ import pytest
 import torch
 
 from liger_losses.kernels import BACKENDS
-from liger_losses.kernels.divergence import Coefficients, Logits, divergence_into
+from liger_losses.kernels.divergence import (
+    Coefficients,
+    Logits,
+    divergence_gradient_into,
+    divergence_sums,
+    square_sums,
+)
 from liger_losses.kernels.logit_transform import Epilogue
 from tests.reference import DIVERGENCES, divergence
 
@@ -21,7 +27,7 @@ def test_columns_that_the_student_finds_all_but_impossible(backend):
     student, teacher = torch.zeros(1, 20, device=device), torch.zeros(1, 20, device=device)
     student[0, 3] = -24_000.0
     sides = [Logits(logits, logits.logsumexp(-1), Epilogue()) for logits in (student, teacher)]
-    value = divergence_into(torch.empty(1, device=device), *sides, divergence("forward KL"), backend=backend)
+    value = divergence_sums(*sides, divergence("forward KL"), backend=backend)[0]
     assert value.item() == pytest.approx(24_000 / 20 + math.log(19 / 20), rel=1e-6)
 
 
@@ -37,9 +43,11 @@ def test_extreme_logits(name, backend):
         student[1, 3] = -3e4
     student[2, 7], teacher[2, 8] = 400.0, 500.0
     sides = [Logits(part.to(device), part.to(device).logsumexp(-1)) for part in (student, teacher)]
-    value, out = torch.empty(4, device=device), torch.empty(4, 130, device=device)
-    given = Coefficients(torch.ones(4, device=device))
-    divergence_into(value, *sides, divergence(name), out=out, coefficients=given, backend=backend)
+    which, coefficients = divergence(name), Coefficients(torch.ones(4, device=device))
+    squares = square_sums(*sides, backend=backend) if name == "cosine" else None
+    value, h = divergence_sums(*sides, which, squares=squares, backend=backend)
+    out = torch.empty(4, 130, device=device)
+    divergence_gradient_into(out, *sides, which, coefficients, h, squares=squares, backend=backend)
     assert value.isfinite().all()
     assert out.isfinite().all()
     assert (value >= 0).all()

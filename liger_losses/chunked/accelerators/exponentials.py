@@ -81,9 +81,6 @@ class ExponentialBlock:
             values |= {"offset": offset, "logp here": logits - values["lse"]}
         return cls(part, asked, plan, memory, values)
 
-    def statistics(self) -> dict[str, Tensor]:
-        return {s.name: self.constants[s.name] for s in self.asked}
-
     def add_gradients(self, upstream: dict[str, Tensor], grads: Gradients) -> Tensor | None:
         """Add the gradients of weight and bias; return that of the hidden states ``[R, H]``, if they need one."""
         hidden, at_label = self.add_products(upstream, grads)

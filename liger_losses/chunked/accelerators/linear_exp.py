@@ -117,26 +117,6 @@ def log1p(x):
     return tl.where(u == 1.0, x, tl.log(u) * (x / (u - 1.0)))
 
 
-@jit
-def _add_sums(
-    partial, logit_sums, moments, rows, inside, column_tiles, tokens, BLOCK: tl.constexpr, TILES: tl.constexpr
-):
-    """The rows' sums over all tiles: of exponentials, of logits and of moments, each 0 where it is ``None``."""
-    rest = tl.zeros((BLOCK,), tl.float32)
-    total = tl.zeros((BLOCK,), tl.float32)
-    moment = tl.zeros((BLOCK,), tl.float32)
-    for start in range(0, column_tiles, TILES):
-        tile = start + tl.arange(0, TILES)
-        mask = (tile < column_tiles)[:, None] & inside[None, :]
-        at = tile[:, None] * tokens + rows[None, :]
-        rest += tl.sum(tl.load(partial + at, mask=mask, other=0.0), 0)
-        if logit_sums is not None:
-            total += tl.sum(tl.load(logit_sums + at, mask=mask, other=0.0), 0)
-        if moments is not None:
-            moment += tl.sum(tl.load(moments + at, mask=mask, other=0.0), 0)
-    return rest, total, moment
-
-
 @jit(
     do_not_specialize=["column_tiles", "tokens", "columns"],
     do_not_specialize_on_alignment=_VECTORS,
@@ -152,7 +132,18 @@ def _row_exponentials_kernel(
     """
     rows = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = rows < tokens
-    rest, total, moment = _add_sums(partial, logit_sums, moments, rows, inside, column_tiles, tokens, BLOCK, TILES)
+    rest = tl.zeros((BLOCK,), tl.float32)
+    total = tl.zeros((BLOCK,), tl.float32)
+    moment = tl.zeros((BLOCK,), tl.float32)
+    for start in range(0, column_tiles, TILES):
+        tile = start + tl.arange(0, TILES)
+        mask = (tile < column_tiles)[:, None] & inside[None, :]
+        at = tile[:, None] * tokens + rows[None, :]
+        rest += tl.sum(tl.load(partial + at, mask=mask, other=0.0), 0)
+        if logit_sums is not None:
+            total += tl.sum(tl.load(logit_sums + at, mask=mask, other=0.0), 0)
+        if moments is not None:
+            moment += tl.sum(tl.load(moments + at, mask=mask, other=0.0), 0)
     z = tl.load(label_logit + rows, mask=inside, other=0.0)
     too_large = inside & ((rest <= limit) == 0)  # NaN is too large
     tl.store(flags + 2 + rows, too_large.to(tl.int32), mask=inside)
@@ -167,8 +158,8 @@ def _row_exponentials_kernel(
     if mean_logit is not None:
         tl.store(mean_logit + rows, total / columns, mask=inside)
     if entropy is not None:
-        found = log_total - moment * 0.6931471805599453 / (1.0 + rest)
-        tl.store(entropy + rows, tl.where(found < 0, 0.0, found), mask=inside)  # NaN stays
+        nats = log_total - moment * 0.6931471805599453 / (1.0 + rest)
+        tl.store(entropy + rows, tl.where(nats < 0, 0.0, nats), mask=inside)  # NaN stays
 
 
 @jit(

@@ -7,8 +7,7 @@ does it, in turns. R tokens.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any
+from typing import NamedTuple
 
 from torch import Tensor
 
@@ -32,28 +31,21 @@ from liger_losses.kernels.matmul import HALF_DTYPES
 BY_EXPONENTIALS = {"lse", "logp", "mean_logit", "entropy"}
 
 
-@dataclass(eq=False)
-class StatisticsBlock:
-    """Of these tokens; ``constants`` are their statistics. Nobody asks it for gradients."""
+class StatisticsBlock(NamedTuple):
+    """Of some tokens; ``constants`` are their statistics. Nobody asks it for gradients."""
 
-    part: Any
-    asked: tuple[Statistic, ...]
-    plan: Plan
     constants: dict[str, Tensor]
 
-    @classmethod
-    def of(cls, part: Target, asked: tuple[Statistic, ...], plan: Plan) -> StatisticsBlock:
-        names = {"lse", *[s.name for s in asked]}
-        arguments = part.hidden, matrix_of(part), labels_of(part)
-        if names <= BY_EXPONENTIALS:
-            values = empty_values(names, part)
-            linear_exponentials(*arguments, exponentials_of(values), epilogue_of(part))
-        else:
-            values = linear_softmax_statistics(*arguments, frozenset(names), epilogue_of(part))
-        return cls(part, asked, plan, merged(values, part.labels, part.head.ranks, None))
 
-    def statistics(self) -> dict[str, Tensor]:
-        return {s.name: self.constants[s.name] for s in self.asked}
+def block_of(part: Target, asked: tuple[Statistic, ...], plan: Plan) -> StatisticsBlock:
+    names = {"lse", *[s.name for s in asked]}
+    arguments = part.hidden, matrix_of(part), labels_of(part)
+    if names <= BY_EXPONENTIALS:
+        values = empty_values(names, part)
+        linear_exponentials(*arguments, exponentials_of(values), epilogue_of(part))
+    else:
+        values = linear_softmax_statistics(*arguments, frozenset(names), epilogue_of(part))
+    return StatisticsBlock(merged(values, part.labels, part.head.ranks, None))
 
 
 def row_bytes(call: Signature) -> int:
@@ -67,5 +59,5 @@ def planned(call: Signature) -> Plan | None:
         return None
     if call.shared and not {*call.statistics, *call.metrics} <= BY_EXPONENTIALS:
         return None
-    plan = by_blocks(call, "statistics", StatisticsBlock.of, row_bytes(call))
+    plan = by_blocks(call, "statistics", block_of, row_bytes(call))
     return plan if plan.copied_rows >= call.columns else None

@@ -20,7 +20,7 @@ from liger_losses.chunked.core.statistics import OF_KERNELS, Statistic
 from liger_losses.chunked.core.target import Target
 from liger_losses.chunked.core.teachers import TeacherLogits
 from liger_losses.chunked.core.weights import ALL, Columns
-from liger_losses.kernels.divergence import Coefficients, Logits, RowSums, divergence_into
+from liger_losses.kernels.divergence import Coefficients, Logits, divergence_gradient_into
 from liger_losses.kernels.logit_transform import Epilogue, LogitTransform
 from liger_losses.kernels.matmul import wide_dtype
 from liger_losses.kernels.softmax_grad import SoftmaxGradient, softmax_gradient_into
@@ -37,7 +37,7 @@ class Block:
 
     ``constants [R]`` are the statistics, and what gradients need of a whole row. A block lives until backward without
     these and its ``part``; all of its tensors have a row for each token. An accelerator's is such a dataclass too, with
-    :meth:`of`, :meth:`statistics` and :meth:`add_gradients`.
+    :meth:`of` and :meth:`add_gradients`.
     """
 
     part: Any  # a Target of these tokens
@@ -64,9 +64,6 @@ class Block:
         if constants is None:
             block._compute()
         return block
-
-    def statistics(self) -> dict[str, Tensor]:
-        return {s.name: self.constants[s.name] for s in self.asked}
 
     # --- What is here ------------------------------------------------------------------------------------------------
 
@@ -323,18 +320,17 @@ class Block:
             label = self._label(self.width)
         if "squares" in constants:
             squares = torch.stack([constants["squares"], constants["teacher_squares"]])
-        divergence_into(
-            torch.empty_like(constants["h"]),
+        return divergence_gradient_into(
+            out,
             *self._sides(),
             self._divergence,
-            out=out,
-            coefficients=coefficients,
+            coefficients,
+            constants["h"],
             labels=label,
-            sums=RowSums(constants["h"], squares),
+            squares=squares,
             parameter=constants.get("parameter"),
             **self.plan.of_kernels,
         )
-        return out
 
     def _add_selected(self, name: str, upstream: Tensor) -> None:
         ids, logits, transform = self._selected(), self.constants[name], self.epilogue.transform

@@ -14,7 +14,8 @@ from torch import Tensor
 from liger_losses.chunked.core.plan import Plan
 from liger_losses.chunked.core.ranks import Ranks
 from liger_losses.chunked.core.statistics import Statistic
-from liger_losses.kernels.divergence import Logits, RowSums, divergence_into, square_sums
+from liger_losses.kernels.divergence import Logits, square_sums
+from liger_losses.kernels.divergence import divergence_sums as divergence_sums_of
 from liger_losses.kernels.divergence_forms import Divergence, finite_logs
 from liger_losses.kernels.logit_transform import Epilogue
 from liger_losses.kernels.online_softmax import merge
@@ -60,19 +61,10 @@ def divergence_sums(
     squares = None
     if which.form == "cosine":
         squares = ranks.sum(square_sums(student, teacher, **plan.of_kernels))
-    value, h = torch.empty_like(student.lse), torch.empty_like(student.lse)
-    sums = RowSums(h, squares)
-    divergence_into(
-        value,
-        student,
-        teacher,
-        which,
-        sums=sums,
-        parameter=parameter,
-        whole_rows=plan.invariant,
-        **plan.of_kernels,
+    sums = divergence_sums_of(
+        student, teacher, which, squares=squares, parameter=parameter, whole_rows=plan.invariant, **plan.of_kernels
     )
-    value, h = ranks.sum(torch.stack([value, h]))
+    value, h = ranks.sum(sums)
     constants = {"divergence": value, "h": h}
     return constants if squares is None else constants | {"squares": squares[0], "teacher_squares": squares[1]}
 
@@ -172,5 +164,5 @@ def add_at(grad: Tensor, ids: Tensor, values: Tensor) -> None:
     ordered, order = ids.sort(dim=-1, stable=True)
     first = torch.searchsorted(ordered, ordered)
     sums = torch.zeros_like(values).scatter_add_(1, first, values.gather(1, order))
-    of_each = torch.empty_like(values).scatter_(1, order, sums.gather(1, first))
-    grad.scatter_(1, ids, grad.gather(1, ids) + of_each)
+    totals = torch.empty_like(values).scatter_(1, order, sums.gather(1, first))
+    grad.scatter_(1, ids, grad.gather(1, ids) + totals)

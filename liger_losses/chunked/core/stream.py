@@ -490,7 +490,7 @@ def _run_part(
             shared = made.shared(stream.target, made, together.stop - start)
         for rows in slices(start, together.stop, made.block_rows):
             block = stream.block(rows)
-            values = stream.masked(block.statistics(), rows)
+            values = stream.masked({s.name: block.constants[s.name] for s in stream.asked}, rows)
             total, upstream, more = token_losses(stream, loss, values, rows, made.trains)
             totals.append(total)
             parts.append(values | more)
@@ -517,7 +517,7 @@ def token_losses(
             wanted.append(s.name)
     with torch.set_grad_enabled(differentiates):
         losses, derivatives, more = loss(leaves, stream.places(rows), stream.target.labels.dim())
-        losses = stream.masked({"": losses}, rows)[""]
+        losses = losses if stream.tokens.active is None else torch.where(stream.tokens.active[rows], losses, 0.0)
         total = losses.sum(dtype=wide_dtype(losses.dtype))
     if derivatives is None and total.requires_grad:
         grads = torch.autograd.grad(total, [leaves[n] for n in wanted], allow_unused=True)

@@ -29,10 +29,10 @@ def bytes_of(value: int | str, name: str = "the default workspace") -> int:
         TypeError, ValueError: anything else, or less than one byte.
     """
     if isinstance(value, str):
-        found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-z]*)\s*", value.lower())
-        if found is None or found[2] not in _UNITS:
+        match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-z]*)\s*", value.lower())
+        if match is None or match[2] not in _UNITS:
             raise ValueError(f'{name} must be a number of bytes, such as 314572800, "300MiB" or "2GiB", got {value!r}.')
-        size = int(float(found[1]) * _UNITS[found[2]])
+        size = int(float(match[1]) * _UNITS[match[2]])
     elif isinstance(value, bool) or not isinstance(value, Integral):
         raise TypeError(f'{name} must be a number of bytes, or text such as "300MiB", got {value!r}.')
     else:

@@ -116,9 +116,9 @@ def divergence_sums(
         rows: Any = [part.start, part.start] if whole_rows and part.stop - part.start == 1 else part
         sides = student.rows(rows), teacher.rows(rows)
         if divergence.form == "cosine":
-            f = h = cosine_terms(*[side.logits() for side in sides], *_rows(rows, squares, 1))[0]
+            f = h = cosine_terms(sides[0].logits(), sides[1].logits(), *_rows(rows, squares, 1))[0]
         else:
-            f, h = terms(divergence, *[side.log_probs() for side in sides], *_rows(rows, parameter))
+            f, h = terms(divergence, sides[0].log_probs(), sides[1].log_probs(), *_rows(rows, parameter))
         sums[:, part] = torch.stack([f.sum(1), h.sum(1)])[:, : part.stop - part.start]
         del f, h  # their memory is free before the next slice's temporaries are allocated
     return sums
@@ -251,10 +251,10 @@ def _for_kernel(
     student: Logits, teacher: Logits, divergence: Divergence, squares: Tensor | None, parameter: Tensor | None
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """What both kernels are given of the models and the divergence; of the cosine, inverse norms as log-sum-exps."""
-    lse, series, form = (student.lse, teacher.lse), _NO_SERIES, None
+    scales, series, form = [student.lse, teacher.lse], _NO_SERIES, None
     if divergence.form == "cosine":
         assert squares is not None
-        lse = tuple(squares.sqrt().clamp_(min=SMALLEST_NORM).reciprocal_())  # type: ignore[assignment]
+        scales = list(squares.sqrt().clamp_(min=SMALLEST_NORM).reciprocal_())
     else:
         series, form = series_argument(divergence), FORMS[divergence.form].triton
-    return (student.for_kernel(), teacher.for_kernel(), *lse, parameter, series), {"FORM": form}
+    return (student.for_kernel(), teacher.for_kernel(), *scales, parameter, series), {"FORM": form}

@@ -168,8 +168,12 @@ class Block:
         assert self.teacher_memory is not None
         entropy = frozenset(["entropy"] if "soft_entropy" in self._names else [])
         ranks, which = part.head.ranks, self._divergence
-        soft = softmax_statistics(z, label, entropy, self._soft, **plan.of_kernels)
-        student = rows.merged({name: soft[name] for name in {"lse", *entropy}}, part.labels, ranks, None)
+        same = part.teacher.vocab_size >= part.vocab_size and self._soft.transform is self.epilogue.transform
+        if same and not entropy and "lse" in self.constants:
+            student = {"lse": self.constants["lse"]}
+        else:
+            soft = softmax_statistics(z, label, entropy, self._soft, **plan.of_kernels)
+            student = rows.merged({name: soft[name] for name in {"lse", *entropy}}, part.labels, ranks, None)
         entropy = frozenset(["entropy"] if which is not None and which.by_entropy else [])
         hard = softmax_statistics(self.teacher_memory, label, entropy, self._of_teacher, **plan.of_kernels)
         teacher = rows.merged({name: hard[name] for name in {"lse", *entropy}}, part.labels, ranks, None)

@@ -132,7 +132,7 @@ def signature(
         of_kernels=target.kept is None and teacher is None and names <= {*OF_KERNELS},
         shared=head.ranks.size > 1,
         several_terms=_has_several_terms(target, names),
-        in_torch=_runs_in_torch(target, asked),
+        in_torch=any(s.phi is not None or (s.divergence is not None and not s.divergence.has_kernel) for s in asked),
         batch_invariant=head.batch_invariant,
         couples=couples,
         memory=head.ranks.least_memory(device_memory(hidden.device), hidden.device),
@@ -162,11 +162,6 @@ def _has_several_terms(target: Target, names: set[str]) -> bool:
         return True
     at_one = isinstance(target.temperature, float) and target.temperature == 1.0
     return teacher is not None and (teacher.vocab_size < target.vocab_size or (len(names) > 1 and not at_one))
-
-
-def _runs_in_torch(target: Target, asked: tuple[Statistic, ...]) -> bool:
-    without_kernel = any(s.phi is not None or (s.divergence is not None and not s.divergence.has_kernel) for s in asked)
-    return without_kernel or (target.head.transform.softcap is not None and any(s.name == "rest" for s in asked))
 
 
 def _forms(weights: Any) -> tuple[type, ...]:
@@ -429,7 +424,7 @@ def _check_invariant(call: Signature, by_steps: bool) -> None:
 def _temporaries(call: Signature) -> tuple[int, int]:
     """Bytes of a row's temporaries, and of the numbers of all tokens."""
     item, count = wide_dtype(call.operand).itemsize, 0
-    if call.in_torch or call.kept or call.backend == "torch":
+    if call.in_torch or call.kept or call.backend == "torch" or "rest" in call.metrics:
         count = TEMPORARIES_OF_TERMS if call.in_torch or call.teacher_columns else TEMPORARIES
     elif call.trains and call.several_terms:
         count = TEMPORARIES_OF_KERNELS

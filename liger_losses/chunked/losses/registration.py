@@ -139,7 +139,7 @@ def register_divergence(
             autograd computes it. Up to three more parameters are numbers, the parameters of the divergence.
         triton: the same in Triton, a ``@jit`` function ``(log_p, log_q, a, b, c) -> (f, h)``. Without it, torch
             computes the terms on every device; the matrix products are as fast.
-        balanced: say that ``sum_v h`` is 0 for all p and q, as for the forward KL. Gradients then take one pass less.
+        balanced: say that ``sum_v h`` is 0 for all p and q, as for the forward KL. Gradients then leave it out.
         smooth: compute f and h close to the teacher as power series in ``log p - log q``. The series are found by
             evaluating ``terms`` on complex numbers, so it must accept them, use no ``abs``, ``sign``, ``clamp`` or
             ``where``, and return ``(f, h)``.

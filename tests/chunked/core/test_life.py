@@ -1,7 +1,7 @@
 """What a call of the core keeps, how often the host waits, what it multiplies, and what it refuses."""
 
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from unittest import mock
 
 import pytest
@@ -166,6 +166,16 @@ def test_a_block_takes_few_launches_whatever_adds_to_a_gradient(biased):
         found = statistics([target], ["selected_logps", "lse"], EngineOptions(backend="triton"))[0]
         sum(value.sum() for value in found.values()).backward()
     assert len(launched) == 1
+
+
+@pytest.mark.parametrize(("temperature", "passes"), [(1.0, 2), (2.0, 3)])
+def test_rows_of_both_models_are_read_once_for_statistics_at_one_temperature(temperature, passes):
+    hidden, weight, labels = inputs()
+    names = ["logp", Statistic("divergence", divergence=Divergence.forward_kl())]
+    read, run = [], block.softmax_statistics
+    with mock.patch.object(block, "softmax_statistics", lambda *a, **k: read.append(1) or run(*a, **k)):
+        couples(hidden, weight, labels, names, teacher=replace(teacher_of(labels), temperature=temperature))
+    assert len(read) == passes
 
 
 @contextmanager

@@ -33,6 +33,7 @@ __all__ = [
     "planned_blocks",
     "read_rows_up_to",
     "small_tiles",
+    "train_all_rows",
     "without_accelerators",
 ]
 
@@ -58,6 +59,15 @@ def many_parts() -> Iterator[None]:
 def leave_out_zero_rows() -> Iterator[None]:
     """Tokens whose upstream gradients are 0 are left out, however little that saves."""
     with mock.patch.dict(stream.MIN_FLOPS, {"cpu": 0.0, "cuda": 0.0}):
+        yield
+
+
+@contextmanager
+def train_all_rows() -> Iterator[None]:
+    """Tokens whose derivatives are 0 are in the gradient products."""
+    count, never = stream._count, {"cpu": float("inf"), "cuda": float("inf")}
+    unmasked = mock.patch.object(stream, "_count", lambda *call: count(*call[:-1], [None] * len(call[0])))
+    with mock.patch.dict(stream.MIN_FLOPS, never), unmasked:
         yield
 
 

@@ -55,8 +55,8 @@ class Place:
         module: the module that has the name.
         name: the name of a function or class in it, or ``Class.method``.
         make: from the original to what replaces it.
-        function: the function that gets the arguments of the calls: it must take all parameters of the original, and
-            the original all that it requires.
+        function: the function that gets the arguments of the calls: it must take all parameters of the original that
+            have no default, and the original all that it requires.
         takes: parameters that the original must have.
     """
 
@@ -83,11 +83,12 @@ class Place:
         if owner is None or original is None or original is _ABSENT:
             raise Missing(f"{where} is not there")
         function = original.__func__ if isinstance(original, staticmethod) else original
-        self._check_parameters(where, function)
+        self.check_parameters(function)
         value = self.make(function)
         return Found(owner, name, value if function is original else staticmethod(value))
 
-    def _check_parameters(self, where: str, original: Any) -> None:
+    def check_parameters(self, original: Any) -> None:
+        """Raise :class:`Missing` if the parameters of the original are others."""
         if not self.takes and self.function is None:
             return
         theirs = inspect.signature(original).parameters
@@ -95,10 +96,10 @@ class Place:
         if self.function is not None:
             ours = inspect.signature(self.function).parameters.values()
             needed |= {p.name for p in ours if p.default is p.empty and p.kind is not p.VAR_KEYWORD}
-            known = {p.name for p in ours}
+            known = {p.name for p in ours} | {p.name for p in theirs.values() if p.default is not p.empty}
         for problem, names in (("has no", needed - set(theirs)), ("has an unknown", set(theirs) - known)):
             if names:
-                raise Missing(f"{where} {problem} parameter {', '.join(sorted(names))}")
+                raise Missing(f"{self.module}.{self.name} {problem} parameter {', '.join(sorted(names))}")
 
 
 def _imported(module: str, where: str) -> ModuleType:

@@ -1,26 +1,9 @@
-"""What stands in for servers, and for what asks them, in the tests of TRL's trainers."""
+"""What stands in for a server's completions in the tests of TRL's trainers."""
 
 import queue
 import time
 
 import torch
-
-
-class Server:
-    """Stands in for a teacher behind a URL: log-probabilities that depend on the position alone."""
-
-    def __init__(self, *args, **kwargs):
-        pass
-
-    def get_sequence_logprobs(self, sequences, prompt_lengths, top_logprobs, temperature, **kwargs):
-        lengths = [len(ids) - prompt for ids, prompt in zip(sequences, prompt_lengths, strict=True)]
-        best = [-1.0 - 0.5 * k for k in range(top_logprobs)]
-        columns = [[(3 + 5 * k + t) % 19 for k in range(top_logprobs)] for t in range(max(lengths, default=0))]
-        return {
-            "actual_logprobs": [[[-1.5 - 0.1 * t] for t in range(n)] for n in lengths],
-            "logprobs": [[best for _ in range(n)] for n in lengths],
-            "logprob_token_ids": [columns[:n] for n in lengths],
-        }
 
 
 class Rollouts:

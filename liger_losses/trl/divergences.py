@@ -11,9 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from liger_losses.chunked import Head, Statistics, Teacher, linear_divergence_loss, linear_token_loss
-from liger_losses.chunked.losses.softmax_divergences import distribution, sparse_divergence
-from liger_losses.kernels.autograd import autocast_dtype
+from liger_losses.chunked import Head, Statistics, Teacher, linear_divergence_loss
 from liger_losses.kernels.divergence_forms import Divergence
 from liger_losses.kernels.logit_transform import LogitTransform
 from liger_losses.patching.loss_head import KeepGathered
@@ -23,7 +21,9 @@ IGNORE_INDEX = -100
 
 
 #: What :func:`liger_losses.trl.enable` was given.
-chosen = SimpleNamespace(divergence=None, share_prompts=None, reuse_forward=False)
+chosen = SimpleNamespace(
+    kernels=False, skip_zero_advantages=True, divergence=None, share_prompts=None, reuse_forward=False
+)
 
 
 def divergence_of(beta: float) -> Divergence:
@@ -76,6 +76,7 @@ def chunked_divergence_loss(
     student_final_logit_softcapping: float | None = None,
     teacher_final_logit_softcapping: float | None = None,
     temperature: float = 1.0,
+    chunk_size: int | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Replaces TRL's ``_chunked_divergence_loss``: the mean generalized JSD over completion tokens.
 
@@ -86,13 +87,14 @@ def chunked_divergence_loss(
         completion_mask: ``[B, T]``, nonzero for active tokens.
         beta: as in :func:`mean_divergence`.
         num_items_in_batch: the divisor, instead of the number of active tokens.
+        chunk_size: ignored; the engine chooses its block sizes. TRL 1.14 passes it.
 
     Returns:
         The loss; and without gradient the summed entropy of the student in nats, and the number of active tokens.
     """
-    weight, bias = (_gathered(p, student_hidden_states.dtype) for p in (student_lm_head_weight, student_lm_head_bias))
+    weight, bias = (gathered(p, student_hidden_states.dtype) for p in (student_lm_head_weight, student_lm_head_bias))
     student = Head(weight, bias, LogitTransform(1.0, student_logit_scale, student_final_logit_softcapping))
-    weight, bias = (_gathered(p, teacher_hidden_states.dtype) for p in (teacher_lm_head_weight, teacher_lm_head_bias))
+    weight, bias = (gathered(p, teacher_hidden_states.dtype) for p in (teacher_lm_head_weight, teacher_lm_head_bias))
     if len(weight) > student.vocab_size:
         weight, bias = (None if p is None else p[: student.vocab_size] for p in (weight, bias))
     teacher = Teacher(teacher_hidden_states, weight, bias, teacher_logit_scale, teacher_final_logit_softcapping)
@@ -105,68 +107,7 @@ def chunked_divergence_loss(
     return loss, statistics.entropy.sum(), count
 
 
-def chunked_jsd_loss(
-    hidden_valid: Tensor,
-    lm_head_weight: Tensor,
-    lm_head_bias: Tensor | None,
-    logit_scale: float,
-    final_logit_softcapping: float | None,
-    target_ids: Tensor,
-    teacher_target_logps: Tensor,
-    valid_candidate_mask: Tensor,
-    beta: float,
-    temperature: float,
-    add_tail_bucket: bool,
-    teacher_id_idx: Tensor | None,
-    num_teachers: int,
-    chunk_size: int,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Replaces TRL's ``_chunked_jsd_loss``: the summed generalized JSD to teachers' log-probabilities of K columns.
-
-    Args:
-        hidden_valid, lm_head_weight, lm_head_bias: ``[N, H]`` of active tokens, ``[V, H]``, ``[V]``.
-        logit_scale, final_logit_softcapping, temperature: of the student's logits.
-        target_ids, teacher_target_logps: ``[N, K]``, the columns and the teachers' log-probabilities of them.
-        valid_candidate_mask: ``[N, K]``, False for padding among the columns.
-        beta: as in :func:`mean_divergence`.
-        add_tail_bucket: pool the probability of all other columns into one more; otherwise softmaxes over K columns.
-        teacher_id_idx, num_teachers: ``[N]``, the index of each token's teacher, and their number.
-        chunk_size: ignored; the engine chooses its block sizes.
-
-    Returns:
-        The loss; and without gradient the loss again, the summed entropies of the student and of the teachers in nats,
-        and for each teacher the sums over its tokens of 1, of their loss and of its entropy: ``[3 num_teachers]``.
-    """
-    divergence, tail = divergence_of(beta), "bucket" if add_tail_bucket else "renormalize"
-
-    def token_loss(statistics: Statistics, labels: Tensor, teacher: Tensor, mask: Tensor) -> Tensor:
-        student = torch.where(mask, statistics.selected_logps, float("-inf"))
-        return sparse_divergence(student, teacher, divergence, tail)
-
-    teacher = torch.where(valid_candidate_mask, teacher_target_logps.float(), float("-inf"))
-    if autocast_dtype(hidden_valid.device) is None:  # autocast has a separate rule for dtypes that differ
-        dtype = torch.promote_types(hidden_valid.dtype, lm_head_weight.dtype)
-        hidden_valid, lm_head_weight = hidden_valid.to(dtype), lm_head_weight.to(dtype)
-        lm_head_bias = None if lm_head_bias is None else lm_head_bias.to(dtype)
-    head = Head(lm_head_weight, lm_head_bias, LogitTransform(temperature, logit_scale, final_logit_softcapping))
-    labels, columns = torch.zeros_like(target_ids[:, 0]), target_ids.clamp(min=0)
-    inputs, names = {"teacher": teacher, "mask": valid_candidate_mask}, ("selected_logps",)
-    loss, statistics = linear_token_loss(
-        hidden_valid, head, labels, token_loss, names, metrics=("entropy",), token_inputs=inputs, selected=columns
-    )
-    with torch.no_grad():
-        divergences = token_loss(statistics, labels, **inputs)
-        log_q = distribution(teacher, tail)
-        entropies = -torch.where(log_q > float("-inf"), log_q.exp() * log_q, 0.0).sum(-1)
-        per_teacher = divergences.new_zeros(num_teachers, 3)
-        if teacher_id_idx is not None:
-            per_token = torch.stack([torch.ones_like(entropies), divergences, entropies], -1)
-            teachers = torch.arange(num_teachers, device=teacher_id_idx.device)[:, None]
-            per_teacher = (teachers == teacher_id_idx).to(per_token) @ per_token
-    return loss, divergences.sum(), statistics.entropy.sum(), entropies.sum(), per_teacher.flatten()
-
-
-def _gathered(parameter: Any, dtype: torch.dtype) -> Any:
+def gathered(parameter: Any, dtype: torch.dtype) -> Any:
     """A parameter that FSDP or ZeRO-3 may have sharded: gathered, in the dtype in which the model's forward has it."""
     if hasattr(parameter, "ds_id"):
         from trl.trainer.utils import maybe_gather_lm_head_ctx

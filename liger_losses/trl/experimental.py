@@ -8,73 +8,52 @@ B batch size, T tokens of a sequence, V vocabulary size.
 
 from __future__ import annotations
 
-import contextlib
 import inspect
-import warnings
 from collections.abc import Callable
-from contextvars import ContextVar
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.checkpoint import checkpoint
 
 from liger_losses.caller import warn
 from liger_losses.checks import see
 from liger_losses.chunked import Teacher, TeacherLogits, linear_divergence, linear_topk
 from liger_losses.chunked.losses.softmax_divergences import sparse_divergence
-from liger_losses.patching.loss_head import pending_logits, prepare_head
+from liger_losses.patching.loss_head import pending_logits
 from liger_losses.patching.pending import PendingLogits
 from liger_losses.trl.divergences import IGNORE_INDEX, check_columns, divergence_of, mean_divergence
+from liger_losses.trl.fused_head import reason_against_head
 
 #: The attributes of trainers that are models.
 _ROLES = ("model", "ref_model", "teacher_model")
 
 
-def with_heads(init: Callable[..., None], self: Any, *args: Any, **kwargs: Any) -> None:
-    """Build a trainer, and prepare the heads of its models, or raise TypeError if they cannot be.
-
-    A reference or teacher model whose head cannot be prepared computes its logits, with a warning.
-    """
-    init(self, *args, **kwargs)
-    for role in _ROLES:
-        model = getattr(self, role, None)
-        entries = prepare_head(model) if isinstance(model, torch.nn.Module) else []
-        reasons = [f"{entry.path or 'the head'}: {entry.reason}" for entry in entries if entry.reason]
-        message = f"the last layer of {type(model).__name__} cannot be a Head ({'; '.join(reasons)})"
-        if reasons and role == "model":
-            raise TypeError(
-                f"{message}: train it outside of liger_losses.trl.enable()." + see("models-that-cannot-be-patched")
-            )
-        if reasons:
-            warn(f"{message}: as {role}, it computes its logits, [tokens, vocab].")
-
-
 def with_pending_logits(method: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
-    """A trainer's method, in which the heads of its models return pending logits."""
-    models = [getattr(self, role, None) for role in _ROLES]
-    with pending_logits(*(model for model in models if isinstance(model, torch.nn.Module))):
+    """A trainer's method, in which the heads of its models return pending logits, or logits, with a warning."""
+    models = {role: getattr(self, role) for role in _ROLES if isinstance(getattr(self, role, None), torch.nn.Module)}
+    for role, model in models.items():
+        reason = reason_against_head(model)
+        if reason:
+            warn(f"{reason}: the {role} computes its logits, [tokens, vocab]." + see("models-that-cannot-be-patched"))
+    with pending_logits(*models.values()):
         return method(self, *args, **kwargs)
 
 
-#: The mask ``[B, T]`` of active tokens, while a loss runs whose helper functions do not get it.
-_LOSS_MASK: ContextVar[Tensor | None] = ContextVar("loss_mask", default=None)
-
-
 def with_loss_mask(method: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor:
-    """``_compute_self_distillation_loss`` of SDFT and SDPO, with divergences of active tokens alone."""
-    token = _LOSS_MASK.set(inspect.signature(method).bind(*args, **kwargs).arguments["distillation_logits"].loss_mask)
-    try:
-        return method(*args, **kwargs)
-    finally:
-        _LOSS_MASK.reset(token)
+    """``_compute_self_distillation_loss`` of SDFT and SDPO, with divergences of active tokens alone.
+
+    Its helper functions get the student's logits, and here with them the mask ``[B, T]``.
+    """
+    batch = inspect.signature(method).bind(*args, **kwargs).arguments["distillation_logits"]
+    batch.student_logits.loss_mask = batch.loss_mask
+    return method(*args, **kwargs)
 
 
 def _masked_labels(logits: Any) -> Tensor:
     """Labels ``[B, T]`` that say which tokens are active, and nothing else."""
     labels = torch.zeros(logits.shape[:-1], dtype=torch.int64, device=logits.device)
-    mask = _LOSS_MASK.get()
-    return labels if mask is None or mask.shape != labels.shape else labels.masked_fill(mask == 0, IGNORE_INDEX)
+    mask = getattr(logits, "loss_mask", None)
+    return labels if mask is None else labels.masked_fill(mask == 0, IGNORE_INDEX)
 
 
 class NeedsLogits(Exception):
@@ -82,10 +61,18 @@ class NeedsLogits(Exception):
 
 
 def with_replacement(replacement: Callable[..., Any], original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """``replacement``, or TRL's function if it raises :class:`NeedsLogits`."""
-    with contextlib.suppress(NeedsLogits):
-        return replacement(**inspect.signature(original).bind(*args, **kwargs).arguments)
-    return original(*args, **kwargs)
+    """``replacement``; or TRL's function, if the replacement raises :class:`NeedsLogits` or lacks an argument that is
+    not TRL's default."""
+    theirs, names = inspect.signature(original), inspect.signature(replacement).parameters
+    given = theirs.bind(*args, **kwargs).arguments
+    new = [name for name in given if name not in names]
+    if any(given.pop(name) is not theirs.parameters[name].default for name in new):
+        warn(f"TRL's own {original.__name__} runs: the argument {', '.join(new)} is not known." + see("trl"))
+        return original(*args, **kwargs)
+    try:
+        return replacement(**given)
+    except NeedsLogits:
+        return original(*args, **kwargs)
 
 
 def _is_pending(logits: Any) -> bool:
@@ -111,9 +98,7 @@ def _statistics(
     if index.shape != pending.shape[:-1]:
         raise NeedsLogits
     labels = index if mask is None else torch.where(mask != 0, index, IGNORE_INDEX)
-    if temperature != 1.0:
-        pending = _pending(pending.div(temperature))
-    return pending.statistics(labels, *names)
+    return _pending(pending.div(temperature)).statistics(labels, *names)
 
 
 def selective_log_softmax(logits: Any, index: Tensor, temperature: float = 1.0, row_mask: Any = None) -> Any:
@@ -129,11 +114,6 @@ def selective_log_softmax_and_entropy(
     return statistics.logp, statistics.entropy if entropy_requires_grad else statistics.entropy.detach()
 
 
-def entropy_from_logits(logits: Any, chunk_size: int = 128) -> Any:
-    """The entropies ``[B, T]`` of active tokens."""
-    return _statistics(logits, _masked_labels(logits), ("entropy",)).entropy
-
-
 def generalized_jsd_loss(
     student_logits: Any,
     teacher_logits: Any,
@@ -143,20 +123,18 @@ def generalized_jsd_loss(
     reduction: str = "batchmean",
     num_items_in_batch: Tensor | int | None = None,
     top_k: int = 0,
-    add_tail: bool = True,
     logits_are_probs: bool = False,
 ) -> Any:
-    """The loss of GKD, GOLD and IW-OPD, if it is a scalar and over the whole vocabulary.
+    """The loss of GKD, GOLD and IW-OPD, if it is a mean and over the whole vocabulary.
 
     With ``top_k``, TRL's function runs: its ``gather`` of pending logits is fused already.
     """
     student = _pending(student_logits)
-    per_token = reduction not in ("batchmean", "sum") and num_items_in_batch is None
+    per_token = reduction != "batchmean" and num_items_in_batch is None
     if labels is None or per_token or top_k or logits_are_probs:
         raise NeedsLogits
-    mask, divisor = labels != IGNORE_INDEX, num_items_in_batch
-    if divisor is None:
-        divisor = 1 if reduction == "sum" else mask.sum().clamp(min=1)
+    mask = labels != IGNORE_INDEX
+    divisor = mask.sum().clamp(min=1) if num_items_in_batch is None else num_items_in_batch
     teacher = _teacher(teacher_logits)
     with student.forward_autocast():
         loss, _ = mean_divergence(
@@ -194,23 +172,3 @@ def topk_self_distillation(
     teacher_logps = teacher.statistics(labels, "selected_logps", selected=columns).selected_logps
     tail = "bucket" if distillation_add_tail else "renormalize"
     return sparse_divergence(logps, teacher_logps, divergence_of(distillation_alpha), tail)
-
-
-def sequence_by_sequence(original: Callable[..., Tensor], self: Any, *args: Any, **kwargs: Any) -> Tensor:
-    """GOLD's loss across tokenizers, which sorts the probabilities of whole rows: the mean over sequences.
-
-    With pending logits it runs for one sequence at a time, and again in backward: the logits of one exist at once.
-    """
-    batch = inspect.signature(original).bind(self, *args, **kwargs).arguments
-    batch.pop("self")
-    if not isinstance(batch["student_logits"], PendingLogits):
-        return original(self, **batch)
-
-    def loss(i: int) -> Tensor:
-        sequence = {name: None if value is None else value[i : i + 1] for name, value in batch.items()}
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message=".*needs the values of pending logits")
-            return original(self, **sequence).reshape(())
-
-    losses = [checkpoint(loss, i, use_reentrant=False) for i in range(len(batch["student_labels"]))]
-    return torch.stack(losses).mean()

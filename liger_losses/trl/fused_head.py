@@ -1,16 +1,19 @@
-"""The replacement of TRL's fused head: the model's own forward, whose pending logits become per-token statistics.
+"""The log-probabilities of TRL's main trainers.
 
-TRL's ``add_fused_lm_head`` runs the backbone and multiplies by ``lm_head.weight`` itself, so scales, soft-caps and
-adapters that it does not know of are missing from its logits. Here the model's own forward runs, with all that it does
-to its logits, and these are reduced before the wrapped forward returns: inside its autocast, and while the
-weights are gathered. Units of ``fully_shard`` that hold the head alone, or with the final norm, stay gathered from
-their forward to their backward, as does the head under DeepSpeed's ZeRO-3. B batch size, T tokens of a sequence.
+One name of TRL's computes all of them, which :func:`chunked_log_probs` replaces. From TRL 1.15 on, models get a fused
+head, too: TRL's ``add_fused_lm_head`` runs the backbone and multiplies by ``lm_head.weight`` itself, so scales,
+soft-caps and adapters that it does not know of are missing from its logits. :func:`add_fused_lm_head` runs the model's
+own forward, with all that it does to its logits, and these are reduced before the wrapped forward returns: inside its
+autocast, and while the weights are gathered. Units of ``fully_shard`` that hold the head alone, or with the final norm,
+stay gathered from their forward to their backward, as does the head under DeepSpeed's ZeRO-3. B batch size, T tokens of
+a sequence.
 """
 
 from __future__ import annotations
 
 import functools
 import types
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -18,11 +21,13 @@ import torch
 from torch import Tensor
 
 from liger_losses.checks import see
-from liger_losses.chunked import Statistics, linear_statistics
+from liger_losses.chunked import Head, linear_statistics
+from liger_losses.kernels.autograd import autocast_dtype
 from liger_losses.kernels.logit_transform import LogitTransform
 from liger_losses.patching.loss_head import head_of, is_prepared, owner_of_head, pending_logits, prepare_head
+from liger_losses.patching.patch import patch
 from liger_losses.patching.pending import PendingLogits
-from liger_losses.trl.divergences import IGNORE_INDEX, chosen
+from liger_losses.trl.divergences import IGNORE_INDEX, chosen, gathered
 from liger_losses.trl.packed_batches import packed_batch, run_packed
 
 #: TRL's names of per-token outputs, and the engine's names of these statistics.
@@ -33,6 +38,47 @@ OUTPUTS = {
     "mean_logits": "mean_logit",
     "is_top1": "argmax",
 }
+
+
+def chunked_log_probs(
+    hidden: Tensor,
+    weight: Any,
+    bias: Any,
+    targets: Tensor,
+    temperature: float,
+    chunk_size: int,
+    final_logit_softcapping: float | None = None,
+    logit_scale: float = 1.0,
+    outputs: tuple[str, ...] = tuple(OUTPUTS),
+) -> tuple[Tensor | None, ...]:
+    """Replaces ``apply`` of TRL's ``_ChunkedLogProbFunction``.
+
+    Args:
+        hidden, weight, bias: ``[N, H]``, ``[V, H]``, ``[V]``; the product has the dtype of the hidden states.
+        targets: ``[N]``.
+        temperature, final_logit_softcapping, logit_scale: of the logits.
+        chunk_size: ignored; the engine chooses its block sizes.
+        outputs: which of :data:`OUTPUTS` to compute; ``log_probs`` always are.
+
+    Returns:
+        For each of :data:`OUTPUTS` ``[N]``, or ``None``.
+    """
+    dtype = hidden.dtype if autocast_dtype(hidden.device) is None else weight.dtype
+    weight, bias = (None if p is None else gathered(p, hidden.dtype).to(dtype) for p in (weight, bias))
+    head = Head(weight, bias, LogitTransform(temperature, logit_scale, final_logit_softcapping))
+    per_token = _per_token(hidden, head, targets, outputs)
+    return tuple(map(per_token.get, OUTPUTS))
+
+
+def _per_token(hidden_states: Tensor, head: Head, labels: Tensor, outputs: Sequence[str]) -> dict[str, Tensor]:
+    """TRL's outputs, of the shape of the labels; ``log_probs`` are among them in any case."""
+    names = ("logp", "entropy") if "entropy" in outputs else ("logp",)
+    metrics = tuple(OUTPUTS[name] for name in outputs if OUTPUTS[name] not in ("logp", "entropy"))
+    statistics = linear_statistics(hidden_states, head, labels, names, metrics=metrics)
+    per_token = {name: getattr(statistics, OUTPUTS[name]) for name in {*outputs, "log_probs"}}
+    if "is_top1" in per_token:
+        per_token["is_top1"] = (per_token["is_top1"] == labels) & (labels != IGNORE_INDEX)
+    return per_token
 
 
 @dataclass(frozen=True)
@@ -66,16 +112,13 @@ def add_fused_lm_head(
         groups: batches have several completions of a prompt, which may be computed once.
 
     Raises:
-        ValueError: unknown outputs, or a temperature that is not positive.
         TypeError: at the first forward, if the model's last layer cannot be a :class:`Head`.
         RuntimeError: at a forward, if the head's weight was freed before the model's forward ended.
     """
-    unknown = set(outputs) - set(OUTPUTS)
-    if unknown:
-        raise ValueError(f"unknown outputs {sorted(unknown)}; they are {', '.join(OUTPUTS)}.")
-    LogitTransform(temperature)  # raises if it is not positive
-    share = chosen.share_prompts if groups else False
-    model._liger_losses_head = FusedHeadOptions(temperature, cast_lm_head_to_fp32, tuple(outputs), share)
+    if chosen.kernels:
+        patch(model, loss_head=False)
+    share_prompts = groups and chosen.share_prompts
+    model._liger_losses_head = FusedHeadOptions(temperature, cast_lm_head_to_fp32, tuple(outputs), share_prompts)
     prepare_head(model)  # before fully_shard, which derives its classes from those it finds
     own = vars(model).get("forward")
     if own is not None and getattr(own, "_liger_losses_head", False):
@@ -106,7 +149,11 @@ def fused_forward(model: Any, forward: Any, labels: Any = None, shift_labels: An
         raise ValueError("fused_lm_head=True needs labels (or shift_labels): they say which tokens are scored.")
     options: FusedHeadOptions = model._liger_losses_head
     num_items_in_batch = kwargs.pop("num_items_in_batch", None)
-    units = _prepare_head(model)
+    reason = reason_against_head(model)  # adapters may have been added since the last call
+    if reason:
+        raise TypeError(f"{reason}: train outside of liger_losses.trl.enable()." + see("models-that-cannot-be-patched"))
+    # Units of fully_shard, which stay gathered until backward.
+    units = [m for m in head_of(owner_of_head(model)).modules() if hasattr(m, "set_reshard_after_forward")]  # type: ignore
     config = model.config.get_text_config()
     kwargs.update(use_cache=False, return_dict=True)
     if getattr(config, "output_router_logits", False):
@@ -133,13 +180,17 @@ def fused_forward(model: Any, forward: Any, labels: Any = None, shift_labels: An
     target = target.to(logits.device)
     mask = target != IGNORE_INDEX
     logits.check()
-    loss, statistics = _reduce(logits, target, options)
+    head = logits.head.with_fields(transform=replace(logits.head.transform, temperature=options.temperature))
+    if options.cast_to_fp32:
+        bias = None if head.bias is None else head.bias.float()
+        head = head.with_fields(weight=head.weight.float(), bias=bias)
+        logits = logits.with_changes(hidden_states=logits.hidden_states.float(), autocast=None)
+    with logits.forward_autocast():
+        per_token = _per_token(logits.hidden_states, head, target, options.outputs)
     # Clones, because an in-place operation on a view would lose the view's hooks.
-    statistics = Statistics(*(None if value is None else value.clone() for value in statistics))
-    _reshard_or_regather(units, (loss, *statistics))
-    per_token = {name: getattr(statistics, OUTPUTS[name]) for name in {*options.outputs, "log_probs"}}
-    if "is_top1" in per_token:
-        per_token["is_top1"] = (per_token["is_top1"] == target) & mask
+    per_token = {name: value.clone() for name, value in per_token.items()}
+    loss = -per_token["log_probs"].sum()
+    _reshard_or_regather(units, (loss, *per_token.values()))
     loss = loss / (mask.sum().clamp(min=1) if num_items_in_batch is None else num_items_in_batch)
     aux_loss = getattr(outputs, "aux_loss", None)
     if aux_loss is not None and kwargs.get("output_router_logits"):
@@ -147,43 +198,22 @@ def fused_forward(model: Any, forward: Any, labels: Any = None, shift_labels: An
     return FusedCausalLMOutput(loss=loss, label_mask=mask, aux_loss=aux_loss, **per_token)
 
 
-def _prepare_head(model: Any) -> list[Any]:
-    """Prepare the last layer; its units of ``fully_shard``, which stay gathered until backward, are returned."""
-    # Again, as adapters may have been added since the last call.
-    reasons = [] if is_prepared(model) else [entry.reason for entry in prepare_head(model) if entry.reason]
-    if reasons:
-        raise TypeError(
-            f"{type(model).__name__}'s last layer cannot be a Head ({'; '.join(reasons)}): train it with TRL's own "
-            "head, outside of liger_losses.trl.enable()." + see("models-that-cannot-be-patched")
-        )
-    head: Any = head_of(owner_of_head(model))
-    return [unit for unit in head.modules() if hasattr(unit, "set_reshard_after_forward")]
+def reason_against_head(model: Any) -> str:
+    """Prepare the last layer of a model, or return why that is not possible."""
+    entries = [] if is_prepared(model) else prepare_head(model)
+    reasons = [f"{entry.path or 'the head'}: {entry.reason}" for entry in entries if entry.reason]
+    return f"the last layer of {type(model).__name__} cannot be a Head ({'; '.join(reasons)})" if reasons else ""
 
 
-def _reshard_or_regather(units: list[Any], outputs: tuple[Tensor | None, ...]) -> None:
+def _reshard_or_regather(units: list[Any], outputs: Sequence[Tensor]) -> None:
     """Reshard now if there is no backward; otherwise gather again when backward reaches the outputs.
 
     ``fully_shard`` gathers in a hook on the head's output, which backward does not pass; and whatever
     runs in between (the backward of another forward, a state dict) may have resharded the weights.
     """
-    differentiable = [output for output in outputs if output is not None and output.requires_grad]
+    differentiable = [output for output in outputs if output.requires_grad]
     for unit in units:
         if not differentiable:
             unit.reshard()
         for output in differentiable:
             output.register_hook(lambda gradient, unit=unit: unit.unshard())
-
-
-def _reduce(logits: PendingLogits, labels: Tensor, options: FusedHeadOptions) -> tuple[Tensor, Statistics]:
-    """The summed negative log-likelihood, and the statistics ``[B, T]`` of TRL's outputs."""
-    head = logits.head.with_fields(transform=replace(logits.head.transform, temperature=options.temperature))
-    if options.cast_to_fp32:
-        bias = None if head.bias is None else head.bias.float()
-        head = head.with_fields(weight=head.weight.float(), bias=bias)
-        logits = logits.with_changes(hidden_states=logits.hidden_states.float(), autocast=None)
-    hidden_states = logits.hidden_states
-    names = ("logp", "entropy") if "entropy" in options.outputs else ("logp",)
-    metrics = tuple(OUTPUTS[name] for name in options.outputs if OUTPUTS[name] not in ("logp", "entropy"))
-    with logits.forward_autocast():
-        statistics = linear_statistics(hidden_states, head, labels, names, metrics=metrics)
-    return -statistics.logp.sum(), statistics

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -13,13 +12,10 @@ from torch import Tensor, nn
 from liger_losses.caller import warn
 from liger_losses.checks import see
 from liger_losses.sequences import split_by_coefficient
+from liger_losses.trl.divergences import chosen
 
 #: Attributes of trainers, and the options by which tokens without advantage have a gradient where they are not zero.
-TERMS = {
-    "beta": "beta",
-    "_entropy_bonus_enabled": "entropy_coef",
-    "aux_loss_enabled": "router_aux_loss_coef",
-}
+TERMS = {"beta": "beta", "_entropy_bonus_enabled": "entropy_coef", "aux_loss_enabled": "router_aux_loss_coef"}
 #: The loss types of GRPO in which each token's loss is a multiple of its advantage.
 LOSS_TYPES = ("grpo", "bnpo", "dr_grpo", "dapo", "luspo", "sapo", "cispo", "vespo")
 #: Layers that couple the sequences of a batch.
@@ -39,7 +35,7 @@ def without_zero_advantages(
         method: TRL's.
         self, model, inputs: its arguments.
     """
-    if not torch.is_grad_enabled() or not _qualifies(self, model, terms):
+    if not (chosen.skip_zero_advantages and torch.is_grad_enabled() and _qualifies(self, model, terms)):
         return method(self, model, inputs)
     # The method that computes log-probabilities, on this trainer alone while its loss is computed.
     self._get_per_token_logps_and_entropies = functools.partial(
@@ -68,8 +64,7 @@ def _qualifies(trainer: Any, model: nn.Module, terms: tuple[str, ...]) -> bool:
 
 def _coefficients(inputs: dict[str, Any]) -> Tensor:
     """``[B, T]``, nonzero where a token's loss is multiplied by something else than zero."""
-    mask = inputs["completion_mask"]
-    mask = mask * inputs["tool_mask"] if "tool_mask" in inputs else mask
+    mask = inputs["completion_mask"] * inputs.get("tool_mask", 1)
     advantages = inputs["advantages"]
     advantages = advantages if advantages.dim() == 2 else advantages[:, None]  # of subclasses, [B, T]
     return (advantages != 0) & (mask != 0)
@@ -94,8 +89,7 @@ def _split(
 
     def outputs(rows: Tensor) -> Any:
         chosen = batch if len(rows) == len(input_ids) else _select(batch, rows)
-        with contextlib.nullcontext() if torch.is_grad_enabled() else _without_checkpointing(model):
-            return forward(model, logits_to_keep=logits_to_keep, **chosen, **shared)
+        return forward(model, logits_to_keep=logits_to_keep, **chosen, **shared)
 
     def stand_in() -> Any:
         ids = input_ids[:1, :_STAND_IN]
@@ -103,19 +97,6 @@ def _split(
 
     short = not per_sequence and input_ids.shape[1] > 1
     return split_by_coefficient(outputs, coefficients, stand_in=stand_in if short else None)
-
-
-@contextlib.contextmanager
-def _without_checkpointing(model: nn.Module) -> Iterator[None]:
-    """Turn off checkpointing in transformers' layers: without a gradient it saves no memory and takes host time."""
-    layers: list[Any] = [layer for layer in model.modules() if getattr(layer, "gradient_checkpointing", False)]
-    for layer in layers:
-        layer.gradient_checkpointing = False
-    try:
-        yield
-    finally:
-        for layer in layers:
-            layer.gradient_checkpointing = True
 
 
 def _select(batch: dict[str, Any], rows: Tensor) -> dict[str, Any]:

@@ -167,16 +167,13 @@ def run_experimental(folder, name):
 
     from liger_losses.trl import experimental
 
-    names = ("selective_log_softmax", "entropy_from_logits")
-    answers = [
-        functools.partial(experimental.with_replacement, getattr(experimental, name), getattr(utils, name))
-        for name in names
-    ]
+    name = "selective_log_softmax_and_entropy"
+    answer = functools.partial(experimental.with_replacement, getattr(experimental, name), getattr(utils, name))
 
     def logps_and_entropy(model):
         ids, _ = batch()
         logits = model(input_ids=ids).logits
-        found = answers[0](logits, ids), answers[1](logits)
+        found = answer(logits, ids, entropy_requires_grad=False)
         (found[0] * torch.linspace(-1, 1, ids.numel()).view_as(ids)).sum().backward()
         return [x.detach() for x in found], gradients(model)
 

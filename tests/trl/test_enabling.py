@@ -2,14 +2,17 @@
 
 import re
 import warnings
+from types import SimpleNamespace
 
 import pytest
 
+from liger_losses import Divergence
 from liger_losses.patching.swap import replacement_of
 from liger_losses.trl import disable, enable, enabled, is_enabled
+from liger_losses.trl.divergences import chosen
 from liger_losses.trl.features import FEATURES, find
-from liger_losses.trl.fused_head import add_fused_lm_head
 from tests.project.test_examples import tiny_model
+from tests.seam import engine_calls
 from tests.trl.trainers import CASES, check_training, dpo, gmpo, grpo, preference, sft, trl
 
 
@@ -22,15 +25,6 @@ def test_liger_kernel_beside_this_library(name, tmp_path):
     build, options = CASES[name]
     off = {"rope": False, "rms_norm": False, "swiglu": False}
     check_training(build, tmp_path, use_liger_kernel=True, liger_kernel_config=off, **options)
-
-
-@pytest.mark.filterwarnings("ignore:.*use_liger_kernel:FutureWarning")
-def test_liger_kernel_beside_the_kernels(tmp_path):
-    with (
-        enabled(kernels=True),
-        pytest.warns(UserWarning, match="use_liger_kernel=True and .*kernels=True.* each replace"),
-    ):
-        sft(tmp_path, *tiny_model(), use_liger_kernel=True)
 
 
 @pytest.mark.parametrize("build", [sft, dpo, grpo])
@@ -65,74 +59,72 @@ def test_enable_and_disable():
 
 
 @pytest.mark.parametrize("build", [sft, preference("cpo"), gmpo], ids=["SFT", "CPO", "GMPO"])
-def test_trainers_that_were_built_too_early(build, tmp_path):
-    """They keep their heads, and warn when they train; trainers that were built while enabled do not."""
+def test_trainers_that_were_built_before(build, tmp_path):
+    """Their losses are this library's too."""
     early = build(tmp_path, *tiny_model(), max_steps=1)
     assert not is_enabled()
     enable()
     assert is_enabled()
-    with pytest.warns(UserWarning, match=rf"this {type(early).__name__} was built before .*Build it again"):
+    with engine_calls() as calls:
         early.train()
-    late = build(tmp_path, *tiny_model(), max_steps=1)
-    with warnings.catch_warnings():
-        warnings.filterwarnings("error", message=".*was built before")
-        late.train()
+    assert calls
     disable()
     assert not is_enabled()
-    with warnings.catch_warnings():
-        warnings.filterwarnings("error", message=".*was built before")
-        early.train()
 
 
-def test_kernels_come_and_go():
-    from trl.trainer.base_trainer import _BaseTrainer
-
-    original = _BaseTrainer.__init__
+def test_what_a_second_call_changes(tmp_path):
+    enable(skip_zero_advantages=False, divergence=Divergence.reverse_kl())
+    enable(kernels=True)
     enable()
-    assert _BaseTrainer.__init__ is original
-    with enabled(kernels=True):
-        assert _BaseTrainer.__init__ is not original
-        enable()  # the kernels stay
-        assert _BaseTrainer.__init__ is not original
-    assert _BaseTrainer.__init__ is original
-    assert trl.trainer.sft_trainer.add_fused_lm_head is add_fused_lm_head
-    enable(kernels=True)  # they come to what is enabled
-    assert _BaseTrainer.__init__ is not original
+    assert (chosen.kernels, chosen.skip_zero_advantages) == (True, False)
+    assert chosen.divergence == Divergence.reverse_kl()
+    with enabled(divergence=Divergence.forward_kl()):
+        assert chosen.divergence == Divergence.forward_kl()
+    assert chosen.divergence == Divergence.reverse_kl()
     disable()
-    assert _BaseTrainer.__init__ is original
+    assert (chosen.kernels, chosen.skip_zero_advantages, chosen.divergence) == (False, True, None)
 
 
-def test_what_was_enabled_stays_where_kernels_cannot_come(monkeypatch):
-    import trl.trainer.base_trainer as base
-    import trl.trainer.sft_trainer as sft_trainer
+def test_a_new_parameter_of_trl_drops_no_feature(monkeypatch):
+    """While it has TRL's default; with another value, TRL's own function runs, with a warning."""
+    import trl.trainer.sft_trainer as module
 
-    enable()
-    ours = sft_trainer.add_fused_lm_head
-    monkeypatch.setattr(base, "_BaseTrainer", None)
-    with pytest.warns(UserWarning, match=r"kernels: trl\.trainer\.base_trainer\._BaseTrainer\.__init__ is not there"):
-        enable(kernels=True)
-    assert sft_trainer.add_fused_lm_head is ours
+    model, added = tiny_model()[0], module.add_fused_lm_head
+    calls = []
+
+    def newer(model, temperature=1.0, cast_lm_head_to_fp32=False, outputs=("log_probs",), tiles=4):
+        calls.append(tiles)
+        added(model, temperature, cast_lm_head_to_fp32, outputs)
+
+    monkeypatch.setattr(module, "add_fused_lm_head", newer)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)
+        enable()
+        module.add_fused_lm_head(model, tiles=4)
+    assert calls == []
+    with pytest.warns(UserWarning, match="TRL's own newer runs: the argument tiles is not known"):
+        module.add_fused_lm_head(model, tiles=8)
+    assert calls == [8]
 
 
 FOUND = find(FEATURES)
 
 
-@pytest.mark.parametrize("feature", FEATURES, ids=lambda feature: feature.name)
+@pytest.mark.parametrize("feature", FEATURES)
 def test_a_feature_that_lacks_a_place_is_left_out(feature, monkeypatch):
-    """Each place of it in turn; all other features are enabled, but for what is a part of it."""
+    """Each place of it in turn; all other features are enabled."""
     before = {(p.owner, p.name): vars(p.owner).get(p.name) for places in FOUND.values() for p in places}
-    parts = {other.name for other in FEATURES if feature.name in (other.name, other.part_of)}
-    for place, removed in zip(feature.places, FOUND[feature.name], strict=True):
+    for place, removed in zip(FEATURES[feature], FOUND[feature], strict=True):
         if place.module == "trl.trainer":  # which gets its names from other modules
             continue
         others = {name for name, places in FOUND.items() if any(p[:2] == removed[:2] for p in places)}
-        kept = {(p.owner, p.name) for name, places in FOUND.items() if name not in parts | others for p in places}
+        kept = {(p.owner, p.name) for name, places in FOUND.items() if name not in others for p in places}
         with monkeypatch.context() as patch:
             if place.function or place.takes:  # deleted, a method might be inherited
                 patch.setattr(removed.owner, removed.name, lambda: None)
             else:
                 patch.delattr(removed.owner, removed.name)
-            with pytest.warns(UserWarning, match=re.escape(f"{feature.name}: {place.module}.{place.name} ")):
+            with pytest.warns(UserWarning, match=re.escape(f"{feature}: {place.module}.{place.name} ")):
                 enable()
             for owner, attribute in before:
                 replaced = vars(owner).get(attribute) is not before[owner, attribute]
@@ -151,24 +143,17 @@ def test_a_trl_without_any_place_is_refused(monkeypatch):
         with pytest.raises(RuntimeError, match=r"SFT: trl.trainer.sft_trainer.add_fused_lm_head .*Nothing was changed"):
             enable()
     assert not is_enabled()
-    for other, said in ((lambda model, scale=1.0: None, "an unknown parameter scale"), (lambda: None, "no parameter")):
+    for other, said in ((lambda model, scale: None, "an unknown parameter scale"), (lambda: None, "no parameter")):
         monkeypatch.setattr(dpo_trainer, "add_fused_lm_head", other)
         with pytest.warns(UserWarning, match=f"DPO: trl.trainer.dpo_trainer.add_fused_lm_head has {said}"):
             enable()
         disable()
-
-
-def test_what_needs_another_package_is_left_out_silently(monkeypatch):
-    """Nobody can use it without the package."""
-    import trl.trainer.sft_trainer as module
-
-    original = module.BaseTunerLayer
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error", UserWarning)
+    other = SimpleNamespace(forward=lambda ctx, hidden, weight, scale: None)
+    monkeypatch.setattr(trl.trainer.utils, "_ChunkedLogProbFunction", other)
+    with pytest.warns(
+        UserWarning, match="log-probabilities: .*_ChunkedLogProbFunction has other parameters, hidden, w"
+    ):
         enable()
-    assert module.BaseTunerLayer is original
-    assert {f.package for f in FEATURES} == {"", "peft"}
 
 
 def test_wrong_options():

@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from liger_losses import Head
-from liger_losses.patching.pending import pending_product
+from liger_losses.patching.pending import PendingLogits, pending_product
+from liger_losses.places import around
 from tests.project.test_examples import tiny_model
 from tests.trl.trainers import sft, train
 
@@ -15,68 +16,33 @@ def pending(hidden_states, weight):
     return pending_product(hidden_states, Head(weight))
 
 
-def test_a_teacher_whose_head_cannot_be_prepared_is_used_as_it_is():
-    from liger_losses.patching.loss_head import is_head
-    from liger_losses.places import around
-    from liger_losses.trl.experimental import with_heads
+def test_a_head_that_cannot_be_prepared_is_used_as_it_is():
+    from liger_losses.trl.experimental import with_pending_logits
 
     class Trainer:
-        @around(with_heads)
-        def __init__(self, model, teacher_model):
-            self.model, self.teacher_model = model, teacher_model
+        @around(with_pending_logits)
+        def compute(self):
+            return [type(model(input_ids=torch.ones(1, 2, dtype=torch.long)).logits) for model in vars(self).values()]
 
-    model, teacher = tiny_model()[0], tiny_model()[0]
-    teacher.lm_head.register_full_backward_hook(lambda *_: None)
-    with pytest.warns(UserWarning, match=r"backward hooks.*\): as teacher_model, it computes"):
-        Trainer(model, teacher)
-    assert is_head(model.lm_head)
-    with pytest.raises(TypeError, match="train it outside"):
-        Trainer(teacher, model)
+    trainer = Trainer()
+    trainer.model, trainer.teacher_model = tiny_model()[0], tiny_model()[0]
+    trainer.teacher_model.lm_head.register_full_backward_hook(lambda *_: None)
+    with pytest.warns(UserWarning, match=r"backward hooks.*\): the teacher_model computes"):
+        assert trainer.compute() == [PendingLogits, torch.Tensor]
 
 
-@pytest.mark.parametrize(
-    ("targets", "error", "parameter"),
-    [(("q_proj", "lm_head"), ValueError, "lm_head.lora"), (("some tokens",), AttributeError, "trainable_tokens_delta")],
-)
-def test_adapters_on_the_head_train(targets, error, parameter, tmp_path):
-    """TRL refuses them; here the adapter is part of the logits, as tests of patched heads have it in all kinds."""
-    with pytest.raises(error):
-        train(sft, tmp_path / "plain", False, adapter=targets)
-    _, trained = train(sft, tmp_path / "ours", True, adapter=targets)
-    assert any(parameter in name for name in trained)
-
-
-@pytest.mark.parametrize("tail", [True, False])
-@pytest.mark.parametrize("beta", [0.0, 0.5, 1.0])
-def test_asynchronous_distillation(beta, tail):
-    """Its rollouts come from elsewhere; what it computes of them is one function."""
-    import trl.experimental.async_distillation.async_distillation_trainer as module
-
-    from liger_losses.trl.divergences import chunked_jsd_loss
-
-    g = torch.Generator().manual_seed(0)
-    hidden, weight, bias = (torch.randn(*shape, generator=g) for shape in ((11, 6), (23, 6), (23,)))
-    columns = torch.stack([torch.randperm(23, generator=g)[:4] for _ in range(11)])
-    teacher = torch.randn(11, 23, generator=g).log_softmax(-1).gather(1, columns)
-    there = torch.rand(11, 4, generator=g) < 0.7
-    there[:, 0] = True
-    columns = torch.where(there, columns, -1)
-    results = []
-    for function in (module._chunked_jsd_loss, chunked_jsd_loss):
-        leaves = [t.clone().requires_grad_() for t in (hidden, weight, bias)]
-        loss, *sums = function(*leaves, 1.3, 5.0, columns, teacher, there, beta, 0.7, tail, torch.arange(11) % 2, 2, 4)
-        results.append([loss.detach(), *sums, *torch.autograd.grad(loss, leaves)])
-    torch.testing.assert_close(*results[::-1], rtol=1e-4, atol=1e-5)
-    # As with a head that is kept in fp32; TRL's product is in fp32 then.
-    leaves = [t.requires_grad_() for t in (hidden.bfloat16(), weight, bias)]
-    loss, *_ = chunked_jsd_loss(*leaves, 1.3, 5.0, columns, teacher, there, beta, 0.7, tail, None, 2, 4)
-    assert [g.dtype for g in torch.autograd.grad(loss, leaves)] == [t.dtype for t in leaves]
+def test_trainable_tokens_of_a_tied_head_train(tmp_path):
+    """TRL's head cannot train them; here they are part of the logits, with the gradient of the model's own loss."""
+    with pytest.raises(AttributeError):
+        train(sft, tmp_path / "plain", False, adapter=("some tokens",))
+    _, trained = train(sft, tmp_path / "ours", True, adapter=("some tokens",))
+    assert any("trainable_tokens_delta" in name for name in trained)
 
 
 def test_another_divergence_than_the_jsd():
     """``enable(divergence=)`` is what all functions take, until ``disable``."""
     from liger_losses import Divergence, functional
-    from liger_losses.trl import disable, enable, enabled
+    from liger_losses.trl import enable, enabled
     from liger_losses.trl.divergences import chunked_divergence_loss
     from liger_losses.trl.experimental import full_logit_self_distillation
 
@@ -89,14 +55,8 @@ def test_another_divergence_than_the_jsd():
             torch.testing.assert_close(loss, expected.mean())
             given = pending(hidden, student), wide @ teacher.T
             torch.testing.assert_close(full_logit_self_distillation(*given, distillation_alpha=0.5), expected)
-    enable(divergence=which)
-    try:
-        with pytest.raises(RuntimeError, match="another divergence"):
-            enable(divergence=Divergence.reverse_kl())
-        with pytest.raises(TypeError, match="must be a Divergence"):
-            enable(divergence="reverse_kl")
-    finally:
-        disable()
+    with pytest.raises(TypeError, match="must be a Divergence"):
+        enable(divergence="reverse_kl")
 
 
 def test_models_of_other_vocabularies_are_refused_as_by_trl():

@@ -45,6 +45,38 @@ def test_the_contract_of_the_head(temperature, experts):
         torch.testing.assert_close(found[1][name], gradient, rtol=1e-3, atol=1e-5, msg=name)
 
 
+@pytest.mark.parametrize(
+    ("dtype", "of_weight", "autocast"),
+    [
+        (torch.float32, torch.float32, None),
+        (torch.bfloat16, torch.float32, None),
+        (torch.float32, torch.float32, torch.bfloat16),
+    ],
+)
+@pytest.mark.parametrize("outputs", [("log_probs", "entropy"), ("log_probs", "entropy", "log_sum_sq_probs", "is_top1")])
+def test_the_function_that_trls_trainers_share(outputs, dtype, of_weight, autocast):
+    """With a bias, a temperature, a scale and a soft-cap, and entropies in the loss."""
+    theirs = trl.trainer.utils._ChunkedLogProbFunction
+    g = torch.Generator().manual_seed(0)
+    made = [torch.randn(*shape, generator=g) for shape in ((9, 16), (41, 16), (41,))]
+    targets, results = torch.randint(41, (9,), generator=g), []
+    with torch.autocast("cpu", autocast, enabled=autocast is not None):
+        for on in (False, True):
+            leaves = [t.to(d).requires_grad_() for t, d in zip(made, (dtype, of_weight, of_weight), strict=True)]
+            with enabled() if on else contextlib.nullcontext():
+                function = trl.trainer.utils._ChunkedLogProbFunction
+                assert (function is theirs) is not on
+                found = function.apply(*leaves, targets, 0.7, 32768, 5.0, 1.3, outputs)
+            total = sum((torch.linspace(0.5, 1.5, 9) * values).sum() for values in found[:2])
+            kept = [None if values is None else values.detach() for values in found]
+            results.append([*kept, *(gradient.float() for gradient in torch.autograd.grad(total, leaves))])
+    half = torch.bfloat16 in (dtype, autocast)
+    for theirs, ours in zip(*results, strict=True):
+        assert (theirs is None) == (ours is None)
+        if ours is not None:
+            assert (ours.float() - theirs.float()).norm() <= (0.02 if half else 1e-5) * theirs.float().norm()
+
+
 def test_the_head_in_fp32():
     """A model in bf16 whose head has been cast, and whose head's forward casts its input, as GRPO's trainer does it."""
     model = tiny_model()[0]
@@ -112,8 +144,6 @@ def test_the_forward_without_it_is_the_models_own():
 def test_models_it_cannot_serve_are_refused():
     model, _, _ = tiny_model()
     ids = torch.randint(3, 19, (2, 7))
-    with pytest.raises(ValueError, match="unknown outputs"):
-        add_fused_lm_head(model, outputs=("log_probs", "logits"))
     add_fused_lm_head(model)
     with pytest.raises(ValueError, match="needs labels"):
         model(input_ids=ids, fused_lm_head=True)

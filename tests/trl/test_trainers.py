@@ -1,5 +1,6 @@
 """TRL's trainers, plain and enabled: the same losses, gradients and metrics, and no logits in training."""
 
+import re
 from dataclasses import replace
 
 import pytest
@@ -9,20 +10,27 @@ import transformers
 from liger_losses import EngineOptions
 from liger_losses.chunked.core import stream
 from liger_losses.places import Missing
-from liger_losses.trl import enabled
+from liger_losses.trl import enabled, enabling
 from liger_losses.trl.features import FEATURES, find
 from tests.project.test_examples import tiny_model
 from tests.results.test_work import Work
 from tests.trl.trainers import CASES, check_training, train
 
 FOUND = find(FEATURES)
-#: The features of cases that are named after something else.
-_FEATURES = {"GMPO": "GRPO"}
+
+
+def missing_of(name):
+    """What this version of TRL lacks for a case, or ``None``."""
+    trainer = name.partition(",")[0]
+    feature = trainer if trainer in FOUND else f"any head in {'GRPO' if trainer == 'GMPO' else trainer}"
+    return FOUND[feature] if isinstance(FOUND[feature], Missing) else None
+
+
 #: ``make test`` leaves out those that take long, or whose option another trainer has.
 _SLOW = {
     *("SFT, compiled", "DPO, compiled", "CPO, compiled", "GRPO, compiled", "CPO, bf16", "DPO, LoRA"),
     *("SFT, prompt tuning", "ORPO, checkpointing", "DPO, synchronised reference", "SDPO, top-k"),
-    *("GOLD, hybrid", "IW-OPD, JSD", "server distillation, JSD", "SFT, accumulated"),
+    *("IW-OPD, JSD", "SFT, accumulated"),
 }
 
 
@@ -30,22 +38,31 @@ _SLOW = {
 def test_training_is_the_same_and_makes_no_logits(name, tmp_path):
     """Where this version of TRL lacks what is replaced, TRL's own code trains, with a warning."""
     build, options = CASES[name]
-    trainer = name.partition(",")[0]
-    feature = _FEATURES.get(trainer, trainer)
-    missing = FOUND[feature]
-    if not isinstance(missing, Missing):
+    missing = missing_of(name)
+    if missing is None:
         check_training(build, tmp_path, **options)
     elif missing.package:
         pytest.skip(str(missing))
     else:
-        with pytest.warns(UserWarning, match=f"{feature}: .*TRL's own code runs"), enabled():
+        with pytest.warns(UserWarning, match=f"{re.escape(str(missing))}.*TRL's own code runs"), enabled():
             assert train(build, tmp_path, False, **options)[0]
+
+
+@pytest.mark.skipif(isinstance(FOUND["log-probabilities"], Missing), reason=str(FOUND["log-probabilities"]))
+@pytest.mark.parametrize(
+    "name", ["SFT", "SFT, experts", "DPO", "KTO", "GRPO", "GRPO, head in fp32, bf16", "RLOO", "asynchronous GRPO"]
+)
+def test_one_name_of_trl_serves_its_main_trainers(name, tmp_path, monkeypatch):
+    """As for a model of a trainer that was built before ``enable``, or of a later TRL that has another fused head."""
+    monkeypatch.setattr(enabling, "FEATURES", {"log-probabilities": FEATURES["log-probabilities"]})
+    build, options = CASES[name]
+    check_training(build, tmp_path, **options)
 
 
 #: Cases whose trainers ask for all positions and mask afterwards: N counts positions, with prompts and padding.
 _ALL_POSITIONS = {
-    *("A2PO", "online DPO", "CPO", "CPO, bf16", "ORPO", "ORPO, LoRA", "ORPO, checkpointing", "IW-OPD, JSD"),
-    *("SDPO", "SDPO, top-k", "server distillation", "server distillation, JSD"),
+    *("online DPO", "CPO", "CPO, bf16", "ORPO", "ORPO, LoRA", "ORPO, checkpointing", "IW-OPD, JSD"),
+    *("SDPO", "SDPO, top-k"),
 }
 #: N H V that trainers compute beside one loss of the trained head.
 _MORE = {
@@ -61,9 +78,6 @@ _MORE = {
     "IW-OPD": 5,  # the teacher; both on tokens whose weight is 0
     "IW-OPD, JSD": 2,
     "SDFT": 6,  # the teacher, in each of the two passes of a divergence per token, or the largest of all positions
-    # Across tokenizers it sorts rows of both models, which it computes again in backward.
-    "GOLD, across tokenizers": 12,
-    "GOLD, hybrid": 12,
 }
 
 
@@ -72,9 +86,8 @@ _MORE = {
 def test_the_work_of_a_step(name, kept, tmp_path, monkeypatch):
     """Forward and both gradients of N tokens are 6 N H V; 8 where the logits are too large to keep."""
     build, options = CASES[name]
-    trainer_name = name.partition(",")[0]
-    missing = FOUND[_FEATURES.get(trainer_name, trainer_name)]
-    if isinstance(missing, Missing):
+    trainer_name, missing = name.partition(",")[0], missing_of(name)
+    if missing is not None:
         pytest.skip(str(missing))
     plan = stream.plan
     if not kept:

@@ -105,7 +105,7 @@ def run_case(rank, tied, checkpointing, threshold, kind):
     engine.destroy()
 
 
-#: Of tests/trl/test_trainers.py. A2PO and online DPO are not here, as TRL makes their reference models without ZeRO-3.
+#: Of tests/trl/test_trainers.py. Online DPO is not here, as TRL makes its reference model without ZeRO-3.
 TRAINERS = (
     "distillation",
     "CPO",
@@ -114,9 +114,7 @@ TRAINERS = (
     "TPO",
     "GKD",
     "GOLD",
-    "GOLD, across tokenizers",
     "IW-OPD",
-    "server distillation",
     "SDFT",
     "SDFT, whole vocabulary",
     "SDPO, top-k",

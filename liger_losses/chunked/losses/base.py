@@ -171,6 +171,7 @@ class ChunkedLoss(nn.Module):
     parameters_named: ClassVar[Mapping[str, str]]
     #: Its options, and what its constructor takes: these, and what the constructors of subclasses name.
     options_signature: ClassVar[inspect.Signature]
+    frozen_names: ClassVar[tuple[str, ...]]
     required_options: ClassVar[frozenset[str]]
     option_names: ClassVar[tuple[str, ...]]
     __signature__ = _Signature()
@@ -195,6 +196,7 @@ class ChunkedLoss(nn.Module):
                 raise TypeError(f"{cls.__name__}.{name} hides the option {name}; give its constructor another value.")
         cls.options_signature = options_signature(cls, cls.positions)
         options = cls.options_signature.parameters.values()
+        cls.frozen_names = tuple([option.name for option in options])
         cls.required_options = frozenset([option.name for option in options if option.default is option.empty])
         cls.option_names = tuple(constructor_signature(cls).parameters)
         parameters = [*inspect.signature(cls.forward).parameters.values()][1:]
@@ -251,7 +253,7 @@ class ChunkedLoss(nn.Module):
             """The type of :meth:`forward`."""
 
     def __setattr__(self, name: str, value: Any) -> None:
-        if name in self.options_signature.parameters:
+        if name in self.frozen_names:
             raise AttributeError(
                 f"{name} is an option, and a loss is frozen: loss.replace({name}=...) returns one with another value. "
                 f"(The constructor of a subclass passes it on, super().__init__({name}=...).)"

@@ -146,8 +146,12 @@ def test_any_two_together_in_triton(row, small_tiles, default_gpu):
         torch.set_default_dtype(before)
 
 
+#: In fp16, the plain computation of a large head with adapters overflows: there is nothing to compare with.
+IN_LARGE_SHAPES = [row for row in rows(**LARGE) if not (row.adapted and row.dtype == "float16")]
+
+
 @pytest.mark.gpu
-@pytest.mark.parametrize("row", rows(**LARGE), ids=str)
+@pytest.mark.parametrize("row", IN_LARGE_SHAPES, ids=str)
 def test_large_shapes(row, default_gpu):
     check(row)
 

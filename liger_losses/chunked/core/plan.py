@@ -390,7 +390,9 @@ def _budget(call: Signature, row: int, collects: bool) -> tuple[int, int, int, i
         gradients = call.tokens * call.hidden_size * wide_dtype(call.operand).itemsize
         most = max(size, call.memory // MEMORY_PARTS + gradients)
     copied, most = _copies(call, size, most)
-    if bound is not None or copied < call.columns:
+    if bound is not None:
+        size = most
+    elif copied < call.columns:
         size -= copied * call.copied_bytes
     limit = (4 if call.device.type == "cpu" else 96) * MiB
     scratch = max(min(size // 8, limit), scratch_row) if scratch_row else 0
@@ -435,8 +437,9 @@ def _copies(call: Signature, size: int, most: int) -> tuple[int, int]:
     """Rows of the heads that are copied at a time, and the bytes that are left of ``most`` for blocks that are kept."""
     if not call.copied_bytes:
         return call.columns, most
-    whole = call.columns * call.hidden_size * call.operand.itemsize
-    if (call.quantized or call.quantized_teacher) and whole + max(whole, 64 * row_bytes(call)) <= most:
+    sizes = call.hidden_size * call.quantized + call.teacher_size * call.quantized_teacher
+    whole = call.columns * sizes * call.operand.itemsize
+    if whole and whole + max(whole, 64 * row_bytes(call)) <= most:
         return call.columns, most - whole
     columns = max(1, min(size // COPIES // call.copied_bytes, call.columns))
     return columns // 64 * 64 or columns, most - columns * call.copied_bytes

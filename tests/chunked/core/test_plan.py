@@ -10,7 +10,7 @@ from liger_losses.chunked.core.buffers import Leaf
 from liger_losses.chunked.core.plan import MiB, Signature, least_bytes, plan, row_bytes
 from liger_losses.chunked.core.ranks import ALONE
 from liger_losses.chunked.core.stream import PLANNERS, _plans
-from liger_losses.chunked.core.weights import Dense
+from liger_losses.chunked.core.weights import Dense, Quantized
 
 pytest.importorskip("triton")
 
@@ -71,6 +71,21 @@ def test_a_sum_of_many_parts_is_taken_by_tiles_or_in_fp32():
     of_two = [call_of(OF_CORE | {"tokens": n, "sharing": 2}) for n in (4096, 4224)]
     made = [plan(call, tuple(PLANNERS)) for call in of_two]
     assert [(of_one.tile, of_one.accumulate) for of_one in made] == [(None, None), (None, torch.float32)]
+
+
+@pytest.mark.parametrize(
+    ("teacher", "copied", "block_rows"),
+    [
+        ({}, 32000, 1205),
+        (TEACHER | {"teacher_columns": 32000, "quantized_teacher": True}, 768, 967),
+    ],
+)
+def test_a_dequantized_head_takes_of_the_workspace_what_lives(teacher, copied, block_rows):
+    """While steps of it are dequantized, nothing else does."""
+    quantized = {"weights": (Quantized,), "copied_bytes": 12 * 2048 * (1 + bool(teacher)), "trains_weight": False}
+    within = {"columns": 32000, "tokens": 8192, "options": EngineOptions(workspace=300 * MiB)}
+    made = plan(call_of(OF_CORE | quantized | within | teacher), tuple(PLANNERS))
+    assert (made.copied_rows, made.block_rows) == (copied, block_rows)
 
 
 def test_the_least_workspace():

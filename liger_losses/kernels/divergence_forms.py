@@ -317,13 +317,13 @@ def cosine_terms(
 def _limited_forward_kl(log_p, log_q, a, b, c, exp: tl.constexpr = fast_exp, where: tl.constexpr = choose):
     q = exp(log_q)
     f = q * (log_q - log_p)
-    return where(f < a, f, a), where(f < a, -q, 0.0)
+    return where(f > a, a, f), where(f > a, 0.0, -q)  # NaN stays
 
 
 def _limited_reverse_kl(log_p, log_q, a, b, c, exp: tl.constexpr = fast_exp, where: tl.constexpr = choose):
     p = exp(log_p)
     d = log_p - log_q
-    return where(p * d < a, p * d, a), where(p * d < a, p * (d + 1), 0.0)
+    return where(p * d > a, a, p * d), where(p * d > a, 0.0, p * (d + 1))
 
 
 def _limited_gkd_mixture(log_p: Tensor, log_q: Tensor, a: float, b: float, c: float) -> tuple[Tensor, Tensor]:

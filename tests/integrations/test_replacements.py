@@ -100,7 +100,7 @@ def test_names_of_a_module_that_is_being_imported(framework):
 
 
 def test_parameters_that_differ_are_named(framework):
-    framework(**{"fw.calls": "def head(hidden, scale, *, cap=None): pass"})
+    framework(**{"fw.calls": "def head(hidden, scale, *, cap): pass"})
     importlib.import_module("fw.calls")
     for function, said in (
         (lambda hidden, scale: None, "has an unknown parameter cap"),

@@ -167,6 +167,9 @@ def not_launched(found: list[Launch]) -> list[str]:
     used = {launch.kernel for launch in found} | {
         value for launch in found for value in launch.constants.values() if isinstance(value, JITFunction)
     }
+    used |= {
+        p.default for f in functions for p in f.signature.parameters.values() if isinstance(p.default, JITFunction)
+    }
     return sorted(f"{f.module}.{f.__name__}" for f in functions - used if f.__name__ not in called)
 
 

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from liger_losses.functional import forward_kl
+from liger_losses.kernels.divergence_forms import FORMS
 from liger_losses.kernels.divergence_terms import series_of
 from tests.reference import divergence
 
@@ -66,3 +67,9 @@ def test_however_unlikely_a_column_is(gap):
 def test_columns_without_a_probability_add_nothing(zero):
     log_p, log_q = torch.tensor([math.log(0.25), math.log(0.75), zero]), torch.tensor([math.log(0.5)] * 2 + [zero])
     assert torch.equal(forward_kl(log_p, log_q), forward_kl(log_p[:2], log_q[:2]))
+
+
+@pytest.mark.parametrize("name", [name for name in FORMS if name.startswith("limited")])
+def test_a_limit_does_not_hide_nan(name):
+    terms = FORMS[name].torch(torch.tensor([torch.nan, -1.0]), torch.tensor([-1.0, -1.0]), 0.5, 0.5, 0.5)
+    assert terms[0].isnan().tolist() == [True, False]

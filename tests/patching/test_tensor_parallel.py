@@ -167,8 +167,8 @@ def run_experimental(folder, name):
 
     from liger_losses.trl import experimental
 
-    name = "selective_log_softmax_and_entropy"
-    answer = functools.partial(experimental.with_replacement, getattr(experimental, name), getattr(utils, name))
+    ours, theirs = (module.selective_log_softmax_and_entropy for module in (experimental, utils))
+    answer = functools.partial(experimental.with_replacement, ours, theirs)
 
     def logps_and_entropy(model):
         ids, _ = batch()

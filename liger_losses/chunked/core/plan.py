@@ -63,6 +63,7 @@ class Signature:
     trains_hidden: bool
     copied_bytes: int  # of a row of the heads, while it is copied
     weights: tuple[type, ...]  # the forms of the head's matrix, from the outside in
+    copy_bytes: int = 0  # of it, what the copies of a row take
     quantized_teacher: bool = False
     teacher_columns: int = 0
     teacher_size: int = 0
@@ -107,11 +108,12 @@ def signature(
     operand = operand_dtype(dtype, hidden.device, backend)
     weights, names, trains_hidden = _forms(head.weights), {s.name for s in asked}, hidden.requires_grad and bool(leaves)
     columns, copied = head.ranks.most(head.weights.columns), head.weights.copied_bytes(operand)
-    of_teacher: dict[str, Any] = {}
+    copy, of_teacher = head.weights.hidden_size if copied else 0, dict[str, Any]()
     if teacher is not None:
         of_teacher["teacher_columns"] = min(teacher.vocab_size, columns)
     if isinstance(teacher, Target):
-        copied += teacher.head.weights.copied_bytes(operand)
+        copied_teacher = teacher.head.weights.copied_bytes(operand)
+        copied, copy = copied + copied_teacher, copy + (teacher.head.weights.hidden_size if copied_teacher else 0)
         of_teacher["quantized_teacher"] = Quantized in _forms(teacher.head.weights)
         of_teacher["teacher_size"] = teacher.head.weights.hidden_size
     return Signature(
@@ -128,6 +130,7 @@ def signature(
         trains_weight=len(leaves) > trains_hidden,
         trains_hidden=trains_hidden,
         copied_bytes=copied,
+        copy_bytes=copy * operand.itemsize,
         weights=weights,
         of_kernels=target.kept is None and teacher is None and names <= {*OF_KERNELS},
         shared=head.ranks.size > 1,
@@ -437,9 +440,8 @@ def _copies(call: Signature, size: int, most: int) -> tuple[int, int]:
     """Rows of the heads that are copied at a time, and the bytes that are left of ``most`` for blocks that are kept."""
     if not call.copied_bytes:
         return call.columns, most
-    sizes = call.hidden_size * call.quantized + call.teacher_size * call.quantized_teacher
-    whole = call.columns * sizes * call.operand.itemsize
-    if whole and whole + max(whole, 64 * row_bytes(call)) <= most:
+    whole = call.columns * call.copy_bytes
+    if (call.quantized or call.quantized_teacher) and whole + max(whole, 64 * row_bytes(call)) <= most:
         return call.columns, most - whole
     columns = max(1, min(size // COPIES // call.copied_bytes, call.columns))
     return columns // 64 * 64 or columns, most - columns * call.copied_bytes

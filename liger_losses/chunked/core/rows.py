@@ -142,13 +142,14 @@ def rest(
     Their projections are -inf while the sum is taken. ``memory`` has one column more than there are, which stands for
     columns of other ranks.
     """
-    z, capped = memory[:, :columns], epilogue.transform.softcap is not None
-    if capped:  # of which -inf, here a mark, is a finite logit
+    z, transform = memory[:, :columns], epilogue.transform
+    by_logits = transform.softcap is not None or transform.logit_scale <= 0
+    if by_logits:  # the logit of -inf, here a mark, is another number
         z.clamp_(min=torch.finfo(z.dtype).min)
     ids = ids if owned is None else torch.where(owned, ids, columns)
     values = memory.gather(1, ids)
     memory.scatter_(1, ids, -torch.inf)
-    if capped:
+    if by_logits:
         parts = row_slices(z, plan.scratch)
         rows = [epilogue.rows(at)(z[at]).masked_fill_(z[at] == -torch.inf, -torch.inf).logsumexp(1) for at in parts]
         of_others = torch.cat([lse.new_empty(0), *rows])

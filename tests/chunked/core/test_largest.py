@@ -38,7 +38,9 @@ def test_largest_of_rows(columns, k, logits, monkeypatch):
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("given", [{}, {"logit_scale": 0.7, "softcap": 3.0}, {"temperature": 0.5}], ids=str)
+@pytest.mark.parametrize(
+    "given", [{}, {"logit_scale": 0.7, "softcap": 3.0}, {"temperature": 0.5}, {"logit_scale": -0.7}], ids=str
+)
 def test_the_rest_of_rows(given, backend):
     """Also where the largest have nearly all of the probability."""
     device = "cuda" if torch.cuda.is_available() else "cpu"

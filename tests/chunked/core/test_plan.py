@@ -82,7 +82,9 @@ def test_a_sum_of_many_parts_is_taken_by_tiles_or_in_fp32():
 )
 def test_a_dequantized_head_takes_of_the_workspace_what_lives(teacher, copied, block_rows):
     """While steps of it are dequantized, nothing else does."""
-    quantized = {"weights": (Quantized,), "copied_bytes": 12 * 2048 * (1 + bool(teacher)), "trains_weight": False}
+    heads = 1 + bool(teacher)
+    quantized = {"weights": (Quantized,), "copied_bytes": heads * 12 * 2048, "copy_bytes": heads * 2 * 2048}
+    quantized["trains_weight"] = False
     within = {"columns": 32000, "tokens": 8192, "options": EngineOptions(workspace=300 * MiB)}
     made = plan(call_of(OF_CORE | quantized | within | teacher), tuple(PLANNERS))
     assert (made.copied_rows, made.block_rows) == (copied, block_rows)

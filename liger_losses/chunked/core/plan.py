@@ -392,14 +392,12 @@ def _budget(call: Signature, row: int, collects: bool) -> tuple[int, int, int, i
     if bound is None:  # of logits; gradients of hidden states come on top
         gradients = call.tokens * call.hidden_size * wide_dtype(call.operand).itemsize
         most = max(size, call.memory // MEMORY_PARTS + gradients)
-    copied, most = _copies(call, size, most)
-    if bound is not None:
-        size = most
-    elif copied < call.columns:
-        size -= copied * call.copied_bytes
+    copied, live, peak = _copies(call, size, most)
+    if bound is not None or copied < call.columns:
+        size -= peak
     limit = (4 if call.device.type == "cpu" else 96) * MiB
     scratch = max(min(size // 8, limit), scratch_row) if scratch_row else 0
-    return max(size - scratch, row), most, scratch, copied
+    return max(size - scratch, row), most - live, scratch, copied
 
 
 def _rows(call: Signature, row: int, size: int, collects: bool) -> tuple[int, int]:
@@ -436,15 +434,16 @@ def _temporaries(call: Signature) -> tuple[int, int]:
     return count * padded(call.columns) * item, call.tokens * 32 * item
 
 
-def _copies(call: Signature, size: int, most: int) -> tuple[int, int]:
-    """Rows of the heads that are copied at a time, and the bytes that are left of ``most`` for blocks that are kept."""
+def _copies(call: Signature, size: int, most: int) -> tuple[int, int, int]:
+    """Rows of the heads that are copied at a time, the bytes of the copies, and of copies and what making them takes."""
     if not call.copied_bytes:
-        return call.columns, most
+        return call.columns, 0, 0
     whole = call.columns * call.copy_bytes
-    if (call.quantized or call.quantized_teacher) and whole + max(whole, 64 * row_bytes(call)) <= most:
-        return call.columns, most - whole
+    if (call.quantized or call.quantized_teacher) and 2 * whole + 64 * row_bytes(call) <= most:
+        return call.columns, whole, 2 * whole
     columns = max(1, min(size // COPIES // call.copied_bytes, call.columns))
-    return columns // 64 * 64 or columns, most - columns * call.copied_bytes
+    columns = columns // 64 * 64 or columns
+    return columns, columns * call.copied_bytes, columns * call.copied_bytes
 
 
 def _tile(call: Signature, size: int, copied: int) -> Tile:

@@ -435,7 +435,7 @@ def _temporaries(call: Signature) -> tuple[int, int]:
 
 
 def _copies(call: Signature, size: int, most: int) -> tuple[int, int, int]:
-    """Rows of the heads that are copied at a time, the bytes of the copies, and of copies and what making them takes."""
+    """Rows of the heads that are copied at a time, the bytes of the copies, and the bytes while these are made."""
     if not call.copied_bytes:
         return call.columns, 0, 0
     whole = call.columns * call.copy_bytes

@@ -53,9 +53,28 @@ def without_old_policy(name: str, method: Callable[..., Any], self: Any, inputs:
     if not chosen.reuse_forward or _refuses(self, name):
         return method(self, inputs)
     _check_dropout(self.model)
+    _generate_when_training_begins(self)
     batch = _with_attributes(self, WITHOUT[name], method, self, inputs)
     batch.pop(name, None)
     return batch | {_GENERATED: torch.tensor(self.state.global_step)}  # TRL splits tensors, and no numbers
+
+
+def _generate_when_training_begins(trainer: Any) -> None:
+    """Make ``train()`` begin with a generation where the last one failed between two batches of a generation.
+
+    The second might lack its old log-probabilities, and later generations would not end where a step does.
+    """
+    from transformers import TrainerCallback
+
+    def begin(args: Any, *_: Any, **__: Any) -> None:
+        if trainer._step % args.steps_per_generation:
+            trainer._step = 0
+
+    if not getattr(trainer, "_liger_losses_generates_first", False):
+        trainer._liger_losses_generates_first = True
+        callback = TrainerCallback()
+        vars(callback)["on_train_begin"] = begin  # which stays after disable(), as the batches do
+        trainer.add_callback(callback)
 
 
 def with_old_policy(name: str, method: Callable[..., Tensor], self: Any, model: nn.Module, inputs: Any) -> Tensor:
@@ -94,8 +113,9 @@ def _refuses(trainer: Any, name: str) -> bool:
         reasons.append(f"gradient_accumulation_steps={accumulated} is no multiple of steps_per_generation={steps}")
     if name == "old_logps" and trainer.beta:
         reasons.append(f"beta={trainer.beta} adds log-probabilities to the rewards, before the loss")
-    if not type(trainer)._compute_loss.__module__.startswith("trl."):
-        reasons.append(f"{type(trainer).__name__} has a _compute_loss that is not TRL's")
+    for method in ("_compute_loss", "_generate_and_score_completions"):
+        if not getattr(type(trainer), method).__module__.startswith("trl."):
+            reasons.append(f"{type(trainer).__name__} has a {method} that is not TRL's")
     mode = getattr(trainer, "vllm_importance_sampling_mode", MODES[0])
     if mode not in MODES:
         reasons.append(f"vllm_importance_sampling_mode={mode!r} is not known")
@@ -113,7 +133,8 @@ def _check_dropout(model: nn.Module) -> None:
         is_dropout = "Dropout" in type(module).__name__
         for key, value in vars(module).items():
             random = "drop" in key or "jitter" in key or (key == "p" and is_dropout)
-            if random and module.training and isinstance(value, (int, float)) and value > 0:
+            is_rate = isinstance(value, (int, float)) and value is not True
+            if random and module.training and is_rate and value > 0:
                 raise ValueError(
                     f"enable(reuse_forward=True) needs a model without dropout, got {name}.{key}={value}: old "
                     "log-probabilities would have the training forward's masks. Pass disable_dropout=True to the "

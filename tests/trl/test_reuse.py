@@ -4,13 +4,14 @@ import functools
 import types
 import warnings
 from collections import Counter
+from unittest import mock
 
 import pytest
 import torch
 import transformers
 
 from liger_losses.trl import disable, divergences, enable, enabled
-from liger_losses.trl.reuse import without_old_policy
+from liger_losses.trl.reuse import _check_dropout, without_old_policy
 from tests.models import small
 from tests.project.test_examples import tiny_model
 from tests.trl.trainers import _TIMES, gmpo, grpo, online, reward_half, trl
@@ -174,18 +175,28 @@ def test_what_is_not_aligned_takes_trls_way_and_says_so_once(name, tmp_path):
     assert len([w for w in said if "TRL's forward" in str(w.message)]) == 1
 
 
-class WithALoss(types.SimpleNamespace):
+class WithTRLs(types.SimpleNamespace):
+    _compute_loss = trl.GRPOTrainer._compute_loss
+    _generate_and_score_completions = trl.GRPOTrainer._generate_and_score_completions
+
+
+class WithALoss(WithTRLs):
     def _compute_loss(self, model, inputs):
         raise NotImplementedError
 
 
-class WithTRLs(types.SimpleNamespace):
-    _compute_loss = trl.GRPOTrainer._compute_loss
+class WithBatches(WithTRLs):
+    def _generate_and_score_completions(self, inputs):
+        raise NotImplementedError
 
 
 @pytest.mark.parametrize(
     ("kind", "mode", "reason"),
-    [(WithALoss, "token_mask", "WithALoss has a _compute_loss"), (WithTRLs, "odd", "sampling_mode='odd' is not known")],
+    [
+        (WithALoss, "token_mask", "WithALoss has a _compute_loss"),
+        (WithBatches, "token_mask", "WithBatches has a _generate_and_score_completions that is not TRL's"),
+        (WithTRLs, "odd", "sampling_mode='odd' is not known"),
+    ],
 )
 def test_what_is_not_known_takes_trls_way(kind, mode, reason):
     args = types.SimpleNamespace(steps_per_generation=1, gradient_accumulation_steps=1)
@@ -208,6 +219,31 @@ def test_dropout_is_an_error(family, options, named, tmp_path):
         trainer = built(grpo, tmp_path / "x", small(family, vocab_size=19, **options), **MASK)
         with pytest.raises(ValueError, match=message):
             trainer.train()
+
+
+def test_a_switch_is_no_rate_of_dropout():
+    model = torch.nn.Linear(2, 2)
+    model.drop_tokens = True
+    _check_dropout(model)
+
+
+@pytest.mark.parametrize("iterations", [1, 2])
+@pytest.mark.parametrize("again", [lambda: None, disable, lambda: disable() or enable()])
+def test_after_a_failed_step_training_begins_with_a_generation(again, iterations, tmp_path):
+    results = []
+    for reuse in (False, True):
+        with enabled(reuse_forward=reuse):
+            options = MASK | {"max_steps": 3, "num_iterations": iterations}
+            trainer = built(grpo, tmp_path / str(reuse), **options)
+            effects = [*[mock.DEFAULT] * 3, MemoryError, *[mock.DEFAULT] * 6]  # in the second batch of a generation
+            trainer.training_step = mock.Mock(wraps=trainer.training_step, side_effect=effects)
+            with pytest.raises(MemoryError):
+                trainer.train()
+            trainer._step = trainer._step if reuse else 0
+            again()
+            trainer.train()
+        results.append([*trainer.model.parameters()])
+    torch.testing.assert_close(*results, rtol=1e-3, atol=2e-6)
 
 
 def test_a_batch_of_an_earlier_policy_is_an_error(tmp_path):

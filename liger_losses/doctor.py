@@ -106,7 +106,7 @@ def configuration(name: str) -> Any:
     """A model's configuration, by its id, folder or ``config.json``; the Hub is asked once.
 
     Raises:
-        OSError, httpx.HTTPError: there is no such configuration, or the Hub does not answer.
+        OSError: there is no such configuration, or the Hub does not answer.
         ValueError: transformers does not know the model.
         ImportError: transformers is not installed.
     """
@@ -117,9 +117,16 @@ def configuration(name: str) -> Any:
     except OSError:
         if os.path.exists(name):
             raise
-    from huggingface_hub import get_hf_file_metadata, hf_hub_url
+    from huggingface_hub import constants, get_hf_file_metadata, hf_hub_url
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 
-    get_hf_file_metadata(hf_hub_url(name, "config.json"), timeout=10)  # transformers would try for half a minute
+    try:
+        get_hf_file_metadata(hf_hub_url(name, "config.json"), timeout=10)  # transformers would try for half a minute
+    except (HfHubHTTPError, HFValidationError):
+        pass  # no such model, or no right to read it, which transformers says better
+    except Exception as error:
+        reason = f"{constants.ENDPOINT} does not answer ({error})"
+        raise OSError(f"it is no folder, it is not in the local cache, and {reason}.") from error
     return AutoConfig.from_pretrained(name)
 
 
@@ -224,29 +231,27 @@ def step_bytes(model: Any, tokens: int, memory: int, patched: bool) -> int:
     return peak.most
 
 
-def most_tokens(step: Callable[[int], int], memory: int, tokens: int, fixed: int) -> int:
+def most_tokens(step: Callable[[int], int], memory: int, tokens: int) -> int:
     """The most tokens whose ``step`` fits the memory, a multiple of 128, to 2 %; 0 if none do.
 
     Args:
         tokens: where the search begins.
-        fixed: bytes that are about the same for any number of tokens.
     """
-    if step(128) > memory:
-        return 0
-    for _ in range(3):  # the rest is about proportional to the tokens
-        tokens = max(128, tokens * (memory - fixed) // (step(tokens) - fixed) // 128 * 128)
-    while step(tokens) > memory:
-        tokens -= max(128, tokens // 64 // 128 * 128)
-    return tokens
+    fits, over = 0, max(128, tokens // 128 * 128)
+    while step(over) <= memory:
+        fits, over = over, 2 * over
+    while over - fits > max(128, fits // 64):
+        middle = (fits + over) // 256 * 128
+        fits, over = (middle, over) if step(middle) <= memory else (fits, middle)
+    return fits
 
 
 def step_line(model: Any, tokens: int, memory: int, patched: bool) -> str:
     """What a step takes, and what fits ``memory`` where that is not 0."""
-    fixed = 3 * sum(parameter.nbytes for parameter in model.parameters())
     try:
         line = f"{step_bytes(model, tokens, memory, patched) / 2**30:7.1f} GiB"
         if memory:
-            most = most_tokens(lambda n: step_bytes(model, n, memory, patched), memory, tokens, fixed)
+            most = most_tokens(lambda n: step_bytes(model, n, memory, patched), memory, tokens)
             line += f"; {most:,} tokens fit {memory / 1e9:.1f} GB"
         return line
     except Exception as error:
@@ -257,16 +262,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Print the report for ``arguments`` (by default the command line's); return 1 if the model cannot be built."""
     parser = argparse.ArgumentParser(prog="python -m liger_losses.doctor", description=(__doc__ or "").splitlines()[0])
     parser.add_argument("model", nargs="?", help="a model's id, folder or config.json: prints what patch() would do")
-    parser.add_argument("--tokens", type=int, default=0, help="prints the memory of a step on so many tokens")
-    parser.add_argument("--gpu", default="0", help="24GB, for example: prints what fits its memory")
+    parser.add_argument("--tokens", type=int, help="prints the memory of a step on so many tokens")
+    parser.add_argument("--gpu", help="24GB, for example: prints what fits its memory")
     parser.add_argument("--checkpointing", action="store_true", help="the step has gradient checkpointing")
     args = parser.parse_args(arguments)
     try:
-        memory = bytes_of(args.gpu, "--gpu") if args.gpu != "0" else 0
+        memory = 0 if args.gpu is None else bytes_of(args.gpu, "--gpu")
     except ValueError as error:
         parser.error(str(error))
-    tokens = args.tokens or 4096 * bool(memory)
-    if tokens < 0 or (tokens and args.model is None):
+    tokens = 4096 if args.tokens is None and memory else args.tokens
+    if tokens is not None and (tokens < 1 or args.model is None):
         parser.error(f"--tokens and --gpu need a MODEL and at least one token, got MODEL {args.model} and {tokens}")
     for title, lines in SECTIONS.items():
         print(f"\n{title}", *lines(), sep="\n  ")

@@ -3,6 +3,7 @@
 import importlib
 import importlib.machinery
 import inspect
+import re
 import sys
 import types
 from unittest import mock
@@ -189,8 +190,32 @@ def test_fused_linear_kl_div(installed, reduction, divisor):
     torch.testing.assert_close(*pair)
     everything = F.kl_div((hidden @ weight.t()).log_softmax(-1), target, reduction="batchmean")
     torch.testing.assert_close(LigerFusedLinearKLDivLoss()(hidden, weight, target), everything)
-    with pytest.raises(ValueError, match="reduction must be batchmean, mean or sum, got 'none'"):
-        LigerFusedLinearKLDivLoss("none")(hidden, weight, target)
+    assert repr(LigerFusedLinearKLDivLoss("sum", eps=0.0)) == "LigerFusedLinearKLDivLoss(reduction='sum')"
+
+
+@pytest.mark.parametrize(
+    ("wrong", "said"),
+    [
+        ({"reduction": "none"}, "reduction must be batchmean, mean or sum, got 'none'"),
+        ({"temperature": 0.0}, "temperature must be a positive finite number, got 0.0"),
+        ({"target": torch.ones(8, 17)}, "target must be [6, 17], as the rows of student_input and student_weight, got"),
+        ({"target": torch.ones(5, 17)}, "target must be [6, 17], as the rows of student_input and student_weight, got"),
+        ({"target": torch.ones(6, 9)}, "target must be [6, 17], as the rows of student_input and student_weight, got"),
+        ({"target": torch.ones(6, 17, device="meta")}, "target is on meta"),
+        ({"target": [[1.0] * 17] * 6}, "target must be a tensor, got list; pass torch.tensor(target)"),
+        ({"student_input": [1.0]}, "student_input must be a tensor, got list"),
+        ({"student_weight": torch.ones(17, 9)}, "hidden_states must be [..., 9] to fit the weight (17, 9)"),
+        ({"shift_labels": [1]}, "labels must be a tensor, got list"),
+        ({"shift_labels": torch.ones(6, dtype=torch.bool)}, "labels must be int64 token ids"),
+    ],
+)
+def test_fused_linear_kl_div_says_what_is_wrong(wrong, said):
+    inputs = {"student_input": torch.ones(6, 8), "student_weight": torch.ones(17, 8), "target": torch.ones(6, 17)}
+    with pytest.raises((TypeError, ValueError), match=re.escape(said)):
+        if wrong.keys() & {"reduction", "temperature"}:
+            losses.LigerFusedLinearKLDivLoss(**wrong)
+        else:
+            losses.LigerFusedLinearKLDivLoss()(**inputs | wrong)
 
 
 @pytest.mark.peers

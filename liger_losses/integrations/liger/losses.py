@@ -5,16 +5,17 @@ N tokens, H hidden size, V vocabulary size, K columns. As in liger-kernel, the t
 
 from __future__ import annotations
 
-import inspect
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
 import liger_losses
 from liger_losses import TeacherLogits
+from liger_losses.checks import check_labels, check_shaped, check_tensor
 from liger_losses.chunked import EngineOptions, Head, linear_statistics
+from liger_losses.chunked.core.inputs import check_inputs
 from liger_losses.integrations.liger.chunked import applied
 from liger_losses.kernels.logit_transform import LogitTransform
 
@@ -87,10 +88,12 @@ def scaled_cross_entropy_tp(
     )
 
 
-def _active(shift_labels: Tensor | None, hidden: Tensor, ignore_index: int) -> Tensor:
+def _active(shift_labels: Any, hidden: Any, ignore_index: int) -> Tensor:
     """Labels that say which tokens are active: a teacher's labels may lie outside of the student's vocabulary."""
+    check_tensor("student_input", hidden)
     if shift_labels is None:
         return torch.zeros(hidden.shape[:-1], dtype=torch.int64, device=hidden.device)
+    check_labels(shift_labels)
     return torch.where(shift_labels == ignore_index, ignore_index, 0)
 
 
@@ -123,23 +126,10 @@ fused_linear_jsd = applied(
 )
 
 
-def fused_linear_kl_div(
-    student_input: Tensor,
-    student_weight: Tensor,
-    target: Tensor,
-    shift_labels: Tensor | None = None,
-    reduction: str = "batchmean",
-    ignore_index: int = -100,
-    temperature: float = 1.0,
-    eps: float = 1e-10,
-    accum_dtype: Any = None,
-) -> Tensor:
-    """``liger_fused_linear_kl_div``: ``KL(q || p)`` of probabilities q that are given, and the student p.
+class LigerFusedLinearKLDivLoss(liger_losses.LigerFusedLinearKLLoss):
+    """``KL(q || p)`` of probabilities q that are given, and the student p.
 
     Args:
-        student_input, student_weight: ``[N, H]``, ``[V, H]``.
-        target: q, ``[N, V]``; each row is divided by its sum.
-        shift_labels: ``[N]``: only which are ``ignore_index`` matters. With ``None``, all tokens are active.
         reduction: ``batchmean`` divides the sum by the number of active tokens, ``mean`` also by V; or ``sum``.
         temperature: divides the logits of the student alone.
         eps, accum_dtype: no effect; where q is 0, the term is 0.
@@ -147,24 +137,47 @@ def fused_linear_kl_div(
     Raises:
         ValueError: another reduction.
     """
-    if reduction not in ("batchmean", "mean", "sum"):
-        raise ValueError(f"reduction must be batchmean, mean or sum, got {reduction!r}.")
-    loss = liger_losses.LigerFusedLinearKLLoss(0.0, 1.0, ignore_index=ignore_index, temperature=temperature)
-    # The temperature of the loss divides the teacher's logits too.
-    wide = torch.promote_types(target.dtype, torch.float32)
-    teacher = TeacherLogits(lambda rows: temperature * target[rows].to(wide).log(), columns=target.shape[-1])
-    labels, items = _active(shift_labels, student_input, ignore_index), 1 if reduction == "sum" else None
-    value, _ = loss(student_weight, student_input, labels, teacher, num_items_in_batch=items)
-    return value / target.shape[-1] if reduction == "mean" else value
+
+    def __init__(
+        self,
+        reduction: str = "batchmean",
+        ignore_index: int = -100,
+        temperature: float = 1.0,
+        eps: float = 1e-10,
+        accum_dtype: Any = None,
+    ) -> None:
+        if reduction not in ("batchmean", "mean", "sum"):
+            raise ValueError(f"reduction must be batchmean, mean or sum, got {reduction!r}.")
+        super().__init__(0.0, 1.0, ignore_index=ignore_index, temperature=temperature)
+        self.reduction = reduction
+
+    def forward(  # type: ignore[override]
+        self, student_input: Any, student_weight: Any, target: Any, shift_labels: Any = None
+    ) -> Tensor:
+        """The loss.
+
+        Args:
+            student_input, student_weight: ``[N, H]``, ``[V, H]``.
+            target: q, ``[N, V]``; each row is divided by its sum.
+            shift_labels: ``[N]``: only which are ``ignore_index`` matters. With ``None``, all tokens are active.
+
+        Raises:
+            TypeError, ValueError: inputs that do not fit together.
+        """
+        labels, head = _active(shift_labels, student_input, self.ignore_index), Head.of(student_weight)
+        check_inputs(student_input, head, labels)
+        shape = (*student_input.shape[:-1], head.vocab_size)
+        check_shaped("target", target, "the rows of student_input and student_weight", student_input.device, shape)
+        # The temperature of the loss divides the teacher's logits too.
+        wide, rows = torch.promote_types(target.dtype, torch.float32), target.flatten(0, -2)
+        teacher = TeacherLogits(lambda i: self.temperature * rows[i].to(wide).log(), columns=head.vocab_size)
+        items = 1 if self.reduction == "sum" else None
+        value, _ = super().forward(head, student_input, labels, teacher, num_items_in_batch=items)
+        return value / head.vocab_size if self.reduction == "mean" else value
 
 
-class LigerFusedLinearKLDivLoss(nn.Module):
-    """:func:`fused_linear_kl_div` with these options."""
-
-    def __init__(self, *options: Any, **named: Any) -> None:
-        super().__init__()
-        bound = inspect.signature(fused_linear_kl_div).bind_partial(None, None, None, None, *options, **named)
-        self.options = dict([*bound.arguments.items()][4:])
-
-    def forward(self, student_input: Any, student_weight: Any, target: Any, shift_labels: Any = None) -> Tensor:
-        return fused_linear_kl_div(student_input, student_weight, target, shift_labels, **self.options)
+#: ``liger_fused_linear_kl_div``.
+fused_linear_kl_div = applied(
+    LigerFusedLinearKLDivLoss,
+    "student_input student_weight target shift_labels reduction ignore_index temperature eps accum_dtype",
+)

@@ -142,10 +142,11 @@ def _what_to_do(name: str, value: Any) -> str:
         return "; pass its .last_hidden_state"
     if hasattr(value, "logits"):
         return "; " + LOSS_INPUTS
-    if isinstance(value, (list, tuple)) and name == "hidden_states" and any(isinstance(v, Tensor) for v in value):
+    of_tensors = isinstance(value, (list, tuple)) and any(isinstance(v, Tensor) for v in value)
+    if of_tensors and name in ("hidden_states", "ref_hidden_states", "ref_input"):
         return f" of {len(value)}; for the last layer, pass outputs.hidden_states[-1]"
     if name.isidentifier() and isinstance(value, list):
-        return f"; pass torch.tensor({name})"
+        return f"; pass torch.{'stack' if of_tensors else 'tensor'}({name})"
     return "; pass torch.as_tensor(...) of it" if isinstance(value, list) or hasattr(value, "__array__") else ""
 
 
@@ -339,12 +340,12 @@ def check_shape_of(name: str, value: Tensor, of: str, values: Tensor) -> None:
 
 
 def check_shaped(name: str, value: Any, of: str, device: torch.device, *shapes: Sequence[int]) -> None:
-    """Raise TypeError or ValueError unless this is a tensor of one of these shapes, ``of`` something on this device."""
+    """Raise TypeError or ValueError unless this is a tensor of one of these shapes on this device, one per ``of``."""
     check_tensor(name, value)
     if tuple(value.shape) not in [tuple(shape) for shape in shapes]:
         expected = " or ".join([f"{list(shape)}" for shape in shapes])
-        raise ValueError(f"{name} must be {expected}, as {of}, got {list(value.shape)}.")
-    check_same_device(name, value, of, device)
+        raise ValueError(f"{name} must be {expected}, one per {of}, got {list(value.shape)}.")
+    check_same_device(name, value, f"the {of}s", device)
 
 
 def checked_items(value: Any, device: torch.device) -> Tensor:

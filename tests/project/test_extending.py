@@ -281,7 +281,9 @@ def test_a_registered_divergence_has_the_parameters_of_its_function():
         with pytest.raises(TypeError, match=r"'scaled' takes \(scale=0.5, \*, shift\): "):
             made(*values, **named)
     bound = register_divergence("bound", functools.partial(scaled, shift=0.0))
-    torch.testing.assert_close(functional.divergence(log_p, log_q, bound(2.0)), 2 * one)
+    by_position = register_divergence("by_position", lambda p, q, scale, /: scaled(p, q, scale, shift=0.0))
+    for given in (bound(2.0), by_position(2.0)):
+        torch.testing.assert_close(functional.divergence(log_p, log_q, given), 2 * one)
 
 
 def defined(code, factor, module="__main__"):

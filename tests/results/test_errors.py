@@ -283,7 +283,20 @@ WRONG = {
     ),
     "labels of the likelihood": (
         lambda h, w, y: ORPO()(w, h, y, None, y[:, :3]),
-        "nll_target must be .*, as the chosen labels",
+        r"nll_target must be \[2, 5\] or \[4, 5\], one per chosen label, got \[4, 3\]",
+    ),
+    "a list of a reference's states": (
+        lambda h, w, y: DPO()(w, h, y, None, [h], w),
+        r"ref_input must be a tensor, got list of 1; .*hidden_states\[-1\]",
+    ),
+    "a list of tensors": (lambda h, w, y: CE()(w, h, [y]), r"got list; pass torch.stack\(labels\)"),
+    "one temperature of stacked pairs": (
+        lambda h, w, y: ALONE(w, h, y, temperature=0.5),
+        r"one number for all tokens goes to the constructor, \w+\(temperature=0.5\)",
+    ),
+    "one temperature of completions": (
+        lambda h, w, y: ALONE(w, Completions(h[:2], y[:2], temperature=0.5), (h[2:], y[2:])),
+        r"one number for all tokens goes to the constructor, \w+\(temperature=0.5\)",
     ),
     "no reference": (lambda h, w, y: DPO()(w, h, y), r"chosen completions have none.*ref_logps.*use_ref_model=False"),
     "one reference": (
@@ -297,7 +310,7 @@ WRONG = {
     ),
     "a reference's log-probabilities": (
         lambda h, w, y: DPO()(w, h, y, ref_chosen_logps=torch.zeros(3), ref_rejected_logps=ZEROS),
-        r"must be \[2\] or \[2, 5\].*got \[3\]",
+        r"must be \[2\] or \[2, 5\], one per sequence or token, got \[3\]",
     ),
     "a reference that was declined": (
         lambda h, w, y: ALONE(w, *[Completions(h, y, h)] * 2, ref_weight=w),
@@ -391,7 +404,7 @@ WRONG = {
     "token weights of one head": (lambda h, w, y: CE()([w, w], h, y, token_weights=[y]), "1 of token_weights"),
     "token weights of a row": (
         lambda h, w, y: CE()([w, w], h, y, token_weights=y[0]),
-        "token_weights must be .*, as labels",
+        "token_weights must be .*, one per label",
     ),
     "shifts of one head": (lambda h, w, y: CE(shift=[1])([w, w], h, y), "1 of shift"),
     "shifts without heads": (lambda h, w, y: CE(shift=[1])(w, h, y), "are for K heads: give a list"),

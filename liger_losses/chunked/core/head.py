@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 import sys
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -76,7 +76,11 @@ class Head:
     batch_invariant: bool
     adapters: tuple[LowRank, ...]
     quantized: QuantizedWeight | None
-    weights: Weights  # all of it but adapters with dropout, which a call adds
+    # All of it but adapters with dropout, which a call adds; ``replace`` makes it again of the other parts.
+    weights: Weights = field(init=False)
+
+    # What the constructor takes, as graphs and what is saved for backward make a head again with a call's weights.
+    __match_args__ = ("weight", "bias", "transform", "ranks", "batch_invariant", "adapters", "quantized", "weights")
 
     # Written out, because torch.compile cannot trace a generated one with an object as a default.
     def __init__(
@@ -178,7 +182,8 @@ class Head:
 
     def with_fields(self, **changes: Any) -> Head:
         """A copy with other fields, which are not checked again."""
-        return replace(self, **{"weights": None, **changes})
+        fields = {name: getattr(self, name) for name in Head.__match_args__}
+        return Head(**{**fields, "weights": None, **changes})
 
     def with_partial_gradients(self) -> Head:
         """A copy of this head with which each rank gets only its columns' part of the hidden states' gradients.

@@ -145,6 +145,8 @@ def _stacked(hidden: Tensor, labels: Any, ref_hidden: Tensor | None, temperature
             "hidden states must be [batch, tokens, hidden_size] and labels [batch, tokens], got "
             f"{tuple(hidden.shape)} and {tuple(labels.shape)}."
         )
+    if ref_hidden is not None:
+        check_tensor("ref_input", ref_hidden, allow_dtensor=True)
     return Completions(hidden, labels, ref_hidden, None, temperature).batched()
 
 
@@ -235,7 +237,7 @@ class CompletionBatch:
             if hidden is not None:
                 raise ValueError(f"the {which} completions have both ref_hidden_states and ref_logps; give one.")
             name, device = f"ref_logps of the {which} completions", self.head.weight.device
-            check_shaped(name, logps, "sequences or tokens", device, labels.shape[:1], labels.shape)
+            check_shaped(name, logps, "sequence or token", device, labels.shape[:1], labels.shape)
             if not logps.is_floating_point():
                 raise TypeError(f"{name} must be floating point, got {logps.dtype}.")
         if hidden is not None and self.ref_head is None:
@@ -337,6 +339,9 @@ class CompletionLoss(ChunkedLoss):
         Labels are as the engine takes them; what does not fit raises TypeError or ValueError. ``transform`` applies to
         the reference's logits, if it differs from :attr:`transform`.
         """
+        for value in (temperature, *[getattr(part, "temperature", None) for part in (first, second)]):
+            if value is not None:
+                self.check_one_temperature(value)
         if isinstance(first, Tensor):
             reference = reference if self.use_ref_model else Reference(logps=(None,) * len(names))  # as in liger-kernel
             parts, logps = [_stacked(first, second, reference.hidden_states, temperature)], reference.logps
@@ -375,9 +380,6 @@ class CompletionLoss(ChunkedLoss):
         parts = [replace(part, labels=moved) for part, moved in zip(parts, labels, strict=True)]
         batch = CompletionBatch(names, head, parts, logps, ref_head)
         batch.check_reference(self.needs_reference, self.reference_forms)
-        for part in parts:
-            if part.temperature is not None:
-                self.check_one_temperature(part.temperature)
         return batch
 
     def token_weights(self, masks: Sequence[Tensor]) -> Sequence[Tensor | None]:

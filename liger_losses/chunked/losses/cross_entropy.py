@@ -283,7 +283,7 @@ class LigerFusedLinearCrossEntropyLoss(ChunkedLoss, Generic[R]):
                 )
             items = checked_items(items, labels.device)
         if token_weights is not None:
-            check_shaped("token_weights", token_weights, "labels", labels.device, labels.shape)
+            check_shaped("token_weights", token_weights, "label", labels.device, labels.shape)
             if token_weights.is_complex():
                 raise TypeError(f"token_weights must be one real number per label, got {token_weights.dtype}.")
             token_weights = token_weights.detach()

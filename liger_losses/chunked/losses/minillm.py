@@ -98,7 +98,7 @@ class LigerFusedLinearMiniLLMLoss(ChunkedLoss):
         student = Head.of(head, bias, self.transform)
         teacher.check(labels.shape, student)
         if old_logps is not None:
-            check_shaped("old_logps", old_logps, "labels", labels.device, labels.shape)
+            check_shaped("old_logps", old_logps, "label", labels.device, labels.shape)
         mask = labels != self.ignore_index
         with torch.no_grad():
             logps, taught = (

@@ -274,10 +274,13 @@ class PreferenceLoss(CompletionLoss, Generic[M]):
 
     def _nll_labels(self, nll_target: Tensor, chosen: Tensor) -> Tensor:
         """The labels of the likelihood, in the shape of the chosen completions' labels."""
+        count, tokens = chosen.shape
+        of_one = [(tokens,)] if count == 1 else []
+        check_shaped(
+            "nll_target", nll_target, "chosen label", chosen.device, chosen.shape, (2 * count, tokens), *of_one
+        )
         labels = self.labels(nll_target)
-        labels = labels[None] if labels.dim() == 1 else labels[: chosen.shape[0]]
-        check_shaped("nll_target", labels, "the chosen labels", chosen.device, chosen.shape)
-        return labels
+        return labels[None] if labels.dim() == 1 else labels[:count]
 
     def _pair_losses(self, pairs: Pairs, sides: Sequence[Scored]) -> Tensor:
         """:meth:`pair_loss`, checked, times the weights of both sides."""

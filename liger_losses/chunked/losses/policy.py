@@ -214,7 +214,7 @@ class LigerFusedLinearGRPOLoss(CompletionLoss):
             warn("both ref_per_token_logps and ref_input were given: the former are used.")
             ref_input = None
         transform, options, coef = self.transform_at(temperature), self.options, self._coef
-        hidden, layer = states_and_head(head, hidden_states)
+        hidden, layer = states_and_head(hidden_states, head)
         policy = Head.of(layer, bias, transform)
         labels = self._active(policy, hidden, labels, mask)
         tensors = PolicyTensors(
@@ -276,10 +276,10 @@ class LigerFusedLinearGRPOLoss(CompletionLoss):
         check_tensor("labels", labels)
         if labels.dim() != 2 or labels.shape != hidden.shape[:-1]:
             raise ValueError(
-                "labels must be [batch, tokens], one row per completion, and labels must have one entry per hidden "
-                f"state: got {tuple(labels.shape)} for hidden states {tuple(hidden.shape)}."
+                "labels must have one entry per hidden state, [batch, tokens], one row per completion: got "
+                f"{tuple(labels.shape)} for hidden states {tuple(hidden.shape)}."
             )
-        check_shaped("mask", mask, "labels", labels.device, labels.shape)
+        check_shaped("mask", mask, "label", labels.device, labels.shape)
         check_device(head.weight, labels=labels)
         # ignore_index is no token, whatever the mask says.
         return torch.where(mask if mask.dtype == torch.bool else mask != 0, labels, self.ignore_index)

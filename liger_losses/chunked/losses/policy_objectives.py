@@ -60,7 +60,7 @@ class PolicyTensors:
         if value is None:
             return None
         columns = (shape[:1], (shape[0], 1)) if column else ()
-        check_shaped(name, value, "the completions", self.mask.device, *columns, shape)
+        check_shaped(name, value, "completion or token" if column else "token", self.mask.device, *columns, shape)
         if value.is_complex() or (not column and not value.is_floating_point()):
             raise TypeError(f"{name} must be floating point, got {value.dtype}.")
         value = value[:, None] if column and value.dim() == 1 else value
@@ -81,7 +81,7 @@ class PolicyTensors:
             if o.row_normalizer == "prompt_mean" or o.objective.of_prompts:
                 raise ValueError(f"{loss}, normalizer={o.row_normalizer!r} needs prompts=, int64 [B].")
             return
-        check_shaped("prompts", prompts, "the completions", self.mask.device, self.mask.shape[:1])
+        check_shaped("prompts", prompts, "completion", self.mask.device, self.mask.shape[:1])
         if prompts.is_floating_point():
             raise ValueError(f"prompts must be integers, which prompt each completion answers, got {prompts.dtype}.")
 

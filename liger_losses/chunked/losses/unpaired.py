@@ -289,7 +289,7 @@ class UnpairedPreferenceLoss(CompletionLoss):
                 f"loss types have no divergence term; this is {self.loss_type!r}."
             )
         if sample_weights is not None:
-            check_shaped("sample_weights", sample_weights, "the completions", head.weight.device, [count])
+            check_shaped("sample_weights", sample_weights, "completion", head.weight.device, [count])
         if kl_completions is not None:
             ref_head = (ref_weight, ref_bias) if batch.ref_head is None else (batch.ref_head, None)
             kl = self.divergence(head, kl_completions, None, *ref_head)
@@ -345,7 +345,7 @@ def _desirable(batch: CompletionBatch, apart: bool, marks: Tensor | None) -> Ten
     counts = [len(part.labels) for part in batch.parts]
     if marks is None:
         return torch.arange(sum(counts), device=batch.head.weight.device) < counts[0]
-    check_shaped("preference_labels", marks, "the completions", batch.head.weight.device, counts)
+    check_shaped("preference_labels", marks, "completion", batch.head.weight.device, counts)
     _check_marks("preference_labels", marks)
     return marks
 

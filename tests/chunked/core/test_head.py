@@ -1,13 +1,16 @@
 """Heads: what makes one, and what is refused."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import nn
 
 from liger_losses import Head, LogitTransform, linear_logps, linear_statistics, patch
+from liger_losses.chunked.core.adapters import LowRank
 from tests.losses import CE
 from tests.models import small
-from tests.reference import linear_of, problem
+from tests.reference import Int8Weight, linear_of, problem
 
 
 def test_a_head_of_tensors_modules_and_heads():
@@ -27,6 +30,20 @@ def test_a_head_of_tensors_modules_and_heads():
     tied = nn.Embedding(31, 8, _weight=weight.detach())
     assert torch.equal(linear_logps(hidden, tied, labels), linear_logps(hidden, weight, labels))
     assert torch.equal(linear_logps(hidden, layer, labels), linear_logps(hidden, weight, labels, bias=bias))
+
+
+def test_a_copy_of_a_head_multiplies_by_what_replaces_its_parts():
+    hidden, weight, labels, _ = problem(20, 8, 31)
+    adapter, quantized = LowRank(torch.randn(3, 8), torch.randn(31, 3)), Int8Weight(-weight.detach())
+    adapted = Head(weight, adapters=(adapter,))
+    for copy, expected in (
+        (replace(Head(weight), weight=-weight), Head(-weight)),
+        (replace(Head(weight), adapters=(adapter,)), adapted),
+        (replace(adapted, adapters=()), Head(weight)),
+        (replace(Head(Int8Weight(weight.detach())), quantized=quantized), Head(quantized)),
+    ):
+        ours, theirs = (linear_statistics(hidden, head, labels, "logp").logp for head in (copy, expected))
+        assert torch.equal(ours, theirs)
 
 
 def test_what_makes_no_head():

@@ -242,7 +242,10 @@ def test_log_probabilities_of_a_reference_are_used_before_its_hidden_states():
         ({"ref_per_token_logps": None, "ref_input": torch.zeros(B, T, H)}, "no ref_weight="),
         ({"prompts": torch.ones(B)}, "prompts must be integers"),
         ({"advantages": None}, "advantages must be a tensor"),
-        ({"selected_token_ids": torch.ones(B * T, dtype=torch.int64)}, "labels must have one entry per hidden state"),
+        (
+            {"selected_token_ids": torch.ones(B * T, dtype=torch.int64)},
+            "labels must have one entry per hidden state, .batch, tokens., one row per completion",
+        ),
     ],
 )
 def test_bad_input_is_refused(change, message):
@@ -256,6 +259,8 @@ def test_bad_input_is_refused(change, message):
     }
     with pytest.raises((TypeError, ValueError), match=message):
         GRPO()(hidden, weight, **arguments)
+    with pytest.raises(ValueError, match=rf"for hidden states \({T}, {H}\)"):
+        GRPO()(head=weight, hidden_states=hidden[0], **{**arguments, "selected_token_ids": ids[0]})
 
 
 @pytest.mark.parametrize(

@@ -117,7 +117,11 @@ WRONG = {
     "three divergences": (KTO(), {"kl": torch.zeros(3)}, r"one number or \[5\]"),
     "a negative divergence": (KTO(), {"kl": -3.0}, "kl must lie in"),
     "no marks": (KTO(), {"preference_labels": None}, "which completions are desirable"),
-    "two marks": (KTO(), {"preference_labels": MARKS[:2]}, r"preference_labels must be \[5\]"),
+    "two marks": (
+        KTO(),
+        {"preference_labels": MARKS[:2]},
+        r"preference_labels must be \[5\], one per completion, got \[2\]",
+    ),
     "signs": (KTO(), {"preference_labels": torch.where(MARKS, 1, -1)}, "preference_labels must be bool"),
     "marks elsewhere": (KTO(), {"preference_labels": MARKS.to("meta")}, "on meta"),
     "a reference beside completions": (KTO(), {"ref_input": torch.zeros(1)}, "give the reference in Completions"),
@@ -126,7 +130,7 @@ WRONG = {
     "two sample weights": (
         BCO(use_ref_model=False),
         {"kl": None, "sample_weights": torch.ones(2)},
-        "sample_weights must",
+        r"sample_weights must .*, one per completion, got",
     ),
 }
 

@@ -167,7 +167,7 @@ class LigerFusedLinearKLDivLoss(liger_losses.LigerFusedLinearKLLoss):
         labels, head = _active(shift_labels, student_input, self.ignore_index), Head.of(student_weight)
         check_inputs(student_input, head, labels)
         shape = (*student_input.shape[:-1], head.vocab_size)
-        check_shaped("target", target, "the rows of student_input and student_weight", student_input.device, shape)
+        check_shaped("target", target, "row of student_input and student_weight", student_input.device, shape)
         # The temperature of the loss divides the teacher's logits too.
         wide, rows = torch.promote_types(target.dtype, torch.float32), target.flatten(0, -2)
         teacher = TeacherLogits(lambda i: self.temperature * rows[i].to(wide).log(), columns=head.vocab_size)

@@ -15,7 +15,6 @@ import liger_losses
 from liger_losses import TeacherLogits
 from liger_losses.checks import check_labels, check_shaped, check_tensor
 from liger_losses.chunked import EngineOptions, Head, linear_statistics
-from liger_losses.chunked.core.inputs import check_inputs
 from liger_losses.integrations.liger.chunked import applied
 from liger_losses.kernels.logit_transform import LogitTransform
 
@@ -165,7 +164,6 @@ class LigerFusedLinearKLDivLoss(liger_losses.LigerFusedLinearKLLoss):
             TypeError, ValueError: inputs that do not fit together.
         """
         labels, head = _active(shift_labels, student_input, self.ignore_index), Head.of(student_weight)
-        check_inputs(student_input, head, labels)
         shape = (*student_input.shape[:-1], head.vocab_size)
         check_shaped("target", target, "row of student_input and student_weight", student_input.device, shape)
         # The temperature of the loss divides the teacher's logits too.

@@ -167,7 +167,7 @@ class LigerFusedLinearKLDivLoss(liger_losses.LigerFusedLinearKLLoss):
         shape = (*student_input.shape[:-1], head.vocab_size)
         check_shaped("target", target, "row of student_input and student_weight", student_input.device, shape)
         # The temperature of the loss divides the teacher's logits too.
-        wide, rows = torch.promote_types(target.dtype, torch.float32), target.flatten(0, -2)
+        wide, rows = torch.promote_types(target.dtype, torch.float32), target.reshape(-1, head.vocab_size)
         teacher = TeacherLogits(lambda i: self.temperature * rows[i].to(wide).log(), columns=head.vocab_size)
         items = 1 if self.reduction == "sum" else None
         value, _ = super().forward(head, student_input, labels, teacher, num_items_in_batch=items)

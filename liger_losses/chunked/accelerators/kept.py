@@ -91,7 +91,7 @@ class KeptBlock(Block):
 
 
 def in_place(part: Target) -> Target:
-    return replace(part, head=replace(part.head, weights=_in_place(part.head.weights)))
+    return replace(part, head=part.head.with_fields(weights=_in_place(part.head.weights)))
 
 
 def _in_place(weights: Any) -> Any:

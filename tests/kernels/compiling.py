@@ -167,9 +167,10 @@ def not_launched(found: list[Launch]) -> list[str]:
     used = {launch.kernel for launch in found} | {
         value for launch in found for value in launch.constants.values() if isinstance(value, JITFunction)
     }
-    used |= {
-        p.default for f in functions for p in f.signature.parameters.values() if isinstance(p.default, JITFunction)
-    }
+    # Of forms, also the functions that they take by default.
+    jitted = [function for function in functions | used if isinstance(function, JITFunction)]
+    defaults = [parameter.default for function in jitted for parameter in function.signature.parameters.values()]
+    used |= {default for default in defaults if isinstance(default, JITFunction)}
     return sorted(f"{f.module}.{f.__name__}" for f in functions - used if f.__name__ not in called)
 
 

@@ -317,7 +317,7 @@ def by_blocks(
     options, (size, most, scratch, copied) = call.options, _budget(call, row, collected is not None)
     by_steps = copied < call.columns
     if call.batch_invariant:
-        _check_invariant(call, by_steps)
+        _check_invariant(call, by_steps and not call.kept)
     keep = max(size, most) if options.keep is None else options.keep
     keeps = may_keep(call) and call.tokens * row + call.others_bytes <= keep
     rows = block_rows = max(call.tokens, 1)

@@ -93,7 +93,7 @@ class ExponentialBlock:
         e, labels = self.memory[:, : weights.columns], labels_of(part)
         of_logp, of_lse = upstream.get("logp"), upstream.get("lse")
         here = part.head.ranks.local(part.labels)[1]
-        if here is not None and part.head.ranks.size > 1:
+        if here is not None:
             values = values | {"logp": values["logp here"]}
             if of_logp is not None:  # d logp / d z = -p where another rank has the label, as d -lse / d z
                 of_lse = torch.where(here, 0.0, -of_logp) + (0.0 if of_lse is None else of_lse)

@@ -61,9 +61,9 @@ class Signature:
     backend: str
     trains_weight: bool
     trains_hidden: bool
-    copied_bytes: int  # of a row of the heads, while it is copied
+    copied_bytes: int  # of a row of the heads, while it is cast or dequantized
     weights: tuple[type, ...]  # the forms of the head's matrix, from the outside in
-    copy_bytes: int = 0  # of it, what the copies of a row take
+    copy_bytes: int = 0  # of a row that was cast or dequantized, for as long as it is read
     quantized_teacher: bool = False
     teacher_columns: int = 0
     teacher_size: int = 0
@@ -107,15 +107,14 @@ def signature(
     backend = choose_backend(options.backend, [(hidden.device, wide_dtype(dtype))], dtypes=LOGIT_DTYPES)
     operand = operand_dtype(dtype, hidden.device, backend)
     weights, names, trains_hidden = _forms(head.weights), {s.name for s in asked}, hidden.requires_grad and bool(leaves)
-    columns, copied = head.ranks.most(head.weights.columns), head.weights.copied_bytes(operand)
-    copy, of_teacher = head.weights.hidden_size if copied else 0, dict[str, Any]()
+    columns, matrices, of_teacher = head.ranks.most(head.weights.columns), [head.weights], dict[str, Any]()
     if teacher is not None:
         of_teacher["teacher_columns"] = min(teacher.vocab_size, columns)
     if isinstance(teacher, Target):
-        copied_teacher = teacher.head.weights.copied_bytes(operand)
-        copied, copy = copied + copied_teacher, copy + (teacher.head.weights.hidden_size if copied_teacher else 0)
+        matrices.append(teacher.head.weights)
         of_teacher["quantized_teacher"] = Quantized in _forms(teacher.head.weights)
         of_teacher["teacher_size"] = teacher.head.weights.hidden_size
+    copied = [matrix.copied_bytes(operand) for matrix in matrices]
     return Signature(
         tokens=tokens.count,
         trained=tokens.trained,
@@ -129,8 +128,8 @@ def signature(
         device=hidden.device,
         trains_weight=len(leaves) > trains_hidden,
         trains_hidden=trains_hidden,
-        copied_bytes=copied,
-        copy_bytes=copy * operand.itemsize,
+        copied_bytes=sum(copied),
+        copy_bytes=operand.itemsize * sum([m.hidden_size for m, size in zip(matrices, copied, strict=True) if size]),
         weights=weights,
         of_kernels=target.kept is None and teacher is None and names <= {*OF_KERNELS},
         shared=head.ranks.size > 1,

@@ -47,7 +47,7 @@ class Ranks:
 
     def local(self, ids: Tensor) -> tuple[Tensor, Tensor | None]:
         """Ids of the vocabulary as numbers of this rank's columns, and which of them it has (``None`` for all)."""
-        if self.group is None:
+        if self.size == 1:
             return ids, None
         columns = self.sizes[self.rank]
         inside = ids - self.first

@@ -52,15 +52,15 @@ Values = dict[str, Tensor]
 class Stream:
     """The tokens of a target that have a label, and how they are computed.
 
-    ``plan`` is that of the pass that has gradients, and ``first`` of tokens and passes that have none. Where all tokens
-    are computed, the numbers of those without a label are 0.
+    Tokens that get no gradient, and a first pass before the one with gradients, take ``plan_without_gradients``. Where
+    all tokens are computed, the numbers of those without a label are 0.
     """
 
     target: Target
     tokens: Counted
     asked: tuple[Statistic, ...]
     plan: Plan
-    first: Plan
+    plan_without_gradients: Plan
 
     def open(self, made: Plan) -> Stream:
         """The same for a pass of this plan: its heads are cast or dequantized once, where all rows fit."""
@@ -312,7 +312,7 @@ class _Statistics(torch.autograd.Function):
 
 def _first_pass(stream: Stream) -> tuple[Values, Any]:
     """The numbers of all tokens, and their block if it lives until backward."""
-    made, parts, block = stream.first, list[Values](), None
+    made, parts, block = stream.plan_without_gradients, list[Values](), None
     opened, count = stream.open(made), stream.tokens.count
     for rows in slices(0, count, made.block_rows if made.tile is None else made.tile.rows):
         block = None  # its memory is free before the next one's is allocated
@@ -466,7 +466,10 @@ def _run(
     grads, outputs, totals = Gradients(leaves), list[Values](), list[Tensor]()
     for stream, loss in zip(streams, losses, strict=True):
         parts, tokens, opened = list[Values](), stream.tokens, stream
-        for made, start, stop in ((stream.plan, 0, tokens.trained), (stream.first, tokens.trained, tokens.count)):
+        for made, start, stop in (
+            (stream.plan, 0, tokens.trained),
+            (stream.plan_without_gradients, tokens.trained, tokens.count),
+        ):
             if start < stop:
                 opened = opened.open(made)
                 _run_part(opened, loss, slice(start, stop), grads, totals, parts)

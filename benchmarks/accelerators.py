@@ -1,6 +1,6 @@
 """What each accelerator is worth: calls that it serves, with its line of the table and without, in turns.
 
-``python -m benchmarks.accelerators [--only TEXT] [--rounds 8] [--out FILE.txt]``; needs a GPU, and about two minutes.
+``python -m benchmarks.accelerators [--only TEXT] [--rounds 8] [--out FILE.txt]``; about two minutes.
 The ratio is the time with the line by the time without it.
 """
 
@@ -12,8 +12,8 @@ from unittest import mock
 
 import torch
 
-from benchmarks.compare import Call, cases, importer, in_turns, line
-from benchmarks.measure import release
+from benchmarks.compare import DEVICE, beside, cases, importer, line, tiny
+from benchmarks.measure import Call, about, header, release
 from liger_losses.chunked.accelerators import ACCELERATORS
 from liger_losses.chunked.core import stream
 
@@ -52,6 +52,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--rounds", type=int, default=8)
     parser.add_argument("--only", default="", help="run the accelerators whose names contain this")
+    parser.add_argument("--tiny", action="store_true", help="tiny sizes, on a CPU too: to see that everything runs")
     parser.add_argument("--out", type=Path)
     arguments = parser.parse_args()
     lines = list[str]()
@@ -62,13 +63,13 @@ def main() -> None:
         print(lines[-1])
         for case, make in cases():
             if serves(name, case):
-                release(torch.device("cuda"))
+                release(DEVICE)
                 torch.manual_seed(0)
-                call = make(importer("liger_losses"))
-                lines.append(line({"case": case, **in_turns([call, without(name, call)], arguments.rounds)}))
+                call = (tiny(make) if arguments.tiny else make)(importer("liger_losses"))
+                lines.append(line({"case": case, **beside([call, without(name, call)], arguments.rounds)}))
                 print(lines[-1], flush=True)
     if arguments.out:
-        arguments.out.write_text("\n".join(lines) + "\n")
+        arguments.out.write_text("\n".join([*header(about(DEVICE)), *lines]) + "\n")
 
 
 if __name__ == "__main__":

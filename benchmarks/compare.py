@@ -1,18 +1,18 @@
 """This checkout beside another one, both in one process, in turns: what a change costs or gains.
 
-``python -m benchmarks.compare OTHER [--only TEXT] [--rounds 20] [--out FILE.json]``; needs a GPU. OTHER is a folder
+``python -m benchmarks.compare OTHER [--only REGEX] [--rounds 20] [--drawn SEED] [--out FILE.json]``. OTHER is a folder
 that holds a ``liger_losses`` package, of an earlier commit say (``git worktree add OTHER COMMIT``). The cases use
 public names alone, so that any two versions can be compared. A round is a call of each package, and the next round
 calls them in the other order (A B, B A). The result of a case is the median of the rounds' ratios, with the 95 %
-interval of a bootstrap.
+interval of a bootstrap. Whole steps are compared by ``benchmarks.steps --other OTHER``.
 """
 
 from __future__ import annotations
 
 import argparse
 import importlib
-import json
 import random
+import re
 import statistics
 import sys
 import tempfile
@@ -24,18 +24,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from benchmarks.measure import MiB, environment, extra_bytes, release
+from benchmarks.measure import Call, MiB, Timed, extra_bytes, in_turns, interval, release, save
 
 #: The name under which the other package is imported.
 OTHER = "liger_losses_other"
-ROUNDS = 20
-#: Calls that take fewer milliseconds are timed twenty at a time, queued while the device waits for so many cycles.
-SHORT_CALL = 2.0
-AHEAD_CYCLES = 10_000_000
-#: Calls that take more milliseconds have half as many rounds.
-LONG_CALL = 150.0
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+#: What sizes are drawn from.
+HIDDEN_SIZES = (1536, 2560, 3584, 7168)
+VOCABULARIES = (49152, 152064, 256000)
+#: Arguments of tiny cases.
+TINY = {"size": (64, 32, 512), "sizes": (32, 64), "count": 8}
 
-Call = Callable[[], tuple[Tensor, ...]]
 #: The attribute of one package at a path such as ``Teacher`` or ``modules:RMSNorm``.
 Load = Callable[[str], Any]
 #: Makes the timed call of one package.
@@ -63,19 +62,19 @@ def importer(package: str) -> Load:
 
 
 def tensor(*shape: int, scale: float = 0.02, grad: bool = True) -> Tensor:
-    values = torch.randn(*shape, device="cuda", dtype=torch.bfloat16) * scale
+    values = torch.randn(*shape, device=DEVICE, dtype=torch.bfloat16) * scale
     return values.requires_grad_(grad)
 
 
 @lru_cache(1)
 def inputs(tokens: int, hidden_size: int, vocab_size: int) -> tuple[Tensor, Tensor, Tensor]:
     """Hidden states, ``lm_head``'s weight and labels, which both packages and all calls of one size share."""
-    labels = torch.randint(vocab_size, (tokens,), device="cuda")
+    labels = torch.randint(vocab_size, (tokens,), device=DEVICE)
     return tensor(tokens, hidden_size, scale=1.0), tensor(vocab_size, hidden_size), labels
 
 
 def masked(labels: Tensor, share: float) -> Tensor:
-    return labels.index_fill(0, torch.arange(int(len(labels) * share), device="cuda"), -100)
+    return labels.index_fill(0, torch.arange(int(len(labels) * share), device=DEVICE), -100)
 
 
 def loss_call(
@@ -103,7 +102,7 @@ def cross_entropy(load: Load, size: Size, share: float = 0.0, **options: Any) ->
 def logps(load: Load, size: Size, live: float = 1.0) -> Call:
     """``live``: the share of the tokens whose upstream gradient is not 0."""
     hidden, weight, labels = inputs(*size)
-    upstream = (torch.arange(len(labels), device="cuda") < live * len(labels)).float()
+    upstream = (torch.arange(len(labels), device=DEVICE) < live * len(labels)).float()
     return loss_call(load("linear_logps"), (hidden, weight, labels), (hidden, weight), upstream)
 
 
@@ -113,10 +112,15 @@ def logps_without_gradient(load: Load, size: Size) -> Call:
     return lambda: (function(hidden, weight, labels),)
 
 
+def completions_of(tokens: int, least: int) -> int:
+    """How many: a power of two, of about a thousand tokens each."""
+    return 1 << (max(tokens // 1024, least).bit_length() - 1)
+
+
 def dpo(load: Load, size: Size, **options: Any) -> Call:
     """Half of each completion is a masked prompt. Policy and reference are of one size."""
     hidden, weight, labels = inputs(*size)
-    rows = max(size[0] // 1024, 2)
+    rows = completions_of(size[0], 2)
     labels = labels.view(rows, -1).clone()
     labels[:, : labels.shape[1] // 2] = -100
     states = hidden.detach().view(rows, -1, size[1]).requires_grad_()
@@ -128,11 +132,11 @@ def dpo(load: Load, size: Size, **options: Any) -> Call:
 def grpo(load: Load, size: Size, live: float = 1.0) -> Call:
     """``live``: the share of the completions whose advantage is not 0."""
     hidden, weight, labels = inputs(*size)
-    rows = max(size[0] // 1024, 8)
+    rows = completions_of(size[0], 8)
     labels, states = labels.view(rows, -1), hidden.detach().view(rows, -1, size[1]).requires_grad_()
-    generator = torch.Generator("cuda").manual_seed(0)
-    noise = partial(torch.randn, device="cuda", generator=generator)
-    advantages = noise(rows) * (torch.arange(rows, device="cuda") < live * rows)
+    generator = torch.Generator(DEVICE).manual_seed(0)
+    noise = partial(torch.randn, device=DEVICE, generator=generator)
+    advantages = noise(rows) * (torch.arange(rows, device=DEVICE) < live * rows)
     old, ref = (noise(labels.shape) * 0.1 - 12 for _ in range(2))
     loss = load("LigerFusedLinearGRPOLoss")(beta=0.0 if live < 1 else 0.04)
     arguments = (states, weight, labels, torch.ones_like(labels), advantages, None, None if live < 1 else ref, old)
@@ -160,7 +164,7 @@ def quantized(load: Load, size: Size, **options: Any) -> Call:
 
 def kept_columns(load: Load, size: Size, count: int) -> Call:
     hidden, weight, labels = inputs(*size)
-    ids = torch.randint(size[2] - count, (size[0], 1), device="cuda") + torch.randperm(count, device="cuda")
+    ids = torch.randint(size[2] - count, (size[0], 1), device=DEVICE) + torch.randperm(count, device=DEVICE)
     support = load("TokenSupport")(ids, add_label=True)
     function = partial(load("linear_logps"), support=support)
     return loss_call(function, (hidden, weight, labels), (hidden, weight))
@@ -175,7 +179,7 @@ def two_heads(load: Load, size: Size) -> Call:
 
 def layer(load: Load, name: str, sizes: tuple[int, ...]) -> Call:
     torch.manual_seed(0)
-    module, hidden = load(f"modules:{name}")(*sizes).to("cuda", torch.bfloat16), tensor(16384, sizes[0], scale=1.0)
+    module, hidden = load(f"modules:{name}")(*sizes).to(DEVICE, torch.bfloat16), tensor(16384, sizes[0], scale=1.0)
     leaves = (hidden, *module.parameters())
 
     def call() -> tuple[Tensor, ...]:
@@ -185,64 +189,15 @@ def layer(load: Load, name: str, sizes: tuple[int, ...]) -> Call:
     return call
 
 
-#: Sizes of released models, for whole steps.
-CONFIGURATIONS: dict[str, tuple[str, dict[str, Any]]] = {
-    "Llama-1B": (
-        "LlamaConfig",
-        {
-            "hidden_size": 2048,
-            "intermediate_size": 8192,
-            "num_hidden_layers": 16,
-            "num_attention_heads": 32,
-            "num_key_value_heads": 8,
-            "vocab_size": 128256,
-        },
-    ),
-    "Qwen2.5-0.5B": (
-        "Qwen2Config",
-        {
-            "hidden_size": 896,
-            "intermediate_size": 4864,
-            "num_hidden_layers": 24,
-            "num_attention_heads": 14,
-            "num_key_value_heads": 2,
-            "vocab_size": 151936,
-        },
-    ),
+LOSSES: dict[str, Callable[..., Call]] = {
+    "cross-entropy": cross_entropy,
+    "log-probs": logps,
+    "DPO": dpo,
+    "GRPO": grpo,
+    "log-probs without gradient": logps_without_gradient,
+    "JSD": partial(distillation, name="JSD"),
+    "KL": partial(distillation, name="KL"),
 }
-
-
-def step(load: Load, model_name: str, rows: int, length: int, *, preference: bool) -> Call:
-    """A training step with AdamW: SFT by ``patch`` and ``labels=``, or DPO on ``loss_inputs``, itself the reference."""
-    import transformers
-
-    torch.manual_seed(0)
-    kind, sizes = CONFIGURATIONS[model_name]
-    config = getattr(transformers, kind)(**sizes, use_cache=False, tie_word_embeddings=True)
-    with torch.device("cuda"):
-        model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).train()
-    load("patch")(model)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, fused=True)
-    ids = torch.randint(config.vocab_size, (rows, length), device="cuda")
-    labels = ids.clone()
-    labels[:, : length // 2 if preference else 0] = -100
-    loss_inputs, loss_function = load("loss_inputs"), load("LigerFusedLinearDPOLoss")()
-    batch = {"input_ids": ids, "labels": labels}
-
-    def call() -> tuple[Tensor, ...]:
-        if preference:
-            with torch.no_grad():
-                reference, reference_states, _ = loss_inputs(model, **batch)
-            head, states, shifted = loss_inputs(model, **batch)
-            loss = loss_function(head, states, shifted, ref_input=reference_states, ref_weight=reference)[0]
-        else:
-            loss = model(**batch).loss
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        return (loss.detach(),)
-
-    return call
 
 
 def cases() -> Iterator[tuple[str, Make]]:
@@ -253,12 +208,9 @@ def cases() -> Iterator[tuple[str, Make]]:
     ):
         size = (tokens, hidden_size, 128256)
         text = " x ".join(map(str, size))
-        for name, make in (("cross-entropy", cross_entropy), ("log-probs", logps), ("DPO", dpo), ("GRPO", grpo)):
-            yield f"{name} {text}", partial(make, size=size)
-        if tokens <= 16384:
-            yield f"log-probs without gradient {text}", partial(logps_without_gradient, size=size)
-            for name in ("JSD", "KL"):
-                yield f"{name} {text}", partial(distillation, size=size, name=name)
+        for name, make in LOSSES.items():
+            if tokens <= 16384 or name not in ("log-probs without gradient", "JSD", "KL"):
+                yield f"{name} {text}", partial(make, size=size)
         if tokens == 16384:
             yield f"cross-entropy {text}, 300 MiB", partial(cross_entropy, size=size, workspace=300 * MiB)
             yield f"DPO {text}, 300 MiB", partial(dpo, size=size, workspace=300 * MiB)
@@ -275,22 +227,20 @@ def cases() -> Iterator[tuple[str, Make]]:
         yield f"log-probs over {count} kept columns {text}", partial(kept_columns, size=size, count=count)
     yield f"cross-entropy of two heads {text}", partial(two_heads, size=size)
 
-    for model_name, rows, length in (("Llama-1B", 4, 4096), ("Qwen2.5-0.5B", 8, 2048), ("Qwen2.5-0.5B", 2, 1024)):
-        for name, preference in (("SFT", False), ("DPO", True)):
-            make = partial(step, model_name=model_name, rows=rows, length=length, preference=preference)
-            yield f"{name} step {model_name} {rows} x {length}", make
-
     inputs.cache_clear()
     for name, sizes in (("RMSNorm", (4096,)), ("LayerNorm", (4096,)), ("SwiGLUMLP", (4096, 14336))):
         text = " x ".join(map(str, (16384, *sizes)))
         yield f"{name} {text}", partial(layer, name=name, sizes=sizes)
 
 
-def interval(ratios: list[float], draws: int = 1000) -> tuple[float, float]:
-    """The 95 % interval of the median by a bootstrap."""
-    generator = random.Random(0)
-    medians = sorted(statistics.median(generator.choices(ratios, k=len(ratios))) for _ in range(draws))
-    return medians[int(0.025 * draws)], medians[int(0.975 * draws)]
+def drawn(seed: str) -> Iterator[tuple[str, Make]]:
+    """Cases of three sizes drawn by a seed, the commit say: none of them has a number of tokens that tiles divide."""
+    draw = random.Random(seed)
+    for hidden_size, vocab_size in zip(draw.sample(HIDDEN_SIZES, 3), draw.sample(VOCABULARIES, 3), strict=True):
+        size = (8 * draw.choice([n for n in range(128, 1024) if n % 16]), hidden_size, vocab_size)
+        text = " x ".join(map(str, size))
+        for name, make in LOSSES.items():
+            yield f"{name} {text}", partial(make, size=size)
 
 
 def compare(make: Make, packages: tuple[str, str], rounds: int) -> dict[str, Any]:
@@ -299,38 +249,20 @@ def compare(make: Make, packages: tuple[str, str], rounds: int) -> dict[str, Any
     for package in packages:
         torch.manual_seed(0)
         calls.append(make(importer(package)))
-    return in_turns(calls, rounds)
+    return beside(calls, rounds)
 
 
-def in_turns(calls: list[Call], rounds: int) -> dict[str, Any]:
+def beside(calls: list[Call], rounds: int) -> dict[str, Any]:
     """Medians and memory of two calls, and how far their results differ."""
-    device = torch.device("cuda")
     pairs = [(a.float(), b.float()) for a, b in zip(*(call() for call in calls), strict=True)]
     difference = max(float((a - b).norm() / b.norm().clamp(min=1e-30)) for a, b in pairs)
     del pairs
-    memory = [extra_bytes(call, device) / MiB for call in calls]
-    times: list[list[float]] = [[], []]
-    repeats, round_ = 1, 0
-    while round_ < rounds + 3:
-        for which in (0, 1) if round_ % 2 else (1, 0):
-            before, after = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-            torch.cuda._sleep(AHEAD_CYCLES * (repeats > 1))
-            before.record()
-            for _ in range(repeats):
-                calls[which]()
-            after.record()
-            after.synchronize()
-            if round_ >= 3:
-                times[which].append(before.elapsed_time(after) / repeats)
-        if round_ == 2 and before.elapsed_time(after) < SHORT_CALL:
-            repeats = 20
-        if round_ == 2 and before.elapsed_time(after) > LONG_CALL:
-            rounds = min(rounds, 10)
-        round_ += 1
-    ratios = [this / other for this, other in zip(*times, strict=True)]
+    memory = [extra_bytes(call, DEVICE) / MiB for call in calls]
+    this, other = in_turns(dict(zip("ab", map(Timed, calls), strict=True)), rounds, DEVICE).values()
+    ratios = [a / b for a, b in zip(this, other, strict=True)]
     return {
-        "this ms": statistics.median(times[0]),
-        "other ms": statistics.median(times[1]),
+        "this ms": statistics.median(this),
+        "other ms": statistics.median(other),
         "ratio": statistics.median(ratios),
         "interval": interval(ratios),
         "rounds": rounds,
@@ -347,30 +279,37 @@ def line(row: dict[str, Any]) -> str:
     return f"{row['case']:58} {times}  {memory}  results differ by {row['difference']:.1e}"
 
 
+def tiny(make: Any) -> Make:
+    """The case with tiny sizes."""
+    return partial(make, **{name: TINY[name] for name in TINY.keys() & make.keywords.keys()})
+
+
+HEADER = f"{'case':58} {'this ms':>8} {'other ms':>8}  ratio (95 % interval), peak extra memory"
+
+
 def main() -> None:
     """Print a table, and write it where asked."""
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("other", type=Path)
-    parser.add_argument("--rounds", type=int, default=ROUNDS)
-    parser.add_argument("--only", default="", help="run the cases whose names contain one of these, separated by |")
+    parser.add_argument("--rounds", type=int, default=20)
+    parser.add_argument("--only", default="", help="a regular expression that the names of cases match")
+    parser.add_argument("--drawn", metavar="SEED", help="cases of three sizes drawn by this seed instead")
+    parser.add_argument("--tiny", action="store_true", help="tiny sizes, on a CPU too: to see that everything runs")
     parser.add_argument("--out", type=Path)
-    arguments = parser.parse_args()
-    import_other(arguments.other)
-    torch.manual_seed(0)
-    facts = environment(torch.device("cuda"))
-    header = f"{'case':58} {'this ms':>8} {'other ms':>8}  ratio (95 % interval), peak extra memory"
-    rows, lines = [], [json.dumps(facts), "", header]
-    for name, make in cases():
-        if not any(text in name for text in arguments.only.split("|")):
+    options = parser.parse_args()
+    import_other(options.other)
+    rows, lines = list[dict[str, Any]](), [HEADER]
+    print(HEADER)
+    for name, make in drawn(options.drawn) if options.drawn else cases():
+        if not re.search(options.only, name):
             continue
-        release(torch.device("cuda"))
-        row = {"case": name, **compare(make, ("liger_losses", OTHER), arguments.rounds)}
-        rows.append(row)
-        lines.append(line(row))
+        make = tiny(make) if options.tiny else make
+        release(DEVICE)
+        rows.append({"case": name, **compare(make, ("liger_losses", OTHER), options.rounds)})
+        lines.append(line(rows[-1]))
         print(lines[-1], flush=True)
-        if arguments.out:
-            arguments.out.write_text(json.dumps({"environment": facts, "rows": rows}, indent=1) + "\n")
-            arguments.out.with_suffix(".txt").write_text("\n".join(lines) + "\n")
+        if options.out:
+            save(options.out, DEVICE, rows, lines)
 
 
 if __name__ == "__main__":

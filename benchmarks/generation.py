@@ -23,9 +23,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from benchmarks.end_to_end import MODELS, Case, build
 from benchmarks.grpo_steps import timed
 from benchmarks.measure import save
+from benchmarks.models import MODELS, build
 
 NAMES = ("Llama-3.2-1B", "Qwen3-0.6B")
 BATCHES = (1, 16)
@@ -93,7 +93,7 @@ def launches(patched: Patched, ids: Tensor) -> float:
 
 def every(name: str, providers: list[str], device: torch.device) -> list[Patched]:
     """A copy of a model for each provider."""
-    model = build(Case("generation", name, 1, PROMPT), device).eval()
+    model = build(name, device).eval()
     model.config.use_cache = True
     return [Patched(provider, model) for provider in providers]
 
@@ -162,7 +162,7 @@ def main() -> None:
         rows.append({"model": name, "launches": counts})
         print(f"{name}: launches of a token: {counts}", flush=True)
     if options.out:
-        save(options.out, device, rows, __doc__, [line for row in rows if "batch" in row for line in lines(row)])
+        save(options.out, device, rows, [line for row in rows if "batch" in row for line in lines(row)])
 
 
 if __name__ == "__main__":

@@ -26,9 +26,9 @@ from typing import Any
 
 import torch
 
-from benchmarks.compare import interval
-from benchmarks.end_to_end import MODELS, Case, build
-from benchmarks.measure import save
+from benchmarks.measure import interval, save
+from benchmarks.models import MODELS, build
+from benchmarks.steps import Case
 from benchmarks.trainers import trainer_of
 
 #: Shares of the sequences that have an advantage.
@@ -69,7 +69,7 @@ def measure(case: Case, rounds: int, device: torch.device) -> list[dict[str, Any
     """One row for each share: the median times of both, their losses, and how far their gradients are apart."""
     from liger_losses.trl import enabled
 
-    model = build(case, device)
+    model = build(case.model, device, case.checkpointing)
     rows = []
     with tempfile.TemporaryDirectory() as folder:
         with enabled(kernels=True):
@@ -139,7 +139,7 @@ def generated(trainer: Any, case: Case) -> list[dict[str, str]]:
 
 def measure_reuse(case: Case, rounds: int, device: torch.device) -> list[dict[str, Any]]:
     """One row with repeated prompts, and one with a prompt that is computed once."""
-    model, rows = build(case, device), []
+    model, rows = build(case.model, device, case.checkpointing), []
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-6, fused=device.type == "cuda")
     for share in (False, True):
         rows.append(measure_reuse_of(share, model, optimizer, case, rounds, device))
@@ -221,7 +221,7 @@ def main() -> None:
     case = tiny if options.tiny else Case("GRPO", "Qwen2.5-1.5B", 8, 2048, 0.5, True)
     rows = (measure_reuse if options.reuse else measure)(case, options.rounds, device)
     if options.out:
-        save(options.out, device, rows, __doc__, map(reuse_line if options.reuse else line, rows))
+        save(options.out, device, rows, map(reuse_line if options.reuse else line, rows))
 
 
 if __name__ == "__main__":

@@ -22,8 +22,8 @@ from typing import Any
 
 import torch
 
-from benchmarks.end_to_end import MODELS
 from benchmarks.measure import environment, release
+from benchmarks.models import MODELS
 
 LENGTHS = tuple(2**i for i in range(12, 22))
 TINY = (64, 128)

@@ -6,8 +6,16 @@ import gc
 import json
 import os
 import platform
+import random
+import shlex
+import statistics
+import subprocess
+import sys
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from datetime import datetime, timezone
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -17,6 +25,10 @@ from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
 MiB = 2**20
+
+#: Calls that take fewer milliseconds are timed twenty at a time, queued while the device waits for so many cycles.
+SHORT_CALL = 2.0
+AHEAD_CYCLES = 10_000_000
 
 #: What a provider builds from its inputs: a call that returns the loss and the gradients it has allocated.
 Call = Callable[[], tuple[Tensor, ...]]
@@ -37,20 +49,61 @@ def release(device: torch.device) -> None:
         torch.cuda.empty_cache()
 
 
-def milliseconds(call: Call, device: torch.device) -> float:
-    """How long one call takes. On CUDA it is called once before, because `release` has emptied the allocator."""
+@dataclass(frozen=True)
+class Timed:
+    """What a provider runs, and within which context, which is entered before the clock starts."""
+
+    call: Call
+    within: Callable[[], AbstractContextManager[Any]] = nullcontext
+
+
+def in_turns(
+    timed: Mapping[str, Timed], rounds: int, device: torch.device, agree: Callable[[float], float] = float
+) -> dict[str, list[float]]:
+    """Milliseconds of every provider's calls, which have run before: a round is one of each, the next the other way.
+
+    Calls that take less than :data:`SHORT_CALL` are timed twenty at a time, which the host queues while the device
+    waits, as it does behind a model's work.
+
+    Args:
+        agree: the time of all ranks, from this rank's.
+    """
+    times: dict[str, list[float]] = {name: [] for name in timed}
+    repeats = dict.fromkeys(timed, 1)
+    for round_ in range(-1, rounds):
+        for name in list(timed)[:: -1 if round_ % 2 else 1]:
+            with timed[name].within():
+                ms = agree(milliseconds(timed[name].call, device, repeats[name]))
+            if round_ >= 0:
+                times[name].append(ms)
+            elif ms < SHORT_CALL and device.type == "cuda":
+                repeats[name] = 20
+    return times
+
+
+def milliseconds(call: Call, device: torch.device, repeats: int = 1) -> float:
+    """How long one of so many calls takes."""
     if device.type != "cuda":
         start = time.perf_counter()
-        call()
-        return (time.perf_counter() - start) * 1e3
-    call()
+        for _ in range(repeats):
+            call()
+        return (time.perf_counter() - start) * 1e3 / repeats
     before, after = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
     torch.cuda.synchronize(device)
+    torch.cuda._sleep(AHEAD_CYCLES * (repeats > 1))
     before.record()
-    call()
+    for _ in range(repeats):
+        call()
     after.record()
     after.synchronize()
-    return before.elapsed_time(after)
+    return before.elapsed_time(after) / repeats
+
+
+def interval(values: Sequence[float], draws: int = 1000) -> tuple[float, float]:
+    """The 95 % interval of the median by a bootstrap."""
+    generator = random.Random(0)
+    medians = sorted(statistics.median(generator.choices(values, k=len(values))) for _ in range(draws))
+    return medians[int(0.025 * draws)], medians[int(0.975 * draws)]
 
 
 def extra_bytes(call: Call, device: torch.device) -> int:
@@ -129,8 +182,29 @@ def _cpu_name() -> str:
     return names[0] if names else platform.processor() or platform.machine()
 
 
-def save(out: Path, device: torch.device, rows: Sequence[Any], description: str | None, lines: Iterable[str]) -> None:
-    """Write the rows as JSON, and the description with the lines of a table as text beside it."""
-    facts = environment(device)
-    out.write_text(json.dumps({"environment": facts, "rows": rows}, indent=1) + "\n")
-    out.with_suffix(".txt").write_text("\n".join([json.dumps(facts), "", description or "", *lines]) + "\n")
+def commit() -> str:
+    """This checkout's commit; a copy of a tree has none, so that the variable ``COMMIT`` may name it."""
+    command = ["git", "describe", "--always", "--dirty", "--exclude=*"]
+    done = subprocess.run(command, cwd=Path(__file__).parent, capture_output=True, text=True, check=False)
+    return os.environ.get("COMMIT") or done.stdout.strip() or "unknown"
+
+
+def about(device: torch.device) -> dict[str, Any]:
+    """When, of which commit, by which command and on what something is measured."""
+    now = datetime.now(timezone.utc).isoformat(timespec="minutes")
+    command = f"python -m benchmarks.{Path(sys.argv[0]).stem} {shlex.join(sys.argv[1:])}".rstrip()
+    return {"date": now, "commit": commit(), "command": command, "environment": environment(device)}
+
+
+def header(facts: Mapping[str, Any]) -> list[str]:
+    """The first lines of a file of results."""
+    versions = ", ".join(f"{name} {value}" for name, value in facts["environment"].items() if value is not None)
+    return [f"{facts['date']}, commit {facts['commit']}: {facts['command']}", versions, ""]
+
+
+def save(out: Path, device: torch.device, rows: Sequence[Any], lines: Iterable[str]) -> None:
+    """Write the rows as JSON, and the lines of a table as text beside it."""
+    facts = about(device)
+    out.parent.mkdir(parents=True, exist_ok=True)
+    out.write_text(json.dumps({**facts, "rows": rows}, indent=1) + "\n", encoding="utf-8")
+    out.with_suffix(".txt").write_text("\n".join([*header(facts), *lines]) + "\n", encoding="utf-8")

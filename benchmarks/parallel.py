@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import itertools
-import json
 import socket
 import statistics
 from collections.abc import Callable
@@ -22,8 +21,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from torch import Tensor
 
-from benchmarks.measure import MiB, NotRun, environment, extra_bytes, milliseconds, release
-from benchmarks.timeline import kernels_of, report
+from benchmarks.measure import MiB, NotRun, Timed, extra_bytes, in_turns, release, save
 from liger_losses import (
     Head,
     LigerFusedLinearCrossEntropyLoss,
@@ -189,10 +187,8 @@ def liger(d: Inputs, name: str) -> Callable[[], tuple[Tensor, ...]]:
 PROVIDERS = {"ours": ours, "whole head": whole, "loss_parallel": plain, "liger-kernel": liger}
 
 
-def measure(
-    shape: tuple[int, int, int], name: str, rounds: int, device: torch.device, profiled: list[str] | None = None
-) -> list[dict[str, Any]]:
-    """One row for each provider, which take turns. What runs when goes to ``profiled``, ours and the bare products."""
+def measure(shape: tuple[int, int, int], name: str, rounds: int, device: torch.device) -> list[dict[str, Any]]:
+    """One row for each provider, which take turns."""
     d = Inputs(*shape, device)
     rows: list[dict[str, Any]] = []
     calls: dict[str, Callable[[], tuple[Tensor, ...]]] = {"bare": bare(d, LOSSES[name][0])}
@@ -205,23 +201,22 @@ def measure(
             row["not run"] = str(error).splitlines()[0]
             calls.pop(provider, None)
         rows.append(row)
-    times: dict[str, list[float]] = {provider: [] for provider in calls}
-    for _, (provider, call) in itertools.product(range(rounds), calls.items()):
-        release(device)
-        dist.barrier()
-        times[provider].append(milliseconds(call, device))
-    slowest = torch.tensor([statistics.median(values) for values in times.values()], device=device)
-    dist.all_reduce(slowest, dist.ReduceOp.MAX)
-    medians = dict(zip(times, slowest.tolist(), strict=True))
+    calls["bare"]()
+    times = in_turns({provider: Timed(call) for provider, call in calls.items()}, rounds, device, slowest)
+    medians = {provider: statistics.median(values) for provider, values in times.items()}
     for row in rows:
         if row["provider"] in calls:
             row["ms"], row["bare ms"] = medians[row["provider"]], medians["bare"]
             row["rounds"] = [round(ms, 2) for ms in times[row["provider"]]]
             row["extra MiB"] = extra_bytes(calls[row["provider"]], device) / MiB
-    for provider in ("ours", "bare") if profiled is not None else ():
-        shown = report(kernels_of(calls[provider]))
-        profiled.append(f"{name} {' x '.join(map(str, shape))}, {provider}: {shown}")
     return rows
+
+
+def slowest(ms: float) -> float:
+    """The time of the slowest rank."""
+    times = torch.tensor(ms, device="cuda" if torch.cuda.is_available() else "cpu")
+    dist.all_reduce(times, dist.ReduceOp.MAX)
+    return float(times)
 
 
 def work(rank: int, port: int, ranks: int, arguments: argparse.Namespace) -> None:
@@ -232,20 +227,15 @@ def work(rank: int, port: int, ranks: int, arguments: argparse.Namespace) -> Non
     else:
         torch.set_num_threads(1)
     dist.init_process_group(backend, init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=ranks)
-    found: dict[str, Any] = {"environment": environment(device), "ranks": ranks, "rows": []}
-    profiled: list[str] | None = None if arguments.profile is None else []
+    rows: list[dict[str, Any]] = []
     shapes = TINY if arguments.tiny else [SHAPES[i] for i in arguments.only or range(len(SHAPES))]
     for shape, name in itertools.product(shapes, arguments.losses):
-        for row in measure(shape, name, arguments.rounds, device, profiled):
-            found["rows"].append(row)
-            if rank == 0:
-                print(line(row), flush=True)
+        rows += [row | {"ranks": ranks} for row in measure(shape, name, arguments.rounds, device)]
+        release(device)
+        if rank == 0:
+            print(*(line(row) for row in rows if (row["shape"], row["loss"]) == (shape, name)), sep="\n", flush=True)
         if rank == 0 and arguments.out is not None:
-            arguments.out.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
-            lines = [line(row) for row in found["rows"]]
-            arguments.out.with_suffix(".txt").write_text("\n".join(lines) + "\n", encoding="utf-8")
-        if rank == 0 and profiled:
-            arguments.profile.write_text("\n\n".join([json.dumps(found["environment"]), *profiled]) + "\n")
+            save(arguments.out, device, rows, map(line, rows))
     dist.destroy_process_group()
 
 
@@ -265,7 +255,6 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--tiny", action="store_true", help="small sizes")
     parser.add_argument("--only", type=int, nargs="*", help=f"which shapes, from 0 to {len(SHAPES) - 1}")
-    parser.add_argument("--profile", type=Path, help="a text file for what rank 0 runs when, on GPUs")
     parser.add_argument("--out", type=Path, help="a JSON file, beside which the table is written as text")
     arguments = parser.parse_args()
     unknown = set(arguments.losses) - set(LOSSES)

@@ -1,130 +1,143 @@
-"""Measures what the table of README.md has, on one GPU, and prints its rows: `python -m benchmarks.readme`.
+"""Measures what README.md shows, on one GPU, prints its table's rows, and draws its picture.
 
-Each provider of training steps runs in a process of its own; the losses on the head are timed in turns in another.
-`--large` measures Llama-3-8B too, `--only` some of the processes; a file that `--out` names keeps the other rows.
+``python -m benchmarks.readme [--only steps|losses] [--rounds 6] [--out FILE.json]``. A file that ``--out`` names keeps
+its other rows; ``--draw`` only draws it. Providers take turns.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import subprocess
-import sys
-import tempfile
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from benchmarks import end_to_end
-from benchmarks.measure import environment
+from benchmarks import steps
+from benchmarks.measure import about, header
+from benchmarks.run import BENCHMARKS, measure, shapes_for
 
-STEP = ("tokens_per_second", "peak_gib")
-HEAD = ("median_ms", "extra_mib")
 DASH = "\N{EN DASH}"
-COLUMNS = ("plain", "liger-kernel", "TRL", "ours")
-#: A row's name in README.md, what is measured, and where a provider goes by another name than its column's.
-STEPS = {
-    "SFT step, Llama-3.2-1B, 4 x 4096 tokens": end_to_end.Case("SFT", "Llama-3.2-1B", 4, 4096),
-    "SFT step, Qwen2.5-1.5B, 4 x 4096 tokens": end_to_end.Case("SFT", "Qwen2.5-1.5B", 4, 4096),
-    "DPO step, Qwen2.5-1.5B, 8 x 2048 tokens": end_to_end.Case("DPO", "Qwen2.5-1.5B", 8, 2048, 0.5, True),
+#: Columns: how they are named in the picture, and their colours.
+COLUMNS = {
+    "plain": ("plain PyTorch", "0.6"),
+    "liger-kernel": ("liger-kernel", "C0"),
+    "TRL": ("TRL 1.16", "C1"),
+    "ours": ("liger_losses", "C3"),
 }
-LARGE = {"DPO step, Llama-3-8B, 8 x 2048 tokens": end_to_end.Case("DPO", "Llama-3-8B", 8, 2048, 0.5, True)}
-HEADS = {
+#: Rows: the name of a case of benchmarks.steps.
+STEPS = {
+    "SFT step, Llama-3.2-1B, 4 x 4096 tokens": "SFT Llama-3.2-1B 4 x 4096",
+    "SFT step, Qwen2.5-1.5B, 4 x 4096 tokens": "SFT Qwen2.5-1.5B 4 x 4096",
+    "DPO step in TRL, Qwen2.5-1.5B, 8 x 2048 tokens": "DPO in TRL Qwen2.5-1.5B 8 x 2048, checkpointing",
+    "GRPO step in TRL, Qwen2.5-1.5B, 8 x 2048 tokens": "GRPO in TRL Qwen2.5-1.5B 8 x 2048, checkpointing",
+}
+LOSSES = {
     "cross-entropy, 8192 x 4096 x 128256": "cross_entropy",
     "DPO, 16384 x 4096 x 128256, half masked": "dpo",
     "JSD, 8192 x 2048 x 151936": "jsd",
 }
-#: What a column is in a step of TRL's.
-IN_TRL = {"liger-kernel": "TRL+liger-kernel", "ours": "ours+kernels"}
-PROCESSES = ("plain", "liger-kernel", "TRL", "ours", "heads")
+#: What providers of a step in TRL and of a loss are called in these columns.
+OF_TRL = {"plain": "plain", "TRL+liger-kernel": "liger-kernel", "TRL": "TRL", "ours+kernels": "ours"}
+OF_LOSSES = {"plain torch": "plain", "liger-kernel": "liger-kernel", "TRL": "TRL", "ours": "ours"}
 
 
-def steps(column: str, large: bool, tiny: bool) -> list[dict[str, Any]]:
-    """Training steps of one provider: SFT without TRL; DPO with all logits, with TRL's head (beside liger-kernel's
-    kernels in that column), or with ours."""
-    found = []
-    for name, case in (STEPS | LARGE if large else STEPS).items():
-        in_trl = case.task == "DPO"
-        if column == "TRL" and not in_trl:
-            continue
-        if tiny:
-            case = replace(case, model="tiny", sequences=2, length=32)
-        provider = IN_TRL.get(column, column) if in_trl else column
-        (row,) = end_to_end.run(provider, [case], steps=5)
-        found.append({"name": name, "column": column, "values": [row.get(value) for value in STEP], "row": row})
-    return found
+def of_steps(rounds: int, device: torch.device, tiny: bool) -> list[dict[str, Any]]:
+    """Training steps: tokens per second and peak memory."""
+    rows = []
+    for name, wanted in STEPS.items():
+        case = next(case for case in steps.CASES if case.name == wanted)
+        columns = {provider: provider for provider in steps.SFT} if case.task == "SFT" else OF_TRL
+        case = replace(case, model="tiny", sequences=4, length=32) if tiny else case
+        for row in steps.measure(case, list(columns), rounds, device):
+            values = [row.get(value) for value in ("tokens_per_second", "peak_gib")]
+            rows.append({"name": name, "column": columns[row["provider"]], "values": values, "row": row})
+            print(steps.line(row), flush=True)
+    return rows
 
 
-def heads(tiny: bool) -> list[dict[str, Any]]:
-    """The losses on the head, at their first shape, all providers in turns."""
-    from benchmarks.run import BENCHMARKS, measure, shapes_for
-
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    found = []
-    for name, benchmark in ((name, b) for name, wanted in HEADS.items() for b in BENCHMARKS if b.name == wanted):
-        columns = {"plain torch" if column == "plain" else column: column for column in COLUMNS}
-        chosen = {name: provider for name, provider in benchmark.providers.items() if name in columns}
+def of_losses(rounds: int, device: torch.device, tiny: bool) -> list[dict[str, Any]]:
+    """Losses on the head, at their first shape: milliseconds, and memory beyond inputs and outputs."""
+    rows = []
+    for name, wanted in LOSSES.items():
+        benchmark = next(benchmark for benchmark in BENCHMARKS if benchmark.name == wanted)
+        providers = {name: made for name, made in benchmark.providers.items() if name in OF_LOSSES}
         shape = shapes_for(benchmark, device, tiny)[0]
-        for row in measure(replace(benchmark, providers=chosen, baseline=None), shape, device, 1 if tiny else 10):
-            values = [getattr(row, value) for value in HEAD]
-            found.append({"name": name, "column": columns[row.provider], "values": values, "row": vars(row)})
-    return found
+        for row in measure(replace(benchmark, providers=providers, baseline=None), shape, device, rounds):
+            values = [row.median_ms, row.extra_mib]
+            rows.append({"name": name, "column": OF_LOSSES[row.provider], "values": values, "row": vars(row)})
+    return rows
 
 
 def written(name: str, values: list[float | None]) -> str:
     """As the table has it: `61.2k tokens/s, 26.3 GiB`, or `55.0 ms, 0.06 GiB`; nothing for what was not measured."""
-    if None in values:
-        return ""
     first, second = values
-    if " step" in name:
+    if first is None or second is None:
+        return ""
+    if name in STEPS:
         return f"{first / 1000:.1f}k tokens/s, {second:.1f} GiB"
     return f"{first:.1f} ms, {second / 1024:.2f} GiB"
 
 
-def bold(cell: str) -> str:
-    """With the time, or the rate, in bold."""
-    first, comma, second = cell.partition(",")
-    return f"**{first}**{comma}{second}" if cell else ""
-
-
-def table(rows: list[dict[str, Any]]) -> str:
+def table(rows: list[dict[str, Any]]) -> list[str]:
     """The rows of README.md."""
     cells = {(row["name"], row["column"]): written(row["name"], row["values"]) for row in rows}
-    cells |= {key: bold(cell) for key, cell in cells.items() if key[1] == "ours"}
-    names = [name for name in (STEPS | LARGE | HEADS) if any(name == row["name"] for row in rows)]
-    return "\n".join(f"| {name} | {' | '.join(cells.get((name, c), DASH) for c in COLUMNS)} |" for name in names)
+    cells |= {key: re.sub("^([^,]+)", r"**\1**", cell) for key, cell in cells.items() if key[1] == "ours"}
+    names = [name for name in (STEPS | LOSSES) if any(name == row["name"] for row in rows)]
+    return [f"| {name} | {' | '.join(cells.get((name, c), '') or DASH for c in COLUMNS)} |" for name in names]
+
+
+def draw(rows: list[dict[str, Any]], device: str, file: Path) -> None:
+    """The speed of training steps and their peak memory, as bars."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    values = {(row["name"], row["column"]): row["values"] for row in rows if None not in row["values"]}
+    names = [name for name in STEPS if any(name == shown for shown, _ in values)]
+    figure, panels = pyplot.subplots(1, 2, figsize=(10, 3.8), layout="constrained")
+    titles = "Thousand tokens per second (higher is better)", "Peak memory, GiB (lower is better)"
+    for panel, index, title, unit in zip(panels, (0, 1), titles, (1000, 1), strict=True):
+        for place, (column, (label, colour)) in enumerate(COLUMNS.items()):
+            bars = [(x, values[name, column][index] / unit) for x, name in enumerate(names) if (name, column) in values]
+            drawn = panel.bar([x + 0.2 * place - 0.3 for x, _ in bars], [y for _, y in bars], 0.2, color=colour)
+            panel.bar_label(drawn, fmt="%.0f", fontsize=8)
+            drawn.set_label(label)
+        labels = [", ".join(name.split(", ")[:2]).replace(" step", "").replace(", ", "\n") for name in names]
+        panel.set_xticks(range(len(names)), labels, fontsize=8)
+        panel.set_title(title, fontsize=11)
+        panel.spines[["top", "right"]].set_visible(False)
+    panels[1].legend(fontsize=9)
+    figure.suptitle(f"Training steps in bf16, forward to optimizer; one {device}", fontsize=10)
+    figure.savefig(file, dpi=130)
+    pyplot.close(figure)
 
 
 def main() -> None:
-    """Spawn the processes, or be one."""
+    """Measure, print, write and draw."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, help="a JSON file; the rows go beside it as .txt")
-    parser.add_argument("--only", default=",".join(PROCESSES), help=f"with commas between them: {', '.join(PROCESSES)}")
-    parser.add_argument("--large", action="store_true", help="Llama-3-8B too")
-    parser.add_argument("--tiny", action="store_true", help="tiny sizes, to see that everything runs")
-    parser.add_argument("--process", choices=PROCESSES, help=argparse.SUPPRESS)
+    parser.add_argument("--out", type=Path, help="a JSON file; the rows go beside it as .txt, and the picture as .png")
+    parser.add_argument("--only", choices=("steps", "losses"))
+    parser.add_argument("--rounds", type=int, default=6)
+    parser.add_argument("--draw", action="store_true", help="only draw the file")
+    parser.add_argument("--tiny", action="store_true", help="tiny sizes, on a CPU too: to see that everything runs")
     options = parser.parse_args()
-    if options.process:
-        on_heads = options.process == "heads"
-        rows = heads(options.tiny) if on_heads else steps(options.process, options.large, options.tiny)
-        options.out.write_text(json.dumps(rows))
-        return
-    rows = json.loads(options.out.read_text())["rows"] if options.out and options.out.exists() else []
-    for process in options.only.split(","):
-        with tempfile.TemporaryDirectory() as folder:
-            file = Path(folder) / "rows.json"
-            command = [sys.executable, "-m", "benchmarks.readme", "--process", process, "--out", str(file)]
-            subprocess.run(command + ["--large"] * options.large + ["--tiny"] * options.tiny, check=True)
-            new = json.loads(file.read_text())
-        measured = {(row["name"], row["column"]) for row in new}
-        rows = [row for row in rows if (row["name"], row["column"]) not in measured] + new
+    kept: dict[str, Any] = json.loads(options.out.read_text()) if options.out and options.out.exists() else {"rows": []}
+    if not options.draw:
+        device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        rows = [] if options.only == "losses" else of_steps(options.rounds, device, options.tiny)
+        rows += [] if options.only == "steps" else of_losses(options.rounds, device, options.tiny)
+        measured = {row["name"] for row in rows}
+        kept = {**about(device), "rows": [row for row in kept["rows"] if row["name"] not in measured] + rows}
+        print(*table(kept["rows"]), sep="\n")
         if options.out:
-            device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-            options.out.write_text(json.dumps({"environment": environment(device), "rows": rows}, indent=1) + "\n")
-            options.out.with_suffix(".txt").write_text(f"{json.dumps(environment(device))}\n\n{table(rows)}\n")
-    print(table(rows))
+            options.out.write_text(json.dumps(kept, indent=1) + "\n")
+            options.out.with_suffix(".txt").write_text("\n".join([*header(kept), *table(kept["rows"])]) + "\n")
+    if options.out:
+        draw(kept["rows"], kept["environment"]["device"], options.out.with_suffix(".png"))
 
 
 if __name__ == "__main__":

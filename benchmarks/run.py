@@ -9,7 +9,6 @@ import statistics
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
-from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +26,7 @@ from benchmarks import (
     preference_entries,
 )
 from benchmarks.entries import Benchmark, Shape
-from benchmarks.measure import Call, MiB, NotRun, environment, extra_bytes, milliseconds, release
+from benchmarks.measure import Call, MiB, NotRun, Timed, about, extra_bytes, header, in_turns, release
 
 BENCHMARKS = (
     *cross_entropy_entries.BENCHMARKS,
@@ -90,7 +89,6 @@ def measure(benchmark: Benchmark, shape: Shape, device: torch.device, rounds: in
     if inputs is None:
         return [row]
     rows = {name: Row(name) for name in benchmark.providers}
-    times: dict[str, list[float]] = {name: [] for name in rows}
     calls: dict[str, Call] = {}
     for name, provider in benchmark.providers.items():
         call = attempt(rows[name], device, provider, inputs)
@@ -100,11 +98,7 @@ def measure(benchmark: Benchmark, shape: Shape, device: torch.device, rounds: in
         release(device)
         # Collecting garbage again and again among all that was imported would take longer than most calls.
         gc.freeze()
-    for _ in range(rounds):
-        for name in running(calls, rows):
-            elapsed = attempt(rows[name], device, milliseconds, calls[name], device)
-            times[name] += [] if elapsed is None else [elapsed]
-            release(device)
+    times = in_turns({name: Timed(calls[name]) for name in running(calls, rows)}, rounds, device)
     for name in running(calls, rows):
         # The baseline's buffers are allocated before it is called, so that its memory would mean nothing.
         if name != benchmark.baseline:
@@ -112,7 +106,7 @@ def measure(benchmark: Benchmark, shape: Shape, device: torch.device, rounds: in
             rows[name].extra_mib = None if extra is None else round(extra / MiB, 3)
             release(device)
     for row in rows.values():
-        summarise(row, times[row.provider], times.get(benchmark.baseline or "", []), benchmark, shape)
+        summarise(row, times.get(row.provider, []), times.get(benchmark.baseline or "", []), benchmark, shape)
     return list(rows.values())
 
 
@@ -184,9 +178,9 @@ def table(benchmark: Benchmark, results: Iterable[tuple[Shape, list[Row]]]) -> s
         ).rstrip()
         for line in lines
     ]
-    header = f"{benchmark.name}: {benchmark.title}"
-    about = f"{', '.join(dict.fromkeys(details))}; {benchmark.flops:g} N H V floating-point operations"
-    return "\n".join([header, about, aligned[0], "-" * len(aligned[0]), *aligned[1:], ""])
+    title = f"{benchmark.name}: {benchmark.title}"
+    text = f"{', '.join(dict.fromkeys(details))}; {benchmark.flops:g} N H V floating-point operations"
+    return "\n".join([title, text, aligned[0], "-" * len(aligned[0]), *aligned[1:], ""])
 
 
 def sizes(shape: Shape) -> str:
@@ -258,16 +252,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             print(f"{'':29} {'; '.join(benchmark.providers)}")
         return 0
     device = torch.device(options.device)
-    about = environment(device)
-    report: dict[str, Any] = {
-        "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
-        "environment": about,
-        "rounds": options.rounds,
-        "tiny": options.tiny,
-        "benchmarks": [],
-    }
-    texts = [", ".join(f"{name} {value}" for name, value in about.items() if value is not None)]
-    texts.append(f"{report['date']}, median of {options.rounds} rounds\n")
+    report: dict[str, Any] = {**about(device), "rounds": options.rounds, "tiny": options.tiny, "benchmarks": []}
+    texts = [*header(report)[:2], f"median of {options.rounds} rounds\n"]
     print("\n".join(texts), flush=True)
     failed = False
     for benchmark in BENCHMARKS:

@@ -25,9 +25,9 @@ from typing import Any
 
 import torch
 
-from benchmarks.end_to_end import Case, build
 from benchmarks.grpo_steps import timed
-from benchmarks.measure import environment, save
+from benchmarks.measure import environment, interval, save
+from benchmarks.models import build
 
 WAYS = ("repeated", "shared")
 PAGE = Path(__file__).parent.parent / "docs" / "shared_prompts.md"
@@ -106,13 +106,6 @@ def step(way: str, model: Any, reference: Any, batch: Batch) -> float:
     loss.backward()
     model.zero_grad()
     return float(loss.detach())
-
-
-def interval(values: list[float]) -> tuple[float, float]:
-    """The 95% interval of the median, by resampling."""
-    generator = random.Random(0)
-    medians = sorted(median(generator.choices(values, k=len(values))) for _ in range(2000))
-    return medians[50], medians[1949]
 
 
 def compiled() -> int:
@@ -244,9 +237,7 @@ def main() -> None:
         draw(made["rows"], made["environment"]["device"], options.out.with_suffix(".png"))
         return fill_page(made["rows"], made["environment"]["device"], options.out.with_suffix(".png"))
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    model, reference = (
-        build(Case("", "tiny" if options.tiny else "Qwen2.5-1.5B", 1, 1, checkpointing=True), device) for _ in range(2)
-    )
+    model, reference = (build("tiny" if options.tiny else "Qwen2.5-1.5B", device, checkpointing=True) for _ in range(2))
     reference.gradient_checkpointing_disable()
     if options.kernels:
         from liger_losses import patch
@@ -261,7 +252,7 @@ def main() -> None:
         rows.append(measure(case, model, reference.eval(), rounds, device, drawn))
         print(line(rows[-1]), flush=True)
         if options.out:
-            save(options.out, device, rows, __doc__, map(line, rows))
+            save(options.out, device, rows, map(line, rows))
     if options.series and options.out:
         draw(rows, environment(device)["device"], options.out.with_suffix(".png"))
 

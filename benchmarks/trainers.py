@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-IGNORED = -100
+from benchmarks.models import IGNORED
 
 
 def trainer_of(task: str, model: Any, reference: Any, folder: str, length: int, **others: Any) -> Any:

@@ -72,7 +72,7 @@ def test_a_model_that_is_not_there(tmp_path, capsys):
 def test_a_steps_memory_is_what_was_measured_on_a_gpu(name, checkpointing):
     """On 4 x 4096 tokens, benchmarks/results/end_to_end.txt."""
     transformers = pytest.importorskip("transformers", reason="transformers is not installed")
-    from benchmarks.end_to_end import MODELS
+    from benchmarks.models import MODELS
 
     kind, sizes = MODELS[name]
     case = f"SFT   {name:<15} 4 x  4096 {'checkpointed' if checkpointing else ' ' * 12}"

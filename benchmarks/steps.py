@@ -1,0 +1,339 @@
+"""Whole training steps, forward to optimizer, of models of real shapes with random weights: providers in turns.
+
+python -m benchmarks.steps [--only TEXT] [--providers NAMES] [--rounds 6] [--other FOLDER] [--out FILE.json]
+python -m benchmarks.steps --only FSDP2     # the cases of several GPUs take all of this machine
+python -m benchmarks.steps --tiny           # tiny models, on a CPU too: to see that everything runs
+
+An SFT step is the model's own loss; steps of TRL's are its trainers' own ``compute_loss`` on given tokens, half of each
+sequence a prompt. All providers' models are in one process. A peak is what the provider's model, gradients and
+optimizer take, and what a step takes beyond. On several GPUs, a time is the slowest rank's. FOLDER holds a
+``liger_losses`` package of another commit.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import functools
+import gc
+import os
+import re
+import socket
+import sys
+import tempfile
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from statistics import median
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from torch import Tensor
+
+from benchmarks.compare import OTHER, import_other, importer
+from benchmarks.measure import NotRun, Timed, extra_bytes, in_turns, interval, release, save
+from benchmarks.models import IGNORED, build
+from benchmarks.trainers import add_plain_head, inputs_of, trainer_of
+
+GiB = 2**30
+#: By default, of a model's own loss, and of TRL's trainers.
+SFT = ("plain", "liger-kernel", "ours")
+TRL = ("plain", "TRL", "TRL+liger-kernel", "ours", "ours+kernels")
+PROVIDERS = (*dict.fromkeys(SFT + TRL), "plain+compile", "ours+compile")
+PROVIDERS += ("ours+kernels, repeated", "other", "other+kernels")
+WARM_UP = 3
+
+
+@dataclass(frozen=True)
+class Case:
+    """One table: a task on sequences, of which the share ``masked`` carries no loss.
+
+    Args:
+        task: ``"SFT"`` by the model's own loss; ``"NLL"`` (SFT), ``"DPO"`` or ``"GRPO"`` by TRL's trainer.
+        prompts: how many different ones there are, if not one a sequence.
+        parallel: ``"FSDP2"``, where each rank has a batch of its own, or ``"TP"``, where all have the same.
+        providers: the names in the table.
+    """
+
+    task: str
+    model: str
+    sequences: int
+    length: int
+    masked: float = 0.0
+    checkpointing: bool = False
+    prompts: int = 0
+    parallel: str = ""
+    providers: tuple[str, ...] = SFT
+
+    @property
+    def name(self) -> str:
+        """As ``--only`` matches it."""
+        checkpointed = ", checkpointing" if self.checkpointing else ""
+        task = f"{self.task} in TRL" if self.task in ("NLL", "DPO", "GRPO") else self.task
+        return f"{self.parallel} {task} {self.model} {self.sequences} x {self.length}{checkpointed}".strip()
+
+
+CASES = (
+    Case("SFT", "Llama-3.2-1B", 4, 4096),
+    Case("SFT", "Llama-3.2-1B", 4, 4096, checkpointing=True),
+    Case("SFT", "Llama-3.2-1B", 1, 16384),
+    Case("SFT", "Qwen2.5-1.5B", 4, 4096),
+    Case("SFT", "Qwen2.5-1.5B", 4, 4096, checkpointing=True),
+    Case("SFT", "Llama-3-8B half", 4, 4096, providers=("liger-kernel", "ours")),
+    *(
+        Case(task, model, 8, 2048, 0.5, True, prompts, providers=TRL)
+        for model in ("Qwen2.5-1.5B", "Llama-3-8B quarter")
+        for task, prompts in (("NLL", 0), ("DPO", 4), ("GRPO", 1))
+    ),
+    Case("SFT", "Llama-3.2-1B", 4, 4096, parallel="FSDP2"),
+    Case("SFT", "Llama-3-8B", 4, 4096, checkpointing=True, parallel="FSDP2"),
+    Case("SFT", "Llama-3.2-1B", 4, 4096, parallel="TP", providers=("plain", "ours")),
+    Case("SFT", "Llama-3-8B quarter", 4, 4096, parallel="TP", providers=("plain", "ours")),
+)
+
+
+# --- Models as providers patch them -----------------------------------------------------------------------------------
+
+#: Loss of a batch: of token ids and labels.
+Loss = Callable[[Tensor, Tensor], Tensor]
+
+
+def liger_kernel(model: Any, **options: Any) -> Callable[[], contextlib.AbstractContextManager[Any]]:
+    """Patch the model with liger-kernel; what steps run within, as it replaces functions of all models, too."""
+    try:
+        from liger_kernel.transformers import _apply_liger_kernel_to_instance
+    except ImportError as error:
+        raise NotRun(str(error)) from None
+    module = sys.modules[type(model).__module__]
+    before = dict(vars(module))
+    _apply_liger_kernel_to_instance(model=model, **options)
+    replaced = {name: value for name, value in vars(module).items() if before.get(name) is not value}
+    vars(module).update(before)
+    return lambda: mock.patch.multiple(module, **replaced) if replaced else contextlib.nullcontext()
+
+
+def provide(provider: str, case: Case, model: Any, folder: str) -> tuple[Loss, Callable[[], Any]]:
+    """Patch the model as the provider does: its loss, and what steps run within."""
+    package = importer(OTHER if provider.startswith("other") else "liger_losses")
+    ours = provider.startswith(("ours", "other"))
+    within: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext
+    if case.task == "SFT":
+        if provider == "liger-kernel":
+            within = liger_kernel(model)
+        elif ours:
+            package("patch")(model)
+        if provider.endswith("+compile"):
+            model.compile()
+        return lambda ids, labels: model(input_ids=ids, labels=labels).loss, within
+    if provider == "TRL+liger-kernel":
+        within = liger_kernel(model, fused_linear_cross_entropy=False, cross_entropy=False)
+    elif ours:
+        options: dict[str, Any] = {"kernels": "+kernels" in provider}
+        options |= {"share_prompts": False} if provider.endswith(", repeated") else {}
+        within = functools.partial(package("trl:enabled"), **options)
+    forward, reference = model.forward, build("tiny", torch.device("cpu"))
+    with within():
+        length = case.length - int(case.masked * case.length)
+        trainer = trainer_of(case.task, model, reference, folder, length)
+    if provider == "plain":
+        add_plain_head(model, forward)
+    vocab_size = model.config.vocab_size
+
+    def loss(ids: Tensor, labels: Tensor) -> Tensor:
+        inputs = inputs_of(case.task, ids, labels, vocab_size)
+        return trainer.compute_loss(model, inputs, num_items_in_batch=(labels[:, 1:] != IGNORED).sum())
+
+    return loss, within
+
+
+def placed(provider: str, case: Case, device: torch.device, folder: str) -> tuple[Any, Loss, Callable[[], Any]]:
+    """The model that the provider has patched, sharded or split over the ranks where the case says so."""
+    if case.parallel == "TP":
+        from transformers import AutoModelForCausalLM
+        from transformers.distributed import DistributedConfig
+
+        path = Path(folder).parent / "saved"
+        if dist.get_rank() == 0 and not (path / "config.json").exists():
+            build(case.model, device).save_pretrained(path)
+        dist.barrier()
+        plan = DistributedConfig(tp_plan="auto")
+        model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.bfloat16, distributed_config=plan).train()
+        model.config.use_cache = False
+    else:
+        model = build(case.model, device, case.checkpointing)
+    loss, within = provide(provider, case, model, folder)
+    if case.parallel == "FSDP2":
+        from torch.distributed.fsdp import fully_shard
+
+        for layer in model.model.layers:
+            fully_shard(layer)
+        fully_shard(model)
+    return model, loss, within
+
+
+def step_of(provider: str, case: Case, device: torch.device, folder: str) -> Timed:
+    """A training step, which returns the loss."""
+    model, loss, within = placed(provider, case, device, folder)
+    options: dict[str, Any] = {"foreach": case.parallel == "FSDP2"} if case.parallel else {"fused": True}
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, **options)
+    seed = dist.get_rank() if case.parallel == "FSDP2" else 0
+    generator = torch.Generator(device).manual_seed(seed)
+    size = (case.sequences, case.length)
+    ids = torch.randint(2, model.config.vocab_size, size, device=device, generator=generator)
+    prompt = int(case.masked * case.length)
+    if case.prompts:
+        ids[:, :prompt] = ids[torch.arange(len(ids), device=device) % case.prompts, :prompt]
+    labels = ids.clone()
+    labels[:, :prompt] = IGNORED
+
+    def step() -> tuple[Tensor, ...]:
+        value = loss(ids, labels)
+        value.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return (value.detach(),)
+
+    return Timed(step, within)
+
+
+# --- Measuring --------------------------------------------------------------------------------------------------------
+
+
+def measure(case: Case, providers: list[str], rounds: int, device: torch.device) -> list[dict[str, Any]]:
+    """One row for each provider."""
+    rows, steps = dict[str, dict[str, Any]](), dict[str, Timed]()
+    ranks = dist.get_world_size() if case.parallel else 1
+    with contextlib.ExitStack() as stack:
+        shared = shared_folder(stack, case)
+        for provider in providers:
+            rows[provider] = {"case": case.name, "provider": provider, "ranks": ranks}
+            release(device)
+            before = torch.cuda.memory_allocated(device) if device.type == "cuda" else 0
+            try:
+                folder = Path(shared) / provider
+                folder.mkdir(exist_ok=True)
+                timed = step_of(provider, case, device, str(folder))
+                with timed.within():
+                    losses = [float(timed.call()[0]) for _ in range(WARM_UP)]
+                    resident = torch.cuda.memory_allocated(device) - before if device.type == "cuda" else 0
+                    peak = slowest((resident + extra_bytes(timed.call, device)) / GiB, device, case)
+            except (NotRun, ImportError, torch.OutOfMemoryError) as reason:
+                rows[provider]["note"] = f"{type(reason).__name__}: {str(reason).splitlines()[0]}"[:150]
+                continue
+            rows[provider] |= {"losses": losses, "peak_gib": round(peak, 2)}
+            steps[provider] = timed
+        gc.collect()
+        gc.freeze()  # to look through all that was imported takes longer than a token
+        times = in_turns(steps, rounds, device, lambda ms: slowest(ms, device, case))
+        gc.unfreeze()
+    tokens = case.sequences * case.length * (ranks if case.parallel == "FSDP2" else 1)
+    for provider, found in times.items():
+        ratios = [other / ours for other, ours in zip(found, times.get("ours", found), strict=True)]
+        rows[provider] |= {
+            "milliseconds": round(median(found), 2),
+            "tokens_per_second": round(tokens / median(found) * 1e3),
+            "over_ours": [round(ratio, 4) for ratio in (median(ratios), *interval(ratios))],
+            "rounds": [round(ms, 2) for ms in found],
+        }
+    return [asdict(case) | row for row in rows.values()]
+
+
+def shared_folder(stack: contextlib.ExitStack, case: Case) -> str:
+    """A temporary folder, of all ranks."""
+    folder: list[Any] = [stack.enter_context(tempfile.TemporaryDirectory())]
+    if case.parallel:
+        stack.callback(dist.barrier)
+        dist.broadcast_object_list(folder)
+    return str(folder[0])
+
+
+def slowest(value: float, device: torch.device, case: Case) -> float:
+    """The largest of all ranks' values."""
+    if not case.parallel:
+        return value
+    found = torch.tensor(value, device=device)
+    dist.all_reduce(found, dist.ReduceOp.MAX)
+    return float(found)
+
+
+def line(row: dict[str, Any]) -> str:
+    """One line of the table."""
+    start = f"{row['case']:46} {row['provider']:17}"
+    if "note" in row:
+        return f"{start} {row['note']}"
+    ratio, low, high = row["over_ours"]
+    return (
+        f"{start} {row['milliseconds']:9.2f} ms {row['tokens_per_second']:>8} tokens/s {row['peak_gib']:7.2f} GiB  "
+        f"x {ratio:.3f} of ours ({low:.3f} to {high:.3f})  loss {row['losses'][-1]:.4f}"
+    )
+
+
+def run(cases: list[Case], options: argparse.Namespace, device: torch.device) -> None:
+    """Print the rows of the cases, and write them."""
+    rows: list[dict[str, Any]] = []
+    if options.other:
+        import_other(options.other)
+    for case in cases:
+        providers = re.split(",(?! )", options.providers) if options.providers else list(case.providers)
+        rows += measure(case, providers, options.rounds, device)
+        release(device)
+        torch._dynamo.reset()
+        if not case.parallel or dist.get_rank() == 0:
+            print(*map(line, rows[-len(providers) :]), sep="\n", flush=True)
+            if options.out:
+                save(options.out, device, rows, map(line, rows))
+
+
+def member(rank: int, port: int, ranks: int, cases: list[Case], options: argparse.Namespace) -> None:
+    """One rank of the cases of several GPUs."""
+    cuda = torch.cuda.is_available()
+    device = torch.device("cuda", rank) if cuda else torch.device("cpu")
+    if cuda:
+        torch.cuda.set_device(device)
+    else:
+        torch.set_num_threads(1)
+    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(ranks))  # which transformers reads
+    address = f"tcp://127.0.0.1:{port}"
+    dist.init_process_group("nccl" if cuda else "gloo", init_method=address, rank=rank, world_size=ranks)
+    run(cases, options, device)
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def main() -> None:
+    """Measure the cases of one GPU in this process, and each of several in processes of its own."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path)
+    parser.add_argument("--only", default="", help="a regular expression that the names of cases match")
+    parser.add_argument(
+        "--providers", help="instead of the case's, with commas between them; also other, other+kernels"
+    )
+    parser.add_argument("--rounds", type=int, default=6)
+    parser.add_argument("--other", type=Path, help="a folder that holds a package of another commit")
+    parser.add_argument("--ranks", type=int, help="processes; all GPUs, or two processes on a CPU, by default")
+    parser.add_argument("--list", action="store_true", help="print the names of the cases")
+    parser.add_argument("--tiny", action="store_true", help="tiny models, to see that everything runs")
+    options = parser.parse_args()
+    cases = [case for case in CASES if re.search(options.only, case.name)]
+    if options.list:
+        return print(*(case.name for case in cases), sep="\n")
+    if options.tiny:
+        cases = [replace(case, model="tiny", sequences=4, length=32) for case in cases]
+    alone, together = ([case for case in cases if bool(case.parallel) == several] for several in (False, True))
+    if alone:
+        run(alone, options, torch.device("cuda" if torch.cuda.is_available() else "cpu"))
+    if together:
+        ranks = options.ranks or max(2, torch.cuda.device_count())
+        if torch.cuda.is_available() and torch.cuda.device_count() < ranks:
+            return print(f"not run, as they need {ranks} GPUs:", *(case.name for case in together), sep="\n")
+        with socket.socket() as listening:
+            listening.bind(("127.0.0.1", 0))
+            port = listening.getsockname()[1]
+        mp.spawn(member, (port, ranks, together, options), nprocs=ranks)
+
+
+if __name__ == "__main__":
+    main()

@@ -86,7 +86,6 @@ class Benchmark:
         flops: multiples of tokens that carry loss * hidden size * vocabulary size that the work takes.
         baseline: the provider that the others' times are divided by.
         bounded: providers that must stay within the shape's workspace.
-        axis: the size that varies, where there is something to plot.
     """
 
     name: str
@@ -97,7 +96,6 @@ class Benchmark:
     flops: float
     baseline: str | None = GEMMS
     bounded: tuple[str, ...] = ()
-    axis: str | None = None
 
 
 @dataclass(frozen=True)

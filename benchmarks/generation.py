@@ -1,21 +1,17 @@
 """Greedy generation of patched models: milliseconds of a new token, which the host decides.
 
-python -m benchmarks.generation [--modules] [--launches] [--only NAME] [--out FILE.json]
-
-The models have real shapes and random weights, in bf16. All providers take turns in one process, each on a copy of the
-model; medians of the rounds count. Whether they choose the same tokens is found in fp32, as ties in bf16 are decided by
-rounding. With ``--modules``, the library's kinds of modules are patched one at a time, too. With ``--launches``, the
-launches of a token are counted at the end: a profiler makes what is launched afterwards slower.
+``python -m benchmarks.generation [--only NAME] [--rounds 7] [--out FILE.json]``. The models have real shapes and random
+weights, in bf16; providers take turns, each on a copy of the model. Whether they choose the same tokens is found in
+fp32, as ties in bf16 are decided by rounding.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import copy
 import gc
-import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -23,129 +19,79 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from benchmarks.grpo_steps import timed
-from benchmarks.measure import save
+from benchmarks.measure import Timed, in_turns, save
 from benchmarks.models import MODELS, build
+from benchmarks.steps import liger_kernel
 
 NAMES = ("Llama-3.2-1B", "Qwen3-0.6B")
 BATCHES = (1, 16)
 PROMPT, NEW, COMPARED = 64, 48, 16
-KINDS = ("norms", "mlps", "rope", "loss_head")
 
 
-class Patched:
-    """A copy of a model as a provider patches it, and the names of its file that the provider replaces."""
+def patched(provider: str, model: Any) -> tuple[Any, Callable[[], contextlib.AbstractContextManager[Any]]]:
+    """A copy of the model as the provider patches it, and what it runs within."""
+    from liger_losses import patch
 
-    def __init__(self, name: str, model: Any) -> None:
-        self.name, self.model = name, copy.deepcopy(model)
-        self.file = vars(sys.modules[type(model).__module__])
-        before = dict(self.file)
-        if name == "liger-kernel":
-            from liger_kernel.transformers import _apply_liger_kernel_to_instance
-
-            _apply_liger_kernel_to_instance(model=self.model)
-        elif name != "plain":
-            from liger_losses import patch
-
-            kinds = {kind: name in ("ours", f"ours, {kind}") for kind in KINDS}
-            patch(self.model, **kinds)
-        self.replaced = {key: value for key, value in self.file.items() if value is not before.get(key)}
-        self.file.update(before)
-
-    @contextmanager
-    def in_place(self) -> Iterator[Any]:
-        """The model, with what its provider replaces in its file, which all models share."""
-        before = {key: self.file[key] for key in self.replaced}
-        self.file.update(self.replaced)
-        try:
-            yield self.model
-        finally:
-            self.file.update(before)
+    model = copy.deepcopy(model)
+    if provider == "liger-kernel":
+        return model, liger_kernel(model)
+    if provider == "ours":
+        patch(model)
+    return model, contextlib.nullcontext
 
 
-def generate(patched: Patched, ids: Tensor, new: int) -> Tensor:
+def generate(model: Any, ids: Tensor, new: int) -> Tensor:
     """The tokens that greedy generation adds; the mask is given, so that nothing is looked for in the ids."""
-    with patched.in_place() as model:
-        found: Tensor = model.generate(
-            input_ids=ids,
-            attention_mask=torch.ones_like(ids),
-            min_new_tokens=new,
-            max_new_tokens=new,
-            do_sample=False,
-            use_cache=True,
-            pad_token_id=0,
-        )
+    lengths = {"min_new_tokens": new, "max_new_tokens": new, "do_sample": False, "use_cache": True, "pad_token_id": 0}
+    found: Tensor = model.generate(input_ids=ids, attention_mask=torch.ones_like(ids), **lengths)
     return found[:, ids.shape[1] :]
-
-
-def launches(patched: Patched, ids: Tensor) -> float:
-    """Kernels and copies of a new token."""
-
-    def events(new: int) -> int:
-        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiler:
-            generate(patched, ids, new)
-            torch.cuda.synchronize()
-        on_device = torch.autograd.DeviceType.CUDA
-        return sum(event.count for event in profiler.key_averages() if event.device_type == on_device)
-
-    return (events(5) - events(1)) / 4
-
-
-def every(name: str, providers: list[str], device: torch.device) -> list[Patched]:
-    """A copy of a model for each provider."""
-    model = build(name, device).eval()
-    model.config.use_cache = True
-    return [Patched(provider, model) for provider in providers]
-
-
-def prompt(name: str, batch: int, device: torch.device) -> Tensor:
-    """Random tokens."""
-    generator = torch.Generator(device).manual_seed(0)
-    return torch.randint(2, MODELS[name][1]["vocab_size"], (batch, PROMPT), device=device, generator=generator)
 
 
 def measure(name: str, providers: list[str], rounds: int, new: int, device: torch.device) -> list[dict[str, Any]]:
     """One row for each batch size."""
-    rows, models = [], every(name, providers, device)
+    rows, model = [], build(name, device).eval()
+    model.config.use_cache = True
+    models = {provider: patched(provider, model) for provider in providers}
     for batch in BATCHES:
-        ids = prompt(name, batch, device)
-        for patched in models:
-            generate(patched, ids, 2)  # compiles
+        generator = torch.Generator(device).manual_seed(0)
+        ids = torch.randint(2, MODELS[name][1]["vocab_size"], (batch, PROMPT), device=device, generator=generator)
+
+        def call(model: Any, ids: Tensor = ids, new: int = new) -> tuple[Tensor, ...]:
+            return (generate(model, ids, new),)
+
+        timed = {p: Timed(lambda m=m, call=call: call(m), within) for p, (m, within) in models.items()}
+        for one in timed.values():
+            with one.within():
+                one.call()  # compiles
         gc.collect()
         gc.freeze()  # to look through all that was imported takes longer than a token
-        times: dict[str, list[float]] = {patched.name: [] for patched in models}
-        for patched in [p for i in range(rounds) for p in models[:: -1 if i % 2 else 1]]:
-            times[patched.name].append(timed(lambda p=patched, x=ids: generate(p, x, new), device) / new)
-        medians = {provider: round(median(found), 3) for provider, found in times.items()}
-        rows.append({"model": name, "batch": batch, "milliseconds": medians, "rounds": times})
-    gc.unfreeze()
-    for patched in models:
-        patched.model.float()
+        times = {provider: median(found) / new for provider, found in in_turns(timed, rounds, device).items()}
+        gc.unfreeze()
+        rows.append({"model": name, "batch": batch, "milliseconds": times, "ids": ids})
+    for model, _ in models.values():
+        model.float()
     for row in rows:
-        tokens = [generate(patched, prompt(name, row["batch"], device), min(new, COMPARED)) for patched in models]
-        row["same_tokens"] = {
-            p.name: float((t == tokens[0]).float().mean()) for p, t in zip(models, tokens, strict=True)
-        }
-        print("\n".join(lines(row)), flush=True)
+        tokens, ids = {}, row.pop("ids")
+        for provider, (model, within) in models.items():
+            with within():
+                tokens[provider] = generate(model, ids, min(new, COMPARED))
+        row["same_tokens"] = {p: float((t == tokens[providers[0]]).float().mean()) for p, t in tokens.items()}
+        print(*lines(row), sep="\n", flush=True)
     return rows
 
 
 def lines(row: dict[str, Any]) -> list[str]:
-    """A line for each provider; times are also given over the faster one of plain and liger-kernel."""
-    times = row["milliseconds"]
-    best = min(time for provider, time in times.items() if not provider.startswith("ours"))
+    """A line for each provider."""
     return [
-        f"{row['model']:15} batch {row['batch']:2}  {provider:16} {time:8.3f} ms a token  {time / best:6.3f}  "
+        f"{row['model']:15} batch {row['batch']:2}  {provider:16} {ms:8.3f} ms a token  "
         f"{row['same_tokens'][provider]:.1%} of the tokens are the first's"
-        for provider, time in times.items()
+        for provider, ms in row["milliseconds"].items()
     ]
 
 
 def main() -> None:
     """Measure, print and write."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--modules", action="store_true")
-    parser.add_argument("--launches", action="store_true")
     parser.add_argument("--only", default="", help="only models whose names contain this")
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--new", type=int, default=NEW, help="tokens that are generated")
@@ -154,15 +100,11 @@ def main() -> None:
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    providers = options.providers.split(",") + [f"ours, {kind}" for kind in KINDS if options.modules]
     names = ["tiny"] if options.tiny else [name for name in NAMES if options.only in name]
+    providers = options.providers.split(",")
     rows = [row for name in names for row in measure(name, providers, options.rounds, options.new, device)]
-    for name in names if options.launches and device.type == "cuda" else []:
-        counts = {p.name: launches(p, prompt(name, 1, device)) for p in every(name, providers, device)}
-        rows.append({"model": name, "launches": counts})
-        print(f"{name}: launches of a token: {counts}", flush=True)
     if options.out:
-        save(options.out, device, rows, [line for row in rows if "batch" in row for line in lines(row)])
+        save(options.out, device, rows, [line for row in rows for line in lines(row)])
 
 
 if __name__ == "__main__":

@@ -1,69 +1,35 @@
-"""Losses over a grid of tokens and heads: time over the bare products', one line a provider.
+"""Losses over a grid of tokens and heads: time over the bare products', one line a provider, and a picture.
 
-``python -m benchmarks.grid [--tokens 256 4096] [--heads 0] [--rounds 3] [--out FILE.json]``; needs a GPU. It takes the
-tasks and providers of :mod:`benchmarks.small_calls`, and liger-kernel and TRL where they are installed. With ``--out``,
-a table and a picture are written beside the file.
+``python -m benchmarks.grid [--tokens 1024 4096] [--heads 0] [--without PROVIDERS] [--rounds 5] [--out FILE.json]``. A
+quarter of the tokens is masked; the products are those of the others.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
-from benchmarks.entries import TRL_CHUNK
+from benchmarks.entries import GEMMS, Shape
 from benchmarks.measure import release, save
-from benchmarks.small_calls import MASKED, TINY, Inputs, milliseconds, tasks
+from benchmarks.run import BENCHMARKS, measure, sizes
 
-TOKENS = (128, 256, 512, 1024, 4096, 16384)
+TOKENS = (256, 1024, 4096, 16384)
 #: Hidden size and vocabulary size.
-HEADS = (
-    (576, 49152),
-    (1024, 151936),
-    (2048, 128256),
-    (3072, 128256),
-    (4096, 128256),
-    (5120, 131072),
-    (2304, 256000),
-)
-TASKS = ("cross-entropy", "log-probs, forward")
-
-
-def peers() -> dict[str, dict[str, Any]]:
-    """By task, a function of hidden states, weight and labels of each other library that is installed."""
-    found: dict[str, dict[str, Any]] = {name: {} for name in TASKS}
-    try:
-        from liger_kernel.transformers import LigerFusedLinearCrossEntropyLoss
-
-        loss = LigerFusedLinearCrossEntropyLoss()
-        found["cross-entropy"]["liger-kernel"] = lambda h, w, y: loss(w, h, y)
-    except ImportError:
-        pass
-    try:
-        from trl.kernels import ChunkedLogProbFunction
-    except ImportError:
-        return found
-
-    def logps(h: Tensor, w: Tensor, y: Tensor) -> Tensor:
-        active = y != -100  # TRL's trainers drop the others, as this does
-        return ChunkedLogProbFunction.apply(h[active], w, None, y[active], 1.0, TRL_CHUNK, None, 1.0, ())[0]
-
-    found["cross-entropy"]["TRL"] = lambda h, w, y: -logps(h, w, y).mean()
-    found["log-probs, forward"]["TRL"] = logps
-    return found
+HEADS = ((576, 49152), (2048, 128256), (4096, 128256))
+#: By the name of the benchmark.
+TASKS = {"cross_entropy": "cross-entropy", "logps_no_grad": "log-probs, forward"}
+PROVIDERS = (GEMMS, "plain torch", "torch.compile", "liger-kernel", "TRL", "ours")
 
 
 def line(row: dict[str, Any]) -> str:
     """One cell: the products' time, and each provider's over it."""
-    found, size = row["milliseconds"], " x ".join(map(str, row["shape"]))
-    over = "  ".join(f"{n} {t / found['products']:5.2f}" for n, t in found.items() if n != "products")
-    rivals = [found[name] for name in ("plain", "torch.compile") if name in found]
-    behind = f"  ours over the faster of plain and torch.compile {found['ours'] / min(rivals):.2f}" if rivals else ""
-    return f"{row['task']:20} {size:22} products {found['products']:7.3f} ms  {over}{behind}"
+    over = "  ".join(f"{name} {ratio:5.2f}" for name, ratio in row["over_products"].items())
+    return f"{row['task']:20} {row['size']:22} products {row['products_ms']:8.3f} ms  {over}"
 
 
 def draw(rows: list[dict[str, Any]], device: str, file: Path) -> None:
@@ -73,25 +39,24 @@ def draw(rows: list[dict[str, Any]], device: str, file: Path) -> None:
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    heads = list(dict.fromkeys(tuple(row["shape"][1:]) for row in rows))
-    names = list(dict.fromkeys(name for row in rows for name in row["milliseconds"] if name != "products"))
-    kinds = [task for task in TASKS if any(row["task"] == task for row in rows)]
-    size = (3.2 * len(heads), 3.2 * len(kinds))
-    figure, panels = pyplot.subplots(len(kinds), len(heads), figsize=size, layout="constrained", squeeze=False)
-    for i, task in enumerate(kinds):
-        for j, head in enumerate(heads):
-            panel, chosen = panels[i][j], [r for r in rows if r["task"] == task and tuple(r["shape"][1:]) == head]
-            for number, name in enumerate(names):
-                found = [(r["shape"][0], r["milliseconds"]) for r in chosen if name in r["milliseconds"]]
-                points = [(tokens, times[name] / times["products"]) for tokens, times in found]
+    heads = list(dict.fromkeys((row["shape"]["hidden"], row["shape"]["vocab"]) for row in rows))
+    tasks = list(dict.fromkeys(row["task"] for row in rows))
+    size = (3.2 * len(heads), 3.2 * len(tasks))
+    figure, panels = pyplot.subplots(len(tasks), len(heads), figsize=size, layout="constrained", squeeze=False)
+    for i, task in enumerate(tasks):
+        for panel, (hidden, vocab) in zip(panels[i], heads, strict=True):
+            some = [
+                r for r in rows if r["task"] == task and (r["shape"]["hidden"], r["shape"]["vocab"]) == (hidden, vocab)
+            ]
+            for number, name in enumerate(PROVIDERS[1:]):
+                points = [(r["shape"]["tokens"], r["over_products"][name]) for r in some if name in r["over_products"]]
                 if points:
-                    ours = name == "ours"
-                    panel.plot(*zip(*points, strict=True), marker="o" if ours else ".", lw=2.2 if ours else 1.2,
-                               color=f"C{number}", label=name)  # fmt: skip
-            panel.set(xscale="log", yscale="log", ylim=(0.7, None), title=f"{task}, {head[0]} x {head[1]}")
+                    width = 2.2 if name == "ours" else 1.2
+                    panel.plot(*zip(*points, strict=True), marker=".", lw=width, color=f"C{number}", label=name)
+            panel.set(xscale="log", yscale="log", ylim=(0.9, None))
+            panel.set_title(f"{task}, {hidden} x {vocab}", fontsize=8)
             panel.set_xscale("log", base=2)
             panel.grid(alpha=0.3)
-            panel.title.set_fontsize(8)
     panels[0][0].legend(fontsize=7)
     figure.supxlabel("tokens, a quarter of them masked", fontsize=9)
     figure.supylabel("time over the bare products", fontsize=9)
@@ -105,36 +70,35 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tokens", type=int, nargs="*", default=TOKENS)
     parser.add_argument("--heads", type=int, nargs="*", default=range(len(HEADS)), help="which, from 0")
-    parser.add_argument("--tasks", nargs="*", default=TASKS, choices=TASKS)
-    parser.add_argument(
-        "--without", nargs="*", default=(), help="providers that are left out: torch.compile takes long"
-    )
-    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--without", nargs="*", default=(), help="providers; torch.compile takes long")
+    parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--draw", action="store_true", help="only draw the rows of the file")
-    parser.add_argument("--tiny", action="store_true", help="one tiny cell on the CPU, to see that everything runs")
+    parser.add_argument("--tiny", action="store_true", help="one tiny cell, on a CPU too: to see that everything runs")
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
     if options.draw:
         made = json.loads(options.out.read_text())
         return draw(made["rows"], made["environment"]["device"], options.out.with_suffix(".png"))
-    device, rows = torch.device("cpu" if options.tiny else "cuda"), list[dict[str, Any]]()
-    others = {} if options.tiny else peers()
-    cells = [(tokens, *HEADS[i]) for i in options.heads for tokens in options.tokens]
-    for shape in [TINY] if options.tiny else cells:
-        torch._dynamo.reset()
-        for task, calls in tasks(Inputs(*shape, device.type), ["liger_losses"], others).items():
-            if task not in options.tasks:
-                continue
-            chosen = {name: call for name, call in calls.items() if name not in options.without}
-            found = {name: round(ms, 3) for name, ms in milliseconds(chosen, options.rounds).items()}
-            rows.append({"task": task, "shape": shape, "masked": MASKED, "milliseconds": found})
+    device, rows = torch.device("cuda" if torch.cuda.is_available() else "cpu"), list[dict[str, Any]]()
+    cells = [Shape(tokens, *HEADS[i], masked=0.25) for i in options.heads for tokens in options.tokens]
+    for shape in [Shape(64, 32, 512, masked=0.25)] if options.tiny else cells:
+        for benchmark in (benchmark for benchmark in BENCHMARKS if benchmark.name in TASKS):
+            wanted = set(PROVIDERS) - set(options.without)
+            providers = {name: made for name, made in benchmark.providers.items() if name in wanted}
+            results = {
+                r.provider: r for r in measure(replace(benchmark, providers=providers), shape, device, options.rounds)
+            }
+            over = {name: row.ratio for name, row in results.items() if row.ratio is not None and name != GEMMS}
+            cell = {"task": TASKS[benchmark.name], "size": sizes(shape), "products_ms": results[GEMMS].median_ms}
+            kept = {**asdict(shape), "dtype": str(shape.dtype)}
+            rows.append(cell | {"over_products": over, "shape": kept, "rows": [vars(row) for row in results.values()]})
             print(line(rows[-1]), flush=True)
         release(device)
         if options.out:
-            save(options.out, device, rows, __doc__, map(line, rows))
+            save(options.out, device, rows, map(line, rows))
     if options.out:
-        name = "CPU" if options.tiny else torch.cuda.get_device_name()
-        draw(rows, name, options.out.with_suffix(".png"))
+        draw(rows, torch.cuda.get_device_name() if device.type == "cuda" else "CPU", options.out.with_suffix(".png"))
+    return None
 
 
 if __name__ == "__main__":

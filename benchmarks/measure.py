@@ -34,7 +34,7 @@ AHEAD_CYCLES = 10_000_000
 Call = Callable[[], tuple[Tensor, ...]]
 
 #: Distributions whose versions decide what was measured.
-_DISTRIBUTIONS = ("torch", "triton", "transformers", "trl", "liger-kernel", "cut-cross-entropy", "quack-kernels")
+_DISTRIBUTIONS = ("torch", "triton", "transformers", "trl", "liger-kernel")
 
 
 class NotRun(Exception):

@@ -17,7 +17,6 @@ import torch
 from benchmarks import (
     cross_entropy_entries,
     distillation_entries,
-    few_tokens_entries,
     kept_columns_entries,
     logps_entries,
     many_heads_entries,
@@ -33,7 +32,6 @@ BENCHMARKS = (
     *logps_entries.BENCHMARKS,
     *preference_entries.BENCHMARKS,
     *policy_entries.BENCHMARKS,
-    *few_tokens_entries.BENCHMARKS,
     *distillation_entries.BENCHMARKS,
     *kept_columns_entries.BENCHMARKS,
     *many_heads_entries.BENCHMARKS,
@@ -203,7 +201,6 @@ def record(benchmark: Benchmark, results: Iterable[tuple[Shape, list[Row]]]) -> 
         "title": benchmark.title,
         "flops": benchmark.flops,
         "baseline": benchmark.baseline,
-        "axis": benchmark.axis,
         "results": [
             {
                 "shape": {**asdict(shape), "dtype": str(shape.dtype).removeprefix("torch."), "kept": shape.kept},

@@ -1,22 +1,17 @@
-"""Training steps whose prompts are computed once for all of their completions, and steps with repeated prompts.
+"""Training steps whose prompts are computed once for all of their completions, by the share of the prompt.
 
-python -m benchmarks.shared_prompts [--out FILE.json]
-python -m benchmarks.shared_prompts --series --out FILE.json  # by the share of the prompt, with a picture beside it
-python -m benchmarks.shared_prompts --draw --out benchmarks/results/FILE.json  # its picture, and the page's table
-
-Both ways run in one process on one model with real shapes and random weights, bf16 and checkpointing, in turns (ABBA):
-loss and backward of GRPO, and of DPO with a reference, on random tokens of given lengths. A line has both medians with
-their 95% intervals, and the median of the ratios of neighbouring steps. ``first`` is the first step's time, compilation
-included. ``compiled`` are the graphs that torch.compile had made after the first step, and after steps with drawn
-lengths.
+``python -m benchmarks.shared_prompts [--only GRPO] [--rounds 3] [--out FILE.json]``; a picture is written beside the
+file. Loss and backward of GRPO, and of DPO with a reference, on random tokens of given lengths: both ways take turns on
+one model with real shapes and random weights, bf16 and checkpointing. ``first`` is the first step's time, compilation
+included.
 """
 
 from __future__ import annotations
 
 import argparse
+import functools
 import gc
 import json
-import random
 import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -24,13 +19,13 @@ from statistics import median
 from typing import Any
 
 import torch
+from torch import Tensor
 
-from benchmarks.grpo_steps import timed
-from benchmarks.measure import environment, interval, save
-from benchmarks.models import build
+from benchmarks.measure import Timed, extra_bytes, in_turns, interval, save
+from benchmarks.models import IGNORED, build
 
 WAYS = ("repeated", "shared")
-PAGE = Path(__file__).parent.parent / "docs" / "shared_prompts.md"
+GiB = 2**30
 
 
 @dataclass(frozen=True)
@@ -43,115 +38,70 @@ class Groups:
     prompt: int
     completion: int
 
+    @property
+    def fewer_tokens(self) -> float:
+        """How many times fewer tokens a batch has with shared prompts."""
+        group = self.completions * self.completion
+        return (self.completions * self.prompt + group) / (self.prompt + group)
 
-CASES = (Groups("GRPO", 2, 8, 1024, 1024), Groups("GRPO", 2, 8, 2048, 512), Groups("DPO", 8, 2, 1024, 1024))
-TINY = (Groups("GRPO", 2, 4, 48, 16), Groups("DPO", 2, 2, 32, 32))
-#: By the share of the prompt among the tokens of a prompt and one completion, of a constant length.
+
+#: Shares of the prompt among the tokens of a prompt and one completion; how many prompts, and completions of each.
 SHARES = {"GRPO": (0.1, 0.25, 0.4, 0.5, 0.75, 0.9), "DPO": (0.1, 0.4, 0.65, 0.9)}
+SIZES = {"GRPO": (1, 8), "DPO": (4, 2)}
 
 
-def series(length: int) -> tuple[Groups, ...]:
-    """One group of eight completions, and four pairs, by the share of the prompt."""
-    sizes = {"GRPO": (1, 8), "DPO": (4, 2)}
-    prompts = {task: [round(share * length) for share in shares] for task, shares in SHARES.items()}
-    return tuple(Groups(task, *sizes[task], n, length - n) for task, tokens in prompts.items() for n in tokens)
-
-
-class Batch:
-    """Prompts and completions of random tokens, as trainers have them: padded, each completion with its prompt."""
-
-    def __init__(self, case: Groups, vocab: int, device: torch.device, seed: int | None = None) -> None:
-        drawn, of = random.Random(seed), [i % case.prompts for i in range(case.prompts * case.completions)]
-
-        def lengths(count: int, longest: int) -> torch.Tensor:
-            full = [longest if seed is None else drawn.randint(longest // 4, longest) for _ in range(count)]
-            return torch.tensor(full, device=device)[:, None]
-
-        def ids(count: int, longest: int) -> torch.Tensor:
-            return torch.randint(3, vocab, (count, longest), device=device)
-
-        prompt_lengths, completion_lengths = lengths(case.prompts, case.prompt), lengths(len(of), case.completion)
-        prompt_mask = torch.arange(case.prompt, device=device).flip(0) < prompt_lengths[of]
-        mask = torch.arange(case.completion, device=device) < completion_lengths
-        self.task = case.task
-        self.input_ids = torch.cat([ids(case.prompts, case.prompt)[of], ids(len(of), case.completion)], 1)
-        self.attention_mask = torch.cat([prompt_mask, mask], 1)
-        behind = torch.arange(self.input_ids.shape[1], device=device) >= case.prompt
-        self.labels = self.input_ids.where(self.attention_mask & behind, -100)
-        self.advantages = torch.randn(len(of), device=device)
-
-
-def inputs_of(way: str, model: Any, batch: Batch) -> Any:
-    """The arguments of a loss."""
-    from liger_losses import loss_inputs, pack_sequences
-
-    if way == "shared":
-        return loss_inputs(model, pack_sequences(batch.input_ids, batch.attention_mask, batch.labels))
-    return loss_inputs(model, input_ids=batch.input_ids, attention_mask=batch.attention_mask, labels=batch.labels)
-
-
-def step(way: str, model: Any, reference: Any, batch: Batch) -> float:
+def step(way: str, model: Any, reference: Any, case: Groups, device: torch.device) -> tuple[Tensor, ...]:
     """Loss and backward."""
-    from liger_losses import LigerFusedLinearDPOLoss, LigerFusedLinearGRPOLoss
+    from liger_losses import LigerFusedLinearDPOLoss, LigerFusedLinearGRPOLoss, loss_inputs, pack_sequences
 
-    head, hidden_states, labels = inputs_of(way, model, batch)
-    if batch.task == "GRPO":
-        counts = labels != -100
-        loss = LigerFusedLinearGRPOLoss(beta=0.0)(hidden_states, head, labels, counts, batch.advantages)[0]
+    generator, rows = torch.Generator(device).manual_seed(0), case.prompts * case.completions
+    draw = functools.partial(torch.randint, 3, model.config.vocab_size, device=device, generator=generator)
+    which = torch.arange(rows, device=device) % case.prompts
+    ids = torch.cat([draw((case.prompts, case.prompt))[which], draw((rows, case.completion))], 1)
+    mask, labels = torch.ones_like(ids), ids.clone()
+    labels[:, : case.prompt] = IGNORED
+
+    def inputs_of(model: Any) -> Any:
+        if way == "shared":
+            return loss_inputs(model, pack_sequences(ids, mask, labels))
+        return loss_inputs(model, input_ids=ids, attention_mask=mask, labels=labels)
+
+    head, hidden_states, labels_of_states = inputs_of(model)
+    if case.task == "GRPO":
+        counts, advantages = labels_of_states != IGNORED, torch.linspace(-1, 1, rows, device=device)
+        loss = LigerFusedLinearGRPOLoss(beta=0.0)(hidden_states, head, labels_of_states, counts, advantages)[0]
     else:
         with torch.no_grad():
-            theirs = inputs_of(way, reference, batch)
-        ref = {"ref_input": theirs.hidden_states, "ref_weight": theirs.head}
-        loss = LigerFusedLinearDPOLoss()(head, hidden_states, labels, **ref)[0]
+            theirs = inputs_of(reference)
+        of_reference = {"ref_input": theirs.hidden_states, "ref_weight": theirs.head}
+        loss = LigerFusedLinearDPOLoss()(head, hidden_states, labels_of_states, **of_reference)[0]
     loss.backward()
     model.zero_grad()
-    return float(loss.detach())
+    return (loss.detach(),)
 
 
-def compiled() -> int:
-    """The graphs that torch.compile has made in this process."""
-    from torch._dynamo.utils import counters
-
-    return counters["stats"]["unique_graphs"]
-
-
-def measure(
-    case: Groups, model: Any, reference: Any, rounds: int, device: torch.device, drawn: int = 4
-) -> dict[str, Any]:
-    """One row: times, memory and compilations of both ways; the latter with so many batches of drawn lengths."""
-    vocab = model.config.vocab_size
-    batch = Batch(case, vocab, device)
-    first, losses, times, peaks = {}, {}, dict[str, list[float]](), {}
+def measure(case: Groups, model: Any, reference: Any, rounds: int, device: torch.device) -> dict[str, Any]:
+    """One row: times, memory and losses of both ways."""
+    first, losses, peaks, timed = {}, {}, {}, {}
     for way in WAYS:
+        timed[way] = Timed(functools.partial(step, way, model, reference, case, device))
         start = time.perf_counter()
-        losses[way] = step(way, model, reference, batch)
+        losses[way] = float(timed[way].call()[0])
         first[way] = time.perf_counter() - start
-        times[way] = []
-        step(way, model, reference, batch)
-    graphs = [compiled()]
+        resident = torch.cuda.memory_allocated(device) if device.type == "cuda" else 0
+        peaks[way] = (resident + extra_bytes(timed[way].call, device)) / GiB
     gc.collect()
     gc.freeze()
-    for turn in range(rounds):
-        for way in WAYS if turn % 2 else WAYS[::-1]:
-            if device.type == "cuda":
-                torch.cuda.reset_peak_memory_stats()
-            times[way].append(timed(lambda way=way: step(way, model, reference, batch), device))
-            if device.type == "cuda":
-                peaks[way] = torch.cuda.max_memory_allocated() / 2**30
-    for seed in range(drawn):
-        step("shared", model, reference, Batch(case, vocab, device, seed))
-    graphs.append(compiled())
-    ratios = [a / b for a, b in zip(*(times[way] for way in WAYS), strict=True)]
+    times = in_turns(timed, rounds, device)
+    ratios = [a / b for a, b in zip(*times.values(), strict=True)]
     return {
         **asdict(case),
-        "case": f"{case.task} {case.prompts} x {case.completions} x ({case.prompt} + {case.completion})",
-        "milliseconds": {way: median(times[way]) for way in WAYS},
-        "intervals": {way: interval(times[way]) for way in WAYS},
+        "fewer_tokens": case.fewer_tokens,
+        "milliseconds": {way: median(found) for way, found in times.items()},
         "times_as_fast": median(ratios),
         "interval": interval(ratios),
         "peak_gib": peaks,
         "first_seconds": first,
-        "compiled": graphs,
         "losses": losses,
         "rounds": times,
     }
@@ -160,21 +110,15 @@ def measure(
 def line(row: dict[str, Any]) -> str:
     """One line of the table."""
     ways = "  ".join(
-        f"{way} {row['milliseconds'][way]:8.1f} ms ({row['intervals'][way][0]:.1f} to {row['intervals'][way][1]:.1f}), "
-        f"{row['peak_gib'].get(way, float('nan')):.1f} GiB, first {row['first_seconds'][way]:.1f} s"
-        for way in WAYS
+        f"{way} {row['milliseconds'][way]:8.1f} ms, {row['peak_gib'][way]:.1f} GiB, first {seconds:.1f} s"
+        for way, seconds in row["first_seconds"].items()
     )
+    case = f"{row['task']} {row['prompts']} x {row['completions']} x ({row['prompt']} + {row['completion']})"
     return (
-        f"{row['case']:28}  {ways}  {row['times_as_fast']:.3f} times as fast ({row['interval'][0]:.3f} to "
-        f"{row['interval'][1]:.3f})  compiled {row['compiled'][0]}, {row['compiled'][1]}  "
+        f"{case:28}  {row['fewer_tokens']:.2f} times fewer tokens  {ways}  {row['times_as_fast']:.3f} times as fast "
+        f"({row['interval'][0]:.3f} to {row['interval'][1]:.3f})  "
         f"losses {row['losses']['repeated']:.6g} {row['losses']['shared']:.6g}"
     )
-
-
-def fewer_tokens(row: dict[str, Any]) -> float:
-    """How many times fewer tokens a batch of full lengths has with shared prompts."""
-    group = row["completions"] * row["completion"]
-    return (row["completions"] * row["prompt"] + group) / (row["prompt"] + group)
 
 
 def draw(rows: list[dict[str, Any]], device: str, file: Path) -> None:
@@ -184,11 +128,12 @@ def draw(rows: list[dict[str, Any]], device: str, file: Path) -> None:
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    figure = pyplot.figure(figsize=(8, 3.4), layout="constrained")
-    for panel, task in zip(figure.subplots(1, 2), SHARES, strict=True):
+    tasks = list(dict.fromkeys(row["task"] for row in rows))
+    figure = pyplot.figure(figsize=(4 * len(tasks), 3.4), layout="constrained")
+    for panel, task in zip(figure.subplots(1, len(tasks), squeeze=False)[0], tasks, strict=True):
         some = [row for row in rows if row["task"] == task]
         shares = [100 * row["prompt"] / (row["prompt"] + row["completion"]) for row in some]
-        panel.plot(shares, [fewer_tokens(row) for row in some], "--", color="tab:gray", label="fewer tokens")
+        panel.plot(shares, [row["fewer_tokens"] for row in some], "--", color="tab:gray", label="fewer tokens")
         panel.plot(shares, [row["times_as_fast"] for row in some], marker="o", color="tab:blue", label="as fast")
         panel.fill_between(shares, *zip(*(row["interval"] for row in some), strict=True), color="tab:blue", alpha=0.2)
         panel.axhline(1, color="black", lw=0.8)
@@ -201,60 +146,34 @@ def draw(rows: list[dict[str, Any]], device: str, file: Path) -> None:
     pyplot.close(figure)
 
 
-def fill_page(rows: list[dict[str, Any]], device: str, picture: Path) -> None:
-    """Put a series' picture and table into the page, between the two comments that name this benchmark."""
-    before, comment, rest = PAGE.read_text().partition("<!-- benchmarks.shared_prompts -->\n")
-    _, end, behind = rest.partition("<!-- end of benchmarks.shared_prompts -->")
-    shown = f"![Speed by the share of the prompt](../{picture.resolve().relative_to(PAGE.parents[1])})"
-    said = f"Loss and backward of a Qwen2.5-1.5B in bf16 with gradient checkpointing, on one {device}:"
-    PAGE.write_text("\n".join([before + comment, shown, "", said, "", *page_table(rows), "", end]) + behind)
-
-
-def page_table(rows: list[dict[str, Any]]) -> list[str]:
-    """The page's table of a series."""
-    head = "| | tokens of the prompt and of each completion | fewer tokens | ms, repeated / shared | as fast |"
-    return [head, "| --- | --- | --- | --- | --- |"] + [
-        f"| {row['task']} | {row['prompt']} + {row['completion']} | {fewer_tokens(row):.2f} times | "
-        f"{row['milliseconds']['repeated']:.0f} / {row['milliseconds']['shared']:.0f} | "
-        f"{row['times_as_fast']:.2f} times |"
-        for row in rows
-    ]
-
-
 def main() -> None:
-    """Measure, print and write."""
+    """Measure, print, write and draw."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path)
-    parser.add_argument("--rounds", type=int, help="of both ways; by default 14, and 3 of a series")
-    parser.add_argument("--series", action="store_true", help="by the share of the prompt")
-    parser.add_argument("--length", type=int, default=2048, help="of a prompt and a completion of the series")
-    parser.add_argument("--draw", action="store_true", help="only draw the series in the file, and fill the page")
-    parser.add_argument("--kernels", action="store_true", help="with patched norms, MLPs and rotary embeddings")
+    parser.add_argument("--only", default="", help="the tasks whose names contain this")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--length", type=int, default=2048, help="of a prompt and a completion")
+    parser.add_argument("--draw", action="store_true", help="only draw the file")
     parser.add_argument("--tiny", action="store_true", help="a tiny model, to see that everything runs")
     options = parser.parse_args()
     if options.draw:
         made = json.loads(options.out.read_text())
-        draw(made["rows"], made["environment"]["device"], options.out.with_suffix(".png"))
-        return fill_page(made["rows"], made["environment"]["device"], options.out.with_suffix(".png"))
+        return draw(made["rows"], made["environment"]["device"], options.out.with_suffix(".png"))
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    model, reference = (build("tiny" if options.tiny else "Qwen2.5-1.5B", device, checkpointing=True) for _ in range(2))
+    name, length = ("tiny", 64) if options.tiny else ("Qwen2.5-1.5B", options.length)
+    model, reference = (build(name, device, checkpointing=True) for _ in range(2))
     reference.gradient_checkpointing_disable()
-    if options.kernels:
-        from liger_losses import patch
-
-        for one in (model, reference):
-            patch(one, loss_head=False)
-    rows = []
-    cases, rounds, drawn = TINY if options.tiny else CASES, options.rounds or 14, 4
-    if options.series:
-        cases, rounds, drawn = series(options.length), options.rounds or 3, 0
-    for case in cases:
-        rows.append(measure(case, model, reference.eval(), rounds, device, drawn))
-        print(line(rows[-1]), flush=True)
-        if options.out:
-            save(options.out, device, rows, map(line, rows))
-    if options.series and options.out:
-        draw(rows, environment(device)["device"], options.out.with_suffix(".png"))
+    rows: list[dict[str, Any]] = []
+    for task in (task for task in SHARES if options.only in task):
+        for prompt in (round(share * length) for share in SHARES[task]):
+            case = Groups(task, *SIZES[task], prompt, length - prompt)
+            rows.append(measure(case, model, reference.eval(), options.rounds, device))
+            print(line(rows[-1]), flush=True)
+            if options.out:
+                save(options.out, device, rows, map(line, rows))
+    if options.out:
+        draw(rows, torch.cuda.get_device_name() if device.type == "cuda" else "CPU", options.out.with_suffix(".png"))
+    return None
 
 
 if __name__ == "__main__":

@@ -220,7 +220,7 @@ def measure(case: Case, providers: list[str], rounds: int, device: torch.device)
                     losses = [float(timed.call()[0]) for _ in range(WARM_UP)]
                     resident = torch.cuda.memory_allocated(device) - before if device.type == "cuda" else 0
                     peak = slowest((resident + extra_bytes(timed.call, device)) / GiB, device, case)
-            except (NotRun, ImportError, torch.OutOfMemoryError) as reason:
+            except (NotRun, ImportError, RuntimeError) as reason:  # no room, or no GPU for a peer
                 rows[provider]["note"] = f"{type(reason).__name__}: {str(reason).splitlines()[0]}"[:150]
                 continue
             rows[provider] |= {"losses": losses, "peak_gib": round(peak, 2)}

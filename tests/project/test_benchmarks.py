@@ -25,8 +25,7 @@ STUDIES = {
     "shared_prompts": (["--tiny", "--rounds=1"], "times as fast"),
     "generation": (["--tiny", "--rounds=1", "--new=2", "--providers=plain,ours"], "100.0% of the tokens"),
     "parallel": (["--tiny", "--rounds=1", "cross-entropy"], "loss_parallel"),
-    "convergence": (["--methods", "dpo", "grpo", *_TINY], ""),
-    "shared_prompts_convergence": (["--hidden-size=32", *_STEPS, *_SEEDS], ""),
+    "convergence": (["--methods", "dpo", "grpo", "shared_dpo", *_TINY], ""),
 }
 
 

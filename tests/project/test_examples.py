@@ -133,10 +133,12 @@ def test_the_demo_trains_as_plain_trl_does(dpo, saved_model, monkeypatch, capsys
         assert ours[name][:3] == pytest.approx(plain[name], rel=1e-3, abs=1e-5)
     assert plain["loss"][0] != plain["loss"][-1]
     assert (out / "model" / "config.json").is_file()
-    monkeypatch.setattr(sys, "argv", ["trl_dpo.py", *common, *steps])
+    monkeypatch.setattr(sys, "argv", ["trl_dpo.py", *common, *steps, "--lengths"])
+    monkeypatch.setattr(dpo, "start_worker", lambda args, worker: results[worker])
     capsys.readouterr()
-    dpo.print_report(dpo.parse_arguments(), ours, plain)
+    dpo.main()
     printed = capsys.readouterr().out
+    assert printed.splitlines()[-1].startswith("The losses of liger_losses and plain TRL, step by step: ")
     enabled = "enable(kernels=True)" if torch.cuda.is_available() else "enable(), without kernels, which need a GPU"
     assert f"this library by {enabled}\n" in printed
     for line in (

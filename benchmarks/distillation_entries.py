@@ -1,12 +1,8 @@
-"""The benchmarks of distillation, as data, and errors by distance: `python -m benchmarks.distillation_entries`."""
+"""The benchmarks of distillation, as data."""
 
 from __future__ import annotations
 
-import argparse
-import json
-from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -26,7 +22,7 @@ from benchmarks.entries import (
     optional,
     with_gradients,
 )
-from benchmarks.measure import Call, MiB, NotRun, check_host_memory, environment, release
+from benchmarks.measure import Call, MiB, check_host_memory
 
 #: The teacher's hidden size, in the student's.
 TEACHER = 2
@@ -162,89 +158,3 @@ BENCHMARKS = (
     benchmark("jsd", "Jensen-Shannon divergence (beta 0.5)", JSD),
     benchmark("forward_kl", "KL(teacher || student)", FORWARD_KL),
 )
-
-# --- Errors by distance ---------------------------------------------------------------------------------------------
-
-#: Relative noise in the student's hidden states, and the share of dimensions that has it: JSD from 1e-1 to 1e-6.
-DISTANCES = ((0.6, 1.0), (0.16, 1.0), (0.05, 1.0), (0.016, 1.0), (2**-6, 0.1), (2**-6, 0.01))
-
-
-def close_inputs(noise: float, share: float, shape: Shape, device: torch.device) -> DistillationInputs:
-    """A teacher of the student's size and with its head, and a student next to it; logits of standard deviation 2."""
-    random = Random(shape, device)
-    weight = random.normal(shape.vocab, shape.hidden, scale=2 * shape.hidden**-0.5)
-    teacher = random.normal(shape.tokens, shape.hidden)
-    factor = 1 + noise * random.normal(*teacher.shape)
-    factor[:, int(share * shape.hidden) :] = 1
-    student = (teacher * factor).requires_grad_()
-    return DistillationInputs(
-        shape, student, weight.clone().requires_grad_(), random.labels(1).flatten(), teacher, weight
-    )
-
-
-def exact(inputs: DistillationInputs, beta: float) -> tuple[Tensor, ...]:
-    """Loss and gradients in float64, from the closed form, some tokens at a time."""
-    weight, loss = inputs.weight.detach().double(), []
-    grad_weight, grad_hidden = torch.zeros_like(weight), []
-    for rows in torch.arange(inputs.shape.tokens, device=weight.device).split(128):
-        hidden = inputs.hidden.detach()[rows].double()
-        log_p = (hidden @ weight.T).log_softmax(-1)
-        log_q = (inputs.teacher_hidden[rows].double() @ inputs.teacher_weight.double().T).log_softmax(-1)
-        log_m = torch.logaddexp(log_p, log_q) - torch.tensor(2.0).double().log()
-        term = log_p.exp() * (log_p - log_m)
-        kl = term.sum(-1, keepdim=True)
-        loss.append(0.5 * kl[:, 0] + 0.5 * (log_q.exp() * (log_q - log_m)).sum(-1))
-        grad = 0.5 * (term - log_p.exp() * kl) / inputs.shape.tokens
-        grad_hidden.append(grad @ weight)
-        grad_weight += grad.T @ hidden
-    return torch.cat(loss).mean(), torch.cat(grad_hidden), grad_weight
-
-
-def errors(device: torch.device, shape: Shape) -> list[dict[str, object]]:
-    """Relative errors of loss and gradients of the JSD, by provider and distance; printed as they come."""
-    providers: dict[str, Callable[[Any], Call]] = {
-        "plain torch": plain(JSD),
-        "liger-kernel": liger(JSD),
-        "TRL": trl(JSD),
-        "ours": ours(JSD),
-        "ours, 12 blocks": ours(JSD, chunk_size=-(-shape.tokens // 12)),
-        "ours, 64 MiB": ours(JSD, workspace=64 * MiB),
-    }
-    rows = []
-    print(f"{'JSD':>9} {'provider':16} {'found':>10} {'loss':>10} {'grad_hidden':>12} {'grad_weight':>12}")
-    for noise, share in DISTANCES:
-        inputs = close_inputs(noise, share, shape, device)
-        reference = exact(inputs, JSD)
-        for name, provider in providers.items():
-            try:
-                found = provider(inputs)()
-            except NotRun as reason:
-                print(f"{float(reference[0]):9.1e} {name:16} {reason}")
-                continue
-            relative = [float((a.double() - b).norm() / b.norm()) for a, b in zip(found, reference, strict=True)]
-            names = ("loss", "grad_hidden", "grad_weight")
-            rows.append(
-                {"jsd": float(reference[0]), "provider": name, "found": float(found[0])}
-                | dict(zip(names, relative, strict=True))
-            )
-            numbers = f"{relative[0]:10.1e} {relative[1]:12.1e} {relative[2]:12.1e}"
-            print(f"{float(reference[0]):9.1e} {name:16} {float(found[0]):10.2e} {numbers}", flush=True)
-            del found
-            release(device)
-    return rows
-
-
-def main() -> None:
-    """Print the table of errors, and write it."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--out", type=Path, help="where to write JSON")
-    options = parser.parse_args()
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    shape = Shape(2048, 1024, 32000) if device.type == "cuda" else Shape(256, 128, 2000)
-    rows = errors(device, shape)
-    if options.out:
-        options.out.write_text(json.dumps({"environment": environment(device), "rows": rows}, indent=1) + "\n")
-
-
-if __name__ == "__main__":
-    main()

@@ -36,7 +36,6 @@ class Shape:
         dtype: of hidden states and weights.
         sequences: what the tokens are divided into.
         masked: share of each sequence, from its start, that carries no loss.
-        workspace: bytes that the providers are told to keep to; `None` for their default.
     """
 
     tokens: int
@@ -45,7 +44,6 @@ class Shape:
     dtype: torch.dtype = torch.bfloat16
     sequences: int = 1
     masked: float = 0.0
-    workspace: int | None = None
 
     @property
     def length(self) -> int:
@@ -64,13 +62,8 @@ class Shape:
 
     def tiny(self) -> Shape:
         """The same with every size divided by 64, to see that everything runs."""
-        return replace(
-            self,
-            tokens=self.tokens // 64,
-            hidden=max(self.hidden // 64, 8),
-            vocab=self.vocab // 64,
-            workspace=None if self.workspace is None else self.workspace // 64,
-        )
+        sizes = {"tokens": self.tokens // 64, "hidden": max(self.hidden // 64, 8), "vocab": self.vocab // 64}
+        return replace(self, **sizes)
 
 
 @dataclass(frozen=True)
@@ -85,7 +78,6 @@ class Benchmark:
         providers: each takes the inputs and returns a call, which returns the loss and the gradients.
         flops: multiples of tokens that carry loss * hidden size * vocabulary size that the work takes.
         baseline: the provider that the others' times are divided by.
-        bounded: providers that must stay within the shape's workspace.
     """
 
     name: str
@@ -95,7 +87,6 @@ class Benchmark:
     providers: Mapping[str, Provider]
     flops: float
     baseline: str | None = GEMMS
-    bounded: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -241,7 +232,5 @@ LARGE = (
     Shape(16384, 3584, 152064),
     Shape(32768, 1024, 262144),
 )
-#: Large hidden sizes: Mistral Nemo 12B, Llama 3 70B.
-WIDE = (Shape(6000, 5120, 131072), Shape(4096, 8192, 128256))
 #: SmolLM2 135M, half of each sequence a prompt.
 SMALL = Shape(4096, 576, 49152, torch.float32, sequences=4, masked=0.5)

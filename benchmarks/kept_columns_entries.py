@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 import liger_losses
-from benchmarks.entries import GEMMS, Benchmark, Provider, Shape, TokenInputs, bare_gemms, needs_cuda, token_inputs
+from benchmarks.entries import GEMMS, Benchmark, Provider, Shape, TokenInputs, bare_gemms, token_inputs
 from benchmarks.logps_entries import our_logps
 from benchmarks.measure import Call
 
@@ -53,16 +53,12 @@ def _weighted(inputs: SupportInputs, logps: Any, gradients: bool) -> tuple[Tenso
     return (loss.detach(), *(grad._values() if grad.is_sparse else grad for grad in found))
 
 
-def kept_logps(k: int, gradients: bool = True, ragged: bool = False, sparse: bool = False) -> Provider:
+def kept_logps(k: int, gradients: bool = True, sparse: bool = False) -> Provider:
     """This library's, over `k` columns of each token."""
 
     def build(inputs: SupportInputs) -> Call:
         ids = inputs.ids[min(inputs.ids, key=lambda size: abs(size - k))]
         support = liger_losses.TokenSupport(ids, sparse_grad=sparse)
-        if ragged:
-            counts = (ids >= 0).sum(-1)
-            offsets = torch.cat([counts.new_zeros(1), counts.cumsum(0)])
-            support = liger_losses.TokenSupport(ids[ids >= 0], offsets)
 
         def logps() -> Tensor:
             return liger_losses.linear_logps(inputs.hidden, inputs.weight, inputs.labels, support=support)
@@ -70,25 +66,6 @@ def kept_logps(k: int, gradients: bool = True, ragged: bool = False, sparse: boo
         return lambda: _weighted(inputs, logps, gradients)
 
     return build
-
-
-def plain_kept_logps(k: int) -> Provider:
-    """Plain PyTorch's: all logits, masked."""
-
-    def build(inputs: SupportInputs) -> Call:
-        ids = inputs.ids[min(inputs.ids, key=lambda size: abs(size - k))]
-
-        def logps() -> Tensor:
-            logits = inputs.hidden @ inputs.weight.t()
-            hidden = torch.ones(len(logits), logits.shape[1] + 1, dtype=torch.bool, device=logits.device)
-            hidden.scatter_(1, torch.where(ids < 0, logits.shape[1], ids), False)
-            log_p = logits.masked_fill(hidden[:, :-1], float("-inf")).float().log_softmax(-1)
-            active = inputs.labels != -100
-            return torch.where(active, log_p.gather(1, inputs.labels.clamp(min=0)[:, None])[:, 0], 0.0)
-
-        return lambda: _weighted(inputs, logps, True)
-
-    return needs_cuda(build)
 
 
 BENCHMARKS = (
@@ -101,9 +78,7 @@ BENCHMARKS = (
             # The whole vocabulary's: logits twice, and both gradients.
             GEMMS: bare_gemms(logits=2),
             "ours, whole vocabulary": our_logps(),
-            "plain torch, 64 of all logits": plain_kept_logps(64),
             **{f"ours, {k} columns": kept_logps(k) for k in KEPT},
-            "ours, 64 columns, ragged": kept_logps(64, ragged=True),
             "ours, 20 columns, sparse gradient": kept_logps(20, sparse=True),
         },
         flops=8,

@@ -13,7 +13,6 @@ from benchmarks.entries import (
     IGNORED,
     LARGE,
     TRL_CHUNK,
-    WIDE,
     Benchmark,
     Inputs,
     Provider,
@@ -113,18 +112,6 @@ BENCHMARKS = (
         providers={
             GEMMS: bare_gemms(grad_hidden=0, grad_weight=0),
             "plain torch": plain_logps(gradients=False),
-            "TRL": trl_logps(gradients=False),
-            "ours": our_logps(gradients=False),
-        },
-        flops=2,
-    ),
-    Benchmark(
-        name="wide_logps_no_grad",
-        title="Per-token log-probabilities of a large hidden size, forward alone",
-        shapes={"cuda": WIDE},
-        inputs=token_inputs,
-        providers={
-            GEMMS: bare_gemms(grad_hidden=0, grad_weight=0),
             "TRL": trl_logps(gradients=False),
             "ours": our_logps(gradients=False),
         },

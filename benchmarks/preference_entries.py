@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -29,7 +28,7 @@ from benchmarks.entries import (
     with_gradients,
 )
 from benchmarks.logps_entries import _plain_logps
-from benchmarks.measure import Call, MiB
+from benchmarks.measure import Call
 
 BETA = 0.1
 
@@ -42,16 +41,6 @@ class DPOInputs(Inputs):
     ref_weight: Tensor
 
 
-@dataclass(frozen=True)
-class PairInputs:
-    """One pair of completions and the weight `[V, H]`."""
-
-    shape: Shape
-    weight: Tensor
-    chosen: liger_losses.Completions
-    rejected: liger_losses.Completions
-
-
 def dpo_inputs(shape: Shape, device: torch.device) -> DPOInputs:
     """Pairs, and a reference model close to the policy."""
     random = Random(shape, device)
@@ -61,21 +50,6 @@ def dpo_inputs(shape: Shape, device: torch.device) -> DPOInputs:
     return DPOInputs(
         shape, hidden.requires_grad_(), weight.requires_grad_(), labels, ref_hidden, weight.detach().clone()
     )
-
-
-def pair_inputs(shape: Shape, device: torch.device) -> PairInputs:
-    """One pair, with the reference's log-probabilities precomputed."""
-    random = Random(shape, device)
-    # What these random logits give on average, so that the loss is not saturated.
-    ref_logps = torch.full((1,), -(shape.length - shape.prompt) * (math.log(shape.vocab) + 0.5), device=device)
-    weight = random.weight().requires_grad_()
-    chosen, rejected = (
-        liger_losses.Completions(
-            random.normal(1, shape.length, shape.hidden).requires_grad_(), random.labels(1), ref_logps=ref_logps
-        )
-        for _ in range(2)
-    )
-    return PairInputs(shape, weight, chosen, rejected)
 
 
 def _dpo(logratios: Tensor) -> Tensor:
@@ -133,38 +107,6 @@ def our_dpo(**options: Any) -> Provider:
     return lambda inputs: _dpo_by(inputs, liger_losses.LigerFusedLinearDPOLoss(beta=BETA, **options))
 
 
-def plain_pair(inputs: PairInputs) -> Call:
-    """Logits of all tokens."""
-    check_plain_memory(inputs.shape, inputs.weight.device)
-    sides = (inputs.chosen, inputs.rejected)
-
-    def call() -> tuple[Tensor, ...]:
-        logps = [_plain_logps(side.hidden_states, inputs.weight, side.labels).sum(-1) for side in sides]
-        reference = [side.ref_logps for side in sides]
-        ratios = torch.cat(logps) - torch.cat([value for value in reference if value is not None])
-        return with_gradients(_dpo(ratios), (inputs.weight, *(side.hidden_states for side in sides)))
-
-    return call
-
-
-def our_pair(backward: bool = True) -> Provider:
-    """This library's; the forward alone keeps its graph, and whatever that holds, until it returns."""
-
-    def build(inputs: PairInputs) -> Call:
-        loss = liger_losses.LigerFusedLinearDPOLoss(beta=BETA, workspace=inputs.shape.workspace)
-        leaves = (inputs.weight, inputs.chosen.hidden_states, inputs.rejected.hidden_states)
-
-        def call() -> tuple[Tensor, ...]:
-            value, _ = loss(inputs.weight, inputs.chosen, inputs.rejected)
-            return with_gradients(value, leaves) if backward else (value.detach(),)
-
-        return call
-
-    return build
-
-
-LENGTHS = tuple(1024 * 2**i for i in range(7))
-
 BENCHMARKS = (
     Benchmark(
         name="dpo",
@@ -174,7 +116,8 @@ BENCHMARKS = (
                 Shape(8 * 2048, 4096, 128256, sequences=8, masked=0.5),
                 Shape(8 * 4096, 4096, 128256, sequences=8, masked=0.5),
                 Shape(8 * 2048, 2048, 151936, sequences=8, masked=0.5),
-            )
+            ),
+            "cpu": (SMALL,),
         },
         inputs=dpo_inputs,
         providers={
@@ -185,38 +128,6 @@ BENCHMARKS = (
             "TRL": trl_dpo,
             "ours": our_dpo(),
             "ours, 300 MiB by default": lean(our_dpo()),
-        },
-        flops=8,
-    ),
-    Benchmark(
-        name="pair_memory",
-        title="DPO on one pair of ever longer completions, precomputed reference, within a fixed workspace",
-        shapes={
-            "cuda": tuple(Shape(2 * n, 2048, 128256, sequences=2, workspace=256 * MiB) for n in LENGTHS),
-            "cpu": tuple(Shape(2 * n, 64, 8192, torch.float32, 2, workspace=48 * MiB) for n in LENGTHS),
-        },
-        inputs=pair_inputs,
-        providers={
-            "plain torch": plain_pair,
-            "ours": our_pair(),
-            # Without gradients among its outputs, which would hide what the forward takes.
-            "ours, forward alone": our_pair(backward=False),
-        },
-        flops=8,
-        baseline=None,
-        bounded=("ours", "ours, forward alone"),
-    ),
-    Benchmark(
-        name="dpo_cpu",
-        title="DPO with a reference model, forward and backward",
-        shapes={"cpu": (SMALL,)},
-        inputs=dpo_inputs,
-        providers={
-            GEMMS: bare_gemms(logits=2),
-            "plain torch": plain_dpo,
-            "liger-kernel, not compiled": liger_dpo,
-            "ours": our_dpo(),
-            "ours, 64 MiB workspace": our_dpo(workspace=64 * MiB),
         },
         flops=8,
     ),

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import argparse
 import gc
-import json
 import statistics
 import sys
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +24,7 @@ from benchmarks import (
     preference_entries,
 )
 from benchmarks.entries import Benchmark, Shape
-from benchmarks.measure import Call, MiB, NotRun, Timed, about, extra_bytes, header, in_turns, release
+from benchmarks.measure import Call, MiB, NotRun, Timed, extra_bytes, in_turns, release, save
 
 BENCHMARKS = (
     *cross_entropy_entries.BENCHMARKS,
@@ -122,63 +121,27 @@ def warm_up(row: Row, call: Call, device: torch.device) -> None:
 
 
 def summarise(row: Row, times: list[float], baseline: list[float], benchmark: Benchmark, shape: Shape) -> None:
-    """Complete a row from its times, and hold it to its workspace."""
+    """Complete a row from its times."""
     if row.status != "ok":
         return
     median = statistics.median(times)
     row.median_ms, row.min_ms = round(median, 4), round(min(times), 4)
     row.ratio = round(median / statistics.median(baseline), 4) if baseline else None
     row.tflops = round(benchmark.flops * shape.kept * shape.hidden * shape.vocab / median / 1e9, 4)
-    if row.provider in benchmark.bounded and row.extra_mib is not None and shape.workspace is not None:
-        limit = shape.workspace / MiB
-        if row.extra_mib > limit:
-            row.status, row.note = "failed", f"over its workspace of {limit:g} MiB"
 
 
 # --- What is printed and kept --------------------------------------------------------------------------------------
 
-_COLUMNS = ("N x H x V", "provider", "median ms", "min ms", "x GEMMs", "TFLOP/s", "extra MiB", "loss", "note")
 
-
-def number(value: float | None, digits: int) -> str:
-    """A number with so many decimals, `-` for none."""
-    return "-" if value is None else f"{value:.{digits}f}"
-
-
-def cells(shape: str, row: Row) -> tuple[str, ...]:
-    """A row's text, column by column."""
-    return (
-        shape,
-        row.provider,
-        number(row.median_ms, 2),
-        number(row.min_ms, 2),
-        number(row.ratio, 2),
-        number(row.tflops, 3 if (row.tflops or 0) < 10 else 0),
-        number(row.extra_mib, 1),
-        number(row.loss, 4),
-        row.note,
-    )
-
-
-def table(benchmark: Benchmark, results: Iterable[tuple[Shape, list[Row]]]) -> str:
-    """The aligned table of a benchmark."""
-    lines: list[tuple[str, ...]] = [_COLUMNS]
-    details = []
-    for shape, rows in results:
-        details.append(describe(shape))
-        lines += [cells(sizes(shape) if i == 0 else "", row) for i, row in enumerate(rows)]
-    widths = [max(len(line[column]) for line in lines) for column in range(len(_COLUMNS))]
-    left = (0, 1, len(_COLUMNS) - 1)
-    aligned = [
-        "  ".join(
-            text.ljust(width) if column in left else text.rjust(width)
-            for column, (text, width) in enumerate(zip(line, widths, strict=True))
-        ).rstrip()
-        for line in lines
-    ]
-    title = f"{benchmark.name}: {benchmark.title}"
-    text = f"{', '.join(dict.fromkeys(details))}; {benchmark.flops:g} N H V floating-point operations"
-    return "\n".join([title, text, aligned[0], "-" * len(aligned[0]), *aligned[1:], ""])
+def line(size: str, row: Row) -> str:
+    """A row of a table."""
+    if row.median_ms is None:
+        return f"{size:24} {row.provider:34} {row.note}"
+    ratio = "" if row.ratio is None else f"{row.ratio:7.2f} x GEMMs"
+    extra = "" if row.extra_mib is None else f"{row.extra_mib:9.1f} MiB"
+    loss = "" if row.loss is None else f"  loss {row.loss:.4f}"
+    times = f"{row.median_ms:10.2f} ms (least {row.min_ms:.2f})"
+    return f"{size:24} {row.provider:34} {times:32} {row.tflops:8.3g} TFLOP/s {ratio:16} {extra:13} {loss}".rstrip()
 
 
 def sizes(shape: Shape) -> str:
@@ -190,25 +153,7 @@ def describe(shape: Shape) -> str:
     """What a shape has beside its sizes."""
     masked = f", {shape.masked:.0%} masked" if shape.masked else ""
     sequences = f", {shape.sequences} sequences" if shape.sequences > 1 else ""
-    workspace = "" if shape.workspace is None else f", workspace {shape.workspace / MiB:g} MiB"
-    return str(shape.dtype).removeprefix("torch.") + sequences + masked + workspace
-
-
-def record(benchmark: Benchmark, results: Iterable[tuple[Shape, list[Row]]]) -> dict[str, Any]:
-    """A benchmark's results as JSON has them."""
-    return {
-        "name": benchmark.name,
-        "title": benchmark.title,
-        "flops": benchmark.flops,
-        "baseline": benchmark.baseline,
-        "results": [
-            {
-                "shape": {**asdict(shape), "dtype": str(shape.dtype).removeprefix("torch."), "kept": shape.kept},
-                "rows": [asdict(row) for row in rows],
-            }
-            for shape, rows in results
-        ],
-    }
+    return str(shape.dtype).removeprefix("torch.") + sequences + masked
 
 
 def shapes_for(benchmark: Benchmark, device: torch.device, tiny: bool) -> tuple[Shape, ...]:
@@ -218,64 +163,39 @@ def shapes_for(benchmark: Benchmark, device: torch.device, tiny: bool) -> tuple[
     return tuple(shape.tiny() for shape in benchmark.shapes.get(device.type) or next(iter(benchmark.shapes.values())))
 
 
-def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
-    """The command line."""
+def main() -> int:
+    """Run what the command line names; 1 if a provider failed other than by absence or lack of memory."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.run", description=__doc__)
+    names = [benchmark.name for benchmark in BENCHMARKS]
     parser.add_argument("names", nargs="*", metavar="NAME", help="benchmarks to run; all that suit the device if none")
-    parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--rounds", type=int, help="times that each provider is timed; 10 on CUDA, 3 on a CPU")
+    parser.add_argument("--rounds", type=int, default=10 if torch.cuda.is_available() else 3)
     parser.add_argument("--out", type=Path, help="where to write JSON; the tables go beside it as .txt")
     parser.add_argument("--tiny", action="store_true", help="divide all sizes by 64, to see that everything runs")
     parser.add_argument("--list", action="store_true", help="say which benchmarks there are")
-    options = parser.parse_args(argv)
-    unknown = set(options.names) - {benchmark.name for benchmark in BENCHMARKS}
-    if unknown:
+    options = parser.parse_args()
+    if unknown := set(options.names) - set(names):
         parser.error(f"no such benchmark: {', '.join(sorted(unknown))}; --list names them")
-    if options.device == "cuda" and not torch.cuda.is_available():
-        parser.error("there is no CUDA device")
-    if options.rounds is None:
-        options.rounds = 1 if options.tiny else 10 if options.device == "cuda" else 3
-    if options.rounds < 1:
-        parser.error("--rounds must be at least 1")
-    return options
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    """Run what the command line names; 1 if a provider failed other than by absence or lack of memory."""
-    options = arguments(argv)
     if options.list:
         for benchmark in BENCHMARKS:
             print(f"{benchmark.name:18} {', '.join(benchmark.shapes):10} {benchmark.title}")
             print(f"{'':29} {'; '.join(benchmark.providers)}")
         return 0
-    device = torch.device(options.device)
-    report: dict[str, Any] = {**about(device), "rounds": options.rounds, "tiny": options.tiny, "benchmarks": []}
-    texts = [*header(report)[:2], f"median of {options.rounds} rounds\n"]
-    print("\n".join(texts), flush=True)
-    failed = False
+    device, failed = torch.device("cuda" if torch.cuda.is_available() else "cpu"), False
+    rows, lines = list[dict[str, Any]](), list[str]()
     for benchmark in BENCHMARKS:
-        if options.names and benchmark.name not in options.names:
-            continue
-        shapes = shapes_for(benchmark, device, options.tiny)
-        if not shapes:
-            if options.names:
-                print(f"{benchmark.name}: suits {', '.join(benchmark.shapes)}, not {device.type}\n", flush=True)
-            continue
-        results = []
+        shapes = shapes_for(benchmark, device, options.tiny) if benchmark.name in (options.names or names) else ()
         for shape in shapes:
-            print(f"{benchmark.name} {sizes(shape)}", file=sys.stderr, flush=True)
-            results.append((shape, measure(benchmark, shape, device, options.rounds)))
+            found = measure(benchmark, shape, device, options.rounds)
             release(device)
-        gc.unfreeze()
-        failed |= any(row.status == "failed" for _, rows in results for row in rows)
-        report["benchmarks"].append(record(benchmark, results))
-        texts.append(table(benchmark, results))
-        print(texts[-1], flush=True)
-        if options.out is not None:
-            # After each benchmark, so that a run that is cut short leaves what it had.
-            options.out.parent.mkdir(parents=True, exist_ok=True)
-            options.out.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
-            options.out.with_suffix(".txt").write_text("\n".join(texts), encoding="utf-8")
+            gc.unfreeze()
+            failed |= any(row.status == "failed" for row in found)
+            rows += [{"benchmark": benchmark.name, "size": sizes(shape), **vars(row)} for row in found]
+            titles = [] if shape != shapes[0] else [f"{benchmark.name}: {benchmark.title}; {describe(shape)}"]
+            printed = [*titles, *(line(sizes(shape), row) for row in found), ""]
+            print(*printed, sep="\n", flush=True)
+            lines += printed
+            if options.out:  # a run that is cut short leaves what it had
+                save(options.out, device, rows, lines)
     return int(failed)
 
 

@@ -230,12 +230,14 @@ def measure(case: Case, providers: list[str], rounds: int, device: torch.device)
         times = in_turns(steps, rounds, device, lambda ms: slowest(ms, device, case))
         gc.unfreeze()
     tokens = case.sequences * case.length * (ranks if case.parallel == "FSDP2" else 1)
+    baseline = next((name for name in times if name.startswith("ours")), "")
     for provider, found in times.items():
-        ratios = [other / ours for other, ours in zip(found, times.get("ours", found), strict=True)]
+        ratios = [other / ours for other, ours in zip(found, times.get(baseline, found), strict=True)]
         rows[provider] |= {
             "milliseconds": round(median(found), 2),
             "tokens_per_second": round(tokens / median(found) * 1e3),
-            "over_ours": [round(ratio, 4) for ratio in (median(ratios), *interval(ratios))],
+            "baseline": baseline or provider,
+            "over_baseline": [round(ratio, 4) for ratio in (median(ratios), *interval(ratios))],
             "rounds": [round(ms, 2) for ms in found],
         }
     return [asdict(case) | row for row in rows.values()]
@@ -264,10 +266,10 @@ def line(row: dict[str, Any]) -> str:
     start = f"{row['case']:46} {row['provider']:17}"
     if "note" in row:
         return f"{start} {row['note']}"
-    ratio, low, high = row["over_ours"]
+    ratio, low, high = row["over_baseline"]
     return (
         f"{start} {row['milliseconds']:9.2f} ms {row['tokens_per_second']:>8} tokens/s {row['peak_gib']:7.2f} GiB  "
-        f"x {ratio:.3f} of ours ({low:.3f} to {high:.3f})  loss {row['losses'][-1]:.4f}"
+        f"x {ratio:.3f} of {row['baseline']} ({low:.3f} to {high:.3f})  loss {row['losses'][-1]:.4f}"
     )
 
 

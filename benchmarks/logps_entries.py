@@ -16,7 +16,6 @@ from benchmarks.entries import (
     Benchmark,
     Inputs,
     Provider,
-    Shape,
     TokenInputs,
     bare_gemms,
     check_plain_memory,
@@ -26,13 +25,6 @@ from benchmarks.entries import (
     with_gradients,
 )
 from benchmarks.measure import Call
-
-
-def frozen_head_inputs(shape: Shape, device: torch.device) -> TokenInputs:
-    """Inputs of losses on tokens whose head is not trained, as under LoRA."""
-    inputs = token_inputs(shape, device)
-    inputs.weight.requires_grad_(False)
-    return inputs
 
 
 def _plain_logps(hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
@@ -116,18 +108,5 @@ BENCHMARKS = (
             "ours": our_logps(gradients=False),
         },
         flops=2,
-    ),
-    Benchmark(
-        name="frozen_head",
-        title="Per-token log-probabilities, forward and backward, the head frozen",
-        shapes={"cuda": LARGE},
-        inputs=frozen_head_inputs,
-        providers={
-            GEMMS: bare_gemms(grad_weight=0),
-            "plain torch": plain_logps(),
-            "TRL": trl_logps(),
-            "ours": our_logps(),
-        },
-        flops=4,
     ),
 )

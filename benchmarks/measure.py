@@ -8,6 +8,7 @@ import os
 import platform
 import random
 import shlex
+import socket
 import statistics
 import subprocess
 import sys
@@ -21,6 +22,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
@@ -57,23 +60,18 @@ class Timed:
     within: Callable[[], AbstractContextManager[Any]] = nullcontext
 
 
-def in_turns(
-    timed: Mapping[str, Timed], rounds: int, device: torch.device, agree: Callable[[float], float] = float
-) -> dict[str, list[float]]:
+def in_turns(timed: Mapping[str, Timed], rounds: int, device: torch.device) -> dict[str, list[float]]:
     """Milliseconds of every provider's calls, which have run before: a round is one of each, the next the other way.
 
     Calls that take less than :data:`SHORT_CALL` are timed twenty at a time, which the host queues while the device
-    waits, as it does behind a model's work.
-
-    Args:
-        agree: the time of all ranks, from this rank's.
+    waits, as it does behind a model's work. A time is the slowest rank's.
     """
     times: dict[str, list[float]] = {name: [] for name in timed}
     repeats = dict.fromkeys(timed, 1)
     for round_ in range(-1, rounds):
         for name in list(timed)[:: -1 if round_ % 2 else 1]:
             with timed[name].within():
-                ms = agree(milliseconds(timed[name].call, device, repeats[name]))
+                ms = slowest(milliseconds(timed[name].call, device, repeats[name]))
             if round_ >= 0:
                 times[name].append(ms)
             elif ms < SHORT_CALL and device.type == "cuda":
@@ -180,6 +178,47 @@ def _cpu_name() -> str:
     except OSError:
         names = []
     return names[0] if names else platform.processor() or platform.machine()
+
+
+# --- Several processes ------------------------------------------------------------------------------------------------
+
+
+def start_ranks(work: Callable[..., None], ranks: int | None, *arguments: Any) -> None:
+    """Run ``work(device, *arguments)`` on so many processes of a group, by default on all GPUs, or two on a CPU."""
+    ranks = ranks or max(2, torch.cuda.device_count())
+    if torch.cuda.is_available() and torch.cuda.device_count() < ranks:
+        raise SystemExit(f"{ranks} processes need {ranks} GPUs, and there are {torch.cuda.device_count()}.")
+    with socket.socket() as listening:
+        listening.bind(("127.0.0.1", 0))
+        port = listening.getsockname()[1]
+    mp.spawn(_member, (ranks, port, work, arguments), nprocs=ranks)
+
+
+def _member(rank: int, ranks: int, port: int, work: Callable[..., None], arguments: tuple[Any, ...]) -> None:
+    cuda = torch.cuda.is_available()
+    device = torch.device("cuda", rank) if cuda else torch.device("cpu")
+    if cuda:
+        torch.cuda.set_device(device)
+    else:
+        torch.set_num_threads(1)
+    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(ranks))  # which transformers reads
+    address = f"tcp://127.0.0.1:{port}"
+    dist.init_process_group("nccl" if cuda else "gloo", init_method=address, rank=rank, world_size=ranks)
+    work(device, *arguments)
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def slowest(value: float) -> float:
+    """The largest of all ranks' values; without a group, the value."""
+    if not dist.is_initialized():
+        return value
+    found = torch.tensor(value, device="cuda" if torch.cuda.is_available() else "cpu")
+    dist.all_reduce(found, dist.ReduceOp.MAX)
+    return float(found)
+
+
+# --- What is written --------------------------------------------------------------------------------------------------
 
 
 def commit() -> str:

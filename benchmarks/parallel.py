@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import itertools
-import socket
 import statistics
 from collections.abc import Callable
 from pathlib import Path
@@ -18,10 +17,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from torch import Tensor
 
-from benchmarks.measure import MiB, NotRun, Timed, extra_bytes, in_turns, release, save
+from benchmarks.measure import MiB, NotRun, Timed, extra_bytes, in_turns, release, save, start_ranks
 from liger_losses import (
     Head,
     LigerFusedLinearCrossEntropyLoss,
@@ -202,7 +200,7 @@ def measure(shape: tuple[int, int, int], name: str, rounds: int, device: torch.d
             calls.pop(provider, None)
         rows.append(row)
     calls["bare"]()
-    times = in_turns({provider: Timed(call) for provider, call in calls.items()}, rounds, device, slowest)
+    times = in_turns({provider: Timed(call) for provider, call in calls.items()}, rounds, device)
     medians = {provider: statistics.median(values) for provider, values in times.items()}
     for row in rows:
         if row["provider"] in calls:
@@ -212,31 +210,16 @@ def measure(shape: tuple[int, int, int], name: str, rounds: int, device: torch.d
     return rows
 
 
-def slowest(ms: float) -> float:
-    """The time of the slowest rank."""
-    times = torch.tensor(ms, device="cuda" if torch.cuda.is_available() else "cpu")
-    dist.all_reduce(times, dist.ReduceOp.MAX)
-    return float(times)
-
-
-def work(rank: int, port: int, ranks: int, arguments: argparse.Namespace) -> None:
-    backend = "nccl" if torch.cuda.is_available() else "gloo"
-    device = torch.device("cuda", rank) if backend == "nccl" else torch.device("cpu")
-    if backend == "nccl":
-        torch.cuda.set_device(device)
-    else:
-        torch.set_num_threads(1)
-    dist.init_process_group(backend, init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=ranks)
+def work(device: torch.device, arguments: argparse.Namespace) -> None:
     rows: list[dict[str, Any]] = []
     shapes = TINY if arguments.tiny else [SHAPES[i] for i in arguments.only or range(len(SHAPES))]
     for shape, name in itertools.product(shapes, arguments.losses):
-        rows += [row | {"ranks": ranks} for row in measure(shape, name, arguments.rounds, device)]
+        rows += [row | {"ranks": dist.get_world_size()} for row in measure(shape, name, arguments.rounds, device)]
         release(device)
-        if rank == 0:
+        if dist.get_rank() == 0:
             print(*(line(row) for row in rows if (row["shape"], row["loss"]) == (shape, name)), sep="\n", flush=True)
-        if rank == 0 and arguments.out is not None:
+        if dist.get_rank() == 0 and arguments.out is not None:
             save(arguments.out, device, rows, map(line, rows))
-    dist.destroy_process_group()
 
 
 def line(row: dict[str, Any]) -> str:
@@ -260,11 +243,7 @@ def main() -> None:
     unknown = set(arguments.losses) - set(LOSSES)
     if unknown:
         parser.error(f"unknown losses {sorted(unknown)}; they are {', '.join(LOSSES)}")
-    ranks = arguments.ranks or torch.cuda.device_count() or 2
-    with socket.socket() as listening:
-        listening.bind(("127.0.0.1", 0))
-        port = listening.getsockname()[1]
-    mp.spawn(work, (port, ranks, arguments), nprocs=ranks)
+    start_ranks(work, arguments.ranks, arguments)
 
 
 if __name__ == "__main__":

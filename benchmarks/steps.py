@@ -1,8 +1,8 @@
 """Whole training steps, forward to optimizer, of models of real shapes with random weights: providers in turns.
 
 python -m benchmarks.steps [--only TEXT] [--providers NAMES] [--rounds 6] [--other FOLDER] [--out FILE.json]
-python -m benchmarks.steps --only FSDP2     # the cases of several GPUs take all of this machine
-python -m benchmarks.steps --tiny           # tiny models, on a CPU too: to see that everything runs
+python -m benchmarks.steps --only "FSDP2|TP"     # the cases of several GPUs, which run where only they are chosen
+python -m benchmarks.steps --tiny                # tiny models, on a CPU too: to see that everything runs
 
 An SFT step is the model's own loss; steps of TRL's are its trainers' own ``compute_loss`` on given tokens, half of each
 sequence a prompt. All providers' models are in one process. A peak is what the provider's model, gradients and
@@ -16,9 +16,7 @@ import argparse
 import contextlib
 import functools
 import gc
-import os
 import re
-import socket
 import sys
 import tempfile
 from collections.abc import Callable
@@ -30,11 +28,10 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from torch import Tensor
 
 from benchmarks.compare import OTHER, import_other, importer
-from benchmarks.measure import NotRun, Timed, extra_bytes, in_turns, interval, release, save
+from benchmarks.measure import NotRun, Timed, extra_bytes, in_turns, interval, release, save, slowest, start_ranks
 from benchmarks.models import IGNORED, build
 from benchmarks.trainers import add_plain_head, inputs_of, trainer_of
 
@@ -219,7 +216,7 @@ def measure(case: Case, providers: list[str], rounds: int, device: torch.device)
                 with timed.within():
                     losses = [float(timed.call()[0]) for _ in range(WARM_UP)]
                     resident = torch.cuda.memory_allocated(device) - before if device.type == "cuda" else 0
-                    peak = slowest((resident + extra_bytes(timed.call, device)) / GiB, device, case)
+                    peak = slowest((resident + extra_bytes(timed.call, device)) / GiB)
             except (NotRun, ImportError, RuntimeError) as reason:  # no room, or no GPU for a peer
                 rows[provider]["note"] = f"{type(reason).__name__}: {str(reason).splitlines()[0]}"[:150]
                 continue
@@ -227,7 +224,7 @@ def measure(case: Case, providers: list[str], rounds: int, device: torch.device)
             steps[provider] = timed
         gc.collect()
         gc.freeze()  # to look through all that was imported takes longer than a token
-        times = in_turns(steps, rounds, device, lambda ms: slowest(ms, device, case))
+        times = in_turns(steps, rounds, device)
         gc.unfreeze()
     tokens = case.sequences * case.length * (ranks if case.parallel == "FSDP2" else 1)
     baseline = next((name for name in times if name.startswith("ours")), "")
@@ -252,15 +249,6 @@ def shared_folder(stack: contextlib.ExitStack, case: Case) -> str:
     return str(folder[0])
 
 
-def slowest(value: float, device: torch.device, case: Case) -> float:
-    """The largest of all ranks' values."""
-    if not case.parallel:
-        return value
-    found = torch.tensor(value, device=device)
-    dist.all_reduce(found, dist.ReduceOp.MAX)
-    return float(found)
-
-
 def line(row: dict[str, Any]) -> str:
     """One line of the table."""
     start = f"{row['case']:46} {row['provider']:17}"
@@ -273,7 +261,7 @@ def line(row: dict[str, Any]) -> str:
     )
 
 
-def run(cases: list[Case], options: argparse.Namespace, device: torch.device) -> None:
+def run(device: torch.device, cases: list[Case], options: argparse.Namespace) -> None:
     """Print the rows of the cases, and write them."""
     rows: list[dict[str, Any]] = []
     if options.other:
@@ -287,22 +275,6 @@ def run(cases: list[Case], options: argparse.Namespace, device: torch.device) ->
             print(*map(line, rows[-len(providers) :]), sep="\n", flush=True)
             if options.out:
                 save(options.out, device, rows, map(line, rows))
-
-
-def member(rank: int, port: int, ranks: int, cases: list[Case], options: argparse.Namespace) -> None:
-    """One rank of the cases of several GPUs."""
-    cuda = torch.cuda.is_available()
-    device = torch.device("cuda", rank) if cuda else torch.device("cpu")
-    if cuda:
-        torch.cuda.set_device(device)
-    else:
-        torch.set_num_threads(1)
-    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(ranks))  # which transformers reads
-    address = f"tcp://127.0.0.1:{port}"
-    dist.init_process_group("nccl" if cuda else "gloo", init_method=address, rank=rank, world_size=ranks)
-    run(cases, options, device)
-    dist.barrier()
-    dist.destroy_process_group()
 
 
 def main() -> None:
@@ -326,15 +298,10 @@ def main() -> None:
         cases = [replace(case, model="tiny", sequences=4, length=32) for case in cases]
     alone, together = ([case for case in cases if bool(case.parallel) == several] for several in (False, True))
     if alone:
-        run(alone, options, torch.device("cuda" if torch.cuda.is_available() else "cpu"))
-    if together:
-        ranks = options.ranks or max(2, torch.cuda.device_count())
-        if torch.cuda.is_available() and torch.cuda.device_count() < ranks:
-            return print(f"not run, as they need {ranks} GPUs:", *(case.name for case in together), sep="\n")
-        with socket.socket() as listening:
-            listening.bind(("127.0.0.1", 0))
-            port = listening.getsockname()[1]
-        mp.spawn(member, (port, ranks, together, options), nprocs=ranks)
+        run(torch.device("cuda" if torch.cuda.is_available() else "cpu"), alone, options)
+    else:
+        start_ranks(run, options.ranks, together, options)
+    return None
 
 
 if __name__ == "__main__":

@@ -16,15 +16,6 @@ _LLAMA_8B = {
     "num_key_value_heads": 8,
     "max_position_embeddings": 8192,
 }
-_QWEN3 = {
-    "vocab_size": 151936,
-    "num_hidden_layers": 28,
-    "num_attention_heads": 16,
-    "num_key_value_heads": 8,
-    "head_dim": 128,
-    "tie_word_embeddings": True,
-    "max_position_embeddings": 40960,
-}
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "Llama-3.2-1B": (
         "llama",
@@ -53,20 +44,18 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
             "max_position_embeddings": 32768,
         },
     ),
-    "Qwen3-0.6B": ("qwen3", {**_QWEN3, "hidden_size": 1024, "intermediate_size": 3072}),
-    "Qwen3-1.7B": ("qwen3", {**_QWEN3, "hidden_size": 2048, "intermediate_size": 6144}),
-    "Gemma-2-2B": (
-        "gemma2",
+    "Qwen3-0.6B": (
+        "qwen3",
         {
-            "vocab_size": 256000,
-            "hidden_size": 2304,
-            "intermediate_size": 9216,
-            "num_hidden_layers": 26,
-            "num_attention_heads": 8,
-            "num_key_value_heads": 4,
-            "head_dim": 256,
-            "query_pre_attn_scalar": 256,
+            "hidden_size": 1024,
+            "intermediate_size": 3072,
+            "vocab_size": 151936,
+            "num_hidden_layers": 28,
+            "num_attention_heads": 16,
+            "num_key_value_heads": 8,
+            "head_dim": 128,
             "tie_word_embeddings": True,
+            "max_position_embeddings": 40960,
         },
     ),
     "Llama-3-8B": ("llama", {**_LLAMA_8B, "num_hidden_layers": 32}),

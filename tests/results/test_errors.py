@@ -104,9 +104,20 @@ def distilled(h, w, y, temperature):
     raise said[0]
 
 
-def mine(base, **methods):
-    """A loss of a user's own."""
-    return type("Mine", (base,), methods)()
+def of_pairs(h, w, y, function, **methods):
+    """A loss on pairs of a user's own."""
+    return type("Mine", (PreferenceLoss,), {"pair_loss": lambda self, pairs: function(pairs), **methods})()(w, h, y)
+
+
+def of_statistics(h, w, y, function):
+    """A loss of tokens of a user's own."""
+    return type("Mine", (ChunkedLoss,), {"loss": lambda self, s, mask: function(s, mask)})()(w, h, y)
+
+
+def of_inputs(h, w, y, *inputs):
+    """A loss of two targets that have an input each."""
+    targets = [h[:, :2], h], w, [y[:, :2], y]
+    return linear_token_loss(*targets, lambda s, y, u: u, token_inputs={"u": [*inputs]})
 
 
 def of_tokens(h, w, y, function):
@@ -118,503 +129,395 @@ def of_tokens(h, w, y, function):
     raise error.value
 
 
-WRONG = {
+#: A call with hidden states, weight and labels, and what its error says.
+WRONG = [
     # options
-    "z-loss": (lambda h, w, y: CE(lse_square_scale=NAN), r"lse_square_scale must lie in \[0.0, inf\), got nan"),
-    "z-loss as text": (lambda h, w, y: CE(lse_square_scale="x"), "lse_square_scale must be a number, got 'x'"),
-    "compact": (lambda h, w, y: CE(compact="no"), "compact must be True or False, got 'no'"),
-    "less than nothing to keep": (lambda h, w, y: EngineOptions(keep=-1), "keep must be a number of bytes"),
-    "a second pass, and blocks to keep": (
-        lambda h, w, y: EngineOptions(strategy="two_pass", keep=100),
-        "'two_pass' keeps no blocks, got keep=100",
-    ),
-    "a flag as text": (lambda h, w, y: DPO(use_ref_model="false"), "use_ref_model must be True or False, got 'false'"),
-    "shifts": (lambda h, w, y: DPO(shift=[1, 2]), "shift=.1, 2. needs lists of hidden states"),
-    "an input beside shifted labels": (
+    (lambda h, w, y: CE(lse_square_scale=NAN), r"lse_square_scale must lie in \[0.0, inf\), got nan"),
+    (lambda h, w, y: CE(lse_square_scale="x"), "lse_square_scale must be a number, got 'x'"),
+    (lambda h, w, y: CE(compact="no"), "compact must be True or False, got 'no'"),
+    (lambda h, w, y: EngineOptions(keep=-1), "keep must be a number of bytes"),
+    (lambda h, w, y: EngineOptions(strategy="two_pass", keep=100), "'two_pass' keeps no blocks, got keep=100"),
+    (lambda h, w, y: DPO(use_ref_model="false"), "use_ref_model must be True or False, got 'false'"),
+    (lambda h, w, y: DPO(shift=[1, 2]), "shift=.1, 2. needs lists of hidden states"),
+    (
         lambda h, w, y: ChunkedLoss(shift=2)(w, h, y, rewards=PER_TOKEN),
         r"rewards has one value per token, \(4, 5\), and shift=2 moves only labels.*shift the labels, and what belongs",
     ),
-    "alpha": (lambda h, w, y: DPO(alpha=NAN), r"alpha must lie in \[0.0, inf\), got nan"),
-    "loss weights": (lambda h, w, y: DPO(loss_weights=1.0), "loss_weights must have one entry per loss_type"),
-    "a loss weight": (lambda h, w, y: DPO(loss_weights=[NAN]), "each of loss_weights must be a finite number, got nan"),
-    "loss type": (lambda h, w, y: DPO(loss_type=3), "unknown loss_type 3"),
-    "f-alpha": (lambda h, w, y: DPO(f_alpha_divergence_coef=NAN), "f_alpha_divergence_coef must be a finite number"),
-    "AlphaPO's alpha": (lambda h, w, y: CPO(reward_alpha=NAN), "reward_alpha must be a finite number"),
-    "a form": (lambda h, w, y: Divergence("kl"), r"unknown divergence 'kl'; use a constructor.*reverse_kl\(\)"),
-    "a mixture": (lambda h, w, y: Divergence.mixture(NAN, 1, 1), "parameters of a divergence must be finite"),
-    "a head's transform": (lambda h, w, y: Head(w, transform=0.7), r"must be a liger_losses.LogitTransform\(...\)"),
-    "streaming": (lambda h, w, y: linear_statistics(h, w, y, options={}), r"must be liger_losses.EngineOptions\(...\)"),
+    (lambda h, w, y: DPO(alpha=NAN), r"alpha must lie in \[0.0, inf\), got nan"),
+    (lambda h, w, y: DPO(loss_weights=1.0), "loss_weights must have one entry per loss_type"),
+    (lambda h, w, y: DPO(loss_weights=[NAN]), "each of loss_weights must be a finite number, got nan"),
+    (lambda h, w, y: DPO(loss_type=3), "unknown loss_type 3"),
+    (lambda h, w, y: DPO(f_alpha_divergence_coef=NAN), "f_alpha_divergence_coef must be a finite number"),
+    (lambda h, w, y: CPO(reward_alpha=NAN), "reward_alpha must be a finite number"),
+    (lambda h, w, y: Divergence("kl"), r"unknown divergence 'kl'; use a constructor.*reverse_kl\(\)"),
+    (lambda h, w, y: Divergence.mixture(NAN, 1, 1), "parameters of a divergence must be finite"),
+    (lambda h, w, y: Head(w, transform=0.7), r"must be a liger_losses.LogitTransform\(...\)"),
+    (lambda h, w, y: linear_statistics(h, w, y, options={}), r"must be liger_losses.EngineOptions\(...\)"),
     # tensors
-    "NumPy": (lambda h, w, y: CE()(w, h.numpy(), y), r"hidden_states must be a tensor, got ndarray; pass torch.as_t"),
-    "nested": (
+    (lambda h, w, y: CE()(w, h.numpy(), y), r"hidden_states must be a tensor, got ndarray; pass torch.as_t"),
+    (
         lambda h, w, y: CE()(w, torch.nested.nested_tensor([h[0], h[1]]), y),
         r"nested tensor; pass hidden_states.to_padded_tensor",
     ),
-    "complex weights": (lambda h, w, y: CE()(w, h, y, token_weights=PER_TOKEN * 1j), "one real number per label"),
-    "statistics": (lambda h, w, y: linear_statistics(h, w, y, 3), r"names, such as \('logp', 'entropy'\); got 3"),
-    "class weights": (lambda h, w, y: CE(ce_weight=torch.ones(60))(w, h, y), r"ce_weight must be \[61\]"),
-    "items of a sum": (lambda h, w, y: CE(reduction="sum")(w, h, y, num_items_in_batch=3), "the reduction is 'sum'"),
-    "a list of token weights": (
-        lambda h, w, y: CE()(w, h, y, token_weights=[1.0]),
-        "token_weights must be a tensor, got",
-    ),
-    "one temperature": (
-        lambda h, w, y: policy(h, w, y, temperature=0.7),
-        r"constructor, .*GRPOLoss\(temperature=0.7\)",
-    ),
-    "columns elsewhere": (
+    (lambda h, w, y: CE()(w, h, y, token_weights=PER_TOKEN * 1j), "one real number per label"),
+    (lambda h, w, y: linear_statistics(h, w, y, 3), r"names, such as \('logp', 'entropy'\); got 3"),
+    (lambda h, w, y: CE(ce_weight=torch.ones(60))(w, h, y), r"ce_weight must be \[61\]"),
+    (lambda h, w, y: CE(reduction="sum")(w, h, y, num_items_in_batch=3), "the reduction is 'sum'"),
+    (lambda h, w, y: CE()(w, h, y, token_weights=[1.0]), "token_weights must be a tensor, got"),
+    (lambda h, w, y: policy(h, w, y, temperature=0.7), r"constructor, .*GRPOLoss\(temperature=0.7\)"),
+    (
         lambda h, w, y: linear_statistics(h, w, y, "selected_logps", selected=y[..., None].to("meta")),
         "selected is on meta, the weight on cpu",
     ),
-    "no token loss": (lambda h, w, y: linear_token_loss(h, w, y, None), "token_loss must be a function"),
-    "a token loss of nothing": (lambda h, w, y: linear_token_loss(h, w, y, lambda s, l: None), "got NoneType"),
-    "no weights of a divergence": (
+    (lambda h, w, y: linear_token_loss(h, w, y, None), "token_loss must be a function"),
+    (lambda h, w, y: linear_token_loss(h, w, y, lambda s, l: None), "got NoneType"),
+    (
         lambda h, w, y: linear_divergence_loss(h, w, y, Teacher(h, w), Divergence.forward_kl(), {}),
         "weights must be a dictionary such as",
     ),
-    "a teacher's list": (lambda h, w, y: JSD()(w, h, y, TeacherLogits([1.0])), r"takes logits \[..., Vt\].*got list"),
-    "a teacher's number": (lambda h, w, y: JSD()(w, h, y, TeacherLogits(ONES[0])), "got Tensor without dimensions"),
-    "a teacher's columns": (lambda h, w, y: JSD()(w, h, y, TeacherLogits(lambda at: at, "61")), "needs columns="),
-    "integer log-probabilities": (
+    (lambda h, w, y: JSD()(w, h, y, TeacherLogits([1.0])), r"takes logits \[..., Vt\].*got list"),
+    (lambda h, w, y: JSD()(w, h, y, TeacherLogits(ONES[0])), "got Tensor without dimensions"),
+    (lambda h, w, y: JSD()(w, h, y, TeacherLogits(lambda at: at, "61")), "needs columns="),
+    (
         lambda h, w, y: DPO()(w, *[Completions(h, y, ref_logps=ONES.long())] * 2),
         "ref_logps of the chosen completions must be floating point, got torch.int64",
     ),
-    "completions for KL": (
+    (
         lambda h, w, y: KTO()(w, (h, y), preference_labels=ONES > 0, kl_completions=h),
         "kl_completions must be Completions",
     ),
-    "complex advantages": (lambda h, w, y: policy(h, w, y, ONES * 1j), "advantages must be floating point"),
-    "a head first": (
+    (lambda h, w, y: policy(h, w, y, ONES * 1j), "advantages must be floating point"),
+    (
         lambda h, w, y: linear_logps(w, h, y),
         r"\(4, 5, 24\); were weight and hidden states swapped\? linear_logps .* take hidden_states, lm_head, labels;",
     ),
-    "a layer first": (
+    (
         lambda h, w, y: linear_logps(torch.nn.Linear(24, 61), w, y),
         "hidden_states must be a tensor, got Linear; a layer .*take hidden_states, lm_head, labels; most losses",
     ),
-    "a reference's head alone": (
+    (
         lambda h, w, y: DPO()(w, (h, y), (h, y), ref_weight=w),
         "a ref_weight=, but no hidden states of the reference that it multiplies; give them to Completions as",
     ),
-    "few labels beside a reference": (
+    (
         lambda h, w, y: DPO()(w, *[Completions(h, y[:, :3], h)] * 2, ref_weight=w),
         r"hidden_states \(4, 5, 24\) need labels of shape \(4, 5\), got \(4, 3\)\. Give positions without",
     ),
-    "labels without the first": (
+    (
         lambda h, w, y: CE()(w, h, y[:, 1:]),
         r"got \(4, 4\)\. Shorten neither: with shift=True, each position predicts the next one's label",
     ),
-    "few hidden states of a reference": (
+    (
         lambda h, w, y: DPO()(w, *[Completions(h, y, h[:, 1:])] * 2, ref_weight=w),
         r"of the reference model .* need labels of shape \(4, 4\), got \(4, 5\)",
     ),
     # names
-    "a misspelt loss": (
-        lambda h, w, y: DPO(loss_type="sigmoidd"),
-        r"'sigmoidd' \(did you mean 'sigmoid'\?\); it must be",
-    ),
-    "GSPO": (lambda h, w, y: GRPO(loss_type="gspo"), "'gspo'; use importance_sampling_level='sequence' with"),
-    "RLOO": (lambda h, w, y: GRPO(loss_type="rloo"), "use importance_sampling_level='sequence_sum'"),
-    "unpaired DPO": (lambda h, w, y: DPO(loss_type="kto_pair"), "use LigerFusedLinearKTOLoss, of single"),
-    "a piece": (lambda h, w, y: patch(w, mlp=True), r"no mlp= \(did you mean 'mlps'\?\); its arguments are model,"),
-    "kernels of patch": (
+    (lambda h, w, y: DPO(loss_type="sigmoidd"), r"'sigmoidd' \(did you mean 'sigmoid'\?\); it must be"),
+    (lambda h, w, y: GRPO(loss_type="gspo"), "'gspo'; use importance_sampling_level='sequence' with"),
+    (lambda h, w, y: GRPO(loss_type="rloo"), "use importance_sampling_level='sequence_sum'"),
+    (lambda h, w, y: DPO(loss_type="kto_pair"), "use LigerFusedLinearKTOLoss, of single"),
+    (lambda h, w, y: patch(w, mlp=True), r"no mlp= \(did you mean 'mlps'\?\); its arguments are model,"),
+    (
         lambda h, w, y: patch(w, kernel=True),
         r"no kernel=; its arguments are model,.*\. kernels= is an argument of .*enable; patch uses",
     ),
-    "no labels": (lambda h, w, y: DPO()(w, (h, y)), "required argument: 'rejected'; .* arguments are head, chosen"),
+    (lambda h, w, y: DPO()(w, (h, y)), "required argument: 'rejected'; .* arguments are head, chosen"),
     # functions
-    "a list": (lambda h, w, y: F.dpo_loss([1.0], ONES, ONES, ONES), "chosen_logps must be a tensor, got list"),
-    "shapes": (
-        lambda h, w, y: F.dpo_loss(ONES, ONES[:2], ONES, ONES),
-        r"rejected_logps must be \[4\], as chosen_logps",
-    ),
-    "lengths": (
+    (lambda h, w, y: F.dpo_loss([1.0], ONES, ONES, ONES), "chosen_logps must be a tensor, got list"),
+    (lambda h, w, y: F.dpo_loss(ONES, ONES[:2], ONES, ONES), r"rejected_logps must be \[4\], as chosen_logps"),
+    (
         lambda h, w, y: F.dpo_loss(*[ONES] * 4, loss_type="ipo", chosen_lengths=[1], rejected_lengths=[1]),
         "chosen_lengths must be a tensor",
     ),
-    "negative beta": (lambda h, w, y: F.cpo_loss(ONES, ONES, beta=-1), r"beta must lie in \(0.0, inf\), got -1"),
-    "smoothing": (lambda h, w, y: F.simpo_loss(ONES, ONES, label_smoothing=3), "label_smoothing must lie in"),
-    "ORPO": (lambda h, w, y: F.orpo_loss([1.0], ONES), "chosen_logps must be a tensor"),
-    "marks": (
+    (lambda h, w, y: F.cpo_loss(ONES, ONES, beta=-1), r"beta must lie in \(0.0, inf\), got -1"),
+    (lambda h, w, y: F.simpo_loss(ONES, ONES, label_smoothing=3), "label_smoothing must lie in"),
+    (lambda h, w, y: F.orpo_loss([1.0], ONES), "chosen_logps must be a tensor"),
+    (
         lambda h, w, y: F.kto_loss(ONES, ONES, ONES),
         "desirable must be bool, .*got torch.float32; pass desirable == value",
     ),
-    "negative KL": (lambda h, w, y: F.kto_loss(ONES, ONES, ONES > 0, -1.0), r"kl must lie in \[0.0, inf\)"),
-    "BCO": (lambda h, w, y: F.bco_loss(ONES, ONES, ONES[:2] > 0), r"desirable must be \[4\], as rewards, got \[2\]"),
-    "sequences": (lambda h, w, y: F.sequence_logps(PER_TOKEN, MASK[:, 1:]), r"mask must be \[4, 5\], as logps"),
-    "acting tokens": (
+    (lambda h, w, y: F.kto_loss(ONES, ONES, ONES > 0, -1.0), r"kl must lie in \[0.0, inf\)"),
+    (lambda h, w, y: F.bco_loss(ONES, ONES, ONES[:2] > 0), r"desirable must be \[4\], as rewards, got \[2\]"),
+    (lambda h, w, y: F.sequence_logps(PER_TOKEN, MASK[:, 1:]), r"mask must be \[4, 5\], as logps"),
+    (
         lambda h, w, y: F.grpo_loss(PER_TOKEN, ONES, MASK, acting=PER_TOKEN),
         "acting must be a mask of bool or integers, got torch.float32",
     ),
-    "a group": (lambda h, w, y: F.grpo_loss(PER_TOKEN, ONES, MASK, group="cp"), "group must be a torch.distributed"),
-    "a share": (lambda h, w, y: F.high_entropy_mask(PER_TOKEN, MASK, 2.0), r"share must lie in \(0.0, 1.0\]"),
-    "mean log-probabilities": (lambda h, w, y: F.cross_entropy(ONES, label_smoothing=0.1), "needs mean_logps="),
-    "a discount": (lambda h, w, y: F.minillm_returns(PER_TOKEN, MASK, 2.0), r"gamma must lie in \[0.0, 1.0\]"),
-    "columns": (lambda h, w, y: F.forward_kl(PER_TOKEN, PER_TOKEN[:, 1:]), r"log_q must be \[4, 5\], as log_p"),
-    "a divergence's name": (lambda h, w, y: F.divergence(PER_TOKEN, PER_TOKEN, "kl"), "must be a Divergence, such"),
-    "a tail": (
+    (lambda h, w, y: F.grpo_loss(PER_TOKEN, ONES, MASK, group="cp"), "group must be a torch.distributed"),
+    (lambda h, w, y: F.high_entropy_mask(PER_TOKEN, MASK, 2.0), r"share must lie in \(0.0, 1.0\]"),
+    (lambda h, w, y: F.cross_entropy(ONES, label_smoothing=0.1), "needs mean_logps="),
+    (lambda *_: F.sampler_weights(PER_TOKEN, PER_TOKEN, PER_TOKEN, "tis"), "unknown kind 'tis'"),
+    (lambda *_: F.sampler_weights(PER_TOKEN, PER_TOKEN, PER_TOKEN, low=3.0), "high must lie in"),
+    (lambda h, w, y: F.minillm_returns(PER_TOKEN, MASK, 2.0), r"gamma must lie in \[0.0, 1.0\]"),
+    (lambda h, w, y: F.forward_kl(PER_TOKEN, PER_TOKEN[:, 1:]), r"log_q must be \[4, 5\], as log_p"),
+    (lambda h, w, y: F.divergence(PER_TOKEN, PER_TOKEN, "kl"), "must be a Divergence, such"),
+    (
         lambda h, w, y: F.sparse_divergence(PER_TOKEN, PER_TOKEN, Divergence.forward_kl(), "x"),
         "unknown tail 'x'; it must be one of bucket, renormalize, none",
     ),
     # calls with arguments in another order, of another kind or value
-    "a bias": (lambda h, w, y: linear_logps(h, w, y, bias=torch.zeros(60)), r"bias must be \[61\]"),
-    "a workspace without a row": (
+    (lambda h, w, y: linear_logps(h, w, y, bias=torch.zeros(60)), r"bias must be \[61\]"),
+    (
         lambda h, w, y: linear_logps(h, w, y, workspace=100),
         r"workspace=100 bytes is too small.*give at least \d+ bytes",
     ),
-    "a statistic": (
-        lambda h, w, y: linear_statistics(h, w, y, ("logit",)),
-        "unknown differentiable statistic 'logit'.*logp, entropy",
-    ),
-    "a statistic that is no metric": (
+    (lambda h, w, y: linear_statistics(h, w, y, ("logit",)), "unknown differentiable statistic 'logit'.*logp, entropy"),
+    (
         lambda h, w, y: linear_statistics(h, w, y, metrics="selected_logps"),
         "unknown statistic 'selected_logps'; use statistics='selected_logps' of .*, with selected=",
     ),
-    "a loss type of CPO": (lambda h, w, y: CPO(loss_type="orpo"), "loss_type 'orpo'.*simpo"),
-    "an f-divergence": (lambda h, w, y: DPO(f_divergence_type="kl"), "f_divergence_type.*js_divergence"),
-    "AlphaPO without its alpha": (lambda h, w, y: CPO(loss_type="alphapo"), r"reward_alpha.*0\.25"),
-    "an odd number": (lambda h, w, y: ALONE(w, h[:3], y[:3]), r"got \[3\] rows, which are an odd number"),
-    "fewer rejected": (lambda h, w, y: ALONE(w, (h[:2], y[:2]), (h[2:3], y[2:3])), "as many chosen as rejected"),
-    "three as a tuple": (lambda h, w, y: ALONE(w, (h, y, h), (h, y)), "chosen must be Completions.*got tuple of 3"),
-    "a target of two": (lambda h, w, y: ALONE(w, h, (h, y)), "labels must be a tensor"),
-    "flat pairs": (
-        lambda h, w, y: ALONE(w, h.reshape(20, 24), y.reshape(20)),
-        r"must be \[batch, tokens, hidden_size\] and labels",
-    ),
-    "labels of the likelihood": (
+    (lambda h, w, y: CPO(loss_type="orpo"), "loss_type 'orpo'.*simpo"),
+    (lambda h, w, y: DPO(f_divergence_type="kl"), "f_divergence_type.*js_divergence"),
+    (lambda h, w, y: CPO(loss_type="alphapo"), r"reward_alpha.*0\.25"),
+    (lambda h, w, y: ALONE(w, h[:3], y[:3]), r"got \[3\] rows, which are an odd number"),
+    (lambda h, w, y: ALONE(w, (h[:2], y[:2]), (h[2:3], y[2:3])), "as many chosen as rejected"),
+    (lambda h, w, y: ALONE(w, (h, y, h), (h, y)), "chosen must be Completions.*got tuple of 3"),
+    (lambda h, w, y: ALONE(w, h, (h, y)), "labels must be a tensor"),
+    (lambda h, w, y: ALONE(w, h.reshape(20, 24), y.reshape(20)), r"must be \[batch, tokens, hidden_size\] and labels"),
+    (
         lambda h, w, y: ORPO()(w, h, y, None, y[:, :3]),
         r"nll_target must be \[2, 5\] or \[4, 5\], one per chosen label, got \[4, 3\]",
     ),
-    "a list of a reference's states": (
-        lambda h, w, y: DPO()(w, h, y, None, [h], w),
-        r"ref_input must be a tensor, got list of 1; .*hidden_states\[-1\]",
-    ),
-    "a list of tensors": (lambda h, w, y: CE()(w, h, [y]), r"got list; pass torch.stack\(labels\)"),
-    "one temperature of stacked pairs": (
+    (lambda h, w, y: DPO()(w, h, y, None, [h], w), r"ref_input must be a tensor, got list of 1; .*hidden_states\[-1\]"),
+    (lambda h, w, y: CE()(w, h, [y]), r"got list; pass torch.stack\(labels\)"),
+    (
         lambda h, w, y: ALONE(w, h, y, temperature=0.5),
         r"one number for all tokens goes to the constructor, \w+\(temperature=0.5\)",
     ),
-    "one temperature of completions": (
+    (
         lambda h, w, y: ALONE(w, Completions(h[:2], y[:2], temperature=0.5), (h[2:], y[2:])),
         r"one number for all tokens goes to the constructor, \w+\(temperature=0.5\)",
     ),
-    "no reference": (lambda h, w, y: DPO()(w, h, y), r"chosen completions have none.*ref_logps.*use_ref_model=False"),
-    "one reference": (
+    (lambda h, w, y: DPO()(w, h, y), r"chosen completions have none.*ref_logps.*use_ref_model=False"),
+    (
         lambda h, w, y: DPO()(w, Completions(h[:2], y[:2], ref_logps=ZEROS), (h[2:], y[2:])),
         "rejected completions have none",
     ),
-    "a reference's states alone": (lambda h, w, y: DPO()(w, h, y, None, h), "no ref_weight="),
-    "two references": (
+    (lambda h, w, y: DPO()(w, h, y, None, h), "no ref_weight="),
+    (
         lambda h, w, y: DPO()(w, h, y, None, h, w, ref_chosen_logps=ZEROS, ref_rejected_logps=ZEROS),
         "both ref_hidden_states and ref_logps",
     ),
-    "a reference's log-probabilities": (
+    (
         lambda h, w, y: DPO()(w, h, y, ref_chosen_logps=torch.zeros(3), ref_rejected_logps=ZEROS),
         r"must be \[2\] or \[2, 5\], one per sequence or token, got \[3\]",
     ),
-    "a reference that was declined": (
-        lambda h, w, y: ALONE(w, *[Completions(h, y, h)] * 2, ref_weight=w),
-        "built without one",
-    ),
-    "references of two kinds": (
+    (lambda h, w, y: ALONE(w, *[Completions(h, y, h)] * 2, ref_weight=w), "built without one"),
+    (
         lambda h, w, y: DPO()(
             w, Completions(h[:2], y[:2], h[:2]), Completions(h[2:], y[2:], ref_logps=ZEROS), ref_weight=w
         ),
         "for both the chosen and the rejected",
     ),
-    "a stacked reference of pairs": (
+    (
         lambda h, w, y: DPO()(w, (h[:2], y[:2]), (h[2:], y[2:]), ref_input=h),
         "with completions, give the reference in Completions",
     ),
-    "no ignored label": (lambda h, w, y: linear_logps(h, w, y, ignore_index=None), "ignore_index must be an integer"),
-    "codes": (lambda h, w, y: linear_logps(h, w.to(torch.uint8), y), "weight must be floating point.*dequantize"),
-    "a list of labels": (lambda h, w, y: ALONE(w, (h, [1]), (h, y)), "labels must be a tensor"),
-    "a list of a reference": (
-        lambda h, w, y: DPO()(w, h, y, ref_chosen_logps=[1.0]),
-        "of the chosen completions must be a tensor",
-    ),
-    "beta as text": (lambda h, w, y: DPO(beta="0.1"), "beta must be a number"),
-    "a list of class weights": (lambda h, w, y: CE(ce_weight=[1.0]), "must be a tensor"),
-    "a loss without a loss": (lambda h, w, y: ChunkedLoss()(w, h, y), "must define loss"),
-    "a sum of tokens": (
+    (lambda h, w, y: linear_logps(h, w, y, ignore_index=None), "ignore_index must be an integer"),
+    (lambda h, w, y: linear_logps(h, w.to(torch.uint8), y), "weight must be floating point.*dequantize"),
+    (lambda h, w, y: ALONE(w, (h, [1]), (h, y)), "labels must be a tensor"),
+    (lambda h, w, y: DPO()(w, h, y, ref_chosen_logps=[1.0]), "of the chosen completions must be a tensor"),
+    (lambda h, w, y: DPO(beta="0.1"), "beta must be a number"),
+    (lambda h, w, y: CE(ce_weight=[1.0]), "must be a tensor"),
+    (lambda h, w, y: ChunkedLoss()(w, h, y), "must define loss"),
+    (
         lambda h, w, y: linear_token_loss(h, w, y, lambda s, y: s.logp.sum()),
         r"token_loss must return one value per token, \[\d+\], got .* of shape \(\). Return it before a sum",
     ),
-    "weight and hidden states": (lambda h, w, y: CE()(h, w, y), "were weight and hidden states swapped"),
-    "labels and hidden states": (
-        lambda h, w, y: CE()(w, y, h),
-        "hidden_states must be floating point.*token ids go into labels",
-    ),
-    "completions": (lambda h, w, y: ALONE(w, (y, h), (y, h)), r"completions are \(hidden_states, labels\)"),
-    "tokens and mask": (lambda h, w, y: GRPO(beta=0.0)(h, w, (y > 0).float(), y, ONES), "or a mask"),
-    "KTO's tokens": (lambda h, w, y: KTO()(w, h[0], y), r"must be \[batch, tokens, hidden_size\] and labels"),
-    "a layer as bias": (
-        lambda h, w, y: CE()(w, h, y, nn.Linear(24, 61)),
-        "such as model.lm_head goes where the weight",
-    ),
-    "raw logits": (lambda h, w, y: JSD()(w, h, y, h @ w.t()), r"TeacherLogits\(logits\).*got Tensor"),
-    "a tuple as teacher": (lambda h, w, y: JSD()(w, h, y, (h, w)), r"Teacher\(hidden_states, weight\).*got tuple"),
-    "raw logits alone": (
+    (lambda h, w, y: CE()(h, w, y), "were weight and hidden states swapped"),
+    (lambda h, w, y: CE()(w, y, h), "hidden_states must be floating point.*token ids go into labels"),
+    (lambda h, w, y: ALONE(w, (y, h), (y, h)), r"completions are \(hidden_states, labels\)"),
+    (lambda h, w, y: GRPO(beta=0.0)(h, w, (y > 0).float(), y, ONES), "or a mask"),
+    (lambda h, w, y: KTO()(w, h[0], y), r"must be \[batch, tokens, hidden_size\] and labels"),
+    (lambda h, w, y: CE()(w, h, y, nn.Linear(24, 61)), "such as model.lm_head goes where the weight"),
+    (lambda h, w, y: JSD()(w, h, y, h @ w.t()), r"TeacherLogits\(logits\).*got Tensor"),
+    (lambda h, w, y: JSD()(w, h, y, (h, w)), r"Teacher\(hidden_states, weight\).*got tuple"),
+    (
         lambda h, w, y: linear_divergence(h, w, y, h @ w.t(), Divergence.forward_kl()),
         r"TeacherLogits\(logits\), got Tensor",
     ),
-    "a sparse weight": (lambda h, w, y: CE()(w.detach().to_sparse(), h, y), r"weight is a sparse.*weight.to_dense\(\)"),
-    "logits": (lambda h, w, y: CE()(w, h @ w.t(), y), r"look like logits: pass the last hidden states; loss_inputs"),
-    "all layers": (lambda h, w, y: CE()(w, (h, h, h), y), r"a tuple of 3 .*hidden_states\[-1\]; for .* pass a list"),
-    "all layers of an operation": (lambda h, w, y: linear_logps((h, h), w, y), r"outputs.hidden_states\[-1\]"),
-    "all layers of completions": (lambda h, w, y: ALONE(w, ((h, h), y), (h, y)), r"outputs.hidden_states\[-1\]"),
-    "a model's output": (lambda h, w, y: CE()(w, SimpleNamespace(last_hidden_state=h), y), r"pass its .last_hidden"),
-    "an output with logits": (
-        lambda h, w, y: CE()(w, SimpleNamespace(logits=h), y),
-        "loss_inputs.* gives head, hidden",
-    ),
-    "hidden states of pairs": (lambda h, w, y: ALONE(w, h, h), r"labels must be token ids.* Completions\(hidden_"),
-    "a reference's vocabulary": (
-        lambda h, w, y: DPO()(w, h, y, None, h, w[:20]),
-        r"^of the reference model.* labels must be in \[0, 20\)",
-    ),
-    "no tensors": (lambda h, w, y: linear_statistics([], w, []), "empty sequence; pass at least one tensor"),
+    (lambda h, w, y: CE()(w.detach().to_sparse(), h, y), r"weight is a sparse.*weight.to_dense\(\)"),
+    (lambda h, w, y: CE()(w, h @ w.t(), y), r"look like logits: pass the last hidden states; loss_inputs"),
+    (lambda h, w, y: CE()(w, (h, h, h), y), r"a tuple of 3 .*hidden_states\[-1\]; for .* pass a list"),
+    (lambda h, w, y: linear_logps((h, h), w, y), r"outputs.hidden_states\[-1\]"),
+    (lambda h, w, y: ALONE(w, ((h, h), y), (h, y)), r"outputs.hidden_states\[-1\]"),
+    (lambda h, w, y: CE()(w, SimpleNamespace(last_hidden_state=h), y), r"pass its .last_hidden"),
+    (lambda h, w, y: CE()(w, SimpleNamespace(logits=h), y), "loss_inputs.* gives head, hidden"),
+    (lambda h, w, y: ALONE(w, h, h), r"labels must be token ids.* Completions\(hidden_"),
+    (lambda h, w, y: DPO()(w, h, y, None, h, w[:20]), r"^of the reference model.* labels must be in \[0, 20\)"),
+    (lambda h, w, y: linear_statistics([], w, []), "empty sequence; pass at least one tensor"),
     # shapes, dtypes and devices
-    "a transposed weight": (lambda h, w, y: linear_logps(h, w.t(), y), r"hidden_states must be \[..., 61\]"),
-    "flat labels": (lambda h, w, y: linear_logps(h, w, y.flatten()), r"Give both flat, or both \[4, 5\]"),
-    "float labels": (lambda h, w, y: linear_logps(h, w, y.float()), r"int64 token ids.*\.long\(\)"),
-    "token ids": (lambda h, w, y: linear_logps(y[..., None].expand(4, 5, 24), w, y), "token ids go into"),
-    "two dtypes": (
-        lambda h, w, y: linear_logps(h.bfloat16(), w, y),
-        "hidden_states torch.bfloat16, weight torch.float32.*cast",
-    ),
-    "a large label": (lambda h, w, y: linear_logps(h, w, y.masked_fill(y < 0, 61)), r"\[0, 61\).*to 61"),
-    "a negative label": (lambda h, w, y: linear_logps(h, w, y.masked_fill(y < 0, -1)), "from -1"),
-    "lists of labels": (lambda h, w, y: linear_logps(h, w, y.tolist()), r"got list; pass torch.tensor\(labels\)"),
-    "a list of ids": (lambda h, w, y: CE()(w, h[:, 0], y[:, 0].tolist()), r"got list; pass torch.tensor"),
-    "one token": (lambda h, w, y: linear_logps(h[0, 0], w, y[0, 0]), r"hidden_states\[None\].*\[1, 24\].*labels"),
-    "labels elsewhere": (lambda h, w, y: linear_logps(h, w, y.to("meta")), "labels is on meta, the weight on cpu"),
-    "hidden states of an adapter": (
+    (lambda h, w, y: linear_logps(h, w.t(), y), r"hidden_states must be \[..., 61\]"),
+    (lambda h, w, y: linear_logps(h, w, y.flatten()), r"Give both flat, or both \[4, 5\]"),
+    (lambda h, w, y: linear_logps(h, w, y.float()), r"int64 token ids.*\.long\(\)"),
+    (lambda h, w, y: linear_logps(y[..., None].expand(4, 5, 24), w, y), "token ids go into"),
+    (lambda h, w, y: linear_logps(h.bfloat16(), w, y), "hidden_states torch.bfloat16, weight torch.float32.*cast"),
+    (lambda h, w, y: linear_logps(h, w, y.masked_fill(y < 0, 61)), r"\[0, 61\).*to 61"),
+    (lambda h, w, y: linear_logps(h, w, y.masked_fill(y < 0, -1)), "from -1"),
+    (lambda h, w, y: linear_logps(h, w, y.tolist()), r"got list; pass torch.tensor\(labels\)"),
+    (lambda h, w, y: CE()(w, h[:, 0], y[:, 0].tolist()), r"got list; pass torch.tensor"),
+    (lambda h, w, y: linear_logps(h[0, 0], w, y[0, 0]), r"hidden_states\[None\].*\[1, 24\].*labels"),
+    (lambda h, w, y: linear_logps(h, w, y.to("meta")), "labels is on meta, the weight on cpu"),
+    (
         lambda h, w, y: linear_logps(h, Head(w, adapters=(LowRank(w[:2, :8], w[:, :2]),)), y),
         r"a \(2, 8\) .* \[rank, hidden_size\] and \[vocab_size, rank\], for a weight \(61, 24\)",
     ),
-    "a group as text": (lambda h, w, y: Head(Int8Weight(w), group="tp"), "ProcessGroup"),
-    "no type": (lambda h, w, y: register_quantized_weight(3, print), "a type"),
-    "a quantized vector": (lambda h, w, y: QuantizedWeight((3,), torch.float32, "cpu"), "vocab_size, hidden_size"),
+    (lambda h, w, y: Head(Int8Weight(w), group="tp"), "ProcessGroup"),
+    (lambda h, w, y: register_quantized_weight(3, print), "a type"),
+    (lambda h, w, y: QuantizedWeight((3,), torch.float32, "cpu"), "vocab_size, hidden_size"),
     # several heads
-    "heads and hidden states": (lambda h, w, y: CE()([w] * 3, [h, h], y), "2 of hidden states, 3 of heads"),
-    "no head": (lambda h, w, y: CE()([], [h], y), "0 of heads"),
-    "hidden states of one head": (lambda h, w, y: CE()([w, w], [h, h[..., :5]], y), r"must be \[\.\.\., 24\]"),
-    "float labels of one head": (lambda h, w, y: CE()([w, w], h, [y, y.float()]), "int64"),
-    "token weights of one head": (lambda h, w, y: CE()([w, w], h, y, token_weights=[y]), "1 of token_weights"),
-    "token weights of a row": (
-        lambda h, w, y: CE()([w, w], h, y, token_weights=y[0]),
-        "token_weights must be .*, one per label",
-    ),
-    "shifts of one head": (lambda h, w, y: CE(shift=[1])([w, w], h, y), "1 of shift"),
-    "shifts without heads": (lambda h, w, y: CE(shift=[1])(w, h, y), "are for K heads: give a list"),
-    "weights of one head": (lambda h, w, y: CE(head_weights=[1.0])([w, w], h, y), "1 of head_"),
-    "one weight of heads": (lambda h, w, y: CE(head_weights=0.8), "a list of one number for each"),
-    "a negative weight of a head": (lambda h, w, y: CE(head_weights=[-1.0]), "must lie in"),
-    "a negative shift": (lambda h, w, y: CE(shift=[1, -1]), "must not be negative"),
-    "half a shift": (lambda h, w, y: CE(shift=[0.5]), "shift must be a number of positions"),
-    "shifts of an operation": (lambda h, w, y: linear_logps(h, [w, w], y, shift=[1]), "1 of shift"),
-    "kept columns of heads": (lambda h, w, y: linear_logps(h, [w, w], y, support=1), "support= does not work with l"),
-    "no hidden states": (lambda h, w, y: CE()([w, w], None, y), "hidden_states must be a tensor, got NoneType"),
-    "heads on two devices": (lambda h, w, y: CE()([w, w.to("meta")], h, y), "of head 1 is on meta"),
-    **{
-        f"token inputs of {name}": (
-            lambda h, w, y, each=each: linear_token_loss(
-                [h[:, :2], h], w, [y[:, :2], y], lambda s, y, u: u, token_inputs={"u": each}
-            ),
-            message,
-        )
-        for name, each, message in (
-            ("another target", [EACH, EACH[:, :2]], "u has shape .* there is one value for each label"),
-            ("one target", [EACH[:, :2]], r"1 of token_inputs\['u'\]"),
-            ("no target", [EACH[:, :2], None], "u must be a tensor, got NoneType"),
-        )
-    },
-    "columns of one target": (
+    (lambda h, w, y: CE()([w] * 3, [h, h], y), "2 of hidden states, 3 of heads"),
+    (lambda h, w, y: CE()([], [h], y), "0 of heads"),
+    (lambda h, w, y: CE()([w, w], [h, h[..., :5]], y), r"must be \[\.\.\., 24\]"),
+    (lambda h, w, y: CE()([w, w], h, [y, y.float()]), "int64"),
+    (lambda h, w, y: CE()([w, w], h, y, token_weights=[y]), "1 of token_weights"),
+    (lambda h, w, y: CE()([w, w], h, y, token_weights=y[0]), "token_weights must be .*, one per label"),
+    (lambda h, w, y: CE(shift=[1])([w, w], h, y), "1 of shift"),
+    (lambda h, w, y: CE(shift=[1])(w, h, y), "are for K heads: give a list"),
+    (lambda h, w, y: CE(head_weights=[1.0])([w, w], h, y), "1 of head_"),
+    (lambda h, w, y: CE(head_weights=0.8), "a list of one number for each"),
+    (lambda h, w, y: CE(head_weights=[-1.0]), "must lie in"),
+    (lambda h, w, y: CE(shift=[1, -1]), "must not be negative"),
+    (lambda h, w, y: CE(shift=[0.5]), "shift must be a number of positions"),
+    (lambda h, w, y: linear_logps(h, [w, w], y, shift=[1]), "1 of shift"),
+    (lambda h, w, y: linear_logps(h, [w, w], y, support=1), "support= does not work with l"),
+    (lambda h, w, y: CE()([w, w], None, y), "hidden_states must be a tensor, got NoneType"),
+    (lambda h, w, y: CE()([w, w.to("meta")], h, y), "of head 1 is on meta"),
+    (lambda *t: of_inputs(*t, EACH, EACH[:, :2]), "u has shape .* there is one value for each label"),
+    (lambda *t: of_inputs(*t, EACH[:, :2]), r"1 of token_inputs\['u'\]"),
+    (lambda *t: of_inputs(*t, EACH[:, :2], None), "u must be a tensor, got NoneType"),
+    (
         lambda h, w, y: linear_statistics([h, h], w, [y, y], "selected_logps", selected=[kept(y)]),
         "2 of hidden states, 2 of labels, 1 of selected: pass each argument as",
     ),
     # kept columns
-    "columns without the label": (
+    (
         lambda h, w, y: scored(h, w, y, kept(y).where(torch.arange(60).view(4, 5, 3) != 12, -1)),
         "label of 1 tokens is not among.*token 4 of the flattened.*add_label=True",
     ),
-    "a column twice": (lambda h, w, y: scored(h, w, y, kept(y)[..., [0, 1, 1]]), "twice: token .* pad with -1"),
-    **{
-        f"the column {column}": (
+    (lambda h, w, y: scored(h, w, y, kept(y)[..., [0, 1, 1]]), "twice: token .* pad with -1"),
+    *(
+        (
             lambda h, w, y, column=column: scored(h, w, y, kept(y).index_fill(-1, torch.tensor(1), column)),
             r"must be in \[0, 61\)",
         )
         for column in (61, -2, 2**33)
-    },
-    "padding of a ragged row": (
+    ),
+    (
         lambda h, w, y: scored(h, w, y, kept(y).flatten().index_fill(0, torch.tensor(7), -1), offsets()),
         r"in \[0, 61\), the rows of the weight \(offsets need no padding\); token 2 .* from -1 to",
     ),
-    "columns of some tokens": (lambda h, w, y: scored(h, w, y, kept(y)[:3]), "one row for each label"),
-    "few offsets": (lambda h, w, y: scored(h, w, y, kept(y).flatten(), offsets()[1:]), r"offsets must be \[21\]"),
-    **{
-        f"the offset {value} at {place}": (
-            lambda h, w, y, at=(place, value): scored(h, w, y, kept(y).flatten(), offsets(at)),
-            "rise from 0 to 60",
-        )
+    (lambda h, w, y: scored(h, w, y, kept(y)[:3]), "one row for each label"),
+    (lambda h, w, y: scored(h, w, y, kept(y).flatten(), offsets()[1:]), r"offsets must be \[21\]"),
+    *(
+        (lambda h, w, y, at=(place, value): scored(h, w, y, kept(y).flatten(), offsets(at)), "rise from 0 to 60")
         for place, value in ((20, 59), (0, 1), (3, 2))
-    },
-    "a flag of kept columns": (lambda h, w, y: TokenSupport(kept(y), add_label=2), "must be True or False, got 2"),
-    "padded columns with offsets": (lambda h, w, y: TokenSupport(kept(y), offsets()), r"takes ids \[P\]"),
-    "float columns": (lambda h, w, y: TokenSupport(EACH), "int64 or int32"),
-    "columns of no token": (
+    ),
+    (lambda h, w, y: TokenSupport(kept(y), add_label=2), "must be True or False, got 2"),
+    (lambda h, w, y: TokenSupport(kept(y), offsets()), r"takes ids \[P\]"),
+    (lambda h, w, y: TokenSupport(EACH), "int64 or int32"),
+    (
         lambda h, w, y: scored(h[:0], w, y[:0], kept(y).flatten(), offsets()[:1]),
         "TokenSupport has 60 ids, but there are no labels",
     ),
-    "columns as a tensor": (lambda h, w, y: linear_logps(h, w, y, support=kept(y)), "must be a TokenSupport"),
-    "a label beside kept columns": (lambda h, w, y: scored(h, w, y + 61, kept(y)), r"in \[0, 61\).*found the label"),
-    "a sparse gradient of no parameter": (
+    (lambda h, w, y: linear_logps(h, w, y, support=kept(y)), "must be a TokenSupport"),
+    (lambda h, w, y: scored(h, w, y + 61, kept(y)), r"in \[0, 61\).*found the label"),
+    (
         lambda h, w, y: scored(h, w * 1, y, kept(y), sparse_grad=True),
         "sparse_grad=True.* needs a weight that is a parameter",
     ),
-    **{
-        f"{k} of the largest": (lambda h, w, y, k=k: linear_topk(h, w, k, y), message)
-        for k, message in ((0, "positive integer"), (2.0, "positive integer"), (62, "at most the 61"))
-    },
+    (lambda h, w, y: linear_topk(h, w, 0, y), "positive integer"),
+    (lambda h, w, y: linear_topk(h, w, 2.0, y), "positive integer"),
+    (lambda h, w, y: linear_topk(h, w, 62, y), "at most the 61"),
     # temperatures of tokens
-    "few temperatures": (
-        lambda h, w, y: tempered(h, w, y, EACH[:3]),
-        r"one for each hidden state, \[4, 5\], got shape \[3, 5\]",
-    ),
-    "integer temperatures": (
-        lambda h, w, y: tempered(h, w, y, EACH.long()),
-        "floating-point tensor with one for each token",
-    ),
-    "trained temperatures": (
-        lambda h, w, y: tempered(h, w, y, EACH.clone().requires_grad_()),
-        r"pass temperature.detach\(\)",
-    ),
-    "a temperature of 0": (
+    (lambda h, w, y: tempered(h, w, y, EACH[:3]), r"one for each hidden state, \[4, 5\], got shape \[3, 5\]"),
+    (lambda h, w, y: tempered(h, w, y, EACH.long()), "floating-point tensor with one for each token"),
+    (lambda h, w, y: tempered(h, w, y, EACH.clone().requires_grad_()), r"pass temperature.detach\(\)"),
+    (
         lambda h, w, y: tempered(h, w, y, EACH.masked_fill(torch.arange(5) == 2, 0.0)),
         "positive and finite for every token.*got 0.0 for 4 of 20",
     ),
-    "temperatures elsewhere": (lambda h, w, y: tempered(h, w, y, EACH.to("meta")), "temperature is on meta"),
-    "temperatures of one tensor": (
+    (lambda h, w, y: tempered(h, w, y, EACH.to("meta")), "temperature is on meta"),
+    (
         lambda h, w, y: linear_statistics([h, h[:3]], w, [y, y[:3]], transform=LogitTransform(EACH.flatten())),
         r"one for each hidden state, \[35\], got shape \[20\]",
     ),
-    "two temperatures": (
-        lambda h, w, y: tempered(h, Head(w, transform=LogitTransform(0.5)), y, EACH),
-        "temperature was given twice",
-    ),
-    "two temperatures of a loss": (
+    (lambda h, w, y: tempered(h, Head(w, transform=LogitTransform(0.5)), y, EACH), "temperature was given twice"),
+    (
         lambda h, w, y: GRPO(beta=0.0, temperature=0.5)(h, w, y.clamp(min=0), MASK, ONES, temperature=EACH),
         "built with 0.5, and the call has one per token",
     ),
-    "temperatures of a teacher": (
+    (
         lambda h, w, y: JSD()(w, h, y, Teacher(h, Head(w.detach(), transform=LogitTransform(EACH)))),
         "temperature one per token, which must be 1",
     ),
-    "integer temperatures of both": (lambda h, w, y: distilled(h, w, y, EACH.long()), "with one for each token"),
+    (lambda h, w, y: distilled(h, w, y, EACH.long()), "with one for each token"),
     # statistics and losses of a user's own
-    **{
-        f"a statistic that is {name}": (lambda h, w, y, given=given: register_statistic(*given), message)
-        for name, given, message in (
-            ("known", ("logp", torch.exp), "already"),
-            ("no name", ("a b", torch.exp), "identifier"),
-            ("a sum", ("mine", lambda x: x.exp().sum(-1)), "one value per entry"),
-            ("of all entries", ("mine", lambda x: x.exp() / x.exp().sum()), "elementwise"),
-            ("infinite", ("mine", lambda x: 1 / (x + 1e4)), "not finite"),
-        )
-    },
-    **{
-        f"{name} of pairs": (
-            lambda h, w, y, function=function: mine(PreferenceLoss, pair_loss=lambda self, pairs: function(pairs))(
-                w, h, y
-            ),
-            message,
-        )
-        for name, function, message in (
-            (
-                "a mean",
-                lambda pairs: pairs.chosen_logps.mean(),
-                r"Mine.pair_loss must return one loss per pair, floating point \[2\], got torch.float64 of shape \(\)",
-            ),
-            ("nothing", lambda pairs: None, r"Mine.pair_loss must return .*, got NoneType"),
-            ("a comparison", lambda pairs: pairs.chosen_logps > 0, r"return .*, got torch.bool of shape \(2,\)"),
-            (
-                "a typo",
-                lambda pairs: pairs.chosen_logp,
-                r"pairs have no 'chosen_logp' \(did you mean 'chosen_logps'\?\); they have chos",
-            ),
-        )
-    },
-    "a statistic of a sequence's weight": (
-        lambda h, w, y: mine(
-            PreferenceLoss,
-            pair_loss=lambda self, pairs: pairs.chosen_logps,
+    (lambda *_: register_statistic("logp", torch.exp), "already"),
+    (lambda *_: register_statistic("a b", torch.exp), "identifier"),
+    (lambda *_: register_statistic("mine", lambda x: x.exp().sum(-1)), "one value per entry"),
+    (lambda *_: register_statistic("mine", lambda x: x.exp() / x.exp().sum()), "elementwise"),
+    (lambda *_: register_statistic("mine", lambda x: 1 / (x + 1e4)), "not finite"),
+    (
+        lambda *t: of_pairs(*t, lambda pairs: pairs.chosen_logps.mean()),
+        r"Mine.pair_loss must return one loss per pair, floating point \[2\], got torch.float64 of shape \(\)",
+    ),
+    (lambda *t: of_pairs(*t, lambda pairs: None), r"Mine.pair_loss must return .*, got NoneType"),
+    (lambda *t: of_pairs(*t, lambda pairs: pairs.chosen_logps > 0), r"return .*, got torch.bool of shape \(2,\)"),
+    (
+        lambda *t: of_pairs(*t, lambda pairs: pairs.chosen_logp),
+        r"pairs have no 'chosen_logp' \(did you mean 'chosen_logps'\?\); they have chos",
+    ),
+    (
+        lambda *t: of_pairs(
+            *t,
+            lambda pairs: pairs.chosen_logps,
             sequence_weight=lambda self, statistics, mask: statistics.entropy.sum(-1),
-        )(w, h, y),
+        ),
         "Mine.sequence_weight reads statistics.entropy, but declares only logp, mean_logit. Add 'entropy' to the "
         "metrics that Mine names",
     ),
-    **{
-        f"{name} as a loss": (
-            lambda h, w, y, function=function: mine(ChunkedLoss, loss=lambda self, s, mask: function(s, mask))(w, h, y),
-            message,
-        )
-        for name, function, message in (
-            (
-                "a count",
-                lambda s, mask: mask.sum(),
-                r"return .* one floating-point number .*, got torch.int64 of shape",
-            ),
-            (
-                "a value per token",
-                lambda s, mask: -s.logp,
-                r"Mine.loss must return .* one floating-point number .*, got torch.float32 of shape \(4, 5\)",
-            ),
-            (
-                "a statistic without its name",
-                lambda s, mask: -s.logp.sum() + 0.1 * s.entropy.sum(),
-                "Mine reads statistics.entropy, but declares only logp. Add 'entropy' to the statistics that Mine",
-            ),
-        )
-    },
-    **{
-        f"a loss per token of {name}": (lambda h, w, y, function=function: of_tokens(h, w, y, function), message)
-        for name, function, message in (
-            (
-                "entropy",
-                lambda s, y: -s.logp + s.entropy,
-                r"token_loss \(.*\) reads statistics.entropy, but declares only logp. Add 'entropy' to statistics=",
-            ),
-            (
-                "columns",
-                lambda s, y: s.selected_logps.sum(-1),
-                r"declares only logp. Use statistics='selected_logps' of .* with selected=\.$",
-            ),
-            (
-                "indices",
-                lambda s, y: s.argmax.float(),
-                "declares only logp. Use metrics='argmax', which has no gradient",
-            ),
-            ("a typo", lambda s, y: s.entropi, "there is no statistic 'entropi'; it must be one of logp, entropy"),
-        )
-    },
-    "shapes of a function": (
+    (
+        lambda *t: of_statistics(*t, lambda s, mask: mask.sum()),
+        "return .* one floating-point number .*, got torch.int64 of shape",
+    ),
+    (
+        lambda *t: of_statistics(*t, lambda s, mask: -s.logp),
+        r"Mine.loss must return .* one floating-point number .*, got torch.float32 of shape \(4, 5\)",
+    ),
+    (
+        lambda *t: of_statistics(*t, lambda s, mask: -s.logp.sum() + 0.1 * s.entropy.sum()),
+        "Mine reads statistics.entropy, but declares only logp. Add 'entropy' to the statistics that Mine",
+    ),
+    (
+        lambda *t: of_tokens(*t, lambda s, y: -s.logp + s.entropy),
+        r"token_loss \(.*\) reads statistics.entropy, but declares only logp. Add 'entropy' to statistics=",
+    ),
+    (
+        lambda *t: of_tokens(*t, lambda s, y: s.selected_logps.sum(-1)),
+        r"declares only logp. Use statistics='selected_logps' of .* with selected=\.$",
+    ),
+    (
+        lambda *t: of_tokens(*t, lambda s, y: s.argmax.float()),
+        "declares only logp. Use metrics='argmax', which has no gradient",
+    ),
+    (
+        lambda *t: of_tokens(*t, lambda s, y: s.entropi),
+        "there is no statistic 'entropi'; it must be one of logp, entropy",
+    ),
+    (
         lambda h, w, y: F.grpo_loss(h[..., 0], ONES, y[:, 1:]),
         r"logps and mask must both be \[B, T\], got \(4, 5\) and \(4, 4\)",
     ),
-    **{
-        f"{name} of a function": (
-            lambda h, w, y, name=name: F.grpo_loss(h[..., 0], ONES, y, **{name: torch.ones(3)}),
-            f"^{name} must be",
-        )
+    *(
+        (lambda h, w, y, name=name: F.grpo_loss(h[..., 0], ONES, y, **{name: torch.ones(3)}), f"^{name} must be")
         for name in ("old_logps", "ref_logps", "sampling_logps", "is_ratio")
-    },
-}
+    ),
+]
 
 
-@pytest.mark.parametrize("name", WRONG)
-def test_wrong_inputs_are_named(name):
-    call, message = WRONG[name]
+@pytest.mark.parametrize(("call", "message"), WRONG)
+def test_wrong_inputs_are_named(call, message):
     hidden, weight, labels = good()
     with pytest.raises((TypeError, ValueError, NotImplementedError, AttributeError), match=message):
         call(hidden.detach(), weight, labels)

@@ -320,11 +320,3 @@ def test_one_forward_has_the_old_policy(kind):
         found.append((loss.detach(), *torch.autograd.grad(loss, policy)))
     torch.testing.assert_close(*found, rtol=0, atol=0)
     assert found[0][1].any()
-
-
-def test_wrong_inputs_of_sampler_weights():
-    zeros = torch.zeros(2, 3)
-    with pytest.raises(ValueError, match="unknown kind 'tis'"):
-        functional.sampler_weights(zeros, zeros, zeros, "tis")
-    with pytest.raises(ValueError, match="high must lie in"):
-        functional.sampler_weights(zeros, zeros, zeros, low=3.0)

@@ -124,19 +124,9 @@ class Squared(PreferenceLoss):
 
 
 pairs, marked, distillation = map(with_reference, (calls.pairs, calls.marked, calls.distilled))
-#: Losses that differ from another one by a formula alone, which has no part in how they are compiled.
-ALIKE = (
-    *("DPO", "KTO", "CPO", "SimPO", "KL", "reverse KL", "TVD", "alpha-beta", "mixture", "JSD, whole teacher"),
-    *(
-        f"GRPO, {name}"
-        for name in ("sequences", "grpo", "bnpo", "dr_grpo", "luspo", "cispo", "vespo", "gmpo", "icepop")
-    ),
-    *("GRPO, off-policy mask", "soft loss of a smaller teacher", "GRPO, by items", "cross entropy, many heads"),
-    "JSD, smaller teacher",
-)
 #: How to build a loss, and how to call it.
 LOSSES = {
-    **{name: (loss.build, with_reference(loss.call)) for name, loss in calls.LOSSES.items() if name not in ALIKE},
+    **{name: (loss.build, with_reference(loss.call)) for name, loss in calls.LOSSES.items() if name not in calls.ALIKE},
     "cross entropy, options": (
         lambda: calls.weighted(torch.linspace(0.5, 1.5, V, device=DEVICE)),
         lambda loss, head, d: loss(head, torch.tanh(d["h"]), d["y"]),

@@ -316,6 +316,18 @@ LOSSES = {
 }
 
 
+#: Losses that differ from another one by a formula alone, which has no part in how they are computed or compiled.
+ALIKE = {
+    *("DPO", "KTO", "CPO", "SimPO", "KL", "reverse KL", "TVD", "alpha-beta", "mixture", "JSD, whole teacher"),
+    *(
+        f"GRPO, {name}"
+        for name in ("sequences", "grpo", "bnpo", "dr_grpo", "luspo", "cispo", "vespo", "gmpo", "icepop")
+    ),
+    *("GRPO, off-policy mask", "soft loss of a smaller teacher", "GRPO, by items", "cross entropy, many heads"),
+    "JSD, smaller teacher",
+}
+
+
 def of_statistics(statistics, labels, w):
     return -w * statistics.logp + 0.01 * statistics.lse.square()
 

@@ -203,7 +203,9 @@ def test_numbers_that_change():
     assert_same(function(d, count, 0.3), call_all(d, count, 0.3))
 
 
-@pytest.mark.parametrize("name", ["GRPO", "DPO, several", "JSD", "cross entropy"])
+@pytest.mark.parametrize(
+    "name", ["GRPO", "DPO, several", *(pytest.param(n, marks=pytest.mark.slow) for n in ("JSD", "cross entropy"))]
+)
 def test_five_steps_of_a_schedule(name):
     """Beta, temperature and the entropy's coefficient change at each step, and so does the number of tokens."""
     head, loss = layer(), LOSSES[name][0]()

@@ -200,16 +200,17 @@ def compare(case, rank, weighted, steps, serve=add_fused_lm_head):
             optimizer.zero_grad()
 
 
-#: Whether log-probabilities are in the loss, and steps: the second starts from the weights that the first has found.
-USUAL, ALL = ((False, 2), (True, 1)), ((False, 2), (True, 2))
+#: Cases of which the loss alone is trained too.
+OF_THE_LOSS = ("DDP", "root", "layers, tied, checkpointing", "tail, tied, freed", "head, freed", "head, two forwards")
 
 
-def run_case(case, rank):
-    for weighted, steps in ALL if case in (CASES["DDP"], CASES["head, freed"]) else USUAL:
+def run_case(name, rank):
+    """Two steps, with log-probabilities in the loss: the second starts from the weights that the first has found."""
+    for weighted in (True, False)[: 1 + (name in OF_THE_LOSS)]:
         with warnings.catch_warnings():
             warnings.filterwarnings("error", message=".*(needs the values|returned a view)")
             try:
-                compare(case, rank, weighted, steps)
+                compare(CASES[name], rank, weighted, 2)
             except Exception as error:
                 raise RuntimeError(f"with log_probs in the loss: {weighted}") from error
 
@@ -382,15 +383,20 @@ def train_step(model, optimizer, rank):
     optimizer.zero_grad()
 
 
+def pending_loss(model, rank):
+    """Of logits that outlive the forward."""
+    ids, labels, _ = (part.split(ROWS)[rank] for part in batch())
+    with pending_logits(model):
+        logits = model(input_ids=ids).logits[:, :-1].flatten(0, 1)
+    assert isinstance(logits, PendingLogits)
+    loss = torch.nn.functional.cross_entropy(logits, labels[:, 1:].flatten(), reduction="sum")
+    return loss * WORLD / (batch()[1][:, 1:] != -100).sum()
+
+
 def a_loss_of_logits_that_outlive_the_forward(rank):
     for name in ("root", "head, kept"):
         plain, ours, _ = pair(name, prepare_head)
-        ids, labels, _ = (part.split(ROWS)[rank] for part in batch())
-        with pending_logits(ours):
-            logits = ours(input_ids=ids).logits[:, :-1].flatten(0, 1)
-        assert isinstance(logits, PendingLogits)
-        loss = torch.nn.functional.cross_entropy(logits, labels[:, 1:].flatten(), reduction="sum")
-        (loss * WORLD / (batch()[1][:, 1:] != -100).sum()).backward()
+        pending_loss(ours, rank).backward()
         plain_loss(plain, False).backward()
         check_gradients(ours, plain)
 
@@ -501,7 +507,7 @@ CHECKS = (
 
 def work(rank):
     possible = {name: case for name, case in CASES.items() if find_spec("peft") or not case.adapter}
-    todo = {name: functools.partial(run_case, case) for name, case in possible.items()}
+    todo = {name: functools.partial(run_case, name) for name in possible}
     for name, run in (todo | {check.__name__: check for check in CHECKS}).items():
         with case_named(name):
             run(rank)

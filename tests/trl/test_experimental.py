@@ -8,6 +8,7 @@ import torch
 from liger_losses import Head
 from liger_losses.patching.pending import PendingLogits, pending_product
 from liger_losses.places import around
+from liger_losses.trl.divergences import chunked_divergence_loss
 from tests.project.test_examples import tiny_model
 from tests.trl.trainers import sft, train
 
@@ -43,7 +44,6 @@ def test_another_divergence_than_the_jsd():
     """``enable(divergence=)`` is what all functions take, until ``disable``."""
     from liger_losses import Divergence, functional
     from liger_losses.trl import enable, enabled
-    from liger_losses.trl.divergences import chunked_divergence_loss
     from liger_losses.trl.experimental import full_logit_self_distillation
 
     hidden, wide, student, teacher = torch.randn(2, 5, 6), torch.randn(2, 5, 8), torch.randn(23, 6), torch.randn(23, 8)
@@ -65,13 +65,13 @@ def test_models_of_other_vocabularies_are_refused_as_by_trl():
     import trl.trainer.distillation_trainer as module
     from trl.experimental.gkd.gkd_trainer import GKDTrainer
 
-    from liger_losses.trl import divergences, experimental
+    from liger_losses.trl import experimental
 
     student, other = torch.randn(23, 6), torch.randn(24, 8)
     hidden, wide, mask = torch.randn(2, 5, 6), torch.randn(2, 5, 8), torch.ones(2, 5)
     options = {"teacher_lm_head_bias": torch.randn(24), "student_logit_scale": 0.6, "teacher_logit_scale": 1.7}
     options |= {"student_final_logit_softcapping": 2.0, "teacher_final_logit_softcapping": 3.0, "temperature": 0.8}
-    functions = module._chunked_divergence_loss, divergences.chunked_divergence_loss
+    functions = module._chunked_divergence_loss, chunked_divergence_loss
     with warnings.catch_warnings():
         warnings.simplefilter("error", UserWarning)
         theirs, ours = (function(hidden, wide, student, other, mask, 0.5, **options)[0] for function in functions)
@@ -88,3 +88,15 @@ def test_models_of_other_vocabularies_are_refused_as_by_trl():
             experimental.generalized_jsd_loss(logits, given, mask.long())
         with pytest.raises(ValueError, match=said):
             experimental.full_logit_self_distillation(logits, given, distillation_alpha=0.5)
+
+
+@pytest.mark.parametrize("beta", [0.0, 0.5, 1.0])
+def test_tokens_outside_of_the_completion_have_no_part(beta):
+    g = torch.Generator().manual_seed(0)
+    states, teacher = (torch.randn(2, 7, size, generator=g) for size in (6, 5))
+    weights = torch.randn(19, 6, generator=g), torch.randn(19, 5, generator=g)
+    mask = torch.tensor([[0, 1, 1, 1, 0, 0, 0]] * 2)
+    found = chunked_divergence_loss(states, teacher, *weights, mask, beta)
+    alone = chunked_divergence_loss(states[:, 1:4], teacher[:, 1:4], *weights, mask[:, 1:4], beta)
+    torch.testing.assert_close(found, alone)
+    assert found[2] == 6

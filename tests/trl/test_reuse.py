@@ -118,8 +118,8 @@ def check(build, tmp_path, options, **enabled_with):
 
 
 @pytest.mark.parametrize("name", CORRECTIONS)
-def test_twenty_steps_are_those_of_trl(name, tmp_path):
-    options = {"max_steps": 20, "rewards": reward_half, "gradient_accumulation_steps": 1 + ("from" in name)}
+def test_many_steps_are_those_of_trl(name, tmp_path):
+    options = {"max_steps": 8, "rewards": reward_half, "gradient_accumulation_steps": 1 + ("from" in name)}
     theirs, ours = check(grpo, tmp_path, options | CORRECTIONS[name])
     assert ours < theirs - 0.4  # sequences without advantage run apart
 

@@ -20,12 +20,11 @@ import torch.multiprocessing as mp
 pytest.importorskip("trl", reason="TRL is not installed")
 pytest.importorskip("deepspeed", reason="DeepSpeed is not installed, so ZeRO-3 is not tested: run `make test-zero`")
 
-from liger_losses.patching.loss_head import pending_logits, prepare_head
+from liger_losses.patching.loss_head import prepare_head
 from liger_losses.patching.patch import patch
-from liger_losses.patching.pending import PendingLogits
 from liger_losses.trl.fused_head import add_fused_lm_head
 from tests.processes import case_named, leave
-from tests.trl.test_distributed import LEARNING_RATE, ROWS, WORLD, batch, llama, our_loss, plain_loss
+from tests.trl.test_distributed import LEARNING_RATE, ROWS, WORLD, llama, our_loss, pending_loss, plain_loss
 
 #: Tied weights, gradient checkpointing, and the smallest weights that are split.
 CASES = {
@@ -51,16 +50,6 @@ def split(model, threshold):
     }
     optimizer = torch.optim.SGD(model.parameters(), LEARNING_RATE)
     return deepspeed.initialize(model=model, optimizer=optimizer, config=config)[0]
-
-
-def pending_loss(model, rank):
-    """Of logits that have left the model."""
-    ids, labels, _ = (part.split(ROWS)[rank] for part in batch())
-    with pending_logits(model):
-        logits = model(input_ids=ids).logits[:, :-1].flatten(0, 1)
-    assert isinstance(logits, PendingLogits)
-    loss = torch.nn.functional.cross_entropy(logits, labels[:, 1:].flatten(), reduction="sum")
-    return loss * WORLD / (batch()[1][:, 1:] != -100).sum()
 
 
 def run_case(rank, tied, checkpointing, threshold, kind):

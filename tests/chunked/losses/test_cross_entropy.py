@@ -10,11 +10,6 @@ from tests.results.test_work import Work
 from tests.seam import leave_out_zero_rows
 
 
-def test_return_z_loss_without_a_z_loss_is_zero():
-    hidden, weight, labels, _ = problem()
-    assert CE(return_z_loss=True)(weight, hidden, labels).z_loss == 0
-
-
 def test_ce_weight_moves_with_the_module_and_is_not_saved():
     module = CE(ce_weight=torch.ones(3)).to(torch.float64)
     assert module.ce_weight.dtype == torch.float64

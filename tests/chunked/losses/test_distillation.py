@@ -14,31 +14,26 @@ from liger_losses import (
     linear_divergence_loss,
 )
 from tests.losses import JSD, Cosine, MiniLLM
+from tests.results.losses import VOCAB, batch
 
-B, T, HS, HT, V = 3, 11, 16, 24, 101
 
-
-def problem(dtype=torch.float64):
-    g = torch.Generator().manual_seed(1)
-
-    def normal(*size):
-        return torch.randn(*size, generator=g, dtype=torch.float64)
-
-    hidden, weight = normal(B, T, HS), normal(V, HS) * 0.4
-    labels = torch.randint(V, (B, T), generator=g)
-    labels[torch.rand(B, T, generator=g) < 0.3] = -100
-    teacher_hidden, teacher_weight = normal(B, T, HT), normal(V, HT) * 0.4
-    tensors = [hidden, weight, teacher_hidden, teacher_weight, normal(V), normal(V)]
-    hidden, weight, teacher_hidden, teacher_weight, b, tb = (t.to(dtype) for t in tensors)
-    student = [t.requires_grad_() for t in (hidden, weight, b)]
-    return *student, labels, teacher_hidden, teacher_weight, tb
+def problem():
+    """Hidden states, weight and bias of the student, labels, and the teacher's."""
+    d = batch(torch.float32)
+    return (
+        *(d[name].requires_grad_() for name in ("h", "weight", "bias")),
+        d["y"],
+        d["other"],
+        d["ref_weight"],
+        d["bias"],
+    )
 
 
 @pytest.mark.peers
 @pytest.mark.parametrize("beta", [0.0, 0.3, 1.0])
 def test_equals_trl(beta):
     peer = pytest.importorskip("trl.experimental.gkd", reason="trl is not installed")
-    hidden, weight, bias, labels, *teacher = problem(torch.float32)
+    hidden, weight, bias, labels, *teacher = problem()
     student, theirs = F.linear(hidden, weight, bias), F.linear(*teacher)
     expected = peer.GKDTrainer.generalized_jsd_loss(student, theirs, labels, beta=beta, temperature=2.0)
     loss = JSD(0.0, 1.0, beta, temperature=2.0)
@@ -47,7 +42,7 @@ def test_equals_trl(beta):
 
 
 def test_bad_input_is_refused():
-    hidden, weight, _, labels, states, rows, theirs = problem(torch.float32)
+    hidden, weight, _, labels, states, rows, theirs = problem()
     loss, good = JSD(), Teacher(states, rows, theirs)
 
     def refuses(message, teacher, error=ValueError):
@@ -60,9 +55,9 @@ def test_bad_input_is_refused():
         Teacher(states, rows, theirs[:-1])
     refuses("floating point", Teacher(states.long(), rows), TypeError)
     refuses("have .* tokens", TeacherLogits(F.linear(states, rows)[:, 1:]))
-    refuses("must return logits", TeacherLogits(lambda positions: torch.zeros(2, 2), columns=V))
+    refuses("must return logits", TeacherLogits(lambda positions: torch.zeros(2, 2), columns=VOCAB))
     logps, indices = F.linear(states, rows).log_softmax(-1).topk(4)
-    refuses("indices must be in", TeacherTopK(logps, indices + V))
+    refuses("indices must be in", TeacherTopK(logps, indices + VOCAB))
     refuses("twice", TeacherTopK(logps, indices[..., :1].expand_as(indices)))
     refuses("at most 0", TeacherTopK(-logps, indices))
     refuses("int64", TeacherTopK(logps, indices.int()), TypeError)
@@ -84,4 +79,6 @@ def test_bad_input_is_refused():
     with pytest.raises(ValueError, match="cosine needs"):
         Cosine()(weight, hidden, labels, TeacherTopK(logps, indices))
     with pytest.raises(ValueError, match="has shape"):
-        linear_divergence_loss(hidden, weight, labels, good, Divergence.forward_kl(), {"divergence": torch.ones(B)})
+        linear_divergence_loss(
+            hidden, weight, labels, good, Divergence.forward_kl(), {"divergence": torch.ones(len(labels))}
+        )

@@ -26,20 +26,6 @@ def batch(seed=0, dtype=torch.float64, scale=1.0):
     return hidden, weight, labels, ref_hidden.detach(), ref_weight.detach()
 
 
-@pytest.mark.parametrize(("pairs", "chosen", "rejected"), [(0, 3, 3), (1, 1, 9), (2, 4, 6), (4, 9, 1), (3, 2, 2)])
-@pytest.mark.parametrize("masked", [0.0, 0.5, 1.0])
-def test_pairs_of_any_lengths(pairs, chosen, rejected, masked):
-    sides = [problem(shape=(pairs, n), masked=masked, seed=n) for n in (chosen, rejected)]
-    weight, given = sides[0][1], [(hidden, labels) for hidden, _, labels, _ in sides]
-    loss, _ = DPO(use_ref_model=False)(weight, *given)
-    logps = [plain_statistics(hidden, weight, labels)["logp"].sum(-1) for hidden, labels in given]
-    exact = -torch.nn.functional.logsigmoid(0.1 * (logps[0] - logps[1])).sum() / max(pairs, 1)
-    torch.testing.assert_close(loss, exact)
-    inputs = (weight, *[hidden for hidden, _ in given])
-    found, expected = (torch.autograd.grad(value, inputs) for value in (loss, exact))
-    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-6)
-
-
 class TokenDPO(PreferenceLoss):
     """TDPO-like: the sum of each token's log-ratio, clipped."""
 

@@ -8,23 +8,16 @@ import torch
 from liger_losses import Completions
 from tests.losses import BCO, KTO
 from tests.reference import plain_statistics
+from tests.results.losses import HIDDEN, batch
 
-B, T, H, V = 5, 9, 16, 37
+B = 5
 
 
-def problem(seed=0, dtype=torch.float64, rows=B, length=T):
+def problem(seed=0, dtype=torch.float64, rows=B):
     """Hidden states, weight, labels, reference hidden states and weight, and which completions are desirable."""
-    g = torch.Generator().manual_seed(seed)
-
-    def normal(*size):
-        return torch.randn(*size, generator=g, dtype=torch.float64).to(dtype)
-
-    hidden, weight = normal(rows, length, H), normal(V, H) / H**0.5
-    labels = torch.randint(V, (rows, length), generator=g)
-    labels[torch.rand(rows, length, generator=g) < 0.3] = -100
-    ref_hidden, ref_weight = hidden + 0.3 * normal(rows, length, H), normal(V, H) / H**0.5
-    desirable = torch.arange(rows) % 2 == 0
-    return hidden.requires_grad_(), weight.requires_grad_(), labels, ref_hidden.detach(), ref_weight, desirable
+    d = batch(dtype, rows, length=9, seed=seed)
+    hidden, weight = (d[name].requires_grad_() for name in ("h", "weight"))
+    return hidden, weight, d["y"], d["other"], d["ref_weight"], d["signs"] > 0
 
 
 def sums(hidden, weight, labels, average=False):
@@ -107,38 +100,30 @@ def test_extreme_rewards_stay_finite():
 
 
 MARKS = torch.arange(B) % 2 == 0
-WRONG = {
-    "no divergence": (KTO(), {"kl": None}, "give one of kl_completions="),
-    "two divergences": (
-        KTO(),
-        {"kl_completions": (torch.zeros(1, H), MARKS[:1].long())},
-        "give one of kl_completions=",
-    ),
-    "three divergences": (KTO(), {"kl": torch.zeros(3)}, r"one number or \[5\]"),
-    "a negative divergence": (KTO(), {"kl": -3.0}, "kl must lie in"),
-    "no marks": (KTO(), {"preference_labels": None}, "which completions are desirable"),
-    "two marks": (
-        KTO(),
-        {"preference_labels": MARKS[:2]},
-        r"preference_labels must be \[5\], one per completion, got \[2\]",
-    ),
-    "signs": (KTO(), {"preference_labels": torch.where(MARKS, 1, -1)}, "preference_labels must be bool"),
-    "marks elsewhere": (KTO(), {"preference_labels": MARKS.to("meta")}, "on meta"),
-    "a reference beside completions": (KTO(), {"ref_input": torch.zeros(1)}, "give the reference in Completions"),
-    "a divergence of APO": (KTO(loss_type="apo_zero_unpaired"), {}, "no divergence term"),
-    "no reference": (BCO(), {"kl": None}, "compares with a reference model"),
-    "two sample weights": (
+#: A loss, what is changed in its call, and the error.
+WRONG = [
+    (KTO(), {"kl": None}, "give one of kl_completions="),
+    (KTO(), {"kl_completions": (torch.zeros(1, HIDDEN), MARKS[:1].long())}, "give one of kl_completions="),
+    (KTO(), {"kl": torch.zeros(3)}, r"one number or \[5\]"),
+    (KTO(), {"kl": -3.0}, "kl must lie in"),
+    (KTO(), {"preference_labels": None}, "which completions are desirable"),
+    (KTO(), {"preference_labels": MARKS[:2]}, r"preference_labels must be \[5\], one per completion, got \[2\]"),
+    (KTO(), {"preference_labels": torch.where(MARKS, 1, -1)}, "preference_labels must be bool"),
+    (KTO(), {"preference_labels": MARKS.to("meta")}, "on meta"),
+    (KTO(), {"ref_input": torch.zeros(1)}, "give the reference in Completions"),
+    (KTO(loss_type="apo_zero_unpaired"), {}, "no divergence term"),
+    (BCO(), {"kl": None}, "compares with a reference model"),
+    (
         BCO(use_ref_model=False),
         {"kl": None, "sample_weights": torch.ones(2)},
         r"sample_weights must .*, one per completion, got",
     ),
-}
+]
 
 
-@pytest.mark.parametrize("name", WRONG)
-def test_bad_input_is_refused(name):
+@pytest.mark.parametrize(("loss", "change", "message"), WRONG)
+def test_bad_input_is_refused(loss, change, message):
     hidden, weight, labels, *_ = problem()
-    loss, change, message = WRONG[name]
     with pytest.raises((TypeError, ValueError), match=message):
         loss(weight, (hidden, labels), **{"preference_labels": MARKS, "kl": 0.0, **change})
 

@@ -6,7 +6,6 @@ import functools
 import gc
 import multiprocessing
 import os
-import runpy
 import sys
 from datetime import timedelta
 
@@ -108,6 +107,11 @@ def device_type():
     return torch.get_default_device().type
 
 
+def whole(tensor):
+    """All of a DTensor, and any other tensor."""
+    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+
+
 def leave():
     """End this process without the end of Python's interpreter.
 
@@ -126,10 +130,3 @@ def case_named(name):
         yield
     except (Exception, pytest.fail.Exception) as error:
         raise RuntimeError(f"the case {name!r} fails") from error
-
-
-if __name__ == "__main__":  # torchrun ... -m tests.processes SCRIPT ARGUMENTS: the script, and then leave()
-    del sys.argv[0]
-    sys.path[0] = os.path.dirname(sys.argv[0])
-    runpy.run_path(sys.argv[0], run_name="__main__")
-    leave()

@@ -19,52 +19,49 @@ class Scaled(ChunkedLoss):
         return -scale * statistics.logp.sum()
 
 
-MISTAKES = {
-    "logits and labels": (lambda h, w, y: CE()(h @ w.t(), y), r"'labels'; call it as loss\(head, hidden_.*no logits"),
-    "targets=": (
+MISTAKES = [
+    (lambda h, w, y: CE()(h @ w.t(), y), r"'labels'; call it as loss\(head, hidden_.*no logits"),
+    (
         lambda h, w, y: CE()(w, h, targets=y),
         r"CrossEntropyLoss: it has no targets= \(did you mean 'labels'\?\); call it as .*_input, target",
     ),
-    "a head twice": (
-        lambda h, w, y: CE()(w, h, y, head=w),
-        "multiple values for argument 'head'; call it as",
-    ),
-    "a head by two names": (
+    (lambda h, w, y: CE()(w, h, y, head=w), "multiple values for argument 'head'; call it as"),
+    (
         lambda h, w, y: CE()(lin_weight=w, head=w, hidden_states=h, labels=y),
         "two of lin_weight=, head=, hidden_states=, labels= are the same argument",
     ),
-    "two forms": (lambda h, w, y: DPO()(w, chosen=(h, y), hidden_states=h), "two of chosen=.*or of two forms"),
-    "a loss on pairs": (lambda h, w, y: DPO()(w, h), r"DPOLoss.*'rejected'.*\(head, chosen, rejected\)"),
-    "a loss that derives": (lambda h, w, y: ORPO()(w, h), r"'rejected'.*\(head, chosen, reje"),
-    "one's own": (lambda h, w, y: ChunkedLoss()(w, h), r"'labels'; call it as loss\(head, hidden_states, labels\)"),
-    "a reference model": (lambda h, w, y: DPO()(w, h, y, ref_model=w), r"no ref_model=; of .* loss_inputs\(ref_model"),
-    "an option of the constructor": (
+    (lambda h, w, y: DPO()(w, chosen=(h, y), hidden_states=h), "two of chosen=.*or of two forms"),
+    (lambda h, w, y: DPO()(w, h), r"DPOLoss.*'rejected'.*\(head, chosen, rejected\)"),
+    (lambda h, w, y: ORPO()(w, h), r"'rejected'.*\(head, chosen, reje"),
+    (lambda h, w, y: ChunkedLoss()(w, h), r"'labels'; call it as loss\(head, hidden_states, labels\)"),
+    (lambda h, w, y: DPO()(w, h, y, ref_model=w), r"no ref_model=; of .* loss_inputs\(ref_model"),
+    (
         lambda h, w, y: DPO()(w, h, y, beta=0.1),
         r"no beta=; options go to the constructor, LigerFusedLinearDPOLoss\(beta=\.\.\.\); call it as",
     ),
-    "an option of the base class, and one that there is not": (
+    (
         lambda h, w, y: CE()(w, h, y, temperature=2.0, label_smoothing=0.1, x=1),
         r"no temp.*, x=; options go .*\(temperature=\.\.\., label_sm[^x]*; call",
     ),
-    "an option": (lambda h, w, y: DPO(bta=1), "DPOLoss has no option 'bta' .*'beta'.*; its options are .*group"),
-    "an option of JSD": (lambda h, w, y: JSD(x=1), "JSDLoss has no option 'x'; .*beta, .*convention"),
-    "an operation": (
+    (lambda h, w, y: DPO(bta=1), "DPOLoss has no option 'bta' .*'beta'.*; its options are .*group"),
+    (lambda h, w, y: JSD(x=1), "JSDLoss has no option 'x'; .*beta, .*convention"),
+    (
         lambda h, w, y: linear_logps(h, w, y, tmperature=2.0),
         r"linear_logps: it has no tmperature= \(did you mean 'temperature'\?\); its arguments are hidden_states, ",
     ),
-    "a function": (
+    (
         lambda h, w, y: functional.dpo_loss(*[h[0, 0]] * 4, bta=1),
         r"^dpo_loss has no argument 'bta' \(did you mean 'beta'\?\); its .* chosen_logps, .*chosen_nll, beta, label_",
     ),
-    "an option that is needed": (
+    (
         lambda h, w, y: liger_losses.LigerFusedLinearAlphaBetaLoss(),
         r"^LigerFusedLinearAlphaBetaLoss: missing a required argument: 'alpha'; its options are alpha, beta, ",
     ),
-    "a policy's function": (
+    (
         lambda h, w, y: functional.grpo_loss(h[..., 0], h[:, 0, 0], y >= 0, epsilon=1),
         r"^grpo_loss has no argument 'epsilon' \(use epsilon_low.* logps, advantages, mask, .*beta, loss_type",
     ),
-}
+]
 
 
 NO_REFERENCE = {"use_ref_model": False}
@@ -105,23 +102,27 @@ def test_documented_names_are_keywords_in_compiled_functions():
         torch.testing.assert_close(function(hidden), loss(weight, hidden, labels))
 
 
-@pytest.mark.parametrize("name", MISTAKES)
-def test_the_error_says_how_it_is_called(name):
-    call, message = MISTAKES[name]
+@pytest.mark.parametrize(("call", "message"), MISTAKES)
+def test_the_error_says_how_it_is_called(call, message):
     hidden, weight, labels, _ = problem(shape=(4, 5), masked=0.2)
     with pytest.raises(TypeError, match=message):
         call(hidden, weight, labels)
 
 
 @pytest.mark.usefixtures("nothing_compiled")
-@pytest.mark.parametrize("name", ["targets=", "a loss on pairs", "a loss that derives", "one's own", "an operation"])
-def test_a_compiled_function_says_the_same(name):
-    call, message = MISTAKES[name]
+@pytest.mark.parametrize(
+    ("loss", "call", "message"),
+    [
+        (CE(), lambda loss, h, w, y: loss(w, h, targets=y), "CrossEntropyLoss: it has no targets= "),
+        (DPO(), lambda loss, h, w, y: loss(w, h), r"DPOLoss.*'rejected'.*\(head, chosen, rejected\)"),
+        (ORPO(), lambda loss, h, w, y: loss(w, h), r"'rejected'.*\(head, chosen, reje"),
+        (ChunkedLoss(), lambda loss, h, w, y: loss(w, h), "'labels'; call it as"),
+        (None, lambda _, h, w, y: linear_logps(h, w, y, tmperature=2.0), "linear_logps: it has no tmperature= "),
+    ],
+)
+def test_a_compiled_function_says_the_same(loss, call, message):
     hidden, weight, labels, _ = problem(shape=(4, 5), masked=0.2)
-    kinds = {"targets=": CE, "a loss on pairs": DPO, "a loss that derives": ORPO}
-    loss = kinds.get(name, ChunkedLoss)()
-    calls = {"targets=": lambda h: loss(weight, h, targets=labels), "an operation": lambda h: call(h, weight, labels)}
-    function = calls.get(name, lambda h: loss(weight, h))
+    function = lambda h: call(loss, h, weight, labels)  # noqa: E731
     with pytest.raises(TypeError, match=message):
         torch.compile(function, backend="eager")(hidden)
     torch._dynamo.reset()

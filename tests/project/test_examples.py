@@ -7,7 +7,6 @@ import pathlib
 import re
 import runpy
 import socket
-import subprocess
 import sys
 
 import pytest
@@ -20,14 +19,6 @@ from tests.processes import BACKENDS, start
 
 ROOT = pathlib.Path(__file__).parents[2]
 EXAMPLES = ROOT / "examples"
-
-
-def run(name, *arguments):
-    """An example in a process of its own, with this checkout's library."""
-    command = [sys.executable, str(EXAMPLES / f"{name}.py"), *map(str, arguments)]
-    path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
-    environment = {**os.environ, "PYTHONPATH": path}
-    return subprocess.run(command, capture_output=True, text=True, timeout=300, check=False, env=environment)
 
 
 @pytest.fixture
@@ -213,28 +204,16 @@ def test_the_examples_run(dpo, saved_model, run_here, name, arguments, expected,
 
 
 @pytest.mark.slow
-def test_distillation_from_files(dpo, saved_model, tmp_path):
+def test_distillation_from_files(dpo, saved_model, run_here, tmp_path):
     """The teacher of an earlier process: the losses are those of the teacher beside the student, but for bf16."""
     common = ["--model", saved_model / "model", "--output", saved_model / "out", "--steps", "2", "--batch-size", "4"]
     common += ["--dataset", saved_model / "pairs.jsonl", "--layers", "2"]
-    done = [run("distill", *common, *more) for more in ([], ["--save-teacher", tmp_path], ["--teacher", tmp_path])]
-    assert all(one.returncode == 0 for one in done), [one.stderr[-1000:] for one in done]
-    assert "bytes a token" in done[1].stdout
-    beside, files = ([line.split()[3] for line in one.stdout.splitlines() if "step" in line] for one in done[::2])
+    modes = [], ["--save-teacher", tmp_path], ["--teacher", tmp_path]
+    beside, saved, files = (run_here("distill", *common, *more)[1] for more in modes)
+    assert "bytes a token" in saved
+    beside, files = ([line.split()[3] for line in one.splitlines() if "step" in line] for one in (beside, files))
     assert len(files) == 2
     assert [float(loss) for loss in files] == pytest.approx([float(loss) for loss in beside], abs=2e-3)
-
-
-def torchrun(name, *arguments, backend="gloo", **variables):
-    """What two processes of an example print."""
-    path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
-    hidden = {"CUDA_VISIBLE_DEVICES": ""} if backend == "gloo" else {}
-    environment = {**os.environ, "PYTHONPATH": path, **hidden, **variables}
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    command = [*launcher, "-m", "tests.processes", str(EXAMPLES / f"{name}.py"), *map(str, arguments)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False, env=environment)
-    assert done.returncode == 0, done.stderr
-    return done.stdout
 
 
 def losses_in(printed):
@@ -246,7 +225,17 @@ def as_by_torchrun(rank, name, arguments, variables):
     """An example on processes that have torchrun's environment, and have imported what takes long."""
     os.environ.update(variables)
     sys.argv = [name, *arguments]
+    sys.path.insert(0, str(EXAMPLES))
     runpy.run_path(str(EXAMPLES / f"{name}.py"), run_name="__main__")
+
+
+def two_processes(folder, name, *arguments, backend="gloo", **variables):
+    """What the first of them prints."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        variables |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1])}
+    variables |= {"CUDA_VISIBLE_DEVICES": ""} if backend == "gloo" else {}
+    start(as_by_torchrun, 2, folder, name, arguments, variables, backend=None)
+    return (folder / "0").read_text()
 
 
 @pytest.mark.distributed
@@ -254,11 +243,7 @@ def as_by_torchrun(rank, name, arguments, variables):
 def test_dpo_with_fsdp2_on_two_processes(tmp_path, backend):
     from transformers import AutoModelForCausalLM
 
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        variables = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1])}
-    variables |= {"CUDA_VISIBLE_DEVICES": ""} if backend == "gloo" else {}
-    start(as_by_torchrun, 2, tmp_path, "fsdp2", ["--output", str(tmp_path)], variables, backend=None)
-    losses = losses_in((tmp_path / "0").read_text())
+    losses = losses_in(two_processes(tmp_path, "fsdp2", "--output", str(tmp_path), backend=backend))
     assert len(losses) == 20
     assert losses[0] == pytest.approx(0.6931, abs=1e-4)  # the model is its own reference
     assert losses[-1] < 0.45
@@ -274,7 +259,7 @@ def test_the_demo_on_two_processes(saved_model):
     pytest.importorskip("trl", reason="TRL is not installed")
     files = (f"--model={saved_model / 'model'}", f"--dataset={saved_model / 'pairs.jsonl'}")
     steps = ("--steps=4", "--batch-size=2", "--held-out=4", "--learning-rate=1e-2", f"--output={saved_model / 'out'}")
-    losses = losses_in(torchrun("trl_dpo", *files, *steps, ACCELERATE_USE_CPU="true"))
+    losses = losses_in(two_processes(saved_model, "trl_dpo", *files, *steps, ACCELERATE_USE_CPU="true"))
     assert len(losses) == 4
     assert losses[0] == pytest.approx(0.6931, abs=1e-4)
     assert losses[0] != losses[-1]
@@ -291,9 +276,9 @@ def test_the_configuration_of_accelerate_is_one_of_fsdp2():
 @pytest.mark.distributed
 @pytest.mark.slow
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_tensor_parallelism_on_two_processes(backend):
+def test_tensor_parallelism_on_two_processes(tmp_path, backend):
     pytest.importorskip("transformers", minversion="5.23")
-    printed = torchrun("tensor_parallel", "--steps=3", backend=backend)
+    printed = two_processes(tmp_path, "tensor_parallel", "--steps=3", backend=backend)
     losses = losses_in(printed)
     assert len(losses) == 3  # one process prints
     assert losses[2] < losses[0] - 0.3

@@ -58,10 +58,6 @@ def policy(h, w, y, advantages=ONES, **options):
     return GRPO(beta=0.0)(h, w, y.clamp(min=0), MASK, advantages, **options)
 
 
-def one_token(statistics, labels):
-    return statistics.logp
-
-
 def kept(y):
     """The label of each token and two other columns."""
     return (y.clamp(min=0)[..., None] + torch.arange(3)) % 61

@@ -38,9 +38,8 @@ from liger_losses.trl import packed_batches
 from liger_losses.trl.divergences import chosen
 from liger_losses.trl.fused_head import add_fused_lm_head
 from tests.models import small, without_logits
-from tests.processes import BACKENDS, case_named, device_type, start
+from tests.processes import BACKENDS, case_named, device_type, start, whole
 from tests.reference import relative_error
-from tests.split_models import whole
 
 WORLD = 2
 VOCAB, LENGTH = 23, 9

@@ -4,6 +4,8 @@ import contextlib
 import copy
 import importlib
 import math
+import queue
+import time
 import warnings
 
 import pytest
@@ -16,7 +18,6 @@ from liger_losses.trl import disable, enable
 from tests.models import small
 from tests.project.test_examples import tiny_model
 from tests.seam import engine_calls
-from tests.trl_servers import Rollouts
 
 trl = pytest.importorskip("trl", reason="TRL is not installed")
 datasets = pytest.importorskip("datasets", reason="datasets is not installed")
@@ -230,6 +231,26 @@ def online_experimental(name, **own):
         return online(*classes(name), **own)(*arguments, **options)
 
     return build
+
+
+class Rollouts:
+    """Stands in for the worker that asynchronous GRPO gets its completions from."""
+
+    def __init__(self, count):
+        from trl.experimental.async_grpo.async_rollout_worker import RolloutSample
+
+        self.rollout_buffer, self.metrics_queue = queue.Queue(), queue.Queue()
+        g = torch.Generator().manual_seed(0)
+        for i in range(count):
+            length = 6 + i % 4
+            ids = torch.randint(3, 19, (length,), generator=g).numpy()
+            completion = (torch.arange(length) >= 3).numpy().astype("int64")
+            logps = (-2.0 - torch.rand(length, generator=g)).numpy() * completion
+            sample = RolloutSample([], [], ids, completion, logps, (-1.0) ** i, 0, i // 2, {}, time.time())
+            self.rollout_buffer.put(sample)
+
+    def __getattr__(self, name):
+        return lambda *args, **kwargs: None
 
 
 def async_grpo(output, model, tokenizer, text, **options):

@@ -24,7 +24,7 @@ def generic(**options):
 
 
 #: Losses, options with a value that does not fit, and the errors.
-WRONG_VALUES = [
+WRONG = [
     (CE, {"reduction": "average"}, "mean, sum, none"),
     (CE, {"label_smoothing": 1.5}, r"label_smoothing must lie in \[0.0, 1.0\]"),
     (CE, {"softcap": 0.0}, "softcap must be a positive"),
@@ -83,23 +83,18 @@ WRONG_VALUES = [
     (AlphaBeta, {"alpha": 0.0, "beta": 0.0}, "must"),
     (MiniLLM, {"gamma": 1.5}, "gamma must lie in"),
     (MiniLLM, {"temperature": 2.0}, "temperature must be"),
-]
-WRONG_TYPES = [
     (CE, {"ignore_index": 1.5}, "must be an integer"),
     (GRPO, {"entropy_coef": "high"}, "must be a number"),
     (generic, {"divergence": "forward_kl"}, "must be a Divergence"),
 ]
 
 
-@pytest.mark.parametrize(
-    ("build", "options", "message", "error"),
-    [*((*row, ValueError) for row in WRONG_VALUES), *((*row, TypeError) for row in WRONG_TYPES)],
-)
-def test_a_value_that_does_not_fit_raises(build, options, message, error):
-    with pytest.raises(error, match=message):
+@pytest.mark.parametrize(("build", "options", "message"), WRONG)
+def test_a_value_that_does_not_fit_raises(build, options, message):
+    with pytest.raises((TypeError, ValueError), match=message):
         build(**options)
     if len(options) == 1:
-        with pytest.raises(error, match=message):
+        with pytest.raises((TypeError, ValueError), match=message):
             build().replace(**options)
 
 

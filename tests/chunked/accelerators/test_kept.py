@@ -47,12 +47,12 @@ def test_gradients(kind, dtype):
 
 
 def test_no_rows_are_copied():
-    hidden, weight, labels, _ = problem(100, 64, 500, masked=0.0)
-    ids = kept_ids(labels, 500, 32)
+    hidden, weight, labels, _ = problem(32, 64, 200, masked=0.0)
+    ids = kept_ids(labels, 200, 32)
 
     def call():
         logps = linear_logps(hidden, weight, labels, support=TokenSupport(ids), backend="triton")
         return torch.autograd.grad(logps.sum(), (hidden, weight))
 
     assert plans(call)[0].count("kept") == 1
-    assert peak_bytes(call) - weight.nbytes - hidden.nbytes < 100 * 32 * 64 * 4
+    assert peak_bytes(call) - weight.nbytes - hidden.nbytes < 32 * 32 * 64 * 4

@@ -85,7 +85,9 @@ PRODUCTS = {
 }
 
 
-@pytest.mark.parametrize("name", PRODUCTS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=[pytest.mark.slow] * (n in ("GRPO", "user's loss"))) for n in PRODUCTS]
+)
 def test_products(name, monkeypatch):
     """One pass stays one pass."""
     count = 0

@@ -1,12 +1,18 @@
-"""Statistics and losses of tokens: their derivatives by every strategy, and their dtypes."""
+"""Statistics and losses of tokens: derivatives by every strategy, dtypes, several heads, and which tokens count."""
+
+from types import SimpleNamespace
 
 import pytest
 import torch
+from torch import nn
 
-from liger_losses import EngineOptions, TokenSupport, linear_logps, linear_statistics, linear_token_loss
-from liger_losses.chunked.core import support
+from liger_losses import EngineOptions, Head, TokenSupport, linear_logps, linear_statistics, linear_token_loss
+from liger_losses.chunked.core import stream, support
+from liger_losses.chunked.core.buffers import Gradients
 from liger_losses.chunked.core.weights import Dense
-from tests.reference import assert_as_exact_as_plain, double, gradients, plain_statistics, problem
+from liger_losses.integrations import megatron, verl
+from tests.losses import CE
+from tests.reference import assert_as_exact_as_plain, double, gradients, peak_bytes, plain_statistics, problem
 
 
 def test_derivatives_that_come_along_replace_autograd():
@@ -155,3 +161,102 @@ def test_no_upstream_gradient_makes_gradients_of_zero(frozen):
     WithoutGradient.apply(linear_logps(hidden, weight, labels)).sum().backward()
     assert not hidden.grad.any()
     assert frozen or not weight.grad.any()
+
+
+# --- Several heads ----------------------------------------------------------------------------------------------------
+
+K, H, V, SHAPE = 3, 24, 131, (2, 11)  # of calls with several heads
+
+
+@pytest.mark.parametrize(("which", "weights"), [([0, 0, 0], 1), ([0, 1, 2], 3), ([0, 1, 0], 2)])
+def test_heads_of_one_call(which, weights, monkeypatch):
+    """The host waits for the device once, and a weight's gradient has one buffer, whatever head object it is in."""
+    waits, sizes, read, results = [], [], stream.start_reading, Gradients.results
+    monkeypatch.setattr(stream, "start_reading", lambda *given: waits.append(1) or read(*given))
+    monkeypatch.setattr(Gradients, "results", lambda grads: sizes.append(len(grads.buffers)) or results(grads))
+    hidden, _, labels, _ = problem(0, H, V, shape=SHAPE)
+    layers, states = [nn.Linear(H, V, bias=False) for _ in range(K)], [hidden.detach() * k for k in range(K)]
+    CE(shift=[1, 2, 3])([Head.of(layers[i]) for i in which], states, labels)
+    assert (waits, sizes) == ([1], [weights])
+
+
+@pytest.mark.parametrize("name", ["weight", "bias", "shift", "transform", "heads"])
+def test_token_inputs_of_any_name(name):
+    hidden, weight, labels, _ = problem(0, H, V, shape=SHAPE)
+    scale = torch.rand(SHAPE)
+    loss, found = linear_token_loss(
+        hidden, [weight] * K, labels, lambda s, labels, **given: -given[name] * s.logp, token_inputs={name: scale}
+    )
+    torch.testing.assert_close(loss, -sum((scale * values.logp).sum() for values in found))
+
+
+# --- Temperatures of tokens -------------------------------------------------------------------------------------------
+
+
+def temperatures(shape, seed=5, dtype=torch.float32):
+    return (0.4 + 1.6 * torch.rand(shape, generator=torch.Generator().manual_seed(seed))).to(dtype)
+
+
+def test_in_the_places_of_other_heads():
+    hidden, weight, labels, _ = problem(6, 8, 31, shape=(2, 3))
+    t = temperatures((2, 3))
+    expected = linear_logps(hidden, weight, labels, temperature=t)
+    logps, _ = verl.linear_cross_entropy(hidden, weight, labels.flatten(), t)
+    torch.testing.assert_close(logps.view(2, 3), expected)
+    layer = SimpleNamespace(weight=weight, bias=None, tp_group=SimpleNamespace(size=lambda: 1))
+    losses = megatron.output_processor(
+        hidden_states=hidden.transpose(0, 1), output_layer=layer, output_weight=None, labels=labels,
+        context=megatron.OutputOptions(temperature=t),
+    )  # fmt: skip
+    torch.testing.assert_close(-losses, expected)
+
+
+def test_a_changed_temperature_does_not_reach_backward():
+    hidden, weight, labels, _ = problem(6, 8, 31, masked=0.0)
+    t = temperatures(6)
+    (expected,) = gradients(linear_logps(hidden, weight, labels, temperature=t.clone()).sum(), (weight,))
+    logps = linear_logps(hidden, weight, labels, temperature=t)
+    t.fill_(3.0)
+    torch.testing.assert_close(gradients(logps.sum(), (weight,))[0], expected)
+
+
+# --- Which tokens are computed ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("strategy", [None, "two_pass"])
+def test_masked_inputs_never_leak_into_token_losses(strategy):
+    hidden, weight, labels, _ = problem(13, dtype=torch.float64)
+    # In the loss it is 0, of which this function and its derivative are not finite.
+    poison = torch.where(labels == -100, float("nan"), 0.7)
+    options = EngineOptions(compact=False, strategy=strategy)
+    loss, _ = linear_token_loss(
+        hidden, weight, labels, lambda s, y, w: -s.logp / w, token_inputs={"w": poison}, options=options
+    )
+    grads = torch.autograd.grad(loss, (hidden, weight))
+    expected = -1 / 0.7 * plain_statistics(hidden, weight, labels)["logp"].sum()
+    torch.testing.assert_close((loss, *grads), (expected, *torch.autograd.grad(expected, (hidden, weight))))
+
+
+def test_strided_hidden_states_are_not_copied_whole():
+    hidden, weight, labels, _ = problem(shape=(4, 2000), h=256, v=512, masked=0.0)
+    workspace = 4 * 2**20
+    shifted, targets = hidden[:, :-1], labels[:, 1:]
+    assert shifted.numel() * 4 > workspace
+    with torch.no_grad():
+        assert peak_bytes(lambda: linear_logps(shifted, weight, targets, workspace=workspace)) <= workspace
+    expected = linear_logps(hidden, weight, labels, shift=True)[:, :-1]
+    torch.testing.assert_close(linear_logps(shifted, weight, targets), expected)
+
+
+def test_a_column_that_no_token_can_have():
+    """Tokens without loss count as tokens of column 0, whose log-probability may be -inf."""
+    hidden, weight, labels, bias = problem(shape=(4, 7), bias=True)
+    labels[labels == 0] = 1
+    with torch.no_grad():
+        bias[0] = -torch.inf
+    loss = CE(compact=False)(weight, hidden, labels, bias=bias)
+    logits = torch.nn.functional.linear(hidden, weight, bias)
+    expected = torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten())
+    torch.testing.assert_close(
+        (loss, *gradients(loss, (hidden, weight))), (expected, *gradients(expected, (hidden, weight)))
+    )

@@ -203,3 +203,13 @@ def test_orpo_as_probabilities_reach_one():
     torch.testing.assert_close(bad, torch.tensor(40 + 23 * math.log(2.0)), rtol=1e-5, atol=0.0)
     for value in (loss, good, bad):
         assert all(g.isfinite().all() for g in torch.autograd.grad(value, (weight,)))
+
+
+@pytest.mark.peers
+def test_every_dpo_loss_type_of_trl_is_here():
+    dpo_config = pytest.importorskip("trl", reason="TRL is not installed").DPOConfig
+    text = dpo_config.__dataclass_fields__["loss_type"].metadata["help"]
+    named = {name for name in DPO_LOSSES if f"`'{name}'`" in text}
+    assert named == set(DPO_LOSSES), set(DPO_LOSSES) - named
+    mentioned = {part.split("`")[0].strip("'") for part in text.split("`'")[1:]}
+    assert mentioned <= set(DPO_LOSSES), mentioned - set(DPO_LOSSES)

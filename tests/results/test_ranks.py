@@ -38,10 +38,15 @@ OF_EXPONENTIALS = [
 ]
 
 
+def turn(names, world):
+    """Those of a number of ranks; the others are the other number's."""
+    return [*names][world % 2 :: 2]
+
+
 def shared_vocabulary(world):
-    """The variants of the head take turns with the cases."""
+    """The cases take turns with the numbers of ranks, and the variants of the head with the cases."""
     d, part = batch(), Part.of(dist.group.WORLD, VOCABULARIES[world])
-    for i, name in enumerate([*LOSSES, *OPERATIONS]):
+    for i, name in enumerate(turn([*LOSSES, *OPERATIONS], world)):
         variant = list(VARIANTS)[(i + world) % len(VARIANTS)]
         with case_named(f"{name}, {variant}"):
             compare(case_of(name), d, VARIANTS[variant], part)
@@ -73,7 +78,7 @@ def slices_of_sequences(world):
     d["y"][0, POSITIONS[world][0] :] = d["y"][1, : POSITIONS[world][0]] = d["y"][2] = -100  # none on some ranks
     cut = ("h", "other", "y", "logps", "columns", "top_logps")
     mine = {**d, **{name: d[name].split(POSITIONS[world], 1)[rank].clone() for name in cut}}
-    for name in [name for name in LOSSES if name not in WHOLE][world % 2 :: 2]:
+    for name in turn((name for name in LOSSES if name not in WHOLE), world):
         with case_named(name):
             found, grads = run(functools.partial(LOSSES[name], group=dist.group.WORLD), mine, VARIANTS["bias"])
             expected, (of_hidden, *of_head) = run(LOSSES[name], d, VARIANTS["bias"])
@@ -125,9 +130,9 @@ def dtensors(world):
 
 
 def single_precision(world):
-    """In fp32, gradients are those of one process. The cases take turns too."""
+    """In fp32, gradients are those of one process."""
     d, part = batch(torch.float32), Part.of(dist.group.WORLD, VOCABULARIES[world])
-    for name in [*LOSSES, *OPERATIONS][world % 2 :: 2]:
+    for name in turn([*LOSSES, *OPERATIONS], world + 1):  # the other cases
         with case_named(f"{name}, fp32"):
             (_, grads), (_, expected) = (run(case_of(name), d, VARIANTS["bias"], each) for each in (part, None))
             for which, (a, b) in enumerate(zip(grads, expected, strict=True)):

@@ -1,6 +1,6 @@
 """Whole training steps, forward to optimizer, of models of real shapes with random weights: providers in turns.
 
-python -m benchmarks.steps [--only TEXT] [--providers NAMES] [--rounds 6] [--other FOLDER] [--out FILE.json]
+python -m benchmarks.steps [--only REGEX] [--providers NAMES] [--rounds 6] [--other FOLDER] [--out FILE.json]
 python -m benchmarks.steps --only "FSDP2|TP"     # the cases of several GPUs, which run where only they are chosen
 python -m benchmarks.steps --tiny                # tiny models, on a CPU too: to see that everything runs
 
@@ -223,7 +223,7 @@ def measure(case: Case, providers: list[str], rounds: int, device: torch.device)
             rows[provider] |= {"losses": losses, "peak_gib": round(peak, 2)}
             steps[provider] = timed
         gc.collect()
-        gc.freeze()  # to look through all that was imported takes longer than a token
+        gc.freeze()  # to look through all that was imported takes longer than a step
         times = in_turns(steps, rounds, device)
         gc.unfreeze()
     tokens = case.sequences * case.length * (ranks if case.parallel == "FSDP2" else 1)
@@ -267,7 +267,7 @@ def run(device: torch.device, cases: list[Case], options: argparse.Namespace) ->
     if options.other:
         import_other(options.other)
     for case in cases:
-        providers = re.split(",(?! )", options.providers) if options.providers else list(case.providers)
+        providers = options.providers or list(case.providers)
         rows += measure(case, providers, options.rounds, device)
         release(device)
         torch._dynamo.reset()
@@ -277,14 +277,20 @@ def run(device: torch.device, cases: list[Case], options: argparse.Namespace) ->
                 save(options.out, device, rows, map(line, rows))
 
 
+def chosen(providers: str) -> list[str]:
+    """The names on the command line."""
+    names = re.split(",(?! )", providers)
+    if unknown := {*names} - {*PROVIDERS}:
+        raise argparse.ArgumentTypeError(f"unknown providers {', '.join(sorted(unknown))}")
+    return names
+
+
 def main() -> None:
     """Measure the cases of one GPU in this process, and each of several in processes of its own."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path)
     parser.add_argument("--only", default="", help="a regular expression that the names of cases match")
-    parser.add_argument(
-        "--providers", help="instead of the case's, with commas between them; also other, other+kernels"
-    )
+    parser.add_argument("--providers", type=chosen, help=f"instead of the case's, with commas: {','.join(PROVIDERS)}")
     parser.add_argument("--rounds", type=int, default=6)
     parser.add_argument("--other", type=Path, help="a folder that holds a package of another commit")
     parser.add_argument("--ranks", type=int, help="processes; all GPUs, or two processes on a CPU, by default")

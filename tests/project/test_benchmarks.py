@@ -16,10 +16,7 @@ _TINY = ["--model=tiny", "--batch-size=8", *_STEPS, *_SEEDS]
 #: Arguments, and what is printed.
 RUNS = {
     "grid": (["--tiny", "--rounds=1", "--without", "torch.compile"], "cross-entropy        64 x 32 x 512"),
-    "steps": (
-        ["--tiny", "--rounds=1", "--only", "^SFT Qwen2.5-1.5B 4 x 4096$", "--providers", "plain", "ours"],
-        "of ours",
-    ),
+    "steps": (["--tiny", "--rounds=1", "--only", "^SFT Qwen2.5-1.5B 4 x 4096$", "--providers=plain,ours"], "of ours"),
 }
 #: The same, each in a process of its own; the results of the studies are in a file.
 STUDIES = {

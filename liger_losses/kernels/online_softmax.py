@@ -17,12 +17,10 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn.functional import softplus
 
 from liger_losses.kernels._triton import jit, tl
 from liger_losses.kernels.logit_transform import Epilogue
-
-#: Above, ``exp`` of a difference may leave fp32, and sums of exponentials are taken relative to the largest.
-_LARGEST_SUM = 1e26
 
 
 def places(names: tuple[str, ...]) -> tuple[Any, ...]:
@@ -175,16 +173,15 @@ def merge(
     """
     local_lse = parts["lse"]
     lse = local_lse.logsumexp(0)
-    log_share, merged = local_lse.log_softmax(0), {"lse": lse}
-    ends = sizes.cumsum(0)
-    fractions = sizes.to(lse.dtype)[:, None] / ends[-1]
+    merged, ends = {"lse": lse}, sizes.cumsum(0)
     if "logp" in parts:
         # Relative to the owner's log-sum-exp, log-probabilities near 0 keep their digits however large the logits are.
         owner = torch.bucketize(labels, ends, right=True)[None]
-        owner_lse = local_lse.gather(0, owner)
-        others = (local_lse - owner_lse).exp().scatter(0, owner, 0.0).sum(0)
-        safe = others <= _LARGEST_SUM
-        merged["logp"] = parts["logp"].gather(0, owner)[0] - torch.where(safe, others.log1p(), lse - owner_lse[0])
+        others = local_lse.scatter(0, owner, -math.inf).logsumexp(0) - local_lse.gather(0, owner)
+        merged["logp"] = (parts["logp"].gather(0, owner) - softplus(others, threshold=40))[0]
+    if parts.keys() <= {"lse", "logp"}:
+        return merged
+    log_share, fractions = local_lse.log_softmax(0), sizes.to(lse.dtype)[:, None] / ends[-1]
     if "entropy" in parts:
         share = log_share.exp()  # 0 of a part whose logits are all -inf, and which has no entropy
         merged["entropy"] = torch.where(share == 0, 0.0, share * (parts["entropy"] - log_share)).sum(0)

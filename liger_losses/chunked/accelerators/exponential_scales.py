@@ -20,6 +20,7 @@ def gradient_scales(
     values: Exponentials,
     hidden: Tensor | None = None,
     transform: LogitTransform = LogitTransform(),
+    here: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """The factors of products with exponentials, from ``d loss / d z = (of_lse - of_logp) p + of_logp onehot``.
 
@@ -31,6 +32,8 @@ def gradient_scales(
         values: what :func:`linear_exponentials` returned.
         hidden: ``[N, H]``, to be scaled, or ``None``.
         transform: from projections to logits.
+        here: ``[N]`` bool, whose label is among these columns; another has ``logp`` of another column, and at all of
+            them ``d loss / d z = (of_lse - of_logp) p``. ``None`` for all.
 
     Returns:
         ``scale [N]``, ``at_label [N]``, and ``scale hidden [N, H]``, rounded once, in its dtype (or ``None``).
@@ -42,7 +45,7 @@ def gradient_scales(
         sizes = (0, 0) if hidden is None else (hidden.stride(0), hidden.shape[1])
         vectors = [None if g is None else g.contiguous() for g in (of_logp, of_lse)]
         _scales_kernel[(tokens,)](
-            scale, at_label, scaled, hidden, *sizes, *vectors, *values[:3], transform.for_kernel, BLOCK=1024
+            scale, at_label, scaled, hidden, *sizes, *vectors, *values[:3], here, transform.for_kernel, BLOCK=1024
         )
     return scale, at_label, scaled
 
@@ -55,13 +58,13 @@ def expm1(x):
 
 
 #: Arguments whose alignment is no reason to compile again: slices of vectors begin anywhere.
-_VECTORS = ["offset", "lse", "logp", "of_logp", "of_lse", "at_label_out", "hidden"]
+_VECTORS = ["offset", "lse", "logp", "of_logp", "of_lse", "at_label_out", "here", "hidden"]
 
 
 @jit(do_not_specialize_on_alignment=_VECTORS)
 def _scales_kernel(
     scale_out, at_label_out, scaled, hidden, hidden_stride, hidden_size,
-    of_logp, of_lse, offset, lse, logp, transform,
+    of_logp, of_lse, offset, lse, logp, here, transform,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
     """One program per token."""
@@ -73,6 +76,8 @@ def _scales_kernel(
     if of_lse is not None:
         lse_c = tl.load(of_lse + row)
     p_c = lse_c - label_c
+    if here is not None:
+        label_c = tl.where(tl.load(here + row), label_c, 0.0)
     row_lse = tl.load(lse + row)
     row_logp = tl.load(logp + row)
     s = p_c * tl.exp(tl.load(offset + row) - row_lse)

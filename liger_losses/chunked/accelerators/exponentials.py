@@ -90,20 +90,16 @@ class ExponentialBlock:
     def add_products(self, upstream: dict[str, Tensor], grads: Gradients) -> tuple[Tensor | None, Tensor]:
         """The same without the labels' terms of the weight's gradient; and these terms' factors ``[R]``."""
         part, weights, values = self.part, self.part.head.weights, self.constants
-        e, labels = self.memory[:, : weights.columns], labels_of(part)
-        of_logp, of_lse = upstream.get("logp"), upstream.get("lse")
-        here = part.head.ranks.local(part.labels)[1]
+        e, labels, here = self.memory[:, : weights.columns], labels_of(part), part.head.ranks.local(part.labels)[1]
         if here is not None:
             values = values | {"logp": values["logp here"]}
-            if of_logp is not None:  # d logp / d z = -p where another rank has the label, as d -lse / d z
-                of_lse = torch.where(here, 0.0, -of_logp) + (0.0 if of_lse is None else of_lse)
-                of_logp = torch.where(here, of_logp, 0.0)
         scale, at_label, scaled = gradient_scales(
-            of_logp,
-            of_lse,
+            upstream.get("logp"),
+            upstream.get("lse"),
             exponentials_of(values),
             part.hidden if grads.wants(weights.weight) else None,
             part.transform(part.temperature),
+            here,
         )
         hidden: Tensor | None = None
         if self.plan.hidden:

@@ -46,12 +46,15 @@ class Ranks:
         return max(self.sizes, default=columns)
 
     def local(self, ids: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Ids of the vocabulary as numbers of this rank's columns, and which of them it has (``None`` for all)."""
+        """Ids of the vocabulary as numbers of this rank's columns, and which of them it has (``None`` for all).
+
+        Those of other ranks' columns are spread over this rank's: many tokens of one column would wait for each other.
+        """
         if self.size == 1:
             return ids, None
-        columns = self.sizes[self.rank]
-        inside = ids - self.first
-        return inside.clamp(0, columns - 1), (inside >= 0) & (inside < columns)
+        here = ids - self.first
+        places = here.remainder(self.sizes[self.rank])
+        return places, places == here
 
     def sum(self, value: Tensor) -> Tensor:
         """The sum over all ranks, in the memory of ``value``."""

@@ -17,6 +17,7 @@ from liger_losses import (
     linear_statistics,
     workspace,
 )
+from liger_losses.chunked.core.ranks import Ranks
 from liger_losses.integrations.megatron import OutputOptions, output_processor
 from liger_losses.integrations.verl import linear_cross_entropy
 from tests.processes import BACKENDS, case_named, start
@@ -107,6 +108,13 @@ def work(rank, checks):
     for run_check in checks:
         with case_named(run_check.__name__):
             run_check(parts)
+
+
+def test_columns_of_other_ranks_are_spread():
+    """Of tokens that all read one row, each waits for the others."""
+    places, here = Ranks(rank=1, sizes=(50, 50)).local(torch.arange(100))
+    assert places.tolist() == 2 * list(range(50))
+    assert here.tolist() == [False] * 50 + [True] * 50
 
 
 @pytest.mark.distributed

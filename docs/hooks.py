@@ -21,7 +21,6 @@ PAGES = {
     "README.md": "index.md",
     "CONTRIBUTING.md": "contributing.md",
     "CHANGELOG.md": "changelog.md",
-    "benchmarks/README.md": "benchmarks.md",
     "kernels/README.md": "hub_kernel.md",
     "examples/quickstart.ipynb": "notebook.md",
 }

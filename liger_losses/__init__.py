@@ -82,7 +82,7 @@ if TYPE_CHECKING:  # the names of _MODULES, for type checkers and editors; a tes
     from liger_losses.prompts.packing import pack_sequences as pack_sequences
     from liger_losses.sequences import split_by_coefficient as split_by_coefficient
 
-__version__ = "1.0.0rc1"
+__version__ = "1.0.0rc2"
 
 #: The names of each module. It is imported when one of them is first read, so that ``import liger_losses`` takes no
 #: longer than ``import torch``.

@@ -157,7 +157,7 @@ def test_defaults_that_differ_are_those_of_the_packages():
     """The table, on its page too; values of packages that are installed are read."""
     from liger_losses.defaults import DEFAULTS, VERSIONS
 
-    page = (ROOT / "docs" / "defaults.md").read_text()
+    page = (ROOT / "docs" / "policy_losses.md").read_text()
     for row in DEFAULTS:
         loss = getattr(liger_losses, f"LigerFusedLinear{row.loss.partition(',')[0]}Loss")
         if row.option in loss.option_names:

@@ -76,5 +76,5 @@ def test_what_was_done_for_an_architecture(capability, architecture, known, monk
 
 def test_what_is_said_to_be_compiled_is():
     assert {*MEASURED, *COMPILED} == {*TARGETS}
-    table = (Path(__file__).parents[2] / "docs/support.md").read_text().partition("## torch.compile")[0]
+    table = (Path(__file__).parents[2] / "docs/compatibility.md").read_text().partition("## torch.compile")[0]
     assert all(f"`{name}`" in table for name in TARGETS)

@@ -329,7 +329,7 @@ def test_trainer(tmp_path):
 
 
 def test_a_compiled_model_without_a_mask():
-    """As docs/support.md has it: attention is given no mask, and right padding changes no result that counts."""
+    """As docs/compatibility.md has it: attention is given no mask, and right padding changes no result that counts."""
     from transformers import AttentionInterface
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
 

@@ -1,7 +1,8 @@
 """Softmaxes over columns that each token keeps: their rows of the head are read where they lie, and no copy is made.
 
 The core's block, on products that gather nothing: the core copies ``[R, K, H]`` rows, and adds as many to the gradient.
-What that gains by itself is not measured yet: ``python -m benchmarks.accelerators --only kept`` does it.
+On an H200, 8192 x 4096 x 128256 in bf16 (benchmarks/results/accelerators.txt), calls over 8, 64 and 256 kept columns
+take 0.55, 0.16 and 0.09 of the time, and 4 to 74 MiB instead of 2 GiB.
 
 R tokens, K kept columns of a token, H hidden size, V vocabulary size.
 """

@@ -115,8 +115,10 @@ def _definition(function: Any) -> tuple[str, str]:
     return function.__module__, function.__qualname__
 
 
-def check_tensor(name: str, value: Any, *, allow_dtensor: bool = False) -> None:
-    """Raise TypeError unless this is a tensor that is whole and dense.
+def check_tensor(
+    name: str, value: Any, dtypes: Sequence[torch.dtype] = (), advice: str = "", *, allow_dtensor: bool = False
+) -> None:
+    """Raise TypeError unless this is a tensor that is whole and dense, of one of these dtypes where there are any.
 
     With ``allow_dtensor``, hidden states may be a DTensor: :class:`liger_losses.Head` says with which weights.
     """
@@ -132,6 +134,9 @@ def check_tensor(name: str, value: Any, *, allow_dtensor: bool = False) -> None:
         raise TypeError(f"{name} is a sparse tensor ({value.layout}); pass {name}.to_dense().")
     if value.is_nested:
         raise TypeError(f"{name} is a nested tensor; pass {name}.to_padded_tensor(0.0).")
+    if dtypes and value.dtype not in dtypes:
+        expected = "floating point" if dtypes is FLOATS else " or ".join([f"{dtype}"[6:] for dtype in dtypes])
+        raise TypeError(f"{name} must be {expected}, got {described(value)}{advice}.")
 
 
 def _what_to_do(name: str, value: Any) -> str:
@@ -155,27 +160,19 @@ def described(value: Any) -> str:
     return f"{value.dtype} of shape {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
 
 
-def check_floating(name: str, value: Any, advice: str = "") -> None:
-    """Raise TypeError unless this is a dense floating-point tensor."""
-    check_tensor(name, value)
-    if value.dtype not in FLOATS:
-        raise TypeError(f"{name} must be floating point, got {described(value)}{advice}.")
+def check_device(of: str, device: torch.device, **tensors: Tensor | None) -> None:
+    """Raise ValueError unless these tensors, where there are any, are on the device of another one."""
+    for name, value in tensors.items():
+        if value is not None and value.device != device:
+            raise ValueError(f"{name} is on {value.device}, {of} on {device}; move it with .to(...).")
 
 
-def check_device(weight: Tensor, /, **tensors: Tensor) -> None:
-    """Raise ValueError if a tensor is on another device than the weight, or if both have no values."""
-    for name, tensor in tensors.items():
-        check_same_device(name, tensor, "the weight", weight.device)
+def check_values(weight: Tensor) -> None:
+    """Raise ValueError for a weight without values."""
     if type(weight).__name__ == "FakeTensor":  # which torch has no public name for
         raise ValueError(NO_VALUES.format("of FakeTensorMode, whose tensors"))
     if weight.device.type in WITHOUT_VALUES:
         raise ValueError(NO_VALUES.format("on the meta device, where tensors"))
-
-
-def check_same_device(name: str, value: Tensor, of: str, device: torch.device) -> None:
-    """Raise ValueError unless a tensor is on the device of another one."""
-    if value.device != device:
-        raise ValueError(f"{name} is on {value.device}, {of} on {device}; move it with .to(...).")
 
 
 def check_group(group: Any, dimension: str) -> None:
@@ -193,12 +190,11 @@ def check_group(group: Any, dimension: str) -> None:
 def check_labels(*labels: Any) -> None:
     """Raise TypeError unless these are labels."""
     for part in labels:
-        check_tensor("labels", part)
-        if part.dtype != torch.int64:
-            raise TypeError(
-                f"labels must be int64 token ids, got {described(part)}; convert them with .long(), unless these are "
-                "hidden states or a mask, and the arguments are in another order."
-            )
+        advice = (
+            "; these are token ids: convert them with .long(), unless they are hidden states or a mask, and the "
+            "arguments are in another order"
+        )
+        check_tensor("labels", part, (torch.int64,), advice)
 
 
 def host_checks(device: torch.device) -> bool:
@@ -219,7 +215,7 @@ def check_temperature(temperature: Tensor, device: torch.device, shapes: Sequenc
             f"{list(temperature.shape)}; one for each sequence [B] becomes one per token by "
             "temperature[:, None].expand_as(labels)."
         )
-    check_same_device("temperature", temperature, "the weight", device)
+    check_device("the weight", device, temperature=temperature)
 
 
 def checked_temperatures(temperatures: Tensor) -> Tensor:
@@ -309,7 +305,7 @@ def check_alike(**tensors: Any) -> None:
     first = next(iter(tensors))
     for name, value in tensors.items():
         if value is not None:
-            check_floating(name, value)
+            check_tensor(name, value, FLOATS)
             check_shape_of(name, value, first, tensors[first])
 
 
@@ -336,7 +332,7 @@ def check_shape_of(name: str, value: Tensor, of: str, values: Tensor) -> None:
     if len(sizes) > len(shape) or any(n not in (1, m) for n, m in zip(sizes[::-1], shape[::-1], strict=False)):
         raise ValueError(f"{name} must be {list(shape)}, as {of}, got {list(sizes)}.")
     if value.dim() or value.device.type != "cpu":
-        check_same_device(name, value, of, values.device)
+        check_device(of, values.device, **{name: value})
 
 
 def check_shaped(name: str, value: Any, of: str, device: torch.device, *shapes: Sequence[int]) -> None:
@@ -345,7 +341,7 @@ def check_shaped(name: str, value: Any, of: str, device: torch.device, *shapes: 
     if tuple(value.shape) not in [tuple(shape) for shape in shapes]:
         expected = " or ".join([f"{list(shape)}" for shape in shapes])
         raise ValueError(f"{name} must be {expected}, one per {of}, got {list(value.shape)}.")
-    check_same_device(name, value, f"the {of}s", device)
+    check_device(f"the {of}", device, **{name: value})
 
 
 def checked_items(value: Any, device: torch.device) -> Tensor:
@@ -369,19 +365,9 @@ def as_tensor(value: float, device: torch.device) -> Tensor:
     return torch.full((), value, dtype=torch.float32, device=device)
 
 
-def check_like_labels(name: str, value: Any, shape: torch.Size, weight: Tensor) -> None:
-    """Raise TypeError or ValueError unless this is a tensor of one value, or row, for each label, beside a weight."""
-    check_tensor(name, value)
-    check_device(weight, **{name: value})
-    if value.shape[: len(shape)] != shape or value.dim() > len(shape) + 1:
-        raise ValueError(
-            f"{name} has shape {tuple(value.shape)}, but there is one value for each label: {tuple(shape)}."
-        )
-
-
 def check_weight(weight: Any, bias: Any = None) -> None:
     """Raise TypeError or ValueError unless these are a weight ``[V, H]`` and its bias ``[V]`` (or ``None``)."""
-    check_floating("weight", weight, "; dequantize it first, or pass the quantized layer")
+    check_tensor("weight", weight, FLOATS, "; dequantize it first, or pass the quantized layer")
     if weight.dim() != 2:
         swapped = f"; were weight and hidden states swapped? {ORDER}." if weight.dim() == 3 else "."
         raise ValueError(f"weight must be [vocab_size, hidden_size], got shape {tuple(weight.shape)}{swapped}")
@@ -395,13 +381,9 @@ def check_vector(name: str, vector: Any, weight: Tensor, vocab_size: int | None 
 
     Where the weight is a part of a head, ``vocab_size`` is the number of values.
     """
-    if vector is None:
-        return
-    check_floating(name, vector)
-    rows = weight.shape[0] if vocab_size is None else vocab_size
-    if vector.shape != (rows,):
-        raise ValueError(f"{name} must be [{rows}], one value per row of the weight, got shape {tuple(vector.shape)}.")
-    check_device(weight, **{name: vector})
+    if vector is not None:
+        check_tensor(name, vector, FLOATS)
+        check_shaped(name, vector, "row of the weight", weight.device, (vocab_size or weight.shape[0],))
 
 
 def is_weight_and_bias(layer: nn.Module) -> TypeGuard[nn.Linear | nn.Embedding]:

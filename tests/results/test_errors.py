@@ -163,7 +163,7 @@ WRONG = [
     (lambda h, w, y: policy(h, w, y, temperature=0.7), r"constructor, .*GRPOLoss\(temperature=0.7\)"),
     (
         lambda h, w, y: linear_statistics(h, w, y, "selected_logps", selected=y[..., None].to("meta")),
-        "selected is on meta, the weight on cpu",
+        "selected is on meta, the label on cpu",
     ),
     (lambda h, w, y: linear_token_loss(h, w, y, None), "token_loss must be a function"),
     (lambda h, w, y: linear_token_loss(h, w, y, lambda s, l: None), "got NoneType"),
@@ -345,7 +345,7 @@ WRONG = [
     # shapes, dtypes and devices
     (lambda h, w, y: linear_logps(h, w.t(), y), r"hidden_states must be \[..., 61\]"),
     (lambda h, w, y: linear_logps(h, w, y.flatten()), r"Give both flat, or both \[4, 5\]"),
-    (lambda h, w, y: linear_logps(h, w, y.float()), r"int64 token ids.*\.long\(\)"),
+    (lambda h, w, y: linear_logps(h, w, y.float()), r"must be int64.*token ids.*\.long\(\)"),
     (lambda h, w, y: linear_logps(y[..., None].expand(4, 5, 24), w, y), "token ids go into"),
     (lambda h, w, y: linear_logps(h.bfloat16(), w, y), "hidden_states torch.bfloat16, weight torch.float32.*cast"),
     (lambda h, w, y: linear_logps(h, w, y.masked_fill(y < 0, 61)), r"\[0, 61\).*to 61"),
@@ -379,7 +379,7 @@ WRONG = [
     (lambda h, w, y: linear_logps(h, [w, w], y, support=1), "support= does not work with l"),
     (lambda h, w, y: CE()([w, w], None, y), "hidden_states must be a tensor, got NoneType"),
     (lambda h, w, y: CE()([w, w.to("meta")], h, y), "of head 1 is on meta"),
-    (lambda *t: of_inputs(*t, EACH, EACH[:, :2]), "u has shape .* there is one value for each label"),
+    (lambda *t: of_inputs(*t, EACH, EACH[:, :2]), r"u must be \[4, 2\] or .*, one per label"),
     (lambda *t: of_inputs(*t, EACH[:, :2]), r"1 of token_inputs\['u'\]"),
     (lambda *t: of_inputs(*t, EACH[:, :2], None), "u must be a tensor, got NoneType"),
     (
@@ -403,7 +403,7 @@ WRONG = [
         lambda h, w, y: scored(h, w, y, kept(y).flatten().index_fill(0, torch.tensor(7), -1), offsets()),
         r"in \[0, 61\), the rows of the weight \(offsets need no padding\); token 2 .* from -1 to",
     ),
-    (lambda h, w, y: scored(h, w, y, kept(y)[:3]), "one row for each label"),
+    (lambda h, w, y: scored(h, w, y, kept(y)[:3]), r"ids must be \[4, 5, 3\], one per label"),
     (lambda h, w, y: scored(h, w, y, kept(y).flatten(), offsets()[1:]), r"offsets must be \[21\]"),
     *(
         (lambda h, w, y, at=(place, value): scored(h, w, y, kept(y).flatten(), offsets(at)), "rise from 0 to 60")

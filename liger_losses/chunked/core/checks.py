@@ -26,8 +26,11 @@ NO_TANGENTS = (
 )
 
 
-def check_call(targets: Sequence[Target]) -> None:
-    """Raise RuntimeError within a transform of ``torch.func`` or forward mode, ValueError for no target."""
+def check_call(
+    targets: Sequence[Target], asked: Sequence[Statistic], options: EngineOptions, sums_losses: bool
+) -> None:
+    """Raise RuntimeError within a transform of ``torch.func`` or forward mode, ValueError for no target; RankError on
+    all ranks that share a vocabulary unless they are about to make the same call."""
     if within_transform():
         raise RuntimeError(NO_TRANSFORMS)
     if not targets:
@@ -37,12 +40,6 @@ def check_call(targets: Sequence[Target]) -> None:
             tensors = [target.hidden, target.head.bias, *[tensor for tensor, _ in target.head.weights.trained]]
             if any(t is not None and forward_ad.unpack_dual(t).tangent is not None for t in tensors):
                 raise RuntimeError(NO_TANGENTS)
-
-
-def agree_on_call(
-    targets: Sequence[Target], asked: Sequence[Statistic], options: EngineOptions, sums_losses: bool
-) -> None:
-    """Raise RankError on all ranks that share a vocabulary unless they are about to make the same call."""
     for target in targets:
         if target.head.ranks.group is not None:
             facts = common_facts(target, asked, options) | {"a loss per token": sums_losses}

@@ -223,9 +223,7 @@ def _statistics(text: str, trained: Sequence[bool], tensors: Sequence[Tensor]) -
         return _separate(_flat(_run(text, trained, tensors)[0]))
 
 
-@_statistics.register_fake
-def _(text: str, trained: Sequence[bool], tensors: Sequence[Tensor]) -> list[Tensor]:
-    return _empty(text, tensors)
+_statistics.register_fake(lambda text, trained, tensors: _empty(text, tensors))
 
 
 @_operator("liger_losses::statistics_gradients", ", Tensor[] values, Tensor?[] upstream")
@@ -242,9 +240,7 @@ def _statistics_gradients(
         return _gradients_of([value for value, _ in pairs], leaves, [g for _, g in pairs])
 
 
-@_statistics_gradients.register_fake
-def _(text: str, trained: Sequence[bool], tensors: Sequence[Tensor], *_: Any) -> list[Tensor]:
-    return _empty_gradients(trained, tensors)
+_statistics_gradients.register_fake(lambda text, trained, tensors, *_: _empty_gradients(trained, tensors))
 
 
 @_operator("liger_losses::loss_sum")

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from liger_losses.checks import check_device, check_floating, check_names, check_same_device, check_tensor, described
+from liger_losses.checks import FLOATS, check_device, check_names, check_tensor, described
 from liger_losses.chunked.core import target
 from liger_losses.chunked.core.head import Head
 from liger_losses.chunked.core.ranks import ALONE, check_teacher_ranks
@@ -74,7 +74,6 @@ class Teacher:
 
     def compared(self, labels: Tensor, temperature: float | Tensor) -> target.Target:
         """The other side of a comparison, at its temperature."""
-        self.head.check_invariant()
         with torch.no_grad():
             hidden, head = self.head.for_call(self.local_hidden_states)
         return target.Target(head, hidden.detach(), labels, temperature)
@@ -83,14 +82,9 @@ class Teacher:
         """Raise TypeError or ValueError unless this fits the shape of the student's tokens, and the student's head."""
         head, hidden = self.head, self.local_hidden_states
         check_no_temperature("teacher", head)
-        check_floating("the teacher's hidden_states", hidden)
-        if hidden.dim() < 2 or hidden.shape[-1] != head.hidden_size:
-            weight = (head.vocab_size, head.hidden_size)
-            raise ValueError(
-                f"the teacher's hidden_states {tuple(hidden.shape)} do not fit its weight {weight}, as in nn.Linear."
-            )
-        check_fits("hidden_states", hidden, tokens, student)
-        check_device(student.weight, **{"the teacher's weight": head.weight})
+        check_tensor("the teacher's hidden_states", hidden, FLOATS)
+        check_fits("hidden_states", hidden, student, (*tokens, head.hidden_size))
+        check_device("the student's", student.weight.device, **{"the teacher's weight": head.weight})
         check_columns(self, student)
         check_teacher_ranks(student.ranks, head.ranks)
 
@@ -124,7 +118,7 @@ class Teachers:
                 f"which must be integers {tuple(labels.shape)}, as the labels, or ({labels.shape[0]},), one for each "
                 f"sequence, got {described(which)}."
             )
-        check_same_device("which", which, "the labels", labels.device)
+        check_device("the labels", labels.device, which=which)
         which = which.view(*which.shape, *[1] * (labels.dim() - which.dim()))
         active = labels != ignore_index
         if which.device.type == "cpu" and not torch.compiler.is_dynamo_compiling():
@@ -208,20 +202,17 @@ class TeacherTopK:
     def check(self, tokens: torch.Size, student: Head) -> None:
         """Raise TypeError or ValueError unless this fits the shape of the student's tokens, and the student's head."""
         check_names([self.tail], TAILS, "tail", EARLIER_TAILS)
-        check_floating("the teacher's logps", self.logps)
-        check_tensor("the teacher's indices", self.indices)
-        if self.indices.dtype != torch.int64:
-            raise TypeError(f"the teacher's indices must be int64, got {self.indices.dtype}; pass indices.long().")
+        check_tensor("the teacher's logps", self.logps, FLOATS)
+        check_tensor("the teacher's indices", self.indices, (torch.int64,), "; pass indices.long()")
         if self.logps.shape != self.indices.shape or not self.logps.dim() or not self.logps.shape[-1]:
             raise ValueError(
                 f"the teacher's logps and indices must both be [..., k], got {tuple(self.logps.shape)} and "
                 f"{tuple(self.indices.shape)}."
             )
-        check_fits("logps", self.logps, tokens, student)
-        check_fits("indices", self.indices, tokens, student)
+        for name in ("logps", "indices"):
+            check_fits(name, getattr(self, name), student, (*tokens, self.logps.shape[-1]))
         if self.tail_logps is not None:
-            check_tensor("the teacher's tail_logps", self.tail_logps)
-            check_fits("tail_logps", self.tail_logps, tokens, student, 0)
+            check_fits("tail_logps", self.tail_logps, student, tokens)
 
     def check_active(self, mask: Tensor, vocab_size: int) -> None:
         """Raise ValueError for values that are wrong for the tokens that ``mask`` names; synchronizes."""
@@ -229,23 +220,17 @@ class TeacherTopK:
             return
         logps, indices = self.logps[mask], self.indices[mask]
         ordered = indices.sort(-1).values
-        wrong = [(indices < 0) | (indices >= vocab_size), ordered[:, 1:] == ordered[:, :-1], logps > 1e-3]
-        outside, repeated, positive = torch.stack([values.any() for values in wrong]).tolist()
-        problem = ""
-        if outside:
-            problem = (
-                f"indices must be in [0, {vocab_size}), the student's vocabulary, got {int(indices.min())} to "
-                f"{int(indices.max())}; drop columns that the student lacks"
-            )
-        elif repeated:
-            problem = "indices name a column twice for a token; give each column once"
-        elif positive:
-            problem = (
-                f"logps must be log-probabilities, at most 0, got {float(logps.max()):.4g}; apply log_softmax over the "
-                "whole vocabulary first"
-            )
-        if problem:
-            raise ValueError(f"the teacher's {problem}.")
+        wrong = {
+            f"indices must be in [0, {vocab_size}), the student's vocabulary; drop columns that the student lacks": (
+                (indices < 0) | (indices >= vocab_size)
+            ),
+            "indices name a column twice for a token; give each column once": ordered[:, 1:] == ordered[:, :-1],
+            "logps must be at most 0; apply log_softmax over the whole vocabulary first": logps > 1e-3,
+        }
+        theirs = torch.stack([tokens.any() for tokens in wrong.values()]).tolist()
+        if any(theirs):
+            given = f"indices from {int(indices.min())} to {int(indices.max())}, logps to {float(logps.max()):.4g}"
+            raise ValueError(f"the teacher's {list(wrong)[theirs.index(True)]}. Got {given}.")
 
 
 def check_no_temperature(whose: str, head: Head) -> None:

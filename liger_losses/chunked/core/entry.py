@@ -32,20 +32,16 @@ _CONSTANTS = frozenset(
 
 
 def operator(function: F) -> F:
-    """Decorate an operation: errors for wrong arguments say how it is called."""
-    return _entry(function, of_loss=False)
+    """Decorate an operation, or the ``forward`` of a loss: errors for wrong arguments say how it is called.
 
+    The options of a loss must be equal on ranks that share a vocabulary.
+    """
 
-def loss_operator(forward: F) -> F:
-    """:func:`operator` for the ``forward`` of a loss, whose options must be equal on ranks that share a vocabulary."""
-    return _entry(forward, of_loss=True)
-
-
-def _entry(function: F, of_loss: bool) -> F:
     def wrong(count: int, keywords: tuple[str, ...], kind: Any) -> str | None:
         return wrong_arguments(function, count, keywords, kind)
 
     names = tuple(inspect.signature(function).parameters)
+    of_loss = names[0] == "self"
 
     @functools.wraps(function)
     def wrapped(*arguments: Any, **keywords: Any) -> Any:

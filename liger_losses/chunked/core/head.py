@@ -78,6 +78,8 @@ class Head:
     quantized: QuantizedWeight | None
     # All of it but adapters with dropout, which a call adds; ``replace`` makes it again of the other parts.
     weights: Weights = field(init=False)
+    #: The vocabulary size V, over all ranks.
+    vocab_size: int = field(init=False)
 
     # What the constructor takes, as graphs and what is saved for backward make a head again with a call's weights.
     __match_args__ = ("weight", "bias", "transform", "ranks", "batch_invariant", "adapters", "quantized", "weights")
@@ -110,6 +112,7 @@ class Head:
         fields = (weight, bias, transform or LogitTransform(), ranks, batch_invariant, adapters, quantized, weights)
         for name, value in zip(Head.__match_args__, fields, strict=True):
             object.__setattr__(self, name, value)
+        object.__setattr__(self, "vocab_size", sum(ranks.sizes) or weights.columns)
 
     @classmethod
     def of(
@@ -141,11 +144,6 @@ class Head:
         return weight if transform is None else weight.with_fields(transform=_joined(weight.transform, transform))
 
     @property
-    def vocab_size(self) -> int:
-        """The vocabulary size V, over all ranks."""
-        return sum(self.ranks.sizes) or self.weights.columns
-
-    @property
     def vocabulary_ranks(self) -> int:
         """The number of ranks that hold rows of the head."""
         return self.ranks.size
@@ -154,9 +152,15 @@ class Head:
     def hidden_size(self) -> int:
         return self.weights.hidden_size
 
-    def for_call(self, hidden_states: Tensor) -> tuple[Tensor, Head]:
-        """Hidden states and head of one call, for which what adapters drop of hidden states is drawn. Temperatures of
-        tokens are the target's."""
+    def for_call(self, hidden_states: Tensor, whole: bool = True) -> tuple[Tensor, Head]:
+        """Hidden states and head of one call, of the ``whole`` vocabulary or of some columns, for which what adapters
+        drop of hidden states is drawn. Temperatures of tokens are the target's.
+
+        Raises:
+            ValueError: its product with all columns depends on the number of tokens, and must not.
+        """
+        if whole and self.batch_invariant and self.adapters:
+            raise ValueError(NOT_INVARIANT)
         transform, weights = self.transform, self.weights
         if isinstance(transform.temperature, Tensor):
             transform = replace(transform, temperature=1.0)
@@ -174,11 +178,6 @@ class Head:
     def local_bias(self, columns: slice | Tensor) -> Tensor | None:
         """The bias of some of this rank's columns."""
         return None if self.bias is None else local_part(self.bias.detach())[columns].contiguous()
-
-    def check_invariant(self) -> None:
-        """Raise ValueError if its product with all columns depends on the number of tokens, and must not."""
-        if self.batch_invariant and self.adapters:
-            raise ValueError(NOT_INVARIANT)
 
     def with_fields(self, **changes: Any) -> Head:
         """A copy with other fields, which are not checked again."""
@@ -231,20 +230,23 @@ def _checked(
         quantized = find_quantized(weight)
         if quantized is not None:
             weight = torch.empty(quantized.shape[0], 0, dtype=quantized.dtype, device=quantized.device)
+    ranks = ALONE
     if quantized is None and hasattr(weight, "full_tensor"):  # a DTensor
         if group is not None:
             raise ValueError("a DTensor weight has a device mesh, whose group the head uses; leave group= out.")
-        mesh = weight.device_mesh
-        rows, bias = local_rows("weight", weight, mesh), None if bias is None else local_rows("bias", bias, mesh)
-        check_weight(rows, bias)
-        return rows, bias, None, share_mesh(weight)
-    if group is not None:
-        return weight, bias, quantized, share_vocabulary(group, weight, bias, quantized)
+        mesh, whole = weight.device_mesh, weight
+        weight, bias = local_rows("weight", whole, mesh), None if bias is None else local_rows("bias", bias, mesh)
+        ranks = share_mesh(whole)
     if quantized is None:
         check_weight(weight, bias)
     else:
         check_vector("bias", bias, weight)
-    return weight, bias, quantized, ALONE
+    if group is not None:
+        hidden_size = weight.shape[1] if quantized is None else quantized.shape[1]
+        kind = f"{weight.dtype}" if quantized is None else f"{type(quantized).__name__} for {weight.dtype}"
+        facts = {"weight": kind, "hidden size": hidden_size, "bias": "none" if bias is None else "given"}
+        ranks = share_vocabulary(group, len(weight), weight.device, facts)
+    return weight, bias, quantized, ranks
 
 
 def _matrix(weight: Tensor, quantized: QuantizedWeight | None, adapters: tuple[LowRank, ...]) -> Weights:

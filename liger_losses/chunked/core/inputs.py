@@ -6,22 +6,15 @@ K targets, V vocabulary size, H hidden size.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from liger_losses import checks
-from liger_losses.checks import (
-    LISTS,
-    check_device,
-    check_labels,
-    check_like_labels,
-    described,
-    one_each,
-    see,
-)
-from liger_losses.chunked.core.distilled import check_comparison
+from liger_losses.checks import FLOATS, LISTS, check_device, check_labels, check_shaped, check_tensor, one_each, see
+from liger_losses.chunked.core.distilled import Teachers, check_comparison
 from liger_losses.chunked.core.head import Head
 from liger_losses.chunked.core.target import Target
 from liger_losses.kernels.autograd import autocast_dtype
@@ -31,14 +24,11 @@ from liger_losses.kernels.logit_transform import LogitTransform
 HIDDEN = "hidden states"
 
 
-def target_of(
-    hidden_states: Any, head: Head, labels: Any, *, comparison: tuple[Any, Any, Any] | None = None, **fields: Any
-) -> Target:
+def target_of(hidden_states: Any, head: Head, labels: Any, **fields: Any) -> Target:
     """A target of hidden states ``[..., H]`` and labels ``[...]`` that fit its head; of a DTensor, this rank's.
 
     Args:
         hidden_states, head, labels: as in :func:`liger_losses.linear_logps`.
-        comparison: a teacher, the divergence from it, and the temperature of both softmaxes in it.
         fields: others of :class:`Target`.
 
     Raises:
@@ -58,23 +48,34 @@ def target_of(
         if selected > head.vocab_size:
             raise ValueError(f"k must be at most the {head.vocab_size} columns of the head, got {selected}.")
     elif selected is not None:
-        check_like_labels("selected", selected, labels.shape, weight)
-        if selected.dtype != torch.int64 or selected.dim() == labels.dim():
-            raise ValueError(
-                f"selected must be int64 [..., k], a row for each of the labels {tuple(labels.shape)}, got "
-                f"{described(selected)}."
-            )
-    if comparison is not None:
-        teacher, divergence, soft = comparison
-        LogitTransform(soft)  # raises unless it can be a temperature
-        check_comparison(teacher, divergence, head, labels.shape)
-        if isinstance(soft, Tensor):
-            checks.check_temperature(soft, weight.device, [labels.shape])
-        fields["teacher"] = teacher.compared(labels, soft)
-    if "kept" not in fields:
-        head.check_invariant()
-    hidden, head = head.for_call(hidden)
+        check_tensor("selected", selected, (torch.int64,))
+        check_shaped("selected", selected, "label", weight.device, (*labels.shape, *selected.shape[-1:]))
+    hidden, head = head.for_call(hidden, whole="kept" not in fields)
     return Target(head, hidden, labels, **fields)
+
+
+def compared_targets(
+    hidden_states: Any,
+    head: Head,
+    labels: Tensor,
+    teacher: Any,
+    divergence: Any,
+    temperature: float | Tensor,
+    ignore_index: int,
+) -> list[Target]:
+    """A target for each teacher: of several, each has its tokens."""
+    pairs, targets = [(teacher, labels)], list[Target]()
+    if isinstance(teacher, Teachers):
+        check_tensor("labels", labels)
+        pairs = list(zip(teacher.teachers, teacher.labels(labels, ignore_index), strict=True))
+    LogitTransform(temperature)  # raises unless it can be a temperature
+    for one, of_one in pairs:
+        target = target_of(hidden_states, head, of_one)
+        check_comparison(one, divergence, head, of_one.shape)
+        if isinstance(temperature, Tensor):
+            checks.check_temperature(temperature, head.weight.device, [of_one.shape])
+        targets.append(replace(target, teacher=one.compared(of_one, temperature)))
+    return targets
 
 
 def shift_labels(labels: Tensor, ignore_index: int = -100, positions: int = 1) -> Tensor:
@@ -117,27 +118,25 @@ def targets_of(
         class_weight: of all targets.
         inputs: other arguments of the call, which may be lists too.
     """
-    count = None
-    if several(hidden_states, weight):
-        inputs |= {HIDDEN: hidden_states, "heads": weight, "labels": labels, "bias": bias, "shift": shift}
-        count = count_targets(**inputs, selected=selected)
-    arguments = (hidden_states, weight, labels, bias, shift, selected)
-    rows = [arguments] if count is None else list(zip(*[one_each(value, count) for value in arguments], strict=True))
+    many, of_each = several(hidden_states, weight), {HIDDEN: hidden_states, "heads": weight, "labels": labels}
+    of_each |= {"bias": bias, "shift": shift, "selected": selected}
+    count = count_targets(**of_each, **inputs) if many else 1
+    rows = list(zip(*[one_each(value, count) if many else [value] for value in of_each.values()], strict=True))
     heads: list[Head] = []
     shifted: list[Tensor] = []
     for i, (_, layer, its_labels, its_bias, positions, _) in enumerate(rows):
         same = [heads[k] for k in range(i) if rows[k][1] is layer and rows[k][3] is its_bias]
         heads.append(same[0] if same else Head.of(layer, its_bias, transform))
-        if count is not None or positions:
+        if many or positions:
             check_labels(its_labels)
         shifted.append(shift_labels(its_labels, ignore_index, int(positions)) if positions else its_labels)
     for k, head in enumerate(heads[1:], 1):
-        check_device(heads[0].weight, **{f"the weight of head {k}": head.weight})
+        check_device("the weight", heads[0].weight.device, **{f"the weight of head {k}": head.weight})
     targets = []
     for i, (hidden, *_, columns) in enumerate(rows):
         temperature = heads[i].transform.temperature
         fields = {"temperature": temperature, "selected": columns}
-        if count is not None:
+        if many:
             if isinstance(temperature, Tensor) and temperature.shape != shifted[i].shape:
                 checks.check_temperature(temperature, heads[i].weight.device, [part.shape for part in shifted])
             fields = {name: of_target(value, shifted, i) for name, value in fields.items()}
@@ -175,10 +174,14 @@ def count_targets(**arguments: Any) -> int:
 def check_inputs(hidden: Any, head: Head, labels: Any) -> None:
     """Raise TypeError or ValueError unless hidden states ``[..., H]``, a head and labels ``[...]`` fit together."""
     advice = "; they come from the model's last layer, and token ids go into labels"
-    checks.check_floating("hidden_states", hidden, advice)
+    check_tensor("hidden_states", hidden, FLOATS, advice)
     check_labels(labels)
-    _check_shapes(hidden.shape, labels.shape, (len(head.weight), head.hidden_size))
-    check_device(head.weight, hidden_states=hidden, labels=labels)
+    size = head.hidden_size
+    if hidden.dim() < 2 or hidden.shape[-1] != size or labels.shape != hidden.shape[:-1]:
+        problem = _problem(hidden.shape, labels.shape, (len(head.weight), size))
+        raise ValueError(problem + see("shapes-dtypes-and-devices"))
+    check_device("the weight", head.weight.device, hidden_states=hidden, labels=labels)
+    checks.check_values(head.weight)
     dtypes = {"hidden_states": hidden.dtype}
     if head.quantized is None:  # whose rows take the dtype of the hidden states
         dtypes["weight"] = head.weight.dtype
@@ -193,9 +196,9 @@ def check_inputs(hidden: Any, head: Head, labels: Any) -> None:
         )
 
 
-def _check_shapes(hidden: torch.Size, labels: torch.Size, weight: tuple[int, int]) -> None:
-    """Raise ValueError unless sizes fit together, which says what the mistake may be."""
-    (columns, size), expected, problem = weight, hidden[:-1], ""
+def _problem(hidden: torch.Size, labels: torch.Size, weight: tuple[int, int]) -> str:
+    """Why these sizes do not fit together, and what the mistake may be."""
+    (columns, size), expected = weight, hidden[:-1]
     if len(hidden) < 2 or hidden[-1] != size:
         problem = (
             f"hidden_states must be [..., {size}] to fit the weight {weight}, got shape {tuple(hidden)}. The weight is "
@@ -208,20 +211,18 @@ def _check_shapes(hidden: torch.Size, labels: torch.Size, weight: tuple[int, int
                 f" These look like logits: pass the last hidden states; {checks.LOSS_INPUTS}. Of a patched model, take "
                 "the model's own loss (labels=)."
             )
-    elif labels == (columns,) != expected:
-        problem = (
+        return problem
+    if labels == (columns,):
+        return (
             f"weight {weight} and hidden states {tuple(hidden)} were swapped: labels {tuple(labels)} are one for "
             f"each row of the weight. {checks.ORDER}."
         )
-    elif labels != expected:
-        advice = "Give positions without a label ignore_index."
-        if len(labels) == len(expected) and labels[:-1] == expected[:-1] and abs(labels[-1] - expected[-1]) == 1:
-            advice = "Shorten neither: with shift=True, each position predicts the next one's label."
-        if labels.numel() == expected.numel() and len(labels) != len(expected):
-            advice = f"Give both flat, or both {list(labels if len(labels) > 1 else expected)}."
-        problem = (
-            f"labels must have one entry per hidden state: hidden_states {tuple(hidden)} need labels of shape "
-            f"{tuple(expected)}, got {tuple(labels)}. {advice}"
-        )
-    if problem:
-        raise ValueError(problem + see("shapes-dtypes-and-devices"))
+    advice = "Give positions without a label ignore_index."
+    if len(labels) == len(expected) and labels[:-1] == expected[:-1] and abs(labels[-1] - expected[-1]) == 1:
+        advice = "Shorten neither: with shift=True, each position predicts the next one's label."
+    if labels.numel() == expected.numel() and len(labels) != len(expected):
+        advice = f"Give both flat, or both {list(labels if len(labels) > 1 else expected)}."
+    return (
+        f"labels must have one entry per hidden state: hidden_states {tuple(hidden)} need labels of shape "
+        f"{tuple(expected)}, got {tuple(labels)}. {advice}"
+    )

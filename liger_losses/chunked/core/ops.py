@@ -18,12 +18,12 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypedDict, overload
 import torch
 from torch import Tensor, nn
 
-from liger_losses.checks import check_like_labels, check_names, check_shift, check_tensor, described, one_each
+from liger_losses.checks import check_names, check_shaped, check_shift, check_tensor, described, one_each
 from liger_losses.chunked.core import compiled
 from liger_losses.chunked.core.distilled import Teacher, TeacherLogits, Teachers
 from liger_losses.chunked.core.entry import operator
 from liger_losses.chunked.core.head import Head
-from liger_losses.chunked.core.inputs import several, target_of, targets_of
+from liger_losses.chunked.core.inputs import compared_targets, several, target_of, targets_of
 from liger_losses.chunked.core.options import EngineOptions
 from liger_losses.chunked.core.results import HOW_TO_ASK, DeclaredStatistics, Largest, Statistics, check_asked, named
 from liger_losses.chunked.core.statistics import Statistic
@@ -389,7 +389,9 @@ def linear_token_loss(
     for i, target in enumerate(targets):
         read = {name: one_each(value, len(targets))[i] for name, value in inputs.items()}
         for name, value in read.items():
-            check_like_labels(name, value, target.labels.shape, target.labels)
+            check_tensor(name, value)
+            shape = target.labels.shape
+            check_shaped(name, value, "label", target.labels.device, shape, (*shape, *value.shape[-1:]))
         losses.append(TokenLoss(functools.partial(_of_user, token_loss, names), {"labels": target.labels, **read}))
     loss, of_targets = compiled.loss_sum(targets, names, losses, options, metrics)
     results = [named(values, names) for values in of_targets]
@@ -438,7 +440,7 @@ def linear_divergence(
     student = Head.of(head, bias, transform)
     targets = compared_targets(hidden_states, student, labels, teacher, divergence, temperature, options.ignore_index)
     names: list[Any] = [Statistic("divergence", divergence=divergence), *["logp"] * logp]
-    return added([Statistics(**values) for values in compiled.statistics(targets, names, options)])
+    return added(compiled.statistics(targets, names, options))
 
 
 @operator
@@ -477,34 +479,17 @@ def linear_divergence_loss(
     check_names(weights, ("divergence", "logp"), "differentiable statistic", HOW_TO_ASK)
     check_names(metrics, ("entropy",), "statistic", HOW_TO_ASK)
     for name, value in weights.items():
-        check_like_labels(name, value, labels.shape, student.weight)
+        check_shaped(name, value, "label", labels.device, labels.shape)
     names: list[Any] = [Statistic(name, divergence=divergence) if name == "divergence" else name for name in weights]
     losses = [TokenLoss(weighted_sum, dict(weights))] * len(targets)
     loss, parts = compiled.loss_sum(targets, names, losses, options, ["soft_entropy"] if metrics else [])
-    return loss, added([Statistics(entropy=values.pop("soft_entropy", None), **values) for values in parts])
+    return loss, added(parts)
 
 
-def compared_targets(
-    hidden_states: Any,
-    head: Head,
-    labels: Tensor,
-    teacher: Any,
-    divergence: Divergence,
-    temperature: float | Tensor,
-    ignore_index: int,
-) -> list[Target]:
-    """A target for each teacher: of several, each has its tokens."""
-    pairs = [(teacher, labels)]
-    if isinstance(teacher, Teachers):
-        check_tensor("labels", labels)
-        pairs = list(zip(teacher.teachers, teacher.labels(labels, ignore_index), strict=True))
-    return [target_of(hidden_states, head, of_one, comparison=(one, divergence, temperature)) for one, of_one in pairs]
-
-
-def added(parts: Sequence[Statistics]) -> Statistics:
+def added(parts: Sequence[Mapping[str, Tensor]]) -> Statistics:
     """Statistics of all tokens: the sum of each teacher's, which are 0 for tokens of other teachers."""
-    columns = zip(*parts, strict=True)
-    return Statistics(*[None if values[0] is None else sum(values[1:], values[0]) for values in columns])
+    totals = {name: sum([part[name] for part in parts[1:]], value) for name, value in parts[0].items()}
+    return Statistics(entropy=totals.pop("soft_entropy", None), **totals)
 
 
 def _of_user(

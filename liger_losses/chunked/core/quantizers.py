@@ -249,21 +249,20 @@ class GPTQRows(QuantizedWeight):
         return ((packed[..., None] >> shifts) & (2**self.bits - 1)).flatten(-2)
 
 
-#: Layers that keep GPTQ's layout. (Others of these packages reorder what they have loaded, subclasses too.)
-_AUTO, _MODEL = "auto_gptq.nn_modules.qlinear.qlinear_", "gptqmodel.nn_modules.qlinear."
-_GPTQ = {
-    *[f"{_AUTO}{name}.QuantLinear" for name in ("cuda", "cuda_old", "triton", "tritonv2")],
-    *[f"{_MODEL}{name}{end}" for name in ("torch.Torch", "tritonv2.TritonV2") for end in ("QuantLinear", "Linear")],
-}
+#: GPTQModel's layers that keep GPTQ's layout. (Others reorder what they have loaded, subclasses of these too.)
+_GPTQ = [
+    f"gptqmodel.nn_modules.qlinear.{name}{end}"
+    for name in ("torch.Torch", "tritonv2.TritonV2")
+    for end in ("QuantLinear", "Linear")
+]
 
 
 def _of_gptq(layer: Any) -> QuantizedWeight:
     names = [f"{kind.__module__}.{kind.__qualname__}" for kind in type(layer).__mro__]
-    name = next(name for name in names if name.startswith(("auto_gptq.", "gptqmodel.")))
-    if name not in _GPTQ or getattr(layer, "adapter", None) is not None:
+    first = next(name for name in names if name.startswith("gptqmodel."))
+    if first not in _GPTQ or getattr(layer, "adapter", None) is not None:
         raise _cannot_read(layer, "its package may reorder what it has loaded, or add an adapter")
-    # AutoGPTQ's layers add 1 to the zero points that they have; GPTQModel's say in which format theirs are.
-    return GPTQRows(layer, 1 if name.startswith("auto_gptq.") else {1: 1, 2: 0}[layer.qzero_format()])
+    return GPTQRows(layer, {1: 1, 2: 0}[layer.qzero_format()])
 
 
 #: By a type, or by its module and name, for packages that may not be installed.

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import zlib
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from liger_losses.checks import check_group, check_tensor, check_vector, check_weight, see
+from liger_losses.checks import check_group, check_tensor, see
 from liger_losses.chunked.core.agreement import all_gather, compare, known_of, lines_of
-from liger_losses.chunked.core.quantizers import QuantizedWeight
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -31,10 +31,10 @@ class Ranks:
     sizes: tuple[int, ...] = ()
     sums_hidden: bool = True
     mesh: DeviceMesh | None = None
+    size: int = field(init=False)
 
-    @property
-    def size(self) -> int:
-        return max(len(self.sizes), 1)
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "size", max(len(self.sizes), 1))
 
     @property
     def first(self) -> int:
@@ -181,27 +181,18 @@ def share_mesh(weight: Any) -> Ranks:
     return shard
 
 
-def share_vocabulary(
-    group: dist.ProcessGroup, weight: Tensor, bias: Tensor | None, quantized: QuantizedWeight | None = None
-) -> Ranks:
-    """Check this rank's rows, and learn how many the others have. Beside a quantized weight, ``weight`` is ``[V, 0]``.
+def share_vocabulary(group: dist.ProcessGroup, rows: int, device: torch.device, facts: Mapping[str, Any]) -> Ranks:
+    """Learn how many rows of a head the others have, once its facts are equal on all ranks.
 
     Raises:
-        TypeError, ValueError, RuntimeError: see :class:`liger_losses.Head`.
+        TypeError: a group of which this rank is not a member.
+        RankError: the facts differ.
     """
     check_group(group, "tp")
-    check_tensor("weight", weight)
-    if quantized is None:
-        check_weight(weight, bias)
-        kind, hidden_size = str(weight.dtype), weight.shape[1]
-    else:
-        check_vector("bias", bias, weight)
-        kind, hidden_size = f"{type(quantized).__name__} for {weight.dtype}", quantized.shape[1]
-    biased = "none" if bias is None else "given"
-    text = lines_of({"the head's weight": kind, "the head's hidden size": hidden_size, "its bias": biased})
-    facts = torch.empty(dist.get_world_size(group), 2, dtype=torch.int64, device=weight.device)
-    all_gather(facts.view(-1), facts.new_tensor([len(weight), zlib.crc32(text.encode())]), group=group)
-    sizes, hashes = facts.t().tolist()
+    text = lines_of({f"the head's {name}": value for name, value in facts.items()})
+    numbers = torch.empty(dist.get_world_size(group), 2, dtype=torch.int64, device=device)
+    all_gather(numbers.view(-1), numbers.new_tensor([rows, zlib.crc32(text.encode())]), group=group)
+    sizes, hashes = numbers.t().tolist()
     if len(set(hashes)) > 1:
         compare(group, text)
     return Ranks(group, dist.get_rank(group), tuple(sizes))

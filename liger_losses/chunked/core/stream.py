@@ -22,7 +22,7 @@ from liger_losses.caller import warn
 from liger_losses.checks import check_right, check_vocabulary, see
 from liger_losses.chunked.core.block import PLANNERS, statistics_by_columns
 from liger_losses.chunked.core.buffers import Gradients, Leaf, key_of, local_part
-from liger_losses.chunked.core.checks import agree_on_call, check_call
+from liger_losses.chunked.core.checks import check_call
 from liger_losses.chunked.core.options import EngineOptions
 from liger_losses.chunked.core.plan import Plan, Signature, may_keep, may_sum, plan, scales_late, signature, slices
 from liger_losses.chunked.core.saved import pack, unpack
@@ -575,9 +575,8 @@ def statistics(
         ValueError: labels outside the vocabulary; a workspace that cannot hold one row.
         RuntimeError: within a transform of ``torch.func``, or forward-mode differentiation.
     """
-    check_call(targets)
     asked = asked_for(names, metrics)
-    agree_on_call(targets, asked, options, sums_losses=False)
+    check_call(targets, asked, options, sums_losses=False)
     streams, leaves, _ = open_streams(targets, asked, replace(options, keep=0) if known else options)
     left = iter(known)
     before = [{s.name: stream.gathered(next(left)) for s in asked} for stream in streams] if known else []
@@ -597,9 +596,8 @@ def loss_sum(
     Gradients are computed together with the loss, but where these would be inexact: fp16 needs the loss's scale, which
     is known in backward, and of more parts in half precision than a plan allows, a second pass writes each entry once.
     """
-    check_call(targets)
     asked = asked_for(names, metrics)
-    agree_on_call(targets, asked, options, sums_losses=True)
+    check_call(targets, asked, options, sums_losses=True)
     streams, leaves, couples = open_streams(targets, asked, options, [loss.trained for loss in token_losses])
     numbers, totals = list[Values](), list[Tensor]()
     if couples:

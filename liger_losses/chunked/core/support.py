@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.compiler import is_dynamo_compiling
 
-from liger_losses.checks import check_device, check_tensor, check_vocabulary
+from liger_losses.checks import check_device, check_shaped, check_tensor, check_vocabulary
 from liger_losses.chunked.core.compiled import in_graphs, traced_statistics
 from liger_losses.chunked.core.head import NOT_INVARIANT, Head
 from liger_losses.chunked.core.inputs import shift_labels, target_of
@@ -59,11 +59,8 @@ class TokenSupport:
     sparse_grad: bool = False
 
     def __post_init__(self) -> None:
-        for name in ("ids", "offsets")[: 1 if self.offsets is None else 2]:
-            value = getattr(self, name)
-            check_tensor(f"TokenSupport's {name}", value)
-            if value.dtype not in (torch.int32, torch.int64):
-                raise TypeError(f"TokenSupport's {name} must be int64 or int32, got {value.dtype}.")
+        for name in ("ids",) if self.offsets is None else ("ids", "offsets"):
+            check_tensor(f"TokenSupport's {name}", getattr(self, name), (torch.int64, torch.int32))
         for name in ("add_label", "sparse_grad"):
             if not isinstance(getattr(self, name), bool):
                 raise TypeError(f"TokenSupport's {name} must be True or False, got {getattr(self, name)!r}.")
@@ -76,16 +73,12 @@ class TokenSupport:
     def check(self, labels: Tensor, weight: Tensor) -> None:
         """Raise ValueError unless there is a row for each label, on the weight's device, and the weight can have the
         requested kind of gradient."""
-        ids, offsets, count = self.ids, self.offsets, labels.numel() + 1
-        tensors = {"TokenSupport's ids": ids, "TokenSupport's offsets": offsets}
-        check_device(weight, **{name: value for name, value in tensors.items() if value is not None})
-        if offsets is not None and len(offsets) != count:
-            raise ValueError(f"TokenSupport's offsets must be [{count}], one per label and 1, got [{len(offsets)}].")
-        if offsets is None and (ids.shape[:-1] != labels.shape or not ids.dim()):
-            raise ValueError(
-                f"TokenSupport's ids must be [..., K], one row for each label of {list(labels.shape)}, got "
-                f"{list(ids.shape)}."
-            )
+        ids, device = self.ids, weight.device
+        if self.offsets is None:
+            check_shaped("TokenSupport's ids", ids, "label", device, (*labels.shape, *ids.shape[-1:]))
+        else:
+            check_device("the weight", device, **{"TokenSupport's ids": ids})
+            check_shaped("TokenSupport's offsets", self.offsets, "label, and 1", device, (labels.numel() + 1,))
         if ids.numel() and not labels.numel():
             raise ValueError(f"TokenSupport has {ids.numel()} ids, but there are no labels; pass no ids.")
         if self.sparse_grad and torch.is_grad_enabled() and weight.requires_grad and not weight.is_leaf:

@@ -5,7 +5,7 @@ T tokens, R of them in a block, V columns.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from numbers import Integral
 from typing import Any
@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from liger_losses.caller import warn
-from liger_losses.checks import check_device, check_floating, checked_temperatures, described, see
+from liger_losses.checks import FLOATS, check_shaped, check_tensor, check_values, checked_temperatures, described, see
 from liger_losses.kernels.matmul import wide_dtype
 
 #: By how many columns padding may make two models of one vocabulary differ.
@@ -73,8 +73,8 @@ class TeacherLogits:
         if self.vocab_size < 1:
             raise ValueError("the teacher's logits must be [..., Vt] with Vt >= 1, got Vt = 0.")
         if isinstance(self.logits, Tensor):
-            check_floating("the teacher's logits", self.logits)
-            check_fits("logits", self.logits, tokens, student)
+            check_tensor("the teacher's logits", self.logits, FLOATS)
+            check_fits("logits", self.logits, student, (*tokens, self.vocab_size))
         check_columns(self, student)
 
     def compared(self, labels: Tensor, temperature: float | Tensor) -> TeacherLogits:
@@ -121,15 +121,10 @@ def wide_numbers(numbers: float | Tensor, dtype: torch.dtype) -> float | Tensor:
     return checked_temperatures(numbers.to(wide_dtype(dtype)).contiguous())
 
 
-def check_fits(name: str, values: Tensor, tokens: torch.Size, student: Any, trailing: int = 1) -> None:
+def check_fits(name: str, values: Tensor, student: Any, shape: Sequence[int]) -> None:
     """Raise ValueError unless a teacher has one row for each of the student's tokens, on its device."""
-    shape = values.shape[: values.dim() - trailing]
-    if shape != tokens:
-        raise ValueError(
-            f"the teacher's {name} have {tuple(shape)} tokens, the student's hidden states {tuple(tokens)}: give "
-            "one row for each of the student's tokens, in the same order."
-        )
-    check_device(student.weight, **{f"the teacher's {name}": values})
+    check_shaped(f"the teacher's {name}", values, "hidden state of the student", student.weight.device, shape)
+    check_values(student.weight)
 
 
 def check_columns(teacher: Any, student: Any) -> None:

@@ -18,7 +18,7 @@ from liger_losses.arguments import check_known, constructor_signature, named_opt
 from liger_losses.checks import check_fields, check_labels, check_shift, check_tensor, checked_items, described
 from liger_losses.chunked import EngineOptions, Head, Statistics, linear_statistics, shift_labels
 from liger_losses.chunked.core.agreement import agree
-from liger_losses.chunked.core.entry import loss_operator
+from liger_losses.chunked.core.entry import operator
 from liger_losses.chunked.core.results import DeclaredStatistics
 from liger_losses.chunked.losses.context_parallel import check_sliced, sum_over_group
 from liger_losses.kernels.logit_transform import LogitTransform
@@ -351,7 +351,7 @@ class ChunkedLoss(nn.Module):
         """
         raise NotImplementedError(f"{type(self).__name__} must define loss(statistics, mask, **inputs)")
 
-    @loss_operator
+    @operator
     def forward(
         self, head: AnyHead, hidden_states: Tensor, labels: Tensor, bias: Tensor | None = None, **inputs: Any
     ) -> Any:

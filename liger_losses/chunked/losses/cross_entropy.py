@@ -26,7 +26,7 @@ from liger_losses.checks import (
 )
 from liger_losses.chunked import shift_labels
 from liger_losses.chunked.core.compiled import loss_sum, statistics
-from liger_losses.chunked.core.entry import loss_operator
+from liger_losses.chunked.core.entry import operator
 from liger_losses.chunked.core.inputs import several, targets_of
 from liger_losses.chunked.core.target import Target, TokenLoss
 from liger_losses.chunked.losses.base import AnyHead, ChunkedLoss, LossOptions, constructor
@@ -194,7 +194,7 @@ class LigerFusedLinearCrossEntropyLoss(ChunkedLoss, Generic[R]):
     def forward(
         self, head: Any, hidden_states: Any, labels: Any, *others: Any, **inputs: Any
     ) -> tuple[Any, ManyHeadsMetrics]: ...
-    @loss_operator  # type: ignore[misc]
+    @operator  # type: ignore[misc]
     def forward(
         self,
         lin_weight: Any,

@@ -23,8 +23,9 @@ from liger_losses.checks import (
 from liger_losses.chunked import Head, Largest, Teacher, TeacherLogits, Teachers, TeacherTopK
 from liger_losses.chunked.core.compiled import loss_sum
 from liger_losses.chunked.core.distilled import EARLIER_TAILS, TAILS
-from liger_losses.chunked.core.entry import loss_operator
-from liger_losses.chunked.core.ops import compared_targets, weighted_sum
+from liger_losses.chunked.core.entry import operator
+from liger_losses.chunked.core.inputs import compared_targets
+from liger_losses.chunked.core.ops import weighted_sum
 from liger_losses.chunked.core.statistics import Statistic
 from liger_losses.chunked.core.target import TokenLoss
 from liger_losses.chunked.losses.base import AnyHead, ChunkedLoss, LossOptions, constructor
@@ -173,7 +174,7 @@ class DistillationLoss(ChunkedLoss):
         teacher_bias: Tensor | None = None,
         **inputs: Unpack[CallInputs],
     ) -> Any: ...
-    @loss_operator  # type: ignore[misc]
+    @operator  # type: ignore[misc]
     def forward(
         self,
         student_input: Any,

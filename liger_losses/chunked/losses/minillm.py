@@ -10,7 +10,7 @@ from torch import Tensor
 from liger_losses.checks import UnitFloat, check_alike, check_range, check_shaped, checked_mask
 from liger_losses.chunked import Head, Teacher, linear_divergence_loss
 from liger_losses.chunked.core.compiled import statistics
-from liger_losses.chunked.core.entry import loss_operator
+from liger_losses.chunked.core.entry import operator
 from liger_losses.chunked.core.inputs import target_of
 from liger_losses.chunked.losses.base import AnyHead, ChunkedLoss, LossOptions, constructor
 from liger_losses.chunked.losses.completion_loss import MAX_EXPONENT
@@ -65,7 +65,7 @@ class LigerFusedLinearMiniLLMLoss(ChunkedLoss):
 
     positions = ("gamma", "length_normalization", "single_step")
 
-    @loss_operator
+    @operator
     def forward(  # type: ignore[override]
         self,
         head: AnyHead,

@@ -13,7 +13,7 @@ from typing_extensions import TypeVar
 
 from liger_losses.checks import NonNegativeFloat, PositiveFloat, check_shaped, described, meant
 from liger_losses.chunked import Head, Statistics
-from liger_losses.chunked.core.entry import loss_operator
+from liger_losses.chunked.core.entry import operator
 from liger_losses.chunked.core.results import DeclaredStatistics
 from liger_losses.chunked.losses.base import AnyHead, constructor
 from liger_losses.chunked.losses.completion_loss import (
@@ -197,7 +197,7 @@ class PreferenceLoss(CompletionLoss, Generic[M]):
     ) -> tuple[Tensor, M]: ...
     @overload
     def forward(self, *, lin_weight: Any, _input: Any, target: Any, **inputs: Any) -> tuple[Tensor, M]: ...
-    @loss_operator  # type: ignore[misc]
+    @operator  # type: ignore[misc]
     def forward(
         self,
         lin_weight: AnyHead,

@@ -15,7 +15,7 @@ from liger_losses.caller import warn
 from liger_losses.checks import check_device, check_range, check_shaped, check_tensor
 from liger_losses.chunked import Head, TokenSupport
 from liger_losses.chunked.core.compiled import in_graphs, loss_sum, statistics
-from liger_losses.chunked.core.entry import loss_operator
+from liger_losses.chunked.core.entry import operator
 from liger_losses.chunked.core.inputs import target_of
 from liger_losses.chunked.core.stream import counted_once
 from liger_losses.chunked.core.support import kept_statistics
@@ -159,7 +159,7 @@ class LigerFusedLinearGRPOLoss(CompletionLoss):
         if isinstance(self.entropy_coef, AdaptiveEntropy) and state:
             self.entropy_coef.load_state_dict(state)
 
-    @loss_operator
+    @operator
     def forward(  # type: ignore[override]
         self,
         head: AnyHead,
@@ -280,7 +280,7 @@ class LigerFusedLinearGRPOLoss(CompletionLoss):
                 f"{tuple(labels.shape)} for hidden states {tuple(hidden.shape)}."
             )
         check_shaped("mask", mask, "label", labels.device, labels.shape)
-        check_device(head.weight, labels=labels)
+        check_device("the weight", head.weight.device, labels=labels)
         # ignore_index is no token, whatever the mask says.
         return torch.where(mask if mask.dtype == torch.bool else mask != 0, labels, self.ignore_index)
 

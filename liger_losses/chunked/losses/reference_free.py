@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from liger_losses.checks import FiniteFloat, UnitFloat, check_alike, check_names, check_number
-from liger_losses.chunked.core.entry import loss_operator
+from liger_losses.chunked.core.entry import operator
 from liger_losses.chunked.losses.base import constructor
 from liger_losses.chunked.losses.completion_loss import MAX_EXPONENT
 from liger_losses.chunked.losses.pairs import Pairs, PreferenceLoss, PreferenceMetrics, PreferenceOptions, smoothed
@@ -260,7 +260,7 @@ class LigerFusedLinearORPOLoss(PreferenceLoss[ORPOMetrics]):
 
     if not TYPE_CHECKING:  # checkers see that of PreferenceLoss, which has both forms of the call
 
-        @loss_operator
+        @operator
         def forward(
             self,
             lin_weight: Any,

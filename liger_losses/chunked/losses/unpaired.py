@@ -28,7 +28,7 @@ from liger_losses.checks import (
     checked_mask,
 )
 from liger_losses.chunked import Head
-from liger_losses.chunked.core.entry import loss_operator
+from liger_losses.chunked.core.entry import operator
 from liger_losses.chunked.losses.base import AnyHead, constructor
 from liger_losses.chunked.losses.batches import sum_over_processes
 from liger_losses.chunked.losses.completion_loss import (
@@ -231,7 +231,7 @@ class UnpairedPreferenceLoss(CompletionLoss):
     ) -> UnpairedResult: ...
     @overload
     def forward(self, *, _input: Tensor, lin_weight: AnyHead, target: Tensor, **inputs: Any) -> UnpairedResult: ...
-    @loss_operator  # type: ignore[misc]
+    @operator  # type: ignore[misc]
     def forward(
         self,
         _input: Any,

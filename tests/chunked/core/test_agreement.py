@@ -147,7 +147,7 @@ def calls(rank):
     different = {
         r"the head's hidden size: ": lambda: Head(weight[:, : 8 + other], group=group),
         r"the head's weight: ": lambda: Head(weight.float() if other else weight, group=group),
-        r"its bias: ": lambda: Head(weight, bias if other else None, group=group),
+        r"the head's bias: ": lambda: Head(weight, bias if other else None, group=group),
         r"labels' shapes: ": lambda: linear_logps(hidden[: 2 + other], head, labels[: 2 + other]),
         r"checksum of labels: ": lambda: linear_logps(hidden, head, flipped),
         r"chunk_size: ": lambda: linear_logps(hidden, head, labels, chunk_size=2 + other),

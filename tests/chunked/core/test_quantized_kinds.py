@@ -48,14 +48,12 @@ def packaged(name, zero_offset, bases=(PackedLinear,), **attributes):
     return cls(linear(), group=8, zero_offset=zero_offset)
 
 
-CUDA_OLD = "auto_gptq.nn_modules.qlinear.qlinear_cuda_old.QuantLinear"
 TORCH = "gptqmodel.nn_modules.qlinear.torch.TorchLinear"
 
 
 @pytest.mark.parametrize(
     ("name", "offset", "attributes"),
     [
-        (CUDA_OLD, 1, {}),
         (TORCH, 1, {"qzero_format": lambda layer: 1}),
         (TORCH, 0, {"qzero_format": lambda layer: 2}),
         ("gptqmodel.nn_modules.qlinear.tritonv2.TritonV2QuantLinear", 0, {"qzero_format": lambda layer: 2}),

@@ -49,12 +49,12 @@ def test_bad_input_is_refused():
         with pytest.raises(error, match=message):
             loss(weight, hidden, labels, teacher)
 
-    refuses("have .* tokens", Teacher(states[:, :-1], rows))
-    refuses("do not fit its weight", Teacher(states, rows[:, :-1]))
+    refuses("one per hidden state of the student", Teacher(states[:, :-1], rows))
+    refuses("one per hidden state of the student", Teacher(states, rows[:, :-1]))
     with pytest.raises(ValueError, match="bias must be"):
         Teacher(states, rows, theirs[:-1])
     refuses("floating point", Teacher(states.long(), rows), TypeError)
-    refuses("have .* tokens", TeacherLogits(F.linear(states, rows)[:, 1:]))
+    refuses("one per hidden state of the student", TeacherLogits(F.linear(states, rows)[:, 1:]))
     refuses("must return logits", TeacherLogits(lambda positions: torch.zeros(2, 2), columns=VOCAB))
     logps, indices = F.linear(states, rows).log_softmax(-1).topk(4)
     refuses("indices must be in", TeacherTopK(logps, indices + VOCAB))
@@ -63,7 +63,7 @@ def test_bad_input_is_refused():
     refuses("int64", TeacherTopK(logps, indices.int()), TypeError)
     refuses("unknown tail", TeacherTopK(logps, indices, tail="drop"))
     refuses("'lump'; use 'bucket'", TeacherTopK(logps, indices, tail="lump"))
-    refuses("have .* tokens", TeacherTopK(logps[1:], indices[1:]))
+    refuses("one per hidden state of the student", TeacherTopK(logps[1:], indices[1:]))
     with pytest.raises(TypeError, match=r"got Head first: of head, states, labels = .*Teacher\(states, head\)"):
         Teacher(Head(rows), states)
     with pytest.raises(TypeError, match=r"DistillationLoss\(Divergence.reverse_kl\(\)\), got a function; call it"):
@@ -78,7 +78,7 @@ def test_bad_input_is_refused():
         loss(weight, hidden, labels, good, teacher=good)
     with pytest.raises(ValueError, match="cosine needs"):
         Cosine()(weight, hidden, labels, TeacherTopK(logps, indices))
-    with pytest.raises(ValueError, match="has shape"):
+    with pytest.raises(ValueError, match="divergence must be .*, one per label"):
         linear_divergence_loss(
             hidden, weight, labels, good, Divergence.forward_kl(), {"divergence": torch.ones(len(labels))}
         )

@@ -373,17 +373,17 @@ def check_weight(weight: Any, bias: Any = None) -> None:
         raise ValueError(f"weight must be [vocab_size, hidden_size], got shape {tuple(weight.shape)}{swapped}")
     if 0 in weight.shape:
         raise ValueError(f"weight must not be empty, got shape {tuple(weight.shape)}.")
-    check_vector("bias", bias, weight)
+    if bias is not None:
+        check_vector("bias", bias, weight)
 
 
 def check_vector(name: str, vector: Any, weight: Tensor, vocab_size: int | None = None) -> None:
-    """Raise TypeError or ValueError unless this is ``None`` or one value per row of the weight, beside it.
+    """Raise TypeError or ValueError unless this is one value per row of the weight, beside it.
 
     Where the weight is a part of a head, ``vocab_size`` is the number of values.
     """
-    if vector is not None:
-        check_tensor(name, vector, FLOATS)
-        check_shaped(name, vector, "row of the weight", weight.device, (vocab_size or weight.shape[0],))
+    check_tensor(name, vector, FLOATS)
+    check_shaped(name, vector, "row of the weight", weight.device, (vocab_size or weight.shape[0],))
 
 
 def is_weight_and_bias(layer: nn.Module) -> TypeGuard[nn.Linear | nn.Embedding]:

@@ -173,7 +173,8 @@ class Head:
 
     def open(self, products: Products) -> Head:
         """The same for one pass, with the weight cast or dequantized if all of its rows are copied together."""
-        return self.with_fields(weights=self.weights.open(products))
+        rest = self.transform, None, self.batch_invariant, self.adapters, self.quantized, self.ranks
+        return Head(self.weight, self.bias, *rest, self.weights.open(products))
 
     def local_bias(self, columns: slice | Tensor) -> Tensor | None:
         """The bias of some of this rank's columns."""
@@ -239,7 +240,7 @@ def _checked(
         ranks = share_mesh(whole)
     if quantized is None:
         check_weight(weight, bias)
-    else:
+    elif bias is not None:
         check_vector("bias", bias, weight)
     if group is not None:
         hidden_size = weight.shape[1] if quantized is None else quantized.shape[1]

@@ -64,7 +64,7 @@ def compared_targets(
     ignore_index: int,
 ) -> list[Target]:
     """A target for each teacher: of several, each has its tokens."""
-    pairs, targets = [(teacher, labels)], list[Target]()
+    pairs, targets = [(teacher, labels)], []
     if isinstance(teacher, Teachers):
         check_tensor("labels", labels)
         pairs = list(zip(teacher.teachers, teacher.labels(labels, ignore_index), strict=True))
@@ -176,7 +176,7 @@ def check_inputs(hidden: Any, head: Head, labels: Any) -> None:
     advice = "; they come from the model's last layer, and token ids go into labels"
     check_tensor("hidden_states", hidden, FLOATS, advice)
     check_labels(labels)
-    size = head.hidden_size
+    size = head.weights.hidden_size
     if hidden.dim() < 2 or hidden.shape[-1] != size or labels.shape != hidden.shape[:-1]:
         problem = _problem(hidden.shape, labels.shape, (len(head.weight), size))
         raise ValueError(problem + see("shapes-dtypes-and-devices"))

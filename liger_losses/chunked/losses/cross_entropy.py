@@ -273,7 +273,8 @@ class LigerFusedLinearCrossEntropyLoss(ChunkedLoss, Generic[R]):
 
     def _part(self, target: Target, items: Any, token_weights: Tensor | None, positions: int, scale: float) -> _Part:
         """What one head predicts, once the class weights, the number of items and the token weights fit it."""
-        check_vector("ce_weight", self.ce_weight, target.hidden, target.vocab_size)
+        if self.ce_weight is not None:
+            check_vector("ce_weight", self.ce_weight, target.hidden, target.vocab_size)
         labels = target.labels
         if items is not None:
             if self.reduction != "mean":

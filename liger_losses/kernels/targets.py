@@ -33,8 +33,7 @@ class Tiling(NamedTuple):
 
 
 #: Measured on H100s and H200s. A program multiplies from shared memory (wgmma), and a thread's part of a tile takes 128
-#: registers of 255: what does not fit beside it is spilled, up to 352 bytes. Other tiles:
-#: benchmarks/results/exponentials_tiles.txt.
+#: registers of 255: what does not fit beside it is spilled, up to 352 bytes.
 _HOPPER = Tiling(Tile(128, 256, 64, 8, 3), Tile(128, 256, 32, 8, 3), row_entries=32, longest_row=65536)
 #: Compiled, not measured. Half as many columns: beside 128 registers of a tile, the epilogues spill up to 840 bytes on
 #: Blackwell's data-centre cards (tcgen05, whose results come into registers too), up to 4720 on Ampere and on

@@ -4,6 +4,7 @@ import importlib.util
 import json
 import os
 import pathlib
+import re
 import runpy
 import subprocess
 import sys
@@ -36,6 +37,13 @@ def test_a_benchmark_runs(name, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", [name, *arguments, f"--out={tmp_path / 'r.json'}"])
     runpy.run_module(f"benchmarks.{name}", run_name="__main__")
     assert printed in capsys.readouterr().out
+
+
+def test_results_begin_with_date_commit_command_and_device():
+    for path in (ROOT / "benchmarks" / "results").glob("*.txt"):
+        first, second = path.read_text().splitlines()[:2]
+        assert re.match(r"20\d\d-\d\d-\d\d.*, commits? [0-9a-f]{7,}.*: python -m ", first), path.name
+        assert second.startswith("device "), path.name
 
 
 @pytest.mark.slow

@@ -34,8 +34,7 @@ from liger_losses.kernels.online_softmax import Sums, merge_sums
 #: Tokens of one launch without exponentials, which bounds the memory of the tiles' sums: 16 MiB for 131072 columns,
 #: each of log-sum-exp, mean logit and entropy.
 _MAX_TOKENS = 8192
-#: Row tiles that walk the vocabulary together, so that the cache serves each part of the head to all of them
-#: (benchmarks/results/tile_order.txt).
+#: Row tiles that walk the vocabulary together, so that the cache serves each part of the head to all of them.
 _GROUP = 8
 #: Rows of a program that adds up the tiles' sums.
 _ROWS = 32

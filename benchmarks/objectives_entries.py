@@ -13,7 +13,7 @@ from benchmarks.entries import GEMMS, Benchmark, Provider, Shape, needs_cuda, to
 from benchmarks.entries import bare_gemms as bare_products
 from benchmarks.measure import Call
 from benchmarks.policy_entries import grpo_inputs
-from liger_losses import Divergence, Teacher, Teachers
+from liger_losses import Divergence, Teacher
 from liger_losses.chunked.losses.policy_tables import LOSS_TYPES
 
 _SHAPE = Shape(8192, 4096, 128256)
@@ -51,17 +51,14 @@ def largest(k: int, gradients: bool = False) -> Provider:
     return needs_cuda(build)
 
 
-def distilled(teachers: int = 1, divergence: Divergence | None = None, **options: Any) -> Provider:
-    """The reverse KL, or another divergence, on all tokens; of several teachers, each has every other row."""
+def distilled(**options: Any) -> Provider:
+    """The reverse KL on all tokens."""
 
     def build(inputs: DistillationInputs) -> Call:
         i = inputs
-        loss = liger_losses.DistillationLoss(divergence or Divergence.reverse_kl(), 0.0, 1.0, **options)
-        taught: Any = Teacher(i.teacher_hidden, i.teacher_weight)
-        if teachers > 1:
-            which = torch.arange(len(i.labels), device=i.labels.device) * teachers // len(i.labels)
-            taught = Teachers([Teacher(i.teacher_hidden, i.teacher_weight) for _ in range(teachers)], which)
-        return lambda: with_gradients(loss(i.weight, i.hidden, i.labels, taught)[0], i.leaves)
+        loss = liger_losses.DistillationLoss(Divergence.reverse_kl(), 0.0, 1.0, **options)
+        teacher = Teacher(i.teacher_hidden, i.teacher_weight)
+        return lambda: with_gradients(loss(i.weight, i.hidden, i.labels, teacher)[0], i.leaves)
 
     return needs_cuda(build)
 
@@ -95,11 +92,8 @@ BENCHMARKS = (
         providers={
             GEMMS: bare_gemms,
             "ours, whole vocabulary": distilled(),
-            "ours, two teachers by row": distilled(teachers=2),
             "ours, the student's 64 likeliest": distilled(top_k=64, tail="none"),
             "ours, the teacher's 64 likeliest": distilled(top_k=64, top_k_of="teacher"),
-            "ours, a limit for each column": distilled(entry_limit=0.05),
-            "ours, by the teacher's entropy": distilled(divergence=Divergence.kl_by_entropy(0.8)),
         },
         flops=10,
     ),

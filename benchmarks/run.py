@@ -53,7 +53,6 @@ class Row:
     status: str = "ok"
     note: str = ""
     median_ms: float | None = None
-    min_ms: float | None = None
     ratio: float | None = None
     tflops: float | None = None
     extra_mib: float | None = None
@@ -125,7 +124,7 @@ def summarise(row: Row, times: list[float], baseline: list[float], benchmark: Be
     if row.status != "ok":
         return
     median = statistics.median(times)
-    row.median_ms, row.min_ms = round(median, 4), round(min(times), 4)
+    row.median_ms = round(median, 4)
     row.ratio = round(median / statistics.median(baseline), 4) if baseline else None
     row.tflops = round(benchmark.flops * shape.kept * shape.hidden * shape.vocab / median / 1e9, 4)
 
@@ -140,8 +139,7 @@ def line(size: str, row: Row) -> str:
     ratio = "" if row.ratio is None else f"{row.ratio:7.2f} x GEMMs"
     extra = "" if row.extra_mib is None else f"{row.extra_mib:9.1f} MiB"
     loss = "" if row.loss is None else f"  loss {row.loss:.4f}"
-    times = f"{row.median_ms:10.2f} ms (least {row.min_ms:.2f})"
-    return f"{size:24} {row.provider:34} {times:32} {row.tflops:8.3g} TFLOP/s {ratio:16} {extra:13} {loss}".rstrip()
+    return f"{size:24} {row.provider:34} {row.median_ms:10.2f} ms {row.tflops:8.3g} TFLOP/s {ratio:16} {extra:13} {loss}".rstrip()
 
 
 def sizes(shape: Shape) -> str:

@@ -139,7 +139,8 @@ def line(size: str, row: Row) -> str:
     ratio = "" if row.ratio is None else f"{row.ratio:7.2f} x GEMMs"
     extra = "" if row.extra_mib is None else f"{row.extra_mib:9.1f} MiB"
     loss = "" if row.loss is None else f"  loss {row.loss:.4f}"
-    return f"{size:24} {row.provider:34} {row.median_ms:10.2f} ms {row.tflops:8.3g} TFLOP/s {ratio:16} {extra:13} {loss}".rstrip()
+    speed = f"{row.median_ms:10.2f} ms {row.tflops:8.3g} TFLOP/s"
+    return f"{size:24} {row.provider:34} {speed} {ratio:16} {extra:13} {loss}".rstrip()
 
 
 def sizes(shape: Shape) -> str:

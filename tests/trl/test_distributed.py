@@ -230,12 +230,12 @@ def loss_of_head(head, spread, rank, rows=ROWS):
     return our_loss(spread, head != "patched", rank, rows, **({"use_cache": False} if head == "patched" else {}))
 
 
-def pair(name, serve):
+def pair(name, serve, **options):
     """A model by transformers; one that ``serve`` has changed, spread as in a case; and what runs it until backward."""
     case = CASES[name]
     plain, ours = (llama(case.tied, case.checkpointing) for _ in range(2))
     serve(ours)
-    return plain, ours, case.spread(ours)
+    return plain, ours, case.spread(ours, **options)
 
 
 def shared_prompts(rank):
@@ -517,3 +517,46 @@ def work(rank):
 def test_training_on_two_processes_is_that_of_one(tmp_path, backend):
     """All cases in one start of the processes, which takes longer than they do."""
     start(work, WORLD, tmp_path, backend="cpu:gloo,cuda:nccl" if backend == "nccl" else backend)
+
+
+# --- HSDP: sharded over some processes, replicated over others --------------------------------------------------------
+
+#: Sequences of each process, by their number.
+HYBRID_ROWS = {4: (1, 1, 2, 1), 2: ROWS}
+HYBRID = ("root", "root, tied", "tail, freed", "tail, kept", "tail, tied, freed", "head, half")
+
+
+def check_hybrid(rank, mesh, name, head, steps):
+    """With several steps, the last one's backward alone reduces gradients over the replicas."""
+    plain, ours, _ = pair(name, HEADS[head], mesh=mesh)
+    found, rows, tolerance = 0, HYBRID_ROWS[mesh.size()], (CASES[name].rtol, CASES[name].atol)
+    for step in range(steps):
+        ours.set_requires_all_reduce(step == steps - 1)
+        loss = loss_of_head(head, ours, rank, rows) / steps
+        loss.backward()
+        found += loss.detach()
+    expected = plain_loss(plain, head != "patched")
+    expected.backward()
+    dist.all_reduce(found)
+    assert_close(found / len(rows), expected.detach(), *tolerance)
+    check_gradients(ours, plain, *tolerance)
+
+
+def hybrid(rank, sizes):
+    mesh = init_device_mesh(device_type(), sizes, mesh_dim_names=("replicate", "shard"))
+    for case in itertools.product(HYBRID, HEADS, (1, 3)):
+        with case_named(case):
+            check_hybrid(rank, mesh, *case)
+
+
+@pytest.mark.distributed
+@pytest.mark.slow
+def test_hybrid_sharding_on_four_processes(tmp_path):
+    start(hybrid, 4, tmp_path, (2, 2))
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("backend", BACKENDS[1:])
+@pytest.mark.parametrize("sizes", [(2, 1), (1, 2)])
+def test_hybrid_sharding_on_two_gpus(tmp_path, sizes, backend):
+    start(hybrid, 2, tmp_path, sizes, backend=backend)

@@ -21,10 +21,19 @@ pytest.importorskip("trl", reason="TRL is not installed")
 pytest.importorskip("deepspeed", reason="DeepSpeed is not installed, so ZeRO-3 is not tested: run `make test-zero`")
 
 from liger_losses.patching.loss_head import prepare_head
-from liger_losses.patching.patch import patch
 from liger_losses.trl.fused_head import add_fused_lm_head
 from tests.processes import case_named, leave
-from tests.trl.test_distributed import LEARNING_RATE, ROWS, WORLD, llama, our_loss, pending_loss, plain_loss
+from tests.trl.test_distributed import (
+    LEARNING_RATE,
+    ROWS,
+    WORLD,
+    assert_close,
+    llama,
+    our_loss,
+    pending_loss,
+    plain_loss,
+    with_kernels,
+)
 
 #: Tied weights, gradient checkpointing, and the smallest weights that are split.
 CASES = {
@@ -35,8 +44,13 @@ CASES = {
     "the small ones whole": (False, False, 300),
     "all whole": (False, False, 10**6),
 }
-#: What the loss is of: the head's own; with it the log-probabilities; or neither.
-KINDS = ("loss", "loss, log-probs", "pending logits", "kernels")
+#: What the loss is of, the head's own, with it the log-probabilities, or neither, and what serves the model.
+KINDS = {
+    "loss": add_fused_lm_head,
+    "loss, log-probs": add_fused_lm_head,
+    "pending logits": prepare_head,
+    "kernels": with_kernels,
+}
 
 
 def split(model, threshold):
@@ -56,37 +70,20 @@ def run_case(rank, tied, checkpointing, threshold, kind):
     from deepspeed.utils import safe_get_full_grad
 
     plain, model = llama(tied, checkpointing), llama(tied, checkpointing)
-    weighted = "log-probs" in kind
-    if kind == "kernels":
-        patch(model, loss_head=False)
-    if kind == "pending logits":
-        prepare_head(model)
-        loss_of = pending_loss
-    else:
-        add_fused_lm_head(model)
-
-        def loss_of(engine, rank):
-            return our_loss(engine, weighted, rank)
-
-    engine = split(model, threshold)
-    optimizer = torch.optim.SGD(plain.parameters(), LEARNING_RATE)
+    KINDS[kind](model)
+    weighted, pending = kind == "loss, log-probs", kind == "pending logits"
+    engine, optimizer = split(model, threshold), torch.optim.SGD(plain.parameters(), LEARNING_RATE)
     for step in range(2):
         expected = plain_loss(plain, weighted)
         expected.backward()
-        found = loss_of(engine, rank)
+        found = pending_loss(engine, rank) if pending else our_loss(engine, weighted, rank)
         with torch.no_grad():  # between a forward and its backward
-            evaluated = our_loss(engine, weighted, rank) if kind != "pending logits" else found.detach()
+            loss = (found.detach() if pending else our_loss(engine, weighted, rank)).clone()
         engine.backward(found)
-        loss = evaluated.clone()
         dist.all_reduce(loss)
-        torch.testing.assert_close(
-            loss / WORLD, expected.detach(), rtol=1e-4, atol=3e-5, msg=lambda m, step=step: f"step {step}: {m}"
-        )
+        assert_close(loss / WORLD, expected.detach(), where=f"step {step}")
         for name, parameter in model.named_parameters():
-            wanted = plain.get_parameter(name).grad
-            torch.testing.assert_close(
-                safe_get_full_grad(parameter), wanted, rtol=1e-4, atol=3e-5, msg=lambda m, name=name: f"{name}: {m}"
-            )
+            assert_close(safe_get_full_grad(parameter), plain.get_parameter(name).grad, where=f"step {step}, {name}")
         engine.step()
         optimizer.step()
         optimizer.zero_grad()
@@ -94,22 +91,10 @@ def run_case(rank, tied, checkpointing, threshold, kind):
     engine.destroy()
 
 
-#: Of tests/trl/test_trainers.py. Online DPO is not here, as TRL makes its reference model without ZeRO-3.
-TRAINERS = (
-    "distillation",
-    "CPO",
-    "ORPO, LoRA",
-    "ORPO, checkpointing",
-    "TPO",
-    "GKD",
-    "GOLD",
-    "IW-OPD",
-    "SDFT",
-    "SDFT, whole vocabulary",
-    "SDPO, top-k",
-    "GMPO",  # with sequences without advantage, as the next one
-    "GRPO, accumulated, checkpointing",
-)
+#: Of tests/trl/test_trainers.py, the last two with sequences without advantage. Online DPO is not here, as TRL makes
+#: its reference model without ZeRO-3.
+TRAINERS = ("distillation", "CPO", "ORPO, LoRA", "ORPO, checkpointing", "TPO", "GKD", "GOLD", "IW-OPD", "SDFT")
+TRAINERS += ("SDFT, whole vocabulary", "SDPO, top-k", "GMPO", "GRPO, accumulated, checkpointing")
 
 
 def train_trainers(rank, directory):

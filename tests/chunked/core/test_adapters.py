@@ -9,32 +9,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from liger_losses import Head
 from tests.chunked.core.test_quantized_weight import H, V, linear
 from tests.losses import CE
-from tests.quantized_layers import LAYERS, dequantized
-from tests.reference import double, problem, relative_error
+from tests.reference import problem, relative_error
 from tests.seam import LowRank
-
-
-@pytest.mark.parametrize("name", ["packed 4 bit", "torchao int8", "bitsandbytes nf4, nested"])
-def test_peft_on_a_quantized_layer(name):
-    """A head from PEFT's layer, in which bases are replaced by hand where PEFT does not know them."""
-    peft = pytest.importorskip("peft")
-    plain = linear()
-    model = peft.get_peft_model(nn.Sequential(plain), peft.LoraConfig(r=4, lora_alpha=8, target_modules=["0"]))
-    layer = model.base_model.model[0]
-    layer.base_layer = LAYERS[name](plain)
-    nn.init.normal_(layer.lora_B["default"].weight, std=0.1)
-    hidden, _, labels, _ = problem(30, H, V)
-    weights = layer.lora_A["default"].weight, layer.lora_B["default"].weight
-    loss = CE()(layer, hidden, labels)
-    found = torch.autograd.grad(loss, (hidden, *weights))
-    exact = double(hidden, *weights, dequantized(layer.base_layer))
-    x, a, b, w = exact
-    expected = F.cross_entropy(x @ w.t() + 2 * (x @ a.t()) @ b.t(), labels)
-    assert relative_error(loss, expected) < 1e-6
-    for ours, theirs in zip(found, torch.autograd.grad(expected, exact[:3]), strict=True):
-        assert relative_error(ours, theirs) < 2e-6
-    with model.disable_adapter():
-        assert not Head.of(layer).adapters
 
 
 def test_merged_adapters_that_are_disabled():

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import liger_losses
-from liger_losses import Completions, DistillationLoss, Divergence, Head, LogitTransform, Teacher, checks
+from liger_losses import DistillationLoss, Divergence, Head, LogitTransform, Teacher, checks
 from tests.losses import BCO, CE, CPO, DPO, GRPO, JSD, KL, KTO, ORPO, AlphaBeta, MiniLLM, SimPO
 from tests.reference import linear_of, tensors_of
 from tests.results.losses import HIDDEN, LOSSES, batch
@@ -174,7 +174,9 @@ def test_how_to_stream_is_an_option():
 # --- Heads ------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", ["cross entropy", "DPO", "ORPO", "KTO", "GRPO", "JSD", "KL, top-k", "MiniLLM"])
+@pytest.mark.parametrize(
+    "name", ["cross entropy", "DPO", "DPO, several", "ORPO", "KTO", "GRPO", "JSD", "KL, top-k", "MiniLLM"]
+)
 def test_weights_may_be_tensors_modules_and_heads(name):
     weight, bias, theirs = D["weight"], D["bias"], D["ref_weight"]
     expected = tensors_of(LOSSES[name](Head(weight, bias), theirs, D, softcap=4.0))
@@ -188,17 +190,6 @@ def test_weights_may_be_tensors_modules_and_heads(name):
         LOSSES[name](Head(weight, transform=LogitTransform(softcap=3.0)), theirs, D, softcap=4.0)
     with pytest.raises(TypeError, match=r"no nn\.Linear|must be a tensor"):
         LOSSES[name](nn.LayerNorm(HIDDEN), theirs, D)
-
-
-def test_native_forms_take_heads():
-    sides = [Completions(*(D[name][rows] for name in ("h", "y", "other"))) for rows in (slice(2), slice(2, None))]
-    bias, others = D["bias"], {"ref_weight": D["ref_weight"], "ref_bias": D["bias"]}
-    for loss, extra in ((DPO(), {}), (KTO(use_ref_model=True), {"kl_completions": sides[0]})):
-        expected = loss(D["weight"], *sides, bias=bias, **others, **extra)[0]
-        found = loss(Head(D["weight"], bias), *sides, ref_weight=linear_of(D["ref_weight"], bias), **extra)[0]
-        torch.testing.assert_close(found, expected)
-    with pytest.raises(ValueError, match="given twice"):
-        loss(Head(D["weight"], bias), *sides, bias=bias, **others)
 
 
 def test_a_teachers_head():

@@ -80,7 +80,7 @@ _MORE = {
 }
 
 
-#: Of those, whose logits may be too large to keep.
+#: Trainers whose step is counted with logits that are too large to keep too.
 _RECOMPUTED = ("SFT", "SFT, LoRA", "DPO", "GRPO", "KTO", "distillation", "CPO", "SDFT")
 
 

@@ -7,7 +7,6 @@ quarter of the tokens is masked; the products are those of the others.
 from __future__ import annotations
 
 import argparse
-import json
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -72,13 +71,9 @@ def main() -> None:
     parser.add_argument("--heads", type=int, nargs="*", default=range(len(HEADS)), help="which, from 0")
     parser.add_argument("--without", nargs="*", default=(), help="providers; torch.compile takes long")
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--draw", action="store_true", help="only draw the rows of the file")
     parser.add_argument("--tiny", action="store_true", help="one tiny cell, on a CPU too: to see that everything runs")
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
-    if options.draw:
-        made = json.loads(options.out.read_text())
-        return draw(made["rows"], made["environment"]["device"], options.out.with_suffix(".png"))
     device, rows = torch.device("cuda" if torch.cuda.is_available() else "cpu"), list[dict[str, Any]]()
     cells = [Shape(tokens, *HEADS[i], masked=0.25) for i in options.heads for tokens in options.tokens]
     for shape in [Shape(64, 32, 512, masked=0.25)] if options.tiny else cells:
@@ -98,7 +93,6 @@ def main() -> None:
             save(options.out, device, rows, map(line, rows))
     if options.out:
         draw(rows, torch.cuda.get_device_name() if device.type == "cuda" else "CPU", options.out.with_suffix(".png"))
-    return None
 
 
 if __name__ == "__main__":

@@ -26,7 +26,6 @@ from liger_losses import (
     LigerFusedLinearDPOLoss,
     LigerFusedLinearGRPOLoss,
     LigerFusedLinearJSDLoss,
-    LigerFusedLinearKTOLoss,
     Teacher,
     linear_logps,
 )
@@ -78,12 +77,6 @@ LOSSES: dict[str, tuple[int, Callable[[Inputs, Any, Any], Tensor]]] = {
         3,
         lambda d, head, ref: LigerFusedLinearGRPOLoss(beta=0.0)(
             d.hidden, head, d.labels, d.mask, d.signs, old_per_token_logps=d.old_logps
-        )[0],
-    ),
-    "KTO": (
-        5,
-        lambda d, head, ref: LigerFusedLinearKTOLoss(use_ref_model=True)(
-            d.hidden, head, d.labels, None, d.signs > 0, d.other, ref, kl=0.0
         )[0],
     ),
     "JSD": (4, lambda d, head, ref: LigerFusedLinearJSDLoss()(head, d.hidden, d.labels, Teacher(d.other, ref))[0]),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -17,7 +16,7 @@ from benchmarks.cross_entropy_entries import (
     trl_cross_entropy,
 )
 from benchmarks.entries import LARGE, Provider, Shape, TokenInputs, needs_cuda, token_inputs
-from benchmarks.measure import NotRun, environment, release
+from benchmarks.measure import NotRun, release, save
 from benchmarks.run import sizes
 
 #: For machines without a GPU.
@@ -94,23 +93,23 @@ def errors(shape: Shape, width: float, device: torch.device) -> Iterator[dict[st
 def main() -> None:
     """Print the table and write it as JSON."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--output", type=Path, help="where to write precision.json")
+    parser.add_argument("--out", type=Path, help="where to write JSON; the table goes beside it as .txt")
     arguments = parser.parse_args()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     columns = ("loss", "grad_hidden", "grad_weight", "grad_weight_of_absent_labels")
     rows = []
-    print(f"{'N x H x V':24} {'logits':>6} {'provider':18} " + " ".join(f"{name:>14}" for name in columns))
+    lines = [f"{'N x H x V':24} {'logits':>6} {'provider':18} " + " ".join(f"{name:>14}" for name in columns)]
+    print(lines[0])
     for shape in LARGE if device.type == "cuda" else SMALL:
         for width in (1.0, WIDE):
             for row in errors(shape, width, device):
                 rows.append(row)
                 numbers = " ".join(f"{row[name]:14.2e}" if name in row else f"{'-':>14}" for name in columns)
-                print(f"{row['shape']:24} {width:6g} {row['provider']:18} {numbers} {row.get('note', '')}", flush=True)
+                lines.append(f"{row['shape']:24} {width:6g} {row['provider']:18} {numbers} {row.get('note', '')}")
+                print(lines[-1], flush=True)
             release(device)
-    if arguments.output:
-        arguments.output.mkdir(parents=True, exist_ok=True)
-        report = {"environment": environment(device), "rows": rows}
-        (arguments.output / "precision.json").write_text(json.dumps(report, indent=1) + "\n")
+    if arguments.out:
+        save(arguments.out, device, rows, lines)
 
 
 if __name__ == "__main__":

@@ -113,7 +113,7 @@ MUTANTS: dict[str, list[tuple[str, str, str, str]]] = {
         ("chunked.losses.context_parallel", "_Sum.forward", "dist.all_reduce(values, group=group)", "pass"),
         ("chunked.losses.context_parallel", "_Sum.backward", "if ctx.group is not None", "if False"),
         ("chunked.core.ranks", "Ranks.sum", "dist.all_reduce(value, group=self.group)", "pass"),
-        ("chunked.core.ranks", "Ranks.local", "inside < columns", "inside <= columns"),
+        ("chunked.core.ranks", "Ranks.local", "places == here", "places >= here"),
         ("chunked.core.buffers", "Buffer.result", "if self.leaf.summed and self.leaf.ranks.sums_hidden", "if False"),
     ],
 }  # fmt: skip

@@ -318,7 +318,8 @@ def main() -> None:
     if lengths:
         print("\n3 of 3: DPO's loss on one pair whose completions grow", flush=True)
         plots.append(output / "longer_pairs.png")
-        said.append(longer_pairs.run(lengths, *ours["sizes"], plots[-1]))
+        hidden_size, vocab_size = ours["sizes"]
+        said.append(longer_pairs.run(lengths, hidden_size, vocab_size, plots[-1]))
     print(f"\nModel: {output / 'model'}   plots: {', '.join(map(str, plots))}")
     print(f"{time.perf_counter() - started:.0f} s in all", *said, sep="\n")
 

@@ -64,12 +64,14 @@ _SIGLIP = {"model_type": "siglip_vision_model"}
 #: What a type needs besides: sizes that must fit each other in ways of its own.
 _SETTINGS: dict[str, dict[str, Any]] = {
     **dict.fromkeys(("axk1", "axk2", "deepseek_v2", "deepseek_v3", "deepseek_v32", "glm4_moe_lite"), _ALL_HEADS),
-    **dict.fromkeys(("glm_moe_dsa", "longcat_flash", "minicpm3", "youtu"), _ALL_HEADS),
+    **dict.fromkeys(("glm_moe_dsa", "longcat_flash", "minicpm3", "sarvam_mla", "youtu"), _ALL_HEADS),
     **dict.fromkeys(("mistral4", "mistral_large4_text", "unlimited_ocr_text"), _ALL_HEADS),
     **dict.fromkeys(("cosmos3_edge_text", "glm4v_text", "glm46v_text", "glm_ocr_text", "hunyuan_vl_text"), _SECTIONS),
     **dict.fromkeys(("paddleocr_vl_text", "qwen2_vl_text", "qwen2_5_vl_text", "qwen2_5_omni_text"), _SECTIONS),
     **dict.fromkeys(("chameleon", "emu3"), _VOCABULARY_MAP),
     **dict.fromkeys(("qwen2_5_omni_thinker", "qwen3_omni_moe_thinker"), _VISION_START),
+    "apertus1p5": {"image_token_offset": 100, "audio_token_offset": 132},
+    "apertus1p5_vision_tokenizer": {"codebook_size": 32},
     "bailing_hybrid": _ALTERNATING | _ALL_HEADS,
     "bamba": {"attn_layer_indices": [1, 3]},
     "blt": {
@@ -126,6 +128,7 @@ _SETTINGS: dict[str, dict[str, Any]] = {
     "gptj": {"rotary_dim": 8},
     "granite4_vision": {"downsample_rate": "1/4", "deepstack_layer_map": [[0, 1]], "spatial_target_layers": [2]},
     "granitemoehybrid": _ALTERNATING,
+    "hy_v4_vl_text": {"rope_parameters": _ROPE | {"mrope_section": [3, 3, 2]}},
     "idefics": {"freeze_text_layers": False, "freeze_vision_layers": False, "alpha_initializer": "ones"},
     "inkling_vision": {"num_hidden_layers": 8},
     "instructblipvideo": {"num_query_tokens": 1},
@@ -172,6 +175,7 @@ _SETTINGS: dict[str, dict[str, Any]] = {
         "sequence_kernel": "native_sequence__native",
         "step_kernel": "native",
     },
+    "wavtokenizer_encoder": {"codebook_dim": 64, "codebook_size": 32},
     "xmod": {"default_language": "en_XX"},
     "zamba": {
         "num_hidden_layers": 6,
@@ -208,10 +212,15 @@ _IMAGES: dict[str, dict[str, tuple[int, ...]]] = {
     "pix2struct": {"flattened_patches": (24, 2 + 3 * 16 * 16)},
     "udop": {"bbox": (24, 4)},
 }
-#: How many tokens an image is, where not four: towers that merge patches twice.
-_IMAGE_TOKENS = dict.fromkeys(("aya_vision", "cohere2_vision", "idefics3", "pp_chart2table", "smolvlm", "step3p7"), 1)
+#: How many tokens an image is, where not four: one of towers that merge patches twice.
+_IMAGE_TOKENS = {
+    **dict.fromkeys(("aya_vision", "cohere2_vision", "idefics3", "pp_chart2table", "smolvlm", "step3p7"), 1),
+    "hy_v4_vl": 6,
+}
 #: Types whose grids of patches are laid out in ways of their own: text alone.
-_OTHER_GRIDS = ("hunyuan_vl", "inkling2", "paddleocr_vl", "qwen2_5_omni_thinker", "qwen3_omni_moe_thinker")
+_OTHER_GRIDS = (
+    *("hunyuan_vl", "inkling2", "inkling2_loop", "paddleocr_vl", "qwen2_5_omni_thinker", "qwen3_omni_moe_thinker"),
+)
 
 
 def names(image_text: bool = False) -> list[str]:

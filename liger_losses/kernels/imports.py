@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.abc
 import sys
 import threading
@@ -15,8 +16,9 @@ _waiting: dict[str, list[Callable[[ModuleType], Any]]] = {}
 
 def when_imported(name: str, function: Callable[[ModuleType], Any]) -> None:
     """Call ``function`` with the module of this name: now if it is imported already, else as soon as it is."""
-    if name in sys.modules and not _waiting.get(name):
-        function(sys.modules[name])
+    module = sys.modules.get(name)
+    if module is not None and not _waiting.get(name):
+        function(module)
         return
     _waiting.setdefault(name, []).append(function)
     if _FINDER not in sys.meta_path:
@@ -54,8 +56,9 @@ class _Finder(importlib.abc.MetaPathFinder):
                 own(module)
                 for function in _waiting.pop(name, []):
                     function(module)
-                if not _waiting and self in sys.meta_path:
-                    sys.meta_path.remove(self)
+                if not _waiting:
+                    with contextlib.suppress(ValueError):  # somebody has taken it away
+                        sys.meta_path.remove(self)
 
             loader.exec_module = exec_module
         return spec

@@ -33,5 +33,12 @@ def when_compiling(mark: Callable[[], Any]) -> None:
 
 
 def outside_graphs(owner: Any, name: str) -> None:
-    """Apply ``torch.compiler.disable`` to a function of a module or class: graphs end where it is called."""
-    when_compiling(lambda: setattr(owner, name, torch.compiler.disable(getattr(owner, name))))
+    """Apply ``torch.compiler.disable`` to a function of a class, or of a file's ``globals()``: graphs end there."""
+
+    def mark() -> None:
+        if isinstance(owner, dict):
+            owner[name] = torch.compiler.disable(owner[name])
+        else:
+            setattr(owner, name, torch.compiler.disable(getattr(owner, name)))
+
+    when_compiling(mark)

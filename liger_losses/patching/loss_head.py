@@ -6,7 +6,6 @@ import contextlib
 import dataclasses
 import functools
 import inspect
-import sys
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -99,7 +98,7 @@ def _quantized_product(hidden_states: Tensor, weight: Any, bias: Tensor | None, 
     return logits if operand == dtype else logits.with_changes(dtype=dtype)
 
 
-outside_graphs(sys.modules[__name__], "_quantized_product")
+outside_graphs(globals(), "_quantized_product")
 
 
 class KeepGathered(torch.autograd.Function):
@@ -134,9 +133,7 @@ class KeepGathered(torch.autograd.Function):
 class _HeadKind(Replacement):
     """Layers that return pending logits where :func:`pending_logits` says so."""
 
-    def probed_attributes(self, module: nn.Module) -> frozenset[str]:
-        """None: each call reads the module."""
-        return frozenset()
+    reads_module = True
 
     def call(self, module: Any, *args: Any, **kwargs: Any) -> Any:
         """Pending logits; or ``NotImplemented``, and the layer's own method computes."""
@@ -187,14 +184,15 @@ def _shared_forward(ranks: Ranks, forward: Callable[[Tensor], Tensor], layer: An
     """The forward of a layer whose rows the ranks of a mesh share, and which returns the logits of all of them."""
     if not _is_pending(layer):
         return forward(hidden_states)
-    return pending_product(hidden_states, Head(*_local_parameters(layer), LogitTransform()).with_fields(ranks=ranks))
+    head = _local_head(layer).with_fields(ranks=ranks)
+    return pending_product(hidden_states, head).with_changes(product=forward)
 
 
-def _local_parameters(module: Any) -> tuple[Tensor, Tensor | None]:
+def _local_head(module: Any) -> Head:
     """This rank's rows of a linear layer's weight and bias, which are DTensors, differentiable."""
     weight, bias = module.weight, module.bias
     rows = local_rows("weight", weight, weight.device_mesh)
-    return rows, None if bias is None else local_rows("bias", bias, weight.device_mesh)
+    return Head(rows, None if bias is None else local_rows("bias", bias, weight.device_mesh), LogitTransform())
 
 
 def _match_shared(module: Any) -> Ranks:
@@ -203,20 +201,25 @@ def _match_shared(module: Any) -> Ranks:
     All ranks run it together, on the layer's own parameters.
     """
     try:
-        weight, bias = _local_parameters(module)
+        head = _local_head(module)
         # Its hidden states are plain tensors.
         ranks = dataclasses.replace(share_mesh(module.weight), mesh=None, sums_hidden=True)
     except (TypeError, ValueError) as error:
         both = module.weight.device_mesh.ndim > 1
         order = "fully_shard was called before patch: apply tensor parallelism, then patch(model), then fully_shard"
         raise Mismatch(order if both else str(error)) from None
-    hidden = probing.random((1, 3, weight.shape[1]), torch.Generator().manual_seed(0), weight.dtype).to(weight.device)
+    shape, dtype, forward = (1, 3, head.hidden_size), head.weight.dtype, vars(module)["forward"]
+    hidden = probing.random(shape, torch.Generator().manual_seed(0), dtype).to(head.weight.device)
+    shared = head.with_fields(ranks=ranks)
     with probing.isolated():
-        logits, (gradient,) = probing.observe(vars(module)["forward"], [hidden])
+        logits, _ = probing.observe(forward, [hidden])
         if logits.shape != (1, 3, sum(ranks.sizes)):
             raise Mismatch(f"it returns {tuple(logits.shape)} and not all logits")
-        expected, (other,) = probing.observe(lambda x: linear(x, weight, bias, ranks=ranks), [hidden])
-    probing.check_close("its output", logits, expected, 2e-2)
+        lse, (gradient,) = probing.observe(lambda x: forward(x).logsumexp(-1), [hidden])
+        expected, (other,) = probing.observe(lambda x: pending_product(x, shared).logsumexp(-1), [hidden])
+    columns = logits[..., ranks.columns(logits.shape[-1])]
+    probing.check_close("its output", columns, linear(hidden, head).detach(), 2e-2)
+    probing.check_close("its log-sum-exp", lse, expected, 2e-2)
     probing.check_close("its gradient", gradient, other, 2e-2)
     return ranks
 
@@ -235,10 +238,7 @@ _QUANTIZATION_ERROR = 0.05
 
 def _check_quantized(module: Any) -> None:
     """Raise Mismatch unless a quantized layer's rows can be read, and it computes their products."""
-    try:
-        weight = find_quantized(module)
-    except TypeError as error:
-        raise Mismatch(str(error)) from None
+    weight = find_quantized(module)
     if weight is None:
         raise Mismatch("it has not been quantized yet: move the model to its device, then patch it")
     if weight.device.type == "meta":
@@ -251,8 +251,6 @@ def _check_quantized(module: Any) -> None:
     try:
         with torch.enable_grad():  # in evaluation, layers may change how their weight is laid out
             logits = type(module).forward(module, hidden.requires_grad_()).detach().float()
-    except Exception as error:
-        raise Mismatch(f"it fails on small hidden states ({type(error).__name__}: {str(error)[:160]})") from error
     finally:
         vars(module).update(before)
     for start in {0, max(vocab_size - 64, 0)}:
@@ -311,6 +309,13 @@ def prepare_head(model: nn.Module, filter_fn: Callable[[nn.Module, str], bool] |
         setattr(layer, _PENDING, [])
         swap(layer, kind)
     return entries
+
+
+def reason_against_head(model: Any) -> str:
+    """Prepare the last layer of a model, or return why that is not possible."""
+    entries = [] if is_prepared(model) else prepare_head(model)
+    reasons = [f"{entry.path or 'the head'}: {entry.reason}" for entry in entries if entry.reason]
+    return f"the last layer of {type(model).__name__} cannot be a Head ({'; '.join(reasons)})" if reasons else ""
 
 
 def _reason_to_leave(layer: Any, kind: _HeadKind) -> str | None:
@@ -399,7 +404,7 @@ def _do_not_reshard(unit: Any) -> None:
     unit.set_reshard_after_forward(False, recurse=False)
 
 
-outside_graphs(sys.modules[__name__], "_do_not_reshard")
+outside_graphs(globals(), "_do_not_reshard")
 
 
 @contextlib.contextmanager
@@ -450,15 +455,11 @@ class LossForward(Replacement):
 
     keep_logits: bool = False
     eval_logits: bool = True
-    may_be_wrapped = True
+    may_be_wrapped = reads_module = True
 
     def new_method(self, replaced: Callable[..., Any]) -> Callable[..., Any]:
         """The forward, with the loss computed inside it."""
         return lambda model, *args, **kwargs: _with_loss(partial(replaced, model), model, *args, **kwargs)
-
-    def probed_attributes(self, module: nn.Module) -> frozenset[str]:
-        """None: the model's own forward runs."""
-        return frozenset()
 
 
 def _has_labels(forward: Any, args: Any, kwargs: dict[str, Any]) -> bool:

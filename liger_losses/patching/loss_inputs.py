@@ -15,7 +15,7 @@ from torch.overrides import TorchFunctionMode
 from liger_losses.checks import check_labels, see
 from liger_losses.chunked import Head
 from liger_losses.chunked import shift_labels as shifted_labels
-from liger_losses.patching.loss_head import is_prepared, owner_of_head, pending_logits, prepare_head
+from liger_losses.patching.loss_head import owner_of_head, pending_logits, reason_against_head
 from liger_losses.patching.pending import PendingLogits
 from liger_losses.prompts.attention import attending, check_model
 from liger_losses.prompts.packing import PackedCompletions
@@ -112,11 +112,9 @@ def loss_inputs(
     if targets is None:
         raise ValueError("there are neither input_ids nor labels; give input_ids= [batch, tokens], or labels=.")
     check_labels(targets)
-    reasons = [] if is_prepared(inner) else [entry.reason for entry in prepare_head(inner) if entry.reason]
-    if reasons:
-        raise TypeError(
-            f"the last layer of {name} cannot be a Head: {'; '.join(reasons)}." + see("models-that-cannot-be-patched")
-        )
+    reason = reason_against_head(inner)
+    if reason:
+        raise TypeError(f"{reason}." + see("models-that-cannot-be-patched"))
     if shift_labels is None:
         shifted, mask = shifted_labels(targets, ignore_index), batch.get("attention_mask")
         if mask is not None and mask.shape == targets.shape:

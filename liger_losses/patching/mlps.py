@@ -8,7 +8,7 @@ grouped matrix products and call their method ``_apply_gate`` on the output of t
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import Any
 
@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from liger_losses.layers.glu import glu, glu_fused, glu_linear, glu_mlp
 from liger_losses.layers.plain import is_plain, is_plain_linear, is_watched
 from liger_losses.patching import probing
-from liger_losses.patching.probing import Case, Mismatch
+from liger_losses.patching.probing import Mismatch
 from liger_losses.patching.swap import Replacement, is_short
 from liger_losses.patching.tiles import compute_tiled
 
@@ -96,9 +96,9 @@ class GatedMLP(Replacement):
             self.compute(module, *args) if self.tile is None else compute_tiled(self.compute, module, *args, self.tile)
         )
 
-    def compute(self, module: Any, x: Tensor) -> Tensor:
+    def compute(self, module: Any, x: Tensor, backend: str | None = None) -> Tensor:
         """The output; where all layers are plain ones, backward writes over the outputs of the inner ones."""
-        layers, down, gate = [getattr(module, name) for name in self.inner], getattr(module, self.down), self.gate
+        layers, down, gate = [*map(partial(getattr, module), self.inner)], getattr(module, self.down), self.gate
         options: dict[str, Any] = {"interleaved": gate.layout == "interleaved", **gate.formula}
         plain, halves_swapped = is_plain_linear(down), len(layers) == 1 and gate.layout == "second"
         if plain and not halves_swapped and all(map(is_plain_linear, layers)):
@@ -108,7 +108,7 @@ class GatedMLP(Replacement):
         inner = [layer(x) for layer in layers]
         if plain and is_plain(*inner):
             return glu_linear(*gate.parts(inner), down.weight, down.bias, **options)  # does not save the product
-        return down(gate.compute(*inner))
+        return down(gate.compute(*inner, backend=backend))
 
     @classmethod
     def key(cls, module: nn.Module) -> Any:
@@ -131,26 +131,35 @@ class GatedMLP(Replacement):
         inner = [child.out_features // (2 if len(linears) == 2 else 1) for child in linears.values()]
         down = [child.in_features for child in linears.values()]
         fits = any(size in down and inner.count(size) >= len(linears) - 1 for size in set(inner))
-        return fits and list(probing.positional_defaults(module.forward).values()).count(probing.REQUIRED) == 1
-
-    @classmethod
-    def is_worth_listing(cls, module: nn.Module) -> bool:
-        """Modules whose forward takes one argument and no more."""
-        return len(probing.positional_defaults(module.forward)) == 1
+        return fits and list(probing.positional_defaults(module.forward).values()) == [probing.REQUIRED]
 
     @classmethod
     def match(cls, module: nn.Module) -> GatedMLP:
         """Runs copies with cheap layers: what is computed between them decides."""
+        linears, calls = linears_of(module), list[str]()
+
+        def cheap(generator: torch.Generator) -> dict[nn.Module, nn.Module]:
+            return {layer: CheapLinear(name, layer, calls, generator) for name, layer in linears.items()}
+
+        def inputs(leading: tuple[int, ...], dtype: torch.dtype, generator: torch.Generator) -> Iterator[list[Tensor]]:
+            for size in sorted({layer.in_features for layer in linears.values()}):
+                calls.clear()
+                yield [_values(leading, size, dtype, generator)]
+
+        cases, orders = [], []
         with probing.isolated():
-            observed = [seen for case in _CASES if (seen := _observe(module, *case)) is not None]
-            names = [list(calls) for calls, _ in observed]
-            if any(calls != names[0] for calls in names):
+            for case in probing.cases_of(module, _SETTINGS, inputs, _GRAD_TOLERANCES, cheap):
+                order = calls[: len(linears)]
+                if sorted(order) != sorted(linears) or calls != 2 * order:
+                    raise Mismatch(f"{case.name}: it does not call each of its layers once")
+                cases.append(case)
+                orders.append(order)
+            if any(order != orders[0] for order in orders):
                 raise Mismatch("it calls its layers in different orders")
-            *inner, down = names[0]
-            candidates = (GatedMLP(tuple(inner), down, gate) for gate in _gates(module, len(inner)))
-            mlp = probing.first_match(candidates, [case for _, case in observed])
-            others = [(name, type(part).forward) for name, part in module.named_children() if name not in names[0]]
-            return replace(mlp, activations=tuple(others))
+            *inner, down = orders[0]
+            others = tuple((name, type(part).forward) for name, part in module.named_children() if name not in linears)
+            gates = _gates(module, len(inner))
+            return probing.first_match((GatedMLP(tuple(inner), down, gate, None, others) for gate in gates), cases)
 
 
 @dataclass(frozen=True)
@@ -167,7 +176,11 @@ class GatedExperts(Replacement):
     def call(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         if len(args) != 1 or kwargs or not is_plain(*args) or any(map(is_watched, module.children())):
             return NotImplemented
-        return self.gate.compute(*args)
+        return self.compute(module, *args)
+
+    def compute(self, module: Any, x: Tensor, backend: str | None = None) -> Tensor:
+        """The product of gate and up."""
+        return self.gate.compute(x, backend=backend)
 
     @classmethod
     def is_candidate(cls, module: nn.Module) -> bool:
@@ -178,16 +191,13 @@ class GatedExperts(Replacement):
     @classmethod
     def match(cls, module: nn.Module) -> GatedExperts:
         """Runs the method on copies without weights, and on 64 gates: it does not depend on the weights' sizes."""
-        cases = []
+
+        def inputs(leading: tuple[int, ...], dtype: torch.dtype, generator: torch.Generator) -> list[list[Tensor]]:
+            return [[_values(leading, 128, dtype, generator)]]
+
         with probing.isolated():
-            for name, leading, dtype, training in _CASES:
-                generator = torch.Generator().manual_seed(13)
-                copy: Any = probing.copy_of(module, generator, empty=True).train(training)
-                inner = [_values(leading, 128, dtype, generator)]
-                with probing.unchanged(name, copy):
-                    output, grads = probing.observe(copy._apply_gate, inner)
-                cases.append(_case_of(name, inner, output, grads, lambda gate: partial(gate.compute, backend="torch")))
-            return GatedExperts(probing.first_match(_gates(module, 1), cases, lambda gate: f"glu ({gate})"))
+            cases = probing.cases_of(module, _SETTINGS, inputs, _GRAD_TOLERANCES, method="_apply_gate")
+            return probing.first_match(map(GatedExperts, _gates(module, 1)), list(cases))
 
 
 def linears_of(module: nn.Module) -> dict[str, Any]:
@@ -215,49 +225,14 @@ class CheapLinear(nn.Module):
         return x[..., self.index] * self.scale.to(x.dtype)
 
 
-def _observe(
-    module: nn.Module, name: str, leading: tuple[int, ...], dtype: torch.dtype, training: bool
-) -> tuple[list[str], Case] | None:
-    """The names of the layers in the order of their calls, and what the module computes.
-
-    ``None`` if the module does not take inputs of two dimensions: no model gives it any then.
-    """
-    generator = torch.Generator().manual_seed(13)
-    calls: list[str] = []
-    cheap = {getattr(module, n): CheapLinear(n, layer, calls, generator) for n, layer in linears_of(module).items()}
-    copy = probing.copy_of(module, generator, cheap)
-    layers = linears_of(copy)
-
-    def several() -> Iterator[list[Tensor]]:
-        for size in sorted({layer.in_features for layer in layers.values()}):
-            calls.clear()
-            yield [_values(leading, size, dtype, generator)]
-
-    with probing.unchanged(name, copy.train(training), layers):
-        try:
-            inputs, output, grads = probing.observe_first(copy, several())
-        except Mismatch as mismatch:
-            if name == "two dimensions" and mismatch.__cause__ is not None:
-                return None
-            raise Mismatch(f"{name}: {mismatch}") from None
-        if sorted(calls) != sorted(layers):
-            raise Mismatch(f"{name}: it does not call each of its layers once")
-    order = list(calls)
-
-    def function_of(mlp: GatedMLP) -> Callable[[Tensor], Tensor]:
-        inner = [layers[key] for key in mlp.inner]
-        return lambda x: layers[mlp.down](mlp.gate.compute(*(layer(x) for layer in inner), backend="torch"))
-
-    return order, _case_of(name, inputs, output, grads, function_of)
-
-
-#: Name, leading dimensions of the input, dtype, and whether in training mode.
-_CASES = (
-    ("float32", (2, 9), torch.float32, True),
-    ("bfloat16", (2, 9), torch.bfloat16, True),
-    ("evaluation", (2, 9), torch.float32, False),
-    ("two dimensions", (18,), torch.float32, True),
+_F32, _B16 = torch.float32, torch.bfloat16
+_SETTINGS = (
+    ("float32", (2, 9), _F32, _F32, True),
+    ("bfloat16", (2, 9), _B16, _B16, True),
+    ("evaluation", (2, 9), _F32, _F32, False),
+    ("two dimensions", (18,), _F32, _F32, True),
 )
+_GRAD_TOLERANCES = 1e-5, 2**-5
 #: The scales of the rows of gate and up; a clamp would show in the largest.
 _SCALES = (0.0, 0.01, 0.3, 1.0, 2.0, 4.0, 10.0, 30.0, 300.0)
 
@@ -266,13 +241,6 @@ def _values(leading: Sequence[int], size: int, dtype: torch.dtype, generator: to
     """An input of a probe, with rows of all scales."""
     scales = torch.tensor(_SCALES, dtype=torch.float32).repeat(2).view(*leading, 1)
     return (probing.random((*leading, size), generator) * scales).to(dtype)
-
-
-def _case_of(
-    name: str, inputs: Sequence[Tensor], output: Tensor, grads: list[Tensor | None], function_of: Callable[[Any], Any]
-) -> Case:
-    rare, grad_tolerance = (2**-6, 2**-5) if inputs[0].dtype is torch.bfloat16 else (None, 1e-5)
-    return Case(name, inputs, output, grads, function_of, 1e-5, grad_tolerance, rare)
 
 
 def _gates(module: nn.Module, tensors: int) -> Iterator[Gate]:

@@ -17,7 +17,7 @@ from liger_losses.layers.layer_norm import layer_norm
 from liger_losses.layers.plain import is_plain
 from liger_losses.layers.rms_norm import gated_rms_norm, rms_norm
 from liger_losses.patching import probing
-from liger_losses.patching.probing import Case, Mismatch
+from liger_losses.patching.probing import Mismatch
 from liger_losses.patching.swap import Replacement, is_short
 
 #: Normalizations of torch, which autocast runs in fp32 on a GPU, whatever their input.
@@ -62,7 +62,7 @@ class Norm(Replacement):
             args, kwargs = (*args, kwargs[self.gate]), {}
         if kwargs or len(args) != (1 if self.gate is None else 2):
             return NotImplemented
-        parameters = [getattr(module, name) for name in self.parameters if name is not None]
+        parameters = [*map(partial(getattr, module), filter(None, self.parameters))]  # in C: a frame less per layer
         if not is_plain(*args, *parameters) or (self.gate is not None and args[0].shape != args[1].shape):
             return NotImplemented
         x, *gate = args
@@ -77,8 +77,10 @@ class Norm(Replacement):
 
     @classmethod
     def is_candidate(cls, module: nn.Module) -> bool:
-        """No children or buffers, and at most two parameters, vectors of one size."""
+        """No children or buffers, and at most two vectors of one size; without any, the class is named a norm."""
         shapes = [probing.shape_of(p) for p in module.parameters(recurse=False)]
+        if not shapes and "norm" not in type(module).__name__.lower():
+            return False
         vectors = len(shapes) <= 2 and all(len(shape) == 1 for shape in shapes) and len(set(shapes)) <= 1
         return vectors and not any(True for _ in module.children()) and not any(True for _ in module.buffers())
 
@@ -92,20 +94,17 @@ class Norm(Replacement):
         gates = [name for name in list(defaults)[1:2] if required == 2 or defaults[name] is None]
         mismatches = []
         for gate in (*gates, None):
-            functions = probing.Functions()
             try:
                 with probing.isolated():
-                    norm = probing.first_match(_candidates(module, gate), _cases(module, gate, functions))
+                    cases = list(probing.cases_of(module, _SETTINGS, partial(_inputs, module, gate), (2e-5, 2**-6)))
+                    norm = probing.first_match(_candidates(module, gate), cases)
+                    with probing.Functions() as functions:
+                        cases[0].module(*cases[0].inputs)
             except Mismatch as mismatch:
                 mismatches.append(mismatch)
             else:
                 return replace(norm, of_torch=bool(functions.called & _OF_TORCH))
         raise mismatches[0]
-
-    @classmethod
-    def is_worth_listing(cls, module: nn.Module) -> bool:
-        """Modules with parameters, and those whose class is named a norm."""
-        return any(True for _ in module.parameters()) or "norm" in type(module).__name__.lower()
 
 
 def _candidates(module: nn.Module, gate: str | None) -> Iterator[Norm]:
@@ -127,53 +126,20 @@ def _candidates(module: nn.Module, gate: str | None) -> Iterator[Norm]:
 #: The scales of the input's rows: eps decides the smallest, and a clamp would show in the largest.
 _SCALES = (0.0, 1e-7, 3e-4, 3e-3, 0.1, 1.0, 300.0, 1e5)
 _F32, _B16 = torch.float32, torch.bfloat16
-#: Leading dimensions of the input, dtypes of the input and of the parameters, and whether in training mode.
-_CASES = {
-    "float32": ((2, 2), _F32, _F32, True),
-    "bfloat16": ((2, 2), _B16, _B16, True),
-    "evaluation": ((2, 2), _F32, _F32, False),
-    "two dimensions": ((1,), _F32, _F32, True),
-    "four dimensions": ((2, 1, 3), _F32, _F32, True),
-    "bfloat16 with float32 parameters": ((2, 2), _B16, _F32, True),
-    "float32 with bfloat16 parameters": ((2, 2), _F32, _B16, True),
-    "evaluation in bfloat16": ((2, 2), _B16, _B16, False),
-}
-
-
-def _cases(module: nn.Module, gate: str | None, functions: probing.Functions) -> Iterator[Case]:
-    for name, (leading, dtype, parameter_dtype, training) in _CASES.items():
-        generator = torch.Generator().manual_seed(11)
-        copy = probing.copy_of(module, generator).to(parameter_dtype).train(training)
-        if not training:
-            with torch.no_grad():
-                for parameter in copy.parameters():
-                    parameter.mul_(100)  # so that a clamp of the output shows
-        parameters = dict(copy.named_parameters())
-        with probing.unchanged(name, copy):
-            several = _inputs(module, leading, dtype, generator, gate)
-            try:
-                with functions:
-                    inputs, output, grads = probing.observe_first(copy, several, list(parameters.values()))
-            except Mismatch as mismatch:
-                # Modules may fail with other layouts and with mixed dtypes: then no model uses them so.
-                if (leading != (2, 2) or dtype != parameter_dtype) and mismatch.__cause__ is not None:
-                    continue
-                raise
-            with torch.no_grad():
-                if not torch.equal(copy(*inputs), output):
-                    raise Mismatch(f"{name}: it computes something else without gradients, or when called again")
-        # Gradients of a weight are sums over rows, some of which PyTorch itself takes in half precision.
-        half = _B16 in (dtype, parameter_dtype)
-        rare, of_input, of_weight = (2**-6, 2**-6, 2**-4) if half else (None, 2e-5, 2e-5)
-
-        def function_of(norm: Norm, copy: nn.Module = copy) -> Callable[..., Tensor]:
-            return partial(norm.compute, copy, backend="torch")
-
-        yield Case(name, inputs, output, grads, function_of, 1e-5, of_input, rare, parameters, of_weight)
+_SETTINGS = (
+    ("float32", (2, 2), _F32, _F32, True),
+    ("bfloat16", (2, 2), _B16, _B16, True),
+    ("evaluation", (2, 2), _F32, _F32, False),
+    ("two dimensions", (1,), _F32, _F32, True),
+    ("four dimensions", (2, 1, 3), _F32, _F32, True),
+    ("bfloat16 with float32 parameters", (2, 2), _B16, _F32, True),
+    ("float32 with bfloat16 parameters", (2, 2), _F32, _B16, True),
+    ("evaluation in bfloat16", (2, 2), _B16, _B16, False),
+)
 
 
 def _inputs(
-    module: nn.Module, leading: tuple[int, ...], dtype: torch.dtype, generator: torch.Generator, gate: str | None
+    module: nn.Module, gate: str | None, leading: tuple[int, ...], dtype: torch.dtype, generator: torch.Generator
 ) -> Iterator[list[Tensor]]:
     """Inputs ``[..., rows, size]`` with a row of each scale, then all of them again with one large entry; and gates.
 

@@ -23,29 +23,30 @@ from liger_losses.kernels.autograd import autocast_dtype
 #: ``liger_losses.patching.pending`` has the class, which has these operations.
 PendingLogits = Any
 
-#: By the names of methods, functions and operators.
-OPERATIONS: dict[str, Callable[..., Any]] = {}
+#: By the names of methods, functions and operators; with their signatures.
+OPERATIONS: dict[str, tuple[Callable[..., Any], inspect.Signature]] = {}
 #: No label has this value, so that as ``ignore_index`` it ignores no token.
 _NO_LABEL = -(2**62)
 
 
 def _operation(names: str) -> Callable[[Any], Any]:
-    """Register a function, which is not called with arguments that it does not take."""
-
     def register(function: Any) -> Any:
-        signature = inspect.signature(function)
-
-        def checked(*args: Any, **kwargs: Any) -> Any:
-            try:
-                signature.bind(*args, **kwargs)
-            except TypeError:
-                return NotImplemented
-            return function(*args, **kwargs)
-
-        OPERATIONS.update(dict.fromkeys(names.split(), checked))
+        OPERATIONS.update(dict.fromkeys(names.split(), (function, inspect.signature(function))))
         return function
 
     return register
+
+
+def compute(name: str, logits: PendingLogits, *args: Any, **kwargs: Any) -> Any:
+    """What an operation returns of pending logits; ``NotImplemented`` if it needs their values."""
+    if name not in OPERATIONS:
+        return NotImplemented
+    operation, signature = OPERATIONS[name]
+    try:
+        signature.bind(logits, *args, **kwargs)
+    except TypeError:  # arguments that it does not take
+        return NotImplemented
+    return operation(logits, *args, **kwargs)
 
 
 def _is_vocabulary(logits: PendingLogits, dim: Any) -> bool:
@@ -57,29 +58,19 @@ def _is_vocabulary(logits: PendingLogits, dim: Any) -> bool:
 # --- Tokens: the hidden states are reshaped and chosen ----------------------------------------------------------------
 
 
-@_operation("view reshape")
-def _reshape(logits: PendingLogits, *shape: Any) -> Any:
-    sizes = list(shape[0]) if len(shape) == 1 and isinstance(shape[0], (tuple, list)) else list(shape)
-    if len(sizes) < 2 or not all(isinstance(size, (int, torch.SymInt)) for size in sizes):
-        return NotImplemented
-    hidden_states, vocab_size = logits.hidden_states, logits.head.vocab_size
-    if sizes[-1] == -1:
-        sizes[-1] = logits.shape.numel() // max(math.prod(sizes[:-1]), 1)
-    if sizes[-1] != vocab_size:
-        return NotImplemented
-    return logits.with_rows(hidden_states.reshape(*sizes[:-1], hidden_states.shape[-1]))
-
-
 def _on_tokens(name: str, logits: PendingLogits, *args: Any, **kwargs: Any) -> Any:
-    """A view whose last dimension is the vocabulary, as a tensor without memory shows."""
-    like_logits = torch.empty(logits.shape, dtype=logits.hidden_states.dtype, device="meta")
+    """A view whose last dimension is the vocabulary, as a tensor without memory shows: the one with a stride."""
+    hidden_states, (*_, size), of_rows = logits.hidden_states, logits.shape, args
+    width, like = hidden_states.shape[-1], torch.empty(size, dtype=torch.uint8, device="meta").expand(logits.shape)
+    if name == "reshape":
+        args = tuple(args[0]) if len(args) == 1 and isinstance(args[0], (tuple, list)) else args
+        of_rows = (*args[:-1], width) if args[-1:] == (size,) else args
     try:
-        views, rows = (getattr(tensor, name)(*args, **kwargs) for tensor in (like_logits, logits.hidden_states))
-    except (RuntimeError, IndexError):  # sizes of the vocabulary, which hidden states do not have, or wrong arguments
+        views, rows = getattr(like, name)(*args, **kwargs), getattr(hidden_states, name)(*of_rows, **kwargs)
+    except (RuntimeError, IndexError, TypeError):  # sizes of the vocabulary, which hidden states do not have, or errors
         return NotImplemented
     several = isinstance(rows, tuple)
     pairs = list(zip(views, rows, strict=False)) if several else [(views, rows)]
-    (*_, size), width = logits.shape, logits.hidden_states.shape[-1]
     for view, part in pairs:
         last = view.shape[-1:] == (size,) and part.shape[-1:] == (width,) and view.stride(-1) == 1 != size
         if not last or view.dim() < 2 or view.shape[:-1] != part.shape[:-1]:
@@ -88,10 +79,9 @@ def _on_tokens(name: str, logits: PendingLogits, *args: Any, **kwargs: Any) -> A
     return NotImplemented if not parts else parts if several else parts[0]
 
 
-for _name in "flatten split chunk unbind transpose permute unsqueeze squeeze".split():  # noqa: SIM905
+for _name in "flatten split chunk unbind transpose permute unsqueeze squeeze reshape".split():  # noqa: SIM905
     _operation(_name)(partial(_on_tokens, _name))
-
-
+_operation("view")(partial(_on_tokens, "reshape"))
 _operation("contiguous")(lambda logits: logits.with_rows(logits.hidden_states.contiguous()))
 _operation("clone")(lambda logits: logits.with_changes())
 _operation("detach")(lambda logits: logits.with_rows(logits.hidden_states.detach(), head=logits.head.detach()))
@@ -112,6 +102,8 @@ def _getitem(logits: PendingLogits, index: Any) -> Any:
     if not isinstance(columns, slice) or columns.step not in (None, 1):
         return NotImplemented
     rows, head = logits.hidden_states[parts[:-1] + (slice(None),)], logits.head
+    if rows.dim() == 1:
+        return NotImplemented  # logits of one token are few
     start, stop = (0, head.vocab_size) if columns == slice(None) else columns.indices(head.vocab_size)[:2]
     if (start, stop) == (0, head.vocab_size):
         return logits.with_rows(rows)
@@ -123,31 +115,23 @@ def _getitem(logits: PendingLogits, index: Any) -> Any:
 # --- Steps: the head is changed ---------------------------------------------------------------------------------------
 
 
-def _cast(logits: PendingLogits, dtype: torch.dtype) -> Any:
-    if not dtype.is_floating_point:
-        return NotImplemented
-    if dtype == logits.dtype:
-        return logits
-    if logits.normalized and torch.promote_types(dtype, logits.dtype) != dtype:
-        return NotImplemented  # the engine's log-probabilities are rounded once, at the end
-    return logits.with_step("to", dtype).with_changes(dtype=dtype)
-
-
-_CASTS = {"float": torch.float32, "double": torch.float64, "half": torch.float16, "bfloat16": torch.bfloat16}
-for _name, _dtype in _CASTS.items():
-    _operation(_name)(partial(_cast, dtype=_dtype))
-
-
-@_operation("to")
-def _to(logits: PendingLogits, *args: Any, **kwargs: Any) -> Any:
+def _cast(name: str, logits: PendingLogits, *args: Any, **kwargs: Any) -> Any:
     """An empty tensor shows what the arguments mean."""
     try:
-        moved = torch.empty(0, dtype=logits.dtype, device=logits.device).to(*args, **kwargs)
+        like = getattr(torch.empty(0, dtype=logits.dtype, device=logits.device), name)(*args, **kwargs)
     except (TypeError, RuntimeError):  # arguments that torch refuses
         return NotImplemented
-    if moved.device != logits.device or kwargs.get("memory_format") is not None or kwargs.get("copy"):
+    if like.device != logits.device or not like.is_floating_point() or not {"memory_format", "copy"}.isdisjoint(kwargs):
         return NotImplemented
-    return _cast(logits, moved.dtype)
+    if like.dtype == logits.dtype:
+        return logits
+    if logits.normalized and torch.promote_types(like.dtype, logits.dtype) != like.dtype:
+        return NotImplemented  # the engine's log-probabilities are rounded once, at the end
+    return logits.with_step("to", like.dtype).with_changes(dtype=like.dtype)
+
+
+for _name in "to float double half bfloat16".split():  # noqa: SIM905
+    _operation(_name)(partial(_cast, _name))
 
 
 def _scale(name: str, logits: PendingLogits, other: Any) -> Any:
@@ -232,7 +216,7 @@ def _log_softmax(
     dtype = next((arg for arg in args if isinstance(arg, torch.dtype)), dtype)
     if dtype is None and logits.device.type == "cuda" and torch.is_autocast_enabled("cuda"):
         dtype = torch.float32  # autocast runs it in fp32 on a GPU
-    cast = logits if dtype is None else _cast(logits, dtype)
+    cast = logits if dtype is None else _cast("to", logits, dtype)
     return cast if cast is NotImplemented else cast.with_step("log_softmax", -1)
 
 
@@ -295,19 +279,12 @@ def _take_along_dim(logits: PendingLogits, indices: Tensor, dim: int) -> Any:
     return NotImplemented if indices.dim() != len(logits.shape) else _gather(logits, dim, indices)
 
 
-#: Tokens whose logits exist at a time.
-_ROWS = 1024
-
-
 @_operation("argmax")
-@torch.no_grad()
 def _argmax(logits: PendingLogits, dim: int | None = None, keepdim: bool = False) -> Any:
-    """Of the model's logits, whose rounding decides ties; they exist for some tokens at a time."""
-    if not _is_vocabulary(logits, dim):
+    if not _is_vocabulary(logits, dim) or logits.negated:
         return NotImplemented
-    rows = logits.hidden_states.detach().reshape(-1, logits.hidden_states.shape[-1]).split(_ROWS)
-    parts = [logits.with_changes(hidden_states=part).values().argmax(-1) for part in rows]
-    columns = torch.cat(parts).view(logits.shape[:-1])
+    with torch.no_grad():
+        columns = logits.statistics(None, metrics=("argmax",)).argmax
     return columns[..., None] if keepdim else columns
 
 

@@ -17,9 +17,9 @@ from torch import Tensor
 
 from liger_losses.caller import calling_line, warn
 from liger_losses.checks import see
-from liger_losses.chunked import ALONE, Head, QuantizedWeight, Ranks, linear_statistics
-from liger_losses.kernels.autograd import autocast_dtype, once_differentiable
-from liger_losses.patching.operations import OPERATIONS
+from liger_losses.chunked import Head, linear_statistics
+from liger_losses.kernels.autograd import autocast_dtype
+from liger_losses.patching.operations import compute
 
 
 class PendingLogits:  # no dataclass: fully_shard would look for tensors in it, hook and cast them
@@ -36,13 +36,14 @@ class PendingLogits:  # no dataclass: fully_shard would look for tensors in it, 
         steps: casts, scales and the soft-cap as the model wrote them, in order, then a log-softmax and its negation:
             the name of a tensor's method and its arguments. The values are computed by these, with the model's
             rounding.
+        product: computes the product of hidden states, where that is not the head's matrix and bias times them.
         aliases: one entry for each view of the same memory that torch would have made; shared by these.
 
     Attributes:
         computed: their values, once an operation has needed them.
     """
 
-    _FIELDS = ("hidden_states", "head", "dtype", "autocast", "steps")
+    _FIELDS = ("hidden_states", "head", "dtype", "autocast", "steps", "product")
 
     def __init__(
         self,
@@ -51,12 +52,13 @@ class PendingLogits:  # no dataclass: fully_shard would look for tensors in it, 
         dtype: torch.dtype,
         autocast: torch.dtype | None = None,
         steps: tuple[tuple[Any, ...], ...] = (),
+        product: Callable[[Tensor], Tensor] | None = None,
         aliases: list[None] | None = None,
     ) -> None:
         if not torch.is_grad_enabled():  # here, and not where the loss is computed
             hidden_states, head = hidden_states.detach(), head.detach()
         self.hidden_states, self.head, self.dtype, self.autocast = hidden_states, head, dtype, autocast
-        self.steps = steps
+        self.steps, self.product = steps, product
         self.aliases: list[None] = [] if aliases is None else aliases
         self.computed: list[Tensor] = []
 
@@ -147,27 +149,21 @@ class PendingLogits:  # no dataclass: fully_shard would look for tensors in it, 
             self.check()
             if operation and self.shape[-1] > self.hidden_states.shape[-1]:
                 _warn_computed(operation)
-            # Tensors of logits that were made without gradients require none.
-            with torch.enable_grad(), self.forward_autocast():
-                logits = linear(*self.tensors, self.head.quantized, self.head.ranks, self.autocast)
+            # Those of logits that were made without gradients require none.
+            with torch.set_grad_enabled(self.requires_grad), self.forward_autocast():
+                logits = self.product(self.hidden_states) if self.product else linear(self.hidden_states, self.head)
                 for name, *args in self.steps:
                     logits = getattr(logits, name)(*args)
             self.computed.append(logits.to(self.dtype))
         return self.computed[0]
 
-    def statistics(self, labels: Tensor | None, *names: str, selected: Tensor | None = None, **options: Any) -> Any:
+    def statistics(self, labels: Tensor | None, *names: str, **options: Any) -> Any:
         """:func:`linear_statistics` of these hidden states and this head; ``labels=None`` for those without labels."""
         self.check()
-        hidden_states = self.hidden_states
         if labels is None:
             labels = torch.zeros(self.shape[:-1], dtype=torch.int64, device=self.device)
-        one_token = hidden_states.dim() == 1  # the engine takes a batch
-        if one_token:
-            hidden_states, labels = hidden_states[None], labels[None]
-            selected = None if selected is None else selected[None]
         with self.forward_autocast():
-            statistics = linear_statistics(hidden_states, self.head, labels, names, selected=selected, **options)
-        return statistics._make(None if x is None else x[0] for x in statistics) if one_token else statistics
+            return linear_statistics(self.hidden_states, self.head, labels, names, **options)
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__") or not hasattr(Tensor, name):
@@ -189,9 +185,7 @@ def _call(name: str, func: Callable[..., Any], args: Any, kwargs: dict[str, Any]
     """An operation on pending logits; on their values, if the table has none that computes it."""
     first = args[0] if args else None
     if isinstance(first, PendingLogits):
-        result = NotImplemented
-        if name in OPERATIONS and not first.computed:
-            result = OPERATIONS[name](first, *args[1:], **kwargs)
+        result = NotImplemented if first.computed else compute(name, first, *args[1:], **kwargs)
         if result is not NotImplemented:
             return result
         if first.aliases and (name in _IN_PLACE or name[-1] == "_" != name[0]):
@@ -254,61 +248,12 @@ def pending_product(hidden_states: Tensor, head: Head) -> PendingLogits:
     return PendingLogits(hidden_states, head, autocast or hidden_states.dtype, autocast)
 
 
-def linear(
-    hidden_states: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    quantized: QuantizedWeight | None = None,
-    ranks: Ranks = ALONE,
-    cast: torch.dtype | None = None,
-) -> Tensor:
-    """``hidden_states @ [quantized, weight].T + bias`` of all ranks' rows, ``[..., V]``, the same on each rank.
-
-    Args:
-        hidden_states: ``[..., H]``, or ``[..., H + r]``; the same on each rank.
-        weight, bias: ``[V_r, H]``, ``[V_r]``; beside a quantized weight ``[V_r, r]``.
-        quantized: ``[V_r, H]``, which gets no gradient.
-        ranks: which rows these are.
-        cast: autocast's dtype, or ``None``.
-    """
-    if quantized is None and ranks.size == 1:
-        return _product(hidden_states, weight, bias)
-    dtype = cast or hidden_states.dtype
-    hidden_states, weight = hidden_states.to(dtype), weight.to(dtype)
-    if quantized is not None:
-        weight = torch.cat([quantized.rows(0, len(weight)).to(dtype), weight], 1)
-    with torch.autocast(hidden_states.device.type, enabled=False):
-        tensors = hidden_states, weight, None if bias is None else bias.to(dtype)
-        return _product(*tensors) if ranks.size == 1 else _OfAllRanks.apply(ranks, *tensors)
-
-
-def _product(hidden_states: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """What ``F.linear`` computes, which a head's forward replaces."""
-    if bias is None:
-        return hidden_states @ weight.t()
-    rows = torch.addmm(bias, hidden_states.reshape(-1, hidden_states.shape[-1]), weight.t())
-    return rows.view(*hidden_states.shape[:-1], weight.shape[0])
-
-
-class _OfAllRanks(torch.autograd.Function):
-    """The columns of all ranks; the gradient of the hidden states is the sum over the ranks."""
-
-    @staticmethod
-    def forward(ctx: Any, ranks: Ranks, hidden_states: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        ctx.ranks = ranks
-        ctx.save_for_backward(hidden_states, weight)
-        columns = ranks.whole(_product(hidden_states, weight, bias).flatten(0, -2).t())
-        return columns.t().contiguous().view(*hidden_states.shape[:-1], len(columns))
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        (hidden_states, weight), (_, needs_hidden, needs_weight, needs_bias) = ctx.saved_tensors, ctx.needs_input_grad
-        gradient = gradient[..., ctx.ranks.columns(gradient.shape[-1])]
-        rows = gradient.flatten(0, -2)
-        return (
-            None,
-            ctx.ranks.sum(gradient @ weight) if needs_hidden else None,
-            rows.t() @ hidden_states.flatten(0, -2) if needs_weight else None,
-            rows.sum(0) if needs_bias else None,
+def linear(hidden_states: Tensor, head: Head) -> Tensor:
+    """What ``F.linear`` computes of a head's matrix and bias, under autocast too; a head's forward replaces that."""
+    weight, bias = head.weight, head.bias
+    if head.quantized is not None:
+        weight = torch.cat(
+            [head.quantized.rows(0, len(weight)).to(hidden_states.dtype), weight.to(hidden_states.dtype)], 1
         )
+        bias = None if bias is None else bias.to(hidden_states.dtype)
+    return torch.ops.aten.linear(hidden_states, weight, bias)

@@ -5,10 +5,10 @@ from __future__ import annotations
 import contextlib
 import copy
 import inspect
-import itertools
 import warnings
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -133,7 +133,8 @@ def observe(
 ) -> tuple[Tensor, list[Tensor | None]]:
     """A function's output, and the gradients with respect to its inputs and to other leaves.
 
-    Raises Mismatch if it fails, returns no tensor, changes its inputs, or draws random numbers.
+    Of several outputs, the rows are one above the other. Raises Mismatch if it fails, returns no tensor, changes its
+    inputs, or draws random numbers.
     """
     inputs = [x.detach().clone().requires_grad_() for x in inputs]
     originals = [x.detach().clone() for x in inputs]
@@ -145,6 +146,10 @@ def observe(
         raise
     except Exception as error:
         raise Mismatch(f"it fails on a tensor ({type(error).__name__}: {str(error)[:160]})") from error
+    if type(output) is tuple:
+        if len({(x.dtype, x.shape[-1]) for x in output}) > 1:
+            raise Mismatch("it returns tensors of two dtypes or widths")
+        output = torch.cat([x.flatten(0, -2) for x in output])
     if type(output) is not Tensor:
         raise Mismatch(f"it returns a {type(output).__name__}, not a tensor")
     if not torch.equal(state, torch.get_rng_state()):
@@ -221,27 +226,28 @@ class Case:
     """What a module returned for some inputs; a candidate must return the same, with the same gradients.
 
     Attributes:
-        output, grads: what :func:`observe` found.
-        function_of: from a candidate to the function of the inputs that it computes.
-        tolerance, rare: of the output; see :func:`check_close`.
+        module: the copy; the first argument of the candidates' ``compute``.
+        output, grads: what :func:`observe` returned.
         parameters: the other leaves, by name, whose gradients were observed.
+        tolerance, rare: of the output; see :func:`check_close`.
     """
 
     name: str
+    module: Any
     inputs: Sequence[Tensor]
     output: Tensor
     grads: list[Tensor | None]
-    function_of: Callable[[Any], Callable[..., Tensor]]
-    tolerance: float
     grad_tolerance: float
+    tolerance: float = 1e-5
     rare: float | None = None
     parameters: Mapping[str, Tensor] = field(default_factory=dict)
     parameter_tolerance: float = 0.0
 
     def check(self, candidate: Any) -> None:
         """Raise Mismatch unless a candidate computes the same."""
+        compute = partial(candidate.compute, self.module, backend="torch")
         try:
-            output, grads = observe(self.function_of(candidate), self.inputs, list(self.parameters.values()))
+            output, grads = observe(compute, self.inputs, list(self.parameters.values()))
         except Mismatch as mismatch:
             raise Mismatch(f"{self.name}: {mismatch}") from mismatch
         check_close(f"{self.name}: the output", self.output, output, self.tolerance, self.rare)
@@ -251,22 +257,66 @@ class Case:
             check_close(f"{self.name}: the gradient of {name}", actual, wanted, tolerance)
 
 
-def first_match(
-    candidates: Iterable[_Candidate], cases: Iterable[Case], describe: Callable[[_Candidate], str] = str
-) -> _Candidate:
-    """The first candidate that agrees in all cases; cases are taken from their iterator when they are needed.
+#: Of a case: its name, the leading dimensions of the input, dtypes of the input and of the parameters, and whether in
+#: training mode.
+Setting = tuple[str, tuple[int, ...], torch.dtype, torch.dtype, bool]
 
-    If none agrees, the Mismatch is from the kind that agreed in the most cases.
+
+def cases_of(
+    module: nn.Module,
+    settings: Sequence[Setting],
+    inputs_of: Callable[[tuple[int, ...], torch.dtype, torch.Generator], Iterable[Sequence[Tensor]]],
+    grad_tolerances: tuple[float, float],
+    stand_ins_of: Callable[[torch.Generator], Mapping[Any, Any]] = lambda _: {},
+    method: str = "forward",
+) -> Iterator[Case]:
+    """What copies of a module compute: of the first inputs that they do not refuse, in training twice.
+
+    Args:
+        inputs_of: from leading dimensions, dtype and generator to the inputs to try.
+        grad_tolerances: of the inputs' gradients in fp32, and where there is bf16.
+        stand_ins_of: see :func:`copy_of`.
+        method: the module's method; if it is not the forward, it reads no parameters.
     """
+    for name, leading, dtype, parameter_dtype, training in settings:
+        generator = torch.Generator().manual_seed(11)
+        stand_ins = stand_ins_of(generator)
+        copy: Any = copy_of(module, generator, stand_ins, empty=method != "forward")
+        copy.to(parameter_dtype).train(training)
+        if not training:
+            with torch.no_grad():
+                for parameter in copy.parameters():
+                    parameter.mul_(100)  # so that a clamp of the output shows
+        parameters = dict(copy.named_parameters())
+        replaced = [key for key, part in copy.named_children() if part in stand_ins.values()]
+        with unchanged(name, copy, replaced):
+            several, function = inputs_of(leading, dtype, generator), getattr(copy, method)
+            try:
+                inputs, output, grads = observe_first(function, several, list(parameters.values()))
+            except Mismatch as mismatch:
+                # Modules may fail with other layouts and with mixed dtypes: then no model uses them so.
+                if (leading != settings[0][1] or dtype != parameter_dtype) and mismatch.__cause__ is not None:
+                    continue
+                raise Mismatch(f"{name}: {mismatch}") from mismatch
+            with torch.no_grad():
+                if not torch.equal(function(*inputs), output):
+                    raise Mismatch(f"{name}: it computes something else without gradients, or when called again")
+        # Gradients of a weight are sums over rows, some of which PyTorch itself takes in half precision.
+        half = torch.bfloat16 in (dtype, parameter_dtype)
+        rare, of_weight = (2**-6, 2**-4) if half else (None, 2e-5)
+        yield Case(name, copy, inputs, output, grads, grad_tolerances[half], 1e-5, rare, parameters, of_weight)
+
+
+def first_match(candidates: Iterable[_Candidate], cases: Sequence[Case]) -> _Candidate:
+    """The first candidate that agrees in all cases; if none does, the Mismatch is from the one that agreed in most."""
     furthest, reason = -1, "it has none of the known forms"
     for candidate in candidates:
-        cases, remaining = itertools.tee(cases)
-        for number, case in enumerate(remaining):
+        for number, case in enumerate(cases):
             try:
                 case.check(candidate)
             except Mismatch as mismatch:
                 if number > furthest:
-                    furthest, reason = number, f"not {describe(candidate)}: in {mismatch}"
+                    furthest, reason = number, f"not {candidate}: in {mismatch}"
                 break
         else:
             return candidate

@@ -12,7 +12,6 @@ import itertools
 import types
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
@@ -48,10 +47,9 @@ class Rotation:
         details = (["interleaved"] if self.interleaved else []) + (["sorted"] if self.sorted else [])
         return "rope" + (f" ({', '.join(details)})" if details else "")
 
-    def compute(self, *args: Tensor, unsqueeze_dim: int = 1, backend: str | None = None) -> Any:
-        """The rotated tensors; ``args`` are q, k (if it takes both), cos and sin."""
-        *heads, cos, sin = args
-        tensors = heads
+    def compute(self, angles: tuple[Tensor, Tensor, int], *heads: Tensor, backend: str | None = None) -> Any:
+        """The rotated tensors, of q and k (if it takes both); ``angles`` are cos, sin and ``unsqueeze_dim``."""
+        (cos, sin, unsqueeze_dim), tensors = angles, [*heads]
         if self.sorted:
             tensors = [x.unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2) for x in heads]
         # The kernel takes two; the second one may have no heads.
@@ -122,25 +120,17 @@ def _observe(function: Callable[..., Any], tensors: int, unsqueeze_dim: int, nam
     # Random cos and sin: a function that reads only a part of them, which real ones would not show, does not match.
     cos, sin = (probing.random((batch, 5, width), generator, angle_dtype) for _ in range(2))
     options = {} if unsqueeze_dim == 1 else {"unsqueeze_dim": unsqueeze_dim}
+    inputs = (q, k)[:tensors]
 
-    def call(*inputs: Tensor) -> Tensor:
+    def call(*inputs: Tensor) -> Any:
         angles = cos.clone(), sin.clone()
         outputs = function(*inputs, *angles, **options)
         if not (torch.equal(cos, angles[0]) and torch.equal(sin, angles[1])):
             raise Mismatch("it changes cos or sin in place")
-        if tensors == 1:
-            return outputs
-        if type(outputs) is not tuple or [x.shape for x in outputs] != [x.shape for x in inputs]:
+        if tensors == 2 and (type(outputs) is not tuple or [x.shape for x in outputs] != [x.shape for x in inputs]):
             raise Mismatch("it does not return two tensors like q and k")
-        if outputs[0].dtype != outputs[1].dtype:
-            raise Mismatch("it returns tensors of two dtypes")
-        return torch.cat(outputs, unsqueeze_dim)
+        return outputs
 
-    def compute(rotation: Rotation, *inputs: Tensor) -> Tensor:
-        rotated = rotation.compute(*inputs, cos, sin, unsqueeze_dim=unsqueeze_dim, backend="torch")
-        return torch.cat(rotated, unsqueeze_dim) if tensors == 2 else rotated
-
-    inputs = (q, k)[:tensors]
     try:
         output, grads = probing.observe(call, inputs)
     except Mismatch as mismatch:
@@ -148,7 +138,7 @@ def _observe(function: Callable[..., Any], tensors: int, unsqueeze_dim: int, nam
             return None
         raise
     tolerance = 1e-5 if (dtype, angle_dtype) == (_F32, _F32) else 2**-6
-    return Case(name, inputs, output, grads, lambda form: partial(compute, form), tolerance, tolerance)
+    return Case(name, (cos, sin, unsqueeze_dim), inputs, output, grads, tolerance, tolerance)
 
 
 def _wrapper(original: Callable[..., Any], rotation: Rotation) -> Callable[..., Any]:
@@ -167,7 +157,8 @@ def _wrapper(original: Callable[..., Any], rotation: Rotation) -> Callable[..., 
                 return original(*args, **kwargs)
         if not is_plain(*tensors) or not _was_probed(*tensors, unsqueeze_dim=unsqueeze_dim):
             return original(*args, **kwargs)
-        return rotation.compute(*tensors, unsqueeze_dim=unsqueeze_dim)
+        *heads, cos, sin = tensors
+        return rotation.compute((cos, sin, unsqueeze_dim), *heads)
 
     return rotate
 
@@ -196,6 +187,7 @@ class Rotations(Replacement):
 
     functions: tuple[tuple[str, str, Rotation], ...]
     methods: tuple[str, ...] = ("forward",)
+    reads_module = True
 
     def __str__(self) -> str:
         return ", ".join(dict.fromkeys(str(rotation) for *_, rotation in self.functions))
@@ -223,10 +215,6 @@ class Rotations(Replacement):
                     names[name] = function
 
         return method
-
-    def probed_attributes(self, module: nn.Module) -> frozenset[str]:
-        """None: the methods read attributes at each call."""
-        return frozenset()
 
     @classmethod
     def is_candidate(cls, module: nn.Module) -> bool:

@@ -23,10 +23,12 @@ class Replacement:
     Attributes:
         methods: the names of the methods.
         may_be_wrapped: whether what is put on the instance in their place calls them, also once they are restored.
+        reads_module: whether the new method reads what the old one did, so that its attributes may change.
     """
 
     methods: tuple[str, ...] = ("forward",)
     may_be_wrapped: bool = False
+    reads_module: bool = False
 
     def call(self, module: Any, *args: Any, **kwargs: Any) -> Any:
         """The new method; ``NotImplemented`` for calls that were not probed, which go to the original method."""
@@ -35,10 +37,6 @@ class Replacement:
     def new_method(self, replaced: Callable[..., Any]) -> Callable[..., Any]:
         """What replaces a method; by default :meth:`call`."""
         return self.call
-
-    def probed_attributes(self, module: nn.Module) -> frozenset[str]:
-        """The names of the attributes that :meth:`call` does not read: if one changes, it computes something else."""
-        return frozenset({*vars(module)} - probing.TORCH_ATTRIBUTES | {*self.bypassed(module)})
 
     @classmethod
     def is_candidate(cls, module: nn.Module) -> bool:
@@ -66,11 +64,6 @@ class Replacement:
         """Why a candidate must stay as it is, or ``None``."""
         return reason_not_to_swap(module, cls.bypassed(module), cls.methods)
 
-    @classmethod
-    def is_worth_listing(cls, module: nn.Module) -> bool:
-        """Whether the report names a candidate that was not replaced."""
-        return True
-
 
 #: A model's own one or two operations on so few tokens take the host less time than it takes to launch a kernel.
 FEW_TOKENS = 128
@@ -83,7 +76,8 @@ def is_short(x: Tensor) -> bool:
 
 def swapped_class(module: nn.Module, replacement: Replacement) -> type[nn.Module]:
     """The class with which a module has its methods replaced."""
-    return _subclass(original_class(module), replacement, replacement.probed_attributes(module))
+    probed = {*vars(module)} - probing.TORCH_ATTRIBUTES | {*replacement.bypassed(module)}
+    return _subclass(original_class(module), replacement, frozenset(() if replacement.reads_module else probed))
 
 
 def swap(module: nn.Module, replacement: Replacement) -> None:

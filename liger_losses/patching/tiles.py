@@ -5,7 +5,6 @@ Beyond its input and its output, the module then needs memory for one tile, in f
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -67,7 +66,7 @@ def _compute_tiled(compute: Compute, module: nn.Module, x: Tensor, tokens: int) 
     return out
 
 
-outside_graphs(sys.modules[__name__], "_compute_tiled")  # torch.compile cannot trace the backward
+outside_graphs(globals(), "_compute_tiled")  # torch.compile cannot trace the backward
 
 
 def _forward(compute: Compute, module: nn.Module, x: Tensor, tokens: int) -> Tensor:

@@ -24,7 +24,7 @@ from liger_losses.checks import see
 from liger_losses.chunked import Head, linear_statistics
 from liger_losses.kernels.autograd import autocast_dtype
 from liger_losses.kernels.logit_transform import LogitTransform
-from liger_losses.patching.loss_head import head_of, is_prepared, owner_of_head, pending_logits, prepare_head
+from liger_losses.patching import loss_head
 from liger_losses.patching.patch import patch
 from liger_losses.patching.pending import PendingLogits
 from liger_losses.trl.divergences import IGNORE_INDEX, chosen, gathered
@@ -119,7 +119,7 @@ def add_fused_lm_head(
         patch(model, loss_head=False)
     share_prompts = groups and chosen.share_prompts
     model._liger_losses_head = FusedHeadOptions(temperature, cast_lm_head_to_fp32, tuple(outputs), share_prompts)
-    prepare_head(model)  # before fully_shard, which derives its classes from those it finds
+    loss_head.prepare_head(model)  # before fully_shard, which derives its classes from those it finds
     own = vars(model).get("forward")
     if own is not None and getattr(own, "_liger_losses_head", False):
         return
@@ -149,16 +149,17 @@ def fused_forward(model: Any, forward: Any, labels: Any = None, shift_labels: An
         raise ValueError("fused_lm_head=True needs labels (or shift_labels): they say which tokens are scored.")
     options: FusedHeadOptions = model._liger_losses_head
     num_items_in_batch = kwargs.pop("num_items_in_batch", None)
-    reason = reason_against_head(model)  # adapters may have been added since the last call
+    reason = loss_head.reason_against_head(model)  # adapters may have been added since the last call
     if reason:
         raise TypeError(f"{reason}: train outside of liger_losses.trl.enable()." + see("models-that-cannot-be-patched"))
     # Units of fully_shard, which stay gathered until backward.
-    units = [m for m in head_of(owner_of_head(model)).modules() if hasattr(m, "set_reshard_after_forward")]  # type: ignore
+    head: Any = loss_head.head_of(loss_head.owner_of_head(model))
+    units = [unit for unit in head.modules() if hasattr(unit, "set_reshard_after_forward")]
     config = model.config.get_text_config()
     kwargs.update(use_cache=False, return_dict=True)
     if getattr(config, "output_router_logits", False):
         kwargs.setdefault("output_router_logits", True)
-    with pending_logits(model):
+    with loss_head.pending_logits(model):
         packed = None if options.share_prompts is False else packed_batch(model, forward, labels, kwargs)
         outputs = None if packed is None else run_packed(model, forward, packed, kwargs)
         if outputs is None:
@@ -196,13 +197,6 @@ def fused_forward(model: Any, forward: Any, labels: Any = None, shift_labels: An
     if aux_loss is not None and kwargs.get("output_router_logits"):
         loss = loss + getattr(config, "router_aux_loss_coef", 0.0) * aux_loss.to(loss.device)
     return FusedCausalLMOutput(loss=loss, label_mask=mask, aux_loss=aux_loss, **per_token)
-
-
-def reason_against_head(model: Any) -> str:
-    """Prepare the last layer of a model, or return why that is not possible."""
-    entries = [] if is_prepared(model) else prepare_head(model)
-    reasons = [f"{entry.path or 'the head'}: {entry.reason}" for entry in entries if entry.reason]
-    return f"the last layer of {type(model).__name__} cannot be a Head ({'; '.join(reasons)})" if reasons else ""
 
 
 def _reshard_or_regather(units: list[Any], outputs: Sequence[Tensor]) -> None:

@@ -2,7 +2,6 @@
 
 import weakref
 from functools import partial
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -17,7 +16,6 @@ from liger_losses.layers.glu import glu, glu_linear, glu_mlp
 from liger_losses.layers.layer_norm import layer_norm
 from liger_losses.layers.rms_norm import add_rms_norm, rms_norm
 from liger_losses.layers.rope import rope
-from liger_losses.patching.pending import _OfAllRanks
 from liger_losses.patching.tiles import compute_tiled
 from liger_losses.sequences import split_by_coefficient
 from tests.kernels.cases import DEVICE
@@ -37,7 +35,6 @@ def test_scale(backend, count, factor, dtype):
 
 LABELS = torch.tensor([3, 0, 9, 4, 1, 7], device=DEVICE)
 ANGLES = tuple(f(torch.arange(192.0, device=DEVICE).view(1, 6, 32)) for f in (torch.cos, torch.sin))
-RANKS = SimpleNamespace(whole=lambda rows: rows, columns=lambda count: slice(0, count), sum=lambda total: total)
 
 
 def tiled(h, w):
@@ -64,7 +61,6 @@ USES = {
     "_Norm of a sum": lambda h, w: add_rms_norm(h, w[:6], w[0])[0],
     "_Norm centered": lambda h, w: layer_norm(h, w[0]),
     "_Rope": lambda h, w: rope(h[None, None], w[None, None, :6], *ANGLES)[0].square(),
-    "_OfAllRanks": lambda h, w: _OfAllRanks.apply(RANKS, h, w, None),
     "_Tiled": tiled,
     "_Merge": merged,
 }

@@ -145,7 +145,7 @@ def test_bad_input_is_refused():
             loss_inputs(model, **inputs, **given)
     model.config.return_dict = True
     loss_inputs(model, **inputs, return_dict=True, num_items_in_batch=None)
-    with pytest.raises(TypeError, match="the last layer of Linear cannot be a Head: it has no output embedding"):
+    with pytest.raises(TypeError, match="the last layer of Linear cannot be a Head .*it has no output embedding"):
         loss_inputs(nn.Linear(3, 3), input_ids=inputs["input_ids"])
     sizes = {"d_model": 16, "d_kv": 8, "d_ff": 32, "num_layers": 1, "num_heads": 2, "vocab_size": 61}
     seq2seq = transformers.T5ForConditionalGeneration(transformers.T5Config(**sizes))
@@ -153,7 +153,7 @@ def test_bad_input_is_refused():
         loss_inputs(seq2seq, **inputs)
     model = make()
     model.lm_head.register_full_backward_hook(lambda *_: None)
-    with pytest.raises(TypeError, match="the last layer of LlamaForCausalLM cannot be a Head: .*backward hooks"):
+    with pytest.raises(TypeError, match="the last layer of LlamaForCausalLM cannot be a Head .*backward hooks"):
         loss_inputs(model, **inputs)
 
 

@@ -6,7 +6,6 @@ T tokens, H hidden size, V vocabulary size, C columns of a slice of the vocabula
 from __future__ import annotations
 
 import os
-import sys
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -220,7 +219,7 @@ class Head:
         return self.with_fields(weight=self.weight.detach(), bias=bias)
 
 
-outside_graphs(sys.modules[__name__], "share_vocabulary")  # it exchanges messages
+outside_graphs(globals(), "share_vocabulary")  # it exchanges messages
 
 
 def _checked(

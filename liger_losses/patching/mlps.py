@@ -131,7 +131,12 @@ class GatedMLP(Replacement):
         inner = [child.out_features // (2 if len(linears) == 2 else 1) for child in linears.values()]
         down = [child.in_features for child in linears.values()]
         fits = any(size in down and inner.count(size) >= len(linears) - 1 for size in set(inner))
-        return fits and list(probing.positional_defaults(module.forward).values()) == [probing.REQUIRED]
+        return fits and list(probing.positional_defaults(module.forward).values()).count(probing.REQUIRED) == 1
+
+    @classmethod
+    def is_worth_listing(cls, module: nn.Module) -> bool:
+        """Modules whose forward takes one argument and no more."""
+        return len(probing.positional_defaults(module.forward)) == 1
 
     @classmethod
     def match(cls, module: nn.Module) -> GatedMLP:

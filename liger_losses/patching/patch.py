@@ -209,9 +209,11 @@ def _find(
         if may_change and allowed and reason_not_to_restore(module) is None:
             return Entry(path, name, str(tiled)), tiled
         return Entry(path, name, str(replacement)), None
+    listed = True
     try:
         if not kind.is_candidate(module):
             return None, None
+        listed = kind.is_worth_listing(module)
         reason, key = kind.reason_to_leave(module) or ("" if allowed else LEFT_OUT), (kind, kind.key(module))
         if reason:
             raise Mismatch(reason)
@@ -221,7 +223,7 @@ def _find(
         if isinstance(match, Exception):
             raise match
     except Exception as error:
-        return Entry(path, name, None, reason_of(error)), None
+        return Entry(path, name, None, reason_of(error)) if listed else None, None
     replacement = _in_tiles(match, tile)
     return Entry(path, name, str(replacement)), replacement
 

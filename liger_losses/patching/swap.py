@@ -64,6 +64,11 @@ class Replacement:
         """Why a candidate must stay as it is, or ``None``."""
         return reason_not_to_swap(module, cls.bypassed(module), cls.methods)
 
+    @classmethod
+    def is_worth_listing(cls, module: nn.Module) -> bool:
+        """Whether the report names a candidate that was not replaced."""
+        return True
+
 
 #: A model's own one or two operations on so few tokens take the host less time than it takes to launch a kernel.
 FEW_TOKENS = 128

@@ -58,16 +58,21 @@ def _is_vocabulary(logits: PendingLogits, dim: Any) -> bool:
 # --- Tokens: the hidden states are reshaped and chosen ----------------------------------------------------------------
 
 
+@_operation("view reshape")
+def _reshape(logits: PendingLogits, *shape: Any) -> Any:
+    sizes = tuple(shape[0]) if len(shape) == 1 and isinstance(shape[0], (tuple, list)) else shape
+    (*tokens, size), hidden_states = logits.shape, logits.hidden_states
+    keeps = len(sizes) > 1 and (sizes[-1] == size or (sizes[-1] == -1 and math.prod(sizes[:-1]) == math.prod(tokens)))
+    return logits.with_rows(hidden_states.reshape(*sizes[:-1], hidden_states.shape[-1])) if keeps else NotImplemented
+
+
 def _on_tokens(name: str, logits: PendingLogits, *args: Any, **kwargs: Any) -> Any:
     """A view whose last dimension is the vocabulary, as a tensor without memory shows: the one with a stride."""
-    hidden_states, (*_, size), of_rows = logits.hidden_states, logits.shape, args
+    hidden_states, (*_, size) = logits.hidden_states, logits.shape
     width, like = hidden_states.shape[-1], torch.empty(size, dtype=torch.uint8, device="meta").expand(logits.shape)
-    if name == "reshape":
-        args = tuple(args[0]) if len(args) == 1 and isinstance(args[0], (tuple, list)) else args
-        of_rows = (*args[:-1], width) if args[-1:] == (size,) else args
     try:
-        views, rows = getattr(like, name)(*args, **kwargs), getattr(hidden_states, name)(*of_rows, **kwargs)
-    except (RuntimeError, IndexError, TypeError):  # sizes of the vocabulary, which hidden states do not have, or errors
+        views, rows = (getattr(tensor, name)(*args, **kwargs) for tensor in (like, hidden_states))
+    except (RuntimeError, IndexError):  # sizes of the vocabulary, which hidden states do not have, or wrong arguments
         return NotImplemented
     several = isinstance(rows, tuple)
     pairs = list(zip(views, rows, strict=False)) if several else [(views, rows)]
@@ -79,9 +84,8 @@ def _on_tokens(name: str, logits: PendingLogits, *args: Any, **kwargs: Any) -> A
     return NotImplemented if not parts else parts if several else parts[0]
 
 
-for _name in "flatten split chunk unbind transpose permute unsqueeze squeeze reshape".split():  # noqa: SIM905
+for _name in "flatten split chunk unbind transpose permute unsqueeze squeeze".split():  # noqa: SIM905
     _operation(_name)(partial(_on_tokens, _name))
-_operation("view")(partial(_on_tokens, "reshape"))
 _operation("contiguous")(lambda logits: logits.with_rows(logits.hidden_states.contiguous()))
 _operation("clone")(lambda logits: logits.with_changes())
 _operation("detach")(lambda logits: logits.with_rows(logits.hidden_states.detach(), head=logits.head.detach()))

@@ -116,9 +116,9 @@ def engine_calls() -> Iterator[list[int]]:
     """A list that grows by one with each call of the core."""
     calls, check_call = list[int](), stream.check_call
 
-    def counted(*arguments):
+    def counted(*arguments, **keywords):
         calls.append(1)
-        return check_call(*arguments)
+        return check_call(*arguments, **keywords)
 
     with mock.patch.object(stream, "check_call", counted):
         yield calls

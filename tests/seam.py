@@ -100,14 +100,14 @@ def without_accelerators(*names: str) -> Iterator[None]:
 @contextmanager
 def planned_blocks() -> Iterator[list[str]]:
     """A list that grows by the name of the block that is planned for each target."""
-    names, plan = list[str](), stream.plan
+    names, plans = list[str](), stream.plans
 
     def named(*arguments):
-        found = plan(*arguments)
-        names.append(found.name)
-        return found
+        made = plans(*arguments)
+        names.extend(plan.name for plan in made)
+        return made
 
-    with mock.patch.object(stream, "plan", named):
+    with mock.patch.object(stream, "plans", named):
         yield names
 
 

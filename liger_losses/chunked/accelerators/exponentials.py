@@ -81,7 +81,9 @@ class ExponentialBlock:
             values |= {"offset": offset, "logp here": logits - values["lse"]}
         return cls(part, asked, plan, memory, values)
 
-    def add_gradients(self, upstream: dict[str, Tensor], grads: Gradients) -> Tensor | None:
+    def add_gradients(
+        self, upstream: dict[str, Tensor], grads: Gradients, hidden: Tensor | None = None
+    ) -> Tensor | None:
         """Add the gradients of weight and bias; return that of the hidden states ``[R, H]``, if they need one."""
         hidden, at_label = self.add_products(upstream, grads)
         add_label_terms(self.part, at_label, grads)
@@ -97,7 +99,7 @@ class ExponentialBlock:
             upstream.get("logp"),
             upstream.get("lse"),
             exponentials_of(values),
-            part.hidden if grads.wants(weights.weight) else None,
+            None if grads.of(weights.weight) is None else part.hidden,
             part.transform(part.temperature),
             here,
         )
@@ -113,9 +115,10 @@ class ExponentialBlock:
 
     def _add_bias(self, e: Tensor, scale: Tensor, at_label: Tensor, labels: Tensor, grads: Gradients) -> None:
         """A product too, with the scales' digits in three operands of half precision."""
-        total = grads.of(self.part.head.bias)
-        if total is None:
+        buffer = grads.of(self.part.head.bias)
+        if buffer is None:
             return
+        total = buffer.whole()
         digits = torch.zeros(len(scale), 8, dtype=e.dtype, device=e.device)  # products of 8 columns are aligned
         for i in range(3):
             digits[:, i] = scale
@@ -131,7 +134,7 @@ class LabelTerms:
         weights = target.head.weights
         self.at_label = torch.zeros(count, dtype=torch.float32, device=target.hidden.device)
         # For as many tokens together as have hidden states that fit the memory of a block.
-        self.most = max(plan.block_rows, plan.block_rows * weights.columns // weights.hidden_size)
+        self.most = max(plan.block_tokens, plan.block_tokens * weights.columns // weights.hidden_size)
 
     def take(self, block: ExponentialBlock, upstream: dict[str, Tensor], grads: Gradients, at: slice) -> Tensor | None:
         """Add the products of a block, whose tokens are those ``at`` of these; its hidden states' gradient."""
@@ -146,9 +149,9 @@ class LabelTerms:
 
 def add_label_terms(part: Target, at_label: Tensor, grads: Gradients) -> None:
     """Add the labels' terms to the gradient of the weight."""
-    total = grads.of(part.head.weights.weight)  # type: ignore[attr-defined]
-    if total is not None:
-        add_to_label_rows_(total, labels_of(part), at_label, part.hidden)
+    buffer = grads.of(part.head.weights.weight)  # type: ignore[attr-defined]
+    if buffer is not None:
+        add_to_label_rows_(buffer.whole(), labels_of(part), at_label, part.hidden)
 
 
 def row_bytes(call: Signature) -> int:
@@ -160,18 +163,18 @@ def row_bytes(call: Signature) -> int:
 def planned(call: Signature) -> Plan | None:
     """Where one matrix is at hand, exponentials fit its dtype (fp16 cannot hold all), and blocks have whole rows: of
     losses of single tokens whose blocks are few, or of others that keep them."""
-    serves = {*call.statistics} <= STATISTICS and {*call.metrics} <= METRICS and call.of_kernels and call.trains
+    serves = call.statistics <= STATISTICS and call.metrics <= METRICS and call.of_kernels and call.trains
     if not (serves and has_matrix(call) and call.operand == torch.bfloat16):
         return None
     if call.workspace is not None and call.workspace < least_bytes(call, row_bytes(call)):
         return None  # not even one row fits; the core, whose rows are longer, says so
     plan = by_blocks(call, "exponentials", ExponentialBlock.of, row_bytes(call), most_parts=BLOCKS)
-    if plan.tile is not None or plan.copied_rows < call.columns or (call.couples and not plan.keeps):
+    if plan.tile is not None or plan.copied_columns < call.columns or (call.gradients_in_backward and not plan.keeps):
         return None
-    if call.couples:
+    if call.gradients_in_backward:
         return plan
-    if -(-call.trained // plan.block_rows) > BLOCKS and call.trains_weight:
+    if -(-call.trained // plan.block_tokens) > BLOCKS and call.trains_weight:
         return None
-    if plan.block_rows >= call.tokens or not call.trains_weight:
+    if plan.block_tokens >= call.tokens or not call.trains_weight:
         return plan
-    return plan._replace(rows=call.tokens, shared=LabelTerms)
+    return plan._replace(tokens=call.tokens, collected=LabelTerms)

@@ -56,12 +56,11 @@ class RowsInPlace(Dense):
     def add_gradients(self, grads: Gradients, grad: Tensor, hidden: Tensor, columns: Columns) -> None:
         if isinstance(columns, slice):
             return super().add_gradients(grads, grad, hidden, columns)
-        if not grads.wants(self.weight):
+        if (buffer := grads.of(self.weight)) is None:
             return None
         # By the places of each column, which are sorted; places of no column come first.
         ordered, order = columns.reshape(-1).int().sort(stable=True)
         tokens, values = (order // columns.shape[1]).int(), grad.reshape(-1)[order]
-        buffer = grads.buffers[id(self.weight)]
         if buffer.lists_rows:
             ids, numbers, lengths = ordered.unique_consecutive(return_inverse=True, return_counts=True)
             starts = torch.cat([lengths.new_zeros(1), lengths.cumsum(0)])

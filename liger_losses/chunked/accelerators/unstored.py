@@ -56,7 +56,7 @@ def planned(call: Signature) -> Plan | None:
     """Of calls in which nothing is trained, and a kernel has the statistics of one matrix that is at hand."""
     if not (has_matrix(call) and call.of_kernels and not call.trains and call.operand in HALF_DTYPES):
         return None
-    if call.shared and not {*call.statistics, *call.metrics} <= BY_EXPONENTIALS:
+    if call.shared and not call.statistics | call.metrics <= BY_EXPONENTIALS:
         return None
     plan = by_blocks(call, "statistics", block_of, row_bytes(call))
-    return plan if plan.copied_rows >= call.columns else None
+    return plan if plan.copied_columns >= call.columns else None

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from liger_losses.chunked.core import rows
-from liger_losses.chunked.core.buffers import Gradients
+from liger_losses.chunked.core.buffers import Buffer, Gradients
 from liger_losses.chunked.core.plan import Plan, Planner, Signature, by_blocks, padded, row_bytes
 from liger_losses.chunked.core.statistics import OF_KERNELS, Statistic
 from liger_losses.chunked.core.target import Target
@@ -233,12 +233,12 @@ class Block:
         There, a half-precision row overwrites the first half of the same fp32 row: no second buffer is needed. The
         gradient of the bias is added.
         """
-        kept, z, bias = not isinstance(self.columns, slice), self.z, self.part.head.bias
+        kept, z, of_bias = not isinstance(self.columns, slice), self.z, grads.of(self.part.head.bias)
         if out is None:
             in_place = kept or self.memory.dtype == self.plan.dtype
             out = z if in_place else self.memory.view(self.plan.dtype)[:, : self.width]
         softmax, hard = self._of_softmax(upstream)
-        several = kept or grads.wants(bias) or upstream.keys() & _SELECTED or any(s.phi for s in self._with(upstream))
+        several = kept or of_bias or upstream.keys() & _SELECTED or any(s.phi for s in self._with(upstream))
         if not several and "divergence" not in upstream:
             return self._write_softmax(softmax, out)
         if not several and self.shared == self.width and (hard is not None or not softmax):
@@ -248,8 +248,8 @@ class Block:
             block._write_terms({name: g[at] for name, g in upstream.items()})
             if kept:
                 block._back_to_projections()
-            if grads.wants(bias):
-                block._add_bias(grads)
+            if of_bias is not None:
+                block._add_bias(of_bias)
             if out is not z:
                 out[at].copy_(block.z.to(out.dtype))
         return out
@@ -354,15 +354,12 @@ class Block:
             part.transform(1.0).chain_(self.z, _finished(part, torch.empty_like(self.z), self.columns))
         self.z.masked_fill_(~kept_here(part), 0.0)
 
-    def _add_bias(self, grads: Gradients) -> None:
+    def _add_bias(self, buffer: Buffer) -> None:
         """A sum over all tokens: it is taken before anything is rounded."""
-        bias = self.part.head.bias
-        if not isinstance(self.columns, slice):
-            grads.buffers[id(bias)].add_rows(self.columns.flatten(), self.z.flatten())
-            return
-        total = grads.of(bias)
-        if total is not None:
-            total[self.columns.start : self.columns.stop] += self.z.sum(0)
+        if isinstance(self.columns, slice):
+            buffer.whole()[self.columns.start : self.columns.stop] += self.z.sum(0)
+        else:
+            buffer.add_rows(self.columns.flatten(), self.z.flatten())
 
 
 class Collected:
@@ -393,7 +390,7 @@ def statistics_by_columns(part: Target, asked: tuple[Statistic, ...], plan: Plan
     together."""
     names = {s.name for s in asked}
     names |= {"max_logit"} if "argmax" in names else set()
-    count, size = part.head.weights.columns, plan.copied_rows
+    count, size = part.head.weights.columns, plan.copied_columns
     parts, sizes = list[dict[str, Tensor]](), list[int]()
     for start in range(0, count, size):
         columns = slice(start, min(start + size, count))

@@ -32,42 +32,40 @@ class Leaf:
 class Buffer:
     """The sum of one tensor's gradient, ``[rows, ...]``: those up to ``written`` hold numbers, others no value yet."""
 
-    def __init__(self, leaf: Leaf, local: Tensor) -> None:
-        self.leaf, self.local, self.written = leaf, local, 0
-        self.sparse: list[tuple[Tensor, Tensor]] = []  # ids and their rows
-        self.shape = local.shape if local.dim() < 3 else torch.Size((local.shape[:-1].numel(), local.shape[-1]))
-        self.dtype = local.dtype
+    def __init__(self, leaf: Leaf) -> None:
+        self.leaf, self.local = leaf, local_part(leaf.tensor)
+        self.shape, self.dtype = self.local.shape, self.local.dtype
+        if len(self.shape) > 2:
+            self.shape = torch.Size((self.shape[:-1].numel(), self.shape[-1]))
         if leaf.accumulate is not None:
-            self.dtype = torch.promote_types(local.dtype, leaf.accumulate)
+            self.dtype = torch.promote_types(self.dtype, leaf.accumulate)
         self.total: Tensor | None = None
+        self.written = 0
+        self.sparse: list[tuple[Tensor, Tensor]] = []  # ids and their rows, while there is no matrix
 
     def rows(self, rows: slice) -> tuple[Tensor, bool]:
         """The memory of some rows, and whether they hold a sum already, to which more is added."""
-        total = self._memory()
-        start, stop, _ = rows.indices(len(total))
-        if start > self.written:
-            total[self.written : start].zero_()
+        if self.total is None:
+            self.total = torch.empty(self.shape, dtype=self.dtype, device=self.local.device)
+            for ids, values in self.sparse:
+                self.add_rows(ids, values)
+        total, (start, stop, _) = self.total, rows.indices(len(self.total))
         holds = start < self.written
-        if holds and stop > self.written:
-            total[self.written : stop].zero_()
+        first = stop if holds else start
+        if first > self.written:
+            total[self.written : first].zero_()
         self.written = max(self.written, stop)
         return (total if stop - start == len(total) else total[start:stop]), holds
 
     def whole(self) -> Tensor:
         """All rows, those that nobody has written as 0."""
-        total = self._memory()
-        if self.written < len(total):
-            (total[self.written :] if self.written else total).zero_()
-            self.written = len(total)
-        return total
+        total, holds = self.rows(slice(None))
+        return total if holds else total.zero_()
 
-    def _memory(self) -> Tensor:
-        if self.total is None:
-            self.total = torch.empty(self.shape, dtype=self.dtype, device=self.local.device)
-            for ids, values in self.sparse:
-                self.whole().index_put_((ids.clamp(min=0),), values.to(self.dtype), accumulate=True)
-            self.sparse = []
-        return self.total
+    def add_product(self, rows: slice, grad: Tensor, hidden: Tensor) -> None:
+        """Add ``grad.T @ hidden`` to some rows; the product goes into the buffer, and no other of its size exists."""
+        total, holds = self.rows(rows)
+        matmul_into(total, grad.t(), hidden, accumulate=holds)
 
     def add_states(self, rows: slice | Tensor, values: Tensor) -> None:
         """Add ``values [R, H]`` to some rows, none of which is there twice; values that are all of them so far become
@@ -116,7 +114,7 @@ class Buffer:
 
 
 class Gradients:
-    """The buffers of a call, by the trained tensors' ids. Others are asked for alike, and nothing is added to them."""
+    """The buffers of a call, by the trained tensors' ids."""
 
     def __init__(self, leaves: Sequence[Leaf]) -> None:
         self.leaves = leaves
@@ -125,29 +123,17 @@ class Gradients:
         for leaf in leaves:
             key = key_of(leaf.tensor)
             if key not in known:
-                known[key] = Buffer(leaf, local_part(leaf.tensor))
+                known[key] = Buffer(leaf)
             self.buffers[id(leaf.tensor)] = known[key]
 
-    def wants(self, tensor: Tensor | None) -> bool:
-        return id(tensor) in self.buffers
-
-    def add(self, tensor: Tensor, columns: slice, grad: Tensor, hidden: Tensor) -> None:
-        """Add ``grad.T @ hidden`` to some rows; the product goes into the buffer, and no other of its size exists."""
-        if id(tensor) in self.buffers:
-            total, holds = self.buffers[id(tensor)].rows(columns)
-            matmul_into(total, grad.t(), hidden, accumulate=holds)
-
-    def of(self, tensor: Tensor | None) -> Tensor | None:
-        """The whole buffer of a tensor, to be added to in place; ``None`` for one without a gradient."""
-        return self.buffers[id(tensor)].whole() if id(tensor) in self.buffers else None
+    def of(self, tensor: Tensor | None) -> Buffer | None:
+        """``None`` for a tensor that is not trained."""
+        return self.buffers.get(id(tensor))
 
     def results(self) -> list[Tensor | None]:
         """The gradient of each leaf; ``None`` for a second view of memory whose gradient went before."""
-        gradients: list[Tensor | None] = []
-        for leaf in self.leaves:
-            buffer = self.buffers[id(leaf.tensor)]
-            gradients.append(buffer.result() if buffer.leaf is leaf else None)
-        return gradients
+        buffers = [self.buffers[id(leaf.tensor)] for leaf in self.leaves]
+        return [of.result() if of.leaf is leaf else None for leaf, of in zip(self.leaves, buffers, strict=True)]
 
 
 def key_of(tensor: Any) -> object:

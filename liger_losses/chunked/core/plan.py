@@ -19,7 +19,7 @@ from liger_losses.chunked.core.buffers import Leaf
 from liger_losses.chunked.core.options import EngineOptions
 from liger_losses.chunked.core.statistics import OF_KERNELS, Statistic
 from liger_losses.chunked.core.target import Target
-from liger_losses.chunked.core.weights import Concatenated, Quantized, WithAdapters
+from liger_losses.chunked.core.weights import Concatenated, Products, Quantized, WithAdapters
 from liger_losses.chunked.core.workspace import WORKSPACE_VARIABLE, default_bound
 from liger_losses.kernels import choose_backend
 from liger_losses.kernels._triton import LOGIT_DTYPES
@@ -32,7 +32,7 @@ MOST_PARTS = 8
 #: By default, a call keeps logits until backward in this part of a GPU's memory, or dequantizes a head there.
 MEMORY_PARTS = 32
 #: The tokens of a block whose products keep a GPU busy.
-USUAL_ROWS = 1024
+USUAL_TOKENS = 1024
 #: The columns of a tile of the second pass that keep a device busy.
 MIN_TILE_COLUMNS = 4096
 #: What is left free of a workspace, where it has room. CUDA's caching allocator may hand out a block of memory that is
@@ -54,8 +54,7 @@ class Signature:
     hidden_size: int
     columns: int  # of the softmax, on the rank that has most
     kept: bool
-    statistics: tuple[str, ...]  # with a gradient, if anything has one
-    metrics: tuple[str, ...]  # without
+    asked: tuple[Statistic, ...]
     operand: torch.dtype  # of products
     device: torch.device
     backend: str
@@ -67,17 +66,34 @@ class Signature:
     quantized_teacher: bool = False
     teacher_columns: int = 0
     teacher_size: int = 0
-    in_torch: bool = False  # whether torch computes terms of whole rows
-    several_terms: bool = False  # whether no kernel alone writes the gradient of projections
-    of_kernels: bool = False  # whether statistics of parts of the vocabulary can be merged: no teacher
+    several_terms: bool = False  # whether a bias or the teacher adds to what a kernel writes as a gradient
     shared: bool = False  # whether other ranks have parts of the vocabulary
     batch_invariant: bool = False
-    couples: bool = True  # whether gradients are asked for once all statistics are known
+    gradients_in_backward: bool = True  # once all statistics are known
     others_bytes: int = 0  # of blocks of the call's other targets, which live until backward together
-    sharing: int = 0  # targets that share a head which would get more than MOST_PARTS parts by blocks
+    targets_of_many_parts: int = 0  # that share a head which would get more than MOST_PARTS parts by blocks
     memory: int = 0  # bytes of the smallest device
     bound: int | None = None  # the default workspace that was set
     options: EngineOptions = field(default_factory=EngineOptions)
+
+    @property
+    def statistics(self) -> set[str]:
+        """Those with a gradient, if anything has one."""
+        return {s.name for s in self.asked if s.differentiable}
+
+    @property
+    def metrics(self) -> set[str]:
+        return {s.name for s in self.asked if not s.differentiable}
+
+    @property
+    def in_torch(self) -> bool:
+        """Whether torch computes terms of whole rows."""
+        return any(s.phi is not None or (s.divergence is not None and not s.divergence.has_kernel) for s in self.asked)
+
+    @property
+    def of_kernels(self) -> bool:
+        """Whether statistics of parts of the vocabulary can be merged."""
+        return not self.kept and not self.teacher_columns and self.statistics | self.metrics <= {*OF_KERNELS}
 
     @property
     def trains(self) -> bool:
@@ -92,52 +108,57 @@ class Signature:
         """Bytes that the call may take, if anybody has said how many."""
         return self.options.workspace or self.bound
 
-    def without_gradients(self) -> Signature:
-        """The call that computes statistics alone."""
-        return replace(self, trains_weight=False, trains_hidden=False, sharing=0) if self.trains else self
-
 
 def signature(
-    target: Target, leaves: Sequence[Leaf], asked: tuple[Statistic, ...], options: EngineOptions, *, couples: bool
+    target: Target,
+    leaves: Sequence[Leaf],
+    asked: tuple[Statistic, ...],
+    options: EngineOptions,
+    *,
+    gradients_in_backward: bool,
 ) -> Signature:
     """All that decides how the tokens of a target are computed that have a label."""
     head, hidden, teacher, tokens = target.head, target.hidden, target.teacher, target.counted
     assert tokens is not None
-    dtype = computed_dtype(hidden)
-    backend = choose_backend(options.backend, [(hidden.device, wide_dtype(dtype))], dtypes=LOGIT_DTYPES)
-    operand = operand_dtype(dtype, hidden.device, backend)
-    weights, names, trains_hidden = _forms(head.weights), {s.name for s in asked}, hidden.requires_grad and bool(leaves)
-    columns, matrices, of_teacher = head.ranks.most(head.weights.columns), [head.weights], dict[str, Any]()
+    dtype, device, bias = computed_dtype(hidden), hidden.device, head.bias
+    backend = choose_backend(options.backend, [(device, wide_dtype(dtype))], dtypes=LOGIT_DTYPES)
+    # Half precision on CUDA and in Triton, fp32 where CPUs would round products.
+    rounds = dtype in HALF_DTYPES and device.type != "cuda" and backend != "triton"
+    operand, columns = torch.float32 if rounds else dtype, head.ranks.most(head.weights.columns)
+    matrices, of_teacher = [head.weights], dict[str, Any]()
+    several_terms, copied, copy = bias is not None and bias.requires_grad, 0, 0
     if teacher is not None:
         of_teacher["teacher_columns"] = min(teacher.vocab_size, columns)
+        at_one = isinstance(target.temperature, float) and target.temperature == 1.0
+        several_terms |= teacher.vocab_size < target.vocab_size or (len(asked) > 1 and not at_one)
     if isinstance(teacher, Target):
         matrices.append(teacher.head.weights)
-        of_teacher["quantized_teacher"] = Quantized in _forms(teacher.head.weights)
+        of_teacher["quantized_teacher"] = Quantized in forms(teacher.head.weights)
         of_teacher["teacher_size"] = teacher.head.weights.hidden_size
-    copied = [matrix.copied_bytes(operand) for matrix in matrices]
+    for matrix in matrices:
+        if size := matrix.copied_bytes(operand):
+            copied, copy = copied + size, copy + operand.itemsize * matrix.hidden_size
+    trains_hidden = hidden.requires_grad and bool(leaves)
     return Signature(
         tokens=tokens.count,
         trained=tokens.trained,
         hidden_size=hidden.shape[-1],
         columns=columns if target.kept is None else target.kept.shape[-1],
         kept=target.kept is not None,
-        statistics=tuple([s.name for s in asked if s.differentiable]),
-        metrics=tuple([s.name for s in asked if not s.differentiable]),
+        asked=asked,
         operand=operand,
         backend=backend,
-        device=hidden.device,
+        device=device,
         trains_weight=len(leaves) > trains_hidden,
         trains_hidden=trains_hidden,
-        copied_bytes=sum(copied),
-        copy_bytes=operand.itemsize * sum([m.hidden_size for m, size in zip(matrices, copied, strict=True) if size]),
-        weights=weights,
-        of_kernels=target.kept is None and teacher is None and names <= {*OF_KERNELS},
+        copied_bytes=copied,
+        copy_bytes=copy,
+        weights=forms(head.weights),
         shared=head.ranks.size > 1,
-        several_terms=_has_several_terms(target, names),
-        in_torch=any(s.phi is not None or (s.divergence is not None and not s.divergence.has_kernel) for s in asked),
+        several_terms=several_terms,
         batch_invariant=head.batch_invariant,
-        couples=couples,
-        memory=head.ranks.least_memory(device_memory(hidden.device), hidden.device),
+        gradients_in_backward=gradients_in_backward,
+        memory=head.ranks.least_memory(device_memory(device), device),
         bound=default_bound(),
         options=options,
         **of_teacher,
@@ -154,27 +175,19 @@ def scales_late(hidden: Tensor, leaves: Sequence[Leaf]) -> bool:
     return torch.float16 in [computed_dtype(hidden), *[leaf.tensor.dtype for leaf in leaves]]
 
 
-def _has_several_terms(target: Target, names: set[str]) -> bool:
-    bias, teacher = target.head.bias, target.teacher
-    if (
-        target.kept is not None
-        or names & {"selected_logps", "selected_logits"}
-        or (bias is not None and bias.requires_grad)
-    ):
-        return True
-    at_one = isinstance(target.temperature, float) and target.temperature == 1.0
-    return teacher is not None and (teacher.vocab_size < target.vocab_size or (len(names) > 1 and not at_one))
-
-
-def _forms(weights: Any) -> tuple[type, ...]:
-    base = _forms(weights.base) if isinstance(weights, (WithAdapters, Concatenated)) else ()
-    return type(weights), *base
+def forms(weights: Any) -> tuple[type, ...]:
+    """The types of a matrix and of those that it is made of, from the outside in."""
+    types: tuple[type, ...] = (type(weights),)
+    while isinstance(weights, (WithAdapters, Concatenated)):
+        weights = weights.base
+        types += (type(weights),)
+    return types
 
 
 class Tile(NamedTuple):
     """How many tokens and columns of logits exist at a time, where a pass goes by columns for many tokens."""
 
-    rows: int
+    tokens: int
     columns: int
 
 
@@ -183,14 +196,16 @@ class Plan(NamedTuple):
 
     name: str
     block: Callable[..., Any]  # computes some tokens
-    shared: Callable[..., Any] | None  # takes what the blocks of ``rows`` add to gradients, where they are several
-    rows: int  # tokens whose gradients are added to those of weights together
-    block_rows: int  # of them, tokens of a block, whose logits exist at a time
+    collected: Callable[..., Any] | None  # takes what the blocks of ``tokens`` add to gradients, where they are several
+    tokens: int  # whose gradients are added to those of weights together
+    block_tokens: int  # of them, those of a block, whose logits exist at a time
     row_bytes: int  # of one of these
-    copied_rows: int  # of the head, at a time; all where none are copied, or all at once
+    copied_columns: int  # whose rows of the head are copied at a time; all where none are copied, or all at once
     keeps: bool  # the block of all tokens lives until backward; otherwise that computes logits again
     tile: Tile | None  # where the pass goes by columns; None where it goes by blocks
-    parts: float  # of MOST_PARTS, how many it adds to a half-precision gradient of a weight
+    share: (
+        float  # of the parts that a half-precision gradient of a weight may be a sum of, those that it adds; 1 is all
+    )
     accumulate: torch.dtype | None  # in which the gradient of the weight adds up, where not its own
     dtype: torch.dtype  # of the products' operands
     invariant: bool
@@ -199,11 +214,18 @@ class Plan(NamedTuple):
     backend: str
     trains: bool  # whether anything gets a gradient
     hidden: bool  # whether hidden states do
+    gradients_in_backward: bool  # once all statistics are known
+    beyond_workspace: bool  # whether a gradient adds up in fp32 because the workspace has no room for few parts
+    without_gradients: Any = None  # the plan of a first pass, or of tokens without a gradient, where that is another
 
     @property
     def of_kernels(self) -> dict[str, Any]:
         """What every row kernel is told."""
         return {"scratch": self.scratch, "backend": self.backend}
+
+    @property
+    def products(self) -> Products:
+        return Products(self.dtype, self.copied_columns, self.invariant)
 
 
 #: A way to run some calls: its plan of a call, or None for one that it does not serve. The core's serves every call.
@@ -244,42 +266,32 @@ def row_bytes(call: Signature) -> int:
     return logits + call.hidden_size * (operand + 2 * item) + call.teacher_size * operand + gathered
 
 
-def operand_dtype(dtype: torch.dtype, device: torch.device, backend: str) -> torch.dtype:
-    """Of products: half precision on CUDA and in Triton, fp32 where CPUs would round them."""
-    rounds = dtype in HALF_DTYPES and device.type != "cuda" and backend != "triton"
-    return torch.float32 if rounds else dtype
-
-
 def usual_bytes(call: Signature, row: int, collects: bool) -> int:
     """Room for blocks that keep a device busy: of 512 tokens without a gradient, or with a teacher, else of 1024; of
     twice as many whose rows are shorter than the core's; or of the gradients of up to 2048, if these are collected, by
     which that of the weight is a sum of few parts. Between 64 MiB and 1.5 GiB."""
-    rows, most = USUAL_ROWS, 1536 * MiB
+    rows, most = USUAL_TOKENS, 1536 * MiB
     if call.device.type != "cpu":
-        rows = USUAL_ROWS // 2 if call.teacher_columns or not call.trains else USUAL_ROWS
+        rows = USUAL_TOKENS // 2 if call.teacher_columns or not call.trains else USUAL_TOKENS
     size = max(rows * row_bytes(call), 2 * rows * row if row < row_bytes(call) else 0)
     if collects and has_many_parts(call, rows):
-        together, few = 2 * USUAL_ROWS, -(-call.trained // MOST_PARTS // 128) * 128
+        together, few = 2 * USUAL_TOKENS, -(-call.trained // MOST_PARTS // 128) * 128
         if call.teacher_columns:  # all logits again would be twice as many products
             together, most = min(max(together, few), call.tokens), max(most, call.memory // MEMORY_PARTS)
         else:
             together = min(together, few)
-        collected = together * collected_bytes(call) + USUAL_ROWS // 2 * row_bytes(call)
+        collected = together * collected_bytes(call) + USUAL_TOKENS // 2 * row_bytes(call)
         size = max(size, min(together * row, collected))
     return min(max(size + 8 * MiB, 64 * MiB), most)
-
-
-def may_sum(parts: float) -> bool:
-    """Whether a half-precision gradient may be a sum of so many parts."""
-    return parts <= MOST_PARTS
 
 
 def has_many_parts(call: Signature, rows: int) -> bool:
     """Whether losses of single tokens train a weight in half precision, and blocks of so many rows would be too many
     parts of its gradient. With a teacher, rows are few, and fewer parts faster."""
     few = 2 if call.teacher_columns else MOST_PARTS
-    half = call.operand in HALF_DTYPES and not call.kept and not call.couples and call.options.chunk_size is None
-    return half and call.trains_weight and call.sharing != 1 and call.trained > few * rows
+    half = call.operand in HALF_DTYPES and call.trains_weight and call.options.chunk_size is None
+    blocks = not call.kept and not call.gradients_in_backward and call.targets_of_many_parts != 1
+    return half and blocks and call.trained > few * rows
 
 
 def collected_bytes(call: Signature) -> int:
@@ -289,13 +301,45 @@ def collected_bytes(call: Signature) -> int:
 
 
 @lru_cache(maxsize=1024)
-def plan(call: Signature, table: tuple[Planner, ...]) -> Plan:
-    """Decide: how many tokens at a time, what lives until backward, which block: the table's first that serves the
-    call.
+def plans(
+    calls: tuple[Signature, ...], heads: tuple[tuple[int, ...], ...], table: tuple[Planner, ...]
+) -> tuple[Plan, ...]:
+    """The plans of the targets of a call, each of which knows what it must of the others.
+
+    Args:
+        calls: of each target.
+        heads: numbers of the tensors that each trains in half precision, of which targets may share some.
+        table: the planners.
 
     Raises:
         ValueError: the workspace cannot hold one row.
     """
+    made = [plan(call, table) for call in calls]
+    sizes = [call.tokens * of.row_bytes if may_keep(call) else 0 for call, of in zip(calls, made, strict=True)]
+    again = [replace(call, others_bytes=sum(sizes) - size) for call, size in zip(calls, sizes, strict=True)]
+    made = [plan(call, table) for call in again]
+    if calls[0].options.accum_dtype is None:
+        sharing = dict[int, list[float]]()
+        for of_target, of in zip(heads, made, strict=True):
+            for head in of_target:
+                sharing.setdefault(head, []).append(of.share)
+        counts = [max([0, *[len(sharing[n]) for n in of_target if sum(sharing[n]) > 1]]) for of_target in heads]
+        again = [replace(call, targets_of_many_parts=n) for call, n in zip(again, counts, strict=True)]
+        made = [plan(call, table) for call in again]
+    if any(of.tile is not None and not call.gradients_in_backward for call, of in zip(again, made, strict=True)):
+        again = [replace(call, gradients_in_backward=True, options=replace(call.options, keep=0)) for call in again]
+        made = [plan(call, table) for call in again]
+    for i, (call, of) in enumerate(zip(again, made, strict=True)):
+        one_pass = not call.gradients_in_backward and call.trained == call.tokens
+        if of.trains and not of.keeps and not one_pass:
+            fewer = replace(call, trains_weight=False, trains_hidden=False, targets_of_many_parts=0)
+            made[i] = of._replace(without_gradients=plan(fewer, table))
+    return tuple(made)
+
+
+def plan(call: Signature, table: tuple[Planner, ...]) -> Plan:
+    """Decide: how many tokens at a time, what lives until backward, which block: the table's first that serves the
+    call."""
     return next(made for planner in table if (made := planner(call)) is not None)
 
 
@@ -319,31 +363,33 @@ def by_blocks(
         _check_invariant(call, by_steps and not call.kept)
     keep = max(size, most) if options.keep is None else options.keep
     keeps = may_keep(call) and call.tokens * row + call.others_bytes <= keep
-    rows = block_rows = max(call.tokens, 1)
+    tokens = block_tokens = max(call.tokens, 1)
     if not keeps:
-        rows, block_rows = _rows(call, row, size, collected is not None)
+        tokens, block_tokens = _tokens(call, row, size, collected is not None)
     merges = call.of_kernels and not call.shared and call.quantized
-    dequantizes = merges and by_steps and call.tokens > 2 * rows
+    dequantizes = merges and by_steps and call.tokens > 2 * tokens
     # Of losses of single tokens of several targets, a buffer in fp32 is faster than all of their logits again.
-    few_parts = call.sharing and not (call.kept or (call.sharing > 1 and not call.couples))
-    tile = None
+    targets = call.targets_of_many_parts
+    few_parts = targets and not (call.kept or (targets > 1 and not call.gradients_in_backward))
+    tile, parts = None, -(-call.trained // tokens)
     if not keeps and (dequantizes or few_parts):
         copied_bytes = call.copied_bytes if by_steps else 0
         tile = _tile(call, size + copied * copied_bytes, copied_bytes)
         copied = tile.columns if by_steps else copied
-    parts = (-(-call.trained // rows) if tile is None else -(-call.tokens // tile.rows)) * MOST_PARTS / most_parts
+        parts = -(-call.tokens // tile.tokens)
+    wide = targets * parts > most_parts
     return Plan(
         name=name,
         block=block,
-        shared=collected if block_rows < rows else None,
-        rows=rows,
-        block_rows=block_rows,
+        collected=collected if block_tokens < tokens else None,
+        tokens=tokens,
+        block_tokens=block_tokens,
         row_bytes=row,
-        copied_rows=copied,
+        copied_columns=copied,
         keeps=keeps,
         tile=tile,
-        parts=parts,
-        accumulate=options.accum_dtype if may_sum(call.sharing * parts) else torch.float32,
+        share=parts / most_parts,
+        accumulate=torch.float32 if wide else options.accum_dtype,
         dtype=call.operand,
         invariant=call.batch_invariant,
         scratch=scratch,
@@ -351,12 +397,14 @@ def by_blocks(
         backend=call.backend,
         trains=call.trains,
         hidden=call.trains_hidden,
+        gradients_in_backward=call.gradients_in_backward,
+        beyond_workspace=wide and call.workspace is not None,
     )
 
 
 def may_keep(call: Signature) -> bool:
     """Whether blocks live until backward if they fit."""
-    return call.couples and call.trains and call.options.chunk_size is None
+    return call.gradients_in_backward and call.trains and call.options.chunk_size is None
 
 
 def least_bytes(call: Signature, row: int) -> int:
@@ -399,13 +447,13 @@ def _budget(call: Signature, row: int, collects: bool) -> tuple[int, int, int, i
     return max(size - scratch, row), most - live, scratch, copied
 
 
-def _rows(call: Signature, row: int, size: int, collects: bool) -> tuple[int, int]:
+def _tokens(call: Signature, row: int, size: int, collects: bool) -> tuple[int, int]:
     """The tokens whose gradients are added together, and of them, those whose logits exist at a time."""
-    rows = even(call.tokens, max(1, min(size // row, call.options.chunk_size or size)))
-    if not (collects and has_many_parts(call, rows)):
-        return rows, rows
-    block_rows = max(1, min(USUAL_ROWS // 2, size // (4 * collected_bytes(call) + row)))
-    return max(rows, even(call.tokens, max(1, (size - block_rows * row) // collected_bytes(call)))), block_rows
+    tokens = even(call.tokens, max(1, min(size // row, call.options.chunk_size or size)))
+    if not (collects and has_many_parts(call, tokens)):
+        return tokens, tokens
+    of_block = max(1, min(USUAL_TOKENS // 2, size // (4 * collected_bytes(call) + row)))
+    return max(tokens, even(call.tokens, max(1, (size - of_block * row) // collected_bytes(call)))), of_block
 
 
 def _check_invariant(call: Signature, by_steps: bool) -> None:
@@ -428,7 +476,7 @@ def _temporaries(call: Signature) -> tuple[int, int]:
     item, count = wide_dtype(call.operand).itemsize, 0
     if call.in_torch or call.kept or call.backend == "torch" or "rest" in call.metrics:
         count = TEMPORARIES_OF_TERMS if call.in_torch or call.teacher_columns else TEMPORARIES
-    elif call.trains and call.several_terms:
+    elif call.trains and (call.several_terms or call.statistics & {"selected_logps", "selected_logits"}):
         count = TEMPORARIES_OF_KERNELS
     return count * padded(call.columns) * item, call.tokens * 32 * item
 
@@ -453,6 +501,6 @@ def _tile(call: Signature, size: int, copied: int) -> Tile:
     token = call.hidden_size * (item * call.trains + operand) + call.teacher_size * operand
     entry = item * (2 if call.teacher_columns else 1)
     columns = min(MIN_TILE_COLUMNS, call.columns, isqrt(size // (4 * entry)), size // 4 // max(copied, 1)) or 1
-    rows = even(call.tokens, max(1, (size - columns * copied) // (token + columns * entry)))
-    columns = max(1, min((size - rows * token) // (copied + rows * entry), call.columns))
-    return Tile(rows, columns // 64 * 64 or columns)
+    tokens = even(call.tokens, max(1, (size - columns * copied) // (token + columns * entry)))
+    columns = max(1, min((size - tokens * token) // (copied + tokens * entry), call.columns))
+    return Tile(tokens, columns // 64 * 64 or columns)

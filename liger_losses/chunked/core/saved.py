@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from typing import Any
 
 from torch import Tensor
 
@@ -14,59 +15,63 @@ from liger_losses.chunked.core.statistics import Statistic
 PLAIN = {type(None), bool, int, float, str, slice, Statistic, Ranks, Plan}
 
 
-class Place(NamedTuple):
+class OfTensors(int):
     """The number of a tensor in the list."""
 
-    number: int
+
+class OfThings(int):
+    """The number of a thing in the structure."""
 
 
-class Packed(NamedTuple):
-    """A dataclass of this type, of what its constructor takes."""
-
-    kind: Any
-    values: dict[str, Any]
+#: A thing's type, the names of its parts (none of a sequence), and these parts.
+Thing = tuple[Any, Any, list[Any]]
 
 
-def pack(value: Any) -> tuple[Any, list[Tensor]]:
-    """``value`` with a place in the list for each tensor, which has one however often it occurs; and the list.
+def pack(value: Any) -> tuple[list[Thing], list[Tensor]]:
+    """All things that ``value`` is made of, each before its parts; and tensors, of which each is there once.
 
-    Autograd keeps no tensor that was made in inference mode: a copy takes its place.
+    These are lists, dictionaries, and dataclasses that compare by identity, as those that hold tensors do. Autograd
+    keeps no tensor that was made in inference mode: a copy takes its place.
     """
-    tensors = list[Tensor]()
-    return _packed(value, tensors, {}), tensors
+    things, structure, tensors, numbers = [value], list[Thing](), list[Tensor](), dict[int, int]()
+    for thing in things:  # which grow
+        kind: Any = type(thing)
+        names, parts = None, thing
+        if kind is dict:
+            names, parts = tuple(thing), thing.values()
+        elif kind not in (list, tuple):
+            names = kind.__match_args__  # what its constructor takes
+            parts = [getattr(thing, name) for name in names]
+        packed = list[Any]()
+        for part in parts:
+            of: Any = type(part)
+            if of in PLAIN:
+                packed.append(part)
+            elif isinstance(part, Tensor):
+                packed.append(OfTensors(numbers.setdefault(id(part), len(tensors))))
+                if packed[-1] == len(tensors):
+                    tensors.append(part.clone() if part.is_inference() else part)
+            elif of in (list, tuple, dict) or (hasattr(of, "__dataclass_fields__") and of.__eq__ is object.__eq__):
+                packed.append(OfThings(len(things)))
+                things.append(part)
+            else:
+                packed.append(part)
+        structure.append((kind, names, packed))
+    return structure, tensors
 
 
-def _packed(value: Any, tensors: list[Tensor], numbers: dict[int, int]) -> Any:
-    """``numbers`` are those of tensors in the list, by their ids."""
-    kind: Any = type(value)
-    if isinstance(value, Tensor):
-        number = numbers.setdefault(id(value), len(tensors))
-        if number == len(tensors):
-            tensors.append(value.clone() if value.is_inference() else value)
-        return Place(number)
-    if kind in (list, tuple):
-        return kind([item if type(item) in PLAIN else _packed(item, tensors, numbers) for item in value])
-    if kind is dict:
-        return {name: item if type(item) in PLAIN else _packed(item, tensors, numbers) for name, item in value.items()}
-    if not hasattr(kind, "__dataclass_fields__"):
-        return value
-    values, changes = dict[str, Any](), False
-    for name in kind.__match_args__:  # what its constructor takes
-        item = getattr(value, name)
-        values[name] = item if type(item) in PLAIN else _packed(item, tensors, numbers)
-        changes = changes or values[name] is not item
-    return Packed(kind, values) if changes else value
-
-
-def unpack(value: Any, tensors: tuple[Tensor, ...]) -> Any:
+def unpack(structure: Sequence[Thing], tensors: tuple[Tensor, ...]) -> Any:
     """The inverse of :func:`pack`."""
-    kind: Any = type(value)
-    if kind is Place:
-        return tensors[value.number]
-    if kind is Packed:
-        return value.kind(**unpack(value.values, tensors))
-    if kind in (list, tuple):
-        return kind([unpack(item, tensors) for item in value])
-    if kind is dict:
-        return {name: item if type(item) in PLAIN else unpack(item, tensors) for name, item in value.items()}
-    return value
+    things = list[Any](structure)
+    for number in reversed(range(len(things))):
+        kind, names, packed = structure[number]
+        parts = list[Any]()
+        for part in packed:
+            of = type(part)
+            parts.append(tensors[part] if of is OfTensors else things[part] if of is OfThings else part)
+        if names is None:
+            things[number] = kind(parts)
+        else:
+            named = dict(zip(names, parts, strict=True))
+            things[number] = named if kind is dict else kind(**named)
+    return things[0]

@@ -9,10 +9,10 @@ T tokens of a target, N of them with a label, R of a block.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -24,20 +24,20 @@ from liger_losses.chunked.core.block import PLANNERS, statistics_by_columns
 from liger_losses.chunked.core.buffers import Gradients, Leaf, key_of, local_part
 from liger_losses.chunked.core.checks import check_call
 from liger_losses.chunked.core.options import EngineOptions
-from liger_losses.chunked.core.plan import Plan, Signature, may_keep, may_sum, plan, scales_late, signature, slices
+from liger_losses.chunked.core.plan import Plan, plans, scales_late, signature, slices
 from liger_losses.chunked.core.saved import pack, unpack
 from liger_losses.chunked.core.statistics import OF_KERNELS, Statistic, asked_for
 from liger_losses.chunked.core.target import Counted, Target, TokenLoss
 from liger_losses.chunked.core.teachers import Rows
-from liger_losses.chunked.core.weights import Products
+from liger_losses.chunked.core.weights import ALL
 from liger_losses.kernels import choose_backend
 from liger_losses.kernels._triton import device_of
 from liger_losses.kernels.autograd import once_differentiable, scale_
 from liger_losses.kernels.matmul import HALF_DTYPES, wide_dtype
 from liger_losses.kernels.reading import label_facts, start_reading
 
-#: Fewer rows are moved together before the gradient products if at least this share has no gradient.
-DROPPED = 0.02
+#: Tokens that have a gradient are moved together before the gradient products if at least this share has none.
+DROPPED = 0.1
 #: Bytes of rows that exist twice while they are moved.
 MOVED_BYTES = 2**25
 #: The host waits for their number only if both gradient products take so many floating-point operations, by the kind of
@@ -52,20 +52,17 @@ Values = dict[str, Tensor]
 class Stream:
     """The tokens of a target that have a label, and how they are computed.
 
-    Tokens that get no gradient, and a first pass before the one with gradients, take ``plan_without_gradients``. Where
-    all tokens are computed, the numbers of those without a label are 0.
+    Where all tokens are computed, the numbers of those without a label are 0.
     """
 
     target: Target
     tokens: Counted
     asked: tuple[Statistic, ...]
     plan: Plan
-    plan_without_gradients: Plan
 
-    def open(self, made: Plan) -> Stream:
+    def open(self, plan: Plan) -> Stream:
         """The same for a pass of this plan: its heads are cast or dequantized once, where all rows fit."""
-        products = Products(made.dtype, made.copied_rows, made.invariant)
-        return replace(self, target=self.target.open(products), plan=made)
+        return replace(self, target=self.target.open(plan.products), plan=plan)
 
     def places(self, rows: Rows) -> Rows:
         """Where some of the N tokens are among all T."""
@@ -73,13 +70,8 @@ class Stream:
 
     def part(self, rows: Rows) -> Target:
         """Some of the N tokens, in the operands' dtype."""
-        places, active = self.places(rows), self.tokens.active
-        part = self.target.take(places)
-        return (part if active is None else part.neutral(active[places])).to(self.plan.dtype)
-
-    def block(self, rows: slice) -> Any:
-        """A block of these tokens, with statistics, and what gradients need where anything is trained."""
-        return self.plan.block(self.part(rows), self.asked, self.plan)
+        active = self.tokens.active
+        return self.target.take(self.places(rows), None if active is None else active[rows], self.plan.dtype)
 
     def add_hidden(self, grads: Gradients, rows: Rows, values: Tensor | None) -> None:
         """Add gradients ``[R, H]`` of the hidden states of some of the N tokens."""
@@ -129,56 +121,39 @@ def open_streams(
     asked: tuple[Statistic, ...],
     options: EngineOptions,
     trained: Sequence[Tensor | None] | None = None,
-) -> tuple[list[Stream], list[Leaf], bool]:
-    """Find the tokens with a label, for which the host waits once, and plan; what is trained; whether gradients wait
-    until all statistics are known. Of losses of single tokens, ``trained`` says which tokens may have a gradient."""
+) -> tuple[list[Stream], list[Leaf]]:
+    """Find the tokens with a label, for which the host waits once, and plan; what is trained, each tensor once.
+
+    Of losses of single tokens, ``trained`` says which tokens may have a gradient.
+    """
     targets = counted(targets, options, trained)
     leaves = [target.leaves() if torch.is_grad_enabled() else [] for target in targets]
-    pairs, late = list(zip(targets, leaves, strict=True)), trained is None
-    late = late or any(bool(of_target) and scales_late(target.hidden, of_target) for target, of_target in pairs)
-    calls = [signature(target, of_target, asked, options, couples=late) for target, of_target in pairs]
-    calls, plans = _plans(calls, leaves)
-    streams = list[Stream]()
-    for target, call, made in zip(targets, calls, plans, strict=True):
-        one_pass = made.keeps or not made.trains or (not call.couples and call.trained == call.tokens)
-        first = made if one_pass else plan(call.without_gradients(), tuple(PLANNERS))
+    late, calls, heads, numbers = trained is None, [], [], dict[object, int]()
+    for target, of_target in zip(targets, leaves, strict=True):
+        late = late or (bool(of_target) and scales_late(target.hidden, of_target))
+        halves = list[int]()
+        for leaf in () if target.sparse_grad else of_target:
+            if leaf.accumulate is None and leaf.tensor.dtype in HALF_DTYPES:
+                halves.append(numbers.setdefault(key_of(leaf.tensor), len(numbers)))
+        heads.append(tuple(halves))
+    for target, of_target in zip(targets, leaves, strict=True):
+        calls.append(signature(target, of_target, asked, options, gradients_in_backward=late))
+    streams, of_all = list[Stream](), dict[int, Leaf]()
+    made = plans(tuple(calls), tuple(heads), tuple(PLANNERS))
+    for target, of_target, plan in zip(targets, leaves, made, strict=True):
         assert target.counted is not None
-        streams.append(Stream(replace(target, counted=None), target.counted, asked, made, first))
-    return streams, _leaves_of(streams, leaves), calls[0].couples
-
-
-def _plans(calls: list[Signature], leaves: Sequence[Sequence[Leaf]]) -> tuple[list[Signature], list[Plan]]:
-    """The plans of all targets, each of which knows what it must of the others; and the calls that they are of."""
-    table = tuple(PLANNERS)
-    plans = [plan(call, table) for call in calls]
-    if len(calls) > 1:
-        sizes = [call.tokens * made.row_bytes if may_keep(call) else 0 for call, made in zip(calls, plans, strict=True)]
-        calls = [replace(call, others_bytes=sum(sizes) - size) for call, size in zip(calls, sizes, strict=True)]
-        plans = [plan(call, table) for call in calls]
-    if not may_sum(sum([made.parts for made in plans])) and calls[0].options.accum_dtype is None:
-        calls = [replace(call, sharing=n) for call, n in zip(calls, _sharing(plans, leaves), strict=True)]
-        plans = [plan(call, table) for call in calls]
-    if any(made.tile is not None and not call.couples for call, made in zip(calls, plans, strict=True)):
-        calls = [replace(call, couples=True, options=replace(call.options, keep=0)) for call in calls]
-        plans = [plan(call, table) for call in calls]
-    bound = calls[0].workspace
-    if bound is not None and any(call.sharing and made.accumulate for call, made in zip(calls, plans, strict=True)):
+        streams.append(Stream(target, target.counted, asked, plan))
+        for leaf in of_target:  # the widest dtype that a plan asks for
+            known, dtype = of_all.setdefault(id(leaf.tensor), leaf), leaf.accumulate or plan.accumulate
+            if known.accumulate is None and dtype is not None:
+                of_all[id(leaf.tensor)] = replace(known, accumulate=dtype)
+    if any(plan.beyond_workspace for plan in made):
         warn(
-            f"a workspace of {bound} bytes has no room for the tokens in few enough parts. To be exact, the gradient "
-            "of the weight is accumulated in fp32, in a buffer beyond the workspace. Pass a larger workspace, or "
-            "accum_dtype=torch.float32 to allow it." + see("workspace")
+            f"a workspace of {calls[0].workspace} bytes has no room for the tokens in few enough parts. To be exact, "
+            "the gradient of the weight is accumulated in fp32, in a buffer beyond the workspace. Pass a larger "
+            "workspace, or accum_dtype=torch.float32 to allow it." + see("workspace")
         )
-    return calls, plans
-
-
-def _sharing(plans: Sequence[Plan], leaves: Sequence[Sequence[Leaf]]) -> list[int]:
-    """Of each target, how many share a half-precision gradient that would be a sum of too many parts; 0 if none is."""
-    keys = list[set[object]]()
-    for of_target in leaves:
-        half = [leaf.tensor for leaf in of_target if leaf.accumulate is None and leaf.tensor.dtype in HALF_DTYPES]
-        keys.append({key_of(tensor) for tensor in half if not any(leaf.sparse for leaf in of_target)})
-    parts = {key: [made.parts for of, made in zip(keys, plans, strict=True) if key in of] for key in set().union(*keys)}
-    return [max([0, *[len(parts[key]) for key in of_target if not may_sum(sum(parts[key]))]]) for of_target in keys]
+    return streams, list(of_all.values())
 
 
 def checked_labels(target: Target, ignore_index: int) -> Counted:
@@ -197,15 +172,17 @@ def counted(
 
     ``trained`` are masks in the labels' shape of tokens that may have a gradient.
     """
+    ignored = options.ignore_index
     if not options.compact:
-        return [replace(target, counted=checked_labels(target, options.ignore_index)) for target in targets]
+        return [replace(target, counted=checked_labels(target, ignored)) for target in targets]
     masks = [None] * len(targets) if trained is None else trained
+    of_all = list(targets)
     if any(target.counted is None for target in targets) or any(mask is not None for mask in masks):
-        targets = _count(targets, options.ignore_index, options.backend, masks)
-    for target in targets:
+        of_all = _count(targets, ignored, options.backend, masks)
+    for target in of_all:
         assert target.counted is not None
-        check_vocabulary([*target.counted.extremes], target.vocab_size, options.ignore_index)
-    return list(targets)
+        check_vocabulary(target.counted.extremes, target.vocab_size, ignored)
+    return of_all
 
 
 def counted_once(targets: Sequence[Target], options: EngineOptions) -> list[Target]:
@@ -216,46 +193,30 @@ def counted_once(targets: Sequence[Target], options: EngineOptions) -> list[Targ
 
 
 def _count(
-    targets: Sequence[Target], ignore_index: int, backend: str | None, masks: Sequence[Tensor | None]
+    targets: Sequence[Target], ignored: int, backend: str | None, masks: Sequence[Tensor | None]
 ) -> list[Target]:
     labels = [target.labels.reshape(-1).contiguous() for target in targets]  # as kernels read them
     backend = choose_backend(backend, [(labels[0].device, torch.float32)])
-    numbers = label_facts(labels, ignore_index, backend=backend)
-    masks = [m if m is None else m.reshape(-1) & (y != ignore_index) for y, m in zip(labels, masks, strict=True)]
+    facts, of_all = label_facts(labels, ignored, backend=backend), list[Target]()
+    masks = [m if m is None else m.reshape(-1) & (y != ignored) for y, m in zip(labels, masks, strict=True)]
     if any(mask is not None for mask in masks):
-        counts = [numbers[i, 0] if mask is None else mask.sum() for i, mask in enumerate(masks)]
-        numbers = torch.cat([numbers, torch.stack(counts)[:, None]], 1)
-    with_counts = list[Target]()
-    for target, y, mask, facts in zip(targets, labels, masks, start_reading(numbers, _WHAT)(), strict=True):
-        count, low, high, trained = facts if len(facts) > 3 else (*facts, facts[0])
-        index = None
+        counts = [facts[i, 0] if mask is None else mask.sum() for i, mask in enumerate(masks)]
+        facts = torch.cat([facts, torch.stack(counts)[:, None]], 1)
+    for target, y, mask, numbers in zip(targets, labels, masks, start_reading(facts, _WHAT)(), strict=True):
+        (count, low, high), trained, index = numbers[:3], numbers[-1] if len(numbers) > 3 else numbers[0], None
         if mask is not None and trained < count:
-            others = ~mask & (y != ignore_index)
+            others = ~mask & (y != ignored)
             pair = (torch.nonzero_static(mask, size=trained), torch.nonzero_static(others, size=count - trained))
             index = torch.cat(pair)[:, 0]
         elif count < len(y):
-            index = torch.nonzero_static(y != ignore_index, size=count)[:, 0]
-        with_counts.append(replace(target, counted=Counted(index, count, trained, (low, high))))
-    return with_counts
+            index = torch.nonzero_static(y != ignored, size=count)[:, 0]
+        of_all.append(replace(target, counted=Counted(index, count, trained, (low, high))))
+    return of_all
 
 
-def _leaves_of(streams: Sequence[Stream], leaves: Sequence[Sequence[Leaf]]) -> list[Leaf]:
-    """The leaves of all targets, each once: the dtype in which one adds up is the widest that a plan asks for."""
-    of_all = dict[int, Leaf]()
-    for stream, of_target in zip(streams, leaves, strict=True):
-        for leaf in of_target:
-            known, dtype = of_all.setdefault(id(leaf.tensor), leaf), leaf.accumulate or stream.plan.accumulate
-            if known.accumulate is None and dtype is not None:
-                of_all[id(leaf.tensor)] = replace(known, accumulate=dtype)
-    return list(of_all.values())
-
-
-@contextmanager
-def _alone(tensor: Tensor) -> Iterator[None]:
-    """Autocast is off, and the device of the call current."""
-    kind = tensor.device.type
-    with device_of(tensor), torch.autocast(kind, enabled=False) if torch.is_autocast_enabled(kind) else nullcontext():
-        yield
+def _without_autocast(device: torch.device) -> AbstractContextManager[Any]:
+    kind = device.type
+    return torch.autocast(kind, enabled=False) if torch.is_autocast_enabled(kind) else nullcontext()
 
 
 # --- Statistics -----------------------------------------------------------------------------------------------------
@@ -270,7 +231,7 @@ class _Statistics(torch.autograd.Function):
     ) -> tuple[Tensor, ...]:
         ctx.set_materialize_grads(False)
         outputs, constants, blocks, fixed = list[Tensor](), list[Values](), list[Any](), list[Tensor]()
-        with _alone(streams[0].target.hidden):
+        with device_of(streams[0].target.hidden), _without_autocast(streams[0].target.hidden.device):
             for stream, values in zip(streams, known or [{}] * len(streams), strict=True):
                 if values and (stream.plan.tile is None or {s.name for s in stream.asked} <= {*OF_KERNELS}):
                     of_rows, block = ({} if stream.plan.tile is None else values), None
@@ -300,26 +261,26 @@ class _Statistics(torch.autograd.Function):
         for stream in streams:
             wanted = {s.name: g for s in stream.asked if (g := next(left)) is not None and stream.plan.trains}
             upstreams.append(stream.masked(wanted, slice(None)))
-        with _alone(streams[0].target.hidden):
-            moves = moved_rows(streams, upstreams)
-            for stream, of_rows, block, values, moved in zip(streams, constants, blocks, upstreams, moves, strict=True):
+        with device_of(streams[0].target.hidden), _without_autocast(streams[0].target.hidden.device):
+            live = live_tokens(streams, upstreams)
+            for stream, of_rows, block, values, rows in zip(streams, constants, blocks, upstreams, live, strict=True):
                 if values and block is not None and not again:
-                    _from_block(stream.open(stream.plan), block, of_rows, values, moved, grads)
+                    _from_block(stream.open(stream.plan), block, of_rows, values, rows, grads)
                 elif values:
-                    _again(stream.open(stream.plan), of_rows, values, moved, grads)
+                    _again(stream.open(stream.plan), of_rows, values, rows, grads)
             return None, None, None, *grads.results()
 
 
 def _first_pass(stream: Stream) -> tuple[Values, Any]:
     """The numbers of all tokens, and their block if it lives until backward."""
-    made, parts, block = stream.plan_without_gradients, list[Values](), None
-    opened, count = stream.open(made), stream.tokens.count
-    for rows in slices(0, count, made.block_rows if made.tile is None else made.tile.rows):
+    stream = stream.open(stream.plan.without_gradients or stream.plan)
+    plan, parts, block = stream.plan, list[Values](), None
+    for rows in slices(0, stream.tokens.count, plan.block_tokens if plan.tile is None else plan.tile.tokens):
         block = None  # its memory is free before the next one's is allocated
-        if made.tile is None:
-            block = opened.block(rows)
-        parts.append(statistics_by_columns(opened.part(rows), stream.asked, made) if block is None else block.constants)
-    kept = replace(block, part=None, constants={}) if block is not None and made.keeps else None
+        if plan.tile is None:
+            block = plan.block(stream.part(rows), stream.asked, plan)
+        parts.append(statistics_by_columns(stream.part(rows), stream.asked, plan) if block is None else block.constants)
+    kept = replace(block, part=None, constants={}) if block is not None and plan.keeps else None
     return concatenated(parts or [stream.empty()]), kept
 
 
@@ -329,24 +290,9 @@ def concatenated(parts: list[Values]) -> Values:
     return first if len(parts) == 1 else {name: torch.cat([part[name] for part in parts]) for name in first}
 
 
-class Moved(NamedTuple):
-    """The tokens that have a gradient, ``order [n]``: most of the first n stay in their places, and the others take the
-    places among these of tokens without one, the ``gaps``."""
-
-    order: Tensor
-    gaps: Tensor
-    others: Tensor
-
-    def rows(self, matrix: Tensor) -> Tensor:
-        """These rows of a matrix, moved in its memory, some at a time."""
-        for at in slices(0, len(self.gaps), max(MOVED_BYTES // (matrix.stride(0) * matrix.itemsize), 1)):
-            matrix[self.gaps[at]] = matrix[self.others[at]]
-        return matrix[: len(self.order)]
-
-
-def moved_rows(streams: Sequence[Stream], upstream: Sequence[Values]) -> list[Moved | None]:
+def live_tokens(streams: Sequence[Stream], upstream: Sequence[Values]) -> list[Tensor | None]:
     """Of each stream the tokens that have a gradient, ``None`` for all: the host waits for all numbers at once."""
-    moves, masks, numbers = list[Moved | None]([None] * len(streams)), dict[int, Tensor](), list[Tensor]()
+    live, masks = list[Tensor | None]([None] * len(streams)), dict[int, Tensor]()
     capturing = streams[0].target.hidden.is_cuda and torch.cuda.is_current_stream_capturing()
     for i, (stream, values) in enumerate(zip(streams, upstream, strict=True)):
         # Ranks that share a vocabulary would all have to find the same number.
@@ -357,30 +303,29 @@ def moved_rows(streams: Sequence[Stream], upstream: Sequence[Values]) -> list[Mo
         if values and waits and count and flops >= MIN_FLOPS.get(target.hidden.device.type, float("inf")):
             trained = [(g != 0).flatten(1).any(1) if g.dim() > 1 else g != 0 for g in values.values()]
             masks[i] = torch.stack(trained).any(0)
-            total = masks[i].cumsum(0)
-            first = total.index_select(0, (total[-1:] - 1).clamp(min=0))  # how many of as many first tokens have one
-            numbers.append(torch.cat([total[-1:], total[-1:] - first]))
-    if not masks:
-        return moves
-    for (i, mask), (count, moved) in zip(masks.items(), start_reading(torch.stack(numbers), _WHAT)(), strict=True):
-        if count <= (1 - DROPPED) * streams[i].tokens.count:
-            gaps = torch.nonzero_static(~mask[:count], size=moved)[:, 0]
-            others = torch.nonzero_static(mask[count:], size=moved)[:, 0] + count
-            order = torch.arange(count, device=mask.device).index_copy_(0, gaps, others)
-            moves[i] = Moved(order, gaps, others)
-    return moves
+    if masks:
+        counts = torch.stack([mask.sum() for mask in masks.values()])
+        for (i, mask), count in zip(masks.items(), start_reading(counts, _WHAT)(), strict=True):
+            if count <= (1 - DROPPED) * len(mask):
+                live[i] = torch.nonzero_static(mask, size=count)[:, 0]
+    return live
 
 
 def _from_block(
-    stream: Stream, block: Any, constants: Values, upstream: Values, moved: Moved | None, grads: Gradients
+    stream: Stream, block: Any, constants: Values, upstream: Values, live: Tensor | None, grads: Gradients
 ) -> None:
     """Gradients of a block that has lived until now, or of its tokens that have any."""
-    rows: Rows = slice(0, stream.tokens.count) if moved is None else moved.order
+    rows: Rows = slice(0, stream.tokens.count) if live is None else live
     changes: dict[str, Any] = {"part": stream.part(rows), "constants": rows_in(constants, rows)}
     for name in block.__match_args__:
         if isinstance(memory := getattr(block, name), Tensor):
             # `data` shares memory, and not the count of changes by which autograd would refuse to give what is saved.
-            changes[name] = memory.data if moved is None else moved.rows(memory.data)
+            memory = memory.data
+            if live is not None:  # rows only move up, in ascending order: none is overwritten before it has moved
+                for at in slices(0, len(live), max(MOVED_BYTES // (memory.stride(0) * memory.itemsize), 1)):
+                    memory[at] = memory[live[at]]
+                memory = memory[: len(live)]
+            changes[name] = memory
     stream.add_hidden(grads, rows, replace(block, **changes).add_gradients(rows_in(upstream, rows), grads))
 
 
@@ -389,26 +334,22 @@ def rows_in(values: Values, rows: Rows) -> Values:
     return {name: value[rows] for name, value in values.items()}
 
 
-def _again(stream: Stream, constants: Values, upstream: Values, moved: Moved | None, grads: Gradients) -> None:
+def _again(stream: Stream, constants: Values, upstream: Values, live: Tensor | None, grads: Gradients) -> None:
     """Gradients of tokens whose logits are gone: of those that have any, by blocks or by tiles.
 
     Without ``constants``, a block has its own.
     """
-    made, count = stream.plan, stream.tokens.count if moved is None else len(moved.order)
-    columns = stream.target.head.weights.columns
-    for rows in slices(0, count, made.block_rows if made.tile is None else made.tile.rows):
-        chosen: Rows = rows if moved is None else moved.order[rows]
-        part, of_rows, values = stream.part(chosen), rows_in(constants, chosen), rows_in(upstream, chosen)
+    plan, count = stream.plan, stream.tokens.count if live is None else len(live)
+    columns = [ALL] if plan.tile is None else slices(0, stream.target.head.weights.columns, plan.tile.columns)
+    for at in slices(0, count, plan.block_tokens if plan.tile is None else plan.tile.tokens):
+        rows: Rows = at if live is None else live[at]
+        part, of_rows, values = stream.part(rows), rows_in(constants, rows), rows_in(upstream, rows)
         hidden: Tensor | None = None
-        if made.tile is None:
-            block = made.block(part, stream.asked, made, of_rows or None)
-            hidden = block.add_gradients(values, grads)
-            del block  # its memory is free before its gradient is added
-        for tile in () if made.tile is None else slices(0, columns, made.tile.columns):
-            block = made.block(part, stream.asked, made, of_rows, tile)
+        for of_columns in columns:
+            block = plan.block(part, stream.asked, plan, of_rows or None, of_columns)
             hidden = block.add_gradients(values, grads, hidden)
-            del block
-        stream.add_hidden(grads, chosen, hidden)
+            del block  # its memory is free before its gradient is added
+        stream.add_hidden(grads, rows, hidden)
 
 
 # --- Losses of single tokens ----------------------------------------------------------------------------------------
@@ -427,7 +368,7 @@ class _Losses(torch.autograd.Function):
         *tensors: Tensor,
     ) -> tuple[Tensor, ...]:
         ctx.set_materialize_grads(False)
-        with _alone(streams[0].target.hidden):
+        with device_of(streams[0].target.hidden), _without_autocast(streams[0].target.hidden.device):
             total, outputs, ctx.gradients = _run(streams, losses, leaves)
         if tensors:
             ctx.packed, saved = pack((streams, losses, leaves))
@@ -445,7 +386,7 @@ class _Losses(torch.autograd.Function):
         gradients, ctx.gradients = ctx.gradients, None
         if upstream is None:
             return (None,) * len(ctx.needs_input_grad)
-        with _alone(upstream):
+        with device_of(upstream), _without_autocast(upstream.device):
             if gradients is None:  # the first backward scaled them, and gave them away
                 gradients = _run(*unpack(ctx.packed, ctx.saved_tensors))[2]
             return None, None, None, None, *scaled(gradients, upstream)
@@ -465,14 +406,18 @@ def _run(
     """The sum of losses, the numbers of each stream's tokens, and the gradient of each leaf."""
     grads, outputs, totals = Gradients(leaves), list[Values](), list[Tensor]()
     for stream, loss in zip(streams, losses, strict=True):
-        parts, tokens, opened = list[Values](), stream.tokens, stream
-        for made, start, stop in (
-            (stream.plan, 0, tokens.trained),
-            (stream.plan_without_gradients, tokens.trained, tokens.count),
+        parts, tokens, opened = list[Values](), stream.tokens, None
+        for plan, rows in (
+            (stream.plan, slice(0, tokens.trained)),
+            (stream.plan.without_gradients or stream.plan, slice(tokens.trained, tokens.count)),
         ):
-            if start < stop:
-                opened = opened.open(made)
-                _run_part(opened, loss, slice(start, stop), grads, totals, parts)
+            if rows.start < rows.stop:
+                if opened is not None and opened.plan.products == plan.products:
+                    opened = replace(opened, plan=plan)
+                else:
+                    opened = None  # its copies of heads are gone before there are others
+                    opened = stream.open(plan)
+                _run_part(opened, loss, rows, grads, totals, parts)
         if not tokens.count:
             values = stream.empty()
             total, _, more = token_losses(stream, loss, values, slice(0, 0), False)
@@ -486,26 +431,26 @@ def _run_part(
     stream: Stream, loss: TokenLoss, tokens: slice, grads: Gradients, totals: list[Tensor], parts: list[Values]
 ) -> None:
     """Of some tokens of an open stream."""
-    made = stream.plan
-    for together in slices(tokens.start, tokens.stop, made.rows):
-        start, shared = together.start, None
-        if made.trains and made.shared is not None:
-            shared = made.shared(stream.target, made, together.stop - start)
-        for rows in slices(start, together.stop, made.block_rows):
-            block = stream.block(rows)
+    plan = stream.plan
+    for together in slices(tokens.start, tokens.stop, plan.tokens):
+        start, collected = together.start, None
+        if plan.trains and plan.collected is not None:
+            collected = plan.collected(stream.target, plan, together.stop - start)
+        for rows in slices(start, together.stop, plan.block_tokens):
+            block = plan.block(stream.part(rows), stream.asked, plan)
             values = stream.masked({s.name: block.constants[s.name] for s in stream.asked}, rows)
-            total, upstream, more = token_losses(stream, loss, values, rows, made.trains)
+            total, upstream, more = token_losses(stream, loss, values, rows, plan.trains)
             totals.append(total)
             parts.append(values | more)
             hidden: Tensor | None = None
-            if shared is not None:
-                hidden = shared.take(block, upstream, grads, slice(rows.start - start, rows.stop - start))
+            if collected is not None:
+                hidden = collected.take(block, upstream, grads, slice(rows.start - start, rows.stop - start))
             elif upstream:
                 hidden = block.add_gradients(upstream, grads)
             del block  # its memory is free before its gradient is added
             stream.add_hidden(grads, rows, hidden)
-        if shared is not None:
-            stream.add_hidden(grads, together, shared.add_gradients(stream.part, together, grads))
+        if collected is not None:
+            stream.add_hidden(grads, together, collected.add_gradients(stream.part, together, grads))
 
 
 def token_losses(
@@ -577,7 +522,7 @@ def statistics(
     """
     asked = asked_for(names, metrics)
     check_call(targets, asked, options, sums_losses=False)
-    streams, leaves, _ = open_streams(targets, asked, replace(options, keep=0) if known else options)
+    streams, leaves = open_streams(targets, asked, replace(options, keep=0) if known else options)
     left = iter(known)
     before = [{s.name: stream.gathered(next(left)) for s in asked} for stream in streams] if known else []
     pairs = zip(streams, _statistics_of(streams, leaves, before), strict=True)
@@ -598,9 +543,9 @@ def loss_sum(
     """
     asked = asked_for(names, metrics)
     check_call(targets, asked, options, sums_losses=True)
-    streams, leaves, couples = open_streams(targets, asked, options, [loss.trained for loss in token_losses])
+    streams, leaves = open_streams(targets, asked, options, [loss.trained for loss in token_losses])
     numbers, totals = list[Values](), list[Tensor]()
-    if couples:
+    if streams[0].plan.gradients_in_backward:
         for stream, loss, values in zip(streams, token_losses, _statistics_of(streams, leaves, []), strict=True):
             rows, dims = stream.places(slice(0, stream.tokens.count)), stream.target.labels.dim()
             of_stream, named = of_values(loss, values, rows, dims, stream.tokens.active)

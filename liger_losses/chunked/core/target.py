@@ -14,12 +14,12 @@ from torch import Tensor
 
 from liger_losses.chunked.core.buffers import Leaf
 from liger_losses.chunked.core.head import Head
-from liger_losses.chunked.core.teachers import Rows, TeacherLogits, neutral_numbers, rows_of, wide_numbers
+from liger_losses.chunked.core.teachers import Rows, TeacherLogits, rows_of, wide_numbers
 from liger_losses.chunked.core.weights import Concatenated, Products, WithAdapters
 from liger_losses.kernels.logit_transform import LogitTransform
 
-#: The fields of a target beside hidden states that have an entry for each token, and that entry's dimensions.
-PER_TOKEN = {"labels": 0, "temperature": 0, "kept": 1, "selected": 1}
+#: The fields of a target that may have an entry for each token: that entry's dimensions, and one without influence.
+PER_TOKEN = {"hidden": (1, 0.0), "labels": (0, 0), "temperature": (0, 1.0), "kept": (1, 0), "selected": (1, 0)}
 
 
 @dataclass(frozen=True, eq=False)
@@ -84,36 +84,30 @@ class Target:
         teacher = None if self.teacher is None else self.teacher.open(products)
         return replace(self, head=self.head.open(products), teacher=teacher)
 
-    def take(self, rows: Rows, device: torch.device | None = None) -> Target:
-        """Some of the tokens: ``hidden [R, H]``, ``labels [R]`` and so on."""
-        taken: dict[str, Any] = {"hidden": rows_of(self.hidden, self.places(rows), 1)}
-        for name, trailing in PER_TOKEN.items():
+    def take(
+        self,
+        rows: Rows,
+        active: Tensor | None = None,
+        dtype: torch.dtype | None = None,
+        device: torch.device | None = None,
+    ) -> Target:
+        """Some of the tokens: ``hidden [R, H]``, ``labels [R]`` and so on.
+
+        Those that are not ``active [R]`` get numbers without influence. With the operands' ``dtype``, hidden states
+        have it, and temperatures that of logits.
+        """
+        taken: dict[str, Any] = {"rows": None}
+        for name, (trailing, neutral) in PER_TOKEN.items():
             if isinstance(value := getattr(self, name), Tensor):
-                taken[name] = rows_of(value, rows, trailing)
+                places = self.places(rows) if name == "hidden" else rows
+                taken[name] = rows_of(value, places, trailing, active, neutral)
+        if dtype is not None:
+            taken["hidden"] = taken["hidden"].to(dtype)
+            if "temperature" in taken:
+                taken["temperature"] = wide_numbers(taken["temperature"], dtype)
         if self.teacher is not None:
-            taken["teacher"] = self.teacher.take(rows, self.labels.device)
-        return replace(self, **taken, rows=None)
-
-    def neutral(self, active: Tensor) -> Target:
-        """A block's tokens, of which those that are not ``active [R]`` have numbers without influence."""
-        columns = active[:, None]
-        return replace(
-            self,
-            hidden=torch.where(columns, self.hidden, 0.0),
-            labels=torch.where(active, self.labels, 0),
-            temperature=neutral_numbers(self.temperature, active),
-            kept=None if self.kept is None else torch.where(columns, self.kept, 0),
-            selected=torch.where(columns, self.selected, 0) if isinstance(self.selected, Tensor) else self.selected,
-            teacher=None if self.teacher is None else self.teacher.neutral(active),
-        )
-
-    def to(self, dtype: torch.dtype) -> Target:
-        """A block's tokens with hidden states in the operands' dtype, and temperatures in that of logits."""
-        if self.hidden.dtype == dtype and self.teacher is None and not isinstance(self.temperature, Tensor):
-            return self
-        teacher = None if self.teacher is None else self.teacher.to(dtype)
-        temperature = wide_numbers(self.temperature, dtype)
-        return replace(self, hidden=self.hidden.to(dtype), temperature=temperature, teacher=teacher)
+            taken["teacher"] = self.teacher.take(rows, active, dtype, self.labels.device)
+        return replace(self, **taken)
 
     @property
     def vocab_size(self) -> int:

@@ -23,20 +23,25 @@ MOST_PADDING = 1024
 Rows = slice | Tensor
 
 
-def rows_of(tensor: Tensor, rows: Rows, trailing: int) -> Tensor:
-    """Some rows of a tensor whose last ``trailing`` dimensions belong to each, in its memory where that can be."""
+def rows_of(tensor: Tensor, rows: Rows, trailing: int, active: Tensor | None = None, neutral: float = 0.0) -> Tensor:
+    """Some rows of a tensor whose last ``trailing`` dimensions (at most one) belong to each, in its memory where that
+    can be; ``neutral`` for those that are not ``active [R]``."""
     shape = tensor.shape[: tensor.dim() - trailing]
     if len(shape) == 1:
-        return tensor[rows]
-    if tensor.is_contiguous():
-        return tensor.view(-1, *tensor.shape[len(shape) :])[rows]
-    if isinstance(rows, slice):
-        rows = torch.arange(shape.numel(), device=tensor.device)[rows]
-    places: list[Tensor] = []
-    for size in reversed(shape):  # torch.unravel_index copies the shape to the device, and waits for it
-        places.insert(0, rows % size)
-        rows = rows // size
-    return tensor[tuple(places)]
+        part = tensor[rows]
+    elif tensor.is_contiguous():
+        part = tensor.view(-1, *tensor.shape[len(shape) :])[rows]
+    else:
+        if isinstance(rows, slice):
+            rows = torch.arange(shape.numel(), device=tensor.device)[rows]
+        places: list[Tensor] = []
+        for size in reversed(shape):  # torch.unravel_index copies the shape to the device, and waits for it
+            places.insert(0, rows % size)
+            rows = rows // size
+        part = tensor[tuple(places)]
+    if active is None:
+        return part
+    return torch.where(active[:, None] if trailing else active, part, neutral)
 
 
 @dataclass(frozen=True, eq=False)
@@ -85,40 +90,31 @@ class TeacherLogits:
         """There are no weights to be cast."""
         return self
 
-    def take(self, rows: Rows, device: torch.device | None = None) -> TeacherLogits:
-        """Some of the tokens, whose positions a function gets, on this device."""
+    def take(
+        self,
+        rows: Rows,
+        active: Tensor | None = None,
+        dtype: torch.dtype | None = None,
+        device: torch.device | None = None,
+    ) -> TeacherLogits:
+        """Some of the tokens as of a target, whose positions a function gets, on this device."""
         temperature = self.temperature
         if isinstance(temperature, Tensor):
-            temperature = rows_of(temperature, rows, 0)
+            temperature = rows_of(temperature, rows, 0, active, 1.0)
+            temperature = temperature if dtype is None else wide_numbers(temperature, dtype)
         if isinstance(self.logits, Tensor):
-            return replace(self, logits=rows_of(self.logits.detach(), rows, 1), temperature=temperature)
+            logits = rows_of(self.logits.detach(), rows, 1, active)
+            return replace(self, logits=logits, temperature=temperature)
         places = torch.arange(rows.start, rows.stop, device=device) if isinstance(rows, slice) else rows
         logits, expected = self.logits(places), (len(places), self.vocab_size)
         if not isinstance(logits, Tensor) or logits.shape != expected:
             raise ValueError(f"the teacher's function must return logits {list(expected)}, got {described(logits)}.")
-        return replace(self, logits=logits.detach(), temperature=temperature)
-
-    def neutral(self, active: Tensor) -> TeacherLogits:
-        """A block's, of whose tokens those that are not ``active [R]`` have numbers without influence."""
-        assert isinstance(self.logits, Tensor)
-        logits = torch.where(active[:, None], self.logits, 0.0)
-        return replace(self, logits=logits, temperature=neutral_numbers(self.temperature, active))
-
-    def to(self, dtype: torch.dtype) -> TeacherLogits:
-        """A block's, whose temperatures are in the dtype of logits of these operands."""
-        return replace(self, temperature=wide_numbers(self.temperature, dtype))
+        return replace(self, logits=rows_of(logits.detach(), slice(None), 1, active), temperature=temperature)
 
 
-def neutral_numbers(numbers: float | Tensor, active: Tensor) -> float | Tensor:
-    """Temperatures of tokens, 1 for those that are not active."""
-    return torch.where(active, numbers, 1.0) if isinstance(numbers, Tensor) else numbers
-
-
-def wide_numbers(numbers: float | Tensor, dtype: torch.dtype) -> float | Tensor:
+def wide_numbers(temperatures: Tensor, dtype: torch.dtype) -> Tensor:
     """Temperatures of tokens as kernels read them, in the dtype of logits; ValueError for wrong ones."""
-    if not isinstance(numbers, Tensor):
-        return numbers
-    return checked_temperatures(numbers.to(wide_dtype(dtype)).contiguous())
+    return checked_temperatures(temperatures.to(wide_dtype(dtype)).contiguous())
 
 
 def check_fits(name: str, values: Tensor, student: Any, shape: Sequence[int]) -> None:

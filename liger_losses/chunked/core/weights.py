@@ -29,11 +29,11 @@ STEPS = 8
 
 
 class Products(NamedTuple):
-    """How a call takes products: the operands' dtype, how many rows of a head are copied (cast, or dequantized) at a
-    time where any are, and whether all products have one size (batch invariance)."""
+    """How a call takes products: the operands' dtype, how many columns' rows of a head are copied (cast, or
+    dequantized) at a time where any are, and whether all products have one size (batch invariance)."""
 
     dtype: torch.dtype
-    rows: int
+    columns: int
     fixed: bool = False
 
 
@@ -89,9 +89,7 @@ class Dense:
 
     def open(self, products: Products) -> Dense:
         """The same for one call, with all of it in the operands' dtype unless it is copied by steps."""
-        if self.products == products:
-            return self
-        by_steps = self.copied_bytes(products.dtype) and products.rows < self.columns
+        by_steps = products.columns < self.columns and self.copied_bytes(products.dtype)
         return replace(self, products=products, copy=None if by_steps else self.whole(products.dtype))
 
     def whole(self, dtype: torch.dtype) -> Tensor:
@@ -118,7 +116,7 @@ class Dense:
     def steps(self, columns: slice) -> list[tuple[slice, slice]]:
         """Some columns at a time: where they are among ``columns``, and in the vocabulary."""
         start, stop, _ = columns.indices(self.columns)
-        size = stop - start if self.products is None or self.copy is not None else self.products.rows
+        size = stop - start if self.products is None or self.copy is not None else self.products.columns
         if size >= stop - start > 0:
             return [(ALL, ALL if stop - start == self.columns else columns)]
         steps = list[tuple[slice, slice]]()
@@ -169,11 +167,12 @@ class Dense:
         return out
 
     def add_gradients(self, grads: Gradients, grad: Tensor, hidden: Tensor, columns: Columns) -> None:
+        if (buffer := grads.of(self.weight)) is None:
+            return
         if isinstance(columns, slice):
-            for place, part in self.steps(columns) if grads.wants(self.weight) else ():
-                grads.add(self.weight, part, grad if place is ALL else grad[:, place], hidden)
-        elif grads.wants(self.weight):
-            grads.buffers[id(self.weight)].add_rows(columns.flatten(), outer(grad, hidden))
+            buffer.add_product(columns, grad, hidden)
+        else:
+            buffer.add_rows(columns.flatten(), outer(grad, hidden))
 
 
 def outer(grad: Tensor, hidden: Tensor) -> Tensor:
@@ -264,7 +263,7 @@ class WithAdapters(_OnBase):
 
     def open(self, products: Products) -> WithAdapters:
         a = (self.a.detach() * self.scale).to(products.dtype)
-        b = Dense(self.b.detach()).open(products._replace(rows=self.columns))
+        b = Dense(self.b.detach()).open(products._replace(columns=self.columns))
         return replace(self, base=self.base.open(products), opened=(a, b))
 
     def _parts(self) -> tuple[Tensor, Dense]:
@@ -290,15 +289,14 @@ class WithAdapters(_OnBase):
 
     def add_gradients(self, grads: Gradients, grad: Tensor, hidden: Tensor, columns: Columns) -> None:
         self.base.add_gradients(grads, grad, hidden, columns)
-        if grads.wants(self.a):
+        of_a, of_b = grads.of(self.a), grads.of(self.b)
+        if of_a is not None:
             low = self._parts()[1].hidden_gradient(grad, columns) * self.scale
-            grads.add(self.a, ALL, low.to(hidden.dtype), hidden)
-        if not grads.wants(self.b):
-            return
-        if isinstance(columns, slice):
-            grads.add(self.b, columns, grad, self._low(hidden).to(grad.dtype))
-        else:
-            grads.buffers[id(self.b)].add_rows(columns.flatten(), outer(grad, self._low(hidden)))
+            of_a.add_product(ALL, low.to(hidden.dtype), hidden)
+        if of_b is not None and isinstance(columns, slice):
+            of_b.add_product(columns, grad, self._low(hidden).to(grad.dtype))
+        elif of_b is not None:
+            of_b.add_rows(columns.flatten(), outer(grad, self._low(hidden)))
 
 
 @dataclass(frozen=True, eq=False)
@@ -319,7 +317,7 @@ class Concatenated(_OnBase):
         return self.base.copied_bytes(dtype) + self.extra.copied_bytes(dtype)
 
     def open(self, products: Products) -> Concatenated:
-        return Concatenated(self.base.open(products), self.extra.open(products._replace(rows=self.columns)))
+        return Concatenated(self.base.open(products), self.extra.open(products._replace(columns=self.columns)))
 
     def _parts(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
         first, last = hidden.split((self.base.hidden_size, self.extra.hidden_size), -1)

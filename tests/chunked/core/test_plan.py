@@ -6,24 +6,25 @@ import pytest
 import torch
 
 from liger_losses import EngineOptions
-from liger_losses.chunked.core.buffers import Leaf
-from liger_losses.chunked.core.plan import MiB, Signature, least_bytes, plan, row_bytes
-from liger_losses.chunked.core.ranks import ALONE
-from liger_losses.chunked.core.stream import PLANNERS, _plans
+from liger_losses.chunked.core.plan import MiB, Signature, least_bytes, plan, plans, row_bytes
+from liger_losses.chunked.core.statistics import Statistic, asked_for
+from liger_losses.chunked.core.stream import PLANNERS
 from liger_losses.chunked.core.weights import Dense, Quantized
+from liger_losses.kernels.divergence_forms import Divergence
 
 pytest.importorskip("triton")
 
 #: A loss of single tokens on an H200.
 CALL = Signature(
-    tokens=16384, trained=16384, hidden_size=2048, columns=128256, kept=False, statistics=("logp",), metrics=(),
+    tokens=16384, trained=16384, hidden_size=2048, columns=128256, kept=False, asked=asked_for(["logp"]),
     operand=torch.bfloat16, device=torch.device("cuda"), backend="triton", trains_weight=True, trains_hidden=True,
-    copied_bytes=0, weights=(Dense,), of_kernels=True, couples=False, memory=140 * 2**30,
+    copied_bytes=0, weights=(Dense,), gradients_in_backward=False, memory=140 * 2**30,
 )  # fmt: skip
-COUPLED = {"couples": True}
+COUPLED = {"gradients_in_backward": True}
 WITHOUT_GRADIENTS = {"trains_weight": False, "trains_hidden": False}
-OF_CORE = {"statistics": ("logp", "entropy")}  # of which no accelerator has gradients
-TEACHER = {"of_kernels": False, "teacher_columns": 128256, "teacher_size": 2048, "statistics": ("divergence",)}
+OF_CORE = {"asked": asked_for(["logp", "entropy"])}  # of which no accelerator has gradients
+COMPARED = (Statistic("divergence", divergence=Divergence.forward_kl()),)
+TEACHER = {"teacher_columns": 128256, "teacher_size": 2048, "asked": COMPARED}
 SMALL = {"options": EngineOptions(workspace=64 * MiB)}
 ON_CPU = {"device": torch.device("cpu"), "memory": 0, "operand": torch.float32, "backend": "torch"}
 
@@ -36,11 +37,11 @@ PLANS = [
     (COUPLED | {"hidden_size": 4096}, ("exponentials", 16384, 16384, True)),
     ({"shared": True}, ("exponentials", 16384, 2048, False)),
     (WITHOUT_GRADIENTS, ("statistics", 16384, 16384, False)),
-    ({"kept": True, "columns": 64, "of_kernels": False}, ("kept", 16384, 16384, False)),
+    ({"kept": True, "columns": 64}, ("kept", 16384, 16384, False)),
     (OF_CORE, ("core", 2048, 512, False)),
     (OF_CORE | {"tokens": 8192}, ("core", 1024, 1024, False)),
     (OF_CORE | {"options": EngineOptions(chunk_size=300)}, ("core", 300, 300, False)),
-    (OF_CORE | WITHOUT_GRADIENTS | {"of_kernels": False}, ("core", 512, 512, False)),
+    (TEACHER | {"teacher_columns": 1, "teacher_size": 0} | WITHOUT_GRADIENTS, ("core", 512, 512, False)),
     # Logits are kept up to 1/32 of the GPU's memory.
     (OF_CORE | COUPLED | {"tokens": 8938}, ("core", 8938, 8938, True)),
     (OF_CORE | COUPLED | {"tokens": 8939}, ("core", 1024, 1024, False)),
@@ -61,14 +62,14 @@ def call_of(changed):
 @pytest.mark.parametrize(("changed", "expected"), PLANS)
 def test_numbers_of_plans(changed, expected):
     made = plan(call_of(changed), tuple(PLANNERS))
-    assert (made.name, made.rows, made.block_rows, made.keeps) == expected
+    assert (made.name, made.tokens, made.block_tokens, made.keeps) == expected
 
 
 def test_a_sum_of_many_parts_is_taken_by_tiles_or_in_fp32():
     """A weight's gradient in half precision has at most 8 parts."""
-    calls = [call_of(OF_CORE | COUPLED | {"tokens": n, "sharing": 1}) for n in (8192 + 1024, 65536)]
+    calls = [call_of(OF_CORE | COUPLED | {"tokens": n, "targets_of_many_parts": 1}) for n in (8192 + 1024, 65536)]
     assert [plan(call, tuple(PLANNERS)).tile for call in calls] == [(9216, 11968), (16384, 5376)]
-    of_two = [call_of(OF_CORE | {"tokens": n, "sharing": 2}) for n in (4096, 4224)]
+    of_two = [call_of(OF_CORE | {"tokens": n, "targets_of_many_parts": 2}) for n in (4096, 4224)]
     made = [plan(call, tuple(PLANNERS)) for call in of_two]
     assert [(of_one.tile, of_one.accumulate) for of_one in made] == [(None, None), (None, torch.float32)]
 
@@ -87,23 +88,22 @@ def test_a_dequantized_head_takes_of_the_workspace_its_copy_twice(teacher, copie
     quantized["trains_weight"] = False
     within = {"columns": 32000, "tokens": 8192, "options": EngineOptions(workspace=300 * MiB)}
     made = plan(call_of(OF_CORE | quantized | within | teacher), tuple(PLANNERS))
-    assert (made.copied_rows, made.block_rows) == (copied, block_rows)
+    assert (made.copied_columns, made.block_tokens) == (copied, block_rows)
 
 
 def test_the_least_workspace():
     call = call_of(OF_CORE)
     least = least_bytes(call, row_bytes(call))
     given = [replace(call, options=EngineOptions(workspace=least - less)) for less in (0, 1)]
-    assert plan(given[0], tuple(PLANNERS)).block_rows == 1
+    assert plan(given[0], tuple(PLANNERS)).block_tokens == 1
     with pytest.raises(ValueError, match=f"give at least {least} bytes"):
         plan(given[1], tuple(PLANNERS))
 
 
 def plans_of(*changes, shared=True):
     """Of several targets of one head, or of a head each."""
-    weights = [torch.empty(8, 4, dtype=torch.bfloat16, requires_grad=True) for _ in changes]
-    leaves = [[Leaf(weights[0] if shared else weight, ALONE)] for weight in weights]
-    return _plans([call_of(changed) for changed in changes], leaves)[1]
+    heads = tuple((0 if shared else i,) for i in range(len(changes)))
+    return plans(tuple(call_of(changed) for changed in changes), heads, tuple(PLANNERS))
 
 
 def test_several_targets_have_many_parts_together():

@@ -36,8 +36,8 @@ def test_adapters_in_fp32_and_autocast():
 @pytest.fixture
 def plans(monkeypatch):
     """Those of calls."""
-    made, plan = [], stream.plan
-    monkeypatch.setattr(stream, "plan", lambda *call: made.append(plan(*call)) or made[-1])
+    made, plans = [], stream.plans
+    monkeypatch.setattr(stream, "plans", lambda *call: made.extend(plans(*call)) or made[-1:])
     return made
 
 

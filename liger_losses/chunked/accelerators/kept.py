@@ -19,7 +19,6 @@ from liger_losses.chunked.accelerators.row_sums import Sums, step_options, sum_r
 from liger_losses.chunked.core.block import Block
 from liger_losses.chunked.core.buffers import Gradients, local_part
 from liger_losses.chunked.core.plan import Plan, Signature, by_blocks, padded
-from liger_losses.chunked.core.target import Target
 from liger_losses.chunked.core.weights import ALL, Columns, Dense, WithAdapters
 from liger_losses.kernels._tiles import with_contiguous_rows
 from liger_losses.kernels._triton import jit, tl, triton
@@ -79,19 +78,9 @@ class RowsInPlace(Dense):
 class KeptBlock(Block):
     """The core's, with rows in place."""
 
-    @classmethod
-    def of(cls, part: Target, *arguments: Any, **keywords: Any) -> Block:
-        return super().of(in_place(part), *arguments, **keywords)
-
-    def add_gradients(
-        self, upstream: dict[str, Tensor], grads: Gradients, hidden: Tensor | None = None
-    ) -> Tensor | None:
-        self.part = in_place(self.part)
-        return super().add_gradients(upstream, grads, hidden)
-
-
-def in_place(part: Target) -> Target:
-    return replace(part, head=part.head.with_fields(weights=_in_place(part.head.weights)))
+    @property
+    def weights(self) -> Any:
+        return _in_place(self.part.head.weights)
 
 
 def _in_place(weights: Any) -> Any:

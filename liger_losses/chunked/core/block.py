@@ -19,7 +19,7 @@ from liger_losses.chunked.core.plan import Plan, Planner, Signature, by_blocks, 
 from liger_losses.chunked.core.statistics import OF_KERNELS, Statistic
 from liger_losses.chunked.core.target import Target
 from liger_losses.chunked.core.teachers import TeacherLogits
-from liger_losses.chunked.core.weights import ALL, Columns
+from liger_losses.chunked.core.weights import ALL, Columns, Weights
 from liger_losses.kernels.divergence import Coefficients, Logits, divergence_gradient_into
 from liger_losses.kernels.logit_transform import Epilogue, LogitTransform
 from liger_losses.kernels.matmul import wide_dtype
@@ -58,12 +58,59 @@ class Block:
         columns: slice = ALL,
     ) -> Block:
         """A block of these tokens, and of some columns where their ``constants`` are known."""
-        chosen = _columns(part, asked, columns)
-        memory = _projections(part, chosen, plan)
-        block = cls(part, asked, plan, chosen, memory, _teacher_projections(part, chosen, plan), constants or {})
+        chosen, device = _columns(part, asked, columns), part.hidden.device
+        size = padded(_width(chosen) + 1)
+        memory = torch.empty(len(part.hidden), size, dtype=wide_dtype(plan.dtype), device=device)
+        block = cls(part, asked, plan, chosen, memory, None, constants or {})
+        block._project()
+        block.teacher_memory = block._teacher_projections()
         if constants is None:
             block._compute()
         return block
+
+    @property
+    def weights(self) -> Weights:
+        """What multiplies hidden states."""
+        weights: Weights = self.part.head.weights
+        return weights
+
+    # --- Projections -------------------------------------------------------------------------------------------------
+
+    def _project(self) -> None:
+        """Projections of a slice; logits at temperature 1 of kept columns, -inf for those not here."""
+        if isinstance(self.columns, slice):
+            self.weights.logits(self.z, self.part.hidden, self.columns)
+        else:
+            _finished(self.part, self.weights, self.z, self.columns).masked_fill_(~self.here, -torch.inf)
+
+    def _teacher_projections(self) -> Tensor | None:
+        """The teacher's, of the columns here that it has; of kept ones, logits at temperature 1."""
+        teacher, wide = self.part.teacher, self.memory.dtype
+        if teacher is None:
+            return None
+        start, logits = 0, getattr(teacher, "logits", None)
+        if isinstance(self.columns, slice):
+            start = self._teacher_start(self.columns)
+            if logits is not None:
+                # Kernels read rows, and a function's result may be a transposed matrix.
+                logits = logits[:, start : start + self.width]
+                return logits.to(wide, copy=True, memory_format=torch.contiguous_format)
+            width = max(min(self.width, teacher.head.weights.columns - start), 0)
+            memory = self.memory.new_empty(len(self.memory), padded(width))[:, :width]
+            return teacher.head.weights.logits(memory, teacher.hidden, slice(start, start + width))
+        ids = self.part.kept.clamp(min=0)
+        if logits is not None:
+            logits = logits.gather(1, ids).to(wide)
+        else:
+            columns = ids if teacher.head.ranks.size == 1 else self.columns
+            logits = _finished(teacher, teacher.head.weights, self.memory.new_empty(ids.shape), columns)
+        return logits.masked_fill_(~self.here, -torch.inf)
+
+    def _teacher_start(self, columns: slice) -> int:
+        """Where a slice of this rank's columns starts among those that the teacher has here."""
+        teacher = self.part.teacher
+        whole = isinstance(teacher, TeacherLogits) or teacher.head.ranks.size == 1
+        return columns.start + (self.part.head.ranks.first if whole else 0)
 
     # --- What is here ------------------------------------------------------------------------------------------------
 
@@ -77,7 +124,13 @@ class Block:
         return self.memory[:, : self.width]
 
     @cached_property
-    def shared(self) -> int:
+    def here(self) -> Tensor:
+        """Which of the kept columns ``[R, K]`` are no padding, and this rank's."""
+        there, owned = self.part.kept >= 0, self.part.head.ranks.local(self.part.kept.clamp(min=0))[1]
+        return there if owned is None else there & owned
+
+    @cached_property
+    def common(self) -> int:
         """How many of the columns here the teacher has too."""
         return 0 if self.teacher_memory is None else self.teacher_memory.shape[1]
 
@@ -111,12 +164,16 @@ class Block:
             places = places - self.columns.start
             inside = (places >= 0) & (places < self.width)
             return places.clamp(0, self.width - 1), inside if here is None else inside & here
-        same = (self.part.kept[:, None, :] == ids[..., None]) & kept_here(self.part)[:, None, :]
+        same = (self.part.kept[:, None, :] == ids[..., None]) & self.here[:, None, :]
         return same.int().argmax(-1), same.any(-1)
+
+    @cached_property
+    def _label_places(self) -> tuple[Tensor, Tensor | None]:
+        return self._places(self.part.labels[:, None])
 
     def _label(self, outside: int) -> Tensor:
         """The labels' places here ``[R]``, and the number ``outside`` for a label that is not."""
-        places, here = self._places(self.part.labels[:, None])
+        places, here = self._label_places
         places = places if here is None else torch.where(here, places, outside)
         return places[:, 0].contiguous()  # as kernels read it
 
@@ -164,7 +221,7 @@ class Block:
 
     def _compare(self) -> None:
         """The divergence from the teacher, over the columns that both models have."""
-        part, plan, z, label = self.part, self.plan, self.z[:, : self.shared], torch.zeros_like(self.part.labels)
+        part, plan, z, label = self.part, self.plan, self.z[:, : self.common], torch.zeros_like(self.part.labels)
         assert self.teacher_memory is not None
         entropy = frozenset(["entropy"] if "soft_entropy" in self._names else [])
         ranks, which = part.head.ranks, self._divergence
@@ -193,22 +250,22 @@ class Block:
     @cached_property
     def _soft(self) -> Epilogue:
         """The student's logits at the teacher's temperature, of the columns that both have."""
-        return self._epilogue(self.part.teacher.temperature, self.shared)._replace(class_weight=None)
+        return self._epilogue(self.part.teacher.temperature, self.common)._replace(class_weight=None)
 
     @cached_property
     def _of_teacher(self) -> Epilogue:
         teacher = self.part.teacher
         if isinstance(teacher, TeacherLogits) or not isinstance(self.columns, slice):
             return Epilogue(LogitTransform(teacher.temperature))
-        here = slice(_teacher_start(self.part, self.columns), None)
+        here = slice(self._teacher_start(self.columns), None)
         bias = teacher.head.local_bias(here)
-        bias = None if bias is None else bias[: self.shared].contiguous()
+        bias = None if bias is None else bias[: self.common].contiguous()
         return Epilogue(teacher.transform(teacher.temperature), bias)
 
     def _sides(self) -> tuple[Logits, Logits]:
         """Both models' logits of the shared columns."""
         assert self.teacher_memory is not None
-        z = self.z if self.shared == self.width else self.z[:, : self.shared]
+        z = self.z if self.common == self.width else self.z[:, : self.common]
         student = Logits(z, self.constants["soft_lse"], self._soft)
         return student, Logits(self.teacher_memory, self.constants["teacher_lse"], self._of_teacher)
 
@@ -219,13 +276,11 @@ class Block:
     ) -> Tensor | None:
         """Add the gradients of weights and bias to ``grads``; return that of the hidden states ``[R, H]``, if they need
         one, added to ``hidden``, the gradient that other columns have given them, if it is not ``None``."""
-        part, head = self.part, self.part.head
-        grad = self.gradient(upstream, grads)
-        rows_of_head: Columns = self.columns
-        if isinstance(rows_of_head, Tensor):
-            rows_of_head = torch.where(kept_here(part), rows_of_head, -1)  # of padding, no row is read
-        head.weights.add_gradients(grads, grad, part.hidden, rows_of_head)
-        return head.weights.hidden_gradient(grad, self.columns, hidden) if self.plan.hidden else None
+        grad, weights, columns = self.gradient(upstream, grads), self.weights, self.columns
+        if isinstance(columns, Tensor):
+            columns = torch.where(self.here, columns, -1)  # of padding, no row is read
+        weights.add_gradients(grads, grad, self.part.hidden, columns)
+        return weights.hidden_gradient(grad, self.columns, hidden) if self.plan.hidden else None
 
     def gradient(self, upstream: dict[str, Tensor], grads: Gradients, out: Tensor | None = None) -> Tensor:
         """d loss / d projections ``[R, C]`` in the operands' dtype, in ``out`` or in the memory of the projections.
@@ -241,10 +296,11 @@ class Block:
         several = kept or of_bias or upstream.keys() & _SELECTED or any(s.phi for s in self._with(upstream))
         if not several and "divergence" not in upstream:
             return self._write_softmax(softmax, out)
-        if not several and self.shared == self.width and (hard is not None or not softmax):
+        if not several and self.common == self.width and (hard is not None or not softmax):
             return self._write_divergence(upstream["divergence"], hard, out)
-        for at in row_slices(z, self.plan.scratch_of_terms):
-            block = self.rows(at)
+        parts = row_slices(z, self.plan.scratch_of_terms)
+        for at in parts:
+            block = self if len(parts) == 1 else self.rows(at)
             block._write_terms({name: g[at] for name, g in upstream.items()})
             if kept:
                 block._back_to_projections()
@@ -259,7 +315,7 @@ class Block:
         columns = self.columns if isinstance(self.columns, slice) else self.columns[at]
         of_teacher = None if self.teacher_memory is None else self.teacher_memory[at]
         constants = {name: value[at] for name, value in self.constants.items()}
-        return Block(self.part.take(at), self.asked, self.plan, columns, self.memory[at], of_teacher, constants)
+        return type(self)(self.part.take(at), self.asked, self.plan, columns, self.memory[at], of_teacher, constants)
 
     def _with(self, upstream: dict[str, Tensor]) -> list[Statistic]:
         """The statistics that have a gradient."""
@@ -274,7 +330,7 @@ class Block:
             softmax["lse"] = softmax.get("lse", 0.0) - selected.sum(1)
         temperature = self.part.temperature
         at_one = not isinstance(temperature, Tensor) and temperature == 1.0
-        alone = softmax.keys() == {"logp"} and at_one and self.shared == self.width
+        alone = softmax.keys() == {"logp"} and at_one and self.common == self.width
         return softmax, softmax["logp"] if alone else None
 
     def _write_terms(self, upstream: dict[str, Tensor]) -> None:
@@ -285,11 +341,11 @@ class Block:
         if table := [s for s in self._with(upstream) if s.phi is not None]:
             grad = rows.table_gradient(table, upstream, self.constants, z, epilogue, self.part.vocab_size)
             terms.append(epilogue.transform.chain_(grad, epilogue(z)))
-        if "divergence" in upstream and self.shared:
+        if "divergence" in upstream and self.common:
             if softmax and hard is None:
                 terms.append(self._write_softmax(softmax, torch.empty_like(z)))
-            self._write_divergence(upstream["divergence"], hard, z[:, : self.shared])
-            z[:, self.shared :].zero_()
+            self._write_divergence(upstream["divergence"], hard, z[:, : self.common])
+            z[:, self.common :].zero_()
         else:
             self._write_softmax(softmax, z)
         for term in terms:
@@ -351,8 +407,9 @@ class Block:
         if part.head.transform.softcap is not None or part.head.transform.logit_scale != 1.0:
             assert isinstance(self.columns, Tensor)
             # The logits at temperature 1, again: their gradient has taken their memory.
-            part.transform(1.0).chain_(self.z, _finished(part, torch.empty_like(self.z), self.columns))
-        self.z.masked_fill_(~kept_here(part), 0.0)
+            logits = _finished(part, self.weights, torch.empty_like(self.z), self.columns)
+            part.transform(1.0).chain_(self.z, logits)
+        self.z.masked_fill_(~self.here, 0.0)
 
     def _add_bias(self, buffer: Buffer) -> None:
         """A sum over all tokens: it is taken before anything is rounded."""
@@ -394,7 +451,7 @@ def statistics_by_columns(part: Target, asked: tuple[Statistic, ...], plan: Plan
     parts, sizes = list[dict[str, Tensor]](), list[int]()
     for start in range(0, count, size):
         columns = slice(start, min(start + size, count))
-        tile = Block(part, asked, plan, columns, _projections(part, columns, plan), None, {})
+        tile = Block.of(part, asked, plan, {}, columns)
         parts.append(softmax_statistics(tile.z, tile._label(0), frozenset(names), tile.epilogue, **plan.of_kernels))
         sizes.append(columns.stop - start)
         del tile
@@ -403,13 +460,6 @@ def statistics_by_columns(part: Target, asked: tuple[Statistic, ...], plan: Plan
 
 
 # --- Projections ----------------------------------------------------------------------------------------------------
-
-
-def kept_here(part: Target) -> Tensor:
-    """Which of the kept columns ``[R, K]`` are no padding, and this rank's."""
-    assert part.kept is not None
-    there, owned = part.kept >= 0, part.head.ranks.local(part.kept.clamp(min=0))[1]
-    return there if owned is None else there & owned
 
 
 def _columns(part: Target, asked: tuple[Statistic, ...], columns: slice) -> Columns:
@@ -427,61 +477,11 @@ def _width(columns: Columns) -> int:
     return columns.stop - columns.start if isinstance(columns, slice) else columns.shape[1]
 
 
-def _projections(part: Target, columns: Columns, plan: Plan) -> Tensor:
-    """``[R, P]``: projections of a slice; logits at temperature 1 of kept columns, -inf for those not here."""
-    width, wide = _width(columns), wide_dtype(plan.dtype)
-    memory = torch.empty(len(part.hidden), padded(width + 1), dtype=wide, device=part.hidden.device)
-    if isinstance(columns, slice):
-        part.head.weights.logits(memory[:, :width], part.hidden, columns)
-        return memory
-    _finished(part, memory[:, :width], columns)
-    memory[:, :width].masked_fill_(~kept_here(part), -torch.inf)
-    return memory
-
-
-def _finished(part: Target, out: Tensor, ids: Tensor) -> Tensor:
+def _finished(part: Target, weights: Weights, out: Tensor, ids: Tensor) -> Tensor:
     """Logits ``[R, K]`` at temperature 1 of columns of each token, into ``out``."""
-    part.head.weights.logits(out, part.hidden, ids)
-    return out.copy_(part.transform(1.0)(out.clone(), part.head.local_bias(ids)))
-
-
-def _teacher_start(part: Target, columns: slice) -> int:
-    """Where a slice of this rank's columns starts among those that the teacher has here."""
-    whole = part.teacher.head.ranks.size == 1 if isinstance(part.teacher, Target) else True
-    return columns.start + (part.head.ranks.first if whole else 0)
-
-
-def _teacher_projections(part: Target, columns: Columns, plan: Plan) -> Tensor | None:
-    """The teacher's, of the columns here that it has; of kept ones, logits at temperature 1."""
-    teacher, wide = part.teacher, wide_dtype(plan.dtype)
-    if teacher is None:
-        return None
-    if not isinstance(columns, slice):
-        return _teacher_of_kept(part, columns, wide)
-    start = _teacher_start(part, columns)
-    if isinstance(teacher, TeacherLogits):
-        assert isinstance(teacher.logits, Tensor)
-        logits = teacher.logits[:, start : start + _width(columns)]
-        # Kernels read rows, and a function's result may be a transposed matrix.
-        return logits.to(wide, copy=True, memory_format=torch.contiguous_format)
-    stop = min(start + _width(columns), teacher.head.weights.columns)
-    width = max(stop - start, 0)
-    memory = torch.empty(len(part.hidden), padded(width), dtype=wide, device=part.hidden.device)
-    return teacher.head.weights.logits(memory[:, :width], teacher.hidden, slice(start, start + width))
-
-
-def _teacher_of_kept(part: Target, columns: Tensor, wide: torch.dtype) -> Tensor:
-    teacher, ids = part.teacher, part.kept
-    assert ids is not None
-    if isinstance(teacher, TeacherLogits):
-        assert isinstance(teacher.logits, Tensor)
-        logits = teacher.logits.gather(1, ids.clamp(min=0)).to(wide)
-    else:
-        assert teacher is not None
-        whole = teacher.head.ranks.size == 1
-        logits = torch.empty(ids.shape, dtype=wide, device=ids.device)
-        _finished(teacher, logits, ids.clamp(min=0) if whole else columns)
-    return logits.masked_fill_(~kept_here(part), -torch.inf)
+    weights.logits(out, part.hidden, ids)
+    logits = part.transform(1.0)(out, part.head.local_bias(ids))
+    return out if logits is out else out.copy_(logits)
 
 
 def planned(call: Signature) -> Plan:

@@ -70,7 +70,7 @@ class ExponentialBlock:
     ) -> ExponentialBlock:
         """A block of these tokens, with whole rows; it computes statistics again that are known."""
         count, device, size = len(part.hidden), part.hidden.device, part.head.weights.columns
-        memory = torch.empty(count, padded(size), dtype=plan.dtype, device=device)
+        memory = torch.empty(count, padded(size), dtype=plan.products.dtype, device=device)
         values = empty_values({"offset", *STATISTICS, *[s.name for s in asked]}, part)
         into, out = exponentials_of(values), memory[:, :size]
         linear_exponentials(part.hidden, matrix_of(part), labels_of(part), into, epilogue_of(part), out)
@@ -169,7 +169,7 @@ def planned(call: Signature) -> Plan | None:
     if call.workspace is not None and call.workspace < least_bytes(call, row_bytes(call)):
         return None  # not even one row fits; the core, whose rows are longer, says so
     plan = by_blocks(call, "exponentials", ExponentialBlock.of, row_bytes(call), most_parts=BLOCKS)
-    if plan.tile is not None or plan.copied_columns < call.columns or (call.gradients_in_backward and not plan.keeps):
+    if plan.tile is not None or plan.products.columns < call.columns or (call.gradients_in_backward and not plan.keeps):
         return None
     if call.gradients_in_backward:
         return plan

@@ -59,4 +59,4 @@ def planned(call: Signature) -> Plan | None:
     if call.shared and not call.statistics | call.metrics <= BY_EXPONENTIALS:
         return None
     plan = by_blocks(call, "statistics", block_of, row_bytes(call))
-    return plan if plan.copied_columns >= call.columns else None
+    return plan if plan.products.columns >= call.columns else None

@@ -60,7 +60,7 @@ class Block:
         """A block of these tokens, and of some columns where their ``constants`` are known."""
         chosen, device = _columns(part, asked, columns), part.hidden.device
         size = padded(_width(chosen) + 1)
-        memory = torch.empty(len(part.hidden), size, dtype=wide_dtype(plan.dtype), device=device)
+        memory = torch.empty(len(part.hidden), size, dtype=wide_dtype(plan.products.dtype), device=device)
         block = cls(part, asked, plan, chosen, memory, None, constants or {})
         block._project()
         block.teacher_memory = block._teacher_projections()
@@ -290,8 +290,8 @@ class Block:
         """
         kept, z, of_bias = not isinstance(self.columns, slice), self.z, grads.of(self.part.head.bias)
         if out is None:
-            in_place = kept or self.memory.dtype == self.plan.dtype
-            out = z if in_place else self.memory.view(self.plan.dtype)[:, : self.width]
+            in_place = kept or self.memory.dtype == self.plan.products.dtype
+            out = z if in_place else self.memory.view(self.plan.products.dtype)[:, : self.width]
         softmax, hard = self._of_softmax(upstream)
         several = kept or of_bias or upstream.keys() & _SELECTED or any(s.phi for s in self._with(upstream))
         if not several and "divergence" not in upstream:
@@ -425,7 +425,7 @@ class Collected:
 
     def __init__(self, target: Target, plan: Plan, count: int) -> None:
         columns, device = padded(target.head.weights.columns), target.hidden.device
-        self.memory = torch.empty(count, columns, dtype=plan.dtype, device=device)
+        self.memory = torch.empty(count, columns, dtype=plan.products.dtype, device=device)
         self.plan, self.columns = plan, slice(0, 0)
 
     def take(self, block: Block, upstream: dict[str, Tensor], grads: Gradients, at: slice) -> None:
@@ -447,7 +447,7 @@ def statistics_by_columns(part: Target, asked: tuple[Statistic, ...], plan: Plan
     together."""
     names = {s.name for s in asked}
     names |= {"max_logit"} if "argmax" in names else set()
-    count, size = part.head.weights.columns, plan.copied_columns
+    count, size = part.head.weights.columns, plan.products.columns
     parts, sizes = list[dict[str, Tensor]](), list[int]()
     for start in range(0, count, size):
         columns = slice(start, min(start + size, count))

@@ -200,15 +200,13 @@ class Plan(NamedTuple):
     tokens: int  # whose gradients are added to those of weights together
     block_tokens: int  # of them, those of a block, whose logits exist at a time
     row_bytes: int  # of one of these
-    copied_columns: int  # whose rows of the head are copied at a time; all where none are copied, or all at once
     keeps: bool  # the block of all tokens lives until backward; otherwise that computes logits again
     tile: Tile | None  # where the pass goes by columns; None where it goes by blocks
     share: (
         float  # of the parts that a half-precision gradient of a weight may be a sum of, those that it adds; 1 is all
     )
     accumulate: torch.dtype | None  # in which the gradient of the weight adds up, where not its own
-    dtype: torch.dtype  # of the products' operands
-    invariant: bool
+    products: Products
     scratch: int  # bytes of temporaries
     scratch_of_terms: int  # the same as `row_slices` reads them, where several terms of a gradient are written
     backend: str
@@ -222,10 +220,6 @@ class Plan(NamedTuple):
     def of_kernels(self) -> dict[str, Any]:
         """What every row kernel is told."""
         return {"scratch": self.scratch, "backend": self.backend}
-
-    @property
-    def products(self) -> Products:
-        return Products(self.dtype, self.copied_columns, self.invariant)
 
 
 #: A way to run some calls: its plan of a call, or None for one that it does not serve. The core's serves every call.
@@ -385,13 +379,11 @@ def by_blocks(
         tokens=tokens,
         block_tokens=block_tokens,
         row_bytes=row,
-        copied_columns=copied,
         keeps=keeps,
         tile=tile,
         share=parts / most_parts,
         accumulate=torch.float32 if wide else options.accum_dtype,
-        dtype=call.operand,
-        invariant=call.batch_invariant,
+        products=Products(call.operand, copied, call.batch_invariant),
         scratch=scratch,
         scratch_of_terms=scratch * 2 if call.backend == "triton" and not call.in_torch else scratch // 2,
         backend=call.backend,

@@ -62,7 +62,7 @@ def divergence_sums(
     if which.form == "cosine":
         squares = ranks.sum(square_sums(student, teacher, **plan.of_kernels))
     sums = divergence_sums_of(
-        student, teacher, which, squares=squares, parameter=parameter, whole_rows=plan.invariant, **plan.of_kernels
+        student, teacher, which, squares=squares, parameter=parameter, whole_rows=plan.products.fixed, **plan.of_kernels
     )
     value, h = ranks.sum(sums)
     constants = {"divergence": value, "h": h}

@@ -71,7 +71,7 @@ class Stream:
     def part(self, rows: Rows) -> Target:
         """Some of the N tokens, in the operands' dtype."""
         active = self.tokens.active
-        return self.target.take(self.places(rows), None if active is None else active[rows], self.plan.dtype)
+        return self.target.take(self.places(rows), None if active is None else active[rows], self.plan.products.dtype)
 
     def add_hidden(self, grads: Gradients, rows: Rows, values: Tensor | None) -> None:
         """Add gradients ``[R, H]`` of the hidden states of some of the N tokens."""
@@ -84,7 +84,7 @@ class Stream:
 
     def empty(self) -> Values:
         """Statistics of no tokens."""
-        device, wide, values = self.target.labels.device, wide_dtype(self.plan.dtype), Values()
+        device, wide, values = self.target.labels.device, wide_dtype(self.plan.products.dtype), Values()
         selected = self.target.selected
         k = selected.shape[-1] if isinstance(selected, Tensor) else selected or 0
         for s in self.asked:
@@ -138,16 +138,17 @@ def open_streams(
         heads.append(tuple(halves))
     for target, of_target in zip(targets, leaves, strict=True):
         calls.append(signature(target, of_target, asked, options, gradients_in_backward=late))
-    streams, of_all = list[Stream](), dict[int, Leaf]()
+    streams, of_all, beyond = list[Stream](), dict[int, Leaf](), False
     made = plans(tuple(calls), tuple(heads), tuple(PLANNERS))
     for target, of_target, plan in zip(targets, leaves, made, strict=True):
         assert target.counted is not None
         streams.append(Stream(target, target.counted, asked, plan))
+        beyond = beyond or plan.beyond_workspace
         for leaf in of_target:  # the widest dtype that a plan asks for
             known, dtype = of_all.setdefault(id(leaf.tensor), leaf), leaf.accumulate or plan.accumulate
             if known.accumulate is None and dtype is not None:
                 of_all[id(leaf.tensor)] = replace(known, accumulate=dtype)
-    if any(plan.beyond_workspace for plan in made):
+    if beyond:
         warn(
             f"a workspace of {calls[0].workspace} bytes has no room for the tokens in few enough parts. To be exact, "
             "the gradient of the weight is accumulated in fp32, in a buffer beyond the workspace. Pass a larger "
@@ -177,7 +178,7 @@ def counted(
         return [replace(target, counted=checked_labels(target, ignored)) for target in targets]
     masks = [None] * len(targets) if trained is None else trained
     of_all = list(targets)
-    if any(target.counted is None for target in targets) or any(mask is not None for mask in masks):
+    if None in [target.counted for target in targets] or [mask for mask in masks if mask is not None]:
         of_all = _count(targets, ignored, options.backend, masks)
     for target in of_all:
         assert target.counted is not None
@@ -199,7 +200,7 @@ def _count(
     backend = choose_backend(backend, [(labels[0].device, torch.float32)])
     facts, of_all = label_facts(labels, ignored, backend=backend), list[Target]()
     masks = [m if m is None else m.reshape(-1) & (y != ignored) for y, m in zip(labels, masks, strict=True)]
-    if any(mask is not None for mask in masks):
+    if [mask for mask in masks if mask is not None]:
         counts = [facts[i, 0] if mask is None else mask.sum() for i, mask in enumerate(masks)]
         facts = torch.cat([facts, torch.stack(counts)[:, None]], 1)
     for target, y, mask, numbers in zip(targets, labels, masks, start_reading(facts, _WHAT)(), strict=True):
@@ -457,7 +458,7 @@ def token_losses(
     stream: Stream, loss: TokenLoss, values: Values, rows: slice, differentiates: bool
 ) -> tuple[Tensor, Values, Values]:
     """The sum of the losses of some tokens, their derivatives by each statistic, and further numbers."""
-    wide, leaves, wanted = wide_dtype(stream.plan.dtype), Values(), list[str]()
+    wide, leaves, wanted = wide_dtype(stream.plan.products.dtype), Values(), list[str]()
     for s in stream.asked:
         leaves[s.name] = values[s.name].detach()
         if differentiates and s.differentiable:
@@ -551,7 +552,7 @@ def loss_sum(
             of_stream, named = of_values(loss, values, rows, dims, stream.tokens.active)
             totals.append(of_stream)
             numbers.append(named)
-        total = torch.stack(totals).sum().to(wide_dtype(streams[0].plan.dtype))
+        total = torch.stack(totals).sum().to(wide_dtype(streams[0].plan.products.dtype))
     else:
         order, tensors = list[list[str]](), [leaf.tensor for leaf in leaves]
         total, *outputs = _Losses.apply(streams, list(token_losses), leaves, order, *tensors)

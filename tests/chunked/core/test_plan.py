@@ -88,7 +88,7 @@ def test_a_dequantized_head_takes_of_the_workspace_its_copy_twice(teacher, copie
     quantized["trains_weight"] = False
     within = {"columns": 32000, "tokens": 8192, "options": EngineOptions(workspace=300 * MiB)}
     made = plan(call_of(OF_CORE | quantized | within | teacher), tuple(PLANNERS))
-    assert (made.copied_columns, made.block_tokens) == (copied, block_rows)
+    assert (made.products.columns, made.block_tokens) == (copied, block_rows)
 
 
 def test_the_least_workspace():

@@ -60,7 +60,7 @@ def test_columns_without_probability(active, plans):
     names = ("logp", "entropy", "lse", "log_sum_sq_probs")
     found = linear_statistics(hidden, Head(quantized, bias), labels, names, metrics="argmax", options=SMALL)
     assert plans[0].tile is not None
-    assert plans[0].copied_rows < 50
+    assert plans[0].products.columns < 50
     x, w = double(hidden, quantized.rows(0, 100))
     exact = plain_statistics(x, w[active], torch.where(labels >= 0, labels - active.start, labels))
     assert all(relative_error(getattr(found, name), exact[name]) < 1e-6 for name in names)

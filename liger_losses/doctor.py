@@ -200,8 +200,8 @@ def head_plan(model: Any, tokens: int, memory: int, *, couples: bool = False) ->
     columns, hidden_size = model.get_output_embeddings().weight.shape
     where: dict[str, Any] = {"operand": torch.bfloat16, "device": torch.device("cuda"), "backend": "triton"}
     head: dict[str, Any] = {"trains_weight": True, "trains_hidden": True, "copied_bytes": 0, "weights": (Dense,)}
-    sizes = (tokens, tokens, hidden_size, columns, False, asked_for(["logp"]))
-    call = Signature(*sizes, **where, **head, gradients_in_backward=couples, memory=memory)
+    asked: dict[str, Any] = {"kept": False, "asked": asked_for(["logp"]), "gradients_in_backward": couples}
+    call = Signature(tokens, tokens, hidden_size, columns, **asked, **where, **head, memory=memory)
     chosen = plan(call, tuple(PLANNERS))
     size = tokens * chosen.row_bytes
     size = size if chosen.keeps else min(usual_bytes(call, chosen.row_bytes, collects=True), size)

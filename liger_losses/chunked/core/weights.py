@@ -293,9 +293,11 @@ class WithAdapters(_OnBase):
         if of_a is not None:
             low = self._parts()[1].hidden_gradient(grad, columns) * self.scale
             of_a.add_product(ALL, low.to(hidden.dtype), hidden)
-        if of_b is not None and isinstance(columns, slice):
+        if of_b is None:
+            return
+        if isinstance(columns, slice):
             of_b.add_product(columns, grad, self._low(hidden).to(grad.dtype))
-        elif of_b is not None:
+        else:
             of_b.add_rows(columns.flatten(), outer(grad, self._low(hidden)))
 
 

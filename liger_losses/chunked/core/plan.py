@@ -264,11 +264,11 @@ def usual_bytes(call: Signature, row: int, collects: bool) -> int:
     """Room for blocks that keep a device busy: of 512 tokens without a gradient, or with a teacher, else of 1024; of
     twice as many whose rows are shorter than the core's; or of the gradients of up to 2048, if these are collected, by
     which that of the weight is a sum of few parts. Between 64 MiB and 1.5 GiB."""
-    rows, most = USUAL_TOKENS, 1536 * MiB
+    tokens, most = USUAL_TOKENS, 1536 * MiB
     if call.device.type != "cpu":
-        rows = USUAL_TOKENS // 2 if call.teacher_columns or not call.trains else USUAL_TOKENS
-    size = max(rows * row_bytes(call), 2 * rows * row if row < row_bytes(call) else 0)
-    if collects and has_many_parts(call, rows):
+        tokens = USUAL_TOKENS // 2 if call.teacher_columns or not call.trains else USUAL_TOKENS
+    size = max(tokens * row_bytes(call), 2 * tokens * row if row < row_bytes(call) else 0)
+    if collects and has_many_parts(call, tokens):
         together, few = 2 * USUAL_TOKENS, -(-call.trained // MOST_PARTS // 128) * 128
         if call.teacher_columns:  # all logits again would be twice as many products
             together, most = min(max(together, few), call.tokens), max(most, call.memory // MEMORY_PARTS)
@@ -279,13 +279,13 @@ def usual_bytes(call: Signature, row: int, collects: bool) -> int:
     return min(max(size + 8 * MiB, 64 * MiB), most)
 
 
-def has_many_parts(call: Signature, rows: int) -> bool:
-    """Whether losses of single tokens train a weight in half precision, and blocks of so many rows would be too many
-    parts of its gradient. With a teacher, rows are few, and fewer parts faster."""
+def has_many_parts(call: Signature, tokens: int) -> bool:
+    """Whether losses of single tokens train a weight in half precision, and blocks of so many tokens would be too many
+    parts of its gradient. With a teacher, these are few, and fewer parts faster."""
     few = 2 if call.teacher_columns else MOST_PARTS
     half = call.operand in HALF_DTYPES and call.trains_weight and call.options.chunk_size is None
     blocks = not call.kept and not call.gradients_in_backward and call.targets_of_many_parts != 1
-    return half and blocks and call.trained > few * rows
+    return half and blocks and call.trained > few * tokens
 
 
 def collected_bytes(call: Signature) -> int:

@@ -154,7 +154,7 @@ def statistics_of_kept(
     of_parts = statistics(few, names, options) if few else []
     of_parts += _of_all_columns(many, names, options) if many else []
     of_tokens = [
-        {name: _spread(value, part.rows, whole.labels.shape) for name, value in values.items()}
+        {name: _spread(value, part.hidden_rows, whole.labels.shape) for name, value in values.items()}
         for part, values in zip([*few, *many], of_parts, strict=True)
     ]
     return [{name: sum([values[name] for values in of_tokens[1:]], of_tokens[0][name]) for name in names}]
@@ -240,7 +240,7 @@ def _some(whole: Target, tokens: Tensor, kept: Tensor | None) -> Target:
     labels, temperature = whole.labels.flatten()[tokens], whole.temperature
     if isinstance(temperature, Tensor):
         temperature = temperature.flatten()[tokens]
-    return replace(whole, labels=labels, temperature=temperature, kept=kept, rows=tokens)
+    return replace(whole, labels=labels, temperature=temperature, kept=kept, hidden_rows=tokens)
 
 
 def checked_parts(
@@ -266,7 +266,9 @@ def checked_parts(
         parts = parts if others or not cut else cut
         return [_with_label(part) for part in parts] if support.add_label else parts
     kind = next(kind for kind, number in enumerate(numbers) if number)
-    places = [torch.arange(p.labels.numel(), device=wrong.device) if p.rows is None else p.rows for p in cut]
+    places = [
+        torch.arange(p.labels.numel(), device=wrong.device) if p.hidden_rows is None else p.hidden_rows for p in cut
+    ]
     token = int(torch.cat(places)[wrong[kind]].amin())
     ids, label = support.row(token + shift), int(whole.labels.flatten()[token])
     where = f"token {token + shift} of the flattened labels"

@@ -58,8 +58,8 @@ class Target:
         teacher: the same tokens of another model, whose labels are not read; its temperature is the divergence's, which
             divides both models' logits there.
         sparse_grad: make the gradient of the weight a sparse tensor of the kept rows.
-        rows: ``[...]`` int64, the places of these tokens among the flattened hidden states, which may be of more; no
-            place twice. By default, hidden states and labels are in one order.
+        hidden_rows: ``[...]`` int64, the places of these tokens among the flattened hidden states, which may be of
+            more; no place twice. By default, hidden states and labels are in one order.
         counted: which tokens have a label, if that is known.
     """
 
@@ -72,12 +72,12 @@ class Target:
     class_weight: Tensor | None = None
     teacher: Target | TeacherLogits | None = None
     sparse_grad: bool = False
-    rows: Tensor | None = None
+    hidden_rows: Tensor | None = None
     counted: Counted | None = None
 
     def places(self, rows: Rows) -> Rows:
         """Where tokens are among the flattened hidden states."""
-        return rows if self.rows is None else self.rows.reshape(-1)[rows]
+        return rows if self.hidden_rows is None else self.hidden_rows.reshape(-1)[rows]
 
     def open(self, products: Products) -> Target:
         """The same with heads whose weights are cast or dequantized, where this is done for all rows together."""
@@ -96,7 +96,7 @@ class Target:
         Those that are not ``active [R]`` get numbers without influence. With the operands' ``dtype``, hidden states
         have it, and temperatures that of logits.
         """
-        taken: dict[str, Any] = {"rows": None}
+        taken: dict[str, Any] = {"hidden_rows": None}
         for name, (trailing, neutral) in PER_TOKEN.items():
             if isinstance(value := getattr(self, name), Tensor):
                 places = self.places(rows) if name == "hidden" else rows

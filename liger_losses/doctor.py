@@ -24,7 +24,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import liger_losses
 from liger_losses.chunked.core.block import PLANNERS
 from liger_losses.chunked.core.plan import Signature, plan, usual_bytes
-from liger_losses.chunked.core.statistics import asked_for
 from liger_losses.chunked.core.weights import Dense
 from liger_losses.chunked.core.workspace import bytes_of
 from liger_losses.defaults import DEFAULTS, VERSIONS
@@ -200,8 +199,10 @@ def head_plan(model: Any, tokens: int, memory: int, *, couples: bool = False) ->
     columns, hidden_size = model.get_output_embeddings().weight.shape
     where: dict[str, Any] = {"operand": torch.bfloat16, "device": torch.device("cuda"), "backend": "triton"}
     head: dict[str, Any] = {"trains_weight": True, "trains_hidden": True, "copied_bytes": 0, "weights": (Dense,)}
-    asked: dict[str, Any] = {"kept": False, "asked": asked_for(["logp"]), "gradients_in_backward": couples}
-    call = Signature(tokens, tokens, hidden_size, columns, **asked, **where, **head, memory=memory)
+    asked: dict[str, Any] = {"kept": False, "statistics": frozenset({"logp"}), "metrics": frozenset()}
+    call = Signature(
+        tokens, tokens, hidden_size, columns, **asked, **where, **head, gradients_in_backward=couples, memory=memory
+    )
     chosen = plan(call, tuple(PLANNERS))
     size = tokens * chosen.row_bytes
     size = size if chosen.keeps else min(usual_bytes(call, chosen.row_bytes, collects=True), size)

@@ -99,12 +99,12 @@ def without_accelerators(*names: str) -> Iterator[None]:
 
 @contextmanager
 def planned_blocks() -> Iterator[list[str]]:
-    """A list that grows by the name of the block that is planned for each target."""
+    """A list that grows by the names of the blocks that are planned for each target."""
     names, plans = list[str](), stream.plans
 
     def named(*arguments):
         made = plans(*arguments)
-        names.extend(plan.name for plan in made)
+        names.extend(plan.name for of in made for plan in (of, of.without_gradients) if plan is not None)
         return made
 
     with mock.patch.object(stream, "plans", named):

@@ -54,7 +54,8 @@ class Signature:
     hidden_size: int
     columns: int  # of the softmax, on the rank that has most
     kept: bool
-    asked: tuple[Statistic, ...]
+    statistics: frozenset[str]  # with a gradient, if anything has one
+    metrics: frozenset[str]  # without
     operand: torch.dtype  # of products
     device: torch.device
     backend: str
@@ -66,6 +67,7 @@ class Signature:
     quantized_teacher: bool = False
     teacher_columns: int = 0
     teacher_size: int = 0
+    in_torch: bool = False  # whether torch computes terms of whole rows
     several_terms: bool = False  # whether a bias or the teacher adds to what a kernel writes as a gradient
     shared: bool = False  # whether other ranks have parts of the vocabulary
     batch_invariant: bool = False
@@ -75,20 +77,6 @@ class Signature:
     memory: int = 0  # bytes of the smallest device
     bound: int | None = None  # the default workspace that was set
     options: EngineOptions = field(default_factory=EngineOptions)
-
-    @property
-    def statistics(self) -> set[str]:
-        """Those with a gradient, if anything has one."""
-        return {s.name for s in self.asked if s.differentiable}
-
-    @property
-    def metrics(self) -> set[str]:
-        return {s.name for s in self.asked if not s.differentiable}
-
-    @property
-    def in_torch(self) -> bool:
-        """Whether torch computes terms of whole rows."""
-        return any(s.phi is not None or (s.divergence is not None and not s.divergence.has_kernel) for s in self.asked)
 
     @property
     def of_kernels(self) -> bool:
@@ -127,6 +115,10 @@ def signature(
     operand, columns = torch.float32 if rounds else dtype, head.ranks.most(head.weights.columns)
     matrices, of_teacher = [head.weights], dict[str, Any]()
     several_terms, copied, copy = bias is not None and bias.requires_grad, 0, 0
+    statistics, metrics, in_torch = list[str](), list[str](), False
+    for s in asked:
+        (statistics if s.differentiable else metrics).append(s.name)
+        in_torch |= s.phi is not None or (s.divergence is not None and not s.divergence.has_kernel)
     if teacher is not None:
         of_teacher["teacher_columns"] = min(teacher.vocab_size, columns)
         at_one = isinstance(target.temperature, float) and target.temperature == 1.0
@@ -145,7 +137,9 @@ def signature(
         hidden_size=hidden.shape[-1],
         columns=columns if target.kept is None else target.kept.shape[-1],
         kept=target.kept is not None,
-        asked=asked,
+        statistics=frozenset(statistics),
+        metrics=frozenset(metrics),
+        in_torch=in_torch,
         operand=operand,
         backend=backend,
         device=device,

@@ -7,24 +7,21 @@ import torch
 
 from liger_losses import EngineOptions
 from liger_losses.chunked.core.plan import MiB, Signature, least_bytes, plan, plans, row_bytes
-from liger_losses.chunked.core.statistics import Statistic, asked_for
 from liger_losses.chunked.core.stream import PLANNERS
 from liger_losses.chunked.core.weights import Dense, Quantized
-from liger_losses.kernels.divergence_forms import Divergence
 
 pytest.importorskip("triton")
 
 #: A loss of single tokens on an H200.
 CALL = Signature(
-    tokens=16384, trained=16384, hidden_size=2048, columns=128256, kept=False, asked=asked_for(["logp"]),
-    operand=torch.bfloat16, device=torch.device("cuda"), backend="triton", trains_weight=True, trains_hidden=True,
-    copied_bytes=0, weights=(Dense,), gradients_in_backward=False, memory=140 * 2**30,
+    tokens=16384, trained=16384, hidden_size=2048, columns=128256, kept=False, statistics=frozenset({"logp"}),
+    metrics=frozenset(), operand=torch.bfloat16, device=torch.device("cuda"), backend="triton", trains_weight=True,
+    trains_hidden=True, copied_bytes=0, weights=(Dense,), gradients_in_backward=False, memory=140 * 2**30,
 )  # fmt: skip
 COUPLED = {"gradients_in_backward": True}
 WITHOUT_GRADIENTS = {"trains_weight": False, "trains_hidden": False}
-OF_CORE = {"asked": asked_for(["logp", "entropy"])}  # of which no accelerator has gradients
-COMPARED = (Statistic("divergence", divergence=Divergence.forward_kl()),)
-TEACHER = {"teacher_columns": 128256, "teacher_size": 2048, "asked": COMPARED}
+OF_CORE = {"statistics": frozenset({"logp", "entropy"})}  # of which no accelerator has gradients
+TEACHER = {"teacher_columns": 128256, "teacher_size": 2048, "statistics": frozenset({"divergence"})}
 SMALL = {"options": EngineOptions(workspace=64 * MiB)}
 ON_CPU = {"device": torch.device("cpu"), "memory": 0, "operand": torch.float32, "backend": "torch"}
 

@@ -169,10 +169,11 @@ class Dense:
     def add_gradients(self, grads: Gradients, grad: Tensor, hidden: Tensor, columns: Columns) -> None:
         if (buffer := grads.of(self.weight)) is None:
             return
-        if isinstance(columns, slice):
-            buffer.add_product(columns, grad, hidden)
-        else:
+        if not isinstance(columns, slice):
             buffer.add_rows(columns.flatten(), outer(grad, hidden))
+            return
+        for place, part in self.steps(columns):  # a CPU multiplies half precision in fp32, of that size
+            buffer.add_product(part, grad if place is ALL else grad[:, place], hidden)
 
 
 def outer(grad: Tensor, hidden: Tensor) -> Tensor:

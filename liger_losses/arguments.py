@@ -128,15 +128,15 @@ def typed_as(parameters: Callable[P, Any]) -> Callable[[Callable[..., R]], Calla
 
 def options_of(cls: type[C], function: Callable[..., Any], options: Mapping[str, Any]) -> C:
     """An instance of a dataclass, the ``**options`` of a function; a TypeError that lists its arguments for others."""
-    names = [*cls.__dataclass_fields__]
-    unknown = [name for name in options if name not in names]
+    unknown = [name for name in options if name not in cls.__dataclass_fields__]
     if unknown:
-        known = [*inspect.signature(function).parameters]
-        raise TypeError(
-            f"{function.__name__} has no argument {unknown_names(unknown, known)}; its arguments are "
-            f"{', '.join(known)}."
-        )
+        raise _unknown(function.__name__, "argument", unknown, [*inspect.signature(function).parameters])
     return cls(**options)
+
+
+def _unknown(name: str, kind: str, unknown: Sequence[str], known: Sequence[str]) -> TypeError:
+    """The error for arguments or options that there are not."""
+    return TypeError(f"{name} has no {kind} {unknown_names(unknown, known)}; its {kind}s are {', '.join(known)}.")
 
 
 def options_signature(cls: Any, positions: Sequence[str]) -> inspect.Signature:
@@ -174,13 +174,13 @@ def named_options(cls: Any, arguments: Sequence[Any], options: Mapping[str, Any]
             signature.bind(*arguments, **options)
         except TypeError as error:
             raise TypeError(f"{cls.__name__}: {error}; its options are {', '.join(cls.option_names)}.") from None
-    for name, value in named.items():
-        check_no_input(cls, name, value)
+    check_no_inputs(cls, named)
     first = named.get("ignore_index")
     if arguments and isinstance(first, float):
+        option = positions[positions.index("ignore_index") + 1]
         raise TypeError(
             f"ignore_index must be an integer, got {first!r}: it is the first option by position; pass others by "
-            f"keyword, such as {positions[1]}={first!r}."
+            f"keyword, such as {option}={first!r}."
         )
     return named
 
@@ -190,17 +190,17 @@ def check_known(cls: Any, options: Iterable[str], known: Container[str] | None =
     unknown = [name for name in options if name not in (cls.option_names if known is None else known)]
     if unknown:
         names = [name for name in cls.option_names if name != "compiled"]  # which has no effect
-        raise TypeError(
-            f"{cls.__name__} has no option {unknown_names(unknown, names)}; its options are {', '.join(names)}."
-        )
+        raise _unknown(cls.__name__, "option", unknown, names)
 
 
-def check_no_input(cls: Any, name: str, value: Any) -> None:
-    """Raise TypeError if an option is a tensor, a layer or a head, which belong to the call."""
-    parts = value if isinstance(value, (list, tuple)) else [value]
-    if any(isinstance(part, (Tensor, nn.Module)) or hasattr(part, "vocab_size") for part in parts):
-        shape = f"{list(value.shape)}, {value.dtype}" if isinstance(value, Tensor) else type(value).__name__
-        raise TypeError(
-            f"{cls.__name__} was given a tensor or a head as its option {name} ({shape}): options go to the "
-            f"constructor, tensors and heads to the call; add (), {cls.__name__}()(...)."
-        )
+def check_no_inputs(cls: Any, options: Mapping[str, Any]) -> None:
+    """Raise TypeError if an option is a layer, a head, or a tensor that it cannot be: these belong to the call."""
+    for name, value in options.items():
+        parts = value if isinstance(value, (list, tuple)) else [value]
+        fits = isinstance(value, Tensor) and value.dim() <= 1 and name in cls.options_type.tensors
+        if not fits and any(isinstance(part, (Tensor, nn.Module)) or hasattr(part, "vocab_size") for part in parts):
+            shape = f"{list(value.shape)}, {value.dtype}" if isinstance(value, Tensor) else type(value).__name__
+            raise TypeError(
+                f"{cls.__name__} was given a tensor or a head as its option {name} ({shape}): options go to the "
+                f"constructor, tensors and heads to the call; add (), {cls.__name__}()(...)."
+            )

@@ -280,7 +280,7 @@ def check_fields(options: Any) -> None:
     """Raise TypeError or ValueError if a field is out of the range that :data:`RANGES` has for its type, or if a bool
     was given as text or as a float."""
     for field in options.__dataclass_fields__.values():
-        value = getattr(options, field.name, field.default)
+        value: Any = getattr(options, field.name, None)
         if value is field.default:  # which is right
             continue
         kind, _, optional = str(field.type).partition(" | ")

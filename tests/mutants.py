@@ -37,7 +37,7 @@ MUTANTS: dict[str, list[tuple[str, str, str, str]]] = {
         ("chunked.losses.dpo", "F_DIVERGENCES", "(alpha - 1) * u", "(alpha + 1) * u"),
         ("chunked.losses.dpo", "_losses", "margin = chosen - rejected", "margin = chosen + rejected"),
         ("chunked.losses.dpo", "LigerFusedLinearDPOLoss.token_weights", "<= shared", "< shared"),
-        ("chunked.losses.base", "ChunkedLoss.each_labels", "if positions else", "if False else"),
+        ("chunked.losses.base", "ChunkedLoss.labels", "if positions else", "if False else"),
     ],
     f"{GOLDEN} -k 'PO or KTO or BCO'": [
         ("chunked.losses.completion_loss", "CompletionLoss._scored", "logps / divisor", "logps * divisor"),

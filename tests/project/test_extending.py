@@ -185,10 +185,15 @@ def test_an_objective_declares_options_for_a_sweep(coupled):
         exact = -(advantages[:, None] * (logps - old).exp().clamp(min=floor) ** power).mean()
         torch.testing.assert_close(value.double(), exact, rtol=1e-5, atol=1e-7)
         found, expected = (torch.autograd.grad(x, (hidden, weight), retain_graph=True) for x in (value, exact))
-        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-7)
+        torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-12)
+        assert (loss.power, loss.floor) == (power, floor)
         options = {"loss_type": "powered", "beta": 0.0, "power": power, "floor": floor}
         torch.testing.assert_close(functional.grpo_loss(logps, advantages, mask, old_logps=old, **options), exact)
-    assert "power" not in repr(loss.replace(loss_type="dapo"))
+    with pytest.raises(AttributeError, match="power is an option"):
+        loss.power = 2.0
+    other = loss.replace(loss_type="dapo")
+    assert not hasattr(other, "power")
+    assert "power" not in repr(other)
 
 
 class OfTokens(PreferenceLoss):

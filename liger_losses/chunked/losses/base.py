@@ -8,13 +8,14 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from difflib import get_close_matches
 from numbers import Real
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, ClassVar, Concatenate, ParamSpec, Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from liger_losses.arguments import check_known, constructor_signature, named_options, options_signature
+from liger_losses.arguments import check_known, check_no_inputs, constructor_signature, named_options, options_signature
 from liger_losses.checks import check_fields, check_labels, check_shift, check_tensor, checked_items, described
 from liger_losses.chunked import EngineOptions, Head, Statistics, linear_statistics, shift_labels
 from liger_losses.chunked.core.agreement import agree
@@ -48,6 +49,12 @@ class LossOptions:
     several: ClassVar[bool] = False
     #: Whether ``chunk_size`` has an effect. In liger-kernel's losses on completions, it counts these.
     streams_chunks: ClassVar[bool] = True
+    #: The options that are tensors, of one dimension.
+    tensors: ClassVar[tuple[str, ...]] = ()
+    #: Options beside the fields: those that a registered objective declares, by their names.
+    declared: ClassVar[Mapping[str, float]] = MappingProxyType({})
+    transform: ClassVar[LogitTransform]
+    engine: ClassVar[EngineOptions]
 
     ignore_index: int = -100
     temperature: float = 1.0
@@ -119,7 +126,7 @@ class _Signature:
     def __get__(self, loss: Any, cls: type) -> inspect.Signature:
         if loss is not None:
             raise AttributeError("a loss is called with the arguments of its forward")
-        return constructor_signature(cls)
+        return cls.constructor_signature  # type: ignore[attr-defined]
 
 
 class ChunkedLoss(nn.Module):
@@ -127,8 +134,7 @@ class ChunkedLoss(nn.Module):
 
     To write a loss, derive from this class, name the :attr:`statistics` that the loss reads, and define :meth:`loss`.
 
-    Every option is an attribute that cannot be assigned: :meth:`replace` returns a loss with other options. (A buffer,
-    cross-entropy's ``ce_weight``, can.)
+    Every option is an attribute that cannot be assigned: :meth:`replace` returns a loss with other options.
 
     Args:
         ignore_index: the label of tokens that do not contribute to the loss. They are dropped before the projection.
@@ -169,11 +175,13 @@ class ChunkedLoss(nn.Module):
     #: The names of :meth:`forward`'s parameters, and which of them a documented name is.
     argument_names: ClassVar[tuple[str, ...]]
     parameters_named: ClassVar[Mapping[str, str]]
-    #: Its options, and what its constructor takes: these, and what the constructors of subclasses name.
+    #: Its options, and those without a default; what its constructor takes: these, and what subclasses' name.
     options_signature: ClassVar[inspect.Signature]
-    frozen_names: ClassVar[tuple[str, ...]]
     required_options: ClassVar[frozenset[str]]
+    constructor_signature: ClassVar[inspect.Signature]
     option_names: ClassVar[tuple[str, ...]]
+    #: The options, a frozen dataclass of the type :attr:`options_type`.
+    settings: Any
     __signature__ = _Signature()
 
     def __init_subclass__(cls, **options: Any) -> None:
@@ -192,13 +200,13 @@ class ChunkedLoss(nn.Module):
         for name in [field.name for field in fields(cls.options_type)]:
             if not hasattr(cls, name):
                 setattr(cls, name, _option(name))
-            elif name in vars(cls) and name != "divergence":  # which each loss has as a property
+            elif name in vars(cls) and name not in ("divergence", "ce_weight"):  # which losses have as properties
                 raise TypeError(f"{cls.__name__}.{name} hides the option {name}; give its constructor another value.")
         cls.options_signature = options_signature(cls, cls.positions)
         options = cls.options_signature.parameters.values()
-        cls.frozen_names = tuple([option.name for option in options])
         cls.required_options = frozenset([option.name for option in options if option.default is option.empty])
-        cls.option_names = tuple(constructor_signature(cls).parameters)
+        cls.constructor_signature = constructor_signature(cls)
+        cls.option_names = tuple(cls.constructor_signature.parameters)
         parameters = [*inspect.signature(cls.forward).parameters.values()][1:]
         if any(parameter.kind is parameter.VAR_POSITIONAL for parameter in parameters):
             return  # it passes them on
@@ -213,12 +221,11 @@ class ChunkedLoss(nn.Module):
     def __init__(self, *arguments: Any, **options: Any) -> None:
         settings = self.options_type(**named_options(type(self), arguments, options))
         super().__init__()
-        self._settings = settings
+        self._take(settings)
 
-    @property
-    def settings(self) -> Any:
-        """The options, a frozen dataclass of the type :attr:`options_type`."""
-        return self._settings
+    def _take(self, settings: Any) -> None:
+        """Take these options: once, as a loss is built."""
+        object.__setattr__(self, "settings", settings)
 
     def replace(self, **options: Any) -> Self:
         """The same loss with other options. State (BCO's running mean) is copied, and goes on separately; the copy has
@@ -227,18 +234,19 @@ class ChunkedLoss(nn.Module):
         Raises:
             TypeError, ValueError: an unknown option, or a wrong value.
         """
-        options, known = self.options_type.folded(options, self.settings), self.options_type.__dataclass_fields__
+        options, known = self.options_type.folded(options, self.settings), self.options_signature.parameters
         check_known(type(self), options)
+        check_no_inputs(type(self), {name: options[name] for name in options if name in known})
         loss = copy.copy(self)
         loss.__setstate__({name: copy.copy(x) if isinstance(x, dict) else x for name, x in vars(self).items()})
-        loss._settings = replace(self.settings, **{name: options[name] for name in options if name in known})
+        loss._take(replace(self.settings, **{name: options[name] for name in options if name in known}))
         for name in options.keys() - known:  # what the constructor of a subclass names
             setattr(loss, name, options[name])
         return loss
 
     def extra_repr(self) -> str:
         """The options that differ from the defaults, but for tensors."""
-        options = constructor_signature(type(self)).parameters.values()
+        options = self.constructor_signature.parameters.values()
         values = {option: getattr(self, option.name, option.default) for option in options}
         shown = [option for option, value in values.items() if not isinstance(value, Tensor)]
         return ", ".join([f"{o.name}={values[o]!r}" for o in shown if values[o] != o.default])
@@ -252,14 +260,23 @@ class ChunkedLoss(nn.Module):
         def __call__(self: _Called[F]) -> F:  # type: ignore[override]
             """The type of :meth:`forward`."""
 
+    else:
+
+        def __getattr__(self, name: str) -> Any:
+            settings = vars(self).get("settings")
+            known = settings is not None and name in settings.declared
+            return settings.declared[name] if known else super().__getattr__(name)
+
     def __setattr__(self, name: str, value: Any) -> None:
-        if name in self.frozen_names:
+        settings = vars(self).get("settings")
+        frozen = name == "settings" or name in self.options_signature.parameters
+        if frozen or (settings is not None and name in settings.declared):
             raise AttributeError(
                 f"{name} is an option, and a loss is frozen: loss.replace({name}=...) returns one with another value. "
                 f"(The constructor of a subclass passes it on, super().__init__({name}=...).)"
             )
         known = name.startswith("_") or name in self.option_names or hasattr(self, name)
-        if "_settings" in self.__dict__ and not known:
+        if settings is not None and not known:
             similar = get_close_matches(name, self.option_names, 1, 0.8)
             if similar:
                 raise AttributeError(
@@ -293,13 +310,6 @@ class ChunkedLoss(nn.Module):
         """How the engine streams."""
         return self.settings.engine
 
-    def transform_at(self, temperature: Tensor | None) -> LogitTransform:
-        """:attr:`transform`, with a temperature per token where a call gives one."""
-        if temperature is None:
-            return self.transform
-        self.check_one_temperature(temperature)
-        return replace(self.transform, temperature=temperature)
-
     def check_one_temperature(self, temperature: Tensor) -> None:
         """Raise TypeError or ValueError unless a call's temperature is a tensor, and the loss's own is 1."""
         if isinstance(temperature, Real):
@@ -317,13 +327,9 @@ class ChunkedLoss(nn.Module):
 
     def labels(self, labels: Tensor) -> Tensor:
         """Labels ``[...]`` as the engine takes them: shifted by one position if :attr:`shift` is set."""
-        return self.each_labels([labels])[0]
-
-    def each_labels(self, labels: Sequence[Tensor]) -> list[Tensor]:
-        """The same of several tensors."""
-        check_labels(*labels)
-        positions = int(self.shift)
-        return [shift_labels(part, self.ignore_index, positions) if positions else part for part in labels]
+        check_labels(labels)
+        positions = int(self.settings.shift)
+        return shift_labels(labels, self.settings.ignore_index, positions) if positions else labels
 
     def total(self, values: Tensor) -> Tensor:
         """The sum of values of any shape, 0-dim, over the ranks that compute one loss."""
@@ -372,20 +378,21 @@ class ChunkedLoss(nn.Module):
                 f"{type(self).__name__} defines loss(statistics, mask), which sees only this rank's tokens: leave "
                 "out group=, and sum over the ranks in this method."
             )
-        labels, layer, kind = self.labels(labels), Head.of(head, bias, self.transform), type(self).__name__
-        for name, value in inputs.items() if self.shift else ():
+        labels, o, kind = self.labels(labels), self.settings, type(self).__name__
+        for name, value in inputs.items() if o.shift else ():
             if isinstance(value, Tensor) and value.shape == labels.shape:
                 raise ValueError(
-                    f"{name} has one value per token, {tuple(labels.shape)}, and shift={self.shift} moves only labels, "
+                    f"{name} has one value per token, {tuple(labels.shape)}, and shift={o.shift} moves only labels, "
                     "as the value may belong to the label or to the hidden state at its position: shift the labels, "
                     "and what belongs to them, before the call, and leave out shift=."
                 )
+        layer = Head.of(head, bias, o.transform)
         values = linear_statistics(
-            hidden_states, layer, labels, self.statistics, metrics=self.metrics, options=self.options
+            hidden_states, layer, labels, self.statistics, metrics=self.metrics, options=o.engine
         )
         place = f"the statistics that {kind} names, or to its metrics where it needs no gradient"
         declared: Any = DeclaredStatistics(values, kind, place, self.statistics)
-        result = self.loss(declared, labels != self.ignore_index, **inputs)
+        result = self.loss(declared, labels != o.ignore_index, **inputs)
         first = result[0] if isinstance(result, (tuple, list)) and result else result
         whole = isinstance(first, Tensor) and not first.dim() and first.is_floating_point()
         if not (whole or isinstance(first, dict)):

@@ -15,11 +15,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from liger_losses.checks import check_alike, check_shape_of, check_shaped, check_tensor, checked_mask
-from liger_losses.chunked import EngineOptions, Head, Statistics
+from liger_losses.chunked import EngineOptions, Head, Statistics, TokenSupport
 from liger_losses.chunked.core.agreement import agree
 from liger_losses.chunked.core.compiled import statistics
 from liger_losses.chunked.core.inputs import target_of
 from liger_losses.chunked.core.stream import counted_once
+from liger_losses.chunked.core.support import kept_statistics
 from liger_losses.chunked.core.target import Target
 from liger_losses.chunked.losses.base import AnyHead, ChunkedLoss, LossOptions, constructor
 from liger_losses.chunked.losses.context_parallel import sum_over_group
@@ -150,6 +151,21 @@ def _stacked(hidden: Tensor, labels: Any, ref_hidden: Tensor | None, temperature
     return Completions(hidden, labels, ref_hidden, None, temperature).batched()
 
 
+def _groups(names: Sequence[str], values: Sequence[Any], apart: bool) -> list[Completions]:
+    """Each group of completions; what else belongs to them must not be given ``apart``."""
+    parts = [as_completions(value, name) for name, value in zip(names, values, strict=False)]
+    if apart:
+        raise ValueError(
+            "with completions, give the reference in Completions(..., ref_hidden_states=, ref_logps=), and a "
+            "temperature in Completions(..., temperature=)."
+        )
+    for name in ("ref_hidden_states", "temperature"):
+        if len({getattr(part, name) is None for part in parts}) > 1:
+            both = " and ".join([f"the {group}" for group in names])
+            raise ValueError(f"give {name} for both {both} completions, or for neither.")
+    return parts
+
+
 def states_and_head(first: Any, second: Any) -> tuple[Any, Any]:
     """Hidden states ``[B, T, H]`` or :class:`Completions`, and a head, which are given in either order."""
     layers = (nn.Module, Head)
@@ -180,76 +196,46 @@ class Reference(NamedTuple):
 Side = Completions | tuple[Tensor, Tensor]
 
 
-@dataclass(frozen=True)
-class CompletionBatch:
+class CompletionBatch(NamedTuple):
     """All completions of one call, whichever form it had.
 
     Args:
-        names: what error messages call each group: ``("chosen", "rejected")``, for example.
         head: the policy's.
         parts: one per group; or a single one that holds two groups of ``B / 2`` rows. Such stacked rows are never
             copied, nor are their gradients.
-        ref_logps: precomputed log-probabilities of the reference, ``[B]`` or ``[B, T]``, one or ``None`` per group.
         ref_head: the reference model's.
     """
 
-    names: tuple[str, ...]
     head: Head
     parts: list[Completions]
-    ref_logps: tuple[Tensor | None, ...]
-    ref_head: Head | None = None
+    ref_head: Head | None
 
-    def groups(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """One tensor per group, from one per part."""
-        if len(tensors) == len(self.names):
-            return list(tensors)
-        return list(tensors[0].unflatten(0, (2, tensors[0].shape[0] // 2)).unbind())
+    def reference_logps(
+        self, options: EngineOptions, policy: Sequence[Target], support: TokenSupport | None = None
+    ) -> list[Tensor | None]:
+        """Each part's log-probabilities under the reference, ``[B]`` or ``[B, T]``; ``None`` without one.
 
-    @property
-    def labels(self) -> list[Tensor]:
-        """The labels of each group."""
-        return self.groups([part.labels for part in self.parts])
-
-    def reference_logps(self, options: EngineOptions, policy: Sequence[Target]) -> list[Tensor | None]:
-        """Each group's log-probabilities under the reference, ``[B]`` or ``[B, T]``; ``None`` without one.
-
-        What is known of the labels of ``policy`` targets is that of the reference's."""
-        if self.ref_head is None:
-            pairs = zip(self.labels, self.ref_logps, strict=True)
-            return [logps if logps is None else _constant(logps, y != options.ignore_index) for y, logps in pairs]
+        What is known of the labels of ``policy`` targets is that of the reference's. ``support`` are the columns that a
+        sampler kept, of a single part."""
+        head = self.ref_head
+        if head is None:
+            return [_constant(part.ref_logps, part.labels != options.ignore_index) for part in self.parts]
         with torch.no_grad(), naming_the_reference():
-            targets = [part.target(self.ref_head, reference=True) for part in self.parts]
+            if support is not None:
+                (part,) = self.parts
+                states: Any = part.ref_hidden_states
+                kept = kept_statistics(states, head, part.labels, support, ("logp",), options)
+                return [kept["logp"]]
+            targets = [part.target(head, reference=True) for part in self.parts]
             targets = [replace(ref, counted=other.counted) for ref, other in zip(targets, policy, strict=False)]
-            values = statistics(targets, ("logp",), options)
-        return list(self.groups([part["logp"] for part in values]))
-
-    def check_reference(self, needed: str | None, how: str) -> None:
-        """Raise TypeError or ValueError unless each group has at most one reference, one if ``needed``, and it fits.
-
-        ``how`` says how to give one, and how to do without.
-        """
-        hidden = self.parts[0].ref_hidden_states
-        for which, labels, logps in zip(self.names, self.labels, self.ref_logps, strict=True):
-            if needed and hidden is None and logps is None:
-                raise ValueError(f"{needed}, but the {which} completions have none. {how}")
-            if logps is None:
-                continue
-            if hidden is not None:
-                raise ValueError(f"the {which} completions have both ref_hidden_states and ref_logps; give one.")
-            name, device = f"ref_logps of the {which} completions", self.head.weight.device
-            check_shaped(name, logps, "sequence or token", device, labels.shape[:1], labels.shape)
-            if not logps.is_floating_point():
-                raise TypeError(f"{name} must be floating point, got {logps.dtype}.")
-        if hidden is not None and self.ref_head is None:
-            raise ValueError(
-                "there are hidden states of a reference, but no ref_weight= to project them; pass the policy's weight "
-                "there if the reference model shares it."
-            )
+            return [values["logp"] for values in statistics(targets, ("logp",), options)]
 
 
-def _constant(ref_logps: Tensor, mask: Tensor) -> Tensor:
+def _constant(ref_logps: Tensor | None, mask: Tensor) -> Tensor | None:
     """A reference's log-probabilities as a constant, which may be anything at tokens without loss."""
-    return torch.where(mask, ref_logps.detach(), 0.0) if ref_logps.dim() == 2 else ref_logps.detach()
+    if ref_logps is None or ref_logps.dim() == 1:
+        return None if ref_logps is None else ref_logps.detach()
+    return torch.where(mask, ref_logps.detach(), 0.0)
 
 
 class CompletionInputs(TypedDict, total=False):
@@ -263,7 +249,7 @@ class CompletionInputs(TypedDict, total=False):
 
 
 class Scored(NamedTuple):
-    """One group of completions.
+    """The completions of a part, or of one of its groups.
 
     Args:
         statistics: the policy's, ``[B, T]``; 0 for tokens without loss.
@@ -281,6 +267,12 @@ class Scored(NamedTuple):
     ref_token_logps: Tensor | None
     lengths: Tensor
     logits: Any
+
+    def rows(self, rows: slice) -> Scored:
+        """Some of the completions."""
+        parts: list[Any] = [self.statistics, self[1:]]
+        values, others = [[x if x is None else x[rows] for x in part] for part in parts]
+        return Scored(Statistics(*values), *others)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -339,81 +331,86 @@ class CompletionLoss(ChunkedLoss):
         Labels are as the engine takes them; what does not fit raises TypeError or ValueError. ``transform`` applies to
         the reference's logits, if it differs from :attr:`transform`.
         """
+        o, needed = self.settings, self.needs_reference
         for value in (temperature, *[getattr(part, "temperature", None) for part in (first, second)]):
             if value is not None:
                 self.check_one_temperature(value)
         if isinstance(first, Tensor):
-            reference = reference if self.use_ref_model else Reference(logps=(None,) * len(names))  # as in liger-kernel
+            reference = reference if o.use_ref_model else Reference(logps=(None,) * len(names))  # as in liger-kernel
             parts, logps = [_stacked(first, second, reference.hidden_states, temperature)], reference.logps
         else:
-            parts = [as_completions(value, name) for name, value in zip(names, (first, second), strict=False)]
-            if any(value is not None for value in (reference.hidden_states, *reference.logps, temperature)):
-                raise ValueError(
-                    "with completions, give the reference in Completions(..., ref_hidden_states=, ref_logps=), and a "
-                    "temperature in Completions(..., temperature=)."
-                )
-            for field in ("ref_hidden_states", "temperature"):
-                if len({getattr(part, field) is None for part in parts}) > 1:
-                    both = " and ".join(f"the {name}" for name in names)
-                    raise ValueError(f"give {field} for both {both} completions, or for neither.")
+            apart = any(value is not None for value in (reference.hidden_states, *reference.logps, temperature))
+            parts = _groups(names, (first, second), apart)
             logps = tuple([part.ref_logps for part in parts])
-        rows = [len(part.labels) for part in parts]
+        labels, rows = [self.labels(part.labels) for part in parts], [len(part.labels) for part in parts]
         if self.paired and (rows[0] != rows[-1] or (len(rows) == 1 and rows[0] % 2)):
             stacked = ", which are an odd number, stacked" if len(rows) == 1 else ""
             raise ValueError(f"there must be as many chosen as rejected completions, got {rows} rows{stacked}.")
         of_states, ref_head = parts[0].ref_hidden_states is not None, None
         referenced = of_states or any(value is not None for value in logps)
-        if referenced and not self.use_ref_model:
+        if referenced and not o.use_ref_model:
             raise ValueError(
                 f"a reference was given to {type(self).__name__}, which was built without one (use_ref_model=False): "
                 "leave it out, or build the loss with use_ref_model=True."
             )
-        if reference.weight is not None and not referenced and self.needs_reference:
+        if reference.weight is not None and not referenced and needed:
             raise ValueError(
                 "there is a ref_weight=, but no hidden states of the reference that it multiplies; give them to "
                 "Completions as ref_hidden_states=, or to a call without Completions as ref_input=."
             )
         if of_states and reference.weight is not None:
             with naming_the_reference():
-                ref_head = Head.of(reference.weight, reference.bias, transform or self.transform)
-        labels = self.each_labels([part.labels for part in parts])
-        parts = [replace(part, labels=moved) for part, moved in zip(parts, labels, strict=True)]
-        batch = CompletionBatch(names, head, parts, logps, ref_head)
-        batch.check_reference(self.needs_reference, self.reference_forms)
-        return batch
+                ref_head = Head.of(reference.weight, reference.bias, transform or o.transform)
+        for which, ref, y in zip(names, logps, labels * len(names), strict=False):
+            if needed and not of_states and ref is None:
+                raise ValueError(f"{needed}, but the {which} completions have none. {self.reference_forms}")
+            if ref is not None and of_states:
+                raise ValueError(f"the {which} completions have both ref_hidden_states and ref_logps; give one.")
+            if ref is not None:
+                shape = (len(y) * len(rows) // len(names), y.shape[1])  # of a group, where these are stacked
+                name = f"ref_logps of the {which} completions"
+                check_shaped(name, ref, "sequence or token", head.weight.device, shape[:1], shape)
+                if not ref.is_floating_point():
+                    raise TypeError(f"{name} must be floating point, got {ref.dtype}.")
+        if of_states and ref_head is None:
+            raise ValueError(
+                "there are hidden states of a reference, but no ref_weight= to project them; pass the policy's weight "
+                "there if the reference model shares it."
+            )
+        of_groups = [ref for ref in logps if ref is not None]
+        if len(rows) < len(names) and of_groups:
+            if of_groups[0].dim() != of_groups[-1].dim():
+                raise ValueError("give the reference's log-probabilities of sequences, or of tokens, for both groups.")
+            logps = (torch.cat(of_groups),)
+        of_parts = zip(parts, labels, logps, strict=False)
+        parts = [replace(part, labels=moved, ref_logps=ref) for part, moved, ref in of_parts]
+        return CompletionBatch(head, parts, ref_head)
 
     def token_weights(self, masks: Sequence[Tensor]) -> Sequence[Tensor | None]:
-        """Weights ``[B, T]`` of each group's tokens in the completion's log-probability; ``None`` for 1."""
+        """Weights ``[B, T]`` of each part's tokens in the completion's log-probability; ``None`` for 1."""
         return [None] * len(masks)
 
     def score(
-        self,
-        batch: CompletionBatch,
-        extra: Completions | None = None,
-        *,
-        metrics: Sequence[str] = (),
+        self, batch: CompletionBatch, extra: Completions | None = None, *, metrics: Sequence[str] = ()
     ) -> tuple[list[Scored], Tensor | None]:
-        """Each group's log-probabilities under policy and reference; the policy's of ``extra`` completions.
+        """Each part's log-probabilities under policy and reference; the policy's of ``extra`` completions.
 
         The reference comes first, while no logits of the policy are held.
 
         Args:
             metrics: the policy's statistics to return besides log-probabilities.
         """
-        parts = batch.parts if extra is None else [*batch.parts, extra]
-        targets = counted_once([part.target(batch.head) for part in parts], self.options)
-        reference = batch.reference_logps(self.options, targets)
-        if self.group is not None:
+        o, parts = self.settings, batch.parts if extra is None else [*batch.parts, extra]
+        targets = counted_once([part.target(batch.head) for part in parts], o.engine)
+        reference = batch.reference_logps(o.engine, targets)
+        if o.group is not None:
             ref_dims = [None if logps is None else logps.dim() for logps in reference]
-            facts = {"completions": batch.names, "sequences": [len(part.labels) for part in batch.parts]}
-            agree(self.group, {**self.common_options, **facts, "dimensions of ref_logps": ref_dims})
-        values = statistics(targets, ("logp",), self.options, metrics)
-        masks = [labels != self.ignore_index for labels in batch.labels]
-        of_parts = values[: len(batch.parts)]
-        grouped = {name: batch.groups([part[name] for part in of_parts]) for name in values[0]}
-        of_groups = [Statistics(**{name: grouped[name][i] for name in grouped}) for i in range(len(masks))]
-        scored = zip(of_groups, masks, self.token_weights(masks), reference, strict=True)
-        return [self._scored(*group) for group in scored], None if extra is None else values[-1]["logp"]
+            facts = {"sequences": [len(part.labels) for part in batch.parts], "dimensions of ref_logps": ref_dims}
+            agree(o.group, {**self.common_options, **facts})
+        values = [Statistics(**part) for part in statistics(targets, ("logp",), o.engine, metrics)]
+        masks = [part.labels != o.ignore_index for part in batch.parts]
+        scored = map(self._scored, values, masks, self.token_weights(masks), reference)
+        return [*scored], None if extra is None else values[-1].logp
 
     def _scored(self, values: Statistics, mask: Tensor, weights: Tensor | None, ref_logps: Tensor | None) -> Scored:
         """The sums over each completion's tokens, over the group's ranks too."""
@@ -423,7 +420,7 @@ class CompletionLoss(ChunkedLoss):
             sums.append(values.mean_logit.sum(-1))
         if of_tokens:
             sums.append(_sums_over_tokens(ref_logps, weights))
-        logps, lengths, *others = sum_over_group(self.group, *sums)
+        logps, lengths, *others = sum_over_group(self.settings.group, *sums)
         divisor = lengths.clamp(min=1) if self.settings.averages else 1
         of_reference, ref_token_logps = (others[-1] / divisor, ref_logps) if of_tokens else (ref_logps, None)
         logits = None if values.mean_logit is None else others[0]

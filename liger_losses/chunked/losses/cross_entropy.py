@@ -11,19 +11,8 @@ import torch
 from torch import Tensor
 from typing_extensions import TypeVar
 
-from liger_losses.arguments import check_no_input
-from liger_losses.checks import (
-    LISTS,
-    NonNegativeFloat,
-    UnitFloat,
-    check_names,
-    check_range,
-    check_shaped,
-    check_tensor,
-    check_vector,
-    checked_items,
-    one_each,
-)
+from liger_losses import checks
+from liger_losses.checks import LISTS, NonNegativeFloat, UnitFloat
 from liger_losses.chunked import shift_labels
 from liger_losses.chunked.core.compiled import loss_sum, statistics
 from liger_losses.chunked.core.entry import operator
@@ -75,10 +64,12 @@ class _Part(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class CrossEntropyOptions(LossOptions):
-    """The options of :class:`LigerFusedLinearCrossEntropyLoss`, but for its class weights."""
+    """The options of :class:`LigerFusedLinearCrossEntropyLoss`."""
 
     several = True
+    tensors = ("ce_weight",)
 
+    ce_weight: Tensor | None = field(default=None, kw_only=False, repr=False, compare=False)
     lse_square_scale: NonNegativeFloat = 0.0
     label_smoothing: UnitFloat = 0.0
     reduction: str = "mean"
@@ -90,19 +81,14 @@ class CrossEntropyOptions(LossOptions):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_names([self.reduction], ("mean", "sum", "none"), "reduction")
+        if self.ce_weight is not None:
+            checks.check_tensor("ce_weight", self.ce_weight)
+        checks.check_names([self.reduction], ("mean", "sum", "none"), "reduction")
         if self.head_weights is not None:
             if not isinstance(self.head_weights, (list, tuple)):
                 raise TypeError(f"head_weights must be a list of one number for each head, got {self.head_weights!r}.")
             for value in self.head_weights:
-                check_range("each of head_weights", value, 0.0, math.inf)
-
-
-@dataclass(frozen=True, kw_only=True)
-class CrossEntropyArguments(CrossEntropyOptions):
-    """What the constructor of :class:`LigerFusedLinearCrossEntropyLoss` takes."""
-
-    ce_weight: Tensor | None = field(default=None, kw_only=False)
+                checks.check_range("each of head_weights", value, 0.0, math.inf)
 
 
 class CrossEntropyInputs(TypedDict, total=False):
@@ -149,10 +135,9 @@ class LigerFusedLinearCrossEntropyLoss(ChunkedLoss, Generic[R]):
 
     settings: CrossEntropyOptions
     positions: ClassVar[tuple[str, ...]] = (
-        *("ignore_index", "lse_square_scale", "label_smoothing", "reduction", "softcap", "return_z_loss"),
+        *("ce_weight", "ignore_index", "lse_square_scale", "label_smoothing", "reduction", "softcap", "return_z_loss"),
         *("accum_dtype", "use_token_scaling", "return_token_accuracy", "return_predicted_tokens"),
     )
-    ce_weight: Tensor | None
 
     @overload
     def __init__(self: More, *arguments: Any, return_z_loss: Literal[True], **options: Any) -> None: ...
@@ -161,26 +146,25 @@ class LigerFusedLinearCrossEntropyLoss(ChunkedLoss, Generic[R]):
     @overload
     def __init__(self: More, *arguments: Any, return_predicted_tokens: Literal[True], **options: Any) -> None: ...
     @overload
-    @constructor(CrossEntropyArguments)
+    @constructor(CrossEntropyOptions)
     def __init__(self: LigerFusedLinearCrossEntropyLoss[Tensor]) -> None: ...
     @constructor(CrossEntropyOptions)  # type: ignore[misc]
-    def __init__(self, ce_weight: Tensor | None = None, *arguments: Any, **options: Any) -> None:
-        super().__init__(*arguments, **options)
-        self.register_buffer("ce_weight", None, persistent=False)
-        self.ce_weight = ce_weight
+    def __init__(self) -> None: ...
 
-    def __setattr__(self, name: str, value: Any) -> None:
-        # As any buffer, it may be assigned: DataParallel does.
-        if name == "ce_weight" and value is not None:
-            if not isinstance(value, Tensor) or value.dim() > 1:
-                check_no_input(type(self), name, value)
-            check_tensor(name, value)
-        super().__setattr__(name, value)
+    def _take(self, settings: CrossEntropyOptions) -> None:
+        if "_ce_weight" not in self._buffers or settings.ce_weight is not self.settings.ce_weight:
+            self.register_buffer("_ce_weight", settings.ce_weight, persistent=False)
+        super()._take(settings)
+
+    @property
+    def ce_weight(self) -> Tensor | None:
+        """The class weights, a buffer, which moves with the module."""
+        return self._ce_weight
 
     @property
     def spans_ranks(self) -> bool:
         """Whether all ranks of :attr:`group` compute one loss; a loss per token (``none``) is not."""
-        return self.group is not None and self.reduction != "none"
+        return self.settings.group is not None and self.settings.reduction != "none"
 
     @overload
     def forward(
@@ -235,37 +219,40 @@ class LigerFusedLinearCrossEntropyLoss(ChunkedLoss, Generic[R]):
             target,
             o.ignore_index,
             bias=bias,
-            transform=self.transform,
+            transform=o.transform,
             shift=o.shift,
-            class_weight=self.ce_weight if self.label_smoothing else None,
+            class_weight=self.ce_weight if o.label_smoothing else None,
             head_weights=o.head_weights,
             **inputs,
         )
         count = len(whole)
-        numbers, weights = [one_each(value, count) if many else [value] for value in inputs.values()]
+        numbers, weights = [checks.one_each(value, count) if many else [value] for value in inputs.values()]
         if self.spans_ranks:
             self.agree(numbers, whole[0].labels.device)
         scales = [float(scale) for scale in o.head_weights or [1.0] * count]
-        heads = zip(whole, numbers, weights, one_each(o.shift, count), scales, strict=True)
+        heads = zip(whole, numbers, weights, checks.one_each(o.shift, count), scales, strict=True)
         parts = [self._part(*head) for head in heads]
-        targets, (names, metrics) = [part.counted(o.ignore_index) for part in parts], self._names()
+        targets = [part.counted(o.ignore_index) for part in parts]
+        names = ("logp", *["lse"] * (o.lse_square_scale != 0), *["mean_logp"] * (o.label_smoothing != 0))
+        reads_argmax = o.return_token_accuracy or o.return_predicted_tokens
+        metrics = (*["argmax"] * reads_argmax, *["lse"] * o.return_z_loss)
         loss: Any
         if o.reduction == "none":
-            read = statistics(targets, names, self.options, metrics)
+            read = statistics(targets, names, o.engine, metrics)
             losses = [part.scale * self._of_tokens(values, part)[0] for values, part in zip(read, parts, strict=True)]
             loss = losses if many else losses[0]
         else:
             token_losses = [self._token_loss(part) for part in parts]
-            loss, read = loss_sum(targets, names, token_losses, self.options, metrics)
+            loss, read = loss_sum(targets, names, token_losses, o.engine, metrics)
             loss = self.total(loss)
-        if not (many or o.return_z_loss or o.return_token_accuracy or o.return_predicted_tokens):
+        if not (many or o.return_z_loss or reads_argmax):
             return loss
         with torch.no_grad():
             if not many:
                 return self._output(read[0], parts[0], loss)
             for k, part in enumerate(parts):
                 if part.scale == 0:
-                    (read[k],) = statistics([part.target], names, self.options, metrics)
+                    (read[k],) = statistics([part.target], names, o.engine, metrics)
             outputs = [self._output(values, part) for values, part in zip(read, parts, strict=True)]
             columns: Any = [None if column[0] is None else [*column] for column in zip(*outputs, strict=True)]
             of_losses, z_losses, accuracies = [column and torch.stack(column) for column in columns[:3]]
@@ -273,29 +260,25 @@ class LigerFusedLinearCrossEntropyLoss(ChunkedLoss, Generic[R]):
 
     def _part(self, target: Target, items: Any, token_weights: Tensor | None, positions: int, scale: float) -> _Part:
         """What one head predicts, once the class weights, the number of items and the token weights fit it."""
-        if self.ce_weight is not None:
-            check_vector("ce_weight", self.ce_weight, target.hidden, target.vocab_size)
-        labels = target.labels
+        o, classes, labels = self.settings, self.ce_weight, target.labels
+        if classes is not None:
+            checks.check_vector("ce_weight", classes, target.hidden, target.vocab_size)
         if items is not None:
-            if self.reduction != "mean":
+            if o.reduction != "mean":
                 raise ValueError(
                     "num_items_in_batch is the divisor of the reduction 'mean', but the reduction is "
-                    f"{self.reduction!r}; leave it out."
+                    f"{o.reduction!r}; leave it out."
                 )
-            items = checked_items(items, labels.device)
+            items = checks.checked_items(items, labels.device)
+        mask, inputs = labels != o.ignore_index, dict[str, Tensor]()
         if token_weights is not None:
-            check_shaped("token_weights", token_weights, "label", labels.device, labels.shape)
+            checks.check_shaped("token_weights", token_weights, "label", labels.device, labels.shape)
             if token_weights.is_complex():
                 raise TypeError(f"token_weights must be one real number per label, got {token_weights.dtype}.")
-            token_weights = token_weights.detach()
-            if positions:
-                token_weights = shift_labels(token_weights, 0, int(positions))
-        mask = labels != self.ignore_index
-        inputs: dict[str, Tensor] = {}
-        if token_weights is not None:
-            inputs["token_weights"] = token_weights
-        if self.ce_weight is not None:
-            inputs["label_weights"] = self.ce_weight[labels.where(mask, 0).clamp(0, len(self.ce_weight) - 1)]
+            weights = token_weights.detach()
+            inputs["token_weights"] = shift_labels(weights, 0, int(positions)) if positions else weights
+        if classes is not None:
+            inputs["label_weights"] = classes[labels.where(mask, 0).clamp(0, len(classes) - 1)]
         totals = self._denominators(target.hidden.dtype, mask, items, inputs)
         return _Part(target, mask, inputs | dict(zip(("ce_total", "z_total"), totals, strict=False)), scale)
 
@@ -307,7 +290,8 @@ class LigerFusedLinearCrossEntropyLoss(ChunkedLoss, Generic[R]):
 
     @property
     def _per_token(self) -> TokenTerms:
-        return TokenTerms(self.label_smoothing, self.lse_square_scale, self.use_token_scaling, self.return_z_loss)
+        o = self.settings
+        return TokenTerms(o.label_smoothing, o.lse_square_scale, o.use_token_scaling, o.return_z_loss)
 
     def _of_tokens(self, values: Mapping[str, Tensor], part: _Part) -> tuple[Tensor, Tensor]:
         """The loss and the z-loss ``[...]`` of a part's tokens over its denominators, 0 for ignored ones."""
@@ -316,38 +300,32 @@ class LigerFusedLinearCrossEntropyLoss(ChunkedLoss, Generic[R]):
 
     def _output(self, values: Mapping[str, Tensor], part: _Part, loss: Tensor | None = None) -> CrossEntropyOutput:
         """The results of a part, per token where the only head's ``loss`` is; ``None`` for those not asked for."""
-        per_token, z_loss, accuracy, predicted = loss is not None and self.reduction == "none", None, None, None
-        if loss is None or self.return_z_loss:
+        o, z_loss, accuracy, predicted = self.settings, None, None, None
+        per_token = loss is not None and o.reduction == "none"
+        if loss is None or o.return_z_loss:
             of_tokens, z_loss = self._of_tokens(values, part)
             loss = self.total(of_tokens) if loss is None else loss
             z_loss = z_loss if per_token else self.total(z_loss)
-        if self.return_token_accuracy:
+        if o.return_token_accuracy:
             correct = ((values["argmax"] == part.target.labels) & part.mask).float()
             accuracy = correct if per_token else self.total(correct) / self.total(part.mask).clamp(min=1)
-        if self.return_predicted_tokens:
+        if o.return_predicted_tokens:
             predicted = torch.where(part.mask, values["argmax"], -1)
-        return CrossEntropyOutput(loss, z_loss if self.return_z_loss else None, accuracy, predicted)
-
-    def _names(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
-        """The statistics that the loss reads, and further ones."""
-        read = {"logp": True, "lse": self.lse_square_scale != 0, "mean_logp": self.label_smoothing != 0}
-        also = {"argmax": self.return_token_accuracy or self.return_predicted_tokens, "lse": self.return_z_loss}
-        return tuple([n for n, wanted in read.items() if wanted]), tuple([n for n, wanted in also.items() if wanted])
+        return CrossEntropyOutput(loss, z_loss if o.return_z_loss else None, accuracy, predicted)
 
     def _denominators(
         self, dtype: torch.dtype, mask: Tensor, items: Tensor | None, inputs: Mapping[str, Tensor]
-    ) -> tuple[Tensor, ...]:
+    ) -> list[Tensor]:
         """What the cross-entropy is divided by, 0-dim; and the z-loss, if that is another number."""
-        if self.reduction != "mean":
-            return (torch.ones((), dtype=torch.float32, device=mask.device),)
+        if self.settings.reduction != "mean":
+            return [torch.ones((), dtype=torch.float32, device=mask.device)]
         if items is not None:
-            return (items.masked_fill(items == 0, 1.0),)
-        wide, weights = torch.promote_types(dtype, torch.float32), mask
-        if "token_weights" in inputs:
-            weights = inputs["token_weights"].to(torch.promote_types(inputs["token_weights"].dtype, wide)) * mask
-        totals = [weights.sum(dtype=torch.promote_types(weights.dtype, wide))]
+            return [items.masked_fill(items == 0, 1.0)]
+        wide = torch.promote_types(dtype, torch.float32)
+        # In fp32 at least, or fp64 if one of them is.
+        factors = [x.to(torch.promote_types(x.dtype, wide)) for x in (mask, *inputs.values())]
+        counted = factors[0] * factors[1] if "token_weights" in inputs else factors[0]
+        totals = [counted.sum()]
         if "label_weights" in inputs:
-            weights = weights.to(totals[0].dtype)
-            totals.insert(0, (weights * inputs["label_weights"].to(weights.dtype)).sum())
-        sums = [self.total(total) for total in totals]
-        return tuple([total.masked_fill(total == 0, 1.0) for total in sums])
+            totals.insert(0, (counted * factors[-1]).sum())
+        return [total.masked_fill(total == 0, 1.0) for total in [self.total(total) for total in totals]]

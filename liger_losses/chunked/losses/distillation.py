@@ -12,14 +12,8 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, TypedDict, overload
 import torch
 from torch import Tensor
 
-from liger_losses.checks import (
-    NonNegativeFloat,
-    PositiveFloat,
-    check_names,
-    check_range,
-    check_temperature,
-    checked_items,
-)
+from liger_losses import checks
+from liger_losses.checks import NonNegativeFloat, PositiveFloat
 from liger_losses.chunked import Head, Largest, Teacher, TeacherLogits, Teachers, TeacherTopK
 from liger_losses.chunked.core.compiled import loss_sum
 from liger_losses.chunked.core.distilled import EARLIER_TAILS, TAILS
@@ -80,8 +74,8 @@ class DistillationOptions(LossOptions):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_names([self.top_k_of], ("student", "teacher"), "top_k_of")
-        check_names([self.tail], TAILS, "tail", EARLIER_TAILS)
+        checks.check_names([self.top_k_of], ("student", "teacher"), "top_k_of")
+        checks.check_names([self.tail], TAILS, "tail", EARLIER_TAILS)
         if self.top_k is not None:
             Largest(self.top_k)  # which checks it
             if self.group is not None:
@@ -213,43 +207,45 @@ class DistillationLoss(ChunkedLoss):
         else:
             taught = _teacher_of(teacher_weight, teacher, true_labels, teacher_bias)
             weight, hidden, labels = student_input, student_weight, teacher_input
-        head = Head.of(weight, student_bias if bias is None else bias, self.transform)
-        labels, which = self.labels(labels), self.settings.which
-        mask, hard = labels != self.ignore_index, self.weight_hard_loss != 0 or self.return_soft_hard_loss
-        t: float | Tensor = self.temperature
+        o = self.settings
+        head = Head.of(weight, student_bias if bias is None else bias, o.transform)
+        labels, which = self.labels(labels), o.which
+        mask, hard = labels != o.ignore_index, o.weight_hard_loss != 0 or o.return_soft_hard_loss
+        t: float | Tensor = o.temperature
         if temperature is not None:
             self.check_one_temperature(temperature)
-            check_temperature(temperature, head.weight.device, [labels.shape])
+            checks.check_temperature(temperature, head.weight.device, [labels.shape])
             t = temperature
-        over_columns = self.top_k is not None or isinstance(taught, TeacherTopK)
+        over_columns = o.top_k is not None or isinstance(taught, TeacherTopK)
         if not over_columns:
-            targets = compared_targets(hidden, head, labels, taught, which, t, self.ignore_index)
-        if self.group is not None:
+            targets = compared_targets(hidden, head, labels, taught, which, t, o.ignore_index)
+        if o.group is not None:
             if isinstance(taught, Teachers):
                 raise ValueError("Teachers does not work with slices of sequences (group=); leave group= out.")
             self.agree([num_items_in_batch], labels.device)
-        number = self.total(mask) if num_items_in_batch is None else checked_items(num_items_in_batch, labels.device)
+        items = num_items_in_batch
+        number = self.total(mask) if items is None else checks.checked_items(items, labels.device)
         wide = torch.promote_types(hidden.dtype, torch.float32)
         number = torch.where(number == 0, 1, number).to(wide)
-        factor: float | Tensor = self.settings.factor
-        if self.temperature_squared:  # of masked tokens, it may be anything
+        factor: float | Tensor = o.factor
+        if o.temperature_squared:  # of masked tokens, it may be anything
             divisor = torch.where(mask, t.to(torch.promote_types(wide, t.dtype)), 0.0) if isinstance(t, Tensor) else t
             factor = factor * divisor**2
-        weights = {"divergence": self.weight_soft_loss * factor / number}
+        weights = {"divergence": o.weight_soft_loss * factor / number}
         if hard:
-            weights["logp"] = -self.weight_hard_loss / number
+            weights["logp"] = -o.weight_hard_loss / number
         if over_columns:
-            loss, values = loss_over_columns(hidden, head, labels, taught, weights, t, self.settings)
+            loss, values = loss_over_columns(hidden, head, labels, taught, weights, t, o)
         else:
             names: list[Any] = [Statistic("divergence", divergence=which), *(["logp"] if hard else [])]
-            loss, parts = loss_sum(targets, names, [TokenLoss(weighted_sum, weights)] * len(targets), self.options)
+            loss, parts = loss_sum(targets, names, [TokenLoss(weighted_sum, weights)] * len(targets), o.engine)
             values = {name: torch.stack([part[name] for part in parts]).sum(0) for name in parts[0]}
-        (loss,) = sum_over_group(self.group, loss)
+        (loss,) = sum_over_group(o.group, loss)
         soft_loss = self.total(factor * values["divergence"]) / number
         hard_loss = -self.total(values["logp"]) / number if hard else None
         if not like_liger:
             return loss, DistillationMetrics(soft_loss, hard_loss)
-        return (loss, soft_loss, hard_loss) if self.return_soft_hard_loss else loss
+        return (loss, soft_loss, hard_loss) if o.return_soft_hard_loss else loss
 
 
 def _teacher_of(fourth: Any, teacher: Any, fifth: Any, bias: Tensor | None) -> AnyTeacher:
@@ -312,7 +308,7 @@ class KLOptions(DistillationOptions):
     skew: float = 0.0
 
     def of_options(self) -> Divergence:
-        check_range("skew", self.skew, 0.0, 0.999999)
+        checks.check_range("skew", self.skew, 0.0, 0.999999)
         return Divergence.mixture(self.skew, 1.0, 0.0) if self.skew else Divergence.forward_kl()
 
 
@@ -343,7 +339,7 @@ class ReverseKLOptions(KLOptions):
     weight_soft_loss: NonNegativeFloat = field(default=1.0, kw_only=False)
 
     def of_options(self) -> Divergence:
-        check_range("skew", self.skew, 0.0, 0.999999)
+        checks.check_range("skew", self.skew, 0.0, 0.999999)
         return Divergence.mixture(1.0 - self.skew, 0.0, 1.0) if self.skew else Divergence.reverse_kl()
 
 
@@ -362,7 +358,6 @@ class LigerFusedLinearReverseKLLoss(LigerFusedLinearKLLoss):
     def __init__(self) -> None: ...
 
 
-@dataclass(frozen=True, kw_only=True)
 class TVDOptions(DistillationOptions):
     """The options of :class:`LigerFusedLinearTVDLoss`."""
 
@@ -399,7 +394,7 @@ class AlphaBetaOptions(DistillationOptions, _AlphaBeta):
     def of_options(self) -> Divergence:
         if self.beta is not None:
             return Divergence.alpha_beta(self.alpha, self.beta)
-        check_range("alpha", self.alpha, 0.0, 1.0)
+        checks.check_range("alpha", self.alpha, 0.0, 1.0)
         return Divergence.alpha_beta(self.alpha, 1.0 - self.alpha)
 
 

@@ -11,18 +11,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from liger_losses import checks
 from liger_losses.arguments import options_of, typed_as
-from liger_losses.checks import (
-    FiniteFloat,
-    PositiveFloat,
-    UnitFloat,
-    check_alike,
-    check_fields,
-    check_names,
-    check_range,
-    check_shape_of,
-    check_tensor,
-)
+from liger_losses.checks import FiniteFloat, PositiveFloat, UnitFloat
 from liger_losses.chunked import Statistics
 from liger_losses.chunked.losses.base import constructor
 from liger_losses.chunked.losses.completion_loss import (
@@ -66,16 +57,16 @@ class DPOOptions:
 
     def __post_init__(self) -> None:
         types, smoothing, weights = self.loss_types, self.label_smoothing, self.loss_weights
-        check_fields(self)
-        check_names(types or ("",), DPO_LOSSES, "loss_type", _OTHERS)
+        checks.check_fields(self)
+        checks.check_names(types or ("",), DPO_LOSSES, "loss_type", _OTHERS)
         if weights is not None and (not hasattr(weights, "__len__") or len(weights) != len(types)):
             raise ValueError(f"loss_weights must have one entry per loss_type, got {weights} for {types}.")
         for weight in () if weights is None else weights:
-            check_range("each of loss_weights", weight, -math.inf, math.inf)
-        check_names([self.f_divergence_type], F_DIVERGENCES, "f_divergence_type")
+            checks.check_range("each of loss_weights", weight, -math.inf, math.inf)
+        checks.check_names([self.f_divergence_type], F_DIVERGENCES, "f_divergence_type")
         if self.f_divergence_type != "reverse_kl":
             of_margin = [name for name, row in DPO_LOSSES.items() if row.of_margin]
-            check_names(types, of_margin, f"loss_type for f_divergence_type={self.f_divergence_type!r}")
+            checks.check_names(types, of_margin, f"loss_type for f_divergence_type={self.f_divergence_type!r}")
         if "robust" in types and smoothing >= 0.5:
             raise ValueError(f"label_smoothing must be below 0.5 for loss_type='robust', got {smoothing!r}.")
         if "exo_pair" in types and not 0 < smoothing < 1:
@@ -227,11 +218,11 @@ def dpo_loss(
         raise ValueError("'ipo' and 'sigmoid_norm' divide by lengths: give chosen_lengths= and rejected_lengths=.")
     if "sft" in o.loss_types and pairs.chosen_nll is None:
         raise ValueError("'sft' is the likelihood of the chosen completions: give chosen_nll=.")
-    check_alike(**{field.name: getattr(pairs, field.name) for field in fields(pairs) if not field.kw_only})
+    checks.check_alike(**{field.name: getattr(pairs, field.name) for field in fields(pairs) if not field.kw_only})
     for name in ("chosen_lengths", "rejected_lengths"):
         if optional.get(name) is not None:
-            check_tensor(name, optional[name])
-            check_shape_of(name, optional[name], "chosen_logps", chosen_logps)
+            checks.check_tensor(name, optional[name])
+            checks.check_shape_of(name, optional[name], "chosen_logps", chosen_logps)
     return _losses(pairs, o)
 
 
@@ -313,12 +304,13 @@ class LigerFusedLinearDPOLoss(PreferenceLoss):
 
     def token_weights(self, masks: Sequence[Tensor]) -> Sequence[Tensor | None]:
         """Token weights of LD-DPO (arXiv:2409.06411): 1 up to the shorter completion's length, then ``ld_alpha``."""
-        if self.ld_alpha is None:
+        alpha = self.settings.ld_alpha
+        if alpha is None:
             return [None] * len(masks)
-        dtype, device = wide_dtype(masks[0].device), masks[0].device
-        alpha = torch.full((), self.ld_alpha, dtype=dtype, device=device)
-        shared = torch.minimum(masks[0].sum(-1), masks[1].sum(-1))[:, None]
-        return [torch.where(mask.cumsum(-1) <= shared, 1.0, alpha) for mask in masks]
+        lengths = torch.cat([mask.sum(-1) for mask in masks])
+        shared = lengths.view(2, len(lengths) // 2).amin(0).repeat(2 // len(masks))[:, None]
+        beyond = torch.full((), alpha, dtype=wide_dtype(shared.device), device=shared.device)
+        return [torch.where(mask.cumsum(-1) <= shared, 1.0, beyond) for mask in masks]
 
     def pair_loss(self, pairs: Pairs) -> Tensor:
         return _losses(pairs, self.settings)

@@ -177,7 +177,8 @@ class PreferenceLoss(CompletionLoss, Generic[M]):
 
     def rewards(self, pairs: Pairs) -> tuple[Tensor, Tensor]:
         """Implicit rewards ``[B]`` of chosen and rejected completions, for the metrics."""
-        return self.beta * pairs.chosen_logratios, self.beta * pairs.rejected_logratios
+        beta = self.settings.beta
+        return beta * pairs.chosen_logratios, beta * pairs.rejected_logratios
 
     def sequence_weight(self, statistics: Statistics, mask: Tensor) -> Tensor | None:
         """Constant weights ``[B]`` of the chosen or the rejected completions' pairs, or ``None`` for 1."""
@@ -234,38 +235,40 @@ class PreferenceLoss(CompletionLoss, Generic[M]):
         Returns:
             The loss (0-dim, fp32; fp64 for fp64 inputs) and :class:`PreferenceMetrics`.
         """
-        head = Head.of(lin_weight, bias, self.transform)
+        o = self.settings
+        head = Head.of(lin_weight, bias, o.transform)
         reference = Reference(ref_input, ref_weight, ref_bias, (ref_chosen_logps, ref_rejected_logps))
         batch = self.read(("chosen", "rejected"), head, _input, target, reference, temperature)
-        extra = nll_labels = None
+        extra, part, count = None, batch.parts[0], sum([len(part.labels) for part in batch.parts]) // 2
         if nll_target is not None:  # tokens that only the likelihood asks for are streamed along with the others
-            labels = batch.labels[0]
+            labels = part.labels[:count]
             nll_labels = self._nll_labels(nll_target, labels)
-            part, only_nll = batch.parts[0], nll_labels.masked_fill(nll_labels == labels, self.ignore_index)
-            temperature = None if part.temperature is None else part.temperature[: len(labels)]
-            extra = Completions(part.hidden_states[: len(labels)], only_nll, temperature=temperature)
-        wanted = tuple(dict.fromkeys(("mean_logit", *self.metrics)))
-        sides, others = self.score(batch, extra, metrics=wanted)
+            temperature = None if part.temperature is None else part.temperature[:count]
+            only_nll = nll_labels.masked_fill(nll_labels == labels, o.ignore_index)
+            extra = Completions(part.hidden_states[:count], only_nll, temperature=temperature)
+        sides, others = self.score(batch, extra, metrics=tuple(dict.fromkeys(("mean_logit", *self.metrics))))
+        if len(sides) == 1:
+            sides = [sides[0].rows(rows) for rows in (slice(count), slice(count, None))]
         chosen, rejected = sides
         counts = [side.lengths.sum().clamp(min=1) for side in sides]
         nll_logps, nll_count = chosen.statistics.logp, counts[0]
-        if nll_labels is not None and others is not None:
+        if others is not None:
             # Not a product: a log-probability of -inf that does not count must not make it NaN.
-            same = (nll_labels == batch.labels[0]) & (nll_labels != self.ignore_index)
-            nll_logps = nll_logps.where(same, 0.0) + others
-            nll_count = self.total(nll_labels != self.ignore_index).clamp(min=1)
+            scored = (nll_labels == labels) & (nll_labels != o.ignore_index)
+            nll_logps = nll_logps.where(scored, 0.0) + others
+            nll_count = self.total(nll_labels != o.ignore_index).clamp(min=1)
         chosen_nll = -self.total(nll_logps) / nll_count
         pairs = Pairs(
             *(chosen.logps, rejected.logps, chosen.ref_logps, rejected.ref_logps),
             chosen_lengths=chosen.lengths,
             rejected_lengths=rejected.lengths,
             chosen_nll=chosen_nll,
-            sides=sides if self.group is None else (),
+            sides=sides if o.group is None else (),
         )
         losses = self._pair_losses(pairs, sides)
-        loss = losses.mean() if len(losses) else losses.sum()
-        if self.compute_nll_loss:
-            loss = loss + self.alpha * chosen_nll
+        loss = losses.sum() / max(len(losses), 1)
+        if o.compute_nll_loss:
+            loss = loss + o.alpha * chosen_nll
         with torch.no_grad():
             means = [side.logits.sum() / count for side, count in zip(sides, counts, strict=True)]
             values = (pairs.chosen_logps, pairs.rejected_logps, *means, chosen_nll, *self.rewards(pairs))

@@ -19,26 +19,22 @@ from liger_losses.chunked.core.entry import operator
 from liger_losses.chunked.core.inputs import target_of
 from liger_losses.chunked.core.stream import counted_once
 from liger_losses.chunked.core.support import kept_statistics
-from liger_losses.chunked.core.target import Target, TokenLoss
+from liger_losses.chunked.core.target import TokenLoss
 from liger_losses.chunked.losses import policy_objectives as objectives
 from liger_losses.chunked.losses.base import AnyHead, LossOptions, constructor
 from liger_losses.chunked.losses.batches import AdaptiveEntropy
 from liger_losses.chunked.losses.completion_loss import (
     CompletionLoss,
     Reference,
-    naming_the_reference,
     states_and_head,
 )
-from liger_losses.chunked.losses.policy_objectives import PolicyInputs, PolicyTensors, policy_terms
+from liger_losses.chunked.losses.policy_objectives import PolicyInputs, PolicyTensors, coupled_terms, policy_terms
 from liger_losses.chunked.losses.policy_tables import PolicyOptions
 
 
 @in_graphs
 def token_loss(
-    values: Mapping[str, Tensor],
-    weights: Tensor,
-    entropy_weight: Tensor | None = None,
-    **constants: Any,
+    values: Mapping[str, Tensor], weights: Tensor, entropy_weight: Tensor | None = None, **constants: Any
 ) -> Tensor:
     """The loss of each token ``[n]``, where its term depends on that token alone; constants of :func:`policy_terms`."""
     logp = values["logp"]
@@ -208,67 +204,66 @@ class LigerFusedLinearGRPOLoss(CompletionLoss):
         Returns:
             The loss (0-dim, fp32) and :class:`PolicyMetrics` (:class:`PolicyMetricsWithoutKL` for ``beta=0``).
         """
-        if not self.use_ref_model:  # as liger-kernel ignores it
+        o, coef = self.settings, self._coef
+        if not o.use_ref_model:  # as liger-kernel ignores it
             ref_per_token_logps = ref_input = None
         if ref_per_token_logps is not None and ref_input is not None:
             warn("both ref_per_token_logps and ref_input were given: the former are used.")
             ref_input = None
-        transform, options, coef = self.transform_at(temperature), self.options, self._coef
+        transform = o.transform
+        if temperature is not None:
+            self.check_one_temperature(temperature)
+            transform = replace(transform, temperature=temperature)
         hidden, layer = states_and_head(hidden_states, head)
         policy = Head.of(layer, bias, transform)
         labels = self._active(policy, hidden, labels, mask)
         tensors = PolicyTensors(
             advantages,
-            labels != self.ignore_index,
+            labels != o.ignore_index,
             old_logps=old_per_token_logps,
             ref_logps=ref_per_token_logps,
             sampling_logps=sampling_per_token_logps,
             is_ratio=vllm_is_ratio,
             num_items_in_batch=num_items_in_batch,
             prompts=prompts,
-            group=self.group,
+            group=o.group,
         )
-        common = None if self.group is None else self.common_options
-        inputs = PolicyInputs(self.settings, tensors, policy.vocabulary_ranks, common, _NAMES)
+        common = None if o.group is None else self.common_options
+        inputs = PolicyInputs(o, tensors, policy.vocabulary_ranks, common, _NAMES)
         reference = Reference(ref_input, ref_weight, ref_bias, (ref_per_token_logps,))
         batch = self.read(("given",), policy, hidden, labels, reference, transform=transform)
         target = target_of(hidden, policy, labels)
 
-        def values_of(target: Target, head: Head, states: Any, *names: str, metrics: Any = ()) -> dict[str, Tensor]:
-            if support is None:
-                return statistics([target], names, options, metrics)[0]
-            both = tuple(dict.fromkeys((*names, *metrics)))
-            return kept_statistics(states, head, target.labels, support, both, options)
-
-        if self.beta and batch.ref_head is not None:
-            (target,) = counted_once([target], options)
-            with torch.no_grad(), naming_the_reference():
-                ref = replace(batch.parts[0].target(batch.ref_head, reference=True), counted=target.counted)
-                inputs.ref_logps = values_of(ref, batch.ref_head, ref_input, "logp")["logp"]
-        names, share, acting = ["logp"] if coef is None else ["logp", "entropy"], self.top_entropy_quantile, inputs.mask
+        if o.beta and batch.ref_head is not None:
+            (target,) = counted_once([target], o.engine)
+            (inputs.ref_logps,) = batch.reference_logps(o.engine, [target], support)
+        names, share, acting = ["logp"] if coef is None else ["logp", "entropy"], o.top_entropy_quantile, inputs.mask
+        weights: dict[str, Tensor] = {"weights": inputs.weights(hidden.dtype)}
         if support is None and inputs.options.separable and share == 1.0:
-            of_tokens = {"weights": inputs.weights, **inputs.of_tokens()}
             if coef is not None:
-                of_tokens["entropy_weight"] = coef / inputs.counted
+                weights["entropy_weight"] = coef / inputs.counted
             live = None if coef is not None else live_tokens(inputs)
-            token_losses = [TokenLoss(token_loss, of_tokens, {"o": inputs.options}, live)]
-            loss, (values,) = loss_sum([target], names, token_losses, options)
-            loss = inputs.total(loss)
+            losses = TokenLoss(token_loss, {**weights, **inputs.of_tokens()}, {"o": inputs.options}, live)
+            loss, (values,) = loss_sum([target], names, [losses], o.engine)
         else:
-            values = values_of(target, policy, hidden, *names, metrics=["entropy"] if share < 1.0 else [])
+            others = ["entropy"] * (share < 1.0)
+            if support is None:
+                (values,) = statistics([target], names, o.engine, others)
+            else:
+                both = tuple(dict.fromkeys((*names, *others)))
+                values = kept_statistics(hidden, policy, labels, support, both, o.engine)
             if share < 1.0:
                 acting = objectives.high_entropy_mask(values["entropy"], acting, share, copies=policy.vocabulary_ranks)
-            terms = objectives.coupled_terms(values["logp"], inputs, acting if share < 1.0 else None)
-            loss = inputs.total(inputs.weights * terms)
+            loss = weights["weights"] * coupled_terms(values["logp"], inputs, acting if share < 1.0 else None)
             if coef is not None:
-                entropy, count = inputs.total(values["entropy"] * acting), inputs.total(acting)
-                loss = loss - coef * entropy / count.clamp(min=1)
-        if isinstance(self.entropy_coef, AdaptiveEntropy) and self.training:
-            self.entropy_coef.observe((values["entropy"] * acting).sum(), acting.sum())
+                loss = loss - coef * acting * values["entropy"] / inputs.total(acting).clamp(min=1)
+        loss = inputs.total(loss)
+        if isinstance(o.entropy_coef, AdaptiveEntropy) and self.training:
+            o.entropy_coef.observe((values["entropy"] * acting).sum(), acting.sum())
         # Neither the log-probabilities nor the inputs have a graph: the metrics are constants.
-        metrics = objectives.token_metrics(values["logp"].detach(), inputs, kl=bool(self.beta))
+        metrics = objectives.token_metrics(values["logp"].detach(), inputs, kl=bool(o.beta))
         means = [inputs.total(metric) / inputs.counted for metric in metrics]
-        return loss.float(), PolicyMetrics(means[1], means[0]) if self.beta else PolicyMetricsWithoutKL(means[0])
+        return loss.float(), PolicyMetrics(means[1], means[0]) if o.beta else PolicyMetricsWithoutKL(means[0])
 
     def _active(self, head: Head, hidden: Tensor, labels: Tensor, mask: Tensor) -> Tensor:
         """The labels, if everything fits."""

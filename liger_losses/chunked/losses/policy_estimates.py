@@ -169,7 +169,7 @@ MASKS = {
 NORMALIZERS: dict[str, Callable[[Batch], Tensor | int]] = {
     "sequence_mean": lambda s: s.lengths * max(len(s.mask), 1),
     "sequence_sum": lambda s: max(len(s.mask), 1),
-    "token_mean": lambda s: s.items.clamp(min=1),
+    "token_mean": lambda s: s.counted,
     "limit": lambda s: max(len(s.mask), 1) * (s.options.max_completion_length or 1),
     "items": lambda s: s.items,
     # the mean over a prompt's tokens, then over prompts: ScaleRL (arXiv:2510.13786)

@@ -16,16 +16,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from liger_losses import checks
 from liger_losses.arguments import options_of, typed_as
-from liger_losses.checks import (
-    check_alike,
-    check_group,
-    check_range,
-    check_shaped,
-    check_tensor,
-    checked_items,
-    checked_mask,
-)
 from liger_losses.chunked.core.agreement import agree
 from liger_losses.chunked.losses.batches import gather_over_processes, sum_over_processes, world_size
 from liger_losses.chunked.losses.completion_loss import MAX_EXPONENT, wide_dtype
@@ -51,16 +43,16 @@ class PolicyTensors:
     prompts: Tensor | None = None
     group: dist.ProcessGroup | None = None
 
-    def constant(self, argument: str, name: str, column: bool = False) -> Any:
-        """An argument ``[B, T]``, or ``[B, 1]`` with ``column``; ``None`` without one.
+    def constant(self, argument: str, name: str) -> Any:
+        """An argument ``[B, T]``, or ``[B, 1]`` of advantages and ratios; ``None`` without one.
 
         Raises TypeError or ValueError for others; errors call it ``name``.
         """
-        value, shape = getattr(self, argument), self.mask.shape
+        value, shape, column = getattr(self, argument), self.mask.shape, argument in ("advantages", "is_ratio")
         if value is None:
             return None
-        columns = (shape[:1], (shape[0], 1)) if column else ()
-        check_shaped(name, value, "completion or token" if column else "token", self.mask.device, *columns, shape)
+        of, columns = ("completion or token", (shape[:1], (shape[0], 1))) if column else ("token", ())
+        checks.check_shaped(name, value, of, self.mask.device, *columns, shape)
         if value.is_complex() or (not column and not value.is_floating_point()):
             raise TypeError(f"{name} must be floating point, got {value.dtype}.")
         value = value[:, None] if column and value.dim() == 1 else value
@@ -69,7 +61,7 @@ class PolicyTensors:
     def check(self, o: PolicyOptions) -> None:
         """Raise TypeError or ValueError unless a loss has the inputs that its row needs."""
         loss, prompts = f"loss_type={o.loss_type!r}", self.prompts
-        check_tensor("advantages", self.advantages)
+        checks.check_tensor("advantages", self.advantages)
         if self.group is not None and o.objective.whole:
             raise ValueError(f"{loss} reads the tokens of whole completions: pass whole completions, and no group=.")
         if o.mask.of_sampler and self.sampling_logps is None:
@@ -78,10 +70,10 @@ class PolicyTensors:
                 "log-probabilities (sampling_logps= of functions, sampling_per_token_logps= of losses)."
             )
         if prompts is None:
-            if o.row_normalizer == "prompt_mean" or o.objective.of_prompts:
-                raise ValueError(f"{loss}, normalizer={o.row_normalizer!r} needs prompts=, int64 [B].")
+            if o.row.normalizer == "prompt_mean" or o.objective.of_prompts:
+                raise ValueError(f"{loss}, normalizer={o.row.normalizer!r} needs prompts=, int64 [B].")
             return
-        check_shaped("prompts", prompts, "completion", self.mask.device, self.mask.shape[:1])
+        checks.check_shaped("prompts", prompts, "completion", self.mask.device, self.mask.shape[:1])
         if prompts.is_floating_point():
             raise ValueError(f"prompts must be integers, which prompt each completion answers, got {prompts.dtype}.")
 
@@ -89,12 +81,13 @@ class PolicyTensors:
 class PolicyInputs:
     """What a policy loss reads besides the policy's log-probabilities: constants ``[B, T]``.
 
-    Checks shapes, drops what padding holds, which may be NaN, and computes each token's weight. The mask is bool.
+    Checks shapes, and drops what padding holds, which may be NaN. The mask is bool.
 
     ``copies`` are the ranks that share the policy's vocabulary, which have the same completions. ``common_options`` are
     those of the loss, which all ranks of the group have in common; ``names`` are those of arguments in error messages.
-    ``lengths [B, 1]`` and ``tokens []`` are the numbers of tokens of each completion (at least 1) and of all, over the
-    group; ``counted`` is the latter, or 1 without any. ``items []`` are the tokens that losses are divided by.
+    ``lengths [B, 1]`` and ``counted []`` are the numbers of tokens of each completion and of all, over the group, at
+    least 1. ``items []`` are the tokens that losses are divided by: ``counted``, or the share of those of all processes
+    that falls on the ranks which compute one loss together.
     """
 
     lengths: Tensor
@@ -110,35 +103,38 @@ class PolicyInputs:
         mask, group, number = tensors.mask, tensors.group, tensors.num_items_in_batch
         tensors.check(options)
 
-        def masked(argument: str, column: bool = False) -> Any:
-            value = tensors.constant(argument, names.get(argument, argument), column)
-            value = None if value is None else torch.where(mask, value, 0.0)
-            # Of a probability of 0, the ratio is as large as the largest, and no difference is infinite.
-            return finite_logs(value) if value is not None and argument in ("old_logps", "sampling_logps") else value
+        def masked(argument: str) -> Any:
+            value = tensors.constant(argument, names.get(argument, argument))
+            return None if value is None else torch.where(mask, value, 0.0)
 
         self.options, self.mask, self.group, self.prompts = options.values, mask, group, tensors.prompts
-        self.advantages, self.ref_logps = masked("advantages", column=True), masked("ref_logps")
-        self.old_logps, self.sampling_logps = masked("old_logps"), masked("sampling_logps")
-        self.token_is_ratio = masked("is_ratio", column=True)
+        self.advantages, self.ref_logps, self.token_is_ratio = map(masked, ("advantages", "ref_logps", "is_ratio"))
+        # Of a probability of 0, the ratio is as large as the largest, and no difference is infinite.
+        policies = [masked(name) for name in ("old_logps", "sampling_logps")]
+        self.old_logps, self.sampling_logps = [None if logps is None else finite_logs(logps) for logps in policies]
         # As it was passed, [B, 1] or [B, T].
-        self.is_ratio = tensors.constant("is_ratio", "is_ratio", column=True)
-        lengths = mask.sum(-1, keepdim=True)
+        self.is_ratio = tensors.constant("is_ratio", "is_ratio")
         if group is not None:
             if number is not None:
-                checked_items(number, mask.device)
+                checks.checked_items(number, mask.device)
             whole = None if self.is_ratio is None else self.is_ratio.shape[1] == 1
             items = "not given" if number is None else "given"
             facts = {"sequences": len(mask), "is_ratio_of_whole_sequences": whole, "num_items_in_batch": items}
             agree(group, {**(common_options or vars(options)), **facts})
-        (lengths,) = sum_over_group(group, lengths)
-        self.own_lengths, self.lengths = lengths, lengths.clamp(min=1)
-        self.tokens = self.items = lengths.sum()
-        self.counted = self.tokens.clamp(min=1)
-        if options.row_normalizer == "items":  # only losses that divide by it synchronize all processes
-            ranks = copies * (1 if group is None else dist.get_world_size(group))
-            alone = number is None and ranks == world_size() == 1
-            self.items = self.counted if alone else _items(mask, number, copies, ranks)
-        self.weights = mask.float() / NORMALIZERS[options.row_normalizer](self)
+        (self.own_lengths,) = sum_over_group(group, mask.sum(-1, keepdim=True))
+        self.lengths, tokens = self.own_lengths.clamp(min=1), self.own_lengths.sum()
+        self.items = self.counted = tokens.clamp(min=1).float()
+        shared = number is not None or world_size() > 1
+        if options.row.normalizer == "items" and shared:  # only losses that divide by it synchronize all processes
+            of_all = sum_over_processes(tokens) if number is None else checks.checked_items(number, mask.device)
+            # Each process has added the tokens of all ranks that compute one loss with it.
+            ranks = copies * (1 if group is None else dist.get_world_size(group)) if number is not None else 1
+            self.items = (of_all.float() * (ranks / world_size())).clamp(min=1)
+        self.divisor = NORMALIZERS[options.row.normalizer](self)
+
+    def weights(self, dtype: torch.dtype) -> Tensor:
+        """Each token's weight in the loss, ``[B, T]``."""
+        return self.mask.to(torch.promote_types(dtype, torch.float32)) / self.divisor
 
     def of_tokens(self) -> dict[str, Tensor]:
         """What the terms of tokens read, by the names of :func:`policy_terms`."""
@@ -211,7 +207,7 @@ def policy_terms(
     """``-objective_t + beta kl_t`` of tokens, elementwise; ``log_ratio`` of the options' level, others as in
     :func:`grpo_loss`. Objectives that couple tokens read ``inputs``."""
     batch = [] if inputs is None else [inputs]
-    objective = o.objective.value(log_ratio, logps, advantages, o, *batch, **(o.objective_options or {}))
+    objective = o.objective.value(log_ratio, logps, advantages, o, *batch, **o.declared)
     if acting is not None:
         objective = torch.where(acting, objective, 0.0)
     if is_ratio is not None and not o.row.corrected:
@@ -230,7 +226,7 @@ def policy_terms(
         return -objective
     log_ref_ratio = ref - logps
     kl = KL_ESTIMATORS[o.kl_estimator](log_ref_ratio)
-    if o.use_bias_correction_kl and o.level == "token" and o.kl_estimator == "k3":
+    if o.use_bias_correction_kl and o.row.level == "token" and o.kl_estimator == "k3":
         kl = _corrected_k3(log_ref_ratio, kl, ratio_of(log_ratio))
     elif o.use_bias_correction_kl:
         kl = kl * ratio_of(log_ratio)
@@ -240,7 +236,7 @@ def policy_terms(
 def coupled_terms(logps: Tensor, inputs: PolicyInputs, acting: Tensor | None = None) -> Tensor:
     """The terms ``[B, T]`` that :func:`grpo_loss` weighs, of checked inputs."""
     o, mask, dtype = inputs.options, inputs.mask, logps.dtype
-    if o.beta and inputs.ref_logps is not None and o.use_bias_correction_kl and o.level != "token":
+    if o.beta and inputs.ref_logps is not None and o.use_bias_correction_kl and o.row.level != "token":
         # By log p, the derivatives of a completion's ratio and of its tokens' kl are of size e^d, and cancel to -d in a
         # completion of one token, or of one unlikely one: fp32 has no digits of it left from a gap of 17 nats on.
         logps = logps.to(wide_dtype(logps.device))
@@ -251,7 +247,7 @@ def coupled_terms(logps: Tensor, inputs: PolicyInputs, acting: Tensor | None = N
         drift = inputs.sequence_sums(drift) / inputs.lengths
         near = (advantages >= 0) | (drift <= o.off_policy_mask_threshold)
         acting = near if acting is None else acting & near
-    batch, ratio = inputs if o.objective.coupled else None, RATIOS[o.level](log_ratio, inputs)
+    batch, ratio = inputs if o.objective.coupled else None, RATIOS[o.row.level](log_ratio, inputs)
     return policy_terms(logps, ratio, o=o, acting=acting, inputs=batch, **inputs.of_tokens()).to(dtype)
 
 
@@ -302,23 +298,23 @@ def grpo_loss(logps: Tensor, advantages: Tensor, mask: Tensor, **others: Any) ->
     """
     known = {name: others.pop(name) for name in PolicyTensors.__dataclass_fields__ if name in others}
     o = options_of(PolicyOptions, grpo_loss, PolicyOptions.folded(others))
-    check_tensor("logps", logps)
-    check_tensor("mask", mask)
+    checks.check_tensor("logps", logps)
+    checks.check_tensor("mask", mask)
     if logps.dim() != 2 or logps.shape != mask.shape:
         raise ValueError(f"logps and mask must both be [B, T], got {tuple(logps.shape)} and {tuple(mask.shape)}.")
     tensors = PolicyTensors(advantages, mask != 0, **known)
     if tensors.group is not None:
-        check_group(tensors.group, "cp")
-    acting = None if tensors.acting is None else checked_mask("acting", tensors.acting, "mask", mask)
+        checks.check_group(tensors.group, "cp")
+    acting = None if tensors.acting is None else checks.checked_mask("acting", tensors.acting, "mask", mask)
     inputs = PolicyInputs(o, tensors)
-    return inputs.total(inputs.weights * coupled_terms(logps, inputs, acting))
+    return inputs.total(inputs.weights(logps.dtype) * coupled_terms(logps, inputs, acting))
 
 
 @torch.no_grad()
 def token_metrics(logps: Tensor, inputs: PolicyInputs, kl: bool) -> list[Tensor]:
     """``[B, T]``: 1.0 for tokens whose gradients clipping removed, and estimates of the divergence; 0 at padding."""
     o, mask = inputs.options, inputs.mask
-    ratio = ratio_of(RATIOS[o.level](inputs.log_ratio(logps), inputs))
+    ratio = ratio_of(RATIOS[o.row.level](inputs.log_ratio(logps), inputs))
     cut = o.objective.cut
     dropped = torch.zeros_like(mask) if cut is None else cut(ratio, inputs.advantages, o)
     if o.mask.weights is not None:
@@ -343,9 +339,9 @@ def high_entropy_mask(entropy: Tensor, mask: Tensor, share: float, *, copies: in
     Returns:
         ``[B, T]`` bool; the mask itself if no process has a token. A collective.
     """
-    check_alike(entropy=entropy)
-    mask = checked_mask("mask", mask, "entropy", entropy)
-    check_range("share", share, 0.0, 1.0, open_low=True)
+    checks.check_alike(entropy=entropy)
+    mask = checks.checked_mask("mask", mask, "entropy", entropy)
+    checks.check_range("share", share, 0.0, 1.0, open_low=True)
     return _high_entropy_mask(entropy.detach(), mask, share, copies)
 
 
@@ -365,15 +361,3 @@ def _high_entropy_mask(entropy: Tensor, mask: Tensor, share: float, copies: int)
 @_high_entropy_mask.register_fake
 def _(entropy: Tensor, mask: Tensor, share: float, copies: int) -> Tensor:
     return torch.empty_like(mask)
-
-
-def _items(mask: Tensor, num_items_in_batch: Tensor | float | None, copies: int, ranks: int) -> Tensor:
-    """The share, of the tokens that a loss is divided by, of the ranks that compute one loss together.
-
-    ``copies`` of these ``ranks`` have the same tokens.
-    """
-    if num_items_in_batch is None:
-        total = sum_over_processes(mask.sum().float()) / copies
-    else:
-        total = checked_items(num_items_in_batch, mask.device)
-    return (total if world_size() == 1 else total * ranks / world_size()).clamp(min=1)

@@ -8,7 +8,7 @@ B completions, T tokens of the longest; r = p / p_old is the importance ratio, A
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from inspect import Parameter
 from numbers import Integral
@@ -77,6 +77,10 @@ class PolicyOptions:
 
     #: These, of which those that are ``None`` have the values of this loss and mask, if these have some.
     values: ClassVar[PolicyOptions]
+    #: The row of :data:`LOSS_TYPES`, with the normalizer, the level and the mask that replace its own.
+    row: ClassVar[LossType]
+    #: The values of the options that the objective declares.
+    declared: ClassVar[Mapping[str, float]]
 
     beta: NonNegativeFloat = 0.04
     loss_type: str = "dapo"
@@ -112,32 +116,30 @@ class PolicyOptions:
     objective_options: Mapping[str, float] | None = None
 
     def __post_init__(self) -> None:
-        check_names([self.loss_type], LOSS_TYPES, "loss_type", _LEVELS)
-        check_names([self.importance_sampling_level], RATIOS, "importance_sampling_level")
-        check_names([self.kl_estimator], KL_ESTIMATORS, "kl_estimator")
-        check_names([self.normalizer], (OF_LOSS_TYPE, *NORMALIZERS), "normalizer")
-        check_names([self.token_mask], (OF_LOSS_TYPE, *MASKS), "token_mask")
+        for name, (known, elsewhere) in _NAMES.items():
+            check_names([getattr(self, name)], known, name, elsewhere)
         check_fields(self)
-        level, limit, row = self.importance_sampling_level, self.max_completion_length, self.row
+        row, level, limit = LOSS_TYPES[self.loss_type], self.importance_sampling_level, self.max_completion_length
+        loss, chosen = f"loss_type={self.loss_type!r}", {"normalizer": self.normalizer, "mask": self.token_mask}
         if level not in ("token", row.level) and row.of_tokens:
-            message = f"loss_type={self.loss_type!r} is defined for tokens' ratios, not for a completion's"
+            message = f"{loss} is defined for tokens' ratios, not for a completion's"
             if row.level != "token":
-                message = f"loss_type={self.loss_type!r} is defined with ratios of the level {row.level!r}"
+                message = f"{loss} is defined with ratios of the level {row.level!r}"
             raise ValueError(f"{message}: leave importance_sampling_level at 'token', got {level!r}.")
-        if self.row_normalizer == "limit" and (not isinstance(limit, Integral) or limit < 1):
-            raise ValueError(
-                f"loss_type={self.loss_type!r} needs max_completion_length=, a positive integer, got {limit!r}."
-            )
+        names: Any = {name: value for name, value in chosen.items() if value != OF_LOSS_TYPE}
+        row = row._replace(**names, level=row.level if level == "token" else level)
+        object.__setattr__(self, "row", row)
+        if row.normalizer == "limit" and (not isinstance(limit, Integral) or limit < 1):
+            raise ValueError(f"{loss} needs max_completion_length=, a positive integer, got {limit!r}.")
         if self.log_ratio_penalty is None and row.defaults.get("log_ratio_penalty", 0.0) is None:
-            raise ValueError(
-                f"loss_type={self.loss_type!r} needs log_ratio_penalty=, the weight of its squared log-ratios."
-            )
-        of_objective = {**self.objective.options, **(self.objective_options or {})}
-        for name, value in of_objective.items():
+            raise ValueError(f"{loss} needs log_ratio_penalty=, the weight of its squared log-ratios.")
+        declared = {**self.objective.options, **(self.objective_options or {})}
+        for name, value in declared.items():
             if value is Parameter.empty:
-                raise TypeError(f"loss_type={self.loss_type!r} needs {name}=, an option of its objective.")
+                raise TypeError(f"{loss} needs {name}=, an option of its objective.")
             check_range(name, value, -math.inf, math.inf)
-        defaults = {**_DEFAULTS, **self.mask.bounds, **row.defaults, "objective_options": of_objective or None}
+        object.__setattr__(self, "declared", declared)
+        defaults = {**_DEFAULTS, **self.mask.bounds, **row.defaults, "objective_options": declared or None}
         options = {name: getattr(self, name) for name in PolicyOptions.__match_args__}
         values: Any = {name: defaults.get(name) if value is None else value for name, value in options.items()}
         complete = type(self) is PolicyOptions and values == options
@@ -155,30 +157,14 @@ class PolicyOptions:
         return {"objective_options": {**(known or {}), **of_objective} or None, **others}
 
     @property
-    def row(self) -> LossType:
-        """The row of :data:`LOSS_TYPES`."""
-        return LOSS_TYPES[self.loss_type]
-
-    @property
     def objective(self) -> Objective:
         """The row of :data:`OBJECTIVES`."""
         return OBJECTIVES[self.row.objective]
 
     @property
-    def level(self) -> str:
-        """The row of :data:`RATIOS`."""
-        level = self.importance_sampling_level
-        return self.row.level if level == "token" else level
-
-    @property
-    def row_normalizer(self) -> str:
-        """The row of :data:`NORMALIZERS`."""
-        return self.row.normalizer if self.normalizer == OF_LOSS_TYPE else self.normalizer
-
-    @property
     def mask(self) -> Mask:
         """The row of :data:`MASKS`."""
-        return MASKS[self.row.mask if self.token_mask == OF_LOSS_TYPE else self.token_mask]
+        return MASKS[self.row.mask]
 
     def mask_weights(self, logps: Tensor, old: Tensor, sampler: Tensor, advantages: Tensor) -> Tensor:
         """The weights of the :attr:`mask`, which has some."""
@@ -188,7 +174,7 @@ class PolicyOptions:
     @property
     def separable(self) -> bool:
         """Whether the loss of every token depends only on this token."""
-        return self.level == "token" and not self.objective.coupled and self.off_policy_mask_threshold is None
+        return self.row.level == "token" and not self.objective.coupled and self.off_policy_mask_threshold is None
 
     @property
     def reads_sampler(self) -> bool:
@@ -458,4 +444,13 @@ LOSS_TYPES = {
     "real": LossType("real", "sequence_mean", of_tokens=True, level="sequence"),  # arXiv:2602.05630
     "clip_cov": LossType("clip_cov", "token_mean", of_tokens=True),  # arXiv:2505.22617
     "kl_cov": LossType("kl_cov", "token_mean", of_tokens=True),  # arXiv:2505.22617
+}
+
+#: The tables of options that are names, and what other names are here.
+_NAMES: dict[str, tuple[Iterable[str], Mapping[str, str]]] = {
+    "loss_type": (LOSS_TYPES, _LEVELS),
+    "importance_sampling_level": (RATIOS, {}),
+    "kl_estimator": (KL_ESTIMATORS, {}),
+    "normalizer": ({OF_LOSS_TYPE: None, **NORMALIZERS}, {}),
+    "token_mask": ({OF_LOSS_TYPE: None, **MASKS}, {}),
 }

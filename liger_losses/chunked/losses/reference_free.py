@@ -94,8 +94,8 @@ def simpo_loss(
         beta, gamma: as in the formula.
         label_smoothing: assumed share of pairs whose labels are swapped, in [0, 1].
     """
-    _check(chosen_logps, rejected_logps, beta, label_smoothing)
-    return _CPO_LOSSES["simpo"].loss(chosen_logps - rejected_logps, beta, label_smoothing, gamma)
+    options = {"beta": beta, "gamma": gamma, "label_smoothing": label_smoothing}
+    return cpo_loss(chosen_logps, rejected_logps, loss_type="simpo", **options)
 
 
 def orpo_loss(chosen_logps: Tensor, rejected_logps: Tensor, *, beta: float = 0.1) -> Tensor:
@@ -201,11 +201,13 @@ class LigerFusedLinearCPOLoss(PreferenceLoss):
 
     def pair_loss(self, pairs: Pairs) -> Tensor:
         names = ("beta", "loss_type", "label_smoothing", "gamma", "reward_alpha")
-        return cpo_loss(pairs.chosen_logps, pairs.rejected_logps, **{name: getattr(self, name) for name in names})
+        options = {name: getattr(self.settings, name) for name in names}
+        return cpo_loss(pairs.chosen_logps, pairs.rejected_logps, **options)
 
     def rewards(self, pairs: Pairs) -> tuple[Tensor, Tensor]:
-        chosen, rejected = (alphapo_reward(x, self.reward_alpha) for x in (pairs.chosen_logps, pairs.rejected_logps))
-        return self.beta * chosen, self.beta * rejected
+        o = self.settings
+        chosen, rejected = (alphapo_reward(x, o.reward_alpha) for x in (pairs.chosen_logps, pairs.rejected_logps))
+        return o.beta * chosen, o.beta * rejected
 
 
 class LigerFusedLinearSimPOLoss(LigerFusedLinearCPOLoss):

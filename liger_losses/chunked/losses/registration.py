@@ -96,21 +96,17 @@ def _check_objective(name: str, coupled: bool, defaults: Mapping[str, Any]) -> N
     leaf = torch.where(mask, logps, 0.0).requires_grad_()
     tensors: Any = {"old_logps": old, "sampling_logps": old, "prompts": torch.arange(_B) // 2}
     inputs = policy_objectives.PolicyInputs(options, policy_objectives.PolicyTensors(advantages, mask, **tensors))
-    terms = policy_objectives.coupled_terms(leaf, inputs)
+    terms, said = policy_objectives.coupled_terms(leaf, inputs), f"the objective {name!r}"
     if not isinstance(terms, Tensor) or terms.shape not in ((_B, _T), (_B, 1)):
-        raise ValueError(
-            f"the objective {name!r} must return a value for each token, [{_B}, {_T}], got {described(terms)}."
-        )
+        raise ValueError(f"{said} must return a value for each token, [{_B}, {_T}], got {described(terms)}.")
     terms = torch.where(mask, terms, 0.0)
-    _check_finite(f"the objective {name!r}", terms)
+    _check_finite(said, terms)
     if not terms.requires_grad:
-        raise ValueError(
-            f"the objective {name!r} has no gradient with respect to log_ratio or logps: do not detach all of it."
-        )
+        raise ValueError(f"{said} has no gradient with respect to log_ratio or logps: do not detach all of it.")
     (gradient,) = torch.autograd.grad(terms.sum(), leaf, retain_graph=True)
-    _check_finite(f"the gradient of the objective {name!r}", gradient)
+    _check_finite(f"the gradient of {said}", gradient)
     if not gradient.any():
-        raise ValueError(f"the gradient of the objective {name!r} is 0 for every token: do not detach all of it.")
+        raise ValueError(f"the gradient of {said} is 0 for every token: do not detach all of it.")
     if coupled:
         return
     (first,) = torch.autograd.grad(terms[0, 0], leaf)
@@ -118,7 +114,7 @@ def _check_objective(name: str, coupled: bool, defaults: Mapping[str, Any]) -> N
     alone = policy_objectives.policy_terms(leaf[:1, 0], ratio, advantage, o=inputs.options)
     first[0, 0] = 0.0
     if first.any() or not torch.allclose(alone, terms[0, :1]):
-        raise ValueError(f"the objective {name!r} depends on other tokens: pass coupled=True.")
+        raise ValueError(f"{said} depends on other tokens: pass coupled=True.")
 
 
 def register_divergence(
@@ -245,17 +241,15 @@ def _check_divergence(which: Divergence) -> None:
 @contextlib.contextmanager
 def _on_trial(name: str, *rows: tuple[dict[str, Any], Any]) -> Iterator[None]:
     """Rows of tables, which are again as before if what runs here raises."""
-    before = [(table, table.get(name)) for table, _ in rows]
+    before = [(table, dict(table)) for table, _ in rows]
     for table, row in rows:
         table[name] = row
     try:
         yield
     except BaseException:
-        for table, row in before:
-            if row is None:
-                del table[name]
-            else:
-                table[name] = row
+        for table, earlier in before:
+            table.clear()
+            table.update(earlier)
         raise
 
 

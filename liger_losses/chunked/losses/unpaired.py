@@ -15,18 +15,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from liger_losses.checks import (
-    NonNegativeFloat,
-    PositiveFloat,
-    as_tensor,
-    check_alike,
-    check_names,
-    check_number,
-    check_shape_of,
-    check_shaped,
-    check_tensor,
-    checked_mask,
-)
+from liger_losses import checks
+from liger_losses.checks import NonNegativeFloat, PositiveFloat
 from liger_losses.chunked import Head
 from liger_losses.chunked.core.entry import operator
 from liger_losses.chunked.losses.base import AnyHead, constructor
@@ -79,14 +69,14 @@ def unpaired_loss(
     Raises:
         ValueError: another ``loss_type``.
     """
-    check_names([loss_type], LOSSES, "loss_type")
-    check_alike(rewards=rewards)
+    checks.check_names([loss_type], LOSSES, "loss_type")
+    checks.check_alike(rewards=rewards)
     _check_marks("desirable", desirable)
-    desirable = checked_mask("desirable", desirable, "rewards", rewards)
-    check_number("desirable_weight", desirable_weight, 0.0, math.inf)
-    check_number("undesirable_weight", undesirable_weight, 0.0, math.inf)
+    desirable = checks.checked_mask("desirable", desirable, "rewards", rewards)
+    for name, weight in (("desirable_weight", desirable_weight), ("undesirable_weight", undesirable_weight)):
+        checks.check_number(name, weight, 0.0, math.inf)
     if isinstance(shift, Tensor):
-        check_shape_of("shift", shift, "rewards", rewards)
+        checks.check_shape_of("shift", shift, "rewards", rewards)
     losses = LOSSES[loss_type](torch.where(desirable, 1.0, -1.0) * (rewards - shift))
     return losses * torch.where(desirable, desirable_weight, undesirable_weight)
 
@@ -108,7 +98,7 @@ def kto_loss(
         kl: estimate of the policy's KL divergence from the reference, at least 0, constant; 0 gives unpaired APO-zero.
         desirable, desirable_weight, undesirable_weight: as in :func:`unpaired_loss`, which also describes the result.
     """
-    check_number("kl", kl, 0.0, math.inf)
+    checks.check_number("kl", kl, 0.0, math.inf)
     rewards = _rewards(logps, ref_logps, beta)
     weights = {"desirable_weight": desirable_weight, "undesirable_weight": undesirable_weight}
     return unpaired_loss(rewards, desirable, beta * kl, loss_type="kto", **weights)
@@ -116,8 +106,8 @@ def kto_loss(
 
 def _rewards(logps: Tensor, ref_logps: Tensor, beta: float) -> Tensor:
     """``beta (logp - ref)``, checked."""
-    check_alike(logps=logps, ref_logps=ref_logps)
-    check_number("beta", beta, 0.0, math.inf, open_low=True)
+    checks.check_alike(logps=logps, ref_logps=ref_logps)
+    checks.check_number("beta", beta, 0.0, math.inf, open_low=True)
     return beta * (logps - ref_logps)
 
 
@@ -181,10 +171,9 @@ class UnpairedOptions(CompletionOptions):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_names([self.loss_type], self.loss_types, "loss_type")
+        checks.check_names([self.loss_type], self.loss_types, "loss_type")
 
 
-@dataclass(frozen=True, kw_only=True)
 class KTOOptions(UnpairedOptions):
     """The options of :class:`LigerFusedLinearKTOLoss`."""
 
@@ -275,42 +264,42 @@ class UnpairedPreferenceLoss(CompletionLoss):
         Raises:
             TypeError, ValueError: inputs that do not fit together; for KTO alone, one of the two ``kl`` is needed.
         """
-        states, weight = states_and_head(_input, lin_weight)
-        head, apart = Head.of(weight, bias, self.transform), target is not None and not isinstance(states, Tensor)
-        names = ("desirable", "undesirable") if apart else ("given",)
+        o, (states, weight) = self.settings, states_and_head(_input, lin_weight)
+        head, apart = Head.of(weight, bias, o.transform), target is not None and not isinstance(states, Tensor)
+        device, names = head.weight.device, ("desirable", "undesirable") if apart else ("given",)
         reference = Reference(ref_input, ref_weight, ref_bias, (ref_logps,))
         batch = self.read(names, head, states, target, reference, temperature)
         desirable = _desirable(batch, apart, preference_labels)
         count = len(desirable)
-        if (kl is not None) + (kl_completions is not None) != (self.loss_type == "kto"):
+        if (kl is not None) + (kl_completions is not None) != (o.loss_type == "kto"):
             raise ValueError(
                 "KTO compares rewards with the policy's divergence from the reference: give one of kl_completions= "
                 "(completions put after other prompts, with their reference) and kl= (a number; 0.0 for none). Other "
-                f"loss types have no divergence term; this is {self.loss_type!r}."
+                f"loss types have no divergence term; this is {o.loss_type!r}."
             )
         if sample_weights is not None:
-            check_shaped("sample_weights", sample_weights, "completion", head.weight.device, [count])
+            checks.check_shaped("sample_weights", sample_weights, "completion", device, [count])
         if kl_completions is not None:
             ref_head = (ref_weight, ref_bias) if batch.ref_head is None else (batch.ref_head, None)
             kl = self.divergence(head, kl_completions, None, *ref_head)
         elif kl is not None:
-            check_number("kl", kl, 0.0, math.inf)
-            kl = kl.detach() if isinstance(kl, Tensor) else as_tensor(kl, head.weight.device)
+            checks.check_number("kl", kl, 0.0, math.inf)
+            kl = kl.detach() if isinstance(kl, Tensor) else checks.as_tensor(kl, device)
             if kl.shape not in ((), (1,), (count,)):
                 raise ValueError(f"kl must be one number or [{count}], one per completion, got {tuple(kl.shape)}.")
-            kl = kl.to(head.weight.device, torch.promote_types(kl.dtype, torch.float32)).squeeze()
+            kl = kl.to(device, torch.promote_types(kl.dtype, torch.float32)).squeeze()
         groups, _ = self.score(batch, metrics=tuple(dict.fromkeys(("mean_logit", *self.metrics))))
-        logps, ref = torch.cat([part.logps for part in groups]), torch.cat([part.ref_logps for part in groups])
-        logits = torch.cat([part.logits for part in groups]) * head.vocab_size
-        rewards = self.beta * (logps - ref)
-        shift = self.reward_shift(rewards.detach()) if kl is None else self.beta * kl
-        weights = {name: getattr(self, name) for name in ("loss_type", "desirable_weight", "undesirable_weight")}
-        losses = unpaired_loss(rewards, desirable, shift, **weights)
+        of_groups = [(part.logps, part.ref_logps, part.logits) for part in groups]
+        logps, ref, logits = [torch.cat(values) for values in zip(*of_groups, strict=True)]
+        rewards = o.beta * (logps - ref)
+        shift = self.reward_shift(rewards.detach()) if kl is None else o.beta * kl
+        weights = {"desirable_weight": o.desirable_weight, "undesirable_weight": o.undesirable_weight}
+        losses = unpaired_loss(rewards, desirable, shift, loss_type=o.loss_type, **weights)
         if sample_weights is not None:
             losses = losses * sample_weights.detach()
         sums = [
             torch.where(mask, value.detach(), 0.0).sum().float()
-            for value in (logps, logits, rewards)
+            for value in (logps, logits * head.vocab_size, rewards)
             for mask in (desirable, ~desirable)
         ]
         return (losses.sum() / max(count, 1)).float(), UnpairedMetrics(*sums)
@@ -327,7 +316,7 @@ class UnpairedPreferenceLoss(CompletionLoss):
 
         :meth:`forward` computes it for ``kl_completions``; to log it, compute it here and pass it as ``kl``.
         """
-        head = Head.of(weight, bias, self.transform)
+        head = Head.of(weight, bias, self.settings.transform)
         completions = as_completions(kl_completions, "kl_completions")
         batch = self.read(("kl_completions",), head, completions, reference=Reference(None, ref_weight, ref_bias))
         with torch.no_grad():
@@ -345,14 +334,14 @@ def _desirable(batch: CompletionBatch, apart: bool, marks: Tensor | None) -> Ten
     counts = [len(part.labels) for part in batch.parts]
     if marks is None:
         return torch.arange(sum(counts), device=batch.head.weight.device) < counts[0]
-    check_shaped("preference_labels", marks, "completion", batch.head.weight.device, counts)
+    checks.check_shaped("preference_labels", marks, "completion", batch.head.weight.device, counts)
     _check_marks("preference_labels", marks)
     return marks
 
 
 def _check_marks(name: str, marks: Any) -> None:
     """Raise TypeError unless this is a tensor of bools: of integers, -1 may mark undesirable completions."""
-    check_tensor(name, marks)
+    checks.check_tensor(name, marks)
     if marks.dtype != torch.bool:
         raise TypeError(
             f"{name} must be bool, true for desirable completions, got {marks.dtype}; pass {name} == value, for the "

@@ -114,6 +114,8 @@ def test_a_loss_is_frozen():
             setattr(loss, name, None)
     with pytest.raises(AttributeError):
         JSD().divergence = Divergence.reverse_kl()
+    with pytest.raises(AttributeError, match="ce_weight is an option"):
+        CE(ce_weight=torch.ones(3)).ce_weight = torch.zeros(3)
     with pytest.raises(dataclasses.FrozenInstanceError):
         loss.settings.beta = 0.4
     with pytest.raises(AttributeError, match="'betta': did you mean the option 'beta'"):
@@ -229,8 +231,9 @@ def test_a_copy_has_options_of_its_own(name, copied):
         (lambda: GRPO(num_generations=8), "use advantages of the group"),
         (lambda: GRPO(kl_coef=0.1), r"use beta="),
         (lambda: DPO(0.1), r"ignore_index must be an integer, got 0\.1: .*, such as beta=0\.1"),
-        (lambda: CE(HEAD, D["h"], D["y"]), r"option ignore_index \(\[.*torch.float32\).*; add \(\), LigerFused"),
-        (lambda: CE(D["weight"]), r"option ce_weight \(.*add \(\)"),
+        (lambda: CE(D["weight"], D["h"]), r"option ce_weight \(\[.*torch.float32\).*; add \(\), LigerFused"),
+        (lambda: CE().replace(ce_weight=torch.ones(3, 3)), "a tensor or a head as its option ce_weight"),
+        (lambda: CE(None, 0.1), r"ignore_index must be an integer, got 0\.1: .*, such as lse_square_scale=0\.1"),
         (lambda: CE(HEAD), r"option ce_weight \(Head\).*add \(\)"),
         (lambda: DPO(nn.Linear(2, 2), (D["h"], D["y"])), r"option ignore_index \(Linear\).*add \(\)"),
     ],

@@ -106,6 +106,11 @@ class Completions:
         kept = [name for name, value in tensors.items() if value is None or (of_one and name == "ref_logps")]
         return Completions(**{name: value if name in kept else value[None] for name, value in tensors.items()})
 
+    def rows(self, rows: slice) -> Completions:
+        """Some of them."""
+        values = [getattr(self, name) for name in self.__dataclass_fields__]
+        return Completions(*[value if value is None else value[rows] for value in values])
+
     def target(self, head: Head, reference: bool = False) -> Target:
         """A target of the policy's hidden states, or of the reference's, with a head."""
         fields: dict[str, Any] = {} if self.temperature is None else {"temperature": self.temperature}
@@ -342,7 +347,8 @@ class CompletionLoss(ChunkedLoss):
             apart = any(value is not None for value in (reference.hidden_states, *reference.logps, temperature))
             parts = _groups(names, (first, second), apart)
             logps = tuple([part.ref_logps for part in parts])
-        labels, rows = [self.labels(part.labels) for part in parts], [len(part.labels) for part in parts]
+        parts = [replace(part, labels=self.labels(part.labels)) for part in parts]
+        rows = [len(part.labels) for part in parts]
         if self.paired and (rows[0] != rows[-1] or (len(rows) == 1 and rows[0] % 2)):
             stacked = ", which are an odd number, stacked" if len(rows) == 1 else ""
             raise ValueError(f"there must be as many chosen as rejected completions, got {rows} rows{stacked}.")
@@ -361,13 +367,14 @@ class CompletionLoss(ChunkedLoss):
         if of_states and reference.weight is not None:
             with naming_the_reference():
                 ref_head = Head.of(reference.weight, reference.bias, transform or o.transform)
-        for which, ref, y in zip(names, logps, labels * len(names), strict=False):
+        for which, ref, part in zip(names, logps, parts * len(names), strict=False):
             if needed and not of_states and ref is None:
                 raise ValueError(f"{needed}, but the {which} completions have none. {self.reference_forms}")
             if ref is not None and of_states:
                 raise ValueError(f"the {which} completions have both ref_hidden_states and ref_logps; give one.")
             if ref is not None:
-                shape = (len(y) * len(rows) // len(names), y.shape[1])  # of a group, where these are stacked
+                count, tokens = part.labels.shape
+                shape = (count * len(rows) // len(names), tokens)  # of a group, where these are stacked
                 name = f"ref_logps of the {which} completions"
                 check_shaped(name, ref, "sequence or token", head.weight.device, shape[:1], shape)
                 if not ref.is_floating_point():
@@ -379,11 +386,11 @@ class CompletionLoss(ChunkedLoss):
             )
         of_groups = [ref for ref in logps if ref is not None]
         if len(rows) < len(names) and of_groups:
-            if of_groups[0].dim() != of_groups[-1].dim():
-                raise ValueError("give the reference's log-probabilities of sequences, or of tokens, for both groups.")
-            logps = (torch.cat(of_groups),)
-        of_parts = zip(parts, labels, logps, strict=False)
-        parts = [replace(part, labels=moved, ref_logps=ref) for part, moved, ref in of_parts]
+            if of_groups[0].dim() == of_groups[-1].dim():
+                logps = (torch.cat(of_groups),)
+            else:  # of sequences and of tokens
+                parts = [parts[0].rows(half) for half in (slice(rows[0] // 2), slice(rows[0] // 2, None))]
+        parts = [replace(part, ref_logps=ref) for part, ref in zip(parts, logps, strict=False)]
         return CompletionBatch(head, parts, ref_head)
 
     def token_weights(self, masks: Sequence[Tensor]) -> Sequence[Tensor | None]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import KW_ONLY, dataclass, fields
+from dataclasses import KW_ONLY, dataclass, fields, replace
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, NamedTuple, overload
 
 import torch
@@ -20,7 +20,6 @@ from liger_losses.chunked.losses.completion_loss import (
     CompletionInputs,
     CompletionLoss,
     CompletionOptions,
-    Completions,
     Reference,
     Scored,
     Side,
@@ -243,9 +242,8 @@ class PreferenceLoss(CompletionLoss, Generic[M]):
         if nll_target is not None:  # tokens that only the likelihood asks for are streamed along with the others
             labels = part.labels[:count]
             nll_labels = self._nll_labels(nll_target, labels)
-            temperature = None if part.temperature is None else part.temperature[:count]
             only_nll = nll_labels.masked_fill(nll_labels == labels, o.ignore_index)
-            extra = Completions(part.hidden_states[:count], only_nll, temperature=temperature)
+            extra = replace(part.rows(slice(count)), labels=only_nll)
         sides, others = self.score(batch, extra, metrics=tuple(dict.fromkeys(("mean_logit", *self.metrics))))
         if len(sides) == 1:
             sides = [sides[0].rows(rows) for rows in (slice(count), slice(count, None))]

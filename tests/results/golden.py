@@ -1,7 +1,8 @@
 """Losses with gradients in float64, as an earlier commit computed them: ``golden.json``.
 
-``python -m tests.results.golden COMMIT`` writes this file anew, from the package of that commit (23dcacfe so far). Of
-every tensor there are its entries, or :data:`MOST` sums of them with different weights.
+``python -m tests.results.golden COMMIT`` writes this file anew, from the package of that commit (23dcacfe so far; for
+``grpo_loss`` one whose weights are of float64). Of every tensor there are its entries, or :data:`MOST` sums of them
+with different weights.
 """
 
 from __future__ import annotations

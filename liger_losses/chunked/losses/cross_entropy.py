@@ -233,9 +233,9 @@ class LigerFusedLinearCrossEntropyLoss(ChunkedLoss, Generic[R]):
         heads = zip(whole, numbers, weights, checks.one_each(o.shift, count), scales, strict=True)
         parts = [self._part(*head) for head in heads]
         targets = [part.counted(o.ignore_index) for part in parts]
-        names = ("logp", *["lse"] * (o.lse_square_scale != 0), *["mean_logp"] * (o.label_smoothing != 0))
-        reads_argmax = o.return_token_accuracy or o.return_predicted_tokens
-        metrics = (*["argmax"] * reads_argmax, *["lse"] * o.return_z_loss)
+        names = ("logp", *["lse"] * bool(o.lse_square_scale), *["mean_logp"] * bool(o.label_smoothing))
+        reads_argmax = bool(o.return_token_accuracy or o.return_predicted_tokens)
+        metrics = (*["argmax"] * reads_argmax, *["lse"] * bool(o.return_z_loss))
         loss: Any
         if o.reduction == "none":
             read = statistics(targets, names, o.engine, metrics)

@@ -246,7 +246,7 @@ class LigerFusedLinearGRPOLoss(CompletionLoss):
             losses = TokenLoss(token_loss, {**weights, **inputs.of_tokens()}, {"o": inputs.options}, live)
             loss, (values,) = loss_sum([target], names, [losses], o.engine)
         else:
-            others = ["entropy"] * (share < 1.0)
+            others = ["entropy"] if share < 1.0 else []
             if support is None:
                 (values,) = statistics([target], names, o.engine, others)
             else:

@@ -93,10 +93,14 @@ def test_the_work_of_a_step(name, kept, tmp_path, monkeypatch):
     trainer_name, missing = name.partition(",")[0], missing_of(name)
     if missing is not None:
         pytest.skip(str(missing))
-    plan = stream.plan
+    plans = stream.plans
     if not kept:
         again = EngineOptions(strategy="two_pass")
-        monkeypatch.setattr(stream, "plan", lambda call, table: plan(replace(call, options=again), table))
+
+        def two_passes(calls, *others):
+            return plans(tuple(replace(call, options=again) for call in calls), *others)
+
+        monkeypatch.setattr(stream, "plans", two_passes)
     with enabled():
         torch.manual_seed(0)
         trainer = build(tmp_path, *tiny_model(), **{**options, "max_steps": 1})

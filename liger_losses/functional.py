@@ -14,7 +14,7 @@ T tokens, n tokens, C columns of the vocabulary::
 - of pairs: :func:`dpo_loss`, :func:`cpo_loss`, :func:`simpo_loss`, :func:`orpo_loss`;
 - of completions: :func:`kto_loss`, :func:`bco_loss`, :func:`unpaired_loss`; from tokens: :func:`sequence_logps`;
 - of a batch: :func:`grpo_loss`, with :func:`k3`, :func:`high_entropy_mask`, :func:`vespo_weights`,
-  :func:`fipo_weights`, and :func:`sampler_weights`;
+  :func:`fipo_weights`, :func:`iw_opd_advantages`, and :func:`sampler_weights`;
 - of tokens: :func:`cross_entropy`, :func:`minillm_returns`;
 - of tokens, from the vocabulary: :func:`divergence`, :func:`forward_kl`, :func:`reverse_kl`, :func:`jsd`,
   :func:`total_variation`, :func:`alpha_beta_divergence`, :func:`sparse_divergence`.
@@ -24,6 +24,7 @@ from liger_losses.chunked.losses.completion_loss import sequence_logps as sequen
 from liger_losses.chunked.losses.cross_entropy_terms import cross_entropy as cross_entropy
 from liger_losses.chunked.losses.dpo import dpo_loss as dpo_loss
 from liger_losses.chunked.losses.minillm import minillm_returns as minillm_returns
+from liger_losses.chunked.losses.policy_estimates import iw_opd_advantages as iw_opd_advantages
 from liger_losses.chunked.losses.policy_estimates import k3 as k3
 from liger_losses.chunked.losses.policy_objectives import grpo_loss as grpo_loss
 from liger_losses.chunked.losses.policy_objectives import high_entropy_mask as high_entropy_mask

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from liger_losses.chunked import EngineOptions
+from liger_losses.chunked import EngineOptions, Largest
 from liger_losses.chunked.losses.cross_entropy_terms import linear_cross_entropy
 from liger_losses.kernels.autograd import autocast_dtype
 
@@ -139,11 +139,18 @@ for _name in "to float double half bfloat16".split():  # noqa: SIM905
 
 
 def _scale(name: str, logits: PendingLogits, other: Any) -> Any:
-    """Multiply or divide by a number: a scale of the head, and of its soft-cap if there is one."""
+    """Multiply or divide by a number: a scale of the head, and of its soft-cap if there is one. Or multiply by a vector
+    ``[V]``: a scale of each row."""
+    head = logits.head
+    if isinstance(other, Tensor) and name == "mul" and other.shape == logits.shape[-1:]:
+        plain = head.ranks.size == 1 and head.quantized is None and head.transform.softcap is None
+        if not plain or logits.normalized or not other.is_floating_point() or other.device != head.weight.device:
+            return NotImplemented
+        return logits.with_changes(head=head.scaled(other), dtype=torch.promote_types(logits.dtype, other.dtype))
     number = isinstance(other, (int, float)) and not isinstance(other, bool)
     if not number or not math.isfinite(other) or other == 0 or logits.normalized:
         return NotImplemented
-    by, transform = 1.0 / other if name == "div" else float(other), logits.head.transform
+    by, transform = 1.0 / other if name == "div" else float(other), head.transform
     changes = {"logit_scale": transform.logit_scale * by}
     if transform.softcap is not None:
         changes["softcap"] = transform.softcap * by
@@ -281,6 +288,17 @@ def _gather(logits: PendingLogits, dim: int, index: Tensor) -> Any:
 @_operation("take_along_dim")
 def _take_along_dim(logits: PendingLogits, indices: Tensor, dim: int) -> Any:
     return NotImplemented if indices.dim() != len(logits.shape) else _gather(logits, dim, indices)
+
+
+@_operation("topk")
+def _topk(logits: PendingLogits, k: Any, dim: Any = -1, largest: bool = True, sorted: bool = True) -> Any:
+    """The largest logits or log-probabilities, in descending order."""
+    if not _is_vocabulary(logits, dim) or not largest or not isinstance(k, int) or logits.negated or logits.ndim < 2:
+        return NotImplemented
+    lse = () if logits.normalized else ("lse",)
+    found = logits.statistics(None, "selected_logps", *lse, selected=Largest(k), metrics=("columns",))
+    values = found.selected_logps + found.lse[..., None] if lse else found.selected_logps
+    return torch.return_types.topk((values.to(logits.dtype), found.columns))
 
 
 @_operation("argmax")

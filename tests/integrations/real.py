@@ -19,6 +19,7 @@ import sys
 import tempfile
 import types
 import warnings
+from typing import Optional
 from unittest import mock
 
 import pytest
@@ -399,6 +400,44 @@ def openrlhf():
     compare(run, lambda: recipe("openrlhf.models.actor"), announced=False)
 
 
+def scale_tokens(*functions):
+    """A framework's losses ``(outputs, labels, num_items_in_batch)``, of a patched model's pending logits."""
+    from liger_losses import patch
+    from tests.integrations.models import llama
+
+    plain, patched = llama(), llama()
+    patched.load_state_dict(plain.state_dict())
+    patch(patched)
+    ids = torch.arange(5, 23).view(2, 9)
+    labels = ids.masked_fill(torch.arange(9) < 3, -100)
+    for function in functions:
+        expected = function(plain(ids), labels, 12)
+        with warnings.catch_warnings(), engine_calls() as calls:
+            warnings.simplefilter("error", RuntimeWarning)  # of logits that are computed
+            found = function(patched.train()(ids, num_items_in_batch=12), labels, 12)
+            assert calls
+        torch.testing.assert_close(found, expected)
+        pair = [torch.autograd.grad(loss, list(m.parameters())) for loss, m in ((found, patched), (expected, plain))]
+        torch.testing.assert_close(*pair, rtol=1e-4, atol=1e-6)
+
+
+def axolotl_losses():
+    """Axolotl's EAFT."""
+    from axolotl.monkeypatch.loss.eaft import eaft_loss
+
+    scale_tokens(eaft_loss)
+
+
+def llamafactory_losses():
+    """LLaMA-Factory's DFT and EAFT, from the source of their module, which would import all of it."""
+    (folder,) = importlib.util.find_spec("llamafactory").submodule_search_locations
+    names = "dft_loss_func", "_dft_cross_entropy", "eaft_loss_func", "_eaft_cross_entropy"
+    found = functions_of(
+        pathlib.Path(folder, "train", "trainer_utils.py"), names, {"torch": torch, "Optional": Optional}
+    )
+    scale_tokens(found["dft_loss_func"], found["eaft_loss_func"])
+
+
 def axolotl():
     """Its plugin manager patches the model with the YAML file's options, also where TRL's version is refused."""
     from axolotl.integrations.base import BasePlugin, PluginManager
@@ -447,14 +486,20 @@ def llamafactory():
     torch.testing.assert_close(model(ids, labels=ids).loss, expected)
 
 
+def functions_of(path, names, known):
+    """Functions, methods too, of a source file, beside names that it imports."""
+    tree = ast.parse(path.read_text())
+    found = [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef) and node.name in names]
+    exec("from __future__ import annotations\n" + "\n".join(map(ast.unparse, found)), known)
+    return known
+
+
 def trainer_of_swift(name, methods, **names):
     """An object with methods from the source of one of ms-swift's trainers, whose module would import all of it."""
     (folder,) = importlib.util.find_spec("swift").submodule_search_locations
-    tree = ast.parse(pathlib.Path(folder, "rlhf_trainers", f"{name}.py").read_text())
-    found = [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef) and node.name in methods]
     names |= {"torch": torch, "nullcontext": contextlib.nullcontext, "profiling_decorator": lambda method: method}
     names |= {"is_peft_model": lambda model: False, "gather_object": list, "_ForwardRedirection": object}
-    exec("from __future__ import annotations\n" + "\n".join(map(ast.unparse, found)), names)
+    names = functions_of(pathlib.Path(folder, "rlhf_trainers", f"{name}.py"), methods, names)
     trainer = type(name, (), {method: names[method] for method in methods})()
     metrics = {"train": collections.defaultdict(list)}
     trainer.accelerator = types.SimpleNamespace(gather_for_metrics=torch.as_tensor, unwrap_model=lambda model: model)

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 
 import liger_losses
 from liger_losses.integrations import liger, loading
-from liger_losses.integrations.liger import losses, models
+from liger_losses.integrations.liger import losses, models, score_centering
 from liger_losses.integrations.liger.chunked import _FUNCTIONS, CHUNKED, LOSSES
 from liger_losses.patching.swap import replacement_of
 from tests.integrations.models import is_patched, llama
@@ -161,6 +161,66 @@ def test_fused_linear_jsd(installed):
         found = loss(hidden.requires_grad_(), weight, wide, torch.eye(17), given)
         torch.testing.assert_close(found.detach(), expected.mean())
         assert torch.autograd.grad(found, (hidden, wide), allow_unused=True)[1] is None
+
+
+@pytest.mark.parametrize("correction", [None, (0.0, 1.3, "clamp"), (0.8, 1.3), (0.8, 1.2, "drop", "ppo")])
+@pytest.mark.parametrize("centers", [True, False])
+def test_score_centering(correction, centers):
+    """The paper's loss and the means that liger-kernel returns, over the whole vocabulary; with tokens that do not
+    count, and without any."""
+    correction = None if correction is None else score_centering.ISCorrection(*correction)
+    hidden, weight, labels, bias = problem(shape=(3, 5), dtype=torch.float64, bias=True)
+    ids, mask, a = labels.clamp(min=0), labels >= 0, torch.tensor([0.7, -1.0, 0.0])
+    log_p = ((hidden @ weight.t() + bias) / 0.8).log_softmax(-1)
+    log_q = (log_p.detach() + 0.5 * normal(3, 5, 61, dtype=torch.float64)).log_softmax(-1)
+    top = log_q.topk(7)
+    p, q, said = (
+        log_p.detach().exp(),
+        log_q.exp(),
+        torch.zeros_like(log_q, dtype=torch.bool).scatter(-1, top.indices, 1),
+    )
+    rest = (q * ~said).sum(-1, keepdim=True) / (p * ~said).sum(-1, keepdim=True)
+    q = torch.where(said, q, rest * p)
+
+    def weights(ratio, a):
+        if correction is None:
+            return torch.ones_like(ratio)
+        low, high, outside, sign = correction
+        if sign == "ppo":
+            return ratio * torch.where(a >= 0, ratio <= high, (ratio >= low) & (ratio <= 3))
+        kept = ratio * ((ratio >= low) & (ratio <= high))
+        return ratio.clamp(low, high) if outside == "clamp" else kept
+
+    logp, logq = (x.gather(-1, ids[..., None])[..., 0] for x in (log_p, log_q))
+    w = weights((logp.detach() - logq).exp(), a[:, None])
+    score = w * logp - centers * (q * weights(p / q, a[:, None, None]) * log_p).sum(-1)
+    expected = -(a[:, None] * score * mask).sum() / 9
+    kl = (torch.where(said, q * (q / p).log(), 0.0)).sum(-1) + (q * ~said).sum(-1) * rest[..., 0].log()
+    means = {"entropy": -(p * log_p).sum(-1), "kl_head": kl, "frac_masked": w == 0}
+    loss = score_centering.LigerFusedLinearScoreCenteringLoss(centers, correction, temperature=0.8)
+    junk = torch.where(mask[..., None], top.values, torch.nan)
+    call = hidden, weight, ids, mask.long(), a, torch.where(mask, logq, torch.inf), top.indices, junk, bias
+    value, metrics = loss(*call, num_items_in_batch=9)
+    torch.testing.assert_close(value, expected)
+    torch.testing.assert_close(
+        torch.autograd.grad(value, (hidden, weight, bias)), torch.autograd.grad(expected, (hidden, weight, bias))
+    )
+    expected_means = {name: (x * mask).sum().detach() / mask.sum() for name, x in means.items()}
+    torch.testing.assert_close(metrics, expected_means, check_dtype=False)
+    nothing = (*call[:3], torch.zeros_like(mask), *call[4:])
+    loss, means = score_centering.fused_linear_score_centering(*nothing)
+    assert not any([loss, *means.values()])
+
+
+@pytest.mark.peers
+def test_dispatched_functions(installed):
+    functional = pytest.importorskip("liger_kernel.functional", reason="this liger-kernel has no functional")
+    hidden, weight, labels, _ = problem()
+    loss, *others = functional.fused_linear_cross_entropy(hidden, weight, labels, impl="nvidia-triton")
+    torch.testing.assert_close(loss, F.cross_entropy(hidden @ weight.t(), labels))
+    assert others == [None] * 3
+    found = functional.fused_linear_jsd(hidden, weight, hidden, weight.detach() * 2, labels, 0.3, mode="eager")
+    torch.testing.assert_close(found, losses.fused_linear_jsd(hidden, weight, hidden, weight.detach() * 2, labels, 0.3))
 
 
 @pytest.mark.peers

@@ -20,6 +20,8 @@ CHECKS = {
     "skyrl": "skyrl",
     "openrlhf": "openrlhf",
     "axolotl": "axolotl",
+    "axolotl_losses": "axolotl",
+    "llamafactory_losses": "llamafactory",
     "llamafactory": "llamafactory",
     "swift": "ms-swift",
 }

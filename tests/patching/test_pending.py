@@ -58,6 +58,12 @@ PENDING = {
     "row by row": lambda z, y: sum(torch.logsumexp(row, dim=-1).square().sum() for row in z.unbind()),
     "scaled": lambda z, y: shifted(z * 0.3 / 1.7, y),
     "soft-capped": lambda z, y: shifted(torch.tanh(z / 3.0) * 3.0, y) + chosen(2.0 * (z * 0.5).tanh(), y),
+    "largest": lambda z, y: (
+        z.topk(3).values.square().sum()
+        + z.log_softmax(-1).topk(4, dim=2)[0].exp().sum()
+        + z.topk(2).indices.sum() * 1e-3
+    ),
+    "scaled by entry": lambda z, y: chosen(z * torch.linspace(0.5, 2.0, V).to(z.dtype), y),
     "biased": lambda z, y: chosen(z + torch.arange(V).to(z.dtype), y),
     "cast": lambda z, y: shifted(z.float().double().to(torch.float32).to("cpu"), y),
     "vocabulary sliced": lambda z, y: z[..., :7].logsumexp(-1).sum() + z[:, 2:4, 2:].logsumexp(-1).sum(),

@@ -69,7 +69,18 @@ STATISTICS = ("logp", "entropy", "lse", "mean_logp", "log_sum_sq_probs", "mean_l
 WITH_FORMULA = tuple(name for name, loss in LOSSES.items() if loss.formula is not None)
 #: Those of a teacher, whose temperature is an option of the loss.
 DISTILLED = (
-    *("JSD", "KL", "KL, top-k", "KL, renormalized", "KL, logits", "reverse KL", "TVD", "alpha-beta", "cosine"),
+    *(
+        "JSD",
+        "KL",
+        "KL, anchored",
+        "KL, top-k",
+        "KL, renormalized",
+        "KL, logits",
+        "reverse KL",
+        "TVD",
+        "alpha-beta",
+        "cosine",
+    ),
     "MiniLLM",
 )
 METRICS = ("entropy", "lse", "argmax", "mean_logit")

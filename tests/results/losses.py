@@ -6,6 +6,7 @@ A call gets a loss, the head, the head of another model (reference or teacher), 
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -100,6 +101,10 @@ def policy(loss, head, ref, d, **extra):
     return loss(d["h"], head, ids, mask, d["signs"], old_per_token_logps=d["logps"], **extra)
 
 
+def policy_of_sampler(loss, head, ref, d):
+    return policy(loss, head, ref, d, sampler_topk=TeacherTopK(d["top_logps"], d["columns"]))
+
+
 def policy_of_prompts(loss, head, ref, d):
     prompts = torch.arange(len(d["y"]), device=d["y"].device) // 2
     return policy(loss, head, ref, d, prompts=prompts, sampling_per_token_logps=d["logps"] * 0.9)
@@ -107,6 +112,10 @@ def policy_of_prompts(loss, head, ref, d):
 
 def distilled(loss, head, ref, d):
     return loss(head, d["h"], d["y"], Teacher(d["other"], ref))
+
+
+def weighted_distillation(loss, head, ref, d):
+    return loss(head, d["h"], d["y"], Teacher(d["other"], ref), token_weights=d["logps"].exp())
 
 
 def from_whole_teacher(loss, head, ref, d):
@@ -182,6 +191,12 @@ def cross_entropy_with_options(p: Plain) -> Tensor:
     return ce + 1e-2 * p.mean(p.logits.logsumexp(-1).square())
 
 
+def by_entropy(p: Plain) -> Tensor:
+    k = min(20, p.log_p.shape[-1])
+    largest = p.log_p.detach().topk(k).values.log_softmax(-1)
+    return p.mean((largest.exp() * largest).sum(-1) / math.log(k) * p.logp)
+
+
 def orpo(p: Plain) -> Tensor:
     chosen, rejected = (mean - torch.log(-torch.expm1(mean)) for mean in p.means)
     return -0.1 * F.logsigmoid(chosen - rejected).mean() + p.nll
@@ -201,15 +216,40 @@ def grpo(p: Plain) -> Tensor:
     return p.mean(clipped(p, p.logp - p.d["logps"]) + 0.1 * (gap.exp() - gap - 1))
 
 
+def centered(p: Plain) -> Tensor:
+    """Truncated importance sampling less its mean over the whole vocabulary: of columns that the sampler has not said,
+    its probabilities are a multiple of the policy's."""
+    said, at = p.d["top_logps"].to(p.log_p.dtype).exp(), p.d["columns"]
+    p_said = p.log_p.detach().exp().gather(-1, at)
+    rest = (1 - said.sum(-1, keepdim=True)) / (1 - p_said.sum(-1, keepdim=True))
+    q = (p.log_p.detach().exp() * rest).scatter(-1, at, said)
+
+    def objective(log_p: Tensor, log_q: Tensor, advantages: Tensor) -> Tensor:
+        weight = (log_p.detach() - log_q).exp().clamp(max=1.1)
+        return weight * advantages * (1 + log_p - log_p.detach())
+
+    a = p.d["signs"][:, None]
+    return -p.mean(objective(p.logp, p.d["logps"], a) - (q * objective(p.log_p, q.log(), a[..., None])).sum(-1))
+
+
+def near_sampler(p: Plain) -> Tensor:
+    teacher, student = of_buckets(p)
+    return p.mean(clipped(p, p.logp - p.d["logps"]) + 0.2 * kl(student, teacher))
+
+
 def gspo(p: Plain) -> Tensor:
     log_ratio = (p.logp - p.d["logps"]).where(p.mask, 0.0).sum(1) / p.lengths
     return p.mean(clipped(p, log_ratio[:, None].expand_as(p.logp)))
 
 
+def of_buckets(p: Plain) -> list[Tensor]:
+    """The teacher's and the student's log-probabilities of columns, and of all others together."""
+    both = p.d["top_logps"].to(p.log_p.dtype), p.log_p.gather(-1, p.d["columns"])
+    return [torch.cat([x, torch.log1p(-x.exp().sum(-1, keepdim=True))], -1) for x in both]
+
+
 def top_k(p: Plain) -> Tensor:
-    student, teacher = p.log_p.gather(-1, p.d["columns"]), p.d["top_logps"].to(p.log_p.dtype)
-    student, teacher = (torch.cat([x, torch.log1p(-x.exp().sum(-1, keepdim=True))], -1) for x in (student, teacher))
-    return 0.5 * (p.mean(-p.logp) + p.mean(kl(teacher, student)))
+    return 0.5 * (p.mean(-p.logp) + p.mean(kl(*of_buckets(p))))
 
 
 def renormalized(p: Plain) -> Tensor:
@@ -222,6 +262,11 @@ def soft(name: str, temperature: float = 1.0, scale: float = 1.0) -> Callable[[P
         return 0.5 * (p.mean(-p.logp) + scale * p.mean(formula(name, p.logits / temperature, p.others / temperature)))
 
     return loss
+
+
+def anchored(p: Plain) -> Tensor:
+    """ASFT (arXiv:2509.23753): DFT and the divergence from another model, with weights of tokens."""
+    return p.mean(p.d["logps"].exp() * (-p.logp.exp().detach() * p.logp + 0.1 * kl(p.log_q, p.log_p)))
 
 
 def minillm(p: Plain) -> Tensor:
@@ -257,6 +302,7 @@ LOSSES = {
     "cross entropy": Loss(CE, plain_call, lambda p: p.mean(-p.logp)),
     "cross entropy, options": Loss(weighted, plain_call, cross_entropy_with_options),
     "cross entropy, per token": Loss(made_of(CE, reduction="none"), plain_call, lambda p: -p.logp),
+    "cross entropy, by entropy": Loss(made_of(CE, token_scaling="entropy"), plain_call, by_entropy),
     "cross entropy, many heads": Loss(
         made_of(CE, head_weights=[1.0, 0.5, 0.8], return_token_accuracy=True),
         lambda loss, head, ref, d: loss([head, ref, head], [d["h"], d["h"], d["h"] + d["other"]], d["y"]),
@@ -298,8 +344,21 @@ LOSSES = {
             *((name, policy_of_prompts) for name in ("real", "icepop")),
         )
     },
+    "GRPO, score centering": Loss(
+        made_of(GRPO, beta=0.0, loss_type="importance", delta=1.1, sampler_term="score_centering"),
+        policy_of_sampler,
+        centered,
+    ),
+    "GRPO, near the sampler": Loss(
+        made_of(GRPO, beta=0.0, sampler_term="reverse_kl", sampler_coef=0.2), policy_of_sampler, near_sampler
+    ),
     "GRPO, off-policy mask": Loss(made_of(GRPO, off_policy_mask_threshold=0.3), policy),
     "JSD": Loss(made_of(JSD, beta=0.1, temperature=1.5), distilled, soft("JSD 0.1", 1.5)),
+    "KL, anchored": Loss(
+        made_of(KL, weight_hard_loss=1.0, weight_soft_loss=0.1, token_scaling="probability"),
+        weighted_distillation,
+        anchored,
+    ),
     "JSD, whole teacher": Loss(JSD, from_whole_teacher),
     "JSD, smaller teacher": Loss(made_of(JSD, temperature=1.5), from_smaller_teacher),
     "soft loss of a smaller teacher": Loss(made_of(JSD, weight_hard_loss=0.0), from_smaller_teacher),
@@ -377,6 +436,18 @@ OPERATIONS = {
     ),
     "token loss": lambda head, ref, d: linear_token_loss(
         d["h"], head, d["y"], of_statistics, ("logp", "lse"), token_inputs={"w": d["logps"].abs()}
+    ),
+    "token loss, teacher": lambda head, ref, d: linear_token_loss(
+        d["h"],
+        head,
+        d["y"],
+        lambda s, labels, w: w * s.logp + s.logp.detach().exp() * s.divergence,
+        ("logp", "divergence"),
+        metrics=("entropy",),
+        token_inputs={"w": d["logps"].abs()},
+        teacher=Teacher(d["other"], ref),
+        divergence=Divergence.reverse_kl(),
+        temperature=1.5,
     ),
     "logps of many heads": lambda head, ref, d: linear_logps(d["h"], [head, ref, head], d["y"], shift=[1, 2, 3]),
 }

@@ -62,7 +62,7 @@ _TEACHER = ("JSD", "JSD, whole teacher", "KL", "reverse KL", "TVD", "alpha-beta"
 #: ones too, these are 9.2.
 UNITS = {
     **dict.fromkeys(("DPO", "DPO, several", "KTO", "BCO"), 8),  # the reference
-    **dict.fromkeys((*_TEACHER, "divergence loss"), 8),
+    **dict.fromkeys((*_TEACHER, "divergence loss", "token loss, teacher", "KL, anchored"), 8),
     "KL, logits": 9.2,  # which the call computes
     "JSD, smaller teacher": 6.3,
     "soft loss of a smaller teacher": 1.0,

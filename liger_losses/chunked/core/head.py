@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from liger_losses.checks import check_vector, check_weight, is_weight_and_bias
+from liger_losses.checks import check_vector, check_weight, described, is_weight_and_bias
 from liger_losses.chunked.core.adapters import LowRank, adapters_of, check_adapters, side_by_side
 from liger_losses.chunked.core.buffers import local_part
 from liger_losses.chunked.core.quantizers import QuantizedWeight, find_quantized
@@ -193,6 +193,26 @@ class Head:
         if self.ranks is ALONE:
             return self
         return self.with_fields(ranks=replace(self.ranks, sums_hidden=False))
+
+    def scaled(self, scale: Tensor) -> Head:
+        """The same head with each entry's logit, before the transform, times ``scale [V]``, which may be trained.
+
+        Its weight is a copy. With ``group``, ``scale`` has this rank's entries.
+
+        Raises:
+            TypeError, ValueError: another shape; a quantized weight, whose rows are frozen codes.
+        """
+        if self.quantized is not None:
+            raise ValueError("a quantized head takes no scale per vocabulary entry: dequantize it, or leave it out.")
+        if not isinstance(scale, Tensor) or scale.shape != self.weight.shape[:1]:
+            raise ValueError(f"scale must be one number for each of {len(self.weight)} rows, got {described(scale)}.")
+
+        def times(rows: Tensor) -> Tensor:
+            return (rows * (scale[:, None] if rows.dim() > 1 else scale)).to(rows.dtype)
+
+        adapters = tuple([replace(adapter, b=times(adapter.b)) for adapter in self.adapters])
+        bias = None if self.bias is None else times(self.bias)
+        return self.with_fields(weight=times(self.weight), bias=bias, adapters=adapters)
 
     def columns(self, columns: slice) -> Head:
         """The head of some of its rows."""

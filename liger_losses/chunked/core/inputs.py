@@ -68,14 +68,18 @@ def compared_targets(
     if isinstance(teacher, Teachers):
         check_tensor("labels", labels)
         pairs = list(zip(teacher.teachers, teacher.labels(labels, ignore_index), strict=True))
-    LogitTransform(temperature)  # raises unless it can be a temperature
     for one, of_one in pairs:
-        target = target_of(hidden_states, head, of_one)
-        check_comparison(one, divergence, head, of_one.shape)
-        if isinstance(temperature, Tensor):
-            checks.check_temperature(temperature, head.weight.device, [of_one.shape])
-        targets.append(replace(target, teacher=one.compared(of_one, temperature)))
+        targets.append(compared(target_of(hidden_states, head, of_one), head, one, divergence, temperature))
     return targets
+
+
+def compared(target: Target, head: Head, teacher: Any, divergence: Any, temperature: float | Tensor) -> Target:
+    """A target of this head with a teacher of its tokens."""
+    LogitTransform(temperature)  # raises unless it can be a temperature
+    check_comparison(teacher, divergence, head, target.labels.shape)
+    if isinstance(temperature, Tensor):
+        checks.check_temperature(temperature, head.weight.device, [target.labels.shape])
+    return replace(target, teacher=teacher.compared(target.labels, temperature))
 
 
 def shift_labels(labels: Tensor, ignore_index: int = -100, positions: int = 1) -> Tensor:

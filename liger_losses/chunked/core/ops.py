@@ -23,7 +23,7 @@ from liger_losses.chunked.core import compiled
 from liger_losses.chunked.core.distilled import Teacher, TeacherLogits, Teachers
 from liger_losses.chunked.core.entry import operator
 from liger_losses.chunked.core.head import Head
-from liger_losses.chunked.core.inputs import compared_targets, several, target_of, targets_of
+from liger_losses.chunked.core.inputs import compared, compared_targets, several, target_of, targets_of
 from liger_losses.chunked.core.options import EngineOptions
 from liger_losses.chunked.core.results import HOW_TO_ASK, DeclaredStatistics, Largest, Statistics, check_asked, named
 from liger_losses.chunked.core.statistics import Statistic
@@ -344,6 +344,9 @@ def linear_token_loss(
     metrics: Iterable[str] | str = (),
     token_inputs: Mapping[str, Any] | None = None,
     selected: OneOrEach = None,
+    teacher: Teacher | TeacherLogits | None = None,
+    divergence: Divergence | None = None,
+    temperature: float | Tensor = 1.0,
     bias: OneOrEach = None,
     class_weight: Tensor | None = None,
     transform: LogitTransform | None = None,
@@ -370,6 +373,8 @@ def linear_token_loss(
         selected: ``[..., k]`` int64, one row of vocabulary entries for each label, or a list, or a :class:`Largest`.
             The statistics then include ``selected_logps [n, k]``, the log-probabilities of these entries, and the
             metrics ``columns``.
+        teacher, divergence, temperature: as in :func:`linear_divergence`, together. The statistics may then include
+            ``divergence``; all others are at the temperature 1. A policy's loss and its distillation so take one pass.
         bias, class_weight, transform, options: as in :func:`linear_statistics`.
 
     Returns:
@@ -384,7 +389,11 @@ def linear_token_loss(
     names, metrics, inputs = _names(statistics), _names(metrics), dict(token_inputs or {})
     fields = {"selected": selected, "bias": bias, "class_weight": class_weight, "transform": transform}
     fields |= {f"token_inputs[{name!r}]": value for name, value in inputs.items()}
+    if (teacher is None) != (divergence is None) or (teacher is not None and several(hidden_states, head)):
+        raise ValueError("teacher= and divergence= go together, with one tensor of hidden states and one head.")
+    fields["comparison"] = None if teacher is None else (teacher, divergence, temperature)
     targets = _targets(hidden_states, head, labels, names, metrics, options, **fields)
+    asked = {"divergence": Statistic("divergence", divergence=divergence)}
     losses = []
     for i, target in enumerate(targets):
         read = {name: one_each(value, len(targets))[i] for name, value in inputs.items()}
@@ -393,7 +402,8 @@ def linear_token_loss(
             shape = target.labels.shape
             check_shaped(name, value, "label", target.labels.device, shape, (*shape, *value.shape[-1:]))
         losses.append(TokenLoss(functools.partial(_of_user, token_loss, names), {"labels": target.labels, **read}))
-    loss, of_targets = compiled.loss_sum(targets, names, losses, options, metrics)
+    by_name = [[asked.get(name, name) for name in group] for group in (names, metrics)]
+    loss, of_targets = compiled.loss_sum(targets, by_name[0], losses, options, by_name[1])
     results = [named(values, names) for values in of_targets]
     return loss, results if several(hidden_states, head) else results[0]
 
@@ -521,7 +531,11 @@ def _targets(
         raise TypeError(f"options must be liger_losses.EngineOptions(...), got {type(options).__name__}.")
     if isinstance(arguments["selected"], Largest):
         arguments["selected"] = arguments["selected"].k
+    comparison = arguments.pop("comparison", None)
     targets = targets_of(hidden_states, weight, labels, options.ignore_index, **arguments)
+    if comparison is not None:
+        head = Head.of(weight, arguments["bias"], arguments["transform"])
+        targets = [compared(targets[0], head, *comparison)]
     check_asked(targets, names, metrics)
     return targets
 

@@ -46,7 +46,7 @@ HOW_TO_ASK = {
     "selected_logps": "statistics='selected_logps' of linear_statistics or linear_token_loss, with selected=",
     "columns": "metrics='columns' of linear_statistics or linear_token_loss, with selected=Largest(k)",
     "rest": "metrics='rest' of linear_statistics or linear_token_loss, with selected=",
-    "divergence": "linear_divergence",
+    "divergence": "linear_divergence, or teacher= and divergence= of linear_token_loss",
     "registered": "the registered names in statistics=",
 }
 
@@ -135,11 +135,12 @@ def named(values: Mapping[str, Tensor], names: Sequence[str] = ()) -> Statistics
 
 def check_asked(targets: Sequence[Target], names: Sequence[str], metrics: Sequence[str]) -> None:
     """Raise ValueError for names that are no statistics of the targets, differentiable ones first."""
-    selected, of_users, others = targets[0].selected, registered(names), [*OF_KERNELS]
-    if selected is not None:
-        others = [*["columns"] * isinstance(selected, int), "rest", *others]
-    known = [*["selected_logps"] * (selected is not None), *[name for name in OF_KERNELS if name != "argmax"]]
-    if of_users and targets[0].head.batch_invariant:
+    target, of_users = targets[0], registered(names)
+    has = {"selected_logps": target.selected is not None, "divergence": target.teacher is not None}
+    both = [name for name, there in has.items() if there]
+    known = [*both, *[name for name in OF_KERNELS if name != "argmax"]]
+    others = [*["columns"] * isinstance(target.selected, int), *["rest"] * has["selected_logps"], *both, *OF_KERNELS]
+    if of_users and target.head.batch_invariant:
         raise ValueError(
             f"{', '.join(of_users)}: a registered statistic is summed in an order that depends on the batch; use a "
             "head without batch_invariant=True."

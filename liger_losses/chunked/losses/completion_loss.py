@@ -180,12 +180,14 @@ def states_and_head(first: Any, second: Any) -> tuple[Any, Any]:
 
 
 @contextmanager
-def naming_the_reference() -> Iterator[None]:
-    """Errors raised inside say that they are about the reference model."""
+def naming_the_reference(
+    whose: str = "the reference model (its hidden states, weight and bias)",
+) -> Iterator[None]:
+    """Errors raised inside say that they are about the reference model, or another one."""
     try:
         yield
     except (TypeError, ValueError) as error:
-        raise type(error)(f"of the reference model (its hidden states, weight and bias): {error}") from None
+        raise type(error)(f"of {whose}: {error}") from None
 
 
 class Reference(NamedTuple):

@@ -19,7 +19,7 @@ from liger_losses.chunked.core.entry import operator
 from liger_losses.chunked.core.inputs import several, targets_of
 from liger_losses.chunked.core.target import Target, TokenLoss
 from liger_losses.chunked.losses.base import AnyHead, ChunkedLoss, LossOptions, constructor
-from liger_losses.chunked.losses.cross_entropy_terms import TokenTerms, loss_of_terms
+from liger_losses.chunked.losses.cross_entropy_terms import TOKEN_SCALINGS, TokenTerms, loss_of_terms
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -72,9 +72,11 @@ class CrossEntropyOptions(LossOptions):
     ce_weight: Tensor | None = field(default=None, kw_only=False, repr=False, compare=False)
     lse_square_scale: NonNegativeFloat = 0.0
     label_smoothing: UnitFloat = 0.0
+    smooths_others: bool = False
     reduction: str = "mean"
     return_z_loss: bool = False
     use_token_scaling: bool = False
+    token_scaling: str = "none"
     return_token_accuracy: bool = False
     return_predicted_tokens: bool = False
     head_weights: Sequence[float] | None = None
@@ -84,11 +86,22 @@ class CrossEntropyOptions(LossOptions):
         if self.ce_weight is not None:
             checks.check_tensor("ce_weight", self.ce_weight)
         checks.check_names([self.reduction], ("mean", "sum", "none"), "reduction")
+        checks.check_names([self.token_scaling], ("none", *TOKEN_SCALINGS), "token_scaling")
+        if self.use_token_scaling and self.token_scaling not in ("none", "probability"):
+            raise ValueError(
+                f"use_token_scaling=True is token_scaling='probability', and token_scaling={self.token_scaling!r} was "
+                "given too; leave one of them out."
+            )
         if self.head_weights is not None:
             if not isinstance(self.head_weights, (list, tuple)):
                 raise TypeError(f"head_weights must be a list of one number for each head, got {self.head_weights!r}.")
             for value in self.head_weights:
                 checks.check_range("each of head_weights", value, 0.0, math.inf)
+
+    @property
+    def scaling(self) -> str:
+        """The row of :data:`TOKEN_SCALINGS`, or ``none``."""
+        return "probability" if self.use_token_scaling else self.token_scaling
 
 
 class CrossEntropyInputs(TypedDict, total=False):
@@ -120,9 +133,13 @@ class LigerFusedLinearCrossEntropyLoss(ChunkedLoss, Generic[R]):
         ce_weight: class weights ``[V]``, as ``torch.nn.CrossEntropyLoss(weight=)``.
         lse_square_scale: weight of the z-loss (PaLM, arXiv:2204.02311, section 5).
         label_smoothing: share of the uniform distribution in the target distribution, in [0, 1].
+        smooths_others: the uniform distribution is over the V - 1 entries other than the label, as in Megatron-core.
         reduction: ``mean``, ``sum`` or ``none``.
         return_z_loss: also return the z-loss, which is a part of the loss.
-        use_token_scaling: multiply the loss of a token by its detached probability (DFT, arXiv:2508.05629, eq. 9).
+        token_scaling: multiply the loss of a token by a detached factor: ``probability`` of the label p (DFT,
+            arXiv:2508.05629, eq. 9), ``uncertainty`` p (1 - p) (CHORD, arXiv:2508.11408), or ``entropy`` of the 20
+            largest probabilities, divided by log 20 (EAFT, arXiv:2601.02151).
+        use_token_scaling: liger-kernel's name of ``token_scaling="probability"``.
         return_token_accuracy: also return the share of tokens whose label is the argmax (per token for ``none``).
         return_predicted_tokens: also return the argmax of each token, -1 for ignored tokens.
         head_weights: with K heads, the weight of each head's loss in the sum, such as Medusa's ``0.8**k``; 1 by
@@ -225,6 +242,8 @@ class LigerFusedLinearCrossEntropyLoss(ChunkedLoss, Generic[R]):
             head_weights=o.head_weights,
             **inputs,
         )
+        if self._columns is not None:
+            whole = [replace(target, selected=min(self._columns, target.vocab_size)) for target in whole]
         count = len(whole)
         numbers, weights = [checks.one_each(value, count) if many else [value] for value in inputs.values()]
         if self.spans_ranks:
@@ -235,7 +254,8 @@ class LigerFusedLinearCrossEntropyLoss(ChunkedLoss, Generic[R]):
         targets = [part.counted(o.ignore_index) for part in parts]
         names = ("logp", *["lse"] * bool(o.lse_square_scale), *["mean_logp"] * bool(o.label_smoothing))
         reads_argmax = bool(o.return_token_accuracy or o.return_predicted_tokens)
-        metrics = (*["argmax"] * reads_argmax, *["lse"] * bool(o.return_z_loss))
+        columns = ["selected_logps"] * (self._columns is not None)
+        metrics = (*["argmax"] * reads_argmax, *["lse"] * bool(o.return_z_loss), *columns)
         loss: Any
         if o.reduction == "none":
             read = statistics(targets, names, o.engine, metrics)
@@ -254,9 +274,9 @@ class LigerFusedLinearCrossEntropyLoss(ChunkedLoss, Generic[R]):
                 if part.scale == 0:
                     (read[k],) = statistics([part.target], names, o.engine, metrics)
             outputs = [self._output(values, part) for values, part in zip(read, parts, strict=True)]
-            columns: Any = [None if column[0] is None else [*column] for column in zip(*outputs, strict=True)]
-            of_losses, z_losses, accuracies = [column and torch.stack(column) for column in columns[:3]]
-            return loss, ManyHeadsMetrics(of_losses, z_losses, accuracies, columns[3])
+            results: Any = [None if result[0] is None else [*result] for result in zip(*outputs, strict=True)]
+            of_losses, z_losses, accuracies = [result and torch.stack(result) for result in results[:3]]
+            return loss, ManyHeadsMetrics(of_losses, z_losses, accuracies, results[3])
 
     def _part(self, target: Target, items: Any, token_weights: Tensor | None, positions: int, scale: float) -> _Part:
         """What one head predicts, once the class weights, the number of items and the token weights fit it."""
@@ -286,16 +306,22 @@ class LigerFusedLinearCrossEntropyLoss(ChunkedLoss, Generic[R]):
         """The losses of a part's tokens. What has no weight takes no part in the gradient products."""
         weights = part.inputs.get("token_weights")
         live = None if weights is None else weights != 0
-        return TokenLoss(loss_of_terms, part.inputs, {"of": self._per_token, "scale": part.scale}, live)
+        return TokenLoss(loss_of_terms, part.inputs, {"of": self._per_token(part), "scale": part.scale}, live)
 
     @property
-    def _per_token(self) -> TokenTerms:
-        o = self.settings
-        return TokenTerms(o.label_smoothing, o.lse_square_scale, o.use_token_scaling, o.return_z_loss)
+    def _columns(self) -> int | None:
+        """How many largest columns the token scaling reads."""
+        row = TOKEN_SCALINGS.get(self.settings.scaling)
+        return None if row is None else row.columns
+
+    def _per_token(self, part: _Part) -> TokenTerms:
+        o, size = self.settings, part.target.vocab_size
+        smoothing = o.label_smoothing * (size / max(size - 1, 1) if o.smooths_others else 1.0)
+        return TokenTerms(smoothing, o.lse_square_scale, o.scaling, o.return_z_loss)
 
     def _of_tokens(self, values: Mapping[str, Tensor], part: _Part) -> tuple[Tensor, Tensor]:
         """The loss and the z-loss ``[...]`` of a part's tokens over its denominators, 0 for ignored ones."""
-        ce, z, _ = self._per_token.terms(values, **part.inputs)
+        ce, z, _ = self._per_token(part).terms(values, **part.inputs)
         return torch.where(part.mask, ce + z, 0.0), torch.where(part.mask, z, 0.0)
 
     def _output(self, values: Mapping[str, Tensor], part: _Part, loss: Tensor | None = None) -> CrossEntropyOutput:

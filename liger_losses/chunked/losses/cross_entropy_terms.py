@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -67,13 +68,42 @@ def cross_entropy(
     return CrossEntropyTerms(ce, lse_square_scale * z_scale * lse.square(), derivatives)
 
 
+def _entropy_of_columns(values: Mapping[str, Tensor]) -> Tensor:
+    """The entropy of the softmax over the largest columns, over its largest value: EAFT (arXiv:2601.02151)."""
+    log_p = values["selected_logps"].log_softmax(-1)
+    return -(log_p.exp() * log_p).sum(-1) / math.log(max(log_p.shape[-1], 2))
+
+
+class TokenScaling(NamedTuple):
+    """A row of :data:`TOKEN_SCALINGS`: factors ``[...]`` from detached statistics, and how many of the largest
+    log-probabilities are among these."""
+
+    factor: Callable[[Mapping[str, Tensor]], Tensor]
+    columns: int | None = None
+
+
+#: What the loss of a token is multiplied by.
+TOKEN_SCALINGS = {
+    "probability": TokenScaling(lambda values: values["logp"].exp()),  # DFT, arXiv:2508.05629, eq. 9
+    # p (1 - p): CHORD (arXiv:2508.11408)
+    "uncertainty": TokenScaling(lambda values: -values["logp"].exp() * torch.expm1(values["logp"])),
+    "entropy": TokenScaling(_entropy_of_columns, columns=20),
+}
+
+
+def token_factors(values: Mapping[str, Tensor], scaling: str) -> list[Tensor]:
+    """The factor ``[...]`` of a row of :data:`TOKEN_SCALINGS`, if it is one."""
+    row = TOKEN_SCALINGS.get(scaling)
+    return [] if row is None else [row.factor({name: value.detach() for name, value in values.items()})]
+
+
 @in_graphs
 class TokenTerms(NamedTuple):
     """Each token's :func:`cross_entropy` over the denominators, with token weights and token scaling."""
 
     label_smoothing: float = 0.0
     lse_square_scale: float = 0.0
-    use_token_scaling: bool = False
+    scaling: str = "none"  # or a row of TOKEN_SCALINGS
     reads_lse: bool = False  # for the z-loss's terms, even where it has no weight
 
     def terms(
@@ -91,9 +121,7 @@ class TokenTerms(NamedTuple):
         z_scale = ce_scale if z_total is None else scale / z_total.to(logp.dtype)
         # In the statistics' dtype: fp32 weights would make fp64 scales fp32.
         factors = [] if token_weights is None else [token_weights.to(logp.dtype)]
-        if self.use_token_scaling:
-            factors.append(logp.detach().exp())
-        for factor in factors:
+        for factor in factors + token_factors(values, self.scaling):
             ce_scale, z_scale = ce_scale * factor, z_scale * factor
         return cross_entropy(
             logp,

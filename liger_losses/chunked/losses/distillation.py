@@ -6,6 +6,7 @@ of logits divided by ``temperature``.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, TypedDict, overload
 
@@ -14,8 +15,8 @@ from torch import Tensor
 
 from liger_losses import checks
 from liger_losses.checks import NonNegativeFloat, PositiveFloat
-from liger_losses.chunked import Head, Largest, Teacher, TeacherLogits, Teachers, TeacherTopK
-from liger_losses.chunked.core.compiled import loss_sum
+from liger_losses.chunked import Head, Largest, Teacher, TeacherLogits, Teachers, TeacherTopK, shift_labels
+from liger_losses.chunked.core.compiled import in_graphs, loss_sum
 from liger_losses.chunked.core.distilled import EARLIER_TAILS, TAILS
 from liger_losses.chunked.core.entry import operator
 from liger_losses.chunked.core.inputs import compared_targets
@@ -25,6 +26,7 @@ from liger_losses.chunked.core.target import TokenLoss
 from liger_losses.chunked.losses.base import AnyHead, ChunkedLoss, LossOptions, constructor
 from liger_losses.chunked.losses.columns import loss_over_columns
 from liger_losses.chunked.losses.context_parallel import sum_over_group
+from liger_losses.chunked.losses.cross_entropy_terms import TOKEN_SCALINGS, token_factors
 from liger_losses.kernels.divergence_forms import Divergence
 from liger_losses.kernels.logit_transform import LogitTransform
 
@@ -47,6 +49,15 @@ class CallInputs(TypedDict, total=False):
     bias: Tensor | None
     num_items_in_batch: Tensor | int | None
     temperature: Tensor | None
+    token_weights: Tensor | None
+
+
+@in_graphs
+def scaled_sum(values: Mapping[str, Tensor], scaling: str, **weights: Tensor) -> Any:
+    """:func:`weighted_sum`, in which the label's log-probability has a factor of :data:`TOKEN_SCALINGS`."""
+    for factor in token_factors(values, scaling):
+        weights["logp"] = weights["logp"] * factor
+    return weighted_sum(values, **weights)
 
 
 #: What constructors take by position, as in liger-kernel: other arguments come between or before these.
@@ -71,9 +82,16 @@ class DistillationOptions(LossOptions):
     top_k_of: str = "student"
     tail: str = "bucket"
     entry_limit: PositiveFloat | None = None
+    token_scaling: str = "none"
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        checks.check_names([self.token_scaling], ("none", *TOKEN_SCALINGS), "token_scaling")
+        if TOKEN_SCALINGS.get(self.token_scaling, TOKEN_SCALINGS["probability"]).columns is not None:
+            raise ValueError(
+                f"token_scaling={self.token_scaling!r} reads the largest probabilities, which only cross-entropy has: "
+                "use 'probability' or 'uncertainty'."
+            )
         checks.check_names([self.top_k_of], ("student", "teacher"), "top_k_of")
         checks.check_names([self.tail], TAILS, "tail", EARLIER_TAILS)
         if self.top_k is not None:
@@ -129,6 +147,9 @@ class DistillationLoss(ChunkedLoss):
         top_k, top_k_of, tail: compute the divergence over only the ``top_k`` most likely tokens of the ``student`` or
             the ``teacher`` (``top_k_of``). ``tail`` says what happens to all other tokens, as in :class:`TeacherTopK`.
             The student's most likely tokens are chosen in each call; the choice has no gradient.
+        token_scaling: what a token's cross-entropy is multiplied by, ``probability`` or ``uncertainty``, as in
+            :class:`LigerFusedLinearCrossEntropyLoss`. With the forward KL divergence from the model before training, it
+            is ASFT (arXiv:2509.23753). Not with a divergence over some columns.
         entry_limit: the largest term of a vocabulary entry in a token's divergence, in nats; see
             :meth:`liger_losses.Divergence.limited`.
         ignore_index, chunk_size, options: as in :class:`liger_losses.ChunkedLoss`; ``logit_scale`` and ``softcap``
@@ -183,6 +204,7 @@ class DistillationLoss(ChunkedLoss):
         bias: Tensor | None = None,
         num_items_in_batch: Tensor | int | None = None,
         temperature: Tensor | None = None,
+        token_weights: Tensor | None = None,
     ) -> Any:
         """The loss, in one of two forms; a weight may be a tensor, a linear layer, or a :class:`liger_losses.Head`.
 
@@ -198,6 +220,8 @@ class DistillationLoss(ChunkedLoss):
             teacher, bias: the teacher and the student's bias, by keyword.
             num_items_in_batch: the divisor, instead of this call's number of tokens (gradient accumulation).
             temperature: ``[...]``, one for each hidden state; the constructor's ``temperature`` must then be 1.
+            token_weights: ``[...]``, the weight of each label in the loss, without a gradient, such as a clipped
+                importance ratio; ``shift`` moves both. The divisor and the metrics do not have it.
         """
         like_liger = teacher is None and not (true_labels is None or isinstance(teacher_weight, AnyTeacher | None))
         labels: Any = true_labels
@@ -217,6 +241,12 @@ class DistillationLoss(ChunkedLoss):
             checks.check_temperature(temperature, head.weight.device, [labels.shape])
             t = temperature
         over_columns = o.top_k is not None or isinstance(taught, TeacherTopK)
+        if over_columns and o.token_scaling != "none":
+            raise ValueError("token_scaling= needs a divergence over all columns: leave top_k= and TeacherTopK out.")
+        if token_weights is not None:
+            checks.check_shaped("token_weights", token_weights, "label", labels.device, labels.shape)
+            token_weights = token_weights.detach()
+            token_weights = shift_labels(token_weights, 0, int(o.shift)) if o.shift else token_weights
         if not over_columns:
             targets = compared_targets(hidden, head, labels, taught, which, t, o.ignore_index)
         if o.group is not None:
@@ -234,11 +264,16 @@ class DistillationLoss(ChunkedLoss):
         weights = {"divergence": o.weight_soft_loss * factor / number}
         if hard:
             weights["logp"] = -o.weight_hard_loss / number
+        if token_weights is not None:  # of masked tokens, they may be anything
+            exact = token_weights.to(torch.promote_types(token_weights.dtype, wide))
+            weights = {name: torch.where(mask, exact * weight, 0.0) for name, weight in weights.items()}
         if over_columns:
             loss, values = loss_over_columns(hidden, head, labels, taught, weights, t, o)
         else:
             names: list[Any] = [Statistic("divergence", divergence=which), *(["logp"] if hard else [])]
-            loss, parts = loss_sum(targets, names, [TokenLoss(weighted_sum, weights)] * len(targets), o.engine)
+            live = None if token_weights is None else token_weights != 0
+            token_loss = TokenLoss(scaled_sum, weights, {"scaling": o.token_scaling}, live)
+            loss, parts = loss_sum(targets, names, [token_loss] * len(targets), o.engine)
             values = {name: torch.stack([part[name] for part in parts]).sum(0) for name in parts[0]}
         (loss,) = sum_over_group(o.group, loss)
         soft_loss = self.total(factor * values["divergence"]) / number

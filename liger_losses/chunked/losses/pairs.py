@@ -23,6 +23,7 @@ from liger_losses.chunked.losses.completion_loss import (
     Reference,
     Scored,
     Side,
+    as_completions,
 )
 
 if TYPE_CHECKING:
@@ -127,6 +128,7 @@ class PreferenceInputs(CompletionInputs, total=False):
     ref_chosen_logps: Tensor | None
     ref_rejected_logps: Tensor | None
     nll_target: Tensor | None
+    gold: Side | None
 
 
 #: The metrics that a loss returns.
@@ -211,6 +213,7 @@ class PreferenceLoss(CompletionLoss, Generic[M]):
         ref_chosen_logps: Tensor | None = None,
         ref_rejected_logps: Tensor | None = None,
         nll_target: Tensor | None = None,
+        gold: Side | None = None,
         temperature: Tensor | None = None,
     ) -> tuple[Tensor, Any]:
         """The loss of pairs, in one of two forms.
@@ -228,6 +231,8 @@ class PreferenceLoss(CompletionLoss, Generic[M]):
                 log-probabilities ``[B]`` or per token, after any shift (stacked form).
             nll_target: labels of the chosen completions for the negative log-likelihood, if it is over other tokens
                 than the preference. (If you pass labels of all completions, the first B rows are used.)
+            gold: third completions, whose negative log-likelihood takes the place of the chosen ones' (TPO,
+                arXiv:2405.16681); as many or others, ``Completions`` or ``(hidden_states, labels)``.
             temperature: ``[2 B, T]``, divides the logits of each token, for policy and reference. The loss's
                 ``temperature`` must then be 1. For the stacked form; in the pair form, pass it to :class:`Completions`.
 
@@ -239,6 +244,15 @@ class PreferenceLoss(CompletionLoss, Generic[M]):
         reference = Reference(ref_input, ref_weight, ref_bias, (ref_chosen_logps, ref_rejected_logps))
         batch = self.read(("chosen", "rejected"), head, _input, target, reference, temperature)
         extra, part, count = None, batch.parts[0], sum([len(part.labels) for part in batch.parts]) // 2
+        if gold is not None:
+            if nll_target is not None or not o.compute_nll_loss:
+                raise ValueError(
+                    "gold= are the completions of the likelihood: build the loss with compute_nll_loss=True, and leave "
+                    "nll_target= out."
+                )
+            extra = as_completions(gold, "gold")
+            extra = replace(extra, labels=self.labels(extra.labels))
+            nll_labels = extra.labels
         if nll_target is not None:  # tokens that only the likelihood asks for are streamed along with the others
             labels = part.labels[:count]
             nll_labels = self._nll_labels(nll_target, labels)
@@ -252,9 +266,10 @@ class PreferenceLoss(CompletionLoss, Generic[M]):
         nll_logps, nll_count = chosen.statistics.logp, counts[0]
         if others is not None:
             # Not a product: a log-probability of -inf that does not count must not make it NaN.
-            scored = (nll_labels == labels) & (nll_labels != o.ignore_index)
-            nll_logps = nll_logps.where(scored, 0.0) + others
-            nll_count = self.total(nll_labels != o.ignore_index).clamp(min=1)
+            if gold is None:
+                scored = (nll_labels == labels) & (nll_labels != o.ignore_index)
+                others = nll_logps.where(scored, 0.0) + others
+            nll_logps, nll_count = others, self.total(nll_labels != o.ignore_index).clamp(min=1)
         chosen_nll = -self.total(nll_logps) / nll_count
         pairs = Pairs(
             *(chosen.logps, rejected.logps, chosen.ref_logps, rejected.ref_logps),

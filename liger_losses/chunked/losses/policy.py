@@ -12,8 +12,8 @@ from torch import Tensor
 from torch.compiler import is_dynamo_compiling
 
 from liger_losses.caller import warn
-from liger_losses.checks import check_device, check_range, check_shaped, check_tensor
-from liger_losses.chunked import Head, TokenSupport
+from liger_losses.checks import check_device, check_range, check_shaped, check_tensor, host_checks
+from liger_losses.chunked import Head, TeacherTopK, TokenSupport
 from liger_losses.chunked.core.compiled import in_graphs, loss_sum, statistics
 from liger_losses.chunked.core.entry import operator
 from liger_losses.chunked.core.inputs import target_of
@@ -26,27 +26,40 @@ from liger_losses.chunked.losses.batches import AdaptiveEntropy
 from liger_losses.chunked.losses.completion_loss import (
     CompletionLoss,
     Reference,
+    naming_the_reference,
     states_and_head,
 )
-from liger_losses.chunked.losses.policy_objectives import PolicyInputs, PolicyTensors, coupled_terms, policy_terms
+from liger_losses.chunked.losses.policy_objectives import (
+    PolicyInputs,
+    PolicyTensors,
+    coupled_terms,
+    policy_terms,
+    weighted,
+)
 from liger_losses.chunked.losses.policy_tables import PolicyOptions
 
 
 @in_graphs
 def token_loss(
-    values: Mapping[str, Tensor], weights: Tensor, entropy_weight: Tensor | None = None, **constants: Any
+    values: Mapping[str, Tensor],
+    weights: Tensor,
+    entropy_weight: Tensor | None = None,
+    nll_weights: Tensor | None = None,
+    **constants: Any,
 ) -> Tensor:
     """The loss of each token ``[n]``, where its term depends on that token alone; constants of :func:`policy_terms`."""
-    logp = values["logp"]
-    terms = weights * policy_terms(logp, logp - constants.get("old", logp.detach()), **constants)
-    return terms if entropy_weight is None else terms - entropy_weight * values["entropy"]
+    logp, topk = values["logp"], values.get("selected_logps")
+    terms = policy_terms(logp, logp - constants.get("old", logp.detach()), topk=topk, **constants)
+    losses = weighted(logp, terms, weights, nll_weights)
+    return losses if entropy_weight is None else losses - entropy_weight * values["entropy"]
 
 
 def live_tokens(inputs: PolicyInputs) -> Tensor | None:
     """``[B, T]``, false for tokens whose term is 0, with an advantage or an importance ratio of 0; ``None`` for losses
     with other terms."""
     o, ratio = inputs.options, inputs.token_is_ratio
-    other_terms = (o.beta and inputs.ref_logps is not None) or o.log_ratio_penalty
+    other_terms = (o.beta and inputs.ref_logps is not None) or o.log_ratio_penalty or o.positive_nll
+    other_terms = other_terms or (o.term is not None and not o.term.of_objective)
     if other_terms or not o.objective.of_advantages:
         return None
     live = (inputs.advantages != 0).expand(inputs.mask.shape)
@@ -109,6 +122,8 @@ class LigerFusedLinearGRPOLoss(CompletionLoss):
         beta: weight of the KL divergence from the reference.
         epsilon_low, epsilon_high: bounds of the ratio, ``[1 - epsilon_low, 1 + epsilon_high]``.
         importance_sampling_level: ``token``, or how the ratio of a completion is taken.
+        sampler_term: a name from :data:`SAMPLER_TERMS`, and ``sampler_coef`` its factor: calls then have
+            ``sampler_topk=``.
         normalizer, token_mask, kl_estimator: names that replace the loss type's.
         max_completion_length, ..., objective_options: the other fields of :class:`PolicyOptions`, which explains them.
         temperature: divides the logits.
@@ -143,8 +158,10 @@ class LigerFusedLinearGRPOLoss(CompletionLoss):
 
     @property
     def needs_reference(self) -> str | None:
-        why = "a beta other than 0.0 weighs the divergence from a reference"
-        return why if self.beta and self.use_ref_model else None
+        o = self.settings
+        if o.row.of_reference:
+            return f"loss_type={o.loss_type!r} learns from a reference"
+        return "a beta other than 0.0 weighs the divergence from a reference" if o.beta and o.use_ref_model else None
 
     def get_extra_state(self) -> dict[str, float]:
         """The adaptive coefficient's state, for :meth:`torch.nn.Module.state_dict`."""
@@ -173,6 +190,7 @@ class LigerFusedLinearGRPOLoss(CompletionLoss):
         num_items_in_batch: Tensor | int | None = None,
         *,
         sampling_per_token_logps: Tensor | None = None,
+        sampler_topk: TeacherTopK | None = None,
         support: TokenSupport | None = None,
         temperature: Tensor | None = None,
         prompts: Tensor | None = None,
@@ -194,6 +212,7 @@ class LigerFusedLinearGRPOLoss(CompletionLoss):
             ref_per_token_logps, old_per_token_logps, sampling_per_token_logps, vllm_is_ratio, num_items_in_batch: the
                 ``ref_logps``, ``old_logps``, ``sampling_logps``, ``is_ratio`` and ``num_items_in_batch`` of
                 :func:`grpo_loss`.
+            sampler_topk: the sampler's k most likely tokens at each position, for ``sampler_term``.
             support: the vocabulary entries that the sampler kept for each token. Log-probabilities and entropies of the
                 policy, and of a reference that is passed as ``ref_input``, are computed over only these. Pass other
                 log-probabilities over the same entries.
@@ -217,6 +236,7 @@ class LigerFusedLinearGRPOLoss(CompletionLoss):
         hidden, layer = states_and_head(hidden_states, head)
         policy = Head.of(layer, bias, transform)
         labels = self._active(policy, hidden, labels, mask)
+        selected: dict[str, Any] = {} if sampler_topk is None else self._selected(policy, labels, sampler_topk, support)
         tensors = PolicyTensors(
             advantages,
             labels != o.ignore_index,
@@ -224,6 +244,7 @@ class LigerFusedLinearGRPOLoss(CompletionLoss):
             ref_logps=ref_per_token_logps,
             sampling_logps=sampling_per_token_logps,
             is_ratio=vllm_is_ratio,
+            sampler_topk_logps=None if sampler_topk is None else sampler_topk.logps,
             num_items_in_batch=num_items_in_batch,
             prompts=prompts,
             group=o.group,
@@ -232,13 +253,14 @@ class LigerFusedLinearGRPOLoss(CompletionLoss):
         inputs = PolicyInputs(o, tensors, policy.vocabulary_ranks, common, _NAMES)
         reference = Reference(ref_input, ref_weight, ref_bias, (ref_per_token_logps,))
         batch = self.read(("given",), policy, hidden, labels, reference, transform=transform)
-        target = target_of(hidden, policy, labels)
+        target = target_of(hidden, policy, labels, **selected)
 
-        if o.beta and batch.ref_head is not None:
+        if self.needs_reference and batch.ref_head is not None:
             (target,) = counted_once([target], o.engine)
             (inputs.ref_logps,) = batch.reference_logps(o.engine, [target], support)
         names, share, acting = ["logp"] if coef is None else ["logp", "entropy"], o.top_entropy_quantile, inputs.mask
-        weights: dict[str, Tensor] = {"weights": inputs.weights(hidden.dtype)}
+        names += ["selected_logps"] * len(selected)
+        weights = inputs.weights(hidden.dtype)
         if support is None and inputs.options.separable and share == 1.0:
             if coef is not None:
                 weights["entropy_weight"] = coef / inputs.counted
@@ -254,7 +276,9 @@ class LigerFusedLinearGRPOLoss(CompletionLoss):
                 values = kept_statistics(hidden, policy, labels, support, both, o.engine)
             if share < 1.0:
                 acting = objectives.high_entropy_mask(values["entropy"], acting, share, copies=policy.vocabulary_ranks)
-            loss = weights["weights"] * coupled_terms(values["logp"], inputs, acting if share < 1.0 else None)
+            topk = values.get("selected_logps")
+            terms = coupled_terms(values["logp"], inputs, acting if share < 1.0 else None, topk)
+            loss = weighted(values["logp"], terms, **weights)
             if coef is not None:
                 loss = loss - coef * acting * values["entropy"] / inputs.total(acting).clamp(min=1)
         loss = inputs.total(loss)
@@ -278,6 +302,21 @@ class LigerFusedLinearGRPOLoss(CompletionLoss):
         check_device("the weight", head.weight.device, labels=labels)
         # ignore_index is no token, whatever the mask says.
         return torch.where(mask if mask.dtype == torch.bool else mask != 0, labels, self.ignore_index)
+
+    def _selected(self, head: Head, labels: Tensor, topk: TeacherTopK, support: Any) -> dict[str, Any]:
+        """The sampler's most likely tokens as a target's, if everything fits."""
+        if not isinstance(topk, TeacherTopK):
+            raise TypeError(f"sampler_topk must be a TeacherTopK(logps, indices), got {type(topk).__name__}.")
+        if support is not None or topk.tail != "bucket" or topk.tail_logps is not None:
+            raise ValueError(
+                "sampler_topk= is TeacherTopK(logps, indices) over the whole vocabulary: leave tail=, tail_logps= and "
+                "support= out."
+            )
+        with naming_the_reference("sampler_topk (there called the teacher)"):
+            topk.check(labels.shape, head)
+            if self.settings.compact and host_checks(labels.device):
+                topk.check_active(labels != self.settings.ignore_index, head.vocab_size)
+        return {"selected": topk.indices}
 
     @property
     def common_options(self) -> dict[str, Any]:

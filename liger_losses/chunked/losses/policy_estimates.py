@@ -6,12 +6,14 @@ B completions, T tokens of the longest.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
 
+from liger_losses.checks import check_alike, check_number, checked_mask
 from liger_losses.chunked.losses.completion_loss import MAX_EXPONENT
 
 #: What a function of whole completions may read: ``PolicyInputs``, whose module imports this one.
@@ -42,6 +44,33 @@ def k3(log_ratio: Tensor) -> Tensor:
     return torch.expm1(d) - d
 
 
+def _reverse_of_samples(log_ratio: Tensor) -> Tensor:
+    """``r log r - r + 1``."""
+    return log_ratio * log_ratio.exp() - torch.expm1(log_ratio)
+
+
+@torch.no_grad()
+def iw_opd_advantages(teacher_logps: Tensor, logps: Tensor, mask: Tensor, *, gamma: float = 0.5) -> Tensor:
+    """``w_t a_t`` with ``a_t = log q_t - log p_t`` and ``w_t = 1 + gamma (1 - sum_(u < t) |a_u| / sum_u |a_u|)``: the
+    advantages of IW-OPD (arXiv:2606.22600), for ``loss_type="reinforce"``.
+
+    Args:
+        teacher_logps, logps: ``[B, T]``, log-probabilities of the tokens under the teacher, and under the policy that
+            sampled them.
+        mask: ``[B, T]``, 0 for padding, whose values have no influence.
+        gamma: how much more the first tokens weigh, at least 0.
+
+    Returns:
+        ``[B, T]``, 0 at padding.
+    """
+    check_alike(teacher_logps=teacher_logps, logps=logps)
+    check_number("gamma", gamma, 0.0, math.inf)
+    advantages = torch.where(checked_mask("mask", mask, "logps", logps), teacher_logps - logps, 0.0)
+    sizes = advantages.abs()
+    before = (sizes.cumsum(1) - sizes) / sizes.sum(1, keepdim=True).clamp(min=torch.finfo(sizes.dtype).tiny)
+    return (1 + gamma * (1 - before)) * advantages
+
+
 #: Estimates of KL(p || p_ref) from ``d = log p_ref - log p`` of samples of p (joschu.net/blog/kl-approx.html). A name
 #: with ``+`` has the value of its estimate and the gradient of k2, whose mean is the gradient of the divergence.
 KL_ESTIMATORS: dict[str, Callable[[Tensor], Tensor]] = {
@@ -50,6 +79,9 @@ KL_ESTIMATORS: dict[str, Callable[[Tensor], Tensor]] = {
     "k3": k3,
     "abs": lambda d: d.abs(),
     "k1+": lambda d: d.square() / 2 - (d.square() / 2 + d).detach(),
+    # Of samples of p_ref: KL(p_ref || p) and KL(p || p_ref), rllm's backward and forward KL to the sampler.
+    "sampled_forward": lambda d: k3(-d),
+    "sampled_reverse": lambda d: _reverse_of_samples(-d.clamp(min=-MAX_EXPONENT)),
     "k3+": lambda d: d.square() / 2 + (k3(d) - d.square() / 2).detach(),
 }
 
@@ -145,6 +177,8 @@ MASKS = {
     "change": Mask(
         lambda logps, old, sampler, a, low, high: (logps.exp() - sampler.exp()).abs() <= high, {"mask_high": 0.1}
     ),
+    # p_sampler - p <= mask_low, whatever the advantage: prime-rl's ref_kl
+    "fall": Mask(lambda logps, old, sampler, a, low, high: sampler.exp() - logps.exp() <= low, {"mask_low": 0.2}),
     # mask_low <= p / p_sampler <= mask_high (INTELLECT-3, arXiv:2512.16144, eq. 1)
     "ratio": Mask(
         lambda logps, old, sampler, a, low, high: _within(logps - sampler, low, high),
@@ -172,6 +206,8 @@ NORMALIZERS: dict[str, Callable[[Batch], Tensor | int]] = {
     "token_mean": lambda s: s.counted,
     "limit": lambda s: max(len(s.mask), 1) * (s.options.max_completion_length or 1),
     "items": lambda s: s.items,
+    # the sum over all tokens, as verl's token-sum
+    "token_sum": lambda s: 1,
     # the mean over a prompt's tokens, then over prompts: ScaleRL (arXiv:2510.13786)
     "prompt_mean": lambda s: s.tokens_of_prompts().clamp(min=1),
 }

@@ -39,6 +39,8 @@ class PolicyTensors:
     sampling_logps: Tensor | None = None
     is_ratio: Tensor | None = None
     acting: Tensor | None = None
+    topk_logps: Tensor | None = None
+    sampler_topk_logps: Tensor | None = None
     num_items_in_batch: Tensor | float | None = None
     prompts: Tensor | None = None
     group: dist.ProcessGroup | None = None
@@ -64,6 +66,16 @@ class PolicyTensors:
         checks.check_tensor("advantages", self.advantages)
         if self.group is not None and o.objective.whole:
             raise ValueError(f"{loss} reads the tokens of whole completions: pass whole completions, and no group=.")
+        if (o.term is None) != (self.sampler_topk_logps is None):
+            raise ValueError(
+                f"{loss} with sampler_term={o.sampler_term!r} and the sampler's most likely tokens (sampler_topk= of "
+                "losses, topk_logps= and sampler_topk_logps= of functions): give both, or none."
+            )
+        if o.term is not None and o.term.of_objective and (self.old_logps is None or self.sampling_logps is not None):
+            raise ValueError(
+                f"sampler_term={o.sampler_term!r} needs ratios to the sampler: pass its log-probabilities as the old "
+                "policy's (old_logps= of functions, old_per_token_logps= of losses), and no other ones of the sampler."
+            )
         if o.mask.of_sampler and self.sampling_logps is None:
             raise ValueError(
                 f"{loss} with this token_mask compares the old policy with the sampler: pass the sampler's "
@@ -112,6 +124,8 @@ class PolicyInputs:
         # Of a probability of 0, the ratio is as large as the largest, and no difference is infinite.
         policies = [masked(name) for name in ("old_logps", "sampling_logps")]
         self.old_logps, self.sampling_logps = [None if logps is None else finite_logs(logps) for logps in policies]
+        topk = tensors.sampler_topk_logps
+        self.sampler_topk = None if topk is None else finite_logs(torch.where(mask[..., None], topk.detach(), 0.0))
         # As it was passed, [B, 1] or [B, T].
         self.is_ratio = tensors.constant("is_ratio", "is_ratio")
         if group is not None:
@@ -131,16 +145,23 @@ class PolicyInputs:
             ranks = copies * (1 if group is None else dist.get_world_size(group)) if number is not None else 1
             self.items = (of_all.float() * (ranks / world_size())).clamp(min=1)
         self.divisor = NORMALIZERS[options.row.normalizer](self)
+        if options.positive_nll:
+            self.positive = mask & (self.advantages > 0)
+            self.positives = self.total(self.positive).clamp(min=1)
 
-    def weights(self, dtype: torch.dtype) -> Tensor:
-        """Each token's weight in the loss, ``[B, T]``."""
-        return self.mask.to(torch.promote_types(dtype, torch.float32)) / self.divisor
+    def weights(self, dtype: torch.dtype) -> dict[str, Tensor]:
+        """Each token's weights ``[B, T]`` in the loss, by the names of :func:`weighted`."""
+        wide = torch.promote_types(dtype, torch.float32)
+        weights = {"weights": self.mask.to(wide) / self.divisor}
+        if self.options.positive_nll:
+            weights["nll_weights"] = self.options.positive_nll * self.positive.to(wide) / self.positives
+        return weights
 
     def of_tokens(self) -> dict[str, Tensor]:
         """What the terms of tokens read, by the names of :func:`policy_terms`."""
         sampler = self.sampling_logps if self.options.reads_sampler else None
         tensors = {"advantages": self.advantages, "old": self.old_logps, "sampler": sampler}
-        tensors |= {"ref": self.ref_logps, "is_ratio": self.token_is_ratio}
+        tensors |= {"ref": self.ref_logps, "is_ratio": self.token_is_ratio, "sampler_topk": self.sampler_topk}
         return {name: value for name, value in tensors.items() if value is not None}
 
     def log_ratio(self, logps: Tensor) -> Tensor:
@@ -202,26 +223,49 @@ def policy_terms(
     ref: Tensor | None = None,
     is_ratio: Tensor | None = None,
     acting: Tensor | None = None,
+    topk: Tensor | None = None,
+    sampler_topk: Tensor | None = None,
     inputs: PolicyInputs | None = None,
 ) -> Tensor:
     """``-objective_t + beta kl_t`` of tokens, elementwise; ``log_ratio`` of the options' level, others as in
-    :func:`grpo_loss`. Objectives that couple tokens read ``inputs``."""
+    :func:`grpo_loss`. Objectives that couple tokens read ``inputs``. ``topk [..., k]`` are log-probabilities of the
+    sampler's most likely tokens."""
     batch = [] if inputs is None else [inputs]
-    objective = o.objective.value(log_ratio, logps, advantages, o, *batch, **o.declared)
+    if o.row.of_reference:
+        if ref is None:
+            raise ValueError(
+                f"loss_type={o.loss_type!r} learns from a reference: pass its log-probabilities, ref_logps=."
+            )
+        advantages = advantages * (ref - logps).detach()
+    old, sampler = _old_and_sampler(logps.detach(), old, sampler)
+
+    def objective_of(logps: Tensor, log_ratio: Tensor, advantages: Tensor, old: Tensor, sampler: Tensor) -> Tensor:
+        value = o.objective.value(log_ratio, logps, advantages, o, *batch, **o.declared)
+        if o.mask.weights is None:
+            return value
+        with torch.no_grad():
+            weights = o.mask_weights(logps.detach(), old, sampler, advantages)
+        return torch.where(weights != 0, value * weights, 0.0)
+
+    objective, term, divergence = objective_of(logps, log_ratio, advantages, old, sampler), o.term, None
+    if term is not None and topk is not None and sampler_topk is not None:
+
+        def of_columns(p: Tensor, q: Tensor) -> Tensor:
+            return objective_of(p, p - q, advantages[..., None], q, q)
+
+        subtracted = o.sampler_coef * term.value(of_columns, topk, sampler_topk)
+        if term.of_objective:
+            objective = objective - subtracted
+        else:
+            divergence = subtracted
     if acting is not None:
         objective = torch.where(acting, objective, 0.0)
     if is_ratio is not None and not o.row.corrected:
         objective = objective * is_ratio
-    penalty, keeps_all = o.log_ratio_penalty, o.mask.weights is None
-    if penalty or not keeps_all:
-        constant = logps.detach()
-        old, sampler = _old_and_sampler(constant, old, sampler)
-        if not keeps_all:
-            with torch.no_grad():
-                weights = o.mask_weights(constant, old, sampler, advantages)
-            objective = torch.where(weights != 0, objective * weights, 0.0)
-        if penalty:
-            objective = objective - penalty * (logps - sampler).square()
+    if divergence is not None:
+        objective = objective - divergence
+    if o.log_ratio_penalty:
+        objective = objective - o.log_ratio_penalty * (logps - sampler).square()
     if not o.beta or ref is None:
         return -objective
     log_ref_ratio = ref - logps
@@ -233,8 +277,10 @@ def policy_terms(
     return o.beta * kl - objective
 
 
-def coupled_terms(logps: Tensor, inputs: PolicyInputs, acting: Tensor | None = None) -> Tensor:
-    """The terms ``[B, T]`` that :func:`grpo_loss` weighs, of checked inputs."""
+def coupled_terms(
+    logps: Tensor, inputs: PolicyInputs, acting: Tensor | None = None, topk: Tensor | None = None
+) -> Tensor:
+    """The terms ``[B, T]`` that :func:`grpo_loss` weighs, of checked inputs; ``topk`` as :func:`policy_terms`."""
     o, mask, dtype = inputs.options, inputs.mask, logps.dtype
     if o.beta and inputs.ref_logps is not None and o.use_bias_correction_kl and o.row.level != "token":
         # By log p, the derivatives of a completion's ratio and of its tokens' kl are of size e^d, and cancel to -d in a
@@ -248,7 +294,13 @@ def coupled_terms(logps: Tensor, inputs: PolicyInputs, acting: Tensor | None = N
         near = (advantages >= 0) | (drift <= o.off_policy_mask_threshold)
         acting = near if acting is None else acting & near
     batch, ratio = inputs if o.objective.coupled else None, RATIOS[o.row.level](log_ratio, inputs)
-    return policy_terms(logps, ratio, o=o, acting=acting, inputs=batch, **inputs.of_tokens()).to(dtype)
+    of_tokens = inputs.of_tokens()
+    return policy_terms(logps, ratio, o=o, acting=acting, topk=topk, inputs=batch, **of_tokens).to(dtype)
+
+
+def weighted(logps: Tensor, terms: Tensor, weights: Tensor, nll_weights: Tensor | None = None) -> Tensor:
+    """The losses of tokens with these terms, elementwise."""
+    return weights * terms if nll_weights is None else weights * terms - nll_weights * logps
 
 
 @dataclass(frozen=True)
@@ -280,6 +332,9 @@ def grpo_loss(logps: Tensor, advantages: Tensor, mask: Tensor, **others: Any) ->
             masks and for the penalty on its log-ratio.
         is_ratio: ``[B]``, ``[B, 1]`` or ``[B, T]``, importance weights that correct for the sampler's probabilities.
         acting: ``[B, T]`` bool, the tokens that have an objective (:func:`high_entropy_mask`); by default all.
+        topk_logps, sampler_topk_logps: ``[B, T, k]``, log-probabilities of the sampler's k most likely tokens at each
+            position, over the whole vocabulary: the policy's, which has a gradient, and the sampler's. For
+            ``sampler_term``.
         num_items_in_batch: the divisor of ``dapo``, ``cispo`` and ``vespo``: the number of completion tokens over all
             processes and accumulated batches; by default the number in this batch.
         prompts: ``[B]`` integers that say which prompt each completion answers, for ``real`` and the normalizer
@@ -306,8 +361,17 @@ def grpo_loss(logps: Tensor, advantages: Tensor, mask: Tensor, **others: Any) ->
     if tensors.group is not None:
         checks.check_group(tensors.group, "cp")
     acting = None if tensors.acting is None else checks.checked_mask("acting", tensors.acting, "mask", mask)
+    topk = tensors.topk_logps
+    if topk is not None or tensors.sampler_topk_logps is not None:
+        checks.check_tensor("topk_logps", topk)
+        assert topk is not None
+        shape, of = (*logps.shape, topk.shape[-1]), "token and column"
+        checks.check_shaped("topk_logps", topk, of, logps.device, shape)
+        checks.check_shaped("sampler_topk_logps", tensors.sampler_topk_logps, of, logps.device, shape)
+        topk = torch.where(tensors.mask[..., None], topk, 0.0)
     inputs = PolicyInputs(o, tensors)
-    return inputs.total(inputs.weights(logps.dtype) * coupled_terms(logps, inputs, acting))
+    terms = coupled_terms(logps, inputs, acting, topk)
+    return inputs.total(weighted(logps, terms, **inputs.weights(logps.dtype)))
 
 
 @torch.no_grad()

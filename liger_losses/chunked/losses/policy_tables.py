@@ -30,6 +30,8 @@ from liger_losses.chunked.losses.policy_estimates import (
     discounted_sums,
     ratio_of,
 )
+from liger_losses.chunked.losses.softmax_divergences import sparse_divergence
+from liger_losses.kernels.divergence_forms import Divergence
 
 #: The value of an option that leaves the choice to the row of :data:`LOSS_TYPES`.
 OF_LOSS_TYPE = "default"
@@ -65,6 +67,10 @@ class PolicyOptions:
             token is halved, the bounds of the weights, and the ratio above which the weights of negative advantages are
             at most 1.
         real_temperature: divides the scores of ``real``.
+        positive_nll: factor of the mean negative log-likelihood of the tokens of positive advantage (VAPO,
+            arXiv:2504.05118, eq. 10).
+        sampler_term: one of :data:`SAMPLER_TERMS`, which read the sampler's k most likely tokens.
+        sampler_coef: the factor of this term.
         objective_options: the names and values of the options of an objective of your own
             (:func:`liger_losses.register_objective`); give each as a keyword.
         cov_share, cov_low, cov_high, cov_penalty: the share of the tokens that ``clip_cov`` drops and ``kl_cov``
@@ -113,6 +119,9 @@ class PolicyOptions:
     cov_low: FiniteFloat = 1.0
     cov_high: FiniteFloat = 5.0
     cov_penalty: NonNegativeFloat = 1.0
+    positive_nll: NonNegativeFloat = 0.0
+    sampler_term: str = "none"
+    sampler_coef: NonNegativeFloat = 1.0
     objective_options: Mapping[str, float] | None = None
 
     def __post_init__(self) -> None:
@@ -131,6 +140,11 @@ class PolicyOptions:
         object.__setattr__(self, "row", row)
         if row.normalizer == "limit" and (not isinstance(limit, Integral) or limit < 1):
             raise ValueError(f"{loss} needs max_completion_length=, a positive integer, got {limit!r}.")
+        if self.term is not None and self.term.of_objective and not self.separable:
+            raise ValueError(
+                f"sampler_term={self.sampler_term!r} needs an objective of single tokens: use another loss_type than "
+                f"{self.loss_type!r}, importance_sampling_level='token', and no off_policy_mask_threshold."
+            )
         if self.log_ratio_penalty is None and row.defaults.get("log_ratio_penalty", 0.0) is None:
             raise ValueError(f"{loss} needs log_ratio_penalty=, the weight of its squared log-ratios.")
         declared = {**self.objective.options, **(self.objective_options or {})}
@@ -165,6 +179,11 @@ class PolicyOptions:
     def mask(self) -> Mask:
         """The row of :data:`MASKS`."""
         return MASKS[self.row.mask]
+
+    @property
+    def term(self) -> SamplerTerm | None:
+        """The row of :data:`SAMPLER_TERMS`."""
+        return SAMPLER_TERMS.get(self.sampler_term)
 
     def mask_weights(self, logps: Tensor, old: Tensor, sampler: Tensor, advantages: Tensor) -> Tensor:
         """The weights of the :attr:`mask`, which has some."""
@@ -354,6 +373,12 @@ def _kl_cov(log_ratio: Tensor, logps: Tensor, advantages: Tensor, o: Any, inputs
     return ratio_of(log_ratio) * advantages - penalty
 
 
+def _regression(log_ratio: Tensor, logps: Tensor, a: Tensor, o: Any, inputs: Batch, regression_beta: float) -> Tensor:
+    """``-(beta log(p / p_ref) - A)^2`` of a completion, with the reference as the old policy, and its reward less the
+    optimal value as the advantage: A*-PO (arXiv:2505.20686)."""
+    return -(regression_beta * log_ratio - a).square()
+
+
 class Objective(NamedTuple):
     """A row of :data:`OBJECTIVES`.
 
@@ -393,6 +418,52 @@ OBJECTIVES = {
     "real": Objective(_real, coupled=True, of_prompts=True),
     "clip_cov": Objective(_clip_cov, _is_clipped, coupled=True, whole=True),
     "kl_cov": Objective(_kl_cov, coupled=True, whole=True),
+    "regression": Objective(_regression, coupled=True, options={"regression_beta": 1e-3}),
+}
+
+
+# --- Terms of several tokens at a position ----------------------------------------------------------------------------
+
+
+class SamplerTerm(NamedTuple):
+    """A row of :data:`SAMPLER_TERMS`.
+
+    Args:
+        value: what is subtracted from a token's objective ``[...]``, from (a function of log-probabilities of the
+            policy and of the sampler to objectives, elementwise; both models' log-probabilities ``[..., k]``).
+        of_objective: it is a sum of objectives, and importance weights are weights of both.
+    """
+
+    value: Callable[[Callable[[Tensor, Tensor], Tensor], Tensor, Tensor], Tensor]
+    of_objective: bool = False
+
+
+#: The least probability that the policy has outside of the k tokens, by which the sampler's is divided.
+_LEAST_REST = 1e-6
+
+
+def _expected_objective(objective: Callable[[Tensor, Tensor], Tensor], logps: Tensor, sampler: Tensor) -> Tensor:
+    """``sum_v q_v objective_v`` of the sampler's probabilities q, whose gradient is the expected score: score
+    centering (arXiv:2609.20807).
+
+    All other tokens count as one, in which the sampler's probabilities are a multiple of the policy's.
+    """
+    p, q = logps.exp(), sampler.exp()
+    here = p.detach().sum(-1, keepdim=True)
+    rest = (1 - here).clamp(min=_LEAST_REST)
+    # The value of log(rest), and the gradient of log(1 - sum p).
+    logps = torch.cat([logps, rest.log() - (p.sum(-1, keepdim=True) - here) / rest], -1)
+    q = torch.cat([q, (1 - q.sum(-1, keepdim=True)).clamp(min=0.0)], -1)
+    # Where the sampler's probability is 0, the ratio has no influence, and may be anything finite.
+    sampler = torch.where(q > 0, q.log(), logps.detach())
+    return (q * objective(logps, sampler)).sum(-1)
+
+
+#: Terms that read the log-probabilities of several tokens at each position: the sampler's k most likely ones.
+SAMPLER_TERMS = {
+    "score_centering": SamplerTerm(_expected_objective, of_objective=True),
+    "forward_kl": SamplerTerm(lambda objective, p, q: sparse_divergence(p, q, Divergence.forward_kl())),
+    "reverse_kl": SamplerTerm(lambda objective, p, q: sparse_divergence(p, q, Divergence.reverse_kl())),
 }
 
 
@@ -408,6 +479,7 @@ class LossType(NamedTuple):
         mask: its row of :data:`MASKS`.
         defaults: its values of options that are ``None``.
         corrected: the sampler's correction is part of the objective's value.
+        of_reference: advantages are times ``log p_ref - log p`` of the same token, a constant.
     """
 
     objective: str
@@ -417,6 +489,7 @@ class LossType(NamedTuple):
     mask: str = "none"
     defaults: Mapping[str, Any] = {}
     corrected: bool = False
+    of_reference: bool = False
 
 
 LOSS_TYPES = {
@@ -444,6 +517,9 @@ LOSS_TYPES = {
     "real": LossType("real", "sequence_mean", of_tokens=True, level="sequence"),  # arXiv:2602.05630
     "clip_cov": LossType("clip_cov", "token_mean", of_tokens=True),  # arXiv:2505.22617
     "kl_cov": LossType("kl_cov", "token_mean", of_tokens=True),  # arXiv:2505.22617
+    # on-policy distillation as a policy gradient, prime-rl's ref_kl
+    "ref_kl": LossType("importance", "items", True, mask="fall", defaults={"delta": 1e4}, of_reference=True),
+    "a2po": LossType("regression", "sequence_mean", of_tokens=True, level="sequence_sum"),  # arXiv:2505.20686
 }
 
 #: The tables of options that are names, and what other names are here.
@@ -453,4 +529,5 @@ _NAMES: dict[str, tuple[Iterable[str], Mapping[str, str]]] = {
     "kl_estimator": (KL_ESTIMATORS, {}),
     "normalizer": ({OF_LOSS_TYPE: None, **NORMALIZERS}, {}),
     "token_mask": ({OF_LOSS_TYPE: None, **MASKS}, {}),
+    "sampler_term": ({"none": None, **SAMPLER_TERMS}, {}),
 }

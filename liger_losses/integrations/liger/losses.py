@@ -18,21 +18,24 @@ from liger_losses.chunked import EngineOptions, Head, linear_statistics
 from liger_losses.integrations.liger.chunked import applied
 from liger_losses.kernels.logit_transform import LogitTransform
 
-#: ``liger_fused_linear_cross_entropy``.
-fused_linear_cross_entropy = applied(
-    liger_losses.LigerFusedLinearCrossEntropyLoss,
-    "input:_input weight:lin_weight target bias ce_weight "
-    f"{' '.join(liger_losses.LigerFusedLinearCrossEntropyLoss.positions)} chunk_mem_const:",
+_CROSS_ENTROPY = (
+    "weight:lin_weight target bias ce_weight "
+    f"{' '.join(liger_losses.LigerFusedLinearCrossEntropyLoss.positions)} chunk_mem_const:"
 )
+#: ``liger_fused_linear_cross_entropy``.
+fused_linear_cross_entropy = applied(liger_losses.LigerFusedLinearCrossEntropyLoss, f"input:_input {_CROSS_ENTROPY}")
+#: What ``liger_kernel.functional`` has beside it, without effect here.
+_IMPLEMENTATION = "impl: mode: backend:"
+_dispatched = applied(liger_losses.LigerFusedLinearCrossEntropyLoss, f"_input {_CROSS_ENTROPY} {_IMPLEMENTATION}")
 
 
-def apply_fused_linear_cross_entropy(*arguments: Any) -> tuple[Tensor | None, ...]:
+def apply_fused_linear_cross_entropy(*arguments: Any, **keywords: Any) -> tuple[Tensor | None, ...]:
     """``LigerFusedLinearCrossEntropyFunction.apply``: :func:`fused_linear_cross_entropy` by position.
 
     Returns:
         Loss, z-loss, token accuracy and predicted tokens; ``None`` for what was not asked for.
     """
-    result = fused_linear_cross_entropy(*arguments)
+    result = _dispatched(*arguments, **keywords)
     return tuple(result) if isinstance(result, tuple) else (result, None, None, None)
 
 
@@ -122,6 +125,14 @@ fused_linear_jsd = applied(
     LigerFusedLinearJSD,
     "student_input student_weight teacher_input teacher_weight shift_labels "
     "jsd_beta ignore_index temperature accum_dtype jsd_impl: jsd_mode:",
+)
+
+
+#: ``liger_kernel.functional.fused_linear_jsd``.
+dispatched_jsd = applied(
+    LigerFusedLinearJSD,
+    "student_input student_weight teacher_input teacher_weight shift_labels jsd_beta ignore_index temperature "
+    f"{_IMPLEMENTATION}",
 )
 
 

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import liger_losses
-from liger_losses.integrations.liger import chunked, losses, models
+from liger_losses.integrations.liger import chunked, losses, models, score_centering
 
 
 def _function(middle: str, apply: Callable[..., Any]) -> dict[str, type]:
@@ -24,6 +24,14 @@ _OTHERS: dict[str, dict[str, Any]] = {
     | _function("FusedLinearScaledCrossEntropyTP", losses.scaled_cross_entropy_tp),
     "ops.fused_linear_jsd": _function("FusedLinearJSD", losses.fused_linear_jsd),
     "ops.fused_linear_kl_div": _function("FusedLinearKLDiv", losses.fused_linear_kl_div),
+    "ops.fused_linear_score_centering": {
+        "ISCorrection": score_centering.ISCorrection,
+        "fused_linear_score_centering": score_centering.fused_linear_score_centering,
+    },
+    "transformers.fused_linear_score_centering": {
+        "ISCorrection": score_centering.ISCorrection,
+        "LigerFusedLinearScoreCenteringLoss": score_centering.LigerFusedLinearScoreCenteringLoss,
+    },
     "transformers.fused_linear_cross_entropy": {
         "LigerFusedLinearCrossEntropyLoss": liger_losses.LigerFusedLinearCrossEntropyLoss
     },
@@ -41,11 +49,17 @@ _FUNCTIONAL: dict[str, Any] = {
     "liger_fused_linear_scaled_cross_entropy_tp": losses.scaled_cross_entropy_tp,
     "liger_fused_linear_jsd": losses.fused_linear_jsd,
     "liger_fused_linear_kl_div": losses.fused_linear_kl_div,
+    "liger_fused_linear_score_centering": score_centering.fused_linear_score_centering,
+}
+#: The functions of ``liger_kernel.functional`` that take hidden states.
+_DISPATCHED: dict[str, Any] = {
+    "fused_linear_cross_entropy": losses.apply_fused_linear_cross_entropy,
+    "fused_linear_jsd": losses.dispatched_jsd,
 }
 
 
 def _replacements() -> dict[str, dict[str, Any]]:
-    names: dict[str, dict[str, Any]] = {"liger_kernel.transformers.functional": _FUNCTIONAL}
+    names = {"liger_kernel.transformers.functional": _FUNCTIONAL, "liger_kernel.functional": _DISPATCHED}
 
     def add(values: dict[str, Any], *modules: str) -> None:
         for module in modules:

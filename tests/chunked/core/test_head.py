@@ -46,6 +46,28 @@ def test_a_copy_of_a_head_multiplies_by_what_replaces_its_parts():
         assert torch.equal(ours, theirs)
 
 
+def test_a_scale_of_each_entry_is_trained():
+    """Of a bias and of adapters too, before a soft-cap."""
+    hidden, weight, labels, bias = problem(20, 8, 31, bias=True, dtype=torch.float64)
+    scale = torch.linspace(0.5, 2.0, 31, dtype=torch.float64, requires_grad=True)
+    a, b = (torch.randn(*shape, dtype=torch.float64, requires_grad=True) for shape in ((2, 8), (31, 2)))
+    leaves = (hidden, weight, bias, scale, a, b)
+    head = Head(weight, bias, LogitTransform(softcap=3.0), adapters=(LowRank(a, b, 0.7),)).scaled(scale)
+    logits = (hidden @ (weight + 0.7 * b @ a).t() + bias) * scale
+    logps = (3 * torch.tanh(logits / 3)).log_softmax(-1).gather(-1, labels.clamp(min=0)[:, None])[:, 0]
+    expected = torch.where(labels >= 0, logps, 0.0)
+    found = linear_logps(hidden, head, labels)
+    torch.testing.assert_close(found, expected)
+    for loss in (lambda x: x.sum(), lambda x: x.square().sum()):
+        torch.testing.assert_close(
+            torch.autograd.grad(loss(found), leaves, retain_graph=True),
+            torch.autograd.grad(loss(expected), leaves, retain_graph=True),
+        )
+    for refused, given in ((head, scale[1:]), (Head(Int8Weight(weight.detach())), scale)):
+        with pytest.raises(ValueError, match="scale"):
+            refused.scaled(given)
+
+
 def test_what_makes_no_head():
     weight = torch.randn(31, 8)
 

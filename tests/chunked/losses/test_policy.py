@@ -6,9 +6,9 @@ from functools import partial
 import pytest
 import torch
 
-from liger_losses import AdaptiveEntropy, functional
+from liger_losses import AdaptiveEntropy, TeacherTopK, functional
 from liger_losses.chunked.losses.policy_estimates import KL_ESTIMATORS, NORMALIZERS
-from liger_losses.chunked.losses.policy_tables import LOSS_TYPES
+from liger_losses.chunked.losses.policy_tables import LOSS_TYPES, SAMPLER_TERMS
 from liger_losses.chunked.losses.sampler import KINDS
 from tests.losses import GRPO
 from tests.reference import plain_statistics
@@ -47,10 +47,13 @@ def needed(loss_type, sampling_logps):
     """The options and inputs without which a loss raises."""
     options = {"max_completion_length": 9, **({"log_ratio_penalty": 0.1} if loss_type == "dro" else {})}
     inputs = {"sampling_per_token_logps": sampling_logps} if loss_type in ("icepop", "kpop") else {}
-    return options, inputs | ({"prompts": torch.tensor([0, 1, 1, 0])} if loss_type == "real" else {})
+    inputs |= {"prompts": torch.tensor([0, 1, 1, 0])} if loss_type == "real" else {}
+    return options, inputs | ({"ref_per_token_logps": sampling_logps} if loss_type == "ref_kl" else {})
 
 
-@pytest.mark.parametrize("loss_type", [name for name in LOSS_TYPES if name not in ("real", "clip_cov")])
+@pytest.mark.parametrize(
+    "loss_type", [name for name in LOSS_TYPES if name not in ("real", "clip_cov", "ref_kl", "a2po")]
+)
 def test_on_policy_gradients_are_the_policy_gradient(loss_type):
     """Without an old policy the ratio is 1, and every objective's gradient is the advantage's (SAPO's too: 4 / 4)."""
     hidden, weight, bias, ids, mask, advantages, *_ = problem(dtype=torch.float64)
@@ -85,6 +88,7 @@ def test_padding_never_leaks(loss_type, more, ratio):
         keywords["vllm_is_ratio"] = ratios if ratio == "tokens" else torch.tensor([0.9, 1.1, junk, 1.3])
         options, inputs = needed(loss_type, sampler)
         inputs["prompts"] = torch.tensor([0, 1, 2, 0])
+        inputs.pop("ref_per_token_logps", None)
         call = partial(run, GRPO(beta=0.1, loss_type=loss_type, **options, **more), (h, weight, bias), other_ids)
         given = {"old_logps": old, "ref_logps": ref, "sampling_logps": sampler, "prompts": inputs["prompts"]}
         given |= {"loss_type": loss_type, "beta": 0.1, "is_ratio": keywords["vllm_is_ratio"], **options, **more}
@@ -98,6 +102,174 @@ def test_padding_never_leaks(loss_type, more, ratio):
         close(results[0], other, atol=1e-7)
         assert (other[2][0][~mask.bool()] == 0).all()
         torch.testing.assert_close(other[3], results[0][3])
+
+
+#: Options, and the loss of each token with its own divisor, from log-probabilities (policy, old, reference), advantages
+#: and the mask.
+TERMS = {
+    # prime-rl's ref_kl
+    "ref_kl": (
+        {"loss_type": "ref_kl", "normalizer": "token_sum"},
+        lambda p, q, ref, a, m: -a * (ref - p).detach() * (p - q).exp() * (q.exp() - p.exp().detach() <= 0.2),
+    ),
+    # A*-PO, arXiv:2505.20686, whose reference is the old policy here
+    "a2po": (
+        {"loss_type": "a2po", "regression_beta": 0.3},
+        lambda p, q, ref, a, m: (
+            (0.3 * ((p - q) * m).sum(1, keepdim=True) - a).square() / m.sum(1, keepdim=True).clamp(min=1) / B
+        ),
+    ),
+    # VAPO, arXiv:2504.05118, eq. 10
+    "positive_nll": (
+        {"loss_type": "reinforce", "positive_nll": 0.3},
+        lambda p, q, ref, a, m: -a * p / m.sum() - 0.3 * (a > 0) * p / (m * (a > 0)).sum(),
+    ),
+    # rllm's reinforce_kl, whose sampler is the reference here
+    **{
+        name: (
+            {"loss_type": "reinforce", "beta": 0.2, "kl_estimator": name},
+            lambda p, q, ref, a, m, kl=kl: (-a * p + 0.2 * kl((p - ref).exp())) / m.sum(),
+        )
+        for name, kl in (
+            ("sampled_forward", lambda r: -r.log() + r - 1),
+            ("sampled_reverse", lambda r: r * r.log() - r + 1),
+        )
+    },
+}
+
+
+@pytest.mark.parametrize("name", TERMS)
+def test_terms_of_papers(name):
+    """Of the class and of the function, with a completion without tokens."""
+    hidden, weight, bias, ids, mask, advantages, logps, noise = problem(dtype=torch.float64)
+    mask[2] = 0
+    (options, of_token), m = TERMS[name], mask.double()
+    options = {"beta": 0.0, **options}
+    old, ref = (logps - 0.3 * noise).double(), (logps + 0.4 * noise.flip(0)).double()
+    logp = plain_statistics(hidden, weight, ids, bias)["logp"]
+    expected = (of_token(logp, old, ref, advantages[:, None], m) * m).sum()
+    given = {"old_logps": old, "ref_logps": ref}
+    loss, _, grads = run(
+        GRPO(**options), (hidden, weight, bias), ids, mask, advantages, old_per_token_logps=old,
+        ref_per_token_logps=ref if name != "positive_nll" and name != "a2po" else None,
+    )  # fmt: skip
+    of_logps = functional.grpo_loss(logp, advantages, mask, **given, **options)
+    torch.testing.assert_close(loss, expected.float())
+    torch.testing.assert_close(of_logps, expected, rtol=1e-5, atol=1e-7)
+    leaves = (hidden, weight, bias)
+    exact = torch.autograd.grad(expected, leaves, retain_graph=True)
+    torch.testing.assert_close(grads, exact, rtol=1e-5, atol=1e-8)
+    torch.testing.assert_close(torch.autograd.grad(of_logps, leaves), exact, rtol=1e-5, atol=1e-8)
+
+
+def test_ref_kl_needs_a_reference():
+    *tensors, ids, mask, advantages, logps, _ = problem()
+    with pytest.raises(ValueError, match="learns from a reference"):
+        run(GRPO(beta=0.0, loss_type="ref_kl"), tensors, ids, mask, advantages)
+    with pytest.raises(ValueError, match="learns from a reference"):
+        functional.grpo_loss(logps, advantages, mask, beta=0.0, loss_type="ref_kl")
+
+
+@pytest.mark.parametrize("gamma", [0.0, 0.5])
+def test_first_tokens_weigh_more(gamma):
+    """IW-OPD, arXiv:2606.22600, token by token."""
+    *_, mask, _, logps, noise = problem()
+    mask[2] = 0
+    teacher = torch.where(mask.bool(), logps + noise, math.nan)
+    found = functional.iw_opd_advantages(teacher, logps, mask, gamma=gamma)
+    for i in range(B):
+        gaps = [float(noise[i, t]) for t in range(T) if mask[i, t]]
+        total = sum(map(abs, gaps))
+        for t in range(T):
+            expected = 0.0
+            if mask[i, t]:
+                expected = (1 + gamma * (1 - sum(map(abs, gaps[:t])) / total)) * gaps[t]
+            assert float(found[i, t]) == pytest.approx(expected, rel=1e-4)
+
+
+#: The weight of a ratio and an advantage in score centering (arXiv:2609.20807), and the options that have it.
+BANDS = {
+    "none": (lambda r, a: torch.ones_like(r), {"loss_type": "reinforce"}),
+    "truncated": (lambda r, a: r.clamp(max=1.1), {"loss_type": "importance", "delta": 1.1}),
+    "clamped": (lambda r, a: r.clamp(0.9, 1.1), {"loss_type": "cispo", "cispo_low": 0.9, "epsilon_high": 1.1}),
+    "masked": (
+        lambda r, a: r * ((r >= 0.9) & (r <= 1.1)),
+        {"loss_type": "importance", "token_mask": "ratio", "mask_low": 0.9, "mask_high": 1.1},
+    ),
+    "PPO": (lambda r, a: r * torch.where(a >= 0, r <= 1.2, r >= 0.8), {"loss_type": "ppo"}),
+    "DAPO": (
+        lambda r, a: r * torch.where(a >= 0, r <= 1.28, (r >= 0.8) & (r <= 3)),
+        {"loss_type": "dual_clip", "epsilon_high": 0.28},
+    ),
+}
+
+
+@pytest.mark.parametrize("k", [3, V - 1, V])
+@pytest.mark.parametrize("band", BANDS)
+def test_score_centering_subtracts_the_expected_score(band, k):
+    """Of the sampler's columns in the policy's distribution of the rest; junk at padding, and a completion without
+    tokens, have no influence."""
+    hidden, weight, bias, ids, mask, advantages, *_ = problem(dtype=torch.float64)
+    mask[2] = 0
+    (of_ratio, options), a, m = BANDS[band], advantages[:, None], mask.double()
+    log_p = (hidden @ weight.t() + bias).log_softmax(-1)
+    log_q = (log_p.detach() + 0.5 * torch.randn(B, T, V, generator=torch.Generator().manual_seed(1))).log_softmax(-1)
+    logp, logq = (x.gather(-1, ids[..., None])[..., 0] for x in (log_p, log_q))
+    head = log_q.topk(k)
+    q, p = head.values.exp(), log_p.gather(-1, head.indices).exp().detach()
+    rest = ((1 - q.sum(-1)).clamp(min=0) / (1 - p.sum(-1)).clamp(min=1e-6))[..., None]
+    tail = rest * of_ratio(1 / rest.clamp(min=1e-30), a[..., None])
+    residual = q * of_ratio(p / q, a[..., None]) - tail * p
+    score = of_ratio((logp - logq).exp().detach(), a) * logp - (residual * log_p.gather(-1, head.indices)).sum(-1)
+    expected = torch.autograd.grad(-(a * score * m).sum() / m.sum(), (hidden, weight, bias), retain_graph=True)
+    options = {**options, "beta": 0.0, "normalizer": "token_mean", "sampler_term": "score_centering"}
+    columns = torch.where(mask[..., None].bool(), head.values, math.nan)
+    topk = TeacherTopK(columns, torch.where(mask[..., None].bool(), head.indices, -7))
+    loss, _, grads = run(
+        GRPO(**options), (hidden, weight, bias), ids, mask, advantages, old_per_token_logps=logq, sampler_topk=topk
+    )
+    tolerances = {"rtol": 1e-5, "atol": 1e-9}
+    torch.testing.assert_close(grads, expected, **tolerances)
+    of_logps = functional.grpo_loss(
+        logp, advantages, mask, old_logps=logq, topk_logps=log_p.gather(-1, head.indices), sampler_topk_logps=columns,
+        **options,
+    )  # fmt: skip
+    torch.testing.assert_close(torch.autograd.grad(of_logps, (hidden, weight, bias)), expected, **tolerances)
+    torch.testing.assert_close(of_logps.float(), loss)
+
+
+@pytest.mark.parametrize("term", SAMPLER_TERMS)
+def test_terms_of_the_sampler_are_finite(term):
+    """Where its columns are impossible, for it or for the policy, or all that there is."""
+    *_, mask, advantages, logps, _ = problem()
+    columns = torch.tensor([[-math.inf, 0.0], [-1e4, -1e4], [0.0, -math.inf], [-0.7, -0.6931472]]).expand(T, B, 2).mT
+    columns = columns.movedim(-1, 0).contiguous()
+    mine = columns.flip(0).clamp(min=-1e4).requires_grad_()
+    loss = functional.grpo_loss(
+        logps, advantages, mask, old_logps=logps - 200, topk_logps=mine, sampler_topk_logps=columns, beta=0.0,
+        loss_type="importance", sampler_term=term,
+    )  # fmt: skip
+    assert loss.isfinite()
+    assert torch.autograd.grad(loss, mine)[0].isfinite().all()
+
+
+def test_terms_of_the_sampler_say_what_they_need():
+    hidden, weight, bias, ids, mask, advantages, logps, _ = problem()
+    topk = TeacherTopK(logps[..., None], ids[..., None])
+    centered = {"beta": 0.0, "sampler_term": "score_centering"}
+    for options, given, said in (
+        (centered, {}, "give both, or none"),
+        ({"beta": 0.0}, {"sampler_topk": topk}, "give both, or none"),
+        (centered, {"sampler_topk": topk}, "old_per_token_logps"),
+        ({**centered, "importance_sampling_level": "sequence"}, {}, "needs an objective of single tokens"),
+        (centered, {"sampler_topk": (ids, logps)}, "must be a TeacherTopK"),
+        (centered, {"sampler_topk": TeacherTopK(logps[..., None], ids[..., None], "none")}, "leave tail="),
+        (centered, {"sampler_topk": TeacherTopK(logps[..., None], ids[..., None] + V)}, "of sampler_topk .*indices"),
+    ):
+        with pytest.raises((TypeError, ValueError), match=said):
+            GRPO(**options)(hidden, weight, ids, mask, advantages, bias, **given)
+    with pytest.raises(TypeError, match="topk_logps must be a tensor"):
+        functional.grpo_loss(logps, advantages, mask, old_logps=logps, sampler_topk_logps=topk.logps, **centered)
 
 
 @pytest.mark.parametrize("loss_type", LOSS_TYPES)

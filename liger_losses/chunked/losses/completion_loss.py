@@ -108,8 +108,9 @@ class Completions:
 
     def rows(self, rows: slice) -> Completions:
         """Some of them."""
-        values = [getattr(self, name) for name in self.__dataclass_fields__]
-        return Completions(*[value if value is None else value[rows] for value in values])
+        values: list[Any] = [getattr(self, name) for name in self.__dataclass_fields__]
+        some: list[Any] = [value if value is None else value[rows] for value in values]
+        return Completions(*some)
 
     def target(self, head: Head, reference: bool = False) -> Target:
         """A target of the policy's hidden states, or of the reference's, with a head."""
@@ -278,7 +279,8 @@ class Scored(NamedTuple):
     def rows(self, rows: slice) -> Scored:
         """Some of the completions."""
         parts: list[Any] = [self.statistics, self[1:]]
-        values, others = [[x if x is None else x[rows] for x in part] for part in parts]
+        some: list[list[Any]] = [[x if x is None else x[rows] for x in part] for part in parts]
+        values, others = some
         return Scored(Statistics(*values), *others)
 
 

@@ -290,7 +290,8 @@ class LigerFusedLinearCrossEntropyLoss(ChunkedLoss, Generic[R]):
                     f"{o.reduction!r}; leave it out."
                 )
             items = checks.checked_items(items, labels.device)
-        mask, inputs = labels != o.ignore_index, dict[str, Tensor]()
+        mask = labels != o.ignore_index
+        inputs: dict[str, Tensor] = {}
         if token_weights is not None:
             checks.check_shaped("token_weights", token_weights, "label", labels.device, labels.shape)
             if token_weights.is_complex():

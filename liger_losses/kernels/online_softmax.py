@@ -177,8 +177,8 @@ def merge(
     if "logp" in parts:
         # Relative to the owner's log-sum-exp, log-probabilities near 0 keep their digits however large the logits are.
         owner = torch.bucketize(labels, ends, right=True)[None]
-        others = local_lse.scatter(0, owner, -math.inf).logsumexp(0) - local_lse.gather(0, owner)
-        merged["logp"] = (parts["logp"].gather(0, owner) - softplus(others, threshold=40))[0]
+        others = (local_lse - local_lse.gather(0, owner)).scatter(0, owner, -math.inf).logsumexp(0)
+        merged["logp"] = parts["logp"].gather(0, owner)[0] - softplus(others, threshold=40)
     if parts.keys() <= {"lse", "logp"}:
         return merged
     log_share, fractions = local_lse.log_softmax(0), sizes.to(lse.dtype)[:, None] / ends[-1]

@@ -62,7 +62,7 @@ class Norm(Replacement):
             args, kwargs = (*args, kwargs[self.gate]), {}
         if kwargs or len(args) != (1 if self.gate is None else 2):
             return NotImplemented
-        parameters = [*map(partial(getattr, module), filter(None, self.parameters))]  # in C: a frame less per layer
+        parameters = [getattr(module, name) for name in self.parameters if name is not None]
         if not is_plain(*args, *parameters) or (self.gate is not None and args[0].shape != args[1].shape):
             return NotImplemented
         x, *gate = args

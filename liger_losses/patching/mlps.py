@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -98,7 +98,7 @@ class GatedMLP(Replacement):
 
     def compute(self, module: Any, x: Tensor, backend: str | None = None) -> Tensor:
         """The output; where all layers are plain ones, backward writes over the outputs of the inner ones."""
-        layers, down, gate = [*map(partial(getattr, module), self.inner)], getattr(module, self.down), self.gate
+        layers, down, gate = [getattr(module, name) for name in self.inner], getattr(module, self.down), self.gate
         options: dict[str, Any] = {"interleaved": gate.layout == "interleaved", **gate.formula}
         plain, halves_swapped = is_plain_linear(down), len(layers) == 1 and gate.layout == "second"
         if plain and not halves_swapped and all(map(is_plain_linear, layers)):

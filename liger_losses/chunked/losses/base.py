@@ -8,7 +8,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from difflib import get_close_matches
 from numbers import Real
-from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, ClassVar, Concatenate, ParamSpec, Protocol, TypeVar
 
 import torch
@@ -52,7 +51,7 @@ class LossOptions:
     #: The options that are tensors, of one dimension.
     tensors: ClassVar[tuple[str, ...]] = ()
     #: Options beside the fields: those that a registered objective declares, by their names.
-    declared: ClassVar[Mapping[str, float]] = MappingProxyType({})
+    declared: ClassVar[Mapping[str, float]] = {}
     transform: ClassVar[LogitTransform]
     engine: ClassVar[EngineOptions]
 

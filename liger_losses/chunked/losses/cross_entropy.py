@@ -252,7 +252,8 @@ class LigerFusedLinearCrossEntropyLoss(ChunkedLoss, Generic[R]):
         heads = zip(whole, numbers, weights, checks.one_each(o.shift, count), scales, strict=True)
         parts = [self._part(*head) for head in heads]
         targets = [part.counted(o.ignore_index) for part in parts]
-        names = ("logp", *["lse"] * bool(o.lse_square_scale), *["mean_logp"] * bool(o.label_smoothing))
+        asked = {"logp": True, "lse": o.lse_square_scale != 0, "mean_logp": o.label_smoothing != 0}
+        names = tuple(name for name, is_asked in asked.items() if is_asked)
         reads_argmax = bool(o.return_token_accuracy or o.return_predicted_tokens)
         columns = ["selected_logps"] * (self._columns is not None)
         metrics = (*["argmax"] * reads_argmax, *["lse"] * bool(o.return_z_loss), *columns)

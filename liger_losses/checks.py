@@ -103,7 +103,7 @@ def check_new(
     registered = earlier is not None and not _definition(earlier)[0].startswith("liger_losses.")
     if not (replace and registered):
         advice = "pass replace=True to replace it" if registered else "it is built in; take another name"
-        raise ValueError(f"there is a {what} {name!r} already: {advice}.")
+        raise ValueError(f"the {what} {name!r} exists already: {advice}.")
 
 
 def _definition(function: Any) -> tuple[str, str]:

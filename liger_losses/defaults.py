@@ -33,6 +33,16 @@ DEFAULTS = (
     Default("GRPO", "loss_type", "dapo", {"verl": ("actor.policy_loss.loss_mode", "vanilla")}),
     Default("GRPO", "vllm_is_ratio", None, {"trl": ("GRPOConfig.vllm_importance_sampling_mode", "sequence_mask")}),
     Default("GRPO, gmpo", "epsilon_low", 0.2, {"trl": ("experimental.gmpo.GMPOConfig.epsilon", 0.4)}),
+    Default(
+        "GRPO, cispo",
+        "epsilon_high",
+        5.0,
+        {
+            "trl": ("GRPOConfig.epsilon", 0.2),
+            "verl": ("1 + actor.clip_ratio_high", 1.2),
+            "liger-kernel": ("LigerFusedLinearGRPOLoss.epsilon_high", 0.2),
+        },
+    ),
     Default("GRPO, cispo", "cispo_low", 0.0, {"verl": ("1 - actor.clip_ratio_low", 0.8)}),
     Default("GRPO, kl_cov", "cov_penalty", 1.0, {"verl": ("actor.policy_loss.ppo_kl_coef", 0.1)}),
     Default("JSD", "weight_hard_loss", 0.5, {"trl": ("DistillationTrainer", 0.0)}),

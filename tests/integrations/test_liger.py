@@ -100,6 +100,19 @@ def test_autograd_functions(name):
 
 
 @pytest.mark.peers
+def test_cispo_has_liger_kernels_default_bound():
+    arguments, _ = arguments_of("GRPO")
+
+    def call():
+        from liger_kernel.chunked_loss import LigerFusedLinearGRPOLoss
+
+        return LigerFusedLinearGRPOLoss(beta=0.0, compiled=False, loss_type="cispo")(*arguments[:7])[0]
+
+    theirs, ours = both(call)
+    torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.peers
 def test_names_are_replaced_and_restored():
     """Also those that were imported before, of which a warning says that their users keep them."""
     chunked = pytest.importorskip("liger_kernel.chunked_loss", reason="liger-kernel is not installed")

@@ -143,7 +143,7 @@ def test_a_new_divergence_keeps_its_digits_close_to_the_teacher(distance):
         (lambda r, l, a, o: (a * l).sum(), "a value for each token"),
         (lambda r, l, a, o: (a * l).detach(), "no gradient"),
         (lambda r, l, a, o: a * l - l.sum(), "coupled=True"),
-        (lambda r, l, a, o: a * (l - l.detach()).sqrt(), "is not finite"),
+        (lambda r, l, a, o: a * (l - l.detach()).sqrt(), r"is not finite.*log_ratio\.clamp"),
         (lambda r, l, a, o: a / (l - l.detach()), "is not finite"),
         (lambda r, l, a, o: 0.0 * l, "is 0 for every token"),
     ],
@@ -152,7 +152,7 @@ def test_objectives_that_cannot_be_right_are_refused(value, message):
     with pytest.raises(ValueError, match=message):
         register_objective("mine", value)
     assert "mine" not in policy_tables.LOSS_TYPES
-    with pytest.raises(ValueError, match="'dapo' already: it is built in"):
+    with pytest.raises(ValueError, match="'dapo' exists already: it is built in"):
         register_objective("dapo", ce_gppo, replace=True)
     with pytest.raises(ValueError, match="unknown normalizer"):
         register_objective("mine", ce_gppo, normalizer="mean")
@@ -267,7 +267,7 @@ def test_divergences_that_cannot_be_right_are_refused(terms, options, message):
     with pytest.raises((TypeError, ValueError), match=message):
         register_divergence("mine", terms, **options)
     assert "mine" not in divergence_forms.FORMS
-    with pytest.raises(ValueError, match="'forward_kl' already: it is built in"):
+    with pytest.raises(ValueError, match="'forward_kl' exists already: it is built in"):
         register_divergence("forward_kl", jeffreys, replace=True)
 
 
@@ -331,7 +331,7 @@ def test_a_cell_that_runs_again_replaces_what_it_registered(register, code, valu
     torch.testing.assert_close(value(), 3 * first)
     with pytest.raises(ValueError, match="not finite"):
         register("again", defined(code, "1e400"))
-    with pytest.raises(ValueError, match=r"'again' already: pass replace=True to replace it"):
+    with pytest.raises(ValueError, match=r"'again' exists already: pass replace=True to replace it"):
         register("again", defined(code, 5.0, "other"))
     torch.testing.assert_close(value(), 3 * first)
     register("again", defined(code, 5.0, "other"), replace=True)

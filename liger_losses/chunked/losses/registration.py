@@ -100,11 +100,12 @@ def _check_objective(name: str, coupled: bool, defaults: Mapping[str, Any]) -> N
     if not isinstance(terms, Tensor) or terms.shape not in ((_B, _T), (_B, 1)):
         raise ValueError(f"{said} must return a value for each token, [{_B}, {_T}], got {described(terms)}.")
     terms = torch.where(mask, terms, 0.0)
-    _check_finite(said, terms)
+    advice = "limit what exp takes, such as log_ratio.clamp(max=80), and divisors and roots from below"
+    _check_finite(said, terms, advice=advice)
     if not terms.requires_grad:
         raise ValueError(f"{said} has no gradient with respect to log_ratio or logps: do not detach all of it.")
     (gradient,) = torch.autograd.grad(terms.sum(), leaf, retain_graph=True)
-    _check_finite(f"the gradient of {said}", gradient)
+    _check_finite(f"the gradient of {said}", gradient, advice=advice)
     if not gradient.any():
         raise ValueError(f"the gradient of {said} is 0 for every token: do not detach all of it.")
     if coupled:
@@ -253,10 +254,14 @@ def _on_trial(name: str, *rows: tuple[dict[str, Any], Any]) -> Iterator[None]:
         raise
 
 
-def _check_finite(what: str, *values: Tensor) -> None:
+def _check_finite(
+    what: str,
+    *values: Tensor,
+    advice: str = "limit them, such as log_q.clamp(min=-20), or a divisor: 0.99 * q + 0.01 * p for q, p + q + 1e-30 "
+    "for p + q",
+) -> None:
     for value in values:
         if not value.isfinite().all():
             raise ValueError(
-                f"{what} is not finite for finite log-probabilities: {value[~value.isfinite()][:3].tolist()}; limit "
-                "them, such as log_q.clamp(min=-20), or a divisor: 0.99 * q + 0.01 * p for q, p + q + 1e-30 for p + q."
+                f"{what} is not finite for finite log-probabilities: {value[~value.isfinite()][:3].tolist()}; {advice}."
             )

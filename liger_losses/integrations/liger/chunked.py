@@ -9,12 +9,25 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
 import liger_losses
+from liger_losses.chunked.losses.policy import GRPOOptions
+
+
+@dataclass(frozen=True, kw_only=True)
+class _GRPOOptions(GRPOOptions):
+    epsilon_high: float | None = 0.2  # for ``cispo`` too
+
+
+class LigerFusedLinearGRPOLoss(liger_losses.LigerFusedLinearGRPOLoss):
+    """:class:`liger_losses.LigerFusedLinearGRPOLoss`, with liger-kernel's default of ``epsilon_high``."""
+
+    options_type = _GRPOOptions
 
 
 def _with_their_metrics(loss: type) -> type:
@@ -93,7 +106,7 @@ _OURS = {middle: getattr(liger_losses, f"LigerFusedLinear{middle}Loss") for midd
 LOSSES: dict[str, Any] = {
     middle: _with_their_metrics(loss) if middle in ("DPO", "ORPO", "CPO", "SimPO", "KTO") else loss
     for middle, loss in _OURS.items()
-}
+} | {"GRPO": LigerFusedLinearGRPOLoss}
 
 
 def applied(loss: type, names: str, **defaults: Any) -> Callable[..., Any]:

@@ -38,6 +38,23 @@ def with_pending_logits(method: Callable[..., Any], self: Any, *args: Any, **kwa
         return method(self, *args, **kwargs)
 
 
+def with_loss_mask(method: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor:
+    """``_compute_self_distillation_loss`` of SDFT and SDPO, with divergences of active tokens alone.
+
+    Its helper functions get the student's logits, and here with them the mask ``[B, T]``.
+    """
+    batch = inspect.signature(method).bind(*args, **kwargs).arguments["distillation_logits"]
+    batch.student_logits.loss_mask = batch.loss_mask
+    return method(*args, **kwargs)
+
+
+def _masked_labels(logits: Any) -> Tensor:
+    """Labels ``[B, T]`` that say which tokens are active, and nothing else."""
+    labels = torch.zeros(logits.shape[:-1], dtype=torch.int64, device=logits.device)
+    mask = getattr(logits, "loss_mask", None)
+    return labels if mask is None else labels.masked_fill(mask == 0, IGNORE_INDEX)
+
+
 class NeedsLogits(Exception):
     """A replacement cannot be computed without the values of the logits: TRL's function runs."""
 
@@ -127,8 +144,8 @@ def generalized_jsd_loss(
 
 def full_logit_self_distillation(student_logits: Any, teacher_logits: Any, *, distillation_alpha: float) -> Any:
     """Each token's divergence ``[B, T]`` of SDFT and SDPO over the whole vocabulary."""
-    student, teacher = _pending(student_logits), _teacher(teacher_logits)
-    labels = torch.zeros(student.shape[:-1], dtype=torch.int64, device=student.device)
+    student = _pending(student_logits)
+    labels, teacher = _masked_labels(student_logits), _teacher(teacher_logits)
     check_columns(student.head, teacher)
     divergence = divergence_of(distillation_alpha)
     with student.forward_autocast():
@@ -148,8 +165,9 @@ def topk_self_distillation(
     TRL's function would not compute logits either, but take the gradients of log-sum-exp and columns apart.
     """
     student, teacher = _pending(student_logits), _pending(teacher_logits)
+    labels = _masked_labels(student_logits)
     columns = linear_topk(student.hidden_states.detach(), student.head.detach(), distillation_topk).ids
-    logps = student.statistics(None, "selected_logps", selected=columns).selected_logps
-    teacher_logps = teacher.statistics(None, "selected_logps", selected=columns).selected_logps
+    logps = student.statistics(labels, "selected_logps", selected=columns).selected_logps
+    teacher_logps = teacher.statistics(labels, "selected_logps", selected=columns).selected_logps
     tail = "bucket" if distillation_add_tail else "renormalize"
     return sparse_divergence(logps, teacher_logps, divergence_of(distillation_alpha), tail)

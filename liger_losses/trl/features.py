@@ -90,6 +90,7 @@ _JSD = {".compute_loss": _PENDING, ".generalized_jsd_loss": _replaced(experiment
 _SELF_DISTILLATION = {
     **_LOGPS,
     "._forward_logits": _PENDING,
+    "._compute_self_distillation_loss": _around(experimental.with_loss_mask, "self", "distillation_logits"),
     "compute_full_logit_self_distillation_loss": _replaced(experimental.full_logit_self_distillation),
     "compute_topk_self_distillation_loss": _replaced(experimental.topk_self_distillation),
 }

@@ -301,12 +301,19 @@ def _topk(logits: PendingLogits, k: Any, dim: Any = -1, largest: bool = True, so
     return torch.return_types.topk((values.to(logits.dtype), found.columns))
 
 
+#: Tokens whose logits exist at a time.
+_ROWS = 1024
+
+
 @_operation("argmax")
+@torch.no_grad()
 def _argmax(logits: PendingLogits, dim: int | None = None, keepdim: bool = False) -> Any:
-    if not _is_vocabulary(logits, dim) or logits.negated:
+    """Of the model's logits, whose rounding decides ties; they exist for some tokens at a time."""
+    if not _is_vocabulary(logits, dim):
         return NotImplemented
-    with torch.no_grad():
-        columns = logits.statistics(None, metrics=("argmax",)).argmax
+    rows = logits.hidden_states.detach().reshape(-1, logits.hidden_states.shape[-1]).split(_ROWS)
+    parts = [logits.with_changes(hidden_states=part).values().argmax(-1) for part in rows]
+    columns = torch.cat(parts).view(logits.shape[:-1])
     return columns[..., None] if keepdim else columns
 
 

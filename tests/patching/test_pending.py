@@ -157,6 +157,14 @@ def test_it_looks_like_logits():
         _ = logits.softmx
 
 
+def test_argmax_is_that_of_the_models_rounded_logits():
+    """Of largest logits that are equal in bf16, and not in fp32, it is the first."""
+    hidden, weight = torch.ones(1, 2, 2).bfloat16(), torch.tensor([[0.0, 0.0], [256, 0.5], [256, 0.75]]).bfloat16()
+    logits = F.linear(hidden, weight)
+    assert logits[0, 0, 1] == logits[0, 0, 2]
+    assert torch.equal(pending(hidden, weight).argmax(-1), logits.argmax(-1))
+
+
 def test_autocast_is_the_heads():
     """Logits that outlive the autocast they were made under are of its dtype all the same."""
     hidden, weight, bias, labels = problem(torch.float32)

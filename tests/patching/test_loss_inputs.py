@@ -25,10 +25,7 @@ TYPES = {
     "cohere": {"logit_scale": 0.3},
     "granite": {"logits_scaling": 3.0},
     "phi": {},  # its head has a bias
-    "dory": {"head_dim": 8},  # and this one a trained scale of each entry
 }
-if "dory" not in transformers.CONFIG_MAPPING:
-    del TYPES["dory"]
 SIZES = {"vocab_size": 61, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2}
 SIZES |= {"max_position_embeddings": 32}
 HEADS = {"num_attention_heads": 2, "num_key_value_heads": 2, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}

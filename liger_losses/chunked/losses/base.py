@@ -128,6 +128,10 @@ class _Signature:
         return cls.constructor_signature  # type: ignore[attr-defined]
 
 
+#: Options that losses have as properties.
+_PROPERTIES = [("divergence", property), ("ce_weight", property)]
+
+
 class ChunkedLoss(nn.Module):
     """A loss on the output of ``lm_head``, computed without materializing the logits.
 
@@ -199,7 +203,7 @@ class ChunkedLoss(nn.Module):
         for name in [field.name for field in fields(cls.options_type)]:
             if not hasattr(cls, name):
                 setattr(cls, name, _option(name))
-            elif name in vars(cls) and name not in ("divergence", "ce_weight"):  # which losses have as properties
+            elif name in vars(cls) and (name, type(vars(cls)[name])) not in _PROPERTIES:
                 raise TypeError(f"{cls.__name__}.{name} hides the option {name}; give its constructor another value.")
         cls.options_signature = options_signature(cls, cls.positions)
         options = cls.options_signature.parameters.values()

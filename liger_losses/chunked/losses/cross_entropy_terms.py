@@ -71,7 +71,7 @@ def cross_entropy(
 def _entropy_of_columns(values: Mapping[str, Tensor]) -> Tensor:
     """The entropy of the softmax over the largest columns, over its largest value: EAFT (arXiv:2601.02151)."""
     log_p = values["selected_logps"].log_softmax(-1)
-    return -(log_p.exp() * log_p).sum(-1) / math.log(max(log_p.shape[-1], 2))
+    return torch.special.entr(log_p.exp()).sum(-1) / math.log(max(log_p.shape[-1], 2))
 
 
 class TokenScaling(NamedTuple):

@@ -87,6 +87,11 @@ class DistillationOptions(LossOptions):
     def __post_init__(self) -> None:
         super().__post_init__()
         checks.check_names([self.token_scaling], ("none", *TOKEN_SCALINGS), "token_scaling")
+        if self.token_scaling != "none" and self.weight_hard_loss == 0:
+            raise ValueError(
+                f"token_scaling={self.token_scaling!r} is of the label's probability, which is read for the hard loss: "
+                "give a weight_hard_loss above 0, or token_weights= in the call."
+            )
         if TOKEN_SCALINGS.get(self.token_scaling, TOKEN_SCALINGS["probability"]).columns is not None:
             raise ValueError(
                 f"token_scaling={self.token_scaling!r} reads the largest probabilities, which only cross-entropy has: "

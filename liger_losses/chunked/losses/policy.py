@@ -280,7 +280,7 @@ class LigerFusedLinearGRPOLoss(CompletionLoss):
             terms = coupled_terms(values["logp"], inputs, acting if share < 1.0 else None, topk)
             loss = weighted(values["logp"], terms, **weights)
             if coef is not None:
-                loss = loss - coef * acting * values["entropy"] / inputs.total(acting).clamp(min=1)
+                loss = loss - coef * (acting * values["entropy"]) / inputs.total(acting).clamp(min=1)
         loss = inputs.total(loss)
         if isinstance(o.entropy_coef, AdaptiveEntropy) and self.training:
             o.entropy_coef.observe((values["entropy"] * acting).sum(), acting.sum())

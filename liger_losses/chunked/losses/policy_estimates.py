@@ -66,9 +66,9 @@ def iw_opd_advantages(teacher_logps: Tensor, logps: Tensor, mask: Tensor, *, gam
     check_alike(teacher_logps=teacher_logps, logps=logps)
     check_number("gamma", gamma, 0.0, math.inf)
     advantages = torch.where(checked_mask("mask", mask, "logps", logps), teacher_logps - logps, 0.0)
-    sizes = advantages.abs()
+    sizes = advantages.abs().to(torch.promote_types(advantages.dtype, torch.float32))  # sums overflow fp16
     before = (sizes.cumsum(1) - sizes) / sizes.sum(1, keepdim=True).clamp(min=torch.finfo(sizes.dtype).tiny)
-    return (1 + gamma * (1 - before)) * advantages
+    return (1 + gamma * (1 - before)).to(advantages.dtype) * advantages
 
 
 #: Estimates of KL(p || p_ref) from ``d = log p_ref - log p`` of samples of p (joschu.net/blog/kl-approx.html). A name

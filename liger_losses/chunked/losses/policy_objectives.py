@@ -76,6 +76,11 @@ class PolicyTensors:
                 f"sampler_term={o.sampler_term!r} needs ratios to the sampler: pass its log-probabilities as the old "
                 "policy's (old_logps= of functions, old_per_token_logps= of losses), and no other ones of the sampler."
             )
+        if o.row.objective == "regression" and self.old_logps is None:
+            raise ValueError(
+                f"{loss} is a regression onto log-ratios to the policy that sampled: pass its log-probabilities "
+                "(old_logps= of functions, old_per_token_logps= of losses)."
+            )
         if o.mask.of_sampler and self.sampling_logps is None:
             raise ValueError(
                 f"{loss} with this token_mask compares the old policy with the sampler: pass the sampler's "

@@ -140,10 +140,11 @@ class PolicyOptions:
         object.__setattr__(self, "row", row)
         if row.normalizer == "limit" and (not isinstance(limit, Integral) or limit < 1):
             raise ValueError(f"{loss} needs max_completion_length=, a positive integer, got {limit!r}.")
-        if self.term is not None and self.term.of_objective and not self.separable:
+        if self.term is not None and self.term.of_objective and (self.mask.of_sampler or not self.separable):
             raise ValueError(
-                f"sampler_term={self.sampler_term!r} needs an objective of single tokens: use another loss_type than "
-                f"{self.loss_type!r}, importance_sampling_level='token', and no off_policy_mask_threshold."
+                f"sampler_term={self.sampler_term!r} needs an objective of single tokens and ratios to the sampler: "
+                f"use another loss_type than {self.loss_type!r}, importance_sampling_level='token', no "
+                "off_policy_mask_threshold, and no token_mask of old policy and sampler."
             )
         if self.log_ratio_penalty is None and row.defaults.get("log_ratio_penalty", 0.0) is None:
             raise ValueError(f"{loss} needs log_ratio_penalty=, the weight of its squared log-ratios.")

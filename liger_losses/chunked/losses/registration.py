@@ -80,8 +80,8 @@ def register_objective(
     taken = sorted({*options} & {*GRPOOptions.__dataclass_fields__})
     if taken:
         raise ValueError(f"{', '.join(taken)}: all policy losses have an option of this name; take another one.")
-    objective = Objective(value, cut, coupled, whole=coupled, options=MappingProxyType(options))
-    row = LossType(name, normalizer, level != "token", level, mask, MappingProxyType({**defaults}))
+    objective = Objective(value, cut, coupled, whole=coupled, options=options)
+    row = LossType(name, normalizer, level != "token", level, mask, {**defaults})
     with _on_trial(name, (policy_tables.OBJECTIVES, objective), (policy_tables.LOSS_TYPES, row)):
         _check_objective(name, coupled or level != "token", options)
 

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from liger_losses.checks import check_names, checked_items
+from liger_losses.checks import check_names, check_shaped, checked_items
 from liger_losses.chunked import EngineOptions, Head
 from liger_losses.chunked.core.compiled import loss_sum
 from liger_losses.chunked.core.inputs import target_of
@@ -103,10 +103,16 @@ def fused_linear_score_centering(
     if correction is not None:
         check_names([correction.outside], ("clamp", "drop"), "outside")
         check_names([correction.sign], ("both", "ppo"), "sign")
+    tokens, top = selected_token_ids.shape, sampler_topk_ids.shape
+    check_shaped("attention_mask", attention_mask, "token", _input.device, tokens)
+    check_shaped("advantages", advantages, "sequence or token", _input.device, tokens[:1], tokens)
+    check_shaped("sampler_token_logps", sampler_token_logps, "token", _input.device, tokens)
+    check_shaped("sampler_topk_logps", sampler_topk_logps, "column of sampler_topk_ids", _input.device, top)
     mask = attention_mask.bool()
     a = torch.where(mask, advantages[:, None] if advantages.dim() == 1 else advantages, 0.0)
     inputs = {"a": a, "q": sampler_token_logps, "top_q": sampler_topk_logps}
-    labels, columns = torch.where(mask, selected_token_ids, -100), torch.where(mask[..., None], sampler_topk_ids, 0)
+    labels = torch.where(mask, selected_token_ids.long(), -100)
+    columns = torch.where(mask[..., None], sampler_topk_ids.long(), 0)
     target = target_of(_input, Head.of(weight, bias, LogitTransform(temperature)), labels, selected=columns)
     numbers = {"c": correction, "eps": eps, "centers": score_center}
     loss = TokenLoss(_token_loss, inputs, numbers)

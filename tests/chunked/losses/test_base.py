@@ -127,6 +127,8 @@ def test_a_loss_is_frozen():
     assert (loss.beta, loss.settings.beta, loss.replace(beta=0.5).beta, loss.beta) == (0.3, 0.3, 0.5, 0.3)
     with pytest.raises(TypeError, match=r"Annealed\.temperature hides the option temperature"):
         type("Annealed", (JSD,), {"temperature": property(lambda self: 2.0)})
+    with pytest.raises(TypeError, match=r"Unweighted\.ce_weight hides the option ce_weight"):
+        type("Unweighted", (CE,), {"ce_weight": None})
 
 
 def test_a_loss_is_a_module():

@@ -1,8 +1,10 @@
 """docs/extending.md holds: a pair loss is one class of under 10 lines; a divergence is two functions and a row; what is
 registered is checked."""
 
+import copy
 import functools
 import inspect
+import pickle
 
 import pytest
 import torch
@@ -191,6 +193,7 @@ def test_an_objective_declares_options_for_a_sweep(coupled):
         torch.testing.assert_close(functional.grpo_loss(logps, advantages, mask, old_logps=old, **options), exact)
     with pytest.raises(AttributeError, match="power is an option"):
         loss.power = 2.0
+    assert pickle.loads(pickle.dumps(copy.deepcopy(loss))).power == loss.power
     other = loss.replace(loss_type="dapo")
     assert not hasattr(other, "power")
     assert "power" not in repr(other)

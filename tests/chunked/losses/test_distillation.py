@@ -67,7 +67,11 @@ def test_weights_of_tokens(over):
 
 def test_token_scaling_of_distillation():
     hidden, weight, _, labels, *teacher = problem()
-    for options in ({"token_scaling": "entropy"}, {"token_scaling": "probability", "top_k": 3}):
+    for options in (
+        {"token_scaling": "entropy"},
+        {"token_scaling": "probability", "top_k": 3},
+        {"weight_hard_loss": 0.0, "token_scaling": "probability"},
+    ):
         with pytest.raises(ValueError, match="token_scaling="):
             JSD(**options)(weight, hidden, labels, Teacher(*teacher[:2]))
 

@@ -204,8 +204,10 @@ class Head:
         """
         if self.quantized is not None:
             raise ValueError("a quantized head takes no scale per vocabulary entry: dequantize it, or leave it out.")
-        if not isinstance(scale, Tensor) or scale.shape != self.weight.shape[:1]:
-            raise ValueError(f"scale must be one number for each of {len(self.weight)} rows, got {described(scale)}.")
+        if not isinstance(scale, Tensor) or scale.shape != self.weight.shape[:1] or scale.is_complex():
+            raise ValueError(
+                f"scale must be a real number for each of {len(self.weight)} rows, got {described(scale)}."
+            )
 
         def times(rows: Tensor) -> Tensor:
             return (rows * (scale[:, None] if rows.dim() > 1 else scale)).to(rows.dtype)

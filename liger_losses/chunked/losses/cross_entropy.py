@@ -138,7 +138,7 @@ class LigerFusedLinearCrossEntropyLoss(ChunkedLoss, Generic[R]):
         return_z_loss: also return the z-loss, which is a part of the loss.
         token_scaling: multiply the loss of a token by a detached factor: ``probability`` of the label p (DFT,
             arXiv:2508.05629, eq. 9), ``uncertainty`` p (1 - p) (CHORD, arXiv:2508.11408), or ``entropy`` of the 20
-            largest probabilities, divided by log 20 (EAFT, arXiv:2601.02151).
+            largest probabilities, as a distribution of their own, divided by log 20 (EAFT, arXiv:2601.02151).
         use_token_scaling: liger-kernel's name of ``token_scaling="probability"``.
         return_token_accuracy: also return the share of tokens whose label is the argmax (per token for ``none``).
         return_predicted_tokens: also return the argmax of each token, -1 for ignored tokens.

@@ -250,6 +250,8 @@ class DistillationLoss(ChunkedLoss):
             raise ValueError("token_scaling= needs a divergence over all columns: leave top_k= and TeacherTopK out.")
         if token_weights is not None:
             checks.check_shaped("token_weights", token_weights, "label", labels.device, labels.shape)
+            if token_weights.is_complex():
+                raise TypeError(f"token_weights must be real numbers, got {token_weights.dtype}.")
             token_weights = token_weights.detach()
             token_weights = shift_labels(token_weights, 0, int(o.shift)) if o.shift else token_weights
         if not over_columns:

@@ -138,7 +138,7 @@ class LigerFusedLinearGRPOLoss(CompletionLoss):
 
     reference_forms: ClassVar[str] = (
         "Pass ref_per_token_logps=, or the reference's hidden states as ref_input= and its head as ref_weight=. Or "
-        "build the loss with beta=0.0 or use_ref_model=False."
+        "build the loss with beta=0.0 or use_ref_model=False (but loss_type='ref_kl' learns from a reference)."
     )
     forms = (
         ("head", "hidden_states", "labels", "mask", "advantages"),

@@ -71,6 +71,8 @@ class PolicyTensors:
                 f"{loss} with sampler_term={o.sampler_term!r} and the sampler's most likely tokens (sampler_topk= of "
                 "losses, topk_logps= and sampler_topk_logps= of functions): give both, or none."
             )
+        if self.sampler_topk_logps is not None and not self.sampler_topk_logps.is_floating_point():
+            raise TypeError(f"sampler_topk_logps must be floating point, got {self.sampler_topk_logps.dtype}.")
         if o.term is not None and o.term.of_objective and (self.old_logps is None or self.sampling_logps is not None):
             raise ValueError(
                 f"sampler_term={o.sampler_term!r} needs ratios to the sampler: pass its log-probabilities as the old "
@@ -217,6 +219,15 @@ def _old_and_sampler(logps: Tensor, old: Tensor | None, sampler: Tensor | None) 
     return old, old if sampler is None else torch.where(sampler.isnan(), old, sampler)
 
 
+def _advantages(advantages: Tensor, logps: Tensor, ref: Tensor | None, o: PolicyOptions) -> Tensor:
+    """Those of the objective, which a reference gives to some loss types."""
+    if not o.row.of_reference:
+        return advantages
+    if ref is None:
+        raise ValueError(f"loss_type={o.loss_type!r} learns from a reference: pass its log-probabilities, ref_logps=.")
+    return advantages * (ref - logps).detach()
+
+
 def policy_terms(
     logps: Tensor,
     log_ratio: Tensor,
@@ -236,12 +247,7 @@ def policy_terms(
     :func:`grpo_loss`. Objectives that couple tokens read ``inputs``. ``topk [..., k]`` are log-probabilities of the
     sampler's most likely tokens."""
     batch = [] if inputs is None else [inputs]
-    if o.row.of_reference:
-        if ref is None:
-            raise ValueError(
-                f"loss_type={o.loss_type!r} learns from a reference: pass its log-probabilities, ref_logps=."
-            )
-        advantages = advantages * (ref - logps).detach()
+    advantages = _advantages(advantages, logps, ref, o)
     old, sampler = _old_and_sampler(logps.detach(), old, sampler)
 
     def objective_of(logps: Tensor, log_ratio: Tensor, advantages: Tensor, old: Tensor, sampler: Tensor) -> Tensor:
@@ -384,11 +390,11 @@ def token_metrics(logps: Tensor, inputs: PolicyInputs, kl: bool) -> list[Tensor]
     """``[B, T]``: 1.0 for tokens whose gradients clipping removed, and estimates of the divergence; 0 at padding."""
     o, mask = inputs.options, inputs.mask
     ratio = ratio_of(RATIOS[o.row.level](inputs.log_ratio(logps), inputs))
-    cut = o.objective.cut
-    dropped = torch.zeros_like(mask) if cut is None else cut(ratio, inputs.advantages, o)
+    cut, advantages = o.objective.cut, _advantages(inputs.advantages, logps, inputs.ref_logps, o)
+    dropped = torch.zeros_like(mask) if cut is None else cut(ratio, advantages, o)
     if o.mask.weights is not None:
         old, sampler = _old_and_sampler(logps, inputs.old_logps, inputs.sampling_logps)
-        dropped = dropped | (o.mask_weights(logps, old, sampler, inputs.advantages) == 0)
+        dropped = dropped | (o.mask_weights(logps, old, sampler, advantages) == 0)
     metrics = [(dropped & mask).float()]
     if kl:
         ref = inputs.ref_logps

@@ -378,7 +378,7 @@ def check_weight(weight: Any, bias: Any = None) -> None:
 
 
 def check_vector(name: str, vector: Any, weight: Tensor, vocab_size: int | None = None) -> None:
-    """Raise TypeError or ValueError unless this is one value per row of the weight, beside it.
+    """Raise TypeError or ValueError unless this is one value per row of the weight, on its device.
 
     Where the weight is a part of a head, ``vocab_size`` is the number of values.
     """

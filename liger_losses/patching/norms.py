@@ -77,10 +77,8 @@ class Norm(Replacement):
 
     @classmethod
     def is_candidate(cls, module: nn.Module) -> bool:
-        """No children or buffers, and at most two vectors of one size; without any, the class is named a norm."""
+        """No children or buffers, and at most two parameters, vectors of one size."""
         shapes = [probing.shape_of(p) for p in module.parameters(recurse=False)]
-        if not shapes and "norm" not in type(module).__name__.lower():
-            return False
         vectors = len(shapes) <= 2 and all(len(shape) == 1 for shape in shapes) and len(set(shapes)) <= 1
         return vectors and not any(True for _ in module.children()) and not any(True for _ in module.buffers())
 
@@ -105,6 +103,11 @@ class Norm(Replacement):
             else:
                 return replace(norm, of_torch=bool(functions.called & _OF_TORCH))
         raise mismatches[0]
+
+    @classmethod
+    def is_worth_listing(cls, module: nn.Module) -> bool:
+        """Modules with parameters, and those whose class is named a norm."""
+        return any(True for _ in module.parameters()) or "norm" in type(module).__name__.lower()
 
 
 def _candidates(module: nn.Module, gate: str | None) -> Iterator[Norm]:

@@ -293,9 +293,9 @@ def _take_along_dim(logits: PendingLogits, indices: Tensor, dim: int) -> Any:
 @_operation("topk")
 def _topk(logits: PendingLogits, k: Any, dim: Any = -1, largest: bool = True, sorted: bool = True) -> Any:
     """The largest logits or log-probabilities, in descending order."""
-    if not _is_vocabulary(logits, dim) or not largest or type(k) is not int or logits.negated or logits.ndim < 2:
+    if type(k) is not int or not 1 <= k <= logits.shape[-1]:
         return NotImplemented
-    if not 1 <= k <= logits.shape[-1]:
+    if not _is_vocabulary(logits, dim) or not largest or logits.negated or logits.ndim < 2:
         return NotImplemented
     lse = () if logits.normalized else ("lse",)
     found = logits.statistics(None, "selected_logps", *lse, selected=Largest(k), metrics=("columns",))

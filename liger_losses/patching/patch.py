@@ -12,7 +12,7 @@ from liger_losses.arguments import lists_arguments
 from liger_losses.patching.loss_head import LossForward, patch_head, prepare_head, unpatch_head
 from liger_losses.patching.mlps import GatedExperts, GatedMLP
 from liger_losses.patching.norms import Norm
-from liger_losses.patching.probing import Mismatch, reason_of
+from liger_losses.patching.probing import reason_of
 from liger_losses.patching.report import LEFT_OUT, Entry, PatchReport
 from liger_losses.patching.rotations import Rotations, calling_methods
 from liger_losses.patching.swap import (
@@ -91,13 +91,12 @@ def patch(
     tile = None if tile_mlps is False else 0 if tile_mlps is True else tile_mlps
     kinds: list[type[Replacement]] = [Norm] * norms + [GatedMLP, GatedExperts] * mlps + [Rotations] * rope
     before, entries, classes = _replaced_in(model), [], []
-    matches: dict[Any, tuple[Replacement | Exception, nn.Module]] = {}
+    matches: dict[Any, tuple[Replacement | str, nn.Module]] = {}
     calling_methods.cache_clear()
     try:
         for path, module in model.named_modules():
-            allowed = filter_fn is None or filter_fn(module, path)
             for kind in kinds:
-                entry, replacement = _find(kind, path, module, allowed, matches, tile)
+                entry, replacement = _find(kind, path, module, filter_fn, matches, tile)
                 entries += [] if entry is None else [entry]
                 if replacement is not None:
                     classes.append((module, swapped_class(module, replacement)))
@@ -193,11 +192,16 @@ def _check_model(model: Any) -> None:
 
 
 def _find(
-    kind: type[Replacement], path: str, module: nn.Module, allowed: bool, matches: dict[Any, Any], tile: int | None
+    kind: type[Replacement],
+    path: str,
+    module: nn.Module,
+    filter_fn: Filter | None,
+    matches: dict[Any, Any],
+    tile: int | None,
 ) -> tuple[Entry | None, Replacement | None]:
     """A module's line of the report, if it is listed, and what of a kind replaces it from now on.
 
-    ``matches`` holds what was found for other modules, a replacement or an error, by their keys; and those modules, as
+    ``matches`` holds what was found for other modules, a replacement or a reason, by their keys; and those modules, as
     keys contain addresses of objects that they hold.
     """
     name, replacement = original_class(module).__name__, replacement_of(module)
@@ -206,33 +210,29 @@ def _find(
             return None, None
         tiled = _in_tiles(replacement, tile)
         may_change = tiled != replacement and "_liger_original" in vars(type(module))  # its class is ours
-        if may_change and allowed and reason_not_to_restore(module) is None:
+        if may_change and reason_not_to_restore(module) is None and (filter_fn is None or filter_fn(module, path)):
             return Entry(path, name, str(tiled)), tiled
         return Entry(path, name, str(replacement)), None
-    listed = True
     try:
         if not kind.is_candidate(module):
             return None, None
-        listed = kind.is_worth_listing(module)
-        reason, key = kind.reason_to_leave(module) or ("" if allowed else LEFT_OUT), (kind, kind.key(module))
-        if reason:
-            raise Mismatch(reason)
+        reason, key, listed = kind.reason_to_leave(module), (kind, kind.key(module)), kind.is_worth_listing(module)
+    except Exception as error:
+        return Entry(path, name, None, reason_of(error)), None
+    if reason is None and filter_fn is not None and not filter_fn(module, path):
+        reason = LEFT_OUT
+    if reason is None:
         if key not in matches:
-            matches[key] = _outcome(kind, module), module
+            try:
+                matches[key] = kind.match(module), module
+            except Exception as error:
+                matches[key] = reason_of(error), module
         match, _ = matches[key]
-        if isinstance(match, Exception):
-            raise match
-    except Exception as error:
-        return Entry(path, name, None, reason_of(error)) if listed else None, None
-    replacement = _in_tiles(match, tile)
-    return Entry(path, name, str(replacement)), replacement
-
-
-def _outcome(kind: type[Replacement], module: nn.Module) -> Replacement | Exception:
-    try:
-        return kind.match(module)
-    except Exception as error:
-        return error.with_traceback(None)
+        if not isinstance(match, str):
+            replacement = _in_tiles(match, tile)
+            return Entry(path, name, str(replacement)), replacement
+        reason = match
+    return Entry(path, name, None, reason) if listed else None, None
 
 
 def _in_tiles(replacement: Any, tile: int | None) -> Any:

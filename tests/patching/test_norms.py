@@ -41,7 +41,7 @@ class Wide(RMS):
         return (self.weight * self.normalise(x.float())).to(x.dtype)
 
 
-class WeightlessNorm(nn.Module):
+class Weightless(nn.Module):
     eps = 1e-6
 
     def forward(self, x):
@@ -74,7 +74,7 @@ NORMS = [
     (RMS(48, 0.1), "rms_norm"),
     (Gemma(), "rms_norm (1 + weight, fp32)"),
     (Wide(), "rms_norm (fp32)"),
-    (WeightlessNorm(), "rms_norm"),
+    (Weightless(), "rms_norm"),
     (Centred(), "layer_norm"),
     (GatedAfter(), "gated_rms_norm"),
     (GatedBefore(), "gated_rms_norm (gate first)"),

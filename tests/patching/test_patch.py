@@ -267,6 +267,7 @@ def test_choosing_what_to_patch(llama):
     }
     assert {entry.reason for entry in report.left} == {"left out by filter_fn"}
     assert all(dict(llama.named_modules())[name] is module for module, name in asked)
+    assert {"", "model", "model.layers"}.isdisjoint(name for _, name in asked)  # nothing there is replaced
 
 
 def test_patching_leaves_everything_else_alone(llama):

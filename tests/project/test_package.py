@@ -172,7 +172,6 @@ def test_the_engine_is_imported_from_its_package_alone():
     assert len(paths) > 100
     # What adds an accelerator, what measures them without one, and what says how the engine would plan reach inside.
     inside = {ROOT.parent / "docs" / "extending.md", ROOT.parent / "benchmarks" / "accelerators.py", ROOT / "doctor.py"}
-    inside |= {ROOT / "integrations" / "liger" / "score_centering.py"}  # a loss of another library
     assert {path for path in paths if re.search(r"chunked(\.| import )core", path.read_text())} == inside
 
 

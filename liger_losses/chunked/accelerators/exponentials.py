@@ -92,7 +92,8 @@ class ExponentialBlock:
     def add_products(self, upstream: dict[str, Tensor], grads: Gradients) -> tuple[Tensor | None, Tensor]:
         """The same without the labels' terms of the weight's gradient; and these terms' factors ``[R]``."""
         part, weights, values = self.part, self.part.head.weights, self.constants
-        e, labels, here = self.memory[:, : weights.columns], labels_of(part), part.head.ranks.local(part.labels)[1]
+        e, (places, here) = self.memory[:, : weights.columns], part.head.ranks.local(part.labels)
+        labels = places.contiguous()
         if here is not None:
             values = values | {"logp": values["logp here"]}
         scale, at_label, scaled = gradient_scales(

@@ -196,9 +196,7 @@ class Plan(NamedTuple):
     row_bytes: int  # of one of these
     keeps: bool  # the block of all tokens lives until backward; otherwise that computes logits again
     tile: Tile | None  # where the pass goes by columns; None where it goes by blocks
-    share: (
-        float  # of the parts that a half-precision gradient of a weight may be a sum of, those that it adds; 1 is all
-    )
+    share: float  # parts that it adds to a weight's half-precision gradient, over the most that there may be
     accumulate: torch.dtype | None  # in which the gradient of the weight adds up, where not its own
     products: Products
     scratch: int  # bytes of temporaries

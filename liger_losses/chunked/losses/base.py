@@ -50,7 +50,7 @@ class LossOptions:
     streams_chunks: ClassVar[bool] = True
     #: The options that are tensors, of one dimension.
     tensors: ClassVar[tuple[str, ...]] = ()
-    #: Options beside the fields: those that a registered objective declares, by their names.
+    #: The values of options that are no fields, but a registered objective's own, by name.
     declared: ClassVar[Mapping[str, float]] = {}
     transform: ClassVar[LogitTransform]
     engine: ClassVar[EngineOptions]

@@ -389,14 +389,10 @@ class CompletionLoss(ChunkedLoss):
                 "there if the reference model shares it."
             )
         of_groups = [ref for ref in logps if ref is not None]
-        if of_groups and len(of_groups) < len(logps):
-            raise ValueError(
-                f"there are ref_logps of {len(of_groups)} of {len(logps)} groups: give them for all or none."
-            )
         if len(rows) < len(names) and of_groups:
-            if of_groups[0].dim() == of_groups[-1].dim():
+            if len(of_groups) == len(logps) and of_groups[0].dim() == of_groups[-1].dim():
                 logps = (torch.cat(of_groups),)
-            else:  # of sequences and of tokens
+            else:  # of sequences and of tokens, or of one group alone
                 parts = [parts[0].rows(half) for half in (slice(rows[0] // 2), slice(rows[0] // 2, None))]
         parts = [replace(part, ref_logps=ref) for part, ref in zip(parts, logps, strict=False)]
         return CompletionBatch(head, parts, ref_head)

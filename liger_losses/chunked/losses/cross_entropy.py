@@ -13,13 +13,12 @@ from typing_extensions import TypeVar
 
 from liger_losses import checks
 from liger_losses.checks import LISTS, NonNegativeFloat, UnitFloat
-from liger_losses.chunked import shift_labels
 from liger_losses.chunked.core.compiled import loss_sum, statistics
 from liger_losses.chunked.core.entry import operator
 from liger_losses.chunked.core.inputs import several, targets_of
 from liger_losses.chunked.core.target import Target, TokenLoss
 from liger_losses.chunked.losses.base import AnyHead, ChunkedLoss, LossOptions, constructor
-from liger_losses.chunked.losses.cross_entropy_terms import TOKEN_SCALINGS, TokenTerms, loss_of_terms
+from liger_losses.chunked.losses.cross_entropy_terms import TOKEN_SCALINGS, TokenTerms, constant_weights, loss_of_terms
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -294,11 +293,7 @@ class LigerFusedLinearCrossEntropyLoss(ChunkedLoss, Generic[R]):
         mask = labels != o.ignore_index
         inputs: dict[str, Tensor] = {}
         if token_weights is not None:
-            checks.check_shaped("token_weights", token_weights, "label", labels.device, labels.shape)
-            if token_weights.is_complex():
-                raise TypeError(f"token_weights must be one real number per label, got {token_weights.dtype}.")
-            weights = token_weights.detach()
-            inputs["token_weights"] = shift_labels(weights, 0, int(positions)) if positions else weights
+            inputs["token_weights"] = constant_weights(token_weights, labels, int(positions))
         if classes is not None:
             inputs["label_weights"] = classes[labels.where(mask, 0).clamp(0, len(classes) - 1)]
         totals = self._denominators(target.hidden.dtype, mask, items, inputs)

@@ -9,7 +9,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from liger_losses.chunked import EngineOptions, Head
+from liger_losses.checks import check_shaped
+from liger_losses.chunked import EngineOptions, Head, shift_labels
 from liger_losses.chunked.core.compiled import in_graphs, loss_sum, statistics
 from liger_losses.chunked.core.entry import operator
 from liger_losses.chunked.core.inputs import target_of
@@ -66,6 +67,15 @@ def cross_entropy(
     if lse_square_scale:
         derivatives["lse"] = 2 * lse_square_scale * z_scale * lse.detach()
     return CrossEntropyTerms(ce, lse_square_scale * z_scale * lse.square(), derivatives)
+
+
+def constant_weights(token_weights: Tensor, labels: Tensor, shift: int) -> Tensor:
+    """Weights of tokens without a gradient, shifted as ``labels`` are; TypeError or ValueError unless there is a real
+    number for each label."""
+    check_shaped("token_weights", token_weights, "label", labels.device, labels.shape)
+    if token_weights.is_complex():
+        raise TypeError(f"token_weights must be one real number per label, got {token_weights.dtype}.")
+    return shift_labels(token_weights.detach(), 0, shift) if shift else token_weights.detach()
 
 
 def _entropy_of_columns(values: Mapping[str, Tensor]) -> Tensor:

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from liger_losses import checks
 from liger_losses.checks import NonNegativeFloat, PositiveFloat
-from liger_losses.chunked import Head, Largest, Teacher, TeacherLogits, Teachers, TeacherTopK, shift_labels
+from liger_losses.chunked import Head, Largest, Teacher, TeacherLogits, Teachers, TeacherTopK
 from liger_losses.chunked.core.compiled import in_graphs, loss_sum
 from liger_losses.chunked.core.distilled import EARLIER_TAILS, TAILS
 from liger_losses.chunked.core.entry import operator
@@ -26,7 +26,7 @@ from liger_losses.chunked.core.target import TokenLoss
 from liger_losses.chunked.losses.base import AnyHead, ChunkedLoss, LossOptions, constructor
 from liger_losses.chunked.losses.columns import loss_over_columns
 from liger_losses.chunked.losses.context_parallel import sum_over_group
-from liger_losses.chunked.losses.cross_entropy_terms import TOKEN_SCALINGS, token_factors
+from liger_losses.chunked.losses.cross_entropy_terms import TOKEN_SCALINGS, constant_weights, token_factors
 from liger_losses.kernels.divergence_forms import Divergence
 from liger_losses.kernels.logit_transform import LogitTransform
 
@@ -249,11 +249,7 @@ class DistillationLoss(ChunkedLoss):
         if over_columns and o.token_scaling != "none":
             raise ValueError("token_scaling= needs a divergence over all columns: leave top_k= and TeacherTopK out.")
         if token_weights is not None:
-            checks.check_shaped("token_weights", token_weights, "label", labels.device, labels.shape)
-            if token_weights.is_complex():
-                raise TypeError(f"token_weights must be real numbers, got {token_weights.dtype}.")
-            token_weights = token_weights.detach()
-            token_weights = shift_labels(token_weights, 0, int(o.shift)) if o.shift else token_weights
+            token_weights = constant_weights(token_weights, labels, int(o.shift))
         if not over_columns:
             targets = compared_targets(hidden, head, labels, taught, which, t, o.ignore_index)
         if o.group is not None:

@@ -78,10 +78,10 @@ class PolicyTensors:
                 f"sampler_term={o.sampler_term!r} needs ratios to the sampler: pass its log-probabilities as the old "
                 "policy's (old_logps= of functions, old_per_token_logps= of losses), and no other ones of the sampler."
             )
-        if o.row.objective == "regression" and self.old_logps is None:
+        if o.row.of_old and self.old_logps is None:
             raise ValueError(
-                f"{loss} is a regression onto log-ratios to the policy that sampled: pass its log-probabilities "
-                "(old_logps= of functions, old_per_token_logps= of losses)."
+                f"{loss} learns from log-ratios to an old policy: pass its log-probabilities (old_logps= of functions, "
+                "old_per_token_logps= of losses)."
             )
         if o.mask.of_sampler and self.sampling_logps is None:
             raise ValueError(
@@ -220,7 +220,7 @@ def _old_and_sampler(logps: Tensor, old: Tensor | None, sampler: Tensor | None) 
 
 
 def _advantages(advantages: Tensor, logps: Tensor, ref: Tensor | None, o: PolicyOptions) -> Tensor:
-    """Those of the objective, which a reference gives to some loss types."""
+    """What weighs the objective: of loss types ``of_reference``, advantages times ``log p_ref - log p``, a constant."""
     if not o.row.of_reference:
         return advantages
     if ref is None:

@@ -481,6 +481,7 @@ class LossType(NamedTuple):
         defaults: its values of options that are ``None``.
         corrected: the sampler's correction is part of the objective's value.
         of_reference: advantages are times ``log p_ref - log p`` of the same token, a constant.
+        of_old: without the old policy's log-probabilities, it would learn nothing.
     """
 
     objective: str
@@ -491,6 +492,7 @@ class LossType(NamedTuple):
     defaults: Mapping[str, Any] = {}
     corrected: bool = False
     of_reference: bool = False
+    of_old: bool = False
 
 
 LOSS_TYPES = {
@@ -520,7 +522,7 @@ LOSS_TYPES = {
     "kl_cov": LossType("kl_cov", "token_mean", of_tokens=True),  # arXiv:2505.22617
     # on-policy distillation as a policy gradient, prime-rl's ref_kl
     "ref_kl": LossType("importance", "items", True, mask="fall", defaults={"delta": 1e4}, of_reference=True),
-    "a2po": LossType("regression", "sequence_mean", of_tokens=True, level="sequence_sum"),  # arXiv:2505.20686
+    "a2po": LossType("regression", "sequence_mean", True, level="sequence_sum", of_old=True),  # arXiv:2505.20686
 }
 
 #: The tables of options that are names, and what other names are here.

@@ -5,18 +5,15 @@ B completions of T tokens, H hidden size, V vocabulary size, k columns of the sa
 
 from __future__ import annotations
 
+import functools
 import math
-from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from liger_losses.checks import check_names, check_shaped, checked_items
-from liger_losses.chunked import EngineOptions, Head
-from liger_losses.chunked.core.compiled import loss_sum
-from liger_losses.chunked.core.inputs import target_of
-from liger_losses.chunked.core.target import TokenLoss
+from liger_losses.checks import check_names, check_shaped, check_tensor, checked_items
+from liger_losses.chunked import Head, linear_token_loss
 from liger_losses.chunked.losses.batches import sum_over_processes, world_size
 from liger_losses.kernels.logit_transform import LogitTransform
 
@@ -51,21 +48,30 @@ def _mass(c: Any, log_p: Tensor, log_q: Tensor, positive: Tensor) -> Tensor:
     return torch.where(inside, log_p.exp(), outside)
 
 
+def _weight(c: Any, logps: Tensor, q: Tensor, positive: Tensor) -> Tensor:
+    """The weight of the sampled tokens' ratios ``[...]``."""
+    ratio = (logps - q).clamp(-20.0, 20.0)
+    return _mass(c, ratio, torch.zeros_like(ratio), positive)
+
+
+def _rest(top_p: Tensor, top_q: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """The sampler's probability of all other columns ``[...]``, and what the policy's is multiplied by in them."""
+    rest = 1 - top_q.exp().sum(-1)
+    return rest, rest.clamp(min=0.0) / (1 - top_p.exp().sum(-1)).clamp(min=eps)
+
+
 def _token_loss(
-    values: Mapping[str, Tensor], a: Tensor, q: Tensor, top_q: Tensor, c: Any, eps: float, centers: bool
-) -> tuple[Tensor, None, dict[str, Tensor]]:
-    """The losses ``[n]``, the divergence of the columns, and where the weight is 0."""
-    logp, top_logps, positive = values["logp"], values["selected_logps"], a >= 0
-    top_p, ratio = top_logps.detach(), (logp.detach() - q).clamp(-20.0, 20.0)
-    weight, q_rest = _mass(c, ratio, torch.zeros_like(ratio), positive), 1 - top_q.exp().sum(-1)
-    rest = q_rest.clamp(min=0.0) / (1 - top_p.exp().sum(-1)).clamp(min=eps)
-    score = weight * logp
+    s: Any, labels: Tensor, a: Tensor, q: Tensor, top_q: Tensor, *, c: Any, eps: float, centers: bool
+) -> Tensor:
+    """The losses ``[n]``."""
+    positive, top_p = a >= 0, s.selected_logps.detach()
+    score = _weight(c, s.logp.detach(), q, positive) * s.logp
     if centers:  # all other columns are a multiple of the policy's: their sum has no gradient
-        share = _mass(c, torch.zeros_like(rest), rest.log(), positive)
+        _, ratio = _rest(top_p, top_q, eps)
+        share = _mass(c, torch.zeros_like(ratio), ratio.log(), positive)
         residual = _mass(c, top_p, top_q, positive[:, None]) - share[:, None] * top_p.exp()
-        score = score - (residual * top_logps).sum(-1) + share * values["entropy"].detach()
-    kl = torch.where(top_q > -math.inf, top_q.exp() * (top_q - top_p), 0.0).sum(-1) + q_rest * rest.clamp(1e-9).log()
-    return -a * score, None, {"kl_head": kl, "frac_masked": (weight == 0).to(kl.dtype)}
+        score = score - (residual * s.selected_logps).sum(-1) + share * s.entropy
+    return -a * score
 
 
 def fused_linear_score_centering(
@@ -103,6 +109,8 @@ def fused_linear_score_centering(
     if correction is not None:
         check_names([correction.outside], ("clamp", "drop"), "outside")
         check_names([correction.sign], ("both", "ppo"), "sign")
+    for name, ids in (("selected_token_ids", selected_token_ids), ("sampler_topk_ids", sampler_topk_ids)):
+        check_tensor(name, ids, (torch.int64, torch.int32))
     tokens, top = selected_token_ids.shape, sampler_topk_ids.shape
     check_shaped("attention_mask", attention_mask, "token", _input.device, tokens)
     check_shaped("advantages", advantages, "sequence or token", _input.device, tokens[:1], tokens)
@@ -110,17 +118,25 @@ def fused_linear_score_centering(
     check_shaped("sampler_topk_logps", sampler_topk_logps, "column of sampler_topk_ids", _input.device, top)
     mask = attention_mask.bool()
     a = torch.where(mask, advantages[:, None] if advantages.dim() == 1 else advantages, 0.0)
-    inputs = {"a": a, "q": sampler_token_logps, "top_q": sampler_topk_logps}
-    labels = torch.where(mask, selected_token_ids.long(), -100)
-    columns = torch.where(mask[..., None], sampler_topk_ids.long(), 0)
-    target = target_of(_input, Head.of(weight, bias, LogitTransform(temperature)), labels, selected=columns)
-    numbers = {"c": correction, "eps": eps, "centers": score_center}
-    loss = TokenLoss(_token_loss, inputs, numbers)
-    total, (values,) = loss_sum([target], ("logp", "selected_logps"), [loss], EngineOptions(), ("entropy",))
-    own, known = mask.sum().float(), num_items_in_batch is not None
-    items = checked_items(num_items_in_batch, mask.device) if known else sum_over_processes(own)
-    means = {name: values[name].sum() / own.clamp(min=1) for name in ("entropy", "kl_head", "frac_masked")}
-    return total / (items.clamp(min=1) / world_size()), means
+    q, top_q = torch.where(mask, sampler_token_logps, 0.0), torch.where(mask[..., None], sampler_topk_logps, -math.inf)
+    loss, s = linear_token_loss(
+        _input,
+        Head.of(weight, bias, LogitTransform(temperature)),
+        torch.where(mask, selected_token_ids.long(), -100),
+        functools.partial(_token_loss, c=correction, eps=eps, centers=score_center),
+        ("logp", "selected_logps"),
+        metrics="entropy",
+        token_inputs={"a": a, "q": q, "top_q": top_q},
+        selected=torch.where(mask[..., None], sampler_topk_ids.long(), 0),
+    )
+    rest, ratio = _rest(s.selected_logps, top_q, eps)
+    kl = torch.where(top_q > -math.inf, top_q.exp() * (top_q - s.selected_logps), 0.0).sum(-1)
+    kl = kl + rest * ratio.clamp(1e-9).log()
+    per_token = {"entropy": s.entropy, "kl_head": kl, "frac_masked": _weight(correction, s.logp, q, a >= 0) == 0}
+    count, known = mask.sum().float(), num_items_in_batch is not None
+    items = checked_items(num_items_in_batch, mask.device) if known else sum_over_processes(count)
+    means = {name: torch.where(mask, x, 0).sum() / count.clamp(min=1) for name, x in per_token.items()}
+    return loss / (items.clamp(min=1) / world_size()), means
 
 
 class LigerFusedLinearScoreCenteringLoss(nn.Module):

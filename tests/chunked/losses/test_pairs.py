@@ -89,6 +89,26 @@ def test_a_pair_loss_reads_tokens():
         loss(weight, hidden, labels, ref_chosen_logps=torch.zeros(B), ref_rejected_logps=torch.zeros(B))
 
 
+class AnchoredHinge(PreferenceLoss):
+    """A reference of chosen completions alone."""
+
+    needs_reference = None
+
+    def pair_loss(self, pairs):
+        return (1 - (pairs.chosen_logps - pairs.ref_chosen_logps)).clamp(min=0) + pairs.rejected_logps
+
+
+def test_a_reference_of_one_group():
+    hidden, weight, labels, *_ = batch()
+    refs, loss = torch.linspace(-9.0, -5.0, B), AnchoredHinge(use_ref_model=True)
+    logps = plain_statistics(hidden, weight, labels)["logp"].sum(-1)
+    exact = ((1 - (logps[:B] - refs)).clamp(min=0) + logps[B:]).mean()
+    apart = Completions(hidden[:B], labels[:B], ref_logps=refs), (hidden[B:], labels[B:])
+    for value, _ in (loss(weight, hidden, labels, ref_chosen_logps=refs), loss(weight, *apart)):
+        torch.testing.assert_close(value, exact)
+        assert_close_gradients(value, exact, (hidden, weight))
+
+
 @pytest.mark.parametrize("kind", [DPO, CPO, SimPO, KTO, GRPO])
 def test_stacked_losses_without_a_reference_ignore_one(kind):
     """As liger-kernel does."""

@@ -170,6 +170,12 @@ def test_ref_kl_needs_a_reference():
         functional.grpo_loss(logps, advantages, mask, beta=0.0, loss_type="ref_kl")
 
 
+def test_a2po_needs_the_old_policy():
+    *_, mask, advantages, logps, _ = problem()
+    with pytest.raises(ValueError, match="learns from log-ratios to an old policy"):
+        functional.grpo_loss(logps, advantages, mask, beta=0.0, loss_type="a2po")
+
+
 @pytest.mark.parametrize("gamma", [0.0, 0.5])
 def test_first_tokens_weigh_more(gamma):
     """IW-OPD, arXiv:2606.22600, token by token."""

@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 
 import liger_losses
+from liger_losses.chunked.losses.dpo import DPO_LOSSES
 from liger_losses.integrations import liger, loading
 from liger_losses.integrations.liger import losses, models, score_centering
 from liger_losses.integrations.liger.chunked import _FUNCTIONS, CHUNKED, LOSSES
@@ -46,8 +47,21 @@ def both(call):
         liger.uninstall()
 
 
+#: Of DPO's and GRPO's functions: the loss type, the level of ratios, delta, and whether the divergence is corrected.
+TYPES = {f"DPO, {name}": (name,) for name in DPO_LOSSES if name not in ("ipo", "aot", "aot_unpaired", "sft")}
+TYPES |= {
+    "GRPO": ("grpo", "token", None, False),
+    "GRPO, bnpo": ("bnpo", "token", 1.5, False),
+    "GRPO, sequences": ("dapo", "sequence", None, False),
+    "GRPO, corrected": ("dapo", "token", None, True),
+    **{f"GRPO, {name}": (name, "token", None, False) for name in ("dr_grpo", "cispo", "sapo", "vespo")},
+}
+del TYPES["DPO, sigmoid_norm"]  # which mean something else there, or that there are not
+
+
 def arguments_of(name):
     """Of liger-kernel's autograd functions: inputs and options, and which of the inputs are trained."""
+    (loss_type, *others), name = TYPES.get(name, ("",)), name.partition(",")[0]
     hidden, weight, labels, bias = problem(n=20, shape=(4, 5), bias=True)
     labels[:, -1], labels[:, 0] = -100, 3
     flat = hidden.detach().flatten(0, 1).requires_grad_()
@@ -55,17 +69,20 @@ def arguments_of(name):
     reference = normal(4, 5, 24, seed=3), normal(61, 24, seed=4), normal(61, seed=5)
     preferred = torch.tensor([True, False, True, False])
     grpo = labels.clamp(min=0), labels != -100, normal(4, seed=2), None, old - 0.1, old, None, None, None
+    level, delta, corrected = others or (None, None, None)
+    ratios = 0.5 + normal(4, 5, seed=9).sigmoid()
+    smoothing = 0.0 if loss_type == "sigmoid" else 0.1  # which they ignore there
     arguments = {
-        "DPO": (labels, bias, *reference, -100, 0.2, True, False, True, True, 1, "sigmoid"),
+        "DPO": (labels, bias, *reference, -100, 0.2, True, False, True, not smoothing, 1, loss_type, smoothing),
         "ORPO": (labels, bias, -100, 0.2, True, None, False),
         "CPO": (labels, bias, -100, 0.2, 0.5, 0.1, True, False),
         "SimPO": (labels, bias, -100, 0.2, 1.0, 0.0, False, False, 0.7),
         "KTO": (labels, preferred, None, near, weight.detach(), None, None, -100, 0.2, False, True),
-        "GRPO": (*grpo, 0.1, 0.2, 0.3, "grpo", None, "token", 1.0, 1.05, 0.9, False),
+        "GRPO": (*grpo, 0.1, 0.2, 0.3, loss_type, 5, level, 1.0, 1.05, 0.9, False, True, 1, ratios, delta, corrected),
     }
     of_flat = {
         "JSD": (normal(20, 24, seed=6), normal(61, 24, seed=7), labels.flatten())
-        + (None, None, 0.3, 0.7, 0.2, -100, 2.0, False),
+        + (None, None, 0.3, 0.7, 0.2, -100, 2.0, False, 1024, True),
         "ScaledCrossEntropy": (
             labels.flatten().where(labels.flatten() != -100, -7),
             0.7,
@@ -75,16 +92,20 @@ def arguments_of(name):
             torch.tensor([5, 0, 5]),
         ),
     }
+    of_flat["CosineSimilarity"] = of_flat["JSD"]
     trained = (hidden, weight) if name in arguments else (flat, weight)
     return (*trained, *(arguments | of_flat)[name]), trained
 
 
 @pytest.mark.peers
-@pytest.mark.parametrize("name", ["DPO", "ORPO", "CPO", "SimPO", "GRPO", "JSD", "KTO", "ScaledCrossEntropy"])
+@pytest.mark.parametrize(
+    "name", [*TYPES, "ORPO", "CPO", "SimPO", "JSD", "CosineSimilarity", "KTO", "ScaledCrossEntropy"]
+)
 def test_autograd_functions(name):
     """Loss, gradients and metrics, with prompts and padding in the batch."""
-    module = "ops" if name == "ScaledCrossEntropy" else f"chunked_loss.{name.lower()}_loss"
-    arguments, trained = arguments_of(name)
+    (arguments, trained), name = arguments_of(name), name.partition(",")[0]
+    module = {"ScaledCrossEntropy": "ops", "CosineSimilarity": "chunked_loss.cosine_similarity_loss"}
+    module = module.get(name, f"chunked_loss.{name.lower()}_loss")
 
     def call():
         found = getattr(importlib.import_module(f"liger_kernel.{module}"), f"LigerFusedLinear{name}Function")
@@ -97,6 +118,17 @@ def test_autograd_functions(name):
     torch.testing.assert_close(ours[0], theirs[0], rtol=1e-4, atol=1e-5)
     torch.testing.assert_close(ours[2], theirs[2], rtol=1e-3, atol=1e-6)
     torch.testing.assert_close(ours[1], theirs[1], rtol=1e-4, atol=1e-5, check_dtype=False)
+
+
+@pytest.mark.peers
+@pytest.mark.parametrize("middle", LOSSES)
+def test_classes_have_liger_kernels_keywords(middle):
+    theirs = importlib.import_module("liger_kernel.chunked_loss")
+    ours, theirs = LOSSES[middle], getattr(theirs, f"LigerFusedLinear{middle}Loss")
+    for function in (lambda c: c.__init__, lambda c: c.forward):
+        takes = inspect.signature(function(ours)).parameters
+        missing = set(inspect.signature(function(theirs)).parameters) - {*takes, *ours.parameters_named}
+        assert not missing or any(p.kind is p.VAR_KEYWORD for p in takes.values()), missing
 
 
 @pytest.mark.peers

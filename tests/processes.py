@@ -97,9 +97,9 @@ def take_gpu(rank, assign=setattr):
 
 def drawn(make, *sizes, generator=None, **options):
     """What ``torch.randn``, for example, returns, on the default device."""
-    if generator is None or generator.device.type != "cpu" or "device" in options:
+    if generator is None or "device" in options:
         return make(*sizes, generator=generator, **options)
-    return make(*sizes, generator=generator, device="cpu", **options).to(torch.get_default_device())
+    return make(*sizes, generator=generator, device=generator.device, **options).to(torch.get_default_device())
 
 
 def device_type():

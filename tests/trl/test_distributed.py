@@ -79,7 +79,9 @@ def our_loss(model, weighted, rank, rows=ROWS, **options):
     ids, labels, weights = (part.split(rows)[rank] for part in batch())
     count = (batch()[1][:, 1:] != -100).sum() / len(rows)
     found = model(input_ids=ids, labels=labels, num_items_in_batch=count, **(options or {"fused_lm_head": True}))
-    return found.loss + (weights * found.log_probs).sum() / count if weighted else found.loss
+    if not weighted:
+        return found.loss
+    return found.loss + (weights.to(found.log_probs.device) * found.log_probs).sum() / count  # fully_shard takes a GPU
 
 
 # --- How the model is spread ------------------------------------------------------------------------------------------
@@ -388,7 +390,7 @@ def pending_loss(model, rank):
     with pending_logits(model):
         logits = model(input_ids=ids).logits[:, :-1].flatten(0, 1)
     assert isinstance(logits, PendingLogits)
-    loss = torch.nn.functional.cross_entropy(logits, labels[:, 1:].flatten(), reduction="sum")
+    loss = torch.nn.functional.cross_entropy(logits, labels[:, 1:].flatten().to(logits.device), reduction="sum")
     return loss * WORLD / (batch()[1][:, 1:] != -100).sum()
 
 
@@ -478,7 +480,7 @@ def without_coefficient(rank):
 
         stand_in = functools.partial(log_probs, torch.tensor([0]), 4) if short else None
         found = split_by_coefficient(log_probs, own, stand_in=stand_in)
-        (found * own_weights * own[:, None]).sum().mul(WORLD).backward()
+        (found * (own_weights * own[:, None]).to(found.device)).sum().mul(WORLD).backward()
         logps = plain(input_ids=ids).logits[:, :-1].log_softmax(-1)
         logps = logps.gather(-1, labels[:, 1:].clamp(min=0)[..., None])[..., 0]
         (logps * weights * coefficients[:, None]).sum().backward()

@@ -21,42 +21,24 @@ class Scaled(ChunkedLoss):
 
 MISTAKES = [
     (lambda h, w, y: CE()(h @ w.t(), y), r"'labels'; call it as loss\(head, hidden_.*no logits"),
-    (
-        lambda h, w, y: CE()(w, h, targets=y),
-        r"CrossEntropyLoss: it has no targets= \(did you mean 'labels'\?\); call it as .*_input, target",
-    ),
+    (lambda h, w, y: CE()(w, h, targets=y), r"it has no targets= \(did you mean 'labels'\?\); call .*, target"),
     (lambda h, w, y: CE()(w, h, y, head=w), "multiple values for argument 'head'; call it as"),
-    (
-        lambda h, w, y: CE()(lin_weight=w, head=w, hidden_states=h, labels=y),
-        "two of lin_weight=, head=, hidden_states=, labels= are the same argument",
-    ),
+    (lambda h, w, y: CE()(lin_weight=w, head=w, hidden_states=h, labels=y), "two of .* labels= are the same argument"),
     (lambda h, w, y: DPO()(w, chosen=(h, y), hidden_states=h), "two of chosen=.*or of two forms"),
     (lambda h, w, y: DPO()(w, h), r"DPOLoss.*'rejected'.*\(head, chosen, rejected\)"),
     (lambda h, w, y: ORPO()(w, h), r"'rejected'.*\(head, chosen, reje"),
     (lambda h, w, y: ChunkedLoss()(w, h), r"'labels'; call it as loss\(head, hidden_states, labels\)"),
     (lambda h, w, y: DPO()(w, h, y, ref_model=w), r"no ref_model=; of .* loss_inputs\(ref_model"),
-    (
-        lambda h, w, y: DPO()(w, h, y, beta=0.1),
-        r"no beta=; options go to the constructor, LigerFusedLinearDPOLoss\(beta=\.\.\.\); call it as",
-    ),
+    (lambda h, w, y: DPO()(w, h, y, beta=0.1), r"no beta=; options go .* LigerFusedLinearDPOLoss\(beta=\.\.\.\)"),
     (
         lambda h, w, y: CE()(w, h, y, temperature=2.0, label_smoothing=0.1, x=1),
         r"no temp.*, x=; options go .*\(temperature=\.\.\., label_sm[^x]*; call",
     ),
     (lambda h, w, y: DPO(bta=1), "DPOLoss has no option 'bta' .*'beta'.*; its options are .*group"),
     (lambda h, w, y: JSD(x=1), "JSDLoss has no option 'x'; .*beta, .*convention"),
-    (
-        lambda h, w, y: linear_logps(h, w, y, tmperature=2.0),
-        r"linear_logps: it has no tmperature= \(did you mean 'temperature'\?\); its arguments are hidden_states, ",
-    ),
-    (
-        lambda h, w, y: functional.dpo_loss(*[h[0, 0]] * 4, bta=1),
-        r"^dpo_loss has no argument 'bta' \(did you mean 'beta'\?\); its .* chosen_logps, .*chosen_nll, beta, label_",
-    ),
-    (
-        lambda h, w, y: liger_losses.LigerFusedLinearAlphaBetaLoss(),
-        r"^LigerFusedLinearAlphaBetaLoss: missing a required argument: 'alpha'; its options are alpha, beta, ",
-    ),
+    (lambda h, w, y: linear_logps(h, w, y, tmperature=2.0), r"linear_logps: .* \(did you mean 'temper.* are hidden_"),
+    (lambda h, w, y: functional.dpo_loss(*[h[0, 0]] * 4, bta=1), r"^dpo_loss .*'beta'\?\); its .*chosen_nll, beta, "),
+    (lambda h, w, y: liger_losses.LigerFusedLinearAlphaBetaLoss(), "^Liger.*: missing .*: 'alpha'; .* are alpha, beta"),
     (
         lambda h, w, y: functional.grpo_loss(h[..., 0], h[:, 0, 0], y >= 0, epsilon=1),
         r"^grpo_loss has no argument 'epsilon' \(use epsilon_low.* logps, advantages, mask, .*beta, loss_type",

@@ -135,10 +135,7 @@ WRONG = [
     (lambda h, w, y: EngineOptions(strategy="two_pass", keep=100), "'two_pass' keeps no blocks, got keep=100"),
     (lambda h, w, y: DPO(use_ref_model="false"), "use_ref_model must be True or False, got 'false'"),
     (lambda h, w, y: DPO(shift=[1, 2]), "shift=.1, 2. needs lists of hidden states"),
-    (
-        lambda h, w, y: ChunkedLoss(shift=2)(w, h, y, rewards=PER_TOKEN),
-        r"rewards has one value per token, \(4, 5\), and shift=2 moves only labels.*shift the labels, and what belongs",
-    ),
+    (lambda h, w, y: ChunkedLoss(shift=2)(w, h, y, rewards=PER_TOKEN), r"one value per token, \(4, 5\).*shift the"),
     (lambda h, w, y: DPO(alpha=NAN), r"alpha must lie in \[0.0, inf\), got nan"),
     (lambda h, w, y: DPO(loss_weights=1.0), "loss_weights must have one entry per loss_type"),
     (lambda h, w, y: DPO(loss_weights=[NAN]), "each of loss_weights must be a finite number, got nan"),
@@ -151,10 +148,7 @@ WRONG = [
     (lambda h, w, y: linear_statistics(h, w, y, options={}), r"must be liger_losses.EngineOptions\(...\)"),
     # tensors
     (lambda h, w, y: CE()(w, h.numpy(), y), r"hidden_states must be a tensor, got ndarray; pass torch.as_t"),
-    (
-        lambda h, w, y: CE()(w, torch.nested.nested_tensor([h[0], h[1]]), y),
-        r"nested tensor; pass hidden_states.to_padded_tensor",
-    ),
+    (lambda h, w, y: CE()(w, torch.nested.nested_tensor([h[0], h[1]]), y), "pass hidden_states.to_padded_tensor"),
     (lambda h, w, y: CE()(w, h, y, token_weights=PER_TOKEN * 1j), "one real number per label"),
     (lambda h, w, y: linear_statistics(h, w, y, 3), r"names, such as \('logp', 'entropy'\); got 3"),
     (lambda h, w, y: CE(ce_weight=torch.ones(60))(w, h, y), r"ce_weight must be \[61\]"),
@@ -167,56 +161,26 @@ WRONG = [
     ),
     (lambda h, w, y: linear_token_loss(h, w, y, None), "token_loss must be a function"),
     (lambda h, w, y: linear_token_loss(h, w, y, lambda s, l: None), "got NoneType"),
-    (
-        lambda h, w, y: linear_divergence_loss(h, w, y, Teacher(h, w), Divergence.forward_kl(), {}),
-        "weights must be a dictionary such as",
-    ),
+    (lambda h, w, y: linear_divergence_loss(h, w, y, Teacher(h, w), Divergence.forward_kl(), {}), "must be a dict"),
     (lambda h, w, y: JSD()(w, h, y, TeacherLogits([1.0])), r"takes logits \[..., Vt\].*got list"),
     (lambda h, w, y: JSD()(w, h, y, TeacherLogits(ONES[0])), "got Tensor without dimensions"),
     (lambda h, w, y: JSD()(w, h, y, TeacherLogits(lambda at: at, "61")), "needs columns="),
-    (
-        lambda h, w, y: DPO()(w, *[Completions(h, y, ref_logps=ONES.long())] * 2),
-        "ref_logps of the chosen completions must be floating point, got torch.int64",
-    ),
-    (
-        lambda h, w, y: KTO()(w, (h, y), preference_labels=ONES > 0, kl_completions=h),
-        "kl_completions must be Completions",
-    ),
+    (lambda h, w, y: DPO()(w, *[Completions(h, y, ref_logps=ONES.long())] * 2), "of the chosen .* floating .*int64"),
+    (lambda h, w, y: KTO()(w, (h, y), preference_labels=ONES > 0, kl_completions=h), "must be Completions"),
     (lambda h, w, y: policy(h, w, y, ONES * 1j), "advantages must be floating point"),
-    (
-        lambda h, w, y: linear_logps(w, h, y),
-        r"\(4, 5, 24\); were weight and hidden states swapped\? linear_logps .* take hidden_states, lm_head, labels;",
-    ),
-    (
-        lambda h, w, y: linear_logps(torch.nn.Linear(24, 61), w, y),
-        "hidden_states must be a tensor, got Linear; a layer .*take hidden_states, lm_head, labels; most losses",
-    ),
-    (
-        lambda h, w, y: DPO()(w, (h, y), (h, y), ref_weight=w),
-        "a ref_weight=, but no hidden states of the reference that it multiplies; give them to Completions as",
-    ),
-    (
-        lambda h, w, y: DPO()(w, *[Completions(h, y[:, :3], h)] * 2, ref_weight=w),
-        r"hidden_states \(4, 5, 24\) need labels of shape \(4, 5\), got \(4, 3\)\. Give positions without",
-    ),
-    (
-        lambda h, w, y: CE()(w, h, y[:, 1:]),
-        r"got \(4, 4\)\. Shorten neither: with shift=True, each position predicts the next one's label",
-    ),
-    (
-        lambda h, w, y: DPO()(w, *[Completions(h, y, h[:, 1:])] * 2, ref_weight=w),
-        r"of the reference model .* need labels of shape \(4, 4\), got \(4, 5\)",
-    ),
+    (lambda h, w, y: linear_logps(w, h, y), r"\(4, 5, 24\); were .* swapped\? .* take hidden_states, lm_head"),
+    (lambda h, w, y: linear_logps(torch.nn.Linear(24, 61), w, y), "got Linear; a layer .*take hidden_states, lm_head"),
+    (lambda h, w, y: DPO()(w, (h, y), (h, y), ref_weight=w), "ref_weight=, but no hidden .*; give them to Completions"),
+    (lambda h, w, y: DPO()(w, *[Completions(h, y[:, :3], h)] * 2, ref_weight=w), r"need .*5\), got \(4, 3\)\. Give"),
+    (lambda h, w, y: CE()(w, h, y[:, 1:]), r"got \(4, 4\)\. Shorten neither: with shift=True, each position"),
+    (lambda h, w, y: DPO()(w, *[Completions(h, y, h[:, 1:])] * 2, ref_weight=w), r"reference .*4, 4\), got \(4, 5\)"),
     # names
     (lambda h, w, y: DPO(loss_type="sigmoidd"), r"'sigmoidd' \(did you mean 'sigmoid'\?\); it must be"),
     (lambda h, w, y: GRPO(loss_type="gspo"), "'gspo'; use importance_sampling_level='sequence' with"),
     (lambda h, w, y: GRPO(loss_type="rloo"), "use importance_sampling_level='sequence_sum'"),
     (lambda h, w, y: DPO(loss_type="kto_pair"), "use LigerFusedLinearKTOLoss, of single"),
     (lambda h, w, y: patch(w, mlp=True), r"no mlp= \(did you mean 'mlps'\?\); its arguments are model,"),
-    (
-        lambda h, w, y: patch(w, kernel=True),
-        r"no kernel=; its arguments are model,.*\. kernels= is an argument of .*enable; patch uses",
-    ),
+    (lambda h, w, y: patch(w, kernel=True), "no kernel=; its arguments .* kernels= is an argument of .*enable"),
     (lambda h, w, y: DPO()(w, (h, y)), "required argument: 'rejected'; .* arguments are head, chosen"),
     # functions
     (lambda h, w, y: F.dpo_loss([1.0], ONES, ONES, ONES), "chosen_logps must be a tensor, got list"),
@@ -228,17 +192,11 @@ WRONG = [
     (lambda h, w, y: F.cpo_loss(ONES, ONES, beta=-1), r"beta must lie in \(0.0, inf\), got -1"),
     (lambda h, w, y: F.simpo_loss(ONES, ONES, label_smoothing=3), "label_smoothing must lie in"),
     (lambda h, w, y: F.orpo_loss([1.0], ONES), "chosen_logps must be a tensor"),
-    (
-        lambda h, w, y: F.kto_loss(ONES, ONES, ONES),
-        "desirable must be bool, .*got torch.float32; pass desirable == value",
-    ),
+    (lambda h, w, y: F.kto_loss(ONES, ONES, ONES), "desirable must be bool, .*got torch.float32; pass desirable =="),
     (lambda h, w, y: F.kto_loss(ONES, ONES, ONES > 0, -1.0), r"kl must lie in \[0.0, inf\)"),
     (lambda h, w, y: F.bco_loss(ONES, ONES, ONES[:2] > 0), r"desirable must be \[4\], as rewards, got \[2\]"),
     (lambda h, w, y: F.sequence_logps(PER_TOKEN, MASK[:, 1:]), r"mask must be \[4, 5\], as logps"),
-    (
-        lambda h, w, y: F.grpo_loss(PER_TOKEN, ONES, MASK, acting=PER_TOKEN),
-        "acting must be a mask of bool or integers, got torch.float32",
-    ),
+    (lambda h, w, y: F.grpo_loss(PER_TOKEN, ONES, MASK, acting=PER_TOKEN), "bool or integers, got torch.float32"),
     (lambda h, w, y: F.grpo_loss(PER_TOKEN, ONES, MASK, group="cp"), "group must be a torch.distributed"),
     (lambda h, w, y: F.high_entropy_mask(PER_TOKEN, MASK, 2.0), r"share must lie in \(0.0, 1.0\]"),
     (lambda h, w, y: F.cross_entropy(ONES, label_smoothing=0.1), "needs mean_logps="),
@@ -247,21 +205,12 @@ WRONG = [
     (lambda h, w, y: F.minillm_returns(PER_TOKEN, MASK, 2.0), r"gamma must lie in \[0.0, 1.0\]"),
     (lambda h, w, y: F.forward_kl(PER_TOKEN, PER_TOKEN[:, 1:]), r"log_q must be \[4, 5\], as log_p"),
     (lambda h, w, y: F.divergence(PER_TOKEN, PER_TOKEN, "kl"), "must be a Divergence, such"),
-    (
-        lambda h, w, y: F.sparse_divergence(PER_TOKEN, PER_TOKEN, Divergence.forward_kl(), "x"),
-        "unknown tail 'x'; it must be one of bucket, renormalize, none",
-    ),
+    (lambda h, w, y: F.sparse_divergence(PER_TOKEN, PER_TOKEN, Divergence.forward_kl(), "x"), "tail 'x'; .*bucket"),
     # calls with arguments in another order, of another kind or value
     (lambda h, w, y: linear_logps(h, w, y, bias=torch.zeros(60)), r"bias must be \[61\]"),
-    (
-        lambda h, w, y: linear_logps(h, w, y, workspace=100),
-        r"workspace=100 bytes is too small.*give at least \d+ bytes",
-    ),
+    (lambda h, w, y: linear_logps(h, w, y, workspace=100), r"=100 bytes is too small.*give at least \d+ bytes"),
     (lambda h, w, y: linear_statistics(h, w, y, ("logit",)), "unknown differentiable statistic 'logit'.*logp, entropy"),
-    (
-        lambda h, w, y: linear_statistics(h, w, y, metrics="selected_logps"),
-        "unknown statistic 'selected_logps'; use statistics='selected_logps' of .*, with selected=",
-    ),
+    (lambda h, w, y: linear_statistics(h, w, y, metrics="selected_logps"), "use statistics='selected_.*selected="),
     (lambda h, w, y: CPO(loss_type="orpo"), "loss_type 'orpo'.*simpo"),
     (lambda h, w, y: DPO(f_divergence_type="kl"), "f_divergence_type.*js_divergence"),
     (lambda h, w, y: CPO(loss_type="alphapo"), r"reward_alpha.*0\.25"),
@@ -270,34 +219,16 @@ WRONG = [
     (lambda h, w, y: ALONE(w, (h, y, h), (h, y)), "chosen must be Completions.*got tuple of 3"),
     (lambda h, w, y: ALONE(w, h, (h, y)), "labels must be a tensor"),
     (lambda h, w, y: ALONE(w, h.reshape(20, 24), y.reshape(20)), r"must be \[batch, tokens, hidden_size\] and labels"),
-    (
-        lambda h, w, y: ORPO()(w, h, y, None, y[:, :3]),
-        r"nll_target must be \[2, 5\] or \[4, 5\], one per chosen label, got \[4, 3\]",
-    ),
+    (lambda h, w, y: ORPO()(w, h, y, None, y[:, :3]), r"must be \[2, 5\] or \[4, 5\], one per .*, got \[4, 3\]"),
     (lambda h, w, y: DPO()(w, h, y, None, [h], w), r"ref_input must be a tensor, got list of 1; .*hidden_states\[-1\]"),
     (lambda h, w, y: CE()(w, h, [y]), r"got list; pass torch.stack\(labels\)"),
-    (
-        lambda h, w, y: ALONE(w, h, y, temperature=0.5),
-        r"one number for all tokens goes to the constructor, \w+\(temperature=0.5\)",
-    ),
-    (
-        lambda h, w, y: ALONE(w, Completions(h[:2], y[:2], temperature=0.5), (h[2:], y[2:])),
-        r"one number for all tokens goes to the constructor, \w+\(temperature=0.5\)",
-    ),
+    (lambda h, w, y: ALONE(w, h, y, temperature=0.5), r"one number .* constructor, \w+\(temperature=0.5\)"),
+    (lambda h, w, y: ALONE(w, Completions(h[:2], y[:2], temperature=0.5), (h[2:], y[2:])), "one number for all"),
     (lambda h, w, y: DPO()(w, h, y), r"chosen completions have none.*ref_logps.*use_ref_model=False"),
-    (
-        lambda h, w, y: DPO()(w, Completions(h[:2], y[:2], ref_logps=ZEROS), (h[2:], y[2:])),
-        "rejected completions have none",
-    ),
+    (lambda h, w, y: DPO()(w, Completions(h[:2], y[:2], ref_logps=ZEROS), (h[2:], y[2:])), "rejected completions"),
     (lambda h, w, y: DPO()(w, h, y, None, h), "no ref_weight="),
-    (
-        lambda h, w, y: DPO()(w, h, y, None, h, w, ref_chosen_logps=ZEROS, ref_rejected_logps=ZEROS),
-        "both ref_hidden_states and ref_logps",
-    ),
-    (
-        lambda h, w, y: DPO()(w, h, y, ref_chosen_logps=torch.zeros(3), ref_rejected_logps=ZEROS),
-        r"must be \[2\] or \[2, 5\], one per sequence or token, got \[3\]",
-    ),
+    (lambda h, w, y: DPO()(w, h, y, None, h, w, ref_chosen_logps=ZEROS, ref_rejected_logps=ZEROS), "both ref_hidden"),
+    (lambda h, w, y: DPO()(w, h, y, ref_chosen_logps=torch.zeros(3), ref_rejected_logps=ZEROS), r"\[2, 5\].*got \[3"),
     (lambda h, w, y: ALONE(w, *[Completions(h, y, h)] * 2, ref_weight=w), "built without one"),
     (
         lambda h, w, y: DPO()(
@@ -305,10 +236,7 @@ WRONG = [
         ),
         "for both the chosen and the rejected",
     ),
-    (
-        lambda h, w, y: DPO()(w, (h[:2], y[:2]), (h[2:], y[2:]), ref_input=h),
-        "with completions, give the reference in Completions",
-    ),
+    (lambda h, w, y: DPO()(w, (h[:2], y[:2]), (h[2:], y[2:]), ref_input=h), "give the reference in Completions"),
     (lambda h, w, y: linear_logps(h, w, y, ignore_index=None), "ignore_index must be an integer"),
     (lambda h, w, y: linear_logps(h, w.to(torch.uint8), y), "weight must be floating point.*dequantize"),
     (lambda h, w, y: ALONE(w, (h, [1]), (h, y)), "labels must be a tensor"),
@@ -316,10 +244,7 @@ WRONG = [
     (lambda h, w, y: DPO(beta="0.1"), "beta must be a number"),
     (lambda h, w, y: CE(ce_weight=[1.0]), "must be a tensor"),
     (lambda h, w, y: ChunkedLoss()(w, h, y), "must define loss"),
-    (
-        lambda h, w, y: linear_token_loss(h, w, y, lambda s, y: s.logp.sum()),
-        r"token_loss must return one value per token, \[\d+\], got .* of shape \(\). Return it before a sum",
-    ),
+    (lambda h, w, y: linear_token_loss(h, w, y, lambda s, y: s.logp.sum()), r"one value per token, .*\(\). Return it"),
     (lambda h, w, y: CE()(h, w, y), "were weight and hidden states swapped"),
     (lambda h, w, y: CE()(w, y, h), "hidden_states must be floating point.*token ids go into labels"),
     (lambda h, w, y: ALONE(w, (y, h), (y, h)), r"completions are \(hidden_states, labels\)"),
@@ -328,10 +253,7 @@ WRONG = [
     (lambda h, w, y: CE()(w, h, y, nn.Linear(24, 61)), "such as model.lm_head goes where the weight"),
     (lambda h, w, y: JSD()(w, h, y, h @ w.t()), r"TeacherLogits\(logits\).*got Tensor"),
     (lambda h, w, y: JSD()(w, h, y, (h, w)), r"Teacher\(hidden_states, weight\).*got tuple"),
-    (
-        lambda h, w, y: linear_divergence(h, w, y, h @ w.t(), Divergence.forward_kl()),
-        r"TeacherLogits\(logits\), got Tensor",
-    ),
+    (lambda h, w, y: linear_divergence(h, w, y, h @ w.t(), Divergence.forward_kl()), r"\(logits\), got Tensor"),
     (lambda h, w, y: CE()(w.detach().to_sparse(), h, y), r"weight is a sparse.*weight.to_dense\(\)"),
     (lambda h, w, y: CE()(w, h @ w.t(), y), r"look like logits: pass the last hidden states; loss_inputs"),
     (lambda h, w, y: CE()(w, (h, h, h), y), r"a tuple of 3 .*hidden_states\[-1\]; for .* pass a list"),
@@ -354,10 +276,7 @@ WRONG = [
     (lambda h, w, y: CE()(w, h[:, 0], y[:, 0].tolist()), r"got list; pass torch.tensor"),
     (lambda h, w, y: linear_logps(h[0, 0], w, y[0, 0]), r"hidden_states\[None\].*\[1, 24\].*labels"),
     (lambda h, w, y: linear_logps(h, w, y.to("meta")), "labels is on meta, the weight on cpu"),
-    (
-        lambda h, w, y: linear_logps(h, Head(w, adapters=(LowRank(w[:2, :8], w[:, :2]),)), y),
-        r"a \(2, 8\) .* \[rank, hidden_size\] and \[vocab_size, rank\], for a weight \(61, 24\)",
-    ),
+    (lambda h, w, y: linear_logps(h, Head(w, adapters=(LowRank(w[:2, :8], w[:, :2]),)), y), r"a \(2, 8\) .*\(61, 24\)"),
     (lambda h, w, y: Head(Int8Weight(w), group="tp"), "ProcessGroup"),
     (lambda h, w, y: register_quantized_weight(3, print), "a type"),
     (lambda h, w, y: QuantizedWeight((3,), torch.float32, "cpu"), "vocab_size, hidden_size"),
@@ -382,15 +301,9 @@ WRONG = [
     (lambda *t: of_inputs(*t, EACH, EACH[:, :2]), r"u must be \[4, 2\] or .*, one per label"),
     (lambda *t: of_inputs(*t, EACH[:, :2]), r"1 of token_inputs\['u'\]"),
     (lambda *t: of_inputs(*t, EACH[:, :2], None), "u must be a tensor, got NoneType"),
-    (
-        lambda h, w, y: linear_statistics([h, h], w, [y, y], "selected_logps", selected=[kept(y)]),
-        "2 of hidden states, 2 of labels, 1 of selected: pass each argument as",
-    ),
+    (lambda h, w, y: linear_statistics([h, h], w, [y, y], "selected_logps", selected=[kept(y)]), "1 of selected:"),
     # kept columns
-    (
-        lambda h, w, y: scored(h, w, y, kept(y).where(torch.arange(60).view(4, 5, 3) != 12, -1)),
-        "label of 1 tokens is not among.*token 4 of the flattened.*add_label=True",
-    ),
+    (lambda h, w, y: scored(h, w, y, kept(y).where(torch.arange(60).view(4, 5, 3) != 12, -1)), "token 4 .*add_label="),
     (lambda h, w, y: scored(h, w, y, kept(y)[..., [0, 1, 1]]), "twice: token .* pad with -1"),
     *(
         (
@@ -412,16 +325,10 @@ WRONG = [
     (lambda h, w, y: TokenSupport(kept(y), add_label=2), "must be True or False, got 2"),
     (lambda h, w, y: TokenSupport(kept(y), offsets()), r"takes ids \[P\]"),
     (lambda h, w, y: TokenSupport(EACH), "int64 or int32"),
-    (
-        lambda h, w, y: scored(h[:0], w, y[:0], kept(y).flatten(), offsets()[:1]),
-        "TokenSupport has 60 ids, but there are no labels",
-    ),
+    (lambda h, w, y: scored(h[:0], w, y[:0], kept(y).flatten(), offsets()[:1]), "60 ids, but there are no labels"),
     (lambda h, w, y: linear_logps(h, w, y, support=kept(y)), "must be a TokenSupport"),
     (lambda h, w, y: scored(h, w, y + 61, kept(y)), r"in \[0, 61\).*found the label"),
-    (
-        lambda h, w, y: scored(h, w * 1, y, kept(y), sparse_grad=True),
-        "sparse_grad=True.* needs a weight that is a parameter",
-    ),
+    (lambda h, w, y: scored(h, w * 1, y, kept(y), sparse_grad=True), "sparse_grad=True.* weight that is a parameter"),
     (lambda h, w, y: linear_topk(h, w, 0, y), "positive integer"),
     (lambda h, w, y: linear_topk(h, w, 2.0, y), "positive integer"),
     (lambda h, w, y: linear_topk(h, w, 62, y), "at most the 61"),
@@ -429,10 +336,7 @@ WRONG = [
     (lambda h, w, y: tempered(h, w, y, EACH[:3]), r"one for each hidden state, \[4, 5\], got shape \[3, 5\]"),
     (lambda h, w, y: tempered(h, w, y, EACH.long()), "floating-point tensor with one for each token"),
     (lambda h, w, y: tempered(h, w, y, EACH.clone().requires_grad_()), r"pass temperature.detach\(\)"),
-    (
-        lambda h, w, y: tempered(h, w, y, EACH.masked_fill(torch.arange(5) == 2, 0.0)),
-        "positive and finite for every token.*got 0.0 for 4 of 20",
-    ),
+    (lambda h, w, y: tempered(h, w, y, EACH.masked_fill(torch.arange(5) == 2, 0.0)), "finite for .*got 0.0 for 4 of"),
     (lambda h, w, y: tempered(h, w, y, EACH.to("meta")), "temperature is on meta"),
     (
         lambda h, w, y: linear_statistics([h, h[:3]], w, [y, y[:3]], transform=LogitTransform(EACH.flatten())),
@@ -443,10 +347,7 @@ WRONG = [
         lambda h, w, y: GRPO(beta=0.0, temperature=0.5)(h, w, y.clamp(min=0), MASK, ONES, temperature=EACH),
         "built with 0.5, and the call has one per token",
     ),
-    (
-        lambda h, w, y: JSD()(w, h, y, Teacher(h, Head(w.detach(), transform=LogitTransform(EACH)))),
-        "temperature one per token, which must be 1",
-    ),
+    (lambda h, w, y: JSD()(w, h, y, Teacher(h, Head(w.detach(), transform=LogitTransform(EACH)))), "per token, .*be 1"),
     (lambda h, w, y: distilled(h, w, y, EACH.long()), "with one for each token"),
     # statistics and losses of a user's own
     (lambda *_: register_statistic("logp", torch.exp), "already"),
@@ -454,16 +355,10 @@ WRONG = [
     (lambda *_: register_statistic("mine", lambda x: x.exp().sum(-1)), "one value per entry"),
     (lambda *_: register_statistic("mine", lambda x: x.exp() / x.exp().sum()), "elementwise"),
     (lambda *_: register_statistic("mine", lambda x: 1 / (x + 1e4)), "not finite"),
-    (
-        lambda *t: of_pairs(*t, lambda pairs: pairs.chosen_logps.mean()),
-        r"Mine.pair_loss must return one loss per pair, floating point \[2\], got torch.float64 of shape \(\)",
-    ),
+    (lambda *t: of_pairs(*t, lambda pairs: pairs.chosen_logps.mean()), r"one .* per pair, .*\[2\].*float64.*\(\)"),
     (lambda *t: of_pairs(*t, lambda pairs: None), r"Mine.pair_loss must return .*, got NoneType"),
     (lambda *t: of_pairs(*t, lambda pairs: pairs.chosen_logps > 0), r"return .*, got torch.bool of shape \(2,\)"),
-    (
-        lambda *t: of_pairs(*t, lambda pairs: pairs.chosen_logp),
-        r"pairs have no 'chosen_logp' \(did you mean 'chosen_logps'\?\); they have chos",
-    ),
+    (lambda *t: of_pairs(*t, lambda pairs: pairs.chosen_logp), r"no 'chosen_logp' \(did you .*'\?\); they have"),
     (
         lambda *t: of_pairs(
             *t,
@@ -473,38 +368,14 @@ WRONG = [
         "Mine.sequence_weight reads statistics.entropy, but declares only logp, mean_logit. Add 'entropy' to the "
         "metrics that Mine names",
     ),
-    (
-        lambda *t: of_statistics(*t, lambda s, mask: mask.sum()),
-        "return .* one floating-point number .*, got torch.int64 of shape",
-    ),
-    (
-        lambda *t: of_statistics(*t, lambda s, mask: -s.logp),
-        r"Mine.loss must return .* one floating-point number .*, got torch.float32 of shape \(4, 5\)",
-    ),
-    (
-        lambda *t: of_statistics(*t, lambda s, mask: -s.logp.sum() + 0.1 * s.entropy.sum()),
-        "Mine reads statistics.entropy, but declares only logp. Add 'entropy' to the statistics that Mine",
-    ),
-    (
-        lambda *t: of_tokens(*t, lambda s, y: -s.logp + s.entropy),
-        r"token_loss \(.*\) reads statistics.entropy, but declares only logp. Add 'entropy' to statistics=",
-    ),
-    (
-        lambda *t: of_tokens(*t, lambda s, y: s.selected_logps.sum(-1)),
-        r"declares only logp. Use statistics='selected_logps' of .* with selected=\.$",
-    ),
-    (
-        lambda *t: of_tokens(*t, lambda s, y: s.argmax.float()),
-        "declares only logp. Use metrics='argmax', which has no gradient",
-    ),
-    (
-        lambda *t: of_tokens(*t, lambda s, y: s.entropi),
-        "there is no statistic 'entropi'; it must be one of logp, entropy",
-    ),
-    (
-        lambda h, w, y: F.grpo_loss(h[..., 0], ONES, y[:, 1:]),
-        r"logps and mask must both be \[B, T\], got \(4, 5\) and \(4, 4\)",
-    ),
+    (lambda *t: of_statistics(*t, lambda s, mask: mask.sum()), "return .* one floating-point .*, got torch.int64"),
+    (lambda *t: of_statistics(*t, lambda s, mask: -s.logp), r"Mine.loss must .* one floating-point .* \(4, 5\)"),
+    (lambda *t: of_statistics(*t, lambda s, mask: -s.logp.sum() + 0.1 * s.entropy.sum()), "reads .*Add 'entropy'"),
+    (lambda *t: of_tokens(*t, lambda s, y: -s.logp + s.entropy), r"reads .*entropy, .*Add 'entropy' to statistics="),
+    (lambda *t: of_tokens(*t, lambda s, y: s.selected_logps.sum(-1)), r"Use statistics='selected_.*selected=\.$"),
+    (lambda *t: of_tokens(*t, lambda s, y: s.argmax.float()), "only logp. Use metrics='argmax', which has no"),
+    (lambda *t: of_tokens(*t, lambda s, y: s.entropi), "no statistic 'entropi'; it must be one of logp, entropy"),
+    (lambda h, w, y: F.grpo_loss(h[..., 0], ONES, y[:, 1:]), r"must both be \[B, T\], got \(4, 5\) and \(4, 4\)"),
     *(
         (lambda h, w, y, name=name: F.grpo_loss(h[..., 0], ONES, y, **{name: torch.ones(3)}), f"^{name} must be")
         for name in ("old_logps", "ref_logps", "sampling_logps", "is_ratio")

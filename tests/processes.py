@@ -18,8 +18,7 @@ import torch.multiprocessing as mp
 BACKENDS = [
     "gloo",
     pytest.param(
-        "nccl",
-        marks=[pytest.mark.gpu, pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")],
+        "nccl", marks=[pytest.mark.gpu, pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")]
     ),
 ]
 #: The process from which those of tests fork, by the connection to it.

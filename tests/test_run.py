@@ -63,10 +63,7 @@ def test_run_is_like_python(tmp_path, monkeypatch, capfd):
         ours = json.loads(capfd.readouterr().out)
         assert [ours[0], os.path.normpath(ours[1]), *ours[3:]] == [python[0], os.path.normpath(python[1]), *python[3:]]
         assert ours[2][1:] == python[2][1:] == arguments
-    for refused, reason in (
-        (["--install", "loading"], "invalid choice: 'loading'"),
-        (["--unknown"], "--unknown"),
-    ):
+    for refused, reason in ((["--install", "loading"], "invalid choice: 'loading'"), (["--unknown"], "--unknown")):
         with pytest.raises(SystemExit):
             main([*refused, "link.py"])
         assert reason in capfd.readouterr().err

@@ -6,13 +6,7 @@ import pytest
 import torch
 
 from liger_losses.kernels import BACKENDS
-from liger_losses.kernels.divergence import (
-    Coefficients,
-    Logits,
-    divergence_gradient_into,
-    divergence_sums,
-    square_sums,
-)
+from liger_losses.kernels.divergence import Coefficients, Logits, divergence_gradient_into, divergence_sums, square_sums
 from liger_losses.kernels.logit_transform import Epilogue
 from tests.reference import DIVERGENCES, divergence
 

@@ -38,11 +38,7 @@ def changed_norm():
 
 #: Calls that are warned of, by kinds of places: the core, losses, layers that a model calls. All take one function, and
 #: tests of each place have its words.
-CALLS = {
-    "a workspace": lambda: within(64_000),
-    "a policy": policy,
-    "a patched layer": changed_norm,
-}
+CALLS = {"a workspace": lambda: within(64_000), "a policy": policy, "a patched layer": changed_norm}
 
 
 def through(module, call):

@@ -3,12 +3,7 @@ its prompt."""
 
 import torch
 
-from liger_losses import (
-    LigerFusedLinearCrossEntropyLoss,
-    LigerFusedLinearGRPOLoss,
-    loss_inputs,
-    pack_completions,
-)
+from liger_losses import LigerFusedLinearCrossEntropyLoss, LigerFusedLinearGRPOLoss, loss_inputs, pack_completions
 
 SIZES = {"vocab_size": 97, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "pad_token_id": 0}
 SIZES |= {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "max_position_embeddings": 64}

@@ -42,11 +42,7 @@ TRITON = {
 }
 
 #: A GPU is fast, and torch's sums on it depend on the number of rows.
-ON_A_GPU = {
-    **TRITON,
-    **{name: COLUMNS[name] for name in ("asks", "weight", "targets", "teacher")},
-    "ranks": ("alone",),
-}
+ON_A_GPU = {**TRITON, **{name: COLUMNS[name] for name in ("asks", "weight", "targets", "teacher")}, "ranks": ("alone",)}
 #: Rows and columns that fill no tile of a kernel on a GPU, one token, and a large vocabulary.
 LARGE = {
     **ON_A_GPU,

@@ -1,6 +1,5 @@
 """Labels that the caller has shifted: in models, in TRL's head, and in trainers that cut sequences over processes."""
 
-import copy
 import sys
 from types import ModuleType, SimpleNamespace
 from unittest import mock
@@ -10,7 +9,6 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
-from liger_losses import LigerFusedLinearCrossEntropyLoss, loss_inputs, patch
 from tests.processes import start
 from tests.project.test_examples import tiny_model
 
@@ -38,29 +36,6 @@ def gradients(loss, model):
     model.zero_grad()
     loss.backward()
     return {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
-
-
-@pytest.mark.parametrize("options", [{}, {"num_items_in_batch": torch.tensor(7)}], ids=["mean", "items"])
-def test_patched_models(options):
-    model, *_ = tiny_model()
-    patched = copy.deepcopy(model)
-    assert patch(patched).counts
-    for cut in SLICES:
-        inputs = batch(cut) | options
-        found, expected = (m(**inputs).loss for m in (patched, model))
-        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
-        torch.testing.assert_close(gradients(found, patched), gradients(expected, model), rtol=1e-4, atol=1e-6)
-        assert not torch.isclose(expected, model(**inputs | {"shift_labels": None}).loss)
-
-
-def test_loss_inputs():
-    model, *_ = tiny_model()
-    for cut in SLICES:
-        inputs = batch(cut)
-        found = LigerFusedLinearCrossEntropyLoss()(*loss_inputs(model, **inputs))
-        torch.testing.assert_close(found, model(**inputs).loss, rtol=1e-5, atol=1e-6)
-        del inputs["labels"]
-        assert torch.equal(loss_inputs(model, **inputs).labels, inputs["shift_labels"])
 
 
 # --- TRL --------------------------------------------------------------------------------------------------------------

@@ -243,23 +243,6 @@ def test_rows_that_many_tokens_keep_are_rounded_few_times(sparse, chunk_size):
     assert (grads[0] - grads[1]).norm() < 0.004 * grads[1].norm()
 
 
-def test_class_weights_in_half_precision():
-    g = torch.Generator().manual_seed(0)
-    hidden, c = torch.randn(N, 8, generator=g).double().requires_grad_(), torch.rand(V, generator=g).bfloat16()
-    weight, labels = torch.randn(V, 8, generator=g).double(), torch.randint(V, (N,), generator=g)
-    of = [
-        statistics([Target(head_of(Dense(weight)), hidden, labels, class_weight=w)], ["mean_logp"])[0]["mean_logp"]
-        for w in (c, c.double())
-    ]
-    torch.testing.assert_close(*[torch.autograd.grad(value.sum(), hidden) for value in of], rtol=1e-12, atol=1e-12)
-
-
-def test_what_nothing_of_is_trained_has_no_gradient():
-    h, w, y = torch.randn(6, 8), torch.randn(V, 8), torch.arange(6)
-    targets = [Target(head_of(Dense(w)), h, y), Target(head_of(Dense(w)), h.clone().requires_grad_(), y)]
-    assert [of["logp"].requires_grad for of in statistics(targets, ["logp"])] == [False, True]
-
-
 def test_adapters_beside_a_sparse_gradient_are_dense():
     g = torch.Generator().manual_seed(0)
     w, a, b = [torch.randn(size, generator=g).requires_grad_() for size in ((V, 8), (2, 8), (V, 2))]

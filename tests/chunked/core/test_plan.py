@@ -73,10 +73,7 @@ def test_a_sum_of_many_parts_is_taken_by_tiles_or_in_fp32():
 
 @pytest.mark.parametrize(
     ("teacher", "copied", "block_rows"),
-    [
-        ({}, 32000, 324),
-        (TEACHER | {"teacher_columns": 32000, "quantized_teacher": True}, 768, 970),
-    ],
+    [({}, 32000, 324), (TEACHER | {"teacher_columns": 32000, "quantized_teacher": True}, 768, 970)],
 )
 def test_a_dequantized_head_takes_of_the_workspace_its_copy_twice(teacher, copied, block_rows):
     """Once while it is made."""

@@ -9,22 +9,12 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from liger_losses import (
-    Head,
-    LogitTransform,
-    TokenSupport,
-    linear_logps,
-    linear_statistics,
-    workspace,
-)
+from liger_losses import Head, LogitTransform, TokenSupport, linear_logps, linear_statistics, workspace
 from liger_losses.chunked.core.ranks import Ranks
 from liger_losses.integrations.megatron import OutputOptions, output_processor
 from liger_losses.integrations.verl import linear_cross_entropy
 from tests.processes import BACKENDS, case_named, start
-from tests.results.losses import (
-    Part,
-    batch,
-)
+from tests.results.losses import Part, batch
 
 WORLD, CUTS = 4, {"two even": (15, 15), "two uneven": (23, 7), "four": (9, 1, 12, 8)}
 

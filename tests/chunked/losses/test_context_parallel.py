@@ -85,13 +85,7 @@ def check_members(rank):
         torch.testing.assert_close(*(loss(d["weight"], d["h"], d["y"]) for loss in losses))
 
 
-CHECKS = (
-    check_functional,
-    check_means_of_processes,
-    check_averaged_gradients,
-    check_compiled,
-    check_members,
-)
+CHECKS = (check_functional, check_means_of_processes, check_averaged_gradients, check_compiled, check_members)
 
 
 def work(rank):

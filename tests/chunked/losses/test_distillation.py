@@ -4,15 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from liger_losses import (
-    DistillationLoss,
-    Divergence,
-    Head,
-    Teacher,
-    TeacherLogits,
-    TeacherTopK,
-    linear_divergence_loss,
-)
+from liger_losses import DistillationLoss, Divergence, Head, Teacher, TeacherLogits, TeacherTopK, linear_divergence_loss
 from tests.losses import JSD, Cosine, MiniLLM
 from tests.results.losses import VOCAB, batch
 

@@ -237,7 +237,7 @@ def test_a_quantized_head_never_exists_as_a_whole(what, adapted):
     torch.manual_seed(0)
     quantized, whole = Int8Weight(torch.randn(vocab, size)), vocab * size * 4
     hidden, labels = torch.randn(tokens, size, requires_grad=True), torch.randint(vocab, (tokens,))
-    a, b = torch.randn(2, size, requires_grad=True), torch.zeros(vocab, 2, requires_grad=True)
+    a, b = torch.randn(2, size), torch.zeros(vocab, 2, requires_grad=True)
     head, workspace = Head(quantized, adapters=(LowRank(a, b),) if adapted else ()), whole // 2
 
     def call():

@@ -17,15 +17,12 @@ from torch import Tensor
 from liger_losses.kernels._triton import choose_backend
 from liger_losses.kernels.autograd import autocast_dtype, edges, once_differentiable, operator, where_needed
 from liger_losses.layers.activations import ACTIVATIONS
-from liger_losses.layers.glu_kernels import Formula, Product, product_of, write_gradients
-from liger_losses.layers.prepared import PreparedKernel
+from liger_losses.layers.glu_kernels import Formula, product_of, write_gradients
 
 #: Fewer rows make matrix products slower per row.
 _FROZEN_ROWS = 2048
 
 _How = tuple[Formula, bool]  # the bool: whether Triton runs
-
-_Inputs = tuple[Tensor, Tensor | None]  # gate and up
 
 #: Weight ``[out, in]`` and bias ``[out]`` of a linear layer.
 Linear = tuple[Tensor, Tensor | None]
@@ -63,8 +60,7 @@ def glu(
 
     Source: Shazeer, arXiv:2002.05202.
     """
-    product: Tensor = _kernel((gate, up), Formula(False, activation, limit, alpha, up_offset), backend)
-    return product
+    return _product(gate, up, Formula(False, activation, limit, alpha, up_offset), backend)
 
 
 def glu_fused(
@@ -90,8 +86,7 @@ def glu_fused(
     Raises:
         ValueError: as in :func:`glu`, or the last dimension is odd.
     """
-    product: Tensor = _kernel((gate_up, None), Formula(interleaved, activation, limit, alpha, up_offset), backend)
-    return product
+    return _product(gate_up, None, Formula(interleaved, activation, limit, alpha, up_offset), backend)
 
 
 def _checked(gate: Tensor, up: Tensor | None, backend: str | None, formula: Formula) -> _How:
@@ -112,18 +107,10 @@ def _checked(gate: Tensor, up: Tensor | None, backend: str | None, formula: Form
     return formula, choose_backend(backend, (gate, up)) == "triton"
 
 
-def _differentiable(inputs: _Inputs, formula: Formula, backend: str | None) -> Tensor:
-    formula, on_triton = _checked(*inputs, backend, formula)
-    product: Tensor = _gated(*inputs, *formula, on_triton)[0]
+def _product(gate: Tensor, up: Tensor | None, formula: Formula, backend: str | None) -> Tensor:
+    formula, on_triton = _checked(gate, up, backend, formula)
+    product: Tensor = _gated(gate, up, *formula, on_triton)[0]
     return product
-
-
-def _launch(inputs: _Inputs, formula: Formula, backend: str | None) -> Product | None:
-    formula, on_triton = _checked(*inputs, backend, formula)
-    return Product(*inputs, formula) if on_triton else None
-
-
-_kernel = PreparedKernel(_differentiable, _launch)
 
 
 class _GLU(torch.autograd.Function):

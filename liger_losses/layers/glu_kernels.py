@@ -13,10 +13,10 @@ import torch
 import torch.autograd.forward_ad as fwAD
 from torch import Tensor
 
-from liger_losses.kernels._triton import device_of, jit, tl
+from liger_losses.kernels._triton import jit, tl
 from liger_losses.layers.activations import ACTIVATIONS, activate
-from liger_losses.layers.prepared import Launcher, Prepared
-from liger_losses.layers.rows import as_output, as_rows, empty_like, interleaved, wide, with_strides
+from liger_losses.layers.launches import launch
+from liger_losses.layers.rows import as_output, wide, with_strides
 
 # Measured on an H200: elements of a block, and warps.
 _FORWARD_BLOCK, _BACKWARD_BLOCK = (2048, 8), (1024, 4)
@@ -45,29 +45,14 @@ class Formula(NamedTuple):
 
 
 def product_of(gate: Tensor, up: Tensor | None, formula: Formula, on_triton: bool) -> Tensor:
-    if on_triton:
-        return _products.of(formula, (gate, up), lambda: Product(gate, up, formula))(gate, up)
-    return _forward_torch(*(_halves(gate, formula, False) if up is None else (gate, up)), formula)
-
-
-class Product:
-    """:func:`product_of` of tensors of one kind, by Triton."""
-
-    def __init__(self, gate: Tensor, up: Tensor | None, formula: Formula) -> None:
-        self.formula = formula
-        self.shape = *gate.shape[:-1], gate.shape[-1] // (2 if up is None else 1)
-        self.dtype = gate.dtype if up is None else torch.promote_types(gate.dtype, up.dtype)
-        out = gate.new_empty(self.shape, dtype=self.dtype)
-        self.launch = _Launch(_forward_kernel, (out, *self._inputs(gate, up)), formula, *_FORWARD_BLOCK)
-
-    def __call__(self, gate: Tensor, up: Tensor | None) -> Tensor:
-        out = gate.new_empty(self.shape, dtype=self.dtype) if up is None else empty_like(gate, self.dtype)
-        with device_of(gate):
-            self.launch((out, *self._inputs(gate, up)))
-        return out
-
-    def _inputs(self, gate: Tensor, up: Tensor | None) -> tuple[Tensor, Tensor]:
-        return _halves(gate, self.formula, True) if up is None else (gate, up)
+    """The product; ``gate`` holds both if ``up`` is None."""
+    inputs = _halves(gate, formula, on_triton) if up is None else (gate, up)
+    if not on_triton:
+        return _forward_torch(*inputs, formula)
+    dtype = torch.promote_types(inputs[0].dtype, inputs[1].dtype)
+    out = gate.new_empty(*gate.shape[:-1], gate.shape[-1] // (2 if up is None else 1), dtype=dtype)
+    _launch(_forward_kernel, (out, *inputs), formula, *_FORWARD_BLOCK)
+    return out
 
 
 def write_gradients(
@@ -156,41 +141,13 @@ def _launch(
     kernel: Any, tensors: Sequence[Tensor | None], formula: Formula, block: int, warps: int, *ends: float | None
 ) -> None:
     """Launch one program per block of a row. The first tensor has as many columns as the product."""
-    settings = kernel, formula, block, warps, ends
-    _launches.of(settings, tensors, lambda: _Launch(kernel, tensors, formula, block, warps, *ends))(tensors)
-
-
-class _Launch:
-    """:func:`_launch` of tensors of one kind."""
-
-    def __init__(
-        self,
-        kernel: Any,
-        tensors: Sequence[Tensor | None],
-        formula: Formula,
-        block: int,
-        warps: int,
-        *ends: float | None,
-    ) -> None:
-        rows = [None if tensor is None else as_rows(tensor) for tensor in tensors]
-        self.copies = any(a is not None and a.data_ptr() != b.data_ptr() for a, b in zip(rows, tensors, strict=True))  # type: ignore[union-attr]
-        if not formula.interleaved and all(tensor is None or tensor.is_contiguous() for tensor in rows):
-            # As one long row, so that any width fills the blocks.
-            rows = [None if tensor is None else tensor.view(1, -1) for tensor in rows]
-        count, columns = rows[0].shape  # type: ignore[union-attr]
-        blocks = -(-columns // block)
-        self.strides, self.sizes = with_strides(rows)[1::2], (columns, blocks, *formula, *ends, block)
-        self.launch = Launcher(kernel, count * blocks, num_warps=warps) if count * blocks else None
-
-    def __call__(self, tensors: Sequence[Tensor | None]) -> None:
-        if self.launch is not None:
-            if self.copies:
-                tensors = [None if tensor is None else as_rows(tensor) for tensor in tensors]
-            self.launch(*interleaved(tensors, self.strides), *self.sizes)
-
-
-_launches: Prepared[_Launch] = Prepared()
-_products: Prepared[Product] = Prepared()
+    first: Any = tensors[0]
+    (count, columns), arguments = (first.shape[:-1].numel(), first.shape[-1]), with_strides(tensors)
+    if not formula.interleaved and all(tensor is None or tensor.is_contiguous() for tensor in tensors):
+        count, columns = 1, first.numel()  # as one long row, so that any width fills the blocks
+    blocks = -(-columns // block)
+    if first.numel():
+        launch(kernel, count * blocks, *arguments, columns, blocks, *formula, *ends, block, num_warps=warps)
 
 
 @jit

@@ -6,21 +6,18 @@ number per row, ``rstd = (mean(x^2) + eps)^(-1/2)``, and the mean that was subtr
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple, cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from liger_losses.kernels._triton import device_of, jit, tl
+from liger_losses.kernels._triton import jit, tl
 from liger_losses.kernels.autograd import once_differentiable, operator, where_needed
-from liger_losses.layers.prepared import PreparedKernel
 from liger_losses.layers.rows import (
-    Forward,
     as_output,
     choose_row_backend,
-    empty_like,
     launch_backward,
     launch_forward,
     load_tile,
@@ -143,18 +140,12 @@ def gated_rms_norm(
     return normalize((x, None, gate, weight, None), (eps, 0.0, gate_first, multiply, False), backend)
 
 
-# The options, with multiply as it is given.
-_Arguments = tuple[float, float, bool, str, bool]
-
-
-def _options(eps: float, offset: float, gate_first: bool, multiply: str, centered: bool) -> Options:
+def normalize(inputs: _Inputs, arguments: tuple[float, float, bool, str, bool], backend: str | None) -> Any:
+    """The result, and the sum with the residual if there is one; of :class:`Options`, with ``multiply`` as a name."""
+    eps, offset, gate_first, multiply, centered = arguments
     if multiply not in MULTIPLY:
         raise ValueError(f"multiply must be one of {', '.join(MULTIPLY)}, got {multiply!r}.")
-    return Options(eps, float(offset), gate_first, multiply == "cast_first", centered)
-
-
-def _checked(inputs: _Inputs, arguments: _Arguments, backend: str | None) -> Any:
-    options = _options(*arguments)
+    options = Options(float(eps), float(offset), gate_first, multiply == "cast_first", centered)
     x, residual, gate, weight, bias = inputs
     for name, other in (("residual", residual), ("gate", gate)):
         if other is not None and other.shape != x.shape:
@@ -164,37 +155,12 @@ def _checked(inputs: _Inputs, arguments: _Arguments, backend: str | None) -> Any
     return y if residual is None else (y, others[0])
 
 
-def _launch(inputs: _Inputs, arguments: _Arguments, backend: str | None) -> Callable[..., Any] | None:
-    x, residual, gate, weight, bias = inputs
-    if not choose_row_backend(backend, inputs[:3], weight=weight, bias=bias):
-        return None
-    options = _options(*arguments)
-    summed_dtype = x.dtype if residual is None else torch.promote_types(x.dtype, residual.dtype)
-    normalized = x if residual is None else x.new_empty(0, dtype=summed_dtype)
-    dtype = _result_dtype(normalized, gate, weight, options)
-    forward = Forward(_forward_kernel, _PER_THREAD[options.centered], inputs[:3], inputs[3:], *options)
-
-    def launch(x: Tensor, residual: Tensor | None, gate: Tensor | None, *vectors: Tensor | None) -> Any:
-        y = empty_like(x, dtype)
-        summed = x if residual is None else empty_like(x, summed_dtype)
-        with device_of(x):
-            forward((x, residual, gate), vectors, (summed, y, None, None))
-        return y if residual is None else (y, summed)
-
-    return launch
-
-
-#: From :data:`_Inputs` and :data:`_Arguments` to the result, and the sum with the residual if there is one.
-normalize = PreparedKernel(_checked, _launch)
-
-
 class _Norm(torch.autograd.Function):
     @staticmethod
     def forward(*inputs: Any) -> tuple[Tensor, ...]:
         """The result, rstd, ``x + residual`` where there is a residual, and the mean where it was subtracted."""
         tensors, options, on_triton = inputs[:5], Options(*inputs[5:-1]), inputs[-1]
-        with device_of(tensors[0]):
-            found = (_forward_triton if on_triton else _forward_torch)(tensors, options)
+        found = (_forward_triton if on_triton else _forward_torch)(tensors, options)
         return tuple([tensor for tensor in found if tensor is not None])
 
     @staticmethod

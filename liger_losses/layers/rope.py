@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 from liger_losses.kernels._tiles import power_of_two
-from liger_losses.kernels._triton import choose_backend, device_of, jit, tl, warn_once
+from liger_losses.kernels._triton import choose_backend, jit, tl, warn_once
 from liger_losses.kernels.autograd import once_differentiable, operator
-from liger_losses.layers.prepared import Launcher, Prepared, PreparedKernel
+from liger_losses.layers.launches import launch
 
 # Measured on an H200: elements of a tile (heads by half of the dimensions), and warps.
 _TILE, _WARPS = 1024, 1
@@ -61,26 +61,11 @@ def rope(
 
     Source: Su et al., arXiv:2104.09864.
     """
-    rotated: tuple[Tensor, Tensor] = _kernel((q, k, cos, sin), Layout(interleaved, unsqueeze_dim), backend)
-    return rotated
-
-
-#: q, k, cos and sin.
-_Given = tuple[Tensor, Tensor, Tensor, Tensor]
-
-
-def _batched(angles: Tensor) -> Tensor:
-    return angles[None] if angles.dim() == 2 else angles
-
-
-def _checked(given: _Given, layout: Layout, backend: str | None) -> tuple[Tensor, Tensor]:
-    q, k, cos, sin = given
-    unsqueeze_dim = layout.unsqueeze_dim
     if unsqueeze_dim not in (1, 2):
         raise ValueError(f"unsqueeze_dim must be the dimension of the heads, 1 or 2, got {unsqueeze_dim}.")
     if q.dim() != 4 or k.dim() != 4:
         raise ValueError(f"q and k must have 4 dimensions, got shapes {tuple(q.shape)} and {tuple(k.shape)}.")
-    cos, sin = _batched(cos), _batched(sin)
+    cos, sin = (angles[None] if angles.dim() == 2 else angles for angles in (cos, sin))
     tokens, rotated = q.shape[3 - unsqueeze_dim], cos.shape[-1]
     if cos.shape != sin.shape or cos.dim() != 3 or cos.shape[0] not in (1, q.shape[0]) or cos.shape[1] != tokens:
         raise ValueError(
@@ -97,19 +82,10 @@ def _checked(given: _Given, layout: Layout, backend: str | None) -> tuple[Tensor
     if torch.is_grad_enabled() and (cos.requires_grad or sin.requires_grad):
         if on_triton:
             warn_once("A slower torch kernel runs instead of a Triton kernel: cos or sin requires a gradient.")
+        layout = Layout(interleaved, unsqueeze_dim)
         return _rotate_torch(q, cos, sin, layout), _rotate_torch(k, cos, sin, layout)
-    q, k = _rotate(q, k, cos, sin, *layout, on_triton)
+    q, k = _rotate(q, k, cos, sin, interleaved, unsqueeze_dim, on_triton)
     return q, k
-
-
-def _launch(given: _Given, layout: Layout, backend: str | None) -> _Launch | None:
-    q, k, cos, sin = given
-    if choose_backend(backend, given) == "torch":
-        return None
-    return _Launch((q, k, _batched(cos), _batched(sin)), _dtypes(*given), layout)
-
-
-_kernel = PreparedKernel(_checked, _launch)
 
 
 class _Rope(torch.autograd.Function):
@@ -137,12 +113,10 @@ class _Rope(torch.autograd.Function):
         return *needed, *[None] * 5
 
 
-def _rotated(
-    q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, unsqueeze_dim: int, on_triton: bool
-) -> tuple[Tensor, ...]:
-    layout = Layout(interleaved, unsqueeze_dim)
-    if on_triton:
-        return _rotate_triton(q, k, cos, sin, _dtypes(q, k, cos, sin), layout)
+def _rotated(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *how: Any) -> tuple[Tensor, ...]:
+    layout = Layout(*how[:-1])
+    if how[-1]:
+        return tuple(_rotate_triton(q, k, cos, sin, _dtypes(q, k, cos, sin), layout))
     return _rotate_torch(q, cos, sin, layout), _rotate_torch(k, cos, sin, layout)
 
 
@@ -150,21 +124,12 @@ def _dtypes(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> list[torch.dtype]
     return [torch.promote_types(x.dtype, torch.promote_types(cos.dtype, sin.dtype)) for x in (q, k)]
 
 
-def _gradients(
-    grad_q: Tensor,
-    grad_k: Tensor,
-    cos: Tensor,
-    sin: Tensor,
-    q_dtype: torch.dtype,
-    k_dtype: torch.dtype,
-    interleaved: bool,
-    unsqueeze_dim: int,
-    on_triton: bool,
-) -> list[Tensor]:
-    """The gradients of q and k."""
-    layout, dtypes = Layout(interleaved, unsqueeze_dim), (q_dtype, k_dtype)
+def _gradients(grad_q: Tensor, grad_k: Tensor, cos: Tensor, sin: Tensor, *how: Any) -> list[Tensor]:
+    """The gradients of q and k, whose dtypes come first in ``how``."""
+    *dtypes, interleaved, unsqueeze_dim, on_triton = how
+    layout = Layout(interleaved, unsqueeze_dim)
     if on_triton:
-        return list(_rotate_triton(grad_q, grad_k, cos, sin, dtypes, layout, inverse=True))
+        return _rotate_triton(grad_q, grad_k, cos, sin, dtypes, layout, inverse=True)
     rotated = [_rotate_torch(grad, cos, sin, layout, inverse=True) for grad in (grad_q, grad_k)]
     return [grad.to(dtype) for grad, dtype in zip(rotated, dtypes, strict=True)]
 
@@ -219,51 +184,22 @@ def _rotate_torch(x: Tensor, cos: Tensor, sin: Tensor, layout: Layout, inverse: 
 
 def _rotate_triton(
     q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, dtypes: Sequence[torch.dtype], layout: Layout, inverse: bool = False
-) -> tuple[Tensor, ...]:
-    given = q, k, cos, sin
-    launch = _launches.of((layout, inverse, *dtypes), given, lambda: _Launch(given, dtypes, layout, inverse))
-    return launch(*given)
-
-
-class _Launch:
-    """The rotation of tensors of one kind: q, k, cos and sin, each angle of a batch."""
-
-    def __init__(
-        self, given: Sequence[Tensor], dtypes: Sequence[torch.dtype], layout: Layout, inverse: bool = False
-    ) -> None:
-        self.copies, self.dtypes = any(x.stride(-1) != 1 for x in given), dtypes
-        q, k, cos, sin = map(_readable, given)
-        q_out, k_out = _like((q, k), dtypes)
-        heads, token = layout.unsqueeze_dim, 3 - layout.unsqueeze_dim
-        sequences, tokens, size, rotated = q.shape[0], q.shape[token], q.shape[-1], cos.shape[-1]
-        self.strides = [(x.stride(0), x.stride(token), x.stride(heads)) for x in (q, q_out, k, k_out)]
-        self.angle_strides = [(x.stride(0) if x.shape[0] > 1 else 0, x.stride(1)) for x in (cos, sin)]
-        half = power_of_two(rotated // 2)
-        self.sizes = (
-            *(tokens, q.shape[heads], k.shape[heads], rotated, size - rotated, layout.interleaved, inverse),
-            *(min(power_of_two(x.shape[heads]), max(1, _TILE // half)) for x in (q, k)),
-            *(half, power_of_two(size - rotated)),
-        )
-        programs = sequences * tokens if size else 0
-        self.launch = Launcher(_rotate_kernel, programs, num_warps=_WARPS) if programs else None
-
-    def __call__(self, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-        if self.copies:
-            q, k, cos, sin = map(_readable, (q, k, cos, sin))
-        q_out, k_out = torch.empty_like(q, dtype=self.dtypes[0]), torch.empty_like(k, dtype=self.dtypes[1])
-        if self.launch is not None:
-            of_q, of_q_out, of_k, of_k_out = self.strides
-            of_cos, of_sin = self.angle_strides
-            with device_of(q):
-                self.launch(
-                    *(q, *of_q, q_out, *of_q_out, k, *of_k, k_out, *of_k_out),
-                    *(cos, *of_cos, sin, *of_sin),
-                    *self.sizes,
-                )
-        return q_out, k_out
-
-
-_launches: Prepared[_Launch] = Prepared()
+) -> list[Tensor]:
+    q, k, cos, sin = map(_readable, (q, k, cos, sin))
+    outputs = [torch.empty_like(x, dtype=dtype) for x, dtype in zip((q, k), dtypes, strict=True)]
+    heads, token = layout.unsqueeze_dim, 3 - layout.unsqueeze_dim
+    (sequences, tokens, size), rotated = (q.shape[0], q.shape[token], q.shape[-1]), cos.shape[-1]
+    half, arguments = power_of_two(rotated // 2), list[Any]()
+    for x in (q, outputs[0], k, outputs[1]):
+        arguments += [x, x.stride(0), x.stride(token), x.stride(heads)]
+    for x in (cos, sin):
+        arguments += [x, x.stride(0) if x.shape[0] > 1 else 0, x.stride(1)]
+    arguments += [tokens, q.shape[heads], k.shape[heads], rotated, size - rotated, layout.interleaved, inverse]
+    arguments += [min(power_of_two(x.shape[heads]), max(1, _TILE // half)) for x in (q, k)]
+    if sequences * tokens * size:
+        arguments += [half, power_of_two(size - rotated)]
+        launch(_rotate_kernel, sequences * tokens, *arguments, num_warps=_WARPS)
+    return outputs
 
 
 @jit

@@ -6,8 +6,7 @@ in it.
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any, cast
 
 import torch
@@ -16,7 +15,7 @@ from torch import Tensor
 from liger_losses.kernels._tiles import power_of_two, processors
 from liger_losses.kernels._triton import choose_backend, jit, tl
 from liger_losses.kernels.targets import target_of
-from liger_losses.layers.prepared import Launcher, Prepared
+from liger_losses.layers.launches import launch
 
 _Tensors = Sequence[Tensor | None]
 _Dtypes = Sequence[torch.dtype | None]
@@ -69,11 +68,6 @@ def as_output(tensor: Tensor, dtype: torch.dtype | None = None) -> Tensor:
     return tensor if tensor.is_contiguous() else tensor.contiguous()
 
 
-def empty_like(tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    """A contiguous tensor; it takes the host half as long as ``torch.empty`` of the same shape."""
-    return torch.empty_like(tensor, dtype=dtype, memory_format=torch.contiguous_format)
-
-
 # --- Launches ---------------------------------------------------------------------------------------------------------
 
 
@@ -93,50 +87,15 @@ def launch_forward(
     Returns:
         The ``per_row`` outputs ``[R]``.
     """
-    settings = kernel, per_thread, per_row, options
-    launch = _forwards.of(
-        settings, (*inputs, *vectors, *outputs), lambda: Forward(kernel, per_thread, inputs, vectors, *options)
-    )
-    return launch(inputs, vectors, outputs, per_row)
-
-
-class _Arguments:
-    """What kernels take of inputs and vectors of one kind: rows with their strides, and contiguous vectors."""
-
-    def __init__(self, inputs: _Tensors, vectors: _Tensors) -> None:
-        arguments = _arguments(inputs, vectors)
-        self.rows, self.columns = arguments[0].shape
-        self.strides = arguments[1 : 2 * len(inputs) : 2]
-        given, used = [*inputs, *vectors], [*arguments[: 2 * len(inputs) : 2], *arguments[2 * len(inputs) :]]
-        self.copies = any(
-            a is not None and b is not None and a.data_ptr() != b.data_ptr() for a, b in zip(given, used, strict=True)
-        )
-
-    def of(self, inputs: _Tensors, vectors: _Tensors) -> list[Any]:
-        """The arguments."""
-        return _arguments(inputs, vectors) if self.copies else [*interleaved(inputs, self.strides), *vectors]
-
-
-class Forward:
-    """:func:`launch_forward` of tensors of one kind."""
-
-    def __init__(self, kernel: Any, per_thread: int, inputs: _Tensors, vectors: _Tensors, *options: Any) -> None:
-        self.arguments, x = _Arguments(inputs, vectors), cast(Tensor, inputs[0])
-        rows, columns = self.arguments.rows, self.arguments.columns
-        height, width = tile_of(columns, _FORWARD_ELEMENTS)
-        self.sizes = rows, columns, *options, height, width
+    x = cast(Tensor, inputs[0])
+    rows, columns = x.shape[:-1].numel(), x.shape[-1]
+    height, width = tile_of(columns, _FORWARD_ELEMENTS)
+    row_outputs = [torch.empty(rows, dtype=torch.float32, device=x.device) for _ in range(per_row)]
+    if x.numel():
+        arguments = [*with_strides(inputs), *_contiguous(vectors), *outputs, *row_outputs, rows, columns, *options]
         warps = target_of(x.device).warps(height * width // per_thread)
-        self.launch = Launcher(kernel, max(1, -(-rows // height)), num_warps=warps)
-
-    def __call__(self, inputs: _Tensors, vectors: _Tensors, outputs: _Tensors, per_row: int = 0) -> list[Tensor]:
-        x, rows = cast(Tensor, inputs[0]), self.arguments.rows
-        row_outputs = [torch.empty(rows, dtype=torch.float32, device=x.device) for _ in range(per_row)]
-        if rows:
-            self.launch(*self.arguments.of(inputs, vectors), *outputs, *row_outputs, *self.sizes)
-        return row_outputs
-
-
-_forwards: Prepared[Forward] = Prepared()
+        launch(kernel, -(-rows // height), *arguments, height, width, num_warps=warps)
+    return row_outputs
 
 
 def launch_backward(
@@ -155,67 +114,44 @@ def launch_backward(
     Returns:
         The sums, ``[C]``; the order of summation is always the same.
     """
-    settings = kernel, tuple(sum_dtypes), options
-    launch = _backwards.of(
-        settings, (*inputs, *vectors, *others), lambda: _Backward(kernel, inputs, vectors, sum_dtypes, *options)
-    )
-    return launch(inputs, vectors, others)
-
-
-class _Backward:
-    """:func:`launch_backward` of tensors of one kind."""
-
-    def __init__(self, kernel: Any, inputs: _Tensors, vectors: _Tensors, sum_dtypes: _Dtypes, *options: Any) -> None:
-        self.arguments, x = _Arguments(inputs, vectors), cast(Tensor, inputs[0])
-        self.dtypes, rows, columns = sum_dtypes, self.arguments.rows, self.arguments.columns
-        target, (height, width) = target_of(x.device), tile_of(columns, _BACKWARD_ELEMENTS)
-        tiles = max(1, -(-rows // height))
-        # No more programs than share the tiles in as few rounds: each writes sums that are read again.
-        rounds = -(-tiles // (processors(x.device) * _BACKWARD_PROGRAMS))
-        programs = -(-tiles // rounds)
-        # Rows are loaded two tiles ahead if shared memory holds three tiles of each of two programs per multiprocessor.
-        entry_bytes = sum([tensor.element_size() for tensor in inputs if tensor is not None])
-        stages = 3 if 3 * height * width * entry_bytes <= target.shared_memory // _BACKWARD_PROGRAMS else 1
-        self.sizes = rows, columns, programs, *options, height, width, stages
-        warps = target.warps(height * width // target.tiling.row_entries)
-        self.launch = Launcher(kernel, programs, num_warps=warps)
-        self.partial, self.columns = (programs, columns), columns
-        self.sum_sizes = programs, columns, min(512, power_of_two(programs)), _SUM_COLUMNS
-        blocks = -(-columns // _SUM_COLUMNS)
-        self.add_up = [Launcher(_column_sums_kernel, blocks, num_warps=_SUM_WARPS) for _ in sum_dtypes]
-
-    def __call__(self, inputs: _Tensors, vectors: _Tensors, others: _Tensors) -> list[Tensor | None]:
-        device, rows = cast(Tensor, inputs[0]).device, self.arguments.rows
-        make = torch.empty if rows else torch.zeros
-        sums = [None if dtype is None else make(self.columns, dtype=dtype, device=device) for dtype in self.dtypes]
-        partials = [
-            None if dtype is None else torch.empty(self.partial, dtype=torch.float32, device=device)
-            for dtype in self.dtypes
-        ]
-        if rows:
-            self.launch(*self.arguments.of(inputs, vectors), *others, *partials, *self.sizes)
-            for total, sums_of_programs, add_up in zip(sums, partials, self.add_up, strict=True):
-                if total is not None:  # always in the same order, and rounded once
-                    add_up(sums_of_programs, total, *self.sum_sizes)
+    x = cast(Tensor, inputs[0])
+    rows, columns = x.shape[:-1].numel(), x.shape[-1]
+    make = torch.empty if x.numel() else torch.zeros
+    sums = [None if dtype is None else make(columns, dtype=dtype, device=x.device) for dtype in sum_dtypes]
+    if not x.numel():
         return sums
+    target, (height, width) = target_of(x.device), tile_of(columns, _BACKWARD_ELEMENTS)
+    tiles = -(-rows // height)
+    # No more programs than share the tiles in as few rounds: each writes sums that are read again.
+    programs = -(-tiles // -(-tiles // (processors(x.device) * _BACKWARD_PROGRAMS)))
+    # Rows are loaded two tiles ahead if shared memory holds three tiles of each of two programs per multiprocessor.
+    entry_bytes = sum([tensor.element_size() for tensor in inputs if tensor is not None])
+    stages = 3 if 3 * height * width * entry_bytes <= target.shared_memory // _BACKWARD_PROGRAMS else 1
+    partials = [None if s is None else s.new_empty(programs, columns, dtype=torch.float32) for s in sums]
+    arguments = [*with_strides(inputs), *_contiguous(vectors), *others, *partials, rows, columns, programs, *options]
+    warps = target.warps(height * width // target.tiling.row_entries)
+    launch(kernel, programs, *arguments, height, width, stages, num_warps=warps)
+    of_sums = programs, columns, min(512, power_of_two(programs)), _SUM_COLUMNS
+    for total, partial in zip(sums, partials, strict=True):
+        if total is not None:  # always in the same order, and rounded once
+            launch(_column_sums_kernel, -(-columns // _SUM_COLUMNS), partial, total, *of_sums, num_warps=_SUM_WARPS)
+    return sums
 
 
-_backwards: Prepared[_Backward] = Prepared()
+def with_strides(tensors: _Tensors) -> list[Any]:
+    """Each tensor with adjacent columns, followed by the stride from one of its rows to the next."""
+    arguments: list[Any] = []
+    for tensor in tensors:
+        if tensor is not None and not tensor.is_contiguous():
+            tensor = as_rows(tensor)
+            arguments += [tensor, tensor.stride(0)]
+        else:
+            arguments += [tensor, 0 if tensor is None else tensor.shape[-1]]
+    return arguments
 
 
-def with_strides(matrices: _Tensors) -> list[Any]:
-    """Each matrix, followed by its row stride."""
-    return list(interleaved(matrices, [0 if matrix is None else matrix.stride(0) for matrix in matrices]))
-
-
-def interleaved(tensors: Iterable[Tensor | None], strides: Iterable[int]) -> Iterator[Any]:
-    """Each tensor, followed by its stride."""
-    return itertools.chain.from_iterable(zip(tensors, strides, strict=True))
-
-
-def _arguments(inputs: _Tensors, vectors: _Tensors) -> list[Any]:
-    rows = [None if tensor is None else as_rows(tensor) for tensor in inputs]
-    return [*with_strides(rows), *(None if vector is None else vector.contiguous() for vector in vectors)]
+def _contiguous(vectors: _Tensors) -> list[Tensor | None]:
+    return [None if vector is None else vector.contiguous() for vector in vectors]
 
 
 # --- Triton -----------------------------------------------------------------------------------------------------------

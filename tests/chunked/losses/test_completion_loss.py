@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from liger_losses import Completions, Head, LogitTransform
+from liger_losses import Completions, Head
 from liger_losses.chunked.core import stream
 from tests.losses import DPO, GRPO
 from tests.reference import problem
@@ -39,17 +39,3 @@ def test_a_reference_has_no_gradient(per):
         DPO()(weight, *sides)[0].backward()
     assert weight.grad.any()
     assert [ref.grad for ref in refs] == [None, None]
-
-
-def test_a_temperature_that_does_not_fit_completions_is_an_error():
-    hidden, weight, labels = (part.detach() for part in problem(shape=(4, 5))[:3])
-    t, loss = torch.ones(labels.shape, dtype=hidden.dtype), DPO(use_ref_model=False)
-    one, other = Completions(hidden[:2], labels[:2], temperature=t[:2]), Completions(hidden[2:], labels[2:])
-    with pytest.raises(ValueError, match="give temperature for both the chosen and the rejected"):
-        loss(weight, one, other)
-    with pytest.raises(ValueError, match=r"give the reference in .* temperature in Completions"):
-        loss(weight, other, other, temperature=t)
-    with pytest.raises(ValueError, match="one for each hidden state"):
-        loss(weight, hidden, labels, temperature=t[:, 0])
-    with pytest.raises(ValueError, match="given twice: with the completions, and by a head"):
-        loss(Head(weight, transform=LogitTransform(2.0)), hidden, labels, temperature=t)

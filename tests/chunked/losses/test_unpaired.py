@@ -8,7 +8,7 @@ import torch
 from liger_losses import Completions
 from tests.losses import BCO, KTO
 from tests.reference import plain_statistics
-from tests.results.losses import HIDDEN, batch
+from tests.results.losses import batch
 
 B = 5
 
@@ -97,42 +97,3 @@ def test_extreme_rewards_stay_finite():
             loss, _ = module(weight, given, preference_labels=desirable, **extra)
             grads = torch.autograd.grad(loss, (hidden, weight))
             assert all(value.isfinite().all() for value in (loss, *grads))
-
-
-MARKS = torch.arange(B) % 2 == 0
-#: A loss, what is changed in its call, and the error.
-WRONG = [
-    (KTO(), {"kl": None}, "give one of kl_completions="),
-    (KTO(), {"kl_completions": (torch.zeros(1, HIDDEN), MARKS[:1].long())}, "give one of kl_completions="),
-    (KTO(), {"kl": torch.zeros(3)}, r"one number or \[5\]"),
-    (KTO(), {"kl": -3.0}, "kl must lie in"),
-    (KTO(), {"preference_labels": None}, "which completions are desirable"),
-    (KTO(), {"preference_labels": MARKS[:2]}, r"preference_labels must be \[5\], one per completion, got \[2\]"),
-    (KTO(), {"preference_labels": torch.where(MARKS, 1, -1)}, "preference_labels must be bool"),
-    (KTO(), {"preference_labels": MARKS.to("meta")}, "on meta"),
-    (KTO(), {"ref_input": torch.zeros(1)}, "give the reference in Completions"),
-    (KTO(loss_type="apo_zero_unpaired"), {}, "no divergence term"),
-    (BCO(), {"kl": None}, "compares with a reference model"),
-    (
-        BCO(use_ref_model=False),
-        {"kl": None, "sample_weights": torch.ones(2)},
-        r"sample_weights must .*, one per completion, got",
-    ),
-]
-
-
-@pytest.mark.parametrize(("loss", "change", "message"), WRONG)
-def test_bad_input_is_refused(loss, change, message):
-    hidden, weight, labels, *_ = problem()
-    with pytest.raises((TypeError, ValueError), match=message):
-        loss(weight, (hidden, labels), **{"preference_labels": MARKS, "kl": 0.0, **change})
-
-
-def test_wrong_completions_are_refused():
-    hidden, weight, labels, ref_hidden, _, desirable = problem()
-    with pytest.raises(ValueError, match="no ref_weight="):
-        BCO()(weight, Completions(hidden, labels, ref_hidden), preference_labels=desirable)
-    with pytest.raises(ValueError, match="and not both"):
-        KTO()(weight, (hidden, labels), (hidden, labels), preference_labels=desirable, kl=0.0)
-    with pytest.raises(TypeError, match="given must be Completions"):
-        KTO()(weight, hidden.tolist(), preference_labels=desirable, kl=0.0)

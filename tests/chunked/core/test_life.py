@@ -1,13 +1,11 @@
 """What a call of the core keeps, how often the host waits, what it multiplies, and what it refuses."""
 
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from unittest import mock
 
 import pytest
 import torch
 
-from liger_losses import checks
 from liger_losses.chunked.core import (
     Dense,
     EngineOptions,
@@ -27,7 +25,6 @@ from liger_losses.chunked.core.statistics import Statistic, asked_for
 from liger_losses.chunked.core.target import Counted
 from liger_losses.kernels.divergence_forms import Divergence
 from tests.kernels.cases import DEVICE
-from tests.results.test_life import NothingWaits
 from tests.results.test_work import Work
 
 N, H, V = 40, 16, 203
@@ -63,33 +60,6 @@ def teacher_of(labels):
     return Target(head_of(Dense(torch.randn(V, 8, generator=g))), torch.randn(len(labels), 8, generator=g), labels)
 
 
-def couples(h, w, y, names=("logp",), **options):
-    """A loss of statistics, by a target whose further fields are options too."""
-    fields = {name: options.pop(name) for name in ("kept", "teacher") if name in options}
-    (found,) = statistics([Target(head_of(Dense(w)), h, y, **fields)], names, EngineOptions(**options))
-    return -sum(value.sum() for value in found.values())
-
-
-def of_kept(h, w, y, **options):
-    ids = y.clamp(min=0)
-    return couples(h, w, y, kept=torch.stack([ids, (ids + 1) % V], -1), **options)
-
-
-#: The ways of a call, as functions of hidden states, weight and labels.
-CALLS = {
-    "one pass": lambda h, w, y, **o: loss_sum([Target(head_of(Dense(w)), h, y)], ["logp"], [LOSS], EngineOptions(**o))[
-        0
-    ],
-    "kept": couples,
-    "again": lambda h, w, y, **o: couples(h, w, y, keep=0, **o),
-    "divergence": lambda h, w, y, **o: couples(
-        h, w, y, names=[Statistic("divergence", divergence=Divergence.forward_kl())], teacher=teacher_of(y), **o
-    ),
-    "kept columns": of_kept,
-}
-every_call = pytest.mark.parametrize("name", CALLS)
-
-
 def test_ranks_of_different_sizes_plan_alike():
     """Otherwise one would wait for numbers of a block that another does not have."""
     (hidden, _, labels), calls = inputs(), set()
@@ -100,13 +70,6 @@ def test_ranks_of_different_sizes_plan_alike():
             stream.signature(target, target.leaves(), asked_for(["logp"]), EngineOptions(), gradients_in_backward=True)
         )
     assert len(calls) == 1
-
-
-@every_call
-def test_derivatives_in_forward_mode_are_errors(name):
-    *leaves, labels = inputs()
-    with torch.autograd.forward_ad.dual_level(), pytest.raises(RuntimeError, match="forward"):
-        CALLS[name](torch.autograd.forward_ad.make_dual(leaves[0].detach(), leaves[0].detach()), leaves[1], labels)
 
 
 # --- Work -------------------------------------------------------------------------------------------------------------
@@ -176,32 +139,9 @@ def test_rows_of_both_models_are_read_once_for_statistics_at_one_temperature(tem
     names = ["logp", Statistic("divergence", divergence=Divergence.forward_kl())]
     read, run = [], block.softmax_statistics
     with mock.patch.object(block, "softmax_statistics", lambda *a, **k: read.append(1) or run(*a, **k)):
-        couples(hidden, weight, labels, names, teacher=replace(teacher_of(labels), temperature=temperature))
+        teacher = replace(teacher_of(labels), temperature=temperature)
+        statistics([Target(head_of(Dense(weight)), hidden, labels, teacher=teacher)], names)
     assert len(read) == passes
-
-
-@contextmanager
-def reads():
-    """A list that grows by one each time that the host reads a tensor."""
-    count, tolist = list[int](), torch.Tensor.tolist
-    with mock.patch.object(torch.Tensor, "tolist", lambda tensor: count.append(1) or tolist(tensor)):
-        yield count
-
-
-@every_call
-def test_how_often_the_host_waits(name):
-    """Once in forward and once in backward, however many blocks; never where masked tokens are not dropped."""
-    for compact, most in ((True, (1, 1)), (False, (0, 0))):
-        *leaves, labels = inputs(tokens=400)
-        CALLS[name](*leaves, labels)  # fills caches of constants
-        host = mock.patch.object(checks, "host_checks", return_value=compact)
-        with reads() as count, host, NothingWaits():
-            loss = CALLS[name](*leaves, labels, compact=compact, chunk_size=50)
-            in_forward = len(count)
-            with mock.patch.dict(stream.MIN_FLOPS, {"cpu": 0.0}):
-                torch.autograd.grad(loss, leaves)
-        assert in_forward <= most[0]
-        assert len(count) - in_forward <= most[1]
 
 
 # --- Precision --------------------------------------------------------------------------------------------------------

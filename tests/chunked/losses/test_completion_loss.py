@@ -3,27 +3,15 @@
 import pytest
 import torch
 
-from liger_losses import Completions, Head
-from liger_losses.chunked.core import stream
+from liger_losses import Completions
 from tests.losses import DPO, GRPO
 from tests.reference import problem
-from tests.results.losses import LOSSES, batch
 
 
 def test_ligers_chunk_size_of_completions_does_not_size_blocks():
     for loss in (DPO(chunk_size=1), GRPO(chunk_size=1)):
         assert loss.chunk_size == 1
         assert loss.options.chunk_size is None
-
-
-@pytest.mark.parametrize("name", ["DPO", "ORPO", "KTO"])
-def test_policy_and_reference_share_one_selection_of_tokens(name, monkeypatch):
-    """It costs a host synchronization."""
-    waits, read = [], stream.start_reading
-    monkeypatch.setattr(stream, "start_reading", lambda *given: waits.append(1) or read(*given))
-    d = batch()
-    LOSSES[name](Head(d["weight"]), Head(d["ref_weight"]), d)
-    assert waits == [1]
 
 
 @pytest.mark.parametrize("per", ["sequence", "token"])

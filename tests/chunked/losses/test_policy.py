@@ -245,25 +245,6 @@ def test_terms_of_the_sampler_are_finite(term):
     assert torch.autograd.grad(loss, mine)[0].isfinite().all()
 
 
-def test_terms_of_the_sampler_say_what_they_need():
-    hidden, weight, bias, ids, mask, advantages, logps, _ = problem()
-    topk = TeacherTopK(logps[..., None], ids[..., None])
-    centered = {"beta": 0.0, "sampler_term": "score_centering"}
-    for options, given, said in (
-        (centered, {}, "give both, or none"),
-        ({"beta": 0.0}, {"sampler_topk": topk}, "give both, or none"),
-        (centered, {"sampler_topk": topk}, "old_per_token_logps"),
-        ({**centered, "importance_sampling_level": "sequence"}, {}, "needs an objective of single tokens"),
-        (centered, {"sampler_topk": (ids, logps)}, "must be a TeacherTopK"),
-        (centered, {"sampler_topk": TeacherTopK(logps[..., None], ids[..., None], "none")}, "leave tail="),
-        (centered, {"sampler_topk": TeacherTopK(logps[..., None], ids[..., None] + V)}, "of sampler_topk .*indices"),
-    ):
-        with pytest.raises((TypeError, ValueError), match=said):
-            GRPO(**options)(hidden, weight, ids, mask, advantages, bias, **given)
-    with pytest.raises(TypeError, match="topk_logps must be a tensor"):
-        functional.grpo_loss(logps, advantages, mask, old_logps=logps, sampler_topk_logps=topk.logps, **centered)
-
-
 @pytest.mark.parametrize("loss_type", LOSS_TYPES)
 def test_tokens_that_do_not_act_have_no_objective(loss_type):
     *_, mask, advantages, logps, noise = problem()

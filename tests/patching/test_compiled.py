@@ -11,7 +11,6 @@ import torch.nn.functional as F
 from functorch.compile import make_boxed_func
 from torch import nn
 from torch._dynamo.backends.common import aot_autograd
-from torch._dynamo.utils import counters
 from torch.nn.parallel import DistributedDataParallel
 
 from liger_losses.patching.patch import patch
@@ -299,33 +298,6 @@ def test_ways_to_compile(name):
     assert all(found.loss.dtype == expected.loss.dtype for found, expected in outputs)
     assert 0 < graphs.count <= most
     assert graphs.entries < B * (T - 1) * model_zoo.VOCABULARY
-
-
-@pytest.mark.slow
-def test_trainer(tmp_path):
-    """The same losses and weights as the plain model, in a bounded number of graphs for batches of several lengths."""
-    trained = []
-    for model, compile_it in zip(pair(), (False, True), strict=True):
-        rows = [{name: value[0] for name, value in inputs(12 + i // 4 * 3, seed=i).items()} for i in range(16)]
-        settings = transformers.TrainingArguments(
-            output_dir=str(tmp_path), per_device_train_batch_size=4, per_device_eval_batch_size=4, max_steps=4,
-            learning_rate=1e-3, logging_steps=1, eval_strategy="steps", eval_steps=2, prediction_loss_only=True,
-            report_to="none", save_strategy="no", use_cpu=True, disable_tqdm=True, dataloader_pin_memory=False,
-            train_sampling_strategy="sequential", torch_compile=compile_it,
-            torch_compile_backend="aot_eager" if compile_it else None,
-        )  # fmt: skip
-        trainer = transformers.Trainer(model, settings, train_dataset=rows, eval_dataset=rows[:8])
-        before = counters["stats"]["unique_graphs"]
-        trainer.train()
-        graphs = counters["stats"]["unique_graphs"] - before
-        assert 0 < graphs <= 6 if compile_it else graphs == 0
-        log = trainer.state.log_history
-        losses = torch.tensor([row[name] for row in log for name in ("loss", "eval_loss") if name in row])
-        trained.append((losses, [p.detach() for p in model.parameters()]))
-    assert len(trained[0][0]) == 6
-    (losses, weights), (ours, our_weights) = trained
-    torch.testing.assert_close(ours, losses, rtol=1e-4, atol=1e-4)
-    torch.testing.assert_close(our_weights, weights, rtol=1e-3, atol=1e-4)
 
 
 def test_a_compiled_model_without_a_mask():

@@ -86,26 +86,20 @@ class Dequantized(Codes):
         return rows
 
 
-@pytest.mark.parametrize(("passes", "workspace"), [(3 + 4, 150_000), (1 + 1, 600_000)])
-def test_each_row_is_dequantized_once_a_pass(passes, workspace):
+@pytest.mark.parametrize(
+    ("passes", "workspace", "trained"), [(3 + 4, 150_000, True), (1 + 1, 600_000, True), (3, 150_000, False)]
+)
+def test_each_row_is_dequantized_once_a_pass(passes, workspace, trained):
     """For all tokens, or for a third of them, and a fourth where gradients take memory too; never all at once."""
     hidden, weight, labels = inputs(tokens=600)
     codes = Dequantized((weight.detach() * 20).round().to(torch.int8))
     target = Target(head_of(Quantized.of(codes)), hidden, labels)
-    found = statistics([target], ["logp"], EngineOptions(workspace=workspace, keep=0))[0]
-    torch.autograd.grad(found["logp"].sum(), hidden)
+    with torch.set_grad_enabled(trained):
+        found = statistics([target], ["logp"], EngineOptions(workspace=workspace, keep=0))[0]
+    if trained:
+        torch.autograd.grad(found["logp"].sum(), hidden)
     assert codes.total == passes * V
     assert codes.most < V / 2
-
-
-def test_a_loss_without_gradients_dequantizes_each_row_as_rarely():
-    hidden, weight, labels = inputs(tokens=600)
-    codes = Dequantized((weight.detach() * 20).round().to(torch.int8))
-    with torch.no_grad():
-        loss_sum(
-            [Target(head_of(Quantized.of(codes)), hidden, labels)], ["logp"], [LOSS], EngineOptions(workspace=150_000)
-        )
-    assert codes.total == 3 * V
 
 
 def test_codes_that_are_made_in_fp16_need_no_scale_of_the_loss():

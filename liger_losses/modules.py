@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from liger_losses.layers.glu import glu, glu_mlp
 from liger_losses.layers.layer_norm import layer_norm
-from liger_losses.layers.plain import is_plain_linear
+from liger_losses.layers.plain import plain_linear
 from liger_losses.layers.rms_norm import gated_rms_norm, rms_norm
 
 
@@ -113,9 +113,8 @@ class SwiGLUMLP(nn.Module):
         self.down_proj = nn.Linear(intermediate_size, hidden_size, bias, **factory)
 
     def forward(self, x: Tensor) -> Tensor:
-        layers = self.gate_proj, self.up_proj, self.down_proj
-        if all(map(is_plain_linear, layers)):
-            gate, up, down = ((layer.weight, layer.bias) for layer in layers)
+        gate, up, down = map(plain_linear, (self.gate_proj, self.up_proj, self.down_proj))
+        if gate is not None and up is not None and down is not None:
             return glu_mlp(x, gate, up, down, self.activation)
         return self.down_proj(glu(self.gate_proj(x), self.up_proj(x), self.activation))
 

@@ -25,12 +25,14 @@ def is_plain(*tensors: Any) -> bool:
     return PLAIN.issuperset(map(type, tensors))
 
 
-def is_plain_linear(module: nn.Module) -> bool:
-    """Whether a module is ``nn.Linear``, no subclass, with ordinary parameters, no hooks, not compiled or patched."""
-    if type(module) is not nn.Linear or not is_plain(module.weight):
-        return False
-    replaced = nn.Linear.forward is not _LINEAR_FORWARD
-    return (module.bias is None or is_plain(module.bias)) and not (replaced or is_watched(module) or _has_global_hook())
+def plain_linear(module: nn.Module) -> tuple[Tensor, Tensor | None] | None:
+    """Weight and bias of an ``nn.Linear`` that is no subclass, has no hooks, and was not compiled or patched; else
+    ``None``."""
+    if type(module) is not nn.Linear or is_watched(module) or _has_global_hook():
+        return None
+    weight, bias = module.weight, module.bias
+    ordinary = is_plain(weight) and (bias is None or is_plain(bias)) and nn.Linear.forward is _LINEAR_FORWARD
+    return (weight, bias) if ordinary else None
 
 
 def is_watched(module: nn.Module) -> bool:

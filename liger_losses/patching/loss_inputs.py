@@ -72,9 +72,8 @@ def loss_inputs(
         TypeError: a model whose last layer or logit transform a head cannot express; ``num_items_in_batch``, which is
             an argument of the loss.
         CannotShareError: a ValueError; the model cannot run a packed row.
-        ValueError: an encoder-decoder; a model that returns a tuple (``return_dict=False``); labels, not given as
-            ``shift_labels``, of a model whose loss does not shift them, such as a masked language model; labels that
-            are missing or do not fit the hidden states.
+        ValueError: an encoder-decoder; labels, not given as ``shift_labels``, of a model whose loss does not shift
+            them, such as a masked language model; labels that are missing or do not fit the hidden states.
 
     The first forward of each class is given labels that show whether it shifts them.
     """
@@ -99,13 +98,9 @@ def loss_inputs(
             "loss_inputs computes no loss, of which num_items_in_batch is the divisor: take it out of the batch, and "
             "pass it to the loss, as in LigerFusedLinearCrossEntropyLoss()(*inputs, num_items_in_batch=...)."
         )
-    config = getattr(inner, "config", None)
-    if batch.get("return_dict") is False or getattr(config, "return_dict", True) is False:
-        raise ValueError(
-            f"{name} returns a tuple, in which logits have no name: leave out return_dict=False, and set "
-            "model.config.return_dict = True."
-        )
-    if getattr(config, "is_encoder_decoder", False):
+    if batch.get("return_dict") is False:
+        batch["return_dict"] = True  # logits have no name in a tuple
+    if getattr(getattr(inner, "config", None), "is_encoder_decoder", False):
         raise ValueError(f"{name} is an encoder-decoder, whose labels are not shifted; give a causal language model.")
     targets = labels if shift_labels is None else shift_labels
     targets = batch.get("input_ids") if targets is None else targets

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from liger_losses.layers.glu import glu, glu_fused, glu_linear, glu_mlp
-from liger_losses.layers.plain import is_plain, is_plain_linear, is_watched
+from liger_losses.layers.plain import is_plain, is_watched, plain_linear
 from liger_losses.patching import probing
 from liger_losses.patching.probing import Mismatch
 from liger_losses.patching.swap import Replacement, is_short
@@ -45,7 +45,7 @@ class Gate:
         """The product of gate and up, given as two tensors or as one that holds both."""
         gate, up = self.parts(inner)
         if up is None:
-            return glu_fused(gate, backend=backend, **self.formula, interleaved=self.layout == "interleaved")
+            return glu_fused(gate, backend=backend, **self.options)
         return glu(gate, up, backend=backend, **self.formula)
 
     def parts(self, inner: Sequence[Any]) -> tuple[Any, Any]:
@@ -59,6 +59,11 @@ class Gate:
     def formula(self) -> dict[str, Any]:
         """The arguments of :func:`~liger_losses.layers.glu.glu`."""
         return {name: getattr(self, name) for name in ("activation", "limit", "alpha", "up_offset")}
+
+    @cached_property
+    def options(self) -> dict[str, Any]:
+        """The arguments of functions that also take one tensor of gate and up."""
+        return {**self.formula, "interleaved": self.layout == "interleaved"}
 
 
 @dataclass(frozen=True)
@@ -98,17 +103,14 @@ class GatedMLP(Replacement):
 
     def compute(self, module: Any, x: Tensor, backend: str | None = None) -> Tensor:
         """The output; where all layers are plain ones, backward writes over the outputs of the inner ones."""
-        layers, down, gate = [getattr(module, name) for name in self.inner], getattr(module, self.down), self.gate
-        options: dict[str, Any] = {"interleaved": gate.layout == "interleaved", **gate.formula}
-        plain, halves_swapped = is_plain_linear(down), len(layers) == 1 and gate.layout == "second"
-        if plain and not halves_swapped and all(map(is_plain_linear, layers)):
-            return glu_mlp(
-                x, *gate.parts([(layer.weight, layer.bias) for layer in layers]), (down.weight, down.bias), **options
-            )
-        inner = [layer(x) for layer in layers]
-        if plain and is_plain(*inner):
-            return glu_linear(*gate.parts(inner), down.weight, down.bias, **options)  # does not save the product
-        return down(gate.compute(*inner, backend=backend))
+        layers, gate = [getattr(module, name) for name in (*self.inner, self.down)], self.gate
+        *linears, linear = map(plain_linear, layers)
+        if linear is not None and all(linears) and not (len(linears) == 1 and gate.layout == "second"):
+            return glu_mlp(x, *gate.parts(linears), linear, **gate.options)
+        inner = [layer(x) for layer in layers[:-1]]
+        if linear is not None and is_plain(*inner):
+            return glu_linear(*gate.parts(inner), *linear, **gate.options)  # does not save the product
+        return layers[-1](gate.compute(*inner, backend=backend))
 
     @classmethod
     def key(cls, module: nn.Module) -> Any:

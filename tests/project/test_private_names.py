@@ -183,12 +183,12 @@ def test_without_private_names():
 
 @pytest.mark.parametrize("name", HOOKS)
 def test_a_layer_whose_hooks_cannot_be_told_is_called(name):
-    from liger_losses.layers.plain import is_plain_linear
+    from liger_losses.layers.plain import plain_linear
 
     layer = nn.Linear(2, 3)
-    assert is_plain_linear(layer)
+    assert plain_linear(layer) == (layer.weight, layer.bias)
     delattr(layer, name)
-    assert not is_plain_linear(layer)
+    assert plain_linear(layer) is None
 
 
 def test_the_list_has_the_names_that_the_package_uses():

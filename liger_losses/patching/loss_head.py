@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-import inspect
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -313,7 +312,7 @@ def prepare_head(model: nn.Module, filter_fn: Callable[[nn.Module, str], bool] |
 
 def reason_against_head(model: Any) -> str:
     """Prepare the last layer of a model, or return why that is not possible."""
-    entries = [] if is_prepared(model) else prepare_head(model)
+    entries = [] if _layers(head_of(owner_of_head(model))) else prepare_head(model)
     reasons = [f"{entry.path or 'the head'}: {entry.reason}" for entry in entries if entry.reason]
     return f"the last layer of {type(model).__name__} cannot be a Head ({'; '.join(reasons)})" if reasons else ""
 
@@ -342,14 +341,6 @@ def _reason_against(head: nn.Module) -> str | None:
             return "it has backward hooks, which a gradient that is taken elsewhere would pass by"
         if type(layer).__name__ == "FullyShardedDataParallel":
             return "it is a unit of FSDP1, which frees its weight after its forward: leave it in the model's own unit"
-        if getattr(layer, "weight", None).__class__.__name__ == "DTensor":
-            hooks = [*hooks_of(layer, "forward_pre_hooks").values(), *hooks_of(layer, "forward_hooks").values()]
-            if any(getattr(hook, "__module__", "").startswith("torch.distributed.tensor.") for hook in hooks):
-                return (
-                    "torch's parallelize_module has split its weight, and takes DTensors from it: load the model with "
-                    'transformers\' DistributedConfig(tp_plan="auto"), or take the loss from the last hidden states '
-                    "and a Head with group="
-                )
     return None
 
 
@@ -357,38 +348,28 @@ _BACKWARD_HOOKS = ("backward_hooks", "backward_pre_hooks")
 _BACKWARD_HOOKS_OF_ALL = ("_global_backward_hooks", "_global_backward_pre_hooks")
 
 
-def is_head(layer: nn.Module) -> bool:
-    """Whether a layer was prepared."""
-    return isinstance(replacement_of(layer), _HeadKind)
-
-
-def is_prepared(model: nn.Module) -> bool:
-    """Whether the head of a model is prepared."""
-    return bool(_layers(head_of(owner_of_head(model))))
-
-
-def _layers(head: nn.Module | None) -> list[Any]:
+def _layers(head: Any) -> list[Any]:
     """The layers of a head that were prepared, the head itself among them; none if it was not."""
-    if head is None or not is_head(head):
+    if not isinstance(replacement_of(head), _HeadKind):
         return []
     return [layer for layer in head.modules() if layer is head or isinstance(replacement_of(layer), QuantizedHead)]
 
 
-def _start(layers: list[Any]) -> int:
-    """Let layers return pending logits to this thread, until ``_end`` with the number that is returned."""
+@contextlib.contextmanager
+def _pending(layers: list[Any]) -> Iterator[None]:
+    """Within this context, layers return pending logits to this thread."""
     thread = 0 if torch.compiler.is_dynamo_compiling() else threading.get_ident()
     for layer in layers:
         getattr(layer, _PENDING).append(thread)
         for unit in layer.modules():
             if hasattr(unit, "set_reshard_after_forward"):
                 _do_not_reshard(unit)
-    return thread
-
-
-def _end(layers: list[Any], thread: int) -> None:
-    for layer in layers:
-        if hasattr(layer, _PENDING):  # it was not unpatched
-            getattr(layer, _PENDING).remove(thread)
+    try:
+        yield
+    finally:
+        for layer in layers:
+            if hasattr(layer, _PENDING):  # it was not unpatched
+                getattr(layer, _PENDING).remove(thread)
 
 
 def _is_pending(layer: Any) -> bool:
@@ -414,11 +395,10 @@ def pending_logits(*models: nn.Module) -> Iterator[None]:
     layers = [layer for layer in dict.fromkeys(layers) if not _is_pending(layer)]
     inner = [getattr(model, "module", model) for model in models if layers and _is_distributed()]
     hooks = [model.register_forward_hook(_show_tensors, prepend=True) for model in inner]
-    thread = _start(layers)
     try:
-        yield
+        with _pending(layers):
+            yield
     finally:
-        _end(layers, thread)
         for hook in hooks:
             hook.remove()
 
@@ -462,20 +442,13 @@ class LossForward(Replacement):
         return lambda model, *args, **kwargs: _with_loss(partial(replaced, model), model, *args, **kwargs)
 
 
-def _has_labels(forward: Any, args: Any, kwargs: dict[str, Any]) -> bool:
-    if kwargs.get("labels") is not None or kwargs.get("shift_labels") is not None:
-        return True
-    if len(args) < 2 or torch.compiler.is_dynamo_compiling():
-        return False
-    return inspect.signature(forward).bind_partial(*args).arguments.get("labels") is not None
-
-
 def _with_loss(forward: Callable[..., Any], model: Any, *args: Any, **kwargs: Any) -> Any:
     """The forward of a patched model."""
     options = replacement_of(model)
     if not isinstance(options, LossForward):  # it was unpatched, and what is around it calls this
         return forward(*args, **kwargs)
-    layers, training, labeled = _layers(head_of(model)), torch.is_grad_enabled(), _has_labels(forward, args, kwargs)
+    layers, training = _layers(head_of(model)), torch.is_grad_enabled()
+    labeled = kwargs.get("labels") is not None or kwargs.get("shift_labels") is not None
     # A Trainer that keeps the labels back passes their number.
     wanted = (
         labeled or kwargs.get("num_items_in_batch") is not None if training else labeled and not options.eval_logits
@@ -486,11 +459,8 @@ def _with_loss(forward: Callable[..., Any], model: Any, *args: Any, **kwargs: An
         return output
     if not layers and not torch.compiler.is_dynamo_compiling():
         layers = _prepare_again(model)
-    thread = _start(layers)
-    try:
+    with _pending(layers):
         output = forward(*args, **kwargs)
-    finally:
-        _end(layers, thread)
     if not labeled:
         _show_tensors(model, args, output)
         return output

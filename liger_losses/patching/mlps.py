@@ -45,7 +45,7 @@ class Gate:
         """The product of gate and up, given as two tensors or as one that holds both."""
         gate, up = self.parts(inner)
         if up is None:
-            return glu_fused(gate, backend=backend, **self.options)
+            return glu_fused(gate, backend=backend, interleaved=self.layout == "interleaved", **self.formula)
         return glu(gate, up, backend=backend, **self.formula)
 
     def parts(self, inner: Sequence[Any]) -> tuple[Any, Any]:
@@ -59,11 +59,6 @@ class Gate:
     def formula(self) -> dict[str, Any]:
         """The arguments of :func:`~liger_losses.layers.glu.glu`."""
         return {name: getattr(self, name) for name in ("activation", "limit", "alpha", "up_offset")}
-
-    @cached_property
-    def options(self) -> dict[str, Any]:
-        """The arguments of functions that also take one tensor of gate and up."""
-        return {**self.formula, "interleaved": self.layout == "interleaved"}
 
 
 @dataclass(frozen=True)
@@ -104,12 +99,14 @@ class GatedMLP(Replacement):
     def compute(self, module: Any, x: Tensor, backend: str | None = None) -> Tensor:
         """The output; where all layers are plain ones, backward writes over the outputs of the inner ones."""
         layers, gate = [getattr(module, name) for name in (*self.inner, self.down)], self.gate
+        interleaved, formula = gate.layout == "interleaved", gate.formula
         *linears, linear = map(plain_linear, layers)
         if linear is not None and all(linears) and not (len(linears) == 1 and gate.layout == "second"):
-            return glu_mlp(x, *gate.parts(linears), linear, **gate.options)
+            return glu_mlp(x, *gate.parts(linears), linear, interleaved=interleaved, **formula)
         inner = [layer(x) for layer in layers[:-1]]
         if linear is not None and is_plain(*inner):
-            return glu_linear(*gate.parts(inner), *linear, **gate.options)  # does not save the product
+            # Does not save the product.
+            return glu_linear(*gate.parts(inner), *linear, interleaved=interleaved, **formula)
         return layers[-1](gate.compute(*inner, backend=backend))
 
     @classmethod

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from functools import cached_property, partial
+from functools import partial
 from typing import Any
 
 import torch
@@ -43,13 +43,8 @@ class Norm(Replacement):
     gate: str | None = None
     of_torch: bool = False
 
-    @cached_property
-    def arguments(self) -> dict[str, Any]:
-        """The options, by name."""
-        return dict(self.options)
-
     def __str__(self) -> str:
-        options = self.arguments
+        options = dict(self.options)
         details = (
             f"{options['offset']:g} + weight" if options.get("offset") else "",
             "fp32" if options.get("multiply") == "fp32" else "",
@@ -60,7 +55,7 @@ class Norm(Replacement):
     def compute(self, module: nn.Module, *inputs: Tensor, backend: str | None = None) -> Tensor:
         """The normalized first input ``[..., H]``, with the module's parameters."""
         parameters = [None if name is None else getattr(module, name) for name in self.parameters]
-        return self.function(*inputs, *parameters, backend=backend, **self.arguments)
+        return self.function(*inputs, *parameters, backend=backend, **dict(self.options))
 
     def call(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         if self.gate is not None and list(kwargs) == [self.gate]:
@@ -74,7 +69,7 @@ class Norm(Replacement):
         if self.of_torch and is_short(x):
             return NotImplemented
         if autocast_dtype(x.device) is None:
-            return self.function(*args, *(parameters or (None,)), **self.arguments)
+            return self.function(*args, *(parameters or (None,)), **dict(self.options))
         if self.of_torch and x.device.type != "cpu" and x.dtype in (torch.float16, torch.bfloat16):
             x = x.float()
         with torch.autocast(x.device.type, enabled=False):

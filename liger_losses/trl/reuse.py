@@ -53,28 +53,9 @@ def without_old_policy(name: str, method: Callable[..., Any], self: Any, inputs:
     if not chosen.reuse_forward or _refuses(self, name):
         return method(self, inputs)
     _check_dropout(self.model)
-    _generate_when_training_begins(self)
     batch = _with_attributes(self, WITHOUT[name], method, self, inputs)
     batch.pop(name, None)
     return batch | {_GENERATED: torch.tensor(self.state.global_step)}  # TRL splits tensors, and no numbers
-
-
-def _generate_when_training_begins(trainer: Any) -> None:
-    """Make ``train()`` begin with a generation where the last one failed between two batches of a generation.
-
-    The second might lack its old log-probabilities, and later generations would not end where a step does.
-    """
-    from transformers import TrainerCallback
-
-    def begin(args: Any, *_: Any, **__: Any) -> None:
-        if trainer._step % args.steps_per_generation:
-            trainer._step = 0
-
-    if not getattr(trainer, "_liger_losses_generates_first", False):
-        trainer._liger_losses_generates_first = True
-        callback = TrainerCallback()
-        vars(callback)["on_train_begin"] = begin  # which stays after disable(), as the batches do
-        trainer.add_callback(callback)
 
 
 def with_old_policy(name: str, method: Callable[..., Tensor], self: Any, model: nn.Module, inputs: Any) -> Tensor:
@@ -88,9 +69,9 @@ def with_old_policy(name: str, method: Callable[..., Tensor], self: Any, model: 
     if self.state.global_step != inputs[_GENERATED]:
         raise RuntimeError(
             f"enable(reuse_forward=True): a batch that was generated at optimizer step {int(inputs[_GENERATED])} has "
-            f"its first loss at step {self.state.global_step}, with another policy. Let an optimizer step end where a "
-            "generation's batches do, or call liger_losses.trl.disable() and enable(), without reuse_forward."
-            + see("trl")
+            f"its first loss at step {self.state.global_step}, with another policy. After a step that failed, build "
+            "the trainer again. Otherwise let an optimizer step end where a generation's batches do, or call "
+            "liger_losses.trl.disable() and enable(), without reuse_forward." + see("trl")
         )
     forward = functools.partial(_remember, getattr(self, _FORWARD), name, self, inputs)
     return _with_attributes(self, {_FORWARD: forward}, method, self, model, inputs)

@@ -12,16 +12,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from liger_losses import (
-    Divergence,
-    EngineOptions,
-    Head,
-    LigerFusedLinearCrossEntropyLoss,
-    LogitTransform,
-    Teacher,
-    linear_divergence_loss,
-    linear_statistics,
-)
+import liger_losses as ll
 from liger_losses.chunked.core.inputs import target_of as of_tokens
 from liger_losses.chunked.core.stream import statistics as statistics_of
 from liger_losses.kernels.divergence import Logits, square_sums
@@ -65,42 +56,42 @@ def backward(*outputs: Tensor) -> None:
 
 
 def cross_entropy(
-    dtype: torch.dtype = BF16, hidden_size: int = HIDDEN, bias: bool = False, transform: LogitTransform | None = None
+    dtype: torch.dtype = BF16, hidden_size: int = HIDDEN, bias: bool = False, transform: ll.LogitTransform | None = None
 ) -> None:
     hidden, weight, labels = problem(dtype, hidden_size)
-    head = Head(weight, bias_of(weight) if bias else None, transform)
-    backward(LigerFusedLinearCrossEntropyLoss(compact=False)(head, hidden, labels))
+    head = ll.Head(weight, bias_of(weight) if bias else None, transform)
+    backward(ll.LigerFusedLinearCrossEntropyLoss(compact=False)(head, hidden, labels))
 
 
 def statistics(
     names: str,
     strategy: str | None = "two_pass",
     dtype: torch.dtype = BF16,
-    transform: LogitTransform | None = None,
+    transform: ll.LogitTransform | None = None,
     class_weight: bool = False,
     batch_invariant: bool = False,
     metrics: str = "",
     gradients: bool = True,
 ) -> None:
     hidden, weight, labels = problem(dtype)
-    head = Head(weight, bias_of(weight) if class_weight else None, transform, batch_invariant=batch_invariant)
+    head = ll.Head(weight, bias_of(weight) if class_weight else None, transform, batch_invariant=batch_invariant)
     with torch.set_grad_enabled(gradients):
-        found = linear_statistics(
+        found = ll.linear_statistics(
             hidden, head, labels, names.split(),
             metrics=metrics.split(),
             class_weight=tensor(VOCAB, dtype=FP32) if class_weight else None,
-            options=EngineOptions(compact=False, strategy=strategy, workspace=3000 * MiB),
+            options=ll.EngineOptions(compact=False, strategy=strategy, workspace=3000 * MiB),
         )  # fmt: skip
     if gradients:
         backward(*(getattr(found, name) for name in names.split()))
 
 
 def divergence(
-    which: Divergence,
+    which: ll.Divergence,
     workspace: int = 2000,
     hard: bool = False,
     dtype: torch.dtype = BF16,
-    transform: LogitTransform | None = None,
+    transform: ll.LogitTransform | None = None,
     temperature: float | Tensor = 1.0,
     softcap: float | None = None,
     entropy: bool = False,
@@ -108,11 +99,11 @@ def divergence(
     """With ``hard``, and the log-probabilities, at temperature 1, of a vocabulary with more columns."""
     hidden, weight, labels = problem(dtype, 2048)
     columns = VOCAB - 256 * hard
-    teacher = Teacher(tensor(TOKENS, HIDDEN, dtype=dtype), tensor(columns, HIDDEN, dtype=dtype), softcap=softcap)
+    teacher = ll.Teacher(tensor(TOKENS, HIDDEN, dtype=dtype), tensor(columns, HIDDEN, dtype=dtype), softcap=softcap)
     weights = {name: tensor(TOKENS, dtype=FP32) for name in ("divergence", *(["logp"] if hard else []))}
-    options = EngineOptions(compact=False, workspace=workspace * MiB)
+    options = ll.EngineOptions(compact=False, workspace=workspace * MiB)
     bias = bias_of(weight) if hard else None
-    loss, _ = linear_divergence_loss(
+    loss, _ = ll.linear_divergence_loss(
         hidden, weight, labels, teacher, which, weights,
         metrics=("entropy",) if entropy else (), temperature=temperature, bias=bias, transform=transform,
         options=options,
@@ -120,17 +111,17 @@ def divergence(
     loss.backward()
 
 
-def support(dtype: torch.dtype = BF16, transform: LogitTransform = LogitTransform(), bias: bool = False) -> None:
+def support(dtype: torch.dtype = BF16, transform: ll.LogitTransform = ll.LogitTransform(), bias: bool = False) -> None:
     """Log-probabilities over a few columns for each token."""
     hidden, weight, labels = problem(dtype)
-    head = Head(weight, bias_of(weight) if bias else None, transform)
+    head = ll.Head(weight, bias_of(weight) if bias else None, transform)
     kept = replace(of_tokens(hidden, head, labels, kept=None), kept=tensor(TOKENS, 64, dtype=torch.long))
-    backward(*statistics_of([kept], ("logp", "entropy"), EngineOptions(compact=False))[0].values())
+    backward(*statistics_of([kept], ("logp", "entropy"), ll.EngineOptions(compact=False))[0].values())
 
 
 def heads() -> dict[str, Callable[[], None]]:
-    warm, capped = LogitTransform(0.7, 1.2), LogitTransform(softcap=30.0)
-    each, each_capped = LogitTransform(per_token(), 1.2), LogitTransform(per_token(), 1.2, 30.0)
+    warm, capped = ll.LogitTransform(0.7, 1.2), ll.LogitTransform(softcap=30.0)
+    each, each_capped = ll.LogitTransform(per_token(), 1.2), ll.LogitTransform(per_token(), 1.2, 30.0)
     every = "logp entropy lse mean_logp log_sum_sq_probs mean_logit"
     calls: dict[str, Callable[[], None]] = {
         "cross-entropy": lambda: cross_entropy(),
@@ -169,19 +160,19 @@ def heads() -> dict[str, Callable[[], None]]:
         "label facts": lambda: label_facts([tensor(TOKENS, dtype=torch.long)] * 2, -100, backend="triton"),
     }
     forms = {
-        "forward KL": Divergence.forward_kl(),
-        "reverse KL": Divergence.reverse_kl(),
-        "JSD": Divergence.mixture(0.5, 0.5, 0.5),
-        "mixture": Divergence.mixture(0.3, 0.5, 0.5),
-        "total variation": Divergence.total_variation(),
-        "alpha-beta": Divergence.alpha_beta(0.3, 0.5),
-        "alpha 0": Divergence.alpha_beta(0.0, 0.5),
-        "beta 0": Divergence.alpha_beta(0.5, 0.0),
-        "cosine": Divergence.cosine(),
-        "limited forward KL": Divergence.forward_kl().limited(0.05),
-        "limited reverse KL": Divergence.reverse_kl().limited(0.05),
-        "limited JSD": Divergence.mixture(0.5, 0.5, 0.5).limited(0.05),
-        "KL by entropy": Divergence.kl_by_entropy(0.8),
+        "forward KL": ll.Divergence.forward_kl(),
+        "reverse KL": ll.Divergence.reverse_kl(),
+        "JSD": ll.Divergence.mixture(0.5, 0.5, 0.5),
+        "mixture": ll.Divergence.mixture(0.3, 0.5, 0.5),
+        "total variation": ll.Divergence.total_variation(),
+        "alpha-beta": ll.Divergence.alpha_beta(0.3, 0.5),
+        "alpha 0": ll.Divergence.alpha_beta(0.0, 0.5),
+        "beta 0": ll.Divergence.alpha_beta(0.5, 0.0),
+        "cosine": ll.Divergence.cosine(),
+        "limited forward KL": ll.Divergence.forward_kl().limited(0.05),
+        "limited reverse KL": ll.Divergence.reverse_kl().limited(0.05),
+        "limited JSD": ll.Divergence.mixture(0.5, 0.5, 0.5).limited(0.05),
+        "KL by entropy": ll.Divergence.kl_by_entropy(0.8),
     }
     for name, form in forms.items():
         calls[name] = lambda form=form: divergence(form)

@@ -22,19 +22,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from liger_losses import (
-    EngineOptions,
-    Head,
-    Largest,
-    LogitTransform,
-    Teacher,
-    TeacherLogits,
-    TokenSupport,
-    linear_divergence,
-    linear_logps,
-    linear_statistics,
-    linear_token_loss,
-)
+import liger_losses as ll
 from tests.reference import (
     DIVERGENCES,
     Int8Weight,
@@ -493,9 +481,9 @@ def on_mesh(value: Tensor | None, placement: Any) -> DTensor | None:
     return None if value is None else DTensor.from_local(value, init_device_mesh("cpu", (1,)), [placement])
 
 
-def heads_of(row: Row, given: Inputs, part: Part | None = None) -> list[Head]:
+def heads_of(row: Row, given: Inputs, part: Part | None = None) -> list[ll.Head]:
     """The heads of a row; ``part`` says which rows of the vocabulary this rank of a group has."""
-    heads, t, group = list[Head](), given.tensors, None if part is None else part.group
+    heads, t, group = list[ll.Head](), given.tensors, None if part is None else part.group
 
     def rows_of(name: str) -> Tensor | None:
         whole = t.get(name)
@@ -508,14 +496,14 @@ def heads_of(row: Row, given: Inputs, part: Part | None = None) -> list[Head]:
             weight = given.quantized[f"weight {of}"]
             weight = weight if part is None else weight.part(*part.rows.indices(row.sizes.vocab)[:2])
         labels = given.labels if row.heads == 1 else given.labels[k : k + 1]
-        transform = LogitTransform(1.0 if row.of_teacher else _temperature(row, labels), **transform_of(row))
+        transform = ll.LogitTransform(1.0 if row.of_teacher else _temperature(row, labels), **transform_of(row))
         adapters = (LowRank(t[f"a {of}"], rows_of(f"b {of}"), 0.5),) if row.adapted else ()
         bias = rows_of(f"bias {k}")
         if row.ranks == "DTensor":
             weight, bias = on_mesh(weight, Shard(0)), on_mesh(bias, Shard(0))
-            heads.append(Head(weight, bias, transform))
+            heads.append(ll.Head(weight, bias, transform))
         else:
-            heads.append(Head(weight, bias, transform, group, row.invariant or None, adapters))
+            heads.append(ll.Head(weight, bias, transform, group, row.invariant or None, adapters))
     return heads
 
 
@@ -528,12 +516,12 @@ def found_by(row: Row, given: Inputs, part: Any = None, workspace: int | None = 
     if row.loss:
         common = {"chunk_size": 4 if row.blocks == "chunks" else None, "workspace": workspace, "backend": row.backend}
         theirs = given.tensors["teacher"]
-        ref = Head(theirs) if part is None else Head(theirs[part.rows], group=part.group)
+        ref = ll.Head(theirs) if part is None else ll.Head(theirs[part.rows], group=part.group)
         d = {**_batch(row, given), "h": hidden[0]}
         if row.ranks == "DTensor" and row.loss != "KL, logits":
-            ref, d["other"] = Head(on_mesh(theirs, Shard(0))), on_mesh(d["other"], Replicate())
+            ref, d["other"] = ll.Head(on_mesh(theirs, Shard(0))), on_mesh(d["other"], Replicate())
         return tensors_of(LOSSES[row.loss](heads[0], ref, d, compact=row.blocks != "not compact", **common))[:1]
-    options = EngineOptions(
+    options = ll.EngineOptions(
         compact=row.blocks != "not compact",
         chunk_size=4 if row.blocks == "chunks" else None,
         strategy=row.strategy,
@@ -542,21 +530,21 @@ def found_by(row: Row, given: Inputs, part: Any = None, workspace: int | None = 
     )
     if row.compares:
         given_to = hidden[0], heads[0], labels[0], _teacher(row, given), divergence(row.asks)
-        found = linear_divergence(*given_to, logp=True, temperature=_temperature(row, labels), options=options)
+        found = ll.linear_divergence(*given_to, logp=True, temperature=_temperature(row, labels), options=options)
         return [found.divergence, found.logp]
     if row.kept:
         ids = kept_of(labels[0], row.sizes.vocab)
-        support = TokenSupport(ids)
+        support = ll.TokenSupport(ids)
         if row.asks == "kept, ragged":  # of half of the tokens, the label is added
             ids = ids.masked_fill(
                 (ids == labels[0][..., None]) & (torch.arange(labels[0].shape[1]) % 2 == 0)[:, None], -1
             )
             counts = (ids.flatten(0, -2) >= 0).sum(-1)
             offsets = torch.cat([counts.new_zeros(1), counts.cumsum(0)])
-            support = TokenSupport(ids[ids >= 0].int(), offsets, add_label=True)
+            support = ll.TokenSupport(ids[ids >= 0].int(), offsets, add_label=True)
         common = {name: getattr(options, name) for name in ("compact", "workspace", "chunk_size", "backend")}
         with read_rows_up_to(1 if row.asks == "kept" else row.sizes.vocab // 3):
-            found = linear_logps(hidden[0], heads[0], labels[0], support=support, entropy=True, lse=True, **common)
+            found = ll.linear_logps(hidden[0], heads[0], labels[0], support=support, entropy=True, lse=True, **common)
         return [found.logp, found.entropy, found.lse]
     one = row.targets == "one"
     head = heads if row.heads == 2 else heads[0]
@@ -566,20 +554,20 @@ def found_by(row: Row, given: Inputs, part: Any = None, workspace: int | None = 
     if row.asks == "token loss":
         masks = [(y != -100).to(torch.float32) for y in labels]
         common["token_inputs"] = {"w": masks[0] if one else masks}
-        return [linear_token_loss(*arguments, _token_loss, ("logp", "entropy", "lse"), **common)[0]]
+        return [ll.linear_token_loss(*arguments, _token_loss, ("logp", "entropy", "lse"), **common)[0]]
     names: tuple[str, ...] = ("selected_logps", "logp")
     if row.asks in ("selected", "largest"):
         columns: Any = [columns_of(y, row.sizes.vocab) for y in labels]
-        columns = Largest(3) if row.asks == "largest" else columns[0] if one else columns
+        columns = ll.Largest(3) if row.asks == "largest" else columns[0] if one else columns
         metrics = ("columns",) if row.asks == "largest" else ()
-        found = linear_statistics(*arguments, names, selected=columns, metrics=metrics, **common)
+        found = ll.linear_statistics(*arguments, names, selected=columns, metrics=metrics, **common)
     elif row.asks == "registered":
         names = ("registered", "logp")
-        found = linear_statistics(*arguments, ("second_moment_of_shares", "logp"), **common)
+        found = ll.linear_statistics(*arguments, ("second_moment_of_shares", "logp"), **common)
     else:
         metrics = METRICS if row.asks == "metrics" else ()
         names = (*row.statistics, *metrics)
-        found = linear_statistics(*arguments, row.statistics, metrics=metrics, **common)
+        found = ll.linear_statistics(*arguments, row.statistics, metrics=metrics, **common)
     return [getattr(each, name) for each in ([found] if one else found) for name in names]
 
 
@@ -592,12 +580,12 @@ def _temperature(row: Row, labels: list[Tensor]) -> Any:
     return each[0] if len(each) == 1 else torch.cat([part.flatten() for part in each])
 
 
-def _teacher(row: Row, given: Inputs) -> Teacher | TeacherLogits:
+def _teacher(row: Row, given: Inputs) -> ll.Teacher | ll.TeacherLogits:
     states, weight = given.tensors["other"], given.tensors["teacher"]
     if row.teacher == "logits":
-        return TeacherLogits(states @ weight.t())
-    return Teacher(
-        states, Head(given.quantized["teacher"]) if row.teacher == "quantized" else weight, columns_correspond=True
+        return ll.TeacherLogits(states @ weight.t())
+    return ll.Teacher(
+        states, ll.Head(given.quantized["teacher"]) if row.teacher == "quantized" else weight, columns_correspond=True
     )
 
 

@@ -16,24 +16,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from liger_losses import (
-    Completions,
-    DistillationLoss,
-    Divergence,
-    EngineOptions,
-    Head,
-    LogitTransform,
-    Teacher,
-    TeacherLogits,
-    TeacherTopK,
-    TokenSupport,
-    linear_divergence,
-    linear_divergence_loss,
-    linear_logps,
-    linear_statistics,
-    linear_token_loss,
-    linear_topk,
-)
+import liger_losses as ll
 from tests.losses import BCO, CE, CPO, DPO, GRPO, JSD, KL, KTO, ORPO, TVD, AlphaBeta, Cosine, MiniLLM, ReverseKL, SimPO
 from tests.reference import formula, kl, relative_error, tensors_of
 
@@ -83,7 +66,7 @@ def pairs(loss, head, ref, d):
 def completions(loss, head, ref, d):
     half = len(d["y"]) // 2
     groups = [
-        Completions(*[d[name][part] for name in ("h", "y", "other")]) for part in (slice(half), slice(half, None))
+        ll.Completions(*[d[name][part] for name in ("h", "y", "other")]) for part in (slice(half), slice(half, None))
     ]
     return loss(head, *groups, ref_weight=ref)
 
@@ -102,7 +85,7 @@ def policy(loss, head, ref, d, **extra):
 
 
 def policy_of_sampler(loss, head, ref, d):
-    return policy(loss, head, ref, d, sampler_topk=TeacherTopK(d["top_logps"], d["columns"]))
+    return policy(loss, head, ref, d, sampler_topk=ll.TeacherTopK(d["top_logps"], d["columns"]))
 
 
 def policy_of_prompts(loss, head, ref, d):
@@ -111,31 +94,31 @@ def policy_of_prompts(loss, head, ref, d):
 
 
 def distilled(loss, head, ref, d):
-    return loss(head, d["h"], d["y"], Teacher(d["other"], ref))
+    return loss(head, d["h"], d["y"], ll.Teacher(d["other"], ref))
 
 
 def weighted_distillation(loss, head, ref, d):
-    return loss(head, d["h"], d["y"], Teacher(d["other"], ref), token_weights=d["logps"].exp())
+    return loss(head, d["h"], d["y"], ll.Teacher(d["other"], ref), token_weights=d["logps"].exp())
 
 
 def from_whole_teacher(loss, head, ref, d):
-    return loss(head, d["h"], d["y"], Teacher(d["other"], d["ref_weight"]))
+    return loss(head, d["h"], d["y"], ll.Teacher(d["other"], d["ref_weight"]))
 
 
 def from_logits(loss, head, ref, d):
-    return loss(head, d["h"], d["y"], TeacherLogits(d["other"] @ d["ref_weight"].t()))
+    return loss(head, d["h"], d["y"], ll.TeacherLogits(d["other"] @ d["ref_weight"].t()))
 
 
 def from_smaller_teacher(loss, head, ref, d):
-    return loss(head, d["h"], d["y"], Teacher(d["other"], d["ref_weight"][:25]))
+    return loss(head, d["h"], d["y"], ll.Teacher(d["other"], d["ref_weight"][:25]))
 
 
 def from_top_k(loss, head, ref, d):
-    return loss(head, d["h"], d["y"], TeacherTopK(d["top_logps"], d["columns"]))
+    return loss(head, d["h"], d["y"], ll.TeacherTopK(d["top_logps"], d["columns"]))
 
 
 def from_renormalized(loss, head, ref, d):
-    return loss(head, d["h"], d["y"], TeacherTopK(d["top_logps"], d["columns"], "renormalize"))
+    return loss(head, d["h"], d["y"], ll.TeacherTopK(d["top_logps"], d["columns"], "renormalize"))
 
 
 def plain_call(loss, head, ref, d):
@@ -282,7 +265,7 @@ class Loss(NamedTuple):
     call: Callable[..., Any]
     formula: Callable[[Plain], Tensor] | None = None
 
-    def __call__(self, head: Head, ref: Head, d: dict[str, Tensor], **options: Any) -> Any:
+    def __call__(self, head: ll.Head, ref: ll.Head, d: dict[str, Tensor], **options: Any) -> Any:
         return self.call(self.made(d, **options), head, ref, d)
 
     def made(self, d: dict[str, Tensor], **options: Any) -> Any:
@@ -370,7 +353,7 @@ LOSSES = {
     "TVD": Loss(TVD, distilled, soft("total variation")),
     "alpha-beta": Loss(made_of(AlphaBeta, 0.2, 0.7), distilled, soft("alpha-beta 0.2 0.7")),
     "cosine": Loss(Cosine, distilled, soft("cosine", scale=0.5)),
-    "mixture": Loss(made_of(DistillationLoss, Divergence.mixture(0.2, 0.7, 0.6)), distilled),
+    "mixture": Loss(made_of(ll.DistillationLoss, ll.Divergence.mixture(0.2, 0.7, 0.6)), distilled),
     "MiniLLM": Loss(MiniLLM, distilled, minillm),
 }
 
@@ -400,44 +383,44 @@ def support(d, **options):
     """Kept columns: the label's among them, fewer of some tokens, none of others."""
     ids, labels = d["columns"].clone(), d["y"].clamp(min=0)
     ids[..., 2:] = ids[..., 2:].masked_fill((labels % 2 == 0)[..., None], -1)
-    return TokenSupport(ids.masked_fill((labels % 7 == 3)[..., None], -1), **options)
+    return ll.TokenSupport(ids.masked_fill((labels % 7 == 3)[..., None], -1), **options)
 
 
 OPERATIONS = {
-    "kept columns, sparse": lambda head, ref, d: linear_logps(
+    "kept columns, sparse": lambda head, ref, d: ll.linear_logps(
         d["h"], head, d["y"], support=support(d, sparse_grad=True), shift=True
     ),
-    "logps": lambda head, ref, d: linear_logps(d["h"], head, d["y"], entropy=True, lse=True, temperature=0.7),
-    "statistics": lambda head, ref, d: linear_statistics(
+    "logps": lambda head, ref, d: ll.linear_logps(d["h"], head, d["y"], entropy=True, lse=True, temperature=0.7),
+    "statistics": lambda head, ref, d: ll.linear_statistics(
         d["h"], head, d["y"], ("logp", "entropy", "mean_logp", "log_sum_sq_probs"), metrics=("mean_logit", "argmax")
     ),
-    "statistics of several": lambda head, ref, d: linear_statistics(
+    "statistics of several": lambda head, ref, d: ll.linear_statistics(
         [d["h"], d["h"][:2] * 2], head, [d["y"], d["y"][:2]]
     ),
-    "statistics of columns": lambda head, ref, d: linear_statistics(
+    "statistics of columns": lambda head, ref, d: ll.linear_statistics(
         d["h"], head, d["y"], ("selected_logps", "logp"), selected=columns(d)
     ),
-    "largest, two passes": lambda head, ref, d: linear_topk(
-        d["h"], head, 5, d["y"], options=EngineOptions(chunk_size=5, compact=False)
+    "largest, two passes": lambda head, ref, d: ll.linear_topk(
+        d["h"], head, 5, d["y"], options=ll.EngineOptions(chunk_size=5, compact=False)
     ),
-    "not compact": lambda head, ref, d: linear_logps(d["h"], head, d["y"], compact=False, shift=True),
-    "divergence": lambda head, ref, d: linear_divergence(
-        d["h"], head, d["y"], Teacher(d["other"], ref), Divergence.reverse_kl(), logp=True, temperature=1.5
+    "not compact": lambda head, ref, d: ll.linear_logps(d["h"], head, d["y"], compact=False, shift=True),
+    "divergence": lambda head, ref, d: ll.linear_divergence(
+        d["h"], head, d["y"], ll.Teacher(d["other"], ref), ll.Divergence.reverse_kl(), logp=True, temperature=1.5
     ),
-    "divergence loss": lambda head, ref, d: linear_divergence_loss(
+    "divergence loss": lambda head, ref, d: ll.linear_divergence_loss(
         d["h"],
         head,
         d["y"],
-        Teacher(d["other"], ref),
-        Divergence.reverse_kl(),
+        ll.Teacher(d["other"], ref),
+        ll.Divergence.reverse_kl(),
         {"divergence": d["logps"].abs(), "logp": -d["logps"].exp()},
         metrics=("entropy",),
-        options=EngineOptions(chunk_size=5),
+        options=ll.EngineOptions(chunk_size=5),
     ),
-    "token loss": lambda head, ref, d: linear_token_loss(
+    "token loss": lambda head, ref, d: ll.linear_token_loss(
         d["h"], head, d["y"], of_statistics, ("logp", "lse"), token_inputs={"w": d["logps"].abs()}
     ),
-    "token loss, teacher": lambda head, ref, d: linear_token_loss(
+    "token loss, teacher": lambda head, ref, d: ll.linear_token_loss(
         d["h"],
         head,
         d["y"],
@@ -445,11 +428,11 @@ OPERATIONS = {
         ("logp", "divergence"),
         metrics=("entropy",),
         token_inputs={"w": d["logps"].abs()},
-        teacher=Teacher(d["other"], ref),
-        divergence=Divergence.reverse_kl(),
+        teacher=ll.Teacher(d["other"], ref),
+        divergence=ll.Divergence.reverse_kl(),
         temperature=1.5,
     ),
-    "logps of many heads": lambda head, ref, d: linear_logps(d["h"], [head, ref, head], d["y"], shift=[1, 2, 3]),
+    "logps of many heads": lambda head, ref, d: ll.linear_logps(d["h"], [head, ref, head], d["y"], shift=[1, 2, 3]),
 }
 
 
@@ -463,14 +446,14 @@ class Variant:
 
     bias: bool = False
     frozen: bool = False
-    transform: LogitTransform = LogitTransform()
+    transform: ll.LogitTransform = ll.LogitTransform()
 
 
 VARIANTS = {
     "plain": Variant(),
     "frozen": Variant(frozen=True),
     "bias": Variant(bias=True),
-    "soft-cap and scale": Variant(bias=True, transform=LogitTransform(logit_scale=1.3, softcap=2.0)),
+    "soft-cap and scale": Variant(bias=True, transform=ll.LogitTransform(logit_scale=1.3, softcap=2.0)),
 }
 
 
@@ -493,8 +476,8 @@ def run(call, d, variant, part=None):
     hidden = d["h"].clone().requires_grad_()
     weight = d["weight"][rows].clone().requires_grad_(not variant.frozen)
     bias = d["bias"][rows].clone().requires_grad_(not variant.frozen) if variant.bias else None
-    head = Head(weight, bias, variant.transform, group)
-    ref = Head(d["ref_weight"][rows], None, variant.transform, group)
+    head = ll.Head(weight, bias, variant.transform, group)
+    ref = ll.Head(d["ref_weight"][rows], None, variant.transform, group)
     found = tensors_of(call(head, ref, {**d, "h": hidden}))
     outputs = [tensor for tensor in found if tensor.requires_grad]
     upstream = [torch.arange(1.0, 1 + o.numel()).cos().view(o.shape).to(o) for o in outputs]

@@ -19,7 +19,8 @@ def inside_of(source: str) -> set[str]:
     tree = ast.parse(source)
     modules = [node.module or "" for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)]
     modules += [alias.name for node in ast.walk(tree) if isinstance(node, ast.Import) for alias in node.names]
-    named = {name for name in re.findall(r"liger_losses\.((?:[a-z_]+\.?)+)", source) if name.strip(".") not in PUBLIC}
+    names = re.findall(r"\b(?:liger_losses|ll)\.((?:[a-z_]+\.?)+)", source)
+    named = {name for name in names if name.strip(".") not in PUBLIC}
     shared = ("tests.results", "tests.seam", *(f"tests.{path.stem}" for path in SHARED))
     return named | {name for name in modules if name.startswith("tests.") and not name.startswith(shared)}
 
@@ -36,6 +37,7 @@ def test_what_is_inside():
         "import liger_losses.kernels",
         "from liger_losses.chunked.core import stream",
         "from tests.kernels import x",
+        "import liger_losses as ll\nll.kernels",
     ):
         assert inside_of(source), source
     assert not inside_of("from liger_losses import Head, functional\nfrom liger_losses.chunked import losses")

@@ -4,17 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from liger_losses import (
-    Divergence,
-    EngineOptions,
-    Head,
-    LogitTransform,
-    Teacher,
-    TokenSupport,
-    linear_divergence,
-    linear_logps,
-    linear_statistics,
-)
+import liger_losses as ll
 from tests.kernels.cases import interpreted
 from tests.reference import problem
 
@@ -30,9 +20,9 @@ def statistics(tokens, names, head, options, masked=0, gradient=True):
         hidden = torch.stack([hidden.flip(0) * 3, hidden], 1).flatten(0, 1)
         labels = torch.stack([torch.full_like(labels, -100), labels], 1).flatten()
         temperature = temperature.repeat_interleave(2)
-    head = head.with_fields(transform=LogitTransform(temperature, 1.2, 8.0))
+    head = head.with_fields(transform=ll.LogitTransform(temperature, 1.2, 8.0))
     with torch.set_grad_enabled(gradient):
-        found = linear_statistics(hidden.requires_grad_(gradient), head, labels, names, options=options)
+        found = ll.linear_statistics(hidden.requires_grad_(gradient), head, labels, names, options=options)
     values = torch.stack([getattr(found, name).detach() for name in names])
     return values[:, 1::2] if masked else values
 
@@ -44,17 +34,17 @@ def pool(head):
 
 def head_of(dtype, hidden_size, vocab_size, invariant, needs=False):
     _, weight, _, bias = problem(1, hidden_size, vocab_size, dtype=dtype, bias=True)
-    return Head(weight.detach().requires_grad_(needs), bias.detach(), batch_invariant=invariant)
+    return ll.Head(weight.detach().requires_grad_(needs), bias.detach(), batch_invariant=invariant)
 
 
 def differing(head, draws, names, backend):
     """How many statistics of drawn batches differ in bits from those of the whole pool."""
-    expected = statistics(torch.arange(POOL), names, head, EngineOptions(backend=backend), gradient=False)
+    expected = statistics(torch.arange(POOL), names, head, ll.EngineOptions(backend=backend), gradient=False)
     wrong = 0
     for tokens, chunk_size, workspace, passes, masked in draws:
         tokens = torch.tensor(tokens)
         strategy = "two_pass" if passes == 2 else None
-        options = EngineOptions(backend=backend, chunk_size=chunk_size, workspace=workspace, strategy=strategy)
+        options = ll.EngineOptions(backend=backend, chunk_size=chunk_size, workspace=workspace, strategy=strategy)
         found = statistics(tokens, names, head, options, masked, gradient=passes > 0)
         wrong += int((found != expected[:, tokens]).sum())
     return wrong
@@ -97,20 +87,20 @@ def test_bits_do_not_depend_on_the_batch(options):
 @pytest.mark.parametrize(
     ("dtype", "backend"), [(torch.float32, "torch"), pytest.param(torch.bfloat16, "triton", marks=interpreted)]
 )
-@pytest.mark.parametrize("form", [Divergence.forward_kl(), Divergence.cosine()], ids=str)
+@pytest.mark.parametrize("form", [ll.Divergence.forward_kl(), ll.Divergence.cosine()], ids=str)
 def test_divergences(form, dtype, backend):
     """Of any part of the tokens, one alone included, in any workspace, with a gradient or without."""
     count, columns = (POOL, 600) if backend == "torch" else (40, 70)
     hidden, weight, labels, bias = problem(count, 16, columns, dtype=dtype, masked=0.0, bias=True)
     teacher_hidden, teacher_weight, *_ = problem(count, 12, columns, dtype=dtype, seed=3)
-    head = Head(weight.detach(), bias.detach(), batch_invariant=True)
+    head = ll.Head(weight.detach(), bias.detach(), batch_invariant=True)
     temperature = torch.linspace(0.5, 2.0, count)
 
     def found(tokens, workspace=None, gradient=False):
         states = hidden.detach()[tokens].requires_grad_(gradient)
-        teacher = Teacher(teacher_hidden.detach()[tokens], teacher_weight.detach())
-        options = EngineOptions(workspace=workspace, backend=backend)
-        values = linear_divergence(
+        teacher = ll.Teacher(teacher_hidden.detach()[tokens], teacher_weight.detach())
+        options = ll.EngineOptions(workspace=workspace, backend=backend)
+        values = ll.linear_divergence(
             states, head, labels[tokens], teacher, form, logp=True, temperature=temperature[tokens], options=options
         )
         return values.divergence.detach(), values.logp.detach()
@@ -124,19 +114,19 @@ def test_divergences(form, dtype, backend):
 
 def test_the_environment_variable_and_what_is_refused(monkeypatch):
     weight = torch.randn(31, 8)
-    assert not Head(weight).batch_invariant
+    assert not ll.Head(weight).batch_invariant
     monkeypatch.setattr("liger_losses.chunked.core.head._BATCH_INVARIANT", True)
-    assert Head(weight).batch_invariant
-    assert Head.of(Head(weight), transform=LogitTransform(0.7)).batch_invariant
-    assert not Head(weight, batch_invariant=False).batch_invariant
+    assert ll.Head(weight).batch_invariant
+    assert ll.Head.of(ll.Head(weight), transform=ll.LogitTransform(0.7)).batch_invariant
+    assert not ll.Head(weight, batch_invariant=False).batch_invariant
 
 
 def test_kept_columns_are_padded_as_the_batch_asks():
     hidden, weight, labels, _ = problem(9, 16, 500, masked=0.0)
     ids = torch.stack([labels, (labels + 7) % 500], -1)
-    head = Head(weight, batch_invariant=True)
+    head = ll.Head(weight, batch_invariant=True)
     few, many = (
-        linear_logps(hidden, head, labels, support=TokenSupport(F.pad(ids, (0, padding), value=-1)), lse=True)
+        ll.linear_logps(hidden, head, labels, support=ll.TokenSupport(F.pad(ids, (0, padding), value=-1)), lse=True)
         for padding in (0, 200)
     )
     assert torch.equal(few.logp, many.logp)

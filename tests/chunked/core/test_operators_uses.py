@@ -9,19 +9,7 @@ import torch
 from torch import nn
 
 import liger_losses
-from liger_losses import (
-    ChunkedLoss,
-    Divergence,
-    EngineOptions,
-    Head,
-    Teacher,
-    TeacherLogits,
-    Teachers,
-    linear_divergence,
-    linear_logps,
-    linear_statistics,
-    linear_token_loss,
-)
+import liger_losses as ll
 from liger_losses.chunked.core import buffers, weights
 from liger_losses.chunked.core.compiled import _NAMES
 from liger_losses.kernels.matmul import matmul_into
@@ -39,22 +27,22 @@ def _head_and_batch(tokens=5):
 
 
 def _of_function(hidden, head, labels):
-    teacher = TeacherLogits(lambda positions: torch.ones(len(positions), 13), columns=13)
-    return linear_divergence(hidden, head, labels, teacher, Divergence.forward_kl()).divergence
+    teacher = ll.TeacherLogits(lambda positions: torch.ones(len(positions), 13), columns=13)
+    return ll.linear_divergence(hidden, head, labels, teacher, ll.Divergence.forward_kl()).divergence
 
 
 def _one_of_functions(hidden, head, labels):
-    function = TeacherLogits(lambda positions: torch.ones(len(positions), 13), columns=13)
-    teachers = Teachers([Teacher(hidden, head), function], torch.arange(4) % 2)
-    return linear_divergence(hidden, head, labels, teachers, Divergence.forward_kl()).divergence
+    function = ll.TeacherLogits(lambda positions: torch.ones(len(positions), 13), columns=13)
+    teachers = ll.Teachers([ll.Teacher(hidden, head), function], torch.arange(4) % 2)
+    return ll.linear_divergence(hidden, head, labels, teachers, ll.Divergence.forward_kl()).divergence
 
 
 def _registered(hidden, head, labels):
-    return linear_statistics(hidden, head, labels, "sum_of_squares").registered
+    return ll.linear_statistics(hidden, head, labels, "sum_of_squares").registered
 
 
 def _quantized(hidden, head, labels):
-    return linear_logps(hidden, Head(Int8Weight(head.weight.detach())), labels)
+    return ll.linear_logps(hidden, ll.Head(Int8Weight(head.weight.detach())), labels)
 
 
 @pytest.mark.parametrize(
@@ -107,15 +95,15 @@ def test_products(name, monkeypatch):
     assert count == PRODUCTS[name]
 
 
-class _ReadsWhatThereIs(ChunkedLoss):
+class _ReadsWhatThereIs(ll.ChunkedLoss):
     def loss(self, statistics, mask):
         assert not hasattr(statistics, "entropy")
         return -statistics.logp.sum() + (getattr(statistics, "lse", None) or 0.0)
 
 
-@pytest.mark.parametrize("operation", [linear_token_loss, linear_statistics])
+@pytest.mark.parametrize("operation", [ll.linear_token_loss, ll.linear_statistics])
 def test_a_compiled_call_that_asks_for_nothing(operation):
-    function = [lambda s, labels: torch.ones(labels.shape)] if operation is linear_token_loss else []
+    function = [lambda s, labels: torch.ones(labels.shape)] if operation is ll.linear_token_loss else []
 
     def call(head, hidden, labels):
         return operation(hidden, head, labels, *function, statistics=())
@@ -127,7 +115,7 @@ def test_a_compiled_call_that_asks_for_nothing(operation):
 
 def test_a_compiled_loss_of_a_user_takes_labels_of_any_strides():
     def call(head, hidden, labels):
-        return linear_token_loss(hidden, head, labels, lambda s, labels: -s.logp * labels)[0]
+        return ll.linear_token_loss(hidden, head, labels, lambda s, labels: -s.logp * labels)[0]
 
     head, hidden, labels = _head_and_batch()
     inputs = head, hidden, labels.t().contiguous().t()
@@ -137,7 +125,7 @@ def test_a_compiled_loss_of_a_user_takes_labels_of_any_strides():
 
 def test_what_a_loss_may_ask_of_its_statistics():
     inputs = _head_and_batch()
-    expected = -linear_logps(inputs[1], inputs[0], inputs[2]).sum()
+    expected = -ll.linear_logps(inputs[1], inputs[0], inputs[2]).sum()
     for compiles in (False, True):
         loss = _ReadsWhatThereIs()
         torch._dynamo.reset()
@@ -180,11 +168,11 @@ def test_backward_by_tiles_of_columns(names):
     """In half precision, a gradient of many blocks is written once: of statistics that forward knows, or again."""
     (_, hidden, labels), head = _head_and_batch(9), nn.Linear(8, 500).bfloat16()
     hidden = hidden.detach().bfloat16().requires_grad_()
-    options = EngineOptions(chunk_size=1, workspace=2**16, strategy="two_pass")
+    options = ll.EngineOptions(chunk_size=1, workspace=2**16, strategy="two_pass")
 
     def call(hidden):
         columns = labels.clamp(min=0)[..., None] if "selected_logps" in names else None
-        found = linear_statistics(hidden, head, labels, names, selected=columns, options=options)
+        found = ll.linear_statistics(hidden, head, labels, names, selected=columns, options=options)
         return found.logp.square().sum() + sum(getattr(found, name).sum() for name in names)
 
     results = []

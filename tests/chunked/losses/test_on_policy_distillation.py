@@ -5,21 +5,7 @@ import math
 import pytest
 import torch
 
-from liger_losses import (
-    DistillationLoss,
-    Divergence,
-    EngineOptions,
-    Teacher,
-    TeacherLogits,
-    Teachers,
-    TeacherTopK,
-    functional,
-    linear_divergence,
-    linear_labels_loss,
-    linear_logps,
-    projected_teacher,
-    teacher_topk,
-)
+import liger_losses as ll
 from tests.losses import JSD, ReverseKL
 from tests.reference import relative_error
 
@@ -57,8 +43,8 @@ def terms(which, log_p, log_q):
     return 0.3 * q * (log_q - log_m) + 0.7 * p * (log_p - log_m)
 
 
-KINDS = {"forward": Divergence.forward_kl(), "reverse": Divergence.reverse_kl()}
-KINDS["mixed"] = Divergence.mixture(0.3, 0.3, 0.7)
+KINDS = {"forward": ll.Divergence.forward_kl(), "reverse": ll.Divergence.reverse_kl()}
+KINDS["mixed"] = ll.Divergence.mixture(0.3, 0.3, 0.7)
 
 
 def compare(loss, exact, leaves, exact_leaves, tolerance=1e-5):
@@ -78,24 +64,24 @@ def test_the_largest_columns_of_a_padded_vocabulary(columns, of):
     head, wide = (torch.cat([x[:common], 9 * x[common:]]) for x in (weight.detach(), wide))
     loss, head = ReverseKL(top_k=5, top_k_of=of, temperature=1.5), head.requires_grad_()
     found = []
-    for student, teacher in ((head, Teacher(states, wide, columns_correspond=True)), (head[:common], wide[:common])):
-        taught = teacher if isinstance(teacher, Teacher) else Teacher(states, teacher)
+    for student, teacher in ((head, ll.Teacher(states, wide, columns_correspond=True)), (head[:common], wide[:common])):
+        taught = teacher if isinstance(teacher, ll.Teacher) else ll.Teacher(states, teacher)
         found.append(torch.autograd.grad(loss(student, hidden, labels % common, taught)[0], (head, hidden)))
     torch.testing.assert_close(*found)
     if of == "student":
-        logits = TeacherLogits(states @ wide.t(), columns_correspond=True)
-        function = TeacherLogits(lambda at: logits.logits.flatten(0, 1)[at], columns, columns_correspond=True)
+        logits = ll.TeacherLogits(states @ wide.t(), columns_correspond=True)
+        function = ll.TeacherLogits(lambda at: logits.logits.flatten(0, 1)[at], columns, columns_correspond=True)
         for taught in (logits, function):
             values = torch.autograd.grad(loss(head, hidden, labels % common, taught)[0], (head, hidden))
             torch.testing.assert_close(values, found[0])
         hard = ReverseKL(0.5, 1.0, top_k=5)(head, hidden, labels % common, logits)[1].hard_loss
-        whole = -linear_logps(hidden, head, labels % common).mean()
+        whole = -ll.linear_logps(hidden, head, labels % common).mean()
         torch.testing.assert_close(hard, whole.detach())
 
 
 def test_the_reverse_kl_has_no_hard_loss_unless_asked_for():
     hidden, weight, labels, teacher, _ = problem()
-    loss, metrics = ReverseKL()(weight, hidden, labels, Teacher(*teacher))
+    loss, metrics = ReverseKL()(weight, hidden, labels, ll.Teacher(*teacher))
     assert metrics.hard_loss is None
     assert loss == metrics.soft_loss
 
@@ -108,7 +94,7 @@ def test_the_temperature_of_a_masked_token_may_be_anything(compact, active):
     labels[2, :active] = 5
     loss = ReverseKL(0.0, 1.0, top_k=4, compact=compact)
     found = [
-        loss(weight, hidden, labels, Teacher(*teacher), temperature=torch.where(labels < 0, of_masked, 2.0).double())
+        loss(weight, hidden, labels, ll.Teacher(*teacher), temperature=torch.where(labels < 0, of_masked, 2.0).double())
         for of_masked in (1.0, math.nan)
     ]
     torch.testing.assert_close(*(value for value, _ in found))
@@ -117,7 +103,7 @@ def test_the_temperature_of_a_masked_token_may_be_anything(compact, active):
 
 @pytest.mark.parametrize(
     "which",
-    [*(w.limited(limit) for w in KINDS.values() for limit in (0.003, 0.05)), Divergence.kl_by_entropy(3.5, 0.6)],
+    [*(w.limited(limit) for w in KINDS.values() for limit in (0.003, 0.05)), ll.Divergence.kl_by_entropy(3.5, 0.6)],
     ids=str,
 )
 def test_forms_of_a_column_or_a_token_of_their_own(which):
@@ -127,13 +113,13 @@ def test_forms_of_a_column_or_a_token_of_their_own(which):
     for options in ({}, {"workspace": 40_000}, {"backend": "triton"}):
         device = "cuda" if "backend" in options and torch.cuda.is_available() else "cpu"
         given = [x.detach().to(device).requires_grad_() for x in (weight, hidden)]
-        loss = DistillationLoss(which, 0.0, 1.0, temperature=1.5, **options)
-        value, _ = loss(*given, labels.to(device), Teacher(*[x.to(device) for x in teacher]))
+        loss = ll.DistillationLoss(which, 0.0, 1.0, temperature=1.5, **options)
+        value, _ = loss(*given, labels.to(device), ll.Teacher(*[x.to(device) for x in teacher]))
         found.append([x.cpu() for x in (value, *torch.autograd.grad(value, given))])
     for other in found[1:]:
         torch.testing.assert_close(other, found[0], rtol=1e-4, atol=1e-6)
     log_p, log_q = log_softmaxes(hidden, weight, teacher, 1.5)
-    each = functional.divergence(log_p, log_q, which)
+    each = ll.functional.divergence(log_p, log_q, which)
     torch.testing.assert_close(found[0][0].double(), each[labels != -100].mean(), rtol=1e-4, atol=1e-6)
 
 
@@ -147,21 +133,21 @@ def test_teachers_by_row_or_token(per_token):
     poisoned = []
     for i, (states, head) in enumerate((first, second)):  # what belongs to another teacher may hold anything
         own = (which if per_token else which[:, None].expand(B, T)) == i
-        poisoned.append(Teacher(torch.where(own[..., None], states, math.nan), head))
+        poisoned.append(ll.Teacher(torch.where(own[..., None], states, math.nan), head))
     loss = JSD(0.0, 1.0, beta=0.3)
-    value, _ = loss(weight, hidden, labels, Teachers(poisoned, which))
+    value, _ = loss(weight, hidden, labels, ll.Teachers(poisoned, which))
     mask = labels != -100
     compare(value, chosen[mask].mean(), (hidden, weight), (hidden, weight), 1e-6)
-    found = linear_divergence(hidden, weight, labels, Teachers(poisoned, which), KINDS["mixed"], logp=True)
+    found = ll.linear_divergence(hidden, weight, labels, ll.Teachers(poisoned, which), KINDS["mixed"], logp=True)
     torch.testing.assert_close(found.divergence, torch.where(mask, chosen, 0.0))
     logp = both[0][0].gather(-1, labels.clamp(min=0)[..., None])[..., 0]
     torch.testing.assert_close(found.logp, torch.where(mask, logp, 0.0))
     with pytest.raises(ValueError, match=r"which must be in \[0, 2\)"):
-        loss(weight, hidden, labels, Teachers(poisoned, which + 1))
+        loss(weight, hidden, labels, ll.Teachers(poisoned, which + 1))
     with pytest.raises(ValueError, match="which must be integers"):
-        loss(weight, hidden, labels, Teachers(poisoned, which[:2]))
+        loss(weight, hidden, labels, ll.Teachers(poisoned, which[:2]))
     with pytest.raises(TypeError, match="takes a list of Teacher"):
-        loss(weight, hidden, labels, Teachers([hidden], which))
+        loss(weight, hidden, labels, ll.Teachers([hidden], which))
 
 
 @pytest.mark.parametrize("temperature", [1.0, 2.0])
@@ -172,12 +158,12 @@ def test_a_teacher_with_another_tokenizer(which, temperature):
     states, head = torch.randn(B, T, HT, generator=g).double(), torch.randn(77, HT, generator=g).double()
     shares = torch.rand(V, 77, generator=g).double() * (torch.rand(V, 77, generator=g) < 0.05)
     shares[:, 0] = 1 / V  # every column of the student has a share
-    teacher = projected_teacher(states, head, shares.to_sparse_csr(), temperature=temperature)
+    teacher = ll.projected_teacher(states, head, shares.to_sparse_csr(), temperature=temperature)
     q = (states @ head.t() / temperature).softmax(-1) @ shares.t()
     log_q = (q / q.sum(-1, keepdim=True)).log()
     log_p = (hidden @ weight.t() / temperature).log_softmax(-1)
     expected = terms(which, log_p, log_q).sum(-1)[labels != -100].mean()
-    loss = DistillationLoss(KINDS[which], 0.0, 1.0, temperature=temperature, workspace=60_000)
+    loss = ll.DistillationLoss(KINDS[which], 0.0, 1.0, temperature=temperature, workspace=60_000)
     value, _ = loss(weight, hidden, labels, teacher)
     compare(value, expected, (hidden, weight), (hidden, weight), 1e-6)
 
@@ -185,9 +171,9 @@ def test_a_teacher_with_another_tokenizer(which, temperature):
 def test_wrong_projections_are_refused():
     states, head = torch.randn(B, T, HT), torch.randn(77, HT)
     with pytest.raises(TypeError, match="sparse tensor"):
-        projected_teacher(states, head, torch.ones(V, 77))
+        ll.projected_teacher(states, head, torch.ones(V, 77))
     with pytest.raises(ValueError, match="77], of this teacher"):
-        projected_teacher(states, head, torch.ones(V, 78).to_sparse())
+        ll.projected_teacher(states, head, torch.ones(V, 78).to_sparse())
 
 
 def test_a_tail_that_is_known_keeps_its_digits():
@@ -195,7 +181,7 @@ def test_a_tail_that_is_known_keeps_its_digits():
     g = torch.Generator().manual_seed(0)
     weight, states = torch.randn(V, HT, generator=g), torch.randn(B, T, HT, generator=g) * 3
     labels, student = torch.zeros(B, T, dtype=torch.long), torch.randn(B, T, HT, generator=g) * 0.3
-    sparse = teacher_topk(Teacher(states, weight), 8, labels, temperature=0.5)
+    sparse = ll.teacher_topk(ll.Teacher(states, weight), 8, labels, temperature=0.5)
     log_q, log_p = ((x.double() @ weight.double().t() / 0.5).log_softmax(-1) for x in (states, student))
     found, indices = log_q.topk(8, -1)
     rest = log_q.scatter(-1, indices, -math.inf).logsumexp(-1)
@@ -205,7 +191,7 @@ def test_a_tail_that_is_known_keeps_its_digits():
     tail = (1 - own.exp().sum(-1)).log()
     exact = (own.exp() * (own - found)).sum(-1) + tail.exp() * (tail - rest)
     errors = []
-    for teacher in (sparse, TeacherTopK(sparse.logps, sparse.indices)):
+    for teacher in (sparse, ll.TeacherTopK(sparse.logps, sparse.indices)):
         loss = ReverseKL(0.0, 1.0, temperature=0.5)
         errors.append(relative_error(loss(weight, student, labels, teacher)[0], exact.mean()))
     assert errors[0] < 1e-5
@@ -220,25 +206,25 @@ def test_several_labels_of_a_row():
     labels[torch.rand(B, T, 4, generator=g) < 0.4] = -100
     labels[0, 1] = labels[0, 1, 0]  # the same label several times
     weights, mask = torch.randn(B, T, 4, generator=g).double(), labels != -100
-    logps = linear_logps(hidden, weight, labels)
+    logps = ll.linear_logps(hidden, weight, labels)
     expected, weights = -(logps * weights).sum(), torch.where(mask, weights, math.nan)
-    for options in (EngineOptions(), EngineOptions(strategy="two_pass")):
-        loss, found = linear_labels_loss(hidden, weight, labels, weights, options=options)
+    for options in (ll.EngineOptions(), ll.EngineOptions(strategy="two_pass")):
+        loss, found = ll.linear_labels_loss(hidden, weight, labels, weights, options=options)
         torch.testing.assert_close(found, logps.detach())
         compare(loss, expected, (hidden, weight), (hidden, weight), 1e-9)
     with pytest.raises(ValueError, match="weights must be"):
-        linear_labels_loss(hidden, weight, labels, weights[..., :1])
+        ll.linear_labels_loss(hidden, weight, labels, weights[..., :1])
 
 
 def test_extremes_are_finite():
     """Log-ratios of 30 nats, and probabilities that are 0 in fp32."""
-    for which in (*KINDS.values(), *(w.limited(0.1) for w in KINDS.values()), Divergence.kl_by_entropy(0.1)):
+    for which in (*KINDS.values(), *(w.limited(0.1) for w in KINDS.values()), ll.Divergence.kl_by_entropy(0.1)):
         log_p = torch.tensor([[-0.0, -30.0, -120.0], [-120.0, -30.0, -0.0]]).log_softmax(-1).requires_grad_()
         log_q = torch.tensor([[-30.0, -0.0, -60.0], [-120.0, -30.0, -0.0]]).log_softmax(-1)
         for tail in ("none", "renormalize", "bucket"):
             if which.by_entropy and tail == "none":
                 continue
-            value = functional.sparse_divergence(log_p, log_q, which, tail)
+            value = ll.functional.sparse_divergence(log_p, log_q, which, tail)
             (grad,) = torch.autograd.grad(value.sum(), log_p)
             assert value.isfinite().all()
             assert grad.isfinite().all()

@@ -10,11 +10,10 @@ from __future__ import annotations
 import argparse
 import ast
 import contextlib
-import io
 import os
 import shlex
 import shutil
-import signal
+import subprocess
 import sys
 import tempfile
 import time
@@ -158,8 +157,9 @@ def mutants() -> list[Mutant]:
     return [Mutant(*place, tests) for tests, places in MUTANTS.items() for place in places]
 
 
-def outcome(tests: list[str], file: str = "", text: str = "") -> tuple[int, list[str]]:
-    """Pytest's exit status and what it said, in a copy of what tests need, where a file has another text."""
+def outcome(tests: list[str], file: str = "", text: str = "") -> tuple[int | None, list[str]]:
+    """Pytest's exit status (none after the limit) and what it said, in a copy of what tests need, where a file has
+    another text."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         for each in os.listdir(ROOT):
@@ -169,29 +169,12 @@ def outcome(tests: list[str], file: str = "", text: str = "") -> tuple[int, list
                 (folder / each).symlink_to(ROOT / each)
         if file:
             (folder / file).write_text(text)
-        return run(tests, name, log := folder / "log"), log.read_text().splitlines()
-
-
-def run(tests: list[str], folder: str, log: Path) -> int:
-    """Pytest's exit status, from a fork of this process, which has imported what takes long."""
-    child = os.fork()
-    if child:
-        signal.signal(signal.SIGALRM, lambda *_: os.killpg(child, signal.SIGKILL))
-        signal.alarm(LIMIT)
-        status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-        signal.alarm(0)
-        return status
-    os.setpgid(0, 0)
-    import pytest
-
-    os.chdir(folder)
-    os.environ["PYTHONPATH"] = folder
-    sys.path[:] = [folder, *(path for path in sys.path if Path(path or ".").resolve() != ROOT)]
-    for name in [name for name in sys.modules if name.split(".")[0] in ("tests", "liger_losses")]:
-        del sys.modules[name]
-    with log.open("w") as out, contextlib.redirect_stdout(out), contextlib.redirect_stderr(out):
-        status = pytest.main(["-qx", "-p", "no:cacheprovider", "-m", "not slow", *tests])
-    os._exit(int(status))
+        command = [sys.executable, "-m", "pytest", "-qx", "-p", "no:cacheprovider", "-m", "not slow", *tests]
+        environment = {**os.environ, "PYTHONPATH": name}
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            done = subprocess.run(command, cwd=name, env=environment, capture_output=True, text=True, timeout=LIMIT)
+            return done.returncode, done.stdout.splitlines()
+        return None, []
 
 
 def result_of(mutant: Mutant) -> tuple[str, str]:
@@ -204,7 +187,7 @@ def result_of(mutant: Mutant) -> tuple[str, str]:
     failed = [line.removeprefix("FAILED ").partition(" - ")[0] for line in said if line.startswith("FAILED ")]
     if status == 1 and failed:
         return f"caught by {failed[0].partition('::')[2][:100]}", failed[0]
-    if status == -signal.SIGKILL:
+    if status is None:
         return f"caught: it takes more than {LIMIT} s", ""
     return "NOT CAUGHT" if status == 0 else f"no test ran ({status}): {said[-3:]}", ""
 
@@ -214,9 +197,6 @@ def main() -> int:
     parser.add_argument("which", nargs="*", help="numbers, or parts of places' names; all mutants by default")
     which = parser.parse_args().which
     os.environ.update(OMP_NUM_THREADS="1", TRITON_INTERPRET="1", PYTHONDONTWRITEBYTECODE="1")
-    with contextlib.redirect_stderr(io.StringIO()):
-        import torch._dynamo  # noqa: F401
-        import triton  # noqa: F401
     caught, tests, chosen = 0, set[str](), list(enumerate(mutants()))
     chosen = [(i, m) for i, m in chosen if not which or any(w == str(i) or w in f"{m.module}.{m.place}" for w in which)]
     for i, mutant in chosen:

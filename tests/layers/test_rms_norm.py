@@ -21,37 +21,23 @@ def plain_rms_norm(x, weight, eps=1e-6, offset=0.0, multiply="cast_first", gate=
     return y if multiply == "cast_first" and (gate is None or gate_first) else y.to(x.dtype)
 
 
-@pytest.mark.parametrize("columns", [1, 33, 128, 4097])
-@pytest.mark.parametrize("options", [{}, {"multiply": "fp32"}, {"multiply": "fp32", "offset": 1.0}, {"offset": 1.0}])
-def test_rms_norm(backend, dtype, options, columns):
-    x, weight = normal(2, 3, columns, dtype=dtype), normal(columns, dtype=dtype)
+OPTIONS = [{}, {"multiply": "fp32"}, {"multiply": "fp32", "offset": 1.0}, {"offset": 1.0}]
+KINDS = "none", "wide", "narrow"
+
+
+@pytest.mark.parametrize(
+    ("options", "columns", "kind"),
+    [(o, c, "same") for o in OPTIONS for c in (1, 33, 128, 4097)] + [(o, 40, k) for o in OPTIONS[:2] for k in KINDS],
+    ids=str,
+)
+def test_rms_norm(backend, dtype, options, columns, kind):
+    """With a weight of the same, of a wider or of a narrower dtype, and without one."""
+    of_x, of_weight = {"wide": (dtype, torch.float32), "narrow": (torch.float32, dtype)}.get(kind, (dtype, dtype))
     check(
         lambda x, w: rms_norm(x, w, 1e-5, backend=backend, **options),
         lambda x, w: plain_rms_norm(x, w, 1e-5, **options),
-        (x, weight),
+        (normal(2, 3, columns, dtype=of_x), None if kind == "none" else normal(columns, dtype=of_weight)),
         scale=1.0 if columns == 1 else 0.0,
-    )
-
-
-@pytest.mark.parametrize("multiply", ["cast_first", "fp32"])
-def test_rms_norm_without_a_weight(backend, dtype, multiply):
-    check(
-        lambda x: rms_norm(x, None, multiply=multiply, backend=backend),
-        lambda x: plain_rms_norm(x, None, multiply=multiply),
-        (normal(5, 40, dtype=dtype),),
-    )
-
-
-@pytest.mark.parametrize("multiply", ["cast_first", "fp32"])
-@pytest.mark.parametrize("wide_weight", [True, False])
-def test_rms_norm_with_a_weight_in_another_dtype(backend, dtype, wide_weight, multiply):
-    if dtype == torch.float32:
-        pytest.skip("the same dtype")
-    dtypes = (dtype, torch.float32) if wide_weight else (torch.float32, dtype)
-    check(
-        lambda x, w: rms_norm(x, w, multiply=multiply, backend=backend),
-        lambda x, w: plain_rms_norm(x, w, multiply=multiply),
-        (normal(5, 40, dtype=dtypes[0]), normal(40, dtype=dtypes[1])),
     )
 
 

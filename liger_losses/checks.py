@@ -187,14 +187,13 @@ def check_group(group: Any, dimension: str) -> None:
         )
 
 
-def check_labels(*labels: Any) -> None:
+def check_labels(labels: Any) -> None:
     """Raise TypeError unless these are labels."""
-    for part in labels:
-        advice = (
-            "; these are token ids: convert them with .long(), unless they are hidden states or a mask, and the "
-            "arguments are in another order"
-        )
-        check_tensor("labels", part, (torch.int64,), advice)
+    advice = (
+        "; these are token ids: convert them with .long(), unless they are hidden states or a mask, and the arguments "
+        "are in another order"
+    )
+    check_tensor("labels", labels, (torch.int64,), advice)
 
 
 def host_checks(device: torch.device) -> bool:
@@ -202,18 +201,15 @@ def host_checks(device: torch.device) -> bool:
     return device.type == "cpu"
 
 
-def check_temperature(temperature: Tensor, device: torch.device, shapes: Sequence[torch.Size]) -> None:
-    """Raise ValueError unless this is one temperature for each label.
-
-    For several tensors of labels, it is ``[T]``: the temperatures of all their tokens, one tensor after another; or
-    tensors of one shape share temperatures of that shape.
-    """
-    expected = shapes[0] if len(shapes) == 1 else torch.Size([sum([shape.numel() for shape in shapes])])
-    if temperature.shape != expected and {*shapes} != {temperature.shape}:
+def check_temperature(temperature: float | Tensor, device: torch.device, shape: torch.Size) -> None:
+    """Raise ValueError unless this is a number, or a tensor with one temperature for each label."""
+    if not isinstance(temperature, Tensor):
+        return
+    if temperature.shape != shape:
         raise ValueError(
-            f"temperature must be a number, or a tensor with one for each hidden state, {list(expected)}, got shape "
+            f"temperature must be a number, or a tensor with one for each hidden state, {list(shape)}, got shape "
             f"{list(temperature.shape)}; one for each sequence [B] becomes one per token by "
-            "temperature[:, None].expand_as(labels)."
+            "temperature[:, None].expand_as(labels); of several tensors of hidden states, [T] has all of their tokens."
         )
     check_device("the weight", device, temperature=temperature)
 
@@ -335,9 +331,11 @@ def check_shape_of(name: str, value: Tensor, of: str, values: Tensor) -> None:
         check_device(of, values.device, **{name: value})
 
 
-def check_shaped(name: str, value: Any, of: str, device: torch.device, *shapes: Sequence[int]) -> None:
+def check_shaped(
+    name: str, value: Any, of: str, device: torch.device, *shapes: Sequence[int], dtypes: Sequence[torch.dtype] = ()
+) -> None:
     """Raise TypeError or ValueError unless this is a tensor of one of these shapes on this device, one per ``of``."""
-    check_tensor(name, value)
+    check_tensor(name, value, dtypes)
     if tuple(value.shape) not in [tuple(shape) for shape in shapes]:
         expected = " or ".join([f"{list(shape)}" for shape in shapes])
         raise ValueError(f"{name} must be {expected}, one per {of}, got {list(value.shape)}.")
@@ -382,8 +380,7 @@ def check_vector(name: str, vector: Any, weight: Tensor, vocab_size: int | None 
 
     Where the weight is a part of a head, ``vocab_size`` is the number of values.
     """
-    check_tensor(name, vector, FLOATS)
-    check_shaped(name, vector, "row of the weight", weight.device, (vocab_size or weight.shape[0],))
+    check_shaped(name, vector, "row of the weight", weight.device, (vocab_size or len(weight),), dtypes=FLOATS)
 
 
 def is_weight_and_bias(layer: nn.Module) -> TypeGuard[nn.Linear | nn.Embedding]:

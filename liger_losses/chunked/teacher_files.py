@@ -48,7 +48,7 @@ class TeacherWriter:
         if dtype not in FLOATS:  # others would round hidden states to nothing, or to NaN
             raise TypeError(f"dtype must be torch.bfloat16, float16, float32 or float64, got {dtype}.")
         self.folder, self.dtype, head = Path(folder), dtype, Head.of(head).merged()
-        check_no_temperature("teacher", head)
+        check_no_temperature("teacher", head.transform.temperature)
         self.hidden_size = head.hidden_size
         self.folder.mkdir(parents=True, exist_ok=True)
         values = {"weight": head.weight} if head.bias is None else {"weight": head.weight, "bias": head.bias}

@@ -10,9 +10,6 @@ from torch import Tensor
 
 from liger_losses.kernels._triton import device_of, jit, tl
 
-#: An odd number whose multiples modulo 2^64 are spread evenly: 2^63 over the golden ratio.
-PLACE_FACTOR = 0x4F1BBCDCBFA53E0B
-
 
 def start_reading(numbers: Tensor, what: str) -> Callable[[], Any]:
     """Copy numbers to the host beside what is queued next; the function that is returned waits for them alone.
@@ -42,17 +39,6 @@ def _assert_here(right: Tensor) -> None:
 
 #: Fails on the device where a flag is False, and nobody waits for it; torch has no public name for it.
 assert_on_device: Callable[[Tensor], None] = getattr(torch, "_assert_async", _assert_here)
-
-
-def place_weights(first: int, count: int, device: torch.device) -> Tensor:
-    """A weight for each of the places ``first`` to ``first + count``, ``[count]`` int64, for checksums.
-
-    ``w_t = x ^ (x >> 32)`` with ``x = (t + 1) c`` modulo 2^64. The weights do not repeat, and the shift makes them
-    nonlinear in t, so that a checksum changes where entries change places. Two different tensors have the same checksum
-    in about one of 2^32 cases.
-    """
-    x = torch.arange(first + 1, first + count + 1, device=device) * PLACE_FACTOR
-    return x ^ (x >> 32)
 
 
 def label_facts(labels: Sequence[Tensor], ignore_index: int, *, backend: str = "torch") -> Tensor:

@@ -452,7 +452,7 @@ WRONG = [
     (lambda h, w, y: tempered(h, w, y, EACH.to("meta")), "temperature is on meta"),
     (
         lambda h, w, y: linear_statistics([h, h[:3]], w, [y, y[:3]], transform=LogitTransform(EACH.flatten())),
-        r"one for each hidden state, \[35\], got shape \[20\]",
+        r"got shape \[20\].* of several tensors of hidden states, \[T\] has all of their tokens",
     ),
     (lambda h, w, y: tempered(h, Head(w, transform=LogitTransform(0.5)), y, EACH), "temperature was given twice"),
     (

@@ -19,7 +19,7 @@ from liger_losses.checks import FLOATS, check_device, check_names, check_tensor,
 from liger_losses.chunked.core import target
 from liger_losses.chunked.core.head import Head
 from liger_losses.chunked.core.ranks import ALONE, check_teacher_ranks
-from liger_losses.chunked.core.teachers import TeacherLogits, check_columns, check_fits
+from liger_losses.chunked.core.teachers import TeacherLogits, check_columns, check_fits, wrong_columns
 from liger_losses.chunked.core.weights import Products
 from liger_losses.kernels.divergence_forms import Divergence
 from liger_losses.kernels.logit_transform import LogitTransform, said
@@ -81,7 +81,7 @@ class Teacher:
     def check(self, tokens: torch.Size, student: Head) -> None:
         """Raise TypeError or ValueError unless this fits the shape of the student's tokens, and the student's head."""
         head, hidden = self.head, self.local_hidden_states
-        check_no_temperature("teacher", head)
+        check_no_temperature("teacher", head.transform.temperature)
         check_tensor("the teacher's hidden_states", hidden, FLOATS)
         check_fits("hidden_states", hidden, student, (*tokens, head.hidden_size))
         check_device("the student's", student.weight.device, **{"the teacher's weight": head.weight})
@@ -219,12 +219,11 @@ class TeacherTopK:
         if torch.compiler.is_dynamo_compiling():
             return
         logps, indices = self.logps[mask], self.indices[mask]
-        ordered = indices.sort(-1).values
+        outside, twice = wrong_columns(indices, vocab_size)
+        known = f"indices must be in [0, {vocab_size}), the student's vocabulary; drop columns that the student lacks"
         wrong = {
-            f"indices must be in [0, {vocab_size}), the student's vocabulary; drop columns that the student lacks": (
-                (indices < 0) | (indices >= vocab_size)
-            ),
-            "indices name a column twice for a token; give each column once": ordered[:, 1:] == ordered[:, :-1],
+            known: outside,
+            "indices name a column twice for a token; give each column once": twice,
             "logps must be at most 0; apply log_softmax over the whole vocabulary first": logps > 1e-3,
         }
         theirs = torch.stack([tokens.any() for tokens in wrong.values()]).tolist()
@@ -233,9 +232,8 @@ class TeacherTopK:
             raise ValueError(f"the teacher's {list(wrong)[theirs.index(True)]}. Got {given}.")
 
 
-def check_no_temperature(whose: str, head: Head) -> None:
+def check_no_temperature(whose: str, temperature: float | Tensor) -> None:
     """Raise ValueError unless a head's temperature is 1."""
-    temperature = head.transform.temperature
     if isinstance(temperature, Tensor) or temperature != 1.0:
         raise ValueError(
             f"the {whose}'s head has temperature {said(temperature)}, which must be 1; temperature= of the loss or the "
@@ -251,5 +249,4 @@ def check_comparison(teacher: Any, divergence: Any, head: Head, shape: torch.Siz
         )
     if not isinstance(divergence, Divergence):
         raise TypeError(f"divergence must be a Divergence, such as Divergence.forward_kl(), got {divergence!r}.")
-    check_no_temperature("student", head)
     teacher.check(shape, head)

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from liger_losses import checks
 from liger_losses.checks import FLOATS, LISTS, check_device, check_labels, check_shaped, check_tensor, one_each, see
-from liger_losses.chunked.core.distilled import Teachers, check_comparison
+from liger_losses.chunked.core.distilled import Teachers, check_comparison, check_no_temperature
 from liger_losses.chunked.core.head import Head
 from liger_losses.chunked.core.target import Target
 from liger_losses.kernels.autograd import autocast_dtype
@@ -38,8 +38,8 @@ def target_of(hidden_states: Any, head: Head, labels: Any, **fields: Any) -> Tar
     hidden, weight = head.ranks.states(hidden_states), head.weight
     check_inputs(hidden, head, labels)
     temperature = fields.setdefault("temperature", head.transform.temperature)
+    checks.check_temperature(temperature, weight.device, labels.shape)
     if isinstance(temperature, Tensor):
-        checks.check_temperature(temperature, weight.device, [labels.shape])
         fields["temperature"] = temperature.detach().clone()  # which may be changed before backward
     if fields.get("class_weight") is not None:
         checks.check_vector("class_weight", fields["class_weight"], weight, head.vocab_size)
@@ -64,21 +64,19 @@ def compared_targets(
     ignore_index: int,
 ) -> list[Target]:
     """A target for each teacher: of several, each has its tokens."""
-    pairs, targets = [(teacher, labels)], []
+    pairs = [(teacher, labels)]
     if isinstance(teacher, Teachers):
         check_tensor("labels", labels)
         pairs = list(zip(teacher.teachers, teacher.labels(labels, ignore_index), strict=True))
-    for one, of_one in pairs:
-        targets.append(compared(target_of(hidden_states, head, of_one), head, one, divergence, temperature))
-    return targets
+    return [compared(target_of(hidden_states, head, y), its, divergence, temperature) for its, y in pairs]
 
 
-def compared(target: Target, head: Head, teacher: Any, divergence: Any, temperature: float | Tensor) -> Target:
-    """A target of this head with a teacher of its tokens."""
+def compared(target: Target, teacher: Any, divergence: Any, temperature: float | Tensor) -> Target:
+    """A target with a teacher of its tokens."""
     LogitTransform(temperature)  # raises unless it can be a temperature
-    check_comparison(teacher, divergence, head, target.labels.shape)
-    if isinstance(temperature, Tensor):
-        checks.check_temperature(temperature, head.weight.device, [target.labels.shape])
+    check_comparison(teacher, divergence, target.head, target.labels.shape)
+    check_no_temperature("student", target.temperature)
+    checks.check_temperature(temperature, target.head.weight.device, target.labels.shape)
     return replace(target, teacher=teacher.compared(target.labels, temperature))
 
 
@@ -122,29 +120,23 @@ def targets_of(
         class_weight: of all targets.
         inputs: other arguments of the call, which may be lists too.
     """
-    many, of_each = several(hidden_states, weight), {HIDDEN: hidden_states, "heads": weight, "labels": labels}
-    of_each |= {"bias": bias, "shift": shift, "selected": selected}
-    count = count_targets(**of_each, **inputs) if many else 1
-    rows = list(zip(*[one_each(value, count) if many else [value] for value in of_each.values()], strict=True))
-    heads: list[Head] = []
-    shifted: list[Tensor] = []
-    for i, (_, layer, its_labels, its_bias, positions, _) in enumerate(rows):
-        same = [heads[k] for k in range(i) if rows[k][1] is layer and rows[k][3] is its_bias]
-        heads.append(same[0] if same else Head.of(layer, its_bias, transform))
-        if many or positions:
-            check_labels(its_labels)
-        shifted.append(shift_labels(its_labels, ignore_index, int(positions)) if positions else its_labels)
+    many, of_all = several(hidden_states, weight), {HIDDEN: hidden_states, "heads": weight, "labels": labels}
+    of_all |= {"bias": bias, "shift": shift, "selected": selected}
+    count = count_targets(**of_all, **inputs) if many else 1
+    of_each = [one_each(value, count) if many else [value] for value in of_all.values()]
+    heads, shifted = [Head.of(layer, its, transform) for layer, its in zip(of_each[1], of_each[3], strict=True)], []
     for k, head in enumerate(heads[1:], 1):
         check_device("the weight", heads[0].weight.device, **{f"the weight of head {k}": head.weight})
+    for y, positions in zip(of_each[2], of_each[4], strict=True):
+        if many or positions:
+            check_labels(y)
+        shifted.append(shift_labels(y, ignore_index, int(positions)) if positions else y)
     targets = []
-    for i, (hidden, *_, columns) in enumerate(rows):
-        temperature = heads[i].transform.temperature
-        fields = {"temperature": temperature, "selected": columns}
+    for i, (hidden, head, y, columns) in enumerate(zip(of_each[0], heads, shifted, of_each[5], strict=True)):
+        fields = {"temperature": head.transform.temperature, "selected": columns}
         if many:
-            if isinstance(temperature, Tensor) and temperature.shape != shifted[i].shape:
-                checks.check_temperature(temperature, heads[i].weight.device, [part.shape for part in shifted])
             fields = {name: of_target(value, shifted, i) for name, value in fields.items()}
-        targets.append(target_of(hidden, heads[i], shifted[i], class_weight=class_weight, **fields))
+        targets.append(target_of(hidden, head, y, class_weight=class_weight, **fields))
     return targets
 
 

@@ -311,9 +311,7 @@ def linear_labels_loss(
         TypeError, ValueError: as :func:`linear_statistics`; weights that are not of the labels' shape.
     """
     check_tensor("labels", labels)
-    check_tensor("weights", weights)
-    if weights.shape != labels.shape:
-        raise ValueError(f"weights must be {tuple(labels.shape)}, as the labels, got {tuple(weights.shape)}.")
+    check_shaped("weights", weights, "label", labels.device, labels.shape)
     target, mask = _target_of_labels(hidden_states, Head.of(head, bias, transform), labels, options)
     loss = TokenLoss(weighted_sum, {"selected_logps": torch.where(mask, -weights.detach(), 0.0)})
     total, (values,) = compiled.loss_sum([target], ("selected_logps",), [loss], options)
@@ -534,8 +532,7 @@ def _targets(
     comparison = arguments.pop("comparison", None)
     targets = targets_of(hidden_states, weight, labels, options.ignore_index, **arguments)
     if comparison is not None:
-        head = Head.of(weight, arguments["bias"], arguments["transform"])
-        targets = [compared(targets[0], head, *comparison)]
+        targets = [compared(targets[0], *comparison)]
     check_asked(targets, names, metrics)
     return targets
 

@@ -22,6 +22,7 @@ from liger_losses.chunked.core.options import EngineOptions
 from liger_losses.chunked.core.statistics import SELECTED_LOGITS, asked_for
 from liger_losses.chunked.core.stream import counted_once, statistics
 from liger_losses.chunked.core.target import Target
+from liger_losses.chunked.core.teachers import wrong_columns
 from liger_losses.chunked.core.weights import WithAdapters
 from liger_losses.kernels.reading import start_reading
 
@@ -301,8 +302,7 @@ def _with_label(part: Target) -> Target:
 def _wrong(part: Target, ignore_index: int) -> Tensor:
     """``[3, T]``: tokens with columns outside of the vocabulary, with columns twice, and without their label's."""
     assert part.kept is not None
-    ids, ordered = part.kept, part.kept.sort(-1).values
-    outside = ((ids < -1) | (ids >= part.vocab_size)).any(-1)
-    twice = ((ordered[..., 1:] == ordered[..., :-1]) & (ordered[..., 1:] >= 0)).any(-1)
-    lacks = ~(ids == part.labels[..., None]).any(-1)
-    return (torch.stack([outside, twice, lacks]) & (part.labels != ignore_index)).flatten(1)
+    lacks = ~(part.kept == part.labels[..., None]).any(-1)
+    return (
+        torch.stack([*wrong_columns(part.kept, part.vocab_size, -1), lacks]) & (part.labels != ignore_index)
+    ).flatten(1)

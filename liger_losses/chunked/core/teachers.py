@@ -123,6 +123,13 @@ def check_fits(name: str, values: Tensor, student: Any, shape: Sequence[int]) ->
     check_values(student.weight)
 
 
+def wrong_columns(ids: Tensor, vocab_size: int, least: int = 0) -> tuple[Tensor, Tensor]:
+    """Which rows of ids ``[..., K]`` have one that is no column (nor ``least``, for padding), and which one twice."""
+    ordered = ids.sort(-1).values
+    twice = (ordered[..., 1:] == ordered[..., :-1]) & (ordered[..., 1:] >= 0)
+    return ((ids < least) | (ids >= vocab_size)).any(-1), twice.any(-1)
+
+
 def check_columns(teacher: Any, student: Any) -> None:
     """Warn of a vocabulary of another size, or raise ValueError, unless the caller has said that columns correspond."""
     if not isinstance(teacher.columns_correspond, bool):

@@ -102,6 +102,7 @@ def loss_over_columns(
     mask, hard, top_k, tail, options = labels != o.ignore_index, weights.get("logp"), o.top_k, o.tail, o.engine
     if isinstance(temperature, Tensor):  # it may be anything without loss
         temperature = torch.where(mask, temperature, 1.0)
+    check_no_temperature("student", head.transform.temperature)
     compared = _at(head, temperature)
     if top_k:
         kinds = (Teacher, TeacherLogits) if o.top_k_of == "student" else (Teacher,)
@@ -124,7 +125,6 @@ def loss_over_columns(
     inputs: dict[str, Any] = {"soft": weights["divergence"], **({"hard": hard} if together else {})}
     fields: dict[str, Any] = {"selected": top_k}
     if isinstance(teacher, TeacherTopK):
-        check_no_temperature("student", head)
         teacher.check(mask.shape, head)
         if not top_k:
             teacher.check_active(mask, head.vocab_size)

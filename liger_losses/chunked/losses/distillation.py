@@ -243,7 +243,7 @@ class DistillationLoss(ChunkedLoss):
         t: float | Tensor = o.temperature
         if temperature is not None:
             self.check_one_temperature(temperature)
-            checks.check_temperature(temperature, head.weight.device, [labels.shape])
+            checks.check_temperature(temperature, head.weight.device, labels.shape)
             t = temperature
         over_columns = o.top_k is not None or isinstance(taught, TeacherTopK)
         if over_columns and o.token_scaling != "none":

@@ -28,7 +28,6 @@ def test_a_checksum_depends_on_every_entry_and_its_place():
         changed = values.clone()
         changed[2017] = changed[2017] == 0
         assert checksum(changed) != whole
-    assert checksum(torch.zeros(0)) == 0
 
 
 class Group:

@@ -166,31 +166,27 @@ def _of_4bit(weight: Any, state: Any) -> QuantizedWeight | None:
 
 
 def _rows_4bit(packed: Tensor, state: Any, start: int, stop: int) -> Tensor:
-    """bitsandbytes': two codes a byte, row after row; ``blocksize`` of them share a scale."""
+    """bitsandbytes': two codes a byte, row after row; ``blocksize`` of them share a scale.
+
+    Scales may be quantized themselves, in blocks: of codes and scales, whole blocks that have these rows.
+    """
     from bitsandbytes.functional import QuantState, dequantize_4bit
 
-    (height, width), size = state.shape, state.blocksize
-    first, last = start * width // size, -(-stop * width // size)  # whole blocks that have these rows
+    (height, width), nested = state.shape, state.state2
+    scales = 1 if nested is None else nested.blocksize
+    size = state.blocksize * scales
+    first, last = start * width // size, -(-stop * width // size)
     count = min(last * size, height * width) - first * size
     codes = packed.flatten()[first * size // 2 : -(-(first * size + count) // 2), None]
-    fields = {name: getattr(state, name) for name in ("code", "blocksize", "quant_type", "dtype")}
-    part = QuantState(absmax=_scales_4bit(state, first, last), shape=torch.Size((count,)), **fields)
+    fields = {name: getattr(state, name) for name in ("code", "blocksize", "quant_type", "dtype", "offset")}
+    if nested is not None:
+        of_scales = {name: getattr(nested, name) for name in ("code", "blocksize", "dtype")}
+        fields["state2"] = QuantState(absmax=nested.absmax[first:last], **of_scales)
+    absmax = state.absmax[first * scales : last * scales]
+    absmax = absmax.float() if nested is None else absmax
+    part = QuantState(absmax=absmax, shape=torch.Size((count,)), **fields)
     values: Tensor = dequantize_4bit(codes, part).flatten()
     return values[start * width - first * size :][: (stop - start) * width].view(stop - start, width)
-
-
-def _scales_4bit(state: Any, first: int, last: int) -> Tensor:
-    """The scales of some blocks, fp32, which may be quantized themselves."""
-    from bitsandbytes.functional import dequantize_blockwise
-
-    scales, nested = state.absmax, state.state2
-    if nested is None:
-        return scales[first:last].float()
-    size = nested.blocksize
-    start, stop = first // size, -(-last // size)
-    options = {"absmax": nested.absmax[start:stop], "code": nested.code, "blocksize": size}
-    scales = dequantize_blockwise(scales[start * size : stop * size], **options)
-    return scales[first - start * size :][: last - first].float() + state.offset
 
 
 def _rows_4bit_cpu(packed: Tensor, state: Any, start: int, stop: int) -> Tensor:

@@ -19,7 +19,7 @@ from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 from torch.testing import assert_close
 
-from liger_losses.patching.loss_head import pending_logits, prepare_head
+from liger_losses.patching.loss_head import pending_logits
 from liger_losses.patching.patch import patch, unpatch
 from tests import processes
 from tests.models import small, without_logits
@@ -159,16 +159,6 @@ def log_probs(model):
     return logps.detach(), lse.detach(), gradients(model)
 
 
-def distillation(model):
-    """The cross-entropy of two parts of the sequence, taken of reshaped logits."""
-    ids, labels = batch()
-    logits = model(input_ids=ids).logits
-    parts = (logits[:, :4].reshape(-1, logits.shape[-1]), labels[:, :4]), (logits[0, 4:], labels[0, 4:])
-    loss = sum(torch.nn.functional.cross_entropy(part.float(), y.flatten(), reduction="sum") for part, y in parts)
-    loss.backward()
-    return loss.detach(), gradients(model)
-
-
 def evaluation(model):
     ids, labels = batch()
     with torch.no_grad():
@@ -186,7 +176,7 @@ def values(model):
         return loss.detach(), logits.argmax(-1), gradients(model)
 
 
-WITHOUT_LOGITS = (training, log_probs, distillation, evaluation)
+WITHOUT_LOGITS = (training, log_probs, evaluation)
 
 
 def run_model(folder, name, left):
@@ -202,7 +192,7 @@ def run_model(folder, name, left):
     for check in (training, evaluation):
         with without_logits():
             close(check(model), plain[check], check.__name__)
-    for check in (log_probs, distillation, values):
+    for check in (log_probs, values):
         close(check(model), plain[check], check.__name__)
         with pending_logits(model), without_logits() if check in WITHOUT_LOGITS else contextlib.nullcontext():
             close(check(model), plain[check], check.__name__)
@@ -260,29 +250,6 @@ def run_fused(folder, name):
     add_fused_lm_head(model, TEMPERATURE, outputs=("log_probs", "entropy", "mean_logits", "is_top1"))
     with without_logits():
         close(losses_and_gradients(model, fused), plain)
-
-
-def run_experimental(folder, name):
-    """The helpers of TRL's experimental trainers, which are given logits."""
-    from trl.trainer import utils
-
-    from liger_losses.trl import experimental
-
-    ours, theirs = (module.selective_log_softmax_and_entropy for module in (experimental, utils))
-    answer = functools.partial(experimental.with_replacement, ours, theirs)
-
-    def logps_and_entropy(model):
-        ids, _ = batch()
-        logits = model(input_ids=ids).logits
-        found = answer(logits, ids, entropy_requires_grad=False)
-        (found[0] * torch.linspace(-1, 1, ids.numel()).view_as(ids)).sum().backward()
-        return [x.detach() for x in found], gradients(model)
-
-    model = load_split(folder, name)
-    plain = logps_and_entropy(model)
-    prepare_head(model)
-    with pending_logits(model), without_logits():
-        close(logps_and_entropy(model), plain)
 
 
 # --- Data parallelism beside it --------------------------------------------------------------------------------------
@@ -437,7 +404,6 @@ def on_two(folder):
         for name in ("llama", "gemma2, tied", "mixtral"):
             cases[f"{name}, fused head"] = functools.partial(run_fused, folder, name)
         cases["trainer"] = functools.partial(run_trainer, folder)
-        cases["experimental trainers"] = functools.partial(run_experimental, folder, "gemma2, tied")
     cases |= {case.__name__: functools.partial(case, folder) for case in MISFITS}
     for name, tail in (("llama", True), ("gemma2, tied", False)):
         cases[f"{name}, mesh of one row"] = functools.partial(run_two_dimensions, folder, name, tail, 1)

@@ -173,6 +173,8 @@ def test_how_to_stream_is_an_option():
         assert {name: getattr(options, name) for name in given} == given
     with pytest.raises(ValueError, match="workspace=100"):
         CE().replace(workspace=100)(HEAD, D["h"], D["y"])
+    for loss in (DPO(chunk_size=1), GRPO(chunk_size=1)):  # liger-kernel's, of completions
+        assert (loss.chunk_size, loss.options.chunk_size) == (1, None)
 
 
 # --- Heads ------------------------------------------------------------------------------------------------------------

@@ -21,18 +21,6 @@ def problem():
     )
 
 
-@pytest.mark.peers
-@pytest.mark.parametrize("beta", [0.0, 0.3, 1.0])
-def test_equals_trl(beta):
-    peer = pytest.importorskip("trl.experimental.gkd", reason="trl is not installed")
-    hidden, weight, bias, labels, *teacher = problem()
-    student, theirs = F.linear(hidden, weight, bias), F.linear(*teacher)
-    expected = peer.GKDTrainer.generalized_jsd_loss(student, theirs, labels, beta=beta, temperature=2.0)
-    loss = JSD(0.0, 1.0, beta, temperature=2.0)
-    value, _ = loss(weight, hidden, labels, Teacher(*teacher), bias=bias)
-    torch.testing.assert_close(value, expected, rtol=1e-5, atol=1e-6)
-
-
 @pytest.mark.parametrize("over", ["all", "largest"])
 def test_weights_of_tokens(over):
     """Which may be anything at masked ones; ``shift`` moves them with the labels."""

@@ -183,15 +183,12 @@ def glu_linear(
         ValueError: as in :func:`glu` and :func:`glu_fused`.
     """
     how = _checked(gate, up, backend, Formula(interleaved and up is None, activation, limit, alpha, up_offset))
-    inner = [gate] if up is None else [gate, up]
-    cast = autocast_dtype(gate.device)
-    one_dtype = _have_one_dtype(*inner, *((weight, bias) if cast is None else ()), dtype=cast)
-    if torch.compiler.is_compiling() or not _need_gradient(*inner) or not one_dtype:
-        # torch.compile decides by itself what is saved; and the gradient of the weight alone needs the product.
-        return F.linear(_gated(gate, up, *how[0], how[1])[0], weight, bias)
-    if cast is not None:
-        weight, bias = weight.to(cast), None if bias is None else bias.to(cast)
-    return _saved_and_computed(inner, [], (weight, bias), how)
+    inner, down, cast = [gate] if up is None else [gate, up], (weight, bias), autocast_dtype(gate.device)
+    if cast is not None and all(part.dtype == cast for part in inner):
+        down = _cast(cast, down)
+    elif cast is not None:  # the product is cast
+        return F.linear(_gated(gate, up, *how[0], how[1])[0], *down)
+    return _linear_of_product(inner, [], down, how)
 
 
 def glu_mlp(
@@ -234,26 +231,12 @@ def glu_mlp(
     formula = Formula(interleaved and up is None, activation, limit, alpha, up_offset)
     # Their outputs are not there yet: the weights are as wide.
     how = _checked(gate[0].t(), None if up is None else up[0].t(), backend, formula)
-    tensors = [x, *(tensor for layer in layers for tensor in layer)]
-    if torch.compiler.is_compiling() or not _need_gradient(*tensors) or not _have_one_dtype(*tensors, *down):
-        inner = _outputs(layers, x)
-        return F.linear(_gated(*inner, *[None] * (2 - len(inner)), *how[0], how[1])[0], *down)
-    return _saved_and_computed([x], layers, down, how)
+    return _linear_of_product([x], layers, down, how)
 
 
 def _cast(dtype: torch.dtype, layer: Linear) -> Linear:
     weight, bias = layer
     return weight.to(dtype), None if bias is None else bias.to(dtype)
-
-
-def _need_gradient(*tensors: Tensor | None) -> bool:
-    return torch.is_grad_enabled() and any(tensor is not None and tensor.requires_grad for tensor in tensors)
-
-
-def _have_one_dtype(*tensors: Tensor | None, dtype: torch.dtype | None = None) -> bool:
-    """Whether all have the same dtype, ``dtype`` if it is given."""
-    dtypes = {tensor.dtype for tensor in tensors if tensor is not None}
-    return len(dtypes) == 1 and (dtype is None or dtype in dtypes)
 
 
 class _Wanted(threading.local):
@@ -276,9 +259,16 @@ def gradients_only() -> Iterator[None]:
         _wanted.output = before
 
 
-def _saved_and_computed(inputs: list[Tensor], layers: list[Linear], down: Linear, how: _How) -> Tensor:
-    """The output of :class:`_GLULinear`: of gate and up if there are no ``layers``, else of what they make of x."""
+def _linear_of_product(inputs: list[Tensor], layers: list[Linear], down: Linear, how: _How) -> Tensor:
+    """``down`` of the product of gate and up, which are the ``inputs``, or what ``layers`` make of the only one."""
     flat = [tensor for layer in layers for tensor in layer]
+    there = [tensor for tensor in (*inputs, *flat) if tensor is not None]
+    needs_gradient = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in there)
+    dtypes = {tensor.dtype for tensor in (*there, *down) if tensor is not None}
+    if torch.compiler.is_compiling() or not needs_gradient or len(dtypes) > 1:
+        # torch.compile decides by itself what is saved; and the gradient of the weight alone needs the product.
+        inner = _outputs(layers, inputs[0]) or inputs
+        return F.linear(_gated(*inner, *[None] * (2 - len(inner)), *how[0], how[1])[0], *down)
     given = _SavedFirst.apply(len(inputs), down[0], *inputs, *flat)
     saved_first = next(tensor.grad_fn for tensor in given if tensor.grad_fn is not None)
     inner, saved_first.inner = saved_first.inner, None

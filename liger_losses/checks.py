@@ -201,10 +201,8 @@ def host_checks(device: torch.device) -> bool:
     return device.type == "cpu"
 
 
-def check_temperature(temperature: float | Tensor, device: torch.device, shape: torch.Size) -> None:
-    """Raise ValueError unless this is a number, or a tensor with one temperature for each label."""
-    if not isinstance(temperature, Tensor):
-        return
+def check_temperature(temperature: Tensor, device: torch.device, shape: torch.Size) -> None:
+    """Raise ValueError unless this is one temperature for each label."""
     if temperature.shape != shape:
         raise ValueError(
             f"temperature must be a number, or a tensor with one for each hidden state, {list(shape)}, got shape "

@@ -38,8 +38,8 @@ def target_of(hidden_states: Any, head: Head, labels: Any, **fields: Any) -> Tar
     hidden, weight = head.ranks.states(hidden_states), head.weight
     check_inputs(hidden, head, labels)
     temperature = fields.setdefault("temperature", head.transform.temperature)
-    checks.check_temperature(temperature, weight.device, labels.shape)
     if isinstance(temperature, Tensor):
+        checks.check_temperature(temperature, weight.device, labels.shape)
         fields["temperature"] = temperature.detach().clone()  # which may be changed before backward
     if fields.get("class_weight") is not None:
         checks.check_vector("class_weight", fields["class_weight"], weight, head.vocab_size)
@@ -76,7 +76,8 @@ def compared(target: Target, teacher: Any, divergence: Any, temperature: float |
     LogitTransform(temperature)  # raises unless it can be a temperature
     check_comparison(teacher, divergence, target.head, target.labels.shape)
     check_no_temperature("student", target.temperature)
-    checks.check_temperature(temperature, target.head.weight.device, target.labels.shape)
+    if isinstance(temperature, Tensor):
+        checks.check_temperature(temperature, target.head.weight.device, target.labels.shape)
     return replace(target, teacher=teacher.compared(target.labels, temperature))
 
 
@@ -124,19 +125,20 @@ def targets_of(
     of_all |= {"bias": bias, "shift": shift, "selected": selected}
     count = count_targets(**of_all, **inputs) if many else 1
     of_each = [one_each(value, count) if many else [value] for value in of_all.values()]
-    heads, shifted = [Head.of(layer, its, transform) for layer, its in zip(of_each[1], of_each[3], strict=True)], []
+    states, layers, of_labels, biases, positions, columns = of_each
+    heads, shifted = [Head.of(layer, its, transform) for layer, its in zip(layers, biases, strict=True)], []
     for k, head in enumerate(heads[1:], 1):
         check_device("the weight", heads[0].weight.device, **{f"the weight of head {k}": head.weight})
-    for y, positions in zip(of_each[2], of_each[4], strict=True):
-        if many or positions:
+    for y, moved in zip(of_labels, positions, strict=True):
+        if many or moved:
             check_labels(y)
-        shifted.append(shift_labels(y, ignore_index, int(positions)) if positions else y)
+        shifted.append(shift_labels(y, ignore_index, int(moved)) if moved else y)
     targets = []
-    for i, (hidden, head, y, columns) in enumerate(zip(of_each[0], heads, shifted, of_each[5], strict=True)):
-        fields = {"temperature": head.transform.temperature, "selected": columns}
+    for i, head in enumerate(heads):
+        fields = {"temperature": head.transform.temperature, "selected": columns[i]}
         if many:
             fields = {name: of_target(value, shifted, i) for name, value in fields.items()}
-        targets.append(target_of(hidden, head, y, class_weight=class_weight, **fields))
+        targets.append(target_of(states[i], head, shifted[i], class_weight=class_weight, **fields))
     return targets
 
 

@@ -1,6 +1,6 @@
 """Head, hidden states and shifted labels from a model and a batch."""
 
-import inspect
+import re
 
 import pytest
 import torch
@@ -12,6 +12,7 @@ from liger_losses import (
     LigerFusedLinearCrossEntropyLoss,
     loss_inputs,
 )
+from liger_losses.chunked import shift_labels
 
 transformers = pytest.importorskip("transformers", reason="transformers is not installed")
 
@@ -133,20 +134,35 @@ def test_bad_input_is_refused():
 def small(kind, **options):
     torch.manual_seed(0)
     return getattr(transformers, kind)(
-        getattr(transformers, f"{kind.split('For')[0].split('LMHead')[0]}Config")(**options)
+        getattr(transformers, f"{re.split('For|LMHead|Double', kind)[0]}Config")(**options)
     )
 
 
 BERT = {**SIZES, "num_attention_heads": 2}
 XLNET = {"vocab_size": 61, "d_model": 16, "n_layer": 1, "n_head": 2, "d_inner": 32}
+MODERN = {
+    **SIZES,
+    "num_attention_heads": 2,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "cls_token_id": 1,
+    "sep_token_id": 2,
+}
 BART = {"vocab_size": 61, "d_model": 16, "decoder_layers": 1, "decoder_attention_heads": 2, "decoder_ffn_dim": 32}
 
 
 @pytest.mark.parametrize(
-    ("kind", "options"), [("BertForMaskedLM", BERT), ("XLNetLMHeadModel", XLNET), ("BartForCausalLM", BART)]
+    ("kind", "options"),
+    [
+        ("BertForMaskedLM", BERT),
+        ("ModernBertForMaskedLM", MODERN),
+        ("XLNetLMHeadModel", XLNET),
+        ("BartForCausalLM", BART),
+    ],
 )
 def test_a_model_whose_labels_are_not_shifted_is_refused(kind, options):
-    """The first by the loss function that its forward calls, the others, which call none, by their loss."""
+    """By the loss function that its forward calls, or because it calls none."""
     model, ids = small(kind, **options).eval(), batch()["input_ids"]
     for _ in range(2):
         with pytest.raises(ValueError, match=f"{kind} does not shift its labels.*pass the labels as shift_labels="):
@@ -156,67 +172,27 @@ def test_a_model_whose_labels_are_not_shifted_is_refused(kind, options):
     torch.testing.assert_close(loss, plain)
 
 
-def test_a_model_that_shifts_its_labels_itself():
-    """Its forward tells, which runs once for each batch."""
+def test_models_whose_own_code_computes_the_loss():
+    """One of transformers' is refused, though it shifts; a user's is a causal language model."""
     sizes = {"vocab_size": 61, "n_embd": 16, "n_layer": 1, "n_head": 2, "n_positions": 32}
-    torch.manual_seed(0)
-    model, ids, calls = (
-        transformers.OpenAIGPTDoubleHeadsModel(transformers.OpenAIGPTConfig(**sizes)),
-        torch.arange(12),
-        [],
-    )
-    ids = ids.view(2, 6)
-    model.register_forward_pre_hook(lambda *_: calls.append(1))
-    torch.manual_seed(1)
-    first = loss_inputs(model, input_ids=ids)
-    after = torch.rand(1)
-    assert len(calls) == 1
-    torch.manual_seed(1)
-    second = loss_inputs(model, input_ids=ids)
-    assert len(calls) == 2
-    assert torch.equal(after, torch.rand(1))
-    assert torch.equal(first.hidden_states, second.hidden_states)
-    plain = model.eval()(input_ids=ids, labels=ids).loss
-    torch.testing.assert_close(LigerFusedLinearCrossEntropyLoss()(*loss_inputs(model, input_ids=ids)), plain)
-
-
-def test_a_loss_that_the_model_adds_and_functions_of_other_names_do_not_matter(monkeypatch):
-    """A router's loss is no sign of a label; nor is the name by which a forward calls its loss function."""
-    monkeypatch.setattr("liger_losses.patching.loss_inputs._SHIFTS", {})
-    sizes = {**SIZES, **HEADS, "num_local_experts": 2, "output_router_logits": True}
-    torch.manual_seed(0)
-    model = transformers.MixtralForCausalLM(transformers.MixtralConfig(**sizes))
-    ids, attributes = batch()["input_ids"], set(vars(model))
-    assert model(input_ids=ids, labels=torch.full_like(ids, -100)).aux_loss > 0
-    loss_inputs(model, input_ids=ids)
-    assert set(vars(model)) == attributes
-
-    class Masked(transformers.LlamaForCausalLM):
-        def forward(self, input_ids, labels=None, **kwargs):
-            output = super().forward(input_ids=input_ids)
-            if labels is not None:
-                output.loss = getattr(self, "loss_" + "function")(output.logits, labels, vocab_size=61)
-            return output
-
-    model = Masked(transformers.LlamaConfig(**SIZES, **HEADS))
-    model.loss_function = lambda logits, labels, vocab_size: nn.functional.cross_entropy(
-        logits.view(-1, vocab_size), labels.view(-1)
-    )
-    with pytest.raises(ValueError, match="Masked does not shift its labels"):
+    model, ids, calls = small("OpenAIGPTDoubleHeadsModel", **sizes).eval(), torch.arange(12).view(2, 6), []
+    model.register_forward_pre_hook(lambda _, args, kwargs: calls.append(kwargs), with_kwargs=True)
+    with pytest.raises(
+        ValueError, match=r"if it shifts them itself, pass shift_labels=liger_losses.chunked.shift_labels"
+    ):
         loss_inputs(model, input_ids=ids)
+    assert not calls
+    inputs = loss_inputs(model, input_ids=ids, shift_labels=shift_labels(ids))
+    torch.testing.assert_close(LigerFusedLinearCrossEntropyLoss()(*inputs), model(input_ids=ids, labels=ids).loss)
 
+    class Own(transformers.LlamaForCausalLM):
+        def forward(self, input_ids, labels=None):
+            calls.append(labels)
+            return super().forward(input_ids=input_ids)
 
-def test_a_cache_sees_a_batch_once(monkeypatch):
-    """No labels tell whether the model shifts them, with which a forward may raise and run again."""
-    monkeypatch.setattr("liger_losses.patching.loss_inputs._SHIFTS", {})
-    model, ids, labels = make().eval(), batch()["input_ids"], []
-    parameters = inspect.signature(model.forward).parameters
-    cache = {"cache" if "cache" in parameters else "past_key_values": transformers.DynamicCache(config=model.config)}
-    whole = model.model(ids).last_hidden_state
-    model(ids[:, :3], use_cache=True, **cache)
-    model.register_forward_pre_hook(lambda _, args, kwargs: labels.append(kwargs.get("labels")), with_kwargs=True)
-    torch.testing.assert_close(loss_inputs(model, input_ids=ids[:, 3:], **cache).hidden_states, whole[:, 3:])
-    assert labels == [None]
+    calls.clear()
+    assert loss_inputs(Own(transformers.LlamaConfig(**SIZES, **HEADS)), input_ids=ids).labels[:, :-1].equal(ids[:, 1:])
+    assert calls == [None]
 
 
 def test_logits_of_a_patched_model_are_refused():

@@ -323,9 +323,10 @@ def _reason_to_leave(layer: Any, kind: _HeadKind) -> str | None:
         reason = _reason_against(layer)
         if reason is None and isinstance(kind, QuantizedHead):
             _check_quantized(layer)
-        elif reason is None and _shares_rows(layer):
-            forward = vars(layer)["forward"]
-            layer.forward = partial(_shared_forward, _match_shared(layer), forward, layer)
+        elif reason is None and hasattr(getattr(layer, "weight", None), "full_tensor"):
+            forward = vars(layer).get("forward")
+            if getattr(forward, "__module__", "").startswith("transformers."):  # its tensor parallelism
+                layer.forward = partial(_shared_forward, _match_shared(layer), forward, layer)
     except Exception as error:
         return probing.reason_of(error)
     return reason
@@ -542,40 +543,22 @@ def transform_of(layer: nn.Module, hidden_states: Tensor) -> LogitTransform:
     """
     if is_weight_and_bias(layer):
         return LogitTransform()
-    weight: Any = layer.weight
-    dtypes = hidden_states.dtype, weight.dtype
-    logits, arguments = _small_logits(layer, type(layer).forward, *dtypes, hidden_states.device)
-    operands = [tensor for tensor in logits.tensors if tensor is not None]
-    if [tensor.data_ptr() for tensor in operands] != [tensor.data_ptr() for tensor in arguments]:
-        raise Mismatch("its product is of another input, weight or bias than the layer's")
-    return logits.head.transform
-
-
-def _small_logits(
-    layer: Any, forward: Callable[[Any, Tensor], Any], dtype: torch.dtype, weight_dtype: torch.dtype, device: Any
-) -> tuple[PendingLogits, list[Tensor]]:
-    """What ``forward(layer, hidden states)`` returns of small hidden states and parameters, and these; or Mismatch."""
-    width = probing.shape_of(layer.weight)[1]
-    hidden = torch.zeros(1, 3, width, dtype=dtype, device=device)
-    small = {"weight": torch.zeros(5, width, dtype=weight_dtype, device=device)}
-    if getattr(layer, "bias", None) is not None:
-        small["bias"] = torch.zeros(5, dtype=weight_dtype, device=device)
+    parameters: dict[str, Any] = {"weight": layer.weight, "bias": getattr(layer, "bias", None)}
+    device = hidden_states.device
+    hidden = torch.zeros(1, 3, parameters["weight"].shape[1], dtype=hidden_states.dtype, device=device)
+    small = {
+        name: torch.zeros(5, *parameter.shape[1:], dtype=parameter.dtype, device=device)
+        for name, parameter in parameters.items()
+        if parameter is not None
+    }
     with Products():
         try:
-            logits = probing.call_with(small, forward, layer, hidden)
+            logits = probing.call_with(small, type(layer).forward, layer, hidden)
         except Exception as error:
             raise Mismatch(f"{type(error).__name__}: {str(error)[:160]}") from error
     if not isinstance(logits, PendingLogits) or logits.computed or logits.shape != (1, 3, 5):
         raise Mismatch("it does more than to call F.linear with its parameters, and to cast and scale the result")
-    return logits, [hidden, *small.values()]
-
-
-def _shares_rows(layer: Any) -> bool:
-    """Whether a forward on the instance of a layer exchanges messages, because its rows are on several processes."""
-    forward = vars(layer).get("forward")
-    if forward is None or not hasattr(getattr(layer, "weight", None), "full_tensor"):
-        return False
-    with probing.isolated(), contextlib.suppress(Mismatch):
-        _small_logits(layer, lambda layer, x: forward(x), torch.float32, torch.float32, "cpu")
-        return False  # fully_shard gathers the weight
-    return True
+    operands = [tensor.data_ptr() for tensor in logits.tensors if tensor is not None]
+    if operands != [tensor.data_ptr() for tensor in (hidden, *small.values())]:
+        raise Mismatch("its product is of another input, weight or bias than the layer's")
+    return logits.head.transform

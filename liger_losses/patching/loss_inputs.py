@@ -65,9 +65,9 @@ def loss_inputs(
         TypeError: a model whose last layer or logit transform a head cannot express; ``num_items_in_batch``, which is
             an argument of the loss.
         CannotShareError: a ValueError; the model cannot run a packed row.
-        ValueError: an encoder-decoder; labels, not given as ``shift_labels``, of a model of transformers whose loss is
-            not its function for causal language models, such as a masked language model; labels that are missing or do
-            not fit the hidden states.
+        ValueError: an encoder-decoder; ``return_dict=False``; labels, not given as ``shift_labels``, of a model of
+            transformers whose loss is not its function for causal language models, such as a masked language model;
+            labels that are missing or do not fit the hidden states.
     """
     if by_position or not (packed is None or isinstance(packed, PackedCompletions)):
         raise TypeError("pass the batch by keyword: loss_inputs(model, input_ids=..., attention_mask=...).")
@@ -91,7 +91,7 @@ def loss_inputs(
             "pass it to the loss, as in LigerFusedLinearCrossEntropyLoss()(*inputs, num_items_in_batch=...)."
         )
     if batch.get("return_dict") is False:
-        batch["return_dict"] = True  # logits have no name in a tuple
+        raise ValueError(f"{name} returns a tuple, in which logits have no name: leave out return_dict=False.")
     if getattr(getattr(inner, "config", None), "is_encoder_decoder", False):
         raise ValueError(f"{name} is an encoder-decoder, whose labels are not shifted; give a causal language model.")
     targets = labels if shift_labels is None else shift_labels

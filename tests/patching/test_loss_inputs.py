@@ -100,12 +100,6 @@ def test_distributed_data_parallel(one_process):
         torch.testing.assert_close(ours.grad, theirs)
 
 
-def test_a_model_that_would_return_a_tuple():
-    model, inputs = make(), batch()
-    found, expected = (loss_inputs(model, **inputs, return_dict=value) for value in (False, True))
-    assert found.hidden_states.equal(expected.hidden_states)
-
-
 def test_bad_input_is_refused():
     model, inputs = make(), batch()
     with pytest.raises(TypeError, match=r"by keyword: loss_inputs\(model, input_ids="):
@@ -118,7 +112,9 @@ def test_bad_input_is_refused():
         loss_inputs(model, **inputs, logits_to_keep=2)
     with pytest.raises(TypeError, match=r"take it out of the batch, and pass it to the loss"):
         loss_inputs(model, **inputs, num_items_in_batch=57)
-    loss_inputs(model, **inputs, num_items_in_batch=None)
+    with pytest.raises(ValueError, match="leave out return_dict=False"):
+        loss_inputs(model, **inputs, return_dict=False)
+    loss_inputs(model, **inputs, return_dict=True, num_items_in_batch=None)
     with pytest.raises(TypeError, match="the last layer of Linear cannot be a Head .*it has no output embedding"):
         loss_inputs(nn.Linear(3, 3), input_ids=inputs["input_ids"])
     sizes = {"d_model": 16, "d_kv": 8, "d_ff": 32, "num_layers": 1, "num_heads": 2, "vocab_size": 61}

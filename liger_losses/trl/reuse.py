@@ -20,7 +20,8 @@ from liger_losses.chunked.losses.sampler import BOUNDS, LEVELS
 from liger_losses.places import Found, Replaced
 from liger_losses.trl.divergences import chosen
 
-_FORWARD = "_get_per_token_logps_and_entropies"
+#: The trainers' method that computes log-probabilities.
+FORWARD = "_get_per_token_logps_and_entropies"
 _RATIO = "importance_sampling_ratio"
 #: The optimizer steps that were done when a batch was generated, if its first loss computes the old log-probabilities.
 _GENERATED = "liger_losses_generated_at"
@@ -35,7 +36,7 @@ def _no_logps(model: nn.Module, ids: Tensor, mask: Tensor, logits_to_keep: int, 
 #: By the name of the old log-probabilities in a batch, the trainer's attributes with which TRL does not compute them.
 WITHOUT: dict[str, dict[str, Any]] = {
     "old_per_token_logps": {"vllm_importance_sampling_correction": False, "num_iterations": 1},
-    "old_logps": {_FORWARD: _no_logps},  # RLOO's only other forward is the reference's
+    "old_logps": {FORWARD: _no_logps},  # RLOO's only other forward is the reference's
 }
 
 
@@ -53,7 +54,7 @@ def without_old_policy(name: str, method: Callable[..., Any], self: Any, inputs:
     if not chosen.reuse_forward or _refuses(self, name):
         return method(self, inputs)
     _check_dropout(self.model)
-    batch = _with_attributes(self, WITHOUT[name], method, self, inputs)
+    batch = with_attributes(self, WITHOUT[name], method, self, inputs)
     batch.pop(name, None)
     return batch | {_GENERATED: torch.tensor(self.state.global_step)}  # TRL splits tensors, and no numbers
 
@@ -73,11 +74,12 @@ def with_old_policy(name: str, method: Callable[..., Tensor], self: Any, model: 
             "the trainer again. Otherwise let an optimizer step end where a generation's batches do, or call "
             "liger_losses.trl.disable() and enable(), without reuse_forward." + see("trl")
         )
-    forward = functools.partial(_remember, getattr(self, _FORWARD), name, self, inputs)
-    return _with_attributes(self, {_FORWARD: forward}, method, self, model, inputs)
+    forward = functools.partial(_remember, getattr(self, FORWARD), name, self, inputs)
+    return with_attributes(self, {FORWARD: forward}, method, self, model, inputs)
 
 
-def _with_attributes(trainer: Any, attributes: dict[str, Any], method: Callable[..., Any], *arguments: Any) -> Any:
+def with_attributes(trainer: Any, attributes: dict[str, Any], method: Callable[..., Any], *arguments: Any) -> Any:
+    """What a method returns while its trainer has other attributes."""
     replaced = Replaced()
     replaced.add(Found(trainer, *attribute) for attribute in attributes.items())
     try:

@@ -12,30 +12,14 @@ from unittest import mock
 from liger_losses import checks
 from liger_losses.chunked import accelerators
 from liger_losses.chunked.core import rows, stream, support
-from liger_losses.chunked.core.adapters import LowRank
+from liger_losses.chunked.core.adapters import LowRank as LowRank
 from liger_losses.chunked.core.statistics import STATISTICS, Statistic
 from liger_losses.kernels._triton import INTERPRETED, triton
-from tests.interpreter import faster, small_tiles
+from tests.interpreter import faster as faster
+from tests.interpreter import small_tiles as small_tiles
 
 #: Of tensors on a CPU.
 BACKENDS = ("torch", "triton") if INTERPRETED and triton is not None else ("torch",)
-
-__all__ = [
-    "ACCELERATORS",
-    "BACKENDS",
-    "REGISTERED",
-    "LowRank",
-    "as_on_a_gpu",
-    "engine_calls",
-    "faster",
-    "leave_out_zero_rows",
-    "many_parts",
-    "planned_blocks",
-    "read_rows_up_to",
-    "small_tiles",
-    "train_all_rows",
-    "without_accelerators",
-]
 
 
 class _Registered(dict):

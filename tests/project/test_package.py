@@ -14,18 +14,8 @@ import pytest
 import liger_losses
 
 ROOT = pathlib.Path(liger_losses.__file__).parent
-LAYERS = [
-    "caller",
-    "places",
-    "kernels",
-    "checks",
-    "arguments",
-    "sequences",
-    "chunked.core",
-    "chunked.accelerators",
-    "chunked",
-]
-LAYERS += ["chunked.losses", "layers", "modules", "prompts", "patching", "trl"]
+LAYERS = ["caller", "places", "kernels", "checks", "arguments", "sequences", "chunked.core", "chunked.accelerators"]
+LAYERS += ["chunked", "chunked.losses", "layers", "modules", "prompts", "patching", "trl"]
 HEAVY = ("transformers", "trl", "triton", "numpy", "matplotlib", "peft", "datasets", "liger_kernel")
 #: Every integration can be imported without its framework.
 INTEGRATIONS = [

@@ -218,19 +218,8 @@ TOKENS = "hidden weight ids mask advantages bias old_per_token_logps=old"
 POLICY = f"{TOKENS} ref_per_token_logps=ref"
 SAMPLED = f"{POLICY} sampling_per_token_logps=sampler prompts=prompts"
 LOSS_TYPES = ("grpo", "bnpo", "dapo", "sapo", "luspo", "vespo", "ppo", "reinforce", "dual_clip", "importance")
-LOSS_TYPES += (
-    "dppo_tv",
-    "dppo_kl",
-    "prime_ipo",
-    "icepop",
-    "kpop",
-    "fipo",
-    "real",
-    "clip_cov",
-    "kl_cov",
-    "gmpo",
-    "cispo",
-)
+LOSS_TYPES += ("dppo_tv", "dppo_kl", "prime_ipo", "icepop", "kpop", "fipo", "real", "clip_cov", "kl_cov")
+LOSS_TYPES += ("gmpo", "cispo")
 LEVELS = ("sequence", "sequence_token", "sequence_sum", "geometric")
 NORMALIZERS = ("sequence_mean", "sequence_sum", "token_mean", "items", "prompt_mean")
 cases("GRPO", SAMPLED, *every("loss_type", *LOSS_TYPES), {"loss_type": "dr_grpo", "max_completion_length": 8})

@@ -114,6 +114,22 @@ def test_backward_may_run_twice(name):
         torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-9)
 
 
+@pytest.mark.parametrize("trained", [False, True])
+@pytest.mark.parametrize("name", NAMES)
+def test_what_is_trained_is_decided_in_forward(name, trained):
+    """A weight that is trained before backward gets no gradient, and one that is frozen by then changes nothing."""
+    call = Call(name)
+    hidden, weight, _ = call.leaves
+    weight.requires_grad_(trained)
+    loss = call()
+    weight.requires_grad_(not trained)
+    loss.backward(retain_graph=True)
+    first = hidden.grad.clone()
+    loss.backward()
+    torch.testing.assert_close(hidden.grad, 2 * first)
+    assert trained or weight.grad is None
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_the_same_bits_from_run_to_run(name):
     if torch.cuda.is_available() and "columns" in name:

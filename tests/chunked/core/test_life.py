@@ -187,22 +187,6 @@ def test_adapters_beside_a_sparse_gradient_are_dense():
     assert [gradient.is_sparse for gradient in gradients] == [True, False, False]
 
 
-@pytest.mark.parametrize("couples", [True, False])
-def test_what_is_trained_is_decided_in_forward(couples):
-    """A weight that is trained before backward gets no gradient, and one that is frozen by then changes nothing."""
-    for trained in (False, True):
-        hidden, weight, labels = inputs()
-        weight.requires_grad_(trained)
-        target = [Target(head_of(Dense(weight)), hidden, labels)]
-        total = statistics(target, ["logp"])[0]["logp"].sum() if couples else loss_sum(target, ["logp"], [LOSS])[0]
-        weight.requires_grad_(not trained)
-        total.backward(retain_graph=True)
-        first = hidden.grad.clone()
-        total.backward()
-        torch.testing.assert_close(hidden.grad, 2 * first)
-        assert trained or weight.grad is None
-
-
 def test_a_quantized_weight_may_be_a_dataclass():
     """It is made of its own tensors, and of nothing that stands for them."""
 

@@ -32,6 +32,19 @@ def test_a_head_that_cannot_be_prepared_is_used_as_it_is():
         assert trainer.compute() == [PendingLogits, torch.Tensor]
 
 
+def test_ordinary_logits_take_trls_function():
+    from trl.trainer import utils
+
+    from liger_losses.trl import experimental
+
+    ours, theirs = (module.selective_log_softmax_and_entropy for module in (experimental, utils))
+    hidden, weight, ids = torch.randn(2, 5, 6), torch.randn(23, 6), torch.randint(23, (2, 5))
+    expected = theirs(hidden @ weight.T, ids, entropy_requires_grad=False)
+    for logits in (hidden @ weight.T, pending(hidden, weight)):
+        found = experimental.with_replacement(ours, theirs, logits, ids, entropy_requires_grad=False)
+        torch.testing.assert_close(found, expected)
+
+
 def test_trainable_tokens_of_a_tied_head_train(tmp_path):
     """TRL's head cannot train them; here they are part of the logits, with the gradient of the model's own loss."""
     with pytest.raises(AttributeError):

@@ -285,6 +285,11 @@ def _gather(logits: PendingLogits, dim: int, index: Tensor) -> Any:
     return (logps + statistics.lse[..., None] if lse else logps).to(logits.dtype)
 
 
+@_operation("take_along_dim")
+def _take_along_dim(logits: PendingLogits, indices: Tensor, dim: int) -> Any:
+    return NotImplemented if indices.dim() != len(logits.shape) else _gather(logits, dim, indices)
+
+
 @_operation("topk")
 def _topk(logits: PendingLogits, k: Any, dim: Any = -1, largest: bool = True, sorted: bool = True) -> Any:
     """The largest logits or log-probabilities, in descending order."""

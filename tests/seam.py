@@ -11,7 +11,7 @@ from unittest import mock
 
 from liger_losses import checks
 from liger_losses.chunked import accelerators
-from liger_losses.chunked.core import rows, stream, support
+from liger_losses.chunked.core import stream, support
 from liger_losses.chunked.core.adapters import LowRank as LowRank
 from liger_losses.chunked.core.statistics import STATISTICS, Statistic
 from liger_losses.kernels._triton import INTERPRETED, triton
@@ -30,13 +30,6 @@ class _Registered(dict):
 
 
 REGISTERED = _Registered()
-
-
-@contextmanager
-def many_parts() -> Iterator[None]:
-    """The largest columns are chosen among the largest of parts of the vocabulary."""
-    with mock.patch.object(rows, "_LOGITS", 64):
-        yield
 
 
 @contextmanager

@@ -11,13 +11,11 @@ field of :class:`Sums`, a name of :data:`PARTIAL_SUMS` and a line in :func:`onli
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.nn.functional import softplus
 
 from liger_losses.kernels._triton import jit, tl
 from liger_losses.kernels.logit_transform import Epilogue
@@ -152,52 +150,53 @@ def merge_sums(
         )  # fmt: skip
 
 
-def merge(
-    parts: Mapping[str, Tensor], sizes: Tensor, labels: Tensor, class_weight: Tensor | None = None
-) -> dict[str, Tensor]:
+def merge(parts: Mapping[str, Tensor], sizes: Sequence[int], class_weight: Tensor | None = None) -> dict[str, Tensor]:
     """Merge the statistics of W groups of columns into the statistics of a softmax over all columns.
 
     With ``w_r = exp(lse_r - lse)``, the probability of the columns of part r, the log-sum-exp is the log-sum-exp of the
     parts' log-sum-exps, the entropy is ``sum_r w_r (H_r - log w_r)``, and so on.
 
     Args:
-        parts: ``[W, R]`` each: the statistics of each part's columns, by name, ``lse`` among them. ``logp`` is read
-            from the part that has the label. ``argmax`` comes with ``max_logit``. ``selected_logps [W, R, k]`` are
+        parts: ``[W, R]`` each: the statistics of each part's columns, by name, ``lse`` among them. ``logp`` is inf in
+            parts that do not have the label. ``argmax`` comes with ``max_logit``. ``selected_logps [W, R, k]`` are
             logits here, 0 for the columns of other parts.
-        sizes: ``[W]`` int64, the number of columns of each part.
-        labels: ``[R]`` int64, columns of the whole vocabulary.
+        sizes: the number of columns of each of the W parts.
         class_weight: ``[V]``, the weights in ``mean_logp``.
 
     Returns:
         ``[R]`` (``selected_logps``: ``[R, k]``) for each name.
     """
     local_lse = parts["lse"]
+    log_share = local_lse.log_softmax(0)
     lse = local_lse.logsumexp(0)
-    merged, ends = {"lse": lse}, sizes.cumsum(0)
+    merged = {"lse": lse}
     if "logp" in parts:
-        # Relative to the owner's log-sum-exp, log-probabilities near 0 keep their digits however large the logits are.
-        owner = torch.bucketize(labels, ends, right=True)[None]
-        others = (local_lse - local_lse.gather(0, owner)).scatter(0, owner, -math.inf).logsumexp(0)
-        merged["logp"] = parts["logp"].gather(0, owner)[0] - softplus(others, threshold=40)
+        elsewhere = parts["logp"] == torch.inf
+        # Where the other parts have little, log-probabilities near 0 keep their digits however large the logits are.
+        others = torch.where(elsewhere, log_share.exp(), 0.0).sum(0)
+        share = torch.where(others < 0.5, torch.log1p(-others), torch.where(elsewhere, 0.0, log_share).sum(0))
+        merged["logp"] = torch.where(elsewhere, 0.0, parts["logp"]).sum(0) + share
     if parts.keys() <= {"lse", "logp"}:
         return merged
-    log_share, fractions = local_lse.log_softmax(0), sizes.to(lse.dtype)[:, None] / ends[-1]
+    counts = torch.tensor(sizes, device="cpu").to(lse.device, non_blocking=True)  # nobody waits for it
+    ends = counts.cumsum(0)
+    fractions = counts.to(lse.dtype)[:, None] / ends[-1]
     if "entropy" in parts:
         share = log_share.exp()  # 0 of a part whose logits are all -inf, and which has no entropy
         merged["entropy"] = torch.where(share == 0, 0.0, share * (parts["entropy"] - log_share)).sum(0)
     if "log_sum_sq_probs" in parts:
-        squares = torch.where(log_share == -math.inf, -math.inf, parts["log_sum_sq_probs"] + 2 * log_share)
+        squares = torch.where(log_share == -torch.inf, -torch.inf, parts["log_sum_sq_probs"] + 2 * log_share)
         merged["log_sum_sq_probs"] = squares.logsumexp(0)
     if "mean_logit" in parts:
         merged["mean_logit"] = (parts["mean_logit"] * fractions).sum(0)
     if "mean_logp" in parts:
         weights = fractions
         if class_weight is not None:
-            totals = torch.cat([class_weight.new_zeros(1), class_weight.cumsum(0)]).to(lse.dtype)
-            weights = (totals[ends] - totals[ends - sizes])[:, None] / ends[-1]
+            totals = torch.nn.functional.pad(class_weight.to(lse.dtype).cumsum(0), (1, 0))
+            weights = (totals[ends] - totals[ends - counts])[:, None] / ends[-1]
         merged["mean_logp"] = (parts["mean_logp"] * fractions + log_share * weights).sum(0)
     if "argmax" in parts:
-        columns, tops = parts["argmax"].long() + (ends - sizes)[:, None], parts["max_logit"]
+        columns, tops = parts["argmax"].long() + (ends - counts)[:, None], parts["max_logit"]
         merged["max_logit"] = tops.amax(0)
         # Not ==, of which NaN logits would make a column that there is not.
         merged["argmax"] = torch.where(tops < merged["max_logit"], ends[-1], columns).amin(0)

@@ -21,7 +21,7 @@ from tests.reference import (
     rounding,
 )
 from tests.results.combinations import COLUMNS, Row, Sizes, check, rows
-from tests.seam import BACKENDS, many_parts
+from tests.seam import BACKENDS
 
 #: Through the kernels, which take long in Triton's interpreter: fewer values of some columns.
 TRITON = {
@@ -58,12 +58,6 @@ LARGE = {
         *(Sizes((2, 150), 33, 17, 77), Sizes((4, 1025), 72, 64, 999)),
     ),
 }
-
-
-@pytest.fixture(autouse=True)
-def parts():
-    with many_parts():
-        yield
 
 
 @pytest.fixture(autouse=True, scope="module")

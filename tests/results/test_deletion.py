@@ -14,7 +14,7 @@ from tests.losses import CE
 from tests.reference import problem, tensors_of
 from tests.results.combinations import check
 from tests.results.test_combinations import IN_TRITON
-from tests.seam import ACCELERATORS, BACKENDS, many_parts, planned_blocks, without_accelerators
+from tests.seam import ACCELERATORS, BACKENDS, planned_blocks, without_accelerators
 
 #: A call that each line of the table serves.
 SERVED = {
@@ -60,7 +60,7 @@ def test_calls_are_served_on_a_gpu(name, default_gpu):
 @pytest.mark.parametrize("deleted", DELETED, ids=str)
 def test_some_results_without_them(deleted, small_tiles):
     """All are in ``test_results_without_them``, which takes long."""
-    with many_parts(), without_accelerators(*deleted):
+    with without_accelerators(*deleted):
         for row in random.Random(str(deleted)).sample(IN_TRITON, 10):
             if row.ranks == "alone":
                 check(row)

@@ -23,6 +23,7 @@ from liger_losses.chunked.core.weights import ALL, Columns, Weights
 from liger_losses.kernels.divergence import Coefficients, Logits, divergence_gradient_into
 from liger_losses.kernels.logit_transform import Epilogue, LogitTransform
 from liger_losses.kernels.matmul import wide_dtype
+from liger_losses.kernels.online_softmax import merge
 from liger_losses.kernels.softmax_grad import SoftmaxGradient, softmax_gradient_into
 from liger_losses.kernels.softmax_stats import row_slices, softmax_statistics
 
@@ -293,11 +294,14 @@ class Block:
             in_place = kept or self.memory.dtype == self.plan.products.dtype
             out = z if in_place else self.memory.view(self.plan.products.dtype)[:, : self.width]
         softmax, hard = self._of_softmax(upstream)
-        several = kept or of_bias or upstream.keys() & _SELECTED or any(s.phi for s in self._with(upstream))
-        if not several and "divergence" not in upstream:
-            return self._write_softmax(softmax, out)
-        if not several and self.common == self.width and (hard is not None or not softmax):
-            return self._write_divergence(upstream["divergence"], hard, out)
+        several, selected = kept or of_bias or any(s.phi for s in self._with(upstream)), upstream.keys() & _SELECTED
+        if not several and not selected:
+            if "divergence" not in upstream:
+                return self._write_softmax(softmax, out)
+            if self.common == self.width and (hard is not None or not softmax):
+                return self._write_divergence(upstream["divergence"], hard, out)
+        elif not several and (whole := self._at_selected(upstream, softmax)) is not None:
+            return self._write_softmax(softmax, out).scatter_(1, whole[0], whole[1].to(out.dtype))
         parts = row_slices(z, self.plan.scratch_of_terms)
         for at in parts:
             block = self if len(parts) == 1 else self.rows(at)
@@ -392,6 +396,35 @@ class Block:
             **self.plan.of_kernels,
         )
 
+    def _at_selected(self, upstream: dict[str, Tensor], softmax: dict[str, Tensor]) -> tuple[Tensor, Tensor] | None:
+        """Of statistics of the softmax and of selected columns, the places ``[R, k]`` of these and of the labels, and
+        the gradient there, in fp32: what cancels there is added before it is rounded. ``None`` for other statistics,
+        and where other ranks or tiles have some of the columns."""
+        ids, terms = self._selected(), torch.stack([upstream[name] for name in upstream.keys() & _SELECTED]).sum(0)
+        assert ids is not None
+        if "logp" in softmax:
+            ids = torch.cat([ids, self.part.labels[:, None]], 1)
+            terms = torch.cat([terms, softmax["logp"][:, None]], 1)
+        places, here = self._places(ids)
+        if here is not None or self.epilogue.class_weight is not None or "divergence" in upstream:
+            return None
+        z, transform, bias = self.z.gather(1, places), self.epilogue.transform, self.epilogue.bias
+        epilogue = Epilogue(transform, None if bias is None else bias[places])
+        logits = epilogue(z)
+        values = rows.totals(ids, terms) * transform.slope(logits) * transform.factor(logits)
+        if softmax:
+            values += softmax_gradient_into(
+                torch.empty_like(z),
+                z,
+                self.constants["lse"],
+                self.part.labels,
+                SoftmaxGradient.of(softmax, self.constants)._replace(label_coef=None),
+                epilogue,
+                vocab_size=self.part.vocab_size,
+                backend="torch",
+            )
+        return places, values
+
     def _add_selected(self, name: str, upstream: Tensor) -> None:
         ids, logits, transform = self._selected(), self.constants[name], self.epilogue.transform
         assert ids is not None
@@ -399,7 +432,8 @@ class Block:
             logits = logits + self.constants["lse"][:, None]
         values = upstream * transform.slope(logits) * transform.factor(logits)
         places, here = self._places(ids)
-        rows.add_at(self.z, places, values if here is None else torch.where(here, values, 0.0))
+        values = values if here is None else torch.where(here, values, 0.0)
+        self.z.scatter_(1, places, self.z.gather(1, places) + rows.totals(places, values))
 
     def _back_to_projections(self) -> None:
         """From the gradient of kept columns' logits at temperature 1 to that of their projections, in place."""
@@ -452,11 +486,15 @@ def statistics_by_columns(part: Target, asked: tuple[Statistic, ...], plan: Plan
     for start in range(0, count, size):
         columns = slice(start, min(start + size, count))
         tile = Block.of(part, asked, plan, {}, columns)
-        parts.append(softmax_statistics(tile.z, tile._label(0), frozenset(names), tile.epilogue, **plan.of_kernels))
+        values = softmax_statistics(tile.z, tile._label(0), frozenset(names), tile.epilogue, **plan.of_kernels)
+        if "logp" in values:
+            here = tile._label_places[1]
+            values["logp"] = rows.of_label_here(values["logp"], None if here is None else here[:, 0])
+        parts.append(values)
         sizes.append(columns.stop - start)
         del tile
     stacked = {name: torch.stack([part[name] for part in parts]) for name in {"lse", *names}}
-    return rows.merged_parts(stacked, sizes, part.labels, part.class_weight)
+    return merge(stacked, sizes, part.class_weight)
 
 
 # --- Projections ----------------------------------------------------------------------------------------------------

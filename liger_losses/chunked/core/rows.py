@@ -7,6 +7,7 @@ R rows (tokens), C columns, k selected columns.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from math import isqrt
 
 import torch
 from torch import Tensor
@@ -21,9 +22,8 @@ from liger_losses.kernels.logit_transform import Epilogue
 from liger_losses.kernels.online_softmax import merge
 from liger_losses.kernels.softmax_stats import row_slices, softmax_statistics
 
-#: Of more logits than these, the largest are chosen among the largest of so many parts of the vocabulary: a GPU's cache
-#: holds a part of a row while it is read again and again.
-_LOGITS, _PARTS = 2**21, 16
+#: How many parts of the columns, one after another, become logits, of which the largest are chosen.
+_PARTS = 16
 
 
 def merged(values: dict[str, Tensor], labels: Tensor, ranks: Ranks, class_weight: Tensor | None) -> dict[str, Tensor]:
@@ -35,22 +35,20 @@ def merged(values: dict[str, Tensor], labels: Tensor, ranks: Ranks, class_weight
         if "selected_logps" in values:
             values["selected_logps"] = values["selected_logps"] - values["lse"][:, None]
         return values
+    if "logp" in values:
+        values = values | {"logp": of_label_here(values["logp"], ranks.local(labels)[1])}
     names = sorted(values)  # in an order that all ranks have
     rows = [values[name].t() if values[name].dim() == 2 else values[name][None] for name in names]
     gathered = ranks.gather(torch.cat([row.to(values["lse"].dtype) for row in rows]))
     parts = {}
     for name, part in zip(names, gathered.split([len(row) for row in rows], dim=1), strict=True):
         parts[name] = part.mT if values[name].dim() == 2 else part[:, 0]
-    return merged_parts(parts, ranks.sizes, labels, class_weight)
+    return merge(parts, ranks.sizes, class_weight)
 
 
-def merged_parts(
-    parts: dict[str, Tensor], sizes: Sequence[int], labels: Tensor, class_weight: Tensor | None
-) -> dict[str, Tensor]:
-    """Statistics of a vocabulary from those of parts of it, ``[parts, R]`` each, which have so many columns."""
-    on_device = torch.tensor(sizes, device="cpu").to(labels.device, non_blocking=True)  # nobody waits for it
-    wide = None if class_weight is None else class_weight.to(parts["lse"].dtype)
-    return merge(parts, on_device, labels, wide)
+def of_label_here(logp: Tensor, here: Tensor | None) -> Tensor:
+    """``logp`` as :func:`~liger_losses.kernels.online_softmax.merge` reads it: inf where the label is not here."""
+    return logp if here is None else torch.where(here, logp, torch.inf)
 
 
 def divergence_sums(
@@ -110,17 +108,25 @@ def table_gradient(
 
 
 def largest(z: Tensor, epilogue: Epilogue, k: int) -> tuple[Tensor, Tensor]:
-    """The k largest logits of each row, in descending order, and their columns; all of a row that has fewer."""
-    size = z.shape[1] if z.numel() <= _LOGITS else max(-(-z.shape[1] // _PARTS), 4 * k)
-    values, ids = list[Tensor](), list[Tensor]()
-    for start in range(0, z.shape[1], size):
-        columns = slice(start, min(start + size, z.shape[1]))
-        logits = epilogue.columns(columns)(z[:, columns])
-        value, at = logits.topk(min(k, logits.shape[1]), -1)
-        values.append(value)
-        ids.append(at + start)
-    value, at = torch.cat(values, -1).topk(min(k, z.shape[1]), -1)
-    return value, torch.cat(ids, -1).gather(1, at)
+    """The k largest logits of each row, in descending order, and their columns; all of a row that has fewer.
+
+    They are in the k groups of columns whose largest logits are largest, which one reading of the block shows.
+    """
+    columns = z.shape[1]
+    size = 1 << (max(isqrt(columns // k), 1).bit_length() - 1)
+    whole = columns // size * size
+    ids = torch.arange(whole, columns, device=z.device).expand(len(z), -1)  # of no whole group
+    step = max(whole // _PARTS // size * size, size)
+    maxima = list[Tensor]()
+    for start in range(0, whole, step):
+        at = slice(start, min(start + step, whole))
+        maxima.append(epilogue.columns(at)(z[:, at]).unflatten(1, (-1, size)).amax(-1))
+    groups = torch.cat(maxima, 1).topk(min(k, columns), -1).indices
+    of_groups = (groups[..., None] * size + torch.arange(size, device=z.device)).flatten(1)
+    ids = torch.cat([of_groups, ids], 1)
+    bias = None if epilogue.bias is None else epilogue.bias[ids]
+    value, at_ids = epilogue.transform(z.gather(1, ids), bias).topk(min(k, columns), -1)
+    return value, ids.gather(1, at_ids)
 
 
 def largest_of_ranks(logits: Tensor, ids: Tensor, k: int, ranks: Ranks) -> Tensor:
@@ -160,10 +166,9 @@ def rest(
     return (of_others - lse).exp()
 
 
-def add_at(grad: Tensor, ids: Tensor, values: Tensor) -> None:
-    """``grad[r, ids[r, i]] += values[r, i]``, with the same bits from run to run where a row repeats a column."""
+def totals(ids: Tensor, values: Tensor) -> Tensor:
+    """``[R, k]``: the sum of a row's values that have the same id, with the same bits from run to run."""
     ordered, order = ids.sort(dim=-1, stable=True)
     first = torch.searchsorted(ordered, ordered)
     sums = torch.zeros_like(values).scatter_add_(1, first, values.gather(1, order))
-    totals = torch.empty_like(values).scatter_(1, order, sums.gather(1, first))
-    grad.scatter_(1, ids, grad.gather(1, ids) + totals)
+    return torch.empty_like(values).scatter_(1, order, sums.gather(1, first))

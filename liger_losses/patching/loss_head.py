@@ -336,12 +336,17 @@ def _reason_against(head: nn.Module) -> str | None:
     """Why a head must compute its logits, or ``None``."""
     if isinstance(head, nn.Embedding) or type(head).forward is nn.Module.forward:
         return "it is no layer that multiplies hidden states"
+    hooks_of_all = [getattr(nn.modules.module, name, None) for name in _BACKWARD_HOOKS_OF_ALL]
     for layer in head.modules():
-        if any(hooks_of(layer, kind) for kind in ("backward_hooks", "backward_pre_hooks")):
+        if any(hooks_of_all) or any(hooks_of(layer, kind) for kind in _BACKWARD_HOOKS):
             return "it has backward hooks, which a gradient that is taken elsewhere would pass by"
         if type(layer).__name__ == "FullyShardedDataParallel":
             return "it is a unit of FSDP1, which frees its weight after its forward: leave it in the model's own unit"
     return None
+
+
+_BACKWARD_HOOKS = ("backward_hooks", "backward_pre_hooks")
+_BACKWARD_HOOKS_OF_ALL = ("_global_backward_hooks", "_global_backward_pre_hooks")
 
 
 def _layers(head: Any) -> list[Any]:

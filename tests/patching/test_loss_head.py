@@ -323,6 +323,9 @@ def test_heads_that_do_more_compute_their_logits(name):
 REGISTER = {
     "hook": lambda head, function: head.register_full_backward_hook(lambda _, inputs, outputs: function(outputs[0])),
     "pre-hook": lambda head, function: head.register_full_backward_pre_hook(lambda _, outputs: function(outputs[0])),
+    "hook of all modules": lambda head, function: nn.modules.module.register_module_full_backward_hook(
+        lambda module, inputs, outputs: function(outputs[0]) if module is head else None
+    ),
 }
 
 

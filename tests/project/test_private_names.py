@@ -164,7 +164,7 @@ def main():
 #: Of transformers and accelerate, which modules need not have; of named tuples; and the package's own.
 OTHERS = {"_C", "_apply_gate", "_hf_hook", "_original_forward", "_fields", "_make", "_replace", "_asdict", "_input"}
 OTHERS |= {"_attn_implementation", "_can_set_attn_implementation", "_is_stateful"}
-OTHERS |= {"_buffers"}  # without which torch does not run
+OTHERS |= {"_buffers", "_global_backward_hooks", "_global_backward_pre_hooks"}  # without which torch does not run
 OTHERS |= {"_backward", "_ce_weight"}  # the end of an operator's name, and a buffer of a loss
 LISTED = [*itertools.chain.from_iterable(AT_IMPORT + IN_CALLS)]
 

@@ -22,6 +22,7 @@ PAGES = {
     "CONTRIBUTING.md": "contributing.md",
     "CHANGELOG.md": "changelog.md",
     "kernels/README.md": "hub_kernel.md",
+    "examples/README.md": "examples.md",
     "examples/quickstart.ipynb": "notebook.md",
 }
 MATHJAX = "mathjax/tex-svg.js"

@@ -91,7 +91,7 @@ def test_every_address_is_the_one_in_pyproject():
 
 def test_prose_has_lines_of_at_most_120_characters():
     """In every Markdown file; rows of tables, code, and lines with an address may be longer."""
-    folders = ("", "docs/", "benchmarks/", "kernels/", ".github/")
+    folders = ("", "docs/", "benchmarks/", "examples/", "kernels/", ".github/")
     found = []
     for path in (path for folder in folders for path in sorted((ROOT / folder).glob("*.md"))):
         code = False

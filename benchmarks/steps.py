@@ -39,7 +39,7 @@ GiB = 2**30
 #: By default, of a model's own loss, and of TRL's trainers.
 SFT = ("plain", "liger-kernel", "ours")
 TRL = ("plain", "TRL", "TRL+liger-kernel", "ours", "ours+kernels")
-PROVIDERS = (*dict.fromkeys(SFT + TRL), "plain+compile", "ours+compile")
+PROVIDERS = (*dict.fromkeys(SFT + TRL), "plain+compile", "ours+compile", "ours+tiles")
 PROVIDERS += ("ours+kernels, repeated", "other", "other+kernels")
 WARM_UP = 3
 
@@ -77,6 +77,7 @@ CASES = (
     Case("SFT", "Llama-3.2-1B", 4, 4096),
     Case("SFT", "Llama-3.2-1B", 4, 4096, checkpointing=True),
     Case("SFT", "Llama-3.2-1B", 1, 16384),
+    Case("SFT", "Llama-3.2-1B", 1, 65536, checkpointing=True, providers=("ours", "ours+tiles")),
     Case("SFT", "Qwen2.5-1.5B", 4, 4096),
     Case("SFT", "Qwen2.5-1.5B", 4, 4096, checkpointing=True),
     Case("SFT", "Llama-3-8B half", 4, 4096, providers=("liger-kernel", "ours")),
@@ -121,7 +122,7 @@ def provide(provider: str, case: Case, model: Any, folder: str) -> tuple[Loss, C
         if provider == "liger-kernel":
             within = liger_kernel(model)
         elif ours:
-            package("patch")(model)
+            package("patch")(model, tile_mlps=provider.endswith("+tiles"))
         if provider.endswith("+compile"):
             model.compile()
         return lambda ids, labels: model(input_ids=ids, labels=labels).loss, within

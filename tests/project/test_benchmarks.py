@@ -46,6 +46,18 @@ def test_results_begin_with_date_commit_command_and_device():
         assert second.startswith("device "), path.name
 
 
+@pytest.mark.parametrize("page", ["README.md", "docs/performance.md"])
+def test_numbers_in_tables_are_in_the_files_of_results(page):
+    """Cells that are a number; thousands as `49.0k`, and MiB as GiB."""
+    number, files = r"(?<![\w.])\d+(?:\.\d+)?(?![\w.]*[\w])", (ROOT / "benchmarks" / "results").glob("*.txt")
+    values = {float(value) for file in files for value in re.findall(number + r"|\d+\.\d+(?=k)", file.read_text())}
+    cells = re.findall(r"(?<=\|) \**(\d+\.\d+)(?:k| GiB)?\**(?= \|)", (ROOT / page).read_text())
+    shown = [(float(cell), 0.5001 * 10.0 ** -len(cell.partition(".")[2])) for cell in cells]
+    measured = [value / unit for value in values for unit in (1, 1000, 1024)]
+    assert len(cells) >= 20
+    assert [x for x, rounding in shown if not any(abs(x - value) <= rounding for value in measured)] == []
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", STUDIES)
 def test_a_study_runs(name, tmp_path):

@@ -174,7 +174,8 @@ def test_the_new_statistic(run_it, tmp_path):
 # --- Links -----------------------------------------------------------------------------------------------------------
 
 LINK = re.compile(r"(?<!`)\[[^\]]*\]\(([^)\s]+)\)")
-TEXTS = [*(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "benchmarks/README.md", "examples/README.md")), *PAGES]
+NAMES = ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "benchmarks/README.md", "examples/README.md")
+TEXTS = [*(ROOT / name for name in NAMES), *PAGES]
 
 
 def anchors_of(path):

@@ -67,11 +67,12 @@ def test_a_model_that_is_not_there(tmp_path, capsys):
 
 
 @pytest.mark.parametrize("checkpointing", [False, True])
-def test_a_steps_memory_is_what_was_measured_on_a_gpu(checkpointing, name="Llama-3.2-1B"):
+def test_a_steps_memory_is_what_was_measured_on_a_gpu(checkpointing):
     """benchmarks/results/doctor_h200.txt."""
     transformers = pytest.importorskip("transformers", reason="transformers is not installed")
     from benchmarks.models import MODELS
 
+    name = "Llama-3.2-1B"
     kind, sizes = MODELS[name]
     results = (ROOT / "benchmarks" / "results" / "doctor_h200.txt").read_text()
     model = doctor.model_of(transformers.AutoConfig.for_model(kind, **sizes), checkpointing)

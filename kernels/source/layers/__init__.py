@@ -12,7 +12,7 @@ from torch import Tensor, cat, nn
 from liger_losses.chunked.losses.cross_entropy import LigerFusedLinearCrossEntropyLoss
 from liger_losses.layers.glu import glu, glu_mlp
 from liger_losses.layers.layer_norm import layer_norm
-from liger_losses.layers.plain import is_plain_linear
+from liger_losses.layers.plain import plain_linear
 from liger_losses.layers.rms_norm import gated_rms_norm, rms_norm
 from liger_losses.layers.rope import rope
 
@@ -97,9 +97,8 @@ class LayerNorm(nn.Module):
 
 
 def _mlp(module: Any, x: Tensor, activation: str) -> Any:
-    layers = module.gate_proj, module.up_proj, module.down_proj
-    if all(map(is_plain_linear, layers)):
-        gate, up, down = ((layer.weight, layer.bias) for layer in layers)
+    gate, up, down = map(plain_linear, (module.gate_proj, module.up_proj, module.down_proj))
+    if gate is not None and up is not None and down is not None:
         return glu_mlp(x, gate, up, down, activation)
     return module.down_proj(glu(module.gate_proj(x), module.up_proj(x), activation))
 

@@ -398,20 +398,23 @@ class Block:
 
     def _at_selected(self, upstream: dict[str, Tensor], softmax: dict[str, Tensor]) -> tuple[Tensor, Tensor] | None:
         """Of statistics of the softmax and of selected columns, the places ``[R, k]`` of these and of the labels, and
-        the gradient there, in fp32: what cancels there is added before it is rounded. ``None`` for other statistics,
-        and where other ranks or tiles have some of the columns."""
+        the gradient there, in fp32: what cancels there is added before it is rounded. ``None`` for other statistics.
+
+        A column that is not here has the place of another one, to whose gradient it adds nothing.
+        """
+        if "divergence" in upstream or self.epilogue.class_weight is not None:
+            return None
         ids, terms = self._selected(), torch.stack([upstream[name] for name in upstream.keys() & _SELECTED]).sum(0)
         assert ids is not None
         if "logp" in softmax:
             ids = torch.cat([ids, self.part.labels[:, None]], 1)
             terms = torch.cat([terms, softmax["logp"][:, None]], 1)
         places, here = self._places(ids)
-        if here is not None or self.epilogue.class_weight is not None or "divergence" in upstream:
-            return None
+        terms = terms if here is None else torch.where(here, terms, 0.0)
         z, transform, bias = self.z.gather(1, places), self.epilogue.transform, self.epilogue.bias
         epilogue = Epilogue(transform, None if bias is None else bias[places])
         logits = epilogue(z)
-        values = rows.totals(ids, terms) * transform.slope(logits) * transform.factor(logits)
+        values = rows.totals(places, terms) * transform.slope(logits) * transform.factor(logits)
         if softmax:
             values += softmax_gradient_into(
                 torch.empty_like(z),

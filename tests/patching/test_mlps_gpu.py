@@ -6,9 +6,9 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from liger_losses import patch, unpatch
 from liger_losses.layers.glu import glu_linear, glu_mlp
 from liger_losses.modules import SwiGLUMLP
-from liger_losses.patching.patch import patch
 
 pytestmark = pytest.mark.gpu
 
@@ -60,6 +60,7 @@ def test_memory_of_an_mlp():
     patch(module)
     whole = peak(module["mlp"], x)
     assert whole <= 2 * (3 * tokens * inner + 4 * tokens * hidden + 2 * weights)
+    unpatch(module)
     patch(module, tile_mlps=tile)
     tiled = peak(module["mlp"], x)
     assert tiled <= 2 * (3 * tile * inner + 6 * tokens * hidden + 5 * weights)

@@ -22,8 +22,9 @@ from liger_losses.kernels.logit_transform import Epilogue
 from liger_losses.kernels.online_softmax import merge
 from liger_losses.kernels.softmax_stats import row_slices, softmax_statistics
 
-#: How many parts of the columns, one after another, become logits, of which the largest are chosen.
-_PARTS = 16
+#: How many parts of the columns, one after another, become logits, of which the largest are chosen; or the bytes of
+#: those of some rows.
+_PARTS, _BYTES = 16, 2**25
 
 
 def merged(values: dict[str, Tensor], labels: Tensor, ranks: Ranks, class_weight: Tensor | None) -> dict[str, Tensor]:
@@ -113,7 +114,10 @@ def largest(z: Tensor, epilogue: Epilogue, k: int) -> tuple[Tensor, Tensor]:
     They are in the k groups of columns whose largest logits are largest, which one reading of the block shows.
     """
     columns = z.shape[1]
-    size = 1 << (max(isqrt(columns // k), 1).bit_length() - 1)
+    if columns < 512 * k:  # the groups' columns would take as much memory as logits
+        tops = [epilogue.rows(at)(z[at]).topk(min(k, columns), -1) for at in row_slices(z, _BYTES) or [slice(0, 0)]]
+        return torch.cat([top.values for top in tops]), torch.cat([top.indices for top in tops])
+    size = 1 << (isqrt(columns // k).bit_length() - 1)
     whole = columns // size * size
     ids = torch.arange(whole, columns, device=z.device).expand(len(z), -1)  # of no whole group
     step = max(whole // _PARTS // size * size, size)
@@ -121,11 +125,11 @@ def largest(z: Tensor, epilogue: Epilogue, k: int) -> tuple[Tensor, Tensor]:
     for start in range(0, whole, step):
         at = slice(start, min(start + step, whole))
         maxima.append(epilogue.columns(at)(z[:, at]).unflatten(1, (-1, size)).amax(-1))
-    groups = torch.cat(maxima, 1).topk(min(k, columns), -1).indices
+    groups = torch.cat(maxima, 1).topk(k, -1).indices
     of_groups = (groups[..., None] * size + torch.arange(size, device=z.device)).flatten(1)
     ids = torch.cat([of_groups, ids], 1)
     bias = None if epilogue.bias is None else epilogue.bias[ids]
-    value, at_ids = epilogue.transform(z.gather(1, ids), bias).topk(min(k, columns), -1)
+    value, at_ids = epilogue.transform(z.gather(1, ids), bias).topk(k, -1)
     return value, ids.gather(1, at_ids)
 
 

@@ -127,10 +127,12 @@ class PolicyInputs:
             return None if value is None else torch.where(mask, value, 0.0)
 
         self.options, self.mask, self.group, self.prompts = options.values, mask, group, tensors.prompts
-        self.advantages, self.ref_logps, self.token_is_ratio = map(masked, ("advantages", "ref_logps", "is_ratio"))
+        self.advantages, self.token_is_ratio = map(masked, ("advantages", "is_ratio"))
         # Of a probability of 0, the ratio is as large as the largest, and no difference is infinite.
-        policies = [masked(name) for name in ("old_logps", "sampling_logps")]
-        self.old_logps, self.sampling_logps = [None if logps is None else finite_logs(logps) for logps in policies]
+        policies = [masked(name) for name in ("old_logps", "sampling_logps", "ref_logps")]
+        self.old_logps, self.sampling_logps, self.ref_logps = [
+            None if logps is None else finite_logs(logps) for logps in policies
+        ]
         topk = tensors.sampler_topk_logps
         self.sampler_topk = None if topk is None else finite_logs(torch.where(mask[..., None], topk.detach(), 0.0))
         # As it was passed, [B, 1] or [B, T].

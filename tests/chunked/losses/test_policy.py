@@ -110,7 +110,9 @@ TERMS = {
     # prime-rl's ref_kl
     "ref_kl": (
         {"loss_type": "ref_kl", "normalizer": "token_sum"},
-        lambda p, q, ref, a, m: -a * (ref - p).detach() * (p - q).exp() * (q.exp() - p.exp().detach() <= 0.2),
+        lambda p, q, ref, a, m: (
+            -a * (ref - p).detach() * (p - q).exp() * (q.exp() - p.exp().detach() <= 0.2) + 1e-3 * (p - q) ** 2
+        ),
     ),
     # A*-PO, arXiv:2505.20686, whose reference is the old policy here
     "a2po": (
@@ -250,7 +252,9 @@ def test_tokens_that_do_not_act_have_no_objective(loss_type):
     *_, mask, advantages, logps, noise = problem()
     options, inputs = needed(loss_type, logps + 0.2 * noise)
     given = {name.replace("_per_token", ""): value for name, value in inputs.items()}
-    options |= {"log_ratio_penalty": 0.0} if loss_type in ("dro", "prime_ipo") else {}  # which is no part of it
+    options |= (
+        {"log_ratio_penalty": 0.0} if loss_type in ("dro", "prime_ipo", "ref_kl") else {}
+    )  # which is no part of it
     loss = functional.grpo_loss(
         logps.requires_grad_(), advantages, mask, acting=torch.zeros_like(mask), old_logps=logps.detach() - noise,
         loss_type=loss_type, beta=0.0, **options, **given,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import inspect
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -312,7 +313,7 @@ def prepare_head(model: nn.Module, filter_fn: Callable[[nn.Module, str], bool] |
 
 def reason_against_head(model: Any) -> str:
     """Prepare the last layer of a model, or return why that is not possible."""
-    entries = [] if _layers(head_of(owner_of_head(model))) else prepare_head(model)
+    entries = [] if is_prepared(model) else prepare_head(model)
     reasons = [f"{entry.path or 'the head'}: {entry.reason}" for entry in entries if entry.reason]
     return f"the last layer of {type(model).__name__} cannot be a Head ({'; '.join(reasons)})" if reasons else ""
 
@@ -323,10 +324,9 @@ def _reason_to_leave(layer: Any, kind: _HeadKind) -> str | None:
         reason = _reason_against(layer)
         if reason is None and isinstance(kind, QuantizedHead):
             _check_quantized(layer)
-        elif reason is None and hasattr(getattr(layer, "weight", None), "full_tensor"):
-            forward = vars(layer).get("forward")
-            if getattr(forward, "__module__", "").startswith("transformers."):  # its tensor parallelism
-                layer.forward = partial(_shared_forward, _match_shared(layer), forward, layer)
+        elif reason is None and _shares_rows(layer):
+            forward = vars(layer)["forward"]
+            layer.forward = partial(_shared_forward, _match_shared(layer), forward, layer)
     except Exception as error:
         return probing.reason_of(error)
     return reason
@@ -342,6 +342,14 @@ def _reason_against(head: nn.Module) -> str | None:
             return "it has backward hooks, which a gradient that is taken elsewhere would pass by"
         if type(layer).__name__ == "FullyShardedDataParallel":
             return "it is a unit of FSDP1, which frees its weight after its forward: leave it in the model's own unit"
+        if getattr(layer, "weight", None).__class__.__name__ == "DTensor":
+            hooks = [*hooks_of(layer, "forward_pre_hooks").values(), *hooks_of(layer, "forward_hooks").values()]
+            if any(getattr(hook, "__module__", "").startswith("torch.distributed.tensor.") for hook in hooks):
+                return (
+                    "torch's parallelize_module has split its weight, and takes DTensors from it: load the model with "
+                    'transformers\' DistributedConfig(tp_plan="auto"), or take the loss from the last hidden states '
+                    "and a Head with group="
+                )
     return None
 
 
@@ -349,28 +357,38 @@ _BACKWARD_HOOKS = ("backward_hooks", "backward_pre_hooks")
 _BACKWARD_HOOKS_OF_ALL = ("_global_backward_hooks", "_global_backward_pre_hooks")
 
 
-def _layers(head: Any) -> list[Any]:
+def is_head(layer: nn.Module) -> bool:
+    """Whether a layer was prepared."""
+    return isinstance(replacement_of(layer), _HeadKind)
+
+
+def is_prepared(model: nn.Module) -> bool:
+    """Whether the head of a model is prepared."""
+    return bool(_layers(head_of(owner_of_head(model))))
+
+
+def _layers(head: nn.Module | None) -> list[Any]:
     """The layers of a head that were prepared, the head itself among them; none if it was not."""
-    if not isinstance(replacement_of(head), _HeadKind):
+    if head is None or not is_head(head):
         return []
     return [layer for layer in head.modules() if layer is head or isinstance(replacement_of(layer), QuantizedHead)]
 
 
-@contextlib.contextmanager
-def _pending(layers: list[Any]) -> Iterator[None]:
-    """Within this context, layers return pending logits to this thread."""
+def _start(layers: list[Any]) -> int:
+    """Let layers return pending logits to this thread, until ``_end`` with the number that is returned."""
     thread = 0 if torch.compiler.is_dynamo_compiling() else threading.get_ident()
     for layer in layers:
         getattr(layer, _PENDING).append(thread)
         for unit in layer.modules():
             if hasattr(unit, "set_reshard_after_forward"):
                 _do_not_reshard(unit)
-    try:
-        yield
-    finally:
-        for layer in layers:
-            if hasattr(layer, _PENDING):  # it was not unpatched
-                getattr(layer, _PENDING).remove(thread)
+    return thread
+
+
+def _end(layers: list[Any], thread: int) -> None:
+    for layer in layers:
+        if hasattr(layer, _PENDING):  # it was not unpatched
+            getattr(layer, _PENDING).remove(thread)
 
 
 def _is_pending(layer: Any) -> bool:
@@ -396,10 +414,11 @@ def pending_logits(*models: nn.Module) -> Iterator[None]:
     layers = [layer for layer in dict.fromkeys(layers) if not _is_pending(layer)]
     inner = [getattr(model, "module", model) for model in models if layers and _is_distributed()]
     hooks = [model.register_forward_hook(_show_tensors, prepend=True) for model in inner]
+    thread = _start(layers)
     try:
-        with _pending(layers):
-            yield
+        yield
     finally:
+        _end(layers, thread)
         for hook in hooks:
             hook.remove()
 
@@ -443,13 +462,20 @@ class LossForward(Replacement):
         return lambda model, *args, **kwargs: _with_loss(partial(replaced, model), model, *args, **kwargs)
 
 
+def _has_labels(forward: Any, args: Any, kwargs: dict[str, Any]) -> bool:
+    if kwargs.get("labels") is not None or kwargs.get("shift_labels") is not None:
+        return True
+    if len(args) < 2 or torch.compiler.is_dynamo_compiling():
+        return False
+    return inspect.signature(forward).bind_partial(*args).arguments.get("labels") is not None
+
+
 def _with_loss(forward: Callable[..., Any], model: Any, *args: Any, **kwargs: Any) -> Any:
     """The forward of a patched model."""
     options = replacement_of(model)
     if not isinstance(options, LossForward):  # it was unpatched, and what is around it calls this
         return forward(*args, **kwargs)
-    layers, training = _layers(head_of(model)), torch.is_grad_enabled()
-    labeled = kwargs.get("labels") is not None or kwargs.get("shift_labels") is not None
+    layers, training, labeled = _layers(head_of(model)), torch.is_grad_enabled(), _has_labels(forward, args, kwargs)
     # A Trainer that keeps the labels back passes their number.
     wanted = (
         labeled or kwargs.get("num_items_in_batch") is not None if training else labeled and not options.eval_logits
@@ -460,8 +486,11 @@ def _with_loss(forward: Callable[..., Any], model: Any, *args: Any, **kwargs: An
         return output
     if not layers and not torch.compiler.is_dynamo_compiling():
         layers = _prepare_again(model)
-    with _pending(layers):
+    thread = _start(layers)
+    try:
         output = forward(*args, **kwargs)
+    finally:
+        _end(layers, thread)
     if not labeled:
         _show_tensors(model, args, output)
         return output
@@ -548,22 +577,40 @@ def transform_of(layer: nn.Module, hidden_states: Tensor) -> LogitTransform:
     """
     if is_weight_and_bias(layer):
         return LogitTransform()
-    parameters: dict[str, Any] = {"weight": layer.weight, "bias": getattr(layer, "bias", None)}
-    device = hidden_states.device
-    hidden = torch.zeros(1, 3, parameters["weight"].shape[1], dtype=hidden_states.dtype, device=device)
-    small = {
-        name: torch.zeros(5, *parameter.shape[1:], dtype=parameter.dtype, device=device)
-        for name, parameter in parameters.items()
-        if parameter is not None
-    }
+    weight: Any = layer.weight
+    dtypes = hidden_states.dtype, weight.dtype
+    logits, arguments = _small_logits(layer, type(layer).forward, *dtypes, hidden_states.device)
+    operands = [tensor for tensor in logits.tensors if tensor is not None]
+    if [tensor.data_ptr() for tensor in operands] != [tensor.data_ptr() for tensor in arguments]:
+        raise Mismatch("its product is of another input, weight or bias than the layer's")
+    return logits.head.transform
+
+
+def _small_logits(
+    layer: Any, forward: Callable[[Any, Tensor], Any], dtype: torch.dtype, weight_dtype: torch.dtype, device: Any
+) -> tuple[PendingLogits, list[Tensor]]:
+    """What ``forward(layer, hidden states)`` returns of small hidden states and parameters, and these; or Mismatch."""
+    width = probing.shape_of(layer.weight)[1]
+    hidden = torch.zeros(1, 3, width, dtype=dtype, device=device)
+    small = {"weight": torch.zeros(5, width, dtype=weight_dtype, device=device)}
+    if getattr(layer, "bias", None) is not None:
+        small["bias"] = torch.zeros(5, dtype=weight_dtype, device=device)
     with Products():
         try:
-            logits = probing.call_with(small, type(layer).forward, layer, hidden)
+            logits = probing.call_with(small, forward, layer, hidden)
         except Exception as error:
             raise Mismatch(f"{type(error).__name__}: {str(error)[:160]}") from error
     if not isinstance(logits, PendingLogits) or logits.computed or logits.shape != (1, 3, 5):
         raise Mismatch("it does more than to call F.linear with its parameters, and to cast and scale the result")
-    operands = [tensor.data_ptr() for tensor in logits.tensors if tensor is not None]
-    if operands != [tensor.data_ptr() for tensor in (hidden, *small.values())]:
-        raise Mismatch("its product is of another input, weight or bias than the layer's")
-    return logits.head.transform
+    return logits, [hidden, *small.values()]
+
+
+def _shares_rows(layer: Any) -> bool:
+    """Whether a forward on the instance of a layer exchanges messages, because its rows are on several processes."""
+    forward = vars(layer).get("forward")
+    if forward is None or not hasattr(getattr(layer, "weight", None), "full_tensor"):
+        return False
+    with probing.isolated(), contextlib.suppress(Mismatch):
+        _small_logits(layer, lambda layer, x: forward(x), torch.float32, torch.float32, "cpu")
+        return False  # fully_shard gathers the weight
+    return True

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import inspect
+import weakref
 from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 from liger_losses.checks import check_labels, see
 from liger_losses.chunked import Head
@@ -15,6 +19,9 @@ from liger_losses.patching.loss_head import owner_of_head, pending_logits, reaso
 from liger_losses.patching.pending import PendingLogits
 from liger_losses.prompts.attention import attending, check_model
 from liger_losses.prompts.packing import PackedCompletions
+
+#: For classes of models: whether the loss shifts the labels.
+_SHIFTS: weakref.WeakKeyDictionary[type, bool] = weakref.WeakKeyDictionary()
 
 
 class LossInputs(NamedTuple):
@@ -65,9 +72,11 @@ def loss_inputs(
         TypeError: a model whose last layer or logit transform a head cannot express; ``num_items_in_batch``, which is
             an argument of the loss.
         CannotShareError: a ValueError; the model cannot run a packed row.
-        ValueError: an encoder-decoder; ``return_dict=False``; labels, not given as ``shift_labels``, of a model of
-            transformers whose loss is not its function for causal language models, such as a masked language model;
-            labels that are missing or do not fit the hidden states.
+        ValueError: an encoder-decoder; a model that returns a tuple (``return_dict=False``); labels, not given as
+            ``shift_labels``, of a model whose loss does not shift them, such as a masked language model; labels that
+            are missing or do not fit the hidden states.
+
+    The first forward of each class is given labels that show whether it shifts them.
     """
     if by_position or not (packed is None or isinstance(packed, PackedCompletions)):
         raise TypeError("pass the batch by keyword: loss_inputs(model, input_ids=..., attention_mask=...).")
@@ -90,9 +99,13 @@ def loss_inputs(
             "loss_inputs computes no loss, of which num_items_in_batch is the divisor: take it out of the batch, and "
             "pass it to the loss, as in LigerFusedLinearCrossEntropyLoss()(*inputs, num_items_in_batch=...)."
         )
-    if batch.get("return_dict") is False:
-        raise ValueError(f"{name} returns a tuple, in which logits have no name: leave out return_dict=False.")
-    if getattr(getattr(inner, "config", None), "is_encoder_decoder", False):
+    config = getattr(inner, "config", None)
+    if batch.get("return_dict") is False or getattr(config, "return_dict", True) is False:
+        raise ValueError(
+            f"{name} returns a tuple, in which logits have no name: leave out return_dict=False, and set "
+            "model.config.return_dict = True."
+        )
+    if getattr(config, "is_encoder_decoder", False):
         raise ValueError(f"{name} is an encoder-decoder, whose labels are not shifted; give a causal language model.")
     targets = labels if shift_labels is None else shift_labels
     targets = batch.get("input_ids") if targets is None else targets
@@ -103,20 +116,24 @@ def loss_inputs(
     if reason:
         raise TypeError(f"{reason}." + see("models-that-cannot-be-patched"))
     if shift_labels is None:
-        if not _shifts_labels(inner):
-            raise ValueError(
-                f"{name} does not shift its labels by transformers' loss function of causal language models. If it "
-                "compares the logits of a token with that token's label, pass the labels as shift_labels=, which are "
-                "not shifted; if it shifts them itself, pass shift_labels=liger_losses.chunked.shift_labels(labels)."
-            )
         shifted, mask = shifted_labels(targets, ignore_index), batch.get("attention_mask")
         if mask is not None and mask.shape == targets.shape:
             active = mask.to(targets.device) != 0
             shifted = shifted.where(active & active.roll(-1, -1), ignore_index)
     else:
         shifted = targets
-    with pending_logits(inner):
-        output = model(**batch)
+    asks = shift_labels is None and type(inner) not in _SHIFTS and _can_ask(inner, targets, batch)
+    losses = _Losses()
+    with pending_logits(inner), losses if asks else contextlib.nullcontext():
+        output = model(**batch, labels=_first_alone(targets)) if asks else model(**batch)
+    if losses.labels:
+        _SHIFTS[type(inner)] = not any(bool((labels != -100).any()) for labels in losses.labels)
+    if shift_labels is None and not _SHIFTS.get(type(inner), True):
+        raise ValueError(
+            f"{name} does not shift its labels, as a causal language model does: the logits of a token are "
+            "compared with that token's label. Give a causal language model, or pass the labels as "
+            "shift_labels=, which are not shifted."
+        )
     logits = getattr(output, "logits", None)
     if not isinstance(logits, PendingLogits) or logits.computed or logits.normalized:
         raise TypeError(
@@ -133,15 +150,31 @@ def loss_inputs(
     return LossInputs(logits.head, hidden_states, shifted.to(hidden_states.device))
 
 
-def _shifts_labels(model: Any) -> bool:
-    """Whether a causal model's loss compares the logits at ``t`` with the label at ``t + 1``.
+class _Losses(TorchFunctionMode):
+    """Within this context, losses of pending logits are 0, and their labels are kept."""
 
-    transformers' loss function of causal models does; its classes that compute their loss otherwise do not.
-    """
-    forward = inspect.unwrap(type(model).forward)
-    if not forward.__module__.startswith("transformers."):
-        return True
-    return (
-        "loss_function" in forward.__code__.co_names
-        and getattr(model.loss_function, "__name__", "") != "ForMaskedLMLoss"
-    )
+    def __init__(self) -> None:
+        super().__init__()
+        self.labels: list[Tensor] = []
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func not in (F.cross_entropy, F.nll_loss) or not isinstance(args[0], PendingLogits):
+            return func(*args, **kwargs)
+        self.labels.append(kwargs["target"] if "target" in kwargs else args[1])
+        return args[0].hidden_states.new_zeros((), dtype=torch.float32)
+
+
+def _can_ask(model: nn.Module, targets: Tensor, batch: dict[str, Any]) -> bool:
+    """Whether a forward with labels tells if the model compares the logits at ``t`` with the label at ``t + 1``."""
+    takes_labels = "labels" in inspect.signature(inspect.unwrap(type(model).forward)).parameters
+    # With labels, a forward may not look at its cache; transformers 5.24 calls it `cache`.
+    cached = any(batch.get(name) is not None for name in ("cache", "past_key_values"))
+    return takes_labels and targets.shape[-1] > 1 and not cached
+
+
+def _first_alone(targets: Tensor) -> Tensor:
+    """Labels of which a shift drops all that carry loss."""
+    labels = torch.full_like(targets, -100)
+    labels[..., 0] = 0
+    return labels

@@ -14,7 +14,7 @@ from liger_losses.patching.mlps import GatedExperts, GatedMLP
 from liger_losses.patching.norms import Norm
 from liger_losses.patching.probing import reason_of
 from liger_losses.patching.report import LEFT_OUT, Entry, PatchReport
-from liger_losses.patching.rotations import Rotations, called_rotations
+from liger_losses.patching.rotations import Rotations, calling_methods
 from liger_losses.patching.swap import (
     Replacement,
     original_class,
@@ -69,7 +69,7 @@ def patch(
 
             Backward computes each tile again up to its product. With gradient checkpointing, which recomputes anyway,
             this is no extra work. Outputs and gradients do not change; the gradients of weights are summed over the
-            tiles in fp32. To change the number, :func:`unpatch` first.
+            tiles in fp32. A second :func:`patch` with another number changes it.
 
             This applies to the gated MLPs that are replaced. Hooks on their layers are called for each tile. Under
             torch.compile, the graph breaks at such an MLP. With ZeRO-3, FSDP1, or a layer of the MLP as a separate
@@ -92,7 +92,7 @@ def patch(
     kinds: list[type[Replacement]] = [Norm] * norms + [GatedMLP, GatedExperts] * mlps + [Rotations] * rope
     before, entries, classes = _replaced_in(model), [], []
     matches: dict[Any, tuple[Replacement | str, nn.Module]] = {}
-    called_rotations.cache_clear()
+    calling_methods.cache_clear()
     try:
         for path, module in model.named_modules():
             for kind in kinds:
@@ -102,7 +102,7 @@ def patch(
                     classes.append((module, swapped_class(module, replacement)))
                     break
     finally:
-        called_rotations.cache_clear()  # it holds classes
+        calling_methods.cache_clear()  # it holds classes
     heads = prepare_head(model, filter_fn) if loss_head else []
     # From here on nothing raises, so that a model is patched as a whole or not at all.
     for module, swapped in classes:
@@ -206,7 +206,13 @@ def _find(
     """
     name, replacement = original_class(module).__name__, replacement_of(module)
     if replacement is not None:
-        return Entry(path, name, str(replacement)) if isinstance(replacement, kind) else None, None
+        if not isinstance(replacement, kind):
+            return None, None
+        tiled = _in_tiles(replacement, tile)
+        may_change = tiled != replacement and "_liger_original" in vars(type(module))  # its class is ours
+        if may_change and reason_not_to_restore(module) is None and (filter_fn is None or filter_fn(module, path)):
+            return Entry(path, name, str(tiled)), tiled
+        return Entry(path, name, str(replacement)), None
     try:
         if not kind.is_candidate(module):
             return None, None
@@ -223,7 +229,11 @@ def _find(
                 matches[key] = reason_of(error), module
         match, _ = matches[key]
         if not isinstance(match, str):
-            replacement = replace(match, tile=tile) if isinstance(match, GatedMLP) else match
+            replacement = _in_tiles(match, tile)
             return Entry(path, name, str(replacement)), replacement
         reason = match
     return Entry(path, name, None, reason) if listed else None, None
+
+
+def _in_tiles(replacement: Any, tile: int | None) -> Any:
+    return replacement if tile is None or not isinstance(replacement, GatedMLP) else replace(replacement, tile=tile)

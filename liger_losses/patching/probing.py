@@ -163,6 +163,22 @@ def observe(
     return output.detach(), list(grads)
 
 
+def observe_first(
+    function: Callable[..., Any], several: Iterable[Sequence[Tensor]], others: Sequence[Tensor] = ()
+) -> tuple[Sequence[Tensor], Tensor, list[Tensor | None]]:
+    """The first of several inputs that a function does not refuse, and what :func:`observe` returns for them.
+
+    Raises the last Mismatch if there is none.
+    """
+    refusal = Mismatch("there are no inputs for it")
+    for inputs in several:
+        try:
+            return inputs, *observe(function, inputs, others)
+        except Mismatch as mismatch:
+            refusal = mismatch
+    raise refusal
+
+
 class _Computed(nn.Module):
     """A module whose forward is ``compute``."""
 
@@ -275,18 +291,13 @@ def cases_of(
         replaced = [key for key, part in copy.named_children() if part in stand_ins.values()]
         with unchanged(name, copy, replaced):
             several, function = inputs_of(leading, dtype, generator), getattr(copy, method)
-            refusal = Mismatch("there are no inputs for it")
-            for inputs in several:
-                try:
-                    output, grads = observe(function, inputs, list(parameters.values()))
-                    break
-                except Mismatch as mismatch:
-                    refusal = mismatch
-            else:
+            try:
+                inputs, output, grads = observe_first(function, several, list(parameters.values()))
+            except Mismatch as mismatch:
                 # Modules may fail with other layouts and with mixed dtypes: then no model uses them so.
-                if (leading != settings[0][1] or dtype != parameter_dtype) and refusal.__cause__ is not None:
+                if (leading != settings[0][1] or dtype != parameter_dtype) and mismatch.__cause__ is not None:
                     continue
-                raise Mismatch(f"{name}: {refusal}") from refusal
+                raise Mismatch(f"{name}: {mismatch}") from mismatch
             with torch.no_grad():
                 if not torch.equal(function(*inputs), output):
                     raise Mismatch(f"{name}: it computes something else without gradients, or when called again")

@@ -7,7 +7,6 @@ only while a method of a patched module runs; other callers get it in another th
 from __future__ import annotations
 
 import functools
-import importlib
 import inspect
 import itertools
 import types
@@ -178,25 +177,28 @@ def _was_probed(*tensors: Tensor, unsqueeze_dim: Any) -> bool:
 class Rotations(Replacement):
     """A module whose methods call functions that rotate queries and keys.
 
-    While its forward runs, the kernel is in the place of each function. Where somebody has replaced a function in the
+    While its methods run, the kernel is in the place of each function. Where somebody has replaced a function in the
     file since, it stays; and so it does under torch.compile, which fuses rotations itself.
 
     Attributes:
         functions: the Python module and the name of each function, and what it computes.
+        methods: those that call such a function, themselves or through others of the same file.
     """
 
     functions: tuple[tuple[str, str, Rotation], ...]
+    methods: tuple[str, ...] = ("forward",)
     reads_module = True
 
     def __str__(self) -> str:
         return ", ".join(dict.fromkeys(str(rotation) for *_, rotation in self.functions))
 
     def new_method(self, replaced: Callable[..., Any]) -> Callable[..., Any]:
-        rotations = []
-        for file, name, rotation in self.functions:
-            names = vars(importlib.import_module(file))
-            if name in names:  # another version of the file may have unpickled this
-                rotations.append((names, name, names[name], _wrapper(names[name], rotation)))
+        known = {(file, name): rotation for file, name, rotation in self.functions}
+        rotations = [
+            (names, name, function, _wrapper(function, known[names["__name__"], name]))
+            for names, name, function in _rotations_in(replaced, set())
+            if (names["__name__"], name) in known
+        ]
 
         def method(*args: Any, **kwargs: Any) -> Any:
             if torch.compiler.is_dynamo_compiling():
@@ -216,19 +218,19 @@ class Rotations(Replacement):
 
     @classmethod
     def is_candidate(cls, module: nn.Module) -> bool:
-        return bool(called_rotations(type(module)))  # type: ignore[arg-type]
+        return bool(_methods_of(module))
 
     @classmethod
     def match(cls, module: nn.Module) -> Rotations:
-        rotations, reasons = [], []
-        for (file, name), function in called_rotations(type(module)).items():  # type: ignore[arg-type]
+        methods, rotations, reasons = _methods_of(module), {}, []
+        for names, name, function in itertools.chain.from_iterable(methods.values()):
             try:
-                rotations.append((file, name, match(function)))
+                rotations[names["__name__"], name] = match(function)
             except Mismatch as mismatch:
                 reasons.append(f"{name}: {mismatch}")
         if not rotations:
             raise Mismatch(reasons[0])
-        return cls(tuple(rotations))
+        return cls(tuple((*where, rotation) for where, rotation in rotations.items()), tuple(methods))
 
     @classmethod
     def key(cls, module: nn.Module) -> Any:
@@ -237,23 +239,33 @@ class Rotations(Replacement):
     @classmethod
     def reason_to_leave(cls, module: nn.Module) -> str | None:
         """Hooks and kinds of parameters are no reason: the methods do all else that they did."""
-        return replaced_on_instance(module, cls.methods)
+        return replaced_on_instance(module, _methods_of(module))
+
+
+#: The globals of a file, the name of one of them, and the function that it is.
+_Global = tuple[dict[str, Any], str, Any]
+
+
+def _methods_of(module: nn.Module) -> dict[str, list[_Global]]:
+    return calling_methods(type(module))  # type: ignore[arg-type]
 
 
 @functools.cache
-def called_rotations(cls: type) -> dict[tuple[str, str], Any]:
-    """The functions with parameters cos and sin that methods of a class call, by their files and names.
+def calling_methods(cls: type) -> dict[str, list[_Global]]:
+    """The methods of a class that call functions with parameters cos and sin, and these functions.
 
     Cleared before and after each model, as somebody may have replaced methods and functions since.
     """
-    methods = (inspect.getattr_static(cls, name) for name in dir(cls))
-    functions = [method for method in methods if isinstance(method, types.FunctionType)]
-    seen: set[Any] = set()
-    of_file = [function for function in functions if str(function.__module__).partition(".")[0] != "torch"]
-    return {where: rotation for function in of_file for where, rotation in _rotations_in(function, seen)}
+    methods = {name: inspect.getattr_static(cls, name) for name in dir(cls)}
+    return {
+        name: rotations
+        for name, method in methods.items()
+        if isinstance(method, types.FunctionType) and str(method.__module__).partition(".")[0] != "torch"
+        if (rotations := list(_rotations_in(method, set())))
+    }
 
 
-def _rotations_in(function: Any, seen: set[Any]) -> Iterator[tuple[tuple[str, str], Any]]:
+def _rotations_in(function: Any, seen: set[Any]) -> Iterator[_Global]:
     """The functions with parameters cos and sin that a function calls, itself or through others of its file."""
     seen.add(function)
     function = inspect.unwrap(function)
@@ -266,6 +278,6 @@ def _rotations_in(function: Any, seen: set[Any]) -> Iterator[tuple[tuple[str, st
         if not isinstance(value, types.FunctionType) and not hasattr(type(value), "kernel_layer_name"):
             continue
         if {"cos", "sin"} <= set(inspect.signature(_with_signature(value)).parameters):
-            yield (names["__name__"], name), value
+            yield names, name, value
         if getattr(value, "__globals__", None) is names and value not in seen:
             yield from _rotations_in(value, seen)

@@ -20,8 +20,7 @@ from liger_losses.chunked.losses.sampler import BOUNDS, LEVELS
 from liger_losses.places import Found, Replaced
 from liger_losses.trl.divergences import chosen
 
-#: The trainers' method that computes log-probabilities.
-FORWARD = "_get_per_token_logps_and_entropies"
+_FORWARD = "_get_per_token_logps_and_entropies"
 _RATIO = "importance_sampling_ratio"
 #: The optimizer steps that were done when a batch was generated, if its first loss computes the old log-probabilities.
 _GENERATED = "liger_losses_generated_at"
@@ -36,7 +35,7 @@ def _no_logps(model: nn.Module, ids: Tensor, mask: Tensor, logits_to_keep: int, 
 #: By the name of the old log-probabilities in a batch, the trainer's attributes with which TRL does not compute them.
 WITHOUT: dict[str, dict[str, Any]] = {
     "old_per_token_logps": {"vllm_importance_sampling_correction": False, "num_iterations": 1},
-    "old_logps": {FORWARD: _no_logps},  # RLOO's only other forward is the reference's
+    "old_logps": {_FORWARD: _no_logps},  # RLOO's only other forward is the reference's
 }
 
 
@@ -54,9 +53,28 @@ def without_old_policy(name: str, method: Callable[..., Any], self: Any, inputs:
     if not chosen.reuse_forward or _refuses(self, name):
         return method(self, inputs)
     _check_dropout(self.model)
-    batch = with_attributes(self, WITHOUT[name], method, self, inputs)
+    _generate_when_training_begins(self)
+    batch = _with_attributes(self, WITHOUT[name], method, self, inputs)
     batch.pop(name, None)
     return batch | {_GENERATED: torch.tensor(self.state.global_step)}  # TRL splits tensors, and no numbers
+
+
+def _generate_when_training_begins(trainer: Any) -> None:
+    """Make ``train()`` begin with a generation where the last one failed between two batches of a generation.
+
+    The second might lack its old log-probabilities, and later generations would not end where a step does.
+    """
+    from transformers import TrainerCallback
+
+    def begin(args: Any, *_: Any, **__: Any) -> None:
+        if trainer._step % args.steps_per_generation:
+            trainer._step = 0
+
+    if not getattr(trainer, "_liger_losses_generates_first", False):
+        trainer._liger_losses_generates_first = True
+        callback = TrainerCallback()
+        vars(callback)["on_train_begin"] = begin  # which stays after disable(), as the batches do
+        trainer.add_callback(callback)
 
 
 def with_old_policy(name: str, method: Callable[..., Tensor], self: Any, model: nn.Module, inputs: Any) -> Tensor:
@@ -70,16 +88,15 @@ def with_old_policy(name: str, method: Callable[..., Tensor], self: Any, model: 
     if self.state.global_step != inputs[_GENERATED]:
         raise RuntimeError(
             f"enable(reuse_forward=True): a batch that was generated at optimizer step {int(inputs[_GENERATED])} has "
-            f"its first loss at step {self.state.global_step}, with another policy. After a step that failed, build "
-            "the trainer again. Otherwise let an optimizer step end where a generation's batches do, or call "
-            "liger_losses.trl.disable() and enable(), without reuse_forward." + see("trl")
+            f"its first loss at step {self.state.global_step}, with another policy. Let an optimizer step end where a "
+            "generation's batches do, or call liger_losses.trl.disable() and enable(), without reuse_forward."
+            + see("trl")
         )
-    forward = functools.partial(_remember, getattr(self, FORWARD), name, self, inputs)
-    return with_attributes(self, {FORWARD: forward}, method, self, model, inputs)
+    forward = functools.partial(_remember, getattr(self, _FORWARD), name, self, inputs)
+    return _with_attributes(self, {_FORWARD: forward}, method, self, model, inputs)
 
 
-def with_attributes(trainer: Any, attributes: dict[str, Any], method: Callable[..., Any], *arguments: Any) -> Any:
-    """What a method returns while its trainer has other attributes."""
+def _with_attributes(trainer: Any, attributes: dict[str, Any], method: Callable[..., Any], *arguments: Any) -> Any:
     replaced = Replaced()
     replaced.add(Found(trainer, *attribute) for attribute in attributes.items())
     try:

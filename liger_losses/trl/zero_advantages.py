@@ -13,7 +13,6 @@ from liger_losses.caller import warn
 from liger_losses.checks import see
 from liger_losses.sequences import split_by_coefficient
 from liger_losses.trl.divergences import chosen
-from liger_losses.trl.reuse import FORWARD, with_attributes
 
 #: Attributes of trainers, and the options by which tokens without advantage have a gradient where they are not zero.
 TERMS = {"beta": "beta", "_entropy_bonus_enabled": "entropy_coef", "aux_loss_enabled": "router_aux_loss_coef"}
@@ -39,8 +38,13 @@ def without_zero_advantages(
     if not (chosen.skip_zero_advantages and torch.is_grad_enabled() and _qualifies(self, model, terms)):
         return method(self, model, inputs)
     # The method that computes log-probabilities, on this trainer alone while its loss is computed.
-    forward = functools.partial(_split, getattr(self, FORWARD), _coefficients(inputs))
-    return with_attributes(self, {FORWARD: forward}, method, self, model, inputs)
+    self._get_per_token_logps_and_entropies = functools.partial(
+        _split, self._get_per_token_logps_and_entropies, _coefficients(inputs)
+    )
+    try:
+        return method(self, model, inputs)
+    finally:
+        del self._get_per_token_logps_and_entropies
 
 
 def _qualifies(trainer: Any, model: nn.Module, terms: tuple[str, ...]) -> bool:

@@ -70,11 +70,14 @@ def test_logits_of_a_call_with_labels(options, grad, as_dict):
     keeps = options.get("keep_logits", False) if grad else options.get("eval_logits", True)
     with torch.set_grad_enabled(grad), contextlib.nullcontext() if keeps else without_logits():
         outputs = model(**inputs, use_cache=False, return_dict=as_dict)
+        positional = model(inputs["input_ids"], None, None, None, None, inputs["labels"])
         shifted = model(inputs["input_ids"], shift_labels=inputs["labels"].roll(-2, 1), labels=inputs["labels"])
     loss, *logits = [value for value in outputs.to_tuple() if value is not None] if as_dict else outputs
-    torch.testing.assert_close(loss, expected.loss)
+    for other in (loss, positional.loss):
+        torch.testing.assert_close(other, expected.loss)
     assert shifted.loss != expected.loss
     assert len(logits) == keeps
+    assert (positional.logits is None) == (not keeps)
     if keeps:
         torch.testing.assert_close(logits[0], expected.logits)
         assert logits[0].requires_grad == grad

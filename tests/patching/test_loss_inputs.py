@@ -1,6 +1,6 @@
 """Head, hidden states and shifted labels from a model and a batch."""
 
-import re
+import inspect
 
 import pytest
 import torch
@@ -9,10 +9,12 @@ from torch.nn.parallel import DistributedDataParallel
 
 import liger_losses
 from liger_losses import (
+    Completions,
     LigerFusedLinearCrossEntropyLoss,
+    LigerFusedLinearDPOLoss,
+    LigerFusedLinearGRPOLoss,
     loss_inputs,
 )
-from liger_losses.chunked import shift_labels
 
 transformers = pytest.importorskip("transformers", reason="transformers is not installed")
 
@@ -100,6 +102,32 @@ def test_distributed_data_parallel(one_process):
         torch.testing.assert_close(ours.grad, theirs)
 
 
+def test_policies_and_references():
+    """DPO from one pass over chosen and rejected rows, with a reference that has a head of its own; GRPO."""
+    policy, reference, inputs = make("gemma2"), make("gemma2", seed=1), batch()
+    ours = loss_inputs(policy, **inputs)
+    with torch.no_grad():
+        theirs = loss_inputs(reference, **inputs)
+    sides = [
+        Completions(ours.hidden_states[s], ours.labels[s], theirs.hidden_states[s]) for s in (slice(2), slice(2, 4))
+    ]
+    loss, _ = LigerFusedLinearDPOLoss()(ours.head, *sides, ref_weight=theirs.head)
+
+    def logps(model):
+        found = model(**inputs).logits[:, :-1].log_softmax(-1).gather(-1, inputs["input_ids"][:, 1:, None])[..., 0]
+        return (found * inputs["attention_mask"][:, 1:]).sum(-1)
+
+    ratio = logps(policy) - logps(reference).detach()
+    expected = -nn.functional.logsigmoid(0.1 * (ratio[:2] - ratio[2:])).mean()
+    torch.testing.assert_close(loss, expected)
+    torch.testing.assert_close(gradients(loss, policy), gradients(expected, policy))
+    grpo = LigerFusedLinearGRPOLoss(beta=0.0, loss_type="luspo")
+    head, hidden_states, labels = loss_inputs(policy, **inputs)
+    loss, _ = grpo(hidden_states, head, labels, labels != -100, torch.ones(4))
+    lengths = (labels != -100).sum(-1)
+    torch.testing.assert_close(loss, -lengths.double().mean().float())
+
+
 def test_bad_input_is_refused():
     model, inputs = make(), batch()
     with pytest.raises(TypeError, match=r"by keyword: loss_inputs\(model, input_ids="):
@@ -112,8 +140,10 @@ def test_bad_input_is_refused():
         loss_inputs(model, **inputs, logits_to_keep=2)
     with pytest.raises(TypeError, match=r"take it out of the batch, and pass it to the loss"):
         loss_inputs(model, **inputs, num_items_in_batch=57)
-    with pytest.raises(ValueError, match="leave out return_dict=False"):
-        loss_inputs(model, **inputs, return_dict=False)
+    for model.config.return_dict, given in ((True, {"return_dict": False}), (False, {})):
+        with pytest.raises(ValueError, match="leave out return_dict=False"):
+            loss_inputs(model, **inputs, **given)
+    model.config.return_dict = True
     loss_inputs(model, **inputs, return_dict=True, num_items_in_batch=None)
     with pytest.raises(TypeError, match="the last layer of Linear cannot be a Head .*it has no output embedding"):
         loss_inputs(nn.Linear(3, 3), input_ids=inputs["input_ids"])
@@ -130,35 +160,20 @@ def test_bad_input_is_refused():
 def small(kind, **options):
     torch.manual_seed(0)
     return getattr(transformers, kind)(
-        getattr(transformers, f"{re.split('For|LMHead|Double', kind)[0]}Config")(**options)
+        getattr(transformers, f"{kind.split('For')[0].split('LMHead')[0]}Config")(**options)
     )
 
 
 BERT = {**SIZES, "num_attention_heads": 2}
 XLNET = {"vocab_size": 61, "d_model": 16, "n_layer": 1, "n_head": 2, "d_inner": 32}
-MODERN = {
-    **SIZES,
-    "num_attention_heads": 2,
-    "pad_token_id": 0,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-    "cls_token_id": 1,
-    "sep_token_id": 2,
-}
 BART = {"vocab_size": 61, "d_model": 16, "decoder_layers": 1, "decoder_attention_heads": 2, "decoder_ffn_dim": 32}
 
 
 @pytest.mark.parametrize(
-    ("kind", "options"),
-    [
-        ("BertForMaskedLM", BERT),
-        ("ModernBertForMaskedLM", MODERN),
-        ("XLNetLMHeadModel", XLNET),
-        ("BartForCausalLM", BART),
-    ],
+    ("kind", "options"), [("BertForMaskedLM", BERT), ("XLNetLMHeadModel", XLNET), ("BartForCausalLM", BART)]
 )
 def test_a_model_whose_labels_are_not_shifted_is_refused(kind, options):
-    """By the loss function that its forward calls, or because it calls none."""
+    """The first by the loss function that its forward calls, the others, which call none, by their loss."""
     model, ids = small(kind, **options).eval(), batch()["input_ids"]
     for _ in range(2):
         with pytest.raises(ValueError, match=f"{kind} does not shift its labels.*pass the labels as shift_labels="):
@@ -168,27 +183,67 @@ def test_a_model_whose_labels_are_not_shifted_is_refused(kind, options):
     torch.testing.assert_close(loss, plain)
 
 
-def test_models_whose_own_code_computes_the_loss():
-    """One of transformers' is refused, though it shifts; a user's is a causal language model."""
+def test_a_model_that_shifts_its_labels_itself():
+    """Its forward tells, which runs once for each batch."""
     sizes = {"vocab_size": 61, "n_embd": 16, "n_layer": 1, "n_head": 2, "n_positions": 32}
-    model, ids, calls = small("OpenAIGPTDoubleHeadsModel", **sizes).eval(), torch.arange(12).view(2, 6), []
-    model.register_forward_pre_hook(lambda _, args, kwargs: calls.append(kwargs), with_kwargs=True)
-    with pytest.raises(
-        ValueError, match=r"if it shifts them itself, pass shift_labels=liger_losses.chunked.shift_labels"
-    ):
+    torch.manual_seed(0)
+    model, ids, calls = (
+        transformers.OpenAIGPTDoubleHeadsModel(transformers.OpenAIGPTConfig(**sizes)),
+        torch.arange(12),
+        [],
+    )
+    ids = ids.view(2, 6)
+    model.register_forward_pre_hook(lambda *_: calls.append(1))
+    torch.manual_seed(1)
+    first = loss_inputs(model, input_ids=ids)
+    after = torch.rand(1)
+    assert len(calls) == 1
+    torch.manual_seed(1)
+    second = loss_inputs(model, input_ids=ids)
+    assert len(calls) == 2
+    assert torch.equal(after, torch.rand(1))
+    assert torch.equal(first.hidden_states, second.hidden_states)
+    plain = model.eval()(input_ids=ids, labels=ids).loss
+    torch.testing.assert_close(LigerFusedLinearCrossEntropyLoss()(*loss_inputs(model, input_ids=ids)), plain)
+
+
+def test_a_loss_that_the_model_adds_and_functions_of_other_names_do_not_matter(monkeypatch):
+    """A router's loss is no sign of a label; nor is the name by which a forward calls its loss function."""
+    monkeypatch.setattr("liger_losses.patching.loss_inputs._SHIFTS", {})
+    sizes = {**SIZES, **HEADS, "num_local_experts": 2, "output_router_logits": True}
+    torch.manual_seed(0)
+    model = transformers.MixtralForCausalLM(transformers.MixtralConfig(**sizes))
+    ids, attributes = batch()["input_ids"], set(vars(model))
+    assert model(input_ids=ids, labels=torch.full_like(ids, -100)).aux_loss > 0
+    loss_inputs(model, input_ids=ids)
+    assert set(vars(model)) == attributes
+
+    class Masked(transformers.LlamaForCausalLM):
+        def forward(self, input_ids, labels=None, **kwargs):
+            output = super().forward(input_ids=input_ids)
+            if labels is not None:
+                output.loss = getattr(self, "loss_" + "function")(output.logits, labels, vocab_size=61)
+            return output
+
+    model = Masked(transformers.LlamaConfig(**SIZES, **HEADS))
+    model.loss_function = lambda logits, labels, vocab_size: nn.functional.cross_entropy(
+        logits.view(-1, vocab_size), labels.view(-1)
+    )
+    with pytest.raises(ValueError, match="Masked does not shift its labels"):
         loss_inputs(model, input_ids=ids)
-    assert not calls
-    inputs = loss_inputs(model, input_ids=ids, shift_labels=shift_labels(ids))
-    torch.testing.assert_close(LigerFusedLinearCrossEntropyLoss()(*inputs), model(input_ids=ids, labels=ids).loss)
 
-    class Own(transformers.LlamaForCausalLM):
-        def forward(self, input_ids, labels=None):
-            calls.append(labels)
-            return super().forward(input_ids=input_ids)
 
-    calls.clear()
-    assert loss_inputs(Own(transformers.LlamaConfig(**SIZES, **HEADS)), input_ids=ids).labels[:, :-1].equal(ids[:, 1:])
-    assert calls == [None]
+def test_a_cache_sees_a_batch_once(monkeypatch):
+    """No labels tell whether the model shifts them, with which a forward may raise and run again."""
+    monkeypatch.setattr("liger_losses.patching.loss_inputs._SHIFTS", {})
+    model, ids, labels = make().eval(), batch()["input_ids"], []
+    parameters = inspect.signature(model.forward).parameters
+    cache = {"cache" if "cache" in parameters else "past_key_values": transformers.DynamicCache(config=model.config)}
+    whole = model.model(ids).last_hidden_state
+    model(ids[:, :3], use_cache=True, **cache)
+    model.register_forward_pre_hook(lambda _, args, kwargs: labels.append(kwargs.get("labels")), with_kwargs=True)
+    torch.testing.assert_close(loss_inputs(model, input_ids=ids[:, 3:], **cache).hidden_states, whole[:, 3:])
+    assert labels == [None]
 
 
 def test_logits_of_a_patched_model_are_refused():

@@ -7,7 +7,9 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from liger_losses.patching.mlps import GatedMLP
 from liger_losses.patching.patch import patch
+from liger_losses.patching.swap import replacement_of
 
 pytest.importorskip("transformers")
 
@@ -127,6 +129,17 @@ def test_near_misses_of_gated_mlps_are_left(module):
     (entry,) = patch(nn.ModuleList([module]), loss_head=False).entries
     assert entry.replaced_by is None
     assert entry.reason
+
+
+def test_mlps_keep_calling_their_layers():
+    module = MLP()
+    calls = []
+    for name in ("gate_proj", "up_proj", "down_proj"):
+        getattr(module, name).register_forward_hook(lambda *_, name=name: calls.append(name))
+    patch(module, loss_head=False)
+    assert isinstance(replacement_of(module), GatedMLP)
+    module(torch.randn(2, 32))
+    assert calls == ["gate_proj", "up_proj", "down_proj"]
 
 
 def test_activations_that_are_watched_or_keep_state_are_left():

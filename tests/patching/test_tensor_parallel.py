@@ -352,18 +352,18 @@ def head_that_is_not_split(folder):
 
 
 def torchs_own(folder):
-    """A head that parallelize_module has split computes logits, before patch and after it."""
-    mesh, plan = init_device_mesh(device_type(), (2,)), ColwiseParallel(output_layouts=Replicate())
-    for patched_first in (True, False):
-        model = load(folder, "llama").train()
-        expected = training(model)
-        if patched_first:
-            patch(model)
-        parallelize_module(model, mesh, {"lm_head": plan})
-        if not patched_first:
-            patch(model)
-        with pytest.warns(RuntimeWarning, match="computes its logits"):
-            close(training(model), expected)
+    """A head that parallelize_module has split has hooks, not a forward of its own."""
+    model = load(folder, "llama").train()
+    expected = training(model)
+    plan = ColwiseParallel(output_layouts=Replicate())
+    parallelize_module(model, init_device_mesh(device_type(), (2,)), {"lm_head": plan})
+    assert "parallelize_module" in reason_of_head(model)
+    close(training(model), expected)
+    model = load(folder, "llama").train()
+    patch(model)
+    parallelize_module(model, init_device_mesh(device_type(), (2,)), {"lm_head": plan})
+    with pytest.warns(RuntimeWarning, match="computes its logits"):
+        close(training(model), expected)
 
 
 def patched_too_early(folder):

@@ -228,15 +228,23 @@ def test_a_switch_is_no_rate_of_dropout():
     _check_dropout(model)
 
 
-def test_training_again_after_a_failed_step_is_an_error(tmp_path):
-    with enabled(reuse_forward=True):
-        trainer = built(grpo, tmp_path / "x", **MASK | {"max_steps": 3})
-        effects = [*[mock.DEFAULT] * 3, MemoryError, *[mock.DEFAULT] * 6]  # in the second batch of a generation
-        trainer.training_step = mock.Mock(wraps=trainer.training_step, side_effect=effects)
-        with pytest.raises(MemoryError):
+@pytest.mark.parametrize("iterations", [1, 2])
+@pytest.mark.parametrize("again", [lambda: None, disable, lambda: disable() or enable()])
+def test_after_a_failed_step_training_begins_with_a_generation(again, iterations, tmp_path):
+    results = []
+    for reuse in (False, True):
+        with enabled(reuse_forward=reuse):
+            options = MASK | {"max_steps": 3, "num_iterations": iterations}
+            trainer = built(grpo, tmp_path / str(reuse), **options)
+            effects = [*[mock.DEFAULT] * 3, MemoryError, *[mock.DEFAULT] * 6]  # in the second batch of a generation
+            trainer.training_step = mock.Mock(wraps=trainer.training_step, side_effect=effects)
+            with pytest.raises(MemoryError):
+                trainer.train()
+            trainer._step = trainer._step if reuse else 0
+            again()
             trainer.train()
-        with pytest.raises(RuntimeError, match="After a step that failed, build the trainer again"):
-            trainer.train()
+        results.append([*trainer.model.parameters()])
+    torch.testing.assert_close(*results, rtol=1e-3, atol=2e-6)
 
 
 def test_a_batch_of_an_earlier_policy_is_an_error(tmp_path):

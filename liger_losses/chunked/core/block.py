@@ -300,8 +300,9 @@ class Block:
                 return self._write_softmax(softmax, out)
             if self.common == self.width and (hard is not None or not softmax):
                 return self._write_divergence(upstream["divergence"], hard, out)
-        elif not several and (whole := self._at_selected(upstream, softmax)) is not None:
-            return self._write_softmax(softmax, out).scatter_(1, whole[0], whole[1].to(out.dtype))
+        elif not several and (at_selected := self._at_selected(upstream, softmax)) is not None:
+            places, values = at_selected
+            return self._write_softmax(softmax, out).scatter_(1, places, values.to(out.dtype))
         parts = row_slices(z, self.plan.scratch_of_terms)
         for at in parts:
             block = self if len(parts) == 1 else self.rows(at)
@@ -397,8 +398,8 @@ class Block:
         )
 
     def _at_selected(self, upstream: dict[str, Tensor], softmax: dict[str, Tensor]) -> tuple[Tensor, Tensor] | None:
-        """Of statistics of the softmax and of selected columns, the places ``[R, k]`` of these and of the labels, and
-        the gradient there, in fp32: what cancels there is added before it is rounded. ``None`` for other statistics.
+        """The places ``[R, k]`` of selected columns and labels, and the whole gradient there, in fp32: terms that
+        cancel are added before they are rounded. ``None`` with a divergence or class weights, which have other terms.
 
         A column that is not here has the place of another one, to whose gradient it adds nothing.
         """

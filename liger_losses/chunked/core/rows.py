@@ -22,8 +22,8 @@ from liger_losses.kernels.logit_transform import Epilogue
 from liger_losses.kernels.online_softmax import merge
 from liger_losses.kernels.softmax_stats import row_slices, softmax_statistics
 
-#: How many parts of the columns, one after another, become logits, of which the largest are chosen; or the bytes of
-#: those of some rows.
+#: The largest logits are chosen from one of so many parts of the columns after the other, or from slices of rows whose
+#: temporaries take so many bytes: a block is never copied as a whole.
 _PARTS, _BYTES = 16, 2**25
 
 

@@ -86,6 +86,17 @@ def test_logits_of_a_call_with_labels(options, grad, as_dict):
         assert outputs[1:] == tuple(logits)
 
 
+@pytest.mark.parametrize("options", [{}, {"keep_logits": True}])
+def test_labels_by_position_beside_logits_to_keep(options):
+    model, inputs = llama(), batch()
+    arguments = (inputs["input_ids"], None, None, None, None, inputs["labels"][:, -5:])
+    expected = model(*arguments, logits_to_keep=5)
+    patch_head(model, **options)
+    with contextlib.nullcontext() if options else without_logits():
+        loss, *logits = model(*arguments, logits_to_keep=5, use_cache=False, return_dict=False)
+    torch.testing.assert_close([loss, *logits], [expected.loss, expected.logits][: 1 + len(options)])
+
+
 def test_logits_of_a_call_without_labels_are_the_models(monkeypatch):
     model, ids = llama(), batch()["input_ids"]
     expected = model(ids).logits

@@ -15,6 +15,7 @@ from liger_losses import (
     LigerFusedLinearGRPOLoss,
     loss_inputs,
 )
+from tests.models import without_logits
 
 transformers = pytest.importorskip("transformers", reason="transformers is not installed")
 
@@ -164,6 +165,43 @@ def small(kind, **options):
     )
 
 
+class OwnForward(transformers.LlamaForCausalLM):
+    """Compares the logits of a token with that token's label."""
+
+    def forward(self, input_ids, labels=None, **others):
+        logits = self.lm_head(self.model(input_ids, **others).last_hidden_state)
+        loss = None if labels is None else nn.functional.cross_entropy(logits.view(-1, 61), labels.view(-1))
+        return transformers.modeling_outputs.CausalLMOutput(loss, logits)
+
+
+def own_forward(**options):
+    torch.manual_seed(0)
+    return OwnForward(transformers.LlamaConfig(**options))
+
+
+def own_loss_function(**options):
+    model = small("LlamaForCausalLM", **options)
+    model.loss_function = lambda logits, labels, **others: nn.functional.cross_entropy(logits[0], labels[0])
+    return model
+
+
+@pytest.mark.parametrize("make", [own_forward, own_loss_function])
+def test_a_users_loss_that_does_not_shift_its_labels(make, monkeypatch):
+    """It is refused, and a patched model's loss is its own."""
+    monkeypatch.setattr("liger_losses.patching.loss_inputs._SHIFTS", {})
+    model, ids = make(**SIZES, **HEADS), batch()["input_ids"]
+    expected = model(input_ids=ids, labels=ids).loss
+    with pytest.raises(ValueError, match="does not shift its labels"):
+        loss_inputs(model, input_ids=ids)
+    liger_losses.patch(model, norms=False, mlps=False, rope=False)
+    with without_logits():
+        found = model(input_ids=ids, labels=ids).loss
+    torch.testing.assert_close(found, expected)
+    torch.testing.assert_close(gradients(found, model), gradients(expected, model))
+    with pytest.raises(ValueError, match="does not shift its labels"):
+        loss_inputs(model, input_ids=ids)
+
+
 BERT = {**SIZES, "num_attention_heads": 2}
 XLNET = {"vocab_size": 61, "d_model": 16, "n_layer": 1, "n_head": 2, "d_inner": 32}
 BART = {"vocab_size": 61, "d_model": 16, "decoder_layers": 1, "decoder_attention_heads": 2, "decoder_ffn_dim": 32}
@@ -183,16 +221,13 @@ def test_a_model_whose_labels_are_not_shifted_is_refused(kind, options):
     torch.testing.assert_close(loss, plain)
 
 
-def test_a_model_that_shifts_its_labels_itself():
+@pytest.mark.parametrize("name", ["GPT2", "OpenAIGPT"])
+def test_a_model_that_shifts_its_labels_itself(name):
     """Its forward tells, which runs once for each batch."""
     sizes = {"vocab_size": 61, "n_embd": 16, "n_layer": 1, "n_head": 2, "n_positions": 32}
     torch.manual_seed(0)
-    model, ids, calls = (
-        transformers.OpenAIGPTDoubleHeadsModel(transformers.OpenAIGPTConfig(**sizes)),
-        torch.arange(12),
-        [],
-    )
-    ids = ids.view(2, 6)
+    config = getattr(transformers, f"{name}Config")(**sizes)
+    model, ids, calls = getattr(transformers, f"{name}DoubleHeadsModel")(config), torch.arange(24).view(2, 2, 6), []
     model.register_forward_pre_hook(lambda *_: calls.append(1))
     torch.manual_seed(1)
     first = loss_inputs(model, input_ids=ids)
@@ -203,8 +238,13 @@ def test_a_model_that_shifts_its_labels_itself():
     assert len(calls) == 2
     assert torch.equal(after, torch.rand(1))
     assert torch.equal(first.hidden_states, second.hidden_states)
-    plain = model.eval()(input_ids=ids, labels=ids).loss
-    torch.testing.assert_close(LigerFusedLinearCrossEntropyLoss()(*loss_inputs(model, input_ids=ids)), plain)
+    choices = {"mc_labels": torch.tensor([0, 1])}
+    plain = model.eval()(input_ids=ids, labels=ids, **choices)
+    torch.testing.assert_close(LigerFusedLinearCrossEntropyLoss()(*loss_inputs(model, input_ids=ids)), plain.loss)
+    liger_losses.patch(model)
+    with without_logits():
+        patched = model(input_ids=ids, labels=ids, **choices)
+    torch.testing.assert_close((patched.loss, patched.mc_loss), (plain.loss, plain.mc_loss))
 
 
 def test_a_loss_that_the_model_adds_and_functions_of_other_names_do_not_matter(monkeypatch):

@@ -6,6 +6,7 @@ import gc
 import inspect
 import pickle
 import threading
+import types
 import weakref
 
 import pytest
@@ -150,6 +151,17 @@ class OtherMethod(Direct):
         return apply_rotation(q, q, *angles)[1]
 
 
+class OfParent(nn.Module):
+    """Calls a method of a part, without its forward."""
+
+    def __init__(self):
+        super().__init__()
+        self.part = OtherMethod()
+
+    def forward(self, q, angles):
+        return self.part.turned(q, angles)
+
+
 def rotations_computed(monkeypatch):
     """A list that grows by one for each call of the kernel."""
     computed = []
@@ -158,7 +170,10 @@ def rotations_computed(monkeypatch):
     return computed
 
 
-@pytest.mark.parametrize(("kind", "calls"), [(Direct, 1), (ThroughHelper, 2), (Decorated, 1), (OtherMethod, 3)])
+KINDS = [(Direct, 1), (ThroughHelper, 2), (Decorated, 1), (OtherMethod, 3), (OfParent, 1)]
+
+
+@pytest.mark.parametrize(("kind", "calls"), KINDS)
 def test_methods_that_rotate_are_replaced(monkeypatch, kind, calls):
     q, angles = torch.randn(2, 3, 5, 16), (torch.randn(2, 5, 16), torch.randn(2, 5, 16))
     module, plain = kind(), kind()
@@ -178,6 +193,22 @@ def test_methods_that_rotate_are_replaced(monkeypatch, kind, calls):
         unpatch(patched)
         assert type(patched) is kind
         assert torch.equal(patched(q, angles), expected)
+
+
+def test_a_file_that_is_not_imported_by_its_name(monkeypatch):
+    """As of code that comes with a model, which may be in no list of modules."""
+    file = types.ModuleType("not_imported")
+    vars(file).update(nn=nn, apply_rotation=_rotation())
+    for kind in (Direct, OtherMethod):
+        exec(inspect.getsource(kind), vars(file))
+    q, angles = torch.randn(2, 3, 5, 16), (torch.randn(2, 5, 16), torch.randn(2, 5, 16))
+    module, function = file.OtherMethod(), file.apply_rotation
+    expected = module(q, angles)
+    assert patch(module, loss_head=False).counts == {"rope": 1}
+    computed = rotations_computed(monkeypatch)
+    torch.testing.assert_close(copy.deepcopy(module)(q, angles), expected)
+    assert len(computed) == 3
+    assert file.apply_rotation is function
 
 
 def test_a_forward_that_was_replaced_stays(monkeypatch):

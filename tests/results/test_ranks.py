@@ -71,25 +71,25 @@ def in_triton(world, chosen=None):
 WHOLE = ("MiniLLM", "cross entropy, per token", "GRPO, by items")
 
 
-def slices_of_sequences(world):
-    """Context parallelism: each process has some positions of all sequences, and the whole head. The losses take turns
-    with the numbers of ranks."""
-    d, rank = batch(), dist.get_rank()
-    d["y"][0, POSITIONS[world][0] :] = d["y"][1, : POSITIONS[world][0]] = d["y"][2] = -100  # none on some ranks
-    cut = ("h", "other", "y", "logps", "columns", "top_logps")
-    mine = {**d, **{name: d[name].split(POSITIONS[world], 1)[rank].clone() for name in cut}}
+def slices_of_sequences(world, group=None, part=None):
+    """Context parallelism: each process has some positions of all sequences, and the whole head, or its part of the
+    vocabulary. The losses take turns with the numbers of ranks."""
+    group = group or dist.group.WORLD
+    d, rank, cut = batch(), dist.get_rank(group), POSITIONS[group.size()]
+    d["y"][0, cut[0] :] = d["y"][1, : cut[0]] = d["y"][2] = -100  # none on some ranks
+    names = ("h", "other", "y", "logps", "columns", "top_logps")
+    mine = {**d, **{name: d[name].split(cut, 1)[rank].clone() for name in names}}
     for name in turn((name for name in LOSSES if name not in WHOLE), world):
         with case_named(name):
-            found, grads = run(functools.partial(LOSSES[name], group=dist.group.WORLD), mine, VARIANTS["bias"])
+            found, grads = run(functools.partial(LOSSES[name], group=group), mine, VARIANTS["bias"], part)
             expected, (of_hidden, *of_head) = run(LOSSES[name], d, VARIANTS["bias"])
             for a, b in zip(found, expected, strict=True):
                 if b.dim() < 2:  # other metrics are of tokens
                     torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-9, equal_nan=True)
-            of_slice = of_hidden.split(POSITIONS[world], 1)[rank]
-            torch.testing.assert_close(grads[0], of_slice, rtol=1e-6, atol=1e-9)
+            torch.testing.assert_close(grads[0], of_hidden.split(cut, 1)[rank], rtol=1e-6, atol=1e-9)
             for a, b in zip(grads[1:], of_head, strict=True):
-                dist.all_reduce(a)
-                torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-9)
+                dist.all_reduce(a, group=group)
+                torch.testing.assert_close(a, b if part is None else b[part.rows], rtol=1e-6, atol=1e-9)
 
 
 def dtensors(world):
@@ -154,6 +154,19 @@ def work(rank, world):
 def test_several_processes(world, backend, tmp_path):
     """All cases in one start of the processes."""
     start(work, world, tmp_path, world, backend=backend)
+
+
+def slices_and_vocabulary(rank):
+    """Of four processes, two have each half of the positions, and two each part of the vocabulary."""
+    mesh = init_device_mesh(device_type(), (2, 2), mesh_dim_names=("cp", "tp"))
+    slices_of_sequences(2, mesh.get_group("cp"), Part.of(mesh.get_group("tp"), VOCABULARIES[2]))
+    slices_of_sequences(3, mesh.get_group("cp"), Part.of(mesh.get_group("tp"), VOCABULARIES[2]))
+
+
+@pytest.mark.distributed
+@pytest.mark.slow
+def test_two_dimensions(tmp_path):
+    start(slices_and_vocabulary, 4, tmp_path)
 
 
 @pytest.mark.distributed

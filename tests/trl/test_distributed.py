@@ -4,6 +4,7 @@ import contextlib
 import copy
 import functools
 import itertools
+import os
 import shutil
 import tempfile
 import warnings
@@ -26,7 +27,7 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FullyShardedDataParallel, MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 
@@ -562,3 +563,51 @@ def test_hybrid_sharding_on_four_processes(tmp_path):
 @pytest.mark.parametrize("sizes", [(2, 1), (1, 2)])
 def test_hybrid_sharding_on_two_gpus(tmp_path, sizes, backend):
     start(hybrid, 2, tmp_path, sizes, backend=backend)
+
+
+# --- TRL's trainers under accelerate's configurations ----------------------------------------------------------------
+
+#: Environment variables, as ``accelerate launch`` sets them.
+FSDP2 = {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2", "FSDP_AUTO_WRAP_POLICY": "TRANSFORMER_BASED_WRAP"}
+REPLICAS = {f"PARALLELISM_CONFIG_DP_{kind}_SIZE": "2" for kind in ("REPLICATE", "SHARD")}
+CONFIGURATIONS = {"DDP": {}, "FSDP2": FSDP2, "HSDP": {**FSDP2, **REPLICAS, "ACCELERATE_USE_PARALLELISM_CONFIG": "true"}}
+
+
+def trainers_of_trl(rank, folder):
+    import accelerate
+    from accelerate.state import AcceleratorState, PartialState
+
+    from tests.trl import trainers
+
+    def on_cpu(state):  # accelerate would shard nothing on CPUs
+        state.device, state.distributed_type = torch.device("cpu"), accelerate.DistributedType.MULTI_GPU
+
+    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE="4", MASTER_ADDR="127.0.0.1", MASTER_PORT="0")
+    # Rewards leave half of the prompts without advantage, on other processes in each step.
+    builds = {"SFT": trainers.sft, "GRPO": functools.partial(trainers.grpo, beta=0.0, rewards=trainers.reward_half)}
+    for (name, variables), trainer in itertools.product(CONFIGURATIONS.items(), builds):
+        results = []
+        for on in (False, True):
+            with pytest.MonkeyPatch.context() as patched, case_named(f"{name}, {trainer}, {on}"):
+                trainers.wait_for_saved_models(patched)
+                for variable, value in variables.items():
+                    patched.setenv(variable, value)
+                if variables:
+                    patched.setattr(PartialState, "set_device", on_cpu)
+                PartialState._reset_state()
+                AcceleratorState._reset_state()
+                chosen.share_prompts, output = True, folder / name / trainer / str(on)
+                logs, weights = trainers.train(builds[trainer], output, on, optim="sgd")
+                assert isinstance(next(iter(weights.values())), DTensor) == bool(variables)
+                results.append((logs, {key: whole(value) for key, value in weights.items()}))
+        (_, expected), (logs, found) = results
+        assert len(logs) == trainers.STEPS
+        assert all(row["grad_norm"] > 0 for row in logs)
+        for key, value in expected.items():
+            assert relative_error(found[key], value) < 2e-6, f"{name}, {trainer}: {key}"
+
+
+@pytest.mark.distributed
+@pytest.mark.slow
+def test_trainers_on_four_processes(tmp_path):
+    start(trainers_of_trl, 4, tmp_path, tmp_path)

@@ -100,7 +100,7 @@ TRAINERS += ("SDFT, whole vocabulary", "SDPO, top-k", "GMPO", "GRPO, accumulated
 def train_trainers(rank, directory):
     """Plain and enabled: the same numbers, and no logits where it is enabled."""
     from accelerate.state import DistributedType, PartialState
-    from transformers import PreTrainedModel, Trainer
+    from transformers import Trainer
 
     from tests.trl import trainers
 
@@ -112,10 +112,6 @@ def train_trainers(rank, directory):
         "zero_allow_untested_optimizer": True,
     }
 
-    def save_for_all(self, *args, save=PreTrainedModel.save_pretrained, **kwargs):
-        save(self, *args, **kwargs)  # in the first process
-        dist.barrier()
-
     def train_and_check(self, *args, train=Trainer.train, **kwargs):
         result = train(self, *args, **kwargs)
         assert {p.ds_status.name for p in self.model.parameters()} == {"NOT_AVAILABLE"}
@@ -124,7 +120,7 @@ def train_trainers(rank, directory):
     with pytest.MonkeyPatch.context() as patch:
         # accelerate would not make out DeepSpeed's processes on a CPU.
         patch.setattr(PartialState, "_prepare_backend", lambda *_: ("gloo", DistributedType.MULTI_CPU))
-        patch.setattr(PreTrainedModel, "save_pretrained", save_for_all)
+        trainers.wait_for_saved_models(patch)
         patch.setattr(Trainer, "train", train_and_check)
         for name in TRAINERS:
             build, options = trainers.CASES[name]

@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch._dynamo.utils
 import torch.distributed as dist
+import transformers
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from liger_losses.trl import disable, enable
@@ -365,6 +366,16 @@ def train(build, output, on, kernels=False, **options):
     disable()
     logged = [row for row in trainer.state.log_history if "loss" in row]
     return logged, {name: value.detach().clone() for name, value in trainer.model.named_parameters()}
+
+
+def wait_for_saved_models(patch):
+    """The first process saves models, and all go on once they are there."""
+
+    def save(self, *args, save=transformers.PreTrainedModel.save_pretrained, **kwargs):
+        save(self, *args, **kwargs)
+        dist.barrier()
+
+    patch.setattr(transformers.PreTrainedModel, "save_pretrained", save)
 
 
 #: What depends on the clock.

@@ -1,4 +1,4 @@
-"""Exponentials kept instead of logits: what the combinations of tests/results do not reach."""
+"""Exponentials instead of logits, and neither stored: what the combinations of tests/results do not reach."""
 
 from contextlib import nullcontext
 from unittest import mock
@@ -88,3 +88,14 @@ def test_only_a_small_workspace_leaves_a_call_to_the_core():
         pytest.raises(ValueError, match="another"),
     ):
         CE(backend="triton", workspace=10**6)(weight, hidden, labels)
+
+
+def test_the_first_of_two_passes_stores_nothing():
+    """Where blocks are not kept until backward, as in a pass without gradients."""
+    hidden, weight, labels, _ = inputs()
+    options = {"workspace": 12_000, "backend": "triton"}
+    with torch.no_grad():
+        alone = linear_logps(hidden, weight, labels, **options)
+    used, together = plans(lambda: linear_logps(hidden, weight, labels, **options))
+    assert used == ["core", "statistics"]
+    assert torch.equal(alone, together)

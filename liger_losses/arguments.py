@@ -23,7 +23,7 @@ ELSEWHERE = {
     "rpo_alpha": ("compute_nll_loss", "compute_nll_loss=True, and alpha= as the factor of the likelihood"),
     "reference_free": ("use_ref_model", "use_ref_model=False"),
     "epsilon": ("epsilon_low", "epsilon_low= and epsilon_high=, both of which TRL's epsilon sets"),
-    "clip_ratio": ("epsilon_low", "epsilon_low= and epsilon_high="),
+    **dict.fromkeys(("clip_ratio", "clip_range"), ("epsilon_low", "epsilon_low= and epsilon_high=")),
     "clip_ratio_c": ("delta", "delta="),
     "kl_coef": ("use_bias_correction_kl", "beta="),
     "loss_agg_mode": ("normalizer", "normalizer="),

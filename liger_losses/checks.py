@@ -341,7 +341,10 @@ def check_shaped(
 
 
 def checked_items(value: Any, device: torch.device) -> Tensor:
-    """``num_items_in_batch`` as a 0-dim fp32 tensor; TypeError or ValueError unless it is one number, at least 0."""
+    """``num_items_in_batch`` as a 0-dim fp32 tensor; TypeError or ValueError unless it is one number, at least 0.
+
+    Losses divide by 1 instead of 0, which trainers count in batches without labels.
+    """
     name = "num_items_in_batch"
     if not isinstance(value, Tensor):
         check_range(name, value, 0.0, math.inf)

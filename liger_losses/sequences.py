@@ -14,12 +14,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from liger_losses.arguments import lists_arguments
+from liger_losses.checks import described
 from liger_losses.kernels.autograd import once_differentiable
 from liger_losses.kernels.reading import start_reading
 
 T = TypeVar("T")
 
 
+@lists_arguments
 def split_by_coefficient(
     forward: Callable[[Tensor], T],
     coefficients: Tensor,
@@ -51,9 +54,15 @@ def split_by_coefficient(
         group: the processes that run the model together; by default all.
 
     Raises:
+        TypeError: ``forward`` is no function, or ``coefficients`` no tensor.
         ValueError: ``forward`` returned another number of sequences than it was asked for.
         RuntimeError: in backward, if a sequence that was left out has a gradient after all.
     """
+    if not callable(forward) or not isinstance(coefficients, Tensor) or not coefficients.dim():
+        raise TypeError(
+            "split_by_coefficient takes a function of indices and then a tensor of coefficients, [B] or [B, T], such "
+            f"as torch.tensor(advantages)[:, None] * mask; got {described(forward)} and {described(coefficients)}."
+        )
     indices = torch.arange(len(coefficients), device=coefficients.device)
     if not torch.is_grad_enabled():
         return forward(indices)

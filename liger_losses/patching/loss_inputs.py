@@ -144,8 +144,8 @@ def loss_inputs(
     if hidden_states.shape[:-1] != targets.shape:
         raise ValueError(
             f"{name} returned logits of {tuple(hidden_states.shape[:-1])} tokens, and there are labels of "
-            f"{tuple(targets.shape)}; give labels= for each of the logits, with ignore_index={ignore_index} for tokens "
-            "that the model inserts, and leave out logits_to_keep."
+            f"{tuple(targets.shape)}; give labels= for each of the logits, not shifted (shift_labels= takes those that "
+            f"are), with ignore_index={ignore_index} for tokens that the model inserts, and leave out logits_to_keep."
         )
     return LossInputs(logits.head, hidden_states, shifted.to(hidden_states.device))
 

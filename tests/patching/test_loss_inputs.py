@@ -137,7 +137,7 @@ def test_bad_input_is_refused():
         loss_inputs(model, inputs_embeds=torch.zeros(1, 3, 16, dtype=torch.float64))
     with pytest.raises(TypeError, match="int64, got .*token ids"):
         loss_inputs(model, **inputs, labels=inputs["input_ids"].double())
-    with pytest.raises(ValueError, match=r"logits of \(4, 2\) tokens.*labels of \(4, 7\).*leave out logits_to_keep"):
+    with pytest.raises(ValueError, match=r"logits of \(4, 2\) tokens.*labels of \(4, 7\).*shift_labels=.*to_keep"):
         loss_inputs(model, **inputs, logits_to_keep=2)
     with pytest.raises(TypeError, match=r"take it out of the batch, and pass it to the loss"):
         loss_inputs(model, **inputs, num_items_in_batch=57)

@@ -79,7 +79,8 @@ KL_ESTIMATORS: dict[str, Callable[[Tensor], Tensor]] = {
     "k3": k3,
     "abs": lambda d: d.abs(),
     "k1+": lambda d: d.square() / 2 - (d.square() / 2 + d).detach(),
-    # Of samples of p_ref: KL(p_ref || p) and KL(p || p_ref), rllm's backward and forward KL to the sampler.
+    # Of samples of p_ref: KL(p_ref || p), whose gradient the first has exactly, and KL(p || p_ref).
+    "sampled_k1": lambda d: d,
     "sampled_forward": lambda d: k3(-d),
     "sampled_reverse": lambda d: _reverse_of_samples(-d.clamp(min=-MAX_EXPONENT)),
     "k3+": lambda d: d.square() / 2 + (k3(d) - d.square() / 2).detach(),

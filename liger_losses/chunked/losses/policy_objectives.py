@@ -154,16 +154,14 @@ class PolicyInputs:
             ranks = copies * (1 if group is None else dist.get_world_size(group)) if number is not None else 1
             self.items = (of_all.float() * (ranks / world_size())).clamp(min=1)
         self.divisor = NORMALIZERS[options.row.normalizer](self)
-        if options.positive_nll:
-            self.positive = mask & (self.advantages > 0)
-            self.positives = self.total(self.positive).clamp(min=1)
 
     def weights(self, dtype: torch.dtype) -> dict[str, Tensor]:
         """Each token's weights ``[B, T]`` in the loss, by the names of :func:`weighted`."""
         wide = torch.promote_types(dtype, torch.float32)
         weights = {"weights": self.mask.to(wide) / self.divisor}
         if self.options.positive_nll:
-            weights["nll_weights"] = self.options.positive_nll * self.positive.to(wide) / self.positives
+            positive = self.mask & (self.advantages > 0)
+            weights["nll_weights"] = self.options.positive_nll * positive.to(wide) / self.total(positive).clamp(min=1)
         return weights
 
     def of_tokens(self) -> dict[str, Tensor]:
@@ -260,17 +258,14 @@ def policy_terms(
             weights = o.mask_weights(logps.detach(), old, sampler, advantages)
         return torch.where(weights != 0, value * weights, 0.0)
 
-    objective, term, divergence = objective_of(logps, log_ratio, advantages, old, sampler), o.term, None
-    if term is not None and topk is not None and sampler_topk is not None:
+    def of_columns(p: Tensor, q: Tensor) -> Tensor:
+        return objective_of(p, p - q, advantages[..., None], q, q)
 
-        def of_columns(p: Tensor, q: Tensor) -> Tensor:
-            return objective_of(p, p - q, advantages[..., None], q, q)
-
-        subtracted = o.sampler_coef * term.value(of_columns, topk, sampler_topk)
-        if term.of_objective:
-            objective = objective - subtracted
-        else:
-            divergence = subtracted
+    objective, divergence = objective_of(logps, log_ratio, advantages, old, sampler), None
+    if o.term is not None and topk is not None and sampler_topk is not None:
+        divergence = o.sampler_coef * o.term.value(of_columns, topk, sampler_topk)
+        if o.term.of_objective:
+            objective, divergence = objective - divergence, None
     if acting is not None:
         objective = torch.where(acting, objective, 0.0)
     if is_ratio is not None and not o.row.corrected:

@@ -120,20 +120,11 @@ class LigerFusedLinearJSD(liger_losses.LigerFusedLinearJSDLoss):
         return super().forward(student_input, student_weight, teacher_input, teacher_weight, labels)
 
 
+_JSD = "student_input student_weight teacher_input teacher_weight shift_labels jsd_beta ignore_index temperature"
 #: ``liger_fused_linear_jsd``, and ``LigerFusedLinearJSDFunction.apply``.
-fused_linear_jsd = applied(
-    LigerFusedLinearJSD,
-    "student_input student_weight teacher_input teacher_weight shift_labels "
-    "jsd_beta ignore_index temperature accum_dtype jsd_impl: jsd_mode:",
-)
-
-
+fused_linear_jsd = applied(LigerFusedLinearJSD, f"{_JSD} accum_dtype jsd_impl: jsd_mode:")
 #: ``liger_kernel.functional.fused_linear_jsd``.
-dispatched_jsd = applied(
-    LigerFusedLinearJSD,
-    "student_input student_weight teacher_input teacher_weight shift_labels jsd_beta ignore_index temperature "
-    f"{_IMPLEMENTATION}",
-)
+dispatched_jsd = applied(LigerFusedLinearJSD, f"{_JSD} {_IMPLEMENTATION}")
 
 
 class LigerFusedLinearKLDivLoss(liger_losses.LigerFusedLinearKLLoss):

@@ -151,8 +151,7 @@ class LigerFusedLinearScoreCenteringLoss(nn.Module):
         chunk_size: int | None = None,
     ) -> None:
         super().__init__()
-        options = (score_center, correction, temperature, eps)
-        self.options = dict(zip(("score_center", "correction", "temperature", "eps"), options, strict=True))
+        self.options = {"score_center": score_center, "correction": correction, "temperature": temperature, "eps": eps}
 
     def forward(self, *tensors: Any, **named: Any) -> Any:
         """The function's tensors and ``num_items_in_batch``, by position or by name; the weight is ``lin_weight``."""

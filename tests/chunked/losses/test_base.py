@@ -232,6 +232,7 @@ def test_a_copy_has_options_of_its_own(name, copied):
         (lambda: DPO(rpo_alpha=1.0), r"'rpo_alpha' \(use compute_nll_loss=True, and alpha="),
         (lambda: DPO(reference_free=True), r"'reference_free' \(use use_ref_model=False\)"),
         (lambda: GRPO(epsilon=0.2), r"'epsilon' \(use epsilon_low= and epsilon_high=, both"),
+        (lambda: GRPO(clip_range=0.2), r"'clip_range' \(use epsilon_low= and epsilon_high=\)"),
         (lambda: GRPO(num_generations=8), "use advantages of the group"),
         (lambda: GRPO(kl_coef=0.1), r"use beta="),
         (lambda: DPO(0.1), r"ignore_index must be an integer, got 0\.1: .*, such as beta=0\.1"),

@@ -93,7 +93,12 @@ TERMS = {
     "ref_kl": (
         {"loss_type": "ref_kl", "normalizer": "token_sum"},
         lambda p, q, ref, a, m: (
-            -a * (ref - p).detach() * (p - q).exp() * (q.exp() - p.exp().detach() <= 0.2) + 1e-3 * (p - q) ** 2
+            -a
+            * (ref - p).detach()
+            * (p - q).detach().exp().clamp(max=1e4)
+            * (1 + (p - p.detach()))
+            * (q.exp() - p.exp().detach() <= 0.2)
+            + 1e-3 * (p - q) ** 2
         ),
     ),
     # A*-PO, arXiv:2505.20686, whose reference is the old policy here
@@ -108,13 +113,14 @@ TERMS = {
         {"loss_type": "reinforce", "positive_nll": 0.3},
         lambda p, q, ref, a, m: -a * p / m.sum() - 0.3 * (a > 0) * p / (m * (a > 0)).sum(),
     ),
-    # rllm's reinforce_kl, whose sampler is the reference here
+    # rllm's reinforce_kl (pull requests 746 and 747), whose sampler is the reference here
     **{
         name: (
             {"loss_type": "reinforce", "beta": 0.2, "kl_estimator": name},
             lambda p, q, ref, a, m, kl=kl: (-a * p + 0.2 * kl((p - ref).exp())) / m.sum(),
         )
         for name, kl in (
+            ("sampled_k1", lambda r: -r.log()),
             ("sampled_forward", lambda r: -r.log() + r - 1),
             ("sampled_reverse", lambda r: r * r.log() - r + 1),
         )
@@ -122,14 +128,16 @@ TERMS = {
 }
 
 
+@pytest.mark.parametrize("size", [0.4, 30.0])
 @pytest.mark.parametrize("name", TERMS)
-def test_terms_of_papers(name):
-    """Of the class and of the function, with a completion without tokens."""
+def test_terms_of_papers(name, size):
+    """Of the class and of the function, with a completion without tokens, and with ratios up to e^30."""
     hidden, weight, bias, ids, mask, advantages, logps, noise = problem(dtype=torch.float64)
     mask[2] = 0
     (options, of_token), m = TERMS[name], mask.double()
     options = {"beta": 0.0, **options}
-    old, ref = (logps - 0.3 * noise).double(), (logps + 0.4 * noise.flip(0)).double()
+    noise = noise.double() / noise.abs().max() * size
+    old, ref = logps.double() - 0.75 * noise, logps.double() + noise.flip(0)
     logp = plain_statistics(hidden, weight, ids, bias)["logp"]
     expected = (of_token(logp, old, ref, advantages[:, None], m) * m).sum()
     given = {"old_logps": old, "ref_logps": ref}

@@ -111,6 +111,6 @@ def small_tiles():
 
             tiles = {"by_descriptors": Tile(16, 32, 64, 8, 3), "by_pointers": Tile(16, 32, 32, 8, 3)}
             target = INTERPRETER._replace(tiling=INTERPRETER.tiling._replace(**tiles))
-            context.setattr("liger_losses.kernels._tiles.target_of", lambda device: target)
+            context.setattr("liger_losses.chunked.accelerators.tiles.target_of", lambda device: target)
             context.setattr("liger_losses.kernels.divergence._BLOCK", 32)
         yield

@@ -112,6 +112,11 @@ def device_of(tensor: torch.Tensor) -> AbstractContextManager[Any]:
     return nullcontext()
 
 
+def power_of_two(number: int) -> int:
+    """The smallest power of two that is no smaller than ``number``."""
+    return 1 << max(number - 1, 0).bit_length()
+
+
 @cache
 def warn_once(message: str) -> None:
     """Warn with this message the first time only."""

@@ -17,7 +17,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from liger_losses.kernels._tiles import processors
 from liger_losses.kernels._triton import LOGIT_DTYPES, choose_backend, triton
 from liger_losses.kernels.divergence_forms import FORMS, SMALLEST_NORM, Divergence, cosine_terms, finite_logs
 from liger_losses.kernels.divergence_kernels import (
@@ -28,6 +27,7 @@ from liger_losses.kernels.divergence_kernels import (
 from liger_losses.kernels.divergence_terms import KernelSeries, series_argument, terms
 from liger_losses.kernels.logit_transform import Epilogue, KernelTransform
 from liger_losses.kernels.softmax_stats import row_slices
+from liger_losses.kernels.targets import processors
 
 #: Temporaries of the reference implementation, each as large as the rows it works on.
 TEMPORARIES = 16

@@ -96,6 +96,12 @@ def target_of(device: torch.device) -> Target:
     return Target(32, shared, tiling, reason)
 
 
+@cache
+def processors(device: torch.device) -> int:
+    """Multiprocessors of a GPU."""
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 4
+
+
 #: What is known of an architecture. Of those that are compiled for, ``make test-targets`` compiles every kernel, and
 #: none was run.
 MEASURED = {"sm_90": "measured on H100s and H200s, November 2026"}

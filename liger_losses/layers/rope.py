@@ -12,8 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from liger_losses.kernels._tiles import power_of_two
-from liger_losses.kernels._triton import choose_backend, jit, tl, warn_once
+from liger_losses.kernels._triton import choose_backend, jit, power_of_two, tl, warn_once
 from liger_losses.kernels.autograd import once_differentiable, operator
 from liger_losses.layers.launches import launch
 

@@ -12,9 +12,8 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from liger_losses.kernels._tiles import power_of_two, processors
-from liger_losses.kernels._triton import choose_backend, jit, tl
-from liger_losses.kernels.targets import target_of
+from liger_losses.kernels._triton import choose_backend, jit, power_of_two, tl
+from liger_losses.kernels.targets import processors, target_of
 from liger_losses.layers.launches import launch
 
 _Tensors = Sequence[Tensor | None]

@@ -100,10 +100,10 @@ def pretend(target: Target) -> None:
     torch.is_autocast_enabled = lambda kind=None: False  # torch knows no autocast of the meta device
 
     from liger_losses import checks
-    from liger_losses.kernels import _tiles, _triton, targets
+    from liger_losses.kernels import _triton, targets
 
-    for name, module in (("target_of", targets), ("processors", _tiles)):  # which the calls ask of the meta device
-        known = getattr(module, name)(torch.device("cuda"))
+    for name in ("target_of", "processors"):  # which the calls ask of the meta device
+        known = getattr(targets, name)(torch.device("cuda"))
         for module in list(sys.modules.values()):
             if module.__name__.startswith("liger_losses.") and hasattr(module, name):
                 setattr(module, name, lambda device_, known=known: known)

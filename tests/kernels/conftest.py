@@ -18,7 +18,7 @@ def backend(request):
 def loads(request, monkeypatch, small_tiles):
     """Through the tensor memory accelerator, as on Hopper, and through pointers, as elsewhere."""
     triton_or_skip()
-    monkeypatch.setattr("liger_losses.kernels._tiles.has_tma", lambda device: request.param == "tma")
+    monkeypatch.setattr("liger_losses.chunked.accelerators.tiles.has_tma", lambda device: request.param == "tma")
 
 
 @pytest.fixture(params=["float32", "bfloat16", "float16"])

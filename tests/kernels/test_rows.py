@@ -5,12 +5,13 @@ import math
 import pytest
 import torch
 
+from liger_losses.chunked.accelerators.split_sums import merge_sums
 from liger_losses.functional import forward_kl
 from liger_losses.kernels._triton import tl
 from liger_losses.kernels.divergence import Coefficients, Logits, divergence_gradient_into, divergence_sums, square_sums
 from liger_losses.kernels.divergence_forms import FORMS
 from liger_losses.kernels.logit_transform import Epilogue
-from liger_losses.kernels.online_softmax import merge, merge_sums, places
+from liger_losses.kernels.online_softmax import merge
 from liger_losses.kernels.reading import label_facts
 from liger_losses.kernels.softmax_grad import SoftmaxGradient, softmax_gradient_into
 from liger_losses.kernels.softmax_stats import STATISTICS, softmax_statistics
@@ -64,11 +65,6 @@ def test_confident_tokens_keep_their_digits():
     exact = -(lse[1:].double() - 1000).exp().sum(0).log1p()
     assert found.abs().max() < 1e-11
     assert relative_error(found, exact) < 1e-6
-
-
-def test_two_statistics_of_one_place_are_refused():
-    with pytest.raises(ValueError, match="one is there twice: lse, logp, lse"):
-        places(("lse", "logp", "lse"))
 
 
 def test_sums_of_tiles():

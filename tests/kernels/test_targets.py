@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from liger_losses.kernels import _tiles
+from liger_losses.chunked.accelerators import tiles
 from liger_losses.kernels._triton import warn_once
 from liger_losses.kernels.targets import COMPILED, INTERPRETER, MEASURED, standing, target_of
 from tests.kernels.test_compiled_for_gpus import TARGETS
@@ -40,9 +40,9 @@ def test_what_is_known_of_a_gpu(gpu, monkeypatch, recwarn):
     target = target_of.__wrapped__(CUDA)
     assert (target.warp, target.shared_memory) == (warp, 1024 * shared)
     assert target.tiling.by_pointers.columns == columns
-    monkeypatch.setattr(_tiles, "target_of", lambda device: target)
+    monkeypatch.setattr(tiles, "target_of", lambda device: target)
     warn_once.cache_clear()
-    assert _tiles.has_tma.__wrapped__(CUDA) == (reason is None)
+    assert tiles.has_tma.__wrapped__(CUDA) == (reason is None)
     assert [reason in str(warning.message) for warning in recwarn] == [True] * (reason is not None)
 
 

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from liger_losses.kernels import _tiles
+from liger_losses.chunked.accelerators import tiles
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
@@ -12,9 +12,9 @@ def test_which_matrices_the_tensor_memory_accelerator_takes(dtype):
     in_16_bytes = 16 // dtype.itemsize
     memory = torch.empty(4096, dtype=dtype)
     assert memory.data_ptr() % 16 == 0
-    assert _tiles.aligned(memory.view(64, 64))
-    assert _tiles.aligned(memory.view(64, 64)[::2, :33])
-    assert _tiles.aligned(memory[in_16_bytes:][:128].view(2, 64))
+    assert tiles.aligned(memory.view(64, 64))
+    assert tiles.aligned(memory.view(64, 64)[::2, :33])
+    assert tiles.aligned(memory[in_16_bytes:][:128].view(2, 64))
     for matrix in (
         memory[:64].expand(8, 64),  # stride 0
         memory[:64][None].expand(8, 64)[:1],  # of one row too
@@ -26,4 +26,4 @@ def test_which_matrices_the_tensor_memory_accelerator_takes(dtype):
         memory.view(64, 64)[:0],
         memory.view(64, 64)[:, :0],
     ):
-        assert not _tiles.aligned(matrix)
+        assert not tiles.aligned(matrix)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from liger_losses.chunked.accelerators.linear_exp import Exponentials
-from liger_losses.kernels._tiles import with_contiguous_rows
+from liger_losses.chunked.accelerators.tiles import with_contiguous_rows
 from liger_losses.kernels._triton import jit, tl
 from liger_losses.kernels.logit_transform import LogitTransform, inverse_temperature, transform_gradient
 

@@ -16,11 +16,11 @@ import torch
 from torch import Tensor
 
 from liger_losses.chunked.accelerators.row_sums import Sums, step_options, sum_rows
+from liger_losses.chunked.accelerators.tiles import with_contiguous_rows
 from liger_losses.chunked.core.block import Block
 from liger_losses.chunked.core.buffers import Gradients, local_part
 from liger_losses.chunked.core.plan import Plan, Signature, by_blocks, padded
 from liger_losses.chunked.core.weights import ALL, Columns, Dense, WithAdapters
-from liger_losses.kernels._tiles import with_contiguous_rows
 from liger_losses.kernels._triton import jit, tl, triton
 
 #: Places and hidden dimensions of one step of projections, and warps. (On an H200, 8192 tokens of H 4096 with 20 or 64

@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from liger_losses.kernels._tiles import with_contiguous_rows
+from liger_losses.chunked.accelerators.tiles import with_contiguous_rows
 from liger_losses.kernels._triton import jit, tl
 from liger_losses.kernels.logit_transform import Epilogue, inverse_temperature, transform_block
 

@@ -19,7 +19,8 @@ from torch import Tensor
 
 from liger_losses.chunked.accelerators.label_rows import label_logits
 from liger_losses.chunked.accelerators.linear_stats import partial_sums
-from liger_losses.kernels._tiles import (
+from liger_losses.chunked.accelerators.split_sums import merge_sums
+from liger_losses.chunked.accelerators.tiles import (
     Tiles,
     project_tile,
     split_tile,
@@ -29,7 +30,7 @@ from liger_losses.kernels._tiles import (
 )
 from liger_losses.kernels._triton import jit, tl
 from liger_losses.kernels.logit_transform import Epilogue, capped_tanh, inverse_temperature, transform_block
-from liger_losses.kernels.online_softmax import Sums, merge_sums
+from liger_losses.kernels.online_softmax import Sums
 
 #: Tokens of one launch without exponentials, which bounds the memory of the tiles' sums: 16 MiB for 131072 columns,
 #: each of log-sum-exp, mean logit and entropy.

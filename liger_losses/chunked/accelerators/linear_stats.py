@@ -8,7 +8,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from liger_losses.kernels._tiles import (
+from liger_losses.chunked.accelerators.split_sums import PARTIAL_SUMS, merge_sums, store_sums
+from liger_losses.chunked.accelerators.tiles import (
     Tiles,
     project_tile,
     tile_position,
@@ -17,15 +18,7 @@ from liger_losses.kernels._tiles import (
 )
 from liger_losses.kernels._triton import jit, tl
 from liger_losses.kernels.logit_transform import Epilogue, inverse_temperature, transform_block
-from liger_losses.kernels.online_softmax import (
-    PARTIAL_SUMS,
-    Sums,
-    empty_statistics,
-    merge_sums,
-    online_start,
-    online_step,
-    store_sums,
-)
+from liger_losses.kernels.online_softmax import Sums, empty_statistics, online_start, online_step
 
 #: Row tiles that walk the vocabulary together, so that the cache serves each part of the head to all of them.
 _GROUP = 16

@@ -6,10 +6,10 @@ import torch
 from torch import Tensor
 
 from liger_losses.chunked.accelerators.linear_exp import Exponentials
+from liger_losses.chunked.accelerators.tiles import with_contiguous_rows
 from liger_losses.chunked.core.plan import Signature
 from liger_losses.chunked.core.target import Target
 from liger_losses.chunked.core.weights import ALL, Dense, Quantized
-from liger_losses.kernels._tiles import with_contiguous_rows
 from liger_losses.kernels.logit_transform import Epilogue
 
 

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from liger_losses.kernels._tiles import with_contiguous_rows
+from liger_losses.chunked.accelerators.tiles import with_contiguous_rows
 from liger_losses.kernels._triton import jit, tl, triton
 
 #: Terms and columns of one step, and warps. (On an H200, 8192 tokens of H 4096 with 20 or 64 given columns, bf16,

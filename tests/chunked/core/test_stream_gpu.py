@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from liger_losses import EngineOptions, LogitTransform, linear_logps, linear_statistics, linear_token_loss
-from liger_losses.chunked.accelerators import label_rows, linear_exp, linear_stats
-from liger_losses.kernels import _tiles, autograd, softmax_grad, targets
+from liger_losses.chunked.accelerators import label_rows, linear_exp, linear_stats, tiles
+from liger_losses.kernels import autograd, softmax_grad, targets
 from liger_losses.kernels._triton import warn_once
 from tests.reference import NAMES, double, on_gpu, plain_statistics
 
@@ -17,7 +17,7 @@ pytestmark = pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("sizes", [(1, 64, 50257), (517, 576, 1031), (4097, 72, 999)])
 def test_statistics_without_the_tensor_memory_accelerator(sizes, dtype, monkeypatch):
-    monkeypatch.setattr("liger_losses.kernels._tiles.has_tma", lambda device: False)
+    monkeypatch.setattr("liger_losses.chunked.accelerators.tiles.has_tma", lambda device: False)
     masked = 0.2 if sizes[0] > 1 else 0.0
     hidden, weight, labels, bias = on_gpu(*sizes, dtype=dtype, bias=True, masked=masked, scale=3.0)
     transform = {"temperature": 0.8, "logit_scale": 1.2, "softcap": 12.0}
@@ -60,7 +60,7 @@ def test_devices_without_tma_say_so_once(monkeypatch):
     hidden, weight, labels, _ = on_gpu(300, 64, 5003, dtype=torch.bfloat16)
     with torch.no_grad():
         expected = linear_logps(hidden, weight, labels)
-        for known in (_tiles.has_tma, targets.target_of, warn_once):
+        for known in (tiles.has_tma, targets.target_of, warn_once):
             known.cache_clear()
         monkeypatch.setattr("torch.cuda.get_device_capability", lambda device=None: (8, 0))
         try:
@@ -70,7 +70,7 @@ def test_devices_without_tma_say_so_once(monkeypatch):
                 warnings.simplefilter("error")
                 second = linear_logps(hidden, weight, labels)
         finally:
-            _tiles.has_tma.cache_clear()
+            tiles.has_tma.cache_clear()
             targets.target_of.cache_clear()
     torch.testing.assert_close(first, expected, rtol=1e-5, atol=1e-5)
     assert torch.equal(first, second)

@@ -5,18 +5,17 @@ N tokens, H hidden size, V vocabulary size.
 
 from __future__ import annotations
 
-from contextlib import suppress
 from functools import cache
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from liger_losses.kernels._triton import INTERPRETED, jit, tl, warn_once
+from liger_losses.kernels._triton import INTERPRETED, jit, tl, triton, warn_once
 from liger_losses.kernels.logit_transform import Epilogue
-from liger_losses.kernels.targets import target_of
+from liger_losses.kernels.targets import processors, target_of
 
-with suppress(ImportError):  # nothing is launched without Triton
+if triton is not None:
     from triton.tools.tensor_descriptor import TensorDescriptor
 
 
@@ -28,17 +27,6 @@ class Tiles(NamedTuple):
     column_tiles: int
     programs: int
     arguments: dict[str, Any]
-
-
-@cache
-def processors(device: torch.device) -> int:
-    """Multiprocessors of a GPU."""
-    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 4
-
-
-def power_of_two(number: int) -> int:
-    """The smallest power of two that is no smaller than ``number``."""
-    return 1 << max(number - 1, 0).bit_length()
 
 
 def with_contiguous_rows(matrix: Tensor) -> Tensor:

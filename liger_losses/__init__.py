@@ -31,7 +31,6 @@ if TYPE_CHECKING:  # the names of _MODULES, for type checkers and editors; a tes
     from liger_losses.chunked import workspace as workspace
     from liger_losses.chunked.assertions import assert_no_logits as assert_no_logits
     from liger_losses.chunked.losses.base import ChunkedLoss as ChunkedLoss
-    from liger_losses.chunked.losses.batches import AdaptiveEntropy as AdaptiveEntropy
     from liger_losses.chunked.losses.columns import teacher_topk as teacher_topk
     from liger_losses.chunked.losses.completion_loss import Completions as Completions
     from liger_losses.chunked.losses.cross_entropy import CrossEntropyOutput as CrossEntropyOutput
@@ -54,6 +53,7 @@ if TYPE_CHECKING:  # the names of _MODULES, for type checkers and editors; a tes
     from liger_losses.chunked.losses.pairs import Pairs as Pairs
     from liger_losses.chunked.losses.pairs import PreferenceLoss as PreferenceLoss
     from liger_losses.chunked.losses.pairs import PreferenceMetrics as PreferenceMetrics
+    from liger_losses.chunked.losses.policy import AdaptiveEntropy as AdaptiveEntropy
     from liger_losses.chunked.losses.policy import LigerFusedLinearGRPOLoss as LigerFusedLinearGRPOLoss
     from liger_losses.chunked.losses.policy import PolicyMetrics as PolicyMetrics
     from liger_losses.chunked.losses.policy import PolicyMetricsWithoutKL as PolicyMetricsWithoutKL
@@ -96,7 +96,6 @@ _MODULES = {
     ),
     "chunked.losses.base": "ChunkedLoss",
     "chunked.losses.columns": "teacher_topk",
-    "chunked.losses.batches": "AdaptiveEntropy",
     "chunked.losses.completion_loss": "Completions",
     "chunked.losses.cross_entropy": "CrossEntropyOutput LigerFusedLinearCrossEntropyLoss ManyHeadsMetrics",
     "chunked.losses.distillation": (
@@ -106,7 +105,7 @@ _MODULES = {
     "chunked.losses.dpo": "LigerFusedLinearDPOLoss",
     "chunked.losses.minillm": "LigerFusedLinearMiniLLMLoss",
     "chunked.losses.pairs": "Pairs PreferenceLoss PreferenceMetrics",
-    "chunked.losses.policy": "LigerFusedLinearGRPOLoss PolicyMetrics PolicyMetricsWithoutKL",
+    "chunked.losses.policy": "AdaptiveEntropy LigerFusedLinearGRPOLoss PolicyMetrics PolicyMetricsWithoutKL",
     "chunked.losses.reference_free": (
         "LigerFusedLinearCPOLoss LigerFusedLinearORPOLoss LigerFusedLinearSimPOLoss ORPOMetrics"
     ),

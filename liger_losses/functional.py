@@ -21,7 +21,7 @@ T tokens, n tokens, C columns of the vocabulary::
 """
 
 from liger_losses.chunked.losses.completion_loss import sequence_logps as sequence_logps
-from liger_losses.chunked.losses.cross_entropy_terms import cross_entropy as cross_entropy
+from liger_losses.chunked.losses.cross_entropy import cross_entropy as cross_entropy
 from liger_losses.chunked.losses.dpo import dpo_loss as dpo_loss
 from liger_losses.chunked.losses.minillm import minillm_returns as minillm_returns
 from liger_losses.chunked.losses.policy_estimates import iw_opd_advantages as iw_opd_advantages

@@ -58,7 +58,7 @@ MUTANTS: dict[str, list[tuple[str, str, str, str]]] = {
         ("chunked.losses.policy_objectives", "_corrected_k3", "+ (ratio * d)", "- (ratio * d)"),
     ],
     f"{GOLDEN} -k 'CE or MiniLLM or Distillation'": [
-        ("chunked.losses.cross_entropy_terms", "cross_entropy", "= 2 * lse_square_scale", "= lse_square_scale"),
+        ("chunked.losses.cross_entropy", "cross_entropy", "= 2 * lse_square_scale", "= lse_square_scale"),
         ("chunked.losses.cross_entropy", "LigerFusedLinearCrossEntropyLoss._part", "where(mask, 0)", "where(~mask, 0)"),
         ("chunked.losses.minillm", "_returns", "rewards[:, 1:]", "rewards[:, 0:]"),
         ("chunked.core.buffers", "Buffer.add_product", "accumulate=holds", "accumulate=False"),
@@ -109,8 +109,8 @@ MUTANTS: dict[str, list[tuple[str, str, str, str]]] = {
         ("chunked.core.stream", "_Losses.backward", "if gradients is None", "if False"),
     ],
     "tests/results/test_ranks.py -k several_processes": [
-        ("chunked.losses.context_parallel", "_Sum.forward", "dist.all_reduce(values, group=group)", "pass"),
-        ("chunked.losses.context_parallel", "_Sum.backward", "if ctx.group is not None", "if False"),
+        ("chunked.losses.sums", "_Sum.forward", "dist.all_reduce(values, group=group)", "pass"),
+        ("chunked.losses.sums", "_Sum.backward", "if ctx.group is not None", "if False"),
         ("chunked.core.ranks", "Ranks.sum", "dist.all_reduce(value, group=self.group)", "pass"),
         ("chunked.core.ranks", "Ranks.local", "places == here", "places >= here"),
         ("chunked.core.buffers", "Buffer.result", "if self.leaf.summed and self.leaf.ranks.sums_hidden", "if False"),

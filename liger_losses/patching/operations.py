@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from liger_losses.chunked import EngineOptions, Largest
-from liger_losses.chunked.losses.cross_entropy_terms import linear_cross_entropy
+from liger_losses.chunked.losses.cross_entropy import linear_cross_entropy
 from liger_losses.kernels.autograd import autocast_dtype
 
 #: ``liger_losses.patching.pending`` has the class, which has these operations.

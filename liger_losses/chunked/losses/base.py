@@ -20,7 +20,7 @@ from liger_losses.chunked import EngineOptions, Head, Statistics, linear_statist
 from liger_losses.chunked.core.agreement import agree
 from liger_losses.chunked.core.entry import operator
 from liger_losses.chunked.core.results import DeclaredStatistics
-from liger_losses.chunked.losses.context_parallel import check_sliced, sum_over_group
+from liger_losses.chunked.losses.sums import check_sliced, sum_over_group
 from liger_losses.kernels.logit_transform import LogitTransform
 from liger_losses.kernels.tracing import outside_graphs
 
@@ -170,7 +170,8 @@ class ChunkedLoss(nn.Module):
     statistics: ClassVar[tuple[str, ...]] = ("logp",)
     #: Further statistics that it reads, without a gradient.
     metrics: tuple[str, ...] = ()
-    #: The dataclass of its options (see :func:`constructor`), and which of them the constructor takes by position.
+    #: The dataclass of its options (see :func:`constructor`), and which of them the constructor takes by position: the
+    #: fields that are no keywords, then those named here.
     options_type: ClassVar[type[LossOptions]] = LossOptions
     positions: ClassVar[tuple[str, ...]] = ()
     #: The documented names of its arguments by position, in each form of the call.
@@ -178,9 +179,8 @@ class ChunkedLoss(nn.Module):
     #: The names of :meth:`forward`'s parameters, and which of them a documented name is.
     argument_names: ClassVar[tuple[str, ...]]
     parameters_named: ClassVar[Mapping[str, str]]
-    #: Its options, and those without a default; what its constructor takes: these, and what subclasses' name.
+    #: Its options; what its constructor takes: these, and what subclasses' name.
     options_signature: ClassVar[inspect.Signature]
-    required_options: ClassVar[frozenset[str]]
     constructor_signature: ClassVar[inspect.Signature]
     option_names: ClassVar[tuple[str, ...]]
     #: The options, a frozen dataclass of the type :attr:`options_type`.
@@ -205,9 +205,10 @@ class ChunkedLoss(nn.Module):
                 setattr(cls, name, _option(name))
             elif name in vars(cls) and (name, type(vars(cls)[name])) not in _PROPERTIES:
                 raise TypeError(f"{cls.__name__}.{name} hides the option {name}; give its constructor another value.")
+        known = {field.name: field.kw_only for field in fields(cls.options_type)}
+        first = [name for name, is_keyword in known.items() if not is_keyword]
+        cls.positions = tuple(dict.fromkeys([*first, *[name for name in cls.positions if name in known]]))
         cls.options_signature = options_signature(cls, cls.positions)
-        options = cls.options_signature.parameters.values()
-        cls.required_options = frozenset([option.name for option in options if option.default is option.empty])
         cls.constructor_signature = constructor_signature(cls)
         cls.option_names = tuple(cls.constructor_signature.parameters)
         parameters = [*inspect.signature(cls.forward).parameters.values()][1:]
@@ -333,6 +334,11 @@ class ChunkedLoss(nn.Module):
         check_labels(labels)
         positions = int(self.settings.shift)
         return shift_labels(labels, self.settings.ignore_index, positions) if positions else labels
+
+    def divisor(self, mask: Tensor, items: Any) -> Tensor:
+        """What a mean over tokens is divided by, 0-dim: ``num_items_in_batch``, or the mask's tokens; 1 for none."""
+        number = self.total(mask) if items is None else checked_items(items, mask.device)
+        return number.masked_fill(number == 0, 1)
 
     def total(self, values: Tensor) -> Tensor:
         """The sum of values of any shape, 0-dim, over the ranks that compute one loss."""

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from liger_losses.checks import check_alike, check_shape_of, check_shaped, check_tensor, checked_mask
+from liger_losses.checks import FLOATS, check_alike, check_shape_of, check_shaped, check_tensor, checked_mask
 from liger_losses.chunked import EngineOptions, Head, Statistics, TokenSupport
 from liger_losses.chunked.core.agreement import agree
 from liger_losses.chunked.core.compiled import statistics
@@ -23,7 +23,7 @@ from liger_losses.chunked.core.stream import counted_once
 from liger_losses.chunked.core.support import kept_statistics
 from liger_losses.chunked.core.target import Target
 from liger_losses.chunked.losses.base import AnyHead, ChunkedLoss, LossOptions, constructor
-from liger_losses.chunked.losses.context_parallel import sum_over_group
+from liger_losses.chunked.losses.sums import sum_over_group
 from liger_losses.kernels.logit_transform import LogitTransform
 
 #: exp() of more overflows fp32, and an overflow that a clip discards still makes gradients NaN.
@@ -212,22 +212,26 @@ class CompletionBatch(NamedTuple):
         parts: one per group; or a single one that holds two groups of ``B / 2`` rows. Such stacked rows are never
             copied, nor are their gradients.
         ref_head: the reference model's.
+        ref_logps: each group's log-probabilities under the reference, if they were given.
     """
 
     head: Head
     parts: list[Completions]
     ref_head: Head | None
+    ref_logps: Sequence[Tensor | None]
+
+    def of_groups(self, values: Sequence[Tensor]) -> list[Tensor]:
+        """Each group's rows of tensors of the parts."""
+        return [group for value in values for group in value.tensor_split(len(self.ref_logps) // len(self.parts))]
 
     def reference_logps(
         self, options: EngineOptions, policy: Sequence[Target], support: TokenSupport | None = None
-    ) -> list[Tensor | None]:
-        """Each part's log-probabilities under the reference, ``[B]`` or ``[B, T]``; ``None`` without one.
+    ) -> list[Tensor]:
+        """The parts' log-probabilities under the reference's head, ``[B, T]``.
 
         What is known of the labels of ``policy`` targets is that of the reference's. ``support`` are the columns that a
         sampler kept, of a single part."""
-        head = self.ref_head
-        if head is None:
-            return [_constant(part.ref_logps, part.labels != options.ignore_index) for part in self.parts]
+        head: Any = self.ref_head
         with torch.no_grad(), naming_the_reference():
             if support is not None:
                 (part,) = self.parts
@@ -237,13 +241,6 @@ class CompletionBatch(NamedTuple):
             targets = [part.target(head, reference=True) for part in self.parts]
             targets = [replace(ref, counted=other.counted) for ref, other in zip(targets, policy, strict=False)]
             return [values["logp"] for values in statistics(targets, ("logp",), options)]
-
-
-def _constant(ref_logps: Tensor | None, mask: Tensor) -> Tensor | None:
-    """A reference's log-probabilities as a constant, which may be anything at tokens without loss."""
-    if ref_logps is None or ref_logps.dim() == 1:
-        return None if ref_logps is None else ref_logps.detach()
-    return torch.where(mask, ref_logps.detach(), 0.0)
 
 
 class CompletionInputs(TypedDict, total=False):
@@ -257,7 +254,7 @@ class CompletionInputs(TypedDict, total=False):
 
 
 class Scored(NamedTuple):
-    """The completions of a part, or of one of its groups.
+    """The completions of a group.
 
     Args:
         statistics: the policy's, ``[B, T]``; 0 for tokens without loss.
@@ -275,13 +272,6 @@ class Scored(NamedTuple):
     ref_token_logps: Tensor | None
     lengths: Tensor
     logits: Any
-
-    def rows(self, rows: slice) -> Scored:
-        """Some of the completions."""
-        parts: list[Any] = [self.statistics, self[1:]]
-        some: list[list[Any]] = [[x if x is None else x[rows] for x in part] for part in parts]
-        values, others = some
-        return Scored(Statistics(*values), *others)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -380,31 +370,22 @@ class CompletionLoss(ChunkedLoss):
                 count, tokens = part.labels.shape
                 shape = (count * len(rows) // len(names), tokens)  # of a group, where these are stacked
                 name = f"ref_logps of the {which} completions"
-                check_shaped(name, ref, "sequence or token", head.weight.device, shape[:1], shape)
-                if not ref.is_floating_point():
-                    raise TypeError(f"{name} must be floating point, got {ref.dtype}.")
+                check_shaped(name, ref, "sequence or token", head.weight.device, shape[:1], shape, dtypes=FLOATS)
         if of_states and ref_head is None:
             raise ValueError(
                 "there are hidden states of a reference, but no ref_weight= to project them; pass the policy's weight "
                 "there if the reference model shares it."
             )
-        of_groups = [ref for ref in logps if ref is not None]
-        if len(rows) < len(names) and of_groups:
-            if len(of_groups) == len(logps) and of_groups[0].dim() == of_groups[-1].dim():
-                logps = (torch.cat(of_groups),)
-            else:  # of sequences and of tokens, or of one group alone
-                parts = [parts[0].rows(half) for half in (slice(rows[0] // 2), slice(rows[0] // 2, None))]
-        parts = [replace(part, ref_logps=ref) for part, ref in zip(parts, logps, strict=False)]
-        return CompletionBatch(head, parts, ref_head)
+        return CompletionBatch(head, parts, ref_head, logps)
 
     def token_weights(self, masks: Sequence[Tensor]) -> Sequence[Tensor | None]:
-        """Weights ``[B, T]`` of each part's tokens in the completion's log-probability; ``None`` for 1."""
+        """Weights ``[B, T]`` of each group's tokens in the completion's log-probability; ``None`` for 1."""
         return [None] * len(masks)
 
     def score(
         self, batch: CompletionBatch, extra: Completions | None = None, *, metrics: Sequence[str] = ()
     ) -> tuple[list[Scored], Tensor | None]:
-        """Each part's log-probabilities under policy and reference; the policy's of ``extra`` completions.
+        """Each group's log-probabilities under policy and reference; the policy's of ``extra`` completions.
 
         The reference comes first, while no logits of the policy are held.
 
@@ -413,23 +394,28 @@ class CompletionLoss(ChunkedLoss):
         """
         o, parts = self.settings, batch.parts if extra is None else [*batch.parts, extra]
         targets = counted_once([part.target(batch.head) for part in parts], o.engine)
-        reference = batch.reference_logps(o.engine, targets)
+        reference = batch.ref_logps
+        if batch.ref_head is not None:
+            reference = batch.of_groups(batch.reference_logps(o.engine, targets))
         if o.group is not None:
             ref_dims = [None if logps is None else logps.dim() for logps in reference]
             facts = {"sequences": [len(part.labels) for part in batch.parts], "dimensions of ref_logps": ref_dims}
             agree(o.group, {**self.common_options, **facts})
-        values = [Statistics(**part) for part in statistics(targets, ("logp",), o.engine, metrics)]
-        masks = [part.labels != o.ignore_index for part in batch.parts]
+        of_parts = statistics(targets, ("logp",), o.engine, metrics)
+        groups = {name: batch.of_groups([part[name] for part in of_parts[: len(batch.parts)]]) for name in of_parts[0]}
+        values = [Statistics(**dict(zip(groups, group, strict=True))) for group in zip(*groups.values(), strict=True)]
+        masks = batch.of_groups([part.labels != o.ignore_index for part in batch.parts])
         scored = map(self._scored, values, masks, self.token_weights(masks), reference)
-        return [*scored], None if extra is None else values[-1].logp
+        return [*scored], None if extra is None else of_parts[-1]["logp"]
 
     def _scored(self, values: Statistics, mask: Tensor, weights: Tensor | None, ref_logps: Tensor | None) -> Scored:
         """The sums over each completion's tokens, over the group's ranks too."""
-        ref_logps = torch.zeros_like(values.logp) if ref_logps is None else ref_logps
+        ref_logps = torch.zeros_like(values.logp) if ref_logps is None else ref_logps.detach()
         sums, of_tokens = [_sums_over_tokens(values.logp, weights), mask.sum(-1)], ref_logps.dim() == 2
         if values.mean_logit is not None:
             sums.append(values.mean_logit.sum(-1))
-        if of_tokens:
+        if of_tokens:  # of tokens without loss, they may be anything
+            ref_logps = torch.where(mask, ref_logps, 0.0)
             sums.append(_sums_over_tokens(ref_logps, weights))
         logps, lengths, *others = sum_over_group(self.settings.group, *sums)
         divisor = lengths.clamp(min=1) if self.settings.averages else 1

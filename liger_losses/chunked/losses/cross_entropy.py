@@ -1,9 +1,9 @@
-"""Cross-entropy on the output of ``lm_head``, in one pass. V vocabulary size."""
+"""Cross-entropy as functions of statistics, and on the output of ``lm_head``, in one pass. V vocabulary size."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, Literal, NamedTuple, TypeAlias, TypedDict, overload
 
@@ -13,15 +13,154 @@ from typing_extensions import TypeVar
 
 from liger_losses import checks
 from liger_losses.checks import LISTS, NonNegativeFloat, UnitFloat
-from liger_losses.chunked.core.compiled import loss_sum, statistics
+from liger_losses.chunked import EngineOptions, Head, shift_labels
+from liger_losses.chunked.core.compiled import in_graphs, loss_sum, statistics
 from liger_losses.chunked.core.entry import operator
-from liger_losses.chunked.core.inputs import several, targets_of
+from liger_losses.chunked.core.inputs import several, target_of, targets_of
 from liger_losses.chunked.core.target import Target, TokenLoss
 from liger_losses.chunked.losses.base import AnyHead, ChunkedLoss, LossOptions, constructor
-from liger_losses.chunked.losses.cross_entropy_terms import TOKEN_SCALINGS, TokenTerms, constant_weights, loss_of_terms
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
+
+
+class CrossEntropyTerms(NamedTuple):
+    """Each token's cross-entropy and z-loss ``[n]``, and the derivatives of their sum by each statistic."""
+
+    ce: Tensor
+    z: Tensor
+    derivatives: dict[str, Tensor]
+
+
+def cross_entropy(
+    logps: Tensor,
+    *,
+    mean_logps: Tensor | None = None,
+    lse: Tensor | None = None,
+    label_weights: Tensor | None = None,
+    label_smoothing: float = 0.0,
+    lse_square_scale: float = 0.0,
+    ce_scale: Tensor | None = None,
+    z_scale: Tensor | None = None,
+) -> CrossEntropyTerms:
+    """``ce_t = -(1 - e) c_t logp_t - e mean_logp_t`` and ``z_t = s lse_t^2``, with ``e`` the label smoothing.
+
+    Args:
+        logps: ``[n]``, log-probabilities of the labels.
+        mean_logps: ``[n]``, mean log-probability over the vocabulary (weighted by class), if ``label_smoothing``.
+        lse: ``[n]``, log-sum-exp of the logits, for the z-loss (PaLM, arXiv:2204.02311, section 5).
+        label_weights: ``[n]``, class weight ``c_t`` of each label; 1 by default.
+        label_smoothing, lse_square_scale: ``e`` and ``s``.
+        ce_scale, z_scale: factors of ``ce`` and ``z``, ``[]`` or ``[n]``, constants; 1 by default.
+
+    Returns:
+        :class:`CrossEntropyTerms`: the differentiable terms of the tokens, and their derivatives.
+
+    Raises:
+        ValueError: ``mean_logps`` or ``lse`` are missing.
+    """
+    if (label_smoothing and mean_logps is None) or (lse_square_scale and lse is None):
+        raise ValueError("label_smoothing needs mean_logps=, and lse_square_scale needs lse=.")
+    ce_scale = logps.new_ones(()) if ce_scale is None else ce_scale
+    label_scale = ce_scale if label_weights is None else ce_scale * label_weights
+    derivatives = {"logp": (label_scale * (label_smoothing - 1)).expand_as(logps)}
+    ce = derivatives["logp"] * logps
+    if label_smoothing and mean_logps is not None:
+        derivatives["mean_logp"] = (-label_smoothing * ce_scale).expand_as(logps)
+        ce = ce + derivatives["mean_logp"] * mean_logps
+    if lse is None:
+        return CrossEntropyTerms(ce, logps.new_zeros(()).expand_as(ce), derivatives)
+    z_scale = logps.new_ones(()) if z_scale is None else z_scale
+    if lse_square_scale:
+        derivatives["lse"] = 2 * lse_square_scale * z_scale * lse.detach()
+    return CrossEntropyTerms(ce, lse_square_scale * z_scale * lse.square(), derivatives)
+
+
+def constant_weights(token_weights: Tensor, labels: Tensor, shift: int) -> Tensor:
+    """Weights of tokens without a gradient, shifted as ``labels`` are; TypeError or ValueError unless there is a real
+    number for each label."""
+    checks.check_shaped("token_weights", token_weights, "label", labels.device, labels.shape)
+    if token_weights.is_complex():
+        raise TypeError(f"token_weights must be one real number per label, got {token_weights.dtype}.")
+    return shift_labels(token_weights.detach(), 0, shift) if shift else token_weights.detach()
+
+
+def _entropy_of_columns(values: Mapping[str, Tensor]) -> Tensor:
+    """The entropy of the softmax over the largest columns, over its largest value: EAFT (arXiv:2601.02151)."""
+    log_p = values["selected_logps"].log_softmax(-1)
+    return torch.special.entr(log_p.exp()).sum(-1) / math.log(max(log_p.shape[-1], 2))
+
+
+class TokenScaling(NamedTuple):
+    """A row of :data:`TOKEN_SCALINGS`: factors ``[...]`` from detached statistics, and how many of the largest
+    log-probabilities are among these."""
+
+    factor: Callable[[Mapping[str, Tensor]], Tensor] | None = None
+    columns: int | None = None
+
+
+#: What the loss of a token is multiplied by.
+TOKEN_SCALINGS = {
+    "none": TokenScaling(),
+    "probability": TokenScaling(lambda values: values["logp"].exp()),  # DFT, arXiv:2508.05629, eq. 9
+    # p (1 - p): CHORD (arXiv:2508.11408)
+    "uncertainty": TokenScaling(lambda values: -values["logp"].exp() * torch.expm1(values["logp"])),
+    "entropy": TokenScaling(_entropy_of_columns, columns=20),
+}
+
+
+def token_factors(values: Mapping[str, Tensor], scaling: str) -> list[Tensor]:
+    """The factor ``[...]`` of a row of :data:`TOKEN_SCALINGS`, if it has one."""
+    factor = TOKEN_SCALINGS[scaling].factor
+    return [] if factor is None else [factor({name: value.detach() for name, value in values.items()})]
+
+
+@in_graphs
+class TokenTerms(NamedTuple):
+    """Each token's :func:`cross_entropy` over the denominators, with token weights and token scaling."""
+
+    label_smoothing: float = 0.0
+    lse_square_scale: float = 0.0
+    scaling: str = "none"  # a row of TOKEN_SCALINGS
+    reads_lse: bool = False  # for the z-loss's terms, even where it has no weight
+
+    def terms(
+        self,
+        values: Mapping[str, Tensor],
+        ce_total: Tensor,
+        z_total: Tensor | None = None,
+        token_weights: Tensor | None = None,
+        label_weights: Tensor | None = None,
+        scale: float = 1.0,
+    ) -> CrossEntropyTerms:
+        """Its parts, ``scale`` times; denominators are ``[]``, and the z-loss by default has the cross-entropy's."""
+        logp = values["logp"]
+        ce_scale = scale / ce_total.to(logp.dtype)
+        z_scale = ce_scale if z_total is None else scale / z_total.to(logp.dtype)
+        # In the statistics' dtype: fp32 weights would make fp64 scales fp32.
+        factors = [] if token_weights is None else [token_weights.to(logp.dtype)]
+        for factor in factors + token_factors(values, self.scaling):
+            ce_scale, z_scale = ce_scale * factor, z_scale * factor
+        return cross_entropy(
+            logp,
+            mean_logps=values["mean_logp"] if self.label_smoothing else None,
+            lse=values["lse"] if self.lse_square_scale or self.reads_lse else None,
+            label_weights=None if label_weights is None else label_weights.to(ce_scale.dtype),
+            label_smoothing=self.label_smoothing,
+            lse_square_scale=self.lse_square_scale,
+            ce_scale=ce_scale,
+            z_scale=z_scale,
+        )
+
+
+@in_graphs
+def loss_of_terms(values: Mapping[str, Tensor], of: TokenTerms, **inputs: Any) -> tuple[Tensor, dict[str, Tensor]]:
+    """The loss ``[n]`` of tokens with the inputs of :meth:`TokenTerms.terms`, and its derivatives."""
+    ce, z, derivatives = of.terms(values, **inputs)
+    return ce + z if of.lse_square_scale else ce, derivatives
+
+
+# --- The loss ---------------------------------------------------------------------------------------------------------
 
 
 class CrossEntropyOutput(NamedTuple):
@@ -53,12 +192,48 @@ class _Part(NamedTuple):
     target: Target
     mask: Tensor  # which tokens carry loss
     inputs: dict[str, Any]  # tensors
+    terms: TokenTerms
     scale: float  # the weight of the head
 
     def counted(self, ignore_index: int) -> Target:
         """The target to the loss: 0 times what is NaN is NaN, so that a head of weight 0 has no tokens."""
         nothing = torch.full_like(self.target.labels, ignore_index) if self.scale == 0 else self.target.labels
         return replace(self.target, labels=nothing)
+
+    def token_loss(self) -> TokenLoss:
+        """The losses of the tokens. What has no weight takes no part in the gradient products."""
+        weights = self.inputs.get("token_weights")
+        live = None if weights is None else weights != 0
+        return TokenLoss(loss_of_terms, self.inputs, {"of": self.terms, "scale": self.scale}, live)
+
+    def losses(self, values: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
+        """The loss and the z-loss ``[...]`` of the tokens over the denominators, 0 for ignored ones."""
+        ce, z, _ = self.terms.terms(values, **self.inputs)
+        return torch.where(self.mask, ce + z, 0.0), torch.where(self.mask, z, 0.0)
+
+
+@operator
+def linear_cross_entropy(
+    hidden_states: Tensor,
+    head: Head,
+    labels: Tensor,
+    class_weight: Tensor | None = None,
+    *,
+    ignore_index: int = -100,
+    reduction: str = "mean",
+    label_smoothing: float = 0.0,
+) -> Tensor:
+    """``F.cross_entropy`` of the logits of hidden states ``[T, H]``; 0 where no token carries loss."""
+    mask, names = labels != ignore_index, ("logp", "mean_logp") if label_smoothing else ("logp",)
+    inputs = {} if class_weight is None else {"label_weights": class_weight[labels.where(mask, 0)].where(mask, 0.0)}
+    total = inputs.get("label_weights", mask).sum() if reduction == "mean" else mask.new_ones((), dtype=torch.int64)
+    inputs["ce_total"] = total.masked_fill(total == 0, 1)
+    target, options = target_of(hidden_states, head, labels, class_weight=class_weight), EngineOptions(ignore_index)
+    part = _Part(target, mask, inputs, TokenTerms(label_smoothing), 1.0)
+    if reduction == "none":
+        (values,) = statistics([target], names, options)
+        return part.losses(values)[0]
+    return loss_sum([target], names, [part.token_loss()], options)[0]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,7 +260,7 @@ class CrossEntropyOptions(LossOptions):
         if self.ce_weight is not None:
             checks.check_tensor("ce_weight", self.ce_weight)
         checks.check_names([self.reduction], ("mean", "sum", "none"), "reduction")
-        checks.check_names([self.token_scaling], ("none", *TOKEN_SCALINGS), "token_scaling")
+        checks.check_names([self.token_scaling], TOKEN_SCALINGS, "token_scaling")
         if self.use_token_scaling and self.token_scaling not in ("none", "probability"):
             raise ValueError(
                 f"use_token_scaling=True is token_scaling='probability', and token_scaling={self.token_scaling!r} was "
@@ -99,7 +274,7 @@ class CrossEntropyOptions(LossOptions):
 
     @property
     def scaling(self) -> str:
-        """The row of :data:`TOKEN_SCALINGS`, or ``none``."""
+        """The row of :data:`TOKEN_SCALINGS`."""
         return "probability" if self.use_token_scaling else self.token_scaling
 
 
@@ -151,7 +326,7 @@ class LigerFusedLinearCrossEntropyLoss(ChunkedLoss, Generic[R]):
 
     settings: CrossEntropyOptions
     positions: ClassVar[tuple[str, ...]] = (
-        *("ce_weight", "ignore_index", "lse_square_scale", "label_smoothing", "reduction", "softcap", "return_z_loss"),
+        *("ignore_index", "lse_square_scale", "label_smoothing", "reduction", "softcap", "return_z_loss"),
         *("accum_dtype", "use_token_scaling", "return_token_accuracy", "return_predicted_tokens"),
     )
 
@@ -241,8 +416,9 @@ class LigerFusedLinearCrossEntropyLoss(ChunkedLoss, Generic[R]):
             head_weights=o.head_weights,
             **inputs,
         )
-        if self._columns is not None:
-            whole = [replace(target, selected=min(self._columns, target.vocab_size)) for target in whole]
+        columns = TOKEN_SCALINGS[o.scaling].columns
+        if columns is not None:
+            whole = [replace(target, selected=min(columns, target.vocab_size)) for target in whole]
         count = len(whole)
         numbers, weights = [checks.one_each(value, count) if many else [value] for value in inputs.values()]
         if self.spans_ranks:
@@ -254,16 +430,15 @@ class LigerFusedLinearCrossEntropyLoss(ChunkedLoss, Generic[R]):
         asked = {"logp": True, "lse": o.lse_square_scale != 0, "mean_logp": o.label_smoothing != 0}
         names = tuple(name for name, is_asked in asked.items() if is_asked)
         reads_argmax = bool(o.return_token_accuracy or o.return_predicted_tokens)
-        columns = ["selected_logps"] * (self._columns is not None)
-        metrics = (*["argmax"] * reads_argmax, *["lse"] * bool(o.return_z_loss), *columns)
+        read_too = {"argmax": reads_argmax, "lse": o.return_z_loss, "selected_logps": columns is not None}
+        metrics = tuple(name for name, is_asked in read_too.items() if is_asked)
         loss: Any
         if o.reduction == "none":
             read = statistics(targets, names, o.engine, metrics)
-            losses = [part.scale * self._of_tokens(values, part)[0] for values, part in zip(read, parts, strict=True)]
+            losses = [part.scale * part.losses(values)[0] for values, part in zip(read, parts, strict=True)]
             loss = losses if many else losses[0]
         else:
-            token_losses = [self._token_loss(part) for part in parts]
-            loss, read = loss_sum(targets, names, token_losses, o.engine, metrics)
+            loss, read = loss_sum(targets, names, [part.token_loss() for part in parts], o.engine, metrics)
             loss = self.total(loss)
         if not (many or o.return_z_loss or reads_argmax):
             return loss
@@ -283,50 +458,30 @@ class LigerFusedLinearCrossEntropyLoss(ChunkedLoss, Generic[R]):
         o, classes, labels = self.settings, self.ce_weight, target.labels
         if classes is not None:
             checks.check_vector("ce_weight", classes, target.hidden, target.vocab_size)
-        if items is not None:
-            if o.reduction != "mean":
-                raise ValueError(
-                    "num_items_in_batch is the divisor of the reduction 'mean', but the reduction is "
-                    f"{o.reduction!r}; leave it out."
-                )
-            items = checks.checked_items(items, labels.device)
+        if items is not None and o.reduction != "mean":
+            raise ValueError(
+                f"num_items_in_batch is the divisor of the reduction 'mean', but the reduction is {o.reduction!r}; "
+                "leave it out."
+            )
         mask = labels != o.ignore_index
         inputs: dict[str, Tensor] = {}
         if token_weights is not None:
             inputs["token_weights"] = constant_weights(token_weights, labels, int(positions))
         if classes is not None:
             inputs["label_weights"] = classes[labels.where(mask, 0).clamp(0, len(classes) - 1)]
-        totals = self._denominators(target.hidden.dtype, mask, items, inputs)
-        return _Part(target, mask, inputs | dict(zip(("ce_total", "z_total"), totals, strict=False)), scale)
-
-    def _token_loss(self, part: _Part) -> TokenLoss:
-        """The losses of a part's tokens. What has no weight takes no part in the gradient products."""
-        weights = part.inputs.get("token_weights")
-        live = None if weights is None else weights != 0
-        return TokenLoss(loss_of_terms, part.inputs, {"of": self._per_token(part), "scale": part.scale}, live)
-
-    @property
-    def _columns(self) -> int | None:
-        """How many largest columns the token scaling reads."""
-        row = TOKEN_SCALINGS.get(self.settings.scaling)
-        return None if row is None else row.columns
-
-    def _per_token(self, part: _Part) -> TokenTerms:
-        o, size = self.settings, part.target.vocab_size
+        wide = torch.promote_types(target.hidden.dtype, torch.float32)
+        totals = self._denominators(wide, mask, items, inputs)
+        inputs |= dict(zip(("ce_total", "z_total"), totals, strict=False))
+        size = target.vocab_size
         smoothing = o.label_smoothing * (size / max(size - 1, 1) if o.smooths_others else 1.0)
-        return TokenTerms(smoothing, o.lse_square_scale, o.scaling, o.return_z_loss)
-
-    def _of_tokens(self, values: Mapping[str, Tensor], part: _Part) -> tuple[Tensor, Tensor]:
-        """The loss and the z-loss ``[...]`` of a part's tokens over its denominators, 0 for ignored ones."""
-        ce, z, _ = self._per_token(part).terms(values, **part.inputs)
-        return torch.where(part.mask, ce + z, 0.0), torch.where(part.mask, z, 0.0)
+        return _Part(target, mask, inputs, TokenTerms(smoothing, o.lse_square_scale, o.scaling, o.return_z_loss), scale)
 
     def _output(self, values: Mapping[str, Tensor], part: _Part, loss: Tensor | None = None) -> CrossEntropyOutput:
         """The results of a part, per token where the only head's ``loss`` is; ``None`` for those not asked for."""
         o, z_loss, accuracy, predicted = self.settings, None, None, None
         per_token = loss is not None and o.reduction == "none"
         if loss is None or o.return_z_loss:
-            of_tokens, z_loss = self._of_tokens(values, part)
+            of_tokens, z_loss = part.losses(values)
             loss = self.total(of_tokens) if loss is None else loss
             z_loss = z_loss if per_token else self.total(z_loss)
         if o.return_token_accuracy:
@@ -336,19 +491,12 @@ class LigerFusedLinearCrossEntropyLoss(ChunkedLoss, Generic[R]):
             predicted = torch.where(part.mask, values["argmax"], -1)
         return CrossEntropyOutput(loss, z_loss if o.return_z_loss else None, accuracy, predicted)
 
-    def _denominators(
-        self, dtype: torch.dtype, mask: Tensor, items: Tensor | None, inputs: Mapping[str, Tensor]
-    ) -> list[Tensor]:
+    def _denominators(self, wide: torch.dtype, mask: Tensor, items: Any, inputs: Mapping[str, Tensor]) -> list[Tensor]:
         """What the cross-entropy is divided by, 0-dim; and the z-loss, if that is another number."""
         if self.settings.reduction != "mean":
             return [torch.ones((), dtype=torch.float32, device=mask.device)]
-        if items is not None:
-            return [items.masked_fill(items == 0, 1.0)]
-        wide = torch.promote_types(dtype, torch.float32)
-        # In fp32 at least, or fp64 if one of them is.
-        factors = [x.to(torch.promote_types(x.dtype, wide)) for x in (mask, *inputs.values())]
-        counted = factors[0] * factors[1] if "token_weights" in inputs else factors[0]
-        totals = [counted.sum()]
-        if "label_weights" in inputs:
-            totals.insert(0, (counted * factors[-1]).sum())
-        return [total.masked_fill(total == 0, 1.0) for total in [self.total(total) for total in totals]]
+        counted = [mask.to(wide)]
+        for weights in inputs.values():  # of tokens, then of labels; in fp32 at least, or fp64 if one of them is
+            counted.append(counted[-1] * weights.to(torch.promote_types(weights.dtype, wide)))
+        by_label = items is None and "label_weights" in inputs
+        return [self.divisor(number, items) for number in (counted[:-3:-1] if by_label else counted[-1:])]

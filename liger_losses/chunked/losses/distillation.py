@@ -25,8 +25,8 @@ from liger_losses.chunked.core.statistics import Statistic
 from liger_losses.chunked.core.target import TokenLoss
 from liger_losses.chunked.losses.base import AnyHead, ChunkedLoss, LossOptions, constructor
 from liger_losses.chunked.losses.columns import loss_over_columns
-from liger_losses.chunked.losses.context_parallel import sum_over_group
-from liger_losses.chunked.losses.cross_entropy_terms import TOKEN_SCALINGS, constant_weights, token_factors
+from liger_losses.chunked.losses.cross_entropy import TOKEN_SCALINGS, constant_weights, token_factors
+from liger_losses.chunked.losses.sums import sum_over_group
 from liger_losses.kernels.divergence_forms import Divergence
 from liger_losses.kernels.logit_transform import LogitTransform
 
@@ -60,11 +60,6 @@ def scaled_sum(values: Mapping[str, Tensor], scaling: str, **weights: Tensor) ->
     return weighted_sum(values, **weights)
 
 
-#: What constructors take by position, as in liger-kernel: other arguments come between or before these.
-_WEIGHTS = ("weight_hard_loss", "weight_soft_loss")
-_OTHERS = ("ignore_index", "temperature", "compiled", "chunk_size", "return_soft_hard_loss")
-
-
 @dataclass(frozen=True, kw_only=True)
 class DistillationOptions(LossOptions):
     """The options of distillation, but for the divergence; see :class:`DistillationLoss`."""
@@ -86,13 +81,13 @@ class DistillationOptions(LossOptions):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        checks.check_names([self.token_scaling], ("none", *TOKEN_SCALINGS), "token_scaling")
+        checks.check_names([self.token_scaling], TOKEN_SCALINGS, "token_scaling")
         if self.token_scaling != "none" and self.weight_hard_loss == 0:
             raise ValueError(
                 f"token_scaling={self.token_scaling!r} is of the label's probability, which is read for the hard loss: "
                 "give a weight_hard_loss above 0, or token_weights= in the call."
             )
-        if TOKEN_SCALINGS.get(self.token_scaling, TOKEN_SCALINGS["probability"]).columns is not None:
+        if TOKEN_SCALINGS[self.token_scaling].columns is not None:
             raise ValueError(
                 f"token_scaling={self.token_scaling!r} reads the largest probabilities, which only cross-entropy has: "
                 "use 'probability' or 'uncertainty'."
@@ -166,7 +161,9 @@ class DistillationLoss(ChunkedLoss):
     @constructor(DivergenceOptions)
     def __init__(self) -> None: ...
 
-    positions: ClassVar[tuple[str, ...]] = ("divergence", *_WEIGHTS, *_OTHERS)
+    positions: ClassVar[tuple[str, ...]] = (
+        *("ignore_index", "temperature", "compiled", "chunk_size", "return_soft_hard_loss"),
+    )
 
     @property
     def divergence(self) -> Divergence:
@@ -256,10 +253,8 @@ class DistillationLoss(ChunkedLoss):
             if isinstance(taught, Teachers):
                 raise ValueError("Teachers does not work with slices of sequences (group=); leave group= out.")
             self.agree([num_items_in_batch], labels.device)
-        items = num_items_in_batch
-        number = self.total(mask) if items is None else checks.checked_items(items, labels.device)
         wide = torch.promote_types(hidden.dtype, torch.float32)
-        number = torch.where(number == 0, 1, number).to(wide)
+        number = self.divisor(mask, num_items_in_batch).to(wide)
         factor: float | Tensor = o.factor
         if o.temperature_squared:  # of masked tokens, it may be anything
             divisor = torch.where(mask, t.to(torch.promote_types(wide, t.dtype)), 0.0) if isinstance(t, Tensor) else t
@@ -336,8 +331,6 @@ class LigerFusedLinearJSDLoss(DistillationLoss):
     @constructor(JSDOptions)
     def __init__(self) -> None: ...
 
-    positions = (*_WEIGHTS, "beta", *_OTHERS)
-
 
 @dataclass(frozen=True, kw_only=True)
 class KLOptions(DistillationOptions):
@@ -365,8 +358,6 @@ class LigerFusedLinearKLLoss(DistillationLoss):
 
     @constructor(KLOptions)
     def __init__(self) -> None: ...
-
-    positions = (*_WEIGHTS, *_OTHERS)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -416,8 +407,6 @@ class LigerFusedLinearTVDLoss(DistillationLoss):
     @constructor(TVDOptions)
     def __init__(self) -> None: ...
 
-    positions = (*_WEIGHTS, *_OTHERS)
-
 
 @dataclass(frozen=True)
 class _AlphaBeta:
@@ -452,8 +441,6 @@ class LigerFusedLinearAlphaBetaLoss(DistillationLoss):
     @constructor(AlphaBetaOptions)
     def __init__(self) -> None: ...
 
-    positions = ("alpha", "beta", *_WEIGHTS, *_OTHERS)
-
 
 @dataclass(frozen=True, kw_only=True)
 class CosineSimilarityOptions(DistillationOptions):
@@ -482,5 +469,3 @@ class LigerFusedLinearCosineSimilarityLoss(DistillationLoss):
 
     @constructor(CosineSimilarityOptions)
     def __init__(self) -> None: ...
-
-    positions = (*_WEIGHTS, "beta", *_OTHERS)

@@ -128,7 +128,7 @@ class Variant(NamedTuple):
         sorts: it is a function of the batch's sorted margins: no loss belongs to a single pair.
     """
 
-    loss: Callable[[PairLogps, Tensor, DPOOptions], Tensor]
+    loss: Callable[[Any, Tensor, Any], Tensor]
     of_margin: bool = False
     per_token: bool = False
     sorts: bool = False
@@ -307,8 +307,7 @@ class LigerFusedLinearDPOLoss(PreferenceLoss):
         alpha = self.settings.ld_alpha
         if alpha is None:
             return [None] * len(masks)
-        lengths = torch.cat([mask.sum(-1) for mask in masks])
-        shared = lengths.view(2, len(lengths) // 2).amin(0).repeat(2 // len(masks))[:, None]
+        shared = torch.minimum(*[mask.sum(-1, keepdim=True) for mask in masks])
         beyond = torch.full((), alpha, dtype=wide_dtype(shared.device), device=shared.device)
         return [torch.where(mask.cumsum(-1) <= shared, 1.0, beyond) for mask in masks]
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import KW_ONLY, dataclass, fields, replace
+from dataclasses import KW_ONLY, dataclass, replace
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, NamedTuple, overload
 
 import torch
@@ -42,24 +42,16 @@ class PreferenceMetrics(NamedTuple):
     rejected_rewards: Tensor
 
 
-def _of_tokens(read: Callable[[Scored], Tensor | None], what: str) -> list[property]:
-    """Properties of chosen and rejected completions, ``[B, T]``."""
-
-    def of_side(side: int) -> property:
-        def value(pairs: Pairs) -> Tensor:
-            if not pairs.sides:
-                raise ValueError("only pair_loss of a loss without group= can read the log-probabilities of tokens.")
-            of_tokens = read(pairs.sides[side])
-            if of_tokens is None:
-                raise ValueError(
-                    "the reference's log-probabilities are sums over tokens: give ref_logps of each token, [B, T], or "
-                    "ref_hidden_states."
-                )
-            return of_tokens
-
-        return property(value, doc=f"``[B, T]``: {what}; 0 for tokens without loss.")
-
-    return [of_side(0), of_side(1)]
+#: What pairs have of each token, ``[B, T]``: the place of the completions, and what it is of them.
+_OF_TOKENS: dict[str, tuple[int, Callable[[Scored], Tensor | None]]] = {
+    name.format(group): (place, read)
+    for place, group in enumerate(("chosen", "rejected"))
+    for name, read in {
+        "{}_token_logps": lambda scored: scored.statistics.logp,
+        "{}_mask": lambda scored: scored.mask,
+        "ref_{}_token_logps": lambda scored: scored.ref_token_logps,
+    }.items()
+}
 
 
 @dataclass(frozen=True)
@@ -90,30 +82,34 @@ class PairLogps:
 class Pairs(PairLogps):
     """The arguments of a preference loss.
 
-    Losses of tokens read ``chosen_token_logps``, ``ref_chosen_token_logps`` and ``chosen_mask``, all ``[B, T]``, and
-    the same of ``rejected``, which may have another T.
+    Losses of tokens read ``chosen_token_logps``, ``ref_chosen_token_logps`` and ``chosen_mask`` (bool, true for tokens
+    that carry loss), all ``[B, T]``, and the same of ``rejected``, which may have another T. Tokens without loss have
+    log-probabilities 0, and so have all tokens under a reference that there is not.
 
     Args:
         chosen_logps, rejected_logps: ``[B]``, the policy's log-probability of each completion (sums or averages).
         ref_chosen_logps, ref_rejected_logps: ``[B]``, the same under the reference; 0 without a reference.
         chosen_lengths, rejected_lengths: ``[B]``, numbers of active tokens.
         chosen_nll: 0-dim, mean negative log-likelihood of the chosen completions' tokens.
-        sides: what the log-probabilities are sums of, from which the properties of tokens come.
+        sides: what the log-probabilities are sums of, from which those of tokens come.
     """
 
     sides: Sequence[Scored] = ()
 
     def __getattr__(self, name: str) -> Any:
-        names = [name for name in dir(Pairs) if not name.startswith("_")] + [field.name for field in fields(self)]
-        raise AttributeError(f"pairs have no {name!r}{meant(name, names)}; they have {', '.join(names)}.")
-
-    chosen_token_logps, rejected_token_logps = _of_tokens(
-        lambda side: side.statistics.logp, "each token's log-probability"
-    )
-    chosen_mask, rejected_mask = _of_tokens(lambda side: side.mask, "bool, true for the tokens that carry loss")
-    ref_chosen_token_logps, ref_rejected_token_logps = _of_tokens(
-        lambda side: side.ref_token_logps, "the reference's, 0 without one"
-    )
+        if name not in _OF_TOKENS:
+            names = [n for n in dir(Pairs) if not n.startswith("_")] + [*self.__dataclass_fields__, *_OF_TOKENS]
+            raise AttributeError(f"pairs have no {name!r}{meant(name, names)}; they have {', '.join(names)}.")
+        if not self.sides:
+            raise ValueError("only pair_loss of a loss without group= can read the log-probabilities of tokens.")
+        place, read = _OF_TOKENS[name]
+        of_tokens = read(self.sides[place])
+        if of_tokens is None:
+            raise ValueError(
+                "the reference's log-probabilities are sums over tokens: give ref_logps of each token, [B, T], or "
+                "ref_hidden_states."
+            )
+        return of_tokens
 
 
 def smoothed(margin: Tensor, label_smoothing: float) -> Tensor:
@@ -259,8 +255,6 @@ class PreferenceLoss(CompletionLoss, Generic[M]):
             only_nll = nll_labels.masked_fill(nll_labels == labels, o.ignore_index)
             extra = replace(part.rows(slice(count)), labels=only_nll)
         sides, others = self.score(batch, extra, metrics=tuple(dict.fromkeys(("mean_logit", *self.metrics))))
-        if len(sides) == 1:
-            sides = [sides[0].rows(rows) for rows in (slice(count), slice(count, None))]
         chosen, rejected = sides
         counts = [side.lengths.sum().clamp(min=1) for side in sides]
         nll_logps, nll_count = chosen.statistics.logp, counts[0]

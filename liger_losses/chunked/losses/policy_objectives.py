@@ -19,11 +19,10 @@ from torch import Tensor
 from liger_losses import checks
 from liger_losses.arguments import options_of, typed_as
 from liger_losses.chunked.core.agreement import agree
-from liger_losses.chunked.losses.batches import gather_over_processes, sum_over_processes, world_size
 from liger_losses.chunked.losses.completion_loss import MAX_EXPONENT, wide_dtype
-from liger_losses.chunked.losses.context_parallel import sum_over_group
 from liger_losses.chunked.losses.policy_estimates import KL_ESTIMATORS, NORMALIZERS, ratio_of
 from liger_losses.chunked.losses.policy_tables import RATIOS, PolicyOptions
+from liger_losses.chunked.losses.sums import gather_over_processes, sum_over_group, sum_over_processes, world_size
 from liger_losses.kernels.divergence_forms import finite_logs
 
 

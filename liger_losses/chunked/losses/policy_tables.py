@@ -19,7 +19,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from liger_losses.checks import FiniteFloat, NonNegativeFloat, PositiveFloat, check_fields, check_names, check_range
-from liger_losses.chunked.losses.context_parallel import sum_over_group
 from liger_losses.chunked.losses.policy_estimates import (
     KL_ESTIMATORS,
     MASKS,
@@ -31,6 +30,7 @@ from liger_losses.chunked.losses.policy_estimates import (
     ratio_of,
 )
 from liger_losses.chunked.losses.softmax_divergences import sparse_divergence
+from liger_losses.chunked.losses.sums import sum_over_group
 from liger_losses.kernels.divergence_forms import Divergence
 
 #: The value of an option that leaves the choice to the row of :data:`LOSS_TYPES`.

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -15,6 +14,7 @@ from liger_losses.checks import FiniteFloat, UnitFloat, check_alike, check_names
 from liger_losses.chunked.core.entry import operator
 from liger_losses.chunked.losses.base import constructor
 from liger_losses.chunked.losses.completion_loss import MAX_EXPONENT
+from liger_losses.chunked.losses.dpo import DPO_LOSSES, Variant
 from liger_losses.chunked.losses.pairs import Pairs, PreferenceLoss, PreferenceMetrics, PreferenceOptions, smoothed
 
 # For x closer to 0 fp32 cannot tell exp(x) from 1: where ORPO's odds are clamped.
@@ -27,25 +27,21 @@ def alphapo_reward(logps: Tensor, reward_alpha: float) -> Tensor:
     return logps if a == 0 else -torch.expm1((-a * logps).clamp(max=MAX_EXPONENT)) / a
 
 
-class CPOVariant(NamedTuple):
-    """``[B]`` losses from (margin of rewards, beta, label smoothing, gamma); whether log-probabilities are averaged.
+class CPOTerms(NamedTuple):
+    """What the loss of a pair has beside the margin."""
 
-    The formulas are at :func:`cpo_loss`.
-    """
-
-    loss: Callable[[Tensor, float, float, float], Tensor]
-    averages: bool = False
+    beta: float
+    gamma: float
+    label_smoothing: float
 
 
-_CPO_LOSSES = {
-    "sigmoid": CPOVariant(lambda margin, beta, smoothing, gamma: smoothed(beta * margin, smoothing)),
-    "hinge": CPOVariant(lambda margin, beta, smoothing, gamma: torch.relu(1 - beta * margin)),
-    "ipo": CPOVariant(lambda margin, beta, smoothing, gamma: (margin - 1 / (2 * beta)).square(), averages=True),
-    "simpo": CPOVariant(
-        lambda margin, beta, smoothing, gamma: smoothed(beta * margin - gamma, smoothing), averages=True
-    ),
-}
-_CPO_LOSSES["alphapo"] = _CPO_LOSSES["simpo"]
+def _simpo(pairs: Any, margin: Tensor, o: Any) -> Tensor:
+    return smoothed(o.beta * margin - o.gamma, o.label_smoothing)
+
+
+#: The formulas are at :func:`cpo_loss`. Log-probabilities ``per_token`` are averaged.
+CPO_LOSSES = {name: DPO_LOSSES[name] for name in ("sigmoid", "hinge", "ipo")}
+CPO_LOSSES["simpo"] = CPO_LOSSES["alphapo"] = Variant(_simpo, of_margin=True, per_token=True)
 
 
 def cpo_loss(
@@ -78,10 +74,10 @@ def cpo_loss(
     Raises:
         ValueError: another ``loss_type``.
     """
-    check_names([loss_type], _CPO_LOSSES, "loss_type")
+    check_names([loss_type], CPO_LOSSES, "loss_type")
     _check(chosen_logps, rejected_logps, beta, label_smoothing)
     margin = alphapo_reward(chosen_logps, reward_alpha) - alphapo_reward(rejected_logps, reward_alpha)
-    return _CPO_LOSSES[loss_type].loss(margin, beta, label_smoothing, gamma)
+    return CPO_LOSSES[loss_type].loss(None, margin, CPOTerms(beta, gamma, label_smoothing))
 
 
 def simpo_loss(
@@ -150,13 +146,13 @@ class CPOOptions(ReferenceFreeOptions):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_names([self.loss_type], _CPO_LOSSES, "loss_type")
+        check_names([self.loss_type], CPO_LOSSES, "loss_type")
         if self.loss_type == "alphapo" and self.reward_alpha == 0:
             raise ValueError("loss_type='alphapo' needs a reward_alpha other than 0; its paper recommends 0.25.")
 
     @property
     def averages(self) -> bool:
-        return _CPO_LOSSES[self.loss_type].averages if self.average_log_prob is None else self.average_log_prob
+        return CPO_LOSSES[self.loss_type].per_token if self.average_log_prob is None else self.average_log_prob
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -20,7 +20,6 @@ from liger_losses.checks import NonNegativeFloat, PositiveFloat
 from liger_losses.chunked import Head
 from liger_losses.chunked.core.entry import operator
 from liger_losses.chunked.losses.base import AnyHead, constructor
-from liger_losses.chunked.losses.batches import sum_over_processes
 from liger_losses.chunked.losses.completion_loss import (
     CompletionBatch,
     CompletionInputs,
@@ -31,6 +30,7 @@ from liger_losses.chunked.losses.completion_loss import (
     as_completions,
     states_and_head,
 )
+from liger_losses.chunked.losses.sums import sum_over_processes
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack

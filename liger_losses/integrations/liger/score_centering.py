@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from liger_losses.checks import check_names, check_shaped, check_tensor, checked_items
 from liger_losses.chunked import Head, linear_token_loss
-from liger_losses.chunked.losses.batches import sum_over_processes, world_size
+from liger_losses.chunked.losses.sums import sum_over_processes, world_size
 from liger_losses.kernels.logit_transform import LogitTransform
 
 #: The largest ratio of negative advantages with ``sign="ppo"`` (arXiv:1912.09729).

@@ -1,6 +1,7 @@
-"""Context parallelism: each rank of a process group holds a slice of every sequence, and the whole ``lm_head``.
+"""Sums over ranks: over all data-parallel processes, and over the ranks that hold slices of the same sequences.
 
-Sums over a sequence's tokens, and over a batch's, are then sums over the ranks too. B sequences.
+With slices (context parallelism), each rank of a process group has the whole ``lm_head``, and sums over a sequence's
+tokens, and over a batch's, are sums over the ranks too. B sequences.
 """
 
 from __future__ import annotations
@@ -12,6 +13,34 @@ import torch.distributed as dist
 from torch import Tensor
 
 from liger_losses.checks import check_group
+from liger_losses.chunked.core.agreement import all_gather
+
+
+def world_size() -> int:
+    """How many processes there are."""
+    return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
+
+
+def sum_over_processes(values: Tensor) -> Tensor:
+    """All processes' values, added up entry by entry; the values themselves where there is one."""
+    if world_size() > 1:
+        values = values.clone()
+        dist.all_reduce(values)
+    return values
+
+
+def gather_over_processes(values: Tensor) -> Tensor:
+    """All processes' values ``[n]``, of which each may have another number."""
+    if world_size() == 1:
+        return values
+    sizes = values.new_zeros(world_size(), dtype=torch.int64)
+    sizes[dist.get_rank()] = len(values)
+    counts = sum_over_processes(sizes).tolist()
+    padded = values.new_zeros(max(1, *counts))
+    padded[: len(values)] = values
+    gathered = padded.new_empty(len(counts), len(padded))
+    all_gather(gathered.view(-1), padded)
+    return torch.cat([row[:count] for row, count in zip(gathered, counts, strict=True)])
 
 
 class _Sum(torch.autograd.Function):

@@ -262,7 +262,7 @@ class Scored(NamedTuple):
         logps, ref_logps: ``[B]``, the completions' log-probabilities under policy and reference (0 without one).
         ref_token_logps: ``[B, T]``, the latter of tokens, 0 without a reference; ``None`` where only sums are known.
         lengths: ``[B]``, how many tokens carry loss.
-        logits: ``[B]``, the sum of the tokens' mean logits; ``None`` if these were not asked for.
+        logits: ``[B]``, the sum of the tokens' mean logits.
     """
 
     statistics: Statistics
@@ -271,7 +271,7 @@ class Scored(NamedTuple):
     ref_logps: Tensor
     ref_token_logps: Tensor | None
     lengths: Tensor
-    logits: Any
+    logits: Tensor
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -382,15 +382,10 @@ class CompletionLoss(ChunkedLoss):
         """Weights ``[B, T]`` of each group's tokens in the completion's log-probability; ``None`` for 1."""
         return [None] * len(masks)
 
-    def score(
-        self, batch: CompletionBatch, extra: Completions | None = None, *, metrics: Sequence[str] = ()
-    ) -> tuple[list[Scored], Tensor | None]:
+    def score(self, batch: CompletionBatch, extra: Completions | None = None) -> tuple[list[Scored], Tensor | None]:
         """Each group's log-probabilities under policy and reference; the policy's of ``extra`` completions.
 
         The reference comes first, while no logits of the policy are held.
-
-        Args:
-            metrics: the policy's statistics to return besides log-probabilities.
         """
         o, parts = self.settings, batch.parts if extra is None else [*batch.parts, extra]
         targets = counted_once([part.target(batch.head) for part in parts], o.engine)
@@ -401,6 +396,7 @@ class CompletionLoss(ChunkedLoss):
             ref_dims = [None if logps is None else logps.dim() for logps in reference]
             facts = {"sequences": [len(part.labels) for part in batch.parts], "dimensions of ref_logps": ref_dims}
             agree(o.group, {**self.common_options, **facts})
+        metrics = tuple(dict.fromkeys(("mean_logit", *self.metrics)))
         of_parts = statistics(targets, ("logp",), o.engine, metrics)
         groups = {name: batch.of_groups([part[name] for part in of_parts[: len(batch.parts)]]) for name in of_parts[0]}
         values = [Statistics(**dict(zip(groups, group, strict=True))) for group in zip(*groups.values(), strict=True)]
@@ -411,14 +407,11 @@ class CompletionLoss(ChunkedLoss):
     def _scored(self, values: Statistics, mask: Tensor, weights: Tensor | None, ref_logps: Tensor | None) -> Scored:
         """The sums over each completion's tokens, over the group's ranks too."""
         ref_logps = torch.zeros_like(values.logp) if ref_logps is None else ref_logps.detach()
-        sums, of_tokens = [_sums_over_tokens(values.logp, weights), mask.sum(-1)], ref_logps.dim() == 2
-        if values.mean_logit is not None:
-            sums.append(values.mean_logit.sum(-1))
-        if of_tokens:  # of tokens without loss, they may be anything
-            ref_logps = torch.where(mask, ref_logps, 0.0)
-            sums.append(_sums_over_tokens(ref_logps, weights))
-        logps, lengths, *others = sum_over_group(self.settings.group, *sums)
+        sums, ref_token_logps = [_sums_over_tokens(values.logp, weights), mask.sum(-1), values.mean_logit.sum(-1)], None
+        if ref_logps.dim() == 2:  # of tokens, which may be anything at those without loss
+            ref_token_logps = torch.where(mask, ref_logps, 0.0)
+            sums.append(_sums_over_tokens(ref_token_logps, weights))
+        logps, lengths, logits, *of_reference = sum_over_group(self.settings.group, *sums)
         divisor = lengths.clamp(min=1) if self.settings.averages else 1
-        of_reference, ref_token_logps = (others[-1] / divisor, ref_logps) if of_tokens else (ref_logps, None)
-        logits = None if values.mean_logit is None else others[0]
-        return Scored(values, mask, logps / divisor, of_reference, ref_token_logps, lengths, logits)
+        ref_logps = of_reference[0] / divisor if of_reference else ref_logps
+        return Scored(values, mask, logps / divisor, ref_logps, ref_token_logps, lengths, logits)

@@ -254,7 +254,7 @@ class PreferenceLoss(CompletionLoss, Generic[M]):
             nll_labels = self._nll_labels(nll_target, labels)
             only_nll = nll_labels.masked_fill(nll_labels == labels, o.ignore_index)
             extra = replace(part.rows(slice(count)), labels=only_nll)
-        sides, others = self.score(batch, extra, metrics=tuple(dict.fromkeys(("mean_logit", *self.metrics))))
+        sides, others = self.score(batch, extra)
         chosen, rejected = sides
         counts = [side.lengths.sum().clamp(min=1) for side in sides]
         nll_logps, nll_count = chosen.statistics.logp, counts[0]

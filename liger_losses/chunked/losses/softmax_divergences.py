@@ -51,8 +51,10 @@ class _SumOfTerms(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, log_p: Tensor, log_q: Tensor, which: Divergence, parameter: Tensor | None) -> Tensor:
-        compute = _summed if torch.compiler.is_compiling() else summed_terms
-        total, h = compute(which, log_p, log_q, parameter)
+        if torch.compiler.is_compiling():  # which cannot trace how a power series is found
+            total, h = _summed_operator(log_p, log_q, parameter, which.form, which.a, which.b, which.c)
+        else:
+            total, h = summed_terms(which, log_p, log_q, parameter)
         ctx.save_for_backward(h, *edges(log_p))
         return total
 
@@ -61,11 +63,6 @@ class _SumOfTerms(torch.autograd.Function):
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor, None, None, None]:
         h, *_ = ctx.saved_tensors
         return h * g[..., None], None, None, None
-
-
-def _summed(which: Divergence, log_p: Tensor, log_q: Tensor, parameter: Tensor | None) -> tuple[Tensor, Tensor]:
-    """:func:`summed_terms` as an operator: torch.compile cannot trace how a power series is found."""
-    return _summed_operator(log_p, log_q, parameter, which.form, which.a, which.b, which.c)
 
 
 @torch.library.custom_op("liger_losses::divergence_terms", mutates_args=())

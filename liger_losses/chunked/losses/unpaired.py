@@ -288,7 +288,7 @@ class UnpairedPreferenceLoss(CompletionLoss):
             if kl.shape not in ((), (1,), (count,)):
                 raise ValueError(f"kl must be one number or [{count}], one per completion, got {tuple(kl.shape)}.")
             kl = kl.to(device, torch.promote_types(kl.dtype, torch.float32)).squeeze()
-        groups, _ = self.score(batch, metrics=tuple(dict.fromkeys(("mean_logit", *self.metrics))))
+        groups, _ = self.score(batch)
         of_groups = [(part.logps, part.ref_logps, part.logits) for part in groups]
         logps, ref, logits = [torch.cat(values) for values in zip(*of_groups, strict=True)]
         rewards = o.beta * (logps - ref)

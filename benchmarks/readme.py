@@ -1,7 +1,7 @@
-"""Measures what README.md shows, on one GPU, prints its table's rows, and draws its picture.
+"""Measures what README.md and docs/performance.md show, on one GPU, prints their tables, and draws README's picture.
 
 ``python -m benchmarks.readme [--only steps|losses] [--rounds 6] [--out FILE.json]``. A file that ``--out`` names keeps
-its other rows; ``--draw`` only draws it. Providers take turns.
+its other rows; ``--draw`` only prints and draws it. Providers take turns.
 """
 
 from __future__ import annotations
@@ -27,13 +27,19 @@ COLUMNS = {
     "TRL": ("TRL 1.16", "C1"),
     "ours": ("liger_losses", "C3"),
 }
-#: Rows: the name of a case of benchmarks.steps.
+#: Rows: the name of a case of benchmarks.steps. README.md and its picture have the first four.
 STEPS = {
     "SFT step, Llama-3.2-1B, 4 x 4096 tokens": "SFT Llama-3.2-1B 4 x 4096",
     "SFT step, Qwen2.5-1.5B, 4 x 4096 tokens": "SFT Qwen2.5-1.5B 4 x 4096",
     "DPO step in TRL, Qwen2.5-1.5B, 8 x 2048 tokens": "DPO in TRL Qwen2.5-1.5B 8 x 2048, checkpointing",
     "GRPO step in TRL, Qwen2.5-1.5B, 8 x 2048 tokens": "GRPO in TRL Qwen2.5-1.5B 8 x 2048, checkpointing",
+    "SFT step, Llama-3.2-1B, 4 x 4096 tokens, checkpointing": "SFT Llama-3.2-1B 4 x 4096, checkpointing",
+    "SFT step, Llama-3.2-1B, 1 x 16384 tokens": "SFT Llama-3.2-1B 1 x 16384",
+    "SFT step, Qwen2.5-1.5B, 4 x 4096 tokens, checkpointing": "SFT Qwen2.5-1.5B 4 x 4096, checkpointing",
+    "SFT step, Llama-3-8B, 16 of 32 layers, 4 x 4096 tokens": "SFT Llama-3-8B half 4 x 4096",
+    "SFT step, Llama-3-8B, 4 x 4096 tokens, checkpointing": "SFT Llama-3-8B 4 x 4096, checkpointing",
 }
+IN_README, SFT = list(STEPS)[:4], [name for name in STEPS if name.startswith("SFT")]
 LOSSES = {
     "cross-entropy, 8192 x 4096 x 128256": "cross_entropy",
     "DPO, 16384 x 4096 x 128256, half masked": "dpo",
@@ -71,22 +77,38 @@ def of_losses(rounds: int, device: torch.device, tiny: bool) -> list[dict[str, A
     return rows
 
 
-def written(name: str, values: list[float | None]) -> str:
-    """As the table has it: `61.2k tokens/s, 26.3 GiB`, or `55.0 ms, 0.06 GiB`; nothing for what was not measured."""
-    first, second = values
-    if first is None or second is None:
-        return ""
-    if name in STEPS:
-        return f"{first / 1000:.1f}k tokens/s, {second:.1f} GiB"
-    return f"{first:.1f} ms, {second / 1024:.2f} GiB"
+def tables(rows: list[dict[str, Any]]) -> list[str]:
+    """The rows of README.md's table and, behind empty lines, of those of docs/performance.md."""
+    values = {(row["name"], row["column"]): row["values"] for row in rows if None not in row["values"]}
+    measured = [name for name in (*STEPS, *LOSSES) if (name, "ours") in values]
+    sft, losses = ([name for name in measured if name in kind] for kind in (SFT, LOSSES))
+    trl = [name for name in measured if name in IN_README and name not in SFT]
 
+    def line(label: str, names: list[str], columns: str, form: str, index: int, unit: float, best: Any = min) -> str:
+        """The largest number of the names in each column, and the best of the columns bold."""
+        lists = [[values[n, c][index] / unit for n in names if (n, c) in values] for c in columns.split()]
+        texts = [form.format(max(numbers)) if numbers else DASH for numbers in lists]
+        first = form.format(best(max(numbers) for numbers in lists if numbers))
+        return f"| {label} | " + " | ".join(f"**{text}**" if text == first else text for text in texts) + " |"
 
-def table(rows: list[dict[str, Any]]) -> list[str]:
-    """The rows of README.md."""
-    cells = {(row["name"], row["column"]): written(row["name"], row["values"]) for row in rows}
-    cells |= {key: re.sub("^([^,]+)", r"**\1**", cell) for key, cell in cells.items() if key[1] == "ours"}
-    names = [name for name in (STEPS | LOSSES) if any(name == row["name"] for row in rows)]
-    return [f"| {name} | {' | '.join(cells.get((name, c), '') or DASH for c in COLUMNS)} |" for name in names]
+    lines, columns = [], "plain TRL liger-kernel ours"
+    for name in (name for name in measured if name in IN_README):
+        label = ", ".join(re.sub(" step.*?,", ",", name).split(", ")[:2])
+        lines.append(line(f"{label}: tokens/s", [name], columns, "{:.1f}k", 0, 1e3, max))
+        if name in SFT:
+            lines.append(line("peak memory", [name], columns, "{:.1f} GiB", 1, 1))
+    if trl:
+        lines.append(line("peak memory of both, at most", trl, columns, "{:.1f} GiB", 1, 1))
+    for form, index, unit, best in (("{:.1f}", 0, 1e3, max), ("{:.1f}", 1, 1, min)):
+        lines.append("")
+        for name in sft:
+            label = name.partition(", ")[2].replace(" tokens", "")
+            lines.append(line(label, [name], "plain liger-kernel ours", form, index, unit, best))
+            if index == 0 and (name, "liger-kernel") in values:
+                lines[-1] += f" {100 * values[name, 'ours'][0] / values[name, 'liger-kernel'][0] - 100:+.0f} % |"
+    for form, index, unit in (("{:.1f}", 0, 1), ("{:.2f}", 1, 1024)):
+        lines += ["", *(line(name, [name], "plain liger-kernel TRL ours", form, index, unit) for name in losses)]
+    return lines
 
 
 def draw(rows: list[dict[str, Any]], device: str, file: Path) -> None:
@@ -97,7 +119,7 @@ def draw(rows: list[dict[str, Any]], device: str, file: Path) -> None:
     from matplotlib import pyplot
 
     values = {(row["name"], row["column"]): row["values"] for row in rows if None not in row["values"]}
-    names = [name for name in STEPS if any(name == shown for shown, _ in values)]
+    names = [name for name in IN_README if any(name == shown for shown, _ in values)]
     figure, panels = pyplot.subplots(1, 2, figsize=(10, 3.8), layout="constrained")
     titles = "Thousand tokens per second (higher is better)", "Peak memory, GiB (lower is better)"
     for panel, index, title, unit in zip(panels, (0, 1), titles, (1000, 1), strict=True):
@@ -122,7 +144,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, help="a JSON file; the rows go beside it as .txt, and the picture as .png")
     parser.add_argument("--only", choices=("steps", "losses"))
     parser.add_argument("--rounds", type=int, default=6)
-    parser.add_argument("--draw", action="store_true", help="only draw the file")
+    parser.add_argument("--draw", action="store_true", help="only print and draw the rows of the file")
     parser.add_argument("--tiny", action="store_true", help="tiny sizes, on a CPU too: to see that everything runs")
     options = parser.parse_args()
     kept: dict[str, Any] = json.loads(options.out.read_text()) if options.out and options.out.exists() else {"rows": []}
@@ -132,11 +154,10 @@ def main() -> None:
         rows += [] if options.only == "steps" else of_losses(options.rounds, device, options.tiny)
         measured = {row["name"] for row in rows}
         kept = {**about(device), "rows": [row for row in kept["rows"] if row["name"] not in measured] + rows}
-        print(*table(kept["rows"]), sep="\n")
-        if options.out:
-            options.out.write_text(json.dumps(kept, indent=1) + "\n")
-            options.out.with_suffix(".txt").write_text("\n".join([*header(kept), *table(kept["rows"])]) + "\n")
+    print(*tables(kept["rows"]), sep="\n")
     if options.out:
+        options.out.write_text(json.dumps(kept, indent=1) + "\n")
+        options.out.with_suffix(".txt").write_text("\n".join([*header(kept), *tables(kept["rows"])]) + "\n")
         draw(kept["rows"], kept["environment"]["device"], options.out.with_suffix(".png"))
 
 

@@ -5,7 +5,7 @@ python -m benchmarks.steps --only "FSDP2|TP"     # the cases of several GPUs, wh
 python -m benchmarks.steps --tiny                # tiny models, on a CPU too: to see that everything runs
 
 An SFT step is the model's own loss; steps of TRL's are its trainers' own ``compute_loss`` on given tokens, half of each
-sequence a prompt. All providers' models are in one process. A peak is what the provider's model, gradients and
+sequence a prompt. Providers' models are in one process, if they fit. A peak is what the provider's model, gradients and
 optimizer take, and what a step takes beyond. On several GPUs, a time is the slowest rank's. FOLDER holds a
 ``liger_losses`` package of another commit.
 """
@@ -52,6 +52,7 @@ class Case:
         task: ``"SFT"`` by the model's own loss; ``"NLL"`` (SFT), ``"DPO"`` or ``"GRPO"`` by TRL's trainer.
         prompts: how many different ones there are, if not one a sequence.
         parallel: ``"FSDP2"``, where each rank has a batch of its own, or ``"TP"``, where all have the same.
+        alone: whether one provider is measured after another, as their models do not fit together.
         providers: the names in the table.
     """
 
@@ -63,6 +64,7 @@ class Case:
     checkpointing: bool = False
     prompts: int = 0
     parallel: str = ""
+    alone: bool = False
     providers: tuple[str, ...] = SFT
 
     @property
@@ -80,7 +82,8 @@ CASES = (
     Case("SFT", "Llama-3.2-1B", 1, 65536, checkpointing=True, providers=("ours", "ours+tiles")),
     Case("SFT", "Qwen2.5-1.5B", 4, 4096),
     Case("SFT", "Qwen2.5-1.5B", 4, 4096, checkpointing=True),
-    Case("SFT", "Llama-3-8B half", 4, 4096, providers=("liger-kernel", "ours")),
+    Case("SFT", "Llama-3-8B half", 4, 4096, alone=True),
+    Case("SFT", "Llama-3-8B", 4, 4096, checkpointing=True, alone=True),
     *(
         Case(task, model, 8, 2048, 0.5, True, prompts, providers=TRL)
         for model in ("Qwen2.5-1.5B", "Llama-3-8B quarter")
@@ -202,6 +205,8 @@ def step_of(provider: str, case: Case, device: torch.device, folder: str) -> Tim
 
 def measure(case: Case, providers: list[str], rounds: int, device: torch.device) -> list[dict[str, Any]]:
     """One row for each provider."""
+    if case.alone and len(providers) > 1:
+        return [row for provider in providers for row in measure(case, [provider], rounds, device)]
     rows, steps = dict[str, dict[str, Any]](), dict[str, Timed]()
     ranks = dist.get_world_size() if case.parallel else 1
     with contextlib.ExitStack() as stack:

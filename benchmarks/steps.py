@@ -39,8 +39,8 @@ GiB = 2**30
 #: By default, of a model's own loss, and of TRL's trainers.
 SFT = ("plain", "liger-kernel", "ours")
 TRL = ("plain", "TRL", "TRL+liger-kernel", "ours", "ours+kernels")
-PROVIDERS = (*dict.fromkeys(SFT + TRL), "plain+compile", "ours+compile", "ours+tiles")
-PROVIDERS += ("ours+kernels, repeated", "other", "other+kernels")
+PROVIDERS = (*dict.fromkeys(SFT + TRL), "ours+tiles", "ours+kernels, repeated", "other", "other+kernels")
+PROVIDERS += ("plain+compile", "ours+compile", "plain+causal+compile", "ours+causal+compile")
 WARM_UP = 3
 
 
@@ -122,10 +122,16 @@ def provide(provider: str, case: Case, model: Any, folder: str) -> tuple[Loss, C
     ours = provider.startswith(("ours", "other"))
     within: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext
     if case.task == "SFT":
+        from transformers import AttentionInterface
+        from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
         if provider == "liger-kernel":
             within = liger_kernel(model)
         elif ours:
             package("patch")(model, tile_mlps=provider.endswith("+tiles"))
+        if "+causal" in provider:  # torch.compile of a model without a mask (docs/compatibility.md)
+            AttentionInterface.register("causal", sdpa_attention_forward)
+            model.set_attn_implementation("causal")
         if provider.endswith("+compile"):
             model.compile()
         return lambda ids, labels: model(input_ids=ids, labels=labels).loss, within

@@ -257,7 +257,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--output", default="runs/dpo", help="where model, plot and numbers go (default: %(default)s)")
     parser.add_argument("--steps", type=int, default=3)
     parser.add_argument("--batch-size", type=int, default=2, help="pairs per step")
-    parser.add_argument("--held-out", type=int, default=3, help="pairs to evaluate on, never trained on")
+    parser.add_argument("--held-out", type=int, default=2, help="pairs to evaluate on, never trained on")
     parser.add_argument("--compare-steps", type=int, default=2, help="steps with plain TRL; 0 for no comparison")
     parser.add_argument(
         "--lengths", type=int, nargs="*", default=longer_pairs.LENGTHS, help="tokens of the growing completions"

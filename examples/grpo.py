@@ -97,8 +97,8 @@ def main():
         )
         # The state at one token predicts the next.
         loss, _ = loss_function(
-            hidden[:, width - 1 : -1],
             head,
+            hidden[:, width - 1 : -1],
             completions,
             mask,
             advantages.to(device),

@@ -25,62 +25,51 @@ def randomised(module):
     return module.to(DEVICE)
 
 
-def transformers_modules():
-    """Pairs of a module of transformers and ours."""
+OF_TRANSFORMERS = ("Llama", "Gemma", "Olmo2", "Qwen3Next", "Zamba2", "LlamaMLP", "GemmaMLP")
+LAYER_NORMS = {"LayerNorm": {}, "no bias": {"bias": False}, "no weight": {"elementwise_affine": False}}
+
+
+def modules(name):
+    """A module of transformers or torch, ours, and how many inputs they take."""
     from transformers.models.gemma.modeling_gemma import GemmaMLP, GemmaRMSNorm
     from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm
     from transformers.models.olmo2.modeling_olmo2 import Olmo2RMSNorm
+    from transformers.models.qwen3_next.modeling_qwen3_next import Qwen3NextRMSNormGated
+    from transformers.models.zamba2.modeling_zamba2 import Zamba2RMSNormGated
 
     config = SimpleNamespace(hidden_size=24, intermediate_size=40, mlp_bias=True, hidden_act="silu")
     gelu = SimpleNamespace(hidden_size=24, intermediate_size=40, hidden_act="gelu_pytorch_tanh")
     return {
-        "LlamaRMSNorm": (LlamaRMSNorm(24, eps=1e-5), RMSNorm(24, eps=1e-5)),
-        "GemmaRMSNorm": (GemmaRMSNorm(24), RMSNorm(24, offset=1.0, multiply="fp32")),
-        "Olmo2RMSNorm": (Olmo2RMSNorm(24), RMSNorm(24, multiply="fp32")),
-        "LlamaMLP": (LlamaMLP(config), SwiGLUMLP(24, 40, bias=True)),
-        "GemmaMLP": (GemmaMLP(gelu), GeGLUMLP(24, 40)),
-    }
+        "Llama": (LlamaRMSNorm(24, eps=1e-5), RMSNorm(24, eps=1e-5), 1),
+        "Gemma": (GemmaRMSNorm(24), RMSNorm(24, offset=1.0, multiply="fp32"), 1),
+        "Olmo2": (Olmo2RMSNorm(24), RMSNorm(24, multiply="fp32"), 1),
+        "Qwen3Next": (Qwen3NextRMSNormGated(24), GatedRMSNorm(24), 2),
+        "Zamba2": (Zamba2RMSNormGated(24, 24), GatedRMSNorm(24, gate_first=True), 2),
+        "LlamaMLP": (LlamaMLP(config), SwiGLUMLP(24, 40, bias=True), 1),
+        "GemmaMLP": (GemmaMLP(gelu), GeGLUMLP(24, 40), 1),
+        **{key: (torch.nn.LayerNorm(24, **given), LayerNorm(24, **given), 1) for key, given in LAYER_NORMS.items()},
+    }[name]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("name", ["LlamaRMSNorm", "GemmaRMSNorm", "Olmo2RMSNorm", "LlamaMLP", "GemmaMLP"])
-def test_state_dicts_of_transformers_load_and_outputs_agree(name, dtype):
+@pytest.mark.parametrize("name", [*OF_TRANSFORMERS, *LAYER_NORMS])
+def test_state_dicts_load_and_outputs_agree(name, dtype):
     pytest.importorskip("transformers")
-    theirs, ours = transformers_modules()[name]
-    theirs = randomised(theirs).to(dtype)
-    ours = ours.to(DEVICE, dtype)
+    theirs, ours, count = modules(name)
+    theirs, ours = randomised(theirs).to(dtype), ours.to(DEVICE, dtype)
     ours.load_state_dict(theirs.state_dict())
     theirs.load_state_dict(ours.state_dict())
-    x, y = (hidden(2, 5, 24, dtype=dtype).requires_grad_() for _ in range(2))
-    ours(x).float().square().sum().backward()
-    theirs(y).float().square().sum().backward()
     tolerance = TOLERANCE if dtype == torch.float32 else {"rtol": 2e-2, "atol": 2e-2}
-    torch.testing.assert_close(ours(x), theirs(y), **tolerance)
-    torch.testing.assert_close(x.grad, y.grad, **tolerance)
-    for a, b in zip(ours.parameters(), theirs.parameters(), strict=True):
-        torch.testing.assert_close(a.grad, b.grad, rtol=tolerance["rtol"], atol=10 * tolerance["atol"])
-
-
-def test_gated_norms_equal_those_of_transformers():
-    pytest.importorskip("transformers")
-    from transformers.models.qwen3_next.modeling_qwen3_next import Qwen3NextRMSNormGated
-    from transformers.models.zamba2.modeling_zamba2 import Zamba2RMSNormGated
-
-    x, gate = hidden(3, 24), hidden(3, 24, seed=1)
-    for theirs, ours in (
-        (Qwen3NextRMSNormGated(24), GatedRMSNorm(24)),
-        (Zamba2RMSNormGated(24, 24), GatedRMSNorm(24, gate_first=True)),
-    ):
-        theirs, ours = randomised(theirs), ours.to(DEVICE)
-        ours.load_state_dict(theirs.state_dict())
-        torch.testing.assert_close(ours(x, gate), theirs(x, gate), **TOLERANCE)
-
-
-@pytest.mark.parametrize("options", [{}, {"bias": False}, {"elementwise_affine": False}])
-def test_layer_norm_equals_torch(options):
-    theirs, ours = randomised(torch.nn.LayerNorm(24, **options)), LayerNorm(24, **options).to(DEVICE)
-    ours.load_state_dict(theirs.state_dict())
-    torch.testing.assert_close(ours(hidden(3, 24)), theirs(hidden(3, 24)), **TOLERANCE)
+    outputs, gradients = [], []
+    for module in (ours, theirs):
+        x = [hidden(2, 5, 24, seed=i, dtype=dtype).requires_grad_() for i in range(count)]
+        outputs.append(module(*x))
+        gradients.append(
+            torch.autograd.grad(outputs[-1], [*x, *module.parameters()], hidden(2, 5, 24, seed=9, dtype=dtype))
+        )
+    torch.testing.assert_close(*outputs, **tolerance)
+    torch.testing.assert_close(*[found[0] for found in gradients], **tolerance)
+    torch.testing.assert_close(*gradients, rtol=tolerance["rtol"], atol=10 * tolerance["atol"])
 
 
 def test_exact_gelu():

@@ -14,7 +14,7 @@ _has_global_hook: Callable[[], bool] = getattr(torch.nn.modules.module, "_has_an
 
 
 #: Where modules keep their hooks. One that torch does not have counts as a hook.
-_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 #: Tensors that kernels can read, and no subclasses of them.
 PLAIN = frozenset((Tensor, nn.Parameter))
@@ -37,5 +37,5 @@ def plain_linear(module: nn.Module) -> tuple[Tensor, Tensor | None] | None:
 
 def is_watched(module: nn.Module) -> bool:
     """Whether a call of a module runs more than the forward of its class: hooks, or what was put on the instance."""
-    hooks = [getattr(module, name, True) for name in _HOOKS]
+    hooks = [getattr(module, name, True) for name in HOOKS]
     return any(hooks) or "forward" in vars(module) or getattr(module, "_compiled_call_impl", None) is not None

@@ -26,14 +26,31 @@ from liger_losses.layers.plain import PLAIN
 from liger_losses.patching import probing
 from liger_losses.patching.pending import PendingLogits, autocast_of, linear, pending_product
 from liger_losses.patching.probing import Mismatch
-from liger_losses.patching.report import LEFT_OUT, Entry
-from liger_losses.patching.swap import Replacement, hooks_of, original_class, replacement_of, restore, swap
+from liger_losses.patching.report import Entry
+from liger_losses.patching.swap import (
+    Filter,
+    Replacement,
+    find,
+    hooks_of,
+    original_class,
+    replacement_of,
+    restore,
+    swap,
+)
 
 #: The attribute of a head's layers with the numbers of the threads in which they return pending logits: 0 in compiled
 #: code, which cannot ask for it.
 _PENDING = "_liger_losses_pending"
+_BACKWARD_HOOKS = ("_backward_hooks", "_backward_pre_hooks")
+_BACKWARD_HOOKS_OF_ALL = ("_global_backward_hooks", "_global_backward_pre_hooks")
+_PARALLELIZED = (
+    "torch's parallelize_module has split its weight, and takes DTensors from it: load the model with transformers' "
+    'DistributedConfig(tp_plan="auto"), or take the loss from the last hidden states and a Head with group='
+)
 #: The function that layers call; one that replaces it in torch calls it, too.
 _LINEAR = F.linear
+#: Layers may round hidden states to 8 bits before their product, which this library does not.
+_QUANTIZATION_ERROR = 0.05
 #: From this size on, logits that nobody may need are worth a warning.
 _MANY_BYTES = 2**30
 
@@ -134,12 +151,33 @@ class _HeadKind(Replacement):
     """Layers that return pending logits where :func:`pending_logits` says so."""
 
     reads_module = True
+    key = staticmethod(id)  # type: ignore[assignment]  # each is looked at by itself
+
+    def __str__(self) -> str:
+        return type(self).__name__
+
+    @classmethod
+    def reason_to_leave(cls, module: nn.Module) -> str | None:
+        """Why a head must compute its logits, or ``None``."""
+        if isinstance(module, nn.Embedding) or type(module).forward is nn.Module.forward:
+            return "it is no layer that multiplies hidden states"
+        hooks_of_all = [getattr(nn.modules.module, name, None) for name in _BACKWARD_HOOKS_OF_ALL]
+        for layer in module.modules():
+            if any(hooks_of_all) or any(hooks_of(layer, kind) for kind in _BACKWARD_HOOKS):
+                return "it has backward hooks, which a gradient that is taken elsewhere would pass by"
+            if type(layer).__name__ == "FullyShardedDataParallel":
+                return "it is a unit of FSDP1, which frees its weight after its forward: leave it in the model's unit"
+            if getattr(layer, "weight", None).__class__.__name__ == "DTensor":
+                hooks = [*hooks_of(layer, "_forward_pre_hooks").values(), *hooks_of(layer, "_forward_hooks").values()]
+                if any(getattr(hook, "__module__", "").startswith("torch.distributed.tensor.") for hook in hooks):
+                    return _PARALLELIZED
+        return None
 
     def call(self, module: Any, *args: Any, **kwargs: Any) -> Any:
         """Pending logits; or ``NotImplemented``, and the layer's own method computes."""
         if not _is_pending(module):
             return NotImplemented
-        reason = _reason_against(module)
+        reason = self.reason_to_leave(module)
         logits = NotImplemented if reason else self.logits(module, *args, **kwargs)
         if logits is not NotImplemented and not isinstance(logits, PendingLogits):
             reason = "it does more than to multiply by a weight, and to cast and scale the result"
@@ -161,6 +199,13 @@ class LossHead(_HeadKind):
 
     methods = ("__call__",)
 
+    @classmethod
+    def match(cls, module: Any) -> LossHead:
+        if _shares_rows(module):
+            forward = vars(module)["forward"]
+            module.forward = partial(_shared_forward, _match_shared(module), forward, module)
+        return cls()
+
     def logits(self, module: Any, *args: Any, **kwargs: Any) -> Any:
         """The layer's own call, with pending products."""
         split = any(hasattr(parameter, "ds_id") for parameter in module.parameters())
@@ -171,6 +216,34 @@ class LossHead(_HeadKind):
 @dataclass(frozen=True)
 class QuantizedHead(_HeadKind):
     """A quantized layer, whose rows are dequantized where the logits are read."""
+
+    @classmethod
+    def match(cls, module: Any) -> QuantizedHead:
+        """The layer computes what its rows say, as far as one can see."""
+        weight = find_quantized(module)
+        if weight is None:
+            raise Mismatch("it has not been quantized yet: move the model to its device, then patch it")
+        if weight.device.type == "meta":
+            raise Mismatch("its weight is on the meta device, and what it computes must be compared: load it first")
+        if "forward" in vars(module):
+            raise Mismatch("it is quantized, and its forward was replaced on the instance")
+        (vocab_size, hidden_size), bias = weight.shape, getattr(module, "bias", None)
+        hidden = probing.random((2, hidden_size), torch.Generator().manual_seed(0), weight.dtype).to(weight.device)
+        before = dict(vars(module))  # a first forward may choose the dtype to compute in
+        try:
+            # With gradients: without, layers may change how their weight is laid out.
+            logits = type(module).forward(module, hidden.requires_grad_()).detach().float()
+        finally:
+            vars(module).update(before)
+        for start in {0, max(vocab_size - 64, 0)}:
+            part = slice(start, min(start + 64, vocab_size))
+            with torch.no_grad():
+                rows = weight.rows(part.start, part.stop).float()
+                expected = F.linear(hidden.float(), rows, None if bias is None else bias[part].float())
+            fits = logits.shape == (2, vocab_size)
+            if not (fits and (logits[:, part] - expected).norm() <= _QUANTIZATION_ERROR * expected.norm()):
+                raise Mismatch("it computes something else than the product with its dequantized rows")
+        return cls()
 
     def logits(self, module: Any, *args: Any, **kwargs: Any) -> Any:
         """The product with the layer's rows."""
@@ -211,12 +284,11 @@ def _match_shared(module: Any) -> Ranks:
     shape, dtype, forward = (1, 3, head.hidden_size), head.weight.dtype, vars(module)["forward"]
     hidden = probing.random(shape, torch.Generator().manual_seed(0), dtype).to(head.weight.device)
     shared = head.with_fields(ranks=ranks)
-    with probing.isolated():
-        logits, _ = probing.observe(forward, [hidden])
-        if logits.shape != (1, 3, sum(ranks.sizes)):
-            raise Mismatch(f"it returns {tuple(logits.shape)} and not all logits")
-        lse, (gradient,) = probing.observe(lambda x: forward(x).logsumexp(-1), [hidden])
-        expected, (other,) = probing.observe(lambda x: pending_product(x, shared).logsumexp(-1), [hidden])
+    logits, _ = probing.observe(forward, [hidden])
+    if logits.shape != (1, 3, sum(ranks.sizes)):
+        raise Mismatch(f"it returns {tuple(logits.shape)} and not all logits")
+    lse, (gradient,) = probing.observe(lambda x: forward(x).logsumexp(-1), [hidden])
+    expected, (other,) = probing.observe(lambda x: pending_product(x, shared).logsumexp(-1), [hidden])
     columns = logits[..., ranks.columns(logits.shape[-1])]
     probing.check_close("its output", columns, linear(hidden, head).detach(), 2e-2)
     probing.check_close("its log-sum-exp", lse, expected, 2e-2)
@@ -230,37 +302,6 @@ def _is_quantized_layer(module: nn.Module) -> bool:
     by_linear = isinstance(module, nn.Linear) and isinstance(weight, Tensor) and is_quantized(weight)
     ordinary = type(weight) is nn.Parameter and weight.is_floating_point()
     return is_quantized(module) and not (ordinary or by_linear) and not hasattr(module, "base_layer")
-
-
-#: Layers may round hidden states to 8 bits before their product, which this library does not.
-_QUANTIZATION_ERROR = 0.05
-
-
-def _check_quantized(module: Any) -> None:
-    """Raise Mismatch unless a quantized layer's rows can be read, and it computes their products."""
-    weight = find_quantized(module)
-    if weight is None:
-        raise Mismatch("it has not been quantized yet: move the model to its device, then patch it")
-    if weight.device.type == "meta":
-        raise Mismatch("its weight is on the meta device, and what it computes must be compared: load it first")
-    if "forward" in vars(module):
-        raise Mismatch("it is quantized, and its forward was replaced on the instance")
-    (vocab_size, hidden_size), bias = weight.shape, getattr(module, "bias", None)
-    hidden = probing.random((2, hidden_size), torch.Generator().manual_seed(0), weight.dtype).to(weight.device)
-    before = dict(vars(module))  # a first forward may choose the dtype to compute in
-    try:
-        with torch.enable_grad():  # in evaluation, layers may change how their weight is laid out
-            logits = type(module).forward(module, hidden.requires_grad_()).detach().float()
-    finally:
-        vars(module).update(before)
-    for start in {0, max(vocab_size - 64, 0)}:
-        part = slice(start, min(start + 64, vocab_size))
-        with torch.no_grad():
-            rows = weight.rows(part.start, part.stop).float()
-            expected = F.linear(hidden.float(), rows, None if bias is None else bias[part].float())
-        fits = logits.shape == (2, vocab_size)
-        if not (fits and (logits[:, part] - expected).norm() <= _QUANTIZATION_ERROR * expected.norm()):
-            raise Mismatch("it computes something else than the product with its dequantized rows")
 
 
 # --- Heads ------------------------------------------------------------------------------------------------------------
@@ -279,7 +320,7 @@ def head_of(model: Any) -> nn.Module | None:
     return head if isinstance(head, nn.Module) else None
 
 
-def prepare_head(model: nn.Module, filter_fn: Callable[[nn.Module, str], bool] | None = None) -> list[Entry]:
+def prepare_head(model: nn.Module, filter_fn: Filter | None = None) -> list[Entry]:
     """Let the output embedding return pending logits, within :func:`pending_logits` and nowhere else.
 
     Args:
@@ -297,14 +338,9 @@ def prepare_head(model: nn.Module, filter_fn: Callable[[nn.Module, str], bool] |
     quantized = [layer for layer in head.modules() if _is_quantized_layer(layer)]
     for layer in dict.fromkeys([*quantized, head]):
         path = next((name for name, other in model.named_modules() if other is layer), "")
-        kind, reason = replacement_of(layer), None
-        if kind is None:
-            kind = QuantizedHead() if layer in quantized else LossHead()
-            left_out = filter_fn is not None and not filter_fn(layer, path)
-            reason = LEFT_OUT if left_out else _reason_to_leave(layer, kind)
-            prepared += [] if reason else [(layer, kind)]
-        by = None if reason else type(kind).__name__
-        entries.append(Entry(path, original_class(layer).__name__, by, reason or ""))
+        entry, kind = find(QuantizedHead if layer in quantized else LossHead, path, layer, filter_fn, {})
+        entries += [] if entry is None else [entry]
+        prepared += [] if kind is None else [(layer, kind)]
     for layer, kind in prepared:
         setattr(layer, _PENDING, [])
         swap(layer, kind)
@@ -313,82 +349,33 @@ def prepare_head(model: nn.Module, filter_fn: Callable[[nn.Module, str], bool] |
 
 def reason_against_head(model: Any) -> str:
     """Prepare the last layer of a model, or return why that is not possible."""
-    entries = [] if is_prepared(model) else prepare_head(model)
+    entries = [] if _layers(head_of(owner_of_head(model))) else prepare_head(model)
     reasons = [f"{entry.path or 'the head'}: {entry.reason}" for entry in entries if entry.reason]
     return f"the last layer of {type(model).__name__} cannot be a Head ({'; '.join(reasons)})" if reasons else ""
 
 
-def _reason_to_leave(layer: Any, kind: _HeadKind) -> str | None:
-    """Why a layer cannot be prepared, or ``None``."""
-    try:
-        reason = _reason_against(layer)
-        if reason is None and isinstance(kind, QuantizedHead):
-            _check_quantized(layer)
-        elif reason is None and _shares_rows(layer):
-            forward = vars(layer)["forward"]
-            layer.forward = partial(_shared_forward, _match_shared(layer), forward, layer)
-    except Exception as error:
-        return probing.reason_of(error)
-    return reason
-
-
-def _reason_against(head: nn.Module) -> str | None:
-    """Why a head must compute its logits, or ``None``."""
-    if isinstance(head, nn.Embedding) or type(head).forward is nn.Module.forward:
-        return "it is no layer that multiplies hidden states"
-    hooks_of_all = [getattr(nn.modules.module, name, None) for name in _BACKWARD_HOOKS_OF_ALL]
-    for layer in head.modules():
-        if any(hooks_of_all) or any(hooks_of(layer, kind) for kind in _BACKWARD_HOOKS):
-            return "it has backward hooks, which a gradient that is taken elsewhere would pass by"
-        if type(layer).__name__ == "FullyShardedDataParallel":
-            return "it is a unit of FSDP1, which frees its weight after its forward: leave it in the model's own unit"
-        if getattr(layer, "weight", None).__class__.__name__ == "DTensor":
-            hooks = [*hooks_of(layer, "forward_pre_hooks").values(), *hooks_of(layer, "forward_hooks").values()]
-            if any(getattr(hook, "__module__", "").startswith("torch.distributed.tensor.") for hook in hooks):
-                return (
-                    "torch's parallelize_module has split its weight, and takes DTensors from it: load the model with "
-                    'transformers\' DistributedConfig(tp_plan="auto"), or take the loss from the last hidden states '
-                    "and a Head with group="
-                )
-    return None
-
-
-_BACKWARD_HOOKS = ("backward_hooks", "backward_pre_hooks")
-_BACKWARD_HOOKS_OF_ALL = ("_global_backward_hooks", "_global_backward_pre_hooks")
-
-
-def is_head(layer: nn.Module) -> bool:
-    """Whether a layer was prepared."""
-    return isinstance(replacement_of(layer), _HeadKind)
-
-
-def is_prepared(model: nn.Module) -> bool:
-    """Whether the head of a model is prepared."""
-    return bool(_layers(head_of(owner_of_head(model))))
-
-
-def _layers(head: nn.Module | None) -> list[Any]:
+def _layers(head: Any) -> list[Any]:
     """The layers of a head that were prepared, the head itself among them; none if it was not."""
-    if head is None or not is_head(head):
+    if not isinstance(replacement_of(head), _HeadKind):
         return []
     return [layer for layer in head.modules() if layer is head or isinstance(replacement_of(layer), QuantizedHead)]
 
 
-def _start(layers: list[Any]) -> int:
-    """Let layers return pending logits to this thread, until ``_end`` with the number that is returned."""
+@contextlib.contextmanager
+def _pending(layers: list[Any]) -> Iterator[None]:
+    """Within this context, layers return pending logits to this thread."""
     thread = 0 if torch.compiler.is_dynamo_compiling() else threading.get_ident()
     for layer in layers:
         getattr(layer, _PENDING).append(thread)
         for unit in layer.modules():
             if hasattr(unit, "set_reshard_after_forward"):
                 _do_not_reshard(unit)
-    return thread
-
-
-def _end(layers: list[Any], thread: int) -> None:
-    for layer in layers:
-        if hasattr(layer, _PENDING):  # it was not unpatched
-            getattr(layer, _PENDING).remove(thread)
+    try:
+        yield
+    finally:
+        for layer in layers:
+            if hasattr(layer, _PENDING):  # it was not unpatched
+                getattr(layer, _PENDING).remove(thread)
 
 
 def _is_pending(layer: Any) -> bool:
@@ -414,11 +401,10 @@ def pending_logits(*models: nn.Module) -> Iterator[None]:
     layers = [layer for layer in dict.fromkeys(layers) if not _is_pending(layer)]
     inner = [getattr(model, "module", model) for model in models if layers and _is_distributed()]
     hooks = [model.register_forward_hook(_show_tensors, prepend=True) for model in inner]
-    thread = _start(layers)
     try:
-        yield
+        with _pending(layers):
+            yield
     finally:
-        _end(layers, thread)
         for hook in hooks:
             hook.remove()
 
@@ -435,7 +421,7 @@ def _show_tensors(model: nn.Module, args: Any, output: Any) -> None:
     if isinstance(output, dict) and torch.is_grad_enabled() and _is_distributed():
         for logits in [value for value in output.values() if isinstance(value, PendingLogits)]:
             logits.hidden_states = logits.hidden_states.clone()
-            weights = [weight.flatten()[:1].sum() for weight in logits.tensors[1:] if weight is not None]
+            weights = [weight.flatten()[:1].sum() for weight in logits.tensors[1:]]
             # A field of transformers' outputs: fully_shard looks for no others.
             key = "hidden_states" if output.get("hidden_states") is None else "of_logits"
             output[key] = (logits.hidden_states, *weights)
@@ -486,11 +472,8 @@ def _with_loss(forward: Callable[..., Any], model: Any, *args: Any, **kwargs: An
         return output
     if not layers and not torch.compiler.is_dynamo_compiling():
         layers = _prepare_again(model)
-    thread = _start(layers)
-    try:
+    with _pending(layers):
         output = forward(*args, **kwargs)
-    finally:
-        _end(layers, thread)
     if not labeled:
         _show_tensors(model, args, output)
         return output
@@ -499,13 +482,13 @@ def _with_loss(forward: Callable[..., Any], model: Any, *args: Any, **kwargs: An
 
 def _prepare_again(model: Any) -> list[Any]:
     """Prepare a head that was replaced or has got adapters; if it cannot be, say so, once."""
-    left = [f"{entry.path} ({entry.reason})" for entry in prepare_head(model) if entry.reason]
-    if left:
+    reason = reason_against_head(model)
+    if reason:
         unpatch_head(model)
         warn(
             f"the output embedding of {type(model).__name__} was changed after patch(), and its logits, "
-            f"[tokens, vocab], are computed from now on: {'; '.join(left)}. If you can undo that change, do so and "
-            "call liger_losses.patch(model) again." + see("models-that-cannot-be-patched"),
+            f"[tokens, vocab], are computed from now on: {reason}. If you can undo that change, do so and call "
+            "liger_losses.patch(model) again." + see("models-that-cannot-be-patched"),
             RuntimeWarning,
         )
     return _layers(head_of(model))
@@ -540,9 +523,8 @@ def _warn_of_many(model: nn.Module, output: Any) -> None:
 def patch_head(model: nn.Module, options: LossForward) -> None:
     """Let a model whose head is prepared compute its loss without logits."""
     owner = owner_of_head(model)
-    if isinstance(replacement_of(owner), LossForward):
-        restore(owner)
-    swap(owner, options)
+    if replacement_of(owner) != options:
+        swap(owner, options)
     forward = vars(owner).get("forward")
     if forward is not None and not _is_partial(forward, _with_loss):
         owner.forward = functools.update_wrapper(partial(_with_loss, forward, owner), forward)
@@ -577,24 +559,21 @@ def transform_of(layer: nn.Module, hidden_states: Tensor) -> LogitTransform:
     """
     if is_weight_and_bias(layer):
         return LogitTransform()
-    weight: Any = layer.weight
-    dtypes = hidden_states.dtype, weight.dtype
-    logits, arguments = _small_logits(layer, type(layer).forward, *dtypes, hidden_states.device)
-    operands = [tensor for tensor in logits.tensors if tensor is not None]
-    if [tensor.data_ptr() for tensor in operands] != [tensor.data_ptr() for tensor in arguments]:
+    logits, arguments = _small_logits(layer, type(layer).forward, hidden_states)
+    if [tensor.data_ptr() for tensor in logits.tensors] != [tensor.data_ptr() for tensor in arguments]:
         raise Mismatch("its product is of another input, weight or bias than the layer's")
     return logits.head.transform
 
 
 def _small_logits(
-    layer: Any, forward: Callable[[Any, Tensor], Any], dtype: torch.dtype, weight_dtype: torch.dtype, device: Any
+    layer: Any, forward: Callable[[Any, Tensor], Any], like: Tensor
 ) -> tuple[PendingLogits, list[Tensor]]:
     """What ``forward(layer, hidden states)`` returns of small hidden states and parameters, and these; or Mismatch."""
     width = probing.shape_of(layer.weight)[1]
-    hidden = torch.zeros(1, 3, width, dtype=dtype, device=device)
-    small = {"weight": torch.zeros(5, width, dtype=weight_dtype, device=device)}
+    hidden = like.new_zeros(1, 3, width)
+    small = {"weight": like.new_zeros(5, width, dtype=layer.weight.dtype)}
     if getattr(layer, "bias", None) is not None:
-        small["bias"] = torch.zeros(5, dtype=weight_dtype, device=device)
+        small["bias"] = like.new_zeros(5, dtype=layer.weight.dtype)
     with Products():
         try:
             logits = probing.call_with(small, forward, layer, hidden)
@@ -610,7 +589,7 @@ def _shares_rows(layer: Any) -> bool:
     forward = vars(layer).get("forward")
     if forward is None or not hasattr(getattr(layer, "weight", None), "full_tensor"):
         return False
-    with probing.isolated(), contextlib.suppress(Mismatch):
-        _small_logits(layer, lambda layer, x: forward(x), torch.float32, torch.float32, "cpu")
+    with contextlib.suppress(Mismatch):
+        _small_logits(layer, lambda layer, x: forward(x), torch.empty(0, dtype=layer.weight.dtype))
         return False  # fully_shard gathers the weight
     return True

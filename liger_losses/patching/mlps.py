@@ -8,7 +8,7 @@ grouped matrix products and call their method ``_apply_gate`` on the output of t
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -83,18 +83,19 @@ class GatedMLP(Replacement):
         tiles = "" if self.tile is None else f", tiles of {self.tile} tokens" if self.tile else ", tiles"
         return f"{'glu' if len(self.inner) == 2 else 'glu_fused'} ({self.gate}){tiles}"
 
+    def in_tiles(self, tokens: int | None) -> GatedMLP:
+        return self if tokens is None else replace(self, tile=tokens)
+
     def call(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        if len(args) != 1 or kwargs or not is_plain(*args) or is_short(args[0]):  # two operations between the layers
+        if len(args) != 1 or kwargs or not is_plain(*args) or torch.jit.is_tracing():
+            return NotImplemented
+        if is_short(*args):  # two operations between the layers
             return NotImplemented
         for name, forward in self.activations:
             part = getattr(module, name)
             if type(part).forward is not forward or is_watched(part):
                 return NotImplemented
-        if torch.jit.is_tracing():
-            return NotImplemented
-        return (
-            self.compute(module, *args) if self.tile is None else compute_tiled(self.compute, module, *args, self.tile)
-        )
+        return compute_tiled(self.compute, module, *args, self.tile)
 
     def compute(self, module: Any, x: Tensor, backend: str | None = None) -> Tensor:
         """The output; where all layers are plain ones, backward writes over the outputs of the inner ones."""
@@ -150,20 +151,16 @@ class GatedMLP(Replacement):
                 calls.clear()
                 yield [_values(leading, size, dtype, generator)]
 
-        cases, orders = [], []
-        with probing.isolated():
-            for case in probing.cases_of(module, _SETTINGS, inputs, _GRAD_TOLERANCES, cheap):
-                order = calls[: len(linears)]
-                if sorted(order) != sorted(linears) or calls != 2 * order:
-                    raise Mismatch(f"{case.name}: it does not call each of its layers once")
-                cases.append(case)
-                orders.append(order)
-            if any(order != orders[0] for order in orders):
-                raise Mismatch("it calls its layers in different orders")
-            *inner, down = orders[0]
-            others = tuple((name, type(part).forward) for name, part in module.named_children() if name not in linears)
-            gates = _gates(module, len(inner))
-            return probing.first_match((GatedMLP(tuple(inner), down, gate, None, others) for gate in gates), cases)
+        cases = []
+        for case in probing.cases_of(module, _SETTINGS, inputs, _GRAD_TOLERANCES, cheap):
+            order = calls[: len(linears)]
+            if sorted(order) != sorted(linears) or calls != 2 * order:
+                raise Mismatch(f"{case.name}: it does not call each of its layers once")
+            *inner, down = order
+            cases.append(case)
+        others = tuple((name, type(part).forward) for name, part in module.named_children() if name not in linears)
+        gates = _gates(module, len(inner))
+        return probing.first_match((GatedMLP(tuple(inner), down, gate, None, others) for gate in gates), cases)
 
 
 @dataclass(frozen=True)
@@ -199,9 +196,8 @@ class GatedExperts(Replacement):
         def inputs(leading: tuple[int, ...], dtype: torch.dtype, generator: torch.Generator) -> list[list[Tensor]]:
             return [[_values(leading, 128, dtype, generator)]]
 
-        with probing.isolated():
-            cases = probing.cases_of(module, _SETTINGS, inputs, _GRAD_TOLERANCES, method="_apply_gate")
-            return probing.first_match(map(GatedExperts, _gates(module, 1)), list(cases))
+        cases = probing.cases_of(module, _SETTINGS, inputs, _GRAD_TOLERANCES, method="_apply_gate")
+        return probing.first_match(map(GatedExperts, _gates(module, 1)), list(cases))
 
 
 def linears_of(module: nn.Module) -> dict[str, Any]:

@@ -93,11 +93,10 @@ class Norm(Replacement):
         mismatches = []
         for gate in (*gates, None):
             try:
-                with probing.isolated():
-                    cases = list(probing.cases_of(module, _SETTINGS, partial(_inputs, module, gate), (2e-5, 2**-6)))
-                    norm = probing.first_match(_candidates(module, gate), cases)
-                    with probing.Functions() as functions:
-                        cases[0].module(*cases[0].inputs)
+                cases = list(probing.cases_of(module, _SETTINGS, partial(_inputs, module, gate), (2e-5, 2**-6)))
+                norm = probing.first_match(_candidates(module, gate), cases)
+                with probing.Functions() as functions:
+                    cases[0].module(*cases[0].inputs)
             except Mismatch as mismatch:
                 mismatches.append(mismatch)
             else:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 from torch import nn
@@ -12,20 +10,16 @@ from liger_losses.arguments import lists_arguments
 from liger_losses.patching.loss_head import LossForward, patch_head, prepare_head, unpatch_head
 from liger_losses.patching.mlps import GatedExperts, GatedMLP
 from liger_losses.patching.norms import Norm
-from liger_losses.patching.probing import reason_of
-from liger_losses.patching.report import LEFT_OUT, Entry, PatchReport
-from liger_losses.patching.rotations import Rotations, calling_methods
+from liger_losses.patching.report import PatchReport
+from liger_losses.patching.rotations import Rotations
 from liger_losses.patching.swap import (
+    Filter,
     Replacement,
-    original_class,
+    find,
     reason_not_to_restore,
-    replacement_of,
     restore,
     swapped_class,
 )
-
-#: From a module and its name in the model to whether it may be replaced.
-Filter = Callable[[nn.Module, str], bool]
 
 
 @lists_arguments
@@ -90,36 +84,27 @@ def patch(
         )
     tile = None if tile_mlps is False else 0 if tile_mlps is True else tile_mlps
     kinds: list[type[Replacement]] = [Norm] * norms + [GatedMLP, GatedExperts] * mlps + [Rotations] * rope
-    before, entries, classes = _replaced_in(model), [], []
+    before, entries, classes = [*map(type, model.modules())], [], []
     matches: dict[Any, tuple[Replacement | str, nn.Module]] = {}
-    calling_methods.cache_clear()
-    try:
-        for path, module in model.named_modules():
-            for kind in kinds:
-                entry, replacement = _find(kind, path, module, filter_fn, matches, tile)
-                entries += [] if entry is None else [entry]
-                if replacement is not None:
-                    classes.append((module, swapped_class(module, replacement)))
-                    break
-    finally:
-        calling_methods.cache_clear()  # it holds classes
+    for path, module in model.named_modules():
+        for kind in kinds:
+            entry, replacement = find(kind, path, module, filter_fn, matches, tile)
+            entries += [] if entry is None else [entry]
+            if replacement is not None:
+                classes.append((module, swapped_class(module, replacement)))
+                break
     heads = prepare_head(model, filter_fn) if loss_head else []
     # From here on nothing raises, so that a model is patched as a whole or not at all.
     for module, swapped in classes:
         module.__class__ = swapped
     if heads and not any(entry.reason for entry in heads):
         patch_head(model, LossForward(keep_logits, eval_logits))
-    return PatchReport(entries + heads, _replaced_in(model) == before)
+    return PatchReport(entries + heads, [*map(type, model.modules())] == before)
 
 
 patch.arguments_elsewhere = {  # type: ignore[attr-defined]
     "kernels": "kernels= is an argument of liger_losses.trl.enable; patch uses kernels for norms=, mlps= and rope=."
 }
-
-
-def _replaced_in(model: nn.Module) -> list[Any]:
-    """What is replaced in a model, to be compared."""
-    return [(path, replacement_of(module)) for path, module in model.named_modules()]
 
 
 def unpatch(model: nn.Module) -> None:
@@ -189,51 +174,3 @@ def _check_model(model: Any) -> None:
             f"model must be a torch.nn.Module, such as AutoModelForCausalLM.from_pretrained returns, got "
             f"{type(model).__name__}. To load and patch by name, use AutoLigerModelForCausalLM.from_pretrained."
         )
-
-
-def _find(
-    kind: type[Replacement],
-    path: str,
-    module: nn.Module,
-    filter_fn: Filter | None,
-    matches: dict[Any, Any],
-    tile: int | None,
-) -> tuple[Entry | None, Replacement | None]:
-    """A module's line of the report, if it is listed, and what of a kind replaces it from now on.
-
-    ``matches`` holds what was found for other modules, a replacement or a reason, by their keys; and those modules, as
-    keys contain addresses of objects that they hold.
-    """
-    name, replacement = original_class(module).__name__, replacement_of(module)
-    if replacement is not None:
-        if not isinstance(replacement, kind):
-            return None, None
-        tiled = _in_tiles(replacement, tile)
-        may_change = tiled != replacement and "_liger_original" in vars(type(module))  # its class is ours
-        if may_change and reason_not_to_restore(module) is None and (filter_fn is None or filter_fn(module, path)):
-            return Entry(path, name, str(tiled)), tiled
-        return Entry(path, name, str(replacement)), None
-    try:
-        if not kind.is_candidate(module):
-            return None, None
-        reason, key, listed = kind.reason_to_leave(module), (kind, kind.key(module)), kind.is_worth_listing(module)
-    except Exception as error:
-        return Entry(path, name, None, reason_of(error)), None
-    if reason is None and filter_fn is not None and not filter_fn(module, path):
-        reason = LEFT_OUT
-    if reason is None:
-        if key not in matches:
-            try:
-                matches[key] = kind.match(module), module
-            except Exception as error:
-                matches[key] = reason_of(error), module
-        match, _ = matches[key]
-        if not isinstance(match, str):
-            replacement = _in_tiles(match, tile)
-            return Entry(path, name, str(replacement)), replacement
-        reason = match
-    return Entry(path, name, None, reason) if listed else None, None
-
-
-def _in_tiles(replacement: Any, tile: int | None) -> Any:
-    return replacement if tile is None or not isinstance(replacement, GatedMLP) else replace(replacement, tile=tile)

@@ -66,9 +66,9 @@ class PendingLogits:  # no dataclass: fully_shard would look for tensors in it, 
         return f"PendingLogits(shape={tuple(self.shape)}, dtype={self.dtype}, device={self.device})"
 
     @property
-    def tensors(self) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Hidden states, weight and bias."""
-        return self.hidden_states, self.head.weight, self.head.bias
+    def tensors(self) -> list[Tensor]:
+        """Hidden states, weight, and bias if there is one."""
+        return [x for x in (self.hidden_states, self.head.weight, self.head.bias) if x is not None]
 
     @property
     def normalized(self) -> bool:
@@ -93,7 +93,7 @@ class PendingLogits:  # no dataclass: fully_shard would look for tensors in it, 
     @property
     def requires_grad(self) -> bool:
         """Whether one of the tensors requires a gradient."""
-        return any(tensor is not None and tensor.requires_grad for tensor in self.tensors)
+        return any(tensor.requires_grad for tensor in self.tensors)
 
     def dim(self) -> int:
         """The number of dimensions."""
@@ -131,8 +131,7 @@ class PendingLogits:  # no dataclass: fully_shard would look for tensors in it, 
         """Raise RuntimeError if the head's weight was freed."""
         if torch.compiler.is_dynamo_compiling():
             return
-        weights = [tensor for tensor in self.tensors[1:] if tensor is not None and tensor.numel()]
-        if any(weight.untyped_storage().size() == 0 for weight in weights):
+        if any(weight.numel() and weight.untyped_storage().size() == 0 for weight in self.tensors[1:]):
             raise RuntimeError(
                 "the weight or bias of the last layer was freed when that layer's own forward ended; it must stay "
                 "until the loss is computed. Shard with torch.distributed.fsdp.fully_shard, or leave the last layer in "

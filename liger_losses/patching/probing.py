@@ -24,6 +24,10 @@ class Mismatch(Exception):
     """A module or function computes something else; the message says where the two differ."""
 
 
+class Refusal(Mismatch):
+    """A module or function fails on some inputs."""
+
+
 def reason_of(error: Exception) -> str:
     """The reason to leave a module: how it differs, or what was raised when it was looked at or a copy was run."""
     return (
@@ -119,15 +123,6 @@ def children_of(module: nn.Module, without: Collection[str] = ()) -> Any:
     )
 
 
-@contextlib.contextmanager
-def unchanged(case: str, module: nn.Module, without: Collection[str] = ()) -> Iterator[None]:
-    """Raise Mismatch if the attributes of a module or of its children (some left out) change within this context."""
-    before = attributes(module), children_of(module, without)
-    yield
-    if (attributes(module), children_of(module, without)) != before:
-        raise Mismatch(f"{case}: it changes its own attributes")
-
-
 def observe(
     function: Callable[..., Any], inputs: Sequence[Tensor], others: Sequence[Tensor] = ()
 ) -> tuple[Tensor, list[Tensor | None]]:
@@ -145,7 +140,7 @@ def observe(
     except Mismatch:
         raise
     except Exception as error:
-        raise Mismatch(f"it fails on a tensor ({type(error).__name__}: {str(error)[:160]})") from error
+        raise Refusal(f"it fails on a tensor ({type(error).__name__}: {str(error)[:160]})") from error
     if type(output) is tuple:
         if len({(x.dtype, x.shape[-1]) for x in output}) > 1:
             raise Mismatch("it returns tensors of two dtypes or widths")
@@ -161,22 +156,6 @@ def observe(
     upstream = random(output.shape, torch.Generator().manual_seed(7), output.dtype).to(output.device)
     grads = torch.autograd.grad(output, [*inputs, *others], upstream, allow_unused=True)
     return output.detach(), list(grads)
-
-
-def observe_first(
-    function: Callable[..., Any], several: Iterable[Sequence[Tensor]], others: Sequence[Tensor] = ()
-) -> tuple[Sequence[Tensor], Tensor, list[Tensor | None]]:
-    """The first of several inputs that a function does not refuse, and what :func:`observe` returns for them.
-
-    Raises the last Mismatch if there is none.
-    """
-    refusal = Mismatch("there are no inputs for it")
-    for inputs in several:
-        try:
-            return inputs, *observe(function, inputs, others)
-        except Mismatch as mismatch:
-            refusal = mismatch
-    raise refusal
 
 
 class _Computed(nn.Module):
@@ -289,18 +268,25 @@ def cases_of(
                     parameter.mul_(100)  # so that a clamp of the output shows
         parameters = dict(copy.named_parameters())
         replaced = [key for key, part in copy.named_children() if part in stand_ins.values()]
-        with unchanged(name, copy, replaced):
-            several, function = inputs_of(leading, dtype, generator), getattr(copy, method)
+        before = attributes(copy), children_of(copy, replaced)
+        several, function = inputs_of(leading, dtype, generator), getattr(copy, method)
+        refusal = Mismatch("there are no inputs for it")
+        for inputs in several:
             try:
-                inputs, output, grads = observe_first(function, several, list(parameters.values()))
+                output, grads = observe(function, inputs, list(parameters.values()))
+                break
             except Mismatch as mismatch:
-                # Modules may fail with other layouts and with mixed dtypes: then no model uses them so.
-                if (leading != settings[0][1] or dtype != parameter_dtype) and mismatch.__cause__ is not None:
-                    continue
-                raise Mismatch(f"{name}: {mismatch}") from mismatch
-            with torch.no_grad():
-                if not torch.equal(function(*inputs), output):
-                    raise Mismatch(f"{name}: it computes something else without gradients, or when called again")
+                refusal = mismatch
+        else:
+            # Modules may fail with other layouts and with mixed dtypes: then no model uses them so.
+            if isinstance(refusal, Refusal) and (leading != settings[0][1] or dtype != parameter_dtype):
+                continue
+            raise Mismatch(f"{name}: {refusal}") from refusal
+        with torch.no_grad():
+            if not torch.equal(function(*inputs), output):
+                raise Mismatch(f"{name}: it computes something else without gradients, or when called again")
+        if (attributes(copy), children_of(copy, replaced)) != before:
+            raise Mismatch(f"{name}: it changes its own attributes")
         # Gradients of a weight are sums over rows, some of which PyTorch itself takes in half precision.
         half = torch.bfloat16 in (dtype, parameter_dtype)
         rare, of_weight = (2**-6, 2**-4) if half else (None, 2e-5)

@@ -6,6 +6,7 @@ only while a method of a patched module runs; other callers get it in another th
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
 import itertools
@@ -83,13 +84,14 @@ def match(function: Callable[..., Any]) -> Rotation:
         raise Mismatch(f"it takes {', '.join(names)}, not one or two tensors, cos and sin")
     angles, either = ("full", "half pairs", "half halves", "all pairs", "all halves"), (False, True)
     candidates = (Rotation(tensors, *form) for form in itertools.product(either, angles, either, either))
-    with probing.isolated():
-        unsqueeze_dims = (1, 2) if "unsqueeze_dim" in names else (1,)
-        observed = [_observe(function, tensors, dim, name) for dim in unsqueeze_dims for name in _CASES]
-        cases = [case for case in observed if case is not None]
-        if not any(case.name in _ANGLES_PER_SEQUENCE for case in cases):
-            raise Mismatch("it does not take [batch, heads, tokens, size] with cos and sin of [batch, tokens, size]")
-        return probing.first_match(candidates, cases)
+    unsqueeze_dims = (1, 2) if "unsqueeze_dim" in names else (1,)
+    cases = list[Case]()
+    for unsqueeze_dim, name in itertools.product(unsqueeze_dims, _CASES):
+        with contextlib.suppress(probing.Refusal):  # no model calls it so then
+            cases.append(_case(function, tensors, unsqueeze_dim, name))
+    if not any(case.name in _ANGLES_PER_SEQUENCE for case in cases):
+        raise Mismatch("it does not take [batch, heads, tokens, size] with cos and sin of [batch, tokens, size]")
+    return probing.first_match(candidates, cases)
 
 
 _F32, _B16 = torch.float32, torch.bfloat16
@@ -110,8 +112,8 @@ _CASES = {
 _ANGLES_PER_SEQUENCE = [name for name, case in _CASES.items() if case[1:] == (2, _F32, _F32)]
 
 
-def _observe(function: Callable[..., Any], tensors: int, unsqueeze_dim: int, name: str) -> Case | None:
-    """The outputs of a function, q above k; ``None`` if it fails, as no model calls it so then."""
+def _case(function: Callable[..., Any], tensors: int, unsqueeze_dim: int, name: str) -> Case:
+    """What a function returns, q above k."""
     width, batch, dtype, angle_dtype = _CASES[name]
     generator = torch.Generator().manual_seed(17)
     q, k = (probing.random((2, heads, 5, 16), generator, dtype) * 3 for heads in (4, 2))
@@ -131,12 +133,7 @@ def _observe(function: Callable[..., Any], tensors: int, unsqueeze_dim: int, nam
             raise Mismatch("it does not return two tensors like q and k")
         return outputs
 
-    try:
-        output, grads = probing.observe(call, inputs)
-    except Mismatch as mismatch:
-        if mismatch.__cause__ is not None:
-            return None
-        raise
+    output, grads = probing.observe(call, inputs)
     tolerance = 1e-5 if (dtype, angle_dtype) == (_F32, _F32) else 2**-6
     return Case(name, (cos, sin, unsqueeze_dim), inputs, output, grads, tolerance, tolerance)
 
@@ -188,6 +185,7 @@ class Rotations(Replacement):
     functions: tuple[tuple[str, str, Rotation], ...]
     methods: tuple[str, ...] = ("forward",)
     reads_module = True
+    key = staticmethod(type)  # type: ignore[assignment]
 
     def __str__(self) -> str:
         return ", ".join(dict.fromkeys(str(rotation) for *_, rotation in self.functions))
@@ -233,10 +231,6 @@ class Rotations(Replacement):
         return cls(tuple((*where, rotation) for where, rotation in rotations.items()), tuple(methods))
 
     @classmethod
-    def key(cls, module: nn.Module) -> Any:
-        return type(module)
-
-    @classmethod
     def reason_to_leave(cls, module: nn.Module) -> str | None:
         """Hooks and kinds of parameters are no reason: the methods do all else that they did."""
         return replaced_on_instance(module, _methods_of(module))
@@ -247,16 +241,8 @@ _Global = tuple[dict[str, Any], str, Any]
 
 
 def _methods_of(module: nn.Module) -> dict[str, list[_Global]]:
-    return calling_methods(type(module))  # type: ignore[arg-type]
-
-
-@functools.cache
-def calling_methods(cls: type) -> dict[str, list[_Global]]:
-    """The methods of a class that call functions with parameters cos and sin, and these functions.
-
-    Cleared before and after each model, as somebody may have replaced methods and functions since.
-    """
-    methods = {name: inspect.getattr_static(cls, name) for name in dir(cls)}
+    """The methods of a module's class that call functions with parameters cos and sin, and these functions."""
+    methods = {name: value for cls in reversed(type(module).__mro__) for name, value in vars(cls).items()}
     return {
         name: rotations
         for name, method in methods.items()

@@ -5,14 +5,19 @@ from __future__ import annotations
 import copyreg
 import functools
 import weakref
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from torch import Tensor, nn
 
 from liger_losses.caller import warn
 from liger_losses.kernels.autograd import records_nothing
+from liger_losses.layers.plain import HOOKS
 from liger_losses.patching import probing
+from liger_losses.patching.report import LEFT_OUT, Entry
+
+#: From a module and its name in the model to whether it may be replaced.
+Filter = Callable[[nn.Module, str], bool]
 
 
 class Replacement:
@@ -38,10 +43,14 @@ class Replacement:
         """What replaces a method; by default :meth:`call`."""
         return self.call
 
+    def in_tiles(self, tokens: int | None) -> Replacement:
+        """The same for so many tokens at a time, if it can; ``None`` leaves their number."""
+        return self
+
     @classmethod
     def is_candidate(cls, module: nn.Module) -> bool:
         """Whether a module has the right parameters, buffers and children; nothing is run."""
-        return False
+        return True
 
     @classmethod
     def match(cls, module: nn.Module) -> Replacement:
@@ -61,8 +70,25 @@ class Replacement:
 
     @classmethod
     def reason_to_leave(cls, module: nn.Module) -> str | None:
-        """Why a candidate must stay as it is, or ``None``."""
-        return reason_not_to_swap(module, cls.bypassed(module), cls.methods)
+        """Why a candidate, or one of the submodules that would no longer be called, must stay as it is, or ``None``."""
+        for name, part in {"": module, **cls.bypassed(module)}.items():
+            called, owner = (("forward",), f"its {name}'s") if name else (cls.methods, "its")
+            replaced = replaced_on_instance(part, called, owner)
+            if replaced is not None:
+                return replaced
+            if any(hooks_of(part, kind) for kind in HOOKS):
+                return f"its {name} has hooks" if name else "it has hooks"
+        if getattr(module, "_compiled_call_impl", None) is not None:
+            return "it was compiled separately; patch before compiling"
+        for name, parameter in module.named_parameters(recurse=False):
+            sharded = hasattr(parameter, "full_tensor")  # gathered for the forward; if not, the original runs
+            if type(parameter) is not nn.Parameter and not sharded:
+                return f"its {name} is a {type(parameter).__name__}"
+            if not parameter.is_floating_point() or parameter.dtype.itemsize < 2:
+                return f"its {name} is of {parameter.dtype}"
+            if 0 in probing.shape_of(parameter):
+                return f"its {name} is empty, as FSDP1 leaves it on some processes; patch before sharding"
+        return None
 
     @classmethod
     def is_worth_listing(cls, module: nn.Module) -> bool:
@@ -79,10 +105,59 @@ def is_short(x: Tensor) -> bool:
     return x.numel() <= FEW_TOKENS * x.shape[-1] and records_nothing()
 
 
+def find(
+    kind: type[Replacement],
+    path: str,
+    module: nn.Module,
+    filter_fn: Filter | None,
+    matches: dict[Any, tuple[Replacement | str, nn.Module]],
+    tile: int | None = None,
+) -> tuple[Entry | None, Replacement | None]:
+    """A module's line of the report, if it is listed, and what of a kind replaces it from now on.
+
+    ``matches`` holds what was found for other modules, a replacement or a reason, by their keys; and those modules, as
+    keys contain addresses of objects that they hold.
+    """
+    name, replacement = original_class(module).__name__, replacement_of(module)
+
+    def is_left() -> bool:
+        return filter_fn is not None and not filter_fn(module, path)
+
+    if replacement is not None:
+        if not isinstance(replacement, kind):
+            return None, None
+        tiled = replacement.in_tiles(tile)
+        if tiled == replacement or reason_not_to_restore(module) is not None or is_left():
+            return Entry(path, name, str(replacement)), None
+        return Entry(path, name, str(tiled)), tiled
+    try:
+        if not kind.is_candidate(module):
+            return None, None
+        reason, key, listed = kind.reason_to_leave(module), (kind, kind.key(module)), kind.is_worth_listing(module)
+    except Exception as error:
+        return Entry(path, name, None, probing.reason_of(error)), None
+    if reason is None and is_left():
+        reason = LEFT_OUT
+    if reason is None:
+        if key not in matches:
+            try:
+                with probing.isolated():
+                    matches[key] = kind.match(module), module
+            except Exception as error:
+                matches[key] = probing.reason_of(error), module
+        match, _ = matches[key]
+        if not isinstance(match, str):
+            replacement = match.in_tiles(tile)
+            return Entry(path, name, str(replacement)), replacement
+        reason = match
+    return Entry(path, name, None, reason) if listed else None, None
+
+
 def swapped_class(module: nn.Module, replacement: Replacement) -> type[nn.Module]:
     """The class with which a module has its methods replaced."""
     probed = {*vars(module)} - probing.TORCH_ATTRIBUTES | {*replacement.bypassed(module)}
-    return _subclass(original_class(module), replacement, frozenset(() if replacement.reads_module else probed))
+    subclass = _subclass(original_class(module), replacement, frozenset(() if replacement.reads_module else probed))
+    return _in_unit(type(module), subclass)
 
 
 def swap(module: nn.Module, replacement: Replacement) -> None:
@@ -92,20 +167,28 @@ def swap(module: nn.Module, replacement: Replacement) -> None:
 
 def restore(module: nn.Module) -> None:
     """Undo :func:`swap`, if the module was swapped."""
-    changed: Any = type(module)
-    if "_liger_original" in vars(changed):
-        module.__class__ = original_class(module)
-    elif _is_unit(changed):
-        members = {name: value for name, value in vars(changed).items() if name == "__deepcopy__"}
-        bases = (changed.__bases__[0], original_class(module))
-        module.__class__ = type(changed)(changed.__name__, bases, members)
+    if _is_ours(type(module)) or _is_unit(type(module)):
+        module.__class__ = _in_unit(type(module), original_class(module))
+
+
+def _in_unit(changed: type, base: type[nn.Module]) -> type[nn.Module]:
+    """A class; or what ``fully_shard`` would derive from it, if it has derived one from that of a swapped module."""
+    if not _is_unit(changed):
+        return base
+    members = {name: value for name, value in vars(changed).items() if name == "__deepcopy__"}
+    unit: type[nn.Module] = type(changed)(changed.__name__, (changed.__bases__[0], base), members)
+    return unit
+
+
+def _is_ours(changed: type) -> bool:
+    return "_liger_original" in vars(changed)
 
 
 def _is_unit(changed: type) -> bool:
     """Whether ``fully_shard`` has derived a class from the class of a swapped module."""
     first, *others = changed.__bases__
     is_fsdp = hasattr(first, "set_reshard_after_forward") and not issubclass(first, nn.Module)
-    return is_fsdp and len(others) == 1 and "_liger_original" in vars(others[0])
+    return is_fsdp and len(others) == 1 and _is_ours(others[0])
 
 
 def reason_not_to_restore(module: nn.Module) -> str | None:
@@ -113,7 +196,7 @@ def reason_not_to_restore(module: nn.Module) -> str | None:
     replacement = replacement_of(module)
     if replacement is None:
         return None
-    if "_liger_original" not in vars(type(module)) and not _is_unit(type(module)):
+    if not _is_ours(type(module)) and not _is_unit(type(module)):
         return f"its class was changed to {type(module).__name__} after patching"
     replaced = None if replacement.may_be_wrapped else replaced_on_instance(module, replacement.methods)
     return None if replaced is None else f"{replaced} after patching"
@@ -134,56 +217,23 @@ def replaced_on_instance(module: nn.Module, methods: Iterable[str], owner: str =
     return next((f"{owner} {name} was replaced on the instance" for name in methods if name in vars(module)), None)
 
 
-#: Kinds of hooks on modules.
-HOOKS = ("forward_pre_hooks", "forward_hooks", "backward_pre_hooks", "backward_hooks")
-
-
 def hooks_of(module: nn.Module, kind: str) -> dict[int, Any]:
     """A module's hooks of a kind, by number; torch has no public name for them, and without names there may be some."""
-    return getattr(module, f"_{kind}", {0: None})
-
-
-def reason_not_to_swap(
-    module: nn.Module, bypassed: Mapping[str, nn.Module], methods: tuple[str, ...] = ("forward",)
-) -> str | None:
-    """Why a module, or one of the submodules that would no longer be called, must stay as it is, or ``None``."""
-    for name, part in {"": module, **bypassed}.items():
-        called, owner = (("forward",), f"its {name}'s") if name else (methods, "its")
-        replaced = replaced_on_instance(part, called, owner)
-        if replaced is not None:
-            return replaced
-        if any(hooks_of(part, kind) for kind in HOOKS):
-            return f"its {name} has hooks" if name else "it has hooks"
-    if getattr(module, "_compiled_call_impl", None) is not None:
-        return "it was compiled separately; patch before compiling"
-    for name, parameter in module.named_parameters(recurse=False):
-        sharded = hasattr(parameter, "full_tensor")  # gathered for the forward; if not, the original runs
-        if type(parameter) is not nn.Parameter and not sharded:
-            return f"its {name} is a {type(parameter).__name__}"
-        if not parameter.is_floating_point() or parameter.dtype.itemsize < 2:
-            return f"its {name} is of {parameter.dtype}"
-        if 0 in probing.shape_of(parameter):
-            return f"its {name} is empty, as FSDP1 leaves it on some processes; patch before sharding"
-    return None
-
-
-def _subclass(original: type[nn.Module], replacement: Any, probed: frozenset[str]) -> type[nn.Module]:
-    """The class with methods replaced; there is one for each class, its methods, replacement and probed attributes."""
-    replaced = tuple([getattr(original, name) for name in replacement.methods])
-    key = original, replacement, probed, replaced
-    subclass = _subclasses.get(key)
-    if subclass is None:
-        subclass = _subclasses[key] = _make_subclass(*key)
-    return subclass
+    return getattr(module, kind, {0: None})
 
 
 #: The classes with methods replaced, as long as a module has them.
 _subclasses: weakref.WeakValueDictionary[Any, type[nn.Module]] = weakref.WeakValueDictionary()
 
 
-def _make_subclass(
-    original: type[nn.Module], replacement: Any, probed: frozenset[str], replaced: tuple[Any, ...]
-) -> type[nn.Module]:
+def _subclass(original: type[nn.Module], replacement: Replacement, probed: frozenset[str]) -> type[nn.Module]:
+    """The class with methods replaced; there is one for each class, its methods, replacement and probed attributes."""
+    replaced = tuple([getattr(original, name) for name in replacement.methods])
+    key = original, replacement, probed, replaced
+    known = _subclasses.get(key)
+    if known is not None:
+        return known
+
     def __reduce_ex__(self: nn.Module, protocol: Any) -> Any:
         # The class exists in memory only; a pickle names the original class and the replacement.
         reduced = super(subclass, self).__reduce_ex__(protocol)
@@ -215,6 +265,7 @@ def _make_subclass(
     members |= {"_liger_original": original, "_liger_replacement": replacement}
     metaclass: Any = type(original)
     subclass: type[nn.Module] = metaclass(original.__name__, (original,), members)
+    _subclasses[key] = subclass
     return subclass
 
 
@@ -236,6 +287,6 @@ def _method(original: type[nn.Module], replacement: Any, name: str, replaced: Ca
     return method
 
 
-def _new(original: type[nn.Module], replacement: Replacement, probed: frozenset[str] = frozenset()) -> nn.Module:
+def _new(original: type[nn.Module], replacement: Replacement, probed: frozenset[str]) -> nn.Module:
     subclass = _subclass(original, replacement, probed)
     return subclass.__new__(subclass)

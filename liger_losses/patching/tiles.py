@@ -32,7 +32,7 @@ def tile_of(module: nn.Module) -> int:
     return max(_SMALLEST, _WIDEST_TENSOR // max(widths, default=1) // 256 * 256)
 
 
-def compute_tiled(compute: Compute, module: nn.Module, x: Tensor, tokens: int) -> Tensor:
+def compute_tiled(compute: Compute, module: nn.Module, x: Tensor, tokens: int | None) -> Tensor:
     """``compute(module, x)``, tile by tile; in backward too, which computes each tile again before its gradients.
 
     The gradients of the weights are summed over the tiles in fp32, or fp64 if they are, and returned to autograd once:
@@ -42,13 +42,13 @@ def compute_tiled(compute: Compute, module: nn.Module, x: Tensor, tokens: int) -
         compute: computes each token's output from that token alone.
         module: has the weights that it uses.
         x: ``[..., H]``.
-        tokens: of a tile; 0 for :func:`tile_of`.
+        tokens: of a tile; 0 for :func:`tile_of`, ``None`` for all of them.
 
     Returns:
         ``[..., the width of the output]``.
     """
-    tokens = tokens or tile_of(module)
-    if x.numel() <= tokens * x.shape[-1]:
+    tokens = tile_of(module) if tokens == 0 else tokens
+    if tokens is None or x.numel() <= tokens * x.shape[-1]:
         return compute(module, x)
     return _compute_tiled(compute, module, x, tokens)
 

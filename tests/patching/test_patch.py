@@ -21,11 +21,12 @@ from torch.distributed.fsdp import fully_shard
 from benchmarks.coverage import model_zoo
 from benchmarks.coverage.patches import check, loss_and_grads
 from liger_losses.layers.launches import Launches
+from liger_losses.layers.plain import HOOKS
 from liger_losses.patching.mlps import GatedMLP
 from liger_losses.patching.norms import Norm
 from liger_losses.patching.patch import AutoLigerModelForCausalLM, patch, unpatch
 from liger_losses.patching.rotations import Rotations
-from liger_losses.patching.swap import HOOKS, replacement_of
+from liger_losses.patching.swap import replacement_of
 from tests.kernels.cases import DEVICE, interpreted
 from tests.patching.test_mlps import MLP
 
@@ -429,7 +430,7 @@ def test_a_model_is_as_before_if_patch_raises(llama, last):
 
     def state():
         parts = [(type(module), {**vars(module)}) for module in llama.modules()]
-        hooks = [{**vars(module)[f"_{kind}"]} for module in llama.modules() for kind in HOOKS]
+        hooks = [{**vars(module)[kind]} for module in llama.modules() for kind in HOOKS]
         return [kind for kind, _ in parts], [[*map(id, values.values())] for _, values in parts], hooks
 
     patch(llama, filter_fn=lambda module, name: "layers.0" in name)

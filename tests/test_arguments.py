@@ -5,6 +5,7 @@ import torch
 
 import liger_losses
 from liger_losses import ChunkedLoss, Completions, Head, Teacher, functional, linear_labels_loss, linear_logps
+from liger_losses.sequences import split_by_coefficient
 from tests import losses
 from tests.losses import CE, DPO, GRPO, JSD, KTO, ORPO
 from tests.reference import problem
@@ -43,6 +44,9 @@ MISTAKES = [
         lambda h, w, y: functional.grpo_loss(h[..., 0], h[:, 0, 0], y >= 0, epsilon=1),
         r"^grpo_loss has no argument 'epsilon' \(use epsilon_low.* logps, advantages, mask, .*beta, loss_type",
     ),
+    (lambda h, w, y: split_by_coefficient(len, [1.0]), r"such as torch.tensor\(advan.*got builtin_.* and list"),
+    (lambda h, w, y: split_by_coefficient(h, len), r"a function of indices .* \(4, 5, 24\) and builtin"),
+    (lambda h, w, y: split_by_coefficient(len, h, mask=y), "it has no mask=; its arguments are forward, coefficients"),
 ]
 
 

@@ -132,17 +132,3 @@ def test_a_gradient_where_there_is_no_coefficient_is_an_error(queues, monkeypatc
 def test_another_number_of_outputs_is_an_error(outputs):
     with pytest.raises(ValueError, match=r"forward must return tensors \[2, ...\] for 2 sequences, or .*, got "):
         split_by_coefficient(lambda rows: outputs, COEFFICIENTS["some"])
-
-
-@pytest.mark.parametrize(
-    ("arguments", "options", "message"),
-    [
-        ((lambda rows: rows, [0.0, 1.0]), {}, r"such as torch.tensor\(advantages\).*; got function and list"),
-        ((torch.ones(2), lambda rows: rows), {}, r"a function of indices and then a tensor.* of shape \(2,\) and func"),
-        ((lambda rows: rows, torch.tensor(1.0)), {}, r"\[B\] or \[B, T\].* of shape \(\)"),
-        ((lambda rows: rows, torch.ones(2)), {"mask": torch.ones(2)}, "it has no mask=; its arguments are forward, co"),
-    ],
-)
-def test_wrong_arguments(arguments, options, message):
-    with pytest.raises(TypeError, match=message):
-        split_by_coefficient(*arguments, **options)

@@ -24,6 +24,7 @@ from unittest import mock
 
 import pytest
 import torch
+import torch.nn.functional as F
 
 from liger_losses.integrations.replacements import announce
 from tests.project.test_docs import blocks_of
@@ -429,13 +430,25 @@ def axolotl_losses():
 
 
 def llamafactory_losses():
-    """LLaMA-Factory's DFT and EAFT, from the source of their module, which would import all of it."""
+    """LLaMA-Factory's DFT and EAFT, from the source of their module, which would import all of it; and its ASFT, whose
+    equal takes no logits."""
+    from liger_losses import LigerFusedLinearKLLoss, Teacher, loss_inputs
+    from tests.integrations.models import llama
+
     (folder,) = importlib.util.find_spec("llamafactory").submodule_search_locations
-    names = "dft_loss_func", "_dft_cross_entropy", "eaft_loss_func", "_eaft_cross_entropy"
-    found = functions_of(
-        pathlib.Path(folder, "train", "trainer_utils.py"), names, {"torch": torch, "Optional": Optional}
-    )
+    names = "dft_loss_func", "_dft_cross_entropy", "eaft_loss_func", "_eaft_cross_entropy", "asft_loss_func"
+    names, known = (*names, "_asft_cross_entropy", "_kl_divergence"), {"torch": torch, "F": F, "Optional": Optional}
+    found = functions_of(pathlib.Path(folder, "train", "trainer_utils.py"), names, known)
     scale_tokens(found["dft_loss_func"], found["eaft_loss_func"])
+    ids, model, reference = torch.arange(5, 23).view(2, 9), llama(), llama().requires_grad_(False)
+    labels = ids.masked_fill(torch.arange(9) < 3, -100)
+    reference.lm_head.weight.neg_()
+    expected = found["asft_loss_func"](model(ids), labels, reference(ids).logits)
+    inputs, (head, states, _) = (loss_inputs(m, input_ids=ids, labels=labels) for m in (model, reference))
+    loss, _ = LigerFusedLinearKLLoss(1.0, 0.1, token_scaling="probability")(*inputs, Teacher(states, head))
+    torch.testing.assert_close(loss, expected)
+    pair = [torch.autograd.grad(value, list(model.parameters())) for value in (loss, expected)]
+    torch.testing.assert_close(*pair, rtol=1e-4, atol=1e-6)
 
 
 def axolotl():

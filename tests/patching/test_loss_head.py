@@ -16,6 +16,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
+from benchmarks.coverage import model_zoo
 from liger_losses import patch, unpatch
 from liger_losses.patching import loss_head
 from liger_losses.patching.loss_head import pending_logits, transform_of
@@ -315,6 +316,20 @@ def test_a_forward_around_the_models_does_not_keep_it_patched():
     unpatch(model)
     assert torch.equal(step(model)[0], expected[0])
     assert model(**batch()).logits is not None
+
+
+@pytest.mark.skipif(not hasattr(transformers, "DoryConfig"), reason="transformers has no such models")
+def test_a_trained_scale_of_each_vocabulary_entry():
+    """Of model type dory, whose head multiplies fp32 logits by it; the logits stay the model's own."""
+    model = model_zoo.build("dory", vocab_size=V, use_cache=False)
+    with torch.no_grad():
+        model.lm_head.logit_scale.mul_(torch.linspace(-2, 5, V))
+    expected, logits = step(model), model(batch()["input_ids"]).logits
+    assert expected[1]["lm_head.logit_scale"].abs().min() > 0
+    assert patch_head(model).counts == {"LossHead": 1}
+    with without_logits():
+        assert_same(step(model), expected)
+    assert torch.equal(model(batch()["input_ids"]).logits, logits)
 
 
 COMPUTED = {

@@ -86,6 +86,10 @@ def test_padding_never_leaks(loss_type, more, ratio):
         torch.testing.assert_close(other[3], results[0][3])
 
 
+def truncated(p, q):
+    return (p - q).detach().exp().clamp(max=1e4) * (1 + p - p.detach())
+
+
 #: Options, and the loss of each token with its own divisor, from log-probabilities (policy, old, reference), advantages
 #: and the mask.
 TERMS = {
@@ -93,12 +97,7 @@ TERMS = {
     "ref_kl": (
         {"loss_type": "ref_kl", "normalizer": "token_sum"},
         lambda p, q, ref, a, m: (
-            -a
-            * (ref - p).detach()
-            * (p - q).detach().exp().clamp(max=1e4)
-            * (1 + (p - p.detach()))
-            * (q.exp() - p.exp().detach() <= 0.2)
-            + 1e-3 * (p - q) ** 2
+            -a * (ref - p).detach() * truncated(p, q) * (q.exp() - p.exp().detach() <= 0.2) + 1e-3 * (p - q) ** 2
         ),
     ),
     # A*-PO, arXiv:2505.20686, whose reference is the old policy here
@@ -188,16 +187,18 @@ BANDS = {
 }
 
 
+@pytest.mark.parametrize("spread", [0.5, 10.0])
 @pytest.mark.parametrize("k", [3, V - 1, V])
 @pytest.mark.parametrize("band", BANDS)
-def test_score_centering_subtracts_the_expected_score(band, k):
+def test_score_centering_subtracts_the_expected_score(band, k, spread):
     """Of the sampler's columns in the policy's distribution of the rest; junk at padding, and a completion without
-    tokens, have no influence."""
+    tokens, have no influence. Ratios are up to e^30."""
     hidden, weight, bias, ids, mask, advantages, *_ = problem(dtype=torch.float64)
     mask[2] = 0
     (of_ratio, options), a, m = BANDS[band], advantages[:, None], mask.double()
     log_p = (hidden @ weight.t() + bias).log_softmax(-1)
-    log_q = (log_p.detach() + 0.5 * torch.randn(B, T, V, generator=torch.Generator().manual_seed(1))).log_softmax(-1)
+    noise = spread * torch.randn(B, T, V, generator=torch.Generator().manual_seed(1))
+    log_q = (log_p.detach() + noise).log_softmax(-1)
     logp, logq = (x.gather(-1, ids[..., None])[..., 0] for x in (log_p, log_q))
     head = log_q.topk(k)
     q, p = head.values.exp(), log_p.gather(-1, head.indices).exp().detach()

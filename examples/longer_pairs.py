@@ -85,26 +85,26 @@ def measure(side: str, hidden_size: int, vocab_size: int, lengths: list[int]) ->
 
 def run(lengths: list[int], hidden_size: int, vocab_size: int, plot: pathlib.Path) -> str:
     """Both sides, each in a process of its own, a table of them, and a plot; what the longest pair's memory is."""
-    lengths, found = sorted(lengths), {}
+    lengths, measured = sorted(lengths), {}
     sizes = [f"--hidden-size={hidden_size}", f"--vocab-size={vocab_size}"]
     for side in SIDES:
         command = [sys.executable, __file__, f"--side={side}", *sizes, "--lengths", *map(str, lengths)]
         done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False)
         if done.returncode:
             raise SystemExit(f"{side} failed with exit code {done.returncode}; its error is above.")
-        found[side] = json.loads(done.stdout.splitlines()[-1])
+        measured[side] = json.loads(done.stdout.splitlines()[-1])
     print(f"\nDPO's loss on one pair, from hidden states [2, tokens, {hidden_size}] to gradients,")
     print(f"with a vocabulary of {vocab_size}; memory is the peak beyond the inputs\n")
     print(f"{'tokens':>8}" + "".join(f"{side + ', MiB':>22}{'seconds':>10}{'loss':>10}" for side in SIDES))
     for number, length in enumerate(lengths):
-        cells = (found[side][number] for side in SIDES)
+        cells = (measured[side][number] for side in SIDES)
         print(f"{length:8}" + "".join(f"{c['mib']:22.0f}{c['seconds']:10.2f}{c['loss']:10.4f}" for c in cells))
-    draw(plot, lengths, found)
-    memory = " and ".join(f"{found[side][-1]['mib']:.0f} MiB with {side}" for side in SIDES)
+    draw(plot, lengths, measured)
+    memory = " and ".join(f"{measured[side][-1]['mib']:.0f} MiB with {side}" for side in SIDES)
     return f"DPO's loss on one pair of {lengths[-1]} tokens each takes {memory}."
 
 
-def draw(path: pathlib.Path, lengths: list[int], found: dict[str, list[dict[str, float]]]) -> None:
+def draw(path: pathlib.Path, lengths: list[int], measured: dict[str, list[dict[str, float]]]) -> None:
     """Memory and time against the length."""
     import matplotlib
 
@@ -114,7 +114,7 @@ def draw(path: pathlib.Path, lengths: list[int], found: dict[str, list[dict[str,
     figure, axes = plt.subplots(1, 2, figsize=(10, 4), layout="constrained")
     for axis, key, label in zip(axes, ("mib", "seconds"), ("peak memory, MiB", "seconds"), strict=True):
         for side, color in zip(SIDES, ("tab:orange", "tab:blue"), strict=True):
-            axis.plot(lengths, [row[key] for row in found[side]], "o-", label=side, color=color)
+            axis.plot(lengths, [row[key] for row in measured[side]], "o-", label=side, color=color)
         axis.set(xlabel="tokens of each completion", ylabel=label, title="DPO's loss on one pair", ylim=(0, None))
         axis.grid(alpha=0.3)
         axis.legend()

@@ -38,13 +38,13 @@ def batches(shots: int, answers: int) -> list[tuple[list[int], list[list[int]]]]
     rows = [json.loads(line) for line in DATA.read_text().splitlines()]
     texts = [(row["prompt"][0]["content"], row["chosen"][0]["content"]) for row in rows]
     drawn = random.Random(0)
-    found = []
+    groups = []
     for question, answer in drawn.sample(texts, len(texts)):
         shown = "".join(f"Q: {q}\nA: {a}\n" for q, a in drawn.sample(texts, shots))
         others = [a for _, a in drawn.sample(texts, answers)]
         prompt = f"{shown}Q: {question}\nA: "
-        found.append((list(prompt.encode()), [list(f"{a}\n".encode()) for a in [answer, *others][:answers]]))
-    return found
+        groups.append((list(prompt.encode()), [list(f"{a}\n".encode()) for a in [answer, *others][:answers]]))
+    return groups
 
 
 def repeated_inputs(model: nn.Module, prompt: list[int], completions: list[list[int]]) -> tuple[LossInputs, int]:
@@ -98,7 +98,7 @@ def main() -> None:
     optimizers = {way: torch.optim.AdamW(one.parameters(), lr=1e-3) for way, (_, one) in ways.items()}
     tokens, seconds = dict.fromkeys(ways, 0), dict.fromkeys(ways, 0.0)
     for step, batch in enumerate(batches(args.shots, args.answers)[: args.steps]):
-        found = {}
+        texts = {}
         for way, (inputs_of, one) in ways.items():
             start = time.perf_counter()
             inputs, count = inputs_of(one, *batch)
@@ -108,9 +108,9 @@ def main() -> None:
             optimizers[way].zero_grad()
             seconds[way] += time.perf_counter() - start
             tokens[way] += count
-            found[way] = f"loss {loss.item():.5f}, margin {margin:+.4f}"
+            texts[way] = f"loss {loss.item():.5f}, margin {margin:+.4f}"
         if step % 5 == 0 or step == args.steps - 1:
-            print(f"step {step}  " + "   ".join(f"{way}: {text}" for way, text in found.items()), flush=True)
+            print(f"step {step}  " + "   ".join(f"{way}: {text}" for way, text in texts.items()), flush=True)
     for way in ways:
         print(f"{way}: {tokens[way]} tokens, {seconds[way]:.1f} s")
     ratios = [of["repeated"] / of["shared"] for of in (tokens, seconds)]

@@ -17,12 +17,8 @@ ROOT = pathlib.Path(liger_losses.__file__).parent
 LAYERS = ["caller", "places", "kernels", "checks", "arguments", "sequences", "chunked.core", "chunked.accelerators"]
 LAYERS += ["chunked", "chunked.losses", "layers", "modules", "prompts", "patching", "trl"]
 HEAVY = ("transformers", "trl", "triton", "numpy", "matplotlib", "peft", "datasets", "liger_kernel")
-#: Every integration can be imported without its framework.
-INTEGRATIONS = [
-    f"liger_losses.integrations.{path.stem}"
-    for path in (ROOT / "integrations").glob("[!_]*")
-    if path.suffix in ("", ".py")
-]
+#: Every module can be imported without the packages that it integrates with.
+MODULES = [".".join(path.relative_to(ROOT.parent).with_suffix("").parts) for path in ROOT.rglob("*.py")]
 
 
 @functools.cache
@@ -44,7 +40,7 @@ def test_importing_it_needs_torch_alone_and_imports_little_more():
     ``torch.compiler.disable`` imports the compiler, for seconds: a loss does not, and applies it once something else
     has done so. A fork of the process, which has imported torch, lacks all heavy packages.
     """
-    modules = ", ".join(["liger_losses", "liger_losses.chunked.core.ops", "liger_losses.run", *INTEGRATIONS])
+    modules = ", ".join(module.removesuffix(".__init__") for module in MODULES)
     code = f"""
 import os, sys, torch
 if not os.fork():

@@ -211,6 +211,9 @@ WRONG = [
     # names
     (lambda h, w, y: DPO(loss_type="sigmoidd"), r"'sigmoidd' \(did you mean 'sigmoid'\?\); it must be"),
     (lambda h, w, y: GRPO(loss_type="gspo"), "'gspo'; use importance_sampling_level='sequence' with"),
+    (lambda h, w, y: GRPO(loss_type="vapo"), "'vapo'; use positive_nll=0.1 with loss_type='ppo'"),
+    (lambda h, w, y: GRPO(normalizer="seq-mean-token-mean"), "'seq-mean-token-mean'; use 'sequence_mean'"),
+    (lambda h, w, y: GRPO(kl_estimator="low_var_kl"), "'low_var_kl'; use 'k3'"),
     (lambda h, w, y: GRPO(loss_type="rloo"), "use importance_sampling_level='sequence_sum'"),
     (lambda h, w, y: DPO(loss_type="kto_pair"), "use LigerFusedLinearKTOLoss, of single"),
     (lambda h, w, y: patch(w, mlp=True), r"no mlp= \(did you mean 'mlps'\?\); its arguments are model,"),

@@ -205,13 +205,19 @@ class PolicyOptions:
 #: The values of options that are ``None``, for losses that have none of their own.
 _DEFAULTS = {"epsilon_high": 0.2}
 
-#: Losses of other names that are a level of the ratio here.
-_LEVELS = {
+#: Losses of other names that are other options here.
+_LOSSES = {
     "gspo": "importance_sampling_level='sequence' with loss_type='grpo'",
     "gspo_token": "importance_sampling_level='sequence_token' with loss_type='grpo'",
     "rloo": "importance_sampling_level='sequence_sum' with loss_type='grpo'",
     "ipo": "'prime_ipo', the loss of prime-rl that is called IPO; the IPO of pairs is DPO's loss_type='ipo'",
+    "score_centering": "sampler_term='score_centering' with loss_type='importance'",
+    "vapo": "positive_nll=0.1 with loss_type='ppo'",
+    "iw_opd": "advantages of functional.iw_opd_advantages with loss_type='reinforce'",
 }
+#: verl's names of divisors and of estimates.
+_DIVISORS = {"seq-mean-token-mean": "'sequence_mean'", "seq-mean-token-sum": "'sequence_sum'"}
+_ESTIMATES = {"kl": "'k1'", "mse": "'k2'", "low_var_kl": "'k3'"}
 
 
 # --- Objectives -------------------------------------------------------------------------------------------------------
@@ -534,10 +540,10 @@ LOSS_TYPES = {
 
 #: The tables of options that are names, and what other names are here.
 _NAMES: dict[str, tuple[Iterable[str], Mapping[str, str]]] = {
-    "loss_type": (LOSS_TYPES, _LEVELS),
+    "loss_type": (LOSS_TYPES, _LOSSES),
     "importance_sampling_level": (RATIOS, {}),
-    "kl_estimator": (KL_ESTIMATORS, {}),
-    "normalizer": ({OF_LOSS_TYPE: None, **NORMALIZERS}, {}),
+    "kl_estimator": (KL_ESTIMATORS, _ESTIMATES),
+    "normalizer": ({OF_LOSS_TYPE: None, **NORMALIZERS}, _DIVISORS),
     "token_mask": ({OF_LOSS_TYPE: None, **MASKS}, {}),
     "sampler_term": ({"none": None, **SAMPLER_TERMS}, {}),
 }

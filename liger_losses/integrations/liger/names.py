@@ -15,6 +15,10 @@ def _function(middle: str, apply: Callable[..., Any]) -> dict[str, type]:
     return {name: type(name, (), {"apply": staticmethod(apply), "__doc__": apply.__doc__})}
 
 
+def _named(*objects: Any) -> dict[str, Any]:
+    return {each.__name__: each for each in objects}
+
+
 #: The middle of the names ``LigerFusedLinear...Loss`` where the module of ``chunked_loss`` has another name.
 _MODULES = {"CosineSimilarity": "cosine_similarity"}
 #: Outside of ``chunked_loss``: by module, its names, which its package has too.
@@ -24,20 +28,16 @@ _OTHERS: dict[str, dict[str, Any]] = {
     | _function("FusedLinearScaledCrossEntropyTP", losses.scaled_cross_entropy_tp),
     "ops.fused_linear_jsd": _function("FusedLinearJSD", losses.fused_linear_jsd),
     "ops.fused_linear_kl_div": _function("FusedLinearKLDiv", losses.fused_linear_kl_div),
-    "ops.fused_linear_score_centering": {
-        "ISCorrection": score_centering.ISCorrection,
-        "fused_linear_score_centering": score_centering.fused_linear_score_centering,
-    },
-    "transformers.fused_linear_score_centering": {
-        "ISCorrection": score_centering.ISCorrection,
-        "LigerFusedLinearScoreCenteringLoss": score_centering.LigerFusedLinearScoreCenteringLoss,
-    },
-    "transformers.fused_linear_cross_entropy": {
-        "LigerFusedLinearCrossEntropyLoss": liger_losses.LigerFusedLinearCrossEntropyLoss
-    },
-    "transformers.fused_linear_jsd": {"LigerFusedLinearJSD": losses.LigerFusedLinearJSD},
-    "transformers.fused_linear_kl_div": {"LigerFusedLinearKLDivLoss": losses.LigerFusedLinearKLDivLoss},
-    "transformers.auto_model": {"AutoLigerKernelForCausalLM": models.AutoLigerKernelForCausalLM},
+    "ops.fused_linear_score_centering": _named(
+        score_centering.ISCorrection, score_centering.fused_linear_score_centering
+    ),
+    "transformers.fused_linear_score_centering": _named(
+        score_centering.ISCorrection, score_centering.LigerFusedLinearScoreCenteringLoss
+    ),
+    "transformers.fused_linear_cross_entropy": _named(liger_losses.LigerFusedLinearCrossEntropyLoss),
+    "transformers.fused_linear_jsd": _named(losses.LigerFusedLinearJSD),
+    "transformers.fused_linear_kl_div": _named(losses.LigerFusedLinearKLDivLoss),
+    "transformers.auto_model": _named(models.AutoLigerKernelForCausalLM),
     "transformers.monkey_patch": {
         "_apply_liger_kernel": models.apply_to_type,
         "_apply_liger_kernel_to_instance": models.apply_liger_kernel,  # transformers' Trainer calls it

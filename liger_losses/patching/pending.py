@@ -193,11 +193,7 @@ def _call(name: str, func: Callable[..., Any], args: Any, kwargs: dict[str, Any]
                 "compute new logits instead, as in logits = logits / temperature, or make them ordinary ones first "
                 "with logits.values()."
             )
-
-    def values(logits: PendingLogits) -> Tensor:
-        return logits.values(name)
-
-    return func(*replace_all(args, PendingLogits, values), **replace_all(kwargs, PendingLogits, values))
+    return func(*_with_values(args, name), **_with_values(kwargs, name))
 
 
 def _operator(name: str) -> Any:
@@ -212,16 +208,16 @@ for _name in _IN_PLACE:
     setattr(PendingLogits, _name, _operator(_name))
 
 
-def replace_all(value: Any, kind: type, function: Callable[[Any], Any]) -> Any:
-    """``value`` with ``function`` of every object of a kind, also inside of lists, tuples and dicts, in its place."""
-    if isinstance(value, kind):
-        return function(value)
-    if isinstance(value, (list, tuple)):
-        parts = [replace_all(part, kind, function) for part in value]
-        return type(value)(*parts) if hasattr(value, "_fields") else type(value)(parts)
-    if isinstance(value, dict):
-        return {key: replace_all(part, kind, function) for key, part in value.items()}
-    return value
+def _with_values(argument: Any, operation: str) -> Any:
+    """An argument with the values of pending logits in their place, also inside of lists, tuples and dicts."""
+    if isinstance(argument, PendingLogits):
+        return argument.values(operation)
+    if isinstance(argument, (list, tuple)):
+        parts = [_with_values(part, operation) for part in argument]
+        return type(argument)(*parts) if hasattr(argument, "_fields") else type(argument)(parts)
+    if isinstance(argument, dict):
+        return {key: _with_values(part, operation) for key, part in argument.items()}
+    return argument
 
 
 def _warn_computed(operation: str) -> None:

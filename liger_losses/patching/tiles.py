@@ -56,20 +56,20 @@ def compute_tiled(compute: Compute, module: nn.Module, x: Tensor, tokens: int | 
 def _compute_tiled(compute: Compute, module: nn.Module, x: Tensor, tokens: int) -> Tensor:
     weights = {name: weight for name, weight in module.named_parameters() if weight.requires_grad}
     if not torch.is_grad_enabled() or not (x.requires_grad or weights):
-        return _forward(compute, module, x, tokens)
+        return _forward(x, compute, module, tokens)
     reason = _reason_not_to_tile(module)
     if reason is not None:
         warn_once(f"An MLP is not computed in tiles in training: {reason}.")
         return compute(module, x)
     x = _SavedFirst.apply(x, *weights.values())
-    out: Tensor = _Tiled.apply(compute, module, tokens, [*weights], x.grad_fn, x, *weights.values())
+    out: Tensor = _Tiled.apply([*weights], x.grad_fn, (compute, module, tokens), x, *weights.values())
     return out
 
 
 outside_graphs(globals(), "_compute_tiled")  # torch.compile cannot trace the backward
 
 
-def _forward(compute: Compute, module: nn.Module, x: Tensor, tokens: int) -> Tensor:
+def _forward(x: Tensor, compute: Compute, module: nn.Module, tokens: int) -> Tensor:
     """The output, of which each tile is written to its place."""
     out, places = x, x
     for number, tile in enumerate(x.detach().reshape(1, -1, x.shape[-1]).split(tokens, 1)):
@@ -101,25 +101,16 @@ class _SavedFirst(torch.autograd.Function):
 
 class _Tiled(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any,
-        compute: Compute,
-        module: nn.Module,
-        tokens: int,
-        names: list[str],
-        saved_first: Any,
-        x: Tensor,
-        *_: Any,
-    ) -> Tensor:
-        ctx.compute, ctx.module, ctx.tokens, ctx.names, ctx.saved_first = compute, module, tokens, names, saved_first
+    def forward(ctx: Any, names: list[str], saved_first: Any, call: tuple[Any, ...], x: Tensor, *_: Any) -> Tensor:
+        ctx.names, ctx.saved_first, ctx.call = names, saved_first, call
         # For dropout.
         ctx.cast, ctx.random_states = autocast_dtype(x.device), (torch.get_rng_state(), *get_device_states(x))
-        return _forward(compute, module, x, tokens)
+        return _forward(x, *call)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> Any:
-        needs_x = ctx.saved_first.needs_input_grad[0]
+        needs_x, (compute, module, tokens) = ctx.saved_first.needs_input_grad[0], ctx.call
         saved, *weights = ctx.saved_first.saved_tensors
         # Without the hooks of the parameters, which autograd calls with what is returned to it.
         leaves = [weight.detach().requires_grad_() for weight in weights]
@@ -133,12 +124,12 @@ class _Tiled(torch.autograd.Function):
         with torch.enable_grad(), autocast, torch.random.fork_rng(devices, device_type=kind):
             torch.set_rng_state(cpu_state)
             set_device_states(devices, states, device_type=kind)
-            for start in range(0, x.shape[1], ctx.tokens):
-                tile = slice(start, start + ctx.tokens)
+            for start in range(0, x.shape[1], tokens):
+                tile = slice(start, start + tokens)
                 part = x[:, tile].detach().requires_grad_(needs_x)
                 with gradients_only():
                     # A module may be given no leaf, as it may change its input in place.
-                    out = call_with(named, ctx.compute, ctx.module, part.view_as(part))
+                    out = call_with(named, compute, module, part.view_as(part))
                 inputs = [*([part] if needs_x else []), *leaves]
                 grads = list(torch.autograd.grad(out, inputs, grad[:, tile], allow_unused=True))
                 del out
@@ -149,7 +140,7 @@ class _Tiled(torch.autograd.Function):
                         wide = torch.promote_types(of_weight.dtype, torch.float32)
                         sums[i] = of_weight.to(wide, copy=True) if sums[i] is None else sums[i].add_(of_weight)
         totals = [None if total is None else total.to(leaf.dtype) for total, leaf in zip(sums, leaves, strict=True)]
-        return *[None] * 5, None if grad_x is None else grad_x.view(saved.shape), *totals
+        return *[None] * 3, None if grad_x is None else grad_x.view(saved.shape), *totals
 
 
 def _reason_not_to_tile(module: nn.Module) -> str | None:

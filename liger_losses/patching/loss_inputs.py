@@ -94,19 +94,7 @@ def loss_inputs(
             row = loss_inputs(model, shift_labels=torch.zeros_like(packed.input_ids), **batch)
         return row._replace(hidden_states=packed.completion_states(row.hidden_states), labels=packed.labels)
     name, inner = type(model).__name__, owner_of_head(model) or model
-    if batch.get("num_items_in_batch") is not None:
-        raise TypeError(
-            "loss_inputs computes no loss, of which num_items_in_batch is the divisor: take it out of the batch, and "
-            "pass it to the loss, as in LigerFusedLinearCrossEntropyLoss()(*inputs, num_items_in_batch=...)."
-        )
-    config = getattr(inner, "config", None)
-    if batch.get("return_dict") is False or getattr(config, "return_dict", True) is False:
-        raise ValueError(
-            f"{name} returns a tuple, in which logits have no name: leave out return_dict=False, and set "
-            "model.config.return_dict = True."
-        )
-    if getattr(config, "is_encoder_decoder", False):
-        raise ValueError(f"{name} is an encoder-decoder, whose labels are not shifted; give a causal language model.")
+    _check_batch(name, getattr(inner, "config", None), batch)
     targets = labels if shift_labels is None else shift_labels
     targets = batch.get("input_ids") if targets is None else targets
     if targets is None:
@@ -115,13 +103,7 @@ def loss_inputs(
     reason = reason_against_head(inner)
     if reason:
         raise TypeError(f"{reason}." + see("models-that-cannot-be-patched"))
-    if shift_labels is None:
-        shifted, mask = shifted_labels(targets, ignore_index), batch.get("attention_mask")
-        if mask is not None and mask.shape == targets.shape:
-            active = mask.to(targets.device) != 0
-            shifted = shifted.where(active & active.roll(-1, -1), ignore_index)
-    else:
-        shifted = targets
+    shifted = _shifted(targets, batch.get("attention_mask"), ignore_index) if shift_labels is None else targets
     asks = shift_labels is None and type(inner) not in _SHIFTS and _can_ask(inner, targets, batch)
     losses = _Losses()
     with pending_logits(inner), losses if asks else contextlib.nullcontext():
@@ -148,6 +130,30 @@ def loss_inputs(
             f"are), with ignore_index={ignore_index} for tokens that the model inserts, and leave out logits_to_keep."
         )
     return LossInputs(logits.head, hidden_states, shifted.to(hidden_states.device))
+
+
+def _check_batch(name: str, config: Any, batch: dict[str, Any]) -> None:
+    if batch.get("num_items_in_batch") is not None:
+        raise TypeError(
+            "loss_inputs computes no loss, of which num_items_in_batch is the divisor: take it out of the batch, and "
+            "pass it to the loss, as in LigerFusedLinearCrossEntropyLoss()(*inputs, num_items_in_batch=...)."
+        )
+    if batch.get("return_dict") is False or getattr(config, "return_dict", True) is False:
+        raise ValueError(
+            f"{name} returns a tuple, in which logits have no name: leave out return_dict=False, and set "
+            "model.config.return_dict = True."
+        )
+    if getattr(config, "is_encoder_decoder", False):
+        raise ValueError(f"{name} is an encoder-decoder, whose labels are not shifted; give a causal language model.")
+
+
+def _shifted(labels: Tensor, mask: Tensor | None, ignore_index: int) -> Tensor:
+    """Labels moved by one position, without those of padding, and those that would be predicted from padding."""
+    shifted = shifted_labels(labels, ignore_index)
+    if mask is None or mask.shape != labels.shape:
+        return shifted
+    active = mask.to(labels.device) != 0
+    return shifted.where(active & active.roll(-1, -1), ignore_index)
 
 
 class _Losses(TorchFunctionMode):

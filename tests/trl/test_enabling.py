@@ -72,17 +72,30 @@ def test_trainers_that_were_built_before(build, tmp_path):
     assert not is_enabled()
 
 
-def test_what_a_second_call_changes(tmp_path):
-    enable(skip_zero_advantages=False, divergence=Divergence.reverse_kl())
-    enable(kernels=True)
+#: By option, a value that is not the default, and others.
+OPTIONS = {
+    "kernels": [True],
+    "skip_zero_advantages": [False],
+    "divergence": [Divergence.reverse_kl(), Divergence.forward_kl()],
+    "share_prompts": [True, False],
+    "reuse_forward": [True],
+}
+
+
+@pytest.mark.filterwarnings("error::UserWarning")
+@pytest.mark.parametrize("name", OPTIONS)
+def test_an_option_stays_until_it_is_changed_or_disabled(name):
+    default, (value, *others) = getattr(chosen, name), OPTIONS[name]
+    enable(**{name: value})
     enable()
-    assert (chosen.kernels, chosen.skip_zero_advantages) == (True, False)
-    assert chosen.divergence == Divergence.reverse_kl()
-    with enabled(divergence=Divergence.forward_kl()):
-        assert chosen.divergence == Divergence.forward_kl()
-    assert chosen.divergence == Divergence.reverse_kl()
+    with enabled():
+        assert getattr(chosen, name) == value
+    for other in others:
+        with enabled(**{name: other}):
+            assert getattr(chosen, name) == other
+    assert getattr(chosen, name) == value
     disable()
-    assert (chosen.kernels, chosen.skip_zero_advantages, chosen.divergence) == (False, True, None)
+    assert getattr(chosen, name) == default != value
 
 
 def test_a_new_parameter_of_trl_drops_no_feature(monkeypatch):
@@ -156,8 +169,16 @@ def test_a_trl_without_any_place_is_refused(monkeypatch):
         enable()
 
 
-def test_wrong_options():
-    with pytest.raises(TypeError, match="kernels must be True or False, got 'x'"):
-        enable(kernels="x")
-    with pytest.raises(TypeError, match=r"no kernel= \(did you mean 'kernels'\?\); its arguments are kernels"):
-        enable(kernel=True)
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"kernels": "x"}, "kernels must be True or False, got 'x'"),
+        ({"kernel": True}, r"no kernel= \(did you mean 'kernels'\?\); its arguments are kernels"),
+        ({"reuse_forward": None}, "reuse_forward must be True or False, got None"),
+        ({"share_prompts": "yes"}, "share_prompts must be True, False or None, got 'yes'"),
+        ({"skip_zero_advantages": 1}, "skip_zero_advantages must be True or False"),
+    ],
+)
+def test_wrong_options(options, said):
+    with pytest.raises(TypeError, match=said):
+        enable(**options)

@@ -1,8 +1,7 @@
-"""The forward of a model with TRL's fused head: its contract, precision, metrics, and what is refused."""
+"""The forward of a model with TRL's fused head: its contract, the function that trainers share, and what is refused."""
 
 import contextlib
 import copy
-import warnings
 
 import pytest
 import torch
@@ -11,7 +10,7 @@ from liger_losses.trl import enabled
 from liger_losses.trl.fused_head import add_fused_lm_head
 from tests.models import small
 from tests.project.test_examples import tiny_model
-from tests.trl.trainers import sft, trl
+from tests.trl.trainers import trl
 
 
 def forward_outputs(model, ids, labels, outputs, add, **options):
@@ -75,51 +74,6 @@ def test_the_function_that_trls_trainers_share(outputs, dtype, of_weight, autoca
         assert (theirs is None) == (ours is None)
         if ours is not None:
             assert (ours.float() - theirs.float()).norm() <= (0.02 if half else 1e-5) * theirs.float().norm()
-
-
-def test_the_head_in_fp32():
-    """A model in bf16 whose head has been cast, and whose head's forward casts its input, as GRPO's trainer does it."""
-    model = tiny_model()[0]
-    model.config.tie_word_embeddings = False
-    model.lm_head.weight = torch.nn.Parameter(model.lm_head.weight.detach().clone())
-    model.model.bfloat16()
-    ids = torch.randint(3, 19, (3, 9), generator=torch.Generator().manual_seed(0))
-    results = []
-    for add in (trl.trainer.utils.add_fused_lm_head, add_fused_lm_head):
-
-        def cast_and_add(model, add=add, **options):
-            head = model.lm_head
-            head.forward = lambda hidden: torch.nn.functional.linear(hidden.float(), head.weight.float())
-            add(model, cast_lm_head_to_fp32=True, **options)
-
-        results.append(forward_outputs(model, ids, ids, ("log_probs", "entropy"), cast_and_add))
-    for name in ("log_probs", "entropy", "loss"):
-        torch.testing.assert_close(*(getattr(found, name) for found, _ in results), rtol=1e-5, atol=1e-6, msg=name)
-    assert results[0][1].keys() == results[1][1].keys()
-    for name, gradient in results[0][1].items():
-        tolerance = 1e-5 if name == "lm_head.weight" else 2e-2  # of bf16
-        torch.testing.assert_close(results[1][1][name], gradient, rtol=tolerance, atol=tolerance, msg=name)
-
-
-def test_metrics_of_evaluation(tmp_path):
-    """``compute_metrics`` sees the logits, which an extra forward computes; the loss is the same."""
-    found = []
-    for on in (False, True):
-        model, tokenizer, text = tiny_model()
-        seen = []
-
-        def accuracy(prediction, seen=seen):
-            seen.append(torch.as_tensor(prediction.predictions))
-            return {"mean": float(prediction.predictions.mean())}
-
-        with enabled() if on else contextlib.nullcontext():
-            trainer = sft(tmp_path / str(on), model, tokenizer, text, compute_metrics=accuracy)
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore", FutureWarning)
-                result = trainer.evaluate(trainer.train_dataset)
-        found.append((result["eval_loss"], result["eval_mean"], result["eval_entropy"], *seen))
-    for a, b in zip(*found, strict=True):
-        torch.testing.assert_close(torch.as_tensor(b), torch.as_tensor(a), rtol=1e-4, atol=1e-5)
 
 
 def test_the_forward_without_it_is_the_models_own():

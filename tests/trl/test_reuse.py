@@ -2,7 +2,6 @@
 
 import functools
 import types
-import warnings
 from collections import Counter
 from unittest import mock
 
@@ -10,7 +9,7 @@ import pytest
 import torch
 import transformers
 
-from liger_losses.trl import disable, divergences, enable, enabled
+from liger_losses.trl import disable, enable, enabled
 from liger_losses.trl.reuse import _check_dropout, without_old_policy
 from tests.models import small
 from tests.project.test_examples import tiny_model
@@ -261,19 +260,3 @@ def test_a_batch_of_an_earlier_policy_is_an_error(tmp_path):
         trainer.compute_loss(trainer.model, batch)
         trainer.state.global_step = 3
         trainer.compute_loss(trainer.model, batch)  # which has its old log-probabilities
-
-
-def test_the_switch():
-    with pytest.raises(TypeError, match="reuse_forward must be True or False, got None"):
-        enable(reuse_forward=None)
-    with enabled():
-        assert not divergences.chosen.reuse_forward
-        enable(reuse_forward=True)
-        enable()
-        assert divergences.chosen.reuse_forward
-    assert not divergences.chosen.reuse_forward
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        enable(reuse_forward=True)
-        disable()
-    assert not divergences.chosen.reuse_forward

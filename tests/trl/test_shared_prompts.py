@@ -9,7 +9,7 @@ import torch
 import transformers
 
 from liger_losses.prompts import attention
-from liger_losses.trl import disable, divergences, enabled, fused_head, packed_batches
+from liger_losses.trl import disable, enabled, fused_head, packed_batches
 from tests.models import small
 from tests.project.test_examples import tiny_model
 from tests.prompts.packed import family
@@ -301,18 +301,3 @@ def test_unasked_prompts_are_shared_on_a_gpu(dtype, runs, tmp_path):
 def test_a_model_with_images_repeats_prompts_unasked():
     model = types.SimpleNamespace(config=transformers.Gemma3Config(attn_implementation="sdpa"), dtype=torch.bfloat16)
     assert not packed_batches.suits_sharing(model, torch.device("cuda"))
-
-
-def test_what_is_enabled_last_counts():
-    assert divergences.chosen.share_prompts is None
-    with enabled(share_prompts=True):
-        with enabled():
-            assert divergences.chosen.share_prompts
-        with enabled(share_prompts=False):
-            assert divergences.chosen.share_prompts is False
-    assert divergences.chosen.share_prompts is None
-    with (
-        pytest.raises(TypeError, match="share_prompts must be True, False or None, got 'yes'"),
-        enabled(share_prompts="yes"),
-    ):
-        pass

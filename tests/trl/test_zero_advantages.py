@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from liger_losses.trl import enable, enabled
+from liger_losses.trl import enabled
 from liger_losses.trl.zero_advantages import _select, without_zero_advantages
 from tests.project.test_examples import tiny_model
 from tests.trl.test_trainers_images import online as online_with_images
@@ -215,13 +215,6 @@ def test_nothing_is_split_without_gradients(trainers):
         trainer._compute_loss(trainer.model, inputs_of("GRPO", HALF))
     assert not called.called
     assert "_get_per_token_logps_and_entropies" not in vars(trainer)
-
-
-def test_the_switch(trainers):
-    for skip in (False, True):
-        assert len(evaluated(trainers("GRPO"), inputs_of("GRPO", HALF), skip, {})[-1]) == 1 + skip
-    with pytest.raises(TypeError, match="skip_zero_advantages must be True or False"):
-        enable(skip_zero_advantages=1)
 
 
 #: Layouts of pictures, and what TRL has of each: rows of pixels of each sequence.

@@ -225,15 +225,17 @@ def test_score_centering_subtracts_the_expected_score(band, k, spread):
 
 @pytest.mark.parametrize("term", SAMPLER_TERMS)
 def test_terms_of_the_sampler_are_finite(term):
-    """Where its columns are impossible, for it or for the policy, or all that there is."""
+    """Where its columns are impossible, for it or for the policy, or all that there is; 0 without tokens."""
     *_, mask, advantages, logps, _ = problem()
     columns = torch.tensor([[-math.inf, 0.0], [-1e4, -1e4], [0.0, -math.inf], [-0.7, -0.6931472]]).expand(T, B, 2).mT
     columns = columns.movedim(-1, 0).contiguous()
     mine = columns.flip(0).clamp(min=-1e4).requires_grad_()
-    loss = functional.grpo_loss(
-        logps, advantages, mask, old_logps=logps - 200, topk_logps=mine, sampler_topk_logps=columns, beta=0.0,
-        loss_type="importance", sampler_term=term,
-    )  # fmt: skip
+    options = {"old_logps": logps - 200, "sampler_topk_logps": columns, "loss_type": "importance", "sampler_term": term}
+    call = partial(functional.grpo_loss, logps, advantages, topk_logps=mine, beta=0.0, **options)
+    nothing = call(torch.zeros_like(mask))
+    assert nothing == 0
+    assert not torch.autograd.grad(nothing, mine)[0].any()
+    loss = call(mask)
     assert loss.isfinite()
     assert torch.autograd.grad(loss, mine)[0].isfinite().all()
 

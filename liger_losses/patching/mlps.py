@@ -83,8 +83,8 @@ class GatedMLP(Replacement):
         tiles = "" if self.tile is None else f", tiles of {self.tile} tokens" if self.tile else ", tiles"
         return f"{'glu' if len(self.inner) == 2 else 'glu_fused'} ({self.gate}){tiles}"
 
-    def in_tiles(self, tokens: int | None) -> GatedMLP:
-        return self if tokens is None else replace(self, tile=tokens)
+    def in_tiles(self, tokens: bool | int) -> GatedMLP:
+        return self if tokens is False else replace(self, tile=0 if tokens is True else tokens)
 
     def call(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         if len(args) != 1 or kwargs or not is_plain(*args) or torch.jit.is_tracing():

@@ -82,13 +82,12 @@ def patch(
         raise ValueError(
             f"tile_mlps must be True, False or a positive number of tokens, and needs mlps=True, got {tile_mlps!r}."
         )
-    tile = None if tile_mlps is False else 0 if tile_mlps is True else tile_mlps
     kinds: list[type[Replacement]] = [Norm] * norms + [GatedMLP, GatedExperts] * mlps + [Rotations] * rope
     before, entries, classes = [*map(type, model.modules())], [], []
     matches: dict[Any, tuple[Replacement | str, nn.Module]] = {}
     for path, module in model.named_modules():
         for kind in kinds:
-            entry, replacement = find(kind, path, module, filter_fn, matches, tile)
+            entry, replacement = find(kind, path, module, filter_fn, matches, tile_mlps)
             entries += [] if entry is None else [entry]
             if replacement is not None:
                 classes.append((module, swapped_class(module, replacement)))

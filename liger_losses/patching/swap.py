@@ -43,8 +43,8 @@ class Replacement:
         """What replaces a method; by default :meth:`call`."""
         return self.call
 
-    def in_tiles(self, tokens: int | None) -> Replacement:
-        """The same for so many tokens at a time, if it can; ``None`` leaves their number."""
+    def in_tiles(self, tokens: bool | int) -> Replacement:
+        """The same for so many tokens at a time, if it can; False leaves their number, and True chooses it."""
         return self
 
     @classmethod
@@ -111,7 +111,7 @@ def find(
     module: nn.Module,
     filter_fn: Filter | None,
     matches: dict[Any, tuple[Replacement | str, nn.Module]],
-    tile: int | None = None,
+    tile_mlps: bool | int = False,
 ) -> tuple[Entry | None, Replacement | None]:
     """A module's line of the report, if it is listed, and what of a kind replaces it from now on.
 
@@ -126,7 +126,7 @@ def find(
     if replacement is not None:
         if not isinstance(replacement, kind):
             return None, None
-        tiled = replacement.in_tiles(tile)
+        tiled = replacement.in_tiles(tile_mlps)
         if tiled == replacement or reason_not_to_restore(module) is not None or is_left():
             return Entry(path, name, str(replacement)), None
         return Entry(path, name, str(tiled)), tiled
@@ -147,7 +147,7 @@ def find(
                 matches[key] = probing.reason_of(error), module
         match, _ = matches[key]
         if not isinstance(match, str):
-            replacement = match.in_tiles(tile)
+            replacement = match.in_tiles(tile_mlps)
             return Entry(path, name, str(replacement)), replacement
         reason = match
     return Entry(path, name, None, reason) if listed else None, None

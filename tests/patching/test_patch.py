@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import FSDPModule, fully_shard
 
 from benchmarks.coverage import model_zoo
 from benchmarks.coverage.patches import check, loss_and_grads
@@ -205,7 +205,10 @@ def test_unpatching_what_fully_shard_has_made_a_unit(one_process):
     ours = copy.deepcopy(plain)
     patch(ours, loss_head=False)
     fully_shard(ours, mesh=init_device_mesh("cpu", (1,)))  # otherwise it moves the weights to a GPU
-    assert isinstance(replacement_of(ours), GatedMLP)
+    unit, report = type(ours).__name__, patch(ours, tile_mlps=2, loss_head=False)
+    assert replacement_of(ours).tile == 2
+    assert isinstance(ours, FSDPModule)
+    assert (type(ours).__name__, report.unchanged) == (unit, False)
     x = torch.randn(3, plain.down_proj.out_features)
     torch.testing.assert_close(ours(x), plain(x))
     unpatch(ours)

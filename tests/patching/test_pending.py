@@ -2,7 +2,6 @@
 
 import operator
 import re
-import warnings
 
 import pytest
 import torch
@@ -25,6 +24,15 @@ def problem(dtype=torch.float64):
     labels = torch.randint(V, (B, T), generator=g)
     labels[0, 2] = -100
     return *[t.requires_grad_() for t in tensors], labels
+
+
+def assert_alike(loss_of, *leaves, **tolerance):
+    """Losses and gradients of the logits of a layer, and of those that are pending."""
+    results = []
+    for linear in (F.linear, pending):
+        loss = loss_of(linear(*leaves))
+        results.append((loss, *torch.autograd.grad(loss, leaves)))
+    torch.testing.assert_close(*results[::-1], **tolerance)
 
 
 def shifted(logits, labels):
@@ -76,19 +84,13 @@ PENDING = {
 }
 
 
+@pytest.mark.filterwarnings("error")
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize("name", PENDING)
 def test_losses_never_need_the_values(name, bias):
-    hidden, weight, b, labels = problem()
-    leaves = (hidden, weight, b) if bias else (hidden, weight)
-    results = []
-    for linear in (F.linear, pending):
-        with warnings.catch_warnings():
-            warnings.simplefilter("error")
-            loss = PENDING[name](linear(*leaves), labels)
-            results.append((loss, *torch.autograd.grad(loss, leaves)))
+    *leaves, labels = problem()
     tolerance = {"rtol": 1e-5, "atol": 1e-6} if name == "cast" else {"rtol": 1e-9, "atol": 1e-10}
-    torch.testing.assert_close(*results[::-1], check_dtype=False, **tolerance)
+    assert_alike(lambda z: PENDING[name](z, labels), *leaves[: 2 + bias], check_dtype=False, **tolerance)
 
 
 #: What needs them.
@@ -109,16 +111,11 @@ EAGER = {
 }
 
 
+@pytest.mark.filterwarnings("ignore:.*needs the values")
 @pytest.mark.parametrize("name", EAGER)
 def test_what_needs_the_values_gets_them(name):
-    hidden, weight, bias, labels = problem()
-    results = []
-    for linear in (F.linear, pending):
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            loss = EAGER[name](linear(hidden, weight, bias), labels)
-        results.append((loss, *torch.autograd.grad(loss, (hidden, weight, bias))))
-    torch.testing.assert_close(*results[::-1], rtol=1e-9, atol=1e-10)
+    *leaves, labels = problem()
+    assert_alike(lambda z: EAGER[name](z, labels), *leaves, rtol=1e-9, atol=1e-10)
 
 
 def test_it_says_who_needs_them():
@@ -265,14 +262,7 @@ IN_PLACE = {
 @pytest.mark.filterwarnings("ignore:.*needs the values")
 @pytest.mark.parametrize("name", IN_PLACE)
 def test_the_caller_sees_changes_in_place(name):
-    *leaves, _ = problem()
-    results = []
-    for linear in (F.linear, pending):
-        logits = linear(*leaves)
-        IN_PLACE[name](logits)
-        loss = logits.logsumexp(-1).sum()
-        results.append((loss, *torch.autograd.grad(loss, leaves)))
-    torch.testing.assert_close(*results)
+    assert_alike(lambda z: [IN_PLACE[name](z), z.logsumexp(-1).sum()][1], *problem()[:3])
 
 
 @pytest.mark.filterwarnings("ignore:.*needs the values")

@@ -276,13 +276,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if tokens is not None and (tokens < 1 or args.model is None):
         parser.error(f"--tokens and --gpu need a MODEL and at least one token, got MODEL {args.model} and {tokens}")
     for title, lines in SECTIONS.items():
-        print(f"\n{title}", *lines(), sep="\n  ")
+        if texts := list(lines()):
+            print(f"\n{title}", *texts, sep="\n  ")
     if args.model is None:
         return 0
     try:
         model = model_of(configuration(args.model), args.checkpointing)
     except Exception as error:
-        print(f"{args.model} cannot be built: {type(error).__name__}: {error}\n{TAKES}", file=sys.stderr)
+        advice = f"pip install {error.name}" if isinstance(error, ModuleNotFoundError) else TAKES
+        print(f"{args.model} cannot be built: {type(error).__name__}: {error}\n{advice}", file=sys.stderr)
         return 1
     from liger_losses.patching.patch import patch
 

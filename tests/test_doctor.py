@@ -56,6 +56,15 @@ def test_a_model_by_its_configuration(config, monkeypatch, capsys):
         assert said in capsys.readouterr().err
 
 
+def test_without_transformers(monkeypatch, capsys):
+    monkeypatch.setattr(doctor, "_version", lambda package: None)
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    assert doctor.main(["Qwen/Qwen2.5-1.5B"]) == 1
+    printed = capsys.readouterr()
+    assert "pip install transformers" in printed.err
+    assert "Defaults that differ" not in printed.out
+
+
 def test_a_model_that_is_not_there(tmp_path, capsys):
     pytest.importorskip("transformers", reason="transformers is not installed")
     (tmp_path / "config.json").write_text('{"model_type": "no_such_type"}')

@@ -1,4 +1,5 @@
-"""Every policy objective beside GRPO's, the largest log-probabilities, and distillation on the student's own tokens."""
+"""Every policy objective beside GRPO's, losses of several tokens of each position beside those of one, the largest
+log-probabilities, and distillation on the student's own tokens."""
 
 from __future__ import annotations
 
@@ -8,12 +9,14 @@ import torch
 from torch import Tensor
 
 import liger_losses
+from benchmarks.cross_entropy_entries import our_cross_entropy
 from benchmarks.distillation_entries import DistillationInputs, bare_gemms, distillation_inputs
 from benchmarks.entries import GEMMS, Benchmark, Provider, Shape, needs_cuda, token_inputs, with_gradients
 from benchmarks.entries import bare_gemms as bare_products
 from benchmarks.measure import Call
 from benchmarks.policy_entries import grpo_inputs
-from liger_losses import Divergence, Teacher
+from liger_losses import Divergence, Teacher, TeacherTopK
+from liger_losses.chunked.losses.cross_entropy import TOKEN_SCALINGS
 from liger_losses.chunked.losses.policy_tables import LOSS_TYPES
 
 _SHAPE = Shape(8192, 4096, 128256)
@@ -33,6 +36,28 @@ def policy(loss_type: str) -> Provider:
         given |= {"prompts": torch.arange(len(mask), device=mask.device) // 2}
         given |= {"num_items_in_batch": mask.numel()}
         return lambda: with_gradients(loss(i.hidden, i.weight, i.labels, mask, i.advantages, **given)[0], i.leaves)
+
+    return build
+
+
+def of_several(k: int = 0, term: str = "score_centering", frequent: bool = False) -> Provider:
+    """Truncated importance sampling; with a term of the sampler's k likeliest tokens, if k is not 0.
+
+    These are any tokens, whose rows of the head come from memory; or ``frequent`` ones, as Zipf's law has them.
+    """
+
+    def build(inputs: Any) -> Call:
+        i, mask, device, given = inputs, torch.ones_like(inputs.labels), inputs.weight.device, dict[str, Any]()
+        if k:
+            generator, places = torch.Generator(device).manual_seed(0), torch.arange(k, device=device)
+            drawn = torch.rand(2, *mask.shape, k, generator=generator, device=device)
+            shares, count = (places + drawn[0].double()) / k, i.shape.vocab - k
+            ids = (count**shares - 1 if frequent else count * shares).long() + places
+            given["sampler_topk"] = TeacherTopK((4 * drawn[1]).log_softmax(-1) - 0.1, ids)
+        options = {"sampler_term": term} if k else {}
+        loss = liger_losses.LigerFusedLinearGRPOLoss(beta=0.0, loss_type="importance", delta=2.0, **options)
+        arguments = i.hidden, i.weight, i.labels, mask, i.advantages
+        return lambda: with_gradients(loss(*arguments, old_per_token_logps=i.old_logps, **given)[0], i.leaves)
 
     return build
 
@@ -63,7 +88,31 @@ def distilled(**options: Any) -> Provider:
     return needs_cuda(build)
 
 
+_SIZES = tuple((tokens, hidden, 128256) for hidden in (2048, 4096) for tokens in (4096, 16384))
 BENCHMARKS = (
+    Benchmark(
+        name="several_tokens",
+        title="Policy losses with the sampler's k likeliest tokens, forward and backward, beside the same without",
+        shapes={"cuda": tuple(Shape(*size, sequences=size[0] // 1024) for size in _SIZES)},
+        inputs=grpo_inputs,
+        providers={
+            GRPO: of_several(),
+            **{f"score centering, k = {k}": of_several(k) for k in (20, 128)},
+            **{f"score centering, k = {k}, frequent": of_several(k, frequent=True) for k in (20, 128)},
+            "KL to the sampler, k = 20": of_several(20, "reverse_kl"),
+        },
+        flops=6,
+        baseline=GRPO,
+    ),
+    Benchmark(
+        name="token_scaling",
+        title="Cross-entropy with a factor of each token, forward and backward, beside cross-entropy",
+        shapes={"cuda": tuple(Shape(*size) for size in _SIZES)},
+        inputs=token_inputs,
+        providers={name: our_cross_entropy(token_scaling=name) for name in ("none", *TOKEN_SCALINGS)},
+        flops=6,
+        baseline="none",
+    ),
     Benchmark(
         name="objectives",
         title="Every policy loss, forward and backward, beside GRPO's time",

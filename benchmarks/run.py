@@ -132,11 +132,11 @@ def summarise(row: Row, times: list[float], baseline: list[float], benchmark: Be
 # --- What is printed and kept --------------------------------------------------------------------------------------
 
 
-def line(size: str, row: Row) -> str:
+def line(size: str, row: Row, baseline: str | None) -> str:
     """A row of a table."""
     if row.median_ms is None:
         return f"{size:24} {row.provider:34} {row.note}"
-    ratio = "" if row.ratio is None else f"{row.ratio:7.2f} x GEMMs"
+    ratio = "" if row.ratio is None else f"{row.ratio:8.3f} x {baseline}"
     extra = "" if row.extra_mib is None else f"{row.extra_mib:9.1f} MiB"
     loss = "" if row.loss is None else f"  loss {row.loss:.4f}"
     speed = f"{row.median_ms:10.2f} ms {row.tflops:8.3g} TFLOP/s"
@@ -190,7 +190,7 @@ def main() -> int:
             failed |= any(row.status == "failed" for row in found)
             rows += [{"benchmark": benchmark.name, "size": sizes(shape), **vars(row)} for row in found]
             titles = [] if shape != shapes[0] else [f"{benchmark.name}: {benchmark.title}; {describe(shape)}"]
-            printed = [*titles, *(line(sizes(shape), row) for row in found), ""]
+            printed = [*titles, *(line(sizes(shape), row, benchmark.baseline) for row in found), ""]
             print(*printed, sep="\n", flush=True)
             lines += printed
             if options.out:  # a run that is cut short leaves what it had

@@ -73,7 +73,7 @@ MUTANTS: dict[str, list[tuple[str, str, str, str]]] = {
         ("kernels.divergence_forms", "_alpha_beta", "p_s - both", "p_s + both"),
         ("kernels.softmax_grad", "_CLOSED_FORMS", '"p_logp_coef": -g', '"p_logp_coef": g'),
         ("chunked.core.block", "Block._of_softmax", "- selected.sum(1)", "+ selected.sum(1)"),
-        ("chunked.core.block", "Block._add_selected", "upstream * transform.slope", "upstream + transform.slope"),
+        ("chunked.core.block", "Block._at_selected", "terms) * transform.slope", "terms) + transform.slope"),
     ],
     f"{ROWS} -k 'two_together and registered'": [
         ("chunked.core.block", "Block._write_terms", "if s.phi is not None]", "if s.phi is None]"),
@@ -92,6 +92,7 @@ MUTANTS: dict[str, list[tuple[str, str, str, str]]] = {
     ],
     f"{ROWS} -k in_triton": [
         ("chunked.accelerators.exponential_scales", "_scales_kernel", "lse_c - label_c", "lse_c + label_c"),
+        ("chunked.accelerators.exponential_scales", "_scales_kernel", "lse_c -= tl.sum", "lse_c += tl.sum"),
         ("chunked.accelerators.exponentials", "add_label_terms", "if buffer is not None", "if False"),
         ("chunked.accelerators.linear_exp", "linear_exponentials", "if out is not None", "if False"),
         ("chunked.accelerators.label_rows", "_add_to_label_rows_kernel", "ordered + first - 1", "ordered - first - 1"),

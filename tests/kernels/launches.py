@@ -119,6 +119,18 @@ def support(dtype: torch.dtype = BF16, transform: ll.LogitTransform = ll.LogitTr
     backward(*statistics_of([kept], ("logp", "entropy"), ll.EngineOptions(compact=False))[0].values())
 
 
+def selected(count: int, bias: bool = False, transform: ll.LogitTransform | None = None) -> None:
+    """Log-probabilities of so many columns of each token, and of its label."""
+    hidden, weight, labels = problem()
+    head = ll.Head(weight, bias_of(weight) if bias else None, transform)
+    columns, options = tensor(TOKENS, count, dtype=torch.long), ll.EngineOptions(compact=False)
+    names = "logp", "selected_logps"
+    loss, _ = ll.linear_token_loss(
+        hidden, head, labels, lambda s, y: s.logp + s.selected_logps.sum(-1), names, selected=columns, options=options
+    )
+    loss.backward()
+
+
 def heads() -> dict[str, Callable[[], None]]:
     warm, capped = ll.LogitTransform(0.7, 1.2), ll.LogitTransform(softcap=30.0)
     each, each_capped = ll.LogitTransform(per_token(), 1.2), ll.LogitTransform(per_token(), 1.2, 30.0)
@@ -150,6 +162,8 @@ def heads() -> dict[str, Callable[[], None]]:
         "entropy, fp32": lambda: statistics("logp entropy", None, FP32, warm),
         "log-probabilities, logits in memory": lambda: statistics("logp", None, metrics="entropy mean_logit"),
         "log-probabilities, two passes": lambda: statistics("logp", transform=warm),
+        "selected": lambda: selected(128),
+        "selected, temperatures and soft-cap": lambda: selected(20, True, each_capped),
         "support": lambda: support(),
         "support, fp16": lambda: support(FP16, each_capped, True),
         "support, fp32": lambda: support(FP32, warm),

@@ -26,8 +26,8 @@ from tests.seam import BACKENDS
 #: Through the kernels, which take long in Triton's interpreter: fewer values of some columns.
 TRITON = {
     "asks": (
-        *("logp", "statistics", "metrics", "token loss", "kept", "kept, ragged", "reverse KL", "JSD", "cosine"),
-        *("loss: cross entropy", "loss: KL, renormalized"),
+        *("logp", "statistics", "metrics", "token loss", "selected", "kept", "kept, ragged", "reverse KL", "JSD"),
+        *("cosine", "loss: cross entropy", "loss: KL, renormalized", "loss: GRPO, score centering"),
     ),
     "weight": ("dense", "frozen", "adapters"),
     "targets": ("one", "two of one head"),

@@ -1,17 +1,28 @@
 """What products with exponentials are scaled by, to be gradients of a loss on log-probabilities.
 
-See :mod:`liger_losses.chunked.accelerators.linear_exp`. N tokens, H hidden size.
+See :mod:`liger_losses.chunked.accelerators.linear_exp`. N tokens, H hidden size, k selected columns of a token.
 """
 
 from __future__ import annotations
+
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from liger_losses.chunked.accelerators.linear_exp import Exponentials
 from liger_losses.chunked.accelerators.tiles import with_contiguous_rows
-from liger_losses.kernels._triton import jit, tl
-from liger_losses.kernels.logit_transform import LogitTransform, inverse_temperature, transform_gradient
+from liger_losses.kernels._triton import jit, power_of_two, tl
+from liger_losses.kernels.logit_transform import LogitTransform, capped_tanh, inverse_temperature, transform_gradient
+
+
+class Selected(NamedTuple):
+    """Columns of each token whose log-probabilities have derivatives, of which some may be the same, or the label."""
+
+    out: Tensor  # [N, V], exponentials
+    columns: Tensor  # [N, k + 1] int64: these, and the label
+    logps: Tensor  # [N, k]
+    upstream: Tensor  # [N, k], the loss's derivatives by these
 
 
 def gradient_scales(
@@ -21,11 +32,13 @@ def gradient_scales(
     hidden: Tensor | None = None,
     transform: LogitTransform = LogitTransform(),
     here: Tensor | None = None,
+    selected: Selected | None = None,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """The factors of products with exponentials, from ``d loss / d z = (of_lse - of_logp) p + of_logp onehot``.
 
     ``d loss / d projection = scale out`` at all columns but the label's, with ``out`` of :func:`linear_exponentials`;
-    at the label's, it is ``at_label``.
+    at the label's, it is ``at_label``. Selected columns add ``sum_j upstream_j (onehot_j - p)`` to ``d loss / d z``.
+    Terms may cancel there: they are added before they are rounded, and written into ``out``, as the label's are then.
 
     Args:
         of_logp, of_lse: the loss's derivatives by both statistics, ``[N]`` fp32; ``None`` for 0.
@@ -34,6 +47,7 @@ def gradient_scales(
         transform: from projections to logits.
         here: ``[N]`` bool, whose label is among these columns; another has ``logp`` of another column, and at all of
             them ``d loss / d z = (of_lse - of_logp) p``. ``None`` for all.
+        selected: other columns with derivatives; not with ``here``.
 
     Returns:
         ``scale [N]``, ``at_label [N]``, and ``scale hidden [N, H]``, rounded once, in its dtype (or ``None``).
@@ -44,9 +58,16 @@ def gradient_scales(
     if tokens := scale.shape[0]:
         sizes = (0, 0) if hidden is None else (hidden.stride(0), hidden.shape[1])
         vectors = [None if g is None else g.contiguous() for g in (of_logp, of_lse)]
+        at_columns, of_columns, count = scale, list[Tensor | None]([None] * 3), 0
+        if selected is not None:
+            of_columns, count = [part.contiguous() for part in selected[1:]], selected.logps.shape[1]
+            at_columns = torch.empty_like(selected.columns, dtype=scale.dtype)
         _scales_kernel[(tokens,)](
-            scale, at_label, scaled, hidden, *sizes, *vectors, *values[:3], here, transform.for_kernel, BLOCK=1024
-        )
+            scale, at_label, scaled, hidden, *sizes, *vectors, *values[:3], here, at_columns, *of_columns, count,
+            transform.for_kernel, BLOCK=1024, BLOCK_K=min(power_of_two(count + 1), 32),
+        )  # fmt: skip
+        if selected is not None:
+            selected.out.scatter_(1, selected.columns, at_columns.to(selected.out.dtype))
     return scale, at_label, scaled
 
 
@@ -59,37 +80,72 @@ def expm1(x):
 
 #: Arguments whose alignment is no reason to compile again: slices of vectors begin anywhere.
 _VECTORS = ["offset", "lse", "logp", "of_logp", "of_lse", "at_label_out", "here", "hidden"]
+_VECTORS += ["at_columns", "columns", "logps", "upstream"]
 
 
-@jit(do_not_specialize_on_alignment=_VECTORS)
+@jit(do_not_specialize=["count"], do_not_specialize_on_alignment=_VECTORS)
 def _scales_kernel(
     scale_out, at_label_out, scaled, hidden, hidden_stride, hidden_size,
-    of_logp, of_lse, offset, lse, logp, here, transform,
-    BLOCK: tl.constexpr,
+    of_logp, of_lse, offset, lse, logp, here, at_columns, columns, logps, upstream, count, transform,
+    BLOCK: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     """One program per token."""
     row = tl.program_id(0).to(tl.int64)
-    label_c = 0.0
-    lse_c = 0.0
+    label_c = tl.zeros((), tl.float32)
+    lse_c = tl.zeros((), tl.float32)
     if of_logp is not None:
         label_c = tl.load(of_logp + row)
     if of_lse is not None:
         lse_c = tl.load(of_lse + row)
+    if upstream is not None:
+        upstream += row * count
+        largest = tl.abs(label_c)
+        for start in range(0, count, BLOCK_K):
+            at = start + tl.arange(0, BLOCK_K)
+            g = tl.load(upstream + at, mask=at < count, other=0.0)
+            lse_c -= tl.sum(g, 0)
+            largest = tl.maximum(largest, tl.max(tl.abs(g), 0))
     p_c = lse_c - label_c
+    if upstream is not None:  # what is divided by it stays finite, and changes by less than the rounding of gradients
+        least = largest * 6e-5 + 1e-30
+        p_c = tl.where(tl.abs(p_c) < least, least, p_c)
     if here is not None:
         label_c = tl.where(tl.load(here + row), label_c, 0.0)
     row_lse = tl.load(lse + row)
     row_logp = tl.load(logp + row)
-    s = p_c * tl.exp(tl.load(offset + row) - row_lse)
+    row_offset = tl.load(offset + row)
+    inverse = inverse_temperature(transform, row, True, 0)
+    s = p_c * tl.exp(row_offset - row_lse)
     # p_coef p + label_coef with p = 1 + expm1(logp), so that p - 1 keeps its digits.
     at_label = (p_c + label_c) + p_c * expm1(row_logp)
     if transform.factor is not None:
-        inverse = inverse_temperature(transform, row, True, 0)
         s *= transform.factor
         if transform.temperature is not None:
             s *= inverse
         at_label = transform_gradient(at_label, row_logp + row_lse, transform, inverse)
     tl.store(scale_out + row, s)
+    if upstream is not None:
+        at_label = 0.0
+        columns += row * (count + 1)
+        label = tl.load(columns + count)
+        for start in range(0, count + 1, BLOCK_K):
+            at = start + tl.arange(0, BLOCK_K)
+            column = tl.load(columns + at, mask=at <= count, other=-1)
+            total = tl.zeros((BLOCK_K,), tl.float32)
+            for first in range(0, count + 1, BLOCK_K):  # of all that are the same column
+                others = first + tl.arange(0, BLOCK_K)
+                g = tl.load(upstream + others, mask=others < count, other=0.0)
+                g = tl.where(others == count, label_c, g)
+                same = tl.load(columns + others, mask=others <= count, other=-1)[None, :] == column[:, None]
+                total += tl.sum(tl.where(same, g[None, :], 0.0), 1)
+            log_p = tl.load(logps + row * count + at, mask=at < count, other=0.0)
+            log_p = tl.where(column == label, row_logp, log_p)
+            there = tl.where(log_p > -0.7, (p_c + total) + p_c * expm1(log_p), p_c * tl.exp(log_p) + total)
+            there = there / p_c * tl.exp(row_lse - row_offset)
+            if transform.cap is not None:
+                tanh = capped_tanh(log_p + row_lse, transform, inverse)
+                there *= 1 - tanh * tanh
+            tl.store(at_columns + row * (count + 1) + at, there, mask=at <= count)
     tl.store(at_label_out + row, at_label)
     if hidden is not None:
         for start in range(0, hidden_size, BLOCK):

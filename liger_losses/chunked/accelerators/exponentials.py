@@ -2,7 +2,8 @@
 
 The softmax is a multiple of it by row, so both gradient products are taken with it as it is (:mod:`.linear_exp`). It
 takes half the memory of fp32 logits, so more losses that couple tokens keep their blocks until backward, and no pass
-over logits between the products. The labels' own terms are added in fp32.
+over logits between the products. The labels' own terms are added in fp32. Logits of selected columns are products with
+single rows of the head; of terms there that may cancel, the sum is written among the exponentials.
 
 On an H200 in bf16 (benchmarks/results/accelerators.txt), calls with it take this part of the time without it, at 4,096
 and 16,384 tokens x 2048 and 4096 x 128256: cross-entropy 0.83 to 0.97, GRPO 0.48 to 0.91, log-probabilities 0.67 to
@@ -14,14 +15,18 @@ R tokens, P columns padded.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from liger_losses.chunked.accelerators.exponential_scales import gradient_scales
-from liger_losses.chunked.accelerators.label_rows import add_to_label_rows_, scale_and_add_label_rows_
+from liger_losses.chunked.accelerators.exponential_scales import Selected, gradient_scales
+from liger_losses.chunked.accelerators.label_rows import (
+    add_to_label_rows_,
+    logits_of_columns,
+    scale_and_add_label_rows_,
+)
 from liger_losses.chunked.accelerators.linear_exp import linear_exponentials
 from liger_losses.chunked.accelerators.one_matrix import (
     empty_values,
@@ -32,18 +37,20 @@ from liger_losses.chunked.accelerators.one_matrix import (
     matrix_of,
 )
 from liger_losses.chunked.core.buffers import Gradients
-from liger_losses.chunked.core.plan import Plan, Signature, by_blocks, least_bytes, padded, slices
-from liger_losses.chunked.core.rows import merged
+from liger_losses.chunked.core.plan import MOST_PARTS, Plan, Signature, by_blocks, least_bytes, padded, slices
+from liger_losses.chunked.core.rows import largest, merged
 from liger_losses.chunked.core.statistics import Statistic
 from liger_losses.chunked.core.target import Target
 from liger_losses.chunked.core.weights import ALL
+from liger_losses.kernels.logit_transform import Epilogue
 from liger_losses.kernels.matmul import matmul_into
 
 #: What has gradients here, and what may be computed with it.
-STATISTICS = {"logp", "lse"}
-METRICS = STATISTICS | {"mean_logit", "entropy"}
+STATISTICS = {"logp", "lse", "selected_logps"}
+METRICS = STATISTICS | {"mean_logit", "entropy", "largest"}
 #: The labels' terms, most of the weight's gradient, are added once at the end: with so many blocks, its error is at
-#: most that of plain PyTorch, and twice as large in rows that are no token's label.
+#: most that of plain PyTorch, and twice as large in rows that are no token's label. Of selected columns, each block
+#: adds its own.
 BLOCKS = 32
 
 
@@ -71,9 +78,16 @@ class ExponentialBlock:
         """A block of these tokens, with whole rows; it computes statistics again that are known."""
         count, device, size = len(part.hidden), part.hidden.device, part.head.weights.columns
         memory = torch.empty(count, padded(size), dtype=plan.products.dtype, device=device)
-        values = empty_values({"offset", *STATISTICS, *[s.name for s in asked]}, part)
-        into, out = exponentials_of(values), memory[:, :size]
-        linear_exponentials(part.hidden, matrix_of(part), labels_of(part), into, epilogue_of(part), out)
+        values = empty_values({"offset", "lse", "logp", *[s.name for s in asked]}, part)
+        arguments, out, labels = (part.hidden, matrix_of(part)), memory[:, :size], labels_of(part)
+        linear_exponentials(*arguments, labels, exponentials_of(values), epilogue_of(part), out)
+        if (columns := part.selected) is not None:
+            if isinstance(columns, int):
+                of_label = (values["logp"] + values["lse"] - values["offset"]).exp().to(out.dtype)
+                columns = largest(out.scatter_(1, labels[:, None], of_label[:, None]), Epilogue(), columns)[1]
+                out.scatter_(1, labels[:, None], 0.0)
+            logits = logits_of_columns(*arguments, columns, epilogue_of(part))
+            values["selected_logps"] = logits - values["lse"][:, None]
         if part.head.ranks.size > 1:
             logits = values["logp"] + values["lse"]
             offset = values.pop("offset")
@@ -96,6 +110,10 @@ class ExponentialBlock:
         labels = places.contiguous()
         if here is not None:
             values = values | {"logp": values["logp here"]}
+        selected, of_selected = None, upstream.get("selected_logps")
+        if of_selected is not None:
+            columns = torch.cat([part.selected, labels[:, None]], 1)
+            selected = Selected(e, columns, values["selected_logps"], of_selected)
         scale, at_label, scaled = gradient_scales(
             upstream.get("logp"),
             upstream.get("lse"),
@@ -103,6 +121,7 @@ class ExponentialBlock:
             None if grads.of(weights.weight) is None else part.hidden,
             part.transform(part.temperature),
             here,
+            selected,
         )
         hidden: Tensor | None = None
         if self.plan.hidden:
@@ -156,25 +175,34 @@ def add_label_terms(part: Target, at_label: Tensor, grads: Gradients) -> None:
 
 
 def row_bytes(call: Signature) -> int:
-    """Of a token: exponentials and sums of their tiles; hidden states, the same scaled, and their gradient in fp32."""
-    columns = padded(call.columns)
-    return columns * call.operand.itemsize + columns // 32 + call.hidden_size * (2 * call.operand.itemsize + 4)
+    """Of a token: exponentials and sums of their tiles; hidden states, the same scaled, and their gradient in fp32. And
+    the columns among which the largest are."""
+    columns, item = padded(call.columns), call.operand.itemsize
+    others = columns // 4 if "largest" in call.metrics else columns // 32
+    return columns * item + others + call.hidden_size * (2 * item + 4)
 
 
 def planned(call: Signature) -> Plan | None:
     """Where one matrix is at hand, exponentials fit its dtype (fp16 cannot hold all), and blocks have whole rows: of
     losses of single tokens whose blocks are few, or of others that keep them."""
-    serves = call.statistics <= STATISTICS and call.metrics <= METRICS and call.of_kernels and call.trains
+    whole, differentiates = not (call.kept or call.teacher_columns), "selected_logps" in call.statistics
+    serves = call.statistics <= STATISTICS and call.metrics <= METRICS and whole and call.trains
     if not (serves and has_matrix(call) and call.operand == torch.bfloat16):
         return None
+    if call.shared and (differentiates or "selected_logps" in call.metrics):
+        return None
+    if "largest" in call.metrics and (differentiates or not call.linear):
+        return None  # these are the largest exponentials, which are rounded and have the soft-cap's slope
+    call = replace(call, statistics=call.statistics - {"selected_logps"})  # whose gradients are no further rows
     if call.workspace is not None and call.workspace < least_bytes(call, row_bytes(call)):
         return None  # not even one row fits; the core, whose rows are longer, says so
-    plan = by_blocks(call, "exponentials", ExponentialBlock.of, row_bytes(call), most_parts=BLOCKS)
+    parts = MOST_PARTS if differentiates else BLOCKS
+    plan = by_blocks(call, "exponentials", ExponentialBlock.of, row_bytes(call), most_parts=parts)
     if plan.tile is not None or plan.products.columns < call.columns or (call.gradients_in_backward and not plan.keeps):
         return None
     if call.gradients_in_backward:
         return plan
-    if -(-call.trained // plan.block_tokens) > BLOCKS and call.trains_weight:
+    if -(-call.trained // plan.block_tokens) > parts and call.trains_weight:
         return None
     if plan.block_tokens >= call.tokens or not call.trains_weight:
         return plan

@@ -15,17 +15,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from liger_losses.chunked.accelerators.row_sums import Sums, step_options, sum_rows
-from liger_losses.chunked.accelerators.tiles import with_contiguous_rows
+from liger_losses.chunked.accelerators.label_rows import project_columns
+from liger_losses.chunked.accelerators.row_sums import Sums, sum_rows
 from liger_losses.chunked.core.block import Block
 from liger_losses.chunked.core.buffers import Gradients, local_part
 from liger_losses.chunked.core.plan import Plan, Signature, by_blocks, padded
 from liger_losses.chunked.core.weights import ALL, Columns, Dense, WithAdapters
-from liger_losses.kernels._triton import jit, tl, triton
-
-#: Places and hidden dimensions of one step of projections, and warps. (On an H200, 8192 tokens of H 4096 with 20 or 64
-#: columns, bf16: forward 1.11 and 1.85 ms, where (16, 256, 4) takes 1.26 and 2.19.)
-_STEP = (32, 128, 4)
 
 
 @dataclass(frozen=True, eq=False)
@@ -35,13 +30,7 @@ class RowsInPlace(Dense):
     def logits(self, out: Tensor, hidden: Tensor, columns: Columns) -> Tensor:
         if isinstance(columns, slice):
             return super().logits(out, hidden, columns)
-        hidden, weight = with_contiguous_rows(hidden), with_contiguous_rows(local_part(self.weight.detach()))
-        places, width = columns.numel(), columns.shape[1]
-        _project_kernel[(triton.cdiv(places, _STEP[0]),)](
-            out, hidden, weight, out.stride(0), hidden.stride(0), weight.stride(0), columns.contiguous(), width, places,
-            hidden.shape[1], **step_options(_STEP, hidden.shape[1]),
-        )  # fmt: skip
-        return out
+        return project_columns(out, hidden, local_part(self.weight.detach()), columns)
 
     def hidden_gradient(self, grad: Tensor, columns: Columns, out: Tensor | None = None) -> Tensor:
         if isinstance(columns, slice):
@@ -100,22 +89,3 @@ def planned(call: Signature) -> Plan | None:
     if not (call.kept and plain) or call.backend != "triton" or call.batch_invariant or call.teacher_columns:
         return None
     return by_blocks(call, "kept", KeptBlock.of, row_bytes(call))
-
-
-@jit(do_not_specialize=["width", "places"], do_not_specialize_on_alignment=["out", "hidden", "columns"])
-def _project_kernel(
-    out, hidden, weight, out_stride, hidden_stride, stride, columns, width, places, hidden_size,
-    BLOCK_P: tl.constexpr, BLOCK_H: tl.constexpr,
-):  # fmt: skip
-    """One program per ``BLOCK_P`` places, of one token or several."""
-    at = tl.program_id(0).to(tl.int64) * BLOCK_P + tl.arange(0, BLOCK_P)
-    column = tl.load(columns + at, mask=at < places, other=0).to(tl.int64)
-    token = at // width
-    products = tl.zeros((BLOCK_P, BLOCK_H), tl.float32)
-    for k in range(0, hidden_size, BLOCK_H):
-        ks = k + tl.arange(0, BLOCK_H)
-        inside = (at < places)[:, None] & (ks < hidden_size)[None, :]
-        h = tl.load(hidden + token[:, None] * hidden_stride + ks[None, :], mask=inside, other=0.0)
-        w = tl.load(weight + column[:, None] * stride + ks[None, :], mask=inside, other=0.0)
-        products += w.to(tl.float32) * h.to(tl.float32)
-    tl.store(out + token * out_stride + at % width, tl.sum(products, 1), mask=at < places)

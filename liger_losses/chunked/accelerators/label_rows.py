@@ -1,6 +1,7 @@
-"""What is read of, and added to, the head's rows of labels: the labels' logits, and their terms of both gradients.
+"""What is read of, and added to, some rows of the head: logits of labels or of other columns of each token, and the
+labels' terms of both gradients.
 
-N tokens, H hidden size, V vocabulary size.
+N tokens, H hidden size, V vocabulary size, k columns of a token.
 """
 
 from __future__ import annotations
@@ -9,28 +10,39 @@ import torch
 from torch import Tensor
 
 from liger_losses.chunked.accelerators.tiles import with_contiguous_rows
-from liger_losses.kernels._triton import jit, tl
-from liger_losses.kernels.logit_transform import Epilogue, inverse_temperature, transform_block
+from liger_losses.kernels._triton import jit, power_of_two, tl
+from liger_losses.kernels.logit_transform import Epilogue
+
+#: Of projections, the most places of a program, and places times hidden dimensions of a step. (On an H200, 8192 tokens
+#: of H 4096 with 20 or 64 columns, bf16: 1.11 and 1.85 ms, where 16 places take 1.26 and 2.19.)
+_PLACES, _STEP = 32, 4096
 
 
-def label_logits(hidden: Tensor, weight: Tensor, labels: Tensor, epilogue: Epilogue = Epilogue()) -> Tensor:
-    """``out_n = transform(hidden_n . weight[labels_n] + bias[labels_n])``, summed in fp32.
+def logits_of_columns(hidden: Tensor, weight: Tensor, columns: Tensor, epilogue: Epilogue = Epilogue()) -> Tensor:
+    """``out_nk = transform(hidden_n . weight[columns_nk] + bias[columns_nk])``, summed in fp32.
 
     Args:
-        hidden: ``[N, H]``, rows contiguous.
-        weight: ``[V, H]``, rows contiguous.
-        labels: ``[N]`` int64 in ``[0, V)``.
+        hidden: ``[N, H]``.
+        weight: ``[V, H]``.
+        columns: ``[N, k]`` int64 in ``[0, V)``; or ``[N]``, labels say.
         epilogue: from projections to logits.
 
     Returns:
-        ``[N]`` fp32.
+        fp32, in the shape of ``columns``.
     """
-    tokens = labels.shape[0]
-    out = hidden.new_empty(tokens, dtype=torch.float32)
-    if tokens:
-        _label_logits_kernel[(tokens,)](
-            out, hidden, weight, hidden.stride(0), weight.stride(0),
-            epilogue.bias, labels, hidden.shape[1], epilogue.transform.for_kernel, BLOCK=1024,
+    out = project_columns(hidden.new_empty(columns.shape, dtype=torch.float32), hidden, weight, columns)
+    return epilogue.transform(out, None if epilogue.bias is None else epilogue.bias[columns])
+
+
+def project_columns(out: Tensor, hidden: Tensor, weight: Tensor, columns: Tensor) -> Tensor:
+    """The same without a transform, into ``out``, whose rows are contiguous. The rows of the weight are not copied."""
+    hidden, weight = with_contiguous_rows(hidden), with_contiguous_rows(weight)
+    places, width, size = columns.numel(), columns[:1].numel(), hidden.shape[1]
+    if places:
+        at_once = min(4 * power_of_two(width), _PLACES)
+        _project_kernel[(-(-places // at_once),)](
+            out, hidden, weight, out.stride(0), hidden.stride(0), weight.stride(0), columns.contiguous(), width, places,
+            size, BLOCK_P=at_once, BLOCK_H=min(_STEP // at_once, power_of_two(size)),
         )  # fmt: skip
     return out
 
@@ -41,7 +53,7 @@ def scale_and_add_label_rows_(product: Tensor, scale: Tensor, coef: Tensor, weig
     Args:
         product: ``[N, H]`` fp32, contiguous.
         scale, coef: ``[N]`` fp32.
-        weight, labels: as in :func:`label_logits`.
+        weight, labels: ``[N]`` int64 in ``[0, V)``.
 
     Returns:
         ``product``.
@@ -58,7 +70,7 @@ def add_to_label_rows_(grad_weight: Tensor, labels: Tensor, coef: Tensor, hidden
 
     Args:
         grad_weight: ``[V, H]``, rows contiguous.
-        labels: as in :func:`label_logits`.
+        labels: ``[N]`` int64 in ``[0, V)``.
         coef: ``[N]`` fp32.
         hidden: ``[N, H]``.
 
@@ -77,25 +89,23 @@ def add_to_label_rows_(grad_weight: Tensor, labels: Tensor, coef: Tensor, hidden
     return grad_weight
 
 
-@jit(do_not_specialize_on_alignment=["labels"])
-def _label_logits_kernel(
-    out, hidden, weight, hidden_stride, weight_stride, bias, labels, hidden_size, transform, BLOCK: tl.constexpr
-):
-    """One program per token."""
-    row = tl.program_id(0).to(tl.int64)
-    label = tl.load(labels + row)
-    hidden += row * hidden_stride
-    weight += label * weight_stride
-    products = tl.zeros((BLOCK,), tl.float32)
-    for start in range(0, hidden_size, BLOCK):
-        at = start + tl.arange(0, BLOCK)
-        h = tl.load(hidden + at, mask=at < hidden_size, other=0.0).to(tl.float32)
-        products += h * tl.load(weight + at, mask=at < hidden_size, other=0.0).to(tl.float32)
-    logit = tl.sum(products, 0)
-    if bias is not None or transform.factor is not None:
-        inverse = inverse_temperature(transform, row, True, 0)
-        logit = transform_block(logit, bias, label, True, transform, inverse)
-    tl.store(out + row, logit)
+@jit(do_not_specialize=["width", "places"], do_not_specialize_on_alignment=["out", "hidden", "columns"])
+def _project_kernel(
+    out, hidden, weight, out_stride, hidden_stride, stride, columns, width, places, hidden_size,
+    BLOCK_P: tl.constexpr, BLOCK_H: tl.constexpr,
+):  # fmt: skip
+    """One program per ``BLOCK_P`` places, of one token or several."""
+    at = tl.program_id(0).to(tl.int64) * BLOCK_P + tl.arange(0, BLOCK_P)
+    column = tl.load(columns + at, mask=at < places, other=0).to(tl.int64)
+    token = at // width
+    products = tl.zeros((BLOCK_P, BLOCK_H), tl.float32)
+    for k in range(0, hidden_size, BLOCK_H):
+        ks = k + tl.arange(0, BLOCK_H)
+        inside = (at < places)[:, None] & (ks < hidden_size)[None, :]
+        h = tl.load(hidden + token[:, None] * hidden_stride + ks[None, :], mask=inside, other=0.0)
+        w = tl.load(weight + column[:, None] * stride + ks[None, :], mask=inside, other=0.0)
+        products += w.to(tl.float32) * h.to(tl.float32)
+    tl.store(out + token * out_stride + at % width, tl.sum(products, 1), mask=at < places)
 
 
 @jit(do_not_specialize_on_alignment=["scale", "coef", "labels"])

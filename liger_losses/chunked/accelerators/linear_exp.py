@@ -17,7 +17,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from liger_losses.chunked.accelerators.label_rows import label_logits
+from liger_losses.chunked.accelerators.label_rows import logits_of_columns
 from liger_losses.chunked.accelerators.linear_stats import partial_sums
 from liger_losses.chunked.accelerators.split_sums import merge_sums
 from liger_losses.chunked.accelerators.tiles import (
@@ -83,7 +83,7 @@ def linear_exponentials(
         return
     if not tokens:
         return
-    label_logit = label_logits(hidden, weight, labels, epilogue)
+    label_logit = logits_of_columns(hidden, weight, labels, epilogue)
     row_tiles, column_tiles, programs, arguments = tiles_of(hidden, weight, epilogue, out)
     # A run for the log-sum-exps takes the same.
     same = Tiles(row_tiles, column_tiles, programs, dict(arguments))

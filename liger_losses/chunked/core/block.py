@@ -295,14 +295,15 @@ class Block:
             out = z if in_place else self.memory.view(self.plan.products.dtype)[:, : self.width]
         softmax, hard = self._of_softmax(upstream)
         several, selected = kept or of_bias or any(s.phi for s in self._with(upstream)), upstream.keys() & _SELECTED
-        if not several and not selected:
+        others = "divergence" in upstream or self.epilogue.class_weight is not None
+        if not (several or (selected and others)):
+            if selected:
+                places, values = self._at_selected(upstream, softmax)
+                return self._write_softmax(softmax, out).scatter_(1, places, values.to(out.dtype))
             if "divergence" not in upstream:
                 return self._write_softmax(softmax, out)
             if self.common == self.width and (hard is not None or not softmax):
                 return self._write_divergence(upstream["divergence"], hard, out)
-        elif not several and (at_selected := self._at_selected(upstream, softmax)) is not None:
-            places, values = at_selected
-            return self._write_softmax(softmax, out).scatter_(1, places, values.to(out.dtype))
         parts = row_slices(z, self.plan.scratch_of_terms)
         for at in parts:
             block = self if len(parts) == 1 else self.rows(at)
@@ -343,6 +344,7 @@ class Block:
         rows of the table, by selected columns, and by a divergence."""
         z, epilogue, terms = self.z, self.epilogue, list[Tensor]()
         softmax, hard = self._of_softmax(upstream)
+        selected = self._at_selected(upstream, {}) if upstream.keys() & _SELECTED else None
         if table := [s for s in self._with(upstream) if s.phi is not None]:
             grad = rows.table_gradient(table, upstream, self.constants, z, epilogue, self.part.vocab_size)
             terms.append(epilogue.transform.chain_(grad, epilogue(z)))
@@ -355,8 +357,8 @@ class Block:
             self._write_softmax(softmax, z)
         for term in terms:
             z += term
-        for name in upstream.keys() & _SELECTED:
-            self._add_selected(name, upstream[name])
+        if selected is not None:
+            z.scatter_(1, selected[0], z.gather(1, selected[0]) + selected[1])
 
     def _write_softmax(self, softmax: dict[str, Tensor], out: Tensor) -> Tensor:
         if not softmax:
@@ -397,14 +399,12 @@ class Block:
             **self.plan.of_kernels,
         )
 
-    def _at_selected(self, upstream: dict[str, Tensor], softmax: dict[str, Tensor]) -> tuple[Tensor, Tensor] | None:
-        """The places ``[R, k]`` of selected columns and labels, and the whole gradient there, in fp32: terms that
-        cancel are added before they are rounded. ``None`` with a divergence or class weights, which have other terms.
+    def _at_selected(self, upstream: dict[str, Tensor], softmax: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
+        """The places ``[R, k]`` of selected columns and labels, and their gradient by these terms together, in fp32:
+        terms that cancel are added before they are rounded.
 
         A column that is not here has the place of another one, to whose gradient it adds nothing.
         """
-        if "divergence" in upstream or self.epilogue.class_weight is not None:
-            return None
         ids, terms = self._selected(), torch.stack([upstream[name] for name in upstream.keys() & _SELECTED]).sum(0)
         assert ids is not None
         if "logp" in softmax:
@@ -428,16 +428,6 @@ class Block:
                 backend="torch",
             )
         return places, values
-
-    def _add_selected(self, name: str, upstream: Tensor) -> None:
-        ids, logits, transform = self._selected(), self.constants[name], self.epilogue.transform
-        assert ids is not None
-        if name == "selected_logps":
-            logits = logits + self.constants["lse"][:, None]
-        values = upstream * transform.slope(logits) * transform.factor(logits)
-        places, here = self._places(ids)
-        values = values if here is None else torch.where(here, values, 0.0)
-        self.z.scatter_(1, places, self.z.gather(1, places) + rows.totals(places, values))
 
     def _back_to_projections(self) -> None:
         """From the gradient of kept columns' logits at temperature 1 to that of their projections, in place."""

@@ -55,7 +55,7 @@ class Signature:
     columns: int  # of the softmax, on the rank that has most
     kept: bool
     statistics: frozenset[str]  # with a gradient, if anything has one
-    metrics: frozenset[str]  # without
+    metrics: frozenset[str]  # without; and "largest", where the selected columns are these
     operand: torch.dtype  # of products
     device: torch.device
     backend: str
@@ -68,6 +68,7 @@ class Signature:
     teacher_columns: int = 0
     teacher_size: int = 0
     in_torch: bool = False  # whether torch computes terms of whole rows
+    linear: bool = True  # whether logits are projections, times a positive number, and a bias
     several_terms: bool = False  # whether a bias or the teacher adds to what a kernel writes as a gradient
     shared: bool = False  # whether other ranks have parts of the vocabulary
     batch_invariant: bool = False
@@ -119,6 +120,7 @@ def signature(
     for s in asked:
         (statistics if s.differentiable else metrics).append(s.name)
         in_torch |= s.phi is not None or (s.divergence is not None and not s.divergence.has_kernel)
+    metrics += ["largest"] * isinstance(target.selected, int)
     if teacher is not None:
         of_teacher["teacher_columns"] = min(teacher.vocab_size, columns)
         at_one = isinstance(target.temperature, float) and target.temperature == 1.0
@@ -140,6 +142,7 @@ def signature(
         statistics=frozenset(statistics),
         metrics=frozenset(metrics),
         in_torch=in_torch,
+        linear=head.transform.softcap is None and head.transform.logit_scale > 0,
         operand=operand,
         backend=backend,
         device=device,
@@ -252,14 +255,15 @@ def row_bytes(call: Signature) -> int:
     return logits + call.hidden_size * (operand + 2 * item) + call.teacher_size * operand + gathered
 
 
-def usual_bytes(call: Signature, row: int, collects: bool) -> int:
+def usual_bytes(call: Signature, row: int, collects: bool, most_parts: int = MOST_PARTS) -> int:
     """Room for blocks that keep a device busy: of 512 tokens without a gradient, or with a teacher, else of 1024; of
-    twice as many whose rows are shorter than the core's; or of the gradients of up to 2048, if these are collected, by
-    which that of the weight is a sum of few parts. Between 64 MiB and 1.5 GiB."""
+    twice as many, or so many that they are few parts, whose rows are shorter than the core's; or of the gradients of up
+    to 2048, if these are collected, by which that of the weight is a sum of few parts. Between 64 MiB and 1.5 GiB."""
     tokens, most = USUAL_TOKENS, 1536 * MiB
     if call.device.type != "cpu":
         tokens = USUAL_TOKENS // 2 if call.teacher_columns or not call.trains else USUAL_TOKENS
-    size = max(tokens * row_bytes(call), 2 * tokens * row if row < row_bytes(call) else 0)
+    shorter, few = row < row_bytes(call), -(-call.trained // most_parts) if call.trains_weight and not call.kept else 0
+    size = max(tokens * row_bytes(call), max(2 * tokens, few) * row if shorter else 0)
     if collects and has_many_parts(call, tokens):
         together, few = 2 * USUAL_TOKENS, -(-call.trained // MOST_PARTS // 128) * 128
         if call.teacher_columns:  # all logits again would be twice as many products
@@ -343,7 +347,7 @@ def by_blocks(
     Raises:
         ValueError: the workspace cannot hold one row.
     """
-    options, (size, most, scratch, copied) = call.options, _budget(call, row, collected is not None)
+    options, (size, most, scratch, copied) = call.options, _budget(call, row, collected is not None, most_parts)
     by_steps = copied < call.columns
     if call.batch_invariant:
         _check_invariant(call, by_steps and not call.kept)
@@ -396,7 +400,7 @@ def least_bytes(call: Signature, row: int) -> int:
     return row + sum(_temporaries(call)) + call.copied_bytes
 
 
-def _budget(call: Signature, row: int, collects: bool) -> tuple[int, int, int, int]:
+def _budget(call: Signature, row: int, collects: bool, most_parts: int) -> tuple[int, int, int, int]:
     """Divide the workspace; by default, what the shapes and the device ask for.
 
     Returns:
@@ -416,7 +420,7 @@ def _budget(call: Signature, row: int, collects: bool) -> tuple[int, int, int, i
             f"{least} bytes, {advice}." + see("workspace")
         )
     if bound is None:
-        size = max(usual_bytes(call, row, collects), least)
+        size = max(usual_bytes(call, row, collects, most_parts), least)
     else:
         size = bound - vectors - min(LARGER_BUFFERS.get(call.device.type, 0), (bound - least) // 4)
     most = size
@@ -458,7 +462,7 @@ def _check_invariant(call: Signature, by_steps: bool) -> None:
 def _temporaries(call: Signature) -> tuple[int, int]:
     """Bytes of a row's temporaries, and of the numbers of all tokens."""
     item, count = wide_dtype(call.operand).itemsize, 0
-    if call.in_torch or call.kept or call.backend == "torch" or "rest" in call.metrics:
+    if call.in_torch or call.kept or call.backend == "torch" or ("rest" in call.metrics and not call.linear):
         count = TEMPORARIES_OF_TERMS if call.in_torch or call.teacher_columns else TEMPORARIES
     elif call.trains and (call.several_terms or call.statistics & {"selected_logps", "selected_logits"}):
         count = TEMPORARIES_OF_KERNELS

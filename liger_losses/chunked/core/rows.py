@@ -111,25 +111,27 @@ def table_gradient(
 def largest(z: Tensor, epilogue: Epilogue, k: int) -> tuple[Tensor, Tensor]:
     """The k largest logits of each row, in descending order, and their columns; all of a row that has fewer.
 
-    They are in the k groups of columns whose largest logits are largest, which one reading of the block shows.
+    They are in the k groups of columns whose largest logits are largest, which one reading of the block shows. Columns
+    of a group are far apart, so that adjacent ones, of different groups, are read together.
     """
-    columns = z.shape[1]
+    columns, transform, bias = z.shape[1], epilogue.transform, epilogue.bias
     if columns < 512 * k:  # the groups' columns would take as much memory as logits
         tops = [epilogue.rows(at)(z[at]).topk(min(k, columns), -1) for at in row_slices(z, _BYTES) or [slice(0, 0)]]
         return torch.cat([top.values for top in tops]), torch.cat([top.indices for top in tops])
     size = 1 << (isqrt(columns // k).bit_length() - 1)
-    whole = columns // size * size
-    ids = torch.arange(whole, columns, device=z.device).expand(len(z), -1)  # of no whole group
-    step = max(whole // _PARTS // size * size, size)
-    maxima = list[Tensor]()
-    for start in range(0, whole, step):
-        at = slice(start, min(start + step, whole))
-        maxima.append(epilogue.columns(at)(z[:, at]).unflatten(1, (-1, size)).amax(-1))
+    count = columns // size
+    projected, maxima = z[:, : count * size].unflatten(1, (size, count)), list[Tensor]()
+    grows = bias is None and transform.logit_scale > 0  # the largest logits are those of the largest projections
+    shifts = None if bias is None else bias[: count * size].unflatten(0, (size, count))
+    step = count if grows else max(count // _PARTS, 1)
+    for start in range(0, count, step):
+        part, at = projected[..., start : start + step], slice(start, start + step)
+        maxima.append((part if grows else transform(part, None if shifts is None else shifts[:, at])).amax(1))
     groups = torch.cat(maxima, 1).topk(k, -1).indices
-    of_groups = (groups[..., None] * size + torch.arange(size, device=z.device)).flatten(1)
-    ids = torch.cat([of_groups, ids], 1)
-    bias = None if epilogue.bias is None else epilogue.bias[ids]
-    value, at_ids = epilogue.transform(z.gather(1, ids), bias).topk(k, -1)
+    ids = (groups[..., None] + count * torch.arange(size, device=z.device)).flatten(1)
+    others = torch.arange(count * size, columns, device=z.device).expand(len(z), -1)  # of no whole group
+    ids = torch.cat([ids, others], 1)
+    value, at_ids = transform(z.gather(1, ids), None if bias is None else bias[ids]).topk(k, -1)
     return value, ids.gather(1, at_ids)
 
 

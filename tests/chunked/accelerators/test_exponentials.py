@@ -1,17 +1,29 @@
 """Exponentials instead of logits, and neither stored: what the combinations of tests/results do not reach."""
 
+import math
 from contextlib import nullcontext
+from types import SimpleNamespace
 from unittest import mock
 
 import pytest
 import torch
 
-from liger_losses import EngineOptions, linear_logps, linear_token_loss
+from liger_losses import (
+    EngineOptions,
+    Head,
+    Largest,
+    LogitTransform,
+    linear_logps,
+    linear_statistics,
+    linear_token_loss,
+)
 from liger_losses.chunked.accelerators import exponentials
 from liger_losses.chunked.core import stream
 from tests.kernels.cases import DEVICE
 from tests.losses import CE
-from tests.reference import double, problem, relative_error
+from tests.reference import assert_as_exact_as_plain, double, plain_logits, problem, relative_error
+from tests.results.test_work import H, V, Work, run
+from tests.results.test_work import inputs as of_losses
 from tests.seam import leave_out_zero_rows, planned_blocks
 
 pytestmark = pytest.mark.usefixtures("small_tiles", "default_gpu")
@@ -99,3 +111,110 @@ def test_the_first_of_two_passes_stores_nothing():
     used, together = plans(lambda: linear_logps(hidden, weight, labels, **options))
     assert used == ["core", "statistics"]
     assert torch.equal(alone, together)
+
+
+# --- Several columns of each token ------------------------------------------------------------------------------------
+
+
+def check(call, plain, *leaves):
+    """A loss that exponentials serve, and its gradients, against the plain computation from logits."""
+    names, loss = plans(call)
+    assert {*names} == {"exponentials"}
+    of_all = []
+    for dtype in (torch.bfloat16, torch.float64):
+        copies = [t.detach().to(dtype).requires_grad_() for t in leaves]
+        value = plain(*copies)
+        of_all.append((value, *torch.autograd.grad(value, copies)))
+    for ours, rough, exact in zip((loss, *torch.autograd.grad(loss, leaves)), *of_all, strict=True):
+        assert_as_exact_as_plain(ours, rough, exact)
+
+
+def wide(logits):
+    return logits.to(torch.promote_types(logits.dtype, torch.float32))
+
+
+@pytest.mark.parametrize("k", [3, 40])
+@pytest.mark.parametrize(
+    ("transform", "options"),
+    [
+        (LogitTransform(), {}),
+        (LogitTransform(0.7, 1.3, 4.0), {"chunk_size": 12}),
+        (LogitTransform(torch.linspace(0.5, 2.0, 40), softcap=3.0), {"compact": False}),
+        (LogitTransform(0.7, 1.3, 4.0), None),
+    ],
+    ids=["plain", "chunks, soft-cap", "not compact, temperatures, soft-cap", "kept until backward, soft-cap"],
+)
+def test_selected_columns(transform, options, k):
+    """Some are the same or the label, some have no derivative, and terms cancel: each gradient is rounded once."""
+    hidden, weight, labels, bias = problem(40, 24, 90, dtype=torch.bfloat16, masked=0.2, bias=True)
+    g, by, known = torch.Generator().manual_seed(1), transform.temperature, labels.clamp(min=0)
+    ids = torch.randint(0, 90, (40, k), generator=g)
+    ids[::3, 1], ids[::4, 2] = ids[::3, 0], known[::4]
+    each, of_label = torch.randn(40, k, generator=g), torch.randn(40, generator=g)
+    each[5], of_label[5] = 0.0, 0.0
+    each[7, 1:], of_label[7] = -each[7, :1] / (k - 1), 0.0  # all other columns' gradients are 0
+    each[8] *= 1e-4
+
+    def losses(s, labels, each, of_label):
+        return (each * s.selected_logps).sum(-1) + of_label * s.logp + 0.1 * s.lse
+
+    def call():
+        names, given = (
+            ("logp", "selected_logps", "lse"),
+            {"options": EngineOptions(backend="triton", **(options or {}))},
+        )
+        arguments = hidden, Head(weight, bias, transform), labels
+        if options is not None:
+            given["token_inputs"] = {"each": each, "of_label": of_label}
+            return linear_token_loss(*arguments, losses, names, selected=ids, **given)[0]
+        s = linear_statistics(*arguments, names, selected=ids, **given)
+        return torch.where(labels >= 0, losses(s, labels, each, of_label), 0.0).sum()
+
+    def plain(*leaves):
+        divisor = by[:, None] if isinstance(by, torch.Tensor) else by
+        logits = wide(plain_logits(*leaves, divisor, transform.logit_scale, transform.softcap))
+        log_p, s = logits.log_softmax(-1), SimpleNamespace(lse=logits.logsumexp(-1))
+        s.logp, s.selected_logps = log_p.gather(1, known[:, None])[:, 0], log_p.gather(1, ids)
+        return torch.where(labels >= 0, losses(s, labels, each.to(s.lse), of_label.to(s.lse)), 0.0).sum()
+
+    check(call, plain, hidden, weight, bias)
+
+
+def test_the_largest_columns_of_confident_and_flat_tokens():
+    """Whose entropy is a factor. Some labels are the likeliest; of unlikely ones, exponentials are taken again."""
+    hidden, weight, labels, _ = problem(30, 24, 700, dtype=torch.bfloat16, masked=0.1)
+    with torch.no_grad():
+        hidden *= torch.logspace(-2, 1.5, 30)[:, None]
+        labels[::4] = (hidden @ weight.t()).argmax(-1)[::4]
+
+    def plain(h, w):
+        log_p = wide(h @ w.t()).log_softmax(-1)
+        top = log_p.detach().topk(20, -1).values.log_softmax(-1)
+        logp = log_p.gather(1, labels.clamp(min=0)[:, None])[:, 0]
+        return (torch.special.entr(top.exp()).sum(-1) / math.log(20) * -logp)[labels >= 0].mean()
+
+    check(lambda: CE(token_scaling="entropy", backend="triton")(weight, hidden, labels), plain, hidden, weight)
+
+
+@pytest.mark.parametrize("served", [True, False])
+def test_only_anonymous_largest_columns_are_of_exponentials(served):
+    """Of those whose ids are asked for, or that have a gradient, none is another that rounds to the same."""
+    hidden, weight, labels, _ = inputs()
+    loss = CE(
+        token_scaling="entropy", softcap=None if served else 5.0, backend="triton"
+    )  # its slope is in exponentials
+    assert ("exponentials" in plans(lambda: loss(weight, hidden, labels))[0]) == served
+    given, options = (hidden, weight, labels), EngineOptions(backend="triton")
+    for names, metrics in ((("logp",), ("columns",)), (("selected_logps",), ())):
+        on = {"metrics": metrics, "selected": Largest(3), "options": options}
+        assert plans(lambda names=names, on=on: linear_statistics(*given, names, **on))[0] == ["core"]
+
+
+@pytest.mark.parametrize("name", ["GRPO, score centering", "GRPO, near the sampler", "cross entropy, by entropy"])
+def test_several_columns_take_the_products_of_one(name):
+    """Both gradients': logits are a kernel's. No logits are stored."""
+    d, leaves = of_losses(torch.bfloat16)
+    with Work() as work, planned_blocks() as names:
+        run(name, d, leaves, backend="triton")
+    assert {*names} == {"exponentials"}
+    assert work.flops == 4 * int((d["y"] >= 0).sum()) * H * V

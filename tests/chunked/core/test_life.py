@@ -124,7 +124,7 @@ def test_a_block_takes_few_launches_whatever_adds_to_a_gradient(biased):
     with mock.patch.object(
         block, "softmax_gradient_into", lambda *a, **k: launched.append(k["backend"]) or launch(*a, **k)
     ):
-        found = statistics([target], ["selected_logps", "lse"], EngineOptions(backend="triton"))[0]
+        found = statistics([target], ["selected_logps", "mean_logit"], EngineOptions(backend="triton"))[0]
         sum(value.sum() for value in found.values()).backward()
     assert launched.count("triton") == 1
 

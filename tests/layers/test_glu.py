@@ -291,24 +291,6 @@ def test_glu_keeps_nan(backend):
     assert glu(one, nan, limit=1.0, backend=backend).isnan().all()
 
 
-def test_errors_of_glu_name_what_was_given(backend):
-    x = normal(2, 7)
-    with pytest.raises(ValueError, match="activation must be one of silu, gelu, gelu_tanh, got 'relu'"):
-        glu(x, x, "relu", backend=backend)
-    with pytest.raises(ValueError, match="the same shape"):
-        glu(x, x[:1], backend=backend)
-    with pytest.raises(ValueError, match="the same shape"):
-        glu_linear(x, x[:1], x, backend=backend)
-    with pytest.raises(ValueError, match="even number of columns, got 7"):
-        glu_linear(x, None, x, backend=backend)
-    with pytest.raises(ValueError, match="even number of columns, got 7"):
-        glu_fused(x, backend=backend)
-    with pytest.raises(ValueError, match="alpha belongs to silu"):
-        glu(x, x, "gelu", alpha=2.0, backend=backend)
-    with pytest.raises(ValueError, match="limit must be positive"):
-        glu(x, x, limit=-1.0, backend=backend)
-
-
 @pytest.mark.parametrize("used", [0, 1])
 def test_what_is_not_used_has_no_gradient(backend, used):
     """As in eager PyTorch: an optimizer does nothing to a parameter whose gradient is None, and decays one of 0."""

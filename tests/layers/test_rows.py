@@ -1,10 +1,12 @@
 """What all kernels of rows do: empty, strided, frozen and long ones, and errors."""
 
+from functools import partial
+
 import pytest
 import torch
 
 from liger_losses.kernels.targets import target_of
-from liger_losses.layers.glu import glu, glu_fused
+from liger_losses.layers.glu import glu, glu_fused, glu_linear
 from liger_losses.layers.layer_norm import layer_norm
 from liger_losses.layers.rms_norm import add_rms_norm, gated_rms_norm, rms_norm
 from liger_losses.layers.rope import rope
@@ -90,21 +92,40 @@ def test_norms_of_many_rows(norm, backend):
     check(lambda x, w: norm(x, w, backend=backend), lambda x, w: norm(x, w, backend="torch"), (x, weight))
 
 
+X, WEIGHT = normal(2, 8), normal(8)
+Q, COS = normal(2, 3, 5, 8), normal(5, 8, grad=False)
+#: Functions with wrong arguments, and what is said.
+WRONG = [
+    (partial(rms_norm, X, WEIGHT, multiply="first"), "multiply must be one of cast_first, fp32, got 'first'"),
+    (partial(rms_norm, X, WEIGHT[:7]), "one entry for each of the 8"),
+    (partial(layer_norm, X, WEIGHT, WEIGHT[:7]), "bias must have one entry"),
+    (partial(add_rms_norm, X, X[:1], WEIGHT), "residual must have the shape of x"),
+    (partial(gated_rms_norm, X, X[:1], WEIGHT), "gate must have the shape of x"),
+    (partial(glu, X, X, "relu"), "activation must be one of silu, gelu, gelu_tanh, got 'relu'"),
+    (partial(glu, X, X[:1]), "the same shape"),
+    (partial(glu_linear, X, X[:1], X), "the same shape"),
+    (partial(glu_linear, X[:, :7], None, X), "even number of columns, got 7"),
+    (partial(glu_fused, X[:, :7]), "even number of columns, got 7"),
+    (partial(glu, X, X, "gelu", alpha=2.0), "alpha belongs to silu"),
+    (partial(glu, X, X, limit=-1.0), "limit must be positive"),
+    (partial(rope, Q, Q, COS[:4], COS[:4]), r"must be \[2 or 1, 5, R\]"),
+    (partial(rope, Q, Q, COS[:, :7], COS[:, :7]), "even width of at most 8"),
+    (partial(rope, Q, Q[..., :4], COS[:, :4], COS[:, :4]), "only in the number of heads"),
+    (partial(rope, Q[0], Q[0], COS, COS), "4 dimensions"),
+    (partial(rope, Q, Q, COS, COS, unsqueeze_dim=3), "1 or 2, got 3"),
+]
+
+
 @pytest.mark.usefixtures("with_gradients_or_without")
-def test_errors_of_norms_name_what_was_given(backend):
-    x, weight = normal(2, 8), normal(8)
-    with pytest.raises(ValueError, match="multiply must be one of cast_first, fp32, got 'first'"):
-        rms_norm(x, weight, multiply="first", backend=backend)
-    with pytest.raises(ValueError, match="one entry for each of the 8"):
-        rms_norm(x, weight[:7], backend=backend)
-    with pytest.raises(ValueError, match="bias must have one entry"):
-        layer_norm(x, weight, weight[:7], backend=backend)
-    with pytest.raises(ValueError, match="residual must have the shape of x"):
-        add_rms_norm(x, x[:1], weight, backend=backend)
-    with pytest.raises(ValueError, match="gate must have the shape of x"):
-        gated_rms_norm(x, x[:1], weight, backend=backend)
+@pytest.mark.parametrize(("call", "message"), WRONG)
+def test_errors_name_what_was_given(call, message, backend):
+    with pytest.raises(ValueError, match=message):
+        call(backend=backend)
+
+
+def test_a_backend_that_there_is_not():
     with pytest.raises(ValueError, match="backend must be one of torch, triton, got 'cuda'"):
-        rms_norm(x, weight, backend="cuda")
+        rms_norm(X, WEIGHT, backend="cuda")
 
 
 def test_what_triton_cannot_serve_is_refused_when_asked_for():

@@ -53,22 +53,6 @@ MISTAKES = [
 NO_REFERENCE = {"use_ref_model": False}
 
 
-@pytest.mark.parametrize(
-    ("loss", "more", "given"),
-    [
-        (CE(), {}, {"hidden_states": 1, "labels": 2}),
-        (CE(), {}, {"lin_weight": 0, "hidden_states": 1, "target": 2}),
-        (Scaled(), {"scale": 2.0}, {"head": 0, "hidden_states": 1, "labels": 2}),
-    ],
-)
-def test_documented_names_are_keywords(loss, more, given):
-    """All arguments, or those after some by position, by the names of one form or of both."""
-    hidden, weight, labels, _ = problem(shape=(4, 5), masked=0.2)
-    values = weight, hidden, labels
-    by_name = {name: values[at] for name, at in given.items()}
-    assert torch.equal(loss(*values[: 3 - len(given)], **by_name, **more), loss(*values, **more))
-
-
 def test_a_forward_that_passes_all_on_takes_the_names_that_it_passes_on():
     class Doubled(CE):
         def forward(self, *arguments, **keywords):

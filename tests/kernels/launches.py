@@ -192,7 +192,6 @@ def heads() -> dict[str, Callable[[], None]]:
         calls[name] = lambda form=form: divergence(form)
     for name in ("forward KL", "JSD", "cosine"):
         form = forms[name]
-        calls[f"{name}, small workspace"] = lambda form=form: divergence(form, 300)
         calls[f"{name}, hard loss"] = lambda form=form: divergence(
             form, hard=True, dtype=FP16, transform=capped, temperature=2.0, softcap=30.0, entropy=True
         )
@@ -253,7 +252,6 @@ def layers() -> dict[str, Callable[[], None]]:
         name = f"{activation}, {str(dtype).removeprefix('torch.')}"
         calls[f"GLU, {name}"] = lambda dtype=dtype, activation=activation: backward(glu(*both(dtype), activation))
     gpt_oss = {"limit": 7.0, "alpha": 1.702, "up_offset": 1.0}
-    calls["GLU, halves of one tensor"] = lambda: backward(glu_fused(rows(8192)))
     calls["GLU, gpt-oss"] = lambda: backward(glu_fused(rows(5760), interleaved=True, **gpt_oss))
     calls["GLU, clamps"] = lambda: backward(glu(*both(), limit=7.0))
     return calls

@@ -218,7 +218,6 @@ WRONG = [
     (lambda h, w, y: DPO(loss_type="kto_pair"), "use LigerFusedLinearKTOLoss, of single"),
     (lambda h, w, y: patch(w, mlp=True), r"no mlp= \(did you mean 'mlps'\?\); its arguments are model,"),
     (lambda h, w, y: patch(w, kernel=True), "no kernel=; its arguments .* kernels= is an argument of .*enable"),
-    (lambda h, w, y: DPO()(w, (h, y)), "required argument: 'rejected'; .* arguments are head, chosen"),
     # functions
     (lambda h, w, y: F.dpo_loss([1.0], ONES, ONES, ONES), "chosen_logps must be a tensor, got list"),
     (lambda h, w, y: F.dpo_loss(ONES, ONES[:2], ONES, ONES), r"rejected_logps must be \[4\], as chosen_logps"),

@@ -11,7 +11,7 @@ from torch import nn
 
 import liger_losses
 from liger_losses import DistillationLoss, Divergence, Head, LogitTransform, Teacher, checks
-from tests.losses import BCO, CE, CPO, DPO, GRPO, JSD, KL, KTO, ORPO, AlphaBeta, MiniLLM, SimPO
+from tests.losses import BCO, CE, CPO, DPO, GRPO, JSD, KL, KTO, ORPO, AlphaBeta, MiniLLM
 from tests.reference import linear_of, tensors_of
 from tests.results.losses import HIDDEN, LOSSES, batch
 
@@ -28,7 +28,6 @@ WRONG = [
     (CE, {"reduction": "average"}, "mean, sum, none"),
     (CE, {"label_smoothing": 1.5}, r"label_smoothing must lie in \[0.0, 1.0\]"),
     (CE, {"softcap": 0.0}, "softcap must be a positive"),
-    (CE, {"softcap": -1.0}, "softcap must be a positive"),
     (CE, {"temperature": -1.0}, "temperature must be a positive"),
     (CE, {"accum_dtype": torch.bfloat16}, "accum_dtype"),
     (CE, {"workspace": 0}, "workspace must be a positive integer"),
@@ -47,7 +46,6 @@ WRONG = [
     (DPO, {"discopop_tau": 0.0}, "discopop_tau"),
     (CPO, {"use_ref_model": True}, "leave out use_ref_model"),
     (ORPO, {"use_ref_model": True}, "leave out use_ref_model"),
-    (SimPO, {"use_ref_model": True}, "leave out use_ref_model"),
     (KTO, {"loss_type": "bco"}, "loss_type"),
     (KTO, {"desirable_weight": -1.0}, "desirable_weight"),
     (BCO, {"desirable_weight": -1.0}, "desirable_weight"),

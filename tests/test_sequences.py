@@ -8,7 +8,6 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from liger_losses import sequences, split_by_coefficient
-from tests.losses import GRPO
 
 B, T, H, V = 5, 4, 8, 11
 Outputs = namedtuple("Outputs", "logps entropy missing")
@@ -84,20 +83,6 @@ def test_something_small_stands_in_where_none_has_a_coefficient():
     torch.testing.assert_close(found["a"].logps, Model()(torch.arange(B))["a"].logps)
     (found["a"].logps * torch.zeros(B, 1)).sum().backward()
     assert all(torch.equal(p.grad, torch.zeros_like(p)) for p in model.layers.parameters())
-
-
-def test_hidden_states_for_a_fused_loss():
-    weight = torch.randn(V, H, requires_grad=True, generator=torch.Generator().manual_seed(1))
-    advantages, (hidden_states, labels) = COEFFICIENTS["some"], batch()
-    gradients = []
-    for split in (False, True):
-        layer, weight.grad = layers()[0], None
-        run = lambda rows, layer=layer: layer(hidden_states[rows])  # noqa: E731
-        of = split_by_coefficient(run, advantages) if split else layer(hidden_states)
-        loss = GRPO(beta=0.0)(of, weight, labels, torch.ones(B, T), advantages)[0]
-        loss.backward()
-        gradients.append([loss.detach(), weight.grad, layer.weight.grad, layer.bias.grad])
-    torch.testing.assert_close(*gradients)
 
 
 def test_without_gradients_all_run_at_once():

@@ -189,6 +189,7 @@ def test_an_objective_declares_options_for_a_sweep(coupled):
         found, expected = (torch.autograd.grad(x, (hidden, weight), retain_graph=True) for x in (value, exact))
         torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-12)
         assert (loss.power, loss.floor) == (power, floor)
+        assert repr(loss).endswith(f"(beta=0.0, loss_type='powered', power={power}, floor={floor})")
         options = {"loss_type": "powered", "beta": 0.0, "power": power, "floor": floor}
         torch.testing.assert_close(functional.grpo_loss(logps, advantages, mask, old_logps=old, **options), exact)
     with pytest.raises(AttributeError, match="power is an option"):

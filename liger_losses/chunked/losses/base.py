@@ -249,11 +249,12 @@ class ChunkedLoss(nn.Module):
         return loss
 
     def extra_repr(self) -> str:
-        """The options that differ from the defaults, but for tensors."""
+        """The options that differ from the defaults, but for tensors; those of an objective as they were given."""
         options = self.constructor_signature.parameters.values()
-        values = {option: getattr(self, option.name, option.default) for option in options}
-        shown = [option for option, value in values.items() if not isinstance(value, Tensor)]
-        return ", ".join([f"{o.name}={values[o]!r}" for o in shown if values[o] != o.default])
+        values = [(option, getattr(self, option.name, option.default)) for option in options]
+        shown = [(o.name, value) for o, value in values if not isinstance(value, Tensor) and value != o.default]
+        groups = [value.items() if isinstance(value, Mapping) else [(name, value)] for name, value in shown]
+        return ", ".join([f"{name}={value!r}" for group in groups for name, value in group])
 
     if TYPE_CHECKING:
 

@@ -220,9 +220,12 @@ class CompletionBatch(NamedTuple):
     ref_head: Head | None
     ref_logps: Sequence[Tensor | None]
 
-    def of_groups(self, values: Sequence[Tensor]) -> list[Tensor]:
-        """Each group's rows of tensors of the parts."""
-        return [group for value in values for group in value.tensor_split(len(self.ref_logps) // len(self.parts))]
+    def of_groups(self, values: list[Any]) -> list[Any]:
+        """Each group's rows of what the parts have: tensors, or tuples of them."""
+        if len(self.parts) == len(self.ref_logps):
+            return values
+        count = len(self.parts[0].labels) // 2
+        return [_rows(values[0], rows) for rows in (slice(count), slice(count, None))]
 
     def reference_logps(
         self, options: EngineOptions, policy: Sequence[Target], support: TokenSupport | None = None
@@ -241,6 +244,13 @@ class CompletionBatch(NamedTuple):
             targets = [part.target(head, reference=True) for part in self.parts]
             targets = [replace(ref, counted=other.counted) for ref, other in zip(targets, policy, strict=False)]
             return [values["logp"] for values in statistics(targets, ("logp",), options)]
+
+
+def _rows(value: Any, rows: slice) -> Any:
+    """Some rows of a tensor, or of a named tuple of tensors."""
+    if value is None or isinstance(value, Tensor):
+        return value if value is None else value[rows]
+    return type(value)(*[_rows(part, rows) for part in value])
 
 
 class CompletionInputs(TypedDict, total=False):
@@ -389,28 +399,29 @@ class CompletionLoss(ChunkedLoss):
         """
         o, parts = self.settings, batch.parts if extra is None else [*batch.parts, extra]
         targets = counted_once([part.target(batch.head) for part in parts], o.engine)
-        reference = batch.ref_logps
+        masks = batch.of_groups([part.labels != o.ignore_index for part in batch.parts])
         if batch.ref_head is not None:
             reference = batch.of_groups(batch.reference_logps(o.engine, targets))
+        else:  # which may be anything at tokens without loss
+            given = zip(batch.ref_logps, masks, strict=True)
+            reference = [ref if ref is None or ref.dim() == 1 else ref.where(mask, 0.0) for ref, mask in given]
         if o.group is not None:
             ref_dims = [None if logps is None else logps.dim() for logps in reference]
             facts = {"sequences": [len(part.labels) for part in batch.parts], "dimensions of ref_logps": ref_dims}
             agree(o.group, {**self.common_options, **facts})
         metrics = tuple(dict.fromkeys(("mean_logit", *self.metrics)))
-        of_parts = statistics(targets, ("logp",), o.engine, metrics)
-        groups = {name: batch.of_groups([part[name] for part in of_parts[: len(batch.parts)]]) for name in of_parts[0]}
-        values = [Statistics(**dict(zip(groups, group, strict=True))) for group in zip(*groups.values(), strict=True)]
-        masks = batch.of_groups([part.labels != o.ignore_index for part in batch.parts])
-        scored = map(self._scored, values, masks, self.token_weights(masks), reference)
-        return [*scored], None if extra is None else of_parts[-1]["logp"]
+        values = [Statistics(**part) for part in statistics(targets, ("logp",), o.engine, metrics)]
+        others = None if extra is None else values.pop().logp
+        scored = map(self._scored, batch.of_groups(values), masks, self.token_weights(masks), reference)
+        return [*scored], others
 
     def _scored(self, values: Statistics, mask: Tensor, weights: Tensor | None, ref_logps: Tensor | None) -> Scored:
         """The sums over each completion's tokens, over the group's ranks too."""
         ref_logps = torch.zeros_like(values.logp) if ref_logps is None else ref_logps.detach()
         sums, ref_token_logps = [_sums_over_tokens(values.logp, weights), mask.sum(-1), values.mean_logit.sum(-1)], None
-        if ref_logps.dim() == 2:  # of tokens, which may be anything at those without loss
-            ref_token_logps = torch.where(mask, ref_logps, 0.0)
-            sums.append(_sums_over_tokens(ref_token_logps, weights))
+        if ref_logps.dim() == 2:
+            ref_token_logps = ref_logps
+            sums.append(_sums_over_tokens(ref_logps, weights))
         logps, lengths, logits, *of_reference = sum_over_group(self.settings.group, *sums)
         divisor = lengths.clamp(min=1) if self.settings.averages else 1
         ref_logps = of_reference[0] / divisor if of_reference else ref_logps

@@ -13,8 +13,8 @@ from torch.autograd.graph import save_on_cpu
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
-from liger_losses import Head, linear_logps, linear_token_loss
-from tests.losses import CE
+from liger_losses import Head, Teacher, linear_logps, linear_token_loss
+from tests.losses import CE, JSD
 from tests.reference import problem, tensors_of
 from tests.results.losses import LOSSES, OPERATIONS, batch, case_of
 from tests.seam import as_on_a_gpu, leave_out_zero_rows
@@ -234,6 +234,21 @@ def test_all_tokens_masked(name, compact):
     loss = call(compact=compact)
     assert loss == 0.0
     assert all(torch.equal(g, torch.zeros_like(g)) for g in call.gradients(loss))
+
+
+def test_a_mean_over_nothing_is_0():
+    """Of weights that are all 0, of no items in the batch, and of metrics without tokens."""
+    hidden, weight, labels, _ = problem(20, 8, 31)
+    nothing, teacher = torch.full_like(labels, -100), Teacher(hidden.detach(), weight.detach())
+    losses = [
+        CE()(weight, hidden, labels, token_weights=torch.zeros(20)),
+        CE()(weight, hidden, nothing, num_items_in_batch=0),
+        *JSD()(weight, hidden, nothing, teacher, num_items_in_batch=0),
+    ]
+    for loss in (*losses[:2], losses[2], *losses[3]):
+        assert loss == 0.0
+    for loss in losses[:3]:
+        assert not any(g.any() for g in torch.autograd.grad(loss, (hidden, weight)))
 
 
 @pytest.mark.parametrize("reduction", ["mean", "sum", "none"])

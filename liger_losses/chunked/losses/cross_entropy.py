@@ -498,5 +498,5 @@ class LigerFusedLinearCrossEntropyLoss(ChunkedLoss, Generic[R]):
         counted = [mask.to(wide)]
         for weights in inputs.values():  # of tokens, then of labels; in fp32 at least, or fp64 if one of them is
             counted.append(counted[-1] * weights.to(torch.promote_types(weights.dtype, wide)))
-        by_label = items is None and "label_weights" in inputs
-        return [self.divisor(number, items) for number in (counted[:-3:-1] if by_label else counted[-1:])]
+        differ = "label_weights" in inputs
+        return [self.divisor(number, items) for number in (counted[:-3:-1] if differ else counted[-1:])]

@@ -24,8 +24,11 @@ from liger_losses.chunked.losses.completion_loss import sequence_logps as sequen
 from liger_losses.chunked.losses.cross_entropy import cross_entropy as cross_entropy
 from liger_losses.chunked.losses.dpo import dpo_loss as dpo_loss
 from liger_losses.chunked.losses.minillm import minillm_returns as minillm_returns
+from liger_losses.chunked.losses.policy_estimates import SamplerMetrics as SamplerMetrics
+from liger_losses.chunked.losses.policy_estimates import SamplerWeights as SamplerWeights
 from liger_losses.chunked.losses.policy_estimates import iw_opd_advantages as iw_opd_advantages
 from liger_losses.chunked.losses.policy_estimates import k3 as k3
+from liger_losses.chunked.losses.policy_estimates import sampler_weights as sampler_weights
 from liger_losses.chunked.losses.policy_objectives import grpo_loss as grpo_loss
 from liger_losses.chunked.losses.policy_objectives import high_entropy_mask as high_entropy_mask
 from liger_losses.chunked.losses.policy_tables import PolicyOptions as PolicyOptions
@@ -34,9 +37,6 @@ from liger_losses.chunked.losses.policy_tables import vespo_weights as vespo_wei
 from liger_losses.chunked.losses.reference_free import cpo_loss as cpo_loss
 from liger_losses.chunked.losses.reference_free import orpo_loss as orpo_loss
 from liger_losses.chunked.losses.reference_free import simpo_loss as simpo_loss
-from liger_losses.chunked.losses.sampler import SamplerMetrics as SamplerMetrics
-from liger_losses.chunked.losses.sampler import SamplerWeights as SamplerWeights
-from liger_losses.chunked.losses.sampler import sampler_weights as sampler_weights
 from liger_losses.chunked.losses.softmax_divergences import alpha_beta_divergence as alpha_beta_divergence
 from liger_losses.chunked.losses.softmax_divergences import divergence as divergence
 from liger_losses.chunked.losses.softmax_divergences import forward_kl as forward_kl

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from liger_losses.caller import warn
 from liger_losses.checks import see
-from liger_losses.chunked.losses.sampler import BOUNDS, LEVELS
+from liger_losses.chunked.losses.policy_estimates import BOUNDS, LEVELS
 from liger_losses.places import Found, Replaced
 from liger_losses.trl.divergences import chosen
 

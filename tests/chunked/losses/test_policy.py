@@ -7,9 +7,8 @@ import pytest
 import torch
 
 from liger_losses import AdaptiveEntropy, TeacherTopK, functional
-from liger_losses.chunked.losses.policy_estimates import KL_ESTIMATORS, NORMALIZERS
+from liger_losses.chunked.losses.policy_estimates import KINDS, KL_ESTIMATORS, NORMALIZERS
 from liger_losses.chunked.losses.policy_tables import LOSS_TYPES, SAMPLER_TERMS
-from liger_losses.chunked.losses.sampler import KINDS
 from tests.losses import GRPO
 from tests.reference import plain_statistics
 

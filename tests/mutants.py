@@ -67,7 +67,7 @@ MUTANTS: dict[str, list[tuple[str, str, str, str]]] = {
         ("kernels.logit_transform", "LogitTransform.chain_", "if self.softcap is not None", "if False"),
     ],
     f"{GOLDEN} -k 'KL or JSD or AlphaBeta or linear'": [
-        ("chunked.losses.distillation", "DistillationLoss.forward", "divisor**2", "divisor**3"),
+        ("chunked.losses.distillation", "_square", "temperature**2", "temperature**3"),
         ("chunked.losses.softmax_divergences", "distribution", "(-total.clamp(max", "(total.clamp(max"),
         ("kernels.divergence_forms", "_reverse_kl", "- p", "+ p"),
         ("kernels.divergence_forms", "_alpha_beta", "p_s - both", "p_s + both"),

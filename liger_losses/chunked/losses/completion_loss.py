@@ -340,12 +340,11 @@ class CompletionLoss(ChunkedLoss):
         Labels are as the engine takes them; what does not fit raises TypeError or ValueError. ``transform`` applies to
         the reference's logits, if it differs from :attr:`transform`.
         """
-        o, needed = self.settings, self.needs_reference
         for value in (temperature, *[getattr(part, "temperature", None) for part in (first, second)]):
             if value is not None:
                 self.check_one_temperature(value)
         if isinstance(first, Tensor):
-            reference = reference if o.use_ref_model else Reference(logps=(None,) * len(names))  # as in liger-kernel
+            reference = reference if self.use_ref_model else Reference(logps=(None,) * len(names))  # as in liger-kernel
             parts, logps = [_stacked(first, second, reference.hidden_states, temperature)], reference.logps
         else:
             apart = any(value is not None for value in (reference.hidden_states, *reference.logps, temperature))
@@ -356,9 +355,23 @@ class CompletionLoss(ChunkedLoss):
         if self.paired and (rows[0] != rows[-1] or (len(rows) == 1 and rows[0] % 2)):
             stacked = ", which are an odd number, stacked" if len(rows) == 1 else ""
             raise ValueError(f"there must be as many chosen as rejected completions, got {rows} rows{stacked}.")
-        of_states, ref_head = parts[0].ref_hidden_states is not None, None
+        ref_head = self._reference_head(names, parts, logps, reference, transform or self.transform, head.weight.device)
+        return CompletionBatch(head, parts, ref_head, logps)
+
+    def _reference_head(
+        self,
+        names: Sequence[str],
+        parts: list[Completions],
+        logps: Sequence[Tensor | None],
+        reference: Reference,
+        transform: LogitTransform,
+        device: torch.device,
+    ) -> Head | None:
+        """The head of a reference's hidden states, if there are some; TypeError or ValueError unless each group has the
+        reference that the loss needs, and not more."""
+        needed, of_states, ref_head = self.needs_reference, parts[0].ref_hidden_states is not None, None
         referenced = of_states or any(value is not None for value in logps)
-        if referenced and not o.use_ref_model:
+        if referenced and not self.use_ref_model:
             raise ValueError(
                 f"a reference was given to {type(self).__name__}, which was built without one (use_ref_model=False): "
                 "leave it out, or build the loss with use_ref_model=True."
@@ -370,7 +383,7 @@ class CompletionLoss(ChunkedLoss):
             )
         if of_states and reference.weight is not None:
             with naming_the_reference():
-                ref_head = Head.of(reference.weight, reference.bias, transform or o.transform)
+                ref_head = Head.of(reference.weight, reference.bias, transform)
         for which, ref, part in zip(names, logps, parts * len(names), strict=False):
             if needed and not of_states and ref is None:
                 raise ValueError(f"{needed}, but the {which} completions have none. {self.reference_forms}")
@@ -378,15 +391,15 @@ class CompletionLoss(ChunkedLoss):
                 raise ValueError(f"the {which} completions have both ref_hidden_states and ref_logps; give one.")
             if ref is not None:
                 count, tokens = part.labels.shape
-                shape = (count * len(rows) // len(names), tokens)  # of a group, where these are stacked
+                shape = (count * len(parts) // len(names), tokens)  # of a group, where these are stacked
                 name = f"ref_logps of the {which} completions"
-                check_shaped(name, ref, "sequence or token", head.weight.device, shape[:1], shape, dtypes=FLOATS)
+                check_shaped(name, ref, "sequence or token", device, shape[:1], shape, dtypes=FLOATS)
         if of_states and ref_head is None:
             raise ValueError(
                 "there are hidden states of a reference, but no ref_weight= to project them; pass the policy's weight "
                 "there if the reference model shares it."
             )
-        return CompletionBatch(head, parts, ref_head, logps)
+        return ref_head
 
     def token_weights(self, masks: Sequence[Tensor]) -> Sequence[Tensor | None]:
         """Weights ``[B, T]`` of each group's tokens in the completion's log-probability; ``None`` for 1."""

@@ -277,6 +277,19 @@ class CrossEntropyOptions(LossOptions):
         """The row of :data:`TOKEN_SCALINGS`."""
         return "probability" if self.use_token_scaling else self.token_scaling
 
+    @property
+    def columns(self) -> int | None:
+        """How many largest columns the token scaling reads."""
+        return TOKEN_SCALINGS[self.scaling].columns
+
+    @property
+    def reads(self) -> list[tuple[str, ...]]:
+        """The names of the statistics that the loss is differentiated by, and of others."""
+        of_loss = {"logp": True, "lse": self.lse_square_scale != 0, "mean_logp": self.label_smoothing != 0}
+        others = {"argmax": self.return_token_accuracy or self.return_predicted_tokens, "lse": self.return_z_loss}
+        others["selected_logps"] = self.columns is not None
+        return [tuple([name for name, is_read in names.items() if is_read]) for names in (of_loss, others)]
+
 
 class CrossEntropyInputs(TypedDict, total=False):
     """What calls of :class:`LigerFusedLinearCrossEntropyLoss` may have beside head, hidden states and labels."""
@@ -416,9 +429,8 @@ class LigerFusedLinearCrossEntropyLoss(ChunkedLoss, Generic[R]):
             head_weights=o.head_weights,
             **inputs,
         )
-        columns = TOKEN_SCALINGS[o.scaling].columns
-        if columns is not None:
-            whole = [replace(target, selected=min(columns, target.vocab_size)) for target in whole]
+        if o.columns is not None:
+            whole = [replace(target, selected=min(o.columns, target.vocab_size)) for target in whole]
         count = len(whole)
         numbers, weights = [checks.one_each(value, count) if many else [value] for value in inputs.values()]
         if self.spans_ranks:
@@ -426,12 +438,7 @@ class LigerFusedLinearCrossEntropyLoss(ChunkedLoss, Generic[R]):
         scales = [float(scale) for scale in o.head_weights or [1.0] * count]
         heads = zip(whole, numbers, weights, checks.one_each(o.shift, count), scales, strict=True)
         parts = [self._part(*head) for head in heads]
-        targets = [part.counted(o.ignore_index) for part in parts]
-        asked = {"logp": True, "lse": o.lse_square_scale != 0, "mean_logp": o.label_smoothing != 0}
-        names = tuple(name for name, is_asked in asked.items() if is_asked)
-        reads_argmax = bool(o.return_token_accuracy or o.return_predicted_tokens)
-        read_too = {"argmax": reads_argmax, "lse": o.return_z_loss, "selected_logps": columns is not None}
-        metrics = tuple(name for name, is_asked in read_too.items() if is_asked)
+        targets, (names, metrics) = [part.counted(o.ignore_index) for part in parts], o.reads
         loss: Any
         if o.reduction == "none":
             read = statistics(targets, names, o.engine, metrics)
@@ -440,18 +447,10 @@ class LigerFusedLinearCrossEntropyLoss(ChunkedLoss, Generic[R]):
         else:
             loss, read = loss_sum(targets, names, [part.token_loss() for part in parts], o.engine, metrics)
             loss = self.total(loss)
-        if not (many or o.return_z_loss or reads_argmax):
-            return loss
         with torch.no_grad():
-            if not many:
-                return self._output(read[0], parts[0], loss)
-            for k, part in enumerate(parts):
-                if part.scale == 0:
-                    (read[k],) = statistics([part.target], names, o.engine, metrics)
-            outputs = [self._output(values, part) for values, part in zip(read, parts, strict=True)]
-            results: Any = [None if result[0] is None else [*result] for result in zip(*outputs, strict=True)]
-            of_losses, z_losses, accuracies = [result and torch.stack(result) for result in results[:3]]
-            return loss, ManyHeadsMetrics(of_losses, z_losses, accuracies, results[3])
+            if many:
+                return loss, self._metrics(read, parts)
+            return self._output(read[0], parts[0], loss) if o.return_z_loss or "argmax" in metrics else loss
 
     def _part(self, target: Target, items: Any, token_weights: Tensor | None, positions: int, scale: float) -> _Part:
         """What one head predicts, once the class weights, the number of items and the token weights fit it."""
@@ -475,6 +474,17 @@ class LigerFusedLinearCrossEntropyLoss(ChunkedLoss, Generic[R]):
         size = target.vocab_size
         smoothing = o.label_smoothing * (size / max(size - 1, 1) if o.smooths_others else 1.0)
         return _Part(target, mask, inputs, TokenTerms(smoothing, o.lse_square_scale, o.scaling, o.return_z_loss), scale)
+
+    def _metrics(self, read: list[dict[str, Tensor]], parts: Sequence[_Part]) -> ManyHeadsMetrics:
+        """The results of several heads; those of a head of weight 0 have not been read yet."""
+        for k, part in enumerate(parts):
+            if part.scale == 0:
+                names, metrics = self.settings.reads
+                (read[k],) = statistics([part.target], names, self.options, metrics)
+        outputs = [self._output(values, part) for values, part in zip(read, parts, strict=True)]
+        results: Any = [None if result[0] is None else [*result] for result in zip(*outputs, strict=True)]
+        of_losses, z_losses, accuracies = [result and torch.stack(result) for result in results[:3]]
+        return ManyHeadsMetrics(of_losses, z_losses, accuracies, results[3])
 
     def _output(self, values: Mapping[str, Tensor], part: _Part, loss: Tensor | None = None) -> CrossEntropyOutput:
         """The results of a part, per token where the only head's ``loss`` is; ``None`` for those not asked for."""

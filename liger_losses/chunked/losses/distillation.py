@@ -255,21 +255,19 @@ class DistillationLoss(ChunkedLoss):
             self.agree([num_items_in_batch], labels.device)
         wide = torch.promote_types(hidden.dtype, torch.float32)
         number = self.divisor(mask, num_items_in_batch).to(wide)
-        factor: float | Tensor = o.factor
-        if o.temperature_squared:  # of masked tokens, it may be anything
-            divisor = torch.where(mask, t.to(torch.promote_types(wide, t.dtype)), 0.0) if isinstance(t, Tensor) else t
-            factor = factor * divisor**2
+        factor = o.factor * (_square(t, mask, wide) if o.temperature_squared else 1.0)
         weights = {"divergence": o.weight_soft_loss * factor / number}
         if hard:
             weights["logp"] = -o.weight_hard_loss / number
+        live = None
         if token_weights is not None:  # of masked tokens, they may be anything
+            live = token_weights != 0
             exact = token_weights.to(torch.promote_types(token_weights.dtype, wide))
             weights = {name: torch.where(mask, exact * weight, 0.0) for name, weight in weights.items()}
         if over_columns:
             loss, values = loss_over_columns(hidden, head, labels, taught, weights, t, o)
         else:
             names: list[Any] = [Statistic("divergence", divergence=which), *(["logp"] if hard else [])]
-            live = None if token_weights is None else token_weights != 0
             token_loss = TokenLoss(scaled_sum, weights, {"scaling": o.token_scaling}, live)
             loss, parts = loss_sum(targets, names, [token_loss] * len(targets), o.engine)
             values = {name: torch.stack([part[name] for part in parts]).sum(0) for name in parts[0]}
@@ -279,6 +277,13 @@ class DistillationLoss(ChunkedLoss):
         if not like_liger:
             return loss, DistillationMetrics(soft_loss, hard_loss)
         return (loss, soft_loss, hard_loss) if o.return_soft_hard_loss else loss
+
+
+def _square(temperature: float | Tensor, mask: Tensor, wide: torch.dtype) -> float | Tensor:
+    """The square of a temperature, which may be anything for masked tokens."""
+    if not isinstance(temperature, Tensor):
+        return temperature**2
+    return torch.where(mask, temperature.to(torch.promote_types(wide, temperature.dtype)), 0.0) ** 2
 
 
 def _teacher_of(fourth: Any, teacher: Any, fifth: Any, bias: Tensor | None) -> AnyTeacher:

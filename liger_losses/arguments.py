@@ -193,9 +193,10 @@ def check_known(cls: Any, options: Iterable[str], known: Container[str] | None =
 
 def check_no_inputs(cls: Any, options: Mapping[str, Any]) -> None:
     """Raise TypeError if an option is a layer, a head, or a tensor that it cannot be: these belong to the call."""
+    known = cls.options_type.__dataclass_fields__
     for name, value in options.items():
         parts = value if isinstance(value, (list, tuple)) else [value]
-        fits = isinstance(value, Tensor) and value.dim() <= 1 and name in cls.options_type.tensors
+        fits = isinstance(value, Tensor) and value.dim() <= 1 and str(known[name].type).startswith("Tensor")
         if not fits and any(isinstance(part, (Tensor, nn.Module)) or hasattr(part, "vocab_size") for part in parts):
             shape = f"{list(value.shape)}, {value.dtype}" if isinstance(value, Tensor) else type(value).__name__
             raise TypeError(

@@ -48,8 +48,8 @@ class LossOptions:
     several: ClassVar[bool] = False
     #: Whether ``chunk_size`` has an effect. In liger-kernel's losses on completions, it counts these.
     streams_chunks: ClassVar[bool] = True
-    #: The options that are tensors, of one dimension.
-    tensors: ClassVar[tuple[str, ...]] = ()
+    #: What depends on the order of a sequence's tokens, so that ``group`` cannot be given.
+    reads_order: ClassVar[str | None] = None
     #: The values of options that are no fields, but a registered objective's own, by name.
     declared: ClassVar[Mapping[str, float]] = {}
     transform: ClassVar[LogitTransform]
@@ -85,11 +85,6 @@ class LossOptions:
         """Options by the names of the fields; a loss that has other ones has them in a field. ``earlier`` are those of
         the loss that another one replaces."""
         return dict(options)
-
-    @property
-    def reads_order(self) -> str | None:
-        """What depends on the order of a sequence's tokens, so that ``group`` cannot be given."""
-        return None
 
 
 def _option(name: str) -> property:

@@ -241,7 +241,6 @@ class CrossEntropyOptions(LossOptions):
     """The options of :class:`LigerFusedLinearCrossEntropyLoss`."""
 
     several = True
-    tensors = ("ce_weight",)
 
     ce_weight: Tensor | None = field(default=None, kw_only=False, repr=False, compare=False)
     lse_square_scale: NonNegativeFloat = 0.0

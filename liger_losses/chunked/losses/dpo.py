@@ -261,7 +261,7 @@ class DPOLossOptions(DPOOptions, PreferenceOptions):
             raise ValueError("'ipo' and 'sigmoid_norm' divide by lengths already; leave average_log_prob out.")
 
     @property
-    def reads_order(self) -> str | None:
+    def reads_order(self) -> str | None:  # type: ignore[override]
         return None if self.ld_alpha is None else "ld_alpha"
 
 

@@ -23,6 +23,8 @@ from liger_losses.kernels.divergence_forms import Divergence
 class MiniLLMOptions(LossOptions):
     """The options of :class:`LigerFusedLinearMiniLLMLoss`."""
 
+    reads_order = "MiniLLM's sum of later tokens' rewards"
+
     gamma: UnitFloat = field(default=1.0, kw_only=False)
     length_normalization: bool = field(default=True, kw_only=False)
     single_step: bool = field(default=True, kw_only=False)
@@ -34,10 +36,6 @@ class MiniLLMOptions(LossOptions):
                 "MiniLLM computes rewards under the distribution that generated the completions: temperature "
                 f"must be 1, got {self.temperature!r}."
             )
-
-    @property
-    def reads_order(self) -> str | None:
-        return "MiniLLM's sum of later tokens' rewards"
 
 
 class LigerFusedLinearMiniLLMLoss(ChunkedLoss):

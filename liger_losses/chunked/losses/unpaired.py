@@ -140,12 +140,6 @@ def sum_and_number(values: Tensor) -> Tensor:
     return sum_over_processes(torch.stack([values.sum(), values.new_tensor(float(values.numel()))]))
 
 
-def mean_over_processes(values: Tensor) -> Tensor:
-    """The mean ``[]`` of all processes' values (any shape): their sum over their number; 0 if there are none."""
-    total, count = sum_and_number(values)
-    return total / count.clamp(min=1)
-
-
 class UnpairedInputs(CompletionInputs, total=False):
     """What calls of :class:`UnpairedPreferenceLoss` may have beside head and completions."""
 
@@ -321,7 +315,8 @@ class UnpairedPreferenceLoss(CompletionLoss):
         batch = self.read(("kl_completions",), head, completions, reference=Reference(None, ref_weight, ref_bias))
         with torch.no_grad():
             ((scored,), _) = self.score(batch)
-        return mean_over_processes(scored.logps - scored.ref_logps).clamp(min=0)
+        total, count = sum_and_number(scored.logps - scored.ref_logps)
+        return (total / count.clamp(min=1)).clamp(min=0)
 
 
 def _desirable(batch: CompletionBatch, apart: bool, marks: Tensor | None) -> Tensor:

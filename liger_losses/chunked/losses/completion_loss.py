@@ -106,12 +106,6 @@ class Completions:
         kept = [name for name, value in tensors.items() if value is None or (of_one and name == "ref_logps")]
         return Completions(**{name: value if name in kept else value[None] for name, value in tensors.items()})
 
-    def rows(self, rows: slice) -> Completions:
-        """Some of them."""
-        values: list[Any] = [getattr(self, name) for name in self.__dataclass_fields__]
-        some: list[Any] = [value if value is None else value[rows] for value in values]
-        return Completions(*some)
-
     def target(self, head: Head, reference: bool = False) -> Target:
         """A target of the policy's hidden states, or of the reference's, with a head."""
         fields: dict[str, Any] = {} if self.temperature is None else {"temperature": self.temperature}
@@ -221,7 +215,7 @@ class CompletionBatch(NamedTuple):
     ref_logps: Sequence[Tensor | None]
 
     def of_groups(self, values: list[Any]) -> list[Any]:
-        """Each group's rows of what the parts have: tensors, or tuples of them."""
+        """Each group's rows of the parts, or of what these have: tensors, or named tuples of them."""
         if len(self.parts) == len(self.ref_logps):
             return values
         count = len(self.parts[0].labels) // 2
@@ -247,10 +241,10 @@ class CompletionBatch(NamedTuple):
 
 
 def _rows(value: Any, rows: slice) -> Any:
-    """Some rows of a tensor, or of a named tuple of tensors."""
+    """Some rows of a tensor, or of each field that is one."""
     if value is None or isinstance(value, Tensor):
         return value if value is None else value[rows]
-    return type(value)(*[_rows(part, rows) for part in value])
+    return type(value)(*[_rows(getattr(value, name), rows) for name in value.__match_args__])
 
 
 class CompletionInputs(TypedDict, total=False):

@@ -239,7 +239,7 @@ class PreferenceLoss(CompletionLoss, Generic[M]):
         head = Head.of(lin_weight, bias, o.transform)
         reference = Reference(ref_input, ref_weight, ref_bias, (ref_chosen_logps, ref_rejected_logps))
         batch = self.read(("chosen", "rejected"), head, _input, target, reference, temperature)
-        extra, part, count = None, batch.parts[0], sum([len(part.labels) for part in batch.parts]) // 2
+        extra, part = None, batch.of_groups(batch.parts)[0]
         if gold is not None:
             if nll_target is not None or not o.compute_nll_loss:
                 raise ValueError(
@@ -250,10 +250,8 @@ class PreferenceLoss(CompletionLoss, Generic[M]):
             extra = replace(extra, labels=self.labels(extra.labels))
             nll_labels = extra.labels
         if nll_target is not None:  # tokens that only the likelihood asks for are streamed along with the others
-            labels = part.labels[:count]
-            nll_labels = self._nll_labels(nll_target, labels)
-            only_nll = nll_labels.masked_fill(nll_labels == labels, o.ignore_index)
-            extra = replace(part.rows(slice(count)), labels=only_nll)
+            nll_labels = self._nll_labels(nll_target, part.labels)
+            extra = replace(part, labels=nll_labels.masked_fill(nll_labels == part.labels, o.ignore_index))
         sides, others = self.score(batch, extra)
         chosen, rejected = sides
         counts = [side.lengths.sum().clamp(min=1) for side in sides]
@@ -261,7 +259,7 @@ class PreferenceLoss(CompletionLoss, Generic[M]):
         if others is not None:
             # Not a product: a log-probability of -inf that does not count must not make it NaN.
             if gold is None:
-                scored = (nll_labels == labels) & (nll_labels != o.ignore_index)
+                scored = (nll_labels == part.labels) & (nll_labels != o.ignore_index)
                 others = nll_logps.where(scored, 0.0) + others
             nll_logps, nll_count = others, self.total(nll_labels != o.ignore_index).clamp(min=1)
         chosen_nll = -self.total(nll_logps) / nll_count

@@ -29,6 +29,14 @@ def _made(config, model, *options):
     return model(config(**SIZES | dict(options))), torch.get_rng_state()
 
 
+def randomised(module):
+    """Parameters that a forgotten factor of one would not hide behind."""
+    g = torch.Generator().manual_seed(1)
+    for p in module.parameters():
+        p.data.copy_(torch.randn(p.shape, generator=g) / p.shape[-1] ** 0.5 + (p.dim() == 1))
+    return module
+
+
 @contextlib.contextmanager
 def without_logits():
     """Nobody computes pending logits, but small products inside of heads, and no head computes its own."""

@@ -8,21 +8,11 @@ import torch
 import torch.nn.functional as F
 
 from liger_losses.modules import GatedRMSNorm, GeGLUMLP, LayerNorm, RMSNorm, SwiGLUMLP
+from tests.kernels.cases import DEVICE
+from tests.layers.eager import normal
+from tests.models import randomised
 
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 TOLERANCE = {"rtol": 1e-5, "atol": 1e-6}
-
-
-def hidden(*shape, seed=0, dtype=torch.float32):
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(DEVICE, dtype)
-
-
-def randomised(module):
-    """Parameters that a forgotten factor of one would not hide behind."""
-    g = torch.Generator().manual_seed(1)
-    for p in module.parameters():
-        p.data.copy_(torch.randn(p.shape, generator=g) / p.shape[-1] ** 0.5 + 0.1)
-    return module.to(DEVICE)
 
 
 OF_TRANSFORMERS = ("Llama", "Gemma", "Olmo2", "Qwen3Next", "Zamba2", "LlamaMLP", "GemmaMLP")
@@ -56,16 +46,16 @@ def modules(name):
 def test_state_dicts_load_and_outputs_agree(name, dtype):
     pytest.importorskip("transformers")
     theirs, ours, count = modules(name)
-    theirs, ours = randomised(theirs).to(dtype), ours.to(DEVICE, dtype)
+    theirs, ours = randomised(theirs).to(DEVICE, dtype), ours.to(DEVICE, dtype)
     ours.load_state_dict(theirs.state_dict())
     theirs.load_state_dict(ours.state_dict())
     tolerance = TOLERANCE if dtype == torch.float32 else {"rtol": 2e-2, "atol": 2e-2}
     outputs, gradients = [], []
     for module in (ours, theirs):
-        x = [hidden(2, 5, 24, seed=i, dtype=dtype).requires_grad_() for i in range(count)]
+        x = [normal(2, 5, 24, seed=i, dtype=dtype) for i in range(count)]
         outputs.append(module(*x))
         gradients.append(
-            torch.autograd.grad(outputs[-1], [*x, *module.parameters()], hidden(2, 5, 24, seed=9, dtype=dtype))
+            torch.autograd.grad(outputs[-1], [*x, *module.parameters()], normal(2, 5, 24, seed=9, dtype=dtype))
         )
     torch.testing.assert_close(*outputs, **tolerance)
     torch.testing.assert_close(*[found[0] for found in gradients], **tolerance)
@@ -74,7 +64,7 @@ def test_state_dicts_load_and_outputs_agree(name, dtype):
 
 def test_exact_gelu():
     mlp = GeGLUMLP(24, 40, approximate="none").to(DEVICE)
-    x = hidden(3, 24)
+    x = normal(3, 24)
     expected = mlp.down_proj(F.gelu(mlp.gate_proj(x)) * mlp.up_proj(x))
     torch.testing.assert_close(mlp(x), expected, **TOLERANCE)
     with pytest.raises(ValueError, match="approximate must be one of tanh, none, got 'erf'"):

@@ -14,11 +14,11 @@ import torch
 
 import liger_losses
 from liger_losses.layers.rms_norm import rms_norm
-from tests.models import small
+from tests.kernels.cases import DEVICE
+from tests.models import randomised, small
 from tests.reference import relative_error
 
 FOLDER = pathlib.Path(__file__).parents[2] / "kernels"
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 #: Imported only in functions that read weights of that package.
 OPTIONAL = {"chunked/core/quantizers.py": {"bitsandbytes"}}
 
@@ -96,14 +96,6 @@ def kernelized(model, built, layers):
         return kernelize(model, mode=Mode.TRAINING | Mode.TORCH_COMPILE, device=DEVICE)
 
 
-def randomised(module):
-    """Parameters that a forgotten factor of one would not hide behind."""
-    g = torch.Generator().manual_seed(1)
-    for p in module.parameters():
-        p.data.copy_(torch.randn(p.shape, generator=g) / p.shape[-1] ** 0.5 + (p.dim() == 1))
-    return module.to(DEVICE)
-
-
 #: By family, our layers for its norm and its MLP, and options of its configuration.
 FAMILIES = {
     "Llama": ("RMSNorm", "SwiGLUMLP", {}),
@@ -128,7 +120,7 @@ def test_a_kernelized_model_has_the_right_loss_and_gradients(built, monkeypatch,
     from kernels import get_local_kernel
 
     module, model, layers = tiny(family)
-    plain = randomised(model).train()
+    plain = randomised(model).to(DEVICE).train()
     exact, ours = copy.deepcopy(plain).double(), copy.deepcopy(plain)
     g = torch.Generator().manual_seed(2)
     ids = torch.randint(0, 61, (2, 9), generator=g).to(DEVICE)
@@ -177,7 +169,7 @@ def single_layers():
 def test_layers_compute_what_the_modules_do(built, monkeypatch, layer, dtype):
     pytest.importorskip("transformers")
     plain, count = single_layers()[layer]
-    plain = randomised(plain).to(dtype)
+    plain = randomised(plain).to(DEVICE, dtype)
     ours = copy.deepcopy(plain)
     annotate(monkeypatch, type(plain), layer)
     kernelized(ours, built, {layer: layer})

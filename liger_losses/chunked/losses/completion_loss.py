@@ -410,8 +410,8 @@ class CompletionLoss(ChunkedLoss):
         if batch.ref_head is not None:
             reference = batch.of_groups(batch.reference_logps(o.engine, targets))
         else:  # which may be anything at tokens without loss
-            given = zip(batch.ref_logps, masks, strict=True)
-            reference = [ref if ref is None or ref.dim() == 1 else ref.where(mask, 0.0) for ref, mask in given]
+            masked = zip(batch.ref_logps, masks, strict=True)
+            reference = [ref if ref is None or ref.dim() == 1 else ref.where(mask, 0.0) for ref, mask in masked]
         if o.group is not None:
             ref_dims = [None if logps is None else logps.dim() for logps in reference]
             facts = {"sequences": [len(part.labels) for part in batch.parts], "dimensions of ref_logps": ref_dims}

@@ -83,8 +83,8 @@ class Pairs(PairLogps):
     """The arguments of a preference loss.
 
     Losses of tokens read ``chosen_token_logps``, ``ref_chosen_token_logps`` and ``chosen_mask`` (bool, true for tokens
-    that carry loss), all ``[B, T]``, and the same of ``rejected``, which may have another T. Tokens without loss have
-    log-probabilities 0, and so have all tokens under a reference that there is not.
+    that carry loss), all ``[B, T]``, and the same of ``rejected``, which may have another T. Log-probabilities are 0
+    for tokens without loss, and those of the reference without one.
 
     Args:
         chosen_logps, rejected_logps: ``[B]``, the policy's log-probability of each completion (sums or averages).
@@ -96,9 +96,12 @@ class Pairs(PairLogps):
 
     sides: Sequence[Scored] = ()
 
+    def __dir__(self) -> list[str]:
+        return [*super().__dir__(), *_OF_TOKENS]
+
     def __getattr__(self, name: str) -> Any:
         if name not in _OF_TOKENS:
-            names = [n for n in dir(Pairs) if not n.startswith("_")] + [*self.__dataclass_fields__, *_OF_TOKENS]
+            names = [name for name in dir(self) if not name.startswith("_")]
             raise AttributeError(f"pairs have no {name!r}{meant(name, names)}; they have {', '.join(names)}.")
         if not self.sides:
             raise ValueError("only pair_loss of a loss without group= can read the log-probabilities of tokens.")
@@ -239,7 +242,7 @@ class PreferenceLoss(CompletionLoss, Generic[M]):
         head = Head.of(lin_weight, bias, o.transform)
         reference = Reference(ref_input, ref_weight, ref_bias, (ref_chosen_logps, ref_rejected_logps))
         batch = self.read(("chosen", "rejected"), head, _input, target, reference, temperature)
-        extra, part = None, batch.of_groups(batch.parts)[0]
+        extra = None
         if gold is not None:
             if nll_target is not None or not o.compute_nll_loss:
                 raise ValueError(
@@ -250,6 +253,7 @@ class PreferenceLoss(CompletionLoss, Generic[M]):
             extra = replace(extra, labels=self.labels(extra.labels))
             nll_labels = extra.labels
         if nll_target is not None:  # tokens that only the likelihood asks for are streamed along with the others
+            part = batch.of_groups(batch.parts)[0]
             nll_labels = self._nll_labels(nll_target, part.labels)
             extra = replace(part, labels=nll_labels.masked_fill(nll_labels == part.labels, o.ignore_index))
         sides, others = self.score(batch, extra)

@@ -27,6 +27,12 @@ def test_functions_with_options_are_traced(loss):
     assert_close_gradients(compiled, plain, [logps])
 
 
+def test_dpo_loss_of_several_types():
+    logps = torch.randn(4, B, generator=torch.Generator().manual_seed(1)).double()
+    types = {"loss_type": ("sigmoid", "sft"), "loss_weights": (0.8, 0.1), "chosen_nll": torch.tensor(0.7)}
+    torch.testing.assert_close(functional.dpo_loss(*logps, **types), 0.8 * functional.dpo_loss(*logps) + 0.07)
+
+
 @pytest.mark.parametrize("gap", [-40.0, -3.0, 1e-3, 0.5, 18.0, 30.0, 60.0])
 def test_the_corrected_divergence_keeps_its_digits(gap):
     """``r k3(d)`` with ``r = p / p_old`` and ``d = log p_ref - log p`` has the derivative ``-r d`` by log p."""

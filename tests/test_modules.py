@@ -57,6 +57,7 @@ def test_state_dicts_load_and_outputs_agree(name, dtype):
         gradients.append(
             torch.autograd.grad(outputs[-1], [*x, *module.parameters()], normal(2, 5, 24, seed=9, dtype=dtype))
         )
+    assert (outputs[0] != outputs[1]).float().mean() < 0.05 or dtype == torch.float32  # by another rule of rounding
     torch.testing.assert_close(*outputs, **tolerance)
     torch.testing.assert_close(*[found[0] for found in gradients], **tolerance)
     torch.testing.assert_close(*gradients, rtol=tolerance["rtol"], atol=10 * tolerance["atol"])

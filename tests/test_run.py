@@ -12,12 +12,19 @@ import pytest
 import liger_losses
 from liger_losses.integrations import loading
 from liger_losses.kernels import imports
+from liger_losses.run import main
 from tests.integrations.models import llama
 
 ROOT = pathlib.Path(liger_losses.__file__).parents[1]
 
 
-def test_run_patches_what_a_script_loads(tmp_path, monkeypatch, capsys):
+@pytest.fixture(autouse=True)
+def arguments_and_path_stay(monkeypatch):
+    for name in ("argv", "path"):
+        monkeypatch.setattr(sys, name, list(getattr(sys, name)))
+
+
+def test_run_patches_what_a_script_loads(tmp_path, capsys):
     llama().save_pretrained(tmp_path / "model")
     (tmp_path / "helper.py").write_text("from transformers import AutoModelForCausalLM as auto\n")
     (tmp_path / "script.py").write_text(
@@ -25,10 +32,6 @@ def test_run_patches_what_a_script_loads(tmp_path, monkeypatch, capsys):
         "assert __name__ == '__main__' and sys.argv[1:] == ['--model', 'x'], sys.argv\n"
         f"print(helper.auto.from_pretrained({str(tmp_path / 'model')!r}).liger_report)\n"
     )
-    from liger_losses.run import main
-
-    monkeypatch.setattr(sys, "argv", list(sys.argv))
-    monkeypatch.setattr(sys, "path", list(sys.path))
     try:
         main([str(tmp_path / "script.py"), "--model", "x"])
     finally:
@@ -44,8 +47,6 @@ WHERE = "import sys, json; print(json.dumps([sys.path[0], __file__, sys.argv, sy
 
 def test_run_is_like_python(tmp_path, monkeypatch, capfd):
     """With a relative path, a link or a module, and arguments that look like options."""
-    from liger_losses.run import main
-
     work, real = tmp_path / "work", tmp_path / "real"
     work.mkdir()
     real.mkdir()
@@ -72,7 +73,6 @@ def test_run_is_like_python(tmp_path, monkeypatch, capfd):
 def test_transformers_and_trl_are_left_to_the_script(tmp_path, monkeypatch):
     """Its trainers get this library's heads when the script imports TRL."""
     import liger_losses.trl
-    from liger_losses.run import main
 
     for name in [name for name in sys.modules if name.partition(".")[0] == "trl"]:
         monkeypatch.delitem(sys.modules, name)
@@ -84,7 +84,6 @@ def test_transformers_and_trl_are_left_to_the_script(tmp_path, monkeypatch):
     (tmp_path / "script.py").write_text(
         "import sys\nassert not {'trl', 'transformers.modeling_utils'} & set(sys.modules)\nimport trl\n"
     )
-    monkeypatch.setattr(sys, "argv", list(sys.argv))
     monkeypatch.setattr(sys, "path", [str(tmp_path), *sys.path])
     try:
         main(["--trl", str(tmp_path / "script.py")])
@@ -95,8 +94,6 @@ def test_transformers_and_trl_are_left_to_the_script(tmp_path, monkeypatch):
 
 
 def test_trl_that_is_not_installed_is_named_before_the_script_runs(monkeypatch, capfd):
-    from liger_losses.run import main
-
     monkeypatch.setitem(sys.modules, "trl", None)
     with pytest.raises(SystemExit):
         main(["--trl", "script.py"])
@@ -104,14 +101,10 @@ def test_trl_that_is_not_installed_is_named_before_the_script_runs(monkeypatch, 
 
 
 def test_what_is_installed_before_the_script_runs(tmp_path, monkeypatch):
-    from liger_losses.run import main
-
     installed = []
     for name in ("liger", "verl"):
         module = importlib.import_module(f"liger_losses.integrations.{name}")
         monkeypatch.setattr(module, "install", lambda name=name: installed.append(name))
     (tmp_path / "script.py").write_text("")
-    monkeypatch.setattr(sys, "argv", list(sys.argv))
-    monkeypatch.setattr(sys, "path", list(sys.path))
     main(["--no-patch", "--liger", "--install", "verl", str(tmp_path / "script.py")])
     assert installed == ["liger", "verl"]

@@ -27,6 +27,7 @@ import torch
 import torch.nn.functional as F
 
 from liger_losses.integrations.replacements import announce
+from tests.integrations.models import is_patched, llama
 from tests.project.test_docs import blocks_of
 from tests.reference import problem
 from tests.seam import engine_calls
@@ -172,7 +173,6 @@ def verl_engine():
     from verl.utils.experimental.torch_functional import FusedLinearForPPO
 
     from liger_losses.integrations import verl
-    from tests.integrations.models import llama
 
     model, backends, fused, taken = llama(), ("torch", "triton"), [], []
 
@@ -383,8 +383,6 @@ def openrlhf():
     sys.modules["flash_attn.ops"] = None  # whose cross-entropy it takes if there is one
     from openrlhf.models.actor import Actor
 
-    from tests.integrations.models import llama
-
     actor = Actor(llama(), temperature=0.7)
     actor.packing_samples = False
     ids = torch.arange(5, 23).view(2, 9)
@@ -404,7 +402,6 @@ def openrlhf():
 def scale_tokens(*functions):
     """A framework's losses ``(outputs, labels, num_items_in_batch)``, of a patched model's pending logits."""
     from liger_losses import patch
-    from tests.integrations.models import llama
 
     plain, patched = llama(), llama()
     patched.load_state_dict(plain.state_dict())
@@ -433,7 +430,6 @@ def llamafactory_losses():
     """LLaMA-Factory's DFT and EAFT, from the source of their module, which would import all of it; and its ASFT, whose
     equal takes no logits."""
     from liger_losses import LigerFusedLinearKLLoss, Teacher, loss_inputs
-    from tests.integrations.models import llama
 
     (folder,) = importlib.util.find_spec("llamafactory").submodule_search_locations
     names = "dft_loss_func", "_dft_cross_entropy", "eaft_loss_func", "_eaft_cross_entropy", "asft_loss_func"
@@ -458,7 +454,6 @@ def axolotl():
 
     import liger_losses.trl
     from liger_losses.integrations.axolotl import Args
-    from tests.integrations.models import is_patched, llama
 
     manager, name, model = PluginManager.get_instance(), "liger_losses.integrations.axolotl.Plugin", llama()
     manager.register(name)
@@ -524,7 +519,6 @@ def trainer_of_swift(name, methods, **names):
 def swift():
     """The steps of ms-swift's GRPO and GKD trainers that call liger-kernel's losses."""
     from liger_losses.integrations import liger
-    from tests.integrations.models import llama
 
     model, teacher = llama(), llama()
     teacher.lm_head.weight.data.mul_(2)

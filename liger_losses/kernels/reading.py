@@ -41,38 +41,43 @@ def _assert_here(right: Tensor) -> None:
 assert_on_device: Callable[[Tensor], None] = getattr(torch, "_assert_async", _assert_here)
 
 
-def label_facts(labels: Sequence[Tensor], ignore_index: int, *, backend: str = "torch") -> Tensor:
+def label_facts(
+    labels: Sequence[Tensor], ignore_index: int, trained: Sequence[Tensor | None], *, backend: str = "torch"
+) -> Tensor:
     """What a host must know of labels before it can choose how to run, in one launch for each tensor of them.
 
     Args:
         labels: int64, contiguous; S tensors of any shape.
         ignore_index: the label of masked tokens.
+        trained: bool, contiguous, of each tensor's size: which tokens may have a gradient; ``None`` for all.
         backend: ``torch`` or ``triton``.
 
     Returns:
-        ``[S, 3]`` int64: of each tensor, how many labels are active; the smallest and the largest of these and 0.
+        ``[S, 4]`` int64: of each tensor, how many labels are active; the smallest and the largest of these and 0; how
+        many of the active ones may have a gradient.
     """
     if backend == "torch":
         rows = []
-        for part in labels:
-            part = part.flatten()
+        for part, mask in zip(labels, trained, strict=True):
             active = part != ignore_index
-            low, high = torch.aminmax(part * active) if len(part) else part.new_zeros(2)
-            rows.append(torch.stack([active.sum(), low.clamp(max=0), high.clamp(min=0)]))
+            low, high = torch.aminmax(part * active) if part.numel() else part.new_zeros(2)
+            counts = [active.sum() if which is None else (active & which).sum() for which in (None, mask)]
+            rows.append(torch.stack([counts[0], low.clamp(max=0), high.clamp(min=0), counts[1]]))
         return torch.stack(rows)
-    facts = labels[0].new_empty(len(labels), 3)
+    facts = labels[0].new_empty(len(labels), 4)
     with device_of(facts):  # the first launch of a call, before anything else has made it current
-        for i, part in enumerate(labels):
-            _label_facts_kernel[(1,)](facts[i], part, part.numel(), int(ignore_index), BLOCK=2048, num_warps=8)
+        for i, (part, mask) in enumerate(zip(labels, trained, strict=True)):
+            _label_facts_kernel[(1,)](facts, i, part, mask, part.numel(), int(ignore_index), BLOCK=2048, num_warps=8)
     return facts
 
 
-@jit(do_not_specialize=["tokens", "ignore_index"], do_not_specialize_on_alignment=["out", "labels"])
-def _label_facts_kernel(out, labels, tokens, ignore_index, BLOCK: tl.constexpr):
+@jit(do_not_specialize=["row", "tokens", "ignore_index"], do_not_specialize_on_alignment=["labels", "trained"])
+def _label_facts_kernel(out, row, labels, trained, tokens, ignore_index, BLOCK: tl.constexpr):
     """One program: a million labels take it 0.2 ms, and what comes after them seconds."""
     count = tl.zeros((BLOCK,), tl.int64)
     low = tl.zeros((BLOCK,), tl.int64)
     high = tl.zeros((BLOCK,), tl.int64)
+    count_trained = tl.zeros((BLOCK,), tl.int64)
     for start in range(0, tokens, BLOCK):
         at = start + tl.arange(0, BLOCK)
         inside = at < tokens
@@ -80,8 +85,13 @@ def _label_facts_kernel(out, labels, tokens, ignore_index, BLOCK: tl.constexpr):
         active = inside & (label != ignore_index)
         value = tl.where(active, label, 0)
         count += active.to(tl.int64)
+        if trained is not None:
+            active &= tl.load(trained + at, mask=inside, other=0) != 0
+        count_trained += active.to(tl.int64)
         low = tl.minimum(low, value)
         high = tl.maximum(high, value)
+    out += row * 4
     tl.store(out, tl.sum(count, 0))
     tl.store(out + 1, tl.min(low, 0))
     tl.store(out + 2, tl.max(high, 0))
+    tl.store(out + 3, tl.sum(count_trained, 0))

@@ -171,7 +171,9 @@ def heads() -> dict[str, Callable[[], None]]:
             *[Logits(tensor(TOKENS, VOCAB, dtype=FP32), tensor(TOKENS, dtype=FP32), Epilogue(each_capped))] * 2,
             backend="triton",
         ),
-        "label facts": lambda: label_facts([tensor(TOKENS, dtype=torch.long)] * 2, -100, backend="triton"),
+        "label facts": lambda: label_facts(
+            [tensor(TOKENS, dtype=torch.long)] * 2, -100, [None, tensor(TOKENS, dtype=torch.bool)], backend="triton"
+        ),
     }
     forms = {
         "forward KL": ll.Divergence.forward_kl(),

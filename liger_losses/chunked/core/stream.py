@@ -9,7 +9,7 @@ T tokens of a target, N of them with a label, R of a block.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
@@ -68,19 +68,19 @@ class Stream:
         """Where some of the N tokens are among all T."""
         return rows if self.tokens.index is None else self.tokens.index[rows]
 
-    def part(self, rows: Rows) -> Target:
-        """Some of the N tokens, in the operands' dtype."""
+    def part(self, places: Rows) -> Target:
+        """The tokens at these places, in the operands' dtype."""
         active = self.tokens.active
-        return self.target.take(self.places(rows), None if active is None else active[rows], self.plan.products.dtype)
+        return self.target.take(places, None if active is None else active[places], self.plan.products.dtype)
 
-    def add_hidden(self, grads: Gradients, rows: Rows, values: Tensor | None) -> None:
-        """Add gradients ``[R, H]`` of the hidden states of some of the N tokens."""
+    def add_hidden(self, grads: Gradients, places: Rows, values: Tensor | None) -> None:
+        """Add gradients ``[R, H]`` of the hidden states of the tokens at these places."""
         if values is not None:
-            grads.buffers[id(self.target.hidden)].add_states(self.target.places(self.places(rows)), values)
+            grads.buffers[id(self.target.hidden)].add_states(self.target.places(places), values)
 
-    def masked(self, values: Values, rows: Rows) -> Values:
+    def masked(self, values: Values, places: Rows = ALL) -> Values:
         """0 for tokens without a label, where these are among the tokens."""
-        return values if self.tokens.active is None else only(self.tokens.active[rows], values)
+        return values if self.tokens.active is None else only(self.tokens.active[places], values)
 
     def empty(self) -> Values:
         """Statistics of no tokens."""
@@ -97,15 +97,17 @@ class Stream:
         """From ``[N, ...]`` to all tokens, in the labels' shape; 0 for those without a label."""
         shape, index, of_all = self.target.labels.shape, self.tokens.index, Values()
         for name, value in values.items():
-            if index is not None:
-                value = value.new_zeros(shape.numel(), *value.shape[1:]).index_copy(0, index, value)
-            of_all[name] = value.view(*shape, *value.shape[1:])
+            if index is None:
+                of_all[name] = value.view(*shape, *value.shape[1:])
+            else:
+                of_all[name] = value.new_zeros(*shape, *value.shape[1:])
+                of_all[name].view(-1, *value.shape[1:]).index_copy_(0, index, value)
         return of_all
 
-    def gathered(self, values: Tensor) -> Tensor:
-        """The inverse of :meth:`spread`, of one statistic."""
-        values = values.flatten(0, self.target.labels.dim() - 1)
-        return values if self.tokens.index is None else values[self.tokens.index]
+    def gathered(self, values: Values) -> Values:
+        """The inverse of :meth:`spread`."""
+        flat = {name: value.flatten(0, self.target.labels.dim() - 1) for name, value in values.items()}
+        return flat if self.tokens.index is None else rows_in(flat, self.tokens.index)
 
 
 def only(active: Tensor, values: Values) -> Values:
@@ -198,17 +200,14 @@ def _count(
 ) -> list[Target]:
     labels = [target.labels.reshape(-1).contiguous() for target in targets]  # as kernels read them
     backend = choose_backend(backend, [(labels[0].device, torch.float32)])
-    facts, of_all = label_facts(labels, ignored, backend=backend), list[Target]()
-    masks = [m if m is None else m.reshape(-1) & (y != ignored) for y, m in zip(labels, masks, strict=True)]
-    if [mask for mask in masks if mask is not None]:
-        counts = [facts[i, 0] if mask is None else mask.sum() for i, mask in enumerate(masks)]
-        facts = torch.cat([facts, torch.stack(counts)[:, None]], 1)
+    masks = [mask if mask is None else mask.reshape(-1).contiguous() for mask in masks]
+    facts, of_all = label_facts(labels, ignored, masks, backend=backend), list[Target]()
     for target, y, mask, numbers in zip(targets, labels, masks, start_reading(facts, _WHAT)(), strict=True):
-        (count, low, high), trained, index = numbers[:3], numbers[-1] if len(numbers) > 3 else numbers[0], None
+        (count, low, high, trained), index = numbers, None
         if mask is not None and trained < count:
-            others = ~mask & (y != ignored)
-            pair = (torch.nonzero_static(mask, size=trained), torch.nonzero_static(others, size=count - trained))
-            index = torch.cat(pair)[:, 0]
+            active = y != ignored
+            parts = ((active & mask, trained), (active & ~mask, count - trained))
+            index = torch.cat([torch.nonzero_static(part, size=size) for part, size in parts])[:, 0]
         elif count < len(y):
             index = torch.nonzero_static(y != ignored, size=count)[:, 0]
         of_all.append(replace(target, counted=Counted(index, count, trained, (low, high))))
@@ -235,10 +234,12 @@ class _Statistics(torch.autograd.Function):
         with device_of(streams[0].target.hidden), _without_autocast(streams[0].target.hidden.device):
             for stream, values in zip(streams, known or [{}] * len(streams), strict=True):
                 if values and (stream.plan.tile is None or {s.name for s in stream.asked} <= {*OF_KERNELS}):
-                    of_rows, block = ({} if stream.plan.tile is None else values), None
+                    of_rows, block = ({} if stream.plan.tile is None else stream.gathered(values)), None
                 else:
                     of_rows, block = _first_pass(stream)
-                    values = stream.masked({s.name: of_rows[s.name].clone() for s in stream.asked}, slice(None))
+                    values = stream.spread(stream.masked({s.name: of_rows[s.name] for s in stream.asked}))
+                    if stream.tokens.index is None:  # otherwise, spreading has copied them
+                        values = {name: value.clone() for name, value in values.items()}
                 constants.append(of_rows)
                 blocks.append(block)
                 for s in stream.asked:
@@ -261,7 +262,7 @@ class _Statistics(torch.autograd.Function):
         grads, upstreams, left = Gradients(leaves), list[Values](), iter(upstream)
         for stream in streams:
             wanted = {s.name: g for s in stream.asked if (g := next(left)) is not None and stream.plan.trains}
-            upstreams.append(stream.masked(wanted, slice(None)))
+            upstreams.append(stream.masked(stream.gathered(wanted)))
         with device_of(streams[0].target.hidden), _without_autocast(streams[0].target.hidden.device):
             live = live_tokens(streams, upstreams)
             for stream, of_rows, block, values, rows in zip(streams, constants, blocks, upstreams, live, strict=True):
@@ -277,10 +278,11 @@ def _first_pass(stream: Stream) -> tuple[Values, Any]:
     stream = stream.open(stream.plan.without_gradients or stream.plan)
     plan, parts, block = stream.plan, list[Values](), None
     for rows in slices(0, stream.tokens.count, plan.block_tokens if plan.tile is None else plan.tile.tokens):
-        block = None  # its memory is free before the next one's is allocated
+        part = block = None  # their memory is free before that of the next ones is allocated
+        part = stream.part(stream.places(rows))
         if plan.tile is None:
-            block = plan.block(stream.part(rows), stream.asked, plan)
-        parts.append(statistics_by_columns(stream.part(rows), stream.asked, plan) if block is None else block.constants)
+            block = plan.block(part, stream.asked, plan)
+        parts.append(statistics_by_columns(part, stream.asked, plan) if block is None else block.constants)
     kept = replace(block, part=None, constants={}) if block is not None and plan.keeps else None
     return concatenated(parts or [stream.empty()]), kept
 
@@ -317,7 +319,8 @@ def _from_block(
 ) -> None:
     """Gradients of a block that has lived until now, or of its tokens that have any."""
     rows: Rows = slice(0, stream.tokens.count) if live is None else live
-    changes: dict[str, Any] = {"part": stream.part(rows), "constants": rows_in(constants, rows)}
+    places = stream.places(rows)
+    changes: dict[str, Any] = {"part": stream.part(places), "constants": rows_in(constants, rows)}
     for name in block.__match_args__:
         if isinstance(memory := getattr(block, name), Tensor):
             # `data` shares memory, and not the count of changes by which autograd would refuse to give what is saved.
@@ -327,7 +330,7 @@ def _from_block(
                     memory[at] = memory[live[at]]
                 memory = memory[: len(live)]
             changes[name] = memory
-    stream.add_hidden(grads, rows, replace(block, **changes).add_gradients(rows_in(upstream, rows), grads))
+    stream.add_hidden(grads, places, replace(block, **changes).add_gradients(rows_in(upstream, rows), grads))
 
 
 def rows_in(values: Values, rows: Rows) -> Values:
@@ -344,13 +347,14 @@ def _again(stream: Stream, constants: Values, upstream: Values, live: Tensor | N
     columns = [ALL] if plan.tile is None else slices(0, stream.target.head.weights.columns, plan.tile.columns)
     for at in slices(0, count, plan.block_tokens if plan.tile is None else plan.tile.tokens):
         rows: Rows = at if live is None else live[at]
-        part, of_rows, values = stream.part(rows), rows_in(constants, rows), rows_in(upstream, rows)
+        places = stream.places(rows)
+        part, of_rows, values = stream.part(places), rows_in(constants, rows), rows_in(upstream, rows)
         hidden: Tensor | None = None
         for of_columns in columns:
             block = plan.block(part, stream.asked, plan, of_rows or None, of_columns)
             hidden = block.add_gradients(values, grads, hidden)
             del block  # its memory is free before its gradient is added
-        stream.add_hidden(grads, rows, hidden)
+        stream.add_hidden(grads, places, hidden)
 
 
 # --- Losses of single tokens ----------------------------------------------------------------------------------------
@@ -438,9 +442,10 @@ def _run_part(
         if plan.trains and plan.collected is not None:
             collected = plan.collected(stream.target, plan, together.stop - start)
         for rows in slices(start, together.stop, plan.block_tokens):
-            block = plan.block(stream.part(rows), stream.asked, plan)
-            values = stream.masked({s.name: block.constants[s.name] for s in stream.asked}, rows)
-            total, upstream, more = token_losses(stream, loss, values, rows, plan.trains)
+            places = stream.places(rows)
+            block = plan.block(stream.part(places), stream.asked, plan)
+            values = stream.masked({s.name: block.constants[s.name] for s in stream.asked}, places)
+            total, upstream, more = token_losses(stream, loss, values, places, plan.trains)
             totals.append(total)
             parts.append(values | more)
             hidden: Tensor | None = None
@@ -449,15 +454,16 @@ def _run_part(
             elif upstream:
                 hidden = block.add_gradients(upstream, grads)
             del block  # its memory is free before its gradient is added
-            stream.add_hidden(grads, rows, hidden)
+            stream.add_hidden(grads, places, hidden)
         if collected is not None:
-            stream.add_hidden(grads, together, collected.add_gradients(stream.part, together, grads))
+            hidden = collected.add_gradients(lambda rows: stream.part(stream.places(rows)), together, grads)
+            stream.add_hidden(grads, stream.places(together), hidden)
 
 
 def token_losses(
-    stream: Stream, loss: TokenLoss, values: Values, rows: slice, differentiates: bool
+    stream: Stream, loss: TokenLoss, values: Values, places: Rows, differentiates: bool
 ) -> tuple[Tensor, Values, Values]:
-    """The sum of the losses of some tokens, their derivatives by each statistic, and further numbers."""
+    """The sum of the losses of tokens at these places, their derivatives by each statistic, and further numbers."""
     wide, leaves, wanted = wide_dtype(stream.plan.products.dtype), Values(), list[str]()
     for s in stream.asked:
         leaves[s.name] = values[s.name].detach()
@@ -465,16 +471,16 @@ def token_losses(
             leaves[s.name].requires_grad_()
             wanted.append(s.name)
     with torch.set_grad_enabled(differentiates):
-        losses, derivatives, more = loss(leaves, stream.places(rows), stream.target.labels.dim())
-        losses = losses if stream.tokens.active is None else torch.where(stream.tokens.active[rows], losses, 0.0)
+        losses, derivatives, more = loss(leaves, places, stream.target.labels.dim())
+        losses = losses if stream.tokens.active is None else torch.where(stream.tokens.active[places], losses, 0.0)
         total = losses.sum(dtype=wide_dtype(losses.dtype))
     if derivatives is None and total.requires_grad:
         grads = torch.autograd.grad(total, [leaves[n] for n in wanted], allow_unused=True)
         derivatives = {n: g for n, g in zip(wanted, grads, strict=True) if g is not None}
     upstream = {n: g.detach().to(wide) for n, g in derivatives.items()} if differentiates and derivatives else {}
-    more = stream.masked({n: v.detach() for n, v in more.items()}, rows)
+    more = stream.masked({n: v.detach() for n, v in more.items()}, places)
     # Masked again: where a loss is not finite, not even 0 times its derivative is.
-    return total.detach().to(wide), stream.masked(upstream, rows), more
+    return total.detach().to(wide), stream.masked(upstream, places), more
 
 
 def of_values(loss: TokenLoss, values: Values, rows: Rows, dims: int, active: Tensor | None) -> tuple[Tensor, Values]:
@@ -496,7 +502,7 @@ def of_values(loss: TokenLoss, values: Values, rows: Rows, dims: int, active: Te
 
 
 def _statistics_of(streams: list[Stream], leaves: list[Leaf], known: list[Values]) -> list[Values]:
-    """Of each stream, with gradients."""
+    """Of each stream, as :func:`statistics` returns them."""
     left = iter(_Statistics.apply(streams, leaves, known, *[leaf.tensor for leaf in leaves]))
     return [{s.name: next(left) for s in stream.asked} for stream in streams]
 
@@ -525,9 +531,8 @@ def statistics(
     check_call(targets, asked, options, sums_losses=False)
     streams, leaves = open_streams(targets, asked, replace(options, keep=0) if known else options)
     left = iter(known)
-    before = [{s.name: stream.gathered(next(left)) for s in asked} for stream in streams] if known else []
-    pairs = zip(streams, _statistics_of(streams, leaves, before), strict=True)
-    return [stream.spread(values) for stream, values in pairs]
+    before = [{s.name: next(left) for s in asked} for _ in streams] if known else []
+    return _statistics_of(streams, leaves, before)
 
 
 def loss_sum(
@@ -536,8 +541,9 @@ def loss_sum(
     token_losses: Sequence[TokenLoss],
     options: EngineOptions = EngineOptions(),
     metrics: Sequence[str | Statistic] = (),
-) -> tuple[Tensor, list[Values]]:
-    """The sum of the losses of all tokens, 0-dim, and detached statistics of each target as :func:`statistics`.
+) -> tuple[Tensor, Iterable[Values]]:
+    """The sum of the losses of all tokens, 0-dim, and detached statistics of each target as :func:`statistics`, in the
+    labels' shape once somebody takes them.
 
     Gradients are computed together with the loss, but where these would be inexact: fp16 needs the loss's scale, which
     is known in backward, and of more parts in half precision than a plan allows, a second pass writes each entry once.
@@ -549,7 +555,7 @@ def loss_sum(
     if streams[0].plan.gradients_in_backward:
         for stream, loss, values in zip(streams, token_losses, _statistics_of(streams, leaves, []), strict=True):
             rows, dims = stream.places(slice(0, stream.tokens.count)), stream.target.labels.dim()
-            of_stream, named = of_values(loss, values, rows, dims, stream.tokens.active)
+            of_stream, named = of_values(loss, stream.gathered(values), rows, dims, stream.tokens.active)
             totals.append(of_stream)
             numbers.append(named)
         total = torch.stack(totals).sum().to(wide_dtype(streams[0].plan.products.dtype))
@@ -558,4 +564,4 @@ def loss_sum(
         total, *outputs = _Losses.apply(streams, list(token_losses), leaves, order, *tensors)
         left = iter(outputs)
         numbers = [{name: next(left) for name in of_stream} for of_stream in order]
-    return total, [stream.spread(values) for stream, values in zip(streams, numbers, strict=True)]
+    return total, map(Stream.spread, streams, numbers)

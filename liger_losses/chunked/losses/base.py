@@ -338,7 +338,8 @@ class ChunkedLoss(nn.Module):
 
     def total(self, values: Tensor) -> Tensor:
         """The sum of values of any shape, 0-dim, over the ranks that compute one loss."""
-        return sum_over_group(self.group if self.spans_ranks else None, values.sum())[0]
+        values = values.sum() if values.dim() else values
+        return sum_over_group(self.settings.group, values)[0] if self.spans_ranks else values
 
     def agree(self, numbers: Sequence[Any], device: torch.device) -> None:
         """Raise TypeError or ValueError unless all ranks of :attr:`group` get here, with the same options.

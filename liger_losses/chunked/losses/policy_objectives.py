@@ -197,7 +197,7 @@ class PolicyInputs:
 
     def total(self, values: Tensor) -> Tensor:
         """The sum of values ``[B, T]`` over all tokens, 0-dim, for what is the same on all ranks."""
-        return sum_over_group(self.group, values.sum())[0]
+        return sum_over_group(self.group, values.sum() if values.dim() else values)[0]
 
 
 def _corrected_k3(d: Tensor, kl: Tensor, ratio: Tensor) -> Tensor:

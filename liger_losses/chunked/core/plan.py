@@ -132,7 +132,7 @@ def signature(
     for matrix in matrices:
         if size := matrix.copied_bytes(operand):
             copied, copy = copied + size, copy + operand.itemsize * matrix.hidden_size
-    of_hidden = sum([leaf.summed for leaf in leaves])
+    trains_hidden = hidden.requires_grad and bool(leaves)
     return Signature(
         tokens=tokens.count,
         trained=tokens.trained,
@@ -146,8 +146,8 @@ def signature(
         operand=operand,
         backend=backend,
         device=device,
-        trains_weight=len(leaves) > of_hidden,
-        trains_hidden=of_hidden > 0,
+        trains_weight=len(leaves) > trains_hidden,
+        trains_hidden=trains_hidden,
         copied_bytes=copied,
         copy_bytes=copy,
         weights=forms(head.weights),

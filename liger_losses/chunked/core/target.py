@@ -131,9 +131,11 @@ class Target:
                 leaves.append(Leaf(tensor, head.ranks, whole, i < sparse, torch.float32 if whole else None))
         if head.bias is not None and head.bias.requires_grad:
             leaves.append(Leaf(head.bias, head.ranks, accumulate=torch.float32))
-        if self.hidden.requires_grad:
-            leaves.append(Leaf(self.hidden, head.ranks, summed=True, accumulate=self.hidden.dtype))
-        return leaves
+        return [*leaves, self.hidden_leaf()] if self.hidden.requires_grad else leaves
+
+    def hidden_leaf(self) -> Leaf:
+        """The hidden states, which are trained."""
+        return Leaf(self.hidden, self.head.ranks, summed=True, accumulate=self.hidden.dtype)
 
 
 #: Of statistics ``[R]`` of some tokens by name, and what the loss reads, to their losses ``[R]``; or to these and their

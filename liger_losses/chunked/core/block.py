@@ -294,7 +294,7 @@ class Block:
             in_place = kept or self.memory.dtype == self.plan.products.dtype
             out = z if in_place else self.memory.view(self.plan.products.dtype)[:, : self.width]
         softmax, hard = self._of_softmax(upstream)
-        several, selected = kept or of_bias or any(s.phi for s in self._with(upstream)), upstream.keys() & _SELECTED
+        several, selected = kept or of_bias or self._table(upstream), upstream.keys() & _SELECTED
         others = "divergence" in upstream or self.epilogue.class_weight is not None
         if not (several or (selected and others)):
             if selected:
@@ -323,9 +323,9 @@ class Block:
         constants = {name: value[at] for name, value in self.constants.items()}
         return type(self)(self.part.take(at), self.asked, self.plan, columns, self.memory[at], of_teacher, constants)
 
-    def _with(self, upstream: dict[str, Tensor]) -> list[Statistic]:
-        """The statistics that have a gradient."""
-        return [s for s in self.asked if s.name in upstream]
+    def _table(self, upstream: dict[str, Tensor]) -> list[Statistic]:
+        """The rows of the table that have a gradient."""
+        return [s for s in self.asked if s.phi is not None and s.name in upstream]
 
     def _of_softmax(self, upstream: dict[str, Tensor]) -> tuple[dict[str, Tensor], Tensor | None]:
         """The derivatives by statistics of the softmax; and that by ``logp`` if it is the only one and a divergence's
@@ -345,7 +345,7 @@ class Block:
         z, epilogue, terms = self.z, self.epilogue, list[Tensor]()
         softmax, hard = self._of_softmax(upstream)
         selected = self._at_selected(upstream, {}) if upstream.keys() & _SELECTED else None
-        if table := [s for s in self._with(upstream) if s.phi is not None]:
+        if table := self._table(upstream):
             grad = rows.table_gradient(table, upstream, self.constants, z, epilogue, self.part.vocab_size)
             terms.append(epilogue.transform.chain_(grad, epilogue(z)))
         if "divergence" in upstream and self.common:

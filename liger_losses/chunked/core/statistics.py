@@ -74,8 +74,9 @@ def registered(names: Iterable[Any]) -> list[str]:
 
 def asked_for(names: Sequence[str | Statistic], metrics: Sequence[str | Statistic] = ()) -> tuple[Statistic, ...]:
     """The statistics of these names, each once; metrics have no gradient."""
-    asked = {s.name: s for s in (STATISTICS[name] if isinstance(name, str) else name for name in names)}
-    for name in metrics:
+    asked = dict[str, Statistic]()
+    for i, name in enumerate((*names, *metrics)):
         s = STATISTICS[name] if isinstance(name, str) else name
-        asked.setdefault(s.name, replace(s, differentiable=False))
+        if s.name not in asked:
+            asked[s.name] = replace(s, differentiable=False) if s.differentiable and i >= len(names) else s
     return tuple(asked.values())

@@ -84,7 +84,7 @@ class Stream:
         """The same for a pass of this plan: its heads are cast or dequantized once, where all rows fit."""
         first = self.target.open(plan.products)
         others = [replace(target, head=first.head) for target in self.targets[1:]]
-        return replace(self, targets=[first, *others], plan=plan)
+        return Stream([first, *others], self.tokens, self.asked, plan)
 
     def pieces(self, rows: slice) -> list[Piece]:
         """Some of the N tokens, by their targets."""
@@ -175,12 +175,6 @@ class Stream:
         return replace(self, tokens=of_targets)
 
 
-def known(target: Target) -> Counted:
-    """Which tokens of a target have a label, once they are counted."""
-    assert target.counted is not None
-    return target.counted
-
-
 def in_one_block(first: Target, other: Target) -> bool:
     """Whether targets differ in their hidden states, labels and temperatures alone."""
     ours, theirs = [
@@ -206,11 +200,6 @@ def only(active: Tensor | None, values: Values) -> Values:
     return {n: torch.where(active if v.dim() == 1 else active[:, None], v, 0) for n, v in values.items()}
 
 
-def added(of_targets: Sequence[Counted]) -> Counted:
-    """The numbers of several targets' tokens."""
-    return Counted(None, sum([of.count for of in of_targets]), sum([of.trained for of in of_targets]), (0, 0))
-
-
 # --- From targets to streams ----------------------------------------------------------------------------------------
 
 
@@ -224,33 +213,31 @@ def open_streams(
 
     Of losses of single tokens, ``trained`` says which tokens may have a gradient.
     """
-    groups = list[list[Target]]()
-    for target in counted(targets, options, trained):
-        if trained is None and groups and in_one_block(groups[-1][0], target):
-            groups[-1].append(target)
-        else:
-            groups.append([target])
-    tokens = [[known(target) for target in group] for group in groups]
-    first = [replace(group[0], counted=added(of_group)) for group, of_group in zip(groups, tokens, strict=True)]
-    leaves = [target.leaves() if torch.is_grad_enabled() else [] for target in first]
+    groups, tokens = list[list[Target]](), list[list[Counted]]()
+    for target, of_target in zip(targets, counted(targets, options, trained), strict=True):
+        if not (trained is None and groups and in_one_block(groups[-1][0], target)):
+            groups.append([])
+            tokens.append([])
+        groups[-1].append(target)
+        tokens[-1].append(of_target)
+    leaves = [group[0].leaves() if torch.is_grad_enabled() else [] for group in groups]
     late, calls, heads, numbers = trained is None, [], [], dict[object, int]()
-    for target, of_target in zip(first, leaves, strict=True):
-        late = late or (bool(of_target) and scales_late(target.hidden, of_target))
+    for (target, *_), of_group in zip(groups, leaves, strict=True):
+        late = late or (bool(of_group) and scales_late(target.hidden, of_group))
         halves = list[int]()
-        for leaf in () if target.sparse_grad else of_target:
+        for leaf in () if target.sparse_grad else of_group:
             if leaf.accumulate is None and leaf.tensor.dtype in HALF_DTYPES:
                 halves.append(numbers.setdefault(key_of(leaf.tensor), len(numbers)))
         heads.append(tuple(halves))
-    for target, of_target in zip(first, leaves, strict=True):
-        calls.append(signature(target, of_target, asked, options, gradients_in_backward=late))
+    for (target, *_), of_targets, of_group in zip(groups, tokens, leaves, strict=True):
+        calls.append(signature(target, of_targets, of_group, asked, options, gradients_in_backward=late))
     streams, of_all, beyond = list[Stream](), dict[int, Leaf](), False
     made = plans(tuple(calls), tuple(heads), tuple(PLANNERS))
-    for group, of_group, of_target, plan in zip(groups, tokens, leaves, made, strict=True):
-        streams.append(Stream(group, of_group, asked, plan))
+    for group, of_targets, of_group, plan in zip(groups, tokens, leaves, made, strict=True):
+        streams.append(Stream(group, of_targets, asked, plan))
         beyond = beyond or plan.beyond_workspace
-        for target in group[1:] if plan.hidden else ():
-            of_target.append(target.hidden_leaf())
-        for leaf in of_target:  # the widest dtype that a plan asks for
+        more = [target.hidden_leaf() for target in group[1:] if plan.hidden]
+        for leaf in (*of_group, *more):  # the widest dtype that a plan asks for
             before, dtype = of_all.setdefault(id(leaf.tensor), leaf), leaf.accumulate or plan.accumulate
             if before.accumulate is None and dtype is not None:
                 of_all[id(leaf.tensor)] = replace(before, accumulate=dtype)
@@ -274,38 +261,38 @@ def checked_labels(target: Target, ignore_index: int) -> Counted:
 
 def counted(
     targets: Sequence[Target], options: EngineOptions, trained: Sequence[Tensor | None] | None = None
-) -> list[Target]:
-    """The targets with which of their tokens have a label, for which the host waits once if it is not known.
+) -> list[Counted]:
+    """Which tokens of each target have a label, for which the host waits once if it is not known.
 
     ``trained`` are masks in the labels' shape of tokens that may have a gradient.
     """
     ignored = options.ignore_index
     if not options.compact:
-        return [replace(target, counted=checked_labels(target, ignored)) for target in targets]
+        return [checked_labels(target, ignored) for target in targets]
     masks = [None] * len(targets) if trained is None else trained
-    of_all = list(targets)
-    if None in [target.counted for target in targets] or [mask for mask in masks if mask is not None]:
-        of_all = _count(targets, ignored, options.backend, masks)
-    for target in of_all:
-        check_vocabulary(known(target).extremes, target.vocab_size, ignored)
-    return of_all
+    tokens = [target.counted for target in targets if target.counted is not None]
+    if len(tokens) < len(targets) or [mask for mask in masks if mask is not None]:
+        tokens = _count(targets, ignored, options.backend, masks)
+    for target, of_target in zip(targets, tokens, strict=True):
+        check_vocabulary(of_target.extremes, target.vocab_size, ignored)
+    return tokens
 
 
 def counted_once(targets: Sequence[Target], options: EngineOptions) -> list[Target]:
-    """The same, before calls with several models of the same tokens, each of which would wait."""
+    """The targets, counted before calls with several models of the same tokens, each of which would wait."""
     if not options.compact or is_dynamo_compiling() or any(target.head.ranks.size > 1 for target in targets):
         return list(targets)  # ranks first agree on a call; an operator counts when it runs
-    return counted(targets, options)
+    return [replace(target, counted=of) for target, of in zip(targets, counted(targets, options), strict=True)]
 
 
 def _count(
     targets: Sequence[Target], ignored: int, backend: str | None, masks: Sequence[Tensor | None]
-) -> list[Target]:
+) -> list[Counted]:
     labels = [target.labels.reshape(-1).contiguous() for target in targets]  # as kernels read them
     backend = choose_backend(backend, [(labels[0].device, torch.float32)])
     masks = [mask if mask is None else mask.reshape(-1).contiguous() for mask in masks]
-    facts, of_all = label_facts(labels, ignored, masks, backend=backend), list[Target]()
-    for target, y, mask, numbers in zip(targets, labels, masks, start_reading(facts, _WHAT)(), strict=True):
+    facts, tokens = label_facts(labels, ignored, masks, backend=backend), list[Counted]()
+    for y, mask, numbers in zip(labels, masks, start_reading(facts, _WHAT)(), strict=True):
         (count, low, high, trained), index = numbers, None
         if mask is not None and trained < count:
             active = y != ignored
@@ -313,8 +300,8 @@ def _count(
             index = torch.cat([torch.nonzero_static(part, size=size) for part, size in parts])[:, 0]
         elif count < len(y):
             index = torch.nonzero_static(y != ignored, size=count)[:, 0]
-        of_all.append(replace(target, counted=Counted(index, count, trained, (low, high))))
-    return of_all
+        tokens.append(Counted(index, count, trained, (low, high)))
+    return tokens
 
 
 def _without_autocast(device: torch.device) -> AbstractContextManager[Any]:

@@ -65,10 +65,9 @@ def test_ranks_of_different_sizes_plan_alike():
     (hidden, _, labels), calls = inputs(), set()
     for rank, columns in enumerate(sizes := (9, 1, 193)):
         head = Head(torch.randn(columns, H), ranks=Ranks(rank=rank, sizes=sizes))
-        target = Target(head, hidden, labels, counted=Counted.of_all(N))
-        calls.add(
-            stream.signature(target, target.leaves(), asked_for(["logp"]), EngineOptions(), gradients_in_backward=True)
-        )
+        target, tokens = Target(head, hidden, labels), [Counted.of_all(N)]
+        asked, options = asked_for(["logp"]), EngineOptions()
+        calls.add(stream.signature(target, tokens, target.leaves(), asked, options, gradients_in_backward=True))
     assert len(calls) == 1
 
 

@@ -74,7 +74,7 @@ def registered(names: Iterable[Any]) -> list[str]:
 
 def asked_for(names: Sequence[str | Statistic], metrics: Sequence[str | Statistic] = ()) -> tuple[Statistic, ...]:
     """The statistics of these names, each once; metrics have no gradient."""
-    asked = dict[str, Statistic]()
+    asked: dict[str, Statistic] = {}
     for i, name in enumerate((*names, *metrics)):
         s = STATISTICS[name] if isinstance(name, str) else name
         if s.name not in asked:

@@ -117,51 +117,41 @@ class Stream:
             buffer = grads.buffers[id(target.hidden)]
             buffer.add_states(target.places(places), values if len(pieces) == 1 else values[at])
 
-    def empty(self) -> Values:
-        """Statistics of no tokens."""
+    def zeros(self, count: int = 0) -> Values:
+        """Statistics of so many tokens that are 0."""
         device, wide, values = self.target.labels.device, wide_dtype(self.plan.products.dtype), Values()
         selected = self.target.selected
         k = selected.shape[-1] if isinstance(selected, Tensor) else selected or 0
         for s in self.asked:
-            shape = (0, k) if s.name in ("selected_logps", "selected_logits", "columns") else (0,)
+            shape = (count, k) if s.name in ("selected_logps", "selected_logits", "columns") else (count,)
             dtype = torch.int64 if s.name in ("columns", "argmax") else wide
             values[s.name] = torch.zeros(shape, dtype=dtype, device=device)
         return values
 
-    def spread(self, values: Values, copied: bool = False) -> list[Values]:
-        """From ``[N, ...]`` to all tokens of each target, in its labels' shape; 0 for those without a label.
-
-        Where all tokens are computed, memory is shared, unless values are ``copied``.
-        """
+    def spread(self, values: Values) -> list[Values]:
+        """From ``[N, ...]`` to all tokens of each target, copied, in its labels' shape; 0 for those without a label."""
         of_all, start = list[Values](), 0
         for target, tokens in zip(self.targets, self.tokens, strict=True):
             shape, of_target = target.labels.shape, Values()
             for name, value in values.items():
                 value = value if len(self.targets) == 1 else value[start : start + tokens.count]
                 if tokens.index is None:
-                    (value,) = only(tokens.active, {name: value}).values()
-                    value = value.view(*shape, *value.shape[1:])
-                    of_target[name] = value.clone() if copied else value
+                    of_target[name] = value.view(*shape, *value.shape[1:]).clone()
                 else:
                     of_target[name] = value.new_zeros(*shape, *value.shape[1:])
                     of_target[name].flatten(0, len(shape) - 1).index_copy_(0, tokens.index, value)
-            of_all.append(of_target)
+            of_all.append(of_target if tokens.active is None else only(tokens.active.view(shape), of_target))
             start += tokens.count
         return of_all
 
     def gathered(self, of_all: Sequence[Values]) -> Values:
         """The inverse of :meth:`spread`, 0 for tokens without a label."""
-        parts, wide = (
-            {name: list[Tensor]() for values in of_all for name in values},
-            wide_dtype(self.plan.products.dtype),
-        )
+        parts = {name: list[Tensor]() for values in of_all for name in values}
         for target, tokens, values in zip(self.targets, self.tokens, of_all, strict=True):
             flat = {name: value.flatten(0, target.labels.dim() - 1) for name, value in values.items()}
-            if tokens.index is not None:
-                flat = rows_in(flat, tokens.index)
-            flat = only(tokens.active, flat)
-            for name, part in parts.items():  # of a target to which a loss gives no gradient, it is 0
-                part.append(flat[name] if name in flat else target.labels.new_zeros(tokens.count, dtype=wide))
+            flat = only(tokens.active, flat if tokens.index is None else rows_in(flat, tokens.index))
+            for name, part in parts.items():  # a target to which a loss gives no gradient has none of it
+                part.append(flat[name] if name in flat else self.zeros(tokens.count)[name])
         return {name: part[0] if len(part) == 1 else torch.cat(part) for name, part in parts.items()}
 
     def narrowed(self, live: Tensor, counts: Sequence[int]) -> Stream:
@@ -175,29 +165,22 @@ class Stream:
         return replace(self, tokens=of_targets)
 
 
-def in_one_block(first: Target, other: Target) -> bool:
+def in_one_block(*targets: Target) -> bool:
     """Whether targets differ in their hidden states, labels and temperatures alone."""
-    ours, theirs = [
-        (
-            t.head,
-            t.class_weight,
-            t.hidden.dtype,
-            t.hidden.requires_grad,
-            *[t.temperature] * isinstance(t.temperature, float),
-        )
-        for t in (first, other)
-    ]
-    alone = [
-        t is not None for t in (first.kept, first.selected, first.teacher, other.kept, other.selected, other.teacher)
-    ]
-    return ours == theirs and not any(alone)
+    facts = list[Any]()
+    for target in targets:
+        numbers = target.temperature if isinstance(target.temperature, float) else None, id(target.class_weight)
+        facts.append((target.head, *numbers, target.hidden.dtype, target.hidden.requires_grad))
+        if target.kept is not None or target.selected is not None or target.teacher is not None:
+            return False
+    return facts[0] == facts[1]
 
 
 def only(active: Tensor | None, values: Values) -> Values:
-    """0 for tokens that are not active ``[R]``; ``None`` for all."""
+    """0 for tokens that are not active ``[...]``; ``None`` for all."""
     if active is None:
         return values
-    return {n: torch.where(active if v.dim() == 1 else active[:, None], v, 0) for n, v in values.items()}
+    return {n: torch.where(active if v.dim() == active.dim() else active[..., None], v, 0) for n, v in values.items()}
 
 
 # --- From targets to streams ----------------------------------------------------------------------------------------
@@ -329,7 +312,7 @@ class _Statistics(torch.autograd.Function):
                     of_rows, block = ({} if stream.plan.tile is None else stream.gathered(values)), None
                 else:
                     of_rows, block = _first_pass(stream)
-                    values = stream.spread({s.name: of_rows[s.name] for s in stream.asked}, copied=True)
+                    values = stream.spread({s.name: of_rows[s.name] for s in stream.asked})
                 constants.append(of_rows)
                 blocks.append(block)
                 for of_target in values:
@@ -383,7 +366,7 @@ def _first_pass(stream: Stream) -> tuple[Values, Any]:
             block = plan.block(part, stream.asked, plan)
         parts.append(statistics_by_columns(part, stream.asked, plan) if block is None else block.constants)
     kept = replace(block, part=None, constants={}) if block is not None and plan.keeps else None
-    return concatenated(parts or [stream.empty()]), kept
+    return concatenated(parts or [stream.zeros()]), kept
 
 
 def concatenated(parts: list[Values]) -> Values:
@@ -527,7 +510,7 @@ def _run(
                     opened = stream.open(plan)
                 _run_part(opened, loss, rows, grads, totals, parts)
         if not tokens.count:
-            values = stream.empty()
+            values = stream.zeros()
             total, _, more = token_losses(stream, loss, values, Piece(stream.target, slice(0, 0), None, ALL), False)
             totals.append(total)
             parts.append(values | more)

@@ -222,7 +222,7 @@ class Block:
 
     def _compare(self) -> None:
         """The divergence from the teacher, over the columns that both models have."""
-        part, plan, z, label = self.part, self.plan, self.z[:, : self.common], torch.zeros_like(self.part.labels)
+        part, plan, label = self.part, self.plan, torch.zeros_like(self.part.labels)
         assert self.teacher_memory is not None
         entropy = frozenset(["entropy"] if "soft_entropy" in self._names else [])
         ranks, which = part.head.ranks, self._divergence
@@ -230,7 +230,7 @@ class Block:
         if same and not entropy and "lse" in self.constants:
             student = {"lse": self.constants["lse"]}
         else:
-            soft = softmax_statistics(z, label, entropy, self._soft, **plan.of_kernels)
+            soft = softmax_statistics(self._shared, label, entropy, self._soft, **plan.of_kernels)
             student = rows.merged({name: soft[name] for name in {"lse", *entropy}}, part.labels, ranks, None)
         entropy = frozenset(["entropy"] if which is not None and which.by_entropy else [])
         hard = softmax_statistics(self.teacher_memory, label, entropy, self._of_teacher, **plan.of_kernels)
@@ -243,6 +243,11 @@ class Block:
         if which.by_entropy:
             self.constants["parameter"] = which.row_parameter(teacher["entropy"])
         self.constants |= rows.divergence_sums(*self._sides(), which, self.constants.get("parameter"), ranks, plan)
+
+    @cached_property
+    def _shared(self) -> Tensor:
+        """Projections of the columns that both models have."""
+        return self.z if self.common == self.width else self.z[:, : self.common]
 
     @cached_property
     def _divergence(self) -> Any:
@@ -266,8 +271,7 @@ class Block:
     def _sides(self) -> tuple[Logits, Logits]:
         """Both models' logits of the shared columns."""
         assert self.teacher_memory is not None
-        z = self.z if self.common == self.width else self.z[:, : self.common]
-        student = Logits(z, self.constants["soft_lse"], self._soft)
+        student = Logits(self._shared, self.constants["soft_lse"], self._soft)
         return student, Logits(self.teacher_memory, self.constants["teacher_lse"], self._of_teacher)
 
     # --- Gradients ---------------------------------------------------------------------------------------------------

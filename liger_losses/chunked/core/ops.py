@@ -543,7 +543,8 @@ def weighted_sum(values: Mapping[str, Tensor], **weights: Tensor) -> tuple[Tenso
     """``sum_s w_s s`` of each token, and its derivatives, the weights."""
     derivatives = {name: weight.expand_as(values[name]) for name, weight in weights.items()}
     terms = [weight * values[name] for name, weight in derivatives.items()]
-    return sum([term.sum(-1) if term.dim() > 1 else term for term in terms]), derivatives  # type: ignore[return-value]
+    first, *others = [term.sum(-1) if term.dim() > 1 else term for term in terms]
+    return sum(others, first), derivatives
 
 
 def _names(names: Iterable[str] | str) -> tuple[str, ...]:

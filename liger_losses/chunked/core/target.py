@@ -44,7 +44,8 @@ class Counted:
 class Target:
     """T tokens of one head, in any shape ``[...]``. All that is per token is cut with it.
 
-    Tokens of several tensors are several targets; what they train has one buffer.
+    Tokens of several tensors are several targets; what they train has one buffer, and statistics of targets that differ
+    in hidden states, labels and temperatures alone have common blocks.
 
     Args:
         head: what makes logits of hidden states.

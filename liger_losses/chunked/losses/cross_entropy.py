@@ -450,7 +450,7 @@ class LigerFusedLinearCrossEntropyLoss(ChunkedLoss, Generic[R]):
         with torch.no_grad():
             if many:
                 return loss, self._metrics([*read], parts)
-            return self._output([*read][0], parts[0], loss) if o.return_z_loss or "argmax" in metrics else loss
+            return self._output(next(iter(read)), parts[0], loss) if o.return_z_loss or "argmax" in metrics else loss
 
     def _part(self, target: Target, items: Any, token_weights: Tensor | None, positions: int, scale: float) -> _Part:
         """What one head predicts, once the class weights, the number of items and the token weights fit it."""

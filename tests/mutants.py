@@ -84,8 +84,8 @@ MUTANTS: dict[str, list[tuple[str, str, str, str]]] = {
     ],
     f"{ROWS} -k 'two_together and not triton'": [
         ("chunked.core.rows", "merged", '["selected_logps"] - values', '["selected_logps"] + values'),
-        ("chunked.core.stream", "only", "if active is None:", "if True:"),
-        ("chunked.core.stream", "Stream.spread", ".index_copy_(0, tokens.index, value)", ""),
+        ("chunked.core.stream", "Stream.masked", "if self.tokens.active is None else", "if True else"),
+        ("chunked.core.stream", "Stream.spread", ".index_copy(0, index, value)", ""),
         ("chunked.core.weights", "WithAdapters.open", "* self.scale", "/ self.scale"),
         ("chunked.core.teachers", "rows_of", "if active is None", "if True"),
         ("chunked.core.block", "Block._write_terms", "z += term", "z -= term"),

@@ -222,7 +222,7 @@ class Block:
 
     def _compare(self) -> None:
         """The divergence from the teacher, over the columns that both models have."""
-        part, plan, label = self.part, self.plan, torch.zeros_like(self.part.labels)
+        part, plan, z, label = self.part, self.plan, self.z[:, : self.common], torch.zeros_like(self.part.labels)
         assert self.teacher_memory is not None
         entropy = frozenset(["entropy"] if "soft_entropy" in self._names else [])
         ranks, which = part.head.ranks, self._divergence
@@ -230,7 +230,7 @@ class Block:
         if same and not entropy and "lse" in self.constants:
             student = {"lse": self.constants["lse"]}
         else:
-            soft = softmax_statistics(self._shared, label, entropy, self._soft, **plan.of_kernels)
+            soft = softmax_statistics(z, label, entropy, self._soft, **plan.of_kernels)
             student = rows.merged({name: soft[name] for name in {"lse", *entropy}}, part.labels, ranks, None)
         entropy = frozenset(["entropy"] if which is not None and which.by_entropy else [])
         hard = softmax_statistics(self.teacher_memory, label, entropy, self._of_teacher, **plan.of_kernels)
@@ -243,11 +243,6 @@ class Block:
         if which.by_entropy:
             self.constants["parameter"] = which.row_parameter(teacher["entropy"])
         self.constants |= rows.divergence_sums(*self._sides(), which, self.constants.get("parameter"), ranks, plan)
-
-    @cached_property
-    def _shared(self) -> Tensor:
-        """Projections of the columns that both models have."""
-        return self.z if self.common == self.width else self.z[:, : self.common]
 
     @cached_property
     def _divergence(self) -> Any:
@@ -271,7 +266,8 @@ class Block:
     def _sides(self) -> tuple[Logits, Logits]:
         """Both models' logits of the shared columns."""
         assert self.teacher_memory is not None
-        student = Logits(self._shared, self.constants["soft_lse"], self._soft)
+        z = self.z if self.common == self.width else self.z[:, : self.common]
+        student = Logits(z, self.constants["soft_lse"], self._soft)
         return student, Logits(self.teacher_memory, self.constants["teacher_lse"], self._of_teacher)
 
     # --- Gradients ---------------------------------------------------------------------------------------------------
@@ -298,7 +294,7 @@ class Block:
             in_place = kept or self.memory.dtype == self.plan.products.dtype
             out = z if in_place else self.memory.view(self.plan.products.dtype)[:, : self.width]
         softmax, hard = self._of_softmax(upstream)
-        several, selected = kept or of_bias or self._table(upstream), upstream.keys() & _SELECTED
+        several, selected = kept or of_bias or any(s.phi for s in self._with(upstream)), upstream.keys() & _SELECTED
         others = "divergence" in upstream or self.epilogue.class_weight is not None
         if not (several or (selected and others)):
             if selected:
@@ -327,9 +323,9 @@ class Block:
         constants = {name: value[at] for name, value in self.constants.items()}
         return type(self)(self.part.take(at), self.asked, self.plan, columns, self.memory[at], of_teacher, constants)
 
-    def _table(self, upstream: dict[str, Tensor]) -> list[Statistic]:
-        """The rows of the table that have a gradient."""
-        return [s for s in self.asked if s.phi is not None and s.name in upstream]
+    def _with(self, upstream: dict[str, Tensor]) -> list[Statistic]:
+        """The statistics that have a gradient."""
+        return [s for s in self.asked if s.name in upstream]
 
     def _of_softmax(self, upstream: dict[str, Tensor]) -> tuple[dict[str, Tensor], Tensor | None]:
         """The derivatives by statistics of the softmax; and that by ``logp`` if it is the only one and a divergence's
@@ -349,7 +345,7 @@ class Block:
         z, epilogue, terms = self.z, self.epilogue, list[Tensor]()
         softmax, hard = self._of_softmax(upstream)
         selected = self._at_selected(upstream, {}) if upstream.keys() & _SELECTED else None
-        if table := self._table(upstream):
+        if table := [s for s in self._with(upstream) if s.phi is not None]:
             grad = rows.table_gradient(table, upstream, self.constants, z, epilogue, self.part.vocab_size)
             terms.append(epilogue.transform.chain_(grad, epilogue(z)))
         if "divergence" in upstream and self.common:

@@ -37,8 +37,8 @@ class Buffer:
         self.shape, self.dtype = self.local.shape, self.local.dtype
         if len(self.shape) > 2:
             self.shape = torch.Size((self.shape[:-1].numel(), self.shape[-1]))
-        if leaf.accumulate == torch.float32:
-            self.dtype = wide_dtype(self.dtype)
+        if leaf.accumulate is not None:
+            self.dtype = torch.promote_types(self.dtype, leaf.accumulate)
         self.total: Tensor | None = None
         self.written = 0
         self.sparse: list[tuple[Tensor, Tensor]] = []  # ids and their rows, while there is no matrix

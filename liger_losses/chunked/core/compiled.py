@@ -10,7 +10,7 @@ in it is an entry of a list, and each number that may change is an entry of that
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -147,7 +147,7 @@ def loss_sum(
     token_losses: Sequence[TokenLoss],
     options: EngineOptions = EngineOptions(),
     metrics: Sequence[str | Statistic] = (),
-) -> tuple[Tensor, Iterable[Values]]:
+) -> tuple[Tensor, list[Values]]:
     """:func:`liger_losses.chunked.core.stream.loss_sum`.
 
     In a graph, it is one pass if the losses are of functions that :func:`in_graphs` knows. Others are traced.
@@ -198,7 +198,7 @@ def _separate(values: Sequence[Tensor]) -> list[Tensor]:
     return [value.detach().clone(memory_format=torch.contiguous_format) for value in values]
 
 
-def _flat(of_targets: Iterable[Values]) -> list[Tensor]:
+def _flat(of_targets: Sequence[Values]) -> list[Tensor]:
     return [value for values in of_targets for value in values.values()]
 
 

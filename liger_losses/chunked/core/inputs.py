@@ -125,18 +125,20 @@ def targets_of(
     of_all |= {"bias": bias, "shift": shift, "selected": selected}
     count = count_targets(**of_all, **inputs) if many else 1
     of_each = [one_each(value, count) if many else [value] for value in of_all.values()]
-    targets: list[Target] = []
-    for y in of_each[2] if many or shift else ():
-        check_labels(y)
-    for i, (states, layer, y, its, moved, columns) in enumerate(zip(*of_each, strict=True)):
-        head = Head.of(layer, its, transform)
-        for first in targets[:1]:
-            check_device("the weight", first.head.weight.device, **{f"the weight of head {i}": head.weight})
-        fields = {"temperature": head.transform.temperature, "selected": columns}
+    states, layers, of_labels, biases, positions, columns = of_each
+    heads, shifted = [Head.of(layer, its, transform) for layer, its in zip(layers, biases, strict=True)], []
+    for k, head in enumerate(heads[1:], 1):
+        check_device("the weight", heads[0].weight.device, **{f"the weight of head {k}": head.weight})
+    for y, moved in zip(of_labels, positions, strict=True):
+        if many or moved:
+            check_labels(y)
+        shifted.append(shift_labels(y, ignore_index, int(moved)) if moved else y)
+    targets = []
+    for i, head in enumerate(heads):
+        fields = {"temperature": head.transform.temperature, "selected": columns[i]}
         if many:
-            fields = {name: of_target(value, of_each[2], i) for name, value in fields.items()}
-        y = shift_labels(y, ignore_index, int(moved)) if moved else y
-        targets.append(target_of(states, head, y, class_weight=class_weight, **fields))
+            fields = {name: of_target(value, shifted, i) for name, value in fields.items()}
+        targets.append(target_of(states[i], head, shifted[i], class_weight=class_weight, **fields))
     return targets
 
 

@@ -494,10 +494,9 @@ def linear_divergence_loss(
     return loss, added(parts)
 
 
-def added(parts: Iterable[Mapping[str, Tensor]]) -> Statistics:
+def added(parts: Sequence[Mapping[str, Tensor]]) -> Statistics:
     """Statistics of all tokens: the sum of each teacher's, which are 0 for tokens of other teachers."""
-    first, *others = parts
-    totals = {name: sum([part[name] for part in others], value) for name, value in first.items()}
+    totals = {name: sum([part[name] for part in parts[1:]], value) for name, value in parts[0].items()}
     return Statistics(entropy=totals.pop("soft_entropy", None), **totals)
 
 

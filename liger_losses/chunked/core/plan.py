@@ -18,7 +18,7 @@ from liger_losses.checks import see
 from liger_losses.chunked.core.buffers import Leaf
 from liger_losses.chunked.core.options import EngineOptions
 from liger_losses.chunked.core.statistics import OF_KERNELS, Statistic
-from liger_losses.chunked.core.target import Counted, Target
+from liger_losses.chunked.core.target import Target
 from liger_losses.chunked.core.weights import Concatenated, Products, Quantized, WithAdapters
 from liger_losses.chunked.core.workspace import WORKSPACE_VARIABLE, default_bound
 from liger_losses.kernels import choose_backend
@@ -100,15 +100,15 @@ class Signature:
 
 def signature(
     target: Target,
-    tokens: Sequence[Counted],
     leaves: Sequence[Leaf],
     asked: tuple[Statistic, ...],
     options: EngineOptions,
     *,
     gradients_in_backward: bool,
 ) -> Signature:
-    """All that decides how the tokens of a target, and of others like it, are computed that have a label."""
-    head, hidden, teacher = target.head, target.hidden, target.teacher
+    """All that decides how the tokens of a target are computed that have a label."""
+    head, hidden, teacher, tokens = target.head, target.hidden, target.teacher, target.counted
+    assert tokens is not None
     dtype, device, bias = computed_dtype(hidden), hidden.device, head.bias
     backend = choose_backend(options.backend, [(device, wide_dtype(dtype))], dtypes=LOGIT_DTYPES)
     # Half precision on CUDA and in Triton, fp32 where CPUs would round products.
@@ -134,8 +134,8 @@ def signature(
             copied, copy = copied + size, copy + operand.itemsize * matrix.hidden_size
     trains_hidden = hidden.requires_grad and bool(leaves)
     return Signature(
-        tokens=sum([of_target.count for of_target in tokens]),
-        trained=sum([of_target.trained for of_target in tokens]),
+        tokens=tokens.count,
+        trained=tokens.trained,
         hidden_size=hidden.shape[-1],
         columns=columns if target.kept is None else target.kept.shape[-1],
         kept=target.kept is not None,

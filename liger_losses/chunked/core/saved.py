@@ -5,16 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from liger_losses.chunked.core.plan import Plan
 from liger_losses.chunked.core.ranks import Ranks
 from liger_losses.chunked.core.statistics import Statistic
-from liger_losses.kernels.logit_transform import LogitTransform
 
 #: Types of what holds no tensors, which is most of what a call knows.
-PLAIN = {type(None), bool, int, float, str, slice, torch.dtype, LogitTransform, Statistic, Ranks, Plan}
+PLAIN = {type(None), bool, int, float, str, slice, Statistic, Ranks, Plan}
 
 
 class OfTensors(int):

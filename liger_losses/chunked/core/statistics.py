@@ -74,9 +74,8 @@ def registered(names: Iterable[Any]) -> list[str]:
 
 def asked_for(names: Sequence[str | Statistic], metrics: Sequence[str | Statistic] = ()) -> tuple[Statistic, ...]:
     """The statistics of these names, each once; metrics have no gradient."""
-    asked: dict[str, Statistic] = {}
-    for i, name in enumerate((*names, *metrics)):
+    asked = {s.name: s for s in (STATISTICS[name] if isinstance(name, str) else name for name in names)}
+    for name in metrics:
         s = STATISTICS[name] if isinstance(name, str) else name
-        if s.name not in asked:
-            asked[s.name] = replace(s, differentiable=False) if s.differentiable and i >= len(names) else s
+        asked.setdefault(s.name, replace(s, differentiable=False))
     return tuple(asked.values())

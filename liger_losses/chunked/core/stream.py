@@ -9,10 +9,10 @@ T tokens of a target, N of them with a label, R of a block.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -48,139 +48,71 @@ _WHAT = "how many tokens carry loss; give compact=False, with which all of them 
 Values = dict[str, Tensor]
 
 
-class Piece(NamedTuple):
-    """Some tokens of a target: their places among all of its tokens, which have a label (``None`` for all), and which
-    they are of a block's."""
-
-    target: Target
-    places: Rows
-    active: Tensor | None
-    at: slice
-
-
 @dataclass(frozen=True, eq=False)
 class Stream:
-    """The N tokens that have a label, of one target after the other, and how they are computed.
+    """The tokens of a target that have a label, and how they are computed.
 
     Where all tokens are computed, the numbers of those without a label are 0.
     """
 
-    targets: Sequence[Target]  # which differ in hidden states, labels and temperatures alone
-    tokens: Sequence[Counted]  # of each
+    target: Target
+    tokens: Counted
     asked: tuple[Statistic, ...]
     plan: Plan
 
-    @property
-    def target(self) -> Target:
-        """The first, which has what all have in common."""
-        return self.targets[0]
-
-    @property
-    def count(self) -> int:
-        """N."""
-        return sum([tokens.count for tokens in self.tokens])
-
     def open(self, plan: Plan) -> Stream:
         """The same for a pass of this plan: its heads are cast or dequantized once, where all rows fit."""
-        first = self.target.open(plan.products)
-        others = [replace(target, head=first.head) for target in self.targets[1:]]
-        return Stream([first, *others], self.tokens, self.asked, plan)
+        return replace(self, target=self.target.open(plan.products), plan=plan)
 
-    def pieces(self, rows: slice) -> list[Piece]:
-        """Some of the N tokens, by their targets."""
-        pieces, start = list[Piece](), 0
-        for target, tokens in zip(self.targets, self.tokens, strict=True):
-            first, last = max(rows.start, start), min(rows.stop, start + tokens.count)
-            if first < last:
-                places, active = slice(first - start, last - start), tokens.active
-                at = slice(first - rows.start, last - rows.start)
-                of_all = places if tokens.index is None else tokens.index[places]
-                pieces.append(Piece(target, of_all, None if active is None else active[places], at))
-            start += tokens.count
-        return pieces
+    def places(self, rows: Rows) -> Rows:
+        """Where some of the N tokens are among all T."""
+        return rows if self.tokens.index is None else self.tokens.index[rows]
 
-    def part(self, pieces: Sequence[Piece]) -> Target:
-        """Some tokens as one target, in the operands' dtype."""
-        dtype = self.plan.products.dtype
-        first, *others = [piece.target.take(piece.places, piece.active, dtype) for piece in pieces]
-        if not others:
-            return first
-        names = [name for name in ("hidden", "labels", "temperature") if isinstance(getattr(first, name), Tensor)]
-        changes: Any = {n: torch.cat([getattr(part, n) for part in (first, *others)]) for n in names}
-        return replace(first, **changes)
+    def part(self, places: Rows) -> Target:
+        """The tokens at these places, in the operands' dtype."""
+        active = self.tokens.active
+        return self.target.take(places, None if active is None else active[places], self.plan.products.dtype)
 
-    def add_hidden(self, grads: Gradients, pieces: Sequence[Piece], values: Tensor | None) -> None:
-        """Add gradients ``[R, H]`` of the hidden states of some tokens."""
-        if values is None:
-            return
-        for target, places, _, at in pieces:
-            buffer = grads.buffers[id(target.hidden)]
-            buffer.add_states(target.places(places), values if len(pieces) == 1 else values[at])
+    def add_hidden(self, grads: Gradients, places: Rows, values: Tensor | None) -> None:
+        """Add gradients ``[R, H]`` of the hidden states of the tokens at these places."""
+        if values is not None:
+            grads.buffers[id(self.target.hidden)].add_states(self.target.places(places), values)
 
-    def zeros(self, count: int = 0) -> Values:
-        """Statistics of so many tokens that are 0."""
+    def masked(self, values: Values, places: Rows = ALL) -> Values:
+        """0 for tokens without a label, where these are among the tokens."""
+        return values if self.tokens.active is None else only(self.tokens.active[places], values)
+
+    def empty(self) -> Values:
+        """Statistics of no tokens."""
         device, wide, values = self.target.labels.device, wide_dtype(self.plan.products.dtype), Values()
         selected = self.target.selected
         k = selected.shape[-1] if isinstance(selected, Tensor) else selected or 0
         for s in self.asked:
-            shape = (count, k) if s.name in ("selected_logps", "selected_logits", "columns") else (count,)
+            shape = (0, k) if s.name in ("selected_logps", "selected_logits", "columns") else (0,)
             dtype = torch.int64 if s.name in ("columns", "argmax") else wide
             values[s.name] = torch.zeros(shape, dtype=dtype, device=device)
         return values
 
-    def spread(self, values: Values) -> list[Values]:
-        """From ``[N, ...]`` to all tokens of each target, copied, in its labels' shape; 0 for those without a label."""
-        of_all, start = list[Values](), 0
-        for target, tokens in zip(self.targets, self.tokens, strict=True):
-            shape, of_target = target.labels.shape, Values()
-            for name, value in values.items():
-                value = value if len(self.targets) == 1 else value[start : start + tokens.count]
-                if tokens.index is None:
-                    of_target[name] = value.view(*shape, *value.shape[1:]).clone()
-                else:
-                    of_target[name] = value.new_zeros(*shape, *value.shape[1:])
-                    of_target[name].flatten(0, len(shape) - 1).index_copy_(0, tokens.index, value)
-            of_all.append(of_target if tokens.active is None else only(tokens.active.view(shape), of_target))
-            start += tokens.count
+    def spread(self, values: Values) -> Values:
+        """From ``[N, ...]`` to all tokens, in the labels' shape; 0 for those without a label."""
+        shape, index, of_all = self.target.labels.shape, self.tokens.index, Values()
+        for name, value in values.items():
+            if index is None:
+                of_all[name] = value.view(*shape, *value.shape[1:])
+            else:
+                of_all[name] = value.new_zeros(*shape, *value.shape[1:])
+                of_all[name].view(-1, *value.shape[1:]).index_copy_(0, index, value)
         return of_all
 
-    def gathered(self, of_all: Sequence[Values]) -> Values:
-        """The inverse of :meth:`spread`, 0 for tokens without a label."""
-        parts = {name: list[Tensor]() for values in of_all for name in values}
-        for target, tokens, values in zip(self.targets, self.tokens, of_all, strict=True):
-            flat = {name: value.flatten(0, target.labels.dim() - 1) for name, value in values.items()}
-            flat = only(tokens.active, flat if tokens.index is None else rows_in(flat, tokens.index))
-            for name, part in parts.items():  # a target to which a loss gives no gradient has none of it
-                part.append(flat[name] if name in flat else self.zeros(tokens.count)[name])
-        return {name: part[0] if len(part) == 1 else torch.cat(part) for name, part in parts.items()}
-
-    def narrowed(self, live: Tensor, counts: Sequence[int]) -> Stream:
-        """The ``live`` ones of the N tokens, of each target so many."""
-        of_targets, start = list[Counted](), 0
-        for tokens, rows, count in zip(self.tokens, live.split(counts), counts, strict=True):
-            rows = rows - start if start else rows
-            index = rows if tokens.index is None else tokens.index[rows]
-            of_targets.append(replace(tokens, index=index, count=count))
-            start += tokens.count
-        return replace(self, tokens=of_targets)
+    def gathered(self, values: Values) -> Values:
+        """The inverse of :meth:`spread`."""
+        flat = {name: value.flatten(0, self.target.labels.dim() - 1) for name, value in values.items()}
+        return flat if self.tokens.index is None else rows_in(flat, self.tokens.index)
 
 
-def in_one_block(*targets: Target) -> bool:
-    """Whether targets differ in their hidden states, labels and temperatures alone."""
-    facts = list[Any]()
-    for target in targets:
-        numbers = target.temperature if isinstance(target.temperature, float) else None, id(target.class_weight)
-        facts.append((target.head, *numbers, target.hidden.dtype, target.hidden.requires_grad))
-        if target.kept is not None or target.selected is not None or target.teacher is not None:
-            return False
-    return facts[0] == facts[1]
-
-
-def only(active: Tensor | None, values: Values) -> Values:
-    """0 for tokens that are not active ``[...]``; ``None`` for all."""
-    if active is None:
-        return values
-    return {n: torch.where(active if v.dim() == active.dim() else active[..., None], v, 0) for n, v in values.items()}
+def only(active: Tensor, values: Values) -> Values:
+    """0 for tokens that are not active ``[R]``."""
+    return {n: torch.where(active if v.dim() == 1 else active[:, None], v, 0) for n, v in values.items()}
 
 
 # --- From targets to streams ----------------------------------------------------------------------------------------
@@ -196,34 +128,28 @@ def open_streams(
 
     Of losses of single tokens, ``trained`` says which tokens may have a gradient.
     """
-    groups, tokens = list[list[Target]](), list[list[Counted]]()
-    for target, of_target in zip(targets, counted(targets, options, trained), strict=True):
-        if not (trained is None and groups and in_one_block(groups[-1][0], target)):
-            groups.append([])
-            tokens.append([])
-        groups[-1].append(target)
-        tokens[-1].append(of_target)
-    leaves = [group[0].leaves() if torch.is_grad_enabled() else [] for group in groups]
+    targets = counted(targets, options, trained)
+    leaves = [target.leaves() if torch.is_grad_enabled() else [] for target in targets]
     late, calls, heads, numbers = trained is None, [], [], dict[object, int]()
-    for (target, *_), of_group in zip(groups, leaves, strict=True):
-        late = late or (bool(of_group) and scales_late(target.hidden, of_group))
+    for target, of_target in zip(targets, leaves, strict=True):
+        late = late or (bool(of_target) and scales_late(target.hidden, of_target))
         halves = list[int]()
-        for leaf in () if target.sparse_grad else of_group:
+        for leaf in () if target.sparse_grad else of_target:
             if leaf.accumulate is None and leaf.tensor.dtype in HALF_DTYPES:
                 halves.append(numbers.setdefault(key_of(leaf.tensor), len(numbers)))
         heads.append(tuple(halves))
-    for (target, *_), of_targets, of_group in zip(groups, tokens, leaves, strict=True):
-        calls.append(signature(target, of_targets, of_group, asked, options, gradients_in_backward=late))
+    for target, of_target in zip(targets, leaves, strict=True):
+        calls.append(signature(target, of_target, asked, options, gradients_in_backward=late))
     streams, of_all, beyond = list[Stream](), dict[int, Leaf](), False
     made = plans(tuple(calls), tuple(heads), tuple(PLANNERS))
-    for group, of_targets, of_group, plan in zip(groups, tokens, leaves, made, strict=True):
-        streams.append(Stream(group, of_targets, asked, plan))
+    for target, of_target, plan in zip(targets, leaves, made, strict=True):
+        assert target.counted is not None
+        streams.append(Stream(target, target.counted, asked, plan))
         beyond = beyond or plan.beyond_workspace
-        more = [target.hidden_leaf() for target in group[1:] if plan.hidden]
-        for leaf in (*of_group, *more):  # the widest dtype that a plan asks for
-            before, dtype = of_all.setdefault(id(leaf.tensor), leaf), leaf.accumulate or plan.accumulate
-            if before.accumulate is None and dtype is not None:
-                of_all[id(leaf.tensor)] = replace(before, accumulate=dtype)
+        for leaf in of_target:  # the widest dtype that a plan asks for
+            known, dtype = of_all.setdefault(id(leaf.tensor), leaf), leaf.accumulate or plan.accumulate
+            if known.accumulate is None and dtype is not None:
+                of_all[id(leaf.tensor)] = replace(known, accumulate=dtype)
     if beyond:
         warn(
             f"a workspace of {calls[0].workspace} bytes has no room for the tokens in few enough parts. To be exact, "
@@ -244,38 +170,39 @@ def checked_labels(target: Target, ignore_index: int) -> Counted:
 
 def counted(
     targets: Sequence[Target], options: EngineOptions, trained: Sequence[Tensor | None] | None = None
-) -> list[Counted]:
-    """Which tokens of each target have a label, for which the host waits once if it is not known.
+) -> list[Target]:
+    """The targets with which of their tokens have a label, for which the host waits once if it is not known.
 
     ``trained`` are masks in the labels' shape of tokens that may have a gradient.
     """
     ignored = options.ignore_index
     if not options.compact:
-        return [checked_labels(target, ignored) for target in targets]
+        return [replace(target, counted=checked_labels(target, ignored)) for target in targets]
     masks = [None] * len(targets) if trained is None else trained
-    tokens = [target.counted for target in targets if target.counted is not None]
-    if len(tokens) < len(targets) or [mask for mask in masks if mask is not None]:
-        tokens = _count(targets, ignored, options.backend, masks)
-    for target, of_target in zip(targets, tokens, strict=True):
-        check_vocabulary(of_target.extremes, target.vocab_size, ignored)
-    return tokens
+    of_all = list(targets)
+    if None in [target.counted for target in targets] or [mask for mask in masks if mask is not None]:
+        of_all = _count(targets, ignored, options.backend, masks)
+    for target in of_all:
+        assert target.counted is not None
+        check_vocabulary(target.counted.extremes, target.vocab_size, ignored)
+    return of_all
 
 
 def counted_once(targets: Sequence[Target], options: EngineOptions) -> list[Target]:
-    """The targets, counted before calls with several models of the same tokens, each of which would wait."""
+    """The same, before calls with several models of the same tokens, each of which would wait."""
     if not options.compact or is_dynamo_compiling() or any(target.head.ranks.size > 1 for target in targets):
         return list(targets)  # ranks first agree on a call; an operator counts when it runs
-    return [replace(target, counted=of) for target, of in zip(targets, counted(targets, options), strict=True)]
+    return counted(targets, options)
 
 
 def _count(
     targets: Sequence[Target], ignored: int, backend: str | None, masks: Sequence[Tensor | None]
-) -> list[Counted]:
+) -> list[Target]:
     labels = [target.labels.reshape(-1).contiguous() for target in targets]  # as kernels read them
     backend = choose_backend(backend, [(labels[0].device, torch.float32)])
     masks = [mask if mask is None else mask.reshape(-1).contiguous() for mask in masks]
-    facts, tokens = label_facts(labels, ignored, masks, backend=backend), list[Counted]()
-    for y, mask, numbers in zip(labels, masks, start_reading(facts, _WHAT)(), strict=True):
+    facts, of_all = label_facts(labels, ignored, masks, backend=backend), list[Target]()
+    for target, y, mask, numbers in zip(targets, labels, masks, start_reading(facts, _WHAT)(), strict=True):
         (count, low, high, trained), index = numbers, None
         if mask is not None and trained < count:
             active = y != ignored
@@ -283,8 +210,8 @@ def _count(
             index = torch.cat([torch.nonzero_static(part, size=size) for part, size in parts])[:, 0]
         elif count < len(y):
             index = torch.nonzero_static(y != ignored, size=count)[:, 0]
-        tokens.append(Counted(index, count, trained, (low, high)))
-    return tokens
+        of_all.append(replace(target, counted=Counted(index, count, trained, (low, high))))
+    return of_all
 
 
 def _without_autocast(device: torch.device) -> AbstractContextManager[Any]:
@@ -300,26 +227,25 @@ class _Statistics(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, streams: list[Stream], leaves: list[Leaf], before: list[Values], *tensors: Tensor
+        ctx: Any, streams: list[Stream], leaves: list[Leaf], known: list[Values], *tensors: Tensor
     ) -> tuple[Tensor, ...]:
         ctx.set_materialize_grads(False)
         outputs, constants, blocks, fixed = list[Tensor](), list[Values](), list[Any](), list[Tensor]()
-        left = iter(before)
         with device_of(streams[0].target.hidden), _without_autocast(streams[0].target.hidden.device):
-            for stream in streams:
-                values = [next(left) for _ in stream.targets if before]
+            for stream, values in zip(streams, known or [{}] * len(streams), strict=True):
                 if values and (stream.plan.tile is None or {s.name for s in stream.asked} <= {*OF_KERNELS}):
                     of_rows, block = ({} if stream.plan.tile is None else stream.gathered(values)), None
                 else:
                     of_rows, block = _first_pass(stream)
-                    values = stream.spread({s.name: of_rows[s.name] for s in stream.asked})
+                    values = stream.spread(stream.masked({s.name: of_rows[s.name] for s in stream.asked}))
+                    if stream.tokens.index is None:  # otherwise, spreading has copied them
+                        values = {name: value.clone() for name, value in values.items()}
                 constants.append(of_rows)
                 blocks.append(block)
-                for of_target in values:
-                    for s in stream.asked:
-                        outputs.append(of_target[s.name])
-                        if not (s.differentiable and stream.plan.trains):
-                            fixed.append(of_target[s.name])
+                for s in stream.asked:
+                    outputs.append(values[s.name])
+                    if not (s.differentiable and stream.plan.trains):
+                        fixed.append(values[s.name])
         if tensors:
             ctx.packed, saved = pack((streams, leaves, constants, blocks))
             ctx.used = False
@@ -335,23 +261,15 @@ class _Statistics(torch.autograd.Function):
         streams, leaves, constants, blocks = unpack(ctx.packed, ctx.saved_tensors)
         grads, upstreams, left = Gradients(leaves), list[Values](), iter(upstream)
         for stream in streams:
-            of_targets = [{s.name: g for s in stream.asked if (g := next(left)) is not None} for _ in stream.targets]
-            upstreams.append(stream.gathered(of_targets) if stream.plan.trains else {})
+            wanted = {s.name: g for s in stream.asked if (g := next(left)) is not None and stream.plan.trains}
+            upstreams.append(stream.masked(stream.gathered(wanted)))
         with device_of(streams[0].target.hidden), _without_autocast(streams[0].target.hidden.device):
             live = live_tokens(streams, upstreams)
             for stream, of_rows, block, values, rows in zip(streams, constants, blocks, upstreams, live, strict=True):
-                if rows is not None:
-                    stream, of_rows, values = (
-                        stream.narrowed(*rows),
-                        rows_in(of_rows, rows[0]),
-                        rows_in(values, rows[0]),
-                    )
-                if not values or not stream.count:
-                    continue
-                if block is not None and not again:
-                    _from_block(stream.open(stream.plan), block, of_rows, values, rows and rows[0], grads)
-                else:
-                    _again(stream.open(stream.plan), of_rows, values, grads)
+                if values and block is not None and not again:
+                    _from_block(stream.open(stream.plan), block, of_rows, values, rows, grads)
+                elif values:
+                    _again(stream.open(stream.plan), of_rows, values, rows, grads)
             return None, None, None, *grads.results()
 
 
@@ -359,14 +277,14 @@ def _first_pass(stream: Stream) -> tuple[Values, Any]:
     """The numbers of all tokens, and their block if it lives until backward."""
     stream = stream.open(stream.plan.without_gradients or stream.plan)
     plan, parts, block = stream.plan, list[Values](), None
-    for rows in slices(0, stream.count, plan.block_tokens if plan.tile is None else plan.tile.tokens):
+    for rows in slices(0, stream.tokens.count, plan.block_tokens if plan.tile is None else plan.tile.tokens):
         part = block = None  # their memory is free before that of the next ones is allocated
-        part = stream.part(stream.pieces(rows))
+        part = stream.part(stream.places(rows))
         if plan.tile is None:
             block = plan.block(part, stream.asked, plan)
         parts.append(statistics_by_columns(part, stream.asked, plan) if block is None else block.constants)
     kept = replace(block, part=None, constants={}) if block is not None and plan.keeps else None
-    return concatenated(parts or [stream.zeros()]), kept
+    return concatenated(parts or [stream.empty()]), kept
 
 
 def concatenated(parts: list[Values]) -> Values:
@@ -375,39 +293,34 @@ def concatenated(parts: list[Values]) -> Values:
     return first if len(parts) == 1 else {name: torch.cat([part[name] for part in parts]) for name in first}
 
 
-def live_tokens(streams: Sequence[Stream], upstream: Sequence[Values]) -> list[tuple[Tensor, list[int]] | None]:
-    """Of each stream the tokens that have a gradient, and of each target how many; ``None`` for all tokens. The host
-    waits for all numbers at once."""
-    masks, counts, capturing = list[Tensor | None](), list[Tensor](), False
-    if streams[0].target.hidden.is_cuda:
-        capturing = torch.cuda.is_current_stream_capturing()
-    for stream, values in zip(streams, upstream, strict=True):
+def live_tokens(streams: Sequence[Stream], upstream: Sequence[Values]) -> list[Tensor | None]:
+    """Of each stream the tokens that have a gradient, ``None`` for all: the host waits for all numbers at once."""
+    live, masks = list[Tensor | None]([None] * len(streams)), dict[int, Tensor]()
+    capturing = streams[0].target.hidden.is_cuda and torch.cuda.is_current_stream_capturing()
+    for i, (stream, values) in enumerate(zip(streams, upstream, strict=True)):
         # Ranks that share a vocabulary would all have to find the same number.
-        target, mask = stream.target, None
-        waits = target.head.ranks.size == 1 and stream.tokens[0].active is None and not capturing
+        target, count = stream.target, stream.tokens.count
+        waits = target.head.ranks.size == 1 and stream.tokens.active is None and not capturing
         columns = target.head.weights.columns if target.kept is None else target.kept.shape[-1]
-        flops = 4.0 * stream.count * target.hidden.shape[-1] * columns
-        if values and waits and stream.count and flops >= MIN_FLOPS.get(target.hidden.device.type, float("inf")):
+        flops = 4.0 * count * target.hidden.shape[-1] * columns
+        if values and waits and count and flops >= MIN_FLOPS.get(target.hidden.device.type, float("inf")):
             trained = [(g != 0).flatten(1).any(1) if g.dim() > 1 else g != 0 for g in values.values()]
-            mask = torch.stack(trained).any(0)
-            counts += [part.sum() for part in mask.split([tokens.count for tokens in stream.tokens])]
-        masks.append(mask)
-    read, live = iter(start_reading(torch.stack(counts), _WHAT)() if counts else []), list[Any]()
-    for stream, mask in zip(streams, masks, strict=True):
-        of_targets = [] if mask is None else [next(read) for _ in stream.tokens]
-        if mask is None or sum(of_targets) > (1 - DROPPED) * len(mask):
-            live.append(None)
-        else:
-            live.append((torch.nonzero_static(mask, size=sum(of_targets))[:, 0], of_targets))
+            masks[i] = torch.stack(trained).any(0)
+    if masks:
+        counts = torch.stack([mask.sum() for mask in masks.values()])
+        for (i, mask), count in zip(masks.items(), start_reading(counts, _WHAT)(), strict=True):
+            if count <= (1 - DROPPED) * len(mask):
+                live[i] = torch.nonzero_static(mask, size=count)[:, 0]
     return live
 
 
 def _from_block(
     stream: Stream, block: Any, constants: Values, upstream: Values, live: Tensor | None, grads: Gradients
 ) -> None:
-    """Gradients of a block that has lived until now, of whose rows the stream has all, or the ``live`` ones."""
-    pieces = stream.pieces(slice(0, stream.count))
-    changes: dict[str, Any] = {"part": stream.part(pieces), "constants": constants}
+    """Gradients of a block that has lived until now, or of its tokens that have any."""
+    rows: Rows = slice(0, stream.tokens.count) if live is None else live
+    places = stream.places(rows)
+    changes: dict[str, Any] = {"part": stream.part(places), "constants": rows_in(constants, rows)}
     for name in block.__match_args__:
         if isinstance(memory := getattr(block, name), Tensor):
             # `data` shares memory, and not the count of changes by which autograd would refuse to give what is saved.
@@ -417,7 +330,7 @@ def _from_block(
                     memory[at] = memory[live[at]]
                 memory = memory[: len(live)]
             changes[name] = memory
-    stream.add_hidden(grads, pieces, replace(block, **changes).add_gradients(upstream, grads))
+    stream.add_hidden(grads, places, replace(block, **changes).add_gradients(rows_in(upstream, rows), grads))
 
 
 def rows_in(values: Values, rows: Rows) -> Values:
@@ -425,22 +338,23 @@ def rows_in(values: Values, rows: Rows) -> Values:
     return {name: value[rows] for name, value in values.items()}
 
 
-def _again(stream: Stream, constants: Values, upstream: Values, grads: Gradients) -> None:
-    """Gradients of tokens whose logits are gone, by blocks or by tiles.
+def _again(stream: Stream, constants: Values, upstream: Values, live: Tensor | None, grads: Gradients) -> None:
+    """Gradients of tokens whose logits are gone: of those that have any, by blocks or by tiles.
 
     Without ``constants``, a block has its own.
     """
-    plan = stream.plan
+    plan, count = stream.plan, stream.tokens.count if live is None else len(live)
     columns = [ALL] if plan.tile is None else slices(0, stream.target.head.weights.columns, plan.tile.columns)
-    for rows in slices(0, stream.count, plan.block_tokens if plan.tile is None else plan.tile.tokens):
-        pieces = stream.pieces(rows)
-        part, of_rows, values = stream.part(pieces), rows_in(constants, rows), rows_in(upstream, rows)
+    for at in slices(0, count, plan.block_tokens if plan.tile is None else plan.tile.tokens):
+        rows: Rows = at if live is None else live[at]
+        places = stream.places(rows)
+        part, of_rows, values = stream.part(places), rows_in(constants, rows), rows_in(upstream, rows)
         hidden: Tensor | None = None
         for of_columns in columns:
             block = plan.block(part, stream.asked, plan, of_rows or None, of_columns)
             hidden = block.add_gradients(values, grads, hidden)
             del block  # its memory is free before its gradient is added
-        stream.add_hidden(grads, pieces, hidden)
+        stream.add_hidden(grads, places, hidden)
 
 
 # --- Losses of single tokens ----------------------------------------------------------------------------------------
@@ -497,7 +411,7 @@ def _run(
     """The sum of losses, the numbers of each stream's tokens, and the gradient of each leaf."""
     grads, outputs, totals = Gradients(leaves), list[Values](), list[Tensor]()
     for stream, loss in zip(streams, losses, strict=True):
-        parts, (tokens,), opened = list[Values](), stream.tokens, None
+        parts, tokens, opened = list[Values](), stream.tokens, None
         for plan, rows in (
             (stream.plan, slice(0, tokens.trained)),
             (stream.plan.without_gradients or stream.plan, slice(tokens.trained, tokens.count)),
@@ -510,8 +424,8 @@ def _run(
                     opened = stream.open(plan)
                 _run_part(opened, loss, rows, grads, totals, parts)
         if not tokens.count:
-            values = stream.zeros()
-            total, _, more = token_losses(stream, loss, values, Piece(stream.target, slice(0, 0), None, ALL), False)
+            values = stream.empty()
+            total, _, more = token_losses(stream, loss, values, slice(0, 0), False)
             totals.append(total)
             parts.append(values | more)
         outputs.append(concatenated(parts))
@@ -528,10 +442,10 @@ def _run_part(
         if plan.trains and plan.collected is not None:
             collected = plan.collected(stream.target, plan, together.stop - start)
         for rows in slices(start, together.stop, plan.block_tokens):
-            pieces = stream.pieces(rows)
-            block = plan.block(stream.part(pieces), stream.asked, plan)
-            values = only(pieces[0].active, {s.name: block.constants[s.name] for s in stream.asked})
-            total, upstream, more = token_losses(stream, loss, values, pieces[0], plan.trains)
+            places = stream.places(rows)
+            block = plan.block(stream.part(places), stream.asked, plan)
+            values = stream.masked({s.name: block.constants[s.name] for s in stream.asked}, places)
+            total, upstream, more = token_losses(stream, loss, values, places, plan.trains)
             totals.append(total)
             parts.append(values | more)
             hidden: Tensor | None = None
@@ -540,16 +454,16 @@ def _run_part(
             elif upstream:
                 hidden = block.add_gradients(upstream, grads)
             del block  # its memory is free before its gradient is added
-            stream.add_hidden(grads, pieces, hidden)
+            stream.add_hidden(grads, places, hidden)
         if collected is not None:
-            hidden = collected.add_gradients(lambda rows: stream.part(stream.pieces(rows)), together, grads)
-            stream.add_hidden(grads, stream.pieces(together), hidden)
+            hidden = collected.add_gradients(lambda rows: stream.part(stream.places(rows)), together, grads)
+            stream.add_hidden(grads, stream.places(together), hidden)
 
 
 def token_losses(
-    stream: Stream, loss: TokenLoss, values: Values, piece: Piece, differentiates: bool
+    stream: Stream, loss: TokenLoss, values: Values, places: Rows, differentiates: bool
 ) -> tuple[Tensor, Values, Values]:
-    """The sum of the losses of some tokens, their derivatives by each statistic, and further numbers."""
+    """The sum of the losses of tokens at these places, their derivatives by each statistic, and further numbers."""
     wide, leaves, wanted = wide_dtype(stream.plan.products.dtype), Values(), list[str]()
     for s in stream.asked:
         leaves[s.name] = values[s.name].detach()
@@ -557,16 +471,16 @@ def token_losses(
             leaves[s.name].requires_grad_()
             wanted.append(s.name)
     with torch.set_grad_enabled(differentiates):
-        losses, derivatives, more = loss(leaves, piece.places, stream.target.labels.dim())
-        losses = losses if piece.active is None else torch.where(piece.active, losses, 0.0)
+        losses, derivatives, more = loss(leaves, places, stream.target.labels.dim())
+        losses = losses if stream.tokens.active is None else torch.where(stream.tokens.active[places], losses, 0.0)
         total = losses.sum(dtype=wide_dtype(losses.dtype))
     if derivatives is None and total.requires_grad:
         grads = torch.autograd.grad(total, [leaves[n] for n in wanted], allow_unused=True)
         derivatives = {n: g for n, g in zip(wanted, grads, strict=True) if g is not None}
     upstream = {n: g.detach().to(wide) for n, g in derivatives.items()} if differentiates and derivatives else {}
-    more = only(piece.active, {n: v.detach() for n, v in more.items()})
+    more = stream.masked({n: v.detach() for n, v in more.items()}, places)
     # Masked again: where a loss is not finite, not even 0 times its derivative is.
-    return total.detach().to(wide), only(piece.active, upstream), more
+    return total.detach().to(wide), stream.masked(upstream, places), more
 
 
 def of_values(loss: TokenLoss, values: Values, rows: Rows, dims: int, active: Tensor | None) -> tuple[Tensor, Values]:
@@ -587,10 +501,10 @@ def of_values(loss: TokenLoss, values: Values, rows: Rows, dims: int, active: Te
 # --- The two ways in ------------------------------------------------------------------------------------------------
 
 
-def _statistics_of(streams: list[Stream], leaves: list[Leaf], before: list[Values]) -> list[Values]:
-    """Of each target, as :func:`statistics` returns them."""
-    left = iter(_Statistics.apply(streams, leaves, before, *[leaf.tensor for leaf in leaves]))
-    return [{s.name: next(left) for s in stream.asked} for stream in streams for _ in stream.targets]
+def _statistics_of(streams: list[Stream], leaves: list[Leaf], known: list[Values]) -> list[Values]:
+    """Of each stream, as :func:`statistics` returns them."""
+    left = iter(_Statistics.apply(streams, leaves, known, *[leaf.tensor for leaf in leaves]))
+    return [{s.name: next(left) for s in stream.asked} for stream in streams]
 
 
 def statistics(
@@ -617,7 +531,7 @@ def statistics(
     check_call(targets, asked, options, sums_losses=False)
     streams, leaves = open_streams(targets, asked, replace(options, keep=0) if known else options)
     left = iter(known)
-    before = [{s.name: next(left) for s in asked} for _ in targets] if known else []
+    before = [{s.name: next(left) for s in asked} for _ in streams] if known else []
     return _statistics_of(streams, leaves, before)
 
 
@@ -627,9 +541,8 @@ def loss_sum(
     token_losses: Sequence[TokenLoss],
     options: EngineOptions = EngineOptions(),
     metrics: Sequence[str | Statistic] = (),
-) -> tuple[Tensor, Iterable[Values]]:
-    """The sum of the losses of all tokens, 0-dim, and detached statistics of each target as :func:`statistics`, in the
-    labels' shape once somebody takes them.
+) -> tuple[Tensor, list[Values]]:
+    """The sum of the losses of all tokens, 0-dim, and detached statistics of each target as :func:`statistics`.
 
     Gradients are computed together with the loss, but where these would be inexact: fp16 needs the loss's scale, which
     is known in backward, and of more parts in half precision than a plan allows, a second pass writes each entry once.
@@ -640,9 +553,8 @@ def loss_sum(
     numbers, totals = list[Values](), list[Tensor]()
     if streams[0].plan.gradients_in_backward:
         for stream, loss, values in zip(streams, token_losses, _statistics_of(streams, leaves, []), strict=True):
-            (tokens,), dims = stream.tokens, stream.target.labels.dim()
-            rows: Rows = ALL if tokens.index is None else tokens.index
-            of_stream, named = of_values(loss, stream.gathered([values]), rows, dims, tokens.active)
+            rows, dims = stream.places(slice(0, stream.tokens.count)), stream.target.labels.dim()
+            of_stream, named = of_values(loss, stream.gathered(values), rows, dims, stream.tokens.active)
             totals.append(of_stream)
             numbers.append(named)
         total = torch.stack(totals).sum().to(wide_dtype(streams[0].plan.products.dtype))
@@ -651,4 +563,4 @@ def loss_sum(
         total, *outputs = _Losses.apply(streams, list(token_losses), leaves, order, *tensors)
         left = iter(outputs)
         numbers = [{name: next(left) for name in of_stream} for of_stream in order]
-    return total, (stream.spread(values)[0] for stream, values in zip(streams, numbers, strict=True))
+    return total, [stream.spread(values) for stream, values in zip(streams, numbers, strict=True)]

@@ -44,8 +44,7 @@ class Counted:
 class Target:
     """T tokens of one head, in any shape ``[...]``. All that is per token is cut with it.
 
-    Tokens of several tensors are several targets; what they train has one buffer, and statistics of targets that differ
-    in hidden states, labels and temperatures alone have common blocks.
+    Tokens of several tensors are several targets; what they train has one buffer.
 
     Args:
         head: what makes logits of hidden states.
@@ -132,11 +131,9 @@ class Target:
                 leaves.append(Leaf(tensor, head.ranks, whole, i < sparse, torch.float32 if whole else None))
         if head.bias is not None and head.bias.requires_grad:
             leaves.append(Leaf(head.bias, head.ranks, accumulate=torch.float32))
-        return [*leaves, self.hidden_leaf()] if self.hidden.requires_grad else leaves
-
-    def hidden_leaf(self) -> Leaf:
-        """The hidden states, which are trained."""
-        return Leaf(self.hidden, self.head.ranks, summed=True, accumulate=self.hidden.dtype)
+        if self.hidden.requires_grad:
+            leaves.append(Leaf(self.hidden, head.ranks, summed=True, accumulate=self.hidden.dtype))
+        return leaves
 
 
 #: Of statistics ``[R]`` of some tokens by name, and what the loss reads, to their losses ``[R]``; or to these and their

@@ -430,7 +430,6 @@ class CompletionLoss(ChunkedLoss):
             ref_token_logps = ref_logps
             sums.append(_sums_over_tokens(ref_logps, weights))
         logps, lengths, logits, *of_reference = sum_over_group(self.settings.group, *sums)
-        if self.settings.averages:
-            logps, *of_reference = [total / lengths.clamp(min=1) for total in (logps, *of_reference)]
-        ref_logps = of_reference[0] if of_reference else ref_logps
-        return Scored(values, mask, logps, ref_logps, ref_token_logps, lengths, logits)
+        divisor = lengths.clamp(min=1) if self.settings.averages else 1
+        ref_logps = of_reference[0] / divisor if of_reference else ref_logps
+        return Scored(values, mask, logps / divisor, ref_logps, ref_token_logps, lengths, logits)

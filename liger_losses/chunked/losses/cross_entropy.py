@@ -439,7 +439,6 @@ class LigerFusedLinearCrossEntropyLoss(ChunkedLoss, Generic[R]):
         parts = [self._part(*head) for head in heads]
         targets, (names, metrics) = [part.counted(o.ignore_index) for part in parts], o.reads
         loss: Any
-        read: Any
         if o.reduction == "none":
             read = statistics(targets, names, o.engine, metrics)
             losses = [part.scale * part.losses(values)[0] for values, part in zip(read, parts, strict=True)]
@@ -449,8 +448,8 @@ class LigerFusedLinearCrossEntropyLoss(ChunkedLoss, Generic[R]):
             loss = self.total(loss)
         with torch.no_grad():
             if many:
-                return loss, self._metrics([*read], parts)
-            return self._output(next(iter(read)), parts[0], loss) if o.return_z_loss or "argmax" in metrics else loss
+                return loss, self._metrics(read, parts)
+            return self._output(read[0], parts[0], loss) if o.return_z_loss or "argmax" in metrics else loss
 
     def _part(self, target: Target, items: Any, token_weights: Tensor | None, positions: int, scale: float) -> _Part:
         """What one head predicts, once the class weights, the number of items and the token weights fit it."""

@@ -20,7 +20,7 @@ from liger_losses.chunked.core.compiled import in_graphs, loss_sum
 from liger_losses.chunked.core.distilled import EARLIER_TAILS, TAILS
 from liger_losses.chunked.core.entry import operator
 from liger_losses.chunked.core.inputs import compared_targets
-from liger_losses.chunked.core.ops import added, weighted_sum
+from liger_losses.chunked.core.ops import weighted_sum
 from liger_losses.chunked.core.statistics import Statistic
 from liger_losses.chunked.core.target import TokenLoss
 from liger_losses.chunked.losses.base import AnyHead, ChunkedLoss, LossOptions, constructor
@@ -270,7 +270,7 @@ class DistillationLoss(ChunkedLoss):
             names: list[Any] = [Statistic("divergence", divergence=which), *(["logp"] if hard else [])]
             token_loss = TokenLoss(scaled_sum, weights, {"scaling": o.token_scaling}, live)
             loss, parts = loss_sum(targets, names, [token_loss] * len(targets), o.engine)
-            values = added(parts)._asdict()
+            values = {name: torch.stack([part[name] for part in parts]).sum(0) for name in parts[0]}
         (loss,) = sum_over_group(o.group, loss)
         soft_loss = self.total(factor * values["divergence"]) / number
         hard_loss = -self.total(values["logp"]) / number if hard else None

@@ -65,9 +65,10 @@ def test_ranks_of_different_sizes_plan_alike():
     (hidden, _, labels), calls = inputs(), set()
     for rank, columns in enumerate(sizes := (9, 1, 193)):
         head = Head(torch.randn(columns, H), ranks=Ranks(rank=rank, sizes=sizes))
-        target, tokens = Target(head, hidden, labels), [Counted.of_all(N)]
-        asked, options = asked_for(["logp"]), EngineOptions()
-        calls.add(stream.signature(target, tokens, target.leaves(), asked, options, gradients_in_backward=True))
+        target = Target(head, hidden, labels, counted=Counted.of_all(N))
+        calls.add(
+            stream.signature(target, target.leaves(), asked_for(["logp"]), EngineOptions(), gradients_in_backward=True)
+        )
     assert len(calls) == 1
 
 
@@ -111,47 +112,6 @@ def test_codes_that_are_made_in_fp16_need_no_scale_of_the_loss():
         )[0]
         torch.autograd.grad(loss, hidden)
     assert work.flops == pytest.approx(4 * int((labels >= 0).sum()) * H * V, rel=0.01)
-
-
-@pytest.mark.parametrize("options", [{}, {"keep": 0}, {"compact": False}, {"keep": 0, "chunk_size": 7}])
-@pytest.mark.parametrize("unread", [False, True])
-@pytest.mark.parametrize("waits", [False, True])
-def test_targets_of_one_head_share_blocks(options, unread, waits):
-    """Of any shapes and masks, and temperatures of tokens; most have no gradient, or those of one target none."""
-    hidden, weight, labels = inputs(torch.double)
-    sizes, head, asked = [(2, 5), (4, 6), (6,)], head_of(Dense(weight)), []
-    parts = zip(hidden.split([10, 24, 6]), labels.split([10, 24, 6]), sizes, strict=True)
-    temperatures = torch.rand(N, generator=torch.Generator().manual_seed(3)).double() + 0.5
-    targets = [
-        Target(head, h.view(*size, H), y.view(size), t.view(size))
-        for (h, y, size), t in zip(parts, temperatures.split([10, 24, 6]), strict=True)
-    ]
-    coefficients = torch.where(torch.arange(N) % 3 == 0, torch.arange(N, dtype=torch.double), 0.0)
-
-    class CountedBlock(block.Block):
-        @classmethod
-        def of(cls, part, *arguments):
-            asked.append(len(part.labels))
-            return super().of(part, *arguments)
-
-    planned = [lambda call: plan._replace(block=CountedBlock.of) if (plan := block.planned(call)) else None]
-    limits = mock.patch.dict(stream.MIN_FLOPS, {"cpu": 0.0 if waits else float("inf")})
-    with mock.patch.object(stream, "PLANNERS", planned), limits:
-        found = statistics(targets, ["logp"], EngineOptions(**options))
-        assert [values["logp"].shape for values in found] == [torch.Size(size) for size in sizes]
-        read = found[1:] if unread else found
-        flat = torch.cat([values["logp"].flatten() for values in read])
-        of_read = coefficients[N - len(flat) :]
-        ours = torch.autograd.grad((of_read * flat).sum(), (hidden, weight))
-    logits = hidden @ weight.T / temperatures[:, None]
-    mask = labels >= 0
-    plain = torch.where(mask, logits.log_softmax(-1).gather(1, labels.clamp(min=0)[:, None])[:, 0], 0.0)
-    torch.testing.assert_close(torch.cat([values["logp"].flatten() for values in found]), plain)
-    expected = torch.autograd.grad((of_read * plain[N - len(flat) :]).sum(), (hidden, weight))
-    torch.testing.assert_close(ours, expected)
-    if "chunk_size" not in options:
-        assert asked[0] == (N if options.get("compact") is False else int(mask.sum()))
-        assert len(asked) == (2 if "keep" in options else 1)
 
 
 @pytest.mark.parametrize("biased", [False, True])

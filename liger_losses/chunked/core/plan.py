@@ -262,8 +262,10 @@ def usual_bytes(call: Signature, row: int, collects: bool, most_parts: int = MOS
     tokens, most = USUAL_TOKENS, 1536 * MiB
     if call.device.type != "cpu":
         tokens = USUAL_TOKENS // 2 if call.teacher_columns or not call.trains else USUAL_TOKENS
-    shorter, few = row < row_bytes(call), -(-call.trained // most_parts) if call.trains_weight and not call.kept else 0
-    size = max(tokens * row_bytes(call), max(2 * tokens, few) * row if shorter else 0)
+    size = tokens * row_bytes(call)
+    if row < row_bytes(call):
+        few = -(-call.trained // most_parts) if call.trains_weight and not call.kept else 0
+        size = max(size, 2 * tokens * row, few * row)
     if collects and has_many_parts(call, tokens):
         together, few = 2 * USUAL_TOKENS, -(-call.trained // MOST_PARTS // 128) * 128
         if call.teacher_columns:  # all logits again would be twice as many products

@@ -97,11 +97,9 @@ class Stream:
         """From ``[N, ...]`` to all tokens, in the labels' shape; 0 for those without a label."""
         shape, index, of_all = self.target.labels.shape, self.tokens.index, Values()
         for name, value in values.items():
-            if index is None:
-                of_all[name] = value.view(*shape, *value.shape[1:])
-            else:
-                of_all[name] = value.new_zeros(*shape, *value.shape[1:])
-                of_all[name].view(-1, *value.shape[1:]).index_copy_(0, index, value)
+            if index is not None:
+                value = value.new_zeros(shape.numel(), *value.shape[1:]).index_copy_(0, index, value)
+            of_all[name] = value.view(*shape, *value.shape[1:])
         return of_all
 
     def gathered(self, values: Values) -> Values:

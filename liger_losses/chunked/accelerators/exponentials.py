@@ -86,6 +86,8 @@ class ExponentialBlock:
                 of_label = (values["logp"] + values["lse"] - values["offset"]).exp().to(out.dtype)
                 columns = largest(out.scatter_(1, labels[:, None], of_label[:, None]), Epilogue(), columns)[1]
                 out.scatter_(1, labels[:, None], 0.0)
+            else:
+                out.gather(1, columns)  # an error of a column outside of the vocabulary, as the core's
             logits = logits_of_columns(*arguments, columns, epilogue_of(part))
             values["selected_logps"] = logits - values["lse"][:, None]
         if part.head.ranks.size > 1:

@@ -218,3 +218,25 @@ def test_several_columns_take_the_products_of_one(name):
         run(name, d, leaves, backend="triton")
     assert {*names} == {"exponentials"}
     assert work.flops == 4 * int((d["y"] >= 0).sum()) * H * V
+
+
+@pytest.mark.parametrize("outside", [-1, 90])
+def test_columns_outside_of_the_vocabulary_are_an_error_before_they_are_read(outside):
+    """Of tokens with a label; those of others may be anything."""
+    hidden, weight, labels, _ = inputs()
+    ids, where = torch.arange(40)[:, None].repeat(1, 3), {"options": EngineOptions(backend="triton", compact=False)}
+    ids[labels < 0] = outside
+
+    def call():
+        return linear_token_loss(
+            hidden, weight, labels, lambda s, y: s.logp, selected=ids, metrics="selected_logps", **where
+        )
+
+    assert plans(call)[0] == ["exponentials"]
+    ids[labels.argmax(), 1] = outside
+    with (
+        mock.patch.object(exponentials, "logits_of_columns") as read,
+        pytest.raises(RuntimeError, match="out of bounds"),
+    ):
+        call()
+    assert not read.called

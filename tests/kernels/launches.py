@@ -56,11 +56,15 @@ def backward(*outputs: Tensor) -> None:
 
 
 def cross_entropy(
-    dtype: torch.dtype = BF16, hidden_size: int = HIDDEN, bias: bool = False, transform: ll.LogitTransform | None = None
+    dtype: torch.dtype = BF16,
+    hidden_size: int = HIDDEN,
+    bias: bool = False,
+    transform: ll.LogitTransform | None = None,
+    scaling: str = "none",
 ) -> None:
     hidden, weight, labels = problem(dtype, hidden_size)
     head = ll.Head(weight, bias_of(weight) if bias else None, transform)
-    backward(ll.LigerFusedLinearCrossEntropyLoss(compact=False)(head, hidden, labels))
+    backward(ll.LigerFusedLinearCrossEntropyLoss(compact=False, token_scaling=scaling)(head, hidden, labels))
 
 
 def statistics(
@@ -142,6 +146,7 @@ def heads() -> dict[str, Callable[[], None]]:
         "cross-entropy, temperatures and soft-cap": lambda: cross_entropy(FP16, transform=each_capped),
         "cross-entropy, rows of an odd length": lambda: cross_entropy(hidden_size=1001, bias=True, transform=warm),
         "cross-entropy, rows of an odd length, soft-cap": lambda: cross_entropy(hidden_size=1001, transform=capped),
+        "cross-entropy, by entropy": lambda: cross_entropy(bias=True, transform=each, scaling="entropy"),
         "cross-entropy, fp32": lambda: cross_entropy(FP32),
         "log-probabilities and entropy alone": lambda: statistics(
             "logp entropy", transform=each, metrics="mean_logit", gradients=False

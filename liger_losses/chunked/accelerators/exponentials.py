@@ -38,11 +38,10 @@ from liger_losses.chunked.accelerators.one_matrix import (
 )
 from liger_losses.chunked.core.buffers import Gradients
 from liger_losses.chunked.core.plan import MOST_PARTS, Plan, Signature, by_blocks, least_bytes, padded, slices
-from liger_losses.chunked.core.rows import largest, merged
+from liger_losses.chunked.core.rows import merged
 from liger_losses.chunked.core.statistics import Statistic
 from liger_losses.chunked.core.target import Target
 from liger_losses.chunked.core.weights import ALL
-from liger_losses.kernels.logit_transform import Epilogue
 from liger_losses.kernels.matmul import matmul_into
 
 #: What has gradients here, and what may be computed with it.
@@ -80,14 +79,12 @@ class ExponentialBlock:
         memory = torch.empty(count, padded(size), dtype=plan.products.dtype, device=device)
         values = empty_values({"offset", "lse", "logp", *[s.name for s in asked]}, part)
         arguments, out, labels = (part.hidden, matrix_of(part)), memory[:, :size], labels_of(part)
-        linear_exponentials(*arguments, labels, exponentials_of(values), epilogue_of(part), out)
-        if (columns := part.selected) is not None:
-            if isinstance(columns, int):
-                of_label = (values["logp"] + values["lse"] - values["offset"]).exp().to(out.dtype)
-                columns = largest(out.scatter_(1, labels[:, None], of_label[:, None]), Epilogue(), columns)[1]
-                out.scatter_(1, labels[:, None], 0.0)
-            else:
-                out.gather(1, columns)  # an error of a column outside of the vocabulary, as the core's
+        k = part.selected if isinstance(part.selected, int) else 0
+        columns = linear_exponentials(*arguments, labels, exponentials_of(values), epilogue_of(part), out, k)
+        if isinstance(part.selected, Tensor):
+            columns = part.selected
+            out.gather(1, columns)  # an error of a column outside of the vocabulary, as the core's
+        if columns is not None:
             logits = logits_of_columns(*arguments, columns, epilogue_of(part))
             values["selected_logps"] = logits - values["lse"][:, None]
         if part.head.ranks.size > 1:
@@ -178,7 +175,7 @@ def add_label_terms(part: Target, at_label: Tensor, grads: Gradients) -> None:
 
 def row_bytes(call: Signature) -> int:
     """Of a token: exponentials and sums of their tiles; hidden states, the same scaled, and their gradient in fp32. And
-    the columns among which the largest are."""
+    the maxima of half tiles, and the columns among which the largest are."""
     columns, item = padded(call.columns), call.operand.itemsize
     others = columns // 4 if "largest" in call.metrics else columns // 32
     return columns * item + others + call.hidden_size * (2 * item + 4)

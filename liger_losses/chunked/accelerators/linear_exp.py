@@ -12,7 +12,7 @@ with the log-sum-exp as offset; the device decides that, without a synchronizati
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -28,6 +28,7 @@ from liger_losses.chunked.accelerators.tiles import (
     tiles_of,
     with_contiguous_rows,
 )
+from liger_losses.chunked.core.rows import largest
 from liger_losses.kernels._triton import jit, tl
 from liger_losses.kernels.logit_transform import Epilogue, capped_tanh, inverse_temperature, transform_block
 from liger_losses.kernels.online_softmax import Sums
@@ -63,7 +64,8 @@ def linear_exponentials(
     values: Exponentials,
     epilogue: Epilogue = Epilogue(),
     out: Tensor | None = None,
-) -> None:
+    k: int = 0,
+) -> Tensor | None:
     """``out_nv = exp(z_nv - offset_n) dz_nv``, and 0 at the label, for the logits ``z = epilogue(hidden @ weight.T)``.
 
     ``dz`` is the soft-cap's derivative at this logit, 1 without one.
@@ -73,6 +75,10 @@ def linear_exponentials(
             :func:`~liger_losses.chunked.accelerators.linear_stats.linear_softmax_statistics`.
         values: the tensors to write statistics into.
         out: ``[N, V]``, rows contiguous; without it only the statistics are computed.
+        k: how many columns of the largest logits to return, of a linear epilogue.
+
+    Returns:
+        The columns ``[N, k]`` of the largest ``out``, the label's among them; ``None`` for ``k = 0``.
     """
     tokens, columns, hidden = hidden.shape[0], weight.shape[0], with_contiguous_rows(hidden)
     if out is None and tokens > _MAX_TOKENS:
@@ -80,9 +86,9 @@ def linear_exponentials(
             rows = slice(start, start + _MAX_TOKENS)
             part = Exponentials._make(None if value is None else value[rows] for value in values)
             linear_exponentials(hidden[rows], weight, labels[rows], part, epilogue.rows(rows))
-        return
+        return None
     if not tokens:
-        return
+        return labels.new_empty(0, k) if k else None
     label_logit = logits_of_columns(hidden, weight, labels, epilogue)
     row_tiles, column_tiles, programs, arguments = tiles_of(hidden, weight, epilogue, out)
     # A run for the log-sum-exps takes the same.
@@ -91,7 +97,9 @@ def linear_exponentials(
     partial = torch.empty(column_tiles, tokens, dtype=torch.float32, device=hidden.device)
     logit_sums = None if values.mean_logit is None else torch.empty_like(partial)
     moments = None if values.entropy is None else torch.empty_like(partial)
-    arguments |= {"labels": labels, "partial": partial, "logit_sums": logit_sums, "moments": moments, "group": _GROUP}
+    maxima = torch.empty(2 * column_tiles, tokens, dtype=torch.float32, device=hidden.device) if k else None
+    arguments |= {"labels": labels, "partial": partial, "logit_sums": logit_sums, "moments": moments, "maxima": maxima}
+    arguments["group"] = _GROUP
     sums, product = (
         Sums(moment=None if moments is None else 1),
         _exponentials_kernel[(min(programs, row_tiles * column_tiles),)],
@@ -108,6 +116,19 @@ def linear_exponentials(
     merge_sums(again, of_splits, columns, sums, flags=flags, label_logit=label_logit, offset=values.offset)
     if out is not None:
         product(**arguments, offset=values.offset, needed=flags)
+    return None if maxima is None else _largest(out, labels, values, maxima, arguments["BLOCK_V"] // 2, k)
+
+
+def _largest(e: Any, labels: Tensor, values: Any, maxima: Tensor, width: int, k: int) -> Tensor:
+    """The columns of the k largest, which are in the k half tiles whose maxima are largest, or in no whole one."""
+    whole, label, of_label = e.shape[1] // width, labels[:, None], (values.logp + values.lse - values.offset).exp()
+    maxima.scatter_reduce_(0, (labels // width)[None], of_label[None], "amax")
+    tiles = maxima[:whole].t().contiguous().topk(min(k, whole), -1, sorted=False).indices
+    e.scatter_(1, label, of_label.to(e.dtype)[:, None])
+    of_tiles = e[:, : whole * width].unflatten(1, (whole, width)).gather(1, tiles[..., None].expand(-1, -1, width))
+    at = largest(torch.cat([of_tiles.flatten(1), e[:, whole * width :]], 1), Epilogue(), k)[1]
+    e.scatter_(1, label, 0.0)
+    return torch.nn.functional.pad(tiles, (0, 1), value=whole).gather(1, at // width) * width + at % width
 
 
 @jit
@@ -164,11 +185,11 @@ def _row_exponentials_kernel(
 
 @jit(
     do_not_specialize=["tokens", "group"],
-    do_not_specialize_on_alignment=["labels", "offset", "partial", "logit_sums", "moments", "needed"],
+    do_not_specialize_on_alignment=["labels", "offset", "partial", "logit_sums", "moments", "maxima", "needed"],
 )
 def _exponentials_kernel(
     hidden, weight, hidden_stride, weight_stride, tokens, vocab_size, hidden_size,
-    bias, labels, offset, partial, logit_sums, moments, needed, group, transform,
+    bias, labels, offset, partial, logit_sums, moments, maxima, needed, group, transform,
     BLOCK_N: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_H: tl.constexpr,
     out=None, out_stride=None,
 ):  # fmt: skip
@@ -177,7 +198,8 @@ def _exponentials_kernel(
 
     ``partial``, ``logit_sums`` and ``moments`` are ``[column tiles, tokens]``: each tile writes the sums of its rows,
     so that their bits depend neither on the program that took it nor on the other rows. Exponentials are taken and
-    stored in two halves of a tile. With x the exponent of 2 in e, moments are the sums of e x.
+    stored in two halves of a tile, whose ``maxima`` are ``[2 column tiles, tokens]``. With x the exponent of 2 in e,
+    moments are the sums of e x.
     """
     row_tiles = tl.cdiv(tokens, BLOCK_N)
     column_tiles = tl.cdiv(vocab_size, BLOCK_V)
@@ -219,6 +241,8 @@ def _exponentials_kernel(
             # Columns counted in the half tile are constants: in fewer registers and instructions than `columns`.
             e = tl.where(tl.arange(0, BLOCK_V // 2)[None, :] != (label - start)[:, None], e, 0.0)
             sums += tl.sum(e, 1)
+            if maxima is not None:
+                tl.store(maxima + (2 * column_tile + half) * tokens + rows, tl.max(e, 1), mask=rows < tokens)
             if moments is not None:
                 moment += tl.sum(e * tl.maximum(exponent, -200.0), 1)  # not 0 * -inf
             if transform.cap is not None:

@@ -18,6 +18,7 @@ from liger_losses import (
     linear_token_loss,
 )
 from liger_losses.chunked.accelerators import exponentials
+from liger_losses.chunked.accelerators.linear_exp import Exponentials, linear_exponentials
 from liger_losses.chunked.core import stream
 from tests.kernels.cases import DEVICE
 from tests.losses import CE
@@ -194,6 +195,22 @@ def test_the_largest_columns_of_confident_and_flat_tokens():
         return (torch.special.entr(top.exp()).sum(-1) / math.log(20) * -logp)[labels >= 0].mean()
 
     check(lambda: CE(token_scaling="entropy", backend="triton")(weight, hidden, labels), plain, hidden, weight)
+
+
+@pytest.mark.parametrize(("vocab", "scale"), [(700, 1.0), (700, 10.0), (90, 1.0), (21, 1.0)])
+def test_the_largest_columns_are_of_few_half_tiles(vocab, scale):
+    """And of the columns of no whole one; labels, whose exponentials are not stored, are likely, or among these."""
+    hidden, weight, labels, _ = inputs(vocab=vocab, masked=0.0)
+    with torch.no_grad():
+        hidden *= scale
+    z = hidden.float() @ weight.float().t()
+    labels[::2], labels[1::4] = z.argmax(-1)[::2], vocab - 1
+    values = Exponentials(*torch.empty(3, len(z), device=DEVICE))
+    out = torch.empty(z.shape, dtype=torch.bfloat16, device=DEVICE)
+    top = linear_exponentials(hidden, weight, labels, values, out=out, k=20)
+    assert [len({*row}) for row in top.tolist()] == [20] * len(z)
+    torch.testing.assert_close(z.gather(1, top).sort(descending=True).values, z.topk(20).values, rtol=0, atol=8e-3)
+    assert not out.gather(1, labels[:, None]).any()
 
 
 @pytest.mark.parametrize("served", [True, False])

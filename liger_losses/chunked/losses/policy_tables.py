@@ -455,11 +455,10 @@ def _expected_objective(objective: Callable[[Tensor, Tensor], Tensor], logps: Te
 
     All other tokens count as one, in which the sampler's probabilities are a multiple of the policy's.
     """
-    p, q = logps.exp(), sampler.exp()
-    here = p.detach().sum(-1, keepdim=True)
-    rest = (1 - here).clamp(min=_LEAST_REST)
-    # The value of log(rest), and the gradient of log(1 - sum p).
-    logps = torch.cat([logps, rest.log() - (p.sum(-1, keepdim=True) - here) / rest], -1)
+    total, q = logps.exp().sum(-1, keepdim=True), sampler.exp()
+    rest = (1 - total.detach()).clamp(min=_LEAST_REST)
+    # The value of log(rest), and the gradient of log(1 - total).
+    logps = torch.cat([logps, rest.log() - (total - total.detach()) / rest], -1)
     q = torch.cat([q, (1 - q.sum(-1, keepdim=True)).clamp(min=0.0)], -1)
     # Where the sampler's probability is 0, the ratio has no influence, and may be anything finite.
     sampler = torch.where(q > 0, q.log(), logps.detach())

@@ -14,8 +14,8 @@ from torch import Tensor
 from liger_losses.checks import check_alike, check_names
 from liger_losses.chunked.core.distilled import EARLIER_TAILS, TAILS
 from liger_losses.kernels.autograd import edges, once_differentiable
+from liger_losses.kernels.divergence import summed_terms
 from liger_losses.kernels.divergence_forms import FORMS, Divergence, finite_logs
-from liger_losses.kernels.divergence_terms import summed_terms
 
 
 def divergence(log_p: Tensor, log_q: Tensor, which: Divergence) -> Tensor:
@@ -157,9 +157,8 @@ def distribution(logps: Tensor, tail: str, tail_logps: Tensor | None = None) -> 
         return logps
     if tail_logps is not None:
         return torch.cat([logps, tail_logps[..., None].to(logps.dtype)], -1)
-    # The rest is log(1 - sum exp(logps)), clamped where rounding leaves nothing of it.
+    # The rest is log(1 - sum exp(logps)), clamped where rounding leaves nothing of it; its derivative is -total / rest.
     total = logps.logsumexp(-1, keepdim=True).clamp(max=-torch.finfo(logps.dtype).eps)
-    # Each branch gets arguments at which it and its derivative are finite.
-    near_one = (-total.clamp(min=-math.log(2)).expm1()).log()
-    rest = torch.where(total > -math.log(2), near_one, (-total.clamp(max=-math.log(2)).exp()).log1p())
-    return torch.cat([logps, rest], -1)
+    known = total.detach()
+    rest = torch.where(known > -math.log(2), known.expm1().neg().log(), known.exp().neg().log1p())
+    return torch.cat([logps, rest - (known - rest).exp() * (total - known)], -1)

@@ -146,7 +146,7 @@ def heads() -> dict[str, Callable[[], None]]:
         "cross-entropy, temperatures and soft-cap": lambda: cross_entropy(FP16, transform=each_capped),
         "cross-entropy, rows of an odd length": lambda: cross_entropy(hidden_size=1001, bias=True, transform=warm),
         "cross-entropy, rows of an odd length, soft-cap": lambda: cross_entropy(hidden_size=1001, transform=capped),
-        "cross-entropy, by entropy": lambda: cross_entropy(bias=True, transform=each, scaling="entropy"),
+        "cross-entropy, by entropy": lambda: cross_entropy(scaling="entropy"),
         "cross-entropy, fp32": lambda: cross_entropy(FP32),
         "log-probabilities and entropy alone": lambda: statistics(
             "logp entropy", transform=each, metrics="mean_logit", gradients=False

@@ -35,6 +35,8 @@ SPILLED = {
 SPILLED_BY_CALL = {
     ("sm_90", "linear_stats._linear_statistics_kernel", "all statistics, class weights, soft-cap"): 784,
     ("sm_103", "linear_stats._linear_statistics_kernel", "all statistics, class weights, soft-cap"): 72,
+    ("gfx1201", "linear_stats._linear_statistics_kernel", "selected, temperatures and soft-cap"): 956,
+    ("gfx1201", "linear_exp._exponentials_kernel", "selected, temperatures and soft-cap"): 760,
 }
 LONG_ROWS = {"rms_norm._backward_kernel": 256}
 TARGETS = ["sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_103", "sm_120", "gfx90a", "gfx942", "gfx950", "gfx1201"]

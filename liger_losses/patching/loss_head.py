@@ -523,8 +523,7 @@ def _warn_of_many(model: nn.Module, output: Any) -> None:
 def patch_head(model: nn.Module, options: LossForward) -> None:
     """Let a model whose head is prepared compute its loss without logits."""
     owner = owner_of_head(model)
-    if replacement_of(owner) != options:
-        swap(owner, options)
+    swap(owner, options)  # again, too: the class of the model may have another forward since
     forward = vars(owner).get("forward")
     if forward is not None and not _is_partial(forward, _with_loss):
         owner.forward = functools.update_wrapper(partial(_with_loss, forward, owner), forward)
@@ -559,21 +558,24 @@ def transform_of(layer: nn.Module, hidden_states: Tensor) -> LogitTransform:
     """
     if is_weight_and_bias(layer):
         return LogitTransform()
-    logits, arguments = _small_logits(layer, type(layer).forward, hidden_states)
+    weight: Any = layer.weight
+    logits, arguments = _small_logits(
+        layer, type(layer).forward, hidden_states.dtype, weight.dtype, hidden_states.device
+    )
     if [tensor.data_ptr() for tensor in logits.tensors] != [tensor.data_ptr() for tensor in arguments]:
         raise Mismatch("its product is of another input, weight or bias than the layer's")
     return logits.head.transform
 
 
 def _small_logits(
-    layer: Any, forward: Callable[[Any, Tensor], Any], like: Tensor
+    layer: Any, forward: Callable[[Any, Tensor], Any], dtype: torch.dtype, weight_dtype: torch.dtype, device: Any
 ) -> tuple[PendingLogits, list[Tensor]]:
     """What ``forward(layer, hidden states)`` returns of small hidden states and parameters, and these; or Mismatch."""
     width = probing.shape_of(layer.weight)[1]
-    hidden = like.new_zeros(1, 3, width)
-    small = {"weight": like.new_zeros(5, width, dtype=layer.weight.dtype)}
+    hidden = torch.zeros(1, 3, width, dtype=dtype, device=device)
+    small = {"weight": torch.zeros(5, width, dtype=weight_dtype, device=device)}
     if getattr(layer, "bias", None) is not None:
-        small["bias"] = like.new_zeros(5, dtype=layer.weight.dtype)
+        small["bias"] = torch.zeros(5, dtype=weight_dtype, device=device)
     with Products():
         try:
             logits = probing.call_with(small, forward, layer, hidden)
@@ -590,6 +592,6 @@ def _shares_rows(layer: Any) -> bool:
     if forward is None or not hasattr(getattr(layer, "weight", None), "full_tensor"):
         return False
     with contextlib.suppress(Mismatch):
-        _small_logits(layer, lambda layer, x: forward(x), torch.empty(0, dtype=layer.weight.dtype))
+        _small_logits(layer, lambda layer, x: forward(x), torch.float32, torch.float32, "cpu")
         return False  # fully_shard gathers the weight
     return True

@@ -50,6 +50,19 @@ def test_a_head_and_what_it_makes_of_its_logits(name, bias, sharded, one_process
     assert "forward" not in vars(head)
 
 
+def test_a_head_of_tensor_parallelism(one_process):
+    """Hidden states and rows of the weight are DTensors of one mesh."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+
+    hidden, _, labels, _ = problem(n=24)
+    head, mesh = torch.nn.Linear(24, 61, bias=False), init_device_mesh("cpu", (1,))
+    expected = F.cross_entropy(head(hidden), labels, reduction="sum")
+    head.weight = torch.nn.Parameter(distribute_tensor(head.weight.detach(), mesh, [Shard(0)]))
+    found = torchtitan.cross_entropy_in_forward(head, distribute_tensor(hidden, mesh, [Replicate()]), labels)
+    torch.testing.assert_close(found, expected)
+
+
 LORA = torch.nn.Sequential(torch.nn.Linear(24, 2), torch.nn.Linear(2, 61))
 FORWARDS = {
     "Adapted": lambda head, x: torch.nn.Linear.forward(head, x) + head.lora(x),  # as torchtitan's LoRA layers

@@ -1,6 +1,7 @@
 """Patched models: they compute what they did, and everything else about them stays."""
 
 import copy
+import functools
 import gc
 import importlib
 import inspect
@@ -188,6 +189,15 @@ def test_patching_again_changes_nothing(llama):
     llama.model.layers[0].mlp = copy.deepcopy(MLP(size=64))
     assert len(patch(llama, loss_head=False).replaced) == len(first.replaced)
     assert kinds(llama).count(GatedMLP) == 4
+
+
+def test_patching_again_after_the_class_was_wrapped(llama, monkeypatch):
+    patch(llama)
+    kind, ids = type(llama).__mro__[1], torch.randint(17, (2, 5))
+    forward = kind.forward
+    monkeypatch.setattr(kind, "forward", functools.wraps(forward)(lambda *args, **kwargs: forward(*args, **kwargs)))
+    patch(llama)
+    assert llama(input_ids=ids, labels=ids).logits is None
 
 
 def test_unpatching_restores_classes(llama):

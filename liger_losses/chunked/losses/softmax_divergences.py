@@ -161,4 +161,6 @@ def distribution(logps: Tensor, tail: str, tail_logps: Tensor | None = None) -> 
     total = logps.logsumexp(-1, keepdim=True).clamp(max=-torch.finfo(logps.dtype).eps)
     known = total.detach()
     rest = torch.where(known > -math.log(2), known.expm1().neg().log(), known.exp().neg().log1p())
-    return torch.cat([logps, rest - (known - rest).exp() * (total - known)], -1)
+    if total.requires_grad:
+        rest = rest - (known - rest).exp() * (total - known)
+    return torch.cat([logps, rest], -1)

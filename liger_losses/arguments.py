@@ -168,13 +168,15 @@ def named_options(cls: Any, arguments: Sequence[Any], options: Mapping[str, Any]
     belongs to the call."""
     options, positions, signature = cls.options_type.folded(options), cls.positions, cls.options_signature
     check_known(cls, options, signature.parameters)
-    try:
-        named = signature.bind(*arguments, **options).arguments
-    except TypeError as error:
-        raise TypeError(f"{cls.__name__}: {error}; its options are {', '.join(cls.option_names)}.") from None
+    named = {**dict(zip(positions, arguments, strict=False)), **options}
+    if len(named) < len(arguments) + len(options) or not cls.required_options <= named.keys():
+        try:
+            signature.bind(*arguments, **options)
+        except TypeError as error:
+            raise TypeError(f"{cls.__name__}: {error}; its options are {', '.join(cls.option_names)}.") from None
     check_no_inputs(cls, named)
     first = named.get("ignore_index")
-    if arguments and isinstance(first, float):
+    if arguments and isinstance(first, float) and "ignore_index" in positions:
         option = positions[positions.index("ignore_index") + 1]
         raise TypeError(
             f"ignore_index must be an integer, got {first!r}: it is the first option by position; pass others by "
@@ -196,7 +198,7 @@ def check_no_inputs(cls: Any, options: Mapping[str, Any]) -> None:
     known = cls.options_type.__dataclass_fields__
     for name, value in options.items():
         parts = value if isinstance(value, (list, tuple)) else [value]
-        fits = isinstance(value, Tensor) and value.dim() <= 1 and str(known[name].type).startswith("Tensor")
+        fits = isinstance(value, Tensor) and value.dim() <= 1 and "Tensor" in str(known[name].type)
         if not fits and any(isinstance(part, (Tensor, nn.Module)) or hasattr(part, "vocab_size") for part in parts):
             shape = f"{list(value.shape)}, {value.dtype}" if isinstance(value, Tensor) else type(value).__name__
             raise TypeError(

@@ -122,9 +122,11 @@ def test_autograd_functions(name):
 
 @pytest.mark.peers
 @pytest.mark.parametrize("middle", LOSSES)
-def test_classes_have_liger_kernels_keywords(middle):
+def test_classes_have_liger_kernels_keywords_and_positions(middle):
     theirs = importlib.import_module("liger_kernel.chunked_loss")
     ours, theirs = LOSSES[middle], getattr(theirs, f"LigerFusedLinear{middle}Loss")
+    options = list(inspect.signature(theirs).parameters)
+    assert list(inspect.signature(ours).parameters)[: len(options)] == options
     for function in (lambda c: c.__init__, lambda c: c.forward):
         takes = inspect.signature(function(ours)).parameters
         missing = set(inspect.signature(function(theirs)).parameters) - {*takes, *ours.parameters_named}

@@ -165,8 +165,7 @@ class ChunkedLoss(nn.Module):
     statistics: ClassVar[tuple[str, ...]] = ("logp",)
     #: Further statistics that it reads, without a gradient.
     metrics: tuple[str, ...] = ()
-    #: The dataclass of its options (see :func:`constructor`), and which of them the constructor takes by position: the
-    #: fields that are no keywords, then those named here.
+    #: The dataclass of its options (see :func:`constructor`), and which of them the constructor takes by position.
     options_type: ClassVar[type[LossOptions]] = LossOptions
     positions: ClassVar[tuple[str, ...]] = ()
     #: The documented names of its arguments by position, in each form of the call.
@@ -174,8 +173,9 @@ class ChunkedLoss(nn.Module):
     #: The names of :meth:`forward`'s parameters, and which of them a documented name is.
     argument_names: ClassVar[tuple[str, ...]]
     parameters_named: ClassVar[Mapping[str, str]]
-    #: Its options; what its constructor takes: these, and what subclasses' name.
+    #: Its options, and those without a default; what its constructor takes: these, and what subclasses' name.
     options_signature: ClassVar[inspect.Signature]
+    required_options: ClassVar[frozenset[str]]
     constructor_signature: ClassVar[inspect.Signature]
     option_names: ClassVar[tuple[str, ...]]
     #: The options, a frozen dataclass of the type :attr:`options_type`.
@@ -200,10 +200,9 @@ class ChunkedLoss(nn.Module):
                 setattr(cls, name, _option(name))
             elif name in vars(cls) and (name, type(vars(cls)[name])) not in _PROPERTIES:
                 raise TypeError(f"{cls.__name__}.{name} hides the option {name}; give its constructor another value.")
-        known = {field.name: field.kw_only for field in fields(cls.options_type)}
-        first = [name for name, is_keyword in known.items() if not is_keyword]
-        cls.positions = tuple(dict.fromkeys([*first, *[name for name in cls.positions if name in known]]))
         cls.options_signature = options_signature(cls, cls.positions)
+        options = cls.options_signature.parameters.values()
+        cls.required_options = frozenset([option.name for option in options if option.default is option.empty])
         cls.constructor_signature = constructor_signature(cls)
         cls.option_names = tuple(cls.constructor_signature.parameters)
         parameters = [*inspect.signature(cls.forward).parameters.values()][1:]

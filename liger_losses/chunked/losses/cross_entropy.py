@@ -338,7 +338,7 @@ class LigerFusedLinearCrossEntropyLoss(ChunkedLoss, Generic[R]):
 
     settings: CrossEntropyOptions
     positions: ClassVar[tuple[str, ...]] = (
-        *("ignore_index", "lse_square_scale", "label_smoothing", "reduction", "softcap", "return_z_loss"),
+        *("ce_weight", "ignore_index", "lse_square_scale", "label_smoothing", "reduction", "softcap", "return_z_loss"),
         *("accum_dtype", "use_token_scaling", "return_token_accuracy", "return_predicted_tokens"),
     )
 
@@ -504,8 +504,10 @@ class LigerFusedLinearCrossEntropyLoss(ChunkedLoss, Generic[R]):
         """What the cross-entropy is divided by, 0-dim; and the z-loss, if that is another number."""
         if self.settings.reduction != "mean":
             return [torch.ones((), dtype=torch.float32, device=mask.device)]
+        if items is not None:
+            return [self.divisor(mask, items)]
         counted = [mask.to(wide)]
         for weights in inputs.values():  # of tokens, then of labels; in fp32 at least, or fp64 if one of them is
             counted.append(counted[-1] * weights.to(torch.promote_types(weights.dtype, wide)))
         differ = "label_weights" in inputs
-        return [self.divisor(number, items) for number in (counted[:-3:-1] if differ else counted[-1:])]
+        return [self.divisor(number, None) for number in (counted[:-3:-1] if differ else counted[-1:])]

@@ -60,6 +60,11 @@ def scaled_sum(values: Mapping[str, Tensor], scaling: str, **weights: Tensor) ->
     return weighted_sum(values, **weights)
 
 
+#: Options by position.
+_WEIGHTS = ("weight_hard_loss", "weight_soft_loss")
+_OTHERS = ("ignore_index", "temperature", "compiled", "chunk_size", "return_soft_hard_loss")
+
+
 @dataclass(frozen=True, kw_only=True)
 class DistillationOptions(LossOptions):
     """The options of distillation, but for the divergence; see :class:`DistillationLoss`."""
@@ -161,9 +166,7 @@ class DistillationLoss(ChunkedLoss):
     @constructor(DivergenceOptions)
     def __init__(self) -> None: ...
 
-    positions: ClassVar[tuple[str, ...]] = (
-        *("ignore_index", "temperature", "compiled", "chunk_size", "return_soft_hard_loss"),
-    )
+    positions: ClassVar[tuple[str, ...]] = ("divergence", *_WEIGHTS, *_OTHERS)
 
     @property
     def divergence(self) -> Divergence:
@@ -336,6 +339,8 @@ class LigerFusedLinearJSDLoss(DistillationLoss):
     @constructor(JSDOptions)
     def __init__(self) -> None: ...
 
+    positions = (*_WEIGHTS, "beta", *_OTHERS)
+
 
 @dataclass(frozen=True, kw_only=True)
 class KLOptions(DistillationOptions):
@@ -363,6 +368,8 @@ class LigerFusedLinearKLLoss(DistillationLoss):
 
     @constructor(KLOptions)
     def __init__(self) -> None: ...
+
+    positions = (*_WEIGHTS, *_OTHERS)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -412,6 +419,8 @@ class LigerFusedLinearTVDLoss(DistillationLoss):
     @constructor(TVDOptions)
     def __init__(self) -> None: ...
 
+    positions = (*_WEIGHTS, *_OTHERS)
+
 
 @dataclass(frozen=True)
 class _AlphaBeta:
@@ -446,6 +455,8 @@ class LigerFusedLinearAlphaBetaLoss(DistillationLoss):
     @constructor(AlphaBetaOptions)
     def __init__(self) -> None: ...
 
+    positions = ("alpha", "beta", *_WEIGHTS, *_OTHERS)
+
 
 @dataclass(frozen=True, kw_only=True)
 class CosineSimilarityOptions(DistillationOptions):
@@ -474,3 +485,5 @@ class LigerFusedLinearCosineSimilarityLoss(DistillationLoss):
 
     @constructor(CosineSimilarityOptions)
     def __init__(self) -> None: ...
+
+    positions = (*_WEIGHTS, "beta", *_OTHERS)

@@ -157,10 +157,9 @@ def distribution(logps: Tensor, tail: str, tail_logps: Tensor | None = None) -> 
         return logps
     if tail_logps is not None:
         return torch.cat([logps, tail_logps[..., None].to(logps.dtype)], -1)
-    # The rest is log(1 - sum exp(logps)), clamped where rounding leaves nothing of it; its derivative is -total / rest.
+    # The rest is log(1 - sum exp(logps)), clamped where rounding leaves nothing of it.
     total = logps.logsumexp(-1, keepdim=True).clamp(max=-torch.finfo(logps.dtype).eps)
-    known = total.detach()
-    rest = torch.where(known > -math.log(2), known.expm1().neg().log(), known.exp().neg().log1p())
-    if total.requires_grad:
-        rest = rest - (known - rest).exp() * (total - known)
+    # Each branch gets arguments at which it and its derivative are finite.
+    near_one = (-total.clamp(min=-math.log(2)).expm1()).log()
+    rest = torch.where(total > -math.log(2), near_one, (-total.clamp(max=-math.log(2)).exp()).log1p())
     return torch.cat([logps, rest], -1)

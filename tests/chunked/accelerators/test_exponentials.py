@@ -140,7 +140,7 @@ def wide(logits):
     [
         (LogitTransform(), {}),
         (LogitTransform(0.7, 1.3, 4.0), {"chunk_size": 12}),
-        (LogitTransform(torch.linspace(0.5, 2.0, 40), softcap=3.0), {"compact": False}),
+        (LogitTransform(torch.linspace(0.5, 2.0, 40, device=DEVICE), softcap=3.0), {"compact": False}),
         (LogitTransform(0.7, 1.3, 4.0), None),
     ],
     ids=["plain", "chunks, soft-cap", "not compact, temperatures, soft-cap", "kept until backward, soft-cap"],
@@ -237,6 +237,7 @@ def test_several_columns_take_the_products_of_one(name):
     assert work.flops == 4 * int((d["y"] >= 0).sum()) * H * V
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a device assertion, after which a process can use no GPU")
 @pytest.mark.parametrize("outside", [-1, 90])
 def test_columns_outside_of_the_vocabulary_are_an_error_before_they_are_read(outside):
     """Of tokens with a label; those of others may be anything."""

@@ -68,7 +68,7 @@ MUTANTS: dict[str, list[tuple[str, str, str, str]]] = {
     ],
     f"{GOLDEN} -k 'KL or JSD or AlphaBeta or linear'": [
         ("chunked.losses.distillation", "_square", "temperature**2", "temperature**3"),
-        ("chunked.losses.softmax_divergences", "distribution", "rest - (known", "rest + (known"),
+        ("chunked.losses.softmax_divergences", "distribution", "(-total.clamp(max", "(total.clamp(max"),
         ("kernels.divergence_forms", "_reverse_kl", "- p", "+ p"),
         ("kernels.divergence_forms", "_alpha_beta", "p_s - both", "p_s + both"),
         ("kernels.softmax_grad", "_CLOSED_FORMS", '"p_logp_coef": -g', '"p_logp_coef": g'),

@@ -12,7 +12,6 @@ where d is small, f and h are computed as power series in d times a power of q.
 
 from __future__ import annotations
 
-import math
 from typing import Any, NamedTuple
 
 import torch
@@ -169,30 +168,6 @@ def divergence_gradient_into(
         of_rows = *_rows(rows, labels), *_rows(rows, squares, 1), *_rows(rows, parameter)
         out[rows].copy_(_gradient_torch(*sides, divergence, c, h[rows], *of_rows))
     return out
-
-
-def summed_terms(
-    divergence: Divergence, log_p: Tensor, log_q: Tensor, parameter: Tensor | None = None
-) -> tuple[Tensor, Tensor]:
-    """The sum of f over each row of log-probabilities, ``[...]``, and h of every entry ``[..., C]``.
-
-    Args:
-        divergence: which divergence.
-        log_p, log_q: ``[..., C]``.
-        parameter: ``[...]``, as in :func:`divergence_sums`.
-    """
-    *shape, columns = log_p.shape
-    none = log_p.new_zeros(math.prod(shape))
-    sides = [logs.expand_as(log_p).reshape(len(none), columns).contiguous() for logs in (log_p, log_q)]
-    p, q = (Logits(logs, none) for logs in sides)
-    if not _runs_in_triton(p, divergence, None):
-        f, h = terms(divergence, log_p, log_q, parameter)
-        return f.sum(-1), h
-    of_rows = None if parameter is None else parameter.expand(shape).reshape(-1)
-    sums = divergence_sums(p, q, divergence, parameter=of_rows, whole_rows=True)
-    one = Coefficients(torch.ones_like(none))  # and no sum of h, which is subtracted times p
-    h = divergence_gradient_into(torch.empty_like(p.projected), p, q, divergence, one, none, parameter=of_rows)
-    return sums[0].view(shape), h.view(log_p.shape)
 
 
 def _rows(rows: Any, values: Tensor | None, dimension: int = 0) -> tuple[Tensor | None]:

@@ -76,6 +76,14 @@ def terms(
     )
 
 
+def summed_terms(
+    divergence: Divergence, log_p: Tensor, log_q: Tensor, parameter: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """The sum of f over each row, ``[...]``, and h of every entry ``[..., C]``."""
+    f, h = terms(divergence, log_p, log_q, parameter)
+    return f.sum(-1), h
+
+
 def _polynomial(coefficients: Sequence[float], d: Tensor) -> Tensor:
     total = torch.full_like(d, coefficients[-1])
     for coefficient in reversed(coefficients[:-1]):

@@ -1,15 +1,12 @@
 """Distillation beside its golden results: on the student's own tokens, of several teachers, with weights of tokens."""
 
 import math
-from unittest import mock
 
 import pytest
 import torch
 import torch.nn.functional as F
 
 import liger_losses as ll
-from liger_losses.kernels import divergence
-from tests.kernels.cases import DEVICE
 from tests.losses import JSD, ReverseKL
 from tests.reference import DIVERGENCES, gradients, jsd, relative_error
 
@@ -225,22 +222,6 @@ def test_extremes_are_finite():
             (grad,) = torch.autograd.grad(value.sum(), log_p)
             assert value.isfinite().all()
             assert grad.isfinite().all()
-
-
-@pytest.mark.parametrize("which", [*(w for w, _ in KINDS.values()), ll.Divergence.kl_by_entropy(3.5, 0.6)], ids=str)
-def test_functions_of_log_probabilities_run_kernels(which, monkeypatch):
-    """Which have the rows' divergences and their derivatives."""
-    g, found = torch.Generator().manual_seed(0), []
-    log_p, log_q = (torch.randn(n, 5, 9, generator=g).log_softmax(-1)[..., :7] for n in (4, 1))
-    for backend in ("torch", "triton"):
-        monkeypatch.setenv("LIGER_LOSSES_BACKEND", backend)
-        x = log_p.clone().to(DEVICE).requires_grad_()
-        value = ll.functional.sparse_divergence(x, log_q.expand(4, 5, 7).to(DEVICE), which)
-        found.append((value.detach(), torch.autograd.grad(value.square().sum(), x)[0]))
-    torch.testing.assert_close(found[1], found[0], rtol=1e-4, atol=1e-6)
-    with mock.patch.object(divergence, "divergence_sums_kernel") as kernel:
-        ll.functional.sparse_divergence(log_p.to(DEVICE), log_p.to(DEVICE), which)
-    assert kernel.__getitem__.called == which.has_kernel
 
 
 @pytest.mark.parametrize("over", ["all", "largest"])

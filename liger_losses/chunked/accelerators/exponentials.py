@@ -181,21 +181,28 @@ def row_bytes(call: Signature) -> int:
     return columns * item + others + call.hidden_size * (2 * item + 4)
 
 
-def planned(call: Signature) -> Plan | None:
-    """Where one matrix is at hand, exponentials fit its dtype (fp16 cannot hold all), and blocks have whole rows: of
-    losses of single tokens whose blocks are few, or of others that keep them."""
-    whole, differentiates = not (call.kept or call.teacher_columns), "selected_logps" in call.statistics
-    serves = call.statistics <= STATISTICS and call.metrics <= METRICS and whole and call.trains
-    if not (serves and has_matrix(call) and call.operand == torch.bfloat16):
-        return None
-    if call.shared and (differentiates or "selected_logps" in call.metrics):
-        return None
+def serves(call: Signature) -> bool:
+    """Whether one matrix is at hand, exponentials fit its dtype (fp16 cannot hold all), and its statistics are theirs.
+    Exponentials are rounded and have the soft-cap's slope: they say which logits are the largest where there is no
+    soft-cap and no derivative by these."""
+    if not (has_matrix(call) and call.trains and call.operand == torch.bfloat16):
+        return False
+    if call.kept or call.teacher_columns or not (call.statistics <= STATISTICS and call.metrics <= METRICS):
+        return False
+    differentiates = "selected_logps" in call.statistics
     if "largest" in call.metrics and (differentiates or not call.linear):
-        return None  # these are the largest exponentials, which are rounded and have the soft-cap's slope
+        return False
+    return not (call.shared and (differentiates or "selected_logps" in call.metrics))
+
+
+def planned(call: Signature) -> Plan | None:
+    """Of losses of single tokens whose blocks are few, or of others that keep them."""
+    if not serves(call):
+        return None
+    parts = MOST_PARTS if "selected_logps" in call.statistics else BLOCKS
     call = replace(call, statistics=call.statistics - {"selected_logps"})  # whose gradients are no further rows
     if call.workspace is not None and call.workspace < least_bytes(call, row_bytes(call)):
         return None  # not even one row fits; the core, whose rows are longer, says so
-    parts = MOST_PARTS if differentiates else BLOCKS
     plan = by_blocks(call, "exponentials", ExponentialBlock.of, row_bytes(call), most_parts=parts)
     if plan.tile is not None or plan.products.columns < call.columns or (call.gradients_in_backward and not plan.keeps):
         return None

@@ -27,7 +27,7 @@ def config(tmp_path):
 def test_an_installation_without_a_model(capsys):
     assert doctor.main([]) == 0
     printed = capsys.readouterr().out
-    assert f"torch         {torch.__version__}" in printed
+    assert f"torch         {torch.__version__.partition('+')[0]}" in printed  # with its build or without
     assert f"liger_losses  {liger_losses.__version__}" in printed
     assert "LIGER_LOSSES_BACKEND is " in printed
     assert "CPU, " in printed

@@ -24,7 +24,7 @@ def logits_of_columns(hidden: Tensor, weight: Tensor, columns: Tensor, epilogue:
     Args:
         hidden: ``[N, H]``.
         weight: ``[V, H]``.
-        columns: ``[N, k]`` int64 in ``[0, V)``; or ``[N]``, labels say.
+        columns: ``[N, k]`` int64 in ``[0, V)``; or ``[N]``, one for each token, such as its label.
         epilogue: from projections to logits.
 
     Returns:
@@ -39,10 +39,10 @@ def project_columns(out: Tensor, hidden: Tensor, weight: Tensor, columns: Tensor
     hidden, weight = with_contiguous_rows(hidden), with_contiguous_rows(weight)
     places, width, size = columns.numel(), columns[:1].numel(), hidden.shape[1]
     if places:
-        at_once = min(4 * power_of_two(width), _PLACES)
-        _project_kernel[(-(-places // at_once),)](
+        block = min(4 * power_of_two(width), _PLACES)
+        _project_kernel[(-(-places // block),)](
             out, hidden, weight, out.stride(0), hidden.stride(0), weight.stride(0), columns.contiguous(), width, places,
-            size, BLOCK_P=at_once, BLOCK_H=min(_STEP // at_once, power_of_two(size)),
+            size, BLOCK_P=block, BLOCK_H=min(_STEP // block, power_of_two(size)),
         )  # fmt: skip
     return out
 

@@ -34,8 +34,8 @@ def sum_rows(values: Tensor, sums: Sums, matrix: Tensor, out: Tensor, *, accumul
     """``out [S, H]`` gets the sums of the rows of ``matrix [*, H]`` times ``values [P]``, or is added to; each is
     rounded once."""
     matrix, terms, number = with_contiguous_rows(matrix), len(values), len(sums.starts) - 1
-    at_once, depth, warps = _STEP
-    step = {"BLOCK_P": at_once, "BLOCK_H": min(depth, triton.next_power_of_2(matrix.shape[1])), "num_warps": warps}
+    block, depth, warps = _STEP
+    step = {"BLOCK_P": block, "BLOCK_H": min(depth, triton.next_power_of_2(matrix.shape[1])), "num_warps": warps}
     programs = triton.cdiv(matrix.shape[1], step["BLOCK_H"])
     # The terms are cut into parts in their order. What a sum has beyond the part that it begins in, other programs add
     # up: one for each part, as only one sum goes on at its start.

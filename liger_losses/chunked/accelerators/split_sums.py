@@ -45,9 +45,9 @@ def merge_sums(
     """
     _, splits, tokens = partial.shape
     if tokens:
-        out, (block, at_once, warps) = stored(values), _MERGED if splits <= _FEW_SPLITS else _MERGED_TILES
+        out, (block, step, warps) = stored(values), _MERGED if splits <= _FEW_SPLITS else _MERGED_TILES
         _merge_kernel[(-(-tokens // block),)](
-            partial, label_logit, flags, offset, out, splits, tokens, columns, sums, block, at_once, num_warps=warps
+            partial, label_logit, flags, offset, out, splits, tokens, columns, sums, block, step, num_warps=warps
         )
 
 

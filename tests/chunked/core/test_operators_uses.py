@@ -14,7 +14,7 @@ from liger_losses.chunked.core import buffers, weights
 from liger_losses.chunked.core.compiled import _NAMES
 from liger_losses.kernels.matmul import matmul_into
 from tests.losses import CE
-from tests.reference import Int8Weight
+from tests.reference import Int8Weight, tensors_of
 from tests.results import compiled as calls
 
 
@@ -23,7 +23,7 @@ def _head_and_batch(tokens=5):
     head = nn.Linear(8, 13)
     labels = torch.randint(13, (4, tokens))
     labels[0, 2:] = -100
-    return head, torch.randn(4, tokens, 8, requires_grad=True), labels
+    return head, torch.randn(4, tokens, 8, requires_grad=True), labels.t().contiguous().t()  # of any strides
 
 
 def _of_function(hidden, head, labels):
@@ -101,36 +101,43 @@ class _ReadsWhatThereIs(ll.ChunkedLoss):
         return -statistics.logp.sum() + (getattr(statistics, "lse", None) or 0.0)
 
 
-@pytest.mark.parametrize("operation", [ll.linear_token_loss, ll.linear_statistics])
-def test_a_compiled_call_that_asks_for_nothing(operation):
-    function = [lambda s, labels: torch.ones(labels.shape)] if operation is ll.linear_token_loss else []
+class _Scaled(ll.ChunkedLoss):
+    """A loss with an argument that others do not have."""
 
-    def call(head, hidden, labels):
-        return operation(hidden, head, labels, *function, statistics=())
-
-    inputs = _head_and_batch()
-    torch._dynamo.reset()
-    torch.testing.assert_close(torch.compile(call, backend="eager", fullgraph=True)(*inputs), call(*inputs))
+    def loss(self, statistics, mask, scale=1.0):
+        return -scale * statistics.logp.sum()
 
 
-def test_a_compiled_loss_of_a_user_takes_labels_of_any_strides():
-    def call(head, hidden, labels):
-        return ll.linear_token_loss(hidden, head, labels, lambda s, labels: -s.logp * labels)[0]
+#: Results of which one has a gradient, by what is compiled.
+USES = {
+    "no statistics": lambda head, h, y: (h.sum(), ll.linear_statistics(h, head, y, ())),
+    "a loss of no statistics": lambda head, h, y: (
+        h.sum(),
+        ll.linear_token_loss(h, head, y, lambda s, labels: torch.ones(labels.shape), ()),
+    ),
+    "a loss of the labels": lambda head, h, y: ll.linear_token_loss(h, head, y, lambda s, y: -s.logp * y)[0],
+    "a loss that asks what there is": lambda head, h, y, loss=_ReadsWhatThereIs(): loss(head, h, y),
+    "a loss made in the function": lambda head, h, y: CE(label_smoothing=0.1)(head, h, y),
+    "documented names": lambda head, h, y, loss=CE(): loss(head=head, hidden_states=h, labels=y),
+    "documented names of a user's loss": lambda head, h, y, loss=_Scaled(): loss(head=head, hidden_states=h, labels=y),
+    "a preference of log-probabilities": lambda head, h, y: ll.functional.dpo_loss(
+        *h[..., 0], loss_type="hinge", beta=0.2
+    ),
+    "a policy of log-probabilities": lambda head, h, y: ll.functional.grpo_loss(
+        h[..., 0], h.detach()[:, 0, 1], y >= 0, old_logps=h.detach()[..., 2], loss_type="gmpo", beta=0.0
+    ),
+}
 
+
+@pytest.mark.parametrize("name", USES)
+def test_uses(name):
     head, hidden, labels = _head_and_batch()
-    inputs = head, hidden, labels.t().contiguous().t()
     torch._dynamo.reset()
-    torch.testing.assert_close(torch.compile(call, backend="eager", fullgraph=True)(*inputs), call(*inputs))
-
-
-def test_what_a_loss_may_ask_of_its_statistics():
-    inputs = _head_and_batch()
-    expected = -ll.linear_logps(inputs[1], inputs[0], inputs[2]).sum()
-    for compiles in (False, True):
-        loss = _ReadsWhatThereIs()
-        torch._dynamo.reset()
-        call = torch.compile(lambda *given, loss=loss: loss(*given), backend="eager") if compiles else loss
-        torch.testing.assert_close(call(*inputs), expected)
+    results, fullgraph = [], name != "a loss made in the function"
+    for call in (torch.compile(USES[name], backend="eager", fullgraph=fullgraph), USES[name]):
+        found = call(head, hidden, labels)
+        results.append((tensors_of(found), calls.gradients(found, (hidden, *head.parameters()))))
+    torch.testing.assert_close(*results)
 
 
 class _Hooked(CE):
@@ -152,15 +159,6 @@ def test_a_loss_with_hooks_and_a_parameter_is_compiled():
         for each in (loss, plain)
     )
     torch.testing.assert_close(found, expected)
-
-
-def test_a_loss_made_in_the_compiled_function():
-    def function(head, hidden_states, labels):
-        return CE(label_smoothing=0.1)(head, hidden_states, labels)
-
-    inputs = _head_and_batch()
-    torch._dynamo.reset()
-    torch.testing.assert_close(torch.compile(function, backend="eager")(*inputs), function(*inputs))
 
 
 @pytest.mark.parametrize("names", [("logp", "entropy"), ("logp", "selected_logps")])

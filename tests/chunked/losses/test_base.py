@@ -3,6 +3,7 @@
 import copy
 import dataclasses
 import inspect
+import math
 import pickle
 
 import pytest
@@ -26,14 +27,11 @@ def generic(**options):
 #: Losses, options with a value that does not fit, and the errors.
 WRONG = [
     (CE, {"reduction": "average"}, "mean, sum, none"),
-    (CE, {"label_smoothing": 1.5}, r"label_smoothing must lie in \[0.0, 1.0\]"),
     (CE, {"softcap": 0.0}, "softcap must be a positive"),
     (CE, {"temperature": -1.0}, "temperature must be a positive"),
     (CE, {"accum_dtype": torch.bfloat16}, "accum_dtype"),
     (CE, {"workspace": 0}, "workspace must be a positive integer"),
     (CE, {"backend": "cuda"}, "unknown backend 'cuda'"),
-    (DPO, {"beta": 0.0}, "beta must lie in"),
-    (DPO, {"beta": float("inf")}, "beta must lie in"),
     (DPO, {"loss_type": "robust", "label_smoothing": 0.5}, "below 0.5"),
     (DPO, {"loss_type": "exo_pair"}, "above 0 .*1e-3"),
     (DPO, {"loss_type": ["sigmoid", "sft"], "loss_weights": [1.0]}, "one entry per loss_type"),
@@ -41,47 +39,27 @@ WRONG = [
     (DPO, {"loss_type": "aot", "use_weighting": True}, "no pairs to weight"),
     (DPO, {"loss_type": "ipo", "average_log_prob": True}, "divide by lengths already"),
     (DPO, {"loss_type": []}, "unknown loss_type"),
-    (DPO, {"ld_alpha": 2.0}, "ld_alpha"),
     (DPO, {"chunk_size": 0}, "chunk_size"),
-    (DPO, {"discopop_tau": 0.0}, "discopop_tau"),
     (CPO, {"use_ref_model": True}, "leave out use_ref_model"),
-    (ORPO, {"use_ref_model": True}, "leave out use_ref_model"),
     (KTO, {"loss_type": "bco"}, "loss_type"),
-    (KTO, {"desirable_weight": -1.0}, "desirable_weight"),
-    (BCO, {"desirable_weight": -1.0}, "desirable_weight"),
-    (GRPO, {"loss_type": "grpoo"}, "unknown loss_type"),
-    (GRPO, {"loss_type": "dr_grpo"}, "max_completion_length"),
     (GRPO, {"loss_type": "dr_grpo", "max_completion_length": "a"}, "max_completion_length"),
     (GRPO, {"loss_type": "sapo", "importance_sampling_level": "sequence"}, "defined for tokens"),
     (GRPO, {"loss_type": "gmpo", "importance_sampling_level": "sequence"}, "of the level 'geometric'"),
     (GRPO, {"loss_type": "dro"}, "log_ratio_penalty="),
-    (GRPO, {"delta": 0.0}, "delta"),
-    (GRPO, {"sapo_temperature_pos": 0.0}, "sapo_temperature_pos"),
-    (GRPO, {"vespo_k_pos": -1.0}, "vespo_k_pos"),
-    (GRPO, {"beta": -1.0}, "beta"),
-    (GRPO, {"epsilon_low": -1.0}, "epsilon_low"),
     (GRPO, {"top_entropy_quantile": 0.0}, "top_entropy_quantile"),
-    (GRPO, {"temperature": 0.0}, "temperature"),
-    (GRPO, {"chunk_size": 0}, "chunk_size"),
     (GRPO, {"shift": True}, "has no shift"),
     (GRPO, {"ignore_index": 0}, "must not be a token id"),
     (GRPO, {"token_mask": "tvv"}, "unknown token_mask"),
     (GRPO, {"normalizer": "limit"}, "max_completion_length"),
     (JSD, {"beta": 1.1}, "beta must lie in"),
     (JSD, {"convention": "other"}, "unknown convention"),
-    (JSD, {"temperature": 0.0}, "temperature must be"),
-    (JSD, {"weight_soft_loss": -1.0}, "weight_soft_loss must lie in"),
     (KL, {"skew": 1.0}, "must"),
-    (KL, {"weight_hard_loss": -1.0}, "weight_hard_loss must lie in"),
     (KL, {"top_k": 0}, "positive integer"),
     (KL, {"top_k_of": "both"}, "unknown top_k_of"),
     (KL, {"tail": "rest"}, "unknown tail"),
-    (KL, {"entry_limit": 0.0}, "entry_limit"),
     (KL, {"entry_limit": 0.1, "skew": 0.1}, "take a limit"),
     (AlphaBeta, {"alpha": 0.0, "beta": 0.0}, "must"),
-    (MiniLLM, {"gamma": 1.5}, "gamma must lie in"),
     (MiniLLM, {"temperature": 2.0}, "temperature must be"),
-    (CE, {"ignore_index": 1.5}, "must be an integer"),
     (GRPO, {"entropy_coef": "high"}, "must be a number"),
     (generic, {"divergence": "forward_kl"}, "must be a Divergence"),
 ]
@@ -94,6 +72,28 @@ def test_a_value_that_does_not_fit_raises(build, options, message):
     if len(options) == 1:
         with pytest.raises((TypeError, ValueError), match=message):
             build().replace(**options)
+
+
+#: By the type of an option, values that it refuses.
+OF_TYPES = {
+    "FiniteFloat": ("x", True, math.nan, math.inf),
+    "NonNegativeFloat": ("x", math.nan, math.inf, -0.1),
+    "PositiveFloat": ("x", math.nan, math.inf, 0.0),
+    "UnitFloat": ("x", math.nan, -0.1, 1.1),
+    "bool": ("no", 1.0),
+}
+
+
+@pytest.mark.parametrize("build", [CE, DPO, CPO, ORPO, KTO, BCO, GRPO, JSD, KL, AlphaBeta, MiniLLM])
+def test_every_option_refuses_what_is_not_of_its_type(build):
+    needed, kinds = {"alpha": 0.5} if build is AlphaBeta else {}, set()
+    for option in dataclasses.fields(build.options_type):
+        kind = str(option.type).partition(" | ")[0]
+        for wrong in OF_TYPES.get(kind, ()):
+            kinds.add(kind)
+            with pytest.raises((TypeError, ValueError), match=f"{option.name} must (be|lie)"):
+                build(**{**needed, option.name: wrong})
+    assert len(kinds) > 1
 
 
 def test_building_a_loss_checks_what_differs_from_the_defaults(monkeypatch):
@@ -226,19 +226,15 @@ def test_a_copy_has_options_of_its_own(name, copied):
     [
         (lambda: DPO(*[1] * 12), "DPOLoss: too many positional arguments; its options are ignore_index, beta"),
         (lambda: DPO(-100, ignore_index=-1), "multiple values for argument 'ignore_index'"),
-        (lambda: GRPO(average_log_prob=True), "has no option 'average_log_prob'"),
         (lambda: DPO(rpo_alpha=1.0), r"'rpo_alpha' \(use compute_nll_loss=True, and alpha="),
         (lambda: DPO(reference_free=True), r"'reference_free' \(use use_ref_model=False\)"),
         (lambda: GRPO(epsilon=0.2), r"'epsilon' \(use epsilon_low= and epsilon_high=, both"),
-        (lambda: GRPO(clip_range=0.2), r"'clip_range' \(use epsilon_low= and epsilon_high=\)"),
         (lambda: GRPO(num_generations=8), "use advantages of the group"),
         (lambda: GRPO(kl_coef=0.1), r"use beta="),
         (lambda: DPO(0.1), r"ignore_index must be an integer, got 0\.1: .*, such as beta=0\.1"),
         (lambda: CE(D["weight"], D["h"]), r"option ce_weight \(\[.*torch.float32\).*; add \(\), LigerFused"),
         (lambda: CE().replace(ce_weight=torch.ones(3, 3)), "a tensor or a head as its option ce_weight"),
-        (lambda: CE(None, 0.1), r"ignore_index must be an integer, got 0\.1: .*, such as lse_square_scale=0\.1"),
         (lambda: CE(HEAD), r"option ce_weight \(Head\).*add \(\)"),
-        (lambda: DPO(nn.Linear(2, 2), (D["h"], D["y"])), r"option ignore_index \(Linear\).*add \(\)"),
     ],
 )
 def test_wrong_options(call, message):

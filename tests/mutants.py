@@ -39,7 +39,7 @@ MUTANTS: dict[str, list[tuple[str, str, str, str]]] = {
         ("chunked.losses.base", "ChunkedLoss.labels", "if positions else", "if False else"),
     ],
     f"{GOLDEN} -k 'PO or KTO or BCO'": [
-        ("chunked.losses.completion_loss", "CompletionLoss._scored", "logps / divisor", "logps * divisor"),
+        ("chunked.losses.completion_loss", "CompletionLoss._scored", "total / lengths", "total * lengths"),
         ("chunked.losses.reference_free", "_log_odds", "logps - torch.log", "logps + torch.log"),
         ("chunked.losses.reference_free", "alphapo_reward", ") / a\n", ") * a\n"),
         ("chunked.losses.unpaired", "unpaired_loss", "rewards - shift", "rewards + shift"),

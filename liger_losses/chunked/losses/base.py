@@ -333,7 +333,7 @@ class ChunkedLoss(nn.Module):
     def divisor(self, mask: Tensor, items: Any) -> Tensor:
         """What a mean over tokens is divided by, 0-dim: ``num_items_in_batch``, or the mask's tokens; 1 for none."""
         number = self.total(mask) if items is None else checked_items(items, mask.device)
-        return number.masked_fill(number == 0, 1)
+        return number.masked_fill(number == 0, 1) if number.is_floating_point() else number.clamp(min=1)
 
     def total(self, values: Tensor) -> Tensor:
         """The sum of values of any shape, 0-dim, over the ranks that compute one loss."""

@@ -266,7 +266,7 @@ class Scored(NamedTuple):
         logps, ref_logps: ``[B]``, the completions' log-probabilities under policy and reference (0 without one).
         ref_token_logps: ``[B, T]``, the latter of tokens, 0 without a reference; ``None`` where only sums are known.
         lengths: ``[B]``, how many tokens carry loss.
-        logits: ``[B]``, the sum of the tokens' mean logits.
+        logits: ``[B]``, the sum of the tokens' mean logits; of pairs ``[]``, of all completions.
     """
 
     statistics: Statistics
@@ -410,7 +410,8 @@ class CompletionLoss(ChunkedLoss):
         if batch.ref_head is not None:
             reference = batch.of_groups(batch.reference_logps(o.engine, targets))
         else:  # which may be anything at tokens without loss
-            masked = zip(batch.ref_logps, masks, strict=True)
+            constants = [None if ref is None else ref.detach() for ref in batch.ref_logps]
+            masked = zip(constants, masks, strict=True)
             reference = [ref if ref is None or ref.dim() == 1 else ref.where(mask, 0.0) for ref, mask in masked]
         if o.group is not None:
             ref_dims = [None if logps is None else logps.dim() for logps in reference]
@@ -424,12 +425,13 @@ class CompletionLoss(ChunkedLoss):
 
     def _scored(self, values: Statistics, mask: Tensor, weights: Tensor | None, ref_logps: Tensor | None) -> Scored:
         """The sums over each completion's tokens, over the group's ranks too."""
-        ref_logps = torch.zeros_like(values.logp) if ref_logps is None else ref_logps.detach()
-        sums, ref_token_logps = [_sums_over_tokens(values.logp, weights), mask.sum(-1), values.mean_logit.sum(-1)], None
-        if ref_logps.dim() == 2:
-            ref_token_logps = ref_logps
-            sums.append(_sums_over_tokens(ref_logps, weights))
-        logps, lengths, logits, *of_reference = sum_over_group(self.settings.group, *sums)
-        divisor = lengths.clamp(min=1) if self.settings.averages else 1
-        ref_logps = of_reference[0] / divisor if of_reference else ref_logps
-        return Scored(values, mask, logps / divisor, ref_logps, ref_token_logps, lengths, logits)
+        ref_logps = torch.zeros_like(values.logp) if ref_logps is None else ref_logps
+        ref_token_logps, logits = ref_logps if ref_logps.dim() == 2 else None, values.mean_logit
+        of_tokens = [values.logp] if ref_token_logps is None else [values.logp, ref_token_logps]
+        counts = (mask.sum(-1), logits.sum() if self.paired else logits.sum(-1))
+        sums = [_sums_over_tokens(logps, weights) for logps in of_tokens]
+        lengths, logits, *sums = sum_over_group(self.settings.group, *counts, *sums)
+        if self.settings.averages:
+            sums = [total / lengths.clamp(min=1) for total in sums]
+        logps, ref_logps = [*sums, ref_logps][:2]
+        return Scored(values, mask, logps, ref_logps, ref_token_logps, lengths, logits)

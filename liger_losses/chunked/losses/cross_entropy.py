@@ -19,6 +19,7 @@ from liger_losses.chunked.core.entry import operator
 from liger_losses.chunked.core.inputs import several, target_of, targets_of
 from liger_losses.chunked.core.target import Target, TokenLoss
 from liger_losses.chunked.losses.base import AnyHead, ChunkedLoss, LossOptions, constructor
+from liger_losses.kernels.matmul import wide_dtype
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -69,7 +70,7 @@ def cross_entropy(
         derivatives["mean_logp"] = (-label_smoothing * ce_scale).expand_as(logps)
         ce = ce + derivatives["mean_logp"] * mean_logps
     if lse is None:
-        return CrossEntropyTerms(ce, logps.new_zeros(()).expand_as(ce), derivatives)
+        return CrossEntropyTerms(ce, torch.zeros_like(ce), derivatives)
     z_scale = logps.new_ones(()) if z_scale is None else z_scale
     if lse_square_scale:
         derivatives["lse"] = 2 * lse_square_scale * z_scale * lse.detach()
@@ -117,7 +118,7 @@ def token_factors(values: Mapping[str, Tensor], scaling: str) -> list[Tensor]:
 
 @in_graphs
 class TokenTerms(NamedTuple):
-    """Each token's :func:`cross_entropy` over the denominators, with token weights and token scaling."""
+    """Each token's :func:`cross_entropy`, with factors of all tokens, token weights and token scaling."""
 
     label_smoothing: float = 0.0
     lse_square_scale: float = 0.0
@@ -127,16 +128,14 @@ class TokenTerms(NamedTuple):
     def terms(
         self,
         values: Mapping[str, Tensor],
-        ce_total: Tensor,
-        z_total: Tensor | None = None,
+        ce_scale: Tensor,
+        z_scale: Tensor | None = None,
         token_weights: Tensor | None = None,
         label_weights: Tensor | None = None,
-        scale: float = 1.0,
     ) -> CrossEntropyTerms:
-        """Its parts, ``scale`` times; denominators are ``[]``, and the z-loss by default has the cross-entropy's."""
+        """Its parts; factors are ``[]``, and the z-loss by default has the cross-entropy's."""
         logp = values["logp"]
-        ce_scale = scale / ce_total.to(logp.dtype)
-        z_scale = ce_scale if z_total is None else scale / z_total.to(logp.dtype)
+        z_scale = ce_scale if z_scale is None else z_scale
         # In the statistics' dtype: fp32 weights would make fp64 scales fp32.
         factors = [] if token_weights is None else [token_weights.to(logp.dtype)]
         for factor in factors + token_factors(values, self.scaling):
@@ -191,7 +190,7 @@ class _Part(NamedTuple):
 
     target: Target
     mask: Tensor  # which tokens carry loss
-    inputs: dict[str, Any]  # tensors
+    inputs: dict[str, Any]  # tensors, the first of which are factors ``[]`` of all tokens
     terms: TokenTerms
     scale: float  # the weight of the head
 
@@ -204,7 +203,10 @@ class _Part(NamedTuple):
         """The losses of the tokens. What has no weight takes no part in the gradient products."""
         weights = self.inputs.get("token_weights")
         live = None if weights is None else weights != 0
-        return TokenLoss(loss_of_terms, self.inputs, {"of": self.terms, "scale": self.scale}, live)
+        inputs = self.inputs
+        if self.scale != 1.0:
+            inputs = {name: t if t.dim() else t * self.scale for name, t in inputs.items()}
+        return TokenLoss(loss_of_terms, inputs, {"of": self.terms}, live)
 
     def losses(self, values: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
         """The loss and the z-loss ``[...]`` of the tokens over the denominators, 0 for ignored ones."""
@@ -227,7 +229,7 @@ def linear_cross_entropy(
     mask, names = labels != ignore_index, ("logp", "mean_logp") if label_smoothing else ("logp",)
     inputs = {} if class_weight is None else {"label_weights": class_weight[labels.where(mask, 0)].where(mask, 0.0)}
     total = inputs.get("label_weights", mask).sum() if reduction == "mean" else mask.new_ones((), dtype=torch.int64)
-    inputs["ce_total"] = total.masked_fill(total == 0, 1)
+    inputs["ce_scale"] = total.masked_fill(total == 0, 1).to(wide_dtype(hidden_states.dtype)).reciprocal()
     target, options = target_of(hidden_states, head, labels, class_weight=class_weight), EngineOptions(ignore_index)
     part = _Part(target, mask, inputs, TokenTerms(label_smoothing), 1.0)
     if reduction == "none":
@@ -467,9 +469,8 @@ class LigerFusedLinearCrossEntropyLoss(ChunkedLoss, Generic[R]):
             inputs["token_weights"] = constant_weights(token_weights, labels, int(positions))
         if classes is not None:
             inputs["label_weights"] = classes[labels.where(mask, 0).clamp(0, len(classes) - 1)]
-        wide = torch.promote_types(target.hidden.dtype, torch.float32)
-        totals = self._denominators(wide, mask, items, inputs)
-        inputs |= dict(zip(("ce_total", "z_total"), totals, strict=False))
+        totals = self._denominators(mask, items, inputs, wide_dtype(target.hidden.dtype))
+        inputs |= {name: total.reciprocal() for name, total in zip(("ce_scale", "z_scale"), totals, strict=False)}
         size = target.vocab_size
         smoothing = o.label_smoothing * (size / max(size - 1, 1) if o.smooths_others else 1.0)
         return _Part(target, mask, inputs, TokenTerms(smoothing, o.lse_square_scale, o.scaling, o.return_z_loss), scale)
@@ -500,14 +501,14 @@ class LigerFusedLinearCrossEntropyLoss(ChunkedLoss, Generic[R]):
             predicted = torch.where(part.mask, values["argmax"], -1)
         return CrossEntropyOutput(loss, z_loss if o.return_z_loss else None, accuracy, predicted)
 
-    def _denominators(self, wide: torch.dtype, mask: Tensor, items: Any, inputs: Mapping[str, Tensor]) -> list[Tensor]:
+    def _denominators(self, mask: Tensor, items: Any, inputs: Mapping[str, Tensor], wide: torch.dtype) -> list[Tensor]:
         """What the cross-entropy is divided by, 0-dim; and the z-loss, if that is another number."""
         if self.settings.reduction != "mean":
-            return [torch.ones((), dtype=torch.float32, device=mask.device)]
+            return [torch.ones((), dtype=wide, device=mask.device)]
         if items is not None:
-            return [self.divisor(mask, items)]
-        counted = [mask.to(wide)]
+            return [self.divisor(mask, items).to(wide)]
+        counted = [mask]
         for weights in inputs.values():  # of tokens, then of labels; in fp32 at least, or fp64 if one of them is
             counted.append(counted[-1] * weights.to(torch.promote_types(weights.dtype, wide)))
         differ = "label_weights" in inputs
-        return [self.divisor(number, None) for number in (counted[:-3:-1] if differ else counted[-1:])]
+        return [self.divisor(number, None).to(wide) for number in (counted[:-3:-1] if differ else counted[-1:])]

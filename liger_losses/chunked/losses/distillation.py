@@ -29,6 +29,7 @@ from liger_losses.chunked.losses.cross_entropy import TOKEN_SCALINGS, constant_w
 from liger_losses.chunked.losses.sums import sum_over_group
 from liger_losses.kernels.divergence_forms import Divergence
 from liger_losses.kernels.logit_transform import LogitTransform
+from liger_losses.kernels.matmul import wide_dtype
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -256,12 +257,13 @@ class DistillationLoss(ChunkedLoss):
             if isinstance(taught, Teachers):
                 raise ValueError("Teachers does not work with slices of sequences (group=); leave group= out.")
             self.agree([num_items_in_batch], labels.device)
-        wide = torch.promote_types(hidden.dtype, torch.float32)
+        wide = wide_dtype(hidden.dtype)
         number = self.divisor(mask, num_items_in_batch).to(wide)
         factor = o.factor * (_square(t, mask, wide) if o.temperature_squared else 1.0)
-        weights = {"divergence": o.weight_soft_loss * factor / number}
+        share = number.reciprocal()
+        weights = {"divergence": o.weight_soft_loss * factor * share}
         if hard:
-            weights["logp"] = -o.weight_hard_loss / number
+            weights["logp"] = -o.weight_hard_loss * share
         live = None
         if token_weights is not None:  # of masked tokens, they may be anything
             live = token_weights != 0
@@ -273,7 +275,9 @@ class DistillationLoss(ChunkedLoss):
             names: list[Any] = [Statistic("divergence", divergence=which), *(["logp"] if hard else [])]
             token_loss = TokenLoss(scaled_sum, weights, {"scaling": o.token_scaling}, live)
             loss, parts = loss_sum(targets, names, [token_loss] * len(targets), o.engine)
-            values = {name: torch.stack([part[name] for part in parts]).sum(0) for name in parts[0]}
+            values = parts[0]
+            if len(parts) > 1:  # of which each token has one
+                values = {name: torch.stack([part[name] for part in parts]).sum(0) for name in parts[0]}
         (loss,) = sum_over_group(o.group, loss)
         soft_loss = self.total(factor * values["divergence"]) / number
         hard_loss = -self.total(values["logp"]) / number if hard else None

@@ -275,13 +275,15 @@ class PreferenceLoss(CompletionLoss, Generic[M]):
             sides=sides if o.group is None else (),
         )
         losses = self._pair_losses(pairs, sides)
-        loss = losses.sum() / max(len(losses), 1)
+        loss = losses.mean() if len(losses) else losses.sum()
         if o.compute_nll_loss:
             loss = loss + o.alpha * chosen_nll
         with torch.no_grad():
-            means = [side.logits.sum() / count for side, count in zip(sides, counts, strict=True)]
-            values = (pairs.chosen_logps, pairs.rejected_logps, *means, chosen_nll, *self.rewards(pairs))
-            metrics = PreferenceMetrics(*[value.detach().to(means[0].dtype) for value in values])
+            of_pairs = torch.stack([pairs.chosen_logps, pairs.rejected_logps, *self.rewards(pairs)])
+            chosen_logps, rejected_logps, *rewards = of_pairs.to(chosen_nll.dtype).unbind()
+            means = [side.logits / count for side, count in zip(sides, counts, strict=True)]
+            values = (chosen_logps, rejected_logps, *means, chosen_nll.detach(), *rewards)
+            metrics = PreferenceMetrics(*values)
         return self.result(loss.to(chosen_nll.dtype), pairs, metrics)
 
     def _nll_labels(self, nll_target: Tensor, chosen: Tensor) -> Tensor:

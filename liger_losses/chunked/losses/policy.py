@@ -121,7 +121,7 @@ def live_tokens(inputs: PolicyInputs) -> Tensor | None:
     other_terms = other_terms or (o.term is not None and not o.term.of_objective)
     if other_terms or not o.objective.of_advantages:
         return None
-    live = (inputs.advantages != 0).expand(inputs.mask.shape)
+    live = inputs.advantages != 0
     return live if ratio is None else live & (ratio != 0)
 
 
@@ -343,8 +343,7 @@ class LigerFusedLinearGRPOLoss(CompletionLoss):
         loss = inputs.total(loss)
         if isinstance(o.entropy_coef, AdaptiveEntropy) and self.training:
             o.entropy_coef.observe((values["entropy"] * acting).sum(), acting.sum())
-        # Neither the log-probabilities nor the inputs have a graph: the metrics are constants.
-        metrics = objectives.token_metrics(values["logp"].detach(), inputs, kl=bool(o.beta))
+        metrics = objectives.token_metrics(values["logp"], inputs, kl=bool(o.beta))
         means = [inputs.total(metric) / inputs.counted for metric in metrics]
         return loss.float(), PolicyMetrics(means[1], means[0]) if o.beta else PolicyMetricsWithoutKL(means[0])
 
@@ -360,7 +359,7 @@ class LigerFusedLinearGRPOLoss(CompletionLoss):
         check_shaped("mask", mask, "label", labels.device, labels.shape)
         check_device("the weight", head.weight.device, labels=labels)
         # ignore_index is no token, whatever the mask says.
-        return torch.where(mask if mask.dtype == torch.bool else mask != 0, labels, self.ignore_index)
+        return labels.masked_fill(mask == 0, self.settings.ignore_index)
 
     def _selected(self, head: Head, labels: Tensor, topk: TeacherTopK, support: Any) -> dict[str, Any]:
         """The sampler's most likely tokens as a target's, if everything fits."""

@@ -24,6 +24,7 @@ from liger_losses.chunked.losses.policy_estimates import KL_ESTIMATORS, NORMALIZ
 from liger_losses.chunked.losses.policy_tables import RATIOS, PolicyOptions
 from liger_losses.chunked.losses.sums import gather_over_processes, sum_over_group, sum_over_processes, world_size
 from liger_losses.kernels.divergence_forms import finite_logs
+from liger_losses.kernels.matmul import wide_dtype as wide
 
 
 @dataclass(frozen=True)
@@ -57,7 +58,7 @@ class PolicyTensors:
         if value.is_complex() or (not column and not value.is_floating_point()):
             raise TypeError(f"{name} must be floating point, got {value.dtype}.")
         value = value[:, None] if column and value.dim() == 1 else value
-        return value.detach().to(torch.promote_types(value.dtype, torch.float32))
+        return (value.detach() if value.requires_grad else value).to(wide(value.dtype))
 
     def check(self, o: PolicyOptions) -> None:
         """Raise TypeError or ValueError unless a loss has the inputs that its row needs."""
@@ -103,12 +104,10 @@ class PolicyInputs:
 
     ``copies`` are the ranks that share the policy's vocabulary, which have the same completions. ``common_options`` are
     those of the loss, which all ranks of the group have in common; ``names`` are those of arguments in error messages.
-    ``lengths [B, 1]`` and ``counted []`` are the numbers of tokens of each completion and of all, over the group, at
-    least 1. ``items []`` are the tokens that losses are divided by: ``counted``, or the share of those of all processes
-    that falls on the ranks which compute one loss together.
+    ``counted []`` is the number of all tokens over the group, at least 1. ``items []`` are the tokens that losses are
+    divided by: ``counted``, or the share of those of all processes that falls on the ranks which compute one loss
+    together.
     """
-
-    lengths: Tensor
 
     def __init__(
         self,
@@ -120,10 +119,11 @@ class PolicyInputs:
     ) -> None:
         mask, group, number = tensors.mask, tensors.group, tensors.num_items_in_batch
         tensors.check(options)
+        padding = ~mask
 
         def masked(argument: str) -> Any:
             value = tensors.constant(argument, names.get(argument, argument))
-            return None if value is None else torch.where(mask, value, 0.0)
+            return None if value is None else value.masked_fill(padding, 0.0)
 
         self.options, self.mask, self.group, self.prompts = options.values, mask, group, tensors.prompts
         self.advantages, self.token_is_ratio = map(masked, ("advantages", "is_ratio"))
@@ -144,24 +144,29 @@ class PolicyInputs:
             facts = {"sequences": len(mask), "is_ratio_of_whole_sequences": whole, "num_items_in_batch": items}
             agree(group, {**(common_options or vars(options)), **facts})
         (self.own_lengths,) = sum_over_group(group, mask.sum(-1, keepdim=True))
-        self.lengths, tokens = self.own_lengths.clamp(min=1), self.own_lengths.sum()
-        self.items = self.counted = tokens.clamp(min=1).float()
+        tokens = self.own_lengths.sum(dtype=torch.float32)
+        self.items = self.counted = tokens.clamp(min=1)
         shared = number is not None or world_size() > 1
         if options.row.normalizer == "items" and shared:  # only losses that divide by it synchronize all processes
             of_all = sum_over_processes(tokens) if number is None else checks.checked_items(number, mask.device)
             # Each process has added the tokens of all ranks that compute one loss with it.
             ranks = copies * (1 if group is None else dist.get_world_size(group)) if number is not None else 1
-            self.items = (of_all.float() * (ranks / world_size())).clamp(min=1)
+            self.items = (of_all * (ranks / world_size())).clamp(min=1)
         self.divisor = NORMALIZERS[options.row.normalizer](self)
 
     def weights(self, dtype: torch.dtype) -> dict[str, Tensor]:
         """Each token's weights ``[B, T]`` in the loss, by the names of :func:`weighted`."""
-        wide = torch.promote_types(dtype, torch.float32)
-        weights = {"weights": self.mask.to(wide) / self.divisor}
+        dtype = wide(dtype)
+        weights = {"weights": self.mask.to(dtype) / self.divisor}
         if self.options.positive_nll:
             positive = self.mask & (self.advantages > 0)
-            weights["nll_weights"] = self.options.positive_nll * positive.to(wide) / self.total(positive).clamp(min=1)
+            weights["nll_weights"] = self.options.positive_nll * positive.to(dtype) / self.total(positive).clamp(min=1)
         return weights
+
+    @property
+    def lengths(self) -> Tensor:
+        """The number of tokens of each completion, ``[B, 1]``, over the group, at least 1."""
+        return self.own_lengths.clamp(min=1)
 
     def of_tokens(self) -> dict[str, Tensor]:
         """What the terms of tokens read, by the names of :func:`policy_terms`."""
@@ -383,7 +388,7 @@ def grpo_loss(logps: Tensor, advantages: Tensor, mask: Tensor, **others: Any) ->
 
 @torch.no_grad()
 def token_metrics(logps: Tensor, inputs: PolicyInputs, kl: bool) -> list[Tensor]:
-    """``[B, T]``: 1.0 for tokens whose gradients clipping removed, and estimates of the divergence; 0 at padding."""
+    """``[B, T]``: which tokens' gradients clipping removed, as bool, and estimates of the divergence; 0 at padding."""
     o, mask = inputs.options, inputs.mask
     ratio = ratio_of(RATIOS[o.row.level](inputs.log_ratio(logps), inputs))
     cut, advantages = o.objective.cut, _advantages(inputs.advantages, logps, inputs.ref_logps, o)
@@ -391,7 +396,7 @@ def token_metrics(logps: Tensor, inputs: PolicyInputs, kl: bool) -> list[Tensor]
     if o.mask.weights is not None:
         old, sampler = _old_and_sampler(logps, inputs.old_logps, inputs.sampling_logps)
         dropped = dropped | (o.mask_weights(logps, old, sampler, advantages) == 0)
-    metrics = [(dropped & mask).float()]
+    metrics = [dropped & mask]
     if kl:
         ref = inputs.ref_logps
         estimates = torch.zeros_like(logps) if ref is None else KL_ESTIMATORS[o.kl_estimator](ref - logps)

@@ -168,12 +168,10 @@ def named_options(cls: Any, arguments: Sequence[Any], options: Mapping[str, Any]
     belongs to the call."""
     options, positions, signature = cls.options_type.folded(options), cls.positions, cls.options_signature
     check_known(cls, options, signature.parameters)
-    named = {**dict(zip(positions, arguments, strict=False)), **options}
-    if len(named) < len(arguments) + len(options) or not cls.required_options <= named.keys():
-        try:
-            signature.bind(*arguments, **options)
-        except TypeError as error:
-            raise TypeError(f"{cls.__name__}: {error}; its options are {', '.join(cls.option_names)}.") from None
+    try:
+        named = signature.bind(*arguments, **options).arguments
+    except TypeError as error:
+        raise TypeError(f"{cls.__name__}: {error}; its options are {', '.join(cls.option_names)}.") from None
     check_no_inputs(cls, named)
     first = named.get("ignore_index")
     if arguments and isinstance(first, float) and "ignore_index" in positions:

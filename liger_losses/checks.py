@@ -271,12 +271,17 @@ def check_range(name: str, value: float, low: float, high: float, *, open_low: b
 
 
 def check_fields(options: Any) -> None:
-    """Raise TypeError or ValueError if a field is out of the range that :data:`RANGES` has for its type, or if a bool
-    was given as text or as a float."""
+    """Raise TypeError or ValueError if a field is out of the range that :data:`RANGES` has for its type, if a bool
+    was given as text or as a float, or if a name is unknown: ``options.names`` has those of each field, and what other
+    names are here."""
+    names = getattr(options, "names", {})
     for field in options.__dataclass_fields__.values():
         value: Any = getattr(options, field.name, None)
         if value is field.default:  # which is right
             continue
+        if field.name in names:
+            known, *elsewhere = names[field.name]
+            check_names([value], known, field.name, *elsewhere)
         kind, _, optional = str(field.type).partition(" | ")
         if kind == "bool" and isinstance(value, (str, float)):  # all texts would be true
             raise TypeError(f"{field.name} must be True or False, got {value!r}.")

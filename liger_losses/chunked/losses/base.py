@@ -50,6 +50,8 @@ class LossOptions:
     streams_chunks: ClassVar[bool] = True
     #: What depends on the order of a sequence's tokens, so that ``group`` cannot be given.
     reads_order: ClassVar[str | None] = None
+    #: Options that are names: by the field, the known ones, and perhaps what names from elsewhere are here.
+    names: ClassVar[Mapping[str, Sequence[Any]]] = {}
     #: The values of options that are no fields, but a registered objective's own, by name.
     declared: ClassVar[Mapping[str, float]] = {}
     transform: ClassVar[LogitTransform]
@@ -173,9 +175,8 @@ class ChunkedLoss(nn.Module):
     #: The names of :meth:`forward`'s parameters, and which of them a documented name is.
     argument_names: ClassVar[tuple[str, ...]]
     parameters_named: ClassVar[Mapping[str, str]]
-    #: Its options, and those without a default; what its constructor takes: these, and what subclasses' name.
+    #: Its options; what its constructor takes: these, and what subclasses' name.
     options_signature: ClassVar[inspect.Signature]
-    required_options: ClassVar[frozenset[str]]
     constructor_signature: ClassVar[inspect.Signature]
     option_names: ClassVar[tuple[str, ...]]
     #: The options, a frozen dataclass of the type :attr:`options_type`.
@@ -201,8 +202,6 @@ class ChunkedLoss(nn.Module):
             elif name in vars(cls) and (name, type(vars(cls)[name])) not in _PROPERTIES:
                 raise TypeError(f"{cls.__name__}.{name} hides the option {name}; give its constructor another value.")
         cls.options_signature = options_signature(cls, cls.positions)
-        options = cls.options_signature.parameters.values()
-        cls.required_options = frozenset([option.name for option in options if option.default is option.empty])
         cls.constructor_signature = constructor_signature(cls)
         cls.option_names = tuple(cls.constructor_signature.parameters)
         parameters = [*inspect.signature(cls.forward).parameters.values()][1:]

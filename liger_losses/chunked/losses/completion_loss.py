@@ -102,9 +102,8 @@ class Completions:
                 check_tensor(name, value, allow_dtensor=name in ("hidden_states", "ref_hidden_states"))
         if self.labels.dim() != 1:
             return self
-        of_one = self.ref_logps is not None and self.ref_logps.shape == (1,)
-        kept = [name for name, value in tensors.items() if value is None or (of_one and name == "ref_logps")]
-        return Completions(**{name: value if name in kept else value[None] for name, value in tensors.items()})
+        of_sequence = ["ref_logps"] if self.ref_logps is not None and self.ref_logps.shape == (1,) else []
+        return replace(self, **{n: x[None] for n, x in tensors.items() if x is not None and n not in of_sequence})
 
     def target(self, head: Head, reference: bool = False) -> Target:
         """A target of the policy's hidden states, or of the reference's, with a head."""

@@ -243,6 +243,7 @@ class CrossEntropyOptions(LossOptions):
     """The options of :class:`LigerFusedLinearCrossEntropyLoss`."""
 
     several = True
+    names: ClassVar = {"reduction": (("mean", "sum", "none"),), "token_scaling": (TOKEN_SCALINGS,)}
 
     ce_weight: Tensor | None = field(default=None, kw_only=False, repr=False, compare=False)
     lse_square_scale: NonNegativeFloat = 0.0
@@ -260,8 +261,6 @@ class CrossEntropyOptions(LossOptions):
         super().__post_init__()
         if self.ce_weight is not None:
             checks.check_tensor("ce_weight", self.ce_weight)
-        checks.check_names([self.reduction], ("mean", "sum", "none"), "reduction")
-        checks.check_names([self.token_scaling], TOKEN_SCALINGS, "token_scaling")
         if self.use_token_scaling and self.token_scaling not in ("none", "probability"):
             raise ValueError(
                 f"use_token_scaling=True is token_scaling='probability', and token_scaling={self.token_scaling!r} was "

@@ -61,6 +61,8 @@ def scaled_sum(values: Mapping[str, Tensor], scaling: str, **weights: Tensor) ->
     return weighted_sum(values, **weights)
 
 
+#: Whose largest columns a divergence is over.
+_MODELS = ("student", "teacher")
 #: Options by position.
 _WEIGHTS = ("weight_hard_loss", "weight_soft_loss")
 _OTHERS = ("ignore_index", "temperature", "compiled", "chunk_size", "return_soft_hard_loss")
@@ -72,6 +74,7 @@ class DistillationOptions(LossOptions):
 
     #: The factor of the divergence.
     factor: ClassVar[float] = 1.0
+    names: ClassVar = {"token_scaling": (TOKEN_SCALINGS,), "tail": (TAILS, EARLIER_TAILS), "top_k_of": (_MODELS,)}
 
     weight_hard_loss: NonNegativeFloat = field(default=0.5, kw_only=False)
     weight_soft_loss: NonNegativeFloat = field(default=0.5, kw_only=False)
@@ -87,7 +90,6 @@ class DistillationOptions(LossOptions):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        checks.check_names([self.token_scaling], TOKEN_SCALINGS, "token_scaling")
         if self.token_scaling != "none" and self.weight_hard_loss == 0:
             raise ValueError(
                 f"token_scaling={self.token_scaling!r} is of the label's probability, which is read for the hard loss: "
@@ -98,8 +100,6 @@ class DistillationOptions(LossOptions):
                 f"token_scaling={self.token_scaling!r} reads the largest probabilities, which only cross-entropy has: "
                 "use 'probability' or 'uncertainty'."
             )
-        checks.check_names([self.top_k_of], ("student", "teacher"), "top_k_of")
-        checks.check_names([self.tail], TAILS, "tail", EARLIER_TAILS)
         if self.top_k is not None:
             Largest(self.top_k)  # which checks it
             if self.group is not None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import KW_ONLY, dataclass, replace
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, NamedTuple, overload
 
@@ -42,16 +42,11 @@ class PreferenceMetrics(NamedTuple):
     rejected_rewards: Tensor
 
 
-#: What pairs have of each token, ``[B, T]``: the place of the completions, and what it is of them.
-_OF_TOKENS: dict[str, tuple[int, Callable[[Scored], Tensor | None]]] = {
-    name.format(group): (place, read)
-    for place, group in enumerate(("chosen", "rejected"))
-    for name, read in {
-        "{}_token_logps": lambda scored: scored.statistics.logp,
-        "{}_mask": lambda scored: scored.mask,
-        "ref_{}_token_logps": lambda scored: scored.ref_token_logps,
-    }.items()
-}
+#: What pairs have of each token, ``[B, T]``: of the chosen completions, then of the rejected ones.
+_OF_TOKENS = (
+    *("chosen_token_logps", "chosen_mask", "ref_chosen_token_logps"),
+    *("rejected_token_logps", "rejected_mask", "ref_rejected_token_logps"),
+)
 
 
 @dataclass(frozen=True)
@@ -105,8 +100,8 @@ class Pairs(PairLogps):
             raise AttributeError(f"pairs have no {name!r}{meant(name, names)}; they have {', '.join(names)}.")
         if not self.sides:
             raise ValueError("only pair_loss of a loss without group= can read the log-probabilities of tokens.")
-        place, read = _OF_TOKENS[name]
-        of_tokens = read(self.sides[place])
+        of_sides = [x for side in self.sides for x in (side.statistics.logp, side.mask, side.ref_token_logps)]
+        of_tokens = of_sides[_OF_TOKENS.index(name)]
         if of_tokens is None:
             raise ValueError(
                 "the reference's log-probabilities are sums over tokens: give ref_logps of each token, [B, T], or "

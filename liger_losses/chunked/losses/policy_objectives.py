@@ -26,6 +26,9 @@ from liger_losses.chunked.losses.sums import gather_over_processes, sum_over_gro
 from liger_losses.kernels.divergence_forms import finite_logs
 from liger_losses.kernels.matmul import wide_dtype as wide
 
+#: Log-probabilities of tokens under other policies.
+_LOGPS = ("old_logps", "sampling_logps", "ref_logps")
+
 
 @dataclass(frozen=True)
 class PolicyTensors:
@@ -45,20 +48,21 @@ class PolicyTensors:
     prompts: Tensor | None = None
     group: dist.ProcessGroup | None = None
 
-    def constant(self, argument: str, name: str) -> Any:
-        """An argument ``[B, T]``, or ``[B, 1]`` of advantages and ratios; ``None`` without one.
-
-        Raises TypeError or ValueError for others; errors call it ``name``.
-        """
-        value, shape, column = getattr(self, argument), self.mask.shape, argument in ("advantages", "is_ratio")
-        if value is None:
-            return None
-        of, columns = ("completion or token", (shape[:1], (shape[0], 1))) if column else ("token", ())
-        checks.check_shaped(name, value, of, self.mask.device, *columns, shape)
-        if value.is_complex() or (not column and not value.is_floating_point()):
-            raise TypeError(f"{name} must be floating point, got {value.dtype}.")
-        value = value[:, None] if column and value.dim() == 1 else value
-        return (value.detach() if value.requires_grad else value).to(wide(value.dtype))
+    def constants(self, names: Mapping[str, str]) -> dict[str, Tensor]:
+        """The numbers of tokens ``[B, T]`` or completions ``[B, 1]`` that there are, checked; with names for errors."""
+        constants: dict[str, Tensor] = {}
+        shape = self.mask.shape
+        for argument in ("advantages", "is_ratio", *_LOGPS):
+            value, name, of_completions = getattr(self, argument), names.get(argument, argument), argument not in _LOGPS
+            if value is None:
+                continue
+            of, columns = ("completion or token", (shape[:1], (shape[0], 1))) if of_completions else ("token", ())
+            checks.check_shaped(name, value, of, self.mask.device, *columns, shape)
+            if value.is_complex() or (not of_completions and not value.is_floating_point()):
+                raise TypeError(f"{name} must be floating point, got {value.dtype}.")
+            value = value[:, None] if value.dim() == 1 else value
+            constants[argument] = (value.detach() if value.requires_grad else value).to(wide(value.dtype))
+        return constants
 
     def check(self, o: PolicyOptions) -> None:
         """Raise TypeError or ValueError unless a loss has the inputs that its row needs."""
@@ -119,23 +123,16 @@ class PolicyInputs:
     ) -> None:
         mask, group, number = tensors.mask, tensors.group, tensors.num_items_in_batch
         tensors.check(options)
-        padding = ~mask
-
-        def masked(argument: str) -> Any:
-            value = tensors.constant(argument, names.get(argument, argument))
-            return None if value is None else value.masked_fill(padding, 0.0)
-
+        constants, padding = tensors.constants(names), ~mask
+        masked = {name: value.masked_fill(padding, 0.0) for name, value in constants.items()}
         self.options, self.mask, self.group, self.prompts = options.values, mask, group, tensors.prompts
-        self.advantages, self.token_is_ratio = map(masked, ("advantages", "is_ratio"))
+        self.advantages, self.token_is_ratio = masked["advantages"], masked.get("is_ratio")
         # Of a probability of 0, the ratio is as large as the largest, and no difference is infinite.
-        policies = [masked(name) for name in ("old_logps", "sampling_logps", "ref_logps")]
-        self.old_logps, self.sampling_logps, self.ref_logps = [
-            None if logps is None else finite_logs(logps) for logps in policies
-        ]
+        logps = {name: finite_logs(value) for name, value in masked.items() if name in _LOGPS}
+        self.old_logps, self.sampling_logps, self.ref_logps = map(logps.get, _LOGPS)
         topk = tensors.sampler_topk_logps
         self.sampler_topk = None if topk is None else finite_logs(torch.where(mask[..., None], topk.detach(), 0.0))
-        # As it was passed, [B, 1] or [B, T].
-        self.is_ratio = tensors.constant("is_ratio", "is_ratio")
+        self.is_ratio = constants.get("is_ratio")  # as it was passed, [B, 1] or [B, T]
         if group is not None:
             if number is not None:
                 checks.checked_items(number, mask.device)

@@ -8,7 +8,7 @@ B completions, T tokens of the longest; r = p / p_old is the importance ratio, A
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from inspect import Parameter
 from numbers import Integral
@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from liger_losses.checks import FiniteFloat, NonNegativeFloat, PositiveFloat, check_fields, check_names, check_range
+from liger_losses.checks import FiniteFloat, NonNegativeFloat, PositiveFloat, check_fields, check_range
 from liger_losses.chunked.losses.policy_estimates import (
     KL_ESTIMATORS,
     MASKS,
@@ -81,6 +81,7 @@ class PolicyOptions:
         TypeError, ValueError: an option out of its range; a ratio of completions with an objective of tokens.
     """
 
+    names: ClassVar[Mapping[str, Sequence[Any]]]
     #: These, of which those that are ``None`` have the values of this loss and mask, if these have some.
     values: ClassVar[PolicyOptions]
     #: The row of :data:`LOSS_TYPES`, with the normalizer, the level and the mask that replace its own.
@@ -125,8 +126,6 @@ class PolicyOptions:
     objective_options: Mapping[str, float] | None = None
 
     def __post_init__(self) -> None:
-        for name, (known, elsewhere) in _NAMES.items():
-            check_names([getattr(self, name)], known, name, elsewhere)
         check_fields(self)
         row, level, limit = LOSS_TYPES[self.loss_type], self.importance_sampling_level, self.max_completion_length
         loss, chosen = f"loss_type={self.loss_type!r}", {"normalizer": self.normalizer, "mask": self.token_mask}
@@ -537,12 +536,11 @@ LOSS_TYPES = {
     "a2po": LossType("regression", "sequence_mean", True, level="sequence_sum", of_old=True),  # arXiv:2505.20686
 }
 
-#: The tables of options that are names, and what other names are here.
-_NAMES: dict[str, tuple[Iterable[str], Mapping[str, str]]] = {
+PolicyOptions.names = {
     "loss_type": (LOSS_TYPES, _LOSSES),
-    "importance_sampling_level": (RATIOS, {}),
+    "importance_sampling_level": (RATIOS,),
     "kl_estimator": (KL_ESTIMATORS, _ESTIMATES),
     "normalizer": ({OF_LOSS_TYPE: None, **NORMALIZERS}, _DIVISORS),
-    "token_mask": ({OF_LOSS_TYPE: None, **MASKS}, {}),
-    "sampler_term": ({"none": None, **SAMPLER_TERMS}, {}),
+    "token_mask": ({OF_LOSS_TYPE: None, **MASKS},),
+    "sampler_term": ({"none": None, **SAMPLER_TERMS},),
 }

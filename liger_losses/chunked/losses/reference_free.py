@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -138,6 +138,8 @@ class ReferenceFreeOptions(PreferenceOptions):
 class CPOOptions(ReferenceFreeOptions):
     """The options of :class:`LigerFusedLinearCPOLoss`."""
 
+    names: ClassVar = {"loss_type": (CPO_LOSSES,)}
+
     average_log_prob: bool | None = None
     label_smoothing: UnitFloat = 0.0
     loss_type: str = "sigmoid"
@@ -146,7 +148,6 @@ class CPOOptions(ReferenceFreeOptions):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_names([self.loss_type], CPO_LOSSES, "loss_type")
         if self.loss_type == "alphapo" and self.reward_alpha == 0:
             raise ValueError("loss_type='alphapo' needs a reward_alpha other than 0; its paper recommends 0.25.")
 

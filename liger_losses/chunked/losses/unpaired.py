@@ -154,8 +154,7 @@ class UnpairedInputs(CompletionInputs, total=False):
 class UnpairedOptions(CompletionOptions):
     """The options of :class:`UnpairedPreferenceLoss`."""
 
-    #: The rows of :data:`LOSSES` that ``loss_type`` may name.
-    loss_types: ClassVar[tuple[str, ...]] = tuple(LOSSES)
+    names: ClassVar = {"loss_type": (LOSSES,)}
 
     compiled: bool = True
     loss_type: str = "kto"
@@ -163,22 +162,18 @@ class UnpairedOptions(CompletionOptions):
     desirable_weight: NonNegativeFloat = 1.0
     undesirable_weight: NonNegativeFloat = 1.0
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        checks.check_names([self.loss_type], self.loss_types, "loss_type")
-
 
 class KTOOptions(UnpairedOptions):
     """The options of :class:`LigerFusedLinearKTOLoss`."""
 
-    loss_types = ("kto", "apo_zero_unpaired")
+    names: ClassVar = {"loss_type": (("kto", "apo_zero_unpaired"),)}
 
 
 @dataclass(frozen=True, kw_only=True)
 class BCOOptions(UnpairedOptions):
     """The options of :class:`LigerFusedLinearBCOLoss`."""
 
-    loss_types = ("bco",)
+    names: ClassVar = {"loss_type": (("bco",),)}
     loss_type: str = "bco"
     use_ref_model: bool = True
 
@@ -291,12 +286,10 @@ class UnpairedPreferenceLoss(CompletionLoss):
         losses = unpaired_loss(rewards, desirable, shift, loss_type=o.loss_type, **weights)
         if sample_weights is not None:
             losses = losses * sample_weights.detach()
-        sums = [
-            torch.where(mask, value.detach(), 0.0).sum().float()
-            for value in (logps, logits * head.vocab_size, rewards)
-            for mask in (desirable, ~desirable)
-        ]
-        return (losses.sum() / max(count, 1)).float(), UnpairedMetrics(*sums)
+        values = torch.stack([logps, logits * head.vocab_size, rewards]).detach()
+        sums = [torch.where(mask, values, 0.0).sum(1) for mask in (desirable, ~desirable)]
+        metrics = UnpairedMetrics(*torch.stack(sums, 1).float().flatten().unbind())
+        return (losses.sum() / max(count, 1)).float(), metrics
 
     def divergence(
         self,

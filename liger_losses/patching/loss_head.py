@@ -284,11 +284,11 @@ def _match_shared(module: Any) -> Ranks:
     shape, dtype, forward = (1, 3, head.hidden_size), head.weight.dtype, vars(module)["forward"]
     hidden = probing.random(shape, torch.Generator().manual_seed(0), dtype).to(head.weight.device)
     shared = head.with_fields(ranks=ranks)
-    logits, _ = probing.observe(forward, [hidden])
+    logits: Any = probing.observe(forward, [hidden])[0]
     if logits.shape != (1, 3, sum(ranks.sizes)):
         raise Mismatch(f"it returns {tuple(logits.shape)} and not all logits")
-    lse, (gradient,) = probing.observe(lambda x: forward(x).logsumexp(-1), [hidden])
-    expected, (other,) = probing.observe(lambda x: pending_product(x, shared).logsumexp(-1), [hidden])
+    lse, gradient = probing.observe(lambda x: forward(x).logsumexp(-1), [hidden])
+    expected, other = probing.observe(lambda x: pending_product(x, shared).logsumexp(-1), [hidden])
     columns = logits[..., ranks.columns(logits.shape[-1])]
     probing.check_close("its output", columns, linear(hidden, head).detach(), 2e-2)
     probing.check_close("its log-sum-exp", lse, expected, 2e-2)

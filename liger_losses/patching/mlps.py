@@ -111,21 +111,9 @@ class GatedMLP(Replacement):
         return layers[-1](gate.compute(*inner, backend=backend))
 
     @classmethod
-    def key(cls, module: nn.Module) -> Any:
-        """The linear layers count by their sizes only."""
-        linears = {name: (child.in_features, child.out_features) for name, child in linears_of(module).items()}
-        return type(module), tuple(linears.items()), probing.children_of(module, linears), probing.attributes(module)
-
-    @classmethod
-    def bypassed(cls, module: nn.Module) -> dict[str, nn.Module]:
-        """All submodules but the linear layers, which stay and are called as before."""
-        linears, parts = linears_of(module), super().bypassed(module)
-        return {name: part for name, part in parts.items() if name.partition(".")[0] not in linears}
-
-    @classmethod
     def is_candidate(cls, module: nn.Module) -> bool:
         """Two or three linear layers whose sizes fit, nothing else with tensors, and a forward of one argument."""
-        linears = linears_of(module)
+        linears = probing.linears_of(module)
         if len(linears) not in (2, 3) or any(map(probing.has_tensors, (module, *cls.bypassed(module).values()))):
             return False
         inner = [child.out_features // (2 if len(linears) == 2 else 1) for child in linears.values()]
@@ -141,7 +129,7 @@ class GatedMLP(Replacement):
     @classmethod
     def match(cls, module: nn.Module) -> GatedMLP:
         """Runs copies with cheap layers: what is computed between them decides."""
-        linears, calls = linears_of(module), list[str]()
+        linears, calls = probing.linears_of(module), list[str]()
 
         def cheap(generator: torch.Generator) -> dict[nn.Module, nn.Module]:
             return {layer: CheapLinear(name, layer, calls, generator) for name, layer in linears.items()}
@@ -198,15 +186,6 @@ class GatedExperts(Replacement):
 
         cases = probing.cases_of(module, _SETTINGS, inputs, _GRAD_TOLERANCES, method="_apply_gate")
         return probing.first_match(map(GatedExperts, _gates(module, 1)), list(cases))
-
-
-def linears_of(module: nn.Module) -> dict[str, Any]:
-    """The children with ``in_features`` and ``out_features``: linear layers, quantized ones, adapters around them."""
-    return {
-        name: child
-        for name, child in module.named_children()
-        if type(getattr(child, "in_features", None)) is int and type(getattr(child, "out_features", None)) is int
-    }
 
 
 class CheapLinear(nn.Module):

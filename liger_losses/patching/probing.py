@@ -6,7 +6,7 @@ import contextlib
 import copy
 import inspect
 import warnings
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, TypeVar
@@ -114,19 +114,30 @@ def attributes(module: nn.Module) -> Any:
     return fingerprint({key: value for key, value in vars(module).items() if key not in TORCH_ATTRIBUTES})
 
 
-def children_of(module: nn.Module, without: Collection[str] = ()) -> Any:
-    """The fingerprint of a module's children and of theirs."""
-    return tuple(
-        (name, *((type(part), attributes(part), repr(part)) for part in child.modules()))
+def linears_of(module: nn.Module) -> dict[str, Any]:
+    """The children with ``in_features`` and ``out_features``: linear layers, quantized ones, adapters around them."""
+    return {
+        name: child
         for name, child in module.named_children()
-        if name not in without
+        if type(getattr(child, "in_features", None)) is int and type(getattr(child, "out_features", None)) is int
+    }
+
+
+def children_of(module: nn.Module) -> Any:
+    """The fingerprint of a module's children and of theirs. Linear layers count by their sizes only."""
+    linears = linears_of(module)
+    return tuple(
+        (name, child.in_features, child.out_features)
+        if name in linears
+        else (name, *((type(part), attributes(part), repr(part)) for part in child.modules()))
+        for name, child in module.named_children()
     )
 
 
 def observe(
-    function: Callable[..., Any], inputs: Sequence[Tensor], others: Sequence[Tensor] = ()
-) -> tuple[Tensor, list[Tensor | None]]:
-    """A function's output, and the gradients with respect to its inputs and to other leaves.
+    function: Callable[..., Any], inputs: Sequence[Tensor], others: Iterable[Tensor] = ()
+) -> list[Tensor | None]:
+    """A function's output, then the gradients with respect to its inputs and to other leaves.
 
     Of several outputs, the rows are one above the other. Raises Mismatch if it fails, returns no tensor, changes its
     inputs, or draws random numbers.
@@ -151,11 +162,11 @@ def observe(
         raise Mismatch("it draws random numbers")
     if not all(torch.equal(x, y) for x, y in zip(inputs, originals, strict=True)):
         raise Mismatch("it changes its input in place")
+    leaves = [*inputs, *others]
     if not output.requires_grad:
-        return output, [None] * (len(inputs) + len(others))
+        return [output, *[None] * len(leaves)]
     upstream = random(output.shape, torch.Generator().manual_seed(7), output.dtype).to(output.device)
-    grads = torch.autograd.grad(output, [*inputs, *others], upstream, allow_unused=True)
-    return output.detach(), list(grads)
+    return [output.detach(), *torch.autograd.grad(output, leaves, upstream, allow_unused=True)]
 
 
 class _Computed(nn.Module):
@@ -206,34 +217,28 @@ class Case:
 
     Attributes:
         module: the copy; the first argument of the candidates' ``compute``.
-        output, grads: what :func:`observe` returned.
+        observed: what :func:`observe` returned.
+        tolerances: of the output, the inputs' gradients and the parameters'.
+        rare: of the output; see :func:`check_close`.
         parameters: the other leaves, by name, whose gradients were observed.
-        tolerance, rare: of the output; see :func:`check_close`.
     """
 
     name: str
     module: Any
     inputs: Sequence[Tensor]
-    output: Tensor
-    grads: list[Tensor | None]
-    grad_tolerance: float
-    tolerance: float = 1e-5
+    observed: list[Tensor | None]
+    tolerances: tuple[float, float, float]
     rare: float | None = None
     parameters: Mapping[str, Tensor] = field(default_factory=dict)
-    parameter_tolerance: float = 0.0
 
     def check(self, candidate: Any) -> None:
         """Raise Mismatch unless a candidate computes the same."""
         compute = partial(candidate.compute, self.module, backend="torch")
-        try:
-            output, grads = observe(compute, self.inputs, list(self.parameters.values()))
-        except Mismatch as mismatch:
-            raise Mismatch(f"{self.name}: {mismatch}") from mismatch
-        check_close(f"{self.name}: the output", self.output, output, self.tolerance, self.rare)
+        output, *grads = observe(compute, self.inputs, self.parameters.values())
+        check_close("the output", self.observed[0], output, self.tolerances[0], self.rare)
         names = [*(f"input {number}" for number in range(len(self.inputs))), *self.parameters]
-        for name, actual, wanted in zip(names, self.grads, grads, strict=True):
-            tolerance = self.parameter_tolerance if name in self.parameters else self.grad_tolerance
-            check_close(f"{self.name}: the gradient of {name}", actual, wanted, tolerance)
+        for name, actual, wanted in zip(names, self.observed[1:], grads, strict=True):
+            check_close(f"the gradient of {name}", actual, wanted, self.tolerances[1 + (name in self.parameters)])
 
 
 #: Of a case: its name, the leading dimensions of the input, dtypes of the input and of the parameters, and whether in
@@ -267,13 +272,12 @@ def cases_of(
                 for parameter in copy.parameters():
                     parameter.mul_(100)  # so that a clamp of the output shows
         parameters = dict(copy.named_parameters())
-        replaced = [key for key, part in copy.named_children() if part in stand_ins.values()]
-        before = attributes(copy), children_of(copy, replaced)
+        before = attributes(copy), children_of(copy)
         several, function = inputs_of(leading, dtype, generator), getattr(copy, method)
         refusal = Mismatch("there are no inputs for it")
         for inputs in several:
             try:
-                output, grads = observe(function, inputs, list(parameters.values()))
+                observed = observe(function, inputs, parameters.values())
                 break
             except Mismatch as mismatch:
                 refusal = mismatch
@@ -283,14 +287,14 @@ def cases_of(
                 continue
             raise Mismatch(f"{name}: {refusal}") from refusal
         with torch.no_grad():
-            if not torch.equal(function(*inputs), output):
+            if not torch.equal(function(*inputs), observed[0]):
                 raise Mismatch(f"{name}: it computes something else without gradients, or when called again")
-        if (attributes(copy), children_of(copy, replaced)) != before:
+        if (attributes(copy), children_of(copy)) != before:
             raise Mismatch(f"{name}: it changes its own attributes")
         # Gradients of a weight are sums over rows, some of which PyTorch itself takes in half precision.
         half = torch.bfloat16 in (dtype, parameter_dtype)
         rare, of_weight = (2**-6, 2**-4) if half else (None, 2e-5)
-        yield Case(name, copy, inputs, output, grads, grad_tolerances[half], 1e-5, rare, parameters, of_weight)
+        yield Case(name, copy, inputs, observed, (1e-5, grad_tolerances[half], of_weight), rare, parameters)
 
 
 def first_match(candidates: Iterable[_Candidate], cases: Sequence[Case]) -> _Candidate:
@@ -302,7 +306,7 @@ def first_match(candidates: Iterable[_Candidate], cases: Sequence[Case]) -> _Can
                 case.check(candidate)
             except Mismatch as mismatch:
                 if number > furthest:
-                    furthest, reason = number, f"not {candidate}: in {mismatch}"
+                    furthest, reason = number, f"not {candidate}: in {case.name}: {mismatch}"
                 break
         else:
             return candidate

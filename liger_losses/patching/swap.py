@@ -65,8 +65,9 @@ class Replacement:
 
     @classmethod
     def bypassed(cls, module: nn.Module) -> dict[str, nn.Module]:
-        """The submodules, by name, that are no longer called."""
-        return {name: part for name, part in module.named_modules() if part is not module}
+        """The submodules, by name, that are no longer called: all but linear layers."""
+        linears = probing.linears_of(module)
+        return {n: part for n, part in module.named_modules() if part is not module and n.split(".")[0] not in linears}
 
     @classmethod
     def reason_to_leave(cls, module: nn.Module) -> str | None:

@@ -338,8 +338,8 @@ def prepare_head(model: nn.Module, filter_fn: Filter | None = None) -> list[Entr
     quantized = [layer for layer in head.modules() if _is_quantized_layer(layer)]
     for layer in dict.fromkeys([*quantized, head]):
         path = next((name for name, other in model.named_modules() if other is layer), "")
-        entry, kind = find(QuantizedHead if layer in quantized else LossHead, path, layer, filter_fn, {})
-        entries += [] if entry is None else [entry]
+        listed, kind = find(QuantizedHead if layer in quantized else LossHead, path, layer, filter_fn, {})
+        entries += listed
         prepared += [] if kind is None else [(layer, kind)]
     for layer, kind in prepared:
         setattr(layer, _PENDING, [])

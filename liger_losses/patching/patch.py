@@ -87,8 +87,8 @@ def patch(
     matches: dict[Any, tuple[Replacement | str, nn.Module]] = {}
     for path, module in model.named_modules():
         for kind in kinds:
-            entry, replacement = find(kind, path, module, filter_fn, matches, tile_mlps)
-            entries += [] if entry is None else [entry]
+            listed, replacement = find(kind, path, module, filter_fn, matches, tile_mlps)
+            entries += listed
             if replacement is not None:
                 classes.append((module, swapped_class(module, replacement)))
                 break

@@ -9,7 +9,7 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -287,7 +287,7 @@ def cases_of(
                 continue
             raise Mismatch(f"{name}: {refusal}") from refusal
         with torch.no_grad():
-            if not torch.equal(function(*inputs), observed[0]):
+            if not torch.equal(function(*inputs), cast(Tensor, observed[0])):
                 raise Mismatch(f"{name}: it computes something else without gradients, or when called again")
         if (attributes(copy), children_of(copy)) != before:
             raise Mismatch(f"{name}: it changes its own attributes")

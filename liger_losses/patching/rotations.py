@@ -139,19 +139,14 @@ def _case(function: Callable[..., Any], tensors: int, unsqueeze_dim: int, name: 
 
 def _wrapper(original: Callable[..., Any], rotation: Rotation) -> Callable[..., Any]:
     names = list(inspect.signature(_with_signature(original)).parameters)
-    count = rotation.tensors + 2
 
     @functools.wraps(_with_signature(original))
     def rotate(*args: Any, **kwargs: Any) -> Any:
-        tensors: Any = args
-        unsqueeze_dim: Any = 1
-        if kwargs or len(args) != count:
-            options = dict(zip(names, args, strict=False)) | kwargs
-            unsqueeze_dim = options.pop("unsqueeze_dim", 1)
-            tensors = [options.pop(name, None) for name in names[:count]]
-            if any(value is not None for value in options.values()):
-                return original(*args, **kwargs)
-        if not is_plain(*tensors) or not _was_probed(*tensors, unsqueeze_dim=unsqueeze_dim):
+        options = dict(zip(names, args, strict=False)) | kwargs
+        tensors = [options.pop(name, None) for name in names[: rotation.tensors + 2]]
+        unsqueeze_dim = options.pop("unsqueeze_dim", 1)
+        others = any(value is not None for value in options.values())
+        if others or not is_plain(*tensors) or not _was_probed(*tensors, unsqueeze_dim=unsqueeze_dim):
             return original(*args, **kwargs)
         *heads, cos, sin = tensors
         return rotation.compute((cos, sin, unsqueeze_dim), *heads)
@@ -241,12 +236,12 @@ _Global = tuple[dict[str, Any], str, Any]
 
 def _methods_of(module: nn.Module) -> dict[str, list[_Global]]:
     """The methods of a module's class that call functions with parameters cos and sin, and these functions."""
-    methods = {name: value for cls in reversed(type(module).__mro__) for name, value in vars(cls).items()}
+    classes = [cls for cls in reversed(type(module).__mro__) if not cls.__module__.startswith("torch.")]
+    methods = {name: value for cls in classes for name, value in vars(cls).items()}
     return {
         name: rotations
         for name, method in methods.items()
-        if isinstance(method, types.FunctionType) and str(method.__module__).partition(".")[0] != "torch"
-        if (rotations := list(_rotations_in(method, set())))
+        if isinstance(method, types.FunctionType) and (rotations := list(_rotations_in(method, set())))
     }
 
 
@@ -254,11 +249,11 @@ def _rotations_in(function: Any, seen: set[Any]) -> Iterator[_Global]:
     """The functions with parameters cos and sin that a function calls, itself or through others of its file."""
     seen.add(function)
     function = inspect.unwrap(function)
-    try:
-        names, read = function.__globals__, inspect.getclosurevars(function).globals
-    except (AttributeError, ValueError):  # it decorates no function; a variable that it encloses has no value yet
+    if not isinstance(function, types.FunctionType):  # it decorates no function
         return
-    for name, value in read.items():
+    names = function.__globals__
+    for name in function.__code__.co_names:
+        value = names.get(name)
         # The package kernels makes modules of some functions.
         if not isinstance(value, types.FunctionType) and not hasattr(type(value), "kernel_layer_name"):
             continue

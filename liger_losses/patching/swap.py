@@ -113,45 +113,42 @@ def find(
     filter_fn: Filter | None,
     matches: dict[Any, tuple[Replacement | str, nn.Module]],
     tile_mlps: bool | int = False,
-) -> tuple[Entry | None, Replacement | None]:
+) -> tuple[list[Entry], Replacement | None]:
     """A module's line of the report, if it is listed, and what of a kind replaces it from now on.
 
     ``matches`` holds what was found for other modules, a replacement or a reason, by their keys; and those modules, as
     keys contain addresses of objects that they hold.
     """
-    name, replacement = original_class(module).__name__, replacement_of(module)
+    name, present = original_class(module).__name__, replacement_of(module)
 
     def is_left() -> bool:
         return filter_fn is not None and not filter_fn(module, path)
 
-    if replacement is not None:
-        if not isinstance(replacement, kind):
-            return None, None
-        tiled = replacement.in_tiles(tile_mlps)
-        if tiled == replacement or reason_not_to_restore(module) is not None or is_left():
-            return Entry(path, name, str(replacement)), None
-        return Entry(path, name, str(tiled)), tiled
+    if present is not None:
+        if not isinstance(present, kind):
+            return [], None
+        stays = reason_not_to_restore(module) is not None or is_left()
+        tiled = present if stays else present.in_tiles(tile_mlps)
+        return [Entry(path, name, str(tiled))], None if tiled == present else tiled
     try:
         if not kind.is_candidate(module):
-            return None, None
+            return [], None
         reason, key, listed = kind.reason_to_leave(module), (kind, kind.key(module)), kind.is_worth_listing(module)
     except Exception as error:
-        return Entry(path, name, None, probing.reason_of(error)), None
+        return [Entry(path, name, None, probing.reason_of(error))], None
     if reason is None and is_left():
         reason = LEFT_OUT
-    if reason is None:
-        if key not in matches:
-            try:
-                with probing.isolated():
-                    matches[key] = kind.match(module), module
-            except Exception as error:
-                matches[key] = probing.reason_of(error), module
-        match, _ = matches[key]
-        if not isinstance(match, str):
-            replacement = match.in_tiles(tile_mlps)
-            return Entry(path, name, str(replacement)), replacement
-        reason = match
-    return Entry(path, name, None, reason) if listed else None, None
+    if reason is None and key not in matches:
+        try:
+            with probing.isolated():
+                matches[key] = kind.match(module), module
+        except Exception as error:
+            matches[key] = probing.reason_of(error), module
+    match = reason or matches[key][0]
+    if isinstance(match, str):
+        return [Entry(path, name, None, match)] if listed else [], None
+    match = match.in_tiles(tile_mlps)
+    return [Entry(path, name, str(match))], match
 
 
 def swapped_class(module: nn.Module, replacement: Replacement) -> type[nn.Module]:

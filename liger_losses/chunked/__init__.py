@@ -21,7 +21,7 @@ from liger_losses.chunked.core.quantizers import (
     is_quantized,
     register_quantized_weight,
 )
-from liger_losses.chunked.core.ranks import ALONE, Ranks, local_rows, share_mesh
+from liger_losses.chunked.core.ranks import ALONE, Ranks
 from liger_losses.chunked.core.results import Largest, Statistics, register_statistic
 from liger_losses.chunked.core.support import TokenSupport
 from liger_losses.chunked.core.workspace import set_default_workspace, workspace
@@ -49,12 +49,10 @@ __all__ = [
     "linear_statistics",
     "linear_token_loss",
     "linear_topk",
-    "local_rows",
     "projected_teacher",
     "register_quantized_weight",
     "register_statistic",
     "set_default_workspace",
-    "share_mesh",
     "shift_labels",
     "workspace",
 ]

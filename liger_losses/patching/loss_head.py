@@ -19,7 +19,7 @@ from torch.overrides import TorchFunctionMode
 
 from liger_losses.caller import warn
 from liger_losses.checks import is_weight_and_bias, see
-from liger_losses.chunked import Head, Ranks, find_quantized, is_quantized, local_rows, share_mesh
+from liger_losses.chunked import Head, find_quantized, is_quantized
 from liger_losses.kernels.logit_transform import LogitTransform
 from liger_losses.kernels.tracing import outside_graphs
 from liger_losses.layers.plain import PLAIN
@@ -202,8 +202,8 @@ class LossHead(_HeadKind):
     @classmethod
     def match(cls, module: Any) -> LossHead:
         if _shares_rows(module):
-            forward = vars(module)["forward"]
-            module.forward = partial(_shared_forward, _match_shared(module), forward, module)
+            _match_shared(module)
+            module.forward = partial(_shared_forward, vars(module)["forward"], module)
         return cls()
 
     def logits(self, module: Any, *args: Any, **kwargs: Any) -> Any:
@@ -253,47 +253,41 @@ class QuantizedHead(_HeadKind):
         return _quantized_product(args[0], module, module.bias, getattr(module, "compute_dtype", None))
 
 
-def _shared_forward(ranks: Ranks, forward: Callable[[Tensor], Tensor], layer: Any, hidden_states: Tensor) -> Any:
+def _shared_forward(forward: Callable[[Tensor], Tensor], layer: Any, hidden_states: Tensor) -> Any:
     """The forward of a layer whose rows the ranks of a mesh share, and which returns the logits of all of them."""
     if not _is_pending(layer):
         return forward(hidden_states)
-    head = _local_head(layer).with_fields(ranks=ranks)
-    return pending_product(hidden_states, head).with_changes(product=forward)
+    return pending_product(hidden_states, _shared_head(layer)).with_changes(product=forward)
 
 
-def _local_head(module: Any) -> Head:
-    """This rank's rows of a linear layer's weight and bias, which are DTensors, differentiable."""
-    weight, bias = module.weight, module.bias
-    rows = local_rows("weight", weight, weight.device_mesh)
-    return Head(rows, None if bias is None else local_rows("bias", bias, weight.device_mesh), LogitTransform())
+def _shared_head(layer: Any) -> Head:
+    """The head of a linear layer whose weight and bias are DTensors, and whose hidden states are plain tensors."""
+    head = Head(layer.weight, layer.bias)
+    return head.with_fields(ranks=dataclasses.replace(head.ranks, mesh=None, sums_hidden=True))
 
 
-def _match_shared(module: Any) -> Ranks:
-    """Who shares a linear layer's rows, if its forward returns the logits of all of them; else Mismatch.
+def _match_shared(module: Any) -> None:
+    """Raise Mismatch unless a linear layer's forward returns the logits of all ranks that share its rows.
 
     All ranks run it together, on the layer's own parameters.
     """
     try:
-        head = _local_head(module)
-        # Its hidden states are plain tensors.
-        ranks = dataclasses.replace(share_mesh(module.weight), mesh=None, sums_hidden=True)
+        head = _shared_head(module)
     except (TypeError, ValueError) as error:
         both = module.weight.device_mesh.ndim > 1
         order = "fully_shard was called before patch: apply tensor parallelism, then patch(model), then fully_shard"
         raise Mismatch(order if both else str(error)) from None
     shape, dtype, forward = (1, 3, head.hidden_size), head.weight.dtype, vars(module)["forward"]
     hidden = probing.random(shape, torch.Generator().manual_seed(0), dtype).to(head.weight.device)
-    shared = head.with_fields(ranks=ranks)
     logits: Any = probing.observe(forward, [hidden])[0]
-    if logits.shape != (1, 3, sum(ranks.sizes)):
+    if logits.shape != (1, 3, head.vocab_size):
         raise Mismatch(f"it returns {tuple(logits.shape)} and not all logits")
     lse, gradient = probing.observe(lambda x: forward(x).logsumexp(-1), [hidden])
-    expected, other = probing.observe(lambda x: pending_product(x, shared).logsumexp(-1), [hidden])
-    columns = logits[..., ranks.columns(logits.shape[-1])]
+    expected, other = probing.observe(lambda x: pending_product(x, head).logsumexp(-1), [hidden])
+    columns = logits[..., head.ranks.columns(logits.shape[-1])]
     probing.check_close("its output", columns, linear(hidden, head).detach(), 2e-2)
     probing.check_close("its log-sum-exp", lse, expected, 2e-2)
     probing.check_close("its gradient", gradient, other, 2e-2)
-    return ranks
 
 
 def _is_quantized_layer(module: nn.Module) -> bool:
@@ -525,7 +519,7 @@ def patch_head(model: nn.Module, options: LossForward) -> None:
     owner = owner_of_head(model)
     swap(owner, options)  # again, too: the class of the model may have another forward since
     forward = vars(owner).get("forward")
-    if forward is not None and not _is_partial(forward, _with_loss):
+    if forward is not None and not _is_ours(forward):
         owner.forward = functools.update_wrapper(partial(_with_loss, forward, owner), forward)
 
 
@@ -533,17 +527,15 @@ def unpatch_head(model: nn.Module) -> None:
     """Undo :func:`patch_head` and :func:`prepare_head`."""
     for module in model.modules():
         forward: Any = vars(module).get("forward")
-        if _is_partial(forward, _with_loss):
+        if _is_ours(forward):
             module.forward = forward.args[0]
-        elif _is_partial(forward, _shared_forward):
-            module.forward = forward.args[1]
         vars(module).pop(_PENDING, None)
         if isinstance(replacement_of(module), (LossForward, _HeadKind)):
             restore(module)
 
 
-def _is_partial(forward: Any, function: Callable[..., Any]) -> bool:
-    return isinstance(forward, partial) and forward.func is function
+def _is_ours(forward: Any) -> bool:
+    return isinstance(forward, partial) and forward.func in (_with_loss, _shared_forward)
 
 
 # --- Transforms -------------------------------------------------------------------------------------------------------

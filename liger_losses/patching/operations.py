@@ -273,16 +273,19 @@ def _gather(logits: PendingLogits, dim: int, index: Tensor) -> Any:
     """Logits or log-probabilities of some columns: ``logit = logp + lse``."""
     if not _is_vocabulary(logits, dim) or index.shape[:-1] != logits.shape[:-1]:
         return NotImplemented
-    index, lse = index.long(), () if logits.normalized else ("lse",)
-    if index.shape[-1] == 1:
-        # A column outside of the vocabulary is an error, the usual ignore_index too.
-        statistics = logits.statistics(index[..., 0], "logp", *lse, options=EngineOptions(ignore_index=_NO_LABEL))
-        logps = statistics.logp[..., None]
-    else:
-        statistics = logits.statistics(None, "selected_logps", *lse, selected=index)
-        logps = statistics.selected_logps
+    if index.shape[-1] > 1:
+        return _columns(logits, None, "selected_logps", selected=index.long())[0]
+    # A column outside of the vocabulary is an error, the usual ignore_index too.
+    return _columns(logits, index[..., 0].long(), "logp", options=EngineOptions(ignore_index=_NO_LABEL))[0]
+
+
+def _columns(logits: PendingLogits, labels: Tensor | None, name: str, **options: Any) -> tuple[Tensor, Any]:
+    """Some columns of logits or log-probabilities, and the statistics that they are made of."""
+    statistics = logits.statistics(labels, name, *(() if logits.normalized else ("lse",)), **options)
+    logps = getattr(statistics, name)
+    logps = logps if labels is None else logps[..., None]
     logps = -logps if logits.negated else logps
-    return (logps + statistics.lse[..., None] if lse else logps).to(logits.dtype)
+    return (logps if logits.normalized else logps + statistics.lse[..., None]).to(logits.dtype), statistics
 
 
 @_operation("take_along_dim")
@@ -297,10 +300,8 @@ def _topk(logits: PendingLogits, k: Any, dim: Any = -1, largest: bool = True, so
         return NotImplemented
     if not _is_vocabulary(logits, dim) or not largest or logits.negated or logits.ndim < 2:
         return NotImplemented
-    lse = () if logits.normalized else ("lse",)
-    found = logits.statistics(None, "selected_logps", *lse, selected=Largest(k), metrics=("columns",))
-    values = found.selected_logps + found.lse[..., None] if lse else found.selected_logps
-    return torch.return_types.topk((values.to(logits.dtype), found.columns))
+    values, statistics = _columns(logits, None, "selected_logps", selected=Largest(k), metrics=("columns",))
+    return torch.return_types.topk((values, statistics.columns))
 
 
 #: Tokens whose logits exist at a time.

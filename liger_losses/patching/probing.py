@@ -30,11 +30,9 @@ class Refusal(Mismatch):
 
 def reason_of(error: Exception) -> str:
     """The reason to leave a module: how it differs, or what was raised when it was looked at or a copy was run."""
-    return (
-        str(error)
-        if isinstance(error, Mismatch)
-        else f"it cannot be probed ({type(error).__name__}: {str(error)[:160]})"
-    )
+    if isinstance(error, Mismatch):
+        return str(error)
+    return f"it cannot be probed ({type(error).__name__}: {str(error)[:160]})"
 
 
 @contextlib.contextmanager

@@ -185,8 +185,7 @@ def _is_ours(changed: type) -> bool:
 def _is_unit(changed: type) -> bool:
     """Whether ``fully_shard`` has derived a class from the class of a swapped module."""
     first, *others = changed.__bases__
-    is_fsdp = hasattr(first, "set_reshard_after_forward") and not issubclass(first, nn.Module)
-    return is_fsdp and len(others) == 1 and _is_ours(others[0])
+    return hasattr(first, "set_reshard_after_forward") and len(others) == 1 and _is_ours(others[0])
 
 
 def reason_not_to_restore(module: nn.Module) -> str | None:

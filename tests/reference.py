@@ -138,16 +138,16 @@ def peak_bytes(function) -> int:
 
 
 class Int8Weight(QuantizedWeight):
-    """``W[v] = codes[v] scales[v]``, a format of a user's own; notes how many rows were asked for at once."""
+    """``W[v] = codes[v] scales[v]``, a format of a user's own; notes how many rows were asked for, and at once."""
 
     def __init__(self, weight):
         super().__init__(tuple(weight.shape), torch.float32, weight.device)
         self.scales = weight.detach().abs().amax(1, keepdim=True).float() / 127
         self.codes = (weight.detach() / self.scales).round().to(torch.int8)
-        self.most = 0
+        self.most = self.total = 0
 
     def rows(self, start, stop):
-        self.most = max(self.most, stop - start)
+        self.most, self.total = max(self.most, stop - start), self.total + stop - start
         return self.codes[start:stop] * self.scales[start:stop]
 
 

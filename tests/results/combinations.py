@@ -74,7 +74,7 @@ COLUMNS: dict[str, tuple[Any, ...]] = {
     "transform": ("none", "soft-cap", "per token"),
     "targets": ("one", "two of one head", "two heads", "two heads of one hidden state", "two biases"),
     "ranks": ("alone", "shared", "DTensor"),
-    "teacher": ("model", "logits", "quantized", "wider", "narrower"),
+    "teacher": ("model", "logits", "function", "quantized", "wider", "narrower", "several"),
     "blocks": ("default", "chunks", "small workspace", "not compact", "no active token"),
     "strategy": (None, "two_pass"),
     "dtype": ("float64", "float32", "bfloat16", "float16"),
@@ -417,7 +417,7 @@ def plain(row: Row, given: Inputs) -> list[Tensor]:
         else:
             values = plain_statistics(hidden, weight, labels, bias, class_weight(row, hidden.dtype), **own)
             if row.asks == "token loss":
-                found += [_token_loss(values, labels, active).sum()]
+                found += [_token_loss(values, labels, torch.ones(())).where(active, 0.0).sum()]
             else:
                 found += [values[name] for name in row.statistics]
             if row.asks == "metrics":
@@ -438,6 +438,8 @@ def _batch(row: Row, given: Inputs) -> dict[str, Tensor]:
 
 def _plain_divergence(row: Row, logits: Tensor, t: dict[str, Tensor], temperature: Any, labels: Tensor) -> list[Tensor]:
     theirs = (t["other"] @ t["teacher"].t()).to(logits.dtype)
+    if row.teacher == "several":
+        theirs = theirs * (1 - 2 * (torch.arange(len(theirs)) % 2))[:, None, None]
     shared, active = min(theirs.shape[-1], logits.shape[-1]), labels != -100
     found = formula(row.asks, logits[..., :shared] / temperature, theirs[..., :shared] / temperature)
     logp = logits.log_softmax(-1).gather(-1, labels.clamp(min=0)[..., None])[..., 0]
@@ -452,9 +454,9 @@ def class_weight(row: Row, dtype: torch.dtype) -> Tensor | None:
 
 
 def _token_loss(statistics: Any, labels: Tensor, w: Tensor) -> Tensor:
-    """Not linear in several statistics."""
+    """Not linear in several statistics, and not finite where an input is 0, as those of masked tokens are."""
     s = SimpleNamespace(**statistics) if isinstance(statistics, dict) else statistics
-    return w * (s.logp.exp() + 0.3 * s.entropy * s.lse - s.logp)
+    return (s.logp.exp() + 0.3 * s.entropy * s.lse - s.logp) / w
 
 
 # --- The library ------------------------------------------------------------------------------------------------------
@@ -540,7 +542,7 @@ def found_by(row: Row, given: Inputs, part: Any = None, workspace: int | None = 
     arguments = (hidden[0] if len(hidden) == 1 else hidden, head, labels[0] if one else labels)
     common = {"class_weight": class_weight(row, hidden[0].dtype), "options": options}
     if row.asks == "token loss":
-        masks = [(y != -100).to(torch.float32) for y in labels]
+        masks = [torch.where(y != -100, 1.0, torch.nan) for y in labels]
         common["token_inputs"] = {"w": masks[0] if one else masks}
         return [ll.linear_token_loss(*arguments, _token_loss, ("logp", "entropy", "lse"), **common)[0]]
     names: tuple[str, ...] = ("selected_logps", "logp")
@@ -568,13 +570,19 @@ def _temperature(row: Row, labels: list[Tensor]) -> Any:
     return each[0] if len(each) == 1 else torch.cat([part.flatten() for part in each])
 
 
-def _teacher(row: Row, given: Inputs) -> ll.Teacher | ll.TeacherLogits:
+def _teacher(row: Row, given: Inputs) -> Any:
     states, weight = given.tensors["other"], given.tensors["teacher"]
-    if row.teacher == "logits":
-        return ll.TeacherLogits(states @ weight.t())
-    return ll.Teacher(
-        states, ll.Head(given.quantized["teacher"]) if row.teacher == "quantized" else weight, columns_correspond=True
-    )
+    if row.teacher == "several":  # one of which each sequence has
+        teachers = [ll.Teacher(states, weight), ll.Teacher(states, -weight)]
+        return ll.Teachers(teachers, torch.arange(len(states)) % 2)
+    if row.teacher in ("logits", "function"):
+        logits = states @ weight.t()
+        if row.teacher == "logits":
+            return ll.TeacherLogits(logits)
+        return ll.TeacherLogits(lambda at: logits.flatten(0, 1)[at].t().contiguous().t(), columns=len(weight))
+    if row.teacher == "quantized":
+        weight = ll.Head(given.quantized["teacher"])
+    return ll.Teacher(states, weight, columns_correspond=True)
 
 
 # --- Comparisons ------------------------------------------------------------------------------------------------------

@@ -8,6 +8,7 @@ with different weights.
 from __future__ import annotations
 
 import ast
+import functools
 import json
 import os
 import subprocess
@@ -33,10 +34,10 @@ MOST = 4
 LEAVES = ("hidden", "weight", "bias", "logps")
 
 
-def wave(*shape: int, phase: float = 0.0) -> Tensor:
+def wave(*shape: int, phase: float = 0.0, dtype: torch.dtype = torch.float64) -> Tensor:
     """Numbers in [-1, 1] that look random, and are the same with every version of torch."""
     i = torch.arange(torch.Size(shape).numel(), dtype=torch.float64)
-    return torch.sin(i * i * 0.31 + i + phase).view(shape)
+    return torch.sin(i * i * 0.31 + i + phase).view(shape).to(dtype)
 
 
 class Tenths(liger_losses.QuantizedWeight):
@@ -50,28 +51,37 @@ class Tenths(liger_losses.QuantizedWeight):
         return self.codes[start:stop] / 10
 
 
-def inputs() -> Any:
-    """What calls are made of, by name."""
-    x = SimpleNamespace(hidden=1.5 * wave(B, T, H), weight=1.2 * wave(V, H, phase=1.0), bias=0.3 * wave(V, phase=2.0))
+def inputs(dtype: torch.dtype = torch.float64, size: float = 1.0, gap: float = 1.0, masked: bool = False) -> Any:
+    """What calls are made of, by name: hidden states times ``size``, logarithms of ratios times ``gap``, some or all
+    tokens masked. Numbers of a masked token are NaN, which must reach no result."""
+
+    drawn = functools.partial(wave, dtype=dtype)
+
+    def of_tokens(values: Tensor) -> Tensor:
+        return values.masked_fill(~x.mask, torch.nan)
+
+    x = SimpleNamespace(hidden=1.5 * size * drawn(B, T, H), weight=1.2 * drawn(V, H, phase=1.0))
+    x.bias = 0.3 * drawn(V, phase=2.0)
     x.labels = (torch.arange(B * T) * 7 % V).view(B, T)
-    for row, masked in ((0, [0]), (1, [3, 4]), (3, [0, 1, 4])):
-        x.labels[row, masked] = -100
+    for row, places in ((0, [0]), (1, [3, 4]), (3, [0, 1, 4])):
+        x.labels[row, places] = -100
+    x.labels = x.labels.masked_fill(torch.tensor(masked), -100)
     x.mask, x.ids = x.labels != -100, x.labels.clamp(min=0)
     x.logps = (x.hidden @ x.weight.t() + x.bias).log_softmax(-1).gather(-1, x.ids[..., None])[..., 0]
-    x.old, x.ref = x.logps + 0.4 * wave(B, T, phase=3.0), x.logps + 0.6 * wave(B, T, phase=4.0)
-    x.sampler = x.old + 0.3 * wave(B, T, phase=5.0)
+    old, ref = x.logps + 0.4 * gap * drawn(B, T, phase=3.0), x.logps + 0.6 * gap * drawn(B, T, phase=4.0)
+    x.old, x.ref, x.sampler = map(of_tokens, (old, ref, old + 0.3 * gap * drawn(B, T, phase=5.0)))
     for leaf in LEAVES:
         getattr(x, leaf).requires_grad_()
-    x.ref_hidden, x.ref_weight = 1.5 * wave(B, T, H, phase=6.0), 1.2 * wave(V, H, phase=7.0)
-    x.advantages, x.token_advantages = torch.tensor([1.2, -0.7, 0.4, -1.1], dtype=torch.float64), wave(B, T)
+    x.ref_hidden, x.ref_weight = 1.5 * drawn(B, T, H, phase=6.0), 1.2 * drawn(V, H, phase=7.0)
+    x.advantages, x.token_advantages = torch.tensor([1.2, -0.7, 0.4, -1.1], dtype=dtype), of_tokens(drawn(B, T))
     x.desirable, x.prompts = torch.tensor([True, False, False, True]), torch.tensor([0, 1, 0, 1])
     x.of_both_signs = torch.tensor([0, 0, 1, 0])  # prompts; the second one's advantages have one sign
     x.some = x.mask & (torch.arange(B) < 3)[:, None]  # the last completion has no tokens
-    x.token_weights, x.of_each = 1 + wave(B, T), 1 + wave(B)
+    x.token_weights, x.of_each = 1 + drawn(B, T), 1 + drawn(B)
     x.shifted_weights = x.token_weights.roll(-1, 1)
     x.weight_lists = [x.token_weights, x.shifted_weights]
-    x.temperature, x.other_labels = 1.0 + 0.3 * wave(B, T, phase=8.0), x.labels.roll(1, 1)
-    x.two_labels, x.label_weights = torch.stack([x.labels, x.ids], -1), wave(B, T, 2)
+    x.temperature, x.other_labels = of_tokens(1.0 + 0.3 * drawn(B, T, phase=8.0)), x.labels.roll(1, 1)
+    x.two_labels, x.label_weights = torch.stack([x.labels, x.ids], -1), drawn(B, T, 2)
     x.head, x.quantized = liger_losses.Head(x.weight, x.bias), Tenths(x.weight)
     x.heads, x.biases = [x.weight, 0.5 * x.weight], [x.bias, None]
     x.states, x.label_lists = [x.hidden, 0.5 * x.hidden[:2]], [x.labels, x.labels[2:]]
@@ -81,10 +91,10 @@ def inputs() -> Any:
     x.first = Completions(x.hidden[:2], x.labels[:2], ref_logps=sums[:2])
     x.second = Completions(x.hidden[2:, :4], x.labels[2:, :4], ref_logps=sums[2:])
     x.others, x.likely = (Completions(x.hidden.flip(0), x.labels, ref_logps=ref) for ref in (sums, 0 * sums))
-    x.ref_chosen, x.ref_rejected, x.kl = x.ref[:2].sum(1), x.ref[2:], 0.3 + 0.3 * wave(B)
-    x.pairs, x.ref_pairs = x.logps[:, :2].unbind(1), x.ref[:, :2].unbind(1)
-    x.teacher_hidden = 1.5 * wave(B, T, H_TEACHER, phase=9.0)
-    x.teacher_weight = 1.2 * wave(V, H_TEACHER, phase=10.0)
+    x.ref_chosen, x.ref_rejected, x.kl = ref[:2].sum(1), x.ref[2:], 0.3 + 0.3 * drawn(B)
+    x.pairs, x.ref_pairs = x.logps[:, :2].unbind(1), ref[:, :2].unbind(1)
+    x.teacher_hidden = 1.5 * drawn(B, T, H_TEACHER, phase=9.0)
+    x.teacher_weight = 1.2 * drawn(V, H_TEACHER, phase=10.0)
     x.teacher = Teacher(x.teacher_hidden, x.teacher_weight)
     x.capped = Teacher(x.teacher_hidden, x.teacher_weight, logit_scale=1.1, softcap=2.0)
     x.narrower = Teacher(x.teacher_hidden, x.teacher_weight[: V - 2], columns_correspond=True)
@@ -354,9 +364,9 @@ def numbers_of(tensor: Tensor) -> list[float]:
     return values.tolist()
 
 
-def computed(case: Case) -> dict[str, list[list[float]]]:
+def computed(case: Case, **changed: Any) -> dict[str, list[list[float]]]:
     """The results of a case, and the gradients of a weighted sum of them."""
-    x = inputs()
+    x = inputs(**changed)
     values = tensors_of(case.result(x))
     found, trained = {"values": [*map(numbers_of, values)]}, [value for value in values if value.requires_grad]
     if trained:

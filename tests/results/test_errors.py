@@ -27,16 +27,19 @@ from liger_losses import (
     QuantizedWeight,
     Teacher,
     TeacherLogits,
+    Teachers,
     TeacherTopK,
     TokenSupport,
     functional,
     linear_divergence,
     linear_divergence_loss,
+    linear_labels_loss,
     linear_logps,
     linear_statistics,
     linear_token_loss,
     linear_topk,
     patch,
+    projected_teacher,
     register_quantized_weight,
     register_statistic,
 )
@@ -76,8 +79,8 @@ def shifted(h, w, y, **options):
     return BCO(use_ref_model=False)(w, (h, y), preference_labels=ONES > 0, **options)
 
 
-def taught(h, w, y, teacher):
-    return JSD()(w, h, y, teacher)
+def taught(h, w, y, teacher, **options):
+    return JSD(**options)(w, h, y, teacher)
 
 
 def weighted(h, w, y, **weights):
@@ -349,6 +352,16 @@ WRONG = [
         "given twice: with the",
     ),
     # teachers
+    (lambda h, w, y: taught(h, w, y, Teachers([Teacher(h, w)] * 2, 0 * y + 2)), r"which must be in \[0, 2\)"),
+    (lambda h, w, y: taught(h, w, y, Teachers([Teacher(h, w)] * 2, 0 * y[:2])), "which must be integers"),
+    (lambda h, w, y: taught(h, w, y, Teachers([h], 0 * y)), "takes a list of Teacher"),
+    (lambda h, w, y: projected_teacher(h, w, torch.ones(61, 61)), "sparse tensor"),
+    (lambda h, w, y: projected_teacher(h, w, torch.ones(61, 60).to_sparse()), r"61\], of this teacher"),
+    (lambda h, w, y: taught(h, w, y, Teacher(h, w), token_scaling="entropy"), "token_scaling="),
+    (lambda h, w, y: taught(h, w, y, Teacher(h, w), token_scaling="probability", top_k=3), "token_scaling="),
+    (lambda h, w, y: taught(h, w, y, Teacher(h, w), token_scaling="probability", weight_hard_loss=0.0), "token_scal"),
+    (lambda h, w, y: CE(use_token_scaling=True, token_scaling="entropy"), "leave one of them out"),
+    (lambda h, w, y: linear_labels_loss(h, w, y[..., None], EACH), "weights must be"),
     (lambda h, w, y: taught(h, w, y, Teacher(h[:, :-1], w)), "one per hidden state of the student"),
     (lambda h, w, y: taught(h, w, y, Teacher(h, w[:, :-1])), "one per hidden state of the student"),
     (lambda h, w, y: Teacher(h, w, w[:-1, 0]), "bias must be"),
@@ -372,6 +385,17 @@ WRONG = [
     (lambda h, w, y: Cosine()(w, h, y, TeacherTopK(*top(h, w))), "cosine needs"),
     (lambda h, w, y: weighted(h, w, y, divergence=ONES), "divergence must be .*, one per label"),
     # policies
+    *(
+        (lambda h, w, y, options=options: F.grpo_loss(PER_TOKEN, ONES, MASK, beta=0.0, **options), message)
+        for options, message in (
+            ({"loss_type": "ref_kl"}, "learns from a reference"),
+            ({"loss_type": "a2po"}, "learns from log-ratios to an old policy"),
+            ({"loss_type": "icepop"}, "pass the sampler's log-probabilities"),
+            ({"token_mask": "kpop"}, "pass the sampler's log-probabilities"),
+            ({"loss_type": "real"}, "needs prompts="),
+            ({"normalizer": "prompt_mean"}, "needs prompts="),
+        )
+    ),
     (lambda h, w, y: policy(h, w, y, ref_per_token_logps=torch.ones(4, 4), beta=0.1), "ref_per_token_logps must be"),
     (
         lambda h, w, y: policy(h, w, y, beta=0.1),

@@ -222,20 +222,6 @@ def test_new_tensors_are_on_the_device_of_the_inputs(name):
 # --- No tokens, dtypes ------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("compact", [True, False])
-@pytest.mark.parametrize(
-    "name", [name for name in LOSSES if name.startswith(("cross", "GRPO", "JSD", "KL", "rev", "TVD"))]
-)
-def test_all_tokens_masked(name, compact):
-    """The loss is 0, and so are the gradients."""
-    call = Call(name, torch.float32)
-    call.d["y"].fill_(-100)
-    call.leaves[0].data.fill_(float("nan"))
-    loss = call(compact=compact)
-    assert loss == 0.0
-    assert all(torch.equal(g, torch.zeros_like(g)) for g in call.gradients(loss))
-
-
 def test_a_mean_over_nothing_is_0():
     """Of weights that are all 0, of no items in the batch, and of metrics without tokens."""
     hidden, weight, labels, _ = problem(20, 8, 31)

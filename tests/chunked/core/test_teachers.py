@@ -7,33 +7,6 @@ import torch
 
 from liger_losses import Teacher, TeacherLogits
 from tests.losses import JSD, MiniLLM
-from tests.reference import problem
-from tests.seam import BACKENDS
-
-
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_teachers_logits_and_functions(backend):
-    hidden, weight, labels, _ = problem(shape=(2, 6), dtype=torch.float64 if backend == "torch" else torch.float32)
-    states, head = hidden.detach().flip(0), weight.detach().flip(0)
-    logits, asked = (states @ head.T).masked_fill((labels == -100)[..., None], torch.nan), []
-
-    def function(positions):
-        asked.append(positions)
-        return logits.flatten(0, 1)[positions]
-
-    def transposed(positions):
-        return function(positions).t().contiguous().t()
-
-    functions = [TeacherLogits(of, columns=len(head)) for of in (function, transposed)]
-    for options in ({"workspace": 100_000}, {"compact": False, "chunk_size": 5}):
-        loss, results = JSD(backend=backend, **options), []
-        asked.clear()
-        for teacher in (Teacher(states, head), TeacherLogits(logits), *functions):
-            results.append(torch.autograd.grad(loss(weight, hidden, labels, teacher)[0], (hidden, weight)))
-        for other in results[1:]:
-            torch.testing.assert_close(results[0], other)
-        places = torch.arange(12) if "compact" in options else (labels != -100).flatten().nonzero()[:, 0]
-        assert torch.equal(torch.cat(asked), places.repeat(2))
 
 
 def teachers_of(columns, **options):

@@ -114,6 +114,10 @@ def test_what_no_group_can_be_given_to(one_process):
     with pytest.raises(ValueError, match="later tokens' rewards depends on the position of tokens"):
         build("MiniLLM", group=group)()
 
+    for kind in ("fipo", "kl_cov"):
+        with pytest.raises(ValueError, match="pass whole completions, and no group="):
+            functional.grpo_loss(torch.zeros(2, 3), torch.ones(2), torch.ones(2, 3), loss_type=kind, group=group)
+
     class Own(liger_losses.ChunkedLoss):
         def loss(self, statistics, mask):
             return -statistics.logp.sum()

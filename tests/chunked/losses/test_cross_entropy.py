@@ -75,13 +75,6 @@ def test_smoothing_over_the_others(share):
     assert_close_gradients(loss, expected, (hidden, weight))
 
 
-def test_token_scaling_has_one_name():
-    with pytest.raises(ValueError, match="leave one of them out"):
-        CE(use_token_scaling=True, token_scaling="entropy")
-    hidden, weight, labels, _ = problem()
-    assert CE(use_token_scaling=True)(weight, hidden, labels) == CE(token_scaling="probability")(weight, hidden, labels)
-
-
 @pytest.mark.parametrize("heads", [1, 2])
 @pytest.mark.parametrize("weighted", ["tokens", "classes", "both"])
 @pytest.mark.parametrize(
@@ -106,15 +99,3 @@ def test_weights_of_another_dtype(dtype, of_weights, weighted, heads):
     pairs = zip(torch.autograd.grad(loss, (hidden, weight)), torch.autograd.grad(exact, exact_inputs), strict=True)
     for ours, expected in pairs:
         torch.testing.assert_close(ours, expected.to(dtype), **tolerance)
-
-
-@pytest.mark.parametrize("options", [{"compact": True}, {"compact": False}, {"reduction": "sum"}], ids=str)
-def test_no_items_in_the_batch(options):
-    hidden, weight, labels, _ = problem()
-    labels[:] = -100
-    loss = CE(label_smoothing=0.1, **options)
-    loss = loss(weight, hidden, labels, **({} if "reduction" in options else {"num_items_in_batch": 0}))
-    loss.backward()
-    assert loss == 0
-    assert not hidden.grad.any()
-    assert not weight.grad.any()

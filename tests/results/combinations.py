@@ -190,6 +190,8 @@ class Row:
             return False  # several of the largest logits are at the cap
         if self.layout == "frozen hidden states" and not self.trained_head:
             return False
+        if self.quantized and self.invariant and self.blocks == "small workspace" and self.sizes.hidden == 1:
+            return False  # whether so small a head fits depends on all else
         return not (self.backend == "triton" and self.dtype == "float64")
 
     @property

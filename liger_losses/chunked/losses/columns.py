@@ -21,6 +21,7 @@ from liger_losses.chunked.core.inputs import target_of
 from liger_losses.chunked.core.ops import weighted_sum
 from liger_losses.chunked.core.target import TokenLoss
 from liger_losses.chunked.losses.softmax_divergences import sparse_divergence
+from liger_losses.chunked.losses.sums import wide
 from liger_losses.kernels.divergence_forms import Divergence
 
 
@@ -176,7 +177,7 @@ def _logps_of(
     divided: Any = temperature.flatten()[at] if isinstance(temperature, Tensor) else temperature
     if isinstance(teacher, TeacherLogits):
         logits: Any = teacher.take(at).logits
-        logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+        logits = logits.to(wide(logits.dtype))
         logits = logits / (divided[:, None] if isinstance(divided, Tensor) else divided)
         return logits.log_softmax(-1).gather(-1, columns)
     states = teacher.local_hidden_states.flatten(0, -2)[at]

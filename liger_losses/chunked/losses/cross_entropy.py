@@ -19,7 +19,7 @@ from liger_losses.chunked.core.entry import operator
 from liger_losses.chunked.core.inputs import several, target_of, targets_of
 from liger_losses.chunked.core.target import Target, TokenLoss
 from liger_losses.chunked.losses.base import AnyHead, ChunkedLoss, LossOptions, constructor
-from liger_losses.kernels.matmul import wide_dtype
+from liger_losses.chunked.losses.sums import wide
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -229,7 +229,7 @@ def linear_cross_entropy(
     mask, names = labels != ignore_index, ("logp", "mean_logp") if label_smoothing else ("logp",)
     inputs = {} if class_weight is None else {"label_weights": class_weight[labels.where(mask, 0)].where(mask, 0.0)}
     total = inputs.get("label_weights", mask).sum() if reduction == "mean" else mask.new_ones((), dtype=torch.int64)
-    inputs["ce_scale"] = total.masked_fill(total == 0, 1).to(wide_dtype(hidden_states.dtype)).reciprocal()
+    inputs["ce_scale"] = total.masked_fill(total == 0, 1).to(wide(hidden_states.dtype)).reciprocal()
     target, options = target_of(hidden_states, head, labels, class_weight=class_weight), EngineOptions(ignore_index)
     part = _Part(target, mask, inputs, TokenTerms(label_smoothing), 1.0)
     if reduction == "none":
@@ -468,7 +468,7 @@ class LigerFusedLinearCrossEntropyLoss(ChunkedLoss, Generic[R]):
             inputs["token_weights"] = constant_weights(token_weights, labels, int(positions))
         if classes is not None:
             inputs["label_weights"] = classes[labels.where(mask, 0).clamp(0, len(classes) - 1)]
-        totals = self._denominators(mask, items, inputs, wide_dtype(target.hidden.dtype))
+        totals = self._denominators(mask, items, inputs, wide(target.hidden.dtype))
         inputs |= {name: total.reciprocal() for name, total in zip(("ce_scale", "z_scale"), totals, strict=False)}
         size = target.vocab_size
         smoothing = o.label_smoothing * (size / max(size - 1, 1) if o.smooths_others else 1.0)
@@ -500,14 +500,14 @@ class LigerFusedLinearCrossEntropyLoss(ChunkedLoss, Generic[R]):
             predicted = torch.where(part.mask, values["argmax"], -1)
         return CrossEntropyOutput(loss, z_loss if o.return_z_loss else None, accuracy, predicted)
 
-    def _denominators(self, mask: Tensor, items: Any, inputs: Mapping[str, Tensor], wide: torch.dtype) -> list[Tensor]:
+    def _denominators(self, mask: Tensor, items: Any, inputs: Mapping[str, Tensor], dtype: torch.dtype) -> list[Tensor]:
         """What the cross-entropy is divided by, 0-dim; and the z-loss, if that is another number."""
         if self.settings.reduction != "mean":
-            return [torch.ones((), dtype=wide, device=mask.device)]
+            return [torch.ones((), dtype=dtype, device=mask.device)]
         if items is not None:
-            return [self.divisor(mask, items).to(wide)]
+            return [self.divisor(mask, items).to(dtype)]
         counted = [mask]
         for weights in inputs.values():  # of tokens, then of labels; in fp32 at least, or fp64 if one of them is
-            counted.append(counted[-1] * weights.to(torch.promote_types(weights.dtype, wide)))
+            counted.append(counted[-1] * weights.to(torch.promote_types(weights.dtype, dtype)))
         differ = "label_weights" in inputs
-        return [self.divisor(number, None).to(wide) for number in (counted[:-3:-1] if differ else counted[-1:])]
+        return [self.divisor(number, None).to(dtype) for number in (counted[:-3:-1] if differ else counted[-1:])]

@@ -26,10 +26,9 @@ from liger_losses.chunked.core.target import TokenLoss
 from liger_losses.chunked.losses.base import AnyHead, ChunkedLoss, LossOptions, constructor
 from liger_losses.chunked.losses.columns import loss_over_columns
 from liger_losses.chunked.losses.cross_entropy import TOKEN_SCALINGS, constant_weights, token_factors
-from liger_losses.chunked.losses.sums import sum_over_group
+from liger_losses.chunked.losses.sums import sum_over_group, wide
 from liger_losses.kernels.divergence_forms import Divergence
 from liger_losses.kernels.logit_transform import LogitTransform
-from liger_losses.kernels.matmul import wide_dtype
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -257,9 +256,9 @@ class DistillationLoss(ChunkedLoss):
             if isinstance(taught, Teachers):
                 raise ValueError("Teachers does not work with slices of sequences (group=); leave group= out.")
             self.agree([num_items_in_batch], labels.device)
-        wide = wide_dtype(hidden.dtype)
-        number = self.divisor(mask, num_items_in_batch).to(wide)
-        factor = o.factor * (_square(t, mask, wide) if o.temperature_squared else 1.0)
+        dtype = wide(hidden.dtype)
+        number = self.divisor(mask, num_items_in_batch).to(dtype)
+        factor = o.factor * (_square(t, mask, dtype) if o.temperature_squared else 1.0)
         share = number.reciprocal()
         weights = {"divergence": o.weight_soft_loss * factor * share}
         if hard:
@@ -267,7 +266,7 @@ class DistillationLoss(ChunkedLoss):
         live = None
         if token_weights is not None:  # of masked tokens, they may be anything
             live = token_weights != 0
-            exact = token_weights.to(torch.promote_types(token_weights.dtype, wide))
+            exact = token_weights.to(torch.promote_types(token_weights.dtype, dtype))
             weights = {name: torch.where(mask, exact * weight, 0.0) for name, weight in weights.items()}
         if over_columns:
             loss, values = loss_over_columns(hidden, head, labels, taught, weights, t, o)
@@ -286,11 +285,11 @@ class DistillationLoss(ChunkedLoss):
         return (loss, soft_loss, hard_loss) if o.return_soft_hard_loss else loss
 
 
-def _square(temperature: float | Tensor, mask: Tensor, wide: torch.dtype) -> float | Tensor:
+def _square(temperature: float | Tensor, mask: Tensor, dtype: torch.dtype) -> float | Tensor:
     """The square of a temperature, which may be anything for masked tokens."""
     if not isinstance(temperature, Tensor):
         return temperature**2
-    return torch.where(mask, temperature.to(torch.promote_types(wide, temperature.dtype)), 0.0) ** 2
+    return torch.where(mask, temperature.to(torch.promote_types(dtype, temperature.dtype)), 0.0) ** 2
 
 
 def _teacher_of(fourth: Any, teacher: Any, fifth: Any, bias: Tensor | None) -> AnyTeacher:

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from liger_losses.checks import check_alike, check_names, check_number, check_range, checked_mask
 from liger_losses.chunked.losses.completion_loss import MAX_EXPONENT
+from liger_losses.chunked.losses.sums import wide
 
 #: What a function of whole completions may read: ``PolicyInputs``, whose module imports this one.
 Batch: TypeAlias = Any
@@ -66,7 +67,7 @@ def iw_opd_advantages(teacher_logps: Tensor, logps: Tensor, mask: Tensor, *, gam
     check_alike(teacher_logps=teacher_logps, logps=logps)
     check_number("gamma", gamma, 0.0, math.inf)
     advantages = torch.where(checked_mask("mask", mask, "logps", logps), teacher_logps - logps, 0.0)
-    sizes = advantages.abs().to(torch.promote_types(advantages.dtype, torch.float32))  # sums overflow fp16
+    sizes = advantages.abs().to(wide(advantages.dtype))  # sums overflow fp16
     before = (sizes.cumsum(1) - sizes) / sizes.sum(1, keepdim=True).clamp(min=torch.finfo(sizes.dtype).tiny)
     return (1 + gamma * (1 - before)).to(advantages.dtype) * advantages
 
@@ -306,8 +307,8 @@ def sampler_weights(
     if not (isinstance(high, float) and high == math.inf):
         check_range("high", high, low, math.inf)
     level, bound = kind.split("_")
-    wide = torch.promote_types(logps.dtype, torch.float32)
-    log_ratio = torch.where(mask & ~sampling_logps.isnan(), logps.to(wide) - sampling_logps.to(wide), 0.0)
+    dtype = wide(logps.dtype)
+    log_ratio = torch.where(mask & ~sampling_logps.isnan(), logps.to(dtype) - sampling_logps.to(dtype), 0.0)
     lengths = mask.sum(-1, keepdim=True)
     ratio = ratio_of(LEVELS[level](log_ratio, log_ratio.sum(-1, keepdim=True), lengths))
     of = mask if level == "token" else lengths > 0
@@ -323,7 +324,7 @@ def sampler_weights(
         kl_k3=k3(log_ratio).sum() / tokens,
         masked=shares[0],
         out_of_bounds=shares[1],
-        effective_sample_size=mean_weight.square() / squares.clamp(min=torch.finfo(wide).tiny),
+        effective_sample_size=mean_weight.square() / squares.clamp(min=torch.finfo(dtype).tiny),
         mean_ratio=torch.where(of, ratio, 0.0).sum() / count,
         min_ratio=torch.where(lowest.isinf(), 0.0, lowest),
         max_ratio=highest,

@@ -22,9 +22,8 @@ from liger_losses.chunked.core.agreement import agree
 from liger_losses.chunked.losses.completion_loss import MAX_EXPONENT, wide_dtype
 from liger_losses.chunked.losses.policy_estimates import KL_ESTIMATORS, NORMALIZERS, ratio_of
 from liger_losses.chunked.losses.policy_tables import RATIOS, PolicyOptions
-from liger_losses.chunked.losses.sums import gather_over_processes, sum_over_group, sum_over_processes, world_size
+from liger_losses.chunked.losses.sums import gather_over_processes, sum_over_group, sum_over_processes, wide, world_size
 from liger_losses.kernels.divergence_forms import finite_logs
-from liger_losses.kernels.matmul import wide_dtype as wide
 
 #: Log-probabilities of tokens under other policies.
 _LOGPS = ("old_logps", "sampling_logps", "ref_logps")

@@ -16,6 +16,11 @@ from liger_losses.checks import check_group
 from liger_losses.chunked.core.agreement import all_gather
 
 
+def wide(dtype: torch.dtype) -> torch.dtype:
+    """The dtype of sums: fp32, or fp64 of fp64."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
 def world_size() -> int:
     """How many processes there are."""
     return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1

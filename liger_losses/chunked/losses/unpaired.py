@@ -30,7 +30,7 @@ from liger_losses.chunked.losses.completion_loss import (
     as_completions,
     states_and_head,
 )
-from liger_losses.chunked.losses.sums import sum_over_processes
+from liger_losses.chunked.losses.sums import sum_over_processes, wide
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -276,7 +276,7 @@ class UnpairedPreferenceLoss(CompletionLoss):
             kl = kl.detach() if isinstance(kl, Tensor) else checks.as_tensor(kl, device)
             if kl.shape not in ((), (1,), (count,)):
                 raise ValueError(f"kl must be one number or [{count}], one per completion, got {tuple(kl.shape)}.")
-            kl = kl.to(device, torch.promote_types(kl.dtype, torch.float32)).squeeze()
+            kl = kl.to(device, wide(kl.dtype)).squeeze()
         groups, _ = self.score(batch)
         of_groups = [(part.logps, part.ref_logps, part.logits) for part in groups]
         logps, ref, logits = [torch.cat(values) for values in zip(*of_groups, strict=True)]

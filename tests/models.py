@@ -12,12 +12,12 @@ SIZES = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1}
 SIZES |= {"num_attention_heads": 2, "num_key_value_heads": 1}
 
 
-def small(family="Llama", **options):
-    """A causal language model of a family; ``options`` of its configuration add to :data:`SIZES` or replace them."""
+def small(family="Llama", kind="ForCausalLM", **options):
+    """A model of a family; ``options`` of its configuration add to :data:`SIZES` or replace them."""
     import transformers
 
     torch.manual_seed(0)
-    kinds = (getattr(transformers, f"{family}{kind}") for kind in ("Config", "ForCausalLM"))
+    kinds = (getattr(transformers, f"{family}{end}") for end in ("Config", kind))
     model, random_state = _made(*kinds, *options.items())
     torch.set_rng_state(random_state)
     return copy.deepcopy(model)
@@ -54,8 +54,42 @@ def without_logits():
         yield
 
 
+WORDS = [f"word{i}" for i in range(16)]
+
+
+def word_tokenizer(*more, **options):
+    """Of some words, behind three special tokens and ``more``."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    names = {"pad_token": "<pad>", "eos_token": "<eos>", "unk_token": "<unk>"}
+    vocabulary = {word: i for i, word in enumerate((*names.values(), *more, *WORDS))}
+    raw = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
+    raw.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    return PreTrainedTokenizerFast(tokenizer_object=raw, **names, **options)
+
+
+def tiny_model():
+    """A random model, its tokenizer, and a function that makes texts for it."""
+    tokenizer, g = word_tokenizer(), torch.Generator().manual_seed(0)
+
+    def text(length):
+        return " " + " ".join(WORDS[i] for i in torch.randint(0, len(WORDS), (length,), generator=g).tolist())
+
+    return small(vocab_size=len(tokenizer), num_hidden_layers=2, tie_word_embeddings=True), tokenizer, text
+
+
+def adapted(model, *targets, r=2, **options):
+    """The model with LoRA, whose weights are the same in each call."""
+    peft = pytest.importorskip("peft", reason="PEFT is not installed")
+    torch.manual_seed(1)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        config = peft.LoraConfig(r=r, target_modules=list(targets), init_lora_weights=False, **options)
+        return peft.get_peft_model(model, config)
+
+
 def with_lora(make):
     """The function that makes a model, with LoRA on the model's head and queries too."""
-    peft = pytest.importorskip("peft", reason="PEFT is not installed")
-    options = {"r": 2, "target_modules": ["q_proj", "lm_head"], "init_lora_weights": False}
-    return lambda *given, **named: peft.get_peft_model(make(*given, **named), peft.LoraConfig(**options))
+    pytest.importorskip("peft", reason="PEFT is not installed")
+    return lambda *given, **named: adapted(make(*given, **named), "q_proj", "lm_head")

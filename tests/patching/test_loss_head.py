@@ -12,17 +12,15 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.nn.parallel import DistributedDataParallel
 
-from benchmarks.coverage import model_zoo
+from benchmarks.coverage.patches import loss_and_grads
 from liger_losses import patch, unpatch
 from liger_losses.patching import loss_head
-from liger_losses.patching.loss_head import pending_logits, transform_of
+from liger_losses.patching.loss_head import pending_logits
 from liger_losses.patching.pending import PendingLogits
-from liger_losses.patching.probing import Mismatch
-from tests.models import small, without_logits
+from tests.models import adapted, small, without_logits
 
 transformers = pytest.importorskip("transformers", reason="transformers is not installed")
 
@@ -41,20 +39,10 @@ def batch():
 
 def step(model, **options):
     """The loss and the gradients of a step."""
-    model.zero_grad()
-    outputs = model(**batch(), **options)
-    outputs.loss.backward()
-    gradients = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
-    return outputs.loss.detach(), gradients
+    return loss_and_grads(model, batch() | options)
 
 
-def assert_same(found, expected, rtol=1e-4, atol=1e-6):
-    torch.testing.assert_close(found[0], expected[0], rtol=rtol, atol=atol)
-    assert found[1].keys() == expected[1].keys()
-    for name, gradient in expected[1].items():
-        torch.testing.assert_close(
-            found[1][name], gradient, rtol=rtol, atol=atol, msg=lambda m, name=name: f"{name}: {m}"
-        )
+assert_same = functools.partial(torch.testing.assert_close, rtol=1e-4, atol=1e-6)
 
 
 # --- What a forward returns -------------------------------------------------------------------------------------------
@@ -66,36 +54,27 @@ def assert_same(found, expected, rtol=1e-4, atol=1e-6):
 def test_logits_of_a_call_with_labels(options, grad, as_dict):
     """With gradients none, unless they are asked for; without gradients those of the model."""
     model, inputs = llama(), batch()
-    expected = model(**inputs)
+    last = (inputs["input_ids"], None, None, None, None, inputs["labels"][:, -5:])
+    expected, expected_last = model(**inputs), model(*last, logits_to_keep=5)
     patch_head(model, **options)
     keeps = options.get("keep_logits", False) if grad else options.get("eval_logits", True)
     with torch.set_grad_enabled(grad), contextlib.nullcontext() if keeps else without_logits():
         outputs = model(**inputs, use_cache=False, return_dict=as_dict)
         positional = model(inputs["input_ids"], None, None, None, None, inputs["labels"])
+        of_last = model(*last, logits_to_keep=5)
         shifted = model(inputs["input_ids"], shift_labels=inputs["labels"].roll(-2, 1), labels=inputs["labels"])
     loss, *logits = [value for value in outputs.to_tuple() if value is not None] if as_dict else outputs
-    for other in (loss, positional.loss):
-        torch.testing.assert_close(other, expected.loss)
+    found = loss, positional.loss, of_last.loss
+    torch.testing.assert_close(found, (expected.loss, expected.loss, expected_last.loss))
     assert shifted.loss != expected.loss
     assert len(logits) == keeps
     assert (positional.logits is None) == (not keeps)
     if keeps:
-        torch.testing.assert_close(logits[0], expected.logits)
+        torch.testing.assert_close([*logits, of_last.logits], [expected.logits, expected_last.logits])
         assert logits[0].requires_grad == grad
     if as_dict:
         assert list(outputs) == ["loss", "logits"][: 1 + keeps]
         assert outputs[1:] == tuple(logits)
-
-
-@pytest.mark.parametrize("options", [{}, {"keep_logits": True}])
-def test_labels_by_position_beside_logits_to_keep(options):
-    model, inputs = llama(), batch()
-    arguments = (inputs["input_ids"], None, None, None, None, inputs["labels"][:, -5:])
-    expected = model(*arguments, logits_to_keep=5)
-    patch_head(model, **options)
-    with contextlib.nullcontext() if options else without_logits():
-        loss, *logits = model(*arguments, logits_to_keep=5, use_cache=False, return_dict=False)
-    torch.testing.assert_close([loss, *logits], [expected.loss, expected.logits][: 1 + len(options)])
 
 
 def test_logits_of_a_call_without_labels_are_the_models(monkeypatch):
@@ -180,32 +159,11 @@ def test_a_trainer_computes_its_loss_without_logits(name, wrapped, tmp_path, one
     assert_same(found[1], found[0], rtol=2e-3, atol=1e-4)
 
 
-def test_evaluation_without_logits_takes_none(tmp_path):
-    rows = [{key: value[i] for key, value in batch().items()} for i in range(B)]
-    losses = []
-    for patched in (False, True):
-        model = llama()
-        if patched:
-            patch_head(model, eval_logits=False)
-        arguments = transformers.TrainingArguments(str(tmp_path), report_to=[], use_cpu=True, prediction_loss_only=True)
-        with without_logits():
-            losses.append(transformers.Trainer(model, arguments, eval_dataset=rows).evaluate()["eval_loss"])
-    assert losses[1] == pytest.approx(losses[0], rel=1e-5)
-
-
 # --- Heads that are changed, before patch and after it ----------------------------------------------------------------
 
 
-def adapter(**options):
-    def add(model):
-        peft = pytest.importorskip("peft", reason="peft is not installed")
-        torch.manual_seed(1)
-        config = peft.LoraConfig(r=2, init_lora_weights=False, task_type="CAUSAL_LM", **options)
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            return peft.get_peft_model(model, config)
-
-    return add
+def adapter(*targets, **options):
+    return lambda model: adapted(model, *targets, task_type="CAUSAL_LM", **options)
 
 
 def resize(model):
@@ -215,7 +173,7 @@ def resize(model):
 
 
 def unloaded(model):
-    return adapter(target_modules=["lm_head"])(model).merge_and_unload().requires_grad_()
+    return adapter("lm_head")(model).merge_and_unload().requires_grad_()
 
 
 def on_instance(forward):
@@ -224,6 +182,11 @@ def on_instance(forward):
         return model
 
     return add
+
+
+def scale_of_entries(model):
+    model.lm_head.logit_scale = nn.Parameter(torch.linspace(-2, 5, V))
+    return on_instance(lambda head, x: F.linear(x.float(), head.weight.float()) * head.logit_scale)(model)
 
 
 def another_class(model):
@@ -255,18 +218,19 @@ CHANGES = {
     "none, tied": (lambda model: model, True),
     "resized": (resize, False),
     "resized, tied": (resize, True),
-    "LoRA": (adapter(target_modules=["q_proj", "lm_head"]), False),
-    "LoRA, bias": (adapter(target_modules=["q_proj", "lm_head"], lora_bias=True), False),
+    "LoRA": (adapter("q_proj", "lm_head"), False),
+    "LoRA, bias": (adapter("q_proj", "lm_head", lora_bias=True), False),
     "LoRA, merged": (unloaded, False),
-    "modules_to_save": (adapter(target_modules=["q_proj"], modules_to_save=["lm_head"]), False),
-    "modules_to_save, tied": (adapter(target_modules=["q_proj"], modules_to_save=["lm_head", "embed_tokens"]), True),
-    "trainable tokens": (adapter(target_modules=["q_proj"], trainable_token_indices={"lm_head": [3, 4]}), False),
-    "trainable tokens, tied": (adapter(target_modules=["q_proj"], trainable_token_indices=[3, 4]), True),
+    "modules_to_save": (adapter("q_proj", modules_to_save=["lm_head"]), False),
+    "modules_to_save, tied": (adapter("q_proj", modules_to_save=["lm_head", "embed_tokens"]), True),
+    "trainable tokens": (adapter("q_proj", trainable_token_indices={"lm_head": [3, 4]}), False),
+    "trainable tokens, tied": (adapter("q_proj", trainable_token_indices=[3, 4]), True),
     "scaled, without its bias": (on_instance(lambda head, x: F.linear(x, head.weight) * 2 / 3), False),
     "in fp32": (on_instance(lambda head, x: F.linear(x.float(), head.weight.float())), False),
     "in fp64 and back": (on_instance(lambda head, x: F.linear(x.double(), head.weight.double()).to(x.dtype)), False),
     "with a weight of its own": (on_instance(lambda head, x: F.linear(x, head.weight * 2, bias=head.bias)), False),
     "of other hidden states": (on_instance(lambda head, x: nn.Linear.forward(head, x.detach() + x)), False),
+    "a trained scale of each vocabulary entry": (scale_of_entries, False),
     "another class": (another_class, False),
     "weight norm": (weight_norm, False),
     "a forward around the model's": (around_forward, False),
@@ -318,24 +282,10 @@ def test_a_forward_around_the_models_does_not_keep_it_patched():
     assert model(**batch()).logits is not None
 
 
-@pytest.mark.skipif(not hasattr(transformers, "DoryConfig"), reason="transformers has no such models")
-def test_a_trained_scale_of_each_vocabulary_entry():
-    """Of model type dory, whose head multiplies fp32 logits by it; the logits stay the model's own."""
-    model = model_zoo.build("dory", vocab_size=V, use_cache=False)
-    with torch.no_grad():
-        model.lm_head.logit_scale.mul_(torch.linspace(-2, 5, V))
-    expected, logits = step(model), model(batch()["input_ids"]).logits
-    assert expected[1]["lm_head.logit_scale"].abs().min() > 0
-    assert patch_head(model).counts == {"LossHead": 1}
-    with without_logits():
-        assert_same(step(model), expected)
-    assert torch.equal(model(batch()["input_ids"]).logits, logits)
-
-
 COMPUTED = {
     "relu": on_instance(lambda head, x: F.linear(x, head.weight).relu()),
     "another product": on_instance(lambda head, x: x @ head.weight.t()),
-    "DoRA": adapter(target_modules=["lm_head", "q_proj"], use_dora=True),
+    "DoRA": adapter("lm_head", "q_proj", use_dora=True),
 }
 
 
@@ -398,7 +348,7 @@ def test_a_model_without_a_head_and_layers_that_are_left():
 @pytest.mark.parametrize("bias", [False, True])
 def test_adapters_in_fp32_on_a_head_in_half_precision(bias):
     """As PEFT makes them; losses and gradients are as exact as those of the plain model."""
-    model = adapter(target_modules=["lm_head", "q_proj"], lora_bias=bias)(llama().bfloat16())
+    model = adapter("lm_head", "q_proj", lora_bias=bias)(llama().bfloat16())
     exact, ours = copy.deepcopy(model).double(), copy.deepcopy(model)
     patch_head(ours)
     results = []
@@ -427,38 +377,6 @@ def test_autocast(name, dtype):
 
 
 # --- Wrappers, graphs and layers --------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("options", [{}, {"find_unused_parameters": True}, {"static_graph": True}])
-@pytest.mark.parametrize("patched_first", [True, False])
-def test_distributed_data_parallel(options, patched_first, one_process):
-    expected, model = step(llama()), llama()
-    if patched_first:
-        patch_head(model)
-    spread = DistributedDataParallel(model, **options)
-    if not patched_first:
-        assert patch_head(spread).counts == {"LossHead": 1}
-    with without_logits():
-        for _ in range(2):
-            loss, _ = step(spread)
-    assert_same((loss, {name: p.grad for name, p in model.named_parameters()}), expected)
-
-
-@pytest.mark.parametrize("patched_first", [True, False])
-def test_a_unit_of_fully_shard_is_unpatched(patched_first, one_process):
-    expected, model = step(llama()), llama()
-    if patched_first:
-        patch_head(model)
-    mesh = init_device_mesh("cpu", (1,))  # otherwise it moves the weights to a GPU
-    fully_shard(model.lm_head, mesh=mesh)
-    fully_shard(model, mesh=mesh)
-    if not patched_first:
-        patch_head(model)
-    with without_logits():
-        loss, _ = step(model)
-    torch.testing.assert_close(loss.cpu(), expected[0])
-    unpatch(model)
-    assert model(**batch()).logits is not None
 
 
 def test_a_head_that_fsdp1_frees_computes_its_logits(one_process):
@@ -566,21 +484,3 @@ def test_a_context_is_of_its_thread():
         assert isinstance(model(ids).logits, PendingLogits)
     assert found == [torch.Tensor, type(None)]
     assert type(model(ids).logits) is torch.Tensor
-
-
-class Transformed(nn.Linear):
-    def forward(self, x):
-        return 5.0 * torch.tanh(super().forward(x) * 2 / 5.0)
-
-
-class Other(nn.Linear):
-    def forward(self, x):
-        return super().forward(x).relu()
-
-
-def test_the_transform_of_a_layer():
-    hidden = torch.randn(2, 3, 8)
-    assert transform_of(nn.Linear(8, 13), hidden) == loss_head.LogitTransform()
-    assert transform_of(Transformed(8, 13), hidden) == loss_head.LogitTransform(logit_scale=2.0, softcap=5.0)
-    with pytest.raises(Mismatch, match="does more"):
-        transform_of(Other(8, 13), hidden)

@@ -1,5 +1,6 @@
 """Head, hidden states and shifted labels from a model and a batch."""
 
+import functools
 import inspect
 
 import pytest
@@ -15,30 +16,26 @@ from liger_losses import (
     LigerFusedLinearGRPOLoss,
     loss_inputs,
 )
-from tests.models import without_logits
+from tests.models import adapted, small, without_logits
 
 transformers = pytest.importorskip("transformers", reason="transformers is not installed")
 
 #: The families that transform their logits, and one that does not.
 TYPES = {
-    "llama": {},
-    "gemma2": {"final_logit_softcapping": 5.0, "head_dim": 8},
-    "cohere": {"logit_scale": 0.3},
-    "granite": {"logits_scaling": 3.0},
-    "phi": {},  # its head has a bias
+    "Llama": {},
+    "Gemma2": {"final_logit_softcapping": 5.0, "head_dim": 8},
+    "Cohere": {"logit_scale": 0.3},
+    "Granite": {"logits_scaling": 3.0},
+    "Phi": {},  # its head has a bias
 }
-SIZES = {"vocab_size": 61, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2}
-SIZES |= {"max_position_embeddings": 32}
-HEADS = {"num_attention_heads": 2, "num_key_value_heads": 2, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+tiny = functools.partial(small, vocab_size=61, max_position_embeddings=32, pad_token_id=0, bos_token_id=1)
 
 
-def make(name="llama", seed=0):
-    torch.manual_seed(seed)
-    config = transformers.AutoConfig.for_model(name, **SIZES, **HEADS, **TYPES[name])
-    model = transformers.AutoModelForCausalLM.from_config(config).double()
+def make(name="Llama", scale=5):
+    model = tiny(name, num_hidden_layers=2, num_key_value_heads=2, eos_token_id=2, **TYPES[name]).double()
     with torch.no_grad():
         for parameter in model.parameters():
-            parameter.mul_(5)
+            parameter.mul_(scale)
     return model
 
 
@@ -81,18 +78,16 @@ def test_losses_are_the_models_own(name):
     labels[:, :2] = -100  # a prompt
     assert_same(model, batch())
     assert_same(model, batch(), labels)
-    if name != "gemma2":  # it gives NaN at padding, which its backward spreads
+    if name != "Gemma2":  # it gives NaN at padding, which its backward spreads
         assert_same(model, batch("left"))
     assert type(model(**batch()).logits) is torch.Tensor  # as before
 
 
 def test_adapters_and_patched_models():
-    peft = pytest.importorskip("peft", reason="PEFT is not installed")
-    model = make("gemma2")
+    model = make("Gemma2")
     liger_losses.patch(model, norms=False, mlps=False, rope=False)
-    assert_same(model, batch(), plain=make("gemma2"))
-    config = peft.LoraConfig(r=2, target_modules=["q_proj", "lm_head"], init_lora_weights=False, lora_dropout=0.0)
-    assert_same(peft.get_peft_model(make(), config), batch())
+    assert_same(model, batch(), plain=make("Gemma2"))
+    assert_same(adapted(make(), "q_proj", "lm_head"), batch())
 
 
 def test_distributed_data_parallel(one_process):
@@ -105,7 +100,7 @@ def test_distributed_data_parallel(one_process):
 
 def test_policies_and_references():
     """DPO from one pass over chosen and rejected rows, with a reference that has a head of its own; GRPO."""
-    policy, reference, inputs = make("gemma2"), make("gemma2", seed=1), batch()
+    policy, reference, inputs = make("Gemma2"), make("Gemma2", scale=4), batch()
     ours = loss_inputs(policy, **inputs)
     with torch.no_grad():
         theirs = loss_inputs(reference, **inputs)
@@ -148,21 +143,13 @@ def test_bad_input_is_refused():
     loss_inputs(model, **inputs, return_dict=True, num_items_in_batch=None)
     with pytest.raises(TypeError, match="the last layer of Linear cannot be a Head .*it has no output embedding"):
         loss_inputs(nn.Linear(3, 3), input_ids=inputs["input_ids"])
-    sizes = {"d_model": 16, "d_kv": 8, "d_ff": 32, "num_layers": 1, "num_heads": 2, "vocab_size": 61}
-    seq2seq = transformers.T5ForConditionalGeneration(transformers.T5Config(**sizes))
+    seq2seq = small("T5", "ForConditionalGeneration", d_kv=8, d_ff=32, vocab_size=61)
     with pytest.raises(ValueError, match="encoder-decoder"):
         loss_inputs(seq2seq, **inputs)
     model = make()
     model.lm_head.register_full_backward_hook(lambda *_: None)
     with pytest.raises(TypeError, match="the last layer of LlamaForCausalLM cannot be a Head .*backward hooks"):
         loss_inputs(model, **inputs)
-
-
-def small(kind, **options):
-    torch.manual_seed(0)
-    return getattr(transformers, kind)(
-        getattr(transformers, f"{kind.split('For')[0].split('LMHead')[0]}Config")(**options)
-    )
 
 
 class OwnForward(transformers.LlamaForCausalLM):
@@ -174,13 +161,12 @@ class OwnForward(transformers.LlamaForCausalLM):
         return transformers.modeling_outputs.CausalLMOutput(loss, logits)
 
 
-def own_forward(**options):
-    torch.manual_seed(0)
-    return OwnForward(transformers.LlamaConfig(**options))
+def own_forward():
+    return OwnForward(tiny().config)
 
 
-def own_loss_function(**options):
-    model = small("LlamaForCausalLM", **options)
+def own_loss_function():
+    model = tiny()
     model.loss_function = lambda logits, labels, **others: nn.functional.cross_entropy(logits[0], labels[0])
     return model
 
@@ -189,7 +175,7 @@ def own_loss_function(**options):
 def test_a_users_loss_that_does_not_shift_its_labels(make, monkeypatch):
     """It is refused, and a patched model's loss is its own."""
     monkeypatch.setattr("liger_losses.patching.loss_inputs._SHIFTS", {})
-    model, ids = make(**SIZES, **HEADS), batch()["input_ids"]
+    model, ids = make(), batch()["input_ids"]
     expected = model(input_ids=ids, labels=ids).loss
     with pytest.raises(ValueError, match="does not shift its labels"):
         loss_inputs(model, input_ids=ids)
@@ -202,19 +188,18 @@ def test_a_users_loss_that_does_not_shift_its_labels(make, monkeypatch):
         loss_inputs(model, input_ids=ids)
 
 
-BERT = {**SIZES, "num_attention_heads": 2}
-XLNET = {"vocab_size": 61, "d_model": 16, "n_layer": 1, "n_head": 2, "d_inner": 32}
-BART = {"vocab_size": 61, "d_model": 16, "decoder_layers": 1, "decoder_attention_heads": 2, "decoder_ffn_dim": 32}
+BART = {"decoder_layers": 1, "decoder_attention_heads": 2, "decoder_ffn_dim": 32}
 
 
 @pytest.mark.parametrize(
-    ("kind", "options"), [("BertForMaskedLM", BERT), ("XLNetLMHeadModel", XLNET), ("BartForCausalLM", BART)]
+    ("family", "kind", "options"),
+    [("Bert", "ForMaskedLM", {}), ("XLNet", "LMHeadModel", {"d_head": 8}), ("Bart", "ForCausalLM", BART)],
 )
-def test_a_model_whose_labels_are_not_shifted_is_refused(kind, options):
+def test_a_model_whose_labels_are_not_shifted_is_refused(family, kind, options):
     """The first by the loss function that its forward calls, the others, which call none, by their loss."""
-    model, ids = small(kind, **options).eval(), batch()["input_ids"]
+    model, ids = small(family, kind, vocab_size=61, **options).eval(), batch()["input_ids"]
     for _ in range(2):
-        with pytest.raises(ValueError, match=f"{kind} does not shift its labels.*pass the labels as shift_labels="):
+        with pytest.raises(ValueError, match=f"{family}{kind} does not shift .*pass the labels as shift_labels="):
             loss_inputs(model, input_ids=ids, labels=ids)
     plain = model(input_ids=ids, labels=ids).loss
     loss = LigerFusedLinearCrossEntropyLoss()(*loss_inputs(model, input_ids=ids, shift_labels=ids))
@@ -224,10 +209,7 @@ def test_a_model_whose_labels_are_not_shifted_is_refused(kind, options):
 @pytest.mark.parametrize("name", ["GPT2", "OpenAIGPT"])
 def test_a_model_that_shifts_its_labels_itself(name):
     """Its forward tells, which runs once for each batch."""
-    sizes = {"vocab_size": 61, "n_embd": 16, "n_layer": 1, "n_head": 2, "n_positions": 32}
-    torch.manual_seed(0)
-    config = getattr(transformers, f"{name}Config")(**sizes)
-    model, ids, calls = getattr(transformers, f"{name}DoubleHeadsModel")(config), torch.arange(24).view(2, 2, 6), []
+    model, ids, calls = tiny(name, "DoubleHeadsModel"), torch.arange(24).view(2, 2, 6), []
     model.register_forward_pre_hook(lambda *_: calls.append(1))
     torch.manual_seed(1)
     first = loss_inputs(model, input_ids=ids)
@@ -250,9 +232,7 @@ def test_a_model_that_shifts_its_labels_itself(name):
 def test_a_loss_that_the_model_adds_is_no_sign_of_a_label(monkeypatch):
     """Such as a router's."""
     monkeypatch.setattr("liger_losses.patching.loss_inputs._SHIFTS", {})
-    sizes = {**SIZES, **HEADS, "num_local_experts": 2, "output_router_logits": True}
-    torch.manual_seed(0)
-    model = transformers.MixtralForCausalLM(transformers.MixtralConfig(**sizes))
+    model = tiny("Mixtral", num_local_experts=2, output_router_logits=True)
     ids, attributes = batch()["input_ids"], set(vars(model))
     assert model(input_ids=ids, labels=torch.full_like(ids, -100)).aux_loss > 0
     loss_inputs(model, input_ids=ids)

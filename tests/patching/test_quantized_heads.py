@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from liger_losses import LigerFusedLinearCrossEntropyLoss, loss_inputs, patch, unpatch
-from tests.models import small, without_logits
+from tests.models import adapted, small, without_logits
 from tests.quantized_layers import LAYERS, PackedLinear, dequantized
 from tests.reference import relative_error
 
@@ -138,15 +138,12 @@ def test_quantized_layers_inside_of_a_model(kind):
     unpatch(model)
 
 
-def qlora(kind, dtype, **options):
+def qlora(kind, dtype):
     """A model whose head and query projections are quantized and have adapters, which PEFT keeps in fp32."""
-    peft = pytest.importorskip("peft")
     model = quantize(tiny(dtype), kind)
     model.model.embed_tokens.weight.requires_grad_(False)
     model.is_loaded_in_4bit, model.is_loaded_in_8bit = "nf4" in kind, "8 bit" in kind
-    config = peft.LoraConfig(r=4, target_modules=["q_proj", "lm_head"], init_lora_weights=False, **options)
-    torch.manual_seed(1)
-    return peft.get_peft_model(model, config).train()
+    return adapted(model, "q_proj", "lm_head", r=4).train()
 
 
 FP32, BF16 = torch.float32, torch.bfloat16
@@ -213,7 +210,7 @@ def test_trl_trains_lora_below_a_quantized_head(trainer, tmp_path):
     pytest.importorskip("trl")
     pytest.importorskip("datasets")
     from liger_losses.trl import enabled
-    from tests.project.test_examples import tiny_model
+    from tests.models import tiny_model
     from tests.trl import trainers
 
     logs = []

@@ -22,6 +22,7 @@ from liger_losses.patching.patch import patch, unpatch
 from liger_losses.patching.swap import replacement_of
 from liger_losses.patching.tiles import tile_of
 from tests.kernels.cases import DEVICE
+from tests.models import adapted
 from tests.patching.test_mlps import MLP as Gated
 from tests.patching.test_mlps import Fused
 from tests.processes import BACKENDS, device_type, start
@@ -213,13 +214,8 @@ def test_under_autocast(backward_inside):
 
 
 def test_dropout_is_that_of_the_forward():
-    peft = pytest.importorskip("peft")
-    config = peft.LoraConfig(r=4, target_modules=["gate_proj", "up_proj", "down_proj"], lora_dropout=0.5)
-    torch.manual_seed(0)
-    plain = peft.get_peft_model(nn.ModuleDict({"mlp": MLP()}), config).base_model.model["mlp"].double()
-    for name, weight in plain.named_parameters():
-        if "lora_B" in name:
-            nn.init.normal_(weight)
+    model = adapted(nn.ModuleDict({"mlp": MLP()}), "gate_proj", "up_proj", "down_proj", lora_dropout=0.5)
+    plain = model.base_model.model["mlp"].double()
     ours, x = tiled(plain), inputs(13)
     assert replacement_of(ours) is not None
 

@@ -14,7 +14,7 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from liger_losses.trl import disable
-from tests.models import small, with_lora
+from tests.models import tiny_model, with_lora
 from tests.processes import BACKENDS, start
 
 ROOT = pathlib.Path(__file__).parents[2]
@@ -84,24 +84,6 @@ def saved_model(tmp_path):
     ]
     (tmp_path / "pairs.jsonl").write_text("\n".join(json.dumps(row) for row in rows))
     return tmp_path
-
-
-def tiny_model():
-    """A random model, its tokenizer, and a function that makes texts for it."""
-    from tokenizers import Tokenizer, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast
-
-    words = [f"word{i}" for i in range(16)]
-    vocabulary = {word: i for i, word in enumerate(["<pad>", "<eos>", "<unk>", *words])}
-    raw = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
-    raw.pre_tokenizer = pre_tokenizers.Whitespace()
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=raw, pad_token="<pad>", eos_token="<eos>", unk_token="<unk>")
-    g = torch.Generator().manual_seed(0)
-
-    def text(length):
-        return " " + " ".join(words[i] for i in torch.randint(0, len(words), (length,), generator=g).tolist())
-
-    return small(vocab_size=len(vocabulary), num_hidden_layers=2, tie_word_embeddings=True), tokenizer, text
 
 
 def test_the_demo_trains_as_plain_trl_does(dpo, saved_model, monkeypatch, capsys):

@@ -1,7 +1,6 @@
 """The head of TRL on two processes: loss, gradients and steps are those of one process with both batches."""
 
 import contextlib
-import copy
 import functools
 import itertools
 import os
@@ -38,7 +37,7 @@ from liger_losses.sequences import split_by_coefficient
 from liger_losses.trl import packed_batches
 from liger_losses.trl.divergences import chosen
 from liger_losses.trl.fused_head import add_fused_lm_head
-from tests.models import small, without_logits
+from tests.models import adapted, small, without_logits
 from tests.processes import BACKENDS, case_named, device_type, start, whole
 from tests.reference import relative_error
 
@@ -85,6 +84,44 @@ def our_loss(model, weighted, rank, rows=ROWS, **options):
     return found.loss + (weights.to(found.log_probs.device) * found.log_probs).sum() / count  # fully_shard takes a GPU
 
 
+def log_probs_alone(model, rank, rows=ROWS):
+    """The loss that is returned takes no part in the backward."""
+    ids, labels, _ = (part.split(rows)[rank] for part in batch())
+    found = model(input_ids=ids, labels=labels, fused_lm_head=True)
+    return -found.log_probs.sum() * len(rows) / (batch()[1][:, 1:] != -100).sum()
+
+
+def pending_loss(model, rank, rows=ROWS):
+    """Of logits that outlive the forward."""
+    ids, labels, _ = (part.split(rows)[rank] for part in batch())
+    with pending_logits(model):
+        logits = model(input_ids=ids).logits[:, :-1].flatten(0, 1)
+    assert isinstance(logits, PendingLogits)
+    loss = torch.nn.functional.cross_entropy(logits, labels[:, 1:].flatten().to(logits.device), reduction="sum")
+    return loss * len(rows) / (batch()[1][:, 1:] != -100).sum()
+
+
+def with_kernels(model):
+    assert patch(model, loss_head=False).counts
+    add_fused_lm_head(model)
+
+
+def of_head(weighted, **options):
+    return lambda model, rank, rows=ROWS: our_loss(model, weighted, rank, rows, **options)
+
+
+#: What serves a model, and its loss; whether log-probabilities, weighted, are in that of the plain model.
+KINDS = {
+    "log-probs": (add_fused_lm_head, of_head(True), True),
+    "loss": (add_fused_lm_head, of_head(False), False),
+    "log-probs alone": (add_fused_lm_head, log_probs_alone, False),
+    "kernels": (with_kernels, of_head(True), True),
+    "patched": (functools.partial(patch, norms=False, mlps=False, rope=False), of_head(False, use_cache=False), False),
+    "pending": (prepare_head, pending_loss, False),
+    "shared prompts": (functools.partial(add_fused_lm_head, groups=True), of_head(True), True),
+}
+
+
 # --- How the model is spread ------------------------------------------------------------------------------------------
 
 
@@ -97,11 +134,22 @@ def units(model, *, layers=False, parts=(), root=None, **options):
     if layers:
         for layer in model.model.layers:
             fully_shard(layer, **options)
+    if "offload_policy" in options:
+        for buffer in model.cpu().buffers():
+            buffer.data = buffer.to(torch.get_default_device())
     found = [model.get_submodule(name) for name in parts]
     if found:
         fully_shard(found if len(found) > 1 else found[0], **options)
     kept = {name: value for name, value in options.items() if name != "reshard_after_forward"}
     return fully_shard(model, **kept, **({} if root is None else {"reshard_after_forward": root}))
+
+
+def head_in_fp32(model, **options):
+    """The head casts to fp32 in its forward."""
+    layer = model.lm_head
+    units(model, layers=True, parts=HEAD, **options)
+    layer.forward = lambda hidden: torch.nn.functional.linear(hidden.float(), layer.weight.float())
+    return model
 
 
 HEAD, TAIL, TIED_TAIL = ("lm_head",), ("model.norm", "lm_head"), ("model.norm", "model.embed_tokens", "lm_head")
@@ -110,19 +158,21 @@ HALF = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float
 
 @dataclass(frozen=True)
 class Case:
-    """How the model is spread and made, how often its forward runs before one backward, and how exact it is."""
+    """How the model is spread and made, how often its forward runs before one backward, whether it is spread before it
+    is served, and how exact it is."""
 
     spread: Callable
     tied: bool = False
     checkpointing: bool = False
     forwards: int = 1
     adapter: bool = False
+    first: bool = False
     rtol: float = 1e-4
     atol: float = 3e-5
 
 
-def sharded(*parts, tied=False, checkpointing=False, forwards=1, adapter=False, **options):
-    case = {"tied": tied, "checkpointing": checkpointing, "forwards": forwards, "adapter": adapter}
+def sharded(*parts, **options):
+    case = {name: options.pop(name) for name in vars(Case).keys() & options.keys()}
     if "mp_policy" in options:
         case |= {"rtol": 0.1, "atol": 0.02}
     return Case(functools.partial(units, layers=True, parts=parts, **options), **case)
@@ -133,6 +183,7 @@ CASES = {
     "DDP, tied, checkpointing": Case(ddp, tied=True, checkpointing=True),
     "DDP, unused parameters": Case(functools.partial(ddp, find_unused_parameters=True)),
     "DDP, static graph": Case(functools.partial(ddp, static_graph=True)),
+    "DDP, first": Case(ddp, first=True),
     "root": Case(units),
     "root, tied": Case(units, tied=True),
     "root, freed": Case(functools.partial(units, root=True)),
@@ -152,6 +203,20 @@ CASES = {
     "head, half": sharded(*HEAD, mp_policy=HALF),
     "head, adapter": sharded(*HEAD, adapter=True),
     "parts of the adapter": sharded("lm_head.base_layer", adapter=True),
+    "tail, offloaded": sharded(*TAIL, offload_policy=CPUOffloadPolicy(pin_memory=False)),
+    "head, first": sharded(*HEAD, first=True),
+    "head in fp32, first": Case(head_in_fp32, first=True),
+}
+#: By kind of the loss, the cases that are trained.
+TRAINED = {
+    "log-probs": [*CASES],
+    "loss": ["DDP", "root", "layers, tied, checkpointing", "tail, tied, freed", "head, freed", "head, two forwards"],
+    "log-probs alone": ["head, freed"],
+    "kernels": ["DDP", "root, freed", "layers", "layers, tied, checkpointing"],
+    "patched": ["head, freed", "head, half", "layers, half", "root, tied", "tail, tied, freed", "tail, tied, kept"]
+    + ["tail, offloaded", "head, first", "head in fp32, first"]
+    + ["DDP", "DDP, unused parameters", "DDP, static graph", "DDP, first"],
+    "pending": ["root", "head, kept"],
 }
 
 
@@ -162,10 +227,7 @@ def made(case):
     model = llama(case.tied, case.checkpointing)
     if not case.adapter:
         return model, model
-    from peft import LoraConfig, get_peft_model
-
-    adapter = LoraConfig(r=2, target_modules=["q_proj", "lm_head"], init_lora_weights=False, task_type="CAUSAL_LM")
-    return model, get_peft_model(model, adapter)
+    return model, adapted(model, "q_proj", "lm_head", task_type="CAUSAL_LM")
 
 
 def assert_close(found, expected, rtol=1e-4, atol=3e-5, where=""):
@@ -177,18 +239,26 @@ def assert_close(found, expected, rtol=1e-4, atol=3e-5, where=""):
         torch.testing.assert_close(found, expected, rtol=rtol, atol=atol, msg=lambda m: f"{where}: {m}")
 
 
-def compare(case, rank, weighted, steps, serve=add_fused_lm_head):
+def compare(name, kind, rank, steps=2):
+    """Two steps: the second starts from the weights that the first has found."""
+    case, (serve, loss_of, weighted) = CASES[name], KINDS[kind]
     (_, plain), (inner, ours) = made(case), made(case)
-    serve(inner)
+    if not case.first:
+        serve(inner)
     spread = case.spread(inner)
+    if case.first:
+        serve(spread if kind == "patched" else inner)
     close = functools.partial(assert_close, rtol=case.rtol, atol=case.atol)
     optimizers = [torch.optim.SGD(model.parameters(), LEARNING_RATE) for model in (plain, ours)]
     for step in range(1 if case.rtol > 1e-2 else steps):  # rounding moves the weights apart
         expected = plain_loss(plain, weighted)
         expected.backward()
-        found = sum(our_loss(spread, weighted, rank) for _ in range(case.forwards)) / case.forwards
+        with without_logits():
+            warnings.filterwarnings("error", message=".*returned a view")
+            found = sum(loss_of(spread, rank) for _ in range(case.forwards)) / case.forwards
+        assert found.dtype == torch.float32
         with torch.no_grad():  # before the backward, which must not miss what this one frees
-            evaluated = our_loss(spread, weighted, rank)
+            evaluated = loss_of(spread, rank)
         found.backward()
         for loss in (evaluated.clone(), found.detach().clone()):
             dist.all_reduce(loss)
@@ -200,21 +270,9 @@ def compare(case, rank, weighted, steps, serve=add_fused_lm_head):
         for optimizer in optimizers:
             optimizer.step()
             optimizer.zero_grad()
-
-
-#: Cases of which the loss alone is trained too.
-OF_THE_LOSS = ("DDP", "root", "layers, tied, checkpointing", "tail, tied, freed", "head, freed", "head, two forwards")
-
-
-def run_case(name, rank):
-    """Two steps, with log-probabilities in the loss: the second starts from the weights that the first has found."""
-    for weighted in (True, False)[: 1 + (name in OF_THE_LOSS)]:
-        with warnings.catch_warnings():
-            warnings.filterwarnings("error", message=".*(needs the values|returned a view)")
-            try:
-                compare(CASES[name], rank, weighted, 2)
-            except Exception as error:
-                raise RuntimeError(f"with log_probs in the loss: {weighted}") from error
+    unpatch(inner)
+    ids, labels, _ = batch()
+    assert kind != "patched" or spread(input_ids=ids, labels=labels).logits is not None
 
 
 def check_gradients(ours, plain, rtol=1e-4, atol=3e-5):
@@ -223,21 +281,11 @@ def check_gradients(ours, plain, rtol=1e-4, atol=3e-5):
         assert_close(gradient, parameter.grad, rtol, atol, key)
 
 
-patch_head = functools.partial(patch, norms=False, mlps=False, rope=False)
-#: What serves the head of a model: TRL's, or the patched model's own loss.
-HEADS = {"fused": add_fused_lm_head, "patched": patch_head}
-
-
-def loss_of_head(head, spread, rank, rows=ROWS):
-    """With TRL's head, of log-probabilities too."""
-    return our_loss(spread, head != "patched", rank, rows, **({"use_cache": False} if head == "patched" else {}))
-
-
-def pair(name, serve, **options):
-    """A model by transformers; one that ``serve`` has changed, spread as in a case; and what runs it until backward."""
+def pair(name, kind, **options):
+    """A model by transformers; one that is served, spread as in a case; and what runs it until backward."""
     case = CASES[name]
     plain, ours = (llama(case.tied, case.checkpointing) for _ in range(2))
-    serve(ours)
+    KINDS[kind][0](ours)
     return plain, ours, case.spread(ours, **options)
 
 
@@ -245,18 +293,18 @@ def shared_prompts(rank):
     """Batches are packed within the model's forward, where wrappers do not see it."""
     chosen.share_prompts = True
     for name in ("DDP, tied, checkpointing", "DDP, static graph", "layers, tied, checkpointing", "head, freed"):
-        compare(CASES[name], rank, True, 2, serve=functools.partial(add_fused_lm_head, groups=True))
+        compare(name, "shared prompts", rank)
     # Unasked, the second process alone packs its batches.
     chosen.share_prompts, packed_batches._LEAST_SAVING = None, 0 if rank else 1e9
     packed_batches.suits_sharing = lambda model, device: True
-    compare(CASES["layers, tied, checkpointing"], rank, True, 2, functools.partial(add_fused_lm_head, groups=True))
+    compare("layers, tied, checkpointing", "shared prompts", rank)
 
 
 def shared_prompts_refused(rank):
     """A model that turns out in its forward not to run packed rows, and a first batch that one process alone can pack:
     both processes gather the layers as often."""
     chosen.share_prompts = True
-    plain, ours, spread = pair("layers", functools.partial(add_fused_lm_head, groups=True))
+    plain, ours, spread = pair("layers", "shared prompts")
     ours.config.num_hidden_layers += 1
     for step in range(2):
         positions = {} if rank or step else {"position_ids": torch.arange(LENGTH)[None]}
@@ -265,66 +313,44 @@ def shared_prompts_refused(rank):
         check_gradients(ours, plain)
 
 
+def accumulate(rank, name, kind, steps=3, rows=ROWS, **options):
+    """Gradients are reduced with the last of several backward passes; with a mesh, over the replicas."""
+    (plain, ours, spread), (_, loss_of, weighted), total = pair(name, kind, **options), KINDS[kind], 0
+    for last in [False] * (steps - 1) + [True]:
+        if options:
+            ours.set_requires_all_reduce(last)
+        elif name != "DDP":
+            spread.set_requires_gradient_sync(last)
+        with spread.no_sync() if name == "DDP" and not last else contextlib.nullcontext():
+            loss = loss_of(spread, rank, rows) / steps
+            loss.backward()
+        total += loss.detach()
+    expected, tolerance = plain_loss(plain, weighted), (CASES[name].rtol, CASES[name].atol)
+    expected.backward()
+    dist.all_reduce(total)
+    assert_close(total / len(rows), expected.detach(), *tolerance)
+    check_gradients(ours, plain, *tolerance)
+
+
 def accumulated(rank):
-    """Gradients are reduced with the last of three backward passes."""
-    for name, (head, serve) in itertools.product(("head, freed", "root", "tail, tied, freed", "DDP"), HEADS.items()):
-        plain, ours, spread = pair(name, serve)
-        for last in (False, False, True):
-            if name != "DDP":
-                spread.set_requires_gradient_sync(last)
-            with spread.no_sync() if name == "DDP" and not last else contextlib.nullcontext():
-                (loss_of_head(head, spread, rank) / 3).backward()
-        plain_loss(plain, head != "patched").backward()
-        check_gradients(ours, plain)
+    for case in itertools.product(("head, freed", "root", "tail, tied, freed", "DDP"), ("log-probs", "patched")):
+        accumulate(rank, *case)
 
 
-def log_probs_alone(rank):
-    """The loss that is returned takes no part in the backward."""
-    plain, ours, _ = pair("head, freed", add_fused_lm_head)
-    ids, labels, _ = (part.split(ROWS)[rank] for part in batch())
-    found = ours(input_ids=ids, labels=labels, fused_lm_head=True)
-    (-found.log_probs.sum() * WORLD / (batch()[1][:, 1:] != -100).sum()).backward()
-    plain_loss(plain, False).backward()
-    check_gradients(ours, plain)
+def to_save(tied, patched, shard=True):
+    """A model, of each process a part or the whole one, and its optimizer."""
+    model = llama(tied)
+    if patched:
+        patch(model)
+    if shard:
+        CASES["tail, tied, freed" if tied else "head, freed"].spread(model)
+    return model, torch.optim.AdamW(model.parameters(), lr=1e-2)
 
 
-def with_kernels(model):
-    assert patch(model, loss_head=False).counts
-    add_fused_lm_head(model)
-
-
-def kernels(rank):
-    """In the models too, whose weights are split or not."""
-    for name in ("DDP", "root, freed", "layers", "layers, tied, checkpointing"):
-        plain, ours, spread = pair(name, with_kernels)
-        our_loss(spread, True, rank).backward()
-        plain_loss(plain, True).backward()
-        check_gradients(ours, plain)
-        unpatch(ours)
-
-
-def patched_heads(rank):
-    """The patched model's own loss."""
-    for name in ("head, freed", "head, half", "layers, half", "root, tied", "tail, tied, freed", "tail, tied, kept"):
-        plain, ours, _ = pair(name, patch_head)
-        found, expected = loss_of_head("patched", ours, rank), plain_loss(plain, False)
-        assert found.dtype == torch.float32
-        found.backward()
-        expected.backward()
-        check_gradients(ours, plain, CASES[name].rtol, CASES[name].atol)
-
-
-def offloaded(rank):
-    """Parameters and gradients that ``fully_shard`` keeps on the CPU."""
-    for head, serve in HEADS.items():
-        plain, ours = llama(), llama()
-        serve(ours.cpu())
-        units(ours, layers=True, parts=TAIL, offload_policy=CPUOffloadPolicy(pin_memory=False))
-        for buffer in ours.buffers():
-            buffer.data = buffer.to(torch.get_default_device())
-        loss_of_head(head, ours, rank).backward()
-        plain_loss(plain, head != "patched").backward()
-        check_gradients(ours, plain)
+def train_step(model, optimizer, rank):
+    KINDS["patched"][1](model, rank).backward()
+    optimizer.step()
+    optimizer.zero_grad()
 
 
 def checkpoints(rank):
@@ -332,23 +358,23 @@ def checkpoints(rank):
     directory = [tempfile.mkdtemp() if rank == 0 else None]
     dist.broadcast_object_list(directory)
     for tied, from_patched in ((False, True), (True, False)):
-        model, optimizer = sharded_and_optimizer(tied, from_patched)
+        place = {"checkpoint_id": f"{directory[0]}/{tied}"}
+        model, optimizer = to_save(tied, from_patched)
         train_step(model, optimizer, rank)
         weights, moments = get_state_dict(model, optimizer)
-        assert weights.keys() == model.state_dict().keys() == llama(tied).state_dict().keys()
+        assert weights.keys() == llama(tied).state_dict().keys()
         whole_weights = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True))
-        checkpoint.save({"model": weights, "optimizer": moments}, checkpoint_id=f"{directory[0]}/{tied} {from_patched}")
+        checkpoint.save({"model": weights, "optimizer": moments}, **place)
         train_step(model, optimizer, rank)
         for to_patched in (True, False):
-            place = {"checkpoint_id": f"{directory[0]}/{tied} {from_patched}"}
-            other, optimizer = sharded_and_optimizer(tied, to_patched)
+            other, optimizer = to_save(tied, to_patched)
             weights, moments = get_state_dict(other, optimizer)
             checkpoint.load({"model": weights, "optimizer": moments}, **place)
             set_state_dict(other, optimizer, model_state_dict=weights, optim_state_dict=moments)
             train_step(other, optimizer, rank)
             for key, value in model.state_dict().items():
                 torch.testing.assert_close(whole(other.state_dict()[key]), whole(value), rtol=1e-4, atol=1e-5, msg=key)
-            other = maybe_patched(tied, to_patched)  # whole
+            other, _ = to_save(tied, to_patched, shard=False)
             weights = other.state_dict()
             checkpoint.load({"model": weights}, **place)
             other.load_state_dict(weights)
@@ -360,62 +386,6 @@ def checkpoints(rank):
     dist.barrier()
     if rank == 0:
         shutil.rmtree(directory[0])
-
-
-@functools.cache
-def patched_once(tied):
-    model = llama(tied)
-    assert patch(model).counts
-    return model
-
-
-def maybe_patched(tied, patched):
-    return copy.deepcopy(patched_once(tied)) if patched else llama(tied)
-
-
-def sharded_and_optimizer(tied, patched):
-    model = maybe_patched(tied, patched)
-    CASES["tail, tied, freed" if tied else "head, freed"].spread(model)
-    return model, torch.optim.AdamW(model.parameters(), lr=1e-2)
-
-
-def train_step(model, optimizer, rank):
-    loss_of_head("patched", model, rank).backward()
-    optimizer.step()
-    optimizer.zero_grad()
-
-
-def pending_loss(model, rank):
-    """Of logits that outlive the forward."""
-    ids, labels, _ = (part.split(ROWS)[rank] for part in batch())
-    with pending_logits(model):
-        logits = model(input_ids=ids).logits[:, :-1].flatten(0, 1)
-    assert isinstance(logits, PendingLogits)
-    loss = torch.nn.functional.cross_entropy(logits, labels[:, 1:].flatten().to(logits.device), reduction="sum")
-    return loss * WORLD / (batch()[1][:, 1:] != -100).sum()
-
-
-def a_loss_of_logits_that_outlive_the_forward(rank):
-    for name in ("root", "head, kept"):
-        plain, ours, _ = pair(name, prepare_head)
-        pending_loss(ours, rank).backward()
-        plain_loss(plain, False).backward()
-        check_gradients(ours, plain)
-
-
-def sharded_before(rank):
-    """``fully_shard`` may come first, also of a head whose forward casts to fp32."""
-    for (head, serve), cast in itertools.product(HEADS.items(), (False, True)):
-        plain, model = llama(), llama()
-        CASES["head, freed"].spread(model)
-        layer = model.lm_head
-        if cast:
-            layer.forward = lambda hidden, layer=layer: torch.nn.functional.linear(hidden.float(), layer.weight.float())
-        serve(model)
-        with without_logits():
-            loss_of_head(head, model, rank).backward()
-        plain_loss(plain, head != "patched").backward()
-        check_gradients(model, plain)
 
 
 def tensor_parallel(rank):
@@ -468,7 +438,7 @@ def without_coefficient(rank):
     ]
     for name, (values, left_out, short) in cases:
         coefficients = torch.tensor(values)
-        plain, ours, spread = pair(name, add_fused_lm_head)
+        plain, ours, spread = pair(name, "loss")
         own_ids, own_labels, own_weights, own = (
             part.split(ROWS)[rank] for part in (ids, labels, weights, coefficients)
         )
@@ -490,29 +460,16 @@ def without_coefficient(rank):
         assert ran == [(True, counted)] + [(False, left_out[rank])] * (left_out[rank] > 0), ran
 
 
-CHECKS = (
-    accumulated,
-    shared_prompts,
-    shared_prompts_refused,
-    without_coefficient,
-    log_probs_alone,
-    kernels,
-    patched_heads,
-    offloaded,
-    checkpoints,
-    a_loss_of_logits_that_outlive_the_forward,
-    sharded_before,
-    tensor_parallel,
-    first_fsdp,
-)
+CHECKS = (accumulated, shared_prompts, shared_prompts_refused, without_coefficient, checkpoints, tensor_parallel)
+CHECKS += (first_fsdp,)
 
 
 def work(rank):
-    possible = {name: case for name, case in CASES.items() if find_spec("peft") or not case.adapter}
-    todo = {name: functools.partial(run_case, name) for name in possible}
+    todo = {f"{name}, {kind}": functools.partial(compare, name, kind) for kind in TRAINED for name in TRAINED[kind]}
     for name, run in (todo | {check.__name__: check for check in CHECKS}).items():
-        with case_named(name):
-            run(rank)
+        if find_spec("peft") or "adapter" not in name:
+            with case_named(name):
+                run(rank=rank)
 
 
 @pytest.mark.distributed
@@ -529,27 +486,11 @@ HYBRID_ROWS = {4: (1, 1, 2, 1), 2: ROWS}
 HYBRID = ("root", "root, tied", "tail, freed", "tail, kept", "tail, tied, freed", "head, half")
 
 
-def check_hybrid(rank, mesh, name, head, steps):
-    """With several steps, the last one's backward alone reduces gradients over the replicas."""
-    plain, ours, _ = pair(name, HEADS[head], mesh=mesh)
-    found, rows, tolerance = 0, HYBRID_ROWS[mesh.size()], (CASES[name].rtol, CASES[name].atol)
-    for step in range(steps):
-        ours.set_requires_all_reduce(step == steps - 1)
-        loss = loss_of_head(head, ours, rank, rows) / steps
-        loss.backward()
-        found += loss.detach()
-    expected = plain_loss(plain, head != "patched")
-    expected.backward()
-    dist.all_reduce(found)
-    assert_close(found / len(rows), expected.detach(), *tolerance)
-    check_gradients(ours, plain, *tolerance)
-
-
 def hybrid(rank, sizes):
     mesh = init_device_mesh(device_type(), sizes, mesh_dim_names=("replicate", "shard"))
-    for case in itertools.product(HYBRID, HEADS, (1, 3)):
-        with case_named(case):
-            check_hybrid(rank, mesh, *case)
+    for name, kind, steps in itertools.product(HYBRID, ("log-probs", "patched"), (1, 3)):
+        with case_named(f"{name}, {kind}, {steps}"):
+            accumulate(rank, name, kind, steps, HYBRID_ROWS[mesh.size()], mesh=mesh)
 
 
 @pytest.mark.distributed
@@ -589,7 +530,6 @@ def trainers_of_trl(rank, folder):
         results = []
         for on in (False, True):
             with pytest.MonkeyPatch.context() as patched, case_named(f"{name}, {trainer}, {on}"):
-                trainers.wait_for_saved_models(patched)
                 for variable, value in variables.items():
                     patched.setenv(variable, value)
                 if variables:

@@ -11,9 +11,9 @@ from liger_losses.patching.swap import replacement_of
 from liger_losses.trl import disable, enable, enabled, is_enabled
 from liger_losses.trl.divergences import chosen
 from liger_losses.trl.features import FEATURES, find
-from tests.project.test_examples import tiny_model
+from tests.models import tiny_model
 from tests.seam import engine_calls
-from tests.trl.trainers import CASES, check_training, dpo, gmpo, grpo, preference, sft, trl
+from tests.trl.trainers import CASES, check_training, cpo, dpo, gmpo, grpo, sft, trl
 
 
 @pytest.mark.peers
@@ -30,19 +30,15 @@ def test_liger_kernel_beside_this_library(name, tmp_path):
 @pytest.mark.parametrize("build", [sft, dpo, grpo])
 def test_kernels_in_the_models(build, tmp_path):
     """What they compute stays the same; a trainer's reference model has them too."""
-    check_training(build, tmp_path, kernels=True)
 
+    def watch(trainer):
+        for model in filter(None, (trainer.model, getattr(trainer, "ref_model", None))):
+            assert replacement_of(model.model.norm) is not None
+            assert replacement_of(model.model.layers[0].mlp) is not None
 
-def test_kernels_reach_policy_and_reference(tmp_path):
-    model, tokenizer, text = tiny_model()
-    with enabled(kernels=True):
-        trainer = dpo(tmp_path, model, tokenizer, text)
-    for policy in (trainer.model, trainer.ref_model):
-        assert replacement_of(policy.model.norm) is not None
-        assert replacement_of(policy.model.layers[0].mlp) is not None
+    check_training(build, tmp_path, kernels=True, watch=watch)
     with enabled():
-        trainer = dpo(tmp_path, *tiny_model())
-    assert replacement_of(trainer.model.model.norm) is None
+        assert replacement_of(build(tmp_path, *tiny_model()).model.model.norm) is None
 
 
 def test_enable_and_disable():
@@ -58,7 +54,7 @@ def test_enable_and_disable():
     assert module.add_fused_lm_head is original
 
 
-@pytest.mark.parametrize("build", [sft, preference("cpo"), gmpo], ids=["SFT", "CPO", "GMPO"])
+@pytest.mark.parametrize("build", [sft, cpo, gmpo], ids=["SFT", "CPO", "GMPO"])
 def test_trainers_that_were_built_before(build, tmp_path):
     """Their losses are this library's too."""
     early = build(tmp_path, *tiny_model(), max_steps=1)

@@ -9,7 +9,7 @@ from liger_losses import Head
 from liger_losses.patching.pending import PendingLogits, pending_product
 from liger_losses.places import around
 from liger_losses.trl.divergences import chunked_divergence_loss
-from tests.project.test_examples import tiny_model
+from tests.models import tiny_model
 from tests.trl.trainers import sft, train
 
 

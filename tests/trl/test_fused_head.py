@@ -2,46 +2,94 @@
 
 import contextlib
 import copy
+import sys
+from types import ModuleType, SimpleNamespace
+from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
+import torch.nn.functional as F
 
 from liger_losses.trl import enabled
 from liger_losses.trl.fused_head import add_fused_lm_head
-from tests.models import small
-from tests.project.test_examples import tiny_model
+from tests.models import small, tiny_model
+from tests.processes import start
 from tests.trl.trainers import trl
 
+OUTPUTS = ("log_probs", "entropy", "log_sum_sq_probs", "mean_logits", "is_top1")
+#: The slices that torch's context parallelism gives its two ranks.
+SLICES = torch.tensor([[0, 1, 6, 7], [2, 3, 4, 5]])
 
-def forward_outputs(model, ids, labels, outputs, add, **options):
-    model = copy.deepcopy(model)
-    add(model, outputs=outputs, **options)
-    found = model(input_ids=ids, labels=labels, fused_lm_head=True)
-    weights = torch.linspace(0.5, 1.5, found.log_probs.numel()).view_as(found.log_probs)
-    total = found.loss + (weights * found.log_probs).sum()
-    if found.entropy is not None:
-        total = total + (weights * found.entropy).sum()
-    total.backward()
-    return found, {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+
+def batch(cut=None, empty=False):
+    """Ids and labels, and of a slice, labels that were shifted before."""
+    g = torch.Generator().manual_seed(0)
+    ids = torch.randint(3, 19, (3, 8), generator=g)
+    labels = ids.masked_fill(torch.rand(ids.shape, generator=g) < 0.3, -100)
+    if cut is None:
+        return {"input_ids": ids, "labels": labels}
+    if empty:
+        labels[:, SLICES[1]] = -100
+    shifted = F.pad(labels, (0, 1), value=-100)[:, 1:]
+    found = {"input_ids": ids, "shift_labels": shifted, "position_ids": torch.arange(8).expand_as(ids)}
+    return {name: value[:, cut].clone() for name, value in found.items()}
+
+
+def with_heads(model, outputs=OUTPUTS, **options):
+    """The model with TRL's head, and with ours in its place."""
+    for add in (trl.trainer.utils.add_fused_lm_head, add_fused_lm_head):
+        other = copy.deepcopy(model)
+        add(other, outputs=outputs, **options)
+        yield other
+
+
+def gradients(loss, model):
+    loss.backward()
+    return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+
+
+INPUTS = {
+    "labels": batch(),
+    "labels that were shifted": batch(SLICES[0]),
+    "both": batch(SLICES[1]) | {"labels": batch()["labels"][:, SLICES[1]]},
+}
 
 
 @pytest.mark.parametrize("experts", [{}, {"num_local_experts": 4, "output_router_logits": True}])
-@pytest.mark.parametrize("temperature", [1.0, 0.7])
-def test_the_contract_of_the_head(temperature, experts):
+@pytest.mark.parametrize(("inputs", "temperature"), [("labels", 1.0), ("labels that were shifted", 0.7), ("both", 0.9)])
+def test_the_contract_of_the_head(inputs, temperature, experts):
     model = small("Mixtral" if experts else "Llama", vocab_size=20, router_aux_loss_coef=0.5, **experts)
-    ids = torch.randint(3, 19, (3, 9), generator=torch.Generator().manual_seed(0))
-    labels = ids.masked_fill(torch.rand(3, 9, generator=torch.Generator().manual_seed(1)) < 0.4, -100)
-    outputs = ("log_probs", "entropy", "log_sum_sq_probs", "mean_logits", "is_top1")
-    expected = forward_outputs(
-        model, ids, labels, outputs, trl.trainer.utils.add_fused_lm_head, temperature=temperature
-    )
-    found = forward_outputs(model, ids, labels, outputs, add_fused_lm_head, temperature=temperature)
-    for name in (*outputs, "loss", "label_mask"):
-        a, b = getattr(expected[0], name), getattr(found[0], name)
-        torch.testing.assert_close(b, a.to(b.dtype), rtol=1e-4, atol=1e-5, msg=name)
-    assert expected[1].keys() == found[1].keys()
-    for name, gradient in expected[1].items():
-        torch.testing.assert_close(found[1][name], gradient, rtol=1e-3, atol=1e-5, msg=name)
+    results = []
+    for one in with_heads(model, temperature=temperature):
+        found = one(**INPUTS[inputs], fused_lm_head=True)
+        weights = torch.linspace(0.5, 1.5, found.log_probs.numel()).view_as(found.log_probs)
+        total = found.loss + (weights * (found.log_probs + found.entropy)).sum()
+        values = {name: getattr(found, name).float() for name in (*OUTPUTS, "loss", "label_mask")}
+        results.append((values, gradients(total, one)))
+    torch.testing.assert_close(*results[::-1], rtol=1e-4, atol=1e-5)
+
+
+def sequence_parallel(rank):
+    """The loss that transformers makes of the ranks' losses, for Ulysses sequence parallelism through DeepSpeed."""
+    from transformers.integrations.deepspeed import deepspeed_sp_compute_loss
+
+    utils = ModuleType("deepspeed.utils")
+    utils.groups = SimpleNamespace(_get_sequence_parallel_group=lambda: dist.group.WORLD)
+    config = SimpleNamespace(sp_backend="deepspeed", sp_size=2)
+    with mock.patch.dict(sys.modules, {"deepspeed": ModuleType("deepspeed"), "deepspeed.utils": utils}):
+        for empty in (False, True):
+            results, inputs = [], batch(SLICES[rank], empty) | {"fused_lm_head": True}
+            for model in with_heads(tiny_model()[0]):
+                loss, outputs = deepspeed_sp_compute_loss(None, model, inputs, True, config)
+                results.append((loss.detach(), outputs.log_probs.detach(), gradients(loss, model)))
+            torch.testing.assert_close(*results[::-1], rtol=1e-4, atol=1e-5)
+            assert results[0][0] > 1
+
+
+@pytest.mark.distributed
+def test_sequence_parallelism_on_two_processes(tmp_path):
+    start(sequence_parallel, 2, tmp_path)
 
 
 @pytest.mark.parametrize(

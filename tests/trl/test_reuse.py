@@ -11,11 +11,8 @@ import transformers
 
 from liger_losses.trl import disable, enable, enabled
 from liger_losses.trl.reuse import _check_dropout, without_old_policy
-from tests.models import small
-from tests.project.test_examples import tiny_model
-from tests.trl.trainers import _TIMES, gmpo, grpo, online, reward_half, trl
-
-rloo = online(trl.RLOOTrainer, trl.RLOOConfig)
+from tests.models import small, tiny_model
+from tests.trl.trainers import _TIMES, gmpo, grpo, reward_half, rloo, trl
 
 
 def corrected(mode, low=None, high=3.0):

@@ -2,6 +2,7 @@
 
 import functools
 import types
+import warnings
 from dataclasses import replace
 
 import pytest
@@ -10,8 +11,7 @@ import transformers
 
 from liger_losses.prompts import attention
 from liger_losses.trl import disable, enabled, fused_head, packed_batches
-from tests.models import small
-from tests.project.test_examples import tiny_model
+from tests.models import small, tiny_model
 from tests.prompts.packed import family
 from tests.trl import trainers
 from tests.trl.trainers import CASES, check_training, dpo
@@ -63,64 +63,103 @@ def test_a_compiled_model_repeats_prompts(runs, tmp_path):
     assert not runs
 
 
-def model_of(tmp_path, model=None, share_prompts=True):
-    """The model of a DPO trainer with shared prompts."""
-    own, tokenizer, text = tiny_model()
+def model_of(tmp_path, share_prompts=True, family="Llama", **options):
+    """The model of a DPO trainer."""
+    _, tokenizer, text = tiny_model()
+    model = small(family, vocab_size=20, **options)
     with enabled(share_prompts=share_prompts):
-        return dpo(tmp_path, model or own, tokenizer, text).model
+        return dpo(tmp_path, model, tokenizer, text, disable_dropout=False).model.train()
 
 
-def forward(tmp_path, model=None, **arguments):
-    """Log-probabilities of a batch."""
-    model = model_of(tmp_path, model)
-    ids = torch.tensor([[3, 4, 5, 6], [3, 4, 5, 7]])
-    batch = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": ids.where(ids > 5, -100)}
-    return model(**batch | arguments, fused_lm_head=True).log_probs
+def logps(model, lengths, device=None, **arguments):
+    """Of completions of some lengths, each behind a prompt of the first length, or the second one's own if negative."""
+    prompt, *rest = lengths
+    ids = torch.full((len(rest), prompt + max(map(abs, rest))), 3, device=device)
+    mask = torch.zeros_like(ids)
+    for i, length in enumerate(rest):
+        ids[i, 0], mask[i, : prompt + abs(length)] = 4 + i * (length < 0), 1
+    labels = ids.masked_fill(mask == 0, -100)
+    labels[:, :prompt] = -100
+    batch = {"input_ids": ids, "attention_mask": mask, "labels": labels} | arguments
+    return model(**batch, fused_lm_head=True).log_probs
+
+
+#: Prompt and completions, whose padded tokens are 604, and 384 or 640 in a row.
+SAVES, DIFFERS = (300, 2, 2), (300, 2, -2)
+#: The same with 620 and 608, and 512 in a row; and 915, and 384 in a row, by what is padding.
+ENOUGH, LITTLE, PADDED = (110, 200, 200), (104, 200, 200), (5, 300, 1, 1)
+POSITIONS = {"position_ids": torch.arange(302)[None]}
+#: Of a model, and of its forward; the reason, and whether the model runs for it, in each of two forwards.
+REASONS = {
+    "positions": ({}, POSITIONS, "position_ids is given", []),
+    "router": (
+        {"family": "Mixtral", "num_local_experts": 4},
+        {"output_router_logits": True},
+        "output_router_logits is given",
+        [],
+    ),
+    "shifted": ({}, {"labels": None, "shift_labels": torch.full((2, 302), 3)}, "cut for context parallelism", []),
+    "dropout": ({"attention_dropout": 0.5}, {}, "attention_dropout=0.5, and FlexAttention has no dropout", [False]),
+}
+
+
+@pytest.fixture
+def suits(monkeypatch):
+    monkeypatch.setattr(packed_batches, "suits_sharing", lambda model, device: True)
+
+
+@pytest.mark.parametrize("asked", [True, None])
+@pytest.mark.parametrize("name", REASONS)
+def test_what_cannot_be_packed_repeats_prompts_and_says_so_if_asked(name, asked, runs, suits, tmp_path):
+    options, arguments, reason, ran = REASONS[name]
+    model = model_of(tmp_path, asked, **options)
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        for _ in range(2):
+            assert logps(model, SAVES, **arguments).shape[0] == 2
+    assert [made for _, _, made in runs] == ran
+    assert [w for w in said if reason in str(w.message)] if asked else not [w for w in said if "prompts" in str(w)]
+
+
+def raised(error):
+    raise error
+
+
+def raises_in_a_row(model, monkeypatch):
+    """As a layer that gives a mask of blocks to a function that takes none."""
+    model.model.layers[0].eval()
+    forward, error = model.model.layers[0].mlp.forward, TypeError("the mask must be a tensor")
+    packed = lambda states: raised(error) if states.shape[0] == 1 else forward(states)  # noqa: E731
+    monkeypatch.setattr(model.model.layers[0].mlp, "forward", packed)
+
+
+def raises_in_its_backward(model, monkeypatch):
+    """As kernels of a GPU whose forward compiles alone: the trainer's own backward would end the training."""
+
+    def no_backward(query, *_):
+        out = query.transpose(1, 2) * 1
+        if out.requires_grad:
+            out.register_hook(lambda gradient: raised(RuntimeError("out of shared memory")))
+        return out
+
+    monkeypatch.setattr(attention, "reason_against_flex", lambda *_: None)
+    monkeypatch.setattr(attention, "flex_attention", no_backward)
 
 
 @pytest.mark.parametrize(
-    ("arguments", "reason"),
+    ("change", "reason"),
     [
-        ({"position_ids": torch.arange(4)[None]}, "position_ids is given"),
-        ({"output_router_logits": True}, "output_router_logits is given"),
-        ({"labels": None, "shift_labels": torch.tensor([[-100, -100, 6, -100]] * 2)}, "cut for context parallelism"),
+        (raises_in_a_row, "TypeError: the mask must be a tensor"),
+        (raises_in_its_backward, "RuntimeError: out of shared memory"),
     ],
 )
-def test_batches_that_cannot_be_packed_repeat_prompts(arguments, reason, runs, tmp_path):
-    model = small("Mixtral", num_local_experts=4, vocab_size=20) if "output_router_logits" in arguments else None
-    with pytest.warns(UserWarning, match=reason):
-        logps = forward(tmp_path, model, **arguments)
-    assert not runs
-    assert logps.shape[0] == 2
-
-
-def test_attention_dropout_repeats_prompts(runs, tmp_path):
-    model = small(vocab_size=20, attention_dropout=0.5)
-    _, tokenizer, text = tiny_model()
-    with enabled(share_prompts=True):
-        model = dpo(tmp_path, model, tokenizer, text, disable_dropout=False).model.train()
-    ids = torch.tensor([[3, 4, 5, 6]])
-    with pytest.warns(UserWarning, match="attention_dropout=0.5, and FlexAttention has no dropout"):
-        model(input_ids=ids, attention_mask=torch.ones_like(ids), labels=ids, fused_lm_head=True)
-    assert [ran for _, _, ran in runs] == [False]
-
-
-def test_what_a_row_of_two_tokens_raises_is_a_reason_to_repeat_prompts(runs, tmp_path, monkeypatch):
-    """As a layer that gives a mask of blocks to a function that takes none."""
-    model = model_of(tmp_path, small(vocab_size=20)).train()
-    model.model.layers[0].eval()
-    training, mlp = [module.training for module in model.modules()], model.model.layers[0].mlp
-    forward = mlp.forward
-
-    def raising(states):
-        if states.shape[0] == 1:
-            raise TypeError("the mask must be a tensor")
-        return forward(states)
-
-    monkeypatch.setattr(mlp, "forward", raising)
-    with pytest.warns(UserWarning, match="a row of two tokens raised TypeError: the mask must be a tensor"):
+def test_what_a_row_of_two_tokens_raises_is_a_reason_to_repeat_prompts(change, reason, runs, tmp_path, monkeypatch):
+    model = model_of(tmp_path)
+    change(model, monkeypatch)
+    training = [module.training for module in model.modules()]
+    with pytest.warns(UserWarning, match=f"a row of two tokens raised {reason}"), torch.inference_mode():
         logps(model, SAVES)
-    logps(model, SAVES)
+    logps(model, SAVES).sum().backward()
     assert not runs
     assert [module.training for module in model.modules()] == training
 
@@ -129,30 +168,6 @@ def test_what_a_row_of_two_tokens_raises_is_a_reason_to_repeat_prompts(runs, tmp
 def nvidia(monkeypatch):
     monkeypatch.setattr(torch.version, "cuda", "13.0")
     monkeypatch.setattr(attention, "triton", object())
-
-
-def test_what_backward_of_a_row_raises_is_a_reason_to_repeat_prompts(runs, tmp_path, monkeypatch):
-    """As kernels of a GPU whose forward compiles alone: the trainer's own backward would end the training."""
-
-    def no_backward(query, *_):
-        out = query.transpose(1, 2) * 1
-        if out.requires_grad:
-            out.register_hook(lambda gradient: raised("out of shared memory"))
-        return out
-
-    def raised(reason):
-        raise RuntimeError(reason)
-
-    monkeypatch.setattr(attention, "reason_against_flex", lambda *_: None)
-    monkeypatch.setattr(attention, "flex_attention", no_backward)
-    model = model_of(tmp_path, small(vocab_size=20))
-    with (
-        pytest.warns(UserWarning, match="a row of two tokens raised RuntimeError: out of shared memory"),
-        torch.inference_mode(),
-    ):
-        logps(model, SAVES)
-    logps(model, SAVES).sum().backward()
-    assert not runs
 
 
 def test_later_forwards_pass_through_no_modules(runs, nvidia, tmp_path, monkeypatch):
@@ -172,54 +187,14 @@ def test_later_forwards_pass_through_no_modules(runs, nvidia, tmp_path, monkeypa
     assert len(visited) < 5 < len([*walk(model)])
 
 
-def logps(model, lengths, device=None):
-    """Of completions of some lengths, each behind a prompt of the first length, or the second one's own if negative."""
-    prompt, *rest = lengths
-    ids = torch.full((len(rest), prompt + max(map(abs, rest))), 3, device=device)
-    mask = torch.zeros_like(ids)
-    for i, length in enumerate(rest):
-        ids[i, 0], mask[i, : prompt + abs(length)] = 4 + i * (length < 0), 1
-    labels = ids.masked_fill(mask == 0, -100)
-    labels[:, :prompt] = -100
-    return model(input_ids=ids, attention_mask=mask, labels=labels, fused_lm_head=True).log_probs
-
-
-#: Prompt and completions, whose padded tokens are 604, and 384 or 640 in a row.
-SAVES, DIFFERS = (300, 2, 2), (300, 2, -2)
-#: The same with 620 and 608, and 512 in a row; and 915, and 384 in a row, by what is padding.
-ENOUGH, LITTLE, PADDED = (110, 200, 200), (104, 200, 200), (5, 300, 1, 1)
-
-
-@pytest.fixture
-def suits(monkeypatch):
-    monkeypatch.setattr(packed_batches, "suits_sharing", lambda model, device: True)
-
-
 def test_unasked_prompts_are_shared_where_that_saves_a_fifth(runs, suits, tmp_path, recwarn):
-    _, tokenizer, text = tiny_model()
-    with enabled():
-        model = dpo(tmp_path, tiny_model()[0], tokenizer, text).model
+    model = model_of(tmp_path, None)
     for batch, count in ((SAVES, 1), (DIFFERS, 1), (LITTLE, 1), (ENOUGH, 2), (PADDED, 3)):
         logps(model, batch)
         assert len(runs) == count, batch
-    never = model_of(tmp_path, share_prompts=False)
-    logps(never, SAVES)
+    logps(model_of(tmp_path, False), SAVES)
     logps(model_of(tmp_path), DIFFERS)
     assert len(runs) == 4
-    assert not [w for w in recwarn if "prompts" in str(w.message)]
-
-
-def test_unasked_a_refused_model_or_batch_says_nothing(runs, suits, tmp_path, recwarn):
-    model = small(vocab_size=20, attention_dropout=0.5)
-    _, tokenizer, text = tiny_model()
-    with enabled(share_prompts=None):
-        model = dpo(tmp_path, model, tokenizer, text, disable_dropout=False).model.train()
-    ids = torch.full((2, 300), 3)
-    model(input_ids=ids, labels=ids, position_ids=torch.arange(300)[None], fused_lm_head=True)
-    assert not runs
-    logps(model, SAVES)
-    logps(model, SAVES)
-    assert [ran for _, _, ran in runs] == [False]
     assert not [w for w in recwarn if "prompts" in str(w.message)]
 
 
@@ -234,10 +209,9 @@ def test_all_processes_try_in_the_first_forward(asked, suits, tmp_path, monkeypa
         return attending(model, packed, **options)
 
     monkeypatch.setattr(attention, "attending", watched)
-    model, ids = model_of(tmp_path, share_prompts=asked), torch.full((2, 4), 3)
-    for _ in range(2):
-        model(input_ids=ids, labels=ids, position_ids=torch.arange(4)[None], fused_lm_head=True)
-        logps(model, SAVES)
+    model = model_of(tmp_path, asked)
+    for arguments in (POSITIONS, {}) * 2:
+        logps(model, SAVES, **arguments)
     assert tried == [(2, False)]
 
 
@@ -285,7 +259,7 @@ def test_which_models_share_prompts_unasked(name, options, environment, found, n
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bf16", "autocast"])
 def test_unasked_prompts_are_shared_on_a_gpu(dtype, runs, tmp_path):
     """With weights in bf16, and with fp32 weights under autocast, as TRL's trainers have them."""
-    model = model_of(tmp_path, small(vocab_size=20, head_dim=16), None).to("cuda", dtype)
+    model = model_of(tmp_path, None, head_dim=16).to("cuda", dtype)
     found = []
     for share in (None, False):
         model._liger_losses_head = replace(model._liger_losses_head, share_prompts=share)

@@ -4,17 +4,13 @@ import re
 from dataclasses import replace
 
 import pytest
-import torch
-import transformers
 
 from liger_losses import EngineOptions
 from liger_losses.chunked.core import stream
 from liger_losses.places import Missing
 from liger_losses.trl import enabled, enabling
 from liger_losses.trl.features import FEATURES, find
-from tests.project.test_examples import tiny_model
-from tests.results.test_work import Work
-from tests.trl.trainers import CASES, check_training, train
+from tests.trl.trainers import CASES, Products, check_training, train
 
 FOUND = find(FEATURES)
 
@@ -32,30 +28,6 @@ _SLOW = {
     *("SFT, prompt tuning", "ORPO, checkpointing", "DPO, synchronised reference", "SDPO, top-k"),
     *("IW-OPD, JSD", "SFT, accumulated"),
 }
-
-
-@pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.slow] * (name in _SLOW)) for name in CASES])
-def test_training_is_the_same_and_makes_no_logits(name, tmp_path):
-    """Where this version of TRL lacks what is replaced, TRL's own code trains, with a warning."""
-    build, options = CASES[name]
-    missing = missing_of(name)
-    if missing is None:
-        check_training(build, tmp_path, **options)
-    elif missing.package:
-        pytest.skip(str(missing))
-    else:
-        with pytest.warns(UserWarning, match=f"{re.escape(str(missing))}.*TRL's own code runs"), enabled():
-            assert train(build, tmp_path, False, **options)[0]
-
-
-@pytest.mark.parametrize("name", ["SFT", "DPO", "KTO", "GRPO", "RLOO", "asynchronous GRPO"])
-def test_one_name_of_trl_serves_its_main_trainers(name, tmp_path, monkeypatch):
-    """As for a model of a trainer that was built before ``enable``, or of a later TRL that has another fused head."""
-    if missing_of(name) or isinstance(FOUND["log-probabilities"], Missing):
-        pytest.skip("this version of TRL has another name, or needs another package")
-    monkeypatch.setattr(enabling, "FEATURES", {"log-probabilities": FEATURES["log-probabilities"]})
-    build, options = CASES[name]
-    check_training(build, tmp_path, **options)
 
 
 #: Cases whose trainers ask for all positions and mask afterwards: N counts positions, with prompts and padding.
@@ -80,54 +52,47 @@ _MORE = {
 }
 
 
-#: Trainers whose step is counted with logits that are too large to keep too.
+#: Trainers that are trained with logits that are too large to keep too.
 _RECOMPUTED = ("SFT", "SFT, LoRA", "DPO", "GRPO", "KTO", "distillation", "CPO", "SDFT")
 
 
 @pytest.mark.parametrize(
-    ("name", "kept"), [*((name, True) for name in CASES if "compiled" not in name), *((n, False) for n in _RECOMPUTED)]
+    ("name", "kept"),
+    [pytest.param(name, True, marks=[pytest.mark.slow] * (name in _SLOW)) for name in CASES]
+    + [(name, False) for name in _RECOMPUTED],
 )
-def test_the_work_of_a_step(name, kept, tmp_path, monkeypatch):
-    """Forward and both gradients of N tokens are 6 N H V; 8 where the logits are too large to keep."""
+def test_training_is_the_same_and_makes_no_logits(name, kept, tmp_path, monkeypatch):
+    """Forward and both gradients of N tokens are 6 N H V; 8 where the logits are too large to keep.
+
+    Where this version of TRL lacks what is replaced, TRL's own code trains, with a warning.
+    """
     build, options = CASES[name]
-    trainer_name, missing = name.partition(",")[0], missing_of(name)
-    if missing is not None:
-        pytest.skip(str(missing))
-    plans = stream.plans
+    trainer, missing, products = name.partition(",")[0], missing_of(name), []
+    plans, again = stream.plans, EngineOptions(strategy="two_pass")
+
+    def two_passes(calls, *others):
+        return plans(tuple(replace(call, options=again) for call in calls), *others)
+
     if not kept:
-        again = EngineOptions(strategy="two_pass")
-
-        def two_passes(calls, *others):
-            return plans(tuple(replace(call, options=again) for call in calls), *others)
-
         monkeypatch.setattr(stream, "plans", two_passes)
-    with enabled():
-        torch.manual_seed(0)
-        trainer = build(tmp_path, *tiny_model(), **{**options, "max_steps": 1})
-        model = next(m for m in trainer.model.modules() if isinstance(m, transformers.PreTrainedModel))
-        positions, with_loss = [], []
+    if missing is None and "compiled" in name:
+        check_training(build, tmp_path, **options)
+    elif missing is None:
+        check_training(build, tmp_path, watch=lambda trainer: products.append(Products(trainer)), **options)
+        most = (6.1 if kept else 8.1) + _MORE.get(name, _MORE.get(trainer, 0))
+        assert 0 < products[0].units(name in _ALL_POSITIONS) <= most
+    elif missing.package:
+        pytest.skip(str(missing))
+    else:
+        with pytest.warns(UserWarning, match=f"{re.escape(str(missing))}.*TRL's own code runs"), enabled():
+            assert train(build, tmp_path, False, **options)[0]
 
-        def count(module, arguments, hidden_states):
-            if hidden_states.requires_grad and torch.is_grad_enabled():
-                positions.append(hidden_states[..., 0].numel())
-                hidden_states.register_hook(lambda gradient: with_loss.append(int((gradient != 0).any(-1).sum())))
 
-        model.model.norm.register_forward_hook(count)
-        work = Work(model.config.vocab_size)
-        # Online DPO has no compute_loss; what comes before is generation.
-        of_loss = "_forward" if trainer_name == "online DPO" else "compute_loss"
-
-        def counted(function):
-            def run(*arguments, **keywords):
-                with work:
-                    return function(*arguments, **keywords)
-
-            return run
-
-        monkeypatch.setattr(trainer, of_loss, counted(getattr(trainer, of_loss)))
-        monkeypatch.setattr(trainer.accelerator, "backward", counted(trainer.accelerator.backward))
-        trainer.train()
-    tokens = sum(positions if name in _ALL_POSITIONS else with_loss)
-    more = _MORE.get(name, _MORE.get(trainer_name, 0))
-    units = work.flops / (tokens * model.config.hidden_size * model.config.vocab_size)
-    assert 0 < units <= (6.1 if kept else 8.1) + more
+@pytest.mark.parametrize("name", ["SFT", "DPO", "KTO", "GRPO", "RLOO", "asynchronous GRPO"])
+def test_one_name_of_trl_serves_its_main_trainers(name, tmp_path, monkeypatch):
+    """As for a model of a trainer that was built before ``enable``, or of a later TRL that has another fused head."""
+    if missing_of(name) or isinstance(FOUND["log-probabilities"], Missing):
+        pytest.skip("this version of TRL has another name, or needs another package")
+    monkeypatch.setattr(enabling, "FEATURES", {"log-probabilities": FEATURES["log-probabilities"]})
+    build, options = CASES[name]
+    check_training(build, tmp_path, **options)

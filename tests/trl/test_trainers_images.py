@@ -3,58 +3,25 @@
 import pytest
 import torch
 
+from tests.models import word_tokenizer
 from tests.trl import trainers
-from tests.trl.trainers import trl
 
-IMAGE, SIDE, PATCH = "<image>", 8, 4
+image = pytest.importorskip("PIL.Image", reason="Pillow is not installed")
+SIDE, PATCH = 8, 4
+TEMPLATE = (
+    "{% for m in messages %}{% for c in ([{'text': m['content']}] if m['content'] is string else m['content']) %}"
+    "{{ c['text'] or '<image>' }} {% endfor %}{% endfor %}"
+)
 
 
 def processor():
-    """Words and images for a tiny LLaVA; an image is a list of numbers, as Pillow need not be installed."""
-    from tokenizers import Tokenizer, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast, ProcessorMixin
+    """Words and images for a tiny LLaVA."""
+    from transformers import CLIPImageProcessor, LlavaProcessor
 
-    class Processor(ProcessorMixin):
-        def __init__(self, tokenizer):
-            self.tokenizer, self.chat_template, self.image_token = tokenizer, None, IMAGE
-
-        def __call__(self, images=None, text=None, **options):
-            rows = [text] if isinstance(text, str) else text
-            rows = [row.replace(IMAGE, " ".join([IMAGE] * (SIDE // PATCH) ** 2)) for row in rows]
-            batch = self.tokenizer(rows, **options)
-            if images is not None:
-                pixels = torch.tensor([image for one in images for image in (one or [])])
-                batch["pixel_values"] = pixels.view(-1, 3, SIDE, SIDE)
-            return batch
-
-        def apply_chat_template(self, conversation, tokenize=True, **options):
-            single = isinstance(conversation[0], dict)
-            texts, images = [], []
-            for row in [conversation] if single else conversation:
-                contents = [m["content"] for m in row]
-                contents = [[{"type": "text", "text": c}] if isinstance(c, str) else c for c in contents]
-                parts = [part for content in contents for part in content]
-                texts.append(" ".join(IMAGE if part["type"] == "image" else part["text"] for part in parts))
-                images.append([part["image"] for part in parts if part["type"] == "image"])
-            if not tokenize:
-                return texts[0] if single else texts
-            names = ("padding", "padding_side", "return_tensors", "add_special_tokens")
-            chosen = {name: options[name] for name in names if name in options}
-            return self(images=images if any(images) else None, text=texts, **chosen)
-
-        def save_pretrained(self, *arguments, **options):
-            pass
-
-        def batch_decode(self, *arguments, **options):
-            return self.tokenizer.batch_decode(*arguments, **options)
-
-    words = ["<pad>", "<eos>", "<unk>", IMAGE, *(f"word{i}" for i in range(16))]
-    raw = Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, unk_token="<unk>"))
-    raw.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=raw, pad_token="<pad>", eos_token="<eos>", unk_token="<unk>", padding_side="left"
-    )
-    return Processor(tokenizer)
+    tokenizer = word_tokenizer("<image>", padding_side="left", extra_special_tokens={"image_token": "<image>"})
+    pixels = CLIPImageProcessor(size={"shortest_edge": SIDE}, crop_size=SIDE)
+    sizes = {"patch_size": PATCH, "num_additional_image_tokens": 1, "vision_feature_select_strategy": "default"}
+    return LlavaProcessor(pixels, tokenizer, chat_template=TEMPLATE, **sizes)
 
 
 def llava():
@@ -81,7 +48,7 @@ def rows(text, *columns):
         yield {
             "prompt": [{"role": "user", "content": text(3).strip()}],
             **messages,
-            "images": [torch.randn(3 * SIDE * SIDE, generator=g).tolist()],
+            "images": [image.fromarray(torch.randint(256, (SIDE, SIDE, 3), generator=g).byte().numpy())],
         }
 
 
@@ -99,16 +66,12 @@ def completion_reward(completions, **kwargs):
     return trainers.reward([completion[0]["content"] for completion in completions])
 
 
-def online(trainer, config, **own):
-    return with_images(trainers.online(trainer, config), rewards=completion_reward, **own)
-
-
 CASES = {
     "SFT": with_images(trainers.sft, "completion", max_length=None),
     "DPO": with_images(trainers.dpo, "chosen", "rejected", max_length=None),
     "KTO": with_images(trainers.kto, "completion", max_length=None),
-    "GRPO": online(trl.GRPOTrainer, trl.GRPOConfig),
-    "RLOO": online(trl.RLOOTrainer, trl.RLOOConfig),
+    "GRPO": with_images(trainers.grpo, rewards=completion_reward),
+    "RLOO": with_images(trainers.rloo, rewards=completion_reward),
 }
 
 

@@ -20,20 +20,8 @@ import torch.multiprocessing as mp
 pytest.importorskip("trl", reason="TRL is not installed")
 pytest.importorskip("deepspeed", reason="DeepSpeed is not installed, so ZeRO-3 is not tested: run `make test-zero`")
 
-from liger_losses.patching.loss_head import prepare_head
-from liger_losses.trl.fused_head import add_fused_lm_head
 from tests.processes import case_named, leave
-from tests.trl.test_distributed import (
-    LEARNING_RATE,
-    ROWS,
-    WORLD,
-    assert_close,
-    llama,
-    our_loss,
-    pending_loss,
-    plain_loss,
-    with_kernels,
-)
+from tests.trl.test_distributed import KINDS, LEARNING_RATE, ROWS, WORLD, assert_close, llama, plain_loss
 
 #: Tied weights, gradient checkpointing, and the smallest weights that are split.
 CASES = {
@@ -43,13 +31,6 @@ CASES = {
     "tied, checkpointing": (True, True, 0),
     "the small ones whole": (False, False, 300),
     "all whole": (False, False, 10**6),
-}
-#: What the loss is of, the head's own, with it the log-probabilities, or neither, and what serves the model.
-KINDS = {
-    "loss": add_fused_lm_head,
-    "loss, log-probs": add_fused_lm_head,
-    "pending logits": prepare_head,
-    "kernels": with_kernels,
 }
 
 
@@ -70,15 +51,15 @@ def run_case(rank, tied, checkpointing, threshold, kind):
     from deepspeed.utils import safe_get_full_grad
 
     plain, model = llama(tied, checkpointing), llama(tied, checkpointing)
-    KINDS[kind](model)
-    weighted, pending = kind == "loss, log-probs", kind == "pending logits"
+    serve, loss_of, weighted = KINDS[kind]
+    serve(model)
     engine, optimizer = split(model, threshold), torch.optim.SGD(plain.parameters(), LEARNING_RATE)
     for step in range(2):
         expected = plain_loss(plain, weighted)
         expected.backward()
-        found = pending_loss(engine, rank) if pending else our_loss(engine, weighted, rank)
+        found = loss_of(engine, rank)
         with torch.no_grad():  # between a forward and its backward
-            loss = (found.detach() if pending else our_loss(engine, weighted, rank)).clone()
+            loss = loss_of(engine, rank).clone()
         engine.backward(found)
         dist.all_reduce(loss)
         assert_close(loss / WORLD, expected.detach(), where=f"step {step}")
@@ -120,7 +101,6 @@ def train_trainers(rank, directory):
     with pytest.MonkeyPatch.context() as patch:
         # accelerate would not make out DeepSpeed's processes on a CPU.
         patch.setattr(PartialState, "_prepare_backend", lambda *_: ("gloo", DistributedType.MULTI_CPU))
-        trainers.wait_for_saved_models(patch)
         patch.setattr(Trainer, "train", train_and_check)
         for name in TRAINERS:
             build, options = trainers.CASES[name]
@@ -131,7 +111,7 @@ def train_trainers(rank, directory):
 
 
 def train_models(rank, directory):
-    for (name, case), kind in itertools.product(CASES.items(), KINDS):
+    for (name, case), kind in itertools.product(CASES.items(), ("loss", "log-probs", "pending", "kernels")):
         with case_named(f"{name} with {kind}"):
             run_case(rank, *case, kind)
 

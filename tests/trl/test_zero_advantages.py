@@ -11,9 +11,9 @@ from torch import nn
 
 from liger_losses.trl import enabled
 from liger_losses.trl.zero_advantages import _select, without_zero_advantages
-from tests.project.test_examples import tiny_model
-from tests.trl.test_trainers_images import online as online_with_images
-from tests.trl.trainers import gmpo, grpo, mixture, online, trl
+from tests.models import tiny_model
+from tests.trl.test_trainers_images import CASES as WITH_IMAGES
+from tests.trl.trainers import gmpo, grpo, mixture, rloo, trl
 
 B, P, C = 4, 3, 6
 LENGTHS = (6, 3, 5, 2)
@@ -22,9 +22,9 @@ HALF, NONE, ALL, ONE = [0.0, 1.0, 0.0, -2.0], [0.0] * 4, [0.5, 1.0, -1.5, -2.0],
 
 BUILDERS = {
     "GRPO": grpo,
-    "RLOO": online(trl.RLOOTrainer, trl.RLOOConfig),
+    "RLOO": rloo,
     "GMPO": gmpo,
-    "image": online_with_images(trl.GRPOTrainer, trl.GRPOConfig),
+    "image": WITH_IMAGES["GRPO"],
     "experts": grpo,
 }
 
@@ -153,49 +153,39 @@ def test_loss_gradients_and_metrics_are_those_of_all_sequences(name, checkpointi
         assert left_out + counted == B
 
 
-#: What gives tokens without advantage a gradient, or couples sequences.
+#: A kind of trainer, what is changed in it, the advantages, other inputs, and what is said, once, of a batch that is
+#: not split: what gives tokens without advantage a gradient, or couples sequences.
 WHOLE = {
-    "beta": ("GRPO", {"beta": 0.1}, "beta adds a term"),
-    "entropy bonus": ("GRPO", {"_entropy_bonus_enabled": True, "entropy_coef": 0.1}, "entropy_coef adds a term"),
-    "router": ("experts", {}, "router_aux_loss_coef adds a term"),
-    "beta of GMPO": ("GMPO", {"beta": 0.1}, "beta adds a term"),
+    "beta": ("GRPO", {"beta": 0.1}, HALF, {}, "beta adds a term"),
+    "entropy bonus": (
+        "GRPO",
+        {"_entropy_bonus_enabled": True, "entropy_coef": 0.1},
+        HALF,
+        {},
+        "entropy_coef adds a term",
+    ),
+    "router": ("experts", {}, HALF, {}, "router_aux_loss_coef adds a term"),
+    "beta of GMPO": ("GMPO", {"beta": 0.1}, HALF, {}, "beta adds a term"),
+    "a tower": ("GRPO", {}, HALF, {}, "batch normalization couples sequences"),
+    "every one has an advantage": ("GRPO", {}, ALL, {}, None),
+    "some have no images": ("image", {}, HALF, {"num_images": [1, 1, 2, 0]}, None),
 }
 
 
 @pytest.mark.parametrize("name", WHOLE)
-def test_other_terms_of_the_loss_keep_all_sequences(name, trainers):
-    """It says so once."""
-    kind, attributes, reason = WHOLE[name]
-    trainer, inputs = trainers(kind), inputs_of(kind, HALF)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(trainer, "_liger_losses_said_why", False, raising=False)
-        with pytest.warns(UserWarning, match=f"take part in the backward of this {type(trainer).__name__}: {reason}"):
-            (*_, ran) = evaluated(trainer, inputs, True, attributes)
-        with warnings.catch_warnings():
-            warnings.filterwarnings("error", message=".*take part in the backward")
-            evaluated(trainer, inputs, True, attributes)
-    assert [size[:2] for size in ran] == [(True, B)]
-
-
-@pytest.mark.parametrize(
-    ("kind", "advantages", "others"),
-    [("GRPO", ALL, {}), ("image", HALF, {"num_images": [1, 1, 2, 0]})],
-    ids=["every one has an advantage", "some have no images"],
-)
-def test_batches_that_are_not_split(kind, advantages, others, trainers):
-    (*_, ran) = evaluated(trainers(kind), inputs_of(kind, advantages, **others), True, {})
-    assert [size[:2] for size in ran] == [(True, B)]
-
-
-def test_batch_normalization_keeps_all_sequences(trainers):
-    trainer = trainers("GRPO")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(trainer, "_liger_losses_said_why", False, raising=False)
-        trainer.model.add_module("norm_of_a_tower", nn.BatchNorm1d(2))
-        with pytest.warns(UserWarning, match="batch normalization couples sequences"):
-            (*_, ran) = evaluated(trainer, inputs_of("GRPO", HALF), True, {})
-        del trainer.model.norm_of_a_tower
-    assert [size[:2] for size in ran] == [(True, B)]
+def test_batches_that_are_not_split(name, trainers, monkeypatch):
+    kind, attributes, advantages, others, reason = WHOLE[name]
+    trainer, inputs = trainers(kind), inputs_of(kind, advantages, **others)
+    monkeypatch.setattr(trainer, "_liger_losses_said_why", False, raising=False)
+    if name == "a tower":
+        monkeypatch.setitem(trainer.model._modules, "tower", nn.BatchNorm1d(2))
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        ran = evaluated(trainer, inputs, True, attributes)[-1] + evaluated(trainer, inputs, True, attributes)[-1]
+    said = [str(w.message) for w in said if "take part in the backward" in str(w.message)]
+    words = f"take part in the backward of this {type(trainer).__name__}: {reason}"
+    assert [words in text for text in said] == [True] * (reason is not None)
+    assert [size[:2] for size in ran] == [(True, B)] * 2
 
 
 def test_a_term_that_is_not_known_is_an_error_before_the_step(trainers):

@@ -2,6 +2,7 @@
 
 import contextlib
 import copy
+import functools
 import importlib
 import math
 import queue
@@ -16,8 +17,8 @@ import transformers
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from liger_losses.trl import disable, enable
-from tests.models import small
-from tests.project.test_examples import tiny_model
+from tests.models import small, tiny_model
+from tests.results.test_work import Work
 from tests.seam import engine_calls
 
 trl = pytest.importorskip("trl", reason="TRL is not installed")
@@ -68,42 +69,14 @@ def lora(*targets):
     return peft.LoraConfig(r=2, target_modules=list(targets), init_lora_weights=False, task_type="CAUSAL_LM")
 
 
-def mixture(output, model, tokenizer, text, **options):
-    """SFT of a mixture of experts, with its auxiliary loss."""
-    experts = {"num_local_experts": 4, "output_router_logits": True, "router_aux_loss_coef": 0.1}
-    return sft(output, small("Mixtral", vocab_size=tokenizer.vocab_size, **experts), tokenizer, text, **options)
+#: By column, the fewest words of a text, and how many lengths there are.
+LENGTHS = {"prompt": (3, 1), "chosen": (2, 5), "rejected": (1, 4), "completion": (2, 5), "reference": (3, 1)}
+LENGTHS |= {"privileged_context": (2, 3)}
 
 
-def pairs(text):
-    return [{"prompt": text(3), "chosen": text(2 + i % 5), "rejected": text(1 + i % 4)} for i in range(16)]
-
-
-def completions(text):
-    return [{"prompt": text(3), "completion": text(2 + i % 5)} for i in range(16)]
-
-
-def given_to(trainer, output, tokenizer, rows, adapter=None, config=None, **options):
-    """What all trainers take by name."""
-    args = settings(config or getattr(trl, trainer.__name__.replace("Trainer", "Config")), output, **options)
-    found = {"args": args, "train_dataset": datasets.Dataset.from_list(rows), "processing_class": tokenizer}
-    return found | ({"peft_config": lora(*adapter)} if adapter else {})
-
-
-def sft(output, model, tokenizer, text, rows=None, compute_metrics=None, **options):
-    given = given_to(trl.SFTTrainer, output, tokenizer, rows or completions(text), **options)
-    return trl.SFTTrainer(model, compute_metrics=compute_metrics, **given)
-
-
-def dpo(output, model, tokenizer, text, rows=None, **options):
-    reference = None if options.get("adapter") else copy.deepcopy(model)
-    return trl.DPOTrainer(
-        model, reference, **given_to(trl.DPOTrainer, output, tokenizer, rows or pairs(text), **options)
-    )
-
-
-def kto(output, model, tokenizer, text, rows=None, **options):
-    marked = [{**row, "label": i % 2 == 0} for i, row in enumerate(rows or completions(text))]
-    return trl.KTOTrainer(model, copy.deepcopy(model), **given_to(trl.KTOTrainer, output, tokenizer, marked, **options))
+def rows_of(text, *columns):
+    """Sixteen, with other texts in each."""
+    return [{name: text(LENGTHS[name][0] + i % LENGTHS[name][1]) for name in columns} for i in range(16)]
 
 
 def reward(completions, **kwargs):
@@ -116,57 +89,11 @@ def reward_half(completions, prompts, **kwargs):
     return [r * (known.index(str(p)) % 2) for r, p in zip(reward(completions), prompts, strict=True)]
 
 
-def online(trainer, config, **own):
-    own = own or {"num_generations": 2, "max_completion_length": 6, "beta": 0.1}
-
-    def build(output, model, tokenizer, text, rows=None, rewards=reward, **options):
-        rows = rows or [{"prompt": text(3)} for _ in range(16)]
-        tokenizer.padding_side = "left"
-        model.save_pretrained(output / "model")  # the reference is loaded from where the model came from
-        given = given_to(trainer, output, tokenizer, rows, config=config, **{**own, **options})
-        return trainer(type(model).from_pretrained(output / "model"), reward_funcs=rewards, **given)
-
-    return build
-
-
-def distillation(output, model, tokenizer, text, **options):
-    teacher = copy.deepcopy(model)
-    with torch.no_grad():
-        for parameter in teacher.parameters():
-            parameter.add_(0.05 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(3)))
-    tokenizer.padding_side = "left"
-    rows = [{"prompt": text(3)} for _ in range(16)]
-    given = given_to(trl.DistillationTrainer, output, tokenizer, rows, max_completion_length=6, **options)
-    return trl.DistillationTrainer(model=model, teacher_model=teacher, **given)
-
-
 def classes(name):
     """An experimental trainer, and its configuration."""
     module = importlib.import_module(f"trl.experimental.{name}")
     trainer = "OnlineDPO" if name == "online_dpo" else name.upper().replace("_", "")
     return getattr(module, f"{trainer}Trainer"), getattr(module, f"{trainer}Config")
-
-
-def preference(name):
-    """CPO's and ORPO's rows are of text."""
-
-    def build(output, model, tokenizer, text, **options):
-        kind, config = classes(name)
-        if options.get(
-            "adapter"
-        ):  # of a head that shares its weight with the embedding, it would not be the head's alone
-            model.lm_head.weight = torch.nn.Parameter(model.lm_head.weight.detach().clone())
-            model.config.tie_word_embeddings = False
-        given = given_to(kind, output, tokenizer, pairs(text), config=config, max_length=32, **options)
-        return kind(model, **given)
-
-    return build
-
-
-def tpo(output, model, tokenizer, text, **options):
-    kind, config = classes("tpo")
-    rows = [{**row, "reference": text(3)} for row in pairs(text)]
-    return kind(model, **given_to(kind, output, tokenizer, rows, config=config, **options))
 
 
 def of_bytes(model):
@@ -184,54 +111,70 @@ def of_bytes(model):
     return type(model)(config), tokenizer
 
 
-def from_a_teacher(name, **own):
-    """GKD, GOLD and IW-OPD: completions of the data, and a teacher in the same process."""
+def builder(kind, *columns, saved=True, messages=False, others=(), **own):
+    """Makes trainers of a class, or of the name of an experimental one, on texts in some columns.
 
-    def build(output, model, tokenizer, text, **options):
-        kind, config = classes(name)
-        if name == "gold":  # which takes no other tokenizers
+    They get ``others`` too: a ``ref_model``, a ``teacher_model``, ``reward_funcs``. Some load the model again from
+    where it was ``saved``, or look there for a teacher's tokenizer.
+    """
+
+    def build(output, model, tokenizer, text, rows=None, rewards=reward, adapter=None, **options):
+        trainer, config = classes(kind) if isinstance(kind, str) else (kind, None)
+        config = config or getattr(trl, trainer.__name__.replace("Trainer", "Config"))
+        if kind == "gold":  # which takes no other tokenizers
             model, tokenizer = of_bytes(model)
-        teacher = copy.deepcopy(model)
-        with torch.no_grad():
-            teacher.model.norm.weight.mul_(1.5)
-        tokenizer.chat_template = "{% for m in messages %}{{ m['content'] }}{% endfor %}"
         tokenizer.padding_side = "left"
-        # Whose tokenizer is looked at, to be the student's. Each process reads files that no other one writes.
-        folder = output / f"model{dist.get_rank() if dist.is_initialized() else ''}"
-        tokenizer.save_pretrained(folder)
-        teacher.config._name_or_path = model.config._name_or_path = str(folder)
-        rows = [
-            {"messages": [{"role": "user", "content": text(3)}, {"role": "assistant", "content": text(2 + i % 5)}]}
-            for i in range(16)
-        ]
-        given = given_to(kind, output, tokenizer, rows, config=config, **{**own, **options})
-        return kind(model=model, teacher_model=teacher, **given)
+        tokenizer.chat_template = tokenizer.chat_template or "{% for m in messages %}{{ m['content'] }}{% endfor %}"
+        rows = [{**row, "label": i % 2 == 0} for i, row in enumerate(rows or rows_of(text, *columns))]
+        if messages:
+            told = ("user", "prompt"), ("assistant", "completion")
+            rows = [{"messages": [{"role": who, "content": row[name]} for who, name in told]} for row in rows]
+        if saved:  # each process reads files that no other one writes
+            folder = output / f"model{dist.get_rank() if dist.is_initialized() else ''}"
+            model.save_pretrained(folder)
+            tokenizer.save_pretrained(folder)
+            model = type(model).from_pretrained(folder)
+        given = {"reward_funcs": rewards} if "reward_funcs" in others else {}
+        if "ref_model" in others:
+            given["ref_model"] = None if adapter else copy.deepcopy(model)
+        if "teacher_model" in others:
+            given["teacher_model"] = copy.deepcopy(model)
+            given["teacher_model"].model.norm.weight.data.mul_(1.5)
+        if adapter:
+            given["peft_config"] = lora(*adapter)
+            if "lm_head" in adapter:  # of a head that shares its weight with the embedding, it would not be its alone
+                model.lm_head.weight = torch.nn.Parameter(model.lm_head.weight.detach().clone())
+                model.config.tie_word_embeddings = False
+        args, dataset = settings(config, output, **{**own, **options}), datasets.Dataset.from_list(rows)
+        return trainer(model, args=args, train_dataset=dataset, processing_class=tokenizer, **given)
 
     return build
 
 
-def self_distillation(name):
-    """SDFT and SDPO: a teacher that is the model itself, told more."""
+_SHORT = {"num_generations": 2, "max_completion_length": 6}
+_ONLINE, _TAUGHT = {**_SHORT, "beta": 0.1}, {"lmbda": 0.0, "max_completion_length": 4}
+_REWARDS, _TEACHER, _REFERENCE = ["reward_funcs"], ["teacher_model"], ["ref_model"]
+sft = builder(trl.SFTTrainer, "prompt", "completion", saved=False)
+dpo = builder(trl.DPOTrainer, "prompt", "chosen", "rejected", saved=False, others=_REFERENCE)
+kto = builder(trl.KTOTrainer, "prompt", "completion", saved=False, others=_REFERENCE)
+grpo = builder(trl.GRPOTrainer, "prompt", others=_REWARDS, **_ONLINE)
+rloo = builder(trl.RLOOTrainer, "prompt", others=_REWARDS, **_ONLINE)
+gmpo = builder("gmpo", "prompt", others=_REWARDS, **_ONLINE)
+online_dpo = builder("online_dpo", "prompt", others=_REWARDS, max_new_tokens=6, top_k=0, disable_dropout=True)
+distillation = builder(trl.DistillationTrainer, "prompt", others=_TEACHER, max_completion_length=6)
+cpo, orpo = (builder(n, "prompt", "chosen", "rejected", saved=False, max_length=32) for n in ("cpo", "orpo"))
+tpo = builder("tpo", "prompt", "chosen", "rejected", "reference", saved=False)
+gkd = builder("gkd", "prompt", "completion", messages=True, others=_TEACHER, lmbda=0.0, max_new_tokens=4)
+gold = builder("gold", "prompt", "completion", messages=True, others=_TEACHER, **_TAUGHT)
+iw_opd = builder("iw_opd", "prompt", "completion", messages=True, others=_TEACHER, **_TAUGHT)
+sdft = builder("sdft", "prompt", "privileged_context", **_SHORT)
+sdpo = builder("sdpo", "prompt", "privileged_context", others=_REWARDS, **_SHORT)
 
-    def build(output, model, tokenizer, text, **options):
-        kind, config = classes(name)
-        rows = [{"prompt": text(3), "privileged_context": text(2 + i % 3)} for i in range(16)]
-        tokenizer.padding_side = "left"
-        tokenizer.chat_template = "{% for m in messages %}{{ m['content'] }}{% endfor %}"
-        rewards = {"reward_funcs": reward} if name == "sdpo" else {}
-        model.save_pretrained(output / "model")  # the teacher is loaded from where the model came from
-        model = type(model).from_pretrained(output / "model")
-        options = {"num_generations": 2, "max_completion_length": 6, **options}
-        return kind(model, **given_to(kind, output, tokenizer, rows, config=config, **options), **rewards)
 
-    return build
-
-
-def online_experimental(name, **own):
-    def build(*arguments, **options):
-        return online(*classes(name), **own)(*arguments, **options)
-
-    return build
+def mixture(output, model, tokenizer, text, **options):
+    """SFT of a mixture of experts, with its auxiliary loss."""
+    experts = {"num_local_experts": 4, "output_router_logits": True, "router_aux_loss_coef": 0.1}
+    return sft(output, small("Mixtral", vocab_size=tokenizer.vocab_size, **experts), tokenizer, text, **options)
 
 
 class Rollouts:
@@ -276,14 +219,6 @@ def async_grpo(output, model, tokenizer, text, **options):
         )
 
 
-grpo = online(trl.GRPOTrainer, trl.GRPOConfig)
-gmpo = online_experimental("gmpo")
-online_dpo = online_experimental("online_dpo", max_new_tokens=6, top_k=0, disable_dropout=True)
-gkd = from_a_teacher("gkd", lmbda=0.0, max_new_tokens=4)
-gold, iw_opd = (from_a_teacher(name, lmbda=0.0, max_completion_length=4) for name in ("gold", "iw_opd"))
-sdft, sdpo = self_distillation("sdft"), self_distillation("sdpo")
-
-
 #: Half of the sequences have no advantage, nor another term in the loss, and take no part in the backward.
 _HALF = {"beta": 0.0, "rewards": reward_half}
 CASES = {
@@ -301,7 +236,7 @@ CASES = {
     "DPO, synchronised reference": (dpo, {"sync_ref_model": True, "ref_model_sync_steps": 1}),
     "DPO, compiled": (dpo, {"torch_compile": True, "torch_compile_backend": "eager"}),
     "GRPO, compiled": (grpo, {"torch_compile": True, "torch_compile_backend": "aot_eager"}),
-    "CPO, compiled": (preference("cpo"), {"torch_compile": True, "torch_compile_backend": "eager"}),
+    "CPO, compiled": (cpo, {"torch_compile": True, "torch_compile_backend": "eager"}),
     "KTO": (kto, {}),
     "GRPO": (grpo, {}),
     "GRPO, entropy bonus": (grpo, {"entropy_coef": 0.05}),
@@ -316,11 +251,11 @@ CASES = {
     "online DPO": (online_dpo, {}),
     "distillation": (distillation, {}),
     "distillation, JSD": (distillation, {"beta": 0.5, "temperature": 1.3}),
-    "CPO": (preference("cpo"), {}),
-    "CPO, bf16": (preference("cpo"), {"bf16": True}),
-    "ORPO": (preference("orpo"), {}),
-    "ORPO, LoRA": (preference("orpo"), {"adapter": ("q_proj", "lm_head")}),
-    "ORPO, checkpointing": (preference("orpo"), {"gradient_checkpointing": True}),
+    "CPO": (cpo, {}),
+    "CPO, bf16": (cpo, {"bf16": True}),
+    "ORPO": (orpo, {}),
+    "ORPO, LoRA": (orpo, {"adapter": ("q_proj", "lm_head")}),
+    "ORPO, checkpointing": (orpo, {"gradient_checkpointing": True}),
     "TPO": (tpo, {}),
     "GKD": (gkd, {"beta": 0.3}),
     "GOLD": (gold, {"beta": 0.3}),
@@ -331,19 +266,48 @@ CASES = {
     "SDPO": (sdpo, {}),
     # Adam would make much of differences between gradients that are almost 0.
     "SDPO, top-k": (sdpo, {"distillation_mode": "topk_logits", "distillation_topk": 5, "optim": "sgd"}),
-    "RLOO": (online(trl.RLOOTrainer, trl.RLOOConfig), _HALF),
+    "RLOO": (rloo, _HALF),
 }
 
 
-def train(build, output, on, kernels=False, **options):
+class Products:
+    """Of the trained head, in the loss and backward of a trainer's first step: their work, and of how many tokens."""
+
+    def __init__(self, trainer):
+        self.trainer = trainer
+        self.model = next(m for m in trainer.model.modules() if isinstance(m, transformers.PreTrainedModel))
+        self.positions, self.with_loss, self.work = [], [], Work(self.model.config.vocab_size)
+        self.model.model.norm.register_forward_hook(self.count)
+        # Online DPO has no compute_loss; what comes before is generation.
+        of_loss = "_forward" if type(trainer).__name__ == "OnlineDPOTrainer" else "compute_loss"
+        for owner, name in ((trainer, of_loss), (trainer.accelerator, "backward")):
+            setattr(owner, name, functools.partial(self.counted, getattr(owner, name)))
+
+    def count(self, module, arguments, hidden_states):
+        if hidden_states.requires_grad and torch.is_grad_enabled() and self.trainer.state.global_step == 0:
+            self.positions.append(hidden_states[..., 0].numel())
+            hidden_states.register_hook(lambda gradient: self.with_loss.append(int((gradient != 0).any(-1).sum())))
+
+    def counted(self, function, *arguments, **keywords):
+        with self.work if self.trainer.state.global_step == 0 else contextlib.nullcontext():
+            return function(*arguments, **keywords)
+
+    def units(self, of_positions):
+        """In N H V, where N is the number of positions, or of tokens with loss."""
+        config = self.model.config
+        tokens = sum(self.positions if of_positions else self.with_loss)
+        return self.work.flops / (tokens * config.hidden_size * config.vocab_size)
+
+
+def train(build, output, on, kernels=False, watch=lambda trainer: None, **options):
     """The logged numbers of each step, and the trained parameters."""
     compiled = options.get("torch_compile", False)
-    model, tokenizer, text = tiny_model()
-    torch.manual_seed(0)
+    model, tokenizer, text = tiny_model()  # which seeds what is drawn
     if on:
         enable(kernels=kernels)
     trainer = build(output, model, tokenizer, text, **options)
     if on:
+        watch(trainer)
         step = trainer.training_step
 
         def watched(model, inputs, *arguments):
@@ -355,7 +319,6 @@ def train(build, output, on, kernels=False, **options):
                 return step(model, inputs, *arguments)
 
         trainer.training_step = watched
-    torch.manual_seed(1)
     torch._dynamo.reset()
     before = torch._dynamo.utils.counters["stats"]["unique_graphs"]
     with engine_calls() as calls:
@@ -368,24 +331,14 @@ def train(build, output, on, kernels=False, **options):
     return logged, {name: value.detach().clone() for name, value in trainer.model.named_parameters()}
 
 
-def wait_for_saved_models(patch):
-    """The first process saves models, and all go on once they are there."""
-
-    def save(self, *args, save=transformers.PreTrainedModel.save_pretrained, **kwargs):
-        save(self, *args, **kwargs)
-        dist.barrier()
-
-    patch.setattr(transformers.PreTrainedModel, "save_pretrained", save)
-
-
 #: What depends on the clock.
 _TIMES = ("time", "per_second", "runtime", "epoch", "perf/")
 
 
-def check_training(build, tmp_path, kernels=False, **options):
+def check_training(build, tmp_path, kernels=False, watch=lambda trainer: None, **options):
     """Train plain and enabled from one seed: the same numbers are logged, the weights are the same, no logits."""
     plain, expected = train(build, tmp_path / "plain", False, **options)
-    ours, found = train(build, tmp_path / "ours", True, kernels, **options)
+    ours, found = train(build, tmp_path / "ours", True, kernels, watch, **options)
     bf16 = options.get("bf16", False)
     assert len(plain) == len(ours) == STEPS
     assert all(row["grad_norm"] > 0 for row in plain)

@@ -129,11 +129,13 @@ def builder(kind, *columns, saved=True, messages=False, others=(), **own):
         if messages:
             told = ("user", "prompt"), ("assistant", "completion")
             rows = [{"messages": [{"role": who, "content": row[name]} for who, name in told]} for row in rows]
-        if saved:  # each process reads files that no other one writes
-            folder = output / f"model{dist.get_rank() if dist.is_initialized() else ''}"
-            model.save_pretrained(folder)
-            tokenizer.save_pretrained(folder)
-            model = type(model).from_pretrained(folder)
+        if saved:
+            if not dist.is_initialized() or dist.get_rank() == 0:
+                model.save_pretrained(output / "model")
+                tokenizer.save_pretrained(output / "model")
+            if dist.is_initialized():
+                dist.barrier()
+            model = type(model).from_pretrained(output / "model")
         given = {"reward_funcs": rewards} if "reward_funcs" in others else {}
         if "ref_model" in others:
             given["ref_model"] = None if adapter else copy.deepcopy(model)

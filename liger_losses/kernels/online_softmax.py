@@ -26,6 +26,11 @@ STATISTICS = ("logp", "entropy", "lse", "mean_logp", "log_sum_sq_probs", "mean_l
 STORED = ("lse", "logp", "entropy", "mean_logp", "log_sum_sq_probs", "mean_logit", "max_logit", "argmax")
 
 
+#: What a kernel merges, of parts of the vocabulary.
+MERGED = ("lse", "logp", "entropy")
+_OF_PARTS = [*MERGED, *[f"{name}_out" for name in MERGED]]
+
+
 class Sums(NamedTuple):
     """Which sums a kernel takes besides the maximum and the sum of exponentials: 1 for those needed, else ``None``."""
 
@@ -98,7 +103,13 @@ def empty_statistics(names: frozenset[str], rows: int, device: torch.device) -> 
     return values
 
 
-def merge(parts: Mapping[str, Tensor], sizes: Sequence[int], class_weight: Tensor | None = None) -> dict[str, Tensor]:
+def merge(
+    parts: Mapping[str, Tensor],
+    sizes: Sequence[int],
+    class_weight: Tensor | None = None,
+    *,
+    backend: str = "torch",
+) -> dict[str, Tensor]:
     """Merge the statistics of W groups of columns into the statistics of a softmax over all columns.
 
     With ``w_r = exp(lse_r - lse)``, the probability of the columns of part r, the log-sum-exp is the log-sum-exp of the
@@ -110,11 +121,19 @@ def merge(parts: Mapping[str, Tensor], sizes: Sequence[int], class_weight: Tenso
             logits here, 0 for the columns of other parts.
         sizes: the number of columns of each of the W parts.
         class_weight: ``[V]``, the weights in ``mean_logp``.
+        backend: ``torch`` or ``triton``, which has a kernel for :data:`MERGED`; it takes parts whose tokens are adjacent
+            and which have one stride.
 
     Returns:
         ``[R]`` (``selected_logps``: ``[R, k]``) for each name.
     """
     local_lse = parts["lse"]
+    if backend == "triton" and parts.keys() <= {*MERGED}:
+        count, rows = local_lse.shape
+        merged = dict(zip(parts, local_lse.new_empty(len(parts), rows).unbind(), strict=True))
+        of_parts, out = ([values.get(name) for name in MERGED] for values in (parts, merged))
+        _merge_parts_kernel[(-(-rows // 256),)](*out, *of_parts, local_lse.stride(0), count, rows, BLOCK=256)
+        return merged
     log_share = local_lse.log_softmax(0)
     lse = local_lse.logsumexp(0)
     merged = {"lse": lse}
@@ -151,6 +170,52 @@ def merge(parts: Mapping[str, Tensor], sizes: Sequence[int], class_weight: Tenso
     if "selected_logps" in parts:
         merged["selected_logps"] = parts["selected_logps"].sum(0) - lse[:, None]
     return merged
+
+
+@jit
+def log1p(x):
+    """``log(1 + x)``, exact for small x: the rounding error of 1 + x is divided out (Kahan's method)."""
+    u = 1.0 + x
+    return tl.where(u == 1.0, x, tl.log(u) * (x / (u - 1.0)))
+
+
+@jit(do_not_specialize=["count", "tokens"], do_not_specialize_on_alignment=_OF_PARTS)
+def _merge_parts_kernel(
+    lse_out, logp_out, entropy_out, lse, logp, entropy, stride, count, tokens, BLOCK: tl.constexpr
+):
+    """:func:`merge`: parts are ``[count, tokens]``, ``stride`` elements apart."""
+    rows = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    inside = rows < tokens
+    top = tl.full((BLOCK,), -3.0e38, tl.float32)
+    total = tl.zeros((BLOCK,), tl.float32)
+    for part in range(count):
+        z = tl.load(lse + part * stride + rows, mask=inside, other=0.0)
+        new_top = tl.maximum(top, z)
+        total = total * tl.exp(top - new_top) + tl.exp(z - new_top)
+        top = new_top
+    log_total = tl.log(total)
+    tl.store(lse_out + rows, top + log_total, mask=inside)
+    others = tl.zeros((BLOCK,), tl.float32)
+    label_share = tl.zeros((BLOCK,), tl.float32)
+    label = tl.zeros((BLOCK,), tl.float32)
+    nats = tl.zeros((BLOCK,), tl.float32)
+    for part in range(count):
+        log_share = (tl.load(lse + part * stride + rows, mask=inside, other=0.0) - top) - log_total
+        share = tl.exp(log_share)
+        if logp is not None:
+            x = tl.load(logp + part * stride + rows, mask=inside, other=0.0)
+            elsewhere = x == float("inf")
+            others += tl.where(elsewhere, share, 0.0)
+            label_share += tl.where(elsewhere, 0.0, log_share)
+            label += tl.where(elsewhere, 0.0, x)
+        if entropy is not None:
+            h = tl.load(entropy + part * stride + rows, mask=inside, other=0.0)
+            nats += tl.where(share == 0, 0.0, share * (h - log_share))
+    if logp is not None:
+        label += tl.where(others < 0.5, log1p(-tl.where(others < 0.5, others, 0.0)), label_share)
+        tl.store(logp_out + rows, label, mask=inside)
+    if entropy is not None:
+        tl.store(entropy_out + rows, nats, mask=inside)
 
 
 @jit

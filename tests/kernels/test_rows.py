@@ -56,15 +56,31 @@ def test_argmax_is_the_first_maximum(backend):
 # --- Statistics of parts of the vocabulary make those of the whole ----------------------------------------------------
 
 
-def test_confident_tokens_keep_their_digits():
+def test_confident_tokens_keep_their_digits(backend):
     """Where 1 - p is far below fp32's rounding of 1."""
     others = torch.randn(20, 2, generator=torch.Generator().manual_seed(0))
     lse = torch.stack([torch.full((20,), 1000.0), 960 + others[:, 0], 970 + others[:, 1]])
-    parts = {"lse": lse, "logp": torch.tensor([[0.0], [torch.inf], [torch.inf]]).expand(3, 20)}
-    found = merge(parts, [1, 7, 9])["logp"]
+    parts = {"lse": lse, "logp": torch.tensor([[0.0], [torch.inf], [torch.inf]]).expand(3, 20).contiguous()}
+    found = merge({name: part.to(DEVICE) for name, part in parts.items()}, [1, 7, 9], backend=backend)["logp"].cpu()
     exact = -(lse[1:].double() - 1000).exp().sum(0).log1p()
     assert found.abs().max() < 1e-11
     assert relative_error(found, exact) < 1e-6
+
+
+def test_parts_of_the_vocabulary(backend):
+    """Of 300 tokens, among them parts whose logits are all -inf, and one whose label is in such a part."""
+    z = 5 * torch.randn(3, 300, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    z[1, 7] = z[0, 8] = -math.inf
+    lse, owner = z.logsumexp(-1), torch.arange(300) % 3
+    logp = torch.where(owner == torch.arange(3)[:, None], z[..., 2] - lse, math.inf)
+    parts = {"lse": lse, "logp": logp, "entropy": torch.special.entr((z - lse[..., None]).exp()).sum(-1).nan_to_num()}
+    found = merge({name: part.float().to(DEVICE) for name, part in parts.items()}, [6] * 3, backend=backend)
+    whole = z.transpose(0, 1).flatten(1)
+    exact = {"lse": whole.logsumexp(-1), "entropy": torch.special.entr(whole.softmax(-1)).sum(-1)}
+    exact["logp"] = whole[torch.arange(300), 6 * owner + 2] - exact["lse"]
+    for name, value in exact.items():
+        keep = ~((torch.arange(300) == 7) & (owner == 1)) if name == "logp" else slice(None)
+        torch.testing.assert_close(found[name].cpu().double()[keep], value[keep], rtol=1e-5, atol=1e-5)
 
 
 def test_sums_of_tiles():

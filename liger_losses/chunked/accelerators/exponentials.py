@@ -57,7 +57,8 @@ BLOCKS = 32
 class ExponentialBlock:
     """Of these tokens; ``constants`` are the statistics and the offsets of exponentials.
 
-    Where ranks share the vocabulary, ``logp here`` is of the label's row, or of another one if that is another rank's.
+    ``place`` is the label's row. Where ranks share the vocabulary, ``here`` says whose is this rank's; of others it is
+    another row, and so is ``logp here``.
     """
 
     part: Any
@@ -78,7 +79,7 @@ class ExponentialBlock:
         count, device, size = len(part.hidden), part.hidden.device, part.head.weights.columns
         memory = torch.empty(count, padded(size), dtype=plan.products.dtype, device=device)
         values = empty_values({"offset", "lse", "logp", *[s.name for s in asked]}, part)
-        arguments, out, labels = (part.hidden, matrix_of(part)), memory[:, :size], labels_of(part)
+        arguments, out, (labels, here) = (part.hidden, matrix_of(part)), memory[:, :size], labels_of(part)
         k = part.selected if isinstance(part.selected, int) else 0
         columns = linear_exponentials(*arguments, labels, exponentials_of(values), epilogue_of(part), out, k)
         if isinstance(part.selected, Tensor):
@@ -90,8 +91,9 @@ class ExponentialBlock:
         if part.head.ranks.size > 1:
             logits = values["logp"] + values["lse"]
             offset = values.pop("offset")
-            values = merged(values, part.labels, part.head.ranks, None)
+            values = merged(values, part.head.ranks, plan, here)
             values |= {"offset": offset, "logp here": logits - values["lse"]}
+        values |= {"place": labels} if here is None else {"place": labels, "here": here}
         return cls(part, asked, plan, memory, values)
 
     def add_gradients(
@@ -105,8 +107,7 @@ class ExponentialBlock:
     def add_products(self, upstream: dict[str, Tensor], grads: Gradients) -> tuple[Tensor | None, Tensor]:
         """The same without the labels' terms of the weight's gradient; and these terms' factors ``[R]``."""
         part, weights, values = self.part, self.part.head.weights, self.constants
-        e, (places, here) = self.memory[:, : weights.columns], part.head.ranks.local(part.labels)
-        labels = places.contiguous()
+        e, labels, here = self.memory[:, : weights.columns], values["place"], values.get("here")
         if here is not None:
             values = values | {"logp": values["logp here"]}
         selected, of_selected = None, upstream.get("selected_logps")
@@ -170,7 +171,7 @@ def add_label_terms(part: Target, at_label: Tensor, grads: Gradients) -> None:
     """Add the labels' terms to the gradient of the weight."""
     buffer = grads.of(part.head.weights.weight)  # type: ignore[attr-defined]
     if buffer is not None:
-        add_to_label_rows_(buffer.whole(), labels_of(part), at_label, part.hidden)
+        add_to_label_rows_(buffer.whole(), labels_of(part)[0], at_label, part.hidden)
 
 
 def row_bytes(call: Signature) -> int:
@@ -192,7 +193,7 @@ def serves(call: Signature) -> bool:
     differentiates = "selected_logps" in call.statistics
     if "largest" in call.metrics and (differentiates or not call.linear):
         return False
-    return not (call.shared and (differentiates or "selected_logps" in call.metrics))
+    return not (call.ranks > 1 and (differentiates or "selected_logps" in call.metrics))
 
 
 def planned(call: Signature) -> Plan | None:

@@ -31,7 +31,7 @@ from liger_losses.chunked.accelerators.tiles import (
 from liger_losses.chunked.core.rows import largest
 from liger_losses.kernels._triton import jit, tl
 from liger_losses.kernels.logit_transform import Epilogue, capped_tanh, inverse_temperature, transform_block
-from liger_losses.kernels.online_softmax import Sums
+from liger_losses.kernels.online_softmax import Sums, log1p
 
 #: Tokens of one launch without exponentials, which bounds the memory of the tiles' sums: 16 MiB for 131072 columns,
 #: each of log-sum-exp, mean logit and entropy.
@@ -130,13 +130,6 @@ def _largest(e: Any, labels: Tensor, values: Any, maxima: Tensor, width: int, k:
     at = largest(torch.cat([of_tiles.flatten(1), e[:, whole * width :]], 1), Epilogue(), k)[1]
     e.scatter_(1, label, 0.0)
     return torch.nn.functional.pad(tiles, (0, 1), value=whole).gather(1, at // width) * width + at % width
-
-
-@jit
-def log1p(x):
-    """``log(1 + x)``, exact for small x: the rounding error of 1 + x is divided out (Kahan's method)."""
-    u = 1.0 + x
-    return tl.where(u == 1.0, x, tl.log(u) * (x / (u - 1.0)))
 
 
 @jit(

@@ -19,9 +19,10 @@ def matrix_of(part: Target) -> Tensor:
     return with_contiguous_rows(part.head.weights.rows(ALL))
 
 
-def labels_of(part: Target) -> Tensor:
-    """The labels' rows of the matrix; any row for a label that another rank has."""
-    return part.head.ranks.local(part.labels)[0].contiguous()
+def labels_of(part: Target) -> tuple[Tensor, Tensor | None]:
+    """The labels' rows of the matrix, and which of them are this rank's (``None`` for all): any row for another's."""
+    places, here = part.head.ranks.local(part.labels)
+    return places.contiguous(), here
 
 
 def epilogue_of(part: Target) -> Epilogue:

@@ -38,13 +38,14 @@ class StatisticsBlock(NamedTuple):
 
 def block_of(part: Target, asked: tuple[Statistic, ...], plan: Plan) -> StatisticsBlock:
     names = {"lse", *[s.name for s in asked]}
-    arguments = part.hidden, matrix_of(part), labels_of(part)
+    labels, here = labels_of(part)
+    arguments = part.hidden, matrix_of(part), labels
     if names <= BY_EXPONENTIALS:
         values = empty_values(names, part)
         linear_exponentials(*arguments, exponentials_of(values), epilogue_of(part))
     else:
         values = linear_softmax_statistics(*arguments, frozenset(names), epilogue_of(part))
-    return StatisticsBlock(merged(values, part.labels, part.head.ranks, None))
+    return StatisticsBlock(merged(values, part.head.ranks, plan, here))
 
 
 def row_bytes(call: Signature) -> int:
@@ -56,7 +57,7 @@ def planned(call: Signature) -> Plan | None:
     """Of calls in which nothing is trained, and a kernel has the statistics of one matrix that is at hand."""
     if not (has_matrix(call) and call.of_kernels and not call.trains and call.operand in HALF_DTYPES):
         return None
-    if call.shared and not call.statistics | call.metrics <= BY_EXPONENTIALS:
+    if call.ranks > 1 and not call.statistics | call.metrics <= BY_EXPONENTIALS:
         return None
     plan = by_blocks(call, "statistics", block_of, row_bytes(call))
     return plan if plan.products.columns >= call.columns else None

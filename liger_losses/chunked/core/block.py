@@ -194,7 +194,9 @@ class Block:
                 self.constants["columns"] = rows.largest_of_ranks(*top, part.selected, part.head.ranks)
             if (ids := self._selected()) is not None:
                 values["selected_logps"] = self._logits_of(ids, epilogue)
-            self.constants |= rows.merged(values, part.labels, part.head.ranks, part.class_weight)
+            here = self._label_places[1]
+            here = None if here is None else here[:, 0]
+            self.constants |= rows.merged(values, part.head.ranks, plan, here, part.class_weight)
             if "rest" in names and ids is not None:
                 sums = rows.rest(self.memory, self.width, *self._places(ids), self.constants["lse"], epilogue, plan)
                 self.constants["rest"] = part.head.ranks.sum(sums).log()
@@ -231,10 +233,10 @@ class Block:
             student = {"lse": self.constants["lse"]}
         else:
             soft = softmax_statistics(z, label, entropy, self._soft, **plan.of_kernels)
-            student = rows.merged({name: soft[name] for name in {"lse", *entropy}}, part.labels, ranks, None)
+            student = rows.merged({name: soft[name] for name in {"lse", *entropy}}, ranks, plan)
         entropy = frozenset(["entropy"] if which is not None and which.by_entropy else [])
         hard = softmax_statistics(self.teacher_memory, label, entropy, self._of_teacher, **plan.of_kernels)
-        teacher = rows.merged({name: hard[name] for name in {"lse", *entropy}}, part.labels, ranks, None)
+        teacher = rows.merged({name: hard[name] for name in {"lse", *entropy}}, ranks, plan)
         self.constants |= {"soft_lse": student["lse"], "teacher_lse": teacher["lse"]}
         if "entropy" in student:
             self.constants["soft_entropy"] = student["entropy"]
@@ -488,7 +490,7 @@ def statistics_by_columns(part: Target, asked: tuple[Statistic, ...], plan: Plan
         sizes.append(columns.stop - start)
         del tile
     stacked = {name: torch.stack([part[name] for part in parts]) for name in {"lse", *names}}
-    return merge(stacked, sizes, part.class_weight)
+    return merge(stacked, sizes, part.class_weight, backend=plan.backend)
 
 
 # --- Projections ----------------------------------------------------------------------------------------------------

@@ -70,7 +70,7 @@ class Signature:
     in_torch: bool = False  # whether torch computes terms of whole rows
     linear: bool = True  # whether logits are projections, times a positive number, and a bias
     several_terms: bool = False  # whether a bias or the teacher adds to what a kernel writes as a gradient
-    shared: bool = False  # whether other ranks have parts of the vocabulary
+    ranks: int = 1  # that have parts of the vocabulary
     batch_invariant: bool = False
     gradients_in_backward: bool = True  # once all statistics are known
     others_bytes: int = 0  # of blocks of the call's other targets, which live until backward together
@@ -151,7 +151,7 @@ def signature(
         copied_bytes=copied,
         copy_bytes=copy,
         weights=forms(head.weights),
-        shared=head.ranks.size > 1,
+        ranks=head.ranks.size,
         several_terms=several_terms,
         batch_invariant=head.batch_invariant,
         gradients_in_backward=gradients_in_backward,
@@ -258,10 +258,11 @@ def row_bytes(call: Signature) -> int:
 def usual_bytes(call: Signature, row: int, collects: bool, most_parts: int = MOST_PARTS) -> int:
     """Room for blocks that keep a device busy: of 512 tokens without a gradient, or with a teacher, else of 1024; of
     twice as many, or so many that they are few parts, whose rows are shorter than the core's; or of the gradients of up
-    to 2048, if these are collected, by which that of the weight is a sum of few parts. Between 64 MiB and 1.5 GiB."""
-    tokens, most = USUAL_TOKENS, 1536 * MiB
-    if call.device.type != "cpu":
-        tokens = USUAL_TOKENS // 2 if call.teacher_columns or not call.trains else USUAL_TOKENS
+    to 2048, if these are collected, by which that of the weight is a sum of few parts. Of ranks that share a vocabulary,
+    which wait for each other in each block, as large as those of the whole. Between 64 MiB and 1.5 GiB."""
+    tokens, most = USUAL_TOKENS * call.ranks, 1536 * MiB
+    if call.device.type != "cpu" and (call.teacher_columns or not call.trains):
+        tokens //= 2
     size = tokens * row_bytes(call)
     if row < row_bytes(call):
         few = -(-call.trained // most_parts) if call.trains_weight and not call.kept else 0
@@ -358,7 +359,7 @@ def by_blocks(
     tokens = block_tokens = max(call.tokens, 1)
     if not keeps:
         tokens, block_tokens = _tokens(call, row, size, collected is not None)
-    merges = call.of_kernels and not call.shared and call.quantized
+    merges = call.of_kernels and call.ranks == 1 and call.quantized
     dequantizes = merges and by_steps and call.tokens > 2 * tokens
     # Of losses of single tokens of several targets, a buffer in fp32 is faster than all of their logits again.
     targets = call.targets_of_many_parts

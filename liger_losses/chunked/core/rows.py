@@ -27,24 +27,31 @@ from liger_losses.kernels.softmax_stats import row_slices, softmax_statistics
 _PARTS, _BYTES = 16, 2**25
 
 
-def merged(values: dict[str, Tensor], labels: Tensor, ranks: Ranks, class_weight: Tensor | None) -> dict[str, Tensor]:
+def merged(
+    values: dict[str, Tensor],
+    ranks: Ranks,
+    plan: Plan,
+    here: Tensor | None = None,
+    class_weight: Tensor | None = None,
+) -> dict[str, Tensor]:
     """Statistics of the whole vocabulary from those of each rank's columns, which are exchanged as one tensor.
 
-    ``selected_logps`` are logits in ``values``, 0 for columns of other ranks; labels count the whole vocabulary.
+    ``selected_logps`` are logits in ``values``, 0 for columns of other ranks; ``here [R]`` says whose label is among
+    this rank's columns.
     """
     if ranks.size == 1:
         if "selected_logps" in values:
             values["selected_logps"] = values["selected_logps"] - values["lse"][:, None]
         return values
     if "logp" in values:
-        values = values | {"logp": of_label_here(values["logp"], ranks.local(labels)[1])}
+        values = values | {"logp": of_label_here(values["logp"], here)}
     names = sorted(values)  # in an order that all ranks have
     rows = [values[name].t() if values[name].dim() == 2 else values[name][None] for name in names]
     gathered = ranks.gather(torch.cat([row.to(values["lse"].dtype) for row in rows]))
     parts = {}
     for name, part in zip(names, gathered.split([len(row) for row in rows], dim=1), strict=True):
         parts[name] = part.mT if values[name].dim() == 2 else part[:, 0]
-    return merge(parts, ranks.sizes, class_weight)
+    return merge(parts, ranks.sizes, class_weight, backend=plan.backend)
 
 
 def of_label_here(logp: Tensor, here: Tensor | None) -> Tensor:

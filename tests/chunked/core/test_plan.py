@@ -32,7 +32,7 @@ PLANS = [
     ({"tokens": 100}, ("exponentials", 128, 128, False)),
     (COUPLED, ("exponentials", 16384, 16384, True)),
     (COUPLED | {"hidden_size": 4096}, ("exponentials", 16384, 16384, True)),
-    ({"shared": True}, ("exponentials", 16384, 2048, False)),
+    ({"ranks": 2}, ("exponentials", 16384, 4096, False)),
     (WITHOUT_GRADIENTS, ("statistics", 16384, 16384, False)),
     ({"kept": True, "columns": 64}, ("kept", 16384, 16384, False)),
     (OF_CORE, ("core", 2048, 512, False)),

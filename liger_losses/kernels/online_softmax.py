@@ -180,9 +180,7 @@ def log1p(x):
 
 
 @jit(do_not_specialize=["count", "tokens"], do_not_specialize_on_alignment=_OF_PARTS)
-def _merge_parts_kernel(
-    lse_out, logp_out, entropy_out, lse, logp, entropy, stride, count, tokens, BLOCK: tl.constexpr
-):
+def _merge_parts_kernel(lse_out, logp_out, entropy_out, lse, logp, entropy, stride, count, tokens, BLOCK: tl.constexpr):
     """:func:`merge`: parts are ``[count, tokens]``, ``stride`` elements apart."""
     rows = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = rows < tokens

@@ -121,8 +121,8 @@ def merge(
             logits here, 0 for the columns of other parts.
         sizes: the number of columns of each of the W parts.
         class_weight: ``[V]``, the weights in ``mean_logp``.
-        backend: ``torch`` or ``triton``, which has a kernel for :data:`MERGED`; it takes parts whose tokens are adjacent
-            and which have one stride.
+        backend: ``torch`` or ``triton``, which has a kernel for :data:`MERGED`; it takes parts of one stride whose
+            tokens are adjacent.
 
     Returns:
         ``[R]`` (``selected_logps``: ``[R, k]``) for each name.

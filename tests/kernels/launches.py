@@ -17,6 +17,7 @@ from liger_losses.chunked.core.inputs import target_of as of_tokens
 from liger_losses.chunked.core.stream import statistics as statistics_of
 from liger_losses.kernels.divergence import Logits, square_sums
 from liger_losses.kernels.logit_transform import Epilogue
+from liger_losses.kernels.online_softmax import MERGED, merge
 from liger_losses.kernels.reading import label_facts
 from liger_losses.kernels.targets import target_of
 from liger_losses.layers.glu import glu, glu_fused
@@ -175,6 +176,9 @@ def heads() -> dict[str, Callable[[], None]]:
         "sums of squares": lambda: square_sums(
             *[Logits(tensor(TOKENS, VOCAB, dtype=FP32), tensor(TOKENS, dtype=FP32), Epilogue(each_capped))] * 2,
             backend="triton",
+        ),
+        "parts of the vocabulary": lambda: merge(
+            {name: tensor(8, TOKENS, dtype=FP32) for name in MERGED}, [VOCAB // 8] * 8, backend="triton"
         ),
         "label facts": lambda: label_facts(
             [tensor(TOKENS, dtype=torch.long)] * 2, -100, [None, tensor(TOKENS, dtype=torch.bool)], backend="triton"

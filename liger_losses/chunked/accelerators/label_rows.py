@@ -132,12 +132,12 @@ def _add_to_label_rows_kernel(
 ):  # fmt: skip
     """One program per token in the labels' order; the first of each label sums all of that label's tokens."""
     first = tl.program_id(0)
-    label = tl.load(ordered + first).to(tl.int64)
+    label = tl.load(ordered + first)
     before = tl.load(ordered + first - 1, mask=first > 0, other=-1)
     if (before != label) & (label < past_end):
         at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
         inside = at < hidden_size
-        target = grad_weight + label * grad_stride + at
+        target = grad_weight + label.to(tl.int64) * grad_stride + at
         total = tl.load(target, mask=inside, other=0.0).to(tl.float32)
         start = first
         next_label = label

@@ -157,7 +157,7 @@ def loss_sum(
     known = all(_NAMES.get(getattr(loss.function, "__name__", "")) is loss.function for loss in token_losses)
     if known and not any(stream.scales_late(target.hidden, target.leaves()) for target in targets):
         asked = asked_for(names, metrics)
-        arguments = (list(targets), asked, list(token_losses), options)
+        arguments = (list(targets), asked, [loss.prepared() for loss in token_losses], options)
         total, *outputs = _called(torch.ops.liger_losses.loss_sum, "loss_sum", targets, asked, *arguments)
         return total, _named(targets, asked, [value.detach() for value in outputs])
     losses: list[Tensor] = []

@@ -9,7 +9,8 @@ T tokens of a target, N of them with a label, R of a block.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
@@ -371,10 +372,11 @@ class _Losses(torch.autograd.Function):
         *tensors: Tensor,
     ) -> tuple[Tensor, ...]:
         ctx.set_materialize_grads(False)
+        prepared = [functools.cache(loss.prepared) for loss in losses]
         with device_of(streams[0].target.hidden), _without_autocast(streams[0].target.hidden.device):
-            total, outputs, ctx.gradients = _run(streams, losses, leaves)
+            total, outputs, ctx.gradients = _run(streams, prepared, leaves)
         if tensors:
-            ctx.packed, saved = pack((streams, losses, leaves))
+            ctx.packed, saved = pack((streams, [loss() for loss in prepared], leaves))
             ctx.save_for_backward(*saved)
         flat = list[Tensor]()
         for values in outputs:
@@ -391,7 +393,8 @@ class _Losses(torch.autograd.Function):
             return (None,) * len(ctx.needs_input_grad)
         with device_of(upstream), _without_autocast(upstream.device):
             if gradients is None:  # the first backward scaled them, and gave them away
-                gradients = _run(*unpack(ctx.packed, ctx.saved_tensors))[2]
+                streams, losses, leaves = unpack(ctx.packed, ctx.saved_tensors)
+                gradients = _run(streams, [loss.prepared for loss in losses], leaves)[2]
             return None, None, None, None, *scaled(gradients, upstream)
 
 
@@ -404,7 +407,7 @@ def scaled(gradients: Sequence[Tensor | None], factor: Tensor) -> list[Tensor | 
 
 
 def _run(
-    streams: Sequence[Stream], losses: Sequence[TokenLoss], leaves: Sequence[Leaf]
+    streams: Sequence[Stream], losses: Sequence[Callable[[], TokenLoss]], leaves: Sequence[Leaf]
 ) -> tuple[Tensor, list[Values], list[Tensor | None]]:
     """The sum of losses, the numbers of each stream's tokens, and the gradient of each leaf."""
     grads, outputs, totals = Gradients(leaves), list[Values](), list[Tensor]()
@@ -423,7 +426,7 @@ def _run(
                 _run_part(opened, loss, rows, grads, totals, parts)
         if not tokens.count:
             values = stream.empty()
-            total, _, more = token_losses(stream, loss, values, slice(0, 0), False)
+            total, _, more = token_losses(stream, loss(), values, slice(0, 0), False)
             totals.append(total)
             parts.append(values | more)
         outputs.append(concatenated(parts))
@@ -431,7 +434,12 @@ def _run(
 
 
 def _run_part(
-    stream: Stream, loss: TokenLoss, tokens: slice, grads: Gradients, totals: list[Tensor], parts: list[Values]
+    stream: Stream,
+    loss: Callable[[], TokenLoss],
+    tokens: slice,
+    grads: Gradients,
+    totals: list[Tensor],
+    parts: list[Values],
 ) -> None:
     """Of some tokens of an open stream."""
     plan = stream.plan
@@ -443,7 +451,7 @@ def _run_part(
             places = stream.places(rows)
             block = plan.block(stream.part(places), stream.asked, plan)
             values = stream.masked({s.name: block.constants[s.name] for s in stream.asked}, places)
-            total, upstream, more = token_losses(stream, loss, values, places, plan.trains)
+            total, upstream, more = token_losses(stream, loss(), values, places, plan.trains)
             totals.append(total)
             parts.append(values | more)
             hidden: Tensor | None = None
@@ -486,7 +494,7 @@ def of_values(loss: TokenLoss, values: Values, rows: Rows, dims: int, active: Te
 
     The tokens are these ``rows`` of labels that have so many dimensions.
     """
-    losses, derivatives, more = loss(values, rows, dims)
+    losses, derivatives, more = loss.prepared()(values, rows, dims)
     losses = losses if derivatives is None else losses.detach()
     for name, g in (derivatives or {}).items():
         terms = g.detach() * (values[name] - values[name].detach())

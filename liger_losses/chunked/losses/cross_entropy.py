@@ -185,14 +185,23 @@ class ManyHeadsMetrics(NamedTuple):
     predicted_tokens: list[Tensor] | None = None
 
 
-class _Part(NamedTuple):
+@dataclass
+class _Part:
     """What one head predicts, and what its tokens' losses read besides statistics."""
 
     target: Target
     mask: Tensor  # which tokens carry loss
-    inputs: dict[str, Any]  # tensors, the first of which are factors ``[]`` of all tokens
+    read: Callable[[], dict[str, Tensor]]  # factors ``[]`` of all tokens, and weights of tokens and labels
     terms: TokenTerms
-    scale: float  # the weight of the head
+    scale: float = 1.0  # the weight of the head
+    token_weights: Tensor | None = None
+    known: dict[str, Tensor] | None = None
+
+    def inputs(self) -> dict[str, Tensor]:
+        """What :attr:`read` returns, which is called once."""
+        if self.known is None:
+            self.known = self.read()
+        return self.known
 
     def counted(self, ignore_index: int) -> Target:
         """The target to the loss: 0 times what is NaN is NaN, so that a head of weight 0 has no tokens."""
@@ -201,16 +210,17 @@ class _Part(NamedTuple):
 
     def token_loss(self) -> TokenLoss:
         """The losses of the tokens. What has no weight takes no part in the gradient products."""
-        weights = self.inputs.get("token_weights")
-        live = None if weights is None else weights != 0
-        inputs = self.inputs
-        if self.scale != 1.0:
-            inputs = {name: t if t.dim() else t * self.scale for name, t in inputs.items()}
-        return TokenLoss(loss_of_terms, inputs, {"of": self.terms}, live)
+        live = None if self.token_weights is None else self.token_weights != 0
+        return TokenLoss(loss_of_terms, self._scaled, {"of": self.terms}, live)
+
+    def _scaled(self) -> dict[str, Tensor]:
+        """The same times the weight of the head."""
+        inputs = self.inputs()
+        return inputs if self.scale == 1.0 else {n: t if t.dim() else t * self.scale for n, t in inputs.items()}
 
     def losses(self, values: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
         """The loss and the z-loss ``[...]`` of the tokens over the denominators, 0 for ignored ones."""
-        ce, z, _ = self.terms.terms(values, **self.inputs)
+        ce, z, _ = self.terms.terms(values, **self.inputs())
         return torch.where(self.mask, ce + z, 0.0), torch.where(self.mask, z, 0.0)
 
 
@@ -231,7 +241,7 @@ def linear_cross_entropy(
     total = inputs.get("label_weights", mask).sum() if reduction == "mean" else mask.new_ones((), dtype=torch.int64)
     inputs["ce_scale"] = total.masked_fill(total == 0, 1).to(wide(hidden_states.dtype)).reciprocal()
     target, options = target_of(hidden_states, head, labels, class_weight=class_weight), EngineOptions(ignore_index)
-    part = _Part(target, mask, inputs, TokenTerms(label_smoothing), 1.0)
+    part = _Part(target, mask, lambda: inputs, TokenTerms(label_smoothing))
     if reduction == "none":
         (values,) = statistics([target], names, options)
         return part.losses(values)[0]
@@ -462,17 +472,20 @@ class LigerFusedLinearCrossEntropyLoss(ChunkedLoss, Generic[R]):
                 f"num_items_in_batch is the divisor of the reduction 'mean', but the reduction is {o.reduction!r}; "
                 "leave it out."
             )
-        mask = labels != o.ignore_index
-        inputs: dict[str, Tensor] = {}
-        if token_weights is not None:
-            inputs["token_weights"] = constant_weights(token_weights, labels, int(positions))
-        if classes is not None:
-            inputs["label_weights"] = classes[labels.where(mask, 0).clamp(0, len(classes) - 1)]
-        totals = self._denominators(mask, items, inputs, wide(target.hidden.dtype))
-        inputs |= {name: total.reciprocal() for name, total in zip(("ce_scale", "z_scale"), totals, strict=False)}
-        size = target.vocab_size
+        mask, size = labels != o.ignore_index, target.vocab_size
+        items = None if items is None else checks.checked_items(items, mask.device)
+        weights = None if token_weights is None else constant_weights(token_weights, labels, int(positions))
+
+        def read() -> dict[str, Tensor]:
+            inputs = {} if weights is None else {"token_weights": weights}
+            if classes is not None:
+                inputs["label_weights"] = classes[labels.where(mask, 0).clamp(0, len(classes) - 1)]
+            totals = self._denominators(mask, items, inputs, wide(target.hidden.dtype))
+            return inputs | {n: total.reciprocal() for n, total in zip(("ce_scale", "z_scale"), totals, strict=False)}
+
         smoothing = o.label_smoothing * (size / max(size - 1, 1) if o.smooths_others else 1.0)
-        return _Part(target, mask, inputs, TokenTerms(smoothing, o.lse_square_scale, o.scaling, o.return_z_loss), scale)
+        terms = TokenTerms(smoothing, o.lse_square_scale, o.scaling, o.return_z_loss)
+        return _Part(target, mask, read, terms, scale, weights)
 
     def _metrics(self, read: list[dict[str, Tensor]], parts: Sequence[_Part]) -> ManyHeadsMetrics:
         """The results of several heads; those of a head of weight 0 have not been read yet."""

@@ -319,15 +319,17 @@ class LigerFusedLinearGRPOLoss(CompletionLoss):
             (inputs.ref_logps,) = batch.reference_logps(o.engine, [target], support)
         names, share, acting = ["logp"] if coef is None else ["logp", "entropy"], o.top_entropy_quantile, inputs.mask
         names += ["selected_logps"] * len(selected)
-        weights = inputs.weights(hidden.dtype)
         if support is None and inputs.options.separable and share == 1.0:
-            if coef is not None:
-                weights["entropy_weight"] = coef / inputs.counted
             live = None if coef is not None else live_tokens(inputs)
-            losses = TokenLoss(token_loss, {**weights, **inputs.of_tokens()}, {"o": inputs.options}, live)
-            loss, (values,) = loss_sum([target], names, [losses], o.engine)
+
+            def read() -> dict[str, Tensor]:
+                inputs.count()
+                entropy = {} if coef is None else {"entropy_weight": coef / inputs.counted}
+                return {**inputs.weights(hidden.dtype), **entropy, **inputs.of_tokens()}
+
+            loss, (values,) = loss_sum([target], names, [TokenLoss(token_loss, read, {"o": o.values}, live)], o.engine)
         else:
-            others = ["entropy"] if share < 1.0 else []
+            weights, others = inputs.count().weights(hidden.dtype), ["entropy"] if share < 1.0 else []
             if support is None:
                 (values,) = statistics([target], names, o.engine, others)
             else:

@@ -132,23 +132,29 @@ class PolicyInputs:
         topk = tensors.sampler_topk_logps
         self.sampler_topk = None if topk is None else finite_logs(torch.where(mask[..., None], topk.detach(), 0.0))
         self.is_ratio = constants.get("is_ratio")  # as it was passed, [B, 1] or [B, T]
+        divides, self._copies, self._number = options.row.normalizer == "items", copies, None
+        if number is not None and (divides or group is not None):
+            checked = checks.checked_items(number, mask.device)
+            self._number = checked if divides else None
         if group is not None:
-            if number is not None:
-                checks.checked_items(number, mask.device)
             whole = None if self.is_ratio is None else self.is_ratio.shape[1] == 1
             items = "not given" if number is None else "given"
             facts = {"sequences": len(mask), "is_ratio_of_whole_sequences": whole, "num_items_in_batch": items}
             agree(group, {**(common_options or vars(options)), **facts})
-        (self.own_lengths,) = sum_over_group(group, mask.sum(-1, keepdim=True))
+
+    def count(self) -> PolicyInputs:
+        """Count the tokens, of all ranks and processes where the loss needs these. Called once."""
+        (self.own_lengths,) = sum_over_group(self.group, self.mask.sum(-1, keepdim=True))
         tokens = self.own_lengths.sum(dtype=torch.float32)
         self.items = self.counted = tokens.clamp(min=1)
-        shared = number is not None or world_size() > 1
-        if options.row.normalizer == "items" and shared:  # only losses that divide by it synchronize all processes
-            of_all = sum_over_processes(tokens) if number is None else checks.checked_items(number, mask.device)
+        if self._number is not None:
             # Each process has added the tokens of all ranks that compute one loss with it.
-            ranks = copies * (1 if group is None else dist.get_world_size(group)) if number is not None else 1
-            self.items = (of_all * (ranks / world_size())).clamp(min=1)
-        self.divisor = NORMALIZERS[options.row.normalizer](self)
+            ranks = self._copies * (1 if self.group is None else dist.get_world_size(self.group))
+            self.items = (self._number * (ranks / world_size())).clamp(min=1)
+        elif self.options.row.normalizer == "items" and world_size() > 1:  # only these losses synchronize all processes
+            self.items = (sum_over_processes(tokens) * (1 / world_size())).clamp(min=1)
+        self.divisor = NORMALIZERS[self.options.row.normalizer](self)
+        return self
 
     def weights(self, dtype: torch.dtype) -> dict[str, Tensor]:
         """Each token's weights ``[B, T]`` in the loss, by the names of :func:`weighted`."""
@@ -377,7 +383,7 @@ def grpo_loss(logps: Tensor, advantages: Tensor, mask: Tensor, **others: Any) ->
         checks.check_shaped("topk_logps", topk, of, logps.device, shape)
         checks.check_shaped("sampler_topk_logps", tensors.sampler_topk_logps, of, logps.device, shape)
         topk = torch.where(tensors.mask[..., None], topk, 0.0)
-    inputs = PolicyInputs(o, tensors)
+    inputs = PolicyInputs(o, tensors).count()
     terms = coupled_terms(logps, inputs, acting, topk)
     return inputs.total(weighted(logps, terms, **inputs.weights(logps.dtype)))
 

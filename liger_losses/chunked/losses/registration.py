@@ -96,7 +96,7 @@ def _check_objective(name: str, coupled: bool, defaults: Mapping[str, Any]) -> N
     leaf = torch.where(mask, logps, 0.0).requires_grad_()
     tensors: Any = {"old_logps": old, "sampling_logps": old, "prompts": torch.arange(_B) // 2}
     inputs = policy_objectives.PolicyInputs(options, policy_objectives.PolicyTensors(advantages, mask, **tensors))
-    terms, said = policy_objectives.coupled_terms(leaf, inputs), f"the objective {name!r}"
+    terms, said = policy_objectives.coupled_terms(leaf, inputs.count()), f"the objective {name!r}"
     if not isinstance(terms, Tensor) or terms.shape not in ((_B, _T), (_B, 1)):
         raise ValueError(f"{said} must return a value for each token, [{_B}, {_T}], got {described(terms)}.")
     terms = torch.where(mask, terms, 0.0)

@@ -27,7 +27,7 @@ from liger_losses.kernels.divergence_kernels import (
 from liger_losses.kernels.divergence_terms import KernelSeries, series_argument, terms
 from liger_losses.kernels.logit_transform import Epilogue, KernelTransform
 from liger_losses.kernels.softmax_stats import row_slices
-from liger_losses.kernels.targets import processors
+from liger_losses.kernels.targets import target_of
 
 #: Temporaries of the reference implementation, each as large as the rows it works on.
 TEMPORARIES = 16
@@ -103,7 +103,7 @@ def divergence_sums(
     count, columns = student.projected.shape
     if _runs_in_triton(student, divergence, backend):
         block = min(_BLOCK, triton.next_power_of_2(columns))
-        parts = processors(student.lse.device) * _PROGRAMS // max(count, 1)
+        parts = target_of(student.lse.device).processors * _PROGRAMS // max(count, 1)
         parts = 1 if whole_rows else max(1, min(parts, triton.cdiv(columns, block)))
         sums = torch.empty(2, parts, count, dtype=torch.float32, device=student.lse.device)
         if count:

@@ -126,7 +126,6 @@ class KernelSeries(NamedTuple):
     coefficients: tuple[float, ...] | None  # arguments, which the device reads from its constant memory
 
 
-@cache
 def series_argument(divergence: Divergence) -> KernelSeries:
     """``coefficients`` are f's of d^2 to d^8 and h's of d to d^8, ``None`` without a series; ``power`` is ``None`` for
     1."""

@@ -52,7 +52,7 @@ _NARROW = Tiling(Tile(128, 64, 64, 8, 3), Tile(128, 64, 32, 8, 3), row_entries=1
 
 
 class Target(NamedTuple):
-    """A GPU: threads of a warp, bytes of shared memory that a program can take, and its tiles.
+    """A GPU: threads of a warp, bytes of shared memory that a program can take, its multiprocessors, and its tiles.
 
     ``no_descriptors`` says why matrices are not loaded by descriptors (the tensor memory accelerator), ``None`` where
     they are.
@@ -60,6 +60,7 @@ class Target(NamedTuple):
 
     warp: int
     shared_memory: int
+    processors: int
     tiling: Tiling
     no_descriptors: str | None = None
 
@@ -69,7 +70,7 @@ class Target(NamedTuple):
 
 
 #: Triton's interpreter computes what an H200 would.
-INTERPRETER = Target(32, 227 * 1024, _HOPPER)
+INTERPRETER = Target(32, 227 * 1024, 4, _HOPPER)
 #: Whether Triton's code may call NVIDIA's fast functions.
 HAS_LIBDEVICE = torch.version.hip is None
 
@@ -80,26 +81,21 @@ def target_of(device: torch.device) -> Target:
     if device.type != "cuda":
         return INTERPRETER
     properties: Any = torch.cuda.get_device_properties(device)  # torch does not declare all of them
+    reason: str | None = None
     if torch.version.hip is not None:  # an AMD GPU, whose architecture may have the number of one of NVIDIA's
         reason = "has no tensor memory accelerator (NVIDIA's Hopper and later have)"
         wide = _SMALL if properties.shared_memory_per_block <= 64 * 1024 else _OTHERS
         tiling = _NARROW if properties.warp_size == 32 else wide
-        return Target(properties.warp_size, properties.shared_memory_per_block, tiling, reason)
+        return Target(
+            properties.warp_size, properties.shared_memory_per_block, properties.multi_processor_count, tiling, reason
+        )
     capability, shared = torch.cuda.get_device_capability(device), properties.shared_memory_per_block_optin
     needed, tiling = 216 * 1024, _HOPPER if capability == (9, 0) else _OTHERS
     if capability[0] < 9:
         reason = "has no tensor memory accelerator (Hopper and later have)"
     elif shared < needed:
         reason = f"has {shared} bytes of shared memory, and the tensor memory accelerator's tiles take {needed}"
-    else:
-        return Target(32, shared, tiling)
-    return Target(32, shared, tiling, reason)
-
-
-@cache
-def processors(device: torch.device) -> int:
-    """Multiprocessors of a GPU."""
-    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 4
+    return Target(32, shared, properties.multi_processor_count, tiling, reason)
 
 
 #: What is known of an architecture. Of those that are compiled for, ``make test-targets`` compiles every kernel, and

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from liger_losses.kernels._triton import choose_backend, jit, power_of_two, tl
-from liger_losses.kernels.targets import processors, target_of
+from liger_losses.kernels.targets import target_of
 from liger_losses.layers.launches import launch
 
 _Tensors = Sequence[Tensor | None]
@@ -122,7 +122,7 @@ def launch_backward(
     target, (height, width) = target_of(x.device), tile_of(columns, _BACKWARD_ELEMENTS)
     tiles = -(-rows // height)
     # No more programs than share the tiles in as few rounds: each writes sums that are read again.
-    programs = -(-tiles // -(-tiles // (processors(x.device) * _BACKWARD_PROGRAMS)))
+    programs = -(-tiles // -(-tiles // (target.processors * _BACKWARD_PROGRAMS)))
     # Rows are loaded two tiles ahead if shared memory holds three tiles of each of two programs per multiprocessor.
     entry_bytes = sum([tensor.element_size() for tensor in inputs if tensor is not None])
     stages = 3 if 3 * height * width * entry_bytes <= target.shared_memory // _BACKWARD_PROGRAMS else 1

@@ -102,11 +102,10 @@ def pretend(target: Target) -> None:
     from liger_losses import checks
     from liger_losses.kernels import _triton, targets
 
-    for name in ("target_of", "processors"):  # which the calls ask of the meta device
-        known = getattr(targets, name)(torch.device("cuda"))
-        for module in list(sys.modules.values()):
-            if module.__name__.startswith("liger_losses.") and hasattr(module, name):
-                setattr(module, name, lambda device_, known=known: known)
+    known = targets.target_of(torch.device("cuda"))
+    for module in list(sys.modules.values()):
+        if module.__name__.startswith("liger_losses.") and hasattr(module, "target_of"):
+            module.target_of = lambda device_: known  # which the calls ask of the meta device
     _triton.INTERPRETED = True  # kernels take tensors that are not on a GPU
     os.environ[_triton.BACKEND_VARIABLE] = "triton"
     checks.WITHOUT_VALUES = ()

@@ -30,7 +30,11 @@ GPUS = {
 def test_what_is_known_of_a_gpu(gpu, monkeypatch, recwarn):
     """An AMD GPU may have the number of one of NVIDIA's. Of GPUs without descriptors, one warning says why."""
     capability, rocm, shared, warp, reason, columns = gpu
-    told = {"shared_memory_per_block": 1024 * (48 if rocm is None else shared), "warp_size": warp}
+    told = {
+        "shared_memory_per_block": 1024 * (48 if rocm is None else shared),
+        "warp_size": warp,
+        "multi_processor_count": 80,
+    }
     if rocm is None:
         told["shared_memory_per_block_optin"] = 1024 * shared
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
@@ -38,11 +42,11 @@ def test_what_is_known_of_a_gpu(gpu, monkeypatch, recwarn):
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "a GPU")
     monkeypatch.setattr(torch.version, "hip", rocm)
     target = target_of.__wrapped__(CUDA)
-    assert (target.warp, target.shared_memory) == (warp, 1024 * shared)
+    assert (target.warp, target.shared_memory, target.processors) == (warp, 1024 * shared, 80)
     assert target.tiling.by_pointers.columns == columns
     monkeypatch.setattr(tiles, "target_of", lambda device: target)
     warn_once.cache_clear()
-    assert tiles.has_tma.__wrapped__(CUDA) == (reason is None)
+    assert tiles.has_tma(CUDA) == (reason is None)
     assert [reason in str(warning.message) for warning in recwarn] == [True] * (reason is not None)
 
 

@@ -5,7 +5,6 @@ N tokens, H hidden size, V vocabulary size.
 
 from __future__ import annotations
 
-from functools import cache
 from typing import Any, NamedTuple
 
 import torch
@@ -13,7 +12,7 @@ from torch import Tensor
 
 from liger_losses.kernels._triton import INTERPRETED, jit, tl, triton, warn_once
 from liger_losses.kernels.logit_transform import Epilogue
-from liger_losses.kernels.targets import processors, target_of
+from liger_losses.kernels.targets import target_of
 
 if triton is not None:
     from triton.tools.tensor_descriptor import TensorDescriptor
@@ -41,9 +40,9 @@ def tiles_of(hidden: Tensor, weight: Tensor, epilogue: Epilogue, out: Tensor | N
     descriptors, whose stride is ``None``; others are pointers.
     """
     (tokens, hidden_size), (vocab_size, _), device = hidden.shape, weight.shape, hidden.device
-    tiling, accelerated = target_of(device).tiling, has_tma(device)
+    target, accelerated = target_of(device), has_tma(device)
     tma = accelerated and aligned(hidden) and aligned(weight)
-    height, width, depth, warps, stages = tiling.by_descriptors if tma else tiling.by_pointers
+    height, width, depth, warps, stages = target.tiling.by_descriptors if tma else target.tiling.by_pointers
     arguments = {
         "hidden": descriptor(hidden, height, depth) if tma else hidden,
         "weight": descriptor(weight, width, depth) if tma else weight,
@@ -64,7 +63,7 @@ def tiles_of(hidden: Tensor, weight: Tensor, epilogue: Epilogue, out: Tensor | N
         arguments["out"] = descriptor(out, height, width // 2)
     elif out is not None:
         arguments.update(out=out, out_stride=out.stride(0))
-    return Tiles(-(-tokens // height), -(-vocab_size // width), processors(device), arguments)
+    return Tiles(-(-tokens // height), -(-vocab_size // width), target.processors, arguments)
 
 
 def aligned(matrix: Tensor) -> bool:
@@ -75,7 +74,6 @@ def aligned(matrix: Tensor) -> bool:
     return in_16_bytes and adjacent == 1 and stride >= matrix.shape[1] > 0 and matrix.shape[0] > 0
 
 
-@cache
 def has_tma(device: torch.device) -> bool:
     """Whether kernels load by descriptors: :attr:`Target.no_descriptors`; warns once if not."""
     reason = target_of(device).no_descriptors

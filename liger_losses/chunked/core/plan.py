@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cache, lru_cache
+from functools import lru_cache
 from math import isqrt
 from typing import Any, NamedTuple
 
@@ -241,7 +241,6 @@ def slices(start: int, stop: int, most: int) -> list[slice]:
     return [slice(first, min(first + size, stop)) for first in range(start, stop, size)]
 
 
-@cache
 def device_memory(device: torch.device) -> int:
     """Bytes of a GPU, in use or not; 0 for other devices."""
     return torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else 0

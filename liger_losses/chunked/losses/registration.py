@@ -22,7 +22,7 @@ from liger_losses.chunked.losses import policy_estimates, policy_objectives, pol
 from liger_losses.chunked.losses.policy import GRPOOptions
 from liger_losses.chunked.losses.policy_tables import LossType, Objective, PolicyOptions
 from liger_losses.kernels.divergence_forms import FORMS, Divergence, Form, finite_logs
-from liger_losses.kernels.divergence_terms import series_argument, series_of
+from liger_losses.kernels.divergence_terms import series_of
 from liger_losses.kernels.divergence_terms import terms as series_terms
 
 #: Sizes of the random batch: completions, and tokens of the longest.
@@ -199,7 +199,6 @@ def register_divergence(
     ]
     with _on_trial(name, (FORMS, Form(with_parameters, triton, balanced, power, smooth))):
         series_of.cache_clear()  # of the form that this one replaces
-        series_argument.cache_clear()
         _check_divergence(Divergence(name, *values))
     return make
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from liger_losses import EngineOptions, LogitTransform, linear_logps, linear_statistics, linear_token_loss
-from liger_losses.chunked.accelerators import label_rows, linear_exp, linear_stats, tiles
+from liger_losses.chunked.accelerators import label_rows, linear_exp, linear_stats
 from liger_losses.kernels import autograd, softmax_grad, targets
 from liger_losses.kernels._triton import warn_once
 from tests.reference import NAMES, double, on_gpu, plain_statistics
@@ -60,7 +60,7 @@ def test_devices_without_tma_say_so_once(monkeypatch):
     hidden, weight, labels, _ = on_gpu(300, 64, 5003, dtype=torch.bfloat16)
     with torch.no_grad():
         expected = linear_logps(hidden, weight, labels)
-        for known in (tiles.has_tma, targets.target_of, warn_once):
+        for known in (targets.target_of, warn_once):
             known.cache_clear()
         monkeypatch.setattr("torch.cuda.get_device_capability", lambda device=None: (8, 0))
         try:
@@ -70,7 +70,6 @@ def test_devices_without_tma_say_so_once(monkeypatch):
                 warnings.simplefilter("error")
                 second = linear_logps(hidden, weight, labels)
         finally:
-            tiles.has_tma.cache_clear()
             targets.target_of.cache_clear()
     torch.testing.assert_close(first, expected, rtol=1e-5, atol=1e-5)
     assert torch.equal(first, second)

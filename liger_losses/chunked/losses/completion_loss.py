@@ -145,9 +145,7 @@ def _stacked(hidden: Tensor, labels: Any, ref_hidden: Tensor | None, temperature
             "hidden states must be [batch, tokens, hidden_size] and labels [batch, tokens], got "
             f"{tuple(hidden.shape)} and {tuple(labels.shape)}."
         )
-    if ref_hidden is not None:
-        check_tensor("ref_input", ref_hidden, allow_dtensor=True)
-    return Completions(hidden, labels, ref_hidden, None, temperature).batched()
+    return Completions(hidden, labels, ref_hidden, None, temperature)
 
 
 def _groups(names: Sequence[str], values: Sequence[Any], apart: bool) -> list[Completions]:
@@ -185,12 +183,14 @@ def naming_the_reference(
 
 
 class Reference(NamedTuple):
-    """A reference model's hidden states and head, or its log-probabilities of each group of completions."""
+    """A reference model's hidden states and head, or its log-probabilities of each group of completions; and the
+    transform of its logits, if it differs from the loss's."""
 
     hidden_states: Tensor | None = None
     weight: AnyHead | None = None
     bias: Tensor | None = None
     logps: tuple[Tensor | None, ...] = (None,)
+    transform: LogitTransform | None = None
 
 
 #: Completions, or their hidden states and labels.
@@ -325,43 +325,37 @@ class CompletionLoss(ChunkedLoss):
         second: Any = None,
         reference: Reference = Reference(),
         temperature: Tensor | None = None,
-        transform: LogitTransform | None = None,
     ) -> CompletionBatch:
         """A call's groups of completions, each ``Completions`` or a ``(hidden_states, labels)`` tuple; or hidden states
         ``[B, T, H]`` and labels ``[B, T]``, in which the groups are stacked, with what else belongs to them.
 
-        Labels are as the engine takes them; what does not fit raises TypeError or ValueError. ``transform`` applies to
-        the reference's logits, if it differs from :attr:`transform`.
+        Labels are as the engine takes them; what does not fit raises TypeError or ValueError.
         """
         for value in (temperature, *[getattr(part, "temperature", None) for part in (first, second)]):
             if value is not None:
                 self.check_one_temperature(value)
         if isinstance(first, Tensor):
             reference = reference if self.use_ref_model else Reference(logps=(None,) * len(names))  # as in liger-kernel
-            parts, logps = [_stacked(first, second, reference.hidden_states, temperature)], reference.logps
+            parts = [_stacked(first, second, reference.hidden_states, temperature)]
         else:
             apart = any(value is not None for value in (reference.hidden_states, *reference.logps, temperature))
             parts = _groups(names, (first, second), apart)
-            logps = tuple([part.ref_logps for part in parts])
+            reference = reference._replace(logps=tuple([part.ref_logps for part in parts]))
         parts = [replace(part, labels=self.labels(part.labels)) for part in parts]
         rows = [len(part.labels) for part in parts]
         if self.paired and (rows[0] != rows[-1] or (len(rows) == 1 and rows[0] % 2)):
             stacked = ", which are an odd number, stacked" if len(rows) == 1 else ""
             raise ValueError(f"there must be as many chosen as rejected completions, got {rows} rows{stacked}.")
-        ref_head = self._reference_head(names, parts, logps, reference, transform or self.transform, head.weight.device)
-        return CompletionBatch(head, parts, ref_head, logps)
+        return self.with_reference(names, head, parts, reference)
 
-    def _reference_head(
-        self,
-        names: Sequence[str],
-        parts: list[Completions],
-        logps: Sequence[Tensor | None],
-        reference: Reference,
-        transform: LogitTransform,
-        device: torch.device,
-    ) -> Head | None:
-        """The head of a reference's hidden states, if there are some; TypeError or ValueError unless each group has the
-        reference that the loss needs, and not more."""
+    def with_reference(
+        self, names: Sequence[str], head: Head, parts: list[Completions], reference: Reference
+    ) -> CompletionBatch:
+        """Groups of completions and a reference; TypeError or ValueError unless each group has the one that the loss
+        needs, and not more."""
+        if reference.hidden_states is not None:
+            check_tensor("ref_input", reference.hidden_states, allow_dtensor=True)
+        logps, device = reference.logps, head.weight.device
         needed, of_states, ref_head = self.needs_reference, parts[0].ref_hidden_states is not None, None
         referenced = of_states or any(value is not None for value in logps)
         if referenced and not self.use_ref_model:
@@ -376,7 +370,7 @@ class CompletionLoss(ChunkedLoss):
             )
         if of_states and reference.weight is not None:
             with naming_the_reference():
-                ref_head = Head.of(reference.weight, reference.bias, transform)
+                ref_head = Head.of(reference.weight, reference.bias, reference.transform or self.transform)
         for which, ref, part in zip(names, logps, parts * len(names), strict=False):
             if needed and not of_states and ref is None:
                 raise ValueError(f"{needed}, but the {which} completions have none. {self.reference_forms}")
@@ -392,7 +386,7 @@ class CompletionLoss(ChunkedLoss):
                 "there are hidden states of a reference, but no ref_weight= to project them; pass the policy's weight "
                 "there if the reference model shares it."
             )
-        return ref_head
+        return CompletionBatch(head, parts, ref_head, logps)
 
     def token_weights(self, masks: Sequence[Tensor]) -> Sequence[Tensor | None]:
         """Weights ``[B, T]`` of each group's tokens in the completion's log-probability; ``None`` for 1."""

@@ -24,6 +24,7 @@ from liger_losses.chunked.losses import policy_objectives as objectives
 from liger_losses.chunked.losses.base import AnyHead, LossOptions, constructor
 from liger_losses.chunked.losses.completion_loss import (
     CompletionLoss,
+    Completions,
     Reference,
     naming_the_reference,
     states_and_head,
@@ -310,8 +311,8 @@ class LigerFusedLinearGRPOLoss(CompletionLoss):
         )
         common = None if o.group is None else self.common_options
         inputs = PolicyInputs(o, tensors, policy.vocabulary_ranks, common, _NAMES)
-        reference = Reference(ref_input, ref_weight, ref_bias, (ref_per_token_logps,))
-        batch = self.read(("given",), policy, hidden, labels, reference, transform=transform)
+        reference = Reference(ref_input, ref_weight, ref_bias, (ref_per_token_logps,), transform)
+        batch = self.with_reference(("given",), policy, [Completions(hidden, labels, ref_input)], reference)
         target = target_of(hidden, policy, labels, **selected)
 
         if self.needs_reference and batch.ref_head is not None:

@@ -66,6 +66,7 @@ REGISTERED["second_moment_of_shares"] = lambda log_p: log_p.exp() * log_p.square
 COLUMNS: dict[str, tuple[Any, ...]] = {
     "asks": (
         *("logp", "statistics", "metrics", "registered", "token loss", "selected", "largest"),
+        "token loss, derivatives",
         *("kept", "kept, ragged", *DIVERGENCES, "cosine"),
         *(f"loss: {name}" for name in WITH_FORMULA),
     ),
@@ -418,14 +419,14 @@ def plain(row: Row, given: Inputs) -> list[Tensor]:
             found += [logps.gather(-1, labels.clamp(min=0)[..., None])[..., 0].where(active, 0.0)]
         else:
             values = plain_statistics(hidden, weight, labels, bias, class_weight(row, hidden.dtype), **own)
-            if row.asks == "token loss":
+            if row.asks.startswith("token loss"):
                 found += [_token_loss(values, labels, torch.ones(())).where(active, 0.0).sum()]
             else:
                 found += [values[name] for name in row.statistics]
             if row.asks == "metrics":
                 values["argmax"] = logits.argmax(-1).where(active, 0)
                 found += [values[name].detach() for name in METRICS]
-    return found if row.asks != "token loss" else [torch.stack(found).sum()]
+    return [torch.stack(found).sum()] if row.asks.startswith("token loss") else found
 
 
 def _batch(row: Row, given: Inputs) -> dict[str, Tensor]:
@@ -459,6 +460,12 @@ def _token_loss(statistics: Any, labels: Tensor, w: Tensor) -> Tensor:
     """Not linear in several statistics, and not finite where an input is 0, as those of masked tokens are."""
     s = SimpleNamespace(**statistics) if isinstance(statistics, dict) else statistics
     return (s.logp.exp() + 0.3 * s.entropy * s.lse - s.logp) / w
+
+
+def _with_derivatives(s: Any, labels: Tensor, w: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+    """The same, with derivatives that replace autograd's, which would be others."""
+    of = {"logp": s.logp.exp() - 1, "entropy": 0.3 * s.lse, "lse": 0.3 * s.entropy}
+    return _token_loss(s, labels, w) + s.logp - s.logp.detach(), {name: value / w for name, value in of.items()}
 
 
 # --- The library ------------------------------------------------------------------------------------------------------
@@ -543,10 +550,11 @@ def found_by(row: Row, given: Inputs, part: Any = None, workspace: int | None = 
     hidden = hidden[:1] if "one hidden" in row.targets else hidden
     arguments = (hidden[0] if len(hidden) == 1 else hidden, head, labels[0] if one else labels)
     common = {"class_weight": class_weight(row, hidden[0].dtype), "options": options}
-    if row.asks == "token loss":
-        masks = [torch.where(y != -100, 1.0, torch.nan) for y in labels]
+    if row.asks.startswith("token loss"):  # whose inputs have no part in the dtypes of results
+        masks = [torch.where(y != -100, 1.0, torch.nan).double() for y in labels]
         common["token_inputs"] = {"w": masks[0] if one else masks}
-        return [ll.linear_token_loss(*arguments, _token_loss, ("logp", "entropy", "lse"), **common)[0]]
+        function = _with_derivatives if "derivatives" in row.asks else _token_loss
+        return [ll.linear_token_loss(*arguments, function, ("logp", "entropy", "lse"), **common)[0]]
     names: tuple[str, ...] = ("selected_logps", "logp")
     if row.asks in ("selected", "largest"):
         columns: Any = [columns_of(y, row.sizes.vocab) for y in labels]

@@ -16,59 +16,6 @@ from tests.losses import CE
 from tests.reference import assert_as_exact_as_plain, double, gradients, peak_bytes, plain_statistics, problem
 
 
-def test_derivatives_that_come_along_replace_autograd():
-    hidden, weight, labels, _ = problem(13, dtype=torch.float64)
-    built = []
-
-    def by_autograd(s, labels):
-        return s.logp * s.logp + 0.3 * s.lse
-
-    def given(s, labels):
-        with torch.no_grad():
-            built.append(len(labels))
-            return by_autograd(s, labels), {"logp": 2 * s.logp, "lse": torch.full_like(s.lse, 0.3)}
-
-    def of_unnamed(s, labels):  # every call computes it
-        return s.logp * s.logp, {"logp": 2 * s.logp, "lse": torch.full_like(s.logp, 0.3)}
-
-    losses = []
-    for token_loss, names in ((by_autograd, ("logp", "lse")), (given, ("logp", "lse")), (of_unnamed, ("logp",))):
-        for extra in ({}, {"compact": False}, {"strategy": "two_pass"}, {"strategy": "two_pass", "compact": False}):
-            options = EngineOptions(chunk_size=4, **extra)
-            loss, _ = linear_token_loss(hidden, weight, labels, token_loss, names, options=options)
-            losses.append([*torch.autograd.grad(loss, (hidden, weight)), *[loss] * len(names[1:])])
-    assert built
-    for other in losses[1:]:
-        torch.testing.assert_close(losses[0][: len(other)], other, rtol=1e-12, atol=1e-12)
-
-
-@pytest.mark.parametrize("strategy", [None, "two_pass", pytest.param("compiled", marks=pytest.mark.slow)])
-@pytest.mark.parametrize("brings_derivatives", [False, True])
-def test_fp64_token_inputs_leave_the_dtypes_of_loss_and_gradients(strategy, brings_derivatives):
-    hidden, weight, labels, _ = problem(dtype=torch.float32)
-    weights = torch.rand(13, dtype=torch.float64)
-
-    def token_loss(s, labels, weights):
-        return (-weights * s.logp, {"logp": -weights}) if brings_derivatives else -weights * s.logp
-
-    def function(hidden, weight):
-        options = EngineOptions(strategy=None if strategy == "compiled" else strategy)
-        return linear_token_loss(
-            hidden, weight, labels, token_loss, token_inputs={"weights": weights}, options=options
-        )[0]
-
-    if strategy == "compiled":
-        function = torch.compile(function, backend="eager")
-    loss = function(hidden, weight)
-    exact_inputs = double(hidden, weight)
-    exact = -(weights * plain_statistics(*exact_inputs, labels)["logp"]).sum()
-    assert loss.dtype == torch.float32
-    torch.testing.assert_close(loss.double(), exact, rtol=1e-5, atol=0.0)
-    pairs = zip(torch.autograd.grad(loss, (hidden, weight)), torch.autograd.grad(exact, exact_inputs), strict=True)
-    for ours, expected in pairs:
-        torch.testing.assert_close(ours, expected.float(), rtol=1e-4, atol=1e-5)
-
-
 def test_fp16_gradients_survive_a_loss_scale():
     # Mean over many tokens: each token's gradient is far below fp16's smallest number until it is scaled.
     hidden, weight, labels, _ = problem(512, 16, 4096, dtype=torch.float16, masked=0.0)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -34,14 +35,17 @@ def tensor(*shape: int, dtype: torch.dtype = BF16, grad: bool = False) -> Tensor
     return torch.empty(shape, dtype=dtype, device="meta", requires_grad=grad)
 
 
-def problem(dtype: torch.dtype = BF16, hidden_size: int = HIDDEN) -> tuple[Tensor, Tensor, Tensor]:
+def problem(
+    dtype: torch.dtype = BF16,
+    hidden_size: int = HIDDEN,
+    transform: ll.LogitTransform | None = None,
+    bias: bool = False,
+    batch_invariant: bool = False,
+) -> tuple[Tensor, ll.Head, Tensor]:
     """Hidden states, head and labels."""
     hidden, weight = (tensor(rows, hidden_size, dtype=dtype, grad=True) for rows in (TOKENS, VOCAB))
-    return hidden, weight, tensor(TOKENS, dtype=torch.long)
-
-
-def bias_of(weight: Tensor) -> Tensor:
-    return tensor(len(weight), dtype=weight.dtype, grad=True)
+    head = ll.Head(weight, tensor(VOCAB, dtype=dtype, grad=True) if bias else None, transform, None, batch_invariant)
+    return hidden, head, tensor(TOKENS, dtype=torch.long)
 
 
 def per_token() -> Tensor:
@@ -56,15 +60,8 @@ def backward(*outputs: Tensor) -> None:
 # --- Heads ------------------------------------------------------------------------------------------------------------
 
 
-def cross_entropy(
-    dtype: torch.dtype = BF16,
-    hidden_size: int = HIDDEN,
-    bias: bool = False,
-    transform: ll.LogitTransform | None = None,
-    scaling: str = "none",
-) -> None:
-    hidden, weight, labels = problem(dtype, hidden_size)
-    head = ll.Head(weight, bias_of(weight) if bias else None, transform)
+def cross_entropy(*of_head: Any, scaling: str = "none", **options: Any) -> None:
+    hidden, head, labels = problem(*of_head, **options)
     backward(ll.LigerFusedLinearCrossEntropyLoss(compact=False, token_scaling=scaling)(head, hidden, labels))
 
 
@@ -78,15 +75,13 @@ def statistics(
     metrics: str = "",
     gradients: bool = True,
 ) -> None:
-    hidden, weight, labels = problem(dtype)
-    head = ll.Head(weight, bias_of(weight) if class_weight else None, transform, batch_invariant=batch_invariant)
+    hidden, head, labels = problem(dtype, HIDDEN, transform, class_weight, batch_invariant)
+    options = ll.EngineOptions(compact=False, strategy=strategy, workspace=3000 * MiB)
+    weights = tensor(VOCAB, dtype=FP32) if class_weight else None
     with torch.set_grad_enabled(gradients):
         found = ll.linear_statistics(
-            hidden, head, labels, names.split(),
-            metrics=metrics.split(),
-            class_weight=tensor(VOCAB, dtype=FP32) if class_weight else None,
-            options=ll.EngineOptions(compact=False, strategy=strategy, workspace=3000 * MiB),
-        )  # fmt: skip
+            hidden, head, labels, names.split(), metrics=metrics.split(), class_weight=weights, options=options
+        )
     if gradients:
         backward(*(getattr(found, name) for name in names.split()))
 
@@ -99,35 +94,30 @@ def divergence(
     transform: ll.LogitTransform | None = None,
     temperature: float | Tensor = 1.0,
     softcap: float | None = None,
-    entropy: bool = False,
+    metrics: tuple[str, ...] = (),
 ) -> None:
     """With ``hard``, and the log-probabilities, at temperature 1, of a vocabulary with more columns."""
-    hidden, weight, labels = problem(dtype, 2048)
+    hidden, head, labels = problem(dtype, 2048, transform, hard)
     columns = VOCAB - 256 * hard
     teacher = ll.Teacher(tensor(TOKENS, HIDDEN, dtype=dtype), tensor(columns, HIDDEN, dtype=dtype), softcap=softcap)
     weights = {name: tensor(TOKENS, dtype=FP32) for name in ("divergence", *(["logp"] if hard else []))}
     options = ll.EngineOptions(compact=False, workspace=workspace * MiB)
-    bias = bias_of(weight) if hard else None
     loss, _ = ll.linear_divergence_loss(
-        hidden, weight, labels, teacher, which, weights,
-        metrics=("entropy",) if entropy else (), temperature=temperature, bias=bias, transform=transform,
-        options=options,
-    )  # fmt: skip
+        hidden, head, labels, teacher, which, weights, metrics=metrics, temperature=temperature, options=options
+    )
     loss.backward()
 
 
-def support(dtype: torch.dtype = BF16, transform: ll.LogitTransform = ll.LogitTransform(), bias: bool = False) -> None:
+def support(*of_head: Any) -> None:
     """Log-probabilities over a few columns for each token."""
-    hidden, weight, labels = problem(dtype)
-    head = ll.Head(weight, bias_of(weight) if bias else None, transform)
+    hidden, head, labels = problem(*of_head)
     kept = replace(of_tokens(hidden, head, labels, kept=None), kept=tensor(TOKENS, 64, dtype=torch.long))
     backward(*statistics_of([kept], ("logp", "entropy"), ll.EngineOptions(compact=False))[0].values())
 
 
-def selected(count: int, bias: bool = False, transform: ll.LogitTransform | None = None) -> None:
+def selected(count: int, *of_head: Any) -> None:
     """Log-probabilities of so many columns of each token, and of its label."""
-    hidden, weight, labels = problem()
-    head = ll.Head(weight, bias_of(weight) if bias else None, transform)
+    hidden, head, labels = problem(BF16, HIDDEN, *of_head)
     columns, options = tensor(TOKENS, count, dtype=torch.long), ll.EngineOptions(compact=False)
     names = "logp", "selected_logps"
     loss, _ = ll.linear_token_loss(
@@ -169,10 +159,10 @@ def heads() -> dict[str, Callable[[], None]]:
         "log-probabilities, logits in memory": lambda: statistics("logp", None, metrics="entropy mean_logit"),
         "log-probabilities, two passes": lambda: statistics("logp", transform=warm),
         "selected": lambda: selected(128),
-        "selected, temperatures and soft-cap": lambda: selected(20, True, each_capped),
+        "selected, temperatures and soft-cap": lambda: selected(20, each_capped, True),
         "support": lambda: support(),
-        "support, fp16": lambda: support(FP16, each_capped, True),
-        "support, fp32": lambda: support(FP32, warm),
+        "support, fp16": lambda: support(FP16, HIDDEN, each_capped, True),
+        "support, fp32": lambda: support(FP32, HIDDEN, warm),
         "sums of squares": lambda: square_sums(
             *[Logits(tensor(TOKENS, VOCAB, dtype=FP32), tensor(TOKENS, dtype=FP32), Epilogue(each_capped))] * 2,
             backend="triton",
@@ -204,7 +194,7 @@ def heads() -> dict[str, Callable[[], None]]:
     for name in ("forward KL", "JSD", "cosine"):
         form = forms[name]
         calls[f"{name}, hard loss"] = lambda form=form: divergence(
-            form, hard=True, dtype=FP16, transform=capped, temperature=2.0, softcap=30.0, entropy=True
+            form, hard=True, dtype=FP16, transform=capped, temperature=2.0, softcap=30.0, metrics=("entropy",)
         )
         calls[f"{name}, hard loss, small workspace"] = lambda form=form: divergence(
             form, 300, hard=True, temperature=per_token()

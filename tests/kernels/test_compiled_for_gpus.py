@@ -29,7 +29,7 @@ SPILLED = {
         "linear_stats._linear_statistics_kernel": 232,
         "rms_norm._backward_kernel": 1264,
         "rms_norm._forward_kernel": 456,
-    },
+    }
 }
 #: The same of one call, which was not measured.
 SPILLED_BY_CALL = {

@@ -336,21 +336,12 @@ WRONG = [
     (lambda h, w, y: marked(h, w, y, preference_labels=MASK.to("meta")[:, 0]), "on meta"),
     (lambda h, w, y: marked(h, w, y, loss=KTO(loss_type="apo_zero_unpaired")), "no divergence term"),
     (lambda h, w, y: BCO()(w, (h, y), preference_labels=ONES > 0), "compares with a reference model"),
-    (
-        lambda h, w, y: shifted(h, w, y, sample_weights=torch.ones(2)),
-        "sample_weights must .*, one per completion",
-    ),
+    (lambda h, w, y: shifted(h, w, y, sample_weights=torch.ones(2)), "sample_weights must .*, one per completion"),
     (lambda h, w, y: KTO()(w, (h, y), (h, y), preference_labels=ONES > 0, kl=0.0), "and not both"),
     (lambda h, w, y: KTO()(w, h.tolist(), preference_labels=ONES > 0, kl=0.0), "given must be Completions"),
-    (
-        lambda h, w, y: ALONE(w, (h, y), (h, y), temperature=EACH),
-        "give the reference in .* temperature in Compl",
-    ),
+    (lambda h, w, y: ALONE(w, (h, y), (h, y), temperature=EACH), "give the reference in .* temperature in Compl"),
     (lambda h, w, y: ALONE(w, h, y, temperature=EACH[:, 0]), "one for each hidden state"),
-    (
-        lambda h, w, y: ALONE(Head(w, transform=LogitTransform(2.0)), h, y, temperature=EACH),
-        "given twice: with the",
-    ),
+    (lambda h, w, y: ALONE(Head(w, transform=LogitTransform(2.0)), h, y, temperature=EACH), "given twice: with the"),
     # teachers
     (lambda h, w, y: taught(h, w, y, Teachers([Teacher(h, w)] * 2, 0 * y + 2)), r"which must be in \[0, 2\)"),
     (lambda h, w, y: taught(h, w, y, Teachers([Teacher(h, w)] * 2, 0 * y[:2])), "which must be integers"),
@@ -373,10 +364,7 @@ WRONG = [
     (lambda h, w, y: taught(h, w, y, TeacherTopK(-top(h, w)[0], kept(y))), "at most 0"),
     (lambda h, w, y: taught(h, w, y, TeacherTopK(top(h, w)[0], kept(y).int())), "int64"),
     (lambda h, w, y: taught(h, w, y, TeacherTopK(*top(h, w), tail="lump")), "'lump'; use 'bucket'"),
-    (
-        lambda h, w, y: taught(h, w, y, TeacherTopK(*(part[1:] for part in top(h, w)))),
-        "one per hidden state of the",
-    ),
+    (lambda h, w, y: taught(h, w, y, TeacherTopK(*(part[1:] for part in top(h, w)))), "one per hidden state of the"),
     (lambda h, w, y: Teacher(Head(w), h), r"got Head first: of head, states, labels = .*Teacher\(states, head\)"),
     (lambda h, w, y: DistillationLoss(Divergence.jsd), r"Loss\(Divergence.reverse_kl\(\)\), got a function; call it"),
     (lambda h, w, y: JSD()(w, h, y, Teacher(h, w), y), "with a teacher, the call is"),
@@ -397,10 +385,7 @@ WRONG = [
         )
     ),
     (lambda h, w, y: policy(h, w, y, ref_per_token_logps=torch.ones(4, 4), beta=0.1), "ref_per_token_logps must be"),
-    (
-        lambda h, w, y: policy(h, w, y, beta=0.1),
-        "weighs the divergence .* none. Pass ref_per_token_logps=, or .*ref_",
-    ),
+    (lambda h, w, y: policy(h, w, y, beta=0.1), "weighs the divergence .* none. Pass ref_per_token_logps=, or .*ref_"),
     (lambda h, w, y: policy(h, w, y, prompts=ONES), "prompts must be integers"),
     (lambda h, w, y: policy(h, w, y, None), "advantages must be a tensor"),
     (lambda h, w, y: policy(h, w, y.flatten()), "labels must have one entry per hidden .*, one row per completion"),

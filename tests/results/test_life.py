@@ -334,8 +334,7 @@ OFTEN = ("GRPO, score centering", "GRPO, near the sampler", "MiniLLM")
 
 
 @pytest.mark.parametrize(
-    ("name", "compact"),
-    [(n, c) for n in NAMES for c in (True, False) if n not in ASKING and not (c and n in OFTEN)],
+    ("name", "compact"), [(n, c) for n in NAMES for c in (True, False) if n not in ASKING and not (c and n in OFTEN)]
 )
 def test_how_often_the_host_waits(name, compact):
     """Once in forward and once in backward, of all models, heads and blocks together; never with ``compact=False``, so

@@ -70,26 +70,6 @@ def test_many_blocks_are_as_exact_as_one():
     assert errors[1] < 1.5 * errors[0], errors
 
 
-def test_a_block_without_a_derivative_moves_no_label_terms():
-    hidden, weight, labels, _ = inputs(8, 16, 60, masked=0.0)
-    k = torch.tensor([0.0] * 4 + [1.0] * 4).to(DEVICE)
-
-    def loss(s, y, k):
-        return k * s.logp if k.any() else k * 1.0
-
-    options = EngineOptions(chunk_size=4, backend="triton")
-    names, (found, _) = plans(
-        lambda: linear_token_loss(hidden, weight, labels, loss, token_inputs={"k": k}, options=options)
-    )
-    assert names == ["exponentials"]
-    wide = double(hidden, weight)
-    exact = (wide[0] @ wide[1].t()).log_softmax(-1).gather(1, labels[:, None])[4:].sum()
-    for ours, theirs in zip(
-        torch.autograd.grad(found, (hidden, weight)), torch.autograd.grad(exact, wide), strict=True
-    ):
-        assert relative_error(ours, theirs) < 8e-3
-
-
 def test_only_a_small_workspace_leaves_a_call_to_the_core():
     """And no other error."""
     hidden, weight, labels, _ = inputs()

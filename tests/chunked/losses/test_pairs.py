@@ -163,30 +163,6 @@ def test_metrics_of_a_loss_of_ones_own_come_beside_the_losses():
     assert metrics.chosen_logits_mean.isfinite()
 
 
-def certain(labels, sign=1.0):
-    """Hidden states and weight under which every label has probability 1 (or, with ``sign=-1``, next to 0)."""
-    weight = torch.eye(V).mul_(40.0).requires_grad_()
-    hidden = (F.one_hot(labels.clamp(min=0), V).float() * sign).requires_grad_()
-    return hidden, weight
-
-
-def test_orpo_as_probabilities_reach_one():
-    labels = torch.randint(0, V, (2, 4))
-    hidden, weight = certain(labels)
-    loss, metrics = ORPO(beta=1.0, compute_nll_loss=False)(weight, hidden, labels)
-    assert metrics.chosen_logps == 0  # p = 1 exactly, in fp32
-    torch.testing.assert_close(loss, torch.tensor(math.log(2.0)))  # both sides equally certain
-    half = torch.stack([labels[0], (labels[0] + 1) % V])
-    hidden = F.one_hot(labels[:1].expand(2, -1), V).float().requires_grad_()
-    good, _ = ORPO(beta=1.0, compute_nll_loss=False)(weight, hidden, half)
-    bad, _ = ORPO(beta=1.0, compute_nll_loss=False)(weight, hidden, half.flip(0))
-    assert 0 <= good < 1e-10
-    # chosen: log p = -40 and so log-odds -40; rejected: p = 1, whose log-odds end at 15.94
-    torch.testing.assert_close(bad, torch.tensor(40 + 23 * math.log(2.0)), rtol=1e-5, atol=0.0)
-    for value in (loss, good, bad):
-        assert all(g.isfinite().all() for g in torch.autograd.grad(value, (weight,)))
-
-
 @pytest.mark.peers
 def test_every_dpo_loss_type_of_trl_is_here():
     dpo_config = pytest.importorskip("trl", reason="TRL is not installed").DPOConfig

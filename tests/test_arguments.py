@@ -4,41 +4,12 @@ import pytest
 import torch
 
 import liger_losses
-from liger_losses import ChunkedLoss, Completions, Head, Teacher, functional, linear_labels_loss, linear_logps
-from liger_losses.sequences import split_by_coefficient
+from liger_losses import ChunkedLoss, Completions, Head, Teacher, linear_labels_loss, linear_logps
 from tests import losses
 from tests.losses import CE, DPO, GRPO, KTO, ORPO
 from tests.reference import problem
 
 MARKS = torch.tensor([True, False, False, True])
-
-
-MISTAKES = [
-    (lambda h, w, y: CE()(h @ w.t(), y), r"'labels'; call it as loss\(head, hidden_.*no logits"),
-    (lambda h, w, y: CE()(w, h, targets=y), r"it has no targets= \(did you mean 'labels'\?\); call .*, target"),
-    (lambda h, w, y: CE()(w, h, y, head=w), "multiple values for argument 'head'; call it as"),
-    (lambda h, w, y: CE()(lin_weight=w, head=w, hidden_states=h, labels=y), "two of .* labels= are the same argument"),
-    (lambda h, w, y: DPO()(w, chosen=(h, y), hidden_states=h), "two of chosen=.*or of two forms"),
-    (lambda h, w, y: DPO()(w, h), r"DPOLoss.*'rejected'.*\(head, chosen, rejected\)"),
-    (lambda h, w, y: ChunkedLoss()(w, h), r"'labels'; call it as loss\(head, hidden_states, labels\)"),
-    (lambda h, w, y: DPO()(w, h, y, ref_model=w), r"no ref_model=; of .* loss_inputs\(ref_model"),
-    (lambda h, w, y: DPO()(w, h, y, beta=0.1), r"no beta=; options go .* LigerFusedLinearDPOLoss\(beta=\.\.\.\)"),
-    (
-        lambda h, w, y: CE()(w, h, y, temperature=2.0, label_smoothing=0.1, x=1),
-        r"no temp.*, x=; options go .*\(temperature=\.\.\., label_sm[^x]*; call",
-    ),
-    (lambda h, w, y: DPO(bta=1), "DPOLoss has no option 'bta' .*'beta'.*; its options are .*group"),
-    (lambda h, w, y: linear_logps(h, w, y, tmperature=2.0), r"linear_logps: .* \(did you mean 'temper.* are hidden_"),
-    (lambda h, w, y: functional.dpo_loss(*[h[0, 0]] * 4, bta=1), r"^dpo_loss .*'beta'\?\); its .*chosen_nll, beta, "),
-    (lambda h, w, y: liger_losses.LigerFusedLinearAlphaBetaLoss(), "^Liger.*: missing .*: 'alpha'; .* are alpha, beta"),
-    (
-        lambda h, w, y: functional.grpo_loss(h[..., 0], h[:, 0, 0], y >= 0, epsilon=1),
-        r"^grpo_loss has no argument 'epsilon' \(use epsilon_low.* logps, advantages, mask, .*beta, loss_type",
-    ),
-    (lambda h, w, y: split_by_coefficient(len, [1.0]), r"such as torch.tensor\(advan.*got builtin_.* and list"),
-    (lambda h, w, y: split_by_coefficient(h, len), r"a function of indices .* \(4, 5, 24\) and builtin"),
-    (lambda h, w, y: split_by_coefficient(len, h, mask=y), "it has no mask=; its arguments are forward, coefficients"),
-]
 
 
 NO_REFERENCE = {"use_ref_model": False}
@@ -51,13 +22,6 @@ def test_a_forward_that_passes_all_on_takes_the_names_that_it_passes_on():
 
     h, w, y, _ = problem(shape=(4, 5), masked=0.2)
     assert Doubled()(head=w, hidden_states=h, labels=y) == 2 * CE()(w, h, y)
-
-
-@pytest.mark.parametrize(("call", "message"), MISTAKES)
-def test_the_error_says_how_it_is_called(call, message):
-    hidden, weight, labels, _ = problem(shape=(4, 5), masked=0.2)
-    with pytest.raises(TypeError, match=message):
-        call(hidden, weight, labels)
 
 
 @pytest.mark.usefixtures("nothing_compiled")

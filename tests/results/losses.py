@@ -390,15 +390,17 @@ OPERATIONS = {
     "kept columns, sparse": lambda head, ref, d: ll.linear_logps(
         d["h"], head, d["y"], support=support(d, sparse_grad=True), shift=True
     ),
-    "logps": lambda head, ref, d: ll.linear_logps(d["h"], head, d["y"], entropy=True, lse=True, temperature=0.7),
+    "logps": lambda head, ref, d, **on: ll.linear_logps(
+        d["h"], head, d["y"], entropy=True, lse=True, temperature=0.7, **on
+    ),
     "statistics": lambda head, ref, d: ll.linear_statistics(
         d["h"], head, d["y"], ("logp", "entropy", "mean_logp", "log_sum_sq_probs"), metrics=("mean_logit", "argmax")
     ),
     "statistics of several": lambda head, ref, d: ll.linear_statistics(
         [d["h"], d["h"][:2] * 2], head, [d["y"], d["y"][:2]]
     ),
-    "statistics of columns": lambda head, ref, d: ll.linear_statistics(
-        d["h"], head, d["y"], ("selected_logps", "logp"), selected=columns(d)
+    "statistics of columns": lambda head, ref, d, **on: ll.linear_statistics(
+        d["h"], head, d["y"], ("selected_logps", "logp"), selected=columns(d), options=ll.EngineOptions(**on)
     ),
     "largest, two passes": lambda head, ref, d: ll.linear_topk(
         d["h"], head, 5, d["y"], options=ll.EngineOptions(chunk_size=5, compact=False)

@@ -42,8 +42,9 @@ from liger_losses import (
     projected_teacher,
     register_quantized_weight,
     register_statistic,
+    split_by_coefficient,
 )
-from tests.losses import BCO, CE, CPO, DPO, GRPO, JSD, KL, KTO, ORPO, Cosine, SimPO
+from tests.losses import BCO, CE, CPO, DPO, GRPO, JSD, KL, KTO, ORPO, AlphaBeta, Cosine, SimPO
 from tests.reference import Int8Weight, problem
 from tests.results.losses import LOSSES, OPERATIONS, batch, case_of
 from tests.seam import BACKENDS, LowRank
@@ -51,12 +52,17 @@ from tests.seam import BACKENDS, LowRank
 F = functional
 NAN, PER_TOKEN, ONES = math.nan, torch.zeros(4, 5), torch.ones(4)
 MASK, ZEROS, EACH = torch.ones(4, 5, dtype=torch.bool), torch.zeros(2), torch.ones(4, 5)
-ALONE = DPO(use_ref_model=False)
+ALONE, CAPPED = DPO(use_ref_model=False), partial(Head, transform=LogitTransform(softcap=3.0))
 
 
 def good():
     hidden, weight, labels, _ = problem(shape=(4, 5), masked=0.2)
     return hidden, weight, labels
+
+
+def of_class(**attributes):
+    """A module of a class with these attributes."""
+    return type("Made", (nn.Module,), attributes)()
 
 
 def policy(h, w, y, advantages=ONES, beta=0.0, **options):
@@ -304,6 +310,50 @@ WRONG = [
     (lambda h, w, y: Head(Int8Weight(w), group="tp"), "ProcessGroup"),
     (lambda h, w, y: register_quantized_weight(3, print), "a type"),
     (lambda h, w, y: QuantizedWeight((3,), torch.float32, "cpu"), "vocab_size, hidden_size"),
+    # heads
+    (lambda *_: Head.of(of_class(get_output_embeddings=print)), r"whole model.*model\.get_output_embeddings\(\)"),
+    (lambda *_: Head.of(of_class(base_layer=None)), "adapter around the head.*merged_weight"),
+    (lambda *_: Head.of(nn.LayerNorm(8)), "LayerNorm, which is no nn.Linear"),
+    (lambda *_: Head.of([1.0]), "weight must be a tensor"),
+    (lambda h, w, y: Head(w[:0]), "must not be empty"),
+    (lambda h, w, y: Head.of(Head(w, w[:, 0]), w[:, 0]), "bias was given twice"),
+    (lambda h, w, y: Head.of(CAPPED(w), transform=LogitTransform(softcap=4.0)), "twice: the head has 3.0, and 4.0"),
+    # how a loss is built, and how it is called
+    (lambda h, w, y: DPO(*[1] * 12), "DPOLoss: too many positional arguments; its options are ignore_index, beta"),
+    (lambda h, w, y: DPO(-100, ignore_index=-1), "multiple values for argument 'ignore_index'"),
+    (lambda h, w, y: DPO(rpo_alpha=1.0), r"'rpo_alpha' \(use compute_nll_loss=True, and alpha="),
+    (lambda h, w, y: DPO(reference_free=True), r"'reference_free' \(use use_ref_model=False\)"),
+    (lambda h, w, y: GRPO(epsilon=0.2), r"'epsilon' \(use epsilon_low= and epsilon_high=, both"),
+    (lambda h, w, y: GRPO(num_generations=8), "use advantages of the group"),
+    (lambda h, w, y: GRPO(kl_coef=0.1), r"use beta="),
+    (lambda h, w, y: DPO(0.1), r"ignore_index must be an integer, got 0\.1: .*, such as beta=0\.1"),
+    (lambda h, w, y: CE(w, h), r"option ce_weight \(\[.*torch.float32\).*; add \(\), LigerFused"),
+    (lambda h, w, y: CE().replace(ce_weight=torch.ones(3, 3)), "a tensor or a head as its option ce_weight"),
+    (lambda h, w, y: CE(Head(w)), r"option ce_weight \(Head\).*add \(\)"),
+    (lambda h, w, y: CE()(h @ w.t(), y), r"'labels'; call it as loss\(head, hidden_.*no logits"),
+    (lambda h, w, y: CE()(w, h, targets=y), r"it has no targets= \(did you mean 'labels'\?\); call .*, target"),
+    (lambda h, w, y: CE()(w, h, y, head=w), "multiple values for argument 'head'; call it as"),
+    (lambda h, w, y: CE()(lin_weight=w, head=w, hidden_states=h, labels=y), "two of .* labels= are the same argument"),
+    (lambda h, w, y: DPO()(w, chosen=(h, y), hidden_states=h), "two of chosen=.*or of two forms"),
+    (lambda h, w, y: DPO()(w, h), r"DPOLoss.*'rejected'.*\(head, chosen, rejected\)"),
+    (lambda h, w, y: ChunkedLoss()(w, h), r"'labels'; call it as loss\(head, hidden_states, labels\)"),
+    (lambda h, w, y: DPO()(w, h, y, ref_model=w), r"no ref_model=; of .* loss_inputs\(ref_model"),
+    (lambda h, w, y: DPO()(w, h, y, beta=0.1), r"no beta=; options go .* LigerFusedLinearDPOLoss\(beta=\.\.\.\)"),
+    (
+        lambda h, w, y: CE()(w, h, y, temperature=2.0, label_smoothing=0.1, x=1),
+        r"no temp.*, x=; options go .*\(temperature=\.\.\., label_sm[^x]*; call",
+    ),
+    (lambda h, w, y: DPO(bta=1), "DPOLoss has no option 'bta' .*'beta'.*; its options are .*group"),
+    (lambda h, w, y: linear_logps(h, w, y, tmperature=2.0), r"linear_logps: .* \(did you mean 'temper.* are hidden_"),
+    (lambda h, w, y: F.dpo_loss(*[h[0, 0]] * 4, bta=1), r"^dpo_loss .*'beta'\?\); its .*chosen_nll, beta, "),
+    (lambda h, w, y: AlphaBeta(), "^Liger.*: missing .*: 'alpha'; .* are alpha, beta"),
+    (
+        lambda h, w, y: F.grpo_loss(h[..., 0], h[:, 0, 0], y >= 0, epsilon=1),
+        r"^grpo_loss has no argument 'epsilon' \(use epsilon_low.* logps, advantages, mask, .*beta, loss_type",
+    ),
+    (lambda h, w, y: split_by_coefficient(len, [1.0]), r"such as torch.tensor\(advan.*got builtin_.* and list"),
+    (lambda h, w, y: split_by_coefficient(h, len), r"a function of indices .* \(4, 5, 24\) and builtin"),
+    (lambda h, w, y: split_by_coefficient(len, h, mask=y), "it has no mask=; its arguments are forward, coefficients"),
     # several heads
     (lambda h, w, y: CE()([w] * 3, [h, h], y), "2 of hidden states, 3 of heads"),
     (lambda h, w, y: CE()([], [h], y), "0 of heads"),

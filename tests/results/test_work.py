@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from liger_losses import EngineOptions, Head, TokenSupport, linear_logps, linear_statistics, linear_token_loss
+from liger_losses import EngineOptions, Head, TokenSupport, linear_logps, linear_token_loss
 from tests.losses import CE, GRPO
 from tests.reference import (
     Int8Weight,
@@ -17,7 +17,7 @@ from tests.reference import (
     problem,
     tensors_of,
 )
-from tests.results.losses import ALIKE, LOSSES, OPERATIONS, batch, case_of, columns, policy
+from tests.results.losses import ALIKE, LOSSES, OPERATIONS, batch, case_of, policy
 from tests.seam import BACKENDS, LowRank, leave_out_zero_rows, small_tiles, train_all_rows
 
 ROWS, LENGTH, H, V = 8, 12, 16, 203
@@ -167,28 +167,11 @@ def test_the_gradient_of_the_weight_is_as_exact_in_any_number_of_blocks(name, dt
     whole = run(name, *narrow)
     exact = run(name, *wide)
     with Work() as work:
-        found = run(name, *narrow, **options) if name in LOSSES else chunked(name, *narrow, **options)
+        found = run(name, *narrow, **options)
     for a, p, e in zip(found, whole, exact, strict=True):
         assert_as_exact_as_plain(a, p, e, f"{blocks} blocks", floor=torch.finfo(dtype).eps / 2)
     # Each block adds to all columns, and a head of several targets has as many blocks as they have.
     assert not work.wide or (name in ("statistics of columns", "cross entropy, many heads") and blocks > 1)
-
-
-def chunked(name, d, leaves, chunk_size):
-    """Of an operation, with blocks of so many tokens."""
-    if name == "logps":
-        found = linear_logps(
-            d["h"], d["weight"], d["y"], entropy=True, lse=True, temperature=0.7, chunk_size=chunk_size
-        )
-    else:
-        found = columns_of(d, EngineOptions(chunk_size=chunk_size))
-    return torch.autograd.grad(sum(value.sum() for value in tensors_of(found) if value.requires_grad), leaves)
-
-
-def columns_of(d, options):
-    return linear_statistics(
-        d["h"], d["weight"], d["y"], ("selected_logps", "logp"), selected=columns(d), options=options
-    )
 
 
 def test_kept_columns_take_the_memory_of_their_pairs():

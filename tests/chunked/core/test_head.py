@@ -68,39 +68,6 @@ def test_a_scale_of_each_entry_is_trained():
             refused.scaled(given)
 
 
-def test_what_makes_no_head():
-    weight = torch.randn(31, 8)
-
-    class Model(nn.Module):
-        def get_output_embeddings(self):
-            return None
-
-    class Adapter(nn.Module):
-        base_layer = None
-
-    for wrong, words in (
-        (Model(), r"whole model.*model\.get_output_embeddings\(\)"),
-        (Adapter(), "adapter around the head.*merged_weight"),
-        (nn.LayerNorm(8), "LayerNorm, which is no nn.Linear"),
-        (torch.zeros(31, 8, dtype=torch.int8), "weight must be floating point"),
-        ([1.0], "weight must be a tensor"),
-    ):
-        with pytest.raises(TypeError, match=words):
-            Head.of(wrong)
-    for make, words in (
-        (lambda: Head(weight[0]), r"\[vocab_size, hidden_size\]"),
-        (lambda: Head(weight[:0]), "must not be empty"),
-        (lambda: Head(weight, torch.zeros(30)), r"bias must be \[31\]"),
-        (lambda: Head.of(Head(weight, torch.zeros(31)), torch.zeros(31)), "bias was given twice"),
-        (
-            lambda: Head.of(Head(weight, None, LogitTransform(softcap=3.0)), transform=LogitTransform(softcap=4.0)),
-            "softcap was given twice: the head has 3.0, and 4.0",
-        ),
-    ):
-        with pytest.raises(ValueError, match=words):
-            make()
-
-
 class Scaled(nn.Linear):
     def forward(self, input):
         return super().forward(input) * 2

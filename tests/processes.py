@@ -6,6 +6,8 @@ import functools
 import gc
 import multiprocessing
 import os
+import pathlib
+import subprocess
 import sys
 from datetime import timedelta
 
@@ -84,6 +86,14 @@ def member(rank, work, world, folder, environment, backend, arguments):
     dist.barrier()  # the first process to leave would close the others' connections
     dist.destroy_process_group()
     leave()
+
+
+def printed_by(*arguments, cwd=pathlib.Path(__file__).parents[1], **variables):
+    """What Python prints in a process of its own, which must end well."""
+    command, environment = [sys.executable, *map(str, arguments)], os.environ | variables
+    done = subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True, timeout=600, check=False)
+    assert done.returncode == 0, f"{command}\n{done.stdout[-2000:]}\n{done.stderr[-4000:]}"
+    return done.stdout
 
 
 def take_gpu(rank, assign=setattr):

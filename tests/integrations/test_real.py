@@ -2,11 +2,10 @@
 
 import os
 import pathlib
-import subprocess
-import sys
 
 import pytest
 
+from tests.processes import printed_by
 from tests.test_run import ROOT
 
 #: Where each package is installed, in a folder of its name.
@@ -33,8 +32,5 @@ def test_a_framework_with_and_without_this_library(check):
     if not folder.is_dir():
         pytest.skip("make test-integrations installs it")
     others = FOLDER / "megatron-core", FOLDER / "others"
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, (ROOT, folder, *others)))}
-    command = [sys.executable, "-m", "tests.integrations.real", check]
-    done = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True, timeout=300, check=False)
-    assert done.returncode == 0, done.stderr[-4000:]
-    assert done.stdout.splitlines()[-1] == "ok"
+    path = os.pathsep.join(map(str, (ROOT, folder, *others)))
+    assert printed_by("-m", "tests.integrations.real", check, PYTHONPATH=path).splitlines()[-1] == "ok"

@@ -30,7 +30,7 @@ from liger_losses.patching.rotations import Rotations
 from liger_losses.patching.swap import replacement_of
 from tests.kernels.cases import DEVICE, interpreted
 from tests.models import adapted
-from tests.patching.test_mlps import MLP
+from tests.patching.test_layers import MLP
 
 pytest.importorskip("transformers")
 

@@ -23,8 +23,8 @@ from liger_losses.patching.swap import replacement_of
 from liger_losses.patching.tiles import tile_of
 from tests.kernels.cases import DEVICE
 from tests.models import adapted
-from tests.patching.test_mlps import MLP as Gated
-from tests.patching.test_mlps import Fused
+from tests.patching.test_layers import MLP as Gated
+from tests.patching.test_layers import Fused
 from tests.processes import BACKENDS, device_type, start
 
 H, INNER = 16, 40

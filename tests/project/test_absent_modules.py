@@ -1,11 +1,10 @@
 """Without Triton, as on macOS, on Windows and beside CPU builds of torch, and without what else need not be there."""
 
-import os
 import re
-import subprocess
-import sys
 
 import pytest
+
+from tests.processes import printed_by
 
 #: Prints what losses, ``patch`` and TRL do, without the modules that are named, once torch is imported.
 SCRIPT = """
@@ -67,8 +66,5 @@ def test_what_works_without_a_module(absent):
     """Losses and their gradients always; what needs a module says its name."""
     if "trl" not in absent:
         pytest.importorskip("trl", reason="trl is not installed")
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    command = [sys.executable, "-c", SCRIPT.format(absent=absent)]
-    done = subprocess.run(command, capture_output=True, text=True, env=environment)
-    assert done.returncode == 0, done.stderr
-    assert re.search(".*".join(ABSENT[absent]), done.stdout, re.DOTALL), done.stdout
+    printed = printed_by("-c", SCRIPT.format(absent=absent), TRITON_INTERPRET="0")
+    assert re.search(".*".join(ABSENT[absent]), printed, re.DOTALL), printed

@@ -2,14 +2,14 @@
 
 import importlib.util
 import json
-import os
 import pathlib
 import re
 import runpy
-import subprocess
 import sys
 
 import pytest
+
+from tests.processes import printed_by
 
 ROOT = pathlib.Path(__file__).parents[2]
 _SEEDS, _STEPS = ["--seeds", "0"], ["--pretrain=2", "--steps=2"]
@@ -65,11 +65,8 @@ def test_a_study_runs(name, tmp_path):
         if importlib.util.find_spec(package) is None:
             pytest.skip(f"{package} is not installed")
     arguments, printed = STUDIES[name]
-    environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
-    command = [sys.executable, "-m", f"benchmarks.{name}", *arguments, f"--out={tmp_path / 'r.json'}"]
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=600, check=False)
-    assert done.returncode == 0, done.stderr[-3000:]
-    assert printed in done.stdout
+    out = f"--out={tmp_path / 'r.json'}"
+    assert printed in printed_by("-m", f"benchmarks.{name}", *arguments, out, TRITON_INTERPRET="0")
     runs = json.loads((tmp_path / "r.json").read_text()).get("runs", [])
     for one, other in zip(runs[::2], runs[1::2], strict=True):
         assert one["provider"] != other["provider"]

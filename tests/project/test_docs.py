@@ -12,13 +12,13 @@ import os
 import pathlib
 import re
 import shutil
-import subprocess
 import sys
 
 import pytest
 import torch
 
 from tests.models import with_lora
+from tests.processes import printed_by
 
 ROOT = pathlib.Path(__file__).parents[2]
 PAGES = sorted((ROOT / "docs").glob("*.md"))
@@ -165,10 +165,7 @@ def test_the_new_statistic(run_it, tmp_path):
     for name, text in files.items():
         (tmp_path / name).write_text(text)
     (check,) = [block for block in blocks_of(ROOT / "docs" / "extending.md") if block.skip]
-    environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
-    command = [sys.executable, "-c", check.code()]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, check=False, env=environment)
-    assert done.returncode == 0, done.stderr[-3000:]
+    printed_by("-c", check.code(), cwd=tmp_path, PYTHONPATH=str(tmp_path))
 
 
 # --- Links -----------------------------------------------------------------------------------------------------------

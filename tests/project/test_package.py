@@ -6,12 +6,11 @@ import graphlib
 import inspect
 import pathlib
 import re
-import subprocess
-import sys
 
 import pytest
 
 import liger_losses
+from tests.processes import printed_by
 
 ROOT = pathlib.Path(liger_losses.__file__).parent
 LAYERS = ["caller", "places", "kernels", "checks", "arguments", "sequences", "chunked.core", "chunked.accelerators"]
@@ -75,9 +74,7 @@ print(sorted({m.split(".")[0] for m in set(sys.modules) - before}))
 import torch._dynamo
 assert not set(enabled) & {getattr(*place) for place in places}, "nothing was disabled"
 """
-    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    assert out.returncode == 0, out.stderr
-    count, names = map(ast.literal_eval, out.stdout.splitlines())
+    count, names = map(ast.literal_eval, printed_by("-c", code).splitlines())
     assert count < 5
     assert not set(names) & (set(HEAVY) - {"triton", "numpy"})
 

@@ -5,13 +5,13 @@ import pathlib
 import re
 import shutil
 import subprocess
-import sys
 import tarfile
 import zipfile
 
 import pytest
 
 import liger_losses
+from tests.processes import printed_by
 from tests.project.test_project_files import project
 
 pytestmark = pytest.mark.slow
@@ -19,17 +19,11 @@ pytestmark = pytest.mark.slow
 ROOT = pathlib.Path(__file__).parents[2]
 
 
-def run(*command, cwd):
-    done = subprocess.run([*map(str, command)], cwd=cwd, capture_output=True, text=True, timeout=300, check=False)
-    assert done.returncode == 0, f"{command}\n{done.stdout[-2000:]}\n{done.stderr[-4000:]}"
-    return done.stdout
-
-
 def build(kind, source, target):
     """The name of the distribution that setuptools builds from a folder."""
     pytest.importorskip("setuptools", minversion="77")
     code = f"from setuptools import build_meta as b; print('built', b.build_{kind}({str(target)!r}))"
-    return target / run(sys.executable, "-c", code, cwd=source).split()[-1]
+    return target / printed_by("-c", code, cwd=source).split()[-1]
 
 
 @pytest.fixture(scope="module")

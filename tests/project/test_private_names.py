@@ -12,13 +12,14 @@ import json
 import os
 import pathlib
 import re
-import subprocess
 import sys
 import traceback
 
 import pytest
 import torch
 from torch import nn
+
+from tests.processes import printed_by
 
 #: Where modules keep their hooks.
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
@@ -171,9 +172,8 @@ LISTED = [*itertools.chain.from_iterable(AT_IMPORT + IN_CALLS)]
 
 def test_without_private_names():
     """In one process, as starting it takes longer than a name does."""
-    command = [sys.executable, "-W", "ignore", "-m", "tests.project.test_private_names"]
-    lines = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout.splitlines()
-    results = [json.loads(line) for line in lines]
+    printed = printed_by("-W", "ignore", "-m", "tests.project.test_private_names")
+    results = [json.loads(line) for line in printed.splitlines()]
     for names, (replaced, reasons, numbers) in zip(AT_IMPORT + IN_CALLS, results, strict=True):
         has_hooks = names != IN_CALLS[-2]
         assert replaced == has_hooks, f"{names}: {replaced}"

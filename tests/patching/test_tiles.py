@@ -147,12 +147,30 @@ def test_no_work_is_repeated_that_checkpointing_does_not_repeat():
     assert work(tiled(made())) == work(made()) == 11 * 64
 
 
-@pytest.mark.parametrize("reentrant", [True, False])
-def test_under_checkpointing(reentrant):
-    plain = made()
-    expected = results(plain, inputs(2, 13))
-    found = results(tiled(plain), inputs(2, 13), lambda module, x: checkpoint(module, x, use_reentrant=reentrant))
-    check_same(found, expected)
+def compiled(module, x):
+    return torch.compile(nn.Sequential(nn.Tanh(), module, nn.Tanh()), backend="aot_eager")(x)
+
+
+def functional(module, x):
+    """With weights that are no parameters."""
+    weights = {name: 2 * weight / 2 for name, weight in module.named_parameters()}
+    return torch.func.functional_call(module, weights, (x,))
+
+
+#: How tiles are run, and how the whole.
+THROUGH = {
+    "checkpoint": (functools.partial(checkpoint, use_reentrant=False), nn.Module.__call__),
+    "reentrant checkpoint": (functools.partial(checkpoint, use_reentrant=True), nn.Module.__call__),
+    "compiled": (compiled, lambda module, x: module(x.tanh()).tanh()),
+    "functional": (functional, functional),
+}
+
+
+@pytest.mark.usefixtures("nothing_compiled")
+@pytest.mark.parametrize("way", THROUGH)
+def test_tiles_within_others(way):
+    plain, (ours, theirs) = made(), THROUGH[way]
+    check_same(results(tiled(plain), inputs(2, 13), ours), results(plain, inputs(2, 13), theirs))
 
 
 def test_under_what_hooks_modules():
@@ -233,16 +251,6 @@ def test_dropout_is_that_of_the_forward():
     assert torch.equal(torch.rand(1), drawn)
 
 
-def test_in_compiled_models():
-    torch._dynamo.reset()
-    plain = made(dtype=torch.float32)
-    ours = tiled(plain)
-    model = torch.compile(nn.Sequential(nn.Tanh(), ours, nn.Tanh()), backend="aot_eager")
-    expected = results(plain, inputs(13, dtype=torch.float32), lambda module, x: module(x.tanh()).tanh())
-    check_same(results(ours, inputs(13, dtype=torch.float32), lambda module, x: model(x)), expected, 1e-5)
-    torch._dynamo.reset()
-
-
 def test_hooks_on_weights_get_the_whole_gradient_once():
     plain = made()
     ours, seen = tiled(plain), []
@@ -283,16 +291,6 @@ def test_weights_that_are_partitioned_are_computed_as_a_whole():
     partitioned.up_proj.weight.ds_id = 0
     with pytest.warns(RuntimeWarning, match="not computed in tiles in training: ZeRO-3"):
         check_same(results(partitioned, x), results(plain, x))
-
-
-def test_weights_that_are_no_parameters():
-    plain, x = made(), inputs(13)
-    found = []
-    for module in (plain, tiled(plain)):
-        weights = {name: (2 * weight.detach() / 2).requires_grad_() for name, weight in plain.named_parameters()}
-        out = torch.func.functional_call(module, weights, (x,))
-        found.append([out, *torch.autograd.grad(out.square().sum(), [x, *weights.values()])])
-    check_same(*found)
 
 
 def test_choosing_tiles():

@@ -17,6 +17,7 @@ from liger_losses.layers.rms_norm import rms_norm
 from tests.kernels.cases import DEVICE
 from tests.models import randomised, small
 from tests.reference import relative_error
+from tests.test_modules import modules
 
 FOLDER = pathlib.Path(__file__).parents[2] / "kernels"
 #: Imported only in functions that read weights of that package.
@@ -148,27 +149,16 @@ def test_a_kernelized_model_has_the_right_loss_and_gradients(built, monkeypatch,
         assert relative_error(r.grad, p.grad) <= 2 * relative_error(q.grad, p.grad) + 1e-6, name
 
 
-def single_layers():
-    """For each layer of the kernel, a module that it may be put into, and its inputs."""
-    from transformers.models.llama.modeling_llama import LlamaRMSNorm
-    from transformers.models.olmo2.modeling_olmo2 import Olmo2RMSNorm
-    from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5RMSNorm
-    from transformers.models.qwen3_next.modeling_qwen3_next import Qwen3NextRMSNormGated
-
-    return {
-        "RMSNorm": (LlamaRMSNorm(24, eps=1e-3), 1),
-        "RMSNormFP32": (Olmo2RMSNorm(24, eps=1e-3), 1),
-        "RMSNormZeroCentered": (Qwen3_5RMSNorm(24, eps=1e-3), 1),
-        "GatedRMSNorm": (Qwen3NextRMSNormGated(24, eps=1e-3), 2),
-        "LayerNorm": (torch.nn.LayerNorm(24, eps=1e-3), 1),
-    }
+#: For each layer of the kernel, a module that it may be put into.
+SINGLE = {"RMSNorm": "Llama", "RMSNormFP32": "Olmo2", "RMSNormZeroCentered": "Gemma", "GatedRMSNorm": "Qwen3Next"}
+SINGLE |= {"LayerNorm": "LayerNorm"}
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("layer", ["RMSNorm", "RMSNormFP32", "RMSNormZeroCentered", "GatedRMSNorm", "LayerNorm"])
+@pytest.mark.parametrize("layer", SINGLE)
 def test_layers_compute_what_the_modules_do(built, monkeypatch, layer, dtype):
     pytest.importorskip("transformers")
-    plain, count = single_layers()[layer]
+    plain, _, count = modules(SINGLE[layer])
     plain = randomised(plain).to(DEVICE, dtype)
     ours = copy.deepcopy(plain)
     annotate(monkeypatch, type(plain), layer)
@@ -191,7 +181,7 @@ def test_a_gate_that_is_no_silu_is_refused(built):
     pytest.importorskip("transformers")
     from kernels import get_local_kernel
 
-    layer, (module, _) = get_local_kernel(built).layers.GatedRMSNorm, single_layers()["GatedRMSNorm"]
+    layer, (module, *_) = get_local_kernel(built).layers.GatedRMSNorm, modules("Qwen3Next")
     module.activation = "sigmoid"  # as in Kimi Linear, whose module has the same name for kernels
     x = torch.randn(2, 24)
     with pytest.raises(ValueError, match=r"gates with silu, this module with 'sigmoid'"):

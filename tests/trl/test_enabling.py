@@ -41,19 +41,6 @@ def test_kernels_in_the_models(build, tmp_path):
         assert replacement_of(build(tmp_path, *tiny_model()).model.model.norm) is None
 
 
-def test_enable_and_disable():
-    import trl.trainer.sft_trainer as module
-
-    original = module.add_fused_lm_head
-    with enabled():
-        assert module.add_fused_lm_head is not original
-        enable()  # again: nothing happens
-        with enabled():
-            pass
-        assert module.add_fused_lm_head is not original
-    assert module.add_fused_lm_head is original
-
-
 @pytest.mark.parametrize("build", [sft, cpo, gmpo], ids=["SFT", "CPO", "GMPO"])
 def test_trainers_that_were_built_before(build, tmp_path):
     """Their losses are this library's too."""

@@ -101,15 +101,3 @@ def test_models_of_other_vocabularies_are_refused_as_by_trl():
             experimental.generalized_jsd_loss(logits, given, mask.long())
         with pytest.raises(ValueError, match=said):
             experimental.full_logit_self_distillation(logits, given, distillation_alpha=0.5)
-
-
-@pytest.mark.parametrize("beta", [0.0, 0.5, 1.0])
-def test_tokens_outside_of_the_completion_have_no_part(beta):
-    g = torch.Generator().manual_seed(0)
-    states, teacher = (torch.randn(2, 7, size, generator=g) for size in (6, 5))
-    weights = torch.randn(19, 6, generator=g), torch.randn(19, 5, generator=g)
-    mask = torch.tensor([[0, 1, 1, 1, 0, 0, 0]] * 2)
-    found = chunked_divergence_loss(states, teacher, *weights, mask, beta)
-    alone = chunked_divergence_loss(states[:, 1:4], teacher[:, 1:4], *weights, mask[:, 1:4], beta)
-    torch.testing.assert_close(found, alone)
-    assert found[2] == 6

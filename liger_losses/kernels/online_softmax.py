@@ -128,7 +128,7 @@ def merge(
         ``[R]`` (``selected_logps``: ``[R, k]``) for each name.
     """
     local_lse = parts["lse"]
-    if backend == "triton" and parts.keys() <= {*MERGED}:
+    if backend == "triton" and parts.keys() <= {*MERGED} and local_lse.numel():
         count, rows = local_lse.shape
         merged = dict(zip(parts, local_lse.new_empty(len(parts), rows).unbind(), strict=True))
         of_parts, out = ([values.get(name) for name in MERGED] for values in (parts, merged))

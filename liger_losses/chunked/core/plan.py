@@ -234,8 +234,8 @@ def even(total: int, most: int) -> int:
 
 
 def slices(start: int, stop: int, most: int) -> list[slice]:
-    """As few, equally large slices as ``most`` allows."""
-    if 0 < stop - start <= most:
+    """As few, equally large slices as ``most`` allows; an empty one of nothing."""
+    if stop - start <= most:
         return [slice(start, stop)]
     size = even(stop - start, most)
     return [slice(first, min(first + size, stop)) for first in range(start, stop, size)]

@@ -83,17 +83,6 @@ class Stream:
         """0 for tokens without a label, where these are among the tokens."""
         return values if self.tokens.active is None else only(self.tokens.active[places], values)
 
-    def empty(self) -> Values:
-        """Statistics of no tokens."""
-        device, wide, values = self.target.labels.device, wide_dtype(self.plan.products.dtype), Values()
-        selected = self.target.selected
-        k = selected.shape[-1] if isinstance(selected, Tensor) else selected or 0
-        for s in self.asked:
-            shape = (0, k) if s.name in ("selected_logps", "selected_logits", "columns") else (0,)
-            dtype = torch.int64 if s.name in ("columns", "argmax") else wide
-            values[s.name] = torch.zeros(shape, dtype=dtype, device=device)
-        return values
-
     def spread(self, values: Values) -> Values:
         """From ``[N, ...]`` to all tokens, in the labels' shape; 0 for those without a label."""
         shape, index, of_all = self.target.labels.shape, self.tokens.index, Values()
@@ -283,7 +272,7 @@ def _first_pass(stream: Stream) -> tuple[Values, Any]:
             block = plan.block(part, stream.asked, plan)
         parts.append(statistics_by_columns(part, stream.asked, plan) if block is None else block.constants)
     kept = replace(block, part=None, constants={}) if block is not None and plan.keeps else None
-    return concatenated(parts or [stream.empty()]), kept
+    return concatenated(parts), kept
 
 
 def concatenated(parts: list[Values]) -> Values:
@@ -417,18 +406,13 @@ def _run(
             (stream.plan, slice(0, tokens.trained)),
             (stream.plan.without_gradients or stream.plan, slice(tokens.trained, tokens.count)),
         ):
-            if rows.start < rows.stop:
+            if rows.start < rows.stop or (rows.stop == tokens.count and not parts):  # or there are no tokens
                 if opened is not None and opened.plan.products == plan.products:
                     opened = replace(opened, plan=plan)
                 else:
                     opened = None  # its copies of heads are gone before there are others
                     opened = stream.open(plan)
                 _run_part(opened, loss, rows, grads, totals, parts)
-        if not tokens.count:
-            values = stream.empty()
-            total, _, more = token_losses(stream, loss(), values, slice(0, 0), False)
-            totals.append(total)
-            parts.append(values | more)
         outputs.append(concatenated(parts))
     return totals[0] if len(totals) == 1 else torch.stack(totals).sum(), outputs, grads.results()
 

@@ -13,7 +13,7 @@ from liger_losses.layers.rope import rope
 from tests.kernels.cases import DEVICE
 from tests.layers.eager import check, normal
 
-LONGEST = target_of(torch.device(DEVICE)).tiling.longest_row
+LONGEST, MANY = target_of(torch.device(DEVICE)).tiling.longest_row, 4097 if DEVICE == "cuda" else 67
 NORMS = {
     "rms_norm": lambda x, w, **o: rms_norm(x, w, **o),
     "add_rms_norm": lambda x, w, **o: add_rms_norm(x, x, w, **o)[0],
@@ -84,11 +84,14 @@ def test_without_gradients_results_are_the_same(kernel, backend):
     torch.testing.assert_close(found, expected, check_stride=kernel is not _rotated)
 
 
+@pytest.mark.parametrize(("rows", "columns"), [(MANY, 1024), (2, 8192), (2, 16384), (2, LONGEST)])
 @pytest.mark.parametrize("norm", NORMS.values(), ids=NORMS)
-def test_norms_of_many_rows(norm, backend):
-    """More tiles than persistent programs, and a last tile that is not full."""
-    rows = 4097 if DEVICE == "cuda" else 67
-    x, weight = normal(rows, 1024), normal(1024)
+def test_norms_of_many_rows_and_of_long_ones(norm, rows, columns, backend):
+    """More tiles than persistent programs, and a last tile that is not full; or longer than what the tiles in flight
+    have shared memory for."""
+    if columns > 8192 and backend == "triton" and DEVICE == "cpu":
+        pytest.skip("takes the interpreter minutes")
+    x, weight = normal(rows, columns), normal(columns)
     check(lambda x, w: norm(x, w, backend=backend), lambda x, w: norm(x, w, backend="torch"), (x, weight))
 
 
@@ -158,13 +161,3 @@ def test_offsets_beyond_32_bits():
     for function in (lambda x: rms_norm(x, None), layer_norm, lambda x: glu(x, x), glu_fused, rotate):
         assert torch.equal(function(x)[-1:], function(last))
         torch.cuda.empty_cache()
-
-
-@pytest.mark.parametrize("columns", [8192, 16384, LONGEST])
-def test_long_rows(backend, columns):
-    """Longer than what the tiles in flight have shared memory for."""
-    if columns > 8192 and backend == "triton" and DEVICE == "cpu":
-        pytest.skip("takes the interpreter minutes")
-    x, weight = normal(2, columns), normal(columns)
-    for norm in NORMS.values():
-        check(lambda x, w: norm(x, w, backend=backend), lambda x, w: norm(x, w, backend="torch"), (x, weight))  # noqa: B023

